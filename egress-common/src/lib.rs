@@ -1,0 +1,1 @@
+//! Types and pure functions that the kernel programs and the daemon share.

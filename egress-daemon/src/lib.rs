@@ -1,0 +1,1 @@
+//! The agent, the controller and what egressctl needs.

@@ -1,0 +1,1 @@
+//! Topologies, captures and traffic that demo, tests and benchmark share.
