@@ -38,10 +38,12 @@ pub struct EgressIPSpec {
 
     /// The pool that it comes from; absent for an address that a policy names.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
     pub pool: Option<String>,
 
     /// The interface of the gateway whose address it is; only for a policy's gateway by interface.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
     pub interface: Option<String>,
 
     /// Whether the address is a node's own: such an address does not move, its node answers ARP and NDP for it by
@@ -51,6 +53,7 @@ pub struct EgressIPSpec {
 
     /// The subnet of the address, from its pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "SubnetInfo")]
     pub subnet_info: Option<SubnetInfo>,
 
     /// The policies that use the address, sorted by name.
@@ -76,14 +79,17 @@ pub struct PolicyUse {
 pub struct EgressIPStatus {
     /// The gateway that carries the address; absent while none can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
     pub node: Option<String>,
 
     /// The zone of that gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
     pub zone: Option<String>,
 
     /// The gateway that the address returns to when it can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
     pub preferred_node: Option<String>,
 
     /// Rises with every change of the gateway.

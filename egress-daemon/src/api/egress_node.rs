@@ -102,14 +102,17 @@ pub struct EgressNodeStatus {
 
     /// How packets travel between nodes: device, vxlan or direct.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
     pub transport: Option<String>,
 
     /// The firewall mode in force: respect or bypass.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
     pub firewall: Option<String>,
 
     /// How the programs are attached: tcx or clsact.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
     pub attach: Option<String>,
 
     /// All leases up to this revision are in the node's tables.

@@ -6,7 +6,10 @@ mod egress_ip;
 mod egress_node;
 mod policy;
 mod pool;
+mod rules;
 mod schema;
+#[cfg(test)]
+mod tests;
 
 pub use egress_ip::{EgressIP, EgressIPSpec, EgressIPStatus, PolicyUse, egress_ip_name};
 pub use egress_node::{
@@ -19,6 +22,7 @@ pub use policy::{
 pub use pool::{
     EgressIPPool, EgressIPPoolSpec, EgressIPPoolStatus, Failback, FailbackMode, IPRange, PoolUsage, SubnetInfo,
 };
+pub use rules::{Rules, Violation};
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt;
@@ -34,7 +38,7 @@ pub const MAX_EGRESS_IPS_ANNOTATION: &str = "spillway.io/max-egress-ips";
 pub fn crds() -> Vec<(String, CustomResourceDefinition)> {
     let mut crds: Vec<_> = [EgressGatewayPolicy::crd(), EgressIPPool::crd(), EgressIP::crd(), EgressNode::crd()]
         .into_iter()
-        .map(|crd| (format!("{}.yaml", crd.spec.names.plural), crd))
+        .map(|crd| (format!("{}.yaml", crd.spec.names.plural), schema::for_people(crd)))
         .collect();
     crds.sort_by(|a, b| a.0.cmp(&b.0));
     crds

@@ -59,21 +59,23 @@ pub struct EgressGatewayPolicySpec {
 
     /// A single gateway; the short form of egressGateways with one entry.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "EgressGateway")]
     pub egress_gateway: Option<EgressGateway>,
 
     /// The gateways over which the traffic is spread, each with its egress IP.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(length(max = 1024))]
+    #[schemars(with = "Vec<EgressGateway>", length(max = 1024))]
     pub egress_gateways: Option<Vec<EgressGateway>>,
 
     /// A single pool; the short form of egressIPPools with one entry.
     #[serde(default, rename = "egressIPPool", skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "PoolRequest")]
     pub egress_ip_pool: Option<PoolRequest>,
 
     /// The pools that the egress IPs come from (one a zone, say). Spillway puts each on a gateway, and moves it when
     /// that gateway fails.
     #[serde(default, rename = "egressIPPools", skip_serializing_if = "Option::is_none")]
-    #[schemars(length(max = 64))]
+    #[schemars(with = "Vec<PoolRequest>", length(max = 64))]
     pub egress_ip_pools: Option<Vec<PoolRequest>>,
 
     /// How traffic is spread over the egress IPs: PerFlow hashes every new flow, PerEndpoint gives every pod one egress
@@ -97,6 +99,7 @@ pub struct EgressGatewayPolicySpec {
 
     /// The bandwidth of each egress IP of the policy, enforced at its gateway, in each direction.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Bandwidth")]
     pub bandwidth: Option<Bandwidth>,
 }
 
@@ -165,6 +168,7 @@ pub struct PoolRequest {
 
     /// How many egress IPs: 1 to 1024. Without it as many as egressIPs lists, at least 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "i32")]
     #[x_kube(validation = Rule::new("self >= 1 && self <= 1024")
         .message("count must be 1 to 1024: remove the pool from the policy if it should give no egress IP"))]
     pub count: Option<i32>,
@@ -251,6 +255,7 @@ pub struct Bandwidth {
 pub struct EgressGatewayPolicyStatus {
     /// The generation of the policy that this status was made from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "i64")]
     pub observed_generation: Option<i64>,
 
     /// Ready, Degraded, Conflicting and others, each with a reason and a sentence.
@@ -282,10 +287,12 @@ pub struct SlotStatus {
 
     /// The gateway that carries it now; absent while none does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
     pub node: Option<String>,
 
     /// The zone of that gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
     pub zone: Option<String>,
 
     /// Rises with every change of the gateway.
@@ -304,7 +311,7 @@ pub struct SlotStatus {
 
     /// How many pods are assigned to it; with PerFlow absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(with = "Option<i32>")]
+    #[schemars(with = "i32", range(min = 0))]
     pub endpoints: Option<u32>,
 }
 

@@ -42,11 +42,13 @@ pub struct EgressIPPoolSpec {
 
     /// The subnet of the addresses, when it is not that of the node's default route.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "SubnetInfo")]
     pub subnet_info: Option<SubnetInfo>,
 
     /// How many addresses of this pool one node may carry: 1 to 255. The node annotation spillway.io/max-egress-ips
     /// overrides it.
     #[serde(default, rename = "maxEgressIPsPerNode", skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "i32")]
     #[x_kube(validation = Rule::new("self >= 1 && self <= 255")
         .message("maxEgressIPsPerNode must be 1 to 255: leave it out for no limit, or leave the node out of the \
                   nodeSelector if it should carry none"))]
@@ -110,6 +112,7 @@ pub struct SubnetInfo {
 
     /// The VLAN that the subnet is reached through: 1 to 4094; 0 or absent for none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "i32")]
     #[x_kube(validation = Rule::new("self >= 0 && self <= 4094")
         .message("vlan must be 1 to 4094, or 0 for none"))]
     pub vlan: Option<i32>,
@@ -151,6 +154,7 @@ pub enum FailbackMode {
 pub struct EgressIPPoolStatus {
     /// The generation of the pool that this status was made from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "i64")]
     pub observed_generation: Option<i64>,
 
     /// Addresses that can be given out, and that are.

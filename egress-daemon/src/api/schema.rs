@@ -1,8 +1,32 @@
 //! Schemas of the pieces that several kinds share, with their CEL rules. Every list and string that a rule looks at is
 //! bounded, because the API server refuses a CRD whose rules could cost too much.
 
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{
+    CustomResourceDefinition, JSONSchemaProps, JSONSchemaPropsOrArray,
+};
 use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+/// Puts each description of a CRD onto one line, as `kubectl explain` wraps it by itself.
+pub(super) fn for_people(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
+    for version in &mut crd.spec.versions {
+        if let Some(root) = version.schema.as_mut().and_then(|schema| schema.open_api_v3_schema.as_mut()) {
+            unwrap_descriptions(root);
+        }
+    }
+    crd
+}
+
+fn unwrap_descriptions(schema: &mut JSONSchemaProps) {
+    if let Some(description) = &mut schema.description {
+        *description = description.replace('\n', " ");
+    }
+    schema.properties.iter_mut().flat_map(BTreeMap::values_mut).for_each(unwrap_descriptions);
+    if let Some(JSONSchemaPropsOrArray::Schema(items)) = &mut schema.items {
+        unwrap_descriptions(items);
+    }
+}
 
 /// Longest list of CIDRs or addresses in one field.
 const MAX_LIST: u32 = 1024;
