@@ -42,7 +42,7 @@ impl Rules {
         Ok(Rules { compiled: compile_schema(&schema), schema, validator: Validator::new() })
     }
 
-    /// Every rule that `object` breaks. Fields with the value null count as absent and are removed from it first.
+    /// Every rule that `object` breaks, sorted by field. Fields with the value null count as absent and are removed from it first.
     /// The CEL rules are judged only when the structure is right, as an API server does it.
     pub fn check(&self, object: &mut Value) -> Vec<Violation> {
         remove_nulls(object);
@@ -53,6 +53,7 @@ impl Rules {
         {
             found.extend(errors.into_iter().map(|error| sentence(error.field_path, &error.message)));
         }
+        found.sort();
         found
     }
 }
