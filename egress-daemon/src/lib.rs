@@ -1,3 +1,4 @@
 //! The agent, the controller and what egressctl needs.
 
 pub mod api;
+pub mod store;

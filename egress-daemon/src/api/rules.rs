@@ -64,7 +64,8 @@ fn sentence(field: String, text: &str) -> Violation {
     Violation { field, message: message.to_owned(), remedy: remedy.to_owned() }
 }
 
-fn remove_nulls(value: &mut Value) {
+/// Removes the fields with the value null, which count as absent.
+pub(crate) fn remove_nulls(value: &mut Value) {
     match value {
         Value::Object(map) => {
             map.retain(|_, value| !value.is_null());

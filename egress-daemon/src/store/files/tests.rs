@@ -1,0 +1,1 @@
+//! The store in a directory, as its users see it.
