@@ -7,6 +7,8 @@ mod scan;
 #[cfg(test)]
 mod tests;
 mod user;
+#[cfg(test)]
+mod user_tests;
 mod view;
 mod write;
 
