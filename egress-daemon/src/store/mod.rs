@@ -4,6 +4,7 @@
 
 mod files;
 mod kind;
+pub mod lease;
 mod problem;
 
 pub use files::Files;
