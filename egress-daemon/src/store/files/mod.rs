@@ -1,8 +1,10 @@
 //! The store in a directory: people write YAML files into it, Spillway keeps what it writes in `DIR/.spillway`, and any
 //! number of processes share it without a server.
 
+mod disk;
 mod own;
 mod parse;
+mod record;
 mod scan;
 #[cfg(test)]
 mod tests;
@@ -18,7 +20,7 @@ use futures::future::BoxFuture;
 use notify::{Event, EventKind, RecommendedWatcher, RecursiveMode, Watcher, event::AccessKind, event::AccessMode};
 use own::Own;
 use parse::Parser;
-use scan::Scanner;
+use scan::{Look, Scanner};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -51,7 +53,10 @@ pub struct Files {
 /// Why the directory is looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wake {
-    Changed,
+    /// Files of Spillway's changed.
+    Own,
+    /// Files of people changed, perhaps others too.
+    Any,
     Stop,
 }
 
@@ -102,10 +107,10 @@ impl Files {
         let watcher = files.watch();
         let mut scanner = Scanner::default();
         let start = Instant::now();
-        let mut again = scanner.scan(&files);
+        let mut again = scanner.scan(&files, Look::Everywhere);
         while let Some(until) = again.filter(|_| start.elapsed() < OPEN_WAIT) {
             std::thread::sleep(until.saturating_duration_since(Instant::now()));
-            again = scanner.scan(&files);
+            again = scanner.scan(&files, Look::Everywhere);
         }
         let weak = Arc::downgrade(&files);
         std::thread::Builder::new()
@@ -128,11 +133,17 @@ impl Files {
 
     fn watch(&self) -> Option<RecommendedWatcher> {
         let wake = self.wake.clone();
+        let own = self.own.root().to_owned();
         let watcher = notify::recommended_watcher(move |event: notify::Result<Event>| {
-            if event.map_or(true, |event| matters(&event)) {
-                // Without a receiver the store is gone, and nobody needs the notice.
-                wake.send(Wake::Changed).ok();
-            }
+            let reason = match event {
+                Ok(event) if !matters(&event) => return,
+                Ok(event) if !event.paths.is_empty() && event.paths.iter().all(|path| path.starts_with(&own)) => {
+                    Wake::Own
+                }
+                _ => Wake::Any,
+            };
+            // Without a receiver the store is gone, and nobody needs the notice.
+            wake.send(reason).ok();
         })
         .and_then(|mut watcher| {
             watcher.watch(&self.directory, RecursiveMode::Recursive)?;
@@ -185,16 +196,21 @@ fn follow(
     let backstop = if watcher.is_some() { BACKSTOP } else { POLL };
     loop {
         let pause = again.map_or(backstop, |again| again.saturating_duration_since(Instant::now()).min(backstop));
-        match woken.recv_timeout(pause) {
-            Ok(Wake::Changed) => std::thread::sleep(GATHER),
-            Err(RecvTimeoutError::Timeout) => {}
-            Ok(Wake::Stop) | Err(RecvTimeoutError::Disconnected) => return,
-        }
-        if woken.try_iter().any(|wake| wake == Wake::Stop) {
+        let first = match woken.recv_timeout(pause) {
+            Ok(wake) => {
+                std::thread::sleep(GATHER);
+                wake
+            }
+            Err(RecvTimeoutError::Timeout) => Wake::Any,
+            Err(RecvTimeoutError::Disconnected) => return,
+        };
+        let wakes: Vec<Wake> = woken.try_iter().chain([first]).collect();
+        if wakes.contains(&Wake::Stop) {
             return;
         }
         let Some(files) = files.upgrade() else { return };
-        again = scanner.scan(&files);
+        let all = wakes.contains(&Wake::Any) || again.is_some_and(|again| again <= Instant::now());
+        again = scanner.scan(&files, if all { Look::Everywhere } else { Look::Own });
     }
 }
 

@@ -3,7 +3,7 @@
 use super::Files;
 use super::Wake;
 use super::parse::is_name;
-use super::scan::{generation_content, store, time_now, uid, version};
+use super::record::{generation_content, store, time_now, uid, version};
 use super::view::Item;
 use crate::api::Violation;
 use crate::store::kind::Kind;
@@ -110,7 +110,7 @@ impl Files {
             self.update(|view| view.set(target.kind, target.key.clone(), item));
         }
         // The file may have changed again since, by another process.
-        self.wake.send(Wake::Changed).ok();
+        self.wake.send(Wake::Own).ok();
         Ok(whole)
     }
 }
