@@ -72,7 +72,7 @@ impl Scanner {
     pub(super) fn scan(&mut self, files: &Files, look: Look) -> Option<Instant> {
         let _order = files.order.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut problems = Vec::new();
-        if let Err(error) = self.scan_own(&files.own) {
+        if let Err(error) = self.scan_own(files) {
             problems.push(unreadable(Path::new(".spillway"), &error));
         }
         if look == Look::Everywhere {
@@ -118,7 +118,8 @@ impl Scanner {
     }
 
     /// Reads what changed of what Spillway writes.
-    fn scan_own(&mut self, own: &Own) -> io::Result<()> {
+    fn scan_own(&mut self, files: &Files) -> io::Result<()> {
+        let own = &files.own;
         let lock = own.shared()?;
         let listing: BTreeMap<ObjectRef, Stamp> = match own.listing() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -144,7 +145,8 @@ impl Scanner {
                 Err(error) => {
                     let path = own.path(&target);
                     let path = path.strip_prefix(own.root().parent().unwrap_or(own.root())).unwrap_or(&path);
-                    let last = self.own.remove(&target).and_then(|file| file.content);
+                    let shown = || files.view().named(&target).map(|(key, item)| Content::Object(key, item));
+                    let last = self.own.remove(&target).and_then(|file| file.content).or_else(shown);
                     OwnFile { stamp: Some(stamp), young, content: last, problem: Some(unreadable(path, &error)) }
                 }
             };

@@ -1,7 +1,7 @@
 //! The cache that the store's readers see.
 
 use crate::store::kind::Erased;
-use crate::store::{Key, Kind, Problem};
+use crate::store::{Key, Kind, ObjectRef, Problem};
 use std::collections::BTreeMap;
 
 /// An object and its resourceVersion.
@@ -25,6 +25,12 @@ impl View {
 
     pub(super) fn get(&self, kind: Kind, key: &Key) -> Option<Erased> {
         Some(self.kinds.get(&kind)?.get(key)?.object.clone())
+    }
+
+    /// The object that a file of Spillway's stands for: its kind has one object of a name, in whatever namespace.
+    pub(super) fn named(&self, target: &ObjectRef) -> Option<(Key, Item)> {
+        let mut objects = self.kinds.get(&target.kind).filter(|_| !target.kind.is_users())?.iter();
+        objects.find(|(key, _)| key.name == target.key.name).map(|(key, item)| (key.clone(), item.clone()))
     }
 
     /// Sets or removes one object; says whether that made a difference.
