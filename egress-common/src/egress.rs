@@ -65,8 +65,8 @@ map_type! {
 map_type! {
     /// Value of `UPLINKS`; the key is an interface index.
     pub struct Uplink {
-        /// The interface's MAC address, for ARP and NDP answers.
-        pub mac: [u8; 6],
+        /// The interface's MAC address, for ARP and NDP answers, as words in memory order.
+        pub mac: [u16; 3],
         /// Unused, zero.
         pub reserved: u16,
     } size 8
