@@ -1,1 +1,3 @@
 //! The agent, the controller and what egressctl needs.
+
+pub mod host;
