@@ -11,6 +11,7 @@ pub mod cleanup;
 mod decode;
 pub mod frames;
 pub mod links;
+pub mod netlink;
 mod packet;
 pub mod ports;
 pub mod probe;
