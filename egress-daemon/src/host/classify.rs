@@ -17,7 +17,10 @@ pub struct NamePattern(String);
 
 /// Why a text is not a pattern for interface names.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("interface pattern {0:?} can match no interface: write a name of 1 to 15 characters without '/' or blanks, such as \"eth1\" or \"veth*\"")]
+#[error(
+    "interface pattern {0:?} can match no interface: \
+     write a name of 1 to 15 characters without '/' or blanks, such as \"eth1\" or \"veth*\""
+)]
 pub struct NamePatternError(String);
 
 impl FromStr for NamePattern {
@@ -42,7 +45,9 @@ impl NamePattern {
 fn matches(pattern: &[u8], name: &[u8]) -> bool {
     match (pattern.split_first(), name.split_first()) {
         (None, None) => true,
-        (Some((b'*', rest)), _) => matches(rest, name) || name.split_first().is_some_and(|(_, tail)| matches(pattern, tail)),
+        (Some((b'*', rest)), _) => {
+            matches(rest, name) || name.split_first().is_some_and(|(_, tail)| matches(pattern, tail))
+        }
         (Some((b'?', rest)), Some((_, tail))) => matches(rest, tail),
         (Some((expected, rest)), Some((found, tail))) => expected == found && matches(rest, tail),
         _ => false,
@@ -77,7 +82,8 @@ pub struct Roles {
 pub fn classify(table: &LinkTable, rules: &InterfaceRules) -> Roles {
     let with_default_route: BTreeSet<u32> = table.default_routes.iter().map(|route| route.oif).collect();
     let named = |patterns: &[NamePattern], link: &Link| patterns.iter().any(|pattern| pattern.matches(&link.name));
-    let candidates = || table.links.values().filter(|link| link.kind != LinkKind::Loopback && link.name != rules.tunnel);
+    let candidates =
+        || table.links.values().filter(|link| link.kind != LinkKind::Loopback && link.name != rules.tunnel);
 
     let pods: BTreeSet<u32> = candidates()
         .filter(|link| {
@@ -106,14 +112,16 @@ pub fn classify(table: &LinkTable, rules: &InterfaceRules) -> Roles {
     Roles { pods, uplinks, underlays: underlays(table, rules) }
 }
 
-/// Each of the node's addresses with the interface that carries it; an address on the loopback or a dummy device (a routed
-/// underlay) is reached by the interface of the default route. Without any address known, the default route decides alone.
+/// Each of the node's addresses with the interface that carries it; an address on the loopback or a dummy device (a
+/// routed underlay) is reached by the interface of the default route. Without any address known, the default route
+/// decides alone.
 fn underlays(table: &LinkTable, rules: &InterfaceRules) -> BTreeMap<u32, BTreeSet<IpAddr>> {
     let mut underlays: BTreeMap<u32, BTreeSet<IpAddr>> = BTreeMap::new();
     for &address in &rules.node_addresses {
         let Some(carrier) = table.by_address(address) else { continue };
         let indirect = carrier.kind == LinkKind::Loopback || carrier.kind == LinkKind::Other("dummy".to_owned());
-        let index = if indirect { table.default_route(address.is_ipv6()).map(|route| route.oif) } else { Some(carrier.index) };
+        let index =
+            if indirect { table.default_route(address.is_ipv6()).map(|route| route.oif) } else { Some(carrier.index) };
         if let Some(index) = index {
             underlays.entry(index).or_default().insert(address);
         }
@@ -190,40 +198,142 @@ mod tests {
         let other = |kind: &str| LinkKind::Other(kind.to_owned());
         type Case = (&'static str, LinkTable, InterfaceRules, &'static [u32], &'static [u32]);
         let cases: Vec<Case> = vec![
-            ("point-to-point veths", table(vec![lo(), eth0(), pod_veth(3, "cali1", None, &["fe80::1/64"])], out()),
-             rules(&[], &[]), &[3], &[2]),
-            ("a veth with a host address, as GKE has it", table(vec![eth0(), pod_veth(3, "gke1", None, &["10.0.0.1/32"])], out()),
-             rules(&[], &[]), &[3], &[2]),
-            ("a bridge of pods with the pods' gateway address",
-             table(vec![eth0(), with(link(3, "cni0"), LinkKind::Bridge, &["10.244.1.1/24"]), pod_veth(4, "veth1", Some(3), &[])], out()),
-             rules(&[], &[]), &[4], &[2]),
-            ("a bridge that leads out, with the card as its port",
-             table(vec![Link { master: Some(3), ..physical(2, "eth0", &[]) },
-                        with(link(3, "br0"), LinkKind::Bridge, &["192.0.2.7/24"])], vec![default_route(3, "192.0.2.1")]),
-             rules(&[], &[]), &[], &[3]),
-            ("a node that is a namespace itself: its uplink is a veth",
-             table(vec![pod_veth(2, "eth0", None, &["172.18.0.3/16"]), pod_veth(3, "veth1", None, &[])], vec![default_route(2, "172.18.0.1")]),
-             rules(&[], &[]), &[3], &[2]),
-            ("a default route alone makes an uplink", table(vec![pod_veth(2, "eth0", None, &["169.254.1.1/32"])], out()),
-             rules(&[], &[]), &[], &[2]),
-            ("tunnels and our own device", table(vec![eth0(), with(link(3, "flannel.1"), LinkKind::Vxlan, &["10.244.1.0/24"]),
-              with(link(4, "wg0"), LinkKind::Tunnel("wireguard".into()), &["10.7.0.1/24"]),
-              with(link(5, "spillway0"), LinkKind::Vxlan, &["10.8.0.1/24"])], out()),
-             rules(&["spill*"], &["*0"]), &[2, 4], &[]),
-            ("a tunnel that the configuration names", table(vec![eth0(), with(link(4, "wg0"), LinkKind::Tunnel("wireguard".into()), &[])], out()),
-             rules(&["wg*"], &[]), &[], &[2, 4]),
-            ("addresses of services", table(vec![eth0(), with(link(3, "kube-ipvs0"), other("dummy"), &["10.96.0.1/32"]),
-              with(link(4, "nodelocaldns"), other("dummy"), &["169.254.20.10/32"])], out()), rules(&[], &[]), &[], &[2]),
-            ("a veth pair within the host", table(vec![eth0(), with(link(3, "cilium_host"), LinkKind::Veth, &["10.0.1.1/32"]),
-              with(link(4, "cilium_net"), LinkKind::Veth, &[])], out()), rules(&[], &[]), &[], &[2]),
-            ("a second uplink without default route", table(vec![eth0(), physical(3, "eth1", &["2001:db8::7/64"])], out()),
-             rules(&[], &[]), &[], &[2, 3]),
-            ("a veth that is not configured yet, named by the configuration", table(vec![pod_veth(2, "eth0", None, &[])], vec![]),
-             rules(&["eth*"], &[]), &[], &[2]),
-            ("pod patterns win over uplink patterns", table(vec![pod_veth(2, "tap0", None, &["10.1.0.1/24"])], vec![]),
-             rules(&["tap*"], &["tap?"]), &[2], &[]),
-            ("link-local addresses make no uplink", table(vec![physical(2, "eth0", &["fe80::7/64", "169.254.7.7/16"])], vec![]),
-             rules(&[], &[]), &[], &[]),
+            (
+                "point-to-point veths",
+                table(vec![lo(), eth0(), pod_veth(3, "cali1", None, &["fe80::1/64"])], out()),
+                rules(&[], &[]),
+                &[3],
+                &[2],
+            ),
+            (
+                "a veth with a host address, as GKE has it",
+                table(vec![eth0(), pod_veth(3, "gke1", None, &["10.0.0.1/32"])], out()),
+                rules(&[], &[]),
+                &[3],
+                &[2],
+            ),
+            (
+                "a bridge of pods with the pods' gateway address",
+                table(
+                    vec![
+                        eth0(),
+                        with(link(3, "cni0"), LinkKind::Bridge, &["10.244.1.1/24"]),
+                        pod_veth(4, "veth1", Some(3), &[]),
+                    ],
+                    out(),
+                ),
+                rules(&[], &[]),
+                &[4],
+                &[2],
+            ),
+            (
+                "a bridge that leads out, with the card as its port",
+                table(
+                    vec![
+                        Link { master: Some(3), ..physical(2, "eth0", &[]) },
+                        with(link(3, "br0"), LinkKind::Bridge, &["192.0.2.7/24"]),
+                    ],
+                    vec![default_route(3, "192.0.2.1")],
+                ),
+                rules(&[], &[]),
+                &[],
+                &[3],
+            ),
+            (
+                "a node that is a namespace itself: its uplink is a veth",
+                table(
+                    vec![pod_veth(2, "eth0", None, &["172.18.0.3/16"]), pod_veth(3, "veth1", None, &[])],
+                    vec![default_route(2, "172.18.0.1")],
+                ),
+                rules(&[], &[]),
+                &[3],
+                &[2],
+            ),
+            (
+                "a default route alone makes an uplink",
+                table(vec![pod_veth(2, "eth0", None, &["169.254.1.1/32"])], out()),
+                rules(&[], &[]),
+                &[],
+                &[2],
+            ),
+            (
+                "tunnels and our own device",
+                table(
+                    vec![
+                        eth0(),
+                        with(link(3, "flannel.1"), LinkKind::Vxlan, &["10.244.1.0/24"]),
+                        with(link(4, "wg0"), LinkKind::Tunnel("wireguard".into()), &["10.7.0.1/24"]),
+                        with(link(5, "spillway0"), LinkKind::Vxlan, &["10.8.0.1/24"]),
+                    ],
+                    out(),
+                ),
+                rules(&["spill*"], &["*0"]),
+                &[2, 4],
+                &[],
+            ),
+            (
+                "a tunnel that the configuration names",
+                table(vec![eth0(), with(link(4, "wg0"), LinkKind::Tunnel("wireguard".into()), &[])], out()),
+                rules(&["wg*"], &[]),
+                &[],
+                &[2, 4],
+            ),
+            (
+                "addresses of services",
+                table(
+                    vec![
+                        eth0(),
+                        with(link(3, "kube-ipvs0"), other("dummy"), &["10.96.0.1/32"]),
+                        with(link(4, "nodelocaldns"), other("dummy"), &["169.254.20.10/32"]),
+                    ],
+                    out(),
+                ),
+                rules(&[], &[]),
+                &[],
+                &[2],
+            ),
+            (
+                "a veth pair within the host",
+                table(
+                    vec![
+                        eth0(),
+                        with(link(3, "cilium_host"), LinkKind::Veth, &["10.0.1.1/32"]),
+                        with(link(4, "cilium_net"), LinkKind::Veth, &[]),
+                    ],
+                    out(),
+                ),
+                rules(&[], &[]),
+                &[],
+                &[2],
+            ),
+            (
+                "a second uplink without default route",
+                table(vec![eth0(), physical(3, "eth1", &["2001:db8::7/64"])], out()),
+                rules(&[], &[]),
+                &[],
+                &[2, 3],
+            ),
+            (
+                "a veth that is not configured yet, named by the configuration",
+                table(vec![pod_veth(2, "eth0", None, &[])], vec![]),
+                rules(&["eth*"], &[]),
+                &[],
+                &[2],
+            ),
+            (
+                "pod patterns win over uplink patterns",
+                table(vec![pod_veth(2, "tap0", None, &["10.1.0.1/24"])], vec![]),
+                rules(&["tap*"], &["tap?"]),
+                &[2],
+                &[],
+            ),
+            (
+                "link-local addresses make no uplink",
+                table(vec![physical(2, "eth0", &["fe80::7/64", "169.254.7.7/16"])], vec![]),
+                rules(&[], &[]),
+                &[],
+                &[],
+            ),
         ];
         for (name, table, rules, pods, uplinks) in cases {
             let roles = classify(&table, &rules);
@@ -243,16 +353,24 @@ mod tests {
             ]
         };
         let routes = || vec![default_route(2, "192.0.2.1"), DefaultRoute { ipv6: true, ..default_route(2, "fe80::1") }];
-        let cases: [(&str, Vec<DefaultRoute>, &[&str], &[(u32, &[&str])]); 6] = [
+        type Case =
+            (&'static str, Vec<DefaultRoute>, &'static [&'static str], &'static [(u32, &'static [&'static str])]);
+        let cases: [Case; 6] = [
             ("the node's address", routes(), &["198.51.100.7"], &[(3, &["198.51.100.7"])]),
-            ("one of each family", routes(), &["198.51.100.7", "2001:db8::7"], &[(2, &["2001:db8::7"]), (3, &["198.51.100.7"])]),
+            (
+                "one of each family",
+                routes(),
+                &["198.51.100.7", "2001:db8::7"],
+                &[(2, &["2001:db8::7"]), (3, &["198.51.100.7"])],
+            ),
             ("an address on the loopback", routes(), &["10.255.0.7"], &[(2, &["10.255.0.7"])]),
             ("no address given", routes(), &[], &[(2, &["192.0.2.7", "2001:db8::7"])]),
             ("an address that is not there", routes(), &["203.0.113.1"], &[(2, &["192.0.2.7", "2001:db8::7"])]),
             ("nothing", vec![], &[], &[]),
         ];
         for (name, routes, node_addresses, expected) in cases {
-            let rules = InterfaceRules { node_addresses: addresses(node_addresses).into_iter().collect(), ..rules(&[], &[]) };
+            let rules =
+                InterfaceRules { node_addresses: addresses(node_addresses).into_iter().collect(), ..rules(&[], &[]) };
             let expected = expected.iter().map(|&(index, texts)| (index, addresses(texts))).collect();
             assert_eq!(classify(&table(links(), routes), &rules).underlays, expected, "{name}");
         }

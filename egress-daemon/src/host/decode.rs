@@ -18,28 +18,31 @@ use super::table::{Change, DefaultRoute, Link, LinkKind};
 pub fn change(message: &NetlinkMessage<RouteNetlinkMessage>) -> Option<Change> {
     match &message.payload {
         NetlinkPayload::Overrun(_) => Some(Change::Lost),
-        NetlinkPayload::InnerMessage(message) => match message {
-            // A bridge reports its ports in messages of its own family; there "deleted" means that the port left it.
-            RouteNetlinkMessage::NewLink(message) | RouteNetlinkMessage::DelLink(message)
-                if message.header.interface_family != AddressFamily::Unspec =>
-            {
-                None
+        NetlinkPayload::InnerMessage(message) => {
+            match message {
+                // A bridge reports its ports in messages of its own family; there "deleted" means that the port left
+                // it.
+                RouteNetlinkMessage::NewLink(message) | RouteNetlinkMessage::DelLink(message)
+                    if message.header.interface_family != AddressFamily::Unspec =>
+                {
+                    None
+                }
+                RouteNetlinkMessage::NewLink(message) => {
+                    Some(link(message).map_or(Change::LinkUnclear(message.header.index), Change::Link))
+                }
+                RouteNetlinkMessage::DelLink(message) => Some(Change::LinkGone(message.header.index)),
+                RouteNetlinkMessage::NewAddress(message) => address(message).map(|(index, net, usable)| {
+                    if usable { Change::Address(index, net) } else { Change::AddressGone(index, net) }
+                }),
+                RouteNetlinkMessage::DelAddress(message) => {
+                    address(message).map(|(index, net, _)| Change::AddressGone(index, net))
+                }
+                RouteNetlinkMessage::NewRoute(message) | RouteNetlinkMessage::DelRoute(message) => {
+                    (message.header.destination_prefix_length == 0).then_some(Change::DefaultRoutes)
+                }
+                _ => None,
             }
-            RouteNetlinkMessage::NewLink(message) => {
-                Some(link(message).map_or(Change::LinkUnclear(message.header.index), Change::Link))
-            }
-            RouteNetlinkMessage::DelLink(message) => Some(Change::LinkGone(message.header.index)),
-            RouteNetlinkMessage::NewAddress(message) => address(message).map(|(index, net, usable)| {
-                if usable { Change::Address(index, net) } else { Change::AddressGone(index, net) }
-            }),
-            RouteNetlinkMessage::DelAddress(message) => {
-                address(message).map(|(index, net, _)| Change::AddressGone(index, net))
-            }
-            RouteNetlinkMessage::NewRoute(message) | RouteNetlinkMessage::DelRoute(message) => {
-                (message.header.destination_prefix_length == 0).then_some(Change::DefaultRoutes)
-            }
-            _ => None,
-        },
+        }
         _ => None,
     }
 }

@@ -1,7 +1,8 @@
-//! Follows the links, addresses and default routes of this network namespace, and publishes each state as a [`LinkTable`].
+//! Follows the links, addresses and default routes of this network namespace, and publishes each state as a
+//! [`LinkTable`].
 //!
-//! Reports of the kernel (netlink multicast) are applied one by one. When reports were lost (the socket's buffer overran, the
-//! connection broke), and now and then without a reason, everything is read afresh.
+//! Reports of the kernel (netlink multicast) are applied one by one. When reports were lost (the socket's buffer
+//! overran, the connection broke), and now and then without a reason, everything is read afresh.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -24,8 +25,8 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use super::decode;
-pub use super::table::{DefaultRoute, Link, LinkKind, LinkTable};
 use super::table::{Change, Stale, State};
+pub use super::table::{DefaultRoute, Link, LinkKind, LinkTable};
 
 const GROUPS: [MulticastGroup; 5] = [
     MulticastGroup::Link,
@@ -35,8 +36,8 @@ const GROUPS: [MulticastGroup; 5] = [
     MulticastGroup::Ipv6Route,
 ];
 
-/// A dump that the kernel says was disturbed is repeated this many times; after that the reports that disturbed it, which are
-/// applied on top of it, have to do.
+/// A dump that the kernel says was disturbed is repeated this many times; after that the reports that disturbed it,
+/// which are applied on top of it, have to do.
 const DUMP_ATTEMPTS: usize = 5;
 
 /// How long after a netlink socket failed another one is opened.
@@ -182,9 +183,7 @@ impl Follower {
             Some(NetlinkPayload::InnerMessage(RouteNetlinkMessage::NewLink(message))) => {
                 decode::link(&message).map(Change::Link)
             }
-            Some(NetlinkPayload::Error(error)) if error.raw_code() == -libc::ENODEV => {
-                Some(Change::LinkGone(index))
-            }
+            Some(NetlinkPayload::Error(error)) if error.raw_code() == -libc::ENODEV => Some(Change::LinkGone(index)),
             Some(NetlinkPayload::Error(error)) => return Err(failed("a link", error)),
             Some(_) => None,
             None => return Err(failed("a link", "the connection closed")),
@@ -227,7 +226,8 @@ impl Follower {
         Ok(found)
     }
 
-    /// Reads again what the changes left unknown. Another report may make it unknown once more; it comes with its own round.
+    /// Reads again what the changes left unknown. Another report may make it unknown once more; it comes with its own
+    /// round.
     async fn settle(&mut self, stale: &Stale) -> Result<(), LinksError> {
         if stale.all {
             return self.resync().await;
@@ -246,7 +246,9 @@ impl Follower {
 fn set_receive_buffer(socket: &Socket, bytes: usize) -> io::Result<()> {
     // SAFETY: the descriptor is open for as long as the socket is borrowed.
     let fd = unsafe { BorrowedFd::borrow_raw(socket.as_raw_fd()) };
-    setsockopt(&fd, sockopt::RcvBufForce, &bytes).or_else(|_| setsockopt(&fd, sockopt::RcvBuf, &bytes)).map_err(io::Error::from)
+    setsockopt(&fd, sockopt::RcvBufForce, &bytes)
+        .or_else(|_| setsockopt(&fd, sockopt::RcvBuf, &bytes))
+        .map_err(io::Error::from)
 }
 
 fn failed(what: &'static str, error: impl ToString) -> LinksError {

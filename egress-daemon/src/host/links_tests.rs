@@ -10,13 +10,20 @@ async fn follow() -> (Links, watch::Receiver<Arc<LinkTable>>) {
     (links, table)
 }
 
-async fn until(what: &str, table: &mut watch::Receiver<Arc<LinkTable>>, holds: impl Fn(&LinkTable) -> bool) -> Arc<LinkTable> {
+async fn until(
+    what: &str,
+    table: &mut watch::Receiver<Arc<LinkTable>>,
+    holds: impl Fn(&LinkTable) -> bool,
+) -> Arc<LinkTable> {
     soon(what, table.wait_for(|table| holds(table))).await.unwrap().clone()
 }
 
 fn addresses(table: &LinkTable, name: &str) -> Vec<String> {
     let global = |net: &&ipnet::IpNet| !net.addr().to_string().starts_with("fe80");
-    table.by_name(name).map(|link| link.addresses.iter().filter(global).map(ToString::to_string).collect()).unwrap_or_default()
+    table
+        .by_name(name)
+        .map(|link| link.addresses.iter().filter(global).map(ToString::to_string).collect())
+        .unwrap_or_default()
 }
 
 #[test]
@@ -98,7 +105,8 @@ fn addresses_links_and_routes_that_vanish_are_noticed() {
         net.remove_address("eth0", "192.0.2.8").await;
         until("address gone", &mut table, |table| addresses(table, "eth0") == ["192.0.2.7/24"]).await;
         net.down("far").await;
-        until("carrier lost", &mut table, |table| table.by_name("eth0").is_some_and(|link| link.up && !link.carrier)).await;
+        until("carrier lost", &mut table, |table| table.by_name("eth0").is_some_and(|link| link.up && !link.carrier))
+            .await;
         // The kernel drops the route of a link that goes down without a word.
         net.down("eth0").await;
         let seen = until("link down", &mut table, |table| table.by_name("eth0").is_some_and(|link| !link.up)).await;

@@ -1,21 +1,16 @@
-//! The node's network as the agent finds and prepares it: links, addresses and default routes, the tunnel device, probes,
-//! announcements of egress IPs, sysctls and the ports that the node itself uses.
+//! The node's network as the agent finds and prepares it: links, addresses and default routes, the tunnel device,
+//! probes, announcements of egress IPs, sysctls and the ports that the node itself uses.
 //!
-//! Everything here works in the network namespace of the process (in tests: of the thread) and speaks netlink, AF_PACKET and
-//! /proc. It knows nothing of eBPF, of objects or of the plan; `agent` joins them. What decides (`classify`, `table`,
-//! `schedule`, `frames`, `ports::NodePorts`) is pure and does no I/O.
+//! Everything here works in the network namespace of the process (in tests: of the thread) and speaks netlink,
+//! AF_PACKET and /proc. It knows nothing of eBPF, of objects or of the plan; `agent` joins them. What decides
+//! (`classify`, `table`, `schedule`, `frames`, `ports::NodePorts`) is pure and does no I/O.
 
-pub mod announce;
 pub mod classify;
-pub mod cleanup;
 mod decode;
-pub mod frames;
 pub mod links;
 pub mod netlink;
 mod packet;
-pub mod ports;
 pub mod probe;
-pub mod schedule;
 pub mod sysctl;
 pub mod table;
 pub mod tunnel;
@@ -47,7 +42,8 @@ impl fmt::Debug for MacAddress {
     }
 }
 
-/// Something on the node that is not as it should be, that does not stop the agent, and that an administrator can change.
+/// Something on the node that is not as it should be, that does not stop the agent, and that an administrator can
+/// change.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Warning {
     /// What it is about, for example `net.ipv4.ip_forward` or `spillway0`.

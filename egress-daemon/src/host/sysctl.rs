@@ -1,16 +1,16 @@
 //! Kernel settings that the datapath needs: read, set, and put back.
 //!
-//! A setting of a device that is ours goes with the device. Every other one is written into a journal with its previous value
-//! before it is changed, so that `cleanup` can put it back after the agent is long gone.
+//! A setting of a device that is ours goes with the device. Every other one is written into a journal with its previous
+//! value before it is changed, so that `cleanup` can put it back after the agent is long gone.
 //!
 //! What is needed and why:
-//! - Reverse-path filtering takes the larger of `all` and the device's own value. The programs redirect before the kernel routes,
-//!   so no packet of theirs meets the filter; packets that they leave to the stack on the tunnel device (too large for the way
-//!   on) would, and their source is an address of another node. So the device gets 2 (loose) by itself: then the result is 2
-//!   whatever `all` is or becomes. Pods' interfaces and uplinks keep what they have: a packet that comes in by them and meets
-//!   the filter has a source that is routed there.
-//! - The tunnel device carries no address. IPv6 stays enabled on it, since a route through it needs that, but it makes no
-//!   link-local address and hears no router.
+//! - Reverse-path filtering takes the larger of `all` and the device's own value. The programs redirect before the
+//!   kernel routes, so no packet of theirs meets the filter; packets that they leave to the stack on the tunnel device
+//!   (too large for the way on) would, and their source is an address of another node. So the device gets 2 (loose) by
+//!   itself: then the result is 2 whatever `all` is or becomes. Pods' interfaces and uplinks keep what they have: a
+//!   packet that comes in by them and meets the filter has a source that is routed there.
+//! - The tunnel device carries no address. IPv6 stays enabled on it, since a route through it needs that, but it makes
+//!   no link-local address and hears no router.
 //! - A route look-up by a program fails on a device that does not forward.
 
 use std::collections::BTreeMap;
@@ -51,8 +51,8 @@ pub fn tunnel_settings(device: &str) -> Vec<Setting> {
     ]
 }
 
-/// What a node needs that forwards for others (every gateway, and every node that has pods). An uplink that listens to routers
-/// is told to go on doing so, before forwarding makes it stop.
+/// What a node needs that forwards for others (every gateway, and every node that has pods). An uplink that listens to
+/// routers is told to go on doing so, before forwarding makes it stop.
 pub fn forwarding_settings<'a>(uplinks: impl IntoIterator<Item = &'a str>) -> Vec<Setting> {
     let keep_routers = |uplink: &str| Setting {
         only_from: Some("1".to_owned()),
@@ -88,7 +88,10 @@ pub enum SysctlError {
         error: io::Error,
     },
     /// The journal is not what this program writes.
-    #[error("the journal {path} of changed kernel settings is damaged: {message}; delete it after putting the settings back by hand", path = path.display())]
+    #[error(
+        "the journal {path} of changed kernel settings is damaged: {message}; \
+         delete it after putting the settings back by hand", path = path.display()
+    )]
     Journal {
         /// The file.
         path: PathBuf,
@@ -126,8 +129,8 @@ impl Sysctls {
         &self.changed
     }
 
-    /// Sets what differs and remembers what it was. A setting that cannot be changed, as on a read-only /proc/sys, is reported
-    /// and does not stop the others; IPv6 settings of a kernel without IPv6 are passed over.
+    /// Sets what differs and remembers what it was. A setting that cannot be changed, as on a read-only /proc/sys, is
+    /// reported and does not stop the others; IPv6 settings of a kernel without IPv6 are passed over.
     pub fn apply(&mut self, settings: &[Setting]) -> Result<Vec<Warning>, SysctlError> {
         let mut warnings = Vec::new();
         for setting in settings {

@@ -1,7 +1,7 @@
 //! What is known of the node's links, addresses and default routes, and how one change alters it.
 //!
-//! Pure: changes come from `links`, which speaks netlink; the answer says what has to be read again, because the kernel does not
-//! report every change (a veth's peer that moves to another namespace, IPv4 routes that go with their link).
+//! Pure: changes come from `links`, which speaks netlink; the answer says what has to be read again, because the kernel
+//! does not report every change (a veth's peer that moves to another namespace, IPv4 routes that go with their link).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -76,12 +76,13 @@ pub struct Link {
     pub peer: Option<u32>,
     /// The other end or lower device is in another network namespace.
     pub peer_in_other_netns: bool,
-    /// Its addresses with their prefix lengths, sorted, link-local ones included. An address that another host was found to
-    /// hold (duplicate address detection) is left out.
+    /// Its addresses with their prefix lengths, sorted, link-local ones included. An address that another host was
+    /// found to hold (duplicate address detection) is left out.
     pub addresses: Vec<IpNet>,
 }
 
-/// One next hop of a route to 0.0.0.0/0 or ::/0, in any table. A multipath route is several of these with the same metric.
+/// One next hop of a route to 0.0.0.0/0 or ::/0, in any table. A multipath route is several of these with the same
+/// metric.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DefaultRoute {
     /// True for ::/0.
@@ -186,7 +187,9 @@ impl State {
                 stale.links.extend(
                     self.links
                         .values()
-                        .filter(|link| link.kind == LinkKind::Veth && link.peer == Some(index) && !link.peer_in_other_netns)
+                        .filter(|link| {
+                            link.kind == LinkKind::Veth && link.peer == Some(index) && !link.peer_in_other_netns
+                        })
                         .map(|link| link.index),
                 );
             }
@@ -211,7 +214,8 @@ impl State {
             .links
             .iter()
             .map(|(&index, link)| {
-                let addresses = self.addresses.get(&index).map(|nets| nets.iter().copied().collect()).unwrap_or_default();
+                let addresses =
+                    self.addresses.get(&index).map(|nets| nets.iter().copied().collect()).unwrap_or_default();
                 (index, Link { addresses, ..link.clone() })
             })
             .collect();

@@ -47,7 +47,8 @@ pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("did not happen in {PATIENCE:?}: {what}"))
 }
 
-/// Runs the test in a fresh network namespace, on a thread and a runtime of its own. Without root it is skipped, and said so.
+/// Runs the test in a fresh network namespace, on a thread and a runtime of its own. Without root it is skipped, and
+/// said so.
 pub fn in_netns<F, Fut>(test: &str, body: F)
 where
     F: FnOnce() -> Fut + Send + 'static,
@@ -188,15 +189,15 @@ impl Net {
 
     pub async fn remove_address(&self, name: &str, address: &str) {
         let address: IpAddr = address.parse().unwrap();
-        let request = self.handle.address().get().set_link_index_filter(self.index(name).await).set_address_filter(address);
+        let request =
+            self.handle.address().get().set_link_index_filter(self.index(name).await).set_address_filter(address);
         let found = std::pin::pin!(request.execute()).try_next().await.unwrap().unwrap();
         self.handle.address().del(found).execute().await.unwrap();
     }
 
     pub async fn default_route(&self, gateway: &str, metric: u32) {
         let gateway: IpAddr = gateway.parse().unwrap();
-        let unspecified: IpAddr =
-            if gateway.is_ipv6() { "::".parse().unwrap() } else { "0.0.0.0".parse().unwrap() };
+        let unspecified: IpAddr = if gateway.is_ipv6() { "::".parse().unwrap() } else { "0.0.0.0".parse().unwrap() };
         let route = RouteMessageBuilder::<IpAddr>::new()
             .destination_prefix(unspecified, 0)
             .unwrap()

@@ -1,10 +1,12 @@
-//! The tunnel device: a VXLAN device in collect-metadata mode, so that each packet carries its own remote address and VNI (the
-//! programs set and check them). One socket takes packets of IPv4 and IPv6 underlays, those without a UDP checksum too.
+//! The tunnel device: a VXLAN device in collect-metadata mode, so that each packet carries its own remote address and
+//! VNI (the programs set and check them). One socket takes packets of IPv4 and IPv6 underlays, those without a UDP
+//! checksum too.
 //!
 //! The device itself has VNI 0, because the kernel looks up packets of every VNI under 0 in this mode.
 
 use std::pin::pin;
 
+use egress_common::abi;
 use futures::TryStreamExt;
 use rtnetlink::packet_route::link::{
     InfoData, InfoGeneve, InfoVxlan, LinkAttribute, LinkFlags, LinkInfo, LinkLayerType, LinkMessage,
@@ -17,16 +19,12 @@ use super::{MacAddress, Warning, decode};
 
 /// The device's name, unless configured otherwise.
 pub const DEFAULT_NAME: &str = "spillway0";
-/// The UDP port, unless configured otherwise.
-pub const DEFAULT_PORT: u16 = 8473;
-/// The VNI of our packets, unless configured otherwise.
-pub const DEFAULT_VNI: u32 = 8473;
 /// The device's MTU: pods keep theirs, and the programs answer what is too large for the underlay.
 pub const MTU: u32 = 1500;
 /// The inner source address of our frames. VXLAN drops frames whose source is the receiving device's own address.
-pub const INNER_SOURCE: MacAddress = MacAddress([0x02, 0x53, 0x57, 0, 0, 1]);
+pub const INNER_SOURCE: MacAddress = MacAddress(abi::INNER_SRC_MAC);
 /// The inner destination address of our frames.
-pub const INNER_DESTINATION: MacAddress = MacAddress([0x02, 0x53, 0x57, 0, 0, 2]);
+pub const INNER_DESTINATION: MacAddress = MacAddress(abi::INNER_DST_MAC);
 
 /// The alias by which a device that we made is known again.
 const ALIAS: &str = "spillway egress tunnel";
@@ -42,7 +40,7 @@ pub struct TunnelSpec {
 
 impl Default for TunnelSpec {
     fn default() -> Self {
-        TunnelSpec { name: DEFAULT_NAME.to_owned(), port: DEFAULT_PORT }
+        TunnelSpec { name: DEFAULT_NAME.to_owned(), port: abi::TUNNEL_PORT }
     }
 }
 
@@ -100,7 +98,7 @@ pub enum TunnelError {
     /// A socket has the port: of a process, or of a tunnel device that was moved to another network namespace.
     #[error(
         "UDP port {port} of the tunnel is taken by a socket that belongs to no device of this network namespace: find its \
-         owner with `ss -ulpn 'sport = :{port}'` (none shown: a vxlan or geneve device that was moved to another namespace), \
+         owner with `ss -ulpn 'sport = :{port}'` (none shown: a tunnel device that was moved to another namespace), \
          or set another `tunnel.port`, the same on all nodes"
     )]
     PortTakenBySocket {
@@ -175,7 +173,8 @@ pub async fn exists(handle: &Handle, name: &str) -> Result<bool, TunnelError> {
     Ok(get(handle, name).await?.is_some_and(|message| Found::new(&message).ours))
 }
 
-/// Removes the device; false if there was none. A device that Spillway did not make is left alone, as if it were not there.
+/// Removes the device; false if there was none. A device that Spillway did not make is left alone, as if it were not
+/// there.
 pub async fn delete(handle: &Handle, name: &str) -> Result<bool, TunnelError> {
     let Some(found) = get(handle, name).await?.map(|message| Found::new(&message)).filter(|found| found.ours) else {
         return Ok(false);
@@ -285,7 +284,8 @@ impl Found {
                     for info in infos {
                         match info {
                             LinkInfo::Data(InfoData::Vxlan(data)) => {
-                                found.right_kind = message.header.link_layer_type == LinkLayerType::Ether && right_kind(data);
+                                found.right_kind =
+                                    message.header.link_layer_type == LinkLayerType::Ether && right_kind(data);
                                 found.port = data.iter().find_map(|info| match info {
                                     InfoVxlan::Port(port) => Some(*port),
                                     _ => None,

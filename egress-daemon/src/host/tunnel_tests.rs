@@ -26,7 +26,7 @@ fn vxlan_data(message: &LinkMessage) -> Vec<InfoVxlan> {
 }
 
 fn port_is_bound(address: &str) -> bool {
-    UdpSocket::bind((address, DEFAULT_PORT)).is_err()
+    UdpSocket::bind((address, abi::TUNNEL_PORT)).is_err()
 }
 
 #[test]
@@ -43,7 +43,7 @@ fn the_device_has_the_attributes_and_is_adopted_again() {
         assert!(message(&net).await.header.flags.contains(LinkFlags::Noarp));
         let data = vxlan_data(&message(&net).await);
         for expected in [
-            InfoVxlan::Port(DEFAULT_PORT),
+            InfoVxlan::Port(abi::TUNNEL_PORT),
             InfoVxlan::CollectMetadata(true),
             InfoVxlan::Learning(false),
             InfoVxlan::UDPZeroCsumRX(true),
@@ -52,7 +52,8 @@ fn the_device_has_the_attributes_and_is_adopted_again() {
             assert!(data.contains(&expected), "{expected:?}");
         }
         assert!(port_is_bound("127.0.0.1") && port_is_bound("::1"));
-        let no_addresses: Vec<_> = net.handle.address().get().set_link_index_filter(tunnel.index).execute().try_collect().await.unwrap();
+        let no_addresses: Vec<_> =
+            net.handle.address().get().set_link_index_filter(tunnel.index).execute().try_collect().await.unwrap();
         assert_eq!(no_addresses, []);
         let setting = |key: &str| sysctl::read(&key.replace("DEV", DEFAULT_NAME)).unwrap();
         assert_eq!(setting("net/ipv4/conf/DEV/rp_filter").as_deref(), Some("2"));
@@ -85,7 +86,7 @@ fn a_device_of_ours_with_other_attributes_is_replaced() {
         ensure(&net.handle, &other).await.unwrap();
         let tunnel = ensure(&net.handle, &spec()).await.unwrap();
         assert_eq!(tunnel.origin, Origin::Recreated);
-        assert!(vxlan_data(&message(&net).await).contains(&InfoVxlan::Port(DEFAULT_PORT)));
+        assert!(vxlan_data(&message(&net).await).contains(&InfoVxlan::Port(abi::TUNNEL_PORT)));
         let clashing = LinkUnspec::new_with_name(DEFAULT_NAME).address(INNER_SOURCE.0.to_vec()).build();
         net.handle.link().change(clashing).execute().await.unwrap();
         let tunnel = ensure(&net.handle, &spec()).await.unwrap();
@@ -116,11 +117,11 @@ fn a_foreign_vxlan_device_on_the_port_is_named_with_a_remedy() {
     in_netns("a_foreign_vxlan_device_on_the_port_is_named_with_a_remedy", async || {
         let net = Net::here();
         for up in [false, true] {
-            let foreign = LinkVxlan::new("flannel.1", 1).port(DEFAULT_PORT);
+            let foreign = LinkVxlan::new("flannel.1", 1).port(abi::TUNNEL_PORT);
             let foreign = if up { foreign.up() } else { foreign };
             net.handle.link().add(foreign.build()).execute().await.unwrap();
             let error = ensure(&net.handle, &spec()).await.unwrap_err();
-            let expected = TunnelError::PortTaken { port: DEFAULT_PORT, device: "flannel.1".into(), kind: "vxlan" };
+            let expected = TunnelError::PortTaken { port: abi::TUNNEL_PORT, device: "flannel.1".into(), kind: "vxlan" };
             assert_eq!(error, expected);
             assert!(error.to_string().contains("flannel.1") && error.to_string().contains("tunnel.port"), "{error}");
             assert!(!exists(&net.handle, DEFAULT_NAME).await.unwrap());
@@ -134,9 +135,9 @@ fn a_foreign_vxlan_device_on_the_port_is_named_with_a_remedy() {
 fn a_process_on_the_port_is_reported_and_nothing_is_left_behind() {
     in_netns("a_process_on_the_port_is_reported_and_nothing_is_left_behind", async || {
         let net = Net::here();
-        let socket = UdpSocket::bind(("0.0.0.0", DEFAULT_PORT)).unwrap();
+        let socket = UdpSocket::bind(("0.0.0.0", abi::TUNNEL_PORT)).unwrap();
         let error = ensure(&net.handle, &spec()).await.unwrap_err();
-        assert_eq!(error, TunnelError::PortTakenBySocket { port: DEFAULT_PORT });
+        assert_eq!(error, TunnelError::PortTakenBySocket { port: abi::TUNNEL_PORT });
         assert!(get(&net.handle, DEFAULT_NAME).await.unwrap().is_none());
         drop(socket);
         ensure(&net.handle, &spec()).await.unwrap();
