@@ -43,6 +43,12 @@ pub fn endpoint<A: Words>(src: A, seed: u32) -> u32 {
     (src.mix_into(seed as u64) >> 33) as u32
 }
 
+/// The hash of a flow's `n`th attempt at a slot, 31 bits: attempts are a golden-ratio step apart.
+#[inline(always)]
+pub const fn attempt(hash: u32, n: u32) -> u32 {
+    hash.wrapping_add(n.wrapping_mul(0x9e37_79b9)) & 0x7fff_ffff
+}
+
 #[cfg(test)]
 mod tests {
     extern crate std;

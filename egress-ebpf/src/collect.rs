@@ -98,11 +98,21 @@ fn is_due<F: Family>(config: &Config, key: &FlowKey<F>, flow: &Flow, now: u32) -
             }
         }
     }
+    // Read one by one, or LLVM reads one field through a computed address, which the verifier refuses without CAP_PERFMON.
+    // SAFETY: references are valid for reading.
+    let [long, short, udp, icmp] = unsafe {
+        [
+            (&raw const config.tcp_established).read_volatile(),
+            (&raw const config.tcp_transitory).read_volatile(),
+            (&raw const config.udp).read_volatile(),
+            (&raw const config.icmp).read_volatile(),
+        ]
+    };
     let limit = match key.proto {
-        proto::TCP if tcp::established(flow.state, back) => config.tcp_established,
-        proto::TCP => config.tcp_transitory,
-        proto::UDP => config.udp,
-        _ => config.icmp,
+        proto::TCP if tcp::established(flow.state, back) => long,
+        proto::TCP => short,
+        proto::UDP => udp,
+        _ => icmp,
     };
     // A packet may have come after `now` was read.
     let idle = now.wrapping_sub(last) as i32;

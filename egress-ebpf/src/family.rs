@@ -5,11 +5,14 @@ use crate::{
     packet::{ETH_LEN, Packet},
     parse::{Ip, Part, proto},
 };
-use aya_ebpf::{bindings::BPF_F_PSEUDO_HDR, helpers::bpf_csum_diff};
+use aya_ebpf::{bindings::{__sk_buff, BPF_F_PSEUDO_HDR}, helpers::bpf_csum_diff};
 use egress_common::{V4, V6, csum, hash::Words, limits::MAX_EXTENSION_HEADERS};
 
 /// `BPF_F_IPV6` of `bpf_l4_csum_replace` (Linux 6.16): the address change cancels out in `skb->csum`.
 const BPF_F_IPV6: u64 = 1 << 7;
+
+/// Bytes of extension headers that are walked at most; all ones, so that it serves as a mask.
+const MAX_EXTENSIONS_LEN: u32 = 0x3ff;
 
 /// A header that cannot be read.
 pub struct Malformed;
@@ -47,9 +50,9 @@ pub trait Family: Copy + PartialEq + Words + 'static {
     fn embedded(pkt: &Packet, l3: u32) -> Option<Ip<Self>>;
     /// Updates a transport checksum at `offset` for a changed address; `flags` are added to the pseudo-header flag.
     fn checksum_address(pkt: &Packet, offset: u32, old: Self, new: Self, flags: u64, csum_ipv6: bool);
-    /// Overwrites the address at `at` (an offset in the header at `l3`), keeps the header's checksum right, and takes one
-    /// from the hop limit if `hop`.
-    fn write_address(pkt: &Packet, l3: u32, at: u32, old: Self, new: Self, hop: bool) -> Option<()>;
+    /// Overwrites the address at `at` (an offset in the packet's IP header), keeps the header's checksum right, and takes
+    /// one from the hop limit if `hop`.
+    fn write_address(pkt: &Packet, at: u32, old: Self, new: Self, hop: bool) -> Option<()>;
     /// Overwrites the address at `at` in the quoted header at `l3`, and updates the quoting ICMP checksum at `check`.
     fn quote_address(pkt: &Packet, l3: u32, at: u32, check: u32, old: Self, new: Self) -> Option<()>;
     /// The transport checksum `check` after an address of its pseudo-header changed.
@@ -113,7 +116,7 @@ impl Family for V4 {
 
     #[inline(always)]
     fn parse(pkt: &Packet) -> Result<Ip<V4>, Malformed> {
-        let h = pkt.read::<[u32; 5]>(ETH_LEN).ok_or(Malformed)?;
+        let h = pkt.read_header::<[u32; 5]>(ETH_LEN).ok_or(Malformed)?;
         v4_header(h, ETH_LEN)
     }
 
@@ -128,8 +131,8 @@ impl Family for V4 {
     }
 
     #[inline(always)]
-    fn write_address(pkt: &Packet, l3: u32, at: u32, old: V4, new: V4, hop: bool) -> Option<()> {
-        let h = pkt.at::<[u16; 10]>(l3)?;
+    fn write_address(pkt: &Packet, at: u32, old: V4, new: V4, hop: bool) -> Option<()> {
+        let h = pkt.at::<[u16; 10]>(ETH_LEN)?;
         // SAFETY: `at` has checked the bounds; for alignment see `Packet::read`.
         unsafe {
             let word = |i: usize| h.cast::<u16>().add(i);
@@ -143,7 +146,7 @@ impl Family for V4 {
             }
             word(5).write(check);
         }
-        pkt.write(l3 + at, new)
+        pkt.write(ETH_LEN + at, new)
     }
 
     #[inline(always)]
@@ -232,7 +235,17 @@ impl Family for V6 {
 
     #[inline(always)]
     fn from_any(words: &V6) -> V6 {
-        *words
+        // Word by word, or LLVM makes a call to memmove, which compares pointers: the verifier refuses that without
+        // CAP_PERFMON.
+        // SAFETY: a reference is valid for reading.
+        unsafe {
+            [
+                (&raw const words[0]).read_volatile(),
+                (&raw const words[1]).read_volatile(),
+                (&raw const words[2]).read_volatile(),
+                (&raw const words[3]).read_volatile(),
+            ]
+        }
     }
 
     #[inline(always)]
@@ -245,7 +258,7 @@ impl Family for V6 {
 
     #[inline(always)]
     fn parse(pkt: &Packet) -> Result<Ip<V6>, Malformed> {
-        let h = pkt.read::<[u32; 10]>(ETH_LEN).ok_or(Malformed)?;
+        let h = pkt.read_header::<[u32; 10]>(ETH_LEN).ok_or(Malformed)?;
         v6_header(pkt, h, ETH_LEN)
     }
 
@@ -264,12 +277,12 @@ impl Family for V6 {
     }
 
     #[inline(always)]
-    fn write_address(pkt: &Packet, l3: u32, at: u32, _old: V6, new: V6, hop: bool) -> Option<()> {
+    fn write_address(pkt: &Packet, at: u32, _old: V6, new: V6, hop: bool) -> Option<()> {
         if hop {
-            let limit = pkt.read::<u8>(l3 + 7)?;
-            pkt.write(l3 + 7, limit.wrapping_sub(1))?;
+            let limit = pkt.read::<u8>(ETH_LEN + 7)?;
+            pkt.write(ETH_LEN + 7, limit.wrapping_sub(1))?;
         }
-        pkt.write(l3 + at, new)
+        pkt.write_words(ETH_LEN + at, &new)
     }
 
     #[inline(always)]
@@ -319,33 +332,62 @@ fn is_transport(next: u32) -> bool {
     matches!(next, proto::TCP | proto::UDP | proto::ICMPV6)
 }
 
-/// Walks hop-by-hop (0), routing (43), fragment (44) and destination options (60) headers.
 #[inline(always)]
 fn walk_extensions(pkt: &Packet, ip: &mut Ip<V6>) -> Result<(), Malformed> {
+    let walked = walk_ipv6_extensions(pkt.raw(), ip.l4, ip.proto);
+    let offset = (walked >> 48) as u32;
+    if offset == 0 {
+        return Err(Malformed);
+    }
+    ip.l4 += (offset - 8) & MAX_EXTENSIONS_LEN;
+    ip.proto = walked as u32 & 0xff;
+    ip.id = (walked >> 16) as u32;
+    ip.part = match walked >> 8 & 3 {
+        0 => Part::Whole,
+        1 => Part::First,
+        _ => Part::Later,
+    };
+    Ok(())
+}
+
+/// Walks hop-by-hop (0), routing (43), fragment (44) and destination options (60) headers from `l4` on, where a header of
+/// type `next` lies. The result in one register: bits 48 up hold 8 plus the length of what was walked, 16 up the
+/// identification, 8 up the part (0 whole, 1 first, 2 later), 0 up the protocol; 0 if the headers are malformed.
+///
+/// A global function, which the verifier checks once by itself instead of once for each way that leads to it.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn walk_ipv6_extensions(skb: *mut __sk_buff, l4: u32, next: u32) -> u64 {
+    let pkt = Packet::from_raw(skb);
+    let (mut proto, mut offset, mut id, mut part) = (next, 0u32, 0u32, 0u64);
     for _ in 0..MAX_EXTENSION_HEADERS {
-        match ip.proto {
+        match proto {
             0 | 43 | 60 => {
-                let [next, len] = pkt.load::<[u8; 2]>(ip.l4).ok_or(Malformed)?;
-                ip.proto = next as u32;
-                ip.l4 += (len as u32 + 1) * 8;
+                let Some([next, len]) = pkt.load::<[u8; 2]>(l4 + offset) else { return 0 };
+                proto = next as u32;
+                offset += (len as u32 + 1) * 8;
             }
             44 => {
-                let [first, id] = pkt.load::<[u32; 2]>(ip.l4).ok_or(Malformed)?;
+                let Some([first, identification]) = pkt.load::<[u32; 2]>(l4 + offset) else { return 0 };
                 let first = u32::from_be(first);
-                ip.proto = first >> 24;
-                ip.l4 += 8;
-                ip.id = id;
-                ip.part = match (first & 0xfff8, first & 1) {
-                    (0, 0) => Part::Whole,
-                    (0, _) => Part::First,
-                    _ => Part::Later,
+                proto = first >> 24;
+                offset += 8;
+                id = identification;
+                part = match (first & 0xfff8, first & 1) {
+                    (0, 0) => 0,
+                    (0, _) => 1,
+                    _ => 2,
                 };
-                if ip.part == Part::Later {
-                    return Ok(());
-                }
             }
-            _ => return Ok(()),
+            _ => break,
+        }
+        if part == 2 {
+            break;
         }
     }
-    Err(Malformed)
+    // Something that is still an extension header was not walked to its end.
+    if part != 2 && matches!(proto, 0 | 43 | 44 | 60) || offset > MAX_EXTENSIONS_LEN {
+        return 0;
+    }
+    ((offset + 8) as u64) << 48 | (id as u64) << 16 | part << 8 | proto as u64 & 0xff
 }

@@ -20,10 +20,11 @@ use egress_common::{
 
 /// The node that the block of `port` (network byte order) of an egress IP is leased to; 0 for nobody.
 #[inline(always)]
-fn lessee(egress: u32, port: u16) -> u32 {
+fn lessee(pkt: &Packet, egress: u32, port: u16) -> u32 {
     let Some(table) = LEASES.get(egress) else { return 0 };
+    let row = pkt.hide::<{ port_block::ROWS }>(port_block::row(u16::from_be(port)));
     // SAFETY: every port has a row.
-    unsafe { *table.node.as_ptr().add(port_block::row(u16::from_be(port))) as u32 }
+    unsafe { *table.node.as_ptr().add(row) as u32 }
 }
 
 /// A translated packet from a source node, on its way out.
@@ -47,7 +48,7 @@ pub fn forward<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
         Kind::Answer | Kind::Other => return Verdict::Drop(Counter::DropProtocol),
         Kind::Broken => return Verdict::Drop(Counter::DropMalformed),
     };
-    match NODES.get(lessee(egress, port)) {
+    match NODES.get(lessee(pkt, egress, port)) {
         Some(node) if node.present != 0 && node.addr == *outer => {}
         _ => return Verdict::Drop(Counter::DropNotLeased),
     }
@@ -63,14 +64,14 @@ pub fn forward<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
 pub fn reply<F: Family>(pkt: &Packet) -> Verdict {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Pass };
     if neighbor::is_solicitation::<F>(pkt, &ip) {
-        return neighbor::solicitation(pkt, ip.l4);
+        return neighbor::solicitation(pkt);
     }
     // SAFETY: read only.
     let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else { return Verdict::Pass };
     let (Some(e), Some(config)) = (EGRESS_IPS.get(egress), CONFIG.get(0)) else { return Verdict::Pass };
     let t = parse::transport::<F>(pkt, &ip);
     let node = match reply_port::<F>(pkt, &ip, &t) {
-        Some(port) => lessee(egress, port),
+        Some(port) => lessee(pkt, egress, port),
         None => 0,
     };
     if node == 0 {

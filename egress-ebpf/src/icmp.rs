@@ -5,7 +5,7 @@ use crate::{
     deliver,
     family::Family,
     maps::CONFIG,
-    packet::{ETH_LEN, Packet},
+    packet::Packet,
     parse::{self, Embedded, Ip, proto},
     steer,
     translate::{End, checksum_offset},
@@ -96,7 +96,7 @@ fn rewrite<F: Family>(
     if ip.proto != proto::ICMP {
         F::checksum_address(pkt, check, old, new, 0, config.flags & flags::CSUM_IPV6 != 0);
     }
-    F::write_address(pkt, ETH_LEN, end.address::<F>(), old, new, end == End::Source)
+    F::write_address(pkt, end.address::<F>(), old, new, end == End::Source)
 }
 
 /// Updates the quoted transport checksum, if it is quoted and in use, and the error's own checksum for that change.

@@ -1,6 +1,7 @@
 //! Keeping TCP segments small enough for the tunnel: the maximum segment size option of SYN and SYN+ACK.
 
 use crate::{family::Family, packet::Packet, parse::proto, translate::checksum_offset};
+use aya_ebpf::bindings::__sk_buff;
 use egress_common::config::Config;
 
 /// Options that are looked at before the search is given up; Linux sends the option first.
@@ -10,22 +11,34 @@ const MAX_OPTIONS: u32 = 10;
 #[inline(always)]
 pub fn clamp<F: Family>(pkt: &Packet, config: &Config, l4: u32) {
     let limit = if F::VERSION == 4 { config.mss_v4 } else { config.mss_v6 };
-    let Some(words) = pkt.load::<u8>(l4 + 12) else { return };
+    clamp_mss(pkt.raw(), l4, limit);
+}
+
+/// A global function, which the verifier checks once by itself instead of once for each way that leads to it.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn clamp_mss(skb: *mut __sk_buff, l4: u32, limit: u32) -> i32 {
+    let pkt = Packet::from_raw(skb);
+    let Some(words) = pkt.load::<u8>(l4 + 12) else { return 0 };
     let end = (words >> 4) as u32 * 4;
     let mut at = 20;
     for _ in 0..MAX_OPTIONS {
         if limit == 0 || at + 4 > end {
-            return;
+            return 0;
         }
-        let Some([kind, len]) = pkt.load::<[u8; 2]>(l4 + at) else { return };
+        let Some([kind, len]) = pkt.load::<[u8; 2]>(l4 + at) else { return 0 };
         match (kind, len) {
-            (0, _) => return,
+            (0, _) => return 0,
             (1, _) => at += 1,
-            (2, 4) => return lower(pkt, l4, at, limit),
-            (_, 0 | 1) => return,
+            (2, 4) => {
+                lower(&pkt, l4, at, limit);
+                return 1;
+            }
+            (_, 0 | 1) => return 0,
             (_, len) => at += len as u32,
         }
     }
+    0
 }
 
 #[inline(always)]

@@ -22,6 +22,8 @@ const SOLICITED: u32 = 1 << 30;
 const OVERRIDE: u32 = 1 << 29;
 /// Target link-layer address option: type 2, one unit of 8 bytes.
 const TARGET_LINK_LAYER: u16 = 0x0201_u16.to_be();
+/// Offset of the ICMPv6 header; a neighbor's stack sends no extension headers.
+const L4: u32 = ETH_LEN + V6::HEADER;
 /// Length of an advertisement with that option.
 const ADVERTISEMENT_LEN: u32 = 32;
 
@@ -62,7 +64,7 @@ type Arp = [u16; 14];
 /// An ARP packet at an uplink.
 #[inline(always)]
 pub fn arp(pkt: &Packet) -> Verdict {
-    let Some(q) = pkt.read::<Arp>(ETH_LEN) else { return Verdict::Pass };
+    let Some(q) = pkt.read_header::<Arp>(ETH_LEN) else { return Verdict::Pass };
     let [hardware, protocol, lengths, operation, m0, m1, m2, s0, s1, _, _, _, t0, t1] = q;
     // A gratuitous request (sender = target) announces; it asks nothing.
     if operation != 1_u16.to_be() || (s0, s1) == (t0, t1) {
@@ -84,16 +86,20 @@ pub fn arp(pkt: &Packet) -> Verdict {
     pkt.redirect(pkt.ifindex())
 }
 
-/// Whether the packet is a neighbor solicitation.
+/// Whether the packet is a neighbor solicitation (RFC 4861, section 7.1.1).
 #[inline(always)]
 pub fn is_solicitation<F: Family>(pkt: &Packet, ip: &Ip<F>) -> bool {
-    F::VERSION == 6 && ip.proto == proto::ICMPV6 && ip.hop_limit == 255 && pkt.load::<u8>(ip.l4) == Some(SOLICITATION)
+    F::VERSION == 6
+        && ip.proto == proto::ICMPV6
+        && ip.hop_limit == 255
+        && ip.l4 == L4
+        && pkt.load::<u8>(L4) == Some(SOLICITATION)
 }
 
-/// A neighbor solicitation at an uplink, its ICMPv6 header at `l4`.
+/// A neighbor solicitation at an uplink.
 #[inline(always)]
-pub fn solicitation(pkt: &Packet, l4: u32) -> Verdict {
-    let Some(target) = pkt.read::<V6>(l4 + 8) else { return Verdict::Pass };
+pub fn solicitation(pkt: &Packet) -> Verdict {
+    let Some(target) = pkt.read_v6(L4 + 8) else { return Verdict::Pass };
     // SAFETY: read only.
     let Some(&egress) = (unsafe { EGRESS_INDEX_V6.get(target) }) else { return Verdict::Pass };
     let mac = match answer(egress, pkt.ifindex()) {
@@ -101,11 +107,10 @@ pub fn solicitation(pkt: &Packet, l4: u32) -> Verdict {
         Answer::Silence => return Verdict::Drop(Counter::DropNotOwner),
         Answer::With(mac) => mac,
     };
-    // A solicitation with extension headers does not come from a neighbor's stack.
-    let (Some(asker), Some(asker_mac)) = (pkt.read::<V6>(ETH_LEN + V6::SRC), pkt.read::<Mac>(6)) else {
+    let (Some(asker), Some(asker_mac)) = (pkt.read_v6(ETH_LEN + V6::SRC), pkt.read::<Mac>(6)) else {
         return Verdict::Drop(Counter::DropMalformed);
     };
-    if l4 != ETH_LEN + V6::HEADER || pkt.resize(l4 + ADVERTISEMENT_LEN).is_none() {
+    if pkt.resize(L4 + ADVERTISEMENT_LEN).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
     match advertise(pkt, &target, &asker, &asker_mac, &mac) {
@@ -122,11 +127,11 @@ pub fn solicitation(pkt: &Packet, l4: u32) -> Verdict {
 fn advertise(pkt: &Packet, target: &V6, asker: &V6, asker_mac: &Mac, mac: &Mac) -> Option<()> {
     // Duplicate address detection asks from the unspecified address and is answered to all nodes (RFC 4861, 7.2.4).
     let unspecified = asker[0] | asker[1] | asker[2] | asker[3] == 0;
-    let (to, to_mac, flags) = if unspecified {
-        ([0xff02_0000_u32.to_be(), 0, 0, 1_u32.to_be()], ALL_NODES_MAC, OVERRIDE)
-    } else {
-        (*asker, *asker_mac, OVERRIDE | SOLICITED)
-    };
+    // Chosen word by word, see `Packet::write_words`.
+    let choose = |all_nodes: u32, i: usize| if unspecified { all_nodes.to_be() } else { asker[i] };
+    let to = [choose(0xff02_0000, 0), choose(0, 1), choose(0, 2), choose(1, 3)];
+    let (to_mac, flags) =
+        if unspecified { (ALL_NODES_MAC, OVERRIDE) } else { (*asker_mac, OVERRIDE | SOLICITED) };
     let option = [TARGET_LINK_LAYER as u32 | (mac[0] as u32) << 16, mac[1] as u32 | (mac[2] as u32) << 16];
     let sum = csum::sum_words(target) * 2
         + csum::sum_words(&to)
@@ -136,12 +141,12 @@ fn advertise(pkt: &Packet, target: &V6, asker: &V6, asker_mac: &Mac, mac: &Mac) 
     // The checksum is the second half of the first word as it lies in memory.
     let first = ADVERTISEMENT.to_be() | (check as u32) << 16;
 
-    let l4 = ETH_LEN + V6::HEADER;
     pkt.write(0, [to_mac, *mac])?;
     // Version, traffic class and flow label; payload length, next header and hop limit (RFC 8200, section 3).
     pkt.write(ETH_LEN, [0x6000_0000_u32.to_be(), (ADVERTISEMENT_LEN << 16 | proto::ICMPV6 << 8 | 255).to_be()])?;
-    pkt.write(ETH_LEN + V6::SRC, [*target, to])?;
-    pkt.write(l4, [first, flags.to_be()])?;
-    pkt.write(l4 + 8, *target)?;
-    pkt.write(l4 + 24, option)
+    pkt.write_words(ETH_LEN + V6::SRC, target)?;
+    pkt.write_words(ETH_LEN + V6::SRC + 16, &to)?;
+    pkt.write(L4, [first, flags.to_be()])?;
+    pkt.write_words(L4 + 8, target)?;
+    pkt.write(L4 + 24, option)
 }

@@ -10,13 +10,10 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use core::mem::MaybeUninit;
-use egress_common::{abi::TICK_SHIFT, verdict::Verdict};
+use egress_common::{V6, abi::TICK_SHIFT, verdict::Verdict};
 
 /// Length of an Ethernet header without tags, which is what veth, bridge ports and the tunnel device hand over.
 pub const ETH_LEN: u32 = 14;
-/// Bytes that must lie in the linear part: Ethernet, IPv4 with all options or IPv6, and a TCP header.
-const LINEAR: u32 = 128;
-
 /// Reads a field of the context. Volatile, or LLVM merges reads of two fields into one through a computed address, which
 /// the verifier refuses.
 macro_rules! field {
@@ -36,22 +33,16 @@ pub struct Packet {
 }
 
 impl Packet {
-    /// The packet of a program's context, with its headers pulled into the linear part.
+    /// The packet of a program's context.
     #[inline(always)]
     pub fn new(ctx: &TcContext) -> Self {
-        let pkt = Self { skb: ctx.as_ptr().cast() };
-        let len = pkt.len();
-        let linear = (pkt.data_end() - pkt.data()) as u32;
-        if linear < LINEAR && linear < len {
-            pkt.pull(if len < LINEAR { len } else { LINEAR });
-        }
-        pkt
+        Self { skb: ctx.as_ptr().cast() }
     }
 
+    /// The packet behind the kernel's pointer.
     #[inline(always)]
-    fn pull(&self, len: u32) {
-        // SAFETY: the context pointer is valid while the program runs. A failure shows as a header that cannot be read.
-        unsafe { bpf_skb_pull_data(self.skb, len) };
+    pub fn from_raw(skb: *mut __sk_buff) -> Self {
+        Self { skb }
     }
 
     /// The kernel's pointer, for helpers.
@@ -82,13 +73,23 @@ impl Packet {
         field!(self, protocol) as u16
     }
 
+    /// `index` with its value hidden from the verifier, below `SIZE` (a power of two up to 1024).
+    ///
+    /// Without CAP_PERFMON the verifier refuses an array access whose index has other bounds on one way through the program
+    /// than on another. So something is added that could have any value for all it knows: no frame is 4 MiB long.
+    #[inline(always)]
+    pub fn hide<const SIZE: usize>(&self, index: usize) -> usize {
+        const { assert!(SIZE.is_power_of_two() && SIZE <= 1024) };
+        (index + (self.len() >> 22) as usize) & (SIZE - 1)
+    }
+
     /// Index of the interface whose hook this is.
     #[inline(always)]
     pub fn ifindex(&self) -> u32 {
         field!(self, ifindex)
     }
 
-    /// A pointer to `T` at `offset` from the start of the frame, if it lies in the linear part.
+    /// A pointer to `T` at `offset` (a constant) from the start of the frame, if it lies in the linear part.
     ///
     /// Helpers that change the packet invalidate it.
     #[inline(always)]
@@ -106,11 +107,52 @@ impl Packet {
         self.at::<T>(offset).map(|p| unsafe { p.read() })
     }
 
+    /// A copy of the `T` at `offset`, after pulling it into the linear part if it is not there: for headers. What was read
+    /// from the packet before stays valid, since it is copied.
+    #[inline(always)]
+    pub fn read_header<T: Copy>(&self, offset: u32) -> Option<T> {
+        if let Some(value) = self.read(offset) {
+            return Some(value);
+        }
+        // SAFETY: the helper checks the length.
+        match unsafe { bpf_skb_pull_data(self.skb, offset + size_of::<T>() as u32) } {
+            0 => self.read(offset),
+            _ => None,
+        }
+    }
+
     /// Overwrites the `T` at `offset`, which must not be covered by a checksum that is not updated as well.
     #[inline(always)]
     pub fn write<T: Copy>(&self, offset: u32, value: T) -> Option<()> {
         // SAFETY: as in `read`.
         self.at::<T>(offset).map(|p| unsafe { p.write(value) })
+    }
+
+    /// A copy of an IPv6 address at `offset`, read as [`write_words`](Self::write_words) writes.
+    #[inline(always)]
+    pub fn read_v6(&self, offset: u32) -> Option<V6> {
+        let from = self.at::<V6>(offset)?.cast::<u32>();
+        // SAFETY: `at` has checked the bounds; for alignment see `read`.
+        Some(unsafe {
+            [
+                from.read_volatile(),
+                from.add(1).read_volatile(),
+                from.add(2).read_volatile(),
+                from.add(3).read_volatile(),
+            ]
+        })
+    }
+
+    /// Overwrites `N` words at `offset`. Word by word and volatile, or LLVM makes a call to memmove of longer runs, which
+    /// compares pointers: the verifier refuses that without CAP_PERFMON.
+    #[inline(always)]
+    pub fn write_words<const N: usize>(&self, offset: u32, words: &[u32; N]) -> Option<()> {
+        let to = self.at::<[u32; N]>(offset)?.cast::<u32>();
+        for (i, word) in words.iter().enumerate() {
+            // SAFETY: `at` has checked the bounds; for alignment see `read`.
+            unsafe { to.add(i).write_volatile(*word) }
+        }
+        Some(())
     }
 
     /// A copy of the `T` at `offset`, wherever it lies. Slower than [`read`](Self::read).
@@ -141,6 +183,29 @@ impl Packet {
     pub fn l4_checksum(&self, offset: u32, from: u64, to: u64, flags: u64) {
         // SAFETY: the helper checks the offset. A failure leaves a wrong checksum, and the receiver drops the packet.
         unsafe { bpf_l4_csum_replace(self.skb, offset, from, to, flags) };
+    }
+
+    /// A copy of the `T` at `offset` in the transport header at `l4`.
+    ///
+    /// Where the header follows a plain IP header of length `header`, the access is direct. Elsewhere a helper does it:
+    /// without CAP_PERFMON the verifier allows no pointer into the packet that is not a constant away from its start.
+    #[inline(always)]
+    pub fn read_l4<T: Copy>(&self, header: u32, l4: u32, offset: u32) -> Option<T> {
+        if l4 == ETH_LEN + header {
+            self.read_header(ETH_LEN + header + offset)
+        } else {
+            self.load(l4 + offset)
+        }
+    }
+
+    /// Overwrites the `T` at `offset` in the transport header at `l4`, as [`read_l4`](Self::read_l4) reads it.
+    #[inline(always)]
+    pub fn write_l4<T: Copy>(&self, header: u32, l4: u32, offset: u32, value: T) -> Option<()> {
+        if l4 == ETH_LEN + header {
+            self.write(ETH_LEN + header + offset, value)
+        } else {
+            self.store(l4 + offset, &value)
+        }
     }
 
     /// Changes the length of the frame.

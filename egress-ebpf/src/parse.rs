@@ -85,24 +85,30 @@ pub fn transport<F: Family>(pkt: &Packet, ip: &Ip<F>) -> Transport {
             None => Transport::of(Kind::Orphan),
         };
     }
-    header(pkt, ip.l4, ip.proto, F::ICMP)
+    header::<F>(pkt, ip.l4, ip.proto)
 }
 
 /// Reads the transport header at `l4`.
 #[inline(always)]
-fn header(pkt: &Packet, l4: u32, protocol: u32, icmp: u32) -> Transport {
+fn header<F: Family>(pkt: &Packet, l4: u32, protocol: u32) -> Transport {
     match protocol {
-        proto::TCP => match (pkt.read::<[u16; 2]>(l4), pkt.read::<u8>(l4 + 13)) {
-            (Some([src_port, dst_port]), Some(flags)) => Transport { kind: Kind::Tcp, src_port, dst_port, flags },
-            _ => Transport::of(Kind::Broken),
+        // Ports and, in the fourth word, offset and flags (RFC 9293, section 3.1); the whole header is needed later.
+        proto::TCP => match pkt.read_l4::<[u32; 5]>(F::HEADER, l4, 0) {
+            Some(h) => {
+                let [p0, p1, p2, p3] = h[0].to_ne_bytes();
+                let [_, flags, _, _] = h[3].to_ne_bytes();
+                let (src_port, dst_port) = (u16::from_ne_bytes([p0, p1]), u16::from_ne_bytes([p2, p3]));
+                Transport { kind: Kind::Tcp, src_port, dst_port, flags }
+            }
+            None => Transport::of(Kind::Broken),
         },
-        proto::UDP => match pkt.read::<[u16; 4]>(l4) {
+        proto::UDP => match pkt.read_l4::<[u16; 4]>(F::HEADER, l4, 0) {
             Some([src_port, dst_port, _, _]) => Transport { kind: Kind::Udp, src_port, dst_port, flags: 0 },
             None => Transport::of(Kind::Broken),
         },
-        p if p == icmp => {
-            let Some([first, _, id, _]) = pkt.read::<[u16; 4]>(l4) else { return Transport::of(Kind::Broken) };
-            let kind = icmp_kind(icmp, first.to_ne_bytes()[0]);
+        p if p == F::ICMP => {
+            let Some([first, _, id, _]) = pkt.read_l4::<[u16; 4]>(F::HEADER, l4, 0) else { return Transport::of(Kind::Broken) };
+            let kind = icmp_kind(F::ICMP, first.to_ne_bytes()[0]);
             match kind {
                 Kind::Query | Kind::Answer => Transport { kind, src_port: id, dst_port: 0, flags: 0 },
                 _ => Transport::of(kind),

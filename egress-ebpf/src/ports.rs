@@ -1,14 +1,21 @@
-//! Taking a source port for a new flow out of the blocks that are leased to this node.
+//! Choosing a slot for a new flow, and a source port out of the blocks of its egress IP that are leased to this node.
 //!
 //! The ports of an egress IP are free per remote address, port and protocol: what must be unique is the reply's 5-tuple,
 //! that is the key in `REVERSE_*`. So taking a port is inserting that key.
 
-use crate::{family::Family, maps::BLOCKS, stats};
+use crate::{
+    classify,
+    family::Family,
+    maps::{ASSIGNMENTS, BLOCKS, EGRESS_IPS, MAGLEV},
+    stats,
+};
 use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_loop};
 use core::ffi::c_void;
 use egress_common::{
+    endpoint::{AssignmentKey, Policy, policy_flags},
     flow::{FlowKey, Reverse},
-    limits::PORT_PROBES,
+    hash,
+    limits::{MAGLEV_CHUNK, PORT_PROBES, SLOT_PROBES},
     port_block, tcp,
     verdict::Counter,
 };
@@ -18,28 +25,21 @@ const E2BIG: i32 = -7;
 /// Probes that look for a free port before a closed connection's port is good enough.
 const FREE_PROBES: u32 = 8;
 
-/// What a search for a port came to.
-pub enum Port {
-    /// The port, network byte order; the reverse entry is in the table.
-    Taken(u16),
-    /// Every port that was tried is in use.
-    None,
-    /// The table has no room.
-    TableFull,
-}
-
-/// A search, in a map of its own for each CPU.
+/// A search, in a map of its own for each CPU: loops in BPF keep their state best in memory that the verifier does not
+/// follow.
 #[repr(C)]
 pub struct Search<F> {
-    /// The reply's 5-tuple; its source port is the candidate.
+    /// The reply's 5-tuple. Its source is the egress IP and port that are tried.
     pub key: FlowKey<F>,
-    /// What is entered for it.
+    /// What is entered for it; `policy` and `pod` are given, the slot is filled in.
     pub value: Reverse<F>,
-    /// Index of the egress IP.
-    pub egress: u32,
-    /// The flow's hash, where the walk begins.
+    /// The policy.
+    pub policy: Policy,
+    /// Number of the endpoint.
+    pub endpoint: u32,
+    /// The flow's hash: where both walks begin.
     pub hash: u32,
-    /// How many blocks there are.
+    /// How many blocks the egress IP has here.
     pub blocks: u32,
     /// [`SEARCHING`] or how it ended.
     pub outcome: u32,
@@ -47,40 +47,86 @@ pub struct Search<F> {
 
 const SEARCHING: u32 = 0;
 const FOUND: u32 = 1;
-const FULL: u32 = 2;
+const NO_PORT: u32 = 2;
+const FULL: u32 = 3;
 
-/// Takes a port of the egress IP with index `egress` for the search that has its `key` (but the port), `value` and `hash`.
+/// This CPU's search.
 #[inline(always)]
-pub fn take<F: Family>(search: &mut Search<F>, egress: u32) -> Port {
-    let Some(list) = BLOCKS.get(egress) else { return Port::None };
-    let blocks = list.count;
-    if blocks == 0 || blocks > port_block::COUNT as u32 {
-        return Port::None;
-    }
-    search.egress = egress;
-    search.blocks = blocks;
+fn search<F: Family>() -> Option<&'static mut Search<F>> {
+    // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
+    F::search().get_ptr_mut(0).map(|s| unsafe { &mut *s })
+}
+
+/// Takes a slot and a port. They are in `search.value` and `search.key`, and the reverse half is in its table.
+#[inline(always)]
+pub fn take<F: Family>(search: &mut Search<F>) -> Result<(), Counter> {
     search.outcome = SEARCHING;
-    let ports = blocks * port_block::SIZE as u32;
-    let probes = if ports < PORT_PROBES { ports } else { PORT_PROBES };
     // SAFETY: the callback takes no context.
-    unsafe { bpf_loop(probes, probe::<F> as *mut c_void, core::ptr::null_mut(), 0) };
+    unsafe { bpf_loop(SLOT_PROBES, try_slot::<F> as *mut c_void, core::ptr::null_mut(), 0) };
     match search.outcome {
-        FOUND => Port::Taken(search.key.src_port),
-        FULL => Port::TableFull,
-        _ => Port::None,
+        FOUND => Ok(()),
+        FULL => Err(Counter::DropTableFull),
+        NO_PORT => Err(Counter::DropNoPort),
+        _ => Err(Counter::DropNoGateway),
     }
 }
 
-/// One probe: 0 to go on, 1 to stop.
-extern "C" fn probe<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
-    let Some(search) = F::search().get_ptr_mut(0) else { return 1 };
-    // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
-    let s = unsafe { &mut *search };
+/// The egress IP of one attempt: the endpoint's own one first, then by hash.
+#[inline(always)]
+fn slot<F: Family>(s: &Search<F>, attempt: u32) -> Option<u32> {
+    let mut h = s.hash;
+    if s.policy.flags & policy_flags::PER_ENDPOINT != 0 {
+        if attempt == 0 {
+            let key = AssignmentKey { endpoint: s.endpoint, policy: s.value.policy, family: F::VERSION };
+            // SAFETY: read only.
+            return unsafe { ASSIGNMENTS.get(key) }.copied();
+        }
+        // While that one cannot be used, all of the endpoint's flows go to the same other one.
+        h = hash::endpoint(s.value.pod, s.policy.seed);
+    }
+    if s.policy.table_len == 0 {
+        return None;
+    }
+    let at = hash::attempt(h, attempt) % s.policy.table_len;
+    let chunk = MAGLEV.get(s.policy.table + at / MAGLEV_CHUNK as u32)?;
+    // SAFETY: the remainder is below the chunk's length.
+    Some(unsafe { *chunk.egress.as_ptr().add((at % MAGLEV_CHUNK as u32) as usize) } as u32)
+}
+
+/// One attempt at a slot: 0 to go on, 1 to stop.
+extern "C" fn try_slot<F: Family>(attempt: u32, _ctx: *mut c_void) -> i64 {
+    let Some(s) = search::<F>() else { return 1 };
+    let Some(egress) = slot(s, attempt) else { return 0 };
+    // A table that is being replaced may name an egress IP of another policy: only members count.
+    let Some(member) = classify::member(s.value.policy, egress) else { return 0 };
+    let (Some(e), Some(list)) = (EGRESS_IPS.get(egress), BLOCKS.get(egress)) else { return 0 };
+    if member.usable == 0 || member.generation != e.generation {
+        return 0;
+    }
+    let blocks = list.count;
+    s.outcome = NO_PORT;
+    if blocks == 0 || blocks > port_block::COUNT as u32 {
+        return 0;
+    }
+    s.key.src = F::from_any(&e.addr);
+    s.value.egress = egress;
+    s.value.egress_generation = e.generation;
+    s.blocks = blocks;
+    let ports = blocks * port_block::SIZE as u32;
+    let probes = if ports < PORT_PROBES { ports } else { PORT_PROBES };
+    // SAFETY: the callback takes no context.
+    unsafe { bpf_loop(probes, try_port::<F> as *mut c_void, core::ptr::null_mut(), 0) };
+    (s.outcome != NO_PORT) as i64
+}
+
+/// One attempt at a port: 0 to go on, 1 to stop.
+extern "C" fn try_port<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
+    let Some(s) = search::<F>() else { return 1 };
     if s.blocks == 0 {
         return 1;
     }
     let (at, offset) = port_block::probe(s.hash, i, s.blocks);
-    let Some(list) = BLOCKS.get(s.egress) else { return 1 };
+    let Some(list) = BLOCKS.get(s.value.egress) else { return 1 };
     if at >= port_block::COUNT as u32 {
         return 1;
     }

@@ -4,11 +4,11 @@ use crate::{
     classify::{self, Class},
     family::Family,
     fragment, icmp,
-    maps::{ASSIGNMENTS, CONFIG, EGRESS_IPS, MAGLEV, NODES},
+    maps::{CONFIG, EGRESS_IPS, NODES},
     mss,
     packet::{ETH_LEN, Mac, Packet, now_tick},
     parse::{self, Ip, Kind, Part, Transport, proto},
-    ports::{self, Port},
+    ports,
     stats,
     translate::{End, Rewrite, rewrite},
     tunnel,
@@ -18,10 +18,9 @@ use egress_common::{
     abi::VNI_FORWARD,
     config::{Config, flags},
     egress::flags as egress_flags,
-    endpoint::{AssignmentKey, Endpoint, Policy, endpoint_flags, policy_flags},
+    endpoint::{Endpoint, Policy, endpoint_flags, policy_flags},
     flow::{Flow, FlowKey, Reverse, Ticket, kind},
     hash,
-    limits::{MAGLEV_CHUNK, SLOT_PROBES},
     tcp,
     verdict::{Counter, Verdict},
 };
@@ -246,20 +245,20 @@ fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now: u32
     if F::reverses().get_ptr(reverse).is_some() {
         return;
     }
-    let Some(value) = reverse_value(pkt, key, flow.policy, flow.egress, flow.egress_generation, now) else { return };
+    let Some(mut value) = reverse_value(pkt, key, flow.policy, now) else { return };
+    value.egress = flow.egress;
+    value.egress_generation = flow.egress_generation;
     if F::reverses().insert(reverse, value, BPF_NOEXIST as u64).is_ok() {
         stats::count(Counter::FlowsRepaired);
     }
 }
 
-/// What a reply needs to find its way back to where this packet came from.
+/// What a reply needs to find its way back to where this packet came from; the slot is filled in by the caller.
 #[inline(always)]
 fn reverse_value<F: Family>(
     pkt: &Packet,
     key: &FlowKey<F>,
     policy: u32,
-    egress: u32,
-    egress_generation: u32,
     now: u32,
 ) -> Option<Reverse<F>> {
     let [host_mac, pod_mac] = pkt.read::<[Mac; 2]>(0)?;
@@ -269,8 +268,8 @@ fn reverse_value<F: Family>(
         state: 0,
         ifindex: pkt.ifindex(),
         policy,
-        egress,
-        egress_generation,
+        egress: 0,
+        egress_generation: 0,
         last_seen: now,
         pod_mac,
         host_mac,
@@ -373,47 +372,34 @@ fn open<F: Family>(
     policy: &Policy,
     endpoint: &Endpoint,
 ) -> Verdict {
-    let hash = hash::flow(key, policy.seed);
-    let now = now_tick();
-    let mut refused = Counter::DropNoGateway;
-    let Some(search) = F::search().get_ptr_mut(0) else { return Verdict::Drop(refused) };
+    let Some(search) = F::search().get_ptr_mut(0) else { return Verdict::Drop(Counter::DropNoPort) };
     // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
     let search = unsafe { &mut *search };
-    search.hash = hash;
-    for attempt in 0..SLOT_PROBES {
-        let Some(egress) = slot::<F>(key, index, policy, endpoint, hash, attempt) else { continue };
-        // A table that is being replaced may name an egress IP of another policy: only members count.
-        let Some(member) = classify::member(index, egress) else { continue };
-        let Some(e) = EGRESS_IPS.get(egress) else { continue };
-        if member.usable == 0 || member.generation != e.generation {
-            continue;
-        }
-        let Some(value) = reverse_value(pkt, key, index, egress, e.generation, now) else { continue };
-        search.value = value;
-        search.key =
-            FlowKey { src: F::from_any(&e.addr), dst: key.dst, src_port: 0, dst_port: key.dst_port, proto: key.proto };
-        match ports::take::<F>(search, egress) {
-            Port::None => refused = Counter::DropNoPort,
-            Port::TableFull => return Verdict::Drop(Counter::DropTableFull),
-            Port::Taken(port) => {
-                let flow = Flow {
-                    policy: index,
-                    egress,
-                    egress_generation: e.generation,
-                    config_generation: config.generation,
-                    ticket: ticket(),
-                    last_seen: now,
-                    created: now,
-                    port,
-                    state: if t.kind == Kind::Tcp { tcp::seen::SYN } else { 0 },
-                    kind: kind::TRANSLATED,
-                    reserved: 0,
-                };
-                return commit::<F>(pkt, config, ip, t, key, &flow);
-            }
-        }
+    let now = now_tick();
+    let Some(value) = reverse_value(pkt, key, index, now) else { return Verdict::Drop(Counter::DropMalformed) };
+    search.value = value;
+    search.hash = hash::flow(key, policy.seed);
+    search.key =
+        FlowKey { src: key.src, dst: key.dst, src_port: 0, dst_port: key.dst_port, proto: key.proto };
+    search.policy = *policy;
+    search.endpoint = endpoint.id;
+    if let Err(counter) = ports::take::<F>(search) {
+        return Verdict::Drop(counter);
     }
-    Verdict::Drop(refused)
+    let flow = Flow {
+        policy: index,
+        egress: search.value.egress,
+        egress_generation: search.value.egress_generation,
+        config_generation: config.generation,
+        ticket: ticket(),
+        last_seen: now,
+        created: now,
+        port: search.key.src_port,
+        state: if t.kind == Kind::Tcp { tcp::seen::SYN } else { 0 },
+        kind: kind::TRANSLATED,
+        reserved: 0,
+    };
+    commit::<F>(pkt, config, ip, t, key, &flow)
 }
 
 /// Enters the forward half, or takes the reverse half back where that fails.
@@ -446,33 +432,6 @@ fn commit<F: Family>(
             }
         }
     }
-}
-
-/// The egress IP to try: the endpoint's own one first, then by hash.
-#[inline(always)]
-fn slot<F: Family>(
-    key: &FlowKey<F>,
-    index: u32,
-    policy: &Policy,
-    endpoint: &Endpoint,
-    hash: u32,
-    attempt: u32,
-) -> Option<u32> {
-    let mut h = hash;
-    if policy.flags & policy_flags::PER_ENDPOINT != 0 {
-        if attempt == 0 {
-            let assignment = AssignmentKey { endpoint: endpoint.id, policy: index, family: F::VERSION };
-            // SAFETY: read only.
-            return unsafe { ASSIGNMENTS.get(assignment) }.copied();
-        }
-        // While that one cannot be used, all of the endpoint's flows go to the same other one.
-        h = hash::endpoint(key.src, policy.seed);
-    }
-    let at = h.wrapping_add(attempt.wrapping_mul(0x9e37_79b9) >> 1) % policy.table_len;
-    let chunk = MAGLEV.get(policy.table + at / MAGLEV_CHUNK as u32)?;
-    let i = (at % MAGLEV_CHUNK as u32) as usize;
-    // SAFETY: `i` is below the chunk's length.
-    Some(unsafe { *chunk.egress.as_ptr().add(i) } as u32)
 }
 
 /// Translates the packet of a flow and sends it on its way.

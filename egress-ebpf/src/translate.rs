@@ -2,7 +2,7 @@
 
 use crate::{
     family::Family,
-    packet::{ETH_LEN, Packet},
+    packet::Packet,
     parse::{Ip, Part, proto},
 };
 use aya_ebpf::bindings::BPF_F_MARK_MANGLED_0;
@@ -75,6 +75,16 @@ pub fn rewrite<F: Family>(pkt: &Packet, ip: &Ip<F>, r: &Rewrite<F>) -> Option<()
             pkt.l4_checksum(at, r.old_port as u64, r.new_port as u64, 2 | mangled);
         }
     }
-    F::write_address(pkt, ETH_LEN, r.end.address::<F>(), r.old, r.new, r.hop)?;
-    if whole { pkt.write(ip.l4 + r.end.port(ip.proto), r.new_port) } else { Some(()) }
+    F::write_address(pkt, r.end.address::<F>(), r.old, r.new, r.hop)?;
+    if whole { write_port::<F>(pkt, ip, r) } else { Some(()) }
+}
+
+/// Writes the port, at an offset that is a constant in each case (see [`Packet::read_l4`]).
+#[inline(always)]
+fn write_port<F: Family>(pkt: &Packet, ip: &Ip<F>, r: &Rewrite<F>) -> Option<()> {
+    match r.end.port(ip.proto) {
+        0 => pkt.write_l4(F::HEADER, ip.l4, 0, r.new_port),
+        2 => pkt.write_l4(F::HEADER, ip.l4, 2, r.new_port),
+        _ => pkt.write_l4(F::HEADER, ip.l4, 4, r.new_port),
+    }
 }

@@ -7,10 +7,7 @@ use crate::{
     stats,
 };
 use aya_ebpf::{
-    bindings::{
-        BPF_F_TUNINFO_IPV6, BPF_F_ZERO_CSUM_TX, bpf_tunnel_key, bpf_tunnel_key__bindgen_ty_1,
-        bpf_tunnel_key__bindgen_ty_2, bpf_tunnel_key__bindgen_ty_3,
-    },
+    bindings::{BPF_F_TUNINFO_IPV6, BPF_F_ZERO_CSUM_TX, bpf_tunnel_key},
     helpers::{bpf_skb_get_tunnel_key, bpf_skb_set_tunnel_key},
 };
 use core::mem::MaybeUninit;
@@ -58,17 +55,21 @@ fn set_key(pkt: &Packet, addr: &V6, v4: u32, vni: u32) -> i64 {
     } else {
         (*addr, BPF_F_ZERO_CSUM_TX as u64 | BPF_F_TUNINFO_IPV6 as u64)
     };
-    let mut key = bpf_tunnel_key {
-        tunnel_id: vni,
-        __bindgen_anon_1: bpf_tunnel_key__bindgen_ty_1 { remote_ipv6: remote },
-        tunnel_tos: 0,
-        tunnel_ttl: OUTER_TTL,
-        __bindgen_anon_2: bpf_tunnel_key__bindgen_ty_2 { tunnel_ext: 0 },
-        tunnel_label: 0,
-        __bindgen_anon_3: bpf_tunnel_key__bindgen_ty_3 { local_ipv6: [0; 4] },
-    };
-    // SAFETY: `key` is whole and of the size that is given.
-    unsafe { bpf_skb_set_tunnel_key(pkt.raw(), &raw mut key, KEY_LEN, flags) as i64 }
+    // struct bpf_tunnel_key: identifier, remote address, then type of service, hop limit and flags, flow label, local
+    // address. Volatile, or LLVM makes a call to memset of the zeros, whose loop the verifier refuses without CAP_PERFMON.
+    let mut key = MaybeUninit::<[u32; KEY_LEN as usize / 4]>::uninit();
+    let word = key.as_mut_ptr().cast::<u32>();
+    // SAFETY: all words are within the array, and all are written.
+    unsafe {
+        word.write_volatile(vni);
+        for i in 0..4 {
+            word.add(1 + i).write_volatile(remote[i]);
+            word.add(7 + i).write_volatile(0);
+        }
+        word.add(5).write_volatile(u32::from_ne_bytes([0, OUTER_TTL, 0, 0]));
+        word.add(6).write_volatile(0);
+        bpf_skb_set_tunnel_key(pkt.raw(), word.cast(), KEY_LEN, flags) as i64
+    }
 }
 
 /// Outer source address and network identifier of a packet that the tunnel device received.
