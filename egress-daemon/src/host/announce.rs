@@ -1,5 +1,5 @@
-//! Announces egress IPs to the neighbours, and hears when somebody else claims one. I/O only: `frames` knows the frames,
-//! `schedule` the times, and the agent what to do about a rival.
+//! Announces egress IPs to the neighbours, and hears when somebody else claims one. I/O only: `frames` knows the
+//! frames, `schedule` the times, and the agent what to do about a rival.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -24,8 +24,8 @@ impl Announcer {
         Ok(Announcer { socket: PacketSocket::sending()? })
     }
 
-    /// Tells the neighbours on the interface that the address is at its Ethernet address. All frames are tried; the first
-    /// error is returned.
+    /// Tells the neighbours on the interface that the address is at its Ethernet address. All frames are tried; the
+    /// first error is returned.
     pub fn announce(&self, interface: u32, mac: MacAddress, address: IpAddr) -> io::Result<()> {
         let sent: Vec<_> =
             frames::announcements(address, mac).iter().map(|frame| self.socket.send(interface, frame)).collect();
@@ -66,8 +66,8 @@ impl ClaimListener {
     }
 }
 
-/// Whether another host claims an address that this node holds. What comes from one of the node's own interfaces (two of them
-/// may be on one segment) is no rival's word.
+/// Whether another host claims an address that this node holds. What comes from one of the node's own interfaces (two
+/// of them may be on one segment) is no rival's word.
 pub fn is_rival(claim: &Claim, held: &BTreeSet<IpAddr>, own: &LinkTable) -> bool {
     held.contains(&claim.address) && own.links.values().all(|link| link.mac != Some(claim.mac))
 }
@@ -76,8 +76,8 @@ const fn instruction(code: u32, k: u32, otherwise: u8) -> libc::sock_filter {
     libc::sock_filter { code: code as u16, jt: 0, jf: otherwise, k }
 }
 
-/// Passes ICMPv6 Neighbor Advertisements without extension headers, which hosts must not send them with, so that the socket is
-/// not woken by an uplink's traffic.
+/// Passes ICMPv6 Neighbor Advertisements without extension headers, which hosts must not send them with, so that the
+/// socket is not woken by an uplink's traffic.
 const ADVERTISEMENTS_ONLY: [libc::sock_filter; 6] = {
     use libc::{BPF_ABS, BPF_B, BPF_JEQ, BPF_JMP, BPF_K, BPF_LD, BPF_RET};
     const NEXT_HEADER: u32 = 14 + 6;

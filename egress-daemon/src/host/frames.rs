@@ -1,4 +1,5 @@
-//! The frames that announce who has an address, built and read: gratuitous ARP and unsolicited Neighbor Advertisements. Pure.
+//! The frames that announce who has an address, built and read: gratuitous ARP and unsolicited Neighbor Advertisements.
+//! Pure.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -63,7 +64,8 @@ pub fn arp_announcement(address: Ipv4Addr, mac: MacAddress, form: ArpForm) -> [u
     frame
 }
 
-/// A frame to all nodes of the link that says that the address is at the Ethernet address, and overrides what they knew.
+/// A frame to all nodes of the link that says that the address is at the Ethernet address, and overrides what they
+/// knew.
 pub fn neighbor_advertisement(address: Ipv6Addr, mac: MacAddress) -> [u8; ADVERTISEMENT_FRAME] {
     let mut frame = [0; ADVERTISEMENT_FRAME];
     frame[..6].copy_from_slice(&ALL_NODES_MAC);
@@ -101,8 +103,8 @@ pub struct Claim {
     pub mac: MacAddress,
 }
 
-/// The claim that an Ethernet frame makes: each ARP packet makes one for its sender, a Neighbor Advertisement for its target.
-/// None for other frames, malformed ones, and those that come from another link.
+/// The claim that an Ethernet frame makes: each ARP packet makes one for its sender, a Neighbor Advertisement for its
+/// target. None for other frames, malformed ones, and those that come from another link.
 pub fn claim(frame: &[u8]) -> Option<Claim> {
     let packet = SlicedPacket::from_ethernet(frame).ok()?;
     match packet.net? {
@@ -197,10 +199,10 @@ mod tests {
         }
 
         #[test]
-        fn cut_frames_make_no_claim(mac in unicast_mac(), arp in 0usize..42, advertisement in 0usize..ADVERTISEMENT_FRAME) {
+        fn cut_frames_make_no_claim(mac in unicast_mac(), arp in 0usize..42, nd in 0usize..ADVERTISEMENT_FRAME) {
             prop_assert_eq!(claim(&arp_announcement([192, 0, 2, 1].into(), mac, ArpForm::Reply)[..arp]), None);
             let frame = neighbor_advertisement("2001:db8::1".parse().unwrap(), mac);
-            prop_assert_eq!(claim(&frame[..advertisement]), None);
+            prop_assert_eq!(claim(&frame[..nd]), None);
         }
     }
 

@@ -7,11 +7,13 @@
 
 pub mod announce;
 pub mod classify;
+pub mod cleanup;
 mod decode;
 pub mod frames;
 pub mod links;
 pub mod netlink;
 mod packet;
+pub mod ports;
 pub mod probe;
 pub mod schedule;
 pub mod sysctl;

@@ -1,5 +1,5 @@
-//! When to announce which address: at once, then about a second apart for five seconds, since neighbours may miss frames or
-//! still be learning where the port is. Pure; time is an argument, counted from any fixed moment.
+//! When to announce which address: at once, then about a second apart for five seconds, since neighbours may miss
+//! frames or still be learning where the port is. Pure; time is an argument, counted from any fixed moment.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -33,7 +33,8 @@ impl Schedule {
         self.entries.remove(&address);
     }
 
-    /// The addresses to announce now. Announcements that were missed are not made up for, but the last one always comes.
+    /// The addresses to announce now. Announcements that were missed are not made up for, but the last one always
+    /// comes.
     pub fn due(&mut self, now: Duration) -> Vec<IpAddr> {
         let mut due = Vec::new();
         self.entries.retain(|&address, entry| {
