@@ -98,7 +98,7 @@ pub enum TunnelError {
     /// A socket has the port: of a process, or of a tunnel device that was moved to another network namespace.
     #[error(
         "UDP port {port} of the tunnel is taken by a socket that belongs to no device of this network namespace: find \
-         its owner with `ss -ulpn 'sport = :{port}'` (none shown: a tunnel device that was moved to another namespace), \
+         its owner with `ss -ulpn 'sport = :{port}'` (none shown: a tunnel device moved to another namespace), \
          or set another `tunnel.port`, the same on all nodes"
     )]
     PortTakenBySocket {
