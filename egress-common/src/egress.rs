@@ -45,9 +45,9 @@ map_type! {
 map_type! {
     /// Value of `LEASES`, by egress IP: which node each block is leased to, as indices in `NODES`; 0 for nobody.
     pub struct LeaseTable {
-        /// By block number.
-        pub node: [u16; port_block::COUNT as usize],
-    } size 2016
+        /// By [`port_block::row`].
+        pub node: [u16; port_block::ROWS],
+    } size 2048
 }
 
 map_type! {
@@ -65,8 +65,8 @@ map_type! {
 map_type! {
     /// Value of `UPLINKS`; the key is an interface index.
     pub struct Uplink {
-        /// The interface's MAC address, for ARP and NDP answers.
-        pub mac: [u8; 6],
+        /// The interface's MAC address, for ARP and NDP answers, as words in memory order.
+        pub mac: [u16; 3],
         /// Unused, zero.
         pub reserved: u16,
     } size 8

@@ -9,13 +9,13 @@ map_type! {
         pub id: u32,
         /// Its class; 0 for a pod that no policy selects.
         pub class: u32,
-        /// [`flags`].
+        /// [`endpoint_flags`].
         pub flags: u32,
     } size 12
 }
 
 /// Bits of [`Endpoint::flags`].
-pub mod flags {
+pub mod endpoint_flags {
     /// The pod had connections before a policy selected it, so a TCP segment of an unknown connection may be one of them.
     pub const HAS_HISTORY: u32 = 1;
 }
@@ -34,7 +34,17 @@ map_type! {
 pub const NO_POLICY: u32 = 0;
 
 map_type! {
-    /// Value of `POLICIES`; the key is the policy's index.
+    /// Key of `POLICIES`.
+    pub struct PolicyKey {
+        /// Index of the policy.
+        pub policy: u32,
+        /// 4 or 6: a policy has slots of both families, and a table for each.
+        pub family: u32,
+    } size 8
+}
+
+map_type! {
+    /// Value of `POLICIES`.
     pub struct Policy {
         /// [`policy_flags`].
         pub flags: u32,

@@ -76,10 +76,10 @@ map_type! {
         pub egress_generation: u32,
         /// Tick of the last reply.
         pub last_seen: u32,
-        /// Source MAC address of the flow's first packet.
-        pub pod_mac: [u8; 6],
-        /// Destination MAC address of the flow's first packet.
-        pub host_mac: [u8; 6],
+        /// Source MAC address of the flow's first packet, as words in memory order.
+        pub pod_mac: [u16; 3],
+        /// Destination MAC address of the flow's first packet, as words in memory order.
+        pub host_mac: [u16; 3],
     } sizes 40, 52
 }
 

@@ -1,7 +1,7 @@
 //! Every limit of the datapath, by name.
 
 /// Flows per node and address family; the agent's setting `maxFlows` overrides it when the maps are made.
-pub const MAX_FLOWS: usize = 262_144;
+pub const MAX_FLOWS: usize = 131_072;
 /// Endpoints per node and address family (kubelet's own default limit is 110 pods).
 pub const MAX_ENDPOINTS: usize = 4_096;
 /// (class, prefix) entries per address family.

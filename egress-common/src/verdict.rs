@@ -74,3 +74,26 @@ pub enum Verdict {
     /// A redirecting helper has taken it; the value is what the helper returned.
     Taken(i32),
 }
+
+impl Verdict {
+    /// The verdict in one register, which is all that a function of a BPF program can return: what it is in the upper
+    /// half, the counter or the helper's result in the lower.
+    #[inline(always)]
+    pub const fn to_bits(self) -> u64 {
+        match self {
+            Verdict::Pass => bits::PASS << 32,
+            Verdict::Drop(counter) => bits::DROP << 32 | counter as u64,
+            Verdict::Taken(result) => bits::TAKEN << 32 | result as u32 as u64,
+        }
+    }
+}
+
+/// The upper halves of [`Verdict::to_bits`].
+pub mod bits {
+    /// [`Verdict::Pass`](super::Verdict::Pass).
+    pub const PASS: u64 = 0;
+    /// [`Verdict::Drop`](super::Verdict::Drop).
+    pub const DROP: u64 = 1;
+    /// [`Verdict::Taken`](super::Verdict::Taken).
+    pub const TAKEN: u64 = 2;
+}
