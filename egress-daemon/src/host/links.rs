@@ -40,6 +40,9 @@ const GROUPS: [MulticastGroup; 5] = [
 /// which are applied on top of it, have to do.
 const DUMP_ATTEMPTS: usize = 5;
 
+/// The ifindex of the loopback device, which every namespace has.
+const LOOPBACK: u32 = 1;
+
 /// How long after a netlink socket failed another one is opened.
 const RECONNECT_AFTER: Duration = Duration::from_millis(500);
 
@@ -236,6 +239,9 @@ impl Follower {
             self.read_link(index).await?;
         }
         if stale.routes {
+            // The kernel reports that an address goes before it drops the routes that depend on it, and lists routes
+            // without waiting for that; but not a single link.
+            self.read_link(LOOPBACK).await?;
             self.read_routes().await?;
         }
         Ok(())

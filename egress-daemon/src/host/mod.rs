@@ -5,12 +5,17 @@
 //! AF_PACKET and /proc. It knows nothing of eBPF, of objects or of the plan; `agent` joins them. What decides
 //! (`classify`, `table`, `schedule`, `frames`, `ports::NodePorts`) is pure and does no I/O.
 
+pub mod announce;
 pub mod classify;
+pub mod cleanup;
 mod decode;
+pub mod frames;
 pub mod links;
 pub mod netlink;
 mod packet;
+pub mod ports;
 pub mod probe;
+pub mod schedule;
 pub mod sysctl;
 pub mod table;
 pub mod tunnel;

@@ -115,6 +115,7 @@ fn decode_reply(frame: &[u8]) -> Option<(IpAddr, u32, u64)> {
 mod tests {
     use super::*;
     use crate::host::testing::{Net, NetNs, in_netns, soon};
+    use crate::host::tunnel::{self, TunnelSpec};
     use proptest::prelude::*;
 
     /// What the gateway's program does with a request, as far as the payload goes.
@@ -183,6 +184,25 @@ mod tests {
             assert_eq!((reply.seq, reply.node_id, reply.remote), (42, 7, remote));
             assert!(reply.received >= before);
             assert_eq!(echo.join().unwrap(), encode(remote, 7, 42));
+        });
+    }
+
+    #[test]
+    fn a_probe_goes_to_the_egress_of_the_tunnel_device() {
+        in_netns("a_probe_goes_to_the_egress_of_the_tunnel_device", async || {
+            let tunnel = tunnel::ensure(&Net::here().handle, &TunnelSpec::default()).await.unwrap();
+            let tap = PacketSocket::receiving(libc::ETH_P_ALL as u16, tunnel.index, &[]).unwrap();
+            let remote: IpAddr = "192.0.2.9".parse().unwrap();
+            ProbeSocket::open(tunnel.index).unwrap().send(remote, 7, 42).unwrap();
+            let seen = async {
+                loop {
+                    let mut buffer = [0; 128];
+                    if tap.receive(&mut buffer).await.unwrap() == encode(remote, 7, 42) {
+                        break;
+                    }
+                }
+            };
+            soon("the probe", seen).await;
         });
     }
 

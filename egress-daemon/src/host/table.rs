@@ -197,7 +197,8 @@ impl State {
                 self.addresses.entry(index).or_default().insert(net);
             }
             Change::AddressGone(index, net) => {
-                // Routes with that preferred source, or with a next hop in that prefix, go with it without a report.
+                // Routes with that preferred source go with it without a report, and with a link's last IPv4 address
+                // all IPv4 routes of the link.
                 stale.routes |= !self.default_routes.is_empty();
                 if let Some(nets) = self.addresses.get_mut(&index) {
                     nets.remove(&net);

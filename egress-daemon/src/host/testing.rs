@@ -11,6 +11,7 @@ use futures::TryStreamExt;
 use ipnet::IpNet;
 use nix::sched::{CloneFlags, setns, unshare};
 use rtnetlink::packet_route::link::LinkMessage;
+use rtnetlink::packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourState};
 use rtnetlink::{Handle, LinkBridge, LinkUnspec, LinkVeth, RouteMessageBuilder};
 use tokio::task::JoinHandle;
 
@@ -206,5 +207,27 @@ impl Net {
             .priority(metric)
             .build();
         self.handle.route().add(route).execute().await.unwrap();
+    }
+
+    /// Makes a neighbour entry that is in use.
+    pub async fn neighbour(&self, name: &str, address: &str, mac: MacAddress) {
+        let request = self.handle.neighbours().add(self.index(name).await, address.parse().unwrap());
+        let request = request.link_layer_address(&mac.0).state(NeighbourState::Reachable);
+        request.execute().await.unwrap();
+    }
+
+    pub async fn neighbour_mac(&self, address: &str) -> Option<MacAddress> {
+        let address: IpAddr = address.parse().unwrap();
+        let wanted = match address {
+            IpAddr::V4(address) => NeighbourAddress::Inet(address),
+            IpAddr::V6(address) => NeighbourAddress::Inet6(address),
+        };
+        let all: Vec<_> = self.handle.neighbours().get().execute().try_collect().await.unwrap();
+        let found =
+            all.iter().find(|entry| entry.attributes.contains(&NeighbourAttribute::Destination(wanted.clone())))?;
+        found.attributes.iter().find_map(|attribute| match attribute {
+            NeighbourAttribute::LinkLayerAddress(bytes) => bytes.as_slice().try_into().ok().map(MacAddress),
+            _ => None,
+        })
     }
 }

@@ -97,8 +97,8 @@ pub enum TunnelError {
     },
     /// A socket has the port: of a process, or of a tunnel device that was moved to another network namespace.
     #[error(
-        "UDP port {port} of the tunnel is taken by a socket that belongs to no device of this network namespace: find its \
-         owner with `ss -ulpn 'sport = :{port}'` (none shown: a tunnel device that was moved to another namespace), \
+        "UDP port {port} of the tunnel is taken by a socket that belongs to no device of this network namespace: find \
+         its owner with `ss -ulpn 'sport = :{port}'` (none shown: a tunnel device moved to another namespace), \
          or set another `tunnel.port`, the same on all nodes"
     )]
     PortTakenBySocket {
@@ -168,9 +168,10 @@ pub async fn ensure(handle: &Handle, spec: &TunnelSpec) -> Result<Tunnel, Tunnel
     Ok(Tunnel { index: found.index, mac: found.mac.unwrap_or_default(), origin, warnings })
 }
 
-/// Whether a device of that name that Spillway made exists.
-pub async fn exists(handle: &Handle, name: &str) -> Result<bool, TunnelError> {
-    Ok(get(handle, name).await?.is_some_and(|message| Found::new(&message).ours))
+/// The devices that Spillway made, as (ifindex, name), whatever they are called.
+pub async fn ours(handle: &Handle) -> Result<Vec<(u32, String)>, TunnelError> {
+    let links = all_links(handle, "of ours").await?;
+    Ok(links.iter().map(Found::new).filter(|found| found.ours).map(|found| (found.index, found.name)).collect())
 }
 
 /// Removes the device; false if there was none. A device that Spillway did not make is left alone, as if it were not

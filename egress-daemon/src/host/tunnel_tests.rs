@@ -124,7 +124,7 @@ fn a_foreign_vxlan_device_on_the_port_is_named_with_a_remedy() {
             let expected = TunnelError::PortTaken { port: abi::TUNNEL_PORT, device: "flannel.1".into(), kind: "vxlan" };
             assert_eq!(error, expected);
             assert!(error.to_string().contains("flannel.1") && error.to_string().contains("tunnel.port"), "{error}");
-            assert!(!exists(&net.handle, DEFAULT_NAME).await.unwrap());
+            assert!(get(&net.handle, DEFAULT_NAME).await.unwrap().is_none());
             net.delete("flannel.1").await;
         }
         assert_eq!(ensure(&net.handle, &spec()).await.unwrap().origin, Origin::Created);
@@ -149,7 +149,7 @@ fn the_device_goes_and_the_port_is_free_again() {
     in_netns("the_device_goes_and_the_port_is_free_again", async || {
         let net = Net::here();
         ensure(&net.handle, &spec()).await.unwrap();
-        assert!(exists(&net.handle, DEFAULT_NAME).await.unwrap());
+        assert_eq!(ours(&net.handle).await, Ok(vec![(net.index(DEFAULT_NAME).await, DEFAULT_NAME.to_owned())]));
         assert_eq!(delete(&net.handle, DEFAULT_NAME).await, Ok(true));
         assert_eq!(delete(&net.handle, DEFAULT_NAME).await, Ok(false));
         assert!(!port_is_bound("127.0.0.1"));
