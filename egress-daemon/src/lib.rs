@@ -1,1 +1,5 @@
 //! The agent, the controller and what egressctl needs.
+
+pub mod api;
+pub mod datapath;
+pub mod host;
