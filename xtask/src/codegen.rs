@@ -1,6 +1,6 @@
 //! `cargo xtask codegen`: writes the manifests that come from the code, or checks that they are what the code says.
 //!
-//! egress-daemon's example `codegen` writes them all below the folder that it is given; this command picks the folder and
+//! egress-daemon's example `codegen` writes them all into the folder that it is given; this command picks the folder and
 //! compares.
 
 use std::collections::BTreeSet;
@@ -10,6 +10,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 
 use crate::{progress, setup, workspace};
+
+/// The folder that belongs to the code: a file there that it did not write is stale.
+const GENERATED: &str = "manifests/crds";
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -21,17 +24,17 @@ pub struct Args {
 /// Generates, or compares.
 pub fn run(args: &Args) -> Result<()> {
     setup::ensure(setup::Scope::Build)?;
-    if args.check { check() } else { generate(&workspace::root().join("manifests")) }
+    if args.check { check() } else { generate(&workspace::root().join(GENERATED)) }
 }
 
-/// Compares `manifests/` with what the code generates now.
+/// Compares the kept files with what the code generates now.
 pub fn check() -> Result<()> {
     let fresh = workspace::scratch_dir()?.join("codegen");
     if fresh.exists() {
         fs::remove_dir_all(&fresh).with_context(|| format!("cannot empty {}", fresh.display()))?;
     }
     generate(&fresh)?;
-    let differences = compare(&fresh, &workspace::root().join("manifests"))?;
+    let differences = compare(&fresh, &workspace::root().join(GENERATED))?;
     if !differences.is_empty() {
         bail!("generated manifests are out of date; run `cargo xtask codegen`:\n  {}", differences.join("\n  "));
     }
@@ -46,27 +49,23 @@ fn generate(folder: &Path) -> Result<()> {
     )
 }
 
-/// Says what differs. A folder that the code writes into belongs to it: a file there that it did not write is stale.
+/// Says what differs.
 fn compare(fresh: &Path, kept: &Path) -> Result<Vec<String>> {
     let generated = files(fresh)?;
     if generated.is_empty() {
-        bail!("the example `codegen` wrote nothing below {}", fresh.display());
+        bail!("the example `codegen` wrote nothing into {}", fresh.display());
     }
     let mut differences = Vec::new();
     for file in &generated {
         match fs::read(kept.join(file)) {
             Ok(content) if content == fs::read(fresh.join(file))? => {}
-            Ok(_) => differences.push(format!("manifests/{} differs", file.display())),
-            Err(_) => differences.push(format!("manifests/{} is missing", file.display())),
+            Ok(_) => differences.push(format!("{GENERATED}/{} differs", file.display())),
+            Err(_) => differences.push(format!("{GENERATED}/{} is missing", file.display())),
         }
     }
-    let folders: BTreeSet<_> =
-        generated.iter().filter_map(|file| file.parent()).filter(|dir| *dir != Path::new("")).collect();
-    for folder in folders.into_iter().filter(|folder| kept.join(folder).exists()) {
-        for file in files(&kept.join(folder))?.into_iter().map(|file| folder.join(file)) {
-            if !generated.contains(&file) {
-                differences.push(format!("manifests/{} is not generated any more", file.display()));
-            }
+    if kept.exists() {
+        for file in files(kept)?.difference(&generated) {
+            differences.push(format!("{GENERATED}/{} is not generated any more", file.display()));
         }
     }
     Ok(differences)
@@ -99,20 +98,19 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
         };
-        for file in ["fresh/crds/same.yaml", "kept/crds/same.yaml", "fresh/crds/new.yaml", "kept/crds/old.yaml"] {
+        for file in ["fresh/same.yaml", "kept/same.yaml", "fresh/new.yaml", "kept/old/gone.yaml"] {
             write(file, "a");
         }
-        write("fresh/rbac.yaml", "a");
-        write("kept/rbac.yaml", "b");
-        write("kept/examples/by-hand.yaml", "a");
+        write("fresh/changed.yaml", "a");
+        write("kept/changed.yaml", "b");
         let differences = compare(&base.join("fresh"), &base.join("kept")).unwrap();
         fs::remove_dir_all(&base).unwrap();
         assert_eq!(
             differences,
             [
+                "manifests/crds/changed.yaml differs",
                 "manifests/crds/new.yaml is missing",
-                "manifests/rbac.yaml differs",
-                "manifests/crds/old.yaml is not generated any more"
+                "manifests/crds/old/gone.yaml is not generated any more"
             ]
         );
     }

@@ -27,7 +27,7 @@ enum Command {
     Setup(setup::Args),
     /// Build egress-daemon and egressctl, with the eBPF programs embedded
     Build(build::Args),
-    /// Write the generated manifests (CRDs, RBAC, workloads) below manifests/
+    /// Write the CRDs that come from the code into manifests/crds
     Codegen(codegen::Args),
     /// Check the rules that no compiler checks: module edges, file sizes, links, formatting
     Tidy,
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
         Command::Build(args) => build::run(&args),
         Command::Codegen(args) => codegen::run(&args),
         Command::Tidy => tidy::run(),
-        Command::Test(args) => test::run(&args),
+        Command::Test(args) => return test::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -101,6 +101,12 @@ impl Toolchain {
                 command.env_remove(&name);
             }
         }
+        // Subcommands such as clippy come from the same toolchain, not from rustup's proxies.
+        let mut path = vec![self.rust.bin_dir()];
+        path.extend(std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()));
+        if let Ok(path) = std::env::join_paths(path) {
+            command.env("PATH", path);
+        }
         let flags =
             ["-Cdebuginfo=2".to_owned(), format!("-Clinker={}", self.linker.display()), "-Clink-arg=--btf".to_owned()];
         command
@@ -139,6 +145,11 @@ impl Rust {
             candidates.extend(toolchains.map(|entry| entry.path().join("bin/rustc")).collect::<BTreeSet<_>>());
         }
         candidates.into_iter().find_map(|rustc| Self::at(&rustc))
+    }
+
+    /// The folder of this toolchain's programs.
+    pub fn bin_dir(&self) -> PathBuf {
+        self.rustc.parent().map(Path::to_path_buf).unwrap_or_default()
     }
 
     fn at(rustc: &Path) -> Option<Self> {
