@@ -72,9 +72,11 @@ pub fn run(title: &str, command: &mut Command) -> Result<()> {
     }
 }
 
-/// The log file of a step.
+/// The log file of a step, named after the start of its title.
 pub fn log_file(title: &str) -> Result<PathBuf> {
-    let name: String = title.chars().map(|c| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' }).collect();
+    let title = title.split(" (").next().unwrap_or_default();
+    let name: String =
+        title.chars().map(|c| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' }).take(60).collect();
     Ok(workspace::scratch_dir()?.join(format!("{name}.log")))
 }
 
