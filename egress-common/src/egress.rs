@@ -45,9 +45,9 @@ map_type! {
 map_type! {
     /// Value of `LEASES`, by egress IP: which node each block is leased to, as indices in `NODES`; 0 for nobody.
     pub struct LeaseTable {
-        /// By block number.
-        pub node: [u16; port_block::COUNT as usize],
-    } size 2016
+        /// By [`port_block::row`].
+        pub node: [u16; port_block::ROWS],
+    } size 2048
 }
 
 map_type! {

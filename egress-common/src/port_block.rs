@@ -15,6 +15,16 @@ pub const fn of_port(port: u16) -> Option<u16> {
     if port < FIRST_PORT { None } else { Some((port - FIRST_PORT) / SIZE) }
 }
 
+/// Rows of a table that is indexed by any port: the ports below [`FIRST_PORT`] have rows, too, which stay empty, so that
+/// no look-up needs a bounds check.
+pub const ROWS: usize = 65_536 / SIZE as usize;
+
+/// The row of `port`.
+#[inline(always)]
+pub const fn row(port: u16) -> usize {
+    (port / SIZE) as usize
+}
+
 /// The first port of `block`.
 #[inline(always)]
 pub const fn first_port(block: u16) -> u16 {
@@ -63,6 +73,7 @@ mod tests {
         fn a_port_lies_in_its_block(port in 1024u16..) {
             let b = of_port(port).unwrap();
             prop_assert!(b < COUNT && first_port(b) <= port && port - first_port(b) < SIZE);
+            prop_assert_eq!(row(port), row(first_port(b)));
         }
     }
 }

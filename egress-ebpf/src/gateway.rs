@@ -21,13 +21,9 @@ use egress_common::{
 /// The node that the block of `port` (network byte order) of an egress IP is leased to; 0 for nobody.
 #[inline(always)]
 fn lessee(egress: u32, port: u16) -> u32 {
-    let Some(block) = port_block::of_port(u16::from_be(port)) else { return 0 };
     let Some(table) = LEASES.get(egress) else { return 0 };
-    if block >= port_block::COUNT {
-        return 0;
-    }
-    // SAFETY: `block` is within the array.
-    unsafe { *table.node.as_ptr().add(block as usize) as u32 }
+    // SAFETY: every port has a row.
+    unsafe { *table.node.as_ptr().add(port_block::row(u16::from_be(port))) as u32 }
 }
 
 /// A translated packet from a source node, on its way out.

@@ -4,6 +4,7 @@ use crate::{
     classify::{self, Class},
     deliver,
     family::Family,
+    maps::CONFIG,
     packet::{ETH_LEN, Packet},
     parse::{self, Embedded, Ip, proto},
     steer,
@@ -38,8 +39,11 @@ pub fn incoming<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict
 
 /// An error of a pod about a packet that it got: translated if that belonged to a translated flow.
 #[inline(never)]
-pub fn outgoing<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> u64 {
-    quoting::<F>(pkt, config, ip).to_bits()
+pub fn outgoing<F: Family>(pkt: &Packet) -> u64 {
+    let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt)) else {
+        return Verdict::Drop(Counter::DropMalformed).to_bits();
+    };
+    quoting::<F>(pkt, config, &ip).to_bits()
 }
 
 #[inline(always)]

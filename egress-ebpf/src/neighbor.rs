@@ -87,7 +87,7 @@ pub fn arp(pkt: &Packet) -> Verdict {
 /// Whether the packet is a neighbor solicitation.
 #[inline(always)]
 pub fn is_solicitation<F: Family>(pkt: &Packet, ip: &Ip<F>) -> bool {
-    F::VERSION == 6 && ip.proto == proto::ICMPV6 && ip.hop_limit == 255 && pkt.read::<u8>(ip.l4) == Some(SOLICITATION)
+    F::VERSION == 6 && ip.proto == proto::ICMPV6 && ip.hop_limit == 255 && pkt.load::<u8>(ip.l4) == Some(SOLICITATION)
 }
 
 /// A neighbor solicitation at an uplink, its ICMPv6 header at `l4`.

@@ -17,6 +17,15 @@ pub const ETH_LEN: u32 = 14;
 /// Bytes that must lie in the linear part: Ethernet, IPv4 with all options or IPv6, and a TCP header.
 const LINEAR: u32 = 128;
 
+/// Reads a field of the context. Volatile, or LLVM merges reads of two fields into one through a computed address, which
+/// the verifier refuses.
+macro_rules! field {
+    ($pkt:expr, $field:ident) => {
+        // SAFETY: the context pointer is valid while the program runs.
+        unsafe { (&raw const (*$pkt.skb).$field).read_volatile() }
+    };
+}
+
 /// A MAC address as two-byte words.
 pub type Mac = [u16; 3];
 
@@ -53,35 +62,30 @@ impl Packet {
 
     #[inline(always)]
     fn data(&self) -> usize {
-        // SAFETY: as in `pull`.
-        unsafe { (*self.skb).data as usize }
+        field!(self, data) as usize
     }
 
     #[inline(always)]
     fn data_end(&self) -> usize {
-        // SAFETY: as in `pull`.
-        unsafe { (*self.skb).data_end as usize }
+        field!(self, data_end) as usize
     }
 
     /// Length of the frame in bytes.
     #[inline(always)]
     pub fn len(&self) -> u32 {
-        // SAFETY: as in `pull`.
-        unsafe { (*self.skb).len }
+        field!(self, len)
     }
 
     /// EtherType, network byte order.
     #[inline(always)]
     pub fn protocol(&self) -> u16 {
-        // SAFETY: as in `pull`.
-        unsafe { (*self.skb).protocol as u16 }
+        field!(self, protocol) as u16
     }
 
     /// Index of the interface whose hook this is.
     #[inline(always)]
     pub fn ifindex(&self) -> u32 {
-        // SAFETY: as in `pull`.
-        unsafe { (*self.skb).ifindex }
+        field!(self, ifindex)
     }
 
     /// A pointer to `T` at `offset` from the start of the frame, if it lies in the linear part.

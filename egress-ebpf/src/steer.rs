@@ -26,6 +26,11 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
+/// What [`established`] returns when there is no flow: no verdict has these bits.
+const UNKNOWN: u64 = u64::MAX;
+/// What [`established`] returns for an ICMP error.
+const QUOTES: u64 = u64::MAX - 1;
+
 /// What the flow table says about a packet.
 enum Known {
     /// Decided.
@@ -35,23 +40,51 @@ enum Known {
 }
 
 /// Classifies a pod's packet, finds or makes its flow, translates and sends it.
+///
+/// Functions one after the other, not one in the other: the variables of two do not fit the 512 bytes of stack that a chain
+/// of calls may have, and the first packet of a flow can afford to be parsed twice.
 #[inline(always)]
 pub fn steer<F: Family>(pkt: &Packet) -> u64 {
+    match established::<F>(pkt) {
+        UNKNOWN => first::<F>(pkt),
+        QUOTES => icmp::outgoing::<F>(pkt),
+        verdict => verdict,
+    }
+}
+
+/// The 5-tuple of a pod's packet.
+#[inline(always)]
+fn key_of<F: Family>(ip: &Ip<F>, t: &Transport) -> FlowKey<F> {
+    FlowKey { src: ip.src, dst: ip.dst, src_port: t.src_port, dst_port: t.dst_port, proto: ip.proto }
+}
+
+/// A packet of a flow that is in the table.
+#[inline(never)]
+fn established<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else { return malformed::<F>(pkt).to_bits() };
     let t = parse::transport::<F>(pkt, &ip);
-    let key = FlowKey { src: ip.src, dst: ip.dst, src_port: t.src_port, dst_port: t.dst_port, proto: ip.proto };
-    if matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer) {
-        if let Some(flow) = F::flows().get_ptr_mut(&key) {
-            // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
-            if let Known::Done(verdict) = known::<F>(pkt, config, &ip, &t, &key, unsafe { &mut *flow }) {
-                return verdict.to_bits();
-            }
-        }
-    } else if t.kind == Kind::Error {
-        return icmp::outgoing::<F>(pkt, config, &ip);
+    match t.kind {
+        Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer => {}
+        Kind::Error => return QUOTES,
+        _ => return UNKNOWN,
     }
-    unknown::<F>(pkt, config, &ip, &t, &key)
+    let key = key_of(&ip, &t);
+    let Some(flow) = F::flows().get_ptr_mut(&key) else { return UNKNOWN };
+    // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
+    match known::<F>(pkt, config, &ip, &t, &key, unsafe { &mut *flow }) {
+        Known::Done(verdict) => verdict.to_bits(),
+        Known::Unknown => UNKNOWN,
+    }
+}
+
+/// A packet without a flow.
+#[inline(never)]
+fn first<F: Family>(pkt: &Packet) -> u64 {
+    let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
+    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
+    let t = parse::transport::<F>(pkt, &ip);
+    unknown::<F>(pkt, config, &ip, &t, &key_of(&ip, &t)).to_bits()
 }
 
 /// A packet whose headers cannot be read is dropped where a policy selects its source.
@@ -244,14 +277,8 @@ fn reverse_value<F: Family>(
     })
 }
 
-/// A packet without a flow. A function of its own: its variables and the fast path's do not fit one stack frame.
-#[inline(never)]
-fn unknown<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, key: &FlowKey<F>) -> u64 {
-    first::<F>(pkt, config, ip, t, key).to_bits()
-}
-
 #[inline(always)]
-fn first<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, key: &FlowKey<F>) -> Verdict {
+fn unknown<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, key: &FlowKey<F>) -> Verdict {
     let (index, endpoint) = match classify::classify(config, ip.src, ip.dst) {
         Class::Outside => return Verdict::Pass,
         Class::Held => return Verdict::Drop(Counter::DropHeld),
