@@ -1,5 +1,6 @@
-//! Shows a long step while it runs: a spinner with the program's latest line on a terminal, one line per step elsewhere.
+//! Shows a long step while it runs: a spinner with the program's latest line on a terminal, plain lines elsewhere.
 
+use std::cell::Cell;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::Command;
@@ -10,6 +11,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::{process, workspace};
 
+/// A step that takes no longer than this is shown when it has ended only.
+const SHORT: Duration = Duration::from_secs(2);
+
 /// How much of a failed step's log is shown.
 const TAIL_LINES: usize = 60;
 
@@ -18,6 +22,8 @@ pub struct Step {
     title: String,
     started: Instant,
     bar: ProgressBar,
+    /// Without a terminal: whether a line says that the step is under way.
+    announced: Cell<bool>,
 }
 
 impl Step {
@@ -31,15 +37,22 @@ impl Step {
             bar.enable_steady_tick(Duration::from_millis(100));
             bar
         } else {
-            eprintln!("  {title} ...");
             ProgressBar::hidden()
         };
-        Self { title: title.to_owned(), started: Instant::now(), bar }
+        Self { title: title.to_owned(), started: Instant::now(), bar, announced: Cell::new(false) }
     }
 
     /// Shows what the step is at.
     pub fn at(&self, message: &str) {
+        if self.bar.is_hidden() && self.started.elapsed() > SHORT && !self.announced.replace(true) {
+            eprintln!("  {} ...", self.title);
+        }
         self.bar.set_message(message.trim().to_owned());
+    }
+
+    /// Ends a step that had nothing to do.
+    pub fn drop_silently(self) {
+        self.bar.finish_and_clear();
     }
 
     /// Ends the step with one line: a mark, the title, `detail` and the time it took.

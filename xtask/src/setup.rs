@@ -135,7 +135,9 @@ impl Gap {
 
     fn by_hand(&self) -> String {
         match self {
-            Self::RustSources => "rustup component add rust-src".to_owned(),
+            Self::RustSources => {
+                format!("rustup component add rust-src (on Debian: apt-get install {})", self.packages().join(" "))
+            }
             Self::BpfLinker => format!(
                 "install LLVM {LLVM_MAJOR} with its development files (on Debian: {}), then LLVM_PREFIX=$(llvm-config-{LLVM_MAJOR} \
                  --prefix) cargo install bpf-linker --version {BPF_LINKER_VERSION} --no-default-features --features \

@@ -62,6 +62,9 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
         command.args(["--quiet", "--workspace", "--exclude", "egress-ebpf", "--doc", "--no-fail-fast"]);
         libtest::run("doc tests", command, None, UNIT_TIMEOUT, tally)?;
     }
+    if let Some(filter) = args.filter.as_ref().filter(|_| tally.is_empty()) {
+        bail!("no test's name contains {filter}");
+    }
     Ok(())
 }
 
@@ -75,7 +78,7 @@ fn wanted(args: &Args, binary: &Binary) -> bool {
 /// Runs one test binary. A filter that its own name contains selects all of its tests.
 fn run_binary(binary: &Binary, filter: Option<&str>, bin_dir: &Path, tally: &mut Tally) -> Result<()> {
     let mut command = binary.command();
-    command.env("SPILLWAY_BIN_DIR", bin_dir);
+    command.env("SPILLWAY_BIN", bin_dir);
     let filter = filter.filter(|filter| !binary.name.contains(filter));
     command.args(filter);
     let timeout = match binary.kind {

@@ -24,6 +24,11 @@ impl Tally {
         self.skipped.push((name.to_owned(), why.to_owned()));
     }
 
+    /// Whether nothing was counted.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
     /// Whether anything failed.
     pub fn has_failed(&self) -> bool {
         !self.failed.is_empty()
