@@ -205,3 +205,35 @@ fn first_line(command: &mut Command) -> Option<String> {
     let output = command.output().ok().filter(|output| output.status.success())?;
     Some(String::from_utf8(output.stdout).ok()?.lines().next()?.to_owned())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_compared_as_numbers() {
+        let parse = |line: &str| Version::parse(line);
+        assert_eq!(parse("rustc 1.97.0-nightly (e50aa6fba 2026-05-19)"), Some(Version(1, 97, 0)));
+        assert!(parse("bpf-linker 0.13.0") > parse("bpf-linker 0.9.15"));
+        assert_eq!(parse("bpf-linker"), None);
+    }
+
+    #[test]
+    fn a_nested_build_keeps_where_crates_come_from_and_nothing_else() {
+        for name in ["CARGO_HOME", "CARGO_NET_OFFLINE", "CARGO_HTTP_CAINFO", "RUSTUP_HOME", "PATH", "HOME"] {
+            assert!(!belongs_to_outer_build(name), "{name}");
+        }
+        let outer =
+            ["CARGO_PKG_NAME", "CARGO_ENCODED_RUSTFLAGS", "RUSTC_WORKSPACE_WRAPPER", "RUSTUP_TOOLCHAIN", "TARGET"];
+        for name in outer {
+            assert!(belongs_to_outer_build(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn what_is_missing_comes_with_its_remedy() {
+        let text = Missing { rust: true, linker: false }.to_string();
+        assert!(text.contains("cargo xtask setup") && text.contains("rustup component add rust-src"), "{text}");
+        assert!(!text.contains("cargo install bpf-linker"), "{text}");
+    }
+}

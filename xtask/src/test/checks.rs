@@ -17,7 +17,7 @@ type Check = (&'static str, fn() -> Outcome);
 /// Runs all checks.
 pub fn run(tally: &mut Tally) {
     let checks: [Check; 6] = [
-        ("tidy", || tidy::rules().map(|()| None)),
+        ("rules (cargo xtask tidy)", || tidy::rules().map(|()| None)),
         ("formatting", format),
         ("lints", lints),
         ("lints of the eBPF programs", ebpf_lints),

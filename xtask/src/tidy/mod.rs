@@ -11,7 +11,8 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 
-use crate::{progress, workspace};
+use crate::progress::{self, Step};
+use crate::workspace;
 
 /// A rule that is broken at a place.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -45,14 +46,17 @@ pub fn format() -> Result<()> {
 
 /// All rules over all files.
 pub fn rules() -> Result<()> {
+    let step = Step::start("rules");
     let tree = files::Tree::read(&workspace::root())?;
     let mut findings = rust::check(&tree);
     findings.extend(edges::check(&tree));
     findings.extend(links::check(&tree));
     findings.sort();
     if findings.is_empty() {
+        step.end("✓", &format!("{} Rust files", tree.rust.len()));
         return Ok(());
     }
+    step.end("✗", "broken");
     let list: Vec<String> = findings.iter().map(|finding| format!("\n  {finding}")).collect();
     bail!("{} findings:{}", findings.len(), list.concat())
 }
