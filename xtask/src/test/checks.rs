@@ -56,7 +56,7 @@ fn ebpf_lints() -> Outcome {
         return Ok(Some("the toolchain that compiles the eBPF programs has no clippy (Debian: rust-web-clippy)"));
     }
     let mut command = toolchain.cargo("clippy");
-    command.args(["--package", "egress-ebpf", "--target-dir"]).arg(workspace::target_dir().join("ebpf"));
+    command.args(["--release", "--package", "egress-ebpf", "--target-dir"]).arg(workspace::target_dir().join("ebpf"));
     command.args(["--", "-D", "warnings"]).current_dir(workspace::root());
     progress::run("lints of the eBPF programs", &mut command).map(|()| None)
 }
