@@ -250,6 +250,11 @@ mod tests {
     }
 
     #[test]
+    fn the_linker_is_built_with_the_llvm_that_is_installed() {
+        assert!(Gap::BpfLinker.packages().contains(&format!("llvm-{LLVM_MAJOR}-dev").as_str()));
+    }
+
+    #[test]
     fn the_linker_is_cached_by_version() {
         let root = toolchain::linker_root().unwrap();
         assert!(root.ends_with(format!("spillway/bpf-linker-{BPF_LINKER_VERSION}-llvm{LLVM_MAJOR}")));

@@ -219,6 +219,13 @@ mod tests {
     }
 
     #[test]
+    fn the_oldest_compiler_is_the_workspaces() {
+        let Version(major, minor, _) = MIN_RUST;
+        let manifest = include_str!("../../Cargo.toml");
+        assert!(manifest.contains(&format!("rust-version = \"{major}.{minor}\"")));
+    }
+
+    #[test]
     fn a_nested_build_keeps_where_crates_come_from_and_nothing_else() {
         for name in ["CARGO_HOME", "CARGO_NET_OFFLINE", "CARGO_HTTP_CAINFO", "RUSTUP_HOME", "PATH", "HOME"] {
             assert!(!belongs_to_outer_build(name), "{name}");
