@@ -101,6 +101,12 @@ impl Toolchain {
                 command.env_remove(&name);
             }
         }
+        // Subcommands such as clippy come from the same toolchain, not from rustup's proxies.
+        let mut path = vec![self.rust.bin_dir()];
+        path.extend(std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()));
+        if let Ok(path) = std::env::join_paths(path) {
+            command.env("PATH", path);
+        }
         let flags =
             ["-Cdebuginfo=2".to_owned(), format!("-Clinker={}", self.linker.display()), "-Clink-arg=--btf".to_owned()];
         command
@@ -139,6 +145,11 @@ impl Rust {
             candidates.extend(toolchains.map(|entry| entry.path().join("bin/rustc")).collect::<BTreeSet<_>>());
         }
         candidates.into_iter().find_map(|rustc| Self::at(&rustc))
+    }
+
+    /// The folder of this toolchain's programs.
+    pub fn bin_dir(&self) -> PathBuf {
+        self.rustc.parent().map(Path::to_path_buf).unwrap_or_default()
     }
 
     fn at(rustc: &Path) -> Option<Self> {
@@ -193,4 +204,43 @@ fn search_path(program: &str) -> Vec<PathBuf> {
 fn first_line(command: &mut Command) -> Option<String> {
     let output = command.output().ok().filter(|output| output.status.success())?;
     Some(String::from_utf8(output.stdout).ok()?.lines().next()?.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_compared_as_numbers() {
+        let parse = |line: &str| Version::parse(line);
+        assert_eq!(parse("rustc 1.97.0-nightly (e50aa6fba 2026-05-19)"), Some(Version(1, 97, 0)));
+        assert!(parse("bpf-linker 0.13.0") > parse("bpf-linker 0.9.15"));
+        assert_eq!(parse("bpf-linker"), None);
+    }
+
+    #[test]
+    fn the_oldest_compiler_is_the_workspaces() {
+        let Version(major, minor, _) = MIN_RUST;
+        let manifest = include_str!("../../Cargo.toml");
+        assert!(manifest.contains(&format!("rust-version = \"{major}.{minor}\"")));
+    }
+
+    #[test]
+    fn a_nested_build_keeps_where_crates_come_from_and_nothing_else() {
+        for name in ["CARGO_HOME", "CARGO_NET_OFFLINE", "CARGO_HTTP_CAINFO", "RUSTUP_HOME", "PATH", "HOME"] {
+            assert!(!belongs_to_outer_build(name), "{name}");
+        }
+        let outer =
+            ["CARGO_PKG_NAME", "CARGO_ENCODED_RUSTFLAGS", "RUSTC_WORKSPACE_WRAPPER", "RUSTUP_TOOLCHAIN", "TARGET"];
+        for name in outer {
+            assert!(belongs_to_outer_build(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn what_is_missing_comes_with_its_remedy() {
+        let text = Missing { rust: true, linker: false }.to_string();
+        assert!(text.contains("cargo xtask setup") && text.contains("rustup component add rust-src"), "{text}");
+        assert!(!text.contains("cargo install bpf-linker"), "{text}");
+    }
 }
