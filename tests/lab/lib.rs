@@ -14,7 +14,9 @@ pub mod netns;
 pub mod process;
 pub mod scope;
 pub mod skip;
+pub mod stats;
 pub mod topology;
+pub mod traffic;
 pub mod wait;
 
 pub use manifests::Manifests;

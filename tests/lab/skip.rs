@@ -33,6 +33,22 @@ pub fn record(test: &str, reason: &str) {
     }
 }
 
+/// What a test returns when it is skipped.
+pub trait Skipped {
+    /// The value of a test that did nothing.
+    fn skipped() -> Self;
+}
+
+impl Skipped for () {
+    fn skipped() {}
+}
+
+impl<E> Skipped for Result<(), E> {
+    fn skipped() -> Result<(), E> {
+        Ok(())
+    }
+}
+
 /// The path of the function that calls it, for [`record`].
 #[macro_export]
 macro_rules! test_name {
@@ -49,7 +65,7 @@ macro_rules! require_root {
     () => {
         if let Some(reason) = $crate::skip::obstacle() {
             $crate::skip::record($crate::test_name!(), &reason);
-            return Default::default();
+            return $crate::skip::Skipped::skipped();
         }
     };
 }
@@ -60,7 +76,7 @@ macro_rules! require {
     ($condition:expr, $($reason:tt)+) => {
         if !$condition {
             $crate::skip::record($crate::test_name!(), &format!($($reason)+));
-            return Default::default();
+            return $crate::skip::Skipped::skipped();
         }
     };
 }
