@@ -8,6 +8,7 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("the lab is made of Linux network namespaces");
 
+pub mod capture;
 mod command;
 pub mod manifests;
 pub mod netns;
@@ -19,6 +20,7 @@ pub mod topology;
 pub mod traffic;
 pub mod wait;
 
+pub use capture::{Capture, Packet, Trace};
 pub use manifests::Manifests;
 pub use netns::NetNs;
 pub use process::{Process, StartOptions};

@@ -148,7 +148,8 @@ fn write_yaml(value: &Value, indent: usize, out: &mut String) {
 
 fn entry(head: &str, value: &Value, indent: usize, out: &mut String) {
     out.push_str(head);
-    let nested = matches!(value, Value::Object(map) if !map.is_empty()) || matches!(value, Value::Array(list) if !list.is_empty());
+    let nested = matches!(value, Value::Object(map) if !map.is_empty())
+        || matches!(value, Value::Array(list) if !list.is_empty());
     if nested {
         out.push('\n');
         write_yaml(value, indent, out);

@@ -69,7 +69,8 @@ impl NetNs {
 
     /// Moves the calling thread into this namespace for good. Meant for threads that are made for it.
     pub fn enter_thread(&self) -> Result<()> {
-        setns(self.file.as_fd(), CloneFlags::CLONE_NEWNET).with_context(|| format!("cannot enter namespace {}", self.name))
+        setns(self.file.as_fd(), CloneFlags::CLONE_NEWNET)
+            .with_context(|| format!("cannot enter namespace {}", self.name))
     }
 
     /// Runs `work` on a thread of its own in this namespace and waits for it. A panic of `work` is an error.
@@ -143,7 +144,8 @@ impl NetNs {
     /// The index of an interface of this namespace, or an error when there is none of that name.
     pub fn ifindex(&self, interface: &str) -> Result<u32> {
         self.run(|| {
-            nix::net::if_::if_nametoindex(interface).with_context(|| format!("no interface {interface} in {}", self.name))
+            nix::net::if_::if_nametoindex(interface)
+                .with_context(|| format!("no interface {interface} in {}", self.name))
         })
     }
 

@@ -228,7 +228,8 @@ impl Lab {
     /// Runs `egressctl ARGUMENTS -o json` on `node` and returns what it printed.
     pub fn egressctl(&self, node: &str, arguments: &[&str]) -> Result<Value> {
         let text = self.egressctl_text(node, &[arguments, &["-o", "json"]].concat())?;
-        serde_json::from_str(&text).with_context(|| format!("egressctl {arguments:?} on {node} printed no JSON: {text}"))
+        serde_json::from_str(&text)
+            .with_context(|| format!("egressctl {arguments:?} on {node} printed no JSON: {text}"))
     }
 
     /// Runs `egressctl ARGUMENTS` on `node` and returns what it printed.
@@ -295,7 +296,10 @@ pub fn binary(name: &str) -> Result<PathBuf> {
     };
     let path = folder.join(name);
     if !path.exists() {
-        bail!("{} does not exist: run `cargo build -p egress-daemon`, or name its folder in SPILLWAY_BIN", path.display());
+        bail!(
+            "{} does not exist: run `cargo build -p egress-daemon`, or name its folder in SPILLWAY_BIN",
+            path.display()
+        );
     }
     Ok(path)
 }

@@ -167,10 +167,11 @@ fn labs() -> Result<Vec<String>> {
         for entry in entries {
             let name = entry?.file_name();
             let mut parts = name.to_str().unwrap_or_default().splitn(4, '-');
-            if let (Some("sw"), Some(pid), Some(number)) = (parts.next(), parts.next(), parts.next()) {
-                if pid.parse::<u32>().is_ok() && number.parse::<u32>().is_ok() {
-                    ids.insert(format!("{PREFIX}{pid}-{number}"));
-                }
+            if let (Some("sw"), Some(pid), Some(number)) = (parts.next(), parts.next(), parts.next())
+                && pid.parse::<u32>().is_ok()
+                && number.parse::<u32>().is_ok()
+            {
+                ids.insert(format!("{PREFIX}{pid}-{number}"));
             }
         }
     }

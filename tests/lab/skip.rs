@@ -15,7 +15,9 @@ pub fn obstacle() -> Option<String> {
             return Some(format!("{program} is missing: apt-get install iproute2 nftables"));
         }
     }
-    if nix::sched::unshare(nix::sched::CloneFlags::empty()).is_err() || !std::path::Path::new("/proc/self/ns/net").exists() {
+    if nix::sched::unshare(nix::sched::CloneFlags::empty()).is_err()
+        || !std::path::Path::new("/proc/self/ns/net").exists()
+    {
         return Some("this kernel has no network namespaces".to_owned());
     }
     None

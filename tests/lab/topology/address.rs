@@ -83,10 +83,7 @@ pub fn underlay(number: u8) -> Dual {
 
 /// Host `number` of the external segment: `external(10)` is 192.0.2.10 and 2001:db8:2::10.
 pub fn external(number: u8) -> Dual {
-    Dual {
-        v4: Ipv4Addr::new(192, 0, 2, number),
-        v6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, look_alike(number)),
-    }
+    Dual { v4: Ipv4Addr::new(192, 0, 2, number), v6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, look_alike(number)) }
 }
 
 /// Host `number` of the network behind the router.

@@ -93,6 +93,14 @@ impl Builder {
         self
     }
 
+    /// Makes the lab and runs a test in it. When the test fails, the error, the ends of the processes' logs and the
+    /// folder with everything else are shown, while the lab still stands. Panics when the test fails.
+    pub fn run(self, test: impl FnOnce(&mut Lab) -> Result<()>) {
+        let mut lab = self.build().unwrap_or_else(|error| panic!("the lab cannot be built: {error:?}"));
+        // Panicking here, not returning the error, lets the lab know that it is dropped because of a failure.
+        test(&mut lab).unwrap_or_else(|error| panic!("{error:?}"));
+    }
+
     /// Makes the lab.
     pub fn build(self) -> Result<Lab> {
         let settings = self.settings;

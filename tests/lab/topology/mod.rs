@@ -116,9 +116,7 @@ impl Lab {
 
     /// A pod by `name` (of the namespace `default`) or `namespace/name`.
     pub fn pod(&self, key: &str) -> &Pod {
-        self.pods
-            .get(&full_key(key))
-            .unwrap_or_else(|| panic!("the lab has no pod {key}, only {:?}", self.pods.keys()))
+        self.pods.get(&full_key(key)).unwrap_or_else(|| panic!("the lab has no pod {key}, only {:?}", self.pods.keys()))
     }
 
     /// All pods by `namespace/name`.

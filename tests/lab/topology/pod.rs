@@ -112,10 +112,8 @@ impl Pod {
             Cni::PointToPoint => format!("address {POINT_TO_POINT_MAC} "),
             Cni::Bridge => String::new(),
         };
-        let mut on_node = vec![format!(
-            "link add {host} mtu {mtu} {mac}type veth peer name eth0 mtu {mtu} netns {}",
-            self.ns.name()
-        )];
+        let mut on_node =
+            vec![format!("link add {host} mtu {mtu} {mac}type veth peer name eth0 mtu {mtu} netns {}", self.ns.name())];
         if self.cni == Cni::Bridge {
             on_node.push(format!("link set {host} master cni0"));
         }
@@ -177,10 +175,8 @@ impl Pod {
                 format!("route del {}/128 dev {}", self.ips.v6, self.host_interface),
             ])?;
         }
-        self.ns.sh(
-            "ip -4 addr flush dev eth0; ip -6 addr flush dev eth0 scope global
-             ip -4 route flush dev eth0; ip -6 route del default dev eth0",
-        )?;
+        self.ns.sh("ip -4 addr flush dev eth0; ip -6 addr flush dev eth0 scope global
+             ip -4 route flush dev eth0; ip -6 route del default dev eth0")?;
         self.ips = ips;
         self.add_routes_on(node)?;
         self.add_addresses(node)

@@ -63,13 +63,7 @@ fn packet_socket(target: IpAddr) -> Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-fn fragments(
-    source: SocketAddr,
-    target: SocketAddr,
-    payload: &[u8],
-    fragment: usize,
-    id: u64,
-) -> Result<Vec<Vec<u8>>> {
+fn fragments(source: SocketAddr, target: SocketAddr, payload: &[u8], fragment: usize, id: u64) -> Result<Vec<Vec<u8>>> {
     let (from, to) = (source.port(), target.port());
     let udp = match (source.ip(), target.ip()) {
         (IpAddr::V4(a), IpAddr::V4(b)) => UdpHeader::with_ipv4_checksum(from, to, &header4(a, b, 0), payload)?,

@@ -17,6 +17,7 @@ use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use self::fragment::{FragmentOrder, send_fragments};
+pub(crate) use self::ping::set_int;
 pub use self::ping::{Ping, PingReport, ping};
 pub use self::rate::{ConnectRate, RateReport, RunningRate};
 pub use self::tcp::{ConnectionReport, ConnectionState, ServerMode, TcpClients, TcpOptions, TcpServer};

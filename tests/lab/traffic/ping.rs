@@ -6,7 +6,9 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use etherparse::{Icmpv4Header, Icmpv4Slice, Icmpv4Type, Icmpv6Header, Icmpv6Slice, Icmpv6Type, IcmpEchoHeader, Ipv4Slice};
+use etherparse::{
+    IcmpEchoHeader, Icmpv4Header, Icmpv4Slice, Icmpv4Type, Icmpv6Header, Icmpv6Slice, Icmpv6Type, Ipv4Slice,
+};
 use nix::sys::socket::{SockaddrStorage, sendto, setsockopt, sockopt};
 use serde::Serialize;
 
@@ -111,7 +113,7 @@ fn raw_socket(target: IpAddr, ping: &Ping) -> Result<OwnedFd> {
 }
 
 /// Sets an integer option that nix does not name.
-pub(super) fn set_int(socket: &impl AsRawFd, level: i32, option: i32, value: i32) -> Result<()> {
+pub(crate) fn set_int(socket: &impl AsRawFd, level: i32, option: i32, value: i32) -> Result<()> {
     // SAFETY: the pointer and the size describe `value`, which outlives the call.
     let result = unsafe {
         libc::setsockopt(
@@ -201,9 +203,9 @@ fn read_v4(packet: &[u8], echo: IcmpEchoHeader, payload: &[u8]) -> Answer {
                 return Answer::Foreign;
             }
             let mtu = match &kind {
-                Icmpv4Type::DestinationUnreachable(etherparse::icmpv4::DestUnreachableHeader::FragmentationNeeded {
-                    next_hop_mtu,
-                }) => Some(u32::from(*next_hop_mtu)),
+                Icmpv4Type::DestinationUnreachable(
+                    etherparse::icmpv4::DestUnreachableHeader::FragmentationNeeded { next_hop_mtu },
+                ) => Some(u32::from(*next_hop_mtu)),
                 _ => None,
             };
             Answer::Error { text: format!("{kind:?}"), mtu }
@@ -217,7 +219,9 @@ fn read_v6(message: &[u8], echo: IcmpEchoHeader, payload: &[u8]) -> Answer {
     let Ok(icmp) = Icmpv6Slice::from_slice(message) else { return Answer::Foreign };
     match icmp.icmp_type() {
         Icmpv6Type::EchoReply(reply) if reply == echo && icmp.payload() == payload => Answer::Reply,
-        kind @ (Icmpv6Type::DestinationUnreachable(_) | Icmpv6Type::TimeExceeded(_) | Icmpv6Type::PacketTooBig { .. }) => {
+        kind @ (Icmpv6Type::DestinationUnreachable(_)
+        | Icmpv6Type::TimeExceeded(_)
+        | Icmpv6Type::PacketTooBig { .. }) => {
             if !is_request(icmp.payload().get(40..), 128, echo) {
                 return Answer::Foreign;
             }

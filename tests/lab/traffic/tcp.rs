@@ -159,14 +159,32 @@ impl TcpServer {
     }
 
     /// [`TcpServer::start`] with other options.
-    pub fn start_with(ns: &NetNs, addresses: &[SocketAddr], mode: ServerMode, options: TcpOptions) -> Result<TcpServer> {
+    pub fn start_with(
+        ns: &NetNs,
+        addresses: &[SocketAddr],
+        mode: ServerMode,
+        options: TcpOptions,
+    ) -> Result<TcpServer> {
         let addresses = addresses.to_vec();
-        End::start(ns, "tcp-server", options, move |engine| engine.listen(&addresses, mode)).map(|end| TcpServer { end })
+        End::start(ns, "tcp-server", options, move |engine| engine.listen(&addresses, mode))
+            .map(|end| TcpServer { end })
     }
 
     /// All connections that were ever accepted, in that order.
     pub fn connections(&self) -> Vec<ConnectionReport> {
         self.end.shared.reports()
+    }
+
+    /// Waits until the connections are as `good` wants them, and returns them. A client sees its connection established
+    /// before the server has accepted it.
+    pub fn wait(
+        &self,
+        what: &str,
+        timeout: Duration,
+        good: impl Fn(&[ConnectionReport]) -> bool,
+    ) -> Result<Vec<ConnectionReport>> {
+        let seen = || Ok(Seen(self.connections()));
+        wait_until(what, timeout, seen, |Seen(all)| good(all)).map(|Seen(all)| all)
     }
 
     /// How many connections came from each source address.
@@ -275,7 +293,11 @@ impl std::fmt::Debug for Seen {
         }
         let wrong = self.0.iter().filter(|one| one.wrong > 0).count();
         let least = self.0.iter().map(|one| one.received).min().unwrap_or(0);
-        write!(f, "{} connections {states:?}, {wrong} with wrong records, at least {least} received on each", self.0.len())
+        write!(
+            f,
+            "{} connections {states:?}, {wrong} with wrong records, at least {least} received on each",
+            self.0.len()
+        )
     }
 }
 

@@ -329,10 +329,11 @@ impl Connection {
                 Err(error) => return self.end(report, ConnectionState::Failed(error.to_string())),
             }
         }
-        if self.waits_for_room == self.out.is_empty() && report.state == ConnectionState::Open {
-            if let Err(error) = self.watch(epoll, index) {
-                self.end(report, ConnectionState::Failed(error.to_string()));
-            }
+        if self.waits_for_room == self.out.is_empty()
+            && report.state == ConnectionState::Open
+            && let Err(error) = self.watch(epoll, index)
+        {
+            self.end(report, ConnectionState::Failed(error.to_string()));
         }
     }
 
@@ -340,7 +341,8 @@ impl Connection {
     fn watch(&mut self, epoll: &Epoll, index: usize) -> nix::Result<()> {
         let Some(stream) = &self.stream else { return Ok(()) };
         self.waits_for_room = !self.out.is_empty();
-        let interest = if self.waits_for_room { EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT } else { EpollFlags::EPOLLIN };
+        let interest =
+            if self.waits_for_room { EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT } else { EpollFlags::EPOLLIN };
         epoll.modify(stream, &mut EpollEvent::new(interest, index as u64))
     }
 

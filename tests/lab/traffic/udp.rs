@@ -113,9 +113,8 @@ fn serve(sockets: &[UdpSocket], shared: &ServerShared) -> Result<()> {
             pushed += 1;
             for (id, seen) in lock(&shared.flows).iter() {
                 for peer in &seen.peers {
-                    let fits = |socket: &&UdpSocket| {
-                        socket.local_addr().is_ok_and(|local| local.is_ipv4() == peer.is_ipv4())
-                    };
+                    let fits =
+                        |socket: &&UdpSocket| socket.local_addr().is_ok_and(|local| local.is_ipv4() == peer.is_ipv4());
                     if let Some(socket) = sockets.iter().find(fits) {
                         socket.send_to(&Record { id: *id, sequence: PUSHED }.encode(), peer).ok();
                     }
@@ -276,7 +275,8 @@ fn request(sockets: &[UdpSocket], shared: &ClientShared, options: &UdpOptions) -
         }
         if Instant::now() >= next_tick && shared.sending.load(Ordering::Relaxed) {
             next_tick = Instant::now() + options.interval;
-            for (socket, flow) in sockets.iter().zip(flows.iter_mut()).filter(|(_, flow)| flow.sent < options.requests) {
+            for (socket, flow) in sockets.iter().zip(flows.iter_mut()).filter(|(_, flow)| flow.sent < options.requests)
+            {
                 match socket.send(&Record { id: flow.id, sequence: flow.sent }.padded(options.size)) {
                     Ok(_) => flow.sent += 1,
                     Err(error) => *flow.errors.entry(error.to_string()).or_default() += 1,
