@@ -109,7 +109,7 @@ fn pods_reach_each_other_and_are_reached_from_outside() -> Result<()> {
 fn pods_come_and_go_and_change_their_addresses() -> Result<()> {
     lab::require_root!();
     for cni in Cni::BOTH {
-        let mut lab = Lab::builder().workers(1).gateways(0).cni(cni).build()?;
+        let mut lab = Lab::builder().workers(1).gateways(0).far_servers(0).cni(cni).build()?;
         let first = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         reaches(&lab, &first, lab.server("server1"))?;
         assert!(lab.manifests().read("pod-default-web")?.contains(&first.ips.v6.to_string()));

@@ -4,6 +4,7 @@
 //! separated: a program that runs in one sees the same files, /sys/fs/bpf included (which `ip netns exec` would hide).
 //! This module knows nothing of labs; who owns a namespace and when it goes is decided in [`crate::scope`].
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::process::CommandExt;
@@ -11,13 +12,25 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
+use nix::ifaddrs::getifaddrs;
 use nix::mount::{MntFlags, MsFlags};
+use nix::net::if_::InterfaceFlags;
 use nix::sched::{CloneFlags, setns, unshare};
+
+use crate::wait::wait_until;
 
 /// Where namespaces are bound, as iproute2 has it.
 pub const NETNS_DIR: &str = "/run/netns";
+
+/// Links come up within milliseconds, or the kernel has put them off by a second.
+const LINK_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The flag and the scope in /proc/net/if_inet6.
+const IFA_F_TENTATIVE: u32 = 0x40;
+const LINK_LOCAL: &str = "20";
 
 /// A handle of a network namespace. Clones are handles of the same one; dropping them removes nothing.
 #[derive(Clone, Debug)]
@@ -146,6 +159,54 @@ impl NetNs {
         self.run(|| {
             nix::net::if_::if_nametoindex(interface)
                 .with_context(|| format!("no interface {interface} in {}", self.name))
+        })
+    }
+
+    /// Waits until `interfaces` can send and receive. The kernel learns of a carrier with a delay, and drops silently
+    /// what is sent before, neighbour solicitations among it: those are repeated after a second.
+    pub fn wait_running<N: AsRef<str> + Sync>(&self, interfaces: &[N]) -> Result<()> {
+        let running = || {
+            let running = getifaddrs()?.filter(|one| one.flags.contains(InterfaceFlags::IFF_RUNNING));
+            Ok(running.map(|one| one.interface_name).collect())
+        };
+        self.wait_each(interfaces, "is running", running)
+    }
+
+    /// Waits until `interfaces` run and answer for all IPv6 addresses that they have been given, the link-local one
+    /// included: the kernel begins that a moment after `ip` has returned.
+    pub fn wait_addressed<N: AsRef<str> + Sync>(&self, interfaces: &[N]) -> Result<()> {
+        self.wait_running(interfaces)?;
+        let addressed = || {
+            let addresses = fs::read_to_string("/proc/thread-self/net/if_inet6")?;
+            let (mut local, mut tentative) = (BTreeSet::new(), BTreeSet::new());
+            for line in addresses.lines() {
+                // Address, index, prefix length, scope, flags, name.
+                let words: Vec<&str> = line.split_whitespace().collect();
+                let [_, _, _, scope, flags, name] = words[..] else { continue };
+                if u32::from_str_radix(flags, 16)? & IFA_F_TENTATIVE != 0 {
+                    tentative.insert(name.to_owned());
+                } else if scope == LINK_LOCAL {
+                    local.insert(name.to_owned());
+                }
+            }
+            Ok(&local - &tentative)
+        };
+        self.wait_each(interfaces, "has its IPv6 addresses", addressed)
+    }
+
+    fn wait_each<N: AsRef<str> + Sync>(
+        &self,
+        interfaces: &[N],
+        what: &str,
+        ready: impl Fn() -> Result<BTreeSet<String>> + Send + Sync,
+    ) -> Result<()> {
+        let missing = || {
+            let ready = ready()?;
+            Ok(interfaces.iter().map(AsRef::as_ref).filter(|name| !ready.contains(*name)).collect::<Vec<_>>())
+        };
+        self.run(|| {
+            let what = format!("every interface {what} in {}", self.name);
+            wait_until(&what, LINK_TIMEOUT, missing, |missing| missing.is_empty()).map(drop)
         })
     }
 

@@ -112,17 +112,20 @@ impl Builder {
         let nodes = make_nodes(&mut scope, &settings)?;
         let servers = make_servers(&mut scope, &settings)?;
 
-        let mut jobs: Vec<Box<dyn FnOnce() -> Result<()> + Send + '_>> = Vec::new();
         make_bridges(&underlay, &external, &router, &settings)?;
-        make_links(&nodes, &servers, &underlay, &external, &router, &settings)?;
+        let ports = make_links(&nodes, &servers, &underlay, &external, &router, &settings)?;
+        let mut jobs: Vec<Box<dyn FnOnce() -> Result<()> + Send + '_>> = Vec::new();
         for node in nodes.values() {
             jobs.push(Box::new(|| node.set_up(&nodes, &settings)));
         }
         for server in servers.values() {
             jobs.push(Box::new(|| set_up_server(server)));
         }
-        jobs.push(Box::new(|| set_up_router(&router, &nodes)));
+        jobs.push(Box::new(|| set_up_router(&router, &nodes, !ports[2].is_empty())));
         all(jobs)?;
+        for (segment, ports) in [(&underlay, &ports[0]), (&external, &ports[1]), (&router, &ports[2])] {
+            segment.wait_running(ports)?;
+        }
 
         for node in nodes.values() {
             manifests.node(node, true)?;
@@ -209,6 +212,7 @@ fn plug(ns: &NetNs, interface: &str, mac: &str, segment: &NetNs, port: &str, mtu
     format!("link add {interface} mtu {mtu} {mac}netns {ns} type veth peer name {port} mtu {mtu} netns {segment}")
 }
 
+/// Returns the ports in the underlay's, the external and the far bridge.
 fn make_links(
     nodes: &BTreeMap<String, Node>,
     servers: &BTreeMap<String, Server>,
@@ -216,7 +220,7 @@ fn make_links(
     external: &NetNs,
     router: &NetNs,
     settings: &Settings,
-) -> Result<()> {
+) -> Result<[Vec<String>; 3]> {
     let mut links = Vec::new();
     let mut ports: [(&NetNs, &str, Vec<String>); 3] =
         [(underlay, "br0", Vec::new()), (external, "br0", Vec::new()), (router, "far", Vec::new())];
@@ -241,11 +245,11 @@ fn make_links(
     }
     crate::command::feed(Command::new("ip").args(["-batch", "-"]), &(links.join("\n") + "\n"))
         .with_context(|| format!("ip -batch of\n{}", links.join("\n")))?;
-    for (segment, bridge, ports) in ports {
+    for (segment, bridge, ports) in &ports {
         let lines: Vec<String> = ports.iter().map(|port| format!("link set {port} master {bridge} up")).collect();
         segment.ip(&lines)?;
     }
-    Ok(())
+    Ok(ports.map(|(_, _, ports)| ports))
 }
 
 fn mac(bytes: [u8; 6]) -> String {
@@ -256,20 +260,22 @@ fn set_up_server(server: &Server) -> Result<()> {
     let gateway = if server.name.starts_with("far") { address::far(1) } else { address::external(1) };
     server.ns.ip(&[
         format!("addr add {}/24 dev eth0", server.ips.v4),
-        format!("addr add {}/64 dev eth0 nodad", server.ips.v6),
+        format!("addr add {}/64 dev eth0", server.ips.v6),
         "link set eth0 up".to_owned(),
         format!("route add default via {} dev eth0", gateway.v4),
         format!("route add default via {} dev eth0", gateway.v6),
-    ])
+    ])?;
+    server.ns.wait_addressed(&["eth0"])
 }
 
-fn set_up_router(router: &NetNs, nodes: &BTreeMap<String, Node>) -> Result<()> {
+/// The bridge `far` runs only if somebody is behind it.
+fn set_up_router(router: &NetNs, nodes: &BTreeMap<String, Node>, far_runs: bool) -> Result<()> {
     let mut lines = Vec::new();
     for (interface, Dual { v4, v6 }) in
         [("eth0", address::underlay(1)), ("ext0", address::external(1)), ("far", address::far(1))]
     {
         lines.push(format!("addr add {v4}/24 dev {interface}"));
-        lines.push(format!("addr add {v6}/64 dev {interface} nodad"));
+        lines.push(format!("addr add {v6}/64 dev {interface}"));
         lines.push(format!("link set {interface} up"));
     }
     // The outside can reach the pods, so that tests can open connections towards them.
@@ -278,7 +284,8 @@ fn set_up_router(router: &NetNs, nodes: &BTreeMap<String, Node>) -> Result<()> {
         lines.push(format!("route add {v4} via {} dev eth0", node.underlay.v4));
         lines.push(format!("route add {v6} via {} dev eth0", node.underlay.v6));
     }
-    router.ip(&lines)
+    router.ip(&lines)?;
+    router.wait_addressed(&["eth0", "ext0", "far"][..if far_runs { 3 } else { 2 }])
 }
 
 /// Runs all jobs at once and returns the first error.

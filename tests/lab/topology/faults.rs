@@ -45,7 +45,8 @@ impl Lab {
 
     /// Plugs the cable in again.
     pub fn heal(&self, node: &str, segment: Segment) -> Result<()> {
-        self.segment(segment).ip(&[format!("link set {node} up")])
+        self.segment(segment).ip(&[format!("link set {node} up")])?;
+        self.segment(segment).wait_running(&[node])
     }
 
     /// Lets the segment lose all frames from and to a node while its link stays up: nobody notices but by silence.

@@ -72,13 +72,13 @@ impl Node {
     pub(super) fn set_up(&self, others: &BTreeMap<String, Node>, settings: &Settings) -> Result<()> {
         let mut ip = vec![
             format!("addr add {}/24 dev eth0", self.underlay.v4),
-            format!("addr add {}/64 dev eth0 nodad", self.underlay.v6),
+            format!("addr add {}/64 dev eth0", self.underlay.v6),
             "link set eth0 up".to_owned(),
         ];
         let gateway = match self.external {
             Some(external) => {
                 ip.push(format!("addr add {}/24 dev ext0", external.v4));
-                ip.push(format!("addr add {}/64 dev ext0 nodad", external.v6));
+                ip.push(format!("addr add {}/64 dev ext0", external.v6));
                 ip.push("link set ext0 up".to_owned());
                 address::external(1)
             }
@@ -92,6 +92,7 @@ impl Node {
             ip.push(format!("route add {v6} via {} dev eth0", other.underlay.v6));
         }
         self.ns.ip(&ip)?;
+        self.ns.wait_addressed(if self.external.is_some() { &["eth0", "ext0"] } else { &["eth0"] })?;
         if settings.masquerade {
             self.ns.nft(&masquerade())?;
         }

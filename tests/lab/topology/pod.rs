@@ -127,7 +127,15 @@ impl Pod {
         }
         self.add_routes_on(node)?;
         self.ns.ip(&["link set eth0 up".to_owned()])?;
-        self.add_addresses(node)
+        // The pod gets addresses last, so that its first packet finds its next hop ready.
+        self.ns.wait_addressed(&["eth0"])?;
+        node.ns.wait_running(&[host])?;
+        match self.cni {
+            Cni::PointToPoint => node.ns.wait_addressed(&[host])?,
+            Cni::Bridge => node.ns.wait_addressed(&["cni0"])?,
+        }
+        self.add_addresses(node)?;
+        self.ns.wait_addressed(&["eth0"])
     }
 
     fn add_routes_on(&self, node: &Node) -> Result<()> {
@@ -145,7 +153,7 @@ impl Pod {
         self.ns.ip(&match self.cni {
             Cni::PointToPoint => vec![
                 format!("addr add {v4}/32 dev eth0"),
-                format!("addr add {v6}/128 dev eth0 nodad"),
+                format!("addr add {v6}/128 dev eth0"),
                 format!("route add {POINT_TO_POINT_V4} dev eth0 scope link"),
                 format!("route add default via {POINT_TO_POINT_V4} dev eth0"),
                 format!("route add default via {POINT_TO_POINT_V6} dev eth0"),
@@ -154,7 +162,7 @@ impl Pod {
                 let gateway = super::address::pod(node.index, 1);
                 vec![
                     format!("addr add {v4}/24 dev eth0"),
-                    format!("addr add {v6}/64 dev eth0 nodad"),
+                    format!("addr add {v6}/64 dev eth0"),
                     format!("route add default via {} dev eth0", gateway.v4),
                     format!("route add default via {} dev eth0", gateway.v6),
                 ]
@@ -179,7 +187,8 @@ impl Pod {
              ip -4 route flush dev eth0; ip -6 route del default dev eth0")?;
         self.ips = ips;
         self.add_routes_on(node)?;
-        self.add_addresses(node)
+        self.add_addresses(node)?;
+        self.ns.wait_addressed(&["eth0"])
     }
 }
 
@@ -189,7 +198,7 @@ pub(super) fn make_bridge(node: &Node, mtu: u32) -> Result<()> {
     node.ns.ip(&[
         format!("link add cni0 mtu {mtu} type bridge forward_delay 0 stp_state 0"),
         format!("addr add {}/24 dev cni0", gateway.v4),
-        format!("addr add {}/64 dev cni0 nodad", gateway.v6),
+        format!("addr add {}/64 dev cni0", gateway.v6),
         "link set cni0 up".to_owned(),
     ])
 }

@@ -11,7 +11,7 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 
 use super::next_id;
 use super::tcp::{ConnectionReport, ConnectionState, ServerMode, TcpOptions};
-use super::wire::{RECORD, Record, reset_on_close, start_connect};
+use super::wire::{RECORD, Record, bind, reset_on_close, start_connect};
 
 /// How many connections are started in one turn: more would overflow the server's queue of SYNs.
 const CONNECTS_PER_TURN: usize = 128;
@@ -92,7 +92,7 @@ impl Engine {
     pub fn listen(&mut self, addresses: &[SocketAddr], mode: ServerMode) -> Result<()> {
         self.mode = mode;
         for address in addresses {
-            let listener = TcpListener::bind(address).with_context(|| format!("cannot listen on {address}"))?;
+            let listener = bind(*address, TcpListener::bind)?;
             listener.set_nonblocking(true)?;
             // Listening again only raises the backlog: std's is 128.
             nix::sys::socket::listen(&listener, nix::sys::socket::Backlog::new(4096)?)?;

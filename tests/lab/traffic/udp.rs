@@ -13,7 +13,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::Serialize;
 use std::os::fd::AsFd;
 
-use super::wire::{RECORD, Record};
+use super::wire::{RECORD, Record, bind};
 use super::{next_id, tally};
 use crate::netns::NetNs;
 use crate::wait::wait_until;
@@ -51,13 +51,13 @@ impl UdpServer {
     /// Receives on all `addresses` as soon as this returns.
     pub fn start(ns: &NetNs, addresses: &[SocketAddr]) -> Result<UdpServer> {
         let sockets = ns.run(|| {
-            let bind = |address: &SocketAddr| {
-                let socket = UdpSocket::bind(address).with_context(|| format!("cannot bind UDP {address}"))?;
+            let open = |address: &SocketAddr| {
+                let socket = bind(*address, UdpSocket::bind)?;
                 socket.set_nonblocking(true)?;
                 nix::sys::socket::setsockopt(&socket, nix::sys::socket::sockopt::RcvBuf, &(4 << 20))?;
                 Ok(socket)
             };
-            addresses.iter().map(bind).collect::<Result<Vec<_>>>()
+            addresses.iter().map(open).collect::<Result<Vec<_>>>()
         })?;
         let shared = Arc::new(ServerShared::default());
         let for_thread = Arc::clone(&shared);

@@ -3,9 +3,13 @@
 use std::io;
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::time::Duration;
 
+use anyhow::{Context, Result};
 use nix::errno::Errno;
 use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, SockaddrStorage, sockopt};
+
+use crate::wait::wait_until;
 
 /// The size of a record.
 pub const RECORD: usize = 16;
@@ -66,4 +70,13 @@ fn tcp_socket(target: SocketAddr) -> nix::Result<OwnedFd> {
 /// Lets the connection end with a reset instead of FIN when it is closed.
 pub fn reset_on_close(stream: &TcpStream) -> nix::Result<()> {
     socket::setsockopt(stream, sockopt::Linger, &nix::libc::linger { l_onoff: 1, l_linger: 0 })
+}
+
+/// Binds a socket, waiting for the one that had the address before: while another thread of this process starts a program,
+/// copies of closed sockets live for a moment in the child.
+pub fn bind<T: std::fmt::Debug>(address: SocketAddr, bind: impl Fn(SocketAddr) -> io::Result<T>) -> Result<T> {
+    let what = format!("{address} is free to listen on");
+    let in_use = |bound: &io::Result<T>| matches!(bound, Err(error) if error.kind() == io::ErrorKind::AddrInUse);
+    let bound = wait_until(&what, Duration::from_secs(2), || Ok(bind(address)), |bound| !in_use(bound))?;
+    bound.with_context(|| format!("cannot listen on {address}"))
 }
