@@ -9,9 +9,10 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use lab::capture::Checksum;
 use lab::traffic::{
-    ConnectRate, FragmentOrder, Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer,
-    ping, send_fragments,
+    BulkServer, ConnectRate, Direction, FragmentOrder, Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients,
+    UdpOptions, UdpServer, bulk, ping, send_fragments,
 };
 use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, Segment, Server, StartOptions, address, wait_for, wait_until};
 
@@ -264,6 +265,35 @@ fn connections_are_opened_at_a_rate() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn bulk_transfers_go_both_ways_with_and_without_offload() -> Result<()> {
+    lab::require_root!();
+    const BYTES: u64 = 3_000_000;
+    let mut lab = Lab::builder().workers(1).gateways(0).far_mtu(1400).build()?;
+    let pod = lab.add_pod(PodSpec::new("web", "worker1"))?;
+    let server = lab.server("far1");
+    let _bulk = BulkServer::start(&server.ns, &server.ips.both(5001))?;
+    for on in [true, false] {
+        server.ns.set_offload("eth0", on)?;
+        pod.ns.set_offload("eth0", on)?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+        for family in Family::BOTH {
+            for direction in [Direction::Upload, Direction::Download] {
+                let report = bulk(&pod.ns, server.ips.at(family, 5001), direction, BYTES)?;
+                assert!(report.segment < 1400 && report.bytes == BYTES, "{report:?}");
+            }
+        }
+        let trace = capture.finish()?;
+        let segments = trace.filter(|packet| packet.tcp_flags().is_some());
+        let largest = segments.packets().iter().map(|packet| packet.length).max();
+        assert_eq!(largest > Some(1414), on, "{largest:?}");
+        let right = segments.count(|packet| packet.ip().is_some_and(|ip| ip.checksum == Checksum::Right));
+        assert!(on || right == segments.packets().len(), "{right} of {}", segments.packets().len());
+        assert_eq!(trace.wrong_checksums().packets(), []);
+    }
+    Ok(())
+}
+
 /// A program that stands for `egress-daemon`: it prints its arguments, notes SIGTERM and waits.
 fn stand_in(dir: &Path) -> Result<std::path::PathBuf> {
     let path = dir.join("stand-in");
@@ -344,8 +374,13 @@ fn nothing_remains_of_a_lab() -> Result<()> {
 #[test]
 fn nothing_remains_of_a_lab_whose_process_was_killed() -> Result<()> {
     lab::require_root!();
+    const ROLE: &str = "LAB_TEST_HOLDS_A_LAB";
+    if std::env::var_os(ROLE).is_some() {
+        return hold_a_lab();
+    }
     let mut child = Command::new(std::env::current_exe()?)
-        .args(["--ignored", "--exact", "holds_a_lab_until_it_is_killed", "--nocapture"])
+        .args(["--exact", "nothing_remains_of_a_lab_whose_process_was_killed", "--nocapture"])
+        .env(ROLE, "yes")
         .stdout(Stdio::piped())
         .spawn()?;
     let lines = BufReader::new(child.stdout.take().context("stdout")?).lines();
@@ -363,10 +398,8 @@ fn nothing_remains_of_a_lab_whose_process_was_killed() -> Result<()> {
     wait_for("its processes too", PATIENCE, || Ok(!Path::new(&format!("/proc/{pid}")).exists()))
 }
 
-/// No test: the child of the test above.
-#[test]
-#[ignore = "run by nothing_remains_of_a_lab_whose_process_was_killed"]
-fn holds_a_lab_until_it_is_killed() -> Result<()> {
+/// What that process does.
+fn hold_a_lab() -> Result<()> {
     let mut lab = Lab::builder().build()?;
     lab.start_agent("gw1", &StartOptions::new().binary(&stand_in(lab.dir())?))?;
     println!("LAB {} {}", lab.id().to_owned(), lab.agent("gw1").pid());

@@ -15,10 +15,11 @@ pub fn obstacle() -> Option<String> {
             return Some(format!("{program} is missing: apt-get install iproute2 nftables"));
         }
     }
-    if nix::sched::unshare(nix::sched::CloneFlags::empty()).is_err()
-        || !std::path::Path::new("/proc/self/ns/net").exists()
-    {
-        return Some("this kernel has no network namespaces".to_owned());
+    let namespace = std::thread::spawn(|| nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET)).join();
+    if !matches!(namespace, Ok(Ok(()))) {
+        return Some(
+            "network namespaces cannot be made here: the kernel lacks them, or CAP_SYS_ADMIN is missing".to_owned(),
+        );
     }
     None
 }

@@ -16,8 +16,11 @@ pub fn wait_for(what: &str, timeout: Duration, mut condition: impl FnMut() -> Re
 
 /// Waits until what `look` returns is `good`, and returns it. When the time is over, the error shows what was seen last.
 ///
-/// ```ignore
-/// let owners = wait_until("three owners", SECONDS_10, || owners(&lab), |owners| owners.len() == 3)?;
+/// ```
+/// let mut answers = ["no", "no", "yes"].into_iter();
+/// let seen = lab::wait_until("yes", std::time::Duration::from_secs(1), || Ok(answers.next()), |one| *one == Some("yes"))?;
+/// assert_eq!(seen, Some("yes"));
+/// # anyhow::Ok(())
 /// ```
 pub fn wait_until<T: Debug>(
     what: &str,

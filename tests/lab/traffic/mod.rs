@@ -4,6 +4,7 @@
 //! either end notices what is missing or foreign, and a server knows which flow has which source address.
 //! Ids are unique in the process.
 
+pub mod bulk;
 pub mod fragment;
 pub mod ping;
 pub mod rate;
@@ -16,6 +17,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub use self::bulk::{BulkReport, BulkServer, Direction, bulk};
 pub use self::fragment::{FragmentOrder, send_fragments};
 pub(crate) use self::ping::set_int;
 pub use self::ping::{Ping, PingReport, ping};
