@@ -2,4 +2,8 @@
 
 pub mod api;
 pub mod datapath;
+pub mod health;
 pub mod host;
+pub mod model;
+pub mod plan;
+pub mod store;

@@ -1,5 +1,7 @@
 //! EgressIP: one address in use, who uses it and which gateway carries it. Written by the controller only.
 
+#![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
+
 use super::pool::SubnetInfo;
 use super::schema;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;

@@ -1,5 +1,7 @@
 //! EgressNode: what the controller gives to a node (port blocks, assignments) and what the node's agent reports back.
 
+#![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
+
 use super::schema;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::{CustomResource, KubeSchema};

@@ -23,6 +23,7 @@ pub use pool::{
     EgressIPPool, EgressIPPoolSpec, EgressIPPoolStatus, Failback, FailbackMode, IPRange, PoolUsage, SubnetInfo,
 };
 pub use rules::{Rules, Violation};
+pub(crate) use rules::{remove_nulls, unknown_field};
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt;

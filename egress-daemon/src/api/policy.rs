@@ -1,5 +1,7 @@
 //! EgressGatewayPolicy: which pods reach which destinations with which egress IPs.
 
+#![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
+
 use super::schema;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, LabelSelector};
 use kube::{CustomResource, KubeSchema};

@@ -1,5 +1,7 @@
 //! EgressIPPool: addresses that policies take egress IPs from, and the nodes that may carry them.
 
+#![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
+
 use super::schema;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, LabelSelector};
 use kube::{CustomResource, KubeSchema};

@@ -42,7 +42,7 @@ impl Rules {
         Ok(Rules { compiled: compile_schema(&schema), schema, validator: Validator::new() })
     }
 
-    /// Every rule that `object` breaks. Fields with the value null count as absent and are removed from it first.
+    /// Every rule that `object` breaks, sorted by field. Fields with the value null count as absent and are removed from it first.
     /// The CEL rules are judged only when the structure is right, as an API server does it.
     pub fn check(&self, object: &mut Value) -> Vec<Violation> {
         remove_nulls(object);
@@ -53,6 +53,7 @@ impl Rules {
         {
             found.extend(errors.into_iter().map(|error| sentence(error.field_path, &error.message)));
         }
+        found.sort();
         found
     }
 }
@@ -63,7 +64,8 @@ fn sentence(field: String, text: &str) -> Violation {
     Violation { field, message: message.to_owned(), remedy: remedy.to_owned() }
 }
 
-fn remove_nulls(value: &mut Value) {
+/// Removes the fields with the value null, which count as absent.
+pub(crate) fn remove_nulls(value: &mut Value) {
     match value {
         Value::Object(map) => {
             map.retain(|_, value| !value.is_null());

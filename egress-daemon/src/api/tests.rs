@@ -343,9 +343,10 @@ fn what_the_controller_writes_passes_its_own_rules() {
 }
 
 #[test]
-fn crds_have_no_format_that_an_api_server_does_not_know() {
+fn crds_have_neither_formats_that_an_api_server_does_not_know_nor_nullable_fields() {
     for (name, crd) in crds() {
-        let text = serde_json::to_string(&crd).unwrap();
+        let root = crd.spec.versions[0].schema.clone().unwrap().open_api_v3_schema.unwrap();
+        let text = serde_json::to_string(&root.properties.unwrap()["spec"]).unwrap();
         assert!(!text.contains("\"uint"), "{name}");
         assert!(!text.contains("\"nullable\""), "{name}: null would count as given in the rules' has()");
     }
