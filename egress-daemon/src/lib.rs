@@ -1,1 +1,5 @@
 //! The agent, the controller and what egressctl needs.
+
+pub mod health;
+pub mod model;
+pub mod plan;
