@@ -1,0 +1,72 @@
+//! Who is alive: what the planner is told about gateways, and the sans-I/O state machines that find it out.
+//!
+//! Time is an argument: a monotonic `Duration` since any fixed start, the same for all calls to one machine. Nothing here
+//! reads a clock, sends or receives.
+
+mod lease;
+mod probe;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+pub use lease::{LeaseTimes, LeaseTracker, Renewal};
+pub use probe::{ProbeState, ProbeTimes, ProbeTracker, ProbeTransition};
+
+use crate::model::NodeName;
+
+/// What is known of a gateway's lease.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LeaseState {
+    /// It has none.
+    #[default]
+    Never,
+    /// It is renewed in time.
+    Fresh {
+        /// for how long already
+        since: Duration,
+        /// whether it had lapsed before, so that it has to prove itself again
+        returned: bool,
+    },
+    /// It is not renewed any more.
+    Lapsed,
+}
+
+/// What is known of one node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NodeHealth {
+    /// Its lease as a gateway.
+    pub lease: LeaseState,
+    /// The node has been absent for so long that port blocks leased to it may go to others.
+    pub gone: bool,
+}
+
+impl NodeHealth {
+    /// Whether the node may be given an egress IP.
+    pub fn is_fresh(&self) -> bool {
+        matches!(self.lease, LeaseState::Fresh { .. })
+    }
+
+    /// Whether it has been fresh for at least this long.
+    pub fn fresh_for(&self, delay: Duration) -> bool {
+        matches!(self.lease, LeaseState::Fresh { since, .. } if since >= delay)
+    }
+
+    /// Whether it may be given egress IPs that others could keep: it never lapsed, or not for this long.
+    pub fn settled(&self, delay: Duration) -> bool {
+        matches!(self.lease, LeaseState::Fresh { since, returned } if !returned || since >= delay)
+    }
+}
+
+/// What is known of all nodes. A node that is missing here has no lease and is not gone.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Health {
+    /// By node.
+    pub nodes: BTreeMap<NodeName, NodeHealth>,
+}
+
+impl Health {
+    /// What is known of a node.
+    pub fn of(&self, node: &NodeName) -> NodeHealth {
+        self.nodes.get(node).copied().unwrap_or_default()
+    }
+}

@@ -1,0 +1,248 @@
+//! Judges gateways by the renewals of their Lease objects, and node objects by their absence.
+//!
+//! Only that a lease object *changed* counts, and when we saw it change: the clocks of other machines are never compared.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use super::{Health, LeaseState, NodeHealth};
+use crate::model::NodeName;
+
+/// How long things take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LeaseTimes {
+    /// A lease that was not renewed for this long has lapsed.
+    pub duration: Duration,
+    /// Port blocks of a node that has been absent for this long may go to others.
+    pub quarantine: Duration,
+}
+
+impl Default for LeaseTimes {
+    fn default() -> Self {
+        Self { duration: Duration::from_secs(2), quarantine: Duration::from_secs(60) }
+    }
+}
+
+/// What tells one renewal of a lease from the next. The text is compared for equality only.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Renewal {
+    /// `spec.renewTime` as written.
+    pub renew_time: String,
+    /// `metadata.resourceVersion`
+    pub resource_version: String,
+}
+
+#[derive(Clone, Debug)]
+struct Lease {
+    renewal: Renewal,
+    renewed: Duration,
+    fresh_since: Option<Duration>,
+    returned: bool,
+}
+
+/// Follows the leases of all gateways, and which nodes are there.
+#[derive(Clone, Debug)]
+pub struct LeaseTracker {
+    times: LeaseTimes,
+    leases: BTreeMap<NodeName, Lease>,
+    absent_since: BTreeMap<NodeName, Duration>,
+    blind_since: Option<Duration>,
+}
+
+impl LeaseTracker {
+    /// A tracker that has seen nothing.
+    pub fn new(times: LeaseTimes) -> Self {
+        Self { times, leases: BTreeMap::new(), absent_since: BTreeMap::new(), blind_since: None }
+    }
+
+    /// The lease of a node was read. The first sight of a lease counts as a renewal: it lapses if no other follows.
+    pub fn observe(&mut self, node: &NodeName, renewal: Renewal, now: Duration) {
+        self.poll(now);
+        match self.leases.get_mut(node) {
+            None => {
+                let lease = Lease { renewal, renewed: now, fresh_since: Some(now), returned: false };
+                self.leases.insert(node.clone(), lease);
+            }
+            Some(lease) if lease.renewal != renewal => {
+                lease.renewal = renewal;
+                lease.renewed = now;
+                lease.fresh_since.get_or_insert(now);
+            }
+            Some(_) => {}
+        }
+    }
+
+    /// The lease of a node was deleted.
+    pub fn forget(&mut self, node: &NodeName) {
+        self.leases.remove(node);
+    }
+
+    /// These node objects exist, and those of `holders` that do not are absent from now on, if they were not before.
+    pub fn observe_nodes<'a>(
+        &mut self,
+        present: &BTreeSet<NodeName>,
+        holders: impl IntoIterator<Item = &'a NodeName>,
+        now: Duration,
+    ) {
+        let before = std::mem::take(&mut self.absent_since);
+        for node in holders {
+            if !present.contains(node) {
+                self.absent_since.insert(node.clone(), before.get(node).copied().unwrap_or(now));
+            }
+        }
+    }
+
+    /// The leases cannot be read any more: nobody lapses for want of renewals that could not be seen.
+    pub fn lost_sight(&mut self, now: Duration) {
+        self.poll(now);
+        self.blind_since.get_or_insert(now);
+    }
+
+    /// The leases can be read again: whoever was fresh has a whole duration to be seen renewing.
+    pub fn regained_sight(&mut self, now: Duration) {
+        if self.blind_since.take().is_some() {
+            for lease in self.leases.values_mut().filter(|lease| lease.fresh_since.is_some()) {
+                lease.renewed = now;
+            }
+        }
+    }
+
+    /// Lets leases lapse. Returns whether any did.
+    pub fn poll(&mut self, now: Duration) -> bool {
+        if self.blind_since.is_some() {
+            return false;
+        }
+        let mut lapsed = false;
+        for lease in self.leases.values_mut() {
+            if lease.fresh_since.is_some() && now.saturating_sub(lease.renewed) >= self.times.duration {
+                lease.fresh_since = None;
+                lease.returned = true;
+                lapsed = true;
+            }
+        }
+        lapsed
+    }
+
+    /// When something changes by itself next: a lease lapses, a gateway has been fresh for one of `delays` (the failback
+    /// delays of pools), an absent node is gone for good.
+    pub fn next_deadline(&self, delays: &BTreeSet<Duration>, now: Duration) -> Option<Duration> {
+        let fresh = self.leases.values().filter_map(|lease| Some((lease, lease.fresh_since?)));
+        let lapses = fresh.clone().filter(|_| self.blind_since.is_none()).map(|(l, _)| l.renewed + self.times.duration);
+        let settles = fresh.flat_map(|(_, since)| delays.iter().map(move |delay| since + *delay));
+        let gone = self.absent_since.values().map(|since| *since + self.times.quarantine);
+        lapses.chain(settles.chain(gone).filter(|at| *at > now)).min()
+    }
+
+    /// What the planner is told.
+    pub fn health(&mut self, now: Duration) -> Health {
+        self.poll(now);
+        let mut nodes: BTreeMap<NodeName, NodeHealth> = BTreeMap::new();
+        for (node, lease) in &self.leases {
+            let state = match lease.fresh_since {
+                Some(since) => LeaseState::Fresh { since: now.saturating_sub(since), returned: lease.returned },
+                None => LeaseState::Lapsed,
+            };
+            nodes.insert(node.clone(), NodeHealth { lease: state, gone: false });
+        }
+        for (node, since) in &self.absent_since {
+            nodes.entry(node.clone()).or_default().gone = now.saturating_sub(*since) >= self.times.quarantine;
+        }
+        Health { nodes }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    fn renewal(n: u64) -> Renewal {
+        Renewal { renew_time: n.to_string(), resource_version: n.to_string() }
+    }
+
+    fn tracker() -> (LeaseTracker, NodeName) {
+        (LeaseTracker::new(LeaseTimes { duration: ms(2000), quarantine: ms(5000) }), "gw1".into())
+    }
+
+    #[test]
+    fn a_lease_is_never_fresh_and_then_lapsed() {
+        let (mut tracker, gw) = tracker();
+        assert_eq!(tracker.health(ms(0)).of(&gw).lease, LeaseState::Never);
+        tracker.observe(&gw, renewal(1), ms(100));
+        assert_eq!(tracker.next_deadline(&BTreeSet::new(), ms(100)), Some(ms(2100)));
+        assert!(tracker.health(ms(2099)).of(&gw).is_fresh());
+        assert!(!tracker.poll(ms(2099)));
+        assert!(tracker.poll(ms(2100)));
+        assert!(!tracker.poll(ms(2101)), "it lapses once");
+        assert_eq!(tracker.health(ms(2101)).of(&gw).lease, LeaseState::Lapsed);
+    }
+
+    #[test]
+    fn only_a_changed_lease_renews() {
+        let (mut tracker, gw) = tracker();
+        tracker.observe(&gw, renewal(1), ms(0));
+        tracker.observe(&gw, renewal(1), ms(1900));
+        assert_eq!(tracker.health(ms(2000)).of(&gw).lease, LeaseState::Lapsed);
+        tracker.observe(&gw, renewal(1), ms(2100));
+        assert_eq!(tracker.health(ms(2100)).of(&gw).lease, LeaseState::Lapsed, "an old lease seen again");
+        tracker.observe(&gw, renewal(2), ms(2200));
+        assert_eq!(tracker.health(ms(2300)).of(&gw).lease, LeaseState::Fresh { since: ms(100), returned: true });
+        assert!(!tracker.health(ms(2300)).of(&gw).settled(ms(500)));
+    }
+
+    #[test]
+    fn a_late_renewal_does_not_hide_the_lapse() {
+        let (mut tracker, gw) = tracker();
+        tracker.observe(&gw, renewal(1), ms(0));
+        tracker.observe(&gw, renewal(2), ms(3000));
+        assert_eq!(tracker.health(ms(3000)).of(&gw).lease, LeaseState::Fresh { since: ms(0), returned: true });
+    }
+
+    #[test]
+    fn fresh_time_grows_over_renewals_and_is_settled_at_once_the_first_time() {
+        let (mut tracker, gw) = tracker();
+        for n in 0..20 {
+            tracker.observe(&gw, renewal(n), ms(n * 500));
+        }
+        let health = tracker.health(ms(9500)).of(&gw);
+        assert_eq!(health.lease, LeaseState::Fresh { since: ms(9500), returned: false });
+        assert!(health.settled(ms(10_000)) && !health.fresh_for(ms(10_000)));
+        assert_eq!(tracker.next_deadline(&[ms(10_000)].into(), ms(9500)), Some(ms(10_000)));
+    }
+
+    #[test]
+    fn a_forgotten_lease_is_never_again() {
+        let (mut tracker, gw) = tracker();
+        tracker.observe(&gw, renewal(1), ms(0));
+        tracker.forget(&gw);
+        assert_eq!(tracker.health(ms(1)).of(&gw).lease, LeaseState::Never);
+    }
+
+    #[test]
+    fn nobody_lapses_while_nothing_can_be_seen() {
+        let (mut tracker, gw) = tracker();
+        tracker.observe(&gw, renewal(1), ms(0));
+        tracker.lost_sight(ms(1000));
+        assert!(!tracker.poll(ms(60_000)));
+        tracker.regained_sight(ms(60_000));
+        assert_eq!(tracker.health(ms(61_999)).of(&gw).lease, LeaseState::Fresh { since: ms(61_999), returned: false });
+        assert!(tracker.poll(ms(62_000)), "it had its chance");
+    }
+
+    #[test]
+    fn an_absent_node_is_gone_after_the_quarantine_unless_it_comes_back() {
+        let (mut tracker, gw) = tracker();
+        let nobody = BTreeSet::new();
+        tracker.observe_nodes(&nobody, [&gw], ms(0));
+        tracker.observe_nodes(&nobody, [&gw], ms(4000));
+        assert!(!tracker.health(ms(4999)).of(&gw).gone);
+        assert!(tracker.health(ms(5000)).of(&gw).gone);
+        tracker.observe_nodes(&[gw.clone()].into(), [&gw], ms(5001));
+        tracker.observe_nodes(&nobody, [&gw], ms(5002));
+        assert!(!tracker.health(ms(6000)).of(&gw).gone);
+        assert_eq!(tracker.next_deadline(&BTreeSet::new(), ms(6000)), Some(ms(10_002)));
+    }
+}

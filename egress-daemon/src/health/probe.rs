@@ -1,0 +1,200 @@
+//! Judges one gateway by the answers to probes through the tunnel.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// How often, how many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProbeTimes {
+    /// Between two probes; a probe that is not answered by then is missed.
+    pub interval: Duration,
+    /// So many missed in a row: dead.
+    pub misses: u32,
+    /// So many answered in a row: alive again.
+    pub replies: u32,
+}
+
+impl Default for ProbeTimes {
+    fn default() -> Self {
+        Self { interval: Duration::from_millis(100), misses: 3, replies: 3 }
+    }
+}
+
+/// What the probes say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProbeState {
+    /// Nothing yet. New flows may use the gateway.
+    Unknown,
+    /// It answers.
+    Alive,
+    /// It does not answer. New flows avoid it.
+    Dead,
+}
+
+/// A change of state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProbeTransition {
+    /// It answers.
+    Alive,
+    /// It stopped answering.
+    Dead,
+}
+
+/// The probes of one gateway.
+#[derive(Clone, Debug)]
+pub struct ProbeTracker {
+    times: ProbeTimes,
+    state: ProbeState,
+    /// Sent and not answered: when, and whether it counts as missed already. Bounded by [`ProbeTracker::REMEMBERED`].
+    pending: BTreeMap<u64, (Duration, bool)>,
+    missed: u32,
+    answered: u32,
+    round_trip: Option<Duration>,
+}
+
+impl ProbeTracker {
+    /// Answers to probes older than this many are ignored.
+    pub const REMEMBERED: usize = 16;
+
+    /// Nothing sent yet.
+    pub fn new(times: ProbeTimes) -> Self {
+        Self { times, state: ProbeState::Unknown, pending: BTreeMap::new(), missed: 0, answered: 0, round_trip: None }
+    }
+
+    /// What the probes say.
+    pub fn state(&self) -> ProbeState {
+        self.state
+    }
+
+    /// The last round trip.
+    pub fn round_trip(&self) -> Option<Duration> {
+        self.round_trip
+    }
+
+    /// A probe was sent. Sequence numbers are never used twice.
+    pub fn on_sent(&mut self, seq: u64, now: Duration) {
+        self.pending.insert(seq, (now, false));
+        while self.pending.len() > Self::REMEMBERED {
+            self.pending.pop_first();
+        }
+    }
+
+    /// A reply came. A late one shows that the gateway lives, but does not count towards its return. Replies to what was
+    /// not sent, or was answered already, are ignored.
+    pub fn on_reply(&mut self, seq: u64, now: Duration) -> Option<ProbeTransition> {
+        let (sent, missed) = self.pending.remove(&seq)?;
+        self.round_trip = Some(now.saturating_sub(sent));
+        self.missed = 0;
+        if !missed {
+            self.answered = self.answered.saturating_add(1);
+        }
+        let alive = match self.state {
+            ProbeState::Unknown => true,
+            ProbeState::Alive => false,
+            ProbeState::Dead => self.answered >= self.times.replies,
+        };
+        alive.then(|| {
+            self.state = ProbeState::Alive;
+            ProbeTransition::Alive
+        })
+    }
+
+    /// Counts what was not answered in time.
+    pub fn poll(&mut self, now: Duration) -> Option<ProbeTransition> {
+        for (sent, missed) in self.pending.values_mut() {
+            if !*missed && now.saturating_sub(*sent) >= self.times.interval {
+                *missed = true;
+                self.missed = self.missed.saturating_add(1);
+                self.answered = 0;
+            }
+        }
+        (self.missed >= self.times.misses && self.state != ProbeState::Dead).then(|| {
+            self.state = ProbeState::Dead;
+            ProbeTransition::Dead
+        })
+    }
+
+    /// When the next probe will be missed, if no reply comes.
+    pub fn next_deadline(&self) -> Option<Duration> {
+        self.pending.values().filter(|(_, missed)| !missed).map(|(sent, _)| *sent + self.times.interval).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    /// Sends probe `n` at n x 100 ms, answered `rtt` ms later where `answered` says so. Returns all transitions.
+    fn run(
+        tracker: &mut ProbeTracker,
+        probes: std::ops::Range<u64>,
+        answered: impl Fn(u64) -> bool,
+    ) -> Vec<(u64, ProbeTransition)> {
+        let mut seen = Vec::new();
+        for n in probes {
+            seen.extend(tracker.poll(ms(n * 100)).map(|t| (n * 100, t)));
+            tracker.on_sent(n, ms(n * 100));
+            if answered(n) {
+                seen.extend(tracker.on_reply(n, ms(n * 100 + 1)).map(|t| (n * 100 + 1, t)));
+            }
+        }
+        seen
+    }
+
+    #[test]
+    fn three_misses_are_death_and_three_replies_are_life() {
+        let mut tracker = ProbeTracker::new(ProbeTimes::default());
+        assert_eq!(tracker.state(), ProbeState::Unknown);
+        let seen = run(&mut tracker, 0..30, |n| !(5..20).contains(&n));
+        let expected = [(1, ProbeTransition::Alive), (800, ProbeTransition::Dead), (2201, ProbeTransition::Alive)];
+        assert_eq!(seen, expected);
+        assert_eq!(tracker.round_trip(), Some(ms(1)));
+    }
+
+    #[test]
+    fn a_gateway_that_never_answers_dies_once() {
+        let mut tracker = ProbeTracker::new(ProbeTimes::default());
+        assert_eq!(run(&mut tracker, 0..100, |_| false), [(300, ProbeTransition::Dead)]);
+    }
+
+    #[test]
+    fn losing_two_of_three_does_not_flap() {
+        let mut tracker = ProbeTracker::new(ProbeTimes::default());
+        assert_eq!(run(&mut tracker, 0..99, |n| n % 3 == 0), [(1, ProbeTransition::Alive)]);
+        let mut tracker = ProbeTracker::new(ProbeTimes::default());
+        run(&mut tracker, 0..10, |_| false);
+        assert_eq!(run(&mut tracker, 10..99, |n| n % 3 != 0), [], "it has to answer three in a row");
+    }
+
+    #[test]
+    fn late_replies_keep_alive_but_do_not_revive() {
+        let mut tracker = ProbeTracker::new(ProbeTimes::default());
+        for n in 0..20 {
+            assert_eq!(tracker.poll(ms(n * 100)), None);
+            tracker.on_sent(n, ms(n * 100));
+            if n >= 2 {
+                tracker.on_reply(n - 2, ms(n * 100 + 50));
+            }
+        }
+        assert_eq!(tracker.state(), ProbeState::Alive);
+        assert_eq!(tracker.round_trip(), Some(ms(250)));
+    }
+
+    #[test]
+    fn strange_replies_are_ignored_and_memory_is_bounded() {
+        let mut tracker = ProbeTracker::new(ProbeTimes::default());
+        assert_eq!(tracker.on_reply(7, ms(0)), None);
+        for n in 0..1000 {
+            tracker.on_sent(n, ms(n));
+        }
+        assert_eq!(tracker.pending.len(), ProbeTracker::REMEMBERED);
+        assert_eq!(tracker.on_reply(1, ms(1000)), None);
+        assert_eq!(tracker.on_reply(999, ms(1000)), Some(ProbeTransition::Alive));
+        assert_eq!(tracker.on_reply(999, ms(1001)), None, "once");
+        assert_eq!(tracker.round_trip(), Some(ms(1)));
+    }
+}

@@ -1,0 +1,90 @@
+//! A node, as Kubernetes and its own agent describe it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+use super::{Family, Labels, NodeName};
+
+/// An address that a node has configured on an interface.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct InterfaceAddress {
+    /// The interface's name.
+    pub interface: String,
+    /// The address with the length of its network's prefix.
+    pub net: IpNet,
+    /// Whether the default route of this family leaves by this interface.
+    pub default_route: bool,
+}
+
+/// What an agent says about its leases of one egress IP.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Demand {
+    /// How many blocks it wants to hold in all; 0: it is content.
+    pub want: u32,
+    /// Blocks that it has given back: no flow uses them, and it uses none of them until a lease of a higher revision.
+    pub released: BTreeSet<u16>,
+}
+
+/// What the agent of a node reports.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeReport {
+    /// Where other nodes reach its tunnel.
+    pub tunnel_addresses: BTreeSet<IpAddr>,
+    /// Addresses that the node has by itself.
+    pub addresses: BTreeSet<InterfaceAddress>,
+    /// Ports of its own addresses that are in use on it.
+    pub used_ports: BTreeSet<u16>,
+    /// By egress IP.
+    pub demand: BTreeMap<IpAddr, Demand>,
+    /// Everything leased up to this revision is programmed.
+    pub lease_revision: u64,
+}
+
+/// A node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Node {
+    /// Its name.
+    pub name: NodeName,
+    /// Its labels.
+    pub labels: Labels,
+    /// `topology.kubernetes.io/zone`
+    pub zone: Option<String>,
+    /// Its addresses in Kubernetes.
+    pub addresses: BTreeSet<IpAddr>,
+    /// Kubernetes' Ready condition; absent counts as ready.
+    pub ready: bool,
+    /// Cordoned: what it owns goes to others.
+    pub draining: bool,
+    /// How many floating egress IPs it may own in all (annotation).
+    pub max_egress_ips: Option<u32>,
+    /// What its agent says; absent until it has started once.
+    pub report: Option<NodeReport>,
+}
+
+impl Node {
+    /// Whether it has this address by itself.
+    pub fn has_address(&self, address: IpAddr) -> bool {
+        self.addresses.contains(&address)
+            || self.report.iter().flat_map(|report| &report.addresses).any(|a| a.net.addr() == address)
+    }
+
+    /// The first address of a family among those that its agent reports and `wanted` accepts. Addresses that are only
+    /// valid on a link or on the node itself never serve.
+    pub fn first_address(
+        &self,
+        family: Family,
+        wanted: impl Fn(&InterfaceAddress) -> bool,
+    ) -> Option<&InterfaceAddress> {
+        let local = |address: IpAddr| match address {
+            IpAddr::V4(v4) => v4.is_loopback() || v4.is_link_local(),
+            IpAddr::V6(v6) => v6.is_loopback() || v6.is_unicast_link_local(),
+        };
+        self.report
+            .iter()
+            .flat_map(|report| &report.addresses)
+            .filter(|a| Family::of(a.net.addr()) == family && !local(a.net.addr()) && wanted(a))
+            .min_by_key(|a| a.net.addr())
+    }
+}

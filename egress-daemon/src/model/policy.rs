@@ -1,0 +1,183 @@
+//! A policy as the planner sees it, whatever kind of object it was written as.
+
+use std::cmp::Ordering;
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use ipnet::IpNet;
+
+use super::{Family, Labels, PolicyId, PoolId, Selector};
+
+/// Selects pods. At least one of `pod` and `namespace` is present.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EndpointSelector {
+    /// On the pod's labels; absent: any pod.
+    pub pod: Option<Selector>,
+    /// On the labels of the pod's namespace; absent: any namespace.
+    pub namespace: Option<Selector>,
+    /// On the labels of the pod's node; absent: any node.
+    pub node: Option<Selector>,
+}
+
+impl EndpointSelector {
+    /// Whether it selects a pod with these labels, in a namespace and on a node with these labels.
+    pub fn matches(&self, pod: &Labels, namespace: &Labels, node: &Labels) -> bool {
+        let holds = |selector: &Option<Selector>, labels| selector.as_ref().is_none_or(|s| s.matches(labels));
+        holds(&self.pod, pod) && holds(&self.namespace, namespace) && holds(&self.node, node)
+    }
+}
+
+/// Where a gateway entry takes its egress IP from.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum AddressSource {
+    /// This address: the node's that has it configured, or else floating over the selected nodes.
+    Ip(IpAddr),
+    /// This address, on whichever selected node has it configured; it never floats.
+    Configured(IpAddr),
+    /// The first address of this interface on each selected node.
+    Interface(String),
+    /// The first address of the interface of the default route on each selected node.
+    DefaultRoute,
+}
+
+/// Which of the selected nodes an entry without an address of its own stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum NodeChoice {
+    /// Every selected node brings its address.
+    Every,
+    /// One of them, by preference the first by name (Cilium's rule).
+    First,
+}
+
+/// One entry of `egressGateways`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gateway {
+    /// Which nodes may be this gateway.
+    pub nodes: Selector,
+    /// What address it sends from.
+    pub address: AddressSource,
+    /// Which of the selected nodes count.
+    pub choice: NodeChoice,
+    /// Its share of new flows relative to the others; at least 1.
+    pub weight: u32,
+}
+
+/// One entry of `egressIPPools`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PoolRequest {
+    /// The pool.
+    pub pool: PoolId,
+    /// How many addresses, in each family that the policy's destinations and the pool have in common.
+    pub count: u32,
+    /// Particular addresses wanted; they count towards `count`.
+    pub ips: BTreeSet<IpAddr>,
+}
+
+/// Where a policy's egress IPs come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// Named gateways.
+    Gateways(Vec<Gateway>),
+    /// Floating addresses out of pools; each pool at most once.
+    Pools(Vec<PoolRequest>),
+}
+
+/// How traffic is spread over the egress IPs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Distribution {
+    /// Each flow is hashed.
+    PerFlow,
+    /// Each pod is assigned to one.
+    PerEndpoint,
+}
+
+/// How the zone of the source node restricts the choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ZoneMode {
+    /// Not at all.
+    Any,
+    /// Egress IPs owned in the same zone, while there are any.
+    Prefer,
+    /// Only egress IPs owned in the same zone.
+    Require,
+}
+
+/// What happens to matching traffic when no gateway is left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnNoGateway {
+    /// It is dropped.
+    Drop,
+    /// It leaves with the node's address.
+    NodeIp,
+}
+
+/// What happens to connections that were there before the policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Existing {
+    /// They stay on their old path.
+    Keep,
+    /// They are dropped.
+    Drop,
+}
+
+/// A limit per egress IP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bandwidth {
+    /// Bits per second.
+    pub rate_bps: u64,
+    /// Bytes that may pass at once.
+    pub burst_bytes: u64,
+}
+
+/// A policy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Policy {
+    /// Its kind and name.
+    pub id: PolicyId,
+    /// `metadata.uid`
+    pub uid: String,
+    /// `metadata.creationTimestamp` in Unix seconds; the older of two policies wins.
+    pub created: i64,
+    /// Which pods it selects: those that match any of these.
+    pub selectors: Vec<EndpointSelector>,
+    /// Which destinations it steers. Prefixes have no host bits.
+    pub destinations: Vec<IpNet>,
+    /// Which destinations are taken out of this policy again. Prefixes have no host bits.
+    pub excluded: Vec<IpNet>,
+    /// Where its egress IPs come from.
+    pub source: Source,
+    /// How traffic is spread over them.
+    pub distribution: Distribution,
+    /// How zones restrict the choice.
+    pub zone: ZoneMode,
+    /// Whether an egress IP owned by the pod's own node is taken first.
+    pub prefer_local_node: bool,
+    /// What happens without a gateway.
+    pub on_no_gateway: OnNoGateway,
+    /// What happens to older connections.
+    pub existing: Existing,
+    /// Limit of each egress IP.
+    pub bandwidth: Option<Bandwidth>,
+}
+
+impl Policy {
+    /// Orders policies by who wins where both match with prefixes of the same length: the older, then the name.
+    pub fn precedence(&self, other: &Self) -> Ordering {
+        let key = |p: &Self| (p.created, p.id.name.clone(), p.id.kind);
+        key(self).cmp(&key(other))
+    }
+
+    /// Whether it selects a pod with these labels, in a namespace and on a node with these labels.
+    pub fn selects(&self, pod: &Labels, namespace: &Labels, node: &Labels) -> bool {
+        self.selectors.iter().any(|selector| selector.matches(pod, namespace, node))
+    }
+
+    /// Whether it steers destinations of this family.
+    pub fn serves(&self, family: Family) -> bool {
+        self.destinations.iter().any(|net| Family::of_net(net) == family)
+    }
+}
+
+/// The delay after which a gateway that came back gets its floating addresses back, where no pool says otherwise.
+pub const DEFAULT_FAILBACK_DELAY: Duration = Duration::from_secs(10);

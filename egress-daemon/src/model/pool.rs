@@ -1,0 +1,105 @@
+//! A pool of floating egress IPs.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use super::policy::DEFAULT_FAILBACK_DELAY;
+use super::{Family, IpRange, PoolId, Selector};
+
+/// Whether an egress IP goes back to the gateway that it was taken from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Failback {
+    /// When that gateway has been back for this long.
+    Preferred {
+        /// how long
+        delay: Duration,
+    },
+    /// It stays where it is, as long as it can.
+    Never,
+}
+
+impl Default for Failback {
+    fn default() -> Self {
+        Failback::Preferred { delay: DEFAULT_FAILBACK_DELAY }
+    }
+}
+
+/// The network that a pool's addresses live in, where it is not the node's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SubnetInfo {
+    /// The next hop.
+    pub gateway: IpAddr,
+    /// The length of the network's prefix.
+    pub prefix_length: u8,
+    /// The VLAN, 1 to 4094; absent: untagged.
+    pub vlan: Option<u16>,
+}
+
+/// A pool.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pool {
+    /// Its kind and name.
+    pub id: PoolId,
+    /// What may be allocated, first and last addresses of CIDRs already taken away.
+    pub ranges: Vec<IpRange>,
+    /// Which nodes may own its addresses.
+    pub nodes: Selector,
+    /// The network that they live in.
+    pub subnet: Option<SubnetInfo>,
+    /// How many of its addresses a node may own; the annotation of a node, which counts addresses of all pools,
+    /// replaces it.
+    pub max_per_node: Option<u32>,
+    /// What happens when a gateway comes back.
+    pub failback: Failback,
+}
+
+impl Pool {
+    /// Whether the address may be allocated from it.
+    pub fn contains(&self, address: IpAddr) -> bool {
+        self.ranges.iter().any(|range| range.contains(address))
+    }
+
+    /// Whether it has addresses of this family.
+    pub fn serves(&self, family: Family) -> bool {
+        self.ranges.iter().any(|range| range.family() == family)
+    }
+
+    /// The number of addresses, those that lie in several ranges counted once.
+    pub fn total(&self) -> u128 {
+        let mut ranges = self.ranges.clone();
+        ranges.sort();
+        let (mut total, mut end) = (0u128, None);
+        for range in ranges {
+            let start = match end {
+                Some(end) if range.contains(end) && end != range.end() => Family::bits(end) + 1,
+                Some(end) if Family::of(end) == range.family() && range.end() <= end => continue,
+                _ => Family::bits(range.start()),
+            };
+            total = total.saturating_add((Family::bits(range.end()) - start).saturating_add(1));
+            end = Some(range.end());
+        }
+        total
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::PoolKind;
+
+    #[test]
+    fn overlapping_ranges_count_once() {
+        let range = |a: &str, b: &str| IpRange::new(a.parse().unwrap(), b.parse().unwrap()).unwrap();
+        let mut pool = Pool {
+            id: PoolId::new(PoolKind::Native, "p"),
+            ranges: vec![range("10.0.0.5", "10.0.0.9"), range("10.0.0.1", "10.0.0.6"), range("10.0.0.2", "10.0.0.3")],
+            nodes: Selector::everything(),
+            subnet: None,
+            max_per_node: None,
+            failback: Failback::default(),
+        };
+        assert_eq!(pool.total(), 9);
+        pool.ranges.push(range("2001:db8::1", "2001:db8::2"));
+        assert_eq!(pool.total(), 11);
+    }
+}

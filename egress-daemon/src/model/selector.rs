@@ -1,0 +1,101 @@
+//! Label selectors with Kubernetes' meaning.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::Labels;
+
+/// What is asked of one label.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Requirement {
+    /// The label is there with one of these values. `matchLabels` gives one value.
+    In(BTreeSet<String>),
+    /// The label is not there, or has none of these values.
+    NotIn(BTreeSet<String>),
+    /// The label is there.
+    Exists,
+    /// The label is not there.
+    DoesNotExist,
+}
+
+/// Requirements that must all hold. With none it selects everything; that a selector is *absent* is said by
+/// `Option::None` where it is used.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Selector(BTreeSet<(String, Requirement)>);
+
+impl Selector {
+    /// The selector that asks for all of these.
+    pub fn new(requirements: impl IntoIterator<Item = (String, Requirement)>) -> Self {
+        Self(requirements.into_iter().collect())
+    }
+
+    /// The selector that everything matches.
+    pub fn everything() -> Self {
+        Self::default()
+    }
+
+    /// The selector that asks for one value of one label.
+    pub fn label(key: &str, value: &str) -> Self {
+        Self::from_labels([(key.to_owned(), value.to_owned())].into())
+    }
+
+    /// The selector that `matchLabels` stands for.
+    pub fn from_labels(labels: BTreeMap<String, String>) -> Self {
+        Self::new(labels.into_iter().map(|(key, value)| (key, Requirement::In([value].into()))))
+    }
+
+    /// What it asks, label by label.
+    pub fn requirements(&self) -> impl Iterator<Item = (&str, &Requirement)> {
+        self.0.iter().map(|(key, requirement)| (key.as_str(), requirement))
+    }
+
+    /// Whether it asks nothing.
+    pub fn is_everything(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whether labels satisfy it.
+    pub fn matches(&self, labels: &Labels) -> bool {
+        self.matches_with(|key| labels.get(key).map(String::as_str))
+    }
+
+    /// Whether labels satisfy it, with `label` telling the value of a label.
+    pub fn matches_with<'a>(&self, label: impl Fn(&str) -> Option<&'a str>) -> bool {
+        self.0.iter().all(|(key, requirement)| match (requirement, label(key)) {
+            (Requirement::In(values), Some(value)) => values.contains(value),
+            (Requirement::NotIn(values), Some(value)) => !values.contains(value),
+            (Requirement::Exists, present) => present.is_some(),
+            (Requirement::DoesNotExist, present) => present.is_none(),
+            (Requirement::In(_), None) => false,
+            (Requirement::NotIn(_), None) => true,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(values: &[&str]) -> BTreeSet<String> {
+        values.iter().map(|v| (*v).to_owned()).collect()
+    }
+
+    #[test]
+    fn each_operator_has_kubernetes_meaning() {
+        let labels: Labels = [("app".to_owned(), "web".to_owned())].into();
+        let check = |key: &str, requirement, expected| {
+            let selector = Selector::new([(key.to_owned(), requirement)]);
+            assert_eq!(selector.matches(&labels), expected, "{selector:?}");
+        };
+        check("app", Requirement::In(values(&["web", "db"])), true);
+        check("app", Requirement::In(values(&["db"])), false);
+        check("tier", Requirement::In(values(&["db"])), false);
+        check("app", Requirement::NotIn(values(&["db"])), true);
+        check("app", Requirement::NotIn(values(&["web"])), false);
+        check("tier", Requirement::NotIn(values(&["web"])), true);
+        check("app", Requirement::Exists, true);
+        check("tier", Requirement::Exists, false);
+        check("app", Requirement::DoesNotExist, false);
+        check("tier", Requirement::DoesNotExist, true);
+        assert!(Selector::everything().matches(&labels));
+    }
+}

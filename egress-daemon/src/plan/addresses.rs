@@ -1,0 +1,166 @@
+//! Gathers the egress IPs that all policies use, and which nodes may own each.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use super::candidates::Candidates;
+use super::claims::{Claim, Wanted, settle};
+use super::index::{LabelIndex, mentioned_keys};
+use super::outcome::Complaints;
+use super::pools::{self, Allocation};
+use super::types::Plan;
+use crate::health::Health;
+use crate::model::{AddressSource, Family, Gateway, NodeChoice, NodeName, Policy, PolicyId, Snapshot, Source};
+
+/// All egress IPs that policies use.
+pub fn gather<'a>(
+    snapshot: &'a Snapshot,
+    health: &Health,
+    previous: &Plan,
+    candidates: &mut Candidates<'a>,
+    complaints: &mut Complaints,
+) -> BTreeMap<IpAddr, Wanted<'a>> {
+    let mut by_precedence: Vec<&Policy> = snapshot.policies.values().collect();
+    by_precedence.sort_by(|a, b| a.precedence(b));
+    let names = snapshot.nodes.keys().collect();
+    let nodes = Nodes { snapshot, health, previous, names, index: node_index(snapshot) };
+
+    let mut named: BTreeMap<IpAddr, BTreeSet<&PolicyId>> = BTreeMap::new();
+    let mut of_policy: Vec<BTreeMap<IpAddr, Claim>> = Vec::new();
+    for policy in &by_precedence {
+        let mut claims = BTreeMap::new();
+        if let Source::Gateways(gateways) = &policy.source {
+            gateways.iter().for_each(|gateway| nodes.claim(policy, gateway, &mut claims));
+        }
+        claims.keys().for_each(|address| {
+            named.entry(*address).or_default().insert(&policy.id);
+        });
+        of_policy.push(claims);
+    }
+    let allocation = pools::allocate(snapshot, &by_precedence, previous, &mut named, complaints);
+    let mut claims: BTreeMap<IpAddr, Vec<Claim>> = BTreeMap::new();
+    for (policy, gateways) in by_precedence.into_iter().zip(of_policy) {
+        let own = gateways.into_iter().filter(|(address, _)| named.contains_key(address));
+        for (address, claim) in own.chain(allocated(snapshot, policy, &allocation)) {
+            claims.entry(address).or_default().push(claim);
+        }
+    }
+
+    let holders = holders(snapshot);
+    let none = BTreeMap::new();
+    claims
+        .into_iter()
+        .map(|(address, claims)| {
+            let holders = holders.get(&address).unwrap_or(&none);
+            (address, settle(address, claims, holders, &nodes, candidates, complaints))
+        })
+        .collect()
+}
+
+fn node_index(snapshot: &Snapshot) -> LabelIndex<'_> {
+    let of_policies = snapshot.policies.values().flat_map(|policy| match &policy.source {
+        Source::Gateways(gateways) => gateways.iter().map(|g| &g.nodes).collect(),
+        Source::Pools(_) => Vec::new(),
+    });
+    let keys = mentioned_keys(of_policies.chain(snapshot.pools.values().map(|pool| &pool.nodes)));
+    LabelIndex::new(snapshot.nodes.values().map(|node| &node.labels), &keys)
+}
+
+/// The nodes that have an address by themselves, with the interface.
+fn holders(snapshot: &Snapshot) -> BTreeMap<IpAddr, BTreeMap<u32, &str>> {
+    let mut holders: BTreeMap<IpAddr, BTreeMap<u32, &str>> = BTreeMap::new();
+    for (place, node) in snapshot.nodes.values().enumerate() {
+        for address in node.report.iter().flat_map(|report| &report.addresses) {
+            holders.entry(address.net.addr()).or_default().entry(place as u32).or_insert(&address.interface);
+        }
+    }
+    holders
+}
+
+fn allocated<'a>(
+    snapshot: &'a Snapshot,
+    policy: &'a Policy,
+    allocation: &Allocation<'a>,
+) -> impl Iterator<Item = (IpAddr, Claim<'a>)> {
+    allocation.get(&policy.id).into_iter().flatten().map(move |(address, pool)| {
+        let claim = Claim {
+            policy,
+            weight: 1,
+            pool: Some(pool),
+            selectors: [&snapshot.pools[*pool].nodes].into(),
+            nodes: BTreeSet::new(),
+            configured: false,
+        };
+        (*address, claim)
+    })
+}
+
+/// What is known of the nodes that addresses may be on.
+pub struct Nodes<'a, 'p> {
+    /// all objects
+    pub snapshot: &'a Snapshot,
+    /// who is alive
+    pub health: &'p Health,
+    /// the plan so far
+    pub previous: &'p Plan,
+    /// the names of `Snapshot::nodes` by place
+    pub names: Vec<&'a NodeName>,
+    /// their labels
+    pub index: LabelIndex<'a>,
+}
+
+impl<'a> Nodes<'a, '_> {
+    fn claim(&self, policy: &'a Policy, gateway: &'a Gateway, claims: &mut BTreeMap<IpAddr, Claim<'a>>) {
+        let mut add = |address, configured, node: Option<u32>| {
+            let claim = claims.entry(address).or_insert_with(|| Claim {
+                policy,
+                weight: 0,
+                pool: None,
+                selectors: BTreeSet::new(),
+                nodes: BTreeSet::new(),
+                configured: true,
+            });
+            claim.weight = claim.weight.saturating_add(gateway.weight);
+            claim.configured &= configured;
+            match node {
+                Some(node) => claim.nodes.insert(node),
+                None => claim.selectors.insert(&gateway.nodes),
+            };
+        };
+        let wanted: Option<&String> = match &gateway.address {
+            AddressSource::Ip(address) => return add(*address, false, None),
+            AddressSource::Configured(address) => return add(*address, true, None),
+            AddressSource::Interface(interface) => Some(interface),
+            AddressSource::DefaultRoute => None,
+        };
+        for family in Family::ALL.into_iter().filter(|family| policy.serves(*family)) {
+            let mut own: Vec<(u32, IpAddr)> = Vec::new();
+            for place in self.index.matching(&gateway.nodes) {
+                let node = &self.snapshot.nodes[self.names[place as usize]];
+                let address = node.first_address(family, |a| match wanted {
+                    Some(interface) => a.interface == *interface,
+                    None => a.default_route,
+                });
+                own.extend(address.map(|a| (place, a.net.addr())));
+            }
+            if gateway.choice == NodeChoice::First {
+                own = self.first(&policy.id, own).into_iter().collect();
+            }
+            own.into_iter().for_each(|(node, address)| add(address, true, Some(node)));
+        }
+    }
+
+    /// The node that serves already, if it still can; else the first that can; else the first.
+    fn first(&self, policy: &PolicyId, own: Vec<(u32, IpAddr)>) -> Option<(u32, IpAddr)> {
+        let able = |(place, _): &&(u32, IpAddr)| {
+            let name = self.names[*place as usize];
+            let node = &self.snapshot.nodes[name];
+            node.ready && !node.draining && self.health.of(name).is_fresh()
+        };
+        let serves = |(_, address): &&(u32, IpAddr)| {
+            self.previous.egress_ips.get(address).is_some_and(|plan| plan.fixed && plan.users.contains_key(policy))
+        };
+        let able_ones = || own.iter().filter(able);
+        able_ones().find(serves).or(able_ones().next()).or(own.iter().find(serves)).or(own.first()).copied()
+    }
+}

@@ -1,0 +1,144 @@
+//! Moves egress IPs between gateways until none has two more than another that could take one of its.
+//!
+//! An egress IP may have to go by others: one gateway gives to a second, which gives another one to a third. Each round
+//! follows the shortest such way, so few are moved, and it ends because each round makes the loads more equal.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use super::loads::Loads;
+use super::owners::{Floating, GatewayNode, Place};
+
+/// Egress IPs that can go to the same places.
+type Kind = (usize, Option<u32>, Option<Duration>);
+
+/// How much is against a last step: the load of the gateway, what the egress IP thinks of it, its place in the ring.
+type Score = (u32, (u32, u32), u64);
+
+/// One step of a way: this egress IP goes from this node to that.
+#[derive(Clone, Copy, Debug)]
+struct Step {
+    item: usize,
+    from: u32,
+    to: u32,
+}
+
+/// Balances; returns whether it moved anything.
+pub fn balance(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Place], loads: &mut Loads<'_>) -> bool {
+    let mut able = vec![false; nodes.len()];
+    let sets: BTreeMap<usize, &[u32]> = items.iter().map(|item| (item.set, item.candidates)).collect();
+    for node in sets.into_values().flatten() {
+        able[*node as usize] = nodes[*node as usize].eligible();
+    }
+    let able: Vec<u32> = (0..nodes.len() as u32).filter(|node| able[*node as usize]).collect();
+    let least = |loads: &Loads| able.iter().map(|node| loads.total(*node)).min().unwrap_or(0);
+    let mut moved = false;
+    loop {
+        let mut fewest = least(loads);
+        let mut order: Vec<u32> = able.iter().copied().filter(|node| loads.total(*node) >= fewest + 2).collect();
+        order.sort_by_key(|node| Reverse(loads.total(*node)));
+        let mut again = false;
+        for from in order {
+            while loads.total(from) >= fewest + 2
+                && let Some(way) = (Search { items, nodes, places, loads }).way(from)
+            {
+                for step in way {
+                    loads.remove(step.item, step.from);
+                    loads.add(step.item, step.to);
+                    places[step.item].node = Some(step.to);
+                }
+                fewest = least(loads);
+                again = true;
+            }
+        }
+        if !again {
+            return moved;
+        }
+        moved = true;
+    }
+}
+
+struct Search<'s, 'a> {
+    items: &'s [Floating<'a>],
+    nodes: &'s [GatewayNode],
+    places: &'s [Place],
+    loads: &'s Loads<'a>,
+}
+
+impl Search<'_, '_> {
+    /// A shortest way from a gateway to one that has at least two fewer; its steps, the last one first.
+    fn way(&self, from: u32) -> Option<Vec<Step>> {
+        let mut reached: BTreeMap<u32, Step> = BTreeMap::new();
+        let mut scanned: BTreeSet<Kind> = BTreeSet::new();
+        let mut level = vec![from];
+        while !level.is_empty() {
+            let mut next = Vec::new();
+            let mut best: Option<(Score, Step)> = None;
+            for node in level {
+                for (kind, item) in self.offers(node, reached.get(&node)) {
+                    if !scanned.insert(kind) {
+                        continue;
+                    }
+                    let taste = self.loads.taste(item);
+                    for (at, to) in self.items[item].candidates.iter().copied().enumerate() {
+                        if to == from || to == node || reached.contains_key(&to) || !self.may_go(item, to) {
+                            continue;
+                        }
+                        let step = Step { item, from: node, to };
+                        reached.insert(to, step);
+                        next.push(to);
+                        if self.loads.total(to) + 2 <= self.loads.total(from) && self.loads.has_room(item, to, None) {
+                            let score = (self.loads.total(to), taste.of(to), self.distance(item, at));
+                            if best.as_ref().is_none_or(|(least, _)| score < *least) {
+                                best = Some((score, step));
+                            }
+                        }
+                    }
+                }
+            }
+            if let Some((_, last)) = best {
+                let mut way = vec![last];
+                let mut at = last.from;
+                while let Some(step) = reached.get(&at) {
+                    way.push(*step);
+                    at = step.from;
+                }
+                return Some(way);
+            }
+            level = next;
+        }
+        None
+    }
+
+    /// What a node would give away, one egress IP of each kind, such that it has room for what it was reached with.
+    fn offers(&self, node: u32, arriving: Option<&Step>) -> BTreeMap<Kind, usize> {
+        let mut offers: BTreeMap<Kind, usize> = BTreeMap::new();
+        for item in self.loads.on(node).iter().copied() {
+            let floating = &self.items[item];
+            let fits = arriving.is_none_or(|step| self.loads.has_room(step.item, node, Some(item)));
+            if !fits || !self.places[item].placed && floating.delay().is_none() {
+                continue;
+            }
+            let delay = floating.delay().filter(|_| !self.places[item].placed);
+            let kind = (floating.set, floating.pool.map(|(number, _)| number), delay);
+            let attachment = |item: usize| self.loads.attachment(item, node, self.places[item].placed);
+            let kept = *offers.entry(kind).or_insert(item);
+            if attachment(item) < attachment(kept) {
+                offers.insert(kind, item);
+            }
+        }
+        offers
+    }
+
+    fn may_go(&self, item: usize, to: u32) -> bool {
+        let node = &self.nodes[to as usize];
+        let settled = self.places[item].placed || self.items[item].delay().is_some_and(|d| node.health.settled(d));
+        node.eligible() && settled
+    }
+
+    fn distance(&self, item: usize, at: usize) -> u64 {
+        let around = self.items[item].candidates.len() as u64;
+        (at as u64 + around - self.items[item].start % around) % around
+    }
+}

@@ -1,0 +1,318 @@
+//! Leases port blocks of egress IPs to source nodes.
+//!
+//! A lease ends in two ways only: its holder gives it back, or its holder is gone and a quarantine has passed. Until then
+//! nobody else gets the block, whatever else changes.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::net::IpAddr;
+
+use super::types::{BlockLease, BlockState, Blocks};
+use crate::health::Health;
+use crate::model::{Family, Node, NodeName, Snapshot};
+
+/// The number of ports in a block.
+pub const BLOCK_SIZE: u16 = 64;
+/// The first port of block 0.
+pub const FIRST_PORT: u16 = 1024;
+/// The number of blocks of a floating egress IP: ports 1024 to 65535.
+pub const BLOCKS: u16 = 1008;
+/// The number of blocks of an address that a node has by itself: ports 1024 to 29951, below the kernel's own ephemeral
+/// ports (32768) and Kubernetes' node ports (30000).
+pub const FIXED_BLOCKS: u16 = 452;
+
+/// The block that a port lies in; ports below 1024 are in none.
+pub fn block_of(port: u16) -> Option<u16> {
+    Some(port.checked_sub(FIRST_PORT)? / BLOCK_SIZE)
+}
+
+/// An egress IP whose blocks are leased.
+#[derive(Clone, Debug)]
+pub struct Leasable<'a> {
+    /// The node that has the address by itself.
+    pub fixed: Option<&'a Node>,
+    /// The nodes that use it, ascending, as places in `Snapshot::nodes`.
+    pub sources: &'a [u32],
+    /// The policies that use it, by number.
+    pub policies: Vec<u32>,
+}
+
+/// The leases after a round.
+#[derive(Debug, Default)]
+pub struct Leases {
+    /// By egress IP.
+    pub blocks: BTreeMap<IpAddr, Blocks>,
+    /// By egress IP: how many blocks each source node may count on, and whether some node goes without.
+    pub shares: BTreeMap<IpAddr, (u32, bool)>,
+    /// Whether any block was granted, with the new revision.
+    pub granted: bool,
+}
+
+/// Plans the leases of all egress IPs. `sources_of` are the source nodes of each policy by its number; grants get
+/// `revision`.
+pub fn lease(
+    snapshot: &Snapshot,
+    health: &Health,
+    previous: &BTreeMap<IpAddr, Blocks>,
+    leasable: &BTreeMap<IpAddr, Leasable<'_>>,
+    sources_of: &[&[u32]],
+    revision: u64,
+) -> Leases {
+    let nodes: Vec<&Node> = snapshot.nodes.values().collect();
+    let places: BTreeMap<&NodeName, u32> = nodes.iter().zip(0..).map(|(node, place)| (&node.name, place)).collect();
+    let round = Round { nodes: &nodes, places: &places, health, revision };
+    let mut leases = Leases::default();
+    for (address, blocks) in previous.iter().filter(|(address, _)| !leasable.contains_key(address)) {
+        let mut kept = round.retain(*address, blocks);
+        kept.values_mut().for_each(|lease| lease.state = BlockState::Quarantined);
+        if !kept.is_empty() {
+            leases.blocks.insert(*address, kept);
+        }
+    }
+    let none = Blocks::new();
+    let mut ledgers: BTreeMap<IpAddr, Ledger> = leasable
+        .iter()
+        .map(|(address, ip)| {
+            let kept = round.retain(*address, previous.get(address).unwrap_or(&none));
+            (*address, Ledger::new(kept, ip, &round))
+        })
+        .collect();
+    ahead(leasable, &mut ledgers, &round);
+    for_those_without(leasable, &mut ledgers, sources_of, &round);
+    for (address, ledger) in &mut ledgers {
+        ledger.on_demand(*address, leasable[address].sources, &round);
+    }
+    for (address, ledger) in ledgers {
+        leases.granted |= ledger.granted;
+        leases.shares.insert(address, (ledger.share.max(1), ledger.scarce));
+        if !ledger.blocks.is_empty() {
+            leases.blocks.insert(address, ledger.blocks);
+        }
+    }
+    leases
+}
+
+/// Leases to each source node that has no block of an egress IP its fair share of half of the free ones. In a cluster
+/// with more source nodes than that has blocks, the egress IPs of a policy serve different parts of the ring of nodes.
+fn ahead(leasable: &BTreeMap<IpAddr, Leasable<'_>>, ledgers: &mut BTreeMap<IpAddr, Ledger>, round: &Round<'_>) {
+    let mut served: BTreeMap<(Option<u32>, Family), usize> = BTreeMap::new();
+    for (address, ip) in leasable {
+        let nth = served.entry((ip.policies.first().copied(), Family::of(*address))).or_default();
+        let Some(ledger) = ledgers.get_mut(address) else { continue };
+        let start = (*nth * ledger.half) % ip.sources.len().max(1);
+        *nth += 1;
+        let newcomers = ledger.without(ip.sources);
+        if newcomers.is_empty() {
+            continue;
+        }
+        let grant = match ledger.share {
+            0 => 1,
+            share => share.min((ledger.free.len() / 2 / newcomers.len()).max(1) as u32),
+        };
+        let split = newcomers.partition_point(|node| *node < ip.sources[start]);
+        for node in newcomers[split..].iter().chain(&newcomers[..split]) {
+            if ledger.share == 0 && ledger.leased() >= ledger.half {
+                break;
+            }
+            ledger.grant(*node, grant, round);
+        }
+        ledger.scarce |= ledger.share > 0 && !ledger.without(ip.sources).is_empty();
+    }
+}
+
+/// Leases one block to each source node of a policy that has none at all of its egress IPs of a family.
+fn for_those_without(
+    leasable: &BTreeMap<IpAddr, Leasable<'_>>,
+    ledgers: &mut BTreeMap<IpAddr, Ledger>,
+    sources_of: &[&[u32]],
+    round: &Round<'_>,
+) {
+    let mut of_policy: BTreeMap<(u32, Family), Vec<IpAddr>> = BTreeMap::new();
+    for (address, ip) in leasable {
+        for policy in &ip.policies {
+            of_policy.entry((*policy, Family::of(*address))).or_default().push(*address);
+        }
+    }
+    for ((policy, _), addresses) in of_policy {
+        let mut has = vec![false; round.nodes.len()];
+        for node in addresses.iter().flat_map(|address| ledgers[address].held.keys()) {
+            has[*node as usize] = true;
+        }
+        let mut most_free: BinaryHeap<(usize, Reverse<IpAddr>)> =
+            addresses.iter().map(|address| (ledgers[address].free.len(), Reverse(*address))).collect();
+        let mut scarce = false;
+        for node in sources_of[policy as usize].iter().filter(|node| !has[**node as usize]) {
+            let own = addresses.iter().copied().find(|address| ledgers[address].quarantined.contains_key(node));
+            let address = own.or_else(|| most_free.pop().map(|(_, Reverse(address))| address));
+            let Some(ledger) = address.and_then(|address| ledgers.get_mut(&address)) else { continue };
+            let got = ledger.grant(*node, 1, round);
+            if let (None, Some(address)) = (own, address) {
+                most_free.push((ledger.free.len(), Reverse(address)));
+            }
+            scarce |= got == 0;
+        }
+        for address in addresses {
+            if let Some(ledger) = ledgers.get_mut(&address) {
+                ledger.scarce |= scarce;
+            }
+        }
+    }
+}
+
+/// What does not change while blocks are leased.
+struct Round<'a> {
+    nodes: &'a [&'a Node],
+    places: &'a BTreeMap<&'a NodeName, u32>,
+    health: &'a Health,
+    revision: u64,
+}
+
+impl Round<'_> {
+    /// What remains leased of an egress IP's blocks.
+    fn retain(&self, address: IpAddr, blocks: &Blocks) -> Blocks {
+        let mut holder: Option<(&NodeName, Holder)> = None;
+        blocks
+            .iter()
+            .filter_map(|(number, lease)| {
+                let (_, known) = *match &mut holder {
+                    Some(last) if *last.0 == lease.node => last,
+                    other => other.insert((&lease.node, self.holder(address, &lease.node))),
+                };
+                match known {
+                    Holder::Gone => None,
+                    Holder::Absent => Some((*number, BlockLease { state: BlockState::Quarantined, ..lease.clone() })),
+                    Holder::Present(released, known)
+                        if lease.revision <= known && released.is_some_and(|r| r.contains(number)) =>
+                    {
+                        None
+                    }
+                    Holder::Present(..) => Some((*number, lease.clone())),
+                }
+            })
+            .collect()
+    }
+
+    fn holder(&self, address: IpAddr, node: &NodeName) -> Holder<'_> {
+        match self.places.get(node).map(|place| &self.nodes[*place as usize].report) {
+            None if self.health.of(node).gone => Holder::Gone,
+            None => Holder::Absent,
+            Some(None) => Holder::Present(None, 0),
+            Some(Some(report)) => {
+                Holder::Present(report.demand.get(&address).map(|demand| &demand.released), report.lease_revision)
+            }
+        }
+    }
+}
+
+/// The holder of a lease.
+#[derive(Clone, Copy)]
+enum Holder<'a> {
+    /// Its node object is missing, and the quarantine is over.
+    Gone,
+    /// Its node object is missing.
+    Absent,
+    /// What it released, and the revision that it knew when it said so: a newer lease of the same block is not meant.
+    Present(Option<&'a BTreeSet<u16>>, u64),
+}
+
+/// The blocks of one egress IP while they are leased.
+#[derive(Debug)]
+struct Ledger {
+    blocks: Blocks,
+    /// Highest first.
+    free: Vec<u16>,
+    held: BTreeMap<u32, u32>,
+    quarantined: BTreeMap<u32, Vec<u16>>,
+    /// Half of the blocks that can be leased at all.
+    half: usize,
+    /// A source node's part of that half.
+    share: u32,
+    scarce: bool,
+    granted: bool,
+}
+
+impl Ledger {
+    fn new(blocks: Blocks, ip: &Leasable<'_>, round: &Round<'_>) -> Self {
+        let count = if ip.fixed.is_some() { FIXED_BLOCKS } else { BLOCKS };
+        let mut usable = vec![true; usize::from(count)];
+        let used = ip.fixed.and_then(|node| node.report.as_ref()).map(|report| &report.used_ports);
+        for block in used.into_iter().flatten().filter_map(|port| block_of(*port)) {
+            if let Some(block) = usable.get_mut(usize::from(block)) {
+                *block = false;
+            }
+        }
+        let half = usable.iter().filter(|usable| **usable).count() / 2;
+        let (mut held, mut quarantined) = (BTreeMap::new(), BTreeMap::<u32, Vec<u16>>::new());
+        for (number, lease) in &blocks {
+            if let Some(usable) = usable.get_mut(usize::from(*number)) {
+                *usable = false;
+            }
+            match (round.places.get(&lease.node), lease.state) {
+                (Some(node), BlockState::Leased) => *held.entry(*node).or_default() += 1,
+                (Some(node), BlockState::Quarantined) => quarantined.entry(*node).or_default().push(*number),
+                (None, _) => {}
+            }
+        }
+        let free = (0..count).rev().filter(|number| usable[usize::from(*number)]).collect();
+        let share = (half / ip.sources.len().max(1)) as u32;
+        Self { blocks, free, held, quarantined, half, share, scarce: false, granted: false }
+    }
+
+    fn leased(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// The nodes of a sorted list that hold no block.
+    fn without(&self, sources: &[u32]) -> Vec<u32> {
+        let mut held = self.held.keys().copied().peekable();
+        let holds = |node: &u32| {
+            while held.next_if(|holder| holder < node).is_some() {}
+            held.peek() == Some(node)
+        };
+        let mut holds = holds;
+        sources.iter().copied().filter(|node| !holds(node)).collect()
+    }
+
+    /// Leases up to `count` blocks to a node, first those that it had and never gave back. Returns how many it got.
+    fn grant(&mut self, node: u32, count: u32, round: &Round<'_>) -> u32 {
+        let mut got = 0;
+        while got < count {
+            let own = self.quarantined.get_mut(&node).and_then(Vec::pop);
+            let Some(number) = own.or_else(|| self.free.pop()) else { break };
+            let name = round.nodes[node as usize].name.clone();
+            self.blocks.insert(number, BlockLease { node: name, revision: round.revision, state: BlockState::Leased });
+            got += 1;
+        }
+        if got > 0 {
+            *self.held.entry(node).or_default() += got;
+            self.granted = true;
+        }
+        got
+    }
+
+    /// Leases more to the source nodes that ask for more, block by block to the one with the fewest, but leaves a
+    /// sixteenth for nodes that have none yet.
+    fn on_demand(&mut self, address: IpAddr, sources: &[u32], round: &Round<'_>) {
+        let want = |node: u32| {
+            let report = round.nodes[node as usize].report.as_ref()?;
+            report.demand.get(&address).map(|demand| demand.want)
+        };
+        let wanting = |held: u32, node: u32| want(node).is_some_and(|want| want > held);
+        let mut next: BinaryHeap<Reverse<(u32, u32)>> = sources
+            .iter()
+            .map(|node| (self.held.get(node).copied().unwrap_or(0), *node))
+            .filter(|(held, node)| wanting(*held, *node))
+            .map(Reverse)
+            .collect();
+        while let Some(Reverse((held, node))) = next.pop() {
+            let own = self.quarantined.get(&node).is_some_and(|own| !own.is_empty());
+            if !own && self.free.len() <= self.half / 8 || self.grant(node, 1, round) == 0 {
+                self.scarce = true;
+                continue;
+            }
+            if wanting(held + 1, node) {
+                next.push(Reverse((held + 1, node)));
+            }
+        }
+    }
+}

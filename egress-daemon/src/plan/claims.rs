@@ -1,0 +1,134 @@
+//! Makes one egress IP of all that policies say about one address.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use super::addresses::Nodes;
+use super::candidates::Candidates;
+use super::outcome::Complaints;
+use super::types::{ConditionKind, Reason};
+use crate::model::{Failback, Policy, PoolId, Selector};
+
+/// An egress IP that some policy uses.
+#[derive(Clone, Debug)]
+pub struct Wanted<'a> {
+    /// The pool that it was taken from.
+    pub pool: Option<&'a PoolId>,
+    /// The policies that use it and the weight of its slot, first who comes first.
+    pub users: Vec<(&'a Policy, u32)>,
+    /// The node that has it by itself, and the interface.
+    pub fixed: Option<(u32, Option<String>)>,
+    /// The nodes that may own it, ascending, as places in `Snapshot::nodes`; shared by number in [`Candidates`].
+    pub candidates: usize,
+    /// Nobody may own it because the address is configured elsewhere, or nowhere.
+    pub elsewhere: bool,
+    /// What happens when a gateway comes back.
+    pub failback: Failback,
+}
+
+/// What one policy says about one address.
+pub struct Claim<'a> {
+    /// who says it
+    pub policy: &'a Policy,
+    /// the weight of the slot
+    pub weight: u32,
+    /// the pool that it was allocated from
+    pub pool: Option<&'a PoolId>,
+    /// the nodes that may have it
+    pub selectors: BTreeSet<&'a Selector>,
+    /// the nodes that were named by their own address, rather than by selectors
+    pub nodes: BTreeSet<u32>,
+    /// whether it must be configured on a node
+    pub configured: bool,
+}
+
+/// Makes one egress IP of all that is said about it. A claim that cannot be satisfied never spoils those that can.
+pub fn settle<'a>(
+    address: IpAddr,
+    claims: Vec<Claim<'a>>,
+    holders: &BTreeMap<u32, &str>,
+    nodes: &Nodes<'a, '_>,
+    candidates: &mut Candidates<'a>,
+    complaints: &mut Complaints,
+) -> Wanted<'a> {
+    let pool = claims.iter().find_map(|claim| claim.pool);
+    let failback = pool.map_or_else(Failback::default, |pool| nodes.snapshot.pools[pool].failback);
+    let mut usable: Vec<(Claim, usize)> = Vec::new();
+    let mut unusable: Vec<(Claim, bool)> = Vec::new();
+    for claim in claims {
+        let selected = match claim.nodes.is_empty() {
+            true => candidates.selected(claim.selectors.clone(), &nodes.index),
+            false => candidates.intern(claim.nodes.iter().copied().collect()),
+        };
+        let set = match (holders.is_empty(), claim.configured) {
+            (true, false) => selected,
+            (true, true) => candidates.intern(Vec::new()),
+            (false, _) => {
+                let holding =
+                    candidates.get(selected).iter().copied().filter(|node| holders.contains_key(node)).collect();
+                candidates.intern(holding)
+            }
+        };
+        match candidates.get(set).is_empty() {
+            true => {
+                let none_selected = candidates.get(selected).is_empty();
+                unusable.push((claim, none_selected));
+            }
+            false => usable.push((claim, set)),
+        }
+    }
+    if usable.is_empty() {
+        return Wanted {
+            pool,
+            elsewhere: unusable.iter().any(|(_, none_selected)| !none_selected),
+            users: unusable.into_iter().map(|(claim, _)| (claim.policy, claim.weight)).collect(),
+            fixed: None,
+            candidates: candidates.intern(Vec::new()),
+            failback,
+        };
+    }
+    for (claim, none_selected) in unusable {
+        let (reason, message) = match none_selected {
+            true => (
+                Reason::NoGateway,
+                format!("the nodeSelector for {address} selects no node: correct it or label nodes"),
+            ),
+            false => (Reason::AddressElsewhere, elsewhere(address, holders, nodes)),
+        };
+        complaints.add(&claim.policy.id, ConditionKind::Degraded, reason, message);
+    }
+    let mut set: Option<usize> = None;
+    let mut users: Vec<(&Policy, u32)> = Vec::new();
+    for (claim, own) in usable {
+        let both = set.map_or(own, |set| candidates.intersection(set, own));
+        if candidates.get(both).is_empty() {
+            let message = format!(
+                "policy {} lets {address} float over other nodes: let the nodeSelectors have a node in common, or use another address",
+                users[0].0.id
+            );
+            complaints.add(&claim.policy.id, ConditionKind::Conflicting, Reason::SelectorsDisagree, message);
+        } else {
+            set = Some(both);
+            users.push((claim.policy, claim.weight));
+        }
+    }
+    let set = set.unwrap_or_default();
+    let fixed = (!holders.is_empty()).then(|| {
+        let owner = nodes.previous.egress_ips.get(&address).and_then(|plan| plan.owner.as_ref());
+        let holding = candidates.get(set);
+        let place =
+            holding.iter().copied().find(|place| Some(nodes.names[*place as usize]) == owner).unwrap_or(holding[0]);
+        (place, holders.get(&place).map(|interface| (*interface).to_owned()))
+    });
+    Wanted { pool, users, fixed, candidates: set, elsewhere: false, failback }
+}
+
+/// The sentence for an address that is configured where it should not be, or nowhere.
+fn elsewhere(address: IpAddr, holders: &BTreeMap<u32, &str>, nodes: &Nodes<'_, '_>) -> String {
+    match holders.keys().next().map(|place| nodes.names[*place as usize]) {
+        Some(node) => format!(
+            "{address} is configured on node {node}, which the nodeSelector does not select: select that node, or remove the address from it"
+        ),
+        None => format!("{address} is configured on no selected node: configure it on one, or use a pool"),
+    }
+}

@@ -1,0 +1,153 @@
+//! How many egress IPs each gateway has while owners are chosen, and which gateway is the best for one more.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::owners::{Floating, GatewayNode};
+
+/// What each gateway has so far.
+#[derive(Debug)]
+pub struct Loads<'a> {
+    items: &'a [Floating<'a>],
+    nodes: &'a [GatewayNode],
+    total: Vec<u32>,
+    of_pool: BTreeMap<u32, BTreeMap<u32, u32>>,
+    of_policy: BTreeMap<u32, BTreeMap<u32, u32>>,
+    on_node: Vec<BTreeSet<usize>>,
+}
+
+impl<'a> Loads<'a> {
+    /// Nobody has anything.
+    pub fn new(items: &'a [Floating<'a>], nodes: &'a [GatewayNode]) -> Self {
+        Self {
+            items,
+            nodes,
+            total: vec![0; nodes.len()],
+            of_pool: BTreeMap::new(),
+            of_policy: BTreeMap::new(),
+            on_node: vec![BTreeSet::new(); nodes.len()],
+        }
+    }
+
+    /// How many egress IPs a node has.
+    pub fn total(&self, node: u32) -> u32 {
+        self.total[node as usize]
+    }
+
+    /// The egress IPs that a node has.
+    pub fn on(&self, node: u32) -> &BTreeSet<usize> {
+        &self.on_node[node as usize]
+    }
+
+    /// The node gets an egress IP.
+    pub fn add(&mut self, item: usize, node: u32) {
+        self.on_node[node as usize].insert(item);
+        self.total[node as usize] += 1;
+        if let Some((pool, _)) = self.items[item].pool {
+            *self.of_pool.entry(pool).or_default().entry(node).or_default() += 1;
+        }
+        for policy in &self.items[item].policies {
+            *self.of_policy.entry(*policy).or_default().entry(node).or_default() += 1;
+        }
+    }
+
+    /// The node loses an egress IP.
+    pub fn remove(&mut self, item: usize, node: u32) {
+        self.on_node[node as usize].remove(&item);
+        self.total[node as usize] -= 1;
+        if let Some((pool, _)) = self.items[item].pool {
+            decrease(self.of_pool.entry(pool).or_default(), node);
+        }
+        for policy in &self.items[item].policies {
+            decrease(self.of_policy.entry(*policy).or_default(), node);
+        }
+    }
+
+    /// Whether a node may have one more, when `leaving` goes elsewhere at the same time.
+    pub fn has_room(&self, item: usize, node: u32, leaving: Option<usize>) -> bool {
+        let pool = |item: usize| self.items[item].pool;
+        match (self.nodes[node as usize].limit, pool(item)) {
+            (Some(limit), _) => leaving.is_some() || self.total(node) < limit,
+            (None, Some((number, Some(limit)))) => {
+                let left = leaving.is_some_and(|leaving| pool(leaving).is_some_and(|(of, _)| of == number));
+                let has = self.of_pool.get(&number).and_then(|of| of.get(&node)).copied().unwrap_or(0);
+                has - u32::from(left) < limit
+            }
+            (None, _) => true,
+        }
+    }
+
+    /// How many egress IPs of the same policies a node has.
+    pub fn alike(&self, item: usize, node: u32) -> u32 {
+        let of = |policy| self.of_policy.get(policy).and_then(|of: &BTreeMap<u32, u32>| of.get(&node)).copied();
+        self.items[item].policies.iter().filter_map(of).sum()
+    }
+
+    /// The best node for an egress IP among its candidates that are `able` and have room: the one with the fewest egress
+    /// IPs, then with the fewest of the same policies, then (where its policies care) in the zone with the fewest of
+    /// theirs, then the next in the ring.
+    pub fn best(&self, item: usize, able: impl Fn(u32) -> bool) -> Option<u32> {
+        let able = |node: &u32| able(*node) && self.has_room(item, *node, None);
+        let candidates = self.items[item].candidates;
+        let fewest = candidates.iter().filter(|node| able(node)).map(|node| self.total(*node)).min()?;
+        let taste = Taste::new(self, item);
+        let start = (self.items[item].start % candidates.len() as u64) as usize;
+        (start..candidates.len())
+            .chain(0..start)
+            .map(|at| candidates[at])
+            .filter(|node| self.total(*node) == fewest && able(node))
+            .min_by_key(|node| taste.of(*node))
+    }
+
+    /// How much an egress IP would dislike a node, were its load the same as the others'.
+    pub fn taste(&self, item: usize) -> Taste<'_> {
+        Taste::new(self, item)
+    }
+
+    /// How willingly a node parts with an egress IP; the least is the most willing.
+    pub fn attachment(&self, item: usize, node: u32, placed: bool) -> impl Ord + use<> {
+        let away = self.items[item].preferred != Some(node);
+        (!placed, !away, Reverse(self.alike(item, node)), Reverse(item))
+    }
+}
+
+fn decrease(counts: &mut BTreeMap<u32, u32>, node: u32) {
+    if let Some(count) = counts.get_mut(&node) {
+        *count -= 1;
+        if *count == 0 {
+            counts.remove(&node);
+        }
+    }
+}
+
+/// What one egress IP thinks of nodes with equal loads.
+#[derive(Debug)]
+pub struct Taste<'a> {
+    nodes: &'a [GatewayNode],
+    alike: BTreeMap<u32, u32>,
+    in_zone: Option<BTreeMap<Option<u32>, u32>>,
+}
+
+impl<'a> Taste<'a> {
+    fn new(loads: &Loads<'a>, item: usize) -> Self {
+        let mut alike: BTreeMap<u32, u32> = BTreeMap::new();
+        for (node, count) in loads.items[item].policies.iter().filter_map(|p| loads.of_policy.get(p)).flatten() {
+            *alike.entry(*node).or_default() += count;
+        }
+        let in_zone = loads.items[item].zoned.then(|| {
+            let mut zones: BTreeMap<Option<u32>, u32> = BTreeMap::new();
+            for (node, count) in &alike {
+                *zones.entry(loads.nodes[*node as usize].zone).or_default() += count;
+            }
+            zones
+        });
+        Self { nodes: loads.nodes, alike, in_zone }
+    }
+
+    /// Less is better.
+    pub fn of(&self, node: u32) -> (u32, u32) {
+        let count = |counts: &BTreeMap<Option<u32>, u32>| counts.get(&self.nodes[node as usize].zone).copied();
+        let zone = self.in_zone.as_ref().and_then(count).unwrap_or(0);
+        (self.alike.get(&node).copied().unwrap_or(0), zone)
+    }
+}

@@ -1,0 +1,167 @@
+//! What is said about each policy: conditions, slots, conflicts.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+use super::types::{Condition, ConditionKind, EgressIpPlan, OwnerReason, Reason, Slot};
+use crate::model::{Distribution, Family, OnNoGateway, Policy, PolicyId};
+
+/// A reason why a condition of a policy is not what the user wishes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Complaint {
+    kind: ConditionKind,
+    reason: Reason,
+    message: String,
+}
+
+/// Everything found wrong, by policy, in the order in which it was found.
+#[derive(Debug, Default)]
+pub struct Complaints(BTreeMap<PolicyId, Vec<Complaint>>);
+
+impl Complaints {
+    /// Notes a complaint.
+    pub fn add(&mut self, policy: &PolicyId, kind: ConditionKind, reason: Reason, message: String) {
+        self.0.entry(policy.clone()).or_default().push(Complaint { kind, reason, message });
+    }
+
+    /// Notes what the slots of a policy show.
+    pub fn judge(&mut self, policy: &Policy, slots: &[Slot], unserved_zones: &BTreeSet<String>) {
+        for slot in slots {
+            if let Some((reason, message)) = slot_complaint(slot) {
+                self.add(&policy.id, ConditionKind::Degraded, reason, message);
+            }
+        }
+        let fate = match policy.on_no_gateway {
+            OnNoGateway::Drop => "is dropped",
+            OnNoGateway::NodeIp => "leaves with the node's address",
+        };
+        for family in Family::ALL.into_iter().filter(|family| policy.serves(*family)) {
+            let of_family = || slots.iter().filter(|slot| Family::of(slot.address) == family);
+            let (reason, message) = if of_family().next().is_none() {
+                let message = format!(
+                    "there is no {family} egress IP: traffic to {family} destinations {fate}; add an {family} address or pool, or take {family} out of destinationCIDRs"
+                );
+                (Reason::NoAddress, message)
+            } else if of_family().all(|slot| slot.owner.is_none()) {
+                let message = format!(
+                    "no {family} egress IP has a gateway: traffic to {family} destinations {fate} until one has"
+                );
+                (Reason::NoGateway, message)
+            } else {
+                continue;
+            };
+            self.add(&policy.id, ConditionKind::Ready, reason, message);
+        }
+        if !unserved_zones.is_empty() {
+            let zones = unserved_zones.iter().cloned().collect::<Vec<_>>().join(", ");
+            let message = format!(
+                "no gateway owns an egress IP in zone {zones}: traffic from there {fate}; add a gateway there, or set zone.mode to Prefer"
+            );
+            self.add(&policy.id, ConditionKind::Degraded, Reason::NoGatewayInZone, message);
+        }
+    }
+
+    /// Notes who comes first where.
+    pub fn conflicts(&mut self, policy: &PolicyId, conflicts: &BTreeMap<PolicyId, BTreeSet<IpNet>>) {
+        for (winner, nets) in conflicts {
+            let shown = nets.iter().take(3).map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            let more = if nets.len() > 3 { format!(" and {} more", nets.len() - 3) } else { String::new() };
+            let message = format!(
+                "policy {winner} comes first for {shown}{more} of some of the same pods: make the selectors or destinationCIDRs of one of them narrower"
+            );
+            self.add(policy, ConditionKind::Conflicting, Reason::SameDestination, message);
+        }
+    }
+
+    /// The conditions of a policy: all kinds, with the first reason and all messages.
+    pub fn conditions(&self, policy: &Policy, slots: usize, endpoints: usize) -> BTreeMap<ConditionKind, Condition> {
+        let complaints = self.0.get(&policy.id).map_or(&[][..], Vec::as_slice);
+        ConditionKind::ALL
+            .into_iter()
+            .map(|kind| {
+                let mut of_kind = complaints.iter().filter(|complaint| complaint.kind == kind);
+                let bad = of_kind.next().map(|first| {
+                    let messages: Vec<&str> =
+                        std::iter::once(first).chain(of_kind).map(|complaint| complaint.message.as_str()).collect();
+                    (first.reason, messages.join("; "))
+                });
+                let (reason, message) =
+                    bad.clone().unwrap_or_else(|| (Reason::AsExpected, fine(kind, policy, slots, endpoints)));
+                (kind, Condition { holds: bad.is_some() != (kind == ConditionKind::Ready), reason, message })
+            })
+            .collect()
+    }
+}
+
+fn fine(kind: ConditionKind, policy: &Policy, slots: usize, endpoints: usize) -> String {
+    match kind {
+        ConditionKind::Ready => {
+            let way = match policy.distribution {
+                Distribution::PerFlow => "spread by flow",
+                Distribution::PerEndpoint => "assigned one by one",
+            };
+            format!("{endpoints} endpoints, {way} over {slots} egress IPs")
+        }
+        ConditionKind::Degraded => "everything that was asked for is there".into(),
+        ConditionKind::Conflicting => "no other policy comes first".into(),
+    }
+}
+
+fn slot_complaint(slot: &Slot) -> Option<(Reason, String)> {
+    let address = slot.address;
+    let owner = slot.owner.as_ref().map(ToString::to_string).unwrap_or_default();
+    Some(match slot.reason {
+        OwnerReason::Preferred | OwnerReason::Failover => return None,
+        OwnerReason::OwnerUnhealthy => (
+            Reason::GatewayUnhealthy,
+            format!(
+                "gateway {owner} of {address} is not healthy and no other is eligible: repair it, or let the nodeSelector select another node"
+            ),
+        ),
+        OwnerReason::NoGatewaySelected => (
+            Reason::NoGateway,
+            format!("{address} has no gateway, as the nodeSelector selects no node: correct it or label nodes"),
+        ),
+        OwnerReason::NoGatewayReady => (
+            Reason::NoGateway,
+            format!(
+                "{address} has no gateway, as no selected node is ready with an agent that renews its lease: look at these nodes"
+            ),
+        ),
+        OwnerReason::AtCapacity => (
+            Reason::AtCapacity,
+            format!(
+                "{address} waits for a gateway, as all have as many egress IPs as they may: raise maxEgressIPsPerNode or the annotation spillway.io/max-egress-ips, or add a gateway"
+            ),
+        ),
+        OwnerReason::AddressElsewhere => (
+            Reason::AddressElsewhere,
+            format!(
+                "{address} is configured on a node that the nodeSelector does not select, or must be configured on one and is not: select or configure it there"
+            ),
+        ),
+    })
+}
+
+/// The slots of a policy, sorted by address.
+pub fn slots(
+    policy: &Policy,
+    egress_ips: &BTreeMap<IpAddr, &EgressIpPlan>,
+    zone_of: impl Fn(&EgressIpPlan) -> Option<String>,
+    endpoints: &BTreeMap<IpAddr, u32>,
+) -> Vec<Slot> {
+    egress_ips
+        .iter()
+        .map(|(address, plan)| Slot {
+            address: *address,
+            owner: plan.owner.clone(),
+            zone: zone_of(plan),
+            epoch: plan.epoch,
+            weight: plan.users.get(&policy.id).copied().unwrap_or(1),
+            reason: plan.reason,
+            endpoints: endpoints.get(address).copied().unwrap_or(0),
+        })
+        .collect()
+}

@@ -1,0 +1,185 @@
+//! Chooses the one gateway that carries each floating egress IP.
+//!
+//! Who has an egress IP keeps it, who came back gets it back, and who has none left gives it to the gateway with the
+//! fewest; only then, where gateways still differ by more than one, the fewest that it takes are moved (see
+//! [`super::balance`]).
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use super::balance::balance;
+use super::hash::hash;
+use super::loads::Loads;
+use super::types::OwnerReason;
+use crate::health::NodeHealth;
+use crate::model::Failback;
+
+/// A node as a gateway.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GatewayNode {
+    /// It is ready and not being drained.
+    pub ready: bool,
+    /// Its lease.
+    pub health: NodeHealth,
+    /// How many floating egress IPs it may own in all.
+    pub limit: Option<u32>,
+    /// Its zone, by number.
+    pub zone: Option<u32>,
+}
+
+impl GatewayNode {
+    /// Whether it may be given an egress IP at all.
+    pub fn eligible(&self) -> bool {
+        self.ready && self.health.is_fresh()
+    }
+}
+
+/// A floating egress IP.
+#[derive(Clone, Debug)]
+pub struct Floating<'a> {
+    /// The address.
+    pub address: IpAddr,
+    /// The nodes that may own it, ascending.
+    pub candidates: &'a [u32],
+    /// The number of that set.
+    pub set: usize,
+    /// The policies that use it, by number, first who comes first.
+    pub policies: Vec<u32>,
+    /// Where in the ring of candidates its search begins.
+    pub start: u64,
+    /// Its policies care for zones.
+    pub zoned: bool,
+    /// Its pool by number, and how many of that pool's a node may own.
+    pub pool: Option<(u32, Option<u32>)>,
+    /// What happens when a gateway comes back.
+    pub failback: Failback,
+    /// Its owner so far, if that node exists.
+    pub owner: Option<u32>,
+    /// The gateway that it goes back to, if that node exists.
+    pub preferred: Option<u32>,
+}
+
+impl Floating<'_> {
+    /// Whether the node is among those that may own it.
+    pub fn selects(&self, node: u32) -> bool {
+        self.candidates.binary_search(&node).is_ok()
+    }
+
+    /// How long a gateway that lapsed must have been back; `None`: it does not matter how long.
+    pub fn delay(&self) -> Option<Duration> {
+        match self.failback {
+            Failback::Preferred { delay } => Some(delay),
+            Failback::Never => None,
+        }
+    }
+}
+
+/// Where the search of the n-th egress IP of a policy begins: first ones of different policies begin at different nodes.
+pub fn ring_start(policy: &str, n: usize) -> u64 {
+    (hash(4, policy.as_bytes()) >> 32) + n as u64
+}
+
+/// What was decided for one egress IP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Decision {
+    /// Its owner.
+    pub owner: Option<u32>,
+    /// The gateway that it goes back to.
+    pub preferred: Option<u32>,
+    /// Why.
+    pub reason: OwnerReason,
+}
+
+/// Where an egress IP is while the plan is made.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Place {
+    /// The eligible gateway that has it.
+    pub node: Option<u32>,
+    /// It had no eligible owner before.
+    pub placed: bool,
+}
+
+/// Decides about all egress IPs (sorted by address).
+pub fn decide(items: &[Floating<'_>], nodes: &[GatewayNode]) -> Vec<Decision> {
+    let mut places = vec![Place::default(); items.len()];
+    let mut loads = Loads::new(items, nodes);
+    keep(items, nodes, &mut places, &mut loads);
+    loop {
+        place_homeless(nodes, &mut places, &mut loads);
+        let moved = balance(items, nodes, &mut places, &mut loads);
+        if !moved || places.iter().all(|place| place.node.is_some()) {
+            break;
+        }
+    }
+    items.iter().zip(&places).map(|(item, place)| conclude(item, nodes, place.node)).collect()
+}
+
+/// Leaves each egress IP where it is, or returns it to its preferred gateway; first those that stay where they belong,
+/// so that a limit that became lower takes away the others.
+fn keep(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Place], loads: &mut Loads<'_>) {
+    let able = |item: &Floating, node: &u32| nodes[*node as usize].eligible() && item.selects(*node);
+    let wishes: Vec<[Option<u32>; 2]> = items
+        .iter()
+        .map(|item| {
+            let stay = item.owner.filter(|owner| able(item, owner));
+            let back = item.preferred.filter(|node| able(item, node)).filter(|node| match item.delay() {
+                Some(delay) => stay.is_none() || nodes[*node as usize].health.fresh_for(delay),
+                None => stay.is_none(),
+            });
+            [back.or(stay), stay]
+        })
+        .collect();
+    let rounds: [fn(&Floating, Option<u32>) -> bool; 3] = [
+        |item, wish| wish == item.owner && item.owner == item.preferred,
+        |item, wish| wish == item.owner && item.owner != item.preferred,
+        |item, wish| wish != item.owner,
+    ];
+    for round in rounds {
+        for at in 0..items.len() {
+            if places[at].node.is_some() || !round(&items[at], wishes[at][0]) {
+                continue;
+            }
+            let node = wishes[at].into_iter().flatten().find(|node| loads.has_room(at, *node, None));
+            if let Some(node) = node {
+                places[at] = Place { node: Some(node), placed: wishes[at][1].is_none() };
+                loads.add(at, node);
+            }
+        }
+    }
+}
+
+/// Gives every egress IP without an eligible owner to a gateway, as far as possible.
+fn place_homeless(nodes: &[GatewayNode], places: &mut [Place], loads: &mut Loads<'_>) {
+    for (at, place) in places.iter_mut().enumerate() {
+        if place.node.is_none()
+            && let Some(node) = loads.best(at, |node| nodes[node as usize].eligible())
+        {
+            *place = Place { node: Some(node), placed: true };
+            loads.add(at, node);
+        }
+    }
+}
+
+/// Owner, preferred gateway and reason of an egress IP, from the eligible gateway that it was given to.
+fn conclude(item: &Floating<'_>, nodes: &[GatewayNode], place: Option<u32>) -> Decision {
+    let healthy = |node: u32| nodes[node as usize].eligible();
+    let preferred = item.preferred.filter(|node| item.selects(*node));
+    let Some(owner) = place else {
+        let reason = match item.candidates {
+            [] => OwnerReason::NoGatewaySelected,
+            candidates if candidates.iter().any(|node| healthy(*node)) => OwnerReason::AtCapacity,
+            _ => OwnerReason::NoGatewayReady,
+        };
+        let kept = item.owner.filter(|owner| item.selects(*owner) && reason == OwnerReason::NoGatewayReady);
+        let reason = kept.map_or(reason, |_| OwnerReason::OwnerUnhealthy);
+        return Decision { owner: kept, preferred: preferred.or(kept), reason };
+    };
+    let at_home = |node: u32| item.owner == Some(node);
+    let waits = |node: &u32| match item.delay() {
+        Some(delay) => !healthy(*node) || !at_home(*node) && !nodes[*node as usize].health.fresh_for(delay),
+        None => false,
+    };
+    let preferred = preferred.filter(|node| *node == owner || waits(node)).unwrap_or(owner);
+    let reason = if preferred == owner { OwnerReason::Preferred } else { OwnerReason::Failover };
+    Decision { owner: Some(owner), preferred: Some(preferred), reason }
+}

@@ -1,0 +1,220 @@
+//! Which policies select which endpoints.
+//!
+//! Endpoints that no selector can tell apart form a group, so that the cost grows with groups and not with
+//! policies x endpoints.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use super::index::{LabelIndex, mentioned_keys};
+use crate::model::{Endpoint, EndpointId, EndpointSelector, Labels, NodeName, Policy, PolicyId, Selector, Snapshot};
+
+/// Endpoints that the same policies select.
+#[derive(Debug)]
+struct Group<'a> {
+    namespace: u32,
+    node_class: u32,
+    labels: &'a Labels,
+    members: Vec<&'a Endpoint>,
+}
+
+/// Which policies select which endpoints.
+#[derive(Debug)]
+pub struct Selection<'a> {
+    groups: Vec<Group<'a>>,
+    by_policy: BTreeMap<&'a PolicyId, Vec<u32>>,
+}
+
+impl<'a> Selection<'a> {
+    /// Applies all selectors of a snapshot.
+    pub fn new(snapshot: &'a Snapshot) -> Self {
+        let selectors: Vec<&EndpointSelector> = snapshot.policies.values().flat_map(|p| &p.selectors).collect();
+        let nodes = NodeClasses::new(snapshot, &selectors);
+        let namespaces = Namespaces::new(snapshot, &selectors);
+        let groups = group(snapshot, &selectors, &nodes, &namespaces);
+
+        let pod_keys = mentioned_keys(selectors.iter().filter_map(|s| s.pod.as_ref()));
+        let index = LabelIndex::new(groups.iter().map(|g| g.labels), &pod_keys);
+        let mut in_namespace: Vec<Vec<u32>> = vec![Vec::new(); namespaces.names.len()];
+        for (at, group) in groups.iter().enumerate() {
+            in_namespace[group.namespace as usize].push(at as u32);
+        }
+        let select = |selector: &EndpointSelector| -> Vec<u32> {
+            let namespace = selector.namespace.as_ref().map(|s| &namespaces.matching[s]);
+            let node = selector.node.as_ref().map(|s| nodes.bit[s]);
+            let pod = selector.pod.as_ref().filter(|s| !s.is_everything());
+            let candidates: Vec<u32> = match (pod, namespace) {
+                (Some(pod), _) => index.matching(pod),
+                (None, Some(namespaces)) => {
+                    namespaces.iter().flat_map(|n| in_namespace[*n as usize].iter().copied()).collect()
+                }
+                (None, None) => (0..groups.len() as u32).collect(),
+            };
+            let holds = |at: &u32| {
+                let group = &groups[*at as usize];
+                namespace.is_none_or(|namespaces| namespaces.contains(&group.namespace))
+                    && node.is_none_or(|bit| nodes.classes[group.node_class as usize].contains(&bit))
+            };
+            candidates.into_iter().filter(holds).collect()
+        };
+        let by_policy = snapshot
+            .policies
+            .values()
+            .map(|policy| {
+                let mut selected: Vec<u32> = policy.selectors.iter().flat_map(select).collect();
+                selected.sort_unstable();
+                selected.dedup();
+                (&policy.id, selected)
+            })
+            .collect();
+        Self { groups, by_policy }
+    }
+
+    fn groups_of(&self, policy: &PolicyId) -> impl Iterator<Item = &Group<'a>> {
+        self.by_policy.get(policy).into_iter().flatten().map(|at| &self.groups[*at as usize])
+    }
+
+    /// How many endpoints a policy selects.
+    pub fn count(&self, policy: &PolicyId) -> usize {
+        self.groups_of(policy).map(|group| group.members.len()).sum()
+    }
+
+    /// The endpoints that a policy selects, sorted.
+    pub fn endpoints(&self, policy: &PolicyId) -> BTreeMap<&'a EndpointId, &'a Endpoint> {
+        self.groups_of(policy).flat_map(|group| group.members.iter().map(|e| (&e.id, *e))).collect()
+    }
+
+    /// The nodes on which a policy's endpoints run, each as its place in `Snapshot::nodes`. Nodes without an object are
+    /// left out.
+    pub fn source_nodes(&self, policy: &PolicyId, places: &BTreeMap<&NodeName, u32>) -> Vec<u32> {
+        let mut seen = vec![false; places.len()];
+        let mut last: Option<(&NodeName, Option<u32>)> = None;
+        for endpoint in self.groups_of(policy).flat_map(|group| &group.members) {
+            let place = match last {
+                Some((node, place)) if *node == endpoint.node => place,
+                _ => places.get(&endpoint.node).copied(),
+            };
+            last = Some((&endpoint.node, place));
+            if let Some(place) = place {
+                seen[place as usize] = true;
+            }
+        }
+        (0..places.len() as u32).filter(|place| seen[*place as usize]).collect()
+    }
+
+    /// The different sets of policies that select some endpoint together.
+    pub fn classes(&self) -> BTreeSet<Vec<&'a PolicyId>> {
+        let mut of_group: Vec<Vec<&'a PolicyId>> = vec![Vec::new(); self.groups.len()];
+        for (policy, groups) in &self.by_policy {
+            for at in groups {
+                of_group[*at as usize].push(policy);
+            }
+        }
+        of_group.into_iter().filter(|policies| !policies.is_empty()).collect()
+    }
+}
+
+/// The policies that select one pod, for an agent that knows its own node's pods only.
+pub fn selecting<'a>(
+    policies: impl IntoIterator<Item = &'a Policy>,
+    pod: &Labels,
+    namespace: &Labels,
+    node: &Labels,
+) -> BTreeSet<PolicyId> {
+    policies.into_iter().filter(|p| p.selects(pod, namespace, node)).map(|p| p.id.clone()).collect()
+}
+
+static NO_LABELS: Labels = Labels::new();
+
+/// Nodes by the set of node selectors that they match.
+struct NodeClasses<'a> {
+    bit: BTreeMap<&'a Selector, u32>,
+    classes: Vec<BTreeSet<u32>>,
+    of_node: BTreeMap<&'a NodeName, u32>,
+    /// The class of pods on nodes that have no object: with no labels at all.
+    unknown: u32,
+}
+
+impl<'a> NodeClasses<'a> {
+    fn new(snapshot: &'a Snapshot, selectors: &[&'a EndpointSelector]) -> Self {
+        let distinct: BTreeSet<&Selector> = selectors.iter().filter_map(|s| s.node.as_ref()).collect();
+        let keys = mentioned_keys(distinct.iter().copied());
+        let index = LabelIndex::new(snapshot.nodes.values().map(|n| &n.labels), &keys);
+        let mut bits: Vec<BTreeSet<u32>> = vec![BTreeSet::new(); snapshot.nodes.len()];
+        let mut bit = BTreeMap::new();
+        let mut unknown = BTreeSet::new();
+        for (at, selector) in distinct.into_iter().enumerate() {
+            for node in index.matching(selector) {
+                bits[node as usize].insert(at as u32);
+            }
+            if selector.matches(&NO_LABELS) {
+                unknown.insert(at as u32);
+            }
+            bit.insert(selector, at as u32);
+        }
+        let mut interned: BTreeMap<BTreeSet<u32>, u32> = BTreeMap::new();
+        let mut intern = |class: BTreeSet<u32>| {
+            let next = interned.len() as u32;
+            *interned.entry(class).or_insert(next)
+        };
+        let of_node = snapshot.nodes.keys().zip(bits).map(|(node, class)| (node, intern(class))).collect();
+        let unknown = intern(unknown);
+        let mut classes = vec![BTreeSet::new(); interned.len()];
+        for (class, at) in interned {
+            classes[at as usize] = class;
+        }
+        Self { bit, classes, of_node, unknown }
+    }
+}
+
+/// Namespaces that have an object or a pod, and which of them each namespace selector matches.
+struct Namespaces<'a> {
+    names: BTreeMap<&'a str, u32>,
+    matching: BTreeMap<&'a Selector, BTreeSet<u32>>,
+}
+
+impl<'a> Namespaces<'a> {
+    fn new(snapshot: &'a Snapshot, selectors: &[&'a EndpointSelector]) -> Self {
+        let mut names: BTreeSet<&Arc<str>> = snapshot.namespaces.keys().collect();
+        let mut last: Option<&Arc<str>> = None;
+        for id in snapshot.endpoints.keys() {
+            if last != Some(&id.namespace) {
+                names.insert(&id.namespace);
+                last = Some(&id.namespace);
+            }
+        }
+        let distinct: BTreeSet<&Selector> = selectors.iter().filter_map(|s| s.namespace.as_ref()).collect();
+        let keys = mentioned_keys(distinct.iter().copied());
+        let labels = names.iter().map(|name| snapshot.namespaces.get(*name).unwrap_or(&NO_LABELS));
+        let index = LabelIndex::new(labels, &keys);
+        let matching =
+            distinct.into_iter().map(|selector| (selector, index.matching(selector).into_iter().collect())).collect();
+        Self { names: names.into_iter().enumerate().map(|(at, name)| (&**name, at as u32)).collect(), matching }
+    }
+}
+
+/// Namespace, class of the node, and the values of all labels that selectors mention.
+type GroupKey<'a> = (u32, u32, Vec<(u32, &'a str)>);
+
+fn group<'a>(
+    snapshot: &'a Snapshot,
+    selectors: &[&'a EndpointSelector],
+    nodes: &NodeClasses<'a>,
+    namespaces: &Namespaces<'a>,
+) -> Vec<Group<'a>> {
+    let keys = mentioned_keys(selectors.iter().filter_map(|s| s.pod.as_ref()));
+    let mut places: BTreeMap<GroupKey<'a>, usize> = BTreeMap::new();
+    let mut groups: Vec<Group<'a>> = Vec::new();
+    for endpoint in snapshot.endpoints.values() {
+        let namespace = namespaces.names[&*endpoint.id.namespace];
+        let node_class = nodes.of_node.get(&endpoint.node).copied().unwrap_or(nodes.unknown);
+        let seen =
+            keys.iter().enumerate().filter_map(|(at, key)| Some((at as u32, endpoint.labels.get(*key)?.as_str())));
+        let place = *places.entry((namespace, node_class, seen.collect())).or_insert_with(|| {
+            groups.push(Group { namespace, node_class, labels: &endpoint.labels, members: Vec::new() });
+            groups.len() - 1
+        });
+        groups[place].members.push(endpoint);
+    }
+    groups
+}

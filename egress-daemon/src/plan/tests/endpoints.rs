@@ -1,0 +1,119 @@
+//! `PerEndpoint`: balance and movement.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use proptest::prelude::*;
+
+use super::world::*;
+use crate::model::*;
+use crate::plan::endpoints::{Seat, assign};
+use crate::plan::plan;
+
+fn seats(slots: &[bool]) -> Vec<Seat> {
+    slots.iter().enumerate().filter(|(_, there)| **there).map(|(n, _)| (v4(0, 0, n as u8), 1)).collect()
+}
+
+fn ids(pods: &[bool]) -> Vec<EndpointId> {
+    let there = pods.iter().enumerate().filter(|(_, there)| **there);
+    there.map(|(n, _)| EndpointId::new("ns", &format!("pod{n:03}"), "uid")).collect()
+}
+
+type Assignment = BTreeMap<EndpointId, IpAddr>;
+
+fn run(slots: &[Seat], ids: &[EndpointId], previous: &Assignment) -> Assignment {
+    let ids: Vec<&EndpointId> = ids.iter().collect();
+    let assigned = assign(slots, &ids, |id| previous.get(id).copied());
+    assigned.into_iter().map(|(id, address)| (id.clone(), address)).collect()
+}
+
+fn counts(slots: &[Seat], assigned: &Assignment) -> Vec<usize> {
+    slots.iter().map(|(address, _)| assigned.values().filter(|a| *a == address).count()).collect()
+}
+
+/// The fewest moves that lead to counts that differ by at most one.
+fn fewest_moves(slots: &[Seat], ids: &[EndpointId], previous: &Assignment) -> usize {
+    let remaining: Assignment =
+        previous.iter().filter(|(id, _)| ids.contains(id)).map(|(id, address)| (id.clone(), *address)).collect();
+    let mut held = counts(slots, &remaining);
+    held.sort_by(|a, b| b.cmp(a));
+    let (low, extra) = (ids.len() / slots.len(), ids.len() % slots.len());
+    let kept: usize = held.iter().enumerate().map(|(n, held)| (*held).min(low + usize::from(n < extra))).sum();
+    remaining.len() - kept
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn balanced_with_the_fewest_moves(
+        steps in prop::collection::vec((prop::collection::vec(any::<bool>(), 8), prop::collection::vec(prop::bool::weighted(0.7), 40)), 1..6),
+    ) {
+        let mut previous = Assignment::new();
+        for (slots, pods) in steps {
+            let (slots, ids) = (seats(&slots), ids(&pods));
+            prop_assume!(!slots.is_empty());
+            let now = run(&slots, &ids, &previous);
+            prop_assert_eq!(now.len(), ids.len());
+            let counts = counts(&slots, &now);
+            prop_assert!(counts.iter().max().unwrap() - counts.iter().min().unwrap() <= 1, "{:?}", counts);
+            let moved = ids.iter().filter(|id| previous.get(*id).is_some_and(|before| before != &now[*id])).count();
+            prop_assert_eq!(moved, fewest_moves(&slots, &ids, &previous));
+            prop_assert_eq!(&run(&slots, &ids, &now), &now, "again");
+            previous = now;
+        }
+    }
+
+    #[test]
+    fn weights_are_respected_and_stable(
+        weights in prop::collection::vec(1u32..6, 1..6),
+        pods in prop::collection::vec(any::<bool>(), 60),
+        later in prop::collection::vec(any::<bool>(), 60),
+    ) {
+        let slots: Vec<Seat> = weights.iter().enumerate().map(|(n, w)| (v4(0, 0, n as u8), *w)).collect();
+        let first = run(&slots, &ids(&pods), &Assignment::new());
+        let second = run(&slots, &ids(&later), &first);
+        prop_assert_eq!(&run(&slots, &ids(&later), &second), &second, "again");
+        let all: u32 = weights.iter().sum();
+        for (count, weight) in counts(&slots, &second).iter().zip(&weights) {
+            let exact = second.len() as f64 * f64::from(*weight) / f64::from(all);
+            prop_assert!((*count as f64 - exact).abs() <= weights.len() as f64, "{} instead of {}", count, exact);
+        }
+    }
+}
+
+#[test]
+fn the_first_assignment_is_the_sorted_round_robin() {
+    let slots = seats(&[true; 3]);
+    let ids = ids(&[true; 8]);
+    let assigned = run(&slots, &ids, &Assignment::new());
+    for (n, id) in ids.iter().enumerate() {
+        assert_eq!(assigned[id], slots[n % 3].0, "{id}");
+    }
+}
+
+#[test]
+fn zones_and_local_nodes_restrict_the_choice() {
+    let (mut snapshot, health) = cluster(4, 4);
+    for (name, node) in &mut snapshot.nodes {
+        let n: usize = name.as_str().trim_start_matches(char::is_alphabetic).parse().unwrap();
+        node.zone = Some(["x", "y"][n % 2].to_owned());
+    }
+    add_pod(&mut snapshot, "on-gw0", "gw0", Labels::new());
+    let source = Source::Pools(vec![request("public", 4)]);
+    let wanted = Policy {
+        distribution: Distribution::PerEndpoint,
+        zone: ZoneMode::Require,
+        prefer_local_node: true,
+        ..policy("web", source)
+    };
+    add_policy(&mut snapshot, wanted.clone());
+    let first = plan(&snapshot, &health, &Default::default());
+    let owner = |address: IpAddr| first.egress_ips[&address].owner.clone().unwrap();
+    for (id, assigned) in &first.assignments[&wanted.id] {
+        let owner = owner(assigned.get(Family::V4).unwrap());
+        let node = &snapshot.endpoints[id].node;
+        assert_eq!(snapshot.nodes[&owner].zone, snapshot.nodes[node].zone, "{id}");
+        assert!(node.as_str() != "gw0" || owner == *node, "{id} prefers its own node");
+    }
+}

@@ -1,0 +1,10 @@
+//! Properties of plans, checked against slow and obvious oracles.
+
+mod blocks;
+mod classes;
+mod endpoints;
+mod owners;
+mod pools;
+mod scenes;
+mod whole;
+mod world;

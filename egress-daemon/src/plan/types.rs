@@ -1,0 +1,262 @@
+//! What a plan is made of.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use ipnet::IpNet;
+
+use crate::model::{EndpointId, Family, NodeName, PolicyId, PoolId};
+
+/// Why an egress IP has the owner that it has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum OwnerReason {
+    /// Its preferred gateway carries it.
+    Preferred,
+    /// Another gateway carries it until the preferred one is back.
+    Failover,
+    /// Its owner is not healthy, but no other gateway is eligible.
+    OwnerUnhealthy,
+    /// No node matches the node selectors.
+    NoGatewaySelected,
+    /// Nodes match the node selectors, but none of them is ready with a fresh lease.
+    NoGatewayReady,
+    /// Every eligible gateway owns as many egress IPs as it may.
+    AtCapacity,
+    /// The address is configured on a node that the node selectors do not select, or that has to have it and does not.
+    AddressElsewhere,
+}
+
+impl OwnerReason {
+    /// The name that conditions and tables show.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            OwnerReason::Preferred => "Preferred",
+            OwnerReason::Failover => "Failover",
+            OwnerReason::OwnerUnhealthy => "OwnerUnhealthy",
+            OwnerReason::NoGatewaySelected => "NoGatewaySelected",
+            OwnerReason::NoGatewayReady => "NoGatewayReady",
+            OwnerReason::AtCapacity => "AtCapacity",
+            OwnerReason::AddressElsewhere => "AddressElsewhere",
+        }
+    }
+}
+
+/// One egress IP.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EgressIpPlan {
+    /// The pool that it was taken from.
+    pub pool: Option<PoolId>,
+    /// A node has the address by itself: it never floats, and only the ports of [`super::blocks::FIXED_BLOCKS`] are used.
+    pub fixed: bool,
+    /// The interface that has it, where `fixed`.
+    pub interface: Option<String>,
+    /// The one gateway that carries it.
+    pub owner: Option<NodeName>,
+    /// The gateway that it goes back to.
+    pub preferred: Option<NodeName>,
+    /// Grows by one with each change of owner; 0: it never had one.
+    pub epoch: u64,
+    /// The policies that use it, with the weight of its slot.
+    pub users: BTreeMap<PolicyId, u32>,
+    /// Why it has this owner.
+    pub reason: OwnerReason,
+    /// How many blocks of it each source node may count on. Where `scarce`, a node that holds more gives idle ones back.
+    pub share: u32,
+    /// A node that needs a block of it cannot have one.
+    pub scarce: bool,
+}
+
+/// The egress IPs of an endpoint under a `PerEndpoint` policy, one a family.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Assigned {
+    /// For IPv4 destinations.
+    pub v4: Option<Ipv4Addr>,
+    /// For IPv6 destinations.
+    pub v6: Option<Ipv6Addr>,
+}
+
+impl Assigned {
+    /// The one for destinations of this family.
+    pub fn get(&self, family: Family) -> Option<IpAddr> {
+        match family {
+            Family::V4 => self.v4.map(IpAddr::V4),
+            Family::V6 => self.v6.map(IpAddr::V6),
+        }
+    }
+
+    /// Sets the one of the address's family.
+    pub fn set(&mut self, address: IpAddr) {
+        match address {
+            IpAddr::V4(v4) => self.v4 = Some(v4),
+            IpAddr::V6(v6) => self.v6 = Some(v6),
+        }
+    }
+}
+
+/// Whether a block may be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum BlockState {
+    /// By its holder, for new flows.
+    Leased,
+    /// By nobody for new flows. It is free again when its holder releases it, or is gone.
+    Quarantined,
+}
+
+/// One port block of one egress IP.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockLease {
+    /// Its holder.
+    pub node: NodeName,
+    /// The revision that it was granted with: it may be used when the owner of the egress IP has programmed this.
+    pub revision: u64,
+    /// Whether it may be used.
+    pub state: BlockState,
+}
+
+/// The blocks of one egress IP by number.
+pub type Blocks = BTreeMap<u16, BlockLease>;
+
+/// The kinds of condition that a policy shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ConditionKind {
+    /// Matching traffic leaves as the policy says.
+    Ready,
+    /// It does, but not all that was asked for is there.
+    Degraded,
+    /// Another policy comes first on some of its traffic or addresses.
+    Conflicting,
+}
+
+impl ConditionKind {
+    /// All of them.
+    pub const ALL: [ConditionKind; 3] = [ConditionKind::Ready, ConditionKind::Degraded, ConditionKind::Conflicting];
+
+    /// The `type` of the condition.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            ConditionKind::Ready => "Ready",
+            ConditionKind::Degraded => "Degraded",
+            ConditionKind::Conflicting => "Conflicting",
+        }
+    }
+}
+
+/// Why a condition is what it is, in one word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Reason {
+    /// Nothing to complain of.
+    AsExpected,
+    /// The policy names a pool that is not there.
+    PoolNotFound,
+    /// A pool has no free address left.
+    PoolExhausted,
+    /// A wanted address is in none of the ranges of its pool.
+    AddressNotInPool,
+    /// A wanted address belongs to another policy.
+    AddressInUse,
+    /// Two policies let the same address float over nodes that have none in common.
+    SelectorsDisagree,
+    /// There is no egress IP of a family that the policy steers.
+    NoAddress,
+    /// An egress IP has no owner.
+    NoGateway,
+    /// An egress IP's owner does not renew its lease, and no other gateway is eligible.
+    GatewayUnhealthy,
+    /// Every eligible gateway owns as many egress IPs as it may.
+    AtCapacity,
+    /// The address is configured elsewhere than the policy says.
+    AddressElsewhere,
+    /// No gateway is in the zone of some selected pods.
+    NoGatewayInZone,
+    /// Another policy steers the same destinations of the same pods.
+    SameDestination,
+    /// The object cannot be carried out as it is written.
+    Invalid,
+}
+
+impl Reason {
+    /// The `reason` of the condition.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Reason::AsExpected => "AsExpected",
+            Reason::PoolNotFound => "PoolNotFound",
+            Reason::PoolExhausted => "PoolExhausted",
+            Reason::AddressNotInPool => "AddressNotInPool",
+            Reason::AddressInUse => "AddressInUse",
+            Reason::SelectorsDisagree => "SelectorsDisagree",
+            Reason::NoAddress => "NoAddress",
+            Reason::NoGateway => "NoGateway",
+            Reason::GatewayUnhealthy => "GatewayUnhealthy",
+            Reason::AtCapacity => "AtCapacity",
+            Reason::AddressElsewhere => "AddressElsewhere",
+            Reason::NoGatewayInZone => "NoGatewayInZone",
+            Reason::SameDestination => "SameDestination",
+            Reason::Invalid => "Invalid",
+        }
+    }
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// One condition.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Condition {
+    /// Whether it holds.
+    pub holds: bool,
+    /// Why, in one word.
+    pub reason: Reason,
+    /// Why, in a sentence that names object, field and remedy.
+    pub message: String,
+}
+
+/// One slot of a policy, as its status shows it. Slots are sorted by address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Slot {
+    /// The egress IP.
+    pub address: IpAddr,
+    /// Its owner.
+    pub owner: Option<NodeName>,
+    /// The zone of its owner.
+    pub zone: Option<String>,
+    /// Its epoch.
+    pub epoch: u64,
+    /// Its share of new flows relative to the other slots of its family.
+    pub weight: u32,
+    /// Why it has this owner.
+    pub reason: OwnerReason,
+    /// How many endpoints are assigned to it (`PerEndpoint`).
+    pub endpoints: u32,
+}
+
+/// What became of a policy.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Outcome {
+    /// All of [`ConditionKind::ALL`].
+    pub conditions: BTreeMap<ConditionKind, Condition>,
+    /// Its table of egress IPs, both families.
+    pub slots: Vec<Slot>,
+    /// How many endpoints it selects.
+    pub endpoints: u32,
+    /// Who comes first on which of its destination prefixes, for some of its pods.
+    pub conflicts: BTreeMap<PolicyId, BTreeSet<IpNet>>,
+}
+
+/// Everything that the controller decides.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// By address.
+    pub egress_ips: BTreeMap<IpAddr, EgressIpPlan>,
+    /// Of the `PerEndpoint` policies.
+    pub assignments: BTreeMap<PolicyId, BTreeMap<EndpointId, Assigned>>,
+    /// By egress IP. An egress IP that is no more stays here until the last block of it came back.
+    pub blocks: BTreeMap<IpAddr, Blocks>,
+    /// The revision of the latest grant of blocks.
+    pub lease_revision: u64,
+    /// By policy, for every policy of the snapshot.
+    pub outcomes: BTreeMap<PolicyId, Outcome>,
+}
