@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use view::View;
 
 /// How often everything is looked at although nothing was notified.
@@ -51,12 +51,14 @@ pub struct Files {
 }
 
 /// Why the directory is looked at.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 enum Wake {
     /// Files of Spillway's changed.
     Own,
     /// Files of people changed, perhaps others too.
     Any,
+    /// Somebody waits for a look at Spillway's files.
+    Waiting(oneshot::Sender<()>),
     Stop,
 }
 
@@ -204,13 +206,21 @@ fn follow(
             Err(RecvTimeoutError::Timeout) => Wake::Any,
             Err(RecvTimeoutError::Disconnected) => return,
         };
-        let wakes: Vec<Wake> = woken.try_iter().chain([first]).collect();
-        if wakes.contains(&Wake::Stop) {
-            return;
+        let (mut all, mut waiting) = (again.is_some_and(|again| again <= Instant::now()), Vec::new());
+        for wake in [first].into_iter().chain(woken.try_iter()) {
+            match wake {
+                Wake::Own => {}
+                Wake::Any => all = true,
+                Wake::Waiting(done) => waiting.push(done),
+                Wake::Stop => return,
+            }
         }
         let Some(files) = files.upgrade() else { return };
-        let all = wakes.contains(&Wake::Any) || again.is_some_and(|again| again <= Instant::now());
         again = scanner.scan(&files, if all { Look::Everywhere } else { Look::Own });
+        for done in waiting {
+            // Without a receiver nobody waits any more.
+            done.send(()).ok();
+        }
     }
 }
 
@@ -224,8 +234,23 @@ impl Backend for Arc<Files> {
         self.view().get(kind, key)
     }
 
+    fn revision(&self, kind: Kind) -> u64 {
+        self.view().revision(kind)
+    }
+
     fn problems(&self) -> Vec<Problem> {
         self.view().problems.clone()
+    }
+
+    fn refresh(&self) -> BoxFuture<'static, ()> {
+        let (done, waiting) = oneshot::channel();
+        let sent = self.wake.send(Wake::Waiting(done)).is_ok();
+        Box::pin(async move {
+            if sent {
+                // Without a sender the store is closing.
+                waiting.await.ok();
+            }
+        })
     }
 
     fn changes(&self) -> watch::Receiver<u64> {

@@ -318,6 +318,37 @@ async fn no_update_is_lost_among_threads_and_processes() {
     .await;
 }
 
+#[tokio::test]
+async fn a_refreshed_store_shows_what_others_wrote_before() {
+    let dir = directory();
+    let (store, other) = (Files::open(dir.path()).unwrap(), Files::open(dir.path()).unwrap());
+    for number in 1..30 {
+        let before = other.revision::<EgressIP>();
+        store.create(&egress_ip(&format!("192.0.2.{number}"))).await.unwrap();
+        other.refresh().await;
+        assert_eq!(other.list::<EgressIP>().len(), number);
+        assert_ne!(other.revision::<EgressIP>(), before);
+        assert_eq!(other.revision::<Lease>(), 0);
+    }
+}
+
+#[tokio::test]
+async fn a_leader_that_was_replaced_cannot_write() {
+    let dir = directory();
+    let store = Files::open(dir.path()).unwrap();
+    let mut lease = counter();
+    let guarded = store.guarded(Key::of(&lease), 1);
+    assert!(matches!(guarded.create(&egress_ip("192.0.2.1")).await, Err(StoreError::Fenced(_))), "nobody leads yet");
+    lease.spec =
+        Some(LeaseSpec { holder_identity: Some("a".into()), lease_transitions: Some(1), ..Default::default() });
+    let mut lease = store.create(&lease).await.unwrap();
+    guarded.create(&egress_ip("192.0.2.1")).await.unwrap();
+    lease.spec.as_mut().unwrap().lease_transitions = Some(2);
+    store.replace(&lease).await.unwrap();
+    assert!(matches!(guarded.create(&egress_ip("192.0.2.2")).await, Err(StoreError::Fenced(_))));
+    store.guarded(Key::of(&lease), 2).create(&egress_ip("192.0.2.2")).await.unwrap();
+}
+
 #[test]
 fn notices_of_reading_and_of_temporary_files_do_not_count() {
     use notify::event::{CreateKind, ModifyKind};
