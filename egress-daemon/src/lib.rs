@@ -1,5 +1,9 @@
 //! The agent, the controller and what egressctl needs.
 
+pub mod api;
+pub mod datapath;
 pub mod health;
+pub mod host;
 pub mod model;
 pub mod plan;
+pub mod store;

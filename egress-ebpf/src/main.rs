@@ -1,8 +1,130 @@
-//! Placeholder until the first program lands.
+//! Spillway's eBPF programs: the entry points, and the only place that knows the kernel's verdict codes.
+//!
+//! A packet's way is told in DESIGN section 3 and ARCHITECTURE.md. Each entry point parses nothing itself: it picks the
+//! address family and turns a [`Verdict`] into a code and a counter.
 #![no_std]
 #![no_main]
+#![expect(missing_docs, reason = "the classifier macro makes public functions without docs")]
+
+mod classify;
+mod collect;
+mod deliver;
+mod family;
+mod fragment;
+mod gateway;
+mod icmp;
+mod inbound;
+mod maps;
+mod mss;
+mod neighbor;
+mod packet;
+mod parse;
+mod ports;
+mod stats;
+mod steer;
+mod translate;
+mod tunnel;
+
+use aya_ebpf::{macros::classifier, programs::TcContext};
+use egress_common::{
+    V4, V6,
+    verdict::{Counter, Verdict, bits},
+};
+use packet::Packet;
+
+/// Go on with the next program at the hook, then with the stack (`TCX_NEXT`, `TC_ACT_UNSPEC`).
+const NEXT: i32 = -1;
+/// Drop (`TC_ACT_SHOT`).
+const SHOT: i32 = 2;
+/// A redirect was prepared (`TC_ACT_REDIRECT`).
+const REDIRECT: i32 = 7;
+
+/// EtherTypes as they lie in a frame.
+const IPV4: u16 = 0x0800_u16.to_be();
+const IPV6: u16 = 0x86dd_u16.to_be();
+const ARP: u16 = 0x0806_u16.to_be();
+
+#[inline(always)]
+fn finish(verdict: Verdict) -> i32 {
+    settle(verdict.to_bits())
+}
+
+/// The kernel's code for a verdict in bits.
+#[inline(always)]
+fn settle(verdict: u64) -> i32 {
+    match (verdict >> 32, verdict as u32 as i32) {
+        (bits::PASS, _) => NEXT,
+        (bits::DROP, counter) => {
+            stats::count_index(counter as u32);
+            SHOT
+        }
+        (_, REDIRECT) => REDIRECT,
+        _ => {
+            stats::count(Counter::DropRedirect);
+            SHOT
+        }
+    }
+}
+
+/// Ingress of a pod's host-side interface: classify, find or create the flow, translate, send.
+#[classifier]
+pub fn pod_egress(ctx: TcContext) -> i32 {
+    let pkt = Packet::new(&ctx);
+    settle(match pkt.protocol() {
+        IPV4 => steer::steer::<V4>(&pkt),
+        IPV6 => steer::steer::<V6>(&pkt),
+        _ => Verdict::Pass.to_bits(),
+    })
+}
+
+/// Egress of a pod's host-side interface: remember what the outside opened, so that its replies are left alone.
+#[classifier]
+pub fn pod_ingress(ctx: TcContext) -> i32 {
+    let pkt = Packet::new(&ctx);
+    finish(match pkt.protocol() {
+        IPV4 => inbound::remember::<V4>(&pkt),
+        IPV6 => inbound::remember::<V6>(&pkt),
+        _ => Verdict::Pass,
+    })
+}
+
+/// Ingress of the tunnel device: a gateway forwards, a source node delivers, probes are answered.
+#[classifier]
+pub fn tunnel_ingress(ctx: TcContext) -> i32 {
+    finish(tunnel::receive(&Packet::new(&ctx)))
+}
+
+/// Egress of the tunnel device: gives the agent's own probes their tunnel key.
+#[classifier]
+pub fn tunnel_egress(ctx: TcContext) -> i32 {
+    finish(tunnel::send_probe(&Packet::new(&ctx)))
+}
+
+/// Ingress of the interfaces that carry egress IPs: replies, ARP and NDP.
+#[classifier]
+pub fn uplink_ingress(ctx: TcContext) -> i32 {
+    let pkt = Packet::new(&ctx);
+    finish(match pkt.protocol() {
+        IPV4 => gateway::reply::<V4>(&pkt),
+        IPV6 => gateway::reply::<V6>(&pkt),
+        ARP => neighbor::arp(&pkt),
+        _ => Verdict::Pass,
+    })
+}
+
+/// Run once by the agent (`BPF_PROG_TEST_RUN`): arms the collector's timer, which from then on needs no agent.
+#[classifier]
+pub fn start_collector(_ctx: TcContext) -> i32 {
+    collect::start()
+}
 
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo) -> ! {
-    loop {}
+    // SAFETY: never reached; the verifier would refuse a program in which it could be.
+    unsafe { core::hint::unreachable_unchecked() }
 }
+
+/// The kernel gives GPL-only helpers to programs that declare this licence.
+#[unsafe(link_section = "license")]
+#[unsafe(no_mangle)]
+static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";

@@ -1,1 +1,61 @@
 //! Topologies, captures and traffic that demo, tests and benchmark share.
+//!
+//! A [`topology::Lab`] is a small cluster made of network namespaces; [`process`] runs Spillway's programs in it,
+//! [`traffic`] makes pods talk to the outside, [`capture`] sees what passes, [`wait`] waits for conditions. The lab knows
+//! Spillway only as programs to start: it depends on none of its crates. Needs root, `ip` and `nft`; programs that may run
+//! elsewhere begin with [`require_root!`].
+//!
+//! ```no_run
+//! use std::time::Duration;
+//!
+//! use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+//! use lab::{Capture, Cni, Family, Lab, PodSpec, StartOptions, wait_until};
+//!
+//! lab::require_root!();
+//! Lab::builder().workers(2).gateways(3).cni(Cni::Bridge).run(|lab| {
+//!     let web = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+//!     lab.manifests().write("policy", "kind: EgressGatewayPolicy ...")?;
+//!     lab.start_controller("controller", &StartOptions::new())?;
+//!     lab.start_agents(&StartOptions::new())?;
+//!     wait_until(
+//!         "the policy is in force",
+//!         Duration::from_secs(10),
+//!         || lab.egressctl("worker1", &["policies"]),
+//!         |policies| policies[0]["ready"] == true,
+//!     )?;
+//!     let server = lab.server("server1");
+//!     let (echo, capture) =
+//!         (TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?, Capture::start(&server.ns, "eth0")?);
+//!     let target = server.ips.at(Family::V4, 80);
+//!     let clients = TcpClients::establish(&web.ns, target, 300, TcpOptions::once())?;
+//!     clients.wait("all echoes", Duration::from_secs(10), |all| all.iter().all(|one| one.received == 1))?;
+//!     let spread: Vec<u64> = echo.sources().values().map(|&count| count as u64).collect();
+//!     assert!(lab::stats::is_even(&spread), "{spread:?}");
+//!     let allowed = [10, 11, 12].map(|host| lab::address::external(host).v4.into());
+//!     assert!(capture.finish()?.strangers_towards(target.ip(), &allowed).is_empty());
+//!     Ok(())
+//! });
+//! ```
+
+#[cfg(not(target_os = "linux"))]
+compile_error!("the lab is made of Linux network namespaces");
+
+pub mod capture;
+mod command;
+pub mod manifests;
+pub mod netns;
+mod offload;
+pub mod process;
+pub mod scope;
+pub mod skip;
+pub mod stats;
+pub mod topology;
+pub mod traffic;
+pub mod wait;
+
+pub use capture::{Capture, Packet, Trace};
+pub use manifests::Manifests;
+pub use netns::NetNs;
+pub use process::{Process, StartOptions};
+pub use topology::{Builder, Cni, Dual, Family, Lab, Node, Pod, PodSpec, Role, Segment, Server, address};
+pub use wait::{wait_for, wait_until};

@@ -1,3 +1,53 @@
-//! Placeholder.
+//! Spillway's developer commands: `cargo xtask setup | build | codegen | tidy | test`. Each command is a module of its own.
 
-fn main() {}
+mod build;
+mod codegen;
+mod process;
+mod progress;
+mod setup;
+mod test;
+mod tidy;
+mod toolchain;
+mod workspace;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", about = "Spillway's developer commands")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Install what building and testing need on this machine, or say what to install
+    Setup(setup::Args),
+    /// Build egress-daemon and egressctl, with the eBPF programs embedded
+    Build(build::Args),
+    /// Write the CRDs that come from the code into manifests/crds
+    Codegen(codegen::Args),
+    /// Check the rules that no compiler checks: module edges, file sizes, links, formatting
+    Tidy,
+    /// Run checks, unit tests and end-to-end tests, and count them
+    Test(test::Args),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Setup(args) => setup::run(&args),
+        Command::Build(args) => build::run(&args),
+        Command::Codegen(args) => codegen::run(&args),
+        Command::Tidy => tidy::run(),
+        Command::Test(args) => return test::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! Names and versions that the object file, the pins and the tools agree on.
+
+/// The version of the maps' layout. It is part of the pins' path: an agent never reuses maps of another version.
+pub const LAYOUT_VERSION: u32 = 1;
+
+/// The UDP port of the tunnel device, away from the ports that CNIs use (4789, 8472, 6081).
+pub const TUNNEL_PORT: u16 = 8473;
+/// VXLAN network identifier of packets on their way to a gateway.
+pub const VNI_FORWARD: u32 = 0x5350_01;
+/// VXLAN network identifier of replies on their way back to a source node.
+pub const VNI_REPLY: u32 = 0x5350_02;
+/// VXLAN network identifier of probes.
+pub const VNI_PROBE: u32 = 0x5350_03;
+/// Source MAC address of tunnelled frames. It must differ from every tunnel device's own address: VXLAN drops a frame
+/// that seems to come from the receiving device itself (`vxlan_rcv`, `ether_addr_equal(eth_hdr(skb)->h_source,
+/// vxlan->dev->dev_addr)`).
+pub const INNER_SRC_MAC: [u8; 6] = [0x02, 0x53, 0x57, 0, 0, 1];
+/// Destination MAC address of tunnelled frames.
+pub const INNER_DST_MAC: [u8; 6] = [0x02, 0x53, 0x57, 0, 0, 2];
+/// EtherType of probes (IEEE 802 local experimental 1).
+pub const PROBE_ETHERTYPE: u16 = 0x88b5;
+
+/// Number of the first kernel tick after boot is 0; one tick is 2^30 ns (1.074 s) of `CLOCK_MONOTONIC`.
+pub const TICK_SHIFT: u32 = 30;
+
+/// The whole number of ticks that `seconds` need at least.
+pub const fn ticks(seconds: u64) -> u32 {
+    ((seconds * 1_000_000_000).div_ceil(1 << TICK_SHIFT)) as u32
+}
+
+/// The kinds of names in the map `NAMES`, which only user space reads.
+pub mod name_kind {
+    /// A policy; the id is its index.
+    pub const POLICY: u32 = 1;
+    /// A node; the id is its index in `NODES`.
+    pub const NODE: u32 = 2;
+    /// An endpoint, as `namespace/name`; the id is the endpoint's.
+    pub const ENDPOINT: u32 = 3;
+}
+
+crate::layout::map_type! {
+    /// Key of the map `NAMES`.
+    pub struct NameKey {
+        /// One of [`name_kind`].
+        pub kind: u32,
+        /// The id within the kind.
+        pub id: u32,
+    } size 8
+}
+
+/// Longest name kept in `NAMES`: a namespace (63), a slash and a pod name (253), zero-terminated.
+pub const NAME_LEN: usize = 320;
+
+crate::layout::map_type! {
+    /// Value of the map `NAMES`: UTF-8, filled up with zeros.
+    pub struct Name {
+        /// The bytes.
+        pub bytes: [u8; NAME_LEN],
+    } size 320
+}

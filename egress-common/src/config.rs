@@ -1,0 +1,52 @@
+//! The one record of settings that the programs read with every packet.
+
+use crate::layout::map_type;
+
+map_type! {
+    /// Entry 0 of the map `CONFIG`.
+    pub struct Config {
+        /// Grows with every change of endpoints, classes, policies or membership: a flow that was checked under an
+        /// older generation is classified again with its next packet.
+        pub generation: u32,
+        /// [`flags`].
+        pub flags: u32,
+        /// Interface index of the tunnel device.
+        pub tunnel_ifindex: u32,
+        /// This node's index in `NODES`.
+        pub node: u32,
+        /// Largest TCP segment over IPv4 that fits the tunnel (0: no clamping).
+        pub mss_v4: u32,
+        /// Largest TCP segment over IPv6 that fits the tunnel (0: no clamping).
+        pub mss_v6: u32,
+        /// Idle time of an established TCP connection, in ticks.
+        pub tcp_established: u32,
+        /// Idle time of a TCP connection that is opening or closing, in ticks.
+        pub tcp_transitory: u32,
+        /// Idle time of a UDP flow, in ticks.
+        pub udp: u32,
+        /// Idle time of an ICMP query, in ticks.
+        pub icmp: u32,
+    } size 40
+}
+
+/// Bits of [`Config::flags`].
+pub mod flags {
+    /// A selected pod is starting on this node: packets of unknown sources at pod interfaces are dropped.
+    pub const HOLD: u32 = 1;
+    /// The kernel knows `BPF_F_IPV6` of `bpf_l4_csum_replace` (Linux 6.16).
+    pub const CSUM_IPV6: u32 = 2;
+}
+
+/// What the programs assume until an agent has written the map.
+pub const DEFAULT: Config = Config {
+    generation: 0,
+    flags: 0,
+    tunnel_ifindex: 0,
+    node: 0,
+    mss_v4: 0,
+    mss_v6: 0,
+    tcp_established: crate::abi::ticks(crate::limits::TCP_ESTABLISHED_SECS),
+    tcp_transitory: crate::abi::ticks(crate::limits::TCP_TRANSITORY_SECS),
+    udp: crate::abi::ticks(crate::limits::UDP_SECS),
+    icmp: crate::abi::ticks(crate::limits::ICMP_SECS),
+};

@@ -1,0 +1,73 @@
+//! What the datapath knows of egress IPs, their owners, their port blocks and the nodes.
+
+use crate::{layout::map_type, port_block};
+
+map_type! {
+    /// Value of `EGRESS_IPS`; the index is interned by the agent and means nothing outside of its node.
+    pub struct EgressIp {
+        /// The address, IPv4 in its mapped form.
+        pub addr: [u32; 4],
+        /// Changes whenever the index is given to another address.
+        pub generation: u32,
+        /// Index of the owner in `NODES`; 0 for none.
+        pub owner: u32,
+        /// [`flags`].
+        pub flags: u32,
+        /// Interface that the owner sends by; 0 where this node is not the owner.
+        pub ifindex: u32,
+        /// Epoch of the owner, low half.
+        pub epoch_low: u32,
+        /// Epoch of the owner, high half.
+        pub epoch_high: u32,
+    } size 40
+}
+
+/// Bits of [`EgressIp::flags`].
+pub mod flags {
+    /// This node is the owner.
+    pub const OWNED: u32 = 1;
+    /// The address is a node's own: what is not in a leased block goes to the node's stack, which also answers ARP.
+    pub const NODE_ADDRESS: u32 = 2;
+    /// Do not answer ARP and NDP for it.
+    pub const SILENT: u32 = 4;
+}
+
+map_type! {
+    /// Value of `BLOCKS`, by egress IP: the blocks that this node may take ports from.
+    pub struct BlockList {
+        /// How many of `blocks` are filled.
+        pub count: u32,
+        /// Block numbers.
+        pub blocks: [u16; port_block::COUNT as usize],
+    } size 2020
+}
+
+map_type! {
+    /// Value of `LEASES`, by egress IP: which node each block is leased to, as indices in `NODES`; 0 for nobody.
+    pub struct LeaseTable {
+        /// By [`port_block::row`].
+        pub node: [u16; port_block::ROWS],
+    } size 2048
+}
+
+map_type! {
+    /// Value of `NODES`.
+    pub struct Node {
+        /// The tunnel's address of the node, IPv4 in its mapped form.
+        pub addr: [u32; 4],
+        /// 1 when the entry is filled.
+        pub present: u32,
+        /// Its address in the form that the tunnel key wants: IPv4 in *host* byte order, or 0 for IPv6.
+        pub tunnel_v4: u32,
+    } size 24
+}
+
+map_type! {
+    /// Value of `UPLINKS`; the key is an interface index.
+    pub struct Uplink {
+        /// The interface's MAC address, for ARP and NDP answers, as words in memory order.
+        pub mac: [u16; 3],
+        /// Unused, zero.
+        pub reserved: u16,
+    } size 8
+}

@@ -1,0 +1,112 @@
+//! What the datapath knows of endpoints and policies.
+
+use crate::layout::map_type;
+
+map_type! {
+    /// Value of `ENDPOINTS_*`; the key is the pod's address.
+    pub struct Endpoint {
+        /// Number of the endpoint on this node.
+        pub id: u32,
+        /// Its class; 0 for a pod that no policy selects.
+        pub class: u32,
+        /// [`endpoint_flags`].
+        pub flags: u32,
+    } size 12
+}
+
+/// Bits of [`Endpoint::flags`].
+pub mod endpoint_flags {
+    /// The pod had connections before a policy selected it, so a TCP segment of an unknown connection may be one of them.
+    pub const HAS_HISTORY: u32 = 1;
+}
+
+map_type! {
+    /// Data part of the key of `ROUTES_*`; the prefix length counts the 32 bits of the class as well.
+    pub struct RouteKey<A> {
+        /// The class, host byte order (it always matches whole).
+        pub class: u32,
+        /// The destination.
+        pub addr: A,
+    } sizes 8, 20
+}
+
+/// Value of a route that takes its destinations out of every policy of the class.
+pub const NO_POLICY: u32 = 0;
+
+map_type! {
+    /// Key of `POLICIES`.
+    pub struct PolicyKey {
+        /// Index of the policy.
+        pub policy: u32,
+        /// 4 or 6: a policy has slots of both families, and a table for each.
+        pub family: u32,
+    } size 8
+}
+
+map_type! {
+    /// Value of `POLICIES`.
+    pub struct Policy {
+        /// [`policy_flags`].
+        pub flags: u32,
+        /// First chunk of its Maglev table.
+        pub table: u32,
+        /// Entries of its Maglev table; 0 when no slot can be used.
+        pub table_len: u32,
+        /// Seed of its flows' hash.
+        pub seed: u32,
+    } size 16
+}
+
+/// Bits of [`Policy::flags`].
+pub mod policy_flags {
+    /// Endpoints are assigned to egress IPs (map `ASSIGNMENTS`).
+    pub const PER_ENDPOINT: u32 = 1;
+    /// Without a usable slot, packets leave with the node's address instead of being dropped.
+    pub const ON_NO_GATEWAY_NODE_IP: u32 = 2;
+    /// TCP segments of connections that are not known are dropped instead of left on their old path.
+    pub const EXISTING_DROP: u32 = 4;
+}
+
+map_type! {
+    /// Key of `ASSIGNMENTS`; the value is an index in `EGRESS_IPS`.
+    pub struct AssignmentKey {
+        /// [`Endpoint::id`].
+        pub endpoint: u32,
+        /// Index of the policy.
+        pub policy: u32,
+        /// 4 or 6: a policy has slots of both families.
+        pub family: u32,
+    } size 12
+}
+
+map_type! {
+    /// Key of `MEMBERS`, which lists the slots: the egress IPs of each policy.
+    pub struct MemberKey {
+        /// Index of the policy.
+        pub policy: u32,
+        /// Index of the egress IP.
+        pub egress: u32,
+    } size 8
+}
+
+map_type! {
+    /// Value of `MEMBERS`.
+    pub struct Member {
+        /// [`crate::egress::EgressIp::generation`] of the index.
+        pub generation: u32,
+        /// Number of the slot in its policy, for people.
+        pub slot: u32,
+        /// Weight of the slot.
+        pub weight: u32,
+        /// 1 while new flows may choose it.
+        pub usable: u32,
+    } size 16
+}
+
+map_type! {
+    /// One element of `MAGLEV`: a part of a policy's table, indices in `EGRESS_IPS`.
+    pub struct MaglevChunk {
+        /// The entries.
+        pub egress: [u16; crate::limits::MAGLEV_CHUNK],
+    } size 256
+}

@@ -1,0 +1,120 @@
+//! The flow table: one entry for each direction of a flow, in maps of their own.
+
+use crate::layout::map_type;
+
+map_type! {
+    /// A 5-tuple. In `FLOWS_*` the source is the pod; in `REVERSE_*` it is the egress IP with the translated port.
+    /// The remote side is the destination in both, so the two halves of a pair share `dst`, `dst_port` and `proto`.
+    pub struct FlowKey<A> {
+        /// Source address.
+        pub src: A,
+        /// Destination address.
+        pub dst: A,
+        /// Source port, or the identifier of an ICMP query.
+        pub src_port: u16,
+        /// Destination port; 0 for ICMP.
+        pub dst_port: u16,
+        /// IP protocol number, host byte order.
+        pub proto: u32,
+    } sizes 16, 40
+}
+
+/// Values of [`Flow::kind`].
+pub mod kind {
+    /// Translated: the flow was opened by the pod.
+    pub const TRANSLATED: u16 = 1;
+    /// Opened by the outside, or already there when the pod was selected: its packets are left alone.
+    pub const UNTOUCHED: u16 = 2;
+    /// A TCP connection whose egress IP no longer belongs to its policy: its packets are dropped until it is gone.
+    pub const SEVERED: u16 = 3;
+}
+
+map_type! {
+    /// Value of `FLOWS_*`: what an outgoing packet needs.
+    pub struct Flow {
+        /// Index of the policy; 0 for an untouched flow.
+        pub policy: u32,
+        /// Index of the egress IP in `EGRESS_IPS`: with the policy it names the slot.
+        pub egress: u32,
+        /// Generation of that index when the flow was made: an index that was given to another address does not match.
+        pub egress_generation: u32,
+        /// [`crate::config::Config::generation`] under which the classification was last checked.
+        pub config_generation: u32,
+        /// Distinguishes this flow from an earlier one of the same key in the collector's queue.
+        pub ticket: u32,
+        /// Tick of the last outgoing packet.
+        pub last_seen: u32,
+        /// Tick of its creation.
+        pub created: u32,
+        /// Translated source port, or ICMP identifier.
+        pub port: u16,
+        /// TCP flags seen from the pod, [`crate::tcp::seen`].
+        pub state: u16,
+        /// [`kind`].
+        pub kind: u16,
+        /// Unused, zero.
+        pub reserved: u16,
+    } size 36
+}
+
+map_type! {
+    /// Value of `REVERSE_*`: what a reply needs.
+    pub struct Reverse<A> {
+        /// The pod's address.
+        pub pod: A,
+        /// The pod's port, or ICMP identifier.
+        pub pod_port: u16,
+        /// TCP flags seen from the remote side, [`crate::tcp::seen`].
+        pub state: u16,
+        /// Interface that the flow's first packet came in by.
+        pub ifindex: u32,
+        /// Index of the policy.
+        pub policy: u32,
+        /// Index of the egress IP.
+        pub egress: u32,
+        /// Generation of that index.
+        pub egress_generation: u32,
+        /// Tick of the last reply.
+        pub last_seen: u32,
+        /// Source MAC address of the flow's first packet, as words in memory order.
+        pub pod_mac: [u16; 3],
+        /// Destination MAC address of the flow's first packet, as words in memory order.
+        pub host_mac: [u16; 3],
+    } sizes 40, 52
+}
+
+map_type! {
+    /// An entry of the collector's queue.
+    pub struct Ticket<A> {
+        /// The flow.
+        pub key: FlowKey<A>,
+        /// Its [`Flow::ticket`].
+        pub ticket: u32,
+        /// Tick in which the collector last looked at it.
+        pub checked: u32,
+    } sizes 24, 48
+}
+
+map_type! {
+    /// Key of `FRAGMENTS_*`: one fragmented datagram (RFC 791, RFC 8200 section 4.5).
+    pub struct FragmentKey<A> {
+        /// Source address.
+        pub src: A,
+        /// Destination address.
+        pub dst: A,
+        /// Identification, network byte order (16 bits for IPv4).
+        pub id: u32,
+        /// IP protocol number.
+        pub proto: u32,
+    } sizes 16, 40
+}
+
+map_type! {
+    /// Value of `FRAGMENTS_*`: what only the first fragment tells.
+    pub struct Fragment {
+        /// Source port, or identifier of an ICMP query.
+        pub src_port: u16,
+        /// Destination port; 0 for ICMP.
+        pub dst_port: u16,
+    } size 4
+}

@@ -1,0 +1,48 @@
+//! Every limit of the datapath, by name.
+
+/// Flows per node and address family; the agent's setting `maxFlows` overrides it when the maps are made.
+pub const MAX_FLOWS: usize = 131_072;
+/// Endpoints per node and address family (kubelet's own default limit is 110 pods).
+pub const MAX_ENDPOINTS: usize = 4_096;
+/// (class, prefix) entries per address family.
+pub const MAX_ROUTES: usize = 262_144;
+/// Excepted prefixes per address family (nodes, pods, services, `exceptCIDRs`).
+pub const MAX_EXCEPTS: usize = 65_536;
+/// Policies in force on one node. Index 0 is never used.
+pub const MAX_POLICIES: usize = 4_096;
+/// Egress IPs that one node knows. Index 0 is never used.
+pub const MAX_EGRESS_IPS: usize = 2_048;
+/// (policy, egress IP) pairs that one node knows.
+pub const MAX_MEMBERS: usize = 65_536;
+/// (endpoint, policy) assignments of `PerEndpoint` policies on one node.
+pub const MAX_ASSIGNMENTS: usize = 65_536;
+/// Nodes of the cluster. Index 0 is never used.
+pub const MAX_NODES: usize = 16_384;
+/// Entries of all Maglev tables together, in chunks of [`MAGLEV_CHUNK`].
+pub const MAX_MAGLEV_CHUNKS: usize = 32_768;
+/// Maglev entries in one element of the map.
+pub const MAGLEV_CHUNK: usize = 128;
+/// Fragmented datagrams under way at the same time, per address family.
+pub const MAX_FRAGMENTS: usize = 8_192;
+/// Names kept for the tools.
+pub const MAX_NAMES: usize = 32_768;
+
+/// How many ports are tried for a new flow in one egress IP before the next slot is tried.
+pub const PORT_PROBES: u32 = 256;
+/// How many slots are tried for a new flow before it is dropped.
+pub const SLOT_PROBES: u32 = 4;
+/// Flows that one run of the collector looks at, per address family.
+pub const COLLECT_BATCH: u32 = 2_048;
+/// Time between two runs of the collector.
+pub const COLLECT_INTERVAL_NS: u64 = 50_000_000;
+/// IPv6 extension headers that are walked before a packet counts as malformed.
+pub const MAX_EXTENSION_HEADERS: u32 = 6;
+
+/// RFC 5382, REQ-5: an established connection is kept for no less than 2 h 4 min.
+pub const TCP_ESTABLISHED_SECS: u64 = 7_440;
+/// RFC 5382, REQ-5: a connection that is opening or closing is kept for no less than 4 min.
+pub const TCP_TRANSITORY_SECS: u64 = 240;
+/// RFC 4787, REQ-5: no less than 2 min, 5 min recommended.
+pub const UDP_SECS: u64 = 300;
+/// RFC 5508, REQ-2: no less than 60 s.
+pub const ICMP_SECS: u64 = 60;

@@ -1,0 +1,99 @@
+//! What a program decides, and why a packet was dropped.
+
+macro_rules! counters {
+    ($($name:ident = $text:literal: $help:literal,)*) => {
+        /// What the programs count. Names that begin with `drop_` count dropped packets.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        #[repr(u32)]
+        pub enum Counter { $( #[doc = $help] $name, )* }
+
+        impl Counter {
+            /// Every counter, in the order of its index in the map `COUNTERS`.
+            pub const ALL: &'static [Counter] = &[$(Counter::$name),*];
+            /// The name that `egressctl stats` and the metrics show.
+            pub const fn name(self) -> &'static str { match self { $(Counter::$name => $text),* } }
+            /// One sentence for people.
+            pub const fn help(self) -> &'static str { match self { $(Counter::$name => $help),* } }
+        }
+    };
+}
+
+counters! {
+    FlowsCreated = "flows_created": "new flows that were translated",
+    FlowsExpired = "flows_expired": "flows that were idle for too long and were removed",
+    FlowsReplaced = "flows_replaced": "closed flows whose port was given to a new one before they expired",
+    FlowsRepaired = "flows_repaired": "flows of which one half was missing and was rebuilt from the other",
+    Untouched = "flows_untouched": "flows that the outside opened, or that were there before the policy",
+    SentTunnel = "sent_tunnel": "packets translated and sent to a gateway",
+    SentLocal = "sent_local": "packets translated and sent out by this node itself",
+    Forwarded = "gateway_forwarded": "packets of other nodes that this gateway sent out",
+    Replied = "gateway_replied": "replies that this gateway sent to source nodes",
+    Delivered = "delivered": "replies delivered to pods",
+    NeighborAnswered = "neighbor_answered": "ARP and NDP requests answered for egress IPs",
+    ProbeAnswered = "probe_answered": "probes answered",
+    DropHeld = "drop_held": "packets of unknown sources while a selected pod is starting",
+    DropMalformed = "drop_malformed": "packets that match a policy and cannot be parsed",
+    DropProtocol = "drop_protocol": "packets that match a policy, of a protocol that cannot be translated",
+    DropFragment = "drop_fragment": "fragments whose first fragment was not seen",
+    DropNoPolicy = "drop_no_policy": "packets of a policy that is being removed",
+    DropNoGateway = "drop_no_gateway": "new flows without a usable gateway",
+    DropNoPort = "drop_no_port": "new flows without a free port",
+    DropTableFull = "drop_table_full": "new flows while the flow table is full",
+    DropUnknownFlow = "drop_unknown_flow": "TCP segments of connections that are not known",
+    DropSevered = "drop_severed": "segments of connections whose egress IP was taken from their policy",
+    DropNoOwner = "drop_no_owner": "packets of flows whose egress IP has no owner at the moment",
+    DropNotOwner = "drop_not_owner": "packets for a gateway that does not own their egress IP",
+    DropNotLeased = "drop_not_leased": "packets whose source port is not leased to the node that sent them",
+    DropStranger = "drop_stranger": "tunnelled packets from addresses that are no node's",
+    DropNoReverse = "drop_no_reverse": "replies without a flow",
+    DropNoLease = "drop_no_lease": "packets for an egress IP that belong to nobody's port block",
+    DropRedirect = "drop_redirect": "packets that a helper refused",
+}
+
+#[cfg(test)]
+mod tests {
+    extern crate std;
+    use super::Counter;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn names_are_unique_and_indices_dense() {
+        let names: BTreeSet<_> = Counter::ALL.iter().map(|c| c.name()).collect();
+        assert_eq!(names.len(), Counter::ALL.len());
+        assert!(Counter::ALL.iter().enumerate().all(|(i, c)| *c as usize == i));
+    }
+}
+
+/// What a program does with a packet. Only the entry points know the kernel's codes for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Leave the packet to the next program and to the stack.
+    Pass,
+    /// Drop it and count why.
+    Drop(Counter),
+    /// A redirecting helper has taken it; the value is what the helper returned.
+    Taken(i32),
+}
+
+impl Verdict {
+    /// The verdict in one register, which is all that a function of a BPF program can return: what it is in the upper
+    /// half, the counter or the helper's result in the lower.
+    #[inline(always)]
+    pub const fn to_bits(self) -> u64 {
+        match self {
+            Verdict::Pass => bits::PASS << 32,
+            Verdict::Drop(counter) => bits::DROP << 32 | counter as u64,
+            Verdict::Taken(result) => bits::TAKEN << 32 | result as u32 as u64,
+        }
+    }
+}
+
+/// The upper halves of [`Verdict::to_bits`].
+pub mod bits {
+    /// [`Verdict::Pass`](super::Verdict::Pass).
+    pub const PASS: u64 = 0;
+    /// [`Verdict::Drop`](super::Verdict::Drop).
+    pub const DROP: u64 = 1;
+    /// [`Verdict::Taken`](super::Verdict::Taken).
+    pub const TAKEN: u64 = 2;
+}

@@ -1,0 +1,115 @@
+//! EgressIP: one address in use, who uses it and which gateway carries it. Written by the controller only.
+
+#![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
+
+use super::pool::SubnetInfo;
+use super::schema;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use kube::{CustomResource, KubeSchema};
+use serde::{Deserialize, Serialize};
+use std::net::IpAddr;
+
+/// An address and the policies that use it.
+#[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[kube(
+    group = "spillway.io",
+    version = "v1alpha1",
+    kind = "EgressIP",
+    plural = "egressips",
+    singular = "egressip",
+    shortname = "eip",
+    category = "spillway",
+    status = "EgressIPStatus",
+    derive = "PartialEq",
+    cel,
+    doc = "EgressIP is one source address that the outside sees, and the gateway that carries it. Spillway writes it; \
+           to change it, change the policies and pools.",
+    printcolumn(name = "Address", type_ = "string", json_path = ".spec.address"),
+    printcolumn(name = "Node", type_ = "string", json_path = ".status.node"),
+    printcolumn(name = "Epoch", type_ = "integer", json_path = ".status.epoch"),
+    printcolumn(name = "Pool", type_ = "string", json_path = ".spec.pool"),
+    printcolumn(name = "Ready", type_ = "string", json_path = ".status.conditions[?(@.type=='Ready')].status"),
+    printcolumn(name = "Preferred", type_ = "string", json_path = ".status.preferredNode", priority = 1),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
+)]
+#[serde(rename_all = "camelCase")]
+pub struct EgressIPSpec {
+    /// The address.
+    #[schemars(schema_with = "schema::ip")]
+    pub address: String,
+
+    /// The pool that it comes from; absent for an address that a policy names.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub pool: Option<String>,
+
+    /// The interface of the gateway whose address it is; only for a policy's gateway by interface.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub interface: Option<String>,
+
+    /// Whether the address is a node's own: such an address does not move, its node answers ARP and NDP for it by
+    /// itself, and only some of its ports are used.
+    #[serde(default)]
+    pub fixed: bool,
+
+    /// The subnet of the address, from its pool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "SubnetInfo")]
+    pub subnet_info: Option<SubnetInfo>,
+
+    /// The policies that use the address, sorted by name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub policies: Vec<PolicyUse>,
+}
+
+/// A policy that uses an egress IP.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PolicyUse {
+    /// The policy: its name, with the prefix cegp/ for a CiliumEgressGatewayPolicy and egress/ for Antrea's Egress.
+    pub policy: String,
+
+    /// The share of the policy's new flows, relative to its other egress IPs: 1 to 100.
+    #[schemars(with = "i32", range(min = 1))]
+    pub weight: u32,
+}
+
+/// Which gateway carries an egress IP.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EgressIPStatus {
+    /// The gateway that carries the address; absent while none can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub node: Option<String>,
+
+    /// The zone of that gateway.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub zone: Option<String>,
+
+    /// The gateway that the address returns to when it can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub preferred_node: Option<String>,
+
+    /// Rises with every change of the gateway.
+    #[serde(default)]
+    #[schemars(with = "i64", range(min = 0))]
+    pub epoch: u64,
+
+    /// Ready and others, each with a reason and a sentence.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "schema::conditions")]
+    pub conditions: Vec<Condition>,
+}
+
+/// The name of the EgressIP object of an address: the address itself for IPv4, all eight groups of four digits joined
+/// by `-` for IPv6 (`2001-0db8-0000-0000-0000-0000-0000-0010`).
+pub fn egress_ip_name(address: IpAddr) -> String {
+    match address {
+        IpAddr::V4(v4) => v4.to_string(),
+        IpAddr::V6(v6) => v6.segments().map(|group| format!("{group:04x}")).join("-"),
+    }
+}

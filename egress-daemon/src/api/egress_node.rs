@@ -1,0 +1,192 @@
+//! EgressNode: what the controller gives to a node (port blocks, assignments) and what the node's agent reports back.
+
+#![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
+
+use super::schema;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use kube::{CustomResource, KubeSchema};
+use serde::{Deserialize, Serialize};
+
+/// What the controller gives to a node.
+#[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[kube(
+    group = "spillway.io",
+    version = "v1alpha1",
+    kind = "EgressNode",
+    plural = "egressnodes",
+    singular = "egressnode",
+    shortname = "egn",
+    category = "spillway",
+    status = "EgressNodeStatus",
+    derive = "PartialEq",
+    cel,
+    doc = "EgressNode is Spillway's view of a node. The controller writes the spec (leased port blocks, assignments), \
+           the node's agent writes the status.",
+    printcolumn(name = "Tunnel", type_ = "string", json_path = ".status.tunnelAddresses[0]"),
+    printcolumn(name = "Transport", type_ = "string", json_path = ".status.transport"),
+    printcolumn(name = "Firewall", type_ = "string", json_path = ".status.firewall"),
+    printcolumn(name = "Ready", type_ = "string", json_path = ".status.conditions[?(@.type=='Ready')].status"),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
+)]
+#[serde(rename_all = "camelCase")]
+pub struct EgressNodeSpec {
+    /// The port blocks that are leased to the node, one entry an egress IP, sorted by address.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub blocks: Vec<LeasedBlocks>,
+
+    /// Port blocks that the node held and that nobody may use yet, because packets of its flows may still be under way.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub quarantined: Vec<LeasedBlocks>,
+
+    /// Which of the node's pods use which egress IP, for policies with distribution PerEndpoint, sorted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub assignments: Vec<Assignment>,
+}
+
+/// Port blocks of one egress IP.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct LeasedBlocks {
+    /// The address.
+    #[serde(rename = "egressIP")]
+    pub egress_ip: String,
+
+    /// Consecutive blocks, sorted, without overlap.
+    #[serde(default)]
+    pub ranges: Vec<BlockRange>,
+}
+
+/// Consecutive port blocks that were leased together. Block b covers the ports 1024 + 64 b to 1024 + 64 b + 63.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct BlockRange {
+    /// The first block's number: 0 to 1007.
+    #[schemars(with = "i32", range(min = 0, max = 1007))]
+    pub first: u16,
+
+    /// How many blocks: 1 to 1008.
+    #[schemars(with = "i32", range(min = 1, max = 1008))]
+    pub count: u16,
+
+    /// When they were leased: the owner of the egress IP must have reported at least this leaseRevision before a source
+    /// node uses them.
+    #[schemars(with = "i64", range(min = 0))]
+    pub revision: u64,
+}
+
+/// Pods of the node that use an egress IP.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Assignment {
+    /// The policy: its name, with the prefix cegp/ for a CiliumEgressGatewayPolicy and egress/ for Antrea's Egress.
+    pub policy: String,
+
+    /// The address.
+    #[serde(rename = "egressIP")]
+    pub egress_ip: String,
+
+    /// The pods as namespace/name/uid, sorted.
+    #[serde(default)]
+    pub endpoints: Vec<String>,
+}
+
+/// What the node's agent reports.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EgressNodeStatus {
+    /// The addresses at which the node receives tunnelled packets; the first one is preferred.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tunnel_addresses: Vec<String>,
+
+    /// The addresses of the node's interfaces.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub addresses: Vec<NodeAddress>,
+
+    /// How packets travel between nodes: device, vxlan or direct.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub transport: Option<String>,
+
+    /// The firewall mode in force: respect or bypass.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub firewall: Option<String>,
+
+    /// How the programs are attached: tcx or clsact.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub attach: Option<String>,
+
+    /// All leases up to this revision are in the node's tables.
+    #[serde(default)]
+    #[schemars(with = "i64", range(min = 0))]
+    pub lease_revision: u64,
+
+    /// What the node wants beyond what it has, and what it gives back, one entry an egress IP, sorted by address.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub demand: Vec<Demand>,
+
+    /// Port blocks in which the node's own sockets listen; they are not leased for the node's own addresses.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(with = "Vec<i32>")]
+    pub occupied_blocks: Vec<u16>,
+
+    /// How full the kernel's tables are.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub map_use: Vec<MapUse>,
+
+    /// Ready and others, each with a reason and a sentence.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "schema::conditions")]
+    pub conditions: Vec<Condition>,
+}
+
+/// An address of one of the node's interfaces.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NodeAddress {
+    /// The interface's name.
+    pub interface: String,
+
+    /// The address with its prefix length.
+    pub cidr: String,
+
+    /// Whether a default route of this family leaves through the interface.
+    #[serde(default)]
+    pub default_route: bool,
+}
+
+/// Port blocks of an egress IP that a node wants or gives back.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Demand {
+    /// The address.
+    #[serde(rename = "egressIP")]
+    pub egress_ip: String,
+
+    /// How many blocks the node wants in all; more than it has when it runs low.
+    #[serde(default)]
+    #[schemars(with = "i32", range(min = 0, max = 1008))]
+    pub want_blocks: u16,
+
+    /// Numbers of blocks that the node holds, that no flow of it uses, and that it will not use again; sorted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(with = "Vec<i32>")]
+    pub release: Vec<u16>,
+}
+
+/// How full one of the kernel's tables is.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MapUse {
+    /// The table's name.
+    pub map: String,
+
+    /// Entries in use.
+    #[schemars(with = "i64", range(min = 0))]
+    pub used: u64,
+
+    /// Entries that fit.
+    #[schemars(with = "i64", range(min = 0))]
+    pub capacity: u64,
+}

@@ -1,0 +1,46 @@
+//! What users write and what Spillway writes for them: the custom resources of the group `spillway.io`, their rules
+//! and their documentation. Strings as on the wire; `translate` turns them into the domain's types once. May know
+//! serde, schemars and Kubernetes' object shapes; knows no store, no clock and no I/O.
+
+mod egress_ip;
+mod egress_node;
+mod policy;
+mod pool;
+mod rules;
+mod schema;
+#[cfg(test)]
+mod tests;
+
+pub use egress_ip::{EgressIP, EgressIPSpec, EgressIPStatus, PolicyUse, egress_ip_name};
+pub use egress_node::{
+    Assignment, BlockRange, Demand, EgressNode, EgressNodeSpec, EgressNodeStatus, LeasedBlocks, MapUse, NodeAddress,
+};
+pub use policy::{
+    Bandwidth, Distribution, EgressGateway, EgressGatewayPolicy, EgressGatewayPolicySpec, EgressGatewayPolicyStatus,
+    EndpointSelector, ExistingConnections, NoGateway, PoolRequest, SlotStatus, ZoneMode, ZonePreference,
+};
+pub use pool::{
+    EgressIPPool, EgressIPPoolSpec, EgressIPPoolStatus, Failback, FailbackMode, IPRange, PoolUsage, SubnetInfo,
+};
+pub use rules::{Rules, Violation};
+pub(crate) use rules::{remove_nulls, unknown_field};
+
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::CustomResourceExt;
+
+/// API group of Spillway's own kinds.
+pub const GROUP: &str = "spillway.io";
+/// Version of Spillway's own kinds.
+pub const VERSION: &str = "v1alpha1";
+/// Node annotation that overrides `maxEgressIPsPerNode` of every pool; a number from 0 to 255.
+pub const MAX_EGRESS_IPS_ANNOTATION: &str = "spillway.io/max-egress-ips";
+
+/// Every CustomResourceDefinition of Spillway with the name of the file that it belongs into, sorted by that name.
+pub fn crds() -> Vec<(String, CustomResourceDefinition)> {
+    let mut crds: Vec<_> = [EgressGatewayPolicy::crd(), EgressIPPool::crd(), EgressIP::crd(), EgressNode::crd()]
+        .into_iter()
+        .map(|crd| (format!("{}.yaml", crd.spec.names.plural), schema::for_people(crd)))
+        .collect();
+    crds.sort_by(|a, b| a.0.cmp(&b.0));
+    crds
+}

@@ -1,0 +1,193 @@
+//! EgressIPPool: addresses that policies take egress IPs from, and the nodes that may carry them.
+
+#![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
+
+use super::schema;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, LabelSelector};
+use kube::{CustomResource, KubeSchema};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// The addresses of a pool, the nodes that may carry them, and how they move.
+#[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[kube(
+    group = "spillway.io",
+    version = "v1alpha1",
+    kind = "EgressIPPool",
+    plural = "egressippools",
+    singular = "egressippool",
+    shortname = "eipp",
+    category = "spillway",
+    status = "EgressIPPoolStatus",
+    derive = "PartialEq",
+    cel,
+    doc = "EgressIPPool holds addresses that policies take their egress IPs from. Each is carried by one of the \
+           selected nodes and moves to another one when that node fails.",
+    printcolumn(name = "Total", type_ = "integer", json_path = ".status.usage.total"),
+    printcolumn(name = "Used", type_ = "integer", json_path = ".status.usage.used"),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
+)]
+#[serde(rename_all = "camelCase")]
+pub struct EgressIPPoolSpec {
+    /// The addresses of the pool. A CIDR's first address is never given out, nor is an IPv4 CIDR's last; a range from
+    /// start to end is given out whole.
+    #[serde(default)]
+    #[schemars(length(max = 256))]
+    #[x_kube(validation = Rule::new("self.size() > 0")
+        .message("a pool without ranges has no address: write at least one, such as {cidr: 192.0.2.0/28} or \
+                  {start: 192.0.2.32, end: 192.0.2.40}"))]
+    pub ip_ranges: Vec<IPRange>,
+
+    /// The nodes that may carry the addresses. Empty selects every node.
+    #[schemars(schema_with = "schema::label_selector")]
+    pub node_selector: LabelSelector,
+
+    /// The subnet of the addresses, when it is not that of the node's default route.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "SubnetInfo")]
+    pub subnet_info: Option<SubnetInfo>,
+
+    /// How many addresses of this pool one node may carry: 1 to 255. The node annotation spillway.io/max-egress-ips
+    /// overrides it.
+    #[serde(default, rename = "maxEgressIPsPerNode", skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "i32")]
+    #[x_kube(validation = Rule::new("self >= 1 && self <= 255")
+        .message("maxEgressIPsPerNode must be 1 to 255: leave it out for no limit, or leave the node out of the \
+                  nodeSelector if it should carry none"))]
+    pub max_egress_ips_per_node: Option<i32>,
+
+    /// Whether an address goes back to its preferred node when that node has recovered.
+    #[serde(default)]
+    pub failback: Failback,
+
+    /// How many source ports are leased to a node at once.
+    #[serde(default = "port_block_size")]
+    #[x_kube(validation = Rule::new("self == 64")
+        .message("portBlockSize can only be 64: leave it out"))]
+    pub port_block_size: i32,
+}
+
+/// Consecutive addresses: a CIDR, or the first and the last one.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = Rule::new("has(self.cidr) ? !has(self.start) && !has(self.end) : has(self.start) && has(self.end)")
+        .message("a range is either a cidr, or a start and an end: write {cidr: 192.0.2.0/28} or \
+                  {start: 192.0.2.32, end: 192.0.2.40}"),
+    validation = Rule::new(
+        "!(has(self.start) && has(self.end) && isIP(self.start) && isIP(self.end)) || \
+         ip(self.start).family() == ip(self.end).family()")
+        .message("start and end are of different families: write two IPv4 or two IPv6 addresses")
+)]
+pub struct IPRange {
+    /// A network; its first address (and its last one with IPv4) is not given out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "schema::cidr")]
+    pub cidr: Option<String>,
+
+    /// The first address of a range.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "schema::ip")]
+    pub start: Option<String>,
+
+    /// The last address of a range.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "schema::ip")]
+    pub end: Option<String>,
+}
+
+/// The subnet that the addresses of a pool belong to.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new(
+    "!isIP(self.gateway) || self.prefixLength <= (ip(self.gateway).family() == 4 ? 32 : 128)")
+    .message("prefixLength is longer than an address of the gateway's family: write at most 32 for IPv4 and 128 for IPv6"))]
+pub struct SubnetInfo {
+    /// The next hop for packets that leave with an address of the pool.
+    #[schemars(schema_with = "schema::ip")]
+    pub gateway: String,
+
+    /// The length of the subnet's prefix.
+    #[x_kube(validation = Rule::new("self >= 1 && self <= 128")
+        .message("prefixLength must be 1 to 32 for IPv4 and 1 to 128 for IPv6"))]
+    pub prefix_length: i32,
+
+    /// The VLAN that the subnet is reached through: 1 to 4094; 0 or absent for none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "i32")]
+    #[x_kube(validation = Rule::new("self >= 0 && self <= 4094")
+        .message("vlan must be 1 to 4094, or 0 for none"))]
+    pub vlan: Option<i32>,
+}
+
+/// What happens when the preferred node of an address has recovered.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Failback {
+    /// Preferred moves the address back, Never leaves it where it is.
+    #[serde(default)]
+    pub mode: FailbackMode,
+
+    /// How long the preferred node must be well before the address moves back.
+    #[serde(default = "failback_delay")]
+    #[schemars(schema_with = "schema::duration")]
+    pub delay: String,
+}
+
+impl Default for Failback {
+    fn default() -> Self {
+        Failback { mode: FailbackMode::default(), delay: failback_delay() }
+    }
+}
+
+/// Whether addresses return to their preferred node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum FailbackMode {
+    /// They do, after the delay.
+    #[default]
+    Preferred,
+    /// They stay.
+    Never,
+}
+
+/// How much of a pool is in use.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EgressIPPoolStatus {
+    /// The generation of the pool that this status was made from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "i64")]
+    pub observed_generation: Option<i64>,
+
+    /// Addresses that can be given out, and that are.
+    #[serde(default)]
+    pub usage: PoolUsage,
+
+    /// Ready and others, each with a reason and a sentence.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "schema::conditions")]
+    pub conditions: Vec<Condition>,
+}
+
+/// Counts of addresses.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PoolUsage {
+    /// Addresses that can be given out.
+    #[serde(default)]
+    #[schemars(with = "i64", range(min = 0))]
+    pub total: u64,
+
+    /// Addresses that are in use.
+    #[serde(default)]
+    #[schemars(with = "i64", range(min = 0))]
+    pub used: u64,
+}
+
+fn port_block_size() -> i32 {
+    64
+}
+
+fn failback_delay() -> String {
+    "10s".to_owned()
+}

@@ -1,0 +1,194 @@
+//! Schemas of the pieces that several kinds share, with their CEL rules. Every list and string that a rule looks at is
+//! bounded, because the API server refuses a CRD whose rules could cost too much.
+
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{
+    CustomResourceDefinition, JSONSchemaProps, JSONSchemaPropsOrArray,
+};
+use schemars::{Schema, SchemaGenerator, json_schema};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+/// Puts each description of a CRD onto one line, as `kubectl explain` wraps it by itself.
+pub(super) fn for_people(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
+    for version in &mut crd.spec.versions {
+        if let Some(root) = version.schema.as_mut().and_then(|schema| schema.open_api_v3_schema.as_mut()) {
+            unwrap_descriptions(root);
+        }
+    }
+    crd
+}
+
+fn unwrap_descriptions(schema: &mut JSONSchemaProps) {
+    if let Some(description) = &mut schema.description {
+        *description = description.replace('\n', " ");
+    }
+    schema.properties.iter_mut().flat_map(BTreeMap::values_mut).for_each(unwrap_descriptions);
+    if let Some(JSONSchemaPropsOrArray::Schema(items)) = &mut schema.items {
+        unwrap_descriptions(items);
+    }
+}
+
+/// Longest list of CIDRs or addresses in one field.
+const MAX_LIST: u32 = 1024;
+
+/// A rule of a CRD; `message` is a CEL expression, so that it can name the offending value.
+fn rule(rule: &str, message: &str) -> Value {
+    json!({ "rule": rule, "messageExpression": message })
+}
+
+fn cidr_schema() -> Value {
+    json!({
+        "type": "string",
+        "maxLength": 64,
+        "x-kubernetes-validations": [
+            rule(
+                "isCIDR(self)",
+                "'\"' + self + '\" is not a CIDR: write an address and a prefix length, such as 203.0.113.0/24 or \
+                 2001:db8::/32 (a single address is 203.0.113.7/32 or 2001:db8::7/128)'",
+            ),
+            rule(
+                "!isCIDR(self) || cidr(self).ip() == cidr(self).masked().ip()",
+                "'\"' + self + '\" has bits set behind its prefix: write ' + string(cidr(self).masked()) + ' for the \
+                 network, or /32 (IPv6: /128) for the single address'",
+            ),
+        ],
+    })
+}
+
+fn ip_schema() -> Value {
+    json!({
+        "type": "string",
+        "maxLength": 64,
+        "x-kubernetes-validations": [rule(
+            "isIP(self)",
+            "'\"' + self + '\" is not an IP address: write it without a prefix length, such as 192.0.2.10 or 2001:db8::10'",
+        )],
+    })
+}
+
+fn into_schema(value: Value) -> Schema {
+    match value {
+        Value::Object(map) => map.into(),
+        _ => Schema::default(),
+    }
+}
+
+/// One CIDR.
+pub(super) fn cidr(_: &mut SchemaGenerator) -> Schema {
+    into_schema(cidr_schema())
+}
+
+/// A list of CIDRs.
+pub(super) fn cidrs(_: &mut SchemaGenerator) -> Schema {
+    into_schema(json!({ "type": "array", "maxItems": MAX_LIST, "items": cidr_schema() }))
+}
+
+/// One IP address.
+pub(super) fn ip(_: &mut SchemaGenerator) -> Schema {
+    into_schema(ip_schema())
+}
+
+/// A list of IP addresses.
+pub(super) fn ips(_: &mut SchemaGenerator) -> Schema {
+    into_schema(json!({ "type": "array", "maxItems": MAX_LIST, "items": ip_schema() }))
+}
+
+/// A quantity of Kubernetes above zero, as a string: `800M`, `2Gi`, `1500000`.
+pub(super) fn quantity(_: &mut SchemaGenerator) -> Schema {
+    into_schema(json!({
+        "type": "string",
+        "maxLength": 32,
+        "x-kubernetes-validations": [rule(
+            "isQuantity(self) && quantity(self).isGreaterThan(quantity('0'))",
+            "'\"' + self + '\" is not a quantity above zero: write bits per second for a rate and bits for a burst, \
+             such as 800M or 2G'",
+        )],
+    }))
+}
+
+/// A duration: a whole number and a unit.
+pub(super) fn duration(_: &mut SchemaGenerator) -> Schema {
+    into_schema(json!({
+        "type": "string",
+        "maxLength": 16,
+        "x-kubernetes-validations": [rule(
+            "self.matches('^[0-9]{1,9}(ms|s|m|h)$')",
+            "'\"' + self + '\" is not a duration: write a whole number and a unit (ms, s, m or h), such as 10s'",
+        )],
+    }))
+}
+
+/// The name of a Linux network interface.
+pub(super) fn interface(_: &mut SchemaGenerator) -> Schema {
+    into_schema(json!({
+        "type": "string",
+        "maxLength": 64,
+        "x-kubernetes-validations": [rule(
+            "self.matches('^[^/:[:space:]]{1,15}$')",
+            "'\"' + self + '\" is not the name of a network interface: write 1 to 15 characters without space, slash \
+             or colon, such as eth1'",
+        )],
+    }))
+}
+
+/// A label selector of Kubernetes. An empty one selects everything.
+pub(super) fn label_selector(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "object",
+        "x-kubernetes-map-type": "atomic",
+        "properties": {
+            "matchLabels": {
+                "description": "Labels that must all be there with exactly these values.",
+                "type": "object",
+                "additionalProperties": { "type": "string" },
+            },
+            "matchExpressions": {
+                "description": "Conditions on labels that must all hold.",
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "required": ["key", "operator"],
+                    "properties": {
+                        "key": { "description": "The label's key.", "type": "string" },
+                        "operator": {
+                            "description": "In, NotIn, Exists or DoesNotExist.",
+                            "type": "string",
+                            "enum": ["In", "NotIn", "Exists", "DoesNotExist"],
+                        },
+                        "values": {
+                            "description": "The values for In and NotIn; absent for Exists and DoesNotExist.",
+                            "type": "array",
+                            "items": { "type": "string" },
+                        },
+                    },
+                },
+            },
+        },
+    })
+}
+
+/// Conditions as Kubernetes defines them, one of each type.
+pub(super) fn conditions(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "array",
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["type"],
+        "items": {
+            "type": "object",
+            "required": ["type", "status", "lastTransitionTime", "reason", "message"],
+            "properties": {
+                "type": { "description": "What the condition is about.", "type": "string", "maxLength": 316 },
+                "status": { "description": "True, False or Unknown.", "type": "string", "enum": ["True", "False", "Unknown"] },
+                "reason": { "description": "One word that a program can act on.", "type": "string", "maxLength": 1024 },
+                "message": { "description": "A sentence for a person.", "type": "string", "maxLength": 32768 },
+                "lastTransitionTime": {
+                    "description": "When the status last changed.", "type": "string", "format": "date-time",
+                },
+                "observedGeneration": {
+                    "description": "The generation of the object that the condition was judged from.",
+                    "type": "integer", "format": "int64",
+                },
+            },
+        },
+    })
+}

@@ -1,0 +1,408 @@
+//! Each rule refuses what it should, with its sentence, at its field.
+
+use super::*;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+fn policy(spec: &str) -> Value {
+    object("EgressGatewayPolicy", spec)
+}
+
+fn pool(spec: &str) -> Value {
+    object("EgressIPPool", spec)
+}
+
+fn object(kind: &str, spec: &str) -> Value {
+    let spec: Value = serde_saphyr::from_str(spec).expect("the test's YAML");
+    json!({ "apiVersion": "spillway.io/v1alpha1", "kind": kind, "metadata": { "name": "web" }, "spec": spec })
+}
+
+thread_local! {
+    static RULES: BTreeMap<String, Rules> =
+        crds().into_iter().map(|(_, crd)| (crd.spec.names.kind.clone(), Rules::new(&crd).unwrap())).collect();
+}
+
+fn check(mut object: Value) -> Vec<String> {
+    let kind = object["kind"].as_str().unwrap().to_owned();
+    RULES.with(|rules| rules[&kind].check(&mut object).iter().map(ToString::to_string).collect())
+}
+
+#[track_caller]
+fn refused(object: Value, expected: &[&str]) {
+    assert_eq!(check(object), expected);
+}
+
+#[track_caller]
+fn accepted(object: Value) {
+    assert_eq!(check(object), Vec::<String>::new());
+}
+
+const REST: &str = "selectors: [{podSelector: {}}], destinationCIDRs: [0.0.0.0/0]";
+
+fn gateway(gateway: &str) -> Value {
+    policy(&format!("{{{REST}, egressGateways: [{gateway}]}}"))
+}
+
+fn destination(cidr: &str) -> Value {
+    policy(&format!(
+        "{{selectors: [{{podSelector: {{}}}}], destinationCIDRs: [{cidr}], egressIPPool: {{name: public}}}}"
+    ))
+}
+
+fn range(range: &str) -> Value {
+    pool(&format!("{{ipRanges: [{range}], nodeSelector: {{}}}}"))
+}
+
+#[test]
+fn the_objects_of_the_design_are_accepted() {
+    accepted(policy(
+        r#"
+selectors:
+- podSelector: {matchLabels: {app: web}}
+  namespaceSelector: {matchLabels: {env: prod}}
+  nodeSelector: {}
+destinationCIDRs: [0.0.0.0/0, "::/0"]
+excludedCIDRs: [10.0.0.0/8]
+egressGateways:
+- nodeSelector: {matchLabels: {egress: "true"}}
+  egressIP: 192.0.2.10
+  weight: 1
+distribution: PerFlow
+zone: {mode: Any}
+onNoGateway: Drop
+existingConnections: Keep
+bandwidth: {rate: 800M, burst: 2G}
+"#,
+    ));
+    accepted(policy(&format!("{{{REST}, egressIPPools: [{{name: public, count: 3}}]}}")));
+    accepted(pool(
+        r#"
+ipRanges: [{cidr: 192.0.2.0/28}, {start: 192.0.2.32, end: 192.0.2.40}]
+nodeSelector: {matchLabels: {egress: "true"}}
+subnetInfo: {gateway: 192.0.2.1, prefixLength: 24, vlan: 10}
+maxEgressIPsPerNode: 10
+failback: {mode: Preferred, delay: 10s}
+portBlockSize: 64
+"#,
+    ));
+}
+
+#[test]
+fn null_counts_as_absent() {
+    accepted(policy(&format!("{{{REST}, egressGateway: null, egressIPPool: {{name: public, count: null}}}}")));
+}
+
+#[test]
+fn a_policy_needs_selectors_and_destinations() {
+    refused(
+        policy("{egressIPPool: {name: public}}"),
+        &[
+            "spec.destinationCIDRs: a policy without destinations is for no packet: write at least one CIDR, such as \
+             0.0.0.0/0 and ::/0 for everything outside of the cluster",
+            "spec.selectors: a policy without selectors is for no pod: write at least one, such as {podSelector: \
+             {matchLabels: {app: web}}}, or {podSelector: {}} for every pod",
+        ],
+    );
+    refused(
+        policy("{selectors: [{nodeSelector: {}}], destinationCIDRs: [0.0.0.0/0], egressIPPool: {name: public}}"),
+        &[
+            "spec.selectors[0]: a selector needs podSelector or namespaceSelector: write podSelector: {} to select every pod",
+        ],
+    );
+}
+
+#[test]
+fn egress_ips_come_from_exactly_one_place() {
+    let sentence = "spec: a policy takes its egress IPs from one place: write exactly one of egressGateways (or \
+                    egressGateway for a single one) and egressIPPools (or egressIPPool for a single one)";
+    for source in [
+        "",
+        "egressGateways: []",
+        "egressGateway: {nodeSelector: {}}, egressIPPool: {name: public}",
+        "egressGateways: [{nodeSelector: {}}], egressIPPools: [{name: public}]",
+        "egressGateway: {nodeSelector: {}}, egressGateways: [{nodeSelector: {}}]",
+        "egressIPPool: {name: a}, egressIPPools: [{name: b}]",
+    ] {
+        refused(policy(&format!("{{{REST}, {source}}}")), &[sentence]);
+    }
+    accepted(policy(&format!("{{{REST}, egressGateways: [], egressIPPool: {{name: a}}}}")));
+}
+
+#[test]
+fn gateways() {
+    accepted(gateway("{nodeSelector: {}}"));
+    accepted(gateway("{nodeSelector: {}, interface: eth1.10}"));
+    refused(
+        gateway("{nodeSelector: {}, egressIP: 192.0.2.1, interface: eth1}"),
+        &[
+            "spec.egressGateways[0]: a gateway has either an egressIP or an interface: remove one of them (neither means \
+           the address of the default route's interface)",
+        ],
+    );
+    for weight in [0, -1, 101, 300] {
+        refused(
+            gateway(&format!("{{nodeSelector: {{}}, weight: {weight}}}")),
+            &[
+                "spec.egressGateways[0].weight: weight must be 1 to 100: remove the gateway from the policy if it should \
+               get no new flows",
+            ],
+        );
+    }
+    refused(
+        gateway("{nodeSelector: {}, egressIP: 192.0.2.1/24}"),
+        &["spec.egressGateways[0].egressIP: \"192.0.2.1/24\" is not an IP address: write it without a prefix length, \
+           such as 192.0.2.10 or 2001:db8::10"],
+    );
+    for interface in ["\"\"", "\"eth 1\"", "a/b", "abcdefghijklmnop"] {
+        let found = check(gateway(&format!("{{nodeSelector: {{}}, interface: {interface}}}")));
+        assert_eq!(found.len(), 1, "{interface}: {found:?}");
+        assert!(found[0].contains("is not the name of a network interface: write 1 to 15 characters"), "{found:?}");
+    }
+    refused(
+        gateway("{egressIP: 192.0.2.1}"),
+        &[
+            "spec.egressGateways[0].nodeSelector: this field is required: add nodeSelector: {}. The nodes that may be this \
+           gateway. One of them is, another takes over when it fails. Empty selects every node.",
+        ],
+    );
+}
+
+#[test]
+fn cidrs() {
+    accepted(destination("203.0.113.7/32, 2001:db8::/32"));
+    refused(
+        destination("0.0.0.0/0, 203.0.113.7"),
+        &["spec.destinationCIDRs[1]: \"203.0.113.7\" is not a CIDR: write an address and a prefix length, such as \
+           203.0.113.0/24 or 2001:db8::/32 (a single address is 203.0.113.7/32 or 2001:db8::7/128)"],
+    );
+    refused(
+        destination("203.0.113.7/24"),
+        &["spec.destinationCIDRs[0]: \"203.0.113.7/24\" has bits set behind its prefix: write 203.0.113.0/24 for the \
+           network, or /32 (IPv6: /128) for the single address"],
+    );
+    for wrong in ["300.0.0.0/8", "10.0.0.0/33", "2001:db8::/129", "example.org", "\"\"", "::ffff:10.0.0.0/104"] {
+        let found = check(destination(wrong));
+        assert!(found.len() == 1 && found[0].contains("is not a CIDR: write"), "{wrong}: {found:?}");
+    }
+}
+
+#[test]
+fn pool_requests() {
+    let request = |request: &str| policy(&format!("{{{REST}, egressIPPools: [{request}]}}"));
+    accepted(request("{name: a, egressIPs: [192.0.2.1, 192.0.2.2]}"));
+    refused(
+        request("{name: a, count: 1, egressIPs: [192.0.2.1, 192.0.2.2]}"),
+        &[
+            "spec.egressIPPools[0]: count is less than the number of egressIPs: raise count, or leave it out to get just \
+           the egressIPs",
+        ],
+    );
+    for count in [0, 1025, -3] {
+        refused(
+            request(&format!("{{name: a, count: {count}}}")),
+            &[
+                "spec.egressIPPools[0].count: count must be 1 to 1024: remove the pool from the policy if it should give \
+               no egress IP",
+            ],
+        );
+    }
+    refused(request("{name: \"\"}"), &["spec.egressIPPools[0].name: name is empty: write the name of an EgressIPPool"]);
+}
+
+#[test]
+fn bandwidth() {
+    let bandwidth = |rate: &str| policy(&format!("{{{REST}, egressIPPool: {{name: a}}, bandwidth: {{rate: {rate}}}}}"));
+    accepted(bandwidth("800M"));
+    accepted(bandwidth("\"1500000\""));
+    for rate in ["fast", "\"0\"", "-5M", "800 M"] {
+        let found = check(bandwidth(rate));
+        assert!(found.len() == 1 && found[0].contains("is not a quantity above zero: write"), "{rate}: {found:?}");
+    }
+    refused(bandwidth("800"), &["spec.bandwidth.rate: 800 is not a string in YAML: write \"800\" in quotes"]);
+}
+
+#[test]
+fn pool_ranges() {
+    accepted(range("{start: \"2001:db8::1\", end: \"2001:db8::9\"}"));
+    for wrong in ["{}", "{start: 192.0.2.1}", "{end: 192.0.2.1}", "{cidr: 192.0.2.0/28, start: 192.0.2.1}"] {
+        refused(
+            range(wrong),
+            &[
+                "spec.ipRanges[0]: a range is either a cidr, or a start and an end: write {cidr: 192.0.2.0/28} or {start: \
+               192.0.2.32, end: 192.0.2.40}",
+            ],
+        );
+    }
+    refused(
+        range("{start: 192.0.2.1, end: \"2001:db8::1\"}"),
+        &["spec.ipRanges[0]: start and end are of different families: write two IPv4 or two IPv6 addresses"],
+    );
+    refused(
+        pool("{nodeSelector: {}}"),
+        &["spec.ipRanges: a pool without ranges has no address: write at least one, such as {cidr: 192.0.2.0/28} or \
+           {start: 192.0.2.32, end: 192.0.2.40}"],
+    );
+}
+
+#[test]
+fn pool_limits() {
+    let with = |rest: &str| pool(&format!("{{ipRanges: [{{cidr: 192.0.2.0/28}}], nodeSelector: {{}}, {rest}}}"));
+    for (rest, sentence) in [
+        (
+            "maxEgressIPsPerNode: 0",
+            "spec.maxEgressIPsPerNode: maxEgressIPsPerNode must be 1 to 255: leave it out for no limit, or leave the \
+             node out of the nodeSelector if it should carry none",
+        ),
+        (
+            "maxEgressIPsPerNode: 256",
+            "spec.maxEgressIPsPerNode: maxEgressIPsPerNode must be 1 to 255: leave it out for no limit, or leave the \
+             node out of the nodeSelector if it should carry none",
+        ),
+        ("portBlockSize: 128", "spec.portBlockSize: portBlockSize can only be 64: leave it out"),
+        (
+            "failback: {delay: soon}",
+            "spec.failback.delay: \"soon\" is not a duration: write a whole number and a unit (ms, s, m or h), such as 10s",
+        ),
+        (
+            "subnetInfo: {gateway: 192.0.2.1, prefixLength: 33}",
+            "spec.subnetInfo: prefixLength is longer than an address of the gateway's family: write at most 32 for IPv4 \
+             and 128 for IPv6",
+        ),
+        (
+            "subnetInfo: {gateway: 192.0.2.1, prefixLength: 24, vlan: 4095}",
+            "spec.subnetInfo.vlan: vlan must be 1 to 4094, or 0 for none",
+        ),
+    ] {
+        refused(with(rest), &[sentence]);
+    }
+}
+
+#[test]
+fn structure_errors_say_what_is_known() {
+    refused(
+        policy(&format!("{{{REST}, egressIPPool: {{name: a}}, distributon: PerFlow}}")),
+        &["spec.distributon: unknown field \"distributon\": the fields here are bandwidth, destinationCIDRs, \
+           distribution, egressGateway, egressGateways, egressIPPool, egressIPPools, excludedCIDRs, \
+           existingConnections, onNoGateway, selectors, zone"],
+    );
+    refused(
+        policy(&format!("{{{REST}, egressIpPool: {{name: a}}}}")),
+        &["spec.egressIpPool: unknown field \"egressIpPool\": write egressIPPool"],
+    );
+    refused(
+        policy(&format!("{{{REST}, egressIPPool: {{name: a}}, distribution: Random}}")),
+        &["spec.distribution: \"Random\" is not known here: write PerFlow or PerEndpoint"],
+    );
+    refused(
+        policy("{selectors: {podSelector: {}}, destinationCIDRs: [0.0.0.0/0], egressIPPool: {name: a}}"),
+        &["spec.selectors: a map of fields stands where a list is expected: write a list"],
+    );
+}
+
+#[test]
+fn kubes_own_validation_gives_the_same_sentences() {
+    for object in [policy(&format!("{{{REST}}}")), gateway("{nodeSelector: {}, weight: 0}"), destination("1.2.3.4")] {
+        let typed: EgressGatewayPolicy = serde_json::from_value(object.clone()).unwrap();
+        let theirs: Vec<_> = typed.validate_cel().unwrap_err().iter().map(ToString::to_string).collect();
+        assert_eq!(check(object), theirs);
+    }
+    let object = range("{start: 192.0.2.1}");
+    let typed: EgressIPPool = serde_json::from_value(object.clone()).unwrap();
+    let theirs: Vec<_> = typed.validate_cel().unwrap_err().iter().map(ToString::to_string).collect();
+    assert_eq!(check(object), theirs);
+}
+
+#[test]
+fn what_is_accepted_deserializes_and_survives_a_round_trip() {
+    let object = gateway("{nodeSelector: {matchLabels: {a: b}}, egressIP: 192.0.2.10}");
+    let typed: EgressGatewayPolicy = serde_json::from_value(object).unwrap();
+    assert_eq!(typed.spec.egress_gateways.as_ref().unwrap()[0].weight, 1);
+    let again: EgressGatewayPolicy = serde_json::from_value(serde_json::to_value(&typed).unwrap()).unwrap();
+    assert_eq!(typed, again);
+    accepted(serde_json::to_value(&typed).unwrap());
+}
+
+#[test]
+fn what_the_controller_writes_passes_its_own_rules() {
+    let address: std::net::IpAddr = "2001:db8::10".parse().unwrap();
+    let mut ip = EgressIP::new(
+        &egress_ip_name(address),
+        EgressIPSpec {
+            address: address.to_string(),
+            policies: vec![PolicyUse { policy: "web".into(), weight: 2 }],
+            ..Default::default()
+        },
+    );
+    ip.status = Some(EgressIPStatus { node: Some("gw1".into()), epoch: 3, ..Default::default() });
+    assert_eq!(ip.metadata.name.as_deref(), Some("2001-0db8-0000-0000-0000-0000-0000-0010"));
+    accepted(serde_json::to_value(&ip).unwrap());
+    let mut node = EgressNode::new("w1", EgressNodeSpec::default());
+    node.status = Some(EgressNodeStatus { occupied_blocks: vec![3], ..Default::default() });
+    accepted(serde_json::to_value(&node).unwrap());
+}
+
+#[test]
+fn crds_have_neither_formats_that_an_api_server_does_not_know_nor_nullable_fields() {
+    for (name, crd) in crds() {
+        let root = crd.spec.versions[0].schema.clone().unwrap().open_api_v3_schema.unwrap();
+        let text = serde_json::to_string(&root.properties.unwrap()["spec"]).unwrap();
+        assert!(!text.contains("\"uint"), "{name}");
+        assert!(!text.contains("\"nullable\""), "{name}: null would count as given in the rules' has()");
+    }
+}
+
+fn arbitrary_json() -> impl Strategy<Value = Value> {
+    let field = prop::sample::select(vec![
+        "selectors",
+        "podSelector",
+        "destinationCIDRs",
+        "egressGateways",
+        "egressIPPool",
+        "name",
+        "count",
+        "egressIPs",
+        "ipRanges",
+        "cidr",
+        "start",
+        "end",
+        "zone",
+        "mode",
+        "bandwidth",
+        "rate",
+        "failback",
+        "delay",
+        "x",
+    ]);
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        "[0-9a-f:./]{0,20}".prop_map(Value::from),
+        ".{0,8}".prop_map(Value::from),
+    ];
+    leaf.prop_recursive(4, 40, 5, move |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+            prop::collection::btree_map(field.clone(), inner, 0..5)
+                .prop_map(|map| map.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()),
+        ]
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+    #[test]
+    fn any_object_is_judged_and_what_passes_deserializes(spec in arbitrary_json()) {
+        for kind in ["EgressGatewayPolicy", "EgressIPPool"] {
+            let mut object = json!({ "apiVersion": "spillway.io/v1alpha1", "kind": kind, "metadata": {}, "spec": spec });
+            if RULES.with(|rules| rules[kind].check(&mut object).is_empty()) {
+                match kind {
+                    "EgressIPPool" => drop(serde_json::from_value::<EgressIPPool>(object).unwrap()),
+                    _ => drop(serde_json::from_value::<EgressGatewayPolicy>(object).unwrap()),
+                }
+            }
+        }
+    }
+}

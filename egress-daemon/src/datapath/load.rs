@@ -1,0 +1,229 @@
+//! Loading the programs, with their maps pinned so that they outlive the agent.
+
+use super::Pins;
+use aya::{
+    Ebpf, EbpfLoader, VerifierLogLevel,
+    maps::MapInfo,
+    programs::{SchedClassifier, TestRun as _, TestRunOptions},
+};
+use egress_common::{abi::LAYOUT_VERSION, limits};
+use std::{fs, io, path::PathBuf};
+use thiserror::Error;
+
+/// The object that `build.rs` has built.
+static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("SPILLWAY_EBPF_OBJECT"));
+
+/// The programs that are attached to interfaces.
+pub const PROGRAMS: [&str; 5] = ["pod_egress", "pod_ingress", "tunnel_ingress", "tunnel_egress", "uplink_ingress"];
+/// The program that is run once to arm the collector's timer.
+const COLLECTOR: &str = "start_collector";
+
+/// Sizes of the maps that the user may choose.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    /// Flows per address family.
+    pub max_flows: u32,
+}
+
+impl Default for Sizes {
+    fn default() -> Self {
+        Self { max_flows: limits::MAX_FLOWS as u32 }
+    }
+}
+
+/// Why the datapath cannot be loaded.
+#[derive(Debug, Error)]
+pub enum LoadError {
+    /// No BPF file system.
+    #[error("{path} is not on a BPF file system: mount one (`mount -t bpf bpf /sys/fs/bpf`) or name another directory with --bpffs")]
+    NotBpffs {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// A directory cannot be made or read.
+    #[error("{path}: {source}")]
+    Directory {
+        /// The directory.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// Maps of another version of the layout.
+    #[error("{path} holds maps of another layout than this agent's v{LAYOUT_VERSION}: stop the agent that made them, then run `egress-daemon cleanup --bpffs {root}` (established connections through Spillway on this node end)")]
+    OtherVersion {
+        /// The directory of the other version.
+        path: PathBuf,
+        /// The directory of all versions.
+        root: PathBuf,
+    },
+    /// A pinned map whose shape is not what the programs expect.
+    #[error("{path} is a map with {found} where the programs want {wanted}: run `egress-daemon cleanup --bpffs {root}` and start again")]
+    OtherShape {
+        /// The pin.
+        path: PathBuf,
+        /// The directory of all versions.
+        root: PathBuf,
+        /// The shape that is there.
+        found: String,
+        /// The shape that is wanted.
+        wanted: String,
+    },
+    /// The object cannot be parsed.
+    #[error("the built-in eBPF object: {0}")]
+    Object(String),
+    /// The kernel refuses the maps or a program.
+    #[error("the kernel refuses the eBPF object: {0} (run `egress-daemon check` to see what is missing)")]
+    Ebpf(#[from] aya::EbpfError),
+    /// The kernel refuses a program.
+    #[error("the kernel refuses program {program}: {source}")]
+    Program {
+        /// Its name.
+        program: &'static str,
+        /// What the kernel said, with the verifier's log.
+        source: aya::programs::ProgramError,
+    },
+    /// The collector's timer was not armed.
+    #[error("the collector of idle flows does not start: error {0}")]
+    Collector(i32),
+}
+
+/// The magic number of a BPF file system (`BPF_FS_MAGIC`).
+const BPF_FS_MAGIC: i64 = 0xcafe_4a11;
+
+/// Makes the pins' directories and checks what is there already.
+fn prepare(pins: &Pins) -> Result<(), LoadError> {
+    for dir in [pins.root().to_path_buf(), pins.version(), pins.maps(), pins.links()] {
+        fs::create_dir_all(&dir).map_err(|source| LoadError::Directory { path: dir.clone(), source })?;
+        let magic = nix::sys::statfs::statfs(&dir).map(|s| s.filesystem_type().0 as i64);
+        if magic != Ok(BPF_FS_MAGIC) {
+            // Nothing of ours stays behind on another file system.
+            let _ = fs::remove_dir(&dir);
+            return Err(LoadError::NotBpffs { path: dir });
+        }
+    }
+    let root = pins.root().to_path_buf();
+    let entries = fs::read_dir(&root).map_err(|source| LoadError::Directory { path: root.clone(), source })?;
+    let mut others: Vec<_> = entries.filter_map(|e| Some(e.ok()?.path())).filter(|p| *p != pins.version()).collect();
+    others.sort();
+    match others.into_iter().find(|p| is_version(p)) {
+        Some(path) => Err(LoadError::OtherVersion { path, root }),
+        None => Ok(()),
+    }
+}
+
+/// Whether a directory's name is that of a layout version: `v` and a number.
+fn is_version(path: &std::path::Path) -> bool {
+    let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+    name.strip_prefix('v').is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+}
+
+/// Refuses pinned maps whose keys or values have another size: reading them would be reading something else.
+fn check_shapes(pins: &Pins, object: &aya_obj::Object) -> Result<(), LoadError> {
+    for (name, map) in &object.maps.iter().collect::<std::collections::BTreeMap<_, _>>() {
+        let path = pins.map(name);
+        let Ok(info) = MapInfo::from_pin(&path) else { continue };
+        let shape = |kind: u32, key: u32, value: u32| format!("type {kind}, keys of {key} and values of {value} bytes");
+        let kind = info.map_type().map(|t| t as u32).unwrap_or(0);
+        let found = shape(kind, info.key_size(), info.value_size());
+        let wanted = shape(map.map_type(), map.key_size(), map.value_size());
+        if found != wanted {
+            return Err(LoadError::OtherShape { path, root: pins.root().to_path_buf(), found, wanted });
+        }
+    }
+    Ok(())
+}
+
+/// The loaded programs. Dropping it detaches nothing: links and maps are pinned.
+pub struct Programs {
+    ebpf: Ebpf,
+}
+
+impl Programs {
+    /// Loads all programs against the pinned maps, which are made where they are not there yet, and arms the collector.
+    ///
+    /// `attached` programs keep running until [`attach`](super::attach) replaces them.
+    pub fn load(pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
+        prepare(pins)?;
+        let object = aya_obj::Object::parse(OBJECT).map_err(|e| LoadError::Object(e.to_string()))?;
+        check_shapes(pins, &object)?;
+        let names: Vec<String> = object.maps.keys().filter(|n| !n.starts_with('.')).cloned().collect();
+        let mut loader = EbpfLoader::new();
+        loader.verifier_log_level(VerifierLogLevel::STATS);
+        for name in &names {
+            loader.map_pin_path(name, pins.map(name));
+        }
+        for name in ["FLOWS_V4", "FLOWS_V6", "REVERSE_V4", "REVERSE_V6"] {
+            loader.map_max_entries(name, sizes.max_flows);
+        }
+        for name in ["TICKETS_V4", "TICKETS_V6"] {
+            loader.map_max_entries(name, sizes.max_flows.saturating_mul(2));
+        }
+        let mut programs = Self { ebpf: loader.load(OBJECT)? };
+        for name in PROGRAMS.into_iter().chain([COLLECTOR]) {
+            programs.get(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
+        }
+        programs.start_collector()?;
+        Ok(programs)
+    }
+
+    /// A program by its name.
+    pub fn get(&mut self, program: &'static str) -> Result<&mut SchedClassifier, LoadError> {
+        let missing = || LoadError::Object(format!("it has no program {program}"));
+        let program = self.ebpf.program_mut(program).ok_or_else(missing)?;
+        program.try_into().map_err(|e: aya::programs::ProgramError| LoadError::Object(e.to_string()))
+    }
+
+    /// Runs the program that arms the timer. An earlier agent's timer goes on with this agent's collector.
+    fn start_collector(&mut self) -> Result<(), LoadError> {
+        // The smallest frame that the kernel accepts for a test run.
+        let frame = [0u8; 64];
+        let program = self.get(COLLECTOR)?;
+        let result = program
+            .test_run(TestRunOptions { data_in: Some(&frame), ..Default::default() })
+            .map_err(|source| LoadError::Program { program: COLLECTOR, source })?;
+        match result.return_value as i32 {
+            0 => Ok(()),
+            error => Err(LoadError::Collector(error)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A directory of its own on the machine's BPF file system, removed when dropped.
+    struct TempPins(Pins);
+    impl TempPins {
+        fn new(name: &str) -> Option<Self> {
+            let dir = PathBuf::from(format!("/sys/fs/bpf/spillway-test-{name}-{}", std::process::id()));
+            match fs::create_dir_all(&dir) {
+                Ok(()) => Some(Self(Pins::new(&dir))),
+                Err(_) => None,
+            }
+        }
+    }
+    impl Drop for TempPins {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(self.0.root());
+        }
+    }
+
+    #[test]
+    fn programs_load_twice_over_the_same_maps() {
+        let Some(pins) = TempPins::new("load") else { return };
+        for _ in 0..2 {
+            if let Err(e) = Programs::load(&pins.0, Sizes { max_flows: 1024 }) {
+                panic!("{e}: {e:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn maps_of_another_version_are_refused_with_a_remedy() {
+        let Some(pins) = TempPins::new("version") else { return };
+        fs::create_dir_all(pins.0.root().join("v999")).unwrap();
+        let error = Programs::load(&pins.0, Sizes::default()).err().expect("refused").to_string();
+        assert!(error.contains("v999") && error.contains("cleanup --bpffs"), "{error}");
+    }
+}

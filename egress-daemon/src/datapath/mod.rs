@@ -1,0 +1,43 @@
+//! The kernel's side of a node: the programs, where they are attached, and the maps that they read.
+//!
+//! May know aya and the records of `egress-common`; knows neither objects nor the store. [`state`] and [`encode`] are
+//! pure.
+
+pub mod attach;
+pub mod load;
+pub mod maps;
+
+use std::path::{Path, PathBuf};
+
+/// Where the pins of one agent lie: `DIR/v1/maps/NAME` and `DIR/v1/links/PROGRAM-IFINDEX`.
+#[derive(Clone, Debug)]
+pub struct Pins {
+    root: PathBuf,
+}
+
+impl Pins {
+    /// The pins below `dir` (`--bpffs`).
+    pub fn new(dir: &Path) -> Self {
+        Self { root: dir.to_path_buf() }
+    }
+    /// The directory itself.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+    /// The directory of this layout version.
+    pub fn version(&self) -> PathBuf {
+        self.root.join(format!("v{}", egress_common::abi::LAYOUT_VERSION))
+    }
+    /// The directory of the maps.
+    pub fn maps(&self) -> PathBuf {
+        self.version().join("maps")
+    }
+    /// The directory of the links.
+    pub fn links(&self) -> PathBuf {
+        self.version().join("links")
+    }
+    /// The pin of one map.
+    pub fn map(&self, name: &str) -> PathBuf {
+        self.maps().join(name)
+    }
+}

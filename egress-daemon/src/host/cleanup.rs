@@ -1,0 +1,107 @@
+//! What this module's parent made on the node: listed for `egressctl state`, removed by `egress-daemon cleanup`.
+
+use std::fmt;
+
+use rtnetlink::Handle;
+
+use super::Warning;
+use super::sysctl::{Changed, SysctlError, Sysctls};
+use super::tunnel::{self, TunnelError};
+
+/// One thing that was made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Artifact {
+    /// A tunnel device, whatever name it was given.
+    TunnelDevice {
+        /// Its name.
+        name: String,
+        /// Its ifindex.
+        index: u32,
+    },
+    /// A kernel setting that was changed.
+    Sysctl {
+        /// The path below /proc/sys.
+        key: String,
+        /// What it was and what was set.
+        changed: Changed,
+    },
+}
+
+impl fmt::Display for Artifact {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Artifact::TunnelDevice { name, index } => write!(f, "tunnel device {name} (ifindex {index})"),
+            Artifact::Sysctl { key, changed } => write!(f, "sysctl {key}={} (was {})", changed.set, changed.previous),
+        }
+    }
+}
+
+/// Why something could not be listed or removed.
+#[derive(Debug, thiserror::Error)]
+pub enum CleanupError {
+    /// The tunnel device.
+    #[error(transparent)]
+    Tunnel(#[from] TunnelError),
+    /// The settings.
+    #[error(transparent)]
+    Sysctl(#[from] SysctlError),
+}
+
+/// Everything that was made here and is still there.
+pub async fn inventory(handle: &Handle, sysctls: &Sysctls) -> Result<Vec<Artifact>, CleanupError> {
+    let devices = tunnel::ours(handle).await?.into_iter().map(|(index, name)| Artifact::TunnelDevice { name, index });
+    let settings = sysctls.changed().iter();
+    let settings = settings.map(|(key, changed)| Artifact::Sysctl { key: key.clone(), changed: changed.clone() });
+    Ok(devices.chain(settings).collect())
+}
+
+/// Removes everything that was made here; returns what was there before, and what could not be put back.
+pub async fn remove(handle: &Handle, sysctls: &mut Sysctls) -> Result<(Vec<Artifact>, Vec<Warning>), CleanupError> {
+    let found = inventory(handle, sysctls).await?;
+    for artifact in &found {
+        if let Artifact::TunnelDevice { name, .. } = artifact {
+            tunnel::delete(handle, name).await?;
+        }
+    }
+    let warnings = sysctls.restore()?;
+    Ok((found, warnings))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::sysctl::{forwarding_settings, read};
+    use crate::host::testing::{Net, in_netns};
+    use crate::host::tunnel::TunnelSpec;
+
+    #[test]
+    fn everything_is_listed_and_removed_by_another_process() {
+        in_netns("everything_is_listed_and_removed_by_another_process", async || {
+            let net = Net::here();
+            let directory = tempfile::tempdir().unwrap();
+            let open = || Sysctls::open(directory.path().join("sysctl.json")).unwrap();
+            net.bridge("foreign").await;
+            let spec = TunnelSpec { name: "other-name".into(), ..TunnelSpec::default() };
+            let tunnel = tunnel::ensure(&net.handle, &spec).await.unwrap();
+            assert_eq!(open().apply(&forwarding_settings(["foreign"])).unwrap(), []);
+
+            let listed: Vec<String> =
+                inventory(&net.handle, &open()).await.unwrap().iter().map(ToString::to_string).collect();
+            let expected = [
+                format!("tunnel device other-name (ifindex {})", tunnel.index),
+                "sysctl net/ipv4/ip_forward=1 (was 0)".into(),
+                "sysctl net/ipv6/conf/all/forwarding=1 (was 0)".into(),
+                "sysctl net/ipv6/conf/foreign/accept_ra=2 (was 1)".into(),
+            ];
+            assert_eq!(listed, expected);
+
+            let (removed, warnings) = remove(&net.handle, &mut open()).await.unwrap();
+            assert_eq!((removed.len(), warnings), (4, vec![]));
+            assert_eq!(inventory(&net.handle, &open()).await.unwrap(), []);
+            assert_eq!(read("net/ipv4/ip_forward").unwrap().as_deref(), Some("0"));
+            assert_eq!(read("net/ipv6/conf/foreign/accept_ra").unwrap().as_deref(), Some("1"));
+            assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+            net.index("foreign").await;
+        });
+    }
+}

@@ -1,0 +1,190 @@
+//! Route netlink messages in, changes in our own words out. Pure.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+use rtnetlink::packet_core::{NetlinkMessage, NetlinkPayload};
+use rtnetlink::packet_route::address::{AddressAttribute, AddressFlags, AddressMessage};
+use rtnetlink::packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkLayerType, LinkMessage};
+use rtnetlink::packet_route::route::{
+    RouteAddress, RouteAttribute, RouteFlags, RouteMessage, RouteNextHop, RouteType, RouteVia,
+};
+use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
+
+use super::MacAddress;
+use super::table::{Change, DefaultRoute, Link, LinkKind};
+
+/// What a multicast message means for the state; `None` where it means nothing.
+pub fn change(message: &NetlinkMessage<RouteNetlinkMessage>) -> Option<Change> {
+    match &message.payload {
+        NetlinkPayload::Overrun(_) => Some(Change::Lost),
+        NetlinkPayload::InnerMessage(message) => {
+            match message {
+                // A bridge reports its ports in messages of its own family; there "deleted" means that the port left
+                // it.
+                RouteNetlinkMessage::NewLink(message) | RouteNetlinkMessage::DelLink(message)
+                    if message.header.interface_family != AddressFamily::Unspec =>
+                {
+                    None
+                }
+                RouteNetlinkMessage::NewLink(message) => {
+                    Some(link(message).map_or(Change::LinkUnclear(message.header.index), Change::Link))
+                }
+                RouteNetlinkMessage::DelLink(message) => Some(Change::LinkGone(message.header.index)),
+                RouteNetlinkMessage::NewAddress(message) => address(message).map(|(index, net, usable)| {
+                    if usable { Change::Address(index, net) } else { Change::AddressGone(index, net) }
+                }),
+                RouteNetlinkMessage::DelAddress(message) => {
+                    address(message).map(|(index, net, _)| Change::AddressGone(index, net))
+                }
+                RouteNetlinkMessage::NewRoute(message) | RouteNetlinkMessage::DelRoute(message) => {
+                    (message.header.destination_prefix_length == 0).then_some(Change::DefaultRoutes)
+                }
+                _ => None,
+            }
+        }
+        _ => None,
+    }
+}
+
+/// The link that a message describes; `None` if it is one of those that describe a part of it only.
+pub fn link(message: &LinkMessage) -> Option<Link> {
+    let header = &message.header;
+    let mut link = Link {
+        name: String::new(),
+        index: header.index,
+        mac: None,
+        mtu: 0,
+        kind: if header.flags.contains(LinkFlags::Loopback) { LinkKind::Loopback } else { LinkKind::Physical },
+        master: None,
+        up: header.flags.contains(LinkFlags::Up),
+        carrier: header.flags.contains(LinkFlags::LowerUp),
+        peer: None,
+        peer_in_other_netns: false,
+        addresses: Vec::new(),
+    };
+    for attribute in &message.attributes {
+        match attribute {
+            LinkAttribute::IfName(name) => link.name.clone_from(name),
+            LinkAttribute::Mtu(mtu) => link.mtu = *mtu,
+            LinkAttribute::Controller(index) => link.master = Some(*index).filter(|&index| index != 0),
+            LinkAttribute::Link(index) => link.peer = Some(*index).filter(|&index| index != 0),
+            LinkAttribute::LinkNetNsId(_) => link.peer_in_other_netns = true,
+            LinkAttribute::Address(bytes) if header.link_layer_type == LinkLayerType::Ether => {
+                link.mac = bytes.as_slice().try_into().ok().map(MacAddress);
+            }
+            LinkAttribute::LinkInfo(infos) => {
+                for info in infos {
+                    if let LinkInfo::Kind(kind) = info {
+                        link.kind = link_kind(kind);
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    (!link.name.is_empty() && link.mtu != 0).then_some(link)
+}
+
+fn link_kind(kind: &InfoKind) -> LinkKind {
+    match kind {
+        InfoKind::Veth => LinkKind::Veth,
+        InfoKind::Bridge => LinkKind::Bridge,
+        InfoKind::Vxlan => LinkKind::Vxlan,
+        InfoKind::Geneve
+        | InfoKind::GreTap
+        | InfoKind::GreTap6
+        | InfoKind::GreTun
+        | InfoKind::GreTun6
+        | InfoKind::ErSpan
+        | InfoKind::Ip6ErSpan
+        | InfoKind::IpIp
+        | InfoKind::Ip6Tnl
+        | InfoKind::SitTun
+        | InfoKind::Vti
+        | InfoKind::Vti6
+        | InfoKind::Xfrm
+        | InfoKind::Wireguard
+        | InfoKind::Tun
+        | InfoKind::Gtp
+        | InfoKind::Amt
+        | InfoKind::BareUdp => LinkKind::Tunnel(kind.to_string()),
+        other => LinkKind::Other(other.to_string()),
+    }
+}
+
+/// (ifindex, address with its prefix length, whether it can be used) of an address message.
+pub fn address(message: &AddressMessage) -> Option<(u32, IpNet, bool)> {
+    let mut local = None;
+    let mut peer = None;
+    let mut usable = true;
+    for attribute in &message.attributes {
+        match attribute {
+            // On a point-to-point link IFA_ADDRESS is the other side.
+            AddressAttribute::Local(address) => local = Some(*address),
+            AddressAttribute::Address(address) => peer = Some(*address),
+            AddressAttribute::Flags(flags) => usable = !flags.contains(AddressFlags::Dadfailed),
+            _ => {}
+        }
+    }
+    let net = IpNet::new(local.or(peer)?, message.header.prefix_len).ok()?;
+    Some((message.header.index, net, usable))
+}
+
+/// The default routes that a route message describes: none if it is not about one, several for a multipath route.
+pub fn default_routes(message: &RouteMessage) -> Vec<DefaultRoute> {
+    let header = &message.header;
+    if header.destination_prefix_length != 0
+        || header.source_prefix_length != 0
+        || header.kind != RouteType::Unicast
+        || header.flags.contains(RouteFlags::Cloned)
+    {
+        return Vec::new();
+    }
+    let mut route = DefaultRoute {
+        ipv6: header.address_family == AddressFamily::Inet6,
+        table: u32::from(header.table),
+        metric: 0,
+        oif: 0,
+        gateway: None,
+        source: None,
+    };
+    let mut hops: &[RouteNextHop] = &[];
+    for attribute in &message.attributes {
+        match attribute {
+            RouteAttribute::Table(table) => route.table = *table,
+            RouteAttribute::Priority(metric) => route.metric = *metric,
+            RouteAttribute::Oif(index) => route.oif = *index,
+            RouteAttribute::PrefSource(address) => route.source = ip(address),
+            RouteAttribute::MultiPath(multipath) => hops = multipath,
+            other => route.gateway = gateway(other).or(route.gateway),
+        }
+    }
+    if hops.is_empty() {
+        return if route.oif == 0 { Vec::new() } else { vec![route] };
+    }
+    hops.iter()
+        .map(|hop| DefaultRoute {
+            oif: hop.interface_index,
+            gateway: hop.attributes.iter().find_map(gateway),
+            ..route.clone()
+        })
+        .collect()
+}
+
+fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
+    match attribute {
+        RouteAttribute::Gateway(address) => ip(address),
+        RouteAttribute::Via(RouteVia::Inet(address)) => Some(IpAddr::V4(*address)),
+        RouteAttribute::Via(RouteVia::Inet6(address)) => Some(IpAddr::V6(*address)),
+        _ => None,
+    }
+}
+
+fn ip(address: &RouteAddress) -> Option<IpAddr> {
+    match address {
+        RouteAddress::Inet(address) => Some(IpAddr::V4(*address)),
+        RouteAddress::Inet6(address) => Some(IpAddr::V6(*address)),
+        _ => None,
+    }
+}

@@ -1,0 +1,315 @@
+//! Follows the links, addresses and default routes of this network namespace, and publishes each state as a
+//! [`LinkTable`].
+//!
+//! Reports of the kernel (netlink multicast) are applied one by one. When reports were lost (the socket's buffer
+//! overran, the connection broke), and now and then without a reason, everything is read afresh.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::channel::mpsc::UnboundedReceiver;
+use futures::{FutureExt, StreamExt};
+use nix::sys::socket::{setsockopt, sockopt};
+use rtnetlink::packet_core::{NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
+use rtnetlink::packet_route::address::AddressMessage;
+use rtnetlink::packet_route::link::{LinkAttribute, LinkExtentMask, LinkMessage};
+use rtnetlink::packet_route::route::RouteMessage;
+use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
+use rtnetlink::sys::{AsyncSocket, Socket, SocketAddr};
+use rtnetlink::{Handle, MulticastGroup};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior};
+
+use super::decode;
+use super::table::{Change, Stale, State};
+pub use super::table::{DefaultRoute, Link, LinkKind, LinkTable};
+
+const GROUPS: [MulticastGroup; 5] = [
+    MulticastGroup::Link,
+    MulticastGroup::Ipv4Ifaddr,
+    MulticastGroup::Ipv6Ifaddr,
+    MulticastGroup::Ipv4Route,
+    MulticastGroup::Ipv6Route,
+];
+
+/// A dump that the kernel says was disturbed is repeated this many times; after that the reports that disturbed it,
+/// which are applied on top of it, have to do.
+const DUMP_ATTEMPTS: usize = 5;
+
+/// The ifindex of the loopback device, which every namespace has.
+const LOOPBACK: u32 = 1;
+
+/// How long after a netlink socket failed another one is opened.
+const RECONNECT_AFTER: Duration = Duration::from_millis(500);
+
+/// Why the state of the network could not be read.
+#[derive(Debug, thiserror::Error)]
+pub enum LinksError {
+    /// The netlink socket could not be made.
+    #[error("cannot open a route netlink socket: {0}; the agent needs AF_NETLINK, which a seccomp profile may forbid")]
+    Open(#[source] io::Error),
+    /// A request failed.
+    #[error("cannot read {what} through netlink: {message}")]
+    Read {
+        /// What was asked for.
+        what: &'static str,
+        /// The kernel's answer.
+        message: String,
+    },
+}
+
+/// How to follow.
+#[derive(Clone, Copy, Debug)]
+pub struct LinksOptions {
+    /// Everything is read afresh this often, whatever was reported.
+    pub resync: Duration,
+    /// The size of the socket's buffer for reports, in bytes.
+    pub receive_buffer: usize,
+}
+
+impl Default for LinksOptions {
+    fn default() -> Self {
+        LinksOptions { resync: Duration::from_secs(60), receive_buffer: 4 << 20 }
+    }
+}
+
+/// Follows the network until it is dropped.
+#[derive(Debug)]
+pub struct Links {
+    table: watch::Receiver<Arc<LinkTable>>,
+    _task: JoinSet<()>,
+}
+
+impl Links {
+    /// Starts to follow; the table is complete when this returns.
+    pub async fn follow(options: LinksOptions) -> Result<Links, LinksError> {
+        let mut follower = Follower::open(options)?;
+        follower.resync().await?;
+        let (publish, table) = watch::channel(Arc::new(follower.state.table()));
+        let mut task = JoinSet::new();
+        task.spawn(run(follower, options, publish));
+        Ok(Links { table, _task: task })
+    }
+
+    /// The present state.
+    pub fn current(&self) -> Arc<LinkTable> {
+        self.table.borrow().clone()
+    }
+
+    /// A channel that holds the present state and wakes up with each different one. It closes when `self` is dropped.
+    pub fn subscribe(&self) -> watch::Receiver<Arc<LinkTable>> {
+        self.table.clone()
+    }
+}
+
+type Reports = UnboundedReceiver<(NetlinkMessage<RouteNetlinkMessage>, SocketAddr)>;
+
+/// One pair of netlink sockets and the state read through them.
+struct Follower {
+    reports: Reports,
+    requests: Handle,
+    state: State,
+    _connections: JoinSet<()>,
+}
+
+impl Follower {
+    fn open(options: LinksOptions) -> Result<Follower, LinksError> {
+        // Reports have a socket of their own: they must not be taken for answers, nor answers be lost with them.
+        let (mut listening, _, reports) = rtnetlink::new_multicast_connection(&GROUPS).map_err(LinksError::Open)?;
+        set_receive_buffer(listening.socket_mut().socket_ref(), options.receive_buffer).map_err(LinksError::Open)?;
+        let (mut asking, requests, _) = rtnetlink::new_connection().map_err(LinksError::Open)?;
+        // The last message of a dump says whether the dump was disturbed.
+        asking.set_forward_done(true);
+        let mut connections = JoinSet::new();
+        connections.spawn(listening);
+        connections.spawn(asking);
+        Ok(Follower { reports, requests, state: State::default(), _connections: connections })
+    }
+
+    /// Applies a report and all that wait behind it, so that a burst is published as one state.
+    fn apply_all(&mut self, first: NetlinkMessage<RouteNetlinkMessage>, stale: &mut Stale) {
+        let mut next = Some(first);
+        while let Some(message) = next {
+            if let Some(change) = decode::change(&message) {
+                self.state.apply(change, stale);
+            }
+            next = self.reports.next().now_or_never().flatten().map(|(message, _)| message);
+        }
+    }
+
+    /// Reads everything. The socket for reports is open already, so that nothing is missed in between.
+    async fn resync(&mut self) -> Result<(), LinksError> {
+        let mut state = State::default();
+        let mut ignored = Stale::default();
+        for message in self.dump("links", RouteNetlinkMessage::GetLink(link_request(0))).await? {
+            if let RouteNetlinkMessage::NewLink(message) = message
+                && let Some(link) = decode::link(&message)
+            {
+                state.apply(Change::Link(link), &mut ignored);
+            }
+        }
+        for message in self.dump("addresses", RouteNetlinkMessage::GetAddress(AddressMessage::default())).await? {
+            if let RouteNetlinkMessage::NewAddress(message) = message
+                && let Some((index, net, true)) = decode::address(&message)
+            {
+                state.apply(Change::Address(index, net), &mut ignored);
+            }
+        }
+        self.state = state;
+        self.read_routes().await
+    }
+
+    async fn read_routes(&mut self) -> Result<(), LinksError> {
+        let mut routes = BTreeSet::new();
+        for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+            let mut request = RouteMessage::default();
+            request.header.address_family = family;
+            for message in self.dump("routes", RouteNetlinkMessage::GetRoute(request)).await? {
+                if let RouteNetlinkMessage::NewRoute(message) = message {
+                    routes.extend(decode::default_routes(&message));
+                }
+            }
+        }
+        self.state.default_routes = routes;
+        Ok(())
+    }
+
+    async fn read_link(&mut self, index: u32) -> Result<(), LinksError> {
+        let mut request = NetlinkMessage::from(RouteNetlinkMessage::GetLink(link_request(index)));
+        request.header.flags = NLM_F_REQUEST;
+        let mut answers = self.requests.request(request).map_err(|error| failed("a link", error))?;
+        let change = match answers.next().await.map(|answer| answer.payload) {
+            Some(NetlinkPayload::InnerMessage(RouteNetlinkMessage::NewLink(message))) => {
+                decode::link(&message).map(Change::Link)
+            }
+            Some(NetlinkPayload::Error(error)) if error.raw_code() == -libc::ENODEV => Some(Change::LinkGone(index)),
+            Some(NetlinkPayload::Error(error)) => return Err(failed("a link", error)),
+            Some(_) => None,
+            None => return Err(failed("a link", "the connection closed")),
+        };
+        if let Some(change) = change {
+            self.state.apply(change, &mut Stale::default());
+        }
+        Ok(())
+    }
+
+    async fn dump(
+        &mut self,
+        what: &'static str,
+        request: RouteNetlinkMessage,
+    ) -> Result<Vec<RouteNetlinkMessage>, LinksError> {
+        let mut found = Vec::new();
+        for _ in 0..DUMP_ATTEMPTS {
+            found.clear();
+            let mut request = NetlinkMessage::from(request.clone());
+            request.header.flags = NLM_F_REQUEST | NLM_F_DUMP;
+            let mut answers = self.requests.request(request).map_err(|error| failed(what, error))?;
+            let mut disturbed = false;
+            let mut complete = false;
+            while let Some(answer) = answers.next().await {
+                disturbed |= answer.header.flags & NLM_F_DUMP_INTR != 0;
+                match answer.payload {
+                    NetlinkPayload::InnerMessage(message) => found.push(message),
+                    NetlinkPayload::Done(_) => complete = true,
+                    NetlinkPayload::Error(error) => return Err(failed(what, error)),
+                    _ => {}
+                }
+            }
+            if !complete {
+                return Err(failed(what, "the connection closed"));
+            }
+            if !disturbed {
+                break;
+            }
+        }
+        Ok(found)
+    }
+
+    /// Reads again what the changes left unknown. Another report may make it unknown once more; it comes with its own
+    /// round.
+    async fn settle(&mut self, stale: &Stale) -> Result<(), LinksError> {
+        if stale.all {
+            return self.resync().await;
+        }
+        for &index in &stale.links {
+            self.read_link(index).await?;
+        }
+        if stale.routes {
+            // The kernel reports that an address goes before it drops the routes that depend on it, and lists routes
+            // without waiting for that; but not a single link.
+            self.read_link(LOOPBACK).await?;
+            self.read_routes().await?;
+        }
+        Ok(())
+    }
+}
+
+/// Sets the size beyond `net.core.rmem_max` where the process may, up to it where not.
+fn set_receive_buffer(socket: &Socket, bytes: usize) -> io::Result<()> {
+    // SAFETY: the descriptor is open for as long as the socket is borrowed.
+    let fd = unsafe { BorrowedFd::borrow_raw(socket.as_raw_fd()) };
+    setsockopt(&fd, sockopt::RcvBufForce, &bytes)
+        .or_else(|_| setsockopt(&fd, sockopt::RcvBuf, &bytes))
+        .map_err(io::Error::from)
+}
+
+fn failed(what: &'static str, error: impl ToString) -> LinksError {
+    LinksError::Read { what, message: error.to_string() }
+}
+
+fn link_request(index: u32) -> LinkMessage {
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
+    message
+}
+
+/// Publishes each state until the task is aborted.
+async fn run(mut follower: Follower, options: LinksOptions, publish: watch::Sender<Arc<LinkTable>>) {
+    let mut backstop = tokio::time::interval_at(Instant::now() + options.resync, options.resync);
+    backstop.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut stale = Stale::default();
+    let mut broken = false;
+    loop {
+        tokio::select! {
+            report = follower.reports.next(), if !broken => match report {
+                Some((message, _)) => follower.apply_all(message, &mut stale),
+                None => broken = true,
+            },
+            _ = backstop.tick() => stale.all = true,
+            () = tokio::time::sleep(RECONNECT_AFTER), if broken => match Follower::open(options) {
+                Ok(fresh) => {
+                    follower = Follower { state: follower.state, ..fresh };
+                    broken = false;
+                    stale.all = true;
+                }
+                Err(error) => tracing::error!(%error, "links and addresses are not followed; trying again"),
+            },
+        }
+        if broken {
+            continue;
+        }
+        if let Err(error) = follower.settle(&stale).await {
+            tracing::error!(%error, "the last known links and addresses stay in force; connecting again");
+            broken = true;
+            continue;
+        }
+        stale = Stale::default();
+        let table = follower.state.table();
+        publish.send_if_modified(|published| {
+            let different = **published != table;
+            if different {
+                *published = Arc::new(table);
+            }
+            different
+        });
+    }
+}
+
+#[cfg(test)]
+#[path = "links_tests.rs"]
+mod tests;

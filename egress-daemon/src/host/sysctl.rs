@@ -1,0 +1,246 @@
+//! Kernel settings that the datapath needs: read, set, and put back.
+//!
+//! A setting of a device that is ours goes with the device. Every other one is written into a journal with its previous
+//! value before it is changed, so that `cleanup` can put it back after the agent is long gone.
+//!
+//! What is needed and why:
+//! - Reverse-path filtering takes the larger of `all` and the device's own value. The programs redirect before the
+//!   kernel routes, so no packet of theirs meets the filter; packets that they leave to the stack on the tunnel device
+//!   (too large for the way on) would, and their source is an address of another node. So the device gets 2 (loose) by
+//!   itself: then the result is 2 whatever `all` is or becomes. Pods' interfaces and uplinks keep what they have: a
+//!   packet that comes in by them and meets the filter has a source that is routed there.
+//! - The tunnel device carries no address. IPv6 stays enabled on it, since a route through it needs that, but it makes
+//!   no link-local address and hears no router.
+//! - A route look-up by a program fails on a device that does not forward.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::Warning;
+
+/// One setting. Keys are paths below /proc/sys, such as `net/ipv4/conf/eth0.10/rp_filter` (a name may contain dots);
+/// `sysctl` takes them in this form too.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Setting {
+    /// The path below /proc/sys.
+    pub key: String,
+    /// The value that is needed; fields separated by single blanks.
+    pub value: String,
+    /// Leave the setting alone unless its value is this one.
+    pub only_from: Option<String>,
+}
+
+impl Setting {
+    fn new(key: impl Into<String>, value: &str) -> Setting {
+        Setting { key: key.into(), value: value.to_owned(), only_from: None }
+    }
+}
+
+/// What the tunnel device needs. These settings go with the device.
+pub fn tunnel_settings(device: &str) -> Vec<Setting> {
+    vec![
+        Setting::new(format!("net/ipv4/conf/{device}/rp_filter"), "2"),
+        Setting::new(format!("net/ipv4/conf/{device}/forwarding"), "1"),
+        Setting::new(format!("net/ipv6/conf/{device}/addr_gen_mode"), "1"),
+        Setting::new(format!("net/ipv6/conf/{device}/accept_ra"), "0"),
+        Setting::new(format!("net/ipv6/conf/{device}/forwarding"), "1"),
+    ]
+}
+
+/// What a node needs that forwards for others (every gateway, and every node that has pods). An uplink that listens to
+/// routers is told to go on doing so, before forwarding makes it stop.
+pub fn forwarding_settings<'a>(uplinks: impl IntoIterator<Item = &'a str>) -> Vec<Setting> {
+    let keep_routers = |uplink: &str| Setting {
+        only_from: Some("1".to_owned()),
+        ..Setting::new(format!("net/ipv6/conf/{uplink}/accept_ra"), "2")
+    };
+    let mut settings = vec![Setting::new("net/ipv4/ip_forward", "1")];
+    settings.extend(uplinks.into_iter().map(keep_routers));
+    settings.push(Setting::new("net/ipv6/conf/all/forwarding", "1"));
+    settings
+}
+
+/// A change that was made.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Changed {
+    /// The value before.
+    pub previous: String,
+    /// The value that was set.
+    pub set: String,
+}
+
+/// Why a setting could not be read, or the journal not be kept.
+#[derive(Debug, thiserror::Error)]
+pub enum SysctlError {
+    /// A file could not be read or written.
+    #[error("cannot {action} {path}: {error}", path = path.display())]
+    File {
+        /// `read` or `write`.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        #[source]
+        error: io::Error,
+    },
+    /// The journal is not what this program writes.
+    #[error(
+        "the journal {path} of changed kernel settings is damaged: {message}; \
+         delete it after putting the settings back by hand", path = path.display()
+    )]
+    Journal {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        message: String,
+    },
+}
+
+/// The kernel's settings, with the journal of those that were changed.
+#[derive(Debug)]
+pub struct Sysctls {
+    root: PathBuf,
+    journal: PathBuf,
+    changed: BTreeMap<String, Changed>,
+}
+
+impl Sysctls {
+    /// Takes over the journal in the file, if there is one. The file must not outlive the boot: it belongs below /run.
+    pub fn open(journal: impl Into<PathBuf>) -> Result<Sysctls, SysctlError> {
+        Sysctls::below("/proc/sys".into(), journal.into())
+    }
+
+    fn below(root: PathBuf, journal: PathBuf) -> Result<Sysctls, SysctlError> {
+        let changed = match fs::read(&journal) {
+            Ok(bytes) => serde_json::from_slice(&bytes)
+                .map_err(|error| SysctlError::Journal { path: journal.clone(), message: error.to_string() })?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => BTreeMap::new(),
+            Err(error) => return Err(SysctlError::File { action: "read", path: journal, error }),
+        };
+        Ok(Sysctls { root, journal, changed })
+    }
+
+    /// What was changed and not put back, by key.
+    pub fn changed(&self) -> &BTreeMap<String, Changed> {
+        &self.changed
+    }
+
+    /// Sets what differs and remembers what it was. A setting that cannot be changed, as on a read-only /proc/sys, is
+    /// reported and does not stop the others; IPv6 settings of a kernel without IPv6 are passed over.
+    pub fn apply(&mut self, settings: &[Setting]) -> Result<Vec<Warning>, SysctlError> {
+        let mut warnings = Vec::new();
+        for setting in settings {
+            let Some(previous) = differing(&self.root, setting, &mut warnings) else { continue };
+            let before = self.changed.clone();
+            let changed = Changed { previous, set: setting.value.clone() };
+            self.changed
+                .entry(setting.key.clone())
+                .and_modify(|entry| entry.set.clone_from(&changed.set))
+                .or_insert(changed);
+            self.save()?;
+            if let Err(error) = fs::write(self.root.join(&setting.key), &setting.value) {
+                warnings.push(refused(setting, &error));
+                self.changed = before;
+                self.save()?;
+            }
+        }
+        Ok(warnings)
+    }
+
+    /// Puts back what was changed, unless somebody has changed it since, and forgets it.
+    pub fn restore(&mut self) -> Result<Vec<Warning>, SysctlError> {
+        let mut warnings = Vec::new();
+        for (key, Changed { previous, set }) in std::mem::take(&mut self.changed) {
+            let setting = Setting { key, value: previous, only_from: Some(set.clone()) };
+            if differing(&self.root, &setting, &mut Vec::new()).is_some()
+                && let Err(error) = fs::write(self.root.join(&setting.key), &setting.value)
+            {
+                warnings.push(refused(&setting, &error));
+                self.changed.insert(setting.key, Changed { previous: setting.value, set });
+            }
+        }
+        self.save()?;
+        Ok(warnings)
+    }
+
+    fn save(&self) -> Result<(), SysctlError> {
+        let failed = |error| SysctlError::File { action: "write", path: self.journal.clone(), error };
+        if self.changed.is_empty() {
+            return match fs::remove_file(&self.journal) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed(error)),
+                _ => Ok(()),
+            };
+        }
+        let temporary = self.journal.with_extension("new");
+        fs::create_dir_all(self.journal.parent().unwrap_or(Path::new("/"))).map_err(failed)?;
+        let bytes = serde_json::to_vec(&self.changed).map_err(|error| failed(error.into()))?;
+        fs::write(&temporary, bytes).map_err(failed)?;
+        fs::rename(&temporary, &self.journal).map_err(failed)
+    }
+}
+
+/// Sets what differs, without remembering: for settings of a device that is ours.
+pub fn apply_to_own_device(settings: &[Setting]) -> Vec<Warning> {
+    let root = Path::new("/proc/sys");
+    let mut warnings = Vec::new();
+    for setting in settings {
+        if differing(root, setting, &mut warnings).is_some()
+            && let Err(error) = fs::write(root.join(&setting.key), &setting.value)
+        {
+            warnings.push(refused(setting, &error));
+        }
+    }
+    warnings
+}
+
+/// The present value of a setting, its fields separated by single blanks; none where the kernel has no such setting.
+pub fn read(key: &str) -> Result<Option<String>, SysctlError> {
+    read_below(Path::new("/proc/sys"), key)
+}
+
+fn read_below(root: &Path, key: &str) -> Result<Option<String>, SysctlError> {
+    let path = root.join(key);
+    match fs::read_to_string(&path) {
+        Ok(text) => Ok(Some(text.split_whitespace().collect::<Vec<_>>().join(" "))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(SysctlError::File { action: "read", path, error }),
+    }
+}
+
+/// The present value, if the setting has to be changed.
+fn differing(root: &Path, setting: &Setting, warnings: &mut Vec<Warning>) -> Option<String> {
+    match read_below(root, &setting.key) {
+        Ok(Some(present)) => {
+            let wanted = setting.only_from.as_ref().is_none_or(|only| *only == present);
+            (wanted && present != setting.value).then_some(present)
+        }
+        Ok(None) if setting.key.starts_with("net/ipv6/") => None,
+        Ok(None) => {
+            warnings.push(refused(setting, &io::Error::from(io::ErrorKind::NotFound)));
+            None
+        }
+        Err(error) => {
+            warnings.push(refused(setting, &error));
+            None
+        }
+    }
+}
+
+fn refused(setting: &Setting, error: &dyn std::fmt::Display) -> Warning {
+    Warning {
+        object: setting.key.clone(),
+        message: format!("cannot be set to {}: {error}", setting.value),
+        remedy: format!(
+            "run `sysctl -w {}={}` on the node, or give the agent a writable /proc/sys (privileged: true)",
+            setting.key, setting.value
+        ),
+    }
+}
+
+#[cfg(test)]
+#[path = "sysctl_tests.rs"]
+mod tests;

@@ -1,0 +1,176 @@
+//! What Spillway writes: one file for each object under `DIR/.spillway`, replaced by rename and compared and swapped
+//! under one lock.
+//!
+//! - `<Kind>/<name>.yaml`: EgressIP, EgressNode, Lease.
+//! - `status/<Kind>/<name>.yaml`: the record of an object that a person writes: when it was first seen, its generation,
+//!   a hash of the content that the generation stands for, and the status.
+//! - `good/<hash>.yaml`: the last text without problems of each file that a person writes.
+//! - `lock`: held shared while reading, exclusively while writing; its content is the last resourceVersion given out.
+
+use crate::store::{Key, Kind, ObjectRef};
+use nix::fcntl::{Flock, FlockArg};
+use serde_json::Value;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime};
+
+use super::user::Stamp;
+
+/// How long a writer waits for the lock. It is held for well under a millisecond at a time, so that only a stopped
+/// process makes others wait this long.
+const LOCK_WAIT: Duration = Duration::from_secs(1);
+/// How long a reader waits before it reads without the lock: each file is whole at any time, only the files together
+/// may then be of different moments.
+const READ_WAIT: Duration = Duration::from_millis(200);
+
+/// The directory `.spillway`.
+#[derive(Clone, Debug)]
+pub(super) struct Own {
+    root: PathBuf,
+}
+
+/// The exclusive lock with the last resourceVersion given out.
+pub(super) struct Locked(Flock<File>);
+
+impl Own {
+    pub(super) fn open(root: PathBuf) -> io::Result<Self> {
+        let kinds = Kind::ALL.into_iter().filter(|kind| !kind.is_users()).map(|kind| root.join(kind.name()));
+        let records = Kind::ALL.into_iter().filter(|kind| kind.has_our_status());
+        let records = records.map(|kind| root.join("status").join(kind.name()));
+        for directory in kinds.chain(records).chain([root.join("good")]) {
+            fs::create_dir_all(directory)?;
+        }
+        let own = Own { root };
+        drop(own.lock_file()?);
+        Ok(own)
+    }
+
+    pub(super) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    fn lock_file(&self) -> io::Result<File> {
+        OpenOptions::new().read(true).write(true).create(true).truncate(false).open(self.root.join("lock"))
+    }
+
+    fn flock(&self, argument: FlockArg, wait: Duration) -> io::Result<Option<Flock<File>>> {
+        let deadline = Instant::now() + wait;
+        let mut file = self.lock_file()?;
+        loop {
+            match Flock::lock(file, argument) {
+                Ok(lock) => return Ok(Some(lock)),
+                Err((_, error)) if error != nix::errno::Errno::EWOULDBLOCK => return Err(error.into()),
+                Err(_) if Instant::now() >= deadline => return Ok(None),
+                Err((again, _)) => file = again,
+            }
+            std::thread::sleep(Duration::from_micros(500));
+        }
+    }
+
+    /// The lock for reading; nothing when some process holds it for too long.
+    pub(super) fn shared(&self) -> io::Result<Option<Flock<File>>> {
+        self.flock(FlockArg::LockSharedNonblock, READ_WAIT)
+    }
+
+    /// The lock for writing.
+    pub(super) fn exclusive(&self) -> io::Result<Locked> {
+        let held = || {
+            io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!(
+                    "another process has held {} for a second: is one of Spillway's processes stopped?",
+                    self.root.join("lock").display()
+                ),
+            )
+        };
+        self.flock(FlockArg::LockExclusiveNonblock, LOCK_WAIT)?.map(Locked).ok_or_else(held)
+    }
+
+    /// The file of an object that Spillway writes, or of the record of one that a person writes.
+    pub(super) fn path(&self, target: &ObjectRef) -> PathBuf {
+        let kind = target.kind.name();
+        let directory = if target.kind.is_users() { self.root.join("status").join(kind) } else { self.root.join(kind) };
+        directory.join(format!("{}.yaml", target.key.name))
+    }
+
+    /// The object or record of a target as it is on disk.
+    pub(super) fn load(&self, target: &ObjectRef) -> io::Result<Option<Value>> {
+        match fs::read(self.path(target)) {
+            Ok(text) => serde_saphyr::from_slice(&text).map(Some).map_err(|error| {
+                io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    format!("{} is not YAML, remove it: {error}", self.path(target).display()),
+                )
+            }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Every object and record on disk with the version of its file. Sorted.
+    pub(super) fn listing(&self) -> io::Result<Vec<(ObjectRef, Stamp)>> {
+        let mut found = Vec::new();
+        for kind in Kind::ALL.into_iter().filter(|kind| !kind.is_users() || kind.has_our_status()) {
+            let sample = ObjectRef { kind, key: Key::cluster("x") };
+            let Some(directory) = self.path(&sample).parent().map(Path::to_owned) else { continue };
+            for entry in fs::read_dir(directory)? {
+                let entry = entry?;
+                let name = entry.file_name();
+                let Some(name) = name.to_str().and_then(|name| name.strip_suffix(".yaml")) else { continue };
+                if name.starts_with('.') {
+                    continue;
+                }
+                if let Ok(stamp) = stamp(&entry.path()) {
+                    found.push((ObjectRef { kind, key: Key::cluster(name) }, stamp));
+                }
+            }
+        }
+        found.sort_by(|a, b| a.0.cmp(&b.0));
+        Ok(found)
+    }
+
+    /// Replaces a file as a whole.
+    pub(super) fn replace(&self, path: &Path, text: &[u8]) -> io::Result<()> {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let name = format!(".{}-{}.tmp", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let temporary = path.with_file_name(name);
+        let written = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, path));
+        if written.is_err() {
+            // The write's own error says more than that of the cleaning up.
+            fs::remove_file(&temporary).ok();
+        }
+        written
+    }
+
+    pub(super) fn good_path(&self, file: &Path) -> PathBuf {
+        let name = super::parse::hash(&Value::from(file.to_string_lossy()));
+        self.root.join("good").join(format!("{name}.yaml"))
+    }
+}
+
+impl Locked {
+    /// A resourceVersion that is greater than `least` and than every one given out before.
+    pub(super) fn next_version(&mut self, least: u64) -> io::Result<u64> {
+        let mut text = String::new();
+        self.0.rewind()?;
+        self.0.read_to_string(&mut text)?;
+        let next = text.trim().parse::<u64>().unwrap_or(0).max(least) + 1;
+        self.0.rewind()?;
+        // Numbers only grow, so that the new text covers the old one.
+        self.0.write_all(format!("{next}\n").as_bytes())?;
+        Ok(next)
+    }
+}
+
+/// The version of a file on disk.
+pub(super) fn stamp(path: &Path) -> io::Result<Stamp> {
+    let metadata = fs::metadata(path)?;
+    Ok(Stamp {
+        modified: metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH),
+        size: metadata.len(),
+        inode: metadata.ino(),
+    })
+}

@@ -1,0 +1,342 @@
+//! The store in a directory, as its users see it: real files, several stores on one directory, several processes.
+
+use super::*;
+use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPSpec, EgressIPStatus};
+use crate::store::{Changes, ObjectRef};
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use std::fs;
+use tempfile::TempDir;
+
+const POLICY: &str = "
+apiVersion: spillway.io/v1alpha1
+kind: EgressGatewayPolicy
+metadata: {name: web}
+spec:
+  selectors: [{podSelector: {}}]
+  destinationCIDRs: [0.0.0.0/0]
+  egressIPPool: {name: public}
+";
+
+const POD: &str = "
+apiVersion: v1
+kind: Pod
+metadata: {name: a, namespace: shop, labels: {app: web}}
+spec: {nodeName: w1, containers: []}
+status: {podIP: 10.0.0.5}
+";
+
+fn directory() -> TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+/// Waits until the condition holds; only a hang fails it.
+async fn until<R>(changes: &mut Changes, mut condition: impl FnMut() -> Option<R>) -> R {
+    let wait = async {
+        loop {
+            if let Some(result) = condition() {
+                return result;
+            }
+            changes.next().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), wait).await.expect("the condition never came true")
+}
+
+fn policy(store: &Store) -> Option<Arc<EgressGatewayPolicy>> {
+    store.get(&Key::cluster("web"))
+}
+
+fn destination(store: &Store) -> Option<String> {
+    policy(store)?.spec.destination_cidrs.first().cloned()
+}
+
+fn egress_ip(address: &str) -> EgressIP {
+    EgressIP::new(address, EgressIPSpec { address: address.to_owned(), ..Default::default() })
+}
+
+#[test]
+fn the_first_list_has_everything_with_its_metadata_filled_in() {
+    let dir = directory();
+    fs::create_dir(dir.path().join("deep")).unwrap();
+    fs::write(dir.path().join("deep/all.yaml"), format!("{POLICY}---\n{POD}---\n")).unwrap();
+    let store = Files::open(dir.path()).unwrap();
+    let web = policy(&store).unwrap();
+    assert_eq!(web.metadata.generation, Some(1));
+    assert!(web.metadata.creation_timestamp.is_some());
+    let pods = store.list::<Pod>();
+    assert_eq!(Key::of(pods[0].as_ref()), Key::namespaced("shop", "a"));
+    assert!(pods[0].metadata.uid.as_ref().is_some_and(|uid| uid.len() == 36));
+    assert_eq!(store.problems(), []);
+    let other = Files::open(dir.path()).unwrap();
+    assert_eq!(policy(&other).unwrap(), web, "a second process sees the same uid, creation time and version");
+}
+
+#[tokio::test]
+async fn changes_of_files_become_visible() {
+    let dir = directory();
+    let store = Files::open(dir.path()).unwrap();
+    let mut changes = store.changes();
+    fs::write(dir.path().join("web.yaml"), POLICY).unwrap();
+    let first = until(&mut changes, || policy(&store)).await;
+    fs::write(dir.path().join("web.yaml"), POLICY.replace("0.0.0.0/0", "203.0.113.0/24")).unwrap();
+    let second = until(&mut changes, || policy(&store).filter(|now| now.spec != first.spec)).await;
+    assert_eq!(second.metadata.generation, Some(2));
+    assert_eq!(second.metadata.creation_timestamp, first.metadata.creation_timestamp);
+    assert_eq!(second.metadata.uid, first.metadata.uid);
+    fs::rename(dir.path().join("web.yaml"), dir.path().join("renamed.yaml")).unwrap();
+    fs::create_dir(dir.path().join("sub")).unwrap();
+    fs::write(dir.path().join("sub/pod.yml"), POD).unwrap();
+    until(&mut changes, || (!store.list::<Pod>().is_empty()).then_some(())).await;
+    assert_eq!(policy(&store).unwrap().metadata.generation, Some(2), "moving the file changed nothing");
+    fs::remove_file(dir.path().join("renamed.yaml")).unwrap();
+    until(&mut changes, || policy(&store).is_none().then_some(())).await;
+    let record = dir.path().join(".spillway/status/EgressGatewayPolicy/web.yaml");
+    until(&mut changes, || (!record.exists()).then_some(())).await;
+}
+
+#[tokio::test]
+async fn a_broken_file_names_itself_and_its_last_good_version_stays_also_for_a_new_process() {
+    let dir = directory();
+    let file = dir.path().join("web.yaml");
+    fs::write(&file, format!("{POLICY}---\n{POD}")).unwrap();
+    let store = Files::open(dir.path()).unwrap();
+    let mut changes = store.changes();
+    let wrong = POLICY.replace("destinationCIDRs", "destinationCidrs");
+    fs::write(&file, format!("{wrong}---\n{}", POD.replace("10.0.0.5", "10.0.0.6"))).unwrap();
+    let problems = until(&mut changes, || Some(store.problems()).filter(|problems| !problems.is_empty())).await;
+    assert_eq!(
+        problems.iter().map(ToString::to_string).collect::<Vec<_>>(),
+        ["web.yaml, document 1, EgressGatewayPolicy web, spec.destinationCidrs: unknown field \"destinationCidrs\": \
+          write destinationCIDRs"]
+    );
+    assert_eq!(destination(&store).as_deref(), Some("0.0.0.0/0"));
+    let ip = |store: &Store| store.list::<Pod>()[0].status.as_ref().unwrap().pod_ip.clone().unwrap();
+    assert_eq!(ip(&store), "10.0.0.6", "the good document of the file is in force");
+    let restarted = Files::open(dir.path()).unwrap();
+    assert_eq!(destination(&restarted).as_deref(), Some("0.0.0.0/0"));
+    assert_eq!(restarted.problems(), problems);
+    fs::write(&file, "a: [").unwrap();
+    until(&mut changes, || store.problems()[0].message.starts_with("the file is not YAML").then_some(())).await;
+    assert_eq!((destination(&store).as_deref(), ip(&store).as_str()), (Some("0.0.0.0/0"), "10.0.0.6"));
+    fs::write(&file, POLICY).unwrap();
+    until(&mut changes, || store.problems().is_empty().then_some(())).await;
+    assert!(store.list::<Pod>().is_empty(), "a good version that leaves an object out removes it");
+}
+
+#[tokio::test]
+async fn writes_compare_and_swap_and_are_visible_at_once() {
+    let dir = directory();
+    let (store, other) = (Files::open(dir.path()).unwrap(), Files::open(dir.path()).unwrap());
+    let created = store.create(&egress_ip("192.0.2.1")).await.unwrap();
+    assert_eq!(created.metadata.generation, Some(1));
+    assert_eq!(store.list::<EgressIP>()[0].as_ref(), &created);
+    assert!(matches!(store.create(&created).await, Err(StoreError::AlreadyExists(_))));
+    let mut changes = other.changes();
+    let theirs = until(&mut changes, || other.get::<EgressIP>(&Key::cluster("192.0.2.1"))).await;
+    assert_eq!(theirs.as_ref(), &created);
+
+    let mut mine = created.clone();
+    mine.status = Some(EgressIPStatus { node: Some("gw1".into()), epoch: 1, ..Default::default() });
+    mine.spec.pool = Some("ignored".into());
+    let mine = store.replace_status(&mine).await.unwrap();
+    assert_eq!((mine.spec.pool.as_deref(), mine.metadata.generation), (None, Some(1)), "only the status is written");
+    let mut stale = theirs.as_ref().clone();
+    stale.spec.pool = Some("public".into());
+    assert!(matches!(other.replace(&stale).await, Err(StoreError::Conflict(_))));
+
+    let mut next = mine.clone();
+    next.spec.pool = Some("public".into());
+    next.status = None;
+    let next = store.replace(&next).await.unwrap();
+    assert_eq!(next.status, mine.status, "the status is left alone");
+    assert_eq!(next.metadata.generation, Some(2));
+    let unchanged = store.replace(&next).await.unwrap();
+    assert_eq!(unchanged.metadata.resource_version, next.metadata.resource_version, "nothing changed, nothing written");
+
+    assert!(matches!(store.delete(&mine).await, Err(StoreError::Conflict(_))));
+    store.delete(&next).await.unwrap();
+    assert!(store.list::<EgressIP>().is_empty());
+    assert!(matches!(store.replace(&next).await, Err(StoreError::NotFound(_))));
+    let again = store.create(&egress_ip("192.0.2.1")).await.unwrap();
+    let number = |ip: &EgressIP| ip.metadata.resource_version.as_ref().unwrap().parse::<u64>().unwrap();
+    assert!(number(&again) > number(&next), "a version is never given out twice");
+}
+
+#[tokio::test]
+async fn the_status_of_a_persons_object_is_kept_apart() {
+    let dir = directory();
+    fs::write(dir.path().join("web.yaml"), POLICY).unwrap();
+    let store = Files::open(dir.path()).unwrap();
+    let mut web = policy(&store).unwrap().as_ref().clone();
+    web.status = Some(crate::api::EgressGatewayPolicyStatus { selected_endpoints: 7, ..Default::default() });
+    let written = store.replace_status(&web).await.unwrap();
+    assert_eq!(policy(&store).unwrap().as_ref(), &written);
+    assert!(matches!(store.replace_status(&web).await, Err(StoreError::Conflict(_))));
+    assert_eq!(fs::read_to_string(dir.path().join("web.yaml")).unwrap(), POLICY);
+    let other = Files::open(dir.path()).unwrap();
+    assert_eq!(policy(&other).unwrap().as_ref(), &written);
+    let mut changes = other.changes();
+    fs::write(dir.path().join("web.yaml"), POLICY.replace("0.0.0.0/0", "203.0.113.0/24")).unwrap();
+    let changed = until(&mut changes, || policy(&other).filter(|now| now.metadata.generation == Some(2))).await;
+    assert_eq!(changed.status, written.status);
+    assert!(matches!(store.replace(&web).await, Err(StoreError::Refused { .. })));
+}
+
+#[tokio::test]
+async fn what_breaks_the_rules_is_not_written() {
+    let dir = directory();
+    let store = Files::open(dir.path()).unwrap();
+    let error = store.create(&egress_ip("192.0.2.300")).await.unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "EgressIP 192.0.2.300 is refused: spec.address: \"192.0.2.300\" is not an IP address: write it without a prefix \
+         length, such as 192.0.2.10 or 2001:db8::10"
+    );
+    let error = store.create(&EgressIP::new("../x", egress_ip("192.0.2.1").spec)).await.unwrap_err();
+    assert!(matches!(error, StoreError::Refused { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn a_broken_file_of_spillways_own_is_a_problem_and_the_rest_goes_on() {
+    let dir = directory();
+    let store = Files::open(dir.path()).unwrap();
+    store.create(&egress_ip("192.0.2.1")).await.unwrap();
+    let mut changes = store.changes();
+    fs::write(dir.path().join(".spillway/EgressIP/192.0.2.2.yaml"), "{").unwrap();
+    let problems = until(&mut changes, || Some(store.problems()).filter(|problems| !problems.is_empty())).await;
+    assert_eq!(problems[0].file, Path::new(".spillway/EgressIP/192.0.2.2.yaml"));
+    assert_eq!(store.list::<EgressIP>().len(), 1);
+    fs::remove_file(dir.path().join(".spillway/EgressIP/192.0.2.2.yaml")).unwrap();
+    until(&mut changes, || store.problems().is_empty().then_some(())).await;
+}
+
+#[test]
+fn an_unchanged_object_stays_the_same_allocation() {
+    let dir = directory();
+    fs::write(dir.path().join("all.yaml"), format!("{POLICY}---\n{POD}")).unwrap();
+    let store = Files::open(dir.path()).unwrap();
+    let (policy_before, pods) = (policy(&store).unwrap(), store.list::<Pod>());
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    runtime.block_on(async {
+        let mut changes = store.changes();
+        fs::write(
+            dir.path().join("node.yaml"),
+            "{apiVersion: v1, kind: Node, metadata: {name: w1, labels: {egress: \"true\"}}}",
+        )
+        .unwrap();
+        until(&mut changes, || store.list::<Node>().into_iter().next()).await;
+    });
+    assert!(Arc::ptr_eq(&policy_before, &policy(&store).unwrap()));
+    assert!(Arc::ptr_eq(&pods[0], &store.list::<Pod>()[0]));
+}
+
+#[test]
+fn a_directory_that_is_not_there_says_what_to_do() {
+    let dir = directory();
+    let missing = dir.path().join("missing");
+    let Err(error) = Files::open(&missing) else { panic!("it was opened") };
+    assert_eq!(
+        error.to_string(),
+        format!("{} is not a directory: create it, or name another one with --manifests", missing.display())
+    );
+}
+
+fn counter() -> Lease {
+    Lease {
+        metadata: ObjectMeta { name: Some("counter".into()), namespace: Some("spillway".into()), ..Default::default() },
+        spec: Some(LeaseSpec { lease_transitions: Some(0), ..Default::default() }),
+    }
+}
+
+/// Counts up `times` times by compare and swap.
+async fn count(store: &Store, times: usize) {
+    let key = Key::namespaced("spillway", "counter");
+    let mut changes = store.changes();
+    let mut done = 0;
+    while done < times {
+        let mut lease = until(&mut changes, || store.get::<Lease>(&key)).await.as_ref().clone();
+        *lease.spec.as_mut().unwrap().lease_transitions.as_mut().unwrap() += 1;
+        match store.replace(&lease).await {
+            Ok(_) => done += 1,
+            Err(StoreError::Conflict(_)) => changes.next().await,
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+const COUNT_IN: &str = "SPILLWAY_TEST_COUNT_IN";
+
+/// Not a test of its own: what each process of the next test runs.
+#[tokio::test]
+async fn count_in_a_process() {
+    if let Some(dir) = std::env::var_os(COUNT_IN) {
+        count(&Files::open(Path::new(&dir)).unwrap(), 20).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_update_is_lost_among_threads_and_processes() {
+    let dir = directory();
+    let store = Files::open(dir.path()).unwrap();
+    store.create(&counter()).await.unwrap();
+    let children: Vec<_> = (0..3)
+        .map(|_| {
+            std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "store::files::tests::count_in_a_process"])
+                .env(COUNT_IN, dir.path())
+                .stdout(std::process::Stdio::null())
+                .spawn()
+                .unwrap()
+        })
+        .collect();
+    let threads: Vec<_> = (0..3)
+        .map(|_| {
+            let store = store.clone();
+            tokio::spawn(async move { count(&store, 20).await })
+        })
+        .collect();
+    for thread in threads {
+        thread.await.unwrap();
+    }
+    for child in children {
+        assert!(child.wait_with_output().unwrap().status.success());
+    }
+    let mut changes = store.changes();
+    let key = Key::namespaced("spillway", "counter");
+    until(&mut changes, || {
+        let lease = store.get::<Lease>(&key)?;
+        (lease.spec.as_ref()?.lease_transitions == Some(120)).then_some(())
+    })
+    .await;
+}
+
+#[test]
+fn notices_of_reading_and_of_temporary_files_do_not_count() {
+    use notify::event::{CreateKind, ModifyKind};
+    let event = |kind, path: &str| Event::new(kind).add_path(PathBuf::from(path));
+    let create = EventKind::Create(CreateKind::File);
+    assert!(matters(&event(create, "/d/web.yaml")));
+    assert!(matters(&event(EventKind::Modify(ModifyKind::Any), "/d/.spillway/Lease/a.yaml")));
+    assert!(matters(&event(EventKind::Access(AccessKind::Close(AccessMode::Write)), "/d/web.yaml")));
+    assert!(!matters(&event(EventKind::Access(AccessKind::Open(AccessMode::Any)), "/d/web.yaml")));
+    assert!(!matters(&event(create, "/d/.spillway/Lease/.12-3.tmp")));
+    assert!(!matters(&event(EventKind::Modify(ModifyKind::Any), "/d/.spillway/lock")));
+}
+
+#[test]
+fn problems_about_one_object_know_it() {
+    let dir = directory();
+    fs::write(dir.path().join("a.yaml"), POLICY).unwrap();
+    fs::write(dir.path().join("b.yaml"), POLICY.replace("0.0.0.0/0", "203.0.113.0/24")).unwrap();
+    let store = Files::open(dir.path()).unwrap();
+    let problems = store.problems();
+    assert_eq!(problems[0].object, Some(ObjectRef { kind: Kind::EgressGatewayPolicy, key: Key::cluster("web") }));
+    assert_eq!(
+        problems[0].to_string(),
+        "b.yaml, document 1, EgressGatewayPolicy web: a.yaml defines this object too, and its version is in force: remove \
+         the object from one of the files"
+    );
+    assert_eq!(destination(&store).as_deref(), Some("0.0.0.0/0"));
+}

@@ -1,0 +1,56 @@
+//! The cache that the store's readers see.
+
+use crate::store::kind::Erased;
+use crate::store::{Key, Kind, Problem};
+use std::collections::BTreeMap;
+
+/// An object and its resourceVersion.
+#[derive(Clone, Debug)]
+pub(super) struct Item {
+    pub(super) version: String,
+    pub(super) object: Erased,
+}
+
+/// All objects and problems.
+#[derive(Debug, Default)]
+pub(super) struct View {
+    kinds: BTreeMap<Kind, BTreeMap<Key, Item>>,
+    pub(super) problems: Vec<Problem>,
+}
+
+impl View {
+    pub(super) fn list(&self, kind: Kind) -> Vec<Erased> {
+        self.kinds.get(&kind).into_iter().flat_map(BTreeMap::values).map(|item| item.object.clone()).collect()
+    }
+
+    pub(super) fn get(&self, kind: Kind, key: &Key) -> Option<Erased> {
+        Some(self.kinds.get(&kind)?.get(key)?.object.clone())
+    }
+
+    /// Sets or removes one object; says whether that made a difference.
+    pub(super) fn set(&mut self, kind: Kind, key: Key, item: Option<Item>) -> bool {
+        let objects = self.kinds.entry(kind).or_default();
+        match item {
+            Some(item) if objects.get(&key).is_some_and(|old| old.version == item.version) => false,
+            Some(item) => {
+                objects.insert(key, item);
+                true
+            }
+            None => objects.remove(&key).is_some(),
+        }
+    }
+
+    /// Replaces all objects of a kind, keeping those whose version is the same; says whether that made a difference.
+    pub(super) fn set_all(&mut self, kind: Kind, mut items: BTreeMap<Key, Item>) -> bool {
+        let objects = self.kinds.entry(kind).or_default();
+        let mut same = objects.len() == items.len();
+        for (key, item) in &mut items {
+            match objects.get(key) {
+                Some(old) if old.version == item.version => *item = old.clone(),
+                _ => same = false,
+            }
+        }
+        *objects = items;
+        !same
+    }
+}

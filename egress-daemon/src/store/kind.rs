@@ -1,0 +1,194 @@
+//! The kinds that a store holds: their names on the wire, who writes them, and their Rust types.
+
+use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode};
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+/// An object of any kind, behind an `Arc` of its Rust type.
+pub(crate) type Erased = Arc<dyn Any + Send + Sync>;
+
+/// A kind of object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// Namespace (v1).
+    Namespace,
+    /// Node (v1).
+    Node,
+    /// Pod (v1).
+    Pod,
+    /// EgressGatewayPolicy (spillway.io/v1alpha1).
+    EgressGatewayPolicy,
+    /// EgressIPPool (spillway.io/v1alpha1).
+    EgressIPPool,
+    /// EgressIP (spillway.io/v1alpha1).
+    EgressIP,
+    /// EgressNode (spillway.io/v1alpha1).
+    EgressNode,
+    /// Lease (coordination.k8s.io/v1).
+    Lease,
+}
+
+impl Kind {
+    /// Every kind, in order.
+    pub const ALL: [Kind; 8] = [
+        Kind::Namespace,
+        Kind::Node,
+        Kind::Pod,
+        Kind::EgressGatewayPolicy,
+        Kind::EgressIPPool,
+        Kind::EgressIP,
+        Kind::EgressNode,
+        Kind::Lease,
+    ];
+
+    /// The kind's name, as in the field `kind`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Namespace => "Namespace",
+            Kind::Node => "Node",
+            Kind::Pod => "Pod",
+            Kind::EgressGatewayPolicy => "EgressGatewayPolicy",
+            Kind::EgressIPPool => "EgressIPPool",
+            Kind::EgressIP => "EgressIP",
+            Kind::EgressNode => "EgressNode",
+            Kind::Lease => "Lease",
+        }
+    }
+
+    /// The kind's group and version, as in the field `apiVersion`.
+    pub fn api_version(self) -> &'static str {
+        match self {
+            Kind::Namespace | Kind::Node | Kind::Pod => "v1",
+            Kind::EgressGatewayPolicy | Kind::EgressIPPool | Kind::EgressIP | Kind::EgressNode => {
+                "spillway.io/v1alpha1"
+            }
+            Kind::Lease => "coordination.k8s.io/v1",
+        }
+    }
+
+    /// Whether objects of the kind live in a namespace.
+    pub fn is_namespaced(self) -> bool {
+        matches!(self, Kind::Pod | Kind::Lease)
+    }
+
+    /// Whether people (or Kubernetes) write the objects; Spillway writes the others.
+    pub fn is_users(self) -> bool {
+        !matches!(self, Kind::EgressIP | Kind::EgressNode | Kind::Lease)
+    }
+
+    /// Whether Spillway writes the status of objects that people write.
+    pub(crate) fn has_our_status(self) -> bool {
+        matches!(self, Kind::EgressGatewayPolicy | Kind::EgressIPPool)
+    }
+
+    /// The object of `value` as the kind's Rust type.
+    pub(crate) fn decode(self, value: Value) -> Result<Erased, serde_json::Error> {
+        fn typed<T: Stored>(value: Value) -> Result<Erased, serde_json::Error> {
+            Ok(Arc::new(serde_json::from_value::<T>(value)?))
+        }
+        match self {
+            Kind::Namespace => typed::<Namespace>(value),
+            Kind::Node => typed::<Node>(value),
+            Kind::Pod => typed::<Pod>(value),
+            Kind::EgressGatewayPolicy => typed::<EgressGatewayPolicy>(value),
+            Kind::EgressIPPool => typed::<EgressIPPool>(value),
+            Kind::EgressIP => typed::<EgressIP>(value),
+            Kind::EgressNode => typed::<EgressNode>(value),
+            Kind::Lease => typed::<Lease>(value),
+        }
+    }
+
+    /// The JSON of an object of the kind; nothing when it is of another kind.
+    pub(crate) fn encode(self, object: &Erased) -> Option<Value> {
+        fn value<T: Stored>(object: &Erased) -> Option<Value> {
+            serde_json::to_value(object.downcast_ref::<T>()?).ok()
+        }
+        match self {
+            Kind::Namespace => value::<Namespace>(object),
+            Kind::Node => value::<Node>(object),
+            Kind::Pod => value::<Pod>(object),
+            Kind::EgressGatewayPolicy => value::<EgressGatewayPolicy>(object),
+            Kind::EgressIPPool => value::<EgressIPPool>(object),
+            Kind::EgressIP => value::<EgressIP>(object),
+            Kind::EgressNode => value::<EgressNode>(object),
+            Kind::Lease => value::<Lease>(object),
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The Rust type of a kind.
+pub trait Stored:
+    kube::Resource<DynamicType = ()> + Serialize + DeserializeOwned + Clone + fmt::Debug + Send + Sync + 'static
+{
+    /// The kind.
+    const KIND: Kind;
+}
+
+macro_rules! stored {
+    ($($kind:ident)*) => { $(impl Stored for $kind { const KIND: Kind = Kind::$kind; })* };
+}
+
+stored!(Namespace Node Pod EgressGatewayPolicy EgressIPPool EgressIP EgressNode Lease);
+
+/// What names an object among those of its kind. Ordered by namespace, then name.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Key {
+    /// The namespace; empty for kinds without one.
+    pub namespace: String,
+    /// The name.
+    pub name: String,
+}
+
+impl Key {
+    /// The key of an object without a namespace.
+    pub fn cluster(name: &str) -> Self {
+        Key { namespace: String::new(), name: name.to_owned() }
+    }
+
+    /// The key of an object in a namespace.
+    pub fn namespaced(namespace: &str, name: &str) -> Self {
+        Key { namespace: namespace.to_owned(), name: name.to_owned() }
+    }
+
+    /// The key in an object's metadata.
+    pub fn of<T: Stored>(object: &T) -> Self {
+        let meta = object.meta();
+        Key { namespace: meta.namespace.clone().unwrap_or_default(), name: meta.name.clone().unwrap_or_default() }
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.namespace.is_empty() {
+            write!(f, "{}/", self.namespace)?;
+        }
+        f.write_str(&self.name)
+    }
+}
+
+/// An object by kind and key: `EgressGatewayPolicy web`.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ObjectRef {
+    /// The kind.
+    pub kind: Kind,
+    /// The namespace and name.
+    pub key: Key,
+}
+
+impl fmt::Display for ObjectRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.kind, self.key)
+    }
+}

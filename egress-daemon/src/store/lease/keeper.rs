@@ -1,0 +1,142 @@
+//! A task that keeps a candidate's lease on a store.
+
+use super::elector::{Action, Elector, LeaseTerms};
+use crate::store::Store;
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::jiff::Timestamp;
+use std::time::Instant;
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinHandle;
+
+/// What became of a candidate.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LeaseState {
+    /// It holds the lease.
+    Held {
+        /// The lease's epoch: higher with each holder that took it over.
+        epoch: u64,
+        /// It holds it until then, if it is not renewed before.
+        until: Instant,
+    },
+    /// It does not.
+    NotHeld {
+        /// Who does, as far as is known.
+        holder: Option<String>,
+    },
+}
+
+/// Keeps a lease, or tries to get it, until it is dropped (then the lease lapses) or released.
+pub struct LeaseKeeper {
+    state: watch::Receiver<LeaseState>,
+    stop: Option<oneshot::Sender<()>>,
+    task: JoinHandle<()>,
+}
+
+impl LeaseKeeper {
+    /// Starts a candidate on the current tokio runtime.
+    pub fn start(store: Store, terms: LeaseTerms) -> Self {
+        let (report, state) = watch::channel(LeaseState::NotHeld { holder: None });
+        let (stop, stopped) = oneshot::channel();
+        let task = tokio::spawn(keep(store, terms, report, stopped));
+        LeaseKeeper { state, stop: Some(stop), task }
+    }
+
+    /// The epoch of the lease if it is held now, judged by the clock, not by when the task last ran.
+    pub fn held(&self) -> Option<u64> {
+        match *self.state.borrow() {
+            LeaseState::Held { epoch, until } if Instant::now() < until => Some(epoch),
+            _ => None,
+        }
+    }
+
+    /// The last report of the task.
+    pub fn state(&self) -> LeaseState {
+        self.state.borrow().clone()
+    }
+
+    /// Waits until the task reports something new: a renewal (with a later `until`), gain or loss. Cancel safe.
+    pub async fn changed(&mut self) {
+        if self.state.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// A view on the reports for others.
+    pub fn watch(&self) -> watch::Receiver<LeaseState> {
+        self.state.clone()
+    }
+
+    /// Gives the lease up so that the next one gets it at once, and ends the task.
+    pub async fn release(mut self) {
+        if let Some(stop) = self.stop.take() {
+            // Without a receiver the task has ended already.
+            stop.send(()).ok();
+        }
+        if let Err(error) = (&mut self.task).await {
+            tracing::warn!(%error, "the lease was not released: it lapses instead");
+        }
+    }
+}
+
+impl Drop for LeaseKeeper {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn keep(store: Store, terms: LeaseTerms, report: watch::Sender<LeaseState>, mut stopped: oneshot::Receiver<()>) {
+    let start = Instant::now();
+    let mut changes = store.changes();
+    let mut elector = Elector::new(terms.clone());
+    loop {
+        let now = start.elapsed();
+        elector.observe(now, store.get::<Lease>(&terms.key).as_deref());
+        let decision = elector.decide(now, Timestamp::now());
+        let write = async {
+            match &decision.action {
+                Action::Wait => None,
+                Action::Create(lease) => Some(store.create(lease.as_ref()).await),
+                Action::Replace(lease) => Some(store.replace(lease.as_ref()).await),
+            }
+        };
+        // A write that takes longer may be done later: then the store shows it, but it does not count as held.
+        match tokio::time::timeout(terms.duration, write).await {
+            Ok(None) => {}
+            Ok(Some(Ok(lease))) => elector.written(now, &lease),
+            Ok(Some(Err(error))) => {
+                elector.failed(start.elapsed());
+                if !error.is_conflict() {
+                    tracing::warn!(lease = %terms.key, %error, "the lease cannot be written");
+                }
+            }
+            Err(_) => {
+                elector.failed(start.elapsed());
+                tracing::warn!(lease = %terms.key, "writing the lease took too long");
+            }
+        }
+        let state = match (elector.holds(start.elapsed()), elector.until()) {
+            (Some(epoch), Some(until)) => LeaseState::Held { epoch, until: start + until },
+            _ => LeaseState::NotHeld { holder: elector.holder().map(str::to_owned) },
+        };
+        report.send_if_modified(|last| {
+            let changed = *last != state;
+            *last = state.clone();
+            changed
+        });
+        let mut wake = elector.decide(start.elapsed(), Timestamp::now()).wake;
+        if let LeaseState::Held { until, .. } = state {
+            wake = wake.min(until - start);
+        }
+        tokio::select! {
+            () = changes.next() => {}
+            () = tokio::time::sleep_until((start + wake).into()) => {}
+            _ = &mut stopped => break,
+        }
+    }
+    if let Some(lease) = elector.release() {
+        report.send_replace(LeaseState::NotHeld { holder: None });
+        if let Err(error) = store.replace(lease.as_ref()).await {
+            tracing::info!(lease = %terms.key, %error, "the lease was not released: it lapses instead");
+        }
+    }
+}

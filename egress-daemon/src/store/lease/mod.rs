@@ -1,0 +1,20 @@
+//! Leases: who leads, and who is alive. `elector` decides without I/O or a clock of its own; `keeper` carries its
+//! decisions out on a store.
+
+mod elector;
+mod keeper;
+#[cfg(test)]
+mod tests;
+
+pub use elector::{Action, Decision, Elector, LeaseTerms};
+pub use keeper::{LeaseKeeper, LeaseState};
+
+/// Namespace of the leases that Spillway writes.
+pub const LEASE_NAMESPACE: &str = "spillway";
+/// Name of the lease of the leading controller.
+pub const CONTROLLER_LEASE: &str = "spillway-controller";
+
+/// Name of the lease by which a gateway shows that it is alive.
+pub fn gateway_lease(node: &str) -> String {
+    format!("spillway-gateway-{node}")
+}

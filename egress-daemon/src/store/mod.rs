@@ -1,0 +1,170 @@
+//! Objects in and out: one small store with a local cache that is read without waiting, and writes that compare and
+//! swap. A directory implements it (`files`); the Kubernetes API can. May know object shapes and I/O; knows nothing of
+//! plans, the kernel or the host's network.
+
+mod files;
+mod kind;
+pub mod lease;
+mod problem;
+
+pub use files::Files;
+pub use kind::{Key, Kind, ObjectRef, Stored};
+pub use problem::Problem;
+
+use crate::api::Violation;
+use futures::future::BoxFuture;
+use kind::Erased;
+use serde_json::Value;
+use std::sync::Arc;
+use tokio::sync::watch;
+
+/// What implements a store. Objects are JSON values on their way in, and `Arc`s of their kind's Rust type on their way
+/// out of the cache.
+pub(crate) trait Backend: Send + Sync {
+    /// The objects of a kind, sorted by key.
+    fn list(&self, kind: Kind) -> Vec<Erased>;
+    /// One object.
+    fn get(&self, kind: Kind, key: &Key) -> Option<Erased>;
+    /// What is wrong with the source of the objects, sorted.
+    fn problems(&self) -> Vec<Problem>;
+    /// Its value changes after each change of what `list` or `problems` return.
+    fn changes(&self) -> watch::Receiver<u64>;
+    /// Writes, and returns the object as it is then. When it returns, `list` shows the write.
+    fn write(&self, write: Write) -> BoxFuture<'static, Result<Value, StoreError>>;
+}
+
+/// A write that is wanted.
+#[derive(Clone, Debug)]
+pub(crate) struct Write {
+    pub(crate) verb: Verb,
+    pub(crate) target: ObjectRef,
+    pub(crate) object: Value,
+}
+
+/// The kinds of writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verb {
+    Create,
+    Replace,
+    ReplaceStatus,
+    Delete,
+}
+
+/// Why a write was not done.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// The object is gone, or was never there.
+    #[error("{0} does not exist: read it again and create it")]
+    NotFound(ObjectRef),
+    /// Somebody else created it.
+    #[error("{0} exists already: read it again and replace it")]
+    AlreadyExists(ObjectRef),
+    /// Somebody else wrote it since it was read.
+    #[error("{0} was changed since it was read: read it again and repeat the change")]
+    Conflict(ObjectRef),
+    /// The object breaks rules of its kind.
+    #[error("{object} is refused: {}", violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+    Refused {
+        /// The object.
+        object: ObjectRef,
+        /// The rules that it breaks.
+        violations: Vec<Violation>,
+    },
+    /// The place where the objects are kept failed.
+    #[error("{object} cannot be written: {message}")]
+    Unavailable {
+        /// The object.
+        object: ObjectRef,
+        /// What failed, and what to do about it.
+        message: String,
+    },
+}
+
+impl StoreError {
+    /// Whether reading the object again and repeating the change may help at once.
+    pub fn is_conflict(&self) -> bool {
+        matches!(self, StoreError::NotFound(_) | StoreError::AlreadyExists(_) | StoreError::Conflict(_))
+    }
+}
+
+/// The objects of a cluster. Cheap to clone.
+///
+/// Reads come from a local cache and never wait. The cache is level-triggered: after a change, [`Changes::next`]
+/// returns, and the lists show the latest state, not each step towards it. Writes compare and swap on
+/// `metadata.resourceVersion`; the status is written apart from the rest, as in Kubernetes.
+#[derive(Clone)]
+pub struct Store(Arc<dyn Backend>);
+
+impl Store {
+    pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
+        Store(backend)
+    }
+
+    /// The objects of a kind, sorted by namespace and name. An object that did not change since an earlier call is the
+    /// same `Arc`.
+    pub fn list<T: Stored>(&self) -> Vec<Arc<T>> {
+        self.0.list(T::KIND).into_iter().filter_map(|object| object.downcast::<T>().ok()).collect()
+    }
+
+    /// One object.
+    pub fn get<T: Stored>(&self, key: &Key) -> Option<Arc<T>> {
+        self.0.get(T::KIND, key).and_then(|object| object.downcast::<T>().ok())
+    }
+
+    /// What is wrong with the source of the objects: broken files, for instance. The last good version of what a
+    /// problem is about stays in force.
+    pub fn problems(&self) -> Vec<Problem> {
+        self.0.problems()
+    }
+
+    /// Notices of changes from now on; the first one is immediate, so that a loop starts with a look at the state.
+    pub fn changes(&self) -> Changes {
+        let mut changes = self.0.changes();
+        changes.mark_changed();
+        Changes(changes)
+    }
+
+    /// Creates an object (without its status) and returns it with its metadata filled in.
+    pub async fn create<T: Stored>(&self, object: &T) -> Result<T, StoreError> {
+        self.write(Verb::Create, object).await
+    }
+
+    /// Replaces an object (all but its status), if `metadata.resourceVersion` is still that of `object`. Without a
+    /// difference nothing is written.
+    pub async fn replace<T: Stored>(&self, object: &T) -> Result<T, StoreError> {
+        self.write(Verb::Replace, object).await
+    }
+
+    /// Replaces the status of an object, and nothing else, if `metadata.resourceVersion` is still that of `object`.
+    /// Without a difference nothing is written.
+    pub async fn replace_status<T: Stored>(&self, object: &T) -> Result<T, StoreError> {
+        self.write(Verb::ReplaceStatus, object).await
+    }
+
+    /// Deletes an object, if `metadata.resourceVersion` is still that of `object`.
+    pub async fn delete<T: Stored>(&self, object: &T) -> Result<(), StoreError> {
+        self.write(Verb::Delete, object).await.map(|_: T| ())
+    }
+
+    async fn write<T: Stored>(&self, verb: Verb, object: &T) -> Result<T, StoreError> {
+        let target = ObjectRef { kind: T::KIND, key: Key::of(object) };
+        let unavailable =
+            |error: serde_json::Error| StoreError::Unavailable { object: target.clone(), message: error.to_string() };
+        let value = serde_json::to_value(object).map_err(unavailable)?;
+        let written = self.0.write(Write { verb, target: target.clone(), object: value }).await?;
+        serde_json::from_value(written).map_err(unavailable)
+    }
+}
+
+/// Notices of changes of a store.
+pub struct Changes(watch::Receiver<u64>);
+
+impl Changes {
+    /// Waits for a change since the last call; many changes are one notice. When the store is gone, waits for ever.
+    /// Cancel safe.
+    pub async fn next(&mut self) {
+        if self.0.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+}

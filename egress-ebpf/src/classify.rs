@@ -1,0 +1,62 @@
+//! Which policy, if any, a packet of a pod belongs to.
+
+use crate::{
+    family::Family,
+    maps::{MEMBERS, POLICIES},
+};
+use aya_ebpf::btf_maps::lpm_trie::Key;
+use egress_common::{
+    config::{Config, flags},
+    endpoint::{Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey},
+};
+
+/// The answer for one source and destination.
+pub enum Class {
+    /// No policy: the packet is not ours.
+    Outside,
+    /// The source is unknown while a selected pod is starting.
+    Held,
+    /// The policy with this index.
+    Policy(u32, Endpoint),
+}
+
+/// Classifies a source and a destination.
+#[inline(always)]
+pub fn classify<F: Family>(config: &Config, src: F, dst: F) -> Class {
+    if F::never_leaves(dst) {
+        return Class::Outside;
+    }
+    // SAFETY: entries are replaced, not changed in place.
+    let Some(endpoint) = (unsafe { F::endpoints().get(src) }).copied() else {
+        // An unspecified or link-local source asks for addresses and neighbours; it is never forwarded.
+        let held = config.flags & flags::HOLD != 0 && !F::never_leaves(src) && !excepted(dst);
+        return if held { Class::Held } else { Class::Outside };
+    };
+    if endpoint.class == 0 || excepted(dst) {
+        return Class::Outside;
+    }
+    let key = Key::new(32 + F::BITS, RouteKey { class: endpoint.class, addr: dst });
+    match F::routes().get(&key) {
+        Some(&policy) if policy != NO_POLICY => Class::Policy(policy, endpoint),
+        _ => Class::Outside,
+    }
+}
+
+#[inline(always)]
+fn excepted<F: Family>(dst: F) -> bool {
+    F::excepts().get(&Key::new(F::BITS, dst)).is_some()
+}
+
+/// The part of a policy that serves one address family.
+#[inline(always)]
+pub fn policy<F: Family>(policy: u32) -> Option<&'static Policy> {
+    // SAFETY: entries are replaced, not changed in place.
+    unsafe { POLICIES.get(PolicyKey { policy, family: F::VERSION }) }
+}
+
+/// The slot that an egress IP is in a policy, if it is one.
+#[inline(always)]
+pub fn member(policy: u32, egress: u32) -> Option<&'static Member> {
+    // SAFETY: entries are replaced, not changed in place.
+    unsafe { MEMBERS.get(MemberKey { policy, egress }) }
+}

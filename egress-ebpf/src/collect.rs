@@ -1,0 +1,120 @@
+//! Removing flows that are idle for too long: a timer in the kernel, so that it works whether the agent lives or not.
+//!
+//! Every flow has a ticket in a queue. A run takes a bounded number of tickets, removes the flows that are due and puts
+//! the others back at the end; a ticket whose flow is gone, or was replaced, is dropped. So one run takes a millisecond
+//! or two whatever the size of the table, and a million flows are passed in under half a minute.
+
+use crate::{
+    classify::{self, Class},
+    family::Family,
+    maps::{COLLECTOR, CONFIG, Collector},
+    packet::now_tick,
+    parse::proto,
+    stats,
+    steer::{forget, reverse_key},
+};
+use aya_ebpf::helpers::{bpf_loop, bpf_timer_init, bpf_timer_set_callback, bpf_timer_start};
+use core::ffi::c_void;
+use egress_common::{
+    V4, V6,
+    config::Config,
+    flow::{Flow, FlowKey, Ticket, kind},
+    limits::{COLLECT_BATCH, COLLECT_INTERVAL_NS},
+    tcp,
+    verdict::Counter,
+};
+
+const CLOCK_MONOTONIC: u64 = 1;
+
+/// Arms the timer with this program's collector, also where an earlier program's is running. 0 or a negative errno.
+#[inline(always)]
+pub fn start() -> i32 {
+    let Some(c) = COLLECTOR.get_ptr_mut(0) else { return -1 };
+    // SAFETY: the timer lies in the element of the map that is named; it may be initialised already, which is fine.
+    unsafe {
+        let timer = &raw mut (*c).timer;
+        bpf_timer_init(timer, (&raw const COLLECTOR).cast_mut().cast(), CLOCK_MONOTONIC);
+        let r = bpf_timer_set_callback(timer, run as *mut c_void);
+        if r != 0 {
+            return r as i32;
+        }
+        bpf_timer_start(timer, COLLECT_INTERVAL_NS, 0) as i32
+    }
+}
+
+/// One run.
+extern "C" fn run(_map: *mut c_void, _key: *mut u32, collector: *mut Collector) -> i64 {
+    let mut unused = 0u64;
+    // SAFETY: the kernel passes the map's element; the callbacks ignore their context.
+    unsafe {
+        (*collector).runs += 1;
+        bpf_loop(COLLECT_BATCH, look::<V4> as *mut c_void, (&raw mut unused).cast(), 0);
+        bpf_loop(COLLECT_BATCH, look::<V6> as *mut c_void, (&raw mut unused).cast(), 0);
+        bpf_timer_start(&raw mut (*collector).timer, COLLECT_INTERVAL_NS, 0);
+    }
+    0
+}
+
+/// Looks at one ticket: 0 to go on, 1 when there is nothing more to do in this run.
+extern "C" fn look<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
+    let Some(config) = CONFIG.get(0) else { return 1 };
+    let Ok(Some(ticket)) = F::tickets().pop() else { return 1 };
+    let now = now_tick();
+    // SAFETY: read only; a packet may update it at the same time.
+    let Some(flow) = (unsafe { F::flows().get(&ticket.key) }) else { return 0 };
+    if flow.ticket != ticket.ticket {
+        return 0;
+    }
+    if ticket.checked != now && is_due(config, &ticket.key, flow, now) {
+        forget::<F>(&ticket.key, flow);
+        stats::count(Counter::FlowsExpired);
+        return 0;
+    }
+    let stop = ticket.checked == now;
+    // The queue is twice as long as the table, so there is room.
+    let _ = F::tickets().push(Ticket { key: ticket.key, ticket: ticket.ticket, checked: now }, 0);
+    stop as i64
+}
+
+/// Whether a flow has been idle for too long, or belongs to no policy any more.
+#[inline(always)]
+fn is_due<F: Family>(config: &Config, key: &FlowKey<F>, flow: &Flow, now: u32) -> bool {
+    let mut last = flow.last_seen;
+    let mut back = 0;
+    if flow.kind == kind::UNTOUCHED {
+        // Only the pod's segments are followed: the other side's are taken as acknowledged.
+        back = tcp::seen::ACK;
+    } else {
+        if flow.config_generation != config.generation
+            && let Class::Outside = classify::classify(config, key.src, key.dst)
+        {
+            return true;
+        }
+        // SAFETY: read only.
+        if let Some(r) = reverse_key::<F>(key, flow).and_then(|k| unsafe { F::reverses().get(k) }) {
+            back = r.state;
+            if r.last_seen.wrapping_sub(last) as i32 > 0 {
+                last = r.last_seen;
+            }
+        }
+    }
+    // Read one by one, or LLVM reads one field through a computed address, which the verifier refuses without CAP_PERFMON.
+    // SAFETY: references are valid for reading.
+    let [long, short, udp, icmp] = unsafe {
+        [
+            (&raw const config.tcp_established).read_volatile(),
+            (&raw const config.tcp_transitory).read_volatile(),
+            (&raw const config.udp).read_volatile(),
+            (&raw const config.icmp).read_volatile(),
+        ]
+    };
+    let limit = match key.proto {
+        proto::TCP if tcp::established(flow.state, back) => long,
+        proto::TCP => short,
+        proto::UDP => udp,
+        _ => icmp,
+    };
+    // A packet may have come after `now` was read.
+    let idle = now.wrapping_sub(last) as i32;
+    idle > 0 && idle as u32 > limit
+}

@@ -1,0 +1,129 @@
+//! The source node's half of a reply: undo the translation and hand the packet to the pod.
+
+use crate::{
+    family::Family,
+    fragment, icmp,
+    maps::{CONFIG, EGRESS_IPS, NODES},
+    mss,
+    packet::{Mac, Packet, now_tick},
+    parse::{self, Ip, Kind, Part, Transport},
+    stats, steer,
+    translate::{End, Rewrite, rewrite},
+    tunnel,
+};
+use aya_ebpf::helpers::bpf_get_prandom_u32;
+use egress_common::{
+    V6,
+    config::{Config, flags},
+    flow::{Flow, FlowKey, Reverse, kind},
+    tcp,
+    verdict::{Counter, Verdict},
+};
+
+/// A reply that a gateway sent.
+#[inline(always)]
+pub fn from_tunnel<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
+    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
+    let Some(config) = CONFIG.get(0) else { return Verdict::Drop(Counter::DropNoReverse) };
+    if !from_owner::<F>(ip.dst, outer) && !tunnel::is_node(outer) {
+        return Verdict::Drop(Counter::DropStranger);
+    }
+    let t = parse::transport::<F>(pkt, &ip);
+    if ip.part == Part::First {
+        fragment::keep(&ip, &t);
+    }
+    deliver::<F>(pkt, config, &ip, &t)
+}
+
+/// Whether the outer source is the owner of the egress IP: true for nearly every reply, and cheaper than a search.
+#[inline(always)]
+fn from_owner<F: Family>(egress: F, outer: &V6) -> bool {
+    // SAFETY: read only.
+    let Some(&egress) = (unsafe { F::egress_index().get(egress) }) else { return false };
+    let Some(e) = EGRESS_IPS.get(egress) else { return false };
+    matches!(NODES.get(e.owner), Some(n) if n.present != 0 && n.addr == *outer)
+}
+
+/// Undoes the translation of a reply and sends it into the pod's interface.
+#[inline(always)]
+pub fn deliver<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport) -> Verdict {
+    let key = match t.kind {
+        Kind::Tcp | Kind::Udp => {
+            FlowKey { src: ip.dst, dst: ip.src, src_port: t.dst_port, dst_port: t.src_port, proto: ip.proto }
+        }
+        Kind::Answer | Kind::Query => {
+            FlowKey { src: ip.dst, dst: ip.src, src_port: t.src_port, dst_port: 0, proto: ip.proto }
+        }
+        Kind::Error => return icmp::incoming::<F>(pkt, config, ip),
+        Kind::Orphan => return Verdict::Drop(Counter::DropFragment),
+        Kind::Other => return Verdict::Drop(Counter::DropProtocol),
+        Kind::Broken => return Verdict::Drop(Counter::DropMalformed),
+    };
+    let Some(reverse) = F::reverses().get_ptr_mut(&key) else { return Verdict::Drop(Counter::DropNoReverse) };
+    // SAFETY: changed in place only by single stores.
+    let r = unsafe { &mut *reverse };
+    let now = now_tick();
+    if r.last_seen != now {
+        r.last_seen = now;
+        mend_forward::<F>(config, &key, r, now);
+    }
+    if t.kind == Kind::Tcp {
+        let state = tcp::advance(r.state, t.flags);
+        if state != r.state {
+            r.state = state;
+        }
+        if t.flags & tcp::flag::SYN != 0 {
+            mss::clamp::<F>(pkt, config, ip.l4);
+        }
+    }
+    let (ifindex, macs) = (r.ifindex, [r.pod_mac, r.host_mac]);
+    let rewriting = Rewrite {
+        end: End::Destination,
+        old: ip.dst,
+        new: r.pod,
+        old_port: key.src_port,
+        new_port: r.pod_port,
+        hop: false,
+        csum_ipv6: config.flags & flags::CSUM_IPV6 != 0,
+    };
+    if rewrite(pkt, ip, &rewriting).is_none() {
+        return Verdict::Drop(Counter::DropMalformed);
+    }
+    into_pod(pkt, ifindex, &macs)
+}
+
+/// Sends a packet into a pod's interface; `macs` are the destination and the source address of the frame.
+#[inline(always)]
+pub fn into_pod(pkt: &Packet, ifindex: u32, macs: &[Mac; 2]) -> Verdict {
+    if pkt.write(0, *macs).is_none() {
+        return Verdict::Drop(Counter::DropMalformed);
+    }
+    stats::count(Counter::Delivered);
+    pkt.redirect(ifindex)
+}
+
+/// Builds the forward half anew if it is missing. Called once a tick for a flow that receives.
+#[inline(always)]
+fn mend_forward<F: Family>(config: &Config, key: &FlowKey<F>, r: &Reverse<F>, now: u32) {
+    let forward = FlowKey { src: r.pod, dst: key.dst, src_port: r.pod_port, dst_port: key.dst_port, proto: key.proto };
+    if F::flows().get_ptr(&forward).is_some() {
+        return;
+    }
+    let flow = Flow {
+        policy: r.policy,
+        egress: r.egress,
+        egress_generation: r.egress_generation,
+        config_generation: config.generation.wrapping_sub(1),
+        // SAFETY: the helper has no arguments.
+        ticket: unsafe { bpf_get_prandom_u32() },
+        last_seen: now,
+        created: now,
+        port: key.src_port,
+        state: tcp::seen::SYN | tcp::seen::ACK,
+        kind: kind::TRANSLATED,
+        reserved: 0,
+    };
+    if steer::enter::<F>(&forward, &flow).is_ok() {
+        stats::count(Counter::FlowsRepaired);
+    }
+}

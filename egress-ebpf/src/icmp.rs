@@ -1,0 +1,124 @@
+//! ICMP errors: the packet that they quote is translated with them, so that whoever gets the error knows its own packet.
+
+use crate::{
+    classify::{self, Class},
+    deliver,
+    family::Family,
+    maps::CONFIG,
+    packet::Packet,
+    parse::{self, Embedded, Ip, proto},
+    steer,
+    translate::{End, checksum_offset},
+};
+use egress_common::{
+    config::{Config, flags},
+    csum,
+    flow::{FlowKey, kind},
+    verdict::{Counter, Verdict},
+};
+
+/// An error from outside about a translated packet: it goes to the pod.
+#[inline(always)]
+pub fn incoming<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
+    let Some(inner) = parse::embedded::<F>(pkt, ip.l4) else { return Verdict::Drop(Counter::DropMalformed) };
+    let key = FlowKey {
+        src: inner.src,
+        dst: inner.dst,
+        src_port: inner.src_port,
+        dst_port: inner.dst_port,
+        proto: inner.proto,
+    };
+    // SAFETY: read only.
+    let Some(r) = (unsafe { F::reverses().get(&key) }) else { return Verdict::Drop(Counter::DropNoReverse) };
+    let (pod, port, ifindex, macs) = (r.pod, r.pod_port, r.ifindex, [r.pod_mac, r.host_mac]);
+    if inner.src != ip.dst || rewrite(pkt, config, ip, &inner, End::Destination, pod, port).is_none() {
+        return Verdict::Drop(Counter::DropMalformed);
+    }
+    deliver::into_pod(pkt, ifindex, &macs)
+}
+
+/// An error of a pod about a packet that it got: translated if that belonged to a translated flow.
+#[inline(never)]
+pub fn outgoing<F: Family>(pkt: &Packet) -> u64 {
+    let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt)) else {
+        return Verdict::Drop(Counter::DropMalformed).to_bits();
+    };
+    quoting::<F>(pkt, config, &ip).to_bits()
+}
+
+#[inline(always)]
+fn quoting<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
+    match classify::classify(config, ip.src, ip.dst) {
+        Class::Outside => return Verdict::Pass,
+        Class::Held => return Verdict::Drop(Counter::DropHeld),
+        Class::Policy(..) => {}
+    }
+    let Some(inner) = parse::embedded::<F>(pkt, ip.l4) else { return Verdict::Drop(Counter::DropMalformed) };
+    let query = inner.proto == F::ICMP;
+    let (src_port, dst_port) = if query { (inner.src_port, 0) } else { (inner.dst_port, inner.src_port) };
+    let key = FlowKey { src: inner.dst, dst: inner.src, src_port, dst_port, proto: inner.proto };
+    // SAFETY: read only.
+    let Some(flow) = (unsafe { F::flows().get(&key) }) else { return Verdict::Drop(Counter::DropUnknownFlow) };
+    match flow.kind {
+        kind::UNTOUCHED => return Verdict::Pass,
+        kind::TRANSLATED => {}
+        _ => return Verdict::Drop(Counter::DropSevered),
+    }
+    let (egress, port) = (flow.egress, flow.port);
+    let Some(reverse) = steer::reverse_key::<F>(&key, flow) else { return Verdict::Drop(Counter::DropSevered) };
+    if inner.dst != ip.src || rewrite(pkt, config, ip, &inner, End::Source, reverse.src, port).is_none() {
+        return Verdict::Drop(Counter::DropMalformed);
+    }
+    steer::hand_over(pkt, config, egress)
+}
+
+/// Rewrites `end` of the error itself and the opposite end of the packet that it quotes, which travelled the other way.
+#[inline(always)]
+fn rewrite<F: Family>(
+    pkt: &Packet,
+    config: &Config,
+    ip: &Ip<F>,
+    inner: &Embedded<F>,
+    end: End,
+    new: F,
+    new_port: u16,
+) -> Option<()> {
+    let check = ip.l4 + checksum_offset(F::ICMP);
+    let (quoted, old, old_port) = match end {
+        End::Destination => (End::Source, inner.src, inner.src_port),
+        End::Source if inner.proto == F::ICMP => (End::Destination, inner.dst, inner.src_port),
+        End::Source => (End::Destination, inner.dst, inner.dst_port),
+    };
+    quoted_checksum::<F>(pkt, inner, check, old, new, old_port, new_port)?;
+    pkt.l4_checksum(check, old_port as u64, new_port as u64, 2);
+    pkt.store(inner.l4 + quoted.port(inner.proto), &new_port)?;
+    F::quote_address(pkt, inner.l3, quoted.address::<F>(), check, old, new)?;
+    if ip.proto != proto::ICMP {
+        F::checksum_address(pkt, check, old, new, 0, config.flags & flags::CSUM_IPV6 != 0);
+    }
+    F::write_address(pkt, end.address::<F>(), old, new, end == End::Source)
+}
+
+/// Updates the quoted transport checksum, if it is quoted and in use, and the error's own checksum for that change.
+#[inline(always)]
+fn quoted_checksum<F: Family>(
+    pkt: &Packet,
+    inner: &Embedded<F>,
+    check: u32,
+    old: F,
+    new: F,
+    old_port: u16,
+    new_port: u16,
+) -> Option<()> {
+    let at = inner.l4 + checksum_offset(inner.proto);
+    let Some(before) = pkt.load::<u16>(at) else { return Some(()) };
+    if inner.proto == proto::UDP && before == 0 {
+        return Some(());
+    }
+    let mut after = csum::update16(before, old_port, new_port);
+    if inner.proto != proto::ICMP {
+        after = F::update_checksum(after, old, new);
+    }
+    pkt.l4_checksum(check, before as u64, after as u64, 2);
+    pkt.store(at, &after)
+}

@@ -1,0 +1,113 @@
+//! Every map, and the only place that knows their names and kinds. User space finds them by these names.
+
+use crate::ports::Search;
+use aya_ebpf::{
+    bindings::{BPF_F_NO_PREALLOC, bpf_timer},
+    btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, Queue},
+    macros::btf_map,
+};
+use egress_common::{
+    V4, V6,
+    abi::{Name, NameKey},
+    config::Config,
+    egress::{BlockList, EgressIp, LeaseTable, Node, Uplink},
+    endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
+    flow::{Flow, FlowKey, Fragment, FragmentKey, Reverse, Ticket},
+    limits::*,
+    verdict::Counter,
+};
+
+const GROW: usize = BPF_F_NO_PREALLOC as usize;
+
+pub type Flows<A> = HashMap<FlowKey<A>, Flow, MAX_FLOWS, GROW>;
+pub type Reverses<A> = HashMap<FlowKey<A>, Reverse<A>, MAX_FLOWS, GROW>;
+pub type Endpoints<A> = HashMap<A, Endpoint, MAX_ENDPOINTS, GROW>;
+pub type Routes<A> = LpmTrie<RouteKey<A>, u32, MAX_ROUTES>;
+pub type Excepts<A> = LpmTrie<A, u32, MAX_EXCEPTS>;
+pub type EgressIndex<A> = HashMap<A, u32, MAX_EGRESS_IPS, GROW>;
+pub type Fragments<A> = LruHashMap<FragmentKey<A>, Fragment, MAX_FRAGMENTS>;
+pub type Searches<A> = PerCpuArray<Search<A>, 1>;
+pub type Tickets<A> = Queue<Ticket<A>, { 2 * MAX_FLOWS }>;
+
+#[btf_map]
+pub static FLOWS_V4: Flows<V4> = HashMap::new();
+#[btf_map]
+pub static FLOWS_V6: Flows<V6> = HashMap::new();
+#[btf_map]
+pub static REVERSE_V4: Reverses<V4> = HashMap::new();
+#[btf_map]
+pub static REVERSE_V6: Reverses<V6> = HashMap::new();
+#[btf_map]
+pub static TICKETS_V4: Tickets<V4> = Queue::new();
+#[btf_map]
+pub static TICKETS_V6: Tickets<V6> = Queue::new();
+#[btf_map]
+pub static FRAGMENTS_V4: Fragments<V4> = LruHashMap::new();
+#[btf_map]
+pub static FRAGMENTS_V6: Fragments<V6> = LruHashMap::new();
+
+#[btf_map]
+pub static ENDPOINTS_V4: Endpoints<V4> = HashMap::new();
+#[btf_map]
+pub static ENDPOINTS_V6: Endpoints<V6> = HashMap::new();
+#[btf_map]
+pub static ROUTES_V4: Routes<V4> = LpmTrie::new();
+#[btf_map]
+pub static ROUTES_V6: Routes<V6> = LpmTrie::new();
+#[btf_map]
+pub static EXCEPTS_V4: Excepts<V4> = LpmTrie::new();
+#[btf_map]
+pub static EXCEPTS_V6: Excepts<V6> = LpmTrie::new();
+#[btf_map]
+pub static POLICIES: HashMap<PolicyKey, Policy, MAX_POLICIES, GROW> = HashMap::new();
+#[btf_map]
+pub static MEMBERS: HashMap<MemberKey, Member, MAX_MEMBERS, GROW> = HashMap::new();
+#[btf_map]
+pub static ASSIGNMENTS: HashMap<AssignmentKey, u32, MAX_ASSIGNMENTS, GROW> = HashMap::new();
+#[btf_map]
+pub static MAGLEV: Array<MaglevChunk, MAX_MAGLEV_CHUNKS> = Array::new();
+
+#[btf_map]
+pub static EGRESS_INDEX_V4: EgressIndex<V4> = HashMap::new();
+#[btf_map]
+pub static EGRESS_INDEX_V6: EgressIndex<V6> = HashMap::new();
+#[btf_map]
+pub static EGRESS_IPS: Array<EgressIp, MAX_EGRESS_IPS> = Array::new();
+#[btf_map]
+pub static BLOCKS: Array<BlockList, MAX_EGRESS_IPS> = Array::new();
+#[btf_map]
+pub static LEASES: Array<LeaseTable, MAX_EGRESS_IPS> = Array::new();
+#[btf_map]
+pub static NODES: Array<Node, MAX_NODES> = Array::new();
+#[btf_map]
+pub static NODE_INDEX: HashMap<V6, u32, MAX_NODES, GROW> = HashMap::new();
+#[btf_map]
+pub static UPLINKS: HashMap<u32, Uplink, 1024, GROW> = HashMap::new();
+
+#[btf_map]
+pub static CONFIG: Array<Config, 1> = Array::new();
+/// Entry 0: `CLOCK_MONOTONIC` in ns until which this node answers ARP and NDP for its egress IPs.
+#[btf_map]
+pub static DEADLINE: Array<u64, 1> = Array::new();
+#[btf_map]
+pub static COUNTERS: PerCpuArray<u64, { Counter::ALL.len() }> = PerCpuArray::new();
+/// Names of policies, nodes and endpoints, for tools that run while the agent does not. No program reads it.
+#[btf_map]
+pub static NAMES: HashMap<NameKey, Name, MAX_NAMES, GROW> = HashMap::new();
+
+/// A search for a port under way on this CPU (see `ports`): too large for the stack.
+#[btf_map]
+pub static SEARCH_V4: PerCpuArray<Search<V4>, 1> = PerCpuArray::new();
+#[btf_map]
+pub static SEARCH_V6: PerCpuArray<Search<V6>, 1> = PerCpuArray::new();
+
+/// The collector's timer.
+#[repr(C)]
+pub struct Collector {
+    pub timer: bpf_timer,
+    /// Runs since the timer was armed.
+    pub runs: u64,
+}
+
+#[btf_map]
+pub static COLLECTOR: Array<Collector, 1> = Array::new();

@@ -1,0 +1,57 @@
+//! Keeping TCP segments small enough for the tunnel: the maximum segment size option of SYN and SYN+ACK.
+
+use crate::{family::Family, packet::Packet, parse::proto, translate::checksum_offset};
+use aya_ebpf::bindings::__sk_buff;
+use egress_common::config::Config;
+
+/// Options that are looked at before the search is given up; Linux sends the option first.
+const MAX_OPTIONS: u32 = 10;
+
+/// Lowers the option in the TCP header at `l4` to what fits the tunnel.
+#[inline(always)]
+pub fn clamp<F: Family>(pkt: &Packet, config: &Config, l4: u32) {
+    let limit = if F::VERSION == 4 { config.mss_v4 } else { config.mss_v6 };
+    clamp_mss(pkt.raw(), l4, limit);
+}
+
+/// A global function, which the verifier checks once by itself instead of once for each way that leads to it.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn clamp_mss(skb: *mut __sk_buff, l4: u32, limit: u32) -> i32 {
+    let pkt = Packet::from_raw(skb);
+    let Some(words) = pkt.load::<u8>(l4 + 12) else { return 0 };
+    let end = (words >> 4) as u32 * 4;
+    let mut at = 20;
+    for _ in 0..MAX_OPTIONS {
+        if limit == 0 || at + 4 > end {
+            return 0;
+        }
+        let Some([kind, len]) = pkt.load::<[u8; 2]>(l4 + at) else { return 0 };
+        match (kind, len) {
+            (0, _) => return 0,
+            (1, _) => at += 1,
+            (2, 4) => {
+                lower(&pkt, l4, at, limit);
+                return 1;
+            }
+            (_, 0 | 1) => return 0,
+            (_, len) => at += len as u32,
+        }
+    }
+    0
+}
+
+#[inline(always)]
+fn lower(pkt: &Packet, l4: u32, at: u32, limit: u32) {
+    let Some(old) = pkt.load::<u16>(l4 + at + 2) else { return };
+    if u16::from_be(old) as u32 <= limit {
+        return;
+    }
+    let new = (limit as u16).to_be();
+    // An option may begin at an odd offset, where its value straddles two words of the checksum; each half then counts
+    // with its bytes swapped.
+    let (from, to) = if at & 1 == 0 { (old, new) } else { (old.swap_bytes(), new.swap_bytes()) };
+    pkt.l4_checksum(l4 + checksum_offset(proto::TCP), from as u64, to as u64, 2);
+    // The size of the packet was checked when the old value was read.
+    let _ = pkt.store(l4 + at + 2, &new);
+}

@@ -1,0 +1,244 @@
+//! All access to a packet's bytes and fields: the only place with pointers into packets.
+
+use aya_ebpf::{
+    EbpfContext,
+    bindings::__sk_buff,
+    helpers::{
+        bpf_ktime_get_coarse_ns, bpf_l4_csum_replace, bpf_redirect, bpf_redirect_neigh, bpf_skb_change_tail,
+        bpf_skb_load_bytes, bpf_skb_pull_data, bpf_skb_store_bytes,
+    },
+    programs::TcContext,
+};
+use core::mem::MaybeUninit;
+use egress_common::{V6, abi::TICK_SHIFT, verdict::Verdict};
+
+/// Length of an Ethernet header without tags, which is what veth, bridge ports and the tunnel device hand over.
+pub const ETH_LEN: u32 = 14;
+/// Reads a field of the context. Volatile, or LLVM merges reads of two fields into one through a computed address, which
+/// the verifier refuses.
+macro_rules! field {
+    ($pkt:expr, $field:ident) => {
+        // SAFETY: the context pointer is valid while the program runs.
+        unsafe { (&raw const (*$pkt.skb).$field).read_volatile() }
+    };
+}
+
+/// A MAC address as two-byte words.
+pub type Mac = [u16; 3];
+
+/// A packet at a TC hook.
+#[derive(Clone, Copy)]
+pub struct Packet {
+    skb: *mut __sk_buff,
+}
+
+impl Packet {
+    /// The packet of a program's context.
+    #[inline(always)]
+    pub fn new(ctx: &TcContext) -> Self {
+        Self { skb: ctx.as_ptr().cast() }
+    }
+
+    /// The packet behind the kernel's pointer.
+    #[inline(always)]
+    pub fn from_raw(skb: *mut __sk_buff) -> Self {
+        Self { skb }
+    }
+
+    /// The kernel's pointer, for helpers.
+    #[inline(always)]
+    pub fn raw(&self) -> *mut __sk_buff {
+        self.skb
+    }
+
+    #[inline(always)]
+    fn data(&self) -> usize {
+        field!(self, data) as usize
+    }
+
+    #[inline(always)]
+    fn data_end(&self) -> usize {
+        field!(self, data_end) as usize
+    }
+
+    /// Length of the frame in bytes.
+    #[inline(always)]
+    pub fn len(&self) -> u32 {
+        field!(self, len)
+    }
+
+    /// EtherType, network byte order.
+    #[inline(always)]
+    pub fn protocol(&self) -> u16 {
+        field!(self, protocol) as u16
+    }
+
+    /// `index` with its value hidden from the verifier, below `SIZE` (a power of two up to 1024).
+    ///
+    /// Without CAP_PERFMON the verifier refuses an array access whose index has other bounds on one way through the program
+    /// than on another. So something is added that could have any value for all it knows: no frame is 4 MiB long.
+    #[inline(always)]
+    pub fn hide<const SIZE: usize>(&self, index: usize) -> usize {
+        const { assert!(SIZE.is_power_of_two() && SIZE <= 1024) };
+        (index + (self.len() >> 22) as usize) & (SIZE - 1)
+    }
+
+    /// Index of the interface whose hook this is.
+    #[inline(always)]
+    pub fn ifindex(&self) -> u32 {
+        field!(self, ifindex)
+    }
+
+    /// A pointer to `T` at `offset` (a constant) from the start of the frame, if it lies in the linear part.
+    ///
+    /// Helpers that change the packet invalidate it.
+    #[inline(always)]
+    pub fn at<T>(&self, offset: u32) -> Option<*mut T> {
+        let start = self.data() + offset as usize;
+        if start + size_of::<T>() > self.data_end() { None } else { Some(start as *mut T) }
+    }
+
+    /// A copy of the `T` at `offset`.
+    #[inline(always)]
+    pub fn read<T: Copy>(&self, offset: u32) -> Option<T> {
+        // SAFETY: `at` has checked the bounds. Packets may lie unaligned; the kernel loads programs that read words from
+        // them only where the machine can do that (`CONFIG_HAVE_EFFICIENT_UNALIGNED_ACCESS`), and whole words cost a
+        // fraction of single bytes.
+        self.at::<T>(offset).map(|p| unsafe { p.read() })
+    }
+
+    /// A copy of the `T` at `offset`, after pulling it into the linear part if it is not there: for headers. What was read
+    /// from the packet before stays valid, since it is copied.
+    #[inline(always)]
+    pub fn read_header<T: Copy>(&self, offset: u32) -> Option<T> {
+        if let Some(value) = self.read(offset) {
+            return Some(value);
+        }
+        // SAFETY: the helper checks the length.
+        match unsafe { bpf_skb_pull_data(self.skb, offset + size_of::<T>() as u32) } {
+            0 => self.read(offset),
+            _ => None,
+        }
+    }
+
+    /// Overwrites the `T` at `offset`, which must not be covered by a checksum that is not updated as well.
+    #[inline(always)]
+    pub fn write<T: Copy>(&self, offset: u32, value: T) -> Option<()> {
+        // SAFETY: as in `read`.
+        self.at::<T>(offset).map(|p| unsafe { p.write(value) })
+    }
+
+    /// A copy of an IPv6 address at `offset`, read as [`write_words`](Self::write_words) writes.
+    #[inline(always)]
+    pub fn read_v6(&self, offset: u32) -> Option<V6> {
+        let from = self.at::<V6>(offset)?.cast::<u32>();
+        // SAFETY: `at` has checked the bounds; for alignment see `read`.
+        Some(unsafe {
+            [
+                from.read_volatile(),
+                from.add(1).read_volatile(),
+                from.add(2).read_volatile(),
+                from.add(3).read_volatile(),
+            ]
+        })
+    }
+
+    /// Overwrites `N` words at `offset`. Word by word and volatile, or LLVM makes a call to memmove of longer runs, which
+    /// compares pointers: the verifier refuses that without CAP_PERFMON.
+    #[inline(always)]
+    pub fn write_words<const N: usize>(&self, offset: u32, words: &[u32; N]) -> Option<()> {
+        let to = self.at::<[u32; N]>(offset)?.cast::<u32>();
+        for (i, word) in words.iter().enumerate() {
+            // SAFETY: `at` has checked the bounds; for alignment see `read`.
+            unsafe { to.add(i).write_volatile(*word) }
+        }
+        Some(())
+    }
+
+    /// A copy of the `T` at `offset`, wherever it lies. Slower than [`read`](Self::read).
+    #[inline(always)]
+    pub fn load<T: Copy>(&self, offset: u32) -> Option<T> {
+        let mut v = MaybeUninit::<T>::uninit();
+        // SAFETY: the helper fills all of `v` or fails.
+        unsafe {
+            match bpf_skb_load_bytes(self.skb.cast(), offset, v.as_mut_ptr().cast(), size_of::<T>() as u32) {
+                0 => Some(v.assume_init()),
+                _ => None,
+            }
+        }
+    }
+
+    /// Overwrites the `T` at `offset`, wherever it lies, and leaves `skb->csum` alone.
+    #[inline(always)]
+    pub fn store<T: Copy>(&self, offset: u32, value: &T) -> Option<()> {
+        // SAFETY: the helper copies the bytes or fails.
+        let r = unsafe {
+            bpf_skb_store_bytes(self.skb, offset, core::ptr::from_ref(value).cast(), size_of::<T>() as u32, 0)
+        };
+        (r == 0).then_some(())
+    }
+
+    /// Updates a transport checksum (`bpf_l4_csum_replace`), whatever state of offload it is in.
+    #[inline(always)]
+    pub fn l4_checksum(&self, offset: u32, from: u64, to: u64, flags: u64) {
+        // SAFETY: the helper checks the offset. A failure leaves a wrong checksum, and the receiver drops the packet.
+        unsafe { bpf_l4_csum_replace(self.skb, offset, from, to, flags) };
+    }
+
+    /// A copy of the `T` at `offset` in the transport header at `l4`.
+    ///
+    /// Where the header follows a plain IP header of length `header`, the access is direct. Elsewhere a helper does it:
+    /// without CAP_PERFMON the verifier allows no pointer into the packet that is not a constant away from its start.
+    #[inline(always)]
+    pub fn read_l4<T: Copy>(&self, header: u32, l4: u32, offset: u32) -> Option<T> {
+        if l4 == ETH_LEN + header {
+            self.read_header(ETH_LEN + header + offset)
+        } else {
+            self.load(l4 + offset)
+        }
+    }
+
+    /// Overwrites the `T` at `offset` in the transport header at `l4`, as [`read_l4`](Self::read_l4) reads it.
+    #[inline(always)]
+    pub fn write_l4<T: Copy>(&self, header: u32, l4: u32, offset: u32, value: T) -> Option<()> {
+        if l4 == ETH_LEN + header {
+            self.write(ETH_LEN + header + offset, value)
+        } else {
+            self.store(l4 + offset, &value)
+        }
+    }
+
+    /// Changes the length of the frame.
+    #[inline(always)]
+    pub fn resize(&self, len: u32) -> Option<()> {
+        // SAFETY: the helper checks the length.
+        (unsafe { bpf_skb_change_tail(self.skb, len, 0) } == 0).then_some(())
+    }
+
+    /// Sends the frame out of `ifindex` as it is.
+    #[inline(always)]
+    pub fn redirect(&self, ifindex: u32) -> Verdict {
+        // SAFETY: the helper only notes the index.
+        Verdict::Taken(unsafe { bpf_redirect(ifindex, 0) } as i32)
+    }
+
+    /// Sends the packet out of `ifindex` to the next hop that the routing table gives for its addresses.
+    #[inline(always)]
+    pub fn redirect_routed(&self, ifindex: u32) -> Verdict {
+        // SAFETY: without parameters the helper only notes the index.
+        Verdict::Taken(unsafe { bpf_redirect_neigh(ifindex, core::ptr::null_mut(), 0, 0) } as i32)
+    }
+}
+
+/// `CLOCK_MONOTONIC` in ns, as of the last timer interrupt.
+#[inline(always)]
+pub fn now_ns() -> u64 {
+    // SAFETY: the helper has no arguments.
+    unsafe { bpf_ktime_get_coarse_ns() }
+}
+
+/// `CLOCK_MONOTONIC` in ticks of 2^30 ns.
+#[inline(always)]
+pub fn now_tick() -> u32 {
+    (now_ns() >> TICK_SHIFT) as u32
+}

@@ -1,0 +1,401 @@
+//! From bytes to packets.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::Instant;
+
+use etherparse::icmpv4::DestUnreachableHeader;
+use etherparse::icmpv6::Icmpv6PayloadSlice;
+use etherparse::{
+    ArpOperation, ArpPacketSlice, Icmpv4Slice, Icmpv4Type, Icmpv6Slice, Icmpv6Type, Ipv6ExtensionSlice, LaxIpSlice,
+    LaxNetSlice, LaxSlicedPacket, LinkSlice, TransportSlice,
+};
+
+use super::socket::Frame;
+
+/// One captured packet.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Packet {
+    /// When the kernel saw it.
+    pub at: Instant,
+    /// The index of the interface in its namespace.
+    pub interface: u32,
+    /// Whether this host sent it (also seen for what it forwards).
+    pub outgoing: bool,
+    /// Its Ethernet source.
+    pub source_mac: [u8; 6],
+    /// Its Ethernet destination.
+    pub target_mac: [u8; 6],
+    /// Its size in bytes, with the Ethernet header.
+    pub length: usize,
+    /// What it carries.
+    pub content: Content,
+}
+
+/// What a frame carries.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Content {
+    /// IPv4 or IPv6.
+    Ip(Ip),
+    /// ARP for IPv4.
+    Arp(Arp),
+    /// Something else, or what could not be read.
+    Other,
+}
+
+/// An ARP packet.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Arp {
+    /// A reply, not a request.
+    pub reply: bool,
+    /// Who claims...
+    pub sender_mac: [u8; 6],
+    /// ... to have this address.
+    pub sender: Ipv4Addr,
+    /// The address asked for, or the asker's.
+    pub target: Ipv4Addr,
+}
+
+/// An IP packet or a fragment of one.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ip {
+    /// Source address.
+    pub source: IpAddr,
+    /// Destination address.
+    pub target: IpAddr,
+    /// TTL or hop limit.
+    pub ttl: u8,
+    /// The transport's protocol number.
+    pub protocol: u8,
+    /// For fragments: the offset in bytes, and whether more follow.
+    pub fragment: Option<(usize, bool)>,
+    /// "Don't fragment" (IPv4).
+    pub dont_fragment: bool,
+    /// What it carries. Fragments after the first one carry [`Transport::Other`].
+    pub transport: Transport,
+    /// The state of the transport's checksum.
+    pub checksum: Checksum,
+}
+
+/// The state of a transport's checksum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Checksum {
+    /// It is right, or there is none where none is needed.
+    Right,
+    /// It is wrong.
+    Wrong,
+    /// A network card would fill it in: nothing is known.
+    Pending,
+    /// A fragment, or a protocol without one.
+    None,
+}
+
+/// The flags of a TCP segment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TcpFlags {
+    /// SYN.
+    pub syn: bool,
+    /// ACK.
+    pub ack: bool,
+    /// FIN.
+    pub fin: bool,
+    /// RST.
+    pub rst: bool,
+}
+
+/// What an IP packet carries.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Transport {
+    /// A TCP segment.
+    Tcp {
+        /// Source port.
+        source: u16,
+        /// Destination port.
+        target: u16,
+        /// Flags.
+        flags: TcpFlags,
+        /// Sequence number.
+        sequence: u32,
+        /// The MSS option, in SYNs.
+        mss: Option<u16>,
+        /// Bytes of payload.
+        payload: usize,
+    },
+    /// A UDP datagram.
+    Udp {
+        /// Source port.
+        source: u16,
+        /// Destination port.
+        target: u16,
+        /// Bytes of payload that are in this packet.
+        payload: usize,
+    },
+    /// An ICMP or ICMPv6 echo.
+    Echo {
+        /// A request, not a reply.
+        request: bool,
+        /// Identifier.
+        identifier: u16,
+        /// Sequence number.
+        sequence: u16,
+    },
+    /// An ICMP or ICMPv6 error.
+    IcmpError {
+        /// The type's number.
+        kind: u8,
+        /// The code's number.
+        code: u8,
+        /// The MTU that it tells.
+        mtu: Option<u32>,
+        /// The packet that it is about.
+        inner: Option<Inner>,
+    },
+    /// Somebody asks for the MAC address of `target`.
+    NeighborSolicitation {
+        /// The address asked for.
+        target: IpAddr,
+    },
+    /// Somebody says that `target` is at the MAC address of the option, or of the frame.
+    NeighborAdvertisement {
+        /// The address in question.
+        target: IpAddr,
+        /// In answer to a solicitation, not on its own.
+        solicited: bool,
+        /// To replace what is known.
+        overrides: bool,
+        /// Where it is.
+        mac: [u8; 6],
+    },
+    /// Anything else.
+    Other,
+}
+
+/// The packet that an ICMP error is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Inner {
+    /// Source address.
+    pub source: IpAddr,
+    /// Destination address.
+    pub target: IpAddr,
+    /// The transport's protocol number.
+    pub protocol: u8,
+    /// The first four bytes of the transport's header: the ports of TCP and UDP. For echos the second is not one; see
+    /// `identifier`.
+    pub ports: (u16, u16),
+    /// The identifier, for echos.
+    pub identifier: u16,
+}
+
+pub(super) fn packet(bytes: &[u8], frame: &Frame) -> Packet {
+    let mut packet = Packet {
+        at: frame.at,
+        interface: frame.interface,
+        outgoing: frame.outgoing,
+        source_mac: [0; 6],
+        target_mac: [0; 6],
+        length: frame.captured,
+        content: Content::Other,
+    };
+    let Ok(sliced) = LaxSlicedPacket::from_ethernet(bytes) else { return packet };
+    if let Some(LinkSlice::Ethernet2(ethernet)) = &sliced.link {
+        (packet.source_mac, packet.target_mac) = (ethernet.source(), ethernet.destination());
+    }
+    packet.content = match &sliced.net {
+        Some(LaxNetSlice::Arp(arp)) => read_arp(arp).map_or(Content::Other, Content::Arp),
+        Some(net) => read_ip(net, sliced.transport.as_ref(), frame.checksum_pending, packet.source_mac),
+        None => Content::Other,
+    };
+    packet
+}
+
+fn read_arp(arp: &ArpPacketSlice<'_>) -> Option<Arp> {
+    Some(Arp {
+        reply: arp.operation() == ArpOperation::REPLY,
+        sender_mac: arp.sender_hw_addr().try_into().ok()?,
+        sender: Ipv4Addr::from(<[u8; 4]>::try_from(arp.sender_protocol_addr()).ok()?),
+        target: Ipv4Addr::from(<[u8; 4]>::try_from(arp.target_protocol_addr()).ok()?),
+    })
+}
+
+fn read_ip(net: &LaxNetSlice<'_>, transport: Option<&TransportSlice<'_>>, pending: bool, mac: [u8; 6]) -> Content {
+    let mut ip = match net {
+        LaxNetSlice::Ipv4(v4) => {
+            let header = v4.header();
+            let offset = usize::from(header.fragments_offset().value()) * 8;
+            let fragment = header.is_fragmenting_payload().then_some((offset, header.more_fragments()));
+            Ip {
+                source: header.source_addr().into(),
+                target: header.destination_addr().into(),
+                ttl: header.ttl(),
+                protocol: v4.payload().ip_number.0,
+                fragment,
+                dont_fragment: header.dont_fragment(),
+                transport: Transport::Other,
+                checksum: Checksum::None,
+            }
+        }
+        LaxNetSlice::Ipv6(v6) => {
+            let header = v6.header();
+            let fragment = v6.extensions().clone().into_iter().find_map(|extension| match extension {
+                Ipv6ExtensionSlice::Fragment(one) if one.is_fragmenting_payload() => {
+                    Some((usize::from(one.fragment_offset().value()) * 8, one.more_fragments()))
+                }
+                _ => None,
+            });
+            Ip {
+                source: header.source_addr().into(),
+                target: header.destination_addr().into(),
+                ttl: header.hop_limit(),
+                protocol: v6.payload().ip_number.0,
+                fragment,
+                dont_fragment: true,
+                transport: Transport::Other,
+                checksum: Checksum::None,
+            }
+        }
+        LaxNetSlice::Arp(_) => return Content::Other,
+    };
+    if let Some(payload) = net.ip_payload_ref() {
+        ip.transport = read_transport(transport, payload.payload, &ip, mac);
+        ip.checksum = checksum(&ip, payload.payload, payload.incomplete, pending);
+    }
+    Content::Ip(ip)
+}
+
+fn read_transport(transport: Option<&TransportSlice<'_>>, payload: &[u8], ip: &Ip, mac: [u8; 6]) -> Transport {
+    match transport {
+        Some(TransportSlice::Tcp(tcp)) => Transport::Tcp {
+            source: tcp.source_port(),
+            target: tcp.destination_port(),
+            flags: TcpFlags { syn: tcp.syn(), ack: tcp.ack(), fin: tcp.fin(), rst: tcp.rst() },
+            sequence: tcp.sequence_number(),
+            mss: tcp.options_iterator().find_map(|option| match option {
+                Ok(etherparse::TcpOptionElement::MaximumSegmentSize(mss)) => Some(mss),
+                _ => None,
+            }),
+            payload: tcp.payload().len(),
+        },
+        Some(TransportSlice::Udp(udp)) => {
+            Transport::Udp { source: udp.source_port(), target: udp.destination_port(), payload: udp.payload().len() }
+        }
+        Some(TransportSlice::Icmpv4(icmp)) => read_icmpv4(icmp),
+        Some(TransportSlice::Icmpv6(icmp)) => read_icmpv6(icmp, mac),
+        // The first fragment of a datagram has its header, which etherparse leaves alone.
+        _ => match (ip.fragment, ip.protocol, payload) {
+            (Some((0, _)), 17, &[a, b, c, d, _, _, _, _, ref data @ ..]) => Transport::Udp {
+                source: u16::from_be_bytes([a, b]),
+                target: u16::from_be_bytes([c, d]),
+                payload: data.len(),
+            },
+            _ => Transport::Other,
+        },
+    }
+}
+
+fn read_icmpv4(icmp: &Icmpv4Slice<'_>) -> Transport {
+    match icmp.icmp_type() {
+        Icmpv4Type::EchoRequest(echo) => Transport::Echo { request: true, identifier: echo.id, sequence: echo.seq },
+        Icmpv4Type::EchoReply(echo) => Transport::Echo { request: false, identifier: echo.id, sequence: echo.seq },
+        kind @ (Icmpv4Type::DestinationUnreachable(_)
+        | Icmpv4Type::TimeExceeded(_)
+        | Icmpv4Type::ParameterProblem(_)) => {
+            let mtu = match kind {
+                Icmpv4Type::DestinationUnreachable(DestUnreachableHeader::FragmentationNeeded { next_hop_mtu }) => {
+                    Some(u32::from(next_hop_mtu))
+                }
+                _ => None,
+            };
+            Transport::IcmpError { kind: icmp.type_u8(), code: icmp.code_u8(), mtu, inner: read_inner(icmp.payload()) }
+        }
+        _ => Transport::Other,
+    }
+}
+
+fn read_icmpv6(icmp: &Icmpv6Slice<'_>, mac: [u8; 6]) -> Transport {
+    match (icmp.icmp_type(), icmp.payload_slice()) {
+        (Icmpv6Type::EchoRequest(echo), _) => {
+            Transport::Echo { request: true, identifier: echo.id, sequence: echo.seq }
+        }
+        (Icmpv6Type::EchoReply(echo), _) => Transport::Echo { request: false, identifier: echo.id, sequence: echo.seq },
+        (_, Ok(Icmpv6PayloadSlice::NeighborSolicitation(one))) => {
+            Transport::NeighborSolicitation { target: one.target_address().into() }
+        }
+        (Icmpv6Type::NeighborAdvertisement(header), Ok(Icmpv6PayloadSlice::NeighborAdvertisement(one))) => {
+            // Option 2, one unit long: the target's link-layer address.
+            let option = match one.options() {
+                [2, 1, address @ ..] => address.first_chunk::<6>().copied(),
+                _ => None,
+            };
+            Transport::NeighborAdvertisement {
+                target: one.target_address().into(),
+                solicited: header.solicited,
+                overrides: header.r#override,
+                mac: option.unwrap_or(mac),
+            }
+        }
+        // Errors have types below 128.
+        (kind, _) if icmp.type_u8() < 128 => {
+            let mtu = if let Icmpv6Type::PacketTooBig { mtu } = kind { Some(mtu) } else { None };
+            Transport::IcmpError { kind: icmp.type_u8(), code: icmp.code_u8(), mtu, inner: read_inner(icmp.payload()) }
+        }
+        _ => Transport::Other,
+    }
+}
+
+/// Reads the beginning of a packet inside of an ICMP error, which is usually cut off.
+fn read_inner(bytes: &[u8]) -> Option<Inner> {
+    let (ip, _) = LaxIpSlice::from_slice(bytes).ok()?;
+    let (source, target): (IpAddr, IpAddr) = match &ip {
+        LaxIpSlice::Ipv4(v4) => (v4.header().source_addr().into(), v4.header().destination_addr().into()),
+        LaxIpSlice::Ipv6(v6) => (v6.header().source_addr().into(), v6.header().destination_addr().into()),
+    };
+    let payload = ip.payload();
+    let word = |at: usize| payload.payload.get(at..at + 2).map(|two| u16::from_be_bytes([two[0], two[1]]));
+    Some(Inner {
+        source,
+        target,
+        protocol: payload.ip_number.0,
+        ports: (word(0)?, word(2)?),
+        identifier: word(4).unwrap_or(0),
+    })
+}
+
+fn checksum(ip: &Ip, transport: &[u8], incomplete: bool, pending: bool) -> Checksum {
+    // Where each protocol has its checksum; ICMP's has no pseudo-header.
+    let (has_pseudo_header, place) = match ip.protocol {
+        6 => (true, 16),
+        17 => (true, 6),
+        58 => (true, 2),
+        1 => (false, 2),
+        _ => return Checksum::None,
+    };
+    if pending {
+        return Checksum::Pending;
+    }
+    if incomplete || ip.fragment.is_some() || transport.len() < place + 2 {
+        return Checksum::None;
+    }
+    if ip.protocol == 17 && transport[place..place + 2] == [0, 0] {
+        return if ip.source.is_ipv4() { Checksum::Right } else { Checksum::Wrong };
+    }
+    let mut sum = 0u64;
+    let mut add = |bytes: &[u8]| {
+        for pair in bytes.chunks(2) {
+            sum += u64::from(u16::from_be_bytes([pair[0], pair.get(1).copied().unwrap_or(0)]));
+        }
+    };
+    add(transport);
+    if has_pseudo_header {
+        for address in [ip.source, ip.target] {
+            match address {
+                IpAddr::V4(v4) => add(&v4.octets()),
+                IpAddr::V6(v6) => add(&v6.octets()),
+            }
+        }
+        add(&(transport.len() as u32).to_be_bytes());
+        add(&[0, ip.protocol]);
+    }
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    if sum == 0xffff { Checksum::Right } else { Checksum::Wrong }
+}

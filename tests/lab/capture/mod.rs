@@ -1,0 +1,131 @@
+//! Packet captures: what passes an interface, decoded, with the questions that tests ask.
+//!
+//! A capture sees packets as an AF_PACKET socket does: merged ones (GRO, GSO) in one piece, and those that this host sends
+//! as well as those that it receives. A capture that lost packets says so instead of answering.
+
+mod decode;
+mod socket;
+mod trace;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+
+pub use self::decode::{Arp, Checksum, Content, Inner, Ip, Packet, TcpFlags, Transport};
+use self::socket::PacketSocket;
+pub use self::trace::Trace;
+use crate::netns::NetNs;
+use crate::wait::wait_until;
+
+#[derive(Debug, Default)]
+struct Shared {
+    packets: Mutex<Vec<Packet>>,
+    stop: AtomicBool,
+    dropped: Mutex<u64>,
+}
+
+/// A capture that runs until it is finished or dropped.
+#[derive(Debug)]
+pub struct Capture {
+    place: String,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+impl Capture {
+    /// Captures on `interface` of `ns`, from the moment this returns on.
+    pub fn start(ns: &NetNs, interface: &str) -> Result<Capture> {
+        let index = ns.ifindex(interface)?;
+        Capture::on(ns, interface, index)
+    }
+
+    /// Captures on all interfaces of `ns`. A forwarded packet is seen twice.
+    pub fn start_everywhere(ns: &NetNs) -> Result<Capture> {
+        Capture::on(ns, "all interfaces", 0)
+    }
+
+    fn on(ns: &NetNs, interface: &str, index: u32) -> Result<Capture> {
+        let place = format!("{} {interface}", ns.name());
+        let socket = ns.run(|| PacketSocket::open(index)).with_context(|| format!("cannot capture on {place}"))?;
+        let shared = Arc::new(Shared::default());
+        let for_thread = Arc::clone(&shared);
+        let thread = Some(ns.spawn("capture", move || record(&socket, &for_thread))?);
+        Ok(Capture { place, shared, thread })
+    }
+
+    /// What was captured so far. Use it for waiting; only [`Capture::finish`] tells whether something was missed.
+    pub fn so_far(&self) -> Trace {
+        Trace::new(lock(&self.shared.packets).clone())
+    }
+
+    /// How many packets captured so far are `wanted`.
+    pub fn count(&self, wanted: impl Fn(&Packet) -> bool) -> usize {
+        lock(&self.shared.packets).iter().filter(|packet| wanted(packet)).count()
+    }
+
+    /// Waits until a packet that is `wanted` was captured, and returns the first.
+    pub fn wait_for(&self, what: &str, timeout: Duration, wanted: impl Fn(&Packet) -> bool) -> Result<Packet> {
+        let what = format!("{what} on {}", self.place);
+        let first = || Ok(lock(&self.shared.packets).iter().find(|packet| wanted(packet)).cloned());
+        wait_until(&what, timeout, first, Option::is_some)?.context("a packet that was seen")
+    }
+
+    /// Forgets what was captured so far.
+    pub fn clear(&self) {
+        lock(&self.shared.packets).clear();
+    }
+
+    /// Ends the capture, with everything that had arrived, and fails when packets were lost on the way into it.
+    pub fn finish(self) -> Result<Trace> {
+        let place = self.place.clone();
+        let (trace, dropped) = self.finish_lossy()?;
+        if dropped > 0 {
+            bail!("the capture on {place} lost {dropped} packets, so nothing follows from the others");
+        }
+        Ok(trace)
+    }
+
+    /// Ends the capture; the second value says how many packets were lost on the way into it.
+    pub fn finish_lossy(mut self) -> Result<(Trace, u64)> {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.join().map_err(|_| anyhow!("the capture on {} panicked", self.place))??;
+        }
+        let packets = std::mem::take(&mut *lock(&self.shared.packets));
+        let dropped = *lock(&self.shared.dropped);
+        Ok((Trace::new(packets), dropped))
+    }
+}
+
+impl Drop for Capture {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.join().ok();
+        }
+    }
+}
+
+fn record(socket: &PacketSocket, shared: &Shared) -> Result<()> {
+    let mut buffer = vec![0; socket::LARGEST];
+    loop {
+        // Read before the socket is emptied: what had arrived when the end was asked for is part of the capture.
+        let last_round = shared.stop.load(Ordering::Relaxed);
+        while let Some(frame) = socket.receive(&mut buffer)? {
+            let packet = decode::packet(&buffer[..frame.captured], &frame);
+            lock(&shared.packets).push(packet);
+        }
+        if last_round {
+            *lock(&shared.dropped) = socket.dropped()?;
+            return Ok(());
+        }
+        socket.wait(Duration::from_millis(10))?;
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,140 @@
+//! Questions to what was captured.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::time::Instant;
+
+use super::decode::{Checksum, Content, Ip, Packet, TcpFlags, Transport};
+
+/// Captured packets in the order in which they came.
+#[derive(Clone, Debug, Default)]
+pub struct Trace {
+    packets: Vec<Packet>,
+}
+
+impl Packet {
+    /// The IP packet inside, if it is one.
+    pub fn ip(&self) -> Option<&Ip> {
+        match &self.content {
+            Content::Ip(ip) => Some(ip),
+            Content::Arp(_) | Content::Other => None,
+        }
+    }
+
+    /// Source and destination with ports, for TCP and UDP (not for later fragments).
+    pub fn ports(&self) -> Option<(SocketAddr, SocketAddr)> {
+        let ip = self.ip()?;
+        match ip.transport {
+            Transport::Tcp { source, target, .. } | Transport::Udp { source, target, .. } => {
+                Some((SocketAddr::new(ip.source, source), SocketAddr::new(ip.target, target)))
+            }
+            _ => None,
+        }
+    }
+
+    /// The flags, for TCP.
+    pub fn tcp_flags(&self) -> Option<TcpFlags> {
+        match self.ip()?.transport {
+            Transport::Tcp { flags, .. } => Some(flags),
+            _ => None,
+        }
+    }
+
+    /// Whether it is a TCP reset.
+    pub fn is_reset(&self) -> bool {
+        self.tcp_flags().is_some_and(|flags| flags.rst)
+    }
+
+    /// The address and the MAC address that it claims belong together, for ARP (replies and gratuitous requests) and
+    /// neighbour advertisements.
+    pub fn claim(&self) -> Option<(IpAddr, [u8; 6])> {
+        match &self.content {
+            Content::Arp(arp) if arp.reply || arp.sender == arp.target => Some((arp.sender.into(), arp.sender_mac)),
+            Content::Ip(Ip { transport: Transport::NeighborAdvertisement { target, mac, .. }, .. }) => {
+                Some((*target, *mac))
+            }
+            _ => None,
+        }
+    }
+}
+
+impl Trace {
+    pub(super) fn new(packets: Vec<Packet>) -> Trace {
+        Trace { packets }
+    }
+
+    /// All packets.
+    pub fn packets(&self) -> &[Packet] {
+        &self.packets
+    }
+
+    /// The packets that are `wanted`.
+    pub fn filter(&self, wanted: impl Fn(&Packet) -> bool) -> Trace {
+        Trace { packets: self.packets.iter().filter(|packet| wanted(packet)).cloned().collect() }
+    }
+
+    /// What came at or after a moment.
+    pub fn since(&self, moment: Instant) -> Trace {
+        self.filter(|packet| packet.at >= moment)
+    }
+
+    /// How many packets are `wanted`.
+    pub fn count(&self, wanted: impl Fn(&Packet) -> bool) -> usize {
+        self.packets.iter().filter(|packet| wanted(packet)).count()
+    }
+
+    /// How many TCP, UDP, echo request and fragment packets towards `target` came from each source address. Neighbour
+    /// discovery and ICMP errors do not count: hosts send these for themselves.
+    pub fn sources_towards(&self, target: IpAddr) -> BTreeMap<IpAddr, usize> {
+        let mut sources = BTreeMap::new();
+        for ip in self.packets.iter().filter(|packet| !packet.outgoing).filter_map(Packet::ip) {
+            let counts = match ip.transport {
+                Transport::Tcp { .. } | Transport::Udp { .. } | Transport::Echo { request: true, .. } => true,
+                _ => ip.fragment.is_some(),
+            };
+            if counts && ip.target == target {
+                *sources.entry(ip.source).or_default() += 1;
+            }
+        }
+        sources
+    }
+
+    /// The source addresses towards `target` that are not among `allowed`, with a packet of each: what must be empty.
+    pub fn strangers_towards(&self, target: IpAddr, allowed: &[IpAddr]) -> BTreeMap<IpAddr, (usize, Packet)> {
+        let mut strangers = BTreeMap::new();
+        for (source, count) in self.sources_towards(target) {
+            if allowed.contains(&source) {
+                continue;
+            }
+            let from = |packet: &&Packet| packet.ip().is_some_and(|ip| (ip.source, ip.target) == (source, target));
+            if let Some(first) = self.packets.iter().find(from) {
+                strangers.insert(source, (count, first.clone()));
+            }
+        }
+        strangers
+    }
+
+    /// Who says that it has `address` (ARP replies, gratuitous ARP, neighbour advertisements): each MAC address with
+    /// the moments at which it said so.
+    pub fn claims_of(&self, address: IpAddr) -> BTreeMap<[u8; 6], Vec<Instant>> {
+        let mut claims: BTreeMap<[u8; 6], Vec<Instant>> = BTreeMap::new();
+        for packet in &self.packets {
+            if let Some((claimed, mac)) = packet.claim()
+                && claimed == address
+            {
+                claims.entry(mac).or_default().push(packet.at);
+            }
+        }
+        claims
+    }
+
+    /// TCP resets.
+    pub fn resets(&self) -> Trace {
+        self.filter(Packet::is_reset)
+    }
+
+    /// Packets with a checksum that is known to be wrong.
+    pub fn wrong_checksums(&self) -> Trace {
+        self.filter(|packet| packet.ip().is_some_and(|ip| ip.checksum == Checksum::Wrong))
+    }
+}

@@ -1,0 +1,44 @@
+//! Running short programs: their output, or an error that carries what they printed.
+
+use std::io::Write;
+use std::process::{Command, Output, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+/// Runs `command` to its end and returns its standard output.
+pub fn output(command: &mut Command) -> Result<String> {
+    let output = command.stdin(Stdio::null()).output().with_context(|| not_started(command))?;
+    check(command, output)
+}
+
+/// Runs `command` with `input` as its standard input.
+pub fn feed(command: &mut Command, input: &str) -> Result<()> {
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| not_started(command))?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // The program may end before it has read everything; its exit status tells why.
+        stdin.write_all(input.as_bytes()).ok();
+    }
+    check(command, child.wait_with_output()?).map(drop)
+}
+
+fn check(command: &Command, output: Output) -> Result<String> {
+    if !output.status.success() {
+        bail!(
+            "{} ended with {}: {}{}",
+            command.get_program().display(),
+            output.status,
+            String::from_utf8_lossy(&output.stderr),
+            String::from_utf8_lossy(&output.stdout),
+        );
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+fn not_started(command: &Command) -> String {
+    format!("cannot start {} (is it installed?)", command.get_program().display())
+}

@@ -1,0 +1,174 @@
+//! The directory of YAML files that controller and agents read: the lab's nodes, namespaces and pods, and what a test adds.
+//!
+//! Files are replaced atomically, by renaming a hidden one, so that a reader never sees half of a file.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use crate::topology::{Node, Pod};
+
+/// A manifests directory.
+#[derive(Clone, Debug)]
+pub struct Manifests {
+    dir: PathBuf,
+}
+
+impl Manifests {
+    /// Makes the directory.
+    pub fn create(dir: &Path) -> Result<Manifests> {
+        fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        Ok(Manifests { dir: dir.to_owned() })
+    }
+
+    /// The directory, for `--manifests`.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Writes or replaces `<name>.yaml`.
+    pub fn write(&self, name: &str, yaml: &str) -> Result<()> {
+        let (hidden, file) = (self.dir.join(format!(".{name}.new")), self.path(name));
+        fs::write(&hidden, yaml)
+            .and_then(|()| fs::rename(&hidden, &file))
+            .with_context(|| format!("cannot write {}", file.display()))
+    }
+
+    /// Removes `<name>.yaml`.
+    pub fn remove(&self, name: &str) -> Result<()> {
+        fs::remove_file(self.path(name)).with_context(|| format!("cannot remove {}", self.path(name).display()))
+    }
+
+    /// The text of `<name>.yaml`.
+    pub fn read(&self, name: &str) -> Result<String> {
+        fs::read_to_string(self.path(name)).with_context(|| format!("cannot read {}", self.path(name).display()))
+    }
+
+    /// The text of what Spillway wrote about an object: `.spillway/<kind>/<name>.yaml`, or None when it has not yet.
+    pub fn written(&self, kind: &str, name: &str) -> Option<String> {
+        fs::read_to_string(self.dir.join(".spillway").join(kind).join(format!("{name}.yaml"))).ok()
+    }
+
+    /// The names of what Spillway wrote of a kind, sorted.
+    pub fn written_names(&self, kind: &str) -> Vec<String> {
+        let Ok(entries) = fs::read_dir(self.dir.join(".spillway").join(kind)) else { return Vec::new() };
+        let mut names: Vec<String> = entries
+            .filter_map(|entry| entry.ok()?.file_name().to_str()?.strip_suffix(".yaml").map(str::to_owned))
+            .filter(|name| !name.starts_with('.'))
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// Writes the Node object of `node`.
+    pub fn node(&self, node: &Node, ready: bool) -> Result<()> {
+        let object = json!({
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {"name": node.name, "uid": format!("00000000-0000-4000-8000-0000000000{:02x}", node.index),
+                "labels": node.labels},
+            "status": {
+                "addresses": [
+                    {"type": "InternalIP", "address": node.underlay.v4.to_string()},
+                    {"type": "InternalIP", "address": node.underlay.v6.to_string()},
+                    {"type": "Hostname", "address": node.name},
+                ],
+                "conditions": [{"type": "Ready", "status": if ready { "True" } else { "False" }}],
+            },
+        });
+        self.write(&format!("node-{}", node.name), &yaml(&object))
+    }
+
+    /// Writes the Namespace object `name`.
+    pub fn namespace(&self, name: &str, labels: &[(&str, &str)]) -> Result<()> {
+        let mut all = serde_json::Map::new();
+        all.insert("kubernetes.io/metadata.name".to_owned(), json!(name));
+        all.extend(labels.iter().map(|(key, value)| ((*key).to_owned(), json!(value))));
+        let object = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": all}});
+        self.write(&format!("namespace-{name}"), &yaml(&object))
+    }
+
+    /// Writes the Pod object of `pod`; without addresses, as before the CNI has run, when `addressed` is false.
+    pub fn pod(&self, pod: &Pod, addressed: bool) -> Result<()> {
+        let status = if addressed {
+            json!({"phase": "Running", "podIP": pod.ips.v4.to_string(),
+                "podIPs": [{"ip": pod.ips.v4.to_string()}, {"ip": pod.ips.v6.to_string()}]})
+        } else {
+            json!({"phase": "Pending"})
+        };
+        let object = json!({
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": pod.name, "namespace": pod.namespace, "uid": pod.uid, "labels": pod.labels},
+            "spec": {"nodeName": pod.node, "containers": [{"name": "main", "image": "lab"}]},
+            "status": status,
+        });
+        self.write(&pod_file(&pod.namespace, &pod.name), &yaml(&object))
+    }
+
+    /// Removes the Pod object of `pod`.
+    pub fn remove_pod(&self, pod: &Pod) -> Result<()> {
+        self.remove(&pod_file(&pod.namespace, &pod.name))
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.join(format!("{name}.yaml"))
+    }
+}
+
+fn pod_file(namespace: &str, name: &str) -> String {
+    format!("pod-{namespace}-{name}")
+}
+
+/// Block-style YAML of plain data: what a person would have written, for who looks into a lab that was kept.
+fn yaml(value: &Value) -> String {
+    let mut text = String::new();
+    write_yaml(value, 0, &mut text);
+    text
+}
+
+fn write_yaml(value: &Value, indent: usize, out: &mut String) {
+    match value {
+        Value::Object(map) if !map.is_empty() => {
+            for (key, value) in map {
+                entry(&format!("{:indent$}{}:", "", scalar(&json!(key))), value, indent + 2, out);
+            }
+        }
+        Value::Array(list) if !list.is_empty() => {
+            for value in list {
+                // Elements in flow style: they are small here.
+                out.push_str(&format!("{:indent$}- {value}\n", ""));
+            }
+        }
+        other => out.push_str(&format!("{:indent$}{}\n", "", scalar(other))),
+    }
+}
+
+fn entry(head: &str, value: &Value, indent: usize, out: &mut String) {
+    out.push_str(head);
+    let nested = matches!(value, Value::Object(map) if !map.is_empty())
+        || matches!(value, Value::Array(list) if !list.is_empty());
+    if nested {
+        out.push('\n');
+        write_yaml(value, indent, out);
+    } else {
+        out.push_str(&format!(" {}\n", scalar(value)));
+    }
+}
+
+/// A scalar, quoted unless it can only be read as a string.
+fn scalar(value: &Value) -> String {
+    match value {
+        Value::String(text)
+            if text.starts_with(|first: char| first.is_ascii_alphabetic())
+                && text.chars().all(|c| c.is_ascii_alphanumeric() || "./-".contains(c))
+                && !["true", "false", "null", "yes", "no", "on", "off", "y", "n"]
+                    .contains(&text.to_ascii_lowercase().as_str()) =>
+        {
+            text.clone()
+        }
+        other => other.to_string(),
+    }
+}

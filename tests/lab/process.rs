@@ -1,0 +1,305 @@
+//! Spillway's processes in the lab: agents in their nodes' namespaces, controllers in one of their own, `egressctl`.
+
+use std::fs::{self, File};
+use std::os::unix::fs::symlink;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+
+use crate::topology::Lab;
+use crate::wait::wait_for;
+
+/// How many bytes of a log are shown when a test fails.
+const TAIL: usize = 6_000;
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A process of the lab, and its log. Killed when dropped.
+#[derive(Debug)]
+pub struct Process {
+    name: String,
+    node: Option<String>,
+    child: Child,
+    log: PathBuf,
+    exited: Option<ExitStatus>,
+    left: bool,
+}
+
+impl Process {
+    fn start(name: &str, node: Option<&str>, mut command: Command, logs: &Path) -> Result<Process> {
+        fs::create_dir_all(logs).with_context(|| format!("cannot make {}", logs.display()))?;
+        let log = logs.join(format!("{name}.log"));
+        let out = File::options().create(true).append(true).open(&log)?;
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(out.try_clone()?)
+            .stderr(out)
+            .spawn()
+            .with_context(|| format!("cannot start {}", command.get_program().display()))?;
+        let (name, node) = (name.to_owned(), node.map(str::to_owned));
+        Ok(Process { name, node, child, log, exited: None, left: false })
+    }
+
+    /// `agent-<node>` or `controller-<n>`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The node that it runs on, for agents.
+    pub fn node(&self) -> Option<&str> {
+        self.node.as_deref()
+    }
+
+    /// The process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Whether it still runs (or is stopped).
+    pub fn alive(&mut self) -> Result<bool> {
+        if self.exited.is_none() {
+            self.exited = self.child.try_wait()?;
+        }
+        Ok(self.exited.is_none())
+    }
+
+    /// `kill -9`, and waits for the end.
+    pub fn kill(&mut self) -> Result<()> {
+        if self.alive()? {
+            self.child.kill()?;
+            self.exited = Some(self.child.wait()?);
+        }
+        Ok(())
+    }
+
+    /// SIGTERM, and waits for the end; an error when it takes longer than ten seconds or ends with a failure.
+    pub fn terminate(&mut self) -> Result<()> {
+        if !self.alive()? {
+            return Ok(());
+        }
+        self.signal(Signal::SIGTERM)?;
+        let name = self.name.clone();
+        wait_for(&format!("{name} ends after SIGTERM"), EXIT_TIMEOUT, || Ok(!self.alive()?))?;
+        match self.exited {
+            Some(status) if !status.success() && status.signal() != Some(Signal::SIGTERM as i32) => {
+                bail!("{name} ended with {status} after SIGTERM:\n{}", self.tail())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Freezes it (SIGSTOP).
+    pub fn freeze(&self) -> Result<()> {
+        self.signal(Signal::SIGSTOP)
+    }
+
+    /// Lets it go on (SIGCONT).
+    pub fn thaw(&self) -> Result<()> {
+        self.signal(Signal::SIGCONT)
+    }
+
+    /// Sends any signal.
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        kill(Pid::from_raw(self.child.id().cast_signed()), signal)
+            .with_context(|| format!("cannot send {signal} to {}", self.name))
+    }
+
+    /// Everything that it has printed so far.
+    pub fn log(&self) -> String {
+        fs::read(&self.log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default()
+    }
+
+    /// The log's last lines.
+    pub fn tail(&self) -> String {
+        let log = self.log();
+        let start = log.char_indices().rev().take(TAIL).last().map_or(0, |(at, _)| at);
+        log[start..].to_owned()
+    }
+
+    /// Lets it live on when this handle is dropped.
+    pub(crate) fn leave(&mut self) {
+        self.left = true;
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if self.left {
+            return;
+        }
+        if std::thread::panicking() {
+            let state = self.child.try_wait().ok().flatten().map_or("running".to_owned(), |status| status.to_string());
+            eprintln!("---- the end of {}'s log ({state})\n{}", self.name, self.tail());
+        }
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+}
+
+/// How an agent or a controller is started.
+#[derive(Clone, Debug, Default)]
+pub struct StartOptions {
+    with_controller: bool,
+    config: Option<String>,
+    arguments: Vec<String>,
+    environment: Vec<(String, String)>,
+    binary: Option<PathBuf>,
+}
+
+impl StartOptions {
+    /// The plain agent or controller.
+    pub fn new() -> StartOptions {
+        StartOptions::default()
+    }
+
+    /// The agent runs the controller too.
+    pub fn with_controller(mut self) -> StartOptions {
+        self.with_controller = true;
+        self
+    }
+
+    /// The text of the file for `--config`.
+    pub fn config(mut self, text: &str) -> StartOptions {
+        self.config = Some(text.to_owned());
+        self
+    }
+
+    /// One more argument.
+    pub fn arg(mut self, argument: &str) -> StartOptions {
+        self.arguments.push(argument.to_owned());
+        self
+    }
+
+    /// One more environment variable.
+    pub fn env(mut self, key: &str, value: &str) -> StartOptions {
+        self.environment.push((key.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// Another `egress-daemon` than the one under test: an older version, say.
+    pub fn binary(mut self, path: &Path) -> StartOptions {
+        self.binary = Some(path.to_owned());
+        self
+    }
+}
+
+impl Lab {
+    /// Starts the agent of `node`, anew if it ran before. It is then [`Lab::agent`].
+    pub fn start_agent(&mut self, node: &str, options: &StartOptions) -> Result<()> {
+        let name = format!("agent-{node}");
+        let mut command = self.node(node).ns.command(daemon(options)?);
+        command.args(["agent", "--node", node, "--manifests"]).arg(self.store_link(node)?);
+        command.arg("--bpffs").arg(self.bpffs(node));
+        if options.with_controller {
+            command.arg("--with-controller");
+        }
+        self.start(&name, Some(node), command, options)
+    }
+
+    /// Starts the agents of all nodes with the same options.
+    pub fn start_agents(&mut self, options: &StartOptions) -> Result<()> {
+        let names: Vec<String> = self.nodes().map(|node| node.name.clone()).collect();
+        names.iter().try_for_each(|name| self.start_agent(name, options))
+    }
+
+    /// Starts the controller `name` in a namespace of its own. It is then [`Lab::controller`].
+    pub fn start_controller(&mut self, name: &str, options: &StartOptions) -> Result<()> {
+        let ns = self.role_namespace(name)?;
+        let mut command = ns.command(daemon(options)?);
+        command.args(["controller", "--manifests"]).arg(self.store_link(name)?);
+        self.start(name, None, command, options)
+    }
+
+    /// The agent of `node`. Panics when it was never started.
+    pub fn agent(&mut self, node: &str) -> &mut Process {
+        self.process(&format!("agent-{node}"))
+    }
+
+    /// The controller `name`. Panics when it was never started.
+    pub fn controller(&mut self, name: &str) -> &mut Process {
+        self.process(name)
+    }
+
+    /// Runs `egressctl ARGUMENTS -o json` on `node` and returns what it printed.
+    pub fn egressctl(&self, node: &str, arguments: &[&str]) -> Result<Value> {
+        let text = self.egressctl_text(node, &[arguments, &["-o", "json"]].concat())?;
+        serde_json::from_str(&text)
+            .with_context(|| format!("egressctl {arguments:?} on {node} printed no JSON: {text}"))
+    }
+
+    /// Runs `egressctl ARGUMENTS` on `node` and returns what it printed.
+    pub fn egressctl_text(&self, node: &str, arguments: &[&str]) -> Result<String> {
+        let mut command = self.node(node).ns.command(binary("egressctl")?);
+        command.args(arguments).arg("--bpffs").arg(self.bpffs(node));
+        crate::command::output(&mut command).with_context(|| format!("egressctl {arguments:?} on {node}"))
+    }
+
+    /// Runs `egress-daemon ARGUMENTS --bpffs ..` (`check`, `cleanup`) on `node` and returns what it printed.
+    pub fn daemon_text(&self, node: &str, arguments: &[&str]) -> Result<String> {
+        let mut command = self.node(node).ns.command(binary("egress-daemon")?);
+        command.args(arguments).arg("--bpffs").arg(self.bpffs(node));
+        crate::command::output(&mut command).with_context(|| format!("egress-daemon {arguments:?} on {node}"))
+    }
+
+    fn process(&mut self, name: &str) -> &mut Process {
+        self.processes.get_mut(name).unwrap_or_else(|| panic!("{name} was never started"))
+    }
+
+    fn start(&mut self, name: &str, node: Option<&str>, mut command: Command, options: &StartOptions) -> Result<()> {
+        if let Some(text) = &options.config {
+            let file = self.dir().join(format!("{name}.config.yaml"));
+            fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))?;
+            command.arg("--config").arg(file);
+        }
+        command.args(&options.arguments).envs(options.environment.iter().cloned()).env("RUST_BACKTRACE", "1");
+        // The old process ends before the new one starts.
+        self.processes.remove(name);
+        let process = Process::start(name, node, command, &self.dir().join("logs"))?;
+        self.processes.insert(name.to_owned(), process);
+        Ok(())
+    }
+
+    /// Each process reads the manifests through a link of its own, so that a test can cut one off.
+    pub(crate) fn store_link(&self, process: &str) -> Result<PathBuf> {
+        let link = self.store_path(process);
+        if !link.is_symlink() {
+            fs::create_dir_all(self.dir().join("store"))?;
+            symlink(self.manifests().dir(), &link).with_context(|| format!("cannot link {}", link.display()))?;
+        }
+        Ok(link)
+    }
+
+    pub(crate) fn store_path(&self, process: &str) -> PathBuf {
+        self.dir().join("store").join(process)
+    }
+}
+
+fn daemon(options: &StartOptions) -> Result<PathBuf> {
+    options.binary.clone().map_or_else(|| binary("egress-daemon"), Ok)
+}
+
+/// Where a program of Spillway is: in the folder named by SPILLWAY_BIN, or beside the program that runs now.
+pub fn binary(name: &str) -> Result<PathBuf> {
+    let folder = match std::env::var_os("SPILLWAY_BIN") {
+        Some(folder) => PathBuf::from(folder),
+        None => {
+            let own = std::env::current_exe().context("cannot find the running program")?;
+            let folder = own.parent().unwrap_or(Path::new("."));
+            // Tests lie in target/<profile>/deps, programs in target/<profile>.
+            if folder.ends_with("deps") { folder.parent().unwrap_or(folder) } else { folder }.to_owned()
+        }
+    };
+    let path = folder.join(name);
+    if !path.exists() {
+        bail!(
+            "{} does not exist: run `cargo build -p egress-daemon`, or name its folder in SPILLWAY_BIN",
+            path.display()
+        );
+    }
+    Ok(path)
+}

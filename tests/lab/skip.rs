@@ -1,0 +1,85 @@
+//! Skipping tests where they cannot run, and saying so.
+
+use std::fs::File;
+use std::io::Write;
+use std::process::{Command, Stdio};
+
+/// Why tests of the lab cannot run here, if so: not root, or a program or kernel feature is missing.
+pub fn obstacle() -> Option<String> {
+    if !nix::unistd::geteuid().is_root() {
+        return Some("not root: network namespaces need it".to_owned());
+    }
+    for program in ["ip", "nft"] {
+        let found = Command::new(program).arg("-V").stdout(Stdio::null()).stderr(Stdio::null()).status();
+        if found.is_err() {
+            return Some(format!("{program} is missing: apt-get install iproute2 nftables"));
+        }
+    }
+    let namespace = std::thread::spawn(|| nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET)).join();
+    if !matches!(namespace, Ok(Ok(()))) {
+        return Some(
+            "network namespaces cannot be made here: the kernel lacks them, or CAP_SYS_ADMIN is missing".to_owned(),
+        );
+    }
+    None
+}
+
+/// Records that `test` was skipped, in the file that SPILLWAY_SKIPS names (and on standard error).
+pub fn record(test: &str, reason: &str) {
+    let line = format!("SKIP {test}: {reason}\n");
+    eprint!("{line}");
+    if let Some(path) = std::env::var_os("SPILLWAY_SKIPS") {
+        let file = File::options().create(true).append(true).open(&path);
+        if let Err(error) = file.and_then(|mut file| file.write_all(line.as_bytes())) {
+            eprintln!("cannot record the skipped test in {}: {error}", path.display());
+        }
+    }
+}
+
+/// What a test returns when it is skipped.
+pub trait Skipped {
+    /// The value of a test that did nothing.
+    fn skipped() -> Self;
+}
+
+impl Skipped for () {
+    fn skipped() {}
+}
+
+impl<E> Skipped for Result<(), E> {
+    fn skipped() -> Result<(), E> {
+        Ok(())
+    }
+}
+
+/// The path of the function that calls it, for [`record`].
+#[macro_export]
+macro_rules! test_name {
+    () => {{
+        fn here() {}
+        let name = std::any::type_name_of_val(&here);
+        name.strip_suffix("::here").unwrap_or(name)
+    }};
+}
+
+/// Returns from a test, recorded as skipped, unless it runs as root with what the lab needs.
+#[macro_export]
+macro_rules! require_root {
+    () => {
+        if let Some(reason) = $crate::skip::obstacle() {
+            $crate::skip::record($crate::test_name!(), &reason);
+            return $crate::skip::Skipped::skipped();
+        }
+    };
+}
+
+/// Returns from a test, recorded as skipped for `$reason`, unless `$condition` holds.
+#[macro_export]
+macro_rules! require {
+    ($condition:expr, $($reason:tt)+) => {
+        if !$condition {
+            $crate::skip::record($crate::test_name!(), &format!($($reason)+));
+            return $crate::skip::Skipped::skipped();
+        }
+    };
+}

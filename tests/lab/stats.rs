@@ -1,0 +1,99 @@
+//! Judging figures: is a spread even, how is a sample distributed.
+
+use serde::Serialize;
+
+/// The order statistics of a sample.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Percentiles {
+    /// The size of the sample. All figures are 0 for an empty one.
+    pub count: usize,
+    /// The smallest.
+    pub min: f64,
+    /// The median.
+    pub p50: f64,
+    /// 90 % are not above it.
+    pub p90: f64,
+    /// 99 % are not above it.
+    pub p99: f64,
+    /// The largest.
+    pub max: f64,
+    /// The arithmetic mean.
+    pub mean: f64,
+}
+
+impl Percentiles {
+    /// The order statistics (nearest rank) of `values`.
+    pub fn of(values: impl IntoIterator<Item = f64>) -> Percentiles {
+        let mut sorted: Vec<f64> = values.into_iter().collect();
+        sorted.sort_by(f64::total_cmp);
+        let (Some(&min), Some(&max)) = (sorted.first(), sorted.last()) else { return Percentiles::default() };
+        let count = sorted.len();
+        let at = |share: f64| sorted[((share * count as f64).ceil() as usize).clamp(1, count) - 1];
+        let mean = sorted.iter().sum::<f64>() / count as f64;
+        Percentiles { count, min, p50: at(0.5), p90: at(0.9), p99: at(0.99), max, mean }
+    }
+}
+
+/// The statistic of Pearson's chi-squared test: how far `observed` counts are from shares proportional to `weights`.
+pub fn chi_squared(observed: &[u64], weights: &[f64]) -> f64 {
+    assert_eq!(observed.len(), weights.len(), "one weight for each count");
+    let (total, weight) = (observed.iter().sum::<u64>() as f64, weights.iter().sum::<f64>());
+    let term = |(&count, &share): (&u64, &f64)| {
+        let expected = total * share / weight;
+        (count as f64 - expected).powi(2) / expected
+    };
+    observed.iter().zip(weights).map(term).sum()
+}
+
+/// Whether `observed` may well come from shares proportional to `weights`: an honest spread fails once in a thousand
+/// times.
+pub fn fits(observed: &[u64], weights: &[f64]) -> bool {
+    chi_squared(observed, weights) <= chi_squared_limit(observed.len().saturating_sub(1))
+}
+
+/// [`fits`] for equal shares.
+pub fn is_even(observed: &[u64]) -> bool {
+    fits(observed, &vec![1.0; observed.len()])
+}
+
+/// The value that a chi-squared statistic exceeds with a probability of 0.001 (Wilson and Hilferty's approximation,
+/// within 4 %).
+pub fn chi_squared_limit(degrees_of_freedom: usize) -> f64 {
+    const QUANTILE: f64 = 3.090_232;
+    if degrees_of_freedom == 0 {
+        return 0.0;
+    }
+    let degrees = degrees_of_freedom as f64;
+    let spread = 2.0 / (9.0 * degrees);
+    degrees * (1.0 - spread + QUANTILE * spread.sqrt()).powi(3)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_limit_agrees_with_the_tables() {
+        for (degrees, table) in [(1, 10.828), (2, 13.816), (3, 16.266), (9, 27.877), (99, 148.23)] {
+            let limit = chi_squared_limit(degrees);
+            assert!((limit - table).abs() / table < 0.04, "{degrees}: {limit} instead of {table}");
+        }
+    }
+
+    #[test]
+    fn uneven_spreads_are_told_from_even_ones() {
+        assert!(is_even(&[1010, 980, 1010]));
+        assert!(!is_even(&[1150, 900, 950]));
+        assert!(fits(&[2000, 1000], &[2.0, 1.0]));
+        assert!(!fits(&[1500, 1500], &[2.0, 1.0]));
+        assert!(!is_even(&[3000, 0, 0]));
+    }
+
+    #[test]
+    fn percentiles_are_nearest_ranks() {
+        let hundred = Percentiles::of((1..=100).map(f64::from));
+        assert_eq!((hundred.p50, hundred.p90, hundred.p99, hundred.max), (50.0, 90.0, 99.0, 100.0));
+        assert_eq!(Percentiles::of([7.0]).p99, 7.0);
+        assert_eq!(Percentiles::of([]).count, 0);
+    }
+}

@@ -1,0 +1,85 @@
+//! Breaking things: links down, interfaces gone, nodes dead, nodes cut off.
+
+use anyhow::Result;
+
+use super::{Lab, Role};
+use crate::netns::NetNs;
+
+/// One of the two shared segments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Segment {
+    /// Between the nodes.
+    Underlay,
+    /// Between gateways and servers.
+    External,
+}
+
+impl Lab {
+    /// The power fails: Spillway's processes of the node are killed and its ports go down on all segments, so that
+    /// nothing that its kernel still does reaches anybody. The Node object stays as it is.
+    pub fn kill_node(&mut self, name: &str) -> Result<()> {
+        self.cut(name, Segment::Underlay)?;
+        if self.node(name).role == Role::Gateway {
+            self.cut(name, Segment::External)?;
+        }
+        for process in self.processes.values_mut().filter(|process| process.node() == Some(name)) {
+            process.kill()?;
+        }
+        Ok(())
+    }
+
+    /// The power is back: the ports come up. Spillway is started again by [`Lab::start_agent`]; the node's kernel state
+    /// (programs, maps, rules) is as it was, unlike after a real reboot.
+    pub fn revive_node(&mut self, name: &str) -> Result<()> {
+        self.heal(name, Segment::Underlay)?;
+        if self.node(name).role == Role::Gateway {
+            self.heal(name, Segment::External)?;
+        }
+        Ok(())
+    }
+
+    /// Pulls the cable of a node at the segment's bridge: the node's interface loses its carrier.
+    pub fn cut(&self, node: &str, segment: Segment) -> Result<()> {
+        self.segment(segment).ip(&[format!("link set {node} down")])
+    }
+
+    /// Plugs the cable in again.
+    pub fn heal(&self, node: &str, segment: Segment) -> Result<()> {
+        self.segment(segment).ip(&[format!("link set {node} up")])?;
+        self.segment(segment).wait_running(&[node])
+    }
+
+    /// Lets the segment lose all frames from and to a node while its link stays up: nobody notices but by silence.
+    pub fn isolate(&self, node: &str, segment: Segment) -> Result<()> {
+        self.segment(segment).nft(&format!(
+            "table bridge isolate-{node} {{
+                chain forward {{ type filter hook forward priority 0; iifname \"{node}\" drop; oifname \"{node}\" drop; }}
+            }}"
+        ))
+    }
+
+    /// Ends what [`Lab::isolate`] began.
+    pub fn rejoin(&self, node: &str, segment: Segment) -> Result<()> {
+        self.segment(segment).nft(&format!("delete table bridge isolate-{node}"))
+    }
+
+    /// Makes a node unable to reach the manifests directory, as when its way to the API server is cut.
+    pub fn cut_store(&self, node: &str) -> Result<()> {
+        self.store_link(node).map(drop)?;
+        std::fs::remove_file(self.store_path(node))?;
+        Ok(())
+    }
+
+    /// Ends what [`Lab::cut_store`] began.
+    pub fn heal_store(&self, node: &str) -> Result<()> {
+        self.store_link(node).map(drop)
+    }
+
+    /// The namespace of a segment's bridge.
+    fn segment(&self, segment: Segment) -> &NetNs {
+        match segment {
+            Segment::Underlay => &self.underlay,
+            Segment::External => &self.external,
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! The lab: nodes, servers and pods as network namespaces, joined by an underlay and an external segment.
+//!
+//! ```text
+//! pod - worker1 -+                    +- gw1 -+
+//! pod - worker2 -+- underlay bridge --+- gw2 -+- external bridge - server1
+//!                |                    +- gw3 -+        |
+//!                +------------ router ---------------- +
+//!                                 |
+//!                            far bridge - far1
+//! ```
+//!
+//! Workers reach the outside through the router and masquerade to their underlay address; gateways through `ext0`. The
+//! bridges live in namespaces of their own, in which each node's port has the node's name. Addresses: [`address`].
+
+pub mod address;
+mod build;
+mod faults;
+mod node;
+mod pod;
+mod settings;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+pub use self::address::{Dual, Family};
+pub use self::build::Builder;
+pub use self::faults::Segment;
+pub use self::node::{Node, Role};
+pub use self::pod::{Cni, Pod, PodSpec};
+use self::settings::Settings;
+use crate::manifests::Manifests;
+use crate::netns::NetNs;
+use crate::process::Process;
+use crate::scope::Scope;
+
+/// A host outside of the cluster.
+#[derive(Clone, Debug)]
+pub struct Server {
+    /// `server1`, `far1`.
+    pub name: String,
+    /// Its network namespace, in which its interface is `eth0`.
+    pub ns: NetNs,
+    /// Its addresses.
+    pub ips: Dual,
+}
+
+/// A whole lab. Dropping it ends its processes and removes everything it made.
+#[derive(Debug)]
+pub struct Lab {
+    settings: Settings,
+    /// Spillway's processes by name. Declared before the scope: they end before the namespaces go.
+    pub(crate) processes: BTreeMap<String, Process>,
+    nodes: BTreeMap<String, Node>,
+    servers: BTreeMap<String, Server>,
+    pods: BTreeMap<String, Pod>,
+    pods_made: u32,
+    underlay: NetNs,
+    external: NetNs,
+    router: NetNs,
+    manifests: Manifests,
+    scope: Scope,
+}
+
+impl Lab {
+    /// Starts the description of a lab; [`Builder::build`] makes it.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// The lab's unique name.
+    pub fn id(&self) -> &str {
+        self.scope.id()
+    }
+
+    /// The lab's folder: `manifests/`, `logs/`, `config/`.
+    pub fn dir(&self) -> &Path {
+        self.scope.dir()
+    }
+
+    /// The manifests directory.
+    pub fn manifests(&self) -> &Manifests {
+        &self.manifests
+    }
+
+    /// Where `node` pins its BPF objects.
+    pub fn bpffs(&self, node: &str) -> PathBuf {
+        self.scope.bpffs(node)
+    }
+
+    /// A node by its name. Panics when there is none: a mistake of the caller.
+    pub fn node(&self, name: &str) -> &Node {
+        self.nodes.get(name).unwrap_or_else(|| panic!("the lab has no node {name}, only {:?}", self.nodes.keys()))
+    }
+
+    /// All nodes by name: `gw1..`, `worker1..`.
+    pub fn nodes(&self) -> impl Iterator<Item = &Node> {
+        self.nodes.values()
+    }
+
+    /// The gateways by name.
+    pub fn gateways(&self) -> impl Iterator<Item = &Node> {
+        self.nodes().filter(|node| node.role == Role::Gateway)
+    }
+
+    /// The workers by name.
+    pub fn workers(&self) -> impl Iterator<Item = &Node> {
+        self.nodes().filter(|node| node.role == Role::Worker)
+    }
+
+    /// An outside server by its name: `server1..` on the external segment, `far1..` behind the router.
+    pub fn server(&self, name: &str) -> &Server {
+        self.servers.get(name).unwrap_or_else(|| panic!("the lab has no server {name}, only {:?}", self.servers.keys()))
+    }
+
+    /// A pod by `name` (of the namespace `default`) or `namespace/name`.
+    pub fn pod(&self, key: &str) -> &Pod {
+        self.pods.get(&full_key(key)).unwrap_or_else(|| panic!("the lab has no pod {key}, only {:?}", self.pods.keys()))
+    }
+
+    /// All pods by `namespace/name`.
+    pub fn pods(&self) -> impl Iterator<Item = &Pod> {
+        self.pods.values()
+    }
+
+    /// The namespace of the underlay's bridge `br0`; its ports are named after the nodes, and `router`.
+    pub fn underlay(&self) -> &NetNs {
+        &self.underlay
+    }
+
+    /// The namespace of the external bridge `br0`; its ports are named after gateways and servers, and `router`.
+    pub fn external(&self) -> &NetNs {
+        &self.external
+    }
+
+    /// The router's namespace: `eth0` on the underlay, `ext0` on the external segment, the bridge `far`.
+    pub fn router(&self) -> &NetNs {
+        &self.router
+    }
+
+    /// A namespace of the lab without any link, made at the first call: for programs that need no network.
+    pub(crate) fn role_namespace(&mut self, role: &str) -> Result<NetNs> {
+        NetNs::open(&format!("{}-{role}", self.id())).or_else(|_| self.scope.namespace(role))
+    }
+
+    /// Leaves the lab up when it is dropped, until [`crate::scope::remove_kept`] or a reboot: its processes go on too.
+    pub fn keep(mut self) -> Result<()> {
+        for process in self.processes.values_mut() {
+            process.leave();
+        }
+        self.scope.keep()
+    }
+
+    /// Writes a Namespace object.
+    pub fn add_namespace(&self, name: &str, labels: &[(&str, &str)]) -> Result<()> {
+        self.manifests.namespace(name, labels)
+    }
+
+    /// Adds a pod in the order of a cluster: the Pod object, the link, the addresses in the Pod object. The pod's
+    /// namespace exists before its link does, so that [`Lab::prepare_pod`] and [`Lab::start_pod`] can be called apart to
+    /// have a process wait in it.
+    pub fn add_pod(&mut self, spec: PodSpec) -> Result<Pod> {
+        let pod = self.prepare_pod(spec)?;
+        self.start_pod(&pod.key())?;
+        Ok(pod)
+    }
+
+    /// The first half of [`Lab::add_pod`]: the Pod object without addresses, and the namespace without an interface.
+    pub fn prepare_pod(&mut self, spec: PodSpec) -> Result<Pod> {
+        let node = self.nodes.get_mut(&spec.node).with_context(|| format!("the lab has no node {}", spec.node))?;
+        let ips = spec.ips.unwrap_or_else(|| {
+            node.next_pod += 1;
+            address::pod(node.index, node.next_pod - 1)
+        });
+        self.pods_made += 1;
+        let number = self.pods_made;
+        let ns = self.scope.namespace(&format!("pod{number}-{}", spec.name))?;
+        let cni = spec.cni.unwrap_or(self.settings.cni);
+        let pod = Pod {
+            uid: format!("00000000-0000-4000-9000-{number:012}"),
+            host_interface: match cni {
+                Cni::PointToPoint => format!("cali{number}"),
+                Cni::Bridge => format!("veth{number}"),
+            },
+            name: spec.name,
+            namespace: spec.namespace,
+            node: spec.node,
+            labels: spec.labels,
+            cni,
+            ips,
+            ns,
+        };
+        self.manifests.pod(&pod, false)?;
+        self.pods.insert(pod.key(), pod.clone());
+        Ok(pod)
+    }
+
+    /// The second half of [`Lab::add_pod`]: the link, then the addresses in the Pod object.
+    pub fn start_pod(&mut self, key: &str) -> Result<()> {
+        let pod = self.pod(key).clone();
+        let node = self.node(&pod.node).clone();
+        if pod.cni == Cni::Bridge && node.ns.ifindex("cni0").is_err() {
+            pod::make_bridge(&node, self.settings.pod_mtu)?;
+        }
+        pod.attach(&node, self.settings.pod_mtu).with_context(|| format!("pod {key}"))?;
+        self.manifests.pod(&pod, true)
+    }
+
+    /// Removes a pod: its link, its namespace, its object. Sockets in it die with their processes and threads.
+    pub fn remove_pod(&mut self, key: &str) -> Result<()> {
+        let pod = self.pods.remove(&full_key(key)).with_context(|| format!("the lab has no pod {key}"))?;
+        pod.detach(self.node(&pod.node))?;
+        self.scope.remove_namespace(&pod.ns)?;
+        self.manifests.remove_pod(&pod)
+    }
+
+    /// Replaces a pod's labels in its object.
+    pub fn relabel_pod(&mut self, key: &str, labels: &[(&str, &str)]) -> Result<()> {
+        let pod = self.pods.get_mut(&full_key(key)).with_context(|| format!("the lab has no pod {key}"))?;
+        pod.labels = labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        self.manifests.pod(pod, true)
+    }
+
+    /// Gives a pod other addresses on the link that it has, in its namespace, on its node and in its object.
+    pub fn readdress_pod(&mut self, key: &str, ips: Dual) -> Result<()> {
+        let pod = self.pods.get_mut(&full_key(key)).with_context(|| format!("the lab has no pod {key}"))?;
+        let node = self.nodes.get(&pod.node).with_context(|| format!("the lab has no node {}", pod.node))?;
+        pod.readdress(node, ips)?;
+        self.manifests.pod(pod, true)
+    }
+
+    /// Replaces a node's labels in its object. The zone's label is one of them.
+    pub fn relabel_node(&mut self, name: &str, labels: &[(&str, &str)]) -> Result<()> {
+        let node = self.nodes.get_mut(name).with_context(|| format!("the lab has no node {name}"))?;
+        node.labels = labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        self.manifests.node(node, true)
+    }
+}
+
+fn full_key(key: &str) -> String {
+    if key.contains('/') { key.to_owned() } else { format!("default/{key}") }
+}

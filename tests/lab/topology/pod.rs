@@ -1,0 +1,204 @@
+//! Pods as namespaces of their own, wired to their node in the two ways that CNIs have.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+
+use super::address::Dual;
+use super::node::Node;
+use crate::netns::NetNs;
+
+/// How a CNI wires a pod to its node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cni {
+    /// Calico's way: a veth without an address on the host's side, host routes, next hops 169.254.1.1 (proxy ARP) and
+    /// the veth's link-local address.
+    PointToPoint,
+    /// The bridge plugin's and flannel's way: veths in the bridge `cni0`, which is the pods' gateway.
+    Bridge,
+}
+
+impl Cni {
+    /// Both, for loops.
+    pub const BOTH: [Cni; 2] = [Cni::PointToPoint, Cni::Bridge];
+}
+
+/// A pod to be added.
+#[derive(Clone, Debug)]
+pub struct PodSpec {
+    pub(super) name: String,
+    pub(super) namespace: String,
+    pub(super) node: String,
+    pub(super) labels: BTreeMap<String, String>,
+    pub(super) cni: Option<Cni>,
+    pub(super) ips: Option<Dual>,
+}
+
+impl PodSpec {
+    /// A pod of the namespace `default` on `node`, without labels, with the next free addresses and the lab's CNI.
+    pub fn new(name: &str, node: &str) -> PodSpec {
+        PodSpec {
+            name: name.to_owned(),
+            namespace: "default".to_owned(),
+            node: node.to_owned(),
+            labels: BTreeMap::new(),
+            cni: None,
+            ips: None,
+        }
+    }
+
+    /// Puts the pod into another namespace. Its Namespace object must have been written ([`super::Lab::add_namespace`]).
+    pub fn namespace(mut self, namespace: &str) -> PodSpec {
+        self.namespace = namespace.to_owned();
+        self
+    }
+
+    /// Adds a label.
+    pub fn label(mut self, key: &str, value: &str) -> PodSpec {
+        self.labels.insert(key.to_owned(), value.to_owned());
+        self
+    }
+
+    /// Wires this pod differently from the lab's default.
+    pub fn cni(mut self, cni: Cni) -> PodSpec {
+        self.cni = Some(cni);
+        self
+    }
+
+    /// Gives the pod these addresses, of a pod that is gone, say.
+    pub fn ips(mut self, ips: Dual) -> PodSpec {
+        self.ips = Some(ips);
+        self
+    }
+}
+
+/// A pod of the lab. A copy of what was true when it was handed out.
+#[derive(Clone, Debug)]
+pub struct Pod {
+    /// Its name.
+    pub name: String,
+    /// Its Kubernetes namespace.
+    pub namespace: String,
+    /// Its Kubernetes uid: another one for each pod that is added, also under an old name.
+    pub uid: String,
+    /// The node that it runs on.
+    pub node: String,
+    /// Its labels.
+    pub labels: BTreeMap<String, String>,
+    /// How it is wired.
+    pub cni: Cni,
+    /// Its addresses.
+    pub ips: Dual,
+    /// Its network namespace, in which its interface is `eth0`.
+    pub ns: NetNs,
+    /// Its interface on the node's side.
+    pub host_interface: String,
+}
+
+const POINT_TO_POINT_MAC: &str = "ee:ee:ee:ee:ee:ee";
+const POINT_TO_POINT_V4: &str = "169.254.1.1";
+const POINT_TO_POINT_V6: &str = "fe80::ecee:eeff:feee:eeee";
+
+impl Pod {
+    /// `namespace/name`.
+    pub fn key(&self) -> String {
+        format!("{}/{}", self.namespace, self.name)
+    }
+
+    /// Makes the pod's link and routes. The pod can send as soon as this returns.
+    pub(super) fn attach(&self, node: &Node, mtu: u32) -> Result<()> {
+        let host = &self.host_interface;
+        let mac = match self.cni {
+            Cni::PointToPoint => format!("address {POINT_TO_POINT_MAC} "),
+            Cni::Bridge => String::new(),
+        };
+        let mut on_node =
+            vec![format!("link add {host} mtu {mtu} {mac}type veth peer name eth0 mtu {mtu} netns {}", self.ns.name())];
+        if self.cni == Cni::Bridge {
+            on_node.push(format!("link set {host} master cni0"));
+        }
+        on_node.push(format!("link set {host} up"));
+        node.ns.ip(&on_node)?;
+        if self.cni == Cni::PointToPoint {
+            node.ns.sysctls(&[
+                (&format!("net.ipv4.conf.{host}.proxy_arp"), "1"),
+                (&format!("net.ipv4.neigh.{host}.proxy_delay"), "0"),
+            ])?;
+        }
+        self.add_routes_on(node)?;
+        self.ns.ip(&["link set eth0 up".to_owned()])?;
+        // The pod gets addresses last, so that its first packet finds its next hop ready.
+        self.ns.wait_addressed(&["eth0"])?;
+        node.ns.wait_running(&[host])?;
+        match self.cni {
+            Cni::PointToPoint => node.ns.wait_addressed(&[host])?,
+            Cni::Bridge => node.ns.wait_addressed(&["cni0"])?,
+        }
+        self.add_addresses(node)?;
+        self.ns.wait_addressed(&["eth0"])
+    }
+
+    fn add_routes_on(&self, node: &Node) -> Result<()> {
+        match self.cni {
+            Cni::Bridge => Ok(()),
+            Cni::PointToPoint => node.ns.ip(&[
+                format!("route add {}/32 dev {}", self.ips.v4, self.host_interface),
+                format!("route add {}/128 dev {}", self.ips.v6, self.host_interface),
+            ]),
+        }
+    }
+
+    fn add_addresses(&self, node: &Node) -> Result<()> {
+        let Dual { v4, v6 } = self.ips;
+        self.ns.ip(&match self.cni {
+            Cni::PointToPoint => vec![
+                format!("addr add {v4}/32 dev eth0"),
+                format!("addr add {v6}/128 dev eth0"),
+                format!("route add {POINT_TO_POINT_V4} dev eth0 scope link"),
+                format!("route add default via {POINT_TO_POINT_V4} dev eth0"),
+                format!("route add default via {POINT_TO_POINT_V6} dev eth0"),
+            ],
+            Cni::Bridge => {
+                let gateway = super::address::pod(node.index, 1);
+                vec![
+                    format!("addr add {v4}/24 dev eth0"),
+                    format!("addr add {v6}/64 dev eth0"),
+                    format!("route add default via {} dev eth0", gateway.v4),
+                    format!("route add default via {} dev eth0", gateway.v6),
+                ]
+            }
+        })
+    }
+
+    /// Takes the link away, on both sides.
+    pub(super) fn detach(&self, node: &Node) -> Result<()> {
+        node.ns.ip(&[format!("link del {}", self.host_interface)])
+    }
+
+    /// Gives the pod other addresses on the same link.
+    pub(super) fn readdress(&mut self, node: &Node, ips: Dual) -> Result<()> {
+        if self.cni == Cni::PointToPoint {
+            node.ns.ip(&[
+                format!("route del {}/32 dev {}", self.ips.v4, self.host_interface),
+                format!("route del {}/128 dev {}", self.ips.v6, self.host_interface),
+            ])?;
+        }
+        self.ns.sh("ip -4 addr flush dev eth0; ip -6 addr flush dev eth0 scope global
+             ip -4 route flush dev eth0; ip -6 route del default dev eth0")?;
+        self.ips = ips;
+        self.add_routes_on(node)?;
+        self.add_addresses(node)?;
+        self.ns.wait_addressed(&["eth0"])
+    }
+}
+
+/// The bridge of the nodes whose CNI is [`Cni::Bridge`].
+pub(super) fn make_bridge(node: &Node, mtu: u32) -> Result<()> {
+    let gateway = super::address::pod(node.index, 1);
+    node.ns.ip(&[
+        format!("link add cni0 mtu {mtu} type bridge forward_delay 0 stp_state 0"),
+        format!("addr add {}/24 dev cni0", gateway.v4),
+        format!("addr add {}/64 dev cni0", gateway.v6),
+        "link set cni0 up".to_owned(),
+    ])
+}

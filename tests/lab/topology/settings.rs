@@ -1,0 +1,39 @@
+//! What can be chosen about a lab before it is built.
+
+use super::pod::Cni;
+
+/// A lab's shape. Made by [`super::Builder`].
+#[derive(Clone, Debug)]
+pub struct Settings {
+    pub(super) workers: u8,
+    pub(super) gateways: u8,
+    pub(super) servers: u8,
+    pub(super) far_servers: u8,
+    pub(super) cni: Cni,
+    pub(super) underlay_mtu: u32,
+    pub(super) external_mtu: u32,
+    pub(super) far_mtu: u32,
+    pub(super) pod_mtu: u32,
+    pub(super) rp_filter: u8,
+    pub(super) masquerade: bool,
+    pub(super) zones: Vec<String>,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings {
+            workers: 2,
+            gateways: 3,
+            servers: 1,
+            far_servers: 1,
+            cni: Cni::PointToPoint,
+            underlay_mtu: 1500,
+            external_mtu: 1500,
+            far_mtu: 1500,
+            pod_mtu: 1500,
+            rp_filter: 0,
+            masquerade: true,
+            zones: Vec::new(),
+        }
+    }
+}

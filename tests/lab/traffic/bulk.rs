@@ -1,0 +1,193 @@
+//! Bulk transfers over single TCP connections, in either direction, with their speed and retransmissions.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use serde::Serialize;
+use std::os::fd::AsFd;
+
+use super::wire::bind;
+use crate::netns::NetNs;
+
+/// Bytes per system call.
+const CHUNK: usize = 128 << 10;
+/// A transfer that makes no progress for so long has failed.
+const STALLED: Duration = Duration::from_secs(10);
+
+/// Which way the bytes flow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum Direction {
+    /// From the client to the server.
+    Upload,
+    /// From the server to the client.
+    Download,
+}
+
+/// A finished transfer.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct BulkReport {
+    /// Bytes of payload, all of which arrived.
+    pub bytes: u64,
+    /// From the first byte sent until the receiver had the last one.
+    pub elapsed: Duration,
+    /// Segments that the sender sent again.
+    pub retransmitted: u32,
+    /// The largest segment that the sender used.
+    pub segment: u32,
+}
+
+impl BulkReport {
+    /// Bits per second.
+    pub fn bits_per_second(&self) -> f64 {
+        self.bytes as f64 * 8.0 / self.elapsed.as_secs_f64().max(1e-9)
+    }
+}
+
+/// A server for [`bulk`].
+#[derive(Debug)]
+pub struct BulkServer {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+impl BulkServer {
+    /// Listens on all `addresses`.
+    pub fn start(ns: &NetNs, addresses: &[SocketAddr]) -> Result<BulkServer> {
+        let listeners =
+            ns.run(|| addresses.iter().map(|&one| bind(one, TcpListener::bind)).collect::<Result<Vec<_>>>())?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let thread = Some(ns.spawn("bulk-server", move || serve(&listeners, &stopped))?);
+        Ok(BulkServer { stop, thread })
+    }
+}
+
+impl Drop for BulkServer {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(Err(error)) = self.thread.take().map(|thread| thread.join().map_err(|_| anyhow!("panicked"))?) {
+            eprintln!("lab: the bulk server ended with: {error:#}");
+        }
+    }
+}
+
+/// Transfers `bytes` between `ns` and a [`BulkServer`], and waits for the end.
+pub fn bulk(ns: &NetNs, target: SocketAddr, direction: Direction, bytes: u64) -> Result<BulkReport> {
+    ns.run(|| {
+        let mut stream =
+            TcpStream::connect_timeout(&target, STALLED).with_context(|| format!("connecting to {target}"))?;
+        set_timeouts(&stream)?;
+        let wanted = if direction == Direction::Download { bytes } else { 0 };
+        stream.write_all(&wanted.to_be_bytes())?;
+        let start = Instant::now();
+        let sender = match direction {
+            Direction::Upload => {
+                send(&mut stream, bytes).context("uploading")?;
+                tcp_info(&stream)?
+            }
+            Direction::Download => {
+                let received = drain(&mut stream, bytes).context("downloading")?;
+                ensure!(received == bytes, "the download ended after {received} of {bytes} bytes");
+                (0, 0)
+            }
+        };
+        stream.shutdown(Shutdown::Write)?;
+        // The server answers with what it saw: bytes, retransmissions, segment size.
+        let mut answer = [0; 16];
+        stream.read_exact(&mut answer).context("the server's answer")?;
+        let elapsed = start.elapsed();
+        let word = |at: usize| u32::from_be_bytes([answer[at], answer[at + 1], answer[at + 2], answer[at + 3]]);
+        let received = u64::from(word(0)) << 32 | u64::from(word(4));
+        match direction {
+            Direction::Upload if received != bytes => bail!("{received} of {bytes} bytes arrived"),
+            Direction::Upload => Ok(BulkReport { bytes, elapsed, retransmitted: sender.0, segment: sender.1 }),
+            Direction::Download => Ok(BulkReport { bytes, elapsed, retransmitted: word(8), segment: word(12) }),
+        }
+    })
+}
+
+fn serve(listeners: &[TcpListener], stop: &AtomicBool) -> Result<()> {
+    for listener in listeners {
+        listener.set_nonblocking(true)?;
+    }
+    thread::scope(|scope| {
+        while !stop.load(Ordering::Relaxed) {
+            let mut fds: Vec<_> = listeners.iter().map(|one| PollFd::new(one.as_fd(), PollFlags::POLLIN)).collect();
+            poll(&mut fds, PollTimeout::from(10u8)).context("poll")?;
+            for listener in listeners {
+                match listener.accept() {
+                    // A transfer that fails is the client's to report.
+                    Ok((stream, _)) => drop(scope.spawn(move || transfer(stream).ok())),
+                    Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                    Err(error) => return Err(error).context("accept"),
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+fn transfer(mut stream: TcpStream) -> Result<()> {
+    stream.set_nonblocking(false)?;
+    set_timeouts(&stream)?;
+    let mut wanted = [0; 8];
+    stream.read_exact(&mut wanted)?;
+    let wanted = u64::from_be_bytes(wanted);
+    send(&mut stream, wanted)?;
+    let received = drain(&mut stream, u64::MAX)?;
+    let (retransmitted, segment) = tcp_info(&stream)?;
+    stream.write_all(&[&received.to_be_bytes()[..], &retransmitted.to_be_bytes(), &segment.to_be_bytes()].concat())?;
+    Ok(())
+}
+
+fn set_timeouts(stream: &TcpStream) -> std::io::Result<()> {
+    stream.set_read_timeout(Some(STALLED))?;
+    stream.set_write_timeout(Some(STALLED))
+}
+
+fn send(stream: &mut TcpStream, bytes: u64) -> std::io::Result<()> {
+    let chunk = vec![0x5a; CHUNK];
+    let mut left = bytes;
+    while left > 0 {
+        let size = usize::try_from(left).unwrap_or(CHUNK).min(CHUNK);
+        stream.write_all(&chunk[..size])?;
+        left -= size as u64;
+    }
+    Ok(())
+}
+
+/// Reads up to `limit` bytes or to the end, and returns how many there were.
+fn drain(stream: &mut TcpStream, limit: u64) -> std::io::Result<u64> {
+    let mut chunk = vec![0; CHUNK];
+    let mut total = 0;
+    while total < limit {
+        let room = usize::try_from(limit - total).unwrap_or(CHUNK).min(CHUNK);
+        match stream.read(&mut chunk[..room])? {
+            0 => break,
+            count => total += count as u64,
+        }
+    }
+    Ok(total)
+}
+
+/// Retransmitted segments and the largest segment's size.
+fn tcp_info(stream: &TcpStream) -> Result<(u32, u32)> {
+    // SAFETY: all zero bytes are a valid tcp_info.
+    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+    let mut size = size_of::<libc::tcp_info>() as libc::socklen_t;
+    // SAFETY: the pointers are to live variables, and `size` says how large the first one's is.
+    let result = unsafe {
+        libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &raw mut size)
+    };
+    if result < 0 {
+        return Err(std::io::Error::last_os_error()).context("TCP_INFO");
+    }
+    Ok((info.tcpi_total_retrans, info.tcpi_snd_mss))
+}

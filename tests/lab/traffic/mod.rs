@@ -1,0 +1,41 @@
+//! Traffic between pods and the outside, made in threads inside the namespaces, with results as structs.
+//!
+//! Everything that is sent consists of records of 16 bytes (a flow's id, a sequence number, both big endian), so that
+//! either end notices what is missing or foreign, and a server knows which flow has which source address.
+//! Ids are unique in the process.
+
+pub mod bulk;
+pub mod fragment;
+pub mod ping;
+pub mod rate;
+pub mod tcp;
+mod tcp_engine;
+pub mod udp;
+mod wire;
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub use self::bulk::{BulkReport, BulkServer, Direction, bulk};
+pub use self::fragment::{FragmentOrder, send_fragments};
+pub(crate) use self::ping::set_int;
+pub use self::ping::{Ping, PingReport, ping};
+pub use self::rate::{ConnectRate, RateReport, RunningRate};
+pub use self::tcp::{ConnectionReport, ConnectionState, ServerMode, TcpClients, TcpOptions, TcpServer};
+pub use self::udp::{UdpClients, UdpFlowReport, UdpOptions, UdpSeen, UdpServer};
+
+static IDS: AtomicU64 = AtomicU64::new(1);
+
+fn next_id() -> u64 {
+    IDS.fetch_add(1, Ordering::Relaxed)
+}
+
+/// Counts how often each address occurs.
+pub fn tally(addresses: impl IntoIterator<Item = IpAddr>) -> BTreeMap<IpAddr, usize> {
+    let mut counts = BTreeMap::new();
+    for address in addresses {
+        *counts.entry(address).or_default() += 1;
+    }
+    counts
+}

@@ -1,0 +1,176 @@
+//! Opening and closing TCP connections as fast as possible, or at a given rate.
+
+use std::collections::BTreeMap;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use serde::Serialize;
+
+use super::wire::{reset_on_close, start_connect};
+use crate::netns::NetNs;
+use crate::stats::Percentiles;
+
+/// A generator of connections: opened, counted, closed with a reset.
+#[derive(Clone, Debug)]
+pub struct ConnectRate {
+    /// Connections per second; 0 means as many as go. Default 0.
+    pub per_second: u32,
+    /// How many may be under way at a time. Default 64.
+    pub concurrency: usize,
+    /// After how many connections it ends; default never.
+    pub total: u64,
+    /// When a connection counts as failed. Default 1 s.
+    pub timeout: Duration,
+}
+
+impl Default for ConnectRate {
+    fn default() -> ConnectRate {
+        ConnectRate { per_second: 0, concurrency: 64, total: u64::MAX, timeout: Duration::from_secs(1) }
+    }
+}
+
+/// What a generator did.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct RateReport {
+    /// Connections that were established.
+    pub opened: u64,
+    /// Connections that were not, by the reason in the system's words.
+    pub failed: BTreeMap<String, u64>,
+    /// How long it ran.
+    pub elapsed: Duration,
+    /// The longest time in which no connection was established.
+    pub longest_gap: Duration,
+    /// How long connections took, for up to a million of them.
+    #[serde(skip)]
+    pub latencies: Vec<Duration>,
+}
+
+const LATENCIES_KEPT: usize = 1_000_000;
+
+impl RateReport {
+    /// Connections per second.
+    pub fn per_second(&self) -> f64 {
+        self.opened as f64 / self.elapsed.as_secs_f64().max(1e-9)
+    }
+
+    /// How many failed.
+    pub fn failures(&self) -> u64 {
+        self.failed.values().sum()
+    }
+
+    /// The distribution of the time that connections took.
+    pub fn latency(&self) -> Percentiles {
+        Percentiles::of(self.latencies.iter().map(Duration::as_secs_f64))
+    }
+}
+
+/// A generator that runs.
+#[derive(Debug)]
+pub struct RunningRate {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<Result<RateReport>>>,
+}
+
+impl RunningRate {
+    /// Ends it and returns what it did.
+    pub fn finish(mut self) -> Result<RateReport> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.join()
+    }
+
+    /// Waits until it has made its `total` and returns what it did.
+    pub fn wait(mut self) -> Result<RateReport> {
+        self.join()
+    }
+
+    fn join(&mut self) -> Result<RateReport> {
+        let thread = self.thread.take().context("the generator was already joined")?;
+        thread.join().map_err(|_| anyhow!("the generator panicked"))?
+    }
+}
+
+impl Drop for RunningRate {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.join().ok();
+        }
+    }
+}
+
+impl ConnectRate {
+    /// Starts opening connections from `ns` to `target`.
+    pub fn start(&self, ns: &NetNs, target: SocketAddr) -> Result<RunningRate> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (for_thread, options) = (Arc::clone(&stop), self.clone());
+        let thread = Some(ns.spawn("connect-rate", move || generate(target, &options, &for_thread))?);
+        Ok(RunningRate { stop, thread })
+    }
+}
+
+fn generate(target: SocketAddr, options: &ConnectRate, stop: &AtomicBool) -> Result<RateReport> {
+    let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+    let mut slots: Vec<Option<(TcpStream, Instant)>> = (0..options.concurrency).map(|_| None).collect();
+    let mut free: Vec<usize> = (0..options.concurrency).collect();
+    let mut events = vec![EpollEvent::empty(); options.concurrency.max(1)];
+    let mut report = RateReport::default();
+    let (start, mut started) = (Instant::now(), 0u64);
+    let mut last_opened = start;
+    while !stop.load(Ordering::Relaxed) && (started < options.total || free.len() < slots.len()) {
+        let due = match options.per_second {
+            0 => u64::MAX,
+            rate => (start.elapsed().as_secs_f64() * f64::from(rate)) as u64 + 1,
+        };
+        while started < due.min(options.total) {
+            let Some(slot) = free.pop() else { break };
+            started += 1;
+            match start_connect(target, 0) {
+                Ok(stream) => {
+                    reset_on_close(&stream)?;
+                    epoll.add(&stream, EpollEvent::new(EpollFlags::EPOLLOUT, slot as u64))?;
+                    slots[slot] = Some((stream, Instant::now()));
+                }
+                Err(error) => {
+                    *report.failed.entry(error.to_string()).or_default() += 1;
+                    free.push(slot);
+                }
+            }
+        }
+        let ready = match epoll.wait(&mut events, EpollTimeout::from(1u8)) {
+            Ok(ready) => ready,
+            Err(nix::errno::Errno::EINTR) => 0,
+            Err(error) => return Err(error).context("epoll"),
+        };
+        for event in &events[..ready] {
+            let slot = event.data() as usize;
+            let Some((stream, since)) = slots[slot].take() else { continue };
+            free.push(slot);
+            match stream.take_error() {
+                Ok(None) => {
+                    report.opened += 1;
+                    report.longest_gap = report.longest_gap.max(last_opened.elapsed());
+                    last_opened = Instant::now();
+                    if report.latencies.len() < LATENCIES_KEPT {
+                        report.latencies.push(since.elapsed());
+                    }
+                }
+                Ok(Some(error)) | Err(error) => *report.failed.entry(error.to_string()).or_default() += 1,
+            }
+        }
+        for (index, slot) in slots.iter_mut().enumerate() {
+            if slot.as_ref().is_some_and(|(_, since)| since.elapsed() > options.timeout) {
+                *slot = None;
+                free.push(index);
+                *report.failed.entry("not established in time".to_owned()).or_default() += 1;
+            }
+        }
+    }
+    report.longest_gap = report.longest_gap.max(last_opened.elapsed());
+    report.elapsed = start.elapsed();
+    Ok(report)
+}

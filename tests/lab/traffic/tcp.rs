@@ -1,0 +1,346 @@
+//! TCP servers and clients: thousands of connections on one thread for each end, every record accounted for.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use serde::Serialize;
+
+use super::tally;
+use super::tcp_engine::{Engine, Shared};
+use crate::netns::NetNs;
+use crate::wait::wait_until;
+
+/// What a server does with its connections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ServerMode {
+    /// Sends back what comes.
+    Echo,
+    /// Sends records of its own at the interval of its options, from the moment of accepting on (the server speaks first),
+    /// and checks what comes.
+    Stream,
+}
+
+/// How an end of TCP connections behaves.
+#[derive(Clone, Debug)]
+pub struct TcpOptions {
+    /// The time between two records of a connection. Default 20 ms.
+    pub interval: Duration,
+    /// After how many records a connection sends no more (and stays open). Default: never.
+    pub records: u64,
+    /// Whether it sends from the beginning; see [`TcpClients::set_sending`]. Default true.
+    pub sending: bool,
+    /// When a connection that is not established counts as failed. Default 5 s.
+    pub connect_timeout: Duration,
+    /// The source port of a single connection; 0 (default) leaves it to the kernel.
+    pub source_port: u16,
+    /// Close with RST instead of FIN. Default false.
+    pub reset: bool,
+}
+
+impl Default for TcpOptions {
+    fn default() -> TcpOptions {
+        TcpOptions {
+            interval: Duration::from_millis(20),
+            records: u64::MAX,
+            sending: true,
+            connect_timeout: Duration::from_secs(5),
+            source_port: 0,
+            reset: false,
+        }
+    }
+}
+
+impl TcpOptions {
+    /// Connections that send one record and stay open.
+    pub fn once() -> TcpOptions {
+        TcpOptions { records: 1, ..TcpOptions::default() }
+    }
+
+    /// Connections that send nothing until [`TcpClients::set_sending`] says so.
+    pub fn silent() -> TcpOptions {
+        TcpOptions { sending: false, ..TcpOptions::default() }
+    }
+}
+
+/// Where a connection is in its life.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub enum ConnectionState {
+    /// The SYN is out.
+    Connecting,
+    /// Established.
+    Open,
+    /// The other end sent FIN.
+    Closed,
+    /// Reset, refused, timed out or unreachable, in the system's words.
+    Failed(String),
+}
+
+/// What one end knows about one connection.
+#[derive(Clone, Debug, Serialize)]
+pub struct ConnectionReport {
+    /// The flow's id, chosen by the client. A server knows it from the first record on; 0 before.
+    pub id: u64,
+    /// This end's address.
+    pub local: SocketAddr,
+    /// The other end's address as this end sees it: at a server, the translated source.
+    pub peer: SocketAddr,
+    /// Its state.
+    pub state: ConnectionState,
+    /// From the SYN until the connection was established (clients).
+    pub connect_time: Duration,
+    /// Records sent.
+    pub sent: u64,
+    /// Records received in sequence.
+    pub received: u64,
+    /// Records received that were not the next one of this flow: lost, repeated or foreign bytes.
+    pub wrong: u64,
+    /// The longest time between two arrivals since the beginning or [`TcpClients::reset_pauses`].
+    pub longest_pause: Duration,
+    /// When the last bytes arrived, or pauses began to be measured.
+    #[serde(skip)]
+    pub last_arrival: Instant,
+}
+
+impl ConnectionReport {
+    pub(super) fn new(id: u64, local: SocketAddr, peer: SocketAddr, state: ConnectionState) -> ConnectionReport {
+        ConnectionReport {
+            id,
+            local,
+            peer,
+            state,
+            connect_time: Duration::ZERO,
+            sent: 0,
+            received: 0,
+            wrong: 0,
+            longest_pause: Duration::ZERO,
+            last_arrival: Instant::now(),
+        }
+    }
+
+    /// Established now, and every record was the right one.
+    pub fn intact(&self) -> bool {
+        self.state == ConnectionState::Open && self.wrong == 0
+    }
+
+    /// The longest pause, counting the one that may last now.
+    pub fn pause(&self) -> Duration {
+        self.longest_pause.max(self.last_arrival.elapsed())
+    }
+}
+
+/// A TCP server on one or several addresses. Its sockets close when it is dropped.
+#[derive(Debug)]
+pub struct TcpServer {
+    end: End,
+}
+
+/// Connections from one namespace to one address. They close when it is dropped.
+#[derive(Debug)]
+pub struct TcpClients {
+    end: End,
+}
+
+/// The thread of one end and what it shares with its owner.
+#[derive(Debug)]
+struct End {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+impl TcpServer {
+    /// Listens on all `addresses`. New connections are accepted as soon as this returns.
+    pub fn start(ns: &NetNs, addresses: &[SocketAddr], mode: ServerMode) -> Result<TcpServer> {
+        TcpServer::start_with(ns, addresses, mode, TcpOptions::default())
+    }
+
+    /// [`TcpServer::start`] with other options.
+    pub fn start_with(
+        ns: &NetNs,
+        addresses: &[SocketAddr],
+        mode: ServerMode,
+        options: TcpOptions,
+    ) -> Result<TcpServer> {
+        let addresses = addresses.to_vec();
+        End::start(ns, "tcp-server", options, move |engine| engine.listen(&addresses, mode))
+            .map(|end| TcpServer { end })
+    }
+
+    /// All connections that were ever accepted, in that order.
+    pub fn connections(&self) -> Vec<ConnectionReport> {
+        self.end.shared.reports()
+    }
+
+    /// Waits until the connections are as `good` wants them, and returns them. A client sees its connection established
+    /// before the server has accepted it.
+    pub fn wait(
+        &self,
+        what: &str,
+        timeout: Duration,
+        good: impl Fn(&[ConnectionReport]) -> bool,
+    ) -> Result<Vec<ConnectionReport>> {
+        let seen = || Ok(Seen(self.connections()));
+        wait_until(what, timeout, seen, |Seen(all)| good(all)).map(|Seen(all)| all)
+    }
+
+    /// How many connections came from each source address.
+    pub fn sources(&self) -> BTreeMap<IpAddr, usize> {
+        tally(self.connections().iter().map(|connection| connection.peer.ip()))
+    }
+
+    /// The source that each flow has here, by the flow's id. Flows that have not sent a record yet are missing.
+    pub fn source_of_flow(&self) -> BTreeMap<u64, SocketAddr> {
+        self.connections().iter().filter(|one| one.id != 0).map(|one| (one.id, one.peer)).collect()
+    }
+
+    /// Starts or stops sending (in [`ServerMode::Stream`]).
+    pub fn set_sending(&self, sending: bool) {
+        self.end.shared.sending.store(sending, Ordering::Relaxed);
+    }
+
+    /// Starts measuring pauses anew.
+    pub fn reset_pauses(&self) {
+        self.end.shared.reset_pauses();
+    }
+
+    /// Forgets connections that are no longer open, so that later questions are about new ones.
+    pub fn forget_closed(&self) {
+        self.end.shared.forgotten.store(true, Ordering::Relaxed);
+    }
+}
+
+impl TcpClients {
+    /// Starts `count` connections at once. Returns without waiting for them.
+    pub fn open(ns: &NetNs, target: SocketAddr, count: usize, options: TcpOptions) -> Result<TcpClients> {
+        let end = End::start(ns, "tcp-clients", options, move |engine| {
+            engine.connect_to(target);
+            Ok(())
+        })?;
+        let clients = TcpClients { end };
+        clients.open_more(count);
+        Ok(clients)
+    }
+
+    /// [`TcpClients::open`], waiting until every one is established; an error when one is not.
+    pub fn establish(ns: &NetNs, target: SocketAddr, count: usize, options: TcpOptions) -> Result<TcpClients> {
+        let patience = options.connect_timeout * 2;
+        let clients = TcpClients::open(ns, target, count, options)?;
+        clients.wait(&format!("{count} connections to {target} are open"), patience, |all| {
+            all.len() == count && all.iter().all(|one| one.state == ConnectionState::Open)
+        })?;
+        Ok(clients)
+    }
+
+    /// Starts more connections to the same target.
+    pub fn open_more(&self, count: usize) {
+        self.end.shared.wanted.fetch_add(count, Ordering::Relaxed);
+    }
+
+    /// All connections, in the order in which they were started.
+    pub fn connections(&self) -> Vec<ConnectionReport> {
+        self.end.shared.reports()
+    }
+
+    /// Waits until the connections are as `good` wants them, and returns them.
+    pub fn wait(
+        &self,
+        what: &str,
+        timeout: Duration,
+        good: impl Fn(&[ConnectionReport]) -> bool,
+    ) -> Result<Vec<ConnectionReport>> {
+        let seen = || Ok(Seen(self.connections()));
+        wait_until(what, timeout, seen, |Seen(all)| good(all)).map(|Seen(all)| all)
+    }
+
+    /// Waits until every open connection has received `more` records than it has now: until both directions flow.
+    pub fn wait_progress(&self, more: u64, timeout: Duration) -> Result<()> {
+        let before: BTreeMap<u64, u64> = self.connections().iter().map(|one| (one.id, one.received)).collect();
+        let moved = |one: &ConnectionReport| {
+            one.state != ConnectionState::Open || one.received >= before.get(&one.id).copied().unwrap_or(0) + more
+        };
+        self.wait(&format!("{more} more records on every connection"), timeout, |all| all.iter().all(moved)).map(drop)
+    }
+
+    /// Starts or stops sending.
+    pub fn set_sending(&self, sending: bool) {
+        self.end.shared.sending.store(sending, Ordering::Relaxed);
+    }
+
+    /// Starts measuring pauses anew.
+    pub fn reset_pauses(&self) {
+        self.end.shared.reset_pauses();
+    }
+
+    /// Closes all connections and returns the final reports.
+    pub fn close(mut self) -> Result<Vec<ConnectionReport>> {
+        self.end.stop()?;
+        Ok(self.connections())
+    }
+}
+
+/// Shown in the error of a wait: a summary instead of thousands of reports.
+struct Seen(Vec<ConnectionReport>);
+
+impl std::fmt::Debug for Seen {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut states: BTreeMap<String, usize> = BTreeMap::new();
+        for one in &self.0 {
+            *states.entry(format!("{:?}", one.state)).or_default() += 1;
+        }
+        let wrong = self.0.iter().filter(|one| one.wrong > 0).count();
+        let least = self.0.iter().map(|one| one.received).min().unwrap_or(0);
+        write!(
+            f,
+            "{} connections {states:?}, {wrong} with wrong records, at least {least} received on each",
+            self.0.len()
+        )
+    }
+}
+
+impl End {
+    fn start(
+        ns: &NetNs,
+        name: &str,
+        options: TcpOptions,
+        prepare: impl FnOnce(&mut Engine) -> Result<()> + Send + 'static,
+    ) -> Result<End> {
+        let shared = Arc::new(Shared::new(options.sending));
+        let (ready, is_ready) = std::sync::mpsc::channel();
+        let for_thread = Arc::clone(&shared);
+        let thread = ns.spawn(name, move || {
+            let engine = Engine::new(for_thread, options).and_then(|mut engine| prepare(&mut engine).map(|()| engine));
+            match engine {
+                Ok(engine) => {
+                    ready.send(()).ok();
+                    engine.run()
+                }
+                Err(error) => Err(error),
+            }
+        })?;
+        let mut end = End { shared, thread: Some(thread) };
+        if is_ready.recv().is_err() {
+            end.stop()?;
+        }
+        Ok(end)
+    }
+
+    fn stop(&mut self) -> Result<()> {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        match self.thread.take() {
+            Some(thread) => thread.join().map_err(|_| anyhow::anyhow!("a traffic thread panicked"))?,
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        if let Err(error) = self.stop() {
+            eprintln!("lab: traffic ended with: {error:#}");
+        }
+    }
+}

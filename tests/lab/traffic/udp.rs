@@ -1,0 +1,330 @@
+//! UDP request and reply flows. The server answers every datagram with its own bytes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use serde::Serialize;
+use std::os::fd::AsFd;
+
+use super::wire::{RECORD, Record, bind};
+use super::{next_id, tally};
+use crate::netns::NetNs;
+use crate::wait::wait_until;
+
+/// The largest datagram that is received whole.
+const MAX_DATAGRAM: usize = 65_535;
+
+/// What a server has seen of one flow.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct UdpSeen {
+    /// The source addresses of the flow: more than one means that it moved.
+    pub peers: BTreeSet<SocketAddr>,
+    /// Datagrams of this flow with the right content.
+    pub received: u64,
+    /// Datagrams whose content was not the right one.
+    pub corrupted: u64,
+}
+
+#[derive(Debug, Default)]
+struct ServerShared {
+    flows: Mutex<BTreeMap<u64, UdpSeen>>,
+    stop: AtomicBool,
+    /// How many times to send an unasked datagram to every peer.
+    pushes: AtomicU64,
+}
+
+/// A UDP echo server on one or several addresses.
+#[derive(Debug)]
+pub struct UdpServer {
+    shared: Arc<ServerShared>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+impl UdpServer {
+    /// Receives on all `addresses` as soon as this returns.
+    pub fn start(ns: &NetNs, addresses: &[SocketAddr]) -> Result<UdpServer> {
+        let sockets = ns.run(|| {
+            let open = |address: &SocketAddr| {
+                let socket = bind(*address, UdpSocket::bind)?;
+                socket.set_nonblocking(true)?;
+                nix::sys::socket::setsockopt(&socket, nix::sys::socket::sockopt::RcvBuf, &(4 << 20))?;
+                Ok(socket)
+            };
+            addresses.iter().map(open).collect::<Result<Vec<_>>>()
+        })?;
+        let shared = Arc::new(ServerShared::default());
+        let for_thread = Arc::clone(&shared);
+        let thread = Some(ns.spawn("udp-server", move || serve(&sockets, &for_thread))?);
+        Ok(UdpServer { shared, thread })
+    }
+
+    /// What was seen of each flow, by the flow's id.
+    pub fn flows(&self) -> BTreeMap<u64, UdpSeen> {
+        lock(&self.shared.flows).clone()
+    }
+
+    /// How many flows have each source address (a flow that moved counts for each).
+    pub fn sources(&self) -> BTreeMap<IpAddr, usize> {
+        tally(self.flows().values().flat_map(|seen| &seen.peers).map(SocketAddr::ip))
+    }
+
+    /// Sends one datagram to every source that was ever seen, without being asked.
+    pub fn push(&self) {
+        self.shared.pushes.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Drop for UdpServer {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        finish(self.thread.take());
+    }
+}
+
+fn serve(sockets: &[UdpSocket], shared: &ServerShared) -> Result<()> {
+    let mut bytes = vec![0; MAX_DATAGRAM];
+    let mut pushed = 0;
+    while !shared.stop.load(Ordering::Relaxed) {
+        wait_readable(sockets.iter())?;
+        for socket in sockets {
+            while let Some((size, peer)) = receive(socket, &mut bytes)? {
+                let Some(record) = Record::decode(&bytes[..size]) else { continue };
+                let mut flows = lock(&shared.flows);
+                let seen = flows.entry(record.id).or_default();
+                seen.peers.insert(peer);
+                if bytes[..size] == record.padded(size) {
+                    seen.received += 1;
+                } else {
+                    seen.corrupted += 1;
+                }
+                drop(flows);
+                // An answer that cannot be sent now is a lost one, which the client counts.
+                socket.send_to(&bytes[..size], peer).ok();
+            }
+        }
+        while pushed < shared.pushes.load(Ordering::Relaxed) {
+            pushed += 1;
+            for (id, seen) in lock(&shared.flows).iter() {
+                for peer in &seen.peers {
+                    let fits =
+                        |socket: &&UdpSocket| socket.local_addr().is_ok_and(|local| local.is_ipv4() == peer.is_ipv4());
+                    if let Some(socket) = sockets.iter().find(fits) {
+                        socket.send_to(&Record { id: *id, sequence: PUSHED }.encode(), peer).ok();
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The sequence number of datagrams that a server sends unasked.
+const PUSHED: u64 = u64::MAX;
+
+/// How UDP clients behave.
+#[derive(Clone, Debug)]
+pub struct UdpOptions {
+    /// The time between two requests of a flow. Default 20 ms.
+    pub interval: Duration,
+    /// After how many requests a flow sends no more. Default: never.
+    pub requests: u64,
+    /// The payload's size, at least 16. Default 64.
+    pub size: usize,
+}
+
+impl Default for UdpOptions {
+    fn default() -> UdpOptions {
+        UdpOptions { interval: Duration::from_millis(20), requests: u64::MAX, size: 64 }
+    }
+}
+
+impl UdpOptions {
+    /// Flows of one request.
+    pub fn once() -> UdpOptions {
+        UdpOptions { requests: 1, ..UdpOptions::default() }
+    }
+}
+
+/// What a client knows about one flow.
+#[derive(Clone, Debug, Serialize)]
+pub struct UdpFlowReport {
+    /// The flow's id, as in [`UdpServer::flows`].
+    pub id: u64,
+    /// The client's own address.
+    pub local: SocketAddr,
+    /// Requests sent.
+    pub sent: u64,
+    /// Replies with the right content.
+    pub received: u64,
+    /// Datagrams that were sent by the server unasked.
+    pub pushed: u64,
+    /// Replies whose content was not the right one.
+    pub corrupted: u64,
+    /// Errors of the socket, ICMP errors among them, and how often.
+    pub errors: BTreeMap<String, u64>,
+    /// The longest time between two replies.
+    pub longest_pause: Duration,
+    /// When the last reply arrived.
+    #[serde(skip)]
+    pub last_arrival: Instant,
+}
+
+#[derive(Debug)]
+struct ClientShared {
+    flows: Mutex<Vec<UdpFlowReport>>,
+    stop: AtomicBool,
+    sending: AtomicBool,
+}
+
+/// UDP flows from one namespace to one address, each from a socket of its own.
+#[derive(Debug)]
+pub struct UdpClients {
+    shared: Arc<ClientShared>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+impl UdpClients {
+    /// Starts `count` flows.
+    pub fn start(ns: &NetNs, target: SocketAddr, count: usize, options: UdpOptions) -> Result<UdpClients> {
+        let sockets = ns.run(|| (0..count).map(|_| client_socket(target)).collect::<Result<Vec<_>>>())?;
+        let report = |socket: &UdpSocket| {
+            Ok(UdpFlowReport {
+                id: next_id(),
+                local: socket.local_addr()?,
+                sent: 0,
+                received: 0,
+                pushed: 0,
+                corrupted: 0,
+                errors: BTreeMap::new(),
+                longest_pause: Duration::ZERO,
+                last_arrival: Instant::now(),
+            })
+        };
+        let flows = Mutex::new(sockets.iter().map(report).collect::<Result<Vec<_>>>()?);
+        let shared = Arc::new(ClientShared { flows, stop: AtomicBool::new(false), sending: AtomicBool::new(true) });
+        let for_thread = Arc::clone(&shared);
+        let thread = Some(ns.spawn("udp-clients", move || request(&sockets, &for_thread, &options))?);
+        Ok(UdpClients { shared, thread })
+    }
+
+    /// What is known about each flow.
+    pub fn flows(&self) -> Vec<UdpFlowReport> {
+        lock(&self.shared.flows).clone()
+    }
+
+    /// Waits until the flows are as `good` wants them, and returns them.
+    pub fn wait(
+        &self,
+        what: &str,
+        timeout: Duration,
+        good: impl Fn(&[UdpFlowReport]) -> bool,
+    ) -> Result<Vec<UdpFlowReport>> {
+        wait_until(what, timeout, || Ok(self.flows()), |flows| good(flows))
+    }
+
+    /// Starts or stops sending.
+    pub fn set_sending(&self, sending: bool) {
+        self.shared.sending.store(sending, Ordering::Relaxed);
+    }
+
+    /// Starts measuring pauses anew.
+    pub fn reset_pauses(&self) {
+        let now = Instant::now();
+        for flow in lock(&self.shared.flows).iter_mut() {
+            (flow.longest_pause, flow.last_arrival) = (Duration::ZERO, now);
+        }
+    }
+}
+
+impl Drop for UdpClients {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        finish(self.thread.take());
+    }
+}
+
+fn client_socket(target: SocketAddr) -> Result<UdpSocket> {
+    let any: SocketAddr = if target.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
+    let socket = UdpSocket::bind(any)?;
+    socket.connect(target).with_context(|| format!("no way to {target}"))?;
+    socket.set_nonblocking(true)?;
+    Ok(socket)
+}
+
+fn request(sockets: &[UdpSocket], shared: &ClientShared, options: &UdpOptions) -> Result<()> {
+    let mut bytes = vec![0; MAX_DATAGRAM];
+    let mut next_tick = Instant::now();
+    while !shared.stop.load(Ordering::Relaxed) {
+        wait_readable(sockets.iter())?;
+        let mut flows = lock(&shared.flows);
+        for (socket, flow) in sockets.iter().zip(flows.iter_mut()) {
+            loop {
+                match receive(socket, &mut bytes) {
+                    Ok(Some((size, _))) => flow.take(&bytes[..size], options.size),
+                    Ok(None) => break,
+                    Err(error) => *flow.errors.entry(error.to_string()).or_default() += 1,
+                }
+            }
+        }
+        if Instant::now() >= next_tick && shared.sending.load(Ordering::Relaxed) {
+            next_tick = Instant::now() + options.interval;
+            for (socket, flow) in sockets.iter().zip(flows.iter_mut()).filter(|(_, flow)| flow.sent < options.requests)
+            {
+                match socket.send(&Record { id: flow.id, sequence: flow.sent }.padded(options.size)) {
+                    Ok(_) => flow.sent += 1,
+                    Err(error) => *flow.errors.entry(error.to_string()).or_default() += 1,
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+impl UdpFlowReport {
+    fn take(&mut self, bytes: &[u8], size: usize) {
+        let now = Instant::now();
+        self.longest_pause = self.longest_pause.max(now - self.last_arrival);
+        self.last_arrival = now;
+        match Record::decode(bytes) {
+            Some(record) if record.id == self.id && record.sequence == PUSHED => self.pushed += 1,
+            Some(record) if record.id == self.id && bytes == record.padded(size.max(RECORD)) => self.received += 1,
+            _ => self.corrupted += 1,
+        }
+    }
+}
+
+/// Waits up to 10 ms until one of the sockets can be read.
+fn wait_readable<'a>(sockets: impl Iterator<Item = &'a UdpSocket>) -> Result<()> {
+    let mut fds: Vec<PollFd<'_>> = sockets.map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN)).collect();
+    match poll(&mut fds, PollTimeout::from(10u8)) {
+        Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
+        Err(error) => Err(error).context("poll"),
+    }
+}
+
+/// One datagram, or None when there is none now.
+fn receive(socket: &UdpSocket, bytes: &mut [u8]) -> std::io::Result<Option<(usize, SocketAddr)>> {
+    match socket.recv_from(bytes) {
+        Ok(received) => Ok(Some(received)),
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn finish(thread: Option<JoinHandle<Result<()>>>) {
+    let ended = thread.map(|thread| thread.join().map_err(|_| anyhow!("a traffic thread panicked"))?);
+    if let Some(Err(error)) = ended {
+        eprintln!("lab: traffic ended with: {error:#}");
+    }
+}

@@ -1,0 +1,46 @@
+//! Waiting for a condition: the only place where the lab lets time pass.
+
+use std::fmt::Debug;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, anyhow};
+
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// Waits until `condition` says `Ok(true)`. An error of the condition counts as "not yet" and is part of the message when
+/// the time is over.
+pub fn wait_for(what: &str, timeout: Duration, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
+    wait_until(what, timeout, &mut condition, |met| *met).map(drop)
+}
+
+/// Waits until what `look` returns is `good`, and returns it. When the time is over, the error shows what was seen last.
+///
+/// ```
+/// let mut answers = ["no", "no", "yes"].into_iter();
+/// let seen = lab::wait_until("yes", std::time::Duration::from_secs(1), || Ok(answers.next()), |one| *one == Some("yes"))?;
+/// assert_eq!(seen, Some("yes"));
+/// # anyhow::Ok(())
+/// ```
+pub fn wait_until<T: Debug>(
+    what: &str,
+    timeout: Duration,
+    mut look: impl FnMut() -> Result<T>,
+    mut good: impl FnMut(&T) -> bool,
+) -> Result<T> {
+    let start = Instant::now();
+    loop {
+        let seen = look();
+        match seen {
+            Ok(value) if good(&value) => return Ok(value),
+            seen if start.elapsed() >= timeout => {
+                let last = match seen {
+                    Ok(value) => format!("{value:?}"),
+                    Err(error) => format!("{error:#}"),
+                };
+                return Err(anyhow!("waited {timeout:?} for: {what}; the last state was: {last}"));
+            }
+            _ => thread::sleep(PAUSE),
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! `cargo xtask setup`: installs what the build and the tests need, or says exactly what to install.
+//!
+//! A survey of the machine comes first and costs a fraction of a second; only what it misses is installed, so that `demo`
+//! and `test` can call it every time. Compiled tools go into Spillway's cache, not into the clone and not into `~/.cargo`.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+use crate::toolchain::{self, BPF_LINKER_VERSION, LLVM_MAJOR, Rust};
+use crate::{progress, workspace};
+
+const BPFFS: &str = "/sys/fs/bpf";
+const CARGO_DENY_VERSION: &str = "0.20.2";
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Install nothing; say what is missing and fail if anything is
+    #[arg(long)]
+    check: bool,
+}
+
+/// How much a command needs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Scope {
+    /// What compiles the workspace.
+    Build,
+    /// Also what the lab's network namespaces and the end-to-end tests run.
+    Lab,
+}
+
+/// Something that the machine lacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Gap {
+    RustSources,
+    BpfLinker,
+    Program { name: &'static str, package: &'static str },
+    BpfFs,
+    CargoDeny,
+}
+
+/// The programs that the lab, the tests and the README call.
+const PROGRAMS: [(&str, &str); 3] = [("ip", "iproute2"), ("nft", "nftables"), ("bpftool", "bpftool")];
+
+/// `cargo xtask setup`.
+pub fn run(args: &Args) -> Result<()> {
+    let gaps = survey(Scope::Lab);
+    if gaps.is_empty() {
+        println!("Nothing to do: this machine has all that `cargo xtask demo` and `cargo xtask test` need.");
+        return Ok(());
+    }
+    if args.check {
+        let list: Vec<String> = gaps.iter().map(|gap| format!("\n- {gap}")).collect();
+        bail!("missing:{}", list.concat());
+    }
+    install(Scope::Lab)
+}
+
+/// Installs what `scope` lacks; says nothing when nothing is missing.
+pub fn ensure(scope: Scope) -> Result<()> {
+    if survey(scope).is_empty() { Ok(()) } else { install(scope) }
+}
+
+/// cargo-deny from the PATH or from the cache.
+pub fn cargo_deny() -> Option<PathBuf> {
+    let cached = cargo_deny_root().map(|root| root.join("bin/cargo-deny"));
+    find_program("cargo-deny").or(cached.filter(|path| path.exists()))
+}
+
+fn survey(scope: Scope) -> Vec<Gap> {
+    let mut gaps = Vec::new();
+    let mut missing = |is_missing: bool, gap: Gap| gaps.extend(is_missing.then_some(gap));
+    missing(Rust::find().is_none(), Gap::RustSources);
+    missing(toolchain::find_linker().is_none(), Gap::BpfLinker);
+    if scope == Scope::Lab {
+        for (name, package) in PROGRAMS {
+            missing(find_program(name).is_none(), Gap::Program { name, package });
+        }
+        missing(!bpffs_is_mounted(), Gap::BpfFs);
+        // It takes minutes to compile: worth it where it runs every time, not on everybody's laptop.
+        missing(workspace::in_ci() && cargo_deny().is_none(), Gap::CargoDeny);
+    }
+    gaps
+}
+
+fn install(scope: Scope) -> Result<()> {
+    // Two commands may be started at once; the second finds everything done.
+    let cache = toolchain::cache_dir().context("HOME is not set: there is no place for the cache of tools")?;
+    fs::create_dir_all(&cache).with_context(|| format!("cannot create {}", cache.display()))?;
+    let lock = File::create(cache.join("setup.lock")).context("cannot create the set-up's lock")?;
+    lock.lock().context("cannot take the set-up's lock")?;
+
+    let gaps = survey(scope);
+    if !gaps.is_empty() && !can_install(&gaps) {
+        let steps: Vec<String> = gaps.iter().map(|gap| format!("\n- {gap}: {}", gap.by_hand())).collect();
+        bail!(
+            "this machine lacks something, and set-up installs it only on Debian and as root. Either run \
+             `cargo xtask setup` as root on Debian 12, or:{}",
+            steps.concat()
+        );
+    }
+    let packages: BTreeSet<&str> = gaps.iter().flat_map(|gap| gap.packages()).copied().collect();
+    if !packages.is_empty() {
+        install_packages(&packages)?;
+    }
+    // The packages may have been all that was missing: a linker from the cache that lacked its LLVM library, say.
+    for gap in survey(scope) {
+        match gap {
+            Gap::BpfLinker => install_linker()?,
+            Gap::CargoDeny => install_cargo_deny()?,
+            Gap::BpfFs => mount_bpffs()?,
+            Gap::RustSources | Gap::Program { .. } => {}
+        }
+    }
+    let left: Vec<String> = survey(scope).iter().map(|gap| format!("\n- {gap}: {}", gap.by_hand())).collect();
+    if !left.is_empty() {
+        bail!("still missing after set-up:{}", left.concat());
+    }
+    Ok(())
+}
+
+impl Gap {
+    fn packages(&self) -> &[&str] {
+        match self {
+            Self::RustSources => &["rustc-web", "cargo-web", "rust-web-src", "rust-web-clippy"],
+            Self::BpfLinker => &["llvm-22-dev", "libpolly-22-dev", "zlib1g-dev", "libzstd-dev"],
+            Self::Program { package, .. } => std::slice::from_ref(package),
+            Self::BpfFs | Self::CargoDeny => &[],
+        }
+    }
+
+    fn by_hand(&self) -> String {
+        match self {
+            Self::RustSources => {
+                format!("rustup component add rust-src (on Debian: apt-get install {})", self.packages().join(" "))
+            }
+            Self::BpfLinker => format!(
+                "install LLVM {LLVM_MAJOR} with its development files (on Debian: {}), then LLVM_PREFIX=$(llvm-config-{LLVM_MAJOR} \
+                 --prefix) cargo install bpf-linker --version {BPF_LINKER_VERSION} --no-default-features --features \
+                 llvm-{LLVM_MAJOR}",
+                self.packages().join(" ")
+            ),
+            Self::Program { package, .. } => format!("install the package {package}"),
+            Self::BpfFs => format!("as root: mount -t bpf bpf {BPFFS}"),
+            Self::CargoDeny => format!("cargo install cargo-deny --version {CARGO_DENY_VERSION} --locked"),
+        }
+    }
+
+    fn needs_root(&self) -> bool {
+        *self != Self::CargoDeny
+    }
+}
+
+impl fmt::Display for Gap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::RustSources => f.write_str("a Rust toolchain with the standard library's sources"),
+            Self::BpfLinker => write!(f, "bpf-linker {BPF_LINKER_VERSION}"),
+            Self::Program { name, .. } => write!(f, "the program {name}"),
+            Self::BpfFs => write!(f, "a BPF file system at {BPFFS}"),
+            Self::CargoDeny => f.write_str("cargo-deny"),
+        }
+    }
+}
+
+fn can_install(gaps: &[Gap]) -> bool {
+    let root = nix::unistd::geteuid().is_root();
+    gaps.iter().all(|gap| (root || !gap.needs_root()) && (is_debian() || gap.packages().is_empty()))
+}
+
+fn is_debian() -> bool {
+    let release = fs::read_to_string("/etc/os-release").unwrap_or_default();
+    release.lines().any(|line| line == "ID=debian")
+}
+
+fn install_packages(packages: &BTreeSet<&str>) -> Result<()> {
+    let apt = || {
+        let mut command = Command::new("apt-get");
+        command.env("DEBIAN_FRONTEND", "noninteractive").args(["-o", "Acquire::Retries=3"]);
+        command.args(["-o", "DPkg::Lock::Timeout=300"]);
+        command
+    };
+    progress::run("read Debian's package lists", apt().arg("update"))?;
+    let title = format!("install {}", packages.iter().copied().collect::<Vec<_>>().join(" "));
+    progress::run(&title, apt().args(["install", "-y", "--no-install-recommends"]).args(packages))
+}
+
+fn install_linker() -> Result<()> {
+    let llvm = format!("/usr/lib/llvm-{LLVM_MAJOR}");
+    let root = toolchain::linker_root().context("HOME is not set: there is no place for bpf-linker")?;
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let path = std::env::join_paths(std::iter::once(Path::new(&llvm).join("bin")).chain(std::env::split_paths(&path)))?;
+    let mut command = cargo_install("bpf-linker", BPF_LINKER_VERSION, &root);
+    command.args(["--no-default-features", "--features", &format!("llvm-{LLVM_MAJOR}")]);
+    // Without LLVM_PREFIX it finds another LLVM than the one it is linked with.
+    command.env("LLVM_PREFIX", &llvm).env("PATH", path);
+    progress::run(&format!("compile bpf-linker {BPF_LINKER_VERSION} (about 2 minutes, once)"), &mut command)
+}
+
+fn install_cargo_deny() -> Result<()> {
+    let root = cargo_deny_root().context("HOME is not set: there is no place for cargo-deny")?;
+    let mut command = cargo_install("cargo-deny", CARGO_DENY_VERSION, &root);
+    progress::run(&format!("compile cargo-deny {CARGO_DENY_VERSION} (some minutes, once)"), &mut command)
+}
+
+fn cargo_install(package: &str, version: &str, root: &Path) -> Command {
+    let mut command = workspace::cargo("install");
+    // Outside of the clone, so that its cargo configuration and target folder are not the tool's.
+    command.current_dir("/").env_remove("CARGO_TARGET_DIR");
+    command.args([package, "--version", version, "--locked", "--root"]).arg(root);
+    command
+}
+
+fn cargo_deny_root() -> Option<PathBuf> {
+    Some(toolchain::cache_dir()?.join(format!("cargo-deny-{CARGO_DENY_VERSION}")))
+}
+
+fn mount_bpffs() -> Result<()> {
+    progress::run(&format!("mount {BPFFS}"), Command::new("mount").args(["-t", "bpf", "bpf", BPFFS]))
+}
+
+fn bpffs_is_mounted() -> bool {
+    nix::sys::statfs::statfs(BPFFS).is_ok_and(|fs| fs.filesystem_type() == nix::sys::statfs::BPF_FS_MAGIC)
+}
+
+/// A program on the PATH, or in the folders that a user's PATH may lack.
+fn find_program(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let folders = std::env::split_paths(&path).chain(["/usr/sbin", "/sbin"].map(PathBuf::from));
+    folders.map(|folder| folder.join(name)).find(|file| file.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_gap_names_a_remedy() {
+        let mut gaps = vec![Gap::RustSources, Gap::BpfLinker, Gap::BpfFs, Gap::CargoDeny];
+        gaps.extend(PROGRAMS.map(|(name, package)| Gap::Program { name, package }));
+        for gap in gaps {
+            assert!(!gap.to_string().is_empty());
+            let remedy = gap.by_hand();
+            assert!(["install", "mount", "rustup"].iter().any(|verb| remedy.contains(verb)), "{gap}: {remedy}");
+        }
+    }
+
+    #[test]
+    fn the_linker_is_built_with_the_llvm_that_is_installed() {
+        assert!(Gap::BpfLinker.packages().contains(&format!("llvm-{LLVM_MAJOR}-dev").as_str()));
+    }
+
+    #[test]
+    fn the_linker_is_cached_by_version() {
+        let root = toolchain::linker_root().unwrap();
+        assert!(root.ends_with(format!("spillway/bpf-linker-{BPF_LINKER_VERSION}-llvm{LLVM_MAJOR}")));
+    }
+}

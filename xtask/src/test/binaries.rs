@@ -1,0 +1,124 @@
+//! Builds the test binaries and lists them.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Result, bail};
+use serde::Deserialize;
+
+use crate::progress::{self, Step};
+use crate::{process, workspace};
+
+/// What a test binary tests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// Functions and modules.
+    Unit,
+    /// The real binaries in network namespaces: the `[[test]]` targets of the crate `lab`.
+    EndToEnd,
+}
+
+/// A binary that cargo built for testing.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Binary {
+    /// What it tests; sorts unit tests first.
+    pub kind: Kind,
+    /// `crate` or `crate/target`.
+    pub name: String,
+    /// The program.
+    executable: PathBuf,
+    /// Its crate's folder.
+    folder: PathBuf,
+}
+
+impl Binary {
+    /// Runs it as `cargo test` would.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(&self.executable);
+        command.current_dir(&self.folder).env("CARGO_MANIFEST_DIR", &self.folder);
+        command
+    }
+}
+
+/// One line of cargo's JSON output, as far as it matters here.
+#[derive(Deserialize)]
+struct Message {
+    reason: String,
+    #[serde(default)]
+    manifest_path: PathBuf,
+    target: Option<Target>,
+    profile: Option<Profile>,
+    executable: Option<PathBuf>,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    kind: Vec<String>,
+    name: String,
+}
+
+#[derive(Deserialize)]
+struct Profile {
+    test: bool,
+}
+
+/// Builds all test binaries, unit tests first.
+pub fn build() -> Result<Vec<Binary>> {
+    let title = "build the tests";
+    let (step, log) = (Step::start(title), progress::log_file(title)?);
+    let mut command = workspace::cargo("test");
+    command.args(["--no-run", "--workspace", "--exclude", "egress-ebpf"]);
+    command.args(["--message-format", "json-render-diagnostics"]);
+    let mut binaries = Vec::new();
+    let mut messages = Vec::new();
+    let status = process::run(&mut command, &log, None, |stream, line| match stream {
+        process::Stream::Out => binaries.extend(parse(line)),
+        process::Stream::Err => {
+            step.at(line);
+            messages.push(line.to_owned());
+        }
+    })?;
+    if status.is_none_or(|status| !status.success()) {
+        step.end("✗", "failed");
+        eprintln!("{}", messages.join("\n"));
+        bail!("the tests do not build; see above");
+    }
+    step.end("✓", "");
+    binaries.sort();
+    Ok(binaries)
+}
+
+fn parse(line: &str) -> Option<Binary> {
+    let message: Message = serde_json::from_str(line).ok()?;
+    if message.reason != "compiler-artifact" || !message.profile?.test {
+        return None;
+    }
+    let (target, folder) = (message.target?, message.manifest_path.parent()?.to_path_buf());
+    let package = folder.file_name()?.to_str()?.to_owned();
+    let end_to_end = package == "tests" && target.kind.iter().any(|kind| kind == "test");
+    let kind = if end_to_end { Kind::EndToEnd } else { Kind::Unit };
+    let is_lib = target.kind.iter().any(|kind| kind.ends_with("lib"));
+    let name = if is_lib { package } else { format!("{package}/{}", target.name) };
+    Some(Binary { kind, name, executable: message.executable?, folder })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_binaries_are_told_from_other_artifacts() {
+        let line = |package: &str, kind: &str, name: &str, test: bool| {
+            format!(
+                r#"{{"reason":"compiler-artifact","manifest_path":"/x/{package}/Cargo.toml","target":{{"kind":["{kind}"],
+                "name":"{name}"}},"profile":{{"test":{test}}},"executable":"/t/{name}","fresh":true}}"#
+            )
+        };
+        let found = |text: String| parse(&text).map(|binary| (binary.kind, binary.name));
+        assert_eq!(found(line("tests", "test", "spread", true)), Some((Kind::EndToEnd, "tests/spread".to_owned())));
+        assert_eq!(found(line("tests", "lib", "lab", true)), Some((Kind::Unit, "tests".to_owned())));
+        assert_eq!(found(line("xtask", "bin", "xtask", true)), Some((Kind::Unit, "xtask/xtask".to_owned())));
+        assert_eq!(found(line("xtask", "bin", "xtask", false)), None);
+        assert_eq!(found(r#"{"reason":"build-finished","success":true}"#.to_owned()), None);
+    }
+}

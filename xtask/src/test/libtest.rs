@@ -1,0 +1,206 @@
+//! Runs one test binary and reads what Rust's test harness says about it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+use super::tally::Tally;
+use crate::process;
+use crate::process::Stream;
+use crate::progress::{self, Step};
+
+/// How many last lines are shown of a binary that ended without a result.
+const TAIL_LINES: usize = 100;
+
+/// What a harness printed.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Output {
+    passed: usize,
+    failed: usize,
+    /// Tests that have ended, and what became of them.
+    ended: BTreeMap<String, String>,
+    /// Result lines; a binary that crashes or hangs prints none.
+    results: usize,
+    /// The failing tests' own output.
+    failures: Vec<String>,
+    in_failures: bool,
+}
+
+impl Output {
+    /// Reads one line of standard output.
+    fn line(&mut self, line: &str) {
+        if let Some(result) = line.split("test result: ").nth(1) {
+            let count = |what: &str| {
+                let before = result.split(what).next().and_then(|text| text.split_whitespace().next_back());
+                before.and_then(|number| number.parse::<usize>().ok()).unwrap_or(0)
+            };
+            self.passed += count(" passed");
+            self.failed += count(" failed");
+            self.results += 1;
+            self.in_failures = false;
+        } else if self.in_failures || line == "failures:" {
+            self.in_failures = true;
+            self.failures.push(line.to_owned());
+        } else if let Some((name, outcome)) = line.strip_prefix("test ").and_then(|rest| rest.split_once(" ... ")) {
+            self.ended.insert(name.to_owned(), outcome.to_owned());
+        }
+    }
+
+    fn failed_tests(&self) -> Vec<&str> {
+        self.ended.iter().filter(|(_, outcome)| *outcome == "FAILED").map(|(name, _)| name.as_str()).collect()
+    }
+}
+
+/// Runs a binary and adds what it says to `tally`. `filter` is what it was given, to tell which tests it was to run.
+pub fn run(name: &str, mut command: Command, filter: Option<&str>, timeout: Duration, tally: &mut Tally) -> Result<()> {
+    let (step, log) = (Step::start(name), progress::log_file(name)?);
+    let skips = log.with_extension("skips");
+    std::fs::write(&skips, "").with_context(|| format!("cannot write {}", skips.display()))?;
+    command.env("SPILLWAY_SKIPS", &skips);
+    let mut output = Output::default();
+    let status = process::run(&mut command, &log, Some(timeout), |stream, line| {
+        if stream == Stream::Out {
+            output.line(line);
+        }
+        step.at(line);
+    })?;
+
+    let skipped = read_skips(&skips, &output)?;
+    let passed = output.passed.saturating_sub(skipped.len());
+    let mut failed = output.failed;
+    let mut why = String::new();
+    if status.is_none() {
+        let running = unfinished(&command, filter, &output);
+        why = format!("did not end within {} s; not finished: {}", timeout.as_secs(), running.join(", "));
+    } else if status.is_some_and(|status| !status.success()) && output.failed == 0 {
+        why = format!("ended with {}", status.map_or_else(String::new, |status| status.to_string()));
+    } else if output.results == 0 {
+        why = "ended without a result".to_owned();
+    }
+    if !why.is_empty() {
+        failed += 1;
+    }
+    let counts = format!("{passed} passed, {failed} failed, {} skipped", skipped.len());
+    match (failed, output.passed) {
+        (0, 0) => step.drop_silently(),
+        (0, _) => step.end("✓", &counts),
+        _ => step.end("✗", &counts),
+    }
+
+    tally.pass(passed);
+    for (test, reason) in &skipped {
+        tally.skip(&format!("{name} {test}"), reason);
+    }
+    if output.failed > 0 {
+        println!("{}", output.failures.join("\n"));
+        record_failures(name, &output, tally);
+    }
+    if !why.is_empty() {
+        show_tail(&log);
+        tally.fail(name, &why);
+    }
+    Ok(())
+}
+
+/// Names the failed tests as far as their lines could be read.
+fn record_failures(binary: &str, output: &Output, tally: &mut Tally) {
+    let named = output.failed_tests();
+    for test in &named {
+        tally.fail(&format!("{binary} {test}"), "its output is above");
+    }
+    for _ in named.len()..output.failed {
+        tally.fail(binary, "a test whose output is above");
+    }
+}
+
+/// `SKIP <test>: <reason>` lines. A test that failed after all is no skip.
+fn read_skips(file: &Path, output: &Output) -> Result<BTreeMap<String, String>> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    let failed: BTreeSet<&str> = output.failed_tests().into_iter().collect();
+    let lines = text.lines().filter_map(|line| line.strip_prefix("SKIP ")?.split_once(": "));
+    Ok(lines
+        .filter(|(test, _)| !failed.iter().any(|failed| failed == test || failed.ends_with(&format!("::{test}"))))
+        .map(|(test, reason)| (test.to_owned(), reason.to_owned()))
+        .collect())
+}
+
+/// The tests that had not ended when the binary was killed.
+fn unfinished(command: &Command, filter: Option<&str>, output: &Output) -> Vec<String> {
+    let mut list = Command::new(command.get_program());
+    list.args(["--list", "--format", "terse"]).args(filter);
+    let listed = list.output().map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+    let tests = listed.lines().filter_map(|line| line.strip_suffix(": test"));
+    tests.filter(|test| !output.ended.contains_key(*test)).map(ToOwned::to_owned).collect()
+}
+
+fn show_tail(log: &Path) {
+    let text = std::fs::read_to_string(log).unwrap_or_default();
+    let lines: Vec<&str> = text.lines().collect();
+    println!("{}", lines[lines.len().saturating_sub(TAIL_LINES)..].join("\n"));
+    println!("(all of it is in {})", log.display());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PRINTED: &str = "running 4 tests\ntest a::one ... ok\ntest a::two ... FAILED\ntest b::three ... ok\n\
+        test b::four ... ok\n\nfailures:\n\n---- a::two stdout ----\nassertion failed\n\nfailures:\n    a::two\n\n\
+        test result: FAILED. 3 passed; 1 failed; 0 ignored; 0 measured; 2 filtered out; finished in 0.01s\n\n\
+        running 2 tests\n..\ntest result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out";
+
+    fn read(text: &str) -> Output {
+        let mut output = Output::default();
+        text.lines().for_each(|line| output.line(line));
+        output
+    }
+
+    #[test]
+    fn results_are_added_up_and_failures_named() {
+        let output = read(PRINTED);
+        assert_eq!((output.passed, output.failed, output.results), (5, 1, 2));
+        assert_eq!(output.failed_tests(), ["a::two"]);
+        assert!(output.failures.contains(&"assertion failed".to_owned()));
+        assert!(!output.failures.iter().any(|line| line.contains("running")));
+    }
+
+    /// A stand-in for a test binary.
+    fn run_script(name: &str, script: &str, timeout: Duration) -> Tally {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        let mut tally = Tally::default();
+        run(name, command, None, timeout, &mut tally).unwrap();
+        tally
+    }
+
+    const PATIENT: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn skips_are_subtracted_from_what_passed() {
+        let script = format!(
+            "printf 'SKIP three: no kernel\\nSKIP two: but it failed\\nSKIP three: no kernel\\n' >> $SPILLWAY_SKIPS\n\
+             cat <<'END'\n{PRINTED}\nEND\nexit 101"
+        );
+        let tally = run_script("skips", &script, PATIENT);
+        let mut expected = Tally::default();
+        expected.pass(4);
+        expected.skip("skips three", "no kernel");
+        expected.fail("skips a::two", "its output is above");
+        assert_eq!(tally, expected);
+        assert_eq!(tally.line(), "4 passed, 1 failed, 1 skipped");
+    }
+
+    #[test]
+    fn a_crash_and_a_hang_are_failures() {
+        assert_eq!(
+            run_script("crash", "echo 'running 1 test'; kill -9 $$", PATIENT).line(),
+            "0 passed, 1 failed, 0 skipped"
+        );
+        assert_eq!(run_script("silent", "exit 0", PATIENT).line(), "0 passed, 1 failed, 0 skipped");
+        let hang = run_script("hang", "exec tail -f /dev/null", Duration::from_millis(200));
+        assert_eq!(hang.line(), "0 passed, 1 failed, 0 skipped");
+    }
+}

@@ -1,0 +1,92 @@
+//! `cargo xtask test`: everything that shows that the tree is in order, counted in one last line.
+//!
+//! A stage that fails does not stop the next one, unless that one needs it.
+
+mod binaries;
+mod checks;
+mod libtest;
+mod tally;
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+
+use crate::{build, setup, workspace};
+use binaries::{Binary, Kind};
+use tally::Tally;
+
+/// End-to-end tests mostly wait; more of them at once than this would disturb each other's timing.
+const E2E_THREADS: &str = "2";
+const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
+const E2E_TIMEOUT: Duration = Duration::from_secs(15 * 60);
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Only tests whose name, or whose binary's name, contains this; no other checks
+    filter: Option<String>,
+    /// Only the checks and the unit tests
+    #[arg(long, conflicts_with = "e2e")]
+    unit: bool,
+    /// Only the end-to-end tests
+    #[arg(long)]
+    e2e: bool,
+}
+
+/// Runs what `args` ask for. The last line of the output is the counts, also when something failed.
+pub fn run(args: &Args) -> ExitCode {
+    let mut tally = Tally::default();
+    if let Err(error) = run_all(args, &mut tally) {
+        tally.fail("cargo xtask test", &format!("{error:#}"));
+    }
+    tally.print();
+    if tally.has_failed() { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+}
+
+fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
+    setup::ensure(if args.unit { setup::Scope::Build } else { setup::Scope::Lab })?;
+    if !args.unit && !nix::unistd::geteuid().is_root() {
+        bail!("the end-to-end tests make network namespaces and load programs: run as root, or add --unit");
+    }
+    if args.filter.is_none() && !args.e2e {
+        checks::run(tally);
+    }
+    let bin_dir = build::binaries(false)?;
+    let binaries: Vec<Binary> = binaries::build()?.into_iter().filter(|binary| wanted(args, binary)).collect();
+    for binary in &binaries {
+        run_binary(binary, args.filter.as_deref(), &bin_dir, tally)?;
+    }
+    if !args.e2e && args.filter.is_none() {
+        let mut command = workspace::cargo("test");
+        command.args(["--quiet", "--workspace", "--exclude", "egress-ebpf", "--doc", "--no-fail-fast"]);
+        libtest::run("doc tests", command, None, UNIT_TIMEOUT, tally)?;
+    }
+    if let Some(filter) = args.filter.as_ref().filter(|_| tally.is_empty()) {
+        bail!("no test's name contains {filter}");
+    }
+    Ok(())
+}
+
+fn wanted(args: &Args, binary: &Binary) -> bool {
+    match binary.kind {
+        Kind::Unit => !args.e2e,
+        Kind::EndToEnd => !args.unit,
+    }
+}
+
+/// Runs one test binary. A filter that its own name contains selects all of its tests.
+fn run_binary(binary: &Binary, filter: Option<&str>, bin_dir: &Path, tally: &mut Tally) -> Result<()> {
+    let mut command = binary.command();
+    command.env("SPILLWAY_BIN", bin_dir);
+    let filter = filter.filter(|filter| !binary.name.contains(filter));
+    command.args(filter);
+    let timeout = match binary.kind {
+        Kind::Unit => UNIT_TIMEOUT,
+        Kind::EndToEnd => {
+            command.args(["--test-threads", E2E_THREADS]);
+            E2E_TIMEOUT
+        }
+    };
+    libtest::run(&binary.name, command, filter, timeout, tally)
+}

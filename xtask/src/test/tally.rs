@@ -1,0 +1,54 @@
+//! What passed, what failed and what was skipped, and the line that says so.
+
+/// The counts of a run, with a name and a reason for all that did not pass.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    passed: usize,
+    failed: Vec<(String, String)>,
+    skipped: Vec<(String, String)>,
+}
+
+impl Tally {
+    /// Counts successes.
+    pub fn pass(&mut self, count: usize) {
+        self.passed += count;
+    }
+
+    /// Counts a failure.
+    pub fn fail(&mut self, name: &str, why: &str) {
+        self.failed.push((name.to_owned(), why.to_owned()));
+    }
+
+    /// Counts something that could not run here.
+    pub fn skip(&mut self, name: &str, why: &str) {
+        self.skipped.push((name.to_owned(), why.to_owned()));
+    }
+
+    /// Whether nothing was counted.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Whether anything failed.
+    pub fn has_failed(&self) -> bool {
+        !self.failed.is_empty()
+    }
+
+    /// Lists what was skipped and what failed, then the counts on a line of their own.
+    pub fn print(&self) {
+        for (title, list) in [("skipped", &self.skipped), ("failed", &self.failed)] {
+            if !list.is_empty() {
+                println!("\n{title}:");
+            }
+            for (name, why) in list {
+                println!("  {name}: {why}");
+            }
+        }
+        println!("\n{}", self.line());
+    }
+
+    /// `N passed, N failed, N skipped`.
+    pub fn line(&self) -> String {
+        format!("{} passed, {} failed, {} skipped", self.passed, self.failed.len(), self.skipped.len())
+    }
+}

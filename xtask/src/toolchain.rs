@@ -1,0 +1,246 @@
+//! Finds what compiles the eBPF programs: a Rust toolchain with the standard library's sources, and bpf-linker.
+//!
+//! `egress-daemon/build.rs` and `cargo xtask setup` both include this file, so that set-up installs exactly what the build
+//! looks for. It knows std only, installs nothing, and decides by what is on the disk.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The bpf-linker that set-up installs, and the oldest that the build accepts.
+pub const BPF_LINKER_VERSION: &str = "0.13.0";
+/// The LLVM that set-up builds bpf-linker with. It reads the bitcode of compilers with this LLVM or an older one.
+pub const LLVM_MAJOR: u32 = 22;
+/// The eBPF target of little-endian machines.
+pub const BPF_TARGET: &str = "bpfel-unknown-none";
+
+/// The oldest compiler, as in the workspace's `rust-version`.
+const MIN_RUST: Version = Version(1, 95, 0);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Version(u32, u32, u32);
+
+impl Version {
+    /// Reads the first `X.Y.Z` of a `--version` line; a suffix such as `-nightly` is left aside.
+    fn parse(line: &str) -> Option<Self> {
+        line.split_whitespace().find_map(|word| {
+            let mut parts = word.split('-').next()?.split('.').map(|part| part.parse().ok());
+            Some(Self(parts.next()??, parts.next()??, parts.next()??))
+        })
+    }
+}
+
+/// Everything that a build of the eBPF programs runs.
+#[derive(Debug)]
+pub struct Toolchain {
+    /// cargo and rustc of one toolchain.
+    pub rust: Rust,
+    /// Path of bpf-linker.
+    pub linker: PathBuf,
+}
+
+/// A Rust toolchain that can build `core` from source.
+#[derive(Debug)]
+pub struct Rust {
+    /// Path of cargo, beside `rustc`.
+    pub cargo: PathBuf,
+    /// Path of the compiler.
+    pub rustc: PathBuf,
+}
+
+/// What is missing; its text says what to install.
+#[derive(Debug)]
+pub struct Missing {
+    rust: bool,
+    linker: bool,
+}
+
+impl std::error::Error for Missing {}
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Version(major, minor, _) = MIN_RUST;
+        writeln!(f, "the eBPF programs cannot be built, because this is missing:")?;
+        if self.rust {
+            writeln!(f, "- a Rust toolchain {major}.{minor} or newer with the standard library's sources")?;
+        }
+        if self.linker {
+            writeln!(f, "- bpf-linker {BPF_LINKER_VERSION} or newer, linked with LLVM {LLVM_MAJOR} or newer")?;
+        }
+        writeln!(f, "On Debian 12, as root, install it with:\n    cargo xtask setup\nElsewhere:")?;
+        if self.rust {
+            writeln!(f, "    rustup component add rust-src")?;
+        }
+        if self.linker {
+            writeln!(
+                f,
+                "    (LLVM {LLVM_MAJOR} with its development files, then)\n    \
+                 LLVM_PREFIX=$(llvm-config-{LLVM_MAJOR} --prefix) cargo install bpf-linker --version \
+                 {BPF_LINKER_VERSION} --no-default-features --features llvm-{LLVM_MAJOR}"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl Toolchain {
+    /// Finds both halves, or says which of them are missing.
+    pub fn find() -> Result<Self, Missing> {
+        match (Rust::find(), find_linker()) {
+            (Some(rust), Some(linker)) => Ok(Self { rust, linker }),
+            (rust, linker) => Err(Missing { rust: rust.is_none(), linker: linker.is_none() }),
+        }
+    }
+
+    /// `cargo SUBCOMMAND` for the eBPF target, in an environment without what an outer cargo or rustup put there.
+    pub fn cargo(&self, subcommand: &str) -> Command {
+        let mut command = Command::new(&self.rust.cargo);
+        for (name, _) in std::env::vars_os() {
+            if name.to_str().is_some_and(belongs_to_outer_build) {
+                command.env_remove(&name);
+            }
+        }
+        // Subcommands such as clippy come from the same toolchain, not from rustup's proxies.
+        let mut path = vec![self.rust.bin_dir()];
+        path.extend(std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()));
+        if let Ok(path) = std::env::join_paths(path) {
+            command.env("PATH", path);
+        }
+        let flags =
+            ["-Cdebuginfo=2".to_owned(), format!("-Clinker={}", self.linker.display()), "-Clink-arg=--btf".to_owned()];
+        command
+            .arg(subcommand)
+            .args(["-Z", "build-std=core", "--target", BPF_TARGET])
+            .env("RUSTC", &self.rust.rustc)
+            // `build-std` is a nightly feature; a stable compiler with sources serves as well.
+            .env("RUSTC_BOOTSTRAP", "1")
+            .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\x1f"));
+        command
+    }
+}
+
+/// Whether an environment variable describes the build that runs us, so that a nested build must not see it.
+fn belongs_to_outer_build(name: &str) -> bool {
+    // Where crates come from and how many jobs may run is the same for both builds.
+    const KEPT: [&str; 3] = ["CARGO_HOME", "CARGO_MAKEFLAGS", "RUSTUP_HOME"];
+    const KEPT_PREFIXES: [&str; 4] = ["CARGO_HTTP_", "CARGO_NET_", "CARGO_REGISTRIES_", "CARGO_REGISTRY_"];
+    // cargo and rustup prepend the outer toolchain's libraries to LD_LIBRARY_PATH; its LLVM is not bpf-linker's.
+    const DROPPED: [&str; 8] =
+        ["CARGO", "DEBUG", "HOST", "LD_LIBRARY_PATH", "NUM_JOBS", "OPT_LEVEL", "PROFILE", "TARGET"];
+    if KEPT.contains(&name) || KEPT_PREFIXES.iter().any(|prefix| name.starts_with(prefix)) {
+        return false;
+    }
+    DROPPED.contains(&name) || name.starts_with("CARGO_") || name.starts_with("RUST") || name.starts_with("CLIPPY_")
+}
+
+impl Rust {
+    /// The first toolchain with the sources: Debian's (its LLVM is the one that set-up links bpf-linker with), the
+    /// active one, then any of rustup's.
+    pub fn find() -> Option<Self> {
+        let mut candidates = vec![PathBuf::from("/usr/bin/rustc")];
+        candidates.extend(search_path("rustc"));
+        if let Some(home) = env_dir("RUSTUP_HOME").or_else(|| Some(env_dir("HOME")?.join(".rustup"))) {
+            let toolchains = std::fs::read_dir(home.join("toolchains")).into_iter().flatten().flatten();
+            candidates.extend(toolchains.map(|entry| entry.path().join("bin/rustc")).collect::<BTreeSet<_>>());
+        }
+        candidates.into_iter().find_map(|rustc| Self::at(&rustc))
+    }
+
+    /// The folder of this toolchain's programs.
+    pub fn bin_dir(&self) -> PathBuf {
+        self.rustc.parent().map(Path::to_path_buf).unwrap_or_default()
+    }
+
+    fn at(rustc: &Path) -> Option<Self> {
+        let sysroot = PathBuf::from(first_line(Command::new(rustc).args(["--print", "sysroot"]))?);
+        if !sysroot.join("lib/rustlib/src/rust/library/core/src/lib.rs").exists() {
+            return None;
+        }
+        // Not `rustc` itself, which may be rustup's proxy and follow another choice of toolchain in the nested build.
+        let (cargo, rustc) = (sysroot.join("bin/cargo"), sysroot.join("bin/rustc"));
+        let version = Version::parse(&first_line(Command::new(&rustc).arg("--version"))?)?;
+        (version >= MIN_RUST && cargo.exists()).then_some(Self { cargo, rustc })
+    }
+}
+
+/// bpf-linker from Spillway's cache, the PATH or cargo's own bin folder, if it runs and is new enough.
+pub fn find_linker() -> Option<PathBuf> {
+    let minimum = Version::parse(BPF_LINKER_VERSION)?;
+    let cached = linker_root().map(|root| root.join("bin/bpf-linker"));
+    let cargo_bin = env_dir("CARGO_HOME").or_else(|| Some(env_dir("HOME")?.join(".cargo")));
+    cached
+        .into_iter()
+        .chain(search_path("bpf-linker"))
+        .chain(cargo_bin.map(|home| home.join("bin/bpf-linker")))
+        .filter(|path| path.exists())
+        // Running it also shows that its LLVM library is installed.
+        .find(|path| {
+            let line = first_line(Command::new(path).arg("--version").env_remove("LD_LIBRARY_PATH"));
+            line.and_then(|line| Version::parse(&line)).is_some_and(|version| version >= minimum)
+        })
+}
+
+/// The folder below which set-up installs bpf-linker (`cargo install --root`). It names the versions, so that a newer
+/// Spillway does not take an older build of it, and it outlives `cargo clean` and the clone.
+pub fn linker_root() -> Option<PathBuf> {
+    Some(cache_dir()?.join(format!("bpf-linker-{BPF_LINKER_VERSION}-llvm{LLVM_MAJOR}")))
+}
+
+/// `$XDG_CACHE_HOME/spillway`, or `~/.cache/spillway`.
+pub fn cache_dir() -> Option<PathBuf> {
+    Some(env_dir("XDG_CACHE_HOME").or_else(|| Some(env_dir("HOME")?.join(".cache")))?.join("spillway"))
+}
+
+fn env_dir(name: &str) -> Option<PathBuf> {
+    std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
+}
+
+fn search_path(program: &str) -> Vec<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).map(|dir| dir.join(program)).filter(|file| file.exists()).collect()
+}
+
+fn first_line(command: &mut Command) -> Option<String> {
+    let output = command.output().ok().filter(|output| output.status.success())?;
+    Some(String::from_utf8(output.stdout).ok()?.lines().next()?.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_compared_as_numbers() {
+        let parse = |line: &str| Version::parse(line);
+        assert_eq!(parse("rustc 1.97.0-nightly (e50aa6fba 2026-05-19)"), Some(Version(1, 97, 0)));
+        assert!(parse("bpf-linker 0.13.0") > parse("bpf-linker 0.9.15"));
+        assert_eq!(parse("bpf-linker"), None);
+    }
+
+    #[test]
+    fn the_oldest_compiler_is_the_workspaces() {
+        let Version(major, minor, _) = MIN_RUST;
+        let manifest = include_str!("../../Cargo.toml");
+        assert!(manifest.contains(&format!("rust-version = \"{major}.{minor}\"")));
+    }
+
+    #[test]
+    fn a_nested_build_keeps_where_crates_come_from_and_nothing_else() {
+        for name in ["CARGO_HOME", "CARGO_NET_OFFLINE", "CARGO_HTTP_CAINFO", "RUSTUP_HOME", "PATH", "HOME"] {
+            assert!(!belongs_to_outer_build(name), "{name}");
+        }
+        let outer =
+            ["CARGO_PKG_NAME", "CARGO_ENCODED_RUSTFLAGS", "RUSTC_WORKSPACE_WRAPPER", "RUSTUP_TOOLCHAIN", "TARGET"];
+        for name in outer {
+            assert!(belongs_to_outer_build(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn what_is_missing_comes_with_its_remedy() {
+        let text = Missing { rust: true, linker: false }.to_string();
+        assert!(text.contains("cargo xtask setup") && text.contains("rustup component add rust-src"), "{text}");
+        assert!(!text.contains("cargo install bpf-linker"), "{text}");
+    }
+}
