@@ -34,8 +34,8 @@ pub struct NodeReport {
     pub tunnel_addresses: BTreeSet<IpAddr>,
     /// Addresses that the node has by itself.
     pub addresses: BTreeSet<InterfaceAddress>,
-    /// Ports of its own addresses that are in use on it.
-    pub used_ports: BTreeSet<u16>,
+    /// Port blocks in which its own sockets listen.
+    pub occupied_blocks: BTreeSet<u16>,
     /// By egress IP.
     pub demand: BTreeMap<IpAddr, Demand>,
     /// Everything leased up to this revision is programmed.
