@@ -30,8 +30,8 @@ pub struct Demand {
 /// What the agent of a node reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeReport {
-    /// Where other nodes reach its tunnel.
-    pub tunnel_addresses: BTreeSet<IpAddr>,
+    /// Where other nodes reach its tunnel; the first one is preferred.
+    pub tunnel_addresses: Vec<IpAddr>,
     /// Addresses that the node has by itself.
     pub addresses: BTreeSet<InterfaceAddress>,
     /// Port blocks in which its own sockets listen.

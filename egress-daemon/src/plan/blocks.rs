@@ -239,7 +239,7 @@ impl Ledger {
         let half = usable.iter().filter(|usable| **usable).count() / 2;
         let (mut held, mut quarantined) = (BTreeMap::new(), BTreeMap::<u32, Vec<u16>>::new());
         for (number, lease) in &blocks {
-            let usable = usable.get_mut(usize::from(*number)).is_some_and(|usable| std::mem::take(usable));
+            let usable = usable.get_mut(usize::from(*number)).is_some_and(std::mem::take);
             match (round.places.get(&lease.node), lease.state) {
                 (Some(node), BlockState::Leased) => *held.entry(*node).or_default() += 1,
                 (Some(node), BlockState::Quarantined) if usable => quarantined.entry(*node).or_default().push(*number),
