@@ -6,4 +6,6 @@ pub mod health;
 pub mod host;
 pub mod model;
 pub mod plan;
+pub mod snapshot;
 pub mod store;
+pub mod translate;
