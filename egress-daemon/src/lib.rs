@@ -1,5 +1,6 @@
 //! The agent, the controller and what egressctl needs.
 
+pub mod agent;
 pub mod api;
 pub mod datapath;
 pub mod health;

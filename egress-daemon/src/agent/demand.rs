@@ -67,9 +67,8 @@ pub fn demand(node: &NodeName, plan: &Plan, ports: &Ports) -> Vec<Demand> {
         let used = ports.0.get(address).unwrap_or(&none);
         let held = own.values().filter(|s| **s == BlockState::Leased).count() as u32;
         let needed = (used.peak * LOW_WATER).div_ceil(u32::from(port_block::SIZE));
-        let idle = |(b, s): (&u16, &BlockState)| {
-            (*s == BlockState::Quarantined && !used.blocks.contains(b)).then_some(*b)
-        };
+        let idle =
+            |(b, s): (&u16, &BlockState)| (*s == BlockState::Quarantined && !used.blocks.contains(b)).then_some(*b);
         let release: Vec<u16> = own.iter().filter_map(idle).collect();
         let want_blocks = if needed > held { needed.min(u32::from(port_block::COUNT)) as u16 } else { 0 };
         if want_blocks > 0 || !release.is_empty() {

@@ -1,7 +1,7 @@
 //! Probing the gateways that this node uses.
 
 use crate::{
-    health::probe::{ProbeState, ProbeTimes, ProbeTracker},
+    health::{ProbeState, ProbeTimes, ProbeTracker},
     host::probe::{ProbeReply, ProbeSocket},
     model::NodeName,
 };

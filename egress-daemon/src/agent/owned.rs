@@ -105,21 +105,10 @@ impl Owned {
     /// Waits for a claim of another node for one of our addresses. Cancel safe.
     pub async fn rival(&self, own: &LinkTable) -> IpAddr {
         let held: BTreeSet<IpAddr> = self.places.keys().copied().collect();
-        let listen = |listener| async {
-            loop {
-                let listener: &ClaimListener = listener;
-                match listener.receive().await {
-                    Ok(claim) if is_rival(&claim, &held, own) => return claim.address,
-                    Ok(_) => {}
-                    // The interface is gone; the next view opens another listener.
-                    Err(_) => std::future::pending().await,
-                }
-            }
-        };
         if self.listeners.is_empty() {
             return std::future::pending().await;
         }
-        let all = self.listeners.values().map(|l| Box::pin(listen(l)));
+        let all = self.listeners.values().map(|listener| Box::pin(claimed(listener, &held, own)));
         futures::future::select_all(all).await.0
     }
 
@@ -127,6 +116,18 @@ impl Owned {
     pub fn withdraw(&mut self, address: IpAddr) {
         if let Some((_, epoch)) = self.places.get(&address) {
             self.withdrawn.insert(address, *epoch);
+        }
+    }
+}
+
+/// Waits for a claim of another node for one of the addresses that are held.
+async fn claimed(listener: &ClaimListener, held: &BTreeSet<IpAddr>, own: &LinkTable) -> IpAddr {
+    loop {
+        match listener.receive().await {
+            Ok(claim) if is_rival(&claim, held, own) => return claim.address,
+            Ok(_) => {}
+            // The interface is gone; the next view opens another listener.
+            Err(_) => std::future::pending().await,
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     datapath::{attach, load::Sizes},
-    health::probe::ProbeTimes,
+    health::ProbeTimes,
     host::{classify::NamePattern, tunnel::TunnelSpec},
 };
 use egress_common::limits;

@@ -2,7 +2,7 @@
 
 use crate::{
     datapath::encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
-    health::probe::ProbeState,
+    health::ProbeState,
     host::{MacAddress, classify::Roles, links::LinkTable},
     model::{
         Distribution, EndpointId, Existing, Family, Node, NodeName, OnNoGateway, Policy, PolicyId, Snapshot, ZoneMode,
@@ -36,6 +36,8 @@ pub struct Facts<'a> {
     pub except_cidrs: &'a [IpNet],
     /// ARP and NDP are not to be answered at all.
     pub silent: bool,
+    /// Egress IPs of this node that another one claims: ARP and NDP are not answered for them.
+    pub withdrawn: &'a BTreeSet<IpAddr>,
     /// Settings, but for what the view adds (`HOLD`).
     pub config: Config,
 }
@@ -181,9 +183,7 @@ fn usable_blocks(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> BTreeS
     let known = if owner == facts.node { u64::MAX } else { report.map_or(0, |r| r.lease_revision) };
     let blocks = facts.plan.blocks.get(&address).into_iter().flatten();
     blocks
-        .filter(|(_, lease)| {
-            lease.node == *facts.node && lease.state == BlockState::Leased && lease.revision <= known
-        })
+        .filter(|(_, lease)| lease.node == *facts.node && lease.state == BlockState::Leased && lease.revision <= known)
         .map(|(block, _)| *block)
         .collect()
 }
@@ -196,7 +196,7 @@ fn egress(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> EgressView {
         epoch: e.epoch,
         interface: if own { uplink(facts, address, e) } else { None },
         node_address: e.fixed,
-        silent: facts.silent,
+        silent: facts.silent || facts.withdrawn.contains(&address),
         blocks: usable_blocks(facts, address, e),
         leases: leases.map(|(block, lease)| (*block, lease.node.clone())).collect(),
     }
