@@ -2,6 +2,7 @@
 
 pub mod agent;
 pub mod api;
+pub mod controller;
 pub mod datapath;
 pub mod health;
 pub mod host;
