@@ -1,6 +1,7 @@
 //! The agent, the controller and what egressctl needs.
 
 pub mod api;
+pub mod config;
 pub mod datapath;
 pub mod health;
 pub mod host;
