@@ -2,6 +2,7 @@
 
 pub mod agent;
 pub mod api;
+pub mod config;
 pub mod controller;
 pub mod datapath;
 pub mod health;
