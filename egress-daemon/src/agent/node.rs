@@ -390,7 +390,7 @@ impl Agent {
         let ipv6_underlay = self.tunnel_addresses().first().is_some_and(IpAddr::is_ipv6);
         let room = mtu.saturating_sub(OVERHEAD[ipv6_underlay as usize]);
         let mss = |family: usize| room.saturating_sub(HEADERS[family]).max(MIN_MSS);
-        let t = self.settings.timeouts;
+        let t = &self.settings.timeouts;
         Config {
             tunnel_ifindex: self.tunnel.index,
             mss_v4: mss(0),
