@@ -90,6 +90,8 @@ fn egress_ips(objects: &Objects, snapshot: &Snapshot, plan: &Plan, now: &Time) -
                 zone: node.and_then(|node| snapshot.nodes.get(node)).and_then(|node| node.zone.clone()),
                 preferred_node: ip.preferred.as_ref().map(ToString::to_string),
                 epoch: ip.epoch,
+                block_share: ip.share,
+                blocks_scarce: ip.scarce,
                 conditions: writer.finish(),
             }),
         };

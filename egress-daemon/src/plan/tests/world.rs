@@ -31,6 +31,7 @@ pub fn node(name: &str, labels: Labels) -> Node {
         addresses: BTreeSet::new(),
         ready: true,
         draining: false,
+        pod_cidrs: Default::default(),
         max_egress_ips: None,
         report: Some(NodeReport::default()),
     }
@@ -186,7 +187,17 @@ fn arbitrary_node(n: usize) -> impl Strategy<Value = Node> {
             let name = NodeName::from(format!("n{n}").as_str());
             let zone = zone.map(str::to_owned);
             let addresses = BTreeSet::new();
-            Node { name, labels, zone, addresses, ready, draining, max_egress_ips, report: Some(report) }
+            Node {
+                name,
+                labels,
+                zone,
+                addresses,
+                pod_cidrs: Default::default(),
+                ready,
+                draining,
+                max_egress_ips,
+                report: Some(report),
+            }
         },
     )
 }
