@@ -1,6 +1,8 @@
 //! The agent, the controller and what egressctl needs.
 
+pub mod agent;
 pub mod api;
+pub mod config;
 pub mod controller;
 pub mod datapath;
 pub mod health;

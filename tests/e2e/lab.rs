@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 use lab::capture::Checksum;
 use lab::traffic::{
     BulkServer, ConnectRate, Direction, FragmentOrder, Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients,
-    UdpOptions, UdpServer, bulk, ping, send_fragments,
+    UdpOptions, UdpServer, bulk, ping, send_fragments, undelivered,
 };
 use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, Segment, Server, StartOptions, address, wait_for, wait_until};
 
@@ -152,18 +152,25 @@ fn streams_survive_a_pause_and_report_it() -> Result<()> {
         clients.wait("silence", PATIENCE, silent)?;
         lab.rejoin("worker1", Segment::Underlay)?;
         clients.wait_progress(3, PATIENCE)?;
+        // Each direction sends again when its own timer says so.
+        tcp.wait_progress(3, PATIENCE)?;
 
         // The server speaks first on connections that were silent.
         clients.set_sending(false);
         tcp.set_sending(false);
         let silent = |all: &[lab::traffic::ConnectionReport]| all.iter().all(|one| one.last_arrival.elapsed() > TICKS);
-        clients.wait("both ends are quiet", PATIENCE, silent)?;
+        clients.wait("the client's end is quiet", PATIENCE, silent)?;
+        tcp.wait("the server's end is quiet", PATIENCE, silent)?;
+        assert_eq!(undelivered(&clients.connections(), &tcp.connections()), 0);
         tcp.set_sending(true);
         clients.wait_progress(1, PATIENCE)?;
 
         let all = clients.close()?;
         assert_eq!(all.len(), 30);
-        assert!(all.iter().all(|one| one.intact() && one.longest_pause > Duration::from_millis(250)), "{all:?}");
+        assert!(
+            all.iter().all(|one| one.intact() && one.stalls > 0 && one.pause() > Duration::from_millis(250)),
+            "{all:?}"
+        );
         let seen = tcp.connections();
         assert!(seen.iter().all(|one| one.wrong == 0 && one.received > 3 && one.id != 0), "{seen:?}");
     }

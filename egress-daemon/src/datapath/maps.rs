@@ -1,1 +1,272 @@
-//! x
+//! The pinned maps, typed. The agent writes through it, `egressctl` reads through it whether an agent lives or not.
+
+use super::Pins;
+use aya::{
+    Pod,
+    maps::{Array, HashMap, LpmTrie, MapData, MapError, PerCpuArray, lpm_trie::Key},
+};
+use egress_common::{
+    V4, V6,
+    abi::{Name, NameKey},
+    config::Config,
+    egress::{BlockList, EgressIp, LeaseTable, Node, Uplink},
+    endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
+    flow::{Flow, FlowKey, Reverse},
+    verdict::Counter,
+};
+use std::{collections::BTreeMap, path::PathBuf};
+use thiserror::Error;
+
+/// Why a map cannot be read or written.
+#[derive(Debug, Error)]
+pub enum MapsError {
+    /// The pin is not there, or cannot be opened.
+    #[error("{path}: {source}; no agent has run with this --bpffs, or not on this node")]
+    Open {
+        /// The pin.
+        path: PathBuf,
+        /// What the kernel said.
+        source: MapError,
+    },
+    /// The kernel refused an access.
+    #[error("map {map}: {source}")]
+    Access {
+        /// The map's name.
+        map: &'static str,
+        /// What the kernel said.
+        source: MapError,
+    },
+}
+
+/// A hash map, with its name for messages.
+pub struct Table<K: Pod, V: Pod> {
+    name: &'static str,
+    map: HashMap<MapData, K, V>,
+}
+
+impl<K: Pod + Ord, V: Pod> Table<K, V> {
+    fn open(pins: &Pins, name: &'static str) -> Result<Self, MapsError> {
+        Ok(Self { name, map: typed(pins, name)? })
+    }
+    fn error(&self, source: MapError) -> MapsError {
+        MapsError::Access { map: self.name, source }
+    }
+    /// The value of `key`.
+    pub fn get(&self, key: &K) -> Result<Option<V>, MapsError> {
+        match self.map.get(key, 0) {
+            Ok(v) => Ok(Some(v)),
+            Err(MapError::KeyNotFound) => Ok(None),
+            Err(e) => Err(self.error(e)),
+        }
+    }
+    /// All entries, in order. Entries that programs add or remove meanwhile may or may not be there.
+    pub fn entries(&self) -> Result<BTreeMap<K, V>, MapsError> {
+        let mut all = BTreeMap::new();
+        for entry in self.map.iter() {
+            match entry {
+                Ok((k, v)) => drop(all.insert(k, v)),
+                Err(MapError::KeyNotFound) => {}
+                Err(e) => return Err(self.error(e)),
+            }
+        }
+        Ok(all)
+    }
+    /// Adds or replaces an entry.
+    pub fn set(&mut self, key: &K, value: &V) -> Result<(), MapsError> {
+        self.map.insert(key, value, 0).map_err(|source| MapsError::Access { map: self.name, source })
+    }
+    /// Removes an entry, if it is there.
+    pub fn remove(&mut self, key: &K) -> Result<(), MapsError> {
+        match self.map.remove(key) {
+            Ok(()) | Err(MapError::KeyNotFound) => Ok(()),
+            Err(MapError::SyscallError(e)) if e.io_error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            Err(source) => Err(MapsError::Access { map: self.name, source }),
+        }
+    }
+}
+
+/// A longest-prefix map.
+pub struct Prefixes<K: Pod> {
+    name: &'static str,
+    map: LpmTrie<MapData, K, u32>,
+}
+
+impl<K: Pod + Ord> Prefixes<K> {
+    fn open(pins: &Pins, name: &'static str) -> Result<Self, MapsError> {
+        Ok(Self { name, map: typed(pins, name)? })
+    }
+    /// All entries by (key, prefix length).
+    pub fn entries(&self) -> Result<BTreeMap<(K, u32), u32>, MapsError> {
+        let mut all = BTreeMap::new();
+        for entry in self.map.iter() {
+            let (k, v) = entry.map_err(|source| MapsError::Access { map: self.name, source })?;
+            all.insert((k.data(), k.prefix_len()), v);
+        }
+        Ok(all)
+    }
+    /// Adds or replaces an entry.
+    pub fn set(&mut self, (key, len): &(K, u32), value: &u32) -> Result<(), MapsError> {
+        let key = Key::new(*len, *key);
+        self.map.insert(&key, value, 0).map_err(|source| MapsError::Access { map: self.name, source })
+    }
+    /// Removes an entry, if it is there.
+    pub fn remove(&mut self, (key, len): &(K, u32)) -> Result<(), MapsError> {
+        match self.map.remove(&Key::new(*len, *key)) {
+            Ok(()) | Err(MapError::KeyNotFound) => Ok(()),
+            Err(MapError::SyscallError(e)) if e.io_error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            Err(source) => Err(MapsError::Access { map: self.name, source }),
+        }
+    }
+}
+
+/// An array.
+pub struct Slots<V: Pod> {
+    name: &'static str,
+    map: Array<MapData, V>,
+}
+
+impl<V: Pod> Slots<V> {
+    fn open(pins: &Pins, name: &'static str) -> Result<Self, MapsError> {
+        Ok(Self { name, map: typed(pins, name)? })
+    }
+    /// Number of elements.
+    pub fn len(&self) -> u32 {
+        self.map.len()
+    }
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// One element.
+    pub fn get(&self, index: u32) -> Result<V, MapsError> {
+        self.map.get(&index, 0).map_err(|source| MapsError::Access { map: self.name, source })
+    }
+    /// Replaces one element.
+    pub fn set(&mut self, index: u32, value: V) -> Result<(), MapsError> {
+        self.map.set(index, value, 0).map_err(|source| MapsError::Access { map: self.name, source })
+    }
+}
+
+fn typed<M: TryFrom<aya::maps::Map, Error = MapError>>(pins: &Pins, name: &'static str) -> Result<M, MapsError> {
+    let path = pins.map(name);
+    let open = || MapData::from_pin(&path).and_then(aya::maps::Map::from_map_data).and_then(M::try_from);
+    open().map_err(|source| MapsError::Open { path: path.clone(), source })
+}
+
+/// The maps of one address family.
+pub struct FamilyMaps<A: Pod + Ord>
+where
+    FlowKey<A>: Pod,
+    Reverse<A>: Pod,
+    RouteKey<A>: Pod,
+{
+    /// Flows by the pod's 5-tuple.
+    pub flows: Table<FlowKey<A>, Flow>,
+    /// Flows by the 5-tuple that the outside sees.
+    pub reverse: Table<FlowKey<A>, Reverse<A>>,
+    /// Pods of this node.
+    pub endpoints: Table<A, Endpoint>,
+    /// Policy by class and destination.
+    pub routes: Prefixes<RouteKey<A>>,
+    /// Destinations that no policy touches.
+    pub excepts: Prefixes<A>,
+    /// Index in `egress_ips` by address.
+    pub egress_index: Table<A, u32>,
+}
+
+/// All maps that user space reads or writes.
+pub struct Maps {
+    /// IPv4.
+    pub v4: FamilyMaps<V4>,
+    /// IPv6.
+    pub v6: FamilyMaps<V6>,
+    /// Policies by index and family.
+    pub policies: Table<PolicyKey, Policy>,
+    /// Slots.
+    pub members: Table<MemberKey, Member>,
+    /// `PerEndpoint` assignments.
+    pub assignments: Table<AssignmentKey, u32>,
+    /// Maglev tables.
+    pub maglev: Slots<MaglevChunk>,
+    /// Egress IPs.
+    pub egress_ips: Slots<EgressIp>,
+    /// This node's blocks by egress IP.
+    pub blocks: Slots<BlockList>,
+    /// Everybody's blocks by egress IP.
+    pub leases: Slots<LeaseTable>,
+    /// Nodes.
+    pub nodes: Slots<Node>,
+    /// Index in `nodes` by tunnel address.
+    pub node_index: Table<V6, u32>,
+    /// Interfaces that answer for egress IPs.
+    pub uplinks: Table<u32, Uplink>,
+    /// Settings.
+    pub config: Slots<Config>,
+    /// Until when ARP and NDP are answered.
+    pub deadline: Slots<u64>,
+    /// Names for people.
+    pub names: Table<NameKey, Name>,
+    counters: PerCpuArray<MapData, u64>,
+}
+
+macro_rules! family {
+    ($pins:ident, $suffix:literal) => {
+        FamilyMaps {
+            flows: Table::open($pins, concat!("FLOWS_", $suffix))?,
+            reverse: Table::open($pins, concat!("REVERSE_", $suffix))?,
+            endpoints: Table::open($pins, concat!("ENDPOINTS_", $suffix))?,
+            routes: Prefixes::open($pins, concat!("ROUTES_", $suffix))?,
+            excepts: Prefixes::open($pins, concat!("EXCEPTS_", $suffix))?,
+            egress_index: Table::open($pins, concat!("EGRESS_INDEX_", $suffix))?,
+        }
+    };
+}
+
+impl Maps {
+    /// Opens the pinned maps.
+    pub fn open(pins: &Pins) -> Result<Self, MapsError> {
+        Ok(Self {
+            v4: family!(pins, "V4"),
+            v6: family!(pins, "V6"),
+            policies: Table::open(pins, "POLICIES")?,
+            members: Table::open(pins, "MEMBERS")?,
+            assignments: Table::open(pins, "ASSIGNMENTS")?,
+            maglev: Slots::open(pins, "MAGLEV")?,
+            egress_ips: Slots::open(pins, "EGRESS_IPS")?,
+            blocks: Slots::open(pins, "BLOCKS")?,
+            leases: Slots::open(pins, "LEASES")?,
+            nodes: Slots::open(pins, "NODES")?,
+            node_index: Table::open(pins, "NODE_INDEX")?,
+            uplinks: Table::open(pins, "UPLINKS")?,
+            config: Slots::open(pins, "CONFIG")?,
+            deadline: Slots::open(pins, "DEADLINE")?,
+            names: Table::open(pins, "NAMES")?,
+            counters: typed(pins, "COUNTERS")?,
+        })
+    }
+
+    /// All counters, summed over the CPUs.
+    pub fn counters(&self) -> Result<BTreeMap<Counter, u64>, MapsError> {
+        let mut all = BTreeMap::new();
+        for counter in Counter::ALL {
+            let values = self.counters.get(&(*counter as u32), 0);
+            let values = values.map_err(|source| MapsError::Access { map: "COUNTERS", source })?;
+            all.insert(*counter, values.iter().sum());
+        }
+        Ok(all)
+    }
+}
+
+/// The text of a name.
+pub fn name_text(name: &Name) -> String {
+    let end = name.bytes.iter().position(|b| *b == 0).unwrap_or(name.bytes.len());
+    String::from_utf8_lossy(&name.bytes[..end]).into_owned()
+}
+
+/// The record of a text; what is too long is cut.
+pub fn name_record(text: &str) -> Name {
+    let mut bytes = [0; egress_common::abi::NAME_LEN];
+    let n = text.len().min(bytes.len());
+    bytes[..n].copy_from_slice(&text.as_bytes()[..n]);
+    Name { bytes }
+}

@@ -53,6 +53,8 @@ pub struct Node {
     pub zone: Option<String>,
     /// Its addresses in Kubernetes.
     pub addresses: BTreeSet<IpAddr>,
+    /// The prefixes that its pods' addresses come from, as far as Kubernetes knows them.
+    pub pod_cidrs: BTreeSet<IpNet>,
     /// Kubernetes' Ready condition; absent counts as ready.
     pub ready: bool,
     /// Cordoned: what it owns goes to others.

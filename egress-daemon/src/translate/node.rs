@@ -22,6 +22,10 @@ pub fn node(object: &KubeNode, egress_node: Option<&api::EgressNode>) -> (Node, 
     let texts = texts.filter(|address| matches!(address.type_.as_str(), "InternalIP" | "ExternalIP"));
     let remedy = "correct the node's address; it is ignored until then";
     let addresses = texts.filter_map(|address| reader.parse(&address.address, "status.addresses", remedy)).collect();
+    let spec = object.spec.as_ref();
+    let cidrs = spec.into_iter().flat_map(|s| s.pod_cidrs.iter().flatten().chain(&s.pod_cidr));
+    let remedy = "correct the node's podCIDRs; it is ignored until then";
+    let pod_cidrs = cidrs.filter_map(|text| reader.parse(text, "spec.podCIDRs", remedy)).collect();
     let max_egress_ips = limit(&mut reader, object.metadata.annotations.as_ref());
     let (report, more) = egress_node.and_then(report).unzip();
     let node = Node {
@@ -29,6 +33,7 @@ pub fn node(object: &KubeNode, egress_node: Option<&api::EgressNode>) -> (Node, 
         zone: labels.get(ZONE_LABEL).filter(|zone| !zone.is_empty()).cloned(),
         labels,
         addresses,
+        pod_cidrs,
         ready: conditions.filter(|condition| condition.type_ == "Ready").all(|condition| condition.status == "True"),
         draining: object.spec.as_ref().is_some_and(|spec| spec.unschedulable == Some(true)),
         max_egress_ips,

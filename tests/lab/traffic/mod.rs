@@ -22,7 +22,7 @@ pub use self::fragment::{FragmentOrder, send_fragments};
 pub(crate) use self::ping::set_int;
 pub use self::ping::{Ping, PingReport, ping};
 pub use self::rate::{ConnectRate, RateReport, RunningRate};
-pub use self::tcp::{ConnectionReport, ConnectionState, ServerMode, TcpClients, TcpOptions, TcpServer};
+pub use self::tcp::{ConnectionReport, ConnectionState, ServerMode, TcpClients, TcpOptions, TcpServer, undelivered};
 pub use self::udp::{UdpClients, UdpFlowReport, UdpOptions, UdpSeen, UdpServer};
 
 static IDS: AtomicU64 = AtomicU64::new(1);

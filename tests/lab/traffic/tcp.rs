@@ -38,6 +38,8 @@ pub struct TcpOptions {
     pub connect_timeout: Duration,
     /// The source port of a single connection; 0 (default) leaves it to the kernel.
     pub source_port: u16,
+    /// Which time without an arrival counts as a stall. Default 200 ms.
+    pub stall: Duration,
     /// Close with RST instead of FIN. Default false.
     pub reset: bool,
 }
@@ -50,6 +52,7 @@ impl Default for TcpOptions {
             sending: true,
             connect_timeout: Duration::from_secs(5),
             source_port: 0,
+            stall: Duration::from_millis(200),
             reset: false,
         }
     }
@@ -99,6 +102,8 @@ pub struct ConnectionReport {
     pub received: u64,
     /// Records received that were not the next one of this flow: lost, repeated or foreign bytes.
     pub wrong: u64,
+    /// How many times there were more than [`TcpOptions::stall`] between two arrivals.
+    pub stalls: u32,
     /// The longest time between two arrivals since the beginning or [`TcpClients::reset_pauses`].
     pub longest_pause: Duration,
     /// When the last bytes arrived, or pauses began to be measured.
@@ -117,6 +122,7 @@ impl ConnectionReport {
             sent: 0,
             received: 0,
             wrong: 0,
+            stalls: 0,
             longest_pause: Duration::ZERO,
             last_arrival: Instant::now(),
         }
@@ -131,6 +137,16 @@ impl ConnectionReport {
     pub fn pause(&self) -> Duration {
         self.longest_pause.max(self.last_arrival.elapsed())
     }
+}
+
+/// How many records of streams were sent and not received: at the two ends of the same connections, both in
+/// [`ServerMode::Stream`] or the like, once both are quiet. Connections that only one end knows count with all they sent.
+pub fn undelivered(clients: &[ConnectionReport], servers: &[ConnectionReport]) -> u64 {
+    let missing = |senders: &[ConnectionReport], receivers: &[ConnectionReport]| -> u64 {
+        let received: BTreeMap<u64, u64> = receivers.iter().map(|one| (one.id, one.received)).collect();
+        senders.iter().map(|one| one.sent.saturating_sub(received.get(&one.id).copied().unwrap_or(0))).sum()
+    };
+    missing(clients, servers) + missing(servers, clients)
 }
 
 /// A TCP server on one or several addresses. Its sockets close when it is dropped.
@@ -183,8 +199,12 @@ impl TcpServer {
         timeout: Duration,
         good: impl Fn(&[ConnectionReport]) -> bool,
     ) -> Result<Vec<ConnectionReport>> {
-        let seen = || Ok(Seen(self.connections()));
-        wait_until(what, timeout, seen, |Seen(all)| good(all)).map(|Seen(all)| all)
+        self.end.wait(what, timeout, good)
+    }
+
+    /// Waits until every open connection has received `more` records than it has now.
+    pub fn wait_progress(&self, more: u64, timeout: Duration) -> Result<()> {
+        self.end.wait_progress(more, timeout)
     }
 
     /// How many connections came from each source address.
@@ -252,17 +272,12 @@ impl TcpClients {
         timeout: Duration,
         good: impl Fn(&[ConnectionReport]) -> bool,
     ) -> Result<Vec<ConnectionReport>> {
-        let seen = || Ok(Seen(self.connections()));
-        wait_until(what, timeout, seen, |Seen(all)| good(all)).map(|Seen(all)| all)
+        self.end.wait(what, timeout, good)
     }
 
-    /// Waits until every open connection has received `more` records than it has now: until both directions flow.
+    /// Waits until every open connection has received `more` records than it has now.
     pub fn wait_progress(&self, more: u64, timeout: Duration) -> Result<()> {
-        let before: BTreeMap<u64, u64> = self.connections().iter().map(|one| (one.id, one.received)).collect();
-        let moved = |one: &ConnectionReport| {
-            one.state != ConnectionState::Open || one.received >= before.get(&one.id).copied().unwrap_or(0) + more
-        };
-        self.wait(&format!("{more} more records on every connection"), timeout, |all| all.iter().all(moved)).map(drop)
+        self.end.wait_progress(more, timeout)
     }
 
     /// Starts or stops sending.
@@ -326,6 +341,25 @@ impl End {
             end.stop()?;
         }
         Ok(end)
+    }
+
+    fn wait(
+        &self,
+        what: &str,
+        timeout: Duration,
+        good: impl Fn(&[ConnectionReport]) -> bool,
+    ) -> Result<Vec<ConnectionReport>> {
+        let seen = || Ok(Seen(self.shared.reports()));
+        wait_until(what, timeout, seen, |Seen(all)| good(all)).map(|Seen(all)| all)
+    }
+
+    fn wait_progress(&self, more: u64, timeout: Duration) -> Result<()> {
+        let before: Vec<u64> = self.shared.reports().iter().map(|one| one.received).collect();
+        let what = format!("{more} more records on every open connection");
+        let moved = |(one, before): (&ConnectionReport, &u64)| {
+            one.state != ConnectionState::Open || one.received >= before + more
+        };
+        self.wait(&what, timeout, |all| all.iter().zip(&before).all(moved)).map(drop)
     }
 
     fn stop(&mut self) -> Result<()> {

@@ -222,7 +222,7 @@ impl Engine {
             connection.established(report, &self.epoll, index);
         }
         if flags.intersects(EpollFlags::EPOLLIN | EpollFlags::EPOLLERR | EpollFlags::EPOLLHUP) {
-            connection.receive(report);
+            connection.receive(report, self.options.stall);
         }
         connection.flush(report, &self.epoll, index);
     }
@@ -278,7 +278,7 @@ impl Connection {
         }
     }
 
-    fn receive(&mut self, report: &mut ConnectionReport) {
+    fn receive(&mut self, report: &mut ConnectionReport, stall: Duration) {
         let mut bytes = [0; 4096];
         loop {
             let Some(stream) = &mut self.stream else { return };
@@ -286,7 +286,9 @@ impl Connection {
                 Ok(0) => return self.end(report, ConnectionState::Closed),
                 Ok(count) => {
                     let now = Instant::now();
-                    report.longest_pause = report.longest_pause.max(now - report.last_arrival);
+                    let pause = now - report.last_arrival;
+                    report.stalls += u32::from(pause > stall);
+                    report.longest_pause = report.longest_pause.max(pause);
                     report.last_arrival = now;
                     self.take(&bytes[..count], report);
                 }
