@@ -139,7 +139,8 @@ impl Attacher {
 
     /// Whether our program is still at the hook: anybody may delete a qdisc or detach a link.
     fn holds(&mut self, (program, _): Hook, interface: &str) -> bool {
-        let Ok(id) = self.programs.get(program).map_err(drop).and_then(|p| p.info().map(|i| i.id()).map_err(drop)) else {
+        let Ok(id) = self.programs.get(program).map_err(drop).and_then(|p| p.info().map(|i| i.id()).map_err(drop))
+        else {
             return false;
         };
         match self.mode {
