@@ -58,7 +58,10 @@ fn objects() -> Objects {
 }
 
 fn health() -> Health {
-    let fresh = NodeHealth { lease: LeaseState::Fresh { since: Default::default(), returned: false }, gone: false };
+    let fresh = NodeHealth {
+        lease: LeaseState::Fresh { since: Default::default(), returned: false, proven: true },
+        gone: false,
+    };
     Health { nodes: ["gw0", "gw1"].into_iter().map(|name| (name.into(), fresh)).collect() }
 }
 
