@@ -65,6 +65,14 @@ impl World {
         self.objects.egress_nodes.iter().find(|n| n.metadata.name.as_deref() == Some(node.as_str()))
     }
 
+    /// The highest revision among the leases that the objects list, or that this node's agent has reported before: what is
+    /// in the maps after the next write. A report never falls, or a lease that was confirmed would seem not to be.
+    pub fn highest_lease(&self, node: &NodeName) -> u64 {
+        let listed = self.plan.blocks.values().flat_map(|blocks| blocks.values()).map(|lease| lease.revision);
+        let reported = self.snapshot.nodes.get(node).and_then(|n| n.report.as_ref()).map_or(0, |r| r.lease_revision);
+        listed.max().unwrap_or(0).max(reported)
+    }
+
     /// Whether any pool or policy would have this node as a gateway.
     pub fn may_be_gateway(&self, node: &NodeName) -> bool {
         let Some(n) = self.snapshot.nodes.get(node) else { return false };

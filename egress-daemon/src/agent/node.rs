@@ -310,7 +310,7 @@ impl Agent {
         facts.with_history = &with_history;
         let view = view::view(&facts);
         let announced = view::announced(&facts);
-        let revision = self.world.plan.lease_revision;
+        let revision = self.world.highest_lease(&self.node).max(self.lease_revision);
 
         let names: BTreeMap<u32, String> = links.links.values().map(|l| (l.index, l.name.clone())).collect();
         let hooks = hooks(&self.roles, self.tunnel.index, &names);
