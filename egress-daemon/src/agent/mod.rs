@@ -10,6 +10,7 @@ mod node;
 mod owned;
 pub mod settings;
 mod status;
+mod tell;
 pub mod view;
 
 pub use node::{Agent, Options};

@@ -7,6 +7,7 @@ use super::{
     owned::Owned,
     settings::Settings,
     status::{self, Report},
+    tell::{self, Running},
     view::{self, Facts},
 };
 use crate::{
@@ -14,7 +15,7 @@ use crate::{
     datapath::{
         Pins,
         attach::{self, Attacher, Hook},
-        encode::Encoder,
+        encode::{Encoder, NodeView},
         load::Programs,
         maps::{Maps, MapsError},
         write::Writer,
@@ -29,6 +30,7 @@ use crate::{
         tunnel,
     },
     model::{EndpointId, NodeName},
+    observe::state::AgentState,
     store::{
         Key, Store,
         lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease},
@@ -48,8 +50,10 @@ use std::{
     future::Future,
     net::IpAddr,
     path::PathBuf,
+    sync::Arc,
     time::{Duration, Instant},
 };
+use tokio::sync::watch;
 
 /// How an agent is started.
 pub struct Options {
@@ -63,6 +67,10 @@ pub struct Options {
     pub bpffs: PathBuf,
     /// Where the previous values of sysctls are kept.
     pub journal: PathBuf,
+    /// Where the objects come from, for people: `directory /etc/spillway`.
+    pub source: String,
+    /// What the agent knows is published here.
+    pub publish: watch::Sender<Arc<AgentState>>,
 }
 
 /// Bytes that a packet grows by in the tunnel: outer Ethernet is not counted, inner Ethernet (14), VXLAN (8), UDP (8) and
@@ -104,6 +112,9 @@ pub struct Agent {
     ports: Ports,
     complaints: Vec<String>,
     lease_revision: u64,
+    start: Instant,
+    source: String,
+    publish: watch::Sender<Arc<AgentState>>,
     next_resync: Instant,
     next_deadline: Instant,
     next_status: Instant,
@@ -114,7 +125,7 @@ pub struct Agent {
 impl Agent {
     /// Loads and attaches what needs no object, and takes over what an earlier agent left.
     pub async fn start(options: Options) -> anyhow::Result<Self> {
-        let Options { node, store, settings, bpffs, journal } = options;
+        let Options { node, store, settings, bpffs, journal, source, publish } = options;
         let start = Instant::now();
         let pins = Pins::new(&bpffs);
         let programs = Programs::load(&pins, settings.sizes)?;
@@ -150,6 +161,9 @@ impl Agent {
             ports: Ports::default(),
             complaints: Vec::new(),
             lease_revision: 0,
+            start,
+            source,
+            publish,
             next_resync: start,
             next_deadline: start,
             next_status: start,
@@ -324,8 +338,20 @@ impl Agent {
             },
             Err(overflow) => self.complaints.push(overflow.to_string()),
         }
-        let probed = self.probed(&view);
+        let probed = probed(&self.node, &view);
         self.gateways.set(&probed);
+        let running = Running {
+            uptime: self.start.elapsed(),
+            store: &self.source,
+            attach: self.attacher.mode(),
+            tunnel_addresses: self.tunnel_addresses(),
+            lease_held: self.lease.as_ref().map(|_| self.lease_held),
+            lease_revision: self.lease_revision,
+            gateways: &self.gateways,
+            store_problems: self.store.problems(),
+            complaints: &self.complaints,
+        };
+        self.publish.send_replace(Arc::new(tell::state(&self.world, &facts, &view, &running)));
         let places = announced
             .into_iter()
             .filter_map(|(ip, place)| Some((ip, (place, self.world.plan.egress_ips.get(&ip)?.epoch))));
@@ -337,16 +363,6 @@ impl Agent {
             tracing::error!("{complaint}");
         }
         self.status_due = true;
-    }
-
-    /// The gateways that policies of this node's pods use, and where they are.
-    fn probed(&self, view: &crate::datapath::encode::NodeView) -> BTreeMap<NodeName, IpAddr> {
-        let slots = view.policies.values().flat_map(|p| &p.slots);
-        let owners = slots.filter_map(|s| view.egress_ips.get(&s.address)?.owner.as_ref());
-        owners
-            .filter(|owner| **owner != self.node)
-            .filter_map(|owner| Some((owner.clone(), *view.nodes.get(owner)?.first()?)))
-            .collect()
     }
 
     /// A gateway forwards.
@@ -508,6 +524,16 @@ async fn lease_changed(lease: &mut Option<LeaseKeeper>) {
         Some(lease) => lease.changed().await,
         None => std::future::pending().await,
     }
+}
+
+/// The gateways that policies of this node's pods use, and where they are.
+fn probed(node: &NodeName, view: &NodeView) -> BTreeMap<NodeName, IpAddr> {
+    let slots = view.policies.values().flat_map(|p| &p.slots);
+    let owners = slots.filter_map(|s| view.egress_ips.get(&s.address)?.owner.as_ref());
+    owners
+        .filter(|owner| *owner != node)
+        .filter_map(|owner| Some((owner.clone(), *view.nodes.get(owner)?.first()?)))
+        .collect()
 }
 
 /// The hooks that should hold our programs.
