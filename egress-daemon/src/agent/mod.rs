@@ -8,6 +8,7 @@ mod facts;
 mod gateways;
 mod node;
 mod owned;
+mod reconcile;
 pub mod settings;
 mod status;
 mod tell;

@@ -178,3 +178,19 @@ fn revisions_are_never_used_twice() {
     objects.egress_ips.clear();
     assert_eq!(previous(&objects), Plan::default());
 }
+
+#[test]
+fn a_block_that_two_nodes_list_belongs_to_the_one_that_got_it_later() {
+    let node = |name: &str, revision: u64| -> Arc<EgressNode> {
+        let ranges = json!([{"first": 4, "count": 2, "revision": revision}]);
+        read(spillway("EgressNode", name, json!({"blocks": [{"egressIP": "192.0.2.1", "ranges": ranges}]})))
+    };
+    for nodes in [[node("a", 7), node("b", 3)], [node("b", 7), node("a", 3)]] {
+        let later = nodes[0].metadata.name.clone().unwrap();
+        for egress_nodes in [nodes.to_vec(), nodes.iter().rev().cloned().collect()] {
+            let plan = previous(&Objects { egress_nodes, ..Default::default() });
+            let leases = &plan.blocks[&"192.0.2.1".parse().unwrap()];
+            assert!(leases.values().all(|lease| lease.node.as_str() == later && lease.revision == 7), "{leases:?}");
+        }
+    }
+}
