@@ -27,6 +27,8 @@ fn main() -> anyhow::Result<()> {
                     settings: (&config).into(),
                     bpffs,
                     journal,
+                    source: String::new(),
+                    publish: tokio::sync::watch::channel(Default::default()).0,
                 })
                 .await?;
                 a.run(stop).await
