@@ -70,6 +70,17 @@ struct Source {
     kubeconfig: Option<PathBuf>,
 }
 
+impl Source {
+    /// For people.
+    fn describe(&self) -> String {
+        match (&self.manifests, &self.kubeconfig) {
+            (Some(directory), _) => format!("directory {}", directory.display()),
+            (None, Some(file)) => format!("cluster of {}", file.display()),
+            (None, None) => "this cluster".into(),
+        }
+    }
+}
+
 #[derive(Args)]
 struct Common {
     /// The configuration file (YAML); without one, everything has its default
@@ -141,6 +152,7 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
     let options = roles::AgentOptions {
         node: args.node,
         bpffs: args.pinned.bpffs,
+        source: args.source.describe(),
         with_controller: args.with_controller,
         config,
     };

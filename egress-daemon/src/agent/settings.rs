@@ -1,37 +1,13 @@
-//! What the administrator may set for an agent, as types.
+//! What an agent takes from the configuration.
 
 use crate::{
+    config::{Announce, Config, Timeouts},
     datapath::{attach, load::Sizes},
     health::ProbeTimes,
     host::{classify::NamePattern, tunnel::TunnelSpec},
 };
-use egress_common::limits;
 use ipnet::IpNet;
 use std::time::Duration;
-
-/// How long idle flows are kept.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Timeouts {
-    /// An established TCP connection.
-    pub tcp_established: Duration,
-    /// A TCP connection that is opening or closing.
-    pub tcp_transitory: Duration,
-    /// A UDP flow.
-    pub udp: Duration,
-    /// An ICMP query.
-    pub icmp: Duration,
-}
-
-impl Default for Timeouts {
-    fn default() -> Self {
-        Self {
-            tcp_established: Duration::from_secs(limits::TCP_ESTABLISHED_SECS),
-            tcp_transitory: Duration::from_secs(limits::TCP_TRANSITORY_SECS),
-            udp: Duration::from_secs(limits::UDP_SECS),
-            icmp: Duration::from_secs(limits::ICMP_SECS),
-        }
-    }
-}
 
 /// The settings.
 #[derive(Clone, Debug)]
@@ -62,20 +38,24 @@ pub struct Settings {
     pub attach: Option<attach::Mode>,
 }
 
-impl Default for Settings {
-    fn default() -> Self {
+impl From<&Config> for Settings {
+    fn from(config: &Config) -> Self {
         Self {
-            tunnel: TunnelSpec::default(),
-            except_cidrs: Vec::new(),
-            uplinks: Vec::new(),
-            pod_interfaces: Vec::new(),
-            sizes: Sizes::default(),
-            timeouts: Timeouts::default(),
-            probe: ProbeTimes::default(),
-            lease_renew: Duration::from_millis(500),
-            lease_duration: Duration::from_secs(2),
-            deadline: Duration::from_secs(2),
-            silent: false,
+            tunnel: TunnelSpec { name: config.tunnel_name.clone(), port: config.tunnel_port },
+            except_cidrs: config.except_cidrs.clone(),
+            uplinks: config.uplinks.clone(),
+            pod_interfaces: config.pod_interfaces.clone(),
+            sizes: Sizes { max_flows: config.max_flows },
+            timeouts: config.timeouts.clone(),
+            probe: ProbeTimes {
+                interval: config.probe.interval,
+                misses: config.probe.count,
+                replies: config.probe.count,
+            },
+            lease_renew: config.lease.renew,
+            lease_duration: config.lease.duration,
+            deadline: config.deadline,
+            silent: config.announce == Announce::None,
             attach: None,
         }
     }

@@ -18,6 +18,9 @@ use serde_json::Value;
 use std::sync::Arc;
 use tokio::sync::watch;
 
+/// How often [`Store::update_status`] tries.
+const UPDATE_ATTEMPTS: usize = 8;
+
 /// What implements a store. Objects are JSON values on their way in, and `Arc`s of their kind's Rust type on their way
 /// out of the cache.
 pub(crate) trait Backend: Send + Sync {
@@ -179,6 +182,25 @@ impl Store {
     /// Deletes an object, if `metadata.resourceVersion` is still that of `object`.
     pub async fn delete<T: Stored>(&self, object: &T) -> Result<(), StoreError> {
         self.write(Verb::Delete, object).await.map(|_: T| ())
+    }
+
+    /// Reads an object, changes its status and replaces that; once more with the newest version when somebody else was
+    /// faster. For writers that own a status while others write the rest of the object.
+    pub async fn update_status<T: Stored>(&self, key: &Key, change: impl Fn(&mut T)) -> Result<T, StoreError> {
+        let target = ObjectRef { kind: T::KIND, key: key.clone() };
+        let mut error = StoreError::NotFound(target);
+        for _ in 0..UPDATE_ATTEMPTS {
+            if let Some(object) = self.get::<T>(key) {
+                let mut object = object.as_ref().clone();
+                change(&mut object);
+                match self.replace_status(&object).await {
+                    Err(conflict) if conflict.is_conflict() => error = conflict,
+                    done => return done,
+                }
+            }
+            self.refresh().await;
+        }
+        Err(error)
     }
 
     async fn write<T: Stored>(&self, verb: Verb, object: &T) -> Result<T, StoreError> {

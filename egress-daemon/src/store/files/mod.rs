@@ -114,6 +114,7 @@ impl Files {
             std::thread::sleep(until.saturating_duration_since(Instant::now()));
             again = scanner.scan(&files, Look::Everywhere);
         }
+        scanner.forget_good(&files);
         let weak = Arc::downgrade(&files);
         std::thread::Builder::new()
             .name("store".to_owned())

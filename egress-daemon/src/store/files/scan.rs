@@ -117,6 +117,13 @@ impl Scanner {
         }
     }
 
+    /// Forgets the last good versions of files that vanished while no process looked.
+    pub(super) fn forget_good(&self, files: &Files) {
+        if let Err(error) = files.own.keep_good_of(self.user.files()) {
+            tracing::warn!(%error, "last good versions of files that are gone could not be removed");
+        }
+    }
+
     /// Reads what changed of what Spillway writes.
     fn scan_own(&mut self, files: &Files) -> io::Result<()> {
         let own = &files.own;

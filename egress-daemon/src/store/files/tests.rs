@@ -333,6 +333,53 @@ async fn a_refreshed_store_shows_what_others_wrote_before() {
 }
 
 #[tokio::test]
+async fn a_status_is_updated_although_others_write_the_rest() {
+    let dir = directory();
+    let (store, other) = (Files::open(dir.path()).unwrap(), Files::open(dir.path()).unwrap());
+    let mut spec = store.create(&egress_ip("192.0.2.1")).await.unwrap();
+    let key = Key::cluster("192.0.2.1");
+    for epoch in 1..20 {
+        spec.spec.pool = Some(epoch.to_string());
+        store.replace(&spec).await.unwrap();
+        spec = other
+            .update_status(&key, |ip: &mut EgressIP| ip.status = Some(EgressIPStatus { epoch, ..Default::default() }))
+            .await
+            .unwrap();
+        assert_eq!((spec.spec.pool.clone(), spec.status.clone().unwrap().epoch), (Some(epoch.to_string()), epoch));
+    }
+    let missing = store.update_status(&Key::cluster("192.0.2.9"), |_: &mut EgressIP| {}).await;
+    assert!(matches!(missing, Err(StoreError::NotFound(_))));
+}
+
+#[test]
+fn a_file_that_vanished_while_nobody_looked_is_forgotten() {
+    let dir = directory();
+    fs::write(dir.path().join("web.yaml"), POLICY).unwrap();
+    drop(Files::open(dir.path()).unwrap());
+    fs::remove_file(dir.path().join("web.yaml")).unwrap();
+    drop(Files::open(dir.path()).unwrap());
+    fs::write(dir.path().join("web.yaml"), "{").unwrap();
+    let store = Files::open(dir.path()).unwrap();
+    assert!(policy(&store).is_none());
+    assert_eq!(store.problems().len(), 1);
+}
+
+#[tokio::test]
+async fn a_stopped_process_that_holds_the_lock_keeps_others_from_writing_but_not_from_reading() {
+    let dir = directory();
+    let store = Files::open(dir.path()).unwrap();
+    let created = store.create(&egress_ip("192.0.2.1")).await.unwrap();
+    let lock = Own::open(dir.path().canonicalize().unwrap().join(".spillway")).unwrap().exclusive().unwrap();
+    fs::write(dir.path().join("pod.yaml"), POD).unwrap();
+    let mut changes = store.changes();
+    until(&mut changes, || (!store.list::<Pod>().is_empty()).then_some(())).await;
+    let error = store.delete(&created).await.unwrap_err().to_string();
+    assert!(error.contains("is one of Spillway's processes stopped?"), "{error}");
+    drop(lock);
+    store.delete(&created).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_leader_that_was_replaced_cannot_write() {
     let dir = directory();
     let store = Files::open(dir.path()).unwrap();
