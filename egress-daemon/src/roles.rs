@@ -66,8 +66,8 @@ pub async fn agent(options: AgentOptions, store: Store, stop: impl Future<Output
     let _server = AdminServer::start(&files.socket(), published).inspect_err(|error| tracing::error!("{error}")).ok();
     let stop = stop.shared();
     let (report, _reports) = watch::channel(Report::default());
-    let controller = with_controller
-        .then(|| tokio::spawn(controller::run(store, controller_config(&config), report, stop.clone())));
+    let controller =
+        with_controller.then(|| tokio::spawn(controller::run(store, controller_config(&config), report, stop.clone())));
     agent.run(stop).await?;
     if let Some(controller) = controller {
         controller.await?;
