@@ -91,7 +91,7 @@ fn the_message_names_the_file_and_every_fault() {
         error.starts_with("the configuration /etc/spillway.yaml is refused:\n  tunnelPort: 0 is out of"),
         "{error}"
     );
-    assert!(error.contains("\n  firewall: ") && error.contains("respect or bypass"), "{error}");
+    assert!(error.contains("\n  firewall: ") && error.contains("write bypass"), "{error}");
     let missing = Config::load(Some(Path::new("/nonexistent.yaml"))).unwrap_err().to_string();
     assert!(missing.contains("/nonexistent.yaml"), "{missing}");
 }
@@ -114,10 +114,12 @@ fn timeouts_below_the_rfcs_are_refused() {
 }
 
 #[test]
-fn transports_that_do_not_exist_are_refused_as_such() {
+fn what_does_not_exist_yet_is_refused_as_such() {
     for transport in ["vxlan", "direct"] {
         refused(&format!("transport: {transport}"), "transport", &["not in this build yet", "Auto or device"]);
     }
+    // Whoever asks for the host's firewall to be respected must not silently get something else.
+    refused("firewall: respect", "firewall", &["not in this build yet", "bypass"]);
     refused("transport: auto", "transport", &["unknown", "Auto or device"]);
 }
 
