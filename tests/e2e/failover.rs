@@ -154,10 +154,9 @@ fn new_flows_avoid_a_gateway_that_does_not_answer() {
     });
 }
 
-/// The policy of the tests below: both families from the pool `public`.
+/// The policy of the tests below: `count` addresses of each family from the pool `public`.
 fn pooled(count: u8) -> String {
-    // The pool has as many addresses of each family.
-    policy("web", &format!("{WEB}\n  egressIPPool: {{name: public, count: {}}}", 2 * count))
+    policy("web", &format!("{WEB}\n  egressIPPool: {{name: public, count: {count}}}"))
 }
 
 #[test]
