@@ -8,7 +8,7 @@ use anyhow::Result;
 use lab::traffic::{Protocol, spray};
 use lab::{Capture, Family, Lab, Pod, PodSpec, Server, StartOptions, Trace, wait_for};
 
-use crate::support::{PATIENCE, counter, egress, start, wait_counter, wait_in_force, web};
+use crate::support::{PATIENCE, counter, egress, start, start_with, wait_counter, wait_in_force, web};
 
 /// A port of the server behind which nobody listens.
 const TARGET: u16 = 4242;
@@ -53,8 +53,7 @@ fn with_two_pods(options: &StartOptions, test: impl FnOnce(&mut Lab, [Pod; 2], S
             lab.add_pod(PodSpec::new("a", "worker1").label("app", "web"))?,
             lab.add_pod(PodSpec::new("b", "worker1").label("app", "web"))?,
         ];
-        lab.start_controller("controller", options)?;
-        lab.start_agents(options)?;
+        start_with(lab, options)?;
         let server = lab.server("server1").clone();
         deafen(&server)?;
         for pod in &pods {

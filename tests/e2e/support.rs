@@ -90,10 +90,23 @@ pub fn object_name(address: IpAddr) -> String {
     }
 }
 
-/// Starts a controller and the agents of all nodes.
+/// Starts the agents of all nodes, and a controller once every gateway has shown that it lives: its first plan is then for
+/// all of them.
 pub fn start(lab: &mut Lab) -> Result<()> {
-    lab.start_controller("controller", &StartOptions::new())?;
-    lab.start_agents(&StartOptions::new())
+    start_with(lab, &StartOptions::new())
+}
+
+/// [`start`] with the same options for agents and controller.
+pub fn start_with(lab: &mut Lab, options: &StartOptions) -> Result<()> {
+    lab.start_agents(options)?;
+    let gateways: Vec<String> = lab.gateways().map(|node| format!("gateway-{}", node.name)).collect();
+    let missing = || {
+        let leases = lab.manifests().written_names("Lease");
+        let known = |gateway: &&String| leases.iter().any(|lease| lease.ends_with(gateway.as_str()));
+        Ok(gateways.iter().filter(|gateway| !known(gateway)).cloned().collect::<Vec<_>>())
+    };
+    wait_until("every gateway has its lease", PATIENCE, missing, Vec::is_empty)?;
+    lab.start_controller("controller", options)
 }
 
 /// The source addresses that the connections of one look had at a server, and how many each.

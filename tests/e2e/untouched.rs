@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, ping};
 use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec, Server, StartOptions};
 
-use crate::support::{PATIENCE, WEB, at, gateways, policy, sources, start, wait_in_force, wait_refused, wait_sources, web};
+use crate::support::{PATIENCE, WEB, at, gateways, policy, sources, start, start_with, wait_in_force, wait_refused, wait_sources, web};
 
 /// The source that a connection from `client` has at `target` in `server`.
 fn source_at(client: &NetNs, server: &NetNs, target: IpAddr) -> Result<IpAddr> {
@@ -27,8 +27,7 @@ fn a_policy_for_everything_leaves_the_clusters_own_traffic_alone() {
             let neighbour = lab.add_pod(PodSpec::new("neighbour", "worker1"))?;
             let remote = lab.add_pod(PodSpec::new("remote", "worker2").label("app", "web"))?;
             let config = "exceptCIDRs: [198.51.100.11/32, \"2001:db8:51::11/128\"]";
-            lab.start_controller("controller", &StartOptions::new().config(config))?;
-            lab.start_agents(&StartOptions::new().config(config))?;
+            start_with(lab, &StartOptions::new().config(config))?;
             wait_in_force(&pod, lab.server("server1"), &[10])?;
             wait_in_force(&pod, lab.server("far1"), &[10])?;
 
