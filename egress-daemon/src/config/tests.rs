@@ -45,7 +45,7 @@ maxFlows: 1000000
 timeouts: {tcpEstablished: 3h, tcpTransitory: 5m, udp: 120s, icmp: 61s}
 probe: {interval: 50ms, count: 5}
 lease: {renew: 1s, duration: 5s}
-deadline: 4s
+deadline: 3s
 firewall: bypass
 transport: device
 announce: none
@@ -67,7 +67,7 @@ metrics: "127.0.0.1:9473"
         },
         probe: Probe { interval: Duration::from_millis(50), count: 5 },
         lease: Lease { renew: seconds(1), duration: seconds(5) },
-        deadline: seconds(4),
+        deadline: seconds(3),
         firewall: Firewall::Bypass,
         transport: Transport::Device,
         announce: Announce::None,
@@ -87,7 +87,10 @@ fn unknown_fields_name_the_known_ones() {
 #[test]
 fn the_message_names_the_file_and_every_fault() {
     let error = Config::parse("/etc/spillway.yaml", b"tunnelPort: 0\nfirewall: off\n").unwrap_err().to_string();
-    assert!(error.starts_with("the configuration /etc/spillway.yaml is refused:\n  tunnelPort: 0 is out of"), "{error}");
+    assert!(
+        error.starts_with("the configuration /etc/spillway.yaml is refused:\n  tunnelPort: 0 is out of"),
+        "{error}"
+    );
     assert!(error.contains("\n  firewall: ") && error.contains("respect or bypass"), "{error}");
     let missing = Config::load(Some(Path::new("/nonexistent.yaml"))).unwrap_err().to_string();
     assert!(missing.contains("/nonexistent.yaml"), "{missing}");
@@ -136,8 +139,8 @@ fn values_out_of_range_are_refused() {
 #[test]
 fn times_that_contradict_each_other_are_refused() {
     refused("lease: {renew: 1500ms}", "lease.duration", &["twice lease.renew"]);
-    refused("deadline: 3s", "deadline", &["lease.duration"]);
-    assert_eq!(parse("lease: {renew: 1s, duration: 3s}\ndeadline: 3s").deadline, Duration::from_secs(3));
+    refused("deadline: 1600ms", "deadline", &["lease.duration", "lease.renew"]);
+    assert_eq!(parse("lease: {renew: 1s, duration: 3s}\ndeadline: 2s").deadline, Duration::from_secs(2));
 }
 
 proptest! {

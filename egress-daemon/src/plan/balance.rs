@@ -13,8 +13,9 @@ use super::owners::{Floating, GatewayNode, Place};
 /// Egress IPs that can go to the same places.
 type Kind = (usize, Option<u32>, Option<Duration>);
 
-/// How much is against a last step: the load of the gateway, what the egress IP thinks of it, its place in the ring.
-type Score = (u32, (u32, u32), u64);
+/// How much is against a last step: the load of the gateway, how many more of the egress IP's own kind it would have than
+/// the one that gives it, how its zone is served, its place in the ring.
+type Score = (u32, (i64, u32), u64);
 
 /// One step of a way: this egress IP goes from this node to that.
 #[derive(Clone, Copy, Debug)]
@@ -29,14 +30,14 @@ pub fn balance(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Plac
     let mut able = vec![false; nodes.len()];
     let sets: BTreeMap<usize, &[u32]> = items.iter().map(|item| (item.set, item.candidates)).collect();
     for node in sets.into_values().flatten() {
-        able[*node as usize] = nodes[*node as usize].eligible();
+        able[*node as usize] = nodes[*node as usize].keeps();
     }
     let able: Vec<u32> = (0..nodes.len() as u32).filter(|node| able[*node as usize]).collect();
     let mut moved = false;
     loop {
         let mut again = false;
         let mut stuck = BTreeSet::new();
-        while let Some(from) = heaviest(&able, loads, &stuck) {
+        while let Some(from) = heaviest(&able, nodes, loads, &stuck) {
             let Some(way) = (Search { items, nodes, places, loads }).way(from) else {
                 stuck.insert(from);
                 continue;
@@ -55,9 +56,10 @@ pub fn balance(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Plac
     }
 }
 
-/// The gateway with the most egress IPs that is not `stuck`, if some gateway has two fewer.
-fn heaviest(able: &[u32], loads: &Loads<'_>, stuck: &BTreeSet<u32>) -> Option<u32> {
-    let fewest = able.iter().map(|node| loads.total(*node)).min()?;
+/// The gateway with the most egress IPs that is not `stuck`, if some other that may be given one has two fewer.
+fn heaviest(able: &[u32], nodes: &[GatewayNode], loads: &Loads<'_>, stuck: &BTreeSet<u32>) -> Option<u32> {
+    let takers = able.iter().filter(|node| nodes[**node as usize].takes());
+    let fewest = takers.map(|node| loads.total(*node)).min()?;
     let heavy = able.iter().copied().filter(|node| loads.total(*node) >= fewest + 2 && !stuck.contains(node));
     heavy.min_by_key(|node| (Reverse(loads.total(*node)), *node))
 }
@@ -92,7 +94,9 @@ impl Search<'_, '_> {
                         reached.insert(to, step);
                         next.push(to);
                         if self.loads.total(to) + 2 <= self.loads.total(from) && self.loads.has_room(item, to, None) {
-                            let score = (self.loads.total(to), taste.of(to), self.distance(item, at));
+                            let (alike, zone) = taste.of(to);
+                            let more = i64::from(alike) - i64::from(self.loads.alike(item, node));
+                            let score = (self.loads.total(to), (more, zone), self.distance(item, at));
                             if best.as_ref().is_none_or(|(least, _)| score < *least) {
                                 best = Some((score, step));
                             }
@@ -137,7 +141,7 @@ impl Search<'_, '_> {
     fn may_go(&self, item: usize, to: u32) -> bool {
         let node = &self.nodes[to as usize];
         let settled = self.places[item].placed || self.items[item].delay().is_some_and(|d| node.health.settled(d));
-        node.eligible() && settled
+        node.takes() && settled
     }
 
     fn distance(&self, item: usize, at: usize) -> u64 {
