@@ -10,7 +10,8 @@ use lab::traffic::{ConnectionReport, ServerMode, TcpClients, TcpOptions, TcpServ
 use lab::{Capture, Family, Lab, PodSpec, Segment, Server, StartOptions, Trace, wait_for, wait_until};
 
 use crate::support::{
-    PATIENCE, QUIET, WEB, egress, owner, policy, pool, start, wait_in_force, wait_owner, wait_refused, wait_sources, web,
+    PATIENCE, QUIET, WEB, egress, owner, policy, pool, start_with, wait_in_force, wait_owner, wait_refused,
+    wait_sources, web,
 };
 
 /// The egress IPs of both families with these host numbers.
@@ -49,7 +50,7 @@ fn hundred_of_hundred_connections_survive_the_death_of_a_gateway() {
             lab.add_pod(PodSpec::new("a", "worker1").label("app", "web"))?,
             lab.add_pod(PodSpec::new("b", "worker2").label("app", "web").cni(lab::Cni::Bridge))?,
         ];
-        start(lab)?;
+        start_with(lab, &StartOptions::new())?;
         let server = lab.server("server1").clone();
         for pod in &pods {
             wait_in_force(pod, &server, &HOSTS)?;
@@ -120,7 +121,7 @@ fn new_flows_avoid_a_gateway_that_does_not_answer() {
     Lab::builder().workers(1).run(|lab| {
         lab.manifests().write("web", &web(&HOSTS))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
+        start_with(lab, &StartOptions::new())?;
         let server = lab.server("server1").clone();
         wait_in_force(&pod, &server, &HOSTS)?;
         let capture = Capture::start(&server.ns, "eth0")?;
@@ -167,7 +168,7 @@ fn egress_ips_return_to_a_gateway_that_came_back_and_stayed() {
         lab.manifests().write("pool", &pool("public", 40, 41, Some("1s")))?;
         lab.manifests().write("web", &pooled(2))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
+        start_with(lab, &StartOptions::new())?;
         let server = lab.server("server1").clone();
         wait_in_force(&pod, &server, &HOSTS)?;
         let _streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
@@ -218,7 +219,7 @@ fn a_new_owner_announces_itself_at_once_and_again() {
         lab.manifests().write("pool", &pool("public", 40, 40, None))?;
         lab.manifests().write("web", &pooled(1))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
+        start_with(lab, &StartOptions::new())?;
         let server = lab.server("server1").clone();
         wait_in_force(&pod, &server, &HOSTS)?;
         for ip in all_of(&HOSTS) {
@@ -230,7 +231,12 @@ fn a_new_owner_announces_itself_at_once_and_again() {
             let capture = Capture::start(&server.ns, "eth0")?;
             lab.kill_node(&old)?;
             wait_owner(lab, ip, |node| node == new)?;
-            wait_until("the server knows the new owner", PATIENCE, || neighbour(&server, ip), |mac| *mac == mac_text(to))?;
+            wait_until(
+                "the server knows the new owner",
+                PATIENCE,
+                || neighbour(&server, ip),
+                |mac| *mac == mac_text(to),
+            )?;
             let claims = || Ok(capture.so_far().claims_of(ip).get(&to).map_or(0, Vec::len));
             wait_until("three announcements", PATIENCE, claims, |count| *count >= 3)?;
             let trace = capture.finish()?;
@@ -258,7 +264,9 @@ fn who_answers(server: &Server, address: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
             server.ns.run(|| Ok(std::net::UdpSocket::bind(any)?.send_to(b"x", (address, 9))?))?;
             let asked = Instant::now();
             let answer = |packet: &lab::Packet| packet.claim().is_some_and(|(claimed, _)| claimed == address);
-            wait_for("an answer", Duration::from_millis(300), || Ok(capture.count(answer) > 0 && asked.elapsed() > QUIET / 3))?;
+            wait_for("an answer", Duration::from_millis(300), || {
+                Ok(capture.count(answer) > 0 && asked.elapsed() > QUIET / 3)
+            })?;
             Ok(true)
         })?;
         answered.extend(capture.finish()?.claims_of(address).into_keys());
@@ -275,7 +283,7 @@ fn a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
         lab.manifests().write("pool", &pool("public", 40, 41, None))?;
         lab.manifests().write("web", &pooled(2))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
+        start_with(lab, &StartOptions::new())?;
         let server = lab.server("server1").clone();
         wait_in_force(&pod, &server, &HOSTS)?;
         let mac_of = |lab: &Lab, node: &str| lab.node(node).external_mac();
@@ -289,7 +297,11 @@ fn a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
         lab.agent(&frozen).freeze()?;
         for ip in &lost {
             let new = wait_owner(lab, *ip, |node| node != frozen)?;
-            assert_eq!(who_answers(&server, *ip)?, BTreeSet::from([mac_of(lab, &new)]), "{ip} while {frozen} is frozen");
+            assert_eq!(
+                who_answers(&server, *ip)?,
+                BTreeSet::from([mac_of(lab, &new)]),
+                "{ip} while {frozen} is frozen"
+            );
         }
         wait_in_force(&pod, &server, &HOSTS)?;
         // Awake again, it must find out that it is no longer the owner before it answers anything.
@@ -324,7 +336,7 @@ fn nobody_answers_unasked_packets_for_an_egress_ip() {
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("web", &web(&[10, 11]))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
+        start_with(lab, &StartOptions::new())?;
         let server = lab.server("server1").clone();
         wait_in_force(&pod, &server, &[10, 11])?;
         let capture = Capture::start(&server.ns, "eth0")?;
@@ -346,8 +358,11 @@ fn nobody_answers_unasked_packets_for_an_egress_ip() {
         let trace = capture.finish()?;
         let from_them = trace.filter(|packet| {
             let answers = |ip: &lab::capture::Ip| {
-                !matches!(ip.transport, lab::capture::Transport::NeighborAdvertisement { .. }
-                    | lab::capture::Transport::NeighborSolicitation { .. })
+                !matches!(
+                    ip.transport,
+                    lab::capture::Transport::NeighborAdvertisement { .. }
+                        | lab::capture::Transport::NeighborSolicitation { .. }
+                )
             };
             !packet.outgoing && packet.ip().is_some_and(|ip| all_of(&[10, 11]).contains(&ip.source) && answers(ip))
         });
@@ -363,7 +378,7 @@ fn with_the_controller_dead_nothing_stops() {
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("web", &web(&[10, 11]))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
+        start_with(lab, &StartOptions::new())?;
         let server = lab.server("server1").clone();
         wait_in_force(&pod, &server, &[10, 11])?;
         let _streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;

@@ -26,7 +26,10 @@ fn the_longest_prefix_wins_and_exclusions_count_in_their_own_policy() {
     lab::require_root!();
     Lab::builder().workers(1).far_servers(2).run(|lab| {
         let excluded = "\n  excludedCIDRs: [198.51.100.11/32, \"2001:db8:51::11/128\"]";
-        let (all, far) = (narrow("all", WEB_PODS, ALL, 10), narrow("far", WEB_PODS, FAR, 11) + excluded.trim_start_matches('\n') + "\n");
+        let (all, far) = (
+            narrow("all", WEB_PODS, ALL, 10),
+            narrow("far", WEB_PODS, FAR, 11) + excluded.trim_start_matches('\n') + "\n",
+        );
         lab.manifests().write("policies", &format!("{all}---\n{far}"))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         start(lab)?;

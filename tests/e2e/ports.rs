@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::ops::Range;
 
-use anyhow::Result;
+use anyhow::{Context, Result, ensure};
 use lab::traffic::{Protocol, spray};
 use lab::{Capture, Family, Lab, Pod, PodSpec, Server, StartOptions, Trace, wait_for};
 
-use crate::support::{PATIENCE, counter, egress, start, start_with, wait_counter, wait_in_force, web};
+use crate::support::{PATIENCE, calm, counter, egress, start, start_with, wait_counter, wait_in_force, web};
 
 /// A port of the server behind which nobody listens.
 const TARGET: u16 = 4242;
@@ -18,7 +18,7 @@ const BATCH: usize = 1000;
 /// Makes the server ignore datagrams for [`TARGET`]: nothing comes back, so flows stay half open.
 fn deafen(server: &Server) -> Result<()> {
     server.ns.nft(&format!(
-        "table inet deaf {{ chain input {{ type filter hook input priority 0; udp dport {TARGET} drop; }} }}"
+        "table inet deaf {{ chain input {{ type filter hook input priority 0; udp dport {TARGET} drop\n }} }}"
     ))
 }
 
@@ -46,6 +46,22 @@ fn translated(trace: &Trace, target: SocketAddr) -> (BTreeSet<SocketAddr>, usize
     (sources, mine.packets().len())
 }
 
+/// Lets UDP flows expire after a tick instead of minutes, by writing into the pinned settings of a node whose agent is dead.
+fn expire_udp_at_once(lab: &Lab, node: &str) -> Result<()> {
+    /// Where `udp` is among the settings, in bytes.
+    const UDP: usize = 32;
+    let map = lab.bpffs(node).join("v1/maps/CONFIG");
+    let ns = &lab.node(node).ns;
+    let text = ns.sh(&format!("bpftool -j map lookup pinned {} key 0 0 0 0", map.display()))?;
+    let entry: serde_json::Value = serde_json::from_str(&text)?;
+    let bytes = entry["value"].as_array().context("the settings as bytes")?;
+    let mut bytes: Vec<String> = bytes.iter().filter_map(|byte| byte.as_str().map(str::to_owned)).collect();
+    ensure!(bytes.len() == 40, "the settings have another layout: {text}");
+    bytes[UDP] = "0x01".to_owned();
+    bytes[UDP + 1..UDP + 4].fill("0x00".to_owned());
+    ns.sh(&format!("bpftool map update pinned {} key 0 0 0 0 value {}", map.display(), bytes.join(" "))).map(drop)
+}
+
 fn with_two_pods(options: &StartOptions, test: impl FnOnce(&mut Lab, [Pod; 2], Server) -> Result<()>) {
     Lab::builder().workers(1).gateways(1).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
@@ -68,7 +84,7 @@ fn with_two_pods(options: &StartOptions, test: impl FnOnce(&mut Lab, [Pod; 2], S
 #[test]
 fn ports_are_found_while_there_are_any_and_none_is_used_twice() {
     lab::require_root!();
-    with_two_pods(&StartOptions::new(), |lab, pods, server| {
+    with_two_pods(&calm(), |lab, pods, server| {
         for family in Family::BOTH {
             let target = server.ips.at(family, TARGET);
             let capture = Capture::start(&server.ns, "eth0")?;
@@ -91,7 +107,9 @@ fn ports_are_found_while_there_are_any_and_none_is_used_twice() {
 #[test]
 fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
     lab::require_root!();
-    let options = StartOptions::new().config("timeouts: {udp: 20}");
+    let bpftool = std::process::Command::new("bpftool").arg("version").output().is_ok();
+    lab::require!(bpftool, "bpftool is missing: apt-get install bpftool");
+    let options = calm();
     with_two_pods(&options, |lab, pods, server| {
         let target = server.ips.at(Family::V4, TARGET);
         let capture = Capture::start(&server.ns, "eth0")?;
@@ -113,6 +131,7 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
 
         // Idle flows expire, with nobody's help.
         lab.agent("worker1").kill()?;
+        expire_udp_at_once(lab, "worker1")?;
         let capture = Capture::start(&server.ns, "eth0")?;
         let mut port = 61_000;
         wait_for("a new flow finds a port", PATIENCE * 2, || {
@@ -132,7 +151,7 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
 #[test]
 fn closed_connections_give_their_ports_back() {
     lab::require_root!();
-    with_two_pods(&StartOptions::new(), |lab, pods, server| {
+    with_two_pods(&calm(), |lab, pods, server| {
         let target = server.ips.at(Family::V4, TARGET);
         let before = counter(lab, "worker1", "drop_no_port")?;
         for round in 0..2 {

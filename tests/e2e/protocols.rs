@@ -156,9 +156,12 @@ fn datagrams_in_fragments_arrive_with_the_egress_ip_and_so_do_their_answers() {
                 flows.wait("large answers", PATIENCE, |all| all.iter().all(|one| one.received > 3))?;
                 let (from, to) = (pod.ips.at(family, 7001), server.ips.at(family, 53));
                 let id = send_fragments(&pod.ns, from, to, 4000, 1000, FragmentOrder::InOrder)?;
-                wait_until("the datagram", PATIENCE, || Ok(udp.flows()), |flows| {
-                    flows.get(&id).is_some_and(|one| one.received == 1)
-                })?;
+                wait_until(
+                    "the datagram",
+                    PATIENCE,
+                    || Ok(udp.flows()),
+                    |flows| flows.get(&id).is_some_and(|one| one.received == 1),
+                )?;
             }
             assert!(udp.flows().values().all(|one| one.corrupted == 0));
             let trace = capture.finish()?;

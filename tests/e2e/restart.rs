@@ -8,9 +8,9 @@ use lab::traffic::{
     ConnectRate, ConnectionReport, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer,
     undelivered,
 };
-use lab::{Capture, Family, Lab, PodSpec, StartOptions, wait_for, wait_until};
+use lab::{Capture, Family, Lab, PodSpec, wait_for, wait_until};
 
-use crate::support::{PATIENCE, QUIET, egress, start, wait_in_force, wait_sources, web};
+use crate::support::{PATIENCE, QUIET, calm, egress, start, wait_in_force, wait_sources, web};
 
 const HOSTS: [u8; 3] = [10, 11, 12];
 
@@ -32,7 +32,11 @@ fn killing_and_restarting_agents_under_load_loses_nothing() {
         for family in Family::BOTH {
             clients.push(TcpClients::establish(&pod.ns, server.ips.at(family, 80), 50, TcpOptions::default())?);
             datagrams.push(UdpClients::start(&pod.ns, server.ips.at(family, 53), 30, UdpOptions::default())?);
-            let rate = ConnectRate { per_second: 150, timeout: std::time::Duration::from_millis(900), ..ConnectRate::default() };
+            let rate = ConnectRate {
+                per_second: 150,
+                timeout: std::time::Duration::from_millis(900),
+                ..ConnectRate::default()
+            };
             rates.push(rate.start(&pod.ns, server.ips.at(family, 81))?);
         }
         for node in ["worker1", "gw1", "worker1", "gw2"] {
@@ -40,7 +44,7 @@ fn killing_and_restarting_agents_under_load_loses_nothing() {
             for all in &clients {
                 all.wait_progress(10, PATIENCE)?;
             }
-            lab.start_agent(node, &StartOptions::new())?;
+            lab.start_agent(node, &calm())?;
             // The restarted agent is at work: it follows a change.
             for all in &clients {
                 all.wait_progress(30, PATIENCE)?;
@@ -94,7 +98,8 @@ fn footprint(lab: &Lab, node: &str) -> Result<BTreeSet<String>> {
         "for d in $(ls /proc/sys/net/ipv4/conf); do echo $d $(cat /proc/sys/net/ipv4/conf/$d/rp_filter); done",
         "for i in $(ip -o link show | cut -d: -f2 | cut -d@ -f1); do tc qdisc show dev $i | grep clsact || true; done",
     ] {
-        lines.extend(ns.sh(command)?.lines().map(|line| format!("{}: {line}", command.split(' ').next().unwrap_or(""))));
+        lines
+            .extend(ns.sh(command)?.lines().map(|line| format!("{}: {line}", command.split(' ').next().unwrap_or(""))));
     }
     Ok(lines)
 }
@@ -143,7 +148,7 @@ fn cleanup_leaves_nothing_behind() {
         }
         // And it can be installed again.
         for node in ["worker1", "gw1"] {
-            lab.start_agent(node, &StartOptions::new())?;
+            lab.start_agent(node, &calm())?;
         }
         wait_in_force(&pod, &server, &[10])
     });
@@ -154,17 +159,20 @@ fn maps_of_another_layout_are_refused_with_a_remedy() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(0).run(|lab| {
         fs::create_dir_all(lab.bpffs("worker1").join("v999"))?;
-        lab.start_agent("worker1", &StartOptions::new())?;
+        lab.start_agent("worker1", &calm())?;
         wait_for("the agent gives up", PATIENCE, || Ok(!lab.agent("worker1").alive()?))?;
         let log = lab.agent("worker1").log();
         let bpffs = lab.bpffs("worker1").display().to_string();
         assert!(log.contains("v999") && log.contains(&format!("egress-daemon cleanup --bpffs {bpffs}")), "{log}");
         // The remedy works.
         lab.daemon_text("worker1", &["cleanup"])?;
-        lab.start_agent("worker1", &StartOptions::new())?;
-        wait_until("the agent runs", PATIENCE, || Ok(pins(lab, "worker1")), |pins| {
-            pins.iter().any(|pin| pin.contains("/maps/"))
-        })?;
+        lab.start_agent("worker1", &calm())?;
+        wait_until(
+            "the agent runs",
+            PATIENCE,
+            || Ok(pins(lab, "worker1")),
+            |pins| pins.iter().any(|pin| pin.contains("/maps/")),
+        )?;
         assert!(lab.agent("worker1").alive()?);
         Ok(())
     });
@@ -194,7 +202,7 @@ fn a_restarted_agent_takes_over_what_is_pinned() {
                     true => lab.agent(node).terminate()?,
                     false => lab.agent(node).kill()?,
                 }
-                lab.start_agent(node, &StartOptions::new())?;
+                lab.start_agent(node, &calm())?;
             }
             for all in &clients {
                 all.wait_progress(20, PATIENCE)?;

@@ -20,8 +20,13 @@ fn leased_port(lab: &Lab, family: Family) -> Result<u16> {
     let capture = Capture::start(&server.ns, "eth0")?;
     sources(&pod.ns, server, family, 1)?;
     let from = egress(family, &[10])[0];
-    let ports = capture.finish()?.packets().iter().filter_map(lab::Packet::ports).map(|(source, _)| source).collect::<Vec<_>>();
-    ports.into_iter().find(|source| source.ip() == from).map(|source| source.port()).context("a packet of the egress IP")
+    let ports =
+        capture.finish()?.packets().iter().filter_map(lab::Packet::ports).map(|(source, _)| source).collect::<Vec<_>>();
+    ports
+        .into_iter()
+        .find(|source| source.ip() == from)
+        .map(|source| source.port())
+        .context("a packet of the egress IP")
 }
 
 #[test]
@@ -85,7 +90,12 @@ fn a_source_node_delivers_only_what_a_node_sent() {
         let udp = lab::traffic::UdpServer::start(&server.ns, &server.ips.both(53))?;
         for family in Family::BOTH {
             // A flow, so that there is something to deliver to.
-            let flows = lab::traffic::UdpClients::start(&pod.ns, server.ips.at(family, 53), 1, lab::traffic::UdpOptions::once())?;
+            let flows = lab::traffic::UdpClients::start(
+                &pod.ns,
+                server.ips.at(family, 53),
+                1,
+                lab::traffic::UdpOptions::once(),
+            )?;
             let id = flows.wait("a reply", PATIENCE, |all| all[0].received == 1)?[0].id;
             let translated = *udp.flows()[&id].peers.first().context("a peer")?;
             let capture = Capture::start(&pod.ns, "eth0")?;
@@ -97,7 +107,8 @@ fn a_source_node_delivers_only_what_a_node_sent() {
             let before = counter(lab, "worker1", "drop_stranger")?;
             send_vxlan(lab.router(), device, 42, Protocol::Udp, answer, translated)?;
             wait_counter(lab, "worker1", "drop_stranger", before)?;
-            let arrived = |packet: &lab::Packet| !packet.outgoing && packet.ports().is_some_and(|(from, _)| from == answer);
+            let arrived =
+                |packet: &lab::Packet| !packet.outgoing && packet.ports().is_some_and(|(from, _)| from == answer);
             assert_eq!(capture.count(arrived), 0);
             // The control: the gateway's own namespace may.
             send_vxlan(&lab.node("gw1").ns, device, REPLY, Protocol::Udp, answer, translated)?;
@@ -124,7 +135,8 @@ fn every_packet_counts_for_the_policy_whatever_its_ports() {
             for protocol in [Protocol::Udp, Protocol::Syn] {
                 lab::traffic::spray(&pod.ns, protocol, pod.ips.ip(family), ports, server.ips.at(family, 4243))?;
             }
-            let arrived = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| to == server.ips.at(family, 4243));
+            let arrived =
+                |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| to == server.ips.at(family, 4243));
             lab::wait_for("all packets", PATIENCE, || Ok(capture.count(arrived) >= 2 * ports.len() - 2))?;
         }
         let trace = capture.finish()?;

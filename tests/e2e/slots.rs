@@ -6,9 +6,7 @@ use anyhow::Result;
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
 use lab::{Capture, Family, Lab, PodSpec};
 
-use crate::support::{
-    PATIENCE, WEB, egress, gateways_where, policy, sources, start, wait_in_force, wait_refused, web,
-};
+use crate::support::{PATIENCE, WEB, egress, gateways_where, policy, sources, start, wait_in_force, wait_refused, web};
 
 /// The most famous promise: of four gateways one is removed, and nobody else notices.
 #[test]
@@ -44,7 +42,9 @@ fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
         wait_in_force(&pod, &server, &[10, 11, 12])?;
         for all in &flows {
             let counts: Vec<u64> = all.flows().iter().map(|one| one.received).collect();
-            all.wait("more replies", PATIENCE, |all| all.iter().zip(&counts).all(|(one, count)| one.received > count + 5))?;
+            all.wait("more replies", PATIENCE, |all| {
+                all.iter().zip(&counts).all(|(one, count)| one.received > count + 5)
+            })?;
         }
         let mut stayed = 0;
         for (id, seen) in udp.flows() {
@@ -80,7 +80,9 @@ fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
         wait_in_force(&pod, &server, &[10, 11, 12, 13])?;
         for all in &flows {
             let counts: Vec<u64> = all.flows().iter().map(|one| one.received).collect();
-            all.wait("more replies", PATIENCE, |all| all.iter().zip(&counts).all(|(one, count)| one.received > count + 5))?;
+            all.wait("more replies", PATIENCE, |all| {
+                all.iter().zip(&counts).all(|(one, count)| one.received > count + 5)
+            })?;
         }
         assert!(udp.flows().iter().all(|(id, seen)| seen.peers == before[id].peers));
         Ok(())

@@ -62,7 +62,12 @@ fn weights_are_shares_of_new_flows() {
         wait_in_force(&pod, server, &[10, 11, 12])?;
         let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
         for family in Family::BOTH {
-            let flows = UdpClients::start(&pod.ns, server.ips.at(family, 53), 800, UdpOptions { requests: 3, ..UdpOptions::default() })?;
+            let flows = UdpClients::start(
+                &pod.ns,
+                server.ips.at(family, 53),
+                800,
+                UdpOptions { requests: 3, ..UdpOptions::default() },
+            )?;
             let all = flows.wait("replies", PATIENCE, |all| all.iter().all(|one| one.received > 0))?;
             let seen = udp.flows();
             let spread = lab::traffic::tally(all.iter().flat_map(|one| &seen[&one.id].peers).map(|peer| peer.ip()));
@@ -87,8 +92,7 @@ fn flows_keep_their_egress_ip_while_the_weights_change() {
         let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
         let tcp = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
         let start_udp = |family| UdpClients::start(&pod.ns, server.ips.at(family, 53), 60, UdpOptions::default());
-        let start_tcp =
-            |family| TcpClients::establish(&pod.ns, server.ips.at(family, 80), 40, TcpOptions::default());
+        let start_tcp = |family| TcpClients::establish(&pod.ns, server.ips.at(family, 80), 40, TcpOptions::default());
         let datagrams = [start_udp(Family::V4)?, start_udp(Family::V6)?];
         let streams = [start_tcp(Family::V4)?, start_tcp(Family::V6)?];
         for (a, b, c) in [(100, 1, 1), (1, 100, 1), (1, 1, 100), (1, 1, 1)] {

@@ -4,7 +4,7 @@ use anyhow::Result;
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Capture, Family, Lab, PodSpec, StartOptions, wait_for, wait_until};
 
-use crate::support::{PATIENCE, WEB, egress, gateways, policy, start, wait_in_force, web};
+use crate::support::{PATIENCE, WEB, calm, egress, gateways, policy, start, start_with, wait_in_force, web};
 
 /// What Spillway wrote about a policy.
 fn status(lab: &Lab, name: &str) -> String {
@@ -21,7 +21,8 @@ fn wait_status(lab: &Lab, name: &str, parts: &[&str]) -> Result<()> {
 /// Waits until a controller's log has a line with all of `parts`.
 fn wait_log(lab: &mut Lab, process: &str, parts: &[&str]) -> Result<()> {
     let line = |log: &String| log.lines().any(|line| parts.iter().all(|part| line.contains(part)));
-    wait_until(&format!("{parts:?} in one line of the log"), PATIENCE, || Ok(lab.controller(process).log()), line).map(drop)
+    wait_until(&format!("{parts:?} in one line of the log"), PATIENCE, || Ok(lab.controller(process).log()), line)
+        .map(drop)
 }
 
 #[test]
@@ -41,7 +42,11 @@ fn a_mistake_in_a_file_leaves_the_last_good_state_in_force_and_is_named() {
         wait_log(lab, "controller", &["web.yaml"])?;
         wait_in_force(&pod, &server, &[10])?;
         lab.manifests().write("web", &web(&[11]).replace("destinationCIDRs", "destinationCIDR"))?;
-        wait_log(lab, "controller", &["web.yaml", "EgressGatewayPolicy", "web", "destinationCIDR", "write destinationCIDRs"])?;
+        wait_log(
+            lab,
+            "controller",
+            &["web.yaml", "EgressGatewayPolicy", "web", "destinationCIDR", "write destinationCIDRs"],
+        )?;
         wait_status(lab, "web", &["destinationCIDR", "write destinationCIDRs"])?;
         wait_in_force(&pod, &server, &[10])?;
         lab.manifests().write("web", &web(&[11]).replace("weight: 1", "weight: 1000"))?;
@@ -49,15 +54,16 @@ fn a_mistake_in_a_file_leaves_the_last_good_state_in_force_and_is_named() {
         wait_in_force(&pod, &server, &[10])?;
 
         // Everything else goes on: another policy comes meanwhile.
-        let other = "\n  selectors: [{podSelector: {matchLabels: {app: api}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
+        let other =
+            "\n  selectors: [{podSelector: {matchLabels: {app: api}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
         lab.manifests().write("api", &policy("api", &format!("{other}{}", gateways(&[12]))))?;
         wait_in_force(&api, &server, &[12])?;
         // An agent and a controller that start now have the last good state too.
         for name in ["worker1", "gw1"] {
             lab.agent(name).kill()?;
-            lab.start_agent(name, &StartOptions::new())?;
+            lab.start_agent(name, &calm())?;
         }
-        lab.start_controller("controller", &StartOptions::new())?;
+        lab.start_controller("controller", &calm())?;
         wait_in_force(&pod, &server, &[10])?;
 
         lab.manifests().write("web", &web(&[11]))?;
@@ -76,7 +82,8 @@ fn a_policy_that_cannot_be_carried_out_says_why_and_disturbs_nobody() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
-        let api = "\n  selectors: [{podSelector: {matchLabels: {app: api}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
+        let api =
+            "\n  selectors: [{podSelector: {matchLabels: {app: api}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
         let missing = policy("missing", &format!("{api}\n  egressIPPool: {{name: nowhere, count: 2}}"));
         lab.manifests().write("missing", &missing)?;
         let loser = policy("loser", &format!("{WEB}{}", gateways(&[11])));
@@ -98,7 +105,7 @@ fn a_second_controller_stands_by_and_takes_over() {
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("web", &web(&[10, 11]))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
+        start_with(lab, &StartOptions::new())?;
         let server = lab.server("server1").clone();
         wait_in_force(&pod, &server, &[10, 11])?;
         lab.start_controller("standby", &StartOptions::new())?;

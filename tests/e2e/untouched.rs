@@ -6,7 +6,10 @@ use anyhow::{Context, Result};
 use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, ping};
 use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec, Server, StartOptions};
 
-use crate::support::{PATIENCE, WEB, at, gateways, policy, sources, start, start_with, wait_in_force, wait_refused, wait_sources, web};
+use crate::support::{
+    CALM, PATIENCE, WEB, at, gateways, policy, sources, start, start_with, wait_in_force, wait_refused, wait_sources,
+    web,
+};
 
 /// The source that a connection from `client` has at `target` in `server`.
 fn source_at(client: &NetNs, server: &NetNs, target: IpAddr) -> Result<IpAddr> {
@@ -26,8 +29,8 @@ fn a_policy_for_everything_leaves_the_clusters_own_traffic_alone() {
             let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
             let neighbour = lab.add_pod(PodSpec::new("neighbour", "worker1"))?;
             let remote = lab.add_pod(PodSpec::new("remote", "worker2").label("app", "web"))?;
-            let config = "exceptCIDRs: [198.51.100.11/32, \"2001:db8:51::11/128\"]";
-            start_with(lab, &StartOptions::new().config(config))?;
+            let config = format!("{CALM}exceptCIDRs: [198.51.100.11/32, \"2001:db8:51::11/128\"]\n");
+            start_with(lab, &StartOptions::new().config(&config))?;
             wait_in_force(&pod, lab.server("server1"), &[10])?;
             wait_in_force(&pod, lab.server("far1"), &[10])?;
 
@@ -43,7 +46,8 @@ fn a_policy_for_everything_leaves_the_clusters_own_traffic_alone() {
                     let other = lab.node(name);
                     assert_eq!(source_at(&pod.ns, &other.ns, other.underlay.ip(family))?, own, "to node {name}");
                     let flow = UdpServer::start(&other.ns, &[at(other.underlay.ip(family), 7001)])?;
-                    let clients = UdpClients::start(&pod.ns, at(other.underlay.ip(family), 7001), 1, UdpOptions::once())?;
+                    let clients =
+                        UdpClients::start(&pod.ns, at(other.underlay.ip(family), 7001), 1, UdpOptions::once())?;
                     clients.wait("a reply", PATIENCE, |all| all[0].received == 1)?;
                     assert_eq!(flow.sources().into_keys().collect::<Vec<_>>(), [own]);
                     assert_eq!(ping(&pod.ns, other.underlay.ip(family), &Ping::default())?.replies.len(), 1);
@@ -102,8 +106,7 @@ fn replies_of_what_the_outside_opened_are_left_alone() {
             );
             let capture = Capture::start(&server.ns, "eth0")?;
             for family in Family::BOTH {
-                let clients =
-                    TcpClients::establish(&server.ns, pod.ips.at(family, 80), 20, TcpOptions::default())?;
+                let clients = TcpClients::establish(&server.ns, pod.ips.at(family, 80), 20, TcpOptions::default())?;
                 clients.wait_progress(5, PATIENCE)?;
                 assert!(clients.close()?.iter().all(|one| one.intact()));
                 let flows = UdpClients::start(&server.ns, pod.ips.at(family, 53), 20, UdpOptions::default())?;
