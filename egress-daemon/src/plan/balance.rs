@@ -4,6 +4,7 @@
 //! follows the shortest such way, so few are moved, and it ends because each round makes the loads more equal.
 
 use std::cmp::Reverse;
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -87,12 +88,11 @@ impl Search<'_, '_> {
                     }
                     let taste = self.loads.taste(item);
                     for (at, to) in self.items[item].candidates.iter().copied().enumerate() {
-                        if to == from || to == node || reached.contains_key(&to) || !self.may_go(item, to) {
+                        if to == from || to == node || !self.may_go(item, to) {
                             continue;
                         }
                         let step = Step { item, from: node, to };
-                        reached.insert(to, step);
-                        next.push(to);
+                        // Several may take the last step to the same gateway: the best of them does.
                         if self.loads.total(to) + 2 <= self.loads.total(from) && self.loads.has_room(item, to, None) {
                             let (alike, zone) = taste.of(to);
                             let more = i64::from(alike) - i64::from(self.loads.alike(item, node));
@@ -100,6 +100,10 @@ impl Search<'_, '_> {
                             if best.as_ref().is_none_or(|(least, _)| score < *least) {
                                 best = Some((score, step));
                             }
+                        }
+                        if let Entry::Vacant(unreached) = reached.entry(to) {
+                            unreached.insert(step);
+                            next.push(to);
                         }
                     }
                 }
