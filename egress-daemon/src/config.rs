@@ -18,8 +18,8 @@ pub const PROBE_COUNT: u32 = 3;
 pub const LEASE_RENEW: Duration = Duration::from_millis(500);
 /// Default of [`Lease::duration`].
 pub const LEASE_DURATION: Duration = Duration::from_secs(2);
-/// Default of [`Config::deadline`].
-pub const DEADLINE: Duration = Duration::from_secs(2);
+/// Default of [`Config::deadline`]: a gateway is silent before its lease, renewed [`LEASE_RENEW`] earlier, can have lapsed.
+pub const DEADLINE: Duration = Duration::from_secs(1);
 /// Default of [`Timeouts::tcp_established`].
 pub const TCP_ESTABLISHED: Duration = Duration::from_secs(limits::TCP_ESTABLISHED_SECS);
 /// Default of [`Timeouts::tcp_transitory`].

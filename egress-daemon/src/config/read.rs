@@ -70,12 +70,14 @@ fn contradictions(config: &Config) -> Vec<Fault> {
         let message = format!("a lease of {duration:?} that is renewed every {renew:?} lapses with one late renewal");
         fault("lease.duration", message, "write at least twice lease.renew");
     }
-    if config.deadline > duration {
-        let message = format!("{:?} is longer than lease.duration ({duration:?})", config.deadline);
+    // An agent that stops has heard from itself up to `renew` later than it renewed its lease.
+    if config.deadline + renew > duration {
+        let message =
+            format!("{:?} and lease.renew ({renew:?}) are longer than lease.duration ({duration:?})", config.deadline);
         fault(
             "deadline",
             format!("{message}: a gateway would answer for an egress IP that another one has taken over"),
-            "write at most lease.duration",
+            "write less than lease.duration minus lease.renew",
         );
     }
     faults
