@@ -6,11 +6,11 @@ pub const LAYOUT_VERSION: u32 = 1;
 /// The UDP port of the tunnel device, away from the ports that CNIs use (4789, 8472, 6081).
 pub const TUNNEL_PORT: u16 = 8473;
 /// VXLAN network identifier of packets on their way to a gateway.
-pub const VNI_FORWARD: u32 = 0x5350_01;
+pub const VNI_FORWARD: u32 = 0x53_50_01;
 /// VXLAN network identifier of replies on their way back to a source node.
-pub const VNI_REPLY: u32 = 0x5350_02;
+pub const VNI_REPLY: u32 = 0x53_50_02;
 /// VXLAN network identifier of probes.
-pub const VNI_PROBE: u32 = 0x5350_03;
+pub const VNI_PROBE: u32 = 0x53_50_03;
 /// Source MAC address of tunnelled frames. It must differ from every tunnel device's own address: VXLAN drops a frame
 /// that seems to come from the receiving device itself (`vxlan_rcv`, `ether_addr_equal(eth_hdr(skb)->h_source,
 /// vxlan->dev->dev_addr)`).

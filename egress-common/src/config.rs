@@ -37,16 +37,16 @@ pub mod flags {
     pub const CSUM_IPV6: u32 = 2;
 }
 
-/// What the programs assume until an agent has written the map.
-pub const DEFAULT: Config = Config {
+/// The record in a map that no agent has written yet.
+pub const UNSET: Config = Config {
     generation: 0,
     flags: 0,
     tunnel_ifindex: 0,
     node: 0,
     mss_v4: 0,
     mss_v6: 0,
-    tcp_established: crate::abi::ticks(crate::limits::TCP_ESTABLISHED_SECS),
-    tcp_transitory: crate::abi::ticks(crate::limits::TCP_TRANSITORY_SECS),
-    udp: crate::abi::ticks(crate::limits::UDP_SECS),
-    icmp: crate::abi::ticks(crate::limits::ICMP_SECS),
+    tcp_established: 0,
+    tcp_transitory: 0,
+    udp: 0,
+    icmp: 0,
 };

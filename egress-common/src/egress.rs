@@ -22,6 +22,12 @@ map_type! {
     } size 40
 }
 
+impl EgressIp {
+    /// An entry that stands for no address.
+    pub const EMPTY: Self =
+        Self { addr: [0; 4], generation: 0, owner: 0, flags: 0, ifindex: 0, epoch_low: 0, epoch_high: 0 };
+}
+
 /// Bits of [`EgressIp::flags`].
 pub mod flags {
     /// This node is the owner.

@@ -1,9 +1,14 @@
 //! The agent, the controller and what egressctl needs.
 
+pub mod agent;
 pub mod api;
+pub mod config;
+pub mod controller;
 pub mod datapath;
 pub mod health;
 pub mod host;
 pub mod model;
 pub mod plan;
+pub mod snapshot;
 pub mod store;
+pub mod translate;

@@ -5,7 +5,10 @@ use crate::{
     packet::{ETH_LEN, Packet},
     parse::{Ip, Part, proto},
 };
-use aya_ebpf::{bindings::{__sk_buff, BPF_F_PSEUDO_HDR}, helpers::bpf_csum_diff};
+use aya_ebpf::{
+    bindings::{__sk_buff, BPF_F_PSEUDO_HDR},
+    helpers::bpf_csum_diff,
+};
 use egress_common::{V4, V6, csum, hash::Words, limits::MAX_EXTENSION_HEADERS};
 
 /// `BPF_F_IPV6` of `bpf_l4_csum_replace` (Linux 6.16): the address change cancels out in `skb->csum`.

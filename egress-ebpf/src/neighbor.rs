@@ -130,8 +130,7 @@ fn advertise(pkt: &Packet, target: &V6, asker: &V6, asker_mac: &Mac, mac: &Mac) 
     // Chosen word by word, see `Packet::write_words`.
     let choose = |all_nodes: u32, i: usize| if unspecified { all_nodes.to_be() } else { asker[i] };
     let to = [choose(0xff02_0000, 0), choose(0, 1), choose(0, 2), choose(1, 3)];
-    let (to_mac, flags) =
-        if unspecified { (ALL_NODES_MAC, OVERRIDE) } else { (*asker_mac, OVERRIDE | SOLICITED) };
+    let (to_mac, flags) = if unspecified { (ALL_NODES_MAC, OVERRIDE) } else { (*asker_mac, OVERRIDE | SOLICITED) };
     let option = [TARGET_LINK_LAYER as u32 | (mac[0] as u32) << 16, mac[1] as u32 | (mac[2] as u32) << 16];
     let sum = csum::sum_words(target) * 2
         + csum::sum_words(&to)

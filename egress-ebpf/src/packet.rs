@@ -191,11 +191,7 @@ impl Packet {
     /// without CAP_PERFMON the verifier allows no pointer into the packet that is not a constant away from its start.
     #[inline(always)]
     pub fn read_l4<T: Copy>(&self, header: u32, l4: u32, offset: u32) -> Option<T> {
-        if l4 == ETH_LEN + header {
-            self.read_header(ETH_LEN + header + offset)
-        } else {
-            self.load(l4 + offset)
-        }
+        if l4 == ETH_LEN + header { self.read_header(ETH_LEN + header + offset) } else { self.load(l4 + offset) }
     }
 
     /// Overwrites the `T` at `offset` in the transport header at `l4`, as [`read_l4`](Self::read_l4) reads it.

@@ -107,7 +107,9 @@ fn header<F: Family>(pkt: &Packet, l4: u32, protocol: u32) -> Transport {
             None => Transport::of(Kind::Broken),
         },
         p if p == F::ICMP => {
-            let Some([first, _, id, _]) = pkt.read_l4::<[u16; 4]>(F::HEADER, l4, 0) else { return Transport::of(Kind::Broken) };
+            let Some([first, _, id, _]) = pkt.read_l4::<[u16; 4]>(F::HEADER, l4, 0) else {
+                return Transport::of(Kind::Broken);
+            };
             let kind = icmp_kind(F::ICMP, first.to_ne_bytes()[0]);
             match kind {
                 Kind::Query | Kind::Answer => Transport { kind, src_port: id, dst_port: 0, flags: 0 },

@@ -8,8 +8,7 @@ use crate::{
     mss,
     packet::{ETH_LEN, Mac, Packet, now_tick},
     parse::{self, Ip, Kind, Part, Transport, proto},
-    ports,
-    stats,
+    ports, stats,
     translate::{End, Rewrite, rewrite},
     tunnel,
 };
@@ -20,8 +19,7 @@ use egress_common::{
     egress::flags as egress_flags,
     endpoint::{Endpoint, Policy, endpoint_flags, policy_flags},
     flow::{Flow, FlowKey, Reverse, Ticket, kind},
-    hash,
-    tcp,
+    hash, tcp,
     verdict::{Counter, Verdict},
 };
 
@@ -255,12 +253,7 @@ fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now: u32
 
 /// What a reply needs to find its way back to where this packet came from; the slot is filled in by the caller.
 #[inline(always)]
-fn reverse_value<F: Family>(
-    pkt: &Packet,
-    key: &FlowKey<F>,
-    policy: u32,
-    now: u32,
-) -> Option<Reverse<F>> {
+fn reverse_value<F: Family>(pkt: &Packet, key: &FlowKey<F>, policy: u32, now: u32) -> Option<Reverse<F>> {
     let [host_mac, pod_mac] = pkt.read::<[Mac; 2]>(0)?;
     Some(Reverse {
         pod: key.src,
@@ -379,8 +372,7 @@ fn open<F: Family>(
     let Some(value) = reverse_value(pkt, key, index, now) else { return Verdict::Drop(Counter::DropMalformed) };
     search.value = value;
     search.hash = hash::flow(key, policy.seed);
-    search.key =
-        FlowKey { src: key.src, dst: key.dst, src_port: 0, dst_port: key.dst_port, proto: key.proto };
+    search.key = FlowKey { src: key.src, dst: key.dst, src_port: 0, dst_port: key.dst_port, proto: key.proto };
     search.policy = *policy;
     search.endpoint = endpoint.id;
     if let Err(counter) = ports::take::<F>(search) {

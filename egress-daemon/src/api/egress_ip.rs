@@ -99,6 +99,16 @@ pub struct EgressIPStatus {
     #[schemars(with = "i64", range(min = 0))]
     pub epoch: u64,
 
+    /// How many port blocks of the address each source node may count on.
+    #[serde(default)]
+    #[schemars(with = "i32", range(min = 0, max = 1008))]
+    pub block_share: u32,
+
+    /// Whether a node that needs a port block cannot have one, so that nodes with more than their share give idle ones
+    /// back.
+    #[serde(default)]
+    pub blocks_scarce: bool,
+
     /// Ready and others, each with a reason and a sentence.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::conditions")]

@@ -1,1 +1,240 @@
-//! x
+//! Where the programs are attached: TCX links that are pinned, or on kernels before 6.6 filters of a clsact qdisc. Either
+//! way they stay when the agent goes, and are replaced without a gap when another one comes.
+
+use super::{
+    Pins,
+    load::{LoadError, Programs},
+};
+use aya::programs::{
+    LinkOrder, ProgramError, SchedClassifier, TcAttachType,
+    links::{FdLink, PinnedLink},
+    tc::{self, NlOptions, SchedClassifierLink, TcAttachOptions, TcHandle},
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt, fs, io,
+    path::{Path, PathBuf},
+};
+use thiserror::Error;
+
+/// Priority of our filters at a clsact qdisc: early, and ours alone.
+const PRIORITY: u16 = 0x53;
+/// Handle of our filters at a clsact qdisc.
+const HANDLE: u16 = 0x5350;
+
+/// How programs are attached on this kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// TCX links (Linux 6.6).
+    Tcx,
+    /// Filters of a clsact qdisc.
+    Clsact,
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Mode::Tcx => "tcx",
+            Mode::Clsact => "clsact",
+        })
+    }
+}
+
+/// A hook: program, and index of the interface.
+pub type Hook = (&'static str, u32);
+
+/// The direction that a program is attached for.
+pub fn direction(program: &str) -> TcAttachType {
+    match program {
+        "pod_ingress" | "tunnel_egress" => TcAttachType::Egress,
+        _ => TcAttachType::Ingress,
+    }
+}
+
+/// Why a program is not attached.
+#[derive(Debug, Error)]
+#[error("{program} is not attached to {interface}: {source}")]
+pub struct AttachError {
+    /// The program.
+    pub program: &'static str,
+    /// The interface.
+    pub interface: String,
+    /// What failed.
+    pub source: Failure,
+}
+
+/// What failed while attaching.
+#[derive(Debug, Error)]
+pub enum Failure {
+    /// The program is not there.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// The kernel refused.
+    #[error(transparent)]
+    Program(#[from] ProgramError),
+    /// The link cannot be pinned.
+    #[error("its link cannot be pinned: {0}")]
+    Pin(String),
+    /// The qdisc cannot be made.
+    #[error("no clsact qdisc: {0}")]
+    Qdisc(#[from] tc::TcError),
+    /// Another error of the system.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// The programs and where they are attached.
+pub struct Attacher {
+    programs: Programs,
+    pins: Pins,
+    mode: Mode,
+    attached: BTreeMap<Hook, String>,
+}
+
+impl Attacher {
+    /// Nothing is attached by this value yet; what an earlier agent attached goes on and is taken over by the first
+    /// [`sync`](Self::sync).
+    pub fn new(programs: Programs, pins: Pins, mode: Mode) -> Self {
+        Self { programs, pins, mode, attached: BTreeMap::new() }
+    }
+
+    /// How programs are attached.
+    pub fn mode(&self) -> Mode {
+        self.mode
+    }
+
+    /// The hooks that hold one of our programs, with the interface's name.
+    pub fn attached(&self) -> &BTreeMap<Hook, String> {
+        &self.attached
+    }
+
+    /// Attaches to every hook in `wanted` (with the interface's name), and takes the programs off all others of ours.
+    /// `live` are the interfaces that exist: what was attached to others is gone already.
+    pub fn sync(&mut self, wanted: &BTreeMap<Hook, String>, live: &BTreeSet<u32>) -> Vec<AttachError> {
+        let mut errors = Vec::new();
+        for (hook, interface) in wanted {
+            if self.attached.get(hook) == Some(interface) && self.holds(*hook, interface) {
+                continue;
+            }
+            match self.attach(*hook, interface) {
+                Ok(()) => drop(self.attached.insert(*hook, interface.clone())),
+                Err(source) => {
+                    self.attached.remove(hook);
+                    errors.push(AttachError { program: hook.0, interface: interface.clone(), source });
+                }
+            }
+        }
+        let gone: Vec<_> = self.attached.keys().filter(|h| !wanted.contains_key(*h)).copied().collect();
+        for hook in gone {
+            if let Some(interface) = self.attached.remove(&hook)
+                && live.contains(&hook.1)
+                && self.mode == Mode::Clsact
+            {
+                detach_filter(hook.0, &interface);
+            }
+        }
+        self.drop_pins(wanted);
+        errors
+    }
+
+    /// Whether our program is still at the hook: anybody may delete a qdisc or detach a link.
+    fn holds(&mut self, (program, _): Hook, interface: &str) -> bool {
+        let Ok(id) = self.programs.get(program).map_err(drop).and_then(|p| p.info().map(|i| i.id()).map_err(drop))
+        else {
+            return false;
+        };
+        match self.mode {
+            Mode::Tcx => SchedClassifier::query_tcx(interface, direction(program))
+                .is_ok_and(|(_, programs)| programs.iter().any(|p| p.id() == id)),
+            // There is no cheap question for it; replacing a filter by itself is harmless.
+            Mode::Clsact => false,
+        }
+    }
+
+    fn pin(&self, (program, interface): Hook) -> PathBuf {
+        self.pins.links().join(format!("{program}-{interface}"))
+    }
+
+    /// Removes the pins of hooks that are not wanted, which detaches their programs.
+    fn drop_pins(&self, wanted: &BTreeMap<Hook, String>) {
+        let keep: BTreeSet<PathBuf> = wanted.keys().map(|h| self.pin(*h)).collect();
+        let Ok(entries) = fs::read_dir(self.pins.links()) else { return };
+        for path in entries.filter_map(|e| Some(e.ok()?.path())).filter(|p| !keep.contains(p)) {
+            if let Err(e) = fs::remove_file(&path) {
+                tracing::warn!("{}: {e}", path.display());
+            }
+        }
+    }
+
+    fn attach(&mut self, hook: Hook, interface: &str) -> Result<(), Failure> {
+        let pin = self.pin(hook);
+        let program = self.programs.get(hook.0)?;
+        match self.mode {
+            Mode::Tcx => attach_tcx(program, &pin, interface, direction(hook.0)),
+            Mode::Clsact => attach_filter(program, interface, direction(hook.0)),
+        }
+    }
+}
+
+/// Replaces the program of the pinned link, or makes and pins a link that runs before all others at the hook.
+fn attach_tcx(
+    program: &mut SchedClassifier,
+    pin: &Path,
+    interface: &str,
+    direction: TcAttachType,
+) -> Result<(), Failure> {
+    if let Ok(pinned) = PinnedLink::from_pin(pin) {
+        let replaced = SchedClassifierLink::try_from(FdLink::from(pinned))
+            .map_err(|e| Failure::Pin(e.to_string()))
+            .and_then(|link| Ok(program.attach_to_link(link)?));
+        if let Ok(id) = replaced {
+            // The pin keeps the link alive.
+            drop(program.take_link(id)?);
+            return Ok(());
+        }
+        // The link's interface is gone, and another one has got its index.
+        fs::remove_file(pin)?;
+    }
+    let id = program.attach_with_options(interface, direction, TcAttachOptions::TcxOrder(LinkOrder::first()))?;
+    let link = FdLink::try_from(program.take_link(id)?).map_err(|e| Failure::Pin(e.to_string()))?;
+    link.pin(pin).map_err(|e| Failure::Pin(e.to_string()))?;
+    Ok(())
+}
+
+/// Adds our filter, or replaces its program.
+fn attach_filter(program: &mut SchedClassifier, interface: &str, direction: TcAttachType) -> Result<(), Failure> {
+    match tc::qdisc_add_clsact(interface) {
+        Err(tc::TcError::AlreadyAttached) | Ok(()) => {}
+        Err(e) => return Err(e.into()),
+    }
+    let handle = TcHandle::from(u32::from(HANDLE));
+    let options = NlOptions { priority: PRIORITY, handle, ..NlOptions::default() };
+    let added = program.attach_with_options(interface, direction, TcAttachOptions::Netlink(options));
+    let id = match added {
+        Ok(id) => id,
+        Err(_) => {
+            let link = SchedClassifierLink::attached(interface, direction, PRIORITY, handle, None)?;
+            program.attach_to_link(link)?
+        }
+    };
+    // Dropping the link would remove the filter.
+    std::mem::forget(program.take_link(id)?);
+    Ok(())
+}
+
+/// Removes our filter from an interface, if it is there.
+pub fn detach_filter(program: &str, interface: &str) {
+    let handle = TcHandle::from(u32::from(HANDLE));
+    if let Ok(link) = SchedClassifierLink::attached(interface, direction(program), PRIORITY, handle, None) {
+        // Dropping a link detaches it; an error means that it was not there.
+        drop(link);
+    }
+}
+
+/// Whether this kernel has TCX: asking an interface that always exists.
+pub fn mode() -> Mode {
+    match SchedClassifier::query_tcx("lo", TcAttachType::Ingress) {
+        Ok(_) => Mode::Tcx,
+        Err(_) => Mode::Clsact,
+    }
+}

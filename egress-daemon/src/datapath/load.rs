@@ -35,7 +35,9 @@ impl Default for Sizes {
 #[derive(Debug, Error)]
 pub enum LoadError {
     /// No BPF file system.
-    #[error("{path} is not on a BPF file system: mount one (`mount -t bpf bpf /sys/fs/bpf`) or name another directory with --bpffs")]
+    #[error(
+        "{path} is not on a BPF file system: mount one (`mount -t bpf bpf /sys/fs/bpf`) or name another directory with --bpffs"
+    )]
     NotBpffs {
         /// The directory.
         path: PathBuf,
@@ -49,7 +51,9 @@ pub enum LoadError {
         source: io::Error,
     },
     /// Maps of another version of the layout.
-    #[error("{path} holds maps of another layout than this agent's v{LAYOUT_VERSION}: stop the agent that made them, then run `egress-daemon cleanup --bpffs {root}` (established connections through Spillway on this node end)")]
+    #[error(
+        "{path} holds maps of another layout than this agent's v{LAYOUT_VERSION}: stop the agent that made them, then run `egress-daemon cleanup --bpffs {root}` (established connections through Spillway on this node end)"
+    )]
     OtherVersion {
         /// The directory of the other version.
         path: PathBuf,
@@ -57,7 +61,9 @@ pub enum LoadError {
         root: PathBuf,
     },
     /// A pinned map whose shape is not what the programs expect.
-    #[error("{path} is a map with {found} where the programs want {wanted}: run `egress-daemon cleanup --bpffs {root}` and start again")]
+    #[error(
+        "{path} is a map with {found} where the programs want {wanted}: run `egress-daemon cleanup --bpffs {root}` and start again"
+    )]
     OtherShape {
         /// The pin.
         path: PathBuf,

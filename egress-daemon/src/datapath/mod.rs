@@ -1,11 +1,14 @@
 //! The kernel's side of a node: the programs, where they are attached, and the maps that they read.
 //!
-//! May know aya and the records of `egress-common`; knows neither objects nor the store. [`state`] and [`encode`] are
+//! May know aya and the records of `egress-common`; knows neither objects nor the store. [`tables`] and [`encode`] are
 //! pure.
 
 pub mod attach;
+pub mod encode;
 pub mod load;
 pub mod maps;
+pub mod tables;
+pub mod write;
 
 use std::path::{Path, PathBuf};
 

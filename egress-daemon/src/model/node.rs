@@ -30,12 +30,12 @@ pub struct Demand {
 /// What the agent of a node reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeReport {
-    /// Where other nodes reach its tunnel.
-    pub tunnel_addresses: BTreeSet<IpAddr>,
+    /// Where other nodes reach its tunnel; the first one is preferred.
+    pub tunnel_addresses: Vec<IpAddr>,
     /// Addresses that the node has by itself.
     pub addresses: BTreeSet<InterfaceAddress>,
-    /// Ports of its own addresses that are in use on it.
-    pub used_ports: BTreeSet<u16>,
+    /// Port blocks in which its own sockets listen.
+    pub occupied_blocks: BTreeSet<u16>,
     /// By egress IP.
     pub demand: BTreeMap<IpAddr, Demand>,
     /// Everything leased up to this revision is programmed.
@@ -53,6 +53,8 @@ pub struct Node {
     pub zone: Option<String>,
     /// Its addresses in Kubernetes.
     pub addresses: BTreeSet<IpAddr>,
+    /// The prefixes that its pods' addresses come from, as far as Kubernetes knows them.
+    pub pod_cidrs: BTreeSet<IpNet>,
     /// Kubernetes' Ready condition; absent counts as ready.
     pub ready: bool,
     /// Cordoned: what it owns goes to others.

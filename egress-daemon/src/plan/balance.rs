@@ -32,31 +32,34 @@ pub fn balance(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Plac
         able[*node as usize] = nodes[*node as usize].eligible();
     }
     let able: Vec<u32> = (0..nodes.len() as u32).filter(|node| able[*node as usize]).collect();
-    let least = |loads: &Loads| able.iter().map(|node| loads.total(*node)).min().unwrap_or(0);
     let mut moved = false;
     loop {
-        let mut fewest = least(loads);
-        let mut order: Vec<u32> = able.iter().copied().filter(|node| loads.total(*node) >= fewest + 2).collect();
-        order.sort_by_key(|node| Reverse(loads.total(*node)));
         let mut again = false;
-        for from in order {
-            while loads.total(from) >= fewest + 2
-                && let Some(way) = (Search { items, nodes, places, loads }).way(from)
-            {
-                for step in way {
-                    loads.remove(step.item, step.from);
-                    loads.add(step.item, step.to);
-                    places[step.item].node = Some(step.to);
-                }
-                fewest = least(loads);
-                again = true;
+        let mut stuck = BTreeSet::new();
+        while let Some(from) = heaviest(&able, loads, &stuck) {
+            let Some(way) = (Search { items, nodes, places, loads }).way(from) else {
+                stuck.insert(from);
+                continue;
+            };
+            for step in way {
+                loads.remove(step.item, step.from);
+                loads.add(step.item, step.to);
+                places[step.item].node = Some(step.to);
             }
+            again = true;
         }
         if !again {
             return moved;
         }
         moved = true;
     }
+}
+
+/// The gateway with the most egress IPs that is not `stuck`, if some gateway has two fewer.
+fn heaviest(able: &[u32], loads: &Loads<'_>, stuck: &BTreeSet<u32>) -> Option<u32> {
+    let fewest = able.iter().map(|node| loads.total(*node)).min()?;
+    let heavy = able.iter().copied().filter(|node| loads.total(*node) >= fewest + 2 && !stuck.contains(node));
+    heavy.min_by_key(|node| (Reverse(loads.total(*node)), *node))
 }
 
 struct Search<'s, 'a> {

@@ -21,11 +21,6 @@ pub const BLOCKS: u16 = 1008;
 /// ports (32768) and Kubernetes' node ports (30000).
 pub const FIXED_BLOCKS: u16 = 452;
 
-/// The block that a port lies in; ports below 1024 are in none.
-pub fn block_of(port: u16) -> Option<u16> {
-    Some(port.checked_sub(FIRST_PORT)? / BLOCK_SIZE)
-}
-
 /// An egress IP whose blocks are leased.
 #[derive(Clone, Debug)]
 pub struct Leasable<'a> {
@@ -235,22 +230,20 @@ impl Ledger {
     fn new(blocks: Blocks, ip: &Leasable<'_>, round: &Round<'_>) -> Self {
         let count = if ip.fixed.is_some() { FIXED_BLOCKS } else { BLOCKS };
         let mut usable = vec![true; usize::from(count)];
-        let used = ip.fixed.and_then(|node| node.report.as_ref()).map(|report| &report.used_ports);
-        for block in used.into_iter().flatten().filter_map(|port| block_of(*port)) {
-            if let Some(block) = usable.get_mut(usize::from(block)) {
-                *block = false;
+        let occupied = ip.fixed.and_then(|node| node.report.as_ref()).map(|report| &report.occupied_blocks);
+        for block in occupied.into_iter().flatten() {
+            if let Some(usable) = usable.get_mut(usize::from(*block)) {
+                *usable = false;
             }
         }
         let half = usable.iter().filter(|usable| **usable).count() / 2;
         let (mut held, mut quarantined) = (BTreeMap::new(), BTreeMap::<u32, Vec<u16>>::new());
         for (number, lease) in &blocks {
-            if let Some(usable) = usable.get_mut(usize::from(*number)) {
-                *usable = false;
-            }
+            let usable = usable.get_mut(usize::from(*number)).is_some_and(std::mem::take);
             match (round.places.get(&lease.node), lease.state) {
                 (Some(node), BlockState::Leased) => *held.entry(*node).or_default() += 1,
-                (Some(node), BlockState::Quarantined) => quarantined.entry(*node).or_default().push(*number),
-                (None, _) => {}
+                (Some(node), BlockState::Quarantined) if usable => quarantined.entry(*node).or_default().push(*number),
+                (_, BlockState::Quarantined) | (None, BlockState::Leased) => {}
             }
         }
         let free = (0..count).rev().filter(|number| usable[usize::from(*number)]).collect();

@@ -9,21 +9,21 @@ use super::types::{Condition, ConditionKind, EgressIpPlan, OwnerReason, Reason, 
 use crate::model::{Distribution, Family, OnNoGateway, Policy, PolicyId};
 
 /// A reason why a condition of a policy is not what the user wishes.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Complaint {
     kind: ConditionKind,
     reason: Reason,
     message: String,
 }
 
-/// Everything found wrong, by policy, in the order in which it was found.
+/// Everything found wrong, by policy. The order in which it was found does not matter.
 #[derive(Debug, Default)]
-pub struct Complaints(BTreeMap<PolicyId, Vec<Complaint>>);
+pub struct Complaints(BTreeMap<PolicyId, BTreeSet<Complaint>>);
 
 impl Complaints {
     /// Notes a complaint.
     pub fn add(&mut self, policy: &PolicyId, kind: ConditionKind, reason: Reason, message: String) {
-        self.0.entry(policy.clone()).or_default().push(Complaint { kind, reason, message });
+        self.0.entry(policy.clone()).or_default().insert(Complaint { kind, reason, message });
     }
 
     /// Notes what the slots of a policy show.
@@ -77,11 +77,11 @@ impl Complaints {
 
     /// The conditions of a policy: all kinds, with the first reason and all messages.
     pub fn conditions(&self, policy: &Policy, slots: usize, endpoints: usize) -> BTreeMap<ConditionKind, Condition> {
-        let complaints = self.0.get(&policy.id).map_or(&[][..], Vec::as_slice);
         ConditionKind::ALL
             .into_iter()
             .map(|kind| {
-                let mut of_kind = complaints.iter().filter(|complaint| complaint.kind == kind);
+                let mut of_kind =
+                    self.0.get(&policy.id).into_iter().flatten().filter(|complaint| complaint.kind == kind);
                 let bad = of_kind.next().map(|first| {
                     let messages: Vec<&str> =
                         std::iter::once(first).chain(of_kind).map(|complaint| complaint.message.as_str()).collect();

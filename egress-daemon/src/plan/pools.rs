@@ -60,7 +60,7 @@ pub fn allocate<'a>(
     named.retain(|address, _| !owned.contains_key(address));
     for request in &requests {
         for address in request.ips.iter().filter(|address| !owned.contains_key(address)) {
-            allocation.entry(request.policy).or_default().insert(*address, &request.pool.id);
+            allocation.entry(request.policy).or_default().entry(*address).or_insert(&request.pool.id);
         }
     }
 
@@ -117,6 +117,8 @@ impl Request<'_> {
 
 fn requests<'a>(snapshot: &'a Snapshot, policy: &'a Policy, complaints: &mut Complaints) -> Vec<Request<'a>> {
     let Source::Pools(asked) = &policy.source else { return Vec::new() };
+    let mut asked: Vec<&PoolRequest> = asked.iter().collect();
+    asked.sort_by_key(|request| &request.pool);
     let mut requests = Vec::new();
     for PoolRequest { pool: id, count, ips } in asked {
         let Some(pool) = snapshot.pools.get(id) else {
@@ -127,7 +129,13 @@ fn requests<'a>(snapshot: &'a Snapshot, policy: &'a Policy, complaints: &mut Com
         for address in ips.iter().filter(|address| !pool.contains(**address)) {
             let message = format!(
                 "egressIPs: {address} is in none of the ranges of pool {id}: take one out of {}",
-                pool.ranges.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+                pool.ranges
+                    .iter()
+                    .collect::<BTreeSet<_>>()
+                    .into_iter()
+                    .map(ToString::to_string)
+                    .collect::<Vec<_>>()
+                    .join(", ")
             );
             complaints.add(&policy.id, ConditionKind::Degraded, Reason::AddressNotInPool, message);
         }

@@ -18,6 +18,9 @@ use serde_json::Value;
 use std::sync::Arc;
 use tokio::sync::watch;
 
+/// How often [`Store::update_status`] tries.
+const UPDATE_ATTEMPTS: usize = 8;
+
 /// What implements a store. Objects are JSON values on their way in, and `Arc`s of their kind's Rust type on their way
 /// out of the cache.
 pub(crate) trait Backend: Send + Sync {
@@ -25,10 +28,14 @@ pub(crate) trait Backend: Send + Sync {
     fn list(&self, kind: Kind) -> Vec<Erased>;
     /// One object.
     fn get(&self, kind: Kind, key: &Key) -> Option<Erased>;
+    /// A number that changes whenever what `list` returns for the kind does.
+    fn revision(&self, kind: Kind) -> u64;
     /// What is wrong with the source of the objects, sorted.
     fn problems(&self) -> Vec<Problem>;
     /// Its value changes after each change of what `list` or `problems` return.
     fn changes(&self) -> watch::Receiver<u64>;
+    /// Waits until `list` shows everything that Spillway's processes wrote before the call.
+    fn refresh(&self) -> BoxFuture<'static, ()>;
     /// Writes, and returns the object as it is then. When it returns, `list` shows the write.
     fn write(&self, write: Write) -> BoxFuture<'static, Result<Value, StoreError>>;
 }
@@ -39,6 +46,14 @@ pub(crate) struct Write {
     pub(crate) verb: Verb,
     pub(crate) target: ObjectRef,
     pub(crate) object: Value,
+    pub(crate) guard: Option<Guard>,
+}
+
+/// The lease under which a writer writes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Guard {
+    pub(crate) lease: Key,
+    pub(crate) epoch: u64,
 }
 
 /// The kinds of writes.
@@ -62,6 +77,9 @@ pub enum StoreError {
     /// Somebody else wrote it since it was read.
     #[error("{0} was changed since it was read: read it again and repeat the change")]
     Conflict(ObjectRef),
+    /// The lease under which the writer writes has another holder by now.
+    #[error("{0} is not written: this process does not lead any more")]
+    Fenced(ObjectRef),
     /// The object breaks rules of its kind.
     #[error("{object} is refused: {}", violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Refused {
@@ -93,33 +111,53 @@ impl StoreError {
 /// returns, and the lists show the latest state, not each step towards it. Writes compare and swap on
 /// `metadata.resourceVersion`; the status is written apart from the rest, as in Kubernetes.
 #[derive(Clone)]
-pub struct Store(Arc<dyn Backend>);
+pub struct Store {
+    backend: Arc<dyn Backend>,
+    guard: Option<Guard>,
+}
 
 impl Store {
     pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
-        Store(backend)
+        Store { backend, guard: None }
+    }
+
+    /// The same store for the holder of a lease: once the lease has another holder or epoch, every write fails with
+    /// [`StoreError::Fenced`], even one that was under way for long.
+    pub fn guarded(&self, lease: Key, epoch: u64) -> Self {
+        Store { backend: Arc::clone(&self.backend), guard: Some(Guard { lease, epoch }) }
     }
 
     /// The objects of a kind, sorted by namespace and name. An object that did not change since an earlier call is the
     /// same `Arc`.
     pub fn list<T: Stored>(&self) -> Vec<Arc<T>> {
-        self.0.list(T::KIND).into_iter().filter_map(|object| object.downcast::<T>().ok()).collect()
+        self.backend.list(T::KIND).into_iter().filter_map(|object| object.downcast::<T>().ok()).collect()
     }
 
     /// One object.
     pub fn get<T: Stored>(&self, key: &Key) -> Option<Arc<T>> {
-        self.0.get(T::KIND, key).and_then(|object| object.downcast::<T>().ok())
+        self.backend.get(T::KIND, key).and_then(|object| object.downcast::<T>().ok())
+    }
+
+    /// A number that changes whenever [`Store::list`] of the kind does: whoever has seen it need not look again.
+    pub fn revision<T: Stored>(&self) -> u64 {
+        self.backend.revision(T::KIND)
+    }
+
+    /// Waits until the cache shows everything that any of Spillway's processes wrote before the call. Needed where a
+    /// decision must not be made from an old state, although nothing that is written would conflict with a newer one.
+    pub async fn refresh(&self) {
+        self.backend.refresh().await;
     }
 
     /// What is wrong with the source of the objects: broken files, for instance. The last good version of what a
     /// problem is about stays in force.
     pub fn problems(&self) -> Vec<Problem> {
-        self.0.problems()
+        self.backend.problems()
     }
 
     /// Notices of changes from now on; the first one is immediate, so that a loop starts with a look at the state.
     pub fn changes(&self) -> Changes {
-        let mut changes = self.0.changes();
+        let mut changes = self.backend.changes();
         changes.mark_changed();
         Changes(changes)
     }
@@ -146,12 +184,34 @@ impl Store {
         self.write(Verb::Delete, object).await.map(|_: T| ())
     }
 
+    /// Reads an object, changes its status and replaces that; once more with the newest version when somebody else was
+    /// faster. For writers that own a status while others write the rest of the object.
+    pub async fn update_status<T: Stored>(&self, key: &Key, change: impl Fn(&mut T)) -> Result<T, StoreError> {
+        let target = ObjectRef { kind: T::KIND, key: key.clone() };
+        let mut error = StoreError::NotFound(target);
+        for _ in 0..UPDATE_ATTEMPTS {
+            if let Some(object) = self.get::<T>(key) {
+                let mut object = object.as_ref().clone();
+                change(&mut object);
+                match self.replace_status(&object).await {
+                    Err(conflict) if conflict.is_conflict() => error = conflict,
+                    done => return done,
+                }
+            }
+            self.refresh().await;
+        }
+        Err(error)
+    }
+
     async fn write<T: Stored>(&self, verb: Verb, object: &T) -> Result<T, StoreError> {
         let target = ObjectRef { kind: T::KIND, key: Key::of(object) };
         let unavailable =
             |error: serde_json::Error| StoreError::Unavailable { object: target.clone(), message: error.to_string() };
         let value = serde_json::to_value(object).map_err(unavailable)?;
-        let written = self.0.write(Write { verb, target: target.clone(), object: value }).await?;
+        let written = self
+            .backend
+            .write(Write { verb, target: target.clone(), object: value, guard: self.guard.clone() })
+            .await?;
         serde_json::from_value(written).map_err(unavailable)
     }
 }

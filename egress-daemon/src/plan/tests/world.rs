@@ -31,6 +31,7 @@ pub fn node(name: &str, labels: Labels) -> Node {
         addresses: BTreeSet::new(),
         ready: true,
         draining: false,
+        pod_cidrs: Default::default(),
         max_egress_ips: None,
         report: Some(NodeReport::default()),
     }
@@ -160,9 +161,9 @@ fn arbitrary_health() -> impl Strategy<Value = NodeHealth> {
 fn arbitrary_node(n: usize) -> impl Strategy<Value = Node> {
     let zone = prop::option::of(prop::sample::select(vec!["x", "y"]));
     let limit = prop::option::weighted(0.2, 0u32..4);
-    let report = (prop::option::weighted(0.3, 0u8..8), prop::collection::btree_set(900u16..3000, 0..4), 0u64..4);
+    let report = (prop::option::weighted(0.3, 0u8..8), prop::collection::btree_set(0u16..500, 0..40), 0u64..4);
     (arbitrary_labels(), zone, prop::bool::weighted(0.9), prop::bool::weighted(0.1), limit, report).prop_map(
-        move |(labels, zone, ready, draining, max_egress_ips, (address, used_ports, lease_revision))| {
+        move |(labels, zone, ready, draining, max_egress_ips, (address, occupied_blocks, lease_revision))| {
             let addresses = [v4(9, 9, n as u8), address.map_or(v4(9, 8, n as u8), |last| v4(1, 0, last))];
             let addresses = addresses.iter().zip(["eth0", "eth1"]).map(|(address, interface)| InterfaceAddress {
                 interface: interface.into(),
@@ -170,11 +171,21 @@ fn arbitrary_node(n: usize) -> impl Strategy<Value = Node> {
                 default_route: interface == "eth0",
             });
             let report =
-                NodeReport { addresses: addresses.collect(), used_ports, lease_revision, ..Default::default() };
+                NodeReport { addresses: addresses.collect(), occupied_blocks, lease_revision, ..Default::default() };
             let name = NodeName::from(format!("n{n}").as_str());
             let zone = zone.map(str::to_owned);
             let addresses = BTreeSet::new();
-            Node { name, labels, zone, addresses, ready, draining, max_egress_ips, report: Some(report) }
+            Node {
+                name,
+                labels,
+                zone,
+                addresses,
+                pod_cidrs: Default::default(),
+                ready,
+                draining,
+                max_egress_ips,
+                report: Some(report),
+            }
         },
     )
 }

@@ -1,8 +1,10 @@
 //! The store in a directory: people write YAML files into it, Spillway keeps what it writes in `DIR/.spillway`, and any
 //! number of processes share it without a server.
 
+mod disk;
 mod own;
 mod parse;
+mod record;
 mod scan;
 #[cfg(test)]
 mod tests;
@@ -18,13 +20,13 @@ use futures::future::BoxFuture;
 use notify::{Event, EventKind, RecommendedWatcher, RecursiveMode, Watcher, event::AccessKind, event::AccessMode};
 use own::Own;
 use parse::Parser;
-use scan::Scanner;
+use scan::{Look, Scanner};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use view::View;
 
 /// How often everything is looked at although nothing was notified.
@@ -49,9 +51,14 @@ pub struct Files {
 }
 
 /// Why the directory is looked at.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 enum Wake {
-    Changed,
+    /// Files of Spillway's changed.
+    Own,
+    /// Files of people changed, perhaps others too.
+    Any,
+    /// Somebody waits for a look at Spillway's files.
+    Waiting(oneshot::Sender<()>),
     Stop,
 }
 
@@ -102,11 +109,12 @@ impl Files {
         let watcher = files.watch();
         let mut scanner = Scanner::default();
         let start = Instant::now();
-        let mut again = scanner.scan(&files);
+        let mut again = scanner.scan(&files, Look::Everywhere);
         while let Some(until) = again.filter(|_| start.elapsed() < OPEN_WAIT) {
             std::thread::sleep(until.saturating_duration_since(Instant::now()));
-            again = scanner.scan(&files);
+            again = scanner.scan(&files, Look::Everywhere);
         }
+        scanner.forget_good(&files);
         let weak = Arc::downgrade(&files);
         std::thread::Builder::new()
             .name("store".to_owned())
@@ -128,11 +136,17 @@ impl Files {
 
     fn watch(&self) -> Option<RecommendedWatcher> {
         let wake = self.wake.clone();
+        let own = self.own.root().to_owned();
         let watcher = notify::recommended_watcher(move |event: notify::Result<Event>| {
-            if event.map_or(true, |event| matters(&event)) {
-                // Without a receiver the store is gone, and nobody needs the notice.
-                wake.send(Wake::Changed).ok();
-            }
+            let reason = match event {
+                Ok(event) if !matters(&event) => return,
+                Ok(event) if !event.paths.is_empty() && event.paths.iter().all(|path| path.starts_with(&own)) => {
+                    Wake::Own
+                }
+                _ => Wake::Any,
+            };
+            // Without a receiver the store is gone, and nobody needs the notice.
+            wake.send(reason).ok();
         })
         .and_then(|mut watcher| {
             watcher.watch(&self.directory, RecursiveMode::Recursive)?;
@@ -185,16 +199,29 @@ fn follow(
     let backstop = if watcher.is_some() { BACKSTOP } else { POLL };
     loop {
         let pause = again.map_or(backstop, |again| again.saturating_duration_since(Instant::now()).min(backstop));
-        match woken.recv_timeout(pause) {
-            Ok(Wake::Changed) => std::thread::sleep(GATHER),
-            Err(RecvTimeoutError::Timeout) => {}
-            Ok(Wake::Stop) | Err(RecvTimeoutError::Disconnected) => return,
-        }
-        if woken.try_iter().any(|wake| wake == Wake::Stop) {
-            return;
+        let first = match woken.recv_timeout(pause) {
+            Ok(wake) => {
+                std::thread::sleep(GATHER);
+                wake
+            }
+            Err(RecvTimeoutError::Timeout) => Wake::Any,
+            Err(RecvTimeoutError::Disconnected) => return,
+        };
+        let (mut all, mut waiting) = (again.is_some_and(|again| again <= Instant::now()), Vec::new());
+        for wake in [first].into_iter().chain(woken.try_iter()) {
+            match wake {
+                Wake::Own => {}
+                Wake::Any => all = true,
+                Wake::Waiting(done) => waiting.push(done),
+                Wake::Stop => return,
+            }
         }
         let Some(files) = files.upgrade() else { return };
-        again = scanner.scan(&files);
+        again = scanner.scan(&files, if all { Look::Everywhere } else { Look::Own });
+        for done in waiting {
+            // Without a receiver nobody waits any more.
+            done.send(()).ok();
+        }
     }
 }
 
@@ -208,8 +235,23 @@ impl Backend for Arc<Files> {
         self.view().get(kind, key)
     }
 
+    fn revision(&self, kind: Kind) -> u64 {
+        self.view().revision(kind)
+    }
+
     fn problems(&self) -> Vec<Problem> {
         self.view().problems.clone()
+    }
+
+    fn refresh(&self) -> BoxFuture<'static, ()> {
+        let (done, waiting) = oneshot::channel();
+        let sent = self.wake.send(Wake::Waiting(done)).is_ok();
+        Box::pin(async move {
+            if sent {
+                // Without a sender the store is closing.
+                waiting.await.ok();
+            }
+        })
     }
 
     fn changes(&self) -> watch::Receiver<u64> {

@@ -10,6 +10,7 @@
 use crate::store::{Key, Kind, ObjectRef};
 use nix::fcntl::{Flock, FlockArg};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::MetadataExt;
@@ -53,7 +54,10 @@ impl Own {
     }
 
     fn lock_file(&self) -> io::Result<File> {
-        OpenOptions::new().read(true).write(true).create(true).truncate(false).open(self.root.join("lock"))
+        let path = self.root.join("lock");
+        let writable = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+        // Whoever may only read can still take part in the locking.
+        writable.or_else(|error| File::open(path).map_err(|_| error))
     }
 
     fn flock(&self, argument: FlockArg, wait: Duration) -> io::Result<Option<Flock<File>>> {
@@ -143,6 +147,18 @@ impl Own {
             fs::remove_file(&temporary).ok();
         }
         written
+    }
+
+    /// Forgets the last good texts of all other files than these.
+    pub(super) fn keep_good_of<'a>(&self, files: impl Iterator<Item = &'a Path>) -> io::Result<()> {
+        let keep: BTreeSet<PathBuf> = files.map(|file| self.good_path(file)).collect();
+        for entry in fs::read_dir(self.root.join("good"))? {
+            let path = entry?.path();
+            if !keep.contains(&path) {
+                fs::remove_file(path)?;
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn good_path(&self, file: &Path) -> PathBuf {

@@ -199,17 +199,23 @@ async fn what_breaks_the_rules_is_not_written() {
 }
 
 #[tokio::test]
-async fn a_broken_file_of_spillways_own_is_a_problem_and_the_rest_goes_on() {
+async fn a_broken_file_of_spillways_own_is_a_problem_and_its_last_good_version_stays() {
     let dir = directory();
     let store = Files::open(dir.path()).unwrap();
-    store.create(&egress_ip("192.0.2.1")).await.unwrap();
+    let created = store.create(&egress_ip("192.0.2.1")).await.unwrap();
     let mut changes = store.changes();
-    fs::write(dir.path().join(".spillway/EgressIP/192.0.2.2.yaml"), "{").unwrap();
-    let problems = until(&mut changes, || Some(store.problems()).filter(|problems| !problems.is_empty())).await;
-    assert_eq!(problems[0].file, Path::new(".spillway/EgressIP/192.0.2.2.yaml"));
-    assert_eq!(store.list::<EgressIP>().len(), 1);
-    fs::remove_file(dir.path().join(".spillway/EgressIP/192.0.2.2.yaml")).unwrap();
-    until(&mut changes, || store.problems().is_empty().then_some(())).await;
+    for name in ["192.0.2.1.yaml", "192.0.2.2.yaml"] {
+        fs::write(dir.path().join(".spillway/EgressIP").join(name), "{").unwrap();
+    }
+    let problems = until(&mut changes, || Some(store.problems()).filter(|problems| problems.len() == 2)).await;
+    assert_eq!(problems[0].file, Path::new(".spillway/EgressIP/192.0.2.1.yaml"));
+    assert_eq!(store.list::<EgressIP>()[0].as_ref(), &created);
+    let error = store.replace_status(&created).await.unwrap_err().to_string();
+    assert!(error.contains("192.0.2.1.yaml is not YAML, remove it"), "{error}");
+    for name in ["192.0.2.1.yaml", "192.0.2.2.yaml"] {
+        fs::remove_file(dir.path().join(".spillway/EgressIP").join(name)).unwrap();
+    }
+    until(&mut changes, || (store.problems().is_empty() && store.list::<EgressIP>().is_empty()).then_some(())).await;
 }
 
 #[test]
@@ -310,6 +316,84 @@ async fn no_update_is_lost_among_threads_and_processes() {
         (lease.spec.as_ref()?.lease_transitions == Some(120)).then_some(())
     })
     .await;
+}
+
+#[tokio::test]
+async fn a_refreshed_store_shows_what_others_wrote_before() {
+    let dir = directory();
+    let (store, other) = (Files::open(dir.path()).unwrap(), Files::open(dir.path()).unwrap());
+    for number in 1..30 {
+        let before = other.revision::<EgressIP>();
+        store.create(&egress_ip(&format!("192.0.2.{number}"))).await.unwrap();
+        other.refresh().await;
+        assert_eq!(other.list::<EgressIP>().len(), number);
+        assert_ne!(other.revision::<EgressIP>(), before);
+        assert_eq!(other.revision::<Lease>(), 0);
+    }
+}
+
+#[tokio::test]
+async fn a_status_is_updated_although_others_write_the_rest() {
+    let dir = directory();
+    let (store, other) = (Files::open(dir.path()).unwrap(), Files::open(dir.path()).unwrap());
+    let mut spec = store.create(&egress_ip("192.0.2.1")).await.unwrap();
+    let key = Key::cluster("192.0.2.1");
+    for epoch in 1..20 {
+        spec.spec.pool = Some(epoch.to_string());
+        store.replace(&spec).await.unwrap();
+        spec = other
+            .update_status(&key, |ip: &mut EgressIP| ip.status = Some(EgressIPStatus { epoch, ..Default::default() }))
+            .await
+            .unwrap();
+        assert_eq!((spec.spec.pool.clone(), spec.status.clone().unwrap().epoch), (Some(epoch.to_string()), epoch));
+    }
+    let missing = store.update_status(&Key::cluster("192.0.2.9"), |_: &mut EgressIP| {}).await;
+    assert!(matches!(missing, Err(StoreError::NotFound(_))));
+}
+
+#[test]
+fn a_file_that_vanished_while_nobody_looked_is_forgotten() {
+    let dir = directory();
+    fs::write(dir.path().join("web.yaml"), POLICY).unwrap();
+    drop(Files::open(dir.path()).unwrap());
+    fs::remove_file(dir.path().join("web.yaml")).unwrap();
+    drop(Files::open(dir.path()).unwrap());
+    fs::write(dir.path().join("web.yaml"), "{").unwrap();
+    let store = Files::open(dir.path()).unwrap();
+    assert!(policy(&store).is_none());
+    assert_eq!(store.problems().len(), 1);
+}
+
+#[tokio::test]
+async fn a_stopped_process_that_holds_the_lock_keeps_others_from_writing_but_not_from_reading() {
+    let dir = directory();
+    let store = Files::open(dir.path()).unwrap();
+    let created = store.create(&egress_ip("192.0.2.1")).await.unwrap();
+    let lock = Own::open(dir.path().canonicalize().unwrap().join(".spillway")).unwrap().exclusive().unwrap();
+    fs::write(dir.path().join("pod.yaml"), POD).unwrap();
+    let mut changes = store.changes();
+    until(&mut changes, || (!store.list::<Pod>().is_empty()).then_some(())).await;
+    let error = store.delete(&created).await.unwrap_err().to_string();
+    assert!(error.contains("is one of Spillway's processes stopped?"), "{error}");
+    drop(lock);
+    store.delete(&created).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_leader_that_was_replaced_cannot_write() {
+    let dir = directory();
+    let store = Files::open(dir.path()).unwrap();
+    let mut lease = counter();
+    let guarded = store.guarded(Key::of(&lease), 1);
+    assert!(matches!(guarded.create(&egress_ip("192.0.2.1")).await, Err(StoreError::Fenced(_))), "nobody leads yet");
+    lease.spec =
+        Some(LeaseSpec { holder_identity: Some("a".into()), lease_transitions: Some(1), ..Default::default() });
+    let mut lease = store.create(&lease).await.unwrap();
+    guarded.create(&egress_ip("192.0.2.1")).await.unwrap();
+    lease.spec.as_mut().unwrap().lease_transitions = Some(2);
+    store.replace(&lease).await.unwrap();
+    assert!(matches!(guarded.create(&egress_ip("192.0.2.2")).await, Err(StoreError::Fenced(_))));
+    store.guarded(Key::of(&lease), 2).create(&egress_ip("192.0.2.2")).await.unwrap();
 }
 
 #[test]

@@ -115,6 +115,11 @@ impl UserFiles {
         updated
     }
 
+    /// The files that are there, or were a moment ago.
+    pub(super) fn files(&self) -> impl Iterator<Item = &Path> {
+        self.files.keys().map(PathBuf::as_path)
+    }
+
     /// The objects in force.
     pub(super) fn objects(&self) -> impl Iterator<Item = &Parsed> {
         self.owners.iter().filter_map(|(target, path)| self.files.get(path)?.objects.get(target))

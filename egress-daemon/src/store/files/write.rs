@@ -3,11 +3,11 @@
 use super::Files;
 use super::Wake;
 use super::parse::is_name;
-use super::scan::{generation_content, store, time_now, uid, version};
+use super::record::{generation_content, store, time_now, uid, version};
 use super::view::Item;
 use crate::api::Violation;
 use crate::store::kind::Kind;
-use crate::store::{ObjectRef, StoreError, Verb, Write};
+use crate::store::{Guard, ObjectRef, StoreError, Verb, Write};
 use serde_json::{Map, Value};
 use std::fs;
 use std::io;
@@ -17,9 +17,9 @@ const OURS: [&str; 4] = ["uid", "creationTimestamp", "generation", "resourceVers
 
 impl Files {
     pub(super) fn write_blocking(&self, write: Write) -> Result<Value, StoreError> {
-        let Write { verb, target, object: mut value } = write;
+        let Write { verb, target, object: mut value, guard } = write;
         self.admit(verb, &target, &mut value)?;
-        let written = self.swap(verb, &target, &value)?;
+        let written = self.swap(verb, &target, &value, guard.as_ref())?;
         let _order = self.order.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         self.show(verb, &target, written)
     }
@@ -42,10 +42,16 @@ impl Files {
     }
 
     /// Writes if nobody else did; returns what is stored then, or what was deleted.
-    fn swap(&self, verb: Verb, target: &ObjectRef, wanted: &Value) -> Result<Value, StoreError> {
+    fn swap(&self, verb: Verb, target: &ObjectRef, wanted: &Value, guard: Option<&Guard>) -> Result<Value, StoreError> {
         let unavailable =
             |error: io::Error| StoreError::Unavailable { object: target.clone(), message: error.to_string() };
         let mut lock = self.own.exclusive().map_err(unavailable)?;
+        if let Some(guard) = guard {
+            let lease = ObjectRef { kind: Kind::Lease, key: guard.lease.clone() };
+            if !self.own.load(&lease).map_err(unavailable)?.is_some_and(|lease| is_held(&lease, guard.epoch)) {
+                return Err(StoreError::Fenced(target.clone()));
+            }
+        }
         let same_namespace = |value: &Value| {
             let namespace = value.pointer("/metadata/namespace").and_then(Value::as_str).unwrap_or_default();
             target.kind.is_users() || namespace == target.key.namespace
@@ -110,9 +116,15 @@ impl Files {
             self.update(|view| view.set(target.kind, target.key.clone(), item));
         }
         // The file may have changed again since, by another process.
-        self.wake.send(Wake::Changed).ok();
+        self.wake.send(Wake::Own).ok();
         Ok(whole)
     }
+}
+
+/// Whether somebody holds a lease, in this epoch.
+fn is_held(lease: &Value, epoch: u64) -> bool {
+    lease.pointer("/spec/leaseTransitions").and_then(Value::as_u64) == Some(epoch)
+        && lease.pointer("/spec/holderIdentity").and_then(Value::as_str).is_some_and(|holder| !holder.is_empty())
 }
 
 fn with_status(mut value: Value, status: Option<&Value>) -> Value {

@@ -14,7 +14,10 @@ pub const LEASE_NAMESPACE: &str = "spillway";
 /// Name of the lease of the leading controller.
 pub const CONTROLLER_LEASE: &str = "spillway-controller";
 
+/// Start of the names of the leases by which gateways show that they are alive; the node's name follows.
+pub const GATEWAY_LEASE_PREFIX: &str = "spillway-gateway-";
+
 /// Name of the lease by which a gateway shows that it is alive.
 pub fn gateway_lease(node: &str) -> String {
-    format!("spillway-gateway-{node}")
+    format!("{GATEWAY_LEASE_PREFIX}{node}")
 }

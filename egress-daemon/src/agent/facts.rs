@@ -1,0 +1,111 @@
+//! Reading the objects: everything an agent wants to know of them, and whether any of it has changed.
+
+use crate::{
+    api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode},
+    model::{EndpointId, NodeName, PolicyId, Snapshot, Source},
+    plan::Plan,
+    snapshot::{self, Objects},
+    store::Store,
+    translate::Problem,
+};
+use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+/// The objects as they were read last, and what they mean.
+#[derive(Default)]
+pub struct World {
+    objects: Objects,
+    /// The model.
+    pub snapshot: Snapshot,
+    /// What the controller has decided.
+    pub plan: Plan,
+    /// What could not be understood.
+    pub problems: Vec<Problem>,
+}
+
+fn same<T>(a: &[Arc<T>], b: &[Arc<T>]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| Arc::ptr_eq(a, b))
+}
+
+impl World {
+    /// Reads the objects; whether any has changed. Pods of other nodes are left out.
+    pub fn read(&mut self, store: &Store, node: &NodeName) -> bool {
+        let on_node = |p: &Arc<Pod>| p.spec.as_ref().is_some_and(|s| s.node_name.as_deref() == Some(node.as_str()));
+        let objects = Objects {
+            policies: store.list::<EgressGatewayPolicy>(),
+            pools: store.list::<EgressIPPool>(),
+            nodes: store.list::<Node>(),
+            namespaces: store.list::<Namespace>(),
+            pods: store.list::<Pod>().into_iter().filter(on_node).collect(),
+            egress_ips: store.list::<EgressIP>(),
+            egress_nodes: store.list::<EgressNode>(),
+        };
+        let old = &self.objects;
+        if same(&objects.policies, &old.policies)
+            && same(&objects.pools, &old.pools)
+            && same(&objects.nodes, &old.nodes)
+            && same(&objects.namespaces, &old.namespaces)
+            && same(&objects.pods, &old.pods)
+            && same(&objects.egress_ips, &old.egress_ips)
+            && same(&objects.egress_nodes, &old.egress_nodes)
+        {
+            return false;
+        }
+        (self.snapshot, self.problems) = snapshot::snapshot(&objects);
+        self.plan = snapshot::previous(&objects);
+        self.objects = objects;
+        true
+    }
+
+    /// This node's own object.
+    pub fn egress_node(&self, node: &NodeName) -> Option<&Arc<EgressNode>> {
+        self.objects.egress_nodes.iter().find(|n| n.metadata.name.as_deref() == Some(node.as_str()))
+    }
+
+    /// Whether any pool or policy would have this node as a gateway.
+    pub fn may_be_gateway(&self, node: &NodeName) -> bool {
+        let Some(n) = self.snapshot.nodes.get(node) else { return false };
+        let by_pool = self.snapshot.pools.values().any(|p| p.nodes.matches(&n.labels));
+        let by_policy = self.snapshot.policies.values().any(|p| match &p.source {
+            Source::Gateways(gateways) => gateways.iter().any(|g| g.nodes.matches(&n.labels)),
+            Source::Pools(_) => false,
+        });
+        by_pool || by_policy
+    }
+}
+
+/// Which pods may have connections from before a policy selected them.
+///
+/// A pod that was selected when this node first heard of it has none. One that was seen with an address while nothing
+/// selected it, or that was there before the first agent, may have some.
+#[derive(Default)]
+pub struct Histories {
+    known: BTreeMap<EndpointId, bool>,
+    past_first: bool,
+}
+
+impl Histories {
+    /// What an earlier agent knew.
+    pub fn recover(known: BTreeMap<EndpointId, bool>) -> Self {
+        Self { past_first: !known.is_empty(), known }
+    }
+
+    /// Takes note of the pods as they are now.
+    pub fn update(&mut self, snapshot: &Snapshot, classes: &BTreeMap<EndpointId, BTreeSet<PolicyId>>) {
+        self.known.retain(|id, _| classes.contains_key(id));
+        for (id, class) in classes {
+            let has_address = snapshot.endpoints.get(id).is_some_and(|e| !e.ips.is_empty());
+            let before = self.known.entry(id.clone()).or_insert(!self.past_first && has_address);
+            *before |= class.is_empty() && has_address;
+        }
+        self.past_first = true;
+    }
+
+    /// The pods that may have older connections.
+    pub fn with_history(&self) -> BTreeSet<EndpointId> {
+        self.known.iter().filter(|(_, has)| **has).map(|(id, _)| id.clone()).collect()
+    }
+}

@@ -1,0 +1,133 @@
+//! The floating egress IPs that this node owns: announcing them, and falling silent when another owner shows.
+
+use crate::host::{
+    MacAddress,
+    announce::{Announcer, ClaimListener, is_rival},
+    links::LinkTable,
+    schedule::Schedule,
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    net::IpAddr,
+    time::{Duration, Instant},
+};
+
+/// Where an egress IP is announced: interface and its MAC address.
+pub type Place = (u32, MacAddress);
+
+/// The egress IPs, and who else claims them.
+pub struct Owned {
+    announcer: Announcer,
+    schedule: Schedule,
+    start: Instant,
+    places: BTreeMap<IpAddr, (Place, u64)>,
+    listeners: BTreeMap<u32, ClaimListener>,
+    /// Addresses that another node has claimed while this one could not renew its lease, with the epoch then.
+    withdrawn: BTreeMap<IpAddr, u64>,
+}
+
+impl Owned {
+    /// Nothing is owned yet.
+    pub fn open(start: Instant) -> io::Result<Self> {
+        Ok(Self {
+            announcer: Announcer::open()?,
+            schedule: Schedule::default(),
+            start,
+            places: BTreeMap::new(),
+            listeners: BTreeMap::new(),
+            withdrawn: BTreeMap::new(),
+        })
+    }
+
+    fn now(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    /// Owns these from now on, each with its epoch: what is new, or has moved to another interface, is announced.
+    pub fn set(&mut self, wanted: &BTreeMap<IpAddr, (Place, u64)>) {
+        let now = self.now();
+        for address in self.places.keys().filter(|a| !wanted.contains_key(*a)) {
+            self.schedule.stop(*address);
+        }
+        for (address, place) in wanted {
+            if self.places.get(address) != Some(place) {
+                self.schedule.start(*address, now);
+            }
+        }
+        self.places = wanted.clone();
+        self.withdrawn.retain(|a, epoch| wanted.get(a).is_some_and(|(_, e)| e == epoch));
+        let interfaces: BTreeSet<u32> = wanted.values().map(|((i, _), _)| *i).collect();
+        self.listeners.retain(|i, _| interfaces.contains(i));
+        for interface in interfaces {
+            if !self.listeners.contains_key(&interface) {
+                match ClaimListener::open(interface) {
+                    Ok(listener) => drop(self.listeners.insert(interface, listener)),
+                    Err(e) => tracing::warn!("claims of others on interface {interface} are not heard: {e}"),
+                }
+            }
+        }
+    }
+
+    /// Addresses that this node does not answer for although it is their owner.
+    pub fn withdrawn(&self) -> BTreeSet<IpAddr> {
+        self.withdrawn.keys().copied().collect()
+    }
+
+    /// The lease is renewed again: what is owned is answered for and announced again. Whether anything was withdrawn.
+    pub fn lease_regained(&mut self) -> bool {
+        let now = self.now();
+        for address in self.places.keys() {
+            self.schedule.start(*address, now);
+        }
+        !std::mem::take(&mut self.withdrawn).is_empty()
+    }
+
+    /// When [`tick`](Self::tick) wants to be called next.
+    pub fn next(&self) -> Option<Instant> {
+        self.schedule.next().map(|d| self.start + d)
+    }
+
+    /// Announces what is due.
+    pub fn tick(&mut self) {
+        for address in self.schedule.due(self.now()) {
+            if self.withdrawn.contains_key(&address) {
+                continue;
+            }
+            if let Some(((interface, mac), _)) = self.places.get(&address)
+                && let Err(e) = self.announcer.announce(*interface, *mac, address)
+            {
+                tracing::warn!("announcing {address} on interface {interface}: {e}");
+            }
+        }
+    }
+
+    /// Waits for a claim of another node for one of our addresses. Cancel safe.
+    pub async fn rival(&self, own: &LinkTable) -> IpAddr {
+        let held: BTreeSet<IpAddr> = self.places.keys().copied().collect();
+        if self.listeners.is_empty() {
+            return std::future::pending().await;
+        }
+        let all = self.listeners.values().map(|listener| Box::pin(claimed(listener, &held, own)));
+        futures::future::select_all(all).await.0
+    }
+
+    /// Falls silent for an address that another node claims.
+    pub fn withdraw(&mut self, address: IpAddr) {
+        if let Some((_, epoch)) = self.places.get(&address) {
+            self.withdrawn.insert(address, *epoch);
+        }
+    }
+}
+
+/// Waits for a claim of another node for one of the addresses that are held.
+async fn claimed(listener: &ClaimListener, held: &BTreeSet<IpAddr>, own: &LinkTable) -> IpAddr {
+    loop {
+        match listener.receive().await {
+            Ok(claim) if is_rival(&claim, held, own) => return claim.address,
+            Ok(_) => {}
+            // The interface is gone; the next view opens another listener.
+            Err(_) => std::future::pending().await,
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! What an agent takes from the configuration.
+
+use crate::{
+    config::{Announce, Config, Timeouts},
+    datapath::{attach, load::Sizes},
+    health::ProbeTimes,
+    host::{classify::NamePattern, tunnel::TunnelSpec},
+};
+use ipnet::IpNet;
+use std::time::Duration;
+
+/// The settings.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The tunnel device.
+    pub tunnel: TunnelSpec,
+    /// Destinations that no policy touches.
+    pub except_cidrs: Vec<IpNet>,
+    /// Interfaces that carry egress IPs, where they are not found by themselves.
+    pub uplinks: Vec<NamePattern>,
+    /// Interfaces of pods, where they are not found by themselves.
+    pub pod_interfaces: Vec<NamePattern>,
+    /// Sizes of maps.
+    pub sizes: Sizes,
+    /// Idle times.
+    pub timeouts: Timeouts,
+    /// Probes of gateways.
+    pub probe: ProbeTimes,
+    /// How often a gateway renews its lease.
+    pub lease_renew: Duration,
+    /// How long a gateway's lease lasts.
+    pub lease_duration: Duration,
+    /// For how long the datapath answers ARP and NDP after the agent's last sign of life.
+    pub deadline: Duration,
+    /// ARP and NDP are not answered, and nothing is announced: for networks without them.
+    pub silent: bool,
+    /// How programs are attached; found out if absent.
+    pub attach: Option<attach::Mode>,
+}
+
+impl From<&Config> for Settings {
+    fn from(config: &Config) -> Self {
+        Self {
+            tunnel: TunnelSpec { name: config.tunnel_name.clone(), port: config.tunnel_port },
+            except_cidrs: config.except_cidrs.clone(),
+            uplinks: config.uplinks.clone(),
+            pod_interfaces: config.pod_interfaces.clone(),
+            sizes: Sizes { max_flows: config.max_flows },
+            timeouts: config.timeouts.clone(),
+            probe: ProbeTimes {
+                interval: config.probe.interval,
+                misses: config.probe.count,
+                replies: config.probe.count,
+            },
+            lease_renew: config.lease.renew,
+            lease_duration: config.lease.duration,
+            deadline: config.deadline,
+            silent: config.announce == Announce::None,
+            attach: None,
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! What the agent reports in its EgressNode. Pure.
+
+use super::demand::{self, Ports};
+use crate::{
+    api::{EgressNodeStatus, MapUse, NodeAddress},
+    datapath::{attach::Mode, tables::Tables},
+    host::{classify::Roles, links::LinkTable},
+    model::NodeName,
+    plan::Plan,
+};
+use k8s_openapi::{
+    apimachinery::pkg::apis::meta::v1::{Condition, Time},
+    jiff::Timestamp,
+};
+use std::net::IpAddr;
+
+/// What a status is made from.
+pub struct Report<'a> {
+    /// This node.
+    pub node: &'a NodeName,
+    /// What the controller has decided.
+    pub plan: &'a Plan,
+    /// Links and addresses.
+    pub links: &'a LinkTable,
+    /// What the links are for.
+    pub roles: &'a Roles,
+    /// Where this node receives tunnelled packets.
+    pub tunnel_addresses: &'a [IpAddr],
+    /// How programs are attached.
+    pub attach: Mode,
+    /// What is in the maps.
+    pub tables: &'a Tables,
+    /// All leases up to this revision are in the maps.
+    pub lease_revision: u64,
+    /// What the flows use.
+    pub ports: &'a Ports,
+    /// Blocks in which the node's own sockets are.
+    pub occupied_blocks: Vec<u16>,
+    /// What does not work; empty when all does.
+    pub complaints: &'a [String],
+}
+
+/// Makes the status. `now` is for the time of a condition's change only.
+pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestamp) -> EgressNodeStatus {
+    let usage = report.tables.usage().into_iter();
+    EgressNodeStatus {
+        tunnel_addresses: report.tunnel_addresses.iter().map(ToString::to_string).collect(),
+        addresses: addresses(report),
+        transport: Some("device".into()),
+        firewall: Some("bypass".into()),
+        attach: Some(report.attach.to_string()),
+        lease_revision: report.lease_revision,
+        demand: demand::demand(report.node, report.plan, report.ports),
+        occupied_blocks: report.occupied_blocks.clone(),
+        map_use: usage
+            .map(|u| MapUse { map: u.map.into(), used: u.used as u64, capacity: u.capacity as u64 })
+            .collect(),
+        conditions: vec![ready(report.complaints, old, now)],
+    }
+}
+
+/// The addresses that other things on the network know this node by.
+fn addresses(report: &Report<'_>) -> Vec<NodeAddress> {
+    let mut all = Vec::new();
+    for (index, link) in &report.links.links {
+        if report.roles.pods.contains(index) || link.name == "lo" || link.kind.is_tunnel() {
+            continue;
+        }
+        for address in &link.addresses {
+            let ipv6 = matches!(address.addr(), IpAddr::V6(_));
+            let default_route = report.links.default_route(ipv6).is_some_and(|r| r.oif == *index);
+            let local = match address.addr() {
+                IpAddr::V4(a) => a.is_loopback() || a.is_link_local(),
+                IpAddr::V6(a) => a.is_loopback() || a.is_unicast_link_local(),
+            };
+            if !local {
+                let (interface, cidr) = (link.name.clone(), address.to_string());
+                all.push(NodeAddress { interface, cidr, default_route });
+            }
+        }
+    }
+    all
+}
+
+fn ready(complaints: &[String], old: Option<&EgressNodeStatus>, now: Timestamp) -> Condition {
+    let (status, reason, message) = match complaints {
+        [] => ("True", "AsExpected", "the datapath does what the objects say".to_owned()),
+        all => ("False", "Degraded", all.join("; ")),
+    };
+    let before = old.into_iter().flat_map(|s| &s.conditions).find(|c| c.type_ == "Ready");
+    let since = before.filter(|c| c.status == status).map_or(Time(now), |c| c.last_transition_time.clone());
+    Condition {
+        type_: "Ready".into(),
+        status: status.into(),
+        reason: reason.into(),
+        message,
+        last_transition_time: since,
+        observed_generation: None,
+    }
+}

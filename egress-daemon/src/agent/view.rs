@@ -1,0 +1,230 @@
+//! From what the objects, the links and the probes say to what this node's datapath should do. Pure.
+
+use crate::{
+    datapath::encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
+    health::ProbeState,
+    host::{MacAddress, classify::Roles, links::LinkTable},
+    model::{
+        Distribution, EndpointId, Existing, Family, Node, NodeName, OnNoGateway, Policy, PolicyId, Snapshot, ZoneMode,
+    },
+    plan::{BlockState, EgressIpPlan, Plan, classes, select},
+};
+use egress_common::{config::Config, endpoint::policy_flags};
+use ipnet::IpNet;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+/// Everything that a view is made from.
+pub struct Facts<'a> {
+    /// This node.
+    pub node: &'a NodeName,
+    /// The objects; of pods, this node's are enough.
+    pub snapshot: &'a Snapshot,
+    /// What the controller has decided, as the objects tell it.
+    pub plan: &'a Plan,
+    /// Links and addresses of this node.
+    pub links: &'a LinkTable,
+    /// What the links are for.
+    pub roles: &'a Roles,
+    /// What the probes say of the gateways.
+    pub probes: &'a BTreeMap<NodeName, ProbeState>,
+    /// Pods that may have connections from before a policy selected them.
+    pub with_history: &'a BTreeSet<EndpointId>,
+    /// The administrator's exceptions.
+    pub except_cidrs: &'a [IpNet],
+    /// ARP and NDP are not to be answered at all.
+    pub silent: bool,
+    /// Egress IPs of this node that another one claims: ARP and NDP are not answered for them.
+    pub withdrawn: &'a BTreeSet<IpAddr>,
+    /// Settings, but for what the view adds (`HOLD`).
+    pub config: Config,
+}
+
+impl Facts<'_> {
+    fn labels_of(&self, node: &NodeName) -> crate::model::Labels {
+        self.snapshot.nodes.get(node).map(|n| n.labels.clone()).unwrap_or_default()
+    }
+
+    /// The policies that select each pod of this node.
+    pub fn classes(&self) -> BTreeMap<EndpointId, BTreeSet<PolicyId>> {
+        let (node, nowhere) = (self.labels_of(self.node), Default::default());
+        let own = self.snapshot.endpoints.values().filter(|e| e.node == *self.node);
+        own.map(|e| {
+            let namespace = self.snapshot.namespaces.get(&e.id.namespace).unwrap_or(&nowhere);
+            (e.id.clone(), select::selecting(self.snapshot.policies.values(), &e.labels, namespace, &node))
+        })
+        .collect()
+    }
+}
+
+/// Whether a pod that a policy selects has no address yet: unknown sources are held.
+pub fn holds(facts: &Facts<'_>, classes: &BTreeMap<EndpointId, BTreeSet<PolicyId>>) -> bool {
+    let starting = |id: &EndpointId| facts.snapshot.endpoints.get(id).is_some_and(|e| e.ips.is_empty());
+    classes.iter().any(|(id, class)| !class.is_empty() && starting(id))
+}
+
+/// Makes the view.
+pub fn view(facts: &Facts<'_>) -> NodeView {
+    let selected = facts.classes();
+    let hold = holds(facts, &selected);
+    let in_force: BTreeSet<&PolicyId> = selected.values().flatten().collect();
+    let endpoints = selected.iter().filter_map(|(id, class)| {
+        let ips = facts.snapshot.endpoints.get(id)?.ips.clone();
+        let has_history = facts.with_history.contains(id);
+        Some((id.clone(), EndpointView { ips, class: class.clone(), has_history }))
+    });
+    let endpoints: BTreeMap<_, _> = endpoints.collect();
+    let policies = facts.snapshot.policies.values().filter(|p| in_force.contains(&p.id));
+    let policies = policies.map(|p| (p.id.clone(), policy(facts, p, &endpoints))).collect();
+    let classes: BTreeSet<&BTreeSet<PolicyId>> = selected.values().filter(|c| !c.is_empty()).collect();
+    let classes =
+        classes.into_iter().map(|c| (c.clone(), classes::merge(&facts.snapshot.policies, c.iter()))).collect();
+    let mut config = facts.config;
+    if hold {
+        config.flags |= egress_common::config::flags::HOLD;
+    }
+    NodeView {
+        node: Some(facts.node.clone()),
+        endpoints,
+        policies,
+        classes,
+        excepts: excepts(facts),
+        egress_ips: facts.plan.egress_ips.iter().map(|(ip, e)| (*ip, egress(facts, *ip, e))).collect(),
+        nodes: facts.snapshot.nodes.values().map(|n| (n.name.clone(), tunnel_addresses(n))).collect(),
+        uplinks: facts.roles.uplinks.iter().filter_map(|i| Some((*i, facts.links.links.get(i)?.mac?.0))).collect(),
+        config: Some(config),
+    }
+}
+
+/// Where a node receives tunnelled packets: what its agent says, or else its addresses in Kubernetes.
+pub fn tunnel_addresses(node: &Node) -> Vec<IpAddr> {
+    let reported: Vec<IpAddr> = node.report.iter().flat_map(|r| r.tunnel_addresses.iter().copied()).collect();
+    if reported.is_empty() { node.addresses.iter().copied().collect() } else { reported }
+}
+
+/// Destinations that no policy touches: every address of a node, the pods of every node, what the administrator says.
+fn excepts(facts: &Facts<'_>) -> BTreeSet<IpNet> {
+    let nodes = facts.snapshot.nodes.values();
+    let hosts = nodes.flat_map(|n| {
+        let reported = n.report.iter().flat_map(|r| r.addresses.iter().map(|a| a.net.addr()));
+        n.addresses.iter().copied().chain(reported).map(IpNet::from).chain(n.pod_cidrs.iter().copied())
+    });
+    let pods = facts.snapshot.endpoints.values().flat_map(|e| e.ips.iter().copied().map(IpNet::from));
+    hosts.chain(pods).chain(facts.except_cidrs.iter().copied()).map(|n| n.trunc()).collect()
+}
+
+fn policy(facts: &Facts<'_>, policy: &Policy, endpoints: &BTreeMap<EndpointId, EndpointView>) -> PolicyView {
+    let mut flags = 0;
+    for (set, bit) in [
+        (policy.distribution == Distribution::PerEndpoint, policy_flags::PER_ENDPOINT),
+        (policy.on_no_gateway == OnNoGateway::NodeIp, policy_flags::ON_NO_GATEWAY_NODE_IP),
+        (policy.existing == Existing::Drop, policy_flags::EXISTING_DROP),
+    ] {
+        flags |= if set { bit } else { 0 };
+    }
+    let assigned = facts.plan.assignments.get(&policy.id).into_iter().flatten();
+    let assignments = assigned
+        .filter(|(id, _)| endpoints.contains_key(id))
+        .map(|(id, a)| (id.clone(), [Family::V4, Family::V6].iter().filter_map(|f| a.get(*f)).collect()))
+        .collect();
+    PolicyView { flags, slots: slots(facts, policy), assignments }
+}
+
+/// The slots of a policy. Those that new flows may choose have an owner that answers and blocks that it knows of, and
+/// come first by the policy's preferences.
+fn slots(facts: &Facts<'_>, policy: &Policy) -> Vec<SlotView> {
+    let users = facts.plan.egress_ips.iter().filter_map(|(ip, e)| Some((*ip, e, *e.users.get(&policy.id)?)));
+    let mut slots: Vec<(SlotView, Option<&NodeName>)> = users
+        .map(|(address, e, weight)| {
+            let usable = answers(facts, e) && !usable_blocks(facts, address, e).is_empty();
+            (SlotView { address, weight, usable }, e.owner.as_ref())
+        })
+        .collect();
+    let zone_of = |n: &NodeName| facts.snapshot.nodes.get(n).and_then(|n| n.zone.clone());
+    let own_zone = zone_of(facts.node);
+    let near = |owner: Option<&NodeName>| own_zone.is_some() && owner.and_then(zone_of) == own_zone;
+    match policy.zone {
+        ZoneMode::Any => {}
+        ZoneMode::Prefer => prefer(&mut slots, near),
+        ZoneMode::Require => slots.iter_mut().for_each(|(s, owner)| s.usable &= near(*owner)),
+    }
+    if policy.prefer_local_node {
+        prefer(&mut slots, |owner| owner == Some(facts.node));
+    }
+    slots.into_iter().map(|(slot, _)| slot).collect()
+}
+
+/// Leaves only the slots usable that `first` holds for, if it holds for any usable one of the same family.
+fn prefer(slots: &mut [(SlotView, Option<&NodeName>)], first: impl Fn(Option<&NodeName>) -> bool) {
+    for v4 in [true, false] {
+        let of_family = |s: &SlotView| s.usable && s.address.is_ipv4() == v4;
+        if slots.iter().any(|(s, owner)| of_family(s) && first(*owner)) {
+            slots.iter_mut().filter(|(s, owner)| of_family(s) && !first(*owner)).for_each(|(s, _)| s.usable = false);
+        }
+    }
+}
+
+/// Whether an egress IP has an owner that new flows may use.
+fn answers(facts: &Facts<'_>, e: &EgressIpPlan) -> bool {
+    match &e.owner {
+        None => false,
+        Some(owner) if owner == facts.node => true,
+        Some(owner) => facts.probes.get(owner) != Some(&ProbeState::Dead),
+    }
+}
+
+/// The blocks of an egress IP that this node may take ports from: leased to it, and known to the owner.
+fn usable_blocks(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> BTreeSet<u16> {
+    let Some(owner) = &e.owner else { return BTreeSet::new() };
+    let report = facts.snapshot.nodes.get(owner).and_then(|n| n.report.as_ref());
+    // This node's own leases are in its tables before the blocks are.
+    let known = if owner == facts.node { u64::MAX } else { report.map_or(0, |r| r.lease_revision) };
+    let blocks = facts.plan.blocks.get(&address).into_iter().flatten();
+    blocks
+        .filter(|(_, lease)| lease.node == *facts.node && lease.state == BlockState::Leased && lease.revision <= known)
+        .map(|(block, _)| *block)
+        .collect()
+}
+
+fn egress(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> EgressView {
+    let own = e.owner.as_ref() == Some(facts.node);
+    let leases = facts.plan.blocks.get(&address).into_iter().flatten();
+    EgressView {
+        owner: e.owner.clone(),
+        epoch: e.epoch,
+        interface: if own { uplink(facts, address, e) } else { None },
+        node_address: e.fixed,
+        silent: facts.silent || facts.withdrawn.contains(&address),
+        blocks: usable_blocks(facts, address, e),
+        leases: leases.map(|(block, lease)| (*block, lease.node.clone())).collect(),
+    }
+}
+
+/// The interface that an egress IP of this node is sent by: the one that is named, the one that has it, the one whose
+/// network it is in, or that of the default route.
+pub fn uplink(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> Option<u32> {
+    let usable = |i: &u32| facts.roles.uplinks.contains(i);
+    let named = e.interface.as_deref().and_then(|name| facts.links.by_name(name)).map(|l| l.index);
+    let holder = facts.links.by_address(address).map(|l| l.index);
+    let on_link = facts.links.links.values().filter(|l| usable(&l.index) && l.up);
+    let on_link = on_link.filter_map(|l| {
+        let longest = l.addresses.iter().filter(|n| n.contains(&address)).map(IpNet::prefix_len).max()?;
+        Some((longest, l.index))
+    });
+    let on_link = on_link.max_by_key(|(len, index)| (*len, std::cmp::Reverse(*index))).map(|(_, index)| index);
+    let default = facts.links.default_route(address.is_ipv6()).map(|r| r.oif);
+    named.or(holder).or(on_link).or(default)
+}
+
+/// The floating egress IPs that this node owns, with the interface and MAC address that answer for them.
+pub fn announced(facts: &Facts<'_>) -> BTreeMap<IpAddr, (u32, MacAddress)> {
+    let owned = facts.plan.egress_ips.iter().filter(|(_, e)| e.owner.as_ref() == Some(facts.node) && !e.fixed);
+    owned
+        .filter_map(|(ip, e)| {
+            let index = uplink(facts, *ip, e)?;
+            Some((*ip, (index, facts.links.links.get(&index)?.mac?)))
+        })
+        .collect()
+}

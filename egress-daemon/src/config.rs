@@ -1,0 +1,221 @@
+//! The configuration file (`--config FILE`): what an administrator may set, its defaults, and what is refused.
+//!
+//! Parsing is pure: text in, [`Config`] or everything that is wrong with it out. It knows the limits of `egress-common`
+//! and the name patterns of `host::classify`, and nothing of who uses the settings.
+
+mod read;
+
+use crate::host::{classify::NamePattern, tunnel};
+use egress_common::{abi, limits};
+use ipnet::IpNet;
+use std::{fmt, fs, io, net::SocketAddr, path::Path, time::Duration};
+
+/// Default of [`Probe::interval`].
+pub const PROBE_INTERVAL: Duration = Duration::from_millis(100);
+/// Default of [`Probe::count`].
+pub const PROBE_COUNT: u32 = 3;
+/// Default of [`Lease::renew`].
+pub const LEASE_RENEW: Duration = Duration::from_millis(500);
+/// Default of [`Lease::duration`].
+pub const LEASE_DURATION: Duration = Duration::from_secs(2);
+/// Default of [`Config::deadline`].
+pub const DEADLINE: Duration = Duration::from_secs(2);
+/// Default of [`Timeouts::tcp_established`].
+pub const TCP_ESTABLISHED: Duration = Duration::from_secs(limits::TCP_ESTABLISHED_SECS);
+/// Default of [`Timeouts::tcp_transitory`].
+pub const TCP_TRANSITORY: Duration = Duration::from_secs(limits::TCP_TRANSITORY_SECS);
+/// Default of [`Timeouts::udp`].
+pub const UDP: Duration = Duration::from_secs(limits::UDP_SECS);
+/// Default of [`Timeouts::icmp`].
+pub const ICMP: Duration = Duration::from_secs(limits::ICMP_SECS);
+
+/// The settings of an agent or a controller. Every field has a default, and an absent file is an empty one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// `tunnelPort`: UDP port of the tunnel device, the same on all nodes.
+    pub tunnel_port: u16,
+    /// `tunnelName`: name of the tunnel device, 1 to 15 bytes.
+    pub tunnel_name: String,
+    /// `exceptCIDRs`: destinations that no policy touches, besides those of pods, nodes and services.
+    pub except_cidrs: Vec<IpNet>,
+    /// `uplinks`: interfaces that lead out of the node, besides those that are recognised.
+    pub uplinks: Vec<NamePattern>,
+    /// `podInterfaces`: host-side interfaces of pods, besides those that are recognised.
+    pub pod_interfaces: Vec<NamePattern>,
+    /// `maxFlows`: flows on this node, for each address family.
+    pub max_flows: u32,
+    /// `timeouts`: how long idle flows are kept.
+    pub timeouts: Timeouts,
+    /// `probe`: how gateways are probed through the tunnel.
+    pub probe: Probe,
+    /// `lease`: how gateways show the controller that they live.
+    pub lease: Lease,
+    /// `deadline`: how long the datapath answers ARP and NDP for egress IPs after it last heard from its agent.
+    pub deadline: Duration,
+    /// `firewall`: whether the first packet of a flow passes the host's firewall.
+    pub firewall: Firewall,
+    /// `transport`: the way between source nodes and gateways.
+    pub transport: Transport,
+    /// `announce`: how egress IPs are made known on their link.
+    pub announce: Announce,
+    /// `metrics`: where metrics and health are served; `--metrics` comes before it. Absent: nowhere.
+    pub metrics: Option<SocketAddr>,
+}
+
+/// How long idle flows are kept, in whole seconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Timeouts {
+    /// `tcpEstablished`: a TCP connection whose handshake is complete (RFC 5382: no less than 2 h 4 min).
+    pub tcp_established: Duration,
+    /// `tcpTransitory`: a TCP connection that is opening or closing (RFC 5382: no less than 4 min).
+    pub tcp_transitory: Duration,
+    /// `udp`: a UDP flow (RFC 4787: no less than 2 min).
+    pub udp: Duration,
+    /// `icmp`: an ICMP query (RFC 5508: no less than 60 s).
+    pub icmp: Duration,
+}
+
+/// How gateways are probed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Probe {
+    /// `interval`: between two probes; a probe that is not answered by then is missed.
+    pub interval: Duration,
+    /// `count`: so many missed in a row and the gateway counts as dead, so many answered and it counts as alive.
+    pub count: u32,
+}
+
+/// The leases of gateways and of the leading controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lease {
+    /// `renew`: how often a holder renews its lease.
+    pub renew: Duration,
+    /// `duration`: how long a lease that is not renewed stays in force.
+    pub duration: Duration,
+}
+
+/// Whether the first packet of a flow passes the host's firewall.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Firewall {
+    /// It does: what the FORWARD chain drops does not leave.
+    Respect,
+    /// All packets take the short way, past the host's firewall.
+    Bypass,
+}
+
+/// The way between source nodes and gateways.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// The best way that works; in this build that is [`Transport::Device`].
+    Auto,
+    /// The tunnel device.
+    Device,
+}
+
+/// How egress IPs are made known on their link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Announce {
+    /// Gratuitous ARP and unsolicited neighbour advertisements, and answers to requests.
+    Arp,
+    /// Not at all: routers send egress IPs to the node by themselves.
+    None,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            tunnel_port: abi::TUNNEL_PORT,
+            tunnel_name: tunnel::DEFAULT_NAME.to_owned(),
+            except_cidrs: Vec::new(),
+            uplinks: Vec::new(),
+            pod_interfaces: Vec::new(),
+            max_flows: limits::MAX_FLOWS as u32,
+            timeouts: Timeouts { tcp_established: TCP_ESTABLISHED, tcp_transitory: TCP_TRANSITORY, udp: UDP, icmp: ICMP },
+            probe: Probe { interval: PROBE_INTERVAL, count: PROBE_COUNT },
+            lease: Lease { renew: LEASE_RENEW, duration: LEASE_DURATION },
+            deadline: DEADLINE,
+            firewall: Firewall::Respect,
+            transport: Transport::Auto,
+            announce: Announce::Arp,
+            metrics: None,
+        }
+    }
+}
+
+impl fmt::Display for Firewall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Firewall::Respect => "respect",
+            Firewall::Bypass => "bypass",
+        })
+    }
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Transport::Auto => "Auto",
+            Transport::Device => "device",
+        })
+    }
+}
+
+/// One thing that is wrong with a configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// The field's path, such as `timeouts.udp`; empty for the whole file.
+    pub field: String,
+    /// What is wrong.
+    pub message: String,
+    /// What to write instead.
+    pub remedy: String,
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.field.is_empty() {
+            write!(f, "{}: ", self.field)?;
+        }
+        write!(f, "{}; {}", self.message, self.remedy)
+    }
+}
+
+/// Why a configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("the configuration {file} cannot be read: {source}; name a file that exists with --config")]
+    Unreadable {
+        /// The file.
+        file: String,
+        /// The reason.
+        source: io::Error,
+    },
+    /// Its content is refused; every fault is listed.
+    #[error("the configuration {file} is refused:{}", faults.iter().map(|fault| format!("\n  {fault}")).collect::<String>())]
+    Refused {
+        /// The file.
+        file: String,
+        /// What is wrong with it.
+        faults: Vec<Fault>,
+    },
+}
+
+impl Config {
+    /// Reads a file; without one, everything has its default.
+    pub fn load(file: Option<&Path>) -> Result<Self, ConfigError> {
+        let Some(path) = file else { return Ok(Self::default()) };
+        let file = path.display().to_string();
+        match fs::read(path) {
+            Ok(text) => Self::parse(&file, &text),
+            Err(source) => Err(ConfigError::Unreadable { file, source }),
+        }
+    }
+
+    /// Understands the text of `file`, which is named in errors only.
+    pub fn parse(file: &str, text: &[u8]) -> Result<Self, ConfigError> {
+        read::config(text).map_err(|faults| ConfigError::Refused { file: file.to_owned(), faults })
+    }
+}
+
+#[cfg(test)]
+mod tests;

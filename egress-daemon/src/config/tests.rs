@@ -1,0 +1,162 @@
+//! Tests of the configuration file.
+
+use super::*;
+use proptest::prelude::*;
+
+fn parse(text: &str) -> Config {
+    Config::parse("c.yaml", text.as_bytes()).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn faults(text: &str) -> Vec<(String, String)> {
+    match Config::parse("c.yaml", text.as_bytes()) {
+        Err(ConfigError::Refused { faults, .. }) => {
+            faults.into_iter().map(|f| (f.field, format!("{}; {}", f.message, f.remedy))).collect()
+        }
+        other => panic!("not refused: {other:?}"),
+    }
+}
+
+/// The one fault of a text, with all of `parts` in its sentence.
+fn refused(text: &str, field: &str, parts: &[&str]) {
+    let found = faults(text);
+    assert_eq!(found.iter().map(|(f, _)| f.as_str()).collect::<Vec<_>>(), [field], "{text}: {found:?}");
+    for part in parts {
+        assert!(found[0].1.contains(part), "{text}: {part:?} is not in {:?}", found[0].1);
+    }
+}
+
+#[test]
+fn an_empty_file_is_all_defaults() {
+    for text in ["", "\n\n", "# nothing\n", "{}", "timeouts:\nprobe: {}\nmetrics:\n"] {
+        assert_eq!(parse(text), Config::default(), "{text:?}");
+    }
+    assert_eq!(Config::load(None).unwrap(), Config::default());
+}
+
+#[test]
+fn every_field_is_read() {
+    let text = r#"
+tunnelPort: 9000
+tunnelName: tun9
+exceptCIDRs: [198.51.100.0/24, "2001:db8::/32"]
+uplinks: ["ens*"]
+podInterfaces: ["cali*", "lxc?"]
+maxFlows: 1000000
+timeouts: {tcpEstablished: 3h, tcpTransitory: 5m, udp: 120s, icmp: 61s}
+probe: {interval: 50ms, count: 5}
+lease: {renew: 1s, duration: 5s}
+deadline: 4s
+firewall: bypass
+transport: device
+announce: none
+metrics: "127.0.0.1:9473"
+"#;
+    let seconds = Duration::from_secs;
+    let expected = Config {
+        tunnel_port: 9000,
+        tunnel_name: "tun9".into(),
+        except_cidrs: vec!["198.51.100.0/24".parse().unwrap(), "2001:db8::/32".parse().unwrap()],
+        uplinks: vec!["ens*".parse().unwrap()],
+        pod_interfaces: vec!["cali*".parse().unwrap(), "lxc?".parse().unwrap()],
+        max_flows: 1_000_000,
+        timeouts: Timeouts {
+            tcp_established: seconds(10_800),
+            tcp_transitory: seconds(300),
+            udp: seconds(120),
+            icmp: seconds(61),
+        },
+        probe: Probe { interval: Duration::from_millis(50), count: 5 },
+        lease: Lease { renew: seconds(1), duration: seconds(5) },
+        deadline: seconds(4),
+        firewall: Firewall::Bypass,
+        transport: Transport::Device,
+        announce: Announce::None,
+        metrics: Some("127.0.0.1:9473".parse().unwrap()),
+    };
+    assert_eq!(parse(text), expected);
+}
+
+#[test]
+fn unknown_fields_name_the_known_ones() {
+    refused("tunelPort: 1", "tunelPort", &["no such field", "tunnelPort", "maxFlows"]);
+    refused("timeouts: {tcp: 300s}", "timeouts.tcp", &["tcpEstablished, tcpTransitory, udp, icmp"]);
+    refused("timeouts: 5m", "timeouts", &["mapping"]);
+    refused("[1, 2]", "", &["mapping"]);
+}
+
+#[test]
+fn the_message_names_the_file_and_every_fault() {
+    let error = Config::parse("/etc/spillway.yaml", b"tunnelPort: 0\nfirewall: off\n").unwrap_err().to_string();
+    assert!(error.starts_with("the configuration /etc/spillway.yaml is refused:\n  tunnelPort: 0 is out of"), "{error}");
+    assert!(error.contains("\n  firewall: ") && error.contains("respect or bypass"), "{error}");
+    let missing = Config::load(Some(Path::new("/nonexistent.yaml"))).unwrap_err().to_string();
+    assert!(missing.contains("/nonexistent.yaml"), "{missing}");
+}
+
+#[test]
+fn timeouts_below_the_rfcs_are_refused() {
+    for (field, value, rfc, least) in [
+        ("tcpEstablished", "2h", "RFC 5382", "7440s"),
+        ("tcpTransitory", "239s", "RFC 5382", "240s"),
+        ("udp", "119s", "RFC 4787", "120s"),
+        ("icmp", "59s", "RFC 5508", "60s"),
+    ] {
+        refused(&format!("timeouts: {{{field}: {value}}}"), &format!("timeouts.{field}"), &[rfc, least]);
+    }
+    refused("timeouts: {udp: 300500ms}", "timeouts.udp", &["whole seconds"]);
+    refused("timeouts: {udp: 9000h}", "timeouts.udp", &["720h"]);
+    refused("timeouts: {udp: 300}", "timeouts.udp", &["300s"]);
+    refused("timeouts: {udp: 99999999999999999999h}", "timeouts.udp", &["not a duration"]);
+    refused("timeouts: {udp: 9999999999999999h}", "timeouts.udp", &["not a duration"]);
+}
+
+#[test]
+fn transports_that_do_not_exist_are_refused_as_such() {
+    for transport in ["vxlan", "direct"] {
+        refused(&format!("transport: {transport}"), "transport", &["not in this build yet", "Auto or device"]);
+    }
+    refused("transport: auto", "transport", &["unknown", "Auto or device"]);
+}
+
+#[test]
+fn values_out_of_range_are_refused() {
+    refused("tunnelPort: 65536", "tunnelPort", &["1 to 65535"]);
+    refused("tunnelName: a/b", "tunnelName", &["interface"]);
+    refused("tunnelName: sixteen-bytes-xx", "tunnelName", &["1 to 15"]);
+    refused("maxFlows: 10", "maxFlows", &["1024"]);
+    refused("exceptCIDRs: 10.0.0.0/8", "exceptCIDRs", &["not a list"]);
+    refused("exceptCIDRs: [10.0.0.0/8, 10.0.0.1]", "exceptCIDRs", &["item 2", "10.0.0.1"]);
+    refused("uplinks: [eth0/1]", "uplinks", &["item 1", "eth0/1"]);
+    refused("probe: {count: 0}", "probe.count", &["1 to 16"]);
+    refused("probe: {interval: 1ms}", "probe.interval", &["10ms"]);
+    refused("metrics: 9473", "metrics", &["127.0.0.1:9473"]);
+    refused("announce: bgp", "announce", &["arp or none"]);
+}
+
+#[test]
+fn times_that_contradict_each_other_are_refused() {
+    refused("lease: {renew: 1500ms}", "lease.duration", &["twice lease.renew"]);
+    refused("deadline: 3s", "deadline", &["lease.duration"]);
+    assert_eq!(parse("lease: {renew: 1s, duration: 3s}\ndeadline: 3s").deadline, Duration::from_secs(3));
+}
+
+proptest! {
+    #[test]
+    fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        let _ = Config::parse("c.yaml", &bytes);
+    }
+
+    #[test]
+    fn arbitrary_values_of_known_fields_never_panic(
+        field in prop_oneof![
+            Just("tunnelPort"), Just("tunnelName"), Just("exceptCIDRs"), Just("maxFlows"), Just("deadline"), Just("metrics"),
+            Just("timeouts: {udp"), Just("probe: {interval"), Just("lease: {renew")
+        ],
+        value in "[ -~µ€]{0,30}",
+    ) {
+        let close = if field.contains('{') { "}" } else { "" };
+        if let Err(error) = Config::parse("c.yaml", format!("{field}: {value}{close}").as_bytes()) {
+            prop_assert!(error.to_string().starts_with("the configuration c.yaml is refused:\n  "));
+        }
+    }
+}

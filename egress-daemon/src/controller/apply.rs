@@ -1,0 +1,115 @@
+//! Writes what should be where it differs from what is.
+
+use crate::api::{
+    EgressGatewayPolicy, EgressGatewayPolicyStatus, EgressIP, EgressIPPool, EgressIPPoolStatus, EgressNode,
+};
+use crate::snapshot::Desired;
+use crate::store::{Key, Store, StoreError};
+use futures::stream::{self, StreamExt};
+
+/// So many writes are under way at once.
+const CONCURRENT: usize = 16;
+
+/// What came of writing.
+#[derive(Debug, Default)]
+pub(super) struct Applied {
+    pub(super) writes: u64,
+    pub(super) errors: Vec<StoreError>,
+}
+
+impl Applied {
+    /// Whether another process leads by now.
+    pub(super) fn is_fenced(&self) -> bool {
+        self.errors.iter().any(|error| matches!(error, StoreError::Fenced(_)))
+    }
+
+    fn add(&mut self, result: Result<u64, StoreError>) {
+        match result {
+            Ok(writes) => self.writes += writes,
+            Err(error) => self.errors.push(error),
+        }
+    }
+}
+
+/// Writes all differences. What fails does not keep the rest from being written, except that nothing is deleted after an
+/// error: egress IPs and their gateways come first, then what source nodes may use, then what people read, then what is
+/// not needed any more. An object that somebody else wrote since `desired` was made is left as it is.
+pub(super) async fn apply(store: &Store, desired: Desired) -> Applied {
+    let mut applied = Applied::default();
+    let Desired { egress_ips, egress_nodes, policies, pools } = desired;
+    let wanted = |name: &Option<String>, is_wanted: &dyn Fn(&str) -> bool| name.as_deref().is_some_and(is_wanted);
+    let mut unwanted_ips = store.list::<EgressIP>();
+    unwanted_ips.retain(|object| !wanted(&object.metadata.name, &|name| egress_ips.contains_key(name)));
+    let mut unwanted_nodes = store.list::<EgressNode>();
+    unwanted_nodes.retain(|object| !wanted(&object.metadata.name, &|name| egress_nodes.contains_key(name)));
+
+    let writes = egress_ips.into_values().map(|object| egress_ip(store, object));
+    gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
+    let writes = egress_nodes.into_values().map(|object| egress_node(store, object));
+    gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
+    let writes = policies.into_iter().map(|(name, status)| policy(store, name, status));
+    gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
+    let writes = pools.into_iter().map(|(name, status)| pool(store, name, status));
+    gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
+
+    if applied.errors.is_empty() {
+        for object in unwanted_ips {
+            applied.add(store.delete(object.as_ref()).await.map(|()| 1));
+        }
+        for object in unwanted_nodes {
+            applied.add(store.delete(object.as_ref()).await.map(|()| 1));
+        }
+    }
+    applied
+}
+
+async fn gather(applied: &mut Applied, mut results: impl StreamExt<Item = Result<u64, StoreError>> + Unpin) {
+    while let Some(result) = results.next().await {
+        applied.add(result);
+    }
+}
+
+async fn egress_ip(store: &Store, wanted: EgressIP) -> Result<u64, StoreError> {
+    let (written, writes) = match store.get::<EgressIP>(&Key::of(&wanted)) {
+        None => (store.create(&wanted).await?, 1),
+        Some(current) if current.spec != wanted.spec => (store.replace(&wanted).await?, 1),
+        Some(current) if current.status != wanted.status => {
+            let metadata = wanted.metadata.clone();
+            (EgressIP { metadata, ..current.as_ref().clone() }, 0)
+        }
+        Some(_) => return Ok(0),
+    };
+    if written.status == wanted.status {
+        return Ok(writes);
+    }
+    store.replace_status(&EgressIP { status: wanted.status, ..written }).await?;
+    Ok(writes + 1)
+}
+
+async fn egress_node(store: &Store, wanted: EgressNode) -> Result<u64, StoreError> {
+    match store.get::<EgressNode>(&Key::of(&wanted)) {
+        None => store.create(&wanted).await.map(|_| 1),
+        Some(current) if current.spec != wanted.spec => store.replace(&wanted).await.map(|_| 1),
+        Some(_) => Ok(0),
+    }
+}
+
+async fn policy(store: &Store, name: String, status: EgressGatewayPolicyStatus) -> Result<u64, StoreError> {
+    match store.get::<EgressGatewayPolicy>(&Key::cluster(&name)) {
+        Some(current) if current.status.as_ref() != Some(&status) => {
+            let object = EgressGatewayPolicy { status: Some(status), ..current.as_ref().clone() };
+            store.replace_status(&object).await.map(|_| 1)
+        }
+        _ => Ok(0),
+    }
+}
+
+async fn pool(store: &Store, name: String, status: EgressIPPoolStatus) -> Result<u64, StoreError> {
+    match store.get::<EgressIPPool>(&Key::cluster(&name)) {
+        Some(current) if current.status.as_ref() != Some(&status) => {
+            let object = EgressIPPool { status: Some(status), ..current.as_ref().clone() };
+            store.replace_status(&object).await.map(|_| 1)
+        }
+        _ => Ok(0),
+    }
+}

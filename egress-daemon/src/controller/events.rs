@@ -1,0 +1,63 @@
+//! What a person would want to know of, in the words of Kubernetes events.
+
+use crate::plan::diff::Change;
+use crate::plan::{ConditionKind, OwnerReason};
+use std::fmt;
+
+/// Something that happened to an object.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// The object's kind and name, such as `EgressIP 192.0.2.10`.
+    pub object: String,
+    /// Whether somebody should look at it.
+    pub warning: bool,
+    /// What happened, in one word.
+    pub reason: &'static str,
+    /// What happened, in a sentence.
+    pub message: String,
+}
+
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}: {}", self.object, self.reason, self.message)
+    }
+}
+
+impl Event {
+    /// The event of a change; nothing for changes that are everyday business.
+    pub(super) fn of(change: &Change) -> Option<Event> {
+        let egress_ip = |address: &std::net::IpAddr| format!("EgressIP {address}");
+        let event = |object, warning, reason, message| Some(Event { object, warning, reason, message });
+        match change {
+            Change::Added { address } => {
+                event(egress_ip(address), false, "Allocated", format!("{address} came into use"))
+            }
+            Change::Removed { address } => {
+                event(egress_ip(address), false, "Released", format!("no policy uses {address} any more"))
+            }
+            Change::Moved { address, from, to: Some(to), epoch, reason } => {
+                let from = from.as_ref().map(|from| format!(" instead of {from}")).unwrap_or_default();
+                let message = format!("{to} carries {address}{from} since epoch {epoch}");
+                event(egress_ip(address), *reason == OwnerReason::Failover, "Moved", message)
+            }
+            Change::Moved { address, from, to: None, reason, .. } => {
+                let from = from.as_ref().map(|from| format!(" after {from}")).unwrap_or_default();
+                event(egress_ip(address), true, reason.as_str(), format!("no gateway carries {address}{from}"))
+            }
+            Change::Condition { policy, kind, condition } => {
+                let good = condition.holds == (*kind == ConditionKind::Ready);
+                let reason = match (kind, condition.holds) {
+                    (ConditionKind::Ready, true) => "Ready",
+                    (ConditionKind::Ready, false) => "NotReady",
+                    (ConditionKind::Degraded, true) => "Degraded",
+                    (ConditionKind::Degraded, false) => "NotDegraded",
+                    (ConditionKind::Conflicting, true) => "Conflicting",
+                    (ConditionKind::Conflicting, false) => "NotConflicting",
+                };
+                let message = format!("{}: {}", condition.reason, condition.message);
+                event(format!("policy {policy}"), !good, reason, message)
+            }
+            Change::Leased { .. } | Change::Returned { .. } | Change::Reassigned { .. } => None,
+        }
+    }
+}

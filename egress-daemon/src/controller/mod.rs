@@ -1,0 +1,58 @@
+//! The planner's shell: leads or stands by, looks at the store, plans, and writes what the plan changes. May know the
+//! store, the planner and the clock; knows neither the kernel nor the host.
+//!
+//! Level-triggered: each round starts from the objects as they are, so that a controller that takes over finishes what
+//! the one before it left half done. Errors are told and the round is repeated; none ends the loop.
+
+mod apply;
+mod events;
+mod remarks;
+mod run;
+#[cfg(test)]
+mod tests;
+
+pub use events::Event;
+pub use run::run;
+
+use crate::health::LeaseTimes;
+use std::time::Duration;
+
+/// How a controller behaves.
+#[derive(Clone, Debug)]
+pub struct ControllerConfig {
+    /// Who it is, among all controllers: a name that no other live process has.
+    pub identity: String,
+    /// How long the leadership stays with a controller that does not renew it.
+    pub lease_duration: Duration,
+    /// How often the leader renews it.
+    pub renew_every: Duration,
+    /// When gateways count as dead, and when the port blocks of nodes that are gone are given to others.
+    pub gateways: LeaseTimes,
+}
+
+impl ControllerConfig {
+    /// The defaults, for a controller with this identity.
+    pub fn new(identity: String) -> Self {
+        ControllerConfig {
+            identity,
+            lease_duration: Duration::from_secs(2),
+            renew_every: Duration::from_millis(500),
+            gateways: LeaseTimes::default(),
+        }
+    }
+}
+
+/// What a controller does, for metrics and health checks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// The epoch of its leadership; absent while another one leads.
+    pub epoch: Option<u64>,
+    /// Rounds of planning so far.
+    pub rounds: u64,
+    /// Objects written so far.
+    pub writes: u64,
+    /// How long the last plan took to make.
+    pub planning: Duration,
+    /// What went wrong in the last round.
+    pub error: Option<String>,
+}

@@ -1,0 +1,264 @@
+//! The loop.
+
+use super::apply::{Applied, apply};
+use super::{ControllerConfig, Event, Report, remarks};
+use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode};
+use crate::health::{Health, LeaseTracker, Renewal};
+use crate::model::{Failback, NodeName, Snapshot};
+use crate::plan::diff::diff;
+use crate::plan::{Plan, plan};
+use crate::snapshot::{Objects, desired, previous, snapshot};
+use crate::store::lease::{CONTROLLER_LEASE, GATEWAY_LEASE_PREFIX, LEASE_NAMESPACE, LeaseKeeper, LeaseTerms};
+use crate::store::{Key, Problem, Store};
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
+use std::collections::BTreeSet;
+use std::pin::pin;
+use std::time::{Duration, Instant};
+use tokio::sync::watch;
+
+/// How soon a round that failed is repeated.
+const RETRY: Duration = Duration::from_millis(100);
+/// How often a round is made although nothing asks for it.
+const RESYNC: Duration = Duration::from_secs(60);
+
+/// Runs a controller on a store until `stop` is ready; then it gives its leadership up. `report` always has what it does.
+pub async fn run(
+    store: Store,
+    config: ControllerConfig,
+    report: watch::Sender<Report>,
+    stop: impl Future<Output = ()>,
+) {
+    let terms = LeaseTerms {
+        key: Key::namespaced(LEASE_NAMESPACE, CONTROLLER_LEASE),
+        identity: config.identity.clone(),
+        duration: config.lease_duration,
+        renew_every: config.renew_every,
+    };
+    let mut keeper = LeaseKeeper::start(store.clone(), terms.clone());
+    let mut changes = store.changes();
+    let mut controller = Controller::new(store, config, terms.key, report);
+    let mut stop = pin!(stop);
+    loop {
+        let next = controller.wake(keeper.held()).await;
+        tokio::select! {
+            () = changes.next() => {}
+            () = keeper.changed() => {}
+            () = tokio::time::sleep_until(next.into()) => {}
+            () = &mut stop => break,
+        }
+    }
+    keeper.release().await;
+}
+
+/// What is remembered from one round to the next. All of it can be had from the store again.
+struct Controller {
+    store: Store,
+    config: ControllerConfig,
+    lease: Key,
+    report: watch::Sender<Report>,
+    start: Instant,
+    gateways: LeaseTracker,
+    known: BTreeSet<NodeName>,
+    leading: Option<Leading>,
+}
+
+/// What is remembered while this controller leads.
+struct Leading {
+    epoch: u64,
+    store: Store,
+    /// What the last round that succeeded was made from.
+    seen: Option<Inputs>,
+    /// When to make a round although nothing changed.
+    due: Duration,
+    /// After which delays an egress IP may go back to its preferred gateway.
+    delays: BTreeSet<Duration>,
+    /// The plan of the last round, for telling what happened.
+    plan: Option<Plan>,
+}
+
+/// What a plan depends on, in a form that is cheap to compare.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Inputs {
+    revisions: [u64; 7],
+    problems: Vec<Problem>,
+    /// Whether each gateway is fresh, since how many of the delays, and whether its node is gone.
+    gateways: Vec<(NodeName, bool, usize, bool)>,
+}
+
+impl Controller {
+    fn new(store: Store, config: ControllerConfig, lease: Key, report: watch::Sender<Report>) -> Self {
+        let gateways = LeaseTracker::new(config.gateways);
+        Controller {
+            store,
+            config,
+            lease,
+            report,
+            start: Instant::now(),
+            gateways,
+            known: BTreeSet::new(),
+            leading: None,
+        }
+    }
+
+    /// Looks at what changed, plans and writes if this controller leads and has to, and says when to wake it again.
+    async fn wake(&mut self, epoch: Option<u64>) -> Instant {
+        // Gateways are watched while standing by, too, so that a new leader knows at once who is dead.
+        self.observe_leases();
+        match epoch {
+            None => self.leading = None,
+            Some(epoch) if self.leading.as_ref().is_none_or(|leading| leading.epoch != epoch) => {
+                tracing::info!(identity = %self.config.identity, epoch, "this controller leads");
+                // What the leader before wrote last must be known before anything is given out.
+                self.store.refresh().await;
+                let store = self.store.guarded(self.lease.clone(), epoch);
+                let (due, delays) = (Duration::ZERO, BTreeSet::new());
+                self.leading = Some(Leading { epoch, store, seen: None, due, delays, plan: None });
+            }
+            Some(_) => {}
+        }
+        self.report.send_if_modified(|report| std::mem::replace(&mut report.epoch, epoch) != epoch);
+        let now = self.start.elapsed();
+        let health = self.gateways.health(now);
+        let soon = now + Duration::from_millis(1);
+        let Some(mut leading) = self.leading.take() else {
+            let next = self.gateways.next_deadline(&BTreeSet::new(), now).unwrap_or(now + RESYNC);
+            return self.start + next.max(soon);
+        };
+        if now >= leading.due || leading.seen.as_ref() != Some(&self.inputs(&health, &leading.delays)) {
+            self.round(&mut leading, &health).await;
+        }
+        let next = self.gateways.next_deadline(&leading.delays, now).unwrap_or(leading.due).min(leading.due);
+        self.leading = Some(leading);
+        self.start + next.max(soon)
+    }
+
+    fn observe_leases(&mut self) {
+        let now = self.start.elapsed();
+        let mut known = BTreeSet::new();
+        for lease in self.store.list::<Lease>() {
+            let name = lease.metadata.name.as_deref().unwrap_or_default();
+            let Some(node) = name.strip_prefix(GATEWAY_LEASE_PREFIX).map(NodeName::from) else { continue };
+            // A lease that was given up is no sign of life.
+            let spec = lease.spec.as_ref();
+            if spec.and_then(|spec| spec.holder_identity.as_deref()).is_none_or(str::is_empty) {
+                continue;
+            }
+            let renew_time = spec.and_then(|spec| spec.renew_time.as_ref()).map(|time| time.0.to_string());
+            let renewal = Renewal {
+                renew_time: renew_time.unwrap_or_default(),
+                resource_version: lease.metadata.resource_version.clone().unwrap_or_default(),
+            };
+            self.gateways.observe(&node, renewal, now);
+            known.insert(node);
+        }
+        for gone in self.known.difference(&known) {
+            self.gateways.forget(gone);
+        }
+        self.known = known;
+    }
+
+    fn inputs(&self, health: &Health, delays: &BTreeSet<Duration>) -> Inputs {
+        let store = &self.store;
+        Inputs {
+            revisions: [
+                store.revision::<EgressGatewayPolicy>(),
+                store.revision::<EgressIPPool>(),
+                store.revision::<Node>(),
+                store.revision::<Namespace>(),
+                store.revision::<Pod>(),
+                store.revision::<EgressIP>(),
+                store.revision::<EgressNode>(),
+            ],
+            problems: store.problems(),
+            gateways: health
+                .nodes
+                .iter()
+                .map(|(node, health)| {
+                    let passed = delays.iter().filter(|delay| health.fresh_for(**delay)).count();
+                    (node.clone(), health.is_fresh(), passed, health.gone)
+                })
+                .collect(),
+        }
+    }
+
+    /// Plans and writes.
+    async fn round(&mut self, leading: &mut Leading, health: &Health) {
+        // Taken before the objects are read: what changes while the plan is made is a reason for another round.
+        let mut inputs = self.inputs(health, &leading.delays);
+        let objects = Objects {
+            policies: self.store.list::<EgressGatewayPolicy>(),
+            pools: self.store.list::<EgressIPPool>(),
+            nodes: self.store.list::<Node>(),
+            namespaces: self.store.list::<Namespace>(),
+            pods: self.store.list::<Pod>(),
+            egress_ips: self.store.list::<EgressIP>(),
+            egress_nodes: self.store.list::<EgressNode>(),
+        };
+        let started = Instant::now();
+        let (snapshot, problems) = snapshot(&objects);
+        let before = previous(&objects);
+        let after = plan(&snapshot, health, &before);
+        let time = Time(Timestamp::now());
+        let mut wanted = desired(&objects, &snapshot, &after, &problems, &time);
+        remarks::add(&mut wanted, &objects, &self.store.problems(), &time);
+        let planning = started.elapsed();
+        let applied = apply(&leading.store, wanted).await;
+        self.tell(leading, before, &after, &applied, planning);
+        leading.plan = Some(after);
+        let now = self.start.elapsed();
+        self.observe_nodes(&snapshot, &objects, now);
+        leading.delays = delays(&snapshot);
+        inputs.gateways = self.inputs(health, &leading.delays).gateways;
+        let failed = !applied.errors.is_empty();
+        leading.seen = (!failed).then_some(inputs);
+        leading.due = now + if failed { RETRY } else { RESYNC };
+    }
+
+    fn observe_nodes(&mut self, snapshot: &Snapshot, objects: &Objects, now: Duration) {
+        let present = snapshot.nodes.keys().cloned().collect();
+        let names = objects.egress_nodes.iter().filter_map(|node| node.metadata.name.as_deref());
+        let holders: Vec<NodeName> = names.map(NodeName::from).collect();
+        self.gateways.observe_nodes(&present, &holders, now);
+    }
+
+    /// Tells people and programs what came of a round.
+    fn tell(&self, leading: &Leading, before: Plan, after: &Plan, applied: &Applied, planning: Duration) {
+        for error in &applied.errors {
+            if error.is_conflict() || applied.is_fenced() {
+                tracing::debug!(%error, "the round is repeated");
+            } else {
+                tracing::warn!(%error, "the round is repeated");
+            }
+        }
+        if applied.errors.is_empty() {
+            // The objects do not remember outcomes: a leader that just took over has nothing to tell about them.
+            let outcomes = leading.plan.as_ref().map_or(&after.outcomes, |last| &last.outcomes).clone();
+            for event in diff(&Plan { outcomes, ..before }, after).iter().filter_map(Event::of) {
+                if event.warning {
+                    tracing::warn!(object = %event.object, reason = event.reason, "{}", event.message);
+                } else {
+                    tracing::info!(object = %event.object, reason = event.reason, "{}", event.message);
+                }
+            }
+        }
+        self.report.send_modify(|report| {
+            report.rounds += 1;
+            report.writes += applied.writes;
+            report.planning = planning;
+            report.error = applied.errors.first().map(ToString::to_string);
+        });
+    }
+}
+
+/// After which delays an egress IP may go back to its preferred gateway.
+fn delays(snapshot: &Snapshot) -> BTreeSet<Duration> {
+    let of_pools = snapshot.pools.values().map(|pool| pool.failback);
+    let delay = |failback| match failback {
+        Failback::Preferred { delay } => Some(delay),
+        Failback::Never => None,
+    };
+    of_pools.chain([Failback::default()]).filter_map(delay).collect()
+}

@@ -1,0 +1,264 @@
+//! Controllers on a real directory, with gateways that are nothing but leases.
+
+use super::*;
+use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode};
+use crate::store::lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease};
+use crate::store::{Changes, Files, Key, Store};
+use std::fs;
+use std::path::Path;
+use tempfile::TempDir;
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinHandle;
+
+const CLUSTER: &str = "
+{apiVersion: v1, kind: Namespace, metadata: {name: shop}}
+---
+{apiVersion: v1, kind: Node, metadata: {name: gw1, labels: {egress: 'true'}}}
+---
+{apiVersion: v1, kind: Node, metadata: {name: gw2, labels: {egress: 'true'}}}
+---
+{apiVersion: v1, kind: Node, metadata: {name: w1}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: a, namespace: shop, labels: {app: web}}, spec: {nodeName: w1, containers: []}, status: {podIP: 10.0.0.5}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: b, namespace: shop, labels: {app: web}}, spec: {nodeName: w1, containers: []}, status: {podIP: 10.0.0.6}}
+";
+
+const POOL: &str = "
+apiVersion: spillway.io/v1alpha1
+kind: EgressIPPool
+metadata: {name: public}
+spec:
+  ipRanges: [{start: 192.0.2.1, end: 192.0.2.4}]
+  nodeSelector: {matchLabels: {egress: 'true'}}
+  failback: {delay: 0s}
+";
+
+const POLICY: &str = "
+apiVersion: spillway.io/v1alpha1
+kind: EgressGatewayPolicy
+metadata: {name: web}
+spec:
+  selectors: [{podSelector: {matchLabels: {app: web}}}]
+  destinationCIDRs: [0.0.0.0/0]
+  egressIPPools: [{name: public, count: 2}]
+  distribution: PerEndpoint
+";
+
+/// A directory with a store on it, as a person or an agent has one.
+struct World {
+    dir: TempDir,
+    store: Store,
+    changes: Changes,
+}
+
+impl World {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let world = |store: &Store| store.changes();
+        fs::write(dir.path().join("cluster.yaml"), CLUSTER).unwrap();
+        fs::write(dir.path().join("pool.yaml"), POOL).unwrap();
+        fs::write(dir.path().join("policy.yaml"), POLICY).unwrap();
+        let store = Files::open(dir.path()).unwrap();
+        World { changes: world(&store), dir, store }
+    }
+
+    fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    fn gateway(&self, node: &str) -> LeaseKeeper {
+        LeaseKeeper::start(
+            self.store.clone(),
+            LeaseTerms {
+                key: Key::namespaced(LEASE_NAMESPACE, &gateway_lease(node)),
+                identity: node.to_owned(),
+                duration: Duration::from_secs(1),
+                renew_every: Duration::from_millis(200),
+            },
+        )
+    }
+
+    /// Waits until the condition holds; only a hang fails it.
+    async fn until<R>(&mut self, mut condition: impl FnMut(&Store) -> Option<R>) -> R {
+        let wait = async {
+            loop {
+                if let Some(result) = condition(&self.store) {
+                    return result;
+                }
+                self.changes.next().await;
+            }
+        };
+        match tokio::time::timeout(Duration::from_secs(30), wait).await {
+            Ok(result) => result,
+            Err(_) => {
+                panic!("it never came true: {:#?} {:#?}", owners(&self.store), self.store.list::<EgressGatewayPolicy>())
+            }
+        }
+    }
+}
+
+struct Running {
+    report: watch::Receiver<Report>,
+    stop: oneshot::Sender<()>,
+    task: JoinHandle<()>,
+}
+
+fn controller(dir: &Path, identity: &str) -> Running {
+    let store = Files::open(dir).unwrap();
+    let mut config = ControllerConfig::new(identity.to_owned());
+    config.lease_duration = Duration::from_secs(1);
+    config.renew_every = Duration::from_millis(200);
+    config.gateways.duration = Duration::from_secs(1);
+    let (report, seen) = watch::channel(Report::default());
+    let (stop, stopped) = oneshot::channel();
+    let task = tokio::spawn(run(store, config, report, async move {
+        stopped.await.ok();
+    }));
+    Running { report: seen, stop, task }
+}
+
+/// Address, owner and epoch of each egress IP.
+fn owners(store: &Store) -> Vec<(String, Option<String>, u64)> {
+    let ips = store.list::<EgressIP>();
+    let status = |ip: &EgressIP| ip.status.clone().unwrap_or_default();
+    ips.iter().map(|ip| (ip.spec.address.clone(), status(ip).node, status(ip).epoch)).collect()
+}
+
+fn owned_by(store: &Store, nodes: &[&str]) -> Option<Vec<u64>> {
+    let owners = owners(store);
+    let mut found: Vec<&str> = owners.iter().filter_map(|(_, node, _)| node.as_deref()).collect();
+    found.sort_unstable();
+    (found == nodes).then(|| owners.iter().map(|(_, _, epoch)| *epoch).collect())
+}
+
+fn condition(store: &Store, kind: &str) -> Option<(String, String, String)> {
+    let policy = store.get::<EgressGatewayPolicy>(&Key::cluster("web"))?;
+    let status = policy.status.as_ref()?;
+    let found = status.conditions.iter().find(|condition| condition.type_ == kind)?;
+    Some((found.status.clone(), found.reason.clone(), found.message.clone()))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_policy_gets_its_egress_ips_and_a_dead_gateway_loses_its_own() {
+    let mut world = World::new();
+    let (_gw1, gw2) = (world.gateway("gw1"), world.gateway("gw2"));
+    let _controller = controller(world.path(), "one");
+    let before = world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
+    let spec = world
+        .until(|store| {
+            let node = store.get::<EgressNode>(&Key::cluster("w1"))?;
+            (node.spec.assignments.len() == 2 && node.spec.blocks.len() == 2).then(|| node.spec.clone())
+        })
+        .await;
+    assert!(spec.assignments.iter().all(|assignment| assignment.endpoints.len() == 1), "{spec:?}");
+    world.until(|store| condition(store, "Ready").filter(|ready| ready.0 == "True")).await;
+    let usage = |store: &Store| {
+        let pool = store.get::<EgressIPPool>(&Key::cluster("public"))?;
+        Some(pool.status.as_ref()?.usage.clone()).filter(|usage| usage.used == 2)
+    };
+    assert_eq!(world.until(usage).await.total, 4);
+
+    drop(gw2);
+    let moved = world.until(|store| owned_by(store, &["gw1", "gw1"])).await;
+    assert_eq!(
+        moved.iter().sum::<u64>(),
+        before.iter().sum::<u64>() + 1,
+        "only the dead gateway's address has a new epoch"
+    );
+    let _back = world.gateway("gw2");
+    let returned = world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
+    assert_eq!(returned.iter().sum::<u64>(), before.iter().sum::<u64>() + 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_written_while_nothing_changes() {
+    let mut world = World::new();
+    let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
+    let mut controller = controller(world.path(), "one");
+    world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
+    world.until(|store| condition(store, "Ready").filter(|ready| ready.0 == "True")).await;
+    // A policy that has nothing to do with the first one makes rounds, and each settles.
+    let other = POLICY.replace("name: web", "name: other").replace("count: 2", "count: 1");
+    fs::write(world.path().join("other.yaml"), &other).unwrap();
+    world.until(|store| (store.list::<EgressIP>().len() == 3).then_some(())).await;
+    fs::remove_file(world.path().join("other.yaml")).unwrap();
+    world.until(|store| (store.list::<EgressIP>().len() == 2).then_some(())).await;
+    let mut report = controller.report.clone();
+    let settled = loop {
+        let before = report.borrow_and_update().clone();
+        // Five renewals of two gateways pass without a write: the controller has settled.
+        for _ in 0..10 {
+            world.changes.next().await;
+        }
+        if report.borrow().writes == before.writes {
+            break before;
+        }
+    };
+    for _ in 0..10 {
+        world.changes.next().await;
+    }
+    assert_eq!(controller.report.borrow_and_update().rounds, settled.rounds, "renewals are no reason to plan");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broken_policy_shows_in_its_own_status_and_its_last_good_version_is_carried_out() {
+    let mut world = World::new();
+    let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
+    let _controller = controller(world.path(), "one");
+    world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
+    fs::write(world.path().join("policy.yaml"), POLICY.replace("0.0.0.0/0", "203.0.113.7/24")).unwrap();
+    let degraded = world.until(|store| condition(store, "Degraded").filter(|found| found.0 == "True")).await;
+    assert_eq!(degraded.1, "Invalid");
+    assert_eq!(
+        degraded.2,
+        "the last good version is in force: policy.yaml, document 1, EgressGatewayPolicy web, spec.destinationCIDRs[0]: \
+         \"203.0.113.7/24\" has bits set behind its prefix: write 203.0.113.0/24 for the network, or /32 (IPv6: /128) for \
+         the single address"
+    );
+    assert_eq!(condition(&world.store, "Ready").unwrap().0, "True");
+    fs::write(world.path().join("policy.yaml"), POLICY).unwrap();
+    world.until(|store| condition(store, "Degraded").filter(|found| found.0 == "False")).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_standby_takes_over_from_a_leader_that_dies_and_changes_nothing_that_need_not() {
+    let mut world = World::new();
+    let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
+    let mut one = controller(world.path(), "one");
+    while one.report.borrow_and_update().epoch != Some(1) {
+        one.report.changed().await.unwrap();
+    }
+    let mut two = controller(world.path(), "two");
+    let epochs = world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
+    let owners_before = owners(&world.store);
+    assert_eq!(two.report.borrow().epoch, None);
+    one.task.abort();
+    while two.report.borrow_and_update().epoch.is_none() {
+        two.report.changed().await.unwrap();
+    }
+    fs::write(world.path().join("policy.yaml"), POLICY.replace("count: 2", "count: 3")).unwrap();
+    world.until(|store| (owners(store).iter().filter(|(_, node, _)| node.is_some()).count() == 3).then_some(())).await;
+    let after = owners(&world.store);
+    assert!(owners_before.iter().all(|owner| after.contains(owner)), "{owners_before:?} {after:?} {epochs:?}");
+
+    let mut three = controller(world.path(), "three");
+    two.stop.send(()).unwrap();
+    two.task.await.unwrap();
+    while three.report.borrow_and_update().epoch != Some(3) {
+        three.report.changed().await.unwrap();
+    }
+    three.stop.send(()).unwrap();
+    three.task.await.unwrap();
+    let _ = one.stop.send(());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_policy_that_goes_takes_its_egress_ips_along() {
+    let mut world = World::new();
+    let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
+    let _controller = controller(world.path(), "one");
+    world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
+    fs::remove_file(world.path().join("policy.yaml")).unwrap();
+    world.until(|store| store.list::<EgressIP>().is_empty().then_some(())).await;
+}

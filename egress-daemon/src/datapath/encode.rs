@@ -1,0 +1,397 @@
+//! From what a node should do to the contents of its maps. Pure.
+//!
+//! Names become small numbers here (policies, egress IPs, nodes, endpoints, classes). A number keeps its meaning as long
+//! as the thing lives, over restarts of the agent too: the numbers are read back from the maps themselves.
+
+use super::tables::{Overflow, Tables};
+use crate::{
+    datapath::maps::{name_record, name_text},
+    model::{EndpointId, NodeName, PolicyId},
+    plan::maglev,
+};
+use egress_common::{
+    abi::{NameKey, name_kind},
+    config::Config,
+    egress::{BlockList, EgressIp, LeaseTable, Node, Uplink, flags},
+    endpoint::{
+        AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, endpoint_flags,
+    },
+    limits::MAGLEV_CHUNK,
+    net, port_block,
+};
+use ipnet::IpNet;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    str::FromStr,
+};
+
+/// A pod of this node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EndpointView {
+    /// Its addresses.
+    pub ips: BTreeSet<IpAddr>,
+    /// The policies that select it; empty for a pod that none selects.
+    pub class: BTreeSet<PolicyId>,
+    /// It may have connections from before a policy selected it.
+    pub has_history: bool,
+}
+
+/// A slot of a policy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SlotView {
+    /// The egress IP.
+    pub address: IpAddr,
+    /// Its share of new flows.
+    pub weight: u32,
+    /// Whether new flows may choose it.
+    pub usable: bool,
+}
+
+/// A policy in force on this node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PolicyView {
+    /// [`egress_common::endpoint::policy_flags`].
+    pub flags: u32,
+    /// Its slots, sorted by address.
+    pub slots: Vec<SlotView>,
+    /// Which egress IPs its endpoints are assigned to, under `PerEndpoint`.
+    pub assignments: BTreeMap<EndpointId, BTreeSet<IpAddr>>,
+}
+
+/// An egress IP that this node uses, owns, or may come to own.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EgressView {
+    /// Its owner.
+    pub owner: Option<NodeName>,
+    /// Its epoch.
+    pub epoch: u64,
+    /// The interface that it is sent by, where this node is the owner.
+    pub interface: Option<u32>,
+    /// A node has the address by itself.
+    pub node_address: bool,
+    /// ARP and NDP are not answered for it.
+    pub silent: bool,
+    /// Blocks that this node may take ports from.
+    pub blocks: BTreeSet<u16>,
+    /// Who every leased block is leased to.
+    pub leases: BTreeMap<u16, NodeName>,
+}
+
+/// Everything that a node's datapath should do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeView {
+    /// This node.
+    pub node: Option<NodeName>,
+    /// Pods of this node.
+    pub endpoints: BTreeMap<EndpointId, EndpointView>,
+    /// Policies that select any of them.
+    pub policies: BTreeMap<PolicyId, PolicyView>,
+    /// The merged destinations of each class that occurs.
+    pub classes: BTreeMap<BTreeSet<PolicyId>, Vec<(IpNet, Option<PolicyId>)>>,
+    /// Destinations that no policy touches.
+    pub excepts: BTreeSet<IpNet>,
+    /// Egress IPs.
+    pub egress_ips: BTreeMap<IpAddr, EgressView>,
+    /// Tunnel addresses of all nodes; the first one is the one to send to.
+    pub nodes: BTreeMap<NodeName, Vec<IpAddr>>,
+    /// Interfaces that answer for egress IPs, with their MAC addresses.
+    pub uplinks: BTreeMap<u32, [u8; 6]>,
+    /// Settings; node and generation are filled in by the encoder and the writer.
+    pub config: Option<Config>,
+}
+
+/// Numbers of things that have names.
+#[derive(Clone, Debug)]
+struct Numbers<T: Ord + Clone>(BTreeMap<T, u32>);
+
+impl<T: Ord + Clone> Numbers<T> {
+    /// The numbers of all that is `wanted`: the old ones where they had one, free ones from 1 up otherwise. Numbers in
+    /// `taken` are not free.
+    fn assign(&self, wanted: impl IntoIterator<Item = T>, taken: impl IntoIterator<Item = u32>) -> Self {
+        let taken: BTreeSet<u32> = taken.into_iter().chain(self.0.values().copied()).collect();
+        let mut free = (1..).filter(|n| !taken.contains(n));
+        let number = |t: T| {
+            let n = self.0.get(&t).copied().or_else(|| free.next());
+            n.map(|n| (t, n))
+        };
+        Self(wanted.into_iter().filter_map(number).collect())
+    }
+}
+
+/// Turns views into tables. Remembers which numbers are given out.
+pub struct Encoder {
+    policies: Numbers<PolicyId>,
+    egress: Numbers<IpAddr>,
+    nodes: Numbers<NodeName>,
+    endpoints: Numbers<EndpointId>,
+    classes: Numbers<BTreeSet<PolicyId>>,
+}
+
+fn named<T: FromStr>(tables: &Tables, kind: u32) -> impl Iterator<Item = (T, u32)> {
+    tables
+        .names
+        .iter()
+        .filter(move |(k, _)| k.kind == kind)
+        .filter_map(|(k, v)| Some((name_text(v).parse().ok()?, k.id)))
+}
+
+impl Encoder {
+    /// The numbers that are in use in the maps of an earlier agent, or none.
+    pub fn recover(present: &Tables) -> Self {
+        let addresses = present.egress_ips.iter().filter(|(_, e)| e.addr != [0; 4]);
+        let nodes = present.names.iter().filter(|(k, _)| k.kind == name_kind::NODE);
+        Self {
+            policies: Numbers(named(present, name_kind::POLICY).collect()),
+            egress: Numbers(addresses.map(|(i, e)| (net::from_any(e.addr), *i)).collect()),
+            nodes: Numbers(nodes.map(|(k, v)| (NodeName::from(name_text(v).as_str()), k.id)).collect()),
+            endpoints: Numbers(named(present, name_kind::ENDPOINT).collect()),
+            // Classes are not named in the maps: they get new numbers, beside the old ones until those are removed.
+            classes: Numbers(BTreeMap::new()),
+        }
+    }
+
+    /// The tables that carry out `view`, given what is in the maps now.
+    pub fn encode(&mut self, view: &NodeView, present: &Tables) -> Result<Tables, Overflow> {
+        let next = Self {
+            policies: self.policies.assign(view.policies.keys().cloned(), present.policies.keys().map(|k| k.policy)),
+            egress: self.egress.assign(
+                view.egress_ips.keys().copied(),
+                present.egress_ips.iter().filter(|(_, e)| e.addr != [0; 4]).map(|(i, _)| *i),
+            ),
+            nodes: self.nodes.assign(view.nodes.keys().cloned(), present.nodes.keys().copied()),
+            endpoints: self.endpoints.assign(
+                view.endpoints.keys().cloned(),
+                present.v4.endpoints.values().chain(present.v6.endpoints.values()).map(|e| e.id),
+            ),
+            classes: self.classes.assign(
+                view.classes.keys().filter(|c| !c.is_empty()).cloned(),
+                present.v4.routes.keys().map(|(k, _)| k.class).chain(present.v6.routes.keys().map(|(k, _)| k.class)),
+            ),
+        };
+        let mut tables = Tables::default();
+        next.nodes(view, &mut tables);
+        next.egress_ips(view, present, &mut tables);
+        next.policies(view, present, &mut tables);
+        next.endpoints(view, &mut tables);
+        next.names(&mut tables);
+        for (index, mac) in &view.uplinks {
+            let word = |i: usize| u16::from_ne_bytes([mac[i], mac[i + 1]]);
+            tables.uplinks.insert(*index, Uplink { mac: [word(0), word(2), word(4)], reserved: 0 });
+        }
+        let own = view.node.as_ref().and_then(|n| next.nodes.0.get(n)).copied().unwrap_or(0);
+        tables.config = view.config.map(|c| Config { node: own, ..c });
+        tables.check(present)?;
+        *self = next;
+        Ok(tables)
+    }
+
+    fn nodes(&self, view: &NodeView, tables: &mut Tables) {
+        for (name, addresses) in &view.nodes {
+            let (Some(&index), Some(first)) = (self.nodes.0.get(name), addresses.first()) else { continue };
+            let tunnel_v4 = match first {
+                IpAddr::V4(a) => u32::from(*a),
+                IpAddr::V6(_) => 0,
+            };
+            tables.nodes.insert(index, Node { addr: net::any(*first), present: 1, tunnel_v4 });
+            tables.node_index.extend(addresses.iter().map(|a| (net::any(*a), index)));
+        }
+    }
+
+    fn egress_ips(&self, view: &NodeView, present: &Tables, tables: &mut Tables) {
+        // A freed index keeps its generation, so that the next address to get it has a higher one.
+        let freed = |e: &EgressIp| EgressIp { generation: e.generation, ..EgressIp::EMPTY };
+        tables.egress_ips = present.egress_ips.iter().map(|(i, e)| (*i, freed(e))).collect();
+        for (address, e) in &view.egress_ips {
+            let Some(&index) = self.egress.0.get(address) else { continue };
+            let addr = net::any(*address);
+            let generation = match present.egress_ips.get(&index) {
+                Some(old) if old.addr == addr => old.generation,
+                Some(old) => old.generation.wrapping_add(1),
+                None => 1,
+            };
+            let owner = e.owner.as_ref().and_then(|n| self.nodes.0.get(n)).copied().unwrap_or(0);
+            let mut bits = 0;
+            for (set, bit) in [
+                (owner != 0 && e.owner == view.node, flags::OWNED),
+                (e.node_address, flags::NODE_ADDRESS),
+                (e.silent, flags::SILENT),
+            ] {
+                bits |= if set { bit } else { 0 };
+            }
+            let record = EgressIp {
+                addr,
+                generation,
+                owner,
+                flags: bits,
+                ifindex: e.interface.unwrap_or(0),
+                epoch_low: e.epoch as u32,
+                epoch_high: (e.epoch >> 32) as u32,
+            };
+            tables.egress_ips.insert(index, record);
+            match address {
+                IpAddr::V4(a) => drop(tables.v4.egress_index.insert(net::v4(*a), index)),
+                IpAddr::V6(a) => drop(tables.v6.egress_index.insert(net::v6(*a), index)),
+            }
+            if !e.blocks.is_empty() {
+                let mut list = BlockList { count: 0, blocks: [0; port_block::COUNT as usize] };
+                for (place, block) in list.blocks.iter_mut().zip(&e.blocks) {
+                    *place = *block;
+                    list.count += 1;
+                }
+                tables.blocks.insert(index, list);
+            }
+            let mut table = LeaseTable { node: [0; port_block::ROWS] };
+            for (block, node) in &e.leases {
+                let row = port_block::row(port_block::first_port(*block));
+                table.node[row] = self.nodes.0.get(node).map_or(0, |n| *n as u16);
+            }
+            if table.node.iter().any(|n| *n != 0) {
+                tables.leases.insert(index, table);
+            }
+        }
+    }
+
+    fn policies(&self, view: &NodeView, present: &Tables, tables: &mut Tables) {
+        let mut allocator = Chunks::new(present);
+        for (id, policy) in &view.policies {
+            let Some(&index) = self.policies.0.get(id) else { continue };
+            let mut number = 0;
+            for slot in &policy.slots {
+                let Some(&egress) = self.egress.0.get(&slot.address) else { continue };
+                let Some(generation) = tables.egress_ips.get(&egress).map(|e| e.generation) else { continue };
+                let member = Member { generation, slot: number, weight: slot.weight, usable: slot.usable as u32 };
+                tables.members.insert(MemberKey { policy: index, egress }, member);
+                number += 1;
+            }
+            for family in [4, 6] {
+                let key = PolicyKey { policy: index, family };
+                let table = self.maglev(policy, family);
+                let start = allocator.place(present, &key, &table, tables);
+                let seed = seed(id);
+                let record = Policy { flags: policy.flags, table: start, table_len: table.len() as u32, seed };
+                tables.policies.insert(key, record);
+            }
+            for (endpoint, addresses) in &policy.assignments {
+                let Some(&endpoint) = self.endpoints.0.get(endpoint) else { continue };
+                for address in addresses {
+                    let Some(&egress) = self.egress.0.get(address) else { continue };
+                    let family = if address.is_ipv4() { 4 } else { 6 };
+                    tables.assignments.insert(AssignmentKey { endpoint, policy: index, family }, egress);
+                }
+            }
+        }
+    }
+
+    /// The Maglev table of a policy's usable slots of one family, as indices of egress IPs.
+    fn maglev(&self, policy: &PolicyView, family: u32) -> Vec<u16> {
+        let usable = policy.slots.iter().filter(|s| s.usable && s.address.is_ipv4() == (family == 4));
+        let slots: Vec<(u16, ([u8; 16], u32))> = usable
+            .filter_map(|s| Some((*self.egress.0.get(&s.address)? as u16, (maglev::key(s.address), s.weight))))
+            .collect();
+        if slots.is_empty() {
+            return Vec::new();
+        }
+        let keys: Vec<_> = slots.iter().map(|(_, k)| *k).collect();
+        // The size follows all slots of the family, usable or not: a gateway that fails does not change it.
+        let all = policy.slots.iter().filter(|s| s.address.is_ipv4() == (family == 4)).count();
+        maglev::table(&keys, maglev::size(all)).into_iter().map(|i| slots[i as usize].0).collect()
+    }
+
+    fn endpoints(&self, view: &NodeView, tables: &mut Tables) {
+        for (class, table) in &view.classes {
+            let Some(&class) = self.classes.0.get(class) else { continue };
+            for (destination, winner) in table {
+                let policy = winner.as_ref().and_then(|p| self.policies.0.get(p)).copied().unwrap_or(NO_POLICY);
+                let len = 32 + u32::from(destination.prefix_len());
+                match destination {
+                    IpNet::V4(n) => {
+                        let key = RouteKey { class, addr: net::v4(n.network()) };
+                        tables.v4.routes.insert((key, len), policy);
+                    }
+                    IpNet::V6(n) => {
+                        let key = RouteKey { class, addr: net::v6(n.network()) };
+                        tables.v6.routes.insert((key, len), policy);
+                    }
+                }
+            }
+        }
+        for net_ in &view.excepts {
+            let len = u32::from(net_.prefix_len());
+            match net_ {
+                IpNet::V4(n) => drop(tables.v4.excepts.insert((net::v4(n.network()), len), 1)),
+                IpNet::V6(n) => drop(tables.v6.excepts.insert((net::v6(n.network()), len), 1)),
+            }
+        }
+        for (id, endpoint) in &view.endpoints {
+            let Some(&id) = self.endpoints.0.get(id) else { continue };
+            let class = self.classes.0.get(&endpoint.class).copied().unwrap_or(0);
+            let flags = if endpoint.has_history { endpoint_flags::HAS_HISTORY } else { 0 };
+            let record = Endpoint { id, class, flags };
+            for ip in &endpoint.ips {
+                match ip {
+                    IpAddr::V4(a) => drop(tables.v4.endpoints.insert(net::v4(*a), record)),
+                    IpAddr::V6(a) => drop(tables.v6.endpoints.insert(net::v6(*a), record)),
+                }
+            }
+        }
+    }
+
+    fn names(&self, tables: &mut Tables) {
+        let mut add = |kind, id, text: String| {
+            tables.names.insert(NameKey { kind, id }, name_record(&text));
+        };
+        self.policies.0.iter().for_each(|(p, n)| add(name_kind::POLICY, *n, p.to_string()));
+        self.nodes.0.iter().for_each(|(p, n)| add(name_kind::NODE, *n, p.to_string()));
+        self.endpoints.0.iter().for_each(|(p, n)| add(name_kind::ENDPOINT, *n, p.to_string()));
+    }
+}
+
+/// The seed of a policy's hashes: the same on every node, different between policies.
+pub fn seed(policy: &PolicyId) -> u32 {
+    use siphasher::sip::SipHasher13;
+    use std::hash::Hasher as _;
+    let mut hasher = SipHasher13::new_with_keys(0, 0);
+    hasher.write(policy.to_string().as_bytes());
+    hasher.finish() as u32
+}
+
+/// Places Maglev tables in the chunks of the map. A table that changed never overwrites the one in use: flows may be
+/// choosing from it.
+struct Chunks {
+    used: BTreeSet<u32>,
+}
+
+impl Chunks {
+    fn new(present: &Tables) -> Self {
+        Self { used: present.maglev.keys().copied().collect() }
+    }
+
+    fn place(&mut self, present: &Tables, key: &PolicyKey, table: &[u16], tables: &mut Tables) -> u32 {
+        let chunks: Vec<MaglevChunk> = table
+            .chunks(MAGLEV_CHUNK)
+            .map(|part| {
+                let mut chunk = MaglevChunk { egress: [0; MAGLEV_CHUNK] };
+                chunk.egress[..part.len()].copy_from_slice(part);
+                chunk
+            })
+            .collect();
+        let n = chunks.len() as u32;
+        if n == 0 {
+            return 0;
+        }
+        let same = |old: &&Policy| {
+            old.table_len as usize == table.len()
+                && (0..n).all(|i| present.maglev.get(&(old.table + i)) == Some(&chunks[i as usize]))
+        };
+        let start = match present.policies.get(key).filter(same) {
+            Some(old) => old.table,
+            None => (0..).find(|s| (*s..*s + n).all(|c| !self.used.contains(&c))).unwrap_or(0),
+        };
+        for (i, chunk) in (start..).zip(chunks) {
+            self.used.insert(i);
+            tables.maglev.insert(i, chunk);
+        }
+        start
+    }
+}

@@ -1,0 +1,199 @@
+//! The agent's local socket: `GET /state` answers with the last published [`AgentState`].
+//!
+//! The socket is for root alone (mode 0600). The server only reads what was published; the client is blocking, small and
+//! bounded in time, for `egressctl`.
+
+use super::state::AgentState;
+use axum::{Json, Router, extract::State, routing::get};
+use std::{
+    fs, io,
+    io::{Read, Write},
+    os::unix::{fs::PermissionsExt, net::UnixStream},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+use thiserror::Error;
+use tokio::{net::UnixListener, sync::watch, task::JoinSet};
+
+/// What is published, and by whom it is read. Cheap to replace: readers share one value.
+pub type Published = watch::Receiver<Arc<AgentState>>;
+
+/// How long a client waits for an agent that has the socket open and does not answer.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// The largest answer that a client takes.
+const LARGEST: u64 = 256 << 20;
+
+/// Why there is no socket.
+#[derive(Debug, Error)]
+#[error("the socket {} cannot be opened: {source}; egressctl will show the maps only", path.display())]
+pub struct ServeError {
+    path: PathBuf,
+    source: io::Error,
+}
+
+/// Serves until it is dropped; the socket file is removed then.
+#[derive(Debug)]
+pub struct AdminServer {
+    path: PathBuf,
+    _task: JoinSet<()>,
+}
+
+impl AdminServer {
+    /// Starts to serve on the socket. The caller holds the agent's lock, so that a socket that is there is a dead
+    /// agent's.
+    pub fn start(path: &Path, published: Published) -> Result<Self, ServeError> {
+        let failed = |source| ServeError { path: path.to_path_buf(), source };
+        let listener = listen(path).map_err(failed)?;
+        let routes = Router::new().route("/state", get(state)).with_state(published);
+        let mut task = JoinSet::new();
+        task.spawn(async move {
+            // It never returns: errors of single connections are theirs alone.
+            let _ = axum::serve(listener, routes).await;
+        });
+        Ok(Self { path: path.to_path_buf(), _task: task })
+    }
+}
+
+impl Drop for AdminServer {
+    fn drop(&mut self) {
+        // A socket that is gone already is as it should be.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Binds under another name and renames, so that the socket never exists with wider rights, and a dead one is replaced.
+fn listen(path: &Path) -> io::Result<UnixListener> {
+    if let Some(directory) = path.parent() {
+        fs::create_dir_all(directory)?;
+    }
+    let new = path.with_extension("new");
+    match fs::remove_file(&new) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(&new)?;
+    fs::set_permissions(&new, fs::Permissions::from_mode(0o600))?;
+    fs::rename(&new, path)?;
+    Ok(listener)
+}
+
+async fn state(State(published): State<Published>) -> Json<Arc<AgentState>> {
+    let state = published.borrow().clone();
+    Json(state)
+}
+
+/// Why an agent's state is not known.
+#[derive(Debug, Error)]
+pub enum AskError {
+    /// No agent listens.
+    #[error("no agent answers at {}: {source}", path.display())]
+    Silent {
+        /// The socket.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
+    /// What listens does not answer as an agent of this version does.
+    #[error("the answer of the agent at {} is not understood: {message}", path.display())]
+    Answer {
+        /// The socket.
+        path: PathBuf,
+        /// What is wrong with it.
+        message: String,
+    },
+}
+
+/// Asks the agent at the socket. Blocks for two seconds at most.
+pub fn ask(path: &Path) -> Result<AgentState, AskError> {
+    let exchange = || -> io::Result<Vec<u8>> {
+        let mut stream = UnixStream::connect(path)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        // HTTP/1.0: the answer is not chunked, and its end is the connection's.
+        stream.write_all(b"GET /state HTTP/1.0\r\nHost: agent\r\n\r\n")?;
+        let mut answer = Vec::new();
+        stream.take(LARGEST).read_to_end(&mut answer)?;
+        Ok(answer)
+    };
+    let answer = exchange().map_err(|source| AskError::Silent { path: path.to_path_buf(), source })?;
+    understand(&answer).map_err(|message| AskError::Answer { path: path.to_path_buf(), message })
+}
+
+fn understand(answer: &[u8]) -> Result<AgentState, String> {
+    let end = answer.windows(4).position(|bytes| bytes == b"\r\n\r\n").ok_or("it is cut off")?;
+    let head = String::from_utf8_lossy(&answer[..end]).into_owned();
+    let status = head.lines().next().unwrap_or_default();
+    if status.split(' ').nth(1) != Some("200") {
+        return Err(format!("it says {status:?}"));
+    }
+    serde_json::from_slice(&answer[end + 4..]).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::observe::state::{GatewayState, NodeState, ProbeResult};
+
+    fn example() -> AgentState {
+        let gateway = GatewayState {
+            name: "gw1".into(),
+            address: "10.1.0.1".parse().ok(),
+            probe: ProbeResult::Alive,
+            rtt_micros: Some(120),
+            transport: "device".into(),
+        };
+        let node = NodeState { name: "worker1".into(), pid: 7, ..NodeState::default() };
+        AgentState { node, gateways: vec![gateway], ..AgentState::default() }
+    }
+
+    async fn ask_aside(path: &Path) -> Result<AgentState, AskError> {
+        let path = path.to_path_buf();
+        tokio::task::spawn_blocking(move || ask(&path)).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn what_is_published_is_what_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run").join("a.sock");
+        let (publish, published) = watch::channel(Arc::new(AgentState::default()));
+        let server = AdminServer::start(&path, published).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(ask_aside(&path).await.unwrap(), AgentState::default());
+        publish.send(Arc::new(example())).unwrap();
+        assert_eq!(ask_aside(&path).await.unwrap(), example());
+        drop(server);
+        assert!(!path.exists());
+        assert!(matches!(ask_aside(&path).await, Err(AskError::Silent { .. })));
+    }
+
+    #[tokio::test]
+    async fn the_socket_of_a_dead_agent_is_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.sock");
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        assert!(matches!(ask_aside(&path).await, Err(AskError::Silent { .. })));
+        let (_publish, published) = watch::channel(Arc::new(example()));
+        let _server = AdminServer::start(&path, published).unwrap();
+        assert_eq!(ask_aside(&path).await.unwrap(), example());
+    }
+
+    #[test]
+    fn answers_that_are_not_an_agents_are_refused() {
+        for (answer, part) in [
+            ("", "cut off"),
+            ("HTTP/1.0 404 Not Found\r\n\r\n", "404"),
+            ("HTTP/1.0 200 OK\r\n\r\n[]", "invalid type"),
+        ] {
+            let error = understand(answer.as_bytes()).unwrap_err();
+            assert!(error.contains(part), "{error}");
+        }
+    }
+
+    #[test]
+    fn fields_of_another_version_are_ignored_and_missing_ones_have_defaults() {
+        let state = understand(b"HTTP/1.0 200 OK\r\nx: y\r\n\r\n{\"node\": {\"name\": \"w\", \"new\": 1}}").unwrap();
+        assert_eq!(state.node.name, "w");
+        assert_eq!(state.policies, []);
+    }
+}

@@ -1,0 +1,153 @@
+//! What a running agent tells on its socket: what the maps do not hold. The agent fills it in, `egressctl` shows it.
+//!
+//! Every list is sorted, field names on the wire are camelCase, and a reader ignores fields that it does not know.
+
+use serde::{Deserialize, Serialize};
+use std::net::IpAddr;
+
+/// Everything that the agent tells.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct AgentState {
+    /// The node and how the agent works on it.
+    pub node: NodeState,
+    /// Policies that the agent knows, sorted by name, those that select nobody here included.
+    pub policies: Vec<PolicyState>,
+    /// Gateways that this node uses, sorted by name.
+    pub gateways: Vec<GatewayState>,
+    /// Egress IPs that this node uses or owns, sorted by address.
+    pub egress_ips: Vec<EgressIpState>,
+    /// What is true of the node as a whole.
+    pub conditions: Vec<ConditionState>,
+    /// What is wrong: broken objects, limits that were reached, settings that the host refused.
+    pub problems: Vec<ProblemState>,
+}
+
+/// The node.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct NodeState {
+    /// Its name.
+    pub name: String,
+    /// The agent's version.
+    pub version: String,
+    /// The agent's process.
+    pub pid: u32,
+    /// How long the agent has been running.
+    pub uptime_seconds: u64,
+    /// Where the objects come from: `directory /etc/spillway`, say.
+    pub store: String,
+    /// Whether the store answers now.
+    pub store_connected: bool,
+    /// The transport in force.
+    pub transport: String,
+    /// The firewall mode in force.
+    pub firewall: String,
+    /// How programs are attached: `tcx` or `clsact`.
+    pub attach: String,
+    /// The addresses that other nodes send tunnelled packets to.
+    pub tunnel_addresses: Vec<IpAddr>,
+    /// Whether the node is a gateway and holds its Lease; absent for a node that is no gateway.
+    pub lease_held: Option<bool>,
+    /// The highest revision of port blocks that the node has programmed.
+    pub lease_revision: u64,
+}
+
+/// A policy.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct PolicyState {
+    /// Its name: `web`, `cegp/web`.
+    pub name: String,
+    /// `PerFlow` or `PerEndpoint`.
+    pub distribution: String,
+    /// Its egress IPs in the order of its slots.
+    pub egress_ips: Vec<IpAddr>,
+    /// Endpoints of this node that it selects, as `namespace/name`, sorted.
+    pub endpoints: Vec<String>,
+    /// Its conditions.
+    pub conditions: Vec<ConditionState>,
+}
+
+/// What the probes say of a gateway.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ProbeResult {
+    /// Nothing yet; new flows may use it.
+    #[default]
+    Unknown,
+    /// It answers.
+    Alive,
+    /// It does not answer; new flows avoid it.
+    Dead,
+}
+
+/// A gateway.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct GatewayState {
+    /// Its name.
+    pub name: String,
+    /// The address that it is probed at.
+    pub address: Option<IpAddr>,
+    /// What the probes say. This node itself counts as alive.
+    pub probe: ProbeResult,
+    /// The last round trip, in microseconds.
+    pub rtt_micros: Option<u64>,
+    /// The transport to it.
+    pub transport: String,
+}
+
+/// An egress IP.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EgressIpState {
+    /// The address.
+    pub address: IpAddr,
+    /// The pool that it comes from; absent for one that a policy names.
+    #[serde(default)]
+    pub pool: Option<String>,
+    /// Its owner.
+    #[serde(default)]
+    pub owner: Option<String>,
+    /// The node that it goes back to, if that is another one.
+    #[serde(default)]
+    pub preferred: Option<String>,
+    /// The owner's epoch.
+    #[serde(default)]
+    pub epoch: u64,
+    /// Whether it is a node's own address.
+    #[serde(default)]
+    pub fixed: bool,
+    /// Its conditions.
+    #[serde(default)]
+    pub conditions: Vec<ConditionState>,
+}
+
+/// A condition, as Kubernetes has them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct ConditionState {
+    /// What it is about.
+    #[serde(rename = "type")]
+    pub kind: String,
+    /// `True`, `False` or `Unknown`.
+    pub status: String,
+    /// One word.
+    pub reason: String,
+    /// A sentence.
+    pub message: String,
+}
+
+/// Something that is wrong, and what to do about it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct ProblemState {
+    /// The object, file, interface or setting.
+    pub object: String,
+    /// The field in it, if one is to blame.
+    pub field: Option<String>,
+    /// What is wrong.
+    pub message: String,
+    /// What to do.
+    pub remedy: String,
+}

@@ -1,0 +1,86 @@
+//! Between objects and plans, without any I/O: all objects to a [`Snapshot`], the controller's own objects back to the
+//! plan that they were made from, and a plan to the objects that should be there.
+//!
+//! The objects are the only memory: a controller that starts reads the previous plan out of them.
+
+mod desired;
+mod previous;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
+
+pub use desired::{Desired, desired};
+pub use previous::previous;
+
+use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode};
+use crate::model::Snapshot;
+use crate::translate::{self, Problem};
+
+/// All objects that a plan is made from, in any order.
+#[derive(Clone, Debug, Default)]
+pub struct Objects {
+    /// EgressGatewayPolicy
+    pub policies: Vec<Arc<EgressGatewayPolicy>>,
+    /// EgressIPPool
+    pub pools: Vec<Arc<EgressIPPool>>,
+    /// Node
+    pub nodes: Vec<Arc<Node>>,
+    /// Namespace
+    pub namespaces: Vec<Arc<Namespace>>,
+    /// Pod
+    pub pods: Vec<Arc<Pod>>,
+    /// EgressIP
+    pub egress_ips: Vec<Arc<EgressIP>>,
+    /// EgressNode
+    pub egress_nodes: Vec<Arc<EgressNode>>,
+}
+
+/// The model of all objects, and what could not be understood. An object that has a problem is left out (a policy, a
+/// pool) or read without the part that has it (a node), and never touches another one.
+pub fn snapshot(objects: &Objects) -> (Snapshot, Vec<Problem>) {
+    let (mut snapshot, mut problems) = (Snapshot::default(), Vec::new());
+    for object in &objects.policies {
+        match translate::policy(object) {
+            Ok(policy) => {
+                snapshot.policies.insert(policy.id.clone(), policy);
+            }
+            Err(found) => problems.extend(found),
+        }
+    }
+    for object in &objects.pools {
+        match translate::pool(object) {
+            Ok(pool) => {
+                snapshot.pools.insert(pool.id.clone(), pool);
+            }
+            Err(found) => problems.extend(found),
+        }
+    }
+    let egress_nodes: BTreeMap<&str, &EgressNode> =
+        objects.egress_nodes.iter().filter_map(|node| Some((node.metadata.name.as_deref()?, &**node))).collect();
+    for object in &objects.nodes {
+        let name = object.metadata.name.as_deref().unwrap_or_default();
+        let (node, found) = translate::node(object, egress_nodes.get(name).copied());
+        snapshot.nodes.insert(node.name.clone(), node);
+        problems.extend(found);
+    }
+    for object in &objects.namespaces {
+        let name = object.metadata.name.as_deref().unwrap_or_default();
+        let mut labels = object.metadata.labels.clone().unwrap_or_default();
+        labels.entry("kubernetes.io/metadata.name".into()).or_insert_with(|| name.into());
+        snapshot.namespaces.insert(name.into(), labels);
+    }
+    for endpoint in objects.pods.iter().filter_map(|pod| translate::endpoint(pod)) {
+        if !snapshot.namespaces.contains_key(&endpoint.id.namespace) {
+            let labels = [("kubernetes.io/metadata.name".to_owned(), endpoint.id.namespace.to_string())];
+            snapshot.namespaces.insert(endpoint.id.namespace.clone(), labels.into());
+        }
+        snapshot.endpoints.insert(endpoint.id.clone(), endpoint);
+    }
+    problems.sort();
+    (snapshot, problems)
+}
+
+#[cfg(test)]
+mod tests;

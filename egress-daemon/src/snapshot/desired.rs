@@ -1,0 +1,212 @@
+//! From a plan to the objects and statuses that should be there.
+//!
+//! What exists already keeps its metadata and the times of its conditions, so that comparing a wanted object with the
+//! existing one tells whether anything has to be written.
+
+mod conditions;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
+
+use conditions::Writer;
+
+use super::Objects;
+use super::previous::holders;
+use crate::api;
+use crate::model::{Family, NodeName, PolicyId, PolicyKind, PoolId, PoolKind, Snapshot};
+use crate::plan::{BlockState, Blocks, EgressIpPlan, Outcome, OwnerReason, Plan};
+use crate::translate::Problem;
+
+/// What should be there, by the name of the object. EgressIP and EgressNode objects that exist and are not named here
+/// should be deleted.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Desired {
+    /// EgressIP objects, spec and status.
+    pub egress_ips: BTreeMap<String, api::EgressIP>,
+    /// EgressNode objects; the status is the agent's, and left as it is.
+    pub egress_nodes: BTreeMap<String, api::EgressNode>,
+    /// Status of each EgressGatewayPolicy.
+    pub policies: BTreeMap<String, api::EgressGatewayPolicyStatus>,
+    /// Status of each EgressIPPool.
+    pub pools: BTreeMap<String, api::EgressIPPoolStatus>,
+}
+
+/// The objects of a plan. `problems` are those that the snapshot was made with; `now` is written as the time at which a
+/// condition changed.
+pub fn desired(objects: &Objects, snapshot: &Snapshot, plan: &Plan, problems: &[Problem], now: &Time) -> Desired {
+    let mut desired = Desired {
+        egress_ips: egress_ips(objects, snapshot, plan, now),
+        egress_nodes: egress_nodes(objects, snapshot, plan),
+        ..Desired::default()
+    };
+    for object in &objects.policies {
+        let name = object.metadata.name.clone().unwrap_or_default();
+        let outcome = plan.outcomes.get(&PolicyId::new(PolicyKind::Native, &name));
+        let per_endpoint = object.spec.distribution == api::Distribution::PerEndpoint;
+        let mut writer =
+            Writer::new(object.status.as_ref().map(|status| &status.conditions), object.metadata.generation, now);
+        writer.of_policy(outcome, &problems_of(problems, "EgressGatewayPolicy", &name));
+        let conditions = writer.finish();
+        desired.policies.insert(name, policy_status(object, outcome, per_endpoint, conditions));
+    }
+    let mut used: BTreeMap<&PoolId, u64> = BTreeMap::new();
+    for pool in plan.egress_ips.values().filter_map(|ip| ip.pool.as_ref()) {
+        *used.entry(pool).or_default() += 1;
+    }
+    for object in &objects.pools {
+        let name = object.metadata.name.clone().unwrap_or_default();
+        let id = PoolId::new(PoolKind::Native, &name);
+        let total = snapshot.pools.get(&id).map_or(0, |pool| u64::try_from(pool.total()).unwrap_or(u64::MAX));
+        let usage = api::PoolUsage { total: total.min(i64::MAX as u64), used: used.get(&id).copied().unwrap_or(0) };
+        let existing = object.status.as_ref().map(|status| &status.conditions);
+        let mut writer = Writer::new(existing, object.metadata.generation, now);
+        writer.of_pool(&usage, &problems_of(problems, "EgressIPPool", &name));
+        let observed_generation = object.metadata.generation;
+        let status = api::EgressIPPoolStatus { observed_generation, usage, conditions: writer.finish() };
+        desired.pools.insert(name, status);
+    }
+    desired
+}
+
+fn egress_ips(objects: &Objects, snapshot: &Snapshot, plan: &Plan, now: &Time) -> BTreeMap<String, api::EgressIP> {
+    let existing: BTreeMap<&str, &api::EgressIP> =
+        objects.egress_ips.iter().filter_map(|ip| Some((ip.metadata.name.as_deref()?, &**ip))).collect();
+    let mut wanted = BTreeMap::new();
+    for (address, ip) in &plan.egress_ips {
+        let name = api::egress_ip_name(*address);
+        let before = existing.get(name.as_str());
+        let status = before.and_then(|before| before.status.as_ref());
+        let metadata = before.map_or_else(|| named(&name), |before| before.metadata.clone());
+        let mut writer = Writer::new(status.map(|status| &status.conditions), metadata.generation, now);
+        writer.of_egress_ip(*address, ip);
+        let node = ip.owner.as_ref();
+        let object = api::EgressIP {
+            metadata,
+            spec: egress_ip_spec(*address, ip, snapshot),
+            status: Some(api::EgressIPStatus {
+                node: node.map(ToString::to_string),
+                zone: node.and_then(|node| snapshot.nodes.get(node)).and_then(|node| node.zone.clone()),
+                preferred_node: ip.preferred.as_ref().map(ToString::to_string),
+                epoch: ip.epoch,
+                block_share: ip.share,
+                blocks_scarce: ip.scarce,
+                conditions: writer.finish(),
+            }),
+        };
+        wanted.insert(name, object);
+    }
+    wanted
+}
+
+fn egress_ip_spec(address: IpAddr, ip: &EgressIpPlan, snapshot: &Snapshot) -> api::EgressIPSpec {
+    let subnet = ip.pool.as_ref().and_then(|pool| snapshot.pools.get(pool)).and_then(|pool| pool.subnet);
+    let mut policies: Vec<api::PolicyUse> = ip
+        .users
+        .iter()
+        .map(|(policy, weight)| api::PolicyUse { policy: policy.to_string(), weight: *weight })
+        .collect();
+    policies.sort_by(|a, b| a.policy.cmp(&b.policy));
+    api::EgressIPSpec {
+        address: address.to_string(),
+        pool: ip.pool.as_ref().map(ToString::to_string),
+        interface: ip.interface.clone(),
+        fixed: ip.fixed,
+        subnet_info: subnet.map(|subnet| api::SubnetInfo {
+            gateway: subnet.gateway.to_string(),
+            prefix_length: subnet.prefix_length.into(),
+            vlan: subnet.vlan.map(i32::from),
+        }),
+        policies,
+    }
+}
+
+/// One object for each node that there is, and for each that still holds blocks.
+fn egress_nodes(objects: &Objects, snapshot: &Snapshot, plan: &Plan) -> BTreeMap<String, api::EgressNode> {
+    let existing: BTreeMap<&str, &api::EgressNode> =
+        objects.egress_nodes.iter().filter_map(|node| Some((node.metadata.name.as_deref()?, &**node))).collect();
+    let names: BTreeSet<&NodeName> = snapshot.nodes.keys().chain(holders(&plan.blocks)).collect();
+    let mut specs: BTreeMap<&NodeName, api::EgressNodeSpec> =
+        names.into_iter().map(|name| (name, api::EgressNodeSpec::default())).collect();
+    for (address, blocks) in &plan.blocks {
+        for ((node, state), ranges) in ranges(blocks) {
+            let Some(spec) = specs.get_mut(node) else { continue };
+            let list = match state {
+                BlockState::Leased => &mut spec.blocks,
+                BlockState::Quarantined => &mut spec.quarantined,
+            };
+            list.push(api::LeasedBlocks { egress_ip: address.to_string(), ranges });
+        }
+    }
+    for (policy, endpoints) in &plan.assignments {
+        let mut of_node: BTreeMap<(&NodeName, IpAddr), Vec<String>> = BTreeMap::new();
+        for (id, assigned) in endpoints {
+            let Some(endpoint) = snapshot.endpoints.get(id) else { continue };
+            for address in Family::ALL.into_iter().filter_map(|family| assigned.get(family)) {
+                of_node.entry((&endpoint.node, address)).or_default().push(id.to_string());
+            }
+        }
+        for ((node, address), endpoints) in of_node {
+            if let Some(spec) = specs.get_mut(node) {
+                let (policy, egress_ip) = (policy.to_string(), address.to_string());
+                spec.assignments.push(api::Assignment { policy, egress_ip, endpoints });
+            }
+        }
+    }
+    let object = |(name, spec): (&NodeName, api::EgressNodeSpec)| {
+        let before = existing.get(name.as_str());
+        let metadata = before.map_or_else(|| named(name.as_str()), |before| before.metadata.clone());
+        let status = before.and_then(|before| before.status.clone());
+        (name.to_string(), api::EgressNode { metadata, spec, status })
+    };
+    specs.into_iter().map(object).collect()
+}
+
+/// The blocks of one egress IP by holder, consecutive ones of the same revision together.
+fn ranges(blocks: &Blocks) -> BTreeMap<(&NodeName, BlockState), Vec<api::BlockRange>> {
+    let mut ranges: BTreeMap<(&NodeName, BlockState), Vec<api::BlockRange>> = BTreeMap::new();
+    for (number, lease) in blocks {
+        let of_holder = ranges.entry((&lease.node, lease.state)).or_default();
+        match of_holder.last_mut() {
+            Some(last) if last.revision == lease.revision && last.first + last.count == *number => last.count += 1,
+            _ => of_holder.push(api::BlockRange { first: *number, count: 1, revision: lease.revision }),
+        }
+    }
+    ranges
+}
+
+fn policy_status(
+    object: &api::EgressGatewayPolicy,
+    outcome: Option<&Outcome>,
+    per_endpoint: bool,
+    conditions: Vec<k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition>,
+) -> api::EgressGatewayPolicyStatus {
+    let slots = outcome.map_or(&[][..], |outcome| outcome.slots.as_slice());
+    api::EgressGatewayPolicyStatus {
+        observed_generation: object.metadata.generation,
+        conditions,
+        selected_endpoints: outcome.map_or(0, |outcome| outcome.endpoints),
+        egress_ips: slots.iter().map(|slot| slot.address.to_string()).collect::<Vec<_>>().join(", "),
+        slots: slots
+            .iter()
+            .map(|slot| api::SlotStatus {
+                egress_ip: slot.address.to_string(),
+                node: slot.owner.as_ref().map(ToString::to_string),
+                zone: slot.zone.clone(),
+                epoch: slot.epoch,
+                healthy: matches!(slot.reason, OwnerReason::Preferred | OwnerReason::Failover),
+                weight: slot.weight,
+                endpoints: per_endpoint.then_some(slot.endpoints),
+            })
+            .collect(),
+    }
+}
+
+fn named(name: &str) -> ObjectMeta {
+    ObjectMeta { name: Some(name.to_owned()), ..Default::default() }
+}
+
+fn problems_of<'a>(problems: &'a [Problem], kind: &str, name: &str) -> Vec<&'a Problem> {
+    problems.iter().filter(|problem| problem.kind == kind && problem.name == name).collect()
+}

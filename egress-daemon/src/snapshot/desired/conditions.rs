@@ -1,0 +1,116 @@
+//! Conditions as Kubernetes writes them: the time of a condition is that of the last change of its status.
+
+use std::net::IpAddr;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+
+use crate::api::PoolUsage;
+use crate::plan::{ConditionKind, EgressIpPlan, Outcome, OwnerReason, Reason};
+use crate::translate::Problem;
+
+/// The longest message that an API server takes.
+const LONGEST_MESSAGE: usize = 32_768;
+
+/// Makes the conditions of one object.
+pub struct Writer<'a> {
+    existing: &'a [Condition],
+    generation: Option<i64>,
+    now: &'a Time,
+    made: Vec<Condition>,
+}
+
+impl<'a> Writer<'a> {
+    /// Of an object that has these conditions now.
+    pub fn new(existing: Option<&'a Vec<Condition>>, generation: Option<i64>, now: &'a Time) -> Self {
+        Self { existing: existing.map_or(&[], Vec::as_slice), generation, now, made: Vec::new() }
+    }
+
+    fn add(&mut self, kind: &str, holds: bool, reason: &str, message: String) {
+        let status = if holds { "True" } else { "False" };
+        let before = self.existing.iter().find(|condition| condition.type_ == kind && condition.status == status);
+        self.made.push(Condition {
+            type_: kind.to_owned(),
+            status: status.to_owned(),
+            reason: reason.to_owned(),
+            message: shorten(message),
+            observed_generation: self.generation,
+            last_transition_time: before.map_or_else(|| self.now.clone(), |before| before.last_transition_time.clone()),
+        });
+    }
+
+    /// A policy's: what the plan says, or that the object could not be understood.
+    pub fn of_policy(&mut self, outcome: Option<&Outcome>, problems: &[&Problem]) {
+        match outcome.filter(|_| problems.is_empty()) {
+            Some(outcome) => {
+                for (kind, condition) in &outcome.conditions {
+                    let (reason, message) = (condition.reason.as_str(), condition.message.clone());
+                    self.add(kind.as_str(), condition.holds, reason, message);
+                }
+            }
+            None => {
+                let invalid = Reason::Invalid.as_str();
+                self.add(ConditionKind::Ready.as_str(), false, invalid, sentences(problems));
+                for kind in [ConditionKind::Degraded, ConditionKind::Conflicting] {
+                    self.add(kind.as_str(), false, invalid, "the policy is not carried out".into());
+                }
+            }
+        }
+    }
+
+    /// A pool's.
+    pub fn of_pool(&mut self, usage: &PoolUsage, problems: &[&Problem]) {
+        let ready = ConditionKind::Ready.as_str();
+        if !problems.is_empty() {
+            self.add(ready, false, Reason::Invalid.as_str(), sentences(problems));
+        } else if usage.total == 0 {
+            let message = "its ranges hold no address that can be given out: a CIDR's first address, and an IPv4 CIDR's last, never are; write start and end".into();
+            self.add(ready, false, Reason::NoAddress.as_str(), message);
+        } else {
+            let message = format!("{} of {} addresses are in use", usage.used, usage.total);
+            self.add(ready, true, Reason::AsExpected.as_str(), message);
+        }
+    }
+
+    /// An egress IP's.
+    pub fn of_egress_ip(&mut self, address: IpAddr, ip: &EgressIpPlan) {
+        let node = |node: &Option<crate::model::NodeName>| node.as_ref().map(ToString::to_string).unwrap_or_default();
+        let (owner, preferred) = (node(&ip.owner), node(&ip.preferred));
+        let message = match ip.reason {
+            OwnerReason::Preferred => format!("gateway {owner} carries it"),
+            OwnerReason::Failover => format!("gateway {owner} carries it until {preferred} is back"),
+            OwnerReason::OwnerUnhealthy => {
+                format!("gateway {owner} is not healthy and no other is eligible: repair it, or let another node be selected")
+            }
+            OwnerReason::NoGatewaySelected => "no node is selected: correct the nodeSelector or label nodes".into(),
+            OwnerReason::NoGatewayReady => {
+                "no selected node is ready with an agent that renews its lease: look at these nodes".into()
+            }
+            OwnerReason::AtCapacity => {
+                "all gateways have as many egress IPs as they may: raise maxEgressIPsPerNode or the annotation spillway.io/max-egress-ips, or add a gateway".into()
+            }
+            OwnerReason::AddressElsewhere => {
+                format!("{address} is configured on a node that is not selected, or must be configured on a selected one and is not")
+            }
+        };
+        let carried = matches!(ip.reason, OwnerReason::Preferred | OwnerReason::Failover);
+        self.add(ConditionKind::Ready.as_str(), carried, ip.reason.as_str(), message);
+    }
+
+    /// All conditions, in the order in which they were made.
+    pub fn finish(self) -> Vec<Condition> {
+        self.made
+    }
+}
+
+fn sentences(problems: &[&Problem]) -> String {
+    let sentence = |problem: &&Problem| format!("{}: {}: {}", problem.field, problem.message, problem.remedy);
+    problems.iter().map(sentence).collect::<Vec<_>>().join("; ")
+}
+
+fn shorten(mut message: String) -> String {
+    if message.len() > LONGEST_MESSAGE {
+        message.truncate(message.floor_char_boundary(LONGEST_MESSAGE - 4));
+        message.push_str(" ...");
+    }
+    message
+}

@@ -1,0 +1,87 @@
+//! The plan that the controller's own objects were made from.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use super::Objects;
+use crate::api;
+use crate::model::NodeName;
+use crate::plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan};
+
+/// Reads the plan back. What is not understood is left out, as if it had never been decided. Reasons, shares and outcomes
+/// are not part of it: they are made anew with each plan.
+///
+/// The revision of leases is one more than any that an object mentions, so that no grant reuses a revision that some
+/// agent has confirmed already.
+pub fn previous(objects: &Objects) -> Plan {
+    let mut plan = Plan::default();
+    for object in &objects.egress_ips {
+        if let Ok(address) = object.spec.address.parse::<IpAddr>() {
+            plan.egress_ips.insert(address, egress_ip(object));
+        }
+    }
+    let mut revision = 0;
+    for object in &objects.egress_nodes {
+        let Some(name) = object.metadata.name.as_deref() else { continue };
+        let node = NodeName::from(name);
+        for (list, state) in
+            [(&object.spec.blocks, BlockState::Leased), (&object.spec.quarantined, BlockState::Quarantined)]
+        {
+            for leased in list {
+                let Ok(address) = leased.egress_ip.parse::<IpAddr>() else { continue };
+                let blocks = plan.blocks.entry(address).or_default();
+                for range in &leased.ranges {
+                    revision = revision.max(range.revision);
+                    let lease = BlockLease { node: node.clone(), revision: range.revision, state };
+                    blocks.extend((range.first..range.first.saturating_add(range.count)).map(|b| (b, lease.clone())));
+                }
+            }
+        }
+        revision = revision.max(object.status.as_ref().map_or(0, |status| status.lease_revision));
+        assignments(object, &mut plan);
+    }
+    plan.lease_revision = if revision == 0 { 0 } else { revision + 1 };
+    plan
+}
+
+fn egress_ip(object: &api::EgressIP) -> EgressIpPlan {
+    let status = object.status.clone().unwrap_or_default();
+    let users = object.spec.policies.iter().filter_map(|user| Some((user.policy.parse().ok()?, user.weight)));
+    EgressIpPlan {
+        pool: object.spec.pool.as_ref().and_then(|pool| pool.parse().ok()),
+        fixed: object.spec.fixed,
+        interface: object.spec.interface.clone(),
+        owner: status.node.as_deref().map(NodeName::from),
+        preferred: status.preferred_node.as_deref().map(NodeName::from),
+        epoch: status.epoch,
+        users: users.collect(),
+        reason: OwnerReason::Preferred,
+        share: 0,
+        scarce: false,
+    }
+}
+
+fn assignments(object: &api::EgressNode, plan: &mut Plan) {
+    for assignment in &object.spec.assignments {
+        let (Ok(policy), Ok(address)) = (assignment.policy.parse(), assignment.egress_ip.parse::<IpAddr>()) else {
+            continue;
+        };
+        let of_policy = plan.assignments.entry(policy).or_default();
+        for endpoint in assignment.endpoints.iter().filter_map(|text| text.parse().ok()) {
+            of_policy.entry(endpoint).or_default().set(address);
+        }
+    }
+}
+
+/// The nodes that hold blocks of some egress IP.
+pub fn holders(blocks: &BTreeMap<IpAddr, crate::plan::Blocks>) -> BTreeSet<&NodeName> {
+    let mut holders = BTreeSet::new();
+    let mut last: Option<&NodeName> = None;
+    for lease in blocks.values().flat_map(BTreeMap::values) {
+        if last != Some(&lease.node) {
+            holders.insert(&lease.node);
+            last = Some(&lease.node);
+        }
+    }
+    holders
+}

@@ -1,0 +1,177 @@
+//! Objects in, objects out, and the plan between them.
+
+use std::sync::Arc;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::health::{Health, LeaseState, NodeHealth};
+use crate::plan::{Plan, plan};
+
+fn time(seconds: i64) -> Time {
+    Time(Timestamp::from_second(seconds).unwrap())
+}
+
+fn read<T: serde::de::DeserializeOwned>(value: Value) -> Arc<T> {
+    Arc::new(serde_json::from_value(value).unwrap())
+}
+
+fn spillway(kind: &str, name: &str, spec: Value) -> Value {
+    json!({"apiVersion": "spillway.io/v1alpha1", "kind": kind, "metadata": {"name": name, "generation": 2}, "spec": spec})
+}
+
+fn policy(name: &str, spec: Value) -> Arc<EgressGatewayPolicy> {
+    let mut whole = json!({"selectors": [{"podSelector": {}}], "destinationCIDRs": ["0.0.0.0/0", "::/0"]});
+    whole.as_object_mut().unwrap().extend(spec.as_object().unwrap().clone());
+    read(spillway("EgressGatewayPolicy", name, whole))
+}
+
+/// Two gateways, two workers with three pods each, a pool, a policy of each distribution.
+fn objects() -> Objects {
+    let node = |name: &str, zone: &str| {
+        let egress = name.starts_with("gw").to_string();
+        read(json!({"metadata": {"name": name, "labels": {"egress": egress, "topology.kubernetes.io/zone": zone}}}))
+    };
+    let pod = |n: usize| {
+        let node = format!("w{}", n % 2);
+        read(
+            json!({"metadata": {"name": format!("p{n}"), "namespace": "ns", "uid": "u"}, "spec": {"nodeName": node, "containers": []}}),
+        )
+    };
+    let pool = json!({
+        "ipRanges": [{"cidr": "192.0.2.0/28"}, {"start": "2001:db8::10", "end": "2001:db8::1f"}],
+        "nodeSelector": {"matchLabels": {"egress": "true"}},
+        "subnetInfo": {"gateway": "192.0.2.1", "prefixLength": 24}
+    });
+    Objects {
+        policies: vec![
+            policy("flows", json!({"egressIPPool": {"name": "public", "count": 3}})),
+            policy("pods", json!({"egressIPPool": {"name": "public", "count": 2}, "distribution": "PerEndpoint"})),
+        ],
+        pools: vec![read(spillway("EgressIPPool", "public", pool))],
+        nodes: vec![node("gw0", "x"), node("gw1", "y"), node("w0", "x"), node("w1", "y")],
+        pods: (0..6).map(pod).collect(),
+        ..Default::default()
+    }
+}
+
+fn health() -> Health {
+    let fresh = NodeHealth { lease: LeaseState::Fresh { since: Default::default(), returned: false }, gone: false };
+    Health { nodes: ["gw0", "gw1"].into_iter().map(|name| (name.into(), fresh)).collect() }
+}
+
+/// Plans, and writes what was planned into the objects. Returns the plan.
+fn round(objects: &mut Objects, health: &Health, now: i64) -> Plan {
+    let (snapshot, problems) = snapshot(objects);
+    let plan = plan(&snapshot, health, &previous(objects));
+    let wanted = desired(objects, &snapshot, &plan, &problems, &time(now));
+    objects.egress_ips = wanted.egress_ips.into_values().map(Arc::new).collect();
+    objects.egress_nodes = wanted.egress_nodes.into_values().map(Arc::new).collect();
+    for policy in &mut objects.policies {
+        let status = wanted.policies[policy.metadata.name.as_ref().unwrap()].clone();
+        Arc::make_mut(policy).status = Some(status);
+    }
+    for pool in &mut objects.pools {
+        let status = wanted.pools[pool.metadata.name.as_ref().unwrap()].clone();
+        Arc::make_mut(pool).status = Some(status);
+    }
+    plan
+}
+
+#[test]
+fn a_controller_that_starts_again_writes_nothing() {
+    let mut objects = objects();
+    let first = round(&mut objects, &health(), 100);
+    assert_eq!((first.egress_ips.len(), first.assignments.len(), first.lease_revision), (10, 1, 1));
+    let written = objects.clone();
+    let second = round(&mut objects, &health(), 200);
+    assert_eq!(second.egress_ips, first.egress_ips);
+    assert_eq!(second.blocks, first.blocks);
+    assert_eq!(second.assignments, first.assignments);
+    assert_eq!(second.outcomes, first.outcomes);
+    for (before, after) in [
+        (format!("{:?}", written.egress_ips), format!("{:?}", objects.egress_ips)),
+        (format!("{:?}", written.egress_nodes), format!("{:?}", objects.egress_nodes)),
+        (format!("{:?}", written.policies), format!("{:?}", objects.policies)),
+        (format!("{:?}", written.pools), format!("{:?}", objects.pools)),
+    ] {
+        assert_eq!(before, after);
+    }
+}
+
+#[test]
+fn the_story_is_in_the_objects() {
+    let mut objects = objects();
+    round(&mut objects, &health(), 100);
+    let six = objects.egress_ips.iter().find(|ip| ip.spec.address == "2001:db8::10").unwrap();
+    assert_eq!(six.metadata.name.as_deref(), Some("2001-0db8-0000-0000-0000-0000-0000-0010"));
+    let status = six.status.as_ref().unwrap();
+    assert_eq!((status.epoch, status.node.clone()), (1, status.preferred_node.clone()));
+    assert_eq!(status.zone.as_deref(), Some(if status.node.as_deref() == Some("gw0") { "x" } else { "y" }));
+    assert_eq!(six.spec.subnet_info.as_ref().unwrap().gateway, "192.0.2.1");
+    assert!(!objects.egress_ips.iter().any(|ip| ip.spec.address == "192.0.2.1"), "that is the router");
+    let worker = &objects.egress_nodes.iter().find(|node| node.metadata.name.as_deref() == Some("w0")).unwrap().spec;
+    assert_eq!(worker.blocks.len(), 10);
+    assert!(worker.blocks.iter().all(|blocks| blocks.ranges.len() == 1 && blocks.ranges[0].count == 252));
+    let assigned: usize = worker.assignments.iter().map(|assignment| assignment.endpoints.len()).sum();
+    assert_eq!(assigned, 3 * 2, "three pods, two families");
+    let policy = objects.policies[1].status.as_ref().unwrap();
+    assert_eq!((policy.selected_endpoints, policy.slots.len()), (6, 4));
+    assert!(policy.slots.iter().all(|slot| slot.healthy && slot.endpoints == Some(3)));
+    assert_eq!(objects.policies[0].status.as_ref().unwrap().slots[0].endpoints, None);
+    let usage = &objects.pools[0].status.as_ref().unwrap().usage;
+    assert_eq!((usage.total, usage.used), (14 + 16, 10));
+}
+
+#[test]
+fn times_of_conditions_change_with_their_status_only() {
+    let mut objects = objects();
+    round(&mut objects, &health(), 100);
+    let ready = |objects: &Objects, at: usize| {
+        let conditions = &objects.egress_ips[at].status.as_ref().unwrap().conditions;
+        (conditions[0].status.clone(), conditions[0].reason.clone(), conditions[0].last_transition_time.clone())
+    };
+    let mut health = health();
+    health.nodes.insert("gw0".into(), NodeHealth { lease: LeaseState::Lapsed, gone: false });
+    round(&mut objects, &health, 200);
+    for at in 0..10 {
+        let (status, reason, since) = ready(&objects, at);
+        assert_eq!((status.as_str(), since), ("True", time(100)), "it is still carried");
+        assert!(["Preferred", "Failover"].contains(&reason.as_str()));
+    }
+    health.nodes.insert("gw1".into(), NodeHealth { lease: LeaseState::Lapsed, gone: false });
+    round(&mut objects, &health, 300);
+    assert_eq!(ready(&objects, 0), ("False".into(), "OwnerUnhealthy".into(), time(300)));
+}
+
+#[test]
+fn a_broken_policy_says_so_and_touches_no_other() {
+    let mut objects = objects();
+    let good = round(&mut objects, &health(), 100);
+    objects
+        .policies
+        .push(policy("broken", json!({"egressIPPool": {"name": "public"}, "destinationCIDRs": ["10.0.0.0/99"]})));
+    let with = round(&mut objects, &health(), 200);
+    assert_eq!(with.egress_ips, good.egress_ips);
+    let conditions = &objects.policies[2].status.as_ref().unwrap().conditions;
+    assert_eq!((conditions[0].type_.as_str(), conditions[0].status.as_str()), ("Ready", "False"));
+    assert_eq!(conditions[0].reason, "Invalid");
+    assert!(conditions[0].message.starts_with("spec.destinationCIDRs[0]: \"10.0.0.0/99\" is not understood"));
+    assert_eq!(conditions.len(), 3);
+}
+
+#[test]
+fn revisions_are_never_used_twice() {
+    let mut objects = objects();
+    round(&mut objects, &health(), 100);
+    for node in &mut objects.egress_nodes {
+        let status = crate::api::EgressNodeStatus { lease_revision: 9, ..Default::default() };
+        Arc::make_mut(node).status = Some(status);
+    }
+    assert_eq!(previous(&objects).lease_revision, 10);
+    objects.egress_nodes.clear();
+    objects.egress_ips.clear();
+    assert_eq!(previous(&objects), Plan::default());
+}

@@ -1,0 +1,133 @@
+//! From what users and agents write (strings) to the model (types), once. What cannot be understood is told with the
+//! object, the field and the remedy, and never spoils anything else.
+
+mod node;
+mod policy;
+mod pool;
+mod scalar;
+
+use std::fmt;
+
+pub use node::{node, report};
+pub use policy::policy;
+pub use pool::pool;
+
+use std::collections::BTreeSet;
+
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
+
+use crate::model::{Endpoint, EndpointId, Requirement, Selector};
+
+/// Something in an object that cannot be understood.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Problem {
+    /// The object's kind.
+    pub kind: &'static str,
+    /// The object's name.
+    pub name: String,
+    /// Path of the field, such as `spec.destinationCIDRs[1]`.
+    pub field: String,
+    /// What is wrong.
+    pub message: String,
+    /// What to do about it.
+    pub remedy: String,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}, {}: {}: {}", self.kind, self.name, self.field, self.message, self.remedy)
+    }
+}
+
+/// Collects the problems of one object.
+#[derive(Debug)]
+struct Reader {
+    kind: &'static str,
+    name: String,
+    problems: Vec<Problem>,
+}
+
+impl Reader {
+    fn new(kind: &'static str, metadata: &ObjectMeta) -> Self {
+        Self { kind, name: metadata.name.clone().unwrap_or_default(), problems: Vec::new() }
+    }
+
+    fn problem(&mut self, field: impl Into<String>, message: impl Into<String>, remedy: impl Into<String>) {
+        let (field, message, remedy) = (field.into(), message.into(), remedy.into());
+        self.problems.push(Problem { kind: self.kind, name: self.name.clone(), field, message, remedy });
+    }
+
+    /// Parses one text; what is no `T` is a problem with this remedy.
+    fn parse<T: std::str::FromStr>(&mut self, text: &str, field: impl Into<String>, remedy: &str) -> Option<T> {
+        let parsed = text.parse().ok();
+        if parsed.is_none() {
+            self.problem(field, format!("{text:?} is not understood"), remedy);
+        }
+        parsed
+    }
+
+    /// The value, if there was no problem.
+    fn finish<T>(self, value: T) -> Result<T, Vec<Problem>> {
+        if self.problems.is_empty() { Ok(value) } else { Err(self.problems) }
+    }
+
+    fn selector(&mut self, selector: &LabelSelector, field: &str) -> Selector {
+        let labels = selector.match_labels.iter().flatten();
+        let mut requirements: Vec<(String, Requirement)> =
+            labels.map(|(key, value)| (key.clone(), Requirement::In([value.clone()].into()))).collect();
+        for (at, expression) in selector.match_expressions.iter().flatten().enumerate() {
+            let values: BTreeSet<String> = expression.values.iter().flatten().cloned().collect();
+            let field = |part: &str| format!("{field}.matchExpressions[{at}].{part}");
+            let requirement = match (expression.operator.as_str(), values.is_empty()) {
+                ("In", false) => Requirement::In(values),
+                ("NotIn", false) => Requirement::NotIn(values),
+                ("Exists", true) => Requirement::Exists,
+                ("DoesNotExist", true) => Requirement::DoesNotExist,
+                (operator @ ("In" | "NotIn"), true) => {
+                    self.problem(field("values"), format!("{operator} without values"), "write at least one value");
+                    continue;
+                }
+                (operator @ ("Exists" | "DoesNotExist"), false) => {
+                    self.problem(
+                        field("values"),
+                        format!("{operator} with values"),
+                        "remove the values, or use In or NotIn",
+                    );
+                    continue;
+                }
+                (operator, _) => {
+                    let message = format!("{operator:?} is not an operator");
+                    self.problem(field("operator"), message, "use In, NotIn, Exists or DoesNotExist");
+                    continue;
+                }
+            };
+            requirements.push((expression.key.clone(), requirement));
+        }
+        Selector::new(requirements)
+    }
+}
+
+/// The endpoint that a pod is; `None` for a pod without a node, one that has finished, and one in the host's network,
+/// which has no traffic of its own.
+pub fn endpoint(pod: &Pod) -> Option<Endpoint> {
+    let spec = pod.spec.as_ref()?;
+    let status = pod.status.as_ref();
+    let finished = matches!(status.and_then(|s| s.phase.as_deref()), Some("Succeeded" | "Failed"));
+    if finished || spec.host_network == Some(true) {
+        return None;
+    }
+    let of_list = status.iter().flat_map(|s| s.pod_ips.iter().flatten()).map(|ip| ip.ip.as_str());
+    let ips = of_list.chain(status.and_then(|s| s.pod_ip.as_deref())).filter_map(|ip| ip.parse().ok()).collect();
+    let text = |text: &Option<String>| text.clone().unwrap_or_default();
+    let metadata = &pod.metadata;
+    Some(Endpoint {
+        id: EndpointId::new(&text(&metadata.namespace), &text(&metadata.name), &text(&metadata.uid)),
+        node: spec.node_name.as_deref().filter(|node| !node.is_empty())?.into(),
+        ips,
+        labels: metadata.labels.clone().unwrap_or_default(),
+    })
+}
+
+#[cfg(test)]
+mod tests;

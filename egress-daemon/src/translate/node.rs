@@ -1,0 +1,89 @@
+//! Node and EgressNode to the model.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use k8s_openapi::api::core::v1::Node as KubeNode;
+
+use super::{Problem, Reader};
+use crate::api;
+use crate::model::{Demand, InterfaceAddress, Node, NodeReport};
+
+const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
+const ANTREA_ANNOTATION: &str = "node.antrea.io/max-egress-ips";
+const WRITTEN_BY_AGENT: &str = "the agent writes this: restart it with the version of the controller";
+
+/// The node that an object says, with what its agent reports. What is not understood is left out.
+pub fn node(object: &KubeNode, egress_node: Option<&api::EgressNode>) -> (Node, Vec<Problem>) {
+    let mut reader = Reader::new("Node", &object.metadata);
+    let labels = object.metadata.labels.clone().unwrap_or_default();
+    let conditions = object.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    let texts = object.status.iter().flat_map(|status| status.addresses.iter().flatten());
+    let texts = texts.filter(|address| matches!(address.type_.as_str(), "InternalIP" | "ExternalIP"));
+    let remedy = "correct the node's address; it is ignored until then";
+    let addresses = texts.filter_map(|address| reader.parse(&address.address, "status.addresses", remedy)).collect();
+    let spec = object.spec.as_ref();
+    let cidrs = spec.into_iter().flat_map(|s| s.pod_cidrs.iter().flatten().chain(&s.pod_cidr));
+    let remedy = "correct the node's podCIDRs; it is ignored until then";
+    let pod_cidrs = cidrs.filter_map(|text| reader.parse(text, "spec.podCIDRs", remedy)).collect();
+    let max_egress_ips = limit(&mut reader, object.metadata.annotations.as_ref());
+    let (report, more) = egress_node.and_then(report).unzip();
+    let node = Node {
+        name: reader.name.as_str().into(),
+        zone: labels.get(ZONE_LABEL).filter(|zone| !zone.is_empty()).cloned(),
+        labels,
+        addresses,
+        pod_cidrs,
+        ready: conditions.filter(|condition| condition.type_ == "Ready").all(|condition| condition.status == "True"),
+        draining: object.spec.as_ref().is_some_and(|spec| spec.unschedulable == Some(true)),
+        max_egress_ips,
+        report,
+    };
+    reader.problems.extend(more.into_iter().flatten());
+    (node, reader.problems)
+}
+
+fn limit(reader: &mut Reader, annotations: Option<&BTreeMap<String, String>>) -> Option<u32> {
+    for key in [api::MAX_EGRESS_IPS_ANNOTATION, ANTREA_ANNOTATION] {
+        let Some(text) = annotations.and_then(|annotations| annotations.get(key)) else { continue };
+        match text.parse().ok().filter(|limit| *limit <= 255) {
+            Some(limit) => return Some(limit),
+            None => {
+                let message = format!("{text:?} is not a number from 0 to 255");
+                reader.problem(format!("metadata.annotations[{key}]"), message, "correct it; it is ignored until then");
+            }
+        }
+    }
+    None
+}
+
+/// What an agent says; `None` before it has said anything.
+pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
+    let status = object.status.as_ref()?;
+    let mut reader = Reader::new("EgressNode", &object.metadata);
+    let tunnel = status.tunnel_addresses.iter();
+    let tunnel_addresses =
+        tunnel.filter_map(|text| reader.parse(text, "status.tunnelAddresses", WRITTEN_BY_AGENT)).collect();
+    let mut addresses = std::collections::BTreeSet::new();
+    for address in &status.addresses {
+        if let Some(net) = reader.parse(&address.cidr, "status.addresses", WRITTEN_BY_AGENT) {
+            let interface = address.interface.clone();
+            addresses.insert(InterfaceAddress { interface, net, default_route: address.default_route });
+        }
+    }
+    let mut demand: BTreeMap<IpAddr, Demand> = BTreeMap::new();
+    for entry in &status.demand {
+        if let Some(address) = reader.parse(&entry.egress_ip, "status.demand", WRITTEN_BY_AGENT) {
+            let released = entry.release.iter().copied().collect();
+            demand.insert(address, Demand { want: entry.want_blocks.into(), released });
+        }
+    }
+    let report = NodeReport {
+        tunnel_addresses,
+        addresses,
+        occupied_blocks: status.occupied_blocks.iter().copied().collect(),
+        demand,
+        lease_revision: status.lease_revision,
+    };
+    Some((report, reader.problems))
+}

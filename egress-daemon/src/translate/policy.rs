@@ -1,0 +1,186 @@
+//! EgressGatewayPolicy to the model.
+
+use std::collections::BTreeMap;
+
+use ipnet::IpNet;
+
+use super::scalar::quantity;
+use super::{Problem, Reader};
+use crate::api;
+use crate::model::{
+    AddressSource, Bandwidth, Distribution, EndpointSelector, Existing, Gateway, NodeChoice, OnNoGateway, Policy,
+    PolicyId, PolicyKind, PoolId, PoolKind, PoolRequest, Source, ZoneMode,
+};
+
+const CIDR: &str = "write a network such as 203.0.113.0/24 or 2001:db8::/32";
+const ADDRESS: &str = "write an address such as 192.0.2.10 or 2001:db8::10";
+
+/// The policy that an object says, or all that is wrong with it.
+pub fn policy(object: &api::EgressGatewayPolicy) -> Result<Policy, Vec<Problem>> {
+    let mut reader = Reader::new("EgressGatewayPolicy", &object.metadata);
+    let (metadata, spec) = (&object.metadata, &object.spec);
+    let policy = Policy {
+        id: PolicyId::new(PolicyKind::Native, &reader.name),
+        uid: metadata.uid.clone().unwrap_or_default(),
+        created: metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
+        selectors: selectors(&mut reader, spec),
+        destinations: nets(&mut reader, &spec.destination_cidrs, "spec.destinationCIDRs"),
+        excluded: nets(&mut reader, &spec.excluded_cidrs, "spec.excludedCIDRs"),
+        source: source(&mut reader, spec),
+        distribution: match spec.distribution {
+            api::Distribution::PerFlow => Distribution::PerFlow,
+            api::Distribution::PerEndpoint => Distribution::PerEndpoint,
+        },
+        zone: match spec.zone.mode {
+            api::ZoneMode::Any => ZoneMode::Any,
+            api::ZoneMode::Prefer => ZoneMode::Prefer,
+            api::ZoneMode::Require => ZoneMode::Require,
+        },
+        prefer_local_node: spec.zone.prefer_local_node,
+        on_no_gateway: match spec.on_no_gateway {
+            api::NoGateway::Drop => OnNoGateway::Drop,
+            api::NoGateway::NodeIP => OnNoGateway::NodeIp,
+        },
+        existing: match spec.existing_connections {
+            api::ExistingConnections::Keep => Existing::Keep,
+            api::ExistingConnections::Drop => Existing::Drop,
+        },
+        bandwidth: spec.bandwidth.as_ref().and_then(|limit| bandwidth(&mut reader, limit)),
+    };
+    reader.finish(policy)
+}
+
+fn selectors(reader: &mut Reader, spec: &api::EgressGatewayPolicySpec) -> Vec<EndpointSelector> {
+    if spec.selectors.is_empty() {
+        reader.problem("spec.selectors", "it is empty", "write at least one, such as {podSelector: {}} for every pod");
+    }
+    let mut selectors = Vec::new();
+    for (at, selector) in spec.selectors.iter().enumerate() {
+        let field = format!("spec.selectors[{at}]");
+        if selector.pod_selector.is_none() && selector.namespace_selector.is_none() {
+            let remedy = "write podSelector or namespaceSelector; podSelector: {} selects every pod";
+            reader.problem(field.clone(), "it selects neither pods nor namespaces", remedy);
+        }
+        let mut read = |selector: &Option<_>, part: &str| {
+            selector.as_ref().map(|selector| reader.selector(selector, &format!("{field}.{part}")))
+        };
+        selectors.push(EndpointSelector {
+            pod: read(&selector.pod_selector, "podSelector"),
+            namespace: read(&selector.namespace_selector, "namespaceSelector"),
+            node: read(&selector.node_selector, "nodeSelector"),
+        });
+    }
+    selectors
+}
+
+fn nets(reader: &mut Reader, texts: &[String], field: &str) -> Vec<IpNet> {
+    if texts.is_empty() && field == "spec.destinationCIDRs" {
+        reader.problem(
+            field,
+            "it is empty",
+            "write at least one, such as 0.0.0.0/0 for everything outside of the cluster",
+        );
+    }
+    let numbered = texts.iter().enumerate();
+    numbered
+        .filter_map(|(at, text)| Some(reader.parse::<IpNet>(text, format!("{field}[{at}]"), CIDR)?.trunc()))
+        .collect()
+}
+
+fn source(reader: &mut Reader, spec: &api::EgressGatewayPolicySpec) -> Source {
+    let gateways: Vec<(String, &api::EgressGateway)> = match &spec.egress_gateways {
+        Some(list) if !list.is_empty() => {
+            list.iter().enumerate().map(|(at, gateway)| (format!("spec.egressGateways[{at}]"), gateway)).collect()
+        }
+        _ => spec.egress_gateway.iter().map(|gateway| ("spec.egressGateway".to_owned(), gateway)).collect(),
+    };
+    let pools: Vec<(String, &api::PoolRequest)> = match &spec.egress_ip_pools {
+        Some(list) if !list.is_empty() => {
+            list.iter().enumerate().map(|(at, pool)| (format!("spec.egressIPPools[{at}]"), pool)).collect()
+        }
+        _ => spec.egress_ip_pool.iter().map(|pool| ("spec.egressIPPool".to_owned(), pool)).collect(),
+    };
+    if gateways.is_empty() == pools.is_empty() {
+        reader.problem(
+            "spec",
+            "it must say in one place where its egress IPs come from",
+            "write either egressGateways (or egressGateway) or egressIPPools (or egressIPPool)",
+        );
+    }
+    if pools.is_empty() {
+        return Source::Gateways(gateways.into_iter().map(|(field, entry)| gateway(reader, &field, entry)).collect());
+    }
+    let mut requests: BTreeMap<PoolId, PoolRequest> = BTreeMap::new();
+    for (field, entry) in pools {
+        let request = pool_request(reader, &field, entry);
+        match requests.get_mut(&request.pool) {
+            Some(same) => {
+                same.count += request.count;
+                same.ips.extend(request.ips);
+            }
+            None => {
+                requests.insert(request.pool.clone(), request);
+            }
+        }
+    }
+    Source::Pools(requests.into_values().collect())
+}
+
+fn gateway(reader: &mut Reader, field: &str, entry: &api::EgressGateway) -> Gateway {
+    let address = match (&entry.egress_ip, &entry.interface) {
+        (Some(ip), None) => {
+            let address = reader.parse(ip, format!("{field}.egressIP"), ADDRESS);
+            address.map_or(AddressSource::DefaultRoute, AddressSource::Ip)
+        }
+        (None, Some(interface)) => AddressSource::Interface(interface.clone()),
+        (None, None) => AddressSource::DefaultRoute,
+        (Some(_), Some(_)) => {
+            reader.problem(field, "it has both egressIP and interface", "remove one of them");
+            AddressSource::DefaultRoute
+        }
+    };
+    let weight = u32::try_from(entry.weight).ok().filter(|weight| (1..=100).contains(weight));
+    if weight.is_none() {
+        let remedy = "write 1 to 100, or remove the gateway if it should get no new flows";
+        reader.problem(format!("{field}.weight"), format!("{} is out of range", entry.weight), remedy);
+    }
+    Gateway {
+        nodes: reader.selector(&entry.node_selector, &format!("{field}.nodeSelector")),
+        address,
+        choice: NodeChoice::Every,
+        weight: weight.unwrap_or(1),
+    }
+}
+
+fn pool_request(reader: &mut Reader, field: &str, entry: &api::PoolRequest) -> PoolRequest {
+    let texts = entry.egress_ips.iter().flatten().enumerate();
+    let ips: std::collections::BTreeSet<_> =
+        texts.filter_map(|(at, text)| reader.parse(text, format!("{field}.egressIPs[{at}]"), ADDRESS)).collect();
+    let count = match entry.count {
+        None => Some(ips.len().max(1) as u32),
+        Some(count) => u32::try_from(count).ok().filter(|count| (1..=1024).contains(count)),
+    };
+    if count.is_none() {
+        let remedy = "write 1 to 1024, or remove the pool from the policy";
+        reader.problem(format!("{field}.count"), "it is out of range", remedy);
+    }
+    PoolRequest { pool: PoolId::new(PoolKind::Native, &entry.name), count: count.unwrap_or(1), ips }
+}
+
+/// The rate is in bits per second, the burst in bits; without one, it is what the rate lets pass in 100 ms.
+fn bandwidth(reader: &mut Reader, limit: &api::Bandwidth) -> Option<Bandwidth> {
+    let mut read = |text: &str, field: &str| {
+        let value = quantity(text);
+        if value.is_none() {
+            let message = format!("{text:?} is not a quantity above zero");
+            reader.problem(field, message, "write bits per second for a rate and bits for a burst, such as 800M or 2G");
+        }
+        value
+    };
+    let rate_bps = read(&limit.rate, "spec.bandwidth.rate")?;
+    let burst_bits = match &limit.burst {
+        Some(burst) => read(burst, "spec.bandwidth.burst")?,
+        None => rate_bps / 10,
+    };
+    Some(Bandwidth { rate_bps, burst_bytes: burst_bits.div_ceil(8) })
+}

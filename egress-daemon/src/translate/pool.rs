@@ -1,0 +1,112 @@
+//! EgressIPPool to the model.
+
+use std::time::Duration;
+
+use super::scalar::duration;
+use super::{Problem, Reader};
+use crate::api;
+use crate::model::{Failback, IpRange, Pool, PoolId, PoolKind, SubnetInfo};
+
+/// The pool that an object says, or all that is wrong with it.
+pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
+    let mut reader = Reader::new("EgressIPPool", &object.metadata);
+    let spec = &object.spec;
+    let limit = spec.max_egress_ips_per_node.map(|limit| u32::try_from(limit).ok().filter(|l| (1..=255).contains(l)));
+    if limit == Some(None) {
+        reader.problem(
+            "spec.maxEgressIPsPerNode",
+            "it is out of range",
+            "write 1 to 255, or leave it out for no limit",
+        );
+    }
+    if spec.port_block_size != 64 {
+        reader.problem(
+            "spec.portBlockSize",
+            format!("{} is not supported", spec.port_block_size),
+            "leave it out: it is 64",
+        );
+    }
+    let pool = Pool {
+        id: PoolId::new(PoolKind::Native, &reader.name),
+        ranges: ranges(&mut reader, &spec.ip_ranges),
+        nodes: reader.selector(&spec.node_selector, "spec.nodeSelector"),
+        subnet: spec.subnet_info.as_ref().and_then(|info| subnet(&mut reader, info)),
+        max_per_node: limit.flatten(),
+        failback: match spec.failback.mode {
+            api::FailbackMode::Never => Failback::Never,
+            api::FailbackMode::Preferred => Failback::Preferred { delay: delay(&mut reader, &spec.failback.delay) },
+        },
+    };
+    reader.finish(pool)
+}
+
+fn delay(reader: &mut Reader, text: &str) -> Duration {
+    duration(text).unwrap_or_else(|| {
+        let message = format!("{text:?} is not a duration");
+        reader.problem("spec.failback.delay", message, "write a whole number and a unit (ms, s, m or h), such as 10s");
+        Duration::ZERO
+    })
+}
+
+fn ranges(reader: &mut Reader, written: &[api::IPRange]) -> Vec<IpRange> {
+    let mut ranges = Vec::new();
+    for (at, range) in written.iter().enumerate() {
+        let field = format!("spec.ipRanges[{at}]");
+        match (&range.cidr, &range.start, &range.end) {
+            (Some(cidr), None, None) => {
+                let remedy = "write a network such as 192.0.2.0/28";
+                if let Some(cidr) = reader.parse(cidr, format!("{field}.cidr"), remedy) {
+                    ranges.extend(IpRange::from_cidr(cidr));
+                }
+            }
+            (None, Some(start), Some(end)) => {
+                let remedy = "write an address such as 192.0.2.32";
+                let start = reader.parse(start, format!("{field}.start"), remedy);
+                let end = reader.parse(end, format!("{field}.end"), remedy);
+                if let (Some(start), Some(end)) = (start, end) {
+                    match IpRange::new(start, end) {
+                        Ok(range) => ranges.push(range),
+                        Err(error) => reader.problem(field, error.to_string(), "write the first and the last address"),
+                    }
+                }
+            }
+            _ => {
+                let remedy = "write {cidr: 192.0.2.0/28} or {start: 192.0.2.32, end: 192.0.2.40}";
+                reader.problem(field, "it is neither a cidr, nor a start and an end", remedy);
+            }
+        }
+    }
+    if written.is_empty() {
+        reader.problem("spec.ipRanges", "it is empty", "write at least one range, such as {cidr: 192.0.2.0/28}");
+    }
+    ranges
+}
+
+fn subnet(reader: &mut Reader, info: &api::SubnetInfo) -> Option<SubnetInfo> {
+    let gateway: std::net::IpAddr = reader.parse(
+        &info.gateway,
+        "spec.subnetInfo.gateway",
+        "write the address of the next hop, such as 192.0.2.1",
+    )?;
+    let longest = if gateway.is_ipv4() { 32 } else { 128 };
+    let prefix_length = u8::try_from(info.prefix_length).ok().filter(|length| (1..=longest).contains(length));
+    if prefix_length.is_none() {
+        let message = format!("{} is out of range", info.prefix_length);
+        reader.problem("spec.subnetInfo.prefixLength", message, format!("write 1 to {longest}"));
+    }
+    let vlan = match info.vlan {
+        None | Some(0) => None,
+        Some(vlan) => {
+            let valid = u16::try_from(vlan).ok().filter(|vlan| *vlan <= 4094);
+            if valid.is_none() {
+                reader.problem(
+                    "spec.subnetInfo.vlan",
+                    format!("{vlan} is out of range"),
+                    "write 1 to 4094, or 0 for none",
+                );
+            }
+            valid
+        }
+    };
+    Some(SubnetInfo { gateway, prefix_length: prefix_length?, vlan })
+}
