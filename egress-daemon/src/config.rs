@@ -129,7 +129,12 @@ impl Default for Config {
             uplinks: Vec::new(),
             pod_interfaces: Vec::new(),
             max_flows: limits::MAX_FLOWS as u32,
-            timeouts: Timeouts { tcp_established: TCP_ESTABLISHED, tcp_transitory: TCP_TRANSITORY, udp: UDP, icmp: ICMP },
+            timeouts: Timeouts {
+                tcp_established: TCP_ESTABLISHED,
+                tcp_transitory: TCP_TRANSITORY,
+                udp: UDP,
+                icmp: ICMP,
+            },
             probe: Probe { interval: PROBE_INTERVAL, count: PROBE_COUNT },
             lease: Lease { renew: LEASE_RENEW, duration: LEASE_DURATION },
             deadline: DEADLINE,

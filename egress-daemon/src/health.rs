@@ -26,6 +26,8 @@ pub enum LeaseState {
         since: Duration,
         /// whether it had lapsed before, so that it has to prove itself again
         returned: bool,
+        /// whether a renewal was seen: until then it may be the last word of a gateway that is dead
+        proven: bool,
     },
     /// It is not renewed any more.
     Lapsed,
@@ -41,19 +43,24 @@ pub struct NodeHealth {
 }
 
 impl NodeHealth {
-    /// Whether the node may be given an egress IP.
+    /// Whether the node keeps the egress IPs that it has.
     pub fn is_fresh(&self) -> bool {
         matches!(self.lease, LeaseState::Fresh { .. })
     }
 
-    /// Whether it has been fresh for at least this long.
+    /// Whether the node may be given an egress IP.
+    pub fn is_proven(&self) -> bool {
+        matches!(self.lease, LeaseState::Fresh { proven: true, .. })
+    }
+
+    /// Whether it may be given egress IPs, and has been fresh for at least this long.
     pub fn fresh_for(&self, delay: Duration) -> bool {
-        matches!(self.lease, LeaseState::Fresh { since, .. } if since >= delay)
+        matches!(self.lease, LeaseState::Fresh { since, proven: true, .. } if since >= delay)
     }
 
     /// Whether it may be given egress IPs that others could keep: it never lapsed, or not for this long.
     pub fn settled(&self, delay: Duration) -> bool {
-        matches!(self.lease, LeaseState::Fresh { since, returned } if !returned || since >= delay)
+        matches!(self.lease, LeaseState::Fresh { since, returned, proven: true } if !returned || since >= delay)
     }
 }
 

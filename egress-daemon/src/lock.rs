@@ -2,14 +2,17 @@
 //!
 //! An agent is known by its pins (`--bpffs`): several agents share one kernel, each with pins and files of its own.
 
-use nix::fcntl::{Flock, FlockArg};
 use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
 use siphasher::sip::SipHasher13;
 use std::{
     fs::{self, File, OpenOptions},
     hash::Hasher,
     io::{self, Read, Seek, Write},
-    os::unix::{ffi::OsStrExt, fs::{DirBuilderExt, OpenOptionsExt}},
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{DirBuilderExt, OpenOptionsExt},
+    },
     path::{Component, Path, PathBuf},
 };
 

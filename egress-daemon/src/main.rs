@@ -11,18 +11,32 @@ fn main() -> anyhow::Result<()> {
     let rt = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     rt.block_on(async {
         let store = Files::open(&dir)?;
-        let stop = async { let mut s = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()).unwrap(); s.recv().await; };
+        let stop = async {
+            let mut s = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()).unwrap();
+            s.recv().await;
+        };
         match args[1].as_str() {
             "agent" => {
                 let bpffs = PathBuf::from(get("--bpffs").unwrap_or("/sys/fs/bpf/spillway".into()));
                 std::fs::create_dir_all("/run/spillway")?;
-                let journal = PathBuf::from(format!("/run/spillway/j{}", bpffs.display().to_string().replace('/', "-")));
-                let a = agent::Agent::start(agent::Options { node: get("--node").unwrap(), store, settings: (&config).into(), bpffs, journal }).await?;
+                let journal =
+                    PathBuf::from(format!("/run/spillway/j{}", bpffs.display().to_string().replace('/', "-")));
+                let a = agent::Agent::start(agent::Options {
+                    node: get("--node").unwrap(),
+                    store,
+                    settings: (&config).into(),
+                    bpffs,
+                    journal,
+                    source: String::new(),
+                    publish: tokio::sync::watch::channel(Default::default()).0,
+                })
+                .await?;
                 a.run(stop).await
             }
             _ => {
                 let (tx, _rx) = tokio::sync::watch::channel(Default::default());
-                controller::run(store, controller::ControllerConfig::new(format!("c{}", std::process::id())), tx, stop).await;
+                controller::run(store, controller::ControllerConfig::new(format!("c{}", std::process::id())), tx, stop)
+                    .await;
                 Ok(())
             }
         }

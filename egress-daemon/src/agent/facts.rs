@@ -1,16 +1,20 @@
 //! Reading the objects: everything an agent wants to know of them, and whether any of it has changed.
 
 use crate::{
-    api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode},
-    model::{EndpointId, NodeName, PolicyId, Snapshot, Source},
+    api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, egress_ip_name},
+    model::{EndpointId, NodeName, PolicyId, PolicyKind, Snapshot, Source},
     plan::Plan,
     snapshot::{self, Objects},
     store::Store,
     translate::Problem,
 };
-use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
+use k8s_openapi::{
+    api::core::v1::{Namespace, Node, Pod},
+    apimachinery::pkg::apis::meta::v1::Condition,
+};
 use std::{
     collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
     sync::Arc,
 };
 
@@ -63,6 +67,28 @@ impl World {
     /// This node's own object.
     pub fn egress_node(&self, node: &NodeName) -> Option<&Arc<EgressNode>> {
         self.objects.egress_nodes.iter().find(|n| n.metadata.name.as_deref() == Some(node.as_str()))
+    }
+
+    /// The conditions of a policy, as the controller wrote them.
+    pub fn policy_conditions(&self, policy: &PolicyId) -> impl Iterator<Item = &Condition> {
+        let name = |p: &&Arc<EgressGatewayPolicy>| p.metadata.name.as_deref() == Some(&*policy.name);
+        let native = self.objects.policies.iter().filter(move |_| policy.kind == PolicyKind::Native).find(name);
+        native.and_then(|p| p.status.as_ref()).into_iter().flat_map(|s| &s.conditions)
+    }
+
+    /// The conditions of an egress IP, as the controller wrote them.
+    pub fn egress_ip_conditions(&self, address: IpAddr) -> impl Iterator<Item = &Condition> {
+        let name = egress_ip_name(address);
+        let object = self.objects.egress_ips.iter().find(|e| e.metadata.name.as_deref() == Some(&name));
+        object.and_then(|e| e.status.as_ref()).into_iter().flat_map(|s| &s.conditions)
+    }
+
+    /// The highest revision among the leases that the objects list, or that this node's agent has reported before: what is
+    /// in the maps after the next write. A report never falls, or a lease that was confirmed would seem not to be.
+    pub fn highest_lease(&self, node: &NodeName) -> u64 {
+        let listed = self.plan.blocks.values().flat_map(|blocks| blocks.values()).map(|lease| lease.revision);
+        let reported = self.snapshot.nodes.get(node).and_then(|n| n.report.as_ref()).map_or(0, |r| r.lease_revision);
+        listed.max().unwrap_or(0).max(reported)
     }
 
     /// Whether any pool or policy would have this node as a gateway.

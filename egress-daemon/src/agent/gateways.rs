@@ -60,6 +60,11 @@ impl Gateways {
         self.gateways.iter().map(|(n, g)| (n.clone(), g.tracker.round_trip())).collect()
     }
 
+    /// Where a gateway is probed.
+    pub fn address(&self, name: &NodeName) -> Option<IpAddr> {
+        self.gateways.get(name).map(|g| g.address)
+    }
+
     /// When [`tick`](Self::tick) wants to be called next.
     pub fn next(&self) -> Instant {
         self.start + self.due

@@ -8,8 +8,10 @@ mod facts;
 mod gateways;
 mod node;
 mod owned;
+mod reconcile;
 pub mod settings;
 mod status;
+mod tell;
 pub mod view;
 
 pub use node::{Agent, Options};

@@ -7,49 +7,42 @@ use super::{
     owned::Owned,
     settings::Settings,
     status::{self, Report},
-    view::{self, Facts},
 };
 use crate::{
     api::EgressNode,
     datapath::{
         Pins,
-        attach::{self, Attacher, Hook},
+        attach::{self, Attacher},
         encode::Encoder,
         load::Programs,
         maps::{Maps, MapsError},
         write::Writer,
     },
     host::{
-        classify::{InterfaceRules, Roles, classify},
+        classify::Roles,
         links::{Links, LinksOptions},
         netlink::Netlink,
         ports::NodePorts,
         probe::ProbeSocket,
-        sysctl::{self, Sysctls},
+        sysctl::Sysctls,
         tunnel,
     },
     model::{EndpointId, NodeName},
-    store::{
-        Key, Store,
-        lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease},
-    },
+    observe::state::AgentState,
+    store::{Store, lease::LeaseKeeper},
 };
 use anyhow::Context as _;
-use egress_common::{
-    abi::{name_kind, ticks},
-    config::{self, Config},
-    endpoint::endpoint_flags,
-    flow::kind,
-    net,
-};
+use egress_common::{abi::name_kind, endpoint::endpoint_flags, flow::kind, net};
 use k8s_openapi::jiff::Timestamp;
 use std::{
     collections::{BTreeMap, BTreeSet},
     future::Future,
     net::IpAddr,
     path::PathBuf,
+    sync::Arc,
     time::{Duration, Instant},
 };
+use tokio::sync::watch;
 
 /// How an agent is started.
 pub struct Options {
@@ -63,15 +56,12 @@ pub struct Options {
     pub bpffs: PathBuf,
     /// Where the previous values of sysctls are kept.
     pub journal: PathBuf,
+    /// Where the objects come from, for people: `directory /etc/spillway`.
+    pub source: String,
+    /// What the agent knows is published here.
+    pub publish: watch::Sender<Arc<AgentState>>,
 }
 
-/// Bytes that a packet grows by in the tunnel: outer Ethernet is not counted, inner Ethernet (14), VXLAN (8), UDP (8) and
-/// outer IPv4 (20) or IPv6 (40) are.
-const OVERHEAD: [u32; 2] = [50, 70];
-/// IP and TCP headers without options, for IPv4 and IPv6.
-const HEADERS: [u32; 2] = [40, 60];
-/// The smallest segment that is ever asked for (RFC 9293, section 3.7.1).
-const MIN_MSS: u32 = 536;
 /// How often the hooks are looked at although nothing seems to have changed.
 const RESYNC: Duration = Duration::from_secs(5);
 /// The least time between two writes of the status.
@@ -83,38 +73,41 @@ const COUNT_SHARE: u32 = 20;
 
 /// A running agent.
 pub struct Agent {
-    node: NodeName,
-    store: Store,
-    settings: Settings,
-    links: Links,
-    tunnel: tunnel::Tunnel,
-    netlink: Netlink,
-    sysctls: Sysctls,
-    attacher: Attacher,
-    writer: Writer,
-    encoder: Encoder,
-    socket: ProbeSocket,
-    world: World,
-    histories: Histories,
-    gateways: Gateways,
-    owned: Owned,
-    lease: Option<LeaseKeeper>,
-    lease_held: bool,
-    roles: Roles,
-    ports: Ports,
-    complaints: Vec<String>,
-    lease_revision: u64,
-    next_resync: Instant,
-    next_deadline: Instant,
-    next_status: Instant,
-    status_due: bool,
-    next_count: Instant,
+    pub(super) node: NodeName,
+    pub(super) store: Store,
+    pub(super) settings: Settings,
+    pub(super) links: Links,
+    pub(super) tunnel: tunnel::Tunnel,
+    pub(super) netlink: Netlink,
+    pub(super) sysctls: Sysctls,
+    pub(super) attacher: Attacher,
+    pub(super) writer: Writer,
+    pub(super) encoder: Encoder,
+    pub(super) socket: ProbeSocket,
+    pub(super) world: World,
+    pub(super) histories: Histories,
+    pub(super) gateways: Gateways,
+    pub(super) owned: Owned,
+    pub(super) lease: Option<LeaseKeeper>,
+    pub(super) lease_held: bool,
+    pub(super) roles: Roles,
+    pub(super) ports: Ports,
+    pub(super) complaints: Vec<String>,
+    pub(super) lease_revision: u64,
+    pub(super) start: Instant,
+    pub(super) source: String,
+    pub(super) publish: watch::Sender<Arc<AgentState>>,
+    pub(super) next_resync: Instant,
+    pub(super) next_deadline: Instant,
+    pub(super) next_status: Instant,
+    pub(super) status_due: bool,
+    pub(super) next_count: Instant,
 }
 
 impl Agent {
     /// Loads and attaches what needs no object, and takes over what an earlier agent left.
     pub async fn start(options: Options) -> anyhow::Result<Self> {
-        let Options { node, store, settings, bpffs, journal } = options;
+        let Options { node, store, settings, bpffs, journal, source, publish } = options;
         let start = Instant::now();
         let pins = Pins::new(&bpffs);
         let programs = Programs::load(&pins, settings.sizes)?;
@@ -150,6 +143,9 @@ impl Agent {
             ports: Ports::default(),
             complaints: Vec::new(),
             lease_revision: 0,
+            start,
+            source,
+            publish,
             next_resync: start,
             next_deadline: start,
             next_status: start,
@@ -275,147 +271,6 @@ impl Agent {
         regained && self.owned.lease_regained()
     }
 
-    /// Makes the view again and carries out what is different.
-    async fn reconcile(&mut self, first: bool) {
-        if first {
-            self.world.read(&self.store, &self.node);
-        }
-        self.complaints.clear();
-        let links = self.links.current();
-        let addresses: Vec<IpAddr> =
-            self.world.snapshot.nodes.get(&self.node).into_iter().flat_map(|n| n.addresses.iter().copied()).collect();
-        let rules = InterfaceRules {
-            uplinks: self.settings.uplinks.clone(),
-            pod_interfaces: self.settings.pod_interfaces.clone(),
-            tunnel: self.settings.tunnel.name.clone(),
-            node_addresses: addresses,
-        };
-        self.roles = classify(&links, &rules);
-        let config = self.config();
-        let mut facts = Facts {
-            node: &self.node,
-            snapshot: &self.world.snapshot,
-            plan: &self.world.plan,
-            links: &links,
-            roles: &self.roles,
-            probes: &self.gateways.states(),
-            with_history: &BTreeSet::new(),
-            except_cidrs: &self.settings.except_cidrs,
-            silent: self.settings.silent,
-            withdrawn: &self.owned.withdrawn(),
-            config,
-        };
-        self.histories.update(facts.snapshot, &facts.classes());
-        let with_history = self.histories.with_history();
-        facts.with_history = &with_history;
-        let view = view::view(&facts);
-        let announced = view::announced(&facts);
-        let revision = self.world.plan.lease_revision;
-
-        let names: BTreeMap<u32, String> = links.links.values().map(|l| (l.index, l.name.clone())).collect();
-        let hooks = hooks(&self.roles, self.tunnel.index, &names);
-        // A pod's interface is covered before its address is known, and an uplink before it carries anything.
-        let live = names.keys().copied().collect();
-        self.complaints.extend(self.attacher.sync(&hooks, &live).iter().map(ToString::to_string));
-        match self.encoder.encode(&view, self.writer.present()) {
-            Ok(tables) => match self.writer.write(tables) {
-                Ok(()) => self.lease_revision = revision,
-                Err(e) => self.complaints.push(e.to_string()),
-            },
-            Err(overflow) => self.complaints.push(overflow.to_string()),
-        }
-        let probed = self.probed(&view);
-        self.gateways.set(&probed);
-        let places = announced
-            .into_iter()
-            .filter_map(|(ip, place)| Some((ip, (place, self.world.plan.egress_ips.get(&ip)?.epoch))));
-        self.owned.set(&if self.settings.silent { BTreeMap::new() } else { places.collect() });
-        self.owned.tick();
-        self.forward();
-        self.keep_lease();
-        for complaint in &self.complaints {
-            tracing::error!("{complaint}");
-        }
-        self.status_due = true;
-    }
-
-    /// The gateways that policies of this node's pods use, and where they are.
-    fn probed(&self, view: &crate::datapath::encode::NodeView) -> BTreeMap<NodeName, IpAddr> {
-        let slots = view.policies.values().flat_map(|p| &p.slots);
-        let owners = slots.filter_map(|s| view.egress_ips.get(&s.address)?.owner.as_ref());
-        owners
-            .filter(|owner| **owner != self.node)
-            .filter_map(|owner| Some((owner.clone(), *view.nodes.get(owner)?.first()?)))
-            .collect()
-    }
-
-    /// A gateway forwards.
-    fn forward(&mut self) {
-        if !self.world.may_be_gateway(&self.node) {
-            return;
-        }
-        let links = self.links.current();
-        let names: Vec<&str> =
-            self.roles.uplinks.iter().filter_map(|i| Some(links.links.get(i)?.name.as_str())).collect();
-        match self.sysctls.apply(&sysctl::forwarding_settings(names)) {
-            Ok(warnings) => {
-                self.complaints.extend(warnings.iter().map(|w| format!("{}: {}: {}", w.object, w.message, w.remedy)))
-            }
-            Err(e) => self.complaints.push(e.to_string()),
-        }
-    }
-
-    /// Keeps the lease while this node may be a gateway.
-    fn keep_lease(&mut self) {
-        match (self.world.may_be_gateway(&self.node), self.lease.is_some()) {
-            (true, false) => {
-                let terms = LeaseTerms {
-                    key: Key { namespace: LEASE_NAMESPACE.into(), name: gateway_lease(self.node.as_str()) },
-                    identity: self.node.to_string(),
-                    duration: self.settings.lease_duration,
-                    renew_every: self.settings.lease_renew,
-                };
-                self.lease = Some(LeaseKeeper::start(self.store.clone(), terms));
-            }
-            // Dropped, it lapses: whatever this node owned goes to others.
-            (false, true) => self.lease = None,
-            _ => {}
-        }
-    }
-
-    fn config(&self) -> Config {
-        let links = self.links.current();
-        let underlays = self.roles.underlays.keys().filter_map(|i| links.links.get(i));
-        let mtu = underlays.map(|l| l.mtu).min().unwrap_or(tunnel::MTU).min(tunnel::MTU);
-        let ipv6_underlay = self.tunnel_addresses().first().is_some_and(IpAddr::is_ipv6);
-        let room = mtu.saturating_sub(OVERHEAD[ipv6_underlay as usize]);
-        let mss = |family: usize| room.saturating_sub(HEADERS[family]).max(MIN_MSS);
-        let t = &self.settings.timeouts;
-        Config {
-            tunnel_ifindex: self.tunnel.index,
-            mss_v4: mss(0),
-            mss_v6: mss(1),
-            tcp_established: ticks(t.tcp_established.as_secs()),
-            tcp_transitory: ticks(t.tcp_transitory.as_secs()),
-            udp: ticks(t.udp.as_secs()),
-            icmp: ticks(t.icmp.as_secs()),
-            ..config::UNSET
-        }
-    }
-
-    /// Where other nodes reach this node's tunnel: its addresses in Kubernetes, IPv4 first, or those of the underlay.
-    fn tunnel_addresses(&self) -> Vec<IpAddr> {
-        let links = self.links.current();
-        let node = self.world.snapshot.nodes.get(&self.node);
-        let mut addresses: Vec<IpAddr> = node.into_iter().flat_map(|n| n.addresses.iter().copied()).collect();
-        addresses.retain(|a| links.by_address(*a).is_some());
-        if addresses.is_empty() {
-            addresses = self.roles.underlays.values().flatten().copied().collect();
-        }
-        addresses.sort_by_key(|a| (a.is_ipv6(), *a));
-        addresses
-    }
-
     /// The ports that flows of this node use.
     fn count_ports(&self) -> Result<Ports, MapsError> {
         let maps = self.writer.maps();
@@ -508,14 +363,6 @@ async fn lease_changed(lease: &mut Option<LeaseKeeper>) {
         Some(lease) => lease.changed().await,
         None => std::future::pending().await,
     }
-}
-
-/// The hooks that should hold our programs.
-fn hooks(roles: &Roles, tunnel: u32, names: &BTreeMap<u32, String>) -> BTreeMap<Hook, String> {
-    let pods = roles.pods.iter().flat_map(|i| [("pod_egress", *i), ("pod_ingress", *i)]);
-    let uplinks = roles.uplinks.iter().map(|i| ("uplink_ingress", *i));
-    let all = pods.chain(uplinks).chain([("tunnel_ingress", tunnel), ("tunnel_egress", tunnel)]);
-    all.filter_map(|hook| Some((hook, names.get(&hook.1)?.clone()))).collect()
 }
 
 /// Which pods an earlier agent knew, and whether they may have older connections.

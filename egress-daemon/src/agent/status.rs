@@ -1,6 +1,9 @@
 //! What the agent reports in its EgressNode. Pure.
 
-use super::demand::{self, Ports};
+use super::{
+    demand::{self, Ports},
+    tell,
+};
 use crate::{
     api::{EgressNodeStatus, MapUse, NodeAddress},
     datapath::{attach::Mode, tables::Tables},
@@ -46,8 +49,8 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
     EgressNodeStatus {
         tunnel_addresses: report.tunnel_addresses.iter().map(ToString::to_string).collect(),
         addresses: addresses(report),
-        transport: Some("device".into()),
-        firewall: Some("bypass".into()),
+        transport: Some(tell::TRANSPORT.into()),
+        firewall: Some(tell::FIREWALL.into()),
         attach: Some(report.attach.to_string()),
         lease_revision: report.lease_revision,
         demand: demand::demand(report.node, report.plan, report.ports),

@@ -31,27 +31,31 @@ use serde::{Deserialize, Serialize};
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new(
+#[x_kube(
+    validation = Rule::new("has(self.selectors) && self.selectors.size() > 0")
+        .message("a policy without selectors is for no pod: write at least one, such as \
+                  {podSelector: {matchLabels: {app: web}}}, or {podSelector: {}} for every pod")
+        .field_path(".selectors"),
+    validation = Rule::new("has(self.destinationCIDRs) && self.destinationCIDRs.size() > 0")
+        .message("a policy without destinations is for no packet: write at least one CIDR, such as 0.0.0.0/0 and ::/0 \
+                  for everything outside of the cluster")
+        .field_path(".destinationCIDRs"),
+    validation = Rule::new(
     "[has(self.egressGateway), has(self.egressGateways) && self.egressGateways.size() > 0, has(self.egressIPPool), \
      has(self.egressIPPools) && self.egressIPPools.size() > 0].filter(given, given).size() == 1")
     .message("a policy takes its egress IPs from one place: write exactly one of egressGateways (or egressGateway for \
-              a single one) and egressIPPools (or egressIPPool for a single one)"))]
+              a single one) and egressIPPools (or egressIPPool for a single one)")
+)]
 pub struct EgressGatewayPolicySpec {
     /// The pods that the policy is for. A pod is selected when any of these selectors matches it.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256))]
-    #[x_kube(validation = Rule::new("self.size() > 0")
-        .message("a policy without selectors is for no pod: write at least one, such as \
-                  {podSelector: {matchLabels: {app: web}}}, or {podSelector: {}} for every pod"))]
     pub selectors: Vec<EndpointSelector>,
 
     /// The destinations that the policy is for, IPv4 and IPv6. Use 0.0.0.0/0 and ::/0 for everything outside of the
     /// cluster. When several policies match a packet, the longest prefix wins, then the older policy, then the name.
-    #[serde(default, rename = "destinationCIDRs")]
+    #[serde(default, rename = "destinationCIDRs", skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::cidrs")]
-    #[x_kube(validation = Rule::new("self.size() > 0")
-        .message("a policy without destinations is for no packet: write at least one CIDR, such as 0.0.0.0/0 and ::/0 \
-                  for everything outside of the cluster"))]
     pub destination_cidrs: Vec<String>,
 
     /// Destinations within destinationCIDRs that this policy (and no other) leaves alone.

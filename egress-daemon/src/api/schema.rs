@@ -48,8 +48,8 @@ fn cidr_schema() -> Value {
             ),
             rule(
                 "!isCIDR(self) || cidr(self).ip() == cidr(self).masked().ip()",
-                "'\"' + self + '\" has bits set behind its prefix: write ' + string(cidr(self).masked()) + ' for the \
-                 network, or /32 (IPv6: /128) for the single address'",
+                "'\"' + self + '\" has bits set behind its prefix: write the network with zeroes there, such as \
+                 203.0.113.0/24, or /32 (IPv6: /128) for the single address'",
             ),
         ],
     })

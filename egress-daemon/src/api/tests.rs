@@ -178,8 +178,9 @@ fn cidrs() {
     );
     refused(
         destination("203.0.113.7/24"),
-        &["spec.destinationCIDRs[0]: \"203.0.113.7/24\" has bits set behind its prefix: write 203.0.113.0/24 for the \
-           network, or /32 (IPv6: /128) for the single address"],
+        &[
+            "spec.destinationCIDRs[0]: \"203.0.113.7/24\" has bits set behind its prefix: write the network with zeroes there, such as 203.0.113.0/24, or /32 (IPv6: /128) for the single address",
+        ],
     );
     for wrong in ["300.0.0.0/8", "10.0.0.0/33", "2001:db8::/129", "example.org", "\"\"", "::ffff:10.0.0.0/104"] {
         let found = check(destination(wrong));

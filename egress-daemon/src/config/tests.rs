@@ -87,7 +87,10 @@ fn unknown_fields_name_the_known_ones() {
 #[test]
 fn the_message_names_the_file_and_every_fault() {
     let error = Config::parse("/etc/spillway.yaml", b"tunnelPort: 0\nfirewall: off\n").unwrap_err().to_string();
-    assert!(error.starts_with("the configuration /etc/spillway.yaml is refused:\n  tunnelPort: 0 is out of"), "{error}");
+    assert!(
+        error.starts_with("the configuration /etc/spillway.yaml is refused:\n  tunnelPort: 0 is out of"),
+        "{error}"
+    );
     assert!(error.contains("\n  firewall: ") && error.contains("respect or bypass"), "{error}");
     let missing = Config::load(Some(Path::new("/nonexistent.yaml"))).unwrap_err().to_string();
     assert!(missing.contains("/nonexistent.yaml"), "{missing}");

@@ -84,8 +84,8 @@ struct Leading {
 struct Inputs {
     revisions: [u64; 7],
     problems: Vec<Problem>,
-    /// Whether each gateway is fresh, since how many of the delays, and whether its node is gone.
-    gateways: Vec<(NodeName, bool, usize, bool)>,
+    /// Whether each gateway is fresh, is proven to live, for how many of the delays, and whether its node is gone.
+    gateways: Vec<(NodeName, bool, bool, usize, bool)>,
 }
 
 impl Controller {
@@ -178,7 +178,7 @@ impl Controller {
                 .iter()
                 .map(|(node, health)| {
                     let passed = delays.iter().filter(|delay| health.fresh_for(**delay)).count();
-                    (node.clone(), health.is_fresh(), passed, health.gone)
+                    (node.clone(), health.is_fresh(), health.is_proven(), passed, health.gone)
                 })
                 .collect(),
         }

@@ -38,6 +38,7 @@ struct Lease {
     renewed: Duration,
     fresh_since: Option<Duration>,
     returned: bool,
+    proven: bool,
 }
 
 /// Follows the leases of all gateways, and which nodes are there.
@@ -55,17 +56,19 @@ impl LeaseTracker {
         Self { times, leases: BTreeMap::new(), absent_since: BTreeMap::new(), blind_since: None }
     }
 
-    /// The lease of a node was read. The first sight of a lease counts as a renewal: it lapses if no other follows.
+    /// The lease of a node was read. The first sight of a lease counts as a renewal, but does not prove that its gateway
+    /// lives: it lapses if no other follows.
     pub fn observe(&mut self, node: &NodeName, renewal: Renewal, now: Duration) {
         self.poll(now);
         match self.leases.get_mut(node) {
             None => {
-                let lease = Lease { renewal, renewed: now, fresh_since: Some(now), returned: false };
+                let lease = Lease { renewal, renewed: now, fresh_since: Some(now), returned: false, proven: false };
                 self.leases.insert(node.clone(), lease);
             }
             Some(lease) if lease.renewal != renewal => {
                 lease.renewal = renewal;
                 lease.renewed = now;
+                lease.proven = true;
                 lease.fresh_since.get_or_insert(now);
             }
             Some(_) => {}
@@ -139,7 +142,11 @@ impl LeaseTracker {
         let mut nodes: BTreeMap<NodeName, NodeHealth> = BTreeMap::new();
         for (node, lease) in &self.leases {
             let state = match lease.fresh_since {
-                Some(since) => LeaseState::Fresh { since: now.saturating_sub(since), returned: lease.returned },
+                Some(since) => LeaseState::Fresh {
+                    since: now.saturating_sub(since),
+                    returned: lease.returned,
+                    proven: lease.proven,
+                },
                 None => LeaseState::Lapsed,
             };
             nodes.insert(node.clone(), NodeHealth { lease: state, gone: false });
@@ -173,7 +180,8 @@ mod tests {
         assert_eq!(tracker.health(ms(0)).of(&gw).lease, LeaseState::Never);
         tracker.observe(&gw, renewal(1), ms(100));
         assert_eq!(tracker.next_deadline(&BTreeSet::new(), ms(100)), Some(ms(2100)));
-        assert!(tracker.health(ms(2099)).of(&gw).is_fresh());
+        let health = tracker.health(ms(2099)).of(&gw);
+        assert!(health.is_fresh() && !health.is_proven(), "it may be dead since long ago");
         assert!(!tracker.poll(ms(2099)));
         assert!(tracker.poll(ms(2100)));
         assert!(!tracker.poll(ms(2101)), "it lapses once");
@@ -189,7 +197,10 @@ mod tests {
         tracker.observe(&gw, renewal(1), ms(2100));
         assert_eq!(tracker.health(ms(2100)).of(&gw).lease, LeaseState::Lapsed, "an old lease seen again");
         tracker.observe(&gw, renewal(2), ms(2200));
-        assert_eq!(tracker.health(ms(2300)).of(&gw).lease, LeaseState::Fresh { since: ms(100), returned: true });
+        assert_eq!(
+            tracker.health(ms(2300)).of(&gw).lease,
+            LeaseState::Fresh { since: ms(100), returned: true, proven: true }
+        );
         assert!(!tracker.health(ms(2300)).of(&gw).settled(ms(500)));
     }
 
@@ -198,7 +209,10 @@ mod tests {
         let (mut tracker, gw) = tracker();
         tracker.observe(&gw, renewal(1), ms(0));
         tracker.observe(&gw, renewal(2), ms(3000));
-        assert_eq!(tracker.health(ms(3000)).of(&gw).lease, LeaseState::Fresh { since: ms(0), returned: true });
+        assert_eq!(
+            tracker.health(ms(3000)).of(&gw).lease,
+            LeaseState::Fresh { since: ms(0), returned: true, proven: true }
+        );
     }
 
     #[test]
@@ -208,7 +222,7 @@ mod tests {
             tracker.observe(&gw, renewal(n), ms(n * 500));
         }
         let health = tracker.health(ms(9500)).of(&gw);
-        assert_eq!(health.lease, LeaseState::Fresh { since: ms(9500), returned: false });
+        assert_eq!(health.lease, LeaseState::Fresh { since: ms(9500), returned: false, proven: true });
         assert!(health.settled(ms(10_000)) && !health.fresh_for(ms(10_000)));
         assert_eq!(tracker.next_deadline(&[ms(10_000)].into(), ms(9500)), Some(ms(10_000)));
     }
@@ -228,7 +242,10 @@ mod tests {
         tracker.lost_sight(ms(1000));
         assert!(!tracker.poll(ms(60_000)));
         tracker.regained_sight(ms(60_000));
-        assert_eq!(tracker.health(ms(61_999)).of(&gw).lease, LeaseState::Fresh { since: ms(61_999), returned: false });
+        assert_eq!(
+            tracker.health(ms(61_999)).of(&gw).lease,
+            LeaseState::Fresh { since: ms(61_999), returned: false, proven: false }
+        );
         assert!(tracker.poll(ms(62_000)), "it had its chance");
     }
 

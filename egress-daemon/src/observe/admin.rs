@@ -78,9 +78,9 @@ fn listen(path: &Path) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-async fn state(State(published): State<Published>) -> Json<Arc<AgentState>> {
+async fn state(State(published): State<Published>) -> Json<AgentState> {
     let state = published.borrow().clone();
-    Json(state)
+    Json(AgentState::clone(&state))
 }
 
 /// Why an agent's state is not known.
@@ -180,11 +180,9 @@ mod tests {
 
     #[test]
     fn answers_that_are_not_an_agents_are_refused() {
-        for (answer, part) in [
-            ("", "cut off"),
-            ("HTTP/1.0 404 Not Found\r\n\r\n", "404"),
-            ("HTTP/1.0 200 OK\r\n\r\n[]", "invalid type"),
-        ] {
+        for (answer, part) in
+            [("", "cut off"), ("HTTP/1.0 404 Not Found\r\n\r\n", "404"), ("HTTP/1.0 200 OK\r\n\r\n[]", "invalid type")]
+        {
             let error = understand(answer.as_bytes()).unwrap_err();
             assert!(error.contains(part), "{error}");
         }

@@ -16,7 +16,9 @@ pub enum LogFormat {
 
 /// A filter that is not understood.
 #[derive(Debug, thiserror::Error)]
-#[error("the log filter {filter:?} is not understood: {message}; write a level (error, warn, info, debug, trace) or target=level,..")]
+#[error(
+    "the log filter {filter:?} is not understood: {message}; write a level (error, warn, info, debug, trace) or target=level,.."
+)]
 pub struct FilterError {
     filter: String,
     message: String,
@@ -24,9 +26,7 @@ pub struct FilterError {
 
 fn filter(text: &str) -> Result<EnvFilter, FilterError> {
     let message = |error: tracing_subscriber::filter::ParseError| error.to_string();
-    EnvFilter::builder()
-        .parse(text)
-        .map_err(|error| FilterError { filter: text.to_owned(), message: message(error) })
+    EnvFilter::builder().parse(text).map_err(|error| FilterError { filter: text.to_owned(), message: message(error) })
 }
 
 /// Starts logging for the whole process; a second call changes nothing.

@@ -29,14 +29,14 @@ pub fn balance(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Plac
     let mut able = vec![false; nodes.len()];
     let sets: BTreeMap<usize, &[u32]> = items.iter().map(|item| (item.set, item.candidates)).collect();
     for node in sets.into_values().flatten() {
-        able[*node as usize] = nodes[*node as usize].eligible();
+        able[*node as usize] = nodes[*node as usize].keeps();
     }
     let able: Vec<u32> = (0..nodes.len() as u32).filter(|node| able[*node as usize]).collect();
     let mut moved = false;
     loop {
         let mut again = false;
         let mut stuck = BTreeSet::new();
-        while let Some(from) = heaviest(&able, loads, &stuck) {
+        while let Some(from) = heaviest(&able, nodes, loads, &stuck) {
             let Some(way) = (Search { items, nodes, places, loads }).way(from) else {
                 stuck.insert(from);
                 continue;
@@ -55,9 +55,10 @@ pub fn balance(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Plac
     }
 }
 
-/// The gateway with the most egress IPs that is not `stuck`, if some gateway has two fewer.
-fn heaviest(able: &[u32], loads: &Loads<'_>, stuck: &BTreeSet<u32>) -> Option<u32> {
-    let fewest = able.iter().map(|node| loads.total(*node)).min()?;
+/// The gateway with the most egress IPs that is not `stuck`, if some other that may be given one has two fewer.
+fn heaviest(able: &[u32], nodes: &[GatewayNode], loads: &Loads<'_>, stuck: &BTreeSet<u32>) -> Option<u32> {
+    let takers = able.iter().filter(|node| nodes[**node as usize].takes());
+    let fewest = takers.map(|node| loads.total(*node)).min()?;
     let heavy = able.iter().copied().filter(|node| loads.total(*node) >= fewest + 2 && !stuck.contains(node));
     heavy.min_by_key(|node| (Reverse(loads.total(*node)), *node))
 }
@@ -137,7 +138,7 @@ impl Search<'_, '_> {
     fn may_go(&self, item: usize, to: u32) -> bool {
         let node = &self.nodes[to as usize];
         let settled = self.places[item].placed || self.items[item].delay().is_some_and(|d| node.health.settled(d));
-        node.eligible() && settled
+        node.takes() && settled
     }
 
     fn distance(&self, item: usize, at: usize) -> u64 {

@@ -7,16 +7,12 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::net::IpAddr;
 
+use egress_common::port_block;
+
 use super::types::{BlockLease, BlockState, Blocks};
 use crate::health::Health;
 use crate::model::{Family, Node, NodeName, Snapshot};
 
-/// The number of ports in a block.
-pub const BLOCK_SIZE: u16 = 64;
-/// The first port of block 0.
-pub const FIRST_PORT: u16 = 1024;
-/// The number of blocks of a floating egress IP: ports 1024 to 65535.
-pub const BLOCKS: u16 = 1008;
 /// The number of blocks of an address that a node has by itself: ports 1024 to 29951, below the kernel's own ephemeral
 /// ports (32768) and Kubernetes' node ports (30000).
 pub const FIXED_BLOCKS: u16 = 452;
@@ -228,7 +224,7 @@ struct Ledger {
 
 impl Ledger {
     fn new(blocks: Blocks, ip: &Leasable<'_>, round: &Round<'_>) -> Self {
-        let count = if ip.fixed.is_some() { FIXED_BLOCKS } else { BLOCKS };
+        let count = if ip.fixed.is_some() { FIXED_BLOCKS } else { port_block::COUNT };
         let mut usable = vec![true; usize::from(count)];
         let occupied = ip.fixed.and_then(|node| node.report.as_ref()).map(|report| &report.occupied_blocks);
         for block in occupied.into_iter().flatten() {

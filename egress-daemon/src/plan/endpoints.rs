@@ -7,7 +7,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::net::IpAddr;
 
-use super::types::{Assigned, EgressIpPlan};
+use super::types::{Assigned, EgressIpPlan, OwnerReason};
 use crate::model::{Endpoint, EndpointId, Family, Node, NodeName, Policy, Snapshot, ZoneMode};
 
 /// An egress IP that endpoints can be assigned to, with its weight.
@@ -72,7 +72,7 @@ fn award(slots: &[Seat], held: &[u64], count: usize) -> Vec<usize> {
 /// The assignments of one policy. `slots` are its egress IPs.
 ///
 /// Endpoints that may use the same egress IPs (by zone, and by their node where it comes first) are balanced among
-/// themselves. An egress IP without an owner is used only when none has one.
+/// themselves. An egress IP whose owner is missing or unhealthy is used only when all are like that.
 pub fn of_policy(
     snapshot: &Snapshot,
     policy: &Policy,
@@ -118,17 +118,16 @@ impl<'a> Choice<'a> {
         family: Family,
         slots: &BTreeMap<IpAddr, &'a EgressIpPlan>,
     ) -> Self {
-        let mut seats: Vec<_> = slots
-            .iter()
-            .filter(|(address, _)| Family::of(**address) == family)
+        let of_family = || slots.iter().filter(|(address, _)| Family::of(**address) == family);
+        let carried = |slot: &EgressIpPlan| slot.owner.is_some() && slot.reason != OwnerReason::OwnerUnhealthy;
+        let any_carried = of_family().any(|(_, slot)| carried(slot));
+        let seats = of_family()
+            .filter(|(_, slot)| !any_carried || carried(slot))
             .map(|(address, slot)| {
                 let weight = slot.users.get(&policy.id).copied().unwrap_or(1);
                 ((*address, weight), slot.owner.as_ref().and_then(|owner| snapshot.nodes.get(owner)))
             })
             .collect();
-        if seats.iter().any(|(_, owner)| owner.is_some()) {
-            seats.retain(|(_, owner)| owner.is_some());
-        }
         Self { snapshot, policy, seats }
     }
 
@@ -160,10 +159,10 @@ pub fn count(assignments: &BTreeMap<EndpointId, Assigned>) -> BTreeMap<IpAddr, u
 }
 
 /// Nodes with selected pods for which a policy has no egress IP of a family that it steers, because of their zone.
-pub fn unserved_zones(
+pub fn unserved_zones<'a>(
     snapshot: &Snapshot,
     policy: &Policy,
-    sources: &BTreeSet<&NodeName>,
+    sources: impl Iterator<Item = &'a NodeName> + Clone,
     slots: &BTreeMap<IpAddr, &EgressIpPlan>,
 ) -> BTreeSet<String> {
     let mut zones = BTreeSet::new();
@@ -172,8 +171,8 @@ pub fn unserved_zones(
     }
     for family in Family::ALL.into_iter().filter(|family| policy.serves(*family)) {
         let choice = Choice::new(snapshot, policy, family, slots);
-        for node in sources.iter().filter(|node| choice.seats(node).is_empty()) {
-            let zone = snapshot.nodes.get(*node).and_then(|n| n.zone.clone());
+        for node in sources.clone().filter(|node| choice.seats(node).is_empty()) {
+            let zone = snapshot.nodes.get(node).and_then(|n| n.zone.clone());
             zones.insert(zone.unwrap_or_else(|| format!("none (node {node} has no zone label)")));
         }
     }

@@ -87,7 +87,7 @@ pub fn plan(snapshot: &Snapshot, health: &Health, previous: &Plan) -> Plan {
             assignments.insert(id.clone(), assigned);
         }
         let zone_of = |plan: &EgressIpPlan| snapshot.nodes.get(plan.owner.as_ref()?)?.zone.clone();
-        let unserved = endpoints::unserved_zones(snapshot, policy, &cluster.source_names(id), &slots);
+        let unserved = endpoints::unserved_zones(snapshot, policy, cluster.source_names(id), &slots);
         let slots = outcome::slots(policy, &slots, zone_of, &counts);
         let conflicts = conflicts.get(id).cloned().unwrap_or_default();
         complaints.judge(policy, &slots, &unserved);
@@ -127,7 +127,7 @@ impl<'a> Cluster<'a> {
                 zone: node.zone.as_ref().map(|zone| zones[zone]),
             })
             .collect();
-        let sources = snapshot.policies.keys().map(|policy| selection.source_nodes(policy, &places)).collect();
+        let sources = snapshot.policies.keys().map(|policy| selection.source_nodes(policy, places.len())).collect();
         Self {
             snapshot,
             names: snapshot.nodes.keys().collect(),
@@ -139,8 +139,8 @@ impl<'a> Cluster<'a> {
         }
     }
 
-    fn source_names(&self, policy: &PolicyId) -> BTreeSet<&'a NodeName> {
-        self.sources[self.policies[policy] as usize].iter().map(|node| self.names[*node as usize]).collect()
+    fn source_names(&self, policy: &PolicyId) -> impl Iterator<Item = &'a NodeName> + Clone {
+        self.sources[self.policies[policy] as usize].iter().map(|node| self.names[*node as usize])
     }
 
     /// An egress IP that is used only by policies that require the zone of the source node is owned in a zone that has
@@ -173,7 +173,7 @@ impl<'a> Cluster<'a> {
                 let before = previous.egress_ips.get(address);
                 let decision = match (&wanted.fixed, decided.remove(address)) {
                     (Some((node, _)), _) => {
-                        let healthy = self.gateways[*node as usize].eligible();
+                        let healthy = self.gateways[*node as usize].keeps();
                         let reason = if healthy { OwnerReason::Preferred } else { OwnerReason::OwnerUnhealthy };
                         Decision { owner: Some(*node), preferred: Some(*node), reason }
                     }

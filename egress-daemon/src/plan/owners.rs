@@ -28,9 +28,14 @@ pub struct GatewayNode {
 }
 
 impl GatewayNode {
-    /// Whether it may be given an egress IP at all.
-    pub fn eligible(&self) -> bool {
+    /// Whether it keeps the egress IPs that it has.
+    pub fn keeps(&self) -> bool {
         self.ready && self.health.is_fresh()
+    }
+
+    /// Whether it may be given an egress IP.
+    pub fn takes(&self) -> bool {
+        self.ready && self.health.is_proven()
     }
 }
 
@@ -117,12 +122,12 @@ pub fn decide(items: &[Floating<'_>], nodes: &[GatewayNode]) -> Vec<Decision> {
 /// Leaves each egress IP where it is, or returns it to its preferred gateway; first those that stay where they belong,
 /// so that a limit that became lower takes away the others.
 fn keep(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Place], loads: &mut Loads<'_>) {
-    let able = |item: &Floating, node: &u32| nodes[*node as usize].eligible() && item.selects(*node);
     let wishes: Vec<[Option<u32>; 2]> = items
         .iter()
         .map(|item| {
-            let stay = item.owner.filter(|owner| able(item, owner));
-            let back = item.preferred.filter(|node| able(item, node)).filter(|node| match item.delay() {
+            let stay = item.owner.filter(|owner| nodes[*owner as usize].keeps() && item.selects(*owner));
+            let able = item.preferred.filter(|node| nodes[*node as usize].takes() && item.selects(*node));
+            let back = able.filter(|node| match item.delay() {
                 Some(delay) => stay.is_none() || nodes[*node as usize].health.fresh_for(delay),
                 None => stay.is_none(),
             });
@@ -152,7 +157,7 @@ fn keep(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Place], loa
 fn place_homeless(nodes: &[GatewayNode], places: &mut [Place], loads: &mut Loads<'_>) {
     for (at, place) in places.iter_mut().enumerate() {
         if place.node.is_none()
-            && let Some(node) = loads.best(at, |node| nodes[node as usize].eligible())
+            && let Some(node) = loads.best(at, |node| nodes[node as usize].takes())
         {
             *place = Place { node: Some(node), placed: true };
             loads.add(at, node);
@@ -162,12 +167,11 @@ fn place_homeless(nodes: &[GatewayNode], places: &mut [Place], loads: &mut Loads
 
 /// Owner, preferred gateway and reason of an egress IP, from the eligible gateway that it was given to.
 fn conclude(item: &Floating<'_>, nodes: &[GatewayNode], place: Option<u32>) -> Decision {
-    let healthy = |node: u32| nodes[node as usize].eligible();
     let preferred = item.preferred.filter(|node| item.selects(*node));
     let Some(owner) = place else {
         let reason = match item.candidates {
             [] => OwnerReason::NoGatewaySelected,
-            candidates if candidates.iter().any(|node| healthy(*node)) => OwnerReason::AtCapacity,
+            candidates if candidates.iter().any(|node| nodes[*node as usize].takes()) => OwnerReason::AtCapacity,
             _ => OwnerReason::NoGatewayReady,
         };
         let kept = item.owner.filter(|owner| item.selects(*owner) && reason == OwnerReason::NoGatewayReady);
@@ -176,7 +180,9 @@ fn conclude(item: &Floating<'_>, nodes: &[GatewayNode], place: Option<u32>) -> D
     };
     let at_home = |node: u32| item.owner == Some(node);
     let waits = |node: &u32| match item.delay() {
-        Some(delay) => !healthy(*node) || !at_home(*node) && !nodes[*node as usize].health.fresh_for(delay),
+        Some(delay) => {
+            !nodes[*node as usize].keeps() || !at_home(*node) && !nodes[*node as usize].health.fresh_for(delay)
+        }
         None => false,
     };
     let preferred = preferred.filter(|node| *node == owner || waits(node)).unwrap_or(owner);

@@ -16,6 +16,8 @@ struct Group<'a> {
     node_class: u32,
     labels: &'a Labels,
     members: Vec<&'a Endpoint>,
+    /// The nodes of its members that have an object, ascending, as places in `Snapshot::nodes`.
+    nodes: Vec<u32>,
 }
 
 /// Which policies select which endpoints.
@@ -84,22 +86,14 @@ impl<'a> Selection<'a> {
         self.groups_of(policy).flat_map(|group| group.members.iter().map(|e| (&e.id, *e))).collect()
     }
 
-    /// The nodes on which a policy's endpoints run, each as its place in `Snapshot::nodes`. Nodes without an object are
-    /// left out.
-    pub fn source_nodes(&self, policy: &PolicyId, places: &BTreeMap<&NodeName, u32>) -> Vec<u32> {
-        let mut seen = vec![false; places.len()];
-        let mut last: Option<(&NodeName, Option<u32>)> = None;
-        for endpoint in self.groups_of(policy).flat_map(|group| &group.members) {
-            let place = match last {
-                Some((node, place)) if *node == endpoint.node => place,
-                _ => places.get(&endpoint.node).copied(),
-            };
-            last = Some((&endpoint.node, place));
-            if let Some(place) = place {
-                seen[place as usize] = true;
-            }
+    /// The nodes on which a policy's endpoints run, ascending, each as its place in `Snapshot::nodes`, of which there are
+    /// `nodes`. Nodes without an object are left out.
+    pub fn source_nodes(&self, policy: &PolicyId, nodes: usize) -> Vec<u32> {
+        let mut seen = vec![false; nodes];
+        for node in self.groups_of(policy).flat_map(|group| &group.nodes) {
+            seen[*node as usize] = true;
         }
-        (0..places.len() as u32).filter(|place| seen[*place as usize]).collect()
+        (0..nodes as u32).filter(|node| seen[*node as usize]).collect()
     }
 
     /// The different sets of policies that select some endpoint together.
@@ -130,7 +124,8 @@ static NO_LABELS: Labels = Labels::new();
 struct NodeClasses<'a> {
     bit: BTreeMap<&'a Selector, u32>,
     classes: Vec<BTreeSet<u32>>,
-    of_node: BTreeMap<&'a NodeName, u32>,
+    /// The place in `Snapshot::nodes` and the class of each node.
+    of_node: BTreeMap<&'a NodeName, (u32, u32)>,
     /// The class of pods on nodes that have no object: with no labels at all.
     unknown: u32,
 }
@@ -157,7 +152,8 @@ impl<'a> NodeClasses<'a> {
             let next = interned.len() as u32;
             *interned.entry(class).or_insert(next)
         };
-        let of_node = snapshot.nodes.keys().zip(bits).map(|(node, class)| (node, intern(class))).collect();
+        let numbered = snapshot.nodes.keys().zip(0..).zip(bits);
+        let of_node = numbered.map(|((node, place), class)| (node, (place, intern(class)))).collect();
         let unknown = intern(unknown);
         let mut classes = vec![BTreeSet::new(); interned.len()];
         for (class, at) in interned {
@@ -207,14 +203,28 @@ fn group<'a>(
     let mut groups: Vec<Group<'a>> = Vec::new();
     for endpoint in snapshot.endpoints.values() {
         let namespace = namespaces.names[&*endpoint.id.namespace];
-        let node_class = nodes.of_node.get(&endpoint.node).copied().unwrap_or(nodes.unknown);
+        let (node, node_class) = match nodes.of_node.get(&endpoint.node) {
+            Some((place, class)) => (Some(*place), *class),
+            None => (None, nodes.unknown),
+        };
         let seen =
             keys.iter().enumerate().filter_map(|(at, key)| Some((at as u32, endpoint.labels.get(*key)?.as_str())));
         let place = *places.entry((namespace, node_class, seen.collect())).or_insert_with(|| {
-            groups.push(Group { namespace, node_class, labels: &endpoint.labels, members: Vec::new() });
+            groups.push(Group {
+                namespace,
+                node_class,
+                labels: &endpoint.labels,
+                members: Vec::new(),
+                nodes: Vec::new(),
+            });
             groups.len() - 1
         });
         groups[place].members.push(endpoint);
+        groups[place].nodes.extend(node);
+    }
+    for group in &mut groups {
+        group.nodes.sort_unstable();
+        group.nodes.dedup();
     }
     groups
 }

@@ -33,7 +33,13 @@ pub fn previous(objects: &Objects) -> Plan {
                 for range in &leased.ranges {
                     revision = revision.max(range.revision);
                     let lease = BlockLease { node: node.clone(), revision: range.revision, state };
-                    blocks.extend((range.first..range.first.saturating_add(range.count)).map(|b| (b, lease.clone())));
+                    for number in range.first..range.first.saturating_add(range.count) {
+                        // A controller that died may have given a block to its new holder before it took it from the old.
+                        let last = blocks.entry(number).or_insert_with(|| lease.clone());
+                        if last.revision < lease.revision {
+                            *last = lease.clone();
+                        }
+                    }
                 }
             }
         }

@@ -58,7 +58,10 @@ fn objects() -> Objects {
 }
 
 fn health() -> Health {
-    let fresh = NodeHealth { lease: LeaseState::Fresh { since: Default::default(), returned: false }, gone: false };
+    let fresh = NodeHealth {
+        lease: LeaseState::Fresh { since: Default::default(), returned: false, proven: true },
+        gone: false,
+    };
     Health { nodes: ["gw0", "gw1"].into_iter().map(|name| (name.into(), fresh)).collect() }
 }
 
@@ -174,4 +177,20 @@ fn revisions_are_never_used_twice() {
     objects.egress_nodes.clear();
     objects.egress_ips.clear();
     assert_eq!(previous(&objects), Plan::default());
+}
+
+#[test]
+fn a_block_that_two_nodes_list_belongs_to_the_one_that_got_it_later() {
+    let node = |name: &str, revision: u64| -> Arc<EgressNode> {
+        let ranges = json!([{"first": 4, "count": 2, "revision": revision}]);
+        read(spillway("EgressNode", name, json!({"blocks": [{"egressIP": "192.0.2.1", "ranges": ranges}]})))
+    };
+    for nodes in [[node("a", 7), node("b", 3)], [node("b", 7), node("a", 3)]] {
+        let later = nodes[0].metadata.name.clone().unwrap();
+        for egress_nodes in [nodes.to_vec(), nodes.iter().rev().cloned().collect()] {
+            let plan = previous(&Objects { egress_nodes, ..Default::default() });
+            let leases = &plan.blocks[&"192.0.2.1".parse().unwrap()];
+            assert!(leases.values().all(|lease| lease.node.as_str() == later && lease.revision == 7), "{leases:?}");
+        }
+    }
 }

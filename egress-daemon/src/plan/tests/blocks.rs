@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
+use egress_common::port_block::COUNT as BLOCKS;
 use proptest::prelude::*;
 
 use super::world::*;
 use crate::health::{Health, NodeHealth};
 use crate::model::*;
-use crate::plan::blocks::{BLOCKS, FIXED_BLOCKS};
+use crate::plan::blocks::FIXED_BLOCKS;
 use crate::plan::{BlockState, Plan, plan};
 
 fn leased(plan: &Plan, address: IpAddr) -> BTreeMap<NodeName, usize> {

@@ -117,3 +117,25 @@ fn zones_and_local_nodes_restrict_the_choice() {
         assert!(node.as_str() != "gw0" || owner == *node, "{id} prefers its own node");
     }
 }
+
+#[test]
+fn pods_leave_an_address_that_died_with_its_node() {
+    let (mut snapshot, mut health) = cluster(2, 6);
+    for (n, name) in ["gw0", "gw1"].into_iter().enumerate() {
+        let net = ipnet::IpNet::new(v4(8, 0, n as u8), 24).unwrap();
+        let addresses = [InterfaceAddress { interface: "eth0".into(), net, default_route: true }].into();
+        snapshot.nodes.get_mut(&name.into()).unwrap().report = Some(NodeReport { addresses, ..Default::default() });
+    }
+    let own = gateway(Selector::label("gateway", "yes"), AddressSource::DefaultRoute);
+    let web = Policy { distribution: Distribution::PerEndpoint, ..policy("web", Source::Gateways(vec![own])) };
+    add_policy(&mut snapshot, web.clone());
+    let counts =
+        |plan: &crate::plan::Plan| plan.outcomes[&web.id].slots.iter().map(|s| s.endpoints).collect::<Vec<_>>();
+    let first = plan(&snapshot, &health, &Default::default());
+    assert_eq!(counts(&first), [3, 3]);
+    health.nodes.insert("gw0".into(), lapsed());
+    let second = plan(&snapshot, &health, &first);
+    assert_eq!(counts(&second), [0, 6]);
+    health.nodes.insert("gw1".into(), lapsed());
+    assert_eq!(counts(&plan(&snapshot, &health, &second)), [3, 3], "none is better than the other");
+}

@@ -248,3 +248,19 @@ fn a_configured_address_is_followed_and_never_floats() {
     assert_eq!(third.egress_ips[&net.addr()].reason, OwnerReason::AddressElsewhere);
     assert!(owners(&third).is_empty());
 }
+
+#[test]
+fn a_controller_that_starts_gives_nothing_to_gateways_that_may_be_dead() {
+    let (mut snapshot, mut health) = cluster(3, 0);
+    add_pools(&mut snapshot, &[6]);
+    let before = settle(&snapshot, &health, &Plan::default());
+    health.nodes.insert("gw1".into(), lapsed());
+    let without = settle(&snapshot, &health, &before);
+    for gateway in ["gw0", "gw1", "gw2"] {
+        health.nodes.insert(gateway.into(), unproven());
+    }
+    let started = settle(&snapshot, &health, &without);
+    assert_eq!(owners(&started), owners(&without));
+    health.nodes.insert("gw0".into(), fresh());
+    assert_eq!(owners(&settle(&snapshot, &health, &started)), owners(&without), "the slower one keeps its own");
+}

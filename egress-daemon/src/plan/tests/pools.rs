@@ -49,6 +49,20 @@ fn wanted_addresses_come_first_and_may_be_shared() {
 }
 
 #[test]
+fn an_address_that_nobody_asks_for_any_more_stays_with_one_of_its_users() {
+    let (mut snapshot, health) = cluster(3, 1);
+    for name in ["a", "b"] {
+        add_policy(&mut snapshot, pools(name, 1, &["10.0.0.1"]));
+    }
+    let shared = plan(&snapshot, &health, &Plan::default());
+    for name in ["a", "b"] {
+        add_policy(&mut snapshot, pools(name, 1, &[]));
+    }
+    let apart = plan(&snapshot, &health, &shared);
+    assert_eq!((of(&apart, "a"), of(&apart, "b")), (vec![v4(0, 0, 1)], vec![v4(0, 0, 2)]));
+}
+
+#[test]
 fn an_allocated_address_is_not_taken_away_by_who_asks_for_it_later() {
     let (mut snapshot, health) = cluster(3, 1);
     add_policy(&mut snapshot, pools("a", 1, &[]));

@@ -52,6 +52,10 @@ fn well(node: &Node, health: &Health) -> bool {
     node.ready && !node.draining && health.of(&node.name).is_fresh()
 }
 
+fn takes(node: &Node, health: &Health) -> bool {
+    well(node, health) && health.of(&node.name).is_proven()
+}
+
 fn floating_on<'a>(
     plan: &'a Plan,
     node: &'a Node,
@@ -79,7 +83,7 @@ fn check_owners(world: &World, before: &Plan, after: &Plan) -> Result<(), TestCa
             continue;
         }
         let candidates = candidates(snapshot, after, *address);
-        let mut able = candidates.iter().filter(|node| well(node, health));
+        let mut able = candidates.iter().filter(|node| takes(node, health));
         match &ip.owner {
             None if candidates.is_empty() => prop_assert_eq!(ip.reason, OwnerReason::NoGatewaySelected),
             None if able.clone().next().is_none() => prop_assert_eq!(ip.reason, OwnerReason::NoGatewayReady),
@@ -93,7 +97,14 @@ fn check_owners(world: &World, before: &Plan, after: &Plan) -> Result<(), TestCa
             }
             Some(owner) => {
                 prop_assert!(candidates.iter().any(|node| node.name == *owner), "{} on {}", address, owner);
-                let well = well(&snapshot.nodes[owner], health);
+                let node = &snapshot.nodes[owner];
+                let well = well(node, health);
+                prop_assert!(
+                    takes(node, health) || old_owner.as_ref() == Some(owner),
+                    "{} was given to {}",
+                    address,
+                    owner
+                );
                 prop_assert!(
                     well || able.next().is_none() && old_owner.as_ref() == Some(owner),
                     "{} on {}",

@@ -38,11 +38,22 @@ pub fn node(name: &str, labels: Labels) -> Node {
 }
 
 pub fn fresh() -> NodeHealth {
-    NodeHealth { lease: LeaseState::Fresh { since: Duration::from_secs(100), returned: false }, gone: false }
+    NodeHealth {
+        lease: LeaseState::Fresh { since: Duration::from_secs(100), returned: false, proven: true },
+        gone: false,
+    }
 }
 
 pub fn returned(seconds: u64) -> NodeHealth {
-    NodeHealth { lease: LeaseState::Fresh { since: Duration::from_secs(seconds), returned: true }, gone: false }
+    NodeHealth {
+        lease: LeaseState::Fresh { since: Duration::from_secs(seconds), returned: true, proven: true },
+        gone: false,
+    }
+}
+
+/// A lease that was seen once.
+pub fn unproven() -> NodeHealth {
+    NodeHealth { lease: LeaseState::Fresh { since: Duration::ZERO, returned: false, proven: false }, gone: false }
 }
 
 pub fn lapsed() -> NodeHealth {
@@ -154,7 +165,8 @@ pub fn arbitrary_labels() -> impl Strategy<Value = Labels> {
 }
 
 fn arbitrary_health() -> impl Strategy<Value = NodeHealth> {
-    prop_oneof![6 => Just(fresh()), 1 => Just(returned(3)), 1 => Just(returned(30)), 2 => Just(lapsed()), 1 => Just(NodeHealth::default())]
+    prop_oneof![6 => Just(fresh()), 1 => Just(returned(3)), 1 => Just(returned(30)),
+        1 => Just(unproven()), 2 => Just(lapsed()), 1 => Just(NodeHealth::default())]
 }
 
 /// A node with what its agent says: addresses out of a small range, so that they meet egress IPs.

@@ -1,0 +1,199 @@
+//! Carrying a view out: everything that changes when objects, links or probes do.
+
+use super::{
+    Agent,
+    tell::{self, Running},
+    view::{self, Facts},
+};
+use crate::{
+    datapath::{attach::Hook, encode::NodeView},
+    host::{
+        classify::{InterfaceRules, Roles, classify},
+        sysctl, tunnel,
+    },
+    model::NodeName,
+    store::{
+        Key,
+        lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease},
+    },
+};
+use egress_common::{
+    abi::ticks,
+    config::{self, Config},
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    sync::Arc,
+};
+
+/// Bytes that a packet grows by in the tunnel: outer Ethernet is not counted, inner Ethernet (14), VXLAN (8), UDP (8) and
+/// outer IPv4 (20) or IPv6 (40) are.
+const OVERHEAD: [u32; 2] = [50, 70];
+/// IP and TCP headers without options, for IPv4 and IPv6.
+const HEADERS: [u32; 2] = [40, 60];
+/// The smallest segment that is ever asked for (RFC 9293, section 3.7.1).
+const MIN_MSS: u32 = 536;
+
+impl Agent {
+    /// Makes the view again and carries out what is different.
+    pub(super) async fn reconcile(&mut self, first: bool) {
+        if first {
+            self.world.read(&self.store, &self.node);
+        }
+        self.complaints.clear();
+        let links = self.links.current();
+        let addresses: Vec<IpAddr> =
+            self.world.snapshot.nodes.get(&self.node).into_iter().flat_map(|n| n.addresses.iter().copied()).collect();
+        let rules = InterfaceRules {
+            uplinks: self.settings.uplinks.clone(),
+            pod_interfaces: self.settings.pod_interfaces.clone(),
+            tunnel: self.settings.tunnel.name.clone(),
+            node_addresses: addresses,
+        };
+        self.roles = classify(&links, &rules);
+        let config = self.config();
+        let mut facts = Facts {
+            node: &self.node,
+            snapshot: &self.world.snapshot,
+            plan: &self.world.plan,
+            links: &links,
+            roles: &self.roles,
+            probes: &self.gateways.states(),
+            with_history: &BTreeSet::new(),
+            except_cidrs: &self.settings.except_cidrs,
+            silent: self.settings.silent,
+            withdrawn: &self.owned.withdrawn(),
+            config,
+        };
+        self.histories.update(facts.snapshot, &facts.classes());
+        let with_history = self.histories.with_history();
+        facts.with_history = &with_history;
+        let view = view::view(&facts);
+        let announced = view::announced(&facts);
+        let revision = self.world.highest_lease(&self.node).max(self.lease_revision);
+
+        let names: BTreeMap<u32, String> = links.links.values().map(|l| (l.index, l.name.clone())).collect();
+        let hooks = hooks(&self.roles, self.tunnel.index, &names);
+        // A pod's interface is covered before its address is known, and an uplink before it carries anything.
+        let live = names.keys().copied().collect();
+        self.complaints.extend(self.attacher.sync(&hooks, &live).iter().map(ToString::to_string));
+        match self.encoder.encode(&view, self.writer.present()) {
+            Ok(tables) => match self.writer.write(tables) {
+                Ok(()) => self.lease_revision = revision,
+                Err(e) => self.complaints.push(e.to_string()),
+            },
+            Err(overflow) => self.complaints.push(overflow.to_string()),
+        }
+        let probed = probed(&self.node, &view);
+        self.gateways.set(&probed);
+        let running = Running {
+            uptime: self.start.elapsed(),
+            store: &self.source,
+            attach: self.attacher.mode(),
+            tunnel_addresses: self.tunnel_addresses(),
+            lease_held: self.lease.as_ref().map(|_| self.lease_held),
+            lease_revision: self.lease_revision,
+            gateways: &self.gateways,
+            store_problems: self.store.problems(),
+            complaints: &self.complaints,
+        };
+        self.publish.send_replace(Arc::new(tell::state(&self.world, &facts, &view, &running)));
+        let places = announced
+            .into_iter()
+            .filter_map(|(ip, place)| Some((ip, (place, self.world.plan.egress_ips.get(&ip)?.epoch))));
+        self.owned.set(&if self.settings.silent { BTreeMap::new() } else { places.collect() });
+        self.owned.tick();
+        self.forward();
+        self.keep_lease();
+        for complaint in &self.complaints {
+            tracing::error!("{complaint}");
+        }
+        self.status_due = true;
+    }
+
+    /// A gateway forwards.
+    fn forward(&mut self) {
+        if !self.world.may_be_gateway(&self.node) {
+            return;
+        }
+        let links = self.links.current();
+        let names: Vec<&str> =
+            self.roles.uplinks.iter().filter_map(|i| Some(links.links.get(i)?.name.as_str())).collect();
+        match self.sysctls.apply(&sysctl::forwarding_settings(names)) {
+            Ok(warnings) => {
+                self.complaints.extend(warnings.iter().map(|w| format!("{}: {}: {}", w.object, w.message, w.remedy)))
+            }
+            Err(e) => self.complaints.push(e.to_string()),
+        }
+    }
+
+    /// Keeps the lease while this node may be a gateway.
+    fn keep_lease(&mut self) {
+        match (self.world.may_be_gateway(&self.node), self.lease.is_some()) {
+            (true, false) => {
+                let terms = LeaseTerms {
+                    key: Key { namespace: LEASE_NAMESPACE.into(), name: gateway_lease(self.node.as_str()) },
+                    identity: self.node.to_string(),
+                    duration: self.settings.lease_duration,
+                    renew_every: self.settings.lease_renew,
+                };
+                self.lease = Some(LeaseKeeper::start(self.store.clone(), terms));
+            }
+            // Dropped, it lapses: whatever this node owned goes to others.
+            (false, true) => self.lease = None,
+            _ => {}
+        }
+    }
+
+    fn config(&self) -> Config {
+        let links = self.links.current();
+        let underlays = self.roles.underlays.keys().filter_map(|i| links.links.get(i));
+        let mtu = underlays.map(|l| l.mtu).min().unwrap_or(tunnel::MTU).min(tunnel::MTU);
+        let ipv6_underlay = self.tunnel_addresses().first().is_some_and(IpAddr::is_ipv6);
+        let room = mtu.saturating_sub(OVERHEAD[ipv6_underlay as usize]);
+        let mss = |family: usize| room.saturating_sub(HEADERS[family]).max(MIN_MSS);
+        let t = &self.settings.timeouts;
+        Config {
+            tunnel_ifindex: self.tunnel.index,
+            mss_v4: mss(0),
+            mss_v6: mss(1),
+            tcp_established: ticks(t.tcp_established.as_secs()),
+            tcp_transitory: ticks(t.tcp_transitory.as_secs()),
+            udp: ticks(t.udp.as_secs()),
+            icmp: ticks(t.icmp.as_secs()),
+            ..config::UNSET
+        }
+    }
+
+    /// Where other nodes reach this node's tunnel: its addresses in Kubernetes, IPv4 first, or those of the underlay.
+    pub(super) fn tunnel_addresses(&self) -> Vec<IpAddr> {
+        let links = self.links.current();
+        let node = self.world.snapshot.nodes.get(&self.node);
+        let mut addresses: Vec<IpAddr> = node.into_iter().flat_map(|n| n.addresses.iter().copied()).collect();
+        addresses.retain(|a| links.by_address(*a).is_some());
+        if addresses.is_empty() {
+            addresses = self.roles.underlays.values().flatten().copied().collect();
+        }
+        addresses.sort_by_key(|a| (a.is_ipv6(), *a));
+        addresses
+    }
+}
+
+/// The gateways that policies of this node's pods use, and where they are.
+fn probed(node: &NodeName, view: &NodeView) -> BTreeMap<NodeName, IpAddr> {
+    let slots = view.policies.values().flat_map(|p| &p.slots);
+    let owners = slots.filter_map(|s| view.egress_ips.get(&s.address)?.owner.as_ref());
+    owners
+        .filter(|owner| *owner != node)
+        .filter_map(|owner| Some((owner.clone(), *view.nodes.get(owner)?.first()?)))
+        .collect()
+}
+
+/// The hooks that should hold our programs.
+fn hooks(roles: &Roles, tunnel: u32, names: &BTreeMap<u32, String>) -> BTreeMap<Hook, String> {
+    let pods = roles.pods.iter().flat_map(|i| [("pod_egress", *i), ("pod_ingress", *i)]);
+    let uplinks = roles.uplinks.iter().map(|i| ("uplink_ingress", *i));
+    let all = pods.chain(uplinks).chain([("tunnel_ingress", tunnel), ("tunnel_egress", tunnel)]);
+    all.filter_map(|hook| Some((hook, names.get(&hook.1)?.clone()))).collect()
+}

@@ -1,0 +1,147 @@
+//! What the agent tells on its socket. Pure.
+
+use super::{facts::World, gateways::Gateways, view::Facts};
+use crate::{
+    datapath::{attach::Mode, encode::NodeView},
+    health::ProbeState,
+    model::{Distribution, NodeName},
+    observe::state::{
+        AgentState, ConditionState, EgressIpState, GatewayState, NodeState, PolicyState, ProbeResult, ProblemState,
+    },
+    store,
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use std::{collections::BTreeMap, net::IpAddr, time::Duration};
+
+/// The only way between nodes that this build has.
+pub const TRANSPORT: &str = "device";
+/// The only firewall mode that this build has.
+pub const FIREWALL: &str = "bypass";
+
+/// What the agent knows besides objects and the view.
+pub struct Running<'a> {
+    /// How long it has run.
+    pub uptime: Duration,
+    /// Where the objects come from.
+    pub store: &'a str,
+    /// How programs are attached.
+    pub attach: Mode,
+    /// Where this node receives tunnelled packets.
+    pub tunnel_addresses: Vec<IpAddr>,
+    /// Whether the lease is held; absent without a lease.
+    pub lease_held: Option<bool>,
+    /// All leases up to this revision are in the maps.
+    pub lease_revision: u64,
+    /// What the probes say.
+    pub gateways: &'a Gateways,
+    /// What is wrong with the source of the objects.
+    pub store_problems: Vec<store::Problem>,
+    /// What the agent could not do.
+    pub complaints: &'a [String],
+}
+
+/// Makes the state.
+pub fn state(world: &World, facts: &Facts<'_>, view: &NodeView, running: &Running<'_>) -> AgentState {
+    let complaint =
+        |c: &String| ProblemState { object: facts.node.to_string(), message: c.clone(), ..ProblemState::default() };
+    let mut problems: Vec<ProblemState> = running.complaints.iter().map(complaint).collect();
+    problems.extend(world.problems.iter().map(|p| ProblemState {
+        object: format!("{} {}", p.kind, p.name),
+        field: Some(p.field.clone()),
+        message: p.message.clone(),
+        remedy: p.remedy.clone(),
+    }));
+    problems.extend(running.store_problems.iter().map(|p| ProblemState {
+        object: match &p.object {
+            Some(object) => format!("{}, {object}", p.file.display()),
+            None => p.file.display().to_string(),
+        },
+        field: p.field.clone(),
+        message: p.message.clone(),
+        remedy: p.remedy.clone(),
+    }));
+    AgentState {
+        node: node(facts.node, running),
+        policies: facts.snapshot.policies.values().map(|p| policy(world, view, p)).collect(),
+        gateways: gateways(running.gateways),
+        egress_ips: facts.plan.egress_ips.iter().map(|(ip, e)| egress_ip(world, *ip, e)).collect(),
+        conditions: world
+            .egress_node(facts.node)
+            .and_then(|n| n.status.as_ref())
+            .map_or(Vec::new(), |s| s.conditions.iter().map(condition).collect()),
+        problems,
+    }
+}
+
+fn node(name: &NodeName, running: &Running<'_>) -> NodeState {
+    NodeState {
+        name: name.to_string(),
+        version: env!("CARGO_PKG_VERSION").into(),
+        pid: std::process::id(),
+        uptime_seconds: running.uptime.as_secs(),
+        store: running.store.into(),
+        store_connected: running.lease_held.unwrap_or(true),
+        transport: TRANSPORT.into(),
+        firewall: FIREWALL.into(),
+        attach: running.attach.to_string(),
+        tunnel_addresses: running.tunnel_addresses.clone(),
+        lease_held: running.lease_held,
+        lease_revision: running.lease_revision,
+    }
+}
+
+fn condition(c: &Condition) -> ConditionState {
+    ConditionState {
+        kind: c.type_.clone(),
+        status: c.status.clone(),
+        reason: c.reason.clone(),
+        message: c.message.clone(),
+    }
+}
+
+fn policy(world: &World, view: &NodeView, policy: &crate::model::Policy) -> PolicyState {
+    let slots = view.policies.get(&policy.id).map_or(Vec::new(), |p| p.slots.iter().map(|s| s.address).collect());
+    let selected = view.endpoints.iter().filter(|(_, e)| e.class.contains(&policy.id));
+    let mut endpoints: Vec<String> = selected.map(|(id, _)| format!("{}/{}", id.namespace, id.name)).collect();
+    endpoints.sort();
+    PolicyState {
+        name: policy.id.to_string(),
+        distribution: match policy.distribution {
+            Distribution::PerFlow => "PerFlow".into(),
+            Distribution::PerEndpoint => "PerEndpoint".into(),
+        },
+        egress_ips: slots,
+        endpoints,
+        conditions: world.policy_conditions(&policy.id).map(condition).collect(),
+    }
+}
+
+fn gateways(gateways: &Gateways) -> Vec<GatewayState> {
+    let round_trips: BTreeMap<_, _> = gateways.round_trips();
+    let states = gateways.states().into_iter();
+    states
+        .map(|(name, state)| GatewayState {
+            address: gateways.address(&name),
+            probe: match state {
+                ProbeState::Unknown => ProbeResult::Unknown,
+                ProbeState::Alive => ProbeResult::Alive,
+                ProbeState::Dead => ProbeResult::Dead,
+            },
+            rtt_micros: round_trips.get(&name).copied().flatten().map(|d| d.as_micros() as u64),
+            transport: TRANSPORT.into(),
+            name: name.to_string(),
+        })
+        .collect()
+}
+
+fn egress_ip(world: &World, address: IpAddr, e: &crate::plan::EgressIpPlan) -> EgressIpState {
+    EgressIpState {
+        address,
+        pool: e.pool.as_ref().map(ToString::to_string),
+        owner: e.owner.as_ref().map(ToString::to_string),
+        preferred: e.preferred.as_ref().filter(|p| Some(*p) != e.owner.as_ref()).map(ToString::to_string),
+        epoch: e.epoch,
+        fixed: e.fixed,
+        conditions: world.egress_ip_conditions(address).map(condition).collect(),
+    }
+}
