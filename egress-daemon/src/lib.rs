@@ -4,6 +4,7 @@ pub mod agent;
 pub mod api;
 pub mod config;
 pub mod controller;
+pub mod ctl;
 pub mod datapath;
 pub mod health;
 pub mod host;

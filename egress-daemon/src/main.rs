@@ -1,44 +1,255 @@
-//! Temporary.
-use egress_daemon::{agent, config::Config, controller, store::Files};
-use std::path::PathBuf;
+//! `egress-daemon`: the command line of the agent and the controller, and what joins their parts.
 
-fn main() -> anyhow::Result<()> {
-    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
-    let args: Vec<String> = std::env::args().collect();
-    let get = |n: &str| args.iter().position(|a| a == n).and_then(|i| args.get(i + 1)).cloned();
-    let config = Config::load(get("--config").map(PathBuf::from).as_deref())?;
-    let dir = PathBuf::from(get("--manifests").unwrap_or_default());
-    let rt = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    rt.block_on(async {
-        let store = Files::open(&dir)?;
-        let stop = async {
-            let mut s = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()).unwrap();
-            s.recv().await;
-        };
-        match args[1].as_str() {
-            "agent" => {
-                let bpffs = PathBuf::from(get("--bpffs").unwrap_or("/sys/fs/bpf/spillway".into()));
-                std::fs::create_dir_all("/run/spillway")?;
-                let journal =
-                    PathBuf::from(format!("/run/spillway/j{}", bpffs.display().to_string().replace('/', "-")));
-                let a = agent::Agent::start(agent::Options {
-                    node: get("--node").unwrap(),
-                    store,
-                    settings: (&config).into(),
-                    bpffs,
-                    journal,
-                    source: String::new(),
-                    publish: tokio::sync::watch::channel(Default::default()).0,
-                })
-                .await?;
-                a.run(stop).await
-            }
-            _ => {
-                let (tx, _rx) = tokio::sync::watch::channel(Default::default());
-                controller::run(store, controller::ControllerConfig::new(format!("c{}", std::process::id())), tx, stop)
-                    .await;
-                Ok(())
-            }
+mod roles;
+
+use anyhow::{Context as _, Result, bail};
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
+use egress_daemon::{
+    config::Config,
+    ctl::DEFAULT_BPFFS,
+    observe::logs::{self, LogFormat},
+    store::{Files, Store},
+};
+use std::{
+    io,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+use tokio::signal::unix::{SignalKind, signal};
+
+/// Spillway: an egress gateway that spreads the traffic of pods over several nodes
+#[derive(Parser)]
+#[command(name = "egress-daemon", version, about, propagate_version = true, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    logs: Logs,
+}
+
+#[derive(Args)]
+#[command(next_help_heading = "Logs (on stderr)")]
+struct Logs {
+    /// What is logged: a level (error, warn, info, debug, trace), or target=level, separated by commas
+    #[arg(long, global = true, env = "SPILLWAY_LOG", default_value = "info", value_name = "FILTER")]
+    log: String,
+    /// How a line looks
+    #[arg(long, global = true, value_enum, default_value_t, value_name = "FORMAT")]
+    log_format: LogFormat,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run the agent of a node: load the programs and keep its tables as the objects say
+    ///
+    /// The programs and their tables stay in the kernel when the agent ends, and established connections go on. The next
+    /// agent takes them over; `egress-daemon cleanup` removes them.
+    Agent(AgentArgs),
+    /// Run a controller: choose owners of egress IPs, assign endpoints, lease port blocks
+    ///
+    /// Any number of controllers may run; one of them leads.
+    Controller(ControllerArgs),
+    /// Print a script for the shell that completes this command
+    ///
+    /// For example: source <(egress-daemon completions bash)
+    Completions {
+        /// The shell
+        shell: Shell,
+    },
+}
+
+/// Where the objects come from.
+#[derive(Args)]
+struct Source {
+    /// Read objects from the YAML files in a directory, and keep what Spillway writes in DIR/.spillway
+    #[arg(long, value_name = "DIR", conflicts_with = "kubeconfig")]
+    manifests: Option<PathBuf>,
+    /// Use the Kubernetes API that this file describes
+    #[arg(long, value_name = "FILE")]
+    kubeconfig: Option<PathBuf>,
+}
+
+impl Source {
+    /// For people.
+    fn describe(&self) -> String {
+        match (&self.manifests, &self.kubeconfig) {
+            (Some(directory), _) => format!("directory {}", directory.display()),
+            (None, Some(file)) => format!("cluster of {}", file.display()),
+            (None, None) => "this cluster".into(),
         }
+    }
+}
+
+#[derive(Args)]
+struct Common {
+    /// The configuration file (YAML); without one, everything has its default
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+}
+
+#[derive(Args)]
+struct Pinned {
+    /// Directory of the pinned maps and links: one for each agent on this machine
+    #[arg(long, value_name = "DIR", default_value = DEFAULT_BPFFS)]
+    bpffs: PathBuf,
+}
+
+#[derive(Args)]
+struct AgentArgs {
+    /// The name of this node's Node object
+    #[arg(long, env = "NODE_NAME", value_name = "NAME")]
+    node: String,
+    #[command(flatten)]
+    source: Source,
+    /// Run a controller in the same process
+    #[arg(long, requires = "manifests")]
+    with_controller: bool,
+    #[command(flatten)]
+    common: Common,
+    #[command(flatten)]
+    pinned: Pinned,
+}
+
+#[derive(Args)]
+struct ControllerArgs {
+    #[command(flatten)]
+    source: Source,
+    #[command(flatten)]
+    common: Common,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = logs::start(&cli.logs.log, cli.logs.log_format).map_err(Into::into).and_then(|()| run(cli.command));
+    match outcome {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("egress-daemon: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Agent(args) => wait_for(agent(args)),
+        Command::Controller(args) => wait_for(controller(args)),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "egress-daemon", &mut io::stdout());
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+fn wait_for(task: impl Future<Output = Result<ExitCode>>) -> Result<ExitCode> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    runtime.context("the runtime cannot be started")?.block_on(task)
+}
+
+async fn agent(args: AgentArgs) -> Result<ExitCode> {
+    let config = Config::load(args.common.config.as_deref())?;
+    let options = roles::AgentOptions {
+        node: args.node,
+        bpffs: args.pinned.bpffs,
+        source: args.source.describe(),
+        with_controller: args.with_controller,
+        config,
+    };
+    let stop = stop()?;
+    let store = open(&args.source)?;
+    roles::agent(options, store, stop).await?;
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn controller(args: ControllerArgs) -> Result<ExitCode> {
+    let config = Config::load(args.common.config.as_deref())?;
+    let stop = stop()?;
+    let store = open(&args.source)?;
+    roles::controller(&config, store, stop).await?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn open(source: &Source) -> Result<Store> {
+    match (&source.manifests, &source.kubeconfig) {
+        (Some(directory), _) => open_directory(directory),
+        (None, Some(file)) => {
+            let file = file.display();
+            bail!("--kubeconfig {file}: the Kubernetes store is not in this build yet; use --manifests DIR")
+        }
+        (None, None) => bail!(
+            "neither --manifests nor --kubeconfig is given, which means the cluster that this pod runs in: the Kubernetes \
+             store is not in this build yet; use --manifests DIR"
+        ),
+    }
+}
+
+fn open_directory(directory: &Path) -> Result<Store> {
+    Files::open(directory).with_context(|| format!("--manifests {}", directory.display()))
+}
+
+/// Ready once the process is asked to end: SIGTERM or SIGINT. A second one ends it at once.
+fn stop() -> Result<impl Future<Output = ()> + Send + 'static> {
+    let mut term = signal(SignalKind::terminate()).context("SIGTERM cannot be caught")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT cannot be caught")?;
+    Ok(async move {
+        let name = tokio::select! {
+            _ = term.recv() => "SIGTERM",
+            _ = interrupt.recv() => "SIGINT",
+        };
+        tracing::info!("{name}: ending; what is in the kernel stays and goes on working");
+        tokio::spawn(async move {
+            tokio::select! {
+                _ = term.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            std::process::exit(130);
+        });
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Cli, clap::Error> {
+        Cli::try_parse_from(std::iter::once("egress-daemon").chain(line.split(' ')))
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_commands_of_the_design_are_understood() {
+        for line in [
+            "agent --node worker1 --manifests /m --with-controller --config /c.yaml --bpffs /sys/fs/bpf/x",
+            "agent --node worker1 --kubeconfig /k --log debug --log-format json",
+            "controller --manifests /m",
+            "completions zsh",
+        ] {
+            assert!(parse(line).is_ok(), "{line}: {}", parse(line).err().unwrap());
+        }
+    }
+
+    #[test]
+    fn contradictions_are_refused() {
+        for (line, part) in [
+            ("agent --node w --manifests /m --kubeconfig /k", "cannot be used with"),
+            ("agent --node w --kubeconfig /k --with-controller", "--manifests"),
+        ] {
+            let error = parse(line).err().expect(line).to_string();
+            assert!(error.contains(part), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_in_this_build_is_said() {
+        for (line, part) in [("controller --kubeconfig /k", "--kubeconfig /k"), ("controller", "pod")] {
+            let Ok(Cli { command: Command::Controller(args), .. }) = parse(line) else { panic!("{line}") };
+            let error = open(&args.source).err().expect("refused").to_string();
+            assert!(error.contains(part) && error.contains("not in this build yet"), "{error}");
+        }
+    }
 }

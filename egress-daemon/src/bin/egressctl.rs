@@ -1,3 +1,186 @@
-//! Placeholder.
+//! `egressctl`: looks at a node's datapath, whether its agent lives or not.
 
-fn main() {}
+use anyhow::Result;
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
+use egress_daemon::{
+    ctl::{
+        self, DEFAULT_BPFFS, Output,
+        explain::{Question, Target},
+        views::FlowFilter,
+    },
+    lock::RunFiles,
+};
+use ipnet::IpNet;
+use std::{
+    io::{self, Write},
+    net::IpAddr,
+    path::PathBuf,
+    process::ExitCode,
+};
+
+/// Look at Spillway on this node: policies, gateways, egress IPs, flows, and why a flow goes where it goes
+///
+/// Reads the pinned maps, so that it works while the agent is dead, and asks the agent for what only it knows.
+#[derive(Parser)]
+#[command(name = "egressctl", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// How the result is printed
+    #[arg(short, long, global = true, value_enum, default_value_t, value_name = "FORMAT")]
+    output: Output,
+    /// Directory of the agent's pinned maps and links
+    #[arg(long, global = true, value_name = "DIR", default_value = DEFAULT_BPFFS)]
+    bpffs: PathBuf,
+    /// Refuse to answer unless this is the node's name
+    #[arg(long, global = true, value_name = "NAME")]
+    node: Option<String>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Policies, with their slots and their owners, and how many pods of this node they select
+    Policies,
+    /// Gateways that this node uses, with what probes say of them
+    Gateways,
+    /// Egress IPs: owner, epoch, policies, ports that are leased to this node
+    Ips,
+    /// Pods of this node: addresses, policies, assigned egress IPs
+    Endpoints,
+    /// Flows of this node's pods
+    Flows(FlowArgs),
+    /// Port blocks by egress IP and node
+    Blocks,
+    /// Counters, drops by their reason
+    Stats,
+    /// Everything that the agent made on this node: programs, links, maps, devices, settings, files
+    State,
+    /// Why a flow goes where it goes: every decision of the datapath as a sentence
+    Explain(ExplainArgs),
+    /// Print a script for the shell that completes this command
+    ///
+    /// For example: source <(egressctl completions bash)
+    Completions {
+        /// The shell
+        shell: Shell,
+    },
+}
+
+#[derive(Args)]
+struct FlowArgs {
+    /// Flows of this pod: NAMESPACE/NAME, or an address
+    #[arg(long, value_name = "POD")]
+    pod: Option<String>,
+    /// Flows to this address or prefix
+    #[arg(long, value_name = "CIDR", value_parser = prefix)]
+    to: Option<IpNet>,
+    /// Flows to this port
+    #[arg(long, value_name = "PORT")]
+    to_port: Option<u16>,
+    /// Flows with this egress IP
+    #[arg(long, value_name = "IP")]
+    egress_ip: Option<IpAddr>,
+    /// Show so many at most
+    #[arg(long, value_name = "N")]
+    limit: Option<usize>,
+}
+
+#[derive(Args)]
+struct ExplainArgs {
+    /// The pod: NAMESPACE/NAME, or an address
+    #[arg(long, value_name = "POD")]
+    pod: String,
+    /// The destination: 203.0.113.7:443/tcp, [2001:db8::7]:53/udp or 203.0.113.7/icmp
+    #[arg(long, value_name = "TARGET")]
+    to: Target,
+    /// The pod's port (ICMP: the identifier), which decides the slot where flows are hashed
+    #[arg(long, value_name = "PORT")]
+    from_port: Option<u16>,
+}
+
+/// A prefix, or a single address.
+fn prefix(text: &str) -> Result<IpNet, String> {
+    let single = text.parse::<IpAddr>().map(IpNet::from);
+    single.or_else(|_| text.parse()).map_err(|_| "write an address or a prefix such as 203.0.113.0/24".to_owned())
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("egressctl: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(cli: Cli) -> Result<()> {
+    let command = match cli.command {
+        Command::Policies => ctl::Command::Policies,
+        Command::Gateways => ctl::Command::Gateways,
+        Command::Ips => ctl::Command::Ips,
+        Command::Endpoints => ctl::Command::Endpoints,
+        Command::Flows(args) => ctl::Command::Flows(FlowFilter {
+            pod: args.pod,
+            to: args.to,
+            to_port: args.to_port,
+            egress_ip: args.egress_ip,
+            limit: args.limit,
+        }),
+        Command::Blocks => ctl::Command::Blocks,
+        Command::Stats => ctl::Command::Stats,
+        Command::State => ctl::Command::State,
+        Command::Explain(args) => ctl::Command::Explain(Question::new(&args.pod, args.to, args.from_port)),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "egressctl", &mut io::stdout());
+            return Ok(());
+        }
+    };
+    let place = ctl::Place { socket: RunFiles::of(&cli.bpffs).socket(), bpffs: cli.bpffs, node: cli.node };
+    let answer = ctl::run(&command, &place, cli.output)?;
+    for remark in answer.remarks {
+        eprintln!("egressctl: {remark}");
+    }
+    match io::stdout().write_all(answer.text.as_bytes()) {
+        // The reader has seen enough (`egressctl flows | head`).
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => Ok(other?),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn options_come_before_or_after_the_command() {
+        for line in [
+            "policies -o json --bpffs /sys/fs/bpf/x",
+            "-o yaml --node worker1 stats",
+            "flows --pod prod/web-0 --to 203.0.113.7 --to-port 443 --egress-ip 192.0.2.10 --limit 5",
+            "flows --to 2001:db8::/32",
+            "explain --pod 10.10.0.5 --to [2001:db8::7]:443/tcp --from-port 40000",
+        ] {
+            let parsed = Cli::try_parse_from(std::iter::once("egressctl").chain(line.split(' ')));
+            assert!(parsed.is_ok(), "{line}: {}", parsed.err().unwrap());
+        }
+    }
+
+    #[test]
+    fn wrong_values_say_what_is_right() {
+        for (line, part) in [
+            ("flows --to everywhere", "203.0.113.0/24"),
+            ("explain --pod p --to 203.0.113.7", "203.0.113.7:443/tcp"),
+            ("policies -o xml", "json"),
+        ] {
+            let error = Cli::try_parse_from(std::iter::once("egressctl").chain(line.split(' '))).err().expect(line);
+            assert!(error.to_string().contains(part), "{error}");
+        }
+    }
+}

@@ -181,7 +181,7 @@ mod tests {
     #[test]
     fn answers_that_are_not_an_agents_are_refused() {
         for (answer, part) in
-            [("", "cut off"), ("HTTP/1.0 404 Not Found\r\n\r\n", "404"), ("HTTP/1.0 200 OK\r\n\r\n[]", "invalid type")]
+            [("", "cut off"), ("HTTP/1.0 404 Not Found\r\n\r\n", "404"), ("HTTP/1.0 200 OK\r\n\r\n7", "invalid type")]
         {
             let error = understand(answer.as_bytes()).unwrap_err();
             assert!(error.contains(part), "{error}");

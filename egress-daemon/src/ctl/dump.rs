@@ -1,0 +1,280 @@
+//! What the pinned maps hold, read once, with the look-ups that views and `explain` share. Reading is here; the rest is
+//! pure.
+
+use crate::datapath::{
+    Pins,
+    maps::{FamilyMaps, Maps, MapsError, name_text},
+    tables::Tables,
+    write::Writer,
+};
+use aya::Pod;
+use egress_common::{
+    V4, V6,
+    abi::{NameKey, TICK_SHIFT, name_kind},
+    egress::EgressIp,
+    endpoint::{Endpoint, Policy, PolicyKey, RouteKey},
+    flow::{Flow, FlowKey, Reverse, kind},
+    limits::MAGLEV_CHUNK,
+    net,
+    verdict::Counter,
+};
+use ipnet::IpNet;
+use nix::time::{ClockId, clock_gettime};
+use std::{collections::BTreeMap, net::IpAddr};
+
+/// A flow, without regard to its address family. Ports are in host byte order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FlowEntry {
+    /// The pod's address.
+    pub pod: IpAddr,
+    /// The pod's port, or identifier of an ICMP query.
+    pub pod_port: u16,
+    /// The remote address.
+    pub remote: IpAddr,
+    /// The remote port; 0 for ICMP.
+    pub remote_port: u16,
+    /// IP protocol number.
+    pub proto: u32,
+    /// What outgoing packets need.
+    pub flow: Flow,
+    /// What replies need; absent for an untouched flow.
+    pub back: Option<Back>,
+}
+
+/// What is kept for replies of a flow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Back {
+    /// TCP flags seen from the remote side.
+    pub state: u16,
+    /// Tick of the last reply.
+    pub last_seen: u32,
+}
+
+impl FlowEntry {
+    /// The translated port, in host byte order.
+    pub fn port(&self) -> u16 {
+        u16::from_be(self.flow.port)
+    }
+    /// Tick of the last packet of either direction.
+    pub fn last_seen(&self) -> u32 {
+        self.flow.last_seen.max(self.back.map_or(0, |back| back.last_seen))
+    }
+    /// Whether its packets are translated.
+    pub fn translated(&self) -> bool {
+        self.flow.kind == kind::TRANSLATED
+    }
+}
+
+/// Everything that was read.
+#[derive(Clone, Debug, Default)]
+pub struct Dump {
+    /// What the agent wrote.
+    pub tables: Tables,
+    /// Flows of both families, sorted; empty if they were not asked for.
+    pub flows: Vec<FlowEntry>,
+    /// The counters.
+    pub counters: BTreeMap<Counter, u64>,
+    /// `CLOCK_MONOTONIC` in ns until which this node answers ARP and NDP.
+    pub deadline: u64,
+    /// `CLOCK_MONOTONIC` in ns when it was read.
+    pub now: u64,
+}
+
+impl Dump {
+    /// Reads the maps; the flows only on demand, since there may be a million of them.
+    pub fn read(pins: &Pins, flows: bool) -> Result<Self, MapsError> {
+        let maps = Maps::open(pins)?;
+        let counters = maps.counters()?;
+        let deadline = maps.deadline.get(0)?;
+        let writer = Writer::open(maps)?;
+        let mut dump = Self { tables: writer.present().clone(), counters, deadline, ..Self::default() };
+        if flows {
+            read_flows(&writer.maps().v4, |a| net::from_v4(a).into(), &mut dump.flows)?;
+            read_flows(&writer.maps().v6, |a| net::from_v6(a).into(), &mut dump.flows)?;
+        }
+        // After the flows, so that none seems to be from the future.
+        dump.now = monotonic();
+        Ok(dump)
+    }
+
+    /// Seconds since a tick, to within one tick (1.07 s).
+    pub fn seconds_since(&self, tick: u32) -> u64 {
+        let now = (self.now >> TICK_SHIFT) as u32;
+        (u64::from(now.saturating_sub(tick)) << TICK_SHIFT) / 1_000_000_000
+    }
+
+    fn name(&self, kind: u32, id: u32) -> Option<String> {
+        self.tables.names.get(&NameKey { kind, id }).map(name_text)
+    }
+
+    /// A policy's name; its number where the name is not kept.
+    pub fn policy_name(&self, index: u32) -> String {
+        self.name(name_kind::POLICY, index).unwrap_or_else(|| format!("#{index}"))
+    }
+
+    /// A node's name; its number where the name is not kept, and none for 0.
+    pub fn node_name(&self, index: u32) -> Option<String> {
+        (index != 0).then(|| self.name(name_kind::NODE, index).unwrap_or_else(|| format!("#{index}")))
+    }
+
+    /// This node's name.
+    pub fn own_name(&self) -> Option<String> {
+        self.node_name(self.tables.config?.node)
+    }
+
+    /// An endpoint's `namespace/name`; its number where the name is not kept.
+    pub fn endpoint_name(&self, id: u32) -> String {
+        match self.name(name_kind::ENDPOINT, id) {
+            Some(name) => name.splitn(3, '/').take(2).collect::<Vec<_>>().join("/"),
+            None => format!("#{id}"),
+        }
+    }
+
+    /// The endpoint with this address.
+    pub fn endpoint(&self, ip: IpAddr) -> Option<Endpoint> {
+        match ip {
+            IpAddr::V4(a) => self.tables.v4.endpoints.get(&net::v4(a)),
+            IpAddr::V6(a) => self.tables.v6.endpoints.get(&net::v6(a)),
+        }
+        .copied()
+    }
+
+    /// Every endpoint with its addresses, by number.
+    pub fn endpoints(&self) -> BTreeMap<u32, (Endpoint, Vec<IpAddr>)> {
+        let v4 = self.tables.v4.endpoints.iter().map(|(a, e)| (IpAddr::from(net::from_v4(*a)), *e));
+        let v6 = self.tables.v6.endpoints.iter().map(|(a, e)| (IpAddr::from(net::from_v6(*a)), *e));
+        let mut all: BTreeMap<u32, (Endpoint, Vec<IpAddr>)> = BTreeMap::new();
+        for (ip, endpoint) in v4.chain(v6) {
+            all.entry(endpoint.id).or_insert((endpoint, Vec::new())).1.push(ip);
+        }
+        all.values_mut().for_each(|(_, ips)| ips.sort());
+        all
+    }
+
+    /// The name of the pod with this address.
+    pub fn pod_name(&self, ip: IpAddr) -> Option<String> {
+        self.endpoint(ip).map(|endpoint| self.endpoint_name(endpoint.id))
+    }
+
+    /// The egress IPs in use, by index.
+    pub fn egress_ips(&self) -> impl Iterator<Item = (u32, IpAddr, &EgressIp)> {
+        let used = self.tables.egress_ips.iter().filter(|(_, e)| e.addr != [0; 4]);
+        used.map(|(index, e)| (*index, net::from_any(e.addr), e))
+    }
+
+    /// One of them.
+    pub fn egress_ip(&self, index: u32) -> Option<(IpAddr, &EgressIp)> {
+        let e = self.tables.egress_ips.get(&index).filter(|e| e.addr != [0; 4])?;
+        Some((net::from_any(e.addr), e))
+    }
+
+    /// The tunnel address of a node.
+    pub fn node_address(&self, index: u32) -> Option<IpAddr> {
+        self.tables.nodes.get(&index).filter(|node| node.present != 0).map(|node| net::from_any(node.addr))
+    }
+
+    /// The blocks of an egress IP that this node may take ports from.
+    pub fn blocks(&self, egress: u32) -> &[u16] {
+        match self.tables.blocks.get(&egress) {
+            Some(list) => &list.blocks[..(list.count as usize).min(list.blocks.len())],
+            None => &[],
+        }
+    }
+
+    /// The longest excepted prefix that covers the address.
+    pub fn except(&self, ip: IpAddr) -> Option<IpNet> {
+        self.excepts().filter(|net| net.contains(&ip)).max_by_key(IpNet::prefix_len)
+    }
+
+    fn excepts(&self) -> impl Iterator<Item = IpNet> {
+        let v4 = self.tables.v4.excepts.keys().map(|(a, len)| net_of(net::from_v4(*a).into(), *len));
+        let v6 = self.tables.v6.excepts.keys().map(|(a, len)| net_of(net::from_v6(*a).into(), *len));
+        v4.chain(v6).flatten()
+    }
+
+    /// All routes, as (class, destination, policy); the policy 0 takes the destination out of all of them.
+    pub fn routes(&self) -> impl Iterator<Item = (u32, IpNet, u32)> {
+        fn routes<A: Copy + Ord>(
+            table: &BTreeMap<(RouteKey<A>, u32), u32>,
+            ip: impl Fn(A) -> IpAddr,
+        ) -> impl Iterator<Item = (u32, IpNet, u32)> {
+            table.iter().filter_map(move |((key, len), policy)| {
+                Some((key.class, net_of(ip(key.addr), len.checked_sub(32)?)?, *policy))
+            })
+        }
+        let v4 = routes(&self.tables.v4.routes, |a| net::from_v4(a).into());
+        v4.chain(routes(&self.tables.v6.routes, |a| net::from_v6(a).into()))
+    }
+
+    /// The route that the datapath finds for a class and a destination.
+    pub fn route(&self, class: u32, ip: IpAddr) -> Option<(IpNet, u32)> {
+        let fits = self.routes().filter(|(c, net, _)| *c == class && net.contains(&ip));
+        fits.map(|(_, net, policy)| (net, policy)).max_by_key(|(net, _)| net.prefix_len())
+    }
+
+    /// The part of a policy for one address family.
+    pub fn policy(&self, policy: u32, ipv6: bool) -> Option<&Policy> {
+        self.tables.policies.get(&PolicyKey { policy, family: if ipv6 { 6 } else { 4 } })
+    }
+
+    /// One entry of a policy's Maglev table: an index of an egress IP.
+    pub fn maglev(&self, policy: &Policy, at: u32) -> Option<u32> {
+        let chunk = self.tables.maglev.get(&(policy.table + at / MAGLEV_CHUNK as u32))?;
+        Some(u32::from(chunk.egress[at as usize % MAGLEV_CHUNK]))
+    }
+}
+
+fn net_of(ip: IpAddr, len: u32) -> Option<IpNet> {
+    IpNet::new(ip, u8::try_from(len).ok()?).ok()
+}
+
+fn monotonic() -> u64 {
+    // The clock exists on every kernel; zero would only make all ages zero.
+    clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |t| t.tv_sec() as u64 * 1_000_000_000 + t.tv_nsec() as u64)
+}
+
+fn read_flows<A: Pod + Ord>(
+    maps: &FamilyMaps<A>,
+    ip: impl Fn(A) -> IpAddr,
+    all: &mut Vec<FlowEntry>,
+) -> Result<(), MapsError>
+where
+    FlowKey<A>: Pod + Ord,
+    Reverse<A>: Pod,
+    RouteKey<A>: Pod + Ord,
+{
+    let reverse = maps.reverse.entries()?;
+    // By the pod's 5-tuple, which is how the other half is found here.
+    let back: BTreeMap<FlowKey<A>, Back> = reverse
+        .into_iter()
+        .map(|(k, r)| {
+            let key = FlowKey { src: r.pod, dst: k.dst, src_port: r.pod_port, dst_port: k.dst_port, proto: k.proto };
+            (key, Back { state: r.state, last_seen: r.last_seen })
+        })
+        .collect();
+    let start = all.len();
+    all.extend(maps.flows.entries()?.into_iter().map(|(k, flow)| FlowEntry {
+        pod: ip(k.src),
+        pod_port: u16::from_be(k.src_port),
+        remote: ip(k.dst),
+        remote_port: u16::from_be(k.dst_port),
+        proto: k.proto,
+        flow,
+        back: back.get(&k).copied(),
+    }));
+    all[start..].sort_by_key(|f| (f.pod, f.remote, f.proto, f.remote_port, f.pod_port));
+    Ok(())
+}
+
+/// The 5-tuple as the datapath hashes it, for an address pair of one family.
+pub fn flow_hash(flow: &FlowEntry, seed: u32) -> Option<u32> {
+    fn hash<A: egress_common::hash::Words>(src: A, dst: A, flow: &FlowEntry, seed: u32) -> u32 {
+        let (src_port, dst_port) = (flow.pod_port.to_be(), flow.remote_port.to_be());
+        egress_common::hash::flow(&FlowKey { src, dst, src_port, dst_port, proto: flow.proto }, seed)
+    }
+    match (flow.pod, flow.remote) {
+        (IpAddr::V4(src), IpAddr::V4(dst)) => Some(hash::<V4>(net::v4(src), net::v4(dst), flow, seed)),
+        (IpAddr::V6(src), IpAddr::V6(dst)) => Some(hash::<V6>(net::v6(src), net::v6(dst), flow, seed)),
+        _ => None,
+    }
+}

@@ -1,0 +1,311 @@
+//! `egressctl explain`: why a flow goes where it goes. Walks through the decisions of the programs (`pod_egress` in
+//! egress-ebpf: `steer`, `classify`, `ports`) with the contents of the maps, and says each in a sentence. Pure.
+
+mod question;
+mod slots;
+#[cfg(test)]
+mod tests;
+
+pub use question::{Protocol, Question, QuestionError, Target};
+
+use super::{
+    dump::{Dump, FlowEntry},
+    print::View,
+    views::{self, FlowRow, Sources},
+};
+use egress_common::{
+    config::flags,
+    endpoint::{Endpoint, NO_POLICY, policy_flags},
+    flow::kind,
+    verdict::Counter,
+};
+use serde::Serialize;
+use std::net::IpAddr;
+
+/// The answer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Explanation {
+    /// The node's name.
+    pub node: Option<String>,
+    /// `namespace/name` of the pod; null if the address is no known pod's.
+    pub pod: Option<String>,
+    /// The packet's source address.
+    pub source: IpAddr,
+    /// The packet's destination address.
+    pub destination: IpAddr,
+    /// The destination's port; 0 for ICMP.
+    pub port: u16,
+    /// `tcp`, `udp`, `icmp` or a number.
+    pub protocol: String,
+    /// The flow that is in the table; null if there is none, or if no source port was given.
+    pub flow: Option<FlowRow>,
+    /// The decisions, in the order in which they are made.
+    pub steps: Vec<Step>,
+    /// What becomes of a packet of the existing flow, or of the first packet of a new one.
+    pub outcome: Outcome,
+}
+
+/// One decision.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Step {
+    /// What is decided: `flow`, `destination`, `endpoint`, `excepts`, `route`, `policy`, `protocol`, `hash`, `slot`, `ports`,
+    /// `owner`, `transport`.
+    pub step: &'static str,
+    /// The decision and its reason.
+    pub text: String,
+}
+
+/// How it ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Action {
+    /// It leaves with an egress IP.
+    Sent,
+    /// Spillway leaves it alone.
+    Passed,
+    /// It is dropped.
+    Dropped,
+    /// It depends on the source port, which was not given.
+    Depends,
+}
+
+/// The end of the walk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Outcome {
+    /// What becomes of the packet.
+    pub action: Action,
+    /// The counter that counts it, if it is dropped.
+    pub counter: Option<&'static str>,
+    /// The policy that it belongs to.
+    pub policy: Option<String>,
+    /// The egress IP that it leaves with.
+    pub egress_ip: Option<IpAddr>,
+    /// The node that it leaves by.
+    pub gateway: Option<String>,
+    /// The same as a sentence.
+    pub text: String,
+}
+
+impl View for Explanation {
+    fn text(&self) -> String {
+        let width = self.steps.iter().map(|step| step.step.len()).max().unwrap_or(0);
+        let mut text = String::new();
+        for (number, step) in self.steps.iter().enumerate() {
+            text += &format!("{:>2}. {:<width$}  {}\n", number + 1, step.step, step.text);
+        }
+        text + &format!("\n{}\n", self.outcome.text)
+    }
+}
+
+/// The steps so far; each decision ends the walk or goes on.
+struct Walk<'a> {
+    dump: &'a Dump,
+    steps: Vec<Step>,
+    policy: Option<String>,
+}
+
+impl Walk<'_> {
+    fn say(&mut self, step: &'static str, text: impl Into<String>) {
+        self.steps.push(Step { step, text: text.into() });
+    }
+
+    fn end(&self, action: Action, text: impl Into<String>) -> Outcome {
+        let text = text.into();
+        Outcome { action, counter: None, policy: self.policy.clone(), egress_ip: None, gateway: None, text }
+    }
+
+    fn passed(&self, why: &str) -> Outcome {
+        self.end(Action::Passed, format!("PASSED: Spillway leaves the packet to the node's own routing: {why}."))
+    }
+
+    fn dropped(&self, counter: Counter) -> Outcome {
+        let text = format!("DROPPED, counted as {}: {}.", counter.name(), counter.help());
+        Outcome { counter: Some(counter.name()), ..self.end(Action::Dropped, text) }
+    }
+}
+
+/// Why a packet of this kind goes where it goes.
+pub fn explain(sources: Sources<'_>, question: &Question) -> Result<Explanation, QuestionError> {
+    let dump = sources.dump;
+    let source = question.source(dump)?;
+    let flow = question.from_port.and_then(|port| find(dump, source, question, port));
+    let mut walk = Walk { dump, steps: Vec::new(), policy: None };
+    let outcome = match flow {
+        Some(flow) => existing(&mut walk, flow),
+        None => {
+            if question.from_port.is_some() {
+                walk.say("flow", "There is no flow with these addresses and ports: this would be its first packet.");
+            } else {
+                let open = dump.flows.iter().filter(|f| matches(f, source, question)).count();
+                walk.say("flow", format!("{open} flows of this pod to there are open; what follows is for a new one."));
+            }
+            new_flow(&mut walk, source, question)
+        }
+    };
+    Ok(Explanation {
+        node: sources.node(),
+        pod: dump.pod_name(source),
+        source,
+        destination: question.to,
+        port: question.port,
+        protocol: question.protocol.to_string(),
+        flow: flow.map(|flow| views::row(dump, flow)),
+        steps: walk.steps,
+        outcome,
+    })
+}
+
+fn matches(flow: &FlowEntry, source: IpAddr, question: &Question) -> bool {
+    (flow.pod, flow.remote, flow.remote_port) == (source, question.to, question.port)
+        && flow.proto == question.protocol.number(question.to.is_ipv6())
+}
+
+fn find<'a>(dump: &'a Dump, source: IpAddr, question: &Question, port: u16) -> Option<&'a FlowEntry> {
+    dump.flows.iter().find(|flow| flow.pod_port == port && matches(flow, source, question))
+}
+
+/// A packet of a flow that is in the table.
+fn existing(walk: &mut Walk<'_>, flow: &FlowEntry) -> Outcome {
+    let dump = walk.dump;
+    let row = views::row(dump, flow);
+    let age = format!("{} s old, idle for {} s", row.age_seconds, row.idle_seconds);
+    let stale = dump.tables.config.is_some_and(|config| config.generation != flow.flow.config_generation);
+    match flow.flow.kind {
+        kind::TRANSLATED => {
+            walk.policy = row.policy.clone();
+            let state = row.tcp_state.as_ref().map(|state| format!(", {state}")).unwrap_or_default();
+            let policy = row.policy.as_deref().unwrap_or("-");
+            walk.say(
+                "flow",
+                format!("There is a flow of policy {policy}{state}, {age}. It keeps its slot while it lives."),
+            );
+            if stale {
+                walk.say("flow", "The tables changed since its last packet: the next one checks whether its policy still has the slot.");
+            }
+            match dump.egress_ip(flow.flow.egress).filter(|(_, e)| e.generation == flow.flow.egress_generation) {
+                Some((egress, _)) => {
+                    walk.say("slot", format!("It leaves as {egress}, port {}.", flow.port()));
+                    slots::hand_over(walk, flow.flow.egress)
+                }
+                None => walk.dropped(Counter::DropNoOwner),
+            }
+        }
+        kind::SEVERED => {
+            walk.say("flow", format!("There is a connection whose egress IP was taken from its policy ({age})."));
+            walk.dropped(Counter::DropSevered)
+        }
+        _ => {
+            walk.say(
+                "flow",
+                format!("There is a flow that is left alone: the outside opened it, or it was there before the policy ({age})."),
+            );
+            walk.passed("the flow is left alone")
+        }
+    }
+}
+
+/// The first packet of a flow, in the order of `classify` and `steer`.
+fn new_flow(walk: &mut Walk<'_>, source: IpAddr, question: &Question) -> Outcome {
+    let (dump, to) = (walk.dump, question.to);
+    if never_leaves(to) {
+        walk.say("destination", format!("{to} is a loopback, link-local, multicast or reserved address."));
+        return walk.passed("such addresses are never touched");
+    }
+    let except = dump.except(to);
+    let Some(endpoint) = dump.endpoint(source) else {
+        walk.say("endpoint", format!("{source} is the address of no pod that this node's maps know."));
+        let hold = dump.tables.config.is_some_and(|config| config.flags & flags::HOLD != 0);
+        if hold && except.is_none() && !never_leaves(source) {
+            walk.say("endpoint", "A pod that a policy selects is starting on this node, so unknown sources are held.");
+            return walk.dropped(Counter::DropHeld);
+        }
+        return walk.passed("no policy can select an address that is no pod's");
+    };
+    let Some(policy) = classify(walk, source, endpoint, except, to) else {
+        return walk.passed("no policy applies");
+    };
+    walk.policy = Some(dump.policy_name(policy));
+    let name = dump.policy_name(policy);
+    let Some(record) = dump.policy(policy, to.is_ipv6()) else {
+        walk.say("policy", format!("Policy {name} has no tables for this address family: it is being removed."));
+        return walk.dropped(Counter::DropNoPolicy);
+    };
+    let endpoint_wise = record.flags & policy_flags::PER_ENDPOINT != 0;
+    let distribution =
+        if endpoint_wise { "assigns each pod to one egress IP" } else { "hashes each flow to one egress IP" };
+    walk.say("policy", format!("Policy {name} applies. It {distribution}."));
+    if !question.protocol.translatable() {
+        walk.say("protocol", format!("Protocol {} cannot be translated.", question.protocol));
+        return walk.dropped(Counter::DropProtocol);
+    }
+    if question.protocol == Protocol::Tcp && endpoint.flags & egress_common::endpoint::endpoint_flags::HAS_HISTORY != 0
+    {
+        let what = if record.flags & policy_flags::EXISTING_DROP != 0 { "dropped" } else { "left on their old path" };
+        walk.say(
+            "protocol",
+            format!("Segments of TCP connections from before the policy are {what}; a SYN opens a new flow."),
+        );
+    }
+    if record.table_len == 0 {
+        walk.say("slot", "No slot of the policy can take new flows: its egress IPs have no gateway that answers, or there are none of this address family.");
+        return if record.flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0 {
+            walk.passed("onNoGateway is NodeIP, so it leaves with the node's address")
+        } else {
+            walk.dropped(Counter::DropNoGateway)
+        };
+    }
+    slots::choose(walk, source, question, endpoint, policy, *record)
+}
+
+/// The policy's index, or none where the packet is not ours.
+fn classify(
+    walk: &mut Walk<'_>,
+    source: IpAddr,
+    endpoint: Endpoint,
+    except: Option<ipnet::IpNet>,
+    to: IpAddr,
+) -> Option<u32> {
+    let dump = walk.dump;
+    let pod = dump.endpoint_name(endpoint.id);
+    if endpoint.class == 0 {
+        walk.say("endpoint", format!("{source} is pod {pod}, which no policy selects."));
+        return None;
+    }
+    walk.say("endpoint", format!("{source} is pod {pod}, of class {}.", endpoint.class));
+    if let Some(net) = except {
+        walk.say(
+            "excepts",
+            format!("{to} lies in {net}, which no policy touches (pods, nodes, services, exceptCIDRs)."),
+        );
+        return None;
+    }
+    walk.say("excepts", format!("{to} is not among the prefixes that no policy touches."));
+    match dump.route(endpoint.class, to) {
+        Some((net, NO_POLICY)) => {
+            walk.say("route", format!("The longest prefix of the class is {net}, which excludedCIDRs take out."));
+            None
+        }
+        Some((net, policy)) => {
+            walk.say(
+                "route",
+                format!("The longest prefix of the class is {net}, of policy {}.", dump.policy_name(policy)),
+            );
+            Some(policy)
+        }
+        None => {
+            walk.say("route", "No policy of the class has this destination.");
+            None
+        }
+    }
+}
+
+/// The destinations of `Family::never_leaves`.
+fn never_leaves(ip: IpAddr) -> bool {
+    match ip {
+        IpAddr::V4(a) => a.octets()[0] >= 0xe0 || a.is_link_local() || a.is_loopback() || a.octets()[0] == 0,
+        IpAddr::V6(a) => a.is_multicast() || a.is_unicast_link_local() || a.is_loopback() || a.is_unspecified(),
+    }
+}

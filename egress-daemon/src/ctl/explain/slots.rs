@@ -1,0 +1,221 @@
+//! The second half of the walk: slot, port, owner and transport, as `ports` and `steer` of egress-ebpf have it.
+
+use super::{Action, Outcome, Question, Walk};
+use crate::ctl::dump::{Back, Dump, FlowEntry, flow_hash};
+use egress_common::{
+    egress::flags,
+    endpoint::{AssignmentKey, Endpoint, MemberKey, Policy, policy_flags},
+    flow::{Flow, kind},
+    hash,
+    limits::{PORT_PROBES, SLOT_PROBES},
+    net, port_block, tcp,
+    verdict::Counter,
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+/// The flow's table entries, from the policy's own assignment or the hash; each attempt that fails says why.
+pub(super) fn choose(
+    walk: &mut Walk<'_>,
+    source: IpAddr,
+    question: &Question,
+    endpoint: Endpoint,
+    policy: u32,
+    record: Policy,
+) -> Outcome {
+    let dump = walk.dump;
+    let per_endpoint = record.flags & policy_flags::PER_ENDPOINT != 0;
+    let family = if question.to.is_ipv6() { 6 } else { 4 };
+    let assigned = dump.tables.assignments.get(&AssignmentKey { endpoint: endpoint.id, policy, family }).copied();
+    let hash = match (per_endpoint, question.from_port) {
+        (true, _) => match source {
+            IpAddr::V4(a) => hash::endpoint(net::v4(a), record.seed),
+            IpAddr::V6(a) => hash::endpoint(net::v6(a), record.seed),
+        },
+        (false, Some(port)) => match flow_hash(&probe(source, question, port), record.seed) {
+            Some(hash) => hash,
+            None => return walk.dropped(Counter::DropMalformed),
+        },
+        (false, None) => return undecided(walk, policy, record),
+    };
+    let mut no_port = false;
+    for attempt in 0..SLOT_PROBES {
+        let egress = if per_endpoint && attempt == 0 {
+            match assigned {
+                Some(egress) => walk.say("slot", format!("The pod is assigned to {}.", address(dump, egress))),
+                None => walk.say("slot", "The pod is assigned to no egress IP yet; it is hashed to one meanwhile."),
+            }
+            assigned
+        } else {
+            let at = hash::attempt(hash, attempt) % record.table_len;
+            let egress = dump.maglev(&record, at);
+            let (len, name) = (record.table_len, egress.map_or("nothing".into(), |e| address(dump, e)));
+            let of = if per_endpoint { "the pod's address" } else { "the addresses and ports" };
+            walk.say("hash", format!("The hash of {of} leads to entry {at} of {len} of the policy's table: {name}."));
+            egress
+        };
+        let Some(egress) = egress else { continue };
+        match try_slot(walk, question, policy, egress) {
+            Slot::Unusable => {}
+            Slot::NoPort => no_port = true,
+            Slot::Taken => return hand_over(walk, egress),
+        }
+    }
+    walk.say("slot", format!("That were {SLOT_PROBES} attempts, and no more are made for a packet."));
+    walk.dropped(if no_port { Counter::DropNoPort } else { Counter::DropNoGateway })
+}
+
+/// The flow that this packet would open, as far as its hash needs it.
+fn probe(source: IpAddr, question: &Question, port: u16) -> FlowEntry {
+    let flow = Flow {
+        policy: 0,
+        egress: 0,
+        egress_generation: 0,
+        config_generation: 0,
+        ticket: 0,
+        last_seen: 0,
+        created: 0,
+        port: 0,
+        state: 0,
+        kind: kind::TRANSLATED,
+        reserved: 0,
+    };
+    FlowEntry {
+        pod: source,
+        pod_port: port,
+        remote: question.to,
+        remote_port: question.port,
+        proto: question.protocol.number(question.to.is_ipv6()),
+        flow,
+        back: None,
+    }
+}
+
+fn address(dump: &Dump, egress: u32) -> String {
+    dump.egress_ip(egress).map_or_else(|| format!("the egress IP #{egress}, which is gone"), |(ip, _)| ip.to_string())
+}
+
+/// Without a source port, the table's shares are all that can be said.
+fn undecided(walk: &mut Walk<'_>, policy: u32, record: Policy) -> Outcome {
+    let dump = walk.dump;
+    let mut shares: BTreeMap<u32, u32> = BTreeMap::new();
+    for egress in (0..record.table_len).filter_map(|at| dump.maglev(&record, at)) {
+        *shares.entry(egress).or_default() += 1;
+    }
+    for (egress, entries) in shares {
+        let Some((ip, e)) = dump.egress_ip(egress) else { continue };
+        let owner = dump.node_name(e.owner).map_or("nobody".to_owned(), |name| format!("gateway {name}"));
+        let percent = entries * 100 / record.table_len;
+        let blocks = dump.blocks(egress).len();
+        let member = dump.tables.members.get(&MemberKey { policy, egress });
+        let usable = match member {
+            Some(m) if m.usable != 0 && m.generation == e.generation && blocks > 0 => "",
+            Some(m) if m.usable != 0 && blocks == 0 => "; no port block of it is leased to this node",
+            _ => "; new flows avoid it",
+        };
+        walk.say("hash", format!("{percent} % of new flows are hashed to {ip}, owned by {owner}{usable}."));
+    }
+    walk.end(
+        Action::Depends,
+        "DEPENDS on the source port: give one with --from-port to see which slot it is hashed to.",
+    )
+}
+
+enum Slot {
+    Unusable,
+    NoPort,
+    Taken,
+}
+
+fn try_slot(walk: &mut Walk<'_>, question: &Question, policy: u32, egress: u32) -> Slot {
+    let dump = walk.dump;
+    let Some((ip, e)) = dump.egress_ip(egress) else {
+        walk.say("slot", "That egress IP is gone; another slot is tried.");
+        return Slot::Unusable;
+    };
+    match dump.tables.members.get(&MemberKey { policy, egress }) {
+        Some(member) if member.generation == e.generation && member.usable != 0 => {}
+        Some(_) => {
+            walk.say(
+                "slot",
+                format!(
+                    "New flows avoid {ip}, since its gateway does not answer or it has no owner; another slot is tried."
+                ),
+            );
+            return Slot::Unusable;
+        }
+        None => {
+            walk.say("slot", format!("{ip} is no slot of the policy any more; another slot is tried."));
+            return Slot::Unusable;
+        }
+    }
+    let ports = dump.blocks(egress).len() * usize::from(port_block::SIZE);
+    if ports == 0 {
+        walk.say("ports", format!("No port block of {ip} is leased to this node; another slot is tried."));
+        return Slot::NoPort;
+    }
+    let used = used_ports(dump, question, egress);
+    let to = question.to;
+    if used >= ports {
+        walk.say("ports", format!("All {ports} ports of {ip} here are in use towards {to}; another slot is tried."));
+        return Slot::NoPort;
+    }
+    let mut text = format!("{used} of the {ports} ports of {ip} here are in use towards {to}: one is free.");
+    if ports - used < ports / 16 && ports > PORT_PROBES as usize {
+        text += &format!(" Few are left: a packet tries {PORT_PROBES} of them, and may find none.");
+    }
+    walk.say("ports", text);
+    Slot::Taken
+}
+
+/// Ports of an egress IP that no new flow to this destination may take: those of connections that are not closed yet.
+fn used_ports(dump: &Dump, question: &Question, egress: u32) -> usize {
+    let proto = question.protocol.number(question.to.is_ipv6());
+    let blocks: BTreeSet<u16> = dump.blocks(egress).iter().copied().collect();
+    let closed = |flow: &FlowEntry| {
+        let Back { state, .. } = flow.back.unwrap_or(Back { state: 0, last_seen: 0 });
+        flow.proto == 6 && tcp::closed(flow.flow.state, state)
+    };
+    let taken = dump.flows.iter().filter(|flow| {
+        flow.translated()
+            && (flow.flow.egress, flow.remote, flow.remote_port, flow.proto)
+                == (egress, question.to, question.port, proto)
+            && !closed(flow)
+    });
+    let ports: BTreeSet<u16> = taken.map(FlowEntry::port).collect();
+    ports.into_iter().filter(|port| port_block::of_port(*port).is_some_and(|block| blocks.contains(&block))).count()
+}
+
+/// From an egress IP to the wire.
+pub(super) fn hand_over(walk: &mut Walk<'_>, egress: u32) -> Outcome {
+    let dump = walk.dump;
+    let Some((ip, e)) = dump.egress_ip(egress) else { return walk.dropped(Counter::DropNoOwner) };
+    let Some(owner) = dump.node_name(e.owner) else {
+        walk.say("owner", format!("{ip} has no owner at the moment."));
+        return walk.dropped(Counter::DropNoOwner);
+    };
+    let epoch = crate::ctl::views::epoch(e);
+    let sent = |walk: &Walk<'_>, text: String| Outcome {
+        egress_ip: Some(ip),
+        gateway: Some(owner.clone()),
+        ..walk.end(Action::Sent, text)
+    };
+    if e.flags & flags::OWNED != 0 {
+        walk.say("owner", format!("This node owns {ip} (epoch {epoch})."));
+        walk.say("transport", format!("None: it leaves here, by the interface with index {}.", e.ifindex));
+        return sent(walk, format!("SENT with source {ip} straight out of this node, {owner}."));
+    }
+    walk.say("owner", format!("Gateway {owner} owns {ip} (epoch {epoch})."));
+    match dump.node_address(e.owner) {
+        Some(address) => {
+            walk.say("transport", format!("device: through the tunnel to {address}."));
+            sent(walk, format!("SENT with source {ip} through gateway {owner}."))
+        }
+        None => {
+            walk.say("transport", format!("The tunnel address of {owner} is not known here."));
+            walk.dropped(Counter::DropNoOwner)
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! What `egressctl` does: reads the pinned maps and asks the agent, makes views of them, and prints those.
+//!
+//! Views are pure functions of what was read, so that they are tested without a kernel.
+
+pub mod dump;
+pub mod explain;
+pub mod inventory;
+pub mod print;
+pub mod state;
+pub mod views;
+
+pub use print::Output;
+
+use crate::{
+    datapath::Pins,
+    observe::{
+        admin::{self, AskError},
+        state::AgentState,
+    },
+};
+use anyhow::{Context as _, Result, bail};
+use dump::Dump;
+use explain::Question;
+use print::print;
+use std::path::PathBuf;
+use views::{FlowFilter, Sources};
+
+/// Where an agent's pins are, unless it is told otherwise.
+pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf/spillway";
+
+/// What is asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// Policies.
+    Policies,
+    /// Gateways.
+    Gateways,
+    /// Egress IPs.
+    Ips,
+    /// Pods of this node.
+    Endpoints,
+    /// Flows.
+    Flows(FlowFilter),
+    /// Port blocks.
+    Blocks,
+    /// Counters.
+    Stats,
+    /// What the agent made on this node.
+    State,
+    /// Why a flow goes where it goes.
+    Explain(Question),
+}
+
+impl Command {
+    /// Whether it looks at flows, of which there may be a million.
+    fn needs_flows(&self) -> bool {
+        !matches!(self, Command::Policies | Command::Stats | Command::State)
+    }
+
+    /// What it cannot show while the agent does not answer; absent if it needs the maps only.
+    fn unknown_without_agent(&self) -> Option<&'static str> {
+        match self {
+            Command::Policies => Some("whether policies are ready, and policies that select no pod of this node"),
+            Command::Gateways => Some("what probes say of gateways"),
+            Command::Ips => Some("pools and preferred owners"),
+            Command::State => Some("conditions and problems"),
+            Command::Endpoints | Command::Flows(_) | Command::Blocks | Command::Stats | Command::Explain(_) => None,
+        }
+    }
+}
+
+/// Where to look.
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// Directory of the agent's pins.
+    pub bpffs: PathBuf,
+    /// The agent's socket.
+    pub socket: PathBuf,
+    /// The name that the node must have; absent: any.
+    pub node: Option<String>,
+}
+
+/// An answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// For stdout.
+    pub text: String,
+    /// For stderr, a line each.
+    pub remarks: Vec<String>,
+}
+
+/// Answers a command. Blocks; asking the agent takes two seconds at most.
+pub fn run(command: &Command, place: &Place, output: Output) -> Result<Answer> {
+    let told = admin::ask(&place.socket);
+    let remarks = told.as_ref().err().and_then(|error| remark(command, error)).into_iter().collect();
+    let agent = told.ok();
+    let pins = Pins::new(&place.bpffs);
+    let text = match command {
+        Command::State => state(&pins, agent.as_ref(), place, output)?,
+        _ => {
+            let dump = Dump::read(&pins, command.needs_flows())
+                .with_context(|| format!("the maps of --bpffs {} cannot be read", place.bpffs.display()))?;
+            let sources = Sources { dump: &dump, agent: agent.as_ref() };
+            check_node(place, sources.node())?;
+            show(command, sources, output)?
+        }
+    };
+    Ok(Answer { text, remarks })
+}
+
+fn remark(command: &Command, error: &AskError) -> Option<String> {
+    let unknown = command.unknown_without_agent()?;
+    Some(format!("{error}; this is what the maps say, and unknown are: {unknown}"))
+}
+
+fn check_node(place: &Place, found: Option<String>) -> Result<()> {
+    match (&place.node, found) {
+        (Some(wanted), Some(found)) if *wanted != found => {
+            bail!("this is node {found}, not {wanted}: run egressctl on {wanted}, or name its pins with --bpffs")
+        }
+        (Some(wanted), None) => bail!("nothing says that this is node {wanted}: no agent has run with these pins"),
+        _ => Ok(()),
+    }
+}
+
+fn show(command: &Command, sources: Sources<'_>, output: Output) -> Result<String> {
+    Ok(match command {
+        Command::Policies => print(&views::policies(sources), output)?,
+        Command::Gateways => print(&views::gateways(sources), output)?,
+        Command::Ips => print(&views::ips(sources), output)?,
+        Command::Endpoints => print(&views::endpoints(sources), output)?,
+        Command::Flows(filter) => print(&views::flows(sources, filter), output)?,
+        Command::Blocks => print(&views::blocks(sources), output)?,
+        Command::Stats => print(&views::stats(sources), output)?,
+        Command::Explain(question) => print(&explain::explain(sources, question)?, output)?,
+        Command::State => String::new(),
+    })
+}
+
+fn state(pins: &Pins, agent: Option<&AgentState>, place: &Place, output: Output) -> Result<String> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let inventory = runtime.block_on(inventory::take(pins))?;
+    // The name is a help; a node whose maps are of another version or gone has a state all the same.
+    let own = Dump::read(pins, false).ok().and_then(|dump| dump.own_name());
+    let view = state::state(inventory, agent, own);
+    check_node(place, view.node.clone().or_else(|| place.node.clone()))?;
+    Ok(print(&view, output)?)
+}

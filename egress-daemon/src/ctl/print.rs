@@ -1,0 +1,144 @@
+//! How results are printed: a table for people, JSON and YAML for programs.
+
+use clap::ValueEnum;
+use comfy_table::{ContentArrangement, Table, presets};
+use serde::Serialize;
+
+/// Tables are no wider than this where the terminal does not say otherwise.
+const WIDTH: u16 = 100;
+
+/// How a result is printed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// A table or sentences, for people.
+    #[default]
+    Table,
+    /// One JSON document; field names are stable.
+    Json,
+    /// The same as YAML.
+    Yaml,
+}
+
+/// A result of a command.
+pub trait View: Serialize {
+    /// For people, with a line feed at the end.
+    fn text(&self) -> String;
+}
+
+/// A result that cannot be written as JSON or YAML.
+#[derive(Debug, thiserror::Error)]
+#[error("the result cannot be printed: {0}")]
+pub struct PrintError(String);
+
+/// Prints a result, with a line feed at the end.
+pub fn print<V: View>(view: &V, output: Output) -> Result<String, PrintError> {
+    let error = |e: &dyn std::fmt::Display| PrintError(e.to_string());
+    Ok(match output {
+        Output::Table => view.text(),
+        Output::Json => serde_json::to_string_pretty(view).map_err(|e| error(&e))? + "\n",
+        Output::Yaml => {
+            // By way of JSON, so that both have the same shape.
+            let value = serde_json::to_value(view).map_err(|e| error(&e))?;
+            serde_saphyr::to_string(&value).map_err(|e| error(&e))?
+        }
+    })
+}
+
+/// One line of a table.
+pub trait Row: Serialize {
+    /// The columns' names, with units.
+    const HEADER: &'static [&'static str];
+    /// What a table without lines says.
+    const NONE: &'static str;
+    /// The columns.
+    fn cells(&self) -> Vec<String>;
+}
+
+/// Columns set with blanks between them, wrapped to the terminal's width, or to 100 columns.
+pub fn table<'a, R: Row + 'a>(rows: impl IntoIterator<Item = &'a R>) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
+    let width = if table.is_tty() { table.width() } else { None };
+    table.set_width(width.unwrap_or(WIDTH).max(80));
+    table.set_header(R::HEADER.iter().copied());
+    let mut empty = true;
+    for row in rows {
+        table.add_row(row.cells());
+        empty = false;
+    }
+    if empty {
+        return format!("{}\n", R::NONE);
+    }
+    // The first column begins at the margin.
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
+}
+
+/// The rows of one command, and which node they are from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct List<R> {
+    /// The node's name; null where no agent has said it yet.
+    pub node: Option<String>,
+    /// Whether the agent has answered: otherwise fields that only it knows are null.
+    pub agent_answered: bool,
+    /// The rows, sorted.
+    pub items: Vec<R>,
+}
+
+impl<R: Row> View for List<R> {
+    fn text(&self) -> String {
+        table(&self.items)
+    }
+}
+
+/// A value that may not be known.
+pub fn or_dash<T: ToString>(value: Option<T>) -> String {
+    value.map_or_else(|| "-".to_owned(), |value| value.to_string())
+}
+
+/// A list in one cell.
+pub fn joined<T: ToString>(values: &[T]) -> String {
+    if values.is_empty() { "-".to_owned() } else { values.iter().map(T::to_string).collect::<Vec<_>>().join(", ") }
+}
+
+/// `yes` or `no`.
+pub fn yes(value: bool) -> String {
+    if value { "yes" } else { "no" }.to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Serialize)]
+    struct Line(String, u32);
+    impl Row for Line {
+        const HEADER: &'static [&'static str] = &["NAME", "AGE (s)"];
+        const NONE: &'static str = "no lines";
+        fn cells(&self) -> Vec<String> {
+            vec![self.0.clone(), self.1.to_string()]
+        }
+    }
+
+    #[test]
+    fn a_table_is_aligned_and_fits() {
+        let text = table(&[Line("a".into(), 1), Line("x ".repeat(90), 22)]);
+        assert!(text.starts_with("NAME"), "{text}");
+        assert!(text.lines().all(|line| line.len() <= 100 && !line.ends_with(' ')), "{text}");
+        assert!(text.lines().count() > 3, "{text}");
+        assert_eq!(table::<Line>(&[]), "no lines\n");
+    }
+
+    #[test]
+    fn every_format_has_the_same_fields() {
+        let list = List { node: Some("w".into()), agent_answered: false, items: vec![Line("a".into(), 1)] };
+        let json: serde_json::Value = serde_json::from_str(&print(&list, Output::Json).unwrap()).unwrap();
+        let yaml: serde_json::Value = serde_saphyr::from_str(&print(&list, Output::Yaml).unwrap()).unwrap();
+        assert_eq!(json, yaml);
+        assert_eq!(json["agentAnswered"], false);
+        assert!(print(&list, Output::Table).unwrap().contains("AGE (s)"));
+    }
+}

@@ -1,0 +1,200 @@
+//! `egressctl flows`.
+
+use super::Sources;
+use crate::ctl::{
+    dump::{Dump, FlowEntry},
+    print::{Row, View, or_dash, table},
+};
+use egress_common::{flow::kind, tcp};
+use ipnet::IpNet;
+use serde::Serialize;
+use std::net::{IpAddr, SocketAddr};
+
+/// Which flows are shown. Absent: all of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FlowFilter {
+    /// Of a pod: `namespace/name` or an address.
+    pub pod: Option<String>,
+    /// To these addresses.
+    pub to: Option<IpNet>,
+    /// To this port.
+    pub to_port: Option<u16>,
+    /// With this egress IP.
+    pub egress_ip: Option<IpAddr>,
+    /// So many at most; the rest is counted.
+    pub limit: Option<usize>,
+}
+
+/// The flows that were asked for, and how many there are.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct FlowsView {
+    /// The node's name.
+    pub node: Option<String>,
+    /// Flows in the table.
+    pub total: usize,
+    /// Flows that the filters let through.
+    pub matched: usize,
+    /// Those of them that the limit lets through, sorted by pod and remote address.
+    pub items: Vec<FlowRow>,
+}
+
+/// One flow.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct FlowRow {
+    /// `namespace/name` of the pod; null if no pod has the address any more.
+    pub pod: Option<String>,
+    /// The pod's address.
+    pub pod_address: IpAddr,
+    /// The pod's port, or the identifier of an ICMP query.
+    pub pod_port: u16,
+    /// The remote address.
+    pub remote_address: IpAddr,
+    /// The remote port; 0 for ICMP.
+    pub remote_port: u16,
+    /// `tcp`, `udp`, `icmp` or a number.
+    pub protocol: String,
+    /// The egress IP; null for a flow that is left alone.
+    pub egress_ip: Option<IpAddr>,
+    /// The translated port or identifier; null as above.
+    pub egress_port: Option<u16>,
+    /// The policy; null as above.
+    pub policy: Option<String>,
+    /// The node that carries it: the egress IP's owner; null as above, and while there is no owner.
+    pub gateway: Option<String>,
+    /// Seconds since its first packet, to within 1.1 s.
+    pub age_seconds: u64,
+    /// Seconds since its last packet in either direction, to within 1.1 s.
+    pub idle_seconds: u64,
+    /// `translated`, `untouched` (the outside opened it, or it was there before the policy) or `severed` (its egress IP was
+    /// taken from its policy).
+    pub kind: String,
+    /// `opening`, `established`, `closing` or `closed`; null unless it is TCP.
+    pub tcp_state: Option<String>,
+}
+
+impl Row for FlowRow {
+    const HEADER: &'static [&'static str] =
+        &["POD", "REMOTE", "PROTO", "EGRESS IP", "GATEWAY", "AGE (s)", "IDLE (s)", "STATE"];
+    const NONE: &'static str = "no flows";
+    fn cells(&self) -> Vec<String> {
+        let pod = match &self.pod {
+            Some(pod) => format!("{pod}:{}", self.pod_port),
+            None => SocketAddr::new(self.pod_address, self.pod_port).to_string(),
+        };
+        let remote = match self.remote_port {
+            0 => self.remote_address.to_string(),
+            port => SocketAddr::new(self.remote_address, port).to_string(),
+        };
+        let state = match &self.tcp_state {
+            Some(state) if self.kind == "translated" => state,
+            _ => &self.kind,
+        };
+        vec![
+            pod,
+            remote,
+            self.protocol.clone(),
+            or_dash(self.egress_ip.zip(self.egress_port).map(|(ip, port)| SocketAddr::new(ip, port))),
+            or_dash(self.gateway.as_ref()),
+            self.age_seconds.to_string(),
+            self.idle_seconds.to_string(),
+            state.clone(),
+        ]
+    }
+}
+
+impl View for FlowsView {
+    fn text(&self) -> String {
+        let mut text = table(&self.items);
+        let shown = self.items.len();
+        text += &match (shown == self.matched, self.matched == self.total) {
+            (true, true) => format!("{} flows\n", self.total),
+            (true, false) => format!("{} of {} flows\n", self.matched, self.total),
+            (false, true) => format!("{shown} of {} flows (--limit)\n", self.total),
+            (false, false) => format!("{shown} of {} (--limit) of {} flows\n", self.matched, self.total),
+        };
+        text
+    }
+}
+
+/// A protocol's name.
+pub(crate) fn protocol(number: u32) -> String {
+    match number {
+        1 | 58 => "icmp".into(),
+        6 => "tcp".into(),
+        17 => "udp".into(),
+        other => other.to_string(),
+    }
+}
+
+fn tcp_state(flow: &FlowEntry) -> &'static str {
+    let (out, back) = (flow.flow.state, flow.back.map_or(0, |back| back.state));
+    if tcp::closed(out, back) {
+        "closed"
+    } else if tcp::established(out, back) {
+        "established"
+    } else if (out | back) & tcp::seen::FIN != 0 {
+        "closing"
+    } else {
+        "opening"
+    }
+}
+
+/// One flow for people and programs.
+pub(crate) fn row(dump: &Dump, flow: &FlowEntry) -> FlowRow {
+    let ours = flow.flow.kind != kind::UNTOUCHED;
+    let egress = dump.egress_ip(flow.flow.egress).filter(|(_, e)| ours && e.generation == flow.flow.egress_generation);
+    let kind = match flow.flow.kind {
+        kind::TRANSLATED => "translated",
+        kind::SEVERED => "severed",
+        _ => "untouched",
+    };
+    FlowRow {
+        pod: dump.pod_name(flow.pod),
+        pod_address: flow.pod,
+        pod_port: flow.pod_port,
+        remote_address: flow.remote,
+        remote_port: flow.remote_port,
+        protocol: protocol(flow.proto),
+        egress_ip: egress.map(|(ip, _)| ip),
+        egress_port: ours.then(|| flow.port()),
+        policy: ours.then(|| dump.policy_name(flow.flow.policy)),
+        gateway: egress.and_then(|(_, e)| dump.node_name(e.owner)),
+        age_seconds: dump.seconds_since(flow.flow.created),
+        idle_seconds: dump.seconds_since(flow.last_seen()),
+        kind: kind.into(),
+        tcp_state: (flow.proto == 6).then(|| tcp_state(flow).into()),
+    }
+}
+
+/// The flows that the filter lets through.
+pub fn flows(sources: Sources<'_>, filter: &FlowFilter) -> FlowsView {
+    let dump = sources.dump;
+    let of_pod = |flow: &FlowEntry| match &filter.pod {
+        None => true,
+        Some(pod) => match pod.parse::<IpAddr>() {
+            Ok(ip) => ip == flow.pod,
+            Err(_) => dump.pod_name(flow.pod).as_ref() == Some(pod),
+        },
+    };
+    let with_egress = |flow: &FlowEntry| {
+        filter.egress_ip.is_none_or(|ip| {
+            flow.flow.kind != kind::UNTOUCHED && dump.egress_ip(flow.flow.egress).is_some_and(|(e, _)| e == ip)
+        })
+    };
+    let matched: Vec<&FlowEntry> = dump
+        .flows
+        .iter()
+        .filter(|flow| filter.to.is_none_or(|net| net.contains(&flow.remote)))
+        .filter(|flow| filter.to_port.is_none_or(|port| port == flow.remote_port))
+        .filter(|flow| with_egress(flow) && of_pod(flow))
+        .collect();
+    let shown = matched.iter().take(filter.limit.unwrap_or(usize::MAX));
+    FlowsView {
+        node: sources.node(),
+        total: dump.flows.len(),
+        matched: matched.len(),
+        items: shown.map(|flow| row(dump, flow)).collect(),
+    }
+}

@@ -1,0 +1,91 @@
+//! `egressctl gateways`.
+
+use super::Sources;
+use crate::{
+    ctl::print::{List, Row, joined, or_dash},
+    observe::state::ProbeResult,
+};
+use egress_common::egress::flags;
+use serde::Serialize;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+/// A node that owns egress IPs which this node uses, or that its agent probes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GatewayRow {
+    /// Where packets to it are sent; null for this node itself.
+    pub address: Option<IpAddr>,
+    /// Its name.
+    pub name: String,
+    /// Whether it is this node.
+    pub local: bool,
+    /// The egress IPs that it owns, sorted.
+    pub egress_ips: Vec<IpAddr>,
+    /// Whether new flows of some policy may choose one of them.
+    pub used_for_new_flows: bool,
+    /// Flows of this node that it carries.
+    pub flows: usize,
+    /// What the probes say; null if the agent does not answer.
+    pub probe: Option<ProbeResult>,
+    /// The last round trip in microseconds; null if it is not known.
+    pub rtt_micros: Option<u64>,
+    /// The transport to it; null if the agent does not answer.
+    pub transport: Option<String>,
+}
+
+impl Row for GatewayRow {
+    const HEADER: &'static [&'static str] =
+        &["ADDRESS", "GATEWAY", "EGRESS IPS", "NEW FLOWS", "FLOWS", "PROBE", "RTT (µs)", "TRANSPORT"];
+    const NONE: &'static str = "this node uses no gateway";
+    fn cells(&self) -> Vec<String> {
+        vec![
+            if self.local { "(this node)".into() } else { or_dash(self.address) },
+            self.name.clone(),
+            joined(&self.egress_ips).replace(", ", "\n"),
+            if self.used_for_new_flows { "yes" } else { "avoided" }.into(),
+            self.flows.to_string(),
+            or_dash(self.probe.map(|probe| format!("{probe:?}"))),
+            or_dash(self.rtt_micros),
+            or_dash(self.transport.as_ref()),
+        ]
+    }
+}
+
+/// Every gateway, sorted by name.
+pub fn gateways(sources: Sources<'_>) -> List<GatewayRow> {
+    let dump = sources.dump;
+    let own = dump.tables.config.map_or(0, |config| config.node);
+    let usable: BTreeSet<u32> =
+        dump.tables.members.iter().filter(|(_, member)| member.usable != 0).map(|(key, _)| key.egress).collect();
+    let mut flows: BTreeMap<u32, usize> = BTreeMap::new();
+    for flow in dump.flows.iter().filter(|flow| flow.translated()) {
+        *flows.entry(flow.flow.egress).or_default() += 1;
+    }
+    let mut rows: BTreeMap<String, GatewayRow> = BTreeMap::new();
+    for (index, address, e) in dump.egress_ips() {
+        let Some(name) = dump.node_name(e.owner) else { continue };
+        let local = e.flags & flags::OWNED != 0;
+        let row = rows.entry(name.clone()).or_insert_with(|| GatewayRow {
+            name,
+            local,
+            address: dump.node_address(e.owner).filter(|_| e.owner != own),
+            ..GatewayRow::default()
+        });
+        row.egress_ips.push(address);
+        row.used_for_new_flows |= usable.contains(&index);
+        row.flows += flows.get(&index).copied().unwrap_or(0);
+    }
+    for told in sources.agent.iter().flat_map(|agent| &agent.gateways) {
+        let new = || GatewayRow { name: told.name.clone(), ..GatewayRow::default() };
+        let row = rows.entry(told.name.clone()).or_insert_with(new);
+        row.probe = Some(told.probe);
+        row.rtt_micros = told.rtt_micros;
+        row.transport = Some(told.transport.clone()).filter(|text| !text.is_empty());
+        row.address = row.address.or(told.address.filter(|_| !row.local));
+    }
+    rows.values_mut().for_each(|row| row.egress_ips.sort());
+    sources.list(rows.into_values().collect())
+}

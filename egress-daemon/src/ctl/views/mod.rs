@@ -1,0 +1,64 @@
+//! Views: what a command shows, as pure functions of the maps and of what the agent tells.
+
+mod blocks;
+mod endpoints;
+mod flows;
+mod gateways;
+mod ips;
+mod policies;
+mod stats;
+#[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
+
+pub use blocks::{BlockRow, blocks};
+pub use endpoints::{EndpointRow, endpoints};
+pub(crate) use flows::row;
+pub use flows::{FlowFilter, FlowRow, FlowsView, flows};
+pub use gateways::{GatewayRow, gateways};
+pub(crate) use ips::epoch;
+pub use ips::{IpRow, ips};
+pub use policies::{PolicyRow, SlotRow, policies};
+pub use stats::{CounterRow, StatsView, stats};
+
+use super::{dump::Dump, print::List};
+use crate::observe::state::{AgentState, ConditionState};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The two sources of a view.
+#[derive(Clone, Copy)]
+pub struct Sources<'a> {
+    /// The maps.
+    pub dump: &'a Dump,
+    /// What the agent tells, if it answers.
+    pub agent: Option<&'a AgentState>,
+}
+
+impl Sources<'_> {
+    /// The node's name.
+    pub fn node(&self) -> Option<String> {
+        let told = self.agent.map(|agent| agent.node.name.clone()).filter(|name| !name.is_empty());
+        told.or_else(|| self.dump.own_name())
+    }
+
+    fn list<R>(&self, items: Vec<R>) -> List<R> {
+        List { node: self.node(), agent_answered: self.agent.is_some(), items }
+    }
+}
+
+/// The policies of each class.
+fn policies_by_class(dump: &Dump) -> BTreeMap<u32, BTreeSet<u32>> {
+    let mut all: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
+    for (class, _, policy) in dump.routes().filter(|(_, _, policy)| *policy != 0) {
+        all.entry(class).or_default().insert(policy);
+    }
+    all
+}
+
+/// The condition `Ready`, or the first one, in one cell: its status, and why unless it is True.
+fn ready(conditions: &[ConditionState]) -> Option<String> {
+    let condition = conditions.iter().find(|c| c.kind == "Ready").or_else(|| conditions.first())?;
+    let good = condition.status == "True" || condition.reason.is_empty();
+    Some(if good { condition.status.clone() } else { format!("{} ({})", condition.status, condition.reason) })
+}

@@ -1,0 +1,98 @@
+//! Starting the roles that a process has, from its settings: what joins the agent, the controller, and what others see
+//! of them.
+
+use anyhow::Result;
+use egress_daemon::{
+    agent::{self, Agent},
+    config::{Config, Firewall},
+    controller::{self, ControllerConfig, Report},
+    health::LeaseTimes,
+    lock::RunFiles,
+    observe::{admin::AdminServer, state::AgentState},
+    store::Store,
+};
+use futures::FutureExt;
+use std::{path::PathBuf, sync::Arc};
+use tokio::sync::watch;
+
+/// How an agent is started.
+pub struct AgentOptions {
+    /// The node.
+    pub node: String,
+    /// The directory of its pins.
+    pub bpffs: PathBuf,
+    /// Where its objects come from, for people.
+    pub source: String,
+    /// Whether a controller runs in the same process.
+    pub with_controller: bool,
+    /// The settings.
+    pub config: Config,
+}
+
+/// The controller's part of the settings. Its leadership and the gateways' leases have the same times.
+fn controller_config(config: &Config) -> ControllerConfig {
+    let host = nix::unistd::gethostname().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    ControllerConfig {
+        lease_duration: config.lease.duration,
+        renew_every: config.lease.renew,
+        gateways: LeaseTimes { duration: config.lease.duration, ..LeaseTimes::default() },
+        ..ControllerConfig::new(format!("{host}-{}", std::process::id()))
+    }
+}
+
+/// Runs an agent until `stop` is ready. What it made stays.
+pub async fn agent(options: AgentOptions, store: Store, stop: impl Future<Output = ()> + Send + 'static) -> Result<()> {
+    let AgentOptions { node, bpffs, source, with_controller, config } = options;
+    if config.firewall == Firewall::Respect {
+        tracing::warn!(
+            "firewall: this build sends every packet of a policy past the host's firewall, also under `respect`; \
+             write `firewall: bypass` to say that this is wanted"
+        );
+    }
+    let files = RunFiles::of(&bpffs);
+    let _lock = files.acquire()?;
+    let (publish, published) = watch::channel(Arc::new(AgentState::default()));
+    let options = agent::Options {
+        node,
+        store: store.clone(),
+        settings: (&config).into(),
+        bpffs,
+        journal: files.sysctls(),
+        source,
+        publish,
+    };
+    let agent = Agent::start(options).await?;
+    // The socket is a convenience: the datapath works without it.
+    let _server = AdminServer::start(&files.socket(), published).inspect_err(|error| tracing::error!("{error}")).ok();
+    let stop = stop.shared();
+    let (report, _reports) = watch::channel(Report::default());
+    let controller =
+        with_controller.then(|| tokio::spawn(controller::run(store, controller_config(&config), report, stop.clone())));
+    agent.run(stop).await?;
+    if let Some(controller) = controller {
+        controller.await?;
+    }
+    Ok(())
+}
+
+/// Runs a controller until `stop` is ready.
+pub async fn controller(config: &Config, store: Store, stop: impl Future<Output = ()> + Send + 'static) -> Result<()> {
+    let (report, _reports) = watch::channel(Report::default());
+    controller::run(store, controller_config(config), report, stop).await;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn leases_have_the_configured_times() {
+        let config = Config::parse("test", b"lease: {renew: 1s, duration: 4s}").unwrap();
+        let c = controller_config(&config);
+        assert_eq!((c.renew_every, c.lease_duration), (Duration::from_secs(1), Duration::from_secs(4)));
+        assert_eq!(c.gateways.duration, Duration::from_secs(4));
+        assert!(c.identity.ends_with(&std::process::id().to_string()));
+    }
+}
