@@ -1,5 +1,6 @@
 //! The small cluster of the demo: two workers with pods, three gateways, two outside servers, and Spillway in it.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::net::IpAddr;
 use std::path::Path;
@@ -17,12 +18,11 @@ use super::streams::Streams;
 use crate::workspace;
 
 /// Pods by name, node and label `app`. worker1 wires its pods as Calico does, worker2 behind a bridge as flannel does.
-const PODS: [(&str, &str, &str); 12] = [
+const PODS: [(&str, &str, &str); 11] = [
     ("web-1", "worker1", "web"),
     ("web-2", "worker1", "web"),
     ("web-3", "worker2", "web"),
     ("web-4", "worker2", "web"),
-    ("web-5", "worker2", "web"),
     ("ledger-1", "worker1", "ledger"),
     ("ledger-2", "worker1", "ledger"),
     ("ledger-3", "worker1", "ledger"),
@@ -32,9 +32,14 @@ const PODS: [(&str, &str, &str); 12] = [
     ("mail-1", "worker1", "mail"),
 ];
 
-/// The manifests that are applied, by the names of their files without `.yaml`, each with its policy.
+/// The pools, which are applied first: they tell nodes that they may be gateways.
+pub const POOLS: &str = "pools";
+/// The manifests of policies that are applied, by the names of their files without `.yaml`, each with its policy.
 pub const MANIFESTS: [(&str, &str); 3] =
     [("web-per-flow", "web"), ("ledger-per-endpoint", "ledger"), ("mail-weighted", "mail")];
+
+/// The manifest that is applied while connections are opened, and its policy.
+pub const EXCEPTION: (&str, &str) = ("web-to-partner", "partner");
 
 /// The name of the controller among the lab's processes.
 pub const CONTROLLER: &str = "controller";
@@ -55,6 +60,8 @@ pub struct Show {
     pub near: TcpServer,
     /// Echo on `far1`, which is behind a router.
     pub far: TcpServer,
+    /// The gateways of the policy `web`'s egress IPs while all gateways were well.
+    pub home: BTreeMap<IpAddr, String>,
     /// Packets seen by `server1` in all scenes.
     pub sightings: Sightings,
     /// The cluster.
@@ -64,7 +71,7 @@ pub struct Show {
 }
 
 impl Show {
-    /// Builds the cluster and waits until Spillway's policies are in force in it.
+    /// Builds the cluster and starts Spillway in it, with pools and without any policy yet.
     pub fn open(screen: Screen, binaries: &Path) -> Result<Show> {
         let mut lab = screen.wait("build a cluster of network namespaces", || {
             let mut lab = Lab::builder().workers(2).gateways(3).build()?;
@@ -74,9 +81,7 @@ impl Show {
             }
             Ok(lab)
         })?;
-        for (file, _) in MANIFESTS {
-            lab.manifests().write(file, &example(file)?)?;
-        }
+        lab.manifests().write(POOLS, &example(POOLS)?)?;
         let start = StartOptions::new().binary(&binaries.join("egress-daemon"));
         lab.start_controller(CONTROLLER, &start)?;
         lab.start_agents(&start)?;
@@ -84,11 +89,30 @@ impl Show {
         let near = TcpServer::start(&near.ns, &near.ips.both(ECHO_PORT), ServerMode::Echo)?;
         let far = TcpServer::start(&far.ns, &far.ips.both(ECHO_PORT), ServerMode::Echo)?;
         let (claims, sightings) = (Claims::default(), Sightings::default());
-        Ok(Show { screen, claims, streams: None, near, far, sightings, lab, start })
+        let home = BTreeMap::new();
+        Ok(Show { screen, claims, streams: None, near, far, home, sightings, lab, start })
     }
 
-    /// Waits until every policy is in force: as the controller says, and then as every pod sees it.
-    pub fn wait_ready(&self) -> Result<()> {
+    /// Waits until every node's agent reports, and every gateway renews its lease.
+    pub fn wait_agents(&self) -> Result<()> {
+        let manifests = self.lab.manifests();
+        let nodes = self.lab.nodes().count();
+        let reporting = || Ok(manifests.written_names("EgressNode").len());
+        wait_until("every agent reports", PATIENCE, reporting, |count| *count == nodes)?;
+        for gateway in self.lab.gateways() {
+            let lease = format!("spillway-gateway-{}", gateway.name);
+            let held = || Ok(manifests.written("Lease", &lease));
+            let first = wait_until(&format!("{} holds its lease", gateway.name), PATIENCE, held, Option::is_some)?;
+            wait_until(&format!("{} renews its lease", gateway.name), PATIENCE, held, |lease| *lease != first)?;
+        }
+        Ok(())
+    }
+
+    /// Applies the policies and waits until every one is in force: as the controller says, and then as every pod sees it.
+    pub fn apply(&self) -> Result<()> {
+        for (file, _) in MANIFESTS {
+            self.lab.manifests().write(file, &example(file)?)?;
+        }
         for (_, policy) in MANIFESTS {
             let obstacle = || objects::obstacle(self.lab.manifests(), policy);
             wait_until(&format!("policy {policy} is in force"), PATIENCE, obstacle, Option::is_none)?;
@@ -186,7 +210,8 @@ mod tests {
             .map(|entry| entry.unwrap().path().file_stem().unwrap().to_str().unwrap().to_owned())
             .collect();
         names.sort();
-        let mut applied: Vec<&str> = MANIFESTS.iter().map(|(file, _)| *file).collect();
+        let mut applied: Vec<&str> =
+            MANIFESTS.iter().chain([&EXCEPTION]).map(|(file, _)| *file).chain([POOLS]).collect();
         applied.sort_unstable();
         assert_eq!(names, applied);
     }

@@ -46,7 +46,7 @@ pub enum Outcome {
     Opened,
     /// Established when TCP had repeated its first packet.
     Waited(Duration),
-    /// Not established.
+    /// Not established, or dead before its first bytes were answered.
     Failed,
 }
 
@@ -83,11 +83,12 @@ impl Trickle {
         let decided = |all: &[ConnectionReport]| {
             all.len() == started.len() && all.iter().all(|one| one.state != ConnectionState::Connecting)
         };
-        let all = self.clients.wait("all connections are open or have failed", GIVE_UP * 2, decided)?;
+        self.clients.wait("all connections are open or have failed", GIVE_UP * 2, decided)?;
         let echoed =
             |all: &[ConnectionReport]| all.iter().all(|one| one.state != ConnectionState::Open || one.received > 0);
-        // A connection whose echo never comes has no source; that is for the caller to judge.
+        // A connection whose echo never comes has failed.
         self.clients.wait("all echoes", Duration::from_secs(2), echoed).ok();
+        let all = self.clients.connections();
         let sources = server.source_of_flow();
         let source = |id: u64| sources.get(&id).map(SocketAddr::ip);
         let flow = |(started, one): (Instant, &ConnectionReport)| Flow {
@@ -108,6 +109,7 @@ impl Drop for Trickle {
 fn outcome(report: &ConnectionReport) -> Outcome {
     match report.state {
         ConnectionState::Failed(_) | ConnectionState::Connecting => Outcome::Failed,
+        _ if report.received == 0 => Outcome::Failed,
         ConnectionState::Open | ConnectionState::Closed if report.connect_time >= REPEATED => {
             Outcome::Waited(report.connect_time)
         }
@@ -131,13 +133,16 @@ pub fn trouble_after(flows: &[Flow], event: Instant) -> Option<Duration> {
     troubled.map(|flow| flow.started - event).max()
 }
 
-/// How long after `event` the last connection was started that left with one of the `old` addresses.
+/// How long after `event` the last connection was started that left with one of the `old` addresses, or did not open.
 pub fn last_with(flows: &[Flow], event: Instant, old: &[IpAddr]) -> Option<Duration> {
-    let with_old = flows.iter().filter(|flow| flow.source.is_some_and(|source| old.contains(&source)));
+    let with_old = flows
+        .iter()
+        .filter(|flow| flow.outcome == Outcome::Failed || flow.source.is_some_and(|source| old.contains(&source)));
     with_old.filter(|flow| flow.started >= event).map(|flow| flow.started - event).max()
 }
 
-/// What became of new connections before and after `event`, in steps of half a second.
+/// What became of new connections from half a second before `event` on until all went well again for a second, in steps
+/// of half a second.
 pub fn timeline(flows: &[Flow], event: Instant) -> Table {
     const STEP: f64 = 0.5;
     let mut steps: BTreeMap<i64, Vec<&Flow>> = BTreeMap::new();
@@ -146,8 +151,9 @@ pub fn timeline(flows: &[Flow], event: Instant) -> Table {
             - event.saturating_duration_since(flow.started).as_secs_f64();
         steps.entry((since / STEP).floor() as i64).or_default().push(flow);
     }
+    let calm = trouble_after(flows, event).map_or(0, |time| (time.as_secs_f64() / STEP) as i64) + 2;
     let mut table = Table::new(&["seconds", ">new", ">at once", ">waited", ">failed", ""]);
-    for (step, flows) in steps {
+    for (step, flows) in steps.into_iter().filter(|(step, _)| (-1..=calm).contains(step)) {
         let flows: Vec<Flow> = flows.into_iter().cloned().collect();
         let (opened, waited, failed) = counts(&flows);
         let from = step as f64 * STEP;
@@ -190,7 +196,8 @@ mod tests {
         assert_eq!(trouble_after(&flows, event), Some(Duration::from_millis(300)));
         assert_eq!(trouble_after(&flows[3..], event), None);
         assert_eq!(last_with(&flows, event, &[[192, 0, 2, 11].into()]), Some(Duration::from_millis(700)));
-        assert_eq!(last_with(&flows, event, &[[192, 0, 2, 13].into()]), None);
+        assert_eq!(last_with(&flows, event, &[[192, 0, 2, 13].into()]), Some(Duration::from_millis(300)));
+        assert_eq!(last_with(&flows[3..], event, &[[192, 0, 2, 13].into()]), None);
         let lines = timeline(&flows, event).lines();
         let starts: Vec<_> = lines[2..].iter().map(|line| line.split("  ").next().unwrap().to_owned()).collect();
         assert_eq!(starts, ["-0.5 to +0.0", "+0.0 to +0.5", "+0.5 to +1.0"]);

@@ -96,7 +96,8 @@ fn demo(args: &Args) -> Result<bool> {
 }
 
 fn play(show: &mut Show, quick: bool) -> Result<()> {
-    show.screen.wait("wait until the policies are in force", || show.wait_ready())?;
+    show.screen.wait("start an agent on each node", || show.wait_agents())?;
+    show.screen.wait("apply manifests/examples and wait until they are in force", || show.apply())?;
     for scene in scenes::QUICK {
         scene(show)?;
         show.near.forget_closed();
@@ -149,7 +150,7 @@ made of network namespaces on this machine, with a real agent on each node and a
   web-1 web-2                                          ┌ gw1 ┐
   ledger-1..3 mail-1 ── worker1 ┐                      │     │
                                 ├── nodes' network ────┼ gw2 ┼── outside ── server1
-  web-3 web-4 web-5             │                      │     │      │
+  web-3 web-4                   │                      │     │      │
   ledger-4..6 ───────── worker2 ┘                      └ gw3 ┘   router ── far1
 
 The workers' pods are wired in both ways that CNIs know: veths with routes (worker1), a bridge (worker2).
