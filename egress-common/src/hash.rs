@@ -51,16 +51,14 @@ pub const fn attempt(hash: u32, n: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    extern crate std;
     use crate::flow::FlowKey;
-    use std::vec;
 
     #[test]
     fn ports_and_addresses_spread_evenly() {
         // 3 slots, 3,000 consecutive source ports, 200 seeds: chi-squared with 2 degrees of freedom has the mean 2 and, over
         // 200 draws, a standard error of 0.14.
         let chi = |seed| {
-            let mut n = vec![0f64; 3];
+            let mut n = [0f64; 3];
             for port in 0..3000u16 {
                 let k = FlowKey { src: [0x0a00_0a0a], dst: [0x0707_0707], src_port: port, dst_port: 443, proto: 6 };
                 n[(super::flow(&k, seed) % 3) as usize] += 1.0;

@@ -47,6 +47,7 @@ counters! {
     DropStranger = "drop_stranger": "tunnelled packets from addresses that are no node's",
     DropNoReverse = "drop_no_reverse": "replies without a flow",
     DropNoLease = "drop_no_lease": "packets for an egress IP that belong to nobody's port block",
+    DropNoUplink = "drop_no_uplink": "packets of egress IPs for which this node has no interface",
     DropRedirect = "drop_redirect": "packets that a helper refused",
 }
 

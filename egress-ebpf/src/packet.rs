@@ -10,7 +10,11 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use core::mem::MaybeUninit;
-use egress_common::{V6, abi::TICK_SHIFT, verdict::Verdict};
+use egress_common::{
+    V6,
+    abi::TICK_SHIFT,
+    verdict::{Counter, Verdict},
+};
 
 /// Length of an Ethernet header without tags, which is what veth, bridge ports and the tunnel device hand over.
 pub const ETH_LEN: u32 = 14;
@@ -218,9 +222,12 @@ impl Packet {
         Verdict::Taken(unsafe { bpf_redirect(ifindex, 0) } as i32)
     }
 
-    /// Sends the packet out of `ifindex` to the next hop that the routing table gives for its addresses.
+    /// Sends the packet out of `ifindex` (0: there is none) to the next hop that the routing table gives for its addresses.
     #[inline(always)]
     pub fn redirect_routed(&self, ifindex: u32) -> Verdict {
+        if ifindex == 0 {
+            return Verdict::Drop(Counter::DropNoUplink);
+        }
         // SAFETY: without parameters the helper only notes the index.
         Verdict::Taken(unsafe { bpf_redirect_neigh(ifindex, core::ptr::null_mut(), 0, 0) } as i32)
     }

@@ -138,6 +138,11 @@ pub fn remove_kept() -> Result<Vec<String>> {
     Ok(removed)
 }
 
+/// Removes one lab with everything that runs in it: what the end of its process would do.
+pub fn remove(id: &str) -> Result<()> {
+    remove_lab(id)
+}
+
 fn failed_dir(id: &str) -> PathBuf {
     Path::new(LABS).join(format!("failed-{id}"))
 }

@@ -1,7 +1,8 @@
-//! Spillway's developer commands: `cargo xtask setup | build | codegen | tidy | test`. Each command is a module of its own.
+//! Spillway's developer commands: `cargo xtask setup | build | demo | codegen | tidy | test`. Each command is a module of its own.
 
 mod build;
 mod codegen;
+mod demo;
 mod process;
 mod progress;
 mod setup;
@@ -27,6 +28,8 @@ enum Command {
     Setup(setup::Args),
     /// Build egress-daemon and egressctl, with the eBPF programs embedded
     Build(build::Args),
+    /// Watch Spillway work, and fail, in a small cluster of network namespaces
+    Demo(demo::Args),
     /// Write the CRDs that come from the code into manifests/crds
     Codegen(codegen::Args),
     /// Check the rules that no compiler checks: module edges, file sizes, links, formatting
@@ -41,6 +44,7 @@ fn main() -> ExitCode {
         Command::Build(args) => build::run(&args),
         Command::Codegen(args) => codegen::run(&args),
         Command::Tidy => tidy::run(),
+        Command::Demo(args) => return demo::run(&args),
         Command::Test(args) => return test::run(&args),
     };
     match result {

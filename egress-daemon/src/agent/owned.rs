@@ -7,7 +7,7 @@ use crate::host::{
     schedule::Schedule,
 };
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, btree_map::Entry},
     io,
     net::IpAddr,
     time::{Duration, Instant},
@@ -60,9 +60,9 @@ impl Owned {
         let interfaces: BTreeSet<u32> = wanted.values().map(|((i, _), _)| *i).collect();
         self.listeners.retain(|i, _| interfaces.contains(i));
         for interface in interfaces {
-            if !self.listeners.contains_key(&interface) {
+            if let Entry::Vacant(place) = self.listeners.entry(interface) {
                 match ClaimListener::open(interface) {
-                    Ok(listener) => drop(self.listeners.insert(interface, listener)),
+                    Ok(listener) => drop(place.insert(listener)),
                     Err(e) => tracing::warn!("claims of others on interface {interface} are not heard: {e}"),
                 }
             }

@@ -89,22 +89,7 @@ impl Files {
     /// written; what is broken is among [`Store::problems`]. Its cache follows the directory until the last clone of
     /// the store is dropped.
     pub fn open(directory: &Path) -> Result<Store, OpenError> {
-        if !directory.is_dir() {
-            return Err(OpenError::NotADirectory(directory.to_owned()));
-        }
-        let directory = directory.canonicalize().map_err(|_| OpenError::NotADirectory(directory.to_owned()))?;
-        let own = Own::open(directory.join(".spillway"))
-            .map_err(|error| OpenError::NotWritable { directory: directory.clone(), error })?;
-        let (wake, woken) = mpsc::channel();
-        let files = Arc::new(Files {
-            parser: Parser::new()?,
-            own,
-            directory,
-            view: Mutex::default(),
-            order: Mutex::default(),
-            changes: watch::Sender::new(0),
-            wake,
-        });
+        let (files, woken) = Self::prepare(directory)?;
         // Watching starts before the first look, so that no change falls between them.
         let watcher = files.watch();
         let mut scanner = Scanner::default();
@@ -121,6 +106,27 @@ impl Files {
             .spawn(move || follow(&weak, scanner, again, &woken, watcher))
             .map_err(OpenError::Thread)?;
         Ok(Store::new(Arc::new(files)))
+    }
+
+    /// A store that has not looked yet, and where it will be woken.
+    fn prepare(directory: &Path) -> Result<(Arc<Self>, mpsc::Receiver<Wake>), OpenError> {
+        if !directory.is_dir() {
+            return Err(OpenError::NotADirectory(directory.to_owned()));
+        }
+        let directory = directory.canonicalize().map_err(|_| OpenError::NotADirectory(directory.to_owned()))?;
+        let own = Own::open(directory.join(".spillway"))
+            .map_err(|error| OpenError::NotWritable { directory: directory.clone(), error })?;
+        let (wake, woken) = mpsc::channel();
+        let files = Files {
+            parser: Parser::new()?,
+            own,
+            directory,
+            view: Mutex::default(),
+            order: Mutex::default(),
+            changes: watch::Sender::new(0),
+            wake,
+        };
+        Ok((Arc::new(files), woken))
     }
 
     fn view(&self) -> MutexGuard<'_, View> {

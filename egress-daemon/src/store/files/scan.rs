@@ -185,7 +185,13 @@ impl Scanner {
                     Err(error) => failed = Err(error),
                 }
             }
-            let version = record.as_ref().and_then(version).map_or_else(|| parsed.hash.clone(), |v| v.to_string());
+            let of_this = record.as_ref().is_some_and(|record| content_hash(record) == parsed.hash);
+            let version = match record.as_ref().and_then(version) {
+                Some(version) if of_this => version.to_string(),
+                // The record is about another content, which another process has read: no number, so that no write made
+                // from this content is accepted, and that the view takes the other content later for what it is.
+                version => format!("{}.{}", parsed.hash, version.unwrap_or(0)),
+            };
             let item = match self.merged.get(target) {
                 Some((hash, item)) if *hash == parsed.hash && item.version == version => item.clone(),
                 _ => match target.kind.decode(merge(parsed, record.as_ref(), &version)) {

@@ -351,6 +351,37 @@ async fn a_status_is_updated_although_others_write_the_rest() {
     assert!(matches!(missing, Err(StoreError::NotFound(_))));
 }
 
+/// One process has read a new version of a file and counted its generation before the other one has.
+#[test]
+fn an_object_is_never_mistaken_for_its_next_generation() {
+    let dir = directory();
+    let write = |destination: &str, age: u64| {
+        let path = dir.path().join("web.yaml");
+        fs::write(&path, POLICY.replace("0.0.0.0/0", destination)).unwrap();
+        let file = fs::File::options().write(true).open(path).unwrap();
+        file.set_modified(std::time::SystemTime::now() - Duration::from_secs(age)).unwrap();
+    };
+    let seen = |files: &Arc<Files>| {
+        let object = files.get(Kind::EgressGatewayPolicy, &Key::cluster("web")).unwrap();
+        let web = object.downcast::<EgressGatewayPolicy>().unwrap();
+        let version = web.metadata.resource_version.clone().unwrap();
+        (web.spec.destination_cidrs[0].clone(), version.parse::<u64>().ok())
+    };
+    write("203.0.113.0/24", 100);
+    let ((slow, _), (quick, _)) = (Files::prepare(dir.path()).unwrap(), Files::prepare(dir.path()).unwrap());
+    let (mut slow_scanner, mut quick_scanner) = (Scanner::default(), Scanner::default());
+    slow_scanner.scan(&slow, Look::Everywhere);
+    quick_scanner.scan(&quick, Look::Everywhere);
+    assert_eq!(seen(&slow), seen(&quick));
+    write("198.51.100.0/24", 50);
+    quick_scanner.scan(&quick, Look::Everywhere);
+    slow_scanner.scan(&slow, Look::Own);
+    assert_eq!(seen(&slow), ("203.0.113.0/24".to_owned(), None), "a write made from this would be refused");
+    slow_scanner.scan(&slow, Look::Everywhere);
+    assert_eq!(seen(&slow), seen(&quick));
+    assert_eq!(seen(&slow).0, "198.51.100.0/24");
+}
+
 #[test]
 fn a_file_that_vanished_while_nobody_looked_is_forgotten() {
     let dir = directory();

@@ -1,0 +1,83 @@
+//! What the demo claims, what it measured, and whether the two agree. Pure.
+
+use serde::Serialize;
+
+use super::table::Table;
+
+/// One statement about Spillway, and its proof.
+#[derive(Clone, Debug, Serialize, PartialEq, Eq)]
+pub struct Claim {
+    /// The statement.
+    pub name: String,
+    /// Whether what was measured is what was expected.
+    pub holds: bool,
+    /// What must be measured for the claim to hold.
+    pub expected: String,
+    /// What was measured.
+    pub measured: String,
+}
+
+/// All claims of a run in the order in which they were shown. Its JSON is the output of `--json`.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Claims {
+    claims: Vec<Claim>,
+}
+
+impl Claims {
+    /// Adds a claim.
+    pub fn add(&mut self, claim: Claim) {
+        self.claims.push(claim);
+    }
+
+    /// Whether there are claims and all of them hold.
+    pub fn all_hold(&self) -> bool {
+        !self.claims.is_empty() && self.claims.iter().all(|claim| claim.holds)
+    }
+
+    /// The claims, one a row.
+    pub fn table(&self) -> Table {
+        let mut table = Table::new(&["", "claim", "expected", "measured"]).limits(&[4, 34, 30, 36]);
+        for claim in &self.claims {
+            table.row([if claim.holds { "PASS" } else { "FAIL" }, &claim.name, &claim.expected, &claim.measured]);
+        }
+        table
+    }
+
+    /// `12 of 13 claims hold`.
+    pub fn line(&self) -> String {
+        let holding = self.claims.iter().filter(|claim| claim.holds).count();
+        format!("{holding} of {} claims hold", self.claims.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim(holds: bool) -> Claim {
+        Claim { name: "a".to_owned(), holds, expected: "1".to_owned(), measured: "2".to_owned() }
+    }
+
+    #[test]
+    fn the_json_is_what_the_issue_asks_for() {
+        let mut claims = Claims::default();
+        claims.add(claim(true));
+        let json = serde_json::to_value(&claims).unwrap();
+        assert_eq!(
+            json,
+            serde_json::json!({"claims": [{"name": "a", "holds": true, "expected": "1", "measured": "2"}]})
+        );
+    }
+
+    #[test]
+    fn one_failure_is_a_failure_and_no_claim_is_one_too() {
+        let mut claims = Claims::default();
+        assert!(!claims.all_hold());
+        claims.add(claim(true));
+        assert!(claims.all_hold());
+        claims.add(claim(false));
+        assert!(!claims.all_hold());
+        assert_eq!(claims.line(), "1 of 2 claims hold");
+        assert!(claims.table().lines()[3].starts_with("FAIL"));
+    }
+}

@@ -1,0 +1,115 @@
+//! The lab that is left up: commands to look around in it, and a server that tells callers who they are.
+
+use std::fs;
+use std::io::Write;
+use std::net::{Ipv6Addr, SocketAddr, TcpListener};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Stdio;
+
+use anyhow::{Context, Result};
+use lab::{Family, Lab};
+
+use super::cluster::ECHO_PORT;
+use super::screen::Screen;
+
+/// Answers every connection with the address that it came from, for ever.
+pub fn serve(port: u16) -> Result<()> {
+    let address = SocketAddr::from((Ipv6Addr::UNSPECIFIED, port));
+    let listener = TcpListener::bind(address).with_context(|| format!("cannot listen on port {port}"))?;
+    for stream in listener.incoming() {
+        let mut stream = stream?;
+        let peer = stream.peer_addr()?;
+        // A caller that has gone already needs no answer.
+        writeln!(stream, "you are {} port {}", peer.ip().to_canonical(), peer.port()).ok();
+    }
+    Ok(())
+}
+
+/// Starts [`serve`] on the outside server, as a process that outlives this one.
+fn start_server(lab: &Lab) -> Result<()> {
+    let mut command = lab.server("server1").ns.command(std::env::current_exe()?);
+    command.args(["demo", "--serve", &ECHO_PORT.to_string()]);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let detach = || nix::unistd::setsid().map(drop).map_err(std::io::Error::from);
+    // SAFETY: between fork and exec the closure makes one system call and allocates nothing.
+    unsafe { command.pre_exec(detach) };
+    command.spawn().context("cannot start the server that tells who calls")?;
+    Ok(())
+}
+
+/// Leaves the lab up and says what can be done in it.
+pub fn keep(lab: Lab, screen: &Screen, binaries: &Path) -> Result<()> {
+    start_server(&lab)?;
+    let hints = hints(&lab, binaries);
+    lab.keep()?;
+    screen.lines(&hints);
+    Ok(())
+}
+
+fn hints(lab: &Lab, binaries: &Path) -> Vec<String> {
+    let enter = |ns: &str| format!("nsenter --net=/run/netns/{ns}");
+    let pod = lab.pod("web-1");
+    let (node, pins) = (lab.node(&pod.node), lab.bpffs(&pod.node));
+    let egressctl = |arguments: &str| {
+        format!(
+            "  {} {} {arguments} --bpffs {}",
+            enter(node.ns.name()),
+            binaries.join("egressctl").display(),
+            pins.display()
+        )
+    };
+    let target = lab.server("server1").ips.ip(Family::V4);
+    let gateway = "gw1";
+    let mut lines = vec![
+        String::new(),
+        format!("The lab {} is still up: its agents and its controller run on. Look around in it:", lab.id()),
+        String::new(),
+        "ask the server who a pod is, several times (each connection is a new flow):".to_owned(),
+        format!("  {} bash -c 'cat </dev/tcp/{target}/{ECHO_PORT}'", enter(pod.ns.name())),
+        format!("what Spillway says on {}:", node.name),
+        egressctl("policies"),
+        egressctl("ips"),
+        egressctl("flows"),
+        egressctl(&format!("explain --pod {} --to {target}:{ECHO_PORT}/tcp", pod.key())),
+        "what the kernel holds, with field names:".to_owned(),
+    ];
+    lines.extend(flow_maps(&pins).iter().map(|map| format!("  bpftool map dump pinned {map}")));
+    lines.extend([
+        "edit a policy and see who notices; what Spillway writes is beside it in .spillway:".to_owned(),
+        format!("  ${{EDITOR:-vi}} {}", lab.manifests().dir().join("web-per-flow.yaml").display()),
+        format!("  ls {}", lab.manifests().dir().join(".spillway/EgressIP").display()),
+        format!("pull the cables of {gateway}, and plug them in again with `up`:"),
+        format!(
+            "  ip -n {0} link set {gateway} down; ip -n {1} link set {gateway} down",
+            lab.underlay().name(),
+            lab.external().name()
+        ),
+        "read along:".to_owned(),
+        format!("  tail -f {}", lab.dir().join("logs/*.log").display()),
+        "remove it all:".to_owned(),
+        "  cargo xtask demo --remove".to_owned(),
+    ]);
+    lines
+}
+
+/// The pinned flow tables of a node.
+fn flow_maps(pins: &Path) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut folders = vec![pins.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path
+                .file_name()
+                .is_some_and(|name| name.to_string_lossy().to_ascii_lowercase().starts_with("flows"))
+            {
+                found.push(path.display().to_string());
+            }
+        }
+    }
+    found.sort();
+    found
+}

@@ -1,0 +1,161 @@
+//! `cargo xtask demo`: a small cluster in network namespaces, Spillway in it, and claims that are measured while a
+//! newcomer watches. Knows Spillway as programs to start, manifests to write and files to read, like any user.
+
+mod claims;
+mod cluster;
+mod flows;
+mod interrupt;
+mod keep;
+mod objects;
+mod scenes;
+mod screen;
+mod sightings;
+mod streams;
+mod table;
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+
+use self::claims::Claims;
+use self::cluster::Show;
+use self::screen::Screen;
+use crate::{build, setup};
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Print only the claims, as JSON: {"claims": [{"name", "holds", "expected", "measured"}]}
+    #[arg(long)]
+    json: bool,
+    /// Leave the lab up at the end, and print commands to look around in it
+    #[arg(long)]
+    keep: bool,
+    /// Only the spread, the pods with an address of their own, and the death of a gateway
+    #[arg(long)]
+    quick: bool,
+    /// Remove labs that were left up, and do nothing else
+    #[arg(long, exclusive = true)]
+    remove: bool,
+    /// Tell every TCP caller of this port its address: the server of a lab that is left up
+    #[arg(long, exclusive = true, hide = true, value_name = "PORT")]
+    serve: Option<u16>,
+}
+
+/// Shows everything. Fails when a claim does not hold.
+pub fn run(args: &Args) -> ExitCode {
+    let result = match args {
+        Args { serve: Some(port), .. } => keep::serve(*port).map(|()| true),
+        Args { remove: true, .. } => remove().map(|()| true),
+        _ => demo(args),
+    };
+    match result {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            interrupt::wait_if_interrupted();
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn remove() -> Result<()> {
+    match lab::scope::remove_kept()?.as_slice() {
+        [] => println!("No lab was left up."),
+        labs => println!("Removed {}.", labs.join(", ")),
+    }
+    Ok(())
+}
+
+/// Whether all claims hold.
+fn demo(args: &Args) -> Result<bool> {
+    setup::ensure(setup::Scope::Lab)?;
+    if let Some(obstacle) = lab::skip::obstacle() {
+        bail!("the demo makes network namespaces and loads eBPF programs: {obstacle}");
+    }
+    let binaries = build::binaries(false)?;
+    interrupt::watch()?;
+    let started = Instant::now();
+    let screen = Screen::new(args.json);
+    screen.lines(&introduction());
+    let mut show = Show::open(screen, &binaries)?;
+    interrupt::guard(show.lab.id());
+
+    let played = play(&mut show, args.quick);
+    interrupt::wait_if_interrupted();
+    if let Err(error) = played {
+        let mut measured = format!("{error:#}");
+        for obituary in show.obituaries() {
+            measured.push_str(&format!("\n{obituary}"));
+        }
+        show.claim("the demo runs to its end", false, "no error", measured);
+    }
+    conclude(show, args, &binaries, started)
+}
+
+fn play(show: &mut Show, quick: bool) -> Result<()> {
+    show.screen.wait("start an agent on each node", || show.wait_agents())?;
+    show.screen.wait("apply manifests/examples and wait until they are in force", || show.apply())?;
+    for scene in scenes::QUICK {
+        scene(show)?;
+        show.near.forget_closed();
+    }
+    for scene in scenes::REST.iter().filter(|_| !quick) {
+        scene(show)?;
+        show.near.forget_closed();
+    }
+    let seen = show.sightings.clone();
+    show.screen.scene(
+        "The whole time",
+        "A capture on the server's interface has seen every packet of all scenes. Each had to come from an egress IP of a \
+         policy.",
+    );
+    show.claim("no packet ever has a wrong address", seen.are_clean(), "0 packets", seen.sentence());
+    Ok(())
+}
+
+/// The summary, and the end of the lab.
+fn conclude(show: Show, args: &Args, binaries: &Path, started: Instant) -> Result<bool> {
+    let Show { screen, claims, lab, streams, near, far, .. } = show;
+    // The servers' ports must be free for the one that a kept lab gets.
+    drop((streams, near, far));
+    summary(&screen, &claims, started);
+    if args.keep {
+        keep::keep(lab, &screen, binaries)?;
+    } else {
+        drop(lab);
+        if !claims.all_hold() {
+            screen.say("Run `cargo xtask demo --keep` to look around in the lab, and at its logs.");
+        }
+    }
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&claims)?);
+    }
+    Ok(claims.all_hold())
+}
+
+fn summary(screen: &Screen, claims: &Claims, started: Instant) {
+    screen.lines(&[String::new(), "Summary".to_owned()]);
+    screen.table(&claims.table());
+    screen.lines(&[format!("{}, in {} s.", claims.line(), started.elapsed().as_secs())]);
+}
+
+fn introduction() -> Vec<String> {
+    r#"
+Spillway spreads what pods send out of a Kubernetes cluster over several gateways. Here is such a cluster,
+made of network namespaces on this machine, with a real agent on each node and a real controller:
+
+  web-1 web-2                                          ┌ gw1 ┐
+  ledger-1..3 mail-1 ── worker1 ┐                      │     │
+                                ├── nodes' network ────┼ gw2 ┼── outside ── server1
+  web-3 web-4                   │                      │     │      │
+  ledger-4..6 ───────── worker2 ┘                      └ gw3 ┘   router ── far1
+
+The workers' pods are wired in both ways that CNIs know: veths with routes (worker1), a bridge (worker2).
+The policies in force are those of manifests/examples/."#
+        .lines()
+        .map(str::to_owned)
+        .collect()
+}

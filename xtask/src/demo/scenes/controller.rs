@@ -1,0 +1,95 @@
+//! The controller dies, and nothing that works stops.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use anyhow::Result;
+use lab::wait_for;
+
+use super::super::cluster::{CONTROLLER, Show};
+use super::super::flows::counts;
+use super::super::objects;
+use super::super::sightings::Watch;
+use super::super::streams::{intact, longest_pause};
+use super::{PATIENCE, seconds};
+use crate::demo::table::Table;
+
+/// Longer than the leases that the gateways hold (2 s) and the deadlines that follow from them.
+const WITHOUT: Duration = Duration::from_secs(5);
+/// What nobody notices.
+const UNNOTICED: Duration = Duration::from_secs(1);
+
+/// The only controller is killed; later another one starts.
+pub fn show(show: &mut Show) -> Result<()> {
+    show.screen.scene(
+        "The controller dies",
+        "The only controller is killed with `kill -9`. It plans, but no packet passes through it: for 5 s, which is more \
+         than any lease lasts, the 100 connections stream on and new ones are opened at their usual rate. Then a new \
+         controller starts; it finds everything in the objects, and moves nothing.",
+    );
+    let epochs = epochs(show)?;
+    let watch = Watch::start(show.server())?;
+    show.streams()?.wait_progress(5)?;
+    show.streams()?.reset_pauses();
+    let trickles = super::gateway::start_trickles(show)?;
+    show.lab.controller(CONTROLLER).kill()?;
+    // A hundred connections a second from each pod.
+    let wanted = WITHOUT.as_secs() as usize * 90;
+    show.screen.wait("life without a controller", || {
+        wait_for("new connections", PATIENCE, || Ok(trickles.iter().all(|trickle| trickle.opened() >= wanted))).ok();
+        Ok(())
+    })?;
+    let streams = show.streams()?;
+    streams.wait_progress(5)?;
+    let all = streams.all();
+    let flows = super::gateway::finish_trickles(show, trickles)?;
+    let allowed = show.egress_addresses()?;
+    show.sightings.add(&watch.finish(&allowed)?);
+
+    let leader = |show: &Show| show.lab.manifests().written("Lease", "spillway-controller");
+    let old = leader(show);
+    show.lab.start_controller(CONTROLLER, &show.start.clone())?;
+    show.screen.wait("a new controller takes over", || {
+        wait_for("the new controller leads", PATIENCE, || Ok(holder(leader(show)) != holder(old.clone())))
+    })?;
+    show.streams()?.wait_progress(20)?;
+    let (later, still) = (self::epochs(show)?, show.streams()?.all());
+
+    let (opened, waited, failed) = counts(&flows);
+    let pause = longest_pause(&all, |_| true);
+    let mut table = Table::new(&["without a controller", ">before", ">after"]);
+    table.row(["connections that stream", &all.len().to_string(), &intact(&all).to_string()]);
+    table.row(["new connections, and those that opened", &flows.len().to_string(), &opened.to_string()]);
+    let moved = later.iter().filter(|(ip, epoch)| epochs.get(ip) != Some(epoch)).count();
+    table.row(["egress IPs, and those that moved", &epochs.len().to_string(), &moved.to_string()]);
+    show.screen.table(&table);
+    show.claim(
+        "nothing stops without a controller",
+        intact(&all) == all.len() && pause <= UNNOTICED && waited + failed == 0,
+        format!("{} connections stream, all new ones open at once", all.len()),
+        format!(
+            "{} stream (longest pause {}), {opened} of {} new ones opened at once",
+            intact(&all),
+            seconds(pause),
+            flows.len()
+        ),
+    );
+    show.claim(
+        "a new controller moves nothing",
+        moved == 0 && intact(&still) == still.len(),
+        "no egress IP moved, no connection lost",
+        format!("{moved} egress IPs moved, {} connections lost", still.len() - intact(&still)),
+    );
+    Ok(())
+}
+
+/// How many times each egress IP has moved so far.
+fn epochs(show: &Show) -> Result<BTreeMap<IpAddr, u64>> {
+    Ok(objects::egress_ips(show.lab.manifests())?.into_iter().map(|one| (one.address, one.epoch)).collect())
+}
+
+/// The line of a lease that names its holder.
+fn holder(lease: Option<String>) -> Option<String> {
+    lease?.lines().find(|line| line.trim_start().starts_with("holderIdentity")).map(str::to_owned)
+}

@@ -1,0 +1,224 @@
+//! A gateway dies, and comes back, while connections stream and new ones are opened.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use lab::Family;
+
+use super::super::cluster::{ECHO_PORT, Show};
+use super::super::flows::{Flow, Trickle, counts, timeline, trouble_after};
+use super::super::sightings::Watch;
+use super::super::streams::{Stream, intact, longest_pause};
+use super::super::table::Table;
+use super::{WEB, carriers, seconds, wait_carriers};
+
+/// Long-lived connections of each of four pods.
+const STREAMS_PER_POD: usize = 25;
+/// A gateway's lease lasts 2 s, and TCP tries again after 3 s.
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// Three probes of 100 ms, and what a busy machine takes.
+const DIVERTED: Duration = Duration::from_secs(1);
+/// The lease and the controller's round.
+const MOVED: Duration = Duration::from_secs(4);
+/// What nobody notices.
+const UNNOTICED: Duration = Duration::from_secs(1);
+/// As in manifests/examples/pools.yaml.
+const FAILBACK_DELAY: Duration = Duration::from_secs(3);
+const RETURNED: Duration = Duration::from_secs(12);
+
+/// A gateway's power fails.
+pub fn dies(show: &mut Show) -> Result<()> {
+    let total = 4 * STREAMS_PER_POD;
+    let before = carriers(show, WEB)?;
+    show.home = before.clone();
+    let victim = before.values().nth(1).context("the policy web has no second egress IP")?.clone();
+    show.screen.scene(
+        "A gateway dies",
+        &format!(
+            "{total} connections stream in both directions, 20 times a second each, and two pods open 100 new \
+             connections a second each. Now {victim} loses its power and its network, with no warning. New connections \
+             avoid it as soon as it answers no probe; its egress IPs move to other gateways when its lease of 2 s has \
+             lapsed; and its connections, which live on the workers and not on the gateway, just go on."
+        ),
+    );
+    show.open_streams(STREAMS_PER_POD)?;
+    let watch = Watch::start(show.server())?;
+    let trickles = start_trickles(show)?;
+    let streams = show.streams()?;
+    streams.wait_progress(10)?;
+    streams.reset_pauses();
+
+    let died = Instant::now();
+    show.lab.kill_node(&victim)?;
+    let after = wait_carriers(show, WEB, &format!("the egress IPs of {victim} move"), |all| {
+        all.values().all(|node| *node != victim && node != "-")
+    })?;
+    let moved = died.elapsed();
+    let streams = show.streams()?;
+    show.screen.wait("the connections go on", || streams.wait_progress(10))?;
+    let all = streams.all();
+    let flows = finish_trickles(show, trickles)?;
+    let allowed = show.egress_addresses()?;
+    show.sightings.add(&watch.finish(&allowed)?);
+
+    show.screen.table(&streams_table(&all, &before, &after));
+    show.screen.say(&format!("New connections around the death of {victim} (which is at 0.0):"));
+    show.screen.table(&timeline(&flows, died));
+
+    let of_victim = |ip: IpAddr| before.get(&ip).is_some_and(|node| *node == victim);
+    let touched = all.iter().filter(|stream| stream.source.is_some_and(of_victim)).count();
+    show.claim(
+        "established connections outlive their gateway",
+        intact(&all) == total && touched > 0,
+        format!("{total} of {total}, no byte lost"),
+        format!("{} of {total}; {touched} of them went through {victim}", intact(&all)),
+    );
+    let (pause, others) = (longest_pause(&all, of_victim), longest_pause(&all, |ip| !of_victim(ip)));
+    show.claim(
+        "they pause until their egress IP has moved",
+        pause <= LONGEST_PAUSE,
+        format!("at most {}", seconds(LONGEST_PAUSE)),
+        format!("at most {}", seconds(pause)),
+    );
+    show.claim(
+        "connections through other gateways do not notice",
+        others <= UNNOTICED,
+        format!("no pause above {}", seconds(UNNOTICED)),
+        format!("longest pause {}", seconds(others)),
+    );
+    let trouble = trouble_after(&flows, died);
+    let (_, waited, failed) = counts(&flows);
+    show.claim(
+        "new connections avoid the dead gateway",
+        failed == 0 && trouble.is_none_or(|time| time <= DIVERTED),
+        format!("from {} after its death on, none refused", seconds(DIVERTED)),
+        format!(
+            "from {} on; {waited} of {} had to try again, {failed} failed",
+            seconds(trouble.unwrap_or_default()),
+            flows.len()
+        ),
+    );
+    show.claim(
+        "egress IPs of a dead gateway move",
+        moved <= MOVED,
+        format!("within {}", seconds(MOVED)),
+        format!("after {}: {}", seconds(moved), moves(&before, &after)),
+    );
+    Ok(())
+}
+
+/// Its power is back.
+pub fn returns(show: &mut Show) -> Result<()> {
+    let before = carriers(show, WEB)?;
+    let victim = show.lab.gateways().map(|node| node.name.clone()).find(|node| before.values().all(|one| one != node));
+    let victim = victim.context("no gateway is without an egress IP")?;
+    show.screen.scene(
+        "The gateway returns",
+        &format!(
+            "{victim} has power again and its agent starts. Its egress IPs come back to it once it has been well for the \
+             `failback` delay of the pool (3 s in this example; `mode: Never` would leave them where they are). The 100 \
+             connections still stream, and no packet of them should be missed."
+        ),
+    );
+    let watch = Watch::start(show.server())?;
+    let trickles = start_trickles(show)?;
+    show.streams()?.wait_progress(5)?;
+    show.streams()?.reset_pauses();
+    let back = Instant::now();
+    show.lab.revive_node(&victim)?;
+    show.lab.start_agent(&victim, &show.start.clone())?;
+    let home = show.home.clone();
+    // Egress IPs that do not return are the claim's to judge.
+    wait_carriers(show, WEB, &format!("the egress IPs of {victim} come back"), |all| *all == home).ok();
+    let returned = back.elapsed();
+    let after = carriers(show, WEB)?;
+    let streams = show.streams()?;
+    streams.wait_progress(20)?;
+    let all = streams.all();
+    let flows = finish_trickles(show, trickles)?;
+    let allowed = show.egress_addresses()?;
+    show.sightings.add(&watch.finish(&allowed)?);
+
+    show.screen.table(&streams_table(&all, &before, &after));
+    show.claim(
+        "egress IPs return to a gateway that is back",
+        after == home && returned >= FAILBACK_DELAY && returned <= RETURNED,
+        format!("after {}, within {}", seconds(FAILBACK_DELAY), seconds(RETURNED)),
+        format!("after {}: {}", seconds(returned), moves(&before, &after)),
+    );
+    let pause = longest_pause(&all, |_| true);
+    show.claim(
+        "no connection notices the return",
+        intact(&all) == all.len() && pause <= UNNOTICED,
+        format!("{} of {}, no pause above {}", all.len(), all.len(), seconds(UNNOTICED)),
+        format!("{} of {}, longest pause {}", intact(&all), all.len(), seconds(pause)),
+    );
+    let (opened, waited, failed) = counts(&flows);
+    show.claim(
+        "no new connection is refused meanwhile",
+        failed == 0,
+        "0 failed",
+        format!("{opened} of {} opened at once, {waited} tried again, {failed} failed", flows.len()),
+    );
+    Ok(())
+}
+
+/// New connections from a pod of each worker, one in each family.
+pub fn start_trickles(show: &Show) -> Result<Vec<Trickle>> {
+    let pods = [("web-2", Family::V4), ("web-3", Family::V6)];
+    let start = |(pod, family): &(&str, Family)| {
+        Trickle::start(&show.lab.pod(pod).ns, show.server().ips.at(*family, ECHO_PORT))
+    };
+    pods.iter().map(start).collect()
+}
+
+pub fn finish_trickles(show: &Show, mut trickles: Vec<Trickle>) -> Result<Vec<Flow>> {
+    let finish = |trickle: &mut Trickle| trickle.finish(&show.near);
+    let flows: Vec<Vec<Flow>> =
+        show.screen.wait("count new connections", || trickles.iter_mut().map(finish).collect())?;
+    Ok(flows.into_iter().flatten().collect())
+}
+
+fn streams_table(streams: &[Stream], before: &BTreeMap<IpAddr, String>, after: &BTreeMap<IpAddr, String>) -> Table {
+    let mut table = Table::new(&["egress IP", "carried by", ">connections", ">alive", ">longest pause"]);
+    for (ip, old) in before {
+        let of_ip: Vec<Stream> = streams.iter().filter(|stream| stream.source == Some(*ip)).cloned().collect();
+        let carrier = match after.get(ip) {
+            Some(new) if new != old => format!("{old} → {new}"),
+            _ => old.clone(),
+        };
+        let pause = seconds(longest_pause(&of_ip, |_| true));
+        table.row([ip.to_string(), carrier, of_ip.len().to_string(), intact(&of_ip).to_string(), pause]);
+    }
+    table
+}
+
+/// `192.0.2.11 to gw3, ...`
+fn moves(before: &BTreeMap<IpAddr, String>, after: &BTreeMap<IpAddr, String>) -> String {
+    let moved = after.iter().filter(|(ip, node)| before.get(ip) != Some(node));
+    moved.map(|(ip, node)| format!("{ip} to {node}")).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::demo::cluster::example;
+
+    #[test]
+    fn the_example_has_the_delay_that_is_claimed() {
+        let delay = format!("delay: {}s", FAILBACK_DELAY.as_secs());
+        assert!(example("pools").unwrap().contains(&delay));
+    }
+
+    #[test]
+    fn only_what_moved_is_listed() {
+        let ip = |last: u8| IpAddr::from([192, 0, 2, last]);
+        let map = |node: &str| BTreeMap::from([(ip(10), "gw1".to_owned()), (ip(11), node.to_owned())]);
+        assert_eq!(moves(&map("gw2"), &map("gw3")), "192.0.2.11 to gw3");
+        let lost = Stream { source: Some(ip(11)), intact: false, pause: Duration::from_millis(2500) };
+        let lines = streams_table(&[lost], &map("gw2"), &map("gw3")).lines();
+        assert_eq!(lines[3], "192.0.2.11  gw2 → gw3             1      0         2.50 s");
+    }
+}

@@ -1,0 +1,57 @@
+//! The scenes of the demo, in the order in which they are shown. Each says what happens, lets it happen, and claims what
+//! must have been seen.
+
+mod change;
+mod controller;
+mod endpoints;
+mod gateway;
+mod spread;
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use lab::wait_until;
+
+use super::cluster::Show;
+
+/// A scene.
+pub type Scene = fn(&mut Show) -> Result<()>;
+
+/// What `--quick` shows.
+pub const QUICK: [Scene; 3] = [spread::show, endpoints::show, gateway::dies];
+/// What comes after it otherwise.
+pub const REST: [Scene; 3] = [gateway::returns, change::show, controller::show];
+
+/// The policy of the pods `web-..`.
+const WEB: &str = "web";
+/// The policy of the pods `ledger-..`.
+const LEDGER: &str = "ledger";
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Seconds for people.
+fn seconds(time: Duration) -> String {
+    format!("{:.2} s", time.as_secs_f64())
+}
+
+/// The gateway of each egress IP of a policy now; `-` where there is none.
+fn carriers(show: &Show, policy: &str) -> Result<BTreeMap<IpAddr, String>> {
+    let ips = super::objects::of_policy(show.lab.manifests(), policy)?;
+    Ok(ips.into_iter().map(|one| (one.address, one.node.unwrap_or_else(|| "-".to_owned()))).collect())
+}
+
+/// Waits until the gateways of a policy's egress IPs are as `good` wants them, and returns them.
+fn wait_carriers(
+    show: &Show,
+    policy: &str,
+    what: &str,
+    good: impl Fn(&BTreeMap<IpAddr, String>) -> bool,
+) -> Result<BTreeMap<IpAddr, String>> {
+    show.screen.wait(what, || wait_until(what, PATIENCE, || carriers(show, policy), |all| !all.is_empty() && good(all)))
+}
+
+/// The addresses of a policy.
+fn addresses(show: &Show, policy: &str) -> Result<Vec<IpAddr>> {
+    carriers(show, policy).map(|all| all.into_keys().collect()).context("the egress IPs")
+}
