@@ -18,8 +18,8 @@ pub const PROBE_COUNT: u32 = 3;
 pub const LEASE_RENEW: Duration = Duration::from_millis(500);
 /// Default of [`Lease::duration`].
 pub const LEASE_DURATION: Duration = Duration::from_secs(2);
-/// Default of [`Config::deadline`].
-pub const DEADLINE: Duration = Duration::from_secs(2);
+/// Default of [`Config::deadline`]: a gateway is silent before its lease, renewed [`LEASE_RENEW`] earlier, can have lapsed.
+pub const DEADLINE: Duration = Duration::from_secs(1);
 /// Default of [`Timeouts::tcp_established`].
 pub const TCP_ESTABLISHED: Duration = Duration::from_secs(limits::TCP_ESTABLISHED_SECS);
 /// Default of [`Timeouts::tcp_transitory`].
@@ -96,9 +96,7 @@ pub struct Lease {
 /// Whether the first packet of a flow passes the host's firewall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Firewall {
-    /// It does: what the FORWARD chain drops does not leave.
-    Respect,
-    /// All packets take the short way, past the host's firewall.
+    /// It does not: all packets take the short way, past the host's firewall.
     Bypass,
 }
 
@@ -138,7 +136,7 @@ impl Default for Config {
             probe: Probe { interval: PROBE_INTERVAL, count: PROBE_COUNT },
             lease: Lease { renew: LEASE_RENEW, duration: LEASE_DURATION },
             deadline: DEADLINE,
-            firewall: Firewall::Respect,
+            firewall: Firewall::Bypass,
             transport: Transport::Auto,
             announce: Announce::Arp,
             metrics: None,
@@ -149,7 +147,6 @@ impl Default for Config {
 impl fmt::Display for Firewall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Firewall::Respect => "respect",
             Firewall::Bypass => "bypass",
         })
     }

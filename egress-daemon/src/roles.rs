@@ -4,7 +4,7 @@
 use anyhow::Result;
 use egress_daemon::{
     agent::{self, Agent},
-    config::{Config, Firewall},
+    config::Config,
     controller::{self, ControllerConfig, Report},
     health::LeaseTimes,
     lock::RunFiles,
@@ -43,12 +43,6 @@ fn controller_config(config: &Config) -> ControllerConfig {
 /// Runs an agent until `stop` is ready. What it made stays.
 pub async fn agent(options: AgentOptions, store: Store, stop: impl Future<Output = ()> + Send + 'static) -> Result<()> {
     let AgentOptions { node, bpffs, source, with_controller, config } = options;
-    if config.firewall == Firewall::Respect {
-        tracing::warn!(
-            "firewall: this build sends every packet of a policy past the host's firewall, also under `respect`; \
-             write `firewall: bypass` to say that this is wanted"
-        );
-    }
     let files = RunFiles::of(&bpffs);
     let _lock = files.acquire()?;
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use crate::topology::{Node, Pod};
+use crate::topology::{Node, Pod, address};
 
 /// A manifests directory.
 #[derive(Clone, Debug)]
@@ -64,11 +64,13 @@ impl Manifests {
 
     /// Writes the Node object of `node`.
     pub fn node(&self, node: &Node, ready: bool) -> Result<()> {
+        let pods = address::pod_prefixes(node.index);
         let object = json!({
             "apiVersion": "v1",
             "kind": "Node",
             "metadata": {"name": node.name, "uid": format!("00000000-0000-4000-8000-0000000000{:02x}", node.index),
                 "labels": node.labels},
+            "spec": {"podCIDR": pods[0], "podCIDRs": pods},
             "status": {
                 "addresses": [
                     {"type": "InternalIP", "address": node.underlay.v4.to_string()},

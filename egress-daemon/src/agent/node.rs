@@ -33,6 +33,7 @@ use crate::{
 };
 use anyhow::Context as _;
 use egress_common::{abi::name_kind, endpoint::endpoint_flags, flow::kind, net};
+use futures::FutureExt as _;
 use k8s_openapi::jiff::Timestamp;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -218,8 +219,13 @@ impl Agent {
 
     /// What is due by the clock. Whether the view is to be made again.
     async fn tick(&mut self) -> bool {
+        let mut dirty = false;
+        // What has arrived is taken before anything counts as missed: this loop may be late, the gateways are not.
+        while let Some(Ok(reply)) = self.socket.receive().now_or_never() {
+            dirty |= self.gateways.reply(&reply);
+        }
         let now = Instant::now();
-        let mut dirty = self.gateways.tick(&self.socket);
+        dirty |= self.gateways.tick(&self.socket);
         self.owned.tick();
         dirty |= self.lease_check();
         if now >= self.next_deadline {

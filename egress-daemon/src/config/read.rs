@@ -45,7 +45,7 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
     });
     top.set("deadline", &mut config.deadline, |v| duration_in(v, 100, 3_600_000));
     top.set("firewall", &mut config.firewall, |v| {
-        choice(v, &[("respect", Firewall::Respect), ("bypass", Firewall::Bypass)], &[])
+        choice(v, &[("bypass", Firewall::Bypass)], &["respect"])
     });
     top.set("transport", &mut config.transport, |v| {
         choice(v, &[("Auto", Transport::Auto), ("device", Transport::Device)], &["vxlan", "direct"])
@@ -70,12 +70,14 @@ fn contradictions(config: &Config) -> Vec<Fault> {
         let message = format!("a lease of {duration:?} that is renewed every {renew:?} lapses with one late renewal");
         fault("lease.duration", message, "write at least twice lease.renew");
     }
-    if config.deadline > duration {
-        let message = format!("{:?} is longer than lease.duration ({duration:?})", config.deadline);
+    // An agent that stops has heard from itself up to `renew` later than it renewed its lease.
+    if config.deadline + renew > duration {
+        let message =
+            format!("{:?} and lease.renew ({renew:?}) are longer than lease.duration ({duration:?})", config.deadline);
         fault(
             "deadline",
             format!("{message}: a gateway would answer for an egress IP that another one has taken over"),
-            "write at most lease.duration",
+            "write less than lease.duration minus lease.renew",
         );
     }
     faults

@@ -45,7 +45,7 @@ maxFlows: 1000000
 timeouts: {tcpEstablished: 3h, tcpTransitory: 5m, udp: 120s, icmp: 61s}
 probe: {interval: 50ms, count: 5}
 lease: {renew: 1s, duration: 5s}
-deadline: 4s
+deadline: 3s
 firewall: bypass
 transport: device
 announce: none
@@ -67,7 +67,7 @@ metrics: "127.0.0.1:9473"
         },
         probe: Probe { interval: Duration::from_millis(50), count: 5 },
         lease: Lease { renew: seconds(1), duration: seconds(5) },
-        deadline: seconds(4),
+        deadline: seconds(3),
         firewall: Firewall::Bypass,
         transport: Transport::Device,
         announce: Announce::None,
@@ -91,7 +91,7 @@ fn the_message_names_the_file_and_every_fault() {
         error.starts_with("the configuration /etc/spillway.yaml is refused:\n  tunnelPort: 0 is out of"),
         "{error}"
     );
-    assert!(error.contains("\n  firewall: ") && error.contains("respect or bypass"), "{error}");
+    assert!(error.contains("\n  firewall: ") && error.contains("write bypass"), "{error}");
     let missing = Config::load(Some(Path::new("/nonexistent.yaml"))).unwrap_err().to_string();
     assert!(missing.contains("/nonexistent.yaml"), "{missing}");
 }
@@ -114,10 +114,12 @@ fn timeouts_below_the_rfcs_are_refused() {
 }
 
 #[test]
-fn transports_that_do_not_exist_are_refused_as_such() {
+fn what_does_not_exist_yet_is_refused_as_such() {
     for transport in ["vxlan", "direct"] {
         refused(&format!("transport: {transport}"), "transport", &["not in this build yet", "Auto or device"]);
     }
+    // Whoever asks for the host's firewall to be respected must not silently get something else.
+    refused("firewall: respect", "firewall", &["not in this build yet", "bypass"]);
     refused("transport: auto", "transport", &["unknown", "Auto or device"]);
 }
 
@@ -138,9 +140,9 @@ fn values_out_of_range_are_refused() {
 
 #[test]
 fn times_that_contradict_each_other_are_refused() {
-    refused("lease: {renew: 1500ms}", "lease.duration", &["twice lease.renew"]);
-    refused("deadline: 3s", "deadline", &["lease.duration"]);
-    assert_eq!(parse("lease: {renew: 1s, duration: 3s}\ndeadline: 3s").deadline, Duration::from_secs(3));
+    refused("lease: {renew: 1500ms}\ndeadline: 500ms", "lease.duration", &["twice lease.renew"]);
+    refused("deadline: 1600ms", "deadline", &["lease.duration", "lease.renew"]);
+    assert_eq!(parse("lease: {renew: 1s, duration: 3s}\ndeadline: 2s").deadline, Duration::from_secs(2));
 }
 
 proptest! {

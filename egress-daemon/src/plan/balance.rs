@@ -4,6 +4,7 @@
 //! follows the shortest such way, so few are moved, and it ends because each round makes the loads more equal.
 
 use std::cmp::Reverse;
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -13,8 +14,9 @@ use super::owners::{Floating, GatewayNode, Place};
 /// Egress IPs that can go to the same places.
 type Kind = (usize, Option<u32>, Option<Duration>);
 
-/// How much is against a last step: the load of the gateway, what the egress IP thinks of it, its place in the ring.
-type Score = (u32, (u32, u32), u64);
+/// How much is against a last step: the load of the gateway, how many more of the egress IP's own kind it would have than
+/// the one that gives it, how its zone is served, its place in the ring.
+type Score = (u32, (i64, u32), u64);
 
 /// One step of a way: this egress IP goes from this node to that.
 #[derive(Clone, Copy, Debug)]
@@ -86,17 +88,22 @@ impl Search<'_, '_> {
                     }
                     let taste = self.loads.taste(item);
                     for (at, to) in self.items[item].candidates.iter().copied().enumerate() {
-                        if to == from || to == node || reached.contains_key(&to) || !self.may_go(item, to) {
+                        if to == from || to == node || !self.may_go(item, to) {
                             continue;
                         }
                         let step = Step { item, from: node, to };
-                        reached.insert(to, step);
-                        next.push(to);
+                        // Several may take the last step to the same gateway: the best of them does.
                         if self.loads.total(to) + 2 <= self.loads.total(from) && self.loads.has_room(item, to, None) {
-                            let score = (self.loads.total(to), taste.of(to), self.distance(item, at));
+                            let (alike, zone) = taste.of(to);
+                            let more = i64::from(alike) - i64::from(self.loads.alike(item, node));
+                            let score = (self.loads.total(to), (more, zone), self.distance(item, at));
                             if best.as_ref().is_none_or(|(least, _)| score < *least) {
                                 best = Some((score, step));
                             }
+                        }
+                        if let Entry::Vacant(unreached) = reached.entry(to) {
+                            unreached.insert(step);
+                            next.push(to);
                         }
                     }
                 }

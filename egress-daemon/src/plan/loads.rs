@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::owners::{Floating, GatewayNode};
+use crate::model::Family;
 
 /// What each gateway has so far.
 #[derive(Debug)]
@@ -12,7 +13,8 @@ pub struct Loads<'a> {
     nodes: &'a [GatewayNode],
     total: Vec<u32>,
     of_pool: BTreeMap<u32, BTreeMap<u32, u32>>,
-    of_policy: BTreeMap<u32, BTreeMap<u32, u32>>,
+    /// Flows of one family see the egress IPs of that family only, so each is spread for itself.
+    of_policy: BTreeMap<(u32, Family), BTreeMap<u32, u32>>,
     on_node: Vec<BTreeSet<usize>>,
 }
 
@@ -46,8 +48,8 @@ impl<'a> Loads<'a> {
         if let Some((pool, _)) = self.items[item].pool {
             *self.of_pool.entry(pool).or_default().entry(node).or_default() += 1;
         }
-        for policy in &self.items[item].policies {
-            *self.of_policy.entry(*policy).or_default().entry(node).or_default() += 1;
+        for policy in self.items[item].uses() {
+            *self.of_policy.entry(policy).or_default().entry(node).or_default() += 1;
         }
     }
 
@@ -58,8 +60,8 @@ impl<'a> Loads<'a> {
         if let Some((pool, _)) = self.items[item].pool {
             decrease(self.of_pool.entry(pool).or_default(), node);
         }
-        for policy in &self.items[item].policies {
-            decrease(self.of_policy.entry(*policy).or_default(), node);
+        for policy in self.items[item].uses() {
+            decrease(self.of_policy.entry(policy).or_default(), node);
         }
     }
 
@@ -77,14 +79,14 @@ impl<'a> Loads<'a> {
         }
     }
 
-    /// How many egress IPs of the same policies a node has.
+    /// How many egress IPs of the same policies and family a node has.
     pub fn alike(&self, item: usize, node: u32) -> u32 {
-        let of = |policy| self.of_policy.get(policy).and_then(|of: &BTreeMap<u32, u32>| of.get(&node)).copied();
-        self.items[item].policies.iter().filter_map(of).sum()
+        let of = |policy| self.of_policy.get(&policy).and_then(|of: &BTreeMap<u32, u32>| of.get(&node)).copied();
+        self.items[item].uses().filter_map(of).sum()
     }
 
     /// The best node for an egress IP among its candidates that are `able` and have room: the one with the fewest egress
-    /// IPs, then with the fewest of the same policies, then (where its policies care) in the zone with the fewest of
+    /// IPs, then with the fewest of the same policies and family, then (where its policies care) in the zone with the fewest of
     /// theirs, then the next in the ring.
     pub fn best(&self, item: usize, able: impl Fn(u32) -> bool) -> Option<u32> {
         let able = |node: &u32| able(*node) && self.has_room(item, *node, None);
@@ -131,7 +133,7 @@ pub struct Taste<'a> {
 impl<'a> Taste<'a> {
     fn new(loads: &Loads<'a>, item: usize) -> Self {
         let mut alike: BTreeMap<u32, u32> = BTreeMap::new();
-        for (node, count) in loads.items[item].policies.iter().filter_map(|p| loads.of_policy.get(p)).flatten() {
+        for (node, count) in loads.items[item].uses().filter_map(|p| loads.of_policy.get(&p)).flatten() {
             *alike.entry(*node).or_default() += count;
         }
         let in_zone = loads.items[item].zoned.then(|| {

@@ -12,7 +12,7 @@ use super::hash::hash;
 use super::loads::Loads;
 use super::types::OwnerReason;
 use crate::health::NodeHealth;
-use crate::model::Failback;
+use crate::model::{Failback, Family};
 
 /// A node as a gateway.
 #[derive(Clone, Copy, Debug, Default)]
@@ -68,6 +68,12 @@ impl Floating<'_> {
     /// Whether the node is among those that may own it.
     pub fn selects(&self, node: u32) -> bool {
         self.candidates.binary_search(&node).is_ok()
+    }
+
+    /// The policies that use it, each with the family whose flows it serves.
+    pub fn uses(&self) -> impl Iterator<Item = (u32, Family)> {
+        let family = Family::of(self.address);
+        self.policies.iter().map(move |policy| (*policy, family))
     }
 
     /// How long a gateway that lapsed must have been back; `None`: it does not matter how long.

@@ -52,7 +52,7 @@ pub fn send_fragments(
 }
 
 /// A raw socket that takes whole IP packets.
-fn packet_socket(target: IpAddr) -> Result<OwnedFd> {
+pub(super) fn packet_socket(target: IpAddr) -> Result<OwnedFd> {
     let family = if target.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
     // SAFETY: plain system call; the result is checked before it is owned.
     let fd = unsafe { libc::socket(family, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::IPPROTO_RAW) };

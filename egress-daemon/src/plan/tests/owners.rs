@@ -250,6 +250,29 @@ fn a_configured_address_is_followed_and_never_floats() {
 }
 
 #[test]
+fn gateways_that_come_one_by_one_share_each_family_of_a_policy() {
+    for order in [[0, 1, 2], [2, 0, 1], [1, 2, 0]] {
+        let (mut snapshot, mut health) = cluster(3, 1);
+        let six = pool("six", ip("fd00::1"), ip("fd00::ff"));
+        snapshot.pools.insert(six.id.clone(), six);
+        let mut dual = policy("web", Source::Pools(vec![request("public", 3), request("six", 3)]));
+        dual.destinations.push("::/0".parse().unwrap());
+        add_policy(&mut snapshot, dual);
+        health.nodes.clear();
+        let mut last = Plan::default();
+        for gateway in order {
+            health.nodes.insert(format!("gw{gateway}").as_str().into(), fresh());
+            last = settle(&snapshot, &health, &last);
+        }
+        for family in Family::ALL {
+            let of_family = owners(&last).into_iter().filter(|(address, _)| Family::of(*address) == family);
+            let nodes: std::collections::BTreeSet<NodeName> = of_family.map(|(_, owner)| owner).collect();
+            assert_eq!(nodes.len(), 3, "{family} leaves through {nodes:?} only");
+        }
+    }
+}
+
+#[test]
 fn a_controller_that_starts_gives_nothing_to_gateways_that_may_be_dead() {
     let (mut snapshot, mut health) = cluster(3, 0);
     add_pools(&mut snapshot, &[6]);

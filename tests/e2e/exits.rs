@@ -1,0 +1,186 @@
+//! Where egress IPs come from and which way packets leave: floating, the node's own, an interface's, a pool's; through
+//! another gateway or straight from the pod's own node.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+use anyhow::Result;
+use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, ping};
+use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, Server};
+
+use crate::support::{
+    PATIENCE, WEB, at, egress, gateways_where, named, owner, policy, pool, sources, start, wait_in_force, wait_sources,
+    web,
+};
+
+/// Who sends the packets that reach `server` from `source`.
+fn senders(pod: &Pod, server: &Server, family: Family, source: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
+    let capture = Capture::start(&server.ns, "eth0")?;
+    sources(&pod.ns, server, family, 10)?;
+    let trace = capture.finish()?;
+    let from = |packet: &&lab::Packet| !packet.outgoing && packet.ports().is_some_and(|(from, _)| from.ip() == source);
+    Ok(trace.packets().iter().filter(from).map(|packet| packet.source_mac).collect())
+}
+
+/// FAILURES.md: re-encap.
+#[test]
+fn pods_on_gateways_leave_straight_from_there_or_through_the_owner() {
+    lab::require_root!();
+    for cni in Cni::BOTH {
+        Lab::builder().workers(1).cni(cni).run(|lab| {
+            let one = |name: &str, app: &str, host: u8, node: &str| {
+                let selectors = format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: {app}}}}}}}]");
+                let destinations = "\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
+                policy(name, &format!("{selectors}{destinations}{}", gateways_where(&[(host, 1, &named(node))])))
+            };
+            lab.manifests().write("here", &one("here", "here", 10, "gw1"))?;
+            lab.manifests().write("there", &one("there", "there", 11, "gw2"))?;
+            lab.manifests().write("web", &web(&[12, 13, 14]))?;
+            let here = lab.add_pod(PodSpec::new("here", "gw1").label("app", "here"))?;
+            let there = lab.add_pod(PodSpec::new("there", "gw1").label("app", "there"))?;
+            let spread = lab.add_pod(PodSpec::new("spread", "gw1").label("app", "web"))?;
+            start(lab)?;
+            let server = lab.server("server1").clone();
+            wait_in_force(&here, &server, &[10])?;
+            wait_in_force(&there, &server, &[11])?;
+            wait_in_force(&spread, &server, &[12, 13, 14])?;
+            let tunnelled = Capture::start(&lab.node("gw1").ns, "spillway0")?;
+            for family in Family::BOTH {
+                let own = BTreeSet::from([lab.node("gw1").external_mac()]);
+                assert_eq!(senders(&here, &server, family, egress(family, &[10])[0])?, own);
+                // All protocols take the local way, too.
+                let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
+                let flows = UdpClients::start(
+                    &here.ns,
+                    server.ips.at(family, 53),
+                    10,
+                    UdpOptions { size: 4000, ..UdpOptions::default() },
+                )?;
+                flows.wait("replies", PATIENCE, |all| all.iter().all(|one| one.received > 2))?;
+                assert_eq!(udp.sources().into_keys().collect::<Vec<_>>(), egress(family, &[10]));
+                assert_eq!(ping(&here.ns, server.ips.ip(family), &Ping::default())?.replies.len(), 1);
+            }
+            let own = |packet: &lab::Packet| {
+                packet.ip().is_some_and(|ip| {
+                    [egress(Family::V4, &[10]), egress(Family::V6, &[10])].concat().contains(&ip.source)
+                })
+            };
+            assert_eq!(tunnelled.finish()?.count(own), 0, "what leaves locally needs no tunnel");
+            for family in Family::BOTH {
+                let other = BTreeSet::from([lab.node("gw2").external_mac()]);
+                assert_eq!(senders(&there, &server, family, egress(family, &[11])[0])?, other);
+            }
+            Ok(())
+        });
+    }
+}
+
+/// FAILURES.md: reserved-port (the listener's half).
+#[test]
+fn an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_its_own_traffic() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        let gateway = lab.node("gw2").clone();
+        let own = Family::BOTH.map(|family| egress(family, &[50])[0]);
+        gateway.ns.ip(&[format!("addr add {}/24 dev ext0", own[0]), format!("addr add {}/64 dev ext0", own[1])])?;
+        gateway.ns.wait_addressed(&["ext0"])?;
+        // The node's own service was there before; its port is not leased.
+        let listening = TcpServer::start(&gateway.ns, &own.map(|own| at(own, 8080)), ServerMode::Echo)?;
+        lab.manifests().write("web", &web(&[50]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[50])?;
+        for (family, own) in Family::BOTH.into_iter().zip(own) {
+            assert_eq!(owner(lab, own).as_deref(), Some("gw2"));
+            assert_eq!(senders(&pod, &server, family, own)?, BTreeSet::from([gateway.external_mac()]));
+            // The node's own service at that address, its own connections from it, and ping.
+            let clients = TcpClients::establish(&server.ns, (own, 8080).into(), 20, TcpOptions::once())?;
+            clients.wait("echoes", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
+            assert!(listening.connections().len() >= 20);
+            assert_eq!(sources(&gateway.ns, &server, family, 20)?.values().sum::<usize>(), 20);
+            assert_eq!(ping(&server.ns, own, &Ping::default())?.replies.len(), 1);
+            // Ports of flows keep clear of what the kernel gives to the node's own sockets.
+            let capture = Capture::start(&server.ns, "eth0")?;
+            sources(&pod.ns, &server, family, 200)?;
+            let trace = capture.finish()?;
+            let ports: BTreeSet<u16> = trace
+                .packets()
+                .iter()
+                .filter_map(lab::Packet::ports)
+                .filter(|(from, _)| from.ip() == own)
+                .map(|(from, _)| from.port())
+                .collect();
+            assert!(
+                ports.len() >= 100 && ports.iter().all(|port| (1024..=29_951).contains(port) && *port != 8080),
+                "{ports:?}"
+            );
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_gateway_by_interface_or_default_route_uses_the_address_found_there() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        let entry = |rest: &str, node: &str| {
+            format!("{WEB}\n  egressGateways: [{{nodeSelector: {{matchLabels: {{{}}}}}{rest}}}]", named(node))
+        };
+        lab.manifests().write("web", &policy("web", &entry(", interface: ext0", "gw1")))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[101])?;
+        lab.manifests().write("web", &policy("web", &entry("", "gw2")))?;
+        wait_in_force(&pod, &server, &[102])?;
+        // The underlay's interface is as good as any other; packets leave through the router then.
+        lab.manifests().write("web", &policy("web", &entry(", interface: eth0", "gw1")))?;
+        let expected = lab.node("gw1").underlay;
+        for family in Family::BOTH {
+            wait_sources(&pod.ns, &server, family, &[expected.ip(family)])?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn pools_give_each_policy_addresses_of_its_own_on_different_gateways() {
+    lab::require_root!();
+    Lab::builder().workers(1).run(|lab| {
+        lab.manifests().write("pool", &pool("public", 40, 45, None))?;
+        let request = |name: &str, app: &str, request: &str| {
+            let selectors = format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: {app}}}}}}}]");
+            let destinations = "\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
+            policy(name, &format!("{selectors}{destinations}\n  egressIPPool: {request}"))
+        };
+        lab.manifests().write("web", &request("web", "web", "{name: public, count: 3}"))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        let api = lab.add_pod(PodSpec::new("api", "worker1").label("app", "api").cni(Cni::Bridge))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[40, 41, 42])?;
+        let all_macs: BTreeSet<[u8; 6]> = lab.gateways().map(lab::Node::external_mac).collect();
+        for family in Family::BOTH {
+            let mut macs = BTreeSet::new();
+            for ip in egress(family, &[40, 41, 42]) {
+                macs.extend(senders(&pod, &server, family, ip)?);
+            }
+            assert_eq!(macs, all_macs, "{family:?}");
+        }
+        // Another policy wants one address in particular; what the first one has, it keeps.
+        let ips = format!("egressIPs: [\"{}\", \"{}\"]", egress(Family::V4, &[45])[0], egress(Family::V6, &[45])[0]);
+        lab.manifests().write("api", &request("api", "api", &format!("{{name: public, count: 2, {ips}}}")))?;
+        wait_in_force(&api, &server, &[43, 45])?;
+        wait_in_force(&pod, &server, &[40, 41, 42])?;
+        // What is given back serves others.
+        lab.manifests().write("web", &request("web", "web", "{name: public, count: 1}"))?;
+        let remaining =
+            |family| -> Result<BTreeSet<IpAddr>> { Ok(sources(&pod.ns, &server, family, 20)?.into_keys().collect()) };
+        for family in Family::BOTH {
+            let seen = lab::wait_until("one address", PATIENCE, || remaining(family), |seen| seen.len() == 1)?;
+            assert!(seen.iter().all(|ip| egress(family, &[40, 41, 42]).contains(ip)), "{seen:?}");
+        }
+        Ok(())
+    });
+}

@@ -1,0 +1,408 @@
+//! Gateways die, freeze, are cut off and come back: established connections go on, new flows go elsewhere, and at any
+//! time at most one gateway answers for an egress IP.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use lab::traffic::{ConnectionReport, ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::{Capture, Family, Lab, PodSpec, Segment, Server, StartOptions, Trace, wait_for, wait_until};
+
+use crate::support::{
+    PATIENCE, QUIET, WEB, egress, owner, policy, pool, start_with, wait_in_force, wait_owner, wait_refused,
+    wait_sources, web,
+};
+
+/// The egress IPs of both families with these host numbers.
+fn all_of(hosts: &[u8]) -> Vec<IpAddr> {
+    Family::BOTH.iter().flat_map(|&family| egress(family, hosts)).collect()
+}
+
+/// The egress IPs among `hosts` that `node` carries.
+fn carried(lab: &Lab, node: &str, hosts: &[u8]) -> Vec<IpAddr> {
+    all_of(hosts).into_iter().filter(|ip| owner(lab, *ip).as_deref() == Some(node)).collect()
+}
+
+/// Waits until every egress IP has an owner, and none of `dead`.
+fn wait_moved(lab: &Lab, hosts: &[u8], dead: &str) -> Result<()> {
+    all_of(hosts).into_iter().try_for_each(|ip| wait_owner(lab, ip, |node| node != dead).map(drop))
+}
+
+/// Fails if anything came to `server` from other addresses than the egress IPs, or any reset went over the wire.
+fn check_trace(trace: &Trace, server: &Server, hosts: &[u8]) {
+    for family in Family::BOTH {
+        let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, hosts));
+        assert!(strangers.is_empty(), "{strangers:?}");
+    }
+    assert_eq!(trace.resets().packets(), [], "somebody answered with a reset");
+    assert_eq!(trace.wrong_checksums().packets(), []);
+}
+
+/// FAILURES.md: dead-gateway, outside-first, stack-answers.
+#[test]
+fn hundred_of_hundred_connections_survive_the_death_of_a_gateway() {
+    lab::require_root!();
+    const HOSTS: [u8; 3] = [10, 11, 12];
+    Lab::builder().run(|lab| {
+        lab.manifests().write("web", &web(&HOSTS))?;
+        let pods = [
+            lab.add_pod(PodSpec::new("a", "worker1").label("app", "web"))?,
+            lab.add_pod(PodSpec::new("b", "worker2").label("app", "web").cni(lab::Cni::Bridge))?,
+        ];
+        start_with(lab, &StartOptions::new())?;
+        let server = lab.server("server1").clone();
+        for pod in &pods {
+            wait_in_force(pod, &server, &HOSTS)?;
+        }
+        let streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
+        let quiet_ones = TcpServer::start(&server.ns, &server.ips.both(81), ServerMode::Stream)?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+        let mut busy = Vec::new();
+        let mut silent = Vec::new();
+        for pod in &pods {
+            for family in Family::BOTH {
+                busy.push(TcpClients::establish(&pod.ns, server.ips.at(family, 80), 25, TcpOptions::default())?);
+                silent.push(TcpClients::establish(&pod.ns, server.ips.at(family, 81), 10, TcpOptions::default())?);
+            }
+        }
+        for clients in busy.iter().chain(&silent) {
+            clients.wait_progress(3, PATIENCE)?;
+        }
+        // These say nothing from here on, in either direction.
+        silent.iter().for_each(|clients| clients.set_sending(false));
+        quiet_ones.set_sending(false);
+        let is_quiet = |all: &[ConnectionReport]| all.iter().all(|one| one.last_arrival.elapsed() > QUIET);
+        for clients in &silent {
+            clients.wait("silence", PATIENCE, is_quiet)?;
+        }
+        quiet_ones.wait("silence", PATIENCE, is_quiet)?;
+
+        let dead = wait_owner(lab, egress(Family::V4, &[10])[0], |_| true)?;
+        let on_it = carried(lab, &dead, &HOSTS);
+        let peers: BTreeSet<IpAddr> = streams.connections().iter().map(|one| one.peer.ip()).collect();
+        assert!(on_it.iter().any(|ip| peers.contains(ip)), "no connection leaves through {dead}");
+        lab.kill_node(&dead)?;
+        wait_moved(lab, &HOSTS, &dead)?;
+
+        // The outside speaks first on what was silent.
+        quiet_ones.set_sending(true);
+        for clients in &silent {
+            clients.wait_progress(3, PATIENCE)?;
+        }
+        streams.wait_progress(3, PATIENCE)?;
+        let mut survived = 0;
+        for clients in &busy {
+            clients.wait_progress(3, PATIENCE)?;
+        }
+        // New flows use all egress IPs again.
+        let capture = {
+            let trace = capture.finish()?;
+            check_trace(&trace, &server, &HOSTS);
+            Capture::start(&server.ns, "eth0")?
+        };
+        for pod in &pods {
+            wait_in_force(pod, &server, &HOSTS)?;
+        }
+        drop(capture);
+        for clients in busy.into_iter().chain(silent) {
+            survived += clients.close()?.iter().filter(|one| one.intact()).count();
+        }
+        assert_eq!(survived, 140);
+        Ok(())
+    });
+}
+
+/// New flows avoid a gateway that does not answer although it still has its egress IP; none is left when all are dead.
+#[test]
+fn new_flows_avoid_a_gateway_that_does_not_answer() {
+    lab::require_root!();
+    const HOSTS: [u8; 3] = [10, 11, 12];
+    Lab::builder().workers(1).run(|lab| {
+        lab.manifests().write("web", &web(&HOSTS))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start_with(lab, &StartOptions::new())?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &HOSTS)?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+        let owners: Vec<(IpAddr, Option<String>)> = all_of(&HOSTS).into_iter().map(|ip| (ip, owner(lab, ip))).collect();
+        // The underlay loses the gateway's frames; it still renews its lease.
+        lab.isolate("gw2", Segment::Underlay)?;
+        for family in Family::BOTH {
+            let rest: Vec<IpAddr> = owners
+                .iter()
+                .filter(|(ip, node)| ip.is_ipv4() == (family == Family::V4) && node.as_deref() != Some("gw2"))
+                .map(|(ip, _)| *ip)
+                .collect();
+            assert_eq!(rest.len(), 2, "{owners:?}");
+            wait_sources(&pod.ns, &server, family, &rest)?;
+        }
+        lab.isolate("gw1", Segment::Underlay)?;
+        lab.isolate("gw3", Segment::Underlay)?;
+        wait_refused(&pod, &server)?;
+        for gateway in ["gw1", "gw2", "gw3"] {
+            lab.rejoin(gateway, Segment::Underlay)?;
+        }
+        wait_in_force(&pod, &server, &HOSTS)?;
+        let now: Vec<(IpAddr, Option<String>)> = all_of(&HOSTS).into_iter().map(|ip| (ip, owner(lab, ip))).collect();
+        assert_eq!(now, owners, "no lease lapsed, so nothing moves");
+        let trace = capture.finish()?;
+        for family in Family::BOTH {
+            let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &HOSTS));
+            assert!(strangers.is_empty(), "{strangers:?}");
+        }
+        Ok(())
+    });
+}
+
+/// The policy of the tests below: `count` addresses of each family from the pool `public`.
+fn pooled(count: u8) -> String {
+    policy("web", &format!("{WEB}\n  egressIPPool: {{name: public, count: {count}}}"))
+}
+
+#[test]
+fn egress_ips_return_to_a_gateway_that_came_back_and_stayed() {
+    lab::require_root!();
+    const HOSTS: [u8; 2] = [40, 41];
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        lab.manifests().write("pool", &pool("public", 40, 41, Some("1s")))?;
+        lab.manifests().write("web", &pooled(2))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start_with(lab, &StartOptions::new())?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &HOSTS)?;
+        let _streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
+        let clients = Family::BOTH
+            .map(|family| TcpClients::establish(&pod.ns, server.ips.at(family, 80), 30, TcpOptions::default()));
+        let clients = clients.into_iter().collect::<Result<Vec<_>>>()?;
+        let before: Vec<(IpAddr, Option<String>)> = all_of(&HOSTS).into_iter().map(|ip| (ip, owner(lab, ip))).collect();
+        let capture = Capture::start(&server.ns, "eth0")?;
+
+        lab.kill_node("gw1")?;
+        wait_moved(lab, &HOSTS, "gw1")?;
+        for all in &clients {
+            all.wait_progress(3, PATIENCE)?;
+        }
+        lab.revive_node("gw1")?;
+        lab.start_agent("gw1", &StartOptions::new())?;
+        for (ip, node) in &before {
+            let node = node.as_deref().context("an owner from the beginning")?;
+            wait_owner(lab, *ip, |now| now == node)?;
+        }
+        for all in &clients {
+            all.wait_progress(3, PATIENCE)?;
+        }
+        check_trace(&capture.finish()?, &server, &HOSTS);
+        for all in clients {
+            assert!(all.close()?.iter().all(ConnectionReport::intact));
+        }
+        wait_in_force(&pod, &server, &HOSTS)
+    });
+}
+
+/// The MAC address that `server` has for an address, as `ip neigh` prints it.
+fn neighbour(server: &Server, address: IpAddr) -> Result<String> {
+    let line = server.ns.sh(&format!("ip neigh show {address} dev eth0"))?;
+    Ok(line.split_whitespace().skip_while(|word| *word != "lladdr").nth(1).unwrap_or_default().to_owned())
+}
+
+fn mac_text(mac: [u8; 6]) -> String {
+    mac.map(|byte| format!("{byte:02x}")).join(":")
+}
+
+/// FAILURES.md: no-garp.
+#[test]
+fn a_new_owner_announces_itself_at_once_and_again() {
+    lab::require_root!();
+    const HOSTS: [u8; 1] = [40];
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        lab.manifests().write("pool", &pool("public", 40, 40, None))?;
+        lab.manifests().write("web", &pooled(1))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start_with(lab, &StartOptions::new())?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &HOSTS)?;
+        for ip in all_of(&HOSTS) {
+            let old = wait_owner(lab, ip, |_| true)?;
+            let new = if old == "gw1" { "gw2" } else { "gw1" };
+            // The server believes in the old owner and does not ask again.
+            let (from, to) = (lab.node(&old).external_mac(), lab.node(new).external_mac());
+            server.ns.sh(&format!("ip neigh replace {ip} lladdr {} dev eth0 nud reachable", mac_text(from)))?;
+            let capture = Capture::start(&server.ns, "eth0")?;
+            lab.kill_node(&old)?;
+            wait_owner(lab, ip, |node| node == new)?;
+            wait_until(
+                "the server knows the new owner",
+                PATIENCE,
+                || neighbour(&server, ip),
+                |mac| *mac == mac_text(to),
+            )?;
+            let claims = || Ok(capture.so_far().claims_of(ip).get(&to).map_or(0, Vec::len));
+            wait_until("three announcements", PATIENCE, claims, |count| *count >= 3)?;
+            let trace = capture.finish()?;
+            assert_eq!(trace.claims_of(ip).into_keys().collect::<Vec<_>>(), [to]);
+            lab.revive_node(&old)?;
+            lab.start_agent(&old, &StartOptions::new())?;
+            for other in all_of(&HOSTS) {
+                wait_owner(lab, other, |_| true)?;
+            }
+            wait_in_force(&pod, &server, &HOSTS)?;
+        }
+        Ok(())
+    });
+}
+
+/// Asks who has `address` until somebody answers, several times, and returns all who answered.
+fn who_answers(server: &Server, address: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
+    let mut answered = BTreeSet::new();
+    for round in 0..5 {
+        let capture = Capture::start(&server.ns, "eth0")?;
+        wait_for(&format!("an answer for {address} in round {round}"), PATIENCE, || {
+            server.ns.sh(&format!("ip neigh del {address} dev eth0 2>/dev/null || true"))?;
+            // Any packet makes the kernel ask.
+            let any: std::net::SocketAddr = if address.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
+            server.ns.run(|| Ok(std::net::UdpSocket::bind(any)?.send_to(b"x", (address, 9))?))?;
+            let asked = Instant::now();
+            let answer = |packet: &lab::Packet| packet.claim().is_some_and(|(claimed, _)| claimed == address);
+            wait_for("an answer", Duration::from_millis(300), || {
+                Ok(capture.count(answer) > 0 && asked.elapsed() > QUIET / 3)
+            })?;
+            Ok(true)
+        })?;
+        answered.extend(capture.finish()?.claims_of(address).into_keys());
+    }
+    Ok(answered)
+}
+
+/// FAILURES.md: zombie-owner.
+#[test]
+fn a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
+    lab::require_root!();
+    const HOSTS: [u8; 2] = [40, 41];
+    Lab::builder().workers(1).gateways(3).run(|lab| {
+        lab.manifests().write("pool", &pool("public", 40, 41, None))?;
+        lab.manifests().write("web", &pooled(2))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start_with(lab, &StartOptions::new())?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &HOSTS)?;
+        let mac_of = |lab: &Lab, node: &str| lab.node(node).external_mac();
+
+        // Frozen: everything of the node goes on but its agent.
+        let frozen = wait_owner(lab, egress(Family::V4, &[40])[0], |_| true)?;
+        let lost = carried(lab, &frozen, &HOSTS);
+        for ip in &lost {
+            assert_eq!(who_answers(&server, *ip)?, BTreeSet::from([mac_of(lab, &frozen)]), "{ip} before");
+        }
+        lab.agent(&frozen).freeze()?;
+        for ip in &lost {
+            let new = wait_owner(lab, *ip, |node| node != frozen)?;
+            assert_eq!(
+                who_answers(&server, *ip)?,
+                BTreeSet::from([mac_of(lab, &new)]),
+                "{ip} while {frozen} is frozen"
+            );
+        }
+        wait_in_force(&pod, &server, &HOSTS)?;
+        // Awake again, it must find out that it is no longer the owner before it answers anything.
+        let capture = Capture::start(&server.ns, "eth0")?;
+        lab.agent(&frozen).thaw()?;
+        for ip in &lost {
+            let new = owner(lab, *ip).context("an owner")?;
+            assert_ne!(new, frozen);
+            assert_eq!(who_answers(&server, *ip)?, BTreeSet::from([mac_of(lab, &new)]), "{ip} after {frozen} woke up");
+        }
+        let trace = capture.finish()?;
+        for ip in &lost {
+            assert!(!trace.claims_of(*ip).contains_key(&mac_of(lab, &frozen)), "{frozen} claims {ip} again");
+        }
+
+        // Killed: its programs stay.
+        let killed = owner(lab, lost[0]).context("an owner")?;
+        let lost = carried(lab, &killed, &HOSTS);
+        lab.agent(&killed).kill()?;
+        for ip in &lost {
+            let new = wait_owner(lab, *ip, |node| node != killed)?;
+            assert_eq!(who_answers(&server, *ip)?, BTreeSet::from([mac_of(lab, &new)]), "{ip} after {killed} died");
+        }
+        wait_in_force(&pod, &server, &HOSTS)
+    });
+}
+
+/// FAILURES.md: stack-answers. Nothing answers in an egress IP's name but the pods.
+#[test]
+fn nobody_answers_unasked_packets_for_an_egress_ip() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        lab.manifests().write("web", &web(&[10, 11]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start_with(lab, &StartOptions::new())?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[10, 11])?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+        for ip in all_of(&[10, 11]) {
+            // In nobody's block, in somebody's without a flow, and to ports below all blocks.
+            for port in [22, 1024, 30_000, 65_535] {
+                let options = TcpOptions { connect_timeout: Duration::from_millis(400), ..TcpOptions::once() };
+                let clients = TcpClients::open(&server.ns, (ip, port).into(), 1, options)?;
+                let ended = clients.wait("the end of trying", PATIENCE, |all| {
+                    all.iter().all(|one| matches!(one.state, lab::traffic::ConnectionState::Failed(_)))
+                })?;
+                let expected = lab::traffic::ConnectionState::Failed("not established in time".to_owned());
+                assert!(ended.iter().all(|one| one.state == expected), "{ip} {port} {ended:?}");
+            }
+            let ping = lab::traffic::Ping { timeout: Duration::from_millis(300), ..lab::traffic::Ping::default() };
+            let report = lab::traffic::ping(&server.ns, ip, &ping)?;
+            assert!(report.replies.is_empty() && report.errors.is_empty(), "{report:?}");
+        }
+        let trace = capture.finish()?;
+        let from_them = trace.filter(|packet| {
+            let answers = |ip: &lab::capture::Ip| {
+                !matches!(
+                    ip.transport,
+                    lab::capture::Transport::NeighborAdvertisement { .. }
+                        | lab::capture::Transport::NeighborSolicitation { .. }
+                )
+            };
+            !packet.outgoing && packet.ip().is_some_and(|ip| all_of(&[10, 11]).contains(&ip.source) && answers(ip))
+        });
+        assert_eq!(from_them.packets(), []);
+        Ok(())
+    });
+}
+
+/// With the controller dead everything goes on; a gateway's agent that is restarted goes on as the owner.
+#[test]
+fn with_the_controller_dead_nothing_stops() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        lab.manifests().write("web", &web(&[10, 11]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start_with(lab, &StartOptions::new())?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[10, 11])?;
+        let _streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
+        let clients = TcpClients::establish(&pod.ns, server.ips.at(Family::V4, 80), 30, TcpOptions::default())?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+        lab.controller("controller").kill()?;
+        // Longer than every lease.
+        let killed = Instant::now();
+        wait_for("three lease durations", PATIENCE, || Ok(killed.elapsed() > Duration::from_secs(6)))?;
+        wait_in_force(&pod, &server, &[10, 11])?;
+        clients.wait_progress(3, PATIENCE)?;
+        lab.agent("worker1").kill()?;
+        lab.start_agent("worker1", &StartOptions::new())?;
+        wait_for("the agent is back", PATIENCE, || Ok(lab.egressctl_text("worker1", &["state"]).is_ok()))?;
+        wait_in_force(&pod, &server, &[10, 11])?;
+        clients.wait_progress(3, PATIENCE)?;
+        assert!(clients.close()?.iter().all(ConnectionReport::intact));
+        let trace = capture.finish()?;
+        for family in Family::BOTH {
+            assert!(trace.strangers_towards(server.ips.ip(family), &egress(family, &[10, 11])).is_empty());
+        }
+        // Another controller goes on where the first one stopped.
+        lab.start_controller("controller2", &StartOptions::new())?;
+        lab.manifests().write("web", &web(&[10, 12]))?;
+        wait_in_force(&pod, &server, &[10, 12])
+    });
+}

@@ -1,0 +1,19 @@
+//! Spillway end to end: the real programs in network namespaces, judged by what arrives at a server.
+//!
+//! One module a subject. Every test builds its own lab, so they run in any order and side by side; what they share is in
+//! [`support`]. `tests/README.md` says which test stands for which row of the list of failures.
+
+mod exits;
+mod failover;
+mod per_endpoint;
+mod pod_start;
+mod policies;
+mod ports;
+mod protocols;
+mod restart;
+mod security;
+mod slots;
+mod spread;
+mod store;
+mod support;
+mod untouched;

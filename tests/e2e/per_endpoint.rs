@@ -1,0 +1,86 @@
+//! `PerEndpoint`: every pod has one egress IP, balanced, and changes move only what they must.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use anyhow::Result;
+use lab::{Cni, Family, Lab, PodSpec, wait_until};
+
+use crate::support::{PATIENCE, WEB, egress, gateways, policy, sources, start};
+
+/// The egress IP of each pod in one family, once every pod's connections all have a single one of `hosts` and `good` holds.
+/// (While the ports of a pod's own egress IP are not confirmed yet, its first flows use another one.)
+fn assignments(
+    lab: &Lab,
+    family: Family,
+    hosts: &[u8],
+    good: impl Fn(&BTreeMap<String, IpAddr>) -> bool,
+) -> Result<BTreeMap<String, IpAddr>> {
+    let server = lab.server("server1");
+    let allowed = egress(family, hosts);
+    let look = || {
+        let mut found = BTreeMap::new();
+        for pod in lab.pods() {
+            let seen = sources(&pod.ns, server, family, 8)?;
+            let single = seen.len() == 1 && seen.iter().all(|(ip, count)| *count == 8 && allowed.contains(ip));
+            anyhow::ensure!(single, "the connections of {} have the sources {seen:?}", pod.name);
+            found.extend(seen.into_keys().map(|ip| (pod.key(), ip)));
+        }
+        Ok(found)
+    };
+    wait_until("one egress IP for each pod, as it should be", PATIENCE, look, good)
+}
+
+/// How many pods each egress IP has.
+fn loads(assignments: &BTreeMap<String, IpAddr>) -> Vec<usize> {
+    lab::traffic::tally(assignments.values().copied()).into_values().collect()
+}
+
+#[test]
+fn every_pod_has_one_egress_ip_and_they_are_balanced() {
+    lab::require_root!();
+    Lab::builder().run(|lab| {
+        let spec = format!("{WEB}{}\n  distribution: PerEndpoint", gateways(&[10, 11, 12]));
+        lab.manifests().write("web", &policy("web", &spec))?;
+        for (number, node) in ["worker1", "worker2", "worker1", "worker2", "gw1", "worker1"].into_iter().enumerate() {
+            let cni = if node == "worker2" { Cni::Bridge } else { Cni::PointToPoint };
+            lab.add_pod(PodSpec::new(&format!("web-{number}"), node).label("app", "web").cni(cni))?;
+        }
+        start(lab)?;
+        for family in Family::BOTH {
+            let all = assignments(lab, family, &[10, 11, 12], |all| loads(all) == [2, 2, 2])?;
+            // The first assignment is the sorted round-robin, from some first address on.
+            let in_order: Vec<IpAddr> = all.values().copied().collect();
+            assert_eq!(in_order[..3], in_order[3..], "{all:?}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn changes_move_only_the_pods_that_they_must() {
+    lab::require_root!();
+    Lab::builder().workers(1).run(|lab| {
+        let spec = |hosts: &[u8]| policy("web", &format!("{WEB}{}\n  distribution: PerEndpoint", gateways(hosts)));
+        lab.manifests().write("web", &spec(&[10, 11, 12]))?;
+        for number in 0..6 {
+            lab.add_pod(PodSpec::new(&format!("web-{number}"), "worker1").label("app", "web"))?;
+        }
+        start(lab)?;
+        let before = assignments(lab, Family::V4, &[10, 11, 12], |all| loads(all) == [2, 2, 2])?;
+
+        // Another pod comes, between the others in their order: nobody moves.
+        lab.add_pod(PodSpec::new("web-25", "worker1").label("app", "web"))?;
+        let with_another = assignments(lab, Family::V4, &[10, 11, 12], |all| all.len() == 7)?;
+        assert!(before.iter().all(|(pod, ip)| with_another[pod] == *ip), "{before:?} {with_another:?}");
+        lab.remove_pod("web-25")?;
+
+        // An egress IP goes: its two pods move, one to each of the others.
+        lab.manifests().write("web", &spec(&[10, 11]))?;
+        let gone = egress(Family::V4, &[12])[0];
+        let after = assignments(lab, Family::V4, &[10, 11], |all| loads(all) == [3, 3])?;
+        let stayed = before.iter().filter(|(pod, ip)| **ip != gone && after[*pod] == **ip).count();
+        assert_eq!(stayed, 4, "{before:?} {after:?}");
+        Ok(())
+    });
+}

@@ -1,0 +1,97 @@
+//! A pod's first packets.
+
+use std::io::Write;
+use std::net::{SocketAddr, TcpStream};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, anyhow, ensure};
+use lab::traffic::{ServerMode, TcpServer};
+use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec};
+
+use crate::support::{PATIENCE, egress, start, wait_in_force, web};
+
+/// A process whose first act is connect(), again and again from before it has a network until a connection is open.
+fn eager(ns: &NetNs, target: SocketAddr) -> Result<JoinHandle<Result<()>>> {
+    ns.spawn("eager", move || {
+        let began = Instant::now();
+        loop {
+            match TcpStream::connect_timeout(&target, Duration::from_millis(200)) {
+                Ok(mut stream) => return Ok(stream.write_all(&[0; 16])?),
+                Err(error) => ensure!(began.elapsed() < PATIENCE, "no connection to {target}: {error}"),
+            }
+        }
+    })
+}
+
+/// Starts eight eager pods one after the other; `inherit` gives each the addresses of a pod that has just gone and was under
+/// no policy.
+fn eager_pods_never_show_another_address(cni: Cni, inherit: bool) {
+    Lab::builder().workers(1).gateways(2).cni(cni).run(|lab| {
+        lab.manifests().write("web", &web(&[10, 11]))?;
+        let first = lab.add_pod(PodSpec::new("first", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&first, &server, &[10, 11])?;
+        let _echo = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+        for number in 0..8 {
+            let name = format!("web-{number}");
+            let mut spec = PodSpec::new(&name, "worker1").label("app", "web");
+            if inherit {
+                spec = spec.ips(lab.add_pod(PodSpec::new("other", "worker1"))?.ips);
+                lab.remove_pod("other")?;
+            }
+            let pod = lab.prepare_pod(spec)?;
+            let clients = Family::BOTH.map(|family| eager(&pod.ns, server.ips.at(family, 80)));
+            lab.start_pod(&name)?;
+            for client in clients {
+                client?.join().map_err(|_| anyhow!("the eager process panicked"))??;
+            }
+        }
+        let trace = capture.finish()?;
+        for family in Family::BOTH {
+            let allowed = egress(family, &[10, 11]);
+            let strangers = trace.strangers_towards(server.ips.ip(family), &allowed);
+            assert!(strangers.is_empty(), "{strangers:?}");
+            assert!(trace.sources_towards(server.ips.ip(family)).values().sum::<usize>() > 16);
+        }
+        Ok(())
+    });
+}
+
+/// FAILURES.md: pod-start.
+#[test]
+fn a_pod_whose_first_act_is_connect_never_shows_another_address() {
+    lab::require_root!();
+    Cni::BOTH.into_iter().for_each(|cni| eager_pods_never_show_another_address(cni, false));
+}
+
+/// FAILURES.md: pod-start, for an address that another pod had a moment ago.
+#[test]
+fn a_pod_that_inherits_an_address_never_shows_the_nodes() {
+    lab::require_root!();
+    Cni::BOTH.into_iter().for_each(|cni| eager_pods_never_show_another_address(cni, true));
+}
+
+/// Pods that no policy selects start as ever, also beside one that is starting.
+#[test]
+fn pods_without_a_policy_are_not_held() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let web = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        let plain = lab.add_pod(PodSpec::new("plain", "worker1"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&web, &server, &[10])?;
+        // A selected pod that never gets its link.
+        lab.prepare_pod(PodSpec::new("stuck", "worker1").label("app", "web"))?;
+        for family in Family::BOTH {
+            crate::support::wait_sources(&plain.ns, &server, family, &[lab.node("worker1").underlay.ip(family)])?;
+        }
+        wait_in_force(&web, &server, &[10])?;
+        lab.start_pod("stuck")?;
+        wait_in_force(lab.pod("stuck"), &server, &[10])
+    });
+}

@@ -1,0 +1,201 @@
+//! Source ports: none is used twice, they run out without a leak, and they come back.
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::ops::Range;
+
+use anyhow::{Context, Result, ensure};
+use lab::traffic::{Protocol, spray};
+use lab::{Capture, Family, Lab, Pod, PodSpec, Server, StartOptions, Trace, wait_for};
+
+use crate::support::{PATIENCE, calm, counter, egress, start, start_with, wait_counter, wait_in_force, web};
+
+/// A port of the server behind which nobody listens.
+const TARGET: u16 = 4242;
+/// Packets that are sent before the server has to have seen them.
+const BATCH: usize = 1000;
+
+/// Makes the server ignore datagrams for [`TARGET`]: nothing comes back, so flows stay half open.
+fn deafen(server: &Server) -> Result<()> {
+    server.ns.nft(&format!(
+        "table inet deaf {{ chain input {{ type filter hook input priority 0; udp dport {TARGET} drop\n }} }}"
+    ))
+}
+
+fn is_ours(packet: &lab::Packet, target: SocketAddr) -> bool {
+    !packet.outgoing && packet.ports().is_some_and(|(_, to)| to == target)
+}
+
+/// Sends one packet from each of `ports` of a pod, no faster than they arrive. Fails when one does not.
+fn send_all(pod: &Pod, protocol: Protocol, ports: Range<u16>, target: SocketAddr, capture: &Capture) -> Result<()> {
+    let family = if target.is_ipv4() { Family::V4 } else { Family::V6 };
+    let ports: Vec<u16> = ports.collect();
+    for batch in ports.chunks(BATCH) {
+        let before = capture.count(|packet| is_ours(packet, target));
+        spray(&pod.ns, protocol, pod.ips.ip(family), batch.iter().copied(), target)?;
+        let arrived = || Ok(capture.count(|packet| is_ours(packet, target)) - before);
+        lab::wait_until("a packet of every flow", PATIENCE, arrived, |count| *count >= batch.len())?;
+    }
+    Ok(())
+}
+
+/// The translated sources of all packets to `target`, and how many packets there were.
+fn translated(trace: &Trace, target: SocketAddr) -> (BTreeSet<SocketAddr>, usize) {
+    let mine = trace.filter(|packet| is_ours(packet, target));
+    let sources = mine.packets().iter().filter_map(lab::Packet::ports).map(|(source, _)| source).collect();
+    (sources, mine.packets().len())
+}
+
+/// Lets UDP flows expire after a tick instead of minutes, by writing into the pinned settings of a node whose agent is dead.
+fn expire_udp_at_once(lab: &Lab, node: &str) -> Result<()> {
+    /// Where `udp` is among the settings, in bytes.
+    const UDP: usize = 32;
+    let map = lab.bpffs(node).join("v1/maps/CONFIG");
+    let ns = &lab.node(node).ns;
+    let text = ns.sh(&format!("bpftool -j map lookup pinned {} key 0 0 0 0", map.display()))?;
+    let entry: serde_json::Value = serde_json::from_str(&text)?;
+    let bytes = entry["value"].as_array().context("the settings as bytes")?;
+    let mut bytes: Vec<String> = bytes.iter().filter_map(|byte| byte.as_str().map(str::to_owned)).collect();
+    ensure!(bytes.len() == 40, "the settings have another layout: {text}");
+    bytes[UDP] = "0x01".to_owned();
+    bytes[UDP + 1..UDP + 4].fill("0x00".to_owned());
+    ns.sh(&format!("bpftool map update pinned {} key 0 0 0 0 value {}", map.display(), bytes.join(" "))).map(drop)
+}
+
+fn with_two_pods(options: &StartOptions, test: impl FnOnce(&mut Lab, [Pod; 2], Server) -> Result<()>) {
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let pods = [
+            lab.add_pod(PodSpec::new("a", "worker1").label("app", "web"))?,
+            lab.add_pod(PodSpec::new("b", "worker1").label("app", "web"))?,
+        ];
+        start_with(lab, options)?;
+        let server = lab.server("server1").clone();
+        deafen(&server)?;
+        for pod in &pods {
+            wait_in_force(pod, &server, &[10])?;
+        }
+        test(lab, pods, server)
+    });
+}
+
+/// FAILURES.md: port-search. Two pods use the same ports of their own; four fifths of the first lease fill up to one
+/// destination without a single packet lost or a port used twice.
+#[test]
+fn ports_are_found_while_there_are_any_and_none_is_used_twice() {
+    lab::require_root!();
+    with_two_pods(&calm(), |lab, pods, server| {
+        for family in Family::BOTH {
+            let target = server.ips.at(family, TARGET);
+            let capture = Capture::start(&server.ns, "eth0")?;
+            for pod in &pods {
+                send_all(pod, Protocol::Udp, 20_000..32_000, target, &capture)?;
+            }
+            let trace = capture.finish()?;
+            let (sources, packets) = translated(&trace, target);
+            assert_eq!((sources.len(), packets), (24_000, 24_000));
+            assert!(sources.iter().all(|source| egress(family, &[10])[0] == source.ip() && source.port() >= 1024));
+            assert!(trace.strangers_towards(target.ip(), &egress(family, &[10])).is_empty());
+        }
+        assert_eq!(counter(lab, "worker1", "drop_no_port")?, 0);
+        Ok(())
+    });
+}
+
+/// FAILURES.md: fail-open, port-leak. All ports of the egress IP are taken; what finds none is dropped and counted, and does
+/// not leave in another way. When the flows have expired the ports serve again.
+#[test]
+fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
+    lab::require_root!();
+    let bpftool = std::process::Command::new("bpftool").arg("version").output().is_ok();
+    lab::require!(bpftool, "bpftool is missing: apt-get install bpftool");
+    let options = calm();
+    with_two_pods(&options, |lab, pods, server| {
+        let target = server.ips.at(Family::V4, TARGET);
+        let capture = Capture::start(&server.ns, "eth0")?;
+        let before = counter(lab, "worker1", "drop_no_port")?;
+        for pod in &pods {
+            // More than there are ports, all in all.
+            for first in (1024..60_000).step_by(BATCH) {
+                spray(&pod.ns, Protocol::Udp, pod.ips.v4.into(), first..first + BATCH as u16, target)?;
+            }
+        }
+        wait_counter(lab, "worker1", "drop_no_port", before)?;
+        let trace = capture.finish()?;
+        let (sources, packets) = translated(&trace, target);
+        assert_eq!(sources.len(), packets, "a port was used twice");
+        assert!(sources.len() > 20_000, "{}", sources.len());
+        assert!(trace.strangers_towards(target.ip(), &egress(Family::V4, &[10])).is_empty());
+        // Other destinations are not concerned: the ports are free there.
+        wait_in_force(&pods[0], lab.server("far1"), &[10])?;
+
+        // Idle flows expire, with nobody's help.
+        lab.agent("worker1").kill()?;
+        expire_udp_at_once(lab, "worker1")?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+        let mut port = 61_000;
+        wait_for("a new flow finds a port", PATIENCE * 2, || {
+            port += 1;
+            spray(&pods[0].ns, Protocol::Udp, pods[0].ips.v4.into(), [port], target)?;
+            let again = |packet: &lab::Packet| is_ours(packet, target);
+            Ok(capture.wait_for("the flow", std::time::Duration::from_millis(200), again).is_ok())
+        })?;
+        let trace = capture.finish()?;
+        assert!(trace.strangers_towards(target.ip(), &egress(Family::V4, &[10])).is_empty());
+        Ok(())
+    });
+}
+
+/// FAILURES.md: port-leak. Connections that were refused give their ports back at once: many times as many as there are
+/// ports go to one destination, without waiting for any timeout.
+#[test]
+fn closed_connections_give_their_ports_back() {
+    lab::require_root!();
+    with_two_pods(&calm(), |lab, pods, server| {
+        let target = server.ips.at(Family::V4, TARGET);
+        let before = counter(lab, "worker1", "drop_no_port")?;
+        for round in 0..2 {
+            for pod in &pods {
+                let capture = Capture::start(&server.ns, "eth0")?;
+                let first = 2_000 + round * 30_000;
+                send_all(pod, Protocol::Syn, first..first + 29_000, target, &capture)?;
+                let trace = capture.finish()?;
+                assert_eq!(translated(&trace, target).1, 29_000);
+                assert!(trace.strangers_towards(target.ip(), &egress(Family::V4, &[10])).is_empty());
+            }
+        }
+        assert_eq!(counter(lab, "worker1", "drop_no_port")?, before);
+        Ok(())
+    });
+}
+
+/// Two source nodes share an egress IP: their blocks never overlap.
+#[test]
+fn two_nodes_never_use_the_same_port_of_an_egress_ip() {
+    lab::require_root!();
+    Lab::builder().workers(2).gateways(1).run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let pods = [
+            lab.add_pod(PodSpec::new("a", "worker1").label("app", "web"))?,
+            lab.add_pod(PodSpec::new("b", "worker2").label("app", "web"))?,
+        ];
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        deafen(&server)?;
+        for pod in &pods {
+            wait_in_force(pod, &server, &[10])?;
+        }
+        for family in Family::BOTH {
+            let target = server.ips.at(family, TARGET);
+            let capture = Capture::start(&server.ns, "eth0")?;
+            for pod in &pods {
+                send_all(pod, Protocol::Udp, 20_000..28_000, target, &capture)?;
+            }
+            let trace = capture.finish()?;
+            let (sources, packets) = translated(&trace, target);
+            assert_eq!((sources.len(), packets), (16_000, 16_000));
+            assert!(trace.strangers_towards(target.ip(), &egress(family, &[10])).is_empty());
+        }
+        Ok(())
+    });
+}

@@ -1,0 +1,130 @@
+//! `PerFlow`: new flows are spread over the egress IPs by weight, and stay where they are.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
+use lab::{Capture, Cni, Family, Lab, PodSpec, stats};
+
+use crate::support::{PATIENCE, WEB, egress, policy, start, wait_in_force, web, weighted};
+
+#[test]
+fn three_thousand_flows_spread_evenly_over_three_gateways() {
+    lab::require_root!();
+    Lab::builder().cni(Cni::Bridge).run(|lab| {
+        lab.manifests().write("web", &web(&[10, 11, 12]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1");
+        wait_in_force(&pod, server, &[10, 11, 12])?;
+
+        let echo = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;
+        let gateways: BTreeSet<[u8; 6]> = lab.gateways().map(|node| node.external_mac()).collect();
+        for family in Family::BOTH {
+            let capture = Capture::start(&server.ns, "eth0")?;
+            let target = server.ips.at(family, 80);
+            let options = TcpOptions { reset: true, ..TcpOptions::once() };
+            let clients = TcpClients::establish(&pod.ns, target, 3000, options)?;
+            clients.wait("all echoes", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
+            let peers = echo.connections().into_iter().map(|one| one.peer.ip());
+            let spread = lab::traffic::tally(peers.filter(|peer| peer.is_ipv4() == (family == Family::V4)));
+            assert_eq!(spread.keys().copied().collect::<Vec<_>>(), egress(family, &[10, 11, 12]));
+            let counts: Vec<u64> = spread.values().map(|&count| count as u64).collect();
+            assert_eq!(counts.iter().sum::<u64>(), 3000);
+            assert!(stats::is_even(&counts), "{family:?} {counts:?}");
+
+            let trace = capture.finish()?;
+            assert!(trace.strangers_towards(target.ip(), &egress(family, &[10, 11, 12])).is_empty());
+            // Each egress IP comes from one gateway, each gateway has one.
+            let mut macs: BTreeMap<IpAddr, BTreeSet<[u8; 6]>> = BTreeMap::new();
+            for packet in trace.packets().iter().filter(|packet| !packet.outgoing) {
+                if let Some((source, target)) = packet.ports().filter(|(_, target)| target.port() == 80) {
+                    assert_eq!(target.ip(), server.ips.ip(family));
+                    macs.entry(source.ip()).or_default().insert(packet.source_mac);
+                }
+            }
+            assert!(macs.values().all(|one| one.len() == 1), "{macs:?}");
+            assert_eq!(macs.into_values().flatten().collect::<BTreeSet<_>>(), gateways);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn weights_are_shares_of_new_flows() {
+    lab::require_root!();
+    Lab::builder().workers(1).run(|lab| {
+        let spec = format!("{WEB}{}", weighted(&[(10, 1), (11, 2), (12, 5)]));
+        lab.manifests().write("web", &policy("web", &spec))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1");
+        wait_in_force(&pod, server, &[10, 11, 12])?;
+        let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
+        for family in Family::BOTH {
+            let flows = UdpClients::start(
+                &pod.ns,
+                server.ips.at(family, 53),
+                800,
+                UdpOptions { requests: 3, ..UdpOptions::default() },
+            )?;
+            let all = flows.wait("replies", PATIENCE, |all| all.iter().all(|one| one.received > 0))?;
+            let seen = udp.flows();
+            let spread = lab::traffic::tally(all.iter().flat_map(|one| &seen[&one.id].peers).map(|peer| peer.ip()));
+            let counts: Vec<u64> =
+                egress(family, &[10, 11, 12]).iter().map(|ip| spread.get(ip).copied().unwrap_or(0) as u64).collect();
+            assert_eq!(counts.iter().sum::<u64>(), 800, "{spread:?}");
+            assert!(stats::fits(&counts, &[1.0, 2.0, 5.0]), "{family:?} {counts:?}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn flows_keep_their_egress_ip_while_the_weights_change() {
+    lab::require_root!();
+    Lab::builder().workers(1).run(|lab| {
+        lab.manifests().write("web", &web(&[10, 11, 12]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1");
+        wait_in_force(&pod, server, &[10, 11, 12])?;
+        let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
+        let tcp = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
+        let start_udp = |family| UdpClients::start(&pod.ns, server.ips.at(family, 53), 60, UdpOptions::default());
+        let start_tcp = |family| TcpClients::establish(&pod.ns, server.ips.at(family, 80), 40, TcpOptions::default());
+        let datagrams = [start_udp(Family::V4)?, start_udp(Family::V6)?];
+        let streams = [start_tcp(Family::V4)?, start_tcp(Family::V6)?];
+        for (a, b, c) in [(100, 1, 1), (1, 100, 1), (1, 1, 100), (1, 1, 1)] {
+            let spec = format!("{WEB}{}", weighted(&[(10, a), (11, b), (12, c)]));
+            lab.manifests().write("web", &policy("web", &spec))?;
+            // The new weights are in force when new connections follow them.
+            let weights = [f64::from(a), f64::from(b), f64::from(c)];
+            for family in Family::BOTH {
+                let counts = || {
+                    let seen = crate::support::sources(&pod.ns, server, family, 300)?;
+                    let ips = egress(family, &[10, 11, 12]);
+                    Ok(ips.iter().map(|ip| seen.get(ip).copied().unwrap_or(0) as u64).collect::<Vec<_>>())
+                };
+                lab::wait_until("the new shares", PATIENCE, counts, |counts| {
+                    counts.iter().sum::<u64>() == 300 && stats::fits(counts, &weights)
+                })?;
+            }
+        }
+        for flows in &datagrams {
+            let before: Vec<u64> = flows.flows().iter().map(|one| one.received).collect();
+            flows.wait("more replies", PATIENCE, |all| {
+                all.iter().zip(&before).all(|(one, before)| one.received > before + 3)
+            })?;
+        }
+        for (id, seen) in udp.flows() {
+            assert_eq!(seen.peers.len(), 1, "flow {id} moved: {seen:?}");
+        }
+        for clients in streams {
+            clients.wait_progress(3, PATIENCE)?;
+            assert!(clients.close()?.iter().all(|one| one.intact()));
+        }
+        drop(tcp);
+        Ok(())
+    });
+}

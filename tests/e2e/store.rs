@@ -1,0 +1,146 @@
+//! The directory of objects: mistakes in it, and controllers that take turns.
+
+use anyhow::Result;
+use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::{Capture, Family, Lab, PodSpec, StartOptions, wait_for, wait_until};
+
+use crate::support::{PATIENCE, WEB, calm, egress, gateways, policy, start, start_with, wait_in_force, web};
+
+/// What Spillway wrote about a policy.
+fn status(lab: &Lab, name: &str) -> String {
+    let kinds = ["status/EgressGatewayPolicy", "EgressGatewayPolicy"];
+    kinds.iter().find_map(|kind| lab.manifests().written(kind, name)).unwrap_or_default()
+}
+
+/// Waits until the status of a policy has all of `parts`.
+fn wait_status(lab: &Lab, name: &str, parts: &[&str]) -> Result<()> {
+    let what = format!("{parts:?} in the status of {name}");
+    wait_until(&what, PATIENCE, || Ok(status(lab, name)), |text| parts.iter().all(|part| text.contains(part))).map(drop)
+}
+
+/// Waits until a controller's log has a line with all of `parts`.
+fn wait_log(lab: &mut Lab, process: &str, parts: &[&str]) -> Result<()> {
+    let line = |log: &String| log.lines().any(|line| parts.iter().all(|part| line.contains(part)));
+    wait_until(&format!("{parts:?} in one line of the log"), PATIENCE, || Ok(lab.controller(process).log()), line)
+        .map(drop)
+}
+
+#[test]
+fn a_mistake_in_a_file_leaves_the_last_good_state_in_force_and_is_named() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        let api = lab.add_pod(PodSpec::new("api", "worker1").label("app", "api"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[10])?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+
+        // No YAML; an unknown field; a value that a rule refuses.
+        lab.manifests().write("web", "kind: [EgressGatewayPolicy\n  what: {")?;
+        wait_log(lab, "controller", &["web.yaml"])?;
+        wait_in_force(&pod, &server, &[10])?;
+        lab.manifests().write("web", &web(&[11]).replace("destinationCIDRs", "destinationCIDR"))?;
+        wait_log(
+            lab,
+            "controller",
+            &["web.yaml", "EgressGatewayPolicy", "web", "destinationCIDR", "write destinationCIDRs"],
+        )?;
+        wait_status(lab, "web", &["destinationCIDR", "write destinationCIDRs"])?;
+        wait_in_force(&pod, &server, &[10])?;
+        lab.manifests().write("web", &web(&[11]).replace("weight: 1", "weight: 1000"))?;
+        wait_log(lab, "controller", &["web.yaml", "EgressGatewayPolicy", "web", "weight must be 1 to 100"])?;
+        wait_in_force(&pod, &server, &[10])?;
+
+        // Everything else goes on: another policy comes meanwhile.
+        let other =
+            "\n  selectors: [{podSelector: {matchLabels: {app: api}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
+        lab.manifests().write("api", &policy("api", &format!("{other}{}", gateways(&[12]))))?;
+        wait_in_force(&api, &server, &[12])?;
+        // An agent and a controller that start now have the last good state too.
+        for name in ["worker1", "gw1"] {
+            lab.agent(name).kill()?;
+            lab.start_agent(name, &calm())?;
+        }
+        lab.start_controller("controller", &calm())?;
+        wait_in_force(&pod, &server, &[10])?;
+
+        lab.manifests().write("web", &web(&[11]))?;
+        wait_in_force(&pod, &server, &[11])?;
+        let trace = capture.finish()?;
+        for family in Family::BOTH {
+            let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &[10, 11, 12]));
+            assert!(strangers.is_empty(), "{strangers:?}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_policy_that_cannot_be_carried_out_says_why_and_disturbs_nobody() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let api =
+            "\n  selectors: [{podSelector: {matchLabels: {app: api}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
+        let missing = policy("missing", &format!("{api}\n  egressIPPool: {{name: nowhere, count: 2}}"));
+        lab.manifests().write("missing", &missing)?;
+        let loser = policy("loser", &format!("{WEB}{}", gateways(&[11])));
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[10])?;
+        wait_status(lab, "web", &["Ready", "selectedEndpoints: 1"])?;
+        wait_status(lab, "missing", &["Degraded", "pool nowhere does not exist", "create it"])?;
+        lab.manifests().write("loser", &loser)?;
+        wait_status(lab, "loser", &["Conflicting", "web"])?;
+        wait_in_force(&pod, &server, &[10])
+    });
+}
+
+#[test]
+fn a_second_controller_stands_by_and_takes_over() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        lab.manifests().write("web", &web(&[10, 11]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start_with(lab, &StartOptions::new())?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[10, 11])?;
+        lab.start_controller("standby", &StartOptions::new())?;
+        let _streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
+        let clients = TcpClients::establish(&pod.ns, server.ips.at(Family::V6, 80), 30, TcpOptions::default())?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+        let before = ["192.0.2.10", "192.0.2.11"].map(|name| lab.manifests().written("EgressIP", name));
+
+        // Frozen, not dead: when it wakes up, its lease is another's.
+        lab.controller("controller").freeze()?;
+        lab.manifests().write("web", &web(&[10, 11, 12]))?;
+        wait_in_force(&pod, &server, &[10, 11, 12])?;
+        lab.controller("controller").thaw()?;
+        lab.controller("standby").kill()?;
+        lab.manifests().write("web", &web(&[10, 11]))?;
+        wait_in_force(&pod, &server, &[10, 11])?;
+        wait_for("progress", PATIENCE, || clients.wait_progress(3, PATIENCE).map(|()| true))?;
+        // Nobody's owner or epoch has changed by all that.
+        let after = ["192.0.2.10", "192.0.2.11"].map(|name| lab.manifests().written("EgressIP", name));
+        for (before, after) in before.iter().flatten().zip(after.iter().flatten()) {
+            let of = |text: &str| {
+                let status = text.split_once("\nstatus:").map_or("", |(_, status)| status).to_owned();
+                let wanted = |line: &&str| ["node:", "epoch:"].iter().any(|key| line.trim().starts_with(key));
+                status.lines().filter(wanted).map(str::to_owned).collect::<Vec<_>>()
+            };
+            assert_eq!(of(before), of(after));
+            assert!(!of(after).is_empty());
+        }
+        let peers = clients.close()?;
+        assert!(peers.iter().all(|one| one.wrong == 0));
+        let trace = capture.finish()?;
+        for family in Family::BOTH {
+            let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &[10, 11, 12]));
+            assert!(strangers.is_empty(), "{strangers:?}");
+        }
+        Ok(())
+    });
+}

@@ -1,0 +1,219 @@
+//! What the end-to-end tests share: policies as text, a running Spillway, and questions to a server.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, SocketAddr};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::{Family, Lab, NetNs, Pod, Server, StartOptions, address, wait_until};
+use serde_json::Value;
+
+/// How long a condition may take that a loaded machine reaches in a second.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+/// Several times the interval at which streams send.
+pub const QUIET: Duration = Duration::from_millis(300);
+/// How long a connection of [`sources`] may take.
+const CONNECT: Duration = Duration::from_millis(900);
+/// The port at which [`sources`] listens.
+const LOOK_PORT: u16 = 9007;
+
+/// The part of a policy that most tests have in common: pods with the label `app: web`, all destinations.
+pub const WEB: &str = "
+  selectors: [{podSelector: {matchLabels: {app: web}}}]
+  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
+
+/// A policy; `spec` is indented by two spaces.
+pub fn policy(name: &str, spec: &str) -> String {
+    format!("apiVersion: spillway.io/v1alpha1\nkind: EgressGatewayPolicy\nmetadata: {{name: {name}}}\nspec:{spec}\n")
+}
+
+/// The field `egressGateways` with both addresses of each host number, on any of the lab's gateways.
+pub fn gateways(hosts: &[u8]) -> String {
+    weighted(&hosts.iter().map(|&host| (host, 1)).collect::<Vec<_>>())
+}
+
+/// [`gateways`] with weights.
+pub fn weighted(hosts: &[(u8, u32)]) -> String {
+    gateways_where(&hosts.iter().map(|&(host, weight)| (host, weight, "egress: \"true\"")).collect::<Vec<_>>())
+}
+
+/// The field `egressGateways`: host number, weight, and the labels of the nodes.
+pub fn gateways_where(hosts: &[(u8, u32, &str)]) -> String {
+    let mut text = "\n  egressGateways:".to_owned();
+    for (host, weight, labels) in hosts {
+        for family in Family::BOTH {
+            let address = address::external(*host).ip(family);
+            text += &format!(
+                "\n  - {{nodeSelector: {{matchLabels: {{{labels}}}}}, egressIP: \"{address}\", weight: {weight}}}"
+            );
+        }
+    }
+    text
+}
+
+/// The labels that select one node by its name.
+pub fn named(node: &str) -> String {
+    format!("kubernetes.io/hostname: {node}")
+}
+
+/// A policy for the web pods over egress IPs with these host numbers, spread by flow.
+pub fn web(hosts: &[u8]) -> String {
+    policy("web", &format!("{WEB}{}", gateways(hosts)))
+}
+
+/// A pool with one range of host numbers in each family, failing back after `delay`, or never.
+pub fn pool(name: &str, first: u8, last: u8, delay: Option<&str>) -> String {
+    let ranges: Vec<String> = Family::BOTH
+        .iter()
+        .map(|&family| {
+            let (first, last) = (address::external(first).ip(family), address::external(last).ip(family));
+            format!("{{start: \"{first}\", end: \"{last}\"}}")
+        })
+        .collect();
+    let failback = delay.map_or("{mode: Never}".to_owned(), |delay| format!("{{mode: Preferred, delay: {delay}}}"));
+    format!(
+        "apiVersion: spillway.io/v1alpha1\nkind: EgressIPPool\nmetadata: {{name: {name}}}\nspec:\n  ipRanges: [{}]\n  \
+         nodeSelector: {{matchLabels: {{egress: \"true\"}}}}\n  failback: {failback}\n",
+        ranges.join(", ")
+    )
+}
+
+/// The addresses of one family with these host numbers.
+pub fn egress(family: Family, hosts: &[u8]) -> Vec<IpAddr> {
+    hosts.iter().map(|&host| address::external(host).ip(family)).collect()
+}
+
+/// The name of the EgressIP object of an address.
+pub fn object_name(address: IpAddr) -> String {
+    match address {
+        IpAddr::V4(v4) => v4.to_string(),
+        IpAddr::V6(v6) => v6.segments().map(|group| format!("{group:04x}")).join("-"),
+    }
+}
+
+/// Settings for tests that are not about failures: a machine under load must not look like a dead gateway.
+pub const CALM: &str = "probe: {interval: 500ms, count: 10}\nlease: {renew: 1s, duration: 20s}\ndeadline: 15s\n";
+
+/// Starts the agents of all nodes, and a controller once they all have reported. Nothing fails over by accident.
+pub fn start(lab: &mut Lab) -> Result<()> {
+    start_with(lab, &calm())
+}
+
+/// What [`start`] starts with.
+pub fn calm() -> StartOptions {
+    StartOptions::new().config(CALM)
+}
+
+/// [`start`] with options for agents and controller.
+pub fn start_with(lab: &mut Lab, options: &StartOptions) -> Result<()> {
+    lab.start_agents(options)?;
+    let nodes: Vec<String> = lab.nodes().map(|node| node.name.clone()).collect();
+    let reports = || Ok(lab.manifests().written_names("EgressNode"));
+    wait_until("every node has reported", PATIENCE, reports, |known| *known == nodes)?;
+    lab.start_controller("controller", options)
+}
+
+/// The source addresses that the connections of one look had at a server, and how many each.
+pub type Sources = BTreeMap<IpAddr, usize>;
+
+/// Opens `count` connections at once and closes them. Those that are not established and answered in time are missing in
+/// the answer.
+pub fn sources(from: &NetNs, server: &Server, family: Family, count: usize) -> Result<Sources> {
+    let listening = TcpServer::start(&server.ns, &server.ips.both(LOOK_PORT), ServerMode::Echo)?;
+    let options =
+        TcpOptions { connect_timeout: CONNECT, interval: Duration::from_millis(5), reset: true, ..TcpOptions::once() };
+    let clients = TcpClients::open(from, server.ips.at(family, LOOK_PORT), count, options)?;
+    let decided = |one: &lab::traffic::ConnectionReport| match one.state {
+        lab::traffic::ConnectionState::Connecting => false,
+        lab::traffic::ConnectionState::Open => one.received > 0,
+        _ => true,
+    };
+    // A connection that was cut between its handshake and its first record is never decided.
+    let began = Instant::now();
+    clients.wait("connections that are open or have failed", PATIENCE, |all| {
+        all.len() == count && (all.iter().all(decided) || began.elapsed() > 2 * CONNECT)
+    })?;
+    let open: BTreeSet<u64> = clients.connections().iter().filter(|one| one.received > 0).map(|one| one.id).collect();
+    let seen = listening.source_of_flow();
+    Ok(lab::traffic::tally(seen.iter().filter(|(id, _)| open.contains(id)).map(|(_, peer)| peer.ip())))
+}
+
+/// How many connections show all of `slots` egress IPs but once in a thousand times.
+fn enough(slots: usize) -> usize {
+    8 + 12 * slots
+}
+
+/// Waits until the pod's new connections to `server` have exactly these source addresses, all of them.
+pub fn wait_sources(from: &NetNs, server: &Server, family: Family, expected: &[IpAddr]) -> Result<()> {
+    let expected: BTreeSet<IpAddr> = expected.iter().copied().collect();
+    let what = format!("connections to {} have the sources {expected:?}, each of them, and no other", server.name);
+    let count = enough(expected.len());
+    let good = |seen: &Sources| {
+        seen.keys().copied().collect::<BTreeSet<_>>() == expected && seen.values().sum::<usize>() == count
+    };
+    wait_until(&what, PATIENCE, || sources(from, server, family, count), good).map(drop)
+}
+
+/// Waits until the egress IPs with these host numbers are in force for a pod, in both families.
+pub fn wait_in_force(pod: &Pod, server: &Server, hosts: &[u8]) -> Result<()> {
+    Family::BOTH.into_iter().try_for_each(|family| wait_sources(&pod.ns, server, family, &egress(family, hosts)))
+}
+
+/// Waits until no new connection from a pod to `server` is established.
+pub fn wait_refused(pod: &Pod, server: &Server) -> Result<()> {
+    for family in Family::BOTH {
+        let what = format!("no connection of {} to {} is established", pod.name, server.name);
+        wait_until(&what, PATIENCE, || sources(&pod.ns, server, family, 4), Sources::is_empty)?;
+    }
+    Ok(())
+}
+
+/// The node that carries an egress IP, as its object says.
+pub fn owner(lab: &Lab, address: IpAddr) -> Option<String> {
+    let text = lab.manifests().written("EgressIP", &object_name(address))?;
+    scalar_after(text.split_once("\nstatus:")?.1, "node")
+}
+
+/// Waits until an egress IP has an owner that is `good`, and returns it.
+pub fn wait_owner(lab: &Lab, address: IpAddr, good: impl Fn(&str) -> bool) -> Result<String> {
+    let what = format!("the right owner of {address}");
+    let found = wait_until(&what, PATIENCE, || Ok(owner(lab, address)), |node| node.as_deref().is_some_and(&good))?;
+    found.context("an owner")
+}
+
+/// The value of the first line `key: value` of a text in block-style YAML.
+fn scalar_after(text: &str, key: &str) -> Option<String> {
+    let value = text.lines().find_map(|line| line.trim().strip_prefix(key)?.strip_prefix(':'))?;
+    Some(value.trim().trim_matches(['"', '\'']).to_owned())
+}
+
+/// One of the datapath's counters on a node.
+pub fn counter(lab: &Lab, node: &str, name: &str) -> Result<u64> {
+    let stats = lab.egressctl(node, &["stats"])?;
+    find_counter(&stats, name).with_context(|| format!("egressctl stats on {node} has no {name}: {stats}"))
+}
+
+fn find_counter(value: &Value, name: &str) -> Option<u64> {
+    match value {
+        Value::Object(fields) => {
+            let named = fields.values().any(|value| value.as_str() == Some(name));
+            let number = || fields.values().find_map(Value::as_u64);
+            let own = fields.get(name).and_then(Value::as_u64).or_else(|| named.then(number).flatten());
+            own.or_else(|| fields.values().find_map(|value| find_counter(value, name)))
+        }
+        Value::Array(items) => items.iter().find_map(|item| find_counter(item, name)),
+        _ => None,
+    }
+}
+
+/// Waits until a counter is above `before`.
+pub fn wait_counter(lab: &Lab, node: &str, name: &str, before: u64) -> Result<()> {
+    let what = format!("{name} of {node} is above {before}");
+    wait_until(&what, PATIENCE, || counter(lab, node, name), |now| *now > before).map(drop)
+}
+
+/// An address of one family with a port, as a socket's address.
+pub fn at(address: IpAddr, port: u16) -> SocketAddr {
+    SocketAddr::new(address, port)
+}

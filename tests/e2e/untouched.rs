@@ -1,0 +1,200 @@
+//! What Spillway must leave alone: the cluster's own traffic, replies to the outside, connections that were there before.
+
+use std::net::{IpAddr, SocketAddrV6, UdpSocket};
+
+use anyhow::{Context, Result};
+use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, ping};
+use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec, Server, StartOptions};
+
+use crate::support::{
+    CALM, PATIENCE, WEB, at, gateways, policy, sources, start, start_with, wait_in_force, wait_refused, wait_sources,
+    web,
+};
+
+/// The source that a connection from `client` has at `target` in `server`.
+fn source_at(client: &NetNs, server: &NetNs, target: IpAddr) -> Result<IpAddr> {
+    let listening = TcpServer::start(server, &[at(target, 7000)], ServerMode::Echo)?;
+    let clients = TcpClients::establish(client, at(target, 7000), 1, TcpOptions::once())?;
+    clients.wait("an echo", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
+    Ok(listening.connections().first().context("a connection")?.peer.ip())
+}
+
+/// FAILURES.md: everything-policy.
+#[test]
+fn a_policy_for_everything_leaves_the_clusters_own_traffic_alone() {
+    lab::require_root!();
+    for cni in Cni::BOTH {
+        Lab::builder().gateways(1).far_servers(2).cni(cni).run(|lab| {
+            lab.manifests().write("web", &web(&[10]))?;
+            let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+            let neighbour = lab.add_pod(PodSpec::new("neighbour", "worker1"))?;
+            let remote = lab.add_pod(PodSpec::new("remote", "worker2").label("app", "web"))?;
+            let config = format!("{CALM}exceptCIDRs: [198.51.100.11/32, \"2001:db8:51::11/128\"]\n");
+            start_with(lab, &StartOptions::new().config(&config))?;
+            wait_in_force(&pod, lab.server("server1"), &[10])?;
+            wait_in_force(&pod, lab.server("far1"), &[10])?;
+
+            let node = lab.node("worker1");
+            node.ns.ip(&["addr add 169.254.169.254/32 dev lo".to_owned()])?;
+            let tunnelled = Capture::start(&node.ns, "spillway0")?;
+            for family in Family::BOTH {
+                let own = pod.ips.ip(family);
+                for other in [&neighbour, &remote] {
+                    assert_eq!(source_at(&pod.ns, &other.ns, other.ips.ip(family))?, own, "to pod {}", other.name);
+                }
+                for name in ["worker1", "worker2", "gw1"] {
+                    let other = lab.node(name);
+                    assert_eq!(source_at(&pod.ns, &other.ns, other.underlay.ip(family))?, own, "to node {name}");
+                    let flow = UdpServer::start(&other.ns, &[at(other.underlay.ip(family), 7001)])?;
+                    let clients =
+                        UdpClients::start(&pod.ns, at(other.underlay.ip(family), 7001), 1, UdpOptions::once())?;
+                    clients.wait("a reply", PATIENCE, |all| all[0].received == 1)?;
+                    assert_eq!(flow.sources().into_keys().collect::<Vec<_>>(), [own]);
+                    assert_eq!(ping(&pod.ns, other.underlay.ip(family), &Ping::default())?.replies.len(), 1);
+                }
+                let excepted = lab.server("far2");
+                let masqueraded = node.underlay.ip(family);
+                assert_eq!(source_at(&pod.ns, &excepted.ns, excepted.ips.ip(family))?, masqueraded, "exceptCIDRs");
+            }
+            let metadata: IpAddr = [169, 254, 169, 254].into();
+            assert_eq!(source_at(&pod.ns, &node.ns, metadata)?, pod.ips.v4, "to a link-local address");
+            // Nobody listens to these; what matters is that they do not enter the tunnel.
+            let scope = pod.ns.ifindex("eth0")?;
+            pod.ns.run(|| {
+                let v4 = UdpSocket::bind("0.0.0.0:0")?;
+                v4.set_broadcast(true)?;
+                v4.send_to(b"x", "239.1.2.3:9")?;
+                v4.send_to(b"x", "255.255.255.255:9")?;
+                let v6 = UdpSocket::bind("[::]:0")?;
+                for group in ["ff02::1", "ff05::1:3"] {
+                    v6.send_to(b"x", SocketAddrV6::new(group.parse()?, 9, 0, scope))?;
+                }
+                Ok(())
+            })?;
+            // The control: what is for the outside does.
+            wait_in_force(&pod, lab.server("server1"), &[10])?;
+            let trace = tunnelled.finish()?;
+            let outside: Vec<IpAddr> = ["server1", "far1"]
+                .iter()
+                .flat_map(|name| Family::BOTH.map(|family| lab.server(name).ips.ip(family)))
+                .collect();
+            let sent = trace.filter(|packet| packet.outgoing && packet.ip().is_some());
+            assert!(!sent.packets().is_empty());
+            for packet in sent.packets() {
+                let target = packet.ip().context("an IP packet")?.target;
+                assert!(outside.contains(&target), "{target} entered the tunnel: {packet:?}");
+            }
+            Ok(())
+        });
+    }
+}
+
+/// FAILURES.md: reply-inbound.
+#[test]
+fn replies_of_what_the_outside_opened_are_left_alone() {
+    lab::require_root!();
+    for cni in Cni::BOTH {
+        Lab::builder().workers(1).gateways(2).cni(cni).run(|lab| {
+            lab.manifests().write("web", &web(&[10, 11]))?;
+            let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+            start(lab)?;
+            let server = lab.server("server1");
+            wait_in_force(&pod, server, &[10, 11])?;
+            let (tcp, udp) = (
+                TcpServer::start(&pod.ns, &pod.ips.both(80), ServerMode::Echo)?,
+                UdpServer::start(&pod.ns, &pod.ips.both(53))?,
+            );
+            let capture = Capture::start(&server.ns, "eth0")?;
+            for family in Family::BOTH {
+                let clients = TcpClients::establish(&server.ns, pod.ips.at(family, 80), 20, TcpOptions::default())?;
+                clients.wait_progress(5, PATIENCE)?;
+                assert!(clients.close()?.iter().all(|one| one.intact()));
+                let flows = UdpClients::start(&server.ns, pod.ips.at(family, 53), 20, UdpOptions::default())?;
+                flows.wait("replies", PATIENCE, |all| all.iter().all(|one| one.received > 3))?;
+                let report = ping(&server.ns, pod.ips.ip(family), &Ping { count: 3, ..Ping::default() })?;
+                assert_eq!(report.replies.len(), 3, "{report:?}");
+            }
+            assert_eq!((tcp.connections().len(), udp.flows().len()), (40, 40));
+            let trace = capture.finish()?;
+            for family in Family::BOTH {
+                let seen = trace.sources_towards(server.ips.ip(family));
+                assert_eq!(seen.into_keys().collect::<Vec<_>>(), [pod.ips.ip(family)]);
+            }
+            // The pod's own connections still belong to the policy.
+            wait_in_force(&pod, server, &[10, 11])
+        });
+    }
+}
+
+#[test]
+fn connections_that_are_older_than_the_policy_stay_on_their_path_or_are_cut() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        let keep = lab.add_pod(PodSpec::new("keep", "worker1").label("app", "web"))?;
+        let cut = lab.add_pod(PodSpec::new("cut", "worker1").label("app", "cut"))?;
+        start(lab)?;
+        // The agent knows the pods before the policies come: a pod without any policy keeps its way out.
+        let other = policy("other", &format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: other}}}}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]{}", gateways(&[12])));
+        lab.manifests().write("other", &other)?;
+        let witness = lab.add_pod(PodSpec::new("other", "worker1").label("app", "other"))?;
+        let server = lab.server("server1");
+        wait_in_force(&witness, server, &[12])?;
+
+        let streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
+        let open = |pod: &lab::Pod, family| TcpClients::establish(&pod.ns, server.ips.at(family, 80), 10, TcpOptions::default());
+        let (kept, severed) = (
+            [open(&keep, Family::V4)?, open(&keep, Family::V6)?],
+            [open(&cut, Family::V4)?, open(&cut, Family::V6)?],
+        );
+        let drop_spec = "\n  selectors: [{podSelector: {matchLabels: {app: cut}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]\n  \
+                         existingConnections: Drop";
+        lab.manifests().write("cut", &policy("cut", &format!("{drop_spec}{}", gateways(&[11]))))?;
+        lab.manifests().write("web", &web(&[10]))?;
+        wait_in_force(&keep, server, &[10])?;
+        wait_in_force(&cut, server, &[11])?;
+
+        for clients in kept {
+            clients.wait_progress(5, PATIENCE)?;
+            assert!(clients.close()?.iter().all(|one| one.intact()));
+        }
+        for clients in severed {
+            clients.reset_pauses();
+            clients.wait("silence", PATIENCE, |all| {
+                all.iter().all(|one| one.last_arrival.elapsed() > std::time::Duration::from_secs(1))
+            })?;
+        }
+        for (family, node) in Family::BOTH.map(|family| (family, lab.node("worker1").underlay.ip(family))) {
+            let peers: Vec<IpAddr> = streams.connections().iter().map(|one| one.peer.ip()).collect();
+            assert!(peers.iter().filter(|peer| peer.is_ipv4() == (family == Family::V4)).all(|peer| *peer == node));
+        }
+        Ok(())
+    });
+}
+
+/// `onNoGateway`: with `Drop` nothing leaves, with `NodeIP` the node's address is used.
+#[test]
+fn without_a_gateway_nothing_leaves_unless_the_policy_says_so() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        let nobody = "egress: \"nobody\"";
+        let spec = format!("{WEB}{}", crate::support::gateways_where(&[(10, 1, nobody)]));
+        lab.manifests().write("web", &policy("web", &spec))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server: Server = lab.server("server1").clone();
+        wait_refused(&pod, &server)?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+        for family in Family::BOTH {
+            assert!(sources(&pod.ns, &server, family, 20)?.is_empty());
+        }
+        let trace = capture.finish()?;
+        for family in Family::BOTH {
+            assert!(trace.sources_towards(server.ips.ip(family)).is_empty());
+        }
+        lab.manifests().write("web", &policy("web", &(spec + "\n  onNoGateway: NodeIP")))?;
+        for family in Family::BOTH {
+            wait_sources(&pod.ns, &server, family, &[lab.node("worker1").underlay.ip(family)])?;
+        }
+        Ok(())
+    });
+}

@@ -1,0 +1,84 @@
+//! Packets made by hand, one at a time: with chosen ports, without sockets behind them, or inside of a tunnel's headers.
+
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::AsRawFd;
+
+use anyhow::{Context, Result, bail};
+use etherparse::PacketBuilder;
+use nix::sys::socket::{MsgFlags, SockaddrStorage, sendto};
+
+use super::fragment::packet_socket;
+use crate::netns::NetNs;
+
+/// What a forged packet is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocol {
+    /// A UDP datagram.
+    Udp,
+    /// The first segment of a TCP connection.
+    Syn,
+}
+
+/// The bytes of one IP packet.
+fn packet(protocol: Protocol, source: SocketAddr, target: SocketAddr) -> Result<Vec<u8>> {
+    const TTL: u8 = 64;
+    let (from, to) = (source.port(), target.port());
+    let ip = match (source.ip(), target.ip()) {
+        (IpAddr::V4(a), IpAddr::V4(b)) => PacketBuilder::ipv4(a.octets(), b.octets(), TTL),
+        (IpAddr::V6(a), IpAddr::V6(b)) => PacketBuilder::ipv6(a.octets(), b.octets(), TTL),
+        _ => bail!("source and target are of different families"),
+    };
+    let mut bytes = Vec::new();
+    match protocol {
+        Protocol::Udp => ip.udp(from, to).write(&mut bytes, b"forged")?,
+        Protocol::Syn => ip.tcp(from, to, 1, 1024).syn().write(&mut bytes, &[])?,
+    }
+    Ok(bytes)
+}
+
+/// Sends one packet from each of `ports` of `source` to `target`, as fast as they go. Nobody waits for answers.
+pub fn spray(
+    ns: &NetNs,
+    protocol: Protocol,
+    source: IpAddr,
+    ports: impl IntoIterator<Item = u16> + Send,
+    target: SocketAddr,
+) -> Result<()> {
+    ns.run(|| {
+        let socket = packet_socket(target.ip())?;
+        // The port of a raw socket's address must be 0 for IPv6.
+        let address = SockaddrStorage::from(SocketAddr::new(target.ip(), 0));
+        for port in ports {
+            let bytes = packet(protocol, SocketAddr::new(source, port), target)?;
+            sendto(socket.as_raw_fd(), &bytes, &address, MsgFlags::empty()).context("cannot send a forged packet")?;
+        }
+        Ok(())
+    })
+}
+
+/// Sends one packet with any source address.
+pub fn send_packet(ns: &NetNs, protocol: Protocol, source: SocketAddr, target: SocketAddr) -> Result<()> {
+    spray(ns, protocol, source.ip(), [source.port()], target)
+}
+
+/// Sends a packet inside of VXLAN to the tunnel device at `device`, from the namespace's own address.
+pub fn send_vxlan(
+    ns: &NetNs,
+    device: SocketAddr,
+    network: u32,
+    protocol: Protocol,
+    source: SocketAddr,
+    target: SocketAddr,
+) -> Result<()> {
+    // RFC 7348, section 5: the flag "network identifier is valid", 24 bits reserved, the identifier, 8 bits reserved.
+    let header = [&[0x08, 0, 0, 0][..], &(network << 8).to_be_bytes()].concat();
+    let ether_type: [u8; 2] = if source.is_ipv4() { [0x08, 0x00] } else { [0x86, 0xdd] };
+    // Any MAC addresses but the receiving device's own as the source.
+    let macs = [0x02, 0x53, 0x57, 0, 0, 2, 0x02, 0x53, 0x57, 0, 0, 1];
+    let datagram = [&header, &macs[..], &ether_type, &packet(protocol, source, target)?].concat();
+    ns.run(|| {
+        let any: SocketAddr = if device.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
+        UdpSocket::bind(any)?.send_to(&datagram, device).context("cannot send a forged datagram")?;
+        Ok(())
+    })
+}
