@@ -196,5 +196,8 @@ impl OfAddress {
 }
 
 #[cfg(test)]
+#[path = "blocks_sim.rs"]
+mod sim;
+#[cfg(test)]
 #[path = "blocks_tests.rs"]
 mod tests;

@@ -22,11 +22,7 @@ use egress_common::{
     abi::ticks,
     config::{self, Config},
 };
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
-    sync::Arc,
-};
+use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
 
 /// Bytes that a packet grows by in the tunnel: outer Ethernet is not counted, inner Ethernet (14), VXLAN (8), UDP (8) and
 /// outer IPv4 (20) or IPv6 (40) are.
