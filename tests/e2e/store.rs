@@ -44,11 +44,7 @@ fn a_mistake_in_a_file_leaves_the_last_good_state_in_force_and_is_named() {
         wait_problem(lab, &["web.yaml"])?;
         wait_in_force(&pod, &server, &[10])?;
         lab.manifests().write("web", &web(&[11]).replace("destinationCIDRs", "destinationCIDR"))?;
-        wait_log(
-            lab,
-            "controller",
-            &["web.yaml", "EgressGatewayPolicy", "web", "destinationCIDR", "write destinationCIDRs"],
-        )?;
+        wait_problem(lab, &["web.yaml", "EgressGatewayPolicy", "web", "destinationCIDR", "write destinationCIDRs"])?;
         wait_status(lab, "web", &["destinationCIDR", "write destinationCIDRs"])?;
         wait_in_force(&pod, &server, &[10])?;
         lab.manifests().write("web", &web(&[11]).replace("weight: 1", "weight: 1000"))?;
