@@ -39,7 +39,6 @@ use k8s_openapi::jiff::Timestamp;
 use std::{
     collections::{BTreeMap, BTreeSet},
     future::Future,
-    net::IpAddr,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
@@ -378,7 +377,7 @@ impl Agent {
     fn occupied_blocks(&self) -> Vec<u16> {
         let Ok(ports) = NodePorts::read() else { return Vec::new() };
         let links = self.links.current();
-        let addresses = links.links.values().flat_map(|link| &link.addresses).map(IpNet::addr);
+        let addresses = links.links.values().flat_map(|link| &link.addresses).map(ipnet::IpNet::addr);
         let free: Vec<BTreeSet<u16>> = addresses.map(|address| ports.free_blocks(address)).collect();
         let tunnel = port_block::of_port(self.settings.tunnel.port);
         let all = 0..crate::plan::blocks::FIXED_BLOCKS;
