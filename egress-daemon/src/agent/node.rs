@@ -15,7 +15,7 @@ use crate::{
         Pins,
         attach::{self, Attacher, Hook},
         encode::Encoder,
-        load::Programs,
+        load::{self, Programs},
         maps::{Maps, MapsError},
         write::Writer,
     },
@@ -39,7 +39,7 @@ use egress_common::{
     abi::{name_kind, ticks},
     config::{self, Config},
     endpoint::endpoint_flags,
-    flow::kind,
+    flow::{Flow, kind},
     net,
 };
 use k8s_openapi::jiff::Timestamp;
@@ -315,8 +315,7 @@ impl Agent {
         let names: BTreeMap<u32, String> = links.links.values().map(|l| (l.index, l.name.clone())).collect();
         let hooks = hooks(&self.roles, self.tunnel.index, &names);
         // A pod's interface is covered before its address is known, and an uplink before it carries anything.
-        let live = names.keys().copied().collect();
-        self.complaints.extend(self.attacher.sync(&hooks, &live).iter().map(ToString::to_string));
+        self.complaints.extend(self.attacher.sync(&hooks, &names).iter().map(ToString::to_string));
         match self.encoder.encode(&view, self.writer.present()) {
             Ok(tables) => match self.writer.write(tables) {
                 Ok(()) => self.lease_revision = revision,
@@ -392,6 +391,7 @@ impl Agent {
         let mss = |family: usize| room.saturating_sub(HEADERS[family]).max(MIN_MSS);
         let t = &self.settings.timeouts;
         Config {
+            flags: load::config_flags(),
             tunnel_ifindex: self.tunnel.index,
             mss_v4: mss(0),
             mss_v6: mss(1),
@@ -420,11 +420,14 @@ impl Agent {
     fn count_ports(&self) -> Result<Ports, MapsError> {
         let maps = self.writer.maps();
         let tables = self.writer.present();
-        let address = |egress: u32| tables.egress_ips.get(&egress).map(|e| net::from_any(e.addr));
+        let address = |flow: &Flow| {
+            let e = tables.egress_ips.get(&flow.egress)?;
+            (e.generation == flow.egress_generation).then_some(net::from_any(e.addr))
+        };
         let mut used = Vec::new();
         for (key, flow) in maps.v4.flows.entries()? {
             if flow.kind == kind::TRANSLATED
-                && let Some(egress) = address(flow.egress)
+                && let Some(egress) = address(&flow)
             {
                 let remote = (net::from_v4(key.dst).into(), u16::from_be(key.dst_port), key.proto);
                 used.push(Used { egress, remote, port: u16::from_be(flow.port) });
@@ -432,7 +435,7 @@ impl Agent {
         }
         for (key, flow) in maps.v6.flows.entries()? {
             if flow.kind == kind::TRANSLATED
-                && let Some(egress) = address(flow.egress)
+                && let Some(egress) = address(&flow)
             {
                 let remote = (net::from_v6(key.dst).into(), u16::from_be(key.dst_port), key.proto);
                 used.push(Used { egress, remote, port: u16::from_be(flow.port) });
