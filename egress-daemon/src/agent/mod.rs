@@ -11,6 +11,8 @@ mod owned;
 pub mod settings;
 mod status;
 pub mod view;
+#[cfg(test)]
+mod view_tests;
 
 pub use node::{Agent, Options};
 pub use settings::Settings;
