@@ -46,7 +46,7 @@ impl From<&Config> for Settings {
             uplinks: config.uplinks.clone(),
             pod_interfaces: config.pod_interfaces.clone(),
             sizes: Sizes { max_flows: config.max_flows },
-            timeouts: config.timeouts.clone(),
+            timeouts: config.timeouts,
             probe: ProbeTimes {
                 interval: config.probe.interval,
                 misses: config.probe.count,

@@ -101,7 +101,7 @@ const BPF_FS_MAGIC: i64 = 0xcafe_4a11;
 fn prepare(pins: &Pins) -> Result<(), LoadError> {
     for dir in [pins.root().to_path_buf(), pins.version(), pins.maps(), pins.links()] {
         fs::create_dir_all(&dir).map_err(|source| LoadError::Directory { path: dir.clone(), source })?;
-        let magic = nix::sys::statfs::statfs(&dir).map(|s| s.filesystem_type().0 as i64);
+        let magic = nix::sys::statfs::statfs(&dir).map(|s| s.filesystem_type().0);
         if magic != Ok(BPF_FS_MAGIC) {
             // Nothing of ours stays behind on another file system.
             let _ = fs::remove_dir(&dir);
