@@ -7,6 +7,7 @@ use crate::{
     classify,
     family::Family,
     maps::{ASSIGNMENTS, BLOCKS, EGRESS_IPS, MAGLEV},
+    packet::now_tick,
     stats,
 };
 use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_loop};
@@ -37,6 +38,8 @@ pub struct Search<F> {
     pub policy: Policy,
     /// Number of the endpoint.
     pub endpoint: u32,
+    /// Generation of the tables that the flow was classified by.
+    pub generation: u32,
     /// The flow's hash: where both walks begin.
     pub hash: u32,
     /// How many blocks the egress IP has here.
@@ -150,7 +153,10 @@ extern "C" fn try_port<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
     1
 }
 
-/// Removes the flow that holds this port if both of its ends are done with it.
+/// Ticks after which a reverse half without a forward one is nobody's: a new flow enters both within a packet's time.
+const ORPHANED: u32 = 2;
+
+/// Removes the flow that holds this port if both of its ends are done with it, or if only this half of it is left.
 #[inline(always)]
 fn evict_closed<F: Family>(key: &FlowKey<F>) -> bool {
     // SAFETY: read only; another CPU may remove the entry, which the caller's insertion then finds out.
@@ -158,13 +164,16 @@ fn evict_closed<F: Family>(key: &FlowKey<F>) -> bool {
     let forward = FlowKey { src: r.pod, dst: key.dst, src_port: r.pod_port, dst_port: key.dst_port, proto: key.proto };
     // SAFETY: as above.
     let out = match unsafe { F::flows().get(&forward) } {
-        Some(f) if f.port == key.src_port => f.state,
-        _ => 0,
+        Some(f) if f.port == key.src_port && f.egress == r.egress => Some(f.state),
+        _ => None,
     };
-    if !tcp::closed(out, r.state) {
-        return false;
+    match out {
+        Some(out) if tcp::closed(out, r.state) => {
+            let _ = F::flows().remove(&forward);
+        }
+        None if now_tick().wrapping_sub(r.last_seen) as i32 > ORPHANED as i32 => {}
+        _ => return false,
     }
-    let _ = F::flows().remove(&forward);
     let _ = F::reverses().remove(key);
     stats::count(Counter::FlowsReplaced);
     true

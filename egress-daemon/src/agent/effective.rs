@@ -45,12 +45,6 @@ impl Effective {
         }
     }
 
-    /// When the next policy comes into force by the passing of time.
-    pub fn next(&self) -> Option<Duration> {
-        let waiting = self.waiting.iter().filter(|(id, _)| !self.policies.contains(*id));
-        waiting.map(|(_, since)| *since + GRACE).min()
-    }
-
     /// The merged destinations of a class: those of the policies that come first, and where none of them matches, those
     /// of the others.
     pub fn merge(&self, facts: &Facts<'_>, class: &BTreeSet<PolicyId>) -> Vec<(IpNet, Option<PolicyId>)> {

@@ -89,8 +89,7 @@ async fn keep(
         let wanted = wishes.borrow_and_update().clone();
         let names: BTreeMap<u32, String> = table.links.values().map(|l| (l.index, l.name.clone())).collect();
         let hooks = hooks(&classify(&table, &wanted.rules), wanted.tunnel, &names);
-        let live = names.keys().copied().collect();
-        let errors = block_in_place(|| attacher.sync(&hooks, &live, all));
+        let errors = block_in_place(|| attacher.sync(&hooks, &names, all));
         let errors: Vec<String> = errors.iter().map(ToString::to_string).collect();
         report.send_if_modified(|old| {
             let changed = *old != errors;

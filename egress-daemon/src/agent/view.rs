@@ -1,6 +1,6 @@
 //! From what the objects, the links and the probes say to what this node's datapath should do. Pure.
 
-use super::blocks::Withheld;
+use super::{blocks::Withheld, effective::Effective};
 use crate::{
     datapath::encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
     health::ProbeState,
