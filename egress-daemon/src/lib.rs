@@ -2,6 +2,8 @@
 
 pub mod agent;
 pub mod api;
+pub mod check;
+pub mod cleanup;
 pub mod config;
 pub mod controller;
 pub mod ctl;

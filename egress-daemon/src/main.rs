@@ -6,8 +6,9 @@ use anyhow::{Context as _, Result, bail};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use egress_daemon::{
+    check, cleanup,
     config::Config,
-    ctl::DEFAULT_BPFFS,
+    ctl::{DEFAULT_BPFFS, Output},
     observe::logs::{self, LogFormat},
     store::{Files, Store},
 };
@@ -50,6 +51,15 @@ enum Command {
     ///
     /// Any number of controllers may run; one of them leads.
     Controller(ControllerArgs),
+    /// Say what this node can do: kernel, hooks, conflicts, interfaces, each with a remedy
+    ///
+    /// Changes nothing. The exit code is 1 when something is missing that the agent cannot do without.
+    Check(CheckArgs),
+    /// Remove everything that the agent made on this node
+    ///
+    /// Ends the established connections of pods on this node that go through Spillway. It may be run again and removes
+    /// what is left.
+    Cleanup(CleanupArgs),
     /// Print a script for the shell that completes this command
     ///
     /// For example: source <(egress-daemon completions bash)
@@ -103,7 +113,7 @@ struct AgentArgs {
     #[command(flatten)]
     source: Source,
     /// Run a controller in the same process
-    #[arg(long, requires = "manifests")]
+    #[arg(long, requires = "manifests", conflicts_with = "kubeconfig")]
     with_controller: bool,
     #[command(flatten)]
     common: Common,
@@ -117,6 +127,26 @@ struct ControllerArgs {
     source: Source,
     #[command(flatten)]
     common: Common,
+}
+
+#[derive(Args)]
+struct CheckArgs {
+    #[command(flatten)]
+    common: Common,
+    #[command(flatten)]
+    pinned: Pinned,
+    /// How the result is printed
+    #[arg(short, long, value_enum, default_value_t, value_name = "FORMAT")]
+    output: Output,
+}
+
+#[derive(Args)]
+struct CleanupArgs {
+    #[command(flatten)]
+    pinned: Pinned,
+    /// Go ahead although an agent is running, which will make it all again
+    #[arg(long)]
+    force: bool,
 }
 
 fn main() -> ExitCode {
@@ -135,6 +165,17 @@ fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Agent(args) => wait_for(agent(args)),
         Command::Controller(args) => wait_for(controller(args)),
+        Command::Check(args) => wait_for(async {
+            let config = Config::load(args.common.config.as_deref())?;
+            let report = check::run(&config, &args.pinned.bpffs).await;
+            print!("{}", report.print(args.output)?);
+            Ok(if report.fails() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+        }),
+        Command::Cleanup(args) => wait_for(async {
+            let report = cleanup::run(&args.pinned.bpffs, args.force).await?;
+            print!("{report}");
+            Ok(if report.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        }),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "egress-daemon", &mut io::stdout());
             Ok(ExitCode::SUCCESS)
@@ -227,6 +268,8 @@ mod tests {
             "agent --node worker1 --manifests /m --with-controller --config /c.yaml --bpffs /sys/fs/bpf/x",
             "agent --node worker1 --kubeconfig /k --log debug --log-format json",
             "controller --manifests /m",
+            "check -o json --bpffs /sys/fs/bpf/x",
+            "cleanup --force --bpffs /sys/fs/bpf/x",
             "completions zsh",
         ] {
             assert!(parse(line).is_ok(), "{line}: {}", parse(line).err().unwrap());
@@ -237,7 +280,8 @@ mod tests {
     fn contradictions_are_refused() {
         for (line, part) in [
             ("agent --node w --manifests /m --kubeconfig /k", "cannot be used with"),
-            ("agent --node w --kubeconfig /k --with-controller", "--manifests"),
+            ("agent --node w --kubeconfig /k --with-controller", "cannot be used with"),
+            ("agent --node w --with-controller", "--manifests"),
         ] {
             let error = parse(line).err().expect(line).to_string();
             assert!(error.contains(part), "{line}: {error}");

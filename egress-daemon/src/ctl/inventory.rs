@@ -21,6 +21,7 @@ use aya::{
     },
 };
 use futures::TryStreamExt;
+use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 use rtnetlink::{
     Handle,
     packet_route::tc::{TcAttribute, TcFilterBpfOption, TcOption},
@@ -131,7 +132,7 @@ pub struct SysctlChange {
 pub async fn take(pins: &Pins) -> Result<Inventory> {
     let netlink = Netlink::open().context("netlink")?;
     let files = RunFiles::of(pins.root());
-    let paths = tree(pins.root()).with_context(|| format!("{} cannot be read", pins.root().display()))?;
+    let paths = self::pins(pins.root()).with_context(|| format!("{} cannot be read", pins.root().display()))?;
     let maps = maps(&paths);
     let map_ids: BTreeSet<u32> = maps.iter().map(|map| map.id).collect();
     let mut programs = programs(&map_ids);
@@ -164,15 +165,38 @@ pub async fn take(pins: &Pins) -> Result<Inventory> {
     Ok(inventory)
 }
 
-/// Everything below a directory and the directory itself, what is in a directory before the directory. Empty if it does
-/// not exist.
-pub(crate) fn tree(root: &Path) -> io::Result<Vec<PathBuf>> {
-    let metadata = match root.symlink_metadata() {
+/// Whether a path, or what of it exists, is on a BPF file system.
+pub(crate) fn on_bpffs(path: &Path) -> bool {
+    let existing = path.ancestors().find(|path| path.exists());
+    existing.and_then(|path| statfs(path).ok()).is_some_and(|fs| fs.filesystem_type() == BPF_FS_MAGIC)
+}
+
+/// What is pinned by agents of any layout version (`v` and a number), and last the directory itself. Empty if it does
+/// not exist. What else is in the directory is somebody else's.
+pub(crate) fn pins(root: &Path) -> io::Result<Vec<PathBuf>> {
+    let entries = match fs::read_dir(root) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        metadata => metadata?,
+        entries => entries?,
     };
+    let versions = entries.map(|entry| Ok(entry?.path())).collect::<io::Result<BTreeSet<_>>>()?;
     let mut all = Vec::new();
-    if metadata.is_dir() {
+    for version in versions.iter().filter(|path| is_version(path)) {
+        all.extend(tree(version)?);
+    }
+    all.push(root.to_path_buf());
+    Ok(all)
+}
+
+/// Whether a directory's name is that of a layout version.
+pub(crate) fn is_version(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    name.strip_prefix('v').is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
+}
+
+/// Everything below a path and the path itself, what is in a directory before the directory.
+fn tree(root: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut all = Vec::new();
+    if root.symlink_metadata()?.is_dir() {
         let entries = fs::read_dir(root)?.map(|entry| Ok(entry?.path())).collect::<io::Result<BTreeSet<_>>>()?;
         for entry in entries {
             all.extend(tree(&entry)?);

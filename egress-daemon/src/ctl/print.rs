@@ -69,9 +69,10 @@ pub fn table<'a, R: Row + 'a>(rows: impl IntoIterator<Item = &'a R>) -> String {
     if empty {
         return format!("{}\n", R::NONE);
     }
-    // The first column begins at the margin.
-    for column in table.column_iter_mut() {
-        column.set_padding((0, 2));
+    // From margin to margin.
+    let last = R::HEADER.len() - 1;
+    for (index, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((0, if index == last { 0 } else { 2 }));
     }
     table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
 }

@@ -1,6 +1,7 @@
 //! Which links are pods' interfaces, which lead out, and which carry the tunnel. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 
@@ -32,6 +33,12 @@ impl FromStr for NamePattern {
             return Err(NamePatternError(text.to_owned()));
         }
         Ok(NamePattern(text.to_owned()))
+    }
+}
+
+impl fmt::Display for NamePattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
     }
 }
 

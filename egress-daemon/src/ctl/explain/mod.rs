@@ -13,6 +13,7 @@ use super::{
     print::View,
     views::{self, FlowRow, Sources},
 };
+use crate::observe::state::AgentState;
 use egress_common::{
     config::flags,
     endpoint::{Endpoint, NO_POLICY, policy_flags},
@@ -103,6 +104,7 @@ impl View for Explanation {
 /// The steps so far; each decision ends the walk or goes on.
 struct Walk<'a> {
     dump: &'a Dump,
+    agent: Option<&'a AgentState>,
     steps: Vec<Step>,
     policy: Option<String>,
 }
@@ -132,7 +134,7 @@ pub fn explain(sources: Sources<'_>, question: &Question) -> Result<Explanation,
     let dump = sources.dump;
     let source = question.source(dump)?;
     let flow = question.from_port.and_then(|port| find(dump, source, question, port));
-    let mut walk = Walk { dump, steps: Vec::new(), policy: None };
+    let mut walk = Walk { dump, agent: sources.agent, steps: Vec::new(), policy: None };
     let outcome = match flow {
         Some(flow) => existing(&mut walk, flow),
         None => {

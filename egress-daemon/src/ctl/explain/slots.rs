@@ -1,7 +1,10 @@
 //! The second half of the walk: slot, port, owner and transport, as `ports` and `steer` of egress-ebpf have it.
 
 use super::{Action, Outcome, Question, Walk};
-use crate::ctl::dump::{Back, Dump, FlowEntry, flow_hash};
+use crate::{
+    ctl::dump::{Back, Dump, FlowEntry, flow_hash},
+    observe::state::ProbeResult,
+};
 use egress_common::{
     egress::flags,
     endpoint::{AssignmentKey, Endpoint, MemberKey, Policy, policy_flags},
@@ -107,7 +110,7 @@ fn undecided(walk: &mut Walk<'_>, policy: u32, record: Policy) -> Outcome {
     for (egress, entries) in shares {
         let Some((ip, e)) = dump.egress_ip(egress) else { continue };
         let owner = dump.node_name(e.owner).map_or("nobody".to_owned(), |name| format!("gateway {name}"));
-        let percent = entries * 100 / record.table_len;
+        let percent = (entries * 100 + record.table_len / 2) / record.table_len;
         let blocks = dump.blocks(egress).len();
         let member = dump.tables.members.get(&MemberKey { policy, egress });
         let usable = match member {
@@ -188,6 +191,16 @@ fn used_ports(dump: &Dump, question: &Question, egress: u32) -> usize {
     ports.into_iter().filter(|port| port_block::of_port(*port).is_some_and(|block| blocks.contains(&block))).count()
 }
 
+/// What the agent's probes say of a gateway.
+fn probed(walk: &Walk<'_>, name: &str) -> &'static str {
+    let told = walk.agent.and_then(|agent| agent.gateways.iter().find(|gateway| gateway.name == name));
+    match told.map(|gateway| gateway.probe) {
+        Some(ProbeResult::Alive) => " and answers probes",
+        Some(ProbeResult::Dead) => " and does NOT answer probes",
+        Some(ProbeResult::Unknown) | None => "",
+    }
+}
+
 /// From an egress IP to the wire.
 pub(super) fn hand_over(walk: &mut Walk<'_>, egress: u32) -> Outcome {
     let dump = walk.dump;
@@ -207,7 +220,7 @@ pub(super) fn hand_over(walk: &mut Walk<'_>, egress: u32) -> Outcome {
         walk.say("transport", format!("None: it leaves here, by the interface with index {}.", e.ifindex));
         return sent(walk, format!("SENT with source {ip} straight out of this node, {owner}."));
     }
-    walk.say("owner", format!("Gateway {owner} owns {ip} (epoch {epoch})."));
+    walk.say("owner", format!("Gateway {owner} owns {ip} (epoch {epoch}){}.", probed(walk, &owner)));
     match dump.node_address(e.owner) {
         Some(address) => {
             walk.say("transport", format!("device: through the tunnel to {address}."));

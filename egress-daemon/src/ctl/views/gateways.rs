@@ -7,10 +7,7 @@ use crate::{
 };
 use egress_common::egress::flags;
 use serde::Serialize;
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
-};
+use std::{collections::BTreeMap, net::IpAddr};
 
 /// A node that owns egress IPs which this node uses, or that its agent probes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -24,8 +21,8 @@ pub struct GatewayRow {
     pub local: bool,
     /// The egress IPs that it owns, sorted.
     pub egress_ips: Vec<IpAddr>,
-    /// Whether new flows of some policy may choose one of them.
-    pub used_for_new_flows: bool,
+    /// Whether new flows of some policy may choose one of them; null if no policy of this node's pods has one.
+    pub used_for_new_flows: Option<bool>,
     /// Flows of this node that it carries.
     pub flows: usize,
     /// What the probes say; null if the agent does not answer.
@@ -45,7 +42,7 @@ impl Row for GatewayRow {
             if self.local { "(this node)".into() } else { or_dash(self.address) },
             self.name.clone(),
             joined(&self.egress_ips).replace(", ", "\n"),
-            if self.used_for_new_flows { "yes" } else { "avoided" }.into(),
+            or_dash(self.used_for_new_flows.map(|used| if used { "yes" } else { "avoided" })),
             self.flows.to_string(),
             or_dash(self.probe.map(|probe| format!("{probe:?}"))),
             or_dash(self.rtt_micros),
@@ -58,8 +55,10 @@ impl Row for GatewayRow {
 pub fn gateways(sources: Sources<'_>) -> List<GatewayRow> {
     let dump = sources.dump;
     let own = dump.tables.config.map_or(0, |config| config.node);
-    let usable: BTreeSet<u32> =
-        dump.tables.members.iter().filter(|(_, member)| member.usable != 0).map(|(key, _)| key.egress).collect();
+    let mut usable: BTreeMap<u32, bool> = BTreeMap::new();
+    for (key, member) in &dump.tables.members {
+        *usable.entry(key.egress).or_default() |= member.usable != 0;
+    }
     let mut flows: BTreeMap<u32, usize> = BTreeMap::new();
     for flow in dump.flows.iter().filter(|flow| flow.translated()) {
         *flows.entry(flow.flow.egress).or_default() += 1;
@@ -75,7 +74,7 @@ pub fn gateways(sources: Sources<'_>) -> List<GatewayRow> {
             ..GatewayRow::default()
         });
         row.egress_ips.push(address);
-        row.used_for_new_flows |= usable.contains(&index);
+        row.used_for_new_flows = row.used_for_new_flows.max(usable.get(&index).copied());
         row.flows += flows.get(&index).copied().unwrap_or(0);
     }
     for told in sources.agent.iter().flat_map(|agent| &agent.gateways) {

@@ -1,0 +1,114 @@
+//! `egress-daemon check`: what this node can do, and what to do about what it cannot. Changes nothing.
+//!
+//! `facts` looks, [`judge`] decides and is pure.
+
+mod facts;
+mod judge;
+
+use crate::{
+    config::Config,
+    ctl::print::{Output, PrintError, Row, View, print, table},
+};
+use serde::Serialize;
+use std::{fmt, path::Path};
+
+/// How bad something is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Status {
+    /// As it should be.
+    Ok,
+    /// The agent works, with less than it could do, or something may be in its way.
+    Warn,
+    /// The agent does not work.
+    Fail,
+}
+
+impl fmt::Display for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Status::Ok => "ok",
+            Status::Warn => "warn",
+            Status::Fail => "FAIL",
+        })
+    }
+}
+
+/// One thing that was looked at.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Line {
+    /// What was looked at: `kernel`, `btf`, `bpffs`...
+    pub check: &'static str,
+    /// How bad it is.
+    pub status: Status,
+    /// What was found.
+    pub found: String,
+    /// What to do about it; null for `ok`.
+    pub remedy: Option<String>,
+}
+
+impl Row for Line {
+    const HEADER: &'static [&'static str] = &["", "CHECK", "FOUND"];
+    const NONE: &'static str = "nothing was checked";
+    fn cells(&self) -> Vec<String> {
+        let remedy = self.remedy.as_ref().map(|remedy| format!("\n-> {remedy}")).unwrap_or_default();
+        vec![self.status.to_string(), self.check.to_owned(), format!("{}{remedy}", self.found)]
+    }
+}
+
+/// Everything that was looked at.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Report {
+    /// The worst status.
+    pub status: Status,
+    /// The lines, in the order in which the agent needs the things.
+    pub items: Vec<Line>,
+}
+
+impl View for Report {
+    fn text(&self) -> String {
+        let count = |status| self.items.iter().filter(|line| line.status == status).count();
+        let (ok, warn, fail) = (count(Status::Ok), count(Status::Warn), count(Status::Fail));
+        format!("{}\n{ok} ok, {warn} warnings, {fail} failures\n", table(&self.items))
+    }
+}
+
+impl Report {
+    /// For the terminal or a program.
+    pub fn print(&self, output: Output) -> Result<String, PrintError> {
+        print(self, output)
+    }
+
+    /// Whether the agent would not work.
+    pub fn fails(&self) -> bool {
+        self.status == Status::Fail
+    }
+}
+
+/// Looks at this node, for an agent with these settings and pins.
+pub async fn run(config: &Config, bpffs: &Path) -> Report {
+    let items = judge::judge(&facts::gather(config, bpffs).await, config);
+    Report { status: items.iter().map(|line| line.status).max().unwrap_or(Status::Ok), items }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn this_machine_is_looked_at_and_nothing_changes() {
+        let report = run(&Config::default(), Path::new("/sys/fs/bpf/spillway-check-test")).await;
+        let checks: Vec<&str> = report.items.iter().map(|line| line.check).collect();
+        for check in ["kernel", "btf", "bpffs", "capabilities", "hooks", "tunnel", "forwarding", "interfaces"] {
+            assert!(checks.contains(&check), "{check} is not among {checks:?}");
+        }
+        assert!(report.items.iter().all(|line| (line.status == Status::Ok) == line.remedy.is_none()), "{report:?}");
+        assert!(!Path::new("/sys/fs/bpf/spillway-check-test").exists());
+        let text = report.print(Output::Table).unwrap();
+        assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+        let json: serde_json::Value = serde_json::from_str(&report.print(Output::Json).unwrap()).unwrap();
+        assert_eq!(json["items"].as_array().map(Vec::len), Some(report.items.len()));
+    }
+}

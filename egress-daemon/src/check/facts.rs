@@ -1,0 +1,197 @@
+//! What there is on the node. Looks, and decides nothing; what cannot be read is told as such.
+
+use crate::{
+    config::Config,
+    ctl::inventory,
+    datapath::{
+        Pins,
+        attach::{self, Mode},
+    },
+    host::{
+        classify::{InterfaceRules, Roles, classify},
+        links::{LinkTable, Links, LinksOptions},
+        netlink::Netlink,
+        ports::parse_sockets,
+        sysctl, tunnel,
+    },
+};
+use aya::programs::{ProgramInfo, SchedClassifier, TcAttachType, loaded_programs};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// What was found.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Facts {
+    /// `uname -r`.
+    pub release: String,
+    /// The kernel tells its types.
+    pub btf: bool,
+    /// The directory of the pins.
+    pub bpffs: PathBuf,
+    /// It is, or would be, on a BPF file system.
+    pub on_bpffs: bool,
+    /// Directories of other layout versions in it.
+    pub other_versions: Vec<PathBuf>,
+    /// The effective capabilities of this process; none if they cannot be read.
+    pub capabilities: Option<u64>,
+    /// The kernel has TCX.
+    pub tcx: bool,
+    /// Programs of others at interfaces that the agent uses: (program, interface, direction and mode).
+    pub strangers: Vec<(String, String, String)>,
+    /// Tunnel devices that Spillway made.
+    pub tunnels: Vec<String>,
+    /// The kind of the device that has the tunnel's name and is not ours.
+    pub name_taken: Option<String>,
+    /// A socket has the tunnel's port.
+    pub port_used: bool,
+    /// Kernel settings by key; those that exist.
+    pub sysctls: BTreeMap<String, String>,
+    /// Connection tracking is there.
+    pub conntrack: bool,
+    /// nf_tables is there.
+    pub nftables: bool,
+    /// Tables of iptables that are in use.
+    pub iptables: Vec<String>,
+    /// The links; none if they cannot be read.
+    pub links: Option<LinkTable>,
+    /// What they are for.
+    pub roles: Roles,
+    /// What could not be looked at, and why.
+    pub unread: Vec<String>,
+}
+
+/// Looks at the node.
+pub(super) async fn gather(config: &Config, bpffs: &Path) -> Facts {
+    let mut facts = Facts {
+        release: nix::sys::utsname::uname()
+            .map(|name| name.release().to_string_lossy().into_owned())
+            .unwrap_or_default(),
+        btf: Path::new("/sys/kernel/btf/vmlinux").exists(),
+        bpffs: bpffs.to_path_buf(),
+        on_bpffs: inventory::on_bpffs(bpffs),
+        capabilities: fs::read_to_string("/proc/self/status").ok().and_then(|text| capabilities(&text)),
+        tcx: attach::mode() == Mode::Tcx,
+        conntrack: Path::new("/proc/sys/net/netfilter/nf_conntrack_max").exists(),
+        nftables: Path::new("/sys/module/nf_tables").exists(),
+        ..Facts::default()
+    };
+    let own = Pins::new(bpffs).version();
+    let versions = inventory::pins(bpffs).unwrap_or_default();
+    let other = |path: &PathBuf| path.parent() == Some(bpffs) && inventory::is_version(path) && *path != own;
+    facts.other_versions = versions.into_iter().filter(other).collect();
+    for file in ["/proc/thread-self/net/ip_tables_names", "/proc/thread-self/net/ip6_tables_names"] {
+        facts.iptables.extend(fs::read_to_string(file).unwrap_or_default().lines().map(str::to_owned));
+    }
+    facts.iptables.sort();
+    facts.iptables.dedup();
+    facts.port_used = ["udp", "udp6"].iter().any(|table| {
+        let path = format!("/proc/thread-self/net/{table}");
+        let sockets = fs::read_to_string(&path).ok().and_then(|text| parse_sockets(&path, &text).ok());
+        sockets.is_some_and(|sockets| sockets.iter().any(|socket| socket.port == config.tunnel_port))
+    });
+    links(config, &mut facts).await;
+    settings(config, &mut facts);
+    if let Err(error) = strangers(bpffs, &mut facts).await {
+        facts.unread.push(format!("programs at the interfaces: {error:#}"));
+    }
+    facts
+}
+
+/// The mask of effective capabilities in /proc/self/status.
+fn capabilities(status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
+    u64::from_str_radix(line.trim(), 16).ok()
+}
+
+async fn links(config: &Config, facts: &mut Facts) {
+    let table = match Links::follow(LinksOptions::default()).await {
+        Ok(links) => LinkTable::clone(&links.current()),
+        Err(error) => return facts.unread.push(error.to_string()),
+    };
+    match Netlink::open() {
+        Ok(netlink) => match tunnel::ours(&netlink.handle).await {
+            Ok(ours) => facts.tunnels = ours.into_iter().map(|(_, name)| name).collect(),
+            Err(error) => facts.unread.push(error.to_string()),
+        },
+        Err(error) => facts.unread.push(format!("netlink: {error}")),
+    }
+    let named = table.by_name(&config.tunnel_name);
+    facts.name_taken = named.filter(|link| !facts.tunnels.contains(&link.name)).map(|link| link.kind.to_string());
+    let rules = InterfaceRules {
+        uplinks: config.uplinks.clone(),
+        pod_interfaces: config.pod_interfaces.clone(),
+        tunnel: config.tunnel_name.clone(),
+        node_addresses: Vec::new(),
+    };
+    facts.roles = classify(&table, &rules);
+    facts.links = Some(table);
+}
+
+fn settings(config: &Config, facts: &mut Facts) {
+    let mut keys = vec![
+        "net/ipv4/ip_forward".to_owned(),
+        "net/ipv6/conf/all/forwarding".to_owned(),
+        "net/ipv4/conf/all/rp_filter".to_owned(),
+        format!("net/ipv4/conf/{}/rp_filter", config.tunnel_name),
+    ];
+    let name = |index: &u32| facts.links.as_ref()?.links.get(index).map(|link| link.name.clone());
+    let used = facts.roles.uplinks.iter().chain(facts.roles.underlays.keys());
+    let names: BTreeSet<String> = used.filter_map(name).collect();
+    keys.extend(names.iter().map(|name| format!("net/ipv4/conf/{name}/rp_filter")));
+    for key in keys {
+        if let Ok(Some(value)) = sysctl::read(&key) {
+            facts.sysctls.insert(key, value);
+        }
+    }
+}
+
+/// Programs that are not of the agent with these pins, at the interfaces that the agent uses.
+async fn strangers(bpffs: &Path, facts: &mut Facts) -> anyhow::Result<()> {
+    let inventory = inventory::take(&Pins::new(bpffs)).await?;
+    let ours: BTreeSet<u32> = inventory.programs.iter().map(|program| program.id).collect();
+    let Some(table) = &facts.links else { return Ok(()) };
+    let used: BTreeMap<u32, String> = table
+        .links
+        .values()
+        .filter(|link| {
+            facts.roles.pods.contains(&link.index)
+                || facts.roles.uplinks.contains(&link.index)
+                || facts.tunnels.contains(&link.name)
+        })
+        .map(|link| (link.index, link.name.clone()))
+        .collect();
+    let name = |program: &ProgramInfo| program.name_as_str().unwrap_or("without a name").to_owned();
+    let mut found = BTreeSet::new();
+    for interface in used.values().filter(|_| facts.tcx) {
+        for (direction, text) in [(TcAttachType::Ingress, "ingress (tcx)"), (TcAttachType::Egress, "egress (tcx)")] {
+            let Ok((_, programs)) = SchedClassifier::query_tcx(interface, direction) else { continue };
+            for program in programs.iter().filter(|program| !ours.contains(&program.id())) {
+                found.insert((name(program), interface.clone(), text.to_owned()));
+            }
+        }
+    }
+    let names: BTreeMap<u32, String> =
+        loaded_programs().filter_map(Result::ok).map(|program| (program.id(), name(&program))).collect();
+    let netlink = Netlink::open()?;
+    for (id, hook) in inventory::filters(&netlink.handle, &used).await?.into_iter().filter(|(id, _)| !ours.contains(id))
+    {
+        let name = names.get(&id).cloned().unwrap_or_else(|| format!("number {id}"));
+        found.insert((name, hook.interface.unwrap_or_default(), format!("{} ({})", hook.direction, hook.mode)));
+    }
+    facts.strangers = found.into_iter().collect();
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn capabilities_are_read() {
+        assert_eq!(capabilities("Name:\tx\nCapEff:\t000001ffffffffff\nCapBnd:\t0\n"), Some(0x1ff_ffff_ffff));
+        assert_eq!(capabilities("Name:\tx\n"), None);
+    }
+}

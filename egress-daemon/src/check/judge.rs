@@ -1,0 +1,359 @@
+//! What the facts mean for an agent. Pure.
+
+use super::{Line, Status, facts::Facts};
+use crate::config::Config;
+
+/// `bpf_loop`, which the programs use, came with this kernel.
+const OLDEST: (u32, u32) = (5, 17);
+/// TCX came with this kernel.
+const TCX: (u32, u32) = (6, 6);
+/// Ports of other tunnels, with who uses them.
+const TAKEN_PORTS: [(u16, &str); 3] =
+    [(4789, "VXLAN of most systems"), (8472, "Linux' and many CNIs' VXLAN"), (6081, "Geneve")];
+/// Capabilities by number (linux/capability.h).
+const CAPABILITIES: [(u32, &str); 3] = [(39, "CAP_BPF"), (12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW")];
+/// It stands for CAP_BPF on older kernels.
+const CAP_SYS_ADMIN: u32 = 21;
+
+fn ok(check: &'static str, found: impl Into<String>) -> Line {
+    Line { check, status: Status::Ok, found: found.into(), remedy: None }
+}
+
+fn bad(check: &'static str, status: Status, found: impl Into<String>, remedy: impl Into<String>) -> Line {
+    Line { check, status, found: found.into(), remedy: Some(remedy.into()) }
+}
+
+/// All lines, in the order in which the agent needs the things.
+pub(super) fn judge(facts: &Facts, config: &Config) -> Vec<Line> {
+    let mut lines = vec![kernel(facts), btf(facts), bpffs(facts), capabilities(facts), hooks(facts)];
+    lines.extend(facts.strangers.iter().map(|(program, interface, hook)| {
+        bad(
+            "hooks",
+            Status::Warn,
+            format!("program {program} of somebody else is at {interface} {hook}"),
+            "Spillway's programs run before it and take the packets of policies past it: see that this is wanted",
+        )
+    }));
+    lines.extend(tunnel(facts, config));
+    lines.extend(forwarding(facts));
+    lines.push(reverse_path(facts, config));
+    lines.push(firewall(facts));
+    lines.extend(interfaces(facts, config));
+    lines.extend(facts.unread.iter().map(|unread| {
+        bad(
+            "access",
+            Status::Warn,
+            format!("not everything could be looked at: {unread}"),
+            "run it as root on the node itself",
+        )
+    }));
+    lines
+}
+
+fn version(release: &str) -> Option<(u32, u32)> {
+    let mut parts = release.split(['.', '-']);
+    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
+}
+
+fn kernel(facts: &Facts) -> Line {
+    match version(&facts.release) {
+        Some(found) if found >= OLDEST => ok("kernel", format!("Linux {}", facts.release)),
+        Some(_) => bad(
+            "kernel",
+            Status::Fail,
+            format!("Linux {} cannot run the programs (no bpf_loop)", facts.release),
+            format!("boot Linux {}.{} or later", OLDEST.0, OLDEST.1),
+        ),
+        None => bad(
+            "kernel",
+            Status::Warn,
+            format!("the version {:?} is not understood", facts.release),
+            format!("see that it is Linux {}.{} or later", OLDEST.0, OLDEST.1),
+        ),
+    }
+}
+
+fn btf(facts: &Facts) -> Line {
+    if facts.btf {
+        return ok("btf", "the kernel tells its types");
+    }
+    let remedy = "boot a kernel with CONFIG_DEBUG_INFO_BTF, or see with `agent` whether it works without";
+    bad("btf", Status::Warn, "/sys/kernel/btf/vmlinux is missing", remedy)
+}
+
+fn bpffs(facts: &Facts) -> Line {
+    let path = facts.bpffs.display();
+    if !facts.on_bpffs {
+        let remedy = "mount one (`mount -t bpf bpf /sys/fs/bpf`), or name a directory on one with --bpffs";
+        return bad("bpffs", Status::Fail, format!("{path} is not on a BPF file system"), remedy);
+    }
+    match facts.other_versions.first() {
+        None => ok("bpffs", format!("{path} is on a BPF file system")),
+        Some(other) => bad(
+            "bpffs",
+            Status::Fail,
+            format!("{} holds maps of another version of Spillway", other.display()),
+            format!("stop that agent and run `egress-daemon cleanup --bpffs {path}` (its established connections end)"),
+        ),
+    }
+}
+
+fn capabilities(facts: &Facts) -> Line {
+    let Some(mask) = facts.capabilities else {
+        return bad("capabilities", Status::Warn, "they cannot be read", "mount /proc");
+    };
+    let has = |bit: u32| mask >> bit & 1 == 1;
+    let missing: Vec<&str> = CAPABILITIES
+        .iter()
+        .filter(|(bit, name)| !(has(*bit) || *name == "CAP_BPF" && has(CAP_SYS_ADMIN)))
+        .map(|(_, name)| *name)
+        .collect();
+    if missing.is_empty() {
+        return ok("capabilities", CAPABILITIES.map(|(_, name)| name).join(", "));
+    }
+    let found = format!("this process lacks {}", missing.join(", "));
+    bad("capabilities", Status::Fail, found, "run it as root, or add them to the container's securityContext")
+}
+
+fn hooks(facts: &Facts) -> Line {
+    if facts.tcx {
+        return ok("hooks", "tcx");
+    }
+    bad(
+        "hooks",
+        Status::Warn,
+        "no TCX: programs are attached to clsact qdiscs, which anybody may replace",
+        format!("boot Linux {}.{} or later for links that nobody else can remove", TCX.0, TCX.1),
+    )
+}
+
+fn tunnel(facts: &Facts, config: &Config) -> Vec<Line> {
+    let (name, port) = (&config.tunnel_name, config.tunnel_port);
+    let mut lines = Vec::new();
+    if let Some(kind) = &facts.name_taken {
+        lines.push(bad(
+            "tunnel",
+            Status::Fail,
+            format!("the name {name} is taken by a {kind} device that Spillway did not make"),
+            format!("remove it (`ip link del {name}`), or set another `tunnelName`"),
+        ));
+    }
+    if facts.port_used && facts.tunnels.is_empty() {
+        lines.push(bad(
+            "tunnel",
+            Status::Fail,
+            format!("UDP port {port} is in use"),
+            format!(
+                "find its owner with `ss -ulpn 'sport = :{port}'`, or set another `tunnelPort`, the same on all nodes"
+            ),
+        ));
+    }
+    if let Some((_, user)) = TAKEN_PORTS.iter().find(|(taken, _)| *taken == port) {
+        lines.push(bad(
+            "tunnel",
+            Status::Warn,
+            format!("UDP port {port} is the one of {user}"),
+            "set a `tunnelPort` that no CNI uses, the same on all nodes",
+        ));
+    }
+    if lines.is_empty() {
+        let found = match facts.tunnels.is_empty() {
+            true => format!("the name {name} and UDP port {port} are free"),
+            false => format!("{} is there", facts.tunnels.join(", ")),
+        };
+        lines.push(ok("tunnel", found));
+    }
+    lines
+}
+
+/// The agent sets what it needs; only what it may not set stays.
+fn forwarding(facts: &Facts) -> Vec<Line> {
+    let off = |key: &str| facts.sysctls.get(key).is_some_and(|value| value == "0");
+    let off: Vec<&str> =
+        ["net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding"].into_iter().filter(|key| off(key)).collect();
+    if off.is_empty() {
+        return vec![ok("forwarding", "on")];
+    }
+    let found = format!("{} is 0", off.join(" and "));
+    let remedy = "nothing, if the agent may write /proc/sys: it turns forwarding on and `cleanup` turns it off again";
+    vec![bad("forwarding", Status::Warn, found, remedy)]
+}
+
+fn reverse_path(facts: &Facts, config: &Config) -> Line {
+    let value = |name: &str| facts.sysctls.get(&format!("net/ipv4/conf/{name}/rp_filter")).map(String::as_str);
+    let tunnel = value(&config.tunnel_name).filter(|_| facts.tunnels.contains(&config.tunnel_name));
+    // The kernel takes the larger one: 0 off, 1 strict, 2 loose.
+    if tunnel.max(tunnel.and(value("all"))) == Some("1") {
+        let name = &config.tunnel_name;
+        return bad(
+            "rp_filter",
+            Status::Warn,
+            format!("reverse-path filtering is strict on {name}"),
+            format!("run `sysctl -w net/ipv4/conf/{name}/rp_filter=2`, or let the agent write /proc/sys"),
+        );
+    }
+    ok("rp_filter", "does not meet packets of policies: the tunnel device has a value of its own (2, loose)")
+}
+
+fn firewall(facts: &Facts) -> Line {
+    let mut found = Vec::new();
+    found.extend(facts.conntrack.then_some("connection tracking".to_owned()));
+    found.extend(facts.nftables.then_some("nf_tables".to_owned()));
+    if !facts.iptables.is_empty() {
+        found.push(format!("iptables ({})", facts.iptables.join(", ")));
+    }
+    if found.is_empty() {
+        return ok("firewall", "no connection tracking, nf_tables or iptables in this kernel");
+    }
+    bad(
+        "firewall",
+        Status::Warn,
+        format!("there is {}", found.join(", ")),
+        "this build sends packets of policies past the FORWARD chain: see that no NetworkPolicy depends on it",
+    )
+}
+
+fn interfaces(facts: &Facts, config: &Config) -> Vec<Line> {
+    let Some(table) = &facts.links else { return Vec::new() };
+    let names = |indices: &mut dyn Iterator<Item = &u32>| {
+        let names: Vec<&str> =
+            indices.filter_map(|index| table.links.get(index)).map(|link| link.name.as_str()).collect();
+        names.join(", ")
+    };
+    let roles = &facts.roles;
+    let (pods, uplinks) = (names(&mut roles.pods.iter()), names(&mut roles.uplinks.iter()));
+    let underlays = names(&mut roles.underlays.keys());
+    let mut lines = Vec::new();
+    lines.push(match roles.pods.is_empty() {
+        false => ok("interfaces", format!("pods: {pods}")),
+        true => bad(
+            "interfaces",
+            Status::Warn,
+            "no pod's interface is recognised",
+            "nothing, if no pod runs here; otherwise name them in `podInterfaces`, such as [\"cali*\"]",
+        ),
+    });
+    lines.push(match roles.uplinks.is_empty() {
+        false => ok("interfaces", format!("uplinks: {uplinks}")),
+        true => bad(
+            "interfaces",
+            Status::Warn,
+            "no interface leads out of the node",
+            "nothing, if this is no gateway; otherwise name them in `uplinks`",
+        ),
+    });
+    lines.push(match roles.underlays.is_empty() {
+        false => ok("interfaces", format!("underlay: {underlays}")),
+        true => bad(
+            "interfaces",
+            Status::Warn,
+            "no default route says which interface leads to other nodes",
+            "nothing, if the Node object has an InternalIP that this node carries; otherwise add a default route",
+        ),
+    });
+    for pattern in config.pod_interfaces.iter().chain(&config.uplinks) {
+        if !table.links.values().any(|link| pattern.matches(&link.name)) {
+            let remedy = "nothing, if they come later; otherwise correct it in the configuration";
+            lines.push(bad("interfaces", Status::Warn, format!("the pattern {pattern} matches no interface"), remedy));
+        }
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::PathBuf;
+
+    fn good() -> Facts {
+        Facts {
+            release: "6.18.1-cloud".into(),
+            btf: true,
+            bpffs: "/sys/fs/bpf/spillway".into(),
+            on_bpffs: true,
+            capabilities: Some(u64::MAX),
+            tcx: true,
+            ..Facts::default()
+        }
+    }
+
+    fn all(facts: &Facts) -> Vec<Line> {
+        judge(facts, &Config::default())
+    }
+
+    /// The worst line of a check.
+    fn of(facts: &Facts, check: &str) -> Line {
+        all(facts).into_iter().filter(|line| line.check == check).max_by_key(|line| line.status).unwrap()
+    }
+
+    #[test]
+    fn a_good_node_has_nothing_to_do() {
+        assert!(
+            all(&good()).iter().all(|line| line.status == Status::Ok && line.remedy.is_none()),
+            "{:?}",
+            all(&good())
+        );
+    }
+
+    #[test]
+    fn kernels_are_compared_as_numbers() {
+        let status = |release: &str| of(&Facts { release: release.into(), ..good() }, "kernel").status;
+        assert_eq!(status("5.17.0"), Status::Ok);
+        assert_eq!(status("5.9.12-300.fc33"), Status::Fail);
+        assert_eq!(status("6.1.0-18-amd64"), Status::Ok);
+        assert_eq!(status("10.0-rc1"), Status::Ok);
+        assert_eq!(status("next"), Status::Warn);
+    }
+
+    #[test]
+    fn what_the_agent_cannot_do_without_fails() {
+        let line = of(&Facts { on_bpffs: false, ..good() }, "bpffs");
+        assert_eq!(line.status, Status::Fail);
+        assert!(line.remedy.unwrap().contains("mount -t bpf"));
+        let line = of(&Facts { other_versions: vec![PathBuf::from("/sys/fs/bpf/spillway/v9")], ..good() }, "bpffs");
+        assert!(line.found.contains("v9") && line.remedy.unwrap().contains("cleanup --bpffs /sys/fs/bpf/spillway"));
+        let line = of(&Facts { capabilities: Some(1 << 21 | 1 << 12), ..good() }, "capabilities");
+        assert_eq!((line.status, line.found.as_str()), (Status::Fail, "this process lacks CAP_NET_RAW"));
+        let line = of(&Facts { name_taken: Some("bridge".into()), ..good() }, "tunnel");
+        assert!(line.status == Status::Fail && line.found.contains("bridge") && line.found.contains("spillway0"));
+        let line = of(&Facts { port_used: true, ..good() }, "tunnel");
+        assert!(line.status == Status::Fail && line.remedy.unwrap().contains("ss -ulpn"));
+        let ours = Facts { port_used: true, tunnels: vec!["spillway0".into()], ..good() };
+        assert_eq!(of(&ours, "tunnel").status, Status::Ok);
+    }
+
+    #[test]
+    fn what_may_be_in_the_way_warns() {
+        let stranger = ("cil_from_container".to_owned(), "lxc1".to_owned(), "ingress (tcx)".to_owned());
+        let line = of(&Facts { strangers: vec![stranger], ..good() }, "hooks");
+        assert!(
+            line.status == Status::Warn && line.found.contains("cil_from_container") && line.found.contains("lxc1")
+        );
+        assert_eq!(of(&Facts { tcx: false, ..good() }, "hooks").status, Status::Warn);
+        assert_eq!(of(&Facts { conntrack: true, ..good() }, "firewall").status, Status::Warn);
+        let off = [("net/ipv4/ip_forward".to_owned(), "0".to_owned())].into();
+        assert!(of(&Facts { sysctls: off, ..good() }, "forwarding").found.contains("net/ipv4/ip_forward is 0"));
+        let port = Config::parse("c", b"tunnelPort: 4789").unwrap();
+        let lines = judge(&good(), &port);
+        assert!(lines.iter().any(|line| line.check == "tunnel" && line.status == Status::Warn));
+    }
+
+    #[test]
+    fn the_larger_value_of_reverse_path_filtering_counts() {
+        let status = |all: &str, tunnel: &str| {
+            let sysctls = [("all", all), ("spillway0", tunnel)]
+                .map(|(name, value)| (format!("net/ipv4/conf/{name}/rp_filter"), value.to_owned()));
+            let facts = Facts { sysctls: sysctls.into(), tunnels: vec!["spillway0".into()], ..good() };
+            of(&facts, "rp_filter").status
+        };
+        assert_eq!((status("0", "2"), status("1", "2"), status("2", "1")), (Status::Ok, Status::Ok, Status::Ok));
+        assert_eq!((status("1", "0"), status("0", "1")), (Status::Warn, Status::Warn));
+    }
+
+    #[test]
+    fn patterns_that_match_nothing_are_named() {
+        let config = Config::parse("c", b"podInterfaces: [\"cali*\"]").unwrap();
+        let facts = Facts { links: Some(Default::default()), ..good() };
+        assert!(judge(&facts, &config).iter().any(|line| line.found.contains("cali*")));
+    }
+}

@@ -1,0 +1,196 @@
+//! `egress-daemon cleanup`: removes everything that the agent made on this node, of any layout version, and says what it
+//! removed. It may be repeated; what is not there is no error.
+
+use crate::{
+    ctl::inventory::{self, Inventory},
+    datapath::{Pins, attach},
+    host::{cleanup as host, netlink::Netlink, sysctl::Sysctls},
+    lock::{LockError, RunFiles},
+};
+use anyhow::{Context as _, Result, bail};
+use aya::programs::loaded_programs;
+use std::{
+    collections::BTreeSet,
+    fmt, fs, io,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+/// How long the kernel may take to free programs that nothing holds any more.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// How often that is looked at.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// What was done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// What was there and is not any more, a line each.
+    pub removed: Vec<String>,
+    /// What could not be removed or put back, and why.
+    pub failed: Vec<String>,
+}
+
+impl Report {
+    /// Notes the removal of a thing, or why it failed. What was not there is not noted.
+    fn note(&mut self, what: impl fmt::Display, result: io::Result<()>) {
+        match result {
+            Ok(()) => self.removed.push(what.to_string()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => self.failed.push(format!("{what}: {error}")),
+        }
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for line in &self.removed {
+            writeln!(f, "removed {line}")?;
+        }
+        for line in &self.failed {
+            writeln!(f, "FAILED  {line}")?;
+        }
+        if self.removed.is_empty() && self.failed.is_empty() {
+            writeln!(f, "there was nothing to remove")?;
+        }
+        Ok(())
+    }
+}
+
+/// Removes what the agent with these pins made. Refuses while it runs, unless forced.
+pub async fn run(bpffs: &Path, force: bool) -> Result<Report> {
+    let pins = Pins::new(bpffs);
+    let files = RunFiles::of(bpffs);
+    let lock = match files.acquire() {
+        Ok(lock) => Some(lock),
+        Err(LockError::Held { .. }) if force => None,
+        Err(error @ LockError::Held { .. }) => bail!("{error}; --force removes all of it under the running agent"),
+        Err(error) => return Err(error.into()),
+    };
+    let before = inventory::take(&pins).await?;
+    if before.pins.iter().any(|path| path.exists()) && !inventory::on_bpffs(pins.root()) {
+        bail!(
+            "{} is not on a BPF file system, so no agent made what is in it; name its pins with --bpffs",
+            bpffs.display()
+        );
+    }
+    let mut report = Report::default();
+    detach_filters(&before, &mut report);
+    remove_pins(&before, &mut report);
+    remove_from_host(&files, &mut report).await?;
+    for file in [files.socket(), files.sysctls()] {
+        report.note(file.display(), fs::remove_file(&file));
+    }
+    wait_for_programs(&before, &mut report).await;
+    match lock {
+        Some(lock) => lock.remove().with_context(|| files.lock().display().to_string())?,
+        None => report.failed.push(format!("{}: an agent holds it", files.lock().display())),
+    }
+    Ok(report)
+}
+
+/// TCX links go with their pins; filters have none.
+fn detach_filters(before: &Inventory, report: &mut Report) {
+    for program in &before.programs {
+        for hook in program.attached.iter().filter(|hook| hook.pin.is_none()) {
+            if let Some(interface) = &hook.interface {
+                attach::detach_filter(&program.name, interface);
+                report.removed.push(format!("filter {} at {interface} {}", program.name, hook.direction));
+            }
+        }
+    }
+}
+
+fn remove_pins(before: &Inventory, report: &mut Report) {
+    for path in &before.pins {
+        let directory = path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
+        let (kind, result) =
+            if directory { ("directory", fs::remove_dir(path)) } else { ("pin", fs::remove_file(path)) };
+        // The directory that was named may be a mount point, or hold pins of others.
+        let keep = Some(path) == before.pins.last()
+            && result.as_ref().is_err_and(|e| {
+                matches!(
+                    e.kind(),
+                    io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::ResourceBusy | io::ErrorKind::PermissionDenied
+                )
+            });
+        if !keep {
+            report.note(format!("{kind} {}", path.display()), result);
+        }
+    }
+}
+
+/// The tunnel device and the changed settings.
+async fn remove_from_host(files: &RunFiles, report: &mut Report) -> Result<()> {
+    let netlink = Netlink::open().context("netlink")?;
+    let mut sysctls = Sysctls::open(files.sysctls())?;
+    let (artifacts, warnings) = host::remove(&netlink.handle, &mut sysctls).await?;
+    report.removed.extend(artifacts.iter().map(ToString::to_string));
+    report.failed.extend(warnings.iter().map(ToString::to_string));
+    Ok(())
+}
+
+/// The kernel frees programs a little after the last thing that holds them is gone.
+async fn wait_for_programs(before: &Inventory, report: &mut Report) {
+    let ours: BTreeSet<u32> = before.programs.iter().map(|program| program.id).collect();
+    let left = || -> BTreeSet<u32> {
+        loaded_programs().filter_map(Result::ok).map(|program| program.id()).filter(|id| ours.contains(id)).collect()
+    };
+    let end = Instant::now() + PATIENCE;
+    while !left().is_empty() && Instant::now() < end {
+        tokio::time::sleep(LOOK).await;
+    }
+    let left = left();
+    for program in &before.programs {
+        let what = format!("program {} ({})", program.name, program.id);
+        if left.contains(&program.id) {
+            report.failed.push(format!("{what}: a process still holds it; it goes when that ends"));
+        } else {
+            report.removed.push(what);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_not_there_is_not_told() {
+        let mut report = Report::default();
+        assert_eq!(report.to_string(), "there was nothing to remove\n");
+        report.note("pin a", Err(io::ErrorKind::NotFound.into()));
+        assert_eq!(report, Report::default());
+        report.note("pin b", Ok(()));
+        report.note("pin c", Err(io::ErrorKind::PermissionDenied.into()));
+        assert_eq!(report.to_string(), "removed pin b\nFAILED  pin c: permission denied\n");
+    }
+
+    #[test]
+    fn only_directories_of_layout_versions_are_touched() {
+        let dir = tempfile::tempdir().unwrap();
+        for path in ["v1/maps", "v1/links", "v22", "other/v1", "vx"] {
+            fs::create_dir_all(dir.path().join(path)).unwrap();
+        }
+        fs::write(dir.path().join("v1/maps/A"), "").unwrap();
+        fs::write(dir.path().join("foreign"), "").unwrap();
+        let before = Inventory { pins: inventory::pins(dir.path()).unwrap(), ..Inventory::default() };
+        let mut report = Report::default();
+        remove_pins(&before, &mut report);
+        assert_eq!((report.removed.len(), report.failed.as_slice()), (5, &[] as &[String]), "{report}");
+        let mut left: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left, ["foreign", "other", "vx"]);
+    }
+
+    #[test]
+    fn a_directory_that_is_ours_alone_goes_too() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("spillway");
+        fs::create_dir_all(root.join("v1/maps")).unwrap();
+        let before = Inventory { pins: inventory::pins(&root).unwrap(), ..Inventory::default() };
+        let mut report = Report::default();
+        remove_pins(&before, &mut report);
+        assert!(!root.exists() && report.failed.is_empty(), "{report}");
+        assert_eq!(inventory::pins(&root).unwrap(), Vec::<std::path::PathBuf>::new());
+    }
+}
