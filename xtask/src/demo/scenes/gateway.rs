@@ -104,7 +104,7 @@ pub fn dies(show: &mut Show) -> Result<()> {
         failed == 0 && late * RARE <= then.len(),
         format!("after {} fewer than 1 in {RARE} tries again, none fails", seconds(DIVERTED)),
         format!(
-            "of {} tried again: {early} before {}, {late} after it, {} when the egress IPs moved; {failed} failed",
+            "of {} {waited} tried again: {early} before {}, {late} after it, {} when the egress IPs moved; {failed} failed",
             flows.len(),
             seconds(DIVERTED),
             waited - early - late
