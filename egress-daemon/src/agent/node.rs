@@ -34,6 +34,7 @@ use crate::{
 use anyhow::Context as _;
 use egress_common::{abi::name_kind, endpoint::endpoint_flags, flow::kind, net, port_block};
 use futures::FutureExt as _;
+use ipnet::IpNet;
 use k8s_openapi::jiff::Timestamp;
 use std::{
     collections::{BTreeMap, BTreeSet},
