@@ -109,11 +109,12 @@ impl Attacher {
     }
 
     /// Attaches to every hook in `wanted` (with the interface's name), and takes the programs off all others of ours.
-    /// `live` are the interfaces that exist: what was attached to others is gone already.
-    pub fn sync(&mut self, wanted: &BTreeMap<Hook, String>, live: &BTreeSet<u32>) -> Vec<AttachError> {
+    /// `live` are the interfaces that exist: what was attached to others is gone already. With `verify` it looks whether
+    /// what was attached still is.
+    pub fn sync(&mut self, wanted: &BTreeMap<Hook, String>, live: &BTreeSet<u32>, verify: bool) -> Vec<AttachError> {
         let mut errors = Vec::new();
         for (hook, interface) in wanted {
-            if self.attached.get(hook) == Some(interface) && self.holds(*hook, interface) {
+            if self.attached.get(hook) == Some(interface) && (!verify || self.holds(*hook, interface)) {
                 continue;
             }
             match self.attach(*hook, interface) {
