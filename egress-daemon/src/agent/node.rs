@@ -43,6 +43,7 @@ use egress_common::{
     net, port_block,
 };
 use futures::FutureExt as _;
+use ipnet::IpNet;
 use k8s_openapi::jiff::Timestamp;
 use std::{
     collections::{BTreeMap, BTreeSet},
