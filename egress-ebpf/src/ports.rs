@@ -79,10 +79,11 @@ pub fn take<F: Family>(search: &mut Search<F>) -> Result<(), Counter> {
 fn slot<F: Family>(s: &Search<F>, attempt: u32) -> Option<u32> {
     let mut h = s.hash;
     if s.policy.flags & policy_flags::PER_ENDPOINT != 0 {
+        let key = AssignmentKey { endpoint: s.endpoint, policy: s.value.policy, family: F::VERSION };
+        // SAFETY: read only. An endpoint that is not assigned yet waits: it must not be seen with two egress IPs.
+        let assigned = unsafe { ASSIGNMENTS.get(key) }?;
         if attempt == 0 {
-            let key = AssignmentKey { endpoint: s.endpoint, policy: s.value.policy, family: F::VERSION };
-            // SAFETY: read only.
-            return unsafe { ASSIGNMENTS.get(key) }.copied();
+            return Some(*assigned);
         }
         // While that one cannot be used, all of the endpoint's flows go to the same other one.
         h = hash::endpoint(s.value.pod, s.policy.seed);

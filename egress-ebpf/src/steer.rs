@@ -174,6 +174,12 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
             flow.config_generation = generation;
             return Check::Keep;
         }
+        // The other end knows the connection by an egress IP: what is left of it must not show it another address.
+        Class::Outside if key.proto == proto::TCP && !opening => {
+            flow.kind = kind::SEVERED;
+            flow.config_generation = config.generation;
+            return Check::Keep;
+        }
         Class::Outside => return Check::Leave,
         Class::Policy(policy, endpoint) => (policy, endpoint),
     };

@@ -43,11 +43,11 @@ use egress_common::{
     net, port_block,
 };
 use futures::FutureExt as _;
-use ipnet::IpNet;
 use k8s_openapi::jiff::Timestamp;
 use std::{
     collections::{BTreeMap, BTreeSet},
     future::Future,
+    net::IpAddr,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},

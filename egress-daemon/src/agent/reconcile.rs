@@ -1,18 +1,17 @@
 //! Carrying a view out: everything that changes when objects, links or probes do.
 
 use super::{
-    Agent,
-    Settings,
+    Agent, Settings,
+    blocks::Circumstances,
     facts::World,
     hooks::Wanted,
-    blocks::Circumstances,
     tell::{self, Running},
     view::{self, Facts},
 };
 use crate::{
     datapath::{encode::NodeView, load},
     host::{
-        classify::{InterfaceRules, Roles, classify},
+        classify::{InterfaceRules, classify},
         sysctl, tunnel,
     },
     model::NodeName,

@@ -85,8 +85,7 @@ pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
     });
     let endpoints: BTreeMap<_, _> = endpoints.collect();
     let policies = facts.snapshot.policies.values().filter(|p| in_force.contains(&p.id));
-    let policies: BTreeMap<_, _> =
-        policies.map(|p| (p.id.clone(), (p, policy(facts, p, &endpoints)))).collect();
+    let policies: BTreeMap<_, _> = policies.map(|p| (p.id.clone(), (p, policy(facts, p, &endpoints)))).collect();
     effective.update(&policies, facts.now);
     let classes: BTreeSet<&BTreeSet<PolicyId>> = selected.values().filter(|c| !c.is_empty()).collect();
     let classes = classes.into_iter().map(|c| (c.clone(), effective.merge(facts, c))).collect();

@@ -1,6 +1,10 @@
 //! What a node should do, in small worlds.
 
-use super::view::{Facts, uplink, view};
+use super::{
+    blocks::Withheld,
+    effective::Effective,
+    view::{Facts, uplink, view},
+};
 use crate::{
     datapath::encode::NodeView,
     health::ProbeState,
@@ -17,6 +21,7 @@ use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
+    time::Duration,
 };
 
 /// Egress IPs and who owns each.
@@ -102,6 +107,7 @@ impl World {
                     reason: OwnerReason::Preferred,
                     share: 1,
                     scarce: false,
+                    starved: false,
                 },
             );
             let lease = BlockLease { node: "me".into(), revision: 5, state: BlockState::Leased };
@@ -151,13 +157,15 @@ impl World {
             with_history: &BTreeSet::new(),
             except_cidrs: &self.except,
             silent: self.silent,
+            withheld: &Withheld::default(),
             withdrawn: &self.withdrawn,
+            now: Duration::ZERO,
             config: config::UNSET,
         })
     }
 
     fn view(&self) -> NodeView {
-        self.with(view)
+        self.with(|facts| view(facts, &mut Effective::default()))
     }
 
     /// Which of the three slots new flows may choose.

@@ -39,7 +39,7 @@ fn hooks(wanted: &[Hook]) -> BTreeMap<Hook, String> {
 
 #[track_caller]
 fn sync(attacher: &mut Attacher, wanted: &BTreeMap<Hook, String>, live: &BTreeMap<u32, String>) {
-    let errors: Vec<String> = attacher.sync(wanted, live).iter().map(ToString::to_string).collect();
+    let errors: Vec<String> = attacher.sync(wanted, live, true).iter().map(ToString::to_string).collect();
     assert!(errors.is_empty(), "{errors:?}");
 }
 

@@ -99,7 +99,7 @@ fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
         let programs = Programs::load(&pins, Sizes { max_flows: 4096 }).unwrap();
         let mut attacher = Attacher::new(programs, pins, mode());
         assert!(attacher.mode() == Mode::Tcx || attacher.mode() == Mode::Clsact);
-        let errors = attacher.sync(&wanted, &live);
+        let errors = attacher.sync(&wanted, &live, true);
         assert!(errors.is_empty(), "{errors:?}");
 
         let block = port_block::first_port(OTHER_BLOCK);
