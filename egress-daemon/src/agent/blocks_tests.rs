@@ -1,3 +1,5 @@
+//! Blocks in two steps: properties over a simulation of planner and agents.
+
 use super::{sim::World, *};
 use crate::{
     agent::demand::Used,
