@@ -44,9 +44,7 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
         lease.set("duration", &mut config.lease.duration, |v| duration_in(v, 100, 3_600_000));
     });
     top.set("deadline", &mut config.deadline, |v| duration_in(v, 100, 3_600_000));
-    top.set("firewall", &mut config.firewall, |v| {
-        choice(v, &[("bypass", Firewall::Bypass)], &["respect"])
-    });
+    top.set("firewall", &mut config.firewall, |v| choice(v, &[("bypass", Firewall::Bypass)], &["respect"]));
     top.set("transport", &mut config.transport, |v| {
         choice(v, &[("Auto", Transport::Auto), ("device", Transport::Device)], &["vxlan", "direct"])
     });
