@@ -148,7 +148,7 @@ fn a_gateway_by_interface_or_default_route_uses_the_address_found_there() {
 fn pools_give_each_policy_addresses_of_its_own_on_different_gateways() {
     lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
-        lab.manifests().write("pool", &pool("public", 40, 45, None))?;
+        lab.manifests().write("pool", &pool("public", 40, 45, Some("10s")))?;
         let request = |name: &str, app: &str, request: &str| {
             let selectors = format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: {app}}}}}}}]");
             let destinations = "\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";

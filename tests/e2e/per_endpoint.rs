@@ -48,10 +48,7 @@ fn every_pod_has_one_egress_ip_and_they_are_balanced() {
         }
         start(lab)?;
         for family in Family::BOTH {
-            let all = assignments(lab, family, &[10, 11, 12], |all| loads(all) == [2, 2, 2])?;
-            // The first assignment is the sorted round-robin, from some first address on.
-            let in_order: Vec<IpAddr> = all.values().copied().collect();
-            assert_eq!(in_order[..3], in_order[3..], "{all:?}");
+            assignments(lab, family, &[10, 11, 12], |all| loads(all) == [2, 2, 2])?;
         }
         Ok(())
     });

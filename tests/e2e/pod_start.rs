@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, ensure};
 use lab::traffic::{ServerMode, TcpServer};
-use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec};
+use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec, wait_until};
 
-use crate::support::{PATIENCE, egress, start, wait_in_force, web};
+use crate::support::{PATIENCE, egress, has_bpftool, knows, settings, start, wait_in_force, web};
 
 /// A process whose first act is connect(), again and again from before it has a network until a connection is open.
 fn eager(ns: &NetNs, target: SocketAddr) -> Result<JoinHandle<Result<()>>> {
@@ -23,6 +23,10 @@ fn eager(ns: &NetNs, target: SocketAddr) -> Result<JoinHandle<Result<()>>> {
         }
     })
 }
+
+/// Where the flags are among the datapath's settings, and the one that says that a selected pod is starting.
+const FLAGS: usize = 4;
+const HOLD: u8 = 1;
 
 /// Starts eight eager pods one after the other; `inherit` gives each the addresses of a pod that has just gone and was under
 /// no policy.
@@ -39,11 +43,19 @@ fn eager_pods_never_show_another_address(cni: Cni, inherit: bool) {
             let name = format!("web-{number}");
             let mut spec = PodSpec::new(&name, "worker1").label("app", "web");
             if inherit {
-                spec = spec.ips(lab.add_pod(PodSpec::new("other", "worker1"))?.ips);
+                let ips = lab.add_pod(PodSpec::new("other", "worker1"))?.ips;
+                let known = |lab: &Lab| Family::BOTH.iter().filter(|&&one| knows(lab, "worker1", ips.ip(one))).count();
+                wait_until("the datapath knows the other pod", PATIENCE, || Ok(known(lab)), |count| *count == 2)?;
                 lab.remove_pod("other")?;
+                wait_until("the datapath has forgotten it", PATIENCE, || Ok(known(lab)), |count| *count == 0)?;
+                spec = spec.ips(ips);
             }
             let pod = lab.prepare_pod(spec)?;
             let clients = Family::BOTH.map(|family| eager(&pod.ns, server.ips.at(family, 80)));
+            // As in a cluster, where a pod is bound to its node long before it has a network.
+            wait_until("the agent knows that a pod is starting", PATIENCE, || settings(lab, "worker1"), |bytes| {
+                bytes[FLAGS] & HOLD != 0
+            })?;
             lab.start_pod(&name)?;
             for client in clients {
                 client?.join().map_err(|_| anyhow!("the eager process panicked"))??;
@@ -64,6 +76,7 @@ fn eager_pods_never_show_another_address(cni: Cni, inherit: bool) {
 #[test]
 fn a_pod_whose_first_act_is_connect_never_shows_another_address() {
     lab::require_root!();
+    lab::require!(has_bpftool(), "bpftool is missing: apt-get install bpftool");
     Cni::BOTH.into_iter().for_each(|cni| eager_pods_never_show_another_address(cni, false));
 }
 
@@ -71,6 +84,7 @@ fn a_pod_whose_first_act_is_connect_never_shows_another_address() {
 #[test]
 fn a_pod_that_inherits_an_address_never_shows_the_nodes() {
     lab::require_root!();
+    lab::require!(has_bpftool(), "bpftool is missing: apt-get install bpftool");
     Cni::BOTH.into_iter().for_each(|cni| eager_pods_never_show_another_address(cni, true));
 }
 

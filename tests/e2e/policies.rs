@@ -134,7 +134,13 @@ fn two_hundred_updates_under_load_let_no_wrong_source_out_and_lose_nothing() {
     Lab::builder().workers(1).run(|lab| {
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         lab.manifests().write("web", &web(&[10, 11, 12]))?;
+        // The egress IPs of the policies that come and go are in use here already: nothing has to be waited for.
+        let base = lab.add_pod(PodSpec::new("base", "worker1").label("app", "base"))?;
+        let selectors = "\n  selectors: [{podSelector: {matchLabels: {app: base}}}]";
+        let spec = format!("{selectors}\n  destinationCIDRs: {ALL}{}", gateways(&[13, 14, 15, 16]));
+        lab.manifests().write("base", &policy("base", &spec))?;
         start(lab)?;
+        wait_in_force(&base, lab.server("far1"), &[13, 14, 15, 16])?;
         let (near, far) = (lab.server("server1").clone(), lab.server("far1").clone());
         for server in [&near, &far] {
             wait_in_force(&pod, server, &[10, 11, 12])?;

@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::ops::Range;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use lab::traffic::{Protocol, spray};
 use lab::{Capture, Family, Lab, Pod, PodSpec, Server, StartOptions, Trace, wait_for};
 
-use crate::support::{PATIENCE, calm, counter, egress, start, start_with, wait_counter, wait_in_force, web};
+use crate::support::{PATIENCE, calm, counter, egress, has_bpftool, settings, start, start_with, wait_counter, wait_in_force, web};
 
 /// A port of the server behind which nobody listens.
 const TARGET: u16 = 4242;
@@ -18,7 +18,7 @@ const BATCH: usize = 1000;
 /// Makes the server ignore datagrams for [`TARGET`]: nothing comes back, so flows stay half open.
 fn deafen(server: &Server) -> Result<()> {
     server.ns.nft(&format!(
-        "table inet deaf {{ chain input {{ type filter hook input priority 0; udp dport {TARGET} drop\n }} }}"
+        "table inet deaf {{\nchain input {{\ntype filter hook input priority 0\nudp dport {TARGET} drop\n}}\n}}"
     ))
 }
 
@@ -50,16 +50,13 @@ fn translated(trace: &Trace, target: SocketAddr) -> (BTreeSet<SocketAddr>, usize
 fn expire_udp_at_once(lab: &Lab, node: &str) -> Result<()> {
     /// Where `udp` is among the settings, in bytes.
     const UDP: usize = 32;
+    let mut bytes = settings(lab, node)?;
+    ensure!(bytes.len() == 40, "the settings have another layout: {bytes:?}");
+    bytes[UDP..UDP + 4].copy_from_slice(&1u32.to_le_bytes());
+    let value: Vec<String> = bytes.iter().map(u8::to_string).collect();
     let map = lab.bpffs(node).join("v1/maps/CONFIG");
-    let ns = &lab.node(node).ns;
-    let text = ns.sh(&format!("bpftool -j map lookup pinned {} key 0 0 0 0", map.display()))?;
-    let entry: serde_json::Value = serde_json::from_str(&text)?;
-    let bytes = entry["value"].as_array().context("the settings as bytes")?;
-    let mut bytes: Vec<String> = bytes.iter().filter_map(|byte| byte.as_str().map(str::to_owned)).collect();
-    ensure!(bytes.len() == 40, "the settings have another layout: {text}");
-    bytes[UDP] = "0x01".to_owned();
-    bytes[UDP + 1..UDP + 4].fill("0x00".to_owned());
-    ns.sh(&format!("bpftool map update pinned {} key 0 0 0 0 value {}", map.display(), bytes.join(" "))).map(drop)
+    let update = format!("bpftool map update pinned {} key 0 0 0 0 value {}", map.display(), value.join(" "));
+    lab.node(node).ns.sh(&update).map(drop)
 }
 
 fn with_two_pods(options: &StartOptions, test: impl FnOnce(&mut Lab, [Pod; 2], Server) -> Result<()>) {
@@ -107,8 +104,7 @@ fn ports_are_found_while_there_are_any_and_none_is_used_twice() {
 #[test]
 fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
     lab::require_root!();
-    let bpftool = std::process::Command::new("bpftool").arg("version").output().is_ok();
-    lab::require!(bpftool, "bpftool is missing: apt-get install bpftool");
+    lab::require!(has_bpftool(), "bpftool is missing: apt-get install bpftool");
     let options = calm();
     with_two_pods(&options, |lab, pods, server| {
         let target = server.ips.at(Family::V4, TARGET);

@@ -217,3 +217,29 @@ pub fn wait_counter(lab: &Lab, node: &str, name: &str, before: u64) -> Result<()
 pub fn at(address: IpAddr, port: u16) -> SocketAddr {
     SocketAddr::new(address, port)
 }
+
+/// Whether [`settings`] can be read here.
+pub fn has_bpftool() -> bool {
+    std::process::Command::new("bpftool").arg("version").output().is_ok()
+}
+
+/// Whether the datapath of a node knows an address as a pod's.
+pub fn knows(lab: &Lab, node: &str, address: IpAddr) -> bool {
+    let (map, bytes) = match address {
+        IpAddr::V4(v4) => ("ENDPOINTS_V4", v4.octets().to_vec()),
+        IpAddr::V6(v6) => ("ENDPOINTS_V6", v6.octets().to_vec()),
+    };
+    let key: Vec<String> = bytes.iter().map(u8::to_string).collect();
+    let map = lab.bpffs(node).join("v1/maps").join(map);
+    lab.node(node).ns.sh(&format!("bpftool map lookup pinned {} key {}", map.display(), key.join(" "))).is_ok()
+}
+
+/// The datapath's settings on a node (`egress_common::config::Config`), byte by byte, from its pinned map.
+pub fn settings(lab: &Lab, node: &str) -> Result<Vec<u8>> {
+    let map = lab.bpffs(node).join("v1/maps/CONFIG");
+    let text = lab.node(node).ns.sh(&format!("bpftool -j map lookup pinned {} key 0 0 0 0", map.display()))?;
+    let entry: Value = serde_json::from_str(&text)?;
+    let bytes = entry["value"].as_array().context("the settings as bytes")?;
+    let byte = |byte: &Value| u8::from_str_radix(byte.as_str()?.strip_prefix("0x")?, 16).ok();
+    bytes.iter().map(byte).collect::<Option<Vec<u8>>>().with_context(|| format!("not bytes: {text}"))
+}

@@ -32,7 +32,7 @@ use crate::{
     store::{Store, lease::LeaseKeeper},
 };
 use anyhow::Context as _;
-use egress_common::{abi::name_kind, endpoint::endpoint_flags, flow::kind, net};
+use egress_common::{abi::name_kind, endpoint::endpoint_flags, flow::kind, net, port_block};
 use futures::FutureExt as _;
 use k8s_openapi::jiff::Timestamp;
 use std::{
@@ -100,6 +100,7 @@ pub struct Agent {
     pub(super) publish: watch::Sender<Arc<AgentState>>,
     pub(super) next_resync: Instant,
     pub(super) next_deadline: Instant,
+    pub(super) silent_until: Instant,
     pub(super) next_status: Instant,
     pub(super) status_due: bool,
     pub(super) next_count: Instant,
@@ -149,6 +150,7 @@ impl Agent {
             publish,
             next_resync: start,
             next_deadline: start,
+            silent_until: start,
             next_status: start,
             status_due: true,
             next_count: start,
@@ -161,6 +163,7 @@ impl Agent {
         let mut links = self.links.subscribe();
         let mut stop = std::pin::pin!(stop);
         self.reconcile(true).await;
+        (self.next_deadline, self.silent_until) = (Instant::now(), Instant::now());
         loop {
             let current = self.links.current();
             let wake = self.next_wake();
@@ -209,7 +212,8 @@ impl Agent {
 
     fn next_wake(&self) -> Instant {
         let status = self.status_due.then_some(self.next_status);
-        [Some(self.gateways.next()), self.owned.next(), status]
+        let claims = self.owned.next().map(|next| next.max(self.silent_until));
+        [Some(self.gateways.next()), claims, status]
             .into_iter()
             .flatten()
             .chain([self.next_resync, self.next_deadline, self.next_count])
@@ -226,7 +230,14 @@ impl Agent {
         }
         let now = Instant::now();
         dirty |= self.gateways.tick(&self.socket);
-        self.owned.tick();
+        if now >= self.next_deadline + self.settings.deadline {
+            // Stopped for so long, this node may have lost its egress IPs: it reads what has happened before it claims any.
+            self.silent_until = now + self.settings.deadline;
+            self.next_deadline = self.silent_until;
+        }
+        if now >= self.silent_until {
+            self.owned.tick();
+        }
         dirty |= self.lease_check();
         if now >= self.next_deadline {
             self.next_deadline = now + self.settings.deadline / 8;
@@ -349,17 +360,16 @@ impl Agent {
         }
     }
 
-    /// The blocks in which the node's own sockets are, for egress IPs that are the node's own address.
+    /// The blocks that this node uses itself on any of its addresses: what a policy may choose as an egress IP must be known
+    /// before its blocks are leased. The tunnel's own port has no socket that could be found.
     fn occupied_blocks(&self) -> Vec<u16> {
-        let fixed = self.world.plan.egress_ips.iter().filter(|(_, e)| e.fixed && e.owner.as_ref() == Some(&self.node));
-        let addresses: Vec<IpAddr> = fixed.map(|(ip, _)| *ip).collect();
-        if addresses.is_empty() {
-            return Vec::new();
-        }
         let Ok(ports) = NodePorts::read() else { return Vec::new() };
-        let free: Vec<BTreeSet<u16>> = addresses.iter().map(|a| ports.free_blocks(*a)).collect();
+        let links = self.links.current();
+        let addresses = links.links.values().flat_map(|link| &link.addresses).map(IpNet::addr);
+        let free: Vec<BTreeSet<u16>> = addresses.map(|address| ports.free_blocks(address)).collect();
+        let tunnel = port_block::of_port(self.settings.tunnel.port);
         let all = 0..crate::plan::blocks::FIXED_BLOCKS;
-        all.filter(|b| free.iter().any(|f| !f.contains(b))).collect()
+        all.filter(|b| Some(*b) == tunnel || free.iter().any(|f| !f.contains(b))).collect()
     }
 }
 

@@ -18,6 +18,8 @@ use super::table::{Table, bar};
 const INTERVAL: Duration = Duration::from_millis(10);
 /// TCP repeats a lost SYN after a second; what is faster than this was not lost.
 const REPEATED: Duration = Duration::from_millis(700);
+/// How long the first bytes of the last connections may take to be answered.
+const ECHO: Duration = Duration::from_millis(500);
 /// When a connection counts as failed.
 const GIVE_UP: Duration = Duration::from_secs(8);
 
@@ -87,7 +89,7 @@ impl Trickle {
         let echoed =
             |all: &[ConnectionReport]| all.iter().all(|one| one.state != ConnectionState::Open || one.received > 0);
         // A connection whose echo never comes has failed.
-        self.clients.wait("all echoes", Duration::from_secs(2), echoed).ok();
+        self.clients.wait("all echoes", ECHO, echoed).ok();
         let all = self.clients.connections();
         let sources = server.source_of_flow();
         let source = |id: u64| sources.get(&id).map(SocketAddr::ip);
@@ -133,11 +135,12 @@ pub fn trouble_after(flows: &[Flow], event: Instant) -> Option<Duration> {
     troubled.map(|flow| flow.started - event).max()
 }
 
-/// How long after `event` the last connection was started that left with one of the `old` addresses, or did not open.
+/// How long after `event` the last connection was started that left with one of the `old` addresses, or did not open at
+/// once.
 pub fn last_with(flows: &[Flow], event: Instant, old: &[IpAddr]) -> Option<Duration> {
     let with_old = flows
         .iter()
-        .filter(|flow| flow.outcome == Outcome::Failed || flow.source.is_some_and(|source| old.contains(&source)));
+        .filter(|flow| flow.outcome != Outcome::Opened || flow.source.is_some_and(|source| old.contains(&source)));
     with_old.filter(|flow| flow.started >= event).map(|flow| flow.started - event).max()
 }
 

@@ -15,9 +15,11 @@ use super::{LEDGER, PATIENCE, WEB, addresses, seconds};
 
 /// Files are followed within a second.
 const FOLLOWED: Duration = Duration::from_secs(1);
-/// Connections of each family before a change, and after it.
+/// Addresses that nobody has used yet need a gateway and ports first.
+const PREPARED: Duration = Duration::from_secs(4);
+/// Connections of each family before a change, and after it is in force.
 const BEFORE: usize = 50;
-const AFTER: usize = 180;
+const AFTER: usize = 100;
 
 /// A pod's label is changed, then a policy's CIDRs.
 pub fn show(show: &mut Show) -> Result<()> {
@@ -49,7 +51,7 @@ pub fn show(show: &mut Show) -> Result<()> {
         show.claim(
             name,
             change.is_in_force(),
-            format!("within {}; those after it all open at once", seconds(FOLLOWED)),
+            format!("within {}, all later ones open at once", seconds(change.limit)),
             format!(
                 "after {}; of {} connections {waited} tried again, {failed} were cut",
                 change.in_force_text(),
@@ -70,6 +72,8 @@ struct Change {
     old: Vec<IpAddr>,
     new: Vec<IpAddr>,
     seen: Sightings,
+    /// When the change must be in force.
+    limit: Duration,
 }
 
 impl Change {
@@ -89,7 +93,7 @@ impl Change {
     }
 
     fn is_in_force(&self) -> bool {
-        self.in_force_after() <= FOLLOWED
+        self.in_force_after() <= self.limit
             && self.after().count() > BEFORE
             && self.after().all(|flow| {
                 flow.outcome == Outcome::Opened && flow.source.is_some_and(|source| self.new.contains(&source))
@@ -112,11 +116,12 @@ fn relabel(show: &mut Show) -> Result<Change> {
     let (old, new) = (addresses(show, LEDGER)?, addresses(show, WEB)?);
     let server = show.server().clone();
     let watch = Watch::start(&server)?;
-    let (flows, changed) = around(show, "ledger-6", &server, |show| show.lab.relabel_pod("ledger-6", &[("app", WEB)]))?;
+    let (flows, changed) =
+        around(show, "ledger-6", &server, WEB, |show| show.lab.relabel_pod("ledger-6", &[("app", WEB)]))?;
     // Other pods' long-lived connections are seen too; their addresses are among the new ones.
     let seen = watch.finish(&[&old[..], &new].concat())?;
     show.sightings.add(&seen);
-    Ok(Change { flows, changed, old, new, seen })
+    Ok(Change { flows, changed, old, new, seen, limit: FOLLOWED })
 }
 
 /// A destination gets a policy of its own.
@@ -128,7 +133,7 @@ fn except(show: &mut Show) -> Result<Change> {
         .map(|family| Trickle::start(&show.lab.pod("web-1").ns, near.ips.at(family, ECHO_PORT)))
         .into_iter()
         .collect::<Result<Vec<_>>>()?;
-    let (flows, changed) = around(show, "web-1", &far, |show| {
+    let (flows, changed) = around(show, "web-1", &far, EXCEPTION.1, |show| {
         let (file, _) = EXCEPTION;
         show.lab.manifests().write(file, &example(file)?)
     })?;
@@ -137,25 +142,38 @@ fn except(show: &mut Show) -> Result<Change> {
     let mut seen = near_watch.finish(&old)?;
     seen.add(&far_watch.finish(&[&old[..], &new].concat())?);
     show.sightings.add(&seen);
-    Ok(Change { flows, changed, old, new, seen })
+    Ok(Change { flows, changed, old, new, seen, limit: PREPARED })
 }
 
-/// Opens connections in both families from a pod to a server before and after `change`, and returns them with the
-/// moment of the change.
+/// Opens connections in both families from a pod to a server before `change` and until the addresses of `policy` are
+/// used, and returns them with the moment of the change.
 fn around(
     show: &mut Show,
     pod: &str,
     server: &Server,
+    policy: &str,
     change: impl FnOnce(&mut Show) -> Result<()>,
 ) -> Result<(Vec<Flow>, Instant)> {
     let start = |family| Trickle::start(&show.lab.pod(pod).ns, server.ips.at(family, ECHO_PORT));
     let mut trickles = Family::BOTH.map(start).into_iter().collect::<Result<Vec<_>>>()?;
     let opened = |trickles: &[Trickle], count: usize| trickles.iter().all(|one| one.opened() >= count);
     wait_for("connections before the change", PATIENCE, || Ok(opened(&trickles, BEFORE)))?;
+    let with_new = |show: &Show| -> Result<[usize; 2]> {
+        let echo = if server.name == show.server().name { &show.near } else { &show.far };
+        let new = addresses(show, policy)?;
+        let sources = echo.sources();
+        Ok([true, false].map(|v4| {
+            sources.iter().filter(|(ip, _)| ip.is_ipv4() == v4 && new.contains(ip)).map(|(_, count)| count).sum()
+        }))
+    };
+    let already = with_new(show)?;
     let changed = Instant::now();
     change(show)?;
     // Connections that do not open are the claims' to judge.
-    wait_for("connections after the change", PATIENCE, || Ok(opened(&trickles, BEFORE + AFTER))).ok();
+    wait_for("connections after the change", PATIENCE, || {
+        Ok(with_new(show)?.iter().zip(already).all(|(now, before)| *now >= before + AFTER))
+    })
+    .ok();
     let echo = if server.name == show.server().name { &show.near } else { &show.far };
     let mut flows = Vec::new();
     for trickle in &mut trickles {
@@ -179,8 +197,14 @@ mod tests {
         };
         let mut flows = vec![flow(50, 10), flow(90, 11), flow(200, 10)];
         flows.extend((0..60).map(|at| flow(210 + at, 20)));
-        let mut change =
-            Change { flows, changed, old: vec![ip(10), ip(11)], new: vec![ip(20)], seen: Sightings::default() };
+        let mut change = Change {
+            flows,
+            changed,
+            old: vec![ip(10), ip(11)],
+            new: vec![ip(20)],
+            seen: Sightings::default(),
+            limit: FOLLOWED,
+        };
         assert!(change.is_in_force());
         assert_eq!(change.in_force_text(), "0.10 s");
         assert_eq!(change.sources(Family::V4), ("192.0.2.10 192.0.2.11".to_owned(), "192.0.2.20".to_owned()));
