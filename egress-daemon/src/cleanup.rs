@@ -160,47 +160,5 @@ async fn wait_for_programs(before: &Inventory, report: &mut Report) {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_was_not_there_is_not_told() {
-        let mut report = Report::default();
-        assert_eq!(report.to_string(), "there was nothing to remove\n");
-        report.note("pin a", Err(io::ErrorKind::NotFound.into()));
-        assert_eq!(report, Report::default());
-        report.note("pin b", Ok(()));
-        report.note("pin c", Err(io::ErrorKind::PermissionDenied.into()));
-        assert_eq!(report.to_string(), "removed pin b\nFAILED  pin c: permission denied\n");
-    }
-
-    #[test]
-    fn only_directories_of_layout_versions_are_touched() {
-        let dir = tempfile::tempdir().unwrap();
-        for path in ["v1/maps", "v1/links", "v22", "other/v1", "vx"] {
-            fs::create_dir_all(dir.path().join(path)).unwrap();
-        }
-        fs::write(dir.path().join("v1/maps/A"), "").unwrap();
-        fs::write(dir.path().join("foreign"), "").unwrap();
-        let before = Inventory { pins: inventory::pins(dir.path()).unwrap(), ..Inventory::default() };
-        let mut report = Report::default();
-        remove_pins(&before, &mut report);
-        assert_eq!((report.removed.len(), report.failed.as_slice()), (5, &[] as &[String]), "{report}");
-        assert!(report.to_string().contains("removed 1 pins in "), "{report}");
-        let mut left: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
-        left.sort();
-        assert_eq!(left, ["foreign", "other", "vx"]);
-    }
-
-    #[test]
-    fn a_directory_that_is_ours_alone_goes_too() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = dir.path().join("spillway");
-        fs::create_dir_all(root.join("v1/maps")).unwrap();
-        let before = Inventory { pins: inventory::pins(&root).unwrap(), ..Inventory::default() };
-        let mut report = Report::default();
-        remove_pins(&before, &mut report);
-        assert!(!root.exists() && report.failed.is_empty(), "{report}");
-        assert_eq!(inventory::pins(&root).unwrap(), Vec::<std::path::PathBuf>::new());
-    }
-}
+#[path = "cleanup_tests.rs"]
+mod tests;
