@@ -1,15 +1,13 @@
-//! How many port blocks this node needs, and which it can give back, by counting what its flows use. Pure.
+//! How many port blocks this node needs, by counting what its flows use, and what it says of them. Pure.
 
+use super::blocks::Withheld;
 use crate::{
     api::Demand,
     model::NodeName,
     plan::{BlockState, Plan},
 };
 use egress_common::port_block;
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
-};
+use std::{collections::BTreeMap, net::IpAddr};
 
 /// One translated flow, as far as ports go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -25,7 +23,8 @@ pub struct Used {
 /// What the flows of one egress IP use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Use {
-    blocks: BTreeSet<u16>,
+    /// Flows by block.
+    blocks: BTreeMap<u16, u32>,
     /// The most ports towards one remote address, port and protocol: what the blocks must have room for.
     peak: u32,
 }
@@ -41,7 +40,9 @@ impl Ports {
         let mut ports = Self::default();
         for flow in flows {
             *per_remote.entry((flow.egress, flow.remote)).or_default() += 1;
-            ports.0.entry(flow.egress).or_default().blocks.extend(port_block::of_port(flow.port));
+            if let Some(block) = port_block::of_port(flow.port) {
+                *ports.0.entry(flow.egress).or_default().blocks.entry(block).or_default() += 1;
+            }
         }
         for ((egress, _), n) in per_remote {
             let use_ = ports.0.entry(egress).or_default();
@@ -49,28 +50,36 @@ impl Ports {
         }
         ports
     }
+
+    /// How many flows use a block of an egress IP.
+    pub fn flows(&self, egress: IpAddr, block: u16) -> u32 {
+        self.0.get(&egress).and_then(|u| u.blocks.get(&block)).copied().unwrap_or(0)
+    }
+
+    /// How many blocks of an egress IP the flows need, with room for as many again; at most all that there are.
+    pub fn needed(&self, egress: IpAddr) -> u16 {
+        let peak = self.0.get(&egress).map_or(0, |u| u.peak);
+        let needed = (peak * LOW_WATER).div_ceil(u32::from(port_block::SIZE));
+        needed.min(u32::from(port_block::COUNT)) as u16
+    }
 }
 
 /// Share of its ports towards one remote that a node may use before it asks for more blocks: a half.
 const LOW_WATER: u32 = 2;
 
 /// What the node reports for every egress IP that it has blocks of.
-pub fn demand(node: &NodeName, plan: &Plan, ports: &Ports) -> Vec<Demand> {
+pub fn demand(node: &NodeName, plan: &Plan, ports: &Ports, withheld: &Withheld) -> Vec<Demand> {
     let mut all = Vec::new();
     for (address, blocks) in &plan.blocks {
-        let own: BTreeMap<u16, BlockState> =
-            blocks.iter().filter(|(_, l)| l.node == *node).map(|(b, l)| (*b, l.state)).collect();
-        if own.is_empty() {
+        let own = || blocks.iter().filter(|(_, lease)| lease.node == *node);
+        if own().next().is_none() {
             continue;
         }
-        let none = Use::default();
-        let used = ports.0.get(address).unwrap_or(&none);
-        let held = own.values().filter(|s| **s == BlockState::Leased).count() as u32;
-        let needed = (used.peak * LOW_WATER).div_ceil(u32::from(port_block::SIZE));
-        let idle =
-            |(b, s): (&u16, &BlockState)| (*s == BlockState::Quarantined && !used.blocks.contains(b)).then_some(*b);
-        let release: Vec<u16> = own.iter().filter_map(idle).collect();
-        let want_blocks = if needed > held { needed.min(u32::from(port_block::COUNT)) as u16 } else { 0 };
+        let released = |block: &u16| withheld.is_released(*address, *block);
+        let held = own().filter(|(b, l)| l.state == BlockState::Leased && !released(b)).count();
+        let needed = ports.needed(*address);
+        let release: Vec<u16> = own().map(|(b, _)| *b).filter(released).collect();
+        let want_blocks = if usize::from(needed) > held { needed } else { 0 };
         if want_blocks > 0 || !release.is_empty() {
             all.push(Demand { egress_ip: address.to_string(), want_blocks, release });
         }
@@ -87,32 +96,29 @@ mod tests {
         Used { egress: [192, 0, 2, 1].into(), remote: ([203, 0, 113, 1].into(), remote, 6), port }
     }
 
-    fn plan(states: &[(u16, BlockState)]) -> Plan {
-        let lease = |state| BlockLease { node: "n".into(), revision: 1, state };
-        let blocks = states.iter().map(|(b, s)| (*b, lease(*s))).collect();
-        Plan { blocks: [([192, 0, 2, 1].into(), blocks)].into(), ..Plan::default() }
+    fn plan() -> Plan {
+        let lease = BlockLease { node: "n".into(), revision: 1, state: BlockState::Leased };
+        Plan { blocks: [([192, 0, 2, 1].into(), [(0, lease)].into())].into(), ..Plan::default() }
     }
 
     #[test]
     fn more_is_wanted_when_half_the_ports_towards_one_remote_are_in_use() {
-        let plan = plan(&[(0, BlockState::Leased)]);
         let few = Ports::count((0..32).map(|i| used(1024 + i, 443)));
-        assert_eq!(demand(&"n".into(), &plan, &few), []);
+        assert_eq!(demand(&"n".into(), &plan(), &few, &Withheld::default()), []);
         let many = Ports::count((0..33).map(|i| used(1024 + i, 443)));
-        assert_eq!(demand(&"n".into(), &plan, &many)[0].want_blocks, 2);
+        assert_eq!(demand(&"n".into(), &plan(), &many, &Withheld::default())[0].want_blocks, 2);
     }
 
     #[test]
     fn ports_are_counted_for_each_remote_apart() {
-        let plan = plan(&[(0, BlockState::Leased)]);
         let spread = Ports::count((0..60).map(|i| used(1024 + i, i)));
-        assert_eq!(demand(&"n".into(), &plan, &spread), []);
+        assert_eq!(demand(&"n".into(), &plan(), &spread, &Withheld::default()), []);
     }
 
     #[test]
-    fn a_quarantined_block_is_given_back_when_no_flow_uses_it() {
-        let plan = plan(&[(0, BlockState::Quarantined), (1, BlockState::Quarantined)]);
-        let ports = Ports::count([used(1024, 443)]);
-        assert_eq!(demand(&"n".into(), &plan, &ports)[0].release, [1]);
+    fn flows_are_counted_for_each_block() {
+        let egress = IpAddr::from([192, 0, 2, 1]);
+        let ports = Ports::count([used(1024, 443), used(1087, 80), used(1088, 443)]);
+        assert_eq!([0, 1, 2].map(|block| ports.flows(egress, block)), [2, 1, 0]);
     }
 }

@@ -1,6 +1,7 @@
 //! The agent's loop: objects, links, probes and time in; maps, hooks, announcements and status out.
 
 use super::{
+    blocks::Withheld,
     demand::{Ports, Used},
     facts::{Histories, World},
     gateways::Gateways,
@@ -93,6 +94,9 @@ pub struct Agent {
     pub(super) lease_held: bool,
     pub(super) roles: Roles,
     pub(super) ports: Ports,
+    pub(super) counted: Option<Duration>,
+    pub(super) used: BTreeSet<IpAddr>,
+    pub(super) withheld: Withheld,
     pub(super) complaints: Vec<String>,
     pub(super) lease_revision: u64,
     pub(super) start: Instant,
@@ -143,6 +147,9 @@ impl Agent {
             lease_held: false,
             roles: Roles::default(),
             ports: Ports::default(),
+            counted: None,
+            used: BTreeSet::new(),
+            withheld: Withheld::default(),
             complaints: Vec::new(),
             lease_revision: 0,
             start,
@@ -252,6 +259,8 @@ impl Agent {
                 Ok(ports) => {
                     self.status_due |= ports != self.ports;
                     self.ports = ports;
+                    self.counted = Some(started.duration_since(self.start));
+                    dirty |= self.decide_blocks();
                 }
                 Err(e) => tracing::warn!("ports in use are not counted: {e}"),
             }
@@ -334,6 +343,9 @@ impl Agent {
             },
         };
         let tunnel_addresses = self.tunnel_addresses();
+        // Until the first write, the tables are those that an earlier agent has reported.
+        let lease_revision = present.status.as_ref().map_or(0, |s| s.lease_revision).max(self.lease_revision);
+        self.withheld.publish(&self.node, &self.world.plan, lease_revision);
         let report = Report {
             node: &self.node,
             plan: &self.world.plan,
@@ -342,8 +354,9 @@ impl Agent {
             tunnel_addresses: &tunnel_addresses,
             attach: self.attacher.mode(),
             tables: self.writer.present(),
-            lease_revision: self.lease_revision,
+            lease_revision,
             ports: &self.ports,
+            withheld: &self.withheld,
             occupied_blocks: occupied,
             complaints: &self.complaints,
         };

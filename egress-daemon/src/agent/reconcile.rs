@@ -2,6 +2,7 @@
 
 use super::{
     Agent,
+    blocks::Circumstances,
     tell::{self, Running},
     view::{self, Facts},
 };
@@ -21,11 +22,7 @@ use egress_common::{
     abi::ticks,
     config::{self, Config},
 };
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
-    sync::Arc,
-};
+use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
 
 /// Bytes that a packet grows by in the tunnel: outer Ethernet is not counted, inner Ethernet (14), VXLAN (8), UDP (8) and
 /// outer IPv4 (20) or IPv6 (40) are.
@@ -53,22 +50,24 @@ impl Agent {
         };
         self.roles = classify(&links, &rules);
         let config = self.config();
-        let mut facts = Facts {
+        let classes = view::classes_of(&self.world.snapshot, &self.node);
+        self.used = view::used(&self.world.plan, &classes);
+        self.decide_blocks();
+        self.histories.update(&self.world.snapshot, &classes);
+        let facts = Facts {
             node: &self.node,
             snapshot: &self.world.snapshot,
             plan: &self.world.plan,
             links: &links,
             roles: &self.roles,
             probes: &self.gateways.states(),
-            with_history: &BTreeSet::new(),
+            with_history: &self.histories.with_history(),
             except_cidrs: &self.settings.except_cidrs,
             silent: self.settings.silent,
+            withheld: &self.withheld,
             withdrawn: &self.owned.withdrawn(),
             config,
         };
-        self.histories.update(facts.snapshot, &facts.classes());
-        let with_history = self.histories.with_history();
-        facts.with_history = &with_history;
         let view = view::view(&facts);
         let announced = view::announced(&facts);
         let revision = self.world.highest_lease(&self.node).max(self.lease_revision);
@@ -78,9 +77,13 @@ impl Agent {
         // A pod's interface is covered before its address is known, and an uplink before it carries anything.
         let live = names.keys().copied().collect();
         self.complaints.extend(self.attacher.sync(&hooks, &live).iter().map(ToString::to_string));
+        let mut written = false;
         match self.encoder.encode(&view, self.writer.present()) {
             Ok(tables) => match self.writer.write(tables) {
-                Ok(()) => self.lease_revision = revision,
+                Ok(()) => {
+                    self.lease_revision = revision;
+                    written = true;
+                }
                 Err(e) => self.complaints.push(e.to_string()),
             },
             Err(overflow) => self.complaints.push(overflow.to_string()),
@@ -99,6 +102,9 @@ impl Agent {
             complaints: &self.complaints,
         };
         self.publish.send_replace(Arc::new(tell::state(&self.world, &facts, &view, &running)));
+        if written {
+            self.withheld.written(self.start.elapsed());
+        }
         let places = announced
             .into_iter()
             .filter_map(|(ip, place)| Some((ip, (place, self.world.plan.egress_ips.get(&ip)?.epoch))));
@@ -110,6 +116,21 @@ impl Agent {
             tracing::error!("{complaint}");
         }
         self.status_due = true;
+    }
+
+    /// Decides which leased blocks are not used for new flows and which are given back. Whether the tables have to be
+    /// written again.
+    pub(super) fn decide_blocks(&mut self) -> bool {
+        let reported = self.world.egress_node(&self.node).and_then(|n| n.status.as_ref());
+        self.withheld.update(&Circumstances {
+            node: &self.node,
+            plan: &self.world.plan,
+            used: &self.used,
+            reported,
+            ports: &self.ports,
+            counted: self.counted,
+            now: self.start.elapsed(),
+        })
     }
 
     /// A gateway forwards.

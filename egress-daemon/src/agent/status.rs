@@ -1,6 +1,7 @@
 //! What the agent reports in its EgressNode. Pure.
 
 use super::{
+    blocks::Withheld,
     demand::{self, Ports},
     tell,
 };
@@ -37,6 +38,8 @@ pub struct Report<'a> {
     pub lease_revision: u64,
     /// What the flows use.
     pub ports: &'a Ports,
+    /// What is given back.
+    pub withheld: &'a Withheld,
     /// Blocks in which the node's own sockets are.
     pub occupied_blocks: Vec<u16>,
     /// What does not work; empty when all does.
@@ -53,7 +56,7 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
         firewall: Some(tell::FIREWALL.into()),
         attach: Some(report.attach.to_string()),
         lease_revision: report.lease_revision,
-        demand: demand::demand(report.node, report.plan, report.ports),
+        demand: demand::demand(report.node, report.plan, report.ports, report.withheld),
         occupied_blocks: report.occupied_blocks.clone(),
         map_use: usage
             .map(|u| MapUse { map: u.map.into(), used: u.used as u64, capacity: u.capacity as u64 })

@@ -1,5 +1,6 @@
 //! From what the objects, the links and the probes say to what this node's datapath should do. Pure.
 
+use super::blocks::Withheld;
 use crate::{
     datapath::encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
     health::ProbeState,
@@ -36,27 +37,24 @@ pub struct Facts<'a> {
     pub except_cidrs: &'a [IpNet],
     /// ARP and NDP are not to be answered at all.
     pub silent: bool,
+    /// Leased blocks that this node takes no new ports from.
+    pub withheld: &'a Withheld,
     /// Egress IPs of this node that another one claims: ARP and NDP are not answered for them.
     pub withdrawn: &'a BTreeSet<IpAddr>,
     /// Settings, but for what the view adds (`HOLD`).
     pub config: Config,
 }
 
-impl Facts<'_> {
-    fn labels_of(&self, node: &NodeName) -> crate::model::Labels {
-        self.snapshot.nodes.get(node).map(|n| n.labels.clone()).unwrap_or_default()
-    }
-
-    /// The policies that select each pod of this node.
-    pub fn classes(&self) -> BTreeMap<EndpointId, BTreeSet<PolicyId>> {
-        let (node, nowhere) = (self.labels_of(self.node), Default::default());
-        let own = self.snapshot.endpoints.values().filter(|e| e.node == *self.node);
-        own.map(|e| {
-            let namespace = self.snapshot.namespaces.get(&e.id.namespace).unwrap_or(&nowhere);
-            (e.id.clone(), select::selecting(self.snapshot.policies.values(), &e.labels, namespace, &node))
-        })
-        .collect()
-    }
+/// The policies that select each pod of a node.
+pub fn classes_of(snapshot: &Snapshot, node: &NodeName) -> BTreeMap<EndpointId, BTreeSet<PolicyId>> {
+    let nowhere = Default::default();
+    let labels = snapshot.nodes.get(node).map_or(&nowhere, |n| &n.labels);
+    let own = snapshot.endpoints.values().filter(|e| e.node == *node);
+    own.map(|e| {
+        let namespace = snapshot.namespaces.get(&e.id.namespace).unwrap_or(&nowhere);
+        (e.id.clone(), select::selecting(snapshot.policies.values(), &e.labels, namespace, labels))
+    })
+    .collect()
 }
 
 /// Whether a pod that a policy selects has no address yet: unknown sources are held.
@@ -65,9 +63,16 @@ pub fn holds(facts: &Facts<'_>, classes: &BTreeMap<EndpointId, BTreeSet<PolicyId
     classes.iter().any(|(id, class)| !class.is_empty() && starting(id))
 }
 
+/// The egress IPs of the policies that select pods of this node.
+pub fn used(plan: &Plan, classes: &BTreeMap<EndpointId, BTreeSet<PolicyId>>) -> BTreeSet<IpAddr> {
+    let in_force: BTreeSet<&PolicyId> = classes.values().flatten().collect();
+    let used = plan.egress_ips.iter().filter(|(_, e)| e.users.keys().any(|policy| in_force.contains(policy)));
+    used.map(|(address, _)| *address).collect()
+}
+
 /// Makes the view.
 pub fn view(facts: &Facts<'_>) -> NodeView {
-    let selected = facts.classes();
+    let selected = classes_of(facts.snapshot, facts.node);
     let hold = holds(facts, &selected);
     let in_force: BTreeSet<&PolicyId> = selected.values().flatten().collect();
     let endpoints = selected.iter().filter_map(|(id, class)| {
@@ -175,7 +180,8 @@ fn answers(facts: &Facts<'_>, e: &EgressIpPlan) -> bool {
     }
 }
 
-/// The blocks of an egress IP that this node may take ports from: leased to it, and known to the owner.
+/// The blocks of an egress IP that this node may take ports from: leased to it, known to the owner, and not being given
+/// back.
 fn usable_blocks(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> BTreeSet<u16> {
     let Some(owner) = &e.owner else { return BTreeSet::new() };
     let report = facts.snapshot.nodes.get(owner).and_then(|n| n.report.as_ref());
@@ -185,6 +191,7 @@ fn usable_blocks(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> BTreeS
     blocks
         .filter(|(_, lease)| lease.node == *facts.node && lease.state == BlockState::Leased && lease.revision <= known)
         .map(|(block, _)| *block)
+        .filter(|block| !facts.withheld.contains(address, *block))
         .collect()
 }
 

@@ -109,6 +109,11 @@ pub struct EgressIPStatus {
     #[serde(default)]
     pub blocks_scarce: bool,
 
+    /// Whether a source node has no port block at all that it should have, so that nodes with more than their share take
+    /// no new ports from the rest, and give back each block when its last flow ends.
+    #[serde(default)]
+    pub blocks_starved: bool,
+
     /// Ready and others, each with a reason and a sentence.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::conditions")]

@@ -3,11 +3,13 @@
 //! A lease ends in two ways only: its holder gives it back, or its holder is gone and a quarantine has passed. Until then
 //! nobody else gets the block, whatever else changes.
 
+mod ledger;
+
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::net::IpAddr;
 
-use egress_common::port_block;
+use ledger::Ledger;
 
 use super::types::{BlockLease, BlockState, Blocks};
 use crate::health::Health;
@@ -33,10 +35,21 @@ pub struct Leasable<'a> {
 pub struct Leases {
     /// By egress IP.
     pub blocks: BTreeMap<IpAddr, Blocks>,
-    /// By egress IP: how many blocks each source node may count on, and whether some node goes without.
-    pub shares: BTreeMap<IpAddr, (u32, bool)>,
+    /// By egress IP.
+    pub shares: BTreeMap<IpAddr, Shares>,
     /// Whether any block was granted, with the new revision.
     pub granted: bool,
+}
+
+/// How the blocks of an egress IP go round; see [`super::EgressIpPlan`].
+#[derive(Clone, Copy, Debug)]
+pub struct Shares {
+    /// How many each source node may count on.
+    pub share: u32,
+    /// Some node needs more and cannot have it.
+    pub scarce: bool,
+    /// Some node has none that should have one.
+    pub starved: bool,
 }
 
 /// Plans the leases of all egress IPs. `sources_of` are the source nodes of each policy by its number; grants get
@@ -75,7 +88,8 @@ pub fn lease(
     }
     for (address, ledger) in ledgers {
         leases.granted |= ledger.granted;
-        leases.shares.insert(address, (ledger.share.max(1), ledger.scarce));
+        let (scarce, starved) = (ledger.scarce || ledger.starved, ledger.starved);
+        leases.shares.insert(address, Shares { share: ledger.share.max(1), scarce, starved });
         if !ledger.blocks.is_empty() {
             leases.blocks.insert(address, ledger.blocks);
         }
@@ -84,7 +98,7 @@ pub fn lease(
 }
 
 /// Leases to each source node that has no block of an egress IP its fair share of half of the free ones. In a cluster
-/// with more source nodes than that has blocks, the egress IPs of a policy serve different parts of the ring of nodes.
+/// with more source nodes than an egress IP has blocks, the egress IPs of a policy serve different parts of the ring of nodes.
 fn ahead(leasable: &BTreeMap<IpAddr, Leasable<'_>>, ledgers: &mut BTreeMap<IpAddr, Ledger>, round: &Round<'_>) {
     let mut served: BTreeMap<(Option<u32>, Family), usize> = BTreeMap::new();
     for (address, ip) in leasable {
@@ -107,7 +121,7 @@ fn ahead(leasable: &BTreeMap<IpAddr, Leasable<'_>>, ledgers: &mut BTreeMap<IpAdd
             }
             ledger.grant(*node, grant, round);
         }
-        ledger.scarce |= ledger.share > 0 && !ledger.without(ip.sources).is_empty();
+        ledger.starved |= ledger.share > 0 && !ledger.without(ip.sources).is_empty();
     }
 }
 
@@ -131,7 +145,7 @@ fn for_those_without(
         }
         let mut most_free: BinaryHeap<(usize, Reverse<IpAddr>)> =
             addresses.iter().map(|address| (ledgers[address].free.len(), Reverse(*address))).collect();
-        let mut scarce = false;
+        let mut starved = false;
         for node in sources_of[policy as usize].iter().filter(|node| !has[**node as usize]) {
             let own = addresses.iter().copied().find(|address| ledgers[address].quarantined.contains_key(node));
             let address = own.or_else(|| most_free.pop().map(|(_, Reverse(address))| address));
@@ -140,11 +154,11 @@ fn for_those_without(
             if let (None, Some(address)) = (own, address) {
                 most_free.push((ledger.free.len(), Reverse(address)));
             }
-            scarce |= got == 0;
+            starved |= got == 0;
         }
         for address in addresses {
             if let Some(ledger) = ledgers.get_mut(&address) {
-                ledger.scarce |= scarce;
+                ledger.starved |= starved;
             }
         }
     }
@@ -204,104 +218,4 @@ enum Holder<'a> {
     Absent,
     /// What it released, and the revision that it knew when it said so: a newer lease of the same block is not meant.
     Present(Option<&'a BTreeSet<u16>>, u64),
-}
-
-/// The blocks of one egress IP while they are leased.
-#[derive(Debug)]
-struct Ledger {
-    blocks: Blocks,
-    /// Highest first.
-    free: Vec<u16>,
-    held: BTreeMap<u32, u32>,
-    quarantined: BTreeMap<u32, Vec<u16>>,
-    /// Half of the blocks that can be leased at all.
-    half: usize,
-    /// A source node's part of that half.
-    share: u32,
-    scarce: bool,
-    granted: bool,
-}
-
-impl Ledger {
-    fn new(blocks: Blocks, ip: &Leasable<'_>, round: &Round<'_>) -> Self {
-        let count = if ip.fixed.is_some() { FIXED_BLOCKS } else { port_block::COUNT };
-        let mut usable = vec![true; usize::from(count)];
-        let occupied = ip.fixed.and_then(|node| node.report.as_ref()).map(|report| &report.occupied_blocks);
-        for block in occupied.into_iter().flatten() {
-            if let Some(usable) = usable.get_mut(usize::from(*block)) {
-                *usable = false;
-            }
-        }
-        let half = usable.iter().filter(|usable| **usable).count() / 2;
-        let (mut held, mut quarantined) = (BTreeMap::new(), BTreeMap::<u32, Vec<u16>>::new());
-        for (number, lease) in &blocks {
-            let usable = usable.get_mut(usize::from(*number)).is_some_and(std::mem::take);
-            match (round.places.get(&lease.node), lease.state) {
-                (Some(node), BlockState::Leased) => *held.entry(*node).or_default() += 1,
-                (Some(node), BlockState::Quarantined) if usable => quarantined.entry(*node).or_default().push(*number),
-                (_, BlockState::Quarantined) | (None, BlockState::Leased) => {}
-            }
-        }
-        let free = (0..count).rev().filter(|number| usable[usize::from(*number)]).collect();
-        let share = (half / ip.sources.len().max(1)) as u32;
-        Self { blocks, free, held, quarantined, half, share, scarce: false, granted: false }
-    }
-
-    fn leased(&self) -> usize {
-        self.blocks.len()
-    }
-
-    /// The nodes of a sorted list that hold no block.
-    fn without(&self, sources: &[u32]) -> Vec<u32> {
-        let mut held = self.held.keys().copied().peekable();
-        let holds = |node: &u32| {
-            while held.next_if(|holder| holder < node).is_some() {}
-            held.peek() == Some(node)
-        };
-        let mut holds = holds;
-        sources.iter().copied().filter(|node| !holds(node)).collect()
-    }
-
-    /// Leases up to `count` blocks to a node, first those that it had and never gave back. Returns how many it got.
-    fn grant(&mut self, node: u32, count: u32, round: &Round<'_>) -> u32 {
-        let mut got = 0;
-        while got < count {
-            let own = self.quarantined.get_mut(&node).and_then(Vec::pop);
-            let Some(number) = own.or_else(|| self.free.pop()) else { break };
-            let name = round.nodes[node as usize].name.clone();
-            self.blocks.insert(number, BlockLease { node: name, revision: round.revision, state: BlockState::Leased });
-            got += 1;
-        }
-        if got > 0 {
-            *self.held.entry(node).or_default() += got;
-            self.granted = true;
-        }
-        got
-    }
-
-    /// Leases more to the source nodes that ask for more, block by block to the one with the fewest, but leaves a
-    /// sixteenth for nodes that have none yet.
-    fn on_demand(&mut self, address: IpAddr, sources: &[u32], round: &Round<'_>) {
-        let want = |node: u32| {
-            let report = round.nodes[node as usize].report.as_ref()?;
-            report.demand.get(&address).map(|demand| demand.want)
-        };
-        let wanting = |held: u32, node: u32| want(node).is_some_and(|want| want > held);
-        let mut next: BinaryHeap<Reverse<(u32, u32)>> = sources
-            .iter()
-            .map(|node| (self.held.get(node).copied().unwrap_or(0), *node))
-            .filter(|(held, node)| wanting(*held, *node))
-            .map(Reverse)
-            .collect();
-        while let Some(Reverse((held, node))) = next.pop() {
-            let own = self.quarantined.get(&node).is_some_and(|own| !own.is_empty());
-            if !own && self.free.len() <= self.half / 8 || self.grant(node, 1, round) == 0 {
-                self.scarce = true;
-                continue;
-            }
-            if wanting(held + 1, node) {
-                next.push(Reverse((held + 1, node)));
-            }
-        }
-    }
 }

@@ -22,7 +22,7 @@ pub mod select;
 mod types;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -63,9 +63,9 @@ pub fn plan(snapshot: &Snapshot, health: &Health, previous: &Plan) -> Plan {
     let sources: Vec<&[u32]> = cluster.sources.iter().map(Vec::as_slice).collect();
     let revision = previous.lease_revision + 1;
     let leases = blocks::lease(snapshot, health, &previous.blocks, &leasable, &sources, revision);
-    for (address, (share, scarce)) in leases.shares {
+    for (address, shares) in leases.shares {
         if let Some(plan) = egress_ips.get_mut(&address) {
-            (plan.share, plan.scarce) = (share, scarce);
+            (plan.share, plan.scarce, plan.starved) = (shares.share, shares.scarce, shares.starved);
         }
     }
 
@@ -194,6 +194,7 @@ impl<'a> Cluster<'a> {
                     reason: decision.reason,
                     share: 0,
                     scarce: false,
+                    starved: false,
                 };
                 (*address, plan)
             })

@@ -65,6 +65,9 @@ pub struct EgressIpPlan {
     pub share: u32,
     /// A node that needs a block of it cannot have one.
     pub scarce: bool,
+    /// A source node has no block at all that it should have. A node that holds more than the share takes no new ports
+    /// from the rest of its blocks, however much it needs them, and gives each back when its last flow ends.
+    pub starved: bool,
 }
 
 /// The egress IPs of an endpoint under a `PerEndpoint` policy, one a family.

@@ -92,6 +92,7 @@ fn egress_ips(objects: &Objects, snapshot: &Snapshot, plan: &Plan, now: &Time) -
                 epoch: ip.epoch,
                 block_share: ip.share,
                 blocks_scarce: ip.scarce,
+                blocks_starved: ip.starved,
                 conditions: writer.finish(),
             }),
         };

@@ -8,8 +8,8 @@ use crate::api;
 use crate::model::NodeName;
 use crate::plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan};
 
-/// Reads the plan back. What is not understood is left out, as if it had never been decided. Reasons, shares and outcomes
-/// are not part of it: they are made anew with each plan.
+/// Reads the plan back. What is not understood is left out, as if it had never been decided. Reasons and outcomes are
+/// not part of it: they are made anew with each plan.
 ///
 /// The revision of leases is one more than any that an object mentions, so that no grant reuses a revision that some
 /// agent has confirmed already.
@@ -62,8 +62,9 @@ fn egress_ip(object: &api::EgressIP) -> EgressIpPlan {
         epoch: status.epoch,
         users: users.collect(),
         reason: OwnerReason::Preferred,
-        share: 0,
-        scarce: false,
+        share: status.block_share,
+        scarce: status.blocks_scarce,
+        starved: status.blocks_starved,
     }
 }
 

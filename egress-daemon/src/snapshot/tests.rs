@@ -194,3 +194,15 @@ fn a_block_that_two_nodes_list_belongs_to_the_one_that_got_it_later() {
         }
     }
 }
+
+#[test]
+fn shares_reach_the_agents() {
+    let mut objects = objects();
+    round(&mut objects, &health(), 100);
+    let name = objects.egress_ips[0].spec.address.parse().unwrap();
+    assert_eq!(previous(&objects).egress_ips[&name].share, 252);
+    let status = Arc::make_mut(&mut objects.egress_ips[0]).status.as_mut().unwrap();
+    (status.blocks_scarce, status.blocks_starved) = (true, true);
+    let ip = &previous(&objects).egress_ips[&name];
+    assert!(ip.scarce && ip.starved);
+}

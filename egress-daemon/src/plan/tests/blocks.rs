@@ -169,6 +169,41 @@ fn in_a_large_cluster_every_node_has_a_block_of_some_egress_ip() {
 }
 
 #[test]
+fn as_many_nodes_as_blocks_get_one_each() {
+    for workers in [504, 505, 1008] {
+        let (snapshot, health) = public(2, workers);
+        let plan = plan(&snapshot, &health, &Plan::default());
+        for (address, ip) in &plan.egress_ips {
+            assert_eq!(leased(&plan, *address).len(), workers);
+            assert!(ip.share == 1 && !ip.starved);
+        }
+    }
+}
+
+#[test]
+fn who_comes_when_all_is_leased_starves_until_some_is_given_back() {
+    let (mut snapshot, health) = public(1, 1);
+    report(&mut snapshot, "w0").demand.insert(first_ip(), Demand { want: 1000, ..Default::default() });
+    let mut previous = plan(&snapshot, &health, &Plan::default());
+    for n in 1..9 {
+        let node = node(&format!("w{n}"), Labels::new());
+        snapshot.nodes.insert(node.name.clone(), node);
+        add_pod(&mut snapshot, &format!("pod{n}"), &format!("w{n}"), Labels::new());
+        previous = plan(&snapshot, &health, &previous);
+    }
+    let ip = &previous.egress_ips[&first_ip()];
+    assert_eq!((ip.share, ip.scarce, ip.starved), (56, true, true));
+    let report = report(&mut snapshot, "w0");
+    report.lease_revision = previous.lease_revision;
+    let one = *previous.blocks[&first_ip()].iter().find(|(_, lease)| lease.node == "w0".into()).unwrap().0;
+    report.demand.get_mut(&first_ip()).unwrap().released.insert(one);
+    let after = plan(&snapshot, &health, &previous);
+    assert_eq!(after.blocks[&first_ip()][&one].node, "w8".into());
+    let ip = &after.egress_ips[&first_ip()];
+    assert_eq!((ip.scarce, ip.starved), (true, false), "w0 wants more, but has some");
+}
+
+#[test]
 fn demand_is_served_fairly_and_leaves_some() {
     let (mut snapshot, health) = public(1, 2);
     let first = plan(&snapshot, &health, &Plan::default());

@@ -7,4 +7,4 @@ mod owners;
 mod pools;
 mod scenes;
 mod whole;
-mod world;
+pub(crate) mod world;
