@@ -34,7 +34,7 @@ pub mod name_kind {
     pub const POLICY: u32 = 1;
     /// A node; the id is its index in `NODES`.
     pub const NODE: u32 = 2;
-    /// An endpoint, as `namespace/name`; the id is the endpoint's.
+    /// An endpoint, as `namespace/name/uid`; the id is the endpoint's.
     pub const ENDPOINT: u32 = 3;
 }
 
@@ -48,13 +48,13 @@ crate::layout::map_type! {
     } size 8
 }
 
-/// Longest name kept in `NAMES`: a namespace (63), a slash and a pod name (253), zero-terminated.
-pub const NAME_LEN: usize = 320;
+/// Longest name kept in `NAMES`: a namespace (63), a pod's name (253) and a uid (36) with slashes between them, rounded up.
+pub const NAME_LEN: usize = 360;
 
 crate::layout::map_type! {
     /// Value of the map `NAMES`: UTF-8, filled up with zeros.
     pub struct Name {
         /// The bytes.
         pub bytes: [u8; NAME_LEN],
-    } size 320
+    } size 360
 }

@@ -8,7 +8,7 @@ pub const MAX_ENDPOINTS: usize = 4_096;
 pub const MAX_ROUTES: usize = 262_144;
 /// Excepted prefixes per address family (nodes, pods, services, `exceptCIDRs`).
 pub const MAX_EXCEPTS: usize = 65_536;
-/// Policies in force on one node. Index 0 is never used.
+/// Policies in force on one node, counted once for each address family. Index 0 is never used.
 pub const MAX_POLICIES: usize = 4_096;
 /// Egress IPs that one node knows. Index 0 is never used.
 pub const MAX_EGRESS_IPS: usize = 2_048;
@@ -18,6 +18,10 @@ pub const MAX_MEMBERS: usize = 65_536;
 pub const MAX_ASSIGNMENTS: usize = 65_536;
 /// Nodes of the cluster. Index 0 is never used.
 pub const MAX_NODES: usize = 16_384;
+/// Tunnel addresses of all nodes together: one of each family for every node.
+pub const MAX_NODE_ADDRESSES: usize = 2 * MAX_NODES;
+/// Interfaces of a node that answer for egress IPs.
+pub const MAX_UPLINKS: usize = 1_024;
 /// Entries of all Maglev tables together, in chunks of [`MAGLEV_CHUNK`].
 pub const MAX_MAGLEV_CHUNKS: usize = 32_768;
 /// Maglev entries in one element of the map.
@@ -32,9 +36,9 @@ pub const PORT_PROBES: u32 = 256;
 /// How many slots are tried for a new flow before it is dropped.
 pub const SLOT_PROBES: u32 = 4;
 /// Flows that one run of the collector looks at, per address family.
-pub const COLLECT_BATCH: u32 = 2_048;
+pub const COLLECT_BATCH: u32 = 1_024;
 /// Time between two runs of the collector.
-pub const COLLECT_INTERVAL_NS: u64 = 50_000_000;
+pub const COLLECT_INTERVAL_NS: u64 = 25_000_000;
 /// IPv6 extension headers that are walked before a packet counts as malformed.
 pub const MAX_EXTENSION_HEADERS: u32 = 6;
 

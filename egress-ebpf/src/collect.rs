@@ -87,6 +87,8 @@ fn is_due<F: Family>(config: &Config, key: &FlowKey<F>, flow: &Flow, now: u32) -
     } else {
         if flow.config_generation != config.generation
             && let Class::Outside = classify::classify(config, key.src, key.dst)
+            // What is left of a connection is to be severed, not to be let out, as long as its pod is there.
+            && (key.proto != proto::TCP || F::endpoints().get_ptr(key.src).is_none())
         {
             return true;
         }
@@ -109,7 +111,7 @@ fn is_due<F: Family>(config: &Config, key: &FlowKey<F>, flow: &Flow, now: u32) -
         ]
     };
     let limit = match key.proto {
-        proto::TCP if tcp::established(flow.state, back) => long,
+        proto::TCP if flow.kind != kind::SEVERED && tcp::established(flow.state, back) => long,
         proto::TCP => short,
         proto::UDP => udp,
         _ => icmp,

@@ -99,6 +99,7 @@ pub fn into_pod(pkt: &Packet, ifindex: u32, macs: &[Mac; 2]) -> Verdict {
         return Verdict::Drop(Counter::DropMalformed);
     }
     stats::count(Counter::Delivered);
+    pkt.mark_delivered();
     pkt.redirect(ifindex)
 }
 

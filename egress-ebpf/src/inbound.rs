@@ -17,7 +17,12 @@ use egress_common::{
 /// Looks at a packet on its way into a pod. Never changes or drops it.
 #[inline(always)]
 pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
+    // What `deliver` sends here is no opening of the outside, whatever the flow table says.
+    if pkt.take_delivered() {
+        return Verdict::Pass;
+    }
     let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt)) else { return Verdict::Pass };
+    let generation = steer::generation(config);
     if ip.part == Part::Later {
         return Verdict::Pass;
     }
@@ -42,7 +47,7 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
     }
     // Only where a reply could be taken for a flow of a policy: nothing is kept for the cluster's own traffic.
     if let Class::Policy(..) = classify::classify(config, key.src, key.dst) {
-        steer::leave_alone::<F>(config, &key, 0);
+        steer::leave_alone::<F>(generation, &key, 0);
     }
     Verdict::Pass
 }

@@ -80,9 +80,9 @@ pub static LEASES: Array<LeaseTable, MAX_EGRESS_IPS> = Array::new();
 #[btf_map]
 pub static NODES: Array<Node, MAX_NODES> = Array::new();
 #[btf_map]
-pub static NODE_INDEX: HashMap<V6, u32, MAX_NODES, GROW> = HashMap::new();
+pub static NODE_INDEX: HashMap<V6, u32, MAX_NODE_ADDRESSES, GROW> = HashMap::new();
 #[btf_map]
-pub static UPLINKS: HashMap<u32, Uplink, 1024, GROW> = HashMap::new();
+pub static UPLINKS: HashMap<u32, Uplink, MAX_UPLINKS, GROW> = HashMap::new();
 
 #[btf_map]
 pub static CONFIG: Array<Config, 1> = Array::new();

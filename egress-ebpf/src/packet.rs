@@ -18,6 +18,9 @@ use egress_common::{
 
 /// Length of an Ethernet header without tags, which is what veth, bridge ports and the tunnel device hand over.
 pub const ETH_LEN: u32 = 14;
+/// Value of `tc_index` of a packet on its way into a pod.
+const DELIVERED: u32 = 0x5350;
+
 /// Reads a field of the context. Volatile, or LLVM merges reads of two fields into one through a computed address, which
 /// the verifier refuses.
 macro_rules! field {
@@ -213,6 +216,25 @@ impl Packet {
     pub fn resize(&self, len: u32) -> Option<()> {
         // SAFETY: the helper checks the length.
         (unsafe { bpf_skb_change_tail(self.skb, len, 0) } == 0).then_some(())
+    }
+
+    /// Notes in the packet, for the programs that see it next, that it is a reply on its way into a pod. The field is one
+    /// that only packet schedulers of another kind (dsmark) use.
+    #[inline(always)]
+    pub fn mark_delivered(&self) {
+        // SAFETY: the context pointer is valid while the program runs.
+        unsafe { (&raw mut (*self.skb).tc_index).write_volatile(DELIVERED) }
+    }
+
+    /// Whether [`mark_delivered`](Self::mark_delivered) was called for this packet. The note is taken away.
+    #[inline(always)]
+    pub fn take_delivered(&self) -> bool {
+        let delivered = field!(self, tc_index) == DELIVERED;
+        if delivered {
+            // SAFETY: as above.
+            unsafe { (&raw mut (*self.skb).tc_index).write_volatile(0) }
+        }
+        delivered
     }
 
     /// Sends the frame out of `ifindex` as it is.

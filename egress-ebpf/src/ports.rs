@@ -7,6 +7,7 @@ use crate::{
     classify,
     family::Family,
     maps::{ASSIGNMENTS, BLOCKS, EGRESS_IPS, MAGLEV},
+    packet::now_tick,
     stats,
 };
 use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_loop};
@@ -37,6 +38,8 @@ pub struct Search<F> {
     pub policy: Policy,
     /// Number of the endpoint.
     pub endpoint: u32,
+    /// Generation of the tables that the flow was classified by.
+    pub generation: u32,
     /// The flow's hash: where both walks begin.
     pub hash: u32,
     /// How many blocks the egress IP has here.
@@ -76,10 +79,11 @@ pub fn take<F: Family>(search: &mut Search<F>) -> Result<(), Counter> {
 fn slot<F: Family>(s: &Search<F>, attempt: u32) -> Option<u32> {
     let mut h = s.hash;
     if s.policy.flags & policy_flags::PER_ENDPOINT != 0 {
+        let key = AssignmentKey { endpoint: s.endpoint, policy: s.value.policy, family: F::VERSION };
+        // SAFETY: read only. An endpoint that is not assigned yet waits: it must not be seen with two egress IPs.
+        let assigned = unsafe { ASSIGNMENTS.get(key) }?;
         if attempt == 0 {
-            let key = AssignmentKey { endpoint: s.endpoint, policy: s.value.policy, family: F::VERSION };
-            // SAFETY: read only.
-            return unsafe { ASSIGNMENTS.get(key) }.copied();
+            return Some(*assigned);
         }
         // While that one cannot be used, all of the endpoint's flows go to the same other one.
         h = hash::endpoint(s.value.pod, s.policy.seed);
@@ -150,7 +154,10 @@ extern "C" fn try_port<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
     1
 }
 
-/// Removes the flow that holds this port if both of its ends are done with it.
+/// Ticks after which a reverse half without a forward one is nobody's: a new flow enters both within a packet's time.
+const ORPHANED: u32 = 2;
+
+/// Removes the flow that holds this port if both of its ends are done with it, or if only this half of it is left.
 #[inline(always)]
 fn evict_closed<F: Family>(key: &FlowKey<F>) -> bool {
     // SAFETY: read only; another CPU may remove the entry, which the caller's insertion then finds out.
@@ -158,13 +165,16 @@ fn evict_closed<F: Family>(key: &FlowKey<F>) -> bool {
     let forward = FlowKey { src: r.pod, dst: key.dst, src_port: r.pod_port, dst_port: key.dst_port, proto: key.proto };
     // SAFETY: as above.
     let out = match unsafe { F::flows().get(&forward) } {
-        Some(f) if f.port == key.src_port => f.state,
-        _ => 0,
+        Some(f) if f.port == key.src_port && f.egress == r.egress => Some(f.state),
+        _ => None,
     };
-    if !tcp::closed(out, r.state) {
-        return false;
+    match out {
+        Some(out) if tcp::closed(out, r.state) => {
+            let _ = F::flows().remove(&forward);
+        }
+        None if now_tick().wrapping_sub(r.last_seen) as i32 > ORPHANED as i32 => {}
+        _ => return false,
     }
-    let _ = F::flows().remove(&forward);
     let _ = F::reverses().remove(key);
     stats::count(Counter::FlowsReplaced);
     true

@@ -97,6 +97,14 @@ fn malformed<F: Family>(pkt: &Packet) -> Verdict {
     }
 }
 
+/// The generation of the tables, to be read before anything is classified by them: what changes meanwhile makes the
+/// flow be checked again.
+#[inline(always)]
+pub fn generation(config: &Config) -> u32 {
+    // SAFETY: a reference is valid for reading.
+    unsafe { (&raw const config.generation).read_volatile() }
+}
+
 /// Whether this segment opens a connection.
 #[inline(always)]
 fn opens(t: &Transport) -> bool {
@@ -159,9 +167,16 @@ enum Check {
 
 #[inline(always)]
 fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening: bool) -> Check {
+    let generation = generation(config);
     let (policy, _) = match classify::classify(config, key.src, key.dst) {
         Class::Held => return Check::Drop(Counter::DropHeld),
         Class::Outside if flow.kind == kind::UNTOUCHED => {
+            flow.config_generation = generation;
+            return Check::Keep;
+        }
+        // The other end knows the connection by an egress IP: what is left of it must not show it another address.
+        Class::Outside if key.proto == proto::TCP && !opening => {
+            flow.kind = kind::SEVERED;
             flow.config_generation = config.generation;
             return Check::Keep;
         }
@@ -169,7 +184,7 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
         Class::Policy(policy, endpoint) => (policy, endpoint),
     };
     if flow.kind == kind::UNTOUCHED {
-        flow.config_generation = config.generation;
+        flow.config_generation = generation;
         // The pod opens a connection of its own with the ports of one that the outside had opened.
         return if opening { Check::Anew } else { Check::Keep };
     }
@@ -181,7 +196,7 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
             }
             flow.policy = policy;
             flow.kind = kind::TRANSLATED;
-            flow.config_generation = config.generation;
+            flow.config_generation = generation;
             if opening {
                 reopen::<F>(key, flow);
             }
@@ -189,7 +204,7 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
         }
         _ if key.proto == proto::TCP && !opening => {
             flow.kind = kind::SEVERED;
-            flow.config_generation = config.generation;
+            flow.config_generation = generation;
             Check::Keep
         }
         _ => Check::Anew,
@@ -271,6 +286,7 @@ fn reverse_value<F: Family>(pkt: &Packet, key: &FlowKey<F>, policy: u32, now: u3
 
 #[inline(always)]
 fn unknown<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, key: &FlowKey<F>) -> Verdict {
+    let generation = generation(config);
     let (index, endpoint) = match classify::classify(config, ip.src, ip.dst) {
         Class::Outside => return Verdict::Pass,
         Class::Held => return Verdict::Drop(Counter::DropHeld),
@@ -279,7 +295,7 @@ fn unknown<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, 
     let Some(policy) = classify::policy::<F>(index) else { return Verdict::Drop(Counter::DropNoPolicy) };
     match t.kind {
         Kind::Tcp if opens(t) => {}
-        Kind::Tcp => return stray::<F>(config, t, key, policy, &endpoint),
+        Kind::Tcp => return stray::<F>(generation, t, key, policy, &endpoint),
         // An answer to a query that came by a way that this node does not see (an inbound query is remembered).
         Kind::Answer => return Verdict::Pass,
         Kind::Udp | Kind::Query => {}
@@ -291,12 +307,12 @@ fn unknown<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, 
         let node_ip = policy.flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0;
         return if node_ip { Verdict::Pass } else { Verdict::Drop(Counter::DropNoGateway) };
     }
-    open::<F>(pkt, config, ip, t, key, index, policy, &endpoint)
+    open::<F>(pkt, config, generation, ip, t, key, index, policy, &endpoint)
 }
 
 /// A TCP segment of a connection that is not in the table.
 #[inline(always)]
-fn stray<F: Family>(config: &Config, t: &Transport, key: &FlowKey<F>, policy: &Policy, endpoint: &Endpoint) -> Verdict {
+fn stray<F: Family>(generation: u32, t: &Transport, key: &FlowKey<F>, policy: &Policy, endpoint: &Endpoint) -> Verdict {
     let answers = t.flags & (tcp::flag::SYN | tcp::flag::ACK) == tcp::flag::SYN | tcp::flag::ACK;
     // The pod accepts a connection whose SYN did not pass the interface's egress hook (a redirect into the pod).
     let old = endpoint.flags & endpoint_flags::HAS_HISTORY != 0 && policy.flags & policy_flags::EXISTING_DROP == 0;
@@ -304,18 +320,18 @@ fn stray<F: Family>(config: &Config, t: &Transport, key: &FlowKey<F>, policy: &P
         // A reset of what was refused tells the outside nothing about an egress IP and ends the matter.
         return Verdict::Drop(Counter::DropUnknownFlow);
     }
-    leave_alone::<F>(config, key, tcp::advance(0, t.flags))
+    leave_alone::<F>(generation, key, tcp::advance(0, t.flags))
 }
 
-/// Notes a flow that is not to be touched.
+/// Notes a flow that is not to be touched, as the tables of this generation say.
 #[inline(always)]
-pub fn leave_alone<F: Family>(config: &Config, key: &FlowKey<F>, state: u16) -> Verdict {
+pub fn leave_alone<F: Family>(generation: u32, key: &FlowKey<F>, state: u16) -> Verdict {
     let now = now_tick();
     let flow = Flow {
         policy: 0,
         egress: 0,
         egress_generation: 0,
-        config_generation: config.generation,
+        config_generation: generation,
         ticket: ticket(),
         last_seen: now,
         created: now,
@@ -358,6 +374,7 @@ pub fn enter<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), i32> {
 fn open<F: Family>(
     pkt: &Packet,
     config: &Config,
+    generation: u32,
     ip: &Ip<F>,
     t: &Transport,
     key: &FlowKey<F>,
@@ -375,6 +392,7 @@ fn open<F: Family>(
     search.key = FlowKey { src: key.src, dst: key.dst, src_port: 0, dst_port: key.dst_port, proto: key.proto };
     search.policy = *policy;
     search.endpoint = endpoint.id;
+    search.generation = generation;
     if let Err(counter) = ports::take::<F>(search) {
         return Verdict::Drop(counter);
     }
@@ -382,7 +400,7 @@ fn open<F: Family>(
         policy: index,
         egress: search.value.egress,
         egress_generation: search.value.egress_generation,
-        config_generation: config.generation,
+        config_generation: search.generation,
         ticket: ticket(),
         last_seen: now,
         created: now,

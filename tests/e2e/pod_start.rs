@@ -53,9 +53,12 @@ fn eager_pods_never_show_another_address(cni: Cni, inherit: bool) {
             let pod = lab.prepare_pod(spec)?;
             let clients = Family::BOTH.map(|family| eager(&pod.ns, server.ips.at(family, 80)));
             // As in a cluster, where a pod is bound to its node long before it has a network.
-            wait_until("the agent knows that a pod is starting", PATIENCE, || settings(lab, "worker1"), |bytes| {
-                bytes[FLAGS] & HOLD != 0
-            })?;
+            wait_until(
+                "the agent knows that a pod is starting",
+                PATIENCE,
+                || settings(lab, "worker1"),
+                |bytes| bytes[FLAGS] & HOLD != 0,
+            )?;
             lab.start_pod(&name)?;
             for client in clients {
                 client?.join().map_err(|_| anyhow!("the eager process panicked"))??;

@@ -8,7 +8,9 @@ use anyhow::{Result, ensure};
 use lab::traffic::{Protocol, spray};
 use lab::{Capture, Family, Lab, Pod, PodSpec, Server, StartOptions, Trace, wait_for};
 
-use crate::support::{PATIENCE, calm, counter, egress, has_bpftool, settings, start, start_with, wait_counter, wait_in_force, web};
+use crate::support::{
+    PATIENCE, calm, counter, egress, has_bpftool, settings, start, start_with, wait_counter, wait_in_force, web,
+};
 
 /// A port of the server behind which nobody listens.
 const TARGET: u16 = 4242;

@@ -18,11 +18,13 @@ fn wait_status(lab: &Lab, name: &str, parts: &[&str]) -> Result<()> {
     wait_until(&what, PATIENCE, || Ok(status(lab, name)), |text| parts.iter().all(|part| text.contains(part))).map(drop)
 }
 
-/// Waits until a controller's log has a line with all of `parts`.
-fn wait_log(lab: &mut Lab, process: &str, parts: &[&str]) -> Result<()> {
-    let line = |log: &String| log.lines().any(|line| parts.iter().all(|part| line.contains(part)));
-    wait_until(&format!("{parts:?} in one line of the log"), PATIENCE, || Ok(lab.controller(process).log()), line)
-        .map(drop)
+/// Waits until `egressctl state` on the worker shows all of `parts`.
+fn wait_problem(lab: &Lab, parts: &[&str]) -> Result<()> {
+    let look = || lab.egressctl_text("worker1", &["state"]);
+    wait_until(&format!("{parts:?} among the problems"), PATIENCE, look, |text| {
+        parts.iter().all(|part| text.contains(part))
+    })
+    .map(drop)
 }
 
 #[test]
@@ -39,18 +41,14 @@ fn a_mistake_in_a_file_leaves_the_last_good_state_in_force_and_is_named() {
 
         // No YAML; an unknown field; a value that a rule refuses.
         lab.manifests().write("web", "kind: [EgressGatewayPolicy\n  what: {")?;
-        wait_log(lab, "controller", &["web.yaml"])?;
+        wait_problem(lab, &["web.yaml"])?;
         wait_in_force(&pod, &server, &[10])?;
         lab.manifests().write("web", &web(&[11]).replace("destinationCIDRs", "destinationCIDR"))?;
-        wait_log(
-            lab,
-            "controller",
-            &["web.yaml", "EgressGatewayPolicy", "web", "destinationCIDR", "write destinationCIDRs"],
-        )?;
+        wait_problem(lab, &["web.yaml", "EgressGatewayPolicy", "web", "destinationCIDR", "write destinationCIDRs"])?;
         wait_status(lab, "web", &["destinationCIDR", "write destinationCIDRs"])?;
         wait_in_force(&pod, &server, &[10])?;
         lab.manifests().write("web", &web(&[11]).replace("weight: 1", "weight: 1000"))?;
-        wait_log(lab, "controller", &["web.yaml", "EgressGatewayPolicy", "web", "weight must be 1 to 100"])?;
+        wait_problem(lab, &["web.yaml", "EgressGatewayPolicy", "web", "weight must be 1 to 100"])?;
         wait_in_force(&pod, &server, &[10])?;
 
         // Everything else goes on: another policy comes meanwhile.

@@ -5,8 +5,10 @@
 
 mod blocks;
 mod demand;
+mod effective;
 mod facts;
 mod gateways;
+mod hooks;
 mod node;
 mod owned;
 mod reconcile;
@@ -14,6 +16,8 @@ pub mod settings;
 mod status;
 mod tell;
 pub mod view;
+#[cfg(test)]
+mod view_tests;
 
 pub use node::{Agent, Options};
 pub use settings::Settings;

@@ -3,9 +3,12 @@
 use super::{
     blocks::Withheld,
     demand::{Ports, Used},
+    effective::Effective,
     facts::{Histories, World},
     gateways::Gateways,
+    hooks::{Hooks, Wanted},
     owned::Owned,
+    reconcile,
     settings::Settings,
     status::{self, Report},
 };
@@ -28,12 +31,17 @@ use crate::{
         sysctl::Sysctls,
         tunnel,
     },
-    model::{EndpointId, NodeName},
+    model::{EndpointId, NodeName, PolicyId},
     observe::state::AgentState,
     store::{Store, lease::LeaseKeeper},
 };
 use anyhow::Context as _;
-use egress_common::{abi::name_kind, endpoint::endpoint_flags, flow::kind, net, port_block};
+use egress_common::{
+    abi::name_kind,
+    endpoint::endpoint_flags,
+    flow::{Flow, kind},
+    net, port_block,
+};
 use futures::FutureExt as _;
 use k8s_openapi::jiff::Timestamp;
 use std::{
@@ -82,7 +90,8 @@ pub struct Agent {
     pub(super) tunnel: tunnel::Tunnel,
     pub(super) netlink: Netlink,
     pub(super) sysctls: Sysctls,
-    pub(super) attacher: Attacher,
+    pub(super) hooks: Hooks,
+    pub(super) effective: Effective,
     pub(super) writer: Writer,
     pub(super) encoder: Encoder,
     pub(super) socket: ProbeSocket,
@@ -127,8 +136,14 @@ impl Agent {
         let sysctls = Sysctls::open(journal).context("the journal of sysctls")?;
         let tunnel = tunnel::ensure(&netlink.handle, &settings.tunnel).await?;
         let socket = ProbeSocket::open(tunnel.index).context("probes cannot be sent")?;
+        let node = NodeName::from(node.as_str());
+        let mut world = World::default();
+        world.read(&store, &node);
+        let rules = reconcile::rules(&world, &node, &settings);
+        let hooks = Hooks::start(attacher, links.subscribe(), Wanted { rules, tunnel: tunnel.index });
+        let effective = Effective::recover(known_policies(&writer));
         Ok(Self {
-            node: NodeName::from(node.as_str()),
+            node,
             gateways: Gateways::new(settings.probe, start),
             owned: Owned::open(start).context("egress IPs cannot be announced")?,
             store,
@@ -137,11 +152,12 @@ impl Agent {
             tunnel,
             netlink,
             sysctls,
-            attacher,
+            hooks,
+            effective,
             writer,
             encoder,
             socket,
-            world: World::default(),
+            world,
             histories,
             lease: None,
             lease_held: false,
@@ -169,7 +185,7 @@ impl Agent {
         let mut changes = self.store.changes();
         let mut links = self.links.subscribe();
         let mut stop = std::pin::pin!(stop);
-        self.reconcile(true).await;
+        self.reconcile().await;
         (self.next_deadline, self.silent_until) = (Instant::now(), Instant::now());
         loop {
             let current = self.links.current();
@@ -207,7 +223,7 @@ impl Agent {
             }
             dirty |= self.tick().await;
             if dirty {
-                self.reconcile(false).await;
+                self.reconcile().await;
             }
             self.write_status().await;
         }
@@ -301,11 +317,14 @@ impl Agent {
     fn count_ports(&self) -> Result<Ports, MapsError> {
         let maps = self.writer.maps();
         let tables = self.writer.present();
-        let address = |egress: u32| tables.egress_ips.get(&egress).map(|e| net::from_any(e.addr));
+        let address = |flow: &Flow| {
+            let e = tables.egress_ips.get(&flow.egress)?;
+            (e.generation == flow.egress_generation).then_some(net::from_any(e.addr))
+        };
         let mut used = Vec::new();
         for (key, flow) in maps.v4.flows.entries()? {
             if flow.kind == kind::TRANSLATED
-                && let Some(egress) = address(flow.egress)
+                && let Some(egress) = address(&flow)
             {
                 let remote = (net::from_v4(key.dst).into(), u16::from_be(key.dst_port), key.proto);
                 used.push(Used { egress, remote, port: u16::from_be(flow.port) });
@@ -313,7 +332,7 @@ impl Agent {
         }
         for (key, flow) in maps.v6.flows.entries()? {
             if flow.kind == kind::TRANSLATED
-                && let Some(egress) = address(flow.egress)
+                && let Some(egress) = address(&flow)
             {
                 let remote = (net::from_v6(key.dst).into(), u16::from_be(key.dst_port), key.proto);
                 used.push(Used { egress, remote, port: u16::from_be(flow.port) });
@@ -352,7 +371,7 @@ impl Agent {
             links: &links,
             roles: &self.roles,
             tunnel_addresses: &tunnel_addresses,
-            attach: self.attacher.mode(),
+            attach: self.hooks.mode(),
             tables: self.writer.present(),
             lease_revision,
             ports: &self.ports,
@@ -378,7 +397,7 @@ impl Agent {
     fn occupied_blocks(&self) -> Vec<u16> {
         let Ok(ports) = NodePorts::read() else { return Vec::new() };
         let links = self.links.current();
-        let addresses = links.links.values().flat_map(|link| &link.addresses).map(IpNet::addr);
+        let addresses = links.links.values().flat_map(|link| &link.addresses).map(ipnet::IpNet::addr);
         let free: Vec<BTreeSet<u16>> = addresses.map(|address| ports.free_blocks(address)).collect();
         let tunnel = port_block::of_port(self.settings.tunnel.port);
         let all = 0..crate::plan::blocks::FIXED_BLOCKS;
@@ -392,6 +411,12 @@ async fn lease_changed(lease: &mut Option<LeaseKeeper>) {
         Some(lease) => lease.changed().await,
         None => std::future::pending().await,
     }
+}
+
+/// The policies that an earlier agent had in force.
+fn known_policies(writer: &Writer) -> BTreeSet<PolicyId> {
+    let names = writer.present().names.iter().filter(|(k, _)| k.kind == name_kind::POLICY);
+    names.filter_map(|(_, name)| crate::datapath::maps::name_text(name).parse().ok()).collect()
 }
 
 /// Which pods an earlier agent knew, and whether they may have older connections.

@@ -1,15 +1,17 @@
 //! Carrying a view out: everything that changes when objects, links or probes do.
 
 use super::{
-    Agent,
+    Agent, Settings,
     blocks::Circumstances,
+    facts::World,
+    hooks::Wanted,
     tell::{self, Running},
     view::{self, Facts},
 };
 use crate::{
-    datapath::{attach::Hook, encode::NodeView},
+    datapath::{encode::NodeView, load},
     host::{
-        classify::{InterfaceRules, Roles, classify},
+        classify::{InterfaceRules, classify},
         sysctl, tunnel,
     },
     model::NodeName,
@@ -32,22 +34,23 @@ const HEADERS: [u32; 2] = [40, 60];
 /// The smallest segment that is ever asked for (RFC 9293, section 3.7.1).
 const MIN_MSS: u32 = 536;
 
+/// What tells this node's interfaces apart.
+pub(super) fn rules(world: &World, node: &NodeName, settings: &Settings) -> InterfaceRules {
+    let node = world.snapshot.nodes.get(node);
+    InterfaceRules {
+        uplinks: settings.uplinks.clone(),
+        pod_interfaces: settings.pod_interfaces.clone(),
+        tunnel: settings.tunnel.name.clone(),
+        node_addresses: node.into_iter().flat_map(|n| n.addresses.iter().copied()).collect(),
+    }
+}
+
 impl Agent {
     /// Makes the view again and carries out what is different.
-    pub(super) async fn reconcile(&mut self, first: bool) {
-        if first {
-            self.world.read(&self.store, &self.node);
-        }
+    pub(super) async fn reconcile(&mut self) {
         self.complaints.clear();
         let links = self.links.current();
-        let addresses: Vec<IpAddr> =
-            self.world.snapshot.nodes.get(&self.node).into_iter().flat_map(|n| n.addresses.iter().copied()).collect();
-        let rules = InterfaceRules {
-            uplinks: self.settings.uplinks.clone(),
-            pod_interfaces: self.settings.pod_interfaces.clone(),
-            tunnel: self.settings.tunnel.name.clone(),
-            node_addresses: addresses,
-        };
+        let rules = rules(&self.world, &self.node, &self.settings);
         self.roles = classify(&links, &rules);
         let config = self.config();
         let classes = view::classes_of(&self.world.snapshot, &self.node);
@@ -66,17 +69,15 @@ impl Agent {
             silent: self.settings.silent,
             withheld: &self.withheld,
             withdrawn: &self.owned.withdrawn(),
+            now: self.start.elapsed(),
             config,
         };
-        let view = view::view(&facts);
+        let view = view::view(&facts, &mut self.effective);
         let announced = view::announced(&facts);
         let revision = self.world.highest_lease(&self.node).max(self.lease_revision);
 
-        let names: BTreeMap<u32, String> = links.links.values().map(|l| (l.index, l.name.clone())).collect();
-        let hooks = hooks(&self.roles, self.tunnel.index, &names);
-        // A pod's interface is covered before its address is known, and an uplink before it carries anything.
-        let live = names.keys().copied().collect();
-        self.complaints.extend(self.attacher.sync(&hooks, &live).iter().map(ToString::to_string));
+        self.hooks.set(Wanted { rules, tunnel: self.tunnel.index });
+        self.complaints.extend(self.hooks.complaints());
         let mut written = false;
         match self.encoder.encode(&view, self.writer.present()) {
             Ok(tables) => match self.writer.write(tables) {
@@ -93,7 +94,7 @@ impl Agent {
         let running = Running {
             uptime: self.start.elapsed(),
             store: &self.source,
-            attach: self.attacher.mode(),
+            attach: self.hooks.mode(),
             tunnel_addresses: self.tunnel_addresses(),
             lease_held: self.lease.as_ref().map(|_| self.lease_held),
             lease_revision: self.lease_revision,
@@ -179,6 +180,7 @@ impl Agent {
             tunnel_ifindex: self.tunnel.index,
             mss_v4: mss(0),
             mss_v6: mss(1),
+            flags: load::config_flags(),
             tcp_established: ticks(t.tcp_established.as_secs()),
             tcp_transitory: ticks(t.tcp_transitory.as_secs()),
             udp: ticks(t.udp.as_secs()),
@@ -209,12 +211,4 @@ fn probed(node: &NodeName, view: &NodeView) -> BTreeMap<NodeName, IpAddr> {
         .filter(|owner| *owner != node)
         .filter_map(|owner| Some((owner.clone(), *view.nodes.get(owner)?.first()?)))
         .collect()
-}
-
-/// The hooks that should hold our programs.
-fn hooks(roles: &Roles, tunnel: u32, names: &BTreeMap<u32, String>) -> BTreeMap<Hook, String> {
-    let pods = roles.pods.iter().flat_map(|i| [("pod_egress", *i), ("pod_ingress", *i)]);
-    let uplinks = roles.uplinks.iter().map(|i| ("uplink_ingress", *i));
-    let all = pods.chain(uplinks).chain([("tunnel_ingress", tunnel), ("tunnel_egress", tunnel)]);
-    all.filter_map(|hook| Some((hook, names.get(&hook.1)?.clone()))).collect()
 }

@@ -1,6 +1,6 @@
 //! From what the objects, the links and the probes say to what this node's datapath should do. Pure.
 
-use super::blocks::Withheld;
+use super::{blocks::Withheld, effective::Effective};
 use crate::{
     datapath::encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
     health::ProbeState,
@@ -8,13 +8,14 @@ use crate::{
     model::{
         Distribution, EndpointId, Existing, Family, Node, NodeName, OnNoGateway, Policy, PolicyId, Snapshot, ZoneMode,
     },
-    plan::{BlockState, EgressIpPlan, Plan, classes, select},
+    plan::{BlockState, EgressIpPlan, Plan, select},
 };
 use egress_common::{config::Config, endpoint::policy_flags};
 use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
+    time::Duration,
 };
 
 /// Everything that a view is made from.
@@ -41,6 +42,8 @@ pub struct Facts<'a> {
     pub withheld: &'a Withheld,
     /// Egress IPs of this node that another one claims: ARP and NDP are not answered for them.
     pub withdrawn: &'a BTreeSet<IpAddr>,
+    /// The time, since any start.
+    pub now: Duration,
     /// Settings, but for what the view adds (`HOLD`).
     pub config: Config,
 }
@@ -70,8 +73,8 @@ pub fn used(plan: &Plan, classes: &BTreeMap<EndpointId, BTreeSet<PolicyId>>) -> 
     used.map(|(address, _)| *address).collect()
 }
 
-/// Makes the view.
-pub fn view(facts: &Facts<'_>) -> NodeView {
+/// Makes the view, and notes which policies have come into force.
+pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
     let selected = classes_of(facts.snapshot, facts.node);
     let hold = holds(facts, &selected);
     let in_force: BTreeSet<&PolicyId> = selected.values().flatten().collect();
@@ -82,10 +85,11 @@ pub fn view(facts: &Facts<'_>) -> NodeView {
     });
     let endpoints: BTreeMap<_, _> = endpoints.collect();
     let policies = facts.snapshot.policies.values().filter(|p| in_force.contains(&p.id));
-    let policies = policies.map(|p| (p.id.clone(), policy(facts, p, &endpoints))).collect();
+    let policies: BTreeMap<_, _> = policies.map(|p| (p.id.clone(), (p, policy(facts, p, &endpoints)))).collect();
+    effective.update(&policies, facts.now);
     let classes: BTreeSet<&BTreeSet<PolicyId>> = selected.values().filter(|c| !c.is_empty()).collect();
-    let classes =
-        classes.into_iter().map(|c| (c.clone(), classes::merge(&facts.snapshot.policies, c.iter()))).collect();
+    let classes = classes.into_iter().map(|c| (c.clone(), effective.merge(facts, c))).collect();
+    let policies = policies.into_iter().map(|(id, (_, view))| (id, view)).collect();
     let mut config = facts.config;
     if hold {
         config.flags |= egress_common::config::flags::HOLD;

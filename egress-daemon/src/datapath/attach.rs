@@ -45,10 +45,11 @@ pub type Hook = (&'static str, u32);
 
 /// The direction that a program is attached for.
 pub fn direction(program: &str) -> TcAttachType {
-    match program {
-        "pod_ingress" | "tunnel_egress" => TcAttachType::Egress,
-        _ => TcAttachType::Ingress,
-    }
+    if is_egress(program) { TcAttachType::Egress } else { TcAttachType::Ingress }
+}
+
+fn is_egress(program: &str) -> bool {
+    matches!(program, "pod_ingress" | "tunnel_egress")
 }
 
 /// Why a program is not attached.
@@ -89,13 +90,15 @@ pub struct Attacher {
     pins: Pins,
     mode: Mode,
     attached: BTreeMap<Hook, String>,
+    /// Filters that an earlier agent has left were looked for.
+    swept: bool,
 }
 
 impl Attacher {
     /// Nothing is attached by this value yet; what an earlier agent attached goes on and is taken over by the first
     /// [`sync`](Self::sync).
     pub fn new(programs: Programs, pins: Pins, mode: Mode) -> Self {
-        Self { programs, pins, mode, attached: BTreeMap::new() }
+        Self { programs, pins, mode, attached: BTreeMap::new(), swept: false }
     }
 
     /// How programs are attached.
@@ -109,11 +112,17 @@ impl Attacher {
     }
 
     /// Attaches to every hook in `wanted` (with the interface's name), and takes the programs off all others of ours.
-    /// `live` are the interfaces that exist: what was attached to others is gone already.
-    pub fn sync(&mut self, wanted: &BTreeMap<Hook, String>, live: &BTreeSet<u32>) -> Vec<AttachError> {
+    /// `live` are the interfaces that exist, with their names: what was attached to others is gone already. With `verify`
+    /// it looks whether what was attached still is.
+    pub fn sync(
+        &mut self,
+        wanted: &BTreeMap<Hook, String>,
+        live: &BTreeMap<u32, String>,
+        verify: bool,
+    ) -> Vec<AttachError> {
         let mut errors = Vec::new();
         for (hook, interface) in wanted {
-            if self.attached.get(hook) == Some(interface) && self.holds(*hook, interface) {
+            if self.attached.get(hook) == Some(interface) && (!verify || self.holds(*hook, interface)) {
                 continue;
             }
             match self.attach(*hook, interface) {
@@ -124,17 +133,30 @@ impl Attacher {
                 }
             }
         }
-        let gone: Vec<_> = self.attached.keys().filter(|h| !wanted.contains_key(*h)).copied().collect();
-        for hook in gone {
-            if let Some(interface) = self.attached.remove(&hook)
-                && live.contains(&hook.1)
-                && self.mode == Mode::Clsact
-            {
-                detach_filter(hook.0, &interface);
-            }
+        let gone: Vec<Hook> = self.attached.keys().filter(|h| !wanted.contains_key(*h)).copied().collect();
+        self.attached.retain(|hook, _| wanted.contains_key(hook));
+        if self.mode == Mode::Clsact {
+            self.drop_filters(wanted, live, gone);
         }
         self.drop_pins(wanted);
         errors
+    }
+
+    /// Removes the filters of hooks that are not wanted: those that are gone, and, the first time, whatever an earlier
+    /// agent may have left on any interface.
+    fn drop_filters(&mut self, wanted: &BTreeMap<Hook, String>, live: &BTreeMap<u32, String>, gone: Vec<Hook>) {
+        // All filters of ours at one side of an interface have the same handle: one that another program has is no
+        // longer this hook's.
+        let sides: BTreeSet<(bool, u32)> = wanted.keys().map(|(program, i)| (is_egress(program), *i)).collect();
+        let everywhere = live.keys().flat_map(|i| [("pod_egress", *i), ("pod_ingress", *i)]);
+        let suspects = if std::mem::replace(&mut self.swept, true) { gone } else { everywhere.collect() };
+        for (program, index) in suspects {
+            if let Some(interface) = live.get(&index)
+                && !sides.contains(&(is_egress(program), index))
+            {
+                detach_filter(program, interface);
+            }
+        }
     }
 
     /// Whether our program is still at the hook: anybody may delete a qdisc or detach a link.
@@ -204,7 +226,8 @@ fn attach_tcx(
 /// Adds our filter, or replaces its program.
 fn attach_filter(program: &mut SchedClassifier, interface: &str, direction: TcAttachType) -> Result<(), Failure> {
     match tc::qdisc_add_clsact(interface) {
-        Err(tc::TcError::AlreadyAttached) | Ok(()) => {}
+        Ok(()) | Err(tc::TcError::AlreadyAttached) => {}
+        Err(tc::TcError::NetlinkError(e)) if e.raw_os_error() == Some(libc::EEXIST) => {}
         Err(e) => return Err(e.into()),
     }
     let handle = TcHandle::from(u32::from(HANDLE));

@@ -16,7 +16,7 @@ use egress_common::{
     endpoint::{
         AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, endpoint_flags,
     },
-    limits::MAGLEV_CHUNK,
+    limits::{self, MAGLEV_CHUNK},
     net, port_block,
 };
 use ipnet::IpNet;
@@ -139,11 +139,10 @@ fn named<T: FromStr>(tables: &Tables, kind: u32) -> impl Iterator<Item = (T, u32
 impl Encoder {
     /// The numbers that are in use in the maps of an earlier agent, or none.
     pub fn recover(present: &Tables) -> Self {
-        let addresses = present.egress_ips.iter().filter(|(_, e)| e.addr != [0; 4]);
         let nodes = present.names.iter().filter(|(k, _)| k.kind == name_kind::NODE);
         Self {
             policies: Numbers(named(present, name_kind::POLICY).collect()),
-            egress: Numbers(addresses.map(|(i, e)| (net::from_any(e.addr), *i)).collect()),
+            egress: Numbers(present.egress_ips.iter().map(|(i, e)| (net::from_any(e.addr), *i)).collect()),
             nodes: Numbers(nodes.map(|(k, v)| (NodeName::from(name_text(v).as_str()), k.id)).collect()),
             endpoints: Numbers(named(present, name_kind::ENDPOINT).collect()),
             // Classes are not named in the maps: they get new numbers, beside the old ones until those are removed.
@@ -154,20 +153,13 @@ impl Encoder {
     /// The tables that carry out `view`, given what is in the maps now.
     pub fn encode(&mut self, view: &NodeView, present: &Tables) -> Result<Tables, Overflow> {
         let next = Self {
-            policies: self.policies.assign(view.policies.keys().cloned(), present.policies.keys().map(|k| k.policy)),
-            egress: self.egress.assign(
-                view.egress_ips.keys().copied(),
-                present.egress_ips.iter().filter(|(_, e)| e.addr != [0; 4]).map(|(i, _)| *i),
-            ),
-            nodes: self.nodes.assign(view.nodes.keys().cloned(), present.nodes.keys().copied()),
-            endpoints: self.endpoints.assign(
-                view.endpoints.keys().cloned(),
-                present.v4.endpoints.values().chain(present.v6.endpoints.values()).map(|e| e.id),
-            ),
-            classes: self.classes.assign(
-                view.classes.keys().filter(|c| !c.is_empty()).cloned(),
-                present.v4.routes.keys().map(|(k, _)| k.class).chain(present.v6.routes.keys().map(|(k, _)| k.class)),
-            ),
+            policies: self.policies.assign(view.policies.keys().cloned(), named_ids(present, name_kind::POLICY)),
+            egress: egress_numbers(view, present),
+            nodes: self.nodes.assign(view.nodes.keys().cloned(), named_ids(present, name_kind::NODE)),
+            endpoints: self.endpoints.assign(view.endpoints.keys().cloned(), named_ids(present, name_kind::ENDPOINT)),
+            classes: self
+                .classes
+                .assign(view.classes.keys().filter(|c| !c.is_empty()).cloned(), present_classes(present)),
         };
         let mut tables = Tables::default();
         next.nodes(view, &mut tables);
@@ -199,9 +191,10 @@ impl Encoder {
     }
 
     fn egress_ips(&self, view: &NodeView, present: &Tables, tables: &mut Tables) {
-        // A freed index keeps its generation, so that the next address to get it has a higher one.
-        let freed = |e: &EgressIp| EgressIp { generation: e.generation, ..EgressIp::EMPTY };
-        tables.egress_ips = present.egress_ips.iter().map(|(i, e)| (*i, freed(e))).collect();
+        // What is not wanted any more is retired: the collector finds the other halves of its flows by it, and the next
+        // address to get its index has a higher generation.
+        let retired = |e: &EgressIp| EgressIp { addr: e.addr, generation: e.generation, ..EgressIp::EMPTY };
+        tables.egress_ips = present.egress_ips.iter().map(|(i, e)| (*i, retired(e))).collect();
         for (address, e) in &view.egress_ips {
             let Some(&index) = self.egress.0.get(address) else { continue };
             let addr = net::any(*address);
@@ -234,10 +227,11 @@ impl Encoder {
                 IpAddr::V6(a) => drop(tables.v6.egress_index.insert(net::v6(*a), index)),
             }
             if !e.blocks.is_empty() {
-                let mut list = BlockList { count: 0, blocks: [0; port_block::COUNT as usize] };
-                for (place, block) in list.blocks.iter_mut().zip(&e.blocks) {
+                let mut list = BlockList { count: e.blocks.len() as u32, blocks: [0; port_block::COUNT as usize] };
+                // The kernel copies a list that programs are reading: places behind its end hold blocks, too, so that an
+                // old length with new blocks, or the other way round, gives nobody else's ports.
+                for (place, block) in list.blocks.iter_mut().zip(e.blocks.iter().cycle()) {
                     *place = *block;
-                    list.count += 1;
                 }
                 tables.blocks.insert(index, list);
             }
@@ -285,7 +279,8 @@ impl Encoder {
 
     /// The Maglev table of a policy's usable slots of one family, as indices of egress IPs.
     fn maglev(&self, policy: &PolicyView, family: u32) -> Vec<u16> {
-        let usable = policy.slots.iter().filter(|s| s.usable && s.address.is_ipv4() == (family == 4));
+        let wanted = |s: &&SlotView| s.usable && s.weight > 0 && s.address.is_ipv4() == (family == 4);
+        let usable = policy.slots.iter().filter(wanted);
         let slots: Vec<(u16, ([u8; 16], u32))> = usable
             .filter_map(|s| Some((*self.egress.0.get(&s.address)? as u16, (maglev::key(s.address), s.weight))))
             .collect();
@@ -345,6 +340,33 @@ impl Encoder {
         self.nodes.0.iter().for_each(|(p, n)| add(name_kind::NODE, *n, p.to_string()));
         self.endpoints.0.iter().for_each(|(p, n)| add(name_kind::ENDPOINT, *n, p.to_string()));
     }
+}
+
+/// The ids that a kind of thing has in the maps. Names are written before anything that uses their ids, and removed after
+/// it: no other id is in use.
+fn named_ids(present: &Tables, kind: u32) -> impl Iterator<Item = u32> {
+    present.names.keys().filter(move |k| k.kind == kind).map(|k| k.id)
+}
+
+/// The classes that anything in the maps names. A class whose policies steer nothing has endpoints and no routes.
+fn present_classes(present: &Tables) -> impl Iterator<Item = u32> {
+    let routes = present.v4.routes.keys().map(|(k, _)| k.class).chain(present.v6.routes.keys().map(|(k, _)| k.class));
+    let endpoints = present.v4.endpoints.values().chain(present.v6.endpoints.values()).map(|e| e.class);
+    routes.chain(endpoints)
+}
+
+/// The indices of egress IPs: an address keeps the one that it has in the maps, also a retired one that comes back. Others
+/// get one that was never used; only where there is none left, that of a retired address.
+fn egress_numbers(view: &NodeView, present: &Tables) -> Numbers<IpAddr> {
+    let known: BTreeMap<IpAddr, u32> = present.egress_ips.iter().map(|(i, e)| (net::from_any(e.addr), *i)).collect();
+    let live: BTreeSet<u32> =
+        present.v4.egress_index.values().chain(present.v6.egress_index.values()).copied().collect();
+    let fresh = (1..limits::MAX_EGRESS_IPS as u32).filter(|i| !present.egress_ips.contains_key(i));
+    let retired = known.iter().filter(|(a, i)| !view.egress_ips.contains_key(*a) && !live.contains(i)).map(|(_, i)| *i);
+    // What gets an index behind the end of the table is refused with the whole.
+    let mut free = fresh.chain(retired).chain(limits::MAX_EGRESS_IPS as u32..);
+    let number = |a: &IpAddr| known.get(a).copied().or_else(|| free.next()).map(|n| (*a, n));
+    Numbers(view.egress_ips.keys().filter_map(number).collect())
 }
 
 /// The seed of a policy's hashes: the same on every node, different between policies.

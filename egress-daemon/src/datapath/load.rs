@@ -5,6 +5,7 @@ use aya::{
     Ebpf, EbpfLoader, VerifierLogLevel,
     maps::MapInfo,
     programs::{SchedClassifier, TestRun as _, TestRunOptions},
+    util::KernelVersion,
 };
 use egress_common::{abi::LAYOUT_VERSION, limits};
 use std::{fs, io, path::PathBuf};
@@ -139,6 +140,14 @@ fn check_shapes(pins: &Pins, object: &aya_obj::Object) -> Result<(), LoadError> 
     Ok(())
 }
 
+/// The flags of the settings ([`egress_common::config::flags`]) that follow from this kernel's version.
+pub fn config_flags() -> u32 {
+    match KernelVersion::current() {
+        Ok(version) if version >= KernelVersion::new(6, 16, 0) => egress_common::config::flags::CSUM_IPV6,
+        _ => 0,
+    }
+}
+
 /// The loaded programs. Dropping it detaches nothing: links and maps are pinned.
 pub struct Programs {
     ebpf: Ebpf,
@@ -191,45 +200,5 @@ impl Programs {
             0 => Ok(()),
             error => Err(LoadError::Collector(error)),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A directory of its own on the machine's BPF file system, removed when dropped.
-    struct TempPins(Pins);
-    impl TempPins {
-        fn new(name: &str) -> Option<Self> {
-            let dir = PathBuf::from(format!("/sys/fs/bpf/spillway-test-{name}-{}", std::process::id()));
-            match fs::create_dir_all(&dir) {
-                Ok(()) => Some(Self(Pins::new(&dir))),
-                Err(_) => None,
-            }
-        }
-    }
-    impl Drop for TempPins {
-        fn drop(&mut self) {
-            let _ = fs::remove_dir_all(self.0.root());
-        }
-    }
-
-    #[test]
-    fn programs_load_twice_over_the_same_maps() {
-        let Some(pins) = TempPins::new("load") else { return };
-        for _ in 0..2 {
-            if let Err(e) = Programs::load(&pins.0, Sizes { max_flows: 1024 }) {
-                panic!("{e}: {e:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn maps_of_another_version_are_refused_with_a_remedy() {
-        let Some(pins) = TempPins::new("version") else { return };
-        fs::create_dir_all(pins.0.root().join("v999")).unwrap();
-        let error = Programs::load(&pins.0, Sizes::default()).err().expect("refused").to_string();
-        assert!(error.contains("v999") && error.contains("cleanup --bpffs"), "{error}");
     }
 }

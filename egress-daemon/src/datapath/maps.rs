@@ -142,8 +142,8 @@ impl<V: Pod> Slots<V> {
         self.map.get(&index, 0).map_err(|source| MapsError::Access { map: self.name, source })
     }
     /// Replaces one element.
-    pub fn set(&mut self, index: u32, value: V) -> Result<(), MapsError> {
-        self.map.set(index, value, 0).map_err(|source| MapsError::Access { map: self.name, source })
+    pub fn set(&mut self, index: &u32, value: &V) -> Result<(), MapsError> {
+        self.map.set(*index, value, 0).map_err(|source| MapsError::Access { map: self.name, source })
     }
 }
 

@@ -10,6 +10,9 @@ pub mod maps;
 pub mod tables;
 pub mod write;
 
+#[cfg(test)]
+mod tests;
+
 use std::path::{Path, PathBuf};
 
 /// Where the pins of one agent lie: `DIR/v1/maps/NAME` and `DIR/v1/links/PROGRAM-IFINDEX`.

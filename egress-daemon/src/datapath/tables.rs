@@ -49,7 +49,8 @@ pub struct Tables {
     pub assignments: BTreeMap<AssignmentKey, u32>,
     /// Maglev tables by chunk.
     pub maglev: BTreeMap<u32, MaglevChunk>,
-    /// Egress IPs by index; a freed index stays here with address 0, for its generation.
+    /// Egress IPs by index. One that is retired stays here without an owner until its index is needed: flows that still
+    /// use it name it.
     pub egress_ips: BTreeMap<u32, EgressIp>,
     /// This node's blocks by egress IP.
     pub blocks: BTreeMap<u32, BlockList>,
@@ -107,6 +108,8 @@ impl Tables {
             ("MAGLEV", highest(self.maglev.keys().next_back()), limits::MAX_MAGLEV_CHUNKS),
             ("EGRESS_IPS", highest(self.egress_ips.keys().next_back()), limits::MAX_EGRESS_IPS),
             ("NODES", highest(self.nodes.keys().next_back()), limits::MAX_NODES),
+            ("NODE_INDEX", self.node_index.len(), limits::MAX_NODE_ADDRESSES),
+            ("UPLINKS", self.uplinks.len(), limits::MAX_UPLINKS),
             ("NAMES", self.names.len(), limits::MAX_NAMES),
         ]
         .into_iter()
@@ -130,6 +133,10 @@ impl Tables {
             ("POLICIES", union(&self.policies, &present.policies), limits::MAX_POLICIES),
             ("MEMBERS", union(&self.members, &present.members), limits::MAX_MEMBERS),
             ("ASSIGNMENTS", union(&self.assignments, &present.assignments), limits::MAX_ASSIGNMENTS),
+            ("EGRESS_INDEX_V4", union(&self.v4.egress_index, &present.v4.egress_index), limits::MAX_EGRESS_IPS),
+            ("EGRESS_INDEX_V6", union(&self.v6.egress_index, &present.v6.egress_index), limits::MAX_EGRESS_IPS),
+            ("NODE_INDEX", union(&self.node_index, &present.node_index), limits::MAX_NODE_ADDRESSES),
+            ("UPLINKS", union(&self.uplinks, &present.uplinks), limits::MAX_UPLINKS),
             ("NAMES", union(&self.names, &present.names), limits::MAX_NAMES),
         ];
         let arrays = self.usage().into_iter().filter(|u| matches!(u.map, "MAGLEV" | "EGRESS_IPS" | "NODES"));

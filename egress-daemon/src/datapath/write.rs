@@ -3,30 +3,207 @@
 //! does an entry name something that is not there, and nothing that stays is ever missing.
 
 use super::{
-    maps::{FamilyMaps, Maps, MapsError, Prefixes, Slots, Table},
+    maps::{FamilyMaps, Maps, MapsError, Slots},
     tables::{FamilyTables, Tables},
 };
 use aya::Pod;
 use egress_common::{
-    config::Config,
-    egress::{BlockList, EgressIp, LeaseTable, Node},
-    endpoint::RouteKey,
+    V4, V6,
+    abi::{Name, NameKey},
+    config::{self, Config},
+    egress::{BlockList, EgressIp, LeaseTable, Node, Uplink},
+    endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{FlowKey, Reverse},
     limits::MAGLEV_CHUNK,
     port_block,
 };
-use std::collections::BTreeMap;
-
-/// The maps with what is in them.
-pub struct Writer {
-    maps: Maps,
-    present: Tables,
-    generation: u32,
-}
+use std::collections::{BTreeMap, BTreeSet};
 
 const NO_NODE: Node = Node { addr: [0; 4], present: 0, tunnel_v4: 0 };
 const NO_BLOCKS: BlockList = BlockList { count: 0, blocks: [0; port_block::COUNT as usize] };
 const NO_LEASES: LeaseTable = LeaseTable { node: [0; port_block::ROWS] };
+
+/// One of the maps, with its place in [`Tables`].
+pub(super) trait Kind {
+    /// Its keys; indices of arrays.
+    type Key: Ord + Copy;
+    /// Its values.
+    type Value: PartialEq + Copy;
+    /// What is in it, or should be.
+    fn entries(tables: &Tables) -> &BTreeMap<Self::Key, Self::Value>;
+    /// The same, to be changed.
+    #[cfg(test)]
+    fn entries_mut(tables: &mut Tables) -> &mut BTreeMap<Self::Key, Self::Value>;
+    /// Adds or replaces an entry of the kernel's map.
+    fn set(maps: &mut Maps, key: &Self::Key, value: &Self::Value) -> Result<(), MapsError>;
+    /// Removes an entry of the kernel's map.
+    fn remove(maps: &mut Maps, key: &Self::Key) -> Result<(), MapsError>;
+}
+
+macro_rules! kinds {
+    ($($kind:ident: $key:ty => $value:ty, $($field:ident).+ $(, array of $empty:expr)?;)*) => {$(
+        pub(super) struct $kind;
+        impl Kind for $kind {
+            type Key = $key;
+            type Value = $value;
+            fn entries(tables: &Tables) -> &BTreeMap<$key, $value> {
+                &tables.$($field).+
+            }
+            #[cfg(test)]
+            fn entries_mut(tables: &mut Tables) -> &mut BTreeMap<$key, $value> {
+                &mut tables.$($field).+
+            }
+            fn set(maps: &mut Maps, key: &$key, value: &$value) -> Result<(), MapsError> {
+                maps.$($field).+.set(key, value)
+            }
+            fn remove(maps: &mut Maps, key: &$key) -> Result<(), MapsError> {
+                kinds!(@remove maps.$($field).+, key $(, $empty)?)
+            }
+        }
+    )*};
+    (@remove $map:expr, $key:ident) => { $map.remove($key) };
+    (@remove $map:expr, $key:ident, $empty:expr) => { $map.set($key, &$empty) };
+}
+
+kinds! {
+    Names: NameKey => Name, names;
+    Nodes: u32 => Node, nodes, array of NO_NODE;
+    NodeIndex: V6 => u32, node_index;
+    Uplinks: u32 => Uplink, uplinks;
+    Leases: u32 => LeaseTable, leases, array of NO_LEASES;
+    EgressIps: u32 => EgressIp, egress_ips, array of EgressIp::EMPTY;
+    EgressIndexV4: V4 => u32, v4.egress_index;
+    EgressIndexV6: V6 => u32, v6.egress_index;
+    Blocks: u32 => BlockList, blocks, array of NO_BLOCKS;
+    Members: MemberKey => Member, members;
+    Maglev: u32 => MaglevChunk, maglev, array of MaglevChunk { egress: [0; MAGLEV_CHUNK] };
+    Policies: PolicyKey => Policy, policies;
+    Assignments: AssignmentKey => u32, assignments;
+    ExceptsV4: (V4, u32) => u32, v4.excepts;
+    ExceptsV6: (V6, u32) => u32, v6.excepts;
+    RoutesV4: (RouteKey<V4>, u32) => u32, v4.routes;
+    RoutesV6: (RouteKey<V6>, u32) => u32, v6.routes;
+    EndpointsV4: V4 => Endpoint, v4.endpoints;
+    EndpointsV6: V6 => Endpoint, v6.endpoints;
+}
+
+/// What takes the entries: the kernel's maps.
+pub(super) trait Sink {
+    fn set<K: Kind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError>;
+    fn remove<K: Kind>(&mut self, key: &K::Key) -> Result<(), MapsError>;
+    fn configure(&mut self, config: Config) -> Result<(), MapsError>;
+}
+
+impl Sink for Maps {
+    fn set<K: Kind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError> {
+        K::set(self, key, value)
+    }
+    fn remove<K: Kind>(&mut self, key: &K::Key) -> Result<(), MapsError> {
+        K::remove(self, key)
+    }
+    fn configure(&mut self, config: Config) -> Result<(), MapsError> {
+        self.config.set(&0, &config)
+    }
+}
+
+/// One change under way.
+pub(super) struct Change<'a, S: Sink> {
+    pub sink: &'a mut S,
+    pub present: &'a Tables,
+    pub wanted: &'a Tables,
+}
+
+impl<S: Sink> Change<'_, S> {
+    /// Adds and replaces what is not as it should be, where `which` holds. Whether there was anything.
+    fn add_some<K: Kind>(&mut self, which: impl Fn(&K::Key) -> bool) -> Result<bool, MapsError> {
+        let present = K::entries(self.present);
+        let mut changed = false;
+        for (k, v) in K::entries(self.wanted).iter().filter(|(k, v)| which(k) && present.get(k) != Some(v)) {
+            self.sink.set::<K>(k, v)?;
+            changed = true;
+        }
+        Ok(changed)
+    }
+
+    fn add<K: Kind>(&mut self) -> Result<bool, MapsError> {
+        self.add_some::<K>(|_| true)
+    }
+
+    /// Removes what should not be there. Whether there was anything.
+    fn drop<K: Kind>(&mut self) -> Result<bool, MapsError> {
+        let wanted = K::entries(self.wanted);
+        let mut changed = false;
+        for k in K::entries(self.present).keys().filter(|k| !wanted.contains_key(k)) {
+            self.sink.remove::<K>(k)?;
+            changed = true;
+        }
+        Ok(changed)
+    }
+
+    /// Writes everything. Sets `recheck` as soon as something has changed that flows were classified by, and ends with a
+    /// new `generation` if it is set.
+    pub fn carry_out(&mut self, generation: &mut u32, recheck: &mut bool) -> Result<Option<Config>, MapsError> {
+        let wanted = self.wanted;
+        let in_force: BTreeSet<u32> =
+            wanted.v4.egress_index.values().chain(wanted.v6.egress_index.values()).copied().collect();
+        self.add::<Names>()?;
+        self.add::<Nodes>()?;
+        self.add::<NodeIndex>()?;
+        self.add::<Uplinks>()?;
+        self.add::<Leases>()?;
+        self.add_some::<EgressIps>(|i| in_force.contains(i))?;
+        self.add::<EgressIndexV4>()?;
+        self.add::<EgressIndexV6>()?;
+        self.add::<Blocks>()?;
+        *recheck |= self.add::<Members>()?;
+        self.add::<Maglev>()?;
+        self.add::<Policies>()?;
+        self.add::<Assignments>()?;
+        // The settings come before the endpoints: a pod that is known needs a tunnel to send to.
+        let config = self.configure(*generation)?;
+        *recheck |= self.add::<ExceptsV4>()?;
+        *recheck |= self.add::<ExceptsV6>()?;
+        *recheck |= self.add::<RoutesV4>()?;
+        *recheck |= self.add::<RoutesV6>()?;
+        *recheck |= self.add::<EndpointsV4>()?;
+        *recheck |= self.add::<EndpointsV6>()?;
+
+        *recheck |= self.drop::<EndpointsV4>()?;
+        *recheck |= self.drop::<EndpointsV6>()?;
+        *recheck |= self.drop::<RoutesV4>()?;
+        *recheck |= self.drop::<RoutesV6>()?;
+        *recheck |= self.drop::<ExceptsV4>()?;
+        *recheck |= self.drop::<ExceptsV6>()?;
+        self.drop::<Assignments>()?;
+        self.drop::<Policies>()?;
+        *recheck |= self.drop::<Members>()?;
+        self.drop::<EgressIndexV4>()?;
+        self.drop::<EgressIndexV6>()?;
+        self.drop::<Blocks>()?;
+        self.add_some::<EgressIps>(|i| !in_force.contains(i))?;
+        self.drop::<Leases>()?;
+        self.drop::<Uplinks>()?;
+        self.drop::<NodeIndex>()?;
+        self.drop::<Nodes>()?;
+        self.drop::<Names>()?;
+        let (true, Some(config)) = (*recheck, config) else { return Ok(config) };
+        *generation = generation.wrapping_add(1);
+        let config = Config { generation: *generation, ..config };
+        self.sink.configure(config)?;
+        *recheck = false;
+        Ok(Some(config))
+    }
+
+    /// Writes the settings. Without any, those that are there stay.
+    fn configure(&mut self, generation: u32) -> Result<Option<Config>, MapsError> {
+        let Some(config) = self.wanted.config else { return Ok(self.present.config) };
+        let config = Config { generation, ..config };
+        if self.present.config != Some(config) {
+            self.sink.configure(config)?;
+        }
+        Ok(Some(config))
+    }
+}
 
 fn filled<V: Pod + PartialEq>(slots: &Slots<V>, empty: &V) -> Result<BTreeMap<u32, V>, MapsError> {
     let mut all = BTreeMap::new();
@@ -37,83 +214,6 @@ fn filled<V: Pod + PartialEq>(slots: &Slots<V>, empty: &V) -> Result<BTreeMap<u3
         }
     }
     Ok(all)
-}
-
-fn upsert<K: Pod + Ord, V: Pod + PartialEq>(
-    map: &mut Table<K, V>,
-    present: &BTreeMap<K, V>,
-    wanted: &BTreeMap<K, V>,
-) -> Result<bool, MapsError> {
-    let mut changed = false;
-    for (k, v) in wanted.iter().filter(|(k, v)| present.get(k) != Some(v)) {
-        map.set(k, v)?;
-        changed = true;
-    }
-    Ok(changed)
-}
-
-fn prune<K: Pod + Ord, V: Pod>(
-    map: &mut Table<K, V>,
-    present: &BTreeMap<K, V>,
-    wanted: &BTreeMap<K, V>,
-) -> Result<bool, MapsError> {
-    let mut changed = false;
-    for k in present.keys().filter(|k| !wanted.contains_key(k)) {
-        map.remove(k)?;
-        changed = true;
-    }
-    Ok(changed)
-}
-
-type PrefixTable<K> = BTreeMap<(K, u32), u32>;
-
-fn upsert_prefixes<K: Pod + Ord>(
-    map: &mut Prefixes<K>,
-    present: &PrefixTable<K>,
-    wanted: &PrefixTable<K>,
-) -> Result<bool, MapsError> {
-    let mut changed = false;
-    for (k, v) in wanted.iter().filter(|(k, v)| present.get(k) != Some(v)) {
-        map.set(k, v)?;
-        changed = true;
-    }
-    Ok(changed)
-}
-
-fn prune_prefixes<K: Pod + Ord>(
-    map: &mut Prefixes<K>,
-    present: &PrefixTable<K>,
-    wanted: &PrefixTable<K>,
-) -> Result<bool, MapsError> {
-    let mut changed = false;
-    for k in present.keys().filter(|k| !wanted.contains_key(k)) {
-        map.remove(k)?;
-        changed = true;
-    }
-    Ok(changed)
-}
-
-fn fill<V: Pod + PartialEq>(
-    slots: &mut Slots<V>,
-    present: &BTreeMap<u32, V>,
-    wanted: &BTreeMap<u32, V>,
-) -> Result<(), MapsError> {
-    for (i, v) in wanted.iter().filter(|(i, v)| present.get(i) != Some(v)) {
-        slots.set(*i, *v)?;
-    }
-    Ok(())
-}
-
-fn clear<V: Pod>(
-    slots: &mut Slots<V>,
-    present: &BTreeMap<u32, V>,
-    wanted: &BTreeMap<u32, V>,
-    empty: V,
-) -> Result<(), MapsError> {
-    for i in present.keys().filter(|i| !wanted.contains_key(i)) {
-        slots.set(*i, empty)?;
-    }
-    Ok(())
 }
 
 fn read_family<A: Pod + Ord>(maps: &FamilyMaps<A>) -> Result<FamilyTables<A>, MapsError>
@@ -130,57 +230,50 @@ where
     })
 }
 
-fn add_family<A: Pod + Ord>(
-    maps: &mut FamilyMaps<A>,
-    present: &FamilyTables<A>,
-    wanted: &FamilyTables<A>,
-) -> Result<bool, MapsError>
-where
-    FlowKey<A>: Pod + Ord,
-    Reverse<A>: Pod,
-    RouteKey<A>: Pod + Ord,
-{
-    Ok(upsert_prefixes(&mut maps.excepts, &present.excepts, &wanted.excepts)?
-        | upsert_prefixes(&mut maps.routes, &present.routes, &wanted.routes)?
-        | upsert(&mut maps.endpoints, &present.endpoints, &wanted.endpoints)?)
+/// The Maglev tables that policies use. What an earlier table has left behind counts as nothing.
+fn read_maglev(maps: &Maps, policies: &BTreeMap<PolicyKey, Policy>) -> Result<BTreeMap<u32, MaglevChunk>, MapsError> {
+    let chunks = policies.values().flat_map(|p| p.table..p.table + p.table_len.div_ceil(MAGLEV_CHUNK as u32));
+    chunks.map(|i| Ok((i, maps.maglev.get(i)?))).collect()
 }
 
-fn remove_family<A: Pod + Ord>(
-    maps: &mut FamilyMaps<A>,
-    present: &FamilyTables<A>,
-    wanted: &FamilyTables<A>,
-) -> Result<bool, MapsError>
-where
-    FlowKey<A>: Pod + Ord,
-    Reverse<A>: Pod,
-    RouteKey<A>: Pod + Ord,
-{
-    Ok(prune(&mut maps.endpoints, &present.endpoints, &wanted.endpoints)?
-        | prune_prefixes(&mut maps.routes, &present.routes, &wanted.routes)?
-        | prune_prefixes(&mut maps.excepts, &present.excepts, &wanted.excepts)?)
+/// Everything that is in the maps.
+fn read(maps: &Maps) -> Result<Tables, MapsError> {
+    let config = maps.config.get(0)?;
+    let policies = maps.policies.entries()?;
+    Ok(Tables {
+        v4: read_family(&maps.v4)?,
+        v6: read_family(&maps.v6)?,
+        maglev: read_maglev(maps, &policies)?,
+        policies,
+        members: maps.members.entries()?,
+        assignments: maps.assignments.entries()?,
+        egress_ips: filled(&maps.egress_ips, &EgressIp::EMPTY)?,
+        blocks: filled(&maps.blocks, &NO_BLOCKS)?,
+        leases: filled(&maps.leases, &NO_LEASES)?,
+        nodes: filled(&maps.nodes, &NO_NODE)?,
+        node_index: maps.node_index.entries()?,
+        uplinks: maps.uplinks.entries()?,
+        names: maps.names.entries()?,
+        config: (config != config::UNSET).then_some(config),
+    })
+}
+
+/// The maps with what is in them.
+pub struct Writer {
+    maps: Maps,
+    present: Tables,
+    generation: u32,
+    /// Flows are to be checked again although nothing may be different from what is in the maps: an earlier change did
+    /// not come to its end, or may not have under an earlier agent.
+    recheck: bool,
 }
 
 impl Writer {
-    /// Reads what an earlier agent left in the maps.
+    /// Reads what an earlier agent left in the maps. The first write makes flows be checked again.
     pub fn open(maps: Maps) -> Result<Self, MapsError> {
-        let config = maps.config.get(0)?;
-        let present = Tables {
-            v4: read_family(&maps.v4)?,
-            v6: read_family(&maps.v6)?,
-            policies: maps.policies.entries()?,
-            members: maps.members.entries()?,
-            assignments: maps.assignments.entries()?,
-            maglev: filled(&maps.maglev, &egress_common::endpoint::MaglevChunk { egress: [0; MAGLEV_CHUNK] })?,
-            egress_ips: filled(&maps.egress_ips, &EgressIp::EMPTY)?,
-            blocks: filled(&maps.blocks, &NO_BLOCKS)?,
-            leases: filled(&maps.leases, &NO_LEASES)?,
-            nodes: filled(&maps.nodes, &NO_NODE)?,
-            node_index: maps.node_index.entries()?,
-            uplinks: maps.uplinks.entries()?,
-            names: maps.names.entries()?,
-            config: (config != egress_common::config::UNSET).then_some(config),
-        };
-        Ok(Self { maps, present, generation: config.generation })
+        let present = read(&maps)?;
+        let generation = maps.config.get(0)?.generation;
+        Ok(Self { maps, present, generation, recheck: true })
     }
 
     /// What is in the maps.
@@ -195,77 +288,22 @@ impl Writer {
 
     /// Until when (`CLOCK_MONOTONIC`, ns) this node answers ARP and NDP.
     pub fn set_deadline(&mut self, until: u64) -> Result<(), MapsError> {
-        self.maps.deadline.set(0, until)
+        self.maps.deadline.set(&0, &until)
     }
 
     /// Writes `wanted`. After an error the maps hold a part of the change, in the safe order, and what is in them is read
     /// anew.
     pub fn write(&mut self, wanted: Tables) -> Result<(), MapsError> {
-        let result = self.replace(&wanted);
-        match result {
+        let mut change = Change { sink: &mut self.maps, present: &self.present, wanted: &wanted };
+        match change.carry_out(&mut self.generation, &mut self.recheck) {
             Ok(config) => {
                 self.present = Tables { config, ..wanted };
                 Ok(())
             }
             Err(e) => {
-                self.present.v4 = read_family(&self.maps.v4)?;
-                self.present.v6 = read_family(&self.maps.v6)?;
-                self.present.policies = self.maps.policies.entries()?;
-                self.present.members = self.maps.members.entries()?;
-                self.present.assignments = self.maps.assignments.entries()?;
-                self.present.names = self.maps.names.entries()?;
+                self.present = read(&self.maps)?;
                 Err(e)
             }
         }
-    }
-
-    fn replace(&mut self, wanted: &Tables) -> Result<Option<Config>, MapsError> {
-        let (maps, present) = (&mut self.maps, &self.present);
-        upsert(&mut maps.names, &present.names, &wanted.names)?;
-        fill(&mut maps.nodes, &present.nodes, &wanted.nodes)?;
-        upsert(&mut maps.node_index, &present.node_index, &wanted.node_index)?;
-        upsert(&mut maps.uplinks, &present.uplinks, &wanted.uplinks)?;
-        fill(&mut maps.leases, &present.leases, &wanted.leases)?;
-        fill(&mut maps.egress_ips, &present.egress_ips, &wanted.egress_ips)?;
-        upsert(&mut maps.v4.egress_index, &present.v4.egress_index, &wanted.v4.egress_index)?;
-        upsert(&mut maps.v6.egress_index, &present.v6.egress_index, &wanted.v6.egress_index)?;
-        fill(&mut maps.blocks, &present.blocks, &wanted.blocks)?;
-        let mut changed = upsert(&mut maps.members, &present.members, &wanted.members)?;
-        fill(&mut maps.maglev, &present.maglev, &wanted.maglev)?;
-        upsert(&mut maps.policies, &present.policies, &wanted.policies)?;
-        upsert(&mut maps.assignments, &present.assignments, &wanted.assignments)?;
-        // The settings come before the endpoints: a pod that is known needs a tunnel to send to.
-        let config = self.configure(wanted.config, false)?;
-        let (maps, present) = (&mut self.maps, &self.present);
-        changed |= add_family(&mut maps.v4, &present.v4, &wanted.v4)?;
-        changed |= add_family(&mut maps.v6, &present.v6, &wanted.v6)?;
-
-        changed |= remove_family(&mut maps.v4, &present.v4, &wanted.v4)?;
-        changed |= remove_family(&mut maps.v6, &present.v6, &wanted.v6)?;
-        prune(&mut maps.assignments, &present.assignments, &wanted.assignments)?;
-        prune(&mut maps.policies, &present.policies, &wanted.policies)?;
-        changed |= prune(&mut maps.members, &present.members, &wanted.members)?;
-        prune(&mut maps.v4.egress_index, &present.v4.egress_index, &wanted.v4.egress_index)?;
-        prune(&mut maps.v6.egress_index, &present.v6.egress_index, &wanted.v6.egress_index)?;
-        clear(&mut maps.blocks, &present.blocks, &wanted.blocks, NO_BLOCKS)?;
-        clear(&mut maps.leases, &present.leases, &wanted.leases, NO_LEASES)?;
-        prune(&mut maps.uplinks, &present.uplinks, &wanted.uplinks)?;
-        prune(&mut maps.node_index, &present.node_index, &wanted.node_index)?;
-        clear(&mut maps.nodes, &present.nodes, &wanted.nodes, NO_NODE)?;
-        prune(&mut maps.names, &present.names, &wanted.names)?;
-        if changed { self.configure(wanted.config, true) } else { Ok(config) }
-    }
-
-    /// Writes the settings, with a new generation if flows are to be checked again. `None` leaves them as they are.
-    fn configure(&mut self, config: Option<Config>, recheck: bool) -> Result<Option<Config>, MapsError> {
-        let Some(config) = config else { return Ok(self.present.config) };
-        if recheck {
-            self.generation = self.generation.wrapping_add(1);
-        }
-        let config = Config { generation: self.generation, ..config };
-        if recheck || self.present.config != Some(config) {
-            self.maps.config.set(0, config)?;
-        }
-        Ok(Some(config))
     }
 }

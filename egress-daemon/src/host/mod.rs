@@ -21,7 +21,7 @@ pub mod table;
 pub mod tunnel;
 
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 
 use std::fmt;
 

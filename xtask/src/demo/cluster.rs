@@ -117,13 +117,13 @@ impl Show {
             let obstacle = || objects::obstacle(self.lab.manifests(), policy);
             wait_until(&format!("policy {policy} is in force"), PATIENCE, obstacle, Option::is_none)?;
         }
-        let egress_ips = self.egress_addresses()?;
         for (pod, _, app) in PODS {
             for family in Family::BOTH.into_iter().filter(|family| *family == Family::V4 || app != "mail") {
-                let source = || self.source_of_a_flow(pod, family);
-                wait_until(&format!("pod {pod} leaves with an egress IP"), PATIENCE, source, |source| {
-                    egress_ips.contains(source)
-                })?;
+                let source = || {
+                    let source = self.source_of_a_flow(pod, family)?;
+                    Ok((source, self.egress_addresses()?.contains(&source)))
+                };
+                wait_until(&format!("pod {pod} leaves with an egress IP"), PATIENCE, source, |(_, right)| *right)?;
             }
         }
         Ok(())

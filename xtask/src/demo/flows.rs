@@ -130,7 +130,7 @@ pub fn counts(flows: &[Flow]) -> (usize, usize, usize) {
 }
 
 /// How long after `event` the last connection was started that did not open at once; `None` when all did.
-pub fn trouble_after(flows: &[Flow], event: Instant) -> Option<Duration> {
+fn trouble_after(flows: &[Flow], event: Instant) -> Option<Duration> {
     let troubled = flows.iter().filter(|flow| flow.outcome != Outcome::Opened && flow.started >= event);
     troubled.map(|flow| flow.started - event).max()
 }

@@ -74,7 +74,7 @@ fn hints(lab: &Lab, binaries: &Path) -> Vec<String> {
         egressctl(&format!("explain --pod {} --to {target}:{ECHO_PORT}/tcp", pod.key())),
         "what the kernel holds, with field names:".to_owned(),
     ];
-    lines.extend(flow_maps(&pins).iter().map(|map| format!("  bpftool map dump pinned {map}")));
+    lines.extend(flow_maps(&pins).iter().map(|map| format!("  bpftool map dump pinned {map} | head -40")));
     lines.extend([
         "edit a policy and see who notices; what Spillway writes is beside it in .spillway:".to_owned(),
         format!("  ${{EDITOR:-vi}} {}", lab.manifests().dir().join("web-per-flow.yaml").display()),

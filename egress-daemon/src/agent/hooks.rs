@@ -1,0 +1,108 @@
+//! Keeping the programs at their hooks, in a task of its own: a pod sends its first packet milliseconds after its
+//! interface appears, and must not find the agent busy with something else.
+
+use crate::{
+    datapath::attach::{Attacher, Hook, Mode},
+    host::{
+        classify::{InterfaceRules, Roles, classify},
+        links::LinkTable,
+    },
+};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use tokio::{
+    sync::watch,
+    task::{JoinHandle, block_in_place},
+};
+
+/// How often the hooks are looked at although nothing seems to have changed: anybody may take a program off.
+const VERIFY: Duration = Duration::from_secs(5);
+
+/// What decides where programs belong, besides the links.
+#[derive(Clone, Debug)]
+pub struct Wanted {
+    /// Which links are what.
+    pub rules: InterfaceRules,
+    /// The tunnel device.
+    pub tunnel: u32,
+}
+
+/// The task.
+pub struct Hooks {
+    wanted: watch::Sender<Wanted>,
+    complaints: watch::Receiver<Vec<String>>,
+    mode: Mode,
+    task: JoinHandle<()>,
+}
+
+impl Hooks {
+    /// Attaches, and goes on doing so as links come and go.
+    pub fn start(attacher: Attacher, links: watch::Receiver<Arc<LinkTable>>, wanted: Wanted) -> Self {
+        let mode = attacher.mode();
+        let (wanted, wishes) = watch::channel(wanted);
+        let (report, complaints) = watch::channel(Vec::new());
+        let task = tokio::spawn(keep(attacher, links, wishes, report));
+        Self { wanted, complaints, mode, task }
+    }
+
+    /// How programs are attached.
+    pub fn mode(&self) -> Mode {
+        self.mode
+    }
+
+    /// Says anew what decides.
+    pub fn set(&self, wanted: Wanted) {
+        self.wanted.send_replace(wanted);
+    }
+
+    /// What could not be attached.
+    pub fn complaints(&self) -> Vec<String> {
+        self.complaints.borrow().clone()
+    }
+}
+
+impl Drop for Hooks {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn keep(
+    mut attacher: Attacher,
+    mut links: watch::Receiver<Arc<LinkTable>>,
+    mut wishes: watch::Receiver<Wanted>,
+    report: watch::Sender<Vec<String>>,
+) {
+    let mut verify = tokio::time::interval(VERIFY);
+    loop {
+        let all = tokio::select! {
+            changed = links.changed() => match changed {
+                Ok(()) => false,
+                Err(_) => return,
+            },
+            changed = wishes.changed() => match changed {
+                Ok(()) => false,
+                Err(_) => return,
+            },
+            _ = verify.tick() => true,
+        };
+        let table = links.borrow_and_update().clone();
+        let wanted = wishes.borrow_and_update().clone();
+        let names: BTreeMap<u32, String> = table.links.values().map(|l| (l.index, l.name.clone())).collect();
+        let hooks = hooks(&classify(&table, &wanted.rules), wanted.tunnel, &names);
+        let errors = block_in_place(|| attacher.sync(&hooks, &names, all));
+        let errors: Vec<String> = errors.iter().map(ToString::to_string).collect();
+        report.send_if_modified(|old| {
+            let changed = *old != errors;
+            *old = errors;
+            changed
+        });
+    }
+}
+
+/// The hooks that should hold our programs.
+fn hooks(roles: &Roles, tunnel: u32, names: &BTreeMap<u32, String>) -> BTreeMap<Hook, String> {
+    let pods = roles.pods.iter().flat_map(|i| [("pod_egress", *i), ("pod_ingress", *i)]);
+    let uplinks = roles.uplinks.iter().map(|i| ("uplink_ingress", *i));
+    let all = pods.chain(uplinks).chain([("tunnel_ingress", tunnel), ("tunnel_egress", tunnel)]);
+    all.filter_map(|hook| Some((hook, names.get(&hook.1)?.clone()))).collect()
+}

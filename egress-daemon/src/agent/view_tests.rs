@@ -1,0 +1,309 @@
+//! What a node should do, in small worlds.
+
+use super::{
+    blocks::Withheld,
+    effective::Effective,
+    view::{Facts, uplink, view},
+};
+use crate::{
+    datapath::encode::NodeView,
+    health::ProbeState,
+    host::{
+        classify::Roles,
+        links::LinkTable,
+        testing::{default_route, link},
+    },
+    model::*,
+    plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan},
+};
+use egress_common::config::{self, flags};
+use ipnet::IpNet;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    time::Duration,
+};
+
+/// Egress IPs and who owns each.
+const OWNED: [(&str, &str); 3] = [("192.0.2.1", "g1"), ("192.0.2.2", "g2"), ("192.0.2.3", "me")];
+
+struct World {
+    snapshot: Snapshot,
+    plan: Plan,
+    links: LinkTable,
+    roles: Roles,
+    probes: BTreeMap<NodeName, ProbeState>,
+    except: Vec<IpNet>,
+    silent: bool,
+    withdrawn: BTreeSet<IpAddr>,
+}
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn policy_id() -> PolicyId {
+    PolicyId::new(PolicyKind::Native, "web")
+}
+
+fn pod(name: &str, node: &str, app: &str, ips: &[&str]) -> Endpoint {
+    Endpoint {
+        id: EndpointId::new("default", name, name),
+        node: node.into(),
+        ips: ips.iter().map(|a| ip(a)).collect(),
+        labels: [("app".to_owned(), app.to_owned())].into(),
+    }
+}
+
+fn node(name: &str, zone: &str, address: &str) -> Node {
+    Node {
+        name: name.into(),
+        labels: Labels::new(),
+        zone: Some(zone.to_owned()),
+        addresses: [ip(address)].into(),
+        ready: true,
+        draining: false,
+        pod_cidrs: BTreeSet::new(),
+        max_egress_ips: None,
+        report: Some(NodeReport { lease_revision: 5, ..NodeReport::default() }),
+    }
+}
+
+impl World {
+    /// This node (zone a) with a selected pod, gateways g1 (zone a) and g2 (zone b), a slot on each, and a block of each.
+    fn new() -> Self {
+        let mut snapshot = Snapshot::default();
+        for n in [node("me", "a", "10.0.0.1"), node("g1", "a", "10.0.0.2"), node("g2", "b", "10.0.0.3")] {
+            snapshot.nodes.insert(n.name.clone(), n);
+        }
+        let policy = Policy {
+            selectors: vec![EndpointSelector { pod: Some(Selector::label("app", "web")), ..Default::default() }],
+            destinations: vec!["0.0.0.0/0".parse().unwrap()],
+            id: policy_id(),
+            uid: "u".into(),
+            created: 0,
+            excluded: Vec::new(),
+            source: Source::Pools(Vec::new()),
+            distribution: Distribution::PerFlow,
+            zone: ZoneMode::Any,
+            prefer_local_node: false,
+            on_no_gateway: OnNoGateway::Drop,
+            existing: Existing::Keep,
+            bandwidth: None,
+        };
+        snapshot.policies.insert(policy_id(), policy);
+        let mut plan = Plan { lease_revision: 5, ..Plan::default() };
+        for (address, owner) in OWNED {
+            plan.egress_ips.insert(
+                ip(address),
+                EgressIpPlan {
+                    pool: None,
+                    fixed: false,
+                    interface: None,
+                    owner: Some(owner.into()),
+                    preferred: None,
+                    epoch: 1,
+                    users: [(policy_id(), 1)].into(),
+                    reason: OwnerReason::Preferred,
+                    share: 1,
+                    scarce: false,
+                    starved: false,
+                },
+            );
+            let lease = BlockLease { node: "me".into(), revision: 5, state: BlockState::Leased };
+            plan.blocks.insert(ip(address), [(7, lease)].into());
+        }
+        let mut links = LinkTable::default();
+        for (index, name, addresses) in [(1, "eth0", &["10.0.0.1/24"][..]), (2, "eth1", &["192.0.2.200/24"])] {
+            let mut l = link(index, name);
+            l.addresses = addresses.iter().map(|a| a.parse().unwrap()).collect();
+            links.links.insert(index, l);
+        }
+        links.default_routes.insert(default_route(1, "10.0.0.254"));
+        let mut world = Self {
+            snapshot,
+            plan,
+            links,
+            roles: Roles { uplinks: [1, 2].into(), ..Roles::default() },
+            probes: BTreeMap::new(),
+            except: Vec::new(),
+            silent: false,
+            withdrawn: BTreeSet::new(),
+        };
+        world.add(pod("web-1", "me", "web", &["10.1.0.1"]));
+        world
+    }
+
+    fn add(&mut self, pod: Endpoint) {
+        self.snapshot.endpoints.insert(pod.id.clone(), pod);
+    }
+
+    fn policy(&mut self) -> &mut Policy {
+        self.snapshot.policies.get_mut(&policy_id()).unwrap()
+    }
+
+    fn egress(&mut self, n: usize) -> &mut EgressIpPlan {
+        self.plan.egress_ips.get_mut(&ip(OWNED[n].0)).unwrap()
+    }
+
+    fn with<T>(&self, f: impl FnOnce(&Facts<'_>) -> T) -> T {
+        f(&Facts {
+            node: &"me".into(),
+            snapshot: &self.snapshot,
+            plan: &self.plan,
+            links: &self.links,
+            roles: &self.roles,
+            probes: &self.probes,
+            with_history: &BTreeSet::new(),
+            except_cidrs: &self.except,
+            silent: self.silent,
+            withheld: &Withheld::default(),
+            withdrawn: &self.withdrawn,
+            now: Duration::ZERO,
+            config: config::UNSET,
+        })
+    }
+
+    fn view(&self) -> NodeView {
+        self.with(|facts| view(facts, &mut Effective::default()))
+    }
+
+    /// Which of the three slots new flows may choose.
+    fn usable(&self) -> [bool; 3] {
+        let view = self.view();
+        let slots = &view.policies[&policy_id()].slots;
+        assert_eq!(slots.iter().map(|s| s.address).collect::<Vec<_>>(), OWNED.map(|(a, _)| ip(a)));
+        [slots[0].usable, slots[1].usable, slots[2].usable]
+    }
+}
+
+#[test]
+fn unknown_sources_are_held_only_while_a_selected_pod_is_starting() {
+    let held = |w: &World| w.view().config.unwrap().flags & flags::HOLD != 0;
+    let mut world = World::new();
+    assert!(!held(&world));
+    world.add(pod("db", "me", "db", &[]));
+    world.add(pod("web-2", "g1", "web", &[]));
+    assert!(!held(&world), "neither one that nobody selects nor one of another node");
+    world.add(pod("web-3", "me", "web", &[]));
+    assert!(held(&world));
+    world.add(pod("web-3", "me", "web", &["10.1.0.3"]));
+    assert!(!held(&world));
+}
+
+#[test]
+fn new_flows_avoid_gateways_that_do_not_answer() {
+    let mut world = World::new();
+    assert_eq!(world.usable(), [true; 3], "nothing is known yet: that is no reason to avoid it");
+    world.probes = [("g1".into(), ProbeState::Dead), ("g2".into(), ProbeState::Alive)].into();
+    assert_eq!(world.usable(), [false, true, true]);
+    world.probes.insert("me".into(), ProbeState::Dead);
+    assert_eq!(world.usable(), [false, true, true], "this node needs no tunnel to itself");
+    world.egress(1).owner = None;
+    assert_eq!(world.usable(), [false, false, true]);
+}
+
+#[test]
+fn a_slot_needs_blocks_that_its_owner_knows_of() {
+    let mut world = World::new();
+    let lease = |world: &mut World, n: usize, change: fn(&mut BlockLease)| {
+        change(world.plan.blocks.get_mut(&ip(OWNED[n].0)).unwrap().get_mut(&7).unwrap());
+    };
+    lease(&mut world, 0, |l| l.revision = 6);
+    assert_eq!(world.usable(), [false, true, true], "the owner has only programmed revision 5");
+    lease(&mut world, 2, |l| l.revision = 6);
+    assert_eq!(world.usable(), [false, true, true], "what this node owns it programs itself");
+    world.snapshot.nodes.get_mut(&NodeName::from("g1")).unwrap().report.as_mut().unwrap().lease_revision = 6;
+    assert_eq!(world.usable(), [true; 3]);
+    lease(&mut world, 0, |l| l.state = BlockState::Quarantined);
+    lease(&mut world, 1, |l| l.node = "g1".into());
+    assert_eq!(world.usable(), [false, false, true], "blocks that are given back, or another node's");
+    world.snapshot.nodes.get_mut(&NodeName::from("g2")).unwrap().report = None;
+    lease(&mut world, 1, |l| l.node = "me".into());
+    assert_eq!(world.usable(), [false, false, true], "an owner that has reported nothing has programmed nothing");
+    let view = world.view();
+    assert!(view.egress_ips[&ip(OWNED[1].0)].blocks.is_empty());
+    assert_eq!(
+        view.egress_ips[&ip(OWNED[0].0)].leases.len(),
+        1,
+        "replies for a quarantined block still find their way"
+    );
+}
+
+#[test]
+fn zones_and_the_local_node_narrow_the_choice() {
+    let mut world = World::new();
+    world.policy().zone = ZoneMode::Require;
+    assert_eq!(world.usable(), [true, false, true]);
+    world.policy().zone = ZoneMode::Prefer;
+    assert_eq!(world.usable(), [true, false, true]);
+    world.policy().prefer_local_node = true;
+    assert_eq!(world.usable(), [false, false, true]);
+    world.egress(2).owner = Some("g2".into());
+    assert_eq!(world.usable(), [true, false, false]);
+    world.probes.insert("g1".into(), ProbeState::Dead);
+    assert_eq!(world.usable(), [false, true, true], "preferred is not required");
+    world.policy().zone = ZoneMode::Require;
+    assert_eq!(world.usable(), [false; 3]);
+    // A node without a zone is near to nobody.
+    world.snapshot.nodes.get_mut(&NodeName::from("me")).unwrap().zone = None;
+    world.snapshot.nodes.get_mut(&NodeName::from("g2")).unwrap().zone = None;
+    assert_eq!(world.usable(), [false; 3]);
+    world.policy().zone = ZoneMode::Prefer;
+    assert_eq!(world.usable(), [false, true, true]);
+}
+
+#[test]
+fn the_uplink_is_the_named_one_the_holder_the_network_or_the_default_route() {
+    let mut world = World::new();
+    let found = |w: &World, address: &str, interface: Option<&str>| {
+        let mut e = w.plan.egress_ips[&ip(OWNED[2].0)].clone();
+        e.interface = interface.map(str::to_owned);
+        w.with(|f| uplink(f, ip(address), &e))
+    };
+    assert_eq!(found(&world, "192.0.2.3", None), Some(2));
+    assert_eq!(found(&world, "192.0.2.3", Some("eth0")), Some(1));
+    assert_eq!(found(&world, "192.0.2.200", None), Some(2));
+    assert_eq!(found(&world, "198.51.100.9", None), Some(1));
+    assert_eq!(found(&world, "2001:db8::9", None), None, "no IPv6 default route");
+    world.links.links.get_mut(&2).unwrap().up = false;
+    assert_eq!(found(&world, "192.0.2.3", None), Some(1), "a link that is down reaches nobody");
+    let view = World::new().view();
+    assert_eq!(view.egress_ips.values().map(|e| e.interface).collect::<Vec<_>>(), [None, None, Some(2)]);
+}
+
+#[test]
+fn nodes_pods_and_the_administrators_networks_are_excepted() {
+    let mut world = World::new();
+    world.except = vec!["172.16.5.9/12".parse().unwrap()];
+    let g1 = world.snapshot.nodes.get_mut(&NodeName::from("g1")).unwrap();
+    g1.pod_cidrs.insert("10.2.0.0/24".parse().unwrap());
+    g1.report.as_mut().unwrap().addresses.insert(InterfaceAddress {
+        interface: "eth9".into(),
+        net: "203.0.113.1/24".parse().unwrap(),
+        default_route: false,
+    });
+    let expected =
+        ["10.0.0.1/32", "10.0.0.2/32", "10.0.0.3/32", "10.1.0.1/32", "10.2.0.0/24", "172.16.0.0/12", "203.0.113.1/32"];
+    assert_eq!(world.view().excepts, expected.iter().map(|n| n.parse::<IpNet>().unwrap()).collect());
+}
+
+#[test]
+fn what_is_withdrawn_or_silent_is_not_answered_for() {
+    let silent = |w: &World| w.view().egress_ips.into_values().map(|e| e.silent).collect::<Vec<_>>();
+    let mut world = World::new();
+    assert_eq!(silent(&world), [false; 3]);
+    world.withdrawn.insert(ip(OWNED[2].0));
+    assert_eq!(silent(&world), [false, false, true]);
+    world.silent = true;
+    assert_eq!(silent(&world), [true; 3]);
+}
+
+#[test]
+fn only_policies_of_this_nodes_pods_are_in_force() {
+    let mut world = World::new();
+    world.snapshot.endpoints.values_mut().for_each(|e| e.node = "g1".into());
+    let view = world.view();
+    assert!(view.policies.is_empty() && view.classes.is_empty() && view.endpoints.is_empty());
+    assert_eq!(view.egress_ips.len(), 3, "as a gateway it knows every egress IP");
+}

@@ -1,0 +1,84 @@
+//! Hooks on kernels without TCX: filters of a clsact qdisc.
+
+use super::BpfDir;
+use crate::{
+    datapath::{
+        attach::{Attacher, Hook, Mode},
+        load::{Programs, Sizes},
+    },
+    host::testing::{Net, NetNs, in_netns},
+};
+use std::{collections::BTreeMap, process::Command};
+
+fn filters(interface: &str, direction: &str) -> String {
+    let output = Command::new("tc").args(["filter", "show", "dev", interface, direction]).output();
+    String::from_utf8(output.expect("the tool `tc` (package iproute2)").stdout).unwrap()
+}
+
+/// Ids of the programs in a list of filters.
+fn ids(filters: &str) -> Vec<u32> {
+    let mut words = filters.split_whitespace();
+    let mut ids = Vec::new();
+    while let Some(word) = words.next() {
+        if word == "id" {
+            ids.extend(words.next().map(|id| id.parse::<u32>().unwrap()));
+        }
+    }
+    ids
+}
+
+fn attacher(dir: &BpfDir) -> (Attacher, BTreeMap<&'static str, u32>) {
+    let mut programs = Programs::load(&dir.pins, Sizes { max_flows: 64 }).unwrap();
+    let ids = crate::datapath::load::PROGRAMS.map(|p| (p, programs.get(p).unwrap().info().unwrap().id()));
+    (Attacher::new(programs, dir.pins.clone(), Mode::Clsact), ids.into())
+}
+
+fn hooks(wanted: &[Hook]) -> BTreeMap<Hook, String> {
+    wanted.iter().map(|hook| (*hook, "pod".to_owned())).collect()
+}
+
+#[track_caller]
+fn sync(attacher: &mut Attacher, wanted: &BTreeMap<Hook, String>, live: &BTreeMap<u32, String>) {
+    let errors: Vec<String> = attacher.sync(wanted, live, true).iter().map(ToString::to_string).collect();
+    assert!(errors.is_empty(), "{errors:?}");
+}
+
+#[test]
+fn filters_are_attached_replaced_and_taken_off() {
+    let Some(dir) = BpfDir::new("clsact") else { return };
+    in_netns("clsact", || async move {
+        let net = Net::here();
+        let other = NetNs::new();
+        net.veth_into("pod", &other, "eth0").await;
+        let index = net.index("pod").await;
+        let live = BTreeMap::from([(index, "pod".to_owned())]);
+        let both = hooks(&[("pod_egress", index), ("pod_ingress", index)]);
+
+        let (mut first, first_ids) = attacher(&dir);
+        sync(&mut first, &both, &live);
+        assert_eq!(ids(&filters("pod", "ingress")), [first_ids["pod_egress"]]);
+        assert_eq!(ids(&filters("pod", "egress")), [first_ids["pod_ingress"]]);
+        sync(&mut first, &both, &live);
+        assert_eq!(ids(&filters("pod", "ingress")), [first_ids["pod_egress"]]);
+
+        // The agent goes, the filters stay, and another agent's programs take their place in one step.
+        drop(first);
+        assert_eq!(ids(&filters("pod", "ingress")), [first_ids["pod_egress"]]);
+        let (mut second, second_ids) = attacher(&dir);
+        sync(&mut second, &both, &live);
+        assert_eq!(ids(&filters("pod", "ingress")), [second_ids["pod_egress"]]);
+        assert_eq!(ids(&filters("pod", "egress")), [second_ids["pod_ingress"]]);
+
+        // An interface that changes its role keeps the program of its new one.
+        let uplink = hooks(&[("uplink_ingress", index)]);
+        sync(&mut second, &uplink, &live);
+        assert_eq!(ids(&filters("pod", "ingress")), [second_ids["uplink_ingress"]]);
+        assert_eq!(ids(&filters("pod", "egress")), [] as [u32; 0]);
+
+        // What an earlier agent attached and this one does not want goes, too.
+        drop(second);
+        let (mut third, _) = attacher(&dir);
+        sync(&mut third, &BTreeMap::new(), &live);
+        assert_eq!(ids(&filters("pod", "ingress")), [] as [u32; 0]);
+    });
+}

@@ -1,0 +1,284 @@
+//! Numbers, tables and places in the maps keep their promises over arbitrary histories and restarts.
+
+use super::scenes::{self, history};
+use crate::{
+    datapath::{
+        encode::{Encoder, EndpointView, NodeView, PolicyView},
+        tables::{FamilyTables, Tables},
+    },
+    model::{Policy, PolicyId},
+    plan::classes,
+};
+use egress_common::{
+    abi::NameKey,
+    endpoint::{NO_POLICY, RouteKey},
+    limits::{self, MAGLEV_CHUNK},
+    net,
+};
+use ipnet::IpNet;
+use proptest::{collection::vec, prelude::*, sample::subsequence};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+/// Encodes a history step by step; `check` sees what was there and what is wanted.
+fn each_step(history: &[(NodeView, bool)], mut check: impl FnMut(&NodeView, &Tables, &Tables)) {
+    let mut encoder = Encoder::recover(&Tables::default());
+    let mut present = Tables::default();
+    for (view, restart) in history {
+        if *restart {
+            encoder = Encoder::recover(&present);
+        }
+        let wanted = encoder.encode(view, &present).unwrap();
+        check(view, &present, &wanted);
+        present = wanted;
+    }
+}
+
+/// What each class number stands for, by the endpoints that have it.
+fn class_numbers(view: &NodeView, tables: &Tables) -> BTreeMap<u32, BTreeSet<PolicyId>> {
+    let mut numbers = BTreeMap::new();
+    for endpoint in view.endpoints.values() {
+        for ip in &endpoint.ips {
+            let found = match ip {
+                IpAddr::V4(a) => tables.v4.endpoints[&net::v4(*a)],
+                IpAddr::V6(a) => tables.v6.endpoints[&net::v6(*a)],
+            };
+            let before = numbers.insert(found.class, endpoint.class.clone());
+            assert!(before.is_none_or(|b| b == endpoint.class), "one number, two classes");
+        }
+    }
+    numbers
+}
+
+fn chunks_of(tables: &Tables) -> BTreeSet<u32> {
+    let chunks = |p: &egress_common::endpoint::Policy| p.table..p.table + p.table_len.div_ceil(MAGLEV_CHUNK as u32);
+    tables.policies.values().flat_map(chunks).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn what_lives_on_keeps_its_number(history in history()) {
+        each_step(&history, |_, present, wanted| {
+            let names = |t: &Tables| -> BTreeMap<(u32, [u8; egress_common::abi::NAME_LEN]), u32> {
+                t.names.iter().map(|(NameKey { kind, id }, n)| ((*kind, n.bytes), *id)).collect()
+            };
+            let before = names(present);
+            for (name, id) in names(wanted) {
+                assert!(before.get(&name).is_none_or(|b| *b == id), "another number for the same thing");
+            }
+        });
+    }
+
+    #[test]
+    fn an_egress_index_that_another_address_gets_has_a_higher_generation(history in history()) {
+        each_step(&history, |view, present, wanted| {
+            for (index, new) in &wanted.egress_ips {
+                let Some(old) = present.egress_ips.get(index) else { continue };
+                if old.addr == new.addr {
+                    assert_eq!(old.generation, new.generation);
+                } else {
+                    assert!(new.generation > old.generation);
+                }
+            }
+            for address in view.egress_ips.keys() {
+                let with_it = wanted.egress_ips.values().filter(|e| e.addr == net::any(*address));
+                assert_eq!(with_it.count(), 1);
+            }
+        });
+    }
+
+    #[test]
+    fn a_class_number_in_the_maps_is_not_given_to_another_class(history in history()) {
+        let mut before = BTreeMap::new();
+        each_step(&history, |view, present, wanted| {
+            let now = class_numbers(view, wanted);
+            let routed: BTreeSet<u32> = present.v4.routes.keys().map(|(k, _)| k.class).collect();
+            for (number, class) in now.iter().filter(|(n, _)| **n != 0) {
+                assert!(before.get(number).is_none_or(|b| b == class), "number {number} changes its meaning");
+                assert!(!routed.contains(number) || before.get(number) == Some(class));
+            }
+            before = now;
+        });
+    }
+
+    #[test]
+    fn a_changed_maglev_table_keeps_off_the_ones_in_use(history in history()) {
+        each_step(&history, |_, present, wanted| {
+            let in_use = chunks_of(present);
+            for (place, chunk) in &wanted.maglev {
+                assert!(!in_use.contains(place) || present.maglev.get(place) == Some(chunk));
+            }
+            let own: usize =
+                wanted.policies.values().map(|p| p.table_len.div_ceil(MAGLEV_CHUNK as u32) as usize).sum();
+            assert_eq!(chunks_of(wanted).len(), own, "two tables overlap");
+            assert_eq!(chunks_of(wanted), wanted.maglev.keys().copied().collect());
+        });
+    }
+
+    #[test]
+    fn the_same_view_over_the_same_maps_gives_the_same_tables(history in history()) {
+        each_step(&history, |view, present, _| {
+            let first = Encoder::recover(present).encode(view, present).unwrap();
+            let second = Encoder::recover(present).encode(view, present).unwrap();
+            assert_eq!(first, second);
+            // And once they are in the maps, nothing is left to do.
+            let mut encoder = Encoder::recover(present);
+            let first = encoder.encode(view, present).unwrap();
+            assert_eq!(&encoder.encode(view, &first).unwrap(), &first);
+        });
+    }
+
+    #[test]
+    fn a_list_of_blocks_names_no_other_blocks_behind_its_end(history in history()) {
+        each_step(&history, |view, _, wanted| {
+            for (address, e) in &view.egress_ips {
+                let index = wanted.egress_ips.iter().find(|(_, r)| r.addr == net::any(*address)).unwrap().0;
+                match wanted.blocks.get(index) {
+                    None => assert!(e.blocks.is_empty()),
+                    Some(list) => {
+                        assert_eq!(list.count as usize, e.blocks.len());
+                        let head: BTreeSet<u16> = list.blocks[..list.count as usize].iter().copied().collect();
+                        assert_eq!(&head, &e.blocks);
+                        assert!(list.blocks.iter().all(|b| e.blocks.contains(b)));
+                    }
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_as_a_whole() {
+    let small = NodeView { node: Some(scenes::node(0)), config: Some(scenes::settings()), ..NodeView::default() };
+    let mut encoder = Encoder::recover(&Tables::default());
+    let present = encoder.encode(&small, &Tables::default()).unwrap();
+    let mut uplinks = small.clone();
+    uplinks.uplinks = (0..=limits::MAX_UPLINKS as u32).map(|i| (i, [0; 6])).collect();
+    let mut excepts = small.clone();
+    excepts.excepts = (0..=limits::MAX_EXCEPTS as u32).map(|i| IpNet::from(IpAddr::from(i.to_be_bytes()))).collect();
+    let mut egress = small.clone();
+    egress.egress_ips =
+        (0..limits::MAX_EGRESS_IPS as u32).map(|i| (IpAddr::from(i.to_be_bytes()), Default::default())).collect();
+    let mut nodes = small.clone();
+    let addresses: Vec<IpAddr> =
+        (0..=limits::MAX_NODE_ADDRESSES as u32).map(|i| IpAddr::from(i.to_be_bytes())).collect();
+    nodes.nodes.insert(scenes::node(1), addresses);
+    for (view, map) in [(uplinks, "UPLINKS"), (excepts, "EXCEPTS_V4"), (egress, "EGRESS_IPS"), (nodes, "NODE_INDEX")] {
+        let refused = encoder.encode(&view, &present).unwrap_err();
+        assert_eq!((refused.map, refused.wanted), (map, refused.capacity + 1), "{refused}");
+        assert_eq!(encoder.encode(&small, &present).unwrap(), present, "the encoder remembers what was refused");
+    }
+}
+
+#[test]
+fn a_retired_egress_ip_comes_back_to_its_index_and_gives_it_up_last() {
+    let with = |addresses: &[u32]| NodeView {
+        egress_ips: addresses.iter().map(|a| (IpAddr::from(a.to_be_bytes()), Default::default())).collect(),
+        ..NodeView::default()
+    };
+    let mut encoder = Encoder::recover(&Tables::default());
+    let first = encoder.encode(&with(&[10]), &Tables::default()).unwrap();
+    let gone = encoder.encode(&with(&[]), &first).unwrap();
+    let record = gone.egress_ips[&1];
+    assert_eq!(
+        record.addr,
+        net::any(IpAddr::from(10u32.to_be_bytes())),
+        "flows that are left find their other half by it"
+    );
+    assert!(record.owner == 0 && record.flags == 0 && gone.v4.egress_index.is_empty());
+    assert_eq!(encoder.encode(&with(&[10]), &gone).unwrap(), first);
+    // Others take fresh indices as long as there are any.
+    let all: Vec<u32> = (20..20 + limits::MAX_EGRESS_IPS as u32 - 2).collect();
+    let others = encoder.encode(&with(&all), &gone).unwrap();
+    assert_eq!(others.egress_ips[&1], record);
+    let last = encoder.encode(&with(&[&all[..], &[9]].concat()), &others).unwrap();
+    assert_eq!(last.egress_ips[&1].generation, record.generation + 1);
+}
+
+#[test]
+fn slots_without_weight_get_no_flows() {
+    let mut view = NodeView::default();
+    view.egress_ips.insert(scenes::egress_ip(0), Default::default());
+    let slot = crate::datapath::encode::SlotView { address: scenes::egress_ip(0), weight: 0, usable: true };
+    let policy = PolicyView { flags: 0, slots: vec![slot], assignments: BTreeMap::new() };
+    view.policies.insert(scenes::policy_id(0), policy);
+    let tables = Encoder::recover(&Tables::default()).encode(&view, &Tables::default()).unwrap();
+    assert!(tables.policies.values().all(|p| p.table_len == 0));
+}
+
+const PLACES: [&str; 7] =
+    ["0.0.0.0/0", "10.0.0.0/8", "10.1.0.0/16", "10.1.2.0/24", "10.1.2.3/32", "::/0", "2001:db8::/32"];
+const DESTINATIONS: [&str; 7] = ["10.1.2.3", "10.1.2.4", "10.1.9.9", "10.9.9.9", "9.9.9.9", "2001:db8::1", "2a00::1"];
+
+fn nets() -> impl Strategy<Value = Vec<IpNet>> {
+    subsequence(PLACES.to_vec(), 0..PLACES.len()).prop_map(|n| n.iter().map(|t| t.parse().unwrap()).collect())
+}
+
+fn policies() -> impl Strategy<Value = Vec<Policy>> {
+    vec((nets(), nets(), 0i64..2), 1..4).prop_map(|all| {
+        let one = |(n, (destinations, excluded, created))| Policy {
+            destinations,
+            excluded,
+            created,
+            ..scenes::policy(&format!("p{n}"))
+        };
+        all.into_iter().enumerate().map(one).collect()
+    })
+}
+
+/// What the policies mean, read literally: the longest matching destination among those that do not exclude it wins.
+fn naive(policies: &[Policy], excepts: &[IpNet], destination: IpAddr) -> Option<PolicyId> {
+    if excepts.iter().any(|e| e.contains(&destination)) {
+        return None;
+    }
+    let longest = |p: &Policy| p.destinations.iter().filter(|n| n.contains(&destination)).map(IpNet::prefix_len).max();
+    let mut matching: Vec<(u8, &Policy)> = policies
+        .iter()
+        .filter(|p| !p.excluded.iter().any(|n| n.contains(&destination)))
+        .filter_map(|p| Some((longest(p)?, p)))
+        .collect();
+    matching.sort_by(|(a, p), (b, q)| b.cmp(a).then(p.precedence(q)));
+    matching.first().map(|(_, p)| p.id.clone())
+}
+
+/// The look-ups of `classify.rs`, one entry after the other.
+fn look_up<A: Ord + Copy>(t: &FamilyTables<A>, class: u32, addr: A, bits: impl Fn(A) -> u128, width: u32) -> u32 {
+    let matches = |key: A, len: u32| len == 0 || bits(key) >> (width - len) == bits(addr) >> (width - len);
+    if t.excepts.keys().any(|(key, len)| matches(*key, *len)) {
+        return NO_POLICY;
+    }
+    let routes =
+        t.routes.iter().filter(|((RouteKey { class: c, addr }, len), _)| *c == class && matches(*addr, len - 32));
+    routes.max_by_key(|((_, len), _)| *len).map_or(NO_POLICY, |(_, policy)| *policy)
+}
+
+proptest! {
+    #[test]
+    fn the_tables_find_the_policy_that_the_policies_mean(policies in policies(), excepts in nets()) {
+        let excepts: Vec<IpNet> = excepts.into_iter().filter(|n| n.prefix_len() > 16).collect();
+        let by_id: BTreeMap<PolicyId, Policy> = policies.iter().map(|p| (p.id.clone(), p.clone())).collect();
+        let class: BTreeSet<PolicyId> = by_id.keys().cloned().collect();
+        let mut view = NodeView { excepts: excepts.iter().copied().collect(), ..NodeView::default() };
+        view.classes.insert(class.clone(), classes::merge(&by_id, class.iter()));
+        let none = PolicyView { flags: 0, slots: Vec::new(), assignments: BTreeMap::new() };
+        view.policies = class.iter().map(|p| (p.clone(), none.clone())).collect();
+        let endpoint = EndpointView { ips: [IpAddr::from([10, 2, 0, 1])].into(), class, has_history: false };
+        view.endpoints.insert(scenes::endpoint_id(0), endpoint);
+        let t = Encoder::recover(&Tables::default()).encode(&view, &Tables::default()).unwrap();
+        let number = t.v4.endpoints.values().next().unwrap().class;
+        for destination in DESTINATIONS {
+            let destination: IpAddr = destination.parse().unwrap();
+            let found = match destination {
+                IpAddr::V4(a) => look_up(&t.v4, number, net::v4(a), |a| u32::from_be(a[0]).into(), 32),
+                IpAddr::V6(a) => look_up(&t.v6, number, net::v6(a), |a| net::from_v6(a).into(), 128),
+            };
+            let names = t.names.iter().filter(|(k, _)| k.kind == egress_common::abi::name_kind::POLICY && k.id == found);
+            let found = names.map(|(_, n)| crate::datapath::maps::name_text(n).parse::<PolicyId>().unwrap()).next();
+            prop_assert_eq!(found, naive(&policies, &excepts, destination), "{}", destination);
+        }
+    }
+}

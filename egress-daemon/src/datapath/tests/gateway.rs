@@ -1,0 +1,161 @@
+//! `tunnel_ingress` behind a real tunnel device: what other nodes, and those that are none, send to a gateway.
+
+use super::{
+    frames::{TCP, UDP, ip, seal, tcp, udp},
+    rig::*,
+    scenes,
+};
+use crate::{
+    datapath::{
+        Pins,
+        attach::{Attacher, Mode, mode},
+        encode::NodeView,
+        load::{Programs, Sizes},
+    },
+    host::{
+        testing::{Net, NetNs, in_netns, soon},
+        tunnel::{self, TunnelSpec},
+    },
+};
+use egress_common::{
+    abi::{TICK_SHIFT, TUNNEL_PORT, VNI_FORWARD, VNI_REPLY},
+    flow::{FlowKey, Reverse},
+    net, port_block,
+    verdict::Counter,
+};
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, UdpSocket},
+    time::Duration,
+};
+
+/// The gateway's address, another node's, and one that is no node's.
+const GATEWAY: &str = "10.0.0.1";
+const SOURCE: &str = "10.0.0.2";
+const NOBODY: &str = "10.0.0.9";
+
+/// Sends a frame as a tunnel device would, from an address of the other namespace.
+fn send(other: &NetNs, from: &str, vni: u32, frame: &[u8]) {
+    let packet = [&[8, 0, 0, 0][..], &(vni << 8).to_be_bytes(), frame].concat();
+    let from: IpAddr = from.parse().unwrap();
+    other.run(|| async move {
+        UdpSocket::bind((from, 0)).unwrap().send_to(&packet, (GATEWAY, TUNNEL_PORT)).unwrap();
+    });
+}
+
+async fn counted(rig: &Rig, counter: Counter, n: u64) {
+    soon(counter.name(), async {
+        while rig.count(counter) < n {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    })
+    .await;
+    assert_eq!(rig.count(counter), n, "{}: {:?}", counter.name(), rig.writer.maps().counters());
+}
+
+fn now_tick() -> u32 {
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
+    (Duration::from(now).as_nanos() as u64 >> TICK_SHIFT) as u32
+}
+
+/// This node owns [`EGRESS4`]; [`OTHER_BLOCK`] of it is `n2`'s, whose tunnel address is [`SOURCE`]; it does not own
+/// 192.0.2.99.
+fn view(uplink: u32, tunnel: u32) -> NodeView {
+    let mut view = scene();
+    let owned = view.egress_ips.get_mut(&addr(EGRESS4)).unwrap();
+    owned.owner = Some(scenes::node(0));
+    owned.interface = Some(uplink);
+    let elsewhere = view.egress_ips[&addr(EGRESS6)].clone();
+    view.egress_ips.insert(addr("192.0.2.99"), elsewhere);
+    view.nodes.insert(scenes::node(1), vec![addr("10.0.0.77")]);
+    view.nodes.insert(scenes::node(2), vec![addr(SOURCE)]);
+    view.config.as_mut().unwrap().tunnel_ifindex = tunnel;
+    view
+}
+
+#[test]
+fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
+    let Some(mut rig) = Rig::new("gateway", &NodeView::default()) else { return };
+    in_netns("gateway", || async move {
+        let net = Net::here();
+        let other = NetNs::new();
+        net.veth_into("eth0", &other, "there").await;
+        net.veth("pod", "inside").await;
+        net.up("pod").await;
+        net.up("inside").await;
+        net.address("eth0", "10.0.0.1/24").await;
+        other.run(|| async {
+            let net = Net::here();
+            net.address("there", "10.0.0.2/24").await;
+            net.address("there", "10.0.0.9/24").await;
+        });
+        let tunnel = tunnel::ensure(&net.handle, &TunnelSpec::default()).await.unwrap();
+        let (uplink, pod) = (net.index("eth0").await, net.index("pod").await);
+        rig.write(&view(uplink, tunnel.index));
+        let live = BTreeMap::from([(tunnel.index, "spillway0".to_owned()), (pod, "pod".to_owned())]);
+        let wanted = [("tunnel_ingress", tunnel.index), ("pod_ingress", pod)];
+        let wanted = wanted.map(|hook| (hook, live[&hook.1].clone())).into();
+        let pins: Pins = rig.pins().clone();
+        let programs = Programs::load(&pins, Sizes { max_flows: 4096 }).unwrap();
+        let mut attacher = Attacher::new(programs, pins, mode());
+        assert!(attacher.mode() == Mode::Tcx || attacher.mode() == Mode::Clsact);
+        let errors = attacher.sync(&wanted, &live, true);
+        assert!(errors.is_empty(), "{errors:?}");
+
+        let block = port_block::first_port(OTHER_BLOCK);
+        let from = |egress: &str, port: u16| seal(ip(addr(egress), addr(SERVER4), TCP, &[], &tcp(port, 443, 2, &[])));
+        send(&other, SOURCE, VNI_FORWARD, &from(EGRESS4, block + 63));
+        counted(&rig, Counter::Forwarded, 1).await;
+        for (n, forged) in [block + 64, port_block::first_port(OWN_BLOCKS[0]), 80].into_iter().enumerate() {
+            send(&other, SOURCE, VNI_FORWARD, &from(EGRESS4, forged));
+            counted(&rig, Counter::DropNotLeased, n as u64 + 1).await;
+        }
+        send(&other, NOBODY, VNI_FORWARD, &from(EGRESS4, block));
+        counted(&rig, Counter::DropNotLeased, 4).await;
+        for (n, address) in ["192.0.2.99", "192.0.2.55", POD4].into_iter().enumerate() {
+            send(&other, SOURCE, VNI_FORWARD, &from(address, block));
+            counted(&rig, Counter::DropNotOwner, n as u64 + 1).await;
+        }
+        assert_eq!(rig.count(Counter::Forwarded), 1);
+
+        // A reply of which the forward half is gone, in the tick of the one before it: it is delivered, and not taken for
+        // something that the outside opened, after which the pod's packets would leave as they are.
+        let port = port_block::first_port(OWN_BLOCKS[0]);
+        let reply = seal(ip(addr(SERVER4), addr(EGRESS4), UDP, &[], &udp(53, port, b"answer")));
+        let v4 = |a: &str| match addr(a) {
+            IpAddr::V4(a) => net::v4(a),
+            IpAddr::V6(_) => unreachable!("an IPv4 address"),
+        };
+        let key = FlowKey {
+            src: v4(EGRESS4),
+            dst: v4(SERVER4),
+            src_port: port.to_be(),
+            dst_port: 53u16.to_be(),
+            proto: u32::from(UDP),
+        };
+        let value = Reverse {
+            pod: v4(POD4),
+            pod_port: 4000u16.to_be(),
+            state: 0,
+            ifindex: pod,
+            policy: 1,
+            egress: 1,
+            egress_generation: 1,
+            // Ahead of every packet of this test, but for one more tick.
+            last_seen: now_tick(),
+            pod_mac: [0x1111; 3],
+            host_mac: [0x2222; 3],
+        };
+        send(&other, NOBODY, VNI_REPLY, &reply);
+        counted(&rig, Counter::DropStranger, 1).await;
+        let mut maps = crate::datapath::maps::Maps::open(rig.pins()).unwrap();
+        maps.v4.reverse.set(&key, &value).unwrap();
+        send(&other, SOURCE, VNI_REPLY, &reply);
+        counted(&rig, Counter::Delivered, 1).await;
+        assert_eq!(rig.count(Counter::Untouched), 0);
+        // The other way round, so that the test sees what it is for: the same packet from elsewhere is an opening.
+        let inbound = seal(ip(addr(SERVER4), addr(POD4), UDP, &[], &udp(54, 4000, b"hello")));
+        assert_eq!(rig.run("pod_ingress", &inbound).0, NEXT);
+        assert_eq!(rig.count(Counter::Untouched), 1);
+    });
+}

@@ -1,0 +1,77 @@
+//! Loading: over what is there, over what is not ours, and with no more rights than the DaemonSet gives.
+
+use super::BpfDir;
+use crate::datapath::load::{PROGRAMS, Programs, Sizes};
+use std::{fs, os::unix::process::CommandExt as _, process::Command};
+
+#[test]
+fn programs_load_twice_over_the_same_maps() {
+    let Some(dir) = BpfDir::new("load") else { return };
+    for _ in 0..2 {
+        if let Err(e) = Programs::load(&dir.pins, Sizes { max_flows: 1024 }) {
+            panic!("{e}: {e:?}");
+        }
+    }
+}
+
+#[test]
+fn maps_of_another_version_are_refused_with_a_remedy() {
+    let Some(dir) = BpfDir::new("version") else { return };
+    fs::create_dir_all(dir.pins.root().join("v999")).unwrap();
+    let error = Programs::load(&dir.pins, Sizes::default()).err().expect("refused").to_string();
+    assert!(error.contains("v999") && error.contains("cleanup --bpffs"), "{error}");
+}
+
+/// Set in the process that has given up all other rights.
+const MARKER: &str = "SPILLWAY_TEST_FEW_RIGHTS";
+/// CAP_NET_ADMIN, CAP_NET_RAW, CAP_BPF.
+const RIGHTS: [u64; 3] = [12, 13, 39];
+/// The last capability of Linux 6.18 (CAP_CHECKPOINT_RESTORE).
+const LAST: u64 = 40;
+
+#[test]
+fn three_capabilities_suffice() {
+    let name = "datapath::tests::load::three_capabilities_suffice";
+    if std::env::var_os(MARKER).is_some() {
+        let status = fs::read_to_string("/proc/self/status").unwrap();
+        let effective = status.lines().find_map(|l| l.strip_prefix("CapEff:")).unwrap().trim();
+        let mine = RIGHTS.iter().fold(0u64, |all, c| all | 1 << c);
+        assert_eq!(u64::from_str_radix(effective, 16).unwrap(), mine);
+        return load_and_tell();
+    }
+    if BpfDir::new("rights").is_none() {
+        return;
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", name, "--nocapture"]).env(MARKER, "1");
+    let drop_rights = || {
+        for capability in (0..=LAST).filter(|c| !RIGHTS.contains(c)) {
+            // SAFETY: PR_CAPBSET_DROP takes one number. What is not in the bounding set is lost with the next exec.
+            if unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) } != 0
+                && std::io::Error::last_os_error().raw_os_error() != Some(libc::EINVAL)
+            {
+                return Err(std::io::Error::last_os_error());
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: only system calls between fork and exec.
+    unsafe { child.pre_exec(drop_rights) };
+    let output = child.output().unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{text}");
+    assert!(text.contains("verified instructions"), "{text}");
+    text.lines().filter(|l| l.contains("verified instructions")).for_each(|l| println!("{l}"));
+}
+
+fn load_and_tell() {
+    let dir = BpfDir::new("few-rights").unwrap();
+    let mut programs = match Programs::load(&dir.pins, Sizes { max_flows: 1024 }) {
+        Ok(programs) => programs,
+        Err(e) => panic!("{e}: {e:?}"),
+    };
+    for name in PROGRAMS {
+        let info = programs.get(name).unwrap().info().unwrap();
+        println!("{name}: {:?} verified instructions", info.verified_instruction_count().unwrap());
+    }
+}

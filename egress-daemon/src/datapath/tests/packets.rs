@@ -1,0 +1,329 @@
+//! Single packets through the programs: what is translated, how, and what is left alone.
+
+use super::{
+    frames::{self, ICMP, ICMPV6, TCP, UDP, assert_right, icmp, ip, ports, read, seal, tcp, udp, untranslated},
+    rig::*,
+};
+use crate::datapath::load;
+use egress_common::{
+    abi::{INNER_DST_MAC, INNER_SRC_MAC},
+    port_block,
+    verdict::Counter,
+};
+use std::net::IpAddr;
+
+const SYN: u8 = 2;
+const ACK: u8 = 16;
+const OPTIONS: [u8; 8] = [7, 7, 4, 0, 0, 0, 0, 1];
+/// Hop-by-hop, routing and destination options, each padded to 8 bytes; the last one names the transport.
+fn extensions(transport: u8) -> Vec<u8> {
+    [[43, 0, 1, 4, 0, 0, 0, 0], [60, 0, 0, 0, 0, 0, 0, 0], [transport, 0, 1, 4, 0, 0, 0, 0]].concat()
+}
+
+fn families() -> [(IpAddr, IpAddr, IpAddr); 2] {
+    [(addr(POD4), addr(EGRESS4), addr(SERVER4)), (addr(POD6), addr(EGRESS6), addr(SERVER6))]
+}
+
+/// Packets of the pod that open a flow, of every kind that is translated.
+fn openings() -> Vec<(Vec<u8>, IpAddr)> {
+    let mut all = Vec::new();
+    for (pod, egress, server) in families() {
+        let (echo, protocol) = if pod.is_ipv4() { (8, ICMP) } else { (128, ICMPV6) };
+        let transports = [
+            (TCP, tcp(40_000, 443, SYN, &[])),
+            (TCP, tcp(40_001, 443, SYN, &[2, 4, 0x23, 0x28])),
+            (TCP, tcp(40_002, 443, SYN, &[1, 2, 4, 0x23, 0x28, 1, 1, 0])),
+            (UDP, udp(40_003, 53, b"question")),
+            (UDP, udp(40_004, 53, b"")),
+            (protocol, icmp(echo, 4711, b"ping")),
+        ];
+        for (proto, body) in &transports {
+            all.push((seal(ip(pod, server, *proto, &[], body)), egress));
+            // The same again with something between the headers, from another port.
+            let mut body = body.clone();
+            let at = if *proto == protocol { 5 } else { 1 };
+            body[at] ^= 0x80;
+            let extra = if pod.is_ipv4() { OPTIONS.to_vec() } else { extensions(*proto) };
+            let first = if pod.is_ipv4() { *proto } else { 0 };
+            all.push((seal(ip(pod, server, first, &extra, &body)), egress));
+        }
+        if pod.is_ipv4() {
+            // No checksum.
+            all.push((ip(pod, server, UDP, &[], &udp(40_100, 53, b"no checksum")), egress));
+        }
+    }
+    all
+}
+
+/// The answer to a packet as the server sends it.
+fn answer(f: &[u8]) -> Vec<u8> {
+    let r = read(f).unwrap();
+    let mut body = f[r.l4..].to_vec();
+    match r.proto {
+        TCP => {
+            body.swap(0, 2);
+            body.swap(1, 3);
+            body[13] = SYN | ACK;
+            body[16..18].fill(0);
+        }
+        UDP => {
+            body.swap(0, 2);
+            body.swap(1, 3);
+        }
+        ICMP => body[0] = 0,
+        _ => body[0] = 129,
+    }
+    let frame = ip(r.dst, r.src, r.proto, &[], &body);
+    let no_checksum = r.proto == UDP && body[6..8] == [0, 0];
+    if no_checksum { frame } else { seal(frame) }
+}
+
+#[test]
+fn what_a_pod_sends_is_translated_and_its_answers_are_translated_back() {
+    there_and_back("translate", 0);
+    there_and_back("translate-ipv6-flag", load::config_flags());
+}
+
+fn there_and_back(test: &str, flags: u32) {
+    let mut view = scene();
+    view.config.as_mut().unwrap().flags |= flags;
+    view.config.as_mut().unwrap().mss_v4 = 1400;
+    view.config.as_mut().unwrap().mss_v6 = 1380;
+    let Some(mut rig) = Rig::new(test, &view) else { return };
+    let mut opened = 0;
+    for (frame, egress) in openings() {
+        let (verdict, out) = rig.run("pod_egress", &frame);
+        assert_eq!(verdict, REDIRECT, "{frame:02x?}: {:?}", rig.writer.maps().counters());
+        assert_right(&out);
+        let (before, after) = (read(&frame).unwrap(), read(&out).unwrap());
+        assert_eq!((after.src, after.dst, after.hops), (egress, before.dst, before.hops - 1));
+        assert_eq!(out[..12], [INNER_DST_MAC, INNER_SRC_MAC].concat());
+        let no_checksum = before.proto == UDP && frame[before.l4 + 6..before.l4 + 8] == [0, 0];
+        assert_eq!(
+            no_checksum,
+            before.proto == UDP && out[after.l4 + 6..after.l4 + 8] == [0, 0],
+            "no checksum stays none"
+        );
+        let port = match before.proto {
+            TCP | UDP => {
+                assert_eq!(ports(&out).1, ports(&frame).1);
+                ports(&out).0
+            }
+            _ => u16::from_be_bytes([out[after.l4 + 4], out[after.l4 + 5]]),
+        };
+        assert!(OWN_BLOCKS.contains(&port_block::of_port(port).unwrap()), "port {port} is not leased");
+        if before.proto != TCP {
+            assert_eq!(untranslated(&out), untranslated(&frame));
+        }
+        // The same packet again finds its flow.
+        assert_eq!(rig.run("pod_egress", &frame).1, out);
+        opened += 1;
+        assert_eq!(rig.count(Counter::FlowsCreated), opened);
+
+        let reply = answer(&out);
+        let (verdict, back) = rig.run("uplink_ingress", &reply);
+        assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+        assert_right(&back);
+        let at_pod = read(&back).unwrap();
+        assert_eq!((at_pod.src, at_pod.dst), (before.dst, before.src));
+        assert_eq!(at_pod.hops, read(&reply).unwrap().hops);
+        assert_eq!(back[..12], [frames::POD_MAC, frames::HOST_MAC].concat());
+        assert_eq!(untranslated(&back), untranslated(&reply));
+    }
+}
+
+#[test]
+fn a_large_segment_size_is_lowered_at_even_and_odd_places() {
+    let mut view = scene();
+    view.config.as_mut().unwrap().mss_v4 = 1400;
+    let Some(mut rig) = Rig::new("mss", &view) else { return };
+    for (options, at) in [(&[2, 4, 0x23, 0x28][..], 22), (&[1, 2, 4, 0x23, 0x28, 1, 1, 0], 23)] {
+        let frame = seal(ip(addr(POD4), addr(SERVER4), TCP, &[], &tcp(50_000 + at as u16, 443, SYN, options)));
+        let out = rig.run("pod_egress", &frame).1;
+        assert_right(&out);
+        assert_eq!(out[34 + at..36 + at], 1400u16.to_be_bytes());
+    }
+}
+
+#[test]
+fn what_no_policy_concerns_is_unchanged_to_the_last_bit() {
+    let Some(mut rig) = Rig::new("unchanged", &scene()) else { return };
+    let pod = addr(POD4);
+    let mut frames = vec![
+        seal(ip(addr(STRANGER), addr(SERVER4), TCP, &[], &tcp(1, 2, SYN, &[]))),
+        seal(ip(addr("10.1.0.99"), addr(SERVER4), UDP, &[], &udp(1, 2, b"unknown source"))),
+        seal(ip(pod, addr("198.18.3.4"), UDP, &[], &udp(1, 2, b"excepted"))),
+        seal(ip(pod, addr("169.254.169.254"), TCP, &[], &tcp(1, 80, SYN, &[]))),
+        seal(ip(pod, addr("224.0.0.251"), UDP, &[], &udp(5353, 5353, b"multicast"))),
+        seal(ip(pod, addr("127.0.0.1"), UDP, &[], &udp(1, 2, b"loopback"))),
+        seal(ip(pod, addr("255.255.255.255"), UDP, &[], &udp(68, 67, b"broadcast"))),
+        seal(ip(addr(POD6), addr("ff02::fb"), UDP, &[], &udp(5353, 5353, b"multicast"))),
+        seal(ip(addr(POD6), addr("fe80::1"), ICMPV6, &[], &icmp(135, 0, b"who has"))),
+        ip(addr(STRANGER), addr(SERVER4), 47, &[], b"GRE of nobody's concern"),
+    ];
+    // ARP, and something that claims to be IPv4 and is not.
+    frames.push([&[0xff; 6][..], &frames::POD_MAC, &[8, 6], &[0; 46]].concat());
+    for frame in frames {
+        let (verdict, out) = rig.run("pod_egress", &frame);
+        assert_eq!((verdict, out), (NEXT, frame));
+    }
+}
+
+#[test]
+fn what_matches_and_cannot_be_translated_is_dropped_for_its_reason() {
+    let Some(mut rig) = Rig::new("drops", &scene()) else { return };
+    for (pod, _, server) in families() {
+        for proto in [47, 50, 132] {
+            let frame = ip(pod, server, proto, &[], b"whatever there is inside of it");
+            rig.dropped("pod_egress", &frame, Counter::DropProtocol);
+        }
+        let whole = ip(pod, server, TCP, &[], &tcp(1, 2, SYN, &[]));
+        let header = read(&whole).unwrap().l4;
+        for len in [0, 1, 4, 13, 19] {
+            rig.dropped("pod_egress", &whole[..header + len], Counter::DropMalformed);
+        }
+        let whole = ip(pod, server, UDP, &[], &udp(1, 2, b""));
+        for len in [0, 3, 7] {
+            rig.dropped("pod_egress", &whole[..header + len], Counter::DropMalformed);
+        }
+        let segment = seal(ip(pod, server, TCP, &[], &tcp(1, 2, ACK, &[])));
+        rig.dropped("pod_egress", &segment, Counter::DropUnknownFlow);
+    }
+    // A header that says it is shorter than a header.
+    let mut frame = ip(addr(POD4), addr(SERVER4), UDP, &[], &udp(1, 2, b"bad"));
+    frame[14] = 0x44;
+    rig.dropped("pod_egress", &frame, Counter::DropMalformed);
+    // More extension headers than anybody sends.
+    let many = [0, 0, 1, 4, 0, 0, 0, 0].repeat(7);
+    let frame = ip(addr(POD6), addr(SERVER6), 0, &many, &udp(1, 2, b"bad"));
+    rig.dropped("pod_egress", &frame, Counter::DropMalformed);
+    // A later fragment of a datagram that was never seen.
+    let mut frame = ip(addr(POD4), addr(SERVER4), UDP, &[], b"the middle of something");
+    frame[20..22].copy_from_slice(&[0, 9]);
+    rig.dropped("pod_egress", &frame, Counter::DropFragment);
+}
+
+#[test]
+fn while_a_pod_is_starting_unknown_sources_are_held() {
+    let mut view = scene();
+    view.config.as_mut().unwrap().flags |= egress_common::config::flags::HOLD;
+    let Some(mut rig) = Rig::new("hold", &view) else { return };
+    let unknown = seal(ip(addr("10.1.0.99"), addr(SERVER4), TCP, &[], &tcp(1, 2, SYN, &[])));
+    rig.dropped("pod_egress", &unknown, Counter::DropHeld);
+    let known = seal(ip(addr(STRANGER), addr(SERVER4), TCP, &[], &tcp(1, 2, SYN, &[])));
+    assert_eq!(rig.run("pod_egress", &known), (NEXT, known));
+}
+
+/// An ICMP error from a router about a packet.
+fn error(router: IpAddr, about: &[u8], quoted: usize) -> Vec<u8> {
+    let (kind, proto) = if router.is_ipv4() { (3, ICMP) } else { (1, ICMPV6) };
+    let quote = &about[14..about.len().min(14 + quoted)];
+    seal(ip(router, read(about).unwrap().src, proto, &[], &[&[kind, 0, 0, 0, 0, 0, 0, 0][..], quote].concat()))
+}
+
+#[test]
+fn an_error_about_a_translated_packet_reaches_the_pod_in_its_own_words() {
+    let Some(mut rig) = Rig::new("errors", &scene()) else { return };
+    for (frame, _) in openings() {
+        let translated = rig.run("pod_egress", &frame).1;
+        let header = read(&translated).unwrap().l4 - 14;
+        let router = if read(&frame).unwrap().src.is_ipv4() { addr("203.0.113.254") } else { addr("2001:db8:f::fe") };
+        // The least that a router quotes, and all of it.
+        for quoted in [header + 8, translated.len()] {
+            let error = error(router, &translated, quoted);
+            let (verdict, out) = rig.run("uplink_ingress", &error);
+            assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+            assert_right(&out);
+            let (outer, pod) = (read(&out).unwrap(), read(&frame).unwrap());
+            assert_eq!((outer.src, outer.dst), (router, pod.src));
+            // What is quoted is the pod's own packet again, but for its hop limit.
+            let mut quote = [&frame[..14], &out[outer.l4 + 8..]].concat();
+            if pod.src.is_ipv4() {
+                assert_eq!(frames::sums(&quote[..14 + header]).unwrap()[0], Some(0));
+            }
+            let (hops, check) = if pod.src.is_ipv4() { (22, Some(24)) } else { (21, None) };
+            quote[hops] = frame[hops];
+            if let Some(check) = check {
+                quote[check..check + 2].copy_from_slice(&frame[check..check + 2]);
+            }
+            let clamped = pod.proto == TCP;
+            let same = if clamped { 14 + header + 8 } else { quote.len() };
+            assert_eq!(quote[..same], frame[..same]);
+        }
+    }
+}
+
+#[test]
+fn an_error_of_the_pod_about_an_answer_leaves_with_the_egress_ip() {
+    let Some(mut rig) = Rig::new("pod-errors", &scene()) else { return };
+    for (pod, egress, server) in families() {
+        let frame = seal(ip(pod, server, UDP, &[], &udp(40_000, 53, b"question")));
+        let translated = rig.run("pod_egress", &frame).1;
+        let reply = answer(&translated);
+        let delivered = rig.run("uplink_ingress", &reply).1;
+        let quote = &delivered[14..];
+        let (kind, proto) = if pod.is_ipv4() { (3, ICMP) } else { (1, ICMPV6) };
+        let error = seal(ip(pod, server, proto, &[], &[&[kind, 3, 0, 0, 0, 0, 0, 0][..], quote].concat()));
+        let (verdict, out) = rig.run("pod_egress", &error);
+        assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+        assert_right(&out);
+        let outer = read(&out).unwrap();
+        assert_eq!((outer.src, outer.dst), (egress, server));
+        assert_eq!(out[outer.l4 + 8..], reply[14..], "the server gets its own packet quoted");
+        // About something that nobody sent: nothing leaves.
+        let mut strange = delivered[14..].to_vec();
+        let header = read(&delivered).unwrap().l4 - 14;
+        strange[header + 3] ^= 1;
+        let error = seal(ip(pod, server, proto, &[], &[&[kind, 3, 0, 0, 0, 0, 0, 0][..], &strange].concat()));
+        rig.dropped("pod_egress", &error, Counter::DropUnknownFlow);
+    }
+}
+
+#[test]
+fn fragments_follow_their_first_one() {
+    let Some(mut rig) = Rig::new("fragments", &scene()) else { return };
+    let (pod, server) = (addr(POD4), addr(SERVER4));
+    let mut first = seal(ip(pod, server, UDP, &[], &udp(40_000, 53, &[7; 64])));
+    let again = |f: &mut Vec<u8>, bits: [u8; 2]| {
+        f[20..22].copy_from_slice(&bits);
+        let (sum, _) = (frames::sums(f).unwrap()[0].unwrap(), ());
+        // Put the header's checksum right for the fragment bits.
+        let check = u16::from_be_bytes([f[24], f[25]]);
+        let right = (u32::from(check) + 0xffff - u32::from(sum)) % 0xffff;
+        f[24..26].copy_from_slice(&(right as u16).to_be_bytes());
+    };
+    again(&mut first, [0x20, 0]);
+    let mut later = ip(pod, server, UDP, &[], &[9; 40]);
+    again(&mut later, [0, 9]);
+    let (verdict, out) = rig.run("pod_egress", &first);
+    assert_eq!(verdict, REDIRECT);
+    assert_eq!(frames::sums(&out).unwrap()[0], Some(0));
+    let (verdict, out) = rig.run("pod_egress", &later);
+    assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+    assert_eq!((read(&out).unwrap().src, frames::sums(&out).unwrap()[0]), (addr(EGRESS4), Some(0)));
+    assert_eq!(out[34..], later[34..]);
+}
+
+#[test]
+fn what_arrives_for_an_egress_ip_and_belongs_to_nobody_never_reaches_the_stack() {
+    let Some(mut rig) = Rig::new("uplink", &scene()) else { return };
+    for (_, egress, server) in families() {
+        let to = |port: u16| seal(ip(server, egress, TCP, &[], &tcp(443, port, SYN, &[])));
+        rig.dropped("uplink_ingress", &to(80), Counter::DropNoLease);
+        rig.dropped("uplink_ingress", &to(port_block::first_port(7)), Counter::DropNoLease);
+        rig.dropped("uplink_ingress", &to(port_block::first_port(OWN_BLOCKS[0])), Counter::DropNoReverse);
+        let (verdict, out) = rig.run("uplink_ingress", &to(port_block::first_port(OTHER_BLOCK)));
+        assert_eq!((verdict, read(&out).unwrap().dst), (REDIRECT, egress), "another node's: sent to it as it is");
+        rig.dropped("uplink_ingress", &ip(server, egress, 47, &[], b"no ports here"), Counter::DropNoLease);
+    }
+    let bystander = seal(ip(addr(SERVER4), addr("192.0.2.99"), TCP, &[], &tcp(443, 2000, SYN, &[])));
+    assert_eq!(rig.run("uplink_ingress", &bystander), (NEXT, bystander));
+}
+
+#[test]
+fn without_tunnel_metadata_nothing_comes_out_of_the_tunnel() {
+    let Some(mut rig) = Rig::new("no-metadata", &scene()) else { return };
+    for (frame, _) in openings() {
+        rig.dropped("tunnel_ingress", &frame, Counter::DropStranger);
+    }
+}

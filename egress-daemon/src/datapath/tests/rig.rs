@@ -1,0 +1,113 @@
+//! One node's programs and maps, filled by hand, and single packets through them.
+
+use super::{BpfDir, scenes};
+use crate::datapath::{
+    encode::{EgressView, Encoder, EndpointView, NodeView, PolicyView, SlotView},
+    load::{Programs, Sizes},
+    maps::Maps,
+    write::Writer,
+};
+use aya::programs::{TestRun as _, TestRunOptions};
+use egress_common::verdict::Counter;
+use std::{collections::BTreeMap, net::IpAddr};
+
+pub const POD4: &str = "10.1.0.2";
+pub const POD6: &str = "fd00:1::2";
+pub const STRANGER: &str = "10.1.0.3";
+pub const EGRESS4: &str = "192.0.2.10";
+pub const EGRESS6: &str = "2001:db8::10";
+pub const SERVER4: &str = "203.0.113.5";
+pub const SERVER6: &str = "2001:db8:f::5";
+/// Blocks of both egress IPs that are this node's, and one that is another node's.
+pub const OWN_BLOCKS: [u16; 2] = [3, 900];
+pub const OTHER_BLOCK: u16 = 5;
+
+pub const NEXT: i32 = -1;
+pub const SHOT: i32 = 2;
+pub const REDIRECT: i32 = 7;
+
+pub fn addr(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+/// A pod, one policy for everything outside, two egress IPs that node `gateway` owns, and blocks of them.
+pub fn scene() -> NodeView {
+    let slots = [EGRESS4, EGRESS6].map(|a| SlotView { address: addr(a), weight: 1, usable: true });
+    let policy = PolicyView { flags: 0, slots: slots.into(), assignments: BTreeMap::new() };
+    let class = std::collections::BTreeSet::from([scenes::policy_id(0)]);
+    let leases = OWN_BLOCKS.map(|b| (b, scenes::node(0))).into_iter().chain([(OTHER_BLOCK, scenes::node(2))]);
+    let egress = EgressView {
+        owner: Some(scenes::node(1)),
+        epoch: 1,
+        blocks: OWN_BLOCKS.into(),
+        leases: leases.collect(),
+        ..EgressView::default()
+    };
+    let everywhere = ["0.0.0.0/0", "::/0"].map(|n| (n.parse().unwrap(), Some(scenes::policy_id(0))));
+    let pod = EndpointView { ips: [addr(POD4), addr(POD6)].into(), class: class.clone(), has_history: false };
+    let other = EndpointView { ips: [addr(STRANGER)].into(), class: Default::default(), has_history: false };
+    NodeView {
+        node: Some(scenes::node(0)),
+        endpoints: [(scenes::endpoint_id(0), pod), (scenes::endpoint_id(1), other)].into(),
+        policies: [(scenes::policy_id(0), policy)].into(),
+        classes: [(class, everywhere.into())].into(),
+        excepts: ["198.18.0.0/15".parse().unwrap()].into(),
+        egress_ips: [EGRESS4, EGRESS6].map(|a| (addr(a), egress.clone())).into(),
+        nodes: (0..3).map(|n| (scenes::node(n), vec![IpAddr::from([10, 0, 0, n as u8 + 1])])).collect(),
+        uplinks: BTreeMap::new(),
+        config: Some(scenes::settings()),
+    }
+}
+
+pub struct Rig {
+    pub programs: Programs,
+    pub writer: Writer,
+    pub encoder: Encoder,
+    dir: BpfDir,
+}
+
+impl Rig {
+    pub fn new(test: &str, view: &NodeView) -> Option<Self> {
+        let dir = BpfDir::new(test)?;
+        let programs = Programs::load(&dir.pins, Sizes { max_flows: 4096 }).unwrap();
+        let writer = Writer::open(Maps::open(&dir.pins).unwrap()).unwrap();
+        let mut rig = Self { programs, encoder: Encoder::recover(writer.present()), writer, dir };
+        rig.write(view);
+        Some(rig)
+    }
+
+    pub fn pins(&self) -> &crate::datapath::Pins {
+        &self.dir.pins
+    }
+
+    pub fn write(&mut self, view: &NodeView) {
+        let tables = self.encoder.encode(view, self.writer.present()).unwrap();
+        self.writer.write(tables).unwrap();
+    }
+
+    /// The verdict's code, and the frame afterwards.
+    pub fn run(&mut self, program: &'static str, frame: &[u8]) -> (i32, Vec<u8>) {
+        self.try_run(program, frame).expect("a frame that the kernel runs programs with")
+    }
+
+    /// The same, or `None` for a frame that the kernel makes no packet of.
+    pub fn try_run(&mut self, program: &'static str, frame: &[u8]) -> Option<(i32, Vec<u8>)> {
+        let mut out = vec![0; frame.len() + 256];
+        let options = TestRunOptions { data_in: Some(frame), data_out: Some(&mut out), ..Default::default() };
+        let result = self.programs.get(program).unwrap().test_run(options).ok()?;
+        out.truncate(result.data_size_out as usize);
+        Some((result.return_value as i32, out))
+    }
+
+    pub fn count(&self, counter: Counter) -> u64 {
+        self.writer.maps().counters().unwrap()[&counter]
+    }
+
+    /// Runs a frame that is to be dropped for this reason.
+    #[track_caller]
+    pub fn dropped(&mut self, program: &'static str, frame: &[u8], why: Counter) {
+        let before = self.count(why);
+        assert_eq!(self.run(program, frame).0, SHOT, "{program} does not drop {frame:02x?}");
+        assert_eq!(self.count(why), before + 1, "not {}: {:?}", why.name(), self.writer.maps().counters());
+    }
+}

@@ -1,0 +1,280 @@
+//! The order of writing, cut off at every place; and the same with real maps.
+
+use super::{BpfDir, scenes};
+use crate::datapath::{
+    encode::Encoder,
+    load::{Programs, Sizes},
+    maps::{Maps, MapsError},
+    tables::Tables,
+    write::{Kind, Sink, Writer},
+};
+use egress_common::{
+    abi::{NameKey, name_kind},
+    config::Config,
+    endpoint::{MemberKey, PolicyKey},
+    limits::MAGLEV_CHUNK,
+    net,
+};
+use proptest::{
+    prelude::*,
+    strategy::{Strategy, ValueTree},
+    test_runner::TestRunner,
+};
+use std::os::fd::AsRawFd;
+
+/// Maps that take a number of operations and then no more, as when the agent dies.
+struct Failing {
+    tables: Tables,
+    left: usize,
+}
+
+impl Failing {
+    fn spend(&mut self) -> Result<(), MapsError> {
+        match self.left.checked_sub(1) {
+            Some(left) => {
+                self.left = left;
+                Ok(())
+            }
+            None => Err(MapsError::Access { map: "any", source: aya::maps::MapError::KeyNotFound }),
+        }
+    }
+}
+
+impl Sink for Failing {
+    fn set<K: Kind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError> {
+        self.spend()?;
+        K::entries_mut(&mut self.tables).insert(*key, *value);
+        Ok(())
+    }
+    fn remove<K: Kind>(&mut self, key: &K::Key) -> Result<(), MapsError> {
+        self.spend()?;
+        K::entries_mut(&mut self.tables).remove(key);
+        Ok(())
+    }
+    fn configure(&mut self, config: Config) -> Result<(), MapsError> {
+        self.spend()?;
+        self.tables.config = Some(config);
+        Ok(())
+    }
+}
+
+/// Everything that an entry names is there.
+fn consistent(t: &Tables) -> Result<(), String> {
+    let fail = |what: String| Err(what);
+    let named = |kind, id| t.names.contains_key(&NameKey { kind, id });
+    let policy = |id| named(name_kind::POLICY, id) && t.policies.contains_key(&PolicyKey { policy: id, family: 4 });
+    let nodes = |i: u32| i == 0 || t.nodes.contains_key(&i);
+    for winner in t.v4.routes.values().chain(t.v6.routes.values()).filter(|p| **p != 0) {
+        if !policy(*winner) {
+            return fail(format!("a route names policy {winner}"));
+        }
+    }
+    for e in t.v4.endpoints.values().chain(t.v6.endpoints.values()) {
+        if !named(name_kind::ENDPOINT, e.id) || t.config.is_none() {
+            return fail(format!("endpoint {e:?}"));
+        }
+    }
+    for (key, p) in &t.policies {
+        for at in 0..p.table_len {
+            let Some(chunk) = t.maglev.get(&(p.table + at / MAGLEV_CHUNK as u32)) else {
+                return fail(format!("{key:?} names a chunk that is not there"));
+            };
+            let egress = u32::from(chunk.egress[at as usize % MAGLEV_CHUNK]);
+            if !t.members.contains_key(&MemberKey { policy: key.policy, egress }) {
+                return fail(format!("the table of {key:?} names {egress}"));
+            }
+        }
+    }
+    for (key, m) in &t.members {
+        let e = t.egress_ips.get(&key.egress);
+        if !named(name_kind::POLICY, key.policy) || e.is_none_or(|e| e.generation != m.generation) {
+            return fail(format!("{key:?}: {m:?} names {e:?}"));
+        }
+        let Some(e) = e else { continue };
+        if !t.v4.egress_index.values().chain(t.v6.egress_index.values()).any(|i| *i == key.egress) {
+            return fail(format!("a slot is the retired {e:?}"));
+        }
+    }
+    for (key, egress) in &t.assignments {
+        if !named(name_kind::ENDPOINT, key.endpoint)
+            || !t.members.contains_key(&MemberKey { policy: key.policy, egress: *egress })
+        {
+            return fail(format!("{key:?} names {egress}"));
+        }
+    }
+    for (i, e) in &t.egress_ips {
+        if !nodes(e.owner) {
+            return fail(format!("egress IP {i} has owner {}", e.owner));
+        }
+    }
+    let index = t.v4.egress_index.iter().map(|(a, i)| (net::any(net::from_v4(*a).into()), i));
+    let index = index.chain(t.v6.egress_index.iter().map(|(a, i)| (*a, i)));
+    for (address, i) in index {
+        if t.egress_ips.get(i).is_none_or(|e| e.addr != address) {
+            return fail(format!("index {i} is not of {address:?}"));
+        }
+    }
+    for i in t.blocks.keys().chain(t.leases.keys()) {
+        if t.blocks.contains_key(i) && !t.egress_ips.contains_key(i) {
+            return fail(format!("blocks of {i}"));
+        }
+    }
+    if t.leases.values().flat_map(|l| l.node).any(|n| !nodes(u32::from(n))) {
+        return fail("a lease names a node that is not there".into());
+    }
+    if t.node_index.values().any(|i| !nodes(*i)) {
+        return fail("a tunnel address names a node that is not there".into());
+    }
+    Ok(())
+}
+
+/// Nothing that is there before and after is missing in between.
+fn nothing_missing<K: Kind>(before: &Tables, now: &Tables, after: &Tables) -> bool {
+    let (before, now, after) = (K::entries(before), K::entries(now), K::entries(after));
+    before.keys().filter(|k| after.contains_key(k)).all(|k| now.contains_key(k))
+}
+
+/// Only the chunks that policies use.
+fn without_leftovers(mut t: Tables) -> Tables {
+    let used = |t: &Tables, chunk: u32| {
+        t.policies.values().any(|p| (p.table..p.table + p.table_len.div_ceil(MAGLEV_CHUNK as u32)).contains(&chunk))
+    };
+    let maglev = t.maglev.clone().into_iter().filter(|(i, _)| used(&t, *i)).collect();
+    t.maglev = maglev;
+    t
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn wherever_writing_ends_no_entry_names_what_is_not_there(history in scenes::history()) {
+        use crate::datapath::write::*;
+        let mut encoder = Encoder::recover(&Tables::default());
+        let mut present = Tables::default();
+        for (view, _) in &history {
+            let wanted = encoder.encode(view, &present).unwrap();
+            for left in 0.. {
+                let mut sink = Failing { tables: present.clone(), left };
+                let (mut generation, mut recheck) = (1, false);
+                let mut change = Change { sink: &mut sink, present: &present, wanted: &wanted };
+                let result = change.carry_out(&mut generation, &mut recheck);
+                if let Err(broken) = consistent(&sink.tables) {
+                    prop_assert!(false, "after {} operations: {}", left, broken);
+                }
+                let now = &sink.tables;
+                prop_assert!(
+                    nothing_missing::<Members>(&present, now, &wanted)
+                        && nothing_missing::<Policies>(&present, now, &wanted)
+                        && nothing_missing::<EndpointsV4>(&present, now, &wanted)
+                        && nothing_missing::<EgressIndexV4>(&present, now, &wanted)
+                        && nothing_missing::<Nodes>(&present, now, &wanted)
+                );
+                if let Ok(config) = result {
+                    let done = without_leftovers(sink.tables);
+                    prop_assert_eq!(&done, &Tables { config, ..wanted.clone() });
+                    break;
+                }
+                // Whoever comes after finishes it.
+                let mut sink = Failing { left: usize::MAX, ..sink };
+                let torn = without_leftovers(sink.tables.clone());
+                let wanted = Encoder::recover(&torn).encode(view, &torn).unwrap();
+                let config = Change { sink: &mut sink, present: &torn, wanted: &wanted }
+                    .carry_out(&mut generation, &mut recheck)
+                    .unwrap();
+                prop_assert_eq!(without_leftovers(sink.tables), Tables { config, ..wanted });
+            }
+            present = Tables { config: Some(Config { generation: 1, ..scenes::settings() }), ..wanted };
+        }
+    }
+}
+
+fn writer(dir: &BpfDir) -> Writer {
+    Writer::open(Maps::open(&dir.pins).unwrap()).unwrap()
+}
+
+fn some_views(n: usize) -> Vec<crate::datapath::encode::NodeView> {
+    let mut runner = TestRunner::deterministic();
+    let strategy = scenes::view();
+    (0..n).map(|_| strategy.new_tree(&mut runner).unwrap().current()).collect()
+}
+
+#[test]
+fn real_maps_hold_exactly_what_was_written_last() {
+    let Some(dir) = BpfDir::new("write") else { return };
+    let _programs = Programs::load(&dir.pins, Sizes { max_flows: 64 }).unwrap();
+    let mut writer = writer(&dir);
+    assert_eq!(writer.present(), &Tables::default());
+    let mut encoder = Encoder::recover(writer.present());
+    for view in some_views(8) {
+        let tables = encoder.encode(&view, writer.present()).unwrap();
+        writer.write(tables.clone()).unwrap();
+        let config = writer.present().config;
+        assert_eq!(writer.present(), &Tables { config, ..tables });
+        let again = self::writer(&dir);
+        assert_eq!(again.present(), writer.present());
+    }
+}
+
+#[test]
+fn the_generation_grows_with_what_flows_are_classified_by() {
+    let Some(dir) = BpfDir::new("generation") else { return };
+    let _programs = Programs::load(&dir.pins, Sizes { max_flows: 64 }).unwrap();
+    let mut writer = writer(&dir);
+    let mut encoder = Encoder::recover(writer.present());
+    let mut view = some_views(1).remove(0);
+    let mut write = |view: &crate::datapath::encode::NodeView| {
+        let tables = encoder.encode(view, writer.present()).unwrap();
+        writer.write(tables).unwrap();
+        writer.present().config.unwrap().generation
+    };
+    let first = write(&view);
+    assert_eq!(write(&view), first, "nothing has changed");
+    view.uplinks.insert(77, [1; 6]);
+    view.nodes.insert("another".into(), vec![[10, 0, 0, 77].into()]);
+    view.config.as_mut().unwrap().mss_v4 = 1000;
+    assert_eq!(write(&view), first, "nothing that classifies");
+    view.excepts.insert("192.88.99.0/24".parse().unwrap());
+    assert_eq!(write(&view), first + 1);
+    view.endpoints.pop_first();
+    assert_eq!(write(&view), first + 2);
+    let reopened = self::writer(&dir);
+    let before = reopened.present().config.unwrap().generation;
+    assert_eq!(before, first + 2);
+}
+
+#[test]
+fn a_map_that_refuses_leaves_a_part_and_the_next_write_completes_it() {
+    let Some(dir) = BpfDir::new("refuse") else { return };
+    let _programs = Programs::load(&dir.pins, Sizes { max_flows: 64 }).unwrap();
+    let mut writer = writer(&dir);
+    let mut encoder = Encoder::recover(writer.present());
+    let mut views = some_views(4);
+    let mut write = |writer: &mut Writer, view: &_| {
+        let tables = encoder.encode(view, writer.present()).unwrap();
+        writer.write(tables)
+    };
+    write(&mut writer, &views[0]).unwrap();
+    freeze(&dir, "EXCEPTS_V4");
+    let mut other = views.remove(1);
+    other.excepts.insert("192.88.99.0/24".parse().unwrap());
+    write(&mut writer, &other).unwrap_err();
+    assert_eq!(self::writer(&dir).present(), writer.present(), "what is in the maps is known");
+    consistent(writer.present()).unwrap();
+    let torn = writer.present().config.unwrap().generation;
+    other.excepts.clone_from(&views[0].excepts);
+    write(&mut writer, &other).unwrap();
+    assert!(writer.present().config.unwrap().generation > torn, "flows are checked again");
+    assert_eq!(self::writer(&dir).present(), writer.present());
+}
+
+/// No more writes to this map from user space.
+fn freeze(dir: &BpfDir, map: &str) {
+    const BPF_MAP_FREEZE: i64 = 22;
+    let map = aya::maps::MapData::from_pin(dir.pins.map(map)).unwrap();
+    let attr: [u32; 16] =
+        std::array::from_fn(|i| if i == 0 { std::os::fd::AsFd::as_fd(map.fd()).as_raw_fd() as u32 } else { 0 });
+    // SAFETY: the attributes are as long as is said.
+    let result = unsafe { libc::syscall(libc::SYS_bpf, BPF_MAP_FREEZE, attr.as_ptr(), size_of_val(&attr)) };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+}
