@@ -10,7 +10,7 @@ use crate::{
 use anyhow::{Context as _, Result, bail};
 use aya::programs::loaded_programs;
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fmt, fs, io,
     path::Path,
     time::{Duration, Instant},
@@ -20,6 +20,10 @@ use std::{
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How often that is looked at.
 const LOOK: Duration = Duration::from_millis(50);
+
+/// Why the directory of the pins may stay: somebody else uses it too.
+const KEPT: [io::ErrorKind; 3] =
+    [io::ErrorKind::DirectoryNotEmpty, io::ErrorKind::ResourceBusy, io::ErrorKind::PermissionDenied];
 
 /// What was done.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -91,30 +95,35 @@ pub async fn run(bpffs: &Path, force: bool) -> Result<Report> {
 /// TCX links go with their pins; filters have none.
 fn detach_filters(before: &Inventory, report: &mut Report) {
     for program in &before.programs {
-        for hook in program.attached.iter().filter(|hook| hook.pin.is_none()) {
-            if let Some(interface) = &hook.interface {
+        for hook in &program.attached {
+            let Some(interface) = &hook.interface else { continue };
+            if hook.pin.is_none() {
                 attach::detach_filter(&program.name, interface);
-                report.removed.push(format!("filter {} at {interface} {}", program.name, hook.direction));
             }
+            report.removed.push(format!("{} at {interface} {} ({})", program.name, hook.direction, hook.mode));
         }
     }
 }
 
 fn remove_pins(before: &Inventory, report: &mut Report) {
+    let mut pins: BTreeMap<&Path, usize> = BTreeMap::new();
     for path in &before.pins {
         let directory = path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
-        let (kind, result) =
-            if directory { ("directory", fs::remove_dir(path)) } else { ("pin", fs::remove_file(path)) };
+        if !directory {
+            match fs::remove_file(path) {
+                Ok(()) => *pins.entry(path.parent().unwrap_or(path)).or_default() += 1,
+                error => report.note(format!("pin {}", path.display()), error),
+            }
+            continue;
+        }
+        if let Some(count) = pins.get(path.as_path()) {
+            report.removed.push(format!("{count} pins in {}", path.display()));
+        }
+        let result = fs::remove_dir(path);
         // The directory that was named may be a mount point, or hold pins of others.
-        let keep = Some(path) == before.pins.last()
-            && result.as_ref().is_err_and(|e| {
-                matches!(
-                    e.kind(),
-                    io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::ResourceBusy | io::ErrorKind::PermissionDenied
-                )
-            });
+        let keep = Some(path) == before.pins.last() && result.as_ref().is_err_and(|error| KEPT.contains(&error.kind()));
         if !keep {
-            report.note(format!("{kind} {}", path.display()), result);
+            report.note(format!("directory {}", path.display()), result);
         }
     }
 }
@@ -151,46 +160,5 @@ async fn wait_for_programs(before: &Inventory, report: &mut Report) {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_was_not_there_is_not_told() {
-        let mut report = Report::default();
-        assert_eq!(report.to_string(), "there was nothing to remove\n");
-        report.note("pin a", Err(io::ErrorKind::NotFound.into()));
-        assert_eq!(report, Report::default());
-        report.note("pin b", Ok(()));
-        report.note("pin c", Err(io::ErrorKind::PermissionDenied.into()));
-        assert_eq!(report.to_string(), "removed pin b\nFAILED  pin c: permission denied\n");
-    }
-
-    #[test]
-    fn only_directories_of_layout_versions_are_touched() {
-        let dir = tempfile::tempdir().unwrap();
-        for path in ["v1/maps", "v1/links", "v22", "other/v1", "vx"] {
-            fs::create_dir_all(dir.path().join(path)).unwrap();
-        }
-        fs::write(dir.path().join("v1/maps/A"), "").unwrap();
-        fs::write(dir.path().join("foreign"), "").unwrap();
-        let before = Inventory { pins: inventory::pins(dir.path()).unwrap(), ..Inventory::default() };
-        let mut report = Report::default();
-        remove_pins(&before, &mut report);
-        assert_eq!((report.removed.len(), report.failed.as_slice()), (5, &[] as &[String]), "{report}");
-        let mut left: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
-        left.sort();
-        assert_eq!(left, ["foreign", "other", "vx"]);
-    }
-
-    #[test]
-    fn a_directory_that_is_ours_alone_goes_too() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = dir.path().join("spillway");
-        fs::create_dir_all(root.join("v1/maps")).unwrap();
-        let before = Inventory { pins: inventory::pins(&root).unwrap(), ..Inventory::default() };
-        let mut report = Report::default();
-        remove_pins(&before, &mut report);
-        assert!(!root.exists() && report.failed.is_empty(), "{report}");
-        assert_eq!(inventory::pins(&root).unwrap(), Vec::<std::path::PathBuf>::new());
-    }
-}
+#[path = "cleanup_tests.rs"]
+mod tests;

@@ -8,12 +8,13 @@ use clap_complete::Shell;
 use egress_daemon::{
     check, cleanup,
     config::Config,
-    ctl::{DEFAULT_BPFFS, Output},
+    ctl::{DEFAULT_BPFFS, Output, message},
     observe::logs::{self, LogFormat},
     store::{Files, Store},
 };
 use std::{
-    io,
+    io::{self, Write},
+    net::SocketAddr,
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -99,6 +100,13 @@ struct Common {
 }
 
 #[derive(Args)]
+struct Serving {
+    /// Serve /metrics, /healthz and /readyz here, for example 127.0.0.1:9473
+    #[arg(long, value_name = "ADDR")]
+    metrics: Option<SocketAddr>,
+}
+
+#[derive(Args)]
 struct Pinned {
     /// Directory of the pinned maps and links: one for each agent on this machine
     #[arg(long, value_name = "DIR", default_value = DEFAULT_BPFFS)]
@@ -119,6 +127,8 @@ struct AgentArgs {
     common: Common,
     #[command(flatten)]
     pinned: Pinned,
+    #[command(flatten)]
+    serving: Serving,
 }
 
 #[derive(Args)]
@@ -127,6 +137,8 @@ struct ControllerArgs {
     source: Source,
     #[command(flatten)]
     common: Common,
+    #[command(flatten)]
+    serving: Serving,
 }
 
 #[derive(Args)]
@@ -155,7 +167,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("egress-daemon: {error:#}");
+            eprintln!("egress-daemon: {}", message(&error));
             ExitCode::FAILURE
         }
     }
@@ -177,7 +189,9 @@ fn run(command: Command) -> Result<ExitCode> {
             Ok(if report.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }),
         Command::Completions { shell } => {
-            clap_complete::generate(shell, &mut Cli::command(), "egress-daemon", &mut io::stdout());
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "egress-daemon", &mut script);
+            io::stdout().write_all(&script)?;
             Ok(ExitCode::SUCCESS)
         }
     }
@@ -193,6 +207,7 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
     let options = roles::AgentOptions {
         node: args.node,
         bpffs: args.pinned.bpffs,
+        metrics: args.serving.metrics.or(config.metrics),
         source: args.source.describe(),
         with_controller: args.with_controller,
         config,
@@ -205,9 +220,10 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
 
 async fn controller(args: ControllerArgs) -> Result<ExitCode> {
     let config = Config::load(args.common.config.as_deref())?;
+    let metrics = args.serving.metrics.or(config.metrics);
     let stop = stop()?;
     let store = open(&args.source)?;
-    roles::controller(&config, store, stop).await?;
+    roles::controller(&config, metrics, store, stop).await?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -265,9 +281,9 @@ mod tests {
     #[test]
     fn the_commands_of_the_design_are_understood() {
         for line in [
-            "agent --node worker1 --manifests /m --with-controller --config /c.yaml --bpffs /sys/fs/bpf/x",
+            "agent --node worker1 --manifests /m --with-controller --config /c.yaml --bpffs /sys/fs/bpf/x --metrics [::1]:9",
             "agent --node worker1 --kubeconfig /k --log debug --log-format json",
-            "controller --manifests /m",
+            "controller --manifests /m --metrics 127.0.0.1:9473",
             "check -o json --bpffs /sys/fs/bpf/x",
             "cleanup --force --bpffs /sys/fs/bpf/x",
             "completions zsh",
@@ -282,6 +298,7 @@ mod tests {
             ("agent --node w --manifests /m --kubeconfig /k", "cannot be used with"),
             ("agent --node w --kubeconfig /k --with-controller", "cannot be used with"),
             ("agent --node w --with-controller", "--manifests"),
+            ("controller --metrics 9473", "--metrics"),
         ] {
             let error = parse(line).err().expect(line).to_string();
             assert!(error.contains(part), "{line}: {error}");

@@ -6,13 +6,18 @@ use egress_daemon::{
     agent::{self, Agent},
     config::Config,
     controller::{self, ControllerConfig, Report},
+    datapath::Pins,
     health::LeaseTimes,
     lock::RunFiles,
-    observe::{admin::AdminServer, state::AgentState},
+    observe::{
+        admin::AdminServer,
+        metrics::{MetricsServer, Sources},
+        state::AgentState,
+    },
     store::Store,
 };
 use futures::FutureExt;
-use std::{path::PathBuf, sync::Arc};
+use std::{net::SocketAddr, path::PathBuf, sync::Arc};
 use tokio::sync::watch;
 
 /// How an agent is started.
@@ -23,6 +28,8 @@ pub struct AgentOptions {
     pub bpffs: PathBuf,
     /// Where its objects come from, for people.
     pub source: String,
+    /// Where metrics are served; absent: nowhere.
+    pub metrics: Option<SocketAddr>,
     /// Whether a controller runs in the same process.
     pub with_controller: bool,
     /// The settings.
@@ -42,36 +49,58 @@ fn controller_config(config: &Config) -> ControllerConfig {
 
 /// Runs an agent until `stop` is ready. What it made stays.
 pub async fn agent(options: AgentOptions, store: Store, stop: impl Future<Output = ()> + Send + 'static) -> Result<()> {
-    let AgentOptions { node, bpffs, source, with_controller, config } = options;
+    let AgentOptions { node, bpffs, source, metrics, with_controller, config } = options;
     let files = RunFiles::of(&bpffs);
-    let _lock = files.acquire()?;
+    let lock = files.acquire()?;
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
     let options = agent::Options {
         node,
         store: store.clone(),
         settings: (&config).into(),
-        bpffs,
+        bpffs: bpffs.clone(),
         journal: files.sysctls(),
         source,
         publish,
     };
     let agent = Agent::start(options).await?;
     // The socket is a convenience: the datapath works without it.
-    let _server = AdminServer::start(&files.socket(), published).inspect_err(|error| tracing::error!("{error}")).ok();
+    let server = AdminServer::start(&files.socket(), published.clone());
+    let _server = server.inspect_err(|error| tracing::error!("{error}")).ok();
     let stop = stop.shared();
-    let (report, _reports) = watch::channel(Report::default());
+    let (report, reports) = watch::channel(Report::default());
+    let sources = Sources {
+        pins: Some(Pins::new(&bpffs)),
+        agent: Some(published),
+        controller: with_controller.then_some(reports),
+    };
+    let _metrics = serve(metrics, sources).await?;
     let controller =
         with_controller.then(|| tokio::spawn(controller::run(store, controller_config(&config), report, stop.clone())));
     agent.run(stop).await?;
     if let Some(controller) = controller {
         controller.await?;
     }
+    // What stays in the kernel needs no lock.
+    lock.remove()?;
     Ok(())
 }
 
+async fn serve(metrics: Option<SocketAddr>, sources: Sources) -> Result<Option<MetricsServer>> {
+    match metrics {
+        Some(address) => Ok(Some(MetricsServer::start(address, sources).await?)),
+        None => Ok(None),
+    }
+}
+
 /// Runs a controller until `stop` is ready.
-pub async fn controller(config: &Config, store: Store, stop: impl Future<Output = ()> + Send + 'static) -> Result<()> {
-    let (report, _reports) = watch::channel(Report::default());
+pub async fn controller(
+    config: &Config,
+    metrics: Option<SocketAddr>,
+    store: Store,
+    stop: impl Future<Output = ()> + Send + 'static,
+) -> Result<()> {
+    let (report, reports) = watch::channel(Report::default());
+    let _metrics = serve(metrics, Sources { controller: Some(reports), ..Sources::default() }).await?;
     controller::run(store, controller_config(config), report, stop).await;
     Ok(())
 }

@@ -109,7 +109,7 @@ fn main() -> ExitCode {
     match run(Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("egressctl: {error:#}");
+            eprintln!("egressctl: {}", ctl::message(&error));
             ExitCode::FAILURE
         }
     }
@@ -133,8 +133,9 @@ fn run(cli: Cli) -> Result<()> {
         Command::State => ctl::Command::State,
         Command::Explain(args) => ctl::Command::Explain(Question::new(&args.pod, args.to, args.from_port)),
         Command::Completions { shell } => {
-            clap_complete::generate(shell, &mut Cli::command(), "egressctl", &mut io::stdout());
-            return Ok(());
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "egressctl", &mut script);
+            return show(&script);
         }
     };
     let place = ctl::Place { socket: RunFiles::of(&cli.bpffs).socket(), bpffs: cli.bpffs, node: cli.node };
@@ -142,7 +143,11 @@ fn run(cli: Cli) -> Result<()> {
     for remark in answer.remarks {
         eprintln!("egressctl: {remark}");
     }
-    match io::stdout().write_all(answer.text.as_bytes()) {
+    show(answer.text.as_bytes())
+}
+
+fn show(text: &[u8]) -> Result<()> {
+    match io::stdout().write_all(text) {
         // The reader has seen enough (`egressctl flows | head`).
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         other => Ok(other?),

@@ -174,8 +174,8 @@ fn forwarding(facts: &Facts) -> Vec<Line> {
     if off.is_empty() {
         return vec![ok("forwarding", "on")];
     }
-    let found = format!("{} is 0", off.join(" and "));
-    let remedy = "nothing, if the agent may write /proc/sys: it turns forwarding on and `cleanup` turns it off again";
+    let found = off.iter().map(|key| format!("{key} is 0")).collect::<Vec<_>>().join(", ");
+    let remedy = "nothing, if the agent may write /proc/sys: it turns forwarding on where the node needs it";
     vec![bad("forwarding", Status::Warn, found, remedy)]
 }
 
@@ -197,18 +197,18 @@ fn reverse_path(facts: &Facts, config: &Config) -> Line {
 
 fn firewall(facts: &Facts) -> Line {
     let mut found = Vec::new();
-    found.extend(facts.conntrack.then_some("connection tracking".to_owned()));
     found.extend(facts.nftables.then_some("nf_tables".to_owned()));
     if !facts.iptables.is_empty() {
         found.push(format!("iptables ({})", facts.iptables.join(", ")));
     }
+    let tracking = if facts.conntrack { "connection tracking" } else { "no connection tracking" };
     if found.is_empty() {
-        return ok("firewall", "no connection tracking, nf_tables or iptables in this kernel");
+        return ok("firewall", format!("no nf_tables or iptables rules can be in force; {tracking}"));
     }
     bad(
         "firewall",
         Status::Warn,
-        format!("there is {}", found.join(", ")),
+        format!("there is {}; {tracking}", found.join(" and ")),
         "this build sends packets of policies past the FORWARD chain: see that no NetworkPolicy depends on it",
     )
 }
@@ -330,7 +330,7 @@ mod tests {
             line.status == Status::Warn && line.found.contains("cil_from_container") && line.found.contains("lxc1")
         );
         assert_eq!(of(&Facts { tcx: false, ..good() }, "hooks").status, Status::Warn);
-        assert_eq!(of(&Facts { conntrack: true, ..good() }, "firewall").status, Status::Warn);
+        assert_eq!(of(&Facts { nftables: true, ..good() }, "firewall").status, Status::Warn);
         let off = [("net/ipv4/ip_forward".to_owned(), "0".to_owned())].into();
         assert!(of(&Facts { sysctls: off, ..good() }, "forwarding").found.contains("net/ipv4/ip_forward is 0"));
         let port = Config::parse("c", b"tunnelPort: 4789").unwrap();

@@ -206,6 +206,11 @@ fn tree(root: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(all)
 }
 
+/// The maps that are pinned in an agent's directory; none if it cannot be read.
+pub(crate) fn pinned_maps(root: &Path) -> Vec<Map> {
+    maps(&pins(root).unwrap_or_default())
+}
+
 /// The maps among the pins: those in directories of the name `maps`, of any layout version.
 fn maps(pins: &[PathBuf]) -> Vec<Map> {
     let mut maps: Vec<Map> = in_directory(pins, "maps").filter_map(map).collect();

@@ -108,6 +108,18 @@ pub fn run(command: &Command, place: &Place, output: Output) -> Result<Answer> {
     Ok(Answer { text, remarks })
 }
 
+/// An error with its causes, each said once: some messages hold their cause already.
+pub fn message(error: &anyhow::Error) -> String {
+    error.chain().fold(String::new(), |said, cause| {
+        let cause = cause.to_string();
+        match said.is_empty() {
+            true => cause,
+            false if said.contains(&cause) => said,
+            false => format!("{said}: {cause}"),
+        }
+    })
+}
+
 fn remark(command: &Command, error: &AskError) -> Option<String> {
     let unknown = command.unknown_without_agent()?;
     Some(format!("{error}; this is what the maps say, and unknown are: {unknown}"))
@@ -145,4 +157,35 @@ fn state(pins: &Pins, agent: Option<&AgentState>, place: &Place, output: Output)
     let view = state::state(inventory, agent, own);
     check_node(place, view.node.clone().or_else(|| place.node.clone()))?;
     Ok(print(&view, output)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn causes_are_said_once() {
+        let error = anyhow::anyhow!("no such file").context("a.yaml: no such file").context("it cannot be read");
+        assert_eq!(message(&error), "it cannot be read: a.yaml: no such file");
+    }
+
+    #[test]
+    fn another_node_is_refused() {
+        let place =
+            |node: Option<&str>| Place { bpffs: "/b".into(), socket: "/s".into(), node: node.map(str::to_owned) };
+        let error =
+            |node, found: Option<&str>| check_node(&place(node), found.map(str::to_owned)).map_err(|e| e.to_string());
+        assert_eq!(error(None, None), Ok(()));
+        assert_eq!(error(Some("w"), Some("w")), Ok(()));
+        assert!(error(Some("w"), Some("x")).unwrap_err().contains("node x, not w"));
+        assert!(error(Some("w"), None).unwrap_err().contains("no agent has run"));
+    }
+
+    #[test]
+    fn what_is_unknown_without_an_agent_is_said() {
+        let missing = admin::ask(std::path::Path::new("/nonexistent/a.sock")).unwrap_err();
+        let text = remark(&Command::Gateways, &missing).unwrap();
+        assert!(text.contains("/nonexistent/a.sock") && text.contains("what probes say"), "{text}");
+        assert_eq!(remark(&Command::Stats, &missing), None);
+    }
 }

@@ -4,4 +4,5 @@
 
 pub mod admin;
 pub mod logs;
+pub mod metrics;
 pub mod state;

@@ -1,0 +1,121 @@
+//! Tests of the cleanup: what it says and leaves alone, and on a real kernel that nothing stays.
+
+use super::*;
+use crate::datapath::{
+    attach::{Attacher, Hook, Mode},
+    load::{Programs, Sizes},
+};
+
+#[test]
+fn what_was_not_there_is_not_told() {
+    let mut report = Report::default();
+    assert_eq!(report.to_string(), "there was nothing to remove\n");
+    report.note("pin a", Err(io::ErrorKind::NotFound.into()));
+    assert_eq!(report, Report::default());
+    report.note("pin b", Ok(()));
+    report.note("pin c", Err(io::ErrorKind::PermissionDenied.into()));
+    assert_eq!(report.to_string(), "removed pin b\nFAILED  pin c: permission denied\n");
+}
+
+#[test]
+fn only_directories_of_layout_versions_are_touched() {
+    let dir = tempfile::tempdir().unwrap();
+    for path in ["v1/maps", "v1/links", "v22", "other/v1", "vx"] {
+        fs::create_dir_all(dir.path().join(path)).unwrap();
+    }
+    fs::write(dir.path().join("v1/maps/A"), "").unwrap();
+    fs::write(dir.path().join("foreign"), "").unwrap();
+    let before = Inventory { pins: inventory::pins(dir.path()).unwrap(), ..Inventory::default() };
+    let mut report = Report::default();
+    remove_pins(&before, &mut report);
+    assert_eq!((report.removed.len(), report.failed.as_slice()), (5, &[] as &[String]), "{report}");
+    assert!(report.to_string().contains("removed 1 pins in "), "{report}");
+    let mut left: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["foreign", "other", "vx"]);
+}
+
+#[test]
+fn a_directory_that_is_ours_alone_goes_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().join("spillway");
+    fs::create_dir_all(root.join("v1/maps")).unwrap();
+    let before = Inventory { pins: inventory::pins(&root).unwrap(), ..Inventory::default() };
+    let mut report = Report::default();
+    remove_pins(&before, &mut report);
+    assert!(!root.exists() && report.failed.is_empty(), "{report}");
+    assert_eq!(inventory::pins(&root).unwrap(), Vec::<std::path::PathBuf>::new());
+}
+
+/// Loads and attaches the programs in a network namespace of its own, as an agent does, and cleans up after it.
+fn made_and_removed(test: &'static str, mode: Mode, programs: &'static [(&'static str, &'static str)]) {
+    if !nix::unistd::geteuid().is_root() || !inventory::on_bpffs(Path::new("/sys/fs/bpf")) {
+        skip(test);
+        return;
+    }
+    let outcome = std::thread::spawn(move || {
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+            let bpffs = format!("/sys/fs/bpf/spillway-{test}-{}", std::process::id());
+            let bpffs = Path::new(&bpffs);
+            let pins = Pins::new(bpffs);
+            let hooks: BTreeMap<Hook, String> =
+                programs.iter().map(|(name, _)| ((*name, 1), "lo".to_owned())).collect();
+            {
+                let loaded = Programs::load(&pins, Sizes { max_flows: 1024 }).unwrap();
+                let errors = Attacher::new(loaded, pins.clone(), mode).sync(&hooks, &[1].into());
+                assert!(errors.is_empty(), "{errors:?}");
+            }
+            let made = inventory::take(&pins).await.unwrap();
+            let attached: Vec<String> = made
+                .programs
+                .iter()
+                .flat_map(|p| p.attached.iter().map(|hook| format!("{} {} {}", p.name, hook.direction, hook.mode)))
+                .collect();
+            let expected: Vec<String> =
+                programs.iter().map(|(name, direction)| format!("{name} {direction} {mode}")).collect();
+            assert_eq!(attached, expected);
+            assert!(made.maps.iter().all(|map| map.memory_bytes.is_some()) && made.maps.len() > 20);
+
+            let lock = RunFiles::of(bpffs).acquire().unwrap();
+            let refused = run(bpffs, false).await.unwrap_err().to_string();
+            assert!(refused.contains("--force"), "{refused}");
+            drop(lock);
+
+            let report = run(bpffs, false).await.unwrap();
+            assert_eq!(report.failed, Vec::<String>::new());
+            assert!(report.removed.contains(&format!("pod_egress at lo ingress ({mode})")), "{report}");
+            assert!(!bpffs.exists());
+            assert!(!RunFiles::of(bpffs).lock().exists());
+            assert_eq!(inventory::take(&pins).await.unwrap(), Inventory::default());
+            assert_eq!(run(bpffs, false).await.unwrap(), Report::default());
+        });
+    })
+    .join();
+    if let Err(panic) = outcome {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+/// Says that a test was not run, to people and to `cargo xtask test`.
+fn skip(test: &str) {
+    let line = format!("SKIP {test}: needs root and a BPF file system at /sys/fs/bpf\n");
+    eprint!("{line}");
+    if let Some(path) = std::env::var_os("SPILLWAY_SKIPS") {
+        let file = fs::OpenOptions::new().append(true).create(true).open(path);
+        file.and_then(|mut file| io::Write::write_all(&mut file, line.as_bytes())).unwrap();
+    }
+}
+
+#[test]
+fn everything_at_tcx_hooks_is_removed() {
+    if attach::mode() == Mode::Tcx {
+        let programs = &[("pod_egress", "ingress"), ("pod_ingress", "egress")];
+        made_and_removed("everything_at_tcx_hooks_is_removed", Mode::Tcx, programs);
+    }
+}
+
+#[test]
+fn everything_at_clsact_hooks_is_removed() {
+    made_and_removed("everything_at_clsact_hooks_is_removed", Mode::Clsact, &[("pod_egress", "ingress")]);
+}

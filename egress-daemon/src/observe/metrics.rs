@@ -1,0 +1,267 @@
+//! Metrics, read when they are asked for: counters and memory from the pinned maps, the rest from what the agent and the
+//! controller publish. And the server for them, with `/healthz` and `/readyz`.
+//!
+//! What a scrape costs does not grow with the flows.
+
+use super::{admin::Published, state::ProbeResult};
+use crate::{
+    controller::Report,
+    ctl::inventory,
+    datapath::{Pins, maps::Maps},
+};
+use axum::{
+    Router, extract::State, http::StatusCode, http::header::CONTENT_TYPE, response::IntoResponse, routing::get,
+};
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeMetric, MetricEncoder, text},
+    metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
+    registry::Registry,
+};
+use std::{fmt, io, net::SocketAddr, sync::Arc};
+use thiserror::Error;
+use tokio::{net::TcpListener, sync::watch, task::JoinSet};
+
+/// What is measured and whether the process is ready; each part only in processes that have it.
+#[derive(Clone, Debug, Default)]
+pub struct Sources {
+    /// The agent's pins.
+    pub pins: Option<Pins>,
+    /// What the agent publishes.
+    pub agent: Option<Published>,
+    /// What the controller reports.
+    pub controller: Option<watch::Receiver<Report>>,
+}
+
+/// Labels with their values.
+type Labels = Vec<(&'static str, String)>;
+
+/// A metric with its values.
+#[derive(Clone, Debug, PartialEq)]
+struct Family {
+    name: String,
+    help: &'static str,
+    values: Values,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Values {
+    Counters(Vec<(Labels, u64)>),
+    Gauges(Vec<(Labels, f64)>),
+}
+
+fn counter(name: impl Into<String>, help: &'static str, values: Vec<(Labels, u64)>) -> Family {
+    Family { name: name.into(), help, values: Values::Counters(values) }
+}
+
+fn gauge(name: impl Into<String>, help: &'static str, values: Vec<(Labels, f64)>) -> Family {
+    Family { name: name.into(), help, values: Values::Gauges(values) }
+}
+
+fn truth(value: bool) -> f64 {
+    f64::from(u8::from(value))
+}
+
+/// From the maps. A node whose maps cannot be read has `spillway_maps_readable 0` and nothing else of them.
+fn of_maps(pins: &Pins) -> Vec<Family> {
+    let counters = Maps::open(pins).and_then(|maps| maps.counters());
+    let mut families = vec![gauge(
+        "spillway_maps_readable",
+        "whether the pinned maps can be read",
+        vec![(Labels::new(), truth(counters.is_ok()))],
+    )];
+    let mut dropped = Vec::new();
+    for (counter_, value) in counters.unwrap_or_default() {
+        match counter_.name().strip_prefix("drop_") {
+            Some(reason) => dropped.push((vec![("reason", reason.to_owned())], value)),
+            None => {
+                let name = format!("spillway_{}", counter_.name());
+                families.push(counter(name, counter_.help(), vec![(Labels::new(), value)]));
+            }
+        }
+    }
+    families.push(counter("spillway_dropped_packets", "packets that were dropped, by reason", dropped));
+    let maps = inventory::pinned_maps(pins.root());
+    let by_map = |value: fn(&inventory::Map) -> Option<u64>| {
+        let one = |map: &inventory::Map| Some((vec![("map", map.name.clone())], value(map)? as f64));
+        maps.iter().filter_map(one).collect()
+    };
+    let memory = by_map(|map| map.memory_bytes);
+    families.push(gauge("spillway_map_memory_bytes", "memory that a map takes now; it grows with the entries", memory));
+    let capacity = by_map(|map| Some(map.capacity.into()));
+    families.push(gauge("spillway_map_capacity_entries", "how many entries a map can hold", capacity));
+    families
+}
+
+/// From what the agent publishes.
+fn of_agent(published: &Published) -> Vec<Family> {
+    let state = published.borrow().clone();
+    let by_gateway = |value: &dyn Fn(&super::state::GatewayState) -> Option<f64>| {
+        let one =
+            |gateway: &super::state::GatewayState| Some((vec![("gateway", gateway.name.clone())], value(gateway)?));
+        state.gateways.iter().filter_map(one).collect()
+    };
+    let up = by_gateway(&|gateway| match gateway.probe {
+        ProbeResult::Unknown => None,
+        probe => Some(truth(probe == ProbeResult::Alive)),
+    });
+    let rtt = by_gateway(&|gateway| gateway.rtt_micros.map(|micros| micros as f64 / 1e6));
+    let owned = state.egress_ips.iter().filter(|e| e.owner.as_deref() == Some(&state.node.name)).count();
+    let plain = |value: f64| vec![(Labels::new(), value)];
+    let mut families = vec![
+        gauge("spillway_gateway_up", "whether a gateway answers probes through the tunnel", up),
+        gauge("spillway_gateway_rtt_seconds", "the last round trip of a probe through the tunnel", rtt),
+        gauge("spillway_egress_ips", "egress IPs that this node uses or owns", plain(state.egress_ips.len() as f64)),
+        gauge("spillway_egress_ips_owned", "egress IPs that this node owns", plain(owned as f64)),
+        gauge("spillway_policies", "policies that this node knows", plain(state.policies.len() as f64)),
+        gauge(
+            "spillway_problems",
+            "problems that the agent tells (egressctl state)",
+            plain(state.problems.len() as f64),
+        ),
+        gauge("spillway_store_connected", "whether the store answers", plain(truth(state.node.store_connected))),
+        gauge(
+            "spillway_uptime_seconds",
+            "how long the agent has been running",
+            plain(state.node.uptime_seconds as f64),
+        ),
+    ];
+    if let Some(held) = state.node.lease_held {
+        let help = "whether this gateway holds its lease";
+        families.push(gauge("spillway_lease_held", help, plain(truth(held))));
+    }
+    families
+}
+
+/// From the controller's report.
+fn of_controller(report: &Report) -> Vec<Family> {
+    let plain = |value: f64| vec![(Labels::new(), value)];
+    vec![
+        gauge("spillway_controller_leader", "whether this controller leads", plain(truth(report.epoch.is_some()))),
+        counter("spillway_controller_rounds", "rounds of planning", vec![(Labels::new(), report.rounds)]),
+        counter("spillway_controller_writes", "objects written", vec![(Labels::new(), report.writes)]),
+        gauge("spillway_controller_planning_seconds", "time of the last plan", plain(report.planning.as_secs_f64())),
+        gauge("spillway_controller_failing", "whether the last round failed", plain(truth(report.error.is_some()))),
+    ]
+}
+
+impl Sources {
+    fn families(&self) -> Vec<Family> {
+        let mut families = Vec::new();
+        families.extend(self.pins.iter().flat_map(of_maps));
+        families.extend(self.agent.iter().flat_map(of_agent));
+        families.extend(self.controller.iter().flat_map(|report| of_controller(&report.borrow())));
+        families
+    }
+
+    /// Why the process is not ready; none if it is.
+    fn unready(&self) -> Option<String> {
+        if let Some(published) = &self.agent {
+            let state = published.borrow().clone();
+            if state.node.name.is_empty() {
+                return Some("the agent has not written its tables yet".into());
+            }
+            if let Some(c) = state.conditions.iter().find(|c| c.kind == "Ready" && c.status != "True") {
+                return Some(format!("{}: {}", c.reason, c.message));
+            }
+        }
+        let error = self.controller.as_ref().and_then(|report| report.borrow().error.clone());
+        error.map(|error| format!("the controller's last round failed: {error}"))
+    }
+}
+
+/// Writes the values of one metric. A value without labels is the only one.
+fn encode_values<V, M: EncodeMetric>(
+    mut encoder: MetricEncoder<'_>,
+    values: Vec<(Labels, V)>,
+    metric: impl Fn(V) -> M,
+) -> Result<(), fmt::Error> {
+    for (labels, value) in values {
+        if labels.is_empty() {
+            return metric(value).encode(encoder);
+        }
+        metric(value).encode(encoder.encode_family(&labels)?)?;
+    }
+    Ok(())
+}
+
+impl Collector for Sources {
+    fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), fmt::Error> {
+        for Family { name, help, values } in self.families() {
+            match values {
+                Values::Counters(values) => {
+                    let encoder = encoder.encode_descriptor(&name, help, None, MetricType::Counter)?;
+                    encode_values(encoder, values, ConstCounter::new)?;
+                }
+                Values::Gauges(values) => {
+                    let encoder = encoder.encode_descriptor(&name, help, None, MetricType::Gauge)?;
+                    encode_values(encoder, values, ConstGauge::new)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Why nothing is served.
+#[derive(Debug, Error)]
+#[error("metrics cannot be served on {address}: {source}; name a free address with --metrics")]
+pub struct ServeError {
+    address: SocketAddr,
+    source: io::Error,
+}
+
+/// Serves until it is dropped.
+#[derive(Debug)]
+pub struct MetricsServer {
+    /// Where it listens; the port is a real one also where 0 was asked for.
+    pub address: SocketAddr,
+    _task: JoinSet<()>,
+}
+
+impl MetricsServer {
+    /// Starts to serve `/metrics`, `/healthz` (the process answers) and `/readyz` (503 and the reason until it is ready).
+    pub async fn start(address: SocketAddr, sources: Sources) -> Result<Self, ServeError> {
+        let failed = |source| ServeError { address, source };
+        let listener = TcpListener::bind(address).await.map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(sources.clone()));
+        let routes = Router::new()
+            .route("/metrics", get(metrics))
+            .with_state(Arc::new(registry))
+            .route("/healthz", get(async || "ok\n"))
+            .merge(Router::new().route("/readyz", get(ready)).with_state(sources));
+        let mut task = JoinSet::new();
+        task.spawn(async move {
+            // It never returns: errors of single connections are theirs alone.
+            let _ = axum::serve(listener, routes).await;
+        });
+        tracing::info!("metrics are served on http://{address}/metrics");
+        Ok(Self { address, _task: task })
+    }
+}
+
+async fn metrics(State(registry): State<Arc<Registry>>) -> axum::response::Response {
+    let encode = move || {
+        let mut body = String::new();
+        text::encode(&mut body, &registry).map(|()| body)
+    };
+    match tokio::task::spawn_blocking(encode).await {
+        Ok(Ok(body)) => {
+            ([(CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], body).into_response()
+        }
+        _ => (StatusCode::INTERNAL_SERVER_ERROR, "the metrics cannot be encoded\n").into_response(),
+    }
+}
+
+async fn ready(State(sources): State<Sources>) -> (StatusCode, String) {
+    match sources.unready() {
+        None => (StatusCode::OK, "ok\n".into()),
+        Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, reason + "\n"),
+    }
+}
+
+#[cfg(test)]
+#[path = "metrics_tests.rs"]
+mod tests;
