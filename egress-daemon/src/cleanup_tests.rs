@@ -63,7 +63,8 @@ fn made_and_removed(test: &'static str, mode: Mode, programs: &'static [(&'stati
                 programs.iter().map(|(name, _)| ((*name, 1), "lo".to_owned())).collect();
             {
                 let loaded = Programs::load(&pins, Sizes { max_flows: 1024 }).unwrap();
-                let errors = Attacher::new(loaded, pins.clone(), mode).sync(&hooks, &[1].into());
+                let errors =
+                    Attacher::new(loaded, pins.clone(), mode).sync(&hooks, &[(1, "lo".to_owned())].into(), true);
                 assert!(errors.is_empty(), "{errors:?}");
             }
             let made = inventory::take(&pins).await.unwrap();
