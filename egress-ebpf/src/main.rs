@@ -5,6 +5,10 @@
 #![no_std]
 #![no_main]
 #![expect(missing_docs, reason = "the classifier macro makes public functions without docs")]
+#![allow(
+    clippy::needless_borrows_for_generic_args,
+    reason = "a key passed by value is copied to the stack once more, of which there are 512 bytes"
+)]
 
 mod classify;
 mod collect;

@@ -62,8 +62,8 @@ fn set_key(pkt: &Packet, addr: &V6, v4: u32, vni: u32) -> i64 {
     // SAFETY: all words are within the array, and all are written.
     unsafe {
         word.write_volatile(vni);
-        for i in 0..4 {
-            word.add(1 + i).write_volatile(remote[i]);
+        for (i, part) in remote.into_iter().enumerate() {
+            word.add(1 + i).write_volatile(part);
             word.add(7 + i).write_volatile(0);
         }
         word.add(5).write_volatile(u32::from_ne_bytes([0, OUTER_TTL, 0, 0]));
