@@ -54,8 +54,20 @@ impl Output {
     }
 }
 
-/// Runs a binary and adds what it says to `tally`. `filter` is what it was given, to tell which tests it was to run.
-pub fn run(name: &str, mut command: Command, filter: Option<&str>, timeout: Duration, tally: &mut Tally) -> Result<()> {
+/// How a binary is run.
+pub struct Run<'a> {
+    /// What it was given to choose tests, to tell which ones it was to run.
+    pub filter: Option<&'a str>,
+    /// When it counts as hanging.
+    pub timeout: Duration,
+    /// Whether a test that fails is tried once more, alone. For tests in real time on a machine that is not theirs: such a
+    /// test counts as passed, and is named in the summary.
+    pub second_try: bool,
+}
+
+/// Runs a binary and adds what it says to `tally`.
+pub fn run(name: &str, mut command: Command, how: &Run<'_>, tally: &mut Tally) -> Result<()> {
+    let Run { filter, timeout, second_try } = *how;
     let (step, log) = (Step::start(name), progress::log_file(name)?);
     let skips = log.with_extension("skips");
     std::fs::write(&skips, "").with_context(|| format!("cannot write {}", skips.display()))?;
@@ -68,6 +80,20 @@ pub fn run(name: &str, mut command: Command, filter: Option<&str>, timeout: Dura
         step.at(line);
     })?;
 
+    let mut again = Vec::new();
+    if second_try && output.failed_tests().len() == output.failed {
+        again = output.failed_tests().into_iter().map(ToOwned::to_owned).collect();
+        again.retain(|test| passes_alone(&command, test, &log, timeout));
+    }
+    if !again.is_empty() {
+        println!("{}", output.failures.join("\n"));
+        for test in &again {
+            output.ended.insert(test.clone(), "ok".to_owned());
+            tally.second_try(&format!("{name} {test}"));
+        }
+        output.failed -= again.len();
+        output.passed += again.len();
+    }
     let skipped = read_skips(&skips, &output)?;
     let passed = output.passed.saturating_sub(skipped.len());
     let mut failed = output.failed;
@@ -75,7 +101,7 @@ pub fn run(name: &str, mut command: Command, filter: Option<&str>, timeout: Dura
     if status.is_none() {
         let running = unfinished(&command, filter, &output);
         why = format!("did not end within {} s; not finished: {}", timeout.as_secs(), running.join(", "));
-    } else if status.is_some_and(|status| !status.success()) && output.failed == 0 {
+    } else if status.is_some_and(|status| !status.success()) && output.failed == 0 && again.is_empty() {
         why = format!("ended with {}", status.map_or_else(String::new, |status| status.to_string()));
     } else if output.results == 0 {
         why = "ended without a result".to_owned();
@@ -103,6 +129,23 @@ pub fn run(name: &str, mut command: Command, filter: Option<&str>, timeout: Dura
         tally.fail(name, &why);
     }
     Ok(())
+}
+
+/// Runs one test by itself; whether it passes.
+fn passes_alone(command: &Command, test: &str, log: &Path, timeout: Duration) -> bool {
+    let mut alone = Command::new(command.get_program());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => alone.env(name, value),
+            None => alone.env_remove(name),
+        };
+    }
+    if let Some(directory) = command.get_current_dir() {
+        alone.current_dir(directory);
+    }
+    alone.args([test, "--exact", "--test-threads", "1"]);
+    let log = log.with_extension("again");
+    process::run(&mut alone, &log, Some(timeout), |_, _| {}).is_ok_and(|status| status.is_some_and(|s| s.success()))
 }
 
 /// Names the failed tests as far as their lines could be read.

@@ -15,6 +15,7 @@ use anyhow::{Result, bail};
 
 use crate::{build, setup, workspace};
 use binaries::{Binary, Kind};
+use libtest::Run;
 use tally::Tally;
 
 /// End-to-end tests mostly wait; more of them at once than this would disturb each other's timing.
@@ -60,7 +61,8 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
     if !args.e2e && args.filter.is_none() {
         let mut command = workspace::cargo("test");
         command.args(["--quiet", "--workspace", "--exclude", "egress-ebpf", "--doc", "--no-fail-fast"]);
-        libtest::run("doc tests", command, None, UNIT_TIMEOUT, tally)?;
+        let how = Run { filter: None, timeout: UNIT_TIMEOUT, second_try: false };
+        libtest::run("doc tests", command, &how, tally)?;
     }
     if let Some(filter) = args.filter.as_ref().filter(|_| tally.is_empty()) {
         bail!("no test's name contains {filter}");
@@ -88,5 +90,6 @@ fn run_binary(binary: &Binary, filter: Option<&str>, bin_dir: &Path, tally: &mut
             E2E_TIMEOUT
         }
     };
-    libtest::run(&binary.name, command, filter, timeout, tally)
+    let how = Run { filter, timeout, second_try: binary.kind == Kind::EndToEnd };
+    libtest::run(&binary.name, command, &how, tally)
 }

@@ -6,6 +6,7 @@ pub struct Tally {
     passed: usize,
     failed: Vec<(String, String)>,
     skipped: Vec<(String, String)>,
+    second_try: Vec<String>,
 }
 
 impl Tally {
@@ -22,6 +23,11 @@ impl Tally {
     /// Counts something that could not run here.
     pub fn skip(&mut self, name: &str, why: &str) {
         self.skipped.push((name.to_owned(), why.to_owned()));
+    }
+
+    /// Names a test that passed, but only when it was tried again.
+    pub fn second_try(&mut self, name: &str) {
+        self.second_try.push(name.to_owned());
     }
 
     /// Whether nothing was counted.
@@ -43,6 +49,10 @@ impl Tally {
             for (name, why) in list {
                 println!("  {name}: {why}");
             }
+        }
+        if !self.second_try.is_empty() {
+            println!("\npassed at the second try, alone:");
+            self.second_try.iter().for_each(|name| println!("  {name}"));
         }
         println!("\n{}", self.line());
     }
