@@ -215,7 +215,7 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
         let mut tally = Tally::default();
-        run(name, command, None, timeout, &mut tally).unwrap();
+        run(name, command, &Run { filter: None, timeout, second_try: false }, &mut tally).unwrap();
         tally
     }
 
@@ -234,6 +234,24 @@ mod tests {
         expected.fail("skips a::two", "its output is above");
         assert_eq!(tally, expected);
         assert_eq!(tally.line(), "4 passed, 1 failed, 1 skipped");
+    }
+
+    #[test]
+    fn a_test_that_passes_alone_counts_as_passed_and_is_named() {
+        for (alone, line) in [(0, "2 passed, 0 failed, 0 skipped"), (1, "1 passed, 1 failed, 0 skipped")] {
+            // The harness is asked for everything first, and then for the one that failed.
+            let script = std::env::temp_dir().join(format!("spillway-harness-{}-{alone}", std::process::id()));
+            let all = "test one ... ok\ntest two ... FAILED\ntest result: FAILED. 1 passed; 1 failed";
+            let text = format!("#!/bin/sh\n[ \"$2\" = --exact ] && exit {alone}\necho '{all}'\nexit 101\n");
+            std::fs::write(&script, text).unwrap();
+            let mut mode = std::fs::metadata(&script).unwrap().permissions();
+            std::os::unix::fs::PermissionsExt::set_mode(&mut mode, 0o700);
+            std::fs::set_permissions(&script, mode).unwrap();
+            let (mut tally, how) = (Tally::default(), Run { filter: None, timeout: PATIENT, second_try: true });
+            run("again", Command::new(&script), &how, &mut tally).unwrap();
+            std::fs::remove_file(&script).unwrap();
+            assert_eq!(tally.line(), line);
+        }
     }
 
     #[test]
