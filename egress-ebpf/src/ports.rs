@@ -21,7 +21,8 @@ use egress_common::{
     verdict::Counter,
 };
 
-const EEXIST: i32 = -17;
+/// What inserting with `BPF_NOEXIST` says of a key that is there (`-EEXIST`).
+pub const EEXIST: i32 = -17;
 const E2BIG: i32 = -7;
 /// Probes that look for a free port before a closed connection's port is good enough.
 const FREE_PROBES: u32 = 8;

@@ -8,7 +8,8 @@ use crate::{
     mss,
     packet::{ETH_LEN, Mac, Packet, now_tick},
     parse::{self, Ip, Kind, Part, Transport, proto},
-    ports, stats,
+    ports::{self, EEXIST},
+    stats,
     translate::{End, Rewrite, rewrite},
     tunnel,
 };
@@ -349,8 +350,6 @@ pub fn leave_alone<F: Family>(generation: u32, key: &FlowKey<F>, state: u16) -> 
         Err(_) => Verdict::Drop(Counter::DropTableFull),
     }
 }
-
-const EEXIST: i32 = -17;
 
 #[inline(always)]
 fn ticket() -> u32 {

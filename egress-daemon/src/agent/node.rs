@@ -72,7 +72,7 @@ pub struct Options {
     pub publish: watch::Sender<Arc<AgentState>>,
 }
 
-/// How often the hooks are looked at although nothing seems to have changed.
+/// How often the view is made again and the tunnel device looked at although nothing seems to have changed.
 const RESYNC: Duration = Duration::from_secs(5);
 /// The least time between two writes of the status.
 const STATUS_EVERY: Duration = Duration::from_millis(100);
