@@ -52,8 +52,8 @@ map_type! {
         pub state: u16,
         /// [`kind`].
         pub kind: u16,
-        /// Unused, zero.
-        pub reserved: u16,
+        /// 1 until the host's firewall has let a packet of the flow pass, else 0.
+        pub pending: u16,
     } size 36
 }
 

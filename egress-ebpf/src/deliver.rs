@@ -122,7 +122,7 @@ fn mend_forward<F: Family>(config: &Config, key: &FlowKey<F>, r: &Reverse<F>, no
         port: key.src_port,
         state: tcp::seen::SYN | tcp::seen::ACK,
         kind: kind::TRANSLATED,
-        reserved: 0,
+        pending: 0,
     };
     if steer::enter::<F>(&forward, &flow).is_ok() {
         stats::count(Counter::FlowsRepaired);

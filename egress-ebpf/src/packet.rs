@@ -12,7 +12,7 @@ use aya_ebpf::{
 use core::mem::MaybeUninit;
 use egress_common::{
     V6,
-    abi::TICK_SHIFT,
+    abi::{FIREWALL_PRIORITY, TICK_SHIFT},
     verdict::{Counter, Verdict},
 };
 
@@ -235,6 +235,33 @@ impl Packet {
             unsafe { (&raw mut (*self.skb).tc_index).write_volatile(0) }
         }
         delivered
+    }
+
+    /// Marks the packet for the way through the host's stack.
+    #[inline(always)]
+    pub fn set_mark(&self, bit: u32) {
+        let mark = field!(self, mark) | bit;
+        // SAFETY: the context pointer is valid while the program runs.
+        unsafe {
+            (&raw mut (*self.skb).mark).write_volatile(mark);
+            (&raw mut (*self.skb).priority).write_volatile(FIREWALL_PRIORITY);
+        }
+    }
+
+    /// Whether the packet has the bit of [`set_mark`](Self::set_mark). Bit and priority are taken away: the outer packet
+    /// would inherit them.
+    #[inline(always)]
+    pub fn take_mark(&self, bit: u32) -> bool {
+        let mark = field!(self, mark);
+        if mark & bit == 0 {
+            return false;
+        }
+        // SAFETY: as above.
+        unsafe {
+            (&raw mut (*self.skb).mark).write_volatile(mark & !bit);
+            (&raw mut (*self.skb).priority).write_volatile(0);
+        }
+        true
     }
 
     /// Sends the frame out of `ifindex` as it is.

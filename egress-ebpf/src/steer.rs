@@ -4,7 +4,7 @@ use crate::{
     classify::{self, Class},
     exit,
     family::Family,
-    fragment, icmp,
+    firewall, fragment, icmp,
     maps::{CONFIG, EGRESS_IPS, NODES},
     mss,
     packet::{ETH_LEN, Mac, Packet, now_tick},
@@ -53,7 +53,7 @@ pub fn steer<F: Family>(pkt: &Packet) -> u64 {
 
 /// The 5-tuple of a pod's packet.
 #[inline(always)]
-fn key_of<F: Family>(ip: &Ip<F>, t: &Transport) -> FlowKey<F> {
+pub fn key_of<F: Family>(ip: &Ip<F>, t: &Transport) -> FlowKey<F> {
     FlowKey { src: ip.src, dst: ip.dst, src_port: t.src_port, dst_port: t.dst_port, proto: ip.proto }
 }
 
@@ -151,7 +151,7 @@ fn known<F: Family>(
         }
     }
     Known::Done(match flow.kind {
-        kind::TRANSLATED => send::<F>(pkt, config, ip, t, flow.egress, flow.port),
+        kind::TRANSLATED => go::<F>(pkt, config, ip, t, flow),
         kind::SEVERED => Verdict::Drop(Counter::DropSevered),
         _ => Verdict::Pass,
     })
@@ -200,7 +200,7 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
             flow.kind = kind::TRANSLATED;
             flow.config_generation = generation;
             if opening {
-                reopen::<F>(key, flow);
+                reopen::<F>(config, key, flow);
             }
             Check::Keep
         }
@@ -215,11 +215,12 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
 
 /// A connection that opens again with the ports of one that was closed begins with a clean state.
 #[inline(always)]
-fn reopen<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
+fn reopen<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow) {
     if flow.state & !tcp::seen::SYN == 0 {
         return;
     }
     flow.state = 0;
+    flow.pending = respects(config);
     if let Some(reverse) = reverse_key::<F>(key, flow).and_then(|k| F::reverses().get_ptr_mut(k)) {
         // SAFETY: a single store.
         unsafe { (*reverse).state = 0 };
@@ -340,7 +341,7 @@ pub fn leave_alone<F: Family>(generation: u32, key: &FlowKey<F>, state: u16) -> 
         port: 0,
         state,
         kind: kind::UNTOUCHED,
-        reserved: 0,
+        pending: 0,
     };
     match enter::<F>(key, &flow) {
         Ok(()) => {
@@ -407,7 +408,7 @@ fn open<F: Family>(
         port: search.key.src_port,
         state: if t.kind == Kind::Tcp { tcp::seen::SYN } else { 0 },
         kind: kind::TRANSLATED,
-        reserved: 0,
+        pending: respects(config),
     };
     commit::<F>(pkt, config, ip, t, key, &flow)
 }
@@ -425,7 +426,7 @@ fn commit<F: Family>(
     match enter::<F>(key, flow) {
         Ok(()) => {
             stats::count(Counter::FlowsCreated);
-            send::<F>(pkt, config, ip, t, flow.egress, flow.port)
+            go::<F>(pkt, config, ip, t, flow)
         }
         Err(error) => {
             if let Some(reverse) = reverse_key::<F>(key, flow) {
@@ -437,18 +438,41 @@ fn commit<F: Family>(
             // Another CPU made the same flow first: its choice stands.
             // SAFETY: read only.
             match unsafe { F::flows().get(key) } {
-                Some(f) if f.kind == kind::TRANSLATED => send::<F>(pkt, config, ip, t, f.egress, f.port),
+                Some(f) if f.kind == kind::TRANSLATED => go::<F>(pkt, config, ip, t, f),
                 _ => Verdict::Drop(Counter::DropSevered),
             }
         }
     }
 }
 
-/// Translates the packet of a flow and sends it on its way.
+/// Whether a new flow waits for the host's firewall, as [`Flow::pending`] has it.
 #[inline(always)]
-fn send<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, egress: u32, port: u16) -> Verdict {
+fn respects(config: &Config) -> u16 {
+    (config.flags & flags::RESPECT_FIREWALL != 0) as u16
+}
+
+/// The short way for the packets of a confirmed flow, the long one until then.
+#[inline(always)]
+fn go<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow: &Flow) -> Verdict {
+    if flow.pending != 0 && respects(config) != 0 {
+        return firewall::ask(pkt, config);
+    }
+    send::<F>(pkt, config, ip, t, flow.egress, flow.port, true)
+}
+
+/// Translates the packet of a flow and sends it on its way; `hop`: it is routed here, so its hop limit falls.
+#[inline(always)]
+pub fn send<F: Family>(
+    pkt: &Packet,
+    config: &Config,
+    ip: &Ip<F>,
+    t: &Transport,
+    egress: u32,
+    port: u16,
+    hop: bool,
+) -> Verdict {
     // The stack answers "time exceeded"; such a packet does not leave the node.
-    if ip.hop_limit <= 1 {
+    if hop && ip.hop_limit <= 1 {
         return Verdict::Pass;
     }
     let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNoOwner) };
@@ -467,7 +491,7 @@ fn send<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, egr
         new: F::from_any(&e.addr),
         old_port: t.src_port,
         new_port: port,
-        hop: true,
+        hop,
         csum_ipv6: config.flags & flags::CSUM_IPV6 != 0,
     };
     if rewrite(pkt, ip, &r).is_none() {

@@ -24,6 +24,7 @@ use crate::{
     },
     host::{
         classify::Roles,
+        firewall::LongWay,
         links::{Links, LinksOptions},
         netlink::Netlink,
         ports::NodePorts,
@@ -90,6 +91,7 @@ pub struct Agent {
     pub(super) tunnel: tunnel::Tunnel,
     pub(super) netlink: Netlink,
     pub(super) sysctls: Sysctls,
+    pub(super) long_way: LongWay,
     pub(super) hooks: Hooks,
     pub(super) effective: Effective,
     pub(super) writer: Writer,
@@ -152,6 +154,7 @@ impl Agent {
             tunnel,
             netlink,
             sysctls,
+            long_way: LongWay::default(),
             hooks,
             effective,
             writer,
@@ -185,6 +188,7 @@ impl Agent {
         let mut changes = self.store.changes();
         let mut links = self.links.subscribe();
         let mut stop = std::pin::pin!(stop);
+        self.make_long_way().await?;
         self.reconcile().await;
         (self.next_deadline, self.silent_until) = (Instant::now(), Instant::now());
         loop {
@@ -371,6 +375,7 @@ impl Agent {
             links: &links,
             roles: &self.roles,
             tunnel_addresses: &tunnel_addresses,
+            firewall: self.settings.firewall,
             attach: self.hooks.mode(),
             tables: self.writer.present(),
             lease_revision,

@@ -1,7 +1,7 @@
 //! What an agent takes from the configuration.
 
 use crate::{
-    config::{Announce, Config, Timeouts},
+    config::{Announce, Config, Firewall, Timeouts},
     datapath::{attach, load::Sizes},
     health::ProbeTimes,
     host::{classify::NamePattern, tunnel::TunnelSpec},
@@ -34,6 +34,10 @@ pub struct Settings {
     pub deadline: Duration,
     /// ARP and NDP are not answered, and nothing is announced: for networks without them.
     pub silent: bool,
+    /// Whether new flows wait for the host's firewall.
+    pub firewall: Firewall,
+    /// The one bit of the mark that leads packets through the host's stack.
+    pub firewall_mark: u32,
     /// How programs are attached; found out if absent.
     pub attach: Option<attach::Mode>,
 }
@@ -56,6 +60,8 @@ impl From<&Config> for Settings {
             lease_duration: config.lease.duration,
             deadline: config.deadline,
             silent: config.announce == Announce::None,
+            firewall: config.firewall,
+            firewall_mark: config.firewall_mark,
             attach: None,
         }
     }

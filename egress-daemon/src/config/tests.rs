@@ -47,6 +47,7 @@ probe: {interval: 50ms, count: 5}
 lease: {renew: 1s, duration: 5s}
 deadline: 3s
 firewall: bypass
+firewallMark: 0x100000
 transport: device
 announce: none
 metrics: "127.0.0.1:9473"
@@ -69,6 +70,7 @@ metrics: "127.0.0.1:9473"
         lease: Lease { renew: seconds(1), duration: seconds(5) },
         deadline: seconds(3),
         firewall: Firewall::Bypass,
+        firewall_mark: 0x10_0000,
         transport: Transport::Device,
         announce: Announce::None,
         metrics: Some("127.0.0.1:9473".parse().unwrap()),
@@ -91,7 +93,7 @@ fn the_message_names_the_file_and_every_fault() {
         error.starts_with("the configuration /etc/spillway.yaml is refused:\n  tunnelPort: 0 is out of"),
         "{error}"
     );
-    assert!(error.contains("\n  firewall: ") && error.contains("write bypass"), "{error}");
+    assert!(error.contains("\n  firewall: ") && error.contains("write respect or bypass"), "{error}");
     let missing = Config::load(Some(Path::new("/nonexistent.yaml"))).unwrap_err().to_string();
     assert!(missing.contains("/nonexistent.yaml"), "{missing}");
 }
@@ -118,8 +120,9 @@ fn what_does_not_exist_yet_is_refused_as_such() {
     for transport in ["vxlan", "direct"] {
         refused(&format!("transport: {transport}"), "transport", &["not in this build yet", "Auto or device"]);
     }
-    // Whoever asks for the host's firewall to be respected must not silently get something else.
-    refused("firewall: respect", "firewall", &["not in this build yet", "bypass"]);
+    for mark in ["0", "0x3000", "-1", "0x100000000", "bit"] {
+        refused(&format!("firewallMark: {mark}"), "firewallMark", &["power of two"]);
+    }
     refused("transport: auto", "transport", &["unknown", "Auto or device"]);
 }
 

@@ -130,7 +130,7 @@ pub fn flow(dump: &Dump, pod: (&str, u16), remote: (&str, u16), policy: &str, eg
         port: egress.1.to_be(),
         state: seen::SYN | seen::ACK,
         kind: kind::TRANSLATED,
-        reserved: 0,
+        pending: 0,
     };
     FlowEntry {
         pod: ip(pod.0),
