@@ -248,8 +248,8 @@ impl Packet {
         }
     }
 
-    /// Whether the packet has the bit of [`set_mark`](Self::set_mark). Bit and priority are taken away: the outer packet
-    /// would inherit them.
+    /// Whether the packet has the bit of [`set_mark`](Self::set_mark). Then mark and priority are cleared, whatever others
+    /// have added to them: the outer packet would inherit them.
     #[inline(always)]
     pub fn take_mark(&self, bit: u32) -> bool {
         let mark = field!(self, mark);
@@ -258,7 +258,7 @@ impl Packet {
         }
         // SAFETY: as above.
         unsafe {
-            (&raw mut (*self.skb).mark).write_volatile(mark & !bit);
+            (&raw mut (*self.skb).mark).write_volatile(0);
             (&raw mut (*self.skb).priority).write_volatile(0);
         }
         true

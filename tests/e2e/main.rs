@@ -5,6 +5,8 @@
 
 mod exits;
 mod failover;
+mod firewall;
+mod host_rules;
 mod per_endpoint;
 mod pod_start;
 mod policies;
