@@ -28,7 +28,9 @@ map_type! {
         pub icmp: u32,
         /// The one bit of the mark that leads a packet through the host's stack to the tunnel device.
         pub mark: u32,
-    } size 44
+        /// Largest IP packet that fits the tunnel; 0: any.
+        pub room: u32,
+    } size 48
 }
 
 /// Bits of [`Config::flags`].
@@ -38,7 +40,7 @@ pub mod flags {
     /// The kernel knows `BPF_F_IPV6` of `bpf_l4_csum_replace` (Linux 6.16).
     pub const CSUM_IPV6: u32 = 2;
     /// New flows wait until the host's firewall has let a packet of theirs pass.
-    pub const RESPECT_FIREWALL: u32 = 4;
+    pub const RESPECT_FIREWALL: u32 = 8;
 }
 
 /// The record in a map that no agent has written yet.
@@ -54,4 +56,5 @@ pub const UNSET: Config = Config {
     udp: 0,
     icmp: 0,
     mark: 0,
+    room: 0,
 };

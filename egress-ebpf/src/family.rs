@@ -189,6 +189,7 @@ fn v4_header(h: [u32; 5], l3: u32) -> Result<Ip<V4>, Malformed> {
         part,
         id: second >> 16,
         hop_limit: third >> 24,
+        whole_only: second & 0x4000 != 0,
     })
 }
 
@@ -322,6 +323,7 @@ fn v6_header(pkt: &Packet, h: [u32; 10], l3: u32) -> Result<Ip<V6>, Malformed> {
         part: Part::Whole,
         id: 0,
         hop_limit: second & 0xff,
+        whole_only: true,
     };
     if is_transport(ip.proto) {
         return Ok(ip);

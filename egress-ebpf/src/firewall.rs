@@ -3,12 +3,15 @@
 //! `pod_egress` enters the flow as pending and leaves its packets to the stack, marked. A policy route leads them to the
 //! tunnel device, whose egress program sees only what the firewall let pass: it translates the packet and confirms the
 //! flow. What is not let pass stays pending: the next packet asks again.
+//!
+//! The stack does more on this way: it puts fragments together, whatever order they come in, and into order; and it answers
+//! a packet that is too large for the tunnel and must not be fragmented, since the route there says how large it may be.
 
 use crate::{
     family::Family,
     maps::CONFIG,
-    packet::Packet,
-    parse::{self, Kind},
+    packet::{ETH_LEN, Packet},
+    parse::{self, Ip, Kind, proto},
     stats,
     steer::{key_of, send},
 };
@@ -18,12 +21,38 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
+/// Headers without options.
+const TCP_HEADER: u32 = 20;
+const UDP_HEADER: u32 = 8;
+
 /// Leaves a pod's packet to the host's stack, on the way that leads to [`passed`].
 #[inline(always)]
-pub fn ask(pkt: &Packet, config: &Config) -> Verdict {
+pub fn detour(pkt: &Packet, config: &Config) -> Verdict {
     pkt.set_mark(config.mark);
-    stats::count(Counter::FirewallAsked);
     Verdict::Pass
+}
+
+/// The same for a packet of a flow that is not confirmed.
+#[inline(always)]
+pub fn ask(pkt: &Packet, config: &Config) -> Verdict {
+    stats::count(Counter::FirewallAsked);
+    detour(pkt, config)
+}
+
+/// Whether the packet is too large for the tunnel and may not be fragmented.
+#[inline(always)]
+pub fn too_large<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> bool {
+    if config.room == 0 || config.mark == 0 || !ip.whole_only {
+        return false;
+    }
+    let len = match pkt.gso_size() {
+        0 => pkt.len() - ETH_LEN,
+        payload => {
+            let header = if ip.proto == proto::TCP { TCP_HEADER } else { UDP_HEADER };
+            ip.l4 - ETH_LEN + header + payload
+        }
+    };
+    len > config.room
 }
 
 /// Whether a packet at the tunnel device came the long way.

@@ -74,6 +74,12 @@ impl Packet {
         field!(self, len)
     }
 
+    /// Payload of each packet of a merged one; 0 for a single packet.
+    #[inline(always)]
+    pub fn gso_size(&self) -> u32 {
+        field!(self, gso_size)
+    }
+
     /// EtherType, network byte order.
     #[inline(always)]
     pub fn protocol(&self) -> u16 {

@@ -302,6 +302,8 @@ fn unknown<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, 
         // An answer to a query that came by a way that this node does not see (an inbound query is remembered).
         Kind::Answer => return Verdict::Pass,
         Kind::Udp | Kind::Query => {}
+        // The stack waits for the first fragment.
+        Kind::Orphan if respects(config) != 0 => return firewall::detour(pkt, config),
         Kind::Orphan => return Verdict::Drop(Counter::DropFragment),
         Kind::Broken => return Verdict::Drop(Counter::DropMalformed),
         Kind::Other | Kind::Error => return Verdict::Drop(Counter::DropProtocol),
@@ -454,8 +456,13 @@ fn respects(config: &Config) -> u16 {
 /// The short way for the packets of a confirmed flow, the long one until then.
 #[inline(always)]
 fn go<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow: &Flow) -> Verdict {
-    if flow.pending != 0 && respects(config) != 0 {
-        return firewall::ask(pkt, config);
+    if respects(config) != 0 {
+        if flow.pending != 0 {
+            return firewall::ask(pkt, config);
+        }
+        if ip.part != Part::Whole {
+            return firewall::detour(pkt, config);
+        }
     }
     send::<F>(pkt, config, ip, t, flow.egress, flow.port, true)
 }
@@ -478,6 +485,9 @@ pub fn send<F: Family>(
     let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNoOwner) };
     if e.owner == 0 {
         return Verdict::Drop(Counter::DropNoOwner);
+    }
+    if hop && e.flags & egress_flags::OWNED == 0 && firewall::too_large(pkt, config, ip) {
+        return firewall::detour(pkt, config);
     }
     if ip.part == Part::First {
         fragment::keep(ip, t);
