@@ -23,7 +23,8 @@ pub fn gather<'a>(
     let mut by_precedence: Vec<&Policy> = snapshot.policies.values().collect();
     by_precedence.sort_by(|a, b| a.precedence(b));
     let names = snapshot.nodes.keys().collect();
-    let nodes = Nodes { snapshot, health, previous, names, index: node_index(snapshot) };
+    let holders = holders(snapshot);
+    let nodes = Nodes { snapshot, health, previous, names, index: node_index(snapshot), holders };
 
     let mut named: BTreeMap<IpAddr, BTreeSet<&PolicyId>> = BTreeMap::new();
     let mut of_policy: Vec<BTreeMap<IpAddr, Claim>> = Vec::new();
@@ -46,14 +47,9 @@ pub fn gather<'a>(
         }
     }
 
-    let holders = holders(snapshot);
-    let none = BTreeMap::new();
     claims
         .into_iter()
-        .map(|(address, claims)| {
-            let holders = holders.get(&address).unwrap_or(&none);
-            (address, settle(address, claims, holders, &nodes, candidates, complaints))
-        })
+        .map(|(address, claims)| (address, settle(address, claims, &nodes, candidates, complaints)))
         .collect()
 }
 
@@ -107,6 +103,8 @@ pub struct Nodes<'a, 'p> {
     pub names: Vec<&'a NodeName>,
     /// their labels
     pub index: LabelIndex<'a>,
+    /// the nodes that have an address by themselves, with the interface
+    pub holders: BTreeMap<IpAddr, BTreeMap<u32, &'a str>>,
 }
 
 impl<'a> Nodes<'a, '_> {
@@ -128,6 +126,11 @@ impl<'a> Nodes<'a, '_> {
             };
         };
         let wanted: Option<&String> = match &gateway.address {
+            AddressSource::Ip(address) if gateway.choice == NodeChoice::First && !self.is_held(*address) => {
+                let able = self.index.matching(&gateway.nodes).into_iter().map(|place| (place, *address)).collect();
+                let node = self.first(&policy.id, able).map(|(place, _)| place);
+                return add(*address, false, node);
+            }
             AddressSource::Ip(address) => return add(*address, false, None),
             AddressSource::Configured(address) => return add(*address, true, None),
             AddressSource::Interface(interface) => Some(interface),
@@ -150,6 +153,11 @@ impl<'a> Nodes<'a, '_> {
         }
     }
 
+    /// Whether some node has the address by itself.
+    fn is_held(&self, address: IpAddr) -> bool {
+        self.holders.contains_key(&address)
+    }
+
     /// The node that serves already, if it still can; else the first that can; else the first.
     fn first(&self, policy: &PolicyId, own: Vec<(u32, IpAddr)>) -> Option<(u32, IpAddr)> {
         let able = |(place, _): &&(u32, IpAddr)| {
@@ -157,8 +165,9 @@ impl<'a> Nodes<'a, '_> {
             let node = &self.snapshot.nodes[name];
             node.ready && !node.draining && self.health.of(name).is_fresh()
         };
-        let serves = |(_, address): &&(u32, IpAddr)| {
-            self.previous.egress_ips.get(address).is_some_and(|plan| plan.fixed && plan.users.contains_key(policy))
+        let serves = |(place, address): &&(u32, IpAddr)| {
+            let before = self.previous.egress_ips.get(address).filter(|plan| plan.users.contains_key(policy));
+            before.is_some_and(|plan| plan.owner.as_ref() == Some(self.names[*place as usize]))
         };
         let able_ones = || own.iter().filter(able);
         able_ones().find(serves).or(able_ones().next()).or(own.iter().find(serves)).or(own.first()).copied()

@@ -46,11 +46,12 @@ pub struct Claim<'a> {
 pub fn settle<'a>(
     address: IpAddr,
     claims: Vec<Claim<'a>>,
-    holders: &BTreeMap<u32, &str>,
     nodes: &Nodes<'a, '_>,
     candidates: &mut Candidates<'a>,
     complaints: &mut Complaints,
 ) -> Wanted<'a> {
+    let nobody = BTreeMap::new();
+    let holders = nodes.holders.get(&address).unwrap_or(&nobody);
     let pool = claims.iter().find_map(|claim| claim.pool);
     let failback = pool.map_or_else(Failback::default, |pool| nodes.snapshot.pools[pool].failback);
     let mut usable: Vec<(Claim, usize)> = Vec::new();
