@@ -149,4 +149,6 @@ pub fn endpoint(pod: &Pod) -> Option<Endpoint> {
 }
 
 #[cfg(test)]
+mod foreign_tests;
+#[cfg(test)]
 mod tests;

@@ -6,5 +6,7 @@
 mod antrea;
 mod cilium;
 
-pub use antrea::{AppliedTo, Egress, EgressSpec, EgressStatus, ExternalIPPool, ExternalIPPoolSpec, ExternalIPPoolStatus};
+pub use antrea::{
+    AppliedTo, Egress, EgressSpec, EgressStatus, ExternalIPPool, ExternalIPPoolSpec, ExternalIPPoolStatus,
+};
 pub use cilium::{CiliumEgressGateway, CiliumEgressGatewayPolicy, CiliumEgressGatewayPolicySpec, CiliumSelector};

@@ -86,6 +86,7 @@ fn allocated<'a>(
             selectors: [&snapshot.pools[*pool].nodes].into(),
             nodes: BTreeSet::new(),
             configured: false,
+            first: false,
         };
         (*address, claim)
     })
@@ -117,7 +118,9 @@ impl<'a> Nodes<'a, '_> {
                 selectors: BTreeSet::new(),
                 nodes: BTreeSet::new(),
                 configured: true,
+                first: true,
             });
+            claim.first &= gateway.choice == NodeChoice::First;
             claim.weight = claim.weight.saturating_add(gateway.weight);
             claim.configured &= configured;
             match node {
@@ -126,11 +129,6 @@ impl<'a> Nodes<'a, '_> {
             };
         };
         let wanted: Option<&String> = match &gateway.address {
-            AddressSource::Ip(address) if gateway.choice == NodeChoice::First && !self.is_held(*address) => {
-                let able = self.index.matching(&gateway.nodes).into_iter().map(|place| (place, *address)).collect();
-                let node = self.first(&policy.id, able).map(|(place, _)| place);
-                return add(*address, false, node);
-            }
             AddressSource::Ip(address) => return add(*address, false, None),
             AddressSource::Configured(address) => return add(*address, true, None),
             AddressSource::Interface(interface) => Some(interface),
@@ -151,11 +149,6 @@ impl<'a> Nodes<'a, '_> {
             }
             own.into_iter().for_each(|(node, address)| add(address, true, Some(node)));
         }
-    }
-
-    /// Whether some node has the address by itself.
-    fn is_held(&self, address: IpAddr) -> bool {
-        self.holders.contains_key(&address)
     }
 
     /// The node that serves already, if it still can; else the first that can; else the first.

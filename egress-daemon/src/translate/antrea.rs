@@ -10,8 +10,8 @@ use super::pool::{ranges, subnet};
 use super::{Problem, Reader};
 use crate::api;
 use crate::model::{
-    AddressSource, Distribution, EndpointSelector, Existing, Failback, Family, Gateway, NodeChoice, OnNoGateway, Policy,
-    PolicyId, PolicyKind, Pool, PoolId, PoolKind, PoolRequest, Selector, Source, ZoneMode,
+    AddressSource, Distribution, EndpointSelector, Existing, Failback, Family, Gateway, NodeChoice, OnNoGateway,
+    Policy, PolicyId, PolicyKind, Pool, PoolId, PoolKind, PoolRequest, Selector, Source, ZoneMode,
 };
 
 /// The kind of policies, as problems name it.
@@ -71,12 +71,14 @@ fn selectors(reader: &mut Reader, applied_to: &api::AppliedTo) -> Vec<EndpointSe
 
 fn source(reader: &mut Reader, spec: &api::EgressSpec, pools: &BTreeMap<PoolId, Pool>) -> Source {
     let ips = list(reader, &spec.egress_ip, &spec.egress_ips, ["spec.egressIP", "spec.egressIPs"]);
-    let names = list(reader, &spec.external_ip_pool, &spec.external_ip_pools, ["spec.externalIPPool", "spec.externalIPPools"]);
+    let names =
+        list(reader, &spec.external_ip_pool, &spec.external_ip_pools, ["spec.externalIPPool", "spec.externalIPPools"]);
     if ips.is_empty() && names.is_empty() {
         let remedy = "write egressIP, externalIPPool, or both";
         reader.problem("spec", "it does not say where its address comes from", remedy);
     }
-    let ips: BTreeSet<IpAddr> = ips.iter().filter_map(|(field, text)| reader.parse(text, field.clone(), ADDRESS)).collect();
+    let ips: BTreeSet<IpAddr> =
+        ips.iter().filter_map(|(field, text)| reader.parse(text, field.clone(), ADDRESS)).collect();
     let names: Vec<PoolId> = names.iter().map(|(_, name)| PoolId::new(PoolKind::Antrea, name)).collect();
     let Some(first) = names.first() else {
         let gateway = |ip| Gateway {

@@ -60,7 +60,8 @@ fn selector(reader: &mut Reader, field: &str, written: &api::CiliumSelector) -> 
     let mut read = |selector: &Option<_>, part: &str| {
         selector.as_ref().map(|selector| reader.selector(selector, &format!("{field}.{part}")))
     };
-    let (pod, namespace) = (read(&written.pod_selector, "podSelector"), read(&written.namespace_selector, "namespaceSelector"));
+    let (pod, namespace) =
+        (read(&written.pod_selector, "podSelector"), read(&written.namespace_selector, "namespaceSelector"));
     let node = read(&written.node_selector, "nodeSelector");
     let asked = |selector: &Option<Selector>| -> Vec<(String, Requirement)> {
         let requirements = selector.iter().flat_map(Selector::requirements);
