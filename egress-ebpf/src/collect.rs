@@ -7,11 +7,11 @@
 use crate::{
     classify::{self, Class},
     family::Family,
+    flows::{forget, reverse_key},
     maps::{COLLECTOR, CONFIG, Collector},
     packet::now_tick,
     parse::proto,
     stats,
-    steer::{forget, reverse_key},
 };
 use aya_ebpf::helpers::{bpf_loop, bpf_timer_init, bpf_timer_set_callback, bpf_timer_start};
 use core::ffi::c_void;

@@ -62,7 +62,7 @@ pub fn take_mark(pkt: &Packet) -> bool {
 }
 
 /// A packet that came the long way.
-#[inline(never)]
+#[inline(always)]
 pub fn passed<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Drop(Counter::DropNotAsked).to_bits() };
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };

@@ -4,6 +4,7 @@ use crate::{
     classify::{self, Class},
     deliver,
     family::Family,
+    flows,
     maps::CONFIG,
     packet::Packet,
     parse::{self, Embedded, Ip, proto},
@@ -38,7 +39,7 @@ pub fn incoming<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict
 }
 
 /// An error of a pod about a packet that it got: translated if that belonged to a translated flow.
-#[inline(never)]
+#[inline(always)]
 pub fn outgoing<F: Family>(pkt: &Packet) -> u64 {
     let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt)) else {
         return Verdict::Drop(Counter::DropMalformed).to_bits();
@@ -65,7 +66,7 @@ fn quoting<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
         _ => return Verdict::Drop(Counter::DropSevered),
     }
     let (egress, port) = (flow.egress, flow.port);
-    let Some(reverse) = steer::reverse_key::<F>(&key, flow) else { return Verdict::Drop(Counter::DropSevered) };
+    let Some(reverse) = flows::reverse_key::<F>(&key, flow) else { return Verdict::Drop(Counter::DropSevered) };
     if inner.dst != ip.src || rewrite(pkt, config, ip, &inner, End::Source, reverse.src, port).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }

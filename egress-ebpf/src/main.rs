@@ -16,6 +16,7 @@ mod deliver;
 mod exit;
 mod family;
 mod firewall;
+mod flows;
 mod fragment;
 mod gateway;
 mod icmp;
@@ -23,6 +24,7 @@ mod inbound;
 mod maps;
 mod mss;
 mod neighbor;
+mod once;
 mod packet;
 mod parse;
 mod ports;
@@ -109,8 +111,8 @@ pub fn tunnel_egress(ctx: TcContext) -> i32 {
         return finish(tunnel::send_probe(&pkt));
     }
     settle(match pkt.protocol() {
-        IPV4 => firewall::passed::<V4>(&pkt),
-        IPV6 => firewall::passed::<V6>(&pkt),
+        IPV4 => once::passed::<V4>(&pkt),
+        IPV6 => once::passed::<V6>(&pkt),
         _ => Verdict::Drop(Counter::DropNotAsked).to_bits(),
     })
 }

@@ -4,23 +4,24 @@ use crate::{
     classify::{self, Class},
     exit,
     family::Family,
-    firewall, fragment, icmp,
+    firewall,
+    flows::{enter, forget, leave_alone, mend_reverse, reverse_key, reverse_value, ticket},
+    fragment,
     maps::{CONFIG, EGRESS_IPS, NODES},
-    mss,
-    packet::{ETH_LEN, Mac, Packet, now_tick},
+    mss, once,
+    packet::{ETH_LEN, Packet, now_tick},
     parse::{self, Ip, Kind, Part, Transport, proto},
     ports::{self, EEXIST},
     stats,
     translate::{End, Rewrite, rewrite},
     tunnel,
 };
-use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_get_prandom_u32};
 use egress_common::{
     abi::VNI_FORWARD,
     config::{Config, flags},
     egress::flags as egress_flags,
     endpoint::{Endpoint, Policy, endpoint_flags, policy_flags},
-    flow::{Flow, FlowKey, Reverse, Ticket, kind},
+    flow::{Flow, FlowKey, kind},
     hash, tcp,
     verdict::{Counter, Verdict},
 };
@@ -29,6 +30,8 @@ use egress_common::{
 const UNKNOWN: u64 = u64::MAX;
 /// What [`established`] returns for an ICMP error.
 const QUOTES: u64 = u64::MAX - 1;
+/// What [`first`] returns when there is a flow now.
+const ENTERED: u64 = u64::MAX - 2;
 
 /// What the flow table says about a packet.
 enum Known {
@@ -41,12 +44,20 @@ enum Known {
 /// Classifies a pod's packet, finds or makes its flow, translates and sends it.
 ///
 /// Functions one after the other, not one in the other: the variables of two do not fit the 512 bytes of stack that a chain
-/// of calls may have, and the first packet of a flow can afford to be parsed twice.
+/// of calls may have, and the first packet of a flow can afford to be parsed again. It makes the flow only; what sends it is
+/// what sends all others.
 #[inline(always)]
 pub fn steer<F: Family>(pkt: &Packet) -> u64 {
-    match established::<F>(pkt) {
-        UNKNOWN => first::<F>(pkt),
-        QUOTES => icmp::outgoing::<F>(pkt),
+    match once::established::<F>(pkt) {
+        UNKNOWN => match once::first::<F>(pkt) {
+            ENTERED => match once::established::<F>(pkt) {
+                // The flow went, or may not be used any more, between its entry and its look-up.
+                UNKNOWN | QUOTES => Verdict::Drop(Counter::DropSevered).to_bits(),
+                verdict => verdict,
+            },
+            verdict => verdict,
+        },
+        QUOTES => once::outgoing::<F>(pkt),
         verdict => verdict,
     }
 }
@@ -58,8 +69,8 @@ pub fn key_of<F: Family>(ip: &Ip<F>, t: &Transport) -> FlowKey<F> {
 }
 
 /// A packet of a flow that is in the table.
-#[inline(never)]
-fn established<F: Family>(pkt: &Packet) -> u64 {
+#[inline(always)]
+pub fn established<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else { return malformed::<F>(pkt).to_bits() };
     let t = parse::transport::<F>(pkt, &ip);
@@ -77,13 +88,16 @@ fn established<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// A packet without a flow.
-#[inline(never)]
-fn first<F: Family>(pkt: &Packet) -> u64 {
+/// A packet without a flow: makes one, or says what else becomes of the packet.
+#[inline(always)]
+pub fn first<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
     let t = parse::transport::<F>(pkt, &ip);
-    unknown::<F>(pkt, config, &ip, &t, &key_of(&ip, &t)).to_bits()
+    match unknown::<F>(pkt, config, &ip, &t, &key_of(&ip, &t)) {
+        Ok(()) => ENTERED,
+        Err(verdict) => verdict.to_bits(),
+    }
 }
 
 /// A packet whose headers cannot be read is dropped where a policy selects its source.
@@ -227,92 +241,39 @@ fn reopen<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow) {
     }
 }
 
-/// The key of a flow's other half, or `None` if its egress IP is gone.
+/// `Ok` when the packet has a flow now.
 #[inline(always)]
-pub fn reverse_key<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Option<FlowKey<F>> {
-    let e = EGRESS_IPS.get(flow.egress)?;
-    if e.generation != flow.egress_generation {
-        return None;
-    }
-    Some(FlowKey {
-        src: F::from_any(&e.addr),
-        dst: key.dst,
-        src_port: flow.port,
-        dst_port: key.dst_port,
-        proto: key.proto,
-    })
-}
-
-/// Removes both halves of a flow.
-#[inline(always)]
-pub fn forget<F: Family>(key: &FlowKey<F>, flow: &Flow) {
-    if flow.kind != kind::UNTOUCHED
-        && let Some(reverse) = reverse_key::<F>(key, flow)
-    {
-        let _ = F::reverses().remove(reverse);
-    }
-    let _ = F::flows().remove(key);
-}
-
-/// Builds the reverse half anew if it is missing. Called once a tick for a flow that sends.
-#[inline(always)]
-fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now: u32) {
-    let Some(reverse) = reverse_key::<F>(key, flow) else { return };
-    if F::reverses().get_ptr(reverse).is_some() {
-        return;
-    }
-    let Some(mut value) = reverse_value(pkt, key, flow.policy, now) else { return };
-    value.egress = flow.egress;
-    value.egress_generation = flow.egress_generation;
-    if F::reverses().insert(reverse, value, BPF_NOEXIST as u64).is_ok() {
-        stats::count(Counter::FlowsRepaired);
-    }
-}
-
-/// What a reply needs to find its way back to where this packet came from; the slot is filled in by the caller.
-#[inline(always)]
-fn reverse_value<F: Family>(pkt: &Packet, key: &FlowKey<F>, policy: u32, now: u32) -> Option<Reverse<F>> {
-    let [host_mac, pod_mac] = pkt.read::<[Mac; 2]>(0)?;
-    Some(Reverse {
-        pod: key.src,
-        pod_port: key.src_port,
-        state: 0,
-        ifindex: pkt.ifindex(),
-        policy,
-        egress: 0,
-        egress_generation: 0,
-        last_seen: now,
-        pod_mac,
-        host_mac,
-    })
-}
-
-#[inline(always)]
-fn unknown<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, key: &FlowKey<F>) -> Verdict {
+fn unknown<F: Family>(
+    pkt: &Packet,
+    config: &Config,
+    ip: &Ip<F>,
+    t: &Transport,
+    key: &FlowKey<F>,
+) -> Result<(), Verdict> {
     let generation = generation(config);
     let (index, endpoint) = match classify::classify(config, ip.src, ip.dst) {
-        Class::Outside => return Verdict::Pass,
-        Class::Held => return Verdict::Drop(Counter::DropHeld),
+        Class::Outside => return Err(Verdict::Pass),
+        Class::Held => return Err(Verdict::Drop(Counter::DropHeld)),
         Class::Policy(index, endpoint) => (index, endpoint),
     };
-    let Some(policy) = classify::policy::<F>(index) else { return Verdict::Drop(Counter::DropNoPolicy) };
+    let Some(policy) = classify::policy::<F>(index) else { return Err(Verdict::Drop(Counter::DropNoPolicy)) };
     match t.kind {
         Kind::Tcp if opens(t) => {}
-        Kind::Tcp => return stray::<F>(generation, t, key, policy, &endpoint),
+        Kind::Tcp => return Err(stray::<F>(generation, t, key, policy, &endpoint)),
         // An answer to a query that came by a way that this node does not see (an inbound query is remembered).
-        Kind::Answer => return Verdict::Pass,
+        Kind::Answer => return Err(Verdict::Pass),
         Kind::Udp | Kind::Query => {}
         // The stack waits for the first fragment.
-        Kind::Orphan if respects(config) != 0 => return firewall::detour(pkt, config),
-        Kind::Orphan => return Verdict::Drop(Counter::DropFragment),
-        Kind::Broken => return Verdict::Drop(Counter::DropMalformed),
-        Kind::Other | Kind::Error => return Verdict::Drop(Counter::DropProtocol),
+        Kind::Orphan if respects(config) != 0 => return Err(firewall::detour(pkt, config)),
+        Kind::Orphan => return Err(Verdict::Drop(Counter::DropFragment)),
+        Kind::Broken => return Err(Verdict::Drop(Counter::DropMalformed)),
+        Kind::Other | Kind::Error => return Err(Verdict::Drop(Counter::DropProtocol)),
     }
     if policy.table_len == 0 {
         let node_ip = policy.flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0;
-        return if node_ip { Verdict::Pass } else { Verdict::Drop(Counter::DropNoGateway) };
+        return Err(if node_ip { Verdict::Pass } else { Verdict::Drop(Counter::DropNoGateway) });
     }
-    open::<F>(pkt, config, generation, ip, t, key, index, policy, &endpoint)
+    open::<F>(pkt, respects(config), generation, t, key, index, policy, &endpoint).map_err(Verdict::Drop)
 }
 
 /// A TCP segment of a connection that is not in the table.
@@ -328,77 +289,30 @@ fn stray<F: Family>(generation: u32, t: &Transport, key: &FlowKey<F>, policy: &P
     leave_alone::<F>(generation, key, tcp::advance(0, t.flags))
 }
 
-/// Notes a flow that is not to be touched, as the tables of this generation say.
-#[inline(always)]
-pub fn leave_alone<F: Family>(generation: u32, key: &FlowKey<F>, state: u16) -> Verdict {
-    let now = now_tick();
-    let flow = Flow {
-        policy: 0,
-        egress: 0,
-        egress_generation: 0,
-        config_generation: generation,
-        ticket: ticket(),
-        last_seen: now,
-        created: now,
-        port: 0,
-        state,
-        kind: kind::UNTOUCHED,
-        pending: 0,
-    };
-    match enter::<F>(key, &flow) {
-        Ok(()) => {
-            stats::count(Counter::Untouched);
-            Verdict::Pass
-        }
-        Err(EEXIST) => Verdict::Pass,
-        Err(_) => Verdict::Drop(Counter::DropTableFull),
-    }
-}
-
-#[inline(always)]
-fn ticket() -> u32 {
-    // SAFETY: the helper has no arguments.
-    unsafe { bpf_get_prandom_u32() }
-}
-
-/// Puts a new flow into the table and into the collector's queue.
-#[inline(always)]
-pub fn enter<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), i32> {
-    F::flows().insert(key, flow, BPF_NOEXIST as u64)?;
-    let ticket = Ticket { key: *key, ticket: flow.ticket, checked: flow.created };
-    F::tickets().push(ticket, 0).inspect_err(|_| {
-        let _ = F::flows().remove(key);
-    })
-}
-
-/// Opens a flow: chooses a slot, takes a port, enters both halves and sends the packet.
+/// Opens a flow: chooses a slot, takes a port and enters both halves.
 #[expect(clippy::too_many_arguments, reason = "all of it is inlined into one program")]
 #[inline(always)]
 fn open<F: Family>(
     pkt: &Packet,
-    config: &Config,
+    pending: u16,
     generation: u32,
-    ip: &Ip<F>,
     t: &Transport,
     key: &FlowKey<F>,
     index: u32,
     policy: &Policy,
     endpoint: &Endpoint,
-) -> Verdict {
-    let Some(search) = F::search().get_ptr_mut(0) else { return Verdict::Drop(Counter::DropNoPort) };
+) -> Result<(), Counter> {
+    let search = F::search().get_ptr_mut(0).ok_or(Counter::DropNoPort)?;
     // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
     let search = unsafe { &mut *search };
     let now = now_tick();
-    let Some(value) = reverse_value(pkt, key, index, now) else { return Verdict::Drop(Counter::DropMalformed) };
-    search.value = value;
+    search.value = reverse_value(pkt, key, index, now).ok_or(Counter::DropMalformed)?;
     search.hash = hash::flow(key, policy.seed);
     search.key = FlowKey { src: key.src, dst: key.dst, src_port: 0, dst_port: key.dst_port, proto: key.proto };
     search.policy = *policy;
     search.endpoint = endpoint.id;
     search.generation = generation;
-    if let Err(counter) = ports::take::<F>(search) {
-        return Verdict::Drop(counter);
-    }
+    ports::take::<F>(search)?;
     let flow = Flow {
         policy: index,
         egress: search.value.egress,
@@ -410,41 +324,23 @@ fn open<F: Family>(
         port: search.key.src_port,
         state: if t.kind == Kind::Tcp { tcp::seen::SYN } else { 0 },
         kind: kind::TRANSLATED,
-        pending: respects(config),
+        pending,
     };
-    commit::<F>(pkt, config, ip, t, key, &flow)
+    commit::<F>(key, &flow)
 }
 
 /// Enters the forward half, or takes the reverse half back where that fails.
 #[inline(always)]
-fn commit<F: Family>(
-    pkt: &Packet,
-    config: &Config,
-    ip: &Ip<F>,
-    t: &Transport,
-    key: &FlowKey<F>,
-    flow: &Flow,
-) -> Verdict {
-    match enter::<F>(key, flow) {
-        Ok(()) => {
-            stats::count(Counter::FlowsCreated);
-            go::<F>(pkt, config, ip, t, flow)
-        }
-        Err(error) => {
-            if let Some(reverse) = reverse_key::<F>(key, flow) {
-                let _ = F::reverses().remove(reverse);
-            }
-            if error != EEXIST {
-                return Verdict::Drop(Counter::DropTableFull);
-            }
-            // Another CPU made the same flow first: its choice stands.
-            // SAFETY: read only.
-            match unsafe { F::flows().get(key) } {
-                Some(f) if f.kind == kind::TRANSLATED => go::<F>(pkt, config, ip, t, f),
-                _ => Verdict::Drop(Counter::DropSevered),
-            }
-        }
+fn commit<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), Counter> {
+    let Err(error) = enter::<F>(key, flow) else {
+        stats::count(Counter::FlowsCreated);
+        return Ok(());
+    };
+    if let Some(reverse) = reverse_key::<F>(key, flow) {
+        let _ = F::reverses().remove(reverse);
     }
+    // Another CPU made the same flow first: its choice stands.
+    if error == EEXIST { Ok(()) } else { Err(Counter::DropTableFull) }
 }
 
 /// Whether a new flow waits for the host's firewall, as [`Flow::pending`] has it.

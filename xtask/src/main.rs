@@ -3,6 +3,7 @@
 mod build;
 mod codegen;
 mod demo;
+mod guest;
 mod process;
 mod progress;
 mod setup;
