@@ -42,6 +42,7 @@ compile_error!("the lab is made of Linux network namespaces");
 
 pub mod capture;
 mod command;
+pub mod hook;
 pub mod manifests;
 pub mod netns;
 mod offload;

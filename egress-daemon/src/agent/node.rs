@@ -223,6 +223,8 @@ impl Agent {
                         tracing::warn!("{rival} is claimed by another node while the lease cannot be renewed: withdrawing");
                         self.owned.withdraw(rival);
                         dirty = true;
+                    } else if self.owned.defend(rival) {
+                        tracing::warn!("{rival} is claimed by a host that does not own it: announcing it again");
                     }
                 }
                 () = lease_changed(&mut self.lease) => {

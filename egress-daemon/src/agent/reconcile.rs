@@ -94,6 +94,8 @@ impl Agent {
         };
         let view = view::view(&facts, &mut self.effective);
         let announced = view::announced(&facts);
+        let cut_off = view::cut_off(&facts);
+        self.complaints.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
         let revision = self.world.highest_lease(&self.node).max(self.lease_revision);
 
         self.hooks.set(Wanted { rules, tunnel: self.tunnel.index });
@@ -134,7 +136,7 @@ impl Agent {
         self.owned.set(&if self.settings.silent { BTreeMap::new() } else { places.collect() });
         self.owned.tick();
         self.forward();
-        self.keep_lease();
+        self.keep_lease(cut_off.is_empty()).await;
         for complaint in &self.complaints {
             tracing::error!("{complaint}");
         }
@@ -172,10 +174,10 @@ impl Agent {
         }
     }
 
-    /// Keeps the lease while this node may be a gateway.
-    fn keep_lease(&mut self) {
-        match (self.world.may_be_gateway(&self.node), self.lease.is_some()) {
-            (true, false) => {
+    /// Keeps the lease while this node may be a gateway, and packets of egress IPs can leave it.
+    async fn keep_lease(&mut self, connected: bool) {
+        match (connected && self.world.may_be_gateway(&self.node), self.lease.take()) {
+            (true, None) => {
                 let terms = LeaseTerms {
                     key: Key { namespace: LEASE_NAMESPACE.into(), name: gateway_lease(self.node.as_str()) },
                     identity: self.node.to_string(),
@@ -184,9 +186,10 @@ impl Agent {
                 };
                 self.lease = Some(LeaseKeeper::start(self.store.clone(), terms));
             }
-            // Dropped, it lapses: whatever this node owned goes to others.
-            (false, true) => self.lease = None,
-            _ => {}
+            (true, lease) => self.lease = lease,
+            // Whatever this node owned goes to others at once.
+            (false, Some(lease)) => lease.release().await,
+            (false, None) => {}
         }
     }
 
