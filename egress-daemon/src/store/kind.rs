@@ -3,6 +3,7 @@
 use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode};
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
+use kube::core::ApiResource;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -85,6 +86,20 @@ impl Kind {
     /// Whether Spillway writes the status of objects that people write.
     pub(crate) fn has_our_status(self) -> bool {
         matches!(self, Kind::EgressGatewayPolicy | Kind::EgressIPPool)
+    }
+
+    /// How the kind is named in the API.
+    pub(crate) fn resource(self) -> ApiResource {
+        match self {
+            Kind::Namespace => ApiResource::erase::<Namespace>(&()),
+            Kind::Node => ApiResource::erase::<Node>(&()),
+            Kind::Pod => ApiResource::erase::<Pod>(&()),
+            Kind::EgressGatewayPolicy => ApiResource::erase::<EgressGatewayPolicy>(&()),
+            Kind::EgressIPPool => ApiResource::erase::<EgressIPPool>(&()),
+            Kind::EgressIP => ApiResource::erase::<EgressIP>(&()),
+            Kind::EgressNode => ApiResource::erase::<EgressNode>(&()),
+            Kind::Lease => ApiResource::erase::<Lease>(&()),
+        }
     }
 
     /// The object of `value` as the kind's Rust type.

@@ -4,7 +4,7 @@ use super::Files;
 use super::Wake;
 use super::parse::is_name;
 use super::record::{generation_content, store, time_now, uid, version};
-use super::view::Item;
+use crate::store::view::Item;
 use crate::api::Violation;
 use crate::store::kind::Kind;
 use crate::store::{Guard, ObjectRef, StoreError, Verb, Write};
