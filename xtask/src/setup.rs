@@ -31,6 +31,8 @@ pub enum Scope {
     Build,
     /// Also what the lab's network namespaces and the end-to-end tests run.
     Lab,
+    /// Also what a Kubernetes on this machine runs.
+    Cluster,
 }
 
 /// Something that the machine lacks.
@@ -45,6 +47,9 @@ enum Gap {
 
 /// The programs that the lab, the tests and the README call.
 const PROGRAMS: [(&str, &str); 3] = [("ip", "iproute2"), ("nft", "nftables"), ("bpftool", "bpftool")];
+
+/// What nodes of a Kubernetes run besides what is built for them.
+const NODE_PROGRAMS: [(&str, &str); 3] = [("runc", "runc"), ("iptables", "iptables"), ("openssl", "openssl")];
 
 /// `cargo xtask setup`.
 pub fn run(args: &Args) -> Result<()> {
@@ -76,8 +81,11 @@ fn survey(scope: Scope) -> Vec<Gap> {
     let mut missing = |is_missing: bool, gap: Gap| gaps.extend(is_missing.then_some(gap));
     missing(Rust::find().is_none(), Gap::RustSources);
     missing(toolchain::find_linker().is_none(), Gap::BpfLinker);
-    if scope == Scope::Lab {
+    if scope != Scope::Build {
         for (name, package) in PROGRAMS {
+            missing(find_program(name).is_none(), Gap::Program { name, package });
+        }
+        for (name, package) in NODE_PROGRAMS.into_iter().filter(|_| scope == Scope::Cluster) {
             missing(find_program(name).is_none(), Gap::Program { name, package });
         }
         missing(!bpffs_is_mounted(), Gap::BpfFs);
