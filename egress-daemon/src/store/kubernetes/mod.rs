@@ -9,8 +9,6 @@ mod cache;
 mod client;
 mod follow;
 mod notes;
-#[cfg(test)]
-mod tests;
 mod trim;
 mod write;
 
@@ -91,7 +89,7 @@ impl Kubernetes {
             tasks.spawn(follow::follow(client.clone(), watched, Arc::clone(&cache)));
         }
         let (notes, waiting) = mpsc::channel(NOTES);
-        tasks.spawn(notes::send(client.clone(), reader.name(), waiting));
+        tasks.spawn(notes::send(client.clone(), Arc::clone(&cache), reader.name(), waiting));
         let mut changes = cache.changes();
         loop {
             let missing = cache.missing(&kinds);
