@@ -13,6 +13,7 @@
 mod classify;
 mod collect;
 mod deliver;
+mod exit;
 mod family;
 mod fragment;
 mod gateway;

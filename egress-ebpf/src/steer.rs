@@ -2,6 +2,7 @@
 
 use crate::{
     classify::{self, Class},
+    exit,
     family::Family,
     fragment, icmp,
     maps::{CONFIG, EGRESS_IPS, NODES},
@@ -481,7 +482,7 @@ pub fn hand_over(pkt: &Packet, config: &Config, egress: u32) -> Verdict {
     let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNoOwner) };
     if e.flags & egress_flags::OWNED != 0 {
         stats::count(Counter::SentLocal);
-        return pkt.redirect_routed(e.ifindex);
+        return exit::leave(pkt, e);
     }
     match NODES.get(e.owner) {
         Some(node) if node.present != 0 => {
