@@ -53,8 +53,7 @@ impl Image {
         let mut entry = descriptor("application/vnd.oci.image.manifest.v1+json", &manifest);
         entry["platform"] = json!({"architecture": self.architecture, "os": "linux"});
         let (_, tag) = self.name.rsplit_once(':').unwrap_or((&self.name, "latest"));
-        entry["annotations"] =
-            json!({"io.containerd.image.name": self.name, "org.opencontainers.image.ref.name": tag});
+        entry["annotations"] = json!({"io.containerd.image.name": self.name, "org.opencontainers.image.ref.name": tag});
         let index = json!({"schemaVersion": 2, "manifests": [entry]}).to_string().into_bytes();
 
         let mut all = Tar::default();

@@ -114,11 +114,9 @@ fn status() -> Result<()> {
         println!("There is no cluster: cargo xtask cluster up");
         return Ok(());
     }
-    for arguments in [
-        &["get", "nodes", "-o", "wide"][..],
-        &["get", "pods", "-A", "-o", "wide"],
-        &["get", "spillway", "-o", "wide"],
-    ] {
+    for arguments in
+        [&["get", "nodes", "-o", "wide"][..], &["get", "pods", "-A", "-o", "wide"], &["get", "spillway", "-o", "wide"]]
+    {
         cluster.kubectl_command()?.args(arguments).status().context("kubectl cannot be started")?;
         println!();
     }

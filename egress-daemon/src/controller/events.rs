@@ -35,8 +35,7 @@ impl Event {
             let about = ObjectRef { kind: Kind::EgressIP, key: Key::cluster(&egress_ip_name(*address)) };
             (format!("EgressIP {address}"), Some(about))
         };
-        let event =
-            |(object, about), warning, reason, message| Some(Event { object, about, warning, reason, message });
+        let event = |(object, about), warning, reason, message| Some(Event { object, about, warning, reason, message });
         match change {
             Change::Added { address } => {
                 event(egress_ip(address), false, "Allocated", format!("{address} came into use"))

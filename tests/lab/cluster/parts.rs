@@ -74,7 +74,12 @@ impl Cluster {
         let (host, port) = API_SERVER.split_once(':').unwrap_or_default();
         let mut command = self.netns("cp")?.command(self.binaries.join("k8s"));
         command.current_dir(&self.dir).env("ETCD_DIR", &self.dir).env("ETCD_PORT", "2379");
-        command.args(["apiserver", "--etcd-servers=http://127.0.0.1:2379", "--cert-dir=certs", "--allow-privileged=true"]);
+        command.args([
+            "apiserver",
+            "--etcd-servers=http://127.0.0.1:2379",
+            "--cert-dir=certs",
+            "--allow-privileged=true",
+        ]);
         command.args([format!("--secure-port={port}"), format!("--bind-address={host}")]);
         command.arg(format!("--advertise-address={host}"));
         command.args(["--service-account-key-file=sa.key", "--service-account-signing-key-file=sa.key"]);
@@ -122,7 +127,8 @@ impl Cluster {
         if node.kind == NodeKind::Gateway {
             labels += ",egress=true";
         }
-        let enter: String = cgroups.iter().map(|group| format!("echo $$ > {}/cgroup.procs\n", group.display())).collect();
+        let enter: String =
+            cgroups.iter().map(|group| format!("echo $$ > {}/cgroup.procs\n", group.display())).collect();
         let script = format!(
             "{enter}exec unshare -m -p -u -i -C --fork --kill-child --propagation private bash {} {} {name} {} {} {labels}",
             init.display(),

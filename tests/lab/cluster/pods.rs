@@ -30,7 +30,8 @@ impl Cluster {
             if !pod["metadata"]["deletionTimestamp"].is_null() {
                 continue;
             }
-            let text = |path: &str| pod.pointer(path).and_then(serde_json::Value::as_str).unwrap_or_default().to_owned();
+            let text =
+                |path: &str| pod.pointer(path).and_then(serde_json::Value::as_str).unwrap_or_default().to_owned();
             let (name, node) = (text("/metadata/name"), text("/spec/nodeName"));
             let ip = text("/status/podIP").parse().with_context(|| format!("{name} has no IPv4 address"))?;
             let ns = pod_namespace(&name)?;

@@ -224,3 +224,7 @@ impl State {
         changed
     }
 }
+
+#[cfg(test)]
+#[path = "cache_tests.rs"]
+mod tests;

@@ -111,7 +111,8 @@ fn reason(error: &watcher::Error) -> String {
     };
     match of_api {
         Error::Api(status) if status.code == 404 => {
-            "the cluster does not know the kind: install the CustomResourceDefinitions (kubectl apply -k manifests/)".into()
+            "the cluster does not know the kind: install the CustomResourceDefinitions (kubectl apply -k manifests/)"
+                .into()
         }
         Error::Api(status) if matches!(status.code, 401 | 403) => {
             format!("{}: install the roles of this version (kubectl apply -k manifests/)", status.message)

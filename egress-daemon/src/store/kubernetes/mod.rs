@@ -54,7 +54,9 @@ impl Reader {
     fn watched(&self) -> Vec<Watched> {
         let all = Kind::ALL.into_iter().map(|kind| match (self, kind) {
             (Reader::Agent(node), Kind::Pod) => Watched::fields(kind, format!("spec.nodeName={node}")),
-            (Reader::Agent(node), Kind::Lease) => Watched::fields(kind, format!("metadata.name={}", gateway_lease(node))),
+            (Reader::Agent(node), Kind::Lease) => {
+                Watched::fields(kind, format!("metadata.name={}", gateway_lease(node)))
+            }
             _ => Watched::all(kind),
         });
         all.collect()

@@ -15,12 +15,7 @@ use tokio::sync::mpsc;
 const REQUEST: Duration = Duration::from_secs(5);
 
 /// Sends what comes in, one after the other.
-pub(super) async fn send(
-    client: Client,
-    cache: Arc<Cache>,
-    reporter: &'static str,
-    mut notes: mpsc::Receiver<Note>,
-) {
+pub(super) async fn send(client: Client, cache: Arc<Cache>, reporter: &'static str, mut notes: mpsc::Receiver<Note>) {
     let instance = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
     let recorder = Recorder::new(client, Reporter { controller: reporter.to_owned(), instance });
     while let Some(note) = notes.recv().await {

@@ -56,7 +56,8 @@ pub(super) fn trim(kind: Kind, object: &mut Value) -> String {
         copy(object, &mut small, path);
     }
     if kind == Kind::Pod
-        && let Some(spec) = small.as_object_mut().map(|pod| pod.entry("spec").or_insert_with(|| Value::Object(Map::new())))
+        && let Some(spec) =
+            small.as_object_mut().map(|pod| pod.entry("spec").or_insert_with(|| Value::Object(Map::new())))
     {
         // A list that a pod must have.
         spec["containers"] = Value::Array(Vec::new());
