@@ -30,7 +30,9 @@ map_type! {
         pub mark: u32,
         /// Largest IP packet that fits the tunnel; 0: any.
         pub room: u32,
-    } size 48
+        /// Flows that one pod may have; 0: any number.
+        pub pod_flows: u32,
+    } size 52
 }
 
 /// Bits of [`Config::flags`].
@@ -57,4 +59,5 @@ pub const UNSET: Config = Config {
     icmp: 0,
     mark: 0,
     room: 0,
+    pod_flows: 0,
 };

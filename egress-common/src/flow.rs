@@ -54,7 +54,9 @@ map_type! {
         pub kind: u16,
         /// 1 until the host's firewall has let a packet of the flow pass, else 0.
         pub pending: u16,
-    } size 36
+        /// Interface that its packets come in by.
+        pub ifindex: u32,
+    } size 40
 }
 
 map_type! {

@@ -44,6 +44,8 @@ pub struct Config {
     pub pod_interfaces: Vec<NamePattern>,
     /// `maxFlows`: flows on this node, for each address family.
     pub max_flows: u32,
+    /// `maxFlowsPerPod`: how many of them one pod may have; 0 stands for a quarter of `maxFlows`.
+    pub max_flows_per_pod: u32,
     /// `timeouts`: how long idle flows are kept.
     pub timeouts: Timeouts,
     /// `probe`: how gateways are probed through the tunnel.
@@ -132,6 +134,7 @@ impl Default for Config {
             uplinks: Vec::new(),
             pod_interfaces: Vec::new(),
             max_flows: limits::MAX_FLOWS as u32,
+            max_flows_per_pod: 0,
             timeouts: Timeouts {
                 tcp_established: TCP_ESTABLISHED,
                 tcp_transitory: TCP_TRANSITORY,

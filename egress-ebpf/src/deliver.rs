@@ -123,6 +123,7 @@ fn mend_forward<F: Family>(config: &Config, key: &FlowKey<F>, r: &Reverse<F>, no
         state: tcp::seen::SYN | tcp::seen::ACK,
         kind: kind::TRANSLATED,
         pending: 0,
+        ifindex: r.ifindex,
     };
     if flows::enter::<F>(&forward, &flow).is_ok() {
         stats::count(Counter::FlowsRepaired);

@@ -42,6 +42,7 @@ pub trait Family: Copy + PartialEq + Words + 'static {
     fn excepts() -> &'static Excepts<Self>;
     fn egress_index() -> &'static EgressIndex<Self>;
     fn search() -> &'static Searches<Self>;
+    fn shares() -> &'static Shares<Self>;
 
     /// The address held in the common form of `EGRESS_IPS`.
     fn from_any(words: &V6) -> Self;
@@ -104,6 +105,10 @@ impl Family for V4 {
     #[inline(always)]
     fn search() -> &'static Searches<V4> {
         &SEARCH_V4
+    }
+    #[inline(always)]
+    fn shares() -> &'static Shares<V4> {
+        &SHARES_V4
     }
 
     #[inline(always)]
@@ -235,6 +240,10 @@ impl Family for V6 {
     #[inline(always)]
     fn search() -> &'static Searches<V6> {
         &SEARCH_V6
+    }
+    #[inline(always)]
+    fn shares() -> &'static Shares<V6> {
+        &SHARES_V6
     }
 
     #[inline(always)]

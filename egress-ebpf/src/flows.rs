@@ -5,7 +5,7 @@ use crate::{
     maps::EGRESS_IPS,
     packet::{Mac, Packet, now_tick},
     ports::EEXIST,
-    stats,
+    share, stats,
 };
 use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_get_prandom_u32};
 use egress_common::{
@@ -37,7 +37,15 @@ pub fn forget<F: Family>(key: &FlowKey<F>, flow: &Flow) {
     {
         let _ = F::reverses().remove(reverse);
     }
-    let _ = F::flows().remove(key);
+    remove::<F>(key);
+}
+
+/// Removes the forward half.
+#[inline(always)]
+pub fn remove<F: Family>(key: &FlowKey<F>) {
+    if F::flows().remove(key).is_ok() {
+        share::give_back::<F>(key.src);
+    }
 }
 
 /// Builds the reverse half anew if it is missing. Called once a tick for a flow that sends.
@@ -75,7 +83,7 @@ pub fn reverse_value<F: Family>(pkt: &Packet, key: &FlowKey<F>, policy: u32, now
 
 /// Notes a flow that is not to be touched, as the tables of this generation say.
 #[inline(always)]
-pub fn leave_alone<F: Family>(generation: u32, key: &FlowKey<F>, state: u16) -> Verdict {
+pub fn leave_alone<F: Family>(pkt: &Packet, generation: u32, key: &FlowKey<F>, state: u16) -> Verdict {
     let now = now_tick();
     let flow = Flow {
         policy: 0,
@@ -89,6 +97,7 @@ pub fn leave_alone<F: Family>(generation: u32, key: &FlowKey<F>, state: u16) -> 
         state,
         kind: kind::UNTOUCHED,
         pending: 0,
+        ifindex: pkt.ifindex(),
     };
     match enter::<F>(key, &flow) {
         Ok(()) => {
@@ -113,5 +122,7 @@ pub fn enter<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), i32> {
     let ticket = Ticket { key: *key, ticket: flow.ticket, checked: flow.created };
     F::tickets().push(ticket, 0).inspect_err(|_| {
         let _ = F::flows().remove(key);
-    })
+    })?;
+    share::take::<F>(key.src);
+    Ok(())
 }

@@ -4,6 +4,7 @@
 //! address family and turns a [`Verdict`] into a code and a counter.
 #![no_std]
 #![no_main]
+#![feature(asm_experimental_arch)]
 #![expect(missing_docs, reason = "the classifier macro makes public functions without docs")]
 #![allow(
     clippy::needless_borrows_for_generic_args,
@@ -28,6 +29,7 @@ mod once;
 mod packet;
 mod parse;
 mod ports;
+mod share;
 mod stats;
 mod steer;
 mod translate;

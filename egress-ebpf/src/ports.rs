@@ -6,6 +6,7 @@
 use crate::{
     classify,
     family::Family,
+    flows,
     maps::{ASSIGNMENTS, BLOCKS, EGRESS_IPS, MAGLEV},
     packet::now_tick,
     stats,
@@ -175,7 +176,7 @@ fn evict_closed<F: Family>(key: &FlowKey<F>) -> bool {
     };
     match out {
         Some(out) if tcp::closed(out, r.state) => {
-            let _ = F::flows().remove(&forward);
+            flows::remove::<F>(&forward);
         }
         None if now_tick().wrapping_sub(r.last_seen) as i32 > ORPHANED as i32 => {}
         _ => return false,

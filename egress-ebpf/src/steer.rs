@@ -12,7 +12,7 @@ use crate::{
     packet::{ETH_LEN, Packet, now_tick},
     parse::{self, Ip, Kind, Part, Transport, proto},
     ports::{self, EEXIST},
-    stats,
+    share, stats,
     translate::{End, Rewrite, rewrite},
     tunnel,
 };
@@ -136,6 +136,14 @@ fn known<F: Family>(
     key: &FlowKey<F>,
     flow: &mut Flow,
 ) -> Known {
+    if flow.ifindex != pkt.ifindex() {
+        if classify::is_spoofed::<F>(pkt, key.src) {
+            return Known::Done(Verdict::Drop(Counter::DropSpoofed));
+        }
+        // The pod is behind another interface now: what the old one remembers leads replies astray.
+        forget::<F>(key, flow);
+        return Known::Unknown;
+    }
     let opening = opens(t);
     if flow.config_generation != config.generation || opening {
         match check::<F>(config, key, flow, opening) {
@@ -250,6 +258,9 @@ fn unknown<F: Family>(
     t: &Transport,
     key: &FlowKey<F>,
 ) -> Result<(), Verdict> {
+    if classify::is_spoofed::<F>(pkt, ip.src) {
+        return Err(Verdict::Drop(Counter::DropSpoofed));
+    }
     let generation = generation(config);
     let (index, endpoint) = match classify::classify(config, ip.src, ip.dst) {
         Class::Outside => return Err(Verdict::Pass),
@@ -259,7 +270,7 @@ fn unknown<F: Family>(
     let Some(policy) = classify::policy::<F>(index) else { return Err(Verdict::Drop(Counter::DropNoPolicy)) };
     match t.kind {
         Kind::Tcp if opens(t) => {}
-        Kind::Tcp => return Err(stray::<F>(generation, t, key, policy, &endpoint)),
+        Kind::Tcp => return Err(stray::<F>(pkt, generation, t, key, policy, &endpoint)),
         // An answer to a query that came by a way that this node does not see (an inbound query is remembered).
         Kind::Answer => return Err(Verdict::Pass),
         Kind::Udp | Kind::Query => {}
@@ -273,12 +284,22 @@ fn unknown<F: Family>(
         let node_ip = policy.flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0;
         return Err(if node_ip { Verdict::Pass } else { Verdict::Drop(Counter::DropNoGateway) });
     }
+    if share::is_used_up::<F>(config, key.src) {
+        return Err(Verdict::Drop(Counter::DropPodShare));
+    }
     open::<F>(pkt, respects(config), generation, t, key, index, policy, &endpoint).map_err(Verdict::Drop)
 }
 
 /// A TCP segment of a connection that is not in the table.
 #[inline(always)]
-fn stray<F: Family>(generation: u32, t: &Transport, key: &FlowKey<F>, policy: &Policy, endpoint: &Endpoint) -> Verdict {
+fn stray<F: Family>(
+    pkt: &Packet,
+    generation: u32,
+    t: &Transport,
+    key: &FlowKey<F>,
+    policy: &Policy,
+    endpoint: &Endpoint,
+) -> Verdict {
     let answers = t.flags & (tcp::flag::SYN | tcp::flag::ACK) == tcp::flag::SYN | tcp::flag::ACK;
     // The pod accepts a connection whose SYN did not pass the interface's egress hook (a redirect into the pod).
     let old = endpoint.flags & endpoint_flags::HAS_HISTORY != 0 && policy.flags & policy_flags::EXISTING_DROP == 0;
@@ -286,7 +307,7 @@ fn stray<F: Family>(generation: u32, t: &Transport, key: &FlowKey<F>, policy: &P
         // A reset of what was refused tells the outside nothing about an egress IP and ends the matter.
         return Verdict::Drop(Counter::DropUnknownFlow);
     }
-    leave_alone::<F>(generation, key, tcp::advance(0, t.flags))
+    leave_alone::<F>(pkt, generation, key, tcp::advance(0, t.flags))
 }
 
 /// Opens a flow: chooses a slot, takes a port and enters both halves.
@@ -325,6 +346,7 @@ fn open<F: Family>(
         state: if t.kind == Kind::Tcp { tcp::seen::SYN } else { 0 },
         kind: kind::TRANSLATED,
         pending,
+        ifindex: pkt.ifindex(),
     };
     commit::<F>(key, &flow)
 }

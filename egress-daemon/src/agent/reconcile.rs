@@ -236,6 +236,7 @@ impl Agent {
             mss_v6: mss(1),
             flags: load::config_flags() | firewall,
             room,
+            pod_flows: self.settings.pod_flows,
             mark: self.long_way.made().map_or(0, |spec| spec.mark),
             tcp_established: ticks(t.tcp_established.as_secs()),
             tcp_transitory: ticks(t.tcp_transitory.as_secs()),

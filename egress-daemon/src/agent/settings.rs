@@ -9,6 +9,9 @@ use crate::{
 use ipnet::IpNet;
 use std::time::Duration;
 
+/// One part in so many of the flow table is what a pod may use, unless it is set.
+const POD_SHARE: u32 = 4;
+
 /// The settings.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -22,6 +25,8 @@ pub struct Settings {
     pub pod_interfaces: Vec<NamePattern>,
     /// Sizes of maps.
     pub sizes: Sizes,
+    /// How many flows one pod may have.
+    pub pod_flows: u32,
     /// Idle times.
     pub timeouts: Timeouts,
     /// Probes of gateways.
@@ -50,6 +55,10 @@ impl From<&Config> for Settings {
             uplinks: config.uplinks.clone(),
             pod_interfaces: config.pod_interfaces.clone(),
             sizes: Sizes { max_flows: config.max_flows },
+            pod_flows: match config.max_flows_per_pod {
+                0 => config.max_flows / POD_SHARE,
+                own => own,
+            },
             timeouts: config.timeouts,
             probe: ProbeTimes {
                 interval: config.probe.interval,

@@ -88,7 +88,9 @@ pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
     let endpoints = selected.iter().filter_map(|(id, class)| {
         let ips = facts.snapshot.endpoints.get(id)?.ips.clone();
         let has_history = facts.with_history.contains(id);
-        Some((id.clone(), EndpointView { ips, class: class.clone(), has_history }))
+        let behind = |ip: &IpAddr| facts.links.host_routes.get(ip).copied().filter(|i| facts.roles.pods.contains(i));
+        let interfaces = ips.iter().filter_map(|ip| Some((*ip, behind(ip)?))).collect();
+        Some((id.clone(), EndpointView { ips, class: class.clone(), has_history, interfaces }))
     });
     let endpoints: BTreeMap<_, _> = endpoints.collect();
     let policies = facts.snapshot.policies.values().filter(|p| in_force.contains(&p.id));

@@ -327,7 +327,7 @@ fn a_former_owner_is_silent_at_once_and_forwards_until_everybody_knows() {
     report(&mut world, "g2").carries.insert(moving, 2);
     assert_eq!(own(&world, Duration::ZERO), (true, true, true));
     assert_eq!(own(&world, LINGER - Duration::from_millis(1)), (true, true, true));
-    assert_eq!(own(&world, LINGER), (false, true, false));
+    assert_eq!(own(&world, LINGER), (false, false, false));
 }
 
 #[test]

@@ -26,6 +26,7 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
     top.set("uplinks", &mut config.uplinks, |v| list(v, "interface names such as [eth1, \"ens*\"]", text_of));
     top.set("podInterfaces", &mut config.pod_interfaces, |v| list(v, "interface names such as [\"cali*\"]", text_of));
     top.set("maxFlows", &mut config.max_flows, flows);
+    top.set("maxFlowsPerPod", &mut config.max_flows_per_pod, |v| whole(v, 64..=*FLOWS.end()).map(|n| n as u32));
     top.section("timeouts", |timeouts| {
         let t = &mut config.timeouts;
         let established = (limits::TCP_ESTABLISHED_SECS, "RFC 5382, REQ-5");

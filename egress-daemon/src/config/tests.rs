@@ -42,6 +42,7 @@ exceptCIDRs: [198.51.100.0/24, "2001:db8::/32"]
 uplinks: ["ens*"]
 podInterfaces: ["cali*", "lxc?"]
 maxFlows: 1000000
+maxFlowsPerPod: 2000
 timeouts: {tcpEstablished: 3h, tcpTransitory: 5m, udp: 120s, icmp: 61s}
 probe: {interval: 50ms, count: 5}
 lease: {renew: 1s, duration: 5s}
@@ -59,6 +60,7 @@ metrics: "127.0.0.1:9473"
         except_cidrs: vec!["198.51.100.0/24".parse().unwrap(), "2001:db8::/32".parse().unwrap()],
         uplinks: vec!["ens*".parse().unwrap()],
         pod_interfaces: vec!["cali*".parse().unwrap(), "lxc?".parse().unwrap()],
+        max_flows_per_pod: 2_000,
         max_flows: 1_000_000,
         timeouts: Timeouts {
             tcp_established: seconds(10_800),

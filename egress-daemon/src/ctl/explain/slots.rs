@@ -84,6 +84,7 @@ fn probe(source: IpAddr, question: &Question, port: u16) -> FlowEntry {
         state: 0,
         kind: kind::TRANSLATED,
         pending: 0,
+        ifindex: 0,
     };
     FlowEntry {
         pod: source,

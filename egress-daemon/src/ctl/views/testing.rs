@@ -46,6 +46,7 @@ pub fn view() -> NodeView {
             ips: ips.into_iter().map(ip).collect(),
             class: class.into_iter().map(policy).collect(),
             has_history: pod == "pin-0",
+            interfaces: Default::default(),
         };
         view.endpoints.insert(EndpointId::new("prod", pod, "uid"), endpoint);
     }
@@ -132,6 +133,7 @@ pub fn flow(dump: &Dump, pod: (&str, u16), remote: (&str, u16), policy: &str, eg
         state: seen::SYN | seen::ACK,
         kind: kind::TRANSLATED,
         pending: 0,
+        ifindex: 7,
     };
     FlowEntry {
         pod: ip(pod.0),
