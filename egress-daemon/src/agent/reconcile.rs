@@ -72,6 +72,7 @@ impl Agent {
             plan: &self.world.plan,
             links: &links,
             roles: &self.roles,
+            unanswered: &self.world.unanswered(),
             probes: &probes,
             handover: &self.handover,
             with_history: &self.histories.with_history(),
