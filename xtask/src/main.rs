@@ -1,12 +1,14 @@
-//! Spillway's developer commands: `cargo xtask setup | build | demo | codegen | tidy | test`. Each command is a module of its own.
+//! Spillway's developer commands: `cargo xtask setup | build | demo | codegen | tidy | soak | test`. Each command is a module of its own.
 
 mod build;
 mod codegen;
 mod demo;
 mod guest;
+mod interrupt;
 mod process;
 mod progress;
 mod setup;
+mod soak;
 mod test;
 mod tidy;
 mod toolchain;
@@ -35,6 +37,8 @@ enum Command {
     Codegen(codegen::Args),
     /// Check the rules that no compiler checks: module edges, file sizes, links, formatting
     Tidy,
+    /// Keep connections and changes of every kind going, and judge what a server sees
+    Soak(soak::Args),
     /// Run checks, unit tests and end-to-end tests, and count them
     Test(test::Args),
 }
@@ -46,6 +50,7 @@ fn main() -> ExitCode {
         Command::Codegen(args) => codegen::run(&args),
         Command::Tidy => tidy::run(),
         Command::Demo(args) => return demo::run(&args),
+        Command::Soak(args) => return soak::run(&args),
         Command::Test(args) => return test::run(&args),
     };
     match result {
