@@ -222,7 +222,8 @@ fn crowded(pods: usize) -> NodeView {
         node: Some(scenes::node(0)),
         config: Some(scenes::settings()),
         nodes: [(scenes::node(0), vec![IpAddr::from([10, 0, 0, 1])])].into(),
-        egress_ips: [(scenes::egress_ip(0), EgressView { owner: Some(scenes::node(0)), ..Default::default() })].into(),
+        egress_ips: [(scenes::egress_ip(0), EgressView { gateway: Some(scenes::node(0)), ..Default::default() })]
+            .into(),
         policies: class.iter().map(|id| (id.clone(), policy.clone())).collect(),
         classes: [(class.clone(), routes.collect())].into(),
         endpoints: (0..pods).map(endpoint).collect(),
