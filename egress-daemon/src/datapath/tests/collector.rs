@@ -140,7 +140,8 @@ impl Kernel {
             port: 3,
             state: i.states[0],
             kind: i.kind,
-            reserved: 0,
+            pending: 0,
+            ifindex: 0,
         };
         let IpAddr::V4(egress) = address() else { unreachable!("an IPv4 address") };
         let other = FlowKey { src: net::v4(egress), dst: server, src_port: 3, dst_port: 2, proto: i.proto };
