@@ -4,6 +4,7 @@ mod build;
 mod cluster;
 mod codegen;
 mod demo;
+mod guest;
 mod image;
 mod process;
 mod progress;

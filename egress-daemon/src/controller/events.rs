@@ -3,7 +3,7 @@
 use crate::api::egress_ip_name;
 use crate::model::{PolicyId, PolicyKind};
 use crate::plan::diff::Change;
-use crate::plan::{ConditionKind, OwnerReason};
+use crate::plan::{ConditionKind, OwnerReason, Reason};
 use crate::store::{Key, Kind, Note, ObjectRef};
 use std::fmt;
 
@@ -29,6 +29,12 @@ impl fmt::Display for Event {
 }
 
 impl Event {
+    /// The event of a policy that cannot be carried out as it is written.
+    pub(super) fn refused(policy: &PolicyId, message: &str) -> Event {
+        let (object, reason) = (format!("policy {policy}"), Reason::Invalid.as_str());
+        Event { object, about: object_of(policy), warning: true, reason, message: message.to_owned() }
+    }
+
     /// The event of a change; nothing for changes that are everyday business.
     pub(super) fn of(change: &Change) -> Option<Event> {
         let egress_ip = |address: &std::net::IpAddr| {

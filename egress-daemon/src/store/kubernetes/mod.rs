@@ -52,7 +52,7 @@ impl Reader {
     }
 
     fn watched(&self) -> Vec<Watched> {
-        let all = Kind::ALL.into_iter().map(|kind| match (self, kind) {
+        let all = Kind::native().map(|kind| match (self, kind) {
             (Reader::Agent(node), Kind::Pod) => Watched::fields(kind, format!("spec.nodeName={node}")),
             (Reader::Agent(node), Kind::Lease) => {
                 Watched::fields(kind, format!("metadata.name={}", gateway_lease(node)))
@@ -133,7 +133,7 @@ impl Backend for Kubernetes {
     }
 
     fn refresh(&self) -> BoxFuture<'static, ()> {
-        let ours = Kind::ALL.into_iter().filter(|kind| !kind.is_users() || kind.has_our_status());
+        let ours = Kind::native().filter(|kind| !kind.is_users() || kind.has_our_status());
         let lists = ours.map(|kind| follow::list(self.client.clone(), kind, Arc::clone(&self.cache)));
         let lists = join_all(lists);
         Box::pin(async move {
