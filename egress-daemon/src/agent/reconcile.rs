@@ -82,6 +82,7 @@ impl Agent {
             plan: &self.world.plan,
             links: &links,
             roles: &self.roles,
+            unanswered: &self.world.unanswered(),
             probes: &probes,
             handover: &self.handover,
             with_history: &self.histories.with_history(),

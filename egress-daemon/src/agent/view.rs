@@ -35,6 +35,8 @@ pub struct Facts<'a> {
     pub links: &'a LinkTable,
     /// What the links are for.
     pub roles: &'a Roles,
+    /// Policies that the controller has not looked at yet.
+    pub unanswered: &'a BTreeSet<PolicyId>,
     /// What the probes say of the gateways.
     pub probes: &'a BTreeMap<NodeName, ProbeState>,
     /// Pods that may have connections from before a policy selected them.
@@ -95,7 +97,7 @@ pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
     let endpoints: BTreeMap<_, _> = endpoints.collect();
     let policies = facts.snapshot.policies.values().filter(|p| in_force.contains(&p.id));
     let policies: BTreeMap<_, _> = policies.map(|p| (p.id.clone(), (p, policy(facts, p, &endpoints)))).collect();
-    effective.update(&policies, facts.now);
+    effective.update(&policies, facts.unanswered, facts.now);
     let classes: BTreeSet<&BTreeSet<PolicyId>> = selected.values().filter(|c| !c.is_empty()).collect();
     let classes = classes.into_iter().map(|c| (c.clone(), effective.merge(facts, c))).collect();
     let policies = policies.into_iter().map(|(id, (_, view))| (id, view)).collect();
