@@ -54,9 +54,7 @@ fn hook_lost_programs_that_somebody_detaches_are_attached_again() {
             let ns = &lab.node(node).ns;
             let pin = lab.bpffs(node).join(format!("v1/links/{program}-{}", ns.ifindex(interface)?));
             ns.sh(&format!("bpftool link detach pinned {}", pin.display()))?;
-            let attached =
-                || Ok(ns.sh(&format!("bpftool net show dev {interface}"))?.contains(&program[..15.min(program.len())]));
-            wait_for(&format!("{program} is back at {interface}"), PATIENCE, attached)?;
+            // Each of them is needed for a new flow and its answers.
             wait_in_force(&pod, &server, &[10])?;
         }
         Ok(())
@@ -85,6 +83,15 @@ fn inbound_unseen_connections_of_the_outside_are_left_alone() {
              ip -6 route change default via fe80::ecee:eeff:feee:eeee dev eth0 src {}",
             addresses[0], addresses[1]
         ))?;
+        // Neighbours that cannot ask each other any more, since everything that the one sends is redirected.
+        let link = outside.ns.sh("ip -o link show eth0")?;
+        let mac = link.split_whitespace().skip_while(|word| *word != "link/ether").nth(1).context("a MAC address")?;
+        outside.ns.sh("ip neigh replace 169.254.1.1 lladdr ee:ee:ee:ee:ee:ee dev eth0 nud permanent
+             ip neigh replace fe80::ecee:eeff:feee:eeee lladdr ee:ee:ee:ee:ee:ee dev eth0 nud permanent")?;
+        for address in addresses {
+            let host = &outside.host_interface;
+            node.sh(&format!("ip neigh replace {address} lladdr {mac} dev {host} nud permanent"))?;
+        }
         let _redirect =
             hook(&node, &outside.host_interface, Side::Ingress, Action::ToPeer(node.ifindex(&pod.host_interface)?))?;
         for (family, address) in Family::BOTH.into_iter().zip(addresses) {

@@ -3,6 +3,7 @@
 mod clsact;
 mod collector;
 mod encode;
+mod firewall;
 mod frames;
 mod fuzz;
 mod garbage;
