@@ -26,7 +26,9 @@ map_type! {
         pub udp: u32,
         /// Idle time of an ICMP query, in ticks.
         pub icmp: u32,
-    } size 40
+        /// Near end of the shaper; 0 where there is none.
+        pub shaper_ifindex: u32,
+    } size 44
 }
 
 /// Bits of [`Config::flags`].
@@ -49,4 +51,5 @@ pub const UNSET: Config = Config {
     tcp_transitory: 0,
     udp: 0,
     icmp: 0,
+    shaper_ifindex: 0,
 };

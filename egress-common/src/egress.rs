@@ -19,13 +19,15 @@ map_type! {
         pub epoch_low: u32,
         /// Epoch of the owner, high half.
         pub epoch_high: u32,
-    } size 40
+        /// How many bytes may wait in the shaper in each direction; 0: its bandwidth has no limit on this node.
+        pub queue: u32,
+    } size 44
 }
 
 impl EgressIp {
     /// An entry that stands for no address.
     pub const EMPTY: Self =
-        Self { addr: [0; 4], generation: 0, owner: 0, flags: 0, ifindex: 0, epoch_low: 0, epoch_high: 0 };
+        Self { addr: [0; 4], generation: 0, owner: 0, flags: 0, ifindex: 0, epoch_low: 0, epoch_high: 0, queue: 0 };
 }
 
 /// Bits of [`EgressIp::flags`].
@@ -36,6 +38,18 @@ pub mod flags {
     pub const NODE_ADDRESS: u32 = 2;
     /// Do not answer ARP and NDP for it.
     pub const SILENT: u32 = 4;
+}
+
+map_type! {
+    /// Value of `METERS`, two for each egress IP: out, then in. Only the programs write it.
+    pub struct Meter {
+        /// Bytes that entered the shaper.
+        pub sent: u64,
+        /// Bytes that came out of it.
+        pub passed: u64,
+        /// When the last packet came out, `CLOCK_MONOTONIC` in ns.
+        pub last: u64,
+    } size 24
 }
 
 map_type! {

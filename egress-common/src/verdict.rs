@@ -48,6 +48,7 @@ counters! {
     DropNoReverse = "drop_no_reverse": "replies without a flow",
     DropNoLease = "drop_no_lease": "packets for an egress IP that belong to nobody's port block",
     DropNoUplink = "drop_no_uplink": "packets of egress IPs for which this node has no interface",
+    DropBandwidth = "drop_bandwidth": "packets over the bandwidth of their egress IP",
     DropRedirect = "drop_redirect": "packets that a helper refused",
 }
 

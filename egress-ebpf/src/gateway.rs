@@ -8,12 +8,13 @@ use crate::{
     neighbor,
     packet::Packet,
     parse::{self, Ip, Kind, Part, Transport},
-    stats, tunnel,
+    shaper, stats, tunnel,
 };
 use egress_common::{
     V6,
     abi::VNI_REPLY,
-    egress::flags,
+    config::Config,
+    egress::{EgressIp, flags},
     port_block,
     verdict::{Counter, Verdict},
 };
@@ -56,7 +57,10 @@ pub fn forward<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
         fragment::keep(&ip, &t);
     }
     stats::count(Counter::Forwarded);
-    exit::leave(pkt, e)
+    match shaper::limit(pkt, egress, e, shaper::OUT) {
+        Some(verdict) => verdict,
+        None => exit::leave(pkt, e),
+    }
 }
 
 /// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours.
@@ -69,8 +73,21 @@ pub fn reply<F: Family>(pkt: &Packet) -> Verdict {
     // SAFETY: read only.
     let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else { return Verdict::Pass };
     let (Some(e), Some(config)) = (EGRESS_IPS.get(egress), CONFIG.get(0)) else { return Verdict::Pass };
-    let t = parse::transport::<F>(pkt, &ip);
-    let node = match reply_port::<F>(pkt, &ip, &t) {
+    to_source::<F>(pkt, config, &ip, egress, e, false)
+}
+
+/// A packet for an egress IP, on to the node that its port's block is leased to. `shaped`: it has passed the shaper.
+#[inline(always)]
+pub fn to_source<F: Family>(
+    pkt: &Packet,
+    config: &Config,
+    ip: &Ip<F>,
+    egress: u32,
+    e: &EgressIp,
+    shaped: bool,
+) -> Verdict {
+    let t = parse::transport::<F>(pkt, ip);
+    let node = match reply_port::<F>(pkt, ip, &t) {
         Some(port) => lessee(pkt, egress, port),
         None => 0,
     };
@@ -80,10 +97,13 @@ pub fn reply<F: Family>(pkt: &Packet) -> Verdict {
         return if own { Verdict::Pass } else { Verdict::Drop(Counter::DropNoLease) };
     }
     if ip.part == Part::First {
-        fragment::keep(&ip, &t);
+        fragment::keep(ip, &t);
+    }
+    if !shaped && let Some(verdict) = shaper::limit(pkt, egress, e, shaper::IN) {
+        return verdict;
     }
     if node == config.node {
-        return deliver::deliver::<F>(pkt, config, &ip, &t);
+        return deliver::deliver::<F>(pkt, config, ip, &t);
     }
     match NODES.get(node) {
         Some(n) if n.present != 0 => {

@@ -4,6 +4,7 @@
 //! address family and turns a [`Verdict`] into a code and a counter.
 #![no_std]
 #![no_main]
+#![feature(asm_experimental_arch)]
 #![expect(missing_docs, reason = "the classifier macro makes public functions without docs")]
 #![allow(
     clippy::needless_borrows_for_generic_args,
@@ -25,6 +26,7 @@ mod neighbor;
 mod packet;
 mod parse;
 mod ports;
+mod shaper;
 mod stats;
 mod steer;
 mod translate;
@@ -115,6 +117,12 @@ pub fn uplink_ingress(ctx: TcContext) -> i32 {
         ARP => neighbor::arp(&pkt),
         _ => Verdict::Pass,
     })
+}
+
+/// Ingress of the shaper's far end: packets of limited egress IPs go on.
+#[classifier]
+pub fn shaper_ingress(ctx: TcContext) -> i32 {
+    finish(shaper::receive(&Packet::new(&ctx)))
 }
 
 /// Run once by the agent (`BPF_PROG_TEST_RUN`): arms the collector's timer, which from then on needs no agent.

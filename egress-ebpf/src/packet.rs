@@ -237,6 +237,13 @@ impl Packet {
         delivered
     }
 
+    /// Sets the class of an HTB qdisc that the packet belongs to.
+    #[inline(always)]
+    pub fn set_priority(&self, class: u32) {
+        // SAFETY: the context pointer is valid while the program runs.
+        unsafe { (&raw mut (*self.skb).priority).write_volatile(class) }
+    }
+
     /// Sends the frame out of `ifindex` as it is.
     #[inline(always)]
     pub fn redirect(&self, ifindex: u32) -> Verdict {

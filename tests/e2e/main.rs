@@ -4,12 +4,14 @@
 //! [`support`]. `tests/README.md` says which test stands for which row of the list of failures.
 
 mod antrea;
+mod bandwidth;
 mod cilium;
 mod exits;
 mod failover;
 mod per_endpoint;
 mod pod_start;
 mod policies;
+mod pools;
 mod ports;
 mod protocols;
 mod restart;
@@ -19,3 +21,4 @@ mod spread;
 mod store;
 mod support;
 mod untouched;
+mod zones;

@@ -28,6 +28,7 @@ use crate::{
         netlink::Netlink,
         ports::NodePorts,
         probe::ProbeSocket,
+        shaper::Shaper,
         sysctl::Sysctls,
         tunnel,
     },
@@ -88,6 +89,7 @@ pub struct Agent {
     pub(super) settings: Settings,
     pub(super) links: Links,
     pub(super) tunnel: tunnel::Tunnel,
+    pub(super) shaper: Shaper,
     pub(super) netlink: Netlink,
     pub(super) sysctls: Sysctls,
     pub(super) hooks: Hooks,
@@ -140,7 +142,7 @@ impl Agent {
         let mut world = World::default();
         world.read(&store, &node);
         let rules = reconcile::rules(&world, &node, &settings);
-        let hooks = Hooks::start(attacher, links.subscribe(), Wanted { rules, tunnel: tunnel.index });
+        let hooks = Hooks::start(attacher, links.subscribe(), Wanted { rules, tunnel: tunnel.index, shaper: None });
         let effective = Effective::recover(known_policies(&writer));
         Ok(Self {
             node,
@@ -150,6 +152,7 @@ impl Agent {
             settings,
             links,
             tunnel,
+            shaper: Shaper::default(),
             netlink,
             sysctls,
             hooks,

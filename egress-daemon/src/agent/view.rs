@@ -6,7 +6,8 @@ use crate::{
     health::ProbeState,
     host::{MacAddress, classify::Roles, links::LinkTable},
     model::{
-        Distribution, EndpointId, Existing, Family, Node, NodeName, OnNoGateway, Policy, PolicyId, Snapshot, ZoneMode,
+        Bandwidth, Distribution, EndpointId, Existing, Family, Node, NodeName, OnNoGateway, Policy, PolicyId, Snapshot,
+        ZoneMode,
     },
     plan::{BlockState, EgressIpPlan, Plan, select},
 };
@@ -208,9 +209,22 @@ fn egress(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> EgressView {
         interface: if own { uplink(facts, address, e) } else { None },
         node_address: e.fixed,
         silent: facts.silent || facts.withdrawn.contains(&address),
+        limit: if own { limit(facts.snapshot, e) } else { None },
         blocks: usable_blocks(facts, address, e),
         leases: leases.map(|(block, lease)| (*block, lease.node.clone())).collect(),
     }
+}
+
+/// The limit of an egress IP: the lowest of all policies that use it.
+fn limit(snapshot: &Snapshot, e: &EgressIpPlan) -> Option<Bandwidth> {
+    let limits = e.users.keys().filter_map(|policy| snapshot.policies.get(policy)?.bandwidth);
+    limits.min_by_key(|limit| (limit.rate_bps, limit.burst_bytes))
+}
+
+/// The egress IPs that this node owns and that have a limit.
+pub fn limits(snapshot: &Snapshot, plan: &Plan, node: &NodeName) -> BTreeMap<IpAddr, Bandwidth> {
+    let owned = plan.egress_ips.iter().filter(|(_, e)| e.owner.as_ref() == Some(node));
+    owned.filter_map(|(ip, e)| Some((*ip, limit(snapshot, e)?))).collect()
 }
 
 /// The interface that an egress IP of this node is sent by: the one that is named, the one that has it, the one whose

@@ -6,7 +6,7 @@
 use super::tables::{Overflow, Tables};
 use crate::{
     datapath::maps::{name_record, name_text},
-    model::{EndpointId, NodeName, PolicyId},
+    model::{Bandwidth, EndpointId, NodeName, PolicyId},
     plan::maglev,
 };
 use egress_common::{
@@ -72,6 +72,8 @@ pub struct EgressView {
     pub node_address: bool,
     /// ARP and NDP are not answered for it.
     pub silent: bool,
+    /// The limit of its bandwidth, where this node is the owner.
+    pub limit: Option<Bandwidth>,
     /// Blocks that this node may take ports from.
     pub blocks: BTreeSet<u16>,
     /// Who every leased block is leased to.
@@ -134,6 +136,12 @@ fn named<T: FromStr>(tables: &Tables, kind: u32) -> impl Iterator<Item = (T, u32
         .iter()
         .filter(move |(k, _)| k.kind == kind)
         .filter_map(|(k, v)| Some((name_text(v).parse().ok()?, k.id)))
+}
+
+/// How many bytes may wait for a limited egress IP: what its rate lets pass in 50 ms, and room for a few of the largest
+/// packets.
+fn queue(limit: Bandwidth) -> u32 {
+    u32::try_from(limit.rate_bps / 8 / 20).unwrap_or(u32::MAX).clamp(limits::MIN_SHAPER_QUEUE, limits::MAX_SHAPER_QUEUE)
 }
 
 impl Encoder {
@@ -220,6 +228,7 @@ impl Encoder {
                 ifindex: e.interface.unwrap_or(0),
                 epoch_low: e.epoch as u32,
                 epoch_high: (e.epoch >> 32) as u32,
+                queue: e.limit.map_or(0, queue),
             };
             tables.egress_ips.insert(index, record);
             match address {

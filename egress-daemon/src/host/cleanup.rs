@@ -5,6 +5,7 @@ use std::fmt;
 use rtnetlink::Handle;
 
 use super::Warning;
+use super::shaper::{self, ShaperError};
 use super::sysctl::{Changed, SysctlError, Sysctls};
 use super::tunnel::{self, TunnelError};
 
@@ -17,6 +18,11 @@ pub enum Artifact {
         name: String,
         /// Its ifindex.
         index: u32,
+    },
+    /// The shaper's pair of devices.
+    Shaper {
+        /// Their ifindexes.
+        ends: shaper::Ends,
     },
     /// A kernel setting that was changed.
     Sysctl {
@@ -31,6 +37,7 @@ impl fmt::Display for Artifact {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Artifact::TunnelDevice { name, index } => write!(f, "tunnel device {name} (ifindex {index})"),
+            Artifact::Shaper { .. } => write!(f, "shaper devices {} and {}", shaper::NEAR, shaper::FAR),
             Artifact::Sysctl { key, changed } => write!(f, "sysctl {key}={} (was {})", changed.set, changed.previous),
         }
     }
@@ -42,6 +49,9 @@ pub enum CleanupError {
     /// The tunnel device.
     #[error(transparent)]
     Tunnel(#[from] TunnelError),
+    /// The shaper.
+    #[error(transparent)]
+    Shaper(#[from] ShaperError),
     /// The settings.
     #[error(transparent)]
     Sysctl(#[from] SysctlError),
@@ -52,15 +62,19 @@ pub async fn inventory(handle: &Handle, sysctls: &Sysctls) -> Result<Vec<Artifac
     let devices = tunnel::ours(handle).await?.into_iter().map(|(index, name)| Artifact::TunnelDevice { name, index });
     let settings = sysctls.changed().iter();
     let settings = settings.map(|(key, changed)| Artifact::Sysctl { key: key.clone(), changed: changed.clone() });
-    Ok(devices.chain(settings).collect())
+    // A device of another owner that has the name is not ours to list.
+    let shaper = shaper::find(handle).await.ok().flatten().map(|ends| Artifact::Shaper { ends });
+    Ok(devices.chain(shaper).chain(settings).collect())
 }
 
 /// Removes everything that was made here; returns what was there before, and what could not be put back.
 pub async fn remove(handle: &Handle, sysctls: &mut Sysctls) -> Result<(Vec<Artifact>, Vec<Warning>), CleanupError> {
     let found = inventory(handle, sysctls).await?;
     for artifact in &found {
-        if let Artifact::TunnelDevice { name, .. } = artifact {
-            tunnel::delete(handle, name).await?;
+        match artifact {
+            Artifact::TunnelDevice { name, .. } => drop(tunnel::delete(handle, name).await?),
+            Artifact::Shaper { .. } => drop(shaper::delete(handle).await?),
+            Artifact::Sysctl { .. } => {}
         }
     }
     let warnings = sysctls.restore()?;

@@ -64,7 +64,16 @@ fn egress_view() -> impl Strategy<Value = EgressView> {
         let leases: std::collections::BTreeMap<u16, NodeName> = leases.into_iter().map(|(b, n)| (b, node(n))).collect();
         let blocks = leases.iter().filter(|(_, n)| n.as_str() == SELF).map(|(b, _)| *b).collect();
         let interface = (owner == Some(0)).then_some(3);
-        EgressView { owner: owner.map(node), epoch, interface, node_address: fixed, silent: false, blocks, leases }
+        EgressView {
+            owner: owner.map(node),
+            epoch,
+            interface,
+            node_address: fixed,
+            silent: false,
+            limit: None,
+            blocks,
+            leases,
+        }
     })
 }
 
