@@ -23,6 +23,7 @@ mod inbound;
 mod maps;
 mod mss;
 mod neighbor;
+mod once;
 mod packet;
 mod parse;
 mod ports;

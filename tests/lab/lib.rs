@@ -41,9 +41,11 @@
 compile_error!("the lab is made of Linux network namespaces");
 
 pub mod capture;
+pub mod cluster;
 mod command;
 pub mod manifests;
 pub mod netns;
+pub mod oci;
 mod offload;
 pub mod process;
 pub mod scope;

@@ -1,8 +1,11 @@
-//! Spillway's developer commands: `cargo xtask setup | build | demo | codegen | tidy | test`. Each command is a module of its own.
+//! Spillway's developer commands: `cargo xtask setup | build | demo | cluster | image | codegen | tidy | test`. Each command is a module of its own.
 
 mod build;
+mod cluster;
 mod codegen;
 mod demo;
+mod guest;
+mod image;
 mod process;
 mod progress;
 mod setup;
@@ -30,6 +33,10 @@ enum Command {
     Build(build::Args),
     /// Watch Spillway work, and fail, in a small cluster of network namespaces
     Demo(demo::Args),
+    /// A real Kubernetes on this machine with Spillway in it: up, down, status
+    Cluster(cluster::Args),
+    /// Build the container image as an OCI archive, and the list of what is in it
+    Image(image::Args),
     /// Write the CRDs that come from the code into manifests/crds
     Codegen(codegen::Args),
     /// Check the rules that no compiler checks: module edges, file sizes, links, formatting
@@ -42,6 +49,8 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Setup(args) => setup::run(&args),
         Command::Build(args) => build::run(&args),
+        Command::Cluster(args) => cluster::run(&args),
+        Command::Image(args) => image::run(&args),
         Command::Codegen(args) => codegen::run(&args),
         Command::Tidy => tidy::run(),
         Command::Demo(args) => return demo::run(&args),

@@ -101,6 +101,12 @@ impl World {
         object.and_then(|e| e.status.as_ref()).into_iter().flat_map(|s| &s.conditions)
     }
 
+    /// The egress IPs that a node owns, with their epochs.
+    pub fn owned(&self, node: &NodeName) -> BTreeMap<IpAddr, u64> {
+        let owned = self.plan.egress_ips.iter().filter(|(_, e)| e.owner.as_ref() == Some(node));
+        owned.map(|(ip, e)| (*ip, e.epoch)).collect()
+    }
+
     /// The highest revision among the leases that the objects list, or that this node's agent has reported before: what is
     /// in the maps after the next write. A report never falls, or a lease that was confirmed would seem not to be.
     pub fn highest_lease(&self, node: &NodeName) -> u64 {
