@@ -59,7 +59,7 @@ pub fn forward<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
     stats::count(Counter::Forwarded);
     match shaper::limit(pkt, egress, e, shaper::OUT) {
         Some(verdict) => verdict,
-        None => exit::leave(pkt, e),
+        None => exit::leave(pkt, egress, e),
     }
 }
 
@@ -73,7 +73,26 @@ pub fn reply<F: Family>(pkt: &Packet) -> Verdict {
     // SAFETY: read only.
     let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else { return Verdict::Pass };
     let (Some(e), Some(config)) = (EGRESS_IPS.get(egress), CONFIG.get(0)) else { return Verdict::Pass };
+    if let Some(verdict) = vlan(pkt, e) {
+        return verdict;
+    }
+    if e.flags & flags::SUBNET != 0 && neighbor::learn_advertised::<F>(pkt, &ip, egress, e) {
+        return Verdict::Drop(Counter::NextHopLearnt);
+    }
     to_source::<F>(pkt, config, &ip, egress, e, false)
+}
+
+/// Takes a packet for an egress IP out of its VLAN. A packet in another one is not for it: a device of the node for that
+/// VLAN may know more. One without a tag belongs to nobody.
+#[inline(always)]
+pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
+    match pkt.vlan() {
+        vlan if vlan != e.vlan && vlan != 0 => Some(Verdict::Pass),
+        vlan if vlan != e.vlan => Some(Verdict::Drop(Counter::DropVlan)),
+        0 => None,
+        _ if pkt.pop_vlan().is_some() => None,
+        _ => Some(Verdict::Drop(Counter::DropRedirect)),
+    }
 }
 
 /// A packet for an egress IP, on to the node that its port's block is leased to. `shaped`: it has passed the shaper.

@@ -102,7 +102,7 @@ fn leave_outwards<F: Family>(pkt: &Packet) -> Verdict {
     let Some(&egress) = (unsafe { F::egress_index().get(src) }) else { return Verdict::Drop(Counter::DropNotOwner) };
     passed(pkt, egress, OUT);
     match EGRESS_IPS.get(egress) {
-        Some(e) => exit::leave(pkt, e),
+        Some(e) => exit::leave(pkt, egress, e),
         None => Verdict::Drop(Counter::DropNotOwner),
     }
 }

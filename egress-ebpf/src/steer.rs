@@ -480,7 +480,7 @@ pub fn hand_over(pkt: &Packet, config: &Config, egress: u32) -> Verdict {
         stats::count(Counter::SentLocal);
         return match shaper::limit(pkt, egress, e, shaper::OUT) {
             Some(verdict) => verdict,
-            None => exit::leave(pkt, e),
+            None => exit::leave(pkt, egress, e),
         };
     }
     match NODES.get(e.owner) {

@@ -6,6 +6,7 @@
 mod antrea;
 mod bandwidth;
 mod cilium;
+mod clouds;
 mod exits;
 mod failover;
 mod per_endpoint;
@@ -19,6 +20,7 @@ mod security;
 mod slots;
 mod spread;
 mod store;
+mod subnets;
 mod support;
 mod untouched;
 mod zones;

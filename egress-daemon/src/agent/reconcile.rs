@@ -133,6 +133,7 @@ impl Agent {
             .filter_map(|(ip, place)| Some((ip, (place, self.world.plan.egress_ips.get(&ip)?.epoch))));
         self.owned.set(&if self.settings.silent { BTreeMap::new() } else { places.collect() });
         self.owned.tick();
+        self.owned.ask_all();
         self.forward();
         self.keep_lease();
         for complaint in &self.complaints {

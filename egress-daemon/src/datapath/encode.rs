@@ -6,7 +6,7 @@
 use super::tables::{Overflow, Tables};
 use crate::{
     datapath::maps::{name_record, name_text},
-    model::{Bandwidth, EndpointId, NodeName, PolicyId},
+    model::{Bandwidth, EndpointId, NodeName, PolicyId, SubnetInfo},
     plan::maglev,
 };
 use egress_common::{
@@ -74,6 +74,8 @@ pub struct EgressView {
     pub node_address: bool,
     /// ARP and NDP are not answered for it.
     pub silent: bool,
+    /// The subnet of its own that its packets go into, where this node is the owner.
+    pub subnet: Option<SubnetInfo>,
     /// The limit of its bandwidth, where this node is the owner.
     pub limit: Option<Bandwidth>,
     /// Blocks that this node may take ports from.
@@ -215,9 +217,12 @@ impl Encoder {
             };
             let owner = e.gateway.as_ref().and_then(|n| self.nodes.0.get(n)).copied().unwrap_or(0);
             let mut bits = 0;
-            for (set, bit) in
-                [(e.forwards, flags::OWNED), (e.node_address, flags::NODE_ADDRESS), (e.silent, flags::SILENT)]
-            {
+            for (set, bit) in [
+                (e.forwards, flags::OWNED),
+                (e.node_address, flags::NODE_ADDRESS),
+                (e.silent, flags::SILENT),
+                (e.subnet.is_some(), flags::SUBNET),
+            ] {
                 bits |= if set { bit } else { 0 };
             }
             let record = EgressIp {
@@ -229,6 +234,8 @@ impl Encoder {
                 epoch_low: e.epoch as u32,
                 epoch_high: (e.epoch >> 32) as u32,
                 queue: e.limit.map_or(0, queue),
+                via: e.subnet.map_or([0; 4], |subnet| net::any(subnet.gateway)),
+                vlan: e.subnet.and_then(|subnet| subnet.vlan).unwrap_or(0).into(),
             };
             tables.egress_ips.insert(index, record);
             match address {
