@@ -87,7 +87,7 @@ fn up(bare: bool) -> Result<()> {
         bail!("this machine lacks what a cluster needs:\n- {}", missing.join("\n- "));
     }
     build()?;
-    let archive = if bare { None } else { Some(image::build()?) };
+    let archive = if bare { None } else { Some(image::for_tests()?) };
     let cluster = the_cluster()?;
     let step = Step::start("start Kubernetes");
     cluster.up(|what| step.at(what))?;

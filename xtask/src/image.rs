@@ -30,14 +30,14 @@ pub fn run(args: &Args) -> Result<()> {
         None => architecture()?,
     };
     let tag = args.tag.as_deref().unwrap_or(version());
-    let archive = write(architecture, tag)?;
+    let archive = write(architecture, tag, true)?;
     println!("{}\n{}", archive.display(), sbom_of(&archive).display());
     Ok(())
 }
 
-/// The image of this machine's architecture with the version as its tag.
-pub fn build() -> Result<PathBuf> {
-    write(architecture()?, version())
+/// An image of this machine's architecture with the version as its tag, that is built soon rather than fast.
+pub fn for_tests() -> Result<PathBuf> {
+    write(architecture()?, version(), false)
 }
 
 fn version() -> &'static str {
@@ -62,22 +62,35 @@ fn target(architecture: &str) -> Result<&'static str> {
     }
 }
 
-fn write(architecture: &str, tag: &str) -> Result<PathBuf> {
+fn write(architecture: &str, tag: &str, release: bool) -> Result<PathBuf> {
     setup::ensure(setup::Scope::Build)?;
     let target = target(architecture)?;
-    let binaries = static_binaries(target)?;
     let folder = workspace::target_dir().join("image");
     fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    let archive = folder.join(format!("spillway-{tag}-{architecture}.tar"));
+    let binaries = static_binaries(target, release)?;
+    let unoptimized = if release { "" } else { "-debug" };
+    let archive = folder.join(format!("spillway-{tag}-{architecture}{unoptimized}.tar"));
     let sbom = sbom_of(&archive);
     fs::write(&sbom, serde_json::to_vec_pretty(&contents(target, tag)?)?)?;
-    let file = |name: &str| (format!("/usr/bin/{name}"), binaries.join(name), true);
+    let programs = ["egress-daemon", "egressctl"].map(|name| {
+        let (built, small) = (binaries.join(name), folder.join(name));
+        // The debugger's data of a test's program is five times the program.
+        let stripped = !release
+            && Command::new("strip")
+                .arg("--strip-debug")
+                .arg("-o")
+                .args([&small, &built])
+                .status()
+                .is_ok_and(|s| s.success());
+        (format!("/usr/bin/{name}"), if stripped { small } else { built }, true)
+    });
+    let [daemon, ctl] = programs;
     let image = Image {
         name: format!("{NAME}:{tag}"),
         architecture: architecture.to_owned(),
         files: vec![
-            file("egress-daemon"),
-            file("egressctl"),
+            daemon,
+            ctl,
             ("/usr/share/spillway/sbom.cdx.json".to_owned(), sbom, false),
             ("/usr/share/spillway/LICENSE".to_owned(), workspace::root().join("LICENSE-APACHE"), false),
         ],
@@ -97,9 +110,9 @@ fn sbom_of(archive: &Path) -> PathBuf {
 }
 
 /// Builds both programs so that they need no other file; the folder that holds them.
-fn static_binaries(target: &str) -> Result<PathBuf> {
+fn static_binaries(target: &str, release: bool) -> Result<PathBuf> {
     let mut command = workspace::cargo("build");
-    command.args(["--release", "--target", target, "--package", "egress-daemon", "--bins"]);
+    command.args(["--target", target, "--package", "egress-daemon", "--bins"]).args(release.then_some("--release"));
     let variable = |name: &str| format!("CARGO_TARGET_{}_{name}", target.to_uppercase().replace('-', "_"));
     command.env(variable("RUSTFLAGS"), "-C target-feature=+crt-static");
     if !target.starts_with(std::env::consts::ARCH) {
@@ -110,7 +123,7 @@ fn static_binaries(target: &str) -> Result<PathBuf> {
         command.env(variable("LINKER"), compiler);
     }
     progress::run(&format!("build static programs for {target} (minutes, the first time)"), &mut command)?;
-    Ok(workspace::target_dir().join(target).join("release"))
+    Ok(workspace::target_dir().join(target).join(if release { "release" } else { "debug" }))
 }
 
 /// The crates that are in the programs, as CycloneDX.

@@ -25,6 +25,7 @@ use crate::{
     },
     host::{
         classify::Roles,
+        firewall::LongWay,
         links::{Links, LinksOptions},
         netlink::Netlink,
         ports::NodePorts,
@@ -93,6 +94,7 @@ pub struct Agent {
     pub(super) shaper: Shaper,
     pub(super) netlink: Netlink,
     pub(super) sysctls: Sysctls,
+    pub(super) long_way: LongWay,
     pub(super) hooks: Hooks,
     pub(super) effective: Effective,
     pub(super) handover: Handover,
@@ -158,6 +160,7 @@ impl Agent {
             shaper: Shaper::default(),
             netlink,
             sysctls,
+            long_way: LongWay::default(),
             hooks,
             effective,
             handover: Handover::default(),
@@ -193,6 +196,7 @@ impl Agent {
         let mut changes = self.store.changes();
         let mut links = self.links.subscribe();
         let mut stop = std::pin::pin!(stop);
+        self.make_long_way().await?;
         self.reconcile().await;
         (self.next_deadline, self.silent_until) = (Instant::now(), Instant::now());
         loop {
@@ -222,6 +226,8 @@ impl Agent {
                         tracing::warn!("{rival} is claimed by another node while the lease cannot be renewed: withdrawing");
                         self.owned.withdraw(rival);
                         dirty = true;
+                    } else if self.owned.defend(rival) {
+                        tracing::warn!("{rival} is claimed by a host that does not own it: announcing it again");
                     }
                 }
                 () = lease_changed(&mut self.lease) => {
@@ -379,6 +385,7 @@ impl Agent {
             links: &links,
             roles: &self.roles,
             tunnel_addresses: &tunnel_addresses,
+            firewall: self.settings.firewall,
             attach: self.hooks.mode(),
             tables: self.writer.present(),
             lease_revision,

@@ -49,7 +49,7 @@ pub struct Inventory {
     pub tunnels: Vec<TunnelDevice>,
     /// Kernel settings that were changed, with what they were.
     pub sysctls: Vec<SysctlChange>,
-    /// Routing and firewall rules. This build makes none.
+    /// Routing and nftables rules, a line each.
     pub rules: Vec<String>,
     /// Lock, socket and journal, those that exist.
     pub files: Vec<PathBuf>,
@@ -161,6 +161,7 @@ pub async fn take(pins: &Pins) -> Result<Inventory> {
                 let device = |(name, ifindex): (&str, u32)| TunnelDevice { name: name.to_owned(), ifindex };
                 inventory.tunnels.extend(ends.map(device));
             }
+            Artifact::Rule(rule) => inventory.rules.push(rule),
             Artifact::Sysctl { key, changed } => {
                 inventory.sysctls.push(SysctlChange { key, value: changed.set, previous: changed.previous });
             }

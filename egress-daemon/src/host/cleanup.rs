@@ -5,6 +5,7 @@ use std::fmt;
 use rtnetlink::Handle;
 
 use super::Warning;
+use super::firewall::{self, FirewallError};
 use super::shaper::{self, ShaperError};
 use super::sysctl::{Changed, SysctlError, Sysctls};
 use super::tunnel::{self, TunnelError};
@@ -24,6 +25,8 @@ pub enum Artifact {
         /// Their ifindexes.
         ends: shaper::Ends,
     },
+    /// A rule or a route.
+    Rule(String),
     /// A kernel setting that was changed.
     Sysctl {
         /// The path below /proc/sys.
@@ -38,6 +41,7 @@ impl fmt::Display for Artifact {
         match self {
             Artifact::TunnelDevice { name, index } => write!(f, "tunnel device {name} (ifindex {index})"),
             Artifact::Shaper { .. } => write!(f, "shaper devices {} and {}", shaper::NEAR, shaper::FAR),
+            Artifact::Rule(rule) => f.write_str(rule),
             Artifact::Sysctl { key, changed } => write!(f, "sysctl {key}={} (was {})", changed.set, changed.previous),
         }
     }
@@ -52,6 +56,9 @@ pub enum CleanupError {
     /// The shaper.
     #[error(transparent)]
     Shaper(#[from] ShaperError),
+    /// Rules and routes.
+    #[error(transparent)]
+    Firewall(#[from] FirewallError),
     /// The settings.
     #[error(transparent)]
     Sysctl(#[from] SysctlError),
@@ -62,19 +69,21 @@ pub async fn inventory(handle: &Handle, sysctls: &Sysctls) -> Result<Vec<Artifac
     let devices = tunnel::ours(handle).await?.into_iter().map(|(index, name)| Artifact::TunnelDevice { name, index });
     let settings = sysctls.changed().iter();
     let settings = settings.map(|(key, changed)| Artifact::Sysctl { key: key.clone(), changed: changed.clone() });
+    let rules = firewall::inventory(handle).await?.into_iter().map(Artifact::Rule);
     // A device of another owner that has the name is not ours to list.
     let shaper = shaper::find(handle).await.ok().flatten().map(|ends| Artifact::Shaper { ends });
-    Ok(devices.chain(shaper).chain(settings).collect())
+    Ok(devices.chain(rules).chain(shaper).chain(settings).collect())
 }
 
 /// Removes everything that was made here; returns what was there before, and what could not be put back.
 pub async fn remove(handle: &Handle, sysctls: &mut Sysctls) -> Result<(Vec<Artifact>, Vec<Warning>), CleanupError> {
     let found = inventory(handle, sysctls).await?;
+    firewall::remove(handle).await?;
     for artifact in &found {
         match artifact {
             Artifact::TunnelDevice { name, .. } => drop(tunnel::delete(handle, name).await?),
             Artifact::Shaper { .. } => drop(shaper::delete(handle).await?),
-            Artifact::Sysctl { .. } => {}
+            Artifact::Rule(_) | Artifact::Sysctl { .. } => {}
         }
     }
     let warnings = sysctls.restore()?;

@@ -29,6 +29,7 @@ use crate::wait::{wait_for, wait_until};
 
 pub use build::{Component, missing};
 pub use network::SERVERS;
+pub use pods::ClusterPod;
 pub use text::POD_IMAGE;
 
 /// Where clusters keep their files: `CLUSTERS/<name>/`.

@@ -86,6 +86,8 @@ impl Cluster {
         command.args(["--service-account-issuer=https://kubernetes.default.svc", "--token-auth-file=tokens.csv"]);
         command.args(["--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction"]);
         command.args(["--service-cluster-ip-range=10.96.0.0/16", "--kubelet-preferred-address-types=InternalIP"]);
+        self.file("audit.yaml", text::AUDIT)?;
+        command.args(["--audit-policy-file=audit.yaml", "--audit-log-path=audit.log"]);
         self.start("apiserver", command)?;
         wait_for("the API server is ready", PATIENCE, || Ok(self.kubectl(&["get", "--raw", "/readyz"]).is_ok()))
     }

@@ -73,3 +73,12 @@ resolvConf: \"\"
 evictionHard: {memory.available: 50Mi}
 imageGCHighThresholdPercent: 100
 ";
+
+/// The API server notes every request of Spillway's service accounts, and nobody else's.
+pub const AUDIT: &str = "apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+- {level: Metadata, userGroups: ['system:serviceaccounts:spillway']}
+- {level: None}
+";
