@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use anyhow::Result;
 use lab::traffic::{BulkServer, Direction, bulk};
 use lab::{Family, Lab, PodSpec, Server, Vlans, topology::Dual};
 
