@@ -43,6 +43,7 @@ compile_error!("the lab is made of Linux network namespaces");
 pub mod capture;
 pub mod cluster;
 mod command;
+pub mod hook;
 pub mod manifests;
 pub mod netns;
 pub mod oci;

@@ -1,4 +1,5 @@
-//! Spillway's developer commands: `cargo xtask setup | build | demo | cluster | image | codegen | tidy | test`. Each command is a module of its own.
+//! Spillway's developer commands: `cargo xtask setup | build | demo | cluster | image | codegen | tidy | soak | test`. Each
+//! command is a module of its own.
 
 mod build;
 mod cluster;
@@ -6,9 +7,11 @@ mod codegen;
 mod demo;
 mod guest;
 mod image;
+mod interrupt;
 mod process;
 mod progress;
 mod setup;
+mod soak;
 mod test;
 mod tidy;
 mod toolchain;
@@ -41,6 +44,8 @@ enum Command {
     Codegen(codegen::Args),
     /// Check the rules that no compiler checks: module edges, file sizes, links, formatting
     Tidy,
+    /// Keep connections and changes of every kind going, and judge what a server sees
+    Soak(soak::Args),
     /// Run checks, unit tests and end-to-end tests, and count them
     Test(test::Args),
 }
@@ -54,6 +59,7 @@ fn main() -> ExitCode {
         Command::Codegen(args) => codegen::run(&args),
         Command::Tidy => tidy::run(),
         Command::Demo(args) => return demo::run(&args),
+        Command::Soak(args) => return soak::run(&args),
         Command::Test(args) => return test::run(&args),
     };
     match result {

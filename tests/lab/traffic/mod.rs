@@ -5,6 +5,7 @@
 //! Ids are unique in the process.
 
 pub mod bulk;
+pub mod claim;
 pub mod forge;
 pub mod fragment;
 pub mod ping;
@@ -19,6 +20,7 @@ use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use self::bulk::{BulkReport, BulkServer, Direction, bulk};
+pub use self::claim::send_claim;
 pub use self::forge::{Protocol, send_packet, send_vxlan, spray};
 pub use self::fragment::{FragmentOrder, send_fragments};
 pub(crate) use self::ping::set_int;

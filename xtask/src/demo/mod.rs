@@ -4,9 +4,8 @@
 mod claims;
 mod cluster;
 mod flows;
-mod interrupt;
 mod keep;
-mod objects;
+pub mod objects;
 mod scenes;
 mod screen;
 mod sightings;
@@ -22,7 +21,7 @@ use anyhow::{Result, bail};
 use self::claims::Claims;
 use self::cluster::Show;
 use self::screen::Screen;
-use crate::{build, setup};
+use crate::{build, interrupt, setup};
 
 #[derive(clap::Args)]
 pub struct Args {

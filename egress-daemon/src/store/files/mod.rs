@@ -1,6 +1,8 @@
 //! The store in a directory: people write YAML files into it, Spillway keeps what it writes in `DIR/.spillway`, and any
 //! number of processes share it without a server.
 
+#[cfg(test)]
+mod damage_tests;
 mod disk;
 mod own;
 mod parse;
