@@ -1,8 +1,10 @@
-//! Spillway's developer commands: `cargo xtask setup | build | demo | codegen | tidy | test`. Each command is a module of its own.
+//! Spillway's developer commands: `cargo xtask setup | build | demo | bench | codegen | tidy | test`. Each command is a module of its own.
 
+mod bench;
 mod build;
 mod codegen;
 mod demo;
+mod interrupt;
 mod process;
 mod progress;
 mod setup;
@@ -30,6 +32,8 @@ enum Command {
     Build(build::Args),
     /// Watch Spillway work, and fail, in a small cluster of network namespaces
     Demo(demo::Args),
+    /// Compare Spillway with plain routing and with the stock kernel's way, on this machine
+    Bench(bench::Args),
     /// Write the CRDs that come from the code into manifests/crds
     Codegen(codegen::Args),
     /// Check the rules that no compiler checks: module edges, file sizes, links, formatting
@@ -45,6 +49,7 @@ fn main() -> ExitCode {
         Command::Codegen(args) => codegen::run(&args),
         Command::Tidy => tidy::run(),
         Command::Demo(args) => return demo::run(&args),
+        Command::Bench(args) => return bench::run(&args),
         Command::Test(args) => return test::run(&args),
     };
     match result {

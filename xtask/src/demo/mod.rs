@@ -4,7 +4,6 @@
 mod claims;
 mod cluster;
 mod flows;
-mod interrupt;
 mod keep;
 mod objects;
 mod scenes;
@@ -22,7 +21,7 @@ use anyhow::{Result, bail};
 use self::claims::Claims;
 use self::cluster::Show;
 use self::screen::Screen;
-use crate::{build, setup};
+use crate::{build, interrupt, setup};
 
 #[derive(clap::Args)]
 pub struct Args {

@@ -1,10 +1,10 @@
-//! Ctrl-C: the lab is removed before the program ends, and the terminal is told so.
+//! Ctrl-C: every lab is removed before the program ends, and the terminal is told so.
 
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
 
 use anyhow::{Context, Result};
@@ -14,7 +14,7 @@ use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction
 const SIGNALS: [(Signal, i32); 3] = [(Signal::SIGINT, 130), (Signal::SIGTERM, 143), (Signal::SIGHUP, 129)];
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
-static LAB: OnceLock<String> = OnceLock::new();
+static LABS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 /// The end of the pipe that the handler writes to.
 static PIPE: OnceLock<OwnedFd> = OnceLock::new();
 
@@ -48,8 +48,11 @@ extern "C" fn on_signal(signal: i32) {
 
 fn end(signal: i32) -> ! {
     INTERRUPTED.store(true, Ordering::SeqCst);
-    if let Some(id) = LAB.get() {
+    let labs = LABS.lock().unwrap_or_else(PoisonError::into_inner);
+    if !labs.is_empty() {
         eprintln!("\ninterrupted: removing the lab ...");
+    }
+    for id in labs.iter() {
         if let Err(error) = lab::scope::remove(id) {
             eprintln!("error: {error:#}");
         }
@@ -58,10 +61,9 @@ fn end(signal: i32) -> ! {
     std::process::exit(status);
 }
 
-/// Names the lab that an interruption removes.
+/// Names a lab that an interruption removes. One that is gone by then does no harm.
 pub fn guard(lab: &str) {
-    // There is one lab in a run.
-    LAB.set(lab.to_owned()).ok();
+    LABS.lock().unwrap_or_else(PoisonError::into_inner).push(lab.to_owned());
 }
 
 /// Does not return when the program is being interrupted: what fails now fails because the lab is going.
