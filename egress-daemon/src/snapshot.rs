@@ -14,7 +14,9 @@ use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
 pub use desired::{Desired, desired};
 pub use previous::previous;
 
-use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode};
+use crate::api::{
+    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
+};
 use crate::model::Snapshot;
 use crate::translate::{self, Problem};
 
@@ -25,6 +27,12 @@ pub struct Objects {
     pub policies: Vec<Arc<EgressGatewayPolicy>>,
     /// EgressIPPool
     pub pools: Vec<Arc<EgressIPPool>>,
+    /// CiliumEgressGatewayPolicy
+    pub cilium_policies: Vec<Arc<CiliumEgressGatewayPolicy>>,
+    /// Egress
+    pub egresses: Vec<Arc<Egress>>,
+    /// ExternalIPPool
+    pub external_ip_pools: Vec<Arc<ExternalIPPool>>,
     /// Node
     pub nodes: Vec<Arc<Node>>,
     /// Namespace
@@ -41,18 +49,22 @@ pub struct Objects {
 /// pool) or read without the part that has it (a node), and never touches another one.
 pub fn snapshot(objects: &Objects) -> (Snapshot, Vec<Problem>) {
     let (mut snapshot, mut problems) = (Snapshot::default(), Vec::new());
-    for object in &objects.policies {
-        match translate::policy(object) {
-            Ok(policy) => {
-                snapshot.policies.insert(policy.id.clone(), policy);
+    let own_pools = objects.pools.iter().map(|object| translate::pool(object));
+    for read in own_pools.chain(objects.external_ip_pools.iter().map(|object| translate::antrea::pool(object))) {
+        match read {
+            Ok(pool) => {
+                snapshot.pools.insert(pool.id.clone(), pool);
             }
             Err(found) => problems.extend(found),
         }
     }
-    for object in &objects.pools {
-        match translate::pool(object) {
-            Ok(pool) => {
-                snapshot.pools.insert(pool.id.clone(), pool);
+    let own = objects.policies.iter().map(|object| translate::policy(object));
+    let cilium = objects.cilium_policies.iter().map(|object| translate::cilium::policy(object));
+    let antrea = objects.egresses.iter().map(|object| translate::antrea::egress(object, &snapshot.pools));
+    for read in own.chain(cilium).chain(antrea) {
+        match read {
+            Ok(policy) => {
+                snapshot.policies.insert(policy.id.clone(), policy);
             }
             Err(found) => problems.extend(found),
         }

@@ -1,9 +1,11 @@
 //! From what users and agents write (strings) to the model (types), once. What cannot be understood is told with the
 //! object, the field and the remedy, and never spoils anything else.
 
+pub mod antrea;
+pub mod cilium;
 mod node;
-mod policy;
-mod pool;
+pub mod policy;
+pub mod pool;
 mod scalar;
 
 use std::fmt;
@@ -12,12 +14,12 @@ pub use node::{node, report};
 pub use policy::policy;
 pub use pool::pool;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 
-use crate::model::{Endpoint, EndpointId, Requirement, Selector};
+use crate::model::{Endpoint, EndpointId, PolicyId, PolicyKind, Requirement, Selector};
 
 /// Something in an object that cannot be understood.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -38,6 +40,23 @@ impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}, {}: {}: {}", self.kind, self.name, self.field, self.message, self.remedy)
     }
+}
+
+/// The policies that cannot be carried out because of these problems, each with everything that is wrong with it.
+pub fn refusals(problems: &[Problem]) -> BTreeMap<PolicyId, String> {
+    let mut refusals: BTreeMap<PolicyId, String> = BTreeMap::new();
+    for problem in problems {
+        let kind = match problem.kind {
+            policy::KIND => PolicyKind::Native,
+            cilium::KIND => PolicyKind::Cilium,
+            antrea::EGRESS => PolicyKind::Antrea,
+            _ => continue,
+        };
+        let said = refusals.entry(PolicyId::new(kind, &problem.name)).or_default();
+        let separator = if said.is_empty() { "" } else { "; " };
+        *said += &format!("{separator}{}: {}: {}", problem.field, problem.message, problem.remedy);
+    }
+    refusals
 }
 
 /// Collects the problems of one object.
@@ -129,5 +148,7 @@ pub fn endpoint(pod: &Pod) -> Option<Endpoint> {
     })
 }
 
+#[cfg(test)]
+mod foreign_tests;
 #[cfg(test)]
 mod tests;

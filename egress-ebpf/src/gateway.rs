@@ -1,7 +1,7 @@
 //! The gateway: out for its egress IPs, and back to the source node. It keeps nothing of a flow.
 
 use crate::{
-    deliver,
+    deliver, exit,
     family::Family,
     fragment,
     maps::{CONFIG, EGRESS_IPS, LEASES, NODES},
@@ -56,7 +56,7 @@ pub fn forward<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
         fragment::keep(&ip, &t);
     }
     stats::count(Counter::Forwarded);
-    pkt.redirect_routed(e.ifindex)
+    exit::leave(pkt, e)
 }
 
 /// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours.

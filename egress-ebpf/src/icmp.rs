@@ -38,7 +38,7 @@ pub fn incoming<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict
 }
 
 /// An error of a pod about a packet that it got: translated if that belonged to a translated flow.
-#[inline(never)]
+#[inline(always)]
 pub fn outgoing<F: Family>(pkt: &Packet) -> u64 {
     let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt)) else {
         return Verdict::Drop(Counter::DropMalformed).to_bits();

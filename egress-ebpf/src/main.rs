@@ -13,6 +13,7 @@
 mod classify;
 mod collect;
 mod deliver;
+mod exit;
 mod family;
 mod fragment;
 mod gateway;
@@ -21,6 +22,7 @@ mod inbound;
 mod maps;
 mod mss;
 mod neighbor;
+mod once;
 mod packet;
 mod parse;
 mod ports;

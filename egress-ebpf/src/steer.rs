@@ -2,10 +2,11 @@
 
 use crate::{
     classify::{self, Class},
+    exit,
     family::Family,
-    fragment, icmp,
+    fragment,
     maps::{CONFIG, EGRESS_IPS, NODES},
-    mss,
+    mss, once,
     packet::{ETH_LEN, Mac, Packet, now_tick},
     parse::{self, Ip, Kind, Part, Transport, proto},
     ports::{self, EEXIST},
@@ -28,6 +29,8 @@ use egress_common::{
 const UNKNOWN: u64 = u64::MAX;
 /// What [`established`] returns for an ICMP error.
 const QUOTES: u64 = u64::MAX - 1;
+/// What [`first`] returns when there is a flow now.
+const ENTERED: u64 = u64::MAX - 2;
 
 /// What the flow table says about a packet.
 enum Known {
@@ -40,12 +43,20 @@ enum Known {
 /// Classifies a pod's packet, finds or makes its flow, translates and sends it.
 ///
 /// Functions one after the other, not one in the other: the variables of two do not fit the 512 bytes of stack that a chain
-/// of calls may have, and the first packet of a flow can afford to be parsed twice.
+/// of calls may have, and the first packet of a flow can afford to be parsed again. It makes the flow only; what sends it is
+/// what sends all others.
 #[inline(always)]
 pub fn steer<F: Family>(pkt: &Packet) -> u64 {
-    match established::<F>(pkt) {
-        UNKNOWN => first::<F>(pkt),
-        QUOTES => icmp::outgoing::<F>(pkt),
+    match once::established::<F>(pkt) {
+        UNKNOWN => match once::first::<F>(pkt) {
+            ENTERED => match once::established::<F>(pkt) {
+                // The flow went, or may not be used any more, between its entry and its look-up.
+                UNKNOWN | QUOTES => Verdict::Drop(Counter::DropSevered).to_bits(),
+                verdict => verdict,
+            },
+            verdict => verdict,
+        },
+        QUOTES => once::outgoing::<F>(pkt),
         verdict => verdict,
     }
 }
@@ -57,8 +68,8 @@ fn key_of<F: Family>(ip: &Ip<F>, t: &Transport) -> FlowKey<F> {
 }
 
 /// A packet of a flow that is in the table.
-#[inline(never)]
-fn established<F: Family>(pkt: &Packet) -> u64 {
+#[inline(always)]
+pub fn established<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else { return malformed::<F>(pkt).to_bits() };
     let t = parse::transport::<F>(pkt, &ip);
@@ -76,13 +87,16 @@ fn established<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// A packet without a flow.
-#[inline(never)]
-fn first<F: Family>(pkt: &Packet) -> u64 {
+/// A packet without a flow: makes one, or says what else becomes of the packet.
+#[inline(always)]
+pub fn first<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
     let t = parse::transport::<F>(pkt, &ip);
-    unknown::<F>(pkt, config, &ip, &t, &key_of(&ip, &t)).to_bits()
+    match unknown::<F>(pkt, config, &ip, &t, &key_of(&ip, &t)) {
+        Ok(()) => ENTERED,
+        Err(verdict) => verdict.to_bits(),
+    }
 }
 
 /// A packet whose headers cannot be read is dropped where a policy selects its source.
@@ -285,30 +299,37 @@ fn reverse_value<F: Family>(pkt: &Packet, key: &FlowKey<F>, policy: u32, now: u3
     })
 }
 
+/// `Ok` when the packet has a flow now.
 #[inline(always)]
-fn unknown<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, key: &FlowKey<F>) -> Verdict {
+fn unknown<F: Family>(
+    pkt: &Packet,
+    config: &Config,
+    ip: &Ip<F>,
+    t: &Transport,
+    key: &FlowKey<F>,
+) -> Result<(), Verdict> {
     let generation = generation(config);
     let (index, endpoint) = match classify::classify(config, ip.src, ip.dst) {
-        Class::Outside => return Verdict::Pass,
-        Class::Held => return Verdict::Drop(Counter::DropHeld),
+        Class::Outside => return Err(Verdict::Pass),
+        Class::Held => return Err(Verdict::Drop(Counter::DropHeld)),
         Class::Policy(index, endpoint) => (index, endpoint),
     };
-    let Some(policy) = classify::policy::<F>(index) else { return Verdict::Drop(Counter::DropNoPolicy) };
+    let Some(policy) = classify::policy::<F>(index) else { return Err(Verdict::Drop(Counter::DropNoPolicy)) };
     match t.kind {
         Kind::Tcp if opens(t) => {}
-        Kind::Tcp => return stray::<F>(generation, t, key, policy, &endpoint),
+        Kind::Tcp => return Err(stray::<F>(generation, t, key, policy, &endpoint)),
         // An answer to a query that came by a way that this node does not see (an inbound query is remembered).
-        Kind::Answer => return Verdict::Pass,
+        Kind::Answer => return Err(Verdict::Pass),
         Kind::Udp | Kind::Query => {}
-        Kind::Orphan => return Verdict::Drop(Counter::DropFragment),
-        Kind::Broken => return Verdict::Drop(Counter::DropMalformed),
-        Kind::Other | Kind::Error => return Verdict::Drop(Counter::DropProtocol),
+        Kind::Orphan => return Err(Verdict::Drop(Counter::DropFragment)),
+        Kind::Broken => return Err(Verdict::Drop(Counter::DropMalformed)),
+        Kind::Other | Kind::Error => return Err(Verdict::Drop(Counter::DropProtocol)),
     }
     if policy.table_len == 0 {
         let node_ip = policy.flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0;
-        return if node_ip { Verdict::Pass } else { Verdict::Drop(Counter::DropNoGateway) };
+        return Err(if node_ip { Verdict::Pass } else { Verdict::Drop(Counter::DropNoGateway) });
     }
-    open::<F>(pkt, config, generation, ip, t, key, index, policy, &endpoint)
+    open::<F>(pkt, generation, t, key, index, policy, &endpoint).map_err(Verdict::Drop)
 }
 
 /// A TCP segment of a connection that is not in the table.
@@ -367,34 +388,28 @@ pub fn enter<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), i32> {
     })
 }
 
-/// Opens a flow: chooses a slot, takes a port, enters both halves and sends the packet.
-#[expect(clippy::too_many_arguments, reason = "all of it is inlined into one program")]
+/// Opens a flow: chooses a slot, takes a port and enters both halves.
 #[inline(always)]
 fn open<F: Family>(
     pkt: &Packet,
-    config: &Config,
     generation: u32,
-    ip: &Ip<F>,
     t: &Transport,
     key: &FlowKey<F>,
     index: u32,
     policy: &Policy,
     endpoint: &Endpoint,
-) -> Verdict {
-    let Some(search) = F::search().get_ptr_mut(0) else { return Verdict::Drop(Counter::DropNoPort) };
+) -> Result<(), Counter> {
+    let search = F::search().get_ptr_mut(0).ok_or(Counter::DropNoPort)?;
     // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
     let search = unsafe { &mut *search };
     let now = now_tick();
-    let Some(value) = reverse_value(pkt, key, index, now) else { return Verdict::Drop(Counter::DropMalformed) };
-    search.value = value;
+    search.value = reverse_value(pkt, key, index, now).ok_or(Counter::DropMalformed)?;
     search.hash = hash::flow(key, policy.seed);
     search.key = FlowKey { src: key.src, dst: key.dst, src_port: 0, dst_port: key.dst_port, proto: key.proto };
     search.policy = *policy;
     search.endpoint = endpoint.id;
     search.generation = generation;
-    if let Err(counter) = ports::take::<F>(search) {
-        return Verdict::Drop(counter);
-    }
+    ports::take::<F>(search)?;
     let flow = Flow {
         policy: index,
         egress: search.value.egress,
@@ -408,39 +423,21 @@ fn open<F: Family>(
         kind: kind::TRANSLATED,
         reserved: 0,
     };
-    commit::<F>(pkt, config, ip, t, key, &flow)
+    commit::<F>(key, &flow)
 }
 
 /// Enters the forward half, or takes the reverse half back where that fails.
 #[inline(always)]
-fn commit<F: Family>(
-    pkt: &Packet,
-    config: &Config,
-    ip: &Ip<F>,
-    t: &Transport,
-    key: &FlowKey<F>,
-    flow: &Flow,
-) -> Verdict {
-    match enter::<F>(key, flow) {
-        Ok(()) => {
-            stats::count(Counter::FlowsCreated);
-            send::<F>(pkt, config, ip, t, flow.egress, flow.port)
-        }
-        Err(error) => {
-            if let Some(reverse) = reverse_key::<F>(key, flow) {
-                let _ = F::reverses().remove(reverse);
-            }
-            if error != EEXIST {
-                return Verdict::Drop(Counter::DropTableFull);
-            }
-            // Another CPU made the same flow first: its choice stands.
-            // SAFETY: read only.
-            match unsafe { F::flows().get(key) } {
-                Some(f) if f.kind == kind::TRANSLATED => send::<F>(pkt, config, ip, t, f.egress, f.port),
-                _ => Verdict::Drop(Counter::DropSevered),
-            }
-        }
+fn commit<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), Counter> {
+    let Err(error) = enter::<F>(key, flow) else {
+        stats::count(Counter::FlowsCreated);
+        return Ok(());
+    };
+    if let Some(reverse) = reverse_key::<F>(key, flow) {
+        let _ = F::reverses().remove(reverse);
     }
+    // Another CPU made the same flow first: its choice stands.
+    if error == EEXIST { Ok(()) } else { Err(Counter::DropTableFull) }
 }
 
 /// Translates the packet of a flow and sends it on its way.
@@ -481,7 +478,7 @@ pub fn hand_over(pkt: &Packet, config: &Config, egress: u32) -> Verdict {
     let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNoOwner) };
     if e.flags & egress_flags::OWNED != 0 {
         stats::count(Counter::SentLocal);
-        return pkt.redirect_routed(e.ifindex);
+        return exit::leave(pkt, e);
     }
     match NODES.get(e.owner) {
         Some(node) if node.present != 0 => {

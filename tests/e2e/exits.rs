@@ -9,7 +9,8 @@ use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClien
 use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, Server};
 
 use crate::support::{
-    PATIENCE, WEB, at, egress, gateways_where, named, owner, policy, pool, sources, start, wait_in_force, web,
+    PATIENCE, WEB, at, egress, gateways_where, named, owner, policy, pool, sources, start, wait_in_force, wait_sources,
+    web,
 };
 
 /// Who sends the packets that reach `server` from `source`.
@@ -132,7 +133,32 @@ fn a_gateway_by_interface_or_default_route_uses_the_address_found_there() {
         let server = lab.server("server1").clone();
         wait_in_force(&pod, &server, &[101])?;
         lab.manifests().write("web", &policy("web", &entry("", "gw2")))?;
-        wait_in_force(&pod, &server, &[102])
+        wait_in_force(&pod, &server, &[102])?;
+        // The underlay's interface has the address, and another one is the way to the server.
+        lab.manifests().write("web", &policy("web", &entry(", interface: eth0", "gw1")))?;
+        let gateway = lab.node("gw1").clone();
+        for family in Family::BOTH {
+            let own = gateway.underlay.ip(family);
+            wait_sources(&pod.ns, &server, family, &[own])?;
+            assert_eq!(senders(&pod, &server, family, own)?, BTreeSet::from([gateway.external_mac()]), "{family:?}");
+        }
+        // A rule by source decides, as it does for the node's own sockets.
+        let router = lab::address::underlay(1);
+        for (family, flag) in Family::BOTH.into_iter().zip(["-4", "-6"]) {
+            let (own, router) = (gateway.underlay.ip(family), router.ip(family));
+            gateway.ns.sh(&format!(
+                "ip {flag} route add default via {router} table 77; ip {flag} rule add from {own} table 77"
+            ))?;
+            let elsewhere = |seen: &BTreeSet<[u8; 6]>| !seen.is_empty() && !seen.contains(&gateway.external_mac());
+            lab::wait_until(
+                "packets leave by the router",
+                PATIENCE,
+                || senders(&pod, &server, family, own),
+                elsewhere,
+            )?;
+            wait_sources(&pod.ns, &server, family, &[own])?;
+        }
+        Ok(())
     });
 }
 

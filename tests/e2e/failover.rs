@@ -6,11 +6,11 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use lab::traffic::{ConnectionReport, ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::traffic::{ConnectRate, ConnectionReport, ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Capture, Family, Lab, PodSpec, Segment, Server, StartOptions, Trace, wait_for, wait_until};
 
 use crate::support::{
-    PATIENCE, QUIET, WEB, egress, owner, policy, pool, start_with, wait_in_force, wait_owner, wait_refused,
+    PATIENCE, QUIET, WEB, egress, owner, policy, pool, start, start_with, wait_in_force, wait_owner, wait_refused,
     wait_sources, web,
 };
 
@@ -197,6 +197,43 @@ fn egress_ips_return_to_a_gateway_that_came_back_and_stayed() {
             assert!(all.close()?.iter().all(ConnectionReport::intact));
         }
         wait_in_force(&pod, &server, &HOSTS)
+    });
+}
+
+/// A gateway that still lives gives its egress IPs to others, and gets them back: no new connection waits for a second SYN.
+#[test]
+fn a_move_between_living_gateways_loses_no_packet_of_any_connection() {
+    lab::require_root!();
+    const HOSTS: [u8; 2] = [40, 41];
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        lab.manifests().write("pool", &pool("public", 40, 41, Some("1s")))?;
+        lab.manifests().write("web", &pooled(2))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &HOSTS)?;
+        wait_for("gw1 carries its share", PATIENCE, || Ok(carried(lab, "gw1", &HOSTS).len() == 2))?;
+        let _echo = TcpServer::start(&server.ns, &server.ips.both(81), ServerMode::Echo)?;
+        // A SYN that is lost is sent again after a second: too late.
+        let rate = ConnectRate { per_second: 200, timeout: Duration::from_millis(900), ..ConnectRate::default() };
+        let rates = Family::BOTH.map(|family| rate.start(&pod.ns, server.ips.at(family, 81)));
+        let rates = rates.into_iter().collect::<Result<Vec<_>>>()?;
+        let labels = lab.node("gw1").labels.clone();
+        let old: Vec<(&str, &str)> = labels.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
+        let without: Vec<(&str, &str)> = old.iter().copied().filter(|(key, _)| *key != "egress").collect();
+        for _ in 0..10 {
+            lab.relabel_node("gw1", &without)?;
+            wait_moved(lab, &HOSTS, "gw1")?;
+            wait_in_force(&pod, &server, &HOSTS)?;
+            lab.relabel_node("gw1", &old)?;
+            wait_for("gw1 carries its share", PATIENCE, || Ok(carried(lab, "gw1", &HOSTS).len() == 2))?;
+            wait_in_force(&pod, &server, &HOSTS)?;
+        }
+        for rate in rates {
+            let report = rate.finish()?;
+            assert!(report.opened > 500 && report.failures() == 0, "{} opened, {:?}", report.opened, report.failed);
+        }
+        Ok(())
     });
 }
 

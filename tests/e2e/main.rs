@@ -3,6 +3,8 @@
 //! One module a subject. Every test builds its own lab, so they run in any order and side by side; what they share is in
 //! [`support`]. `tests/README.md` says which test stands for which row of the list of failures.
 
+mod antrea;
+mod cilium;
 mod exits;
 mod failover;
 mod per_endpoint;

@@ -10,7 +10,7 @@ use crate::support::{PATIENCE, WEB, egress, gateways, policy, sources, start};
 
 /// The egress IP of each pod in one family, once every pod's connections all have a single one of `hosts` and `good` holds.
 /// (While the ports of a pod's own egress IP are not confirmed yet, its first flows use another one.)
-fn assignments(
+pub fn assignments(
     lab: &Lab,
     family: Family,
     hosts: &[u8],

@@ -4,6 +4,7 @@ mod bench;
 mod build;
 mod codegen;
 mod demo;
+mod guest;
 mod interrupt;
 mod process;
 mod progress;

@@ -85,6 +85,18 @@ pub fn run(title: &str, command: &mut Command) -> Result<()> {
     }
 }
 
+/// A step that is a function.
+pub fn run_with<T>(title: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    let step = Step::start(title);
+    step.at(title);
+    let result = work();
+    match &result {
+        Ok(_) => step.end("✓", ""),
+        Err(_) => step.end("✗", "failed"),
+    }
+    result
+}
+
 /// The log file of a step, named after the start of its title.
 pub fn log_file(title: &str) -> Result<PathBuf> {
     let title = title.split(" (").next().unwrap_or_default();

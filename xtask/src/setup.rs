@@ -31,6 +31,8 @@ pub enum Scope {
     Build,
     /// Also what the lab's network namespaces and the end-to-end tests run.
     Lab,
+    /// Also what guests with other kernels are made of.
+    Guests,
 }
 
 /// Something that the machine lacks.
@@ -45,6 +47,18 @@ enum Gap {
 
 /// The programs that the lab, the tests and the README call.
 const PROGRAMS: [(&str, &str); 3] = [("ip", "iproute2"), ("nft", "nftables"), ("bpftool", "bpftool")];
+
+/// What fetches other kernels, makes guests' file systems and runs them.
+const GUEST_PROGRAMS: [(&str, &str); 8] = [
+    ("qemu-system-x86_64", "qemu-system-x86"),
+    ("busybox", "busybox-static"),
+    ("modprobe", "kmod"),
+    ("lz4", "lz4"),
+    ("xz", "xz-utils"),
+    ("zstd", "zstd"),
+    ("strip", "binutils"),
+    ("sysctl", "procps"),
+];
 
 /// `cargo xtask setup`.
 pub fn run(args: &Args) -> Result<()> {
@@ -76,7 +90,12 @@ fn survey(scope: Scope) -> Vec<Gap> {
     let mut missing = |is_missing: bool, gap: Gap| gaps.extend(is_missing.then_some(gap));
     missing(Rust::find().is_none(), Gap::RustSources);
     missing(toolchain::find_linker().is_none(), Gap::BpfLinker);
-    if scope == Scope::Lab {
+    if scope == Scope::Guests {
+        for (name, package) in GUEST_PROGRAMS {
+            missing(find_program(name).is_none(), Gap::Program { name, package });
+        }
+    }
+    if scope != Scope::Build {
         for (name, package) in PROGRAMS {
             missing(find_program(name).is_none(), Gap::Program { name, package });
         }
@@ -228,7 +247,7 @@ fn bpffs_is_mounted() -> bool {
 }
 
 /// A program on the PATH, or in the folders that a user's PATH may lack.
-fn find_program(name: &str) -> Option<PathBuf> {
+pub fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = std::env::split_paths(&path).chain(["/usr/sbin", "/sbin"].map(PathBuf::from));
     folders.map(|folder| folder.join(name)).find(|file| file.is_file())
@@ -241,7 +260,7 @@ mod tests {
     #[test]
     fn every_gap_names_a_remedy() {
         let mut gaps = vec![Gap::RustSources, Gap::BpfLinker, Gap::BpfFs, Gap::CargoDeny];
-        gaps.extend(PROGRAMS.map(|(name, package)| Gap::Program { name, package }));
+        gaps.extend(PROGRAMS.into_iter().chain(GUEST_PROGRAMS).map(|(name, package)| Gap::Program { name, package }));
         for gap in gaps {
             assert!(!gap.to_string().is_empty());
             let remedy = gap.by_hand();

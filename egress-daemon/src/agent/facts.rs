@@ -1,8 +1,11 @@
 //! Reading the objects: everything an agent wants to know of them, and whether any of it has changed.
 
 use crate::{
-    api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, egress_ip_name},
-    model::{EndpointId, NodeName, PolicyId, PolicyKind, Snapshot, Source},
+    api::{
+        CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
+        egress_ip_name,
+    },
+    model::{AddressSource, EndpointId, NodeName, PolicyId, PolicyKind, Snapshot, Source},
     plan::Plan,
     snapshot::{self, Objects},
     store::Store,
@@ -41,6 +44,9 @@ impl World {
         let objects = Objects {
             policies: store.list::<EgressGatewayPolicy>(),
             pools: store.list::<EgressIPPool>(),
+            cilium_policies: store.list::<CiliumEgressGatewayPolicy>(),
+            egresses: store.list::<Egress>(),
+            external_ip_pools: store.list::<ExternalIPPool>(),
             nodes: store.list::<Node>(),
             namespaces: store.list::<Namespace>(),
             pods: store.list::<Pod>().into_iter().filter(on_node).collect(),
@@ -50,6 +56,9 @@ impl World {
         let old = &self.objects;
         if same(&objects.policies, &old.policies)
             && same(&objects.pools, &old.pools)
+            && same(&objects.cilium_policies, &old.cilium_policies)
+            && same(&objects.egresses, &old.egresses)
+            && same(&objects.external_ip_pools, &old.external_ip_pools)
             && same(&objects.nodes, &old.nodes)
             && same(&objects.namespaces, &old.namespaces)
             && same(&objects.pods, &old.pods)
@@ -71,9 +80,18 @@ impl World {
 
     /// The conditions of a policy, as the controller wrote them.
     pub fn policy_conditions(&self, policy: &PolicyId) -> impl Iterator<Item = &Condition> {
-        let name = |p: &&Arc<EgressGatewayPolicy>| p.metadata.name.as_deref() == Some(&*policy.name);
-        let native = self.objects.policies.iter().filter(move |_| policy.kind == PolicyKind::Native).find(name);
-        native.and_then(|p| p.status.as_ref()).into_iter().flat_map(|s| &s.conditions)
+        fn named<'a, T: kube::Resource>(objects: &'a [Arc<T>], policy: &PolicyId) -> Option<&'a T> {
+            objects.iter().find(|object| object.meta().name.as_deref() == Some(&*policy.name)).map(Arc::as_ref)
+        }
+        let objects = &self.objects;
+        let conditions = match policy.kind {
+            PolicyKind::Native => named(&objects.policies, policy).and_then(|p| Some(&p.status.as_ref()?.conditions)),
+            PolicyKind::Cilium => {
+                named(&objects.cilium_policies, policy).and_then(|p| Some(&p.status.as_ref()?.conditions))
+            }
+            PolicyKind::Antrea => named(&objects.egresses, policy).and_then(|p| Some(&p.status.as_ref()?.conditions)),
+        };
+        conditions.into_iter().flatten()
     }
 
     /// The conditions of an egress IP, as the controller wrote them.
@@ -81,6 +99,12 @@ impl World {
         let name = egress_ip_name(address);
         let object = self.objects.egress_ips.iter().find(|e| e.metadata.name.as_deref() == Some(&name));
         object.and_then(|e| e.status.as_ref()).into_iter().flat_map(|s| &s.conditions)
+    }
+
+    /// The egress IPs that a node owns, with their epochs.
+    pub fn owned(&self, node: &NodeName) -> BTreeMap<IpAddr, u64> {
+        let owned = self.plan.egress_ips.iter().filter(|(_, e)| e.owner.as_ref() == Some(node));
+        owned.map(|(ip, e)| (*ip, e.epoch)).collect()
     }
 
     /// The highest revision among the leases that the objects list, or that this node's agent has reported before: what is
@@ -96,7 +120,10 @@ impl World {
         let Some(n) = self.snapshot.nodes.get(node) else { return false };
         let by_pool = self.snapshot.pools.values().any(|p| p.nodes.matches(&n.labels));
         let by_policy = self.snapshot.policies.values().any(|p| match &p.source {
-            Source::Gateways(gateways) => gateways.iter().any(|g| g.nodes.matches(&n.labels)),
+            Source::Gateways(gateways) => gateways.iter().any(|g| {
+                let holds = !matches!(g.address, AddressSource::Configured(ip) if !n.has_address(ip));
+                holds && g.nodes.matches(&n.labels)
+            }),
             Source::Pools(_) => false,
         });
         by_pool || by_policy

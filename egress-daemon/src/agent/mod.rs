@@ -8,6 +8,7 @@ mod demand;
 mod effective;
 mod facts;
 mod gateways;
+mod handover;
 mod hooks;
 mod node;
 mod owned;

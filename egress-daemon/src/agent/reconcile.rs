@@ -4,6 +4,7 @@ use super::{
     Agent, Settings,
     blocks::Circumstances,
     facts::World,
+    handover,
     hooks::Wanted,
     tell::{self, Running},
     view::{self, Facts},
@@ -57,13 +58,22 @@ impl Agent {
         self.used = view::used(&self.world.plan, &classes);
         self.decide_blocks();
         self.histories.update(&self.world.snapshot, &classes);
+        let probes = self.gateways.states();
+        self.handover.update(&handover::Circumstances {
+            node: &self.node,
+            snapshot: &self.world.snapshot,
+            plan: &self.world.plan,
+            probes: &probes,
+            now: self.start.elapsed(),
+        });
         let facts = Facts {
             node: &self.node,
             snapshot: &self.world.snapshot,
             plan: &self.world.plan,
             links: &links,
             roles: &self.roles,
-            probes: &self.gateways.states(),
+            probes: &probes,
+            handover: &self.handover,
             with_history: &self.histories.with_history(),
             except_cidrs: &self.settings.except_cidrs,
             silent: self.settings.silent,
@@ -83,6 +93,7 @@ impl Agent {
             Ok(tables) => match self.writer.write(tables) {
                 Ok(()) => {
                     self.lease_revision = revision;
+                    self.carries = self.world.owned(&self.node);
                     written = true;
                 }
                 Err(e) => self.complaints.push(e.to_string()),
@@ -206,7 +217,7 @@ impl Agent {
 /// The gateways that policies of this node's pods use, and where they are.
 fn probed(node: &NodeName, view: &NodeView) -> BTreeMap<NodeName, IpAddr> {
     let slots = view.policies.values().flat_map(|p| &p.slots);
-    let owners = slots.filter_map(|s| view.egress_ips.get(&s.address)?.owner.as_ref());
+    let owners = slots.filter_map(|s| view.egress_ips.get(&s.address)?.gateway.as_ref());
     owners
         .filter(|owner| *owner != node)
         .filter_map(|owner| Some((owner.clone(), *view.nodes.get(owner)?.first()?)))

@@ -6,7 +6,7 @@ use super::{
     tell,
 };
 use crate::{
-    api::{EgressNodeStatus, MapUse, NodeAddress},
+    api::{CarriedIP, EgressNodeStatus, MapUse, NodeAddress},
     datapath::{attach::Mode, tables::Tables},
     host::{classify::Roles, links::LinkTable},
     model::NodeName,
@@ -16,7 +16,7 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::{Condition, Time},
     jiff::Timestamp,
 };
-use std::net::IpAddr;
+use std::{collections::BTreeMap, net::IpAddr};
 
 /// What a status is made from.
 pub struct Report<'a> {
@@ -36,6 +36,8 @@ pub struct Report<'a> {
     pub tables: &'a Tables,
     /// All leases up to this revision are in the maps.
     pub lease_revision: u64,
+    /// The egress IPs that the maps carry as this node's own, with their epochs.
+    pub carries: &'a BTreeMap<IpAddr, u64>,
     /// What the flows use.
     pub ports: &'a Ports,
     /// What is given back.
@@ -56,6 +58,7 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
         firewall: Some(tell::FIREWALL.into()),
         attach: Some(report.attach.to_string()),
         lease_revision: report.lease_revision,
+        carries: carries(report.carries),
         demand: demand::demand(report.node, report.plan, report.ports, report.withheld),
         occupied_blocks: report.occupied_blocks.clone(),
         map_use: usage
@@ -63,6 +66,10 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
             .collect(),
         conditions: vec![ready(report.complaints, old, now)],
     }
+}
+
+fn carries(carried: &BTreeMap<IpAddr, u64>) -> Vec<CarriedIP> {
+    carried.iter().map(|(ip, epoch)| CarriedIP { egress_ip: ip.to_string(), epoch: *epoch }).collect()
 }
 
 /// The addresses that other things on the network know this node by.

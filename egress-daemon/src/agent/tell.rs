@@ -8,7 +8,9 @@ use crate::{
     observe::state::{
         AgentState, ConditionState, EgressIpState, GatewayState, NodeState, PolicyState, ProbeResult, ProblemState,
     },
+    plan::{ConditionKind, Reason},
     store,
+    translate::refusals,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use std::{collections::BTreeMap, net::IpAddr, time::Duration};
@@ -62,7 +64,7 @@ pub fn state(world: &World, facts: &Facts<'_>, view: &NodeView, running: &Runnin
     }));
     AgentState {
         node: node(facts.node, running),
-        policies: facts.snapshot.policies.values().map(|p| policy(world, view, p)).collect(),
+        policies: facts.snapshot.policies.values().map(|p| policy(world, view, p)).chain(refused(world)).collect(),
         gateways: gateways(running.gateways),
         egress_ips: facts.plan.egress_ips.iter().map(|(ip, e)| egress_ip(world, *ip, e)).collect(),
         conditions: world
@@ -114,6 +116,15 @@ fn policy(world: &World, view: &NodeView, policy: &crate::model::Policy) -> Poli
         endpoints,
         conditions: world.policy_conditions(&policy.id).map(condition).collect(),
     }
+}
+
+/// The policies that cannot be carried out as they are written.
+fn refused(world: &World) -> impl Iterator<Item = PolicyState> {
+    refusals(&world.problems).into_iter().map(|(policy, message)| {
+        let (kind, reason) = (ConditionKind::Ready.as_str().into(), Reason::Invalid.as_str().into());
+        let condition = ConditionState { kind, status: "False".into(), reason, message };
+        PolicyState { name: policy.to_string(), conditions: vec![condition], ..PolicyState::default() }
+    })
 }
 
 fn gateways(gateways: &Gateways) -> Vec<GatewayState> {

@@ -1,6 +1,6 @@
 //! From what the objects, the links and the probes say to what this node's datapath should do. Pure.
 
-use super::{blocks::Withheld, effective::Effective};
+use super::{blocks::Withheld, effective::Effective, handover::Handover};
 use crate::{
     datapath::encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
     health::ProbeState,
@@ -38,6 +38,8 @@ pub struct Facts<'a> {
     pub except_cidrs: &'a [IpNet],
     /// ARP and NDP are not to be answered at all.
     pub silent: bool,
+    /// Which gateway each egress IP is used by.
+    pub handover: &'a Handover,
     /// Leased blocks that this node takes no new ports from.
     pub withheld: &'a Withheld,
     /// Egress IPs of this node that another one claims: ARP and NDP are not answered for them.
@@ -144,11 +146,11 @@ fn policy(facts: &Facts<'_>, policy: &Policy, endpoints: &BTreeMap<EndpointId, E
 /// The slots of a policy. Those that new flows may choose have an owner that answers and blocks that it knows of, and
 /// come first by the policy's preferences.
 fn slots(facts: &Facts<'_>, policy: &Policy) -> Vec<SlotView> {
-    let users = facts.plan.egress_ips.iter().filter_map(|(ip, e)| Some((*ip, e, *e.users.get(&policy.id)?)));
+    let users = facts.plan.egress_ips.iter().filter_map(|(ip, e)| Some((*ip, *e.users.get(&policy.id)?)));
     let mut slots: Vec<(SlotView, Option<&NodeName>)> = users
-        .map(|(address, e, weight)| {
-            let usable = answers(facts, e) && !usable_blocks(facts, address, e).is_empty();
-            (SlotView { address, weight, usable }, e.owner.as_ref())
+        .map(|(address, weight)| {
+            let usable = answers(facts, address) && !usable_blocks(facts, address).is_empty();
+            (SlotView { address, weight, usable }, facts.handover.gateway(address))
         })
         .collect();
     let zone_of = |n: &NodeName| facts.snapshot.nodes.get(n).and_then(|n| n.zone.clone());
@@ -175,22 +177,22 @@ fn prefer(slots: &mut [(SlotView, Option<&NodeName>)], first: impl Fn(Option<&No
     }
 }
 
-/// Whether an egress IP has an owner that new flows may use.
-fn answers(facts: &Facts<'_>, e: &EgressIpPlan) -> bool {
-    match &e.owner {
+/// Whether an egress IP has a gateway that new flows may use.
+fn answers(facts: &Facts<'_>, address: IpAddr) -> bool {
+    match facts.handover.gateway(address) {
         None => false,
         Some(owner) if owner == facts.node => true,
         Some(owner) => facts.probes.get(owner) != Some(&ProbeState::Dead),
     }
 }
 
-/// The blocks of an egress IP that this node may take ports from: leased to it, known to the owner, and not being given
+/// The blocks of an egress IP that this node may take ports from: leased to it, known to the gateway, and not being given
 /// back.
-fn usable_blocks(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> BTreeSet<u16> {
-    let Some(owner) = &e.owner else { return BTreeSet::new() };
-    let report = facts.snapshot.nodes.get(owner).and_then(|n| n.report.as_ref());
+fn usable_blocks(facts: &Facts<'_>, address: IpAddr) -> BTreeSet<u16> {
+    let Some(gateway) = facts.handover.gateway(address) else { return BTreeSet::new() };
+    let report = facts.snapshot.nodes.get(gateway).and_then(|n| n.report.as_ref());
     // This node's own leases are in its tables before the blocks are.
-    let known = if owner == facts.node { u64::MAX } else { report.map_or(0, |r| r.lease_revision) };
+    let known = if gateway == facts.node { u64::MAX } else { report.map_or(0, |r| r.lease_revision) };
     let blocks = facts.plan.blocks.get(&address).into_iter().flatten();
     blocks
         .filter(|(_, lease)| lease.node == *facts.node && lease.state == BlockState::Leased && lease.revision <= known)
@@ -200,15 +202,17 @@ fn usable_blocks(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> BTreeS
 }
 
 fn egress(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> EgressView {
-    let own = e.owner.as_ref() == Some(facts.node);
+    let forwards = facts.handover.forwards(address, facts.node);
+    let former = e.owner.as_ref() != Some(facts.node);
     let leases = facts.plan.blocks.get(&address).into_iter().flatten();
     EgressView {
-        owner: e.owner.clone(),
+        gateway: facts.handover.gateway(address).cloned(),
+        forwards,
         epoch: e.epoch,
-        interface: if own { uplink(facts, address, e) } else { None },
+        interface: if forwards { uplink(facts, address, e) } else { None },
         node_address: e.fixed,
-        silent: facts.silent || facts.withdrawn.contains(&address),
-        blocks: usable_blocks(facts, address, e),
+        silent: facts.silent || forwards && former || facts.withdrawn.contains(&address),
+        blocks: usable_blocks(facts, address),
         leases: leases.map(|(block, lease)| (*block, lease.node.clone())).collect(),
     }
 }

@@ -3,6 +3,7 @@
 use super::{
     blocks::Withheld,
     effective::Effective,
+    handover::{Circumstances, GRACE, Handover, LINGER},
     view::{Facts, uplink, view},
 };
 use crate::{
@@ -146,7 +147,20 @@ impl World {
         self.plan.egress_ips.get_mut(&ip(OWNED[n].0)).unwrap()
     }
 
+    /// What `handover` makes of the world at `now`.
+    fn hand_over(&self, handover: &mut Handover, now: Duration) {
+        let node = "me".into();
+        let (snapshot, plan, probes) = (&self.snapshot, &self.plan, &self.probes);
+        handover.update(&Circumstances { node: &node, snapshot, plan, probes, now });
+    }
+
     fn with<T>(&self, f: impl FnOnce(&Facts<'_>) -> T) -> T {
+        let mut handover = Handover::default();
+        self.hand_over(&mut handover, Duration::ZERO);
+        self.with_handover(&handover, f)
+    }
+
+    fn with_handover<T>(&self, handover: &Handover, f: impl FnOnce(&Facts<'_>) -> T) -> T {
         f(&Facts {
             node: &"me".into(),
             snapshot: &self.snapshot,
@@ -154,6 +168,7 @@ impl World {
             links: &self.links,
             roles: &self.roles,
             probes: &self.probes,
+            handover,
             with_history: &BTreeSet::new(),
             except_cidrs: &self.except,
             silent: self.silent,
@@ -228,6 +243,91 @@ fn a_slot_needs_blocks_that_its_owner_knows_of() {
         1,
         "replies for a quarantined block still find their way"
     );
+}
+
+/// The owner's part of the world's first egress IP moves from g1 to `owner` with epoch 2.
+fn moved(world: &mut World, owner: &str) {
+    let e = world.egress(0);
+    (e.owner, e.epoch) = (Some(owner.into()), 2);
+}
+
+fn report<'a>(world: &'a mut World, node: &str) -> &'a mut NodeReport {
+    world.snapshot.nodes.get_mut(&NodeName::from(node)).unwrap().report.as_mut().unwrap()
+}
+
+#[test]
+fn a_new_owner_is_used_once_it_reports_what_this_node_needs() {
+    let (mut world, mut handover, moving) = (World::new(), Handover::default(), ip(OWNED[0].0));
+    let mut used = |world: &World, now: u64| {
+        world.hand_over(&mut handover, Duration::from_secs(now));
+        world.with_handover(&handover, |facts| view(facts, &mut Effective::default())).egress_ips[&moving]
+            .gateway
+            .clone()
+    };
+    assert_eq!(used(&world, 0), Some("g1".into()));
+    moved(&mut world, "g2");
+    assert_eq!(used(&world, 1), Some("g1".into()), "g2 has not said anything");
+    report(&mut world, "g2").carries.insert(moving, 1);
+    assert_eq!(used(&world, 1), Some("g1".into()), "g2 has only said that it carried it once");
+    report(&mut world, "g2").carries.insert(moving, 2);
+    report(&mut world, "g2").lease_revision = 4;
+    assert_eq!(used(&world, 1), Some("g1".into()), "g2 does not know this node's block");
+    report(&mut world, "g2").lease_revision = 5;
+    assert_eq!(used(&world, 1), Some("g2".into()));
+}
+
+#[test]
+fn a_former_owner_is_not_waited_for_when_it_is_dead_or_the_new_one_stays_silent() {
+    let moving = ip(OWNED[0].0);
+    let used = |world: &World, handover: &mut Handover, now: Duration| {
+        world.hand_over(handover, now);
+        handover.gateway(moving).cloned()
+    };
+    let begin = || {
+        let (mut world, mut handover) = (World::new(), Handover::default());
+        world.hand_over(&mut handover, Duration::ZERO);
+        moved(&mut world, "g2");
+        assert_eq!(used(&world, &mut handover, Duration::ZERO), Some("g1".into()));
+        (world, handover)
+    };
+    let (mut world, mut handover) = begin();
+    world.probes.insert("g1".into(), ProbeState::Dead);
+    assert_eq!(used(&world, &mut handover, Duration::ZERO), Some("g2".into()));
+    let (mut world, mut handover) = begin();
+    world.snapshot.nodes.remove(&NodeName::from("g1"));
+    assert_eq!(used(&world, &mut handover, Duration::ZERO), Some("g2".into()));
+    let (world, mut handover) = begin();
+    assert_eq!(used(&world, &mut handover, GRACE - Duration::from_millis(1)), Some("g1".into()));
+    assert_eq!(used(&world, &mut handover, GRACE), Some("g2".into()));
+    let (mut world, mut handover) = begin();
+    world.egress(0).owner = None;
+    assert_eq!(used(&world, &mut handover, Duration::ZERO), None, "nobody is to carry it");
+    let (mut world, mut handover) = begin();
+    moved(&mut world, "me");
+    assert_eq!(
+        used(&world, &mut handover, Duration::ZERO),
+        Some("me".into()),
+        "this node's tables are written in one go"
+    );
+}
+
+#[test]
+fn a_former_owner_is_silent_at_once_and_forwards_until_everybody_knows() {
+    let (mut world, mut handover, moving) = (World::new(), Handover::default(), ip(OWNED[2].0));
+    let mut own = |world: &World, now: Duration| {
+        world.hand_over(&mut handover, now);
+        let view = world.with_handover(&handover, |facts| view(facts, &mut Effective::default()));
+        let e = &view.egress_ips[&moving];
+        (e.forwards, e.silent, e.interface.is_some())
+    };
+    assert_eq!(own(&world, Duration::ZERO), (true, false, true));
+    let e = world.egress(2);
+    (e.owner, e.epoch) = (Some("g2".into()), 2);
+    assert_eq!(own(&world, Duration::ZERO), (true, true, true));
+    report(&mut world, "g2").carries.insert(moving, 2);
+    assert_eq!(own(&world, Duration::ZERO), (true, true, true));
+    assert_eq!(own(&world, LINGER - Duration::from_millis(1)), (true, true, true));
+    assert_eq!(own(&world, LINGER), (false, true, false));
 }
 
 #[test]

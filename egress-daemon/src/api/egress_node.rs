@@ -122,6 +122,10 @@ pub struct EgressNodeStatus {
     #[schemars(with = "i64", range(min = 0))]
     pub lease_revision: u64,
 
+    /// The egress IPs that the node's tables carry as its own, sorted by address: other nodes use it for them from then on.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub carries: Vec<CarriedIP>,
+
     /// What the node wants beyond what it has, and what it gives back, one entry an egress IP, sorted by address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub demand: Vec<Demand>,
@@ -139,6 +143,19 @@ pub struct EgressNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
+}
+
+/// An egress IP that a gateway carries.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CarriedIP {
+    /// The address.
+    #[serde(rename = "egressIP")]
+    pub egress_ip: String,
+
+    /// The epoch of the node's ownership.
+    #[schemars(with = "i64", range(min = 0))]
+    pub epoch: u64,
 }
 
 /// An address of one of the node's interfaces.

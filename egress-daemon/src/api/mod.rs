@@ -1,9 +1,10 @@
 //! What users write and what Spillway writes for them: the custom resources of the group `spillway.io`, their rules
-//! and their documentation. Strings as on the wire; `translate` turns them into the domain's types once. May know
+//! and their documentation, and those of other systems. Strings as on the wire; `translate` turns them into the domain's types once. May know
 //! serde, schemars and Kubernetes' object shapes; knows no store, no clock and no I/O.
 
 mod egress_ip;
 mod egress_node;
+mod foreign;
 mod policy;
 mod pool;
 mod rules;
@@ -13,7 +14,12 @@ mod tests;
 
 pub use egress_ip::{EgressIP, EgressIPSpec, EgressIPStatus, PolicyUse, egress_ip_name};
 pub use egress_node::{
-    Assignment, BlockRange, Demand, EgressNode, EgressNodeSpec, EgressNodeStatus, LeasedBlocks, MapUse, NodeAddress,
+    Assignment, BlockRange, CarriedIP, Demand, EgressNode, EgressNodeSpec, EgressNodeStatus, LeasedBlocks, MapUse,
+    NodeAddress,
+};
+pub use foreign::{
+    AppliedTo, CiliumEgressGateway, CiliumEgressGatewayPolicy, CiliumEgressGatewayPolicySpec, CiliumSelector, Egress,
+    EgressSpec, EgressStatus, ExternalIPPool, ExternalIPPoolSpec, ExternalIPPoolStatus,
 };
 pub use policy::{
     Bandwidth, Distribution, EgressGateway, EgressGatewayPolicy, EgressGatewayPolicySpec, EgressGatewayPolicyStatus,
@@ -37,10 +43,18 @@ pub const MAX_EGRESS_IPS_ANNOTATION: &str = "spillway.io/max-egress-ips";
 
 /// Every CustomResourceDefinition of Spillway with the name of the file that it belongs into, sorted by that name.
 pub fn crds() -> Vec<(String, CustomResourceDefinition)> {
-    let mut crds: Vec<_> = [EgressGatewayPolicy::crd(), EgressIPPool::crd(), EgressIP::crd(), EgressNode::crd()]
-        .into_iter()
-        .map(|crd| (format!("{}.yaml", crd.spec.names.plural), schema::for_people(crd)))
-        .collect();
-    crds.sort_by(|a, b| a.0.cmp(&b.0));
-    crds
+    files([EgressGatewayPolicy::crd(), EgressIPPool::crd(), EgressIP::crd(), EgressNode::crd()])
+}
+
+/// The CustomResourceDefinitions of the kinds of other systems, to be installed only where theirs are absent; named and
+/// sorted like [`crds`].
+pub fn foreign_crds() -> Vec<(String, CustomResourceDefinition)> {
+    files([CiliumEgressGatewayPolicy::crd(), Egress::crd(), ExternalIPPool::crd()])
+}
+
+fn files<const N: usize>(crds: [CustomResourceDefinition; N]) -> Vec<(String, CustomResourceDefinition)> {
+    let named = |crd: CustomResourceDefinition| (format!("{}.yaml", crd.spec.names.plural), schema::for_people(crd));
+    let mut files: Vec<_> = crds.into_iter().map(named).collect();
+    files.sort_by(|a, b| a.0.cmp(&b.0));
+    files
 }

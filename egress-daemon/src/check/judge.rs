@@ -12,7 +12,10 @@ const TAKEN_PORTS: [(u16, &str); 3] =
     [(4789, "VXLAN of most systems"), (8472, "Linux' and many CNIs' VXLAN"), (6081, "Geneve")];
 /// Capabilities by number (linux/capability.h).
 const CAPABILITIES: [(u32, &str); 3] = [(39, "CAP_BPF"), (12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW")];
-/// It stands for CAP_BPF on older kernels.
+/// Kernels older than this need [`CAP_PERFMON`], too.
+const PERFMON_UNTIL: (u32, u32) = (6, 12);
+const CAP_PERFMON: (u32, &str) = (38, "CAP_PERFMON");
+/// It stands for CAP_BPF and CAP_PERFMON.
 const CAP_SYS_ADMIN: u32 = 21;
 
 fn ok(check: &'static str, found: impl Into<String>) -> Line {
@@ -103,15 +106,15 @@ fn capabilities(facts: &Facts) -> Line {
         return bad("capabilities", Status::Warn, "they cannot be read", "mount /proc");
     };
     let has = |bit: u32| mask >> bit & 1 == 1;
-    let missing: Vec<&str> = CAPABILITIES
-        .iter()
-        .filter(|(bit, name)| !(has(*bit) || *name == "CAP_BPF" && has(CAP_SYS_ADMIN)))
-        .map(|(_, name)| *name)
-        .collect();
+    let perfmon = version(&facts.release).is_some_and(|found| found < PERFMON_UNTIL);
+    let needed: Vec<(u32, &str)> = CAPABILITIES.into_iter().chain(perfmon.then_some(CAP_PERFMON)).collect();
+    let by_admin = |name: &str| has(CAP_SYS_ADMIN) && matches!(name, "CAP_BPF" | "CAP_PERFMON");
+    let names = |list: &[(u32, &'static str)]| list.iter().map(|(_, name)| *name).collect::<Vec<_>>().join(", ");
+    let missing: Vec<_> = needed.iter().copied().filter(|(bit, name)| !has(*bit) && !by_admin(name)).collect();
     if missing.is_empty() {
-        return ok("capabilities", CAPABILITIES.map(|(_, name)| name).join(", "));
+        return ok("capabilities", names(&needed));
     }
-    let found = format!("this process lacks {}", missing.join(", "));
+    let found = format!("this process lacks {}", names(&missing));
     bad("capabilities", Status::Fail, found, "run it as root, or add them to the container's securityContext")
 }
 

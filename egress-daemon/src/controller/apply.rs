@@ -1,11 +1,13 @@
 //! Writes what should be where it differs from what is.
 
 use crate::api::{
-    EgressGatewayPolicy, EgressGatewayPolicyStatus, EgressIP, EgressIPPool, EgressIPPoolStatus, EgressNode,
+    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
 };
 use crate::snapshot::Desired;
-use crate::store::{Key, Store, StoreError};
+use crate::store::{Key, Store, StoreError, Stored};
 use futures::stream::{self, StreamExt};
+use kube::core::object::HasStatus;
+use std::collections::BTreeMap;
 
 /// So many writes are under way at once.
 const CONCURRENT: usize = 16;
@@ -36,7 +38,7 @@ impl Applied {
 /// not needed any more. An object that somebody else wrote since `desired` was made is left as it is.
 pub(super) async fn apply(store: &Store, desired: Desired) -> Applied {
     let mut applied = Applied::default();
-    let Desired { egress_ips, egress_nodes, policies, pools } = desired;
+    let Desired { egress_ips, egress_nodes, policies, pools, cilium_policies, egresses, external_ip_pools } = desired;
     let wanted = |name: &Option<String>, is_wanted: &dyn Fn(&str) -> bool| name.as_deref().is_some_and(is_wanted);
     let mut unwanted_ips = store.list::<EgressIP>();
     unwanted_ips.retain(|object| !wanted(&object.metadata.name, &|name| egress_ips.contains_key(name)));
@@ -47,10 +49,11 @@ pub(super) async fn apply(store: &Store, desired: Desired) -> Applied {
     gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
     let writes = egress_nodes.into_values().map(|object| egress_node(store, object));
     gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
-    let writes = policies.into_iter().map(|(name, status)| policy(store, name, status));
-    gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
-    let writes = pools.into_iter().map(|(name, status)| pool(store, name, status));
-    gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
+    statuses::<EgressGatewayPolicy>(store, &mut applied, policies).await;
+    statuses::<CiliumEgressGatewayPolicy>(store, &mut applied, cilium_policies).await;
+    statuses::<Egress>(store, &mut applied, egresses).await;
+    statuses::<EgressIPPool>(store, &mut applied, pools).await;
+    statuses::<ExternalIPPool>(store, &mut applied, external_ip_pools).await;
 
     if applied.errors.is_empty() {
         for object in unwanted_ips {
@@ -61,6 +64,14 @@ pub(super) async fn apply(store: &Store, desired: Desired) -> Applied {
         }
     }
     applied
+}
+
+async fn statuses<T>(store: &Store, applied: &mut Applied, wanted: BTreeMap<String, T::Status>)
+where
+    T: Stored + HasStatus<Status: PartialEq>,
+{
+    let writes = wanted.into_iter().map(|(name, wanted)| status::<T>(store, name, wanted));
+    gather(applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
 }
 
 async fn gather(applied: &mut Applied, mut results: impl StreamExt<Item = Result<u64, StoreError>> + Unpin) {
@@ -94,20 +105,14 @@ async fn egress_node(store: &Store, wanted: EgressNode) -> Result<u64, StoreErro
     }
 }
 
-async fn policy(store: &Store, name: String, status: EgressGatewayPolicyStatus) -> Result<u64, StoreError> {
-    match store.get::<EgressGatewayPolicy>(&Key::cluster(&name)) {
-        Some(current) if current.status.as_ref() != Some(&status) => {
-            let object = EgressGatewayPolicy { status: Some(status), ..current.as_ref().clone() };
-            store.replace_status(&object).await.map(|_| 1)
-        }
-        _ => Ok(0),
-    }
-}
-
-async fn pool(store: &Store, name: String, status: EgressIPPoolStatus) -> Result<u64, StoreError> {
-    match store.get::<EgressIPPool>(&Key::cluster(&name)) {
-        Some(current) if current.status.as_ref() != Some(&status) => {
-            let object = EgressIPPool { status: Some(status), ..current.as_ref().clone() };
+async fn status<T>(store: &Store, name: String, status: T::Status) -> Result<u64, StoreError>
+where
+    T: Stored + HasStatus<Status: PartialEq>,
+{
+    match store.get::<T>(&Key::cluster(&name)) {
+        Some(current) if current.status() != Some(&status) => {
+            let mut object = current.as_ref().clone();
+            *object.status_mut() = Some(status);
             store.replace_status(&object).await.map(|_| 1)
         }
         _ => Ok(0),

@@ -1,7 +1,8 @@
 //! What a person would want to know of, in the words of Kubernetes events.
 
+use crate::model::PolicyId;
 use crate::plan::diff::Change;
-use crate::plan::{ConditionKind, OwnerReason};
+use crate::plan::{ConditionKind, OwnerReason, Reason};
 use std::fmt;
 
 /// Something that happened to an object.
@@ -24,6 +25,12 @@ impl fmt::Display for Event {
 }
 
 impl Event {
+    /// The event of a policy that cannot be carried out as it is written.
+    pub(super) fn refused(policy: &PolicyId, message: &str) -> Event {
+        let (object, reason) = (format!("policy {policy}"), Reason::Invalid.as_str());
+        Event { object, warning: true, reason, message: message.to_owned() }
+    }
+
     /// The event of a change; nothing for changes that are everyday business.
     pub(super) fn of(change: &Change) -> Option<Event> {
         let egress_ip = |address: &std::net::IpAddr| format!("EgressIP {address}");

@@ -1,43 +1,60 @@
 //! Mistakes in the source of objects, as conditions of the objects that they are about. The last good version of such an
 //! object is in force: that is not what its author wants, so that it counts as degraded. Pure.
 
-use crate::api::{EgressGatewayPolicy, EgressIPPool};
 use crate::plan::{ConditionKind, Reason};
 use crate::snapshot::{Desired, Objects};
 use crate::store::{Kind, Problem};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use kube::core::object::HasStatus;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Adds what is wrong with the source of policies and pools to their conditions.
 pub(super) fn add(desired: &mut Desired, objects: &Objects, problems: &[Problem], now: &Time) {
     let mut of_object: BTreeMap<(Kind, &str), Vec<String>> = BTreeMap::new();
     for problem in problems {
         if let Some(object) = &problem.object {
-            let sentence = format!("the last good version is in force: {problem}");
+            let sentence = match object.kind {
+                // Nothing in them is refused at this point: fields that are not known are left out.
+                Kind::CiliumEgressGatewayPolicy | Kind::Egress | Kind::ExternalIPPool => problem.to_string(),
+                _ => format!("the last good version is in force: {problem}"),
+            };
             of_object.entry((object.kind, &object.key.name)).or_default().push(sentence);
         }
     }
     for ((kind, name), sentences) in of_object {
-        let (conditions, before) = match kind {
-            Kind::EgressGatewayPolicy => {
-                let named =
-                    |object: &&std::sync::Arc<EgressGatewayPolicy>| object.metadata.name.as_deref() == Some(name);
-                let status = objects.policies.iter().find(named).and_then(|object| object.status.as_ref());
-                let desired = desired.policies.get_mut(name).map(|status| &mut status.conditions);
-                (desired, status.map(|status| status.conditions.as_slice()))
+        let conditions = match kind {
+            Kind::EgressGatewayPolicy => pair(&objects.policies, &mut desired.policies, name, |s| &mut s.conditions),
+            Kind::EgressIPPool => pair(&objects.pools, &mut desired.pools, name, |s| &mut s.conditions),
+            Kind::CiliumEgressGatewayPolicy => {
+                pair(&objects.cilium_policies, &mut desired.cilium_policies, name, |s| &mut s.conditions)
             }
-            Kind::EgressIPPool => {
-                let named = |object: &&std::sync::Arc<EgressIPPool>| object.metadata.name.as_deref() == Some(name);
-                let status = objects.pools.iter().find(named).and_then(|object| object.status.as_ref());
-                let desired = desired.pools.get_mut(name).map(|status| &mut status.conditions);
-                (desired, status.map(|status| status.conditions.as_slice()))
+            Kind::Egress => pair(&objects.egresses, &mut desired.egresses, name, |s| &mut s.conditions),
+            Kind::ExternalIPPool => {
+                pair(&objects.external_ip_pools, &mut desired.external_ip_pools, name, |s| &mut s.conditions)
             }
-            _ => continue,
+            _ => None,
         };
-        if let Some(conditions) = conditions {
-            degrade(conditions, before.unwrap_or_default(), &sentences, now);
+        if let Some((conditions, before)) = conditions {
+            degrade(conditions, &before, &sentences, now);
         }
     }
+}
+
+/// The conditions that an object should have, and those that it has.
+fn pair<'a, T>(
+    objects: &[Arc<T>],
+    desired: &'a mut BTreeMap<String, T::Status>,
+    name: &str,
+    conditions: impl Fn(&mut T::Status) -> &mut Vec<Condition>,
+) -> Option<(&'a mut Vec<Condition>, Vec<Condition>)>
+where
+    T: kube::Resource + HasStatus<Status: Clone>,
+{
+    let object = objects.iter().find(|object| object.meta().name.as_deref() == Some(name));
+    let before = object.and_then(|object| object.status().cloned());
+    let before = before.map(|mut status| std::mem::take(conditions(&mut status))).unwrap_or_default();
+    Some((conditions(desired.get_mut(name)?), before))
 }
 
 fn degrade(conditions: &mut Vec<Condition>, before: &[Condition], sentences: &[String], now: &Time) {

@@ -2,19 +2,22 @@
 
 use super::apply::{Applied, apply};
 use super::{ControllerConfig, Event, Report, remarks};
-use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode};
+use crate::api::{
+    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
+};
 use crate::health::{Health, LeaseTracker, Renewal};
-use crate::model::{Failback, NodeName, Snapshot};
+use crate::model::{Failback, NodeName, PolicyId, Snapshot};
 use crate::plan::diff::diff;
 use crate::plan::{Plan, plan};
 use crate::snapshot::{Objects, desired, previous, snapshot};
 use crate::store::lease::{CONTROLLER_LEASE, GATEWAY_LEASE_PREFIX, LEASE_NAMESPACE, LeaseKeeper, LeaseTerms};
 use crate::store::{Key, Problem, Store};
+use crate::translate::refusals;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
@@ -77,12 +80,14 @@ struct Leading {
     delays: BTreeSet<Duration>,
     /// The plan of the last round, for telling what happened.
     plan: Option<Plan>,
+    /// The policies that could not be carried out then, and why.
+    refused: BTreeMap<PolicyId, String>,
 }
 
 /// What a plan depends on, in a form that is cheap to compare.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Inputs {
-    revisions: [u64; 7],
+    revisions: [u64; 10],
     problems: Vec<Problem>,
     /// Whether each gateway is fresh, is proven to live, for how many of the delays, and whether its node is gone.
     gateways: Vec<(NodeName, bool, bool, usize, bool)>,
@@ -115,7 +120,8 @@ impl Controller {
                 self.store.refresh().await;
                 let store = self.store.guarded(self.lease.clone(), epoch);
                 let (due, delays) = (Duration::ZERO, BTreeSet::new());
-                self.leading = Some(Leading { epoch, store, seen: None, due, delays, plan: None });
+                let refused = BTreeMap::new();
+                self.leading = Some(Leading { epoch, store, seen: None, due, delays, plan: None, refused });
             }
             Some(_) => {}
         }
@@ -166,6 +172,9 @@ impl Controller {
             revisions: [
                 store.revision::<EgressGatewayPolicy>(),
                 store.revision::<EgressIPPool>(),
+                store.revision::<CiliumEgressGatewayPolicy>(),
+                store.revision::<Egress>(),
+                store.revision::<ExternalIPPool>(),
                 store.revision::<Node>(),
                 store.revision::<Namespace>(),
                 store.revision::<Pod>(),
@@ -191,6 +200,9 @@ impl Controller {
         let objects = Objects {
             policies: self.store.list::<EgressGatewayPolicy>(),
             pools: self.store.list::<EgressIPPool>(),
+            cilium_policies: self.store.list::<CiliumEgressGatewayPolicy>(),
+            egresses: self.store.list::<Egress>(),
+            external_ip_pools: self.store.list::<ExternalIPPool>(),
             nodes: self.store.list::<Node>(),
             namespaces: self.store.list::<Namespace>(),
             pods: self.store.list::<Pod>(),
@@ -206,8 +218,9 @@ impl Controller {
         remarks::add(&mut wanted, &objects, &self.store.problems(), &time);
         let planning = started.elapsed();
         let applied = apply(&leading.store, wanted).await;
-        self.tell(leading, before, &after, &applied, planning);
-        leading.plan = Some(after);
+        let refused = refusals(&problems);
+        self.tell(leading, before, &after, &refused, &applied, planning);
+        (leading.plan, leading.refused) = (Some(after), refused);
         let now = self.start.elapsed();
         self.observe_nodes(&snapshot, &objects, now);
         leading.delays = delays(&snapshot);
@@ -225,7 +238,15 @@ impl Controller {
     }
 
     /// Tells people and programs what came of a round.
-    fn tell(&self, leading: &Leading, before: Plan, after: &Plan, applied: &Applied, planning: Duration) {
+    fn tell(
+        &self,
+        leading: &Leading,
+        before: Plan,
+        after: &Plan,
+        refused: &BTreeMap<PolicyId, String>,
+        applied: &Applied,
+        planning: Duration,
+    ) {
         for error in &applied.errors {
             if error.is_conflict() || applied.is_fenced() {
                 tracing::debug!(%error, "the round is repeated");
@@ -236,7 +257,10 @@ impl Controller {
         if applied.errors.is_empty() {
             // The objects do not remember outcomes: a leader that just took over has nothing to tell about them.
             let outcomes = leading.plan.as_ref().map_or(&after.outcomes, |last| &last.outcomes).clone();
-            for event in diff(&Plan { outcomes, ..before }, after).iter().filter_map(Event::of) {
+            let changes = diff(&Plan { outcomes, ..before }, after);
+            let is_new = |(policy, why): &(&PolicyId, &String)| leading.refused.get(*policy) != Some(*why);
+            let refusals = refused.iter().filter(is_new).map(|(policy, why)| Event::refused(policy, why));
+            for event in changes.iter().filter_map(Event::of).chain(refusals) {
                 if event.warning {
                     tracing::warn!(object = %event.object, reason = event.reason, "{}", event.message);
                 } else {

@@ -62,11 +62,13 @@ pub struct PolicyView {
 /// An egress IP that this node uses, owns, or may come to own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EgressView {
-    /// Its owner.
-    pub owner: Option<NodeName>,
+    /// The gateway that packets go to: its owner, or on its way to another one still the former.
+    pub gateway: Option<NodeName>,
+    /// This node sends packets with it to the outside.
+    pub forwards: bool,
     /// Its epoch.
     pub epoch: u64,
-    /// The interface that it is sent by, where this node is the owner.
+    /// The interface that it is sent by, where this node does that.
     pub interface: Option<u32>,
     /// A node has the address by itself.
     pub node_address: bool,
@@ -203,13 +205,11 @@ impl Encoder {
                 Some(old) => old.generation.wrapping_add(1),
                 None => 1,
             };
-            let owner = e.owner.as_ref().and_then(|n| self.nodes.0.get(n)).copied().unwrap_or(0);
+            let owner = e.gateway.as_ref().and_then(|n| self.nodes.0.get(n)).copied().unwrap_or(0);
             let mut bits = 0;
-            for (set, bit) in [
-                (owner != 0 && e.owner == view.node, flags::OWNED),
-                (e.node_address, flags::NODE_ADDRESS),
-                (e.silent, flags::SILENT),
-            ] {
+            for (set, bit) in
+                [(e.forwards, flags::OWNED), (e.node_address, flags::NODE_ADDRESS), (e.silent, flags::SILENT)]
+            {
                 bits |= if set { bit } else { 0 };
             }
             let record = EgressIp {

@@ -19,6 +19,10 @@ pub const PROGRAMS: [&str; 5] = ["pod_egress", "pod_ingress", "tunnel_ingress", 
 /// The program that is run once to arm the collector's timer.
 const COLLECTOR: &str = "start_collector";
 
+/// Older kernels need CAP_PERFMON, too: their verifier takes a part of a stored number that is overwritten for an attempt
+/// to forge a pointer (mended in 6.13 and in 6.12's stable releases).
+pub const PERFMON_UNTIL: KernelVersion = KernelVersion::new(6, 12, 0);
+
 /// Sizes of the maps that the user may choose.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {

@@ -38,6 +38,8 @@ pub struct NodeReport {
     pub occupied_blocks: BTreeSet<u16>,
     /// By egress IP.
     pub demand: BTreeMap<IpAddr, Demand>,
+    /// The egress IPs that its tables carry as its own, with their epochs.
+    pub carries: BTreeMap<IpAddr, u64>,
     /// Everything leased up to this revision is programmed.
     pub lease_revision: u64,
 }

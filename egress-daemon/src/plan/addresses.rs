@@ -23,7 +23,8 @@ pub fn gather<'a>(
     let mut by_precedence: Vec<&Policy> = snapshot.policies.values().collect();
     by_precedence.sort_by(|a, b| a.precedence(b));
     let names = snapshot.nodes.keys().collect();
-    let nodes = Nodes { snapshot, health, previous, names, index: node_index(snapshot) };
+    let holders = holders(snapshot);
+    let nodes = Nodes { snapshot, health, previous, names, index: node_index(snapshot), holders };
 
     let mut named: BTreeMap<IpAddr, BTreeSet<&PolicyId>> = BTreeMap::new();
     let mut of_policy: Vec<BTreeMap<IpAddr, Claim>> = Vec::new();
@@ -46,14 +47,9 @@ pub fn gather<'a>(
         }
     }
 
-    let holders = holders(snapshot);
-    let none = BTreeMap::new();
     claims
         .into_iter()
-        .map(|(address, claims)| {
-            let holders = holders.get(&address).unwrap_or(&none);
-            (address, settle(address, claims, holders, &nodes, candidates, complaints))
-        })
+        .map(|(address, claims)| (address, settle(address, claims, &nodes, candidates, complaints)))
         .collect()
 }
 
@@ -90,6 +86,7 @@ fn allocated<'a>(
             selectors: [&snapshot.pools[*pool].nodes].into(),
             nodes: BTreeSet::new(),
             configured: false,
+            first: false,
         };
         (*address, claim)
     })
@@ -107,6 +104,8 @@ pub struct Nodes<'a, 'p> {
     pub names: Vec<&'a NodeName>,
     /// their labels
     pub index: LabelIndex<'a>,
+    /// the nodes that have an address by themselves, with the interface
+    pub holders: BTreeMap<IpAddr, BTreeMap<u32, &'a str>>,
 }
 
 impl<'a> Nodes<'a, '_> {
@@ -119,7 +118,9 @@ impl<'a> Nodes<'a, '_> {
                 selectors: BTreeSet::new(),
                 nodes: BTreeSet::new(),
                 configured: true,
+                first: true,
             });
+            claim.first &= gateway.choice == NodeChoice::First;
             claim.weight = claim.weight.saturating_add(gateway.weight);
             claim.configured &= configured;
             match node {
@@ -157,8 +158,9 @@ impl<'a> Nodes<'a, '_> {
             let node = &self.snapshot.nodes[name];
             node.ready && !node.draining && self.health.of(name).is_fresh()
         };
-        let serves = |(_, address): &&(u32, IpAddr)| {
-            self.previous.egress_ips.get(address).is_some_and(|plan| plan.fixed && plan.users.contains_key(policy))
+        let serves = |(place, address): &&(u32, IpAddr)| {
+            let before = self.previous.egress_ips.get(address).filter(|plan| plan.users.contains_key(policy));
+            before.is_some_and(|plan| plan.owner.as_ref() == Some(self.names[*place as usize]))
         };
         let able_ones = || own.iter().filter(able);
         able_ones().find(serves).or(able_ones().next()).or(own.iter().find(serves)).or(own.first()).copied()

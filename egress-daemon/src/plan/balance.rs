@@ -125,7 +125,7 @@ impl Search<'_, '_> {
     /// What a node would give away, one egress IP of each kind, such that it has room for what it was reached with.
     fn offers(&self, node: u32, arriving: Option<&Step>) -> BTreeMap<Kind, usize> {
         let mut offers: BTreeMap<Kind, usize> = BTreeMap::new();
-        for item in self.loads.on(node).iter().copied() {
+        for item in self.loads.on(node).iter().copied().filter(|item| !self.items[*item].first) {
             let floating = &self.items[item];
             let fits = arriving.is_none_or(|step| self.loads.has_room(step.item, node, Some(item)));
             if !fits || !self.places[item].placed && floating.delay().is_none() {

@@ -24,6 +24,8 @@ pub struct Wanted<'a> {
     pub elsewhere: bool,
     /// What happens when a gateway comes back.
     pub failback: Failback,
+    /// It goes to the first of its candidates that can have it, however many that one has, and is not moved for balance.
+    pub first: bool,
 }
 
 /// What one policy says about one address.
@@ -40,17 +42,20 @@ pub struct Claim<'a> {
     pub nodes: BTreeSet<u32>,
     /// whether it must be configured on a node
     pub configured: bool,
+    /// whether it wants the first of the nodes, not the one with the fewest
+    pub first: bool,
 }
 
 /// Makes one egress IP of all that is said about it. A claim that cannot be satisfied never spoils those that can.
 pub fn settle<'a>(
     address: IpAddr,
     claims: Vec<Claim<'a>>,
-    holders: &BTreeMap<u32, &str>,
     nodes: &Nodes<'a, '_>,
     candidates: &mut Candidates<'a>,
     complaints: &mut Complaints,
 ) -> Wanted<'a> {
+    let nobody = BTreeMap::new();
+    let holders = nodes.holders.get(&address).unwrap_or(&nobody);
     let pool = claims.iter().find_map(|claim| claim.pool);
     let failback = pool.map_or_else(Failback::default, |pool| nodes.snapshot.pools[pool].failback);
     let mut usable: Vec<(Claim, usize)> = Vec::new();
@@ -85,6 +90,7 @@ pub fn settle<'a>(
             fixed: None,
             candidates: candidates.intern(Vec::new()),
             failback,
+            first: false,
         };
     }
     for (claim, none_selected) in unusable {
@@ -99,6 +105,7 @@ pub fn settle<'a>(
     }
     let mut set: Option<usize> = None;
     let mut users: Vec<(&Policy, u32)> = Vec::new();
+    let first = usable.iter().all(|(claim, _)| claim.first);
     for (claim, own) in usable {
         let both = set.map_or(own, |set| candidates.intersection(set, own));
         if candidates.get(both).is_empty() {
@@ -120,7 +127,7 @@ pub fn settle<'a>(
             holding.iter().copied().find(|place| Some(nodes.names[*place as usize]) == owner).unwrap_or(holding[0]);
         (place, holders.get(&place).map(|interface| (*interface).to_owned()))
     });
-    Wanted { pool, users, fixed, candidates: set, elsewhere: false, failback }
+    Wanted { pool, users, fixed, candidates: set, elsewhere: false, failback, first }
 }
 
 /// The sentence for an address that is configured where it should not be, or nowhere.

@@ -31,15 +31,28 @@ pub fn assign<'a>(
     let quota = left.clone();
     let mut assigned = BTreeMap::new();
     let mut homeless = Vec::new();
-    for (id, before) in endpoints.iter().zip(before) {
+    let mut take = |at: usize, id: &'a EndpointId, left: &mut [u64]| {
+        left[at] -= 1;
+        assigned.insert(id, slots[at].0);
+    };
+    for (n, (id, before)) in endpoints.iter().zip(before).enumerate() {
         match before {
-            Some(at) if left[at] > 0 => {
-                left[at] -= 1;
-                assigned.insert(*id, slots[at].0);
-            }
-            _ => homeless.push(*id),
+            Some(at) if left[at] > 0 => take(at, id, &mut left),
+            _ => homeless.push((n, *id)),
         }
     }
+    // Whoever finds its own turn vacant takes it, so that a first assignment that is written in pieces ends up as one.
+    let turns = award(slots, &vec![0; slots.len()], if homeless.is_empty() { 0 } else { endpoints.len() });
+    let out_of_turn: Vec<&EndpointId> = homeless
+        .into_iter()
+        .filter_map(|(n, id)| match turns.get(n) {
+            Some(at) if left[*at] > 0 => {
+                take(*at, id, &mut left);
+                None
+            }
+            _ => Some(id),
+        })
+        .collect();
     let mut kept: Vec<u64> = quota.iter().zip(&left).map(|(quota, left)| quota - left).collect();
     let vacant = seats.into_iter().filter(|at| match kept[*at] {
         0 => true,
@@ -48,7 +61,7 @@ pub fn assign<'a>(
             false
         }
     });
-    assigned.extend(homeless.into_iter().zip(vacant).map(|(id, at)| (id, slots[at].0)));
+    assigned.extend(out_of_turn.into_iter().zip(vacant).map(|(id, at)| (id, slots[at].0)));
     assigned
 }
 

@@ -87,10 +87,13 @@ impl<'a> Loads<'a> {
 
     /// The best node for an egress IP among its candidates that are `able` and have room: the one with the fewest egress
     /// IPs, then with the fewest of the same policies and family, then (where its policies care) in the zone with the fewest of
-    /// theirs, then the next in the ring.
+    /// theirs, then the next in the ring; or the very first, where the egress IP wants that.
     pub fn best(&self, item: usize, able: impl Fn(u32) -> bool) -> Option<u32> {
         let able = |node: &u32| able(*node) && self.has_room(item, *node, None);
         let candidates = self.items[item].candidates;
+        if self.items[item].first {
+            return candidates.iter().copied().find(able);
+        }
         let fewest = candidates.iter().filter(|node| able(node)).map(|node| self.total(*node)).min()?;
         let taste = Taste::new(self, item);
         let start = (self.items[item].start % candidates.len() as u64) as usize;

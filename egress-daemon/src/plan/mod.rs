@@ -223,6 +223,7 @@ impl<'a> Cluster<'a> {
                 zoned: wanted.users.iter().any(|(policy, _)| policy.zone != ZoneMode::Any),
                 pool: wanted.pool.map(|pool| (self.pools[pool], self.snapshot.pools[pool].max_per_node)),
                 failback: wanted.failback,
+                first: wanted.first,
                 owner: before.and_then(|plan| plan.owner.as_ref()).and_then(place),
                 preferred: before.and_then(|plan| plan.preferred.as_ref()).and_then(place),
             });

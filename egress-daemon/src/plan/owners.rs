@@ -58,6 +58,8 @@ pub struct Floating<'a> {
     pub pool: Option<(u32, Option<u32>)>,
     /// What happens when a gateway comes back.
     pub failback: Failback,
+    /// It goes to the first candidate that can have it, and is not moved for balance.
+    pub first: bool,
     /// Its owner so far, if that node exists.
     pub owner: Option<u32>,
     /// The gateway that it goes back to, if that node exists.

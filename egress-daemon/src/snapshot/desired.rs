@@ -4,6 +4,7 @@
 //! existing one tells whether anything has to be written.
 
 mod conditions;
+mod statuses;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -11,12 +12,13 @@ use std::net::IpAddr;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 
 use conditions::Writer;
+use statuses::{World, name, used};
 
 use super::Objects;
 use super::previous::holders;
 use crate::api;
-use crate::model::{Family, NodeName, PolicyId, PolicyKind, PoolId, PoolKind, Snapshot};
-use crate::plan::{BlockState, Blocks, EgressIpPlan, Outcome, OwnerReason, Plan};
+use crate::model::{Family, NodeName, PolicyKind, PoolKind, Snapshot};
+use crate::plan::{BlockState, Blocks, EgressIpPlan, Plan};
 use crate::translate::Problem;
 
 /// What should be there, by the name of the object. EgressIP and EgressNode objects that exist and are not named here
@@ -31,6 +33,12 @@ pub struct Desired {
     pub policies: BTreeMap<String, api::EgressGatewayPolicyStatus>,
     /// Status of each EgressIPPool.
     pub pools: BTreeMap<String, api::EgressIPPoolStatus>,
+    /// Status of each CiliumEgressGatewayPolicy.
+    pub cilium_policies: BTreeMap<String, api::EgressGatewayPolicyStatus>,
+    /// Status of each Egress.
+    pub egresses: BTreeMap<String, api::EgressStatus>,
+    /// Status of each ExternalIPPool.
+    pub external_ip_pools: BTreeMap<String, api::ExternalIPPoolStatus>,
 }
 
 /// The objects of a plan. `problems` are those that the snapshot was made with; `now` is written as the time at which a
@@ -41,31 +49,29 @@ pub fn desired(objects: &Objects, snapshot: &Snapshot, plan: &Plan, problems: &[
         egress_nodes: egress_nodes(objects, snapshot, plan),
         ..Desired::default()
     };
+    let world = World { snapshot, plan, problems, now };
     for object in &objects.policies {
-        let name = object.metadata.name.clone().unwrap_or_default();
-        let outcome = plan.outcomes.get(&PolicyId::new(PolicyKind::Native, &name));
         let per_endpoint = object.spec.distribution == api::Distribution::PerEndpoint;
-        let mut writer =
-            Writer::new(object.status.as_ref().map(|status| &status.conditions), object.metadata.generation, now);
-        writer.of_policy(outcome, &problems_of(problems, "EgressGatewayPolicy", &name));
-        let conditions = writer.finish();
-        desired.policies.insert(name, policy_status(object, outcome, per_endpoint, conditions));
+        let status = world.policy(PolicyKind::Native, object.as_ref(), per_endpoint);
+        desired.policies.insert(name(&object.metadata), status);
     }
-    let mut used: BTreeMap<&PoolId, u64> = BTreeMap::new();
-    for pool in plan.egress_ips.values().filter_map(|ip| ip.pool.as_ref()) {
-        *used.entry(pool).or_default() += 1;
+    for object in &objects.cilium_policies {
+        desired.cilium_policies.insert(name(&object.metadata), world.policy(PolicyKind::Cilium, object.as_ref(), true));
     }
+    for object in &objects.egresses {
+        desired.egresses.insert(name(&object.metadata), world.egress(object));
+    }
+    let used = used(plan);
     for object in &objects.pools {
-        let name = object.metadata.name.clone().unwrap_or_default();
-        let id = PoolId::new(PoolKind::Native, &name);
-        let total = snapshot.pools.get(&id).map_or(0, |pool| u64::try_from(pool.total()).unwrap_or(u64::MAX));
-        let usage = api::PoolUsage { total: total.min(i64::MAX as u64), used: used.get(&id).copied().unwrap_or(0) };
-        let existing = object.status.as_ref().map(|status| &status.conditions);
-        let mut writer = Writer::new(existing, object.metadata.generation, now);
-        writer.of_pool(&usage, &problems_of(problems, "EgressIPPool", &name));
-        let observed_generation = object.metadata.generation;
-        let status = api::EgressIPPoolStatus { observed_generation, usage, conditions: writer.finish() };
-        desired.pools.insert(name, status);
+        let conditions = object.status.as_ref().map(|status| &status.conditions);
+        let (usage, conditions) = world.pool(PoolKind::Native, &object.metadata, conditions, &used);
+        let status = api::EgressIPPoolStatus { observed_generation: object.metadata.generation, usage, conditions };
+        desired.pools.insert(name(&object.metadata), status);
+    }
+    for object in &objects.external_ip_pools {
+        let conditions = object.status.as_ref().map(|status| &status.conditions);
+        let (usage, conditions) = world.pool(PoolKind::Antrea, &object.metadata, conditions, &used);
+        desired.external_ip_pools.insert(name(&object.metadata), api::ExternalIPPoolStatus { usage, conditions });
     }
     desired
 }
@@ -177,37 +183,6 @@ fn ranges(blocks: &Blocks) -> BTreeMap<(&NodeName, BlockState), Vec<api::BlockRa
     ranges
 }
 
-fn policy_status(
-    object: &api::EgressGatewayPolicy,
-    outcome: Option<&Outcome>,
-    per_endpoint: bool,
-    conditions: Vec<k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition>,
-) -> api::EgressGatewayPolicyStatus {
-    let slots = outcome.map_or(&[][..], |outcome| outcome.slots.as_slice());
-    api::EgressGatewayPolicyStatus {
-        observed_generation: object.metadata.generation,
-        conditions,
-        selected_endpoints: outcome.map_or(0, |outcome| outcome.endpoints),
-        egress_ips: slots.iter().map(|slot| slot.address.to_string()).collect::<Vec<_>>().join(", "),
-        slots: slots
-            .iter()
-            .map(|slot| api::SlotStatus {
-                egress_ip: slot.address.to_string(),
-                node: slot.owner.as_ref().map(ToString::to_string),
-                zone: slot.zone.clone(),
-                epoch: slot.epoch,
-                healthy: matches!(slot.reason, OwnerReason::Preferred | OwnerReason::Failover),
-                weight: slot.weight,
-                endpoints: per_endpoint.then_some(slot.endpoints),
-            })
-            .collect(),
-    }
-}
-
 fn named(name: &str) -> ObjectMeta {
     ObjectMeta { name: Some(name.to_owned()), ..Default::default() }
-}
-
-fn problems_of<'a>(problems: &'a [Problem], kind: &str, name: &str) -> Vec<&'a Problem> {
-    problems.iter().filter(|problem| problem.kind == kind && problem.name == name).collect()
 }

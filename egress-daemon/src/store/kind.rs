@@ -1,6 +1,8 @@
 //! The kinds that a store holds: their names on the wire, who writes them, and their Rust types.
 
-use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode};
+use crate::api::{
+    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
+};
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
 use serde::Serialize;
@@ -32,11 +34,17 @@ pub enum Kind {
     EgressNode,
     /// Lease (coordination.k8s.io/v1).
     Lease,
+    /// CiliumEgressGatewayPolicy (cilium.io/v2).
+    CiliumEgressGatewayPolicy,
+    /// Egress (crd.antrea.io/v1beta1).
+    Egress,
+    /// ExternalIPPool (crd.antrea.io/v1beta1).
+    ExternalIPPool,
 }
 
 impl Kind {
     /// Every kind, in order.
-    pub const ALL: [Kind; 8] = [
+    pub const ALL: [Kind; 11] = [
         Kind::Namespace,
         Kind::Node,
         Kind::Pod,
@@ -45,7 +53,13 @@ impl Kind {
         Kind::EgressIP,
         Kind::EgressNode,
         Kind::Lease,
+        Kind::CiliumEgressGatewayPolicy,
+        Kind::Egress,
+        Kind::ExternalIPPool,
     ];
+
+    /// The kinds of other systems, which are read where they are wanted.
+    pub const FOREIGN: [Kind; 3] = [Kind::CiliumEgressGatewayPolicy, Kind::Egress, Kind::ExternalIPPool];
 
     /// The kind's name, as in the field `kind`.
     pub fn name(self) -> &'static str {
@@ -58,6 +72,9 @@ impl Kind {
             Kind::EgressIP => "EgressIP",
             Kind::EgressNode => "EgressNode",
             Kind::Lease => "Lease",
+            Kind::CiliumEgressGatewayPolicy => "CiliumEgressGatewayPolicy",
+            Kind::Egress => "Egress",
+            Kind::ExternalIPPool => "ExternalIPPool",
         }
     }
 
@@ -69,6 +86,8 @@ impl Kind {
                 "spillway.io/v1alpha1"
             }
             Kind::Lease => "coordination.k8s.io/v1",
+            Kind::CiliumEgressGatewayPolicy => "cilium.io/v2",
+            Kind::Egress | Kind::ExternalIPPool => "crd.antrea.io/v1beta1",
         }
     }
 
@@ -84,7 +103,7 @@ impl Kind {
 
     /// Whether Spillway writes the status of objects that people write.
     pub(crate) fn has_our_status(self) -> bool {
-        matches!(self, Kind::EgressGatewayPolicy | Kind::EgressIPPool)
+        matches!(self, Kind::EgressGatewayPolicy | Kind::EgressIPPool) || Kind::FOREIGN.contains(&self)
     }
 
     /// The object of `value` as the kind's Rust type.
@@ -101,6 +120,9 @@ impl Kind {
             Kind::EgressIP => typed::<EgressIP>(value),
             Kind::EgressNode => typed::<EgressNode>(value),
             Kind::Lease => typed::<Lease>(value),
+            Kind::CiliumEgressGatewayPolicy => typed::<CiliumEgressGatewayPolicy>(value),
+            Kind::Egress => typed::<Egress>(value),
+            Kind::ExternalIPPool => typed::<ExternalIPPool>(value),
         }
     }
 
@@ -118,6 +140,9 @@ impl Kind {
             Kind::EgressIP => value::<EgressIP>(object),
             Kind::EgressNode => value::<EgressNode>(object),
             Kind::Lease => value::<Lease>(object),
+            Kind::CiliumEgressGatewayPolicy => value::<CiliumEgressGatewayPolicy>(object),
+            Kind::Egress => value::<Egress>(object),
+            Kind::ExternalIPPool => value::<ExternalIPPool>(object),
         }
     }
 }
@@ -140,7 +165,7 @@ macro_rules! stored {
     ($($kind:ident)*) => { $(impl Stored for $kind { const KIND: Kind = Kind::$kind; })* };
 }
 
-stored!(Namespace Node Pod EgressGatewayPolicy EgressIPPool EgressIP EgressNode Lease);
+stored!(Namespace Node Pod EgressGatewayPolicy EgressIPPool EgressIP EgressNode Lease CiliumEgressGatewayPolicy Egress ExternalIPPool);
 
 /// What names an object among those of its kind. Ordered by namespace, then name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]

@@ -78,11 +78,16 @@ pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
             demand.insert(address, Demand { want: entry.want_blocks.into(), released });
         }
     }
+    let carried = status.carries.iter();
+    let carries = carried
+        .filter_map(|c| Some((reader.parse(&c.egress_ip, "status.carries", WRITTEN_BY_AGENT)?, c.epoch)))
+        .collect();
     let report = NodeReport {
         tunnel_addresses,
         addresses,
         occupied_blocks: status.occupied_blocks.iter().copied().collect(),
         demand,
+        carries,
         lease_revision: status.lease_revision,
     };
     Some((report, reader.problems))

@@ -12,12 +12,15 @@ use crate::model::{
     PolicyId, PolicyKind, PoolId, PoolKind, PoolRequest, Source, ZoneMode,
 };
 
+/// The kind, as problems name it.
+pub const KIND: &str = "EgressGatewayPolicy";
 const CIDR: &str = "write a network such as 203.0.113.0/24 or 2001:db8::/32";
-const ADDRESS: &str = "write an address such as 192.0.2.10 or 2001:db8::10";
+/// What to write for an address.
+pub(super) const ADDRESS: &str = "write an address such as 192.0.2.10 or 2001:db8::10";
 
 /// The policy that an object says, or all that is wrong with it.
 pub fn policy(object: &api::EgressGatewayPolicy) -> Result<Policy, Vec<Problem>> {
-    let mut reader = Reader::new("EgressGatewayPolicy", &object.metadata);
+    let mut reader = Reader::new(KIND, &object.metadata);
     let (metadata, spec) = (&object.metadata, &object.spec);
     let policy = Policy {
         id: PolicyId::new(PolicyKind::Native, &reader.name),
@@ -73,7 +76,8 @@ fn selectors(reader: &mut Reader, spec: &api::EgressGatewayPolicySpec) -> Vec<En
     selectors
 }
 
-fn nets(reader: &mut Reader, texts: &[String], field: &str) -> Vec<IpNet> {
+/// The networks of a list; that of destinations must not be empty.
+pub(super) fn nets(reader: &mut Reader, texts: &[String], field: &str) -> Vec<IpNet> {
     if texts.is_empty() && field == "spec.destinationCIDRs" {
         reader.problem(
             field,
@@ -168,7 +172,7 @@ fn pool_request(reader: &mut Reader, field: &str, entry: &api::PoolRequest) -> P
 }
 
 /// The rate is in bits per second, the burst in bits; without one, it is what the rate lets pass in 100 ms.
-fn bandwidth(reader: &mut Reader, limit: &api::Bandwidth) -> Option<Bandwidth> {
+pub(super) fn bandwidth(reader: &mut Reader, limit: &api::Bandwidth) -> Option<Bandwidth> {
     let mut read = |text: &str, field: &str| {
         let value = quantity(text);
         if value.is_none() {

@@ -7,9 +7,12 @@ use super::{Problem, Reader};
 use crate::api;
 use crate::model::{Failback, IpRange, Pool, PoolId, PoolKind, SubnetInfo};
 
+/// The kind, as problems name it.
+pub const KIND: &str = "EgressIPPool";
+
 /// The pool that an object says, or all that is wrong with it.
 pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
-    let mut reader = Reader::new("EgressIPPool", &object.metadata);
+    let mut reader = Reader::new(KIND, &object.metadata);
     let spec = &object.spec;
     let limit = spec.max_egress_ips_per_node.map(|limit| u32::try_from(limit).ok().filter(|l| (1..=255).contains(l)));
     if limit == Some(None) {
@@ -48,7 +51,8 @@ fn delay(reader: &mut Reader, text: &str) -> Duration {
     })
 }
 
-fn ranges(reader: &mut Reader, written: &[api::IPRange]) -> Vec<IpRange> {
+/// The ranges of a pool, at least one.
+pub(super) fn ranges(reader: &mut Reader, written: &[api::IPRange]) -> Vec<IpRange> {
     let mut ranges = Vec::new();
     for (at, range) in written.iter().enumerate() {
         let field = format!("spec.ipRanges[{at}]");
@@ -82,7 +86,8 @@ fn ranges(reader: &mut Reader, written: &[api::IPRange]) -> Vec<IpRange> {
     ranges
 }
 
-fn subnet(reader: &mut Reader, info: &api::SubnetInfo) -> Option<SubnetInfo> {
+/// The network of a pool.
+pub(super) fn subnet(reader: &mut Reader, info: &api::SubnetInfo) -> Option<SubnetInfo> {
     let gateway: std::net::IpAddr = reader.parse(
         &info.gateway,
         "spec.subnetInfo.gateway",

@@ -1,6 +1,6 @@
 //! Builds the test binaries and lists them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Result, bail};
@@ -32,6 +32,11 @@ pub struct Binary {
 }
 
 impl Binary {
+    /// The program.
+    pub fn path(&self) -> &Path {
+        &self.executable
+    }
+
     /// Runs it as `cargo test` would.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.executable);

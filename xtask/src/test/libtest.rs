@@ -27,6 +27,8 @@ struct Output {
     /// The failing tests' own output.
     failures: Vec<String>,
     in_failures: bool,
+    /// `SKIP` lines of tests that have no file in common with us: those of a guest.
+    skips: Vec<String>,
 }
 
 impl Output {
@@ -41,6 +43,8 @@ impl Output {
             self.failed += count(" failed");
             self.results += 1;
             self.in_failures = false;
+        } else if line.starts_with("SKIP ") {
+            self.skips.push(line.to_owned());
         } else if self.in_failures || line == "failures:" {
             self.in_failures = true;
             self.failures.push(line.to_owned());
@@ -163,7 +167,8 @@ fn record_failures(binary: &str, output: &Output, tally: &mut Tally) {
 fn read_skips(file: &Path, output: &Output) -> Result<BTreeMap<String, String>> {
     let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
     let failed: BTreeSet<&str> = output.failed_tests().into_iter().collect();
-    let lines = text.lines().filter_map(|line| line.strip_prefix("SKIP ")?.split_once(": "));
+    let printed = output.skips.iter().map(String::as_str);
+    let lines = text.lines().chain(printed).filter_map(|line| line.strip_prefix("SKIP ")?.split_once(": "));
     Ok(lines
         .filter(|(test, _)| !failed.iter().any(|failed| failed == test || failed.ends_with(&format!("::{test}"))))
         .map(|(test, reason)| (test.to_owned(), reason.to_owned()))

@@ -4,15 +4,16 @@
 
 mod binaries;
 mod checks;
-mod libtest;
-mod tally;
+pub mod libtest;
+pub mod tally;
 
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
+use crate::guest::{self, Kernel};
 use crate::{build, setup, workspace};
 use binaries::{Binary, Kind};
 use libtest::Run;
@@ -33,6 +34,12 @@ pub struct Args {
     /// Only the end-to-end tests
     #[arg(long)]
     e2e: bool,
+    /// Only the datapath's tests, under another kernel, in QEMU
+    #[arg(long, value_name = "VERSION", conflicts_with_all = ["filter", "unit", "e2e"])]
+    kernel: Vec<Kernel>,
+    /// What the kernels' verifiers count becomes the baseline of later runs
+    #[arg(long, requires = "kernel")]
+    bless: bool,
 }
 
 /// Runs what `args` ask for. The last line of the output is the counts, also when something failed.
@@ -50,13 +57,19 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
     if !args.unit && !nix::unistd::geteuid().is_root() {
         bail!("the end-to-end tests make network namespaces and load programs: run as root, or add --unit");
     }
-    if args.filter.is_none() && !args.e2e {
+    if args.filter.is_none() && !args.e2e && args.kernel.is_empty() {
         checks::run(tally);
     }
     let bin_dir = build::binaries(false)?;
-    let binaries: Vec<Binary> = binaries::build()?.into_iter().filter(|binary| wanted(args, binary)).collect();
-    for binary in &binaries {
+    let binaries = binaries::build()?;
+    if !args.kernel.is_empty() {
+        return guests(&args.kernel, &binaries, &bin_dir, args.bless, tally);
+    }
+    for binary in binaries.iter().filter(|binary| wanted(args, binary)) {
         run_binary(binary, args.filter.as_deref(), &bin_dir, tally)?;
+    }
+    if !args.unit && args.filter.is_none() {
+        guests(&Kernel::USUAL, &binaries, &bin_dir, false, tally)?;
     }
     if !args.e2e && args.filter.is_none() {
         let mut command = workspace::cargo("test");
@@ -66,6 +79,19 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
     }
     if let Some(filter) = args.filter.as_ref().filter(|_| tally.is_empty()) {
         bail!("no test's name contains {filter}");
+    }
+    Ok(())
+}
+
+/// Runs the datapath's tests under other kernels.
+fn guests(kernels: &[Kernel], binaries: &[Binary], bin_dir: &Path, bless: bool, tally: &mut Tally) -> Result<()> {
+    let find = |name: &str| {
+        let binary = binaries.iter().find(|binary| binary.name == name);
+        binary.with_context(|| format!("cargo builds no test binary {name}"))
+    };
+    let (unit, end_to_end) = (find("egress-daemon")?.path(), find("tests/spillway")?.path());
+    for kernel in kernels {
+        guest::run(*kernel, &guest::Binaries { unit, end_to_end, bin_dir }, bless, tally)?;
     }
     Ok(())
 }

@@ -7,6 +7,7 @@ pub struct Tally {
     failed: Vec<(String, String)>,
     skipped: Vec<(String, String)>,
     second_try: Vec<String>,
+    notes: Vec<String>,
 }
 
 impl Tally {
@@ -28,6 +29,11 @@ impl Tally {
     /// Names a test that passed, but only when it was tried again.
     pub fn second_try(&mut self, name: &str) {
         self.second_try.push(name.to_owned());
+    }
+
+    /// Points something out that is no failure.
+    pub fn note(&mut self, text: &str) {
+        self.notes.push(text.to_owned());
     }
 
     /// Whether nothing was counted.
@@ -53,6 +59,10 @@ impl Tally {
         if !self.second_try.is_empty() {
             println!("\npassed at the second try, alone:");
             self.second_try.iter().for_each(|name| println!("  {name}"));
+        }
+        if !self.notes.is_empty() {
+            println!("\nto look at:");
+            self.notes.iter().for_each(|note| println!("  {note}"));
         }
         println!("\n{}", self.line());
     }

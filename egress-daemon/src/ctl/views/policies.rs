@@ -6,7 +6,7 @@ use crate::{
         dump::Dump,
         print::{List, Row, or_dash},
     },
-    observe::state::PolicyState,
+    observe::state::{ConditionState, PolicyState},
 };
 use egress_common::endpoint::{Policy, policy_flags};
 use serde::Serialize;
@@ -35,6 +35,8 @@ pub struct PolicyRow {
     pub existing_connections: Option<String>,
     /// The condition `Ready`; null if the agent does not answer.
     pub ready: Option<String>,
+    /// What the agent knows to be wrong with it, in sentences: of `Ready`, `Degraded` and `Conflicting`.
+    pub problems: Vec<String>,
 }
 
 /// One slot.
@@ -68,7 +70,7 @@ impl Row for PolicyRow {
             if self.slots.is_empty() { "-".into() } else { self.slots.iter().map(slot).collect::<Vec<_>>().join("\n") },
             self.endpoints.to_string(),
             or_dash(self.on_no_gateway.as_ref()),
-            or_dash(self.ready.as_ref()),
+            self.problems.iter().fold(or_dash(self.ready.as_ref()), |cell, problem| format!("{cell}\n{problem}")),
         ]
     }
 }
@@ -103,12 +105,15 @@ pub fn policies(sources: Sources<'_>) -> List<PolicyRow> {
             on_no_gateway: either(policy_flags::ON_NO_GATEWAY_NODE_IP, "NodeIP", "Drop"),
             existing_connections: either(policy_flags::EXISTING_DROP, "Drop", "Keep"),
             ready: None,
+            problems: Vec::new(),
         };
         rows.insert(name, row);
     }
     for told in sources.agent.iter().flat_map(|agent| &agent.policies) {
         let row = rows.entry(told.name.clone()).or_insert_with(|| elsewhere(told));
         row.ready = ready(&told.conditions);
+        let wrong = |c: &&ConditionState| (c.kind == "Ready") != (c.status == "True") && !c.message.is_empty();
+        row.problems = told.conditions.iter().filter(wrong).map(|c| c.message.clone()).collect();
     }
     sources.list(rows.into_values().collect())
 }
@@ -124,6 +129,7 @@ fn elsewhere(told: &PolicyState) -> PolicyRow {
         on_no_gateway: None,
         existing_connections: None,
         ready: None,
+        problems: Vec::new(),
     }
 }
 

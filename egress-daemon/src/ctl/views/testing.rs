@@ -80,11 +80,12 @@ pub fn view() -> NodeView {
         ("192.0.2.11", Some("gw2"), blocks(&[7])),
         ("192.0.2.12", None, blocks(&[9])),
     ] {
-        let e = EgressView { owner: owner.map(Into::into), epoch: 3, blocks: mine, ..EgressView::default() };
+        let e = EgressView { gateway: owner.map(Into::into), epoch: 3, blocks: mine, ..EgressView::default() };
         view.egress_ips.insert(ip(address), e);
     }
     let own = EgressView {
-        owner: Some("worker1".into()),
+        gateway: Some("worker1".into()),
+        forwards: true,
         epoch: 1 << 33,
         interface: Some(4),
         node_address: true,

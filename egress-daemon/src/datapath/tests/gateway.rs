@@ -63,7 +63,8 @@ fn now_tick() -> u32 {
 fn view(uplink: u32, tunnel: u32) -> NodeView {
     let mut view = scene();
     let owned = view.egress_ips.get_mut(&addr(EGRESS4)).unwrap();
-    owned.owner = Some(scenes::node(0));
+    owned.gateway = Some(scenes::node(0));
+    owned.forwards = true;
     owned.interface = Some(uplink);
     let elsewhere = view.egress_ips[&addr(EGRESS6)].clone();
     view.egress_ips.insert(addr("192.0.2.99"), elsewhere);

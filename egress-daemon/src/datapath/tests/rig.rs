@@ -37,7 +37,7 @@ pub fn scene() -> NodeView {
     let class = std::collections::BTreeSet::from([scenes::policy_id(0)]);
     let leases = OWN_BLOCKS.map(|b| (b, scenes::node(0))).into_iter().chain([(OTHER_BLOCK, scenes::node(2))]);
     let egress = EgressView {
-        owner: Some(scenes::node(1)),
+        gateway: Some(scenes::node(1)),
         epoch: 1,
         blocks: OWN_BLOCKS.into(),
         leases: leases.collect(),

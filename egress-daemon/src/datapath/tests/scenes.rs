@@ -64,7 +64,16 @@ fn egress_view() -> impl Strategy<Value = EgressView> {
         let leases: std::collections::BTreeMap<u16, NodeName> = leases.into_iter().map(|(b, n)| (b, node(n))).collect();
         let blocks = leases.iter().filter(|(_, n)| n.as_str() == SELF).map(|(b, _)| *b).collect();
         let interface = (owner == Some(0)).then_some(3);
-        EgressView { owner: owner.map(node), epoch, interface, node_address: fixed, silent: false, blocks, leases }
+        EgressView {
+            gateway: owner.map(node),
+            forwards: owner == Some(0),
+            epoch,
+            interface,
+            node_address: fixed,
+            silent: false,
+            blocks,
+            leases,
+        }
     })
 }
 
@@ -122,7 +131,9 @@ pub fn view() -> impl Strategy<Value = NodeView> {
         view.excepts = [format!("10.0.0.{}/32", others.len()).parse().unwrap(), "fd00::/64".parse().unwrap()].into();
         for (n, there) in others.iter().enumerate() {
             let named = |name: &NodeName| {
-                view.egress_ips.values().any(|e| e.owner.as_ref() == Some(name) || e.leases.values().any(|l| l == name))
+                view.egress_ips
+                    .values()
+                    .any(|e| e.gateway.as_ref() == Some(name) || e.leases.values().any(|l| l == name))
             };
             if n == 0 || *there || named(&node(n)) {
                 let addresses = vec![IpAddr::from([10, 0, 0, n as u8]), format!("fd01::{n}").parse().unwrap()];

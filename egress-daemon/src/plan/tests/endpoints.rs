@@ -64,6 +64,19 @@ proptest! {
         }
     }
 
+    /// A controller whose first assignment was written in part only starts again from that part.
+    #[test]
+    fn a_first_assignment_that_was_written_in_part_is_completed_as_it_was(
+        slots in 1u8..6, written in prop::collection::vec(any::<bool>(), 30),
+    ) {
+        let (slots, ids) = (seats(&vec![true; slots.into()]), ids(&[true; 30]));
+        let whole = run(&slots, &ids, &Assignment::new());
+        let in_turn = ids.iter().zip(slots.iter().cycle()).all(|(id, (address, _))| whole[id] == *address);
+        prop_assert!(in_turn, "{:?}", whole);
+        let part = whole.clone().into_iter().zip(&written).filter(|(_, written)| **written).map(|(one, _)| one).collect();
+        prop_assert_eq!(run(&slots, &ids, &part), whole);
+    }
+
     #[test]
     fn weights_are_respected_and_stable(
         weights in prop::collection::vec(1u32..6, 1..6),

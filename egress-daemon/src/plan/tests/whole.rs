@@ -48,6 +48,17 @@ fn candidates<'a>(snapshot: &'a Snapshot, plan: &Plan, address: IpAddr) -> Vec<&
     nodes().collect()
 }
 
+/// Whether all that name a floating egress IP want the first of their nodes for it.
+fn wants_first(snapshot: &Snapshot, ip: &crate::plan::EgressIpPlan, address: IpAddr) -> bool {
+    ip.users.keys().all(|user| match &snapshot.policies[user].source {
+        Source::Pools(_) => false,
+        Source::Gateways(gateways) => gateways
+            .iter()
+            .filter(|g| matches!(g.address, AddressSource::Ip(a) | AddressSource::Configured(a) if a == address))
+            .all(|g| g.choice == NodeChoice::First),
+    })
+}
+
 fn well(node: &Node, health: &Health) -> bool {
     node.ready && !node.draining && health.of(&node.name).is_fresh()
 }
@@ -143,6 +154,9 @@ fn check_balance(world: &World, plan: &Plan) -> Result<(), TestCaseError> {
         let of_ip = |(address, ip): (&IpAddr, &crate::plan::EgressIpPlan)| -> Vec<&Node> {
             let failback = ip.pool.as_ref().map_or(Failback::default(), |pool| snapshot.pools[pool].failback);
             let Failback::Preferred { delay } = failback else { return Vec::new() };
+            if wants_first(snapshot, ip, *address) {
+                return Vec::new();
+            }
             let candidates = candidates(snapshot, plan, *address).into_iter();
             candidates
                 .filter(|to| well(to, health) && health.of(&to.name).settled(delay))

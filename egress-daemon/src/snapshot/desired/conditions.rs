@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
-use crate::api::PoolUsage;
+use crate::api::{PoolUsage, SlotStatus};
 use crate::plan::{ConditionKind, EgressIpPlan, Outcome, OwnerReason, Reason};
 use crate::translate::Problem;
 
@@ -54,6 +54,19 @@ impl<'a> Writer<'a> {
                     self.add(kind.as_str(), false, invalid, "the policy is not carried out".into());
                 }
             }
+        }
+    }
+
+    /// Antrea's own, of an Egress that has so many addresses, and this one of them on a node.
+    pub fn of_egress(&mut self, addresses: usize, assigned: Option<&SlotStatus>) {
+        match addresses {
+            0 => self.add("IPAllocated", false, "NotAllocated", "it has no address".into()),
+            1 => self.add("IPAllocated", true, "Allocated", "it has an address".into()),
+            _ => self.add("IPAllocated", true, "Allocated", format!("it has {addresses} addresses")),
+        }
+        match assigned.and_then(|slot| Some((&slot.egress_ip, slot.node.as_ref()?))) {
+            Some((ip, node)) => self.add("IPAssigned", true, "Assigned", format!("node {node} carries {ip}")),
+            None => self.add("IPAssigned", false, "NotAssigned", "no node carries an address of it".into()),
         }
     }
 

@@ -1,0 +1,131 @@
+//! The statuses of policies and pools, whatever kind of object they were written as.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, ObjectMeta, Time};
+use kube::core::object::HasStatus;
+
+use super::conditions::Writer;
+use crate::api;
+use crate::model::{PolicyId, PolicyKind, PoolId, PoolKind, Snapshot};
+use crate::plan::{Outcome, OwnerReason, Plan};
+use crate::translate::{Problem, antrea, cilium, policy, pool};
+
+/// What statuses are made from.
+pub struct World<'a> {
+    /// The model.
+    pub snapshot: &'a Snapshot,
+    /// The plan.
+    pub plan: &'a Plan,
+    /// What could not be understood.
+    pub problems: &'a [Problem],
+    /// The time of conditions that change.
+    pub now: &'a Time,
+}
+
+impl World<'_> {
+    /// The status of a policy that shows its slots.
+    pub fn policy<T>(&self, kind: PolicyKind, object: &T, per_endpoint: bool) -> api::EgressGatewayPolicyStatus
+    where
+        T: HasStatus<Status = api::EgressGatewayPolicyStatus> + kube::Resource,
+    {
+        let metadata = object.meta();
+        let outcome = self.outcome(kind, metadata);
+        let conditions = object.status().map(|status| &status.conditions);
+        let mut writer = Writer::new(conditions, metadata.generation, self.now);
+        writer.of_policy(outcome, &self.problems_of(kind_name(kind), metadata));
+        let slots = slots(outcome, per_endpoint);
+        api::EgressGatewayPolicyStatus {
+            observed_generation: metadata.generation,
+            conditions: writer.finish(),
+            selected_endpoints: outcome.map_or(0, |outcome| outcome.endpoints),
+            egress_ips: slots.iter().map(|slot| slot.egress_ip.clone()).collect::<Vec<_>>().join(", "),
+            slots,
+        }
+    }
+
+    /// The status of an Egress, as its users know it.
+    pub fn egress(&self, object: &api::Egress) -> api::EgressStatus {
+        let outcome = self.outcome(PolicyKind::Antrea, &object.metadata);
+        let conditions = object.status.as_ref().map(|status| &status.conditions);
+        let mut writer = Writer::new(conditions, object.metadata.generation, self.now);
+        let slots = slots(outcome, false);
+        let assigned = slots.iter().find(|slot| slot.node.is_some());
+        let problems = self.problems_of(antrea::EGRESS, &object.metadata);
+        writer.of_egress(slots.len(), assigned);
+        writer.of_policy(outcome, &problems);
+        api::EgressStatus {
+            egress_ip: assigned.map(|slot| slot.egress_ip.clone()),
+            egress_node: assigned.and_then(|slot| slot.node.clone()),
+            conditions: writer.finish(),
+            slots,
+        }
+    }
+
+    /// Usage and conditions of a pool that has these conditions now.
+    pub fn pool(
+        &self,
+        kind: PoolKind,
+        metadata: &ObjectMeta,
+        conditions: Option<&Vec<Condition>>,
+        used: &BTreeMap<&PoolId, u64>,
+    ) -> (api::PoolUsage, Vec<Condition>) {
+        let id = PoolId::new(kind, &name(metadata));
+        let total = self.snapshot.pools.get(&id).map_or(0, |pool| u64::try_from(pool.total()).unwrap_or(u64::MAX));
+        let usage = api::PoolUsage { total: total.min(i64::MAX as u64), used: used.get(&id).copied().unwrap_or(0) };
+        let mut writer = Writer::new(conditions, metadata.generation, self.now);
+        let kind = match kind {
+            PoolKind::Native => pool::KIND,
+            PoolKind::Antrea => antrea::POOL,
+        };
+        writer.of_pool(&usage, &self.problems_of(kind, metadata));
+        (usage, writer.finish())
+    }
+
+    fn outcome(&self, kind: PolicyKind, metadata: &ObjectMeta) -> Option<&Outcome> {
+        self.plan.outcomes.get(&PolicyId::new(kind, &name(metadata)))
+    }
+
+    fn problems_of(&self, kind: &str, metadata: &ObjectMeta) -> Vec<&Problem> {
+        let name = name(metadata);
+        self.problems.iter().filter(|problem| problem.kind == kind && problem.name == name).collect()
+    }
+}
+
+/// How many addresses of each pool are in use.
+pub fn used(plan: &Plan) -> BTreeMap<&PoolId, u64> {
+    let mut used: BTreeMap<&PoolId, u64> = BTreeMap::new();
+    for pool in plan.egress_ips.values().filter_map(|ip| ip.pool.as_ref()) {
+        *used.entry(pool).or_default() += 1;
+    }
+    used
+}
+
+/// The name of an object.
+pub fn name(metadata: &ObjectMeta) -> String {
+    metadata.name.clone().unwrap_or_default()
+}
+
+fn kind_name(kind: PolicyKind) -> &'static str {
+    match kind {
+        PolicyKind::Native => policy::KIND,
+        PolicyKind::Cilium => cilium::KIND,
+        PolicyKind::Antrea => antrea::EGRESS,
+    }
+}
+
+fn slots(outcome: Option<&Outcome>, per_endpoint: bool) -> Vec<api::SlotStatus> {
+    let slots = outcome.map_or(&[][..], |outcome| outcome.slots.as_slice());
+    slots
+        .iter()
+        .map(|slot| api::SlotStatus {
+            egress_ip: slot.address.to_string(),
+            node: slot.owner.as_ref().map(ToString::to_string),
+            zone: slot.zone.clone(),
+            epoch: slot.epoch,
+            healthy: matches!(slot.reason, OwnerReason::Preferred | OwnerReason::Failover),
+            weight: slot.weight,
+            endpoints: per_endpoint.then_some(slot.endpoints),
+        })
+        .collect()
+}

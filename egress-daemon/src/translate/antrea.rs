@@ -1,0 +1,143 @@
+//! Egress and ExternalIPPool to the model.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+use super::policy::{ADDRESS, bandwidth};
+use super::pool::{ranges, subnet};
+use super::{Problem, Reader};
+use crate::api;
+use crate::model::{
+    AddressSource, Distribution, EndpointSelector, Existing, Failback, Family, Gateway, NodeChoice, OnNoGateway,
+    Policy, PolicyId, PolicyKind, Pool, PoolId, PoolKind, PoolRequest, Selector, Source, ZoneMode,
+};
+
+/// The kind of policies, as problems name it.
+pub const EGRESS: &str = "Egress";
+/// The kind of pools.
+pub const POOL: &str = "ExternalIPPool";
+
+/// The policy that an Egress says, or all that is wrong with it. `pools` tells the families of its addresses, and which
+/// of its pools an address is out of.
+pub fn egress(object: &api::Egress, pools: &BTreeMap<PoolId, Pool>) -> Result<Policy, Vec<Problem>> {
+    let mut reader = Reader::new(EGRESS, &object.metadata);
+    let (metadata, spec) = (&object.metadata, &object.spec);
+    let source = source(&mut reader, spec, pools);
+    let policy = Policy {
+        id: PolicyId::new(PolicyKind::Antrea, &reader.name),
+        uid: metadata.uid.clone().unwrap_or_default(),
+        created: metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
+        selectors: selectors(&mut reader, &spec.applied_to),
+        destinations: destinations(&source, pools),
+        excluded: Vec::new(),
+        source,
+        distribution: Distribution::PerFlow,
+        zone: ZoneMode::Any,
+        prefer_local_node: false,
+        on_no_gateway: OnNoGateway::Drop,
+        existing: Existing::Keep,
+        bandwidth: spec.bandwidth.as_ref().and_then(|limit| bandwidth(&mut reader, limit)),
+    };
+    reader.finish(policy)
+}
+
+/// The pool that an ExternalIPPool says, or all that is wrong with it.
+pub fn pool(object: &api::ExternalIPPool) -> Result<Pool, Vec<Problem>> {
+    let mut reader = Reader::new(POOL, &object.metadata);
+    let spec = &object.spec;
+    let pool = Pool {
+        id: PoolId::new(PoolKind::Antrea, &reader.name),
+        ranges: ranges(&mut reader, &spec.ip_ranges),
+        nodes: reader.selector(&spec.node_selector, "spec.nodeSelector"),
+        subnet: spec.subnet_info.as_ref().and_then(|info| subnet(&mut reader, info)),
+        max_per_node: None,
+        failback: Failback::default(),
+    };
+    reader.finish(pool)
+}
+
+/// Without any selector it is for no pod.
+fn selectors(reader: &mut Reader, applied_to: &api::AppliedTo) -> Vec<EndpointSelector> {
+    let mut read = |selector: &Option<_>, part: &str| {
+        selector.as_ref().map(|selector| reader.selector(selector, &format!("spec.appliedTo.{part}")))
+    };
+    let pod = read(&applied_to.pod_selector, "podSelector");
+    let namespace = read(&applied_to.namespace_selector, "namespaceSelector");
+    let given = pod.is_some() || namespace.is_some();
+    given.then_some(EndpointSelector { pod, namespace, node: None }).into_iter().collect()
+}
+
+fn source(reader: &mut Reader, spec: &api::EgressSpec, pools: &BTreeMap<PoolId, Pool>) -> Source {
+    let ips = list(reader, &spec.egress_ip, &spec.egress_ips, ["spec.egressIP", "spec.egressIPs"]);
+    let names =
+        list(reader, &spec.external_ip_pool, &spec.external_ip_pools, ["spec.externalIPPool", "spec.externalIPPools"]);
+    if ips.is_empty() && names.is_empty() {
+        let remedy = "write egressIP, externalIPPool, or both";
+        reader.problem("spec", "it does not say where its address comes from", remedy);
+    }
+    let ips: BTreeSet<IpAddr> =
+        ips.iter().filter_map(|(field, text)| reader.parse(text, field.clone(), ADDRESS)).collect();
+    let names: Vec<PoolId> = names.iter().map(|(_, name)| PoolId::new(PoolKind::Antrea, name)).collect();
+    let Some(first) = names.first() else {
+        let gateway = |ip| Gateway {
+            nodes: Selector::everything(),
+            address: AddressSource::Configured(ip),
+            choice: NodeChoice::Every,
+            weight: 1,
+        };
+        return Source::Gateways(ips.into_iter().map(gateway).collect());
+    };
+    let mut requests: BTreeMap<&PoolId, PoolRequest> = BTreeMap::new();
+    let mut request = |id, ip: Option<IpAddr>| {
+        let none = || PoolRequest { pool: PoolId::clone(id), count: 0, ips: BTreeSet::new() };
+        let request = requests.entry(id).or_insert_with(none);
+        request.count += 1;
+        request.ips.extend(ip);
+    };
+    if ips.is_empty() {
+        names.iter().for_each(|id| request(id, None));
+    }
+    for ip in ips {
+        let id = names.iter().find(|id| pools.get(id).is_some_and(|pool| pool.contains(ip)));
+        request(id.unwrap_or(first), Some(ip));
+    }
+    Source::Pools(requests.into_values().collect())
+}
+
+/// The entries of a field and its plural, of which only one may be given, each with its path.
+fn list(
+    reader: &mut Reader,
+    one: &Option<String>,
+    several: &Option<Vec<String>>,
+    [singular, plural]: [&str; 2],
+) -> Vec<(String, String)> {
+    let one = one.iter().filter(|text| !text.is_empty()).map(|text| (singular.to_owned(), text.clone()));
+    let several = several.iter().flatten().enumerate().map(|(at, text)| (format!("{plural}[{at}]"), text.clone()));
+    let (one, several): (Vec<_>, Vec<_>) = (one.collect(), several.collect());
+    if !one.is_empty() && !several.is_empty() {
+        reader.problem(singular, format!("{plural} is written as well"), "remove one of them");
+    }
+    one.into_iter().chain(several).collect()
+}
+
+/// Everything, in the families of its addresses; in both while no pool tells.
+fn destinations(source: &Source, pools: &BTreeMap<PoolId, Pool>) -> Vec<IpNet> {
+    let mut families: BTreeSet<Family> = BTreeSet::new();
+    match source {
+        Source::Gateways(gateways) => families.extend(gateways.iter().filter_map(|gateway| match gateway.address {
+            AddressSource::Ip(ip) | AddressSource::Configured(ip) => Some(Family::of(ip)),
+            AddressSource::Interface(_) | AddressSource::DefaultRoute => None,
+        })),
+        Source::Pools(requests) => {
+            for request in requests {
+                families.extend(request.ips.iter().map(|ip| Family::of(*ip)));
+                let pool = pools.get(&request.pool).filter(|_| request.ips.is_empty());
+                families.extend(Family::ALL.into_iter().filter(|family| pool.is_some_and(|pool| pool.serves(*family))));
+            }
+        }
+    }
+    let wanted = |family: &Family| families.is_empty() || families.contains(family);
+    Family::ALL.into_iter().filter(wanted).filter_map(|family| IpNet::new(family.address(0), 0).ok()).collect()
+}

@@ -1,0 +1,176 @@
+//! The datapath's tests under other kernels: a guest in QEMU's software emulation, which needs no virtualization.
+//!
+//! The guest's file system is made anew each time, out of this machine's programs and the test binaries; what it prints
+//! is read like the output of a test binary. See reference/KERNELS.md of the project for what was measured.
+
+mod elf;
+mod initramfs;
+mod kernel;
+mod verified;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+use self::initramfs::{Initramfs, stripped};
+pub use self::kernel::Kernel;
+use self::kernel::Unpacked;
+use crate::test::libtest::{self, Run};
+use crate::test::tally::Tally;
+use crate::{progress, setup, workspace};
+
+/// A guest takes a minute or two on an idle machine.
+const TIMEOUT: Duration = Duration::from_secs(15 * 60);
+const MEMORY: &str = "2G";
+const PROCESSORS: &str = "2";
+
+/// What the guest's shell scripts and the lab call.
+const PROGRAMS: [&str; 5] = ["/sbin/ip", "/sbin/tc", "/usr/sbin/nft", "/usr/sbin/bpftool", "/sbin/sysctl"];
+/// What busybox serves as.
+const APPLETS: [&str; 22] = [
+    "cat", "chmod", "cp", "date", "dmesg", "echo", "env", "false", "grep", "kill", "ln", "ls", "mkdir", "modprobe",
+    "mount", "reboot", "rm", "sh", "sleep", "true", "umount", "uname",
+];
+/// Modules that the tests may ask the kernel for; it loads them by itself.
+const MODULES: [&str; 21] = [
+    "8021q",
+    "af_packet",
+    "bridge",
+    "cls_bpf",
+    "dummy",
+    "geneve",
+    "inet_diag",
+    "nf_conntrack",
+    "nf_nat",
+    "nf_tables",
+    "nft_chain_nat",
+    "nft_ct",
+    "nft_masq",
+    "sch_ingress",
+    "sch_netem",
+    "sctp",
+    "tcp_diag",
+    "tun",
+    "udp_diag",
+    "veth",
+    "vxlan",
+];
+
+/// Everything of the datapath but what is about numbers that an emulated machine has no time for.
+const UNIT: &[&str] = &["datapath::", "--skip", "a_million_idle_flows", "--test-threads", PROCESSORS];
+/// A pod through a gateway and back: TCP, UDP and echo, in both families.
+const END_TO_END: &[&str] = &["protocols::tcp_udp_and_echo_of_point_to_point_pods", "--test-threads", "1"];
+
+/// What the guest runs.
+pub struct Binaries<'a> {
+    /// The daemon's unit tests.
+    pub unit: &'a Path,
+    /// The end-to-end tests.
+    pub end_to_end: &'a Path,
+    /// The folder of the daemon's own binaries.
+    pub bin_dir: &'a Path,
+}
+
+/// Runs the datapath's tests under `kernel`. With `bless`, what its verifier counts becomes the baseline.
+pub fn run(kernel: Kernel, binaries: &Binaries, bless: bool, tally: &mut Tally) -> Result<()> {
+    let name = format!("guest with Linux {}", kernel.version());
+    let prepared = setup::ensure(setup::Scope::Guests).and_then(|()| kernel.unpacked());
+    let kernel_files = match prepared {
+        Ok(files) => files,
+        Err(error) => {
+            tally.skip(&name, &format!("{error:#}"));
+            return Ok(());
+        }
+    };
+    let dir = workspace::scratch_dir()?.join(format!("guest-{}", kernel.version()));
+    fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
+    let initrd = dir.join("initrd");
+    let archive = archive(&kernel_files, binaries, &dir)?;
+    fs::write(&initrd, archive).with_context(|| format!("cannot write {}", initrd.display()))?;
+
+    let how = Run { filter: None, timeout: TIMEOUT, second_try: false };
+    libtest::run(&name, qemu(&kernel_files.vmlinux, &initrd), &how, tally)?;
+    fs::remove_file(&initrd).with_context(|| format!("cannot remove {}", initrd.display()))?;
+    let log = progress::log_file(&name)?;
+    let text = fs::read_to_string(&log).with_context(|| format!("cannot read {}", log.display()))?;
+    // A guest that panics ends like one that is done.
+    if !text.lines().any(|line| line == "GUEST END") {
+        tally.fail(&name, &format!("it did not come to its end: see {}", log.display()));
+        return Ok(());
+    }
+    verified::compare(kernel, &text, bless, tally)
+}
+
+fn archive(kernel: &Unpacked, binaries: &Binaries, scratch: &Path) -> Result<Vec<u8>> {
+    let mut archive = Initramfs::new(&["dev", "etc", "proc", "root", "run", "sys", "tmp", "var"]);
+    archive.copy(&setup::find_program("busybox").context("busybox is gone")?, "bin/busybox")?;
+    APPLETS.iter().for_each(|applet| archive.link(&format!("bin/{applet}"), "busybox"));
+    archive.link("sbin/modprobe", "../bin/busybox");
+    for program in PROGRAMS {
+        archive.program(&fs::canonicalize(program).with_context(|| format!("{program} is gone"))?, program)?;
+    }
+    let daemon = ["egress-daemon", "egressctl"].map(|name| (binaries.bin_dir.join(name), format!("spillway/{name}")));
+    let tests = [(binaries.unit.to_owned(), "unit".to_owned()), (binaries.end_to_end.to_owned(), "e2e".to_owned())];
+    for (from, name) in daemon.into_iter().chain(tests) {
+        let small = stripped(&from, scratch)?;
+        archive.program(&small, &name)?;
+        fs::remove_file(&small).with_context(|| format!("cannot remove {}", small.display()))?;
+    }
+    add_modules(&mut archive, kernel)?;
+    archive.file("init", 0o755, init().as_bytes());
+    Ok(archive.finish())
+}
+
+/// The modules with what they depend on, and the index by which the kernel's requests find them.
+fn add_modules(archive: &mut Initramfs, kernel: &Unpacked) -> Result<()> {
+    for module in MODULES {
+        let mut command = Command::new("modprobe");
+        command.arg("-d").arg(&kernel.root).args(["-S", &kernel.release, "--show-depends", module]);
+        let output = command.output().context("cannot run modprobe")?;
+        for line in String::from_utf8_lossy(&output.stdout).lines() {
+            // `insmod PATH OPTIONS`, or `builtin NAME`.
+            if let Some(path) = line.strip_prefix("insmod ").and_then(|rest| rest.split_whitespace().next()) {
+                let path = PathBuf::from(path);
+                let name = path.strip_prefix(&kernel.root).context("a module outside of the kernel's folder")?;
+                archive.copy(&path, &name.to_string_lossy())?;
+            }
+        }
+    }
+    let index = format!("lib/modules/{}", kernel.release);
+    for file in ["modules.dep", "modules.alias", "modules.softdep", "modules.symbols", "modules.builtin"] {
+        archive.copy(&kernel.root.join(&index).join(file), &format!("{index}/{file}"))?;
+    }
+    Ok(())
+}
+
+/// The first process of the guest. What it prints goes to the host.
+fn init() -> String {
+    format!(
+        "#!/bin/sh\n\
+         export PATH=/sbin:/usr/sbin:/bin HOME=/root RUST_BACKTRACE=1\n\
+         export SPILLWAY_BIN=/spillway SPILLWAY_SKIPS=/tmp/skips SPILLWAY_VERIFIED=/tmp/verified\n\
+         mount -t proc proc /proc\nmount -t sysfs sys /sys\nmount -t devtmpfs dev /dev\n\
+         mount -t tmpfs tmp /tmp\nmount -t tmpfs run /run\nmount -t bpf bpf /sys/fs/bpf\nln -s /run /var/run\n\
+         mkdir -p /run/netns /root\n\
+         /sbin/ip link set lo up\n\
+         cd /tmp\n\
+         /unit {}\n/e2e {}\n\
+         cat /tmp/skips /tmp/verified\n\
+         echo GUEST END\n\
+         reboot -f\n",
+        UNIT.join(" "),
+        END_TO_END.join(" ")
+    )
+}
+
+fn qemu(vmlinux: &Path, initrd: &Path) -> Command {
+    let mut command = Command::new("qemu-system-x86_64");
+    command.args(["-M", "pc", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", PROCESSORS, "-m", MEMORY]);
+    command.args(["-nodefaults", "-display", "none", "-serial", "stdio", "-no-reboot"]);
+    command.arg("-kernel").arg(vmlinux).arg("-initrd").arg(initrd);
+    command.args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check rdinit=/init"]);
+    command
+}

@@ -1,0 +1,91 @@
+//! What a kernel's verifier counted for each program, against what it counted when the baseline was written.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+
+use super::Kernel;
+use crate::test::tally::Tally;
+use crate::workspace;
+
+/// Growth that is pointed out, in percent. The verifier's limit is a million.
+const GROWTH: u64 = 20;
+/// What a test writes before each program's count.
+const PREFIX: &str = "VERIFIED ";
+
+/// Instructions by kernel and program.
+type Counts = BTreeMap<(String, String), u64>;
+
+fn baseline() -> PathBuf {
+    workspace::root().join("tests/verified.txt")
+}
+
+/// Compares what a guest printed with the baseline, and points out what has grown. With `bless`, writes the baseline.
+pub fn compare(kernel: Kernel, output: &str, bless: bool, tally: &mut Tally) -> Result<()> {
+    let path = baseline();
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let mut known = read(&text);
+    let now = counted(kernel, output);
+    if now.is_empty() {
+        tally.fail(&format!("verifier of Linux {}", kernel.version()), "the guest told no counts");
+    }
+    for ((version, program), count) in &now {
+        let before = known.get(&(version.clone(), program.clone())).copied();
+        let before_text = before.map_or_else(|| "no baseline".to_owned(), |before| format!("baseline {before}"));
+        eprintln!("  Linux {version} verifies {program} in {count} instructions ({before_text})");
+        if !bless && before.is_none_or(|before| *count > before + before * GROWTH / 100) {
+            tally.note(&format!(
+                "Linux {version} verifies {program} in {count} instructions ({before_text}): if that is meant, write it down \
+                 with `cargo xtask test --kernel {version} --bless`"
+            ));
+        }
+    }
+    if bless {
+        known.retain(|(version, _), _| version != kernel.version());
+        known.extend(now);
+        fs::write(&path, write(&known)).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// The counts that the tests of a guest have told.
+fn counted(kernel: Kernel, output: &str) -> Counts {
+    let lines = output.lines().filter_map(|line| line.strip_prefix(PREFIX));
+    read(&lines.map(|line| format!("{} {line}\n", kernel.version())).collect::<String>())
+}
+
+/// Lines of kernel, program and count; `#` begins a comment.
+fn read(text: &str) -> Counts {
+    let lines = text.lines().filter(|line| !line.starts_with('#')).map(|line| line.split_whitespace());
+    lines
+        .filter_map(|mut words| {
+            Some(((words.next()?.to_owned(), words.next()?.to_owned()), words.next()?.parse().ok()?))
+        })
+        .collect()
+}
+
+fn write(counts: &Counts) -> String {
+    let mut text =
+        "# Instructions that the verifier looks at: kernel, program, count. Written by `cargo xtask test --bless`.\n"
+            .to_owned();
+    for ((version, program), count) in counts {
+        let _ = writeln!(text, "{version} {program} {count}");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_are_read_from_a_guest_and_survive_the_file() {
+        let counts = counted(Kernel::V6_1, "test x ... ok\nVERIFIED pod_egress 12\nVERIFIED pod_ingress 3\nGUEST END");
+        let key = |program: &str| ("6.1".to_owned(), program.to_owned());
+        assert_eq!(counts, BTreeMap::from([(key("pod_egress"), 12), (key("pod_ingress"), 3)]));
+        assert_eq!(read(&write(&counts)), counts);
+    }
+}
