@@ -29,18 +29,22 @@ const MAP_TYPE_PROG_ARRAY: u32 = 3;
 const PROG_TYPE_SCHED_CLS: u32 = 3;
 const PSEUDO_MAP_FD: u8 = 1;
 /// Helpers.
-const SKB_STORE_BYTES: i32 = 9;
+const KTIME_GET_NS: i32 = 5;
 const TAIL_CALL: i32 = 12;
 const SET_TUNNEL_KEY: i32 = 21;
 
-/// The offset of `ifindex` in `struct __sk_buff`, and how much of it is passed.
+/// Offsets in `struct __sk_buff`, and how much of it is passed.
 const SKB_IFINDEX: usize = 40;
+const SKB_DATA: i16 = 76;
+const SKB_DATA_END: i16 = 80;
 const SKB_LEN: usize = 192;
 /// The size of `struct bpf_tunnel_key`, and where the address of the other end lies in it when it is an IPv4 one.
 const KEY_LEN: usize = 44;
 const KEY_LOCAL: usize = 28;
-/// The longest frame that the program in front holds on its stack.
-const MAX_FRAME: usize = 256;
+/// Calls that let the processor finish what was written: reading a word out of two that are still on their way to the cache
+/// takes longer than reading a packet that was there before.
+const DRAIN: usize = 4;
+const ETHERNET: usize = 14;
 
 /// The verdict of a program that sends a packet on (`TC_ACT_REDIRECT`).
 pub const REDIRECT: u32 = 7;
@@ -192,46 +196,64 @@ fn call(helper: i32) -> u64 {
 }
 
 const EXIT: u64 = 0x95;
-/// The register that holds the frame pointer, and the one in which the context is kept.
+const ADD: u8 = 0x07;
+const JUMP_IF_GREATER: u8 = 0x2d;
+const LOAD_MAP: u8 = 0x18;
+const STORE_WORD: u8 = 0x62;
+const STORE_BYTE: u8 = 0x72;
+/// The registers of the frame pointer, the context and the packet.
 const FP: u8 = 10;
 const CONTEXT: u8 = 6;
+const DATA: u8 = 2;
 
 /// A program that does nothing but redirect, as far as its verdict goes.
 fn empty() -> Result<OwnedFd> {
     load(&[mov(0, REDIRECT as i32), EXIT])
 }
 
-/// Instructions that write `bytes` below the frame pointer, at `off`.
-fn on_stack(bytes: &[u8], off: i16) -> impl Iterator<Item = u64> {
-    bytes.chunks(4).zip((off..).step_by(4)).map(|(chunk, at)| {
-        let mut word = [0; 4];
-        word[..chunk.len()].copy_from_slice(chunk);
-        instruction(0x62, FP, 0, at, i32::from_ne_bytes(word))
+fn load_word(dst: u8, src: u8, at: i16) -> u64 {
+    instruction(0x61, dst, src, at, 0)
+}
+
+/// Instructions that write `bytes` at `off` of what a register points to.
+fn store(register: u8, off: i16, bytes: &[u8]) -> impl Iterator<Item = u64> {
+    let mut at = off;
+    bytes.chunks(4).flat_map(move |chunk| {
+        let place = at;
+        at += chunk.len() as i16;
+        match *chunk {
+            [a, b, c, d] => vec![instruction(STORE_WORD, register, 0, place, i32::from_ne_bytes([a, b, c, d]))],
+            _ => (place..)
+                .zip(chunk)
+                .map(|(at, byte)| instruction(STORE_BYTE, register, 0, at, (*byte).into()))
+                .collect(),
+        }
     })
 }
 
 fn front(shot: &Shot, targets: &OwnedFd) -> Result<Vec<u64>> {
-    ensure!(shot.frame.len() <= MAX_FRAME, "a frame of {} bytes is too long to be put back", shot.frame.len());
-    let frame_at = -(MAX_FRAME as i16);
-    let key_at = frame_at - KEY_LEN as i16;
-    let mut code = vec![copy(CONTEXT, 1)];
-    code.extend(on_stack(&shot.frame, frame_at));
-    let address = |register, at: i16| [copy(register, FP), instruction(0x07, register, 0, 0, i32::from(at))];
-    code.extend([copy(1, CONTEXT), mov(2, 0)]);
-    code.extend(address(3, frame_at));
-    code.extend([mov(4, shot.frame.len() as i32), mov(5, 0), call(SKB_STORE_BYTES)]);
+    let length = i16::try_from(shot.frame.len()).context("a frame that is too long to be put back")?;
+    ensure!(length >= ETHERNET as i16, "a frame without an Ethernet header");
+    let mut restore = vec![copy(CONTEXT, 1), load_word(DATA, 1, SKB_DATA), load_word(3, 1, SKB_DATA_END)];
+    let bytes: Vec<u64> =
+        store(DATA, 0, &shot.frame[..ETHERNET]).chain(store(DATA, ETHERNET as i16, &shot.frame[ETHERNET..])).collect();
+    restore.extend([copy(4, DATA), instruction(ADD, 4, 0, 0, i32::from(length))]);
+    restore.push(instruction(JUMP_IF_GREATER, 4, 3, bytes.len() as i16, 0));
+    restore.extend(bytes);
+    let mut code = restore;
     if let Some((source, id)) = shot.tunnel {
         let mut key = [0; KEY_LEN];
         key[..4].copy_from_slice(&id.to_ne_bytes());
         // What a device has received carries its sender where a packet to be sent carries the local address.
         key[KEY_LOCAL..KEY_LOCAL + 4].copy_from_slice(&source.to_bits().to_ne_bytes());
-        code.extend(on_stack(&key, key_at));
-        code.push(copy(1, CONTEXT));
-        code.extend(address(2, key_at));
+        let at = -(KEY_LEN as i16) - 4;
+        code.extend(store(FP, at, &key));
+        code.extend([copy(1, CONTEXT), copy(2, FP), instruction(ADD, 2, 0, 0, i32::from(at))]);
         code.extend([mov(3, KEY_LEN as i32), mov(4, 0), call(SET_TUNNEL_KEY)]);
     }
+    code.extend([call(KTIME_GET_NS); DRAIN]);
     let map = targets.as_raw_fd();
-    code.extend([copy(1, CONTEXT), instruction(0x18, 2, PSEUDO_MAP_FD, 0, map), 0, mov(3, 0), call(TAIL_CALL)]);
+    code.extend([copy(1, CONTEXT), instruction(LOAD_MAP, 2, PSEUDO_MAP_FD, 0, map), 0, mov(3, 0), call(TAIL_CALL)]);
     code.extend([mov(0, 0), EXIT]);
     Ok(code)
 }
