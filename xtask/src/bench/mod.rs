@@ -11,6 +11,7 @@ mod programs;
 mod report;
 mod rounds;
 mod routes;
+mod scale;
 mod scaling;
 mod targets;
 mod variant;
@@ -46,6 +47,9 @@ pub struct Args {
     /// Only the cost of each program: before and after a change of one
     #[arg(long, conflicts_with_all = ["quick", "rounds"])]
     programs: bool,
+    /// Only the planner on a large cluster and an agent with a full node: writes docs/scale.md
+    #[arg(long, exclusive = true)]
+    scale: bool,
 }
 
 /// Measures, and shows and writes what came of it.
@@ -65,8 +69,11 @@ fn bench(args: &Args) -> Result<()> {
     if let Some(obstacle) = lab::skip::obstacle() {
         bail!("the benchmark makes network namespaces and loads eBPF programs: {obstacle}");
     }
-    let binaries = build::binaries(false)?;
     interrupt::watch()?;
+    if args.scale {
+        return scale::run();
+    }
+    let binaries = build::binaries(false)?;
     if args.programs {
         return only_programs(args, &binaries);
     }

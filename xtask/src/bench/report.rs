@@ -156,7 +156,7 @@ fn scaling(points: &[Point]) -> String {
 }
 
 /// The machine, in one line.
-fn machine() -> String {
+pub fn machine() -> String {
     let cpus = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = cpus.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or_default();
     let model = model.trim_start_matches([' ', '\t', ':']).to_owned();
