@@ -17,6 +17,14 @@ pub const VNI_PROBE: u32 = 0x53_50_03;
 pub const INNER_SRC_MAC: [u8; 6] = [0x02, 0x53, 0x57, 0, 0, 1];
 /// Destination MAC address of tunnelled frames.
 pub const INNER_DST_MAC: [u8; 6] = [0x02, 0x53, 0x57, 0, 0, 2];
+/// The bit of the mark that leads a packet through the host's stack to the tunnel device, unless configured otherwise.
+///
+/// None of the bits that are known to be taken: kube-proxy 0x4000 and 0x8000, the portmap plugin 0x2000, Cilium 0x0fff, Calico
+/// and Tailscale above 0xffff, Antrea 0xff and 0x80000000.
+pub const FIREWALL_MARK: u32 = 0x1000;
+/// The priority (`skb->priority`) of packets with that bit until they are routed: by it our own rules know them again where
+/// somebody else uses the bit too, or clears it.
+pub const FIREWALL_PRIORITY: u32 = 0x5350_0001;
 /// EtherType of probes (IEEE 802 local experimental 1).
 pub const PROBE_ETHERTYPE: u16 = 0x88b5;
 

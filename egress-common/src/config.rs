@@ -26,7 +26,13 @@ map_type! {
         pub udp: u32,
         /// Idle time of an ICMP query, in ticks.
         pub icmp: u32,
-    } size 40
+        /// The one bit of the mark that leads a packet through the host's stack to the tunnel device.
+        pub mark: u32,
+        /// Largest IP packet that fits the tunnel; 0: any.
+        pub room: u32,
+        /// Flows that one pod may have; 0: any number.
+        pub pod_flows: u32,
+    } size 52
 }
 
 /// Bits of [`Config::flags`].
@@ -35,6 +41,8 @@ pub mod flags {
     pub const HOLD: u32 = 1;
     /// The kernel knows `BPF_F_IPV6` of `bpf_l4_csum_replace` (Linux 6.16).
     pub const CSUM_IPV6: u32 = 2;
+    /// New flows wait until the host's firewall has let a packet of theirs pass.
+    pub const RESPECT_FIREWALL: u32 = 8;
 }
 
 /// The record in a map that no agent has written yet.
@@ -49,4 +57,7 @@ pub const UNSET: Config = Config {
     tcp_transitory: 0,
     udp: 0,
     icmp: 0,
+    mark: 0,
+    room: 0,
+    pod_flows: 0,
 };

@@ -11,7 +11,9 @@ map_type! {
         pub class: u32,
         /// [`endpoint_flags`].
         pub flags: u32,
-    } size 12
+        /// The interface that the pod is behind, where the node's routes say so; 0: any.
+        pub ifindex: u32,
+    } size 16
 }
 
 /// Bits of [`Endpoint::flags`].

@@ -52,9 +52,11 @@ map_type! {
         pub state: u16,
         /// [`kind`].
         pub kind: u16,
-        /// Unused, zero.
-        pub reserved: u16,
-    } size 36
+        /// 1 until the host's firewall has let a packet of the flow pass, else 0.
+        pub pending: u16,
+        /// Interface that its packets come in by.
+        pub ifindex: u32,
+    } size 40
 }
 
 map_type! {

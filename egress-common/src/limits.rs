@@ -35,6 +35,8 @@ pub const MAX_NAMES: usize = 32_768;
 pub const PORT_PROBES: u32 = 256;
 /// How many slots are tried for a new flow before it is dropped.
 pub const SLOT_PROBES: u32 = 4;
+/// Ticks for which a flow is kept whose packets the host's firewall does not let pass.
+pub const PENDING_TICKS: u32 = 10;
 /// Flows that one run of the collector looks at, per address family.
 pub const COLLECT_BATCH: u32 = 1_024;
 /// Time between two runs of the collector.

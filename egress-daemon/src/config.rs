@@ -44,6 +44,8 @@ pub struct Config {
     pub pod_interfaces: Vec<NamePattern>,
     /// `maxFlows`: flows on this node, for each address family.
     pub max_flows: u32,
+    /// `maxFlowsPerPod`: how many of them one pod may have; 0 stands for a quarter of `maxFlows`.
+    pub max_flows_per_pod: u32,
     /// `timeouts`: how long idle flows are kept.
     pub timeouts: Timeouts,
     /// `probe`: how gateways are probed through the tunnel.
@@ -54,6 +56,9 @@ pub struct Config {
     pub deadline: Duration,
     /// `firewall`: whether the first packet of a flow passes the host's firewall.
     pub firewall: Firewall,
+    /// `firewallMark`: the one bit of the mark that leads a packet through the host's stack; nobody else on the node may
+    /// use it.
+    pub firewall_mark: u32,
     /// `transport`: the way between source nodes and gateways.
     pub transport: Transport,
     /// `announce`: how egress IPs are made known on their link.
@@ -96,6 +101,8 @@ pub struct Lease {
 /// Whether the first packet of a flow passes the host's firewall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Firewall {
+    /// It does: a flow is confirmed by the first packet that the host's firewall lets pass.
+    Respect,
     /// It does not: all packets take the short way, past the host's firewall.
     Bypass,
 }
@@ -127,6 +134,7 @@ impl Default for Config {
             uplinks: Vec::new(),
             pod_interfaces: Vec::new(),
             max_flows: limits::MAX_FLOWS as u32,
+            max_flows_per_pod: 0,
             timeouts: Timeouts {
                 tcp_established: TCP_ESTABLISHED,
                 tcp_transitory: TCP_TRANSITORY,
@@ -136,7 +144,8 @@ impl Default for Config {
             probe: Probe { interval: PROBE_INTERVAL, count: PROBE_COUNT },
             lease: Lease { renew: LEASE_RENEW, duration: LEASE_DURATION },
             deadline: DEADLINE,
-            firewall: Firewall::Bypass,
+            firewall: Firewall::Respect,
+            firewall_mark: abi::FIREWALL_MARK,
             transport: Transport::Auto,
             announce: Announce::Arp,
             metrics: None,
@@ -147,6 +156,7 @@ impl Default for Config {
 impl fmt::Display for Firewall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Firewall::Respect => "respect",
             Firewall::Bypass => "bypass",
         })
     }

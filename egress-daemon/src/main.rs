@@ -2,7 +2,7 @@
 
 mod roles;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use egress_daemon::{
@@ -10,12 +10,13 @@ use egress_daemon::{
     config::Config,
     ctl::{DEFAULT_BPFFS, Output, message},
     observe::logs::{self, LogFormat},
-    store::{Files, Store},
+    store::{Files, Kubernetes, Reader, Store},
 };
+use futures::FutureExt as _;
 use std::{
     io::{self, Write},
     net::SocketAddr,
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::ExitCode,
 };
 use tokio::signal::unix::{SignalKind, signal};
@@ -204,6 +205,7 @@ fn wait_for(task: impl Future<Output = Result<ExitCode>>) -> Result<ExitCode> {
 
 async fn agent(args: AgentArgs) -> Result<ExitCode> {
     let config = Config::load(args.common.config.as_deref())?;
+    let reader = Reader::Agent(args.node.clone());
     let options = roles::AgentOptions {
         node: args.node,
         bpffs: args.pinned.bpffs,
@@ -213,7 +215,7 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
         config,
     };
     let stop = stop()?;
-    let store = open(&args.source)?;
+    let Some(store) = open(&args.source, &reader, stop.clone()).await? else { return Ok(ExitCode::SUCCESS) };
     roles::agent(options, store, stop).await?;
     Ok(ExitCode::SUCCESS)
 }
@@ -222,34 +224,30 @@ async fn controller(args: ControllerArgs) -> Result<ExitCode> {
     let config = Config::load(args.common.config.as_deref())?;
     let metrics = args.serving.metrics.or(config.metrics);
     let stop = stop()?;
-    let store = open(&args.source)?;
+    let Some(store) = open(&args.source, &Reader::Controller, stop.clone()).await? else {
+        return Ok(ExitCode::SUCCESS);
+    };
     roles::controller(&config, metrics, store, stop).await?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn open(source: &Source) -> Result<Store> {
-    match (&source.manifests, &source.kubeconfig) {
-        (Some(directory), _) => open_directory(directory),
-        (None, Some(file)) => {
-            let file = file.display();
-            bail!("--kubeconfig {file}: the Kubernetes store is not in this build yet; use --manifests DIR")
-        }
-        (None, None) => bail!(
-            "neither --manifests nor --kubeconfig is given, which means the cluster that this pod runs in: the Kubernetes \
-             store is not in this build yet; use --manifests DIR"
-        ),
+/// The store, or nothing when the process is asked to end before a cluster has answered.
+async fn open(source: &Source, reader: &Reader, stop: impl Future<Output = ()>) -> Result<Option<Store>> {
+    if let Some(directory) = &source.manifests {
+        let store = Files::open(directory).with_context(|| format!("--manifests {}", directory.display()))?;
+        return Ok(Some(store));
+    }
+    tokio::select! {
+        store = Kubernetes::open(source.kubeconfig.as_deref(), reader) => Ok(Some(store.context("the cluster")?)),
+        () = stop => Ok(None),
     }
 }
 
-fn open_directory(directory: &Path) -> Result<Store> {
-    Files::open(directory).with_context(|| format!("--manifests {}", directory.display()))
-}
-
 /// Ready once the process is asked to end: SIGTERM or SIGINT. A second one ends it at once.
-fn stop() -> Result<impl Future<Output = ()> + Send + 'static> {
+fn stop() -> Result<impl Future<Output = ()> + Clone + Send + 'static> {
     let mut term = signal(SignalKind::terminate()).context("SIGTERM cannot be caught")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT cannot be caught")?;
-    Ok(async move {
+    let asked = async move {
         let name = tokio::select! {
             _ = term.recv() => "SIGTERM",
             _ = interrupt.recv() => "SIGINT",
@@ -262,7 +260,8 @@ fn stop() -> Result<impl Future<Output = ()> + Send + 'static> {
             }
             std::process::exit(130);
         });
-    })
+    };
+    Ok(asked.boxed().shared())
 }
 
 #[cfg(test)]
@@ -305,12 +304,12 @@ mod tests {
         }
     }
 
-    #[test]
-    fn what_is_not_in_this_build_is_said() {
-        for (line, part) in [("controller --kubeconfig /k", "--kubeconfig /k"), ("controller", "pod")] {
+    #[tokio::test]
+    async fn a_cluster_that_cannot_be_found_is_said() {
+        for (line, part) in [("controller --kubeconfig /k", "/k cannot be used"), ("controller", "--manifests DIR")] {
             let Ok(Cli { command: Command::Controller(args), .. }) = parse(line) else { panic!("{line}") };
-            let error = open(&args.source).err().expect("refused").to_string();
-            assert!(error.contains(part) && error.contains("not in this build yet"), "{error}");
+            let error = open(&args.source, &Reader::Controller, std::future::pending()).await.err().expect("refused");
+            assert!(format!("{error:#}").contains(part), "{error:#}");
         }
     }
 }

@@ -3,6 +3,7 @@
 use crate::{
     family::Family,
     maps::{MEMBERS, POLICIES},
+    packet::Packet,
 };
 use aya_ebpf::btf_maps::lpm_trie::Key;
 use egress_common::{
@@ -40,6 +41,13 @@ pub fn classify<F: Family>(config: &Config, src: F, dst: F) -> Class {
         Some(&policy) if policy != NO_POLICY => Class::Policy(policy, endpoint),
         _ => Class::Outside,
     }
+}
+
+/// Whether the packet's source is a pod that is known to be behind another interface than the packet came in by.
+#[inline(always)]
+pub fn is_spoofed<F: Family>(pkt: &Packet, src: F) -> bool {
+    // SAFETY: entries are replaced, not changed in place.
+    matches!(unsafe { F::endpoints().get(src) }, Some(e) if e.ifindex != 0 && e.ifindex != pkt.ifindex())
 }
 
 #[inline(always)]

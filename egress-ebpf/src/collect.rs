@@ -7,11 +7,11 @@
 use crate::{
     classify::{self, Class},
     family::Family,
+    flows::{forget, reverse_key},
     maps::{COLLECTOR, CONFIG, Collector},
     packet::now_tick,
     parse::proto,
     stats,
-    steer::{forget, reverse_key},
 };
 use aya_ebpf::helpers::{bpf_loop, bpf_timer_init, bpf_timer_set_callback, bpf_timer_start};
 use core::ffi::c_void;
@@ -19,7 +19,7 @@ use egress_common::{
     V4, V6,
     config::Config,
     flow::{Flow, FlowKey, Ticket, kind},
-    limits::{COLLECT_BATCH, COLLECT_INTERVAL_NS},
+    limits::{COLLECT_BATCH, COLLECT_INTERVAL_NS, PENDING_TICKS},
     tcp,
     verdict::Counter,
 };
@@ -66,8 +66,9 @@ extern "C" fn look<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
         return 0;
     }
     if ticket.checked != now && is_due(config, &ticket.key, flow, now) {
+        let refused = flow.pending != 0;
         forget::<F>(&ticket.key, flow);
-        stats::count(Counter::FlowsExpired);
+        stats::count(if refused { Counter::FlowsRefused } else { Counter::FlowsExpired });
         return 0;
     }
     let stop = ticket.checked == now;
@@ -111,6 +112,7 @@ fn is_due<F: Family>(config: &Config, key: &FlowKey<F>, flow: &Flow, now: u32) -
         ]
     };
     let limit = match key.proto {
+        _ if flow.pending != 0 => PENDING_TICKS,
         proto::TCP if flow.kind != kind::SEVERED && tcp::established(flow.state, back) => long,
         proto::TCP => short,
         proto::UDP => udp,

@@ -2,12 +2,12 @@
 
 use crate::{
     family::Family,
-    fragment, icmp,
+    flows, fragment, icmp,
     maps::{CONFIG, EGRESS_IPS, NODES},
     mss,
     packet::{Mac, Packet, now_tick},
     parse::{self, Ip, Kind, Part, Transport},
-    stats, steer,
+    stats,
     translate::{End, Rewrite, rewrite},
     tunnel,
 };
@@ -122,9 +122,10 @@ fn mend_forward<F: Family>(config: &Config, key: &FlowKey<F>, r: &Reverse<F>, no
         port: key.src_port,
         state: tcp::seen::SYN | tcp::seen::ACK,
         kind: kind::TRANSLATED,
-        reserved: 0,
+        pending: 0,
+        ifindex: r.ifindex,
     };
-    if steer::enter::<F>(&forward, &flow).is_ok() {
+    if flows::enter::<F>(&forward, &flow).is_ok() {
         stats::count(Counter::FlowsRepaired);
     }
 }

@@ -42,6 +42,7 @@ pub trait Family: Copy + PartialEq + Words + 'static {
     fn excepts() -> &'static Excepts<Self>;
     fn egress_index() -> &'static EgressIndex<Self>;
     fn search() -> &'static Searches<Self>;
+    fn shares() -> &'static Shares<Self>;
 
     /// The address held in the common form of `EGRESS_IPS`.
     fn from_any(words: &V6) -> Self;
@@ -104,6 +105,10 @@ impl Family for V4 {
     #[inline(always)]
     fn search() -> &'static Searches<V4> {
         &SEARCH_V4
+    }
+    #[inline(always)]
+    fn shares() -> &'static Shares<V4> {
+        &SHARES_V4
     }
 
     #[inline(always)]
@@ -189,6 +194,7 @@ fn v4_header(h: [u32; 5], l3: u32) -> Result<Ip<V4>, Malformed> {
         part,
         id: second >> 16,
         hop_limit: third >> 24,
+        whole_only: second & 0x4000 != 0,
     })
 }
 
@@ -234,6 +240,10 @@ impl Family for V6 {
     #[inline(always)]
     fn search() -> &'static Searches<V6> {
         &SEARCH_V6
+    }
+    #[inline(always)]
+    fn shares() -> &'static Shares<V6> {
+        &SHARES_V6
     }
 
     #[inline(always)]
@@ -322,6 +332,7 @@ fn v6_header(pkt: &Packet, h: [u32; 10], l3: u32) -> Result<Ip<V6>, Malformed> {
         part: Part::Whole,
         id: 0,
         hop_limit: second & 0xff,
+        whole_only: true,
     };
     if is_transport(ip.proto) {
         return Ok(ip);

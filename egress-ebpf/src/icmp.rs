@@ -4,6 +4,7 @@ use crate::{
     classify::{self, Class},
     deliver,
     family::Family,
+    flows,
     maps::CONFIG,
     packet::Packet,
     parse::{self, Embedded, Ip, proto},
@@ -65,7 +66,7 @@ fn quoting<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
         _ => return Verdict::Drop(Counter::DropSevered),
     }
     let (egress, port) = (flow.egress, flow.port);
-    let Some(reverse) = steer::reverse_key::<F>(&key, flow) else { return Verdict::Drop(Counter::DropSevered) };
+    let Some(reverse) = flows::reverse_key::<F>(&key, flow) else { return Verdict::Drop(Counter::DropSevered) };
     if inner.dst != ip.src || rewrite(pkt, config, ip, &inner, End::Source, reverse.src, port).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }

@@ -3,6 +3,7 @@
 use crate::{
     classify::{self, Class},
     family::Family,
+    flows,
     maps::CONFIG,
     packet::{Packet, now_tick},
     parse::{self, Kind, Part},
@@ -47,7 +48,7 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
     }
     // Only where a reply could be taken for a flow of a policy: nothing is kept for the cluster's own traffic.
     if let Class::Policy(..) = classify::classify(config, key.src, key.dst) {
-        steer::leave_alone::<F>(generation, &key, 0);
+        flows::leave_alone::<F>(pkt, generation, &key, 0);
     }
     Verdict::Pass
 }

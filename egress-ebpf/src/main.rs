@@ -4,6 +4,7 @@
 //! address family and turns a [`Verdict`] into a code and a counter.
 #![no_std]
 #![no_main]
+#![feature(asm_experimental_arch)]
 #![expect(missing_docs, reason = "the classifier macro makes public functions without docs")]
 #![allow(
     clippy::needless_borrows_for_generic_args,
@@ -15,6 +16,8 @@ mod collect;
 mod deliver;
 mod exit;
 mod family;
+mod firewall;
+mod flows;
 mod fragment;
 mod gateway;
 mod icmp;
@@ -26,6 +29,7 @@ mod once;
 mod packet;
 mod parse;
 mod ports;
+mod share;
 mod stats;
 mod steer;
 mod translate;
@@ -100,10 +104,19 @@ pub fn tunnel_ingress(ctx: TcContext) -> i32 {
     finish(tunnel::receive(&Packet::new(&ctx)))
 }
 
-/// Egress of the tunnel device: gives the agent's own probes their tunnel key.
+/// Egress of the tunnel device: translates packets that the host's firewall let pass, and gives the agent's own probes
+/// their tunnel key.
 #[classifier]
 pub fn tunnel_egress(ctx: TcContext) -> i32 {
-    finish(tunnel::send_probe(&Packet::new(&ctx)))
+    let pkt = Packet::new(&ctx);
+    if !firewall::take_mark(&pkt) {
+        return finish(tunnel::send_probe(&pkt));
+    }
+    settle(match pkt.protocol() {
+        IPV4 => once::passed::<V4>(&pkt),
+        IPV6 => once::passed::<V6>(&pkt),
+        _ => Verdict::Drop(Counter::DropNotAsked).to_bits(),
+    })
 }
 
 /// Ingress of the interfaces that carry egress IPs: replies, ARP and NDP.

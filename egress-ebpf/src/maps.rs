@@ -26,6 +26,7 @@ pub type Routes<A> = LpmTrie<RouteKey<A>, u32, MAX_ROUTES>;
 pub type Excepts<A> = LpmTrie<A, u32, MAX_EXCEPTS>;
 pub type EgressIndex<A> = HashMap<A, u32, MAX_EGRESS_IPS, GROW>;
 pub type Fragments<A> = LruHashMap<FragmentKey<A>, Fragment, MAX_FRAGMENTS>;
+pub type Shares<A> = HashMap<A, u64, MAX_ENDPOINTS, GROW>;
 pub type Searches<A> = PerCpuArray<Search<A>, 1>;
 pub type Tickets<A> = Queue<Ticket<A>, { 2 * MAX_FLOWS }>;
 
@@ -45,6 +46,12 @@ pub static TICKETS_V6: Tickets<V6> = Queue::new();
 pub static FRAGMENTS_V4: Fragments<V4> = LruHashMap::new();
 #[btf_map]
 pub static FRAGMENTS_V6: Fragments<V6> = LruHashMap::new();
+
+/// How many flows each pod has.
+#[btf_map]
+pub static SHARES_V4: Shares<V4> = HashMap::new();
+#[btf_map]
+pub static SHARES_V6: Shares<V6> = HashMap::new();
 
 #[btf_map]
 pub static ENDPOINTS_V4: Endpoints<V4> = HashMap::new();

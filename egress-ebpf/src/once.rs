@@ -1,7 +1,7 @@
 //! Steps that are global functions: the verifier checks each once by itself, with any packet, instead of once for each way
 //! that leads to it. What they need they read from the packet again.
 
-use crate::{family::Family, icmp, packet::Packet, steer};
+use crate::{family::Family, firewall, icmp, packet::Packet, steer};
 use aya_ebpf::bindings::__sk_buff;
 use egress_common::{V4, V6};
 
@@ -36,4 +36,6 @@ once! {
     first(first_v4, first_v6) = steer::first;
     /// [`icmp::outgoing`].
     outgoing(outgoing_v4, outgoing_v6) = icmp::outgoing;
+    /// [`firewall::passed`].
+    passed(passed_v4, passed_v6) = firewall::passed;
 }

@@ -12,7 +12,7 @@ use aya_ebpf::{
 use core::mem::MaybeUninit;
 use egress_common::{
     V6,
-    abi::TICK_SHIFT,
+    abi::{FIREWALL_PRIORITY, TICK_SHIFT},
     verdict::{Counter, Verdict},
 };
 
@@ -72,6 +72,12 @@ impl Packet {
     #[inline(always)]
     pub fn len(&self) -> u32 {
         field!(self, len)
+    }
+
+    /// Payload of each packet of a merged one; 0 for a single packet.
+    #[inline(always)]
+    pub fn gso_size(&self) -> u32 {
+        field!(self, gso_size)
     }
 
     /// EtherType, network byte order.
@@ -235,6 +241,33 @@ impl Packet {
             unsafe { (&raw mut (*self.skb).tc_index).write_volatile(0) }
         }
         delivered
+    }
+
+    /// Marks the packet for the way through the host's stack.
+    #[inline(always)]
+    pub fn set_mark(&self, bit: u32) {
+        let mark = field!(self, mark) | bit;
+        // SAFETY: the context pointer is valid while the program runs.
+        unsafe {
+            (&raw mut (*self.skb).mark).write_volatile(mark);
+            (&raw mut (*self.skb).priority).write_volatile(FIREWALL_PRIORITY);
+        }
+    }
+
+    /// Whether the packet has the bit of [`set_mark`](Self::set_mark). Then mark and priority are cleared, whatever others
+    /// have added to them: the outer packet would inherit them.
+    #[inline(always)]
+    pub fn take_mark(&self, bit: u32) -> bool {
+        let mark = field!(self, mark);
+        if mark & bit == 0 {
+            return false;
+        }
+        // SAFETY: as above.
+        unsafe {
+            (&raw mut (*self.skb).mark).write_volatile(0);
+            (&raw mut (*self.skb).priority).write_volatile(0);
+        }
+        true
     }
 
     /// Sends the frame out of `ifindex` as it is.

@@ -30,6 +30,8 @@ pub struct Ip<A> {
     /// Identification of the datagram, network byte order.
     pub id: u32,
     pub hop_limit: u32,
+    /// Nobody on the way may fragment it.
+    pub whole_only: bool,
 }
 
 /// What the transport header says the packet is.

@@ -6,6 +6,7 @@
 use crate::{
     classify,
     family::Family,
+    flows,
     maps::{ASSIGNMENTS, BLOCKS, EGRESS_IPS, MAGLEV},
     packet::now_tick,
     stats,
@@ -166,12 +167,16 @@ fn evict_closed<F: Family>(key: &FlowKey<F>) -> bool {
     let forward = FlowKey { src: r.pod, dst: key.dst, src_port: r.pod_port, dst_port: key.dst_port, proto: key.proto };
     // SAFETY: as above.
     let out = match unsafe { F::flows().get(&forward) } {
-        Some(f) if f.port == key.src_port && f.egress == r.egress => Some(f.state),
+        Some(f) if f.port == key.src_port && f.egress == r.egress => {
+            // Nobody outside has seen a flow that the host's firewall did not let pass.
+            let refused = f.pending != 0 && now_tick().wrapping_sub(f.last_seen) as i32 > ORPHANED as i32;
+            Some(if refused { tcp::seen::RST } else { f.state })
+        }
         _ => None,
     };
     match out {
         Some(out) if tcp::closed(out, r.state) => {
-            let _ = F::flows().remove(&forward);
+            flows::remove::<F>(&forward);
         }
         None if now_tick().wrapping_sub(r.last_seen) as i32 > ORPHANED as i32 => {}
         _ => return false,

@@ -4,23 +4,24 @@ use crate::{
     classify::{self, Class},
     exit,
     family::Family,
+    firewall,
+    flows::{enter, forget, leave_alone, mend_reverse, reverse_key, reverse_value, ticket},
     fragment,
     maps::{CONFIG, EGRESS_IPS, NODES},
     mss, once,
-    packet::{ETH_LEN, Mac, Packet, now_tick},
+    packet::{ETH_LEN, Packet, now_tick},
     parse::{self, Ip, Kind, Part, Transport, proto},
     ports::{self, EEXIST},
-    stats,
+    share, stats,
     translate::{End, Rewrite, rewrite},
     tunnel,
 };
-use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_get_prandom_u32};
 use egress_common::{
     abi::VNI_FORWARD,
     config::{Config, flags},
     egress::flags as egress_flags,
     endpoint::{Endpoint, Policy, endpoint_flags, policy_flags},
-    flow::{Flow, FlowKey, Reverse, Ticket, kind},
+    flow::{Flow, FlowKey, kind},
     hash, tcp,
     verdict::{Counter, Verdict},
 };
@@ -63,7 +64,7 @@ pub fn steer<F: Family>(pkt: &Packet) -> u64 {
 
 /// The 5-tuple of a pod's packet.
 #[inline(always)]
-fn key_of<F: Family>(ip: &Ip<F>, t: &Transport) -> FlowKey<F> {
+pub fn key_of<F: Family>(ip: &Ip<F>, t: &Transport) -> FlowKey<F> {
     FlowKey { src: ip.src, dst: ip.dst, src_port: t.src_port, dst_port: t.dst_port, proto: ip.proto }
 }
 
@@ -135,6 +136,14 @@ fn known<F: Family>(
     key: &FlowKey<F>,
     flow: &mut Flow,
 ) -> Known {
+    if flow.ifindex != pkt.ifindex() {
+        if classify::is_spoofed::<F>(pkt, key.src) {
+            return Known::Done(Verdict::Drop(Counter::DropSpoofed));
+        }
+        // The pod is behind another interface now: what the old one remembers leads replies astray.
+        forget::<F>(key, flow);
+        return Known::Unknown;
+    }
     let opening = opens(t);
     if flow.config_generation != config.generation || opening {
         match check::<F>(config, key, flow, opening) {
@@ -164,7 +173,7 @@ fn known<F: Family>(
         }
     }
     Known::Done(match flow.kind {
-        kind::TRANSLATED => send::<F>(pkt, config, ip, t, flow.egress, flow.port),
+        kind::TRANSLATED => go::<F>(pkt, config, ip, t, flow),
         kind::SEVERED => Verdict::Drop(Counter::DropSevered),
         _ => Verdict::Pass,
     })
@@ -213,7 +222,7 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
             flow.kind = kind::TRANSLATED;
             flow.config_generation = generation;
             if opening {
-                reopen::<F>(key, flow);
+                reopen::<F>(config, key, flow);
             }
             Check::Keep
         }
@@ -228,75 +237,16 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
 
 /// A connection that opens again with the ports of one that was closed begins with a clean state.
 #[inline(always)]
-fn reopen<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
+fn reopen<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow) {
     if flow.state & !tcp::seen::SYN == 0 {
         return;
     }
     flow.state = 0;
+    flow.pending = respects(config);
     if let Some(reverse) = reverse_key::<F>(key, flow).and_then(|k| F::reverses().get_ptr_mut(k)) {
         // SAFETY: a single store.
         unsafe { (*reverse).state = 0 };
     }
-}
-
-/// The key of a flow's other half, or `None` if its egress IP is gone.
-#[inline(always)]
-pub fn reverse_key<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Option<FlowKey<F>> {
-    let e = EGRESS_IPS.get(flow.egress)?;
-    if e.generation != flow.egress_generation {
-        return None;
-    }
-    Some(FlowKey {
-        src: F::from_any(&e.addr),
-        dst: key.dst,
-        src_port: flow.port,
-        dst_port: key.dst_port,
-        proto: key.proto,
-    })
-}
-
-/// Removes both halves of a flow.
-#[inline(always)]
-pub fn forget<F: Family>(key: &FlowKey<F>, flow: &Flow) {
-    if flow.kind != kind::UNTOUCHED
-        && let Some(reverse) = reverse_key::<F>(key, flow)
-    {
-        let _ = F::reverses().remove(reverse);
-    }
-    let _ = F::flows().remove(key);
-}
-
-/// Builds the reverse half anew if it is missing. Called once a tick for a flow that sends.
-#[inline(always)]
-fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now: u32) {
-    let Some(reverse) = reverse_key::<F>(key, flow) else { return };
-    if F::reverses().get_ptr(reverse).is_some() {
-        return;
-    }
-    let Some(mut value) = reverse_value(pkt, key, flow.policy, now) else { return };
-    value.egress = flow.egress;
-    value.egress_generation = flow.egress_generation;
-    if F::reverses().insert(reverse, value, BPF_NOEXIST as u64).is_ok() {
-        stats::count(Counter::FlowsRepaired);
-    }
-}
-
-/// What a reply needs to find its way back to where this packet came from; the slot is filled in by the caller.
-#[inline(always)]
-fn reverse_value<F: Family>(pkt: &Packet, key: &FlowKey<F>, policy: u32, now: u32) -> Option<Reverse<F>> {
-    let [host_mac, pod_mac] = pkt.read::<[Mac; 2]>(0)?;
-    Some(Reverse {
-        pod: key.src,
-        pod_port: key.src_port,
-        state: 0,
-        ifindex: pkt.ifindex(),
-        policy,
-        egress: 0,
-        egress_generation: 0,
-        last_seen: now,
-        pod_mac,
-        host_mac,
-    })
 }
 
 /// `Ok` when the packet has a flow now.
@@ -308,6 +258,9 @@ fn unknown<F: Family>(
     t: &Transport,
     key: &FlowKey<F>,
 ) -> Result<(), Verdict> {
+    if classify::is_spoofed::<F>(pkt, ip.src) {
+        return Err(Verdict::Drop(Counter::DropSpoofed));
+    }
     let generation = generation(config);
     let (index, endpoint) = match classify::classify(config, ip.src, ip.dst) {
         Class::Outside => return Err(Verdict::Pass),
@@ -317,10 +270,12 @@ fn unknown<F: Family>(
     let Some(policy) = classify::policy::<F>(index) else { return Err(Verdict::Drop(Counter::DropNoPolicy)) };
     match t.kind {
         Kind::Tcp if opens(t) => {}
-        Kind::Tcp => return Err(stray::<F>(generation, t, key, policy, &endpoint)),
+        Kind::Tcp => return Err(stray::<F>(pkt, generation, t, key, policy, &endpoint)),
         // An answer to a query that came by a way that this node does not see (an inbound query is remembered).
         Kind::Answer => return Err(Verdict::Pass),
         Kind::Udp | Kind::Query => {}
+        // The stack waits for the first fragment.
+        Kind::Orphan if respects(config) != 0 => return Err(firewall::detour(pkt, config)),
         Kind::Orphan => return Err(Verdict::Drop(Counter::DropFragment)),
         Kind::Broken => return Err(Verdict::Drop(Counter::DropMalformed)),
         Kind::Other | Kind::Error => return Err(Verdict::Drop(Counter::DropProtocol)),
@@ -329,12 +284,22 @@ fn unknown<F: Family>(
         let node_ip = policy.flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0;
         return Err(if node_ip { Verdict::Pass } else { Verdict::Drop(Counter::DropNoGateway) });
     }
-    open::<F>(pkt, generation, t, key, index, policy, &endpoint).map_err(Verdict::Drop)
+    if share::is_used_up::<F>(config, key.src) {
+        return Err(Verdict::Drop(Counter::DropPodShare));
+    }
+    open::<F>(pkt, respects(config), generation, t, key, index, policy, &endpoint).map_err(Verdict::Drop)
 }
 
 /// A TCP segment of a connection that is not in the table.
 #[inline(always)]
-fn stray<F: Family>(generation: u32, t: &Transport, key: &FlowKey<F>, policy: &Policy, endpoint: &Endpoint) -> Verdict {
+fn stray<F: Family>(
+    pkt: &Packet,
+    generation: u32,
+    t: &Transport,
+    key: &FlowKey<F>,
+    policy: &Policy,
+    endpoint: &Endpoint,
+) -> Verdict {
     let answers = t.flags & (tcp::flag::SYN | tcp::flag::ACK) == tcp::flag::SYN | tcp::flag::ACK;
     // The pod accepts a connection whose SYN did not pass the interface's egress hook (a redirect into the pod).
     let old = endpoint.flags & endpoint_flags::HAS_HISTORY != 0 && policy.flags & policy_flags::EXISTING_DROP == 0;
@@ -342,56 +307,15 @@ fn stray<F: Family>(generation: u32, t: &Transport, key: &FlowKey<F>, policy: &P
         // A reset of what was refused tells the outside nothing about an egress IP and ends the matter.
         return Verdict::Drop(Counter::DropUnknownFlow);
     }
-    leave_alone::<F>(generation, key, tcp::advance(0, t.flags))
-}
-
-/// Notes a flow that is not to be touched, as the tables of this generation say.
-#[inline(always)]
-pub fn leave_alone<F: Family>(generation: u32, key: &FlowKey<F>, state: u16) -> Verdict {
-    let now = now_tick();
-    let flow = Flow {
-        policy: 0,
-        egress: 0,
-        egress_generation: 0,
-        config_generation: generation,
-        ticket: ticket(),
-        last_seen: now,
-        created: now,
-        port: 0,
-        state,
-        kind: kind::UNTOUCHED,
-        reserved: 0,
-    };
-    match enter::<F>(key, &flow) {
-        Ok(()) => {
-            stats::count(Counter::Untouched);
-            Verdict::Pass
-        }
-        Err(EEXIST) => Verdict::Pass,
-        Err(_) => Verdict::Drop(Counter::DropTableFull),
-    }
-}
-
-#[inline(always)]
-fn ticket() -> u32 {
-    // SAFETY: the helper has no arguments.
-    unsafe { bpf_get_prandom_u32() }
-}
-
-/// Puts a new flow into the table and into the collector's queue.
-#[inline(always)]
-pub fn enter<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), i32> {
-    F::flows().insert(key, flow, BPF_NOEXIST as u64)?;
-    let ticket = Ticket { key: *key, ticket: flow.ticket, checked: flow.created };
-    F::tickets().push(ticket, 0).inspect_err(|_| {
-        let _ = F::flows().remove(key);
-    })
+    leave_alone::<F>(pkt, generation, key, tcp::advance(0, t.flags))
 }
 
 /// Opens a flow: chooses a slot, takes a port and enters both halves.
+#[expect(clippy::too_many_arguments, reason = "all of it is inlined into one program")]
 #[inline(always)]
 fn open<F: Family>(
     pkt: &Packet,
+    pending: u16,
     generation: u32,
     t: &Transport,
     key: &FlowKey<F>,
@@ -421,7 +345,8 @@ fn open<F: Family>(
         port: search.key.src_port,
         state: if t.kind == Kind::Tcp { tcp::seen::SYN } else { 0 },
         kind: kind::TRANSLATED,
-        reserved: 0,
+        pending,
+        ifindex: pkt.ifindex(),
     };
     commit::<F>(key, &flow)
 }
@@ -440,16 +365,47 @@ fn commit<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), Counter> {
     if error == EEXIST { Ok(()) } else { Err(Counter::DropTableFull) }
 }
 
-/// Translates the packet of a flow and sends it on its way.
+/// Whether a new flow waits for the host's firewall, as [`Flow::pending`] has it.
 #[inline(always)]
-fn send<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, egress: u32, port: u16) -> Verdict {
+fn respects(config: &Config) -> u16 {
+    (config.flags & flags::RESPECT_FIREWALL != 0) as u16
+}
+
+/// The short way for the packets of a confirmed flow, the long one until then.
+#[inline(always)]
+fn go<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow: &Flow) -> Verdict {
+    if respects(config) != 0 {
+        if flow.pending != 0 {
+            return firewall::ask(pkt, config);
+        }
+        if ip.part != Part::Whole {
+            return firewall::detour(pkt, config);
+        }
+    }
+    send::<F>(pkt, config, ip, t, flow.egress, flow.port, true)
+}
+
+/// Translates the packet of a flow and sends it on its way; `hop`: it is routed here, so its hop limit falls.
+#[inline(always)]
+pub fn send<F: Family>(
+    pkt: &Packet,
+    config: &Config,
+    ip: &Ip<F>,
+    t: &Transport,
+    egress: u32,
+    port: u16,
+    hop: bool,
+) -> Verdict {
     // The stack answers "time exceeded"; such a packet does not leave the node.
-    if ip.hop_limit <= 1 {
+    if hop && ip.hop_limit <= 1 {
         return Verdict::Pass;
     }
     let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNoOwner) };
     if e.owner == 0 {
         return Verdict::Drop(Counter::DropNoOwner);
+    }
+    if hop && e.flags & egress_flags::OWNED == 0 && firewall::too_large(pkt, config, ip) {
+        return firewall::detour(pkt, config);
     }
     if ip.part == Part::First {
         fragment::keep(ip, t);
@@ -463,7 +419,7 @@ fn send<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, egr
         new: F::from_any(&e.addr),
         old_port: t.src_port,
         new_port: port,
-        hop: true,
+        hop,
         csum_ipv6: config.flags & flags::CSUM_IPV6 != 0,
     };
     if rewrite(pkt, ip, &r).is_none() {

@@ -141,7 +141,7 @@ fn icmp_errors_reach_the_pod_that_they_are_about() {
     });
 }
 
-/// FAILURES.md: fragments (in order; the other order is for the issue "Never the wrong address").
+/// FAILURES.md: fragments.
 #[test]
 fn datagrams_in_fragments_arrive_with_the_egress_ip_and_so_do_their_answers() {
     lab::require_root!();
@@ -155,13 +155,15 @@ fn datagrams_in_fragments_arrive_with_the_egress_ip_and_so_do_their_answers() {
                 let flows = UdpClients::start(&pod.ns, server.ips.at(family, 53), 5, options)?;
                 flows.wait("large answers", PATIENCE, |all| all.iter().all(|one| one.received > 3))?;
                 let (from, to) = (pod.ips.at(family, 7001), server.ips.at(family, 53));
-                let id = send_fragments(&pod.ns, from, to, 4000, 1000, FragmentOrder::InOrder)?;
-                wait_until(
-                    "the datagram",
-                    PATIENCE,
-                    || Ok(udp.flows()),
-                    |flows| flows.get(&id).is_some_and(|one| one.received == 1),
-                )?;
+                for order in [FragmentOrder::InOrder, FragmentOrder::Reversed] {
+                    let id = send_fragments(&pod.ns, from, to, 4000, 1000, order)?;
+                    wait_until(
+                        &format!("the datagram {order:?}"),
+                        PATIENCE,
+                        || Ok(udp.flows()),
+                        |flows| flows.get(&id).is_some_and(|one| one.received == 1),
+                    )?;
+                }
             }
             assert!(udp.flows().values().all(|one| one.corrupted == 0));
             let trace = capture.finish()?;
@@ -177,6 +179,46 @@ fn datagrams_in_fragments_arrive_with_the_egress_ip_and_so_do_their_answers() {
         }
         Ok(())
     });
+}
+
+/// FAILURES.md: mtu (what TCP does not do: packets that nobody may fragment are answered).
+#[test]
+fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size() {
+    lab::require_root!();
+    // What an underlay of 1,500 bytes leaves: see `bulk_transfers_fit..`.
+    const ROOM: u32 = 1450;
+    for cni in Cni::BOTH {
+        with_pod(Lab::builder().cni(cni), |lab, pod| {
+            let server = lab.server("server1");
+            let capture = Capture::start(&server.ns, "eth0")?;
+            let at_pod = Capture::start(&pod.ns, "eth0")?;
+            for family in Family::BOTH {
+                let (target, headers) = (server.ips.ip(family), if family == Family::V4 { 28 } else { 48 });
+                let whole =
+                    |size: u32| Ping { size: (size - headers) as usize, dont_fragment: true, ..Ping::default() };
+                let report = ping(&pod.ns, target, &whole(ROOM))?;
+                assert_eq!(report.replies.len(), 1, "{report:?}");
+                let report = ping(&pod.ns, target, &whole(ROOM + 1))?;
+                assert_eq!((report.mtu, report.replies.len()), (Some(ROOM), 0), "{report:?}");
+                // The pod has learnt it, and large datagrams arrive in fragments that fit.
+                let udp = UdpServer::start(&server.ns, &[server.ips.at(family, 54)])?;
+                let options = UdpOptions { size: 1470, ..UdpOptions::default() };
+                let flows = UdpClients::start(&pod.ns, server.ips.at(family, 54), 3, options)?;
+                flows.wait("answers", PATIENCE, |all| all.iter().all(|one| one.received > 3))?;
+                assert!(udp.flows().values().all(|one| one.corrupted == 0));
+            }
+            // What may be fragmented arrives.
+            let report = ping(&pod.ns, server.ips.ip(Family::V4), &Ping { size: 1472, ..Ping::default() })?;
+            assert_eq!(report.replies.len(), 1, "{report:?}");
+            assert_eq!(at_pod.finish()?.wrong_checksums().packets(), []);
+            let trace = capture.finish()?;
+            for family in Family::BOTH {
+                let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &HOSTS));
+                assert!(strangers.is_empty(), "{strangers:?}");
+            }
+            Ok(())
+        });
+    }
 }
 
 /// FAILURES.md: mtu (the TCP half: clamping), gso.

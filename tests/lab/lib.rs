@@ -42,9 +42,12 @@ compile_error!("the lab is made of Linux network namespaces");
 
 pub mod bpf;
 pub mod capture;
+pub mod cluster;
 mod command;
+pub mod hook;
 pub mod manifests;
 pub mod netns;
+pub mod oci;
 mod offload;
 pub mod process;
 pub mod scope;

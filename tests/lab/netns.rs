@@ -70,8 +70,12 @@ impl NetNs {
 
     /// A handle of a namespace that exists.
     pub fn open(name: &str) -> Result<NetNs> {
-        let path = path_of(name);
-        let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
+        Self::open_file(name, &path_of(name))
+    }
+
+    /// A handle of a namespace by the file that stands for it, such as `/proc/1/ns/net`, with a name for messages.
+    pub fn open_file(name: &str, path: &Path) -> Result<NetNs> {
+        let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
         Ok(NetNs { name: name.into(), file: Arc::new(file) })
     }
 

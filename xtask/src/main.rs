@@ -1,14 +1,18 @@
-//! Spillway's developer commands: `cargo xtask setup | build | demo | bench | codegen | tidy | test`. Each command is a module of its own.
+//! Spillway's developer commands: `cargo xtask setup | build | demo | bench | cluster | image | codegen | tidy | soak | test`. Each
+//! command is a module of its own.
 
 mod bench;
 mod build;
+mod cluster;
 mod codegen;
 mod demo;
 mod guest;
+mod image;
 mod interrupt;
 mod process;
 mod progress;
 mod setup;
+mod soak;
 mod test;
 mod tidy;
 mod toolchain;
@@ -35,10 +39,16 @@ enum Command {
     Demo(demo::Args),
     /// Compare Spillway with plain routing and with the stock kernel's way, on this machine
     Bench(bench::Args),
+    /// A real Kubernetes on this machine with Spillway in it: up, down, status
+    Cluster(cluster::Args),
+    /// Build the container image as an OCI archive, and the list of what is in it
+    Image(image::Args),
     /// Write the CRDs that come from the code into manifests/crds
     Codegen(codegen::Args),
     /// Check the rules that no compiler checks: module edges, file sizes, links, formatting
     Tidy,
+    /// Keep connections and changes of every kind going, and judge what a server sees
+    Soak(soak::Args),
     /// Run checks, unit tests and end-to-end tests, and count them
     Test(test::Args),
 }
@@ -47,10 +57,13 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Setup(args) => setup::run(&args),
         Command::Build(args) => build::run(&args),
+        Command::Cluster(args) => cluster::run(&args),
+        Command::Image(args) => image::run(&args),
         Command::Codegen(args) => codegen::run(&args),
         Command::Tidy => tidy::run(),
         Command::Demo(args) => return demo::run(&args),
         Command::Bench(args) => return bench::run(&args),
+        Command::Soak(args) => return soak::run(&args),
         Command::Test(args) => return test::run(&args),
     };
     match result {

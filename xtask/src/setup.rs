@@ -33,6 +33,8 @@ pub enum Scope {
     Lab,
     /// Also what guests with other kernels are made of.
     Guests,
+    /// Also what a Kubernetes on this machine runs.
+    Cluster,
 }
 
 /// Something that the machine lacks.
@@ -59,6 +61,8 @@ const GUEST_PROGRAMS: [(&str, &str); 8] = [
     ("strip", "binutils"),
     ("sysctl", "procps"),
 ];
+/// What nodes of a Kubernetes run besides what is built for them.
+const NODE_PROGRAMS: [(&str, &str); 3] = [("runc", "runc"), ("iptables", "iptables"), ("openssl", "openssl")];
 
 /// `cargo xtask setup`.
 pub fn run(args: &Args) -> Result<()> {
@@ -97,6 +101,9 @@ fn survey(scope: Scope) -> Vec<Gap> {
     }
     if scope != Scope::Build {
         for (name, package) in PROGRAMS {
+            missing(find_program(name).is_none(), Gap::Program { name, package });
+        }
+        for (name, package) in NODE_PROGRAMS.into_iter().filter(|_| scope == Scope::Cluster) {
             missing(find_program(name).is_none(), Gap::Program { name, package });
         }
         missing(!bpffs_is_mounted(), Gap::BpfFs);

@@ -2,7 +2,8 @@
 //!
 //! A policy is in force from the moment that the agent reads it: what only it matches is dropped until it has a slot. But
 //! where another policy serves the same destinations already, that one goes on until the new one can: add before
-//! delete, across the time that the controller needs to find addresses, owners and port blocks.
+//! delete, across the time that the controller needs to find addresses, owners and port blocks. A policy that was removed and
+//! made again is a new one: its status says nothing until the controller has looked at it.
 
 use super::view::Facts;
 use crate::{
@@ -25,24 +26,40 @@ pub const GRACE: Duration = Duration::from_secs(10);
 pub struct Effective {
     policies: BTreeSet<PolicyId>,
     waiting: BTreeMap<PolicyId, Duration>,
+    answered: BTreeSet<PolicyId>,
 }
 
 impl Effective {
     /// What an earlier agent had in force.
     pub fn recover(policies: BTreeSet<PolicyId>) -> Self {
-        Self { policies, waiting: BTreeMap::new() }
+        Self { policies, ..Self::default() }
     }
 
-    /// Takes note of the policies as they are at `now`, on any clock that only goes forward.
-    pub fn update(&mut self, policies: &BTreeMap<PolicyId, (&Policy, PolicyView)>, now: Duration) {
-        self.policies.retain(|id| policies.contains_key(id));
-        self.waiting.retain(|id, _| policies.contains_key(id));
+    /// Takes note of the policies as they are at `now`, on any clock that only goes forward, and of those that the
+    /// controller has not looked at yet.
+    pub fn update(
+        &mut self,
+        policies: &BTreeMap<PolicyId, (&Policy, PolicyView)>,
+        unanswered: &BTreeSet<PolicyId>,
+        now: Duration,
+    ) {
+        let anew: Vec<PolicyId> = self.answered.intersection(unanswered).cloned().collect();
+        let goes_on = |id: &PolicyId| policies.contains_key(id) && !anew.contains(id);
+        self.policies.retain(goes_on);
+        self.waiting.retain(|id, _| goes_on(id));
+        self.answered = policies.keys().filter(|id| !unanswered.contains(id)).cloned().collect();
         for (id, (policy, view)) in policies {
             let since = *self.waiting.entry(id.clone()).or_insert(now);
             if can_serve(policy, view) || now.saturating_sub(since) >= GRACE {
                 self.policies.insert(id.clone());
             }
         }
+    }
+
+    /// Whether a policy comes first where it matches.
+    #[cfg(test)]
+    pub fn comes_first(&self, id: &PolicyId) -> bool {
+        self.policies.contains(id)
     }
 
     /// The merged destinations of a class: those of the policies that come first, and where none of them matches, those

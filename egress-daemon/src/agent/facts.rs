@@ -94,6 +94,12 @@ impl World {
         conditions.into_iter().flatten()
     }
 
+    /// The policies whose status the controller has not written yet.
+    pub fn unanswered(&self) -> BTreeSet<PolicyId> {
+        let all = self.snapshot.policies.keys();
+        all.filter(|id| self.policy_conditions(id).next().is_none()).cloned().collect()
+    }
+
     /// The conditions of an egress IP, as the controller wrote them.
     pub fn egress_ip_conditions(&self, address: IpAddr) -> impl Iterator<Item = &Condition> {
         let name = egress_ip_name(address);

@@ -14,8 +14,10 @@ use tokio::{
     task::{JoinHandle, block_in_place},
 };
 
-/// How often the hooks are looked at although nothing seems to have changed: anybody may take a program off.
-const VERIFY: Duration = Duration::from_secs(5);
+/// How often the hooks are looked at although nothing seems to have changed: anybody may take a program off. Filters are
+/// attached anew each time, which costs more than a question.
+const VERIFY: Duration = Duration::from_secs(1);
+const VERIFY_FILTERS: Duration = Duration::from_secs(5);
 
 /// What decides where programs belong, besides the links.
 #[derive(Clone, Debug)]
@@ -72,7 +74,7 @@ async fn keep(
     mut wishes: watch::Receiver<Wanted>,
     report: watch::Sender<Vec<String>>,
 ) {
-    let mut verify = tokio::time::interval(VERIFY);
+    let mut verify = tokio::time::interval(if attacher.mode() == Mode::Tcx { VERIFY } else { VERIFY_FILTERS });
     loop {
         let all = tokio::select! {
             changed = links.changed() => match changed {

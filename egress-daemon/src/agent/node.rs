@@ -25,6 +25,7 @@ use crate::{
     },
     host::{
         classify::Roles,
+        firewall::LongWay,
         links::{Links, LinksOptions},
         netlink::Netlink,
         ports::NodePorts,
@@ -91,6 +92,7 @@ pub struct Agent {
     pub(super) tunnel: tunnel::Tunnel,
     pub(super) netlink: Netlink,
     pub(super) sysctls: Sysctls,
+    pub(super) long_way: LongWay,
     pub(super) hooks: Hooks,
     pub(super) effective: Effective,
     pub(super) handover: Handover,
@@ -155,6 +157,7 @@ impl Agent {
             tunnel,
             netlink,
             sysctls,
+            long_way: LongWay::default(),
             hooks,
             effective,
             handover: Handover::default(),
@@ -190,6 +193,7 @@ impl Agent {
         let mut changes = self.store.changes();
         let mut links = self.links.subscribe();
         let mut stop = std::pin::pin!(stop);
+        self.make_long_way().await?;
         self.reconcile().await;
         (self.next_deadline, self.silent_until) = (Instant::now(), Instant::now());
         loop {
@@ -219,6 +223,8 @@ impl Agent {
                         tracing::warn!("{rival} is claimed by another node while the lease cannot be renewed: withdrawing");
                         self.owned.withdraw(rival);
                         dirty = true;
+                    } else if self.owned.defend(rival) {
+                        tracing::warn!("{rival} is claimed by a host that does not own it: announcing it again");
                     }
                 }
                 () = lease_changed(&mut self.lease) => {
@@ -376,6 +382,7 @@ impl Agent {
             links: &links,
             roles: &self.roles,
             tunnel_addresses: &tunnel_addresses,
+            firewall: self.settings.firewall,
             attach: self.hooks.mode(),
             tables: self.writer.present(),
             lease_revision,

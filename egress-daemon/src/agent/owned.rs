@@ -1,4 +1,5 @@
-//! The floating egress IPs that this node owns: announcing them, and falling silent when another owner shows.
+//! The floating egress IPs that this node owns: announcing them, defending them, and falling silent when another owner
+//! shows while this one may have lost them.
 
 use crate::host::{
     MacAddress,
@@ -13,6 +14,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// How often everything is announced although nothing has changed: two owners that a partition made hear of each other,
+/// and neighbours forget a stranger's claim.
+const REMIND: Duration = Duration::from_secs(10);
+/// The least time between two answers to claims of others (RFC 5227, section 2.4, lets hosts defend their address).
+const DEFEND: Duration = Duration::from_secs(1);
+
 /// Where an egress IP is announced: interface and its MAC address.
 pub type Place = (u32, MacAddress);
 
@@ -25,6 +32,10 @@ pub struct Owned {
     listeners: BTreeMap<u32, ClaimListener>,
     /// Addresses that another node has claimed while this one could not renew its lease, with the epoch then.
     withdrawn: BTreeMap<IpAddr, u64>,
+    /// When everything is announced again.
+    reminder: Duration,
+    /// When each address was defended last.
+    defended: BTreeMap<IpAddr, Duration>,
 }
 
 impl Owned {
@@ -37,6 +48,8 @@ impl Owned {
             places: BTreeMap::new(),
             listeners: BTreeMap::new(),
             withdrawn: BTreeMap::new(),
+            reminder: REMIND,
+            defended: BTreeMap::new(),
         })
     }
 
@@ -56,6 +69,7 @@ impl Owned {
             }
         }
         self.places = wanted.clone();
+        self.defended.retain(|a, _| wanted.contains_key(a));
         self.withdrawn.retain(|a, epoch| wanted.get(a).is_some_and(|(_, e)| e == epoch));
         let interfaces: BTreeSet<u32> = wanted.values().map(|((i, _), _)| *i).collect();
         self.listeners.retain(|i, _| interfaces.contains(i));
@@ -85,12 +99,19 @@ impl Owned {
 
     /// When [`tick`](Self::tick) wants to be called next.
     pub fn next(&self) -> Option<Instant> {
-        self.schedule.next().map(|d| self.start + d)
+        let reminder = (!self.places.is_empty()).then_some(self.reminder);
+        [self.schedule.next(), reminder].into_iter().flatten().min().map(|d| self.start + d)
     }
 
     /// Announces what is due.
     pub fn tick(&mut self) {
-        for address in self.schedule.due(self.now()) {
+        let now = self.now();
+        let mut due: BTreeSet<IpAddr> = self.schedule.due(now).into_iter().collect();
+        if now >= self.reminder {
+            self.reminder = now + REMIND;
+            due.extend(self.places.keys());
+        }
+        for address in due {
             if self.withdrawn.contains_key(&address) {
                 continue;
             }
@@ -110,6 +131,18 @@ impl Owned {
         }
         let all = self.listeners.values().map(|listener| Box::pin(claimed(listener, &held, own)));
         futures::future::select_all(all).await.0
+    }
+
+    /// Answers another host's claim for an address that this node owns beyond doubt. Whether it did.
+    pub fn defend(&mut self, address: IpAddr) -> bool {
+        let now = self.now();
+        if self.withdrawn.contains_key(&address) || self.defended.get(&address).is_some_and(|last| now < *last + DEFEND)
+        {
+            return false;
+        }
+        self.defended.insert(address, now);
+        self.schedule.start(address, now);
+        true
     }
 
     /// Falls silent for an address that another node claims.

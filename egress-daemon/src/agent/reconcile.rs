@@ -10,10 +10,14 @@ use super::{
     view::{self, Facts},
 };
 use crate::{
+    config::Firewall,
     datapath::{encode::NodeView, load},
     host::{
-        classify::{InterfaceRules, classify},
-        sysctl, tunnel,
+        classify::{InterfaceRules, Roles, classify},
+        firewall::{FirewallError, Spec},
+        sysctl,
+        table::{LinkKind, LinkTable},
+        tunnel,
     },
     model::NodeName,
     store::{
@@ -25,7 +29,11 @@ use egress_common::{
     abi::ticks,
     config::{self, Config},
 };
-use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    sync::Arc,
+};
 
 /// Bytes that a packet grows by in the tunnel: outer Ethernet is not counted, inner Ethernet (14), VXLAN (8), UDP (8) and
 /// outer IPv4 (20) or IPv6 (40) are.
@@ -52,7 +60,9 @@ impl Agent {
         self.complaints.clear();
         let links = self.links.current();
         let rules = rules(&self.world, &self.node, &self.settings);
-        self.roles = classify(&links, &rules);
+        if let Err(e) = self.make_long_way().await {
+            self.complaints.push(e.to_string());
+        }
         let config = self.config();
         let classes = view::classes_of(&self.world.snapshot, &self.node);
         self.used = view::used(&self.world.plan, &classes);
@@ -72,6 +82,7 @@ impl Agent {
             plan: &self.world.plan,
             links: &links,
             roles: &self.roles,
+            unanswered: &self.world.unanswered(),
             probes: &probes,
             handover: &self.handover,
             with_history: &self.histories.with_history(),
@@ -84,6 +95,8 @@ impl Agent {
         };
         let view = view::view(&facts, &mut self.effective);
         let announced = view::announced(&facts);
+        let cut_off = view::cut_off(&facts);
+        self.complaints.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
         let revision = self.world.highest_lease(&self.node).max(self.lease_revision);
 
         self.hooks.set(Wanted { rules, tunnel: self.tunnel.index });
@@ -105,6 +118,7 @@ impl Agent {
         let running = Running {
             uptime: self.start.elapsed(),
             store: &self.source,
+            firewall: self.settings.firewall,
             attach: self.hooks.mode(),
             tunnel_addresses: self.tunnel_addresses(),
             lease_held: self.lease.as_ref().map(|_| self.lease_held),
@@ -123,7 +137,7 @@ impl Agent {
         self.owned.set(&if self.settings.silent { BTreeMap::new() } else { places.collect() });
         self.owned.tick();
         self.forward();
-        self.keep_lease();
+        self.keep_lease(cut_off.is_empty()).await;
         for complaint in &self.complaints {
             tracing::error!("{complaint}");
         }
@@ -145,9 +159,9 @@ impl Agent {
         })
     }
 
-    /// A gateway forwards.
+    /// A gateway forwards, and so does a node whose stack sees the first packets of flows.
     fn forward(&mut self) {
-        if !self.world.may_be_gateway(&self.node) {
+        if !self.world.may_be_gateway(&self.node) && self.settings.firewall == Firewall::Bypass {
             return;
         }
         let links = self.links.current();
@@ -161,10 +175,10 @@ impl Agent {
         }
     }
 
-    /// Keeps the lease while this node may be a gateway.
-    fn keep_lease(&mut self) {
-        match (self.world.may_be_gateway(&self.node), self.lease.is_some()) {
-            (true, false) => {
+    /// Keeps the lease while this node may be a gateway, and packets of egress IPs can leave it.
+    async fn keep_lease(&mut self, connected: bool) {
+        match (connected && self.world.may_be_gateway(&self.node), self.lease.take()) {
+            (true, None) => {
                 let terms = LeaseTerms {
                     key: Key { namespace: LEASE_NAMESPACE.into(), name: gateway_lease(self.node.as_str()) },
                     identity: self.node.to_string(),
@@ -173,25 +187,58 @@ impl Agent {
                 };
                 self.lease = Some(LeaseKeeper::start(self.store.clone(), terms));
             }
-            // Dropped, it lapses: whatever this node owned goes to others.
-            (false, true) => self.lease = None,
-            _ => {}
+            (true, lease) => self.lease = lease,
+            // Whatever this node owned goes to others at once.
+            (false, Some(lease)) => lease.release().await,
+            (false, None) => {}
         }
     }
 
-    fn config(&self) -> Config {
+    /// Looks what the links are for, and makes sure of the way through the host's stack: it is there before anything is
+    /// told to take it.
+    pub(super) async fn make_long_way(&mut self) -> Result<(), FirewallError> {
+        let links = self.links.current();
+        self.roles = classify(&links, &rules(&self.world, &self.node, &self.settings));
+        let spec = Spec {
+            mark: self.settings.firewall_mark,
+            tunnel: self.settings.tunnel.name.clone(),
+            index: self.tunnel.index,
+            port: self.settings.tunnel.port,
+            addresses: self.tunnel_addresses().into_iter().collect(),
+            mtu: self.room(),
+            outside: outside(&links, &self.roles, self.tunnel.index),
+        };
+        if self.long_way.ensure(&self.netlink.handle, &links, &spec).await? {
+            tracing::info!("the way of first packets through the host's stack is made");
+        }
+        Ok(())
+    }
+
+    /// The largest packet that fits the tunnel.
+    fn room(&self) -> u32 {
         let links = self.links.current();
         let underlays = self.roles.underlays.keys().filter_map(|i| links.links.get(i));
         let mtu = underlays.map(|l| l.mtu).min().unwrap_or(tunnel::MTU).min(tunnel::MTU);
         let ipv6_underlay = self.tunnel_addresses().first().is_some_and(IpAddr::is_ipv6);
-        let room = mtu.saturating_sub(OVERHEAD[ipv6_underlay as usize]);
+        mtu.saturating_sub(OVERHEAD[ipv6_underlay as usize])
+    }
+
+    fn config(&self) -> Config {
+        let room = self.room();
         let mss = |family: usize| room.saturating_sub(HEADERS[family]).max(MIN_MSS);
         let t = &self.settings.timeouts;
+        let firewall = match self.settings.firewall {
+            Firewall::Respect => config::flags::RESPECT_FIREWALL,
+            Firewall::Bypass => 0,
+        };
         Config {
             tunnel_ifindex: self.tunnel.index,
             mss_v4: mss(0),
             mss_v6: mss(1),
-            flags: load::config_flags(),
+            flags: load::config_flags() | firewall,
+            room,
+            pod_flows: self.settings.pod_flows,
+            mark: self.long_way.made().map_or(0, |spec| spec.mark),
             tcp_established: ticks(t.tcp_established.as_secs()),
             tcp_transitory: ticks(t.tcp_transitory.as_secs()),
             udp: ticks(t.udp.as_secs()),
@@ -212,6 +259,28 @@ impl Agent {
         addresses.sort_by_key(|a| (a.is_ipv6(), *a));
         addresses
     }
+}
+
+/// The interfaces that no packet of a pod comes in by: what a stranger's packet with our mark came in by.
+fn outside(links: &LinkTable, roles: &Roles, tunnel: u32) -> BTreeSet<String> {
+    let masters: BTreeSet<u32> =
+        roles.pods.iter().filter_map(|pod| links.links.get(pod)).filter_map(|link| link.master).collect();
+    let leads_out = |index: u32| {
+        roles.underlays.contains_key(&index)
+            || [false, true].iter().any(|ipv6| links.default_route(*ipv6).is_some_and(|route| route.oif == index))
+    };
+    // A bridge or a switch may get a pod at any time.
+    let switch = |kind: &LinkKind| *kind == LinkKind::Bridge || *kind == LinkKind::Other("openvswitch".into());
+    let never = |kind: &LinkKind| matches!(kind, LinkKind::Loopback | LinkKind::Physical) || kind.is_tunnel();
+    let all = links.links.values().filter(|link| !roles.pods.contains(&link.index) && !masters.contains(&link.index));
+    all.filter(|link| {
+        link.index == tunnel
+            || never(&link.kind)
+            || leads_out(link.index)
+            || roles.uplinks.contains(&link.index) && !switch(&link.kind)
+    })
+    .map(|link| link.name.clone())
+    .collect()
 }
 
 /// The gateways that policies of this node's pods use, and where they are.

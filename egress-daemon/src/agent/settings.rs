@@ -1,13 +1,16 @@
 //! What an agent takes from the configuration.
 
 use crate::{
-    config::{Announce, Config, Timeouts},
+    config::{Announce, Config, Firewall, Timeouts},
     datapath::{attach, load::Sizes},
     health::ProbeTimes,
     host::{classify::NamePattern, tunnel::TunnelSpec},
 };
 use ipnet::IpNet;
 use std::time::Duration;
+
+/// One part in so many of the flow table is what a pod may use, unless it is set.
+const POD_SHARE: u32 = 4;
 
 /// The settings.
 #[derive(Clone, Debug)]
@@ -22,6 +25,8 @@ pub struct Settings {
     pub pod_interfaces: Vec<NamePattern>,
     /// Sizes of maps.
     pub sizes: Sizes,
+    /// How many flows one pod may have.
+    pub pod_flows: u32,
     /// Idle times.
     pub timeouts: Timeouts,
     /// Probes of gateways.
@@ -34,6 +39,10 @@ pub struct Settings {
     pub deadline: Duration,
     /// ARP and NDP are not answered, and nothing is announced: for networks without them.
     pub silent: bool,
+    /// Whether new flows wait for the host's firewall.
+    pub firewall: Firewall,
+    /// The one bit of the mark that leads packets through the host's stack.
+    pub firewall_mark: u32,
     /// How programs are attached; found out if absent.
     pub attach: Option<attach::Mode>,
 }
@@ -46,6 +55,10 @@ impl From<&Config> for Settings {
             uplinks: config.uplinks.clone(),
             pod_interfaces: config.pod_interfaces.clone(),
             sizes: Sizes { max_flows: config.max_flows },
+            pod_flows: match config.max_flows_per_pod {
+                0 => config.max_flows / POD_SHARE,
+                own => own,
+            },
             timeouts: config.timeouts,
             probe: ProbeTimes {
                 interval: config.probe.interval,
@@ -56,6 +69,8 @@ impl From<&Config> for Settings {
             lease_duration: config.lease.duration,
             deadline: config.deadline,
             silent: config.announce == Announce::None,
+            firewall: config.firewall,
+            firewall_mark: config.firewall_mark,
             attach: None,
         }
     }

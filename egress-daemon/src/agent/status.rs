@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{
     api::{CarriedIP, EgressNodeStatus, MapUse, NodeAddress},
+    config::Firewall,
     datapath::{attach::Mode, tables::Tables},
     host::{classify::Roles, links::LinkTable},
     model::NodeName,
@@ -30,6 +31,8 @@ pub struct Report<'a> {
     pub roles: &'a Roles,
     /// Where this node receives tunnelled packets.
     pub tunnel_addresses: &'a [IpAddr],
+    /// Whether new flows wait for the host's firewall.
+    pub firewall: Firewall,
     /// How programs are attached.
     pub attach: Mode,
     /// What is in the maps.
@@ -55,7 +58,7 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
         tunnel_addresses: report.tunnel_addresses.iter().map(ToString::to_string).collect(),
         addresses: addresses(report),
         transport: Some(tell::TRANSPORT.into()),
-        firewall: Some(tell::FIREWALL.into()),
+        firewall: Some(report.firewall.to_string()),
         attach: Some(report.attach.to_string()),
         lease_revision: report.lease_revision,
         carries: carries(report.carries),

@@ -2,6 +2,7 @@
 
 use super::{facts::World, gateways::Gateways, view::Facts};
 use crate::{
+    config::Firewall,
     datapath::{attach::Mode, encode::NodeView},
     health::ProbeState,
     model::{Distribution, NodeName},
@@ -17,8 +18,6 @@ use std::{collections::BTreeMap, net::IpAddr, time::Duration};
 
 /// The only way between nodes that this build has.
 pub const TRANSPORT: &str = "device";
-/// The only firewall mode that this build has.
-pub const FIREWALL: &str = "bypass";
 
 /// What the agent knows besides objects and the view.
 pub struct Running<'a> {
@@ -26,6 +25,8 @@ pub struct Running<'a> {
     pub uptime: Duration,
     /// Where the objects come from.
     pub store: &'a str,
+    /// Whether new flows wait for the host's firewall.
+    pub firewall: Firewall,
     /// How programs are attached.
     pub attach: Mode,
     /// Where this node receives tunnelled packets.
@@ -84,7 +85,7 @@ fn node(name: &NodeName, running: &Running<'_>) -> NodeState {
         store: running.store.into(),
         store_connected: running.lease_held.unwrap_or(true),
         transport: TRANSPORT.into(),
-        firewall: FIREWALL.into(),
+        firewall: running.firewall.to_string(),
         attach: running.attach.to_string(),
         tunnel_addresses: running.tunnel_addresses.clone(),
         lease_held: running.lease_held,

@@ -4,9 +4,14 @@ use super::{blocks::Withheld, effective::Effective, handover::Handover};
 use crate::{
     datapath::encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
     health::ProbeState,
-    host::{MacAddress, classify::Roles, links::LinkTable},
+    host::{
+        MacAddress,
+        classify::Roles,
+        links::{Link, LinkTable},
+    },
     model::{
-        Distribution, EndpointId, Existing, Family, Node, NodeName, OnNoGateway, Policy, PolicyId, Snapshot, ZoneMode,
+        Distribution, EndpointId, Existing, Family, Node, NodeName, OnNoGateway, Policy, PolicyId, Snapshot, Source,
+        ZoneMode,
     },
     plan::{BlockState, EgressIpPlan, Plan, select},
 };
@@ -30,6 +35,8 @@ pub struct Facts<'a> {
     pub links: &'a LinkTable,
     /// What the links are for.
     pub roles: &'a Roles,
+    /// Policies that the controller has not looked at yet.
+    pub unanswered: &'a BTreeSet<PolicyId>,
     /// What the probes say of the gateways.
     pub probes: &'a BTreeMap<NodeName, ProbeState>,
     /// Pods that may have connections from before a policy selected them.
@@ -83,12 +90,14 @@ pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
     let endpoints = selected.iter().filter_map(|(id, class)| {
         let ips = facts.snapshot.endpoints.get(id)?.ips.clone();
         let has_history = facts.with_history.contains(id);
-        Some((id.clone(), EndpointView { ips, class: class.clone(), has_history }))
+        let behind = |ip: &IpAddr| facts.links.host_routes.get(ip).copied().filter(|i| facts.roles.pods.contains(i));
+        let interfaces = ips.iter().filter_map(|ip| Some((*ip, behind(ip)?))).collect();
+        Some((id.clone(), EndpointView { ips, class: class.clone(), has_history, interfaces }))
     });
     let endpoints: BTreeMap<_, _> = endpoints.collect();
     let policies = facts.snapshot.policies.values().filter(|p| in_force.contains(&p.id));
     let policies: BTreeMap<_, _> = policies.map(|p| (p.id.clone(), (p, policy(facts, p, &endpoints)))).collect();
-    effective.update(&policies, facts.now);
+    effective.update(&policies, facts.unanswered, facts.now);
     let classes: BTreeSet<&BTreeSet<PolicyId>> = selected.values().filter(|c| !c.is_empty()).collect();
     let classes = classes.into_iter().map(|c| (c.clone(), effective.merge(facts, c))).collect();
     let policies = policies.into_iter().map(|(id, (_, view))| (id, view)).collect();
@@ -231,6 +240,38 @@ pub fn uplink(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> Option<u3
     let on_link = on_link.max_by_key(|(len, index)| (*len, std::cmp::Reverse(*index))).map(|(_, index)| index);
     let default = facts.links.default_route(address.is_ipv6()).map(|r| r.oif);
     named.or(holder).or(on_link).or(default)
+}
+
+/// The floating egress IPs that this node might own and whose packets could not leave it now, with the reason.
+pub fn cut_off(facts: &Facts<'_>) -> BTreeMap<IpAddr, String> {
+    let nowhere = Default::default();
+    let labels = facts.snapshot.nodes.get(facts.node).map_or(&nowhere, |n| &n.labels);
+    let by_policy = |policy: &PolicyId| {
+        facts.snapshot.policies.get(policy).is_some_and(|p| match &p.source {
+            Source::Gateways(gateways) => gateways.iter().any(|g| g.nodes.matches(labels)),
+            Source::Pools(_) => false,
+        })
+    };
+    let candidate = |e: &EgressIpPlan| match &e.pool {
+        Some(pool) => facts.snapshot.pools.get(pool).is_some_and(|p| p.nodes.matches(labels)),
+        None => e.users.keys().any(by_policy),
+    };
+    let all = facts.plan.egress_ips.iter().filter(|(_, e)| !e.fixed && candidate(e));
+    // The link whose network it is in counts also while it is down.
+    let home = |ip: IpAddr| {
+        let uplinks = facts.roles.uplinks.iter().filter_map(|index| facts.links.links.get(index));
+        let longest = |l: &Link| l.addresses.iter().filter(|n| n.contains(&ip)).map(IpNet::prefix_len).max();
+        uplinks.filter_map(|l| Some((longest(l)?, l))).max_by_key(|(len, l)| (*len, l.up)).map(|(_, l)| l)
+    };
+    all.filter_map(|(ip, e)| {
+        let link = home(*ip).or_else(|| facts.links.links.get(&uplink(facts, *ip, e)?))?;
+        match (link.up, link.carrier) {
+            (false, _) => Some((*ip, format!("{} is down", link.name))),
+            (_, false) => Some((*ip, format!("{} has no carrier", link.name))),
+            _ => None,
+        }
+    })
+    .collect()
 }
 
 /// The floating egress IPs that this node owns, with the interface and MAC address that answer for them.

@@ -7,7 +7,7 @@ use super::{
     view::{Facts, uplink, view},
 };
 use crate::{
-    datapath::encode::NodeView,
+    datapath::encode::{NodeView, PolicyView, SlotView},
     health::ProbeState,
     host::{
         classify::Roles,
@@ -167,6 +167,7 @@ impl World {
             plan: &self.plan,
             links: &self.links,
             roles: &self.roles,
+            unanswered: &BTreeSet::new(),
             probes: &self.probes,
             handover,
             with_history: &BTreeSet::new(),
@@ -243,6 +244,28 @@ fn a_slot_needs_blocks_that_its_owner_knows_of() {
         1,
         "replies for a quarantined block still find their way"
     );
+}
+
+#[test]
+fn a_policy_that_is_made_again_leaves_its_destinations_to_others_until_it_can_serve() {
+    let world = World::new();
+    let (id, all) = (policy_id(), BTreeSet::from([policy_id()]));
+    let mut effective = Effective::default();
+    let mut takes_over = |usable: bool, unanswered: bool, now: u64| {
+        let slot = SlotView { address: ip(OWNED[0].0), weight: 1, usable };
+        let served = PolicyView { flags: 0, slots: vec![slot], assignments: BTreeMap::new() };
+        let policies = [(id.clone(), (&world.snapshot.policies[&id], served))].into();
+        let none = BTreeSet::new();
+        effective.update(&policies, if unanswered { &all } else { &none }, Duration::from_secs(now));
+        effective.comes_first(&id)
+    };
+    assert!(!takes_over(false, true, 0), "new, and it cannot serve");
+    assert!(takes_over(true, false, 1));
+    assert!(takes_over(false, false, 2), "it drops what it cannot serve");
+    assert!(!takes_over(false, true, 3), "the controller does not know it any more: it was made again");
+    assert!(!takes_over(false, true, 12));
+    assert!(takes_over(false, true, 13), "for ten seconds and no longer");
+    assert!(takes_over(false, true, 14));
 }
 
 /// The owner's part of the world's first egress IP moves from g1 to `owner` with epoch 2.
@@ -327,7 +350,7 @@ fn a_former_owner_is_silent_at_once_and_forwards_until_everybody_knows() {
     report(&mut world, "g2").carries.insert(moving, 2);
     assert_eq!(own(&world, Duration::ZERO), (true, true, true));
     assert_eq!(own(&world, LINGER - Duration::from_millis(1)), (true, true, true));
-    assert_eq!(own(&world, LINGER), (false, true, false));
+    assert_eq!(own(&world, LINGER), (false, false, false));
 }
 
 #[test]

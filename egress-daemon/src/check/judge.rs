@@ -1,7 +1,7 @@
 //! What the facts mean for an agent. Pure.
 
 use super::{Line, Status, facts::Facts};
-use crate::config::Config;
+use crate::config::{Config, Firewall};
 
 /// `bpf_loop`, which the programs use, came with this kernel.
 const OLDEST: (u32, u32) = (5, 17);
@@ -40,7 +40,7 @@ pub(super) fn judge(facts: &Facts, config: &Config) -> Vec<Line> {
     lines.extend(tunnel(facts, config));
     lines.extend(forwarding(facts));
     lines.push(reverse_path(facts, config));
-    lines.push(firewall(facts));
+    lines.push(firewall(facts, config));
     lines.extend(interfaces(facts, config));
     lines.extend(facts.unread.iter().map(|unread| {
         bad(
@@ -198,11 +198,15 @@ fn reverse_path(facts: &Facts, config: &Config) -> Line {
     ok("rp_filter", "does not meet packets of policies: the tunnel device has a value of its own (2, loose)")
 }
 
-fn firewall(facts: &Facts) -> Line {
+fn firewall(facts: &Facts, config: &Config) -> Line {
     let mut found = Vec::new();
     found.extend(facts.nftables.then_some("nf_tables".to_owned()));
     if !facts.iptables.is_empty() {
         found.push(format!("iptables ({})", facts.iptables.join(", ")));
+    }
+    if config.firewall == Firewall::Respect {
+        let mark = config.firewall_mark;
+        return ok("firewall", format!("first packets of flows pass it, with the bit {mark:#x} of the mark"));
     }
     let tracking = if facts.conntrack { "connection tracking" } else { "no connection tracking" };
     if found.is_empty() {
@@ -212,7 +216,7 @@ fn firewall(facts: &Facts) -> Line {
         "firewall",
         Status::Warn,
         format!("there is {}; {tracking}", found.join(" and ")),
-        "this build sends packets of policies past the FORWARD chain: see that no NetworkPolicy depends on it",
+        "write `firewall: respect`, or see that no NetworkPolicy depends on the FORWARD chain",
     )
 }
 
@@ -333,7 +337,10 @@ mod tests {
             line.status == Status::Warn && line.found.contains("cil_from_container") && line.found.contains("lxc1")
         );
         assert_eq!(of(&Facts { tcx: false, ..good() }, "hooks").status, Status::Warn);
-        assert_eq!(of(&Facts { nftables: true, ..good() }, "firewall").status, Status::Warn);
+        let ruled = Facts { nftables: true, ..good() };
+        assert_eq!(of(&ruled, "firewall").status, Status::Ok);
+        let bypass = Config::parse("c", b"firewall: bypass").unwrap();
+        assert!(judge(&ruled, &bypass).iter().any(|line| line.check == "firewall" && line.status == Status::Warn));
         let off = [("net/ipv4/ip_forward".to_owned(), "0".to_owned())].into();
         assert!(of(&Facts { sysctls: off, ..good() }, "forwarding").found.contains("net/ipv4/ip_forward is 0"));
         let port = Config::parse("c", b"tunnelPort: 4789").unwrap();

@@ -26,6 +26,7 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
     top.set("uplinks", &mut config.uplinks, |v| list(v, "interface names such as [eth1, \"ens*\"]", text_of));
     top.set("podInterfaces", &mut config.pod_interfaces, |v| list(v, "interface names such as [\"cali*\"]", text_of));
     top.set("maxFlows", &mut config.max_flows, flows);
+    top.set("maxFlowsPerPod", &mut config.max_flows_per_pod, |v| whole(v, 64..=*FLOWS.end()).map(|n| n as u32));
     top.section("timeouts", |timeouts| {
         let t = &mut config.timeouts;
         let established = (limits::TCP_ESTABLISHED_SECS, "RFC 5382, REQ-5");
@@ -44,7 +45,10 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
         lease.set("duration", &mut config.lease.duration, |v| duration_in(v, 100, 3_600_000));
     });
     top.set("deadline", &mut config.deadline, |v| duration_in(v, 100, 3_600_000));
-    top.set("firewall", &mut config.firewall, |v| choice(v, &[("bypass", Firewall::Bypass)], &["respect"]));
+    top.set("firewall", &mut config.firewall, |v| {
+        choice(v, &[("respect", Firewall::Respect), ("bypass", Firewall::Bypass)], &[])
+    });
+    top.set("firewallMark", &mut config.firewall_mark, one_bit);
     top.set("transport", &mut config.transport, |v| {
         choice(v, &[("Auto", Transport::Auto), ("device", Transport::Device)], &["vxlan", "direct"])
     });
@@ -187,6 +191,19 @@ fn whole(value: &Value, range: std::ops::RangeInclusive<u64>) -> Result<u64, Ref
 
 fn port(value: &Value) -> Result<u16, Refusal> {
     whole(value, 1..=65_535).map(|n| n as u16)
+}
+
+/// A number with one bit set, as a number or as a text in hexadecimal.
+fn one_bit(value: &Value) -> Result<u32, Refusal> {
+    let hexadecimal = || u64::from_str_radix(string(value)?.strip_prefix("0x")?, 16).ok();
+    let number = value.as_u64().or_else(hexadecimal).and_then(|n| u32::try_from(n).ok());
+    match number.filter(|n| n.is_power_of_two()) {
+        Some(bit) => Ok(bit),
+        None => refuse(
+            format!("{} is not one bit of the mark", shown(value)),
+            "write a power of two below 2^32 that nothing else on the nodes uses, such as 0x1000",
+        ),
+    }
 }
 
 fn flows(value: &Value) -> Result<u32, Refusal> {

@@ -42,11 +42,13 @@ exceptCIDRs: [198.51.100.0/24, "2001:db8::/32"]
 uplinks: ["ens*"]
 podInterfaces: ["cali*", "lxc?"]
 maxFlows: 1000000
+maxFlowsPerPod: 2000
 timeouts: {tcpEstablished: 3h, tcpTransitory: 5m, udp: 120s, icmp: 61s}
 probe: {interval: 50ms, count: 5}
 lease: {renew: 1s, duration: 5s}
 deadline: 3s
 firewall: bypass
+firewallMark: 0x100000
 transport: device
 announce: none
 metrics: "127.0.0.1:9473"
@@ -58,6 +60,7 @@ metrics: "127.0.0.1:9473"
         except_cidrs: vec!["198.51.100.0/24".parse().unwrap(), "2001:db8::/32".parse().unwrap()],
         uplinks: vec!["ens*".parse().unwrap()],
         pod_interfaces: vec!["cali*".parse().unwrap(), "lxc?".parse().unwrap()],
+        max_flows_per_pod: 2_000,
         max_flows: 1_000_000,
         timeouts: Timeouts {
             tcp_established: seconds(10_800),
@@ -69,6 +72,7 @@ metrics: "127.0.0.1:9473"
         lease: Lease { renew: seconds(1), duration: seconds(5) },
         deadline: seconds(3),
         firewall: Firewall::Bypass,
+        firewall_mark: 0x10_0000,
         transport: Transport::Device,
         announce: Announce::None,
         metrics: Some("127.0.0.1:9473".parse().unwrap()),
@@ -91,7 +95,7 @@ fn the_message_names_the_file_and_every_fault() {
         error.starts_with("the configuration /etc/spillway.yaml is refused:\n  tunnelPort: 0 is out of"),
         "{error}"
     );
-    assert!(error.contains("\n  firewall: ") && error.contains("write bypass"), "{error}");
+    assert!(error.contains("\n  firewall: ") && error.contains("write respect or bypass"), "{error}");
     let missing = Config::load(Some(Path::new("/nonexistent.yaml"))).unwrap_err().to_string();
     assert!(missing.contains("/nonexistent.yaml"), "{missing}");
 }
@@ -118,8 +122,9 @@ fn what_does_not_exist_yet_is_refused_as_such() {
     for transport in ["vxlan", "direct"] {
         refused(&format!("transport: {transport}"), "transport", &["not in this build yet", "Auto or device"]);
     }
-    // Whoever asks for the host's firewall to be respected must not silently get something else.
-    refused("firewall: respect", "firewall", &["not in this build yet", "bypass"]);
+    for mark in ["0", "0x3000", "-1", "0x100000000", "bit"] {
+        refused(&format!("firewallMark: {mark}"), "firewallMark", &["power of two"]);
+    }
     refused("transport: auto", "transport", &["unknown", "Auto or device"]);
 }
 

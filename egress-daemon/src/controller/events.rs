@@ -1,8 +1,10 @@
 //! What a person would want to know of, in the words of Kubernetes events.
 
-use crate::model::PolicyId;
+use crate::api::egress_ip_name;
+use crate::model::{PolicyId, PolicyKind};
 use crate::plan::diff::Change;
 use crate::plan::{ConditionKind, OwnerReason, Reason};
+use crate::store::{Key, Kind, Note, ObjectRef};
 use std::fmt;
 
 /// Something that happened to an object.
@@ -10,6 +12,8 @@ use std::fmt;
 pub struct Event {
     /// The object's kind and name, such as `EgressIP 192.0.2.10`.
     pub object: String,
+    /// The object in the store; absent when the store has none of its kind.
+    pub about: Option<ObjectRef>,
     /// Whether somebody should look at it.
     pub warning: bool,
     /// What happened, in one word.
@@ -28,13 +32,16 @@ impl Event {
     /// The event of a policy that cannot be carried out as it is written.
     pub(super) fn refused(policy: &PolicyId, message: &str) -> Event {
         let (object, reason) = (format!("policy {policy}"), Reason::Invalid.as_str());
-        Event { object, warning: true, reason, message: message.to_owned() }
+        Event { object, about: object_of(policy), warning: true, reason, message: message.to_owned() }
     }
 
     /// The event of a change; nothing for changes that are everyday business.
     pub(super) fn of(change: &Change) -> Option<Event> {
-        let egress_ip = |address: &std::net::IpAddr| format!("EgressIP {address}");
-        let event = |object, warning, reason, message| Some(Event { object, warning, reason, message });
+        let egress_ip = |address: &std::net::IpAddr| {
+            let about = ObjectRef { kind: Kind::EgressIP, key: Key::cluster(&egress_ip_name(*address)) };
+            (format!("EgressIP {address}"), Some(about))
+        };
+        let event = |(object, about), warning, reason, message| Some(Event { object, about, warning, reason, message });
         match change {
             Change::Added { address } => {
                 event(egress_ip(address), false, "Allocated", format!("{address} came into use"))
@@ -62,9 +69,21 @@ impl Event {
                     (ConditionKind::Conflicting, false) => "NotConflicting",
                 };
                 let message = format!("{}: {}", condition.reason, condition.message);
-                event(format!("policy {policy}"), !good, reason, message)
+                event((format!("policy {policy}"), object_of(policy)), !good, reason, message)
             }
             Change::Leased { .. } | Change::Returned { .. } | Change::Reassigned { .. } => None,
         }
     }
+
+    /// The same as the store takes it.
+    pub(super) fn note(self) -> Option<Note> {
+        let Event { about, warning, reason, message, .. } = self;
+        Some(Note { about: about?, warning, reason, message })
+    }
+}
+
+/// The object of a policy.
+fn object_of(policy: &PolicyId) -> Option<ObjectRef> {
+    let native = policy.kind == PolicyKind::Native;
+    native.then(|| ObjectRef { kind: Kind::EgressGatewayPolicy, key: Key::cluster(&policy.name) })
 }

@@ -65,6 +65,8 @@ struct Controller {
     start: Instant,
     gateways: LeaseTracker,
     known: BTreeSet<NodeName>,
+    /// What the store had told of leases when it last told anything, and when that was.
+    heard: (u64, Duration),
     leading: Option<Leading>,
 }
 
@@ -104,6 +106,7 @@ impl Controller {
             start: Instant::now(),
             gateways,
             known: BTreeSet::new(),
+            heard: (0, Duration::ZERO),
             leading: None,
         }
     }
@@ -141,8 +144,18 @@ impl Controller {
         self.start + next.max(soon)
     }
 
+    /// Some lease, be it the leader's own, is renewed all the time: when the store tells of none, it is the store that is
+    /// gone, or this process that did not run, and not all the gateways.
     fn observe_leases(&mut self) {
         let now = self.start.elapsed();
+        let (heard, last) = (self.store.heard::<Lease>(), self.heard.1);
+        if now.saturating_sub(last) >= self.config.gateways.duration / 2 {
+            self.gateways.lost_sight(last);
+        }
+        if heard != self.heard.0 {
+            self.heard = (heard, now);
+            self.gateways.regained_sight(now);
+        }
         let mut known = BTreeSet::new();
         for lease in self.store.list::<Lease>() {
             let name = lease.metadata.name.as_deref().unwrap_or_default();
@@ -265,6 +278,9 @@ impl Controller {
                     tracing::warn!(object = %event.object, reason = event.reason, "{}", event.message);
                 } else {
                     tracing::info!(object = %event.object, reason = event.reason, "{}", event.message);
+                }
+                if let Some(note) = event.note() {
+                    self.store.note(note);
                 }
             }
         }

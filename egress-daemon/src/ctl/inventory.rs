@@ -48,7 +48,7 @@ pub struct Inventory {
     pub tunnels: Vec<TunnelDevice>,
     /// Kernel settings that were changed, with what they were.
     pub sysctls: Vec<SysctlChange>,
-    /// Routing and firewall rules. This build makes none.
+    /// Routing and nftables rules, a line each.
     pub rules: Vec<String>,
     /// Lock, socket and journal, those that exist.
     pub files: Vec<PathBuf>,
@@ -155,6 +155,7 @@ pub async fn take(pins: &Pins) -> Result<Inventory> {
     for artifact in cleanup::inventory(&netlink.handle, &sysctls).await? {
         match artifact {
             Artifact::TunnelDevice { name, index } => inventory.tunnels.push(TunnelDevice { name, ifindex: index }),
+            Artifact::Rule(rule) => inventory.rules.push(rule),
             Artifact::Sysctl { key, changed } => {
                 inventory.sysctls.push(SysctlChange { key, value: changed.set, previous: changed.previous });
             }

@@ -159,15 +159,16 @@ impl Attacher {
         }
     }
 
-    /// Whether our program is still at the hook: anybody may delete a qdisc or detach a link.
+    /// Whether our program is still at the hook, before all others: anybody may delete a qdisc, detach a link or put another
+    /// program first.
     fn holds(&mut self, (program, _): Hook, interface: &str) -> bool {
         let Ok(id) = self.programs.get(program).map_err(drop).and_then(|p| p.info().map(|i| i.id()).map_err(drop))
         else {
             return false;
         };
         match self.mode {
-            Mode::Tcx => SchedClassifier::query_tcx(interface, direction(program))
-                .is_ok_and(|(_, programs)| programs.iter().any(|p| p.id() == id)),
+            // A program before ours may end the chain.
+            Mode::Tcx => first_tcx(interface, direction(program)) == Some(id),
             // There is no cheap question for it; replacing a filter by itself is harmless.
             Mode::Clsact => false,
         }
@@ -212,15 +213,28 @@ fn attach_tcx(
         if let Ok(id) = replaced {
             // The pin keeps the link alive.
             drop(program.take_link(id)?);
-            return Ok(());
+            let own = program.info()?.id();
+            match first_tcx(interface, direction) {
+                Some(first) if first != own => {
+                    tracing::warn!("program {first} was before ours at {interface}: ours is put first again");
+                }
+                _ => return Ok(()),
+            }
         }
-        // The link's interface is gone, and another one has got its index.
+        // The link's interface is gone and another one has got its index, somebody has detached it, or it is not the first:
+        // a link cannot be moved.
         fs::remove_file(pin)?;
     }
     let id = program.attach_with_options(interface, direction, TcAttachOptions::TcxOrder(LinkOrder::first()))?;
     let link = FdLink::try_from(program.take_link(id)?).map_err(|e| Failure::Pin(e.to_string()))?;
     link.pin(pin).map_err(|e| Failure::Pin(e.to_string()))?;
     Ok(())
+}
+
+/// The id of the program that sees packets first, if TCX has any there.
+fn first_tcx(interface: &str, direction: TcAttachType) -> Option<u32> {
+    let (_, programs) = SchedClassifier::query_tcx(interface, direction).ok()?;
+    programs.first().map(aya::programs::ProgramInfo::id)
 }
 
 /// Adds our filter, or replaces its program.

@@ -35,6 +35,8 @@ pub struct EndpointView {
     pub class: BTreeSet<PolicyId>,
     /// It may have connections from before a policy selected it.
     pub has_history: bool,
+    /// The interfaces that its addresses are behind, where that is known.
+    pub interfaces: BTreeMap<IpAddr, u32>,
 }
 
 /// A slot of a policy.
@@ -322,8 +324,9 @@ impl Encoder {
             let Some(&id) = self.endpoints.0.get(id) else { continue };
             let class = self.classes.0.get(&endpoint.class).copied().unwrap_or(0);
             let flags = if endpoint.has_history { endpoint_flags::HAS_HISTORY } else { 0 };
-            let record = Endpoint { id, class, flags };
             for ip in &endpoint.ips {
+                let ifindex = endpoint.interfaces.get(ip).copied().unwrap_or(0);
+                let record = Endpoint { id, class, flags, ifindex };
                 match ip {
                     IpAddr::V4(a) => drop(tables.v4.endpoints.insert(net::v4(*a), record)),
                     IpAddr::V6(a) => drop(tables.v6.endpoints.insert(net::v6(*a), record)),

@@ -251,7 +251,7 @@ impl Maps {
         for counter in Counter::ALL {
             let values = self.counters.get(&(*counter as u32), 0);
             let values = values.map_err(|source| MapsError::Access { map: "COUNTERS", source })?;
-            all.insert(*counter, values.iter().sum());
+            all.insert(*counter, values.iter().copied().fold(0, u64::wrapping_add));
         }
         Ok(all)
     }

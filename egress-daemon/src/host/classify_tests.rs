@@ -18,6 +18,7 @@ fn table(links: Vec<Link>, routes: Vec<DefaultRoute>) -> LinkTable {
     LinkTable {
         links: links.into_iter().map(|link| (link.index, link)).collect(),
         default_routes: routes.into_iter().collect(),
+        ..LinkTable::default()
     }
 }
 

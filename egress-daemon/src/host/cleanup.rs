@@ -5,6 +5,7 @@ use std::fmt;
 use rtnetlink::Handle;
 
 use super::Warning;
+use super::firewall::{self, FirewallError};
 use super::sysctl::{Changed, SysctlError, Sysctls};
 use super::tunnel::{self, TunnelError};
 
@@ -18,6 +19,8 @@ pub enum Artifact {
         /// Its ifindex.
         index: u32,
     },
+    /// A rule or a route.
+    Rule(String),
     /// A kernel setting that was changed.
     Sysctl {
         /// The path below /proc/sys.
@@ -31,6 +34,7 @@ impl fmt::Display for Artifact {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Artifact::TunnelDevice { name, index } => write!(f, "tunnel device {name} (ifindex {index})"),
+            Artifact::Rule(rule) => f.write_str(rule),
             Artifact::Sysctl { key, changed } => write!(f, "sysctl {key}={} (was {})", changed.set, changed.previous),
         }
     }
@@ -42,6 +46,9 @@ pub enum CleanupError {
     /// The tunnel device.
     #[error(transparent)]
     Tunnel(#[from] TunnelError),
+    /// Rules and routes.
+    #[error(transparent)]
+    Firewall(#[from] FirewallError),
     /// The settings.
     #[error(transparent)]
     Sysctl(#[from] SysctlError),
@@ -52,12 +59,14 @@ pub async fn inventory(handle: &Handle, sysctls: &Sysctls) -> Result<Vec<Artifac
     let devices = tunnel::ours(handle).await?.into_iter().map(|(index, name)| Artifact::TunnelDevice { name, index });
     let settings = sysctls.changed().iter();
     let settings = settings.map(|(key, changed)| Artifact::Sysctl { key: key.clone(), changed: changed.clone() });
-    Ok(devices.chain(settings).collect())
+    let rules = firewall::inventory(handle).await?.into_iter().map(Artifact::Rule);
+    Ok(devices.chain(rules).chain(settings).collect())
 }
 
 /// Removes everything that was made here; returns what was there before, and what could not be put back.
 pub async fn remove(handle: &Handle, sysctls: &mut Sysctls) -> Result<(Vec<Artifact>, Vec<Warning>), CleanupError> {
     let found = inventory(handle, sysctls).await?;
+    firewall::remove(handle).await?;
     for artifact in &found {
         if let Artifact::TunnelDevice { name, .. } = artifact {
             tunnel::delete(handle, name).await?;

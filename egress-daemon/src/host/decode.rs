@@ -12,7 +12,7 @@ use rtnetlink::packet_route::route::{
 use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
 
 use super::MacAddress;
-use super::table::{Change, DefaultRoute, Link, LinkKind};
+use super::table::{Change, DefaultRoute, Link, LinkKind, TABLE_MAIN};
 
 /// What a multicast message means for the state; `None` where it means nothing.
 pub fn change(message: &NetlinkMessage<RouteNetlinkMessage>) -> Option<Change> {
@@ -37,8 +37,17 @@ pub fn change(message: &NetlinkMessage<RouteNetlinkMessage>) -> Option<Change> {
                 RouteNetlinkMessage::DelAddress(message) => {
                     address(message).map(|(index, net, _)| Change::AddressGone(index, net))
                 }
-                RouteNetlinkMessage::NewRoute(message) | RouteNetlinkMessage::DelRoute(message) => {
-                    (message.header.destination_prefix_length == 0).then_some(Change::DefaultRoutes)
+                RouteNetlinkMessage::NewRoute(message) => {
+                    (message.header.destination_prefix_length == 0).then_some(Change::DefaultRoutes).or_else(|| {
+                        let (address, index) = host_route(message)?;
+                        Some(Change::HostRoute(address, index))
+                    })
+                }
+                RouteNetlinkMessage::DelRoute(message) => {
+                    (message.header.destination_prefix_length == 0).then_some(Change::DefaultRoutes).or_else(|| {
+                        let (address, index) = host_route(message)?;
+                        Some(Change::HostRouteGone(address, index))
+                    })
                 }
                 _ => None,
             }
@@ -129,6 +138,29 @@ pub fn address(message: &AddressMessage) -> Option<(u32, IpNet, bool)> {
     }
     let net = IpNet::new(local.or(peer)?, message.header.prefix_len).ok()?;
     Some((message.header.index, net, usable))
+}
+
+/// The address and the link of a route of the main table to a single address that is on the link itself.
+pub fn host_route(message: &RouteMessage) -> Option<(IpAddr, u32)> {
+    let header = &message.header;
+    let whole = if header.address_family == AddressFamily::Inet6 { 128 } else { 32 };
+    if header.destination_prefix_length != whole
+        || header.kind != RouteType::Unicast
+        || header.flags.contains(RouteFlags::Cloned)
+    {
+        return None;
+    }
+    let (mut table, mut address, mut index) = (u32::from(header.table), None, None);
+    for attribute in &message.attributes {
+        match attribute {
+            RouteAttribute::Table(number) => table = *number,
+            RouteAttribute::Destination(destination) => address = ip(destination),
+            RouteAttribute::Oif(oif) => index = Some(*oif),
+            other if gateway(other).is_some() => return None,
+            _ => {}
+        }
+    }
+    if table == TABLE_MAIN { Some((address?, index?)) } else { None }
 }
 
 /// The default routes that a route message describes: none if it is not about one, several for a multipath route.

@@ -4,7 +4,7 @@
 //! Reports of the kernel (netlink multicast) are applied one by one. When reports were lost (the socket's buffer
 //! overran, the connection broke), and now and then without a reason, everything is read afresh.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
@@ -164,17 +164,19 @@ impl Follower {
     }
 
     async fn read_routes(&mut self) -> Result<(), LinksError> {
-        let mut routes = BTreeSet::new();
+        let (mut routes, mut hosts) = (BTreeSet::new(), BTreeMap::new());
         for family in [AddressFamily::Inet, AddressFamily::Inet6] {
             let mut request = RouteMessage::default();
             request.header.address_family = family;
             for message in self.dump("routes", RouteNetlinkMessage::GetRoute(request)).await? {
                 if let RouteNetlinkMessage::NewRoute(message) = message {
                     routes.extend(decode::default_routes(&message));
+                    hosts.extend(decode::host_route(&message));
                 }
             }
         }
         self.state.default_routes = routes;
+        self.state.host_routes = hosts;
         Ok(())
     }
 

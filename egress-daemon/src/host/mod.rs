@@ -9,6 +9,7 @@ pub mod announce;
 pub mod classify;
 pub mod cleanup;
 mod decode;
+pub mod firewall;
 pub mod frames;
 pub mod links;
 pub mod netlink;

@@ -22,6 +22,14 @@ use serde::{Deserialize, Serialize};
 
 use super::Warning;
 
+/// Where the manifests mount the node's /proc/sys/net: a container that is not privileged may only read its own.
+const HOST: &str = "/host/proc/sys";
+
+/// Where settings are read and written. Both show those of this process's network namespace.
+fn root() -> &'static Path {
+    Path::new(if Path::new(HOST).join("net").exists() { HOST } else { "/proc/sys" })
+}
+
 /// One setting. Keys are paths below /proc/sys, such as `net/ipv4/conf/eth0.10/rp_filter` (a name may contain dots);
 /// `sysctl` takes them in this form too.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -111,7 +119,7 @@ pub struct Sysctls {
 impl Sysctls {
     /// Takes over the journal in the file, if there is one. The file must not outlive the boot: it belongs below /run.
     pub fn open(journal: impl Into<PathBuf>) -> Result<Sysctls, SysctlError> {
-        Sysctls::below("/proc/sys".into(), journal.into())
+        Sysctls::below(root().into(), journal.into())
     }
 
     fn below(root: PathBuf, journal: PathBuf) -> Result<Sysctls, SysctlError> {
@@ -185,7 +193,7 @@ impl Sysctls {
 
 /// Sets what differs, without remembering: for settings of a device that is ours.
 pub fn apply_to_own_device(settings: &[Setting]) -> Vec<Warning> {
-    let root = Path::new("/proc/sys");
+    let root = root();
     let mut warnings = Vec::new();
     for setting in settings {
         if differing(root, setting, &mut warnings).is_some()
@@ -199,7 +207,7 @@ pub fn apply_to_own_device(settings: &[Setting]) -> Vec<Warning> {
 
 /// The present value of a setting, its fields separated by single blanks; none where the kernel has no such setting.
 pub fn read(key: &str) -> Result<Option<String>, SysctlError> {
-    read_below(Path::new("/proc/sys"), key)
+    read_below(root(), key)
 }
 
 fn read_below(root: &Path, key: &str) -> Result<Option<String>, SysctlError> {
@@ -235,7 +243,7 @@ fn refused(setting: &Setting, error: &dyn std::fmt::Display) -> Warning {
         object: setting.key.clone(),
         message: format!("cannot be set to {}: {error}", setting.value),
         remedy: format!(
-            "run `sysctl -w {}={}` on the node, or give the agent a writable /proc/sys (privileged: true)",
+            "run `sysctl -w {}={}` on the node, or mount the node's /proc/sys/net at {HOST}/net in the agent's pod, as the manifests do",
             setting.key, setting.value
         ),
     }

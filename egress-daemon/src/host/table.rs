@@ -106,6 +106,8 @@ pub struct LinkTable {
     pub links: BTreeMap<u32, Link>,
     /// The default routes of all tables.
     pub default_routes: BTreeSet<DefaultRoute>,
+    /// Single addresses that the main table routes straight onto a link: pods, where the CNI wires them point to point.
+    pub host_routes: BTreeMap<IpAddr, u32>,
 }
 
 impl LinkTable {
@@ -143,6 +145,10 @@ pub(super) enum Change {
     AddressGone(u32, IpNet),
     /// A default route came, went or changed.
     DefaultRoutes,
+    /// The main table routes an address straight onto a link.
+    HostRoute(IpAddr, u32),
+    /// It does so no more.
+    HostRouteGone(IpAddr, u32),
     /// Reports were lost.
     Lost,
 }
@@ -164,6 +170,7 @@ pub(super) struct State {
     links: BTreeMap<u32, Link>,
     addresses: BTreeMap<u32, BTreeSet<IpNet>>,
     pub default_routes: BTreeSet<DefaultRoute>,
+    pub host_routes: BTreeMap<IpAddr, u32>,
 }
 
 impl State {
@@ -205,6 +212,12 @@ impl State {
                 }
             }
             Change::DefaultRoutes => stale.routes = true,
+            Change::HostRoute(address, index) => drop(self.host_routes.insert(address, index)),
+            Change::HostRouteGone(address, index) => {
+                if self.host_routes.get(&address) == Some(&index) {
+                    self.host_routes.remove(&address);
+                }
+            }
             Change::Lost => stale.all = true,
         }
     }
@@ -220,7 +233,9 @@ impl State {
                 (index, Link { addresses, ..link.clone() })
             })
             .collect();
-        LinkTable { links, default_routes: self.default_routes.clone() }
+        let live = |(_, index): &(&IpAddr, &u32)| self.links.contains_key(index);
+        let host_routes = self.host_routes.iter().filter(live).map(|(ip, index)| (*ip, *index)).collect();
+        LinkTable { links, default_routes: self.default_routes.clone(), host_routes }
     }
 
     fn carries_default_route(&self, index: u32) -> bool {

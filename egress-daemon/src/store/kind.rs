@@ -5,6 +5,7 @@ use crate::api::{
 };
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
+use kube::core::ApiResource;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -58,6 +59,11 @@ impl Kind {
         Kind::ExternalIPPool,
     ];
 
+    /// The kinds that every cluster with Spillway has.
+    pub fn native() -> impl Iterator<Item = Kind> {
+        Kind::ALL.into_iter().filter(|kind| !Kind::FOREIGN.contains(kind))
+    }
+
     /// The kinds of other systems, which are read where they are wanted.
     pub const FOREIGN: [Kind; 3] = [Kind::CiliumEgressGatewayPolicy, Kind::Egress, Kind::ExternalIPPool];
 
@@ -104,6 +110,23 @@ impl Kind {
     /// Whether Spillway writes the status of objects that people write.
     pub(crate) fn has_our_status(self) -> bool {
         matches!(self, Kind::EgressGatewayPolicy | Kind::EgressIPPool) || Kind::FOREIGN.contains(&self)
+    }
+
+    /// How the kind is named in the API.
+    pub(crate) fn resource(self) -> ApiResource {
+        match self {
+            Kind::Namespace => ApiResource::erase::<Namespace>(&()),
+            Kind::Node => ApiResource::erase::<Node>(&()),
+            Kind::Pod => ApiResource::erase::<Pod>(&()),
+            Kind::EgressGatewayPolicy => ApiResource::erase::<EgressGatewayPolicy>(&()),
+            Kind::EgressIPPool => ApiResource::erase::<EgressIPPool>(&()),
+            Kind::EgressIP => ApiResource::erase::<EgressIP>(&()),
+            Kind::EgressNode => ApiResource::erase::<EgressNode>(&()),
+            Kind::Lease => ApiResource::erase::<Lease>(&()),
+            Kind::CiliumEgressGatewayPolicy => ApiResource::erase::<CiliumEgressGatewayPolicy>(&()),
+            Kind::Egress => ApiResource::erase::<Egress>(&()),
+            Kind::ExternalIPPool => ApiResource::erase::<ExternalIPPool>(&()),
+        }
     }
 
     /// The object of `value` as the kind's Rust type.

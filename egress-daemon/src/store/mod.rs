@@ -1,14 +1,17 @@
 //! Objects in and out: one small store with a local cache that is read without waiting, and writes that compare and
-//! swap. A directory implements it (`files`); the Kubernetes API can. May know object shapes and I/O; knows nothing of
-//! plans, the kernel or the host's network.
+//! swap. A directory implements it (`files`), and the Kubernetes API (`kubernetes`). May know object shapes and I/O; knows
+//! nothing of plans, the kernel or the host's network.
 
 mod files;
 mod kind;
+mod kubernetes;
 pub mod lease;
 mod problem;
+mod view;
 
 pub use files::Files;
 pub use kind::{Key, Kind, ObjectRef, Stored};
+pub use kubernetes::{ConnectError, Kubernetes, Reader};
 pub use problem::Problem;
 
 use crate::api::Violation;
@@ -30,6 +33,8 @@ pub(crate) trait Backend: Send + Sync {
     fn get(&self, kind: Kind, key: &Key) -> Option<Erased>;
     /// A number that changes whenever what `list` returns for the kind does.
     fn revision(&self, kind: Kind) -> u64;
+    /// A number that changes whenever the source itself tells of objects of the kind: not by our own writes alone.
+    fn heard(&self, kind: Kind) -> u64;
     /// What is wrong with the source of the objects, sorted.
     fn problems(&self) -> Vec<Problem>;
     /// Its value changes after each change of what `list` or `problems` return.
@@ -38,6 +43,21 @@ pub(crate) trait Backend: Send + Sync {
     fn refresh(&self) -> BoxFuture<'static, ()>;
     /// Writes, and returns the object as it is then. When it returns, `list` shows the write.
     fn write(&self, write: Write) -> BoxFuture<'static, Result<Value, StoreError>>;
+    /// Notes for people what happened to an object, if there is a place for it. Does not wait.
+    fn note(&self, note: Note);
+}
+
+/// What happened to an object, for people who ask about it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Note {
+    /// The object.
+    pub about: ObjectRef,
+    /// Whether somebody should look at it.
+    pub warning: bool,
+    /// What happened, in one word.
+    pub reason: &'static str,
+    /// What happened, in a sentence.
+    pub message: String,
 }
 
 /// A write that is wanted.
@@ -143,6 +163,13 @@ impl Store {
         self.backend.revision(T::KIND)
     }
 
+    /// A number that changes whenever the source itself tells of objects of the kind. What this process writes shows in
+    /// [`Store::revision`] at once, but here only when the source tells of it: as long as this number grows, nothing that
+    /// others write is missed.
+    pub fn heard<T: Stored>(&self) -> u64 {
+        self.backend.heard(T::KIND)
+    }
+
     /// Waits until the cache shows everything that any of Spillway's processes wrote before the call. Needed where a
     /// decision must not be made from an old state, although nothing that is written would conflict with a newer one.
     pub async fn refresh(&self) {
@@ -201,6 +228,11 @@ impl Store {
             self.refresh().await;
         }
         Err(error)
+    }
+
+    /// Notes for people what happened to an object, as an Event in a cluster. A directory has no place for it.
+    pub fn note(&self, note: Note) {
+        self.backend.note(note);
     }
 
     async fn write<T: Stored>(&self, verb: Verb, object: &T) -> Result<T, StoreError> {

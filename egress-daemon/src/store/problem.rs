@@ -4,10 +4,10 @@ use super::ObjectRef;
 use std::fmt;
 use std::path::PathBuf;
 
-/// A mistake in a file of objects. The last good version of what it is about stays in force.
+/// A mistake in the source of objects. The last good version of what it is about stays in force.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
-    /// The file, relative to the directory of the store.
+    /// The file, relative to the directory of the store; empty when the source is no directory.
     pub file: PathBuf,
     /// Which of the file's YAML documents, the first is 1.
     pub document: Option<usize>,
@@ -23,17 +23,11 @@ pub struct Problem {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.file.display())?;
-        if let Some(document) = self.document {
-            write!(f, ", document {document}")?;
-        }
-        if let Some(object) = &self.object {
-            write!(f, ", {object}")?;
-        }
-        if let Some(field) = &self.field {
-            write!(f, ", {field}")?;
-        }
-        write!(f, ": {}", self.message)?;
+        let file = (!self.file.as_os_str().is_empty()).then(|| self.file.display().to_string());
+        let document = self.document.map(|document| format!("document {document}"));
+        let object = self.object.as_ref().map(ToString::to_string);
+        let place: Vec<String> = [file, document, object, self.field.clone()].into_iter().flatten().collect();
+        write!(f, "{}: {}", place.join(", "), self.message)?;
         if self.remedy.is_empty() { Ok(()) } else { write!(f, ": {}", self.remedy) }
     }
 }

@@ -73,6 +73,11 @@ impl Capture {
         wait_until(&what, timeout, first, Option::is_some)?.context("a packet that was seen")
     }
 
+    /// What was captured since the beginning or the last call, and forgets it.
+    pub fn take(&self) -> Trace {
+        Trace::new(std::mem::take(&mut *lock(&self.shared.packets)))
+    }
+
     /// Forgets what was captured so far.
     pub fn clear(&self) {
         lock(&self.shared.packets).clear();

@@ -5,7 +5,7 @@ mod claims;
 mod cluster;
 mod flows;
 mod keep;
-mod objects;
+pub mod objects;
 mod scenes;
 mod screen;
 mod sightings;

@@ -8,19 +8,22 @@ pub mod libtest;
 pub mod tally;
 
 use std::path::Path;
+use std::process::Command;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
 use crate::guest::{self, Kernel};
-use crate::{build, setup, workspace};
+use crate::{build, cluster, image, setup, workspace};
 use binaries::{Binary, Kind};
 use libtest::Run;
 use tally::Tally;
 
 /// End-to-end tests mostly wait; more of them at once than this would disturb each other's timing.
 const E2E_THREADS: &str = "2";
+/// The tests on a Kubernetes.
+const CLUSTER: &str = "tests/cluster";
 const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 const E2E_TIMEOUT: Duration = Duration::from_secs(15 * 60);
 
@@ -103,10 +106,32 @@ fn wanted(args: &Args, binary: &Binary) -> bool {
     }
 }
 
+/// Builds what the tests on a Kubernetes need. They are skipped, and say why, where something is missing that set-up does
+/// not install; a continuous integration has to have it.
+fn prepare_cluster(command: &mut Command) -> Result<()> {
+    if workspace::in_ci() {
+        setup::ensure(setup::Scope::Cluster)?;
+    }
+    let missing = lab::cluster::missing();
+    if !missing.is_empty() {
+        if workspace::in_ci() {
+            bail!("the tests on a Kubernetes need:\n- {}", missing.join("\n- "));
+        }
+        command.env("SPILLWAY_CLUSTER_LACKS", missing.join("; "));
+        return Ok(());
+    }
+    cluster::build()?;
+    command.env("SPILLWAY_CLUSTER_BIN", cluster::binaries()?).env("SPILLWAY_IMAGE", image::for_tests()?);
+    Ok(())
+}
+
 /// Runs one test binary. A filter that its own name contains selects all of its tests.
 fn run_binary(binary: &Binary, filter: Option<&str>, bin_dir: &Path, tally: &mut Tally) -> Result<()> {
     let mut command = binary.command();
     command.env("SPILLWAY_BIN", bin_dir);
+    if binary.name == CLUSTER {
+        prepare_cluster(&mut command)?;
+    }
     let filter = filter.filter(|filter| !binary.name.contains(filter));
     command.args(filter);
     let timeout = match binary.kind {

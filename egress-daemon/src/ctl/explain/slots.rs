@@ -83,7 +83,8 @@ fn probe(source: IpAddr, question: &Question, port: u16) -> FlowEntry {
         port: 0,
         state: 0,
         kind: kind::TRANSLATED,
-        reserved: 0,
+        pending: 0,
+        ifindex: 0,
     };
     FlowEntry {
         pod: source,

@@ -103,10 +103,10 @@ pub fn blocks(sources: Sources<'_>) -> List<BlockRow> {
     sources.list(rows)
 }
 
-/// The ports of blocks as ranges, adjacent blocks joined.
+/// The ports of blocks as ranges, adjacent blocks joined. What a map holds and is no block has no ports.
 fn ranges(blocks: &BTreeSet<u16>) -> Vec<String> {
     let mut ranges: Vec<(u16, u16)> = Vec::new();
-    for block in blocks {
+    for block in blocks.range(..port_block::COUNT) {
         match ranges.last_mut() {
             Some((_, last)) if *last + 1 == *block => *last = *block,
             _ => ranges.push((*block, *block)),

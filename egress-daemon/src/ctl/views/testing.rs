@@ -46,6 +46,7 @@ pub fn view() -> NodeView {
             ips: ips.into_iter().map(ip).collect(),
             class: class.into_iter().map(policy).collect(),
             has_history: pod == "pin-0",
+            interfaces: Default::default(),
         };
         view.endpoints.insert(EndpointId::new("prod", pod, "uid"), endpoint);
     }
@@ -131,7 +132,8 @@ pub fn flow(dump: &Dump, pod: (&str, u16), remote: (&str, u16), policy: &str, eg
         port: egress.1.to_be(),
         state: seen::SYN | seen::ACK,
         kind: kind::TRANSLATED,
-        reserved: 0,
+        pending: 0,
+        ifindex: 7,
     };
     FlowEntry {
         pod: ip(pod.0),

@@ -23,13 +23,13 @@ use std::{
 };
 
 const BPF_MAP_LOOKUP_ELEM: i64 = 1;
-const BPF_MAP_UPDATE_ELEM: i64 = 2;
+pub(super) const BPF_MAP_UPDATE_ELEM: i64 = 2;
 const BPF_MAP_UPDATE_BATCH: i64 = 26;
 /// Index of the one egress IP, and its address.
 const EGRESS: u32 = 1;
 
 /// Calls `bpf(2)`; `words` are the attributes from their beginning.
-fn bpf(command: i64, words: &[u64]) -> io::Result<()> {
+pub(super) fn bpf(command: i64, words: &[u64]) -> io::Result<()> {
     let mut attr = [0u64; 16];
     attr[..words.len()].copy_from_slice(words);
     // SAFETY: the attributes are as long as is said, and callers pass pointers to what the command wants.
@@ -140,7 +140,8 @@ impl Kernel {
             port: 3,
             state: i.states[0],
             kind: i.kind,
-            reserved: 0,
+            pending: 0,
+            ifindex: 0,
         };
         let IpAddr::V4(egress) = address() else { unreachable!("an IPv4 address") };
         let other = FlowKey { src: net::v4(egress), dst: server, src_port: 3, dst_port: 2, proto: i.proto };

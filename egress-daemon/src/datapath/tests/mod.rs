@@ -2,12 +2,12 @@
 
 mod clsact;
 mod collector;
-
 mod encode;
 mod frames;
 mod fuzz;
+mod garbage;
 mod gateway;
-
+mod halves;
 mod load;
 mod packets;
 mod rig;

@@ -44,8 +44,18 @@ pub fn scene() -> NodeView {
         ..EgressView::default()
     };
     let everywhere = ["0.0.0.0/0", "::/0"].map(|n| (n.parse().unwrap(), Some(scenes::policy_id(0))));
-    let pod = EndpointView { ips: [addr(POD4), addr(POD6)].into(), class: class.clone(), has_history: false };
-    let other = EndpointView { ips: [addr(STRANGER)].into(), class: Default::default(), has_history: false };
+    let pod = EndpointView {
+        ips: [addr(POD4), addr(POD6)].into(),
+        class: class.clone(),
+        has_history: false,
+        interfaces: BTreeMap::new(),
+    };
+    let other = EndpointView {
+        ips: [addr(STRANGER)].into(),
+        class: Default::default(),
+        has_history: false,
+        interfaces: BTreeMap::new(),
+    };
     NodeView {
         node: Some(scenes::node(0)),
         endpoints: [(scenes::endpoint_id(0), pod), (scenes::endpoint_id(1), other)].into(),

@@ -116,7 +116,8 @@ pub fn view() -> impl Strategy<Value = NodeView> {
             if v6 {
                 ips.insert(format!("fd00::{n}").parse().unwrap());
             }
-            view.endpoints.insert(endpoint_id(n), EndpointView { ips, class, has_history });
+            view.endpoints
+                .insert(endpoint_id(n), EndpointView { ips, class, has_history, interfaces: Default::default() });
         }
         let classes: BTreeSet<BTreeSet<PolicyId>> =
             view.endpoints.values().map(|e| e.class.clone()).filter(|c| !c.is_empty()).collect();

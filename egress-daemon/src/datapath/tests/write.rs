@@ -2,11 +2,11 @@
 
 use super::{BpfDir, scenes};
 use crate::datapath::{
-    encode::Encoder,
+    encode::{EgressView, Encoder, EndpointView, NodeView, PolicyView, SlotView},
     load::{Programs, Sizes},
     maps::{Maps, MapsError},
     tables::Tables,
-    write::{Kind, Sink, Writer},
+    write::{Change, Kind, Sink, Writer},
 };
 use egress_common::{
     abi::{NameKey, name_kind},
@@ -15,12 +15,13 @@ use egress_common::{
     limits::MAGLEV_CHUNK,
     net,
 };
+use ipnet::IpNet;
 use proptest::{
     prelude::*,
     strategy::{Strategy, ValueTree},
     test_runner::TestRunner,
 };
-use std::os::fd::AsRawFd;
+use std::{collections::BTreeSet, net::IpAddr, os::fd::AsRawFd};
 
 /// Maps that take a number of operations and then no more, as when the agent dies.
 struct Failing {
@@ -193,10 +194,61 @@ fn writer(dir: &BpfDir) -> Writer {
     Writer::open(Maps::open(&dir.pins).unwrap()).unwrap()
 }
 
-fn some_views(n: usize) -> Vec<crate::datapath::encode::NodeView> {
+fn some_views(n: usize) -> Vec<NodeView> {
     let mut runner = TestRunner::deterministic();
     let strategy = scenes::view();
     (0..n).map(|_| strategy.new_tree(&mut runner).unwrap().current()).collect()
+}
+
+/// Pods, and policies that each select all of them.
+const PODS: usize = 2_000;
+const POLICIES: usize = 6;
+
+/// A node with many pods under several policies with several prefixes each. What grew with their product could not be told
+/// from what does not on a small one.
+fn crowded(pods: usize) -> NodeView {
+    let slots = vec![SlotView { address: scenes::egress_ip(0), weight: 1, usable: true }];
+    let policy = PolicyView { flags: 0, slots, assignments: Default::default() };
+    let class: BTreeSet<_> = (0..POLICIES).map(scenes::policy_id).collect();
+    let routes = (0..POLICIES * 20).map(|n| {
+        let net = IpNet::new(IpAddr::from([198, 51, n as u8, 0]), 24).unwrap();
+        (net, Some(scenes::policy_id(n % POLICIES)))
+    });
+    let endpoint = |n: usize| {
+        let ip = IpAddr::from([10, 1, (n / 250) as u8, (n % 250) as u8]);
+        (
+            scenes::endpoint_id(n),
+            EndpointView { ips: [ip].into(), class: class.clone(), has_history: false, interfaces: Default::default() },
+        )
+    };
+    NodeView {
+        node: Some(scenes::node(0)),
+        config: Some(scenes::settings()),
+        nodes: [(scenes::node(0), vec![IpAddr::from([10, 0, 0, 1])])].into(),
+        egress_ips: [(scenes::egress_ip(0), EgressView { gateway: Some(scenes::node(0)), ..Default::default() })]
+            .into(),
+        policies: class.iter().map(|id| (id.clone(), policy.clone())).collect(),
+        classes: [(class.clone(), routes.collect())].into(),
+        endpoints: (0..pods).map(endpoint).collect(),
+        ..NodeView::default()
+    }
+}
+
+/// Row quadratic of FAILURES.md: the work of a change follows the change, not how much there is.
+#[test]
+fn quadratic_one_pod_among_thousands_costs_a_handful_of_writes() {
+    let mut encoder = Encoder::recover(&Tables::default());
+    let (mut present, mut spent) = (Tables::default(), Vec::new());
+    for pods in [PODS, PODS + 1, PODS] {
+        let wanted = encoder.encode(&crowded(pods), &present).unwrap();
+        let mut sink = Failing { tables: present.clone(), left: usize::MAX };
+        Change { sink: &mut sink, present: &present, wanted: &wanted }.carry_out(&mut 1, &mut false).unwrap();
+        spent.push(usize::MAX - sink.left);
+        present = wanted;
+    }
+    // A name and an address for each pod; what is there once for each policy, class and prefix comes on top, not times it.
+    assert!((2 * PODS..2 * PODS + 500).contains(&spent[0]), "{spent:?}");
+    assert!(spent[1..].iter().all(|writes| (1..8).contains(writes)), "{spent:?}");
 }
 
 #[test]

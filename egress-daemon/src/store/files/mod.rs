@@ -1,6 +1,8 @@
 //! The store in a directory: people write YAML files into it, Spillway keeps what it writes in `DIR/.spillway`, and any
 //! number of processes share it without a server.
 
+#[cfg(test)]
+mod damage_tests;
 mod disk;
 mod own;
 mod parse;
@@ -11,11 +13,11 @@ mod tests;
 mod user;
 #[cfg(test)]
 mod user_tests;
-mod view;
 mod write;
 
 use super::kind::Erased;
-use super::{Backend, Key, Kind, Problem, Store, StoreError, Write};
+use super::view::View;
+use super::{Backend, Key, Kind, Note, Problem, Store, StoreError, Write};
 use futures::future::BoxFuture;
 use notify::{Event, EventKind, RecommendedWatcher, RecursiveMode, Watcher, event::AccessKind, event::AccessMode};
 use own::Own;
@@ -27,7 +29,6 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use tokio::sync::{oneshot, watch};
-use view::View;
 
 /// How often everything is looked at although nothing was notified.
 const BACKSTOP: Duration = Duration::from_secs(2);
@@ -245,9 +246,15 @@ impl Backend for Arc<Files> {
         self.view().revision(kind)
     }
 
+    fn heard(&self, kind: Kind) -> u64 {
+        self.revision(kind)
+    }
+
     fn problems(&self) -> Vec<Problem> {
         self.view().problems.clone()
     }
+
+    fn note(&self, _: Note) {}
 
     fn refresh(&self) -> BoxFuture<'static, ()> {
         let (done, waiting) = oneshot::channel();

@@ -5,7 +5,7 @@ use super::disk::{Disk, listing};
 use super::own::Own;
 use super::record::{content_hash, make_record, merge, version};
 use super::user::{Now, Stamp, UserFiles};
-use super::view::Item;
+use crate::store::view::Item;
 use crate::store::{Key, Kind, ObjectRef, Problem};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};

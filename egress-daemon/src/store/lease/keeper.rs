@@ -99,8 +99,9 @@ async fn keep(store: Store, terms: LeaseTerms, report: watch::Sender<LeaseState>
                 Action::Replace(lease) => Some(store.replace(lease.as_ref()).await),
             }
         };
-        // A write that takes longer may be done later: then the store shows it, but it does not count as held.
-        match tokio::time::timeout(terms.duration, write).await {
+        // A write that takes longer may be done later: then the store shows it, but it does not count as held. There is
+        // time for another one before the lease lapses.
+        match tokio::time::timeout(terms.duration / 2, write).await {
             Ok(None) => {}
             Ok(Some(Ok(lease))) => elector.written(now, &lease),
             Ok(Some(Err(error))) => {

@@ -28,6 +28,16 @@ impl View {
         Some(self.kinds.get(&kind)?.get(key)?.object.clone())
     }
 
+    /// The version of an object.
+    pub(super) fn version(&self, kind: Kind, key: &Key) -> Option<&str> {
+        Some(&self.kinds.get(&kind)?.get(key)?.version)
+    }
+
+    /// The keys of all objects of a kind.
+    pub(super) fn keys(&self, kind: Kind) -> Vec<Key> {
+        self.kinds.get(&kind).into_iter().flat_map(BTreeMap::keys).cloned().collect()
+    }
+
     /// A number that changes with each change of a kind's objects.
     pub(super) fn revision(&self, kind: Kind) -> u64 {
         self.revisions.get(&kind).copied().unwrap_or(0)

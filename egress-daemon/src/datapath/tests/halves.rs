@@ -1,0 +1,161 @@
+//! The two halves of a flow: one goes missing, two CPUs make the same one, the tables are full. Rows half-pair, create-race,
+//! lru-early and map-full of FAILURES.md.
+
+use super::{
+    frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
+    rig::*,
+};
+use crate::datapath::{
+    load::{Programs, Sizes},
+    maps::{FamilyMaps, Maps},
+};
+use aya::{
+    Pod,
+    programs::{TestRun as _, TestRunOptions},
+};
+use egress_common::{
+    endpoint::RouteKey,
+    flow::{FlowKey, Reverse},
+    verdict::Counter,
+};
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, Ipv4Addr},
+    sync::Barrier,
+};
+
+const SYN: u8 = 2;
+const ACK: u8 = 16;
+
+/// The answer of the server to what left.
+fn answer(sent: &[u8], flags: u8) -> Vec<u8> {
+    let (r, (sport, dport)) = (read(sent).unwrap(), ports(sent));
+    let body = if r.proto == TCP { tcp(dport, sport, flags, &[]) } else { udp(dport, sport, b"answer") };
+    seal(ip(r.dst, r.src, r.proto, &[], &body))
+}
+
+/// What is left of the only flow when one half is lost and the other one is older than a tick.
+fn lose<A: Pod + Ord>(maps: &mut FamilyMaps<A>, forward: bool)
+where
+    FlowKey<A>: Pod + Ord,
+    Reverse<A>: Pod,
+    RouteKey<A>: Pod,
+{
+    let (flows, reverses) = (maps.flows.entries().unwrap(), maps.reverse.entries().unwrap());
+    assert_eq!((flows.len(), reverses.len()), (1, 1));
+    let ((key, mut flow), (back, mut reverse)) =
+        (flows.into_iter().next().unwrap(), reverses.into_iter().next().unwrap());
+    if forward {
+        maps.flows.remove(&key).unwrap();
+        reverse.last_seen = reverse.last_seen.wrapping_sub(1);
+        maps.reverse.set(&back, &reverse).unwrap();
+    } else {
+        maps.reverse.remove(&back).unwrap();
+        flow.last_seen = flow.last_seen.wrapping_sub(1);
+        maps.flows.set(&key, &flow).unwrap();
+    }
+}
+
+#[test]
+fn half_pair_either_half_of_a_flow_is_built_anew_from_the_other() {
+    for (n, (pod, server)) in [(POD4, SERVER4), (POD6, SERVER6)].into_iter().enumerate() {
+        let (pod, server) = (addr(pod), addr(server));
+        for proto in [TCP, UDP] {
+            let Some(mut rig) = Rig::new(&format!("half-pair-{n}-{proto}"), &scene()) else { return };
+            let mut maps = Maps::open(rig.pins()).unwrap();
+            let packet = |flags: u8| match proto {
+                TCP => seal(ip(pod, server, TCP, &[], &tcp(40_000, 443, flags, &[]))),
+                _ => seal(ip(pod, server, UDP, &[], &udp(40_000, 443, b"data"))),
+            };
+            let (verdict, out) = rig.run("pod_egress", &packet(SYN));
+            assert_eq!(verdict, REDIRECT);
+            let (verdict, delivered) = rig.run("uplink_ingress", &answer(&out, SYN | ACK));
+            assert_eq!(verdict, REDIRECT);
+            let later = rig.run("pod_egress", &packet(ACK)).1;
+            for (repairs, forward) in [(1, true), (2, false), (3, true)] {
+                if pod.is_ipv4() {
+                    lose(&mut maps.v4, forward)
+                } else {
+                    lose(&mut maps.v6, forward)
+                }
+                // The half that is left sees a packet, and the other one is there again: the same port, the same pod.
+                if forward {
+                    assert_eq!(rig.run("uplink_ingress", &answer(&out, SYN | ACK)), (REDIRECT, delivered.clone()));
+                } else {
+                    assert_eq!(rig.run("pod_egress", &packet(ACK)), (REDIRECT, later.clone()));
+                }
+                assert_eq!(rig.count(Counter::FlowsRepaired), repairs);
+                assert_eq!(rig.run("pod_egress", &packet(ACK)), (REDIRECT, later.clone()));
+                assert_eq!(rig.run("uplink_ingress", &answer(&out, SYN | ACK)), (REDIRECT, delivered.clone()));
+            }
+            assert_eq!(rig.count(Counter::FlowsCreated), 1);
+        }
+    }
+}
+
+/// Flows that two CPUs make at once.
+const RACES: u16 = 3_000;
+
+#[test]
+fn create_race_two_cpus_that_make_the_same_flow_agree_on_it() {
+    let Some(mut rig) = Rig::new("create-race", &scene()) else { return };
+    let mut others = Programs::load(rig.pins(), Sizes { max_flows: 4096 }).unwrap();
+    let frames: Vec<Vec<u8>> = (0..RACES)
+        .map(|n| seal(ip(addr(POD4), server(u32::from(n) / 64), UDP, &[], &udp(20_000 + n, 443, b"data"))))
+        .collect();
+    let barrier = Barrier::new(2);
+    let run = |programs: &mut Programs| -> Vec<(i32, Vec<u8>)> {
+        let program = programs.get("pod_egress").unwrap();
+        let each = frames.iter().map(|frame| {
+            let mut out = vec![0; frame.len() + 256];
+            barrier.wait();
+            let options = TestRunOptions { data_in: Some(frame), data_out: Some(&mut out), ..Default::default() };
+            let result = program.test_run(options).unwrap();
+            out.truncate(result.data_size_out as usize);
+            (result.return_value as i32, out)
+        });
+        each.collect()
+    };
+    let (mine, theirs) = std::thread::scope(|scope| {
+        let theirs = scope.spawn(|| run(&mut others));
+        (run(&mut rig.programs), theirs.join().unwrap())
+    });
+    assert!(mine.iter().all(|(verdict, _)| *verdict == REDIRECT), "{:?}", rig.writer.maps().counters());
+    let differing = mine.iter().zip(&theirs).filter(|(a, b)| a != b).count();
+    assert_eq!(differing, 0, "flows of which the two CPUs sent different packets");
+    assert_eq!(rig.count(Counter::FlowsCreated), u64::from(RACES));
+    // Nobody left a port taken that no flow has.
+    let maps = rig.writer.maps();
+    let (flows, reverses) = (maps.v4.flows.entries().unwrap(), maps.v4.reverse.entries().unwrap());
+    assert_eq!((flows.len(), reverses.len()), (usize::from(RACES), usize::from(RACES)));
+}
+
+/// One of many servers.
+fn server(n: u32) -> IpAddr {
+    Ipv4Addr::from(0xcb00_7100 + n).into()
+}
+
+#[test]
+fn lru_early_and_map_full_a_full_table_has_lost_no_flow_and_takes_no_more() {
+    let Some(mut rig) = Rig::new("full", &scene()) else { return };
+    // As many as the tables hold (see `Rig::new`).
+    let all = 4096;
+    let frame = |n: u32| seal(ip(addr(POD4), server(n / 64), UDP, &[], &udp(1024 + n as u16, 53, b"question")));
+    let sent: Vec<_> = (0..all).map(|n| rig.run("pod_egress", &frame(n))).collect();
+    assert!(sent.iter().all(|(verdict, _)| *verdict == REDIRECT), "{:?}", rig.writer.maps().counters());
+    let left: BTreeSet<&[u8]> = sent.iter().map(|(_, out)| &out[26..38]).collect();
+    assert_eq!(left.len(), all as usize, "two flows share an address, a port and a server");
+
+    for n in all..all + 10 {
+        rig.dropped("pod_egress", &frame(n), Counter::DropTableFull);
+    }
+    for (n, before) in (0..all).zip(&sent) {
+        assert_eq!(rig.run("pod_egress", &frame(n)), *before, "flow {n} is not what it was");
+        let (verdict, back) = rig.run("uplink_ingress", &answer(&before.1, 0));
+        assert_eq!((verdict, ports(&back).1), (REDIRECT, 1024 + n as u16));
+    }
+    let maps = rig.writer.maps();
+    let (flows, reverses) = (maps.v4.flows.entries().unwrap(), maps.v4.reverse.entries().unwrap());
+    assert_eq!((flows.len(), reverses.len()), (all as usize, all as usize), "what was refused left a half behind");
+    assert_eq!(rig.count(Counter::FlowsRepaired), 0);
+}

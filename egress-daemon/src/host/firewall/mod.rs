@@ -1,0 +1,133 @@
+//! The way of a flow's first packet through the host's stack: the policy route that leads marked packets to the tunnel
+//! device, and the nftables rules that keep connection tracking, and with it masquerading, away from them and from the
+//! tunnel's outer packets.
+//!
+//! Programs mark such a packet twice: one bit of the mark, by which the routing rule knows it, and a priority, by which the
+//! nftables rules do. So the bit may be somebody else's on other packets, and is set again where somebody clears it. A
+//! packet that is ours and would leave by another device than the tunnel's, because the routing rule is gone, is dropped.
+
+mod nft;
+mod routes;
+mod rules;
+
+use std::{collections::BTreeSet, io, net::IpAddr};
+
+use rtnetlink::Handle;
+
+use super::table::LinkTable;
+
+/// The table's name in nftables.
+pub const TABLE: &str = "spillway";
+
+/// How the way has to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Spec {
+    /// The one bit of the mark.
+    pub mark: u32,
+    /// The tunnel device's name.
+    pub tunnel: String,
+    /// Its ifindex.
+    pub index: u32,
+    /// Its UDP port.
+    pub port: u16,
+    /// Where this node receives tunnelled packets.
+    pub addresses: BTreeSet<IpAddr>,
+    /// The largest packet that fits the tunnel: what is larger is answered by the stack.
+    pub mtu: u32,
+    /// Interfaces whose packets are never a pod's, whatever their mark.
+    pub outside: BTreeSet<String>,
+}
+
+/// Why the way is not there.
+#[derive(Debug, thiserror::Error)]
+pub enum FirewallError {
+    /// nftables.
+    #[error(
+        "the nftables table {TABLE} cannot be {action}: {source}; the agent needs CAP_NET_ADMIN and the kernel nf_tables, \
+         nf_tables_inet and nft_ct (`modprobe nf_tables nft_ct`)"
+    )]
+    Nftables {
+        /// What was tried.
+        action: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// Routing.
+    #[error(
+        "the policy route to the tunnel device cannot be {action}: {message}; the agent needs CAP_NET_ADMIN and the kernel \
+         CONFIG_IP_MULTIPLE_TABLES and CONFIG_IPV6_MULTIPLE_TABLES"
+    )]
+    Routing {
+        /// What was tried.
+        action: &'static str,
+        /// The kernel's answer.
+        message: String,
+    },
+}
+
+impl FirewallError {
+    fn nftables(action: &'static str) -> impl Fn(io::Error) -> Self {
+        move |source| Self::Nftables { action, source }
+    }
+
+    fn routing(action: &'static str) -> impl Fn(rtnetlink::Error) -> Self {
+        move |error| Self::Routing { action, message: error.to_string() }
+    }
+}
+
+/// The way, as it was made last.
+#[derive(Debug, Default)]
+pub struct LongWay {
+    made: Option<Spec>,
+}
+
+impl LongWay {
+    /// Makes what is missing or different; whether anything was. Anybody may remove any of it at any time.
+    pub async fn ensure(&mut self, handle: &Handle, links: &LinkTable, spec: &Spec) -> Result<bool, FirewallError> {
+        let chains = rules::chains(spec);
+        let present = nft::rules(TABLE).map_err(FirewallError::nftables("read"))?;
+        let mut changed = present != rules::summary(&chains);
+        if changed {
+            nft::replace(TABLE, &chains).map_err(FirewallError::nftables("made"))?;
+        }
+        // The route before the rule that leads to it.
+        if self.made.as_ref() != Some(spec) || !routes::present(links, spec) {
+            routes::replace(handle, spec).await?;
+            changed = true;
+        }
+        changed |= routes::ensure_rules(handle, spec).await?;
+        self.made = Some(spec.clone());
+        Ok(changed)
+    }
+
+    /// What was asked for last, if it could be made.
+    pub fn made(&self) -> Option<&Spec> {
+        self.made.as_ref()
+    }
+}
+
+/// What there is of it on this node, a line each.
+pub async fn inventory(handle: &Handle) -> Result<Vec<String>, FirewallError> {
+    let rules = nft::rules(TABLE).map_err(FirewallError::nftables("read"));
+    let mut lines = match rules {
+        Ok(rules) => rules.into_iter().map(|(chain, text)| format!("nftables inet {TABLE} {chain}: {text}")).collect(),
+        // A kernel without nftables has no rules.
+        Err(_) => Vec::new(),
+    };
+    lines.extend(routes::inventory(handle).await?);
+    Ok(lines)
+}
+
+/// Removes all of it; returns what was there.
+pub async fn remove(handle: &Handle) -> Result<Vec<String>, FirewallError> {
+    let found = inventory(handle).await?;
+    // First what leads packets here, then what catches those that went astray.
+    routes::remove(handle).await?;
+    if found.iter().any(|line| line.starts_with("nftables")) {
+        nft::delete(TABLE).map_err(FirewallError::nftables("removed"))?;
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests;

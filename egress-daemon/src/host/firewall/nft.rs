@@ -1,0 +1,400 @@
+//! nftables through netlink: just enough to replace a table of ours as a whole and to see whether it is still there.
+//!
+//! The image has no `nft` in it, and the libraries that there are want one or are under another licence. Numbers are those
+//! of `linux/netfilter/nf_tables.h`; attributes are in network byte order, registers in the machine's.
+
+use std::{io, os::fd::AsRawFd, time::Duration};
+
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, send, setsockopt, socket,
+    sockopt,
+};
+
+/// `NFPROTO_INET`: IPv4 and IPv6 in one table.
+const INET: u8 = 1;
+const SUBSYSTEM: u16 = 10;
+const BATCH_BEGIN: u16 = 0x10;
+const BATCH_END: u16 = 0x11;
+const NEW_TABLE: u16 = 0;
+const DELETE_TABLE: u16 = 2;
+const NEW_CHAIN: u16 = 3;
+const NEW_RULE: u16 = 6;
+const GET_RULE: u16 = 7;
+const NESTED: u16 = 1 << 15;
+/// `NFNL_MSG_BATCH_BEGIN` and messages begin with this many bytes of netlink and netfilter headers.
+const HEADERS: usize = 16 + 4;
+/// Kind of a rule's comment in its user data, as `nft` has it.
+const COMMENT: u8 = 0;
+/// How long the kernel may take to answer; it waits for other programs' changes.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Larger than any message of a dump.
+const BUFFER: usize = 64 * 1024;
+
+/// Where a chain is in a packet's way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hook {
+    /// Everything that comes in, before it is routed.
+    Prerouting = 0,
+    /// What is routed from one interface to another.
+    Forward = 2,
+    /// What this host sends.
+    Output = 3,
+}
+
+/// A field of a packet or of what the kernel knows about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Field {
+    /// `skb->priority`.
+    Priority,
+    /// `skb->mark`.
+    Mark,
+    /// Name of the interface that it leaves by, 16 bytes.
+    OutputName,
+    /// `NFPROTO_IPV4` (2) or `NFPROTO_IPV6` (10), one byte.
+    Family,
+    /// Number of the transport protocol, one byte.
+    Protocol,
+    /// Bits of the connection's state.
+    ConnectionState,
+    /// Bytes of the network header: offset and length.
+    Network(u32, u32),
+    /// Bytes of the transport header: offset and length.
+    Transport(u32, u32),
+}
+
+/// A part of a rule; a rule ends with the first part that does not hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// The field has this value.
+    Is(Field, Vec<u8>),
+    /// The field has another value.
+    IsNot(Field, Vec<u8>),
+    /// The field has any of these bits.
+    HasBits(Field, u32),
+    /// Sets bits of the mark.
+    SetMark(u32),
+    /// Keeps connection tracking away.
+    NoTrack,
+    /// Counts.
+    Count,
+    /// Drops the packet.
+    Drop,
+}
+
+/// A rule. Equal comments stand for equal rules.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rule {
+    /// What people see, at most 127 bytes.
+    pub comment: String,
+    /// Its parts.
+    pub parts: Vec<Part>,
+}
+
+/// A base chain that accepts what its rules do not drop.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Chain {
+    /// Its name.
+    pub name: &'static str,
+    /// Where it is.
+    pub hook: Hook,
+    /// Its place among the chains of the hook.
+    pub priority: i32,
+    /// Its rules.
+    pub rules: Vec<Rule>,
+}
+
+/// Replaces the table, in one transaction.
+pub fn replace(table: &str, chains: &[Chain]) -> io::Result<()> {
+    let mut batch = Batch::new();
+    // Deleting needs a table that is there.
+    batch.message(NEW_TABLE, libc::NLM_F_CREATE, |m| m.text(1, table));
+    batch.message(DELETE_TABLE, 0, |m| m.text(1, table));
+    batch.message(NEW_TABLE, libc::NLM_F_CREATE, |m| m.text(1, table));
+    for chain in chains {
+        batch.message(NEW_CHAIN, libc::NLM_F_CREATE, |m| {
+            m.text(1, table);
+            m.text(3, chain.name);
+            m.nest(4, |hook| {
+                hook.number(1, chain.hook as u32);
+                hook.number(2, chain.priority.cast_unsigned());
+            });
+            m.text(7, "filter");
+        });
+    }
+    for chain in chains {
+        for rule in &chain.rules {
+            batch.message(NEW_RULE, libc::NLM_F_CREATE | libc::NLM_F_APPEND, |m| {
+                m.text(1, table);
+                m.text(2, chain.name);
+                m.nest(4, |list| rule.parts.iter().for_each(|part| expressions(list, part)));
+                m.bytes(7, &comment(&rule.comment));
+            });
+        }
+    }
+    batch.run()
+}
+
+/// Removes the table; false if there was none.
+pub fn delete(table: &str) -> io::Result<bool> {
+    let mut batch = Batch::new();
+    batch.message(DELETE_TABLE, 0, |m| m.text(1, table));
+    match batch.run() {
+        Ok(()) => Ok(true),
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// The rules of a table, as (chain, comment), in their order; empty if there is no such table.
+pub fn rules(table: &str) -> io::Result<Vec<(String, String)>> {
+    let mut request = Message::new(SUBSYSTEM << 8 | GET_RULE, libc::NLM_F_REQUEST | libc::NLM_F_DUMP, 0);
+    request.text(1, table);
+    let mut found = Vec::new();
+    let result = exchange(&request.finish(), |kind, body| {
+        if kind == SUBSYSTEM << 8 | NEW_RULE {
+            let text = |wanted: u16| {
+                let (_, value) = attributes(of(body)).find(|(kind, _)| *kind == wanted)?;
+                Some(String::from_utf8_lossy(value).trim_end_matches('\0').to_owned())
+            };
+            let comment = attributes(of(body)).find(|(kind, _)| *kind == 7).and_then(|(_, data)| read_comment(data));
+            if text(1).as_deref() == Some(table) {
+                found.push((text(2).unwrap_or_default(), comment.unwrap_or_default()));
+            }
+        }
+        kind == libc::NLMSG_DONE as u16
+    });
+    match result {
+        Err(error) if error.raw_os_error() != Some(libc::ENOENT) => Err(error),
+        _ => Ok(found),
+    }
+}
+
+fn comment(text: &str) -> Vec<u8> {
+    let text = &text.as_bytes()[..text.len().min(127)];
+    [&[COMMENT, text.len() as u8 + 1], text, &[0]].concat()
+}
+
+fn read_comment(data: &[u8]) -> Option<String> {
+    match data {
+        [COMMENT, len, rest @ ..] => {
+            let text = rest.get(..usize::from(*len))?;
+            Some(String::from_utf8_lossy(text).trim_end_matches('\0').to_owned())
+        }
+        _ => None,
+    }
+}
+
+/// The register that everything here uses: 16 bytes.
+const REGISTER: u32 = 1;
+
+/// The kernel's expressions for one part.
+fn expressions(list: &mut Message, part: &Part) {
+    match part {
+        Part::Is(field, value) => {
+            load(list, *field);
+            compare(list, 0, value);
+        }
+        Part::IsNot(field, value) => {
+            load(list, *field);
+            compare(list, 1, value);
+        }
+        Part::HasBits(field, bits) => {
+            load(list, *field);
+            mask(list, *bits, 0);
+            compare(list, 1, &0u32.to_ne_bytes());
+        }
+        Part::SetMark(bits) => {
+            load(list, Field::Mark);
+            mask(list, !bits, *bits);
+            list.expression("meta", |data| {
+                data.number(2, 3);
+                data.number(3, REGISTER);
+            });
+        }
+        Part::NoTrack => list.expression("notrack", |_| {}),
+        Part::Count => list.expression("counter", |_| {}),
+        Part::Drop => list.expression("immediate", |data| {
+            data.number(1, 0);
+            data.nest(2, |value| value.nest(2, |verdict| verdict.number(1, 0)));
+        }),
+    }
+}
+
+fn load(list: &mut Message, field: Field) {
+    let meta = |list: &mut Message, key: u32| {
+        list.expression("meta", |data| {
+            data.number(1, REGISTER);
+            data.number(2, key);
+        });
+    };
+    let payload = |list: &mut Message, base: u32, offset: u32, len: u32| {
+        list.expression("payload", |data| {
+            data.number(1, REGISTER);
+            data.number(2, base);
+            data.number(3, offset);
+            data.number(4, len);
+        });
+    };
+    match field {
+        Field::Priority => meta(list, 2),
+        Field::Mark => meta(list, 3),
+        Field::OutputName => meta(list, 7),
+        Field::Family => meta(list, 15),
+        Field::Protocol => meta(list, 16),
+        Field::ConnectionState => list.expression("ct", |data| {
+            data.number(1, REGISTER);
+            data.number(2, 0);
+        }),
+        Field::Network(offset, len) => payload(list, 1, offset, len),
+        Field::Transport(offset, len) => payload(list, 2, offset, len),
+    }
+}
+
+/// The register becomes `(register & mask) ^ xor`.
+fn mask(list: &mut Message, mask: u32, xor: u32) {
+    list.expression("bitwise", |data| {
+        data.number(1, REGISTER);
+        data.number(2, REGISTER);
+        data.number(3, 4);
+        data.nest(4, |value| value.bytes(1, &mask.to_ne_bytes()));
+        data.nest(5, |value| value.bytes(1, &xor.to_ne_bytes()));
+    });
+}
+
+/// `operation` 0: the register is `value`; 1: it is not.
+fn compare(list: &mut Message, operation: u32, value: &[u8]) {
+    list.expression("cmp", |data| {
+        data.number(1, REGISTER);
+        data.number(2, operation);
+        data.nest(3, |data| data.bytes(1, value));
+    });
+}
+
+/// A message under construction.
+struct Message(Vec<u8>);
+
+impl Message {
+    fn new(kind: u16, flags: i32, resource: u16) -> Self {
+        let mut bytes = vec![0; HEADERS];
+        bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
+        bytes[6..8].copy_from_slice(&(flags as u16).to_ne_bytes());
+        bytes[16] = INET;
+        bytes[18..20].copy_from_slice(&resource.to_be_bytes());
+        Self(bytes)
+    }
+
+    fn bytes(&mut self, kind: u16, value: &[u8]) {
+        self.0.extend((value.len() as u16 + 4).to_ne_bytes());
+        self.0.extend(kind.to_ne_bytes());
+        self.0.extend(value);
+        self.0.resize(self.0.len().next_multiple_of(4), 0);
+    }
+
+    fn text(&mut self, kind: u16, value: &str) {
+        self.bytes(kind, &[value.as_bytes(), &[0]].concat());
+    }
+
+    fn number(&mut self, kind: u16, value: u32) {
+        self.bytes(kind, &value.to_be_bytes());
+    }
+
+    fn nest(&mut self, kind: u16, fill: impl FnOnce(&mut Self)) {
+        let start = self.0.len();
+        self.bytes(kind | NESTED, &[]);
+        fill(self);
+        let length = (self.0.len() - start) as u16;
+        self.0[start..start + 2].copy_from_slice(&length.to_ne_bytes());
+    }
+
+    /// An element of a rule's list of expressions.
+    fn expression(&mut self, name: &str, fill: impl FnOnce(&mut Self)) {
+        self.nest(1, |element| {
+            element.text(1, name);
+            element.nest(2, fill);
+        });
+    }
+
+    fn finish(mut self) -> Vec<u8> {
+        let length = self.0.len() as u32;
+        self.0[..4].copy_from_slice(&length.to_ne_bytes());
+        self.0
+    }
+}
+
+/// Messages that are carried out together or not at all.
+struct Batch {
+    bytes: Vec<u8>,
+    messages: usize,
+}
+
+impl Batch {
+    fn new() -> Self {
+        Self { bytes: Message::new(BATCH_BEGIN, libc::NLM_F_REQUEST, SUBSYSTEM).finish(), messages: 0 }
+    }
+
+    fn message(&mut self, kind: u16, flags: i32, fill: impl FnOnce(&mut Message)) {
+        let mut message = Message::new(SUBSYSTEM << 8 | kind, flags | libc::NLM_F_REQUEST | libc::NLM_F_ACK, 0);
+        fill(&mut message);
+        self.bytes.extend(message.finish());
+        self.messages += 1;
+    }
+
+    fn run(mut self) -> io::Result<()> {
+        self.bytes.extend(Message::new(BATCH_END, libc::NLM_F_REQUEST, SUBSYSTEM).finish());
+        let mut answers = 0;
+        exchange(&self.bytes, |kind, _| {
+            answers += usize::from(kind == libc::NLMSG_ERROR as u16);
+            answers == self.messages
+        })
+    }
+}
+
+/// Sends messages and reads answers until `last` says so. The first error that the kernel reports is returned.
+fn exchange(bytes: &[u8], mut last: impl FnMut(u16, &[u8]) -> bool) -> io::Result<()> {
+    let socket = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkNetFilter)?;
+    let fd = socket.as_raw_fd();
+    bind(fd, &NetlinkAddr::new(0, 0))?;
+    setsockopt(&socket, sockopt::ReceiveTimeout, &nix::sys::time::TimeVal::new(PATIENCE.as_secs() as i64, 0))?;
+    send(fd, bytes, MsgFlags::empty())?;
+    let mut buffer = vec![0; BUFFER];
+    loop {
+        let length = recv(fd, &mut buffer, MsgFlags::empty())?;
+        let mut rest = &buffer[..length];
+        while let Some((kind, body, next)) = message(rest) {
+            if kind == libc::NLMSG_ERROR as u16 || kind == libc::NLMSG_DONE as u16 {
+                let code = body.first_chunk().map_or(0, |code| i32::from_ne_bytes(*code));
+                if code != 0 {
+                    return Err(io::Error::from_raw_os_error(-code));
+                }
+            }
+            if last(kind, body) {
+                return Ok(());
+            }
+            rest = next;
+        }
+    }
+}
+
+/// Type and body of the first netlink message, and what follows it.
+fn message(bytes: &[u8]) -> Option<(u16, &[u8], &[u8])> {
+    let length = u32::from_ne_bytes(*bytes.first_chunk()?) as usize;
+    let kind = u16::from_ne_bytes(*bytes.get(4..)?.first_chunk()?);
+    let body = bytes.get(16..length)?;
+    Some((kind, body, bytes.get(length.next_multiple_of(4)..).unwrap_or_default()))
+}
+
+/// What follows the netfilter header in a message's body.
+fn of(body: &[u8]) -> &[u8] {
+    body.get(4..).unwrap_or_default()
+}
+
+/// The attributes in some bytes.
+fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    std::iter::from_fn(move || {
+        let length = usize::from(u16::from_ne_bytes(*bytes.first_chunk()?));
+        let kind = u16::from_ne_bytes(*bytes.get(2..)?.first_chunk()?) & !NESTED;
+        let value = bytes.get(4..length)?;
+        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
+        Some((kind, value))
+    })
+}

@@ -1,0 +1,84 @@
+//! Rules and routes in a real kernel.
+
+use super::*;
+use crate::host::{
+    links::{Links, LinksOptions},
+    testing::{Net, in_netns},
+    tunnel::{self, TunnelSpec},
+};
+use std::process::Command;
+
+fn spec(index: u32) -> Spec {
+    Spec {
+        mark: 0x1000,
+        tunnel: "spillway0".into(),
+        index,
+        port: 8473,
+        addresses: ["10.88.0.11".parse().unwrap(), "fd88::11".parse().unwrap()].into(),
+        mtu: 1450,
+        outside: ["lo".into(), "eth0".into()].into(),
+    }
+}
+
+fn shown(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn everything_is_made_once_mended_listed_and_removed() {
+    in_netns("everything_is_made_once_mended_listed_and_removed", async || {
+        let net = Net::here();
+        let tunnel = tunnel::ensure(&net.handle, &TunnelSpec::default()).await.unwrap();
+        let spec = spec(tunnel.index);
+        let links = Links::follow(LinksOptions::default()).await.unwrap();
+        let mut way = LongWay::default();
+        let foreign = [("ip", ["rule", "show"]), ("ip", ["-6", "rule"])].map(|(p, a)| shown(p, &a));
+
+        assert!(way.ensure(&net.handle, &links.current(), &spec).await.unwrap());
+        let table = shown("nft", &["list", "table", "inet", "spillway"]);
+        for part in [
+            "meta priority 5350:1 meta mark set meta mark | 0x00001000 notrack",
+            "ip daddr 10.88.0.11 udp dport 8473 notrack",
+            "ip6 daddr fd88::11 udp dport 8473 notrack",
+            "meta mark & 0x00001000 != 0x00000000 ct state untracked oifname != \"spillway0\" counter",
+        ] {
+            assert!(table.contains(part), "{part:?} is not in\n{table}");
+        }
+        for family in ["-4", "-6"] {
+            let rules = shown("ip", &[family, "rule"]);
+            for part in [
+                "80:\tnot from all fwmark 0x1000/0x1000 goto 83",
+                "iif eth0 [detached] goto 83",
+                "iif lo goto 83",
+                "82:\tfrom all lookup 21328",
+            ] {
+                assert!(rules.contains(part), "{part:?} is not in\n{rules}");
+            }
+            let routes = shown("ip", &[family, "route", "show", "table", "21328"]);
+            for part in ["dev spillway0", "mtu 1450", "onlink", "blackhole default"] {
+                assert!(routes.contains(part), "{part:?} is not in\n{routes}");
+            }
+        }
+        let fresh = Links::follow(LinksOptions::default()).await.unwrap();
+        assert!(!way.ensure(&net.handle, &fresh.current(), &spec).await.unwrap(), "nothing was different");
+
+        // What others remove comes back; what is no longer wanted goes.
+        shown("nft", &["flush", "ruleset"]);
+        shown("ip", &["rule", "del", "pref", "82"]);
+        assert!(way.ensure(&net.handle, &fresh.current(), &spec).await.unwrap());
+        assert_eq!(shown("nft", &["list", "table", "inet", "spillway"]), table);
+        let fewer = Spec { outside: ["lo".into()].into(), mark: 0x2000, ..spec.clone() };
+        assert!(way.ensure(&net.handle, &fresh.current(), &fewer).await.unwrap());
+        let rules = shown("ip", &["rule"]);
+        assert!(!rules.contains("eth0") && !rules.contains("0x1000") && rules.contains("0x2000/0x2000"), "{rules}");
+
+        let lines = inventory(&net.handle).await.unwrap();
+        assert_eq!(lines.len(), 6 + 2 * (4 + 2), "{lines:#?}");
+        assert_eq!(remove(&net.handle).await.unwrap(), lines);
+        assert_eq!(inventory(&net.handle).await.unwrap(), Vec::<String>::new());
+        assert_eq!([("ip", ["rule", "show"]), ("ip", ["-6", "rule"])].map(|(p, a)| shown(p, &a)), foreign);
+        assert!(!shown("nft", &["list", "tables"]).contains("spillway"));
+    });
+}

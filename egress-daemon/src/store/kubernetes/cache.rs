@@ -1,0 +1,230 @@
+//! What is known of a cluster's objects. Watches bring it up to date; our own writes are in it when they return.
+//!
+//! Invariant: an object never goes back to an older version, in whatever order answers and notices arrive. This needs
+//! resourceVersions that are ordered numbers, as Kubernetes has them.
+
+use super::trim::{trim, version};
+use crate::store::kind::Erased;
+use crate::store::view::{Item, View};
+use crate::store::{Key, Kind, ObjectRef, Problem};
+use kube::runtime::watcher::Event;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+use tokio::sync::watch;
+
+/// The cache.
+#[derive(Debug, Default)]
+pub(super) struct Cache {
+    state: Mutex<State>,
+    changes: watch::Sender<u64>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    view: View,
+    kinds: BTreeMap<Kind, Progress>,
+    /// Objects that are not understood. Their last good version is in force.
+    problems: BTreeMap<ObjectRef, Problem>,
+    /// When the last renewal of each lease of our own that succeeded was sent.
+    renewed: BTreeMap<Key, Instant>,
+}
+
+/// How far the watch of a kind is.
+#[derive(Debug, Default)]
+struct Progress {
+    /// Whether it has been listed.
+    ready: bool,
+    /// How many notices the API server has sent.
+    heard: u64,
+    /// What is being listed.
+    listing: BTreeMap<Key, Value>,
+    /// Objects that we wrote since the list began: it may not have them.
+    written: BTreeSet<Key>,
+    /// Objects (by uid) that we deleted, of which older notices may still come.
+    deleted: BTreeSet<String>,
+}
+
+/// A version as a number.
+fn number(version: &str) -> u64 {
+    version.parse().unwrap_or(0)
+}
+
+fn key_of(object: &Value) -> Key {
+    let text = |path| object.pointer(path).and_then(Value::as_str).unwrap_or_default();
+    Key::namespaced(text("/metadata/namespace"), text("/metadata/name"))
+}
+
+fn uid(object: &Value) -> &str {
+    object.pointer("/metadata/uid").and_then(Value::as_str).unwrap_or_default()
+}
+
+impl Cache {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the state, and tells the readers if that made a difference.
+    fn update(&self, change: impl FnOnce(&mut State) -> bool) {
+        if change(&mut self.state()) {
+            self.changes.send_modify(|count| *count = count.wrapping_add(1));
+        }
+    }
+
+    pub(super) fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
+    pub(super) fn list(&self, kind: Kind) -> Vec<Erased> {
+        self.state().view.list(kind)
+    }
+
+    pub(super) fn get(&self, kind: Kind, key: &Key) -> Option<Erased> {
+        self.state().view.get(kind, key)
+    }
+
+    pub(super) fn revision(&self, kind: Kind) -> u64 {
+        self.state().view.revision(kind)
+    }
+
+    pub(super) fn heard(&self, kind: Kind) -> u64 {
+        self.state().kinds.get(&kind).map_or(0, |progress| progress.heard)
+    }
+
+    pub(super) fn problems(&self) -> Vec<Problem> {
+        self.state().problems.values().cloned().collect()
+    }
+
+    /// Which of the kinds have not been listed yet.
+    pub(super) fn missing(&self, kinds: &[Kind]) -> Vec<Kind> {
+        let state = self.state();
+        kinds.iter().copied().filter(|kind| !state.kinds.get(kind).is_some_and(|progress| progress.ready)).collect()
+    }
+
+    /// Takes in a notice of a watch.
+    pub(super) fn notice(&self, kind: Kind, event: Event<Value>) {
+        self.update(|state| {
+            let progress = state.kinds.entry(kind).or_default();
+            progress.heard += 1;
+            match event {
+                Event::Init => {
+                    progress.listing.clear();
+                    progress.written.clear();
+                    progress.deleted.clear();
+                    false
+                }
+                Event::InitApply(object) => {
+                    progress.listing.insert(key_of(&object), object);
+                    false
+                }
+                Event::InitDone => {
+                    let was_ready = std::mem::replace(&mut progress.ready, true);
+                    let objects = std::mem::take(&mut progress.listing);
+                    let written = progress.written.clone();
+                    state.replace(kind, objects, |key, _| !written.contains(key)) || !was_ready
+                }
+                Event::Apply(object) => state.set(kind, key_of(&object), object),
+                Event::Delete(object) => {
+                    progress.deleted.remove(uid(&object));
+                    state.remove(kind, &key_of(&object), |present| number(present) <= number(version(&object)))
+                }
+            }
+        });
+    }
+
+    /// Takes in a list that was asked for apart from the watch; `at` is its resourceVersion.
+    pub(super) fn listed(&self, kind: Kind, objects: Vec<Value>, at: &str) {
+        let objects = objects.into_iter().map(|object| (key_of(&object), object)).collect();
+        self.update(|state| state.replace(kind, objects, |_, present| number(present) <= number(at)));
+    }
+
+    /// Takes in what one of our writes left.
+    pub(super) fn wrote(&self, kind: Kind, object: Value) {
+        self.update(|state| {
+            let key = key_of(&object);
+            state.kinds.entry(kind).or_default().written.insert(key.clone());
+            state.set(kind, key, object)
+        });
+    }
+
+    /// Takes in that we deleted an object.
+    pub(super) fn deleted(&self, target: &ObjectRef, object: &Value) {
+        self.update(|state| {
+            state.kinds.entry(target.kind).or_default().deleted.insert(uid(object).to_owned());
+            state.remove(target.kind, &target.key, |present| present == version(object))
+        });
+    }
+
+    /// A renewal of a lease of our own succeeded that was sent at this time.
+    pub(super) fn renewed(&self, lease: &Key, sent: Instant) {
+        self.state().renewed.insert(lease.clone(), sent);
+    }
+
+    /// When the last renewal of a lease that succeeded was sent from here.
+    pub(super) fn last_renewal(&self, lease: &Key) -> Option<Instant> {
+        self.state().renewed.get(lease).copied()
+    }
+}
+
+impl State {
+    /// Sets an object unless a newer version of it is known; says whether that made a difference.
+    fn set(&mut self, kind: Kind, key: Key, mut object: Value) -> bool {
+        if self.kinds.get(&kind).is_some_and(|progress| progress.deleted.contains(uid(&object))) {
+            return false;
+        }
+        // Of objects that we do not write, only the watch tells, and in order.
+        let ordered = !kind.is_users() || kind.has_our_status();
+        let new = number(version(&object));
+        let present = self.view.version(kind, &key).map(number);
+        if ordered && present.is_some_and(|present| present >= new) {
+            return false;
+        }
+        let version = trim(kind, &mut object);
+        let target = ObjectRef { kind, key };
+        match kind.decode(object) {
+            Ok(object) => {
+                let mended = self.problems.remove(&target).is_some();
+                self.view.set(kind, target.key, Some(Item { version, object })) || mended
+            }
+            Err(error) => {
+                let problem = Problem {
+                    file: PathBuf::new(),
+                    document: None,
+                    object: Some(target.clone()),
+                    field: None,
+                    message: format!("it is not understood: {error}"),
+                    remedy: "install CustomResourceDefinitions and programs of the same version".to_owned(),
+                };
+                self.problems.insert(target, problem.clone()) != Some(problem)
+            }
+        }
+    }
+
+    /// Removes an object if its version is old enough; says whether that made a difference.
+    fn remove(&mut self, kind: Kind, key: &Key, is_old: impl FnOnce(&str) -> bool) -> bool {
+        let mended = self.problems.remove(&ObjectRef { kind, key: key.clone() }).is_some();
+        let trimmed = kind.is_users() && !kind.has_our_status();
+        let old = self.view.version(kind, key).is_some_and(|present| trimmed || is_old(present));
+        (old && self.view.set(kind, key.clone(), None)) || mended
+    }
+
+    /// Makes the objects of a kind those of a list, but for what `is_old` says is newer than the list.
+    fn replace(&mut self, kind: Kind, objects: BTreeMap<Key, Value>, is_old: impl Fn(&Key, &str) -> bool) -> bool {
+        let mut changed = false;
+        for key in self.view.keys(kind) {
+            if !objects.contains_key(&key) {
+                changed |= self.remove(kind, &key, |present| is_old(&key, present));
+            }
+        }
+        for (key, object) in objects {
+            changed |= self.set(kind, key, object);
+        }
+        changed
+    }
+}
+
+#[cfg(test)]
+#[path = "cache_tests.rs"]
+mod tests;

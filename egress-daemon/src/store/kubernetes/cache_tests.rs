@@ -1,0 +1,114 @@
+//! Notices, lists and answers in orders that a busy API server makes of them.
+
+use super::*;
+use serde_json::json;
+
+fn ip(name: &str, uid: &str, version: u64) -> Value {
+    json!({"apiVersion": "spillway.io/v1alpha1", "kind": "EgressIP", "spec": {"address": "192.0.2.1"},
+        "metadata": {"name": name, "uid": uid, "resourceVersion": version.to_string()}})
+}
+
+fn versions(cache: &Cache) -> Vec<(String, String)> {
+    let state = cache.state();
+    let of = |key: &Key| state.view.version(Kind::EgressIP, key).unwrap_or_default().to_owned();
+    state.view.keys(Kind::EgressIP).iter().map(|key| (key.name.clone(), of(key))).collect()
+}
+
+fn is(cache: &Cache, wanted: &[(&str, &str)]) -> bool {
+    versions(cache) == wanted.iter().map(|(name, version)| ((*name).into(), (*version).into())).collect::<Vec<_>>()
+}
+
+fn listed(cache: &Cache, objects: impl IntoIterator<Item = Value>) {
+    cache.notice(Kind::EgressIP, Event::Init);
+    for object in objects {
+        cache.notice(Kind::EgressIP, Event::InitApply(object));
+    }
+    cache.notice(Kind::EgressIP, Event::InitDone);
+}
+
+#[test]
+fn an_answer_is_not_undone_by_an_older_notice() {
+    let cache = Cache::default();
+    listed(&cache, [ip("a", "1", 5)]);
+    cache.wrote(Kind::EgressIP, ip("a", "1", 9));
+    cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 7)));
+    assert!(is(&cache, &[("a", "9")]));
+    let revision = cache.revision(Kind::EgressIP);
+    cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 9)));
+    assert_eq!(cache.revision(Kind::EgressIP), revision, "the notice of our own write is no change");
+    cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 10)));
+    assert!(is(&cache, &[("a", "10")]));
+}
+
+#[test]
+fn what_we_deleted_stays_away_and_what_has_its_name_is_another_object() {
+    let cache = Cache::default();
+    listed(&cache, [ip("a", "1", 5)]);
+    let target = ObjectRef { kind: Kind::EgressIP, key: Key::cluster("a") };
+    cache.deleted(&target, &ip("a", "1", 5));
+    cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 4)));
+    assert!(is(&cache, &[]));
+    cache.wrote(Kind::EgressIP, ip("a", "2", 8));
+    cache.notice(Kind::EgressIP, Event::Delete(ip("a", "1", 6)));
+    assert!(is(&cache, &[("a", "8")]));
+    cache.notice(Kind::EgressIP, Event::Delete(ip("a", "2", 11)));
+    assert!(is(&cache, &[]));
+}
+
+#[test]
+fn a_new_list_takes_away_what_is_gone_and_keeps_what_we_wrote_meanwhile() {
+    let cache = Cache::default();
+    listed(&cache, [ip("gone", "1", 3), ip("kept", "2", 4)]);
+    cache.notice(Kind::EgressIP, Event::Init);
+    assert!(is(&cache, &[("gone", "3"), ("kept", "4")]), "as it was, until the list is whole");
+    cache.wrote(Kind::EgressIP, ip("new", "3", 9));
+    cache.notice(Kind::EgressIP, Event::InitApply(ip("kept", "2", 4)));
+    cache.notice(Kind::EgressIP, Event::InitDone);
+    assert!(is(&cache, &[("kept", "4"), ("new", "9")]));
+}
+
+#[test]
+fn a_list_apart_from_the_watch_knows_nothing_of_what_came_later() {
+    let cache = Cache::default();
+    listed(&cache, [ip("a", "1", 3), ip("b", "2", 4)]);
+    cache.notice(Kind::EgressIP, Event::Apply(ip("late", "4", 12)));
+    cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 13)));
+    cache.listed(Kind::EgressIP, vec![ip("a", "1", 6)], "10");
+    assert!(is(&cache, &[("a", "13"), ("late", "12")]));
+}
+
+#[test]
+fn an_object_that_is_not_understood_spoils_nothing_and_its_last_good_version_stays() {
+    let cache = Cache::default();
+    let mut broken = ip("a", "1", 6);
+    broken["spec"] = json!({"address": 7});
+    listed(&cache, [ip("a", "1", 5), ip("b", "2", 5)]);
+    cache.notice(Kind::EgressIP, Event::Apply(broken));
+    assert!(is(&cache, &[("a", "5"), ("b", "5")]));
+    let problems: Vec<String> = cache.problems().iter().map(ToString::to_string).collect();
+    assert!(problems.len() == 1 && problems[0].starts_with("EgressIP a: it is not understood"), "{problems:?}");
+    cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 7)));
+    assert!(is(&cache, &[("a", "7"), ("b", "5")]) && cache.problems().is_empty());
+}
+
+#[test]
+fn what_matters_of_a_pod_decides_whether_it_changed() {
+    let cache = Cache::default();
+    let pod = |version: &str, phase: &str, app: &str| {
+        json!({"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [], "nodeName": "w"},
+            "metadata": {"name": "p", "namespace": "n", "uid": "u", "resourceVersion": version, "labels": {"app": app}},
+            "status": {"phase": phase, "startTime": version}})
+    };
+    let mut changes = cache.changes();
+    for (version, phase, app, changed) in [
+        ("1", "Pending", "a", true),
+        ("2", "Pending", "a", false),
+        ("3", "Running", "a", true),
+        ("4", "Running", "b", true),
+    ] {
+        changes.borrow_and_update();
+        cache.notice(Kind::Pod, Event::Apply(pod(version, phase, app)));
+        assert_eq!(changes.has_changed().unwrap(), changed, "{version}");
+    }
+    assert_eq!(cache.heard(Kind::Pod), 4);
+}

@@ -1,0 +1,72 @@
+//! The connection to an API server: where it is, who we are, and how soon a connection that is dead is noticed.
+
+use hyper_util::client::legacy::{Client as Http, connect::HttpConnector};
+use hyper_util::rt::TokioExecutor;
+use kube::client::{Body, ConfigExt};
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Client, Config};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tower::{BoxError, ServiceBuilder};
+
+/// How long making a connection may take.
+const CONNECT: Duration = Duration::from_secs(2);
+/// A connection that has been silent for this long is asked whether it lives: watches may be silent for minutes.
+const KEEPALIVE: Duration = Duration::from_secs(5);
+/// How often it is asked, and how often in vain before it counts as dead.
+const KEEPALIVE_EVERY: Duration = Duration::from_secs(1);
+const KEEPALIVE_MISSES: u32 = 3;
+
+/// Why there is no connection.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The kubeconfig does not say where the cluster is.
+    #[error("{} cannot be used: {error}: name a kubeconfig that kubectl works with", file.display())]
+    Kubeconfig {
+        /// The file.
+        file: PathBuf,
+        /// What is wrong with it.
+        error: Box<kube::config::KubeconfigError>,
+    },
+    /// This process is not in a pod, or its service account is not mounted.
+    #[error(
+        "this is not a pod with a service account ({0}): name a cluster with --kubeconfig FILE, or a directory with \
+         --manifests DIR"
+    )]
+    NotInCluster(Box<kube::config::InClusterError>),
+    /// The connection cannot be set up from what the configuration says.
+    #[error("the connection to the API server cannot be set up: {0}: check certificates and credentials")]
+    Client(Box<kube::Error>),
+}
+
+/// A client for the cluster of a kubeconfig, or for the one that this pod runs in. Connects when it is used.
+pub(super) async fn connect(kubeconfig: Option<&Path>) -> Result<Client, ConnectError> {
+    let config = match kubeconfig {
+        Some(file) => {
+            let failed = |error| ConnectError::Kubeconfig { file: file.to_owned(), error: Box::new(error) };
+            let read = Kubeconfig::read_from(file).map_err(failed)?;
+            Config::from_custom_kubeconfig(read, &KubeConfigOptions::default()).await.map_err(failed)?
+        }
+        None => Config::incluster().map_err(|error| ConnectError::NotInCluster(Box::new(error)))?,
+    };
+    client(&config).map_err(|error| ConnectError::Client(Box::new(error)))
+}
+
+fn client(config: &Config) -> kube::Result<Client> {
+    let mut http = HttpConnector::new();
+    http.enforce_http(false);
+    http.set_nodelay(true);
+    http.set_connect_timeout(Some(CONNECT));
+    http.set_keepalive(Some(KEEPALIVE));
+    http.set_keepalive_interval(Some(KEEPALIVE_EVERY));
+    http.set_keepalive_retries(Some(KEEPALIVE_MISSES));
+    // What was sent and is not acknowledged: keep-alive probes are not sent meanwhile.
+    http.set_tcp_user_timeout(Some(KEEPALIVE + KEEPALIVE_EVERY * KEEPALIVE_MISSES));
+    let https = config.rustls_https_connector_with_connector(http)?;
+    let service = ServiceBuilder::new()
+        .layer(config.base_uri_layer())
+        .option_layer(config.auth_layer()?)
+        .map_err(BoxError::from)
+        .service(Http::builder(TokioExecutor::new()).build::<_, Body>(https));
+    Ok(Client::new(service, config.default_namespace.clone()))
+}

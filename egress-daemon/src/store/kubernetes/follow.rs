@@ -1,0 +1,144 @@
+//! Watches: one task a kind, which never gives up.
+
+use super::cache::Cache;
+use super::namespace_of;
+use crate::store::Kind;
+use futures::StreamExt;
+use kube::api::{Api, DynamicObject, ListParams};
+use kube::runtime::watcher::{self, Event, watcher};
+use kube::{Client, Error};
+use serde_json::Value;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long a request may take.
+const REQUEST: Duration = Duration::from_secs(10);
+/// How soon a watch that failed is tried again, at first and at last.
+const RETRY: Duration = Duration::from_millis(100);
+const RETRY_AT_MOST: Duration = Duration::from_secs(2);
+
+/// What is watched.
+pub(super) struct Watched {
+    pub(super) kind: Kind,
+    config: watcher::Config,
+}
+
+impl Watched {
+    /// All objects of a kind that we may see.
+    pub(super) fn all(kind: Kind) -> Self {
+        Watched { kind, config: watcher::Config::default() }
+    }
+
+    /// Those with these values of fields.
+    pub(super) fn fields(kind: Kind, selector: String) -> Self {
+        Watched { kind, config: watcher::Config::default().fields(&selector) }
+    }
+}
+
+/// The API of a kind.
+pub(super) fn api(client: Client, kind: Kind) -> Api<DynamicObject> {
+    match namespace_of(kind) {
+        Some(namespace) => Api::namespaced_with(client, namespace, &kind.resource()),
+        None => Api::all_with(client, &kind.resource()),
+    }
+}
+
+/// The JSON of an object, with the kind that objects in lists lack.
+pub(super) fn value(kind: Kind, object: &DynamicObject) -> Value {
+    // Numbers, texts and maps with texts as keys cannot fail.
+    let mut value = serde_json::to_value(object).unwrap_or_default();
+    value["apiVersion"] = Value::from(kind.api_version());
+    value["kind"] = Value::from(kind.name());
+    value
+}
+
+/// Follows the objects of a kind.
+pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) {
+    let kind = watched.kind;
+    let mut events = pin!(watcher(api(client, kind), watched.config));
+    let mut retry = Retry::default();
+    while let Some(event) = events.next().await {
+        let event = match event {
+            Ok(event) => event,
+            Err(error) => {
+                tracing::debug!(%kind, %error, "the watch failed");
+                retry.wait(|| format!("{kind} objects are not followed: {}", reason(&error))).await;
+                continue;
+            }
+        };
+        if !matches!(event, Event::Init) && retry.is_over() {
+            tracing::info!("{kind} objects are followed again");
+        }
+        cache.notice(
+            kind,
+            match event {
+                Event::Apply(object) => Event::Apply(value(kind, &object)),
+                Event::Delete(object) => Event::Delete(value(kind, &object)),
+                Event::Init => Event::Init,
+                Event::InitApply(object) => Event::InitApply(value(kind, &object)),
+                Event::InitDone => Event::InitDone,
+            },
+        );
+    }
+}
+
+/// Lists the objects of a kind, apart from the watch, until that succeeds.
+pub(super) async fn list(client: Client, kind: Kind, cache: Arc<Cache>) {
+    let api = api(client, kind);
+    let mut retry = Retry::default();
+    loop {
+        let why = match tokio::time::timeout(REQUEST, api.list(&ListParams::default())).await {
+            Ok(Ok(list)) => {
+                let objects = list.items.iter().map(|object| value(kind, object)).collect();
+                cache.listed(kind, objects, list.metadata.resource_version.as_deref().unwrap_or_default());
+                return;
+            }
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "the API server does not answer".to_owned(),
+        };
+        retry.wait(|| format!("{kind} objects cannot be listed: {why}")).await;
+    }
+}
+
+/// What to do about a watch that fails.
+fn reason(error: &watcher::Error) -> String {
+    let of_api = match error {
+        watcher::Error::InitialListFailed(error)
+        | watcher::Error::WatchStartFailed(error)
+        | watcher::Error::WatchFailed(error) => error,
+        other => return other.to_string(),
+    };
+    match of_api {
+        Error::Api(status) if status.code == 404 => {
+            "the cluster does not know the kind: install the CustomResourceDefinitions (kubectl apply -k manifests/)"
+                .into()
+        }
+        Error::Api(status) if matches!(status.code, 401 | 403) => {
+            format!("{}: install the roles of this version (kubectl apply -k manifests/)", status.message)
+        }
+        other => other.to_string(),
+    }
+}
+
+/// Waits longer with each failure, and tells of the first one.
+#[derive(Default)]
+struct Retry {
+    failures: u32,
+}
+
+impl Retry {
+    async fn wait(&mut self, message: impl FnOnce() -> String) {
+        if self.failures == 0 {
+            tracing::warn!("{}; trying again", message());
+        }
+        let pause = RETRY_AT_MOST.min(RETRY * 2_u32.pow(self.failures.min(8)));
+        self.failures += 1;
+        tokio::time::sleep(pause).await;
+    }
+
+    /// Something succeeded: whether anything had failed before.
+    fn is_over(&mut self) -> bool {
+        std::mem::take(&mut self.failures) > 0
+    }
+}

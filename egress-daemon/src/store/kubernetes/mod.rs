@@ -1,0 +1,158 @@
+//! The store on the Kubernetes API: one watch for each kind that the reader needs, and writes that compare and swap on
+//! `metadata.resourceVersion`.
+//!
+//! While the API server does not answer, the cache stays as it is, and watches and leases are tried again and again. A
+//! lease cannot fence a write of another object there: a leader checks before each write that it has renewed its lease
+//! lately, and what arrives later than that conflicts with whatever the next leader wrote, or is seen and planned anew.
+
+mod cache;
+mod client;
+mod follow;
+mod notes;
+mod trim;
+mod write;
+
+pub use client::ConnectError;
+
+use super::kind::Erased;
+use super::lease::{LEASE_NAMESPACE, gateway_lease};
+use super::{Backend, Key, Kind, Note, Problem, Store, StoreError, Write};
+use cache::Cache;
+use follow::Watched;
+use futures::future::{BoxFuture, join_all};
+use kube::Client;
+use serde_json::Value;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+
+/// How often it is said that the API server is waited for.
+const COMPLAIN: Duration = Duration::from_secs(10);
+/// So many notes wait to be sent; more are dropped.
+const NOTES: usize = 256;
+
+/// Who reads: an agent must not follow what only the controller needs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Reader {
+    /// The agent of this node: all objects but the pods of other nodes and the leases of others.
+    Agent(String),
+    /// A controller: everything.
+    Controller,
+}
+
+impl Reader {
+    /// The name under which its writes are known in `metadata.managedFields`, and as the source of Events.
+    fn name(&self) -> &'static str {
+        match self {
+            Reader::Agent(_) => "spillway-agent",
+            Reader::Controller => "spillway-controller",
+        }
+    }
+
+    fn watched(&self) -> Vec<Watched> {
+        let all = Kind::native().map(|kind| match (self, kind) {
+            (Reader::Agent(node), Kind::Pod) => Watched::fields(kind, format!("spec.nodeName={node}")),
+            (Reader::Agent(node), Kind::Lease) => {
+                Watched::fields(kind, format!("metadata.name={}", gateway_lease(node)))
+            }
+            _ => Watched::all(kind),
+        });
+        all.collect()
+    }
+}
+
+/// A store on a cluster.
+pub struct Kubernetes {
+    client: Client,
+    writer: &'static str,
+    cache: Arc<Cache>,
+    notes: mpsc::Sender<Note>,
+    /// Ends with the store.
+    _tasks: JoinSet<()>,
+}
+
+impl Kubernetes {
+    /// Opens the cluster of a kubeconfig, or the one that this pod runs in, and waits until everything that the reader
+    /// needs has been listed, however long that takes. Its cache follows the cluster until the last clone of the store is
+    /// dropped.
+    pub async fn open(kubeconfig: Option<&Path>, reader: &Reader) -> Result<Store, ConnectError> {
+        let client = client::connect(kubeconfig).await?;
+        Ok(Self::follow(client, reader).await)
+    }
+
+    async fn follow(client: Client, reader: &Reader) -> Store {
+        let cache = Arc::new(Cache::default());
+        let mut tasks = JoinSet::new();
+        let watched = reader.watched();
+        let kinds: Vec<Kind> = watched.iter().map(|watched| watched.kind).collect();
+        for watched in watched {
+            tasks.spawn(follow::follow(client.clone(), watched, Arc::clone(&cache)));
+        }
+        let (notes, waiting) = mpsc::channel(NOTES);
+        tasks.spawn(notes::send(client.clone(), Arc::clone(&cache), reader.name(), waiting));
+        let mut changes = cache.changes();
+        loop {
+            let missing = cache.missing(&kinds);
+            if missing.is_empty() {
+                break;
+            }
+            if tokio::time::timeout(COMPLAIN, changes.changed()).await.is_err() {
+                let missing: Vec<&str> = missing.into_iter().map(Kind::name).collect();
+                tracing::warn!("still waiting for the API server to list {}", missing.join(", "));
+            }
+        }
+        Store::new(Arc::new(Kubernetes { client, writer: reader.name(), cache, notes, _tasks: tasks }))
+    }
+}
+
+impl Backend for Kubernetes {
+    fn list(&self, kind: Kind) -> Vec<Erased> {
+        self.cache.list(kind)
+    }
+
+    fn get(&self, kind: Kind, key: &Key) -> Option<Erased> {
+        self.cache.get(kind, key)
+    }
+
+    fn revision(&self, kind: Kind) -> u64 {
+        self.cache.revision(kind)
+    }
+
+    fn heard(&self, kind: Kind) -> u64 {
+        self.cache.heard(kind)
+    }
+
+    fn problems(&self) -> Vec<Problem> {
+        self.cache.problems()
+    }
+
+    fn changes(&self) -> watch::Receiver<u64> {
+        self.cache.changes()
+    }
+
+    fn refresh(&self) -> BoxFuture<'static, ()> {
+        let ours = Kind::native().filter(|kind| !kind.is_users() || kind.has_our_status());
+        let lists = ours.map(|kind| follow::list(self.client.clone(), kind, Arc::clone(&self.cache)));
+        let lists = join_all(lists);
+        Box::pin(async move {
+            lists.await;
+        })
+    }
+
+    fn write(&self, write: Write) -> BoxFuture<'static, Result<Value, StoreError>> {
+        Box::pin(write::write(self.client.clone(), self.writer, Arc::clone(&self.cache), write))
+    }
+
+    fn note(&self, note: Note) {
+        if self.notes.try_send(note).is_err() {
+            tracing::debug!("an event is not recorded: too many wait already");
+        }
+    }
+}
+
+/// The namespace that all objects of a kind that we write live in.
+fn namespace_of(kind: Kind) -> Option<&'static str> {
+    (kind == Kind::Lease).then_some(LEASE_NAMESPACE)
+}

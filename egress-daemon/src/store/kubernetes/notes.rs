@@ -1,0 +1,47 @@
+//! Events (`events.k8s.io`): what `kubectl describe` shows below an object. They are for people; what cannot be sent is
+//! dropped.
+
+use super::cache::Cache;
+use crate::store::Note;
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::Client;
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use serde_json::Value;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::mpsc;
+
+/// How long sending one may take.
+const REQUEST: Duration = Duration::from_secs(5);
+
+/// Sends what comes in, one after the other.
+pub(super) async fn send(client: Client, cache: Arc<Cache>, reporter: &'static str, mut notes: mpsc::Receiver<Note>) {
+    let instance = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
+    let recorder = Recorder::new(client, Reporter { controller: reporter.to_owned(), instance });
+    while let Some(note) = notes.recv().await {
+        let about = &note.about;
+        // The uid makes `kubectl describe` find it; an object that is gone has none.
+        let object = cache.get(about.kind, &about.key).and_then(|object| about.kind.encode(&object));
+        let uid = object.as_ref().and_then(|object| object.pointer("/metadata/uid")).and_then(Value::as_str);
+        let reference = ObjectReference {
+            api_version: Some(about.kind.api_version().to_owned()),
+            kind: Some(about.kind.name().to_owned()),
+            name: Some(about.key.name.clone()),
+            namespace: Some(about.key.namespace.clone()).filter(|namespace| !namespace.is_empty()),
+            uid: uid.map(ToOwned::to_owned),
+            ..Default::default()
+        };
+        let event = Event {
+            type_: if note.warning { EventType::Warning } else { EventType::Normal },
+            reason: note.reason.to_owned(),
+            note: Some(note.message.clone()),
+            action: note.reason.to_owned(),
+            secondary: None,
+        };
+        match tokio::time::timeout(REQUEST, recorder.publish(&event, &reference)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::debug!(%about, %error, "an event is not recorded"),
+            Err(_) => tracing::debug!(%about, "an event is not recorded: the API server does not answer"),
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! What is kept of objects that others write. A pod's status changes many times for one change that matters here; what is
+//! not kept makes no difference, so that nobody wakes up for it, and takes no memory.
+
+use crate::store::Kind;
+use serde_json::{Map, Value};
+use siphasher::sip128::{Hasher128, SipHasher13};
+use std::hash::Hasher;
+
+/// Fields by their path; `[]` goes into each element of a list.
+const POD: &[&str] = &[
+    "metadata.name",
+    "metadata.namespace",
+    "metadata.uid",
+    "metadata.labels",
+    "spec.nodeName",
+    "spec.hostNetwork",
+    "status.phase",
+    "status.podIP",
+    "status.podIPs",
+];
+const NODE: &[&str] = &[
+    "metadata.name",
+    "metadata.uid",
+    "metadata.labels",
+    "metadata.annotations",
+    "spec.podCIDR",
+    "spec.podCIDRs",
+    "spec.unschedulable",
+    "status.addresses",
+    "status.conditions[].type",
+    "status.conditions[].status",
+];
+const NAMESPACE: &[&str] = &["metadata.name", "metadata.uid", "metadata.labels"];
+
+/// Takes out what is not kept, and returns what tells two versions apart.
+pub(super) fn trim(kind: Kind, object: &mut Value) -> String {
+    let kept = match kind {
+        Kind::Pod => POD,
+        Kind::Node => NODE,
+        Kind::Namespace => NAMESPACE,
+        _ => {
+            if let Some(metadata) = object.get_mut("metadata").and_then(Value::as_object_mut) {
+                metadata.remove("managedFields");
+            }
+            return version(object).to_owned();
+        }
+    };
+    let mut small = Map::new();
+    for name in ["apiVersion", "kind"] {
+        if let Some(value) = object.get(name) {
+            small.insert(name.to_owned(), value.clone());
+        }
+    }
+    let mut small = Value::Object(small);
+    for path in kept {
+        copy(object, &mut small, path);
+    }
+    if kind == Kind::Pod
+        && let Some(spec) =
+            small.as_object_mut().map(|pod| pod.entry("spec").or_insert_with(|| Value::Object(Map::new())))
+    {
+        // A list that a pod must have.
+        spec["containers"] = Value::Array(Vec::new());
+    }
+    *object = small;
+    let mut hasher = SipHasher13::new();
+    hasher.write(object.to_string().as_bytes());
+    let digest = hasher.finish128();
+    format!("{:016x}{:016x}", digest.h1, digest.h2)
+}
+
+/// The resourceVersion of an object; empty if it has none.
+pub(super) fn version(object: &Value) -> &str {
+    object.pointer("/metadata/resourceVersion").and_then(Value::as_str).unwrap_or_default()
+}
+
+fn copy(from: &Value, to: &mut Value, path: &str) {
+    let (head, rest) = path.split_once('.').map_or((path, None), |(head, rest)| (head, Some(rest)));
+    let (name, each) = head.strip_suffix("[]").map_or((head, false), |name| (name, true));
+    let Some(found) = from.get(name).filter(|found| !found.is_null()) else { return };
+    match (rest, each) {
+        (None, _) => to[name] = found.clone(),
+        (Some(rest), false) => {
+            if to.get(name).is_none() {
+                to[name] = Value::Object(Map::new());
+            }
+            copy(found, &mut to[name], rest);
+        }
+        (Some(rest), true) => {
+            let Some(items) = found.as_array() else { return };
+            if to.get(name).is_none() {
+                to[name] = Value::Array(vec![Value::Object(Map::new()); items.len()]);
+            }
+            for (item, place) in items.iter().zip(to[name].as_array_mut().into_iter().flatten()) {
+                copy(item, place, rest);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn what_changes_all_the_time_makes_no_difference() {
+        let node = |beat: &str, ready: &str| {
+            json!({"apiVersion": "v1", "kind": "Node",
+                "metadata": {"name": "n1", "resourceVersion": beat, "labels": {"a": "b"}, "managedFields": [1]},
+                "spec": {"podCIDR": "10.0.0.0/24"},
+                "status": {"images": ["x"], "conditions": [{"type": "Ready", "status": ready, "lastHeartbeatTime": beat}]}})
+        };
+        let (mut first, mut second, mut third) = (node("1", "True"), node("2", "True"), node("2", "False"));
+        let version = trim(Kind::Node, &mut first);
+        assert_eq!(version, trim(Kind::Node, &mut second));
+        assert_ne!(version, trim(Kind::Node, &mut third));
+        assert_eq!(
+            first,
+            json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1", "labels": {"a": "b"}},
+                "spec": {"podCIDR": "10.0.0.0/24"}, "status": {"conditions": [{"type": "Ready", "status": "True"}]}})
+        );
+        assert!(Kind::Node.decode(first).is_ok());
+    }
+
+    #[test]
+    fn a_pod_keeps_what_an_endpoint_is_made_from() {
+        let mut pod = json!({"apiVersion": "v1", "kind": "Pod",
+            "metadata": {"name": "p", "namespace": "n", "uid": "u", "labels": {"app": "web"}, "annotations": {"x": "y"}},
+            "spec": {"nodeName": "w1", "containers": [{"name": "c", "image": "i"}]},
+            "status": {"phase": "Running", "podIP": "10.0.0.5", "podIPs": [{"ip": "10.0.0.5"}], "qosClass": "BestEffort"}});
+        let whole: k8s_openapi::api::core::v1::Pod = serde_json::from_value(pod.clone()).unwrap();
+        trim(Kind::Pod, &mut pod);
+        let small: k8s_openapi::api::core::v1::Pod = serde_json::from_value(pod.clone()).unwrap();
+        assert_eq!(crate::translate::endpoint(&whole), crate::translate::endpoint(&small));
+        assert!(crate::translate::endpoint(&small).is_some_and(|endpoint| !endpoint.ips.is_empty()));
+        assert!(!pod.to_string().contains("qosClass") && !pod.to_string().contains("annotations"));
+    }
+
+    #[test]
+    fn what_we_write_keeps_its_version() {
+        let mut ip = json!({"metadata": {"name": "x", "resourceVersion": "17", "managedFields": []}});
+        assert_eq!(trim(Kind::EgressIP, &mut ip), "17");
+        assert_eq!(ip, json!({"metadata": {"name": "x", "resourceVersion": "17"}}));
+    }
+}

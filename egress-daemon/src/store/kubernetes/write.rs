@@ -1,0 +1,137 @@
+//! Writes: each compares and swaps on the resourceVersion that the writer read.
+//!
+//! Our own objects are replaced. The status of an object that a person writes is applied (server-side apply) as the fields
+//! of our own manager, so that `kubectl` can tell whose is what.
+
+use super::cache::Cache;
+use super::follow::{api, value};
+use crate::api::Violation;
+use crate::store::{Guard, Kind, ObjectRef, StoreError, Verb, Write};
+use k8s_openapi::api::coordination::v1::Lease;
+use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions};
+use kube::core::Status;
+use kube::{Client, Error};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How long a write may take.
+const REQUEST: Duration = Duration::from_secs(5);
+
+/// Writes, and returns the object as the API server has it then.
+pub(super) async fn write(
+    client: Client,
+    writer: &'static str,
+    cache: Arc<Cache>,
+    write: Write,
+) -> Result<Value, StoreError> {
+    let Write { verb, target, object, guard } = write;
+    if guard.is_some_and(|guard| !is_held(&cache, &guard)) {
+        return Err(StoreError::Fenced(target));
+    }
+    let sent = Instant::now();
+    let api = api(client, target.kind);
+    let result = tokio::time::timeout(REQUEST, send(&api, writer, verb, &target, &object)).await;
+    let written = match result {
+        Ok(Ok(written)) => written,
+        Ok(Err(error)) => return Err(refusal(verb, target, error)),
+        Err(_) => {
+            let message = format!("the API server did not answer within {REQUEST:?}");
+            return Err(StoreError::Unavailable { object: target, message });
+        }
+    };
+    if verb == Verb::Delete {
+        cache.deleted(&target, &object);
+        return Ok(object);
+    }
+    if target.kind == Kind::Lease {
+        cache.renewed(&target.key, sent);
+    }
+    let written = value(target.kind, &written);
+    cache.wrote(target.kind, written.clone());
+    Ok(written)
+}
+
+async fn send(
+    api: &Api<DynamicObject>,
+    writer: &'static str,
+    verb: Verb,
+    target: &ObjectRef,
+    object: &Value,
+) -> kube::Result<DynamicObject> {
+    let name = &target.key.name;
+    let posted = PostParams { dry_run: false, field_manager: Some(writer.to_owned()) };
+    let typed = |value: &Value| serde_json::from_value::<DynamicObject>(value.clone()).map_err(Error::SerdeError);
+    let text = |path| object.pointer(path).and_then(Value::as_str).map(ToOwned::to_owned);
+    match verb {
+        Verb::Create => api.create(&posted, &typed(object)?).await,
+        Verb::Replace => api.replace(name, &posted, &typed(object)?).await,
+        Verb::ReplaceStatus if target.kind.is_users() => {
+            let fields = json!({
+                "apiVersion": target.kind.api_version(),
+                "kind": target.kind.name(),
+                "metadata": {"name": name, "resourceVersion": text("/metadata/resourceVersion")},
+                "status": object.get("status"),
+            });
+            api.patch_status(name, &PatchParams::apply(writer).force(), &Patch::Apply(&fields)).await
+        }
+        Verb::ReplaceStatus => api.replace_status(name, &posted, &typed(object)?).await,
+        Verb::Delete => {
+            let preconditions =
+                Preconditions { resource_version: text("/metadata/resourceVersion"), uid: text("/metadata/uid") };
+            let parameters = DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
+            api.delete(name, &parameters).await?;
+            typed(object)
+        }
+    }
+}
+
+/// Whether a lease has this epoch, and was renewed from here so lately that nobody else can have taken it over.
+fn is_held(cache: &Cache, guard: &Guard) -> bool {
+    let Some(lease) = cache.get(Kind::Lease, &guard.lease).and_then(|lease| lease.downcast::<Lease>().ok()) else {
+        return false;
+    };
+    let Some(spec) = lease.spec.as_ref() else { return false };
+    let held = spec.holder_identity.as_deref().is_some_and(|holder| !holder.is_empty());
+    let same = spec.lease_transitions.and_then(|epoch| u64::try_from(epoch).ok()) == Some(guard.epoch);
+    let seconds = spec.lease_duration_seconds.and_then(|seconds| u64::try_from(seconds).ok()).unwrap_or(0);
+    // The elector's margin for clocks that run at different rates.
+    let duration = Duration::from_secs(seconds) * 9 / 10;
+    held && same && cache.last_renewal(&guard.lease).is_some_and(|sent| sent.elapsed() < duration)
+}
+
+fn refusal(verb: Verb, target: ObjectRef, error: Error) -> StoreError {
+    let Error::Api(status) = error else {
+        return StoreError::Unavailable { object: target, message: error.to_string() };
+    };
+    let Status { code, reason, message, details, .. } = *status;
+    let causes = details.as_ref().map(|details| details.causes.as_slice()).unwrap_or_default();
+    let names_object = details.as_ref().is_some_and(|details| details.name == target.key.name);
+    match (code, reason.as_str()) {
+        (404, _) if verb == Verb::Create || !names_object => {
+            let remedy = "install the namespace and the CustomResourceDefinitions (kubectl apply -k manifests/)";
+            StoreError::Unavailable { object: target, message: format!("{message}: {remedy}") }
+        }
+        (404, _) => StoreError::NotFound(target),
+        (409, "AlreadyExists") => StoreError::AlreadyExists(target),
+        (409, _) => StoreError::Conflict(target),
+        (400 | 422, _) => {
+            let violation = |field: &str, message: &str| Violation {
+                field: field.to_owned(),
+                message: message.to_owned(),
+                remedy: "install CustomResourceDefinitions and programs of the same version".to_owned(),
+            };
+            let mut violations: Vec<Violation> =
+                causes.iter().map(|cause| violation(&cause.field, &cause.message)).collect();
+            if violations.is_empty() {
+                violations.push(violation("", &message));
+            }
+            StoreError::Refused { object: target, violations }
+        }
+        (401 | 403, _) => {
+            let remedy = "install the roles of this version (kubectl apply -k manifests/)";
+            StoreError::Unavailable { object: target, message: format!("{message}: {remedy}") }
+        }
+        _ => StoreError::Unavailable { object: target, message },
+    }
+}

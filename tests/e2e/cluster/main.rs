@@ -1,0 +1,95 @@
+//! Spillway on a real Kubernetes, installed as a user would: the image from scratch, `kubectl apply -k manifests/`, pods by
+//! Deployments, the shipped roles, real packets.
+//!
+//! One cluster serves all tests, one after the other, so the harness is our own; it prints what Rust's does. `cargo xtask
+//! test cluster` builds what it needs and runs it; SPILLWAY_CLUSTER_BIN and SPILLWAY_IMAGE say where that is.
+
+mod changes;
+mod failures;
+mod install;
+mod objects;
+mod world;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::Result;
+use world::World;
+
+type Test = (&'static str, fn(&World) -> Result<()>);
+
+const TESTS: &[&[Test]] = &[objects::TESTS, changes::TESTS, install::TESTS, failures::TESTS];
+
+fn main() -> ExitCode {
+    let mut arguments = std::env::args().skip(1);
+    let (mut filters, mut exact, mut list) = (Vec::new(), false, false);
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--exact" => exact = true,
+            "--list" => list = true,
+            "--test-threads" | "--format" => drop(arguments.next()),
+            other if other.starts_with('-') => {}
+            filter => filters.push(filter.to_owned()),
+        }
+    }
+    let wanted = |name: &str| {
+        filters.is_empty() || filters.iter().any(|filter| if exact { name == filter } else { name.contains(filter) })
+    };
+    let tests: Vec<Test> = TESTS.iter().copied().flatten().copied().filter(|(name, _)| wanted(name)).collect();
+    if list {
+        tests.iter().for_each(|(name, _)| println!("{name}: test"));
+        return ExitCode::SUCCESS;
+    }
+    run(&tests)
+}
+
+fn run(tests: &[Test]) -> ExitCode {
+    let started = Instant::now();
+    println!("\nrunning {} tests", tests.len());
+    let (mut passed, mut failures) = (0, Vec::new());
+    let outcome = if tests.is_empty() { Ok(Err(String::new())) } else { World::open() };
+    match &outcome {
+        Ok(Ok(world)) => {
+            for (name, test) in tests {
+                let result = catch_unwind(AssertUnwindSafe(|| world.fresh().and_then(|()| test(world))));
+                let failure = match result {
+                    Ok(Ok(())) => None,
+                    Ok(Err(error)) => Some(format!("{error:#}")),
+                    Err(_) => Some("panicked, see above".to_owned()),
+                };
+                println!("test {name} ... {}", if failure.is_none() { "ok" } else { "FAILED" });
+                match failure {
+                    None => passed += 1,
+                    Some(failure) => failures.push((*name, format!("{failure}\n{}", world.picture()))),
+                }
+            }
+        }
+        Ok(Err(reason)) => {
+            for (name, _) in tests {
+                lab::skip::record(name, reason);
+                println!("test {name} ... ok");
+                passed += 1;
+            }
+        }
+        Err(error) => failures.extend(tests.iter().map(|(name, _)| {
+            println!("test {name} ... FAILED");
+            (*name, format!("{error:#}"))
+        })),
+    }
+    // Remove the cluster before the verdict.
+    drop(outcome);
+    if !failures.is_empty() {
+        println!("\nfailures:\n");
+        failures.iter().for_each(|(name, failure)| println!("---- {name} stdout ----\n{failure}\n"));
+        println!("failures:");
+        failures.iter().for_each(|(name, _)| println!("    {name}"));
+    }
+    let verdict = if failures.is_empty() { "ok" } else { "FAILED" };
+    println!(
+        "\ntest result: {verdict}. {passed} passed; {} failed; 0 ignored; 0 measured; 0 filtered out; finished in {:.2}s",
+        failures.len(),
+        started.elapsed().as_secs_f64()
+    );
+    if failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

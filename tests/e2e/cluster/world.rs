@@ -1,0 +1,213 @@
+//! The cluster that the tests share, and what they all do with it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use lab::cluster::{Cluster, ClusterPod, POD_IMAGE, SERVERS};
+use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::{NetNs, wait_for, wait_until};
+use serde_json::Value;
+
+/// Only a hang lasts longer.
+pub const PATIENCE: Duration = Duration::from_secs(90);
+
+/// The cluster.
+pub struct World {
+    pub cluster: Cluster,
+    pub manifests: PathBuf,
+    pub image: PathBuf,
+}
+
+impl World {
+    /// Starts the cluster and installs Spillway; or says why these tests are skipped.
+    pub fn open() -> Result<Result<World, String>> {
+        if let Some(obstacle) = lab::skip::obstacle() {
+            return Ok(Err(obstacle));
+        }
+        if let Ok(lacks) = std::env::var("SPILLWAY_CLUSTER_LACKS") {
+            return Ok(Err(lacks));
+        }
+        let (Some(binaries), Some(image)) =
+            (std::env::var_os("SPILLWAY_CLUSTER_BIN"), std::env::var_os("SPILLWAY_IMAGE"))
+        else {
+            return Ok(Err("no cluster was built: run `cargo xtask test cluster`".to_owned()));
+        };
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
+        let cluster = Cluster::new("swtest", Path::new(&binaries), 3, 3);
+        let world = World { cluster, manifests: root.join("manifests"), image: image.into() };
+        if !(keep() && world.cluster.is_up()) {
+            world.cluster.up(|what| eprintln!("cluster: {what}"))?;
+        }
+        eprintln!("cluster: image and manifests");
+        world.cluster.load_image(&world.image)?;
+        world.cluster.install(&world.manifests)?;
+        Ok(Ok(world))
+    }
+
+    /// Removes what the test before left.
+    pub fn fresh(&self) -> Result<()> {
+        let kubectl = |arguments: &[&str]| self.cluster.kubectl(arguments);
+        kubectl(&["delete", "egp,eipp", "--all", "--wait=true"])?;
+        kubectl(&["delete", "deployments,pods", "--all", "--wait=true", "--grace-period=1"])?;
+        self.until("no egress IP is left", &["egressips"], |list| list["items"] == Value::Array(Vec::new())).map(drop)
+    }
+
+    /// What a person would look at when a test has failed.
+    pub fn picture(&self) -> String {
+        let mut picture = String::new();
+        for arguments in [
+            &["get", "egp,eipp,eip,egn", "-o", "wide"][..],
+            &["get", "pods", "-A", "-o", "wide"],
+            &["logs", "-n", "spillway", "-l", "app.kubernetes.io/name=spillway", "--prefix", "--tail=12"],
+        ] {
+            let output = self.cluster.try_kubectl(arguments);
+            picture +=
+                &output.map_or_else(|error| error.to_string(), |o| String::from_utf8_lossy(&o.stdout).into_owned());
+            picture.push('\n');
+        }
+        picture
+    }
+
+    /// Waits until objects, as kubectl returns them, are good.
+    pub fn until(&self, what: &str, arguments: &[&str], good: impl Fn(&Value) -> bool) -> Result<Value> {
+        wait_until(what, PATIENCE, || self.cluster.get(arguments), |value| good(value))
+    }
+
+    /// A pool of addresses `192.0.2.FIRST` to `192.0.2.LAST` on the gateways.
+    pub fn pool(&self, name: &str, first: u8, last: u8) -> Result<()> {
+        self.cluster.apply(&format!(
+            "{{apiVersion: spillway.io/v1alpha1, kind: EgressIPPool, metadata: {{name: {name}}}, spec: {{
+               ipRanges: [{{start: 192.0.2.{first}, end: 192.0.2.{last}}}],
+               nodeSelector: {{matchLabels: {{egress: 'true'}}}}, failback: {{delay: 1s}}}}}}"
+        ))
+    }
+
+    /// A policy for pods `app: APP` towards `destinations` with `count` addresses of the pool `public`.
+    pub fn policy(&self, name: &str, app: &str, destinations: &str, count: usize) -> Result<()> {
+        self.cluster.apply(&format!(
+            "{{apiVersion: spillway.io/v1alpha1, kind: EgressGatewayPolicy, metadata: {{name: {name}}}, spec: {{
+               selectors: [{{podSelector: {{matchLabels: {{app: {app}}}}}}}], destinationCIDRs: [{destinations}],
+               egressIPPools: [{{name: public, count: {count}}}]}}}}"
+        ))
+    }
+
+    /// Waits until a policy has a condition with this status; returns its reason and message.
+    pub fn condition(&self, policy: &str, kind: &str, status: &str) -> Result<(String, String)> {
+        let find = |value: &Value| {
+            let conditions = value["status"]["conditions"].as_array()?;
+            conditions.iter().find(|condition| condition["type"] == kind && condition["status"] == status).cloned()
+        };
+        let what = format!("{policy} has {kind}={status}");
+        let object = self.until(&what, &["egp", policy], |value| find(value).is_some())?;
+        let found = find(&object).unwrap_or_default();
+        let text = |field: &str| found[field].as_str().unwrap_or_default().to_owned();
+        Ok((text("reason"), text("message")))
+    }
+
+    /// Pods of a Deployment on the workers, running.
+    pub fn deploy(&self, app: &str, replicas: usize) -> Result<Vec<ClusterPod>> {
+        self.cluster.apply(&format!(
+            "{{apiVersion: apps/v1, kind: Deployment, metadata: {{name: {app}}}, spec: {{replicas: {replicas},
+               selector: {{matchLabels: {{deployment: {app}}}}}, template: {{metadata: {{labels: {{deployment: {app}, app: {app}}}}},
+               spec: {{terminationGracePeriodSeconds: 1,
+                 affinity: {{nodeAffinity: {{requiredDuringSchedulingIgnoredDuringExecution: {{nodeSelectorTerms: [
+                   {{matchExpressions: [{{key: egress, operator: DoesNotExist}}]}}]}}}}}},
+                 topologySpreadConstraints: [{{maxSkew: 1, topologyKey: kubernetes.io/hostname,
+                   whenUnsatisfiable: ScheduleAnyway, labelSelector: {{matchLabels: {{deployment: {app}}}}}}}],
+                 containers: [{{name: pod, image: '{POD_IMAGE}', imagePullPolicy: Never}}]}}}}}}}}"
+        ))?;
+        self.cluster.kubectl(&["rollout", "status", &format!("deployment/{app}"), "--timeout=90s"])?;
+        self.pods(app, replicas)
+    }
+
+    /// The pods of a Deployment, once there are so many.
+    pub fn pods(&self, app: &str, count: usize) -> Result<Vec<ClusterPod>> {
+        let selector = format!("deployment={app}");
+        let pods = || self.cluster.pods("default", &selector);
+        wait_until(&format!("{count} pods of {app} run"), PATIENCE, pods, |pods| pods.len() == count)
+    }
+
+    /// The namespace of the servers.
+    pub fn outside(&self) -> Result<NetNs> {
+        self.cluster.netns("out")
+    }
+
+    /// Waits until new connections of a pod to a server come from exactly these addresses.
+    pub fn wait_sources(&self, pod: &ClusterPod, server: usize, wanted: &[IpAddr]) -> Result<()> {
+        let wanted: BTreeSet<IpAddr> = wanted.iter().copied().collect();
+        let outside = self.outside()?;
+        let address = SocketAddr::new(SERVERS[server].parse()?, 7000);
+        let look = || {
+            let echo = TcpServer::start(&outside, &[address], ServerMode::Echo)?;
+            let options = TcpOptions { connect_timeout: Duration::from_secs(2), ..TcpOptions::once() };
+            let clients = TcpClients::establish(&pod.ns, address, 12 * wanted.len(), options)?;
+            clients.wait("echoes", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
+            let sources: BTreeSet<IpAddr> = echo.sources().into_keys().collect();
+            clients.close()?;
+            Ok(sources)
+        };
+        let what = format!("{} on {} is seen as {wanted:?}", pod.name, pod.node);
+        wait_until(&what, PATIENCE, look, |sources: &BTreeSet<IpAddr>| *sources == wanted).map(drop)
+    }
+
+    /// The owner and epoch of each egress IP, by address; only those that have an owner.
+    pub fn owners(&self) -> Result<BTreeMap<IpAddr, (String, u64)>> {
+        let list = self.cluster.get(&["egressips"])?;
+        let mut owners = BTreeMap::new();
+        for ip in list["items"].as_array().into_iter().flatten() {
+            let address = ip["spec"]["address"].as_str().unwrap_or_default().parse().context("address")?;
+            if let Some(node) = ip["status"]["node"].as_str() {
+                owners.insert(address, (node.to_owned(), ip["status"]["epoch"].as_u64().unwrap_or_default()));
+            }
+        }
+        Ok(owners)
+    }
+
+    /// Waits until so many egress IPs have owners, none of which is `not`.
+    pub fn wait_owners(&self, count: usize, not: &str) -> Result<BTreeMap<IpAddr, (String, u64)>> {
+        let good = |owners: &BTreeMap<IpAddr, (String, u64)>| {
+            owners.len() == count && owners.values().all(|(node, _)| node != not)
+        };
+        wait_until(&format!("{count} egress IPs have an owner other than {not:?}"), PATIENCE, || self.owners(), good)
+    }
+
+    /// Which controller leads.
+    pub fn leader(&self) -> Result<String> {
+        let lease = self.cluster.get(&["lease", "-n", "spillway", "spillway-controller"])?;
+        let holder = lease["spec"]["holderIdentity"].as_str().filter(|holder| !holder.is_empty());
+        holder.map(ToOwned::to_owned).ok_or_else(|| anyhow!("no controller leads"))
+    }
+
+    /// Waits until all of Spillway runs.
+    pub fn wait_installed(&self) -> Result<()> {
+        wait_for("Spillway runs everywhere", PATIENCE, || {
+            for workload in ["deployment/spillway-controller", "daemonset/spillway-agent"] {
+                self.cluster.kubectl(&["rollout", "status", "-n", "spillway", workload, "--timeout=60s"])?;
+            }
+            Ok(true)
+        })
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if keep() {
+            eprintln!("the cluster is left up: {}", self.cluster.dir().display());
+        } else if let Err(error) = self.cluster.down() {
+            eprintln!("the cluster could not be removed: {error:#}");
+        }
+    }
+}
+
+/// Whether the cluster is left up, and the one that was left up is used again: while tests are written.
+fn keep() -> bool {
+    std::env::var_os("SPILLWAY_KEEP_CLUSTER").is_some()
+}
+
+/// `192.0.2.HOST` for each host.
+pub fn egress(hosts: impl IntoIterator<Item = u8>) -> Vec<IpAddr> {
+    hosts.into_iter().map(|host| IpAddr::from([192, 0, 2, host])).collect()
+}

@@ -1,0 +1,126 @@
+//! Other software at the hooks: programs before ours, programs that take ours off, packets that come by ways of their own;
+//! and a tunnel's port that is somebody's.
+
+use std::net::{IpAddr, SocketAddr};
+
+use anyhow::Context;
+use lab::hook::{Action, Side, hook};
+use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::{Family, Lab, PodSpec, StartOptions, wait_for};
+
+use crate::support::{PATIENCE, counter, has_bpftool, start, wait_in_force, web};
+
+/// FAILURES.md: hook-order.
+#[test]
+fn hook_order_programs_that_end_the_chain_do_not_stay_before_ours() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        let node = lab.node("worker1").ns.clone();
+        // One is there before the agent is.
+        let _earlier = hook(&node, &pod.host_interface, Side::Ingress, Action::End)?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[10])?;
+        for action in [Action::Next, Action::End] {
+            let _later = hook(&node, &pod.host_interface, Side::Ingress, action)?;
+            let _replies = hook(&node, &pod.host_interface, Side::Egress, action)?;
+            let _tunnel = hook(&node, "spillway0", Side::Ingress, action)?;
+            wait_in_force(&pod, &server, &[10])?;
+        }
+        Ok(())
+    });
+}
+
+/// FAILURES.md: hook-lost.
+#[test]
+fn hook_lost_programs_that_somebody_detaches_are_attached_again() {
+    lab::require_root!();
+    lab::require!(has_bpftool(), "bpftool is missing");
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[10])?;
+        for (node, interface, program) in [
+            ("worker1", pod.host_interface.as_str(), "pod_egress"),
+            ("worker1", "spillway0", "tunnel_ingress"),
+            ("worker1", "spillway0", "tunnel_egress"),
+            ("gw1", "ext0", "uplink_ingress"),
+            ("gw1", "spillway0", "tunnel_ingress"),
+        ] {
+            let ns = &lab.node(node).ns;
+            let pin = lab.bpffs(node).join(format!("v1/links/{program}-{}", ns.ifindex(interface)?));
+            ns.sh(&format!("bpftool link detach pinned {}", pin.display()))?;
+            let attached =
+                || Ok(ns.sh(&format!("bpftool net show dev {interface}"))?.contains(&program[..15.min(program.len())]));
+            wait_for(&format!("{program} is back at {interface}"), PATIENCE, attached)?;
+            wait_in_force(&pod, &server, &[10])?;
+        }
+        Ok(())
+    });
+}
+
+/// FAILURES.md: inbound-unseen. What comes in is put into the pod past its interface's egress hook.
+#[test]
+fn inbound_unseen_connections_of_the_outside_are_left_alone() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        // It stands for an outside host whose packets something on the node redirects into the pod.
+        let outside = lab.add_pod(PodSpec::new("outside", "worker1"))?;
+        start(lab)?;
+        wait_in_force(&pod, lab.server("server1"), &[10])?;
+        let node = lab.node("worker1").ns.clone();
+        let addresses: [IpAddr; 2] = ["198.51.100.77".parse()?, "2001:db8:51::77".parse()?];
+        for (address, bits) in addresses.into_iter().zip([32, 128]) {
+            outside.ns.ip(&[format!("addr add {address}/{bits} dev eth0")])?;
+            node.ip(&[format!("route add {address}/{bits} dev {}", outside.host_interface)])?;
+        }
+        outside.ns.sh(&format!(
+            "ip route change default via 169.254.1.1 dev eth0 src {}
+             ip -6 route change default via fe80::ecee:eeff:feee:eeee dev eth0 src {}",
+            addresses[0], addresses[1]
+        ))?;
+        let _redirect =
+            hook(&node, &outside.host_interface, Side::Ingress, Action::ToPeer(node.ifindex(&pod.host_interface)?))?;
+        for (family, address) in Family::BOTH.into_iter().zip(addresses) {
+            let target = SocketAddr::new(pod.ips.ip(family), 8080);
+            let echo = TcpServer::start(&pod.ns, &[target], ServerMode::Echo)?;
+            let untouched = counter(lab, "worker1", "flows_untouched")?;
+            let clients =
+                TcpClients::establish(&outside.ns, target, 5, TcpOptions { records: 5, ..TcpOptions::default() })?;
+            clients.wait("echoes", PATIENCE, |all| all.iter().all(|one| one.received == 5 && one.wrong == 0))?;
+            assert!(echo.connections().iter().all(|one| one.peer.ip() == address), "{:?}", echo.connections());
+            assert!(counter(lab, "worker1", "flows_untouched")? >= untouched + 5);
+        }
+        Ok(())
+    });
+}
+
+/// FAILURES.md: tunnel-port.
+#[test]
+fn tunnel_port_that_is_taken_is_named_with_its_owner_and_a_remedy() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        let node = lab.node("worker1").ns.clone();
+        node.ip(&[
+            "link add somebodys0 type vxlan id 7 dstport 8473 local 10.88.0.11".to_owned(),
+            "link set somebodys0 up".to_owned(),
+        ])?;
+        lab.start_agent("worker1", &StartOptions::new())?;
+        wait_for("the agent gives up", PATIENCE, || Ok(!lab.agent("worker1").alive()?))?;
+        let log = lab.agent("worker1").log();
+        for part in ["8473", "somebodys0", "tunnel.port"] {
+            assert!(log.contains(part), "{part} is not in {log}");
+        }
+        node.ip(&["link del somebodys0".to_owned()])?;
+        lab.manifests().write("web", &web(&[10]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        wait_in_force(&pod, lab.server("server1"), &[10]).context("with the port free again")
+    });
+}

@@ -1,0 +1,205 @@
+//! What hosts do to packets besides forbidding them: reverse-path filters, connection tracking, marks, masquerading. None of
+//! it may stop a flow or change its source.
+
+use anyhow::Result;
+use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::{Builder, Capture, Cni, Family, Lab, Pod, PodSpec, address, wait_for, wait_until};
+
+use crate::support::{PATIENCE, egress, knows, start, wait_in_force, wait_owner, web};
+
+/// The bit of the mark that leads first packets to the tunnel device, as `egress_common::abi` has it.
+const MARK: u32 = 0x1000;
+
+/// A lab whose nodes have these nftables rules before the agents start; on it one pod of each kind of CNI on a worker, and one
+/// on each owner of the egress IPs (which sends for itself). All of them reach the server with their egress IP and no other.
+fn flows_under(builder: Builder, rules: &str, test: impl FnOnce(&mut Lab, &[Pod]) -> Result<()>) {
+    builder.workers(1).gateways(2).run(|lab| {
+        for node in lab.nodes() {
+            node.ns.nft(rules)?;
+        }
+        lab.manifests().write("web", &web(&[10]))?;
+        let mut pods = Vec::new();
+        for (name, cni) in [("veth", Cni::PointToPoint), ("bridged", Cni::Bridge)] {
+            pods.push(lab.add_pod(PodSpec::new(name, "worker1").label("app", "web").cni(cni))?);
+        }
+        start(lab)?;
+        for family in Family::BOTH {
+            let owner = wait_owner(lab, egress(family, &[10])[0], |_| true)?;
+            let name = format!("on-{owner}-{family:?}").to_lowercase();
+            pods.push(lab.add_pod(PodSpec::new(&name, &owner).label("app", "web"))?);
+        }
+        for pod in &pods {
+            let known = || Ok(Family::BOTH.iter().all(|family| knows(lab, &pod.node, pod.ips.ip(*family))));
+            wait_for(&format!("{} knows {}", pod.node, pod.name), PATIENCE, known)?;
+        }
+        let server = lab.server("server1").clone();
+        let capture = Capture::start(&server.ns, "eth0")?;
+        for pod in &pods {
+            wait_in_force(pod, &server, &[10])?;
+        }
+        test(lab, &pods)?;
+        let trace = capture.finish()?;
+        for family in Family::BOTH {
+            let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &[10]));
+            assert!(strangers.is_empty(), "{strangers:?}");
+        }
+        Ok(())
+    });
+}
+
+/// FAILURES.md: rp-filter.
+#[test]
+fn rp_filter_strict_everywhere_drops_nothing() {
+    lab::require_root!();
+    flows_under(Lab::builder().rp_filter(1), "", |_, _| Ok(()));
+}
+
+/// FAILURES.md: masquerade. Unconditional, also for the tunnel's outer packets.
+#[test]
+fn masquerade_of_everything_changes_no_source() {
+    lab::require_root!();
+    let rules = "table inet hostile { chain post {
+            type nat hook postrouting priority srcnat - 10
+            masquerade random
+        }
+    }";
+    flows_under(Lab::builder(), rules, |_, _| Ok(()));
+}
+
+/// FAILURES.md: ct-invalid.
+#[test]
+fn ct_invalid_packets_are_dropped_and_none_of_ours_is_one() {
+    lab::require_root!();
+    let chains: String = ["prerouting", "input", "forward", "output", "postrouting"]
+        .iter()
+        .map(|hook| {
+            format!("chain {hook} {{ type filter hook {hook} priority filter; ct state invalid counter drop; }}\n")
+        })
+        .collect();
+    flows_under(Lab::builder(), &format!("table inet hostile {{ {chains} }}"), |lab, pods| {
+        // A connection that lives for a while, in both directions.
+        let server = lab.server("server1").clone();
+        let _stream = TcpServer::start(&server.ns, &server.ips.both(8081), ServerMode::Stream)?;
+        for (pod, family) in pods.iter().flat_map(|pod| Family::BOTH.map(|family| (pod, family))) {
+            let clients = TcpClients::establish(&pod.ns, server.ips.at(family, 8081), 5, TcpOptions::default())?;
+            clients.wait_progress(20, PATIENCE)?;
+        }
+        Ok(())
+    });
+}
+
+/// FAILURES.md: forward-drop. Only what pods send is forwarded; replies, and what gateways send for others, is not.
+#[test]
+fn forward_drop_as_the_policy_eats_no_reply() {
+    lab::require_root!();
+    let [pods4, pods6] = address::PODS;
+    let rules = format!(
+        "table inet hostile {{ chain forward {{ type filter hook forward priority filter; policy drop;
+            ip saddr {pods4} accept
+            ip6 saddr {pods6} accept
+        }}
+        }}"
+    );
+    flows_under(Lab::builder(), &rules, |_, _| Ok(()));
+}
+
+/// FAILURES.md: mark-clash. Every bit but ours is set by somebody, what has kube-proxy's bit is masqueraded, then all marks
+/// are cleared; and our bit is set on packets that are not ours.
+#[test]
+fn mark_clash_with_every_common_bit_changes_nothing() {
+    lab::require_root!();
+    let rules = format!(
+        "table inet hostile {{
+            chain everything {{
+                type filter hook prerouting priority mangle
+                meta mark set meta mark or {others:#x}
+            }}
+            chain nothing {{
+                type filter hook prerouting priority mangle + 10
+                meta mark set 0
+            }}
+            chain strangers {{
+                type filter hook prerouting priority mangle + 20
+                iifname \"eth0\" meta mark set meta mark or {MARK:#x}
+            }}
+            chain output {{
+                type route hook output priority mangle
+                meta mark set meta mark or {MARK:#x}
+            }}
+            chain forward {{
+                type filter hook forward priority mangle
+                meta mark set meta mark or {others:#x}
+            }}
+            chain post {{
+                type nat hook postrouting priority srcnat - 10
+                meta mark & 0x4000 == 0x4000 masquerade random
+            }}
+        }}",
+        others = !MARK,
+    );
+    flows_under(Lab::builder(), &rules, |lab, pods| {
+        // What comes from other nodes to a pod is not led astray by the bit that a rule has set on it.
+        let neighbour = lab.add_pod(PodSpec::new("neighbour", "gw2"))?;
+        for (pod, family) in pods.iter().flat_map(|pod| Family::BOTH.map(|family| (pod, family))).take(4) {
+            let target = std::net::SocketAddr::new(pod.ips.ip(family), 7010);
+            let _server = TcpServer::start(&pod.ns, &[target], ServerMode::Echo)?;
+            let clients = TcpClients::establish(&neighbour.ns, target, 3, TcpOptions::once())?;
+            clients.wait("echoes", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
+        }
+        Ok(())
+    });
+}
+
+/// FAILURES.md: outer-mark.
+#[test]
+fn outer_mark_is_empty_when_a_packet_comes_out_of_the_tunnel_device() {
+    lab::require_root!();
+    let rules = "table inet watch {
+        counter tunnelled { }
+        counter marked { }
+        chain forward {
+            type filter hook forward priority mangle
+            meta mark set meta mark or 0xffffffff
+        }
+        chain post {
+            type filter hook postrouting priority 300
+            udp dport 8473 counter name tunnelled
+            udp dport 8473 meta mark != 0 counter name marked
+        }
+    }";
+    flows_under(Lab::builder(), rules, |lab, _| {
+        let count = |name: &str| -> Result<u64> {
+            let text = lab.node("worker1").ns.sh(&format!("nft list counter inet watch {name}"))?;
+            let words: Vec<&str> = text.split_whitespace().collect();
+            let at = words.iter().position(|word| *word == "packets").map(|at| at + 1);
+            Ok(at.and_then(|at| words.get(at)?.parse().ok()).unwrap_or_default())
+        };
+        assert!(count("tunnelled")? > 100);
+        assert_eq!(count("marked")?, 0);
+        Ok(())
+    });
+}
+
+/// FAILURES.md: policy-bypass, masquerade: somebody else removes what the agent made.
+#[test]
+fn hostile_flushes_of_rules_let_nothing_out_and_are_mended() {
+    lab::require_root!();
+    flows_under(Lab::builder(), "", |lab, pods| {
+        let (server, node) = (lab.server("server1").clone(), lab.node("worker1").ns.clone());
+        let whole = |lab: &Lab| -> Result<usize> {
+            Ok(lab.egressctl("worker1", &["state"])?["rules"].as_array().map_or(0, Vec::len))
+        };
+        let rules = whole(lab)?;
+        assert!(rules > 10);
+        for script in [
+            "nft delete table inet spillway",
+            "ip rule del pref 82; ip -6 rule del pref 82",
+            "ip route flush table 21328; ip -6 route flush table 21328",
+        ] {
+            node.sh(script)?;
+            wait_until(&format!("`{script}` is mended"), PATIENCE, || whole(lab), |now| *now == rules)?;
+            wait_in_force(&pods[0], &server, &[10])?;
+        }
+        Ok(())
+    });
+}

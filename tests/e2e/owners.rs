@@ -1,0 +1,216 @@
+//! Who carries an egress IP when hosts disagree, addresses go and agents come back.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use anyhow::{Context, Result};
+use lab::{Capture, Family, Lab, Pod, PodSpec, Segment, Server, StartOptions, address, wait_for, wait_until};
+
+use crate::support::{PATIENCE, WEB, egress, owner, policy, start_with, wait_in_force, wait_owner, wait_sources, web};
+
+/// A policy with one egress IP of each family on two gateways, in force, with the default (short) leases.
+fn with_owner(test: impl FnOnce(&mut Lab, &Pod, &Server) -> Result<()>) {
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start_with(lab, &StartOptions::new())?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[10])?;
+        test(lab, &pod, &server)
+    });
+}
+
+fn ips() -> [IpAddr; 2] {
+    Family::BOTH.map(|family| egress(family, &[10])[0])
+}
+
+/// The owners of both egress IPs.
+fn owners(lab: &Lab) -> Result<[String; 2]> {
+    let [v4, v6] = ips().map(|ip| wait_owner(lab, ip, |_| true));
+    Ok([v4?, v6?])
+}
+
+/// The MAC address that the server believes an egress IP to be at.
+fn believed(server: &Server, ip: IpAddr) -> Result<String> {
+    let text = server.ns.sh(&format!("ip neigh show {ip} dev eth0"))?;
+    let mut words = text.split_whitespace().skip_while(|word| *word != "lladdr");
+    Ok(words.nth(1).unwrap_or_default().to_owned())
+}
+
+fn mac_text(mac: [u8; 6]) -> String {
+    mac.map(|byte| format!("{byte:02x}")).join(":")
+}
+
+/// FAILURES.md: two-owners. A gateway is cut off from the objects and from the outside, loses its egress IPs, and comes back:
+/// to the outside first, so that it still believes to be the owner.
+#[test]
+fn two_owners_after_a_partition_heals_become_one_again() {
+    lab::require_root!();
+    with_owner(|lab, pod, server| {
+        let old = owners(lab)?[0].clone();
+        let lost: Vec<IpAddr> = ips().into_iter().filter(|ip| owner(lab, *ip).as_deref() == Some(&*old)).collect();
+        lab.cut_store(&old)?;
+        lab.isolate(&old, Segment::External)?;
+        let mut new = BTreeMap::new();
+        for ip in &lost {
+            new.insert(*ip, wait_owner(lab, *ip, |node| node != old)?);
+        }
+        lab.rejoin(&old, Segment::External)?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+        for ip in &lost {
+            let right = lab.node(&new[ip]).external_mac();
+            // The owner announces itself although nothing has changed for it.
+            wait_for("the owner announces itself", PATIENCE, || {
+                Ok(capture.so_far().claims_of(*ip).contains_key(&right))
+            })?;
+            // Whoever asks is answered by the owner alone, again and again.
+            let mut asked = 0;
+            let only = BTreeSet::from([right]);
+            wait_until(
+                "ten questions in a row that only the owner answers",
+                PATIENCE,
+                || {
+                    asked = if answers(server, *ip)? == only { asked + 1 } else { 0 };
+                    Ok(asked)
+                },
+                |asked| *asked == 10,
+            )?;
+        }
+        drop(capture);
+        wait_in_force(pod, server, &[10])?;
+        lab.heal_store(&old)?;
+        for ip in &lost {
+            assert_eq!(owner(lab, *ip).as_deref(), Some(&*new[ip]));
+        }
+        wait_in_force(pod, server, &[10])
+    });
+}
+
+/// All who answer one question for an address.
+fn answers(server: &Server, ip: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
+    let capture = Capture::start(&server.ns, "eth0")?;
+    server.ns.sh(&format!("ip neigh del {ip} dev eth0 2>/dev/null || true"))?;
+    let any: std::net::SocketAddr = if ip.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
+    server.ns.run(|| Ok(std::net::UdpSocket::bind(any)?.send_to(b"x", (ip, 9))?))?;
+    wait_for("an answer", PATIENCE, || Ok(!capture.so_far().claims_of(ip).is_empty()))?;
+    Ok(capture.finish()?.claims_of(ip).into_keys().collect())
+}
+
+/// SECURITY.md: a rogue host announces an egress IP as its own.
+#[test]
+fn a_rogue_announcement_is_answered_at_once() {
+    lab::require_root!();
+    with_owner(|lab, pod, server| {
+        let rogue = [0x02, 0xba, 0xd0, 0, 0, 1];
+        for ip in ips() {
+            let right = mac_text(lab.node(&wait_owner(lab, ip, |_| true)?).external_mac());
+            wait_until("the owner is known", PATIENCE, || believed(server, ip), |mac| *mac == right)?;
+            lab::traffic::send_claim(lab.router(), "ext0", ip, rogue)?;
+            wait_until(
+                "the server believes the rogue",
+                PATIENCE,
+                || believed(server, ip),
+                |mac| *mac == mac_text(rogue),
+            )
+            .or_else(|_| believed(server, ip))?;
+            wait_until("the server believes the owner again", PATIENCE, || believed(server, ip), |mac| *mac == right)?;
+        }
+        wait_in_force(pod, server, &[10])
+    });
+}
+
+/// FAILURES.md: restart-race. An agent that was away while its egress IPs moved does not carry them when it is back.
+#[test]
+fn restart_race_an_agent_that_comes_back_does_not_take_what_it_lost() {
+    lab::require_root!();
+    with_owner(|lab, pod, server| {
+        let old = owners(lab)?[0].clone();
+        let lost: Vec<IpAddr> = ips().into_iter().filter(|ip| owner(lab, *ip).as_deref() == Some(&*old)).collect();
+        for round in 0..3 {
+            lab.agent(&old).kill()?;
+            for ip in &lost {
+                wait_owner(lab, *ip, |node| node != old)?;
+            }
+            let capture = Capture::start(&server.ns, "eth0")?;
+            lab.start_agent(&old, &StartOptions::new())?;
+            let holds = || Ok(lab.egressctl(&old, &["state"]).is_ok_and(|s| s["agent"]["leaseHeld"] == true));
+            wait_for("the agent is a gateway again", PATIENCE, holds)?;
+            wait_in_force(pod, server, &[10])?;
+            let trace = capture.finish()?;
+            let mac = lab.node(&old).external_mac();
+            for ip in &lost {
+                if owner(lab, *ip).as_deref() != Some(&*old) {
+                    assert!(!trace.claims_of(*ip).contains_key(&mac), "round {round}: {old} claims {ip}");
+                }
+            }
+            // What it gets back later, it loses again in the next round.
+            for ip in &lost {
+                wait_owner(lab, *ip, |node| node == old)?;
+            }
+            wait_in_force(pod, server, &[10])?;
+        }
+        Ok(())
+    });
+}
+
+/// FAILURES.md: ip-moves. The way out of an owner goes down; the egress IPs go elsewhere.
+#[test]
+fn ip_moves_when_the_link_of_its_owner_goes_down() {
+    lab::require_root!();
+    with_owner(|lab, pod, server| {
+        for broken in ["administrator", "cable"] {
+            let old = owners(lab)?[0].clone();
+            match broken {
+                "cable" => lab.cut(&old, Segment::External)?,
+                _ => lab.node(&old).ns.ip(&["link set ext0 down".to_owned()])?,
+            }
+            for ip in ips() {
+                wait_owner(lab, ip, |node| node != old).with_context(|| format!("{broken} {ip}"))?;
+            }
+            wait_in_force(pod, server, &[10])?;
+            match broken {
+                "cable" => lab.heal(&old, Segment::External)?,
+                _ => {
+                    let (own, router) = (lab.node(&old).external.context("external")?, address::external(1));
+                    lab.node(&old).ns.sh(&format!(
+                        "ip link set ext0 up; ip -6 addr replace {}/64 dev ext0
+                         ip route replace default via {} dev ext0; ip -6 route replace default via {} dev ext0",
+                        own.v6, router.v4, router.v6
+                    ))?;
+                }
+            }
+            let holds = || Ok(lab.egressctl(&old, &["state"])?["agent"]["leaseHeld"] == true);
+            wait_for("the gateway is back", PATIENCE, holds)?;
+        }
+        Ok(())
+    });
+}
+
+/// FAILURES.md: ip-moves. A node's own address is the egress IP, and another one takes its place.
+#[test]
+fn ip_moves_when_a_node_gets_another_address() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        let gateway = "\n  egressGateways:\n  - {nodeSelector: {matchLabels: {egress: \"true\"}}, interface: ext0}";
+        lab.manifests().write("web", &policy("web", &format!("{WEB}{gateway}")))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start_with(lab, &StartOptions::new())?;
+        let (server, node) = (lab.server("server1").clone(), lab.node("gw1").clone());
+        let (before, after) = (node.external.context("external")?, address::external(151));
+        for family in Family::BOTH {
+            wait_sources(&pod.ns, &server, family, &[before.ip(family)])?;
+        }
+        let router = address::external(1);
+        node.ns.sh(&format!(
+            "ip addr add {}/24 dev ext0; ip -6 addr add {}/64 dev ext0
+             ip addr del {}/24 dev ext0; ip -6 addr del {}/64 dev ext0
+             ip addr add {}/24 dev ext0 2>/dev/null || true
+             ip route replace default via {} dev ext0; ip -6 route replace default via {} dev ext0",
+            after.v4, after.v6, before.v4, before.v6, after.v4, router.v4, router.v6
+        ))?;
+        for family in Family::BOTH {
+            wait_sources(&pod.ns, &server, family, &[after.ip(family)])?;
+        }
+        Ok(())
+    });
+}

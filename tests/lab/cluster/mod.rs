@@ -1,0 +1,220 @@
+//! A real Kubernetes on this machine: control plane, kubelets, containerd, kube-proxy and a bridge CNI, each node in its own
+//! network, mount, process and cgroup namespaces.
+//!
+//! | segment | IPv4 | who |
+//! | --- | --- | --- |
+//! | nodes | 10.77.0.0/24 | control plane .1, the n-th node at .(10+n): workers first, then gateways |
+//! | external | 192.0.2.0/24 | the outside's router .1, gateway i at .(100+i); .10-.99 are for egress IPs |
+//! | outside | 203.0.113.0/24 | servers .7 and .8; gateways reach them by their `eth1`, other nodes by the control plane |
+//! | pods of the n-th node | 10.244.n.0/24 | bridge .1 |
+//! | services | 10.96.0.0/16 | |
+//!
+//! It outlives the process that started it; [`Cluster::down`] removes it. Everything that it keeps is in one folder.
+
+mod build;
+mod network;
+mod parts;
+mod pods;
+mod text;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+
+use crate::netns::NetNs;
+use crate::wait::{wait_for, wait_until};
+
+pub use build::{Component, missing};
+pub use network::SERVERS;
+pub use pods::ClusterPod;
+pub use text::POD_IMAGE;
+
+/// Where clusters keep their files: `CLUSTERS/<name>/`.
+const CLUSTERS: &str = "/tmp/spillway-cluster";
+/// The address and port of the API server.
+const API_SERVER: &str = "10.77.0.1:6443";
+/// How long the parts of a cluster may take to come up on a machine that is busy with other things.
+const PATIENCE: Duration = Duration::from_secs(180);
+
+/// What a node is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NodeKind {
+    /// Runs pods.
+    Worker,
+    /// Has a leg in the external segment, the label `egress=true`, and runs pods as well.
+    Gateway,
+}
+
+/// A node of a cluster.
+#[derive(Clone, Debug)]
+pub struct ClusterNode {
+    /// `worker1`, `gateway1`, ...
+    pub name: String,
+    /// What it is for.
+    pub kind: NodeKind,
+    /// From 1 on, over all nodes.
+    pub number: u8,
+    /// From 1 on, among those of its kind.
+    pub of_kind: u8,
+}
+
+/// A cluster, running or to be started.
+#[derive(Debug)]
+pub struct Cluster {
+    name: String,
+    dir: PathBuf,
+    binaries: PathBuf,
+    nodes: Vec<ClusterNode>,
+}
+
+impl Cluster {
+    /// The cluster of this name (letters and digits, at most six: interfaces and namespaces are named after it), whose
+    /// programs [`Component::build`] has put into `binaries`.
+    pub fn new(name: &str, binaries: &Path, workers: u8, gateways: u8) -> Self {
+        let kinds = (1..=workers).map(|n| ("worker", NodeKind::Worker, n));
+        let kinds = kinds.chain((1..=gateways).map(|n| ("gateway", NodeKind::Gateway, n)));
+        let nodes = kinds.zip(1..).map(|((word, kind, of_kind), number)| ClusterNode {
+            name: format!("{word}{of_kind}"),
+            kind,
+            number,
+            of_kind,
+        });
+        let (name, dir) = (name.to_owned(), Path::new(CLUSTERS).join(name));
+        Cluster { name, dir, binaries: binaries.to_owned(), nodes: nodes.collect() }
+    }
+
+    /// Starts everything and waits until all nodes are ready. What a dead process left of the same name is removed first.
+    /// `progress` is told what is being waited for.
+    pub fn up(&self, mut progress: impl FnMut(&str)) -> Result<()> {
+        self.down()?;
+        fs::create_dir_all(&self.dir).with_context(|| format!("cannot make {}", self.dir.display()))?;
+        progress("networks");
+        self.make_networks()?;
+        progress("API server");
+        self.start_control_plane()?;
+        for node in &self.nodes {
+            progress(&node.name);
+            self.start_node(node)?;
+        }
+        progress("all nodes ready");
+        wait_until("all nodes are ready", PATIENCE, || self.ready_nodes(), |ready| *ready == self.nodes.len())?;
+        Ok(())
+    }
+
+    /// Whether it has been started and not been removed.
+    pub fn is_up(&self) -> bool {
+        self.dir.join("apiserver.pid").exists()
+    }
+
+    /// Its nodes.
+    pub fn nodes(&self) -> &[ClusterNode] {
+        &self.nodes
+    }
+
+    /// The names of the nodes of a kind.
+    pub fn names(&self, kind: NodeKind) -> Vec<&str> {
+        self.nodes.iter().filter(|node| node.kind == kind).map(|node| node.name.as_str()).collect()
+    }
+
+    /// The network namespace of a part: `cp` (control plane), `out` (the outside), or a node.
+    pub fn netns(&self, part: &str) -> Result<NetNs> {
+        NetNs::open(&self.netns_name(part))
+    }
+
+    fn netns_name(&self, part: &str) -> String {
+        format!("{}-{part}", self.name)
+    }
+
+    /// The folder with its logs.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Which nodes Kubernetes thinks ready.
+    pub fn ready_nodes(&self) -> Result<usize> {
+        let path = "jsonpath={range .items[*]}{.status.conditions[?(@.type=='Ready')].status}{'\\n'}{end}";
+        let output = self.kubectl(&["get", "nodes", "-o", path])?;
+        Ok(output.lines().filter(|line| *line == "True").count())
+    }
+
+    /// `kubectl`, ready for more arguments.
+    pub fn kubectl_command(&self) -> Result<Command> {
+        let mut command = self.netns("cp")?.command(self.binaries.join("k8s"));
+        command.arg("kubectl").arg("--kubeconfig").arg(self.dir.join("kubeconfig"));
+        command.env("KUBECACHEDIR", self.dir.join("kubectl-cache"));
+        Ok(command)
+    }
+
+    /// Runs kubectl; its standard output.
+    pub fn kubectl(&self, arguments: &[&str]) -> Result<String> {
+        crate::command::output(self.kubectl_command()?.args(arguments))
+            .with_context(|| format!("kubectl {}", arguments.join(" ")))
+    }
+
+    /// Runs kubectl and returns how it ended, whatever it was.
+    pub fn try_kubectl(&self, arguments: &[&str]) -> Result<Output> {
+        Ok(self.kubectl_command()?.args(arguments).output()?)
+    }
+
+    /// `kubectl apply` of a text.
+    pub fn apply(&self, yaml: &str) -> Result<()> {
+        let mut command = self.kubectl_command()?;
+        crate::command::feed(command.args(["apply", "-f", "-"]), yaml).with_context(|| format!("kubectl apply: {yaml}"))
+    }
+
+    /// An object, or a list of them, as JSON.
+    pub fn get(&self, arguments: &[&str]) -> Result<serde_json::Value> {
+        let all: Vec<&str> = ["get"].into_iter().chain(arguments.iter().copied()).chain(["-o", "json"]).collect();
+        Ok(serde_json::from_str(&self.kubectl(&all)?)?)
+    }
+
+    /// Waits until what kubectl prints is good.
+    pub fn wait(&self, what: &str, arguments: &[&str], good: impl Fn(&str) -> bool) -> Result<String> {
+        wait_until(what, PATIENCE, || self.kubectl(arguments), |text| good(text))
+    }
+
+    /// Writes a script that is `kubectl` on this cluster, and returns its path.
+    pub fn kubectl_script(&self) -> Result<PathBuf> {
+        use std::os::unix::fs::PermissionsExt;
+        let path = self.dir.join("kubectl");
+        let text = format!(
+            "#!/bin/sh\n# kubectl on the cluster {}, whose API server is reached from its own network namespace only\n\
+             exec nsenter --net=/run/netns/{} {} kubectl --kubeconfig {} \"$@\"\n",
+            self.name,
+            self.netns_name("cp"),
+            self.binaries.join("k8s").display(),
+            self.dir.join("kubeconfig").display()
+        );
+        fs::write(&path, text)?;
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
+        Ok(path)
+    }
+
+    /// Installs Spillway as a user would, and waits until it runs everywhere.
+    pub fn install(&self, manifests: &Path) -> Result<()> {
+        self.kubectl(&["apply", "-k", &manifests.display().to_string()])?;
+        for workload in ["deployment/spillway-controller", "daemonset/spillway-agent"] {
+            self.kubectl(&["rollout", "status", "-n", "spillway", workload, "--timeout=180s"])?;
+        }
+        Ok(())
+    }
+
+    fn node(&self, name: &str) -> Result<&ClusterNode> {
+        match self.nodes.iter().find(|node| node.name == name) {
+            Some(node) => Ok(node),
+            None => bail!("there is no node {name}"),
+        }
+    }
+
+    /// Waits until no process has this id any more.
+    fn wait_gone(pid: u32) -> Result<()> {
+        wait_for(&format!("process {pid} ends"), Duration::from_secs(20), || {
+            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            // Our own dead children stay until somebody asks for them.
+            Ok(stat.is_empty() || stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('Z')))
+        })
+    }
+}

@@ -1,0 +1,115 @@
+//! The networks of a cluster: namespaces, bridges, and the outside.
+
+use anyhow::Result;
+
+use super::{Cluster, ClusterNode, NodeKind};
+use crate::netns::{self, NetNs};
+
+/// The servers of the outside.
+pub const SERVERS: [&str; 2] = ["203.0.113.7", "203.0.113.8"];
+
+impl ClusterNode {
+    /// Its address among the nodes.
+    pub fn address(&self) -> String {
+        format!("10.77.0.{}", 10 + self.number)
+    }
+
+    /// The network of its pods.
+    pub fn pods(&self) -> String {
+        format!("10.244.{}.0/24", self.number)
+    }
+
+    /// Its address in the external segment, for a gateway.
+    pub fn external(&self) -> String {
+        format!("192.0.2.{}", 100 + self.of_kind)
+    }
+}
+
+impl Cluster {
+    /// Makes the namespaces and links of everything.
+    pub(super) fn make_networks(&self) -> Result<()> {
+        let cp = NetNs::create(&self.netns_name("cp"))?;
+        let out = NetNs::create(&self.netns_name("out"))?;
+        let lines = |lines: &[&str]| lines.iter().map(|line| (*line).to_owned()).collect::<Vec<_>>();
+        let out_name = out.name().to_owned();
+        cp.ip(&[
+            vec![format!("link add out type veth peer name nodes netns {out_name}")],
+            lines(&[
+                "link add nodes type bridge",
+                "addr add 10.77.0.1/24 dev nodes",
+                "link set nodes up",
+                "addr add 172.31.255.1/30 dev out",
+                "link set out up",
+                "route add 203.0.113.0/24 via 172.31.255.2",
+            ]),
+        ]
+        .concat())?;
+        out.ip(&[
+            lines(&[
+                "addr add 172.31.255.2/30 dev nodes",
+                "link set nodes up",
+                "route add default via 172.31.255.1",
+                "link add ext type bridge",
+                "addr add 192.0.2.1/24 dev ext",
+                "link set ext up",
+            ]),
+            SERVERS.iter().map(|server| format!("addr add {server}/32 dev lo")).collect(),
+        ]
+        .concat())?;
+        let forward = [("net.ipv4.ip_forward", "1"), ("net.ipv4.conf.all.rp_filter", "0")];
+        cp.sysctls(&forward)?;
+        out.sysctls(&forward)?;
+        self.nodes.iter().try_for_each(|node| self.make_network_of(node, &cp, &out))
+    }
+
+    fn make_network_of(&self, node: &ClusterNode, cp: &NetNs, out: &NetNs) -> Result<()> {
+        let ns = NetNs::create(&self.netns_name(&node.name))?;
+        let (name, address) = (&node.name, node.address());
+        cp.ip(&[
+            format!("link add {name} type veth peer name eth0 netns {}", ns.name()),
+            format!("link set {name} master nodes"),
+            format!("link set {name} up"),
+            format!("route add {} via {address}", node.pods()),
+        ])?;
+        let mut lines = vec![
+            format!("addr add {address}/24 dev eth0"),
+            "link set eth0 up".to_owned(),
+            "route add default via 10.77.0.1".to_owned(),
+        ];
+        let others = self.nodes.iter().filter(|other| other.number != node.number);
+        lines.extend(others.map(|other| format!("route add {} via {}", other.pods(), other.address())));
+        if node.kind == NodeKind::Gateway {
+            out.ip(&[
+                format!("link add {name} type veth peer name eth1 netns {}", ns.name()),
+                format!("link set {name} master ext"),
+                format!("link set {name} up"),
+            ])?;
+            lines.extend([
+                format!("addr add {}/24 dev eth1", node.external()),
+                "link set eth1 up".to_owned(),
+                "route add 203.0.113.0/24 via 192.0.2.1".to_owned(),
+            ]);
+        }
+        ns.ip(&lines)?;
+        ns.sysctls(&[("net.ipv4.ip_forward", "1"), ("net.ipv4.conf.all.rp_filter", "0")])
+    }
+
+    /// Cuts a node off from everybody, or puts it back on its networks.
+    pub fn partition(&self, node: &str, cut: bool) -> Result<()> {
+        let node = self.node(node)?;
+        let state = if cut { "down" } else { "up" };
+        self.netns("cp")?.ip(&[format!("link set {} {state}", node.name)])?;
+        if node.kind == NodeKind::Gateway {
+            self.netns("out")?.ip(&[format!("link set {} {state}", node.name)])?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn remove_networks(&self) {
+        let parts = ["cp", "out"].into_iter().chain(self.nodes.iter().map(|node| node.name.as_str()));
+        for part in parts {
+            // What is not there need not be removed.
+            netns::remove(&self.netns_name(part)).ok();
+        }
+    }
+}

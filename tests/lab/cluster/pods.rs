@@ -1,0 +1,56 @@
+//! Pods of a cluster as the lab's traffic sees them: network namespaces.
+
+use std::fs;
+use std::net::Ipv4Addr;
+
+use anyhow::{Context, Result, bail};
+
+use super::Cluster;
+use crate::netns::NetNs;
+
+/// A running pod.
+#[derive(Clone, Debug)]
+pub struct ClusterPod {
+    /// Its name.
+    pub name: String,
+    /// The node that it is on.
+    pub node: String,
+    /// Its address.
+    pub ip: Ipv4Addr,
+    /// Its network namespace.
+    pub ns: NetNs,
+}
+
+impl Cluster {
+    /// The running pods of a namespace that have a label, sorted by name.
+    pub fn pods(&self, namespace: &str, selector: &str) -> Result<Vec<ClusterPod>> {
+        let list = self.get(&["pods", "-n", namespace, "-l", selector, "--field-selector", "status.phase=Running"])?;
+        let mut pods = Vec::new();
+        for pod in list["items"].as_array().into_iter().flatten() {
+            if !pod["metadata"]["deletionTimestamp"].is_null() {
+                continue;
+            }
+            let text =
+                |path: &str| pod.pointer(path).and_then(serde_json::Value::as_str).unwrap_or_default().to_owned();
+            let (name, node) = (text("/metadata/name"), text("/spec/nodeName"));
+            let ip = text("/status/podIP").parse().with_context(|| format!("{name} has no IPv4 address"))?;
+            let ns = pod_namespace(&name)?;
+            pods.push(ClusterPod { name, node, ip, ns });
+        }
+        pods.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(pods)
+    }
+}
+
+/// The network namespace of a pod, by a process whose host name is the pod's.
+fn pod_namespace(pod: &str) -> Result<NetNs> {
+    let wanted = format!("HOSTNAME={pod}");
+    for entry in fs::read_dir("/proc")?.flatten() {
+        let path = entry.path();
+        let environment = fs::read(path.join("environ")).unwrap_or_default();
+        if environment.split(|byte| *byte == 0).any(|variable| variable == wanted.as_bytes()) {
+            return NetNs::open_file(pod, &path.join("ns/net"));
+        }
+    }
+    bail!("no process of pod {pod} is found")
+}

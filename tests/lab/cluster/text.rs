@@ -1,0 +1,84 @@
+//! The configuration files of a cluster's parts.
+
+use std::path::Path;
+
+/// A kubeconfig for who has a token.
+pub fn kubeconfig(server: &str, token: &str) -> String {
+    format!(
+        "apiVersion: v1
+kind: Config
+clusters: [{{name: lab, cluster: {{server: \"https://{server}\", insecure-skip-tls-verify: true}}}}]
+users: [{{name: lab, user: {{token: {token}}}}}]
+contexts: [{{name: lab, context: {{cluster: lab, user: lab}}}}]
+current-context: lab
+"
+    )
+}
+
+/// The bridge CNI; it masquerades what leaves the pods' network, as most CNIs do.
+pub fn cni(subnet: &str) -> String {
+    format!(
+        r#"{{"cniVersion":"1.0.0","name":"lab","plugins":[{{"type":"bridge","bridge":"cni0","isGateway":true,"ipMasq":true,
+"ipam":{{"type":"host-local","ranges":[[{{"subnet":"{subnet}"}}]],"routes":[{{"dst":"0.0.0.0/0"}}]}}}}]}}
+"#
+    )
+}
+
+/// containerd without anything that a machine without CAP_SYS_RESOURCE refuses.
+pub fn containerd(binaries: &Path, folder: &Path, runc: &Path) -> String {
+    format!(
+        "version = 3
+root = '/var/lib/containerd'
+state = '/run/containerd'
+imports = []
+[grpc]
+  address = '/run/containerd/containerd.sock'
+[plugins.'io.containerd.cri.v1.images']
+  snapshotter = 'overlayfs'
+  [plugins.'io.containerd.cri.v1.images'.pinned_images]
+    sandbox = '{POD_IMAGE}'
+[plugins.'io.containerd.cri.v1.runtime']
+  restrict_oom_score_adj = true
+  [plugins.'io.containerd.cri.v1.runtime'.cni]
+    bin_dirs = ['{}']
+    conf_dir = '{}/cni'
+  [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
+    runtime_type = 'io.containerd.runc.v2'
+    [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
+      BinaryName = '{}'
+      SystemdCgroup = false
+",
+        binaries.display(),
+        folder.display(),
+        runc.display()
+    )
+}
+
+/// The image that pods of tests run, and that holds the namespaces of all pods.
+pub const POD_IMAGE: &str = "localhost/spillway/pod:1";
+
+/// A kubelet on cgroup v1 that evicts nobody for want of disk.
+pub const KUBELET: &str = "apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+authentication: {anonymous: {enabled: true}, webhook: {enabled: false}}
+authorization: {mode: AlwaysAllow}
+containerRuntimeEndpoint: unix:///run/containerd/containerd.sock
+cgroupDriver: cgroupfs
+failCgroupV1: false
+failSwapOn: false
+oomScoreAdj: 0
+volumePluginDir: /var/lib/kubelet/volumeplugins
+registerNode: true
+resolvConf: \"\"
+evictionHard: {memory.available: 50Mi}
+imageGCHighThresholdPercent: 100
+";
+
+/// The API server notes every request of Spillway's service accounts, and nobody else's.
+pub const AUDIT: &str = "apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+- {level: Metadata, userGroups: ['system:serviceaccounts:spillway']}
+- {level: None}
+";

@@ -1,0 +1,124 @@
+//! `cargo xtask cluster`: a real Kubernetes on this machine, to play with and to test on.
+
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use lab::cluster::{Cluster, Component, POD_IMAGE};
+use lab::oci::Image;
+
+use crate::progress::{self, Step};
+use crate::{image, setup, workspace};
+
+/// The name of the cluster that people play with; tests have another one.
+const NAME: &str = "spill";
+const WORKERS: u8 = 3;
+const GATEWAYS: u8 = 3;
+
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(clap::Subcommand)]
+enum Action {
+    /// Start three workers, three gateways and an outside server, and install Spillway (built once, cached in target/)
+    Up {
+        /// Leave the cluster as Kubernetes makes it, without Spillway
+        #[arg(long)]
+        bare: bool,
+    },
+    /// End it and remove everything of it
+    Down,
+    /// Say whether it is up, and how its nodes and Spillway are
+    Status,
+}
+
+/// Does what `args` ask for.
+pub fn run(args: &Args) -> Result<()> {
+    match args.action {
+        Action::Up { bare } => up(bare),
+        Action::Down => {
+            the_cluster()?.down()?;
+            println!("The cluster is gone.");
+            Ok(())
+        }
+        Action::Status => status(),
+    }
+}
+
+/// The folder of the programs that a cluster consists of.
+pub fn binaries() -> Result<PathBuf> {
+    let folder = workspace::target_dir().join("cluster/bin");
+    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    Ok(folder)
+}
+
+fn the_cluster() -> Result<Cluster> {
+    Ok(Cluster::new(NAME, &binaries()?, WORKERS, GATEWAYS))
+}
+
+/// Builds what is not built yet.
+pub fn build() -> Result<()> {
+    let (sources, binaries) = (workspace::root().join("tests/cluster"), binaries()?);
+    for component in Component::ALL {
+        if !component.is_built(&sources, &binaries) {
+            progress::run(component.title, &mut component.build(&sources, &binaries))?;
+        }
+    }
+    let image = Image {
+        name: POD_IMAGE.to_owned(),
+        architecture: image::architecture()?.to_owned(),
+        files: vec![("/pod".to_owned(), binaries.join("pod"), true)],
+        entrypoint: vec!["/pod".to_owned()],
+        labels: Vec::new(),
+    };
+    image.write(&binaries.join("pod.tar"))
+}
+
+fn up(bare: bool) -> Result<()> {
+    setup::ensure(setup::Scope::Cluster)?;
+    if let Some(obstacle) = lab::skip::obstacle() {
+        bail!("a cluster is made of network namespaces: {obstacle}");
+    }
+    let missing = lab::cluster::missing();
+    if !missing.is_empty() {
+        bail!("this machine lacks what a cluster needs:\n- {}", missing.join("\n- "));
+    }
+    build()?;
+    let archive = if bare { None } else { Some(image::for_tests()?) };
+    let cluster = the_cluster()?;
+    let step = Step::start("start Kubernetes");
+    cluster.up(|what| step.at(what))?;
+    step.end("✓", &format!("{} nodes ready", cluster.nodes().len()));
+    if let Some(archive) = archive {
+        let step = Step::start("install Spillway");
+        cluster.load_image(&archive)?;
+        cluster.install(&workspace::root().join("manifests"))?;
+        step.end("✓", "");
+    }
+    let kubectl = cluster.kubectl_script()?;
+    println!("\n{}", cluster.kubectl(&["get", "nodes", "-L", "egress,topology.kubernetes.io/zone"])?);
+    println!("kubectl:  {} get nodes", kubectl.display());
+    println!("a pod:    {} run web --image {POD_IMAGE} --image-pull-policy Never", kubectl.display());
+    println!("its address outside:  {} exec web -- /pod ask {}:80", kubectl.display(), lab::cluster::SERVERS[0]);
+    println!("logs:     {}", cluster.dir().display());
+    println!("remove:   cargo xtask cluster down");
+    Ok(())
+}
+
+fn status() -> Result<()> {
+    let cluster = the_cluster()?;
+    if !cluster.is_up() {
+        println!("There is no cluster: cargo xtask cluster up");
+        return Ok(());
+    }
+    for arguments in
+        [&["get", "nodes", "-o", "wide"][..], &["get", "pods", "-A", "-o", "wide"], &["get", "spillway", "-o", "wide"]]
+    {
+        cluster.kubectl_command()?.args(arguments).status().context("kubectl cannot be started")?;
+        println!();
+    }
+    Ok(())
+}

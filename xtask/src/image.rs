@@ -1,0 +1,181 @@
+//! `cargo xtask image`: the container image, FROM scratch, as an OCI archive, without Docker; and what is in it (SBOM).
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use lab::oci::Image;
+use serde_json::{Value, json};
+
+use crate::{progress, setup, workspace};
+
+/// The name of the image in the manifests.
+pub const NAME: &str = "ghcr.io/spillway/spillway";
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Another tag than the version
+    #[arg(long, value_name = "TAG")]
+    tag: Option<String>,
+    /// Build for amd64 or arm64; the default is this machine's
+    #[arg(long, value_name = "ARCH")]
+    arch: Option<String>,
+}
+
+/// Builds the image and says where it is.
+pub fn run(args: &Args) -> Result<()> {
+    let architecture = match &args.arch {
+        Some(named) => named.as_str(),
+        None => architecture()?,
+    };
+    let tag = args.tag.as_deref().unwrap_or(version());
+    let archive = write(architecture, tag, true)?;
+    println!("{}\n{}", archive.display(), sbom_of(&archive).display());
+    Ok(())
+}
+
+/// An image of this machine's architecture with the version as its tag, that is built soon rather than fast.
+pub fn for_tests() -> Result<PathBuf> {
+    write(architecture()?, version(), false)
+}
+
+fn version() -> &'static str {
+    env!("CARGO_PKG_VERSION")
+}
+
+/// This machine's architecture as images name it.
+pub fn architecture() -> Result<&'static str> {
+    match std::env::consts::ARCH {
+        "x86_64" => Ok("amd64"),
+        "aarch64" => Ok("arm64"),
+        other => bail!("there is no image for {other}: amd64 and arm64 are supported"),
+    }
+}
+
+/// Rust's target for an architecture: glibc, linked statically, so that nothing but the file is needed.
+fn target(architecture: &str) -> Result<&'static str> {
+    match architecture {
+        "amd64" => Ok("x86_64-unknown-linux-gnu"),
+        "arm64" => Ok("aarch64-unknown-linux-gnu"),
+        other => bail!("there is no image for {other}: write amd64 or arm64"),
+    }
+}
+
+fn write(architecture: &str, tag: &str, release: bool) -> Result<PathBuf> {
+    setup::ensure(setup::Scope::Build)?;
+    let target = target(architecture)?;
+    let folder = workspace::target_dir().join("image");
+    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let binaries = static_binaries(target, release)?;
+    let unoptimized = if release { "" } else { "-debug" };
+    let archive = folder.join(format!("spillway-{tag}-{architecture}{unoptimized}.tar"));
+    let sbom = sbom_of(&archive);
+    fs::write(&sbom, serde_json::to_vec_pretty(&contents(target, tag)?)?)?;
+    let programs = ["egress-daemon", "egressctl"].map(|name| {
+        let (built, small) = (binaries.join(name), folder.join(name));
+        // The debugger's data of a test's program is five times the program.
+        let stripped = !release
+            && Command::new("strip")
+                .arg("--strip-debug")
+                .arg("-o")
+                .args([&small, &built])
+                .status()
+                .is_ok_and(|s| s.success());
+        (format!("/usr/bin/{name}"), if stripped { small } else { built }, true)
+    });
+    let [daemon, ctl] = programs;
+    let image = Image {
+        name: format!("{NAME}:{tag}"),
+        architecture: architecture.to_owned(),
+        files: vec![
+            daemon,
+            ctl,
+            ("/usr/share/spillway/sbom.cdx.json".to_owned(), sbom, false),
+            ("/usr/share/spillway/LICENSE".to_owned(), workspace::root().join("LICENSE-APACHE"), false),
+        ],
+        entrypoint: vec!["/usr/bin/egress-daemon".to_owned()],
+        labels: vec![
+            ("org.opencontainers.image.title".to_owned(), "spillway".to_owned()),
+            ("org.opencontainers.image.version".to_owned(), tag.to_owned()),
+            ("org.opencontainers.image.licenses".to_owned(), "Apache-2.0".to_owned()),
+        ],
+    };
+    image.write(&archive)?;
+    Ok(archive)
+}
+
+fn sbom_of(archive: &Path) -> PathBuf {
+    archive.with_extension("cdx.json")
+}
+
+/// Builds both programs so that they need no other file; the folder that holds them.
+fn static_binaries(target: &str, release: bool) -> Result<PathBuf> {
+    let mut command = workspace::cargo("build");
+    command.args(["--target", target, "--package", "egress-daemon", "--bins"]).args(release.then_some("--release"));
+    let variable = |name: &str| format!("CARGO_TARGET_{}_{name}", target.to_uppercase().replace('-', "_"));
+    command.env(variable("RUSTFLAGS"), "-C target-feature=+crt-static");
+    if !target.starts_with(std::env::consts::ARCH) {
+        let compiler = format!("{}-gcc", target.replace("-unknown", ""));
+        if Command::new(&compiler).arg("--version").output().is_err() {
+            bail!("{target} needs a linker: apt-get install gcc-aarch64-linux-gnu, and rustup target add {target}");
+        }
+        command.env(variable("LINKER"), compiler);
+    }
+    progress::run(&format!("build static programs for {target} (minutes, the first time)"), &mut command)?;
+    Ok(workspace::target_dir().join(target).join(if release { "release" } else { "debug" }))
+}
+
+/// The crates that are in the programs, as CycloneDX.
+fn contents(target: &str, tag: &str) -> Result<Value> {
+    let mut command = workspace::cargo("tree");
+    command.args(["--package", "egress-daemon", "--edges", "normal", "--target", target, "--prefix", "none"]);
+    command.args(["--format", "{p}|{l}", "--locked"]);
+    let output = command.output().context("cargo tree cannot be started")?;
+    if !output.status.success() {
+        bail!("cargo tree: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    let mut lines: Vec<&str> = text.lines().map(|line| line.trim_end_matches(" (*)")).collect();
+    lines.sort_unstable();
+    lines.dedup();
+    let component = |line: &&str| {
+        let (package, license) = line.split_once('|')?;
+        let mut words = package.split_whitespace();
+        let (name, version) = (words.next()?, words.next()?.trim_start_matches('v'));
+        let license = license.trim_end_matches(" (*)");
+        Some(json!({
+            "type": "library",
+            "name": name,
+            "version": version,
+            "purl": format!("pkg:cargo/{name}@{version}"),
+            "licenses": if license.is_empty() { json!([]) } else { json!([{"expression": license}]) },
+        }))
+    };
+    let components: Vec<Value> = lines.iter().filter_map(component).collect();
+    if components.is_empty() {
+        bail!("cargo tree named no crate");
+    }
+    Ok(json!({
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "version": 1,
+        "metadata": {"component": {"type": "container", "name": NAME, "version": tag}},
+        "components": components,
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_contents_name_what_is_linked_and_nothing_of_the_tests() {
+        let contents = contents("x86_64-unknown-linux-gnu", "1").unwrap();
+        let names: Vec<&str> =
+            contents["components"].as_array().unwrap().iter().filter_map(|one| one["name"].as_str()).collect();
+        assert!(names.contains(&"aya") && names.contains(&"kube-client"), "{names:?}");
+        assert!(!names.contains(&"proptest") && !names.contains(&"lab"), "{names:?}");
+        assert!(contents["components"].as_array().unwrap().iter().all(|one| one["version"] != ""));
+    }
+}

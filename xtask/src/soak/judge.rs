@@ -1,0 +1,280 @@
+//! What must hold all the time (DESIGN, section 5), judged by what the server sees.
+//!
+//! 1. A packet that a policy selects has one of that policy's addresses, that of a pod without a policy its node's, and an
+//!    answer to what the outside opened its own.
+//! 2. A connection that was there from the beginning is never broken and loses no byte, whatever happens to gateways and
+//!    agents; a datagram flow never changes its address.
+//! 3. A gateway that has lost an egress IP does not answer for it again: the MAC address that answers changes no more often
+//!    than the owner.
+//! 4. In the end `egress-daemon cleanup` leaves nothing behind.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::time::Duration;
+
+use anyhow::Result;
+use lab::traffic::{ConnectionReport, undelivered};
+use lab::{Family, Packet, Trace, wait_for};
+
+use super::churn::Churn;
+use super::world::{
+    MAIL, MAIL_PORT, NEW_MAIL_PORT, NEW_WEB_PORT, PASSING, PLAIN_PORT, POD_PORT, RATE_PORT, UDP_PORT, WEB, WEB_PORT,
+    World, addresses, counters, epochs,
+};
+
+/// Violations that are told one by one; of more only the number is kept.
+const MOST_TOLD: usize = 20;
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Several times the interval at which streams send.
+const QUIET: Duration = Duration::from_secs(3);
+
+/// What was seen, and what of it should not have been.
+pub struct Judge {
+    server: Vec<IpAddr>,
+    /// The sources that packets to each port of the server may have.
+    allowed: BTreeMap<u16, BTreeSet<IpAddr>>,
+    /// Sources of answers to what the server opened.
+    pods: BTreeSet<IpAddr>,
+    /// The last MAC address that answered for an egress IP, and how many there have been, one after the other.
+    answering: BTreeMap<IpAddr, ([u8; 6], u64)>,
+    packets: u64,
+    untold: u64,
+    violations: Vec<String>,
+    figures: BTreeMap<String, String>,
+}
+
+impl Judge {
+    /// A judge of what `world`'s server sees.
+    pub fn new(world: &World) -> Judge {
+        let web: BTreeSet<IpAddr> = addresses(&[&WEB[..], &[PASSING]].concat()).into_iter().collect();
+        let mail: BTreeSet<IpAddr> = addresses(&MAIL).into_iter().collect();
+        let node = world.lab.node("worker1").underlay;
+        let plain = Family::BOTH.map(|family| node.ip(family)).into();
+        let mut allowed = BTreeMap::from([(PLAIN_PORT, plain)]);
+        allowed.extend([WEB_PORT, NEW_WEB_PORT, RATE_PORT, UDP_PORT].map(|port| (port, web.clone())));
+        allowed.extend([MAIL_PORT, NEW_MAIL_PORT].map(|port| (port, mail.clone())));
+        let pod = world.lab.pod("web-1").ips;
+        Judge {
+            server: Family::BOTH.map(|family| world.server().ips.ip(family)).into(),
+            allowed,
+            pods: Family::BOTH.map(|family| pod.ip(family)).into(),
+            answering: BTreeMap::new(),
+            packets: 0,
+            untold: 0,
+            violations: Vec::new(),
+            figures: BTreeMap::new(),
+        }
+    }
+
+    /// What was violated.
+    pub fn violations(&self) -> &[String] {
+        &self.violations
+    }
+
+    /// Numbers for the summary, by what they are.
+    pub fn figures(&self) -> &BTreeMap<String, String> {
+        &self.figures
+    }
+
+    /// How things stand.
+    pub fn line(&self) -> String {
+        format!("{} packets seen, {} violations", self.packets, self.violations.len() as u64 + self.untold)
+    }
+
+    /// Notes a violation.
+    pub fn violation(&mut self, what: &str, which: &str) {
+        if self.violations.len() < MOST_TOLD {
+            eprintln!("VIOLATED: {what}: {which}");
+            self.violations.push(format!("{what}: {which}"));
+        } else {
+            self.untold += 1;
+        }
+    }
+
+    /// Judges what the server has seen since the last time.
+    pub fn look(&mut self, world: &World) {
+        self.judge(&world.capture.take());
+    }
+
+    fn judge(&mut self, trace: &Trace) {
+        for packet in trace.packets().iter().filter(|packet| !packet.outgoing) {
+            if let Some((ip, mac)) = packet.claim() {
+                self.claim(ip, mac);
+            }
+            self.source(packet);
+        }
+    }
+
+    /// A packet's source, by what it is for.
+    fn source(&mut self, packet: &Packet) {
+        let Some((from, to)) = packet.ports().filter(|(_, to)| self.server.contains(&to.ip())) else { return };
+        self.packets += 1;
+        let right = match self.allowed.get(&to.port()) {
+            Some(allowed) => allowed.contains(&from.ip()),
+            None => from.port() == POD_PORT && self.pods.contains(&from.ip()),
+        };
+        if !right {
+            self.violation("a packet with a wrong address", &format!("{from} to {to} ({packet:?})"));
+        }
+    }
+
+    fn claim(&mut self, ip: IpAddr, mac: [u8; 6]) {
+        if !self.allowed.values().any(|allowed| allowed.contains(&ip)) {
+            return;
+        }
+        let (last, changes) = self.answering.entry(ip).or_insert((mac, 1));
+        if *last != mac {
+            (*last, *changes) = (mac, *changes + 1);
+        }
+    }
+
+    /// The last judgement, with everything at rest.
+    pub fn conclude(&mut self, world: &mut World, churn: &Churn) -> Result<()> {
+        for (name, count) in &churn.done {
+            self.figures.insert(format!("change: {name}"), count.to_string());
+        }
+        let [opened, established] = churn.connections;
+        self.figure("connections of new pods", format!("{established} of {opened} got an answer"));
+        self.connections(world)?;
+        self.look(world);
+        let epochs = epochs(&world.lab);
+        self.figure("changes of owners", epochs.values().map(|epoch| epoch.saturating_sub(1)).sum::<u64>());
+        let passing = addresses(&[PASSING]);
+        for (ip, (_, changes)) in std::mem::take(&mut self.answering) {
+            let epoch = epochs.get(&ip).copied().unwrap_or(0);
+            // The object of an egress IP that leaves its policy goes, and with it the count.
+            if !passing.contains(&ip) && changes > epoch {
+                let which = format!("{ip}: {changes} times, with {epoch} owners one after the other");
+                self.violation("another gateway answers for an egress IP", &which);
+            }
+        }
+        for node in world.nodes() {
+            let drops: Vec<String> = counters(&world.lab, &node)?
+                .into_iter()
+                .filter(|(name, count)| *count > 0 && (name.starts_with("drop_") || name.starts_with("flows_")))
+                .map(|(name, count)| format!("{name} {count}"))
+                .collect();
+            self.figure(&format!("counters of {node}"), drops.join(", "));
+        }
+        self.cleanup(world)?;
+        self.figure("packets judged", self.packets);
+        Ok(())
+    }
+
+    fn figure(&mut self, name: &str, figure: impl ToString) {
+        self.figures.insert(name.to_owned(), figure.to_string());
+    }
+
+    /// The connections that were there from the beginning.
+    fn connections(&mut self, world: &mut World) -> Result<()> {
+        let Some(traffic) = world.traffic.take() else { return Ok(()) };
+        let rate = traffic.rate.finish()?;
+        let failed: Vec<String> = rate.failed.iter().map(|(why, count)| format!("{count} {why}")).collect();
+        let text = format!("{} established, {} failed ({})", rate.opened, rate.failures(), failed.join(", "));
+        self.figure("connections at a rate", text);
+
+        traffic.streams.set_sending(false);
+        let all = || traffic.clients.iter().chain(&traffic.inbound);
+        all().for_each(|clients| clients.set_sending(false));
+        let quiet = |ends: &[ConnectionReport]| ends.iter().all(|one| one.last_arrival.elapsed() > QUIET);
+        let settled = wait_for("the streams are quiet", PATIENCE, || {
+            Ok(all().all(|clients| quiet(&clients.connections())) && quiet(&traffic.streams.connections()))
+        });
+        if let Err(error) = settled {
+            self.violation("streams do not come to rest", &format!("{error:#}"));
+        }
+        let ends: Vec<ConnectionReport> = traffic.clients.iter().flat_map(|clients| clients.connections()).collect();
+        let inbound: Vec<ConnectionReport> = traffic.inbound.iter().flat_map(|clients| clients.connections()).collect();
+        for broken in ends.iter().chain(&inbound).filter(|one| !one.intact()) {
+            self.violation("a connection is broken", &format!("{broken:?}"));
+        }
+        let lost = undelivered(&ends, &traffic.streams.connections());
+        if lost > 0 {
+            self.violation("connections lost data", &format!("{lost} records"));
+        }
+        let pause = ends.iter().map(|one| one.longest_pause).max().unwrap_or_default();
+        let records: u64 = ends.iter().map(|one| one.sent + one.received).sum();
+        let intact = ends.iter().chain(&inbound).filter(|one| one.intact()).count();
+        let text = format!(
+            "{intact} of {} intact, {records} records, longest pause {} ms",
+            ends.len() + inbound.len(),
+            pause.as_millis()
+        );
+        self.figure("steady connections", text);
+
+        // Pods see each other, and the outside sees a pod that it has called, by the pod's own address.
+        let web = world.lab.pod("web-1").ips;
+        let mut callers: BTreeSet<IpAddr> = Family::BOTH.map(|family| web.ip(family)).into();
+        callers.extend(&self.server);
+        for server in &traffic.pods {
+            for peer in server.connections().iter().map(|one| one.peer.ip()).filter(|peer| !callers.contains(peer)) {
+                self.violation("a connection to a pod has a foreign source", &peer.to_string());
+            }
+        }
+
+        let flows = traffic.datagrams.flows();
+        for (id, seen) in flows.iter().filter(|(_, seen)| seen.peers.len() != 1 || seen.corrupted > 0) {
+            self.violation("a datagram flow changed its address", &format!("flow {id}: {seen:?}"));
+        }
+        let sent: u64 = traffic.senders.iter().flat_map(|senders| senders.flows()).map(|one| one.sent).sum();
+        let arrived: u64 = flows.values().map(|seen| seen.received).sum();
+        self.figure("datagrams", format!("{arrived} of {sent} arrived, {} flows", flows.len()));
+        drop(traffic.echo);
+        Ok(())
+    }
+
+    /// Everything that the agents made goes.
+    fn cleanup(&mut self, world: &mut World) -> Result<()> {
+        for node in world.nodes() {
+            world.lab.agent(&node).terminate()?;
+            world.lab.daemon_text(&node, &["cleanup"])?;
+            let pins = world.lab.bpffs(&node);
+            let left = std::fs::read_dir(&pins).map_or(0, Iterator::count);
+            if left > 0 || world.lab.node(&node).ns.ifindex("spillway0").is_ok() {
+                self.violation(
+                    "cleanup leaves something behind",
+                    &format!("{node}: {left} entries in {}", pins.display()),
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn judge() -> Judge {
+        let ip = |last: u8| IpAddr::from([192, 0, 2, last]);
+        Judge {
+            server: vec![ip(200)],
+            allowed: BTreeMap::from([(80, BTreeSet::from([ip(10)]))]),
+            pods: BTreeSet::new(),
+            answering: BTreeMap::new(),
+            packets: 0,
+            untold: 0,
+            violations: Vec::new(),
+            figures: BTreeMap::new(),
+        }
+    }
+
+    #[test]
+    fn a_gateway_that_answers_again_is_a_change_of_its_own() {
+        let mut judge = judge();
+        let ip = IpAddr::from([192, 0, 2, 10]);
+        for mac in [1, 1, 2, 2, 1, 1] {
+            judge.claim(ip, [mac; 6]);
+        }
+        judge.claim([192, 0, 2, 99].into(), [7; 6]);
+        assert_eq!(judge.answering, BTreeMap::from([(ip, ([1; 6], 3))]));
+    }
+
+    #[test]
+    fn of_many_violations_only_the_number_is_kept() {
+        let mut judge = judge();
+        (0..MOST_TOLD + 5).for_each(|n| judge.violation("wrong", &n.to_string()));
+        assert_eq!(judge.violations().len(), MOST_TOLD);
+        assert_eq!(judge.line(), format!("0 packets seen, {} violations", MOST_TOLD + 5));
+    }
+}

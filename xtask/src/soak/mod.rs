@@ -1,0 +1,96 @@
+//! `cargo xtask soak`: connections, and everything around them in motion, for as long as one likes. What counts is what
+//! arrives at a server; see [`judge`] for what is asserted and [`churn`] for what happens meanwhile.
+
+mod churn;
+mod judge;
+mod world;
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Result, bail};
+
+use self::churn::Churn;
+use self::judge::Judge;
+use self::world::World;
+use crate::{build, interrupt, setup};
+
+/// The time between two changes: long enough for most of them to take effect, short enough for them to overlap at times.
+const PAUSES: [Duration; 2] = [Duration::from_millis(200), Duration::from_millis(2_500)];
+/// How often a line tells how things stand.
+const REPORT: Duration = Duration::from_secs(60);
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// How long it goes on
+    #[arg(long, default_value_t = 10)]
+    minutes: u64,
+    /// Repeats the changes of an earlier run, in their order
+    #[arg(long)]
+    seed: Option<u64>,
+}
+
+/// Runs it. Fails when an invariant was violated, after a summary.
+pub fn run(args: &Args) -> ExitCode {
+    match soak(args) {
+        Ok(judge) if judge.violations().is_empty() => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => {
+            interrupt::wait_if_interrupted();
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn soak(args: &Args) -> Result<Judge> {
+    setup::ensure(setup::Scope::Lab)?;
+    if let Some(obstacle) = lab::skip::obstacle() {
+        bail!("the soak makes network namespaces and loads eBPF programs: {obstacle}");
+    }
+    let binaries = build::binaries(false)?;
+    interrupt::watch()?;
+    let seed = args
+        .seed
+        .unwrap_or_else(|| SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |time| time.as_nanos() as u64 | 1));
+    let mut world = World::build(&binaries)?;
+    interrupt::guard(world.lab.id());
+    let (mut judge, mut churn) = (Judge::new(&world), Churn::new(seed));
+    world.start()?;
+    let started = Instant::now();
+    println!("soaking for {} min, --seed {seed}", args.minutes);
+
+    let (end, mut report) = (started + Duration::from_secs(60 * args.minutes), started + REPORT);
+    while Instant::now() < end {
+        if let Err(error) = churn.step(&mut world) {
+            judge.violation("a change could not be carried out", &format!("{error:#}"));
+        }
+        judge.look(&world);
+        if Instant::now() > report {
+            report += REPORT;
+            println!("{:>4} s: {}", started.elapsed().as_secs(), judge.line());
+        }
+        std::thread::sleep(churn.between(PAUSES));
+    }
+    if let Err(error) = churn.calm_down(&mut world) {
+        judge.violation("what was broken could not be mended", &format!("{error:#}"));
+    }
+    judge.conclude(&mut world, &churn)?;
+    summary(&judge, started.elapsed());
+    Ok(judge)
+}
+
+fn summary(judge: &Judge, elapsed: Duration) {
+    println!("\nafter {} s:", elapsed.as_secs());
+    let width = judge.figures().keys().map(|name| name.len()).max().unwrap_or(0);
+    for (name, figure) in judge.figures() {
+        println!("  {name:width$}  {figure}");
+    }
+    match judge.violations() {
+        [] => println!("\nno invariant was violated"),
+        all => {
+            println!("\n{} violations:", all.len());
+            all.iter().for_each(|violation| println!("  {violation}"));
+        }
+    }
+}
