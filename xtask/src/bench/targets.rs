@@ -37,7 +37,8 @@ const RATIOS: [(Metric, Variant, Variant, Bound); 16] = [
 ];
 
 /// Nanoseconds that a program may cost beyond an empty one.
-const PROGRAMS: [(&str, f64); 3] = [("pod_egress", 110.0), ("tunnel_ingress", 70.0), ("uplink_ingress", 70.0)];
+const PROGRAMS: [(&str, f64); 4] =
+    [("pod_egress", 110.0), ("tunnel_ingress", 70.0), ("underlay_ingress", 70.0), ("uplink_ingress", 70.0)];
 
 /// What came of one target.
 #[derive(Clone, Debug)]
