@@ -5,7 +5,9 @@
 
 mod abuse;
 mod antrea;
+mod bandwidth;
 mod cilium;
+mod clouds;
 mod exits;
 mod failover;
 mod firewall;
@@ -15,6 +17,7 @@ mod owners;
 mod per_endpoint;
 mod pod_start;
 mod policies;
+mod pools;
 mod ports;
 mod protocols;
 mod restart;
@@ -22,5 +25,7 @@ mod security;
 mod slots;
 mod spread;
 mod store;
+mod subnets;
 mod support;
 mod untouched;
+mod zones;
