@@ -75,7 +75,9 @@ fn inbound_unseen_connections_of_the_outside_are_left_alone() {
         let node = lab.node("worker1").ns.clone();
         let addresses: [IpAddr; 2] = ["198.51.100.77".parse()?, "2001:db8:51::77".parse()?];
         for (address, bits) in addresses.into_iter().zip([32, 128]) {
-            outside.ns.ip(&[format!("addr add {address}/{bits} dev eth0")])?;
+            // An IPv6 address must not be under test when a route names it.
+            let at_once = if bits == 128 { "nodad" } else { "" };
+            outside.ns.ip(&[format!("addr add {address}/{bits} dev eth0 {at_once}")])?;
             node.ip(&[format!("route add {address}/{bits} dev {}", outside.host_interface)])?;
         }
         outside.ns.sh(&format!(
