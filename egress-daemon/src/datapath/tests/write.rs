@@ -216,7 +216,10 @@ fn crowded(pods: usize) -> NodeView {
     });
     let endpoint = |n: usize| {
         let ip = IpAddr::from([10, 1, (n / 250) as u8, (n % 250) as u8]);
-        (scenes::endpoint_id(n), EndpointView { ips: [ip].into(), class: class.clone(), has_history: false })
+        (
+            scenes::endpoint_id(n),
+            EndpointView { ips: [ip].into(), class: class.clone(), has_history: false, interfaces: Default::default() },
+        )
     };
     NodeView {
         node: Some(scenes::node(0)),
