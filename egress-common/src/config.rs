@@ -32,7 +32,9 @@ map_type! {
         pub room: u32,
         /// Flows that one pod may have; 0: any number.
         pub pod_flows: u32,
-    } size 52
+        /// Near end of the shaper; 0 where there is none.
+        pub shaper_ifindex: u32,
+    } size 56
 }
 
 /// Bits of [`Config::flags`].
@@ -60,4 +62,5 @@ pub const UNSET: Config = Config {
     mark: 0,
     room: 0,
     pod_flows: 0,
+    shaper_ifindex: 0,
 };

@@ -29,6 +29,7 @@ mod once;
 mod packet;
 mod parse;
 mod ports;
+mod shaper;
 mod share;
 mod stats;
 mod steer;
@@ -129,6 +130,12 @@ pub fn uplink_ingress(ctx: TcContext) -> i32 {
         ARP => neighbor::arp(&pkt),
         _ => Verdict::Pass,
     })
+}
+
+/// Ingress of the shaper's far end: packets of limited egress IPs go on.
+#[classifier]
+pub fn shaper_ingress(ctx: TcContext) -> i32 {
+    finish(shaper::receive(&Packet::new(&ctx)))
 }
 
 /// Run once by the agent (`BPF_PROG_TEST_RUN`): arms the collector's timer, which from then on needs no agent.

@@ -10,7 +10,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::Config,
-    egress::{BlockList, EgressIp, LeaseTable, Node, Uplink},
+    egress::{BlockList, EgressIp, LeaseTable, Meter, NextHop, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Flow, FlowKey, Fragment, FragmentKey, Reverse, Ticket},
     limits::*,
@@ -90,6 +90,11 @@ pub static NODES: Array<Node, MAX_NODES> = Array::new();
 pub static NODE_INDEX: HashMap<V6, u32, MAX_NODE_ADDRESSES, GROW> = HashMap::new();
 #[btf_map]
 pub static UPLINKS: HashMap<u32, Uplink, MAX_UPLINKS, GROW> = HashMap::new();
+
+#[btf_map]
+pub static NEXT_HOPS: Array<NextHop, MAX_EGRESS_IPS> = Array::new();
+#[btf_map]
+pub static METERS: Array<Meter, { 2 * MAX_EGRESS_IPS }> = Array::new();
 
 #[btf_map]
 pub static CONFIG: Array<Config, 1> = Array::new();

@@ -26,6 +26,8 @@ pub struct Wanted {
     pub rules: InterfaceRules,
     /// The tunnel device.
     pub tunnel: u32,
+    /// The far end of the shaper, where there is one.
+    pub shaper: Option<u32>,
 }
 
 /// The task.
@@ -90,7 +92,7 @@ async fn keep(
         let table = links.borrow_and_update().clone();
         let wanted = wishes.borrow_and_update().clone();
         let names: BTreeMap<u32, String> = table.links.values().map(|l| (l.index, l.name.clone())).collect();
-        let hooks = hooks(&classify(&table, &wanted.rules), wanted.tunnel, &names);
+        let hooks = hooks(&classify(&table, &wanted.rules), &wanted, &names);
         let errors = block_in_place(|| attacher.sync(&hooks, &names, all));
         let errors: Vec<String> = errors.iter().map(ToString::to_string).collect();
         report.send_if_modified(|old| {
@@ -102,9 +104,11 @@ async fn keep(
 }
 
 /// The hooks that should hold our programs.
-fn hooks(roles: &Roles, tunnel: u32, names: &BTreeMap<u32, String>) -> BTreeMap<Hook, String> {
+fn hooks(roles: &Roles, wanted: &Wanted, names: &BTreeMap<u32, String>) -> BTreeMap<Hook, String> {
     let pods = roles.pods.iter().flat_map(|i| [("pod_egress", *i), ("pod_ingress", *i)]);
     let uplinks = roles.uplinks.iter().map(|i| ("uplink_ingress", *i));
-    let all = pods.chain(uplinks).chain([("tunnel_ingress", tunnel), ("tunnel_egress", tunnel)]);
+    let shaper = wanted.shaper.map(|index| ("shaper_ingress", index));
+    let tunnel = [("tunnel_ingress", wanted.tunnel), ("tunnel_egress", wanted.tunnel)];
+    let all = pods.chain(uplinks).chain(tunnel).chain(shaper);
     all.filter_map(|hook| Some((hook, names.get(&hook.1)?.clone()))).collect()
 }

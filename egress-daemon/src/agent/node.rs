@@ -30,6 +30,7 @@ use crate::{
         netlink::Netlink,
         ports::NodePorts,
         probe::ProbeSocket,
+        shaper::Shaper,
         sysctl::Sysctls,
         tunnel,
     },
@@ -90,6 +91,7 @@ pub struct Agent {
     pub(super) settings: Settings,
     pub(super) links: Links,
     pub(super) tunnel: tunnel::Tunnel,
+    pub(super) shaper: Shaper,
     pub(super) netlink: Netlink,
     pub(super) sysctls: Sysctls,
     pub(super) long_way: LongWay,
@@ -145,7 +147,7 @@ impl Agent {
         let mut world = World::default();
         world.read(&store, &node);
         let rules = reconcile::rules(&world, &node, &settings);
-        let hooks = Hooks::start(attacher, links.subscribe(), Wanted { rules, tunnel: tunnel.index });
+        let hooks = Hooks::start(attacher, links.subscribe(), Wanted { rules, tunnel: tunnel.index, shaper: None });
         let effective = Effective::recover(known_policies(&writer));
         Ok(Self {
             node,
@@ -155,6 +157,7 @@ impl Agent {
             settings,
             links,
             tunnel,
+            shaper: Shaper::default(),
             netlink,
             sysctls,
             long_way: LongWay::default(),

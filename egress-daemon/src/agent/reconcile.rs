@@ -11,15 +11,16 @@ use super::{
 };
 use crate::{
     config::Firewall,
-    datapath::{encode::NodeView, load},
+    datapath::{encode::NodeView, load, tables::Tables},
     host::{
         classify::{InterfaceRules, Roles, classify},
         firewall::{FirewallError, Spec},
+        shaper::Rate,
         sysctl,
         table::{LinkKind, LinkTable},
         tunnel,
     },
-    model::NodeName,
+    model::{Bandwidth, NodeName},
     store::{
         Key,
         lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease},
@@ -28,6 +29,7 @@ use crate::{
 use egress_common::{
     abi::ticks,
     config::{self, Config},
+    net,
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -63,7 +65,6 @@ impl Agent {
         if let Err(e) = self.make_long_way().await {
             self.complaints.push(e.to_string());
         }
-        let config = self.config();
         let classes = view::classes_of(&self.world.snapshot, &self.node);
         self.used = view::used(&self.world.plan, &classes);
         self.decide_blocks();
@@ -76,6 +77,9 @@ impl Agent {
             probes: &probes,
             now: self.start.elapsed(),
         });
+        let limits = view::limits(&self.world.snapshot, &self.world.plan, &self.handover, &self.node);
+        self.open_shaper(&limits).await;
+        let config = self.config();
         let facts = Facts {
             node: &self.node,
             snapshot: &self.world.snapshot,
@@ -99,18 +103,25 @@ impl Agent {
         self.complaints.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
         let revision = self.world.highest_lease(&self.node).max(self.lease_revision);
 
-        self.hooks.set(Wanted { rules, tunnel: self.tunnel.index });
+        let shaper = self.shaper.ends().map(|ends| ends.far);
+        self.hooks.set(Wanted { rules, tunnel: self.tunnel.index, shaper });
         self.complaints.extend(self.hooks.complaints());
         let mut written = false;
         match self.encoder.encode(&view, self.writer.present()) {
-            Ok(tables) => match self.writer.write(tables) {
-                Ok(()) => {
-                    self.lease_revision = revision;
-                    self.carries = self.world.owned(&self.node);
-                    written = true;
+            Ok(tables) => {
+                let classes = classes_of_shaper(&tables, &limits);
+                if let Err(e) = self.shaper.set(&self.netlink.handle, &classes).await {
+                    self.complaints.push(e.to_string());
                 }
-                Err(e) => self.complaints.push(e.to_string()),
-            },
+                match self.writer.write(tables) {
+                    Ok(()) => {
+                        self.lease_revision = revision;
+                        self.carries = self.world.owned(&self.node);
+                        written = true;
+                    }
+                    Err(e) => self.complaints.push(e.to_string()),
+                }
+            }
             Err(overflow) => self.complaints.push(overflow.to_string()),
         }
         let probed = probed(&self.node, &view);
@@ -136,12 +147,24 @@ impl Agent {
             .filter_map(|(ip, place)| Some((ip, (place, self.world.plan.egress_ips.get(&ip)?.epoch))));
         self.owned.set(&if self.settings.silent { BTreeMap::new() } else { places.collect() });
         self.owned.tick();
+        self.owned.ask_all();
         self.forward();
         self.keep_lease(cut_off.is_empty()).await;
         for complaint in &self.complaints {
             tracing::error!("{complaint}");
         }
         self.status_due = true;
+    }
+
+    /// Makes the shaper where some egress IP has a limit, and removes it where none has.
+    async fn open_shaper(&mut self, limits: &BTreeMap<IpAddr, Bandwidth>) {
+        let done = match limits.is_empty() {
+            true => self.shaper.remove(&self.netlink.handle).await,
+            false => self.shaper.ensure(&self.netlink.handle).await.map(drop),
+        };
+        if let Err(e) = done {
+            self.complaints.push(e.to_string());
+        }
     }
 
     /// Decides which leased blocks are not used for new flows and which are given back. Whether the tables have to be
@@ -243,6 +266,7 @@ impl Agent {
             tcp_transitory: ticks(t.tcp_transitory.as_secs()),
             udp: ticks(t.udp.as_secs()),
             icmp: ticks(t.icmp.as_secs()),
+            shaper_ifindex: self.shaper.ends().map_or(0, |ends| ends.near),
             ..config::UNSET
         }
     }
@@ -259,6 +283,15 @@ impl Agent {
         addresses.sort_by_key(|a| (a.is_ipv6(), *a));
         addresses
     }
+}
+
+/// The classes of the shaper for what tables say: two for each egress IP with a limit.
+fn classes_of_shaper(tables: &Tables, limits: &BTreeMap<IpAddr, Bandwidth>) -> BTreeMap<u16, Rate> {
+    let limited = tables.egress_ips.iter().filter_map(|(index, e)| {
+        let limit = limits.get(&net::from_any(e.addr)).filter(|_| e.queue != 0)?;
+        Some((u16::try_from(*index).ok()?, Rate { bits: limit.rate_bps, burst: limit.burst_bytes }))
+    });
+    limited.flat_map(|(index, rate)| [1, 2].map(|class| (2 * index + class, rate))).collect()
 }
 
 /// The interfaces that no packet of a pod comes in by: what a stranger's packet with our mark came in by.

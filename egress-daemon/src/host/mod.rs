@@ -17,6 +17,7 @@ mod packet;
 pub mod ports;
 pub mod probe;
 pub mod schedule;
+pub mod shaper;
 pub mod sysctl;
 pub mod table;
 pub mod tunnel;
