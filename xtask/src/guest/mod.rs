@@ -166,6 +166,7 @@ fn init() -> String {
         "#!/bin/sh\n\
          export PATH=/sbin:/usr/sbin:/bin HOME=/root RUST_BACKTRACE=1\n\
          export SPILLWAY_BIN=/spillway SPILLWAY_SKIPS=/tmp/skips SPILLWAY_VERIFIED=/tmp/verified\n\
+         export SPILLWAY_SLOWNESS=6 SPILLWAY_FUZZ_CASES=1000\n\
          mount -t proc proc /proc\nmount -t sysfs sys /sys\nmount -t devtmpfs dev /dev\n\
          mount -t tmpfs tmp /tmp\nmount -t tmpfs run /run\nmount -t bpf bpf /sys/fs/bpf\nln -s /run /var/run\n\
          mkdir -p /run/netns /root\n\
