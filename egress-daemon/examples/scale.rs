@@ -176,7 +176,7 @@ fn policy(n: u32, request: PoolRequest) -> Policy {
         destinations: "0.0.0.0/0".parse().into_iter().collect(),
         excluded: "10.0.0.0/8".parse().into_iter().collect(),
         source: Source::Pools(vec![request]),
-        distribution: if n % 4 == 0 { Distribution::PerEndpoint } else { Distribution::PerFlow },
+        distribution: if n.is_multiple_of(4) { Distribution::PerEndpoint } else { Distribution::PerFlow },
         zone: ZoneMode::Any,
         prefer_local_node: false,
         on_no_gateway: OnNoGateway::Drop,

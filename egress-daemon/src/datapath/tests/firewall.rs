@@ -15,6 +15,8 @@ const MARK: usize = 8;
 const PRIORITY: usize = 32;
 /// The loopback device, which test runs come in by.
 const LOOPBACK: u32 = 1;
+/// The flag that opens a connection.
+const SYN: u8 = 2;
 
 /// The verdict, the frame afterwards, and mark and priority afterwards.
 fn run_marked(rig: &mut Rig, program: &'static str, frame: &[u8], mark: u32) -> (i32, Vec<u8>, [u32; 2]) {
