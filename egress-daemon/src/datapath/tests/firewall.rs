@@ -6,6 +6,7 @@ use aya::programs::{TestRun as _, TestRunOptions};
 use egress_common::{
     abi::{FIREWALL_MARK, FIREWALL_PRIORITY},
     config::flags,
+    tcp::flag::SYN,
     verdict::Counter,
 };
 
