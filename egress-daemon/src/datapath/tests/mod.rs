@@ -3,7 +3,6 @@
 mod clsact;
 mod collector;
 mod encode;
-mod firewall;
 mod frames;
 mod fuzz;
 mod garbage;
