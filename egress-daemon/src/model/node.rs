@@ -57,7 +57,8 @@ pub struct Node {
     pub addresses: BTreeSet<IpAddr>,
     /// The prefixes that its pods' addresses come from, as far as Kubernetes knows them.
     pub pod_cidrs: BTreeSet<IpNet>,
-    /// Kubernetes' Ready condition; absent counts as ready.
+    /// Whether the node does not say of itself that it is not ready. When nobody has heard of it (the condition is absent or
+    /// `Unknown`, as of all nodes when the API server was away), its lease as a gateway is the better witness.
     pub ready: bool,
     /// Cordoned: what it owns goes to others.
     pub draining: bool,

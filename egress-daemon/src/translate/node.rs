@@ -17,7 +17,7 @@ const WRITTEN_BY_AGENT: &str = "the agent writes this: restart it with the versi
 pub fn node(object: &KubeNode, egress_node: Option<&api::EgressNode>) -> (Node, Vec<Problem>) {
     let mut reader = Reader::new("Node", &object.metadata);
     let labels = object.metadata.labels.clone().unwrap_or_default();
-    let conditions = object.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    let mut conditions = object.status.iter().flat_map(|status| status.conditions.iter().flatten());
     let texts = object.status.iter().flat_map(|status| status.addresses.iter().flatten());
     let texts = texts.filter(|address| matches!(address.type_.as_str(), "InternalIP" | "ExternalIP"));
     let remedy = "correct the node's address; it is ignored until then";
@@ -34,7 +34,7 @@ pub fn node(object: &KubeNode, egress_node: Option<&api::EgressNode>) -> (Node, 
         labels,
         addresses,
         pod_cidrs,
-        ready: conditions.filter(|condition| condition.type_ == "Ready").all(|condition| condition.status == "True"),
+        ready: conditions.all(|condition| condition.type_ != "Ready" || condition.status != "False"),
         draining: object.spec.as_ref().is_some_and(|spec| spec.unschedulable == Some(true)),
         max_egress_ips,
         report,

@@ -162,7 +162,8 @@ fn nodes_are_read_with_what_their_agent_says() {
         }
     })).unwrap();
     let (node, problems) = node(&kube, Some(&said));
-    assert!(!node.ready && node.draining);
+    assert!(node.ready, "nobody has heard of it: its lease tells");
+    assert!(node.draining);
     assert_eq!((node.zone.as_deref(), node.max_egress_ips, node.addresses.len()), (Some("x"), Some(7), 1));
     let report = node.report.unwrap();
     assert_eq!(report.tunnel_addresses[0].to_string(), "fd00::1");
@@ -170,6 +171,11 @@ fn nodes_are_read_with_what_their_agent_says() {
     assert_eq!(report.demand[&"192.0.2.10".parse().unwrap()], Demand { want: 5, released: [7, 8].into() });
     let fields: Vec<&str> = problems.iter().map(|problem| problem.field.as_str()).collect();
     assert_eq!(fields, ["metadata.annotations[spillway.io/max-egress-ips]", "status.addresses"]);
+    for (status, ready) in [("True", true), ("False", false)] {
+        let mut kube = kube.clone();
+        kube.status.as_mut().unwrap().conditions.as_mut().unwrap()[0].status = status.to_owned();
+        assert_eq!(super::node(&kube, None).0.ready, ready, "{status}");
+    }
 }
 
 #[test]

@@ -37,7 +37,7 @@ struct State {
 struct Progress {
     /// Whether it has been listed.
     ready: bool,
-    /// How many notices the API server has sent.
+    /// How many answers and notices the API server has sent.
     heard: u64,
     /// What is being listed.
     listing: BTreeMap<Key, Value>,
@@ -107,7 +107,8 @@ impl Cache {
     pub(super) fn notice(&self, kind: Kind, event: Event<Value>) {
         self.update(|state| {
             let progress = state.kinds.entry(kind).or_default();
-            progress.heard += 1;
+            // A list that begins has not been answered yet.
+            progress.heard += u64::from(!matches!(event, Event::Init));
             match event {
                 Event::Init => {
                     progress.listing.clear();
