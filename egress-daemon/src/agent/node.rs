@@ -4,7 +4,7 @@ use super::{
     blocks::Withheld,
     demand::{Ports, Used},
     effective::Effective,
-    facts::{Histories, World},
+    facts::{Histories, Known, World},
     gateways::Gateways,
     handover::Handover,
     hooks::{Hooks, Wanted},
@@ -14,7 +14,7 @@ use super::{
     status::{self, Report},
 };
 use crate::{
-    api::EgressNode,
+    api::{EgressNode, EgressNodeStatus},
     datapath::{
         Pins,
         attach::{self, Attacher},
@@ -113,7 +113,7 @@ pub struct Agent {
     pub(super) used: BTreeSet<IpAddr>,
     pub(super) withheld: Withheld,
     pub(super) complaints: Vec<String>,
-    pub(super) lease_revision: u64,
+    pub(super) leases: Known,
     pub(super) carries: BTreeMap<IpAddr, u64>,
     pub(super) start: Instant,
     pub(super) source: String,
@@ -177,7 +177,7 @@ impl Agent {
             used: BTreeSet::new(),
             withheld: Withheld::default(),
             complaints: Vec::new(),
-            lease_revision: 0,
+            leases: Known::default(),
             carries: BTreeMap::new(),
             start,
             source,
@@ -377,8 +377,9 @@ impl Agent {
         };
         let tunnel_addresses = self.tunnel_addresses();
         // Until the first write, the tables are those that an earlier agent has reported.
-        let lease_revision = present.status.as_ref().map_or(0, |s| s.lease_revision).max(self.lease_revision);
-        self.withheld.publish(&self.node, &self.world.plan, lease_revision);
+        let reported = |s: &EgressNodeStatus| Known { all: s.lease_revision, own: s.own_lease_revision };
+        let leases = present.status.as_ref().map_or(Known::default(), reported).max(self.leases);
+        self.withheld.publish(&self.node, &self.world.plan, leases.own);
         let report = Report {
             node: &self.node,
             plan: &self.world.plan,
@@ -388,7 +389,7 @@ impl Agent {
             firewall: self.settings.firewall,
             attach: self.hooks.mode(),
             tables: self.writer.present(),
-            lease_revision,
+            leases,
             carries: &self.carries,
             ports: &self.ports,
             withheld: &self.withheld,

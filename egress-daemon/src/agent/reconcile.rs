@@ -101,7 +101,7 @@ impl Agent {
         let announced = view::announced(&facts);
         let cut_off = view::cut_off(&facts);
         self.complaints.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
-        let revision = self.world.highest_lease(&self.node).max(self.lease_revision);
+        let leases = self.world.leases(&self.node).max(self.leases);
 
         let shaper = self.shaper.ends().map(|ends| ends.far);
         self.hooks.set(Wanted { rules, tunnel: self.tunnel.index, shaper });
@@ -115,7 +115,7 @@ impl Agent {
                 }
                 match self.writer.write(tables) {
                     Ok(()) => {
-                        self.lease_revision = revision;
+                        self.leases = leases;
                         self.carries = self.world.owned(&self.node);
                         written = true;
                     }
@@ -133,7 +133,7 @@ impl Agent {
             attach: self.hooks.mode(),
             tunnel_addresses: self.tunnel_addresses(),
             lease_held: self.lease.as_ref().map(|_| self.lease_held),
-            lease_revision: self.lease_revision,
+            lease_revision: self.leases.all,
             gateways: &self.gateways,
             store_problems: self.store.problems(),
             complaints: &self.complaints,

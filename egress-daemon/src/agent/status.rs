@@ -3,6 +3,7 @@
 use super::{
     blocks::Withheld,
     demand::{self, Ports},
+    facts::Known,
     tell,
 };
 use crate::{
@@ -37,8 +38,8 @@ pub struct Report<'a> {
     pub attach: Mode,
     /// What is in the maps.
     pub tables: &'a Tables,
-    /// All leases up to this revision are in the maps.
-    pub lease_revision: u64,
+    /// Up to which revisions leases are in the maps.
+    pub leases: Known,
     /// The egress IPs that the maps carry as this node's own, with their epochs.
     pub carries: &'a BTreeMap<IpAddr, u64>,
     /// What the flows use.
@@ -60,7 +61,8 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
         transport: Some(tell::TRANSPORT.into()),
         firewall: Some(report.firewall.to_string()),
         attach: Some(report.attach.to_string()),
-        lease_revision: report.lease_revision,
+        lease_revision: report.leases.all,
+        own_lease_revision: report.leases.own,
         carries: carries(report.carries),
         demand: demand::demand(report.node, report.plan, report.ports, report.withheld),
         occupied_blocks: report.occupied_blocks.clone(),

@@ -199,6 +199,9 @@ fn answers(facts: &Facts<'_>, address: IpAddr) -> bool {
 fn usable_blocks(facts: &Facts<'_>, address: IpAddr) -> BTreeSet<u16> {
     let Some(gateway) = facts.handover.gateway(address) else { return BTreeSet::new() };
     let report = facts.snapshot.nodes.get(gateway).and_then(|n| n.report.as_ref());
+    // Its tables have leases only of egress IPs that it has read of. (A former owner does not list what it still forwards.)
+    let owner = facts.plan.egress_ips.get(&address).and_then(|e| e.owner.as_ref());
+    let report = report.filter(|report| owner != Some(gateway) || report.carries.contains_key(&address));
     // This node's own leases are in its tables before the blocks are.
     let known = if gateway == facts.node { u64::MAX } else { report.map_or(0, |r| r.lease_revision) };
     let blocks = facts.plan.blocks.get(&address).into_iter().flatten();

@@ -41,6 +41,12 @@ pub struct EgressNodeSpec {
     /// Which of the node's pods use which egress IP, for policies with distribution PerEndpoint, sorted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub assignments: Vec<Assignment>,
+
+    /// For a gateway: all leases up to this revision, of every node, had been written before this was. A gateway that has
+    /// read it has read them all.
+    #[serde(default)]
+    #[schemars(with = "i64", range(min = 0))]
+    pub leases_up_to: u64,
 }
 
 /// Port blocks of one egress IP.
@@ -117,10 +123,15 @@ pub struct EgressNodeStatus {
     #[schemars(with = "String")]
     pub attach: Option<String>,
 
-    /// All leases up to this revision are in the node's tables.
+    /// All leases up to this revision, of every node, are in the node's tables.
     #[serde(default)]
     #[schemars(with = "i64", range(min = 0))]
     pub lease_revision: u64,
+
+    /// All leases of the node itself up to this revision are in its tables: what it gives back is meant up to it.
+    #[serde(default)]
+    #[schemars(with = "i64", range(min = 0))]
+    pub own_lease_revision: u64,
 
     /// The egress IPs that the node's tables carry as its own, sorted by address: other nodes use it for them from then on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

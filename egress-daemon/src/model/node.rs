@@ -40,8 +40,10 @@ pub struct NodeReport {
     pub demand: BTreeMap<IpAddr, Demand>,
     /// The egress IPs that its tables carry as its own, with their epochs.
     pub carries: BTreeMap<IpAddr, u64>,
-    /// Everything leased up to this revision is programmed.
+    /// Everything that is leased to any node up to this revision is in its tables.
     pub lease_revision: u64,
+    /// Everything that is leased to this node up to this revision is in its tables.
+    pub own_lease_revision: u64,
 }
 
 /// A node.

@@ -89,6 +89,7 @@ pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
         demand,
         carries,
         lease_revision: status.lease_revision,
+        own_lease_revision: status.own_lease_revision,
     };
     Some((report, reader.problems))
 }
