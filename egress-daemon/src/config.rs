@@ -8,7 +8,7 @@ mod read;
 use crate::host::{classify::NamePattern, tunnel};
 use egress_common::{abi, limits};
 use ipnet::IpNet;
-use std::{fmt, fs, io, net::SocketAddr, path::Path, time::Duration};
+use std::{collections::BTreeSet, fmt, fs, io, net::SocketAddr, path::Path, time::Duration};
 
 /// Default of [`Probe::interval`].
 pub const PROBE_INTERVAL: Duration = Duration::from_millis(100);
@@ -63,6 +63,8 @@ pub struct Config {
     pub transport: Transport,
     /// `announce`: how egress IPs are made known on their link.
     pub announce: Announce,
+    /// `foreignKinds`: whose objects are read from the cluster besides our own. A directory's are always read.
+    pub foreign_kinds: BTreeSet<Foreign>,
     /// `metrics`: where metrics and health are served; `--metrics` comes before it. Absent: nowhere.
     pub metrics: Option<SocketAddr>,
 }
@@ -116,6 +118,15 @@ pub enum Transport {
     Device,
 }
 
+/// Another system whose objects are understood.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
+pub enum Foreign {
+    /// CiliumEgressGatewayPolicy (cilium.io/v2).
+    Cilium,
+    /// Egress and ExternalIPPool (crd.antrea.io/v1beta1).
+    Antrea,
+}
+
 /// How egress IPs are made known on their link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Announce {
@@ -148,6 +159,7 @@ impl Default for Config {
             firewall_mark: abi::FIREWALL_MARK,
             transport: Transport::Auto,
             announce: Announce::Arp,
+            foreign_kinds: BTreeSet::new(),
             metrics: None,
         }
     }

@@ -1,6 +1,6 @@
 //! From YAML to a checked [`Config`]: every fault is found in one go, each with its field and what to write instead.
 
-use super::{Announce, Config, Fault, Firewall, Transport};
+use super::{Announce, Config, Fault, Firewall, Foreign, Transport};
 use crate::health::ProbeTracker;
 use egress_common::limits;
 use serde_json::{Map, Value};
@@ -53,6 +53,14 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
         choice(v, &[("Auto", Transport::Auto), ("device", Transport::Device)], &["vxlan", "direct"])
     });
     top.set("announce", &mut config.announce, |v| choice(v, &[("arp", Announce::Arp), ("none", Announce::None)], &[]));
+    top.set("foreignKinds", &mut config.foreign_kinds, |v| {
+        let known = |text: &str| match text {
+            "cilium" => Ok(Foreign::Cilium),
+            "antrea" => Ok(Foreign::Antrea),
+            _ => Err("it is not known".to_owned()),
+        };
+        Ok(list(v, "systems: [cilium, antrea]", known)?.into_iter().collect())
+    });
     let mut metrics = None;
     top.set("metrics", &mut metrics, |v| address(v).map(Some));
     config.metrics = metrics;

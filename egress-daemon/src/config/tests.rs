@@ -51,6 +51,7 @@ firewall: bypass
 firewallMark: 0x100000
 transport: device
 announce: none
+foreignKinds: [cilium, antrea]
 metrics: "127.0.0.1:9473"
 "#;
     let seconds = Duration::from_secs;
@@ -75,6 +76,7 @@ metrics: "127.0.0.1:9473"
         firewall_mark: 0x10_0000,
         transport: Transport::Device,
         announce: Announce::None,
+        foreign_kinds: [Foreign::Cilium, Foreign::Antrea].into(),
         metrics: Some("127.0.0.1:9473".parse().unwrap()),
     };
     assert_eq!(parse(text), expected);
@@ -141,6 +143,7 @@ fn values_out_of_range_are_refused() {
     refused("probe: {interval: 1ms}", "probe.interval", &["10ms"]);
     refused("metrics: 9473", "metrics", &["127.0.0.1:9473"]);
     refused("announce: bgp", "announce", &["arp or none"]);
+    refused("foreignKinds: [calico]", "foreignKinds", &["[cilium, antrea]"]);
 }
 
 #[test]

@@ -279,9 +279,7 @@ impl Controller {
                 } else {
                     tracing::info!(object = %event.object, reason = event.reason, "{}", event.message);
                 }
-                if let Some(note) = event.note() {
-                    self.store.note(note);
-                }
+                self.store.note(event.note());
             }
             (leading.told, leading.refused) = (Some(after), refused);
         }
