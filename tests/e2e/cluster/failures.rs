@@ -1,12 +1,12 @@
 //! Gateways, controllers and the API server die, freeze and come back.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use lab::cluster::{ClusterPod, SERVERS};
-use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::traffic::{Asker, ConnectRate, RunningRate, ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Capture, Trace, wait_for, wait_until};
 
 use crate::Test;
@@ -24,6 +24,13 @@ const HOSTS: std::ops::RangeInclusive<u8> = 10..=12;
 const COUNT: usize = 3;
 /// Connections of each pod.
 const EACH: usize = 20;
+/// New flows avoid a gateway from then on.
+const RECOVERY: Duration = Duration::from_secs(1);
+/// By then egress IPs have other owners.
+const OWNERS: Duration = Duration::from_secs(3);
+/// The outside asks that often who has an egress IP, and is not without an answer for this long once another gateway answers.
+const ASK_EVERY: Duration = Duration::from_millis(50);
+const UNANSWERED: Duration = Duration::from_secs(1);
 
 /// Pods, a policy in force, connections that go on, and what passes outside.
 struct Load {
@@ -32,6 +39,7 @@ struct Load {
     server: TcpServer,
     clients: Vec<TcpClients>,
     captures: Vec<Capture>,
+    asker: Asker,
     owners: BTreeMap<IpAddr, (String, u64)>,
 }
 
@@ -61,7 +69,9 @@ impl Load {
         for clients in &clients {
             clients.wait_progress(3, PATIENCE)?;
         }
-        Ok(Load { pods, target, server, clients, captures, owners })
+        let asked = [10, 11, 12].map(|host| Ipv4Addr::new(192, 0, 2, host));
+        let asker = Asker::start(&outside, "ext", Ipv4Addr::new(192, 0, 2, 1), &asked, ASK_EVERY)?;
+        Ok(Load { pods, target, server, clients, captures, asker, owners })
     }
 
     /// An egress IP that carries connections, and its gateway.
@@ -75,8 +85,37 @@ impl Load {
         self.clients.iter().try_for_each(|clients| clients.wait_progress(5, PATIENCE))
     }
 
+    /// What must hold after a gateway has gone at `since`: connections that begin a second later are made as if nothing had
+    /// been, all egress IPs have other owners within three, and what was established goes on.
+    fn outlives(&self, world: &World, gone: &str, since: Instant) -> Result<()> {
+        let target = SocketAddr::new(self.target.ip(), 81);
+        let _server = TcpServer::start(&world.outside()?, &[target], ServerMode::Echo)?;
+        wait_for("a second passes", RECOVERY * 2, || Ok(since.elapsed() >= RECOVERY))?;
+        let rate =
+            ConnectRate { per_second: 50, total: 125, timeout: Duration::from_secs(5), ..ConnectRate::default() };
+        let running = self.pods.iter().map(|pod| rate.start(&pod.ns, target)).collect::<Result<Vec<_>>>()?;
+        world.wait_owners(COUNT, gone)?;
+        let owners = since.elapsed();
+        let (mut opened, mut again) = (0, 0);
+        for report in running.into_iter().map(RunningRate::wait) {
+            let report = report?;
+            ensure!(report.failures() == 0, "of {} new connections: {:?}", report.opened, report.failed);
+            opened += report.opened;
+            // The first SYN is repeated after a second.
+            again += report.latencies.iter().filter(|latency| **latency > Duration::from_millis(900)).count();
+        }
+        eprintln!(
+            "{gone} gone: other owners after {:.2} s; {again} of {opened} new connections tried again",
+            owners.as_secs_f64()
+        );
+        ensure!(again * 20 <= opened as usize, "{again} of {opened} new connections tried again");
+        ensure!(owners <= OWNERS, "other owners only after {owners:?}");
+        self.progress()
+    }
+
     /// All connections are whole, and no packet had another address; what was captured outside.
     fn finish(self) -> Result<Trace> {
+        drop(self.asker);
         for clients in self.clients {
             let reports = clients.close()?;
             let broken: Vec<_> = reports.iter().filter(|one| !one.intact()).collect();
@@ -93,18 +132,19 @@ impl Load {
     }
 }
 
-/// After `moved`, one gateway alone claims the address.
-fn one_claims(trace: &Trace, address: IpAddr, moved: Instant) -> Result<()> {
-    let claims: Vec<[u8; 6]> = trace
-        .since(moved)
-        .packets()
-        .iter()
-        .filter_map(|packet| packet.claim())
-        .filter(|(claimed, _)| *claimed == address)
-        .map(|(_, mac)| mac)
-        .collect();
-    let macs: BTreeSet<[u8; 6]> = claims.iter().copied().collect();
-    ensure!(macs.len() <= 1, "{address} was claimed by {macs:02x?}");
+/// Who answered for an address went from one gateway to the next `moves` times, each time for good, and after the first move
+/// no question was without an answer for long.
+fn one_answers(trace: &Trace, address: IpAddr, moves: usize) -> Result<()> {
+    let claims = trace.packets().iter().filter_map(|packet| Some((packet.at, packet.claim()?)));
+    let claims: Vec<(Instant, [u8; 6])> =
+        claims.filter(|(_, (claimed, _))| *claimed == address).map(|(at, (_, mac))| (at, mac)).collect();
+    let mut who: Vec<[u8; 6]> = claims.iter().map(|(_, mac)| *mac).collect();
+    who.dedup();
+    ensure!(who.len() == moves + 1, "{address} was answered for in turn by {who:02x?}");
+    let gaps = claims.windows(2).filter(|pair| pair[0].1 != who[0] || pair[1].1 == who[0]);
+    let longest = gaps.map(|pair| pair[1].0 - pair[0].0).max().unwrap_or_default();
+    eprintln!("{address}: {} answers by {} gateways, never {longest:?} without one", claims.len(), moves + 1);
+    ensure!(longest < UNANSWERED, "nobody answered for {longest:?}");
     Ok(())
 }
 
@@ -114,27 +154,18 @@ fn a_gateway_dies(world: &World) -> Result<()> {
     world.cluster.kill_node(&dead)?;
     // The machine's memory of its programs is not a real machine's: a dead one does not answer any more.
     world.cluster.partition(&dead, true)?;
-    let killed = Instant::now();
-    world.wait_owners(COUNT, &dead)?;
-    eprintln!("a_gateway_dies: owners after {:.2} s", killed.elapsed().as_secs_f64());
-    let moved = Instant::now();
-    load.progress()?;
+    load.outlives(world, &dead, Instant::now())?;
     for pod in &load.pods {
         world.wait_sources(pod, 1, &egress(HOSTS))?;
     }
-    let trace = load.finish()?;
-    one_claims(&trace, address, moved)?;
     // It comes back, and gets its own again.
     world.cluster.partition(&dead, false)?;
     let node = world.cluster.nodes().iter().find(|node| node.name == dead).context("no such node")?;
     world.cluster.start_node(node)?;
     world.cluster.load_image(&world.image)?;
-    wait_until(
-        "the egress IP is back",
-        PATIENCE,
-        || world.owners(),
-        |owners| owners.get(&address).is_some_and(|(node, _)| *node == dead),
-    )?;
+    back(world, address, &dead)?;
+    load.progress()?;
+    one_answers(&load.finish()?, address, 2)?;
     world.wait_installed()
 }
 
@@ -142,38 +173,24 @@ fn a_gateway_is_frozen(world: &World) -> Result<()> {
     let load = Load::start(world)?;
     let (address, frozen) = load.busy()?;
     world.cluster.freeze_node(&frozen, true)?;
-    let since = Instant::now();
-    let result = (|| {
-        world.wait_owners(COUNT, &frozen)?;
-        eprintln!("a_gateway_is_frozen: owners after {:.2} s", since.elapsed().as_secs_f64());
-        load.progress()
-    })();
-    let moved = Instant::now();
+    let result = load.outlives(world, &frozen, Instant::now());
     world.cluster.freeze_node(&frozen, false)?;
     result?;
     back(world, address, &frozen)?;
     load.progress()?;
-    let trace = load.finish()?;
-    // From the move on until it came back it was silent; then it is the one.
-    let until_back = trace.filter(|packet| packet.at < moved);
-    one_claims(&until_back, address, moved.checked_sub(Duration::from_millis(500)).unwrap_or(moved))
+    one_answers(&load.finish()?, address, 2)
 }
 
 fn a_gateway_is_cut_off(world: &World) -> Result<()> {
     let load = Load::start(world)?;
     let (address, cut) = load.busy()?;
     world.cluster.partition(&cut, true)?;
-    let since = Instant::now();
-    let result = (|| {
-        world.wait_owners(COUNT, &cut)?;
-        eprintln!("a_gateway_is_cut_off: owners after {:.2} s", since.elapsed().as_secs_f64());
-        load.progress()
-    })();
+    let result = load.outlives(world, &cut, Instant::now());
     world.cluster.partition(&cut, false)?;
     result?;
     back(world, address, &cut)?;
     load.progress()?;
-    load.finish().map(drop)
+    one_answers(&load.finish()?, address, 2)
 }
 
 /// Waits until an egress IP has gone back.

@@ -129,7 +129,8 @@ fn prepare_cluster(command: &mut Command) -> Result<()> {
         return Ok(());
     }
     cluster::build()?;
-    command.env("SPILLWAY_CLUSTER_BIN", cluster::binaries()?).env("SPILLWAY_IMAGE", image::for_tests()?);
+    command.env("SPILLWAY_CLUSTER_BIN", cluster::binaries()?);
+    command.env("SPILLWAY_IMAGE", image::for_tests()?).env("SPILLWAY_NEXT_IMAGE", image::next_for_tests()?);
     Ok(())
 }
 
