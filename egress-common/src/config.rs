@@ -26,7 +26,13 @@ map_type! {
         pub udp: u32,
         /// Idle time of an ICMP query, in ticks.
         pub icmp: u32,
-    } size 40
+        /// UDP port of the tunnel, host byte order.
+        pub tunnel_port: u32,
+        /// The IPv4 address that other nodes send tunnelled packets to; 0 for none.
+        pub own_v4: [u32; 1],
+        /// The same over IPv6; zero for none.
+        pub own_v6: [u32; 4],
+    } size 64
 }
 
 /// Bits of [`Config::flags`].
@@ -35,6 +41,8 @@ pub mod flags {
     pub const HOLD: u32 = 1;
     /// The kernel knows `BPF_F_IPV6` of `bpf_l4_csum_replace` (Linux 6.16).
     pub const CSUM_IPV6: u32 = 2;
+    /// The kernel knows `BPF_F_ADJ_ROOM_DECAP_L4_UDP`: merged packets can be stripped of their outer header.
+    pub const DECAP_UDP: u32 = 4;
 }
 
 /// The record in a map that no agent has written yet.
@@ -49,4 +57,7 @@ pub const UNSET: Config = Config {
     tcp_transitory: 0,
     udp: 0,
     icmp: 0,
+    tunnel_port: 0,
+    own_v4: [0],
+    own_v6: [0; 4],
 };

@@ -24,13 +24,22 @@ counters! {
     FlowsReplaced = "flows_replaced": "closed flows whose port was given to a new one before they expired",
     FlowsRepaired = "flows_repaired": "flows of which one half was missing and was rebuilt from the other",
     Untouched = "flows_untouched": "flows that the outside opened, or that were there before the policy",
-    SentTunnel = "sent_tunnel": "packets translated and sent to a gateway",
+    SentTunnel = "sent_tunnel": "packets sent to another node by the tunnel device",
+    SentVxlan = "sent_vxlan": "packets sent to another node in an outer header that the program wrote",
+    SentDirect = "sent_direct": "packets sent to another node without an outer header",
     SentLocal = "sent_local": "packets translated and sent out by this node itself",
     Forwarded = "gateway_forwarded": "packets of other nodes that this gateway sent out",
     Replied = "gateway_replied": "replies that this gateway sent to source nodes",
     Delivered = "delivered": "replies delivered to pods",
     NeighborAnswered = "neighbor_answered": "ARP and NDP requests answered for egress IPs",
     ProbeAnswered = "probe_answered": "probes answered",
+    ProbeReturned = "probe_returned": "answers to probes of this node",
+    DeviceMerged = "device_merged": "received packets left to the tunnel device because they are merged of several",
+    DeviceOuter = "device_outer": "received packets left to the tunnel device for their outer header: options, fragments, congestion, checksums",
+    DeviceRefused = "device_refused": "packets by the tunnel device because the kernel would not change their headers",
+    DeviceEncapsulated = "device_encapsulated": "packets by the tunnel device because they are in a tunnel of the pod already",
+    DeviceMtu = "device_mtu": "packets by the tunnel device because they are larger than the way's MTU",
+    DeviceRoute = "device_route": "packets by the tunnel device because no plain Ethernet route leads to the node",
     DropHeld = "drop_held": "packets of unknown sources while a selected pod is starting",
     DropMalformed = "drop_malformed": "packets that match a policy and cannot be parsed",
     DropProtocol = "drop_protocol": "packets that match a policy, of a protocol that cannot be translated",
@@ -74,6 +83,8 @@ pub enum Verdict {
     Drop(Counter),
     /// A redirecting helper has taken it; the value is what the helper returned.
     Taken(i32),
+    /// What another function of the program has decided, as [`to_bits`](Self::to_bits) returns it.
+    Bits(u64),
 }
 
 impl Verdict {
@@ -85,6 +96,7 @@ impl Verdict {
             Verdict::Pass => bits::PASS << 32,
             Verdict::Drop(counter) => bits::DROP << 32 | counter as u64,
             Verdict::Taken(result) => bits::TAKEN << 32 | result as u32 as u64,
+            Verdict::Bits(bits) => bits,
         }
     }
 }

@@ -8,12 +8,12 @@ use crate::{
     neighbor,
     packet::Packet,
     parse::{self, Ip, Kind, Part, Transport},
-    stats, tunnel,
+    probe, stats, underlay, way,
 };
 use egress_common::{
     V6,
     abi::VNI_REPLY,
-    egress::flags,
+    egress::{EgressIp, flags},
     port_block,
     verdict::{Counter, Verdict},
 };
@@ -27,9 +27,38 @@ fn lessee(pkt: &Packet, egress: u32, port: u16) -> u32 {
     unsafe { *table.node.as_ptr().add(row) as u32 }
 }
 
+/// Who a packet comes from: the outer source address, or with `direct` the node whose MAC address it is.
+pub enum Sender<'a> {
+    Tunnel(&'a V6),
+    Link(u32),
+}
+
+impl Sender<'_> {
+    /// Whether it is node number `index`.
+    #[inline(always)]
+    fn is(&self, index: u32) -> bool {
+        match self {
+            Sender::Tunnel(outer) => matches!(NODES.get(index), Some(n) if n.present != 0 && n.addr == **outer),
+            Sender::Link(node) => *node == index && index != 0,
+        }
+    }
+}
+
 /// A translated packet from a source node, on its way out.
 #[inline(always)]
-pub fn forward<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
+pub fn forward<F: Family>(pkt: &Packet, sender: &Sender<'_>) -> Verdict {
+    match leased::<F>(pkt, sender) {
+        // No port of a flow is that low.
+        Verdict::Drop(Counter::DropNotLeased) => match sender {
+            Sender::Link(index) if probe::is::<F>(pkt) => probe::receive::<F>(pkt, *index),
+            _ => Verdict::Drop(Counter::DropNotLeased),
+        },
+        verdict => verdict,
+    }
+}
+
+#[inline(always)]
+fn leased<F: Family>(pkt: &Packet, sender: &Sender<'_>) -> Verdict {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
     // SAFETY: read only.
     let Some(&egress) = (unsafe { F::egress_index().get(ip.src) }) else { return Verdict::Drop(Counter::DropNotOwner) };
@@ -48,9 +77,8 @@ pub fn forward<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
         Kind::Answer | Kind::Other => return Verdict::Drop(Counter::DropProtocol),
         Kind::Broken => return Verdict::Drop(Counter::DropMalformed),
     };
-    match NODES.get(lessee(pkt, egress, port)) {
-        Some(node) if node.present != 0 && node.addr == *outer => {}
-        _ => return Verdict::Drop(Counter::DropNotLeased),
+    if !sender.is(lessee(pkt, egress, port)) {
+        return Verdict::Drop(Counter::DropNotLeased);
     }
     if ip.part == Part::First {
         fragment::keep(&ip, &t);
@@ -75,9 +103,7 @@ pub fn reply<F: Family>(pkt: &Packet) -> Verdict {
         None => 0,
     };
     if node == 0 {
-        // A node's own address has a stack behind it. A floating one has none: nothing may answer in its name.
-        let own = e.flags & flags::NODE_ADDRESS != 0;
-        return if own { Verdict::Pass } else { Verdict::Drop(Counter::DropNoLease) };
+        return nobodys::<F>(pkt, e);
     }
     if ip.part == Part::First {
         fragment::keep(&ip, &t);
@@ -88,10 +114,24 @@ pub fn reply<F: Family>(pkt: &Packet) -> Verdict {
     match NODES.get(node) {
         Some(n) if n.present != 0 => {
             stats::count(Counter::Replied);
-            tunnel::send(pkt, config, n, VNI_REPLY)
+            let entropy = way::entropy((t.src_port, t.dst_port), ip.src);
+            way::to_node(pkt, node, way::wished(node, n), VNI_REPLY, entropy)
         }
         _ => Verdict::Drop(Counter::DropNoLease),
     }
+}
+
+/// A packet for an egress IP at a port that is in nobody's block: the answer to a probe, or nothing of ours.
+#[inline(always)]
+fn nobodys<F: Family>(pkt: &Packet, e: &EgressIp) -> Verdict {
+    if probe::is::<F>(pkt)
+        && let Some(index) = underlay::link_node(pkt)
+    {
+        return probe::receive::<F>(pkt, index);
+    }
+    // A node's own address has a stack behind it. A floating one has none: nothing may answer in its name.
+    let own = e.flags & flags::NODE_ADDRESS != 0;
+    if own { Verdict::Pass } else { Verdict::Drop(Counter::DropNoLease) }
 }
 
 /// The port of the egress IP that a packet from outside is for, network byte order.

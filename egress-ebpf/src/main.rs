@@ -25,10 +25,14 @@ mod neighbor;
 mod packet;
 mod parse;
 mod ports;
+mod probe;
 mod stats;
 mod steer;
 mod translate;
 mod tunnel;
+mod underlay;
+mod vxlan;
+mod way;
 
 use aya_ebpf::{macros::classifier, programs::TcContext};
 use egress_common::{
@@ -115,6 +119,26 @@ pub fn uplink_ingress(ctx: TcContext) -> i32 {
         ARP => neighbor::arp(&pkt),
         _ => Verdict::Pass,
     })
+}
+
+/// Ingress of the underlay's interfaces, which may be uplinks as well: what `tunnel_ingress` does, without the device, and
+/// what `uplink_ingress` does.
+#[classifier]
+pub fn underlay_ingress(ctx: TcContext) -> i32 {
+    let pkt = Packet::new(&ctx);
+    settle(match pkt.protocol() {
+        IPV4 => underlay::receive::<V4>(&pkt),
+        IPV6 => underlay::receive::<V6>(&pkt),
+        ARP => neighbor::arp(&pkt).to_bits(),
+        _ => Verdict::Pass.to_bits(),
+    })
+}
+
+/// Run once by the agent (`BPF_PROG_TEST_RUN`) with a frame of zeros: what the kernel says to the flag that takes the outer
+/// header off merged packets.
+#[classifier]
+pub fn try_decapsulation(ctx: TcContext) -> i32 {
+    Packet::new(&ctx).adjust_room(-4, vxlan::DECAP_L4_UDP) as i32
 }
 
 /// Run once by the agent (`BPF_PROG_TEST_RUN`): arms the collector's timer, which from then on needs no agent.

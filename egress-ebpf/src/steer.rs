@@ -12,7 +12,7 @@ use crate::{
     ports::{self, EEXIST},
     stats,
     translate::{End, Rewrite, rewrite},
-    tunnel,
+    way,
 };
 use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_get_prandom_u32};
 use egress_common::{
@@ -459,7 +459,7 @@ fn send<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, egr
         fragment::keep(ip, t);
     }
     if t.kind == Kind::Tcp && t.flags & tcp::flag::SYN != 0 {
-        mss::clamp::<F>(pkt, config, ip.l4);
+        mss::clamp::<F>(pkt, config, e.owner, ip.l4);
     }
     let r = Rewrite {
         end: End::Source,
@@ -473,22 +473,19 @@ fn send<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, egr
     if rewrite(pkt, ip, &r).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
-    hand_over(pkt, config, egress)
+    hand_over(pkt, egress, way::entropy((port, t.dst_port), ip.dst))
 }
 
 /// Sends a translated packet to the owner of its egress IP, or out if that is this node.
 #[inline(always)]
-pub fn hand_over(pkt: &Packet, config: &Config, egress: u32) -> Verdict {
+pub fn hand_over(pkt: &Packet, egress: u32, entropy: u32) -> Verdict {
     let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNoOwner) };
     if e.flags & egress_flags::OWNED != 0 {
         stats::count(Counter::SentLocal);
         return exit::leave(pkt, e);
     }
     match NODES.get(e.owner) {
-        Some(node) if node.present != 0 => {
-            stats::count(Counter::SentTunnel);
-            tunnel::send(pkt, config, node, VNI_FORWARD)
-        }
+        Some(node) if node.present != 0 => way::to_node(pkt, e.owner, node.forward, VNI_FORWARD, entropy),
         _ => Verdict::Drop(Counter::DropNoOwner),
     }
 }

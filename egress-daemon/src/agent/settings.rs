@@ -1,7 +1,7 @@
 //! What an agent takes from the configuration.
 
 use crate::{
-    config::{Announce, Config, Timeouts},
+    config::{Announce, Config, Timeouts, Transport},
     datapath::{attach, load::Sizes},
     health::ProbeTimes,
     host::{classify::NamePattern, tunnel::TunnelSpec},
@@ -34,6 +34,8 @@ pub struct Settings {
     pub deadline: Duration,
     /// ARP and NDP are not answered, and nothing is announced: for networks without them.
     pub silent: bool,
+    /// The ways to other nodes.
+    pub transport: Transport,
     /// How programs are attached; found out if absent.
     pub attach: Option<attach::Mode>,
 }
@@ -56,6 +58,7 @@ impl From<&Config> for Settings {
             lease_duration: config.lease.duration,
             deadline: config.deadline,
             silent: config.announce == Announce::None,
+            transport: config.transport,
             attach: None,
         }
     }

@@ -3,13 +3,15 @@
 use super::{
     blocks::Withheld,
     demand::{self, Ports},
-    tell,
+    tell, ways,
 };
 use crate::{
-    api::{EgressNodeStatus, MapUse, NodeAddress},
+    api::{EgressNodeStatus, GatewayWay, MapUse, NodeAddress},
+    config::Transport,
     datapath::{attach::Mode, tables::Tables},
     host::{classify::Roles, links::LinkTable},
     model::NodeName,
+    observe::state::GatewayState,
     plan::Plan,
 };
 use k8s_openapi::{
@@ -30,6 +32,10 @@ pub struct Report<'a> {
     pub roles: &'a Roles,
     /// Where this node receives tunnelled packets.
     pub tunnel_addresses: &'a [IpAddr],
+    /// The setting for the ways to other nodes.
+    pub transport: Transport,
+    /// The ways to gateways.
+    pub gateways: &'a [GatewayWay],
     /// How programs are attached.
     pub attach: Mode,
     /// What is in the maps.
@@ -52,7 +58,9 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
     EgressNodeStatus {
         tunnel_addresses: report.tunnel_addresses.iter().map(ToString::to_string).collect(),
         addresses: addresses(report),
-        transport: Some(tell::TRANSPORT.into()),
+        transport: Some(report.transport.to_string()),
+        receives: ways::receives(report.transport),
+        gateways: report.gateways.to_vec(),
         firewall: Some(tell::FIREWALL.into()),
         attach: Some(report.attach.to_string()),
         lease_revision: report.lease_revision,
@@ -62,6 +70,15 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
             .map(|u| MapUse { map: u.map.into(), used: u.used as u64, capacity: u.capacity as u64 })
             .collect(),
         conditions: vec![ready(report.complaints, old, now)],
+    }
+}
+
+/// The way to a gateway, as the object tells it.
+pub fn gateway(state: &GatewayState) -> GatewayWay {
+    GatewayWay {
+        node: state.name.clone(),
+        transport: state.transport.clone(),
+        reason: Some(state.why.clone()).filter(|why| !why.is_empty()),
     }
 }
 
@@ -81,7 +98,8 @@ fn addresses(report: &Report<'_>) -> Vec<NodeAddress> {
             };
             if !local {
                 let (interface, cidr) = (link.name.clone(), address.to_string());
-                all.push(NodeAddress { interface, cidr, default_route });
+                let mac = link.mac.map(|mac| mac.to_string());
+                all.push(NodeAddress { interface, cidr, default_route, mac });
             }
         }
     }

@@ -115,12 +115,12 @@ fn timeouts_below_the_rfcs_are_refused() {
 
 #[test]
 fn what_does_not_exist_yet_is_refused_as_such() {
-    for transport in ["vxlan", "direct"] {
-        refused(&format!("transport: {transport}"), "transport", &["not in this build yet", "Auto or device"]);
+    for (text, transport) in [("vxlan", Transport::Vxlan), ("direct", Transport::Direct), ("Auto", Transport::Auto)] {
+        assert_eq!(parse(&format!("transport: {text}")).unwrap().transport, transport);
     }
     // Whoever asks for the host's firewall to be respected must not silently get something else.
     refused("firewall: respect", "firewall", &["not in this build yet", "bypass"]);
-    refused("transport: auto", "transport", &["unknown", "Auto or device"]);
+    refused("transport: auto", "transport", &["unknown", "Auto or device or vxlan or direct"]);
 }
 
 #[test]

@@ -38,7 +38,8 @@ pub fn change(message: &NetlinkMessage<RouteNetlinkMessage>) -> Option<Change> {
                     address(message).map(|(index, net, _)| Change::AddressGone(index, net))
                 }
                 RouteNetlinkMessage::NewRoute(message) | RouteNetlinkMessage::DelRoute(message) => {
-                    (message.header.destination_prefix_length == 0).then_some(Change::DefaultRoutes)
+                    let other = (message.header.kind == RouteType::Unicast).then_some(Change::Route);
+                    if message.header.destination_prefix_length == 0 { Some(Change::DefaultRoutes) } else { other }
                 }
                 _ => None,
             }
@@ -172,7 +173,8 @@ pub fn default_routes(message: &RouteMessage) -> Vec<DefaultRoute> {
         .collect()
 }
 
-fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
+/// The next hop that an attribute of a route names, if it does.
+pub fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
     match attribute {
         RouteAttribute::Gateway(address) => ip(address),
         RouteAttribute::Via(RouteVia::Inet(address)) => Some(IpAddr::V4(*address)),

@@ -106,6 +106,8 @@ pub struct LinkTable {
     pub links: BTreeMap<u32, Link>,
     /// The default routes of all tables.
     pub default_routes: BTreeSet<DefaultRoute>,
+    /// Grows whenever any route may be another than before.
+    pub route_changes: u64,
 }
 
 impl LinkTable {
@@ -143,6 +145,8 @@ pub(super) enum Change {
     AddressGone(u32, IpNet),
     /// A default route came, went or changed.
     DefaultRoutes,
+    /// Another route did.
+    Route,
     /// Reports were lost.
     Lost,
 }
@@ -164,6 +168,7 @@ pub(super) struct State {
     links: BTreeMap<u32, Link>,
     addresses: BTreeMap<u32, BTreeSet<IpNet>>,
     pub default_routes: BTreeSet<DefaultRoute>,
+    pub route_changes: u64,
 }
 
 impl State {
@@ -204,7 +209,11 @@ impl State {
                     nets.remove(&net);
                 }
             }
-            Change::DefaultRoutes => stale.routes = true,
+            Change::DefaultRoutes => {
+                stale.routes = true;
+                self.route_changes += 1;
+            }
+            Change::Route => self.route_changes += 1,
             Change::Lost => stale.all = true,
         }
     }
@@ -220,7 +229,7 @@ impl State {
                 (index, Link { addresses, ..link.clone() })
             })
             .collect();
-        LinkTable { links, default_routes: self.default_routes.clone() }
+        LinkTable { links, default_routes: self.default_routes.clone(), route_changes: self.route_changes }
     }
 
     fn carries_default_route(&self, index: u32) -> bool {
