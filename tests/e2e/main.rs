@@ -22,4 +22,5 @@ mod slots;
 mod spread;
 mod store;
 mod support;
+mod transport;
 mod untouched;

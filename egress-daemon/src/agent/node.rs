@@ -7,16 +7,18 @@ use super::{
     facts::{Histories, World},
     gateways::Gateways,
     handover::Handover,
-    hooks::{Hooks, Wanted},
+    hooks::Hooks,
     owned::Owned,
     reconcile,
     settings::Settings,
     status::{self, Report},
+    ways::Routes,
 };
 use crate::{
-    api::EgressNode,
+    api::{EgressNode, GatewayWay},
     datapath::{
         Pins,
+        answers::Answers,
         attach::{self, Attacher},
         encode::Encoder,
         load::Programs,
@@ -99,6 +101,10 @@ pub struct Agent {
     pub(super) writer: Writer,
     pub(super) encoder: Encoder,
     pub(super) socket: ProbeSocket,
+    pub(super) answers: Answers,
+    pub(super) routes: Routes,
+    pub(super) kernel_flags: u32,
+    pub(super) gateway_ways: Vec<GatewayWay>,
     pub(super) world: World,
     pub(super) histories: Histories,
     pub(super) gateways: Gateways,
@@ -130,7 +136,9 @@ impl Agent {
         let Options { node, store, settings, bpffs, journal, source, publish } = options;
         let start = Instant::now();
         let pins = Pins::new(&bpffs);
-        let programs = Programs::load(&pins, settings.sizes)?;
+        let mut programs = Programs::load(&pins, settings.sizes)?;
+        let kernel_flags = programs.kernel_flags();
+        let answers = Answers::open(&pins)?;
         let writer = Writer::open(Maps::open(&pins)?)?;
         let encoder = Encoder::recover(writer.present());
         let histories = Histories::recover(known_histories(&writer));
@@ -145,7 +153,7 @@ impl Agent {
         let mut world = World::default();
         world.read(&store, &node);
         let rules = reconcile::rules(&world, &node, &settings);
-        let hooks = Hooks::start(attacher, links.subscribe(), Wanted { rules, tunnel: tunnel.index });
+        let hooks = Hooks::start(attacher, links.subscribe(), reconcile::wanted(rules, &tunnel, &settings));
         let effective = Effective::recover(known_policies(&writer));
         Ok(Self {
             node,
@@ -164,6 +172,10 @@ impl Agent {
             writer,
             encoder,
             socket,
+            answers,
+            routes: Routes::default(),
+            kernel_flags,
+            gateway_ways: Vec::new(),
             world,
             histories,
             lease: None,
@@ -210,12 +222,10 @@ impl Agent {
                     links.borrow_and_update();
                     dirty = true;
                 }
-                reply = self.socket.receive() => match reply {
-                    Ok(reply) => dirty = self.gateways.reply(&reply),
+                answer = self.answers.next() => match answer {
+                    Ok(answer) => dirty = self.gateways.reply(&answer),
                     Err(e) => {
-                        tracing::warn!("probes: {e}");
-                        self.reopen_tunnel().await;
-                        dirty = true;
+                        tracing::warn!("answers to probes cannot be read: {e}");
                     }
                 },
                 rival = self.owned.rival(&current) => {
@@ -259,8 +269,8 @@ impl Agent {
     async fn tick(&mut self) -> bool {
         let mut dirty = false;
         // What has arrived is taken before anything counts as missed: this loop may be late, the gateways are not.
-        while let Some(Ok(reply)) = self.socket.receive().now_or_never() {
-            dirty |= self.gateways.reply(&reply);
+        while let Some(Ok(answer)) = self.answers.next().now_or_never() {
+            dirty |= self.gateways.reply(&answer);
         }
         let now = Instant::now();
         dirty |= self.gateways.tick(&self.socket);
@@ -296,6 +306,7 @@ impl Agent {
         if now >= self.next_resync {
             self.next_resync = now + RESYNC;
             self.reopen_tunnel().await;
+            self.routes.check_secured();
             dirty = true;
         }
         dirty
@@ -383,6 +394,8 @@ impl Agent {
             roles: &self.roles,
             tunnel_addresses: &tunnel_addresses,
             firewall: self.settings.firewall,
+            transport: self.settings.transport,
+            gateways: &self.gateway_ways,
             attach: self.hooks.mode(),
             tables: self.writer.present(),
             lease_revision,
