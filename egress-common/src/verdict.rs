@@ -83,11 +83,28 @@ pub enum Verdict {
     Drop(Counter),
     /// A redirecting helper has taken it; the value is what the helper returned.
     Taken(i32),
-    /// What another function of the program has decided, as [`to_bits`](Self::to_bits) returns it.
-    Bits(u64),
+    /// What [`send`](Self::send) or [`probe`](Self::probe) made: the entry point does it, since the variables of that would
+    /// not fit the stack of a deeper function.
+    Later(u64),
 }
 
 impl Verdict {
+    /// Sends the packet to the node with that index in `NODES`, for one of [`purpose`]. The upper half of `entropy` tells
+    /// flows apart on the way.
+    ///
+    /// All bits are put together here: done later, in code that other verdicts reach as well, it would be done to registers
+    /// that hold something else there, which the verifier refuses.
+    #[inline(always)]
+    pub const fn send(purpose: u32, node: u32, entropy: u32) -> Self {
+        Verdict::Later((bits::SEND + purpose as u64) << 32 | (entropy & 0xffff_0000 | node & 0xffff) as u64)
+    }
+
+    /// Treats the packet as a probe from the node with that index in `NODES`.
+    #[inline(always)]
+    pub const fn probe(node: u32) -> Self {
+        Verdict::Later(bits::PROBE << 32 | node as u64)
+    }
+
     /// The verdict in one register, which is all that a function of a BPF program can return: what it is in the upper
     /// half, the counter or the helper's result in the lower.
     #[inline(always)]
@@ -96,9 +113,19 @@ impl Verdict {
             Verdict::Pass => bits::PASS << 32,
             Verdict::Drop(counter) => bits::DROP << 32 | counter as u64,
             Verdict::Taken(result) => bits::TAKEN << 32 | result as u32 as u64,
-            Verdict::Bits(bits) => bits,
+            Verdict::Later(bits) => bits,
         }
     }
+}
+
+/// What a packet is sent to another node for.
+pub mod purpose {
+    /// To a gateway, to be sent out, by the way that is in force.
+    pub const FORWARD: u32 = 0;
+    /// A reply to a source node, by the way that it wishes.
+    pub const REPLY: u32 = 1;
+    /// A probe by the tunnel device; those by other ways follow ([`crate::transport`]).
+    pub const PROBE: u32 = 2;
 }
 
 /// The upper halves of [`Verdict::to_bits`].
@@ -109,4 +136,8 @@ pub mod bits {
     pub const DROP: u64 = 1;
     /// [`Verdict::Taken`](super::Verdict::Taken).
     pub const TAKEN: u64 = 2;
+    /// [`Verdict::probe`](super::Verdict::probe), with the node in the lower half.
+    pub const PROBE: u64 = 3;
+    /// [`Verdict::send`](super::Verdict::send), plus the purpose; node and entropy in the lower half.
+    pub const SEND: u64 = 4;
 }

@@ -19,9 +19,15 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// A reply that a gateway sent.
+/// A reply that a gateway sent. A verdict's bits, as a function of its own returns them: the variables of several do not fit
+/// the stack.
+#[inline(never)]
+pub fn from_tunnel<F: Family>(pkt: &Packet, outer: &V6) -> u64 {
+    replied::<F>(pkt, outer).to_bits()
+}
+
 #[inline(always)]
-pub fn from_tunnel<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
+fn replied<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
     let Some(config) = CONFIG.get(0) else { return Verdict::Drop(Counter::DropNoReverse) };
     if !from_owner::<F>(ip.dst, outer) && probe::node_of(outer).is_none() {

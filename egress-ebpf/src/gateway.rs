@@ -12,10 +12,9 @@ use crate::{
 };
 use egress_common::{
     V6,
-    abi::VNI_REPLY,
     egress::{EgressIp, flags},
     port_block,
-    verdict::{Counter, Verdict},
+    verdict::{Counter, Verdict, purpose},
 };
 
 /// The node that the block of `port` (network byte order) of an egress IP is leased to; 0 for nobody.
@@ -27,38 +26,31 @@ fn lessee(pkt: &Packet, egress: u32, port: u16) -> u32 {
     unsafe { *table.node.as_ptr().add(row) as u32 }
 }
 
-/// Who a packet comes from: the outer source address, or with `direct` the node whose MAC address it is.
-pub enum Sender<'a> {
-    Tunnel(&'a V6),
-    Link(u32),
-}
-
-impl Sender<'_> {
-    /// Whether it is node number `index`.
-    #[inline(always)]
-    fn is(&self, index: u32) -> bool {
-        match self {
-            Sender::Tunnel(outer) => matches!(NODES.get(index), Some(n) if n.present != 0 && n.addr == **outer),
-            Sender::Link(node) => *node == index && index != 0,
-        }
+/// Whether a packet comes from node number `index`: by its outer source address, or without one (`direct`) by the node
+/// whose MAC address it comes from. Two arguments, since the verifier does not see through an enum on the stack.
+#[inline(always)]
+fn comes_from(index: u32, outer: Option<&V6>, link: u32) -> bool {
+    match outer {
+        Some(outer) => matches!(NODES.get(index), Some(n) if n.present != 0 && n.addr == *outer),
+        None => link == index && index != 0,
     }
 }
 
-/// A translated packet from a source node, on its way out.
-#[inline(always)]
-pub fn forward<F: Family>(pkt: &Packet, sender: &Sender<'_>) -> Verdict {
-    match leased::<F>(pkt, sender) {
+/// A translated packet from a source node, which `outer` or `link` tells, on its way out. A verdict's bits, as a function of
+/// its own returns them: the variables of several do not fit the stack.
+#[inline(never)]
+pub fn forward<F: Family>(pkt: &Packet, outer: Option<&V6>, link: u32) -> u64 {
+    match leased::<F>(pkt, outer, link) {
         // No port of a flow is that low.
-        Verdict::Drop(Counter::DropNotLeased) => match sender {
-            Sender::Link(index) if probe::is::<F>(pkt) => probe::receive::<F>(pkt, *index),
-            _ => Verdict::Drop(Counter::DropNotLeased),
-        },
-        verdict => verdict,
+        Verdict::Drop(Counter::DropNotLeased) if outer.is_none() && probe::is::<F>(pkt) => {
+            Verdict::probe(link).to_bits()
+        }
+        verdict => verdict.to_bits(),
     }
 }
 
 #[inline(always)]
-fn leased<F: Family>(pkt: &Packet, sender: &Sender<'_>) -> Verdict {
+fn leased<F: Family>(pkt: &Packet, outer: Option<&V6>, link: u32) -> Verdict {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
     // SAFETY: read only.
     let Some(&egress) = (unsafe { F::egress_index().get(ip.src) }) else { return Verdict::Drop(Counter::DropNotOwner) };
@@ -77,7 +69,7 @@ fn leased<F: Family>(pkt: &Packet, sender: &Sender<'_>) -> Verdict {
         Kind::Answer | Kind::Other => return Verdict::Drop(Counter::DropProtocol),
         Kind::Broken => return Verdict::Drop(Counter::DropMalformed),
     };
-    if !sender.is(lessee(pkt, egress, port)) {
+    if !comes_from(lessee(pkt, egress, port), outer, link) {
         return Verdict::Drop(Counter::DropNotLeased);
     }
     if ip.part == Part::First {
@@ -87,9 +79,15 @@ fn leased<F: Family>(pkt: &Packet, sender: &Sender<'_>) -> Verdict {
     exit::leave(pkt, e)
 }
 
-/// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours.
+/// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours. A verdict's bits, as a
+/// function of its own returns them (see `Verdict::Later`).
+#[inline(never)]
+pub fn reply<F: Family>(pkt: &Packet) -> u64 {
+    inward::<F>(pkt).to_bits()
+}
+
 #[inline(always)]
-pub fn reply<F: Family>(pkt: &Packet) -> Verdict {
+fn inward<F: Family>(pkt: &Packet) -> Verdict {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Pass };
     if neighbor::is_solicitation::<F>(pkt, &ip) {
         return neighbor::solicitation(pkt);
@@ -115,7 +113,7 @@ pub fn reply<F: Family>(pkt: &Packet) -> Verdict {
         Some(n) if n.present != 0 => {
             stats::count(Counter::Replied);
             let entropy = way::entropy((t.src_port, t.dst_port), ip.src);
-            way::to_node(pkt, node, way::wished(node, n), VNI_REPLY, entropy)
+            Verdict::send(purpose::REPLY, node, entropy)
         }
         _ => Verdict::Drop(Counter::DropNoLease),
     }
@@ -127,7 +125,7 @@ fn nobodys<F: Family>(pkt: &Packet, e: &EgressIp) -> Verdict {
     if probe::is::<F>(pkt)
         && let Some(index) = underlay::link_node(pkt)
     {
-        return probe::receive::<F>(pkt, index);
+        return Verdict::probe(index);
     }
     // A node's own address has a stack behind it. A floating one has none: nothing may answer in its name.
     let own = e.flags & flags::NODE_ADDRESS != 0;

@@ -54,13 +54,25 @@ const IPV6: u16 = 0x86dd_u16.to_be();
 const ARP: u16 = 0x0806_u16.to_be();
 
 #[inline(always)]
-fn finish(verdict: Verdict) -> i32 {
-    settle(verdict.to_bits())
+fn finish(pkt: &Packet, verdict: Verdict) -> i32 {
+    settle(pkt, verdict.to_bits())
 }
 
-/// The kernel's code for a verdict in bits.
+/// The kernel's code for a verdict in bits, after what it asks for is done.
 #[inline(always)]
-fn settle(verdict: u64) -> i32 {
+fn settle(pkt: &Packet, verdict: u64) -> i32 {
+    let verdict = match verdict >> 32 {
+        bits::PROBE => probe::receive(pkt, verdict as u32),
+        _ => verdict,
+    };
+    match verdict >> 32 {
+        tag @ bits::SEND.. => code(way::send_to_node(pkt.raw(), verdict as u32, (tag - bits::SEND) as u32)),
+        _ => code(verdict),
+    }
+}
+
+#[inline(always)]
+fn code(verdict: u64) -> i32 {
     match (verdict >> 32, verdict as u32 as i32) {
         (bits::PASS, _) => NEXT,
         (bits::DROP, counter) => {
@@ -79,46 +91,51 @@ fn settle(verdict: u64) -> i32 {
 #[classifier]
 pub fn pod_egress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
-    settle(match pkt.protocol() {
+    let verdict = match pkt.protocol() {
         IPV4 => steer::steer::<V4>(&pkt),
         IPV6 => steer::steer::<V6>(&pkt),
         _ => Verdict::Pass.to_bits(),
-    })
+    };
+    settle(&pkt, verdict)
 }
 
 /// Egress of a pod's host-side interface: remember what the outside opened, so that its replies are left alone.
 #[classifier]
 pub fn pod_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
-    finish(match pkt.protocol() {
+    let verdict = match pkt.protocol() {
         IPV4 => inbound::remember::<V4>(&pkt),
         IPV6 => inbound::remember::<V6>(&pkt),
         _ => Verdict::Pass,
-    })
+    };
+    finish(&pkt, verdict)
 }
 
 /// Ingress of the tunnel device: a gateway forwards, a source node delivers, probes are answered.
 #[classifier]
 pub fn tunnel_ingress(ctx: TcContext) -> i32 {
-    finish(tunnel::receive(&Packet::new(&ctx)))
+    let pkt = Packet::new(&ctx);
+    settle(&pkt, tunnel::receive(&pkt))
 }
 
 /// Egress of the tunnel device: gives the agent's own probes their tunnel key.
 #[classifier]
 pub fn tunnel_egress(ctx: TcContext) -> i32 {
-    finish(tunnel::send_probe(&Packet::new(&ctx)))
+    let pkt = Packet::new(&ctx);
+    finish(&pkt, tunnel::send_probe(&pkt))
 }
 
 /// Ingress of the interfaces that carry egress IPs: replies, ARP and NDP.
 #[classifier]
 pub fn uplink_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
-    finish(match pkt.protocol() {
+    let verdict = match pkt.protocol() {
         IPV4 => gateway::reply::<V4>(&pkt),
         IPV6 => gateway::reply::<V6>(&pkt),
         ARP => neighbor::arp(&pkt),
-        _ => Verdict::Pass,
-    })
+        _ => Verdict::Pass.to_bits(),
+    };
+    settle(&pkt, verdict)
 }
 
 /// Ingress of the underlay's interfaces, which may be uplinks as well: what `tunnel_ingress` does, without the device, and
@@ -126,12 +143,13 @@ pub fn uplink_ingress(ctx: TcContext) -> i32 {
 #[classifier]
 pub fn underlay_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
-    settle(match pkt.protocol() {
+    let verdict = match pkt.protocol() {
         IPV4 => underlay::receive::<V4>(&pkt),
         IPV6 => underlay::receive::<V6>(&pkt),
-        ARP => neighbor::arp(&pkt).to_bits(),
+        ARP => neighbor::arp(&pkt),
         _ => Verdict::Pass.to_bits(),
-    })
+    };
+    settle(&pkt, verdict)
 }
 
 /// Run once by the agent (`BPF_PROG_TEST_RUN`) with a frame of zeros: what the kernel says to the flag that takes the outer

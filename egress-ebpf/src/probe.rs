@@ -1,20 +1,20 @@
 //! Probes: each travels exactly as a translated packet does on its way, so that an answer proves the way.
 
 use crate::{
+    IPV4, IPV6,
     family::Family,
     maps::{NODE_INDEX, NODES, PROBES, WISHES},
     packet::{ETH_LEN, Mac, Packet},
     parse::proto,
-    stats, way,
+    stats,
 };
 use core::mem::offset_of;
 use egress_common::{
-    V6,
-    abi::VNI_PROBE,
+    V4, V6,
     csum,
     probe::{Answer, MAGIC, PORT, Probe, REPLY, REQUEST, SRC_MAC, VERSION},
     transport::clamp,
-    verdict::{Counter, Verdict},
+    verdict::{Counter, Verdict, purpose},
 };
 
 /// Source and destination port as they lie in a probe.
@@ -40,7 +40,8 @@ pub fn send<F: Family>(pkt: &Packet) -> Option<Verdict> {
     // SAFETY: read only.
     let Some(&index) = (unsafe { NODE_INDEX.get(remote) }) else { return Some(Verdict::Drop(Counter::DropNoOwner)) };
     // Each takes another of the ways that a flow may take.
-    Some(way::to_node(pkt, index, way as u32, VNI_PROBE, seq.wrapping_mul(0x9e37_79b1)))
+    let entropy = seq.wrapping_mul(0x9e37_79b1);
+    Some(Verdict::send(purpose::PROBE + (way & 3) as u32, index, entropy))
 }
 
 /// Whether the packet is a probe: no flow has its ports.
@@ -54,9 +55,18 @@ pub fn is<F: Family>(pkt: &Packet) -> bool {
     udp && both == PORTS && magic == u32::from_ne_bytes(MAGIC) && version
 }
 
-/// A probe from node number `index`: a request is turned around, a reply goes to the agent.
+/// A probe from node number `index`: a request is turned around, a reply goes to the agent. A verdict's bits.
+#[inline(never)]
+pub fn receive(pkt: &Packet, index: u32) -> u64 {
+    match pkt.protocol() {
+        IPV4 => received::<V4>(pkt, index).to_bits(),
+        IPV6 => received::<V6>(pkt, index).to_bits(),
+        _ => Verdict::Drop(Counter::DropStranger).to_bits(),
+    }
+}
+
 #[inline(always)]
-pub fn receive<F: Family>(pkt: &Packet, index: u32) -> Verdict {
+fn received<F: Family>(pkt: &Packet, index: u32) -> Verdict {
     let payload = ETH_LEN + F::HEADER + 8;
     if !is::<F>(pkt) {
         return Verdict::Drop(Counter::DropStranger);
@@ -87,7 +97,7 @@ fn answer<F: Family>(pkt: &Packet, index: u32) -> Verdict {
         return Verdict::Drop(Counter::DropMalformed);
     }
     stats::count(Counter::ProbeAnswered);
-    way::to_node(pkt, index, by, VNI_PROBE, 0)
+    Verdict::send(purpose::PROBE + by, index, 0)
 }
 
 /// Swaps the addresses, which leaves all checksums right (the ports are the same), and makes a reply of it.

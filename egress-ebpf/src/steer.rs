@@ -16,13 +16,12 @@ use crate::{
 };
 use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_get_prandom_u32};
 use egress_common::{
-    abi::VNI_FORWARD,
     config::{Config, flags},
     egress::flags as egress_flags,
     endpoint::{Endpoint, Policy, endpoint_flags, policy_flags},
     flow::{Flow, FlowKey, Reverse, Ticket, kind},
     hash, tcp,
-    verdict::{Counter, Verdict},
+    verdict::{Counter, Verdict, purpose},
 };
 
 /// What [`established`] returns when there is no flow: no verdict has these bits.
@@ -485,7 +484,9 @@ pub fn hand_over(pkt: &Packet, egress: u32, entropy: u32) -> Verdict {
         return exit::leave(pkt, e);
     }
     match NODES.get(e.owner) {
-        Some(node) if node.present != 0 => way::to_node(pkt, e.owner, node.forward, VNI_FORWARD, entropy),
+        Some(node) if node.present != 0 => {
+            Verdict::send(purpose::FORWARD, e.owner, entropy)
+        }
         _ => Verdict::Drop(Counter::DropNoOwner),
     }
 }

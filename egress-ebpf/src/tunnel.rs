@@ -2,7 +2,7 @@
 
 use crate::{
     IPV4, IPV6, deliver,
-    gateway::{self, Sender},
+    gateway,
     packet::{Mac, Packet},
     probe,
 };
@@ -84,29 +84,28 @@ fn get_key(pkt: &Packet) -> Option<(V6, u32)> {
     None
 }
 
-/// A packet came out of the tunnel device.
+/// A packet came out of the tunnel device. A verdict's bits.
 #[inline(always)]
-pub fn receive(pkt: &Packet) -> Verdict {
+pub fn receive(pkt: &Packet) -> u64 {
     match get_key(pkt) {
         Some((outer, vni)) => arrived(pkt, vni, &outer),
-        None => Verdict::Drop(Counter::DropStranger),
+        None => Verdict::Drop(Counter::DropStranger).to_bits(),
     }
 }
 
-/// A packet that came through the tunnel, without its outer header.
+/// A packet that came through the tunnel, without its outer header. A verdict's bits.
 #[inline(always)]
-pub fn arrived(pkt: &Packet, vni: u32, outer: &V6) -> Verdict {
+pub fn arrived(pkt: &Packet, vni: u32, outer: &V6) -> u64 {
     match (vni, pkt.protocol()) {
-        (VNI_FORWARD, IPV4) => gateway::forward::<V4>(pkt, &Sender::Tunnel(outer)),
-        (VNI_FORWARD, IPV6) => gateway::forward::<V6>(pkt, &Sender::Tunnel(outer)),
+        (VNI_FORWARD, IPV4) => gateway::forward::<V4>(pkt, Some(outer), 0),
+        (VNI_FORWARD, IPV6) => gateway::forward::<V6>(pkt, Some(outer), 0),
         (VNI_REPLY, IPV4) => deliver::from_tunnel::<V4>(pkt, outer),
         (VNI_REPLY, IPV6) => deliver::from_tunnel::<V6>(pkt, outer),
-        (VNI_PROBE, protocol @ (IPV4 | IPV6)) => match probe::node_of(outer) {
-            Some(index) if protocol == IPV4 => probe::receive::<V4>(pkt, index),
-            Some(index) => probe::receive::<V6>(pkt, index),
-            None => Verdict::Drop(Counter::DropStranger),
+        (VNI_PROBE, _) => match probe::node_of(outer) {
+            Some(index) => Verdict::probe(index).to_bits(),
+            None => Verdict::Drop(Counter::DropStranger).to_bits(),
         },
-        _ => Verdict::Drop(Counter::DropStranger),
+        _ => Verdict::Drop(Counter::DropStranger).to_bits(),
     }
 }
 

@@ -3,7 +3,7 @@
 
 use crate::{
     family::Family,
-    gateway::{self, Sender},
+    gateway,
     maps::{CONFIG, EGRESS_IPS, MAC_INDEX},
     packet::{ETH_LEN, Mac, Packet},
     tunnel,
@@ -14,41 +14,42 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// A packet at the underlay's interface.
+/// What [`unwrap`] and [`outward`] return for a packet that they are not for: no verdict has these bits.
+const OTHER: u64 = u64::MAX;
+
+/// A packet at the underlay's interface. A reply by `direct` is one that is for this node's own port block, as at an uplink.
+///
+/// Functions one after the other, not one in the other: their variables do not fit the stack together.
 #[inline(always)]
 pub fn receive<F: Family>(pkt: &Packet) -> u64 {
     match unwrap::<F>(pkt) {
-        UNTUNNELLED => plain::<F>(pkt),
+        OTHER => match outward::<F>(pkt) {
+            OTHER => gateway::reply::<F>(pkt),
+            verdict => verdict,
+        },
         verdict => verdict,
     }
 }
 
-/// What [`unwrap`] returns for a packet that is not tunnelled: no verdict has these bits.
-const UNTUNNELLED: u64 = u64::MAX;
-
+/// A tunnelled packet, past the tunnel device.
 #[inline(never)]
 fn unwrap<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     match vxlan::strip::<F>(pkt, config) {
-        Stripped::Not => UNTUNNELLED,
+        Stripped::Not => OTHER,
         Stripped::Left => Verdict::Pass.to_bits(),
-        Stripped::Done(vni, outer) => tunnel::arrived(pkt, vni, &outer).to_bits(),
+        Stripped::Done(vni, outer) => tunnel::arrived(pkt, vni, &outer),
     }
 }
 
-/// A packet of `direct` on its way out, or what arrives at an uplink. A reply by `direct` is one that is for this node's
-/// own port block.
+/// A translated packet that another node sent to this one's MAC address.
 #[inline(never)]
-fn plain<F: Family>(pkt: &Packet) -> u64 {
-    match outward::<F>(pkt) {
-        Some(verdict) => verdict.to_bits(),
-        None => gateway::reply::<F>(pkt).to_bits(),
-    }
+fn outward<F: Family>(pkt: &Packet) -> u64 {
+    sent_here::<F>(pkt).unwrap_or(OTHER)
 }
 
-/// A translated packet that another node sent to this one's MAC address; `None` if it is no such packet.
 #[inline(always)]
-fn outward<F: Family>(pkt: &Packet) -> Option<Verdict> {
+fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
     let src = F::load(pkt, ETH_LEN + F::SRC)?;
     // SAFETY: read only.
     let &egress = unsafe { F::egress_index().get(src) }?;
@@ -59,9 +60,10 @@ fn outward<F: Family>(pkt: &Packet) -> Option<Verdict> {
         return None;
     }
     if e.flags & flags::OWNED == 0 {
-        return if e.flags & flags::NODE_ADDRESS != 0 { None } else { Some(Verdict::Drop(Counter::DropNotOwner)) };
+        let own = e.flags & flags::NODE_ADDRESS != 0;
+        return if own { None } else { Some(Verdict::Drop(Counter::DropNotOwner).to_bits()) };
     }
-    Some(gateway::forward::<F>(pkt, &Sender::Link(index)))
+    Some(gateway::forward::<F>(pkt, None, index))
 }
 
 /// The node whose MAC address the frame comes from.

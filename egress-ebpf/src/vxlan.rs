@@ -90,7 +90,7 @@ fn outer_ecn(pkt: &Packet, protocol: u16) -> u32 {
 #[inline(always)]
 fn payload(config: &Config, vni: u32, entropy: u32, len: u32) -> [u32; 7] {
     // From the dynamic ports (RFC 6335), by the flow's hash.
-    let ports = (0xc000 | entropy >> 18) << 16 | config.tunnel_port & 0xffff;
+    let ports = (0xc000 | entropy & 0x3fff) << 16 | config.tunnel_port & 0xffff;
     [
         ports.to_be(),
         ((len + 16) << 16).to_be(),

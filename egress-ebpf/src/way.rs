@@ -11,34 +11,36 @@ use crate::{
 use aya_ebpf::bindings::__sk_buff;
 use egress_common::{
     V4, V6,
+    abi::{VNI_FORWARD, VNI_PROBE, VNI_REPLY},
     egress::Node,
     transport::{DIRECT, VXLAN, clamp},
-    verdict::{Counter, Verdict},
+    verdict::{Counter, Verdict, purpose},
 };
 
 /// Lengths that are assumed of headers which are not where they usually are: more than they can be.
 const LONGEST_HEADERS: u32 = 40 + 64 + 60;
 
-/// Sends the packet to node number `index` in `NODES`, see [`send_to_node`].
-#[inline(always)]
-pub fn to_node(pkt: &Packet, index: u32, way: u32, vni: u32, entropy: u32) -> Verdict {
-    Verdict::Bits(send_to_node(pkt.raw(), index, way, vni, entropy))
-}
-
-/// Sends the packet to node number `index` in `NODES`: by `way`, or, where that cannot carry it, by the tunnel device.
-/// `entropy` tells flows apart on the way. The result is a verdict's bits.
+/// Sends the packet to the node whose index in `NODES` is in the lower half of `to`, for `purpose`; where its way cannot
+/// carry the packet, by the tunnel device. The upper half of `to` tells flows apart on the way. The result is a verdict's
+/// bits.
 ///
 /// A global function, which the verifier checks once by itself instead of once for each way that leads to it.
 #[unsafe(no_mangle)]
 #[inline(never)]
-pub extern "C" fn send_to_node(skb: *mut __sk_buff, index: u32, way: u32, vni: u32, entropy: u32) -> u64 {
+pub extern "C" fn send_to_node(skb: *mut __sk_buff, to: u32, purpose: u32) -> u64 {
     let pkt = Packet::from_raw(skb);
+    let index = to & 0xffff;
     let (Some(config), Some(node)) = (CONFIG.get(0), NODES.get(index)) else {
         return Verdict::Drop(Counter::DropNoOwner).to_bits();
     };
+    let (way, vni) = match purpose {
+        purpose::FORWARD => (node.forward, VNI_FORWARD),
+        purpose::REPLY => (wished(index, node), VNI_REPLY),
+        probe => (probe - purpose::PROBE, VNI_PROBE),
+    };
     let short = match way {
         DIRECT => direct(&pkt, node),
-        VXLAN => vxlan::send(&pkt, config, node, vni, entropy),
+        VXLAN => vxlan::send(&pkt, config, node, vni, to >> 16),
         _ => Err(node.why),
     };
     match short {
@@ -63,7 +65,7 @@ pub fn entropy<F: Family>(ports: (u16, u16), address: F) -> u32 {
 
 /// The way by which node number `index` wants replies, as far as this node can go it.
 #[inline(always)]
-pub fn wished(index: u32, node: &Node) -> u32 {
+fn wished(index: u32, node: &Node) -> u32 {
     match WISHES.get(index) {
         Some(&wish) => clamp(wish, node.may),
         None => 0,

@@ -16,4 +16,5 @@ mod slots;
 mod spread;
 mod store;
 mod support;
+mod transport;
 mod untouched;

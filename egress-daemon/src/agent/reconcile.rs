@@ -214,8 +214,14 @@ impl Agent {
             udp: ticks(t.udp.as_secs()),
             icmp: ticks(t.icmp.as_secs()),
             tunnel_port: self.settings.tunnel.port.into(),
-            own_v4: own.iter().find_map(|a| if let IpAddr::V4(a) = a { Some(net::v4(*a)) } else { None }).unwrap_or([0]),
-            own_v6: own.iter().find_map(|a| if let IpAddr::V6(a) = a { Some(net::v6(*a)) } else { None }).unwrap_or([0; 4]),
+            own_v4: own
+                .iter()
+                .find_map(|a| if let IpAddr::V4(a) = a { Some(net::v4(*a)) } else { None })
+                .unwrap_or([0]),
+            own_v6: own
+                .iter()
+                .find_map(|a| if let IpAddr::V6(a) = a { Some(net::v6(*a)) } else { None })
+                .unwrap_or([0; 4]),
             ..config::UNSET
         }
     }
@@ -270,8 +276,7 @@ fn targets(
         let (Some(ways), Some(address)) = (ways.get(owner), view.nodes.get(owner).and_then(|a| a.first())) else {
             continue;
         };
-        let new =
-            || Target { address: *address, egress: BTreeMap::new(), ways: ways.candidates(setting) };
+        let new = || Target { address: *address, egress: BTreeMap::new(), ways: ways.candidates(setting) };
         targets.entry(owner.clone()).or_insert_with(new).egress.entry(egress.is_ipv6()).or_insert(egress);
     }
     targets

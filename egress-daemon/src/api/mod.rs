@@ -13,7 +13,8 @@ mod tests;
 
 pub use egress_ip::{EgressIP, EgressIPSpec, EgressIPStatus, PolicyUse, egress_ip_name};
 pub use egress_node::{
-    Assignment, BlockRange, Demand, EgressNode, EgressNodeSpec, EgressNodeStatus, LeasedBlocks, MapUse, GatewayWay, NodeAddress,
+    Assignment, BlockRange, Demand, EgressNode, EgressNodeSpec, EgressNodeStatus, GatewayWay, LeasedBlocks, MapUse,
+    NodeAddress,
 };
 pub use policy::{
     Bandwidth, Distribution, EgressGateway, EgressGatewayPolicy, EgressGatewayPolicySpec, EgressGatewayPolicyStatus,

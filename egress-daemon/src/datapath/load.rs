@@ -143,7 +143,6 @@ fn check_shapes(pins: &Pins, object: &aya_obj::Object) -> Result<(), LoadError> 
     Ok(())
 }
 
-
 /// The flags of the settings ([`flags`]) that follow from this kernel's version.
 pub fn config_flags() -> u32 {
     match KernelVersion::current() {

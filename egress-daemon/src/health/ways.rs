@@ -196,12 +196,16 @@ mod tests {
     fn what_rests_is_probed_rarely() {
         let mut ways = chooser();
         rounds(&mut ways, 1, 5, |_| true);
-        let sent: usize = (6..26).map(|seq| {
-            let now = Duration::from_millis(100 * seq);
-            let due = ways.round(seq, now);
-            due.iter().for_each(|form| drop(ways.on_reply(*form, seq, now)));
-            due.len()
-        }).sum();
+        let sent: usize = (6..26)
+            .map(|seq| {
+                let now = Duration::from_millis(100 * seq);
+                let due = ways.round(seq, now);
+                for form in &due {
+                    ways.on_reply(*form, seq, now);
+                }
+                due.len()
+            })
+            .sum();
         assert_eq!(sent, 20 * 2 + 2 * 2, "both forms in force each time, the two others in two rounds");
     }
 

@@ -172,6 +172,11 @@ pub(super) struct State {
 }
 
 impl State {
+    /// A state without anything in it, in which changes of routes go on being counted.
+    pub fn anew(&self) -> State {
+        State { route_changes: self.route_changes + 1, ..State::default() }
+    }
+
     /// Takes over one change and notes in `stale` what it leaves unknown.
     pub fn apply(&mut self, change: Change, stale: &mut Stale) {
         match change {

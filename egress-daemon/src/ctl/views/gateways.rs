@@ -38,8 +38,18 @@ pub struct GatewayRow {
 }
 
 impl Row for GatewayRow {
-    const HEADER: &'static [&'static str] =
-        &["ADDRESS", "GATEWAY", "EGRESS IPS", "NEW FLOWS", "FLOWS", "PROBE", "RTT (µs)", "TRANSPORT", "REPLIES", "WHY NOT BETTER"];
+    const HEADER: &'static [&'static str] = &[
+        "ADDRESS",
+        "GATEWAY",
+        "EGRESS IPS",
+        "NEW FLOWS",
+        "FLOWS",
+        "PROBE",
+        "RTT (µs)",
+        "TRANSPORT",
+        "REPLIES",
+        "WHY NOT BETTER",
+    ];
     const NONE: &'static str = "this node uses no gateway";
     fn cells(&self) -> Vec<String> {
         vec![
