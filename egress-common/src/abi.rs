@@ -66,3 +66,7 @@ crate::layout::map_type! {
         pub bytes: [u8; NAME_LEN],
     } size 360
 }
+
+/// Handle (upper half) of the shaper's HTB qdisc. The class of an egress IP is `2 * index + 1` for what goes out, and one
+/// more for what comes in.
+pub const SHAPER_HANDLE: u16 = 0x5350;

@@ -38,7 +38,9 @@ map_type! {
         pub own_v4: [u32; 1],
         /// The same over IPv6; zero for none.
         pub own_v6: [u32; 4],
-    } size 76
+        /// Near end of the shaper; 0 where there is none.
+        pub shaper_ifindex: u32,
+    } size 80
 }
 
 /// Bits of [`Config::flags`].
@@ -71,4 +73,5 @@ pub const UNSET: Config = Config {
     tunnel_port: 0,
     own_v4: [0],
     own_v6: [0; 4],
+    shaper_ifindex: 0,
 };

@@ -19,13 +19,29 @@ map_type! {
         pub epoch_low: u32,
         /// Epoch of the owner, high half.
         pub epoch_high: u32,
-    } size 40
+        /// How many bytes may wait in the shaper in each direction; 0: its bandwidth has no limit on this node.
+        pub queue: u32,
+        /// The next hop of its own subnet, IPv4 in its mapped form; zeroes: the routing table knows.
+        pub via: [u32; 4],
+        /// The VLAN that its packets are in, 1 to 4094; 0: none. Only together with `via`.
+        pub vlan: u32,
+    } size 64
 }
 
 impl EgressIp {
     /// An entry that stands for no address.
-    pub const EMPTY: Self =
-        Self { addr: [0; 4], generation: 0, owner: 0, flags: 0, ifindex: 0, epoch_low: 0, epoch_high: 0 };
+    pub const EMPTY: Self = Self {
+        addr: [0; 4],
+        generation: 0,
+        owner: 0,
+        flags: 0,
+        ifindex: 0,
+        epoch_low: 0,
+        epoch_high: 0,
+        queue: 0,
+        via: [0; 4],
+        vlan: 0,
+    };
 }
 
 /// Bits of [`EgressIp::flags`].
@@ -36,6 +52,32 @@ pub mod flags {
     pub const NODE_ADDRESS: u32 = 2;
     /// Do not answer ARP and NDP for it.
     pub const SILENT: u32 = 4;
+    /// It has a subnet of its own: `via` says where its packets go.
+    pub const SUBNET: u32 = 8;
+}
+
+map_type! {
+    /// Value of `NEXT_HOPS`, by egress IP: where the next hop of its subnet is. Only the programs write it, from answers.
+    pub struct NextHop {
+        /// Its MAC address, as words in memory order.
+        pub mac: [u16; 3],
+        /// 1 when it is known.
+        pub known: u16,
+        /// [`EgressIp::generation`] that it is about.
+        pub generation: u32,
+    } size 12
+}
+
+map_type! {
+    /// Value of `METERS`, two for each egress IP: out, then in. Only the programs write it.
+    pub struct Meter {
+        /// Bytes that entered the shaper.
+        pub sent: u64,
+        /// Bytes that came out of it.
+        pub passed: u64,
+        /// When the last packet came out, `CLOCK_MONOTONIC` in ns.
+        pub last: u64,
+    } size 24
 }
 
 map_type! {

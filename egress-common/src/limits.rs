@@ -56,3 +56,8 @@ pub const TCP_TRANSITORY_SECS: u64 = 240;
 pub const UDP_SECS: u64 = 300;
 /// RFC 5508, REQ-2: no less than 60 s.
 pub const ICMP_SECS: u64 = 60;
+
+/// The fewest bytes that may wait in the shaper: four packets of 64 KiB.
+pub const MIN_SHAPER_QUEUE: u32 = 256 << 10;
+/// The most bytes that may wait in the shaper for one egress IP and direction.
+pub const MAX_SHAPER_QUEUE: u32 = 64 << 20;

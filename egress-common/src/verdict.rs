@@ -35,6 +35,7 @@ counters! {
     Replied = "gateway_replied": "replies that this gateway sent to source nodes",
     Delivered = "delivered": "replies delivered to pods",
     NeighborAnswered = "neighbor_answered": "ARP and NDP requests answered for egress IPs",
+    NextHopLearnt = "next_hop_learnt": "answers of gateways of egress IPs' own subnets",
     ProbeAnswered = "probe_answered": "probes answered",
     ProbeReturned = "probe_returned": "answers to probes of this node",
     DeviceMerged = "device_merged": "received packets left to the tunnel device because they are merged of several",
@@ -63,6 +64,9 @@ counters! {
     DropNoReverse = "drop_no_reverse": "replies without a flow",
     DropNoLease = "drop_no_lease": "packets for an egress IP that belong to nobody's port block",
     DropNoUplink = "drop_no_uplink": "packets of egress IPs for which this node has no interface",
+    DropBandwidth = "drop_bandwidth": "packets over the bandwidth of their egress IP",
+    DropNoNextHop = "drop_no_next_hop": "packets of an egress IP whose subnet's gateway has not answered yet",
+    DropVlan = "drop_vlan": "untagged packets for an egress IP that lives in a VLAN",
     DropRedirect = "drop_redirect": "packets that a helper refused",
 }
 

@@ -2,6 +2,7 @@
 
 use crate::{
     IPV6,
+    maps::{NEXT_HOPS, UPLINKS},
     packet::{ETH_LEN, Packet},
 };
 use aya_ebpf::{
@@ -12,7 +13,7 @@ use core::mem::MaybeUninit;
 use egress_common::{
     V4, V6,
     egress::{EgressIp, flags},
-    verdict::Verdict,
+    verdict::{Counter, Verdict},
 };
 
 /// Length of the kernel's `struct bpf_fib_lookup`. (The binding is of an older layout, of the same length.)
@@ -32,9 +33,28 @@ const AF_INET6: u8 = 10;
 /// A floating egress IP is at home at one uplink. A node's own address is not: as with the node's own sockets, the interface
 /// that has it need not be the one by which the destination is reached.
 #[inline(always)]
-pub fn leave(pkt: &Packet, e: &EgressIp) -> Verdict {
+pub fn leave(pkt: &Packet, egress: u32, e: &EgressIp) -> Verdict {
+    if e.flags & flags::SUBNET != 0 {
+        return into_subnet(pkt, egress, e);
+    }
     let routed = if e.flags & flags::NODE_ADDRESS != 0 { output(pkt) } else { 0 };
     pkt.redirect_routed(if routed != 0 { routed } else { e.ifindex })
+}
+
+/// Sends a packet to the next hop of its egress IP's own subnet, which no routing table knows: the agent asks for its MAC
+/// address, and the answers are read at the uplink (`neighbor`).
+#[inline(always)]
+fn into_subnet(pkt: &Packet, egress: u32, e: &EgressIp) -> Verdict {
+    let hop = match NEXT_HOPS.get(egress) {
+        Some(hop) if hop.known != 0 && hop.generation == e.generation => hop.mac,
+        _ => return Verdict::Drop(Counter::DropNoNextHop),
+    };
+    // SAFETY: entries are replaced, not changed in place.
+    let Some(uplink) = (unsafe { UPLINKS.get(e.ifindex) }) else { return Verdict::Drop(Counter::DropNoUplink) };
+    if pkt.write(0, [hop, uplink.mac]).is_none() || e.vlan != 0 && pkt.push_vlan(e.vlan).is_none() {
+        return Verdict::Drop(Counter::DropRedirect);
+    }
+    pkt.redirect(e.ifindex)
 }
 
 /// The interface that the routing table sends the packet to, by its source and destination; 0 where it does not say.

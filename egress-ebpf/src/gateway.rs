@@ -8,10 +8,11 @@ use crate::{
     neighbor,
     packet::Packet,
     parse::{self, Ip, Kind, Part, Transport},
-    probe, stats, underlay, way,
+    probe, shaper, stats, underlay, way,
 };
 use egress_common::{
     V6,
+    config::Config,
     egress::{EgressIp, flags},
     port_block,
     verdict::{Counter, Verdict, purpose},
@@ -76,7 +77,10 @@ fn leased<F: Family>(pkt: &Packet, outer: Option<&V6>, link: u32) -> Verdict {
         fragment::keep(&ip, &t);
     }
     stats::count(Counter::Forwarded);
-    exit::leave(pkt, e)
+    match shaper::limit(pkt, egress, e, shaper::OUT) {
+        Some(verdict) => verdict,
+        None => exit::leave(pkt, egress, e),
+    }
 }
 
 /// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours. A verdict's bits, as a
@@ -95,8 +99,40 @@ fn inward<F: Family>(pkt: &Packet) -> Verdict {
     // SAFETY: read only.
     let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else { return Verdict::Pass };
     let (Some(e), Some(config)) = (EGRESS_IPS.get(egress), CONFIG.get(0)) else { return Verdict::Pass };
-    let t = parse::transport::<F>(pkt, &ip);
-    let node = match reply_port::<F>(pkt, &ip, &t) {
+    if let Some(verdict) = vlan(pkt, e) {
+        return verdict;
+    }
+    if e.flags & flags::SUBNET != 0 && neighbor::learn_advertised::<F>(pkt, &ip, egress, e) {
+        return Verdict::Drop(Counter::NextHopLearnt);
+    }
+    to_source::<F>(pkt, config, &ip, egress, e, false)
+}
+
+/// Takes a packet for an egress IP out of its VLAN. A packet in another one is not for it: a device of the node for that
+/// VLAN may know more. One without a tag belongs to nobody.
+#[inline(always)]
+pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
+    match pkt.vlan() {
+        vlan if vlan != e.vlan && vlan != 0 => Some(Verdict::Pass),
+        vlan if vlan != e.vlan => Some(Verdict::Drop(Counter::DropVlan)),
+        0 => None,
+        _ if pkt.pop_vlan().is_some() => None,
+        _ => Some(Verdict::Drop(Counter::DropRedirect)),
+    }
+}
+
+/// A packet for an egress IP, on to the node that its port's block is leased to. `shaped`: it has passed the shaper.
+#[inline(always)]
+pub fn to_source<F: Family>(
+    pkt: &Packet,
+    config: &Config,
+    ip: &Ip<F>,
+    egress: u32,
+    e: &EgressIp,
+    shaped: bool,
+) -> Verdict {
+    let t = parse::transport::<F>(pkt, ip);
+    let node = match reply_port::<F>(pkt, ip, &t) {
         Some(port) => lessee(pkt, egress, port),
         None => 0,
     };
@@ -104,10 +140,13 @@ fn inward<F: Family>(pkt: &Packet) -> Verdict {
         return nobodys::<F>(pkt, e);
     }
     if ip.part == Part::First {
-        fragment::keep(&ip, &t);
+        fragment::keep(ip, &t);
+    }
+    if !shaped && let Some(verdict) = shaper::limit(pkt, egress, e, shaper::IN) {
+        return verdict;
     }
     if node == config.node {
-        return deliver::deliver::<F>(pkt, config, &ip, &t);
+        return deliver::deliver::<F>(pkt, config, ip, &t);
     }
     match NODES.get(node) {
         Some(n) if n.present != 0 => {

@@ -30,6 +30,7 @@ mod packet;
 mod parse;
 mod ports;
 mod probe;
+mod shaper;
 mod share;
 mod stats;
 mod steer;
@@ -173,6 +174,13 @@ pub fn underlay_ingress(ctx: TcContext) -> i32 {
 #[classifier]
 pub fn try_decapsulation(ctx: TcContext) -> i32 {
     Packet::new(&ctx).adjust_room(-4, vxlan::DECAP_L4_UDP) as i32
+}
+
+/// Ingress of the shaper's far end: packets of limited egress IPs go on.
+#[classifier]
+pub fn shaper_ingress(ctx: TcContext) -> i32 {
+    let pkt = Packet::new(&ctx);
+    finish(&pkt, shaper::receive(&pkt))
 }
 
 /// Run once by the agent (`BPF_PROG_TEST_RUN`): arms the collector's timer, which from then on needs no agent.

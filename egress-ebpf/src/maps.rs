@@ -10,7 +10,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::Config,
-    egress::{BlockList, EgressIp, LeaseTable, MacKey, Node, Uplink},
+    egress::{BlockList, EgressIp, LeaseTable, MacKey, Meter, NextHop, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Flow, FlowKey, Fragment, FragmentKey, Reverse, Ticket},
     limits::*,
@@ -100,6 +100,11 @@ pub static WISHES: Array<u32, MAX_NODES> = Array::new();
 pub static PROBES: RingBuf<Answer, PROBE_BUFFER> = RingBuf::new();
 #[btf_map]
 pub static UPLINKS: HashMap<u32, Uplink, MAX_UPLINKS, GROW> = HashMap::new();
+
+#[btf_map]
+pub static NEXT_HOPS: Array<NextHop, MAX_EGRESS_IPS> = Array::new();
+#[btf_map]
+pub static METERS: Array<Meter, { 2 * MAX_EGRESS_IPS }> = Array::new();
 
 #[btf_map]
 pub static CONFIG: Array<Config, 1> = Array::new();

@@ -2,20 +2,23 @@
 
 use crate::{
     family::Family,
-    maps::{DEADLINE, EGRESS_INDEX_V4, EGRESS_INDEX_V6, EGRESS_IPS, UPLINKS},
+    maps::{DEADLINE, EGRESS_INDEX_V4, EGRESS_INDEX_V6, EGRESS_IPS, NEXT_HOPS, UPLINKS},
     packet::{ETH_LEN, Mac, Packet, now_ns},
     parse::{Ip, proto},
     stats,
 };
 use egress_common::{
     V4, V6, csum,
-    egress::flags,
+    egress::{EgressIp, flags},
+    mapped,
     verdict::{Counter, Verdict},
 };
 
 /// ICMPv6 type of a neighbor solicitation (RFC 4861, section 4.3).
 const SOLICITATION: u8 = 135;
-/// ICMPv6 type of a neighbor advertisement, in the first byte of its first word.
+/// ICMPv6 type of a neighbor advertisement.
+const ADVERTISEMENT_TYPE: u8 = 136;
+/// The same, in the first byte of its first word.
 const ADVERTISEMENT: u32 = 136 << 24;
 /// Solicited and override flags of an advertisement (RFC 4861, section 4.4).
 const SOLICITED: u32 = 1 << 30;
@@ -41,10 +44,14 @@ enum Answer {
 }
 
 #[inline(always)]
-fn answer(egress: u32, ifindex: u32) -> Answer {
+fn answer(egress: u32, pkt: &Packet) -> Answer {
+    let ifindex = pkt.ifindex();
     let Some(e) = EGRESS_IPS.get(egress) else { return Answer::NotOurs };
-    if e.flags & flags::NODE_ADDRESS != 0 {
+    if e.flags & flags::NODE_ADDRESS != 0 || pkt.vlan() != e.vlan && pkt.vlan() != 0 {
         return Answer::NotOurs;
+    }
+    if pkt.vlan() != e.vlan {
+        return Answer::Silence;
     }
     let alive = matches!(DEADLINE.get(0), Some(&deadline) if now_ns() < deadline);
     if !alive || e.flags & flags::OWNED == 0 || e.flags & flags::SILENT != 0 || e.ifindex != ifindex {
@@ -73,13 +80,17 @@ fn asked(pkt: &Packet) -> Verdict {
     let Some(q) = pkt.read_header::<Arp>(ETH_LEN) else { return Verdict::Pass };
     let [hardware, protocol, lengths, operation, m0, m1, m2, s0, s1, _, _, _, t0, t1] = q;
     // A gratuitous request (sender = target) announces; it asks nothing.
-    if operation != 1_u16.to_be() || (s0, s1) == (t0, t1) {
+    if (s0, s1) == (t0, t1) {
         return Verdict::Pass;
     }
     let target: V4 = [t0 as u32 | (t1 as u32) << 16];
     // SAFETY: read only.
     let Some(&egress) = (unsafe { EGRESS_INDEX_V4.get(target) }) else { return Verdict::Pass };
-    let mac = match answer(egress, pkt.ifindex()) {
+    learn(pkt, egress, &mapped([s0 as u32 | (s1 as u32) << 16]), [m0, m1, m2]);
+    if operation != 1_u16.to_be() {
+        return Verdict::Pass;
+    }
+    let mac = match answer(egress, pkt) {
         Answer::NotOurs => return Verdict::Pass,
         Answer::Silence => return Verdict::Drop(Counter::DropNotOwner),
         Answer::With(mac) => mac,
@@ -90,6 +101,47 @@ fn asked(pkt: &Packet) -> Verdict {
     }
     stats::count(Counter::NeighborAnswered);
     pkt.redirect(pkt.ifindex())
+}
+
+/// Notes the MAC address of the next hop of an egress IP's subnet, if that is who says it, in the right VLAN.
+#[inline(always)]
+fn learn(pkt: &Packet, egress: u32, who: &V6, mac: Mac) {
+    let (Some(e), Some(hop)) = (EGRESS_IPS.get(egress), NEXT_HOPS.get_ptr_mut(egress)) else { return };
+    let same = e.via[0] ^ who[0] | e.via[1] ^ who[1] | e.via[2] ^ who[2] | e.via[3] ^ who[3];
+    if e.flags & flags::SUBNET == 0 || same != 0 || pkt.vlan() != e.vlan {
+        return;
+    }
+    // SAFETY: whole stores; a reader that sees half of a change sends one packet to a wrong place.
+    unsafe {
+        (&raw mut (*hop).mac).write_volatile(mac);
+        (&raw mut (*hop).generation).write_volatile(e.generation);
+        (&raw mut (*hop).known).write_volatile(1);
+    }
+}
+
+/// Notes what a neighbor advertisement for an egress IP says of its subnet's next hop. Whether the packet was one. The
+/// packet has been taken out of its VLAN.
+#[inline(always)]
+pub fn learn_advertised<F: Family>(pkt: &Packet, ip: &Ip<F>, egress: u32, e: &EgressIp) -> bool {
+    if F::VERSION != 6 || ip.proto != proto::ICMPV6 || ip.hop_limit != 255 || ip.l4 != L4 {
+        return false;
+    }
+    if pkt.load::<u8>(L4) != Some(ADVERTISEMENT_TYPE) {
+        return false;
+    }
+    let (Some(target), Some(mac)) = (pkt.load::<V6>(L4 + 8), pkt.load::<Mac>(6)) else { return false };
+    let same = e.via[0] ^ target[0] | e.via[1] ^ target[1] | e.via[2] ^ target[2] | e.via[3] ^ target[3];
+    if same == 0
+        && let Some(hop) = NEXT_HOPS.get_ptr_mut(egress)
+    {
+        // SAFETY: as in `learn`.
+        unsafe {
+            (&raw mut (*hop).mac).write_volatile(mac);
+            (&raw mut (*hop).generation).write_volatile(e.generation);
+            (&raw mut (*hop).known).write_volatile(1);
+        }
+    }
+    true
 }
 
 /// Whether the packet is a neighbor solicitation (RFC 4861, section 7.1.1).
@@ -108,7 +160,7 @@ pub fn solicitation(pkt: &Packet) -> Verdict {
     let Some(target) = pkt.read_v6(L4 + 8) else { return Verdict::Pass };
     // SAFETY: read only.
     let Some(&egress) = (unsafe { EGRESS_INDEX_V6.get(target) }) else { return Verdict::Pass };
-    let mac = match answer(egress, pkt.ifindex()) {
+    let mac = match answer(egress, pkt) {
         Answer::NotOurs => return Verdict::Pass,
         Answer::Silence => return Verdict::Drop(Counter::DropNotOwner),
         Answer::With(mac) => mac,

@@ -6,6 +6,7 @@ use aya_ebpf::{
     helpers::{
         bpf_csum_level, bpf_ktime_get_coarse_ns, bpf_l4_csum_replace, bpf_redirect, bpf_redirect_neigh,
         bpf_skb_adjust_room, bpf_skb_change_tail, bpf_skb_load_bytes, bpf_skb_pull_data, bpf_skb_store_bytes,
+        bpf_skb_vlan_pop, bpf_skb_vlan_push,
     },
     programs::TcContext,
 };
@@ -19,6 +20,8 @@ use egress_common::{
 
 /// Length of an Ethernet header without tags, which is what veth, bridge ports and the tunnel device hand over.
 pub const ETH_LEN: u32 = 14;
+/// EtherType of a VLAN tag, network byte order.
+const ETH_P_8021Q: u16 = 0x8100_u16.to_be();
 /// Value of `tc_index` of a packet on its way into a pod.
 const DELIVERED: u32 = 0x5350;
 
@@ -272,6 +275,33 @@ impl Packet {
             unsafe { (&raw mut (*self.skb).tc_index).write_volatile(0) }
         }
         delivered
+    }
+
+    /// The VLAN that the frame came in; 0: none.
+    #[inline(always)]
+    pub fn vlan(&self) -> u32 {
+        if field!(self, vlan_present) == 0 { 0 } else { field!(self, vlan_tci) & 0xfff }
+    }
+
+    /// Puts the frame into a VLAN.
+    #[inline(always)]
+    pub fn push_vlan(&self, vlan: u32) -> Option<()> {
+        // SAFETY: the helper changes the packet or fails.
+        (unsafe { bpf_skb_vlan_push(self.skb, ETH_P_8021Q, vlan as u16) } == 0).then_some(())
+    }
+
+    /// Takes the frame out of its VLAN.
+    #[inline(always)]
+    pub fn pop_vlan(&self) -> Option<()> {
+        // SAFETY: the helper changes the packet or fails.
+        (unsafe { bpf_skb_vlan_pop(self.skb) } == 0).then_some(())
+    }
+
+    /// Sets the class of an HTB qdisc that the packet belongs to.
+    #[inline(always)]
+    pub fn set_priority(&self, class: u32) {
+        // SAFETY: the context pointer is valid while the program runs.
+        unsafe { (&raw mut (*self.skb).priority).write_volatile(class) }
     }
 
     /// Marks the packet for the way through the host's stack.

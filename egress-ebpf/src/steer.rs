@@ -12,7 +12,7 @@ use crate::{
     packet::{ETH_LEN, Packet, now_tick},
     parse::{self, Ip, Kind, Part, Transport, proto},
     ports::{self, EEXIST},
-    share, stats,
+    shaper, share, stats,
     translate::{End, Rewrite, rewrite},
     way,
 };
@@ -433,7 +433,10 @@ pub fn hand_over(pkt: &Packet, egress: u32, entropy: u32) -> Verdict {
     let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNoOwner) };
     if e.flags & egress_flags::OWNED != 0 {
         stats::count(Counter::SentLocal);
-        return exit::leave(pkt, e);
+        return match shaper::limit(pkt, egress, e, shaper::OUT) {
+            Some(verdict) => verdict,
+            None => exit::leave(pkt, egress, e),
+        };
     }
     match NODES.get(e.owner) {
         Some(node) if node.present != 0 => Verdict::send(purpose::FORWARD, e.owner, entropy),

@@ -3,8 +3,11 @@
 //! One module a subject. Every test builds its own lab, so they run in any order and side by side; what they share is in
 //! [`support`]. `tests/README.md` says which test stands for which row of the list of failures.
 
+mod abuse;
 mod antrea;
+mod bandwidth;
 mod cilium;
+mod clouds;
 mod exits;
 mod failover;
 mod firewall;
@@ -14,6 +17,7 @@ mod owners;
 mod per_endpoint;
 mod pod_start;
 mod policies;
+mod pools;
 mod ports;
 mod protocols;
 mod restart;
@@ -21,6 +25,8 @@ mod security;
 mod slots;
 mod spread;
 mod store;
+mod subnets;
 mod support;
 mod transport;
 mod untouched;
+mod zones;

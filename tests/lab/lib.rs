@@ -40,6 +40,7 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("the lab is made of Linux network namespaces");
 
+pub mod bpf;
 pub mod capture;
 pub mod cluster;
 mod command;
@@ -54,6 +55,7 @@ pub mod skip;
 pub mod stats;
 pub mod topology;
 pub mod traffic;
+pub mod vlan;
 pub mod wait;
 
 pub use capture::{Capture, Packet, Trace};
@@ -61,4 +63,5 @@ pub use manifests::Manifests;
 pub use netns::NetNs;
 pub use process::{Process, StartOptions};
 pub use topology::{Builder, Cni, Dual, Family, Lab, Node, Pod, PodSpec, Role, Segment, Server, address};
+pub use vlan::Vlans;
 pub use wait::{wait_for, wait_until};

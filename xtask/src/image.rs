@@ -21,6 +21,9 @@ pub struct Args {
     /// Build for amd64 or arm64; the default is this machine's
     #[arg(long, value_name = "ARCH")]
     arch: Option<String>,
+    /// Built soon rather than fast, as tests use it
+    #[arg(long)]
+    unoptimized: bool,
 }
 
 /// Builds the image and says where it is.
@@ -30,7 +33,7 @@ pub fn run(args: &Args) -> Result<()> {
         None => architecture()?,
     };
     let tag = args.tag.as_deref().unwrap_or(version());
-    let archive = write(architecture, tag, true)?;
+    let archive = write(architecture, tag, !args.unoptimized)?;
     println!("{}\n{}", archive.display(), sbom_of(&archive).display());
     Ok(())
 }

@@ -1,6 +1,7 @@
-//! Spillway's developer commands: `cargo xtask setup | build | demo | cluster | image | codegen | tidy | soak | test`. Each
+//! Spillway's developer commands: `cargo xtask setup | build | demo | bench | cluster | image | codegen | tidy | soak | test`. Each
 //! command is a module of its own.
 
+mod bench;
 mod build;
 mod cluster;
 mod codegen;
@@ -36,6 +37,8 @@ enum Command {
     Build(build::Args),
     /// Watch Spillway work, and fail, in a small cluster of network namespaces
     Demo(demo::Args),
+    /// Compare Spillway with plain routing and with the stock kernel's way, on this machine
+    Bench(bench::Args),
     /// A real Kubernetes on this machine with Spillway in it: up, down, status
     Cluster(cluster::Args),
     /// Build the container image as an OCI archive, and the list of what is in it
@@ -59,6 +62,7 @@ fn main() -> ExitCode {
         Command::Codegen(args) => codegen::run(&args),
         Command::Tidy => tidy::run(),
         Command::Demo(args) => return demo::run(&args),
+        Command::Bench(args) => return bench::run(&args),
         Command::Soak(args) => return soak::run(&args),
         Command::Test(args) => return test::run(&args),
     };

@@ -32,6 +32,8 @@ pub struct Wanted {
     pub tunnel: u32,
     /// Packets are taken off the underlay's interfaces before the tunnel device sees them.
     pub underlay: bool,
+    /// The far end of the shaper, where there is one.
+    pub shaper: Option<u32>,
 }
 
 /// The task.
@@ -117,6 +119,7 @@ fn hooks(roles: &Roles, wanted: &Wanted, table: &LinkTable, names: &BTreeMap<u32
     let pods = roles.pods.iter().flat_map(|i| [("pod_egress", *i), ("pod_ingress", *i)]);
     let uplinks = roles.uplinks.iter().filter(|i| !underlays.contains(i)).map(|i| ("uplink_ingress", *i));
     let uplinks = uplinks.chain(underlays.iter().map(|i| ("underlay_ingress", *i)));
-    let all = pods.chain(uplinks).chain([("tunnel_ingress", tunnel), ("tunnel_egress", tunnel)]);
+    let shaper = wanted.shaper.map(|index| ("shaper_ingress", index));
+    let all = pods.chain(uplinks).chain([("tunnel_ingress", tunnel), ("tunnel_egress", tunnel)]).chain(shaper);
     all.filter_map(|hook| Some((hook, names.get(&hook.1)?.clone()))).collect()
 }

@@ -32,6 +32,7 @@ use crate::{
         netlink::Netlink,
         ports::NodePorts,
         probe::ProbeSocket,
+        shaper::Shaper,
         sysctl::Sysctls,
         tunnel,
     },
@@ -92,6 +93,7 @@ pub struct Agent {
     pub(super) settings: Settings,
     pub(super) links: Links,
     pub(super) tunnel: tunnel::Tunnel,
+    pub(super) shaper: Shaper,
     pub(super) netlink: Netlink,
     pub(super) sysctls: Sysctls,
     pub(super) long_way: LongWay,
@@ -153,7 +155,7 @@ impl Agent {
         let mut world = World::default();
         world.read(&store, &node);
         let rules = reconcile::rules(&world, &node, &settings);
-        let hooks = Hooks::start(attacher, links.subscribe(), reconcile::wanted(rules, &tunnel, &settings));
+        let hooks = Hooks::start(attacher, links.subscribe(), reconcile::wanted(rules, &tunnel, &settings, None));
         let effective = Effective::recover(known_policies(&writer));
         Ok(Self {
             node,
@@ -163,6 +165,7 @@ impl Agent {
             settings,
             links,
             tunnel,
+            shaper: Shaper::default(),
             netlink,
             sysctls,
             long_way: LongWay::default(),

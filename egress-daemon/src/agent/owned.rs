@@ -7,6 +7,7 @@ use crate::host::{
     links::LinkTable,
     schedule::Schedule,
 };
+use crate::model::SubnetInfo;
 use std::{
     collections::{BTreeMap, BTreeSet, btree_map::Entry},
     io,
@@ -20,8 +21,16 @@ const REMIND: Duration = Duration::from_secs(10);
 /// The least time between two answers to claims of others (RFC 5227, section 2.4, lets hosts defend their address).
 const DEFEND: Duration = Duration::from_secs(1);
 
-/// Where an egress IP is announced: interface and its MAC address.
-pub type Place = (u32, MacAddress);
+/// Where an egress IP is announced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The interface.
+    pub interface: u32,
+    /// Its MAC address.
+    pub mac: MacAddress,
+    /// The subnet of its own, whose next hop is asked for its MAC address.
+    pub subnet: Option<SubnetInfo>,
+}
 
 /// The egress IPs, and who else claims them.
 pub struct Owned {
@@ -71,7 +80,7 @@ impl Owned {
         self.places = wanted.clone();
         self.defended.retain(|a, _| wanted.contains_key(a));
         self.withdrawn.retain(|a, epoch| wanted.get(a).is_some_and(|(_, e)| e == epoch));
-        let interfaces: BTreeSet<u32> = wanted.values().map(|((i, _), _)| *i).collect();
+        let interfaces: BTreeSet<u32> = wanted.values().map(|(place, _)| place.interface).collect();
         self.listeners.retain(|i, _| interfaces.contains(i));
         for interface in interfaces {
             if let Entry::Vacant(place) = self.listeners.entry(interface) {
@@ -115,11 +124,26 @@ impl Owned {
             if self.withdrawn.contains_key(&address) {
                 continue;
             }
-            if let Some(((interface, mac), _)) = self.places.get(&address)
-                && let Err(e) = self.announcer.announce(*interface, *mac, address)
-            {
-                tracing::warn!("announcing {address} on interface {interface}: {e}");
+            let Some((place, _)) = self.places.get(&address) else { continue };
+            let vlan = place.subnet.and_then(|subnet| subnet.vlan);
+            if let Err(e) = self.announcer.announce(place.interface, place.mac, address, vlan) {
+                tracing::warn!("announcing {address} on interface {}: {e}", place.interface);
             }
+            self.ask(address);
+        }
+    }
+
+    /// Asks the next hops of all subnets where they are. The programs read the answers.
+    pub fn ask_all(&self) {
+        self.places.keys().for_each(|address| self.ask(*address));
+    }
+
+    fn ask(&self, address: IpAddr) {
+        if let Some((place, _)) = self.places.get(&address)
+            && let Some(subnet) = place.subnet
+            && let Err(e) = self.announcer.ask(place.interface, place.mac, address, subnet.gateway, subnet.vlan)
+        {
+            tracing::warn!("asking for {} on interface {}: {e}", subnet.gateway, place.interface);
         }
     }
 

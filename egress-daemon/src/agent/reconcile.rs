@@ -14,15 +14,16 @@ use super::{
 };
 use crate::{
     config::{Firewall, Transport},
-    datapath::encode::NodeView,
+    datapath::{encode::NodeView, tables::Tables},
     host::{
         classify::{InterfaceRules, Roles, classify},
         firewall::{FirewallError, Spec},
+        shaper::Rate,
         sysctl,
         table::{LinkKind, LinkTable},
         tunnel,
     },
-    model::NodeName,
+    model::{Bandwidth, NodeName},
     store::{
         Key,
         lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease},
@@ -60,8 +61,13 @@ pub(super) fn rules(world: &World, node: &NodeName, settings: &Settings) -> Inte
 }
 
 /// What decides where programs belong.
-pub(super) fn wanted(rules: InterfaceRules, tunnel: &tunnel::Tunnel, settings: &Settings) -> Wanted {
-    Wanted { rules, tunnel: tunnel.index, underlay: settings.transport != Transport::Device }
+pub(super) fn wanted(
+    rules: InterfaceRules,
+    tunnel: &tunnel::Tunnel,
+    settings: &Settings,
+    shaper: Option<u32>,
+) -> Wanted {
+    Wanted { rules, tunnel: tunnel.index, underlay: settings.transport != Transport::Device, shaper }
 }
 
 impl Agent {
@@ -74,7 +80,6 @@ impl Agent {
             self.complaints.push(e.to_string());
         }
         let own = self.tunnel_addresses();
-        let config = self.config(&own);
         let classes = view::classes_of(&self.world.snapshot, &self.node);
         self.used = view::used(&self.world.plan, &classes);
         self.decide_blocks();
@@ -87,6 +92,9 @@ impl Agent {
             probes: &probes,
             now: self.start.elapsed(),
         });
+        let limits = view::limits(&self.world.snapshot, &self.world.plan, &self.handover, &self.node);
+        self.open_shaper(&limits).await;
+        let config = self.config(&own);
         let facts = Facts {
             node: &self.node,
             snapshot: &self.world.snapshot,
@@ -110,7 +118,8 @@ impl Agent {
         self.complaints.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
         let revision = self.world.highest_lease(&self.node).max(self.lease_revision);
 
-        self.hooks.set(wanted(rules, &self.tunnel, &self.settings));
+        let shaper = self.shaper.ends().map(|ends| ends.far);
+        self.hooks.set(wanted(rules, &self.tunnel, &self.settings, shaper));
         self.complaints.extend(self.hooks.complaints());
         let setting = self.settings.transport;
         let peers = peers(&self.node, &view, &self.world);
@@ -125,14 +134,20 @@ impl Agent {
         view.ways = ways.iter().map(|(n, w)| (n.clone(), w.view(chosen(n), setting))).collect();
         let mut written = false;
         match self.encoder.encode(&view, self.writer.present()) {
-            Ok(tables) => match self.writer.write(tables) {
-                Ok(()) => {
-                    self.lease_revision = revision;
-                    self.carries = self.world.owned(&self.node);
-                    written = true;
+            Ok(tables) => {
+                let classes = classes_of_shaper(&tables, &limits);
+                if let Err(e) = self.shaper.set(&self.netlink.handle, &classes).await {
+                    self.complaints.push(e.to_string());
                 }
-                Err(e) => self.complaints.push(e.to_string()),
-            },
+                match self.writer.write(tables) {
+                    Ok(()) => {
+                        self.lease_revision = revision;
+                        self.carries = self.world.owned(&self.node);
+                        written = true;
+                    }
+                    Err(e) => self.complaints.push(e.to_string()),
+                }
+            }
             Err(overflow) => self.complaints.push(overflow.to_string()),
         }
         let gateways = tell::gateways(&self.gateways, &ways);
@@ -159,12 +174,24 @@ impl Agent {
             .filter_map(|(ip, place)| Some((ip, (place, self.world.plan.egress_ips.get(&ip)?.epoch))));
         self.owned.set(&if self.settings.silent { BTreeMap::new() } else { places.collect() });
         self.owned.tick();
+        self.owned.ask_all();
         self.forward();
         self.keep_lease(cut_off.is_empty()).await;
         for complaint in &self.complaints {
             tracing::error!("{complaint}");
         }
         self.status_due = true;
+    }
+
+    /// Makes the shaper where some egress IP has a limit, and removes it where none has.
+    async fn open_shaper(&mut self, limits: &BTreeMap<IpAddr, Bandwidth>) {
+        let done = match limits.is_empty() {
+            true => self.shaper.remove(&self.netlink.handle).await,
+            false => self.shaper.ensure(&self.netlink.handle).await.map(drop),
+        };
+        if let Err(e) = done {
+            self.complaints.push(e.to_string());
+        }
     }
 
     /// Decides which leased blocks are not used for new flows and which are given back. Whether the tables have to be
@@ -275,6 +302,7 @@ impl Agent {
                 .iter()
                 .find_map(|a| if let IpAddr::V6(a) = a { Some(net::v6(*a)) } else { None })
                 .unwrap_or([0; 4]),
+            shaper_ifindex: self.shaper.ends().map_or(0, |ends| ends.near),
             ..config::UNSET
         }
     }
@@ -291,6 +319,15 @@ impl Agent {
         addresses.sort_by_key(|a| (a.is_ipv6(), *a));
         addresses
     }
+}
+
+/// The classes of the shaper for what tables say: two for each egress IP with a limit.
+fn classes_of_shaper(tables: &Tables, limits: &BTreeMap<IpAddr, Bandwidth>) -> BTreeMap<u16, Rate> {
+    let limited = tables.egress_ips.iter().filter_map(|(index, e)| {
+        let limit = limits.get(&net::from_any(e.addr)).filter(|_| e.queue != 0)?;
+        Some((u16::try_from(*index).ok()?, Rate { bits: limit.rate_bps, burst: limit.burst_bytes }))
+    });
+    limited.flat_map(|(index, rate)| [1, 2].map(|class| (2 * index + class, rate))).collect()
 }
 
 /// The interfaces that no packet of a pod comes in by: what a stranger's packet with our mark came in by.

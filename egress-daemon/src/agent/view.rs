@@ -1,17 +1,16 @@
 //! From what the objects, the links and the probes say to what this node's datapath should do. Pure.
 
-use super::{blocks::Withheld, effective::Effective, handover::Handover, ways};
+use super::{blocks::Withheld, effective::Effective, handover::Handover, owned::Place, ways};
 use crate::{
     datapath::encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
     health::ProbeState,
     host::{
-        MacAddress,
         classify::Roles,
         links::{Link, LinkTable},
     },
     model::{
-        Distribution, EndpointId, Existing, Family, Node, NodeName, OnNoGateway, Policy, PolicyId, Snapshot, Source,
-        ZoneMode,
+        Bandwidth, Distribution, EndpointId, Existing, Family, Node, NodeName, OnNoGateway, Policy, PolicyId, Snapshot,
+        Source, SubnetInfo, ZoneMode,
     },
     plan::{BlockState, EgressIpPlan, Plan, select},
 };
@@ -234,9 +233,29 @@ fn egress(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> EgressView {
         interface: if forwards { uplink(facts, address, e) } else { None },
         node_address: e.fixed,
         silent: facts.silent || forwards && former || facts.withdrawn.contains(&address),
+        subnet: if forwards { subnet(facts, address, e) } else { None },
+        limit: if forwards { limit(facts.snapshot, e) } else { None },
         blocks: usable_blocks(facts, address),
         leases: leases.map(|(block, lease)| (*block, lease.node.clone())).collect(),
     }
+}
+
+/// The subnet of its own that an egress IP out of a pool lives in.
+fn subnet(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> Option<SubnetInfo> {
+    let subnet = facts.snapshot.pools.get(e.pool.as_ref()?)?.subnet?;
+    (!e.fixed && subnet.gateway.is_ipv4() == address.is_ipv4()).then_some(subnet)
+}
+
+/// The limit of an egress IP: the lowest of all policies that use it.
+fn limit(snapshot: &Snapshot, e: &EgressIpPlan) -> Option<Bandwidth> {
+    let limits = e.users.keys().filter_map(|policy| snapshot.policies.get(policy)?.bandwidth);
+    limits.min_by_key(|limit| (limit.rate_bps, limit.burst_bytes))
+}
+
+/// The egress IPs that this node sends to the outside and that have a limit.
+pub fn limits(snapshot: &Snapshot, plan: &Plan, handover: &Handover, node: &NodeName) -> BTreeMap<IpAddr, Bandwidth> {
+    let owned = plan.egress_ips.iter().filter(|(ip, _)| handover.forwards(**ip, node));
+    owned.filter_map(|(ip, e)| Some((*ip, limit(snapshot, e)?))).collect()
 }
 
 /// The interface that an egress IP of this node is sent by: the one that is named, the one that has it, the one whose
@@ -287,13 +306,14 @@ pub fn cut_off(facts: &Facts<'_>) -> BTreeMap<IpAddr, String> {
     .collect()
 }
 
-/// The floating egress IPs that this node owns, with the interface and MAC address that answer for them.
-pub fn announced(facts: &Facts<'_>) -> BTreeMap<IpAddr, (u32, MacAddress)> {
+/// The floating egress IPs that this node owns, with where they are announced.
+pub fn announced(facts: &Facts<'_>) -> BTreeMap<IpAddr, Place> {
     let owned = facts.plan.egress_ips.iter().filter(|(_, e)| e.owner.as_ref() == Some(facts.node) && !e.fixed);
     owned
         .filter_map(|(ip, e)| {
             let index = uplink(facts, *ip, e)?;
-            Some((*ip, (index, facts.links.links.get(&index)?.mac?)))
+            let mac = facts.links.links.get(&index)?.mac?;
+            Some((*ip, Place { interface: index, mac, subnet: subnet(facts, *ip, e) }))
         })
         .collect()
 }

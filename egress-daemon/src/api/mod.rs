@@ -41,6 +41,9 @@ pub const VERSION: &str = "v1alpha1";
 /// Node annotation that overrides `maxEgressIPsPerNode` of every pool; a number from 0 to 255.
 pub const MAX_EGRESS_IPS_ANNOTATION: &str = "spillway.io/max-egress-ips";
 
+/// Label of an EgressIP: the node that carries it now, for whoever must tell a cloud. Absent while none does.
+pub const NODE_LABEL: &str = "spillway.io/node";
+
 /// Every CustomResourceDefinition of Spillway with the name of the file that it belongs into, sorted by that name.
 pub fn crds() -> Vec<(String, CustomResourceDefinition)> {
     files([EgressGatewayPolicy::crd(), EgressIPPool::crd(), EgressIP::crd(), EgressNode::crd()])

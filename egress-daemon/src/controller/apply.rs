@@ -6,6 +6,7 @@ use crate::api::{
 use crate::snapshot::Desired;
 use crate::store::{Key, Store, StoreError, Stored};
 use futures::stream::{self, StreamExt};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::object::HasStatus;
 use std::collections::BTreeMap;
 
@@ -83,7 +84,9 @@ async fn gather(applied: &mut Applied, mut results: impl StreamExt<Item = Result
 async fn egress_ip(store: &Store, wanted: EgressIP) -> Result<u64, StoreError> {
     let (written, writes) = match store.get::<EgressIP>(&Key::of(&wanted)) {
         None => (store.create(&wanted).await?, 1),
-        Some(current) if current.spec != wanted.spec => (store.replace(&wanted).await?, 1),
+        Some(current) if current.spec != wanted.spec || !same_labels(&current.metadata, &wanted.metadata) => {
+            (store.replace(&wanted).await?, 1)
+        }
         Some(current) if current.status != wanted.status => {
             let metadata = wanted.metadata.clone();
             (EgressIP { metadata, ..current.as_ref().clone() }, 0)
@@ -95,6 +98,11 @@ async fn egress_ip(store: &Store, wanted: EgressIP) -> Result<u64, StoreError> {
     }
     store.replace_status(&EgressIP { status: wanted.status, ..written }).await?;
     Ok(writes + 1)
+}
+
+/// Whether two objects have the same labels; none at all are as good as an empty list.
+fn same_labels(a: &ObjectMeta, b: &ObjectMeta) -> bool {
+    a.labels.iter().flatten().eq(b.labels.iter().flatten())
 }
 
 async fn egress_node(store: &Store, wanted: EgressNode) -> Result<u64, StoreError> {

@@ -80,8 +80,8 @@ struct Leading {
     due: Duration,
     /// After which delays an egress IP may go back to its preferred gateway.
     delays: BTreeSet<Duration>,
-    /// The plan of the last round, for telling what happened.
-    plan: Option<Plan>,
+    /// The last plan that people were told of.
+    told: Option<Plan>,
     /// The policies that could not be carried out then, and why.
     refused: BTreeMap<PolicyId, String>,
 }
@@ -124,7 +124,7 @@ impl Controller {
                 let store = self.store.guarded(self.lease.clone(), epoch);
                 let (due, delays) = (Duration::ZERO, BTreeSet::new());
                 let refused = BTreeMap::new();
-                self.leading = Some(Leading { epoch, store, seen: None, due, delays, plan: None, refused });
+                self.leading = Some(Leading { epoch, store, seen: None, due, delays, told: None, refused });
             }
             Some(_) => {}
         }
@@ -232,8 +232,7 @@ impl Controller {
         let planning = started.elapsed();
         let applied = apply(&leading.store, wanted).await;
         let refused = refusals(&problems);
-        self.tell(leading, before, &after, &refused, &applied, planning);
-        (leading.plan, leading.refused) = (Some(after), refused);
+        self.tell(leading, before, after, refused, &applied, planning);
         let now = self.start.elapsed();
         self.observe_nodes(&snapshot, &objects, now);
         leading.delays = delays(&snapshot);
@@ -253,10 +252,10 @@ impl Controller {
     /// Tells people and programs what came of a round.
     fn tell(
         &self,
-        leading: &Leading,
+        leading: &mut Leading,
         before: Plan,
-        after: &Plan,
-        refused: &BTreeMap<PolicyId, String>,
+        after: Plan,
+        refused: BTreeMap<PolicyId, String>,
         applied: &Applied,
         planning: Duration,
     ) {
@@ -268,9 +267,10 @@ impl Controller {
             }
         }
         if applied.errors.is_empty() {
-            // The objects do not remember outcomes: a leader that just took over has nothing to tell about them.
-            let outcomes = leading.plan.as_ref().map_or(&after.outcomes, |last| &last.outcomes).clone();
-            let changes = diff(&Plan { outcomes, ..before }, after);
+            // The objects do not remember outcomes: a leader that just took over has nothing to tell about them. What a
+            // round that failed has done in part is told with the one that succeeds.
+            let last = leading.told.take().unwrap_or_else(|| Plan { outcomes: after.outcomes.clone(), ..before });
+            let changes = diff(&last, &after);
             let is_new = |(policy, why): &(&PolicyId, &String)| leading.refused.get(*policy) != Some(*why);
             let refusals = refused.iter().filter(is_new).map(|(policy, why)| Event::refused(policy, why));
             for event in changes.iter().filter_map(Event::of).chain(refusals) {
@@ -283,6 +283,7 @@ impl Controller {
                     self.store.note(note);
                 }
             }
+            (leading.told, leading.refused) = (Some(after), refused);
         }
         self.report.send_modify(|report| {
             report.rounds += 1;

@@ -8,6 +8,7 @@ use crate::{
     host::{
         cleanup::{self, Artifact},
         netlink::Netlink,
+        shaper,
         sysctl::Sysctls,
     },
     lock::RunFiles,
@@ -44,7 +45,7 @@ pub struct Inventory {
     pub maps: Vec<Map>,
     /// Everything that is pinned, directories included, deepest first.
     pub pins: Vec<PathBuf>,
-    /// Tunnel devices of this network namespace.
+    /// Devices of this network namespace: the tunnel, and both ends of the shaper.
     pub tunnels: Vec<TunnelDevice>,
     /// Kernel settings that were changed, with what they were.
     pub sysctls: Vec<SysctlChange>,
@@ -155,6 +156,11 @@ pub async fn take(pins: &Pins) -> Result<Inventory> {
     for artifact in cleanup::inventory(&netlink.handle, &sysctls).await? {
         match artifact {
             Artifact::TunnelDevice { name, index } => inventory.tunnels.push(TunnelDevice { name, ifindex: index }),
+            Artifact::Shaper { ends } => {
+                let ends = [(shaper::NEAR, ends.near), (shaper::FAR, ends.far)];
+                let device = |(name, ifindex): (&str, u32)| TunnelDevice { name: name.to_owned(), ifindex };
+                inventory.tunnels.extend(ends.map(device));
+            }
             Artifact::Rule(rule) => inventory.rules.push(rule),
             Artifact::Sysctl { key, changed } => {
                 inventory.sysctls.push(SysctlChange { key, value: changed.set, previous: changed.previous });

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     datapath::maps::{name_record, name_text},
-    model::{EndpointId, NodeName, PolicyId},
+    model::{Bandwidth, EndpointId, NodeName, PolicyId, SubnetInfo},
     plan::maglev,
 };
 use egress_common::{
@@ -79,6 +79,10 @@ pub struct EgressView {
     pub node_address: bool,
     /// ARP and NDP are not answered for it.
     pub silent: bool,
+    /// The subnet of its own that its packets go into, where this node is the owner.
+    pub subnet: Option<SubnetInfo>,
+    /// The limit of its bandwidth, where this node is the owner.
+    pub limit: Option<Bandwidth>,
     /// Blocks that this node may take ports from.
     pub blocks: BTreeSet<u16>,
     /// Who every leased block is leased to.
@@ -147,6 +151,12 @@ fn named<T: FromStr>(tables: &Tables, kind: u32) -> impl Iterator<Item = (T, u32
         .filter_map(|(k, v)| Some((name_text(v).parse().ok()?, k.id)))
 }
 
+/// How many bytes may wait for a limited egress IP: what its rate lets pass in 50 ms, and room for a few of the largest
+/// packets.
+fn queue(limit: Bandwidth) -> u32 {
+    u32::try_from(limit.rate_bps / 8 / 20).unwrap_or(u32::MAX).clamp(limits::MIN_SHAPER_QUEUE, limits::MAX_SHAPER_QUEUE)
+}
+
 impl Encoder {
     /// The numbers that are in use in the maps of an earlier agent, or none.
     pub fn recover(present: &Tables) -> Self {
@@ -213,9 +223,12 @@ impl Encoder {
             };
             let owner = e.gateway.as_ref().and_then(|n| self.nodes.0.get(n)).copied().unwrap_or(0);
             let mut bits = 0;
-            for (set, bit) in
-                [(e.forwards, flags::OWNED), (e.node_address, flags::NODE_ADDRESS), (e.silent, flags::SILENT)]
-            {
+            for (set, bit) in [
+                (e.forwards, flags::OWNED),
+                (e.node_address, flags::NODE_ADDRESS),
+                (e.silent, flags::SILENT),
+                (e.subnet.is_some(), flags::SUBNET),
+            ] {
                 bits |= if set { bit } else { 0 };
             }
             let record = EgressIp {
@@ -226,6 +239,9 @@ impl Encoder {
                 ifindex: e.interface.unwrap_or(0),
                 epoch_low: e.epoch as u32,
                 epoch_high: (e.epoch >> 32) as u32,
+                queue: e.limit.map_or(0, queue),
+                via: e.subnet.map_or([0; 4], |subnet| net::any(subnet.gateway)),
+                vlan: e.subnet.and_then(|subnet| subnet.vlan).unwrap_or(0).into(),
             };
             tables.egress_ips.insert(index, record);
             match address {

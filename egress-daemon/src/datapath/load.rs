@@ -15,8 +15,15 @@ use thiserror::Error;
 static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("SPILLWAY_EBPF_OBJECT"));
 
 /// The programs that are attached to interfaces.
-pub const PROGRAMS: [&str; 6] =
-    ["pod_egress", "pod_ingress", "tunnel_ingress", "tunnel_egress", "uplink_ingress", "underlay_ingress"];
+pub const PROGRAMS: [&str; 7] = [
+    "pod_egress",
+    "pod_ingress",
+    "tunnel_ingress",
+    "tunnel_egress",
+    "uplink_ingress",
+    "underlay_ingress",
+    "shaper_ingress",
+];
 /// The program that is run once to arm the collector's timer.
 const COLLECTOR: &str = "start_collector";
 /// The program that is run once to learn whether merged packets can be stripped.

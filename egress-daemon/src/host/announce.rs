@@ -26,10 +26,25 @@ impl Announcer {
 
     /// Tells the neighbours on the interface that the address is at its Ethernet address. All frames are tried; the
     /// first error is returned.
-    pub fn announce(&self, interface: u32, mac: MacAddress, address: IpAddr) -> io::Result<()> {
-        let sent: Vec<_> =
-            frames::announcements(address, mac).iter().map(|frame| self.socket.send(interface, frame)).collect();
+    pub fn announce(&self, interface: u32, mac: MacAddress, address: IpAddr, vlan: Option<u16>) -> io::Result<()> {
+        let frames = frames::announcements(address, mac).into_iter().map(|frame| frames::tagged(frame, vlan));
+        let sent: Vec<_> = frames.map(|frame| self.socket.send(interface, &frame)).collect();
         sent.into_iter().collect()
+    }
+
+    /// Asks on the interface for the Ethernet address of `target`, in the name of an address that is ours.
+    pub fn ask(
+        &self,
+        interface: u32,
+        mac: MacAddress,
+        address: IpAddr,
+        target: IpAddr,
+        vlan: Option<u16>,
+    ) -> io::Result<()> {
+        match frames::question(address, mac, target) {
+            Some(frame) => self.socket.send(interface, &frames::tagged(frame, vlan)),
+            None => Ok(()),
+        }
     }
 }
 
@@ -117,7 +132,7 @@ mod tests {
             let (interface, mac) = (net.index("eth0").await, net.mac("eth0").await);
             let announcer = Announcer::open().unwrap();
             for address in ADDRESSES {
-                announcer.announce(interface, mac, address.parse().unwrap()).unwrap();
+                announcer.announce(interface, mac, address.parse().unwrap(), None).unwrap();
             }
             server.run(|| async {
                 let server = Net::here();
@@ -150,7 +165,7 @@ mod tests {
                 })
             });
             wait.recv().unwrap();
-            Announcer::open().unwrap().announce(interface, mac, "192.0.2.10".parse().unwrap()).unwrap();
+            Announcer::open().unwrap().announce(interface, mac, "192.0.2.10".parse().unwrap(), None).unwrap();
             assert_eq!(receiver.join().unwrap(), frames::announcements("192.0.2.10".parse().unwrap(), mac));
         });
     }
@@ -171,7 +186,7 @@ mod tests {
                 other[14 + 40] = 128;
                 PacketSocket::sending().unwrap().send(index, &other).unwrap();
                 for address in ADDRESSES {
-                    announcer.announce(index, mac, address.parse().unwrap()).unwrap();
+                    announcer.announce(index, mac, address.parse().unwrap(), None).unwrap();
                 }
                 mac
             });

@@ -6,6 +6,7 @@ use rtnetlink::Handle;
 
 use super::Warning;
 use super::firewall::{self, FirewallError};
+use super::shaper::{self, ShaperError};
 use super::sysctl::{Changed, SysctlError, Sysctls};
 use super::tunnel::{self, TunnelError};
 
@@ -18,6 +19,11 @@ pub enum Artifact {
         name: String,
         /// Its ifindex.
         index: u32,
+    },
+    /// The shaper's pair of devices.
+    Shaper {
+        /// Their ifindexes.
+        ends: shaper::Ends,
     },
     /// A rule or a route.
     Rule(String),
@@ -34,6 +40,7 @@ impl fmt::Display for Artifact {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Artifact::TunnelDevice { name, index } => write!(f, "tunnel device {name} (ifindex {index})"),
+            Artifact::Shaper { .. } => write!(f, "shaper devices {} and {}", shaper::NEAR, shaper::FAR),
             Artifact::Rule(rule) => f.write_str(rule),
             Artifact::Sysctl { key, changed } => write!(f, "sysctl {key}={} (was {})", changed.set, changed.previous),
         }
@@ -46,6 +53,9 @@ pub enum CleanupError {
     /// The tunnel device.
     #[error(transparent)]
     Tunnel(#[from] TunnelError),
+    /// The shaper.
+    #[error(transparent)]
+    Shaper(#[from] ShaperError),
     /// Rules and routes.
     #[error(transparent)]
     Firewall(#[from] FirewallError),
@@ -60,7 +70,9 @@ pub async fn inventory(handle: &Handle, sysctls: &Sysctls) -> Result<Vec<Artifac
     let settings = sysctls.changed().iter();
     let settings = settings.map(|(key, changed)| Artifact::Sysctl { key: key.clone(), changed: changed.clone() });
     let rules = firewall::inventory(handle).await?.into_iter().map(Artifact::Rule);
-    Ok(devices.chain(rules).chain(settings).collect())
+    // A device of another owner that has the name is not ours to list.
+    let shaper = shaper::find(handle).await.ok().flatten().map(|ends| Artifact::Shaper { ends });
+    Ok(devices.chain(rules).chain(shaper).chain(settings).collect())
 }
 
 /// Removes everything that was made here; returns what was there before, and what could not be put back.
@@ -68,8 +80,10 @@ pub async fn remove(handle: &Handle, sysctls: &mut Sysctls) -> Result<(Vec<Artif
     let found = inventory(handle, sysctls).await?;
     firewall::remove(handle).await?;
     for artifact in &found {
-        if let Artifact::TunnelDevice { name, .. } = artifact {
-            tunnel::delete(handle, name).await?;
+        match artifact {
+            Artifact::TunnelDevice { name, .. } => drop(tunnel::delete(handle, name).await?),
+            Artifact::Shaper { .. } => drop(shaper::delete(handle).await?),
+            Artifact::Rule(_) | Artifact::Sysctl { .. } => {}
         }
     }
     let warnings = sysctls.restore()?;

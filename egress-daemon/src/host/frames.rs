@@ -1,5 +1,5 @@
-//! The frames that announce who has an address, built and read: gratuitous ARP and unsolicited Neighbor Advertisements.
-//! Pure.
+//! The frames that announce who has an address, built and read: gratuitous ARP and unsolicited Neighbor Advertisements;
+//! and the questions for one. Pure.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -23,6 +23,7 @@ const ALL_NODES_MAC: [u8; 6] = [0x33, 0x33, 0, 0, 0, 1];
 const HOP_LIMIT: u8 = 255;
 const OVERRIDE: u8 = 0x20;
 const TARGET_LINK_LAYER_ADDRESS: u8 = 2;
+const SOURCE_LINK_LAYER_ADDRESS: u8 = 1;
 
 /// Which of the two forms of gratuitous ARP. Some stacks listen to one only, so both are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,6 +87,48 @@ pub fn neighbor_advertisement(address: Ipv6Addr, mac: MacAddress) -> [u8; ADVERT
     // The pseudo-header: both addresses, which lie together, the length and the protocol.
     let sum = sum(&ip[8..40]) + sum(icmp) + ADVERTISEMENT as u32 + u32::from(IpNumber::IPV6_ICMP.0);
     icmp[2..4].copy_from_slice(&(!csum::fold(sum)).to_be_bytes());
+    frame
+}
+
+/// A question for the Ethernet address of `target`, asked in the name of `address`; nothing for two families.
+pub fn question(address: IpAddr, mac: MacAddress, target: IpAddr) -> Option<Vec<u8>> {
+    match (address, target) {
+        (IpAddr::V4(address), IpAddr::V4(target)) => {
+            let mut frame = arp_announcement(address, mac, ArpForm::Request);
+            // What differs from an announcement: whose address is unknown, and which one is asked for.
+            frame[14 + 18..14 + 24].fill(0);
+            frame[14 + 24..14 + 28].copy_from_slice(&target.octets());
+            Some(frame.to_vec())
+        }
+        (IpAddr::V6(address), IpAddr::V6(target)) => Some(neighbor_solicitation(address, mac, target).to_vec()),
+        _ => None,
+    }
+}
+
+/// A question to the target's group of all addresses that end like it (RFC 4861, section 7.2.2).
+fn neighbor_solicitation(address: Ipv6Addr, mac: MacAddress, target: Ipv6Addr) -> [u8; ADVERTISEMENT_FRAME] {
+    let mut frame = neighbor_advertisement(target, mac);
+    let [.., a, b, c] = target.octets();
+    frame[..6].copy_from_slice(&[0x33, 0x33, 0xff, a, b, c]);
+    let (ip, icmp) = frame[14..].split_at_mut(40);
+    ip[8..24].copy_from_slice(&address.octets());
+    ip[24..40].copy_from_slice(&[0xff, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0xff, a, b, c]);
+    icmp[0] = etherparse::icmpv6::TYPE_NEIGHBOR_SOLICITATION;
+    icmp[2..4].fill(0);
+    icmp[4] = 0;
+    icmp[24] = SOURCE_LINK_LAYER_ADDRESS;
+    let sum = sum(&ip[8..40]) + sum(icmp) + ADVERTISEMENT as u32 + u32::from(IpNumber::IPV6_ICMP.0);
+    icmp[2..4].copy_from_slice(&(!csum::fold(sum)).to_be_bytes());
+    frame
+}
+
+/// The frame in a VLAN, if one is given.
+pub fn tagged(mut frame: Vec<u8>, vlan: Option<u16>) -> Vec<u8> {
+    if let Some(vlan) = vlan {
+        let [a, b] = EtherType::VLAN_TAGGED_FRAME.0.to_be_bytes();
+        let [c, d] = vlan.to_be_bytes();
+        frame.splice(12..12, [a, b, c, d]);
+    }
     frame
 }
 

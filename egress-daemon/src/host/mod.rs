@@ -18,6 +18,7 @@ pub mod ports;
 pub mod probe;
 pub mod route;
 pub mod schedule;
+pub mod shaper;
 pub mod sysctl;
 pub mod table;
 pub mod tunnel;

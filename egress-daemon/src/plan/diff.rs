@@ -102,7 +102,12 @@ pub fn diff(before: &Plan, after: &Plan) -> Vec<Change> {
     for (policy, (old, new)) in join(&before.outcomes, &after.outcomes) {
         for (kind, condition) in new.into_iter().flat_map(|new| &new.conditions) {
             let was = old.and_then(|old| old.conditions.get(kind));
-            if was.is_none_or(|was| (was.holds, was.reason) != (condition.holds, condition.reason)) {
+            let is_news = match was {
+                Some(was) => (was.holds, was.reason) != (condition.holds, condition.reason),
+                // That a new policy has no trouble is no news.
+                None => condition.holds || *kind == ConditionKind::Ready,
+            };
+            if is_news {
                 let (policy, condition) = (policy.clone(), condition.clone());
                 changes.push(Change::Condition { policy, kind: *kind, condition });
             }

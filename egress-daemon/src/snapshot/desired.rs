@@ -84,7 +84,12 @@ fn egress_ips(objects: &Objects, snapshot: &Snapshot, plan: &Plan, now: &Time) -
         let name = api::egress_ip_name(*address);
         let before = existing.get(name.as_str());
         let status = before.and_then(|before| before.status.as_ref());
-        let metadata = before.map_or_else(|| named(&name), |before| before.metadata.clone());
+        let mut metadata = before.map_or_else(|| named(&name), |before| before.metadata.clone());
+        let labels = metadata.labels.get_or_insert_default();
+        match &ip.owner {
+            Some(owner) => labels.insert(api::NODE_LABEL.to_owned(), owner.to_string()),
+            None => labels.remove(api::NODE_LABEL),
+        };
         let mut writer = Writer::new(status.map(|status| &status.conditions), metadata.generation, now);
         writer.of_egress_ip(*address, ip);
         let node = ip.owner.as_ref();

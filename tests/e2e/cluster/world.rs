@@ -14,6 +14,9 @@ use serde_json::Value;
 /// Only a hang lasts longer.
 pub const PATIENCE: Duration = Duration::from_secs(90);
 
+/// A connection that began just before its policy changed is severed: others are tried after this time.
+const ANSWER: Duration = Duration::from_secs(3);
+
 /// The cluster.
 pub struct World {
     pub cluster: Cluster,
@@ -73,7 +76,13 @@ impl World {
 
     /// Waits until objects, as kubectl returns them, are good.
     pub fn until(&self, what: &str, arguments: &[&str], good: impl Fn(&Value) -> bool) -> Result<Value> {
-        wait_until(what, PATIENCE, || self.cluster.get(arguments), |value| good(value))
+        // A whole list of objects is no message.
+        let mut last = Value::Null;
+        wait_for(what, PATIENCE, || {
+            last = self.cluster.get(arguments)?;
+            Ok(good(&last))
+        })?;
+        Ok(last)
     }
 
     /// A pool of addresses `192.0.2.FIRST` to `192.0.2.LAST` on the gateways.
@@ -144,7 +153,7 @@ impl World {
             let echo = TcpServer::start(&outside, &[address], ServerMode::Echo)?;
             let options = TcpOptions { connect_timeout: Duration::from_secs(2), ..TcpOptions::once() };
             let clients = TcpClients::establish(&pod.ns, address, 12 * wanted.len(), options)?;
-            clients.wait("echoes", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
+            clients.wait("echoes", ANSWER, |all| all.iter().all(|one| one.received == 1))?;
             let sources: BTreeSet<IpAddr> = echo.sources().into_keys().collect();
             clients.close()?;
             Ok(sources)

@@ -4,14 +4,17 @@
 //! either end notices what is missing or foreign, and a server knows which flow has which source address.
 //! Ids are unique in the process.
 
+pub mod blast;
 pub mod bulk;
 pub mod claim;
+pub mod cpu;
 pub mod forge;
 pub mod fragment;
 pub mod ping;
 pub mod rate;
 pub mod tcp;
 mod tcp_engine;
+pub mod turns;
 pub mod udp;
 mod wire;
 
@@ -19,6 +22,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub use self::blast::{BlastReport, Blaster, UdpSink};
 pub use self::bulk::{BulkReport, BulkServer, Direction, bulk};
 pub use self::claim::send_claim;
 pub use self::forge::{Protocol, send_packet, send_vxlan, spray};
@@ -27,6 +31,7 @@ pub(crate) use self::ping::set_int;
 pub use self::ping::{Ping, PingReport, ping};
 pub use self::rate::{ConnectRate, RateReport, RunningRate};
 pub use self::tcp::{ConnectionReport, ConnectionState, ServerMode, TcpClients, TcpOptions, TcpServer, undelivered};
+pub use self::turns::{Answer, LoadServer, round_trips};
 pub use self::udp::{UdpClients, UdpFlowReport, UdpOptions, UdpSeen, UdpServer};
 
 static IDS: AtomicU64 = AtomicU64::new(1);

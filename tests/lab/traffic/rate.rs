@@ -51,6 +51,8 @@ pub struct RateReport {
 }
 
 const LATENCIES_KEPT: usize = 1_000_000;
+/// How often connections are looked at that take too long.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 impl RateReport {
     /// Connections per second.
@@ -120,7 +122,7 @@ fn generate(target: SocketAddr, options: &ConnectRate, stop: &AtomicBool) -> Res
     let mut events = vec![EpollEvent::empty(); options.concurrency.max(1)];
     let mut report = RateReport::default();
     let (start, mut started) = (Instant::now(), 0u64);
-    let mut last_opened = start;
+    let (mut last_opened, mut next_look) = (start, start + LOOK_EVERY);
     while !stop.load(Ordering::Relaxed) && (started < options.total || free.len() < slots.len()) {
         let due = match options.per_second {
             0 => u64::MAX,
@@ -162,6 +164,10 @@ fn generate(target: SocketAddr, options: &ConnectRate, stop: &AtomicBool) -> Res
                 Ok(Some(error)) | Err(error) => *report.failed.entry(error.to_string()).or_default() += 1,
             }
         }
+        if Instant::now() < next_look {
+            continue;
+        }
+        next_look += LOOK_EVERY;
         for (index, slot) in slots.iter_mut().enumerate() {
             if slot.as_ref().is_some_and(|(_, since)| since.elapsed() > options.timeout) {
                 *slot = None;

@@ -71,6 +71,8 @@ fn egress_view() -> impl Strategy<Value = EgressView> {
             interface,
             node_address: fixed,
             silent: false,
+            subnet: None,
+            limit: None,
             blocks,
             leases,
         }

@@ -1,0 +1,183 @@
+//! Measures the planner on a large cluster: `cargo xtask bench --scale` calls it. Prints one JSON object with times in
+//! milliseconds and memory in bytes.
+//!
+//! The cluster: nodes in three zones, of which every hundredth is a gateway; pods spread evenly over the nodes, in as many
+//! applications as there are policies; each policy selects one application and has its share of the egress IPs, every
+//! fourth one `PerEndpoint`. Sizes are arguments, so that the growth with each can be seen.
+
+use anyhow::{Context, bail, ensure};
+use egress_daemon::health::{Health, LeaseState, NodeHealth};
+use egress_daemon::model::*;
+use egress_daemon::plan::{Plan, plan};
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::{Duration, Instant};
+
+/// How often each figure is taken; the median counts.
+const SAMPLES: usize = 5;
+
+struct Size {
+    nodes: u32,
+    pods: u32,
+    policies: u32,
+    egress_ips: u32,
+}
+
+fn main() -> anyhow::Result<()> {
+    let arguments: Vec<u32> = std::env::args()
+        .skip(1)
+        .map(|text| text.parse().with_context(|| format!("{text} is not a number")))
+        .collect::<Result<_, _>>()?;
+    let [nodes, pods, policies, egress_ips] = arguments[..] else {
+        bail!("usage: scale NODES PODS POLICIES EGRESS_IPS")
+    };
+    ensure!(
+        nodes > 0 && policies > 0 && egress_ips <= 60_000,
+        "at least one node and policy, at most 60000 egress IPs"
+    );
+    let size = Size { nodes, pods, policies, egress_ips };
+    let (mut snapshot, health) = cluster(&size);
+    let with_snapshot = resident()?;
+
+    let (first, from_nothing) = timed(1, || plan(&snapshot, &health, &Plan::default()));
+    let (again, unchanged) = timed(SAMPLES, || plan(&snapshot, &health, &first));
+    ensure!(again.egress_ips == first.egress_ips, "planning again changed an owner");
+    ensure!(first.egress_ips.len() == egress_ips as usize, "{} of {egress_ips} egress IPs", first.egress_ips.len());
+    let with_plan = resident()?;
+
+    let (_, one_pod) = timed(SAMPLES, || {
+        let moved = add_pod(&mut snapshot, &size, pods);
+        let next = plan(&snapshot, &health, &again);
+        snapshot.endpoints.remove(&moved);
+        next
+    });
+    println!(
+        "{{\"nodes\": {nodes}, \"pods\": {pods}, \"policies\": {policies}, \"egressIPs\": {egress_ips}, \
+         \"planFromNothingMs\": {:.3}, \"planAgainMs\": {:.3}, \"onePodMs\": {:.3}, \
+         \"snapshotBytes\": {with_snapshot}, \"withPlanBytes\": {with_plan}}}",
+        millis(from_nothing),
+        millis(unchanged),
+        millis(one_pod),
+    );
+    Ok(())
+}
+
+/// The last result, and the median time.
+fn timed<T>(samples: usize, mut work: impl FnMut() -> T) -> (T, Duration) {
+    let mut sample = || {
+        let start = Instant::now();
+        let result = work();
+        (result, start.elapsed())
+    };
+    let (mut last, time) = sample();
+    let mut times = vec![time];
+    for _ in 1..samples {
+        let (result, time) = sample();
+        last = result;
+        times.push(time);
+    }
+    times.sort();
+    (last, times[times.len() / 2])
+}
+
+fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// Memory of this process, in bytes.
+fn resident() -> anyhow::Result<u64> {
+    let text = std::fs::read_to_string("/proc/self/statm").context("cannot read /proc/self/statm")?;
+    let pages: u64 = text.split_whitespace().nth(1).context("no resident size")?.parse()?;
+    Ok(pages * 4096)
+}
+
+fn labels(pairs: &[(&str, &str)]) -> Labels {
+    pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+}
+
+fn cluster(size: &Size) -> (Snapshot, Health) {
+    let (mut snapshot, mut health) = (Snapshot::default(), Health::default());
+    for n in 0..size.nodes {
+        let mut of_node = labels(&[("kubernetes.io/os", "linux"), ("kubernetes.io/arch", "amd64")]);
+        if n % 100 == 0 {
+            of_node.insert("egress".to_owned(), "true".to_owned());
+        }
+        let node = Node {
+            name: node_name(n),
+            labels: of_node,
+            zone: Some(format!("zone-{}", n % 3)),
+            addresses: BTreeSet::from([IpAddr::V4(Ipv4Addr::from_bits(0x0a00_0000 + n))]),
+            pod_cidrs: BTreeSet::new(),
+            ready: true,
+            draining: false,
+            max_egress_ips: None,
+            report: Some(NodeReport::default()),
+        };
+        if n % 100 == 0 {
+            let lease = LeaseState::Fresh { since: Duration::from_secs(100), returned: false, proven: true };
+            health.nodes.insert(node.name.clone(), NodeHealth { lease, gone: false });
+        }
+        snapshot.nodes.insert(node.name.clone(), node);
+    }
+    for n in 0..50 {
+        snapshot.namespaces.insert(format!("team-{n}").into(), labels(&[("team", &n.to_string())]));
+    }
+    for n in 0..size.pods {
+        add_pod(&mut snapshot, size, n);
+    }
+    let first = Ipv4Addr::new(198, 18, 0, 1).to_bits();
+    let range = |a, b| IpRange::new(Ipv4Addr::from_bits(a).into(), Ipv4Addr::from_bits(b).into());
+    let pool = PoolId::new(PoolKind::Native, "public");
+    snapshot.pools.insert(
+        pool.clone(),
+        Pool {
+            id: pool.clone(),
+            ranges: range(first, first + size.egress_ips).into_iter().collect(),
+            nodes: Selector::label("egress", "true"),
+            subnet: None,
+            max_per_node: None,
+            failback: Failback::default(),
+        },
+    );
+    for n in 0..size.policies {
+        let share = |n: u32| u64::from(n) * u64::from(size.egress_ips) / u64::from(size.policies);
+        let count = (share(n + 1) - share(n)) as u32;
+        let policy = policy(n, PoolRequest { pool: pool.clone(), count, ips: BTreeSet::new() });
+        snapshot.policies.insert(policy.id.clone(), policy);
+    }
+    (snapshot, health)
+}
+
+fn node_name(n: u32) -> NodeName {
+    format!("node-{n:05}").as_str().into()
+}
+
+fn add_pod(snapshot: &mut Snapshot, size: &Size, n: u32) -> EndpointId {
+    let application = n % size.policies;
+    let id =
+        EndpointId::new(&format!("team-{}", application % 50), &format!("app-{application}-{n}"), &format!("{n:036}"));
+    let of_pod = labels(&[("app", &format!("app-{application}")), ("tier", "web"), ("pod-template-hash", "5d4f8c7b9")]);
+    let ips = BTreeSet::from([IpAddr::V4(Ipv4Addr::from_bits(0x0b00_0000 + n))]);
+    let node = node_name(n % size.nodes);
+    snapshot.endpoints.insert(id.clone(), Endpoint { id: id.clone(), node, ips, labels: of_pod });
+    id
+}
+
+fn policy(n: u32, request: PoolRequest) -> Policy {
+    let everything: BTreeMap<_, _> = labels(&[("app", &format!("app-{n}"))]);
+    Policy {
+        id: PolicyId::new(PolicyKind::Native, &format!("policy-{n:04}")),
+        uid: format!("{n:036}"),
+        created: i64::from(n),
+        selectors: vec![EndpointSelector { pod: Some(Selector::from_labels(everything)), ..Default::default() }],
+        destinations: "0.0.0.0/0".parse().into_iter().collect(),
+        excluded: "10.0.0.0/8".parse().into_iter().collect(),
+        source: Source::Pools(vec![request]),
+        distribution: if n % 4 == 0 { Distribution::PerEndpoint } else { Distribution::PerFlow },
+        zone: ZoneMode::Any,
+        prefer_local_node: false,
+        on_no_gateway: OnNoGateway::Drop,
+        existing: Existing::Keep,
+        bandwidth: None,
+    }
+}

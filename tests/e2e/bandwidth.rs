@@ -1,0 +1,134 @@
+//! The bandwidth of an egress IP: shared by all that use it, enforced at its owner, in both directions.
+
+use std::net::UdpSocket;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use lab::traffic::{BulkReport, BulkServer, Direction, bulk};
+use lab::{Family, Lab, Pod, PodSpec, Server};
+
+use crate::support::{WEB, at, counter, gateways_where, named, policy, start, wait_counter, wait_in_force};
+
+/// Bits per second of Ethernet frames. What is measured here are the IP packets in them, one per cent less.
+const RATE: f64 = 80e6;
+/// A limit of [`RATE`] that lets 10 ms of it pass at once.
+const LIMIT: &str = "\n  bandwidth: {rate: 80M, burst: 800k}";
+/// Headers of a TCP segment: IPv4, TCP, and its timestamps, which the segment size that the kernel tells does not include.
+const HEADERS: u64 = 20 + 20 + 12;
+
+/// Transfers for about five seconds in eight streams at once, shared by the pods; the bits per second in packets.
+fn eight_streams(pods: &[Pod], server: &Server, direction: Direction) -> Result<f64> {
+    let _listening = BulkServer::start(&server.ns, &server.ips.both(5001))?;
+    let bytes = (RATE / 8.0 * 5.0 / 8.0) as u64;
+    let target = server.ips.at(Family::V4, 5001);
+    let began = Instant::now();
+    let reports: Vec<BulkReport> = thread::scope(|scope| {
+        let one = |number: usize| scope.spawn(move || bulk(&pods[number % pods.len()].ns, target, direction, bytes));
+        let threads: Vec<_> = (0..8).map(one).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect::<Result<_>>()
+    })?;
+    let packets =
+        |report: &BulkReport| report.bytes * (u64::from(report.segment) + HEADERS) / u64::from(report.segment);
+    Ok(reports.iter().map(packets).sum::<u64>() as f64 * 8.0 / began.elapsed().as_secs_f64())
+}
+
+/// Sends datagrams as fast as the kernel takes them; the bits per second in packets that arrive within five seconds of
+/// the first.
+fn flood(pod: &Pod, server: &Server) -> Result<f64> {
+    const WINDOW: Duration = Duration::from_secs(5);
+    const SIZE: usize = 1300;
+    let target = server.ips.at(Family::V4, 5002);
+    let sink = server.ns.run(|| UdpSocket::bind(target).context("binding the sink"))?;
+    sink.set_read_timeout(Some(Duration::from_secs(2)))?;
+    let source = pod.ns.run(|| UdpSocket::bind(at(pod.ips.v4.into(), 0)).context("binding the source"))?;
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                // A full buffer is what a flood is about.
+                source.send_to(&[0x5a; SIZE], target).ok();
+            }
+        });
+        let mut buffer = [0; SIZE];
+        let mut receive = || -> Result<f64> {
+            sink.recv(&mut buffer).context("the first datagram")?;
+            let first = Instant::now();
+            let mut count = 0u64;
+            while first.elapsed() < WINDOW {
+                sink.recv(&mut buffer).context("another datagram")?;
+                count += 1;
+            }
+            Ok((count * (SIZE as u64 + 28) * 8) as f64 / first.elapsed().as_secs_f64())
+        };
+        let received = receive();
+        stop.store(true, Ordering::Relaxed);
+        received
+    })
+}
+
+fn limited(lab: &Lab, limit: &str) -> Result<()> {
+    lab.manifests().write("web", &policy("web", &format!("{WEB}{}{limit}", gateways_where(&[(10, 1, &named("gw1"))]))))
+}
+
+fn share(bits: f64) -> f64 {
+    bits / RATE
+}
+
+#[test]
+fn eight_streams_reach_the_rate_and_a_flood_no_more() {
+    lab::require_root!();
+    Lab::builder().workers(2).gateways(1).run(|lab| {
+        limited(lab, LIMIT)?;
+        let pods = ["worker1", "worker2"].map(|node| PodSpec::new(&format!("web-{node}"), node).label("app", "web"));
+        let pods = pods.into_iter().map(|spec| lab.add_pod(spec)).collect::<Result<Vec<_>>>()?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        for pod in &pods {
+            wait_in_force(pod, &server, &[10])?;
+        }
+        let before = counter(lab, "gw1", "drop_bandwidth")?;
+        for direction in [Direction::Upload, Direction::Download] {
+            let reached = share(eight_streams(&pods, &server, direction)?);
+            assert!((0.95..=1.0).contains(&reached), "{direction:?}: {:.1} % of the rate", reached * 100.0);
+        }
+        let flooded = share(flood(&pods[0], &server)?);
+        assert!((0.95..=1.0).contains(&flooded), "UDP: {:.1} % of the rate", flooded * 100.0);
+        wait_counter(lab, "gw1", "drop_bandwidth", before)?;
+        // The limit is the egress IP's: pods of another one are not held up, and without limits there is no shaper.
+        limited(lab, "")?;
+        lab::wait_for("the shaper is gone", crate::support::PATIENCE, || {
+            Ok(lab.node("gw1").ns.ifindex("spillway-bw0").is_err())
+        })?;
+        wait_in_force(&pods[0], &server, &[10])?;
+        let free = share(eight_streams(&pods, &server, Direction::Upload)?);
+        assert!(free > 2.0, "without a limit: {:.1} % of the rate", free * 100.0);
+        Ok(())
+    });
+}
+
+#[test]
+fn pods_on_the_owner_are_limited_too_and_other_egress_ips_are_not() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        limited(lab, LIMIT)?;
+        let other =
+            "\n  selectors: [{podSelector: {matchLabels: {app: other}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
+        lab.manifests()
+            .write("other", &policy("other", &format!("{other}{}", gateways_where(&[(11, 1, &named("gw1"))]))))?;
+        let local = lab.add_pod(PodSpec::new("local", "gw1").label("app", "web"))?;
+        let free = lab.add_pod(PodSpec::new("free", "worker1").label("app", "other"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&local, &server, &[10])?;
+        wait_in_force(&free, &server, &[11])?;
+        for direction in [Direction::Upload, Direction::Download] {
+            let reached = share(eight_streams(std::slice::from_ref(&local), &server, direction)?);
+            assert!((0.95..=1.0).contains(&reached), "{direction:?}: {:.1} % of the rate", reached * 100.0);
+            let unlimited = share(eight_streams(std::slice::from_ref(&free), &server, direction)?);
+            assert!(unlimited > 2.0, "{direction:?}: {:.1} % of the rate", unlimited * 100.0);
+        }
+        Ok(())
+    });
+}

@@ -1,0 +1,60 @@
+//! Networks without ARP: nothing is announced or answered, and who has which address is told for a cloud to act on.
+
+use anyhow::Result;
+use lab::{Capture, Family, Lab, PodSpec, StartOptions};
+
+use crate::support::{CALM, PATIENCE, egress, object_name, start_with, wait_in_force, wait_owner, web};
+
+/// What a cloud does: packets for an address go to the interface that its records name.
+fn assign(lab: &Lab, node: &str) -> Result<()> {
+    let mac: Vec<String> = lab.node(node).external_mac().iter().map(|byte| format!("{byte:02x}")).collect();
+    let lines = Family::BOTH.map(|family| {
+        format!("neigh replace {} lladdr {} dev eth0 nud permanent", egress(family, &[10])[0], mac.join(":"))
+    });
+    lab.server("server1").ns.ip(&lines)
+}
+
+#[test]
+fn without_announcements_a_cloud_learns_from_objects_and_events_who_has_what() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        let server = lab.server("server1").clone();
+        let capture = Capture::start(&server.ns, "eth0")?;
+        start_with(lab, &StartOptions::new().config(&format!("{CALM}announce: none\n")))?;
+        let ips = Family::BOTH.map(|family| egress(family, &[10])[0]);
+        // One cable for both addresses, so that one node must have both.
+        let labelled = |node: &str| vec![("kubernetes.io/hostname".to_owned(), node.to_owned())];
+        for (gateway, egress) in [("gw1", true), ("gw2", false)] {
+            let mut labels = labelled(gateway);
+            labels.extend(egress.then(|| ("egress".to_owned(), "true".to_owned())));
+            let labels: Vec<(&str, &str)> = labels.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
+            lab.relabel_node(gateway, &labels)?;
+        }
+        for ip in ips {
+            wait_owner(lab, ip, |node| node == "gw1")?;
+        }
+        assign(lab, "gw1")?;
+        wait_in_force(&pod, &server, &[10])?;
+        // The node changes: status, label and event say so, and the cloud follows.
+        lab.relabel_node("gw2", &[("kubernetes.io/hostname", "gw2"), ("egress", "true")])?;
+        lab.relabel_node("gw1", &[("kubernetes.io/hostname", "gw1")])?;
+        for ip in ips {
+            wait_owner(lab, ip, |node| node == "gw2")?;
+            lab::wait_for(&format!("the label of {ip}"), PATIENCE, || {
+                let text = lab.manifests().written("EgressIP", &object_name(ip)).unwrap_or_default();
+                Ok(text.lines().any(|line| line.trim() == "spillway.io/node: gw2"))
+            })?;
+            let moved = format!("gw2 carries {ip} instead of gw1 since epoch");
+            lab::wait_for("the event", PATIENCE, || Ok(lab.controller("controller").log().contains(&moved)))?;
+        }
+        assign(lab, "gw2")?;
+        wait_in_force(&pod, &server, &[10])?;
+        let trace = capture.finish()?;
+        for ip in ips {
+            assert!(trace.claims_of(ip).is_empty(), "{ip} was announced or answered for");
+        }
+        Ok(())
+    });
+}

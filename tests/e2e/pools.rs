@@ -1,0 +1,152 @@
+//! Addresses out of pools over all policies, limits of nodes, and addresses that nodes have by themselves and that change.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use anyhow::{Context, Result};
+use lab::{Family, Lab, PodSpec, wait_until};
+use serde_json::Value;
+
+use crate::support::{PATIENCE, WEB, egress, named, owner, policy, pool, sources, start, wait_sources};
+
+/// A policy for the pods with this value of the label `app`.
+fn of_app(app: &str, rest: &str) -> String {
+    let selectors = format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: {app}}}}}}}]");
+    policy(app, &format!("{selectors}\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]{rest}"))
+}
+
+/// The status of a policy, as the store has it.
+fn status(lab: &Lab, name: &str) -> Value {
+    let text = lab.manifests().written("status/EgressGatewayPolicy", name).unwrap_or_default();
+    serde_saphyr::from_str::<Value>(&text).map(|record| record["status"].clone()).unwrap_or_default()
+}
+
+/// The nodes of a policy's slots by address.
+fn slots(status: &Value) -> BTreeMap<IpAddr, Option<String>> {
+    let slot =
+        |slot: &Value| Some((slot["egressIP"].as_str()?.parse().ok()?, slot["node"].as_str().map(str::to_owned)));
+    status["slots"].as_array().into_iter().flatten().filter_map(slot).collect()
+}
+
+/// Adds an annotation to a Node object.
+fn annotate(lab: &Lab, node: &str, key: &str, value: &str) -> Result<()> {
+    let name = format!("node-{node}");
+    let mut object: Value = serde_saphyr::from_str(&lab.manifests().read(&name)?)?;
+    object["metadata"]["annotations"][key] = value.into();
+    lab.manifests().write(&name, &object.to_string())
+}
+
+#[test]
+fn addresses_of_several_pools_lie_on_different_nodes_over_all_policies() {
+    lab::require_root!();
+    Lab::builder().workers(1).run(|lab| {
+        lab.manifests().write("a", &pool("a", 40, 45, Some("10s")))?;
+        lab.manifests().write("b", &pool("b", 50, 55, Some("10s")))?;
+        lab.manifests().write("web", &of_app("web", "\n  egressIPPools: [{name: a, count: 2}, {name: b}]"))?;
+        lab.manifests().write("api", &of_app("api", "\n  egressIPPools: [{name: a}, {name: b, count: 2}]"))?;
+        let web = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        let api = lab.add_pod(PodSpec::new("api", "worker1").label("app", "api"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        let mut all: BTreeMap<String, usize> = BTreeMap::new();
+        for (name, pod) in [("web", &web), ("api", &api)] {
+            let served = wait_until(
+                "three addresses a family with owners",
+                PATIENCE,
+                || Ok(slots(&status(lab, name))),
+                |slots| slots.len() == 6 && slots.values().all(Option::is_some),
+            )?;
+            for family in Family::BOTH {
+                let of_family = |(ip, _): &(&IpAddr, &Option<String>)| ip.is_ipv4() == (family == Family::V4);
+                let nodes: BTreeSet<&Option<String>> = served.iter().filter(of_family).map(|(_, node)| node).collect();
+                assert_eq!(nodes.len(), 3, "{name} {family:?}: {served:?}");
+                let ips: Vec<IpAddr> = served.iter().filter(of_family).map(|(ip, _)| *ip).collect();
+                wait_sources(&pod.ns, &server, family, &ips)?;
+            }
+            served.into_values().flatten().for_each(|node| *all.entry(node).or_default() += 1);
+        }
+        assert_eq!(all.into_values().collect::<Vec<_>>(), [4, 4, 4]);
+        Ok(())
+    });
+}
+
+#[test]
+fn at_the_limit_of_a_node_an_address_waits_nothing_moves_and_it_is_served_when_room_appears() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        let limited = pool("public", 40, 45, Some("10s")).trim_end().to_owned() + "\n  maxEgressIPsPerNode: 2\n";
+        lab.manifests().write("pool", &limited)?;
+        lab.manifests().write("web", &of_app("web", "\n  egressIPPools: [{name: public, count: 3}]"))?;
+        let web = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        // Four of six addresses fit, two on each gateway.
+        let at_capacity = |status: &Value| {
+            let waits =
+                |one: &Value| one["type"] == "Degraded" && one["status"] == "True" && one["reason"] == "AtCapacity";
+            status["conditions"].as_array().is_some_and(|all| all.iter().any(waits))
+                && slots(status).values().filter(|node| node.is_some()).count() == 4
+        };
+        let before = slots(&wait_until("two addresses wait", PATIENCE, || Ok(status(lab, "web")), at_capacity)?);
+        let per_node = |slots: &BTreeMap<IpAddr, Option<String>>| -> Vec<usize> {
+            let count = |node: &str| slots.values().filter(|owner| owner.as_deref() == Some(node)).count();
+            ["gw1", "gw2"].map(count).to_vec()
+        };
+        assert_eq!(per_node(&before), [2, 2]);
+        let carried = |slots: &BTreeMap<IpAddr, Option<String>>, family: Family| -> Vec<IpAddr> {
+            let served = slots.iter().filter(|(ip, node)| node.is_some() && ip.is_ipv4() == (family == Family::V4));
+            served.map(|(ip, _)| *ip).collect()
+        };
+        for family in Family::BOTH {
+            wait_sources(&web.ns, &server, family, &carried(&before, family))?;
+        }
+        // Room appears by our annotation on one node and by Antrea's on the other.
+        annotate(lab, "gw1", "spillway.io/max-egress-ips", "3")?;
+        annotate(lab, "gw2", "node.antrea.io/max-egress-ips", "3")?;
+        let served = |slots: &BTreeMap<IpAddr, Option<String>>| slots.values().all(Option::is_some) && slots.len() == 6;
+        let after = wait_until("all are served", PATIENCE, || Ok(slots(&status(lab, "web"))), served)?;
+        assert_eq!(per_node(&after), [3, 3]);
+        let stayed = before.iter().filter(|(_, node)| node.is_some()).all(|(ip, node)| after[ip] == *node);
+        assert!(stayed, "{before:?} {after:?}");
+        for family in Family::BOTH {
+            wait_sources(&web.ns, &server, family, &carried(&after, family))?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_gateway_by_interface_follows_the_address_of_the_interface() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        let spec = format!(
+            "{WEB}\n  egressGateways: [{{nodeSelector: {{matchLabels: {{{}}}}}, interface: ext0}}]",
+            named("gw1")
+        );
+        lab.manifests().write("web", &policy("web", &spec))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        let gateway = lab.node("gw1").clone();
+        let old = egress(Family::V4, &[101])[0];
+        wait_sources(&pod.ns, &server, Family::V4, &[old])?;
+        for host in [61, 62] {
+            let new = egress(Family::V4, &[host])[0];
+            let before = owner_address(lab)?;
+            gateway.ns.ip(&[format!("addr del {before}/24 dev ext0"), format!("addr add {new}/24 dev ext0")])?;
+            wait_sources(&pod.ns, &server, Family::V4, &[new])?;
+            assert_eq!(owner(lab, new).as_deref(), Some("gw1"));
+        }
+        // The node's own connections go on.
+        assert_eq!(
+            sources(&gateway.ns, &server, Family::V4, 10)?.into_keys().collect::<Vec<_>>(),
+            egress(Family::V4, &[62])
+        );
+        Ok(())
+    });
+}
+
+/// The only IPv4 address of the policy's slots.
+fn owner_address(lab: &Lab) -> Result<IpAddr> {
+    slots(&status(lab, "web")).into_keys().find(IpAddr::is_ipv4).context("an IPv4 address")
+}

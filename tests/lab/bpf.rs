@@ -1,0 +1,317 @@
+//! What a pinned program costs for each packet, by `BPF_PROG_TEST_RUN`, next to a program that does nothing.
+//!
+//! A program changes the packet that it is run on, so running it again would be another case. A small program in front of
+//! it puts the packet back before each run, gives it a tunnel key if it needs one, and hands over by a tail call; the same
+//! program in front of an empty one is what is subtracted. Raw system calls: the lab has no eBPF library.
+
+use std::ffi::CString;
+use std::io;
+use std::net::Ipv4Addr;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::netns::NetNs;
+
+/// Commands of bpf(2).
+const MAP_CREATE: u32 = 0;
+const MAP_UPDATE: u32 = 2;
+const MAP_NEXT_KEY: u32 = 4;
+const PROG_LOAD: u32 = 5;
+const OBJ_GET: u32 = 7;
+const PROG_TEST_RUN: u32 = 10;
+const PROG_FD_BY_ID: u32 = 13;
+const INFO_BY_FD: u32 = 15;
+
+const MAP_TYPE_PROG_ARRAY: u32 = 3;
+const PROG_TYPE_SCHED_CLS: u32 = 3;
+const PSEUDO_MAP_FD: u8 = 1;
+/// Helpers.
+const KTIME_GET_NS: i32 = 5;
+const TAIL_CALL: i32 = 12;
+const SET_TUNNEL_KEY: i32 = 21;
+
+/// Offsets in `struct __sk_buff`, and how much of it is passed.
+const SKB_IFINDEX: usize = 40;
+const SKB_DATA: i16 = 76;
+const SKB_DATA_END: i16 = 80;
+const SKB_LEN: usize = 192;
+/// The size of `struct bpf_tunnel_key`, and where the address of the other end lies in it when it is an IPv4 one.
+const KEY_LEN: usize = 44;
+const KEY_LOCAL: usize = 28;
+/// Calls that let the processor finish what was written: reading a word out of two that are still on their way to the cache
+/// takes longer than reading a packet that was there before.
+const DRAIN: usize = 4;
+const ETHERNET: usize = 14;
+
+/// The verdict of a program that sends a packet on (`TC_ACT_REDIRECT`).
+pub const REDIRECT: u32 = 7;
+
+/// A packet, and where it meets the program.
+#[derive(Clone, Debug)]
+pub struct Shot {
+    /// The frame.
+    pub frame: Vec<u8>,
+    /// The interface at which it arrives.
+    pub ifindex: u32,
+    /// The outer source address and the network identifier that a tunnel device has taken off.
+    pub tunnel: Option<(Ipv4Addr, u32)>,
+}
+
+/// A program that can be run.
+#[derive(Debug)]
+pub struct Program(OwnedFd);
+
+impl Program {
+    /// The program of a pinned link.
+    pub fn of_link(pin: &Path) -> Result<Program> {
+        let link = pinned(pin)?;
+        // struct bpf_link_info begins with type, id and prog_id.
+        let mut info = [0u32; 64];
+        let mut attr = Attr::default();
+        attr.u32(0, link.as_raw_fd().cast_unsigned());
+        attr.u32(4, size_of_val(&info) as u32);
+        attr.u64(8, info.as_mut_ptr() as u64);
+        attr.call(INFO_BY_FD).context("cannot ask for a link's program")?;
+        let mut attr = Attr::default();
+        attr.u32(0, info[2]);
+        Ok(Program(attr.call_fd(PROG_FD_BY_ID).context("cannot open a link's program")?))
+    }
+
+    /// Runs it once on `shot` in `ns`, and returns its verdict.
+    pub fn verdict(&self, ns: &NetNs, shot: &Shot) -> Result<u32> {
+        let front = Front::new(shot, &self.0)?;
+        ns.run(|| front.run(1)).map(|(verdict, _)| verdict)
+    }
+
+    /// Nanoseconds for each packet beyond those of an empty program: the median over `samples`, each of `repeat` runs,
+    /// the two programs in turns. Every run must end with a redirect.
+    pub fn cost(&self, ns: &NetNs, shot: &Shot, repeat: u32, samples: usize) -> Result<f64> {
+        let (front, nothing) = (Front::new(shot, &self.0)?, Front::new(shot, &empty()?)?);
+        ns.run(|| {
+            let mut costs = Vec::with_capacity(samples);
+            for _ in 0..samples {
+                let (_, without) = nothing.run(repeat)?;
+                let (verdict, with) = front.run(repeat)?;
+                ensure!(verdict == REDIRECT, "the program's verdict is {verdict}, not a redirect");
+                costs.push(f64::from(with) - f64::from(without));
+            }
+            Ok(crate::stats::Percentiles::of(costs).p50)
+        })
+    }
+}
+
+/// The memory of a pinned map, as the kernel accounts for it: of a map that grows, with the entries that it has.
+pub fn map_bytes(pin: &Path) -> Result<u64> {
+    about(&pinned(pin)?, "memlock").with_context(|| format!("{}", pin.display()))
+}
+
+/// How many entries a pinned map has that is not an array. One that changes meanwhile is counted approximately.
+pub fn map_entries(pin: &Path) -> Result<usize> {
+    let map = pinned(pin)?;
+    let size = about(&map, "key_size").with_context(|| format!("{}", pin.display()))? as usize;
+    let (mut key, mut next) = (vec![0u8; size], vec![0u8; size]);
+    let mut attr = Attr::default();
+    attr.u32(0, map.as_raw_fd().cast_unsigned());
+    attr.u64(16, next.as_mut_ptr() as u64);
+    let mut count = 0;
+    loop {
+        match attr.call(MAP_NEXT_KEY) {
+            Ok(_) => count += 1,
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => return Ok(count),
+            Err(error) => return Err(error).with_context(|| format!("cannot walk {}", pin.display())),
+        }
+        key.copy_from_slice(&next);
+        attr.u64(8, key.as_ptr() as u64);
+    }
+}
+
+/// What the kernel tells about a map's descriptor.
+fn about(map: &OwnedFd, what: &str) -> Result<u64> {
+    let path = format!("/proc/self/fdinfo/{}", map.as_raw_fd());
+    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+    let value = text.lines().find_map(|line| line.strip_prefix(what)?.strip_prefix(':')?.trim().parse().ok());
+    value.with_context(|| format!("no {what} of a map in: {text}"))
+}
+
+fn pinned(pin: &Path) -> Result<OwnedFd> {
+    let path = CString::new(pin.as_os_str().as_bytes())?;
+    let mut attr = Attr::default();
+    attr.u64(0, path.as_ptr() as u64);
+    attr.call_fd(OBJ_GET).with_context(|| format!("nothing is pinned at {}", pin.display()))
+}
+
+/// The program in front of another one, for one packet.
+struct Front {
+    program: OwnedFd,
+    /// Keeps the other program.
+    _targets: OwnedFd,
+    frame: Vec<u8>,
+    context: [u8; SKB_LEN],
+}
+
+impl Front {
+    fn new(shot: &Shot, target: &OwnedFd) -> Result<Front> {
+        let targets = program_array(target)?;
+        let program = load(&front(shot, &targets)?)?;
+        let mut context = [0; SKB_LEN];
+        context[SKB_IFINDEX..SKB_IFINDEX + 4].copy_from_slice(&shot.ifindex.to_ne_bytes());
+        Ok(Front { program, _targets: targets, frame: shot.frame.clone(), context })
+    }
+
+    /// The last verdict, and nanoseconds for each run.
+    fn run(&self, repeat: u32) -> Result<(u32, u32)> {
+        let mut attr = Attr::default();
+        attr.u32(0, self.program.as_raw_fd().cast_unsigned());
+        attr.u32(8, self.frame.len() as u32);
+        attr.u64(16, self.frame.as_ptr() as u64);
+        attr.u32(32, repeat);
+        attr.u32(40, SKB_LEN as u32);
+        attr.u64(48, self.context.as_ptr() as u64);
+        attr.call(PROG_TEST_RUN).context("BPF_PROG_TEST_RUN")?;
+        Ok((attr.read(4), attr.read(36)))
+    }
+}
+
+/// One instruction.
+fn instruction(code: u8, dst: u8, src: u8, off: i16, imm: i32) -> u64 {
+    u64::from(code)
+        | u64::from(src << 4 | dst) << 8
+        | u64::from(off.cast_unsigned()) << 16
+        | u64::from(imm.cast_unsigned()) << 32
+}
+
+fn mov(dst: u8, imm: i32) -> u64 {
+    instruction(0xb7, dst, 0, 0, imm)
+}
+
+fn copy(dst: u8, src: u8) -> u64 {
+    instruction(0xbf, dst, src, 0, 0)
+}
+
+fn call(helper: i32) -> u64 {
+    instruction(0x85, 0, 0, 0, helper)
+}
+
+const EXIT: u64 = 0x95;
+const ADD: u8 = 0x07;
+const JUMP_IF_GREATER: u8 = 0x2d;
+const LOAD_MAP: u8 = 0x18;
+const STORE_WORD: u8 = 0x62;
+const STORE_BYTE: u8 = 0x72;
+/// The registers of the frame pointer, the context and the packet.
+const FP: u8 = 10;
+const CONTEXT: u8 = 6;
+const DATA: u8 = 2;
+
+/// A program that does nothing but redirect, as far as its verdict goes.
+fn empty() -> Result<OwnedFd> {
+    load(&[mov(0, REDIRECT as i32), EXIT])
+}
+
+fn load_word(dst: u8, src: u8, at: i16) -> u64 {
+    instruction(0x61, dst, src, at, 0)
+}
+
+/// Instructions that write `bytes` at `off` of what a register points to.
+fn store(register: u8, off: i16, bytes: &[u8]) -> impl Iterator<Item = u64> {
+    let mut at = off;
+    bytes.chunks(4).flat_map(move |chunk| {
+        let place = at;
+        at += chunk.len() as i16;
+        match *chunk {
+            [a, b, c, d] => vec![instruction(STORE_WORD, register, 0, place, i32::from_ne_bytes([a, b, c, d]))],
+            _ => (place..)
+                .zip(chunk)
+                .map(|(at, byte)| instruction(STORE_BYTE, register, 0, at, (*byte).into()))
+                .collect(),
+        }
+    })
+}
+
+fn front(shot: &Shot, targets: &OwnedFd) -> Result<Vec<u64>> {
+    let length = i16::try_from(shot.frame.len()).context("a frame that is too long to be put back")?;
+    ensure!(length >= ETHERNET as i16, "a frame without an Ethernet header");
+    let mut restore = vec![copy(CONTEXT, 1), load_word(DATA, 1, SKB_DATA), load_word(3, 1, SKB_DATA_END)];
+    let bytes: Vec<u64> =
+        store(DATA, 0, &shot.frame[..ETHERNET]).chain(store(DATA, ETHERNET as i16, &shot.frame[ETHERNET..])).collect();
+    restore.extend([copy(4, DATA), instruction(ADD, 4, 0, 0, i32::from(length))]);
+    restore.push(instruction(JUMP_IF_GREATER, 4, 3, bytes.len() as i16, 0));
+    restore.extend(bytes);
+    let mut code = restore;
+    if let Some((source, id)) = shot.tunnel {
+        let mut key = [0; KEY_LEN];
+        key[..4].copy_from_slice(&id.to_ne_bytes());
+        // What a device has received carries its sender where a packet to be sent carries the local address.
+        key[KEY_LOCAL..KEY_LOCAL + 4].copy_from_slice(&source.to_bits().to_ne_bytes());
+        let at = -(KEY_LEN as i16) - 4;
+        code.extend(store(FP, at, &key));
+        code.extend([copy(1, CONTEXT), copy(2, FP), instruction(ADD, 2, 0, 0, i32::from(at))]);
+        code.extend([mov(3, KEY_LEN as i32), mov(4, 0), call(SET_TUNNEL_KEY)]);
+    }
+    code.extend([call(KTIME_GET_NS); DRAIN]);
+    let map = targets.as_raw_fd();
+    code.extend([copy(1, CONTEXT), instruction(LOAD_MAP, 2, PSEUDO_MAP_FD, 0, map), 0, mov(3, 0), call(TAIL_CALL)]);
+    code.extend([mov(0, 0), EXIT]);
+    Ok(code)
+}
+
+fn program_array(target: &OwnedFd) -> Result<OwnedFd> {
+    let mut attr = Attr::default();
+    for (at, value) in [(0, MAP_TYPE_PROG_ARRAY), (4, 4), (8, 4), (12, 1)] {
+        attr.u32(at, value);
+    }
+    let map = attr.call_fd(MAP_CREATE).context("cannot make an array of programs")?;
+    let (key, value) = (0u32, target.as_raw_fd());
+    let mut attr = Attr::default();
+    attr.u32(0, map.as_raw_fd().cast_unsigned());
+    attr.u64(8, (&raw const key) as u64);
+    attr.u64(16, (&raw const value) as u64);
+    attr.call(MAP_UPDATE).context("cannot enter a program into an array")?;
+    Ok(map)
+}
+
+fn load(code: &[u64]) -> Result<OwnedFd> {
+    let mut attr = Attr::default();
+    attr.u32(0, PROG_TYPE_SCHED_CLS);
+    attr.u32(4, code.len() as u32);
+    attr.u64(8, code.as_ptr() as u64);
+    attr.u64(16, c"GPL".as_ptr() as u64);
+    attr.call_fd(PROG_LOAD).context("cannot load the program in front")
+}
+
+/// `union bpf_attr`.
+struct Attr([u8; 144]);
+
+impl Default for Attr {
+    fn default() -> Attr {
+        Attr([0; 144])
+    }
+}
+
+impl Attr {
+    fn u32(&mut self, at: usize, value: u32) {
+        self.0[at..at + 4].copy_from_slice(&value.to_ne_bytes());
+    }
+
+    fn u64(&mut self, at: usize, value: u64) {
+        self.0[at..at + 8].copy_from_slice(&value.to_ne_bytes());
+    }
+
+    fn read(&self, at: usize) -> u32 {
+        u32::from_ne_bytes([self.0[at], self.0[at + 1], self.0[at + 2], self.0[at + 3]])
+    }
+
+    fn call(&mut self, command: u32) -> io::Result<i32> {
+        // SAFETY: the pointers that the callers put in are to memory that lives on, of the sizes that they give.
+        let result = unsafe { libc::syscall(libc::SYS_bpf, command, self.0.as_mut_ptr(), self.0.len()) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
+    }
+
+    fn call_fd(&mut self, command: u32) -> io::Result<OwnedFd> {
+        // SAFETY: the kernel has just made this descriptor for us.
+        self.call(command).map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+}

@@ -1,0 +1,127 @@
+//! Round trips one after the other over one TCP connection, and a server that takes connections that are reset at once.
+
+use std::collections::VecDeque;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::wire::bind;
+use crate::netns::NetNs;
+use crate::stats::Percentiles;
+
+/// Bytes of a request and of its answer.
+const REQUEST: usize = 64;
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// How many accepted connections stay open: by the time that one is closed, its client has long reset it.
+const HELD: usize = 1024;
+
+/// What a server does with its connections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// Sends back what it receives; for [`round_trips`].
+    Echo,
+    /// Nothing: for [`super::ConnectRate`], which resets what it has opened.
+    Hold,
+}
+
+/// A server for measurements: it does as little as possible.
+#[derive(Debug)]
+pub struct LoadServer {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+impl LoadServer {
+    /// Listens on all `addresses`.
+    pub fn start(ns: &NetNs, addresses: &[SocketAddr], answer: Answer) -> Result<LoadServer> {
+        let listeners =
+            ns.run(|| addresses.iter().map(|&one| bind(one, TcpListener::bind)).collect::<Result<Vec<_>>>())?;
+        for listener in &listeners {
+            listener.set_nonblocking(true)?;
+            // The queue that std makes holds 128 connections.
+            nix::sys::socket::listen(listener, nix::sys::socket::Backlog::MAXALLOWABLE)?;
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let thread = Some(ns.spawn("load-server", move || serve(&listeners, answer, &stopped))?);
+        Ok(LoadServer { stop, thread })
+    }
+}
+
+impl Drop for LoadServer {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(Err(error)) = self.thread.take().map(|thread| thread.join().map_err(|_| anyhow!("panicked"))?) {
+            eprintln!("lab: the load server ended with: {error:#}");
+        }
+    }
+}
+
+fn serve(listeners: &[TcpListener], answer: Answer, stop: &AtomicBool) -> Result<()> {
+    let mut held = VecDeque::with_capacity(HELD);
+    thread::scope(|scope| {
+        while !stop.load(Ordering::Relaxed) {
+            let mut fds: Vec<_> = listeners.iter().map(|one| PollFd::new(one.as_fd(), PollFlags::POLLIN)).collect();
+            poll(&mut fds, PollTimeout::from(10u8)).context("poll")?;
+            for listener in listeners {
+                loop {
+                    match listener.accept() {
+                        Ok((stream, _)) if answer == Answer::Echo => drop(scope.spawn(move || echo(stream).ok())),
+                        Ok((stream, _)) => {
+                            if held.len() == HELD {
+                                held.pop_front();
+                            }
+                            held.push_back(stream);
+                        }
+                        // What was reset before it was accepted is an error of that connection only.
+                        Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
+                        Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                        Err(error) => return Err(error).context("accept"),
+                    }
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+fn echo(mut stream: TcpStream) -> std::io::Result<()> {
+    stream.set_nonblocking(false)?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(TIMEOUT))?;
+    let mut bytes = [0; REQUEST];
+    loop {
+        stream.read_exact(&mut bytes)?;
+        stream.write_all(&bytes)?;
+    }
+}
+
+/// Sends requests to a [`LoadServer`], each after the answer to the one before, for `window`; returns how long they took
+/// in seconds.
+pub fn round_trips(ns: &NetNs, target: SocketAddr, warm_up: Duration, window: Duration) -> Result<Percentiles> {
+    ns.run(|| {
+        let mut stream =
+            TcpStream::connect_timeout(&target, TIMEOUT).with_context(|| format!("connecting to {target}"))?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
+        let mut bytes = [0; REQUEST];
+        let mut times = Vec::new();
+        let start = Instant::now();
+        while start.elapsed() < warm_up + window {
+            let sent = Instant::now();
+            stream.write_all(&bytes).context("a request")?;
+            stream.read_exact(&mut bytes).context("an answer")?;
+            if sent - start >= warm_up {
+                times.push(sent.elapsed().as_secs_f64());
+            }
+        }
+        Ok(Percentiles::of(times))
+    })
+}

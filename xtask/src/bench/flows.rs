@@ -1,0 +1,65 @@
+//! What a flow costs once: the time that its first packet takes beyond that of others, and the memory that it holds.
+
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use lab::Family;
+use lab::traffic::Blaster;
+
+use super::rounds::median;
+use super::routes::{TARGETS, targets};
+use super::variant::{Place, Variant};
+
+/// Flows of one measurement.
+const SOCKETS: usize = 64;
+const TURNS: usize = 7;
+
+/// Microseconds of CPU time that a flow's first packet takes beyond a later one.
+pub fn set_up_time(place: &Place, family: Family) -> Result<f64> {
+    median(TURNS, || {
+        let mut blaster = Blaster::open(&place.pod.ns, SOCKETS, &targets(family), 64)?;
+        let first = blaster.run_once(&place.sink)?;
+        ensure!(first.received > 0, "no first packet has arrived");
+        // The second one still makes what the first ones of each CPU have left.
+        blaster.run_once(&place.sink)?;
+        let later = blaster.run(&place.sink, Duration::ZERO, Duration::from_millis(100))?;
+        Ok((first.cpu_per_packet() - later.cpu_per_packet()).max(0.0) * 1e6)
+    })
+}
+
+/// Bytes that a flow holds on all nodes together: entries of maps, or of the kernel's connection tracking (without its
+/// extensions).
+pub fn memory(place: &Place, family: Family) -> Result<Option<f64>> {
+    let flows = (SOCKETS * usize::from(TARGETS)) as f64;
+    let mut blaster = Blaster::open(&place.pod.ns, SOCKETS, &targets(family), 64)?;
+    let before = held(place, family)?;
+    blaster.run_once(&place.sink)?;
+    let after = held(place, family)?;
+    Ok(before.zip(after).map(|(before, after)| (after - before).max(0.0) / flows))
+}
+
+fn held(place: &Place, family: Family) -> Result<Option<f64>> {
+    match place.variant {
+        Variant::Plain => Ok(None),
+        Variant::Stock => tracked(place).map(Some),
+        _ => {
+            let digit = if family == Family::V4 { 4 } else { 6 };
+            let maps = place.lab.bpffs(&place.pod.node).join("v1/maps");
+            let of = |name: &str| lab::bpf::map_bytes(&maps.join(format!("{name}_V{digit}")));
+            Ok(Some((of("FLOWS")? + of("REVERSE")?) as f64))
+        }
+    }
+}
+
+/// Connections that the kernel tracks on both nodes, in bytes.
+fn tracked(place: &Place) -> Result<f64> {
+    let slabs = fs::read_to_string("/proc/slabinfo").context("cannot read /proc/slabinfo")?;
+    let line = slabs.lines().find(|line| line.starts_with("nf_conntrack ")).context("no slab of connections")?;
+    let size: f64 = line.split_whitespace().nth(3).context("no size of a connection")?.parse()?;
+    let mut count = 0.0;
+    for node in place.lab.nodes() {
+        count += node.ns.sh("cat /proc/sys/net/netfilter/nf_conntrack_count")?.trim().parse::<f64>()?;
+    }
+    Ok(count * size)
+}

@@ -1,0 +1,138 @@
+//! The loads, and the figures that each gives. One call is one window of one variant.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use lab::Family;
+use lab::traffic::{Blaster, ConnectRate, Direction, bulk, round_trips};
+
+use super::variant::{BULK_PORT, ECHO_PORT, HOLD_PORT, Place, UDP_PORT};
+
+/// What is measured of a load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Metric {
+    UdpSmall,
+    UdpLarge,
+    Cpu,
+    TcpOut,
+    TcpIn,
+    Connections,
+    ConnectP50,
+    ConnectP99,
+    TripP50,
+    TripP99,
+}
+
+impl Metric {
+    /// All, in the order of the tables.
+    pub const ALL: [Metric; 10] = [
+        Metric::UdpSmall,
+        Metric::UdpLarge,
+        Metric::Cpu,
+        Metric::TcpOut,
+        Metric::TcpIn,
+        Metric::Connections,
+        Metric::ConnectP50,
+        Metric::ConnectP99,
+        Metric::TripP50,
+        Metric::TripP99,
+    ];
+
+    /// The name and the unit.
+    pub fn title(self) -> (&'static str, &'static str) {
+        match self {
+            Metric::UdpSmall => ("UDP, 64 bytes", "kpps"),
+            Metric::UdpLarge => ("UDP, 1,400 bytes", "kpps"),
+            Metric::Cpu => ("CPU time per packet, whole path, UDP 64 bytes", "µs"),
+            Metric::TcpOut => ("TCP out of the pod", "Gbit/s"),
+            Metric::TcpIn => ("TCP into the pod", "Gbit/s"),
+            Metric::Connections => ("new TCP connections", "1/s"),
+            Metric::ConnectP50 => ("time to connect, p50", "µs"),
+            Metric::ConnectP99 => ("time to connect, p99", "µs"),
+            Metric::TripP50 => ("request and response, p50", "µs"),
+            Metric::TripP99 => ("request and response, p99", "µs"),
+        }
+    }
+
+    /// Whether a larger value is the better one.
+    pub fn more_is_better(self) -> bool {
+        !matches!(self, Metric::Cpu | Metric::ConnectP50 | Metric::ConnectP99 | Metric::TripP50 | Metric::TripP99)
+    }
+}
+
+/// A load.
+#[derive(Clone, Copy, Debug)]
+pub enum Load {
+    UdpSmall,
+    UdpLarge,
+    TcpOut,
+    TcpIn,
+    Connect,
+    Turns,
+}
+
+impl Load {
+    /// All.
+    pub const ALL: [Load; 6] = [Load::UdpSmall, Load::UdpLarge, Load::TcpOut, Load::TcpIn, Load::Connect, Load::Turns];
+}
+
+/// How long loads run.
+#[derive(Clone, Copy, Debug)]
+pub struct Windows {
+    /// Before anything is counted.
+    pub warm_up: Duration,
+    /// While it is counted.
+    pub window: Duration,
+    /// How many bytes a transfer has.
+    pub bytes: u64,
+}
+
+/// Payloads of UDP packets.
+const SMALL: usize = 64;
+const LARGE: usize = 1400;
+
+/// Runs a load once.
+pub fn run(place: &Place, load: Load, family: Family, windows: &Windows) -> Result<Vec<(Metric, f64)>> {
+    let ns = &place.pod.ns;
+    let at = |port| place.server.ips.at(family, port);
+    let blast = |size| {
+        let mut blaster = Blaster::open(ns, 1, &[at(UDP_PORT)], size)?;
+        let report = blaster.run(&place.sink, windows.warm_up, windows.window)?;
+        ensure!(report.received > 0, "no datagram has arrived");
+        Ok(report)
+    };
+    let transfer =
+        |direction| bulk(ns, at(BULK_PORT), direction, windows.bytes).map(|report| report.bits_per_second() / 1e9);
+    Ok(match load {
+        Load::UdpSmall => {
+            let report = blast(SMALL)?;
+            vec![(Metric::UdpSmall, report.per_second() / 1e3), (Metric::Cpu, report.cpu_per_packet() * 1e6)]
+        }
+        Load::UdpLarge => vec![(Metric::UdpLarge, blast(LARGE)?.per_second() / 1e3)],
+        Load::TcpOut => vec![(Metric::TcpOut, transfer(Direction::Upload)?)],
+        Load::TcpIn => vec![(Metric::TcpIn, transfer(Direction::Download)?)],
+        Load::Connect => {
+            let (rate, latency) = connect(place, family, windows)?;
+            let micros = |seconds: f64| seconds * 1e6;
+            vec![
+                (Metric::Connections, rate),
+                (Metric::ConnectP50, micros(latency.p50)),
+                (Metric::ConnectP99, micros(latency.p99)),
+            ]
+        }
+        Load::Turns => {
+            let times = round_trips(ns, at(ECHO_PORT), windows.warm_up, windows.window)?;
+            vec![(Metric::TripP50, times.p50 * 1e6), (Metric::TripP99, times.p99 * 1e6)]
+        }
+    })
+}
+
+/// Connections per second, and how long they took.
+pub fn connect(place: &Place, family: Family, windows: &Windows) -> Result<(f64, lab::stats::Percentiles)> {
+    let target = place.server.ips.at(family, HOLD_PORT);
+    let running = ConnectRate::default().start(&place.pod.ns, target)?;
+    std::thread::sleep(windows.warm_up + windows.window);
+    let report = running.finish()?;
+    ensure!(report.opened > 0, "no connection was established: {:?}", report.failed);
+    Ok((report.per_second(), report.latency()))
+}

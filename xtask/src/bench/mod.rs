@@ -1,0 +1,194 @@
+//! `cargo xtask bench`: plain routing, the stock kernel's way and Spillway with each transport, interleaved in one run on
+//! this machine; and what Spillway's figures do when a cluster grows. docs/performance.md says what each figure means.
+//!
+//! Like the demo, it knows Spillway as programs to start, manifests to write and maps to look at.
+
+mod chart;
+mod figures;
+mod flows;
+mod load;
+mod programs;
+mod report;
+mod rounds;
+mod routes;
+mod scale;
+mod scaling;
+mod targets;
+mod variant;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use lab::Family;
+use serde_json::json;
+
+use self::figures::{Figure, family_name};
+use self::load::Windows;
+use self::report::Findings;
+use self::rounds::Rounds;
+use self::variant::{Opened, Place, Variant};
+use crate::progress::Step;
+use crate::{build, interrupt, setup, workspace};
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Print only the figures, as JSON: {"figures": [{"name", "unit", "plain", "stock", "device", "vxlan", "direct"}]}
+    #[arg(long)]
+    json: bool,
+    /// A look in under two minutes: few and short rounds. Nothing is written to docs/
+    #[arg(long)]
+    quick: bool,
+    /// How many rounds [default: 9, or 3 with --quick]
+    #[arg(long)]
+    rounds: Option<usize>,
+    /// Only the cost of each program: before and after a change of one
+    #[arg(long, conflicts_with_all = ["quick", "rounds"])]
+    programs: bool,
+    /// Only the planner on a large cluster and an agent with a full node: writes docs/scale.md
+    #[arg(long, exclusive = true)]
+    scale: bool,
+}
+
+/// Measures, and shows and writes what came of it.
+pub fn run(args: &Args) -> ExitCode {
+    match bench(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            interrupt::wait_if_interrupted();
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn bench(args: &Args) -> Result<()> {
+    setup::ensure(setup::Scope::Lab)?;
+    if let Some(obstacle) = lab::skip::obstacle() {
+        bail!("the benchmark makes network namespaces and loads eBPF programs: {obstacle}");
+    }
+    interrupt::watch()?;
+    if args.scale {
+        return scale::run();
+    }
+    let binaries = build::binaries(false)?;
+    if args.programs {
+        return only_programs(args, &binaries);
+    }
+    let windows = windows(args.quick);
+    let count = args.rounds.unwrap_or(if args.quick { 3 } else { 9 }).max(1);
+    let began = Instant::now();
+    let (places, absent) = open_all(&binaries, &Variant::ALL)?;
+    let rounds = rounds::run(&places, count, &windows)?;
+    let single = once(&places)?;
+    let best = Variant::TRANSPORTS.into_iter().find(|variant| places.iter().any(|place| place.variant == *variant));
+    drop(places);
+    let points =
+        |variant| Ok::<_, anyhow::Error>((variant, scaling::measure(variant, &binaries, &windows, args.quick)?));
+    let scaling = best.map(points).transpose()?;
+    let figures = figures::absolute(&rounds).into_iter().chain(single).collect();
+    let findings = Findings { rounds, figures, scaling, absent };
+    show(args, &findings)?;
+    eprintln!("in {} s", began.elapsed().as_secs());
+    Ok(())
+}
+
+fn print_figures(args: &Args, findings: &Findings) -> Result<()> {
+    if args.json {
+        let list: Vec<_> = findings.figures.iter().map(Figure::json).collect();
+        println!("{}", serde_json::to_string_pretty(&json!({ "figures": list }))?);
+    } else {
+        print!("{}", report::terminal(findings));
+    }
+    for (variant, reason) in &findings.absent {
+        eprintln!("{}: not in this build ({reason})", variant.title());
+    }
+    Ok(())
+}
+
+/// Prints and writes what was found.
+fn show(args: &Args, findings: &Findings) -> Result<()> {
+    print_figures(args, findings)?;
+    let reached = findings.targets();
+    for missed in reached.iter().filter(|one| !one.holds) {
+        eprintln!("missed: {}: {}", missed.target, missed.measured);
+    }
+    eprintln!("{} of {} targets reached", reached.iter().filter(|one| one.holds).count(), reached.len());
+    let (docs, readme) = if args.quick {
+        (workspace::scratch_dir()?.join("bench"), None)
+    } else {
+        (workspace::root().join("docs"), Some(workspace::root().join("README.md")))
+    };
+    findings.write(&docs, readme.as_deref())?;
+    eprintln!("written: {}", docs.join("bench.md").display());
+    Ok(())
+}
+
+fn windows(quick: bool) -> Windows {
+    let millis = Duration::from_millis;
+    if quick {
+        Windows { warm_up: millis(20), window: millis(150), bytes: 128 << 20 }
+    } else {
+        Windows { warm_up: millis(50), window: millis(400), bytes: 512 << 20 }
+    }
+}
+
+/// Variants that this build does not have, and why.
+type Absent = Vec<(Variant, String)>;
+
+/// The labs of all variants, and why some are missing.
+fn open_all(binaries: &Path, variants: &[Variant]) -> Result<(Vec<Place>, Absent)> {
+    let (mut places, mut absent) = (Vec::new(), Vec::new());
+    for &variant in variants {
+        let step = Step::start(&format!("build a lab: {}", variant.title()));
+        match Place::open(variant, binaries, "", 1)? {
+            Opened::Ready(place) => {
+                places.push(*place);
+                step.end("✓", "");
+            }
+            Opened::Absent(reason) => {
+                absent.push((variant, reason));
+                step.end("-", "not in this build");
+            }
+        }
+    }
+    Ok((places, absent))
+}
+
+fn of_programs(places: &[Place]) -> Result<Vec<Figure>> {
+    let step = Step::start("cost of programs");
+    let mut costs = BTreeMap::new();
+    for place in places.iter().filter(|place| place.variant.is_spillway()) {
+        step.at(place.variant.title());
+        costs.insert(place.variant, programs::measure(place)?);
+    }
+    step.end("✓", "");
+    Ok(figures::of_programs(&costs))
+}
+
+fn only_programs(args: &Args, binaries: &Path) -> Result<()> {
+    let (places, absent) = open_all(binaries, &Variant::TRANSPORTS)?;
+    let figures = of_programs(&places)?;
+    drop(places);
+    print_figures(args, &Findings { rounds: Rounds::default(), figures, scaling: None, absent })
+}
+
+/// What needs no rounds.
+fn once(places: &[Place]) -> Result<Vec<Figure>> {
+    let mut all = of_programs(places)?;
+    let step = Step::start("cost of flows");
+    for family in Family::BOTH {
+        let (mut times, mut bytes) = (Vec::new(), Vec::new());
+        for place in places {
+            times.push((place.variant, flows::set_up_time(place, family)?));
+            bytes.extend(flows::memory(place, family)?.map(|bytes| (place.variant, bytes)));
+        }
+        let family = family_name(family);
+        all.push(Figure::single(format!("CPU time to set up a flow, {family}"), "µs", times));
+        all.push(Figure::single(format!("memory of a flow, {family}"), "bytes", bytes));
+    }
+    step.end("✓", "");
+    Ok(all)
+}

@@ -1,0 +1,170 @@
+//! The cost of each program for one packet of an established flow, by `BPF_PROG_TEST_RUN` in a running lab: real tables,
+//! the flow that a real packet made, the programs that are attached.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use etherparse::PacketBuilder;
+use lab::bpf::{Program, Shot};
+use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
+use lab::{Family, Node, wait_until};
+
+use super::variant::{Place, Variant};
+
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Runs in one sample, and samples.
+const REPEATED: (u32, usize) = (20_000, 15);
+/// With `vxlan` a run leaves a packet of another length, marked as encapsulated, so that each needs a packet of its own. What
+/// the caches do not hold between two system calls is part of the figure.
+const SINGLE: (u32, usize) = (1, 4_001);
+/// Where the flows of this measurement end.
+const PORT: u16 = 9005;
+/// Network identifiers of the tunnel, as ARCHITECTURE.md names them.
+const VNI_FORWARD: u32 = 0x53_50_01;
+const VNI_REPLY: u32 = 0x53_50_02;
+const TUNNEL: &str = "spillway0";
+const TUNNEL_PORT: u16 = 8473;
+const UNDERLAY: &str = "eth0";
+const MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
+const HOPS: u8 = 64;
+
+/// The cost of one program.
+#[derive(Clone, Debug)]
+pub struct Cost {
+    /// `pod_egress, TCP`.
+    pub name: String,
+    pub family: Family,
+    /// Nanoseconds beyond an empty program.
+    pub nanoseconds: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Protocol {
+    Tcp,
+    Udp,
+}
+
+/// Both ends of a flow: the pod's address, the address that the server sees, and the server's.
+struct Flow {
+    pod: SocketAddr,
+    egress: SocketAddr,
+    server: SocketAddr,
+}
+
+/// Measures all programs on a packet's way there and back.
+pub fn measure(place: &Place) -> Result<Vec<Cost>> {
+    let mut costs = Vec::new();
+    for family in Family::BOTH {
+        let (repeat, samples) = if place.variant == Variant::Vxlan { SINGLE } else { REPEATED };
+        for protocol in [Protocol::Tcp, Protocol::Udp] {
+            // The flow lives while its ends do.
+            let (flow, _ends) = open(place, family, protocol)?;
+            for (program, node, interface, shot) in shots(place, protocol, &flow)? {
+                let pin = place.lab.bpffs(&node.name).join(format!("v1/links/{program}-{}", shot.ifindex));
+                let cost = Program::of_link(&pin)
+                    .and_then(|program| program.cost(&node.ns, &shot, repeat, samples))
+                    .with_context(|| format!("{program} at {interface} of {}", node.name))?;
+                let way = if node.name == place.pod.node { "source" } else { "gateway" };
+                let name = match program {
+                    "tunnel_ingress" | "underlay_ingress" => format!("{program} ({way}), {protocol:?}"),
+                    _ => format!("{program}, {protocol:?}"),
+                };
+                costs.push(Cost { name: name.replace("Tcp", "TCP").replace("Udp", "UDP"), family, nanoseconds: cost });
+            }
+        }
+    }
+    costs.sort_by(|a, b| (&a.name, a.family).cmp(&(&b.name, b.family)));
+    Ok(costs)
+}
+
+type Ends = (Option<(TcpServer, TcpClients)>, Option<(UdpServer, UdpClients)>);
+
+/// A flow with packets in both directions.
+fn open(place: &Place, family: Family, protocol: Protocol) -> Result<(Flow, Ends)> {
+    let server = place.server.ips.at(family, PORT);
+    match protocol {
+        Protocol::Tcp => {
+            let listening = TcpServer::start(&place.server.ns, &[server], ServerMode::Echo)?;
+            let options = TcpOptions { reset: true, ..TcpOptions::once() };
+            let clients = TcpClients::establish(&place.pod.ns, server, 1, options)?;
+            let all = clients.wait("an answer", PATIENCE, |all| all.iter().any(|one| one.received > 0))?;
+            let pod = all.first().context("a connection")?.local;
+            let peers = listening.source_of_flow();
+            let egress = *peers.values().next().context("the connection at the server")?;
+            Ok((Flow { pod, egress, server }, (Some((listening, clients)), None)))
+        }
+        Protocol::Udp => {
+            let listening = UdpServer::start(&place.server.ns, &[server])?;
+            let clients = UdpClients::start(&place.pod.ns, server, 1, UdpOptions::once())?;
+            let all = clients.wait("an answer", PATIENCE, |all| all.iter().any(|one| one.received > 0))?;
+            let port = all.first().context("a flow")?.local.port();
+            let pod = SocketAddr::new(place.pod.ips.ip(family), port);
+            let peer = || Ok(listening.flows().values().find_map(|seen| seen.peers.first().copied()));
+            let egress = wait_until("the flow at the server", PATIENCE, peer, Option::is_some)?;
+            Ok((Flow { pod, egress: egress.context("a peer")?, server }, (None, Some((listening, clients)))))
+        }
+    }
+}
+
+/// Program, node, interface and packet of each step of the way.
+fn shots<'a>(
+    place: &'a Place,
+    protocol: Protocol,
+    flow: &Flow,
+) -> Result<Vec<(&'static str, &'a Node, &'static str, Shot)>> {
+    let (worker, gateway) = (place.lab.node(&place.pod.node), place.lab.node("gw1"));
+    let shot = |node: &Node, interface: &str, (from, to), macs, tunnel| {
+        let ifindex = node.ns.ifindex(interface)?;
+        Ok::<_, anyhow::Error>(Shot { frame: frame(protocol, macs, from, to)?, ifindex, tunnel })
+    };
+    let (out, back) = ((flow.egress, flow.server), (flow.server, flow.egress));
+    let pod = shot(worker, &place.pod.host_interface, (flow.pod, flow.server), [MAC, MAC], None)?;
+    let uplink = shot(gateway, "ext0", back, [MAC, gateway.external_mac()], None)?;
+    let mut all = vec![("pod_egress", worker, "the pod's interface", pod), ("uplink_ingress", gateway, "ext0", uplink)];
+    let macs = [worker.underlay_mac(), gateway.underlay_mac()];
+    let ways = [(worker, gateway, out, VNI_FORWARD, macs), (gateway, worker, back, VNI_REPLY, [macs[1], macs[0]])];
+    for (from, to, ends, vni, macs) in ways {
+        let one = match place.variant {
+            Variant::Device => shot(to, TUNNEL, ends, [MAC, MAC], Some((from.underlay.v4, vni)))?,
+            _ => shot(to, UNDERLAY, ends, macs, None)?,
+        };
+        match place.variant {
+            Variant::Device => all.push(("tunnel_ingress", to, TUNNEL, one)),
+            Variant::Vxlan => {
+                let frame = wrapped(macs, from.underlay.v4, to.underlay.v4, vni, &one.frame)?;
+                all.push(("underlay_ingress", to, UNDERLAY, Shot { frame, ..one }));
+            }
+            _ => all.push(("underlay_ingress", to, UNDERLAY, one)),
+        }
+    }
+    Ok(all)
+}
+
+/// A frame in the headers of the tunnel.
+fn wrapped(macs: [[u8; 6]; 2], from: Ipv4Addr, to: Ipv4Addr, vni: u32, frame: &[u8]) -> Result<Vec<u8>> {
+    let inner = [&[8, 0, 0, 0][..], &(vni << 8).to_be_bytes(), frame].concat();
+    let builder = PacketBuilder::ethernet2(macs[0], macs[1]).ipv4(from.octets(), to.octets(), HOPS);
+    let mut bytes = Vec::new();
+    builder.udp(TUNNEL_PORT, TUNNEL_PORT).write(&mut bytes, &inner)?;
+    // The tunnel's outer checksum is zero (RFC 6935): Ethernet and IPv4 headers, then ports and length.
+    const CHECKSUM: usize = 14 + 20 + 6;
+    bytes[CHECKSUM..CHECKSUM + 2].fill(0);
+    Ok(bytes)
+}
+
+/// A packet of an established flow; `macs` are its source and its destination.
+fn frame(protocol: Protocol, macs: [[u8; 6]; 2], from: SocketAddr, to: SocketAddr) -> Result<Vec<u8>> {
+    let builder = PacketBuilder::ethernet2(macs[0], macs[1]);
+    let builder = match (from, to) {
+        (SocketAddr::V4(a), SocketAddr::V4(b)) => builder.ipv4(a.ip().octets(), b.ip().octets(), HOPS),
+        (SocketAddr::V6(a), SocketAddr::V6(b)) => builder.ipv6(a.ip().octets(), b.ip().octets(), HOPS),
+        _ => anyhow::bail!("{from} and {to} are of different families"),
+    };
+    let (payload, mut bytes) = ([0x42; 64], Vec::new());
+    match protocol {
+        Protocol::Tcp => builder.tcp(from.port(), to.port(), 1, 1024).ack(1).write(&mut bytes, &payload)?,
+        Protocol::Udp => builder.udp(from.port(), to.port()).write(&mut bytes, &payload)?,
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,213 @@
+//! `cargo xtask bench --scale`: the planner on clusters that no machine holds, and an agent with a full node; writes
+//! docs/scale.md.
+
+use std::fmt::Write;
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use lab::{Lab, StartOptions, wait_until};
+use serde::Deserialize;
+
+use super::report::{machine, number};
+use crate::progress::{self, Step};
+use crate::{build, interrupt, workspace};
+
+/// Nodes, pods, policies, egress IPs. The first is what Spillway is built for; the others change one thing each.
+const SIZES: [[u32; 4]; 5] = [
+    [10_000, 150_000, 1_000, 1_000],
+    [1_000, 150_000, 1_000, 1_000],
+    [10_000, 15_000, 1_000, 1_000],
+    [10_000, 150_000, 100, 1_000],
+    [10_000, 150_000, 1_000, 100],
+];
+/// Bounds, in milliseconds and bytes.
+const FULL_PLAN_MS: f64 = 1_000.0;
+const ONE_POD_MS: f64 = 1.0;
+const AGENT_BYTES: u64 = 64 << 20;
+
+/// A full node.
+const PODS: u32 = 250;
+const POLICIES: u32 = 1_000;
+const PATIENCE: Duration = Duration::from_secs(120);
+/// How long the agent's memory must not have grown before it is read.
+const SETTLED: Duration = Duration::from_secs(3);
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Planned {
+    nodes: u32,
+    pods: u32,
+    policies: u32,
+    #[serde(rename = "egressIPs")]
+    egress_ips: u32,
+    plan_from_nothing_ms: f64,
+    plan_again_ms: f64,
+    one_pod_ms: f64,
+    with_plan_bytes: u64,
+}
+
+/// What an agent with a full node holds.
+struct Agent {
+    resident: u64,
+    maps: u64,
+}
+
+/// Measures and writes. Fails when a bound is not kept.
+pub fn run() -> Result<()> {
+    let binaries = build::binaries(true)?;
+    let mut build = workspace::cargo("build");
+    progress::run(
+        "build the planner's example",
+        build.args(["--release", "-p", "egress-daemon", "--example", "scale"]),
+    )?;
+    let planned: Vec<Planned> = SIZES.iter().map(|size| plan(&binaries, size)).collect::<Result<_>>()?;
+    let agent = agent(&binaries)?;
+    let path = workspace::root().join("docs/scale.md");
+    let page = page(&planned, &agent);
+    fs::write(&path, &page).with_context(|| format!("cannot write {}", path.display()))?;
+    print!("{page}");
+    let missed: Vec<&str> =
+        bounds(&planned, &agent).into_iter().filter(|(_, _, holds)| !holds).map(|(name, ..)| name).collect();
+    ensure!(missed.is_empty(), "missed: {}", missed.join("; "));
+    Ok(())
+}
+
+fn plan(binaries: &Path, size: &[u32; 4]) -> Result<Planned> {
+    let step = Step::start(&format!(
+        "plan for {} nodes, {} pods, {} policies, {} egress IPs",
+        size[0], size[1], size[2], size[3]
+    ));
+    let program = binaries.join("examples/scale");
+    let output = std::process::Command::new(&program)
+        .args(size.map(|n| n.to_string()))
+        .output()
+        .with_context(|| format!("cannot run {}", program.display()))?;
+    ensure!(output.status.success(), "the planner's example: {}", String::from_utf8_lossy(&output.stderr));
+    let planned: Planned = serde_json::from_slice(&output.stdout).context("what the planner's example printed")?;
+    step.end("✓", &format!("{:.0} ms", planned.plan_again_ms));
+    Ok(planned)
+}
+
+fn agent(binaries: &Path) -> Result<Agent> {
+    let step = Step::start(&format!("an agent with {PODS} pods and {POLICIES} policies"));
+    let mut lab = Lab::builder().workers(1).gateways(1).servers(0).far_servers(0).build()?;
+    interrupt::guard(lab.id());
+    for n in 0..PODS {
+        lab.manifests().write(&format!("pod-{n:03}"), &pod(n))?;
+    }
+    for n in 0..POLICIES {
+        lab.manifests().write(&format!("policy-{n:04}"), &policy(n))?;
+    }
+    let options = StartOptions::new().binary(&binaries.join("egress-daemon"));
+    lab.start_controller("controller", &options)?;
+    lab.start_agents(&options)?;
+    let maps = lab.bpffs("worker1").join("v1/maps");
+    for (map, count) in [("ENDPOINTS_V4", PODS), ("POLICIES", POLICIES)] {
+        let path = maps.join(map);
+        let entries = || lab::bpf::map_entries(&path);
+        wait_until(&format!("{map} has {count} entries"), PATIENCE, entries, |found| *found >= count as usize)?;
+    }
+    let pid = lab.agent("worker1").pid();
+    let mut resident = resident(pid)?;
+    loop {
+        std::thread::sleep(SETTLED);
+        let now = self::resident(pid)?;
+        if now <= resident {
+            break;
+        }
+        resident = now;
+    }
+    let mut total = 0;
+    for entry in fs::read_dir(&maps)? {
+        total += lab::bpf::map_bytes(&entry?.path())?;
+    }
+    step.end("✓", &format!("{} MiB", resident >> 20));
+    Ok(Agent { resident, maps: total })
+}
+
+/// The most memory that a process has had so far, in bytes.
+fn resident(pid: u32) -> Result<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/status")).context("the agent has ended")?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("no VmHWM")?;
+    let kib: u64 = line.trim().trim_end_matches(" kB").parse().context("VmHWM is no number")?;
+    Ok(kib << 10)
+}
+
+fn pod(n: u32) -> String {
+    let app = n % PODS;
+    format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: app-{n}, namespace: default, uid: 00000000-0000-4000-a000-{n:012}, \
+         labels: {{app: app-{app}, tier: web}}}}\nspec: {{nodeName: worker1, containers: [{{name: main, image: lab}}]}}\n\
+         status: {{phase: Running, podIP: 10.244.1.{n}, podIPs: [{{ip: 10.244.1.{n}}}]}}\n",
+    )
+}
+
+/// Each pod is selected by four policies, each for a network of its own.
+fn policy(n: u32) -> String {
+    let (app, host) = (n % PODS, 10 + n % 80);
+    format!(
+        "apiVersion: spillway.io/v1alpha1\nkind: EgressGatewayPolicy\nmetadata: {{name: policy-{n:04}}}\nspec:\n  selectors: \
+         [{{podSelector: {{matchLabels: {{app: app-{app}}}}}}}]\n  destinationCIDRs: [\"203.{}.{}.0/24\"]\n  \
+         egressGateways:\n  - {{nodeSelector: {{matchLabels: {{egress: \"true\"}}}}, egressIP: \"192.0.2.{host}\"}}\n",
+        n / 250,
+        n % 250
+    )
+}
+
+fn bounds(planned: &[Planned], agent: &Agent) -> Vec<(&'static str, String, bool)> {
+    let largest = &planned[0];
+    vec![
+        (
+            "a full plan in less than 1 s",
+            format!("{} ms", number(largest.plan_again_ms)),
+            largest.plan_again_ms.max(largest.plan_from_nothing_ms) < FULL_PLAN_MS,
+        ),
+        (
+            "one pod's change in less than 1 ms",
+            format!("{} ms", number(largest.one_pod_ms)),
+            largest.one_pod_ms < ONE_POD_MS,
+        ),
+        (
+            "an agent with 250 pods and 1,000 policies in less than 64 MiB",
+            format!("{:.1} MiB", mebibytes(agent.resident)),
+            agent.resident < AGENT_BYTES,
+        ),
+    ]
+}
+
+fn mebibytes(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
+fn page(planned: &[Planned], agent: &Agent) -> String {
+    let mut page = format!(
+        "# Scale\n\nWritten by `cargo xtask bench --scale`; do not edit. {}\n\n| | bound | measured |\n| --- | --- | --- |\n",
+        machine()
+    );
+    for (name, measured, holds) in bounds(planned, agent) {
+        let mark = if holds { "kept" } else { "**missed**" };
+        let _ = writeln!(page, "| {mark} | {name} | {measured} |");
+    }
+    page += "\n## The planner\n\nOne call of the planner, without reading or writing objects: `egress-daemon/examples/scale.rs NODES PODS \
+             POLICIES EGRESS_IPS`, built with `--release`. Every hundredth node is a gateway; each policy selects one \
+             application, every fourth one with `PerEndpoint`. \"From nothing\" gives everything out anew, \"again\" plans with \
+             the plan of before, \"one pod\" with a pod more than before. Memory is the process's, with snapshot and plans.\n\n\
+             | nodes | pods | policies | egress IPs | from nothing, ms | again, ms | one pod, ms | memory, MiB |\n\
+             | --: | --: | --: | --: | --: | --: | --: | --: |\n";
+    for one in planned {
+        let counts = [one.nodes, one.pods, one.policies, one.egress_ips].map(|n| number(n.into()));
+        let times = [one.plan_from_nothing_ms, one.plan_again_ms, one.one_pod_ms].map(number);
+        let memory = mebibytes(one.with_plan_bytes);
+        let _ = writeln!(page, "| {} | {} | {memory:.0} |", counts.join(" | "), times.join(" | "));
+    }
+    let _ = writeln!(
+        page,
+        "\n## An agent\n\n{PODS} pods of its own node, each selected by four of {POLICIES} policies: at most {:.1} MiB in the \
+         process (`VmHWM`, release build), and {:.1} MiB in the kernel for all maps with their default sizes.",
+        mebibytes(agent.resident),
+        mebibytes(agent.maps)
+    );
+    page
+}

@@ -1,0 +1,246 @@
+//! What packet rate and connection rate do when a cluster grows: flows, policies, CIDRs, gateways. Each point is a lab of
+//! its own, measured in turns with one that has one of everything.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use lab::traffic::Blaster;
+use lab::{Family, wait_until};
+
+use super::load::{self, Windows};
+use super::rounds::Spread;
+use super::routes::{TARGETS, targets};
+use super::variant::{EGRESS, Opened, Place, Variant, policy};
+use crate::interrupt;
+use crate::progress::Step;
+
+const FAMILY: Family = Family::V4;
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Room for the flows of the largest point and for the connections beside them.
+const MANY_FLOWS: &str = "maxFlows: 1200000\n";
+/// Flows that are sent on in turn where the number of flows is not what grows.
+const SOCKETS: usize = 16;
+/// Rounds of each point.
+const ROUNDS: usize = 7;
+const QUICK_ROUNDS: usize = 3;
+
+/// What grows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Axis {
+    Flows,
+    Policies,
+    Cidrs,
+    Gateways,
+}
+
+impl Axis {
+    /// All, in the order of the tables.
+    pub const ALL: [Axis; 4] = [Axis::Flows, Axis::Policies, Axis::Cidrs, Axis::Gateways];
+
+    /// The name in tables and charts.
+    pub fn title(self) -> &'static str {
+        match self {
+            Axis::Flows => "live flows",
+            Axis::Policies => "policies of one pod",
+            Axis::Cidrs => "CIDRs of one policy",
+            Axis::Gateways => "gateways of one policy",
+        }
+    }
+
+    /// The points beyond the first, which has one.
+    fn points(self, quick: bool) -> &'static [u32] {
+        match (self, quick) {
+            (Axis::Flows, false) => &[1_000, 100_000, 1_000_000],
+            (Axis::Flows, true) => &[100_000],
+            (Axis::Policies, false) => &[10, 100, 1_000],
+            (Axis::Policies, true) => &[100],
+            (Axis::Cidrs, false) => &[100, 1_000, 10_000],
+            (Axis::Cidrs, true) => &[1_000],
+            (Axis::Gateways, false) => &[4, 16, 64],
+            (Axis::Gateways, true) => &[4],
+        }
+    }
+}
+
+/// One series of a curve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Series {
+    /// 64-byte UDP through all flows in turn.
+    AllFlows,
+    /// 64-byte UDP through one flow.
+    OneFlow,
+    /// New TCP connections.
+    Connections,
+    /// Through all flows in turn, by plain routing: what the generator's own memory costs.
+    PlainFlows,
+}
+
+impl Series {
+    /// The name in tables and charts.
+    pub fn title(self) -> &'static str {
+        match self {
+            Series::AllFlows => "packets, all flows in turn",
+            Series::OneFlow => "packets, one flow",
+            Series::Connections => "new connections",
+            Series::PlainFlows => "packets, plain routing",
+        }
+    }
+}
+
+/// One point: how it compares with one of everything.
+#[derive(Clone, Debug)]
+pub struct Point {
+    pub axis: Axis,
+    pub count: u32,
+    /// What was measured, relative to the lab with one of everything, round by round.
+    pub relative: Vec<(Series, Spread)>,
+}
+
+/// Measures all curves with one transport.
+pub fn measure(variant: Variant, binaries: &Path, windows: &Windows, quick: bool) -> Result<Vec<Point>> {
+    let rounds = if quick { QUICK_ROUNDS } else { ROUNDS };
+    let mut points = Vec::new();
+    for axis in Axis::ALL {
+        let config = if axis == Axis::Flows { MANY_FLOWS } else { "" };
+        let base = ready(variant, binaries, config, 1)?;
+        for &count in axis.points(quick) {
+            let step = Step::start(&format!("{count} {}", axis.title()));
+            step.at("building");
+            let gateways = if axis == Axis::Gateways { u8::try_from(count)? } else { 1 };
+            let place = ready(variant, binaries, config, gateways)?;
+            grow(&place, axis, count)?;
+            let point = match axis {
+                Axis::Flows => flows(&base, &place, binaries, count, rounds, windows)?,
+                _ => others(&base, &place, axis, count, rounds, windows)?,
+            };
+            let shown = point.relative.iter().map(|(series, s)| format!("{} {:.2}", series.title(), s.median));
+            step.end("✓", &shown.collect::<Vec<_>>().join(", "));
+            points.push(point);
+        }
+    }
+    Ok(points)
+}
+
+fn ready(variant: Variant, binaries: &Path, config: &str, gateways: u8) -> Result<Box<Place>> {
+    match Place::open(variant, binaries, config, gateways)? {
+        Opened::Ready(place) => Ok(place),
+        Opened::Absent(reason) => bail!("{}: {reason}", variant.title()),
+    }
+}
+
+/// Changes the policies of a lab so that it has `count` of something, and waits until they are in force.
+fn grow(place: &Place, axis: Axis, count: u32) -> Result<()> {
+    // The server's own prefix comes last, so that it is in force when everything before it is.
+    let near = format!("{}/32", place.server.ips.v4);
+    let elsewhere = |n: u32| format!("100.{}.{}.{}/32", 64 + (n >> 16), n >> 8 & 0xff, n & 0xff);
+    let manifests = place.lab.manifests();
+    let egress = [(EGRESS, "gw1")];
+    match axis {
+        Axis::Flows => {}
+        Axis::Policies => {
+            for n in 1..count {
+                let text = policy(&format!("bench-{n:04}"), &[&elsewhere(n)], &egress);
+                manifests.write(&format!("policy-{n:04}"), &text)?;
+            }
+        }
+        Axis::Cidrs => {
+            let mut nets: Vec<String> = (1..count).map(elsewhere).collect();
+            nets.extend([near, "203.0.113.0/24".to_owned(), "::/0".to_owned()]);
+            let nets: Vec<&str> = nets.iter().map(String::as_str).collect();
+            manifests.write("policy", &policy("bench", &nets, &egress))?;
+        }
+        Axis::Gateways => {
+            let names: Vec<(u8, String)> = (1..=count as u8).map(|n| (EGRESS + n - 1, format!("gw{n}"))).collect();
+            let egress: Vec<(u8, &str)> = names.iter().map(|(host, name)| (*host, name.as_str())).collect();
+            manifests.write("policy", &policy("bench", &["0.0.0.0/0", "::/0"], &egress))?;
+        }
+    }
+    in_force(place, axis, count)
+}
+
+/// Waits until the pod's node has programmed everything.
+fn in_force(place: &Place, axis: Axis, count: u32) -> Result<()> {
+    let maps = place.lab.bpffs(&place.pod.node).join("v1/maps");
+    let (map, entries) = match axis {
+        Axis::Flows => return Ok(()),
+        Axis::Policies => ("POLICIES", count),
+        Axis::Cidrs => ("ROUTES_V4", count),
+        Axis::Gateways => ("MEMBERS", 2 * count),
+    };
+    let what = format!("{map} has {entries} entries");
+    let map = maps.join(map);
+    wait_until(&what, PATIENCE, || lab::bpf::map_entries(&map), |found| *found >= entries as usize)?;
+    if axis == Axis::Gateways {
+        // Flows over all gateways, each of which has to know its leases.
+        let all = || Ok(place.sources(FAMILY, 16 * count as usize)?.len());
+        wait_until("connections leave through every gateway", PATIENCE, all, |seen| *seen == count as usize)?;
+    }
+    Ok(())
+}
+
+fn flows(base: &Place, place: &Place, binaries: &Path, count: u32, rounds: usize, windows: &Windows) -> Result<Point> {
+    let plain = ready(Variant::Plain, binaries, "", 1)?;
+    let sockets = (count as usize).div_ceil(usize::from(TARGETS));
+    let one = |place: &Place| Blaster::open(&place.pod.ns, 1, &[targets(FAMILY)[0]], 64);
+    let many = |place: &Place| Blaster::open(&place.pod.ns, sockets, &targets(FAMILY), 64);
+    let few = |place: &Place| Blaster::open(&place.pod.ns, 1, &[targets(FAMILY)[0]; 64], 64);
+    let (mut all, mut all_plain) = (many(place)?, many(&plain)?);
+    let (mut single, mut single_base) = (one(place)?, one(base)?);
+    let (mut few_base, mut few_plain) = (few(base)?, few(&plain)?);
+    all.run_once(&place.sink)?;
+    let live = lab::bpf::map_entries(&place.lab.bpffs(&place.pod.node).join("v1/maps/FLOWS_V4"))?;
+    ensure!(live >= all.flows() * 99 / 100, "only {live} of {} flows are in the table", all.flows());
+    let mut rates = Rates::default();
+    for _ in 0..rounds {
+        let blast = |blaster: &mut Blaster, place: &Place| {
+            Ok::<_, anyhow::Error>(blaster.run(&place.sink, windows.warm_up, windows.window)?.per_second())
+        };
+        rates.add(Series::AllFlows, blast(&mut all, place)?, blast(&mut few_base, base)?);
+        rates.add(Series::PlainFlows, blast(&mut all_plain, &plain)?, blast(&mut few_plain, &plain)?);
+        rates.add(Series::OneFlow, blast(&mut single, place)?, blast(&mut single_base, base)?);
+        rates.connections(place, base, windows)?;
+        interrupt::wait_if_interrupted();
+    }
+    Ok(rates.point(Axis::Flows, count))
+}
+
+fn others(base: &Place, place: &Place, axis: Axis, count: u32, rounds: usize, windows: &Windows) -> Result<Point> {
+    let open = |place: &Place| Blaster::open(&place.pod.ns, SOCKETS, &targets(FAMILY), 64);
+    let (mut here, mut there) = (open(place)?, open(base)?);
+    let mut rates = Rates::default();
+    for _ in 0..rounds {
+        let ours = here.run(&place.sink, windows.warm_up, windows.window)?.per_second();
+        let theirs = there.run(&base.sink, windows.warm_up, windows.window)?.per_second();
+        rates.add(Series::AllFlows, ours, theirs);
+        rates.connections(place, base, windows)?;
+        interrupt::wait_if_interrupted();
+    }
+    Ok(rates.point(axis, count))
+}
+
+/// Ratios, round by round.
+#[derive(Default)]
+struct Rates(Vec<(Series, f64)>);
+
+impl Rates {
+    fn add(&mut self, series: Series, ours: f64, theirs: f64) {
+        self.0.push((series, ours / theirs.max(1.0)));
+    }
+
+    fn connections(&mut self, place: &Place, base: &Place, windows: &Windows) -> Result<()> {
+        let ours = load::connect(place, FAMILY, windows)?.0;
+        let theirs = load::connect(base, FAMILY, windows)?.0;
+        self.add(Series::Connections, ours, theirs);
+        Ok(())
+    }
+
+    fn point(self, axis: Axis, count: u32) -> Point {
+        let spread = |series| {
+            let values: Vec<f64> = self.0.iter().filter(|(one, _)| *one == series).map(|(_, ratio)| *ratio).collect();
+            Some((series, Spread::of(&values)?))
+        };
+        let all = [Series::AllFlows, Series::OneFlow, Series::Connections, Series::PlainFlows];
+        Point { axis, count, relative: all.into_iter().filter_map(spread).collect() }
+    }
+}

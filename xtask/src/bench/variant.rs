@@ -1,0 +1,208 @@
+//! What is compared: one topology, and the ways in which its packets may go.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use lab::traffic::{Answer, BulkServer, LoadServer, ServerMode, TcpClients, TcpOptions, TcpServer, UdpSink};
+use lab::{Family, Lab, Pod, PodSpec, Server, StartOptions, address, wait_until};
+
+use super::routes;
+use crate::interrupt;
+
+/// The ports of the servers.
+pub const UDP_PORT: u16 = 9000;
+pub const BULK_PORT: u16 = 9001;
+pub const HOLD_PORT: u16 = 9002;
+pub const ECHO_PORT: u16 = 9003;
+const LOOK_PORT: u16 = 9004;
+/// The host number of the egress IPs.
+pub const EGRESS: u8 = 10;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A machine that is busy with a load must not look like a dead gateway.
+const CALM: &str = "probe: {interval: 500ms, count: 10}\nlease: {renew: 1s, duration: 20s}\ndeadline: 15s\n";
+
+/// One way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Variant {
+    /// Routed by the kernel through the same gateway, without translation: the limit.
+    Plain,
+    /// What a gateway made of iptables does: nft mark, policy route, VXLAN, SNAT.
+    Stock,
+    /// Spillway, by the tunnel device.
+    Device,
+    /// Spillway, writing the tunnel's headers itself.
+    Vxlan,
+    /// Spillway, without outer headers.
+    Direct,
+}
+
+impl Variant {
+    /// All, in the order of the tables.
+    pub const ALL: [Variant; 5] = [Variant::Plain, Variant::Stock, Variant::Device, Variant::Vxlan, Variant::Direct];
+    /// Spillway's transports, the fastest first.
+    pub const TRANSPORTS: [Variant; 3] = [Variant::Direct, Variant::Vxlan, Variant::Device];
+
+    /// The key in the JSON output, and the transport's name in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Variant::Plain => "plain",
+            Variant::Stock => "stock",
+            Variant::Device => "device",
+            Variant::Vxlan => "vxlan",
+            Variant::Direct => "direct",
+        }
+    }
+
+    /// The title of its column.
+    pub fn title(self) -> &'static str {
+        match self {
+            Variant::Plain => "plain routing",
+            Variant::Stock => "stock kernel",
+            Variant::Device => "Spillway, device",
+            Variant::Vxlan => "Spillway, vxlan",
+            Variant::Direct => "Spillway, direct",
+        }
+    }
+
+    /// Whether it is one of Spillway's.
+    pub fn is_spillway(self) -> bool {
+        Self::TRANSPORTS.contains(&self)
+    }
+}
+
+/// A variant that can be measured: a lab with one pod, one gateway and one server.
+pub struct Place {
+    pub variant: Variant,
+    pub pod: Pod,
+    pub server: Server,
+    /// Where UDP packets of both families are counted.
+    pub sink: UdpSink,
+    _servers: (BulkServer, LoadServer, LoadServer),
+    pub lab: Lab,
+}
+
+/// What became of a variant.
+pub enum Opened {
+    /// It can be measured.
+    Ready(Box<Place>),
+    /// This build of Spillway does not have it: why.
+    Absent(String),
+}
+
+impl Place {
+    /// Builds the lab of a variant. `config` is added to the agents' configuration, `gateways` is how many there are.
+    pub fn open(variant: Variant, binaries: &Path, config: &str, gateways: u8) -> Result<Opened> {
+        let masquerade = variant != Variant::Plain;
+        let builder = Lab::builder().workers(1).gateways(gateways).far_servers(0).masquerade(masquerade);
+        let mut lab = builder.build()?;
+        interrupt::guard(lab.id());
+        let pod = lab.add_pod(PodSpec::new("client", "worker1").label("app", "bench"))?;
+        let server = lab.server("server1").clone();
+        routes::towards_targets(&lab, &server)?;
+        match variant {
+            Variant::Plain => routes::plain(&lab)?,
+            Variant::Stock => routes::stock(&lab)?,
+            _ => {
+                if let Some(reason) = start(&mut lab, variant, binaries, config)? {
+                    return Ok(Opened::Absent(reason));
+                }
+            }
+        }
+        // An unspecified IPv6 address takes IPv4 datagrams as well.
+        let sink = UdpSink::start(&server.ns, SocketAddr::new([0u16; 8].into(), UDP_PORT))?;
+        let servers = (
+            BulkServer::start(&server.ns, &server.ips.both(BULK_PORT))?,
+            LoadServer::start(&server.ns, &server.ips.both(HOLD_PORT), Answer::Hold)?,
+            LoadServer::start(&server.ns, &server.ips.both(ECHO_PORT), Answer::Echo)?,
+        );
+        let place = Place { variant, pod, server, sink, _servers: servers, lab };
+        place.check()?;
+        Ok(Opened::Ready(Box::new(place)))
+    }
+
+    /// Waits until the pod's connections have the address at the server that this variant gives them.
+    pub fn check(&self) -> Result<()> {
+        for family in Family::BOTH {
+            let expected = match self.variant {
+                Variant::Plain => self.pod.ips.ip(family),
+                _ => address::external(EGRESS).ip(family),
+            };
+            let what = format!("{}: the pod shows {expected} to the server", self.variant.name());
+            let expected = BTreeSet::from([expected]);
+            wait_until(&what, PATIENCE, || self.sources(family, 1), |sources| *sources == expected)?;
+        }
+        Ok(())
+    }
+
+    /// The addresses that so many new connections of the pod have at the server.
+    pub fn sources(&self, family: Family, count: usize) -> Result<BTreeSet<IpAddr>> {
+        let listening = TcpServer::start(&self.server.ns, &self.server.ips.both(LOOK_PORT), ServerMode::Echo)?;
+        let options = TcpOptions { connect_timeout: Duration::from_millis(500), reset: true, ..TcpOptions::once() };
+        let clients = TcpClients::open(&self.pod.ns, self.server.ips.at(family, LOOK_PORT), count, options)?;
+        let began = Instant::now();
+        clients.wait("answers", PATIENCE, |all| {
+            all.iter().filter(|one| one.received > 0).count() == count || began.elapsed() > Duration::from_secs(1)
+        })?;
+        Ok(listening.source_of_flow().values().map(|peer| peer.ip()).collect())
+    }
+}
+
+/// Starts Spillway in a lab, with one policy for everything; or says why this build cannot.
+fn start(lab: &mut Lab, variant: Variant, binaries: &Path, config: &str) -> Result<Option<String>> {
+    lab.manifests().write("policy", &policy("bench", &["0.0.0.0/0", "::/0"], &[(EGRESS, "gw1")]))?;
+    let text = format!("{CALM}transport: {}\n{config}", variant.name());
+    let options = StartOptions::new().config(&text).binary(&binaries.join("egress-daemon"));
+    lab.start_agents(&options)?;
+    let nodes: Vec<String> = lab.nodes().map(|node| node.name.clone()).collect();
+    let began = Instant::now();
+    loop {
+        for node in &nodes {
+            let agent = lab.agent(node);
+            if agent.alive()? {
+                continue;
+            }
+            let log = agent.log();
+            match log.lines().find(|line| line.contains("transport")) {
+                Some(line) => return Ok(Some(line.trim().to_owned())),
+                None => bail!("the agent of {node} has ended:\n{}", agent.tail()),
+            }
+        }
+        if lab.manifests().written_names("EgressNode") == nodes {
+            break;
+        }
+        if began.elapsed() > PATIENCE {
+            bail!("not every agent has reported within {PATIENCE:?}");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let options = StartOptions::new().config(CALM).binary(&binaries.join("egress-daemon"));
+    lab.start_controller("controller", &options).context("the controller")?;
+    Ok(None)
+}
+
+/// A policy for the bench's pod: destinations, and the host numbers of its egress IPs with the gateway of each.
+pub fn policy(name: &str, destinations: &[&str], egress: &[(u8, &str)]) -> String {
+    let quoted: Vec<String> = destinations.iter().map(|net| format!("\"{net}\"")).collect();
+    let mut text = format!(
+        "apiVersion: spillway.io/v1alpha1\nkind: EgressGatewayPolicy\nmetadata: {{name: {name}}}\nspec:\n  selectors: \
+         [{{podSelector: {{matchLabels: {{app: bench}}}}}}]\n  destinationCIDRs: [{}]\n  egressGateways:\n",
+        quoted.join(", ")
+    );
+    for (host, gateway) in egress {
+        for family in Family::BOTH.into_iter().filter(|family| serves(destinations, *family)) {
+            text += &format!(
+                "  - {{nodeSelector: {{matchLabels: {{kubernetes.io/hostname: {gateway}}}}}, egressIP: \"{}\"}}\n",
+                address::external(*host).ip(family)
+            );
+        }
+    }
+    text
+}
+
+fn serves(destinations: &[&str], family: Family) -> bool {
+    destinations.iter().any(|net| net.contains(':') == (family == Family::V6))
+}
