@@ -180,7 +180,7 @@ pub fn try_decapsulation(ctx: TcContext) -> i32 {
 #[classifier]
 pub fn shaper_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
-    finish(&pkt, shaper::receive(&pkt))
+    settle(&pkt, shaper::receive(&pkt))
 }
 
 /// Run once by the agent (`BPF_PROG_TEST_RUN`): arms the collector's timer, which from then on needs no agent.

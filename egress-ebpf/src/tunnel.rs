@@ -96,8 +96,8 @@ pub fn receive(pkt: &Packet) -> u64 {
 #[inline(always)]
 pub fn arrived(pkt: &Packet, vni: u32, outer: &V6) -> u64 {
     match (vni, pkt.protocol()) {
-        (VNI_FORWARD, IPV4) => gateway::forward::<V4>(pkt, Some(outer), 0),
-        (VNI_FORWARD, IPV6) => gateway::forward::<V6>(pkt, Some(outer), 0),
+        (VNI_FORWARD, IPV4) => gateway::forward::<V4>(pkt, outer, 0),
+        (VNI_FORWARD, IPV6) => gateway::forward::<V6>(pkt, outer, 0),
         (VNI_REPLY, IPV4) => deliver::from_tunnel::<V4>(pkt, outer),
         (VNI_REPLY, IPV6) => deliver::from_tunnel::<V6>(pkt, outer),
         (VNI_PROBE, _) => match probe::node_of(outer) {

@@ -10,12 +10,16 @@ use crate::{
     vxlan::{self, Stripped},
 };
 use egress_common::{
+    V6,
     egress::{MacKey, flags},
     verdict::{Counter, Verdict},
 };
 
 /// What [`unwrap`] and [`outward`] return for a packet that they are not for: no verdict has these bits.
 const OTHER: u64 = u64::MAX;
+
+/// Outer source address of a packet without an outer header.
+static NOWHERE: V6 = [0; 4];
 
 /// A packet at the underlay's interface. A reply by `direct` is one that is for this node's own port block, as at an uplink.
 ///
@@ -63,7 +67,7 @@ fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
         let own = e.flags & flags::NODE_ADDRESS != 0;
         return if own { None } else { Some(Verdict::Drop(Counter::DropNotOwner).to_bits()) };
     }
-    Some(gateway::forward::<F>(pkt, None, index))
+    Some(gateway::forward::<F>(pkt, &NOWHERE, index))
 }
 
 /// The node whose MAC address the frame comes from.

@@ -78,7 +78,11 @@ fn direct(pkt: &Packet, node: &Node) -> Result<Verdict, u32> {
     if segment(pkt) > node.mtu {
         return Err(Counter::DeviceMtu as u32);
     }
-    if pkt.write(0, node.macs).is_none() {
+    // As words that are read one by one, or LLVM makes a call to memmove (see `Packet::write_words`).
+    let macs = (&raw const node.macs).cast::<u32>();
+    // SAFETY: three words, and the record is aligned for words.
+    let macs = unsafe { [macs.read_volatile(), macs.add(1).read_volatile(), macs.add(2).read_volatile()] };
+    if pkt.write_words(0, &macs).is_none() {
         return Err(Counter::DeviceRefused as u32);
     }
     stats::count(Counter::SentDirect);
