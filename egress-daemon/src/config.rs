@@ -44,7 +44,7 @@ pub struct Config {
     pub pod_interfaces: Vec<NamePattern>,
     /// `maxFlows`: flows on this node, for each address family.
     pub max_flows: u32,
-    /// `maxFlowsPerPod`: how many of them one pod may have; 0 stands for a quarter of `maxFlows`.
+    /// `maxFlowsPerPod`: how many of them one pod may have; 0 stands for three quarters of `maxFlows`.
     pub max_flows_per_pod: u32,
     /// `timeouts`: how long idle flows are kept.
     pub timeouts: Timeouts,

@@ -197,9 +197,15 @@ fn the_first_gateway_by_name_serves_and_the_next_one_when_it_is_gone() {
     Lab::builder().workers(1).run(|lab| {
         let address = egress(Family::V4, &[50])[0];
         let gateway = format!("  egressGateway: {{nodeSelector: {{matchLabels: {{egress: \"true\"}}}}, egressIP: {address}}}\n");
-        lab.manifests().write("cegp", &cegp("first", &format!("{EMPIRE}{gateway}")))?;
         let pod = mediabot(lab, "mediabot", "default", "worker1")?;
+        // Three addresses on three gateways: all of them have proven themselves.
+        lab.manifests().write("others", &crate::support::web(&[10, 11, 12]))?;
         start(lab)?;
+        let owners = || -> Result<std::collections::BTreeSet<_>> {
+            Ok(egress(Family::V4, &[10, 11, 12]).into_iter().filter_map(|ip| owner(lab, ip)).collect())
+        };
+        wait_until("every gateway carries something", PATIENCE, owners, |owners| owners.len() == 3)?;
+        lab.manifests().write("cegp", &cegp("first", &format!("{EMPIRE}{gateway}")))?;
         let server = lab.server("server1").clone();
         wait_v4(&pod, &server, address)?;
         assert_eq!(owner(lab, address).as_deref(), Some("gw1"));

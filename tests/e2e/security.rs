@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use anyhow::{Context, Result};
 use lab::traffic::{Protocol, send_vxlan};
-use lab::{Capture, Family, Lab, NetNs, PodSpec};
+use lab::{Capture, Family, Lab, NetNs, PodSpec, wait_for};
 
 use crate::support::{PATIENCE, at, counter, egress, owner, sources, start, wait_counter, wait_in_force, web};
 
@@ -45,7 +45,6 @@ fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
             let port = leased_port(lab, family)?;
             let target = server.ips.at(family, 4242);
             let arrived = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| to == target);
-            let capture = Capture::start(&server.ns, "eth0")?;
             let send = |from: &NetNs, to: &str, source: IpAddr, port: u16| {
                 let device = lab.node(to).underlay.at(Family::V4, TUNNEL_PORT);
                 send_vxlan(from, device, FORWARD, Protocol::Udp, at(source, port), target)
@@ -53,6 +52,13 @@ fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
             // (who sends, to which gateway, as which source, what counts it)
             let (worker1, worker2) = (&lab.node("worker1").ns, &lab.node("worker2").ns);
             let other = egress(family, &[99])[0];
+            // One that was the owner a moment ago still forwards.
+            wait_for("the idle gateway does not forward", PATIENCE, || {
+                let before = counter(lab, idle, "drop_not_owner")?;
+                send(worker1, idle, ip, port)?;
+                Ok(counter(lab, idle, "drop_not_owner")? > before)
+            })?;
+            let capture = Capture::start(&server.ns, "eth0")?;
             let forged: [(&NetNs, &str, IpAddr, u16, &str); 6] = [
                 (lab.router(), &gateway, ip, port, "drop_not_leased"),
                 (worker2, &gateway, ip, port, "drop_not_leased"),

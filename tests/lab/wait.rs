@@ -8,6 +8,11 @@ use anyhow::{Result, anyhow};
 
 const PAUSE: Duration = Duration::from_millis(5);
 
+/// How many times longer than usual everything may take: in an emulated machine, say.
+fn slowness() -> u32 {
+    std::env::var("SPILLWAY_SLOWNESS").ok().and_then(|text| text.parse().ok()).unwrap_or(1)
+}
+
 /// Waits until `condition` says `Ok(true)`. An error of the condition counts as "not yet" and is part of the message when
 /// the time is over.
 pub fn wait_for(what: &str, timeout: Duration, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
@@ -28,7 +33,7 @@ pub fn wait_until<T: Debug>(
     mut look: impl FnMut() -> Result<T>,
     mut good: impl FnMut(&T) -> bool,
 ) -> Result<T> {
-    let start = Instant::now();
+    let (start, timeout) = (Instant::now(), timeout * slowness());
     loop {
         let seen = look();
         match seen {

@@ -10,8 +10,9 @@ use lab::oci::Image;
 use crate::progress::{self, Step};
 use crate::{image, setup, workspace};
 
-/// The name of the cluster that people play with; tests have another one.
+/// The name of the cluster that people play with, and of the one that tests have, which a test that is killed leaves.
 const NAME: &str = "spill";
+const OF_TESTS: &str = "swtest";
 const WORKERS: u8 = 3;
 const GATEWAYS: u8 = 3;
 
@@ -41,6 +42,7 @@ pub fn run(args: &Args) -> Result<()> {
         Action::Up { bare } => up(bare),
         Action::Down => {
             the_cluster()?.down()?;
+            Cluster::new(OF_TESTS, &binaries()?, WORKERS, GATEWAYS).down()?;
             println!("The cluster is gone.");
             Ok(())
         }

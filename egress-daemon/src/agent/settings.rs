@@ -9,8 +9,9 @@ use crate::{
 use ipnet::IpNet;
 use std::time::Duration;
 
-/// One part in so many of the flow table is what a pod may use, unless it is set.
-const POD_SHARE: u32 = 4;
+/// One part in so many of the flow table is what a pod may not use, unless its share is set. No more: closed connections
+/// count until their ports are needed or they have been idle for long enough.
+const KEPT_FROM_POD: u32 = 4;
 
 /// The settings.
 #[derive(Clone, Debug)]
@@ -58,7 +59,7 @@ impl From<&Config> for Settings {
             pod_interfaces: config.pod_interfaces.clone(),
             sizes: Sizes { max_flows: config.max_flows },
             pod_flows: match config.max_flows_per_pod {
-                0 => config.max_flows / POD_SHARE,
+                0 => config.max_flows - config.max_flows / KEPT_FROM_POD,
                 own => own,
             },
             timeouts: config.timeouts,

@@ -193,7 +193,7 @@ fn page(planned: &[Planned], agent: &Agent) -> String {
     page += "\n## The planner\n\nOne call of the planner, without reading or writing objects: `egress-daemon/examples/scale.rs NODES PODS \
              POLICIES EGRESS_IPS`, built with `--release`. Every hundredth node is a gateway; each policy selects one \
              application, every fourth one with `PerEndpoint`. \"From nothing\" gives everything out anew, \"again\" plans with \
-             the plan of before, \"one pod\" with a pod more than before. Memory is the process's, with snapshot and plans.\n\n\
+             the plan of before, \"one pod\" with a pod more than before. Times are CPU time (the planner has one thread), memory is the process's, with snapshot and plans.\n\n\
              | nodes | pods | policies | egress IPs | from nothing, ms | again, ms | one pod, ms | memory, MiB |\n\
              | --: | --: | --: | --: | --: | --: | --: | --: |\n";
     for one in planned {

@@ -306,7 +306,9 @@ fn no_packet_gets_a_wrong_verdict_or_leaves_with_a_broken_checksum() {
     }
     let features = watch.borrow().seen.len();
     assert!(features > 60 || writes.is_some(), "the corpus shows only {features} things: it has lost its subject");
-    let mut runner = TestRunner::new(Config { cases: 6_000, failure_persistence: None, ..Config::default() });
+    // An emulated machine has time for fewer.
+    let cases = std::env::var("SPILLWAY_FUZZ_CASES").map_or(6_000, |text| text.parse().unwrap());
+    let mut runner = TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
     runner
         .run(&frame(), |frame| {
             let new = watch.borrow_mut().run(&frame).map_err(TestCaseError::fail)?;
@@ -317,5 +319,6 @@ fn no_packet_gets_a_wrong_verdict_or_leaves_with_a_broken_checksum() {
             Ok(())
         })
         .unwrap();
-    assert!(watch.borrow().sent > 500, "only {} packets were sent: the test has lost its subject", watch.borrow().sent);
+    let sent = watch.borrow().sent;
+    assert!(sent > cases as usize / 12, "only {sent} packets were sent: the test has lost its subject");
 }

@@ -114,7 +114,9 @@ impl Files {
         if !directory.is_dir() {
             return Err(OpenError::NotADirectory(directory.to_owned()));
         }
-        let directory = directory.canonicalize().map_err(|_| OpenError::NotADirectory(directory.to_owned()))?;
+        // Links in the path are followed each time: where they lead may change, or be cut.
+        let absolute = std::path::absolute(directory).ok().filter(|path| path.is_dir());
+        let directory = absolute.ok_or_else(|| OpenError::NotADirectory(directory.to_owned()))?;
         let own = Own::open(directory.join(".spillway"))
             .map_err(|error| OpenError::NotWritable { directory: directory.clone(), error })?;
         let (wake, woken) = mpsc::channel();
