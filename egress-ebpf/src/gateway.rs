@@ -44,9 +44,7 @@ fn comes_from(index: u32, outer: &V6, link: u32) -> bool {
 pub fn forward<F: Family>(pkt: &Packet, outer: &V6, link: u32) -> u64 {
     match leased::<F>(pkt, outer, link) {
         // No port of a flow is that low.
-        Verdict::Drop(Counter::DropNotLeased) if link != 0 && probe::is::<F>(pkt) => {
-            Verdict::probe(link).to_bits()
-        }
+        Verdict::Drop(Counter::DropNotLeased) if link != 0 && probe::is::<F>(pkt) => Verdict::probe(link).to_bits(),
         verdict => verdict.to_bits(),
     }
 }

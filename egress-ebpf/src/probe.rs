@@ -28,19 +28,18 @@ pub fn send<F: Family>(pkt: &Packet) -> Option<Verdict> {
     if (mac[0] ^ MARK[0]) | (mac[1] ^ MARK[1]) | (mac[2] ^ MARK[2]) != 0 {
         return None;
     }
-    let payload = ETH_LEN + F::HEADER + 8;
-    let (Some(way), Some(remote), Some(seq)) = (
-        pkt.read::<u8>(payload + offset_of!(Probe, way) as u32),
-        pkt.read_v6(payload + offset_of!(Probe, remote) as u32),
-        pkt.read::<u32>(payload + offset_of!(Probe, seq) as u32 + 4),
-    ) else {
+    // Read to the stack at once: of several readings in the packet, LLVM keeps what the failed ones left unset.
+    let Some(probe) = pkt.load::<Probe>(ETH_LEN + F::HEADER + 8) else {
         return Some(Verdict::Drop(Counter::DropMalformed));
     };
+    // SAFETY: sixteen bytes either way.
+    let remote: V6 = unsafe { core::mem::transmute(probe.remote) };
     // SAFETY: read only.
     let Some(&index) = (unsafe { NODE_INDEX.get(remote) }) else { return Some(Verdict::Drop(Counter::DropNoOwner)) };
     // Each takes another of the ways that a flow may take.
-    let entropy = seq.wrapping_mul(0x9e37_79b1);
-    Some(Verdict::send(purpose::PROBE + (way & 3) as u32, index, entropy))
+    let [.., a, b, c, d] = probe.seq;
+    let entropy = u32::from_be_bytes([a, b, c, d]).wrapping_mul(0x9e37_79b1);
+    Some(Verdict::send(purpose::PROBE + (probe.way & 3) as u32, index, entropy))
 }
 
 /// Whether the packet is a probe: no flow has its ports.

@@ -80,7 +80,7 @@ impl WayChooser {
         self.rounds += 1;
         let unknown = self.forms.values().any(|tracker| tracker.state() == ProbeState::Unknown);
         let doubtful = self.trackers(self.current).any(ProbeTracker::in_doubt);
-        let all = unknown || doubtful || self.rounds % REST == 0;
+        let all = unknown || doubtful || self.rounds.is_multiple_of(REST);
         self.overall.on_sent(seq, now);
         let due: Vec<Form> = self.forms.keys().filter(|form| all || form.way == self.current).copied().collect();
         for form in &due {

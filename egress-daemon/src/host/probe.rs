@@ -15,9 +15,7 @@ use egress_common::probe::{MAGIC, PEER_V4, PEER_V6, PORT, Probe, REQUEST, SRC_MA
 use super::packet::PacketSocket;
 
 /// Lengths of the headers, and of the payload, in bytes.
-const ETHERNET: usize = 14;
 const IPV4: usize = 20;
-const IPV6: usize = 40;
 const UDP: usize = 8;
 const PAYLOAD: usize = size_of::<Probe>();
 /// Protocol number of UDP.
@@ -104,9 +102,13 @@ fn checksum(parts: &[&[u8]]) -> u16 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
     use crate::host::testing::{Net, NetNs, in_netns, soon};
     use crate::host::tunnel::{self, TunnelSpec};
     use etherparse::{SlicedPacket, TransportSlice};
+
+    const ETHERNET: usize = 14;
+    const IPV6: usize = 40;
 
     fn request(egress: &str, seq: u64) -> Request {
         let remote = "192.0.2.9".parse().unwrap();
