@@ -67,6 +67,7 @@ counters! {
     DropBandwidth = "drop_bandwidth": "packets over the bandwidth of their egress IP",
     DropNoNextHop = "drop_no_next_hop": "packets of an egress IP whose subnet's gateway has not answered yet",
     DropVlan = "drop_vlan": "untagged packets for an egress IP that lives in a VLAN",
+    DropTooLarge = "drop_too_large": "packets larger than the tunnel takes over an IPv6 underlay, which fragments nothing",
     DropRedirect = "drop_redirect": "packets that a helper refused",
 }
 

@@ -403,7 +403,7 @@ pub fn send<F: Family>(
     if e.owner == 0 {
         return Verdict::Drop(Counter::DropNoOwner);
     }
-    if hop && e.flags & egress_flags::OWNED == 0 && firewall::too_large(pkt, config, ip) {
+    if hop && e.flags & egress_flags::OWNED == 0 && firewall::too_large(pkt, config, ip, e.owner) {
         return firewall::detour(pkt, config);
     }
     if ip.part == Part::First {

@@ -49,6 +49,10 @@ pub extern "C" fn send_to_node(skb: *mut __sk_buff, to: u32, purpose: u32) -> u6
             if why != 0 {
                 stats::count_index(why);
             }
+            // Only over IPv4 does the device send what is too large, in fragments.
+            if node.tunnel_v4 == 0 && config.room != 0 && segment(&pkt) > config.room {
+                return Verdict::Drop(Counter::DropTooLarge).to_bits();
+            }
             stats::count(Counter::SentTunnel);
             tunnel::send(&pkt, config, node, vni).to_bits()
         }

@@ -173,7 +173,7 @@ fn auto_falls_back_when_foreign_addresses_are_dropped_and_goes_back_later() {
             guard(lab)?;
             wait_transport(lab, "vxlan")?;
             let shown = lab.egressctl_text("worker1", &["gateways"])?;
-            assert!(shown.contains("direct: probes by it are not answered"), "{shown}");
+            assert!(shown.contains("gw1, gw2: not direct: probes by it are not answered"), "{shown}");
             Ok(())
         })?;
         survive(lab, &pod, &server, |lab| {
@@ -197,7 +197,7 @@ fn auto_follows_the_route() {
             lab.node("worker1").ns.ip(&routes("add"))?;
             wait_transport(lab, "vxlan")?;
             let shown = lab.egressctl_text("worker1", &["gateways"])?;
-            assert!(shown.contains("not on the same link"), "{shown}");
+            assert!(shown.contains("gw1, gw2: not direct: not on the same link"), "{shown}");
             Ok(())
         })?;
         survive(lab, &pod, &server, |lab| {

@@ -29,7 +29,7 @@ fn a_policy_for_everything_leaves_the_clusters_own_traffic_alone() {
             let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
             let neighbour = lab.add_pod(PodSpec::new("neighbour", "worker1"))?;
             let remote = lab.add_pod(PodSpec::new("remote", "worker2").label("app", "web"))?;
-            let config = format!("{CALM}exceptCIDRs: [198.51.100.11/32, \"2001:db8:51::11/128\"]\n");
+            let config = format!("{CALM}transport: device\nexceptCIDRs: [198.51.100.11/32, \"2001:db8:51::11/128\"]\n");
             start_with(lab, &StartOptions::new().config(&config))?;
             wait_in_force(&pod, lab.server("server1"), &[10])?;
             wait_in_force(&pod, lab.server("far1"), &[10])?;

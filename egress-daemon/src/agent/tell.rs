@@ -164,7 +164,7 @@ fn why_not(gateways: &Gateways, name: &NodeName, ways: &Ways) -> String {
             (None, Some(ProbeState::Alive)) => "one address family only",
             (None, None) => return None,
         };
-        Some(format!("{}: {reason}", ways::name(*way)))
+        Some(format!("not {}: {reason}", ways::name(*way)))
     });
     reasons.collect::<Vec<_>>().join("; ")
 }

@@ -38,18 +38,8 @@ pub struct GatewayRow {
 }
 
 impl Row for GatewayRow {
-    const HEADER: &'static [&'static str] = &[
-        "ADDRESS",
-        "GATEWAY",
-        "EGRESS IPS",
-        "NEW FLOWS",
-        "FLOWS",
-        "PROBE",
-        "RTT (µs)",
-        "TRANSPORT",
-        "REPLIES",
-        "WHY NOT BETTER",
-    ];
+    const HEADER: &'static [&'static str] =
+        &["ADDRESS", "GATEWAY", "EGRESS IPS", "NEW FLOWS", "FLOWS", "PROBE", "RTT (µs)", "TRANSPORT", "REPLIES"];
     const NONE: &'static str = "this node uses no gateway";
     fn cells(&self) -> Vec<String> {
         vec![
@@ -62,8 +52,10 @@ impl Row for GatewayRow {
             or_dash(self.rtt_micros),
             or_dash(self.transport.as_ref()),
             or_dash(self.replies.as_ref()),
-            or_dash(self.why_not_better.as_ref()).replace("; ", "\n"),
         ]
+    }
+    fn note(&self) -> Option<(&str, &str)> {
+        Some((&self.name, self.why_not_better.as_deref()?))
     }
 }
 
