@@ -1,3 +1,5 @@
+//! What a node may take to another one, and why not.
+
 use super::*;
 use crate::host::{MacAddress, links::Link, testing::link};
 
