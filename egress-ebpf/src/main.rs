@@ -39,6 +39,7 @@ mod tunnel;
 use aya_ebpf::{macros::classifier, programs::TcContext};
 use egress_common::{
     V4, V6,
+    config::flags,
     verdict::{Counter, Verdict, bits},
 };
 use packet::Packet;
@@ -81,11 +82,15 @@ fn settle(verdict: u64) -> i32 {
 #[classifier]
 pub fn pod_egress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
-    settle(match pkt.protocol() {
+    let code = settle(match pkt.protocol() {
         IPV4 => steer::steer::<V4>(&pkt),
         IPV6 => steer::steer::<V6>(&pkt),
         _ => Verdict::Pass.to_bits(),
-    })
+    });
+    if code == NEXT && matches!(maps::CONFIG.get(0), Some(config) if config.flags & flags::HOLD != 0) {
+        pkt.note_seen();
+    }
+    code
 }
 
 /// Egress of a pod's host-side interface: remember what the outside opened, so that its replies are left alone.

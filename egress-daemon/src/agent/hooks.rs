@@ -8,7 +8,11 @@ use crate::{
         links::LinkTable,
     },
 };
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 use tokio::{
     sync::watch,
     task::{JoinHandle, block_in_place},
@@ -34,6 +38,7 @@ pub struct Wanted {
 pub struct Hooks {
     wanted: watch::Sender<Wanted>,
     complaints: watch::Receiver<Vec<String>>,
+    seen: watch::Receiver<BTreeSet<Hook>>,
     mode: Mode,
     task: JoinHandle<()>,
 }
@@ -44,8 +49,9 @@ impl Hooks {
         let mode = attacher.mode();
         let (wanted, wishes) = watch::channel(wanted);
         let (report, complaints) = watch::channel(Vec::new());
-        let task = tokio::spawn(keep(attacher, links, wishes, report));
-        Self { wanted, complaints, mode, task }
+        let (saw, seen) = watch::channel(BTreeSet::new());
+        let task = tokio::spawn(keep(attacher, links, wishes, report, saw));
+        Self { wanted, complaints, seen, mode, task }
     }
 
     /// How programs are attached.
@@ -56,6 +62,19 @@ impl Hooks {
     /// Says anew what decides.
     pub fn set(&self, wanted: Wanted) {
         self.wanted.send_replace(wanted);
+    }
+
+    /// Whether every pod's interface that `roles` name has its programs, or cannot have them.
+    pub fn cover(&self, roles: &Roles) -> bool {
+        let seen = self.seen.borrow();
+        roles.pods.iter().all(|index| seen.contains(&("pod_egress", *index)))
+    }
+
+    /// Waits until other interfaces than before have their programs. Cancel safe.
+    pub async fn changed(&mut self) {
+        if self.seen.changed().await.is_err() {
+            std::future::pending().await
+        }
     }
 
     /// What could not be attached.
@@ -75,6 +94,7 @@ async fn keep(
     mut links: watch::Receiver<Arc<LinkTable>>,
     mut wishes: watch::Receiver<Wanted>,
     report: watch::Sender<Vec<String>>,
+    saw: watch::Sender<BTreeSet<Hook>>,
 ) {
     let mut verify = tokio::time::interval(if attacher.mode() == Mode::Tcx { VERIFY } else { VERIFY_FILTERS });
     loop {
@@ -98,6 +118,11 @@ async fn keep(
         report.send_if_modified(|old| {
             let changed = *old != errors;
             *old = errors;
+            changed
+        });
+        saw.send_if_modified(|old| {
+            let changed = !old.iter().eq(hooks.keys());
+            *old = hooks.into_keys().collect();
             changed
         });
     }
