@@ -43,6 +43,7 @@ mod way;
 use aya_ebpf::{macros::classifier, programs::TcContext};
 use egress_common::{
     V4, V6,
+    config::flags,
     verdict::{Counter, Verdict, bits},
 };
 use packet::Packet;
@@ -102,7 +103,11 @@ pub fn pod_egress(ctx: TcContext) -> i32 {
         IPV6 => steer::steer::<V6>(&pkt),
         _ => Verdict::Pass.to_bits(),
     };
-    settle(&pkt, verdict)
+    let code = settle(&pkt, verdict);
+    if code == NEXT && matches!(maps::CONFIG.get(0), Some(config) if config.flags & flags::HOLD != 0) {
+        pkt.note_seen();
+    }
+    code
 }
 
 /// Egress of a pod's host-side interface: remember what the outside opened, so that its replies are left alone.

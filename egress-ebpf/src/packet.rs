@@ -13,7 +13,7 @@ use aya_ebpf::{
 use core::mem::MaybeUninit;
 use egress_common::{
     V6,
-    abi::{FIREWALL_PRIORITY, TICK_SHIFT},
+    abi::{FIREWALL_PRIORITY, SEEN_PRIORITY, TICK_SHIFT},
     egress::Node,
     verdict::{Counter, Verdict},
 };
@@ -312,6 +312,15 @@ impl Packet {
         unsafe {
             (&raw mut (*self.skb).mark).write_volatile(mark);
             (&raw mut (*self.skb).priority).write_volatile(FIREWALL_PRIORITY);
+        }
+    }
+
+    /// Notes that `pod_egress` has seen the packet, unless it is marked for the long way.
+    #[inline(always)]
+    pub fn note_seen(&self) {
+        if field!(self, priority) != FIREWALL_PRIORITY {
+            // SAFETY: as above.
+            unsafe { (&raw mut (*self.skb).priority).write_volatile(SEEN_PRIORITY) };
         }
     }
 

@@ -40,6 +40,7 @@ pub struct Wanted {
 pub struct Hooks {
     wanted: watch::Sender<Wanted>,
     complaints: watch::Receiver<Vec<String>>,
+    seen: watch::Receiver<BTreeSet<Hook>>,
     mode: Mode,
     task: JoinHandle<()>,
 }
@@ -50,8 +51,9 @@ impl Hooks {
         let mode = attacher.mode();
         let (wanted, wishes) = watch::channel(wanted);
         let (report, complaints) = watch::channel(Vec::new());
-        let task = tokio::spawn(keep(attacher, links, wishes, report));
-        Self { wanted, complaints, mode, task }
+        let (saw, seen) = watch::channel(BTreeSet::new());
+        let task = tokio::spawn(keep(attacher, links, wishes, report, saw));
+        Self { wanted, complaints, seen, mode, task }
     }
 
     /// How programs are attached.
@@ -62,6 +64,19 @@ impl Hooks {
     /// Says anew what decides.
     pub fn set(&self, wanted: Wanted) {
         self.wanted.send_replace(wanted);
+    }
+
+    /// Whether every pod's interface that `roles` name has its programs, or cannot have them.
+    pub fn cover(&self, roles: &Roles) -> bool {
+        let seen = self.seen.borrow();
+        roles.pods.iter().all(|index| seen.contains(&("pod_egress", *index)))
+    }
+
+    /// Waits until other interfaces than before have their programs. Cancel safe.
+    pub async fn changed(&mut self) {
+        if self.seen.changed().await.is_err() {
+            std::future::pending().await
+        }
     }
 
     /// What could not be attached.
@@ -81,6 +96,7 @@ async fn keep(
     mut links: watch::Receiver<Arc<LinkTable>>,
     mut wishes: watch::Receiver<Wanted>,
     report: watch::Sender<Vec<String>>,
+    saw: watch::Sender<BTreeSet<Hook>>,
 ) {
     let mut verify = tokio::time::interval(if attacher.mode() == Mode::Tcx { VERIFY } else { VERIFY_FILTERS });
     loop {
@@ -104,6 +120,11 @@ async fn keep(
         report.send_if_modified(|old| {
             let changed = *old != errors;
             *old = errors;
+            changed
+        });
+        saw.send_if_modified(|old| {
+            let changed = !old.iter().eq(hooks.keys());
+            *old = hooks.into_keys().collect();
             changed
         });
     }

@@ -208,12 +208,13 @@ impl Agent {
         let mut changes = self.store.changes();
         let mut links = self.links.subscribe();
         let mut stop = std::pin::pin!(stop);
-        self.make_long_way().await?;
+        self.make_long_way(self.is_holding()).await?;
         self.reconcile().await;
         (self.next_deadline, self.silent_until) = (Instant::now(), Instant::now());
         loop {
             let current = self.links.current();
             let wake = self.next_wake();
+            let holding = self.is_holding();
             let mut dirty = false;
             tokio::select! {
                 () = &mut stop => break,
@@ -240,6 +241,7 @@ impl Agent {
                         tracing::warn!("{rival} is claimed by a host that does not own it: announcing it again");
                     }
                 }
+                () = self.hooks.changed(), if holding => dirty = true,
                 () = lease_changed(&mut self.lease) => {
                     dirty = self.lease_check();
                 }

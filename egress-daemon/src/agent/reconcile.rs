@@ -76,11 +76,15 @@ impl Agent {
         self.complaints.clear();
         let links = self.links.current();
         let rules = rules(&self.world, &self.node, &self.settings);
-        if let Err(e) = self.make_long_way().await {
-            self.complaints.push(e.to_string());
-        }
         let own = self.tunnel_addresses();
         let classes = view::classes_of(&self.world.snapshot, &self.node);
+        let held = self.is_holding();
+        let mut hold = view::is_any_starting(&self.world.snapshot, &classes) || held && !self.are_pods_covered().await;
+        // Rules look for what the programs note, so they come after it and go before it.
+        if let Err(e) = self.make_long_way(hold && held).await {
+            self.complaints.push(e.to_string());
+            hold |= held;
+        }
         self.used = view::used(&self.world.plan, &classes);
         self.decide_blocks();
         self.histories.update(&self.world.snapshot, &classes);
@@ -110,6 +114,7 @@ impl Agent {
             withheld: &self.withheld,
             withdrawn: &self.owned.withdrawn(),
             now: self.start.elapsed(),
+            hold,
             config,
         };
         let mut view = view::view(&facts, &mut self.effective);
@@ -166,6 +171,12 @@ impl Agent {
             complaints: &self.complaints,
         };
         self.publish.send_replace(Arc::new(tell::state(&self.world, &facts, &view, &running)));
+        if !held
+            && self.is_holding()
+            && let Err(e) = self.make_long_way(true).await
+        {
+            self.complaints.push(e.to_string());
+        }
         if written {
             self.withheld.written(self.start.elapsed());
         }
@@ -244,9 +255,23 @@ impl Agent {
         }
     }
 
+    /// Whether the programs hold unknown sources.
+    pub(super) fn is_holding(&self) -> bool {
+        self.writer.present().config.is_some_and(|config| config.flags & config::flags::HOLD != 0)
+    }
+
+    /// Whether no pod can be behind an interface without our programs.
+    async fn are_pods_covered(&self) -> bool {
+        if !self.links.is_up_to_date(&self.netlink.handle).await {
+            return false;
+        }
+        let roles = classify(&self.links.current(), &rules(&self.world, &self.node, &self.settings));
+        self.hooks.cover(&roles)
+    }
+
     /// Looks what the links are for, and makes sure of the way through the host's stack: it is there before anything is
     /// told to take it.
-    pub(super) async fn make_long_way(&mut self) -> Result<(), FirewallError> {
+    pub(super) async fn make_long_way(&mut self, hold: bool) -> Result<(), FirewallError> {
         let links = self.links.current();
         self.roles = classify(&links, &rules(&self.world, &self.node, &self.settings));
         let spec = Spec {
@@ -257,6 +282,7 @@ impl Agent {
             addresses: self.tunnel_addresses().into_iter().collect(),
             mtu: self.room(),
             outside: outside(&links, &self.roles, self.tunnel.index),
+            hold: hold.then(|| view::excepts(&self.world.snapshot, &self.settings.except_cidrs)),
         };
         if self.long_way.ensure(&self.netlink.handle, &links, &spec).await? {
             tracing::info!("the way of first packets through the host's stack is made");

@@ -188,18 +188,24 @@ impl<S: Sink> Change<'_, S> {
         self.drop::<NodeIndex>()?;
         self.drop::<Nodes>()?;
         self.drop::<Names>()?;
-        let (true, Some(config)) = (*recheck, config) else { return Ok(config) };
-        *generation = generation.wrapping_add(1);
-        let config = Config { generation: *generation, ..config };
-        self.sink.configure(config)?;
+        let Some(config) = config else { return Ok(None) };
+        if *recheck {
+            *generation = generation.wrapping_add(1);
+        }
+        let last = Config { generation: *generation, flags: wanted.config.unwrap_or(config).flags, ..config };
+        if last != config {
+            self.sink.configure(last)?;
+        }
         *recheck = false;
-        Ok(Some(config))
+        Ok(Some(last))
     }
 
-    /// Writes the settings. Without any, those that are there stay.
+    /// Writes the settings. Without any, those that are there stay. What is held stays so until everything else is written:
+    /// the pod that it was for is not known yet.
     fn configure(&mut self, generation: u32) -> Result<Option<Config>, MapsError> {
         let Some(config) = self.wanted.config else { return Ok(self.present.config) };
-        let config = Config { generation, ..config };
+        let held = self.present.config.map_or(0, |present| present.flags & config::flags::HOLD);
+        let config = Config { generation, flags: config.flags | held, ..config };
         if self.present.config != Some(config) {
             self.sink.configure(config)?;
         }
