@@ -25,6 +25,9 @@ pub const FIREWALL_MARK: u32 = 0x1000;
 /// The priority (`skb->priority`) of packets with that bit until they are routed: by it our own rules know them again where
 /// somebody else uses the bit too, or clears it.
 pub const FIREWALL_PRIORITY: u32 = 0x5350_0001;
+/// The priority of what else `pod_egress` leaves to the stack while a selected pod is starting: by it our own rules tell it
+/// from what came in by an interface that has no program yet.
+pub const SEEN_PRIORITY: u32 = 0x5350_0002;
 /// EtherType of probes (IEEE 802 local experimental 1).
 pub const PROBE_ETHERTYPE: u16 = 0x88b5;
 

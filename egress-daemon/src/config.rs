@@ -112,10 +112,14 @@ pub enum Firewall {
 /// The way between source nodes and gateways.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
-    /// The best way that works; in this build that is [`Transport::Device`].
+    /// For each gateway the best way that probes have shown to work in both directions.
     Auto,
     /// The tunnel device.
     Device,
+    /// The same bytes as the tunnel device's, past the device, where plain Ethernet leads to the other node.
+    Vxlan,
+    /// No tunnel, where the other node is on the same link and takes it.
+    Direct,
 }
 
 /// Another system whose objects are understood.
@@ -179,6 +183,8 @@ impl fmt::Display for Transport {
         f.write_str(match self {
             Transport::Auto => "Auto",
             Transport::Device => "device",
+            Transport::Vxlan => "vxlan",
+            Transport::Direct => "direct",
         })
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 
+use anyhow::Result;
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
 use lab::{Capture, Cni, Family, Lab, PodSpec, stats};
 
@@ -17,6 +18,17 @@ fn three_thousand_flows_spread_evenly_over_three_gateways() {
         start(lab)?;
         let server = lab.server("server1");
         wait_in_force(&pod, server, &[10, 11, 12])?;
+        // The first gateways to be ready carry everything at first; in the end each has one egress IP of each family.
+        for family in Family::BOTH {
+            let ips: Vec<String> = egress(family, &[10, 11, 12]).iter().map(ToString::to_string).collect();
+            let used = || -> Result<BTreeSet<String>> {
+                let list = lab.egressctl("worker1", &["ips"])?;
+                let rows = list["items"].as_array().into_iter().flatten();
+                let ours = rows.filter(|row| ips.iter().any(|ip| row["egressIp"] == **ip));
+                Ok(ours.filter_map(|row| Some(row["owner"].as_str()?.to_owned())).collect())
+            };
+            lab::wait_until("worker1 uses every gateway", PATIENCE, used, |used| used.len() == 3)?;
+        }
 
         let echo = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;
         let gateways: BTreeSet<[u8; 6]> = lab.gateways().map(|node| node.external_mac()).collect();

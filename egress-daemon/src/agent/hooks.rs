@@ -8,7 +8,11 @@ use crate::{
         links::LinkTable,
     },
 };
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 use tokio::{
     sync::watch,
     task::{JoinHandle, block_in_place},
@@ -26,6 +30,8 @@ pub struct Wanted {
     pub rules: InterfaceRules,
     /// The tunnel device.
     pub tunnel: u32,
+    /// Packets are taken off the underlay's interfaces before the tunnel device sees them.
+    pub underlay: bool,
     /// The far end of the shaper, where there is one.
     pub shaper: Option<u32>,
 }
@@ -34,6 +40,7 @@ pub struct Wanted {
 pub struct Hooks {
     wanted: watch::Sender<Wanted>,
     complaints: watch::Receiver<Vec<String>>,
+    seen: watch::Receiver<BTreeSet<Hook>>,
     mode: Mode,
     task: JoinHandle<()>,
 }
@@ -44,8 +51,9 @@ impl Hooks {
         let mode = attacher.mode();
         let (wanted, wishes) = watch::channel(wanted);
         let (report, complaints) = watch::channel(Vec::new());
-        let task = tokio::spawn(keep(attacher, links, wishes, report));
-        Self { wanted, complaints, mode, task }
+        let (saw, seen) = watch::channel(BTreeSet::new());
+        let task = tokio::spawn(keep(attacher, links, wishes, report, saw));
+        Self { wanted, complaints, seen, mode, task }
     }
 
     /// How programs are attached.
@@ -56,6 +64,19 @@ impl Hooks {
     /// Says anew what decides.
     pub fn set(&self, wanted: Wanted) {
         self.wanted.send_replace(wanted);
+    }
+
+    /// Whether every pod's interface that `roles` name has its programs, or cannot have them.
+    pub fn cover(&self, roles: &Roles) -> bool {
+        let seen = self.seen.borrow();
+        roles.pods.iter().all(|index| seen.contains(&("pod_egress", *index)))
+    }
+
+    /// Waits until other interfaces than before have their programs. Cancel safe.
+    pub async fn changed(&mut self) {
+        if self.seen.changed().await.is_err() {
+            std::future::pending().await
+        }
     }
 
     /// What could not be attached.
@@ -75,6 +96,7 @@ async fn keep(
     mut links: watch::Receiver<Arc<LinkTable>>,
     mut wishes: watch::Receiver<Wanted>,
     report: watch::Sender<Vec<String>>,
+    saw: watch::Sender<BTreeSet<Hook>>,
 ) {
     let mut verify = tokio::time::interval(if attacher.mode() == Mode::Tcx { VERIFY } else { VERIFY_FILTERS });
     loop {
@@ -92,7 +114,7 @@ async fn keep(
         let table = links.borrow_and_update().clone();
         let wanted = wishes.borrow_and_update().clone();
         let names: BTreeMap<u32, String> = table.links.values().map(|l| (l.index, l.name.clone())).collect();
-        let hooks = hooks(&classify(&table, &wanted.rules), &wanted, &names);
+        let hooks = hooks(&classify(&table, &wanted.rules), &wanted, &table, &names);
         let errors = block_in_place(|| attacher.sync(&hooks, &names, all));
         let errors: Vec<String> = errors.iter().map(ToString::to_string).collect();
         report.send_if_modified(|old| {
@@ -100,15 +122,25 @@ async fn keep(
             *old = errors;
             changed
         });
+        saw.send_if_modified(|old| {
+            let changed = !old.iter().eq(hooks.keys());
+            *old = hooks.into_keys().collect();
+            changed
+        });
     }
 }
 
-/// The hooks that should hold our programs.
-fn hooks(roles: &Roles, wanted: &Wanted, names: &BTreeMap<u32, String>) -> BTreeMap<Hook, String> {
+/// The hooks that should hold our programs. One interface has one program at its ingress, so that the order among them is
+/// never in question: that of the underlay does the uplink's work as well.
+fn hooks(roles: &Roles, wanted: &Wanted, table: &LinkTable, names: &BTreeMap<u32, String>) -> BTreeMap<Hook, String> {
+    let tunnel = wanted.tunnel;
+    let ethernet = |i: &u32| table.links.get(i).is_some_and(|link| link.mac.is_some() && !link.kind.is_tunnel());
+    let underlays: BTreeSet<u32> =
+        roles.underlays.keys().filter(|i| wanted.underlay && ethernet(i) && !roles.pods.contains(i)).copied().collect();
     let pods = roles.pods.iter().flat_map(|i| [("pod_egress", *i), ("pod_ingress", *i)]);
-    let uplinks = roles.uplinks.iter().map(|i| ("uplink_ingress", *i));
+    let uplinks = roles.uplinks.iter().filter(|i| !underlays.contains(i)).map(|i| ("uplink_ingress", *i));
+    let uplinks = uplinks.chain(underlays.iter().map(|i| ("underlay_ingress", *i)));
     let shaper = wanted.shaper.map(|index| ("shaper_ingress", index));
-    let tunnel = [("tunnel_ingress", wanted.tunnel), ("tunnel_egress", wanted.tunnel)];
-    let all = pods.chain(uplinks).chain(tunnel).chain(shaper);
+    let all = pods.chain(uplinks).chain([("tunnel_ingress", tunnel), ("tunnel_egress", tunnel)]).chain(shaper);
     all.filter_map(|hook| Some((hook, names.get(&hook.1)?.clone()))).collect()
 }

@@ -4,14 +4,15 @@ use super::{
     blocks::Withheld,
     demand::{self, Ports},
     facts::Known,
-    tell,
+    ways,
 };
 use crate::{
-    api::{CarriedIP, EgressNodeStatus, MapUse, NodeAddress},
-    config::Firewall,
+    api::{CarriedIP, EgressNodeStatus, GatewayWay, MapUse, NodeAddress},
+    config::{Firewall, Transport},
     datapath::{attach::Mode, tables::Tables},
     host::{classify::Roles, links::LinkTable},
     model::NodeName,
+    observe::state::GatewayState,
     plan::Plan,
 };
 use k8s_openapi::{
@@ -34,6 +35,10 @@ pub struct Report<'a> {
     pub tunnel_addresses: &'a [IpAddr],
     /// Whether new flows wait for the host's firewall.
     pub firewall: Firewall,
+    /// The setting for the ways to other nodes.
+    pub transport: Transport,
+    /// The ways to gateways.
+    pub gateways: &'a [GatewayWay],
     /// How programs are attached.
     pub attach: Mode,
     /// What is in the maps.
@@ -58,7 +63,9 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
     EgressNodeStatus {
         tunnel_addresses: report.tunnel_addresses.iter().map(ToString::to_string).collect(),
         addresses: addresses(report),
-        transport: Some(tell::TRANSPORT.into()),
+        transport: Some(report.transport.to_string()),
+        receives: ways::receives(report.transport),
+        gateways: report.gateways.to_vec(),
         firewall: Some(report.firewall.to_string()),
         attach: Some(report.attach.to_string()),
         lease_revision: report.leases.all,
@@ -77,6 +84,15 @@ fn carries(carried: &BTreeMap<IpAddr, u64>) -> Vec<CarriedIP> {
     carried.iter().map(|(ip, epoch)| CarriedIP { egress_ip: ip.to_string(), epoch: *epoch }).collect()
 }
 
+/// The way to a gateway, as the object tells it.
+pub fn gateway(state: &GatewayState) -> GatewayWay {
+    GatewayWay {
+        node: state.name.clone(),
+        transport: state.transport.clone(),
+        reason: Some(state.why.clone()).filter(|why| !why.is_empty()),
+    }
+}
+
 /// The addresses that other things on the network know this node by.
 fn addresses(report: &Report<'_>) -> Vec<NodeAddress> {
     let mut all = Vec::new();
@@ -93,7 +109,8 @@ fn addresses(report: &Report<'_>) -> Vec<NodeAddress> {
             };
             if !local {
                 let (interface, cidr) = (link.name.clone(), address.to_string());
-                all.push(NodeAddress { interface, cidr, default_route });
+                let mac = link.mac.map(|mac| mac.to_string());
+                all.push(NodeAddress { interface, cidr, default_route, mac });
             }
         }
     }

@@ -1,6 +1,6 @@
 //! From what the objects, the links and the probes say to what this node's datapath should do. Pure.
 
-use super::{blocks::Withheld, effective::Effective, handover::Handover, owned::Place};
+use super::{blocks::Withheld, effective::Effective, handover::Handover, owned::Place, ways};
 use crate::{
     datapath::encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
     health::ProbeState,
@@ -52,6 +52,8 @@ pub struct Facts<'a> {
     pub withdrawn: &'a BTreeSet<IpAddr>,
     /// The time, since any start.
     pub now: Duration,
+    /// Unknown sources are held.
+    pub hold: bool,
     /// Settings, but for what the view adds (`HOLD`).
     pub config: Config,
 }
@@ -69,8 +71,8 @@ pub fn classes_of(snapshot: &Snapshot, node: &NodeName) -> BTreeMap<EndpointId, 
 }
 
 /// Whether a pod that a policy selects has no address yet: unknown sources are held.
-pub fn holds(facts: &Facts<'_>, classes: &BTreeMap<EndpointId, BTreeSet<PolicyId>>) -> bool {
-    let starting = |id: &EndpointId| facts.snapshot.endpoints.get(id).is_some_and(|e| e.ips.is_empty());
+pub fn is_any_starting(snapshot: &Snapshot, classes: &BTreeMap<EndpointId, BTreeSet<PolicyId>>) -> bool {
+    let starting = |id: &EndpointId| snapshot.endpoints.get(id).is_some_and(|e| e.ips.is_empty());
     classes.iter().any(|(id, class)| !class.is_empty() && starting(id))
 }
 
@@ -84,7 +86,6 @@ pub fn used(plan: &Plan, classes: &BTreeMap<EndpointId, BTreeSet<PolicyId>>) -> 
 /// Makes the view, and notes which policies have come into force.
 pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
     let selected = classes_of(facts.snapshot, facts.node);
-    let hold = holds(facts, &selected);
     let in_force: BTreeSet<&PolicyId> = selected.values().flatten().collect();
     let endpoints = selected.iter().filter_map(|(id, class)| {
         let ips = facts.snapshot.endpoints.get(id)?.ips.clone();
@@ -101,7 +102,7 @@ pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
     let classes = classes.into_iter().map(|c| (c.clone(), effective.merge(facts, c))).collect();
     let policies = policies.into_iter().map(|(id, (_, view))| (id, view)).collect();
     let mut config = facts.config;
-    if hold {
+    if facts.hold {
         config.flags |= egress_common::config::flags::HOLD;
     }
     NodeView {
@@ -109,9 +110,12 @@ pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
         endpoints,
         policies,
         classes,
-        excepts: excepts(facts),
+        excepts: excepts(facts.snapshot, facts.except_cidrs),
         egress_ips: facts.plan.egress_ips.iter().map(|(ip, e)| (*ip, egress(facts, *ip, e))).collect(),
         nodes: facts.snapshot.nodes.values().map(|n| (n.name.clone(), tunnel_addresses(n))).collect(),
+        // The agent fills them in: they depend on routes, which are looked up for the nodes that the view names.
+        ways: BTreeMap::new(),
+        macs: macs(facts),
         uplinks: facts.roles.uplinks.iter().filter_map(|i| Some((*i, facts.links.links.get(i)?.mac?.0))).collect(),
         config: Some(config),
     }
@@ -123,15 +127,25 @@ pub fn tunnel_addresses(node: &Node) -> Vec<IpAddr> {
     if reported.is_empty() { node.addresses.iter().copied().collect() } else { reported }
 }
 
+/// The MAC addresses that other nodes send from.
+fn macs(facts: &Facts<'_>) -> BTreeMap<[u8; 6], NodeName> {
+    let others = facts.snapshot.nodes.values().filter(|n| n.name != *facts.node);
+    ways::macs(others.flat_map(|n| {
+        let report = n.report.as_ref();
+        let addresses = report.into_iter().flat_map(|r| r.tunnel_addresses.iter().filter_map(|a| r.macs.get(a)));
+        addresses.map(|mac| (&n.name, *mac)).collect::<Vec<_>>()
+    }))
+}
+
 /// Destinations that no policy touches: every address of a node, the pods of every node, what the administrator says.
-fn excepts(facts: &Facts<'_>) -> BTreeSet<IpNet> {
-    let nodes = facts.snapshot.nodes.values();
+pub fn excepts(snapshot: &Snapshot, except_cidrs: &[IpNet]) -> BTreeSet<IpNet> {
+    let nodes = snapshot.nodes.values();
     let hosts = nodes.flat_map(|n| {
         let reported = n.report.iter().flat_map(|r| r.addresses.iter().map(|a| a.net.addr()));
         n.addresses.iter().copied().chain(reported).map(IpNet::from).chain(n.pod_cidrs.iter().copied())
     });
-    let pods = facts.snapshot.endpoints.values().flat_map(|e| e.ips.iter().copied().map(IpNet::from));
-    hosts.chain(pods).chain(facts.except_cidrs.iter().copied()).map(|n| n.trunc()).collect()
+    let pods = snapshot.endpoints.values().flat_map(|e| e.ips.iter().copied().map(IpNet::from));
+    hosts.chain(pods).chain(except_cidrs.iter().copied()).map(|n| n.trunc()).collect()
 }
 
 fn policy(facts: &Facts<'_>, policy: &Policy, endpoints: &BTreeMap<EndpointId, EndpointView>) -> PolicyView {

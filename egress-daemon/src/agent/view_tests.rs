@@ -4,7 +4,7 @@ use super::{
     blocks::Withheld,
     effective::Effective,
     handover::{Circumstances, GRACE, Handover, LINGER},
-    view::{Facts, uplink, view},
+    view::{Facts, classes_of, is_any_starting, uplink, view},
 };
 use crate::{
     datapath::encode::{NodeView, PolicyView, SlotView},
@@ -17,7 +17,7 @@ use crate::{
     model::*,
     plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan},
 };
-use egress_common::config::{self, flags};
+use egress_common::config;
 use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -178,6 +178,7 @@ impl World {
             withheld: &Withheld::default(),
             withdrawn: &self.withdrawn,
             now: Duration::ZERO,
+            hold: false,
             config: config::UNSET,
         })
     }
@@ -197,7 +198,7 @@ impl World {
 
 #[test]
 fn unknown_sources_are_held_only_while_a_selected_pod_is_starting() {
-    let held = |w: &World| w.view().config.unwrap().flags & flags::HOLD != 0;
+    let held = |w: &World| is_any_starting(&w.snapshot, &classes_of(&w.snapshot, &"me".into()));
     let mut world = World::new();
     assert!(!held(&world));
     world.add(pod("db", "me", "db", &[]));

@@ -108,10 +108,18 @@ pub struct EgressNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub addresses: Vec<NodeAddress>,
 
-    /// How packets travel between nodes: device, vxlan or direct.
+    /// The node's setting for how packets travel between nodes: Auto, device, vxlan or direct.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub transport: Option<String>,
+
+    /// The ways by which the node takes packets: device, vxlan, direct.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub receives: Vec<String>,
+
+    /// The gateways that the node uses, and how packets travel to them, sorted by name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gateways: Vec<GatewayWay>,
 
     /// The firewall mode in force: respect or bypass.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -182,6 +190,27 @@ pub struct NodeAddress {
     /// Whether a default route of this family leaves through the interface.
     #[serde(default)]
     pub default_route: bool,
+
+    /// The interface's Ethernet address, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub mac: Option<String>,
+}
+
+/// How packets travel to a gateway.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GatewayWay {
+    /// The gateway's node.
+    pub node: String,
+
+    /// The transport in force: device, vxlan or direct.
+    pub transport: String,
+
+    /// Why no better one is in force.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub reason: Option<String>,
 }
 
 /// Port blocks of an egress IP that a node wants or gives back.

@@ -50,7 +50,9 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
     });
     top.set("firewallMark", &mut config.firewall_mark, one_bit);
     top.set("transport", &mut config.transport, |v| {
-        choice(v, &[("Auto", Transport::Auto), ("device", Transport::Device)], &["vxlan", "direct"])
+        let named = [Transport::Device, Transport::Vxlan, Transport::Direct].map(|t| (t.to_string(), t));
+        let all: Vec<(&str, Transport)> = named.iter().map(|(name, t)| (name.as_str(), *t)).collect();
+        choice(v, &[&[("Auto", Transport::Auto)][..], &all].concat(), &[])
     });
     top.set("announce", &mut config.announce, |v| choice(v, &[("arp", Announce::Arp), ("none", Announce::None)], &[]));
     top.set("foreignKinds", &mut config.foreign_kinds, |v| {

@@ -121,13 +121,13 @@ fn timeouts_below_the_rfcs_are_refused() {
 
 #[test]
 fn what_does_not_exist_yet_is_refused_as_such() {
-    for transport in ["vxlan", "direct"] {
-        refused(&format!("transport: {transport}"), "transport", &["not in this build yet", "Auto or device"]);
+    for (text, transport) in [("vxlan", Transport::Vxlan), ("direct", Transport::Direct), ("Auto", Transport::Auto)] {
+        assert_eq!(parse(&format!("transport: {text}")).transport, transport);
     }
     for mark in ["0", "0x3000", "-1", "0x100000000", "bit"] {
         refused(&format!("firewallMark: {mark}"), "firewallMark", &["power of two"]);
     }
-    refused("transport: auto", "transport", &["unknown", "Auto or device"]);
+    refused("transport: auto", "transport", &["unknown", "Auto or device or vxlan or direct"]);
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::channel::mpsc::UnboundedReceiver;
-use futures::{FutureExt, StreamExt};
+use futures::{FutureExt, StreamExt, TryStreamExt};
 use nix::sys::socket::{setsockopt, sockopt};
 use rtnetlink::packet_core::{NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
 use rtnetlink::packet_route::address::AddressMessage;
@@ -100,6 +100,21 @@ impl Links {
         self.table.borrow().clone()
     }
 
+    /// Whether the present state knows every link that there is now, as what it is: reports take their time. Where the links
+    /// cannot be read it does not.
+    pub async fn is_up_to_date(&self, handle: &Handle) -> bool {
+        let now: Result<Vec<LinkMessage>, _> = handle.link().get().execute().try_collect().await;
+        let known = self.current();
+        let same = |link: Link| {
+            let known = known.links.get(&link.index);
+            known.is_some_and(|known| {
+                (&known.name, &known.kind, known.peer_in_other_netns)
+                    == (&link.name, &link.kind, link.peer_in_other_netns)
+            })
+        };
+        now.is_ok_and(|now| now.iter().filter_map(decode::link).all(same))
+    }
+
     /// A channel that holds the present state and wakes up with each different one. It closes when `self` is dropped.
     pub fn subscribe(&self) -> watch::Receiver<Arc<LinkTable>> {
         self.table.clone()
@@ -143,7 +158,7 @@ impl Follower {
 
     /// Reads everything. The socket for reports is open already, so that nothing is missed in between.
     async fn resync(&mut self) -> Result<(), LinksError> {
-        let mut state = State::default();
+        let mut state = self.state.anew();
         let mut ignored = Stale::default();
         for message in self.dump("links", RouteNetlinkMessage::GetLink(link_request(0))).await? {
             if let RouteNetlinkMessage::NewLink(message) = message

@@ -34,6 +34,10 @@ pub struct NodeReport {
     pub tunnel_addresses: Vec<IpAddr>,
     /// Addresses that the node has by itself.
     pub addresses: BTreeSet<InterfaceAddress>,
+    /// The Ethernet addresses of the interfaces that have its addresses.
+    pub macs: BTreeMap<IpAddr, [u8; 6]>,
+    /// The names of the transports by which it takes packets.
+    pub receives: BTreeSet<String>,
     /// Port blocks in which its own sockets listen.
     pub occupied_blocks: BTreeSet<u16>,
     /// By egress IP.

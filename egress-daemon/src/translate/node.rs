@@ -57,6 +57,12 @@ fn limit(reader: &mut Reader, annotations: Option<&BTreeMap<String, String>>) ->
     None
 }
 
+/// Six bytes in hexadecimal with colons between them.
+fn mac(text: &str) -> Option<[u8; 6]> {
+    let bytes: Option<Vec<u8>> = text.split(':').map(|byte| u8::from_str_radix(byte, 16).ok()).collect();
+    bytes?.try_into().ok()
+}
+
 /// What an agent says; `None` before it has said anything.
 pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
     let status = object.status.as_ref()?;
@@ -65,8 +71,12 @@ pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
     let tunnel_addresses =
         tunnel.filter_map(|text| reader.parse(text, "status.tunnelAddresses", WRITTEN_BY_AGENT)).collect();
     let mut addresses = std::collections::BTreeSet::new();
+    let mut macs = BTreeMap::new();
     for address in &status.addresses {
-        if let Some(net) = reader.parse(&address.cidr, "status.addresses", WRITTEN_BY_AGENT) {
+        if let Some(net) = reader.parse::<ipnet::IpNet>(&address.cidr, "status.addresses", WRITTEN_BY_AGENT) {
+            if let Some(mac) = address.mac.as_deref().and_then(mac) {
+                macs.insert(net.addr(), mac);
+            }
             let interface = address.interface.clone();
             addresses.insert(InterfaceAddress { interface, net, default_route: address.default_route });
         }
@@ -85,6 +95,8 @@ pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
     let report = NodeReport {
         tunnel_addresses,
         addresses,
+        macs,
+        receives: status.receives.iter().cloned().collect(),
         occupied_blocks: status.occupied_blocks.iter().copied().collect(),
         demand,
         carries,

@@ -10,7 +10,7 @@ use crate::datapath::{
 };
 use egress_common::{
     abi::{NameKey, name_kind},
-    config::Config,
+    config::{Config, flags},
     endpoint::{MemberKey, PolicyKey},
     limits::MAGLEV_CHUNK,
     net,
@@ -192,6 +192,30 @@ proptest! {
 
 fn writer(dir: &BpfDir) -> Writer {
     Writer::open(Maps::open(&dir.pins).unwrap()).unwrap()
+}
+
+/// Invariant: what is held is let go when the pod that it was for is known.
+#[test]
+fn what_is_held_is_let_go_last() {
+    let mut encoder = Encoder::recover(&Tables::default());
+    let views = some_views(20);
+    for (before, after) in views.iter().zip(&views[1..]) {
+        let mut present = encoder.encode(before, &Tables::default()).unwrap();
+        present.config = Some(Config { flags: flags::HOLD, ..scenes::settings() });
+        let wanted = encoder.encode(after, &present).unwrap();
+        for left in 0.. {
+            let mut sink = Failing { tables: present.clone(), left };
+            let result = Change { sink: &mut sink, present: &present, wanted: &wanted }.carry_out(&mut 1, &mut false);
+            let now = &sink.tables;
+            let held = now.config.unwrap().flags & flags::HOLD != 0;
+            let known = now.v4.endpoints == wanted.v4.endpoints && now.v6.endpoints == wanted.v6.endpoints;
+            assert!(held || known, "after {left} operations");
+            if result.is_ok() {
+                assert!(!held);
+                break;
+            }
+        }
+    }
 }
 
 fn some_views(n: usize) -> Vec<NodeView> {

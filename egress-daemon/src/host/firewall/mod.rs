@@ -6,12 +6,14 @@
 //! nftables rules do. So the bit may be somebody else's on other packets, and is set again where somebody clears it. A
 //! packet that is ours and would leave by another device than the tunnel's, because the routing rule is gone, is dropped.
 
+mod hold;
 mod nft;
 mod routes;
 mod rules;
 
 use std::{collections::BTreeSet, io, net::IpAddr};
 
+use ipnet::IpNet;
 use rtnetlink::Handle;
 
 use super::table::LinkTable;
@@ -36,6 +38,9 @@ pub struct Spec {
     pub mtu: u32,
     /// Interfaces whose packets are never a pod's, whatever their mark.
     pub outside: BTreeSet<String>,
+    /// While a selected pod is starting: the destinations that no policy touches. What our program has not seen on its way
+    /// to another one is held.
+    pub hold: Option<BTreeSet<IpNet>>,
 }
 
 /// Why the way is not there.
@@ -88,7 +93,7 @@ impl LongWay {
         let present = nft::rules(TABLE).map_err(FirewallError::nftables("read"))?;
         let mut changed = present != rules::summary(&chains);
         if changed {
-            nft::replace(TABLE, &chains).map_err(FirewallError::nftables("made"))?;
+            nft::replace(TABLE, &hold::sets(spec), &chains).map_err(FirewallError::nftables("made"))?;
         }
         // The route before the rule that leads to it.
         if self.made.as_ref() != Some(spec) || !routes::present(links, spec) {

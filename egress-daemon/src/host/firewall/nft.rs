@@ -19,10 +19,20 @@ const NEW_TABLE: u16 = 0;
 const DELETE_TABLE: u16 = 2;
 const NEW_CHAIN: u16 = 3;
 const NEW_RULE: u16 = 6;
+const NEW_SET: u16 = 9;
+const NEW_ELEMENTS: u16 = 12;
 const GET_RULE: u16 = 7;
+/// Flag of a set whose elements are intervals, and of an element that ends one.
+const INTERVALS: u32 = 4;
+const INTERVAL_END: u32 = 1;
+/// Elements in one message, which may have 64 KiB.
+const ELEMENTS: usize = 1_000;
 const NESTED: u16 = 1 << 15;
 /// `NFNL_MSG_BATCH_BEGIN` and messages begin with this many bytes of netlink and netfilter headers.
 const HEADERS: usize = 16 + 4;
+/// Kind of a set's byte order in its user data, as `nft` has it, and the machine's own.
+const BYTE_ORDER: u8 = 0;
+const HOST_ORDER: u32 = 1;
 /// Kind of a rule's comment in its user data, as `nft` has it.
 const COMMENT: u8 = 0;
 /// How long the kernel may take to answer; it waits for other programs' changes.
@@ -48,6 +58,8 @@ pub enum Field {
     Priority,
     /// `skb->mark`.
     Mark,
+    /// Name of the interface that it came in by, 16 bytes.
+    InputName,
     /// Name of the interface that it leaves by, 16 bytes.
     OutputName,
     /// `NFPROTO_IPV4` (2) or `NFPROTO_IPV6` (10), one byte.
@@ -69,6 +81,8 @@ pub enum Part {
     Is(Field, Vec<u8>),
     /// The field has another value.
     IsNot(Field, Vec<u8>),
+    /// The field's value is not in the set of this name.
+    NotIn(Field, &'static str),
     /// The field has any of these bits.
     HasBits(Field, u32),
     /// Sets bits of the mark.
@@ -90,6 +104,42 @@ pub struct Rule {
     pub parts: Vec<Part>,
 }
 
+/// What the values of a set are, as `nft` numbers them for people.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Values {
+    /// IPv4 addresses.
+    V4 = 7,
+    /// IPv6 addresses.
+    V6 = 8,
+    /// Names of interfaces, 16 bytes.
+    Names = 41,
+}
+
+/// A set that rules of its table look values up in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Set {
+    /// Its name.
+    pub name: &'static str,
+    /// What is in it.
+    pub values: Values,
+    /// The single values; or where intervals begin, each followed by the first value behind it, which only the last of all
+    /// values has not.
+    pub elements: Vec<Vec<u8>>,
+}
+
+impl Set {
+    fn length(&self) -> u32 {
+        match self.values {
+            Values::V4 => 4,
+            Values::V6 | Values::Names => 16,
+        }
+    }
+
+    fn has_intervals(&self) -> bool {
+        self.values != Values::Names
+    }
+}
+
 /// A base chain that accepts what its rules do not drop.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chain {
@@ -104,12 +154,15 @@ pub struct Chain {
 }
 
 /// Replaces the table, in one transaction.
-pub fn replace(table: &str, chains: &[Chain]) -> io::Result<()> {
+pub fn replace(table: &str, sets: &[Set], chains: &[Chain]) -> io::Result<()> {
     let mut batch = Batch::new();
     // Deleting needs a table that is there.
     batch.message(NEW_TABLE, libc::NLM_F_CREATE, |m| m.text(1, table));
     batch.message(DELETE_TABLE, 0, |m| m.text(1, table));
     batch.message(NEW_TABLE, libc::NLM_F_CREATE, |m| m.text(1, table));
+    for (id, set) in sets.iter().enumerate() {
+        add_set(&mut batch, table, id as u32, set);
+    }
     for chain in chains {
         batch.message(NEW_CHAIN, libc::NLM_F_CREATE, |m| {
             m.text(1, table);
@@ -132,6 +185,38 @@ pub fn replace(table: &str, chains: &[Chain]) -> io::Result<()> {
         }
     }
     batch.run()
+}
+
+fn add_set(batch: &mut Batch, table: &str, id: u32, set: &Set) {
+    batch.message(NEW_SET, libc::NLM_F_CREATE, |m| {
+        m.text(1, table);
+        m.text(2, set.name);
+        m.number(3, if set.has_intervals() { INTERVALS } else { 0 });
+        m.number(4, set.values as u32);
+        m.number(5, set.length());
+        m.number(10, id);
+        if set.values == Values::Names {
+            // For `nft` alone, which would show names backwards.
+            m.bytes(13, &[&[BYTE_ORDER, 4], &HOST_ORDER.to_ne_bytes()[..]].concat());
+        }
+    });
+    for (first, elements) in (0..).step_by(ELEMENTS).zip(set.elements.chunks(ELEMENTS)) {
+        batch.message(NEW_ELEMENTS, libc::NLM_F_CREATE, |m| {
+            m.text(1, table);
+            m.text(2, set.name);
+            m.nest(3, |list| {
+                for (at, value) in (first..).zip(elements) {
+                    list.nest(1, |element| {
+                        element.nest(1, |key| key.bytes(1, value));
+                        if set.has_intervals() && at % 2 == 1 {
+                            element.number(3, INTERVAL_END);
+                        }
+                    });
+                }
+            });
+            m.number(4, id);
+        });
+    }
 }
 
 /// Removes the table; false if there was none.
@@ -198,6 +283,14 @@ fn expressions(list: &mut Message, part: &Part) {
             load(list, *field);
             compare(list, 1, value);
         }
+        Part::NotIn(field, set) => {
+            load(list, *field);
+            list.expression("lookup", |data| {
+                data.text(1, set);
+                data.number(2, REGISTER);
+                data.number(5, 1);
+            });
+        }
         Part::HasBits(field, bits) => {
             load(list, *field);
             mask(list, *bits, 0);
@@ -238,6 +331,7 @@ fn load(list: &mut Message, field: Field) {
     match field {
         Field::Priority => meta(list, 2),
         Field::Mark => meta(list, 3),
+        Field::InputName => meta(list, 6),
         Field::OutputName => meta(list, 7),
         Field::Family => meta(list, 15),
         Field::Protocol => meta(list, 16),
@@ -355,6 +449,9 @@ fn exchange(bytes: &[u8], mut last: impl FnMut(u16, &[u8]) -> bool) -> io::Resul
     let fd = socket.as_raw_fd();
     bind(fd, &NetlinkAddr::new(0, 0))?;
     setsockopt(&socket, sockopt::ReceiveTimeout, &nix::sys::time::TimeVal::new(PATIENCE.as_secs() as i64, 0))?;
+    if bytes.len() > BUFFER {
+        setsockopt(&socket, sockopt::SndBufForce, &(2 * bytes.len()))?;
+    }
     send(fd, bytes, MsgFlags::empty())?;
     let mut buffer = vec![0; BUFFER];
     loop {

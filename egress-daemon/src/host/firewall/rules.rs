@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use egress_common::abi::FIREWALL_PRIORITY;
 
 use super::{
-    Spec,
+    Spec, hold,
     nft::{Chain, Field, Hook, Part, Rule},
 };
 
@@ -23,6 +23,7 @@ pub fn chains(spec: &Spec) -> Vec<Chain> {
     let chain = |name, hook, priority, rules| Chain { name, hook, priority, rules };
     let mut early = vec![ours(spec, vec![Part::SetMark(spec.mark), Part::NoTrack], "not tracked")];
     early.extend(spec.addresses.iter().map(|address| outer_in(*address, spec.port)));
+    early.extend(hold::rules(spec));
     vec![
         chain("early", Hook::Prerouting, EARLY, early),
         chain("late", Hook::Prerouting, LATE, vec![ours(spec, vec![Part::SetMark(spec.mark)], "marked again")]),

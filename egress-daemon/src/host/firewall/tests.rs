@@ -17,6 +17,7 @@ fn spec(index: u32) -> Spec {
         addresses: ["10.88.0.11".parse().unwrap(), "fd88::11".parse().unwrap()].into(),
         mtu: 1450,
         outside: ["lo".into(), "eth0".into()].into(),
+        hold: None,
     }
 }
 
@@ -73,6 +74,31 @@ fn everything_is_made_once_mended_listed_and_removed() {
         assert!(way.ensure(&net.handle, &fresh.current(), &fewer).await.unwrap());
         let rules = shown("ip", &["rule"]);
         assert!(!rules.contains("eth0") && !rules.contains("0x1000") && rules.contains("0x2000/0x2000"), "{rules}");
+
+        // While a pod is starting: sets, and rules that look into them.
+        let untouched = ["10.96.0.0/16", "10.88.0.11/32", "10.88.0.12/32", "fd88::/64"].map(|net| net.parse().unwrap());
+        let holding = Spec { hold: Some(untouched.into()), ..fewer.clone() };
+        assert!(way.ensure(&net.handle, &fresh.current(), &holding).await.unwrap());
+        assert!(!way.ensure(&net.handle, &fresh.current(), &holding).await.unwrap(), "nothing was different");
+        let table = shown("nft", &["list", "table", "inet", "spillway"]);
+        for part in [
+            "10.88.0.11-10.88.0.12",
+            "10.96.0.0/16",
+            "224.0.0.0/3",
+            "fd88::/64",
+            "elements = { \"lo\" }",
+            "meta priority != 5350:2 iifname != @outside ip daddr != @untouched4 counter packets 0 bytes 0 drop",
+            "ip6 daddr != @untouched6 counter packets 0 bytes 0 drop",
+        ] {
+            assert!(table.contains(part), "{part:?} is not in\n{table}");
+        }
+        // More than fits one message, or the socket's buffer.
+        let many = (0..20_000u32).map(|n| IpNet::from(IpAddr::from((0x0b00_0000 + 2 * n).to_be_bytes())));
+        let many = Spec { hold: Some(many.collect()), ..fewer.clone() };
+        assert!(way.ensure(&net.handle, &fresh.current(), &many).await.unwrap());
+        assert!(shown("nft", &["list", "set", "inet", "spillway", "untouched4"]).contains("11.0.156.62"));
+        assert!(way.ensure(&net.handle, &fresh.current(), &fewer).await.unwrap());
+        assert!(!shown("nft", &["list", "table", "inet", "spillway"]).contains("untouched"));
 
         let lines = inventory(&net.handle).await.unwrap();
         assert_eq!(lines.len(), 6 + 2 * (4 + 2), "{lines:#?}");
