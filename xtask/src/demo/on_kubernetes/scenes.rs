@@ -288,10 +288,10 @@ fn gateway_returns(show: &mut Show) -> Result<()> {
 
 fn nobody_leads(show: &mut Show) -> Result<()> {
     show.screen.scene(
-        "The API server is away, and a controller dies",
+        "A controller dies, and the API server is away",
         &format!(
-            "The API server is killed and stays away for {} s: agents keep what they have, and so does the kernel. When it is \
-             back, the leading controller is killed, too.",
+            "The leading controller is killed, and the other one takes over. Then the API server is killed and stays away for \
+             {} s: agents keep what they have, and so does the kernel.",
             AWAY.as_secs()
         ),
     );
@@ -300,13 +300,6 @@ fn nobody_leads(show: &mut Show) -> Result<()> {
     let streams = show.streams.as_ref().context("no connections stream")?;
     streams.wait_progress(5)?;
     streams.reset_pauses();
-    show.cluster.kill_api_server()?;
-    let away = Instant::now();
-    wait_for("connections go on without an API server", AWAY * 3, || {
-        streams.wait_progress(1)?;
-        Ok(away.elapsed() >= AWAY)
-    })?;
-    show.cluster.start_api_server()?;
     let leader = wait_until("a controller leads", PATIENCE, || show.cluster.leader(), Option::is_some)?;
     let leader = leader.context("a leader")?;
     let pod = leader.rsplit_once('-').map_or(leader.as_str(), |(pod, _)| pod);
@@ -316,6 +309,14 @@ fn nobody_leads(show: &mut Show) -> Result<()> {
     show.screen
         .wait("another controller leads", || wait_until("another leads", PATIENCE, || show.cluster.leader(), other))?;
     let led = killed.elapsed();
+    show.cluster.kill_api_server()?;
+    let away = Instant::now();
+    wait_for("connections go on without an API server", AWAY * 3, || {
+        streams.wait_progress(1)?;
+        Ok(away.elapsed() >= AWAY)
+    })?;
+    show.cluster.start_api_server()?;
+    wait_until("a controller leads again", PATIENCE, || show.cluster.leader(), Option::is_some)?;
     streams.wait_progress(20)?;
     let all = streams.all();
     let flows = finish_trickles(show, trickles)?;
