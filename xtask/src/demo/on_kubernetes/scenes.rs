@@ -21,6 +21,8 @@ const PODS: usize = 3;
 const STREAMS_PER_POD: usize = 30;
 /// A policy of a person is in force by then.
 const IN_FORCE: Duration = Duration::from_secs(10);
+/// The egress IPs have moved, and TCP, which tries again after 3 s and after 6.4 s, has noticed.
+const LONGEST_PAUSE: Duration = Duration::from_secs(8);
 /// A node's processes have started again, and the pool's failback delay has passed.
 const RETURNED: Duration = Duration::from_secs(60);
 /// For how long the API server is away.
