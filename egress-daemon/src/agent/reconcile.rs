@@ -35,6 +35,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
     sync::Arc,
+    time::Instant,
 };
 
 /// Bytes that a packet grows by in the tunnel: outer Ethernet is not counted, inner Ethernet (14), VXLAN (8), UDP (8) and
@@ -157,7 +158,9 @@ impl Agent {
             .into_iter()
             .filter_map(|(ip, place)| Some((ip, (place, self.world.plan.egress_ips.get(&ip)?.epoch))));
         self.owned.set(&if self.settings.silent { BTreeMap::new() } else { places.collect() });
-        self.owned.tick();
+        if Instant::now() >= self.silent_until {
+            self.owned.tick();
+        }
         self.owned.ask_all();
         self.forward();
         self.keep_lease(cut_off.is_empty()).await;

@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use lab::traffic::{ConnectionReport, undelivered};
@@ -35,8 +35,9 @@ pub struct Judge {
     allowed: BTreeMap<u16, BTreeSet<IpAddr>>,
     /// Sources of answers to what the server opened.
     pods: BTreeSet<IpAddr>,
-    /// The last MAC address that answered for an egress IP, and how many there have been, one after the other.
-    answering: BTreeMap<IpAddr, ([u8; 6], u64)>,
+    /// The MAC addresses that answered for an egress IP one after the other, with when each began to, in seconds.
+    answering: BTreeMap<IpAddr, Vec<(f64, [u8; 6])>>,
+    started: Instant,
     packets: u64,
     untold: u64,
     violations: Vec<String>,
@@ -59,6 +60,7 @@ impl Judge {
             allowed,
             pods: Family::BOTH.map(|family| pod.ip(family)).into(),
             answering: BTreeMap::new(),
+            started: Instant::now(),
             packets: 0,
             untold: 0,
             violations: Vec::new(),
@@ -99,7 +101,7 @@ impl Judge {
     fn judge(&mut self, trace: &Trace) {
         for packet in trace.packets().iter().filter(|packet| !packet.outgoing) {
             if let Some((ip, mac)) = packet.claim() {
-                self.claim(ip, mac);
+                self.claim(ip, mac, packet.at.saturating_duration_since(self.started));
             }
             self.source(packet);
         }
@@ -118,13 +120,13 @@ impl Judge {
         }
     }
 
-    fn claim(&mut self, ip: IpAddr, mac: [u8; 6]) {
+    fn claim(&mut self, ip: IpAddr, mac: [u8; 6], at: Duration) {
         if !self.allowed.values().any(|allowed| allowed.contains(&ip)) {
             return;
         }
-        let (last, changes) = self.answering.entry(ip).or_insert((mac, 1));
-        if *last != mac {
-            (*last, *changes) = (mac, *changes + 1);
+        let all = self.answering.entry(ip).or_default();
+        if all.last().is_none_or(|(_, last)| *last != mac) {
+            all.push((at.as_secs_f64(), mac));
         }
     }
 
@@ -140,11 +142,14 @@ impl Judge {
         let epochs = epochs(&world.lab);
         self.figure("changes of owners", epochs.values().map(|epoch| epoch.saturating_sub(1)).sum::<u64>());
         let passing = addresses(&[PASSING]);
-        for (ip, (_, changes)) in std::mem::take(&mut self.answering) {
+        for (ip, answers) in std::mem::take(&mut self.answering) {
+            let changes = answers.len() as u64;
             let epoch = epochs.get(&ip).copied().unwrap_or(0);
             // The object of an egress IP that leaves its policy goes, and with it the count.
             if !passing.contains(&ip) && changes > epoch {
-                let which = format!("{ip}: {changes} times, with {epoch} owners one after the other");
+                let answers: Vec<String> = answers.iter().map(|(at, mac)| format!("{} at {at:.2} s", mac[5])).collect();
+                let answers = answers.join(", ");
+                let which = format!("{ip}: {changes} times, with {epoch} owners one after the other: {answers}");
                 self.violation("another gateway answers for an egress IP", &which);
             }
         }
@@ -252,6 +257,7 @@ mod tests {
             allowed: BTreeMap::from([(80, BTreeSet::from([ip(10)]))]),
             pods: BTreeSet::new(),
             answering: BTreeMap::new(),
+            started: Instant::now(),
             packets: 0,
             untold: 0,
             violations: Vec::new(),
@@ -264,10 +270,10 @@ mod tests {
         let mut judge = judge();
         let ip = IpAddr::from([192, 0, 2, 10]);
         for mac in [1, 1, 2, 2, 1, 1] {
-            judge.claim(ip, [mac; 6]);
+            judge.claim(ip, [mac; 6], Duration::ZERO);
         }
-        judge.claim([192, 0, 2, 99].into(), [7; 6]);
-        assert_eq!(judge.answering, BTreeMap::from([(ip, ([1; 6], 3))]));
+        judge.claim([192, 0, 2, 99].into(), [7; 6], Duration::ZERO);
+        assert_eq!(judge.answering, BTreeMap::from([(ip, [1, 2, 1].map(|mac| (0.0, [mac; 6])).to_vec())]));
     }
 
     #[test]
