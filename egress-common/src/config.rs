@@ -32,9 +32,15 @@ map_type! {
         pub room: u32,
         /// Flows that one pod may have; 0: any number.
         pub pod_flows: u32,
+        /// UDP port of the tunnel, host byte order.
+        pub tunnel_port: u32,
+        /// The IPv4 address that other nodes send tunnelled packets to; 0 for none.
+        pub own_v4: [u32; 1],
+        /// The same over IPv6; zero for none.
+        pub own_v6: [u32; 4],
         /// Near end of the shaper; 0 where there is none.
         pub shaper_ifindex: u32,
-    } size 56
+    } size 80
 }
 
 /// Bits of [`Config::flags`].
@@ -45,6 +51,8 @@ pub mod flags {
     pub const CSUM_IPV6: u32 = 2;
     /// New flows wait until the host's firewall has let a packet of theirs pass.
     pub const RESPECT_FIREWALL: u32 = 8;
+    /// The kernel knows `BPF_F_ADJ_ROOM_DECAP_L4_UDP`: merged packets can be stripped of their outer header.
+    pub const DECAP_UDP: u32 = 4;
 }
 
 /// The record in a map that no agent has written yet.
@@ -62,5 +70,8 @@ pub const UNSET: Config = Config {
     mark: 0,
     room: 0,
     pod_flows: 0,
+    tunnel_port: 0,
+    own_v4: [0],
+    own_v6: [0; 4],
     shaper_ifindex: 0,
 };

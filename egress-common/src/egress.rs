@@ -99,7 +99,7 @@ map_type! {
 }
 
 map_type! {
-    /// Value of `NODES`.
+    /// Value of `NODES`: a node, and how to send to it.
     pub struct Node {
         /// The tunnel's address of the node, IPv4 in its mapped form.
         pub addr: [u32; 4],
@@ -107,7 +107,56 @@ map_type! {
         pub present: u32,
         /// Its address in the form that the tunnel key wants: IPv4 in *host* byte order, or 0 for IPv6.
         pub tunnel_v4: u32,
-    } size 24
+        /// The way ([`crate::transport`]) of packets to this node as a gateway.
+        pub forward: u32,
+        /// The set of ways that can be taken to it, [`crate::transport::bit`] each.
+        pub may: u32,
+        /// Index of the counter for packets that take the device because nothing else is possible; 0 for none.
+        pub why: u32,
+        /// Interface of the underlay that leads to it.
+        pub ifindex: u32,
+        /// Largest IP packet that the way to it takes.
+        pub mtu: u32,
+        /// Sum over what never changes of the outer IPv4 header's words, folded.
+        pub csum: u32,
+        /// Next hop, as the kernel's `struct bpf_redir_neigh`: address family,
+        pub hop_family: u32,
+        /// and address; IPv4 in the first word.
+        pub hop: [u32; 4],
+        /// This node's address as the outer source; IPv4 in its mapped form.
+        pub source: [u32; 4],
+        /// Its MAC address and that of our interface, for `direct`, as words in memory order.
+        pub macs: [[u16; 3]; 2],
+    } size 96
+}
+
+impl Node {
+    /// An entry that stands for no node.
+    pub const EMPTY: Self = Self {
+        addr: [0; 4],
+        present: 0,
+        tunnel_v4: 0,
+        forward: 0,
+        may: 0,
+        why: 0,
+        ifindex: 0,
+        mtu: 0,
+        csum: 0,
+        hop_family: 0,
+        hop: [0; 4],
+        source: [0; 4],
+        macs: [[0; 3]; 2],
+    };
+}
+
+map_type! {
+    /// Key of `MAC_INDEX`: a MAC address as words in memory order, padded with zero.
+    pub struct MacKey {
+        /// The address.
+        pub mac: [u16; 3],
+        /// Zero.
+        pub reserved: u16,
+    } size 8
 }
 
 map_type! {

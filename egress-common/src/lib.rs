@@ -20,6 +20,7 @@ pub mod limits;
 pub mod port_block;
 pub mod probe;
 pub mod tcp;
+pub mod transport;
 pub mod verdict;
 
 /// An IPv4 address as it lies in a packet: one word, network byte order.

@@ -20,6 +20,10 @@ pub const MAX_ASSIGNMENTS: usize = 65_536;
 pub const MAX_NODES: usize = 16_384;
 /// Tunnel addresses of all nodes together: one of each family for every node.
 pub const MAX_NODE_ADDRESSES: usize = 2 * MAX_NODES;
+/// MAC addresses of all nodes together.
+pub const MAX_MACS: usize = 2 * MAX_NODES;
+/// Bytes of the ring buffer in which answers to probes wait for the agent.
+pub const PROBE_BUFFER: usize = 65_536;
 /// Interfaces of a node that answer for egress IPs.
 pub const MAX_UPLINKS: usize = 1_024;
 /// Entries of all Maglev tables together, in chunks of [`MAGLEV_CHUNK`].

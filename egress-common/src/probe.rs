@@ -1,18 +1,28 @@
-//! The probe that a source node sends through the tunnel and a gateway's program sends back.
+//! The probe that a source node sends to a gateway, and the gateway's program sends back: a UDP packet from
+//! [`PORT`] to [`PORT`] with the egress IP as its source, on each way exactly as a translated packet travels.
 
 use crate::layout::map_type;
 
 /// The first four bytes of a probe.
 pub const MAGIC: [u8; 4] = *b"SPWY";
 /// The version of the format.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 /// [`Probe::kind`] on the way to the gateway.
 pub const REQUEST: u8 = 1;
 /// [`Probe::kind`] on the way back.
 pub const REPLY: u8 = 2;
+/// Source and destination port. No port block has it (they begin at 1024), so neither a pod nor a server can make a packet
+/// that is taken for a probe.
+pub const PORT: u16 = 1009;
+/// The other address of a probe over IPv4, which stands for a server's (TEST-NET-1, RFC 5737: nobody has it).
+pub const PEER_V4: [u8; 4] = [192, 0, 2, 254];
+/// The same over IPv6 (RFC 3849).
+pub const PEER_V6: [u8; 16] = [0x20, 1, 0xd, 0xb8, 0xff, 0xff, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xfe];
+/// Source MAC address of a probe that the agent sends into the tunnel device, where the program sends it on its way.
+pub const SRC_MAC: [u8; 6] = [0x02, 0x53, 0x57, 0, 0, 3];
 
 map_type! {
-    /// Payload of an Ethernet frame of type [`crate::abi::PROBE_ETHERTYPE`].
+    /// The payload of the UDP packet.
     pub struct Probe {
         /// [`MAGIC`].
         pub magic: [u8; 4],
@@ -20,15 +30,29 @@ map_type! {
         pub version: u8,
         /// [`REQUEST`] or [`REPLY`].
         pub kind: u8,
-        /// Zero.
-        pub reserved: [u8; 2],
+        /// The way that this probe takes ([`crate::transport`]); comes back unchanged.
+        pub way: u8,
+        /// In a request: the way that the prober wants replies of flows by. In a reply: the way that it came by.
+        pub wish: u8,
         /// The prober's number for the gateway, network byte order; comes back unchanged.
         pub node_id: [u8; 4],
         /// Zero.
-        pub reserved2: [u8; 4],
+        pub reserved: [u8; 4],
         /// Sequence number, network byte order; comes back unchanged.
         pub seq: [u8; 8],
         /// Tunnel address of the gateway, IPv4 in its mapped form.
         pub remote: [u8; 16],
     } size 40
+}
+
+map_type! {
+    /// What the source node's program tells its agent of a reply (ring buffer `PROBES`).
+    pub struct Answer {
+        /// The probe.
+        pub probe: Probe,
+        /// Index in `NODES` of the node that sent the reply.
+        pub node: u32,
+        /// 4 or 6: the family of the packet.
+        pub family: u32,
+    } size 48
 }

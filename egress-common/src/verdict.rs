@@ -27,7 +27,9 @@ counters! {
     FirewallAsked = "firewall_asked": "packets of flows that wait for the host's firewall, given to it",
     FirewallPassed = "firewall_passed": "flows that the host's firewall let pass",
     Untouched = "flows_untouched": "flows that the outside opened, or that were there before the policy",
-    SentTunnel = "sent_tunnel": "packets translated and sent to a gateway",
+    SentTunnel = "sent_tunnel": "packets sent to another node by the tunnel device",
+    SentVxlan = "sent_vxlan": "packets sent to another node in an outer header that the program wrote",
+    SentDirect = "sent_direct": "packets sent to another node without an outer header",
     SentLocal = "sent_local": "packets translated and sent out by this node itself",
     Forwarded = "gateway_forwarded": "packets of other nodes that this gateway sent out",
     Replied = "gateway_replied": "replies that this gateway sent to source nodes",
@@ -35,6 +37,13 @@ counters! {
     NeighborAnswered = "neighbor_answered": "ARP and NDP requests answered for egress IPs",
     NextHopLearnt = "next_hop_learnt": "answers of gateways of egress IPs' own subnets",
     ProbeAnswered = "probe_answered": "probes answered",
+    ProbeReturned = "probe_returned": "answers to probes of this node",
+    DeviceMerged = "device_merged": "received packets left to the tunnel device because they are merged of several",
+    DeviceOuter = "device_outer": "received packets left to the tunnel device for their outer header: options, fragments, congestion, checksums",
+    DeviceRefused = "device_refused": "packets by the tunnel device because the kernel would not change their headers",
+    DeviceEncapsulated = "device_encapsulated": "packets by the tunnel device because they are in a tunnel of the pod already",
+    DeviceMtu = "device_mtu": "packets by the tunnel device because they are larger than the way's MTU",
+    DeviceRoute = "device_route": "packets by the tunnel device because no plain Ethernet route leads to the node",
     DropHeld = "drop_held": "packets of unknown sources while a selected pod is starting",
     DropMalformed = "drop_malformed": "packets that match a policy and cannot be parsed",
     DropProtocol = "drop_protocol": "packets that match a policy, of a protocol that cannot be translated",
@@ -58,6 +67,7 @@ counters! {
     DropBandwidth = "drop_bandwidth": "packets over the bandwidth of their egress IP",
     DropNoNextHop = "drop_no_next_hop": "packets of an egress IP whose subnet's gateway has not answered yet",
     DropVlan = "drop_vlan": "untagged packets for an egress IP that lives in a VLAN",
+    DropTooLarge = "drop_too_large": "packets larger than the tunnel takes over an IPv6 underlay, which fragments nothing",
     DropRedirect = "drop_redirect": "packets that a helper refused",
 }
 
@@ -84,9 +94,28 @@ pub enum Verdict {
     Drop(Counter),
     /// A redirecting helper has taken it; the value is what the helper returned.
     Taken(i32),
+    /// What [`send`](Self::send) or [`probe`](Self::probe) made: the entry point does it, since the variables of that would
+    /// not fit the stack of a deeper function.
+    Later(u64),
 }
 
 impl Verdict {
+    /// Sends the packet to the node with that index in `NODES`, for one of [`purpose`]. The upper half of `entropy` tells
+    /// flows apart on the way.
+    ///
+    /// All bits are put together here: done later, in code that other verdicts reach as well, it would be done to registers
+    /// that hold something else there, which the verifier refuses.
+    #[inline(always)]
+    pub const fn send(purpose: u32, node: u32, entropy: u32) -> Self {
+        Verdict::Later((bits::SEND + purpose as u64) << 32 | (entropy & 0xffff_0000 | node & 0xffff) as u64)
+    }
+
+    /// Treats the packet as a probe from the node with that index in `NODES`.
+    #[inline(always)]
+    pub const fn probe(node: u32) -> Self {
+        Verdict::Later(bits::PROBE << 32 | node as u64)
+    }
+
     /// The verdict in one register, which is all that a function of a BPF program can return: what it is in the upper
     /// half, the counter or the helper's result in the lower.
     #[inline(always)]
@@ -95,8 +124,19 @@ impl Verdict {
             Verdict::Pass => bits::PASS << 32,
             Verdict::Drop(counter) => bits::DROP << 32 | counter as u64,
             Verdict::Taken(result) => bits::TAKEN << 32 | result as u32 as u64,
+            Verdict::Later(bits) => bits,
         }
     }
+}
+
+/// What a packet is sent to another node for.
+pub mod purpose {
+    /// To a gateway, to be sent out, by the way that is in force.
+    pub const FORWARD: u32 = 0;
+    /// A reply to a source node, by the way that it wishes.
+    pub const REPLY: u32 = 1;
+    /// A probe by the tunnel device; those by other ways follow ([`crate::transport`]).
+    pub const PROBE: u32 = 2;
 }
 
 /// The upper halves of [`Verdict::to_bits`].
@@ -107,4 +147,8 @@ pub mod bits {
     pub const DROP: u64 = 1;
     /// [`Verdict::Taken`](super::Verdict::Taken).
     pub const TAKEN: u64 = 2;
+    /// [`Verdict::probe`](super::Verdict::probe), with the node in the lower half.
+    pub const PROBE: u64 = 3;
+    /// [`Verdict::send`](super::Verdict::send), plus the purpose; node and entropy in the lower half.
+    pub const SEND: u64 = 4;
 }

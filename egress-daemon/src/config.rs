@@ -8,7 +8,7 @@ mod read;
 use crate::host::{classify::NamePattern, tunnel};
 use egress_common::{abi, limits};
 use ipnet::IpNet;
-use std::{fmt, fs, io, net::SocketAddr, path::Path, time::Duration};
+use std::{collections::BTreeSet, fmt, fs, io, net::SocketAddr, path::Path, time::Duration};
 
 /// Default of [`Probe::interval`].
 pub const PROBE_INTERVAL: Duration = Duration::from_millis(100);
@@ -63,6 +63,8 @@ pub struct Config {
     pub transport: Transport,
     /// `announce`: how egress IPs are made known on their link.
     pub announce: Announce,
+    /// `foreignKinds`: whose objects are read from the cluster besides our own. A directory's are always read.
+    pub foreign_kinds: BTreeSet<Foreign>,
     /// `metrics`: where metrics and health are served; `--metrics` comes before it. Absent: nowhere.
     pub metrics: Option<SocketAddr>,
 }
@@ -110,10 +112,23 @@ pub enum Firewall {
 /// The way between source nodes and gateways.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
-    /// The best way that works; in this build that is [`Transport::Device`].
+    /// For each gateway the best way that probes have shown to work in both directions.
     Auto,
     /// The tunnel device.
     Device,
+    /// The same bytes as the tunnel device's, past the device, where plain Ethernet leads to the other node.
+    Vxlan,
+    /// No tunnel, where the other node is on the same link and takes it.
+    Direct,
+}
+
+/// Another system whose objects are understood.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
+pub enum Foreign {
+    /// CiliumEgressGatewayPolicy (cilium.io/v2).
+    Cilium,
+    /// Egress and ExternalIPPool (crd.antrea.io/v1beta1).
+    Antrea,
 }
 
 /// How egress IPs are made known on their link.
@@ -148,6 +163,7 @@ impl Default for Config {
             firewall_mark: abi::FIREWALL_MARK,
             transport: Transport::Auto,
             announce: Announce::Arp,
+            foreign_kinds: BTreeSet::new(),
             metrics: None,
         }
     }
@@ -167,6 +183,8 @@ impl fmt::Display for Transport {
         f.write_str(match self {
             Transport::Auto => "Auto",
             Transport::Device => "device",
+            Transport::Vxlan => "vxlan",
+            Transport::Direct => "direct",
         })
     }
 }

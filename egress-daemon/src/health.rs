@@ -5,12 +5,14 @@
 
 mod lease;
 mod probe;
+mod ways;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 pub use lease::{LeaseTimes, LeaseTracker, Renewal};
 pub use probe::{ProbeState, ProbeTimes, ProbeTracker, ProbeTransition};
+pub use ways::{Form, WayChooser};
 
 use crate::model::NodeName;
 

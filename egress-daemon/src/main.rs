@@ -7,13 +7,14 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use egress_daemon::{
     check, cleanup,
-    config::Config,
+    config::{Config, Foreign},
     ctl::{DEFAULT_BPFFS, Output, message},
     observe::logs::{self, LogFormat},
-    store::{Files, Kubernetes, Reader, Store},
+    store::{Files, Kind, Kubernetes, Reader, Store},
 };
 use futures::FutureExt as _;
 use std::{
+    collections::BTreeSet,
     io::{self, Write},
     net::SocketAddr,
     path::PathBuf,
@@ -80,6 +81,9 @@ struct Source {
     /// Use the Kubernetes API that this file describes
     #[arg(long, value_name = "FILE")]
     kubeconfig: Option<PathBuf>,
+    /// Read the objects of this system from the cluster, too, besides what `foreignKinds` names
+    #[arg(long, value_enum, value_name = "SYSTEM", conflicts_with = "manifests")]
+    foreign: Vec<Foreign>,
 }
 
 impl Source {
@@ -91,6 +95,20 @@ impl Source {
             (None, None) => "this cluster".into(),
         }
     }
+
+    /// Whose objects are read besides our own.
+    fn foreign(&self, config: &Config) -> BTreeSet<Foreign> {
+        self.foreign.iter().chain(&config.foreign_kinds).copied().collect()
+    }
+}
+
+/// The kinds of objects of other systems.
+fn kinds_of(foreign: &BTreeSet<Foreign>) -> Vec<Kind> {
+    let of = |foreign: &Foreign| match foreign {
+        Foreign::Cilium => &[Kind::CiliumEgressGatewayPolicy][..],
+        Foreign::Antrea => &[Kind::Egress, Kind::ExternalIPPool],
+    };
+    foreign.iter().flat_map(of).copied().collect()
 }
 
 #[derive(Args)]
@@ -206,6 +224,7 @@ fn wait_for(task: impl Future<Output = Result<ExitCode>>) -> Result<ExitCode> {
 async fn agent(args: AgentArgs) -> Result<ExitCode> {
     let config = Config::load(args.common.config.as_deref())?;
     let reader = Reader::Agent(args.node.clone());
+    let foreign = args.source.foreign(&config);
     let options = roles::AgentOptions {
         node: args.node,
         bpffs: args.pinned.bpffs,
@@ -215,7 +234,7 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
         config,
     };
     let stop = stop()?;
-    let Some(store) = open(&args.source, &reader, stop.clone()).await? else { return Ok(ExitCode::SUCCESS) };
+    let Some(store) = open(&args.source, &reader, &foreign, stop.clone()).await? else { return Ok(ExitCode::SUCCESS) };
     roles::agent(options, store, stop).await?;
     Ok(ExitCode::SUCCESS)
 }
@@ -224,7 +243,8 @@ async fn controller(args: ControllerArgs) -> Result<ExitCode> {
     let config = Config::load(args.common.config.as_deref())?;
     let metrics = args.serving.metrics.or(config.metrics);
     let stop = stop()?;
-    let Some(store) = open(&args.source, &Reader::Controller, stop.clone()).await? else {
+    let Some(store) = open(&args.source, &Reader::Controller, &args.source.foreign(&config), stop.clone()).await?
+    else {
         return Ok(ExitCode::SUCCESS);
     };
     roles::controller(&config, metrics, store, stop).await?;
@@ -232,13 +252,19 @@ async fn controller(args: ControllerArgs) -> Result<ExitCode> {
 }
 
 /// The store, or nothing when the process is asked to end before a cluster has answered.
-async fn open(source: &Source, reader: &Reader, stop: impl Future<Output = ()>) -> Result<Option<Store>> {
+async fn open(
+    source: &Source,
+    reader: &Reader,
+    foreign: &BTreeSet<Foreign>,
+    stop: impl Future<Output = ()>,
+) -> Result<Option<Store>> {
     if let Some(directory) = &source.manifests {
         let store = Files::open(directory).with_context(|| format!("--manifests {}", directory.display()))?;
         return Ok(Some(store));
     }
+    let foreign = kinds_of(foreign);
     tokio::select! {
-        store = Kubernetes::open(source.kubeconfig.as_deref(), reader) => Ok(Some(store.context("the cluster")?)),
+        store = Kubernetes::open(source.kubeconfig.as_deref(), reader, &foreign) => Ok(Some(store.context("the cluster")?)),
         () = stop => Ok(None),
     }
 }
@@ -283,6 +309,7 @@ mod tests {
             "agent --node worker1 --manifests /m --with-controller --config /c.yaml --bpffs /sys/fs/bpf/x --metrics [::1]:9",
             "agent --node worker1 --kubeconfig /k --log debug --log-format json",
             "controller --manifests /m --metrics 127.0.0.1:9473",
+            "controller --foreign cilium --foreign antrea",
             "check -o json --bpffs /sys/fs/bpf/x",
             "cleanup --force --bpffs /sys/fs/bpf/x",
             "completions zsh",
@@ -298,6 +325,8 @@ mod tests {
             ("agent --node w --kubeconfig /k --with-controller", "cannot be used with"),
             ("agent --node w --with-controller", "--manifests"),
             ("controller --metrics 9473", "--metrics"),
+            ("controller --manifests /m --foreign cilium", "cannot be used with"),
+            ("controller --foreign calico", "possible values: cilium, antrea"),
         ] {
             let error = parse(line).err().expect(line).to_string();
             assert!(error.contains(part), "{line}: {error}");
@@ -308,7 +337,8 @@ mod tests {
     async fn a_cluster_that_cannot_be_found_is_said() {
         for (line, part) in [("controller --kubeconfig /k", "/k cannot be used"), ("controller", "--manifests DIR")] {
             let Ok(Cli { command: Command::Controller(args), .. }) = parse(line) else { panic!("{line}") };
-            let error = open(&args.source, &Reader::Controller, std::future::pending()).await.err().expect("refused");
+            let (foreign, never) = (BTreeSet::new(), std::future::pending());
+            let error = open(&args.source, &Reader::Controller, &foreign, never).await.err().expect("refused");
             assert!(format!("{error:#}").contains(part), "{error:#}");
         }
     }

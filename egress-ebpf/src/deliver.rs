@@ -7,9 +7,8 @@ use crate::{
     mss,
     packet::{Mac, Packet, now_tick},
     parse::{self, Ip, Kind, Part, Transport},
-    stats,
+    probe, stats,
     translate::{End, Rewrite, rewrite},
-    tunnel,
 };
 use aya_ebpf::helpers::bpf_get_prandom_u32;
 use egress_common::{
@@ -20,12 +19,18 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// A reply that a gateway sent.
+/// A reply that a gateway sent. A verdict's bits, as a function of its own returns them: the variables of several do not fit
+/// the stack.
+#[inline(never)]
+pub fn from_tunnel<F: Family>(pkt: &Packet, outer: &V6) -> u64 {
+    replied::<F>(pkt, outer).to_bits()
+}
+
 #[inline(always)]
-pub fn from_tunnel<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
+fn replied<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
     let Some(config) = CONFIG.get(0) else { return Verdict::Drop(Counter::DropNoReverse) };
-    if !from_owner::<F>(ip.dst, outer) && !tunnel::is_node(outer) {
+    if !from_owner::<F>(ip.dst, outer) && probe::node_of(outer).is_none() {
         return Verdict::Drop(Counter::DropStranger);
     }
     let t = parse::transport::<F>(pkt, &ip);
@@ -73,7 +78,8 @@ pub fn deliver<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transpo
             r.state = state;
         }
         if t.flags & tcp::flag::SYN != 0 {
-            mss::clamp::<F>(pkt, config, ip.l4);
+            let owner = EGRESS_IPS.get(r.egress).map_or(0, |e| e.owner);
+            mss::clamp::<F>(pkt, config, owner, ip.l4);
         }
     }
     let (ifindex, macs) = (r.ifindex, [r.pod_mac, r.host_mac]);

@@ -4,12 +4,13 @@ use crate::{
     maps::*,
     packet::{ETH_LEN, Packet},
     parse::{Ip, Part, proto},
+    vxlan,
 };
 use aya_ebpf::{
     bindings::{__sk_buff, BPF_F_PSEUDO_HDR},
     helpers::bpf_csum_diff,
 };
-use egress_common::{V4, V6, csum, hash::Words, limits::MAX_EXTENSION_HEADERS};
+use egress_common::{V4, V6, config::Config, csum, hash::Words, limits::MAX_EXTENSION_HEADERS};
 
 /// `BPF_F_IPV6` of `bpf_l4_csum_replace` (Linux 6.16): the address change cancels out in `skb->csum`.
 const BPF_F_IPV6: u64 = 1 << 7;
@@ -32,6 +33,8 @@ pub trait Family: Copy + PartialEq + Words + 'static {
     const HEADER: u32;
     /// Offset of the source address in its header; the destination follows.
     const SRC: u32;
+    /// Offset in its header of the protocol, or of the next header's type.
+    const PROTOCOL: u32;
 
     fn flows() -> &'static Flows<Self>;
     fn reverses() -> &'static Reverses<Self>;
@@ -44,6 +47,15 @@ pub trait Family: Copy + PartialEq + Words + 'static {
     fn search() -> &'static Searches<Self>;
     fn shares() -> &'static Shares<Self>;
 
+    /// The address at an offset of the packet.
+    fn load(pkt: &Packet, at: u32) -> Option<Self>;
+    /// Overwrites the address at an offset of the packet.
+    fn store(self, pkt: &Packet, at: u32) -> Option<()>;
+    /// The last four bytes of an address.
+    fn last_word(self) -> u32;
+    /// If this is a tunnelled packet for this node: its outer source address in the common form, and whether its outer
+    /// headers are such that they can simply be taken off.
+    fn outer(pkt: &Packet, config: &Config) -> Option<(V6, bool)>;
     /// The address held in the common form of `EGRESS_IPS`.
     fn from_any(words: &V6) -> Self;
     /// Destinations that no policy ever touches: multicast, broadcast, link-local, loopback, unspecified.
@@ -69,6 +81,7 @@ impl Family for V4 {
     const BITS: u32 = 32;
     const HEADER: u32 = 20;
     const SRC: u32 = 12;
+    const PROTOCOL: u32 = 9;
 
     #[inline(always)]
     fn flows() -> &'static Flows<V4> {
@@ -109,6 +122,26 @@ impl Family for V4 {
     #[inline(always)]
     fn shares() -> &'static Shares<V4> {
         &SHARES_V4
+    }
+
+    #[inline(always)]
+    fn load(pkt: &Packet, at: u32) -> Option<V4> {
+        pkt.read(at)
+    }
+
+    #[inline(always)]
+    fn store(self, pkt: &Packet, at: u32) -> Option<()> {
+        pkt.write(at, self)
+    }
+
+    #[inline(always)]
+    fn last_word(self) -> u32 {
+        self[0]
+    }
+
+    #[inline(always)]
+    fn outer(pkt: &Packet, config: &Config) -> Option<(V6, bool)> {
+        vxlan::outer_v4(pkt, config)
     }
 
     #[inline(always)]
@@ -204,6 +237,7 @@ impl Family for V6 {
     const BITS: u32 = 128;
     const HEADER: u32 = 40;
     const SRC: u32 = 8;
+    const PROTOCOL: u32 = 6;
 
     #[inline(always)]
     fn flows() -> &'static Flows<V6> {
@@ -244,6 +278,26 @@ impl Family for V6 {
     #[inline(always)]
     fn shares() -> &'static Shares<V6> {
         &SHARES_V6
+    }
+
+    #[inline(always)]
+    fn load(pkt: &Packet, at: u32) -> Option<V6> {
+        pkt.read_v6(at)
+    }
+
+    #[inline(always)]
+    fn store(self, pkt: &Packet, at: u32) -> Option<()> {
+        pkt.write_words(at, &self)
+    }
+
+    #[inline(always)]
+    fn last_word(self) -> u32 {
+        self[3]
+    }
+
+    #[inline(always)]
+    fn outer(pkt: &Packet, config: &Config) -> Option<(V6, bool)> {
+        vxlan::outer_v6(pkt, config)
     }
 
     #[inline(always)]

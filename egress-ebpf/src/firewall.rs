@@ -9,7 +9,7 @@
 
 use crate::{
     family::Family,
-    maps::CONFIG,
+    maps::{CONFIG, NODES},
     packet::{ETH_LEN, Packet},
     parse::{self, Ip, Kind, proto},
     stats,
@@ -18,6 +18,7 @@ use crate::{
 use egress_common::{
     config::Config,
     flow::kind,
+    transport::DIRECT,
     verdict::{Counter, Verdict},
 };
 
@@ -39,10 +40,10 @@ pub fn ask(pkt: &Packet, config: &Config) -> Verdict {
     detour(pkt, config)
 }
 
-/// Whether the packet is too large for the tunnel and may not be fragmented.
+/// Whether the packet is too large for the way to `owner` and nobody may, or on an IPv6 underlay can, fragment it there.
 #[inline(always)]
-pub fn too_large<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> bool {
-    if config.room == 0 || config.mark == 0 || !ip.whole_only {
+pub fn too_large<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, owner: u32) -> bool {
+    if config.room == 0 || config.mark == 0 {
         return false;
     }
     let len = match pkt.gso_size() {
@@ -52,7 +53,14 @@ pub fn too_large<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> bool {
             ip.l4 - ETH_LEN + header + payload
         }
     };
-    len > config.room
+    if len <= config.room {
+        return false;
+    }
+    match NODES.get(owner) {
+        Some(node) if node.forward == DIRECT && len <= node.mtu => false,
+        Some(node) => ip.whole_only || node.tunnel_v4 == 0,
+        None => false,
+    }
 }
 
 /// Whether a packet at the tunnel device came the long way.

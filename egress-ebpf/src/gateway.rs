@@ -8,15 +8,14 @@ use crate::{
     neighbor,
     packet::Packet,
     parse::{self, Ip, Kind, Part, Transport},
-    shaper, stats, tunnel,
+    probe, shaper, stats, underlay, way,
 };
 use egress_common::{
     V6,
-    abi::VNI_REPLY,
     config::Config,
     egress::{EgressIp, flags},
     port_block,
-    verdict::{Counter, Verdict},
+    verdict::{Counter, Verdict, purpose},
 };
 
 /// The node that the block of `port` (network byte order) of an egress IP is leased to; 0 for nobody.
@@ -28,9 +27,30 @@ fn lessee(pkt: &Packet, egress: u32, port: u16) -> u32 {
     unsafe { *table.node.as_ptr().add(row) as u32 }
 }
 
-/// A translated packet from a source node, on its way out.
+/// Whether a packet comes from node number `index`: by its outer source address, or without one (`direct`) by the node
+/// whose MAC address it comes from, `link`; 0 where there is an outer address. No enum and no `Option`, since the verifier sees
+/// through neither without CAP_PERFMON: it allows no question whether a pointer to the stack is null.
 #[inline(always)]
-pub fn forward<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
+fn comes_from(index: u32, outer: &V6, link: u32) -> bool {
+    match link {
+        0 => matches!(NODES.get(index), Some(n) if n.present != 0 && n.addr == *outer),
+        link => link == index,
+    }
+}
+
+/// A translated packet from a source node, which `outer` or `link` tells, on its way out. A verdict's bits, as a function of
+/// its own returns them: the variables of several do not fit the stack.
+#[inline(never)]
+pub fn forward<F: Family>(pkt: &Packet, outer: &V6, link: u32) -> u64 {
+    match leased::<F>(pkt, outer, link) {
+        // No port of a flow is that low.
+        Verdict::Drop(Counter::DropNotLeased) if link != 0 && probe::is::<F>(pkt) => Verdict::probe(link).to_bits(),
+        verdict => verdict.to_bits(),
+    }
+}
+
+#[inline(always)]
+fn leased<F: Family>(pkt: &Packet, outer: &V6, link: u32) -> Verdict {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
     // SAFETY: read only.
     let Some(&egress) = (unsafe { F::egress_index().get(ip.src) }) else { return Verdict::Drop(Counter::DropNotOwner) };
@@ -49,9 +69,8 @@ pub fn forward<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
         Kind::Answer | Kind::Other => return Verdict::Drop(Counter::DropProtocol),
         Kind::Broken => return Verdict::Drop(Counter::DropMalformed),
     };
-    match NODES.get(lessee(pkt, egress, port)) {
-        Some(node) if node.present != 0 && node.addr == *outer => {}
-        _ => return Verdict::Drop(Counter::DropNotLeased),
+    if !comes_from(lessee(pkt, egress, port), outer, link) {
+        return Verdict::Drop(Counter::DropNotLeased);
     }
     if ip.part == Part::First {
         fragment::keep(&ip, &t);
@@ -63,9 +82,15 @@ pub fn forward<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
     }
 }
 
-/// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours.
+/// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours. A verdict's bits, as a
+/// function of its own returns them (see `Verdict::Later`).
+#[inline(never)]
+pub fn reply<F: Family>(pkt: &Packet) -> u64 {
+    inward::<F>(pkt).to_bits()
+}
+
 #[inline(always)]
-pub fn reply<F: Family>(pkt: &Packet) -> Verdict {
+fn inward<F: Family>(pkt: &Packet) -> Verdict {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Pass };
     if neighbor::is_solicitation::<F>(pkt, &ip) {
         return neighbor::solicitation(pkt);
@@ -111,9 +136,7 @@ pub fn to_source<F: Family>(
         None => 0,
     };
     if node == 0 {
-        // A node's own address has a stack behind it. A floating one has none: nothing may answer in its name.
-        let own = e.flags & flags::NODE_ADDRESS != 0;
-        return if own { Verdict::Pass } else { Verdict::Drop(Counter::DropNoLease) };
+        return nobodys::<F>(pkt, e);
     }
     if ip.part == Part::First {
         fragment::keep(ip, &t);
@@ -127,10 +150,24 @@ pub fn to_source<F: Family>(
     match NODES.get(node) {
         Some(n) if n.present != 0 => {
             stats::count(Counter::Replied);
-            tunnel::send(pkt, config, n, VNI_REPLY)
+            let entropy = way::entropy((t.src_port, t.dst_port), ip.src);
+            Verdict::send(purpose::REPLY, node, entropy)
         }
         _ => Verdict::Drop(Counter::DropNoLease),
     }
+}
+
+/// A packet for an egress IP at a port that is in nobody's block: the answer to a probe, or nothing of ours.
+#[inline(always)]
+fn nobodys<F: Family>(pkt: &Packet, e: &EgressIp) -> Verdict {
+    if probe::is::<F>(pkt)
+        && let Some(index) = underlay::link_node(pkt)
+    {
+        return Verdict::probe(index);
+    }
+    // A node's own address has a stack behind it. A floating one has none: nothing may answer in its name.
+    let own = e.flags & flags::NODE_ADDRESS != 0;
+    if own { Verdict::Pass } else { Verdict::Drop(Counter::DropNoLease) }
 }
 
 /// The port of the egress IP that a packet from outside is for, network byte order.

@@ -10,6 +10,7 @@ use crate::{
     parse::{self, Embedded, Ip, proto},
     steer,
     translate::{End, checksum_offset},
+    way,
 };
 use egress_common::{
     config::{Config, flags},
@@ -70,7 +71,7 @@ fn quoting<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
     if inner.dst != ip.src || rewrite(pkt, config, ip, &inner, End::Source, reverse.src, port).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
-    steer::hand_over(pkt, config, egress)
+    steer::hand_over(pkt, egress, way::entropy((port, 0), ip.dst))
 }
 
 /// Rewrites `end` of the error itself and the opposite end of the packet that it quotes, which travelled the other way.

@@ -29,12 +29,16 @@ mod once;
 mod packet;
 mod parse;
 mod ports;
+mod probe;
 mod shaper;
 mod share;
 mod stats;
 mod steer;
 mod translate;
 mod tunnel;
+mod underlay;
+mod vxlan;
+mod way;
 
 use aya_ebpf::{macros::classifier, programs::TcContext};
 use egress_common::{
@@ -57,13 +61,25 @@ const IPV6: u16 = 0x86dd_u16.to_be();
 const ARP: u16 = 0x0806_u16.to_be();
 
 #[inline(always)]
-fn finish(verdict: Verdict) -> i32 {
-    settle(verdict.to_bits())
+fn finish(pkt: &Packet, verdict: Verdict) -> i32 {
+    settle(pkt, verdict.to_bits())
 }
 
-/// The kernel's code for a verdict in bits.
+/// The kernel's code for a verdict in bits, after what it asks for is done.
 #[inline(always)]
-fn settle(verdict: u64) -> i32 {
+fn settle(pkt: &Packet, verdict: u64) -> i32 {
+    let verdict = match verdict >> 32 {
+        bits::PROBE => probe::receive(pkt, verdict as u32),
+        _ => verdict,
+    };
+    match verdict >> 32 {
+        tag @ bits::SEND.. => code(way::send_to_node(pkt.raw(), verdict as u32, (tag - bits::SEND) as u32)),
+        _ => code(verdict),
+    }
+}
+
+#[inline(always)]
+fn code(verdict: u64) -> i32 {
     match (verdict >> 32, verdict as u32 as i32) {
         (bits::PASS, _) => NEXT,
         (bits::DROP, counter) => {
@@ -82,11 +98,12 @@ fn settle(verdict: u64) -> i32 {
 #[classifier]
 pub fn pod_egress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
-    let code = settle(match pkt.protocol() {
+    let verdict = match pkt.protocol() {
         IPV4 => steer::steer::<V4>(&pkt),
         IPV6 => steer::steer::<V6>(&pkt),
         _ => Verdict::Pass.to_bits(),
-    });
+    };
+    let code = settle(&pkt, verdict);
     if code == NEXT && matches!(maps::CONFIG.get(0), Some(config) if config.flags & flags::HOLD != 0) {
         pkt.note_seen();
     }
@@ -97,17 +114,19 @@ pub fn pod_egress(ctx: TcContext) -> i32 {
 #[classifier]
 pub fn pod_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
-    finish(match pkt.protocol() {
+    let verdict = match pkt.protocol() {
         IPV4 => inbound::remember::<V4>(&pkt),
         IPV6 => inbound::remember::<V6>(&pkt),
         _ => Verdict::Pass,
-    })
+    };
+    finish(&pkt, verdict)
 }
 
 /// Ingress of the tunnel device: a gateway forwards, a source node delivers, probes are answered.
 #[classifier]
 pub fn tunnel_ingress(ctx: TcContext) -> i32 {
-    finish(tunnel::receive(&Packet::new(&ctx)))
+    let pkt = Packet::new(&ctx);
+    settle(&pkt, tunnel::receive(&pkt))
 }
 
 /// Egress of the tunnel device: translates packets that the host's firewall let pass, and gives the agent's own probes
@@ -116,31 +135,57 @@ pub fn tunnel_ingress(ctx: TcContext) -> i32 {
 pub fn tunnel_egress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
     if !firewall::take_mark(&pkt) {
-        return finish(tunnel::send_probe(&pkt));
+        return finish(&pkt, tunnel::send_probe(&pkt));
     }
-    settle(match pkt.protocol() {
-        IPV4 => once::passed::<V4>(&pkt),
-        IPV6 => once::passed::<V6>(&pkt),
-        _ => Verdict::Drop(Counter::DropNotAsked).to_bits(),
-    })
+    settle(
+        &pkt,
+        match pkt.protocol() {
+            IPV4 => once::passed::<V4>(&pkt),
+            IPV6 => once::passed::<V6>(&pkt),
+            _ => Verdict::Drop(Counter::DropNotAsked).to_bits(),
+        },
+    )
 }
 
 /// Ingress of the interfaces that carry egress IPs: replies, ARP and NDP.
 #[classifier]
 pub fn uplink_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
-    finish(match pkt.protocol() {
+    let verdict = match pkt.protocol() {
         IPV4 => gateway::reply::<V4>(&pkt),
         IPV6 => gateway::reply::<V6>(&pkt),
         ARP => neighbor::arp(&pkt),
-        _ => Verdict::Pass,
-    })
+        _ => Verdict::Pass.to_bits(),
+    };
+    settle(&pkt, verdict)
+}
+
+/// Ingress of the underlay's interfaces, which may be uplinks as well: what `tunnel_ingress` does, without the device, and
+/// what `uplink_ingress` does.
+#[classifier]
+pub fn underlay_ingress(ctx: TcContext) -> i32 {
+    let pkt = Packet::new(&ctx);
+    let verdict = match pkt.protocol() {
+        IPV4 => underlay::receive::<V4>(&pkt),
+        IPV6 => underlay::receive::<V6>(&pkt),
+        ARP => neighbor::arp(&pkt),
+        _ => Verdict::Pass.to_bits(),
+    };
+    settle(&pkt, verdict)
+}
+
+/// Run once by the agent (`BPF_PROG_TEST_RUN`) with a frame of zeros: what the kernel says to the flag that takes the outer
+/// header off merged packets.
+#[classifier]
+pub fn try_decapsulation(ctx: TcContext) -> i32 {
+    Packet::new(&ctx).adjust_room(-4, vxlan::DECAP_L4_UDP) as i32
 }
 
 /// Ingress of the shaper's far end: packets of limited egress IPs go on.
 #[classifier]
 pub fn shaper_ingress(ctx: TcContext) -> i32 {
-    finish(shaper::receive(&Packet::new(&ctx)))
+    let pkt = Packet::new(&ctx);
+    settle(&pkt, shaper::receive(&pkt))
 }
 
 /// Run once by the agent (`BPF_PROG_TEST_RUN`): arms the collector's timer, which from then on needs no agent.

@@ -3,17 +3,18 @@
 use crate::ports::Search;
 use aya_ebpf::{
     bindings::{BPF_F_NO_PREALLOC, bpf_timer},
-    btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, Queue},
+    btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, Queue, RingBuf},
     macros::btf_map,
 };
 use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::Config,
-    egress::{BlockList, EgressIp, LeaseTable, Meter, NextHop, Node, Uplink},
+    egress::{BlockList, EgressIp, LeaseTable, MacKey, Meter, NextHop, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Flow, FlowKey, Fragment, FragmentKey, Reverse, Ticket},
     limits::*,
+    probe::Answer,
     verdict::Counter,
 };
 
@@ -88,6 +89,15 @@ pub static LEASES: Array<LeaseTable, MAX_EGRESS_IPS> = Array::new();
 pub static NODES: Array<Node, MAX_NODES> = Array::new();
 #[btf_map]
 pub static NODE_INDEX: HashMap<V6, u32, MAX_NODE_ADDRESSES, GROW> = HashMap::new();
+/// Node by the MAC address that it sends from on a link that it shares with this one.
+#[btf_map]
+pub static MAC_INDEX: HashMap<MacKey, u32, MAX_MACS, GROW> = HashMap::new();
+/// By node: the way that it wants its replies by, as its last probe said.
+#[btf_map]
+pub static WISHES: Array<u32, MAX_NODES> = Array::new();
+/// Answers to this node's probes, for the agent.
+#[btf_map]
+pub static PROBES: RingBuf<Answer, PROBE_BUFFER> = RingBuf::new();
 #[btf_map]
 pub static UPLINKS: HashMap<u32, Uplink, MAX_UPLINKS, GROW> = HashMap::new();
 

@@ -1,16 +1,23 @@
 //! Keeping TCP segments small enough for the tunnel: the maximum segment size option of SYN and SYN+ACK.
 
-use crate::{family::Family, packet::Packet, parse::proto, translate::checksum_offset};
+use crate::{family::Family, maps::NODES, packet::Packet, parse::proto, translate::checksum_offset};
 use aya_ebpf::bindings::__sk_buff;
-use egress_common::config::Config;
+use egress_common::{config::Config, transport::DIRECT};
 
 /// Options that are looked at before the search is given up; Linux sends the option first.
 const MAX_OPTIONS: u32 = 10;
 
-/// Lowers the option in the TCP header at `l4` to what fits the tunnel.
+/// Length of a TCP header without options.
+const TCP_HEADER: u32 = 20;
+
+/// Lowers the option in the TCP header at `l4` to what fits the way to the owner of the egress IP.
 #[inline(always)]
-pub fn clamp<F: Family>(pkt: &Packet, config: &Config, l4: u32) {
-    let limit = if F::VERSION == 4 { config.mss_v4 } else { config.mss_v6 };
+pub fn clamp<F: Family>(pkt: &Packet, config: &Config, owner: u32, l4: u32) {
+    let limit = match NODES.get(owner) {
+        Some(node) if node.forward == DIRECT => node.mtu.saturating_sub(F::HEADER + TCP_HEADER),
+        _ if F::VERSION == 4 => config.mss_v4,
+        _ => config.mss_v6,
+    };
     clamp_mss(pkt.raw(), l4, limit);
 }
 

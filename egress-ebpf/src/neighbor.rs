@@ -68,9 +68,15 @@ fn answer(egress: u32, pkt: &Packet) -> Answer {
 /// then MAC address (3 words) and address (2 words) of sender and target.
 type Arp = [u16; 14];
 
-/// An ARP packet at an uplink.
+/// An ARP packet at an uplink. A verdict's bits, as a function of its own returns them: so its variables take no stack from
+/// the functions for other packets.
+#[inline(never)]
+pub fn arp(pkt: &Packet) -> u64 {
+    asked(pkt).to_bits()
+}
+
 #[inline(always)]
-pub fn arp(pkt: &Packet) -> Verdict {
+fn asked(pkt: &Packet) -> Verdict {
     let Some(q) = pkt.read_header::<Arp>(ETH_LEN) else { return Verdict::Pass };
     let [hardware, protocol, lengths, operation, m0, m1, m2, s0, s1, _, _, _, t0, t1] = q;
     // A gratuitous request (sender = target) announces; it asks nothing.

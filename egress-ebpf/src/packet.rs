@@ -2,10 +2,11 @@
 
 use aya_ebpf::{
     EbpfContext,
-    bindings::__sk_buff,
+    bindings::{__sk_buff, BPF_CSUM_LEVEL_DEC, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC},
     helpers::{
-        bpf_ktime_get_coarse_ns, bpf_l4_csum_replace, bpf_redirect, bpf_redirect_neigh, bpf_skb_change_tail,
-        bpf_skb_load_bytes, bpf_skb_pull_data, bpf_skb_store_bytes, bpf_skb_vlan_pop, bpf_skb_vlan_push,
+        bpf_csum_level, bpf_ktime_get_coarse_ns, bpf_l4_csum_replace, bpf_redirect, bpf_redirect_neigh,
+        bpf_skb_adjust_room, bpf_skb_change_tail, bpf_skb_load_bytes, bpf_skb_pull_data, bpf_skb_store_bytes,
+        bpf_skb_vlan_pop, bpf_skb_vlan_push,
     },
     programs::TcContext,
 };
@@ -13,6 +14,7 @@ use core::mem::MaybeUninit;
 use egress_common::{
     V6,
     abi::{FIREWALL_PRIORITY, SEEN_PRIORITY, TICK_SHIFT},
+    egress::Node,
     verdict::{Counter, Verdict},
 };
 
@@ -80,6 +82,18 @@ impl Packet {
     #[inline(always)]
     pub fn gso_size(&self) -> u32 {
         field!(self, gso_size)
+    }
+
+    /// Whether the frame's destination is this host's own MAC address (`PACKET_HOST`).
+    #[inline(always)]
+    pub fn to_host(&self) -> bool {
+        field!(self, pkt_type) == 0
+    }
+
+    /// Whether the frame has a VLAN tag.
+    #[inline(always)]
+    pub fn tagged(&self) -> bool {
+        field!(self, vlan_present) != 0
     }
 
     /// EtherType, network byte order.
@@ -226,6 +240,24 @@ impl Packet {
         (unsafe { bpf_skb_change_tail(self.skb, len, 0) } == 0).then_some(())
     }
 
+    /// Makes room behind the Ethernet header, or takes bytes away there (`bpf_skb_adjust_room`); 0 or an error, after which
+    /// the packet is as it was.
+    #[inline(always)]
+    pub fn adjust_room(&self, bytes: i32, flags: u64) -> i64 {
+        // SAFETY: the helper checks lengths and flags.
+        unsafe { bpf_skb_adjust_room(self.skb, bytes, BPF_ADJ_ROOM_MAC, flags) as i64 }
+    }
+
+    /// After an outer header was taken off: what the card said of its checksum is not said of the inner one, and the queue
+    /// that the packet came by is not the one that it leaves by.
+    #[inline(always)]
+    pub fn forget_outer(&self) {
+        // SAFETY: the helper changes fields of the packet only.
+        unsafe { bpf_csum_level(self.skb, BPF_CSUM_LEVEL_DEC as u64) };
+        // SAFETY: the context pointer is valid while the program runs.
+        unsafe { (&raw mut (*self.skb).queue_mapping).write_volatile(0) }
+    }
+
     /// Notes in the packet, for the programs that see it next, that it is a reply on its way into a pod. The field is one
     /// that only packet schedulers of another kind (dsmark) use.
     #[inline(always)]
@@ -313,6 +345,16 @@ impl Packet {
     pub fn redirect(&self, ifindex: u32) -> Verdict {
         // SAFETY: the helper only notes the index.
         Verdict::Taken(unsafe { bpf_redirect(ifindex, 0) } as i32)
+    }
+
+    /// Sends the packet to the next hop on the way to `node`.
+    #[inline(always)]
+    pub fn redirect_hop(&self, node: &Node) -> Verdict {
+        // `struct bpf_redir_neigh`.
+        let hop = (&raw const node.hop_family).cast_mut().cast();
+        let len = (size_of::<u32>() + size_of::<V6>()) as i32;
+        // SAFETY: family and address lie behind each other in the record, as the helper wants them, and it only reads.
+        Verdict::Taken(unsafe { bpf_redirect_neigh(node.ifindex, hop, len, 0) } as i32)
     }
 
     /// Sends the packet out of `ifindex` (0: there is none) to the next hop that the routing table gives for its addresses.

@@ -88,11 +88,13 @@ unsafe fn add(to: *mut u64, amount: u64) {
     unsafe { core::arch::asm!("lock *(u64 *)({to} + 0x0) += {amount}", to = in(reg) to, amount = in(reg) amount) }
 }
 
-/// A packet came out of the shaper.
-#[inline(always)]
-pub fn leave<F: Family>(pkt: &Packet) -> Verdict {
-    let Some(mac) = pkt.read::<Mac>(0) else { return Verdict::Drop(Counter::DropMalformed) };
-    if mac == MACS[1] { leave_inwards::<F>(pkt) } else { leave_outwards::<F>(pkt) }
+/// A packet came out of the shaper. A verdict's bits, as a function of its own returns them: the variables of several do not
+/// fit the stack.
+#[inline(never)]
+pub fn leave<F: Family>(pkt: &Packet) -> u64 {
+    let Some(mac) = pkt.read::<Mac>(0) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
+    let verdict = if mac == MACS[1] { leave_inwards::<F>(pkt) } else { leave_outwards::<F>(pkt) };
+    verdict.to_bits()
 }
 
 #[inline(always)]
@@ -132,11 +134,11 @@ fn passed(pkt: &Packet, egress: u32, direction: u32) {
 
 /// What came out of the shaper, by its EtherType.
 #[inline(always)]
-pub fn receive(pkt: &Packet) -> Verdict {
+pub fn receive(pkt: &Packet) -> u64 {
     match pkt.protocol() {
         crate::IPV4 => leave::<V4>(pkt),
         crate::IPV6 => leave::<V6>(pkt),
         // The devices have no addresses: nothing else belongs here.
-        _ => Verdict::Drop(Counter::DropStranger),
+        _ => Verdict::Drop(Counter::DropStranger).to_bits(),
     }
 }

@@ -14,16 +14,15 @@ use crate::{
     ports::{self, EEXIST},
     shaper, share, stats,
     translate::{End, Rewrite, rewrite},
-    tunnel,
+    way,
 };
 use egress_common::{
-    abi::VNI_FORWARD,
     config::{Config, flags},
     egress::flags as egress_flags,
     endpoint::{Endpoint, Policy, endpoint_flags, policy_flags},
     flow::{Flow, FlowKey, kind},
     hash, tcp,
-    verdict::{Counter, Verdict},
+    verdict::{Counter, Verdict, purpose},
 };
 
 /// What [`established`] returns when there is no flow: no verdict has these bits.
@@ -404,14 +403,14 @@ pub fn send<F: Family>(
     if e.owner == 0 {
         return Verdict::Drop(Counter::DropNoOwner);
     }
-    if hop && e.flags & egress_flags::OWNED == 0 && firewall::too_large(pkt, config, ip) {
+    if hop && e.flags & egress_flags::OWNED == 0 && firewall::too_large(pkt, config, ip, e.owner) {
         return firewall::detour(pkt, config);
     }
     if ip.part == Part::First {
         fragment::keep(ip, t);
     }
     if t.kind == Kind::Tcp && t.flags & tcp::flag::SYN != 0 {
-        mss::clamp::<F>(pkt, config, ip.l4);
+        mss::clamp::<F>(pkt, config, e.owner, ip.l4);
     }
     let r = Rewrite {
         end: End::Source,
@@ -425,12 +424,12 @@ pub fn send<F: Family>(
     if rewrite(pkt, ip, &r).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
-    hand_over(pkt, config, egress)
+    hand_over(pkt, egress, way::entropy((port, t.dst_port), ip.dst))
 }
 
 /// Sends a translated packet to the owner of its egress IP, or out if that is this node.
 #[inline(always)]
-pub fn hand_over(pkt: &Packet, config: &Config, egress: u32) -> Verdict {
+pub fn hand_over(pkt: &Packet, egress: u32, entropy: u32) -> Verdict {
     let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNoOwner) };
     if e.flags & egress_flags::OWNED != 0 {
         stats::count(Counter::SentLocal);
@@ -440,10 +439,7 @@ pub fn hand_over(pkt: &Packet, config: &Config, egress: u32) -> Verdict {
         };
     }
     match NODES.get(e.owner) {
-        Some(node) if node.present != 0 => {
-            stats::count(Counter::SentTunnel);
-            tunnel::send(pkt, config, node, VNI_FORWARD)
-        }
+        Some(node) if node.present != 0 => Verdict::send(purpose::FORWARD, e.owner, entropy),
         _ => Verdict::Drop(Counter::DropNoOwner),
     }
 }

@@ -1,10 +1,9 @@
-//! The tunnel device: sending to a node, receiving from one, and probes.
+//! The tunnel device: sending to a node, receiving from one.
 
 use crate::{
     IPV4, IPV6, deliver, gateway,
-    maps::{CONFIG, NODE_INDEX},
-    packet::{ETH_LEN, Mac, Packet},
-    stats,
+    packet::{Mac, Packet},
+    probe,
 };
 use aya_ebpf::{
     bindings::{BPF_F_TUNINFO_IPV6, BPF_F_ZERO_CSUM_TX, bpf_tunnel_key},
@@ -13,29 +12,23 @@ use aya_ebpf::{
 use core::mem::MaybeUninit;
 use egress_common::{
     V4, V6,
-    abi::{INNER_DST_MAC, INNER_SRC_MAC, PROBE_ETHERTYPE, VNI_FORWARD, VNI_PROBE, VNI_REPLY},
+    abi::{INNER_DST_MAC, INNER_SRC_MAC, VNI_FORWARD, VNI_PROBE, VNI_REPLY},
     config::Config,
     egress::Node,
     mapped,
-    probe::{self, Probe},
     verdict::{Counter, Verdict},
 };
 
 const KEY_LEN: u32 = size_of::<bpf_tunnel_key>() as u32;
 /// Hop limit of the outer header.
 const OUTER_TTL: u8 = 64;
-/// Offset of [`Probe::kind`] in a frame.
-const PROBE_KIND: u32 = ETH_LEN + core::mem::offset_of!(Probe, kind) as u32;
-/// Offset of [`Probe::remote`] in a frame.
-const PROBE_REMOTE: u32 = ETH_LEN + core::mem::offset_of!(Probe, remote) as u32;
 /// Destination and source MAC address of tunnelled frames.
-const INNER_MACS: [Mac; 2] = [words(INNER_DST_MAC), words(INNER_SRC_MAC)];
+pub const INNER_MACS: [Mac; 2] = [words(INNER_DST_MAC), words(INNER_SRC_MAC)];
 
-const fn words(m: [u8; 6]) -> Mac {
+/// A MAC address as words in memory order.
+pub const fn words(m: [u8; 6]) -> Mac {
     [u16::from_ne_bytes([m[0], m[1]]), u16::from_ne_bytes([m[2], m[3]]), u16::from_ne_bytes([m[4], m[5]])]
 }
-
-const PROBE: u16 = PROBE_ETHERTYPE.to_be();
 
 /// Sends the packet through the tunnel to `node`.
 #[inline(always)]
@@ -90,61 +83,38 @@ fn get_key(pkt: &Packet) -> Option<(V6, u32)> {
     None
 }
 
-/// Whether the outer source address is a node's.
+/// A packet came out of the tunnel device. A verdict's bits.
 #[inline(always)]
-pub fn is_node(addr: &V6) -> bool {
-    NODE_INDEX.get_ptr(addr).is_some()
+pub fn receive(pkt: &Packet) -> u64 {
+    match get_key(pkt) {
+        Some((outer, vni)) => arrived(pkt, vni, &outer),
+        None => Verdict::Drop(Counter::DropStranger).to_bits(),
+    }
 }
 
-/// A packet came out of the tunnel.
+/// A packet that came through the tunnel, without its outer header. A verdict's bits.
 #[inline(always)]
-pub fn receive(pkt: &Packet) -> Verdict {
-    let Some((outer, vni)) = get_key(pkt) else { return Verdict::Drop(Counter::DropStranger) };
+pub fn arrived(pkt: &Packet, vni: u32, outer: &V6) -> u64 {
     match (vni, pkt.protocol()) {
-        (VNI_FORWARD, IPV4) => gateway::forward::<V4>(pkt, &outer),
-        (VNI_FORWARD, IPV6) => gateway::forward::<V6>(pkt, &outer),
-        (VNI_REPLY, IPV4) => deliver::from_tunnel::<V4>(pkt, &outer),
-        (VNI_REPLY, IPV6) => deliver::from_tunnel::<V6>(pkt, &outer),
-        (VNI_PROBE, PROBE) => receive_probe(pkt, &outer),
-        _ => Verdict::Drop(Counter::DropStranger),
+        (VNI_FORWARD, IPV4) => gateway::forward::<V4>(pkt, outer, 0),
+        (VNI_FORWARD, IPV6) => gateway::forward::<V6>(pkt, outer, 0),
+        (VNI_REPLY, IPV4) => deliver::from_tunnel::<V4>(pkt, outer),
+        (VNI_REPLY, IPV6) => deliver::from_tunnel::<V6>(pkt, outer),
+        (VNI_PROBE, _) => match probe::node_of(outer) {
+            Some(index) => Verdict::probe(index).to_bits(),
+            None => Verdict::Drop(Counter::DropStranger).to_bits(),
+        },
+        _ => Verdict::Drop(Counter::DropStranger).to_bits(),
     }
 }
 
-/// A request is turned around, a reply goes up to the agent's socket.
-#[inline(always)]
-fn receive_probe(pkt: &Packet, outer: &V6) -> Verdict {
-    let Some(config) = CONFIG.get(0) else { return Verdict::Drop(Counter::DropStranger) };
-    if !is_node(outer) {
-        return Verdict::Drop(Counter::DropStranger);
-    }
-    match pkt.read::<u8>(PROBE_KIND) {
-        Some(probe::REPLY) => Verdict::Pass,
-        Some(probe::REQUEST) => {
-            if pkt.write(PROBE_KIND, probe::REPLY).is_none() || set_key(pkt, outer, host_v4(outer), VNI_PROBE) != 0 {
-                return Verdict::Drop(Counter::DropRedirect);
-            }
-            stats::count(Counter::ProbeAnswered);
-            pkt.redirect(config.tunnel_ifindex)
-        }
-        _ => Verdict::Drop(Counter::DropStranger),
-    }
-}
-
-/// The IPv4 address in an IPv4-mapped one, host byte order; 0 for IPv6.
-#[inline(always)]
-fn host_v4(addr: &V6) -> u32 {
-    if addr[0] | addr[1] == 0 && addr[2] == 0xffff_u32.to_be() { u32::from_be(addr[3]) } else { 0 }
-}
-
-/// Gives a request of the agent its tunnel key. Everything else on this hook has one already.
+/// Sends a probe of the agent on its way. Everything else on this hook has a tunnel key already.
 #[inline(always)]
 pub fn send_probe(pkt: &Packet) -> Verdict {
-    if pkt.protocol() != PROBE || pkt.read::<u8>(PROBE_KIND) != Some(probe::REQUEST) {
-        return Verdict::Pass;
-    }
-    let Some(remote) = pkt.read::<V6>(PROBE_REMOTE) else { return Verdict::Drop(Counter::DropMalformed) };
-    if set_key(pkt, &remote, host_v4(&remote), VNI_PROBE) != 0 {
-        return Verdict::Drop(Counter::DropRedirect);
-    }
-    Verdict::Pass
+    let sent = match pkt.protocol() {
+        IPV4 => probe::send::<V4>(pkt),
+        IPV6 => probe::send::<V6>(pkt),
+        _ => None,
+    };
+    sent.unwrap_or(Verdict::Pass)
 }

@@ -27,5 +27,6 @@ mod spread;
 mod store;
 mod subnets;
 mod support;
+mod transport;
 mod untouched;
 mod zones;

@@ -50,18 +50,20 @@ fn addresses_of_several_pools_lie_on_different_nodes_over_all_policies() {
         let server = lab.server("server1").clone();
         let mut all: BTreeMap<String, usize> = BTreeMap::new();
         for (name, pod) in [("web", &web), ("api", &api)] {
+            let nodes = |slots: &BTreeMap<IpAddr, Option<String>>, family: Family| -> BTreeSet<String> {
+                let of_family = slots.iter().filter(|(ip, _)| ip.is_ipv4() == (family == Family::V4));
+                of_family.filter_map(|(_, node)| node.clone()).collect()
+            };
+            // The first gateways to be ready carry everything at first.
             let served = wait_until(
-                "three addresses a family with owners",
+                "three addresses a family, each on a node of its own",
                 PATIENCE,
                 || Ok(slots(&status(lab, name))),
-                |slots| slots.len() == 6 && slots.values().all(Option::is_some),
+                |slots| slots.len() == 6 && Family::BOTH.iter().all(|family| nodes(slots, *family).len() == 3),
             )?;
             for family in Family::BOTH {
-                let of_family = |(ip, _): &(&IpAddr, &Option<String>)| ip.is_ipv4() == (family == Family::V4);
-                let nodes: BTreeSet<&Option<String>> = served.iter().filter(of_family).map(|(_, node)| node).collect();
-                assert_eq!(nodes.len(), 3, "{name} {family:?}: {served:?}");
-                let ips: Vec<IpAddr> = served.iter().filter(of_family).map(|(ip, _)| *ip).collect();
-                wait_sources(&pod.ns, &server, family, &ips)?;
+                let of_family = served.keys().filter(|ip| ip.is_ipv4() == (family == Family::V4));
+                wait_sources(&pod.ns, &server, family, &of_family.copied().collect::<Vec<_>>())?;
             }
             served.into_values().flatten().for_each(|node| *all.entry(node).or_default() += 1);
         }

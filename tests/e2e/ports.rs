@@ -53,7 +53,7 @@ fn expire_udp_at_once(lab: &Lab, node: &str) -> Result<()> {
     /// Where `udp` is among the settings, in bytes.
     const UDP: usize = 32;
     let mut bytes = settings(lab, node)?;
-    ensure!(bytes.len() == 56, "the settings have another layout: {bytes:?}");
+    ensure!(bytes.len() == 80, "the settings have another layout: {bytes:?}");
     bytes[UDP..UDP + 4].copy_from_slice(&1u32.to_le_bytes());
     let value: Vec<String> = bytes.iter().map(u8::to_string).collect();
     let map = lab.bpffs(node).join("v1/maps/CONFIG");

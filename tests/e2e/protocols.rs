@@ -8,18 +8,23 @@ use lab::traffic::{
     BulkServer, Direction, FragmentOrder, Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions,
     UdpServer, bulk, ping, send_fragments,
 };
-use lab::{Capture, Cni, Family, Lab, PodSpec, address, wait_until};
+use lab::{Capture, Cni, Family, Lab, PodSpec, StartOptions, address, wait_until};
 
-use crate::support::{PATIENCE, egress, start, wait_in_force, web};
+use crate::support::{CALM, PATIENCE, calm, egress, start_with, wait_in_force, web};
 
 const HOSTS: [u8; 2] = [10, 11];
 
 /// A lab with one pod under a policy with two egress IPs, in force.
 fn with_pod(builder: lab::Builder, test: impl FnOnce(&mut Lab, lab::Pod) -> Result<()>) {
+    with_pod_and(builder, &calm(), test);
+}
+
+/// [`with_pod`] with options for the agents.
+fn with_pod_and(builder: lab::Builder, options: &StartOptions, test: impl FnOnce(&mut Lab, lab::Pod) -> Result<()>) {
     builder.workers(1).gateways(2).run(|lab| {
         lab.manifests().write("web", &web(&HOSTS))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
+        start_with(lab, options)?;
         for server in ["server1", "far1"] {
             wait_in_force(&pod, lab.server(server), &HOSTS)?;
         }
@@ -225,15 +230,28 @@ fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size()
 #[test]
 fn bulk_transfers_fit_into_the_tunnel_on_an_underlay_of_1500_bytes() {
     lab::require_root!();
-    with_pod(Lab::builder(), |lab, pod| {
+    for transport in ["device", "vxlan"] {
+        bulk_transfers(transport, [1410, 1390]);
+    }
+}
+
+/// Without a tunnel nothing is lowered.
+#[test]
+fn bulk_transfers_without_a_tunnel_use_the_whole_underlay() {
+    lab::require_root!();
+    bulk_transfers("direct", [1460, 1440]);
+}
+
+fn bulk_transfers(transport: &str, most: [u32; 2]) {
+    let options = StartOptions::new().config(&format!("{CALM}transport: {transport}\n"));
+    with_pod_and(Lab::builder(), &options, |lab, pod| {
         const BYTES: u64 = 20_000_000;
         let server = lab.server("server1");
         let _bulk = BulkServer::start(&server.ns, &server.ips.both(5001))?;
         let (at_server, at_pod) = (Capture::start(&server.ns, "eth0")?, Capture::start(&pod.ns, "eth0")?);
         for family in Family::BOTH {
             // The tunnel takes the outer IP, UDP, VXLAN and inner Ethernet headers.
-            let headers = if family == Family::V4 { 40 } else { 60 };
-            let room = 1500 - 20 - 8 - 8 - 14 - headers;
+            let room = most[usize::from(family == Family::V6)];
             for direction in [Direction::Upload, Direction::Download] {
                 let report = bulk(&pod.ns, server.ips.at(family, 5001), direction, BYTES)?;
                 assert!(report.segment <= room, "{report:?}");
@@ -254,10 +272,10 @@ fn bulk_transfers_fit_into_the_tunnel_on_an_underlay_of_1500_bytes() {
         let (at_server, _) = at_server.finish_lossy()?;
         let (at_pod, _) = at_pod.finish_lossy()?;
         for family in Family::BOTH {
-            let most = if family == Family::V4 { 1410 } else { 1390 };
+            let room = most[usize::from(family == Family::V6)];
             for trace in [&at_server, &at_pod] {
                 let largest = largest(trace, family).context("a SYN")?;
-                assert!(largest <= most, "{family:?} {largest}");
+                assert_eq!(u32::from(largest), room, "{family:?}");
             }
         }
         Ok(())

@@ -166,6 +166,15 @@ impl NetNs {
         })
     }
 
+    /// The MAC address of an interface of this namespace.
+    pub fn mac(&self, interface: &str) -> Result<[u8; 6]> {
+        self.run(|| {
+            let mut all = getifaddrs()?.filter(|one| one.interface_name == interface);
+            let mac = all.find_map(|one| one.address?.as_link_addr()?.addr());
+            mac.with_context(|| format!("no interface {interface} with a MAC address in {}", self.name))
+        })
+    }
+
     /// Waits until `interfaces` can send and receive. The kernel learns of a carrier with a delay, and drops silently
     /// what is sent before, neighbour solicitations among it: those are repeated after a second.
     pub fn wait_running<N: AsRef<str> + Sync>(&self, interfaces: &[N]) -> Result<()> {

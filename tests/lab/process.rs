@@ -17,6 +17,8 @@ use crate::wait::wait_for;
 
 /// How many bytes of a log are shown when a test fails.
 const TAIL: usize = 6_000;
+/// Names the transport of all agents whose configuration does not.
+const TRANSPORT: &str = "SPILLWAY_TEST_TRANSPORT";
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A process of the lab, and its log. Killed when dropped.
@@ -151,6 +153,15 @@ pub struct StartOptions {
     binary: Option<PathBuf>,
 }
 
+/// A configuration with the transport that the whole run is for, unless the test names one.
+fn with_transport(config: Option<&str>, transport: Option<String>) -> Option<String> {
+    match (config, transport.filter(|name| !name.is_empty())) {
+        (Some(text), Some(name)) if !text.contains("transport:") => Some(format!("{text}transport: {name}\n")),
+        (None, Some(name)) => Some(format!("transport: {name}\n")),
+        (config, _) => config.map(str::to_owned),
+    }
+}
+
 impl StartOptions {
     /// The plain agent or controller.
     pub fn new() -> StartOptions {
@@ -251,7 +262,8 @@ impl Lab {
     }
 
     fn start(&mut self, name: &str, node: Option<&str>, mut command: Command, options: &StartOptions) -> Result<()> {
-        if let Some(text) = &options.config {
+        let config = with_transport(options.config.as_deref(), std::env::var(TRANSPORT).ok());
+        if let Some(text) = config {
             let file = self.dir().join(format!("{name}.config.yaml"));
             fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))?;
             command.arg("--config").arg(file);

@@ -57,10 +57,6 @@ pub fn binaries() -> Result<PathBuf> {
     Ok(folder)
 }
 
-fn the_cluster() -> Result<Cluster> {
-    Ok(Cluster::new(NAME, &binaries()?, WORKERS, GATEWAYS))
-}
-
 /// Builds what is not built yet.
 pub fn build() -> Result<()> {
     let (sources, binaries) = (workspace::root().join("tests/cluster"), binaries()?);
@@ -79,7 +75,13 @@ pub fn build() -> Result<()> {
     image.write(&binaries.join("pod.tar"))
 }
 
-fn up(bare: bool) -> Result<()> {
+/// The cluster that people play with, whether it is up or not.
+pub fn the_cluster() -> Result<Cluster> {
+    Ok(Cluster::new(NAME, &binaries()?, WORKERS, GATEWAYS))
+}
+
+/// Starts it, with Spillway in it unless it is to be `bare`.
+pub fn start(bare: bool) -> Result<Cluster> {
     setup::ensure(setup::Scope::Cluster)?;
     if let Some(obstacle) = lab::skip::obstacle() {
         bail!("a cluster is made of network namespaces: {obstacle}");
@@ -100,8 +102,18 @@ fn up(bare: bool) -> Result<()> {
         cluster.install(&workspace::root().join("manifests"))?;
         step.end("✓", "");
     }
-    let kubectl = cluster.kubectl_script()?;
+    Ok(cluster)
+}
+
+fn up(bare: bool) -> Result<()> {
+    let cluster = start(bare)?;
     println!("\n{}", cluster.kubectl(&["get", "nodes", "-L", "egress,topology.kubernetes.io/zone"])?);
+    hints(&cluster)
+}
+
+/// What to do with a cluster that is up.
+pub fn hints(cluster: &Cluster) -> Result<()> {
+    let kubectl = cluster.kubectl_script()?;
     println!("kubectl:  {} get nodes", kubectl.display());
     println!("a pod:    {} run web --image {POD_IMAGE} --image-pull-policy Never", kubectl.display());
     println!("its address outside:  {} exec web -- /pod ask {}:80", kubectl.display(), lab::cluster::SERVERS[0]);

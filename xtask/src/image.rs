@@ -13,6 +13,9 @@ use crate::{progress, setup, workspace};
 /// The name of the image in the manifests.
 pub const NAME: &str = "ghcr.io/spillway/spillway";
 
+/// The tag of the image that tests upgrade to.
+const NEXT: &str = "next";
+
 #[derive(clap::Args)]
 pub struct Args {
     /// Another tag than the version
@@ -41,6 +44,11 @@ pub fn run(args: &Args) -> Result<()> {
 /// An image of this machine's architecture with the version as its tag, that is built soon rather than fast.
 pub fn for_tests() -> Result<PathBuf> {
     write(architecture()?, version(), false)
+}
+
+/// The same under another version, as an upgrade has it.
+pub fn next_for_tests() -> Result<PathBuf> {
+    write(architecture()?, NEXT, false)
 }
 
 fn version() -> &'static str {

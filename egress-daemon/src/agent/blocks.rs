@@ -141,7 +141,7 @@ impl Withheld {
             let Ok(address) = demand.egress_ip.parse::<IpAddr>() else { continue };
             for block in &demand.release {
                 let covered = self.0.entry(address).or_default().released.entry(*block).or_default();
-                *covered = status.lease_revision.max(*covered);
+                *covered = status.own_lease_revision.max(*covered);
             }
         }
     }

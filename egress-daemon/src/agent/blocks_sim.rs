@@ -53,18 +53,16 @@ impl Agent {
         });
         if writes {
             self.tables.clear();
-            let mut highest = self.status.lease_revision;
             for (address, blocks) in &self.seen.blocks {
-                highest = blocks.values().map(|lease| lease.revision).fold(highest, u64::max);
                 let own = blocks.iter().filter(|(_, l)| l.node == *node && l.state == BlockState::Leased);
                 let usable = own.map(|(b, _)| *b).filter(|b| !self.withheld.contains(*address, *b)).collect();
                 self.tables.insert(*address, usable);
             }
             self.withheld.written(now);
-            self.lease_revision = self.lease_revision.max(highest);
+            self.lease_revision = self.lease_revision.max(self.seen.highest_lease_of(node));
         }
-        self.status.lease_revision = self.lease_revision.max(self.status.lease_revision);
-        self.withheld.publish(node, &self.seen, self.status.lease_revision);
+        self.status.own_lease_revision = self.lease_revision.max(self.status.own_lease_revision);
+        self.withheld.publish(node, &self.seen, self.status.own_lease_revision);
         self.status.demand = demand(node, &self.seen, &self.scan.0, &self.withheld);
     }
 
@@ -143,9 +141,9 @@ impl World {
             let released = d.release.iter().copied().collect();
             (d.egress_ip.parse().unwrap(), Demand { want: d.want_blocks.into(), released })
         });
-        let (demand, lease_revision) = (told.collect(), status.lease_revision);
+        let (demand, own_lease_revision) = (told.collect(), status.own_lease_revision);
         self.snapshot.nodes.get_mut(name).unwrap().report =
-            Some(NodeReport { demand, lease_revision, ..NodeReport::default() });
+            Some(NodeReport { demand, own_lease_revision, ..NodeReport::default() });
     }
 
     pub fn replan(&mut self) {

@@ -33,6 +33,23 @@ pub struct World {
     pub problems: Vec<Problem>,
 }
 
+/// Up to which revisions a node knows of leases.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Known {
+    /// Of those of every node: as a gateway it lets them pass.
+    pub all: u64,
+    /// Of its own: what it gives back is meant up to it.
+    pub own: u64,
+}
+
+impl Known {
+    /// The higher one of each.
+    #[must_use]
+    pub fn max(self, other: Known) -> Known {
+        Known { all: self.all.max(other.all), own: self.own.max(other.own) }
+    }
+}
+
 fn same<T>(a: &[Arc<T>], b: &[Arc<T>]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| Arc::ptr_eq(a, b))
 }
@@ -113,12 +130,15 @@ impl World {
         owned.map(|(ip, e)| (*ip, e.epoch)).collect()
     }
 
-    /// The highest revision among the leases that the objects list, or that this node's agent has reported before: what is
-    /// in the maps after the next write. A report never falls, or a lease that was confirmed would seem not to be.
-    pub fn highest_lease(&self, node: &NodeName) -> u64 {
-        let listed = self.plan.blocks.values().flat_map(|blocks| blocks.values()).map(|lease| lease.revision);
-        let reported = self.snapshot.nodes.get(node).and_then(|n| n.report.as_ref()).map_or(0, |r| r.lease_revision);
-        listed.max().unwrap_or(0).max(reported)
+    /// Up to which revisions all leases are in the maps after the next write. A report never falls, or a lease that was
+    /// confirmed would seem not to be.
+    pub fn leases(&self, node: &NodeName) -> Known {
+        let reported = self.snapshot.nodes.get(node).and_then(|n| n.report.as_ref());
+        Known {
+            all: self.egress_node(node).map_or(0, |object| object.spec.leases_up_to),
+            own: self.plan.highest_lease_of(node),
+        }
+        .max(reported.map_or(Known::default(), |r| Known { all: r.lease_revision, own: r.own_lease_revision }))
     }
 
     /// Whether any pool or policy would have this node as a gateway.

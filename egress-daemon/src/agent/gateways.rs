@@ -1,20 +1,46 @@
-//! Probing the gateways that this node uses.
+//! Probing the gateways that this node uses, by each way that leads to them.
 
+use super::ways;
 use crate::{
-    health::{ProbeState, ProbeTimes, ProbeTracker},
-    host::probe::{ProbeReply, ProbeSocket},
+    datapath::answers::Answered,
+    health::{Form, ProbeState, ProbeTimes, ProbeTransition, WayChooser},
+    host::probe::{ProbeSocket, Request},
     model::NodeName,
 };
+use egress_common::transport::DIRECT;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::IpAddr,
     time::{Duration, Instant},
 };
 
+/// A gateway that is to be probed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// Its tunnel address.
+    pub address: IpAddr,
+    /// An egress IP of each family that it owns: probes look like what it forwards.
+    pub egress: BTreeMap<bool, IpAddr>,
+    /// The ways to probe.
+    pub ways: BTreeSet<u32>,
+}
+
+impl Target {
+    /// What probes are sent as. Only `direct` shows the packet to the network, so only it is probed in both families.
+    fn forms(&self) -> BTreeSet<Form> {
+        let forms = |way: &u32| {
+            let families = self.egress.keys().take(if *way == DIRECT { 2 } else { 1 });
+            families.map(|ipv6| Form { way: *way, ipv6: *ipv6 }).collect::<Vec<_>>()
+        };
+        self.ways.iter().flat_map(forms).collect()
+    }
+}
+
 struct Gateway {
-    address: IpAddr,
+    target: Target,
     number: u32,
-    tracker: ProbeTracker,
+    ways: WayChooser,
+    back: Option<u32>,
 }
 
 /// The gateways that are probed, and what is known of them.
@@ -38,31 +64,54 @@ impl Gateways {
     }
 
     /// Probes these nodes from now on, and no others. What is known of a node whose address stays is kept.
-    pub fn set(&mut self, wanted: &BTreeMap<NodeName, IpAddr>) {
-        self.gateways.retain(|name, g| wanted.get(name) == Some(&g.address));
-        for (name, address) in wanted {
-            if !self.gateways.contains_key(name) {
-                let tracker = ProbeTracker::new(self.times);
-                let gateway = Gateway { address: *address, number: self.next_number, tracker };
-                self.gateways.insert(name.clone(), gateway);
-                self.next_number += 1;
+    pub fn set(&mut self, wanted: BTreeMap<NodeName, Target>) {
+        self.gateways.retain(|name, g| wanted.get(name).is_some_and(|target| target.address == g.target.address));
+        for (name, target) in wanted {
+            match self.gateways.get_mut(&name) {
+                Some(g) if g.target == target => {}
+                Some(g) => {
+                    if g.ways.set(&target.forms()) {
+                        tracing::info!("gateway {name}: transport {}", ways::name(g.ways.current()));
+                    }
+                    g.target = target;
+                }
+                None => {
+                    let ways = WayChooser::new(self.times, &target.forms());
+                    self.gateways.insert(name, Gateway { target, number: self.next_number, ways, back: None });
+                    self.next_number += 1;
+                }
             }
         }
     }
 
     /// What the probes say of each gateway.
     pub fn states(&self) -> BTreeMap<NodeName, ProbeState> {
-        self.gateways.iter().map(|(n, g)| (n.clone(), g.tracker.state())).collect()
+        self.gateways.iter().map(|(n, g)| (n.clone(), g.ways.state())).collect()
     }
 
-    /// The last round trip of each gateway.
-    pub fn round_trips(&self) -> BTreeMap<NodeName, Option<Duration>> {
-        self.gateways.iter().map(|(n, g)| (n.clone(), g.tracker.round_trip())).collect()
+    /// The way in force to a gateway; `None` if it is not probed.
+    pub fn way(&self, name: &NodeName) -> Option<u32> {
+        self.gateways.get(name).map(|g| g.ways.current())
+    }
+
+    /// The way that a gateway answers by.
+    pub fn back(&self, name: &NodeName) -> Option<u32> {
+        self.gateways.get(name)?.back
+    }
+
+    /// What the probes say of one way to a gateway; `None` if it is not probed.
+    pub fn of(&self, name: &NodeName, way: u32) -> Option<ProbeState> {
+        self.gateways.get(name)?.ways.of(way)
+    }
+
+    /// The last round trip of a gateway.
+    pub fn round_trip(&self, name: &NodeName) -> Option<Duration> {
+        self.gateways.get(name)?.ways.round_trip()
     }
 
     /// Where a gateway is probed.
     pub fn address(&self, name: &NodeName) -> Option<IpAddr> {
-        self.gateways.get(name).map(|g| g.address)
+        self.gateways.get(name).map(|g| g.target.address)
     }
 
     /// When [`tick`](Self::tick) wants to be called next.
@@ -70,22 +119,30 @@ impl Gateways {
         self.start + self.due
     }
 
-    /// Sends what is due and counts what was missed. Whether a state has changed.
+    /// Sends what is due and counts what was missed. Whether anything has changed.
     pub fn tick(&mut self, socket: &ProbeSocket) -> bool {
         let now = self.now();
         let mut changed = false;
         let send = now >= self.due;
         for (name, g) in &mut self.gateways {
-            if let Some(transition) = g.tracker.poll(now) {
-                tracing::warn!("gateway {name} is {transition:?}: it does not answer probes");
-                changed = true;
+            changed |= tell(name, &g.ways.poll(now), g.ways.current());
+            if !send {
+                continue;
             }
-            if send {
-                self.seq += 1;
+            self.seq += 1;
+            for form in g.ways.round(self.seq, now) {
+                let Some(egress) = g.target.egress.get(&form.ipv6) else { continue };
+                let request = Request {
+                    remote: g.target.address,
+                    node_id: g.number,
+                    seq: self.seq,
+                    way: form.way,
+                    wish: g.ways.current(),
+                    egress: *egress,
+                };
                 // A probe that cannot be sent is a probe that is not answered.
-                g.tracker.on_sent(self.seq, now);
-                if let Err(e) = socket.send(g.address, g.number, self.seq) {
-                    tracing::debug!("probe to {name} ({}): {e}", g.address);
+                if let Err(e) = socket.send(&request) {
+                    tracing::debug!("probe to {name} ({}): {e}", g.target.address);
                 }
             }
         }
@@ -95,14 +152,28 @@ impl Gateways {
         changed
     }
 
-    /// Takes a reply. Whether a state has changed.
-    pub fn reply(&mut self, reply: &ProbeReply) -> bool {
-        let now = reply.received.saturating_duration_since(self.start);
-        let Some((name, g)) = self.gateways.iter_mut().find(|(_, g)| g.number == reply.node_id) else { return false };
-        let transition = g.tracker.on_reply(reply.seq, now);
-        if let Some(t) = transition {
-            tracing::info!("gateway {name} is {t:?}");
+    /// Takes an answer. Whether anything has changed.
+    pub fn reply(&mut self, answer: &Answered) -> bool {
+        let now = answer.received.saturating_duration_since(self.start);
+        let Some((name, g)) = self.gateways.iter_mut().find(|(_, g)| g.number == answer.node_id) else { return false };
+        let form = Form { way: answer.way, ipv6: answer.ipv6 };
+        let news = g.ways.on_reply(form, answer.seq, now);
+        if answer.way == g.ways.current() {
+            g.back = Some(answer.back);
         }
-        transition.is_some()
+        tell(name, &news, g.ways.current())
     }
+}
+
+/// Logs what has changed. Whether anything has.
+fn tell(name: &NodeName, news: &(Option<ProbeTransition>, bool), way: u32) -> bool {
+    match news.0 {
+        Some(ProbeTransition::Dead) => tracing::warn!("gateway {name} is dead: it does not answer probes"),
+        Some(ProbeTransition::Alive) => tracing::info!("gateway {name} is alive"),
+        None => {}
+    }
+    if news.1 {
+        tracing::info!("gateway {name}: transport {}", ways::name(way));
+    }
+    news.0.is_some() || news.1
 }

@@ -30,6 +30,8 @@ pub struct Wanted {
     pub rules: InterfaceRules,
     /// The tunnel device.
     pub tunnel: u32,
+    /// Packets are taken off the underlay's interfaces before the tunnel device sees them.
+    pub underlay: bool,
     /// The far end of the shaper, where there is one.
     pub shaper: Option<u32>,
 }
@@ -112,7 +114,7 @@ async fn keep(
         let table = links.borrow_and_update().clone();
         let wanted = wishes.borrow_and_update().clone();
         let names: BTreeMap<u32, String> = table.links.values().map(|l| (l.index, l.name.clone())).collect();
-        let hooks = hooks(&classify(&table, &wanted.rules), &wanted, &names);
+        let hooks = hooks(&classify(&table, &wanted.rules), &wanted, &table, &names);
         let errors = block_in_place(|| attacher.sync(&hooks, &names, all));
         let errors: Vec<String> = errors.iter().map(ToString::to_string).collect();
         report.send_if_modified(|old| {
@@ -128,12 +130,17 @@ async fn keep(
     }
 }
 
-/// The hooks that should hold our programs.
-fn hooks(roles: &Roles, wanted: &Wanted, names: &BTreeMap<u32, String>) -> BTreeMap<Hook, String> {
+/// The hooks that should hold our programs. One interface has one program at its ingress, so that the order among them is
+/// never in question: that of the underlay does the uplink's work as well.
+fn hooks(roles: &Roles, wanted: &Wanted, table: &LinkTable, names: &BTreeMap<u32, String>) -> BTreeMap<Hook, String> {
+    let tunnel = wanted.tunnel;
+    let ethernet = |i: &u32| table.links.get(i).is_some_and(|link| link.mac.is_some() && !link.kind.is_tunnel());
+    let underlays: BTreeSet<u32> =
+        roles.underlays.keys().filter(|i| wanted.underlay && ethernet(i) && !roles.pods.contains(i)).copied().collect();
     let pods = roles.pods.iter().flat_map(|i| [("pod_egress", *i), ("pod_ingress", *i)]);
-    let uplinks = roles.uplinks.iter().map(|i| ("uplink_ingress", *i));
+    let uplinks = roles.uplinks.iter().filter(|i| !underlays.contains(i)).map(|i| ("uplink_ingress", *i));
+    let uplinks = uplinks.chain(underlays.iter().map(|i| ("underlay_ingress", *i)));
     let shaper = wanted.shaper.map(|index| ("shaper_ingress", index));
-    let tunnel = [("tunnel_ingress", wanted.tunnel), ("tunnel_egress", wanted.tunnel)];
-    let all = pods.chain(uplinks).chain(tunnel).chain(shaper);
+    let all = pods.chain(uplinks).chain([("tunnel_ingress", tunnel), ("tunnel_egress", tunnel)]).chain(shaper);
     all.filter_map(|hook| Some((hook, names.get(&hook.1)?.clone()))).collect()
 }

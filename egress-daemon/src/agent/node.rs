@@ -4,19 +4,21 @@ use super::{
     blocks::Withheld,
     demand::{Ports, Used},
     effective::Effective,
-    facts::{Histories, World},
+    facts::{Histories, Known, World},
     gateways::Gateways,
     handover::Handover,
-    hooks::{Hooks, Wanted},
+    hooks::Hooks,
     owned::Owned,
     reconcile,
     settings::Settings,
     status::{self, Report},
+    ways::Routes,
 };
 use crate::{
-    api::EgressNode,
+    api::{EgressNode, EgressNodeStatus, GatewayWay},
     datapath::{
         Pins,
+        answers::Answers,
         attach::{self, Attacher},
         encode::Encoder,
         load::Programs,
@@ -101,6 +103,10 @@ pub struct Agent {
     pub(super) writer: Writer,
     pub(super) encoder: Encoder,
     pub(super) socket: ProbeSocket,
+    pub(super) answers: Answers,
+    pub(super) routes: Routes,
+    pub(super) kernel_flags: u32,
+    pub(super) gateway_ways: Vec<GatewayWay>,
     pub(super) world: World,
     pub(super) histories: Histories,
     pub(super) gateways: Gateways,
@@ -113,7 +119,7 @@ pub struct Agent {
     pub(super) used: BTreeSet<IpAddr>,
     pub(super) withheld: Withheld,
     pub(super) complaints: Vec<String>,
-    pub(super) lease_revision: u64,
+    pub(super) leases: Known,
     pub(super) carries: BTreeMap<IpAddr, u64>,
     pub(super) start: Instant,
     pub(super) source: String,
@@ -132,7 +138,9 @@ impl Agent {
         let Options { node, store, settings, bpffs, journal, source, publish } = options;
         let start = Instant::now();
         let pins = Pins::new(&bpffs);
-        let programs = Programs::load(&pins, settings.sizes)?;
+        let mut programs = Programs::load(&pins, settings.sizes)?;
+        let kernel_flags = programs.kernel_flags();
+        let answers = Answers::open(&pins)?;
         let writer = Writer::open(Maps::open(&pins)?)?;
         let encoder = Encoder::recover(writer.present());
         let histories = Histories::recover(known_histories(&writer));
@@ -147,7 +155,7 @@ impl Agent {
         let mut world = World::default();
         world.read(&store, &node);
         let rules = reconcile::rules(&world, &node, &settings);
-        let hooks = Hooks::start(attacher, links.subscribe(), Wanted { rules, tunnel: tunnel.index, shaper: None });
+        let hooks = Hooks::start(attacher, links.subscribe(), reconcile::wanted(rules, &tunnel, &settings, None));
         let effective = Effective::recover(known_policies(&writer));
         Ok(Self {
             node,
@@ -167,6 +175,10 @@ impl Agent {
             writer,
             encoder,
             socket,
+            answers,
+            routes: Routes::default(),
+            kernel_flags,
+            gateway_ways: Vec::new(),
             world,
             histories,
             lease: None,
@@ -177,7 +189,7 @@ impl Agent {
             used: BTreeSet::new(),
             withheld: Withheld::default(),
             complaints: Vec::new(),
-            lease_revision: 0,
+            leases: Known::default(),
             carries: BTreeMap::new(),
             start,
             source,
@@ -214,12 +226,10 @@ impl Agent {
                     links.borrow_and_update();
                     dirty = true;
                 }
-                reply = self.socket.receive() => match reply {
-                    Ok(reply) => dirty = self.gateways.reply(&reply),
+                answer = self.answers.next() => match answer {
+                    Ok(answer) => dirty = self.gateways.reply(&answer),
                     Err(e) => {
-                        tracing::warn!("probes: {e}");
-                        self.reopen_tunnel().await;
-                        dirty = true;
+                        tracing::warn!("answers to probes cannot be read: {e}");
                     }
                 },
                 rival = self.owned.rival(&current) => {
@@ -264,8 +274,8 @@ impl Agent {
     async fn tick(&mut self) -> bool {
         let mut dirty = false;
         // What has arrived is taken before anything counts as missed: this loop may be late, the gateways are not.
-        while let Some(Ok(reply)) = self.socket.receive().now_or_never() {
-            dirty |= self.gateways.reply(&reply);
+        while let Some(Ok(answer)) = self.answers.next().now_or_never() {
+            dirty |= self.gateways.reply(&answer);
         }
         let now = Instant::now();
         dirty |= self.gateways.tick(&self.socket);
@@ -301,6 +311,7 @@ impl Agent {
         if now >= self.next_resync {
             self.next_resync = now + RESYNC;
             self.reopen_tunnel().await;
+            self.routes.check_secured();
             dirty = true;
         }
         dirty
@@ -379,8 +390,9 @@ impl Agent {
         };
         let tunnel_addresses = self.tunnel_addresses();
         // Until the first write, the tables are those that an earlier agent has reported.
-        let lease_revision = present.status.as_ref().map_or(0, |s| s.lease_revision).max(self.lease_revision);
-        self.withheld.publish(&self.node, &self.world.plan, lease_revision);
+        let reported = |s: &EgressNodeStatus| Known { all: s.lease_revision, own: s.own_lease_revision };
+        let leases = present.status.as_ref().map_or(Known::default(), reported).max(self.leases);
+        self.withheld.publish(&self.node, &self.world.plan, leases.own);
         let report = Report {
             node: &self.node,
             plan: &self.world.plan,
@@ -388,9 +400,11 @@ impl Agent {
             roles: &self.roles,
             tunnel_addresses: &tunnel_addresses,
             firewall: self.settings.firewall,
+            transport: self.settings.transport,
+            gateways: &self.gateway_ways,
             attach: self.hooks.mode(),
             tables: self.writer.present(),
-            lease_revision,
+            leases,
             carries: &self.carries,
             ports: &self.ports,
             withheld: &self.withheld,

@@ -4,14 +4,17 @@ use super::{
     Agent, Settings,
     blocks::Circumstances,
     facts::World,
+    gateways::Target,
     handover,
     hooks::Wanted,
+    status,
     tell::{self, Running},
     view::{self, Facts},
+    ways::{self, Peer, Ways},
 };
 use crate::{
-    config::Firewall,
-    datapath::{encode::NodeView, load, tables::Tables},
+    config::{Firewall, Transport},
+    datapath::{encode::NodeView, tables::Tables},
     host::{
         classify::{InterfaceRules, Roles, classify},
         firewall::{FirewallError, Spec},
@@ -30,6 +33,7 @@ use egress_common::{
     abi::ticks,
     config::{self, Config},
     net,
+    transport::DIRECT,
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -57,12 +61,23 @@ pub(super) fn rules(world: &World, node: &NodeName, settings: &Settings) -> Inte
     }
 }
 
+/// What decides where programs belong.
+pub(super) fn wanted(
+    rules: InterfaceRules,
+    tunnel: &tunnel::Tunnel,
+    settings: &Settings,
+    shaper: Option<u32>,
+) -> Wanted {
+    Wanted { rules, tunnel: tunnel.index, underlay: settings.transport != Transport::Device, shaper }
+}
+
 impl Agent {
     /// Makes the view again and carries out what is different.
     pub(super) async fn reconcile(&mut self) {
         self.complaints.clear();
         let links = self.links.current();
         let rules = rules(&self.world, &self.node, &self.settings);
+        let own = self.tunnel_addresses();
         let classes = view::classes_of(&self.world.snapshot, &self.node);
         let held = self.is_holding();
         let mut hold = view::is_any_starting(&self.world.snapshot, &classes) || held && !self.are_pods_covered().await;
@@ -84,7 +99,7 @@ impl Agent {
         });
         let limits = view::limits(&self.world.snapshot, &self.world.plan, &self.handover, &self.node);
         self.open_shaper(&limits).await;
-        let config = self.config();
+        let config = self.config(&own);
         let facts = Facts {
             node: &self.node,
             snapshot: &self.world.snapshot,
@@ -103,15 +118,26 @@ impl Agent {
             hold,
             config,
         };
-        let view = view::view(&facts, &mut self.effective);
+        let mut view = view::view(&facts, &mut self.effective);
         let announced = view::announced(&facts);
         let cut_off = view::cut_off(&facts);
         self.complaints.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
-        let revision = self.world.highest_lease(&self.node).max(self.lease_revision);
+        let leases = self.world.leases(&self.node).max(self.leases);
 
         let shaper = self.shaper.ends().map(|ends| ends.far);
-        self.hooks.set(Wanted { rules, tunnel: self.tunnel.index, shaper });
+        self.hooks.set(wanted(rules, &self.tunnel, &self.settings, shaper));
         self.complaints.extend(self.hooks.complaints());
+        let setting = self.settings.transport;
+        let peers = peers(&self.node, &view, &self.world);
+        let addresses = peers.values().map(|peer| peer.address).collect();
+        self.routes.find(&self.netlink, &links, &addresses).await;
+        let ways: BTreeMap<NodeName, Ways> = peers
+            .iter()
+            .map(|(n, peer)| (n.clone(), ways::ways(setting, peer, &self.routes.get(peer.address), &links, &own)))
+            .collect();
+        self.gateways.set(targets(&self.node, &view, &ways, setting));
+        let chosen = |n: &NodeName| self.gateways.way(n).unwrap_or_default();
+        view.ways = ways.iter().map(|(n, w)| (n.clone(), w.view(chosen(n), setting))).collect();
         let mut written = false;
         match self.encoder.encode(&view, self.writer.present()) {
             Ok(tables) => {
@@ -121,7 +147,7 @@ impl Agent {
                 }
                 match self.writer.write(tables) {
                     Ok(()) => {
-                        self.lease_revision = revision;
+                        self.leases = leases;
                         self.carries = self.world.owned(&self.node);
                         written = true;
                     }
@@ -130,17 +156,18 @@ impl Agent {
             }
             Err(overflow) => self.complaints.push(overflow.to_string()),
         }
-        let probed = probed(&self.node, &view);
-        self.gateways.set(&probed);
+        let gateways = tell::gateways(&self.gateways, &ways);
+        self.gateway_ways = gateways.iter().map(status::gateway).collect();
         let running = Running {
             uptime: self.start.elapsed(),
             store: &self.source,
             firewall: self.settings.firewall,
             attach: self.hooks.mode(),
-            tunnel_addresses: self.tunnel_addresses(),
+            tunnel_addresses: own,
+            transport: setting,
             lease_held: self.lease.as_ref().map(|_| self.lease_held),
-            lease_revision: self.lease_revision,
-            gateways: &self.gateways,
+            lease_revision: self.leases.all,
+            gateways,
             store_problems: self.store.problems(),
             complaints: &self.complaints,
         };
@@ -275,7 +302,7 @@ impl Agent {
         mtu.saturating_sub(OVERHEAD[ipv6_underlay as usize])
     }
 
-    fn config(&self) -> Config {
+    fn config(&self, own: &[IpAddr]) -> Config {
         let room = self.room();
         let mss = |family: usize| room.saturating_sub(HEADERS[family]).max(MIN_MSS);
         let t = &self.settings.timeouts;
@@ -287,7 +314,7 @@ impl Agent {
             tunnel_ifindex: self.tunnel.index,
             mss_v4: mss(0),
             mss_v6: mss(1),
-            flags: load::config_flags() | firewall,
+            flags: self.kernel_flags | firewall,
             room,
             pod_flows: self.settings.pod_flows,
             mark: self.long_way.made().map_or(0, |spec| spec.mark),
@@ -295,6 +322,15 @@ impl Agent {
             tcp_transitory: ticks(t.tcp_transitory.as_secs()),
             udp: ticks(t.udp.as_secs()),
             icmp: ticks(t.icmp.as_secs()),
+            tunnel_port: self.settings.tunnel.port.into(),
+            own_v4: own
+                .iter()
+                .find_map(|a| if let IpAddr::V4(a) = a { Some(net::v4(*a)) } else { None })
+                .unwrap_or([0]),
+            own_v6: own
+                .iter()
+                .find_map(|a| if let IpAddr::V6(a) = a { Some(net::v6(*a)) } else { None })
+                .unwrap_or([0; 4]),
             shaper_ifindex: self.shaper.ends().map_or(0, |ends| ends.near),
             ..config::UNSET
         }
@@ -345,12 +381,44 @@ fn outside(links: &LinkTable, roles: &Roles, tunnel: u32) -> BTreeSet<String> {
     .collect()
 }
 
-/// The gateways that policies of this node's pods use, and where they are.
-fn probed(node: &NodeName, view: &NodeView) -> BTreeMap<NodeName, IpAddr> {
+/// The owners of the egress IPs that policies of this node's pods use, this node left out.
+fn owners<'a>(node: &'a NodeName, view: &'a NodeView) -> impl Iterator<Item = (&'a NodeName, IpAddr)> {
     let slots = view.policies.values().flat_map(|p| &p.slots);
-    let owners = slots.filter_map(|s| view.egress_ips.get(&s.address)?.gateway.as_ref());
-    owners
-        .filter(|owner| *owner != node)
-        .filter_map(|owner| Some((owner.clone(), *view.nodes.get(owner)?.first()?)))
-        .collect()
+    let owned = slots.filter_map(|s| Some((view.egress_ips.get(&s.address)?.gateway.as_ref()?, s.address)));
+    owned.filter(move |(owner, _)| *owner != node)
+}
+
+/// The nodes that this one sends to: the gateways that it uses, and as a gateway those that hold blocks of its egress IPs.
+fn peers(node: &NodeName, view: &NodeView, world: &World) -> BTreeMap<NodeName, Peer> {
+    let own = view.egress_ips.values().filter(|e| e.forwards);
+    let sources: BTreeSet<&NodeName> = own.flat_map(|e| e.leases.values()).filter(|n| *n != node).collect();
+    let all: BTreeSet<&NodeName> = sources.into_iter().chain(owners(node, view).map(|(owner, _)| owner)).collect();
+    let peer = |name: &NodeName| {
+        let address = *view.nodes.get(name)?.first()?;
+        let report = world.snapshot.nodes.get(name)?.report.as_ref();
+        let mac = report.and_then(|r| r.macs.get(&address)).copied();
+        // A MAC address that two nodes claim says nothing.
+        let mac = mac.filter(|mac| view.macs.get(mac) == Some(name));
+        let direct = report.is_some_and(|r| r.receives.contains(ways::name(DIRECT)));
+        Some((name.clone(), Peer { address, mac, direct }))
+    };
+    all.into_iter().filter_map(peer).collect()
+}
+
+/// The gateways to probe, and how.
+fn targets(
+    node: &NodeName,
+    view: &NodeView,
+    ways: &BTreeMap<NodeName, Ways>,
+    setting: Transport,
+) -> BTreeMap<NodeName, Target> {
+    let mut targets: BTreeMap<NodeName, Target> = BTreeMap::new();
+    for (owner, egress) in owners(node, view) {
+        let (Some(ways), Some(address)) = (ways.get(owner), view.nodes.get(owner).and_then(|a| a.first())) else {
+            continue;
+        };
+        let new = || Target { address: *address, egress: BTreeMap::new(), ways: ways.candidates(setting) };
+        targets.entry(owner.clone()).or_insert_with(new).egress.entry(egress.is_ipv6()).or_insert(egress);
+    }
+    targets
 }

@@ -1,7 +1,7 @@
 //! What an agent takes from the configuration.
 
 use crate::{
-    config::{Announce, Config, Firewall, Timeouts},
+    config::{Announce, Config, Firewall, Timeouts, Transport},
     datapath::{attach, load::Sizes},
     health::ProbeTimes,
     host::{classify::NamePattern, tunnel::TunnelSpec},
@@ -44,6 +44,8 @@ pub struct Settings {
     pub firewall: Firewall,
     /// The one bit of the mark that leads packets through the host's stack.
     pub firewall_mark: u32,
+    /// The ways to other nodes.
+    pub transport: Transport,
     /// How programs are attached; found out if absent.
     pub attach: Option<attach::Mode>,
 }
@@ -72,6 +74,7 @@ impl From<&Config> for Settings {
             silent: config.announce == Announce::None,
             firewall: config.firewall,
             firewall_mark: config.firewall_mark,
+            transport: config.transport,
             attach: None,
         }
     }

@@ -3,14 +3,16 @@
 use super::{
     blocks::Withheld,
     demand::{self, Ports},
-    tell,
+    facts::Known,
+    ways,
 };
 use crate::{
-    api::{CarriedIP, EgressNodeStatus, MapUse, NodeAddress},
-    config::Firewall,
+    api::{CarriedIP, EgressNodeStatus, GatewayWay, MapUse, NodeAddress},
+    config::{Firewall, Transport},
     datapath::{attach::Mode, tables::Tables},
     host::{classify::Roles, links::LinkTable},
     model::NodeName,
+    observe::state::GatewayState,
     plan::Plan,
 };
 use k8s_openapi::{
@@ -33,12 +35,16 @@ pub struct Report<'a> {
     pub tunnel_addresses: &'a [IpAddr],
     /// Whether new flows wait for the host's firewall.
     pub firewall: Firewall,
+    /// The setting for the ways to other nodes.
+    pub transport: Transport,
+    /// The ways to gateways.
+    pub gateways: &'a [GatewayWay],
     /// How programs are attached.
     pub attach: Mode,
     /// What is in the maps.
     pub tables: &'a Tables,
-    /// All leases up to this revision are in the maps.
-    pub lease_revision: u64,
+    /// Up to which revisions leases are in the maps.
+    pub leases: Known,
     /// The egress IPs that the maps carry as this node's own, with their epochs.
     pub carries: &'a BTreeMap<IpAddr, u64>,
     /// What the flows use.
@@ -57,10 +63,13 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
     EgressNodeStatus {
         tunnel_addresses: report.tunnel_addresses.iter().map(ToString::to_string).collect(),
         addresses: addresses(report),
-        transport: Some(tell::TRANSPORT.into()),
+        transport: Some(report.transport.to_string()),
+        receives: ways::receives(report.transport),
+        gateways: report.gateways.to_vec(),
         firewall: Some(report.firewall.to_string()),
         attach: Some(report.attach.to_string()),
-        lease_revision: report.lease_revision,
+        lease_revision: report.leases.all,
+        own_lease_revision: report.leases.own,
         carries: carries(report.carries),
         demand: demand::demand(report.node, report.plan, report.ports, report.withheld),
         occupied_blocks: report.occupied_blocks.clone(),
@@ -73,6 +82,15 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
 
 fn carries(carried: &BTreeMap<IpAddr, u64>) -> Vec<CarriedIP> {
     carried.iter().map(|(ip, epoch)| CarriedIP { egress_ip: ip.to_string(), epoch: *epoch }).collect()
+}
+
+/// The way to a gateway, as the object tells it.
+pub fn gateway(state: &GatewayState) -> GatewayWay {
+    GatewayWay {
+        node: state.name.clone(),
+        transport: state.transport.clone(),
+        reason: Some(state.why.clone()).filter(|why| !why.is_empty()),
+    }
 }
 
 /// The addresses that other things on the network know this node by.
@@ -91,7 +109,8 @@ fn addresses(report: &Report<'_>) -> Vec<NodeAddress> {
             };
             if !local {
                 let (interface, cidr) = (link.name.clone(), address.to_string());
-                all.push(NodeAddress { interface, cidr, default_route });
+                let mac = link.mac.map(|mac| mac.to_string());
+                all.push(NodeAddress { interface, cidr, default_route, mac });
             }
         }
     }

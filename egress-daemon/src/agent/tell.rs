@@ -1,8 +1,13 @@
 //! What the agent tells on its socket. Pure.
 
-use super::{facts::World, gateways::Gateways, view::Facts};
+use super::{
+    facts::World,
+    gateways::Gateways,
+    view::Facts,
+    ways::{self, WAYS, Ways},
+};
 use crate::{
-    config::Firewall,
+    config::{Firewall, Transport},
     datapath::{attach::Mode, encode::NodeView},
     health::ProbeState,
     model::{Distribution, NodeName},
@@ -15,9 +20,6 @@ use crate::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use std::{collections::BTreeMap, net::IpAddr, time::Duration};
-
-/// The only way between nodes that this build has.
-pub const TRANSPORT: &str = "device";
 
 /// What the agent knows besides objects and the view.
 pub struct Running<'a> {
@@ -35,8 +37,10 @@ pub struct Running<'a> {
     pub lease_held: Option<bool>,
     /// All leases up to this revision are in the maps.
     pub lease_revision: u64,
-    /// What the probes say.
-    pub gateways: &'a Gateways,
+    /// The setting for the ways to other nodes.
+    pub transport: Transport,
+    /// The gateways that this node uses, as [`gateways`] tells them.
+    pub gateways: Vec<GatewayState>,
     /// What is wrong with the source of the objects.
     pub store_problems: Vec<store::Problem>,
     /// What the agent could not do.
@@ -66,7 +70,7 @@ pub fn state(world: &World, facts: &Facts<'_>, view: &NodeView, running: &Runnin
     AgentState {
         node: node(facts.node, running),
         policies: facts.snapshot.policies.values().map(|p| policy(world, view, p)).chain(refused(world)).collect(),
-        gateways: gateways(running.gateways),
+        gateways: running.gateways.clone(),
         egress_ips: facts.plan.egress_ips.iter().map(|(ip, e)| egress_ip(world, *ip, e)).collect(),
         conditions: world
             .egress_node(facts.node)
@@ -84,7 +88,7 @@ fn node(name: &NodeName, running: &Running<'_>) -> NodeState {
         uptime_seconds: running.uptime.as_secs(),
         store: running.store.into(),
         store_connected: running.lease_held.unwrap_or(true),
-        transport: TRANSPORT.into(),
+        transport: running.transport.to_string(),
         firewall: running.firewall.to_string(),
         attach: running.attach.to_string(),
         tunnel_addresses: running.tunnel_addresses.clone(),
@@ -128,8 +132,8 @@ fn refused(world: &World) -> impl Iterator<Item = PolicyState> {
     })
 }
 
-fn gateways(gateways: &Gateways) -> Vec<GatewayState> {
-    let round_trips: BTreeMap<_, _> = gateways.round_trips();
+/// The gateways that are probed, and the ways to them.
+pub fn gateways(gateways: &Gateways, ways: &BTreeMap<NodeName, Ways>) -> Vec<GatewayState> {
     let states = gateways.states().into_iter();
     states
         .map(|(name, state)| GatewayState {
@@ -139,11 +143,30 @@ fn gateways(gateways: &Gateways) -> Vec<GatewayState> {
                 ProbeState::Alive => ProbeResult::Alive,
                 ProbeState::Dead => ProbeResult::Dead,
             },
-            rtt_micros: round_trips.get(&name).copied().flatten().map(|d| d.as_micros() as u64),
-            transport: TRANSPORT.into(),
+            rtt_micros: gateways.round_trip(&name).map(|d| d.as_micros() as u64),
+            transport: gateways.way(&name).map_or(String::new(), |way| ways::name(way).into()),
+            replies: gateways.back(&name).map_or(String::new(), |way| ways::name(way).into()),
+            why: ways.get(&name).map_or(String::new(), |ways| why_not(gateways, &name, ways)),
             name: name.to_string(),
         })
         .collect()
+}
+
+/// Why no better way to a gateway is in force; empty if the best one is.
+fn why_not(gateways: &Gateways, name: &NodeName, ways: &Ways) -> String {
+    let current = gateways.way(name).unwrap_or_default();
+    let better = WAYS.iter().filter(|way| **way > current);
+    let reasons = better.filter_map(|way| {
+        let reason = match (ways.reasons.get(way), gateways.of(name, *way)) {
+            (Some(reason), _) => reason.as_str(),
+            (None, Some(ProbeState::Unknown)) => "not answered yet",
+            (None, Some(ProbeState::Dead)) => "probes by it are not answered",
+            (None, Some(ProbeState::Alive)) => "one address family only",
+            (None, None) => return None,
+        };
+        Some(format!("not {}: {reason}", ways::name(*way)))
+    });
+    reasons.collect::<Vec<_>>().join("; ")
 }
 
 fn egress_ip(world: &World, address: IpAddr, e: &crate::plan::EgressIpPlan) -> EgressIpState {

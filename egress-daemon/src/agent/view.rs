@@ -1,6 +1,6 @@
 //! From what the objects, the links and the probes say to what this node's datapath should do. Pure.
 
-use super::{blocks::Withheld, effective::Effective, handover::Handover, owned::Place};
+use super::{blocks::Withheld, effective::Effective, handover::Handover, owned::Place, ways};
 use crate::{
     datapath::encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
     health::ProbeState,
@@ -113,6 +113,9 @@ pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
         excepts: excepts(facts.snapshot, facts.except_cidrs),
         egress_ips: facts.plan.egress_ips.iter().map(|(ip, e)| (*ip, egress(facts, *ip, e))).collect(),
         nodes: facts.snapshot.nodes.values().map(|n| (n.name.clone(), tunnel_addresses(n))).collect(),
+        // The agent fills them in: they depend on routes, which are looked up for the nodes that the view names.
+        ways: BTreeMap::new(),
+        macs: macs(facts),
         uplinks: facts.roles.uplinks.iter().filter_map(|i| Some((*i, facts.links.links.get(i)?.mac?.0))).collect(),
         config: Some(config),
     }
@@ -122,6 +125,16 @@ pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
 pub fn tunnel_addresses(node: &Node) -> Vec<IpAddr> {
     let reported: Vec<IpAddr> = node.report.iter().flat_map(|r| r.tunnel_addresses.iter().copied()).collect();
     if reported.is_empty() { node.addresses.iter().copied().collect() } else { reported }
+}
+
+/// The MAC addresses that other nodes send from.
+fn macs(facts: &Facts<'_>) -> BTreeMap<[u8; 6], NodeName> {
+    let others = facts.snapshot.nodes.values().filter(|n| n.name != *facts.node);
+    ways::macs(others.flat_map(|n| {
+        let report = n.report.as_ref();
+        let addresses = report.into_iter().flat_map(|r| r.tunnel_addresses.iter().filter_map(|a| r.macs.get(a)));
+        addresses.map(|mac| (&n.name, *mac)).collect::<Vec<_>>()
+    }))
 }
 
 /// Destinations that no policy touches: every address of a node, the pods of every node, what the administrator says.
@@ -200,6 +213,9 @@ fn answers(facts: &Facts<'_>, address: IpAddr) -> bool {
 fn usable_blocks(facts: &Facts<'_>, address: IpAddr) -> BTreeSet<u16> {
     let Some(gateway) = facts.handover.gateway(address) else { return BTreeSet::new() };
     let report = facts.snapshot.nodes.get(gateway).and_then(|n| n.report.as_ref());
+    // Its tables have leases only of egress IPs that it has read of. (A former owner does not list what it still forwards.)
+    let owner = facts.plan.egress_ips.get(&address).and_then(|e| e.owner.as_ref());
+    let report = report.filter(|report| owner != Some(gateway) || report.carries.contains_key(&address));
     // This node's own leases are in its tables before the blocks are.
     let known = if gateway == facts.node { u64::MAX } else { report.map_or(0, |r| r.lease_revision) };
     let blocks = facts.plan.blocks.get(&address).into_iter().flatten();

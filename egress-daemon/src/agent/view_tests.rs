@@ -74,7 +74,9 @@ impl World {
     /// This node (zone a) with a selected pod, gateways g1 (zone a) and g2 (zone b), a slot on each, and a block of each.
     fn new() -> Self {
         let mut snapshot = Snapshot::default();
-        for n in [node("me", "a", "10.0.0.1"), node("g1", "a", "10.0.0.2"), node("g2", "b", "10.0.0.3")] {
+        for mut n in [node("me", "a", "10.0.0.1"), node("g1", "a", "10.0.0.2"), node("g2", "b", "10.0.0.3")] {
+            let own = OWNED.iter().filter(|(_, owner)| n.name == NodeName::from(*owner));
+            n.report.as_mut().unwrap().carries = own.map(|(address, _)| (ip(address), 1)).collect();
             snapshot.nodes.insert(n.name.clone(), n);
         }
         let policy = Policy {
@@ -238,6 +240,11 @@ fn a_slot_needs_blocks_that_its_owner_knows_of() {
     world.snapshot.nodes.get_mut(&NodeName::from("g2")).unwrap().report = None;
     lease(&mut world, 1, |l| l.node = "me".into());
     assert_eq!(world.usable(), [false, false, true], "an owner that has reported nothing has programmed nothing");
+    lease(&mut world, 0, |l| l.state = BlockState::Leased);
+    assert_eq!(world.usable(), [true, false, true]);
+    report(&mut world, "g1").carries.clear();
+    assert_eq!(world.usable(), [false, false, true], "the owner has not read of the egress IP yet");
+    lease(&mut world, 0, |l| l.state = BlockState::Quarantined);
     let view = world.view();
     assert!(view.egress_ips[&ip(OWNED[1].0)].blocks.is_empty());
     assert_eq!(
@@ -364,6 +371,7 @@ fn zones_and_the_local_node_narrow_the_choice() {
     world.policy().prefer_local_node = true;
     assert_eq!(world.usable(), [false, false, true]);
     world.egress(2).owner = Some("g2".into());
+    report(&mut world, "g2").carries.insert(ip(OWNED[2].0), 1);
     assert_eq!(world.usable(), [true, false, false]);
     world.probes.insert("g1".into(), ProbeState::Dead);
     assert_eq!(world.usable(), [false, true, true], "preferred is not required");

@@ -41,6 +41,12 @@ pub struct EgressNodeSpec {
     /// Which of the node's pods use which egress IP, for policies with distribution PerEndpoint, sorted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub assignments: Vec<Assignment>,
+
+    /// For a gateway: all leases up to this revision, of every node, had been written before this was. A gateway that has
+    /// read it has read them all.
+    #[serde(default)]
+    #[schemars(with = "i64", range(min = 0))]
+    pub leases_up_to: u64,
 }
 
 /// Port blocks of one egress IP.
@@ -102,10 +108,18 @@ pub struct EgressNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub addresses: Vec<NodeAddress>,
 
-    /// How packets travel between nodes: device, vxlan or direct.
+    /// The node's setting for how packets travel between nodes: Auto, device, vxlan or direct.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub transport: Option<String>,
+
+    /// The ways by which the node takes packets: device, vxlan, direct.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub receives: Vec<String>,
+
+    /// The gateways that the node uses, and how packets travel to them, sorted by name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gateways: Vec<GatewayWay>,
 
     /// The firewall mode in force: respect or bypass.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -117,10 +131,15 @@ pub struct EgressNodeStatus {
     #[schemars(with = "String")]
     pub attach: Option<String>,
 
-    /// All leases up to this revision are in the node's tables.
+    /// All leases up to this revision, of every node, are in the node's tables.
     #[serde(default)]
     #[schemars(with = "i64", range(min = 0))]
     pub lease_revision: u64,
+
+    /// All leases of the node itself up to this revision are in its tables: what it gives back is meant up to it.
+    #[serde(default)]
+    #[schemars(with = "i64", range(min = 0))]
+    pub own_lease_revision: u64,
 
     /// The egress IPs that the node's tables carry as its own, sorted by address: other nodes use it for them from then on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -171,6 +190,27 @@ pub struct NodeAddress {
     /// Whether a default route of this family leaves through the interface.
     #[serde(default)]
     pub default_route: bool,
+
+    /// The interface's Ethernet address, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub mac: Option<String>,
+}
+
+/// How packets travel to a gateway.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GatewayWay {
+    /// The gateway's node.
+    pub node: String,
+
+    /// The transport in force: device, vxlan or direct.
+    pub transport: String,
+
+    /// Why no better one is in force.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub reason: Option<String>,
 }
 
 /// Port blocks of an egress IP that a node wants or gives back.

@@ -14,8 +14,8 @@ mod tests;
 
 pub use egress_ip::{EgressIP, EgressIPSpec, EgressIPStatus, PolicyUse, egress_ip_name};
 pub use egress_node::{
-    Assignment, BlockRange, CarriedIP, Demand, EgressNode, EgressNodeSpec, EgressNodeStatus, LeasedBlocks, MapUse,
-    NodeAddress,
+    Assignment, BlockRange, CarriedIP, Demand, EgressNode, EgressNodeSpec, EgressNodeStatus, GatewayWay, LeasedBlocks,
+    MapUse, NodeAddress,
 };
 pub use foreign::{
     AppliedTo, CiliumEgressGateway, CiliumEgressGatewayPolicy, CiliumEgressGatewayPolicySpec, CiliumSelector, Egress,

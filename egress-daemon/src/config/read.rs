@@ -1,6 +1,6 @@
 //! From YAML to a checked [`Config`]: every fault is found in one go, each with its field and what to write instead.
 
-use super::{Announce, Config, Fault, Firewall, Transport};
+use super::{Announce, Config, Fault, Firewall, Foreign, Transport};
 use crate::health::ProbeTracker;
 use egress_common::limits;
 use serde_json::{Map, Value};
@@ -50,9 +50,19 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
     });
     top.set("firewallMark", &mut config.firewall_mark, one_bit);
     top.set("transport", &mut config.transport, |v| {
-        choice(v, &[("Auto", Transport::Auto), ("device", Transport::Device)], &["vxlan", "direct"])
+        let named = [Transport::Device, Transport::Vxlan, Transport::Direct].map(|t| (t.to_string(), t));
+        let all: Vec<(&str, Transport)> = named.iter().map(|(name, t)| (name.as_str(), *t)).collect();
+        choice(v, &[&[("Auto", Transport::Auto)][..], &all].concat(), &[])
     });
     top.set("announce", &mut config.announce, |v| choice(v, &[("arp", Announce::Arp), ("none", Announce::None)], &[]));
+    top.set("foreignKinds", &mut config.foreign_kinds, |v| {
+        let known = |text: &str| match text {
+            "cilium" => Ok(Foreign::Cilium),
+            "antrea" => Ok(Foreign::Antrea),
+            _ => Err("it is not known".to_owned()),
+        };
+        Ok(list(v, "systems: [cilium, antrea]", known)?.into_iter().collect())
+    });
     let mut metrics = None;
     top.set("metrics", &mut metrics, |v| address(v).map(Some));
     config.metrics = metrics;

@@ -51,6 +51,7 @@ firewall: bypass
 firewallMark: 0x100000
 transport: device
 announce: none
+foreignKinds: [cilium, antrea]
 metrics: "127.0.0.1:9473"
 "#;
     let seconds = Duration::from_secs;
@@ -75,6 +76,7 @@ metrics: "127.0.0.1:9473"
         firewall_mark: 0x10_0000,
         transport: Transport::Device,
         announce: Announce::None,
+        foreign_kinds: [Foreign::Cilium, Foreign::Antrea].into(),
         metrics: Some("127.0.0.1:9473".parse().unwrap()),
     };
     assert_eq!(parse(text), expected);
@@ -119,13 +121,13 @@ fn timeouts_below_the_rfcs_are_refused() {
 
 #[test]
 fn what_does_not_exist_yet_is_refused_as_such() {
-    for transport in ["vxlan", "direct"] {
-        refused(&format!("transport: {transport}"), "transport", &["not in this build yet", "Auto or device"]);
+    for (text, transport) in [("vxlan", Transport::Vxlan), ("direct", Transport::Direct), ("Auto", Transport::Auto)] {
+        assert_eq!(parse(&format!("transport: {text}")).transport, transport);
     }
     for mark in ["0", "0x3000", "-1", "0x100000000", "bit"] {
         refused(&format!("firewallMark: {mark}"), "firewallMark", &["power of two"]);
     }
-    refused("transport: auto", "transport", &["unknown", "Auto or device"]);
+    refused("transport: auto", "transport", &["unknown", "Auto or device or vxlan or direct"]);
 }
 
 #[test]
@@ -141,6 +143,7 @@ fn values_out_of_range_are_refused() {
     refused("probe: {interval: 1ms}", "probe.interval", &["10ms"]);
     refused("metrics: 9473", "metrics", &["127.0.0.1:9473"]);
     refused("announce: bgp", "announce", &["arp or none"]);
+    refused("foreignKinds: [calico]", "foreignKinds", &["[cilium, antrea]"]);
 }
 
 #[test]

@@ -3,12 +3,13 @@
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
 };
+use crate::model::NodeName;
 use crate::snapshot::Desired;
 use crate::store::{Key, Store, StoreError, Stored};
 use futures::stream::{self, StreamExt};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::object::HasStatus;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// So many writes are under way at once.
 const CONCURRENT: usize = 16;
@@ -34,12 +35,14 @@ impl Applied {
     }
 }
 
-/// Writes all differences. What fails does not keep the rest from being written, except that nothing is deleted after an
-/// error: egress IPs and their gateways come first, then what source nodes may use, then what people read, then what is
-/// not needed any more. An object that somebody else wrote since `desired` was made is left as it is.
-pub(super) async fn apply(store: &Store, desired: Desired) -> Applied {
+/// Writes all differences. What fails does not keep the rest from being written, except that nothing is deleted, and no
+/// gateway told that it can know of all leases, after an error: egress IPs and their gateways come first, then what source
+/// nodes may use, then that gateways have seen it all, then what people read, then what is not needed any more. An object
+/// that somebody else wrote since `desired` was made is left as it is.
+pub(super) async fn apply(store: &Store, desired: Desired, gateways: BTreeSet<NodeName>) -> Applied {
     let mut applied = Applied::default();
-    let Desired { egress_ips, egress_nodes, policies, pools, cilium_policies, egresses, external_ip_pools } = desired;
+    let Desired { egress_ips, egress_nodes, lease_revision, policies, pools, .. } = desired;
+    let Desired { cilium_policies, egresses, external_ip_pools, .. } = desired;
     let wanted = |name: &Option<String>, is_wanted: &dyn Fn(&str) -> bool| name.as_deref().is_some_and(is_wanted);
     let mut unwanted_ips = store.list::<EgressIP>();
     unwanted_ips.retain(|object| !wanted(&object.metadata.name, &|name| egress_ips.contains_key(name)));
@@ -50,6 +53,10 @@ pub(super) async fn apply(store: &Store, desired: Desired) -> Applied {
     gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
     let writes = egress_nodes.into_values().map(|object| egress_node(store, object));
     gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
+    if applied.errors.is_empty() {
+        let writes = gateways.into_iter().map(|node| leases_up_to(store, node, lease_revision));
+        gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
+    }
     statuses::<EgressGatewayPolicy>(store, &mut applied, policies).await;
     statuses::<CiliumEgressGatewayPolicy>(store, &mut applied, cilium_policies).await;
     statuses::<Egress>(store, &mut applied, egresses).await;
@@ -110,6 +117,18 @@ async fn egress_node(store: &Store, wanted: EgressNode) -> Result<u64, StoreErro
         None => store.create(&wanted).await.map(|_| 1),
         Some(current) if current.spec != wanted.spec => store.replace(&wanted).await.map(|_| 1),
         Some(_) => Ok(0),
+    }
+}
+
+/// Tells a gateway that all leases up to this revision are written.
+async fn leases_up_to(store: &Store, node: NodeName, revision: u64) -> Result<u64, StoreError> {
+    match store.get::<EgressNode>(&Key::cluster(node.as_str())) {
+        Some(current) if current.spec.leases_up_to < revision => {
+            let mut object = current.as_ref().clone();
+            object.spec.leases_up_to = revision;
+            store.replace(&object).await.map(|_| 1)
+        }
+        _ => Ok(0),
     }
 }
 

@@ -12,8 +12,8 @@ use std::fmt;
 pub struct Event {
     /// The object's kind and name, such as `EgressIP 192.0.2.10`.
     pub object: String,
-    /// The object in the store; absent when the store has none of its kind.
-    pub about: Option<ObjectRef>,
+    /// The object in the store.
+    pub about: ObjectRef,
     /// Whether somebody should look at it.
     pub warning: bool,
     /// What happened, in one word.
@@ -39,7 +39,7 @@ impl Event {
     pub(super) fn of(change: &Change) -> Option<Event> {
         let egress_ip = |address: &std::net::IpAddr| {
             let about = ObjectRef { kind: Kind::EgressIP, key: Key::cluster(&egress_ip_name(*address)) };
-            (format!("EgressIP {address}"), Some(about))
+            (format!("EgressIP {address}"), about)
         };
         let event = |(object, about), warning, reason, message| Some(Event { object, about, warning, reason, message });
         match change {
@@ -76,14 +76,18 @@ impl Event {
     }
 
     /// The same as the store takes it.
-    pub(super) fn note(self) -> Option<Note> {
+    pub(super) fn note(self) -> Note {
         let Event { about, warning, reason, message, .. } = self;
-        Some(Note { about: about?, warning, reason, message })
+        Note { about, warning, reason, message }
     }
 }
 
 /// The object of a policy.
-fn object_of(policy: &PolicyId) -> Option<ObjectRef> {
-    let native = policy.kind == PolicyKind::Native;
-    native.then(|| ObjectRef { kind: Kind::EgressGatewayPolicy, key: Key::cluster(&policy.name) })
+fn object_of(policy: &PolicyId) -> ObjectRef {
+    let kind = match policy.kind {
+        PolicyKind::Native => Kind::EgressGatewayPolicy,
+        PolicyKind::Cilium => Kind::CiliumEgressGatewayPolicy,
+        PolicyKind::Antrea => Kind::Egress,
+    };
+    ObjectRef { kind, key: Key::cluster(&policy.name) }
 }

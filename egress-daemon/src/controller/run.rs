@@ -230,7 +230,7 @@ impl Controller {
         let mut wanted = desired(&objects, &snapshot, &after, &problems, &time);
         remarks::add(&mut wanted, &objects, &self.store.problems(), &time);
         let planning = started.elapsed();
-        let applied = apply(&leading.store, wanted).await;
+        let applied = apply(&leading.store, wanted, self.known.clone()).await;
         let refused = refusals(&problems);
         self.tell(leading, before, after, refused, &applied, planning);
         let now = self.start.elapsed();
@@ -279,9 +279,7 @@ impl Controller {
                 } else {
                     tracing::info!(object = %event.object, reason = event.reason, "{}", event.message);
                 }
-                if let Some(note) = event.note() {
-                    self.store.note(note);
-                }
+                self.store.note(event.note());
             }
             (leading.told, leading.refused) = (Some(after), refused);
         }

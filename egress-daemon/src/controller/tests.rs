@@ -294,6 +294,50 @@ async fn leaders_that_die_in_the_middle_of_a_change_lease_no_block_and_assign_no
     }
 }
 
+/// A gateway that reads up to which revision all leases are written has read them all: none of that revision comes later.
+#[tokio::test(flavor = "multi_thread")]
+async fn gateways_are_told_of_a_revision_when_all_its_leases_are_written() {
+    let mut world = World::new();
+    let workers: String = (0..24)
+        .map(|n| {
+            let pod = format!("status: {{podIP: 10.0.1.{n}}}");
+            format!(
+                "---\n{{apiVersion: v1, kind: Node, metadata: {{name: x{n}}}}}\n---\n{{apiVersion: v1, kind: Pod, metadata: \
+                 {{name: x{n}, namespace: shop, labels: {{app: web}}}}, spec: {{nodeName: x{n}, containers: []}}, {pod}}}\n"
+            )
+        })
+        .collect();
+    fs::write(world.path().join("workers.yaml"), workers.trim_start_matches("---\n")).unwrap();
+    let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
+    let _controller = controller(world.path(), "one");
+    let (mut told, mut seen) = (0, BTreeSet::new());
+    for count in [1, 3, 2, 4] {
+        fs::write(world.path().join("policy.yaml"), POLICY.replace("count: 2", &format!("count: {count}"))).unwrap();
+        world
+            .until(|store| {
+                let nodes = store.list::<EgressNode>();
+                let mut highest = 0;
+                for (node, leased) in nodes.iter().flat_map(|node| node.spec.blocks.iter().map(move |b| (node, b))) {
+                    for range in &leased.ranges {
+                        highest = highest.max(range.revision);
+                        let lease = (node.metadata.name.clone(), leased.egress_ip.clone(), range.first, range.revision);
+                        let is_new = seen.insert(lease);
+                        assert!(!is_new || range.revision > told, "{leased:?} came after gateways were told of {told}");
+                    }
+                }
+                let gateways = nodes.iter().filter(|n| n.metadata.name.as_deref().is_some_and(|n| n.starts_with("gw")));
+                let of_gateways: Vec<u64> = gateways.map(|node| node.spec.leases_up_to).collect();
+                told = of_gateways.iter().copied().max().unwrap_or(0).max(told);
+                let others = nodes.iter().filter(|n| n.metadata.name.as_deref().is_some_and(|n| n.starts_with('x')));
+                assert!(others.clone().all(|node| node.spec.leases_up_to == 0), "nobody asks them");
+                let leased = others.filter(|node| node.spec.blocks.len() == count).count();
+                (leased == 24 && of_gateways.len() == 2 && of_gateways.iter().all(|up_to| *up_to >= highest))
+                    .then_some(())
+            })
+            .await;
+    }
+}
+
 /// No port block has two holders, no pod has two egress IPs of one family and policy.
 fn once_each(store: &Store) {
     let (mut blocks, mut pods) = (BTreeSet::new(), BTreeSet::new());

@@ -3,6 +3,7 @@
 use clap::ValueEnum;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
+use std::collections::BTreeMap;
 
 /// Tables are no wider than this where the terminal does not say otherwise.
 const WIDTH: u16 = 100;
@@ -52,6 +53,10 @@ pub trait Row: Serialize {
     const NONE: &'static str;
     /// The columns.
     fn cells(&self) -> Vec<String>;
+    /// Whom a sentence below the table is about, and the sentence.
+    fn note(&self) -> Option<(&str, &str)> {
+        None
+    }
 }
 
 /// Columns set with blanks between them, wrapped to the terminal's width, or to 100 columns.
@@ -91,7 +96,16 @@ pub struct List<R> {
 
 impl<R: Row> View for List<R> {
     fn text(&self) -> String {
-        table(&self.items)
+        let mut text = table(&self.items);
+        let mut notes: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for (subject, note) in self.items.iter().filter_map(Row::note) {
+            notes.entry(note).or_default().push(subject);
+        }
+        for (n, (note, subjects)) in notes.iter().enumerate() {
+            let gap = if n == 0 { "\n" } else { "" };
+            text += &format!("{gap}{}: {note}\n", subjects.join(", "));
+        }
+        text
     }
 }
 
@@ -114,7 +128,7 @@ pub fn yes(value: bool) -> String {
 mod tests {
     use super::*;
 
-    #[derive(Serialize)]
+    #[derive(Clone, Serialize)]
     struct Line(String, u32);
     impl Row for Line {
         const HEADER: &'static [&'static str] = &["NAME", "AGE (s)"];
@@ -122,6 +136,16 @@ mod tests {
         fn cells(&self) -> Vec<String> {
             vec![self.0.clone(), self.1.to_string()]
         }
+        fn note(&self) -> Option<(&str, &str)> {
+            (self.1 > 9).then_some((&self.0, "old"))
+        }
+    }
+
+    #[test]
+    fn notes_that_say_the_same_are_one() {
+        let items = [("a", 1), ("b", 10), ("c", 11)].map(|(name, age)| Line(name.into(), age)).to_vec();
+        let text = List { node: None, agent_answered: true, items }.text();
+        assert!(text.ends_with("11\n\nb, c: old\n"), "{text}");
     }
 
     #[test]

@@ -3,7 +3,10 @@
 //! Names become small numbers here (policies, egress IPs, nodes, endpoints, classes). A number keeps its meaning as long
 //! as the thing lives, over restarts of the agent too: the numbers are read back from the maps themselves.
 
-use super::tables::{Overflow, Tables};
+use super::{
+    tables::{Overflow, Tables},
+    ways::{self, WayView},
+};
 use crate::{
     datapath::maps::{name_record, name_text},
     model::{Bandwidth, EndpointId, NodeName, PolicyId, SubnetInfo},
@@ -12,7 +15,7 @@ use crate::{
 use egress_common::{
     abi::{NameKey, name_kind},
     config::Config,
-    egress::{BlockList, EgressIp, LeaseTable, Node, Uplink, flags},
+    egress::{BlockList, EgressIp, LeaseTable, Uplink, flags},
     endpoint::{
         AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, endpoint_flags,
     },
@@ -103,6 +106,10 @@ pub struct NodeView {
     pub egress_ips: BTreeMap<IpAddr, EgressView>,
     /// Tunnel addresses of all nodes; the first one is the one to send to.
     pub nodes: BTreeMap<NodeName, Vec<IpAddr>>,
+    /// How to send to other nodes; the tunnel device serves for those that are not named.
+    pub ways: BTreeMap<NodeName, WayView>,
+    /// The MAC addresses that nodes on a common link send from.
+    pub macs: BTreeMap<[u8; 6], NodeName>,
     /// Interfaces that answer for egress IPs, with their MAC addresses.
     pub uplinks: BTreeMap<u32, [u8; 6]>,
     /// Settings; node and generation are filled in by the encoder and the writer.
@@ -182,8 +189,7 @@ impl Encoder {
         next.endpoints(view, &mut tables);
         next.names(&mut tables);
         for (index, mac) in &view.uplinks {
-            let word = |i: usize| u16::from_ne_bytes([mac[i], mac[i + 1]]);
-            tables.uplinks.insert(*index, Uplink { mac: [word(0), word(2), word(4)], reserved: 0 });
+            tables.uplinks.insert(*index, Uplink { mac: ways::mac(*mac), reserved: 0 });
         }
         let own = view.node.as_ref().and_then(|n| next.nodes.0.get(n)).copied().unwrap_or(0);
         tables.config = view.config.map(|c| Config { node: own, ..c });
@@ -195,13 +201,11 @@ impl Encoder {
     fn nodes(&self, view: &NodeView, tables: &mut Tables) {
         for (name, addresses) in &view.nodes {
             let (Some(&index), Some(first)) = (self.nodes.0.get(name), addresses.first()) else { continue };
-            let tunnel_v4 = match first {
-                IpAddr::V4(a) => u32::from(*a),
-                IpAddr::V6(_) => 0,
-            };
-            tables.nodes.insert(index, Node { addr: net::any(*first), present: 1, tunnel_v4 });
+            tables.nodes.insert(index, ways::record(*first, view.ways.get(name)));
             tables.node_index.extend(addresses.iter().map(|a| (net::any(*a), index)));
         }
+        let known = view.macs.iter().filter_map(|(mac, name)| Some((ways::mac_key(*mac), *self.nodes.0.get(name)?)));
+        tables.mac_index = known.collect();
     }
 
     fn egress_ips(&self, view: &NodeView, present: &Tables, tables: &mut Tables) {

@@ -7,7 +7,7 @@ use aya::{
     programs::{SchedClassifier, TestRun as _, TestRunOptions},
     util::KernelVersion,
 };
-use egress_common::{abi::LAYOUT_VERSION, limits};
+use egress_common::{abi::LAYOUT_VERSION, config::flags, limits};
 use std::{fs, io, path::PathBuf};
 use thiserror::Error;
 
@@ -15,10 +15,19 @@ use thiserror::Error;
 static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("SPILLWAY_EBPF_OBJECT"));
 
 /// The programs that are attached to interfaces.
-pub const PROGRAMS: [&str; 6] =
-    ["pod_egress", "pod_ingress", "tunnel_ingress", "tunnel_egress", "uplink_ingress", "shaper_ingress"];
+pub const PROGRAMS: [&str; 7] = [
+    "pod_egress",
+    "pod_ingress",
+    "tunnel_ingress",
+    "tunnel_egress",
+    "uplink_ingress",
+    "underlay_ingress",
+    "shaper_ingress",
+];
 /// The program that is run once to arm the collector's timer.
 const COLLECTOR: &str = "start_collector";
+/// The program that is run once to learn whether merged packets can be stripped.
+const DECAPSULATION: &str = "try_decapsulation";
 
 /// Older kernels need CAP_PERFMON, too: their verifier takes a part of a stored number that is overwritten for an attempt
 /// to forge a pointer (mended in 6.13 and in 6.12's stable releases).
@@ -145,10 +154,10 @@ fn check_shapes(pins: &Pins, object: &aya_obj::Object) -> Result<(), LoadError> 
     Ok(())
 }
 
-/// The flags of the settings ([`egress_common::config::flags`]) that follow from this kernel's version.
+/// The flags of the settings ([`flags`]) that follow from this kernel's version.
 pub fn config_flags() -> u32 {
     match KernelVersion::current() {
-        Ok(version) if version >= KernelVersion::new(6, 16, 0) => egress_common::config::flags::CSUM_IPV6,
+        Ok(version) if version >= KernelVersion::new(6, 16, 0) => flags::CSUM_IPV6,
         _ => 0,
     }
 }
@@ -179,7 +188,7 @@ impl Programs {
             loader.map_max_entries(name, sizes.max_flows.saturating_mul(2));
         }
         let mut programs = Self { ebpf: loader.load(OBJECT)? };
-        for name in PROGRAMS.into_iter().chain([COLLECTOR]) {
+        for name in PROGRAMS.into_iter().chain([COLLECTOR, DECAPSULATION]) {
             programs.get(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
         }
         programs.start_collector()?;
@@ -193,15 +202,25 @@ impl Programs {
         program.try_into().map_err(|e: aya::programs::ProgramError| LoadError::Object(e.to_string()))
     }
 
+    /// The flags of the settings ([`flags`]) that follow from what this kernel can do.
+    pub fn kernel_flags(&mut self) -> u32 {
+        let decap = self.try_run(DECAPSULATION).is_ok_and(|result| result == 0);
+        config_flags() | if decap { flags::DECAP_UDP } else { 0 }
+    }
+
+    /// Runs a program once, with the smallest frame that the kernel accepts for it: what it returned.
+    fn try_run(&mut self, program: &'static str) -> Result<i32, LoadError> {
+        let mut frame = [0u8; 64];
+        // IPv4, so that there is a header that something can follow.
+        (frame[12], frame[14]) = (8, 0x45);
+        let options = TestRunOptions { data_in: Some(&frame), ..Default::default() };
+        let result = self.get(program)?.test_run(options).map_err(|source| LoadError::Program { program, source })?;
+        Ok(result.return_value as i32)
+    }
+
     /// Runs the program that arms the timer. An earlier agent's timer goes on with this agent's collector.
     fn start_collector(&mut self) -> Result<(), LoadError> {
-        // The smallest frame that the kernel accepts for a test run.
-        let frame = [0u8; 64];
-        let program = self.get(COLLECTOR)?;
-        let result = program
-            .test_run(TestRunOptions { data_in: Some(&frame), ..Default::default() })
-            .map_err(|source| LoadError::Program { program: COLLECTOR, source })?;
-        match result.return_value as i32 {
+        match self.try_run(COLLECTOR)? {
             0 => Ok(()),
             error => Err(LoadError::Collector(error)),
         }

@@ -9,7 +9,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::Config,
-    egress::{BlockList, EgressIp, LeaseTable, Node, Uplink},
+    egress::{BlockList, EgressIp, LeaseTable, MacKey, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Flow, FlowKey, Reverse},
     verdict::Counter,
@@ -198,6 +198,8 @@ pub struct Maps {
     pub nodes: Slots<Node>,
     /// Index in `nodes` by tunnel address.
     pub node_index: Table<V6, u32>,
+    /// Index in `nodes` by MAC address.
+    pub mac_index: Table<MacKey, u32>,
     /// Interfaces that answer for egress IPs.
     pub uplinks: Table<u32, Uplink>,
     /// Settings.
@@ -237,6 +239,7 @@ impl Maps {
             leases: Slots::open(pins, "LEASES")?,
             nodes: Slots::open(pins, "NODES")?,
             node_index: Table::open(pins, "NODE_INDEX")?,
+            mac_index: Table::open(pins, "MAC_INDEX")?,
             uplinks: Table::open(pins, "UPLINKS")?,
             config: Slots::open(pins, "CONFIG")?,
             deadline: Slots::open(pins, "DEADLINE")?,

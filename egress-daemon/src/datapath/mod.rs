@@ -1,13 +1,15 @@
 //! The kernel's side of a node: the programs, where they are attached, and the maps that they read.
 //!
-//! May know aya and the records of `egress-common`; knows neither objects nor the store. [`tables`] and [`encode`] are
-//! pure.
+//! May know aya and the records of `egress-common`; knows neither objects nor the store. [`tables`], [`ways`] and
+//! [`encode`] are pure.
 
+pub mod answers;
 pub mod attach;
 pub mod encode;
 pub mod load;
 pub mod maps;
 pub mod tables;
+pub mod ways;
 pub mod write;
 
 #[cfg(test)]

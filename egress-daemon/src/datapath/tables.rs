@@ -4,7 +4,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::Config,
-    egress::{BlockList, EgressIp, LeaseTable, Node, Uplink},
+    egress::{BlockList, EgressIp, LeaseTable, MacKey, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     limits,
 };
@@ -60,6 +60,8 @@ pub struct Tables {
     pub nodes: BTreeMap<u32, Node>,
     /// Index by tunnel address.
     pub node_index: BTreeMap<V6, u32>,
+    /// Index by MAC address.
+    pub mac_index: BTreeMap<MacKey, u32>,
     /// Interfaces that answer for egress IPs.
     pub uplinks: BTreeMap<u32, Uplink>,
     /// Names.
@@ -109,6 +111,7 @@ impl Tables {
             ("EGRESS_IPS", highest(self.egress_ips.keys().next_back()), limits::MAX_EGRESS_IPS),
             ("NODES", highest(self.nodes.keys().next_back()), limits::MAX_NODES),
             ("NODE_INDEX", self.node_index.len(), limits::MAX_NODE_ADDRESSES),
+            ("MAC_INDEX", self.mac_index.len(), limits::MAX_MACS),
             ("UPLINKS", self.uplinks.len(), limits::MAX_UPLINKS),
             ("NAMES", self.names.len(), limits::MAX_NAMES),
         ]
@@ -136,6 +139,7 @@ impl Tables {
             ("EGRESS_INDEX_V4", union(&self.v4.egress_index, &present.v4.egress_index), limits::MAX_EGRESS_IPS),
             ("EGRESS_INDEX_V6", union(&self.v6.egress_index, &present.v6.egress_index), limits::MAX_EGRESS_IPS),
             ("NODE_INDEX", union(&self.node_index, &present.node_index), limits::MAX_NODE_ADDRESSES),
+            ("MAC_INDEX", union(&self.mac_index, &present.mac_index), limits::MAX_MACS),
             ("UPLINKS", union(&self.uplinks, &present.uplinks), limits::MAX_UPLINKS),
             ("NAMES", union(&self.names, &present.names), limits::MAX_NAMES),
         ];

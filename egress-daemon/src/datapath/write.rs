@@ -11,7 +11,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::{self, Config},
-    egress::{BlockList, EgressIp, LeaseTable, Node, Uplink},
+    egress::{BlockList, EgressIp, LeaseTable, MacKey, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{FlowKey, Reverse},
     limits::MAGLEV_CHUNK,
@@ -19,7 +19,6 @@ use egress_common::{
 };
 use std::collections::{BTreeMap, BTreeSet};
 
-const NO_NODE: Node = Node { addr: [0; 4], present: 0, tunnel_v4: 0 };
 const NO_BLOCKS: BlockList = BlockList { count: 0, blocks: [0; port_block::COUNT as usize] };
 const NO_LEASES: LeaseTable = LeaseTable { node: [0; port_block::ROWS] };
 
@@ -67,8 +66,9 @@ macro_rules! kinds {
 
 kinds! {
     Names: NameKey => Name, names;
-    Nodes: u32 => Node, nodes, array of NO_NODE;
+    Nodes: u32 => Node, nodes, array of Node::EMPTY;
     NodeIndex: V6 => u32, node_index;
+    MacIndex: MacKey => u32, mac_index;
     Uplinks: u32 => Uplink, uplinks;
     Leases: u32 => LeaseTable, leases, array of NO_LEASES;
     EgressIps: u32 => EgressIp, egress_ips, array of EgressIp::EMPTY;
@@ -149,6 +149,7 @@ impl<S: Sink> Change<'_, S> {
         self.add::<Names>()?;
         self.add::<Nodes>()?;
         self.add::<NodeIndex>()?;
+        self.add::<MacIndex>()?;
         self.add::<Uplinks>()?;
         self.add::<Leases>()?;
         self.add_some::<EgressIps>(|i| in_force.contains(i))?;
@@ -183,6 +184,7 @@ impl<S: Sink> Change<'_, S> {
         self.add_some::<EgressIps>(|i| !in_force.contains(i))?;
         self.drop::<Leases>()?;
         self.drop::<Uplinks>()?;
+        self.drop::<MacIndex>()?;
         self.drop::<NodeIndex>()?;
         self.drop::<Nodes>()?;
         self.drop::<Names>()?;
@@ -256,8 +258,9 @@ fn read(maps: &Maps) -> Result<Tables, MapsError> {
         egress_ips: filled(&maps.egress_ips, &EgressIp::EMPTY)?,
         blocks: filled(&maps.blocks, &NO_BLOCKS)?,
         leases: filled(&maps.leases, &NO_LEASES)?,
-        nodes: filled(&maps.nodes, &NO_NODE)?,
+        nodes: filled(&maps.nodes, &Node::EMPTY)?,
         node_index: maps.node_index.entries()?,
+        mac_index: maps.mac_index.entries()?,
         uplinks: maps.uplinks.entries()?,
         names: maps.names.entries()?,
         config: (config != config::UNSET).then_some(config),

@@ -48,12 +48,20 @@ pub struct LeaseTracker {
     leases: BTreeMap<NodeName, Lease>,
     absent_since: BTreeMap<NodeName, Duration>,
     blind_since: Option<Duration>,
+    /// No lease counts as renewed before this time: until then those who could not renew had nobody to tell.
+    excused_until: Duration,
 }
 
 impl LeaseTracker {
     /// A tracker that has seen nothing.
     pub fn new(times: LeaseTimes) -> Self {
-        Self { times, leases: BTreeMap::new(), absent_since: BTreeMap::new(), blind_since: None }
+        Self {
+            times,
+            leases: BTreeMap::new(),
+            absent_since: BTreeMap::new(),
+            blind_since: None,
+            excused_until: Duration::ZERO,
+        }
     }
 
     /// The lease of a node was read. The first sight of a lease counts as a renewal, but does not prove that its gateway
@@ -101,12 +109,11 @@ impl LeaseTracker {
         self.blind_since.get_or_insert(now);
     }
 
-    /// The leases can be read again: whoever was fresh has a whole duration to be seen renewing.
+    /// The leases can be read again: whoever was fresh has a whole duration to be seen renewing, and before that as long as
+    /// nothing was seen (at most two durations more) to find the way back to a server that was away or overloaded.
     pub fn regained_sight(&mut self, now: Duration) {
-        if self.blind_since.take().is_some() {
-            for lease in self.leases.values_mut().filter(|lease| lease.fresh_since.is_some()) {
-                lease.renewed = now;
-            }
+        if let Some(since) = self.blind_since.take() {
+            self.excused_until = now + now.saturating_sub(since).min(2 * self.times.duration);
         }
     }
 
@@ -116,8 +123,9 @@ impl LeaseTracker {
             return false;
         }
         let mut lapsed = false;
+        let (excused, duration) = (self.excused_until, self.times.duration);
         for lease in self.leases.values_mut() {
-            if lease.fresh_since.is_some() && now.saturating_sub(lease.renewed) >= self.times.duration {
+            if lease.fresh_since.is_some() && now >= lease.renewed.max(excused) + duration {
                 lease.fresh_since = None;
                 lease.returned = true;
                 lapsed = true;
@@ -130,7 +138,10 @@ impl LeaseTracker {
     /// delays of pools), an absent node is gone for good.
     pub fn next_deadline(&self, delays: &BTreeSet<Duration>, now: Duration) -> Option<Duration> {
         let fresh = self.leases.values().filter_map(|lease| Some((lease, lease.fresh_since?)));
-        let lapses = fresh.clone().filter(|_| self.blind_since.is_none()).map(|(l, _)| l.renewed + self.times.duration);
+        let lapses = fresh
+            .clone()
+            .filter(|_| self.blind_since.is_none())
+            .map(|(lease, _)| lease.renewed.max(self.excused_until) + self.times.duration);
         let settles = fresh.flat_map(|(_, since)| delays.iter().map(move |delay| since + *delay));
         let gone = self.absent_since.values().map(|since| *since + self.times.quarantine);
         lapses.chain(settles.chain(gone).filter(|at| *at > now)).min()
@@ -160,6 +171,8 @@ impl LeaseTracker {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn ms(ms: u64) -> Duration {
@@ -242,24 +255,70 @@ mod tests {
         tracker.lost_sight(ms(1000));
         assert!(!tracker.poll(ms(60_000)));
         tracker.regained_sight(ms(60_000));
+        assert_eq!(tracker.next_deadline(&BTreeSet::new(), ms(60_000)), Some(ms(66_000)));
         assert_eq!(
-            tracker.health(ms(61_999)).of(&gw).lease,
-            LeaseState::Fresh { since: ms(61_999), returned: false, proven: false }
+            tracker.health(ms(65_999)).of(&gw).lease,
+            LeaseState::Fresh { since: ms(65_999), returned: false, proven: false }
         );
-        assert!(tracker.poll(ms(62_000)), "it had its chance");
+        assert!(tracker.poll(ms(66_000)), "it had its chance");
     }
 
     #[test]
-    fn an_absent_node_is_gone_after_the_quarantine_unless_it_comes_back() {
+    fn a_short_time_without_sight_delays_a_judgement_no_longer_than_it_lasted() {
         let (mut tracker, gw) = tracker();
-        let nobody = BTreeSet::new();
-        tracker.observe_nodes(&nobody, [&gw], ms(0));
-        tracker.observe_nodes(&nobody, [&gw], ms(4000));
-        assert!(!tracker.health(ms(4999)).of(&gw).gone);
-        assert!(tracker.health(ms(5000)).of(&gw).gone);
-        tracker.observe_nodes(&[gw.clone()].into(), [&gw], ms(5001));
-        tracker.observe_nodes(&nobody, [&gw], ms(5002));
-        assert!(!tracker.health(ms(6000)).of(&gw).gone);
-        assert_eq!(tracker.next_deadline(&BTreeSet::new(), ms(6000)), Some(ms(10_002)));
+        tracker.observe(&gw, renewal(1), ms(0));
+        tracker.lost_sight(ms(500));
+        tracker.regained_sight(ms(1500));
+        tracker.observe(&gw, renewal(2), ms(1600));
+        assert!(!tracker.poll(ms(4499)) && tracker.poll(ms(4500)));
+    }
+
+    #[test]
+    fn who_had_lapsed_before_has_lapsed_after() {
+        let (mut tracker, gw) = tracker();
+        tracker.observe(&gw, renewal(1), ms(0));
+        assert!(tracker.poll(ms(2000)));
+        tracker.lost_sight(ms(3000));
+        tracker.regained_sight(ms(60_000));
+        assert_eq!(tracker.health(ms(60_001)).of(&gw).lease, LeaseState::Lapsed);
+    }
+
+    proptest! {
+        /// The API server is away for any time; before and after it the gateways renew in time, each after a way back of
+        /// its own. Nobody lapses; and who does not come back does, in bounded time.
+        #[test]
+        fn an_outage_is_no_evidence(
+            away in 20u64..1800, phases in prop::collection::vec(0u64..10, 1..5), back in prop::collection::vec(0u64..20, 5),
+            dies in any::<bool>(),
+        ) {
+            let (mut tracker, mortal) = tracker();
+            let (gone, returns) = (100, 100 + away);
+            let mut heard = ms(0);
+            // In steps of 50 ms; everybody renews every tenth.
+            for step in 0..returns + 200 {
+                let now = ms(step * 50);
+                let renews = |phase: u64, back: u64| step % 10 == phase && (step < gone || step >= returns + back);
+                let others = phases.iter().zip(&back).enumerate().filter(|(_, (phase, back))| renews(**phase, **back));
+                let mut renewing: Vec<NodeName> = others.map(|(n, _)| format!("other{n}").as_str().into()).collect();
+                if renews(0, 0) && (step < gone || !dies) {
+                    renewing.push(mortal.clone());
+                }
+                // As the controller does; the leader's own lease is heard as well.
+                if now - heard >= ms(1000) {
+                    tracker.lost_sight(heard);
+                }
+                if renews(5, 0) || !renewing.is_empty() {
+                    heard = now;
+                    tracker.regained_sight(now);
+                }
+                for node in &renewing {
+                    tracker.observe(node, renewal(step), now);
+                }
+                for (node, health) in &tracker.health(now).nodes {
+                    prop_assert!(health.is_fresh() || dies && *node == mortal, "{node} at {now:?}, back at {returns}");
+                }
+            }
+            prop_assert_eq!(tracker.health(ms((returns + 199) * 50)).of(&mortal).is_fresh(), !dies);
+        }
     }
 }

@@ -66,6 +66,11 @@ impl ProbeTracker {
         self.state
     }
 
+    /// Whether a probe was missed since the last answer.
+    pub fn in_doubt(&self) -> bool {
+        self.missed > 0
+    }
+
     /// The last round trip.
     pub fn round_trip(&self) -> Option<Duration> {
         self.round_trip

@@ -16,6 +16,7 @@ fn pod_veth(index: u32, name: &str, master: Option<u32>, addresses: &[&str]) -> 
 
 fn table(links: Vec<Link>, routes: Vec<DefaultRoute>) -> LinkTable {
     LinkTable {
+        route_changes: 0,
         links: links.into_iter().map(|link| (link.index, link)).collect(),
         default_routes: routes.into_iter().collect(),
         ..LinkTable::default()

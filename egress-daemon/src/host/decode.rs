@@ -38,22 +38,27 @@ pub fn change(message: &NetlinkMessage<RouteNetlinkMessage>) -> Option<Change> {
                     address(message).map(|(index, net, _)| Change::AddressGone(index, net))
                 }
                 RouteNetlinkMessage::NewRoute(message) => {
-                    (message.header.destination_prefix_length == 0).then_some(Change::DefaultRoutes).or_else(|| {
-                        let (address, index) = host_route(message)?;
-                        Some(Change::HostRoute(address, index))
-                    })
+                    let host = |(address, index)| Change::HostRoute(address, index);
+                    route(message, host)
                 }
                 RouteNetlinkMessage::DelRoute(message) => {
-                    (message.header.destination_prefix_length == 0).then_some(Change::DefaultRoutes).or_else(|| {
-                        let (address, index) = host_route(message)?;
-                        Some(Change::HostRouteGone(address, index))
-                    })
+                    let host = |(address, index)| Change::HostRouteGone(address, index);
+                    route(message, host)
                 }
                 _ => None,
             }
         }
         _ => None,
     }
+}
+
+/// What a change of a route means; `host` names that of a single address behind a link.
+fn route(message: &RouteMessage, host: impl Fn((IpAddr, u32)) -> Change) -> Option<Change> {
+    if message.header.destination_prefix_length == 0 {
+        return Some(Change::DefaultRoutes);
+    }
+    let other = || (message.header.kind == RouteType::Unicast).then_some(Change::Route);
+    host_route(message).map(host).or_else(other)
 }
 
 /// The link that a message describes; `None` if it is one of those that describe a part of it only.
@@ -204,7 +209,8 @@ pub fn default_routes(message: &RouteMessage) -> Vec<DefaultRoute> {
         .collect()
 }
 
-fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
+/// The next hop that an attribute of a route names, if it does.
+pub fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
     match attribute {
         RouteAttribute::Gateway(address) => ip(address),
         RouteAttribute::Via(RouteVia::Inet(address)) => Some(IpAddr::V4(*address)),

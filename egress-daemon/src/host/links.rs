@@ -158,7 +158,7 @@ impl Follower {
 
     /// Reads everything. The socket for reports is open already, so that nothing is missed in between.
     async fn resync(&mut self) -> Result<(), LinksError> {
-        let mut state = State::default();
+        let mut state = self.state.anew();
         let mut ignored = Stale::default();
         for message in self.dump("links", RouteNetlinkMessage::GetLink(link_request(0))).await? {
             if let RouteNetlinkMessage::NewLink(message) = message

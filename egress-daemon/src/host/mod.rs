@@ -16,6 +16,7 @@ pub mod netlink;
 mod packet;
 pub mod ports;
 pub mod probe;
+pub mod route;
 pub mod schedule;
 pub mod shaper;
 pub mod sysctl;

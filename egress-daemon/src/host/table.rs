@@ -108,6 +108,8 @@ pub struct LinkTable {
     pub default_routes: BTreeSet<DefaultRoute>,
     /// Single addresses that the main table routes straight onto a link: pods, where the CNI wires them point to point.
     pub host_routes: BTreeMap<IpAddr, u32>,
+    /// Grows whenever any route may be another than before.
+    pub route_changes: u64,
 }
 
 impl LinkTable {
@@ -149,6 +151,8 @@ pub(super) enum Change {
     HostRoute(IpAddr, u32),
     /// It does so no more.
     HostRouteGone(IpAddr, u32),
+    /// Another route did.
+    Route,
     /// Reports were lost.
     Lost,
 }
@@ -171,9 +175,15 @@ pub(super) struct State {
     addresses: BTreeMap<u32, BTreeSet<IpNet>>,
     pub default_routes: BTreeSet<DefaultRoute>,
     pub host_routes: BTreeMap<IpAddr, u32>,
+    pub route_changes: u64,
 }
 
 impl State {
+    /// A state without anything in it, in which changes of routes go on being counted.
+    pub fn anew(&self) -> State {
+        State { route_changes: self.route_changes + 1, ..State::default() }
+    }
+
     /// Takes over one change and notes in `stale` what it leaves unknown.
     pub fn apply(&mut self, change: Change, stale: &mut Stale) {
         match change {
@@ -211,12 +221,20 @@ impl State {
                     nets.remove(&net);
                 }
             }
-            Change::DefaultRoutes => stale.routes = true,
-            Change::HostRoute(address, index) => drop(self.host_routes.insert(address, index)),
+            Change::DefaultRoutes => {
+                stale.routes = true;
+                self.route_changes += 1;
+            }
+            Change::Route => self.route_changes += 1,
+            Change::HostRoute(address, index) => {
+                self.host_routes.insert(address, index);
+                self.route_changes += 1;
+            }
             Change::HostRouteGone(address, index) => {
                 if self.host_routes.get(&address) == Some(&index) {
                     self.host_routes.remove(&address);
                 }
+                self.route_changes += 1;
             }
             Change::Lost => stale.all = true,
         }
@@ -235,7 +253,7 @@ impl State {
             .collect();
         let live = |(_, index): &(&IpAddr, &u32)| self.links.contains_key(index);
         let host_routes = self.host_routes.iter().filter(live).map(|(ip, index)| (*ip, *index)).collect();
-        LinkTable { links, default_routes: self.default_routes.clone(), host_routes }
+        LinkTable { links, default_routes: self.default_routes.clone(), host_routes, route_changes: self.route_changes }
     }
 
     fn carries_default_route(&self, index: u32) -> bool {

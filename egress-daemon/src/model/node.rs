@@ -34,14 +34,20 @@ pub struct NodeReport {
     pub tunnel_addresses: Vec<IpAddr>,
     /// Addresses that the node has by itself.
     pub addresses: BTreeSet<InterfaceAddress>,
+    /// The Ethernet addresses of the interfaces that have its addresses.
+    pub macs: BTreeMap<IpAddr, [u8; 6]>,
+    /// The names of the transports by which it takes packets.
+    pub receives: BTreeSet<String>,
     /// Port blocks in which its own sockets listen.
     pub occupied_blocks: BTreeSet<u16>,
     /// By egress IP.
     pub demand: BTreeMap<IpAddr, Demand>,
     /// The egress IPs that its tables carry as its own, with their epochs.
     pub carries: BTreeMap<IpAddr, u64>,
-    /// Everything leased up to this revision is programmed.
+    /// Everything that is leased to any node up to this revision is in its tables.
     pub lease_revision: u64,
+    /// Everything that is leased to this node up to this revision is in its tables.
+    pub own_lease_revision: u64,
 }
 
 /// A node.
@@ -57,7 +63,8 @@ pub struct Node {
     pub addresses: BTreeSet<IpAddr>,
     /// The prefixes that its pods' addresses come from, as far as Kubernetes knows them.
     pub pod_cidrs: BTreeSet<IpNet>,
-    /// Kubernetes' Ready condition; absent counts as ready.
+    /// Whether the node does not say of itself that it is not ready. When nobody has heard of it (the condition is absent or
+    /// `Unknown`, as of all nodes when the API server was away), its lease as a gateway is the better witness.
     pub ready: bool,
     /// Cordoned: what it owns goes to others.
     pub draining: bool,

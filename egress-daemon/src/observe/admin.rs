@@ -142,6 +142,7 @@ mod tests {
             probe: ProbeResult::Alive,
             rtt_micros: Some(120),
             transport: "device".into(),
+            ..GatewayState::default()
         };
         let node = NodeState { name: "worker1".into(), pid: 7, ..NodeState::default() };
         AgentState { node, gateways: vec![gateway], ..AgentState::default() }

@@ -39,7 +39,7 @@ pub struct NodeState {
     pub store: String,
     /// Whether the store answers now.
     pub store_connected: bool,
-    /// The transport in force.
+    /// The setting for the transport.
     pub transport: String,
     /// The firewall mode in force.
     pub firewall: String,
@@ -95,6 +95,10 @@ pub struct GatewayState {
     pub rtt_micros: Option<u64>,
     /// The transport to it.
     pub transport: String,
+    /// The transport that it answers by; empty if it is not known.
+    pub replies: String,
+    /// Why no better transport is in force; empty if the best one is.
+    pub why: String,
 }
 
 /// An egress IP.

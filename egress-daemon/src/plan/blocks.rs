@@ -203,7 +203,7 @@ impl Round<'_> {
             None => Holder::Absent,
             Some(None) => Holder::Present(None, 0),
             Some(Some(report)) => {
-                Holder::Present(report.demand.get(&address).map(|demand| &demand.released), report.lease_revision)
+                Holder::Present(report.demand.get(&address).map(|demand| &demand.released), report.own_lease_revision)
             }
         }
     }
@@ -216,6 +216,6 @@ enum Holder<'a> {
     Gone,
     /// Its node object is missing.
     Absent,
-    /// What it released, and the revision that it knew when it said so: a newer lease of the same block is not meant.
+    /// What it released, and up to which of its leases it knew when it said so: a newer lease of the same block is not meant.
     Present(Option<&'a BTreeSet<u16>>, u64),
 }

@@ -17,7 +17,7 @@ use crate::model::{Failback, Family};
 /// A node as a gateway.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GatewayNode {
-    /// It is ready and not being drained.
+    /// It does not say that it is not ready, and is not being drained.
     pub ready: bool,
     /// Its lease.
     pub health: NodeHealth,

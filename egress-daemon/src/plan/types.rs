@@ -263,3 +263,16 @@ pub struct Plan {
     /// By policy, for every policy of the snapshot.
     pub outcomes: BTreeMap<PolicyId, Outcome>,
 }
+
+impl Plan {
+    /// The highest revision of a lease; 0 if there is none.
+    pub fn highest_lease(&self) -> u64 {
+        self.blocks.values().flat_map(BTreeMap::values).map(|lease| lease.revision).max().unwrap_or(0)
+    }
+
+    /// The highest revision of a lease of one node; 0 if it has none.
+    pub fn highest_lease_of(&self, node: &NodeName) -> u64 {
+        let all = self.blocks.values().flat_map(BTreeMap::values);
+        all.filter(|lease| lease.node == *node).map(|lease| lease.revision).max().unwrap_or(0)
+    }
+}

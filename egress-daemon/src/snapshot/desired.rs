@@ -27,8 +27,10 @@ use crate::translate::Problem;
 pub struct Desired {
     /// EgressIP objects, spec and status.
     pub egress_ips: BTreeMap<String, api::EgressIP>,
-    /// EgressNode objects; the status is the agent's, and left as it is.
+    /// EgressNode objects; the status is the agent's, and `leases_up_to` and it are left as they are.
     pub egress_nodes: BTreeMap<String, api::EgressNode>,
+    /// The highest revision of a lease: gateways are told of it (`leases_up_to`) when all `egress_nodes` are written.
+    pub lease_revision: u64,
     /// Status of each EgressGatewayPolicy.
     pub policies: BTreeMap<String, api::EgressGatewayPolicyStatus>,
     /// Status of each EgressIPPool.
@@ -47,6 +49,7 @@ pub fn desired(objects: &Objects, snapshot: &Snapshot, plan: &Plan, problems: &[
     let mut desired = Desired {
         egress_ips: egress_ips(objects, snapshot, plan, now),
         egress_nodes: egress_nodes(objects, snapshot, plan),
+        lease_revision: plan.highest_lease(),
         ..Desired::default()
     };
     let world = World { snapshot, plan, problems, now };
@@ -170,6 +173,7 @@ fn egress_nodes(objects: &Objects, snapshot: &Snapshot, plan: &Plan) -> BTreeMap
         let before = existing.get(name.as_str());
         let metadata = before.map_or_else(|| named(name.as_str()), |before| before.metadata.clone());
         let status = before.and_then(|before| before.status.clone());
+        let spec = api::EgressNodeSpec { leases_up_to: before.map_or(0, |before| before.spec.leases_up_to), ..spec };
         (name.to_string(), api::EgressNode { metadata, spec, status })
     };
     specs.into_iter().map(object).collect()

@@ -43,7 +43,8 @@ pub fn previous(objects: &Objects) -> Plan {
                 }
             }
         }
-        revision = revision.max(object.status.as_ref().map_or(0, |status| status.lease_revision));
+        let confirmed = object.status.as_ref().map_or(0, |status| status.lease_revision.max(status.own_lease_revision));
+        revision = revision.max(object.spec.leases_up_to).max(confirmed);
         assignments(object, &mut plan);
     }
     plan.lease_revision = if revision == 0 { 0 } else { revision + 1 };

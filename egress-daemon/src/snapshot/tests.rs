@@ -170,7 +170,7 @@ fn revisions_are_never_used_twice() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
     for node in &mut objects.egress_nodes {
-        let status = crate::api::EgressNodeStatus { lease_revision: 9, ..Default::default() };
+        let status = crate::api::EgressNodeStatus { own_lease_revision: 9, ..Default::default() };
         Arc::make_mut(node).status = Some(status);
     }
     assert_eq!(previous(&objects).lease_revision, 10);

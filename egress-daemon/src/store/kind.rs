@@ -61,11 +61,13 @@ impl Kind {
 
     /// The kinds that every cluster with Spillway has.
     pub fn native() -> impl Iterator<Item = Kind> {
-        Kind::ALL.into_iter().filter(|kind| !Kind::FOREIGN.contains(kind))
+        Kind::ALL.into_iter().filter(|kind| !kind.is_foreign())
     }
 
-    /// The kinds of other systems, which are read where they are wanted.
-    pub const FOREIGN: [Kind; 3] = [Kind::CiliumEgressGatewayPolicy, Kind::Egress, Kind::ExternalIPPool];
+    /// Whether it is a kind of another system, which is read where it is wanted.
+    pub fn is_foreign(self) -> bool {
+        matches!(self, Kind::CiliumEgressGatewayPolicy | Kind::Egress | Kind::ExternalIPPool)
+    }
 
     /// The kind's name, as in the field `kind`.
     pub fn name(self) -> &'static str {
@@ -109,7 +111,7 @@ impl Kind {
 
     /// Whether Spillway writes the status of objects that people write.
     pub(crate) fn has_our_status(self) -> bool {
-        matches!(self, Kind::EgressGatewayPolicy | Kind::EgressIPPool) || Kind::FOREIGN.contains(&self)
+        matches!(self, Kind::EgressGatewayPolicy | Kind::EgressIPPool) || self.is_foreign()
     }
 
     /// How the kind is named in the API.

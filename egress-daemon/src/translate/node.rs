@@ -17,7 +17,7 @@ const WRITTEN_BY_AGENT: &str = "the agent writes this: restart it with the versi
 pub fn node(object: &KubeNode, egress_node: Option<&api::EgressNode>) -> (Node, Vec<Problem>) {
     let mut reader = Reader::new("Node", &object.metadata);
     let labels = object.metadata.labels.clone().unwrap_or_default();
-    let conditions = object.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    let mut conditions = object.status.iter().flat_map(|status| status.conditions.iter().flatten());
     let texts = object.status.iter().flat_map(|status| status.addresses.iter().flatten());
     let texts = texts.filter(|address| matches!(address.type_.as_str(), "InternalIP" | "ExternalIP"));
     let remedy = "correct the node's address; it is ignored until then";
@@ -34,7 +34,7 @@ pub fn node(object: &KubeNode, egress_node: Option<&api::EgressNode>) -> (Node, 
         labels,
         addresses,
         pod_cidrs,
-        ready: conditions.filter(|condition| condition.type_ == "Ready").all(|condition| condition.status == "True"),
+        ready: conditions.all(|condition| condition.type_ != "Ready" || condition.status != "False"),
         draining: object.spec.as_ref().is_some_and(|spec| spec.unschedulable == Some(true)),
         max_egress_ips,
         report,
@@ -57,6 +57,12 @@ fn limit(reader: &mut Reader, annotations: Option<&BTreeMap<String, String>>) ->
     None
 }
 
+/// Six bytes in hexadecimal with colons between them.
+fn mac(text: &str) -> Option<[u8; 6]> {
+    let bytes: Option<Vec<u8>> = text.split(':').map(|byte| u8::from_str_radix(byte, 16).ok()).collect();
+    bytes?.try_into().ok()
+}
+
 /// What an agent says; `None` before it has said anything.
 pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
     let status = object.status.as_ref()?;
@@ -65,8 +71,12 @@ pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
     let tunnel_addresses =
         tunnel.filter_map(|text| reader.parse(text, "status.tunnelAddresses", WRITTEN_BY_AGENT)).collect();
     let mut addresses = std::collections::BTreeSet::new();
+    let mut macs = BTreeMap::new();
     for address in &status.addresses {
-        if let Some(net) = reader.parse(&address.cidr, "status.addresses", WRITTEN_BY_AGENT) {
+        if let Some(net) = reader.parse::<ipnet::IpNet>(&address.cidr, "status.addresses", WRITTEN_BY_AGENT) {
+            if let Some(mac) = address.mac.as_deref().and_then(mac) {
+                macs.insert(net.addr(), mac);
+            }
             let interface = address.interface.clone();
             addresses.insert(InterfaceAddress { interface, net, default_route: address.default_route });
         }
@@ -85,10 +95,13 @@ pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
     let report = NodeReport {
         tunnel_addresses,
         addresses,
+        macs,
+        receives: status.receives.iter().cloned().collect(),
         occupied_blocks: status.occupied_blocks.iter().copied().collect(),
         demand,
         carries,
         lease_revision: status.lease_revision,
+        own_lease_revision: status.own_lease_revision,
     };
     Some((report, reader.problems))
 }

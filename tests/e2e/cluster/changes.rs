@@ -11,12 +11,6 @@ pub const TESTS: &[Test] = &[
     ("changes::a_pod_that_comes_back_with_the_address_of_another_is_what_its_labels_say", address_reused),
 ];
 
-/// The address that a node has for what no policy touches: the bridge CNI masquerades.
-fn plain(world: &World, node: &str) -> std::net::IpAddr {
-    let number = world.cluster.nodes().iter().find(|one| one.name == node).map_or(0, |one| one.number);
-    std::net::IpAddr::from([10, 77, 0, 10 + number])
-}
-
 fn a_pod_follows_its_labels(world: &World) -> Result<()> {
     let pods = world.deploy("web", 1)?;
     world.pool("public", 10, 11)?;
@@ -24,7 +18,7 @@ fn a_pod_follows_its_labels(world: &World) -> Result<()> {
     let pod = &pods[0];
     world.wait_sources(pod, 0, &egress([10, 11]))?;
     world.cluster.kubectl(&["label", "pod", &pod.name, "app=other", "--overwrite"])?;
-    world.wait_sources(pod, 0, &[plain(world, &pod.node)])?;
+    world.wait_sources(pod, 0, &[world.plain(&pod.node)])?;
     world.cluster.kubectl(&["label", "pod", &pod.name, "app=web", "--overwrite"])?;
     world.wait_sources(pod, 0, &egress([10, 11]))
 }
@@ -35,7 +29,7 @@ fn destinations_and_policies_change(world: &World) -> Result<()> {
     world.pool("public", 10, 12)?;
     world.policy("web", "web", "203.0.113.7/32", 1)?;
     world.wait_sources(pod, 0, &egress([10]))?;
-    world.wait_sources(pod, 1, &[plain(world, &pod.node)])?;
+    world.wait_sources(pod, 1, &[world.plain(&pod.node)])?;
     world.policy("web", "web", "203.0.113.0/24", 2)?;
     world.wait_sources(pod, 1, &egress([10, 11]))?;
     // A longer prefix of another policy wins, for its destination only.
@@ -43,7 +37,7 @@ fn destinations_and_policies_change(world: &World) -> Result<()> {
     world.wait_sources(pod, 1, &egress([12]))?;
     world.wait_sources(pod, 0, &egress([10, 11]))?;
     world.cluster.kubectl(&["delete", "egp", "special", "web"])?;
-    world.wait_sources(pod, 0, &[plain(world, &pod.node)])?;
+    world.wait_sources(pod, 0, &[world.plain(&pod.node)])?;
     world.policy("web", "web", "203.0.113.0/24", 3)?;
     world.wait_sources(pod, 0, &egress(10..=12))
 }
@@ -71,7 +65,7 @@ fn address_reused(world: &World) -> Result<()> {
         old.node,
         lab::cluster::POD_IMAGE
     ))?;
-    let heir = world.pods("heir", 1)?;
+    let heir = world.cluster.deployed("heir", 1)?;
     ensure!(heir[0].ip == old.ip, "{} is not {}: the test tests nothing", heir[0].ip, old.ip);
-    world.wait_sources(&heir[0], 0, &[plain(world, &old.node)])
+    world.wait_sources(&heir[0], 0, &[world.plain(&old.node)])
 }

@@ -1,12 +1,12 @@
 //! Gateways, controllers and the API server die, freeze and come back.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use lab::cluster::{ClusterPod, SERVERS};
-use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::traffic::{Asker, ConnectRate, RunningRate, ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Capture, Trace, wait_for, wait_until};
 
 use crate::Test;
@@ -24,6 +24,16 @@ const HOSTS: std::ops::RangeInclusive<u8> = 10..=12;
 const COUNT: usize = 3;
 /// Connections of each pod.
 const EACH: usize = 20;
+/// New flows avoid a gateway from then on.
+const RECOVERY: Duration = Duration::from_secs(1);
+/// By then egress IPs have other owners.
+const OWNERS: Duration = Duration::from_secs(3);
+/// The outside asks that often who has an egress IP, and is not without an answer for this long once another gateway answers.
+const ASK_EVERY: Duration = Duration::from_millis(50);
+const UNANSWERED: Duration = Duration::from_secs(1);
+/// Who answers alone for so long is the one who has it. Two may answer while it changes hands: each reads of it for itself.
+const SETTLED: Duration = Duration::from_millis(700);
+const CONTESTED: Duration = Duration::from_millis(500);
 
 /// Pods, a policy in force, connections that go on, and what passes outside.
 struct Load {
@@ -32,6 +42,7 @@ struct Load {
     server: TcpServer,
     clients: Vec<TcpClients>,
     captures: Vec<Capture>,
+    asker: Asker,
     owners: BTreeMap<IpAddr, (String, u64)>,
 }
 
@@ -61,7 +72,20 @@ impl Load {
         for clients in &clients {
             clients.wait_progress(3, PATIENCE)?;
         }
-        Ok(Load { pods, target, server, clients, captures, owners })
+        let asked = [10, 11, 12].map(|host| Ipv4Addr::new(192, 0, 2, host));
+        let asker = Asker::start(&outside, "ext", Ipv4Addr::new(192, 0, 2, 1), &asked, ASK_EVERY)?;
+        let load = Load { pods, target, server, clients, captures, asker, owners };
+        load.owners.keys().try_for_each(|address| load.answered(*address))?;
+        Ok(load)
+    }
+
+    /// Waits until the one that answered for an address first does so alone.
+    fn answered(&self, address: IpAddr) -> Result<()> {
+        wait_for(&format!("one gateway answers for {address}"), PATIENCE, || {
+            let all = terms(&self.captures[0].so_far(), address);
+            let last = all.last().filter(|last| last.mac == all[0].mac);
+            Ok(last.is_some_and(|last| last.to - last.from > SETTLED))
+        })
     }
 
     /// An egress IP that carries connections, and its gateway.
@@ -75,8 +99,37 @@ impl Load {
         self.clients.iter().try_for_each(|clients| clients.wait_progress(5, PATIENCE))
     }
 
+    /// What must hold after a gateway has gone at `since`: connections that begin a second later are made as if nothing had
+    /// been, all egress IPs have other owners within three, and what was established goes on.
+    fn outlives(&self, world: &World, gone: &str, since: Instant) -> Result<()> {
+        let target = SocketAddr::new(self.target.ip(), 81);
+        let _server = TcpServer::start(&world.outside()?, &[target], ServerMode::Echo)?;
+        wait_for("a second passes", RECOVERY * 2, || Ok(since.elapsed() >= RECOVERY))?;
+        let rate =
+            ConnectRate { per_second: 50, total: 125, timeout: Duration::from_secs(5), ..ConnectRate::default() };
+        let running = self.pods.iter().map(|pod| rate.start(&pod.ns, target)).collect::<Result<Vec<_>>>()?;
+        world.wait_owners(COUNT, gone)?;
+        let owners = since.elapsed();
+        let (mut opened, mut again) = (0, 0);
+        for report in running.into_iter().map(RunningRate::wait) {
+            let report = report?;
+            ensure!(report.failures() == 0, "of {} new connections: {:?}", report.opened, report.failed);
+            opened += report.opened;
+            // The first SYN is repeated after a second.
+            again += report.latencies.iter().filter(|latency| **latency > Duration::from_millis(900)).count();
+        }
+        eprintln!(
+            "{gone} gone: other owners after {:.2} s; {again} of {opened} new connections tried again",
+            owners.as_secs_f64()
+        );
+        ensure!(again * 20 <= opened as usize, "{again} of {opened} new connections tried again");
+        ensure!(owners <= OWNERS, "other owners only after {owners:?}");
+        self.progress()
+    }
+
     /// All connections are whole, and no packet had another address; what was captured outside.
     fn finish(self) -> Result<Trace> {
+        drop(self.asker);
         for clients in self.clients {
             let reports = clients.close()?;
             let broken: Vec<_> = reports.iter().filter(|one| !one.intact()).collect();
@@ -93,18 +146,45 @@ impl Load {
     }
 }
 
-/// After `moved`, one gateway alone claims the address.
-fn one_claims(trace: &Trace, address: IpAddr, moved: Instant) -> Result<()> {
-    let claims: Vec<[u8; 6]> = trace
-        .since(moved)
-        .packets()
+/// Who answers for an address without a break, and from when to when.
+struct Term {
+    mac: [u8; 6],
+    from: Instant,
+    to: Instant,
+}
+
+/// Whoever answered for an address, in turn.
+fn terms(trace: &Trace, address: IpAddr) -> Vec<Term> {
+    let claims = trace.packets().iter().filter_map(|packet| Some((packet.at, packet.claim()?)));
+    let mut terms: Vec<Term> = Vec::new();
+    for (at, (_, mac)) in claims.filter(|(_, (claimed, _))| *claimed == address) {
+        match terms.last_mut().filter(|last| last.mac == mac) {
+            Some(last) => last.to = at,
+            None => terms.push(Term { mac, from: at, to: at }),
+        }
+    }
+    terms
+}
+
+/// An address went from its gateway to another one and back, each time for good; while it changed hands two may have answered
+/// for a moment, and nobody for another.
+fn one_answers(trace: &Trace, address: IpAddr) -> Result<()> {
+    let all = terms(trace, address);
+    let mut settled: Vec<&Term> = all.iter().filter(|term| term.to - term.from >= SETTLED).collect();
+    settled.dedup_by(|next, last| next.mac == last.mac);
+    let who: Vec<[u8; 6]> = settled.iter().map(|term| term.mac).collect();
+    ensure!(who.len() == 3 && who[0] == who[2], "{address} was answered for in turn by {who:02x?}");
+    let moved = settled[1].from;
+    let contested: Duration = all
         .iter()
-        .filter_map(|packet| packet.claim())
-        .filter(|(claimed, _)| *claimed == address)
-        .map(|(_, mac)| mac)
-        .collect();
-    let macs: BTreeSet<[u8; 6]> = claims.iter().copied().collect();
-    ensure!(macs.len() <= 1, "{address} was claimed by {macs:02x?}");
+        .filter(|term| term.from > moved && term.to - term.from < SETTLED)
+        .map(|t| t.to - t.from + ASK_EVERY)
+        .sum();
+    let silent = all.windows(2).filter(|pair| pair[0].from >= moved).map(|pair| pair[1].from - pair[0].to).max();
+    let silent = silent.unwrap_or_default();
+    eprintln!("{address}: since it moved two answered for {contested:?} in all, and nobody for {silent:?} at most");
+    ensure!(contested <= CONTESTED, "two gateways answered for {contested:?}");
+    ensure!(silent <= UNANSWERED, "nobody answered for {silent:?}");
     Ok(())
 }
 
@@ -114,27 +194,19 @@ fn a_gateway_dies(world: &World) -> Result<()> {
     world.cluster.kill_node(&dead)?;
     // The machine's memory of its programs is not a real machine's: a dead one does not answer any more.
     world.cluster.partition(&dead, true)?;
-    let killed = Instant::now();
-    world.wait_owners(COUNT, &dead)?;
-    eprintln!("a_gateway_dies: owners after {:.2} s", killed.elapsed().as_secs_f64());
-    let moved = Instant::now();
-    load.progress()?;
+    load.outlives(world, &dead, Instant::now())?;
     for pod in &load.pods {
         world.wait_sources(pod, 1, &egress(HOSTS))?;
     }
-    let trace = load.finish()?;
-    one_claims(&trace, address, moved)?;
     // It comes back, and gets its own again.
     world.cluster.partition(&dead, false)?;
     let node = world.cluster.nodes().iter().find(|node| node.name == dead).context("no such node")?;
     world.cluster.start_node(node)?;
     world.cluster.load_image(&world.image)?;
-    wait_until(
-        "the egress IP is back",
-        PATIENCE,
-        || world.owners(),
-        |owners| owners.get(&address).is_some_and(|(node, _)| *node == dead),
-    )?;
+    back(world, address, &dead)?;
+    load.answered(address)?;
+    load.progress()?;
+    one_answers(&load.finish()?, address)?;
     world.wait_installed()
 }
 
@@ -142,38 +214,26 @@ fn a_gateway_is_frozen(world: &World) -> Result<()> {
     let load = Load::start(world)?;
     let (address, frozen) = load.busy()?;
     world.cluster.freeze_node(&frozen, true)?;
-    let since = Instant::now();
-    let result = (|| {
-        world.wait_owners(COUNT, &frozen)?;
-        eprintln!("a_gateway_is_frozen: owners after {:.2} s", since.elapsed().as_secs_f64());
-        load.progress()
-    })();
-    let moved = Instant::now();
+    let result = load.outlives(world, &frozen, Instant::now());
     world.cluster.freeze_node(&frozen, false)?;
     result?;
     back(world, address, &frozen)?;
+    load.answered(address)?;
     load.progress()?;
-    let trace = load.finish()?;
-    // From the move on until it came back it was silent; then it is the one.
-    let until_back = trace.filter(|packet| packet.at < moved);
-    one_claims(&until_back, address, moved.checked_sub(Duration::from_millis(500)).unwrap_or(moved))
+    one_answers(&load.finish()?, address)
 }
 
 fn a_gateway_is_cut_off(world: &World) -> Result<()> {
     let load = Load::start(world)?;
     let (address, cut) = load.busy()?;
     world.cluster.partition(&cut, true)?;
-    let since = Instant::now();
-    let result = (|| {
-        world.wait_owners(COUNT, &cut)?;
-        eprintln!("a_gateway_is_cut_off: owners after {:.2} s", since.elapsed().as_secs_f64());
-        load.progress()
-    })();
+    let result = load.outlives(world, &cut, Instant::now());
     world.cluster.partition(&cut, false)?;
     result?;
     back(world, address, &cut)?;
+    load.answered(address)?;
     load.progress()?;
-    load.finish().map(drop)
+    one_answers(&load.finish()?, address)
 }
 
 /// Waits until an egress IP has gone back.

@@ -1,11 +1,12 @@
 //! The installation itself: rights, restarts, upgrades.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use lab::cluster::SERVERS;
-use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::traffic::{ConnectRate, ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Capture, wait_until};
 use serde_json::Value;
 
@@ -13,10 +14,53 @@ use crate::Test;
 use crate::world::{PATIENCE, World, egress};
 
 pub const TESTS: &[Test] = &[
+    ("install::beside_flannel_what_pods_say_to_each_other_is_left_alone", flannel_is_left_alone),
     ("install::an_agent_may_not_write_for_another_node", an_agent_may_not_write_for_another_node),
     ("install::the_daemonset_is_rolled_under_load", the_daemonset_is_rolled_under_load),
     ("install::every_right_is_used_and_none_is_missing", every_right_is_used_and_none_is_missing),
 ];
+
+/// Another CNI: flannel, with a VXLAN device of its own and masquerading. A policy for everything leaves what pods say to each
+/// other over it alone.
+fn flannel_is_left_alone(world: &World) -> Result<()> {
+    let world = world.beside_flannel()?;
+    let pods = world.deploy("web", 2)?;
+    let [a, b] = &pods[..] else { bail!("{pods:?}") };
+    ensure!(a.node != b.node, "both on {}", a.node);
+    world.pool("public", 10, 11)?;
+    world.policy("web", "web", "0.0.0.0/0", 2)?;
+    for pod in &pods {
+        world.wait_sources(pod, 0, &egress([10, 11]))?;
+    }
+    let outside = world.outside()?;
+    let target = SocketAddr::new(SERVERS[0].parse()?, 80);
+    let neighbor = SocketAddr::new(b.ip.into(), 8000);
+    let (server, near) = (
+        TcpServer::start(&outside, &[target], ServerMode::Stream)?,
+        TcpServer::start(&b.ns, &[neighbor], ServerMode::Stream)?,
+    );
+    let captures = [Capture::start(&outside, "ext")?, Capture::start(&outside, "nodes")?];
+    let options = || TcpOptions { interval: Duration::from_millis(50), ..TcpOptions::default() };
+    let clients =
+        [TcpClients::establish(&a.ns, target, 20, options())?, TcpClients::establish(&a.ns, neighbor, 20, options())?];
+    clients.iter().try_for_each(|clients| clients.wait_progress(10, PATIENCE))?;
+    ensure!(near.sources().into_keys().eq([IpAddr::from(a.ip)]), "{:?} is not {}", near.sources(), a.ip);
+    // A gateway's egress IPs go to the other one.
+    let (_, (gone, _)) = world.wait_owners(2, "")?.into_iter().next().context("no owner")?;
+    world.cluster.partition(&gone, true)?;
+    world.wait_owners(2, &gone)?;
+    clients.iter().try_for_each(|clients| clients.wait_progress(10, PATIENCE))?;
+    world.cluster.partition(&gone, false)?;
+    for clients in clients {
+        ensure!(clients.close()?.iter().all(lab::traffic::ConnectionReport::intact), "connections broke");
+    }
+    drop(server);
+    for capture in captures {
+        let strangers = capture.finish()?.strangers_towards(target.ip(), &egress([10, 11]));
+        ensure!(strangers.is_empty(), "packets with other addresses: {strangers:?}");
+    }
+    Ok(())
+}
 
 /// The token of the agent on a node, as the kubelet would give it to its pod.
 fn an_agent_may_not_write_for_another_node(world: &World) -> Result<()> {
@@ -51,6 +95,7 @@ fn an_agent_may_not_write_for_another_node(world: &World) -> Result<()> {
     Ok(())
 }
 
+/// To another image, and back to the one before.
 fn the_daemonset_is_rolled_under_load(world: &World) -> Result<()> {
     let pods = world.deploy("web", 3)?;
     world.pool("public", 10, 12)?;
@@ -59,31 +104,64 @@ fn the_daemonset_is_rolled_under_load(world: &World) -> Result<()> {
         world.wait_sources(pod, 0, &egress(10..=12))?;
     }
     let outside = world.outside()?;
-    let target = std::net::SocketAddr::new(SERVERS[0].parse()?, 80);
-    let server = TcpServer::start(&outside, &[target], ServerMode::Stream)?;
+    let (target, fresh) = (SocketAddr::new(SERVERS[0].parse()?, 80), SocketAddr::new(SERVERS[0].parse()?, 81));
+    let _servers = [
+        TcpServer::start(&outside, &[target], ServerMode::Stream)?,
+        TcpServer::start(&outside, &[fresh], ServerMode::Echo)?,
+    ];
     let captures = [Capture::start(&outside, "ext")?, Capture::start(&outside, "nodes")?];
-    let mut clients = Vec::new();
+    let (mut clients, mut newcomers) = (Vec::new(), Vec::new());
     for pod in &pods {
         let options = TcpOptions { interval: Duration::from_millis(50), ..TcpOptions::default() };
         clients.push(TcpClients::establish(&pod.ns, target, 30, options)?);
+        let rate = ConnectRate { per_second: 20, timeout: Duration::from_secs(10), ..ConnectRate::default() };
+        newcomers.push(rate.start(&pod.ns, fresh)?);
     }
-    // The image under another name is what an upgrade is to Kubernetes.
-    world.cluster.kubectl(&["rollout", "restart", "-n", "spillway", "daemonset/spillway-agent"])?;
-    world.wait_installed()?;
+    world.cluster.load_image(&world.next_image)?;
+    let before = agents(world)?;
+    let repository = before.keys().next().and_then(|image| image.rsplit_once(':')).context("no agent runs")?.0;
+    roll(world, &format!("{repository}:next"))?;
+    let during = agents(world)?;
+    ensure!(during.len() == 1 && during.values().ne(before.values()), "not another image: {before:?} {during:?}");
+    clients.iter().try_for_each(|clients| clients.wait_progress(5, PATIENCE))?;
+    roll(world, before.keys().next().context("no agent runs")?)?;
+    ensure!(agents(world)? == before, "not the image of before");
     for clients in &clients {
         clients.wait_progress(5, PATIENCE)?;
     }
-    drop(server.connections());
     for clients in clients {
         let reports = clients.close()?;
         let broken: Vec<_> = reports.iter().filter(|one| !one.intact()).collect();
         ensure!(broken.is_empty(), "{} of 30 connections broke: {:?}", broken.len(), broken.first());
+    }
+    for newcomers in newcomers {
+        let report = newcomers.finish()?;
+        ensure!(report.failures() == 0, "of {} new connections {:?}", report.opened, report.failed);
     }
     for capture in captures {
         let strangers = capture.finish()?.strangers_towards(target.ip(), &egress(10..=12));
         ensure!(strangers.is_empty(), "packets with other addresses: {strangers:?}");
     }
     Ok(())
+}
+
+/// Has all agents run an image, one after the other.
+fn roll(world: &World, image: &str) -> Result<()> {
+    let image = format!("agent={image}");
+    world.cluster.kubectl(&["set", "image", "-n", "spillway", "daemonset/spillway-agent", &image])?;
+    world.wait_installed()
+}
+
+/// The images that agents run, each with the digests that it has on the nodes.
+fn agents(world: &World) -> Result<BTreeMap<String, BTreeSet<String>>> {
+    let pods = world.cluster.get(&["pods", "-n", "spillway", "-l", "app.kubernetes.io/component=agent"])?;
+    let mut images: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for pod in pods["items"].as_array().into_iter().flatten() {
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let digest = text(&pod["status"]["containerStatuses"][0]["imageID"]);
+        images.entry(text(&pod["spec"]["containers"][0]["image"])).or_default().insert(digest);
+    }
+    Ok(images)
 }
 
 /// What the API server noted of Spillway's requests is what the roles allow: nothing was refused, and nothing is unused.

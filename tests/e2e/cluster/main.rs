@@ -2,10 +2,12 @@
 //! Deployments, the shipped roles, real packets.
 //!
 //! One cluster serves all tests, one after the other, so the harness is our own; it prints what Rust's does. `cargo xtask
-//! test cluster` builds what it needs and runs it; SPILLWAY_CLUSTER_BIN and SPILLWAY_IMAGE say where that is.
+//! test cluster` builds what it needs and runs it; SPILLWAY_CLUSTER_BIN, SPILLWAY_IMAGE and SPILLWAY_NEXT_IMAGE say
+//! where that is.
 
 mod changes;
 mod failures;
+mod foreign;
 mod install;
 mod objects;
 mod world;
@@ -19,7 +21,7 @@ use world::World;
 
 type Test = (&'static str, fn(&World) -> Result<()>);
 
-const TESTS: &[&[Test]] = &[objects::TESTS, changes::TESTS, install::TESTS, failures::TESTS];
+const TESTS: &[&[Test]] = &[objects::TESTS, changes::TESTS, foreign::TESTS, install::TESTS, failures::TESTS];
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args().skip(1);

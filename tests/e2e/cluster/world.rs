@@ -5,8 +5,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
-use lab::cluster::{Cluster, ClusterPod, POD_IMAGE, SERVERS};
+use anyhow::{Result, anyhow};
+use lab::cluster::{Cluster, ClusterPod, EgressIp, SERVERS};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{NetNs, wait_for, wait_until};
 use serde_json::Value;
@@ -22,6 +22,10 @@ pub struct World {
     pub cluster: Cluster,
     pub manifests: PathBuf,
     pub image: PathBuf,
+    /// The same programs with another version on them: what an upgrade installs.
+    pub next_image: PathBuf,
+    /// Whether it is left up at the end.
+    kept: bool,
 }
 
 impl World {
@@ -33,15 +37,22 @@ impl World {
         if let Ok(lacks) = std::env::var("SPILLWAY_CLUSTER_LACKS") {
             return Ok(Err(lacks));
         }
-        let (Some(binaries), Some(image)) =
-            (std::env::var_os("SPILLWAY_CLUSTER_BIN"), std::env::var_os("SPILLWAY_IMAGE"))
+        let set = std::env::var_os;
+        let (Some(binaries), Some(image), Some(next_image)) =
+            (set("SPILLWAY_CLUSTER_BIN"), set("SPILLWAY_IMAGE"), set("SPILLWAY_NEXT_IMAGE"))
         else {
             return Ok(Err("no cluster was built: run `cargo xtask test cluster`".to_owned()));
         };
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
         let cluster = Cluster::new("swtest", Path::new(&binaries), 3, 3);
-        let world = World { cluster, manifests: root.join("manifests"), image: image.into() };
-        if !(keep() && world.cluster.is_up()) {
+        let world = World {
+            cluster,
+            manifests: root.join("manifests"),
+            image: image.into(),
+            next_image: next_image.into(),
+            kept: keep(),
+        };
+        if !(world.kept && world.cluster.is_up()) {
             world.cluster.up(|what| eprintln!("cluster: {what}"))?;
         }
         eprintln!("cluster: image and manifests");
@@ -50,10 +61,26 @@ impl World {
         Ok(Ok(world))
     }
 
+    /// A small cluster of its own with another CNI, and Spillway in it.
+    pub fn beside_flannel(&self) -> Result<World> {
+        let (manifests, image, next_image) = (self.manifests.clone(), self.image.clone(), self.next_image.clone());
+        let cluster = Cluster::new("swfl", self.cluster.binaries(), 2, 2).with_flannel();
+        let world = World { cluster, manifests, image, next_image, kept: false };
+        world.cluster.up(|_| {})?;
+        world.cluster.load_image(&world.image)?;
+        world.cluster.install(&world.manifests)?;
+        Ok(world)
+    }
+
     /// Removes what the test before left.
     pub fn fresh(&self) -> Result<()> {
         let kubectl = |arguments: &[&str]| self.cluster.kubectl(arguments);
         kubectl(&["delete", "egp,eipp", "--all", "--wait=true"])?;
+        // Clusters need not know these.
+        for foreign in ["ciliumegressgatewaypolicies.cilium.io", "egresses.crd.antrea.io,externalippools.crd.antrea.io"]
+        {
+            self.cluster.try_kubectl(&["delete", foreign, "--all", "--wait=true"])?;
+        }
         kubectl(&["delete", "deployments,pods", "--all", "--wait=true", "--grace-period=1"])?;
         self.until("no egress IP is left", &["egressips"], |list| list["items"] == Value::Array(Vec::new())).map(drop)
     }
@@ -118,25 +145,7 @@ impl World {
 
     /// Pods of a Deployment on the workers, running.
     pub fn deploy(&self, app: &str, replicas: usize) -> Result<Vec<ClusterPod>> {
-        self.cluster.apply(&format!(
-            "{{apiVersion: apps/v1, kind: Deployment, metadata: {{name: {app}}}, spec: {{replicas: {replicas},
-               selector: {{matchLabels: {{deployment: {app}}}}}, template: {{metadata: {{labels: {{deployment: {app}, app: {app}}}}},
-               spec: {{terminationGracePeriodSeconds: 1,
-                 affinity: {{nodeAffinity: {{requiredDuringSchedulingIgnoredDuringExecution: {{nodeSelectorTerms: [
-                   {{matchExpressions: [{{key: egress, operator: DoesNotExist}}]}}]}}}}}},
-                 topologySpreadConstraints: [{{maxSkew: 1, topologyKey: kubernetes.io/hostname,
-                   whenUnsatisfiable: ScheduleAnyway, labelSelector: {{matchLabels: {{deployment: {app}}}}}}}],
-                 containers: [{{name: pod, image: '{POD_IMAGE}', imagePullPolicy: Never}}]}}}}}}}}"
-        ))?;
-        self.cluster.kubectl(&["rollout", "status", &format!("deployment/{app}"), "--timeout=90s"])?;
-        self.pods(app, replicas)
-    }
-
-    /// The pods of a Deployment, once there are so many.
-    pub fn pods(&self, app: &str, count: usize) -> Result<Vec<ClusterPod>> {
-        let selector = format!("deployment={app}");
-        let pods = || self.cluster.pods("default", &selector);
-        wait_until(&format!("{count} pods of {app} run"), PATIENCE, pods, |pods| pods.len() == count)
+        self.cluster.deploy(app, replicas)
     }
 
     /// The namespace of the servers.
@@ -162,17 +171,16 @@ impl World {
         wait_until(&what, PATIENCE, look, |sources: &BTreeSet<IpAddr>| *sources == wanted).map(drop)
     }
 
+    /// The address that pods of a node have outside without a policy.
+    pub fn plain(&self, node: &str) -> IpAddr {
+        let number = self.cluster.nodes().iter().find(|one| one.name == node).map_or(0, |one| one.number);
+        IpAddr::from([10, 77, 0, 10 + number])
+    }
+
     /// The owner and epoch of each egress IP, by address; only those that have an owner.
     pub fn owners(&self) -> Result<BTreeMap<IpAddr, (String, u64)>> {
-        let list = self.cluster.get(&["egressips"])?;
-        let mut owners = BTreeMap::new();
-        for ip in list["items"].as_array().into_iter().flatten() {
-            let address = ip["spec"]["address"].as_str().unwrap_or_default().parse().context("address")?;
-            if let Some(node) = ip["status"]["node"].as_str() {
-                owners.insert(address, (node.to_owned(), ip["status"]["epoch"].as_u64().unwrap_or_default()));
-            }
-        }
-        Ok(owners)
+        let owned = |ip: EgressIp| Some((ip.address, (ip.node?, ip.epoch)));
+        Ok(self.cluster.egress_ips()?.into_iter().filter_map(owned).collect())
     }
 
     /// Waits until so many egress IPs have owners, none of which is `not`.
@@ -185,25 +193,18 @@ impl World {
 
     /// Which controller leads.
     pub fn leader(&self) -> Result<String> {
-        let lease = self.cluster.get(&["lease", "-n", "spillway", "spillway-controller"])?;
-        let holder = lease["spec"]["holderIdentity"].as_str().filter(|holder| !holder.is_empty());
-        holder.map(ToOwned::to_owned).ok_or_else(|| anyhow!("no controller leads"))
+        self.cluster.leader()?.ok_or_else(|| anyhow!("no controller leads"))
     }
 
     /// Waits until all of Spillway runs.
     pub fn wait_installed(&self) -> Result<()> {
-        wait_for("Spillway runs everywhere", PATIENCE, || {
-            for workload in ["deployment/spillway-controller", "daemonset/spillway-agent"] {
-                self.cluster.kubectl(&["rollout", "status", "-n", "spillway", workload, "--timeout=60s"])?;
-            }
-            Ok(true)
-        })
+        self.cluster.wait_installed()
     }
 }
 
 impl Drop for World {
     fn drop(&mut self) {
-        if keep() {
+        if self.kept {
             eprintln!("the cluster is left up: {}", self.cluster.dir().display());
         } else if let Err(error) = self.cluster.down() {
             eprintln!("the cluster could not be removed: {error:#}");

@@ -22,7 +22,7 @@ const CONTAINERD: &str = "github.com/containerd/containerd/v2/cmd";
 
 impl Component {
     /// Everything, in an order in which the short ones come first.
-    pub const ALL: [Component; 4] = [
+    pub const ALL: [Component; 5] = [
         Component { folder: "pod", title: "build the pods' program", programs: &["pod"], packages: &["."] },
         Component {
             folder: "cni",
@@ -39,6 +39,13 @@ impl Component {
             title: "build containerd (a minute, once)",
             programs: &["containerd", "containerd-shim-runc-v2", "ctr"],
             packages: &["containerd", "containerd-shim-runc-v2", "ctr"],
+        },
+        // The last version all of whose modules the proxy has.
+        Component {
+            folder: "flannel",
+            title: "build flannel (two minutes, once)",
+            programs: &["flannel"],
+            packages: &["github.com/flannel-io/flannel"],
         },
         Component {
             folder: "k8s",
@@ -59,7 +66,9 @@ impl Component {
     /// The command that builds it into `binaries`.
     pub fn build(&self, sources: &Path, binaries: &Path) -> Command {
         let mut command = Command::new("go");
-        command.current_dir(sources.join(self.folder)).env("CGO_ENABLED", "0").env("GOFLAGS", "-mod=readonly");
+        // flannel's oldest backend is in C, used or not.
+        let c = if self.folder == "flannel" { "1" } else { "0" };
+        command.current_dir(sources.join(self.folder)).env("CGO_ENABLED", c).env("GOFLAGS", "-mod=readonly");
         command.arg("build").arg("-o").arg(format!("{}/", binaries.display()));
         // One setting of -trimpath for everything, or Go's cache keeps two of each.
         let version = format!("-s -w -X k8s.io/component-base/version.gitVersion={KUBERNETES}");

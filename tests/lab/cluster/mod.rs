@@ -12,6 +12,7 @@
 //! It outlives the process that started it; [`Cluster::down`] removes it. Everything that it keeps is in one folder.
 
 mod build;
+mod egress;
 mod network;
 mod parts;
 mod pods;
@@ -28,6 +29,7 @@ use crate::netns::NetNs;
 use crate::wait::{wait_for, wait_until};
 
 pub use build::{Component, missing};
+pub use egress::EgressIp;
 pub use network::SERVERS;
 pub use pods::ClusterPod;
 pub use text::POD_IMAGE;
@@ -68,6 +70,7 @@ pub struct Cluster {
     dir: PathBuf,
     binaries: PathBuf,
     nodes: Vec<ClusterNode>,
+    flannel: bool,
 }
 
 impl Cluster {
@@ -83,7 +86,14 @@ impl Cluster {
             of_kind,
         });
         let (name, dir) = (name.to_owned(), Path::new(CLUSTERS).join(name));
-        Cluster { name, dir, binaries: binaries.to_owned(), nodes: nodes.collect() }
+        Cluster { name, dir, binaries: binaries.to_owned(), nodes: nodes.collect(), flannel: false }
+    }
+
+    /// The same with flannel between the pods' networks (VXLAN, which masquerades, too) instead of routes.
+    #[must_use]
+    pub fn with_flannel(mut self) -> Self {
+        self.flannel = true;
+        self
     }
 
     /// Starts everything and waits until all nodes are ready. What a dead process left of the same name is removed first.
@@ -126,6 +136,11 @@ impl Cluster {
 
     fn netns_name(&self, part: &str) -> String {
         format!("{}-{part}", self.name)
+    }
+
+    /// The folder of the programs that it consists of.
+    pub fn binaries(&self) -> &Path {
+        &self.binaries
     }
 
     /// The folder with its logs.
@@ -196,10 +211,7 @@ impl Cluster {
     /// Installs Spillway as a user would, and waits until it runs everywhere.
     pub fn install(&self, manifests: &Path) -> Result<()> {
         self.kubectl(&["apply", "-k", &manifests.display().to_string()])?;
-        for workload in ["deployment/spillway-controller", "daemonset/spillway-agent"] {
-            self.kubectl(&["rollout", "status", "-n", "spillway", workload, "--timeout=180s"])?;
-        }
-        Ok(())
+        self.wait_installed()
     }
 
     fn node(&self, name: &str) -> Result<&ClusterNode> {

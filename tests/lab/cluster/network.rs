@@ -76,7 +76,7 @@ impl Cluster {
             "link set eth0 up".to_owned(),
             "route add default via 10.77.0.1".to_owned(),
         ];
-        let others = self.nodes.iter().filter(|other| other.number != node.number);
+        let others = self.nodes.iter().filter(|other| other.number != node.number && !self.flannel);
         lines.extend(others.map(|other| format!("route add {} via {}", other.pods(), other.address())));
         if node.kind == NodeKind::Gateway {
             out.ip(&[

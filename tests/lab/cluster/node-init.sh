@@ -23,6 +23,11 @@ for _ in $(seq 300); do ctr version > /dev/null 2>&1 && break; sleep .1; done
 ctr -n k8s.io images import --local "$D/pod.tar" > "$W/import.log" 2>&1
 k8s kubelet --config="$W/kubelet.yaml" --kubeconfig="$D/$N.kubeconfig" --hostname-override="$N" --node-ip="$A" \
   --node-labels="$L" > "$W/kubelet.log" 2>&1 &
+# It ends as long as the node has no network for its pods.
+[ -e "$D/flannel.json" ] && while sleep 1; do
+  NODE_NAME=$N flannel --kube-subnet-mgr --kubeconfig-file="$D/kubeconfig" --net-config-path="$D/flannel.json" --iface=eth0 \
+    --ip-masq >> "$W/flannel.log" 2>&1
+done &
 # Conntrack's settings are not this network namespace's to change.
 k8s proxy --kubeconfig="$D/proxy.kubeconfig" --hostname-override="$N" --proxy-mode=iptables --conntrack-max-per-core=0 \
   --conntrack-tcp-timeout-established=0 --conntrack-tcp-timeout-close-wait=0 --bind-address="$A" \

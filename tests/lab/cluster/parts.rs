@@ -119,7 +119,10 @@ impl Cluster {
         }
         let runc = ["/usr/sbin/runc", "/usr/bin/runc", "/usr/local/sbin/runc"].map(Path::new);
         let Some(runc) = runc.into_iter().find(|path| path.exists()) else { bail!("runc is not installed") };
-        self.file(&format!("{name}/cni/10-lab.conflist"), &text::cni(&node.pods()))?;
+        self.file(&format!("{name}/cni/10-lab.conflist"), &text::cni(&node.pods(), !self.flannel))?;
+        if self.flannel {
+            self.file("flannel.json", text::FLANNEL)?;
+        }
         self.file(&format!("{name}/containerd.toml"), &text::containerd(&self.binaries, &folder, runc))?;
         self.file(&format!("{name}/kubelet.yaml"), text::KUBELET)?;
         let init = self.file("node-init.sh", INIT)?;

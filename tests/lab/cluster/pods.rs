@@ -5,8 +5,9 @@ use std::net::Ipv4Addr;
 
 use anyhow::{Context, Result, bail};
 
-use super::Cluster;
+use super::{Cluster, PATIENCE, POD_IMAGE};
 use crate::netns::NetNs;
+use crate::wait::wait_until;
 
 /// A running pod.
 #[derive(Clone, Debug)]
@@ -39,6 +40,29 @@ impl Cluster {
         }
         pods.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(pods)
+    }
+
+    /// Pods `app: APP` of a Deployment on the workers, once they run.
+    pub fn deploy(&self, app: &str, replicas: usize) -> Result<Vec<ClusterPod>> {
+        self.apply(&format!(
+            "{{apiVersion: apps/v1, kind: Deployment, metadata: {{name: {app}}}, spec: {{replicas: {replicas},
+               selector: {{matchLabels: {{deployment: {app}}}}}, template: {{metadata: {{labels: {{deployment: {app}, app: {app}}}}},
+               spec: {{terminationGracePeriodSeconds: 1,
+                 affinity: {{nodeAffinity: {{requiredDuringSchedulingIgnoredDuringExecution: {{nodeSelectorTerms: [
+                   {{matchExpressions: [{{key: egress, operator: DoesNotExist}}]}}]}}}}}},
+                 topologySpreadConstraints: [{{maxSkew: 1, topologyKey: kubernetes.io/hostname,
+                   whenUnsatisfiable: ScheduleAnyway, labelSelector: {{matchLabels: {{deployment: {app}}}}}}}],
+                 containers: [{{name: pod, image: '{POD_IMAGE}', imagePullPolicy: Never}}]}}}}}}}}"
+        ))?;
+        self.kubectl(&["rollout", "status", &format!("deployment/{app}"), "--timeout=90s"])?;
+        self.deployed(app, replicas)
+    }
+
+    /// The pods of a Deployment, once there are so many.
+    pub fn deployed(&self, app: &str, count: usize) -> Result<Vec<ClusterPod>> {
+        let selector = format!("deployment={app}");
+        let pods = || self.pods("default", &selector);
+        wait_until(&format!("{count} pods of {app} run"), PATIENCE, pods, |pods| pods.len() == count)
     }
 }
 

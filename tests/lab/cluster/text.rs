@@ -15,14 +15,17 @@ current-context: lab
     )
 }
 
-/// The bridge CNI; it masquerades what leaves the pods' network, as most CNIs do.
-pub fn cni(subnet: &str) -> String {
+/// The bridge CNI; it masquerades what leaves the pods' network, as most CNIs do, unless something else does.
+pub fn cni(subnet: &str, masquerade: bool) -> String {
     format!(
-        r#"{{"cniVersion":"1.0.0","name":"lab","plugins":[{{"type":"bridge","bridge":"cni0","isGateway":true,"ipMasq":true,
+        r#"{{"cniVersion":"1.0.0","name":"lab","plugins":[{{"type":"bridge","bridge":"cni0","isGateway":true,"ipMasq":{masquerade},
 "ipam":{{"type":"host-local","ranges":[[{{"subnet":"{subnet}"}}]],"routes":[{{"dst":"0.0.0.0/0"}}]}}}}]}}
 "#
     )
 }
+
+/// flannel's network: that of all pods, by VXLAN.
+pub const FLANNEL: &str = r#"{"Network": "10.244.0.0/16", "Backend": {"Type": "vxlan"}}"#;
 
 /// containerd without anything that a machine without CAP_SYS_RESOURCE refuses.
 pub fn containerd(binaries: &Path, folder: &Path, runc: &Path) -> String {

@@ -1,8 +1,12 @@
-//! A host that says that an address is at its MAC address: gratuitous ARP, or an unsolicited Neighbor Advertisement.
+//! A host that says that an address is at its MAC address (gratuitous ARP, or an unsolicited Neighbor Advertisement), and one
+//! that asks.
 
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use etherparse::{EtherType, Ethernet2Header, Icmpv6Header, Icmpv6Type, IpNumber, Ipv6Header, icmpv6};
@@ -42,6 +46,51 @@ pub fn send_claim(ns: &NetNs, interface: &str, address: IpAddr, mac: [u8; 6]) ->
     };
     let index = ns.ifindex(interface)?;
     ns.run(|| send(index, &frame).with_context(|| format!("cannot claim {address}")))
+}
+
+/// A host that asks by ARP, again and again, who has some addresses, until it is dropped.
+#[derive(Debug)]
+pub struct Asker {
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+impl Asker {
+    /// Asks out of `interface` of `ns` once every `interval` for each of `addresses`, as the owner of `own`.
+    pub fn start(
+        ns: &NetNs,
+        interface: &str,
+        own: Ipv4Addr,
+        addresses: &[Ipv4Addr],
+        interval: Duration,
+    ) -> Result<Asker> {
+        let index = ns.ifindex(interface)?;
+        let mac = ns.mac(interface)?;
+        let header = ethernet(mac, [0xff; 6], EtherType::ARP);
+        let frame = |address: &Ipv4Addr| {
+            // RFC 826: Ethernet, IPv4, lengths, request; who asks, and for what.
+            let body = [&[0, 1, 8, 0, 6, 4, 0, 1][..], &mac, &own.octets(), &[0; 6], &address.octets()].concat();
+            [&header[..], &body].concat()
+        };
+        let frames: Vec<Vec<u8>> = addresses.iter().map(frame).collect();
+        let (stop, stopped) = mpsc::channel();
+        let thread = ns.spawn("asker", move || {
+            while stopped.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
+                frames.iter().try_for_each(|frame| send(index, frame)).context("cannot ask")?;
+            }
+            Ok(())
+        })?;
+        Ok(Asker { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+impl Drop for Asker {
+    fn drop(&mut self) {
+        self.stop.take();
+        if let Some(thread) = self.thread.take() {
+            thread.join().ok();
+        }
+    }
 }
 
 fn ethernet(source: [u8; 6], destination: [u8; 6], ether_type: EtherType) -> [u8; 14] {

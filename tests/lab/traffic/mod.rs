@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use self::blast::{BlastReport, Blaster, UdpSink};
 pub use self::bulk::{BulkReport, BulkServer, Direction, bulk};
-pub use self::claim::send_claim;
+pub use self::claim::{Asker, send_claim};
 pub use self::forge::{Protocol, send_packet, send_vxlan, spray};
 pub use self::fragment::{FragmentOrder, send_fragments};
 pub(crate) use self::ping::set_int;

@@ -143,8 +143,9 @@ impl Show {
     /// Opens the long-lived connections of the pods `web-1` to `web-4`, in both families.
     pub fn open_streams(&mut self, per_pod: usize) -> Result<()> {
         let pods = [("web-1", Family::V4), ("web-2", Family::V6), ("web-3", Family::V4), ("web-4", Family::V6)];
-        let clients = pods.map(|(pod, family)| (self.lab.pod(pod).ns.clone(), family));
-        self.streams = Some(Streams::open(self.server(), STREAM_PORT, &clients, per_pod)?);
+        let ips = self.server().ips;
+        let clients = pods.map(|(pod, family)| (self.lab.pod(pod).ns.clone(), ips.at(family, STREAM_PORT)));
+        self.streams = Some(Streams::open(&self.server().ns, &clients, per_pod)?);
         Ok(())
     }
 
@@ -165,7 +166,11 @@ impl Show {
 
     /// Shows a claim and remembers it.
     pub fn claim(&mut self, name: &str, holds: bool, expected: impl Into<String>, measured: impl Into<String>) {
-        let claim = Claim { name: name.to_owned(), holds, expected: expected.into(), measured: measured.into() };
+        self.add(Claim { name: name.to_owned(), holds, expected: expected.into(), measured: measured.into() });
+    }
+
+    /// The same of a claim that is made.
+    pub fn add(&mut self, claim: Claim) {
         self.screen.claim(&claim);
         self.claims.add(claim);
     }

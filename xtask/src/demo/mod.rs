@@ -6,6 +6,7 @@ mod cluster;
 mod flows;
 mod keep;
 pub mod objects;
+mod on_kubernetes;
 mod scenes;
 mod screen;
 mod sightings;
@@ -28,6 +29,9 @@ pub struct Args {
     /// Print only the claims, as JSON: {"claims": [{"name", "holds", "expected", "measured"}]}
     #[arg(long)]
     json: bool,
+    /// The same on a real Kubernetes on this machine (`cargo xtask cluster`), with what kubectl shows of it
+    #[arg(long)]
+    cluster: bool,
     /// Leave the lab up at the end, and print commands to look around in it
     #[arg(long)]
     keep: bool,
@@ -47,6 +51,7 @@ pub fn run(args: &Args) -> ExitCode {
     let result = match args {
         Args { serve: Some(port), .. } => keep::serve(*port).map(|()| true),
         Args { remove: true, .. } => remove().map(|()| true),
+        Args { cluster: true, .. } => on_kubernetes::demo(args),
         _ => demo(args),
     };
     match result {

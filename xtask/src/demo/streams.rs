@@ -1,12 +1,12 @@
 //! Long-lived connections on which both ends send all the time, and what became of each.
 
-use std::collections::BTreeMap;
-use std::net::IpAddr;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::Result;
+use lab::NetNs;
 use lab::traffic::{ConnectionReport, ServerMode, TcpClients, TcpOptions, TcpServer};
-use lab::{Family, NetNs, Server};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -28,13 +28,13 @@ pub struct Stream {
 }
 
 impl Streams {
-    /// Opens `per_pod` connections from each pod to the server.
-    pub fn open(server: &Server, port: u16, pods: &[(NetNs, Family)], per_pod: usize) -> Result<Streams> {
+    /// Opens `per_pod` connections from each pod to the server in `ns`, each pod to the address that is named with it.
+    pub fn open(ns: &NetNs, pods: &[(NetNs, SocketAddr)], per_pod: usize) -> Result<Streams> {
         let options = || TcpOptions { interval: Duration::from_millis(50), ..TcpOptions::default() };
-        let end = TcpServer::start_with(&server.ns, &server.ips.both(port), ServerMode::Stream, options())?;
-        let open = |(ns, family): &(NetNs, Family)| {
-            TcpClients::establish(ns, server.ips.at(*family, port), per_pod, options())
-        };
+        let addresses: BTreeSet<SocketAddr> = pods.iter().map(|(_, address)| *address).collect();
+        let addresses: Vec<SocketAddr> = addresses.into_iter().collect();
+        let end = TcpServer::start_with(ns, &addresses, ServerMode::Stream, options())?;
+        let open = |(ns, address): &(NetNs, SocketAddr)| TcpClients::establish(ns, *address, per_pod, options());
         let streams = Streams { groups: pods.iter().map(open).collect::<Result<_>>()?, server: end };
         streams.wait_progress(3)?;
         Ok(streams)

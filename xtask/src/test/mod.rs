@@ -25,6 +25,12 @@ const E2E_THREADS: &str = "2";
 /// The tests on a Kubernetes.
 const CLUSTER: &str = "tests/cluster";
 const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
+/// The end-to-end tests that run once more for each of [`OTHER_TRANSPORTS`].
+const BY_TRANSPORT: &str = "spillway";
+const OTHER_TRANSPORTS: [&str; 2] = ["vxlan", "device"];
+/// Their modules in which the way between the nodes matters.
+const DEPENDING_ON_TRANSPORT: [&str; 7] =
+    ["exits::", "failover::", "policies::", "ports::", "protocols::", "restart::", "slots::"];
 const E2E_TIMEOUT: Duration = Duration::from_secs(15 * 60);
 
 #[derive(clap::Args)]
@@ -69,7 +75,14 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
         return guests(&args.kernel, true, &binaries, &bin_dir, args.bless, tally);
     }
     for binary in binaries.iter().filter(|binary| wanted(args, binary)) {
-        run_binary(binary, args.filter.as_deref(), &bin_dir, tally)?;
+        run_binary(binary, args.filter.as_deref(), &bin_dir, None, tally)?;
+    }
+    // In the lab `Auto` comes to `direct`, so the tests above have run by that.
+    let by_transport = |binary: &&Binary| binary.name.ends_with(BY_TRANSPORT) && wanted(args, binary);
+    for binary in binaries.iter().filter(by_transport).filter(|_| args.filter.is_none()) {
+        for transport in OTHER_TRANSPORTS {
+            run_binary(binary, None, &bin_dir, Some(transport), tally)?;
+        }
     }
     if !args.unit && args.filter.is_none() {
         guests(&Kernel::USUAL, false, &binaries, &bin_dir, false, tally)?;
@@ -129,16 +142,27 @@ fn prepare_cluster(command: &mut Command) -> Result<()> {
         return Ok(());
     }
     cluster::build()?;
-    command.env("SPILLWAY_CLUSTER_BIN", cluster::binaries()?).env("SPILLWAY_IMAGE", image::for_tests()?);
+    command.env("SPILLWAY_CLUSTER_BIN", cluster::binaries()?);
+    command.env("SPILLWAY_IMAGE", image::for_tests()?).env("SPILLWAY_NEXT_IMAGE", image::next_for_tests()?);
     Ok(())
 }
 
 /// Runs one test binary. A filter that its own name contains selects all of its tests.
-fn run_binary(binary: &Binary, filter: Option<&str>, bin_dir: &Path, tally: &mut Tally) -> Result<()> {
+/// With a transport, all nodes use that one where a test does not say another, and only what depends on it is run.
+fn run_binary(
+    binary: &Binary,
+    filter: Option<&str>,
+    bin_dir: &Path,
+    transport: Option<&str>,
+    tally: &mut Tally,
+) -> Result<()> {
     let mut command = binary.command();
     command.env("SPILLWAY_BIN", bin_dir);
     if binary.name == CLUSTER {
         prepare_cluster(&mut command)?;
+    }
+    if let Some(transport) = transport {
+        command.env("SPILLWAY_TEST_TRANSPORT", transport).args(DEPENDING_ON_TRANSPORT);
     }
     let filter = filter.filter(|filter| !binary.name.contains(filter));
     command.args(filter);
@@ -150,5 +174,6 @@ fn run_binary(binary: &Binary, filter: Option<&str>, bin_dir: &Path, tally: &mut
         }
     };
     let how = Run { filter, timeout, second_try: binary.kind == Kind::EndToEnd };
-    libtest::run(&binary.name, command, &how, tally)
+    let name = transport.map_or(binary.name.clone(), |transport| format!("{} by {transport}", binary.name));
+    libtest::run(&name, command, &how, tally)
 }

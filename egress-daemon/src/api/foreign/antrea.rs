@@ -114,6 +114,7 @@ pub struct EgressStatus {
 pub struct ExternalIPPoolSpec {
     /// The addresses. A CIDR's first address is never given out, nor is an IPv4 CIDR's last.
     #[serde(default)]
+    #[schemars(length(max = 256))]
     pub ip_ranges: Vec<IPRange>,
 
     /// The subnet of the addresses, when it is not that of the node's default route.

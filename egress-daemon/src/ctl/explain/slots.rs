@@ -11,7 +11,7 @@ use egress_common::{
     flow::{Flow, kind},
     hash,
     limits::{PORT_PROBES, SLOT_PROBES},
-    net, port_block, tcp,
+    net, port_block, tcp, transport,
     verdict::Counter,
 };
 use std::{
@@ -224,7 +224,13 @@ pub(super) fn hand_over(walk: &mut Walk<'_>, egress: u32) -> Outcome {
     walk.say("owner", format!("Gateway {owner} owns {ip} (epoch {epoch}){}.", probed(walk, &owner)));
     match dump.node_address(e.owner) {
         Some(address) => {
-            walk.say("transport", format!("device: through the tunnel to {address}."));
+            let way = dump.tables.nodes.get(&e.owner).map_or(0, |node| node.forward);
+            let how = match way {
+                transport::DIRECT => "direct: without a tunnel to the MAC address of",
+                transport::VXLAN => "vxlan: through the tunnel, past its device, to",
+                _ => "device: through the tunnel to",
+            };
+            walk.say("transport", format!("{how} {address}."));
             sent(walk, format!("SENT with source {ip} through gateway {owner}."))
         }
         None => {

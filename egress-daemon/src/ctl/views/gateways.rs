@@ -31,11 +31,15 @@ pub struct GatewayRow {
     pub rtt_micros: Option<u64>,
     /// The transport to it; null if the agent does not answer.
     pub transport: Option<String>,
+    /// The transport that it answers by; null if that is not known.
+    pub replies: Option<String>,
+    /// Why no better transport is in force; null if the best one is, or the agent does not answer.
+    pub why_not_better: Option<String>,
 }
 
 impl Row for GatewayRow {
     const HEADER: &'static [&'static str] =
-        &["ADDRESS", "GATEWAY", "EGRESS IPS", "NEW FLOWS", "FLOWS", "PROBE", "RTT (µs)", "TRANSPORT"];
+        &["ADDRESS", "GATEWAY", "EGRESS IPS", "NEW FLOWS", "FLOWS", "PROBE", "RTT (µs)", "TRANSPORT", "REPLIES"];
     const NONE: &'static str = "this node uses no gateway";
     fn cells(&self) -> Vec<String> {
         vec![
@@ -47,7 +51,11 @@ impl Row for GatewayRow {
             or_dash(self.probe.map(|probe| format!("{probe:?}"))),
             or_dash(self.rtt_micros),
             or_dash(self.transport.as_ref()),
+            or_dash(self.replies.as_ref()),
         ]
+    }
+    fn note(&self) -> Option<(&str, &str)> {
+        Some((&self.name, self.why_not_better.as_deref()?))
     }
 }
 
@@ -82,7 +90,10 @@ pub fn gateways(sources: Sources<'_>) -> List<GatewayRow> {
         let row = rows.entry(told.name.clone()).or_insert_with(new);
         row.probe = Some(told.probe);
         row.rtt_micros = told.rtt_micros;
-        row.transport = Some(told.transport.clone()).filter(|text| !text.is_empty());
+        let told_text = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
+        row.transport = told_text(&told.transport);
+        row.replies = told_text(&told.replies);
+        row.why_not_better = told_text(&told.why);
         row.address = row.address.or(told.address.filter(|_| !row.local));
     }
     rows.values_mut().for_each(|row| row.egress_ips.sort());

@@ -12,6 +12,7 @@ mod load;
 mod packets;
 mod rig;
 mod scenes;
+mod ways;
 mod write;
 
 use super::Pins;

@@ -64,6 +64,8 @@ pub fn scene() -> NodeView {
         excepts: ["198.18.0.0/15".parse().unwrap()].into(),
         egress_ips: [EGRESS4, EGRESS6].map(|a| (addr(a), egress.clone())).into(),
         nodes: (0..3).map(|n| (scenes::node(n), vec![IpAddr::from([10, 0, 0, n as u8 + 1])])).collect(),
+        ways: BTreeMap::new(),
+        macs: BTreeMap::new(),
         uplinks: BTreeMap::new(),
         config: Some(scenes::settings()),
     }

@@ -47,7 +47,8 @@ pub fn check_holders(snapshot: &Snapshot, health: &Health, before: &Plan, after:
             let holder = snapshot.nodes.get(&old.node);
             let report = holder.and_then(|node| node.report.as_ref());
             let gave_back = report.is_some_and(|r| {
-                r.lease_revision >= old.revision && r.demand.get(address).is_some_and(|d| d.released.contains(number))
+                r.own_lease_revision >= old.revision
+                    && r.demand.get(address).is_some_and(|d| d.released.contains(number))
             });
             let gone = holder.is_none() && health.of(&old.node).gone;
             prop_assert!(gave_back || gone, "block {} of {} was taken from {}", number, address, old.node);
@@ -122,7 +123,7 @@ proptest! {
                 3 | 4 => {
                     let known = before.lease_revision;
                     let report = report(&mut snapshot, &name);
-                    report.lease_revision = known;
+                    report.own_lease_revision = known;
                     let demand = report.demand.entry(first_ip()).or_default();
                     demand.want = u32::from(block) / 2;
                     demand.released.insert(block);
@@ -194,7 +195,7 @@ fn who_comes_when_all_is_leased_starves_until_some_is_given_back() {
     let ip = &previous.egress_ips[&first_ip()];
     assert_eq!((ip.share, ip.scarce, ip.starved), (56, true, true));
     let report = report(&mut snapshot, "w0");
-    report.lease_revision = previous.lease_revision;
+    report.own_lease_revision = previous.lease_revision;
     let one = *previous.blocks[&first_ip()].iter().find(|(_, lease)| lease.node == "w0".into()).unwrap().0;
     report.demand.get_mut(&first_ip()).unwrap().released.insert(one);
     let after = plan(&snapshot, &health, &previous);
@@ -226,7 +227,7 @@ fn a_stale_release_does_not_end_a_newer_lease() {
     let first = plan(&snapshot, &health, &Plan::default());
     let mine: Vec<u16> = first.blocks[&first_ip()].keys().copied().collect();
     let report = report(&mut snapshot, "w0");
-    report.lease_revision = first.lease_revision;
+    report.own_lease_revision = first.lease_revision;
     report.demand.insert(first_ip(), Demand { want: 0, released: mine.iter().copied().collect() });
     let second = plan(&snapshot, &health, &first);
     assert_eq!(second.lease_revision, 2, "it has pods, so it gets blocks again");
@@ -264,7 +265,7 @@ fn blocks_of_a_dropped_egress_ip_are_not_leased_to_others() {
     let given_back: Vec<u16> =
         second.blocks[&first_ip()].iter().filter(|(_, l)| l.node == "w0".into()).map(|(number, _)| *number).collect();
     let report = report(&mut snapshot, "w0");
-    report.lease_revision = 1;
+    report.own_lease_revision = 1;
     report.demand.insert(first_ip(), Demand { want: 0, released: given_back.into_iter().collect() });
     let third = plan(&snapshot, &health, &second);
     assert_eq!(leased(&third, first_ip()).len(), 1);

@@ -175,15 +175,19 @@ fn arbitrary_node(n: usize) -> impl Strategy<Value = Node> {
     let limit = prop::option::weighted(0.2, 0u32..4);
     let report = (prop::option::weighted(0.3, 0u8..8), prop::collection::btree_set(0u16..500, 0..40), 0u64..4);
     (arbitrary_labels(), zone, prop::bool::weighted(0.9), prop::bool::weighted(0.1), limit, report).prop_map(
-        move |(labels, zone, ready, draining, max_egress_ips, (address, occupied_blocks, lease_revision))| {
+        move |(labels, zone, ready, draining, max_egress_ips, (address, occupied_blocks, own_lease_revision))| {
             let addresses = [v4(9, 9, n as u8), address.map_or(v4(9, 8, n as u8), |last| v4(1, 0, last))];
             let addresses = addresses.iter().zip(["eth0", "eth1"]).map(|(address, interface)| InterfaceAddress {
                 interface: interface.into(),
                 net: ipnet::IpNet::new(*address, 24).unwrap(),
                 default_route: interface == "eth0",
             });
-            let report =
-                NodeReport { addresses: addresses.collect(), occupied_blocks, lease_revision, ..Default::default() };
+            let report = NodeReport {
+                addresses: addresses.collect(),
+                occupied_blocks,
+                own_lease_revision,
+                ..Default::default()
+            };
             let name = NodeName::from(format!("n{n}").as_str());
             let zone = zone.map(str::to_owned);
             let addresses = BTreeSet::new();

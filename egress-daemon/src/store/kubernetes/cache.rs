@@ -33,11 +33,13 @@ struct State {
 }
 
 /// How far the watch of a kind is.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Progress {
     /// Whether it has been listed.
     ready: bool,
-    /// How many notices the API server has sent.
+    /// The fields of its status that its definition lacks, as another system's may; `None` if it has no status at all.
+    lacking: Option<BTreeSet<String>>,
+    /// How many answers and notices the API server has sent.
     heard: u64,
     /// What is being listed.
     listing: BTreeMap<Key, Value>,
@@ -45,6 +47,19 @@ struct Progress {
     written: BTreeSet<Key>,
     /// Objects (by uid) that we deleted, of which older notices may still come.
     deleted: BTreeSet<String>,
+}
+
+impl Default for Progress {
+    fn default() -> Self {
+        Progress {
+            ready: false,
+            lacking: Some(BTreeSet::new()),
+            heard: 0,
+            listing: BTreeMap::new(),
+            written: BTreeSet::new(),
+            deleted: BTreeSet::new(),
+        }
+    }
 }
 
 /// A version as a number.
@@ -103,11 +118,39 @@ impl Cache {
         kinds.iter().copied().filter(|kind| !state.kinds.get(kind).is_some_and(|progress| progress.ready)).collect()
     }
 
+    /// Takes in that the cluster does not know a kind (yet): nobody need wait for its objects.
+    pub(super) fn absent(&self, kind: Kind) {
+        self.update(|state| !std::mem::replace(&mut state.kinds.entry(kind).or_default().ready, true));
+    }
+
+    /// Takes in which fields of a kind's status its definition does not have; `None` stands for all of it.
+    pub(super) fn lacks(&self, kind: Kind, fields: Option<Vec<String>>) {
+        let mut state = self.state();
+        let lacking = &mut state.kinds.entry(kind).or_default().lacking;
+        match (fields, lacking.as_mut()) {
+            (None, _) => *lacking = None,
+            (Some(fields), Some(known)) => known.extend(fields),
+            (Some(_), None) => {}
+        }
+    }
+
+    /// What of a status can be written at all, as far as is known by now.
+    pub(super) fn writable(&self, kind: Kind, mut status: Value) -> Option<Value> {
+        let state = self.state();
+        let lacking = state.kinds.get(&kind).map(|progress| &progress.lacking);
+        if let (Some(fields), Some(lacking)) = (status.as_object_mut(), lacking) {
+            let lacking = lacking.as_ref()?;
+            fields.retain(|field, _| !lacking.contains(field));
+        }
+        Some(status)
+    }
+
     /// Takes in a notice of a watch.
     pub(super) fn notice(&self, kind: Kind, event: Event<Value>) {
         self.update(|state| {
             let progress = state.kinds.entry(kind).or_default();
-            progress.heard += 1;
+            // A list that begins has not been answered yet.
+            progress.heard += u64::from(!matches!(event, Event::Init));
             match event {
                 Event::Init => {
                     progress.listing.clear();

@@ -112,3 +112,20 @@ fn what_matters_of_a_pod_decides_whether_it_changed() {
     }
     assert_eq!(cache.heard(Kind::Pod), 4);
 }
+
+#[test]
+fn what_a_definition_of_another_system_lacks_is_not_written_again() {
+    let cache = Cache::default();
+    let kind = Kind::ExternalIPPool;
+    assert_eq!(cache.missing(&[kind]), [kind]);
+    cache.absent(kind);
+    assert!(cache.missing(&[kind]).is_empty(), "nobody waits for what the cluster does not know");
+    let status = json!({"usage": {"total": 3, "used": 1}, "conditions": [{"type": "Ready"}]});
+    assert_eq!(cache.writable(kind, status.clone()), Some(status.clone()));
+    cache.lacks(kind, Some(vec!["conditions".to_owned()]));
+    cache.lacks(kind, Some(Vec::new()));
+    assert_eq!(cache.writable(kind, status.clone()), Some(json!({"usage": {"total": 3, "used": 1}})));
+    assert_eq!(cache.writable(Kind::Egress, status.clone()), Some(status.clone()));
+    cache.lacks(Kind::CiliumEgressGatewayPolicy, None);
+    assert_eq!(cache.writable(Kind::CiliumEgressGatewayPolicy, status), None);
+}

@@ -63,7 +63,10 @@ pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) 
             Ok(event) => event,
             Err(error) => {
                 tracing::debug!(%kind, %error, "the watch failed");
-                retry.wait(|| format!("{kind} objects are not followed: {}", reason(&error))).await;
+                if kind.is_foreign() && is_unknown(of_api(&error)) {
+                    cache.absent(kind);
+                }
+                retry.wait(|| format!("{kind} objects are not followed: {}", reason(kind, &error))).await;
                 continue;
             }
         };
@@ -94,6 +97,7 @@ pub(super) async fn list(client: Client, kind: Kind, cache: Arc<Cache>) {
                 cache.listed(kind, objects, list.metadata.resource_version.as_deref().unwrap_or_default());
                 return;
             }
+            Ok(Err(error)) if kind.is_foreign() && is_unknown(Some(&error)) => return,
             Ok(Err(error)) => error.to_string(),
             Err(_) => "the API server does not answer".to_owned(),
         };
@@ -101,23 +105,43 @@ pub(super) async fn list(client: Client, kind: Kind, cache: Arc<Cache>) {
     }
 }
 
-/// What to do about a watch that fails.
-fn reason(error: &watcher::Error) -> String {
-    let of_api = match error {
+/// The API server's part of what went wrong with a watch.
+fn of_api(error: &watcher::Error) -> Option<&Error> {
+    match error {
         watcher::Error::InitialListFailed(error)
         | watcher::Error::WatchStartFailed(error)
-        | watcher::Error::WatchFailed(error) => error,
-        other => return other.to_string(),
-    };
-    match of_api {
-        Error::Api(status) if status.code == 404 => {
-            "the cluster does not know the kind: install the CustomResourceDefinitions (kubectl apply -k manifests/)"
-                .into()
+        | watcher::Error::WatchFailed(error) => Some(error),
+        _ => None,
+    }
+}
+
+/// Whether the cluster has no such kind.
+fn is_unknown(error: Option<&Error>) -> bool {
+    matches!(error, Some(Error::Api(status)) if status.code == 404)
+}
+
+/// What to do about a watch that fails.
+fn reason(kind: Kind, error: &watcher::Error) -> String {
+    let folder =
+        if kind.is_foreign() { "kubectl apply -f manifests/crds/foreign/" } else { "kubectl apply -k manifests/" };
+    match of_api(error) {
+        None => error.to_string(),
+        error if is_unknown(error) => {
+            format!("the cluster does not know the kind: install its CustomResourceDefinition ({folder})")
         }
-        Error::Api(status) if matches!(status.code, 401 | 403) => {
-            format!("{}: install the roles of this version (kubectl apply -k manifests/)", status.message)
+        Some(Error::Api(status)) if matches!(status.code, 401 | 403) => {
+            format!("{}: install the roles of this version ({})", status.message, roles_of(kind))
         }
-        other => other.to_string(),
+        Some(other) => other.to_string(),
+    }
+}
+
+/// Where the rights to a kind are.
+fn roles_of(kind: Kind) -> &'static str {
+    match kind {
+        Kind::CiliumEgressGatewayPolicy => "the component manifests/components/cilium",
+        Kind::Egress | Kind::ExternalIPPool => "the component manifests/components/antrea",
+        _ => "kubectl apply -k manifests/",
     }
 }
 

@@ -38,7 +38,7 @@ const NOTES: usize = 256;
 pub enum Reader {
     /// The agent of this node: all objects but the pods of other nodes and the leases of others.
     Agent(String),
-    /// A controller: everything.
+    /// A controller: all objects.
     Controller,
 }
 
@@ -51,8 +51,8 @@ impl Reader {
         }
     }
 
-    fn watched(&self) -> Vec<Watched> {
-        let all = Kind::native().map(|kind| match (self, kind) {
+    fn watched(&self, foreign: &[Kind]) -> Vec<Watched> {
+        let all = Kind::native().chain(foreign.iter().copied()).map(|kind| match (self, kind) {
             (Reader::Agent(node), Kind::Pod) => Watched::fields(kind, format!("spec.nodeName={node}")),
             (Reader::Agent(node), Kind::Lease) => {
                 Watched::fields(kind, format!("metadata.name={}", gateway_lease(node)))
@@ -69,23 +69,25 @@ pub struct Kubernetes {
     writer: &'static str,
     cache: Arc<Cache>,
     notes: mpsc::Sender<Note>,
+    /// What is followed.
+    kinds: Vec<Kind>,
     /// Ends with the store.
     _tasks: JoinSet<()>,
 }
 
 impl Kubernetes {
     /// Opens the cluster of a kubeconfig, or the one that this pod runs in, and waits until everything that the reader
-    /// needs has been listed, however long that takes. Its cache follows the cluster until the last clone of the store is
-    /// dropped.
-    pub async fn open(kubeconfig: Option<&Path>, reader: &Reader) -> Result<Store, ConnectError> {
+    /// needs has been listed, however long that takes; of `foreign` kinds, those that the cluster knows. Its cache follows
+    /// the cluster until the last clone of the store is dropped.
+    pub async fn open(kubeconfig: Option<&Path>, reader: &Reader, foreign: &[Kind]) -> Result<Store, ConnectError> {
         let client = client::connect(kubeconfig).await?;
-        Ok(Self::follow(client, reader).await)
+        Ok(Self::follow(client, reader, foreign).await)
     }
 
-    async fn follow(client: Client, reader: &Reader) -> Store {
+    async fn follow(client: Client, reader: &Reader, foreign: &[Kind]) -> Store {
         let cache = Arc::new(Cache::default());
         let mut tasks = JoinSet::new();
-        let watched = reader.watched();
+        let watched = reader.watched(foreign);
         let kinds: Vec<Kind> = watched.iter().map(|watched| watched.kind).collect();
         for watched in watched {
             tasks.spawn(follow::follow(client.clone(), watched, Arc::clone(&cache)));
@@ -103,7 +105,7 @@ impl Kubernetes {
                 tracing::warn!("still waiting for the API server to list {}", missing.join(", "));
             }
         }
-        Store::new(Arc::new(Kubernetes { client, writer: reader.name(), cache, notes, _tasks: tasks }))
+        Store::new(Arc::new(Kubernetes { client, writer: reader.name(), cache, notes, kinds, _tasks: tasks }))
     }
 }
 
@@ -133,8 +135,8 @@ impl Backend for Kubernetes {
     }
 
     fn refresh(&self) -> BoxFuture<'static, ()> {
-        let ours = Kind::native().filter(|kind| !kind.is_users() || kind.has_our_status());
-        let lists = ours.map(|kind| follow::list(self.client.clone(), kind, Arc::clone(&self.cache)));
+        let ours = self.kinds.iter().filter(|kind| !kind.is_users() || kind.has_our_status());
+        let lists = ours.map(|kind| follow::list(self.client.clone(), *kind, Arc::clone(&self.cache)));
         let lists = join_all(lists);
         Box::pin(async move {
             lists.await;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use lab::Family;
 
+use super::super::claims::Claim;
 use super::super::cluster::{ECHO_PORT, Show};
 use super::super::flows::{Flow, Trickle, counts, timeline};
 use super::super::sightings::Watch;
@@ -17,19 +18,19 @@ use super::{WEB, carriers, seconds, wait_carriers};
 /// Long-lived connections of each of four pods.
 const STREAMS_PER_POD: usize = 25;
 /// A gateway's lease lasts 2 s, and TCP tries again after 3 s.
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+pub const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// Three probes of 100 ms, and what a busy machine takes.
-const DIVERTED: Duration = Duration::from_secs(1);
+pub const DIVERTED: Duration = Duration::from_secs(1);
 /// Of so many connections that are opened after that and until its egress IPs move, one may have to try again.
-const RARE: usize = 20;
+pub const RARE: usize = 20;
 /// The lease and the controller's round.
-const MOVED: Duration = Duration::from_secs(4);
+pub const MOVED: Duration = Duration::from_secs(4);
 /// What connections may pause when a living gateway hands over.
-const HANDED_OVER: Duration = Duration::from_secs(2);
+pub const HANDED_OVER: Duration = Duration::from_secs(2);
 /// What nobody notices.
 const UNNOTICED: Duration = Duration::from_secs(1);
 /// As in manifests/examples/pools.yaml.
-const FAILBACK_DELAY: Duration = Duration::from_secs(3);
+pub const FAILBACK_DELAY: Duration = Duration::from_secs(3);
 const RETURNED: Duration = Duration::from_secs(12);
 
 /// A gateway's power fails.
@@ -92,24 +93,7 @@ pub fn dies(show: &mut Show) -> Result<()> {
         format!("no pause above {}", seconds(UNNOTICED)),
         format!("longest pause {}", seconds(others)),
     );
-    let (_, waited, failed) = counts(&flows);
-    let within = |from: Instant, to: Instant| -> Vec<Flow> {
-        flows.iter().filter(|flow| flow.started >= from && flow.started < to).cloned().collect()
-    };
-    let (first, then) = (within(died, died + DIVERTED), within(died + DIVERTED, died + moved));
-    let (_, early, _) = counts(&first);
-    let (_, late, _) = counts(&then);
-    show.claim(
-        "new connections avoid the dead gateway",
-        failed == 0 && late * RARE <= then.len(),
-        format!("after {} fewer than 1 in {RARE} tries again, none fails", seconds(DIVERTED)),
-        format!(
-            "of {} {waited} tried again: {early} before {}, {late} after it, {} when the egress IPs moved; {failed} failed",
-            flows.len(),
-            seconds(DIVERTED),
-            waited - early - late
-        ),
-    );
+    show.add(avoided(&flows, died, moved));
     show.claim(
         "egress IPs of a dead gateway move",
         moved <= MOVED,
@@ -175,6 +159,28 @@ pub fn returns(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
+/// The claim that new connections avoid a gateway that died, until its egress IPs had moved.
+pub fn avoided(flows: &[Flow], died: Instant, moved: Duration) -> Claim {
+    let (_, waited, failed) = counts(flows);
+    let within = |from: Instant, to: Instant| -> Vec<Flow> {
+        flows.iter().filter(|flow| flow.started >= from && flow.started < to).cloned().collect()
+    };
+    let (first, then) = (within(died, died + DIVERTED), within(died + DIVERTED, died + moved));
+    let (_, early, _) = counts(&first);
+    let (_, late, _) = counts(&then);
+    Claim {
+        name: "new connections avoid the dead gateway".to_owned(),
+        holds: failed == 0 && late * RARE <= then.len(),
+        expected: format!("after {} fewer than 1 in {RARE} tries again, none fails", seconds(DIVERTED)),
+        measured: format!(
+            "of {} {waited} tried again: {early} before {}, {late} after it, {} when the egress IPs moved; {failed} failed",
+            flows.len(),
+            seconds(DIVERTED),
+            waited - early - late
+        ),
+    }
+}
+
 /// New connections from a pod of each worker, one in each family.
 pub fn start_trickles(show: &Show) -> Result<Vec<Trickle>> {
     let pods = [("web-2", Family::V4), ("web-3", Family::V6)];
@@ -191,7 +197,8 @@ pub fn finish_trickles(show: &Show, mut trickles: Vec<Trickle>) -> Result<Vec<Fl
     Ok(flows.into_iter().flatten().collect())
 }
 
-fn streams_table(streams: &[Stream], before: &BTreeMap<IpAddr, String>, after: &BTreeMap<IpAddr, String>) -> Table {
+/// The connections of each egress IP, with its gateways before and after.
+pub fn streams_table(streams: &[Stream], before: &BTreeMap<IpAddr, String>, after: &BTreeMap<IpAddr, String>) -> Table {
     let mut table = Table::new(&["egress IP", "carried by", ">connections", ">alive", ">longest pause"]);
     for (ip, old) in before {
         let of_ip: Vec<Stream> = streams.iter().filter(|stream| stream.source == Some(*ip)).cloned().collect();
@@ -206,7 +213,7 @@ fn streams_table(streams: &[Stream], before: &BTreeMap<IpAddr, String>, after: &
 }
 
 /// `192.0.2.11 to gw3, ...`
-fn moves(before: &BTreeMap<IpAddr, String>, after: &BTreeMap<IpAddr, String>) -> String {
+pub fn moves(before: &BTreeMap<IpAddr, String>, after: &BTreeMap<IpAddr, String>) -> String {
     let moved = after.iter().filter(|(ip, node)| before.get(ip) != Some(node));
     moved.map(|(ip, node)| format!("{ip} to {node}")).collect::<Vec<_>>().join(", ")
 }

@@ -4,8 +4,8 @@
 mod change;
 mod controller;
 mod endpoints;
-mod gateway;
-mod spread;
+pub mod gateway;
+pub mod spread;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -31,7 +31,7 @@ const LEDGER: &str = "ledger";
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Seconds for people.
-fn seconds(time: Duration) -> String {
+pub fn seconds(time: Duration) -> String {
     format!("{:.2} s", time.as_secs_f64())
 }
 

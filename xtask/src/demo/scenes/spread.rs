@@ -7,13 +7,14 @@ use anyhow::Result;
 use lab::Family;
 use lab::traffic::{TcpClients, TcpOptions, TcpServer};
 
+use super::super::claims::Claim;
 use super::super::cluster::{ECHO_PORT, Show};
 use super::super::sightings::Watch;
 use super::super::table::{Table, bar, percent};
 use super::{PATIENCE, WEB, carriers};
 
 /// Connections of each table.
-const FLOWS: usize = 600;
+pub const FLOWS: usize = 600;
 /// How far, in percentage points, a share may be from its weight's: chance exceeds this once in ten thousand runs.
 const TOLERANCE: f64 = 8.0;
 
@@ -70,12 +71,14 @@ fn open(show: &Show, pods: &[&str], family: Family) -> Result<BTreeMap<IpAddr, u
     Ok(lab::traffic::tally(sources))
 }
 
-fn sources_of(server: &TcpServer, ids: &[u64]) -> Vec<IpAddr> {
+/// The sources of connections at a server.
+pub fn sources_of(server: &TcpServer, ids: &[u64]) -> Vec<IpAddr> {
     let sources = server.source_of_flow();
     ids.iter().filter_map(|id| sources.get(id)).map(|source| source.ip()).collect()
 }
 
-fn table(
+/// The connections of each source address, which should be those of `weights`.
+pub fn table(
     sources: &BTreeMap<IpAddr, usize>,
     weights: &BTreeMap<IpAddr, f64>,
     gateways: &BTreeMap<IpAddr, String>,
@@ -98,14 +101,19 @@ fn table(
 }
 
 fn claim_shares(show: &mut Show, name: &str, sources: &BTreeMap<IpAddr, usize>, weights: &BTreeMap<IpAddr, f64>) {
+    show.add(fair(name, sources, weights));
+}
+
+/// The claim that [`FLOWS`] connections have these sources as the weights say.
+pub fn fair(name: &str, sources: &BTreeMap<IpAddr, usize>, weights: &BTreeMap<IpAddr, f64>) -> Claim {
     let (shares, wanted) = shares(sources, weights);
     let list = |all: &[f64]| all.iter().map(|share| format!("{share:.0}")).collect::<Vec<_>>().join(" / ");
-    show.claim(
-        name,
-        is_fair(sources, weights),
-        format!("{FLOWS} connections, {} % ± {TOLERANCE:.0}", list(&wanted)),
-        format!("{} connections, {} %", sources.values().sum::<usize>(), list(&shares)),
-    );
+    Claim {
+        name: name.to_owned(),
+        holds: is_fair(sources, weights),
+        expected: format!("{FLOWS} connections, {} % ± {TOLERANCE:.0}", list(&wanted)),
+        measured: format!("{} connections, {} %", sources.values().sum::<usize>(), list(&shares)),
+    }
 }
 
 /// The share of each egress IP in percent, and what its weight asks for.

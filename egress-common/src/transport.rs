@@ -1,0 +1,50 @@
+//! The ways between a source node and a gateway, as numbers that sort from what always works to what is fastest.
+
+/// The tunnel device.
+pub const DEVICE: u32 = 0;
+/// The same bytes as the tunnel device's, written and stripped by the programs.
+pub const VXLAN: u32 = 1;
+/// No outer header: the frame goes to the other node's MAC address.
+pub const DIRECT: u32 = 2;
+
+/// The bit of a way in a set of ways.
+#[inline(always)]
+pub const fn bit(way: u32) -> u32 {
+    1 << (way & 3)
+}
+
+/// The best way of the set `may` that is no better than `wish`; the device is always in it.
+#[inline(always)]
+pub const fn clamp(wish: u32, may: u32) -> u32 {
+    if wish >= DIRECT && may & bit(DIRECT) != 0 {
+        DIRECT
+    } else if wish >= VXLAN && may & bit(VXLAN) != 0 {
+        VXLAN
+    } else {
+        DEVICE
+    }
+}
+
+/// Bytes of IP, UDP, VXLAN and inner Ethernet headers around a packet, over IPv4.
+pub const OVERHEAD_V4: u32 = 20 + 8 + 8 + 14;
+/// The same over IPv6.
+pub const OVERHEAD_V6: u32 = 40 + 8 + 8 + 14;
+
+/// First word of the outer IPv4 header, without type of service and length; memory order.
+pub const OUTER_V4: u32 = 0x4500_0000_u32.to_be();
+/// Third word of the outer IPv4 header, without the checksum: hop limit 64 and UDP; memory order.
+pub const OUTER_V4_TTL: u32 = (64_u32 << 24 | 17 << 16).to_be();
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wish_is_met_by_the_best_way_that_is_no_better() {
+        let all = bit(DEVICE) | bit(VXLAN) | bit(DIRECT);
+        assert_eq!([DEVICE, VXLAN, DIRECT].map(|wish| clamp(wish, all)), [DEVICE, VXLAN, DIRECT]);
+        assert_eq!(clamp(DIRECT, bit(DEVICE) | bit(VXLAN)), VXLAN);
+        assert_eq!(clamp(VXLAN, bit(DEVICE) | bit(DIRECT)), DEVICE);
+        assert_eq!([clamp(DIRECT, 0), clamp(u32::MAX, all)], [DEVICE, DIRECT]);
+    }
+}

@@ -1,0 +1,76 @@
+//! Answers to this node's probes, which its programs put into a ring buffer.
+
+use super::{Pins, maps::MapsError};
+use aya::maps::{Map, MapData, RingBuf};
+use egress_common::probe::{Answer, Probe, REPLY};
+use std::{io, mem::size_of, time::Instant};
+use tokio::io::unix::AsyncFd;
+
+/// The map's name.
+const MAP: &str = "PROBES";
+
+/// A probe that came back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Answered {
+    /// The number that the request carried.
+    pub seq: u64,
+    /// The number of the gateway that the request carried.
+    pub node_id: u32,
+    /// The way that the request took ([`egress_common::transport`]).
+    pub way: u32,
+    /// The way that the reply took, as its sender says.
+    pub back: u32,
+    /// The packet was IPv6.
+    pub ipv6: bool,
+    /// When it was read here.
+    pub received: Instant,
+}
+
+/// The ring buffer.
+pub struct Answers {
+    ring: AsyncFd<RingBuf<MapData>>,
+}
+
+impl Answers {
+    /// Opens the pinned buffer. What an earlier agent has not read is passed over as answers to nothing.
+    pub fn open(pins: &Pins) -> Result<Self, MapsError> {
+        let path = pins.map(MAP);
+        let open = || MapData::from_pin(&path).and_then(Map::from_map_data).and_then(RingBuf::try_from);
+        let ring = open().map_err(|source| MapsError::Open { path: path.clone(), source })?;
+        // SAFETY: the descriptor stays open, and the same, for as long as the ring buffer lives.
+        let ring = unsafe { AsyncFd::register(ring) }
+            .map_err(|error| MapsError::Open { path, source: aya::maps::MapError::IoError(error.into()) })?;
+        Ok(Self { ring })
+    }
+
+    /// Waits for the next answer. Cancel safe.
+    pub async fn next(&mut self) -> io::Result<Answered> {
+        loop {
+            let mut ready = self.ring.readable_mut().await?;
+            let Some(item) = ready.get_inner_mut().next() else {
+                ready.clear_ready();
+                continue;
+            };
+            if let Some(answered) = decode(&item) {
+                return Ok(answered);
+            }
+        }
+    }
+}
+
+fn decode(bytes: &[u8]) -> Option<Answered> {
+    if bytes.len() < size_of::<Answer>() {
+        return None;
+    }
+    // SAFETY: there are enough bytes, and any are an Answer.
+    let Answer { probe, family, .. } = unsafe { bytes.as_ptr().cast::<Answer>().read_unaligned() };
+    let Probe { kind, way, wish, node_id, seq, .. } = probe;
+    (kind == REPLY).then(|| Answered {
+        seq: u64::from_be_bytes(seq),
+        node_id: u32::from_be_bytes(node_id),
+        way: way.into(),
+        back: wish.into(),
+        ipv6: family == 6,
+        received: Instant::now(),
+    })
+}

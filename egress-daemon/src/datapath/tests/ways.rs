@@ -1,0 +1,271 @@
+//! The ways between nodes: the outer headers that the programs write and strip, byte by byte, and what they leave to the
+//! tunnel device.
+
+use super::{
+    frames::{ICMP, TCP, UDP, assert_right, icmp, ip, read, seal, tcp, udp},
+    rig::*,
+    scenes,
+};
+use crate::datapath::{
+    encode::NodeView,
+    ways::{Path, WayView},
+};
+use egress_common::{
+    abi::{INNER_DST_MAC, INNER_SRC_MAC, TUNNEL_PORT, VNI_FORWARD},
+    net, port_block, transport,
+    verdict::Counter,
+};
+use std::net::IpAddr;
+
+/// This node's address on the underlay and the other node's, in each family.
+const UNDERLAYS: [[&str; 2]; 2] = [["10.0.0.1", "10.0.0.3"], ["fd88::1", "fd88::3"]];
+const THEIR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 3];
+const OUR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
+/// `BPF_PROG_TEST_RUN` makes packets of the loopback device, whose address this is.
+const TO_HOST: [u8; 6] = [0; 6];
+const UNDERLAY: u32 = 9;
+
+/// The scene on an underlay of one family: `n1` owns the egress IPs, and packets go to it by `way`.
+fn view([ours, theirs]: [&str; 2], way: u32) -> NodeView {
+    let mut view = scene();
+    let config = view.config.as_mut().unwrap();
+    config.tunnel_port = TUNNEL_PORT.into();
+    match addr(ours) {
+        IpAddr::V4(a) => config.own_v4 = net::v4(a),
+        IpAddr::V6(a) => config.own_v6 = net::v6(a),
+    }
+    let path =
+        Path { ifindex: UNDERLAY, mtu: 1500, hop: addr(theirs), source: addr(ours), macs: Some([THEIR_MAC, OUR_MAC]) };
+    view.nodes.insert(scenes::node(0), vec![addr(ours)]);
+    view.nodes.insert(scenes::node(1), vec![addr(theirs)]);
+    view.ways.insert(scenes::node(1), WayView { forward: way, may: transport::bit(way), why: None, path: Some(path) });
+    view
+}
+
+/// The other way round: this node owns the egress IPs, and a block of them is `n1`'s.
+fn gateway(underlay: [&str; 2]) -> NodeView {
+    let mut view = view(underlay, transport::VXLAN);
+    for egress in view.egress_ips.values_mut() {
+        egress.gateway = Some(scenes::node(0));
+        egress.forwards = true;
+        egress.interface = Some(UNDERLAY);
+        egress.leases.insert(OTHER_BLOCK, scenes::node(1));
+    }
+    view
+}
+
+fn families() -> [(IpAddr, IpAddr, IpAddr); 2] {
+    [(POD4, SERVER4, EGRESS4), (POD6, SERVER6, EGRESS6)].map(|(p, s, e)| (addr(p), addr(s), addr(e)))
+}
+
+/// A frame in outer headers as a tunnel device writes them.
+fn wrapped(from: &str, to: &str, vni: u32, inner: &[u8]) -> Vec<u8> {
+    let vxlan = [&[8, 0, 0, 0][..], &(vni << 8).to_be_bytes(), inner].concat();
+    let mut frame = ip(addr(from), addr(to), UDP, &[], &udp(0xc123, TUNNEL_PORT, &vxlan));
+    frame[..6].copy_from_slice(&TO_HOST);
+    frame
+}
+
+/// What is behind the outer headers.
+fn inside(frame: &[u8]) -> &[u8] {
+    &frame[read(frame).unwrap().l4 + 16..]
+}
+
+#[test]
+fn the_outer_headers_are_those_that_the_device_writes() {
+    for underlay in UNDERLAYS {
+        let Some(mut rig) = Rig::new("way-vxlan", &view(underlay, transport::VXLAN)) else { return };
+        for (pod, server, egress) in families() {
+            for congestion in 0..4u8 {
+                let mut frame = seal(ip(pod, server, UDP, &[], &udp(4000, 53, b"question")));
+                mark_congestion(&mut frame, congestion);
+                let (verdict, mut out) = rig.run("pod_egress", &frame);
+                assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+                // The kernel writes the Ethernet header when it has found the next hop's MAC address.
+                out[12..14].copy_from_slice(if addr(underlay[0]).is_ipv4() { &[8, 0] } else { &[0x86, 0xdd] });
+                assert_right(&out);
+                let outer = read(&out).unwrap();
+                assert_eq!((outer.src, outer.dst), (addr(underlay[0]), addr(underlay[1])));
+                assert_eq!((outer.proto, outer.hops, outer.later_fragment), (UDP, 64, false));
+                // RFC 6040: "experienced" is not copied, the rest is.
+                assert_eq!(congestion_of(&out), if congestion == 3 { 2 } else { congestion });
+                let headers = &out[outer.l4..outer.l4 + 16];
+                let length = (out.len() - outer.l4) as u16;
+                assert!(u16::from_be_bytes([headers[0], headers[1]]) >= 0xc000, "a dynamic port");
+                assert_eq!(headers[2..8], [TUNNEL_PORT.to_be_bytes(), length.to_be_bytes(), [0, 0]].concat());
+                assert_eq!(headers[8..12], [8, 0, 0, 0]);
+                assert_eq!(headers[12..], (VNI_FORWARD << 8).to_be_bytes());
+                assert_eq!(out.len(), frame.len() + outer.l4 + 16, "nothing but the headers is added");
+                let inner = inside(&out);
+                assert_eq!(inner[..12], [INNER_DST_MAC, INNER_SRC_MAC].concat());
+                assert_right(inner);
+                assert_eq!((read(inner).unwrap().src, congestion_of(inner)), (egress, congestion));
+            }
+        }
+        let sent = rig.count(Counter::SentVxlan);
+        assert_eq!((sent, rig.count(Counter::SentTunnel)), (8, 0));
+        // What does not fit goes by the device, and is counted. Over IPv6 the device cannot fragment it.
+        let (pod, server, _) = families()[0];
+        let large = seal(ip(pod, server, UDP, &[], &udp(4000, 53, &[7; 1450])));
+        if addr(underlay[0]).is_ipv4() {
+            assert_eq!(rig.run("pod_egress", &large).0, REDIRECT);
+            assert_eq!((rig.count(Counter::SentTunnel), rig.count(Counter::SentVxlan)), (1, sent));
+        } else {
+            let mut view = view(underlay, transport::VXLAN);
+            view.config.as_mut().unwrap().room = 1430;
+            rig.write(&view);
+            rig.dropped("pod_egress", &large, Counter::DropTooLarge);
+        }
+        assert_eq!(rig.count(Counter::DeviceMtu), 1);
+    }
+}
+
+#[test]
+fn direct_changes_nothing_but_the_mac_addresses() {
+    for underlay in UNDERLAYS {
+        let Some(mut rig) = Rig::new("way-direct", &view(underlay, transport::DIRECT)) else { return };
+        for (pod, server, egress) in families() {
+            let frame = seal(ip(pod, server, TCP, &[], &tcp(4000, 443, 2, &[])));
+            let (verdict, out) = rig.run("pod_egress", &frame);
+            assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+            assert_right(&out);
+            assert_eq!(out[..12], [THEIR_MAC, OUR_MAC].concat());
+            assert_eq!((read(&out).unwrap().src, out.len()), (egress, frame.len()));
+        }
+        assert_eq!((rig.count(Counter::SentDirect), rig.count(Counter::SentTunnel)), (2, 0));
+    }
+}
+
+#[test]
+fn what_is_usual_is_stripped_and_the_rest_is_left_to_the_device_as_it_is() {
+    for [ours, theirs] in UNDERLAYS {
+        let Some(mut rig) = Rig::new("way-strip", &gateway([ours, theirs])) else { return };
+        let port = port_block::first_port(OTHER_BLOCK);
+        for (_, server, egress) in families() {
+            let inner = seal(ip(egress, server, TCP, &[], &tcp(port, 443, 2, &[])));
+            let usual = wrapped(theirs, ours, VNI_FORWARD, &inner);
+            let before = rig.count(Counter::Forwarded);
+            let (verdict, out) = rig.run("underlay_ingress", &usual);
+            assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+            assert_eq!((out.len(), &out[12..]), (inner.len(), &inner[12..]));
+            assert_eq!(rig.count(Counter::Forwarded), before + 1);
+
+            let stranger =
+                wrapped(if theirs.contains(':') { "fd88::9" } else { "10.0.0.9" }, ours, VNI_FORWARD, &inner);
+            rig.dropped("underlay_ingress", &stranger, Counter::DropNotLeased);
+            let bad_port = seal(ip(egress, server, TCP, &[], &tcp(port + 64, 443, 2, &[])));
+            let stolen = wrapped(theirs, ours, VNI_FORWARD, &bad_port);
+            rig.dropped("underlay_ingress", &stolen, Counter::DropNotLeased);
+
+            for (what, frame) in unusual(&usual) {
+                let before = rig.count(Counter::DeviceOuter);
+                let (verdict, out) = rig.run("underlay_ingress", &frame);
+                assert_eq!((verdict, &out), (NEXT, &frame), "{what}: {:?}", rig.writer.maps().counters());
+                assert_eq!(rig.count(Counter::DeviceOuter), before + 1, "{what}");
+            }
+            let other_port = wrapped_to(TUNNEL_PORT + 1, &usual);
+            let before = rig.count(Counter::DeviceOuter);
+            assert_eq!(rig.run("underlay_ingress", &other_port), (NEXT, other_port.clone()), "somebody else's tunnel");
+            assert_eq!(rig.count(Counter::DeviceOuter), before);
+        }
+    }
+}
+
+/// The frame to another UDP port.
+fn wrapped_to(port: u16, frame: &[u8]) -> Vec<u8> {
+    let mut frame = frame.to_vec();
+    let l4 = read(&frame).unwrap().l4;
+    frame[l4 + 2..l4 + 4].copy_from_slice(&port.to_be_bytes());
+    frame
+}
+
+/// A tunnelled frame with something about its outer headers that the device would see to.
+fn unusual(usual: &[u8]) -> Vec<(&'static str, Vec<u8>)> {
+    let l4 = read(usual).unwrap().l4;
+    let with = |at: usize, bytes: &[u8]| {
+        let mut frame = usual.to_vec();
+        frame[at..at + bytes.len()].copy_from_slice(bytes);
+        frame
+    };
+    let mut congested = usual.to_vec();
+    mark_congestion(&mut congested, 3);
+    let mut all = vec![
+        ("not for this host's MAC address", with(0, &[2, 0, 0, 0, 0, 0x77])),
+        ("a UDP checksum", with(l4 + 6, &[0x12, 0x34])),
+        ("a UDP length that is too short", with(l4 + 4, &40u16.to_be_bytes())),
+        ("more flags than the VXLAN header has", with(l4 + 8, &[0xc])),
+        ("an inner frame that is no IP packet", with(l4 + 28, &[8, 6])),
+        ("congestion experienced", congested),
+        ("bytes behind the packet", [usual, &[0; 6]].concat()),
+    ];
+    if usual[12..14] == [8, 0] {
+        let payload = &usual[l4..];
+        let r = read(usual).unwrap();
+        let mut options = ip(r.src, r.dst, UDP, &[1, 1, 1, 0], payload);
+        options[..6].copy_from_slice(&TO_HOST);
+        let mut fragment = usual.to_vec();
+        fragment[20] |= 0x20;
+        all.extend([
+            ("options", options),
+            ("a fragment", with_header_checksum(fragment)),
+            ("a wrong header checksum", with(24, &[usual[24] ^ 0x55])),
+        ]);
+    }
+    all
+}
+
+/// Sets the congestion bits of the first IP header.
+fn mark_congestion(frame: &mut Vec<u8>, bits: u8) {
+    if frame[12..14] == [8, 0] {
+        frame[15] = frame[15] & !3 | bits;
+        *frame = with_header_checksum(std::mem::take(frame));
+    } else {
+        frame[15] = frame[15] & !0x30 | bits << 4;
+    }
+}
+
+/// The congestion bits of the first IP header (RFC 3168, section 5).
+fn congestion_of(frame: &[u8]) -> u8 {
+    if frame[12..14] == [8, 0] { frame[15] & 3 } else { frame[15] >> 4 & 3 }
+}
+
+/// The frame with its IPv4 header's checksum made anew.
+fn with_header_checksum(mut frame: Vec<u8>) -> Vec<u8> {
+    frame[24..26].fill(0);
+    let sum: u32 = frame[14..34].chunks(2).map(|w| u32::from(w[0]) << 8 | u32::from(w[1])).sum();
+    let sum = (sum & 0xffff) + (sum >> 16);
+    frame[24..26].copy_from_slice(&(!(sum as u16 + (sum >> 16) as u16)).to_be_bytes());
+    frame
+}
+
+#[test]
+fn direct_takes_packets_from_the_mac_address_of_the_blocks_holder_only() {
+    let mut view = gateway(UNDERLAYS[0]);
+    view.macs.insert(THEIR_MAC, scenes::node(1));
+    view.macs.insert([2, 0, 0, 0, 0, 4], scenes::node(2));
+    let Some(mut rig) = Rig::new("way-mac", &view) else { return };
+    let port = port_block::first_port(OTHER_BLOCK);
+    for (_, server, egress) in families() {
+        let from = |mac: [u8; 6], port: u16| {
+            let mut frame = seal(ip(egress, server, TCP, &[], &tcp(port, 443, 2, &[])));
+            frame[..12].copy_from_slice(&[TO_HOST, mac].concat());
+            frame
+        };
+        assert_eq!(rig.run("underlay_ingress", &from(THEIR_MAC, port)).0, REDIRECT);
+        rig.dropped("underlay_ingress", &from(THEIR_MAC, port + 64), Counter::DropNotLeased);
+        rig.dropped("underlay_ingress", &from([2, 0, 0, 0, 0, 4], port), Counter::DropNotLeased);
+        // A router's, say: whoever it is, the packet is none of ours.
+        let strange = from([2, 0, 0, 0, 0, 0x99], port);
+        assert_eq!(rig.run("underlay_ingress", &strange), (NEXT, strange.clone()));
+        let mut overheard = from(THEIR_MAC, port);
+        overheard[..6].copy_from_slice(&[2, 0, 0, 0, 0, 0x77]);
+        assert_eq!(rig.run("underlay_ingress", &overheard), (NEXT, overheard.clone()));
+    }
+    assert_eq!(rig.count(Counter::Forwarded), 2);
+    // Its errors about what the server sent find the same check.
+    let (_, server, egress) = families()[0];
+    let quoted = &ip(server, egress, TCP, &[], &tcp(443, port + 64, 16, &[]))[14..];
+    let mut error = seal(ip(egress, server, ICMP, &[], &icmp(3, 0, quoted)));
+    error[..12].copy_from_slice(&[TO_HOST, THEIR_MAC].concat());
+    rig.dropped("underlay_ingress", &error, Counter::DropNotLeased);
+}

@@ -1,0 +1,220 @@
+//! Chooses the way to one gateway by what probes of each way say.
+//!
+//! Each round has one number. The way in force is probed in every round, the others now and then, and all of them as soon as
+//! anything is in doubt. The gateway lives as long as any way answers.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use super::{ProbeState, ProbeTimes, ProbeTracker, ProbeTransition};
+
+/// What a probe is sent as: a way (numbers that sort from what always works to what is best), and the packet's family.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Form {
+    /// The way.
+    pub way: u32,
+    /// The packet is IPv6.
+    pub ipv6: bool,
+}
+
+/// Ways that are not in force are probed in one of so many rounds.
+const REST: u64 = 10;
+
+/// The probes of one gateway.
+#[derive(Clone, Debug)]
+pub struct WayChooser {
+    times: ProbeTimes,
+    forms: BTreeMap<Form, ProbeTracker>,
+    overall: ProbeTracker,
+    current: u32,
+    rounds: u64,
+}
+
+impl WayChooser {
+    /// Nothing is known yet: the first of the ways is in force.
+    pub fn new(times: ProbeTimes, forms: &BTreeSet<Form>) -> Self {
+        let overall = ProbeTracker::new(times);
+        let mut new = Self { times, forms: BTreeMap::new(), overall, current: 0, rounds: 0 };
+        new.set(forms);
+        new
+    }
+
+    /// Takes these forms from now on. What is known of those that stay is kept. Whether another way is in force.
+    pub fn set(&mut self, forms: &BTreeSet<Form>) -> bool {
+        self.forms.retain(|form, _| forms.contains(form));
+        for form in forms {
+            self.forms.entry(*form).or_insert_with(|| ProbeTracker::new(self.times));
+        }
+        self.choose()
+    }
+
+    /// What the probes say of the gateway, by whatever way.
+    pub fn state(&self) -> ProbeState {
+        self.overall.state()
+    }
+
+    /// The last round trip, by whatever way.
+    pub fn round_trip(&self) -> Option<Duration> {
+        self.overall.round_trip()
+    }
+
+    /// The way in force.
+    pub fn current(&self) -> u32 {
+        self.current
+    }
+
+    /// What the probes say of a way: of its forms, the worst. `None` if it is not probed.
+    pub fn of(&self, way: u32) -> Option<ProbeState> {
+        let worst = |state: ProbeState| match state {
+            ProbeState::Dead => 0,
+            ProbeState::Unknown => 1,
+            ProbeState::Alive => 2,
+        };
+        self.trackers(way).map(ProbeTracker::state).min_by_key(|state| worst(*state))
+    }
+
+    /// Begins a round with this number, which was never used before: what to send in it.
+    pub fn round(&mut self, seq: u64, now: Duration) -> Vec<Form> {
+        self.rounds += 1;
+        let unknown = self.forms.values().any(|tracker| tracker.state() == ProbeState::Unknown);
+        let doubtful = self.trackers(self.current).any(ProbeTracker::in_doubt);
+        let all = unknown || doubtful || self.rounds.is_multiple_of(REST);
+        self.overall.on_sent(seq, now);
+        let due: Vec<Form> = self.forms.keys().filter(|form| all || form.way == self.current).copied().collect();
+        for form in &due {
+            if let Some(tracker) = self.forms.get_mut(form) {
+                tracker.on_sent(seq, now);
+            }
+        }
+        due
+    }
+
+    /// A reply came. Whether the gateway is alive again, and whether another way is in force.
+    pub fn on_reply(&mut self, form: Form, seq: u64, now: Duration) -> (Option<ProbeTransition>, bool) {
+        let Some(tracker) = self.forms.get_mut(&form) else { return (None, false) };
+        tracker.on_reply(seq, now);
+        (self.overall.on_reply(seq, now), self.choose())
+    }
+
+    /// Counts what was not answered in time. Whether the gateway is dead, and whether another way is in force.
+    pub fn poll(&mut self, now: Duration) -> (Option<ProbeTransition>, bool) {
+        for tracker in self.forms.values_mut() {
+            tracker.poll(now);
+        }
+        (self.overall.poll(now), self.choose())
+    }
+
+    fn trackers(&self, way: u32) -> impl Iterator<Item = &ProbeTracker> {
+        self.forms.iter().filter(move |(form, _)| form.way == way).map(|(_, tracker)| tracker)
+    }
+
+    /// The way in force stays until it fails or a better one is shown to work. Without any that works it is the first,
+    /// which asks for the least.
+    fn choose(&mut self) -> bool {
+        let before = self.current;
+        let ways: BTreeSet<u32> = self.forms.keys().map(|form| form.way).collect();
+        let best = ways.iter().copied().filter(|way| self.of(*way) == Some(ProbeState::Alive)).max();
+        let failed = matches!(self.of(before), None | Some(ProbeState::Dead));
+        self.current = match best {
+            Some(best) if failed || best > before => best,
+            None if failed => ways.first().copied().unwrap_or(0),
+            _ => before,
+        };
+        self.current != before
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FORMS: [Form; 4] = [
+        Form { way: 0, ipv6: false },
+        Form { way: 1, ipv6: false },
+        Form { way: 2, ipv6: false },
+        Form { way: 2, ipv6: true },
+    ];
+
+    /// Rounds of 100 ms in which the forms answer that `works` holds for; the ways in force after each.
+    fn rounds(ways: &mut WayChooser, from: u64, count: u64, works: impl Fn(Form) -> bool) -> Vec<u32> {
+        (from..from + count)
+            .map(|seq| {
+                let now = Duration::from_millis(100 * seq);
+                ways.poll(now);
+                for form in ways.round(seq, now).into_iter().filter(|form| works(*form)) {
+                    ways.on_reply(form, seq, now + Duration::from_millis(1));
+                }
+                ways.current()
+            })
+            .collect()
+    }
+
+    fn chooser() -> WayChooser {
+        WayChooser::new(ProbeTimes::default(), &FORMS.into())
+    }
+
+    #[test]
+    fn the_best_way_that_answers_is_taken_at_once() {
+        let mut ways = chooser();
+        assert_eq!(ways.current(), 0);
+        assert_eq!(rounds(&mut ways, 1, 3, |_| true), [2, 2, 2]);
+        let mut ways = chooser();
+        assert_eq!(rounds(&mut ways, 1, 5, |form| form.way < 2), [1; 5]);
+        assert_eq!(ways.of(2), Some(ProbeState::Dead));
+    }
+
+    #[test]
+    fn a_way_that_carries_one_family_only_does_not_serve() {
+        let mut ways = chooser();
+        assert_eq!(rounds(&mut ways, 1, 5, |form| !(form.way == 2 && form.ipv6)), [1; 5]);
+    }
+
+    #[test]
+    fn a_way_that_stops_is_left_after_three_probes_and_taken_again_when_it_works() {
+        let mut ways = chooser();
+        rounds(&mut ways, 1, 20, |_| true);
+        let after = rounds(&mut ways, 21, 10, |form| form.way != 2);
+        assert_eq!(after[..3], [2, 2, 2], "{after:?}");
+        assert_eq!(after[3..], [1; 7], "{after:?}");
+        assert_eq!(ways.state(), ProbeState::Alive, "the gateway itself answered all the time");
+        let back = rounds(&mut ways, 31, 60, |_| true);
+        assert!(back.ends_with(&[2]) && back[..10] == [1; 10], "not at the first answer: {back:?}");
+    }
+
+    #[test]
+    fn a_gateway_that_dies_is_dead_as_soon_as_with_one_way() {
+        let mut ways = chooser();
+        rounds(&mut ways, 1, 10, |_| true);
+        rounds(&mut ways, 11, 3, |_| false);
+        assert_eq!(ways.poll(Duration::from_millis(1400)).0, Some(ProbeTransition::Dead));
+        assert_eq!(ways.state(), ProbeState::Dead);
+    }
+
+    #[test]
+    fn what_rests_is_probed_rarely() {
+        let mut ways = chooser();
+        rounds(&mut ways, 1, 5, |_| true);
+        let sent: usize = (6..26)
+            .map(|seq| {
+                let now = Duration::from_millis(100 * seq);
+                let due = ways.round(seq, now);
+                for form in &due {
+                    ways.on_reply(*form, seq, now);
+                }
+                due.len()
+            })
+            .sum();
+        assert_eq!(sent, 20 * 2 + 2 * 2, "both forms in force each time, the two others in two rounds");
+    }
+
+    #[test]
+    fn a_way_that_is_forbidden_is_left_at_once() {
+        let mut ways = chooser();
+        rounds(&mut ways, 1, 3, |_| true);
+        assert!(ways.set(&FORMS[..2].iter().copied().collect()));
+        assert_eq!(ways.current(), 1);
+        assert!(!ways.set(&FORMS.into()), "it has to answer first");
+    }
+}

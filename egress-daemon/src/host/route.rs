@@ -1,0 +1,186 @@
+//! What the routing table says about the way to one address, and whether IPsec would take its packets.
+
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::pin::pin;
+
+use futures::TryStreamExt;
+use rtnetlink::packet_route::AddressFamily;
+use rtnetlink::packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteMetric, RouteType};
+use rtnetlink::{Error, Handle};
+
+use super::decode;
+
+/// The way to an address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Route {
+    /// The ifindex that packets leave by.
+    pub oif: u32,
+    /// The next hop; none where the address is on the link.
+    pub gateway: Option<IpAddr>,
+    /// The largest packet, where the route limits it.
+    pub mtu: Option<u32>,
+    /// Packets get another header on the way (MPLS, segment routing and the like).
+    pub encapsulated: bool,
+}
+
+/// Asks the kernel. `None`: there is no way to the address, or it is this node's own.
+pub async fn lookup(handle: &Handle, to: IpAddr) -> Result<Option<Route>, Error> {
+    let mut question = RouteMessage::default();
+    let (family, length, address) = match to {
+        IpAddr::V4(a) => (AddressFamily::Inet, 32, RouteAddress::Inet(a)),
+        IpAddr::V6(a) => (AddressFamily::Inet6, 128, RouteAddress::Inet6(a)),
+    };
+    question.header.address_family = family;
+    question.header.destination_prefix_length = length;
+    question.attributes.push(RouteAttribute::Destination(address));
+    match pin!(handle.route().get(question).execute()).try_next().await {
+        Ok(answer) => Ok(answer.as_ref().and_then(route)),
+        // No route at all, or one that forbids.
+        Err(Error::NetlinkError(_)) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn route(message: &RouteMessage) -> Option<Route> {
+    if message.header.kind != RouteType::Unicast {
+        return None;
+    }
+    let mut route = Route { oif: 0, gateway: None, mtu: None, encapsulated: false };
+    for attribute in &message.attributes {
+        match attribute {
+            RouteAttribute::Oif(index) => route.oif = *index,
+            RouteAttribute::Metrics(metrics) => {
+                let mtu = |metric: &RouteMetric| if let RouteMetric::Mtu(mtu) = metric { Some(*mtu) } else { None };
+                route.mtu = metrics.iter().find_map(mtu).filter(|mtu| *mtu != 0);
+            }
+            RouteAttribute::Encap(_) | RouteAttribute::EncapType(_) => route.encapsulated = true,
+            other => route.gateway = decode::gateway(other).or(route.gateway),
+        }
+    }
+    (route.oif != 0).then_some(route)
+}
+
+/// The destinations of an IPsec policy for packets that leave.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Secured {
+    /// The address family (`AF_INET`, `AF_INET6`); 0 for both.
+    family: u16,
+    destination: [u8; 16],
+    prefix_length: u8,
+}
+
+impl Secured {
+    /// Whether packets to the address fall under the policy.
+    pub fn covers(&self, to: IpAddr) -> bool {
+        let (family, octets) = match to {
+            IpAddr::V4(a) => (libc::AF_INET, a.octets().to_vec()),
+            IpAddr::V6(a) => (libc::AF_INET6, a.octets().to_vec()),
+        };
+        let bit = |bytes: &[u8], i: usize| bytes.get(i / 8).map(|byte| byte >> (7 - i % 8) & 1);
+        (self.family == 0 || i32::from(self.family) == family)
+            && (0..usize::from(self.prefix_length)).all(|i| bit(&octets, i) == bit(&self.destination, i))
+    }
+}
+
+/// `XFRM_MSG_GETPOLICY` and `XFRM_MSG_NEWPOLICY` (linux/xfrm.h).
+const GET_POLICY: u16 = 0x15;
+const NEW_POLICY: u16 = 0x13;
+/// Length of `struct nlmsghdr`.
+const HEADER: usize = 16;
+/// Length of `struct xfrm_userpolicy_id`, which a request carries.
+const POLICY_ID: usize = 64;
+/// Offsets in `struct xfrm_userpolicy_info`: the selector comes first.
+const SELECTOR_FAMILY: usize = 40;
+const SELECTOR_PREFIX: usize = 42;
+const DIRECTION: usize = 160;
+/// `XFRM_POLICY_OUT`.
+const OUT: u8 = 1;
+
+/// The IPsec policies for packets that leave. A kernel without IPsec has none.
+pub fn secured() -> io::Result<Vec<Secured>> {
+    // SAFETY: no pointers are passed.
+    let fd = unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::NETLINK_XFRM) };
+    if fd < 0 {
+        let error = io::Error::last_os_error();
+        return if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) { Ok(Vec::new()) } else { Err(error) };
+    }
+    // SAFETY: the descriptor was just opened and belongs to nobody else.
+    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    let mut request = [0u8; HEADER + POLICY_ID];
+    request[..4].copy_from_slice(&((HEADER + POLICY_ID) as u32).to_ne_bytes());
+    request[4..6].copy_from_slice(&GET_POLICY.to_ne_bytes());
+    request[6..8].copy_from_slice(&((libc::NLM_F_REQUEST | libc::NLM_F_DUMP) as u16).to_ne_bytes());
+    // SAFETY: the buffer is valid for its length.
+    let sent = unsafe { libc::send(socket.as_raw_fd(), request.as_ptr().cast(), request.len(), 0) };
+    if sent < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let mut found = Vec::new();
+    let mut buffer = [0u8; 32_768];
+    loop {
+        // SAFETY: the buffer is valid for its length.
+        let length = unsafe { libc::recv(socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) };
+        if length < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        if !policies(&buffer[..length as usize], &mut found) {
+            return Ok(found);
+        }
+    }
+}
+
+/// Reads the messages of one answer. Whether more answers follow.
+fn policies(mut answer: &[u8], found: &mut Vec<Secured>) -> bool {
+    while let Some((header, _)) = answer.split_at_checked(HEADER) {
+        let length = u32::from_ne_bytes([header[0], header[1], header[2], header[3]]) as usize;
+        let kind = u16::from_ne_bytes([header[4], header[5]]);
+        let Some(body) = answer.get(HEADER..length) else { return false };
+        match kind {
+            NEW_POLICY if body.get(DIRECTION) == Some(&OUT) => {
+                let family = u16::from_ne_bytes([body[SELECTOR_FAMILY], body[SELECTOR_FAMILY + 1]]);
+                let mut destination = [0; 16];
+                destination.copy_from_slice(&body[..16]);
+                found.push(Secured { family, destination, prefix_length: body[SELECTOR_PREFIX] });
+            }
+            NEW_POLICY => {}
+            _ => return false,
+        }
+        answer = answer.get(length.next_multiple_of(4)..).unwrap_or_default();
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::testing::{Net, NetNs, in_netns};
+
+    #[test]
+    fn the_way_to_an_address_is_what_the_table_says() {
+        in_netns("the_way_to_an_address_is_what_the_table_says", async || {
+            let (net, other) = (Net::here(), NetNs::new());
+            net.veth_into("eth0", &other, "far").await;
+            net.address("eth0", "10.0.0.1/24").await;
+            let eth0 = net.index("eth0").await;
+            let ask = async |text: &str| lookup(&net.handle, text.parse().unwrap()).await.unwrap();
+            let on_link = ask("10.0.0.9").await.unwrap();
+            assert_eq!((on_link.oif, on_link.gateway, on_link.encapsulated), (eth0, None, false));
+            assert_eq!(ask("192.0.2.1").await, None, "no route");
+            assert_eq!(ask("10.0.0.1").await, None, "its own address");
+            assert_eq!(ask("2001:db8::1").await, None);
+            assert_eq!(secured().unwrap_or_default(), []);
+        });
+    }
+
+    #[test]
+    fn a_policy_covers_the_addresses_of_its_selector() {
+        let mut destination = [0; 16];
+        destination[..3].copy_from_slice(&[10, 1, 0x80]);
+        let policy = Secured { family: libc::AF_INET as u16, destination, prefix_length: 17 };
+        let covers = |text: &str| policy.covers(text.parse().unwrap());
+        assert!(covers("10.1.128.1") && covers("10.1.255.1"));
+        assert!(!covers("10.1.127.1") && !covers("2001:db8::1"));
+    }
+}

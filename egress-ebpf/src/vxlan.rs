@@ -1,0 +1,250 @@
+//! VXLAN without the tunnel device: the outer headers written and stripped here, the same bytes on the wire. Whatever the
+//! device would treat in another way than the usual one is left to it.
+
+use crate::{
+    IPV4, IPV6,
+    family::Family,
+    packet::{ETH_LEN, Packet},
+    parse::proto,
+    stats,
+    tunnel::INNER_MACS,
+    way,
+};
+use aya_ebpf::{
+    bindings::{
+        BPF_ADJ_ROOM_ENCAP_L2_SHIFT, BPF_F_ADJ_ROOM_DECAP_L3_IPV4, BPF_F_ADJ_ROOM_DECAP_L3_IPV6,
+        BPF_F_ADJ_ROOM_ENCAP_L2_ETH, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV6,
+        BPF_F_ADJ_ROOM_ENCAP_L4_UDP, BPF_F_ADJ_ROOM_FIXED_GSO, BPF_F_ADJ_ROOM_NO_CSUM_RESET,
+    },
+    helpers::bpf_get_prandom_u32,
+};
+use egress_common::{
+    V4, V6,
+    config::{Config, flags},
+    csum,
+    egress::Node,
+    mapped,
+    transport::{OUTER_V4, OUTER_V4_TTL, OVERHEAD_V4, OVERHEAD_V6},
+    verdict::{Counter, Verdict},
+};
+
+/// The longest frame that still has a length in an outer header.
+const LONGEST: u32 = 65_535 - OVERHEAD_V6;
+/// First word of a VXLAN header that has a network identifier and nothing else (RFC 7348, section 5).
+const VNI_VALID: u32 = 0x0800_0000_u32.to_be();
+/// `BPF_F_ADJ_ROOM_DECAP_L4_UDP`, which the bindings do not know yet.
+pub const DECAP_L4_UDP: u64 = 1 << 10;
+/// `EALREADY`: there are inner headers already.
+const ALREADY: i64 = -114;
+
+/// For both families: metadata of an inner Ethernet header, UDP, lengths of merged packets and checksums as they are.
+const ENCAP: u64 = BPF_F_ADJ_ROOM_FIXED_GSO as u64
+    | BPF_F_ADJ_ROOM_ENCAP_L4_UDP as u64
+    | BPF_F_ADJ_ROOM_ENCAP_L2_ETH as u64
+    | BPF_F_ADJ_ROOM_NO_CSUM_RESET as u64
+    | (ETH_LEN as u64) << BPF_ADJ_ROOM_ENCAP_L2_SHIFT;
+
+/// Writes the outer headers and sends the packet to the next hop. An error is the index of the counter for the reason;
+/// the packet is as it was then.
+#[inline(always)]
+pub fn send(pkt: &Packet, config: &Config, node: &Node, vni: u32, entropy: u32) -> Result<Verdict, u32> {
+    let ipv4 = node.tunnel_v4 != 0;
+    let (overhead, family) =
+        if ipv4 { (OVERHEAD_V4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4) } else { (OVERHEAD_V6, BPF_F_ADJ_ROOM_ENCAP_L3_IPV6) };
+    let len = pkt.len();
+    if way::segment(pkt) + overhead > node.mtu || len > LONGEST {
+        return Err(Counter::DeviceMtu as u32);
+    }
+    let protocol = pkt.protocol();
+    let ecn = outer_ecn(pkt, protocol);
+    match pkt.adjust_room(overhead as i32, ENCAP | family as u64) {
+        0 => {}
+        ALREADY => return Err(Counter::DeviceEncapsulated as u32),
+        _ => return Err(Counter::DeviceRefused as u32),
+    }
+    let written = if ipv4 {
+        write_v4(pkt, config, node, vni, entropy, len, ecn, protocol)
+    } else {
+        write_v6(pkt, config, node, vni, entropy, len, ecn, protocol)
+    };
+    if written.is_none() {
+        return Ok(Verdict::Drop(Counter::DropRedirect));
+    }
+    stats::count(Counter::SentVxlan);
+    Ok(pkt.redirect_hop(node))
+}
+
+/// The congestion bits of the outer header (RFC 6040, section 4.1, compatibility with a decapsulator that knows them).
+#[inline(always)]
+fn outer_ecn(pkt: &Packet, protocol: u16) -> u32 {
+    let first = u32::from_be(pkt.read::<u32>(ETH_LEN).unwrap_or(0));
+    let inner = if protocol == IPV4 { first >> 16 & 3 } else { first >> 20 & 3 };
+    // "Experienced" outside would be taken for congestion in the tunnel.
+    if inner == 3 { 2 } else { inner }
+}
+
+/// UDP, VXLAN and inner Ethernet header up to the EtherType, as words in memory order.
+#[inline(always)]
+fn payload(config: &Config, vni: u32, entropy: u32, len: u32) -> [u32; 7] {
+    // From the dynamic ports (RFC 6335), by the flow's hash.
+    let ports = (0xc000 | entropy & 0x3fff) << 16 | config.tunnel_port & 0xffff;
+    [
+        ports.to_be(),
+        ((len + 16) << 16).to_be(),
+        VNI_VALID,
+        (vni << 8).to_be(),
+        pair(INNER_MACS[0][0], INNER_MACS[0][1]),
+        pair(INNER_MACS[0][2], INNER_MACS[1][0]),
+        pair(INNER_MACS[1][1], INNER_MACS[1][2]),
+    ]
+}
+
+/// Two words of a MAC address, memory order, as one.
+const fn pair(first: u16, second: u16) -> u32 {
+    first as u32 | (second as u32) << 16
+}
+
+#[expect(clippy::too_many_arguments, reason = "all of it is inlined into one function")]
+#[inline(always)]
+fn write_v4(
+    pkt: &Packet,
+    config: &Config,
+    node: &Node,
+    vni: u32,
+    entropy: u32,
+    len: u32,
+    ecn: u32,
+    protocol: u16,
+) -> Option<()> {
+    let length = (ecn << 16 | (len + OVERHEAD_V4 - ETH_LEN)).to_be();
+    // SAFETY: the helper has no arguments. A fresh number for each packet (RFC 6864, section 4.1): it may be fragmented.
+    let id = unsafe { bpf_get_prandom_u32() } & 0xffff;
+    let check = !csum::fold(node.csum + csum::sum_words(&[length, id]));
+    pkt.write_words(
+        ETH_LEN,
+        &[OUTER_V4 | length, id, OUTER_V4_TTL | (check as u32) << 16, node.source[3], node.addr[3]],
+    )?;
+    pkt.write_words(ETH_LEN + V4::HEADER, &payload(config, vni, entropy, len))?;
+    pkt.write(ETH_LEN + OVERHEAD_V4 - 2, protocol)
+}
+
+#[expect(clippy::too_many_arguments, reason = "all of it is inlined into one function")]
+#[inline(always)]
+fn write_v6(
+    pkt: &Packet,
+    config: &Config,
+    node: &Node,
+    vni: u32,
+    entropy: u32,
+    len: u32,
+    ecn: u32,
+    protocol: u16,
+) -> Option<()> {
+    let first = (6 << 28 | ecn << 20).to_be();
+    let second = ((len + 16) << 16 | proto::UDP << 8 | 64).to_be();
+    pkt.write_words(ETH_LEN, &[first, second])?;
+    pkt.write_words(ETH_LEN + V6::SRC, &node.source)?;
+    pkt.write_words(ETH_LEN + V6::SRC + 16, &node.addr)?;
+    pkt.write_words(ETH_LEN + V6::HEADER, &payload(config, vni, entropy, len))?;
+    pkt.write(ETH_LEN + OVERHEAD_V6 - 2, protocol)
+}
+
+/// What became of a packet at the underlay's interface.
+pub enum Stripped {
+    /// It is none of the tunnel's.
+    Not,
+    /// It is, and the stack brings it to the device.
+    Left,
+    /// The outer header is gone: network identifier, and outer source address (IPv4 in its mapped form).
+    Done(u32, V6),
+}
+
+/// Takes the outer headers off, if they are those of a tunnelled packet for this node and nothing about them is unusual.
+#[inline(always)]
+pub fn strip<F: Family>(pkt: &Packet, config: &Config) -> Stripped {
+    let Some((source, usual)) = F::outer(pkt, config) else { return Stripped::Not };
+    let overhead = F::HEADER + 30;
+    // VXLAN header, and behind the inner MAC addresses the EtherType.
+    let vxlan = pkt.read_header::<[u32; 2]>(ETH_LEN + F::HEADER + 8);
+    let inner = pkt.read_header::<u16>(ETH_LEN + overhead - 2);
+    let (Some([VNI_VALID, vni]), Some(inner)) = (vxlan, inner) else { return left(Counter::DeviceOuter) };
+    if !usual || !pkt.to_host() || pkt.tagged() {
+        return left(Counter::DeviceOuter);
+    }
+    let mut how = BPF_F_ADJ_ROOM_FIXED_GSO as u64 | BPF_F_ADJ_ROOM_NO_CSUM_RESET as u64;
+    if pkt.gso_size() != 0 {
+        if config.flags & flags::DECAP_UDP == 0 {
+            return left(Counter::DeviceMerged);
+        }
+        how |= DECAP_L4_UDP;
+    }
+    how |= match (F::VERSION, inner) {
+        (4, IPV6) => BPF_F_ADJ_ROOM_DECAP_L3_IPV6 as u64,
+        (6, IPV4) => BPF_F_ADJ_ROOM_DECAP_L3_IPV4 as u64,
+        (4, IPV4) | (6, IPV6) => 0,
+        _ => return left(Counter::DeviceOuter),
+    };
+    if pkt.adjust_room(-(overhead as i32), how) != 0 {
+        return left(Counter::DeviceRefused);
+    }
+    pkt.forget_outer();
+    if pkt.write(ETH_LEN - 2, inner).is_none() {
+        return left(Counter::DeviceRefused);
+    }
+    Stripped::Done(u32::from_be(vni) >> 8, source)
+}
+
+#[inline(always)]
+fn left(why: Counter) -> Stripped {
+    stats::count(why);
+    Stripped::Left
+}
+
+/// The outer header of a tunnelled packet for this node over IPv4: its source, and whether all of it is as usual.
+#[inline(always)]
+pub fn outer_v4(pkt: &Packet, config: &Config) -> Option<(V6, bool)> {
+    let h = pkt.read_header::<[u32; 5]>(ETH_LEN)?;
+    if u32::from_be(h[2]) >> 16 & 0xff != proto::UDP || h[4] != config.own_v4[0] {
+        return None;
+    }
+    let first = u32::from_be(h[0]);
+    let udp = pkt.read_header::<[u32; 2]>(ETH_LEN + V4::HEADER)?;
+    let whole = u32::from_be(h[1]) & 0x3fff == 0;
+    let plain = first >> 24 == 0x45;
+    // Where there are options or it is a later fragment, these are not the ports: the stack knows.
+    if plain && whole && u32::from_be(udp[0]) & 0xffff != config.tunnel_port {
+        return None;
+    }
+    let length = first & 0xffff;
+    let exact = length == pkt.len() - ETH_LEN && datagram(udp, length - V4::HEADER);
+    let intact = csum::fold(csum::sum_words(&h)) == 0xffff;
+    Some((mapped([h[3]]), plain && whole && exact && intact && first >> 16 & 3 != 3))
+}
+
+/// The same over IPv6.
+#[inline(always)]
+pub fn outer_v6(pkt: &Packet, config: &Config) -> Option<(V6, bool)> {
+    let h = pkt.read_header::<[u32; 2]>(ETH_LEN)?;
+    let second = u32::from_be(h[1]);
+    if second >> 8 & 0xff != proto::UDP {
+        return None;
+    }
+    let udp = pkt.read_header::<[u32; 2]>(ETH_LEN + V6::HEADER)?;
+    if u32::from_be(udp[0]) & 0xffff != config.tunnel_port {
+        return None;
+    }
+    let (source, to) = (pkt.read_v6(ETH_LEN + V6::SRC)?, pkt.read_v6(ETH_LEN + V6::SRC + 16)?);
+    let own = &config.own_v6;
+    if (to[0] ^ own[0]) | (to[1] ^ own[1]) | (to[2] ^ own[2]) | (to[3] ^ own[3]) != 0 {
+        return None;
+    }
+    let length = second >> 16;
+    let exact = length + V6::HEADER == pkt.len() - ETH_LEN && datagram(udp, length);
+    Some((source, exact && u32::from_be(h[0]) >> 20 & 3 != 3))
+}
+
+/// Whether a UDP header tells this length and no checksum: one that is there has to be verified.
+#[inline(always)]
+fn datagram(udp: [u32; 2], length: u32) -> bool {
+    u32::from_be(udp[1]) == length << 16
+}

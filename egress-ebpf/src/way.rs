@@ -1,0 +1,125 @@
+//! Sending to another node: which way a packet takes, and what a way cannot carry.
+
+use crate::{
+    IPV4,
+    family::Family,
+    maps::{CONFIG, NODES, WISHES},
+    packet::{ETH_LEN, Packet},
+    parse::proto,
+    stats, tunnel, vxlan,
+};
+use aya_ebpf::bindings::__sk_buff;
+use egress_common::{
+    V4, V6,
+    abi::{VNI_FORWARD, VNI_PROBE, VNI_REPLY},
+    egress::Node,
+    transport::{DIRECT, VXLAN, clamp},
+    verdict::{Counter, Verdict, purpose},
+};
+
+/// Lengths that are assumed of headers which are not where they usually are: more than they can be.
+const LONGEST_HEADERS: u32 = 40 + 64 + 60;
+
+/// Sends the packet to the node whose index in `NODES` is in the lower half of `to`, for `purpose`; where its way cannot
+/// carry the packet, by the tunnel device. The upper half of `to` tells flows apart on the way. The result is a verdict's
+/// bits.
+///
+/// A global function, which the verifier checks once by itself instead of once for each way that leads to it.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn send_to_node(skb: *mut __sk_buff, to: u32, purpose: u32) -> u64 {
+    let pkt = Packet::from_raw(skb);
+    let index = to & 0xffff;
+    let (Some(config), Some(node)) = (CONFIG.get(0), NODES.get(index)) else {
+        return Verdict::Drop(Counter::DropNoOwner).to_bits();
+    };
+    let (way, vni) = match purpose {
+        purpose::FORWARD => (node.forward, VNI_FORWARD),
+        purpose::REPLY => (wished(index, node), VNI_REPLY),
+        probe => (probe - purpose::PROBE, VNI_PROBE),
+    };
+    let short = match way {
+        DIRECT => direct(&pkt, node),
+        VXLAN => vxlan::send(&pkt, config, node, vni, to >> 16),
+        _ => Err(node.why),
+    };
+    match short {
+        Ok(verdict) => verdict.to_bits(),
+        Err(why) => {
+            if why != 0 {
+                stats::count_index(why);
+            }
+            // Only over IPv4 does the device send what is too large, in fragments.
+            if node.tunnel_v4 == 0 && config.room != 0 && segment(&pkt) > config.room {
+                return Verdict::Drop(Counter::DropTooLarge).to_bits();
+            }
+            stats::count(Counter::SentTunnel);
+            tunnel::send(&pkt, config, node, vni).to_bits()
+        }
+    }
+}
+
+/// What a packet differs in from those of other flows: ports and an address.
+#[inline(always)]
+pub fn entropy<F: Family>(ports: (u16, u16), address: F) -> u32 {
+    let mut h = ports.0 as u32 | (ports.1 as u32) << 16;
+    h ^= address.last_word();
+    h.wrapping_mul(0x9e37_79b1)
+}
+
+/// The way by which node number `index` wants replies, as far as this node can go it.
+#[inline(always)]
+fn wished(index: u32, node: &Node) -> u32 {
+    match WISHES.get(index) {
+        Some(&wish) => clamp(wish, node.may),
+        None => 0,
+    }
+}
+
+/// As it is to the node's MAC address. An error is the index of the counter for the reason.
+#[inline(always)]
+fn direct(pkt: &Packet, node: &Node) -> Result<Verdict, u32> {
+    if segment(pkt) > node.mtu {
+        return Err(Counter::DeviceMtu as u32);
+    }
+    // As words that are read one by one, or LLVM makes a call to memmove (see `Packet::write_words`).
+    let macs = (&raw const node.macs).cast::<u32>();
+    // SAFETY: three words, and the record is aligned for words.
+    let macs = unsafe { [macs.read_volatile(), macs.add(1).read_volatile(), macs.add(2).read_volatile()] };
+    if pkt.write_words(0, &macs).is_none() {
+        return Err(Counter::DeviceRefused as u32);
+    }
+    stats::count(Counter::SentDirect);
+    Ok(pkt.redirect(node.ifindex))
+}
+
+/// Length of the longest IP packet that this one becomes on the wire: of merged ones, a part with its headers.
+#[inline(always)]
+pub fn segment(pkt: &Packet) -> u32 {
+    match pkt.gso_size() {
+        0 => pkt.len() - ETH_LEN,
+        size => size + headers(pkt),
+    }
+}
+
+/// Length of IP and transport header of a merged packet.
+#[inline(always)]
+fn headers(pkt: &Packet) -> u32 {
+    let (header, next) = if pkt.protocol() == IPV4 {
+        if pkt.read::<u8>(ETH_LEN) != Some(0x45) {
+            return LONGEST_HEADERS;
+        }
+        (V4::HEADER, pkt.read::<u8>(ETH_LEN + 9))
+    } else {
+        (V6::HEADER, pkt.read::<u8>(ETH_LEN + 6))
+    };
+    match next.map(u32::from) {
+        // The offset of the data, in the upper half of byte 12 (RFC 9293, section 3.1).
+        Some(proto::TCP) => match pkt.load::<u8>(ETH_LEN + header + 12) {
+            Some(offset) => header + (offset >> 4) as u32 * 4,
+            None => LONGEST_HEADERS,
+        },
+        Some(proto::UDP) => header + 8,
+        _ => LONGEST_HEADERS,
+    }
+}

@@ -1,0 +1,297 @@
+//! The ways between source nodes and gateways: each carries everything, `Auto` takes the best that works, falls back and
+//! returns, and no connection notices.
+
+use std::net::IpAddr;
+
+use anyhow::{Context, Result};
+use lab::traffic::{
+    BulkServer, ConnectionReport, Direction, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions,
+    UdpServer, bulk,
+};
+use lab::{Capture, Family, Lab, Pod, PodSpec, Server, StartOptions, wait_until};
+
+use crate::support::{CALM, PATIENCE, counter, egress, start_with, wait_in_force, web};
+
+const HOSTS: [u8; 2] = [10, 11];
+/// The tunnel's UDP port.
+const TUNNEL_PORT: u16 = 8473;
+
+/// The options of a calm agent with a transport.
+fn fixed(transport: &str) -> StartOptions {
+    StartOptions::new().config(&format!("{CALM}transport: {transport}\n"))
+}
+
+/// Probes as by default, so that a way that stops working is noticed, and a controller that takes nothing away.
+fn auto() -> StartOptions {
+    StartOptions::new().config("transport: Auto\nlease: {renew: 1s, duration: 20s}\ndeadline: 15s\n")
+}
+
+/// A lab with one pod under a policy with two egress IPs, in force.
+fn with_pod(builder: lab::Builder, options: &StartOptions, test: impl FnOnce(&mut Lab, Pod, Server) -> Result<()>) {
+    builder.workers(1).gateways(2).run(|lab| {
+        lab.manifests().write("web", &web(&HOSTS))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start_with(lab, options)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &HOSTS)?;
+        test(lab, pod, server)
+    });
+}
+
+/// Waits until worker1 sends to every gateway by this way.
+fn wait_transport(lab: &Lab, name: &str) -> Result<()> {
+    let ways = || {
+        let rows = lab.egressctl("worker1", &["gateways"])?;
+        let rows = rows["items"].as_array().or_else(|| rows.as_array()).cloned().unwrap_or_default();
+        let text = |row: &serde_json::Value, key: &str| row[key].as_str().unwrap_or_default().to_owned();
+        Ok(rows.iter().map(|row| (text(row, "transport"), text(row, "whyNotBetter"))).collect::<Vec<_>>())
+    };
+    let good = |ways: &Vec<(String, String)>| ways.len() == 2 && ways.iter().all(|(way, _)| way == name);
+    wait_until(&format!("transport {name}"), PATIENCE, ways, good).map(drop)
+}
+
+/// How many packets of each way are in a trace of an underlay interface: (in the tunnel, with an egress IP outside).
+fn forms(trace: &lab::Trace) -> (usize, usize) {
+    let all: Vec<IpAddr> = Family::BOTH.iter().flat_map(|family| egress(*family, &HOSTS)).collect();
+    // Probes are no flow's: they have a port below all port blocks.
+    let flow = |packet: &&lab::Packet| packet.ports().is_none_or(|(from, to)| from.port() > 1023 || to.port() > 1023);
+    let packets = || trace.packets().iter().filter(flow);
+    let tunnelled = packets().filter(|packet| packet.ports().is_some_and(|(_, to)| to.port() == TUNNEL_PORT)).count();
+    let plain = packets().filter(|p| p.ip().is_some_and(|ip| all.contains(&ip.source) || all.contains(&ip.target)));
+    (tunnelled, plain.count())
+}
+
+/// Bytes of UDP that fit one packet by any way, and that need several.
+const SMALL: [usize; 2] = [64, 1380];
+const LARGE: usize = 4000;
+
+/// TCP, UDP with fragments, and much data, in both families.
+fn everything(pod: &Pod, server: &Server) -> Result<()> {
+    most(pod, server)?;
+    Family::BOTH.into_iter().try_for_each(|family| echoed(pod, server, family, LARGE))
+}
+
+/// UDP of one size, there and back.
+fn echoed(pod: &Pod, server: &Server, family: Family, size: usize) -> Result<()> {
+    let _udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
+    let flows = UdpClients::start(&pod.ns, server.ips.at(family, 53), 4, UdpOptions { size, ..UdpOptions::default() })?;
+    flows.wait("answers", PATIENCE, |all| all.iter().all(|one| one.received > 2 && one.corrupted == 0)).map(drop)
+}
+
+/// The same without what comes in fragments.
+fn most(pod: &Pod, server: &Server) -> Result<()> {
+    let _tcp = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;
+    let _bulk = BulkServer::start(&server.ns, &server.ips.both(5001))?;
+    for family in Family::BOTH {
+        let options = TcpOptions { records: 3, ..TcpOptions::default() };
+        let clients = TcpClients::establish(&pod.ns, server.ips.at(family, 80), 20, options)?;
+        clients.wait("echoes", PATIENCE, |all| all.iter().all(|one| one.received == 3 && one.wrong == 0))?;
+        clients.close()?;
+        SMALL.into_iter().try_for_each(|size| echoed(pod, server, family, size))?;
+        for direction in [Direction::Upload, Direction::Download] {
+            bulk(&pod.ns, server.ips.at(family, 5001), direction, 5_000_000)?;
+        }
+    }
+    Ok(())
+}
+
+/// Runs [`everything`] with one transport on all nodes, and counts what the underlay saw of it.
+fn carried(builder: lab::Builder, transport: &str, sent: &str) {
+    with_pod(builder, &fixed(transport), |lab, pod, server| {
+        wait_transport(lab, transport)?;
+        let (at_server, underlay) =
+            (Capture::start(&server.ns, "eth0")?, Capture::start(&lab.node("worker1").ns, "eth0")?);
+        let before = counter(lab, "worker1", sent)?;
+        everything(&pod, &server)?;
+        let (underlay, _) = underlay.finish_lossy()?;
+        let (tunnelled, plain) = forms(&underlay);
+        if transport == "direct" {
+            assert!(plain > 100 && tunnelled < plain / 20, "{tunnelled} in the tunnel, {plain} direct");
+        } else {
+            assert!(tunnelled > 100 && plain == 0, "{tunnelled} in the tunnel, {plain} direct");
+        }
+        assert!(counter(lab, "worker1", sent)? > before + 100, "{sent}");
+        let (at_server, _) = at_server.finish_lossy()?;
+        for family in Family::BOTH {
+            let strangers = at_server.strangers_towards(server.ips.ip(family), &egress(family, &HOSTS));
+            assert!(strangers.is_empty(), "{strangers:?}");
+        }
+        assert_eq!(at_server.wrong_checksums().packets(), []);
+        Ok(())
+    });
+}
+
+#[test]
+fn direct_carries_everything() {
+    lab::require_root!();
+    carried(Lab::builder(), "direct", "sent_direct");
+}
+
+#[test]
+fn vxlan_carries_everything() {
+    lab::require_root!();
+    carried(Lab::builder(), "vxlan", "sent_vxlan");
+}
+
+#[test]
+fn the_device_carries_everything() {
+    lab::require_root!();
+    carried(Lab::builder(), "device", "sent_tunnel");
+}
+
+#[test]
+fn an_underlay_with_small_packets_is_kept_to() {
+    lab::require_root!();
+    // What is too large for the way goes by the device, in fragments.
+    carried(Lab::builder().underlay_mtu(1400), "vxlan", "sent_vxlan");
+}
+
+/// Lets the underlay lose all frames with addresses that are no node's, as a switch's source guard does.
+fn guard(lab: &Lab) -> Result<()> {
+    lab.underlay().nft(
+        "table bridge guard {
+            chain forward { type filter hook forward priority 0;
+                ip saddr != 10.88.0.0/24 drop
+                ip6 saddr != { fd88::/64, fe80::/10, :: } drop
+            }
+        }",
+    )
+}
+
+/// Connections that go on over a change of the transport, in both directions.
+fn survive(lab: &mut Lab, pod: &Pod, server: &Server, change: impl FnOnce(&mut Lab) -> Result<()>) -> Result<()> {
+    let streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
+    let mut all = Vec::new();
+    for family in Family::BOTH {
+        all.push(TcpClients::establish(&pod.ns, server.ips.at(family, 80), 20, TcpOptions::default())?);
+    }
+    all.iter().try_for_each(|clients| clients.wait_progress(3, PATIENCE))?;
+    change(lab)?;
+    all.iter().try_for_each(|clients| clients.wait_progress(3, PATIENCE))?;
+    streams.wait_progress(3, PATIENCE)?;
+    for clients in all {
+        let closed = clients.close()?;
+        assert_eq!(closed.iter().filter(|one| ConnectionReport::intact(one)).count(), 20, "{closed:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn auto_falls_back_when_foreign_addresses_are_dropped_and_goes_back_later() {
+    lab::require_root!();
+    with_pod(Lab::builder(), &auto(), |lab, pod, server| {
+        wait_transport(lab, "direct")?;
+        survive(lab, &pod, &server, |lab| {
+            guard(lab)?;
+            wait_transport(lab, "vxlan")?;
+            let shown = lab.egressctl_text("worker1", &["gateways"])?;
+            assert!(shown.contains("gw1, gw2: not direct: probes by it are not answered"), "{shown}");
+            Ok(())
+        })?;
+        survive(lab, &pod, &server, |lab| {
+            lab.underlay().nft("delete table bridge guard")?;
+            wait_transport(lab, "direct")
+        })
+    });
+}
+
+#[test]
+fn auto_follows_the_route() {
+    lab::require_root!();
+    with_pod(Lab::builder(), &auto(), |lab, pod, server| {
+        wait_transport(lab, "direct")?;
+        let router = lab::address::underlay(1);
+        let gateways: Vec<lab::address::Dual> = lab.gateways().map(|gateway| gateway.underlay).collect();
+        let routes = |verb: &str| -> Vec<String> {
+            gateways.iter().map(|ip| format!("route {verb} {}/32 via {} dev eth0", ip.v4, router.v4)).collect()
+        };
+        survive(lab, &pod, &server, |lab| {
+            lab.node("worker1").ns.ip(&routes("add"))?;
+            wait_transport(lab, "vxlan")?;
+            let shown = lab.egressctl_text("worker1", &["gateways"])?;
+            assert!(shown.contains("gw1, gw2: not direct: not on the same link"), "{shown}");
+            Ok(())
+        })?;
+        survive(lab, &pod, &server, |lab| {
+            lab.node("worker1").ns.ip(&routes("del"))?;
+            wait_transport(lab, "direct")
+        })
+    });
+}
+
+#[test]
+fn nodes_with_different_settings_understand_each_other() {
+    lab::require_root!();
+    Lab::builder().workers(4).gateways(4).run(|lab| {
+        const ALL: [u8; 4] = [10, 11, 12, 13];
+        lab.manifests().write("web", &web(&ALL))?;
+        let mut pods = Vec::new();
+        for worker in 1..=4 {
+            pods.push(
+                lab.add_pod(PodSpec::new(&format!("web{worker}"), &format!("worker{worker}")).label("app", "web"))?,
+            );
+        }
+        for (n, transport) in ["device", "vxlan", "direct", "Auto"].into_iter().enumerate() {
+            lab.start_agent(&format!("worker{}", n + 1), &fixed(transport))?;
+            lab.start_agent(&format!("gw{}", n + 1), &fixed(transport))?;
+        }
+        lab.start_controller("controller", &fixed("Auto"))?;
+        let server = lab.server("server1").clone();
+        for pod in &pods {
+            wait_in_force(pod, &server, &ALL)?;
+            everything(pod, &server)?;
+        }
+        Ok(())
+    });
+}
+
+/// What is larger than the way: a pod's packets become smaller ones in the host's stack. Nothing can be made of the answers in
+/// a tunnel over IPv6, which fragments nothing: they are dropped and counted, as far as the server does not send less.
+fn large_over_ipv6(lab: &Lab, pod: &Pod, server: &Server, family: Family, transport: &str) -> Result<()> {
+    if transport == "direct" {
+        return echoed(pod, server, family, LARGE);
+    }
+    let dropped = || counter(lab, "gw1", "drop_too_large");
+    let (before, at_server) = (dropped()?, UdpServer::start(&server.ns, &server.ips.both(54))?);
+    let options = UdpOptions { size: LARGE, ..UdpOptions::default() };
+    let flows = UdpClients::start(&pod.ns, server.ips.at(family, 54), 4, options)?;
+    wait_until(
+        "four flows at the server",
+        PATIENCE,
+        || Ok(at_server.sources()),
+        |sources| sources.values().sum::<usize>() >= 4,
+    )?;
+    wait_until("dropped answers", PATIENCE, dropped, |now| *now > before)?;
+    drop(flows);
+    Ok(())
+}
+
+/// Nodes that have IPv6 addresses only.
+#[test]
+fn an_ipv6_underlay_carries_both_families_by_each_way() {
+    lab::require_root!();
+    for (transport, sent) in [("vxlan", "sent_vxlan"), ("direct", "sent_direct"), ("device", "sent_tunnel")] {
+        Lab::builder().workers(1).gateways(1).run(|lab| {
+            for name in ["worker1", "gw1"] {
+                let (file, own) = (format!("node-{name}"), lab.node(name).underlay.v4.to_string());
+                let text = lab.manifests().read(&file)?;
+                let rest: Vec<&str> = text.lines().filter(|line| !line.contains(&own)).collect();
+                lab.manifests().write(&file, &(rest.join("\n") + "\n"))?;
+            }
+            lab.manifests().write("web", &web(&[10]))?;
+            let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+            start_with(lab, &fixed(transport))?;
+            let server = lab.server("server1").clone();
+            wait_in_force(&pod, &server, &[10])?;
+            let before = counter(lab, "worker1", sent)?;
+            most(&pod, &server)?;
+            assert!(counter(lab, "worker1", sent)? > before + 100, "{sent}");
+            for family in Family::BOTH {
+                large_over_ipv6(lab, &pod, &server, family, transport)?;
+            }
+            let report = lab.manifests().written("EgressNode", "gw1").context("a report")?;
+            assert!(report.contains(&lab.node("gw1").underlay.v6.to_string()), "{report}");
+            Ok(())
+        });
+    }
+}

@@ -1,0 +1,362 @@
+//! The scenes on a Kubernetes, in the order in which they are shown.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use lab::traffic::{TcpClients, TcpOptions};
+use lab::{Capture, wait_for, wait_until};
+
+use super::super::flows::{Flow, Trickle, counts, timeline};
+use super::super::scenes::gateway::{FAILBACK_DELAY, HANDED_OVER, LONGEST_PAUSE, MOVED, avoided, moves, streams_table};
+use super::super::scenes::{seconds, spread};
+use super::super::streams::{Streams, intact, longest_pause};
+use super::super::table::Table;
+use super::{ECHO_PORT, PATIENCE, STREAM_PORT, Show, server};
+use crate::workspace;
+
+/// Pods `app: web`, and long-lived connections of each.
+const PODS: usize = 3;
+const STREAMS_PER_POD: usize = 30;
+/// A policy of a person is in force by then.
+const IN_FORCE: Duration = Duration::from_secs(10);
+/// A node's processes have started again, and the pool's failback delay has passed.
+const RETURNED: Duration = Duration::from_secs(60);
+/// For how long the API server is away.
+const AWAY: Duration = Duration::from_secs(10);
+/// The lease of the leading controller, and what it takes to look around.
+const LED: Duration = Duration::from_secs(10);
+const COLUMNS: &str = "egressips";
+
+/// All scenes, or those of `--quick`.
+pub fn play(show: &mut Show, quick: bool) -> Result<()> {
+    apply(show)?;
+    even(show)?;
+    if !quick {
+        keeps_one(show)?;
+    }
+    gateway_dies(show)?;
+    if !quick {
+        gateway_returns(show)?;
+        nobody_leads(show)?;
+    }
+    show.screen.scene(
+        "The whole time",
+        "Captures on both ways to the server have seen every packet since the policy was in force. Each had to come from \
+         an egress IP of a policy.",
+    );
+    let seen = show.sightings()?;
+    show.claim("no packet ever has a wrong address", seen.are_clean(), "0 packets", seen.sentence());
+    Ok(())
+}
+
+fn example(name: &str) -> String {
+    workspace::root().join("manifests/examples").join(format!("{name}.yaml")).display().to_string()
+}
+
+fn apply(show: &mut Show) -> Result<()> {
+    show.screen.scene(
+        "A pool and a policy",
+        "Nodes labelled `egress: \"true\"` may carry egress IPs. A pool says which addresses there are, a policy which pods \
+         leave with them. Three pods `app: web` run already, one on each worker.",
+    );
+    show.kubectl(&["get", "nodes", "-L", "egress,topology.kubernetes.io/zone"])?;
+    show.web = show.screen.wait("start pods", || show.cluster.deploy("web", PODS))?;
+    let before = show.screen.wait("open connections", || sources(show, 0, 1))?;
+    let applied = Instant::now();
+    show.kubectl(&["apply", "-f", &example("pools"), "-f", &example("web-per-flow")])?;
+    let ready = "the policy is in force";
+    let condition = ["wait", "--for=condition=Ready", "egp/web", "--timeout=60s"];
+    show.screen.wait(ready, || show.cluster.kubectl(&condition))?;
+    let carriers = show.wait_carriers("web", "every egress IP has a gateway", |all| {
+        all.len() == 3 && all.values().all(|node| node != "-") && all.values().collect::<BTreeSet<_>>().len() == 3
+    })?;
+    for pod in 0..PODS {
+        let seen = || sources(show, pod, 12);
+        let good =
+            |seen: &BTreeSet<IpAddr>| !seen.is_empty() && seen.iter().all(|source| carriers.contains_key(source));
+        show.screen.wait(ready, || wait_until(ready, PATIENCE, seen, good))?;
+    }
+    let elapsed = applied.elapsed();
+    show.captures = vec![Capture::start(&show.outside, "ext")?, Capture::start(&show.outside, "nodes")?];
+    show.kubectl(&["get", "spillway"])?;
+    let list = |all: &BTreeSet<IpAddr>| all.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(", ");
+    show.claim(
+        "pods leave with egress IPs soon after `kubectl apply`",
+        elapsed <= IN_FORCE,
+        format!("within {}", seconds(IN_FORCE)),
+        format!("after {}; before it, a pod left with {}", seconds(elapsed), list(&before)),
+    );
+
+    show.screen.say("A mistake is refused when it is applied, with what to write instead:");
+    let mistake = "{apiVersion: spillway.io/v1alpha1, kind: EgressGatewayPolicy, metadata: {name: mistake}, spec: {
+        selectors: [{podSelector: {matchLabels: {app: web}}}], destinationCIDRs: [203.0.113.7/24],
+        egressIPPool: {name: public}}}";
+    let refusal =
+        show.cluster.apply(mistake).err().map(|error| format!("{:#}", error.root_cause())).unwrap_or_default();
+    let sentence = refusal.lines().find(|line| line.contains("203.0.113.7/24") || line.contains("write"));
+    show.print(&["apply", "-f", "mistake.yaml"], sentence.unwrap_or(&refusal));
+    let says = refusal.contains("write");
+    show.claim(
+        "a mistake is refused with a remedy",
+        says,
+        "the words `write ..`",
+        if says { "told" } else { "not told" },
+    );
+    show.home = carriers;
+    Ok(())
+}
+
+/// The sources of new connections of a pod `app: web`, as the server sees them.
+fn sources(show: &Show, pod: usize, count: usize) -> Result<BTreeSet<IpAddr>> {
+    let options = TcpOptions { connect_timeout: Duration::from_secs(2), ..TcpOptions::once() };
+    let clients = TcpClients::establish(&show.web[pod].ns, server(ECHO_PORT)?, count, options)?;
+    let all = clients.wait("all echoes", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
+    let ids: Vec<u64> = all.iter().map(|one| one.id).collect();
+    Ok(spread::sources_of(&show.echo, &ids).into_iter().collect())
+}
+
+fn even(show: &mut Show) -> Result<()> {
+    show.screen.scene(
+        "Connections spread over three gateways",
+        "The pods open 600 connections. The table is what the server saw: not one address of a pod or a worker, and about \
+         a third from each egress IP, each carried by a gateway of its own.",
+    );
+    let open = |show: &Show| {
+        let mut sources = Vec::new();
+        for pod in &show.web {
+            let each = spread::FLOWS / PODS;
+            let clients = TcpClients::establish(&pod.ns, server(ECHO_PORT)?, each, TcpOptions::once())?;
+            let all = clients.wait("all echoes", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
+            sources.extend(spread::sources_of(&show.echo, &all.iter().map(|one| one.id).collect::<Vec<_>>()));
+        }
+        Ok(lab::traffic::tally(sources))
+    };
+    let sources = show.screen.wait("open connections", || open(show))?;
+    let gateways = show.carriers("web")?;
+    let weights = gateways.keys().map(|ip| (*ip, 1.0)).collect();
+    show.screen.table(&spread::table(&sources, &weights, &gateways));
+    show.add(spread::fair("connections spread over all egress IPs", &sources, &weights));
+    show.echo.forget_closed();
+    Ok(())
+}
+
+fn keeps_one(show: &mut Show) -> Result<()> {
+    show.screen.scene(
+        "One egress IP for each pod",
+        "The policy `ledger` has `distribution: PerEndpoint`: six pods, three egress IPs, so two pods share one, and no \
+         pod ever uses two.",
+    );
+    let pods = show.screen.wait("start pods", || show.cluster.deploy("ledger", 6))?;
+    show.kubectl(&["apply", "-f", &example("ledger-per-endpoint")])?;
+    show.cluster.kubectl(&["wait", "--for=condition=Ready", "egp/ledger", "--timeout=60s"])?;
+    let carriers = show.carriers("ledger")?;
+    let mut table = Table::new(&["pod", "node", "source at the server"]);
+    let (mut single, mut counts): (usize, BTreeMap<IpAddr, usize>) = (0, carriers.keys().map(|ip| (*ip, 0)).collect());
+    for pod in &pods {
+        let seen = || {
+            let options = TcpOptions { connect_timeout: Duration::from_secs(2), ..TcpOptions::once() };
+            let clients = TcpClients::establish(&pod.ns, server(ECHO_PORT)?, 20, options)?;
+            let all = clients.wait("all echoes", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
+            let sources = spread::sources_of(&show.echo, &all.iter().map(|one| one.id).collect::<Vec<_>>());
+            Ok(sources.into_iter().collect::<BTreeSet<IpAddr>>())
+        };
+        let good = |seen: &BTreeSet<IpAddr>| seen.iter().all(|source| carriers.contains_key(source));
+        let seen =
+            show.screen.wait("open connections", || wait_until("the policy is in force", PATIENCE, seen, good))?;
+        single += usize::from(seen.len() == 1);
+        for source in &seen {
+            *counts.entry(*source).or_default() += 1;
+        }
+        let list: Vec<String> = seen.iter().map(IpAddr::to_string).collect();
+        table.row([pod.name.clone(), pod.node.clone(), list.join(", ")]);
+    }
+    show.screen.table(&table);
+    show.kubectl(&["get", "egp"])?;
+    let list: Vec<String> = counts.values().map(usize::to_string).collect();
+    show.claim(
+        "every pod keeps one egress IP, and they are dealt out evenly",
+        single == pods.len() && counts.values().all(|count| *count == pods.len() / carriers.len().max(1)),
+        "one address for each of 6 pods, 2 pods on each",
+        format!("one address for {single} pods; {} pods on the addresses", list.join(", ")),
+    );
+    Ok(())
+}
+
+fn gateway_dies(show: &mut Show) -> Result<()> {
+    let total = PODS * STREAMS_PER_POD;
+    let before = show.carriers("web")?;
+    let victim = before.values().nth(1).context("the policy web has no second egress IP")?.clone();
+    show.screen.scene(
+        "A gateway dies",
+        &format!(
+            "{total} connections stream in both directions, and two pods open 100 new ones a second each. Now {victim} \
+             loses its power and its network. New connections avoid it as soon as it answers no probe; its egress IPs move \
+             when its lease of 2 s has lapsed; and its connections, which live on the workers, just go on."
+        ),
+    );
+    let pods: Vec<_> =
+        show.web.iter().map(|pod| anyhow::Ok((pod.ns.clone(), server(STREAM_PORT)?))).collect::<Result<_>>()?;
+    let streams = Streams::open(&show.outside, &pods, STREAMS_PER_POD)?;
+    let trickles = start_trickles(show)?;
+    streams.wait_progress(10)?;
+    streams.reset_pauses();
+    let died = Instant::now();
+    show.cluster.kill_node(&victim)?;
+    // The machine remembers the programs of a node that is killed: a real one that is dead forgets them.
+    show.cluster.partition(&victim, true)?;
+    let after = show.wait_carriers("web", &format!("the egress IPs of {victim} move"), |all| {
+        all.values().all(|node| *node != victim && node != "-")
+    })?;
+    let moved = died.elapsed();
+    show.screen.wait("the connections go on", || streams.wait_progress(10))?;
+    let all = streams.all();
+    let flows = finish_trickles(show, trickles)?;
+    show.kubectl(&["get", COLUMNS])?;
+    show.kubectl(&[
+        "get",
+        "events",
+        "--field-selector",
+        "reason=Moved",
+        "-o",
+        "custom-columns=OBJECT:.involvedObject.name,MESSAGE:.message",
+    ])?;
+    show.screen.table(&streams_table(&all, &before, &after));
+    show.screen.say(&format!("New connections around the death of {victim} (which is at 0.0):"));
+    show.screen.table(&timeline(&flows, died));
+    let of_victim = |ip: IpAddr| before.get(&ip).is_some_and(|node| *node == victim);
+    let touched = all.iter().filter(|stream| stream.source.is_some_and(of_victim)).count();
+    let pause = longest_pause(&all, of_victim);
+    show.claim(
+        "established connections outlive their gateway",
+        intact(&all) == total && touched > 0 && pause <= LONGEST_PAUSE,
+        format!("{total} of {total}, no byte lost, no pause above {}", seconds(LONGEST_PAUSE)),
+        format!(
+            "{} of {total}; {touched} of them went through {victim} and paused for at most {}",
+            intact(&all),
+            seconds(pause)
+        ),
+    );
+    show.add(avoided(&flows, died, moved));
+    show.claim(
+        "egress IPs of a dead gateway move",
+        moved <= MOVED,
+        format!("within {}", seconds(MOVED)),
+        format!("after {}: {}", seconds(moved), moves(&before, &after)),
+    );
+    show.streams = Some(streams);
+    Ok(())
+}
+
+fn gateway_returns(show: &mut Show) -> Result<()> {
+    let (before, home) = (show.carriers("web")?, show.home.clone());
+    let victim = home.values().find(|node| before.values().all(|one| one != *node)).context("nobody is dead")?.clone();
+    show.screen.scene(
+        "The gateway returns",
+        &format!(
+            "{victim} has power again: its kubelet starts, and with it the agent. Its egress IPs come back to it once it has \
+             been well for the `failback` delay of the pool. The connections still stream."
+        ),
+    );
+    let trickles = start_trickles(show)?;
+    let streams = show.streams.as_ref().context("no connections stream")?;
+    streams.wait_progress(5)?;
+    streams.reset_pauses();
+    let back = Instant::now();
+    show.cluster.partition(&victim, false)?;
+    let node = show.cluster.nodes().iter().find(|node| node.name == victim).context("no such node")?;
+    show.cluster.start_node(node)?;
+    show.cluster.load_image(&crate::image::for_tests()?)?;
+    // Egress IPs that do not return are the claim's to judge.
+    show.wait_carriers("web", &format!("the egress IPs of {victim} come back"), |all| *all == home).ok();
+    let returned = back.elapsed();
+    let after = show.carriers("web")?;
+    streams.wait_progress(20)?;
+    let all = streams.all();
+    let flows = finish_trickles(show, trickles)?;
+    show.kubectl(&["get", COLUMNS])?;
+    show.claim(
+        "egress IPs return to a gateway that is back",
+        after == home && returned >= FAILBACK_DELAY && returned <= RETURNED,
+        format!("after {}, within {}", seconds(FAILBACK_DELAY), seconds(RETURNED)),
+        format!("after {}: {}", seconds(returned), moves(&before, &after)),
+    );
+    lossless(show, "no connection is lost on the way back", &all, &flows);
+    Ok(())
+}
+
+fn nobody_leads(show: &mut Show) -> Result<()> {
+    show.screen.scene(
+        "The API server is away, and a controller dies",
+        &format!(
+            "The API server is killed and stays away for {} s: agents keep what they have, and so does the kernel. When it is \
+             back, the leading controller is killed, too.",
+            AWAY.as_secs()
+        ),
+    );
+    let before = show.cluster.egress_ips()?;
+    let trickles = start_trickles(show)?;
+    let streams = show.streams.as_ref().context("no connections stream")?;
+    streams.wait_progress(5)?;
+    streams.reset_pauses();
+    show.cluster.kill_api_server()?;
+    let away = Instant::now();
+    wait_for("connections go on without an API server", AWAY * 3, || {
+        streams.wait_progress(1)?;
+        Ok(away.elapsed() >= AWAY)
+    })?;
+    show.cluster.start_api_server()?;
+    let leader = wait_until("a controller leads", PATIENCE, || show.cluster.leader(), Option::is_some)?;
+    let leader = leader.context("a leader")?;
+    let pod = leader.rsplit_once('-').map_or(leader.as_str(), |(pod, _)| pod);
+    let killed = Instant::now();
+    show.kubectl(&["delete", "pod", "-n", "spillway", pod, "--grace-period=0", "--force", "--wait=false"])?;
+    let other = |now: &Option<String>| now.as_ref().is_some_and(|now| *now != leader);
+    show.screen
+        .wait("another controller leads", || wait_until("another leads", PATIENCE, || show.cluster.leader(), other))?;
+    let led = killed.elapsed();
+    streams.wait_progress(20)?;
+    let all = streams.all();
+    let flows = finish_trickles(show, trickles)?;
+    let after = show.cluster.egress_ips()?;
+    show.kubectl(&["get", "lease", "-n", "spillway"])?;
+    show.claim(
+        "another controller takes over, and nothing moves",
+        led <= LED && before == after,
+        format!("within {}, every egress IP with the gateway and epoch of before", seconds(LED)),
+        format!("after {}, {}", seconds(led), if before == after { "as before" } else { "egress IPs have moved" }),
+    );
+    lossless(show, "no connection is lost without them", &all, &flows);
+    Ok(())
+}
+
+/// The claim that connections went on, and new ones were made.
+fn lossless(show: &mut Show, name: &str, all: &[super::super::streams::Stream], flows: &[Flow]) {
+    let pause = longest_pause(all, |_| true);
+    let (opened, waited, failed) = counts(flows);
+    show.claim(
+        name,
+        intact(all) == all.len() && pause <= HANDED_OVER && failed == 0,
+        format!("{} of {}, no pause above {}, no new one fails", all.len(), all.len(), seconds(HANDED_OVER)),
+        format!(
+            "{} of {}, longest pause {}; of {} new ones {opened} opened at once, {waited} tried again, {failed} failed",
+            intact(all),
+            all.len(),
+            seconds(pause),
+            flows.len()
+        ),
+    );
+}
+
+/// New connections from two of the pods.
+fn start_trickles(show: &Show) -> Result<Vec<Trickle>> {
+    show.web.iter().take(2).map(|pod| Trickle::start(&pod.ns, server(ECHO_PORT)?)).collect()
+}
+
+fn finish_trickles(show: &Show, mut trickles: Vec<Trickle>) -> Result<Vec<Flow>> {
+    let finish = |trickle: &mut Trickle| trickle.finish(&show.echo);
+    let flows: Vec<Vec<Flow>> =
+        show.screen.wait("count new connections", || trickles.iter_mut().map(finish).collect())?;
+    Ok(flows.into_iter().flatten().collect())
+}
