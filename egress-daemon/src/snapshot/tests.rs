@@ -241,6 +241,7 @@ proptest! {
             let part = desired_part(&objects, memo.snapshot(), &plan, &[], &time(1), touched);
             written.egress_ips.extend(part.egress_ips);
             written.egress_nodes.extend(part.egress_nodes);
+            written.lease_revision = written.lease_revision.max(part.lease_revision);
             prop_assert_eq!(&written, &all(memo.snapshot(), &plan));
         }
     }

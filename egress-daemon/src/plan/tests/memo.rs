@@ -46,7 +46,7 @@ fn apply(snapshot: &mut Snapshot, step: &Step, granted: u64, changes: &mut Chang
         Step::Report { node, revision, demands, other_address } => {
             let Some(node) = snapshot.nodes.get_mut(&NodeName::from(format!("n{node}").as_str())) else { return };
             let Some(report) = &mut node.report else { return };
-            report.lease_revision = granted.min(*revision);
+            report.own_lease_revision = granted.min(*revision);
             report.demand = demands.iter().map(|(last, demand)| (v4(1, 0, *last), demand.clone())).collect();
             if *other_address {
                 report.occupied_blocks.insert(*revision as u16);

@@ -27,6 +27,7 @@ pub fn desired_part(
     let mut nodes: BTreeMap<&NodeName, EgressNodeSpec> =
         names.filter_map(|name| Some((name, untouched(specs.get(name.as_str())?, touched)))).collect();
     let blocks = touched.egress_ips.iter().filter_map(|address| plan.blocks.get_key_value(address));
+    let leases = blocks.clone().map(|(_, blocks)| blocks);
     let assignments = touched.policies.iter().filter_map(|policy| plan.assignments.get_key_value(policy));
     fill(&mut nodes, snapshot, blocks, assignments);
     nodes.values_mut().for_each(sort);
@@ -38,8 +39,7 @@ pub fn desired_part(
     Desired {
         egress_ips: egress_ips(objects, &world, touched.egress_ips.iter()),
         egress_nodes: nodes.into_iter().map(object).collect(),
-        // At least the highest lease's, and lower than that of any lease to come.
-        lease_revision: plan.lease_revision,
+        lease_revision: leases.flat_map(BTreeMap::values).map(|lease| lease.revision).max().unwrap_or(0),
         ..statuses(objects, &world)
     }
 }
