@@ -80,9 +80,8 @@ impl Known {
         namespaces(store, since.namespaces, snapshot)?;
         self.nodes(store, since.nodes)?;
         let pool = |pool: &Pool| snapshot.pools.get(&pool.id) == Some(pool);
-        objects.pools = alike(store, since.pools, |object| translate::pool(object), pool)?;
-        objects.external_ip_pools =
-            alike(store, since.external_ip_pools, |object| translate::antrea::pool(object), pool)?;
+        objects.pools = alike(store, since.pools, translate::pool, pool)?;
+        objects.external_ip_pools = alike(store, since.external_ip_pools, translate::antrea::pool, pool)?;
         let mut policies = policies(store, since, snapshot)?;
         let egress_ips = egress_ips(store, since.egress_ips, plan)?;
         let reports = self.reports(store, since.egress_nodes)?;
@@ -179,8 +178,8 @@ fn alike<T: Stored, M>(
 /// The policies whose objects changed, if they say what they said.
 fn policies(store: &Store, since: &Revisions, snapshot: &Snapshot) -> Option<BTreeSet<PolicyId>> {
     let known = |policy: &Policy| snapshot.policies.get(&policy.id) == Some(policy);
-    let own = alike(store, since.policies, |object| translate::policy(object), known)?;
-    let cilium = alike(store, since.cilium_policies, |object| translate::cilium::policy(object), known)?;
+    let own = alike(store, since.policies, translate::policy, known)?;
+    let cilium = alike(store, since.cilium_policies, translate::cilium::policy, known)?;
     let read = |object: &Egress| translate::antrea::egress(object, &snapshot.pools);
     let antrea = alike(store, since.egresses, read, known)?;
     let mut policies = BTreeSet::new();

@@ -14,8 +14,8 @@ use crate::plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan};
 /// The revision of leases is one more than any that an object mentions, so that no grant reuses a revision that some
 /// agent has confirmed already.
 pub fn previous(objects: &Objects) -> Plan {
-    let mut plan = Plan::default();
-    plan.egress_ips = objects.egress_ips.iter().filter_map(|object| egress_ip(object)).collect();
+    let egress_ips = objects.egress_ips.iter().filter_map(|object| egress_ip(object)).collect();
+    let mut plan = Plan { egress_ips, ..Plan::default() };
     let mut revision = 0;
     for object in &objects.egress_nodes {
         let Some(name) = object.metadata.name.as_deref() else { continue };
