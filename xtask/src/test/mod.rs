@@ -32,6 +32,8 @@ const OTHER_TRANSPORTS: [&str; 2] = ["vxlan", "device"];
 const DEPENDING_ON_TRANSPORT: [&str; 7] =
     ["exits::", "failover::", "policies::", "ports::", "protocols::", "restart::", "slots::"];
 const E2E_TIMEOUT: Duration = Duration::from_secs(15 * 60);
+/// Those on a Kubernetes run one after the other, and one of them lasts two minutes by itself.
+const CLUSTER_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -170,7 +172,7 @@ fn run_binary(
         Kind::Unit => UNIT_TIMEOUT,
         Kind::EndToEnd => {
             command.args(["--test-threads", E2E_THREADS]);
-            E2E_TIMEOUT
+            if binary.name == CLUSTER { CLUSTER_TIMEOUT } else { E2E_TIMEOUT }
         }
     };
     let how = Run { filter, timeout, second_try: binary.kind == Kind::EndToEnd };
