@@ -81,7 +81,8 @@ impl World {
         {
             self.cluster.try_kubectl(&["delete", foreign, "--all", "--wait=true"])?;
         }
-        kubectl(&["delete", "deployments,pods", "--all", "--wait=true", "--grace-period=1"])?;
+        // Kubernetes' garbage collection takes minutes to come back after the API server: ReplicaSets would make pods again.
+        kubectl(&["delete", "deployments,replicasets,pods", "--all", "--wait=true", "--grace-period=1"])?;
         self.until("no egress IP is left", &["egressips"], |list| list["items"] == Value::Array(Vec::new())).map(drop)
     }
 

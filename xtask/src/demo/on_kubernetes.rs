@@ -62,7 +62,7 @@ pub fn demo(args: &Args) -> Result<bool> {
     summary(&screen, &claims, started);
     if was_up || args.keep {
         cluster.kubectl(&["delete", "egp,eipp", "--all", "--wait=true"])?;
-        cluster.kubectl(&["delete", "deployments", "--all", "--wait=true"])?;
+        cluster.kubectl(&["delete", "deployments,replicasets,pods", "--all", "--wait=true"])?;
         if !args.json {
             cluster::hints(&cluster)?;
         }
