@@ -8,7 +8,7 @@
 use anyhow::{Context, bail, ensure};
 use egress_daemon::health::{Health, LeaseState, NodeHealth};
 use egress_daemon::model::*;
-use egress_daemon::plan::{Plan, plan};
+use egress_daemon::plan::{Changes, Memo, Plan, plan, plan_and_remember};
 use nix::time::{ClockId, clock_gettime};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr};
@@ -37,30 +37,103 @@ fn main() -> anyhow::Result<()> {
         "at least one node and policy, at most 60000 egress IPs"
     );
     let size = Size { nodes, pods, policies, egress_ips };
-    let (mut snapshot, health) = cluster(&size);
+    let (snapshot, health) = cluster(&size);
     let with_snapshot = resident()?;
 
     let (first, from_nothing) = timed(1, || plan(&snapshot, &health, &Plan::default()))?;
     let (again, unchanged) = timed(SAMPLES, || plan(&snapshot, &health, &first))?;
     ensure!(again.egress_ips == first.egress_ips, "planning again changed an owner");
     ensure!(first.egress_ips.len() == egress_ips as usize, "{} of {egress_ips} egress IPs", first.egress_ips.len());
+    drop(first);
+    let ((mut current, memo), remembering) = {
+        let mut snapshot = Some(snapshot);
+        timed(1, || plan_and_remember(snapshot.take().unwrap_or_default(), &health, &again))?
+    };
+    drop(again);
     let with_plan = resident()?;
-
-    let (_, one_pod) = timed(SAMPLES, || {
-        let moved = add_pod(&mut snapshot, &size, pods);
-        let next = plan(&snapshot, &health, &again);
-        snapshot.endpoints.remove(&moved);
-        next
-    })?;
+    let mut pods = Pods { memo: Some(memo), health: &health, plan: &mut current };
+    let one_pod = pods.measure(&size)?;
     println!(
-        "{{\"nodes\": {nodes}, \"pods\": {pods}, \"policies\": {policies}, \"egressIPs\": {egress_ips}, \
-         \"planFromNothingMs\": {:.3}, \"planAgainMs\": {:.3}, \"onePodMs\": {:.3}, \
+        "{{\"nodes\": {nodes}, \"pods\": {}, \"policies\": {policies}, \"egressIPs\": {egress_ips}, \
+         \"planFromNothingMs\": {:.3}, \"planAgainMs\": {:.3}, \"planAndRememberMs\": {:.3}, \
+         \"podMoreMs\": {:.3}, \"podElsewhereMs\": {:.3}, \"podRelabelledMs\": {:.3}, \"podGoneMs\": {:.3}, \
          \"snapshotBytes\": {with_snapshot}, \"withPlanBytes\": {with_plan}}}",
+        size.pods,
         millis(from_nothing),
         millis(unchanged),
-        millis(one_pod),
+        millis(remembering),
+        millis(one_pod.more),
+        millis(one_pod.elsewhere),
+        millis(one_pod.relabelled),
+        millis(one_pod.gone),
     );
     Ok(())
+}
+
+/// A plan that is brought up to date with one pod at a time.
+struct Pods<'a> {
+    memo: Option<Memo>,
+    health: &'a Health,
+    plan: &'a mut Plan,
+}
+
+/// The slowest of all policies' medians.
+#[derive(Default)]
+struct OnePod {
+    /// On a node that has pods of the same application.
+    more: Duration,
+    /// On a node that has none: it needs port blocks.
+    elsewhere: Duration,
+    /// A pod that belongs to another application from now on.
+    relabelled: Duration,
+    gone: Duration,
+}
+
+impl Pods<'_> {
+    /// With pods of the first eight applications, of which every fourth one's policy is `PerEndpoint`.
+    fn measure(&mut self, size: &Size) -> anyhow::Result<OnePod> {
+        let mut slowest = OnePod::default();
+        for application in 0..size.policies.min(8) {
+            let [mut more, mut elsewhere, mut relabelled, mut gone] = [const { Vec::new() }; 4];
+            for sample in 0..SAMPLES as u32 {
+                let n = size.pods + sample * size.policies + application;
+                let on = |node: u32| pod(n, application, node % size.nodes);
+                let home = application + sample * size.policies;
+                more.push(self.put(on(home))?);
+                gone.push(self.take(on(home))?);
+                elsewhere.push(self.put(on(home + 501 + sample))?);
+                let id = on(home + 501 + sample).id;
+                let other = pod(n, (application + 1) % size.policies, (home + 501 + sample) % size.nodes);
+                relabelled.push(self.put(Endpoint { id, ..other })?);
+                gone.push(self.take(on(home + 501 + sample))?);
+            }
+            slowest.more = slowest.more.max(median(more));
+            slowest.elsewhere = slowest.elsewhere.max(median(elsewhere));
+            slowest.relabelled = slowest.relabelled.max(median(relabelled));
+            slowest.gone = slowest.gone.max(median(gone));
+        }
+        Ok(slowest)
+    }
+
+    fn put(&mut self, endpoint: Endpoint) -> anyhow::Result<Duration> {
+        self.change(endpoint.id.clone(), Some(endpoint))
+    }
+
+    fn take(&mut self, endpoint: Endpoint) -> anyhow::Result<Duration> {
+        self.change(endpoint.id, None)
+    }
+
+    fn change(&mut self, id: EndpointId, endpoint: Option<Endpoint>) -> anyhow::Result<Duration> {
+        let memo = self.memo.take().context("a full plan was needed")?;
+        let changes = Changes { pods: BTreeMap::from([(id, endpoint)]), ..Changes::default() };
+        let mut once = Some((memo, changes));
+        let (changed, time) = timed(1, || {
+            let (memo, changes) = once.take()?;
+            memo.change(self.health, self.plan, changes)
+        })?;
+        self.memo = changed.map(|(memo, _)| memo);
+        Ok(time)
+    }
 }
 
 /// The last result, and the median CPU time: the planner has one thread and waits for nothing, and what else runs on the
@@ -79,8 +152,12 @@ fn timed<T>(samples: usize, mut work: impl FnMut() -> T) -> anyhow::Result<(T, D
         last = result;
         times.push(time);
     }
+    Ok((last, median(times)))
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
     times.sort();
-    Ok((last, times[times.len() / 2]))
+    times[times.len() / 2]
 }
 
 fn millis(time: Duration) -> f64 {
@@ -155,15 +232,17 @@ fn node_name(n: u32) -> NodeName {
     format!("node-{n:05}").as_str().into()
 }
 
-fn add_pod(snapshot: &mut Snapshot, size: &Size, n: u32) -> EndpointId {
-    let application = n % size.policies;
+fn add_pod(snapshot: &mut Snapshot, size: &Size, n: u32) {
+    let endpoint = pod(n, n % size.policies, n % size.nodes);
+    snapshot.endpoints.insert(endpoint.id.clone(), endpoint);
+}
+
+fn pod(n: u32, application: u32, node: u32) -> Endpoint {
     let id =
         EndpointId::new(&format!("team-{}", application % 50), &format!("app-{application}-{n}"), &format!("{n:036}"));
     let of_pod = labels(&[("app", &format!("app-{application}")), ("tier", "web"), ("pod-template-hash", "5d4f8c7b9")]);
     let ips = BTreeSet::from([IpAddr::V4(Ipv4Addr::from_bits(0x0b00_0000 + n))]);
-    let node = node_name(n % size.nodes);
-    snapshot.endpoints.insert(id.clone(), Endpoint { id: id.clone(), node, ips, labels: of_pod });
-    id
+    Endpoint { id, node: node_name(node), ips, labels: of_pod }
 }
 
 fn policy(n: u32, request: PoolRequest) -> Policy {

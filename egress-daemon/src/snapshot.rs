@@ -11,13 +11,13 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
 
-pub use desired::{Desired, desired};
-pub use previous::previous;
+pub use desired::{Desired, desired, desired_part};
+pub use previous::{egress_ip, previous};
 
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
 };
-use crate::model::Snapshot;
+use crate::model::{Labels, Snapshot};
 use crate::translate::{self, Problem};
 
 /// All objects that a plan is made from, in any order.
@@ -77,12 +77,7 @@ pub fn snapshot(objects: &Objects) -> (Snapshot, Vec<Problem>) {
         snapshot.nodes.insert(node.name.clone(), node);
         problems.extend(found);
     }
-    for object in &objects.namespaces {
-        let name = object.metadata.name.as_deref().unwrap_or_default();
-        let mut labels = object.metadata.labels.clone().unwrap_or_default();
-        labels.entry("kubernetes.io/metadata.name".into()).or_insert_with(|| name.into());
-        snapshot.namespaces.insert(name.into(), labels);
-    }
+    snapshot.namespaces.extend(objects.namespaces.iter().map(|object| namespace(object)));
     for endpoint in objects.pods.iter().filter_map(|pod| translate::endpoint(pod)) {
         if !snapshot.namespaces.contains_key(&endpoint.id.namespace) {
             let labels = [("kubernetes.io/metadata.name".to_owned(), endpoint.id.namespace.to_string())];
@@ -92,6 +87,14 @@ pub fn snapshot(objects: &Objects) -> (Snapshot, Vec<Problem>) {
     }
     problems.sort();
     (snapshot, problems)
+}
+
+/// The name and the labels of a namespace.
+pub fn namespace(object: &Namespace) -> (Arc<str>, Labels) {
+    let name = object.metadata.name.as_deref().unwrap_or_default();
+    let mut labels = object.metadata.labels.clone().unwrap_or_default();
+    labels.entry("kubernetes.io/metadata.name".into()).or_insert_with(|| name.into());
+    (name.into(), labels)
 }
 
 #[cfg(test)]

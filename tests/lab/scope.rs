@@ -209,10 +209,15 @@ fn mount_bpffs() -> Result<()> {
         .with_context(|| format!("cannot mount the BPF file system on {BPFFS}"))
 }
 
+/// So many sockets does the largest load need, and then some.
+const FILES: u64 = 200_000;
+
+/// Raises the limit of open files: as root beyond the hard limit that a login or a container has set.
 fn raise_file_limit() -> Result<()> {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    if soft < hard {
+    let wanted = hard.max(FILES);
+    if soft < wanted && setrlimit(Resource::RLIMIT_NOFILE, wanted, wanted).is_err() && soft < hard {
         setrlimit(Resource::RLIMIT_NOFILE, hard, hard).context("cannot raise the limit of open files")?;
     }
     Ok(())

@@ -18,6 +18,8 @@ use std::{
 /// How often everything is announced although nothing has changed: two owners that a partition made hear of each other,
 /// and neighbours forget a stranger's claim.
 const REMIND: Duration = Duration::from_secs(10);
+/// For how long the objects may still tell that an address has another owner now, before a claim for it is answered.
+const HEAR: Duration = Duration::from_millis(300);
 /// The least time between two answers to claims of others (RFC 5227, section 2.4, lets hosts defend their address).
 const DEFEND: Duration = Duration::from_secs(1);
 
@@ -157,7 +159,8 @@ impl Owned {
         futures::future::select_all(all).await.0
     }
 
-    /// Answers another host's claim for an address that this node owns beyond doubt. Whether it did.
+    /// Answers another host's claim for an address that this node still owns a moment later: the claim of a new owner may be
+    /// faster than the news of it. Whether it does.
     pub fn defend(&mut self, address: IpAddr) -> bool {
         let now = self.now();
         if self.withdrawn.contains_key(&address) || self.defended.get(&address).is_some_and(|last| now < *last + DEFEND)
@@ -165,7 +168,7 @@ impl Owned {
             return false;
         }
         self.defended.insert(address, now);
-        self.schedule.start(address, now);
+        self.schedule.start(address, now + HEAR);
         true
     }
 

@@ -37,32 +37,17 @@ impl Applied {
 
 /// Writes all differences. What fails does not keep the rest from being written, except that nothing is deleted, and no
 /// gateway told that it can know of all leases, after an error: egress IPs and their gateways come first, then what source
-/// nodes may use, then that gateways have seen it all, then what people read, then what is not needed any more. An object
+/// nodes may use, then that `gateways` have seen it all, then what people read, then what is not needed any more. An object
 /// that somebody else wrote since `desired` was made is left as it is.
-pub(super) async fn apply(store: &Store, desired: Desired, gateways: BTreeSet<NodeName>) -> Applied {
-    let mut applied = Applied::default();
-    let Desired { egress_ips, egress_nodes, lease_revision, policies, pools, .. } = desired;
-    let Desired { cilium_policies, egresses, external_ip_pools, .. } = desired;
+pub(super) async fn apply(store: &Store, desired: Desired, gateways: &BTreeSet<NodeName>) -> Applied {
+    let Desired { egress_ips, egress_nodes, .. } = &desired;
     let wanted = |name: &Option<String>, is_wanted: &dyn Fn(&str) -> bool| name.as_deref().is_some_and(is_wanted);
     let mut unwanted_ips = store.list::<EgressIP>();
     unwanted_ips.retain(|object| !wanted(&object.metadata.name, &|name| egress_ips.contains_key(name)));
     let mut unwanted_nodes = store.list::<EgressNode>();
     unwanted_nodes.retain(|object| !wanted(&object.metadata.name, &|name| egress_nodes.contains_key(name)));
 
-    let writes = egress_ips.into_values().map(|object| egress_ip(store, object));
-    gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
-    let writes = egress_nodes.into_values().map(|object| egress_node(store, object));
-    gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
-    if applied.errors.is_empty() {
-        let writes = gateways.into_iter().map(|node| leases_up_to(store, node, lease_revision));
-        gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
-    }
-    statuses::<EgressGatewayPolicy>(store, &mut applied, policies).await;
-    statuses::<CiliumEgressGatewayPolicy>(store, &mut applied, cilium_policies).await;
-    statuses::<Egress>(store, &mut applied, egresses).await;
-    statuses::<EgressIPPool>(store, &mut applied, pools).await;
-    statuses::<ExternalIPPool>(store, &mut applied, external_ip_pools).await;
-
+    let mut applied = apply_part(store, desired, gateways).await;
     if applied.errors.is_empty() {
         for object in unwanted_ips {
             applied.add(store.delete(object.as_ref()).await.map(|()| 1));
@@ -71,6 +56,27 @@ pub(super) async fn apply(store: &Store, desired: Desired, gateways: BTreeSet<No
             applied.add(store.delete(object.as_ref()).await.map(|()| 1));
         }
     }
+    applied
+}
+
+/// The same for some objects: nothing is deleted.
+pub(super) async fn apply_part(store: &Store, desired: Desired, gateways: &BTreeSet<NodeName>) -> Applied {
+    let mut applied = Applied::default();
+    let Desired { egress_ips, egress_nodes, lease_revision, policies, pools, .. } = desired;
+    let Desired { cilium_policies, egresses, external_ip_pools, .. } = desired;
+    let writes = egress_ips.into_values().map(|object| egress_ip(store, object));
+    gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
+    let writes = egress_nodes.into_values().map(|object| egress_node(store, object));
+    gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
+    if applied.errors.is_empty() {
+        let writes = gateways.iter().cloned().map(|node| leases_up_to(store, node, lease_revision));
+        gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
+    }
+    statuses::<EgressGatewayPolicy>(store, &mut applied, policies).await;
+    statuses::<CiliumEgressGatewayPolicy>(store, &mut applied, cilium_policies).await;
+    statuses::<Egress>(store, &mut applied, egresses).await;
+    statuses::<EgressIPPool>(store, &mut applied, pools).await;
+    statuses::<ExternalIPPool>(store, &mut applied, external_ip_pools).await;
     applied
 }
 

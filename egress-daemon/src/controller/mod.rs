@@ -2,10 +2,12 @@
 //! store, the planner and the clock; knows neither the kernel nor the host.
 //!
 //! Level-triggered: each round starts from the objects as they are, so that a controller that takes over finishes what
-//! the one before it left half done. Errors are told and the round is repeated; none ends the loop.
+//! the one before it left half done. Errors are told and the round is repeated; none ends the loop. Between two such rounds
+//! a few changed pods or reports are taken into what the last one made (`partial`), with the same result.
 
 mod apply;
 mod events;
+mod partial;
 mod remarks;
 mod run;
 #[cfg(test)]
@@ -49,6 +51,8 @@ pub struct Report {
     pub epoch: Option<u64>,
     /// Rounds of planning so far.
     pub rounds: u64,
+    /// Those of them that took in a few changes, without a look at everything.
+    pub partial: u64,
     /// Objects written so far.
     pub writes: u64,
     /// How long the last plan took to make.

@@ -1,6 +1,7 @@
 //! The loop.
 
-use super::apply::{Applied, apply};
+use super::apply::{Applied, apply, apply_part};
+use super::partial::{Known, Revisions};
 use super::{ControllerConfig, Event, Report, remarks};
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
@@ -8,7 +9,7 @@ use crate::api::{
 use crate::health::{Health, LeaseTracker, Renewal};
 use crate::model::{Failback, NodeName, PolicyId, Snapshot};
 use crate::plan::diff::diff;
-use crate::plan::{Plan, plan};
+use crate::plan::{Plan, plan_and_remember};
 use crate::snapshot::{Objects, desired, previous, snapshot};
 use crate::store::lease::{CONTROLLER_LEASE, GATEWAY_LEASE_PREFIX, LEASE_NAMESPACE, LeaseKeeper, LeaseTerms};
 use crate::store::{Key, Problem, Store};
@@ -76,6 +77,8 @@ struct Leading {
     store: Store,
     /// What the last round that succeeded was made from.
     seen: Option<Inputs>,
+    /// What is known since then; the plan is the one that people were told of.
+    known: Option<Known>,
     /// When to make a round although nothing changed.
     due: Duration,
     /// After which delays an egress IP may go back to its preferred gateway.
@@ -89,7 +92,7 @@ struct Leading {
 /// What a plan depends on, in a form that is cheap to compare.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Inputs {
-    revisions: [u64; 10],
+    revisions: Revisions,
     problems: Vec<Problem>,
     /// Whether each gateway is fresh, is proven to live, for how many of the delays, and whether its node is gone.
     gateways: Vec<(NodeName, bool, bool, usize, bool)>,
@@ -124,7 +127,8 @@ impl Controller {
                 let store = self.store.guarded(self.lease.clone(), epoch);
                 let (due, delays) = (Duration::ZERO, BTreeSet::new());
                 let refused = BTreeMap::new();
-                self.leading = Some(Leading { epoch, store, seen: None, due, delays, told: None, refused });
+                self.leading =
+                    Some(Leading { epoch, store, seen: None, known: None, due, delays, told: None, refused });
             }
             Some(_) => {}
         }
@@ -136,8 +140,11 @@ impl Controller {
             let next = self.gateways.next_deadline(&BTreeSet::new(), now).unwrap_or(now + RESYNC);
             return self.start + next.max(soon);
         };
-        if now >= leading.due || leading.seen.as_ref() != Some(&self.inputs(&health, &leading.delays)) {
-            self.round(&mut leading, &health).await;
+        // Taken before the objects are read: what changes while the plan is made is a reason for another round.
+        let inputs = self.inputs(&health, &leading.delays);
+        let due = now >= leading.due;
+        if due || leading.seen.as_ref() != Some(&inputs) && !self.partial_round(&mut leading, &health, &inputs).await {
+            self.round(&mut leading, &health, inputs).await;
         }
         let next = self.gateways.next_deadline(&leading.delays, now).unwrap_or(leading.due).min(leading.due);
         self.leading = Some(leading);
@@ -182,18 +189,7 @@ impl Controller {
     fn inputs(&self, health: &Health, delays: &BTreeSet<Duration>) -> Inputs {
         let store = &self.store;
         Inputs {
-            revisions: [
-                store.revision::<EgressGatewayPolicy>(),
-                store.revision::<EgressIPPool>(),
-                store.revision::<CiliumEgressGatewayPolicy>(),
-                store.revision::<Egress>(),
-                store.revision::<ExternalIPPool>(),
-                store.revision::<Node>(),
-                store.revision::<Namespace>(),
-                store.revision::<Pod>(),
-                store.revision::<EgressIP>(),
-                store.revision::<EgressNode>(),
-            ],
+            revisions: Revisions::of(store),
             problems: store.problems(),
             gateways: health
                 .nodes
@@ -206,10 +202,34 @@ impl Controller {
         }
     }
 
-    /// Plans and writes.
-    async fn round(&mut self, leading: &mut Leading, health: &Health) {
-        // Taken before the objects are read: what changes while the plan is made is a reason for another round.
-        let mut inputs = self.inputs(health, &leading.delays);
+    /// Takes in what changed since the last round, if that is little; says whether it was.
+    async fn partial_round(&mut self, leading: &mut Leading, health: &Health, inputs: &Inputs) -> bool {
+        let (Some(seen), Some(known), Some(plan)) = (&leading.seen, leading.known.take(), &mut leading.told) else {
+            return false;
+        };
+        if (&seen.problems, &seen.gateways) != (&inputs.problems, &inputs.gateways) {
+            return false;
+        }
+        let started = Instant::now();
+        let time = Time(Timestamp::now());
+        let Some((known, wanted)) = known.take_in(&self.store, &seen.revisions, health, plan, &time) else {
+            return false;
+        };
+        let planning = started.elapsed();
+        let applied = apply_part(&leading.store, wanted, &self.known).await;
+        // Owners and the states of conditions are as they were: there is nothing to tell people.
+        self.report(&applied, planning, true);
+        if applied.errors.is_empty() {
+            (leading.seen, leading.known) = (Some(inputs.clone()), Some(known));
+        } else {
+            (leading.seen, leading.due) = (None, self.start.elapsed() + RETRY);
+        }
+        true
+    }
+
+    /// Plans for everything and writes.
+    async fn round(&mut self, leading: &mut Leading, health: &Health, mut inputs: Inputs) {
+        leading.known = None;
         let objects = Objects {
             policies: self.store.list::<EgressGatewayPolicy>(),
             pools: self.store.list::<EgressIPPool>(),
@@ -225,20 +245,23 @@ impl Controller {
         let started = Instant::now();
         let (snapshot, problems) = snapshot(&objects);
         let before = previous(&objects);
-        let after = plan(&snapshot, health, &before);
+        let (after, memo) = plan_and_remember(snapshot, health, &before);
         let time = Time(Timestamp::now());
-        let mut wanted = desired(&objects, &snapshot, &after, &problems, &time);
+        let mut wanted = desired(&objects, memo.snapshot(), &after, &problems, &time);
         remarks::add(&mut wanted, &objects, &self.store.problems(), &time);
-        let planning = started.elapsed();
-        let applied = apply(&leading.store, wanted, self.known.clone()).await;
         let refused = refusals(&problems);
-        self.tell(leading, before, after, refused, &applied, planning);
+        let known = Known::new(memo, problems, &wanted);
+        let planning = started.elapsed();
+        let applied = apply(&leading.store, wanted, &self.known).await;
+        self.tell(leading, before, after, refused, &applied);
+        self.report(&applied, planning, false);
         let now = self.start.elapsed();
-        self.observe_nodes(&snapshot, &objects, now);
-        leading.delays = delays(&snapshot);
+        self.observe_nodes(known.memo.snapshot(), &objects, now);
+        leading.delays = delays(known.memo.snapshot());
         inputs.gateways = self.inputs(health, &leading.delays).gateways;
         let failed = !applied.errors.is_empty();
         leading.seen = (!failed).then_some(inputs);
+        leading.known = (!failed).then_some(known);
         leading.due = now + if failed { RETRY } else { RESYNC };
     }
 
@@ -249,7 +272,7 @@ impl Controller {
         self.gateways.observe_nodes(&present, &holders, now);
     }
 
-    /// Tells people and programs what came of a round.
+    /// Tells people what came of a round.
     fn tell(
         &self,
         leading: &mut Leading,
@@ -257,15 +280,7 @@ impl Controller {
         after: Plan,
         refused: BTreeMap<PolicyId, String>,
         applied: &Applied,
-        planning: Duration,
     ) {
-        for error in &applied.errors {
-            if error.is_conflict() || applied.is_fenced() {
-                tracing::debug!(%error, "the round is repeated");
-            } else {
-                tracing::warn!(%error, "the round is repeated");
-            }
-        }
         if applied.errors.is_empty() {
             // The objects do not remember outcomes: a leader that just took over has nothing to tell about them. What a
             // round that failed has done in part is told with the one that succeeds.
@@ -283,8 +298,20 @@ impl Controller {
             }
             (leading.told, leading.refused) = (Some(after), refused);
         }
+    }
+
+    /// Tells programs what came of a round, and everybody what went wrong in it.
+    fn report(&self, applied: &Applied, planning: Duration, partial: bool) {
+        for error in &applied.errors {
+            if error.is_conflict() || applied.is_fenced() {
+                tracing::debug!(%error, "the round is repeated");
+            } else {
+                tracing::warn!(%error, "the round is repeated");
+            }
+        }
         self.report.send_modify(|report| {
             report.rounds += 1;
+            report.partial += u64::from(partial);
             report.writes += applied.writes;
             report.planning = planning;
             report.error = applied.errors.first().map(ToString::to_string);

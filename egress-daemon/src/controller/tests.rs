@@ -2,8 +2,14 @@
 
 use super::*;
 use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode};
+use crate::health::{Health, LeaseState, NodeHealth};
+use crate::plan::plan;
+use crate::snapshot::{Objects, desired, previous, snapshot};
 use crate::store::lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease};
 use crate::store::{Changes, Files, Key, Store};
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
@@ -336,6 +342,101 @@ async fn gateways_are_told_of_a_revision_when_all_its_leases_are_written() {
             })
             .await;
     }
+}
+
+/// What a full round would change.
+fn left_to_do(store: &Store) -> Option<String> {
+    let objects = Objects {
+        policies: store.list(),
+        pools: store.list(),
+        nodes: store.list(),
+        namespaces: store.list(),
+        pods: store.list(),
+        egress_ips: store.list(),
+        egress_nodes: store.list(),
+        ..Objects::default()
+    };
+    let (snapshot, problems) = snapshot(&objects);
+    let fresh = NodeHealth {
+        lease: LeaseState::Fresh { since: Duration::from_secs(100), returned: false, proven: true },
+        gone: false,
+    };
+    let health = Health { nodes: ["gw1", "gw2"].into_iter().map(|name| (name.into(), fresh)).collect() };
+    let plan = plan(&snapshot, &health, &previous(&objects));
+    let wanted = desired(&objects, &snapshot, &plan, &problems, &Time(Timestamp::now()));
+    let nodes: Vec<_> = objects.egress_nodes.iter().map(|node| node.spec.clone()).collect();
+    if wanted.egress_nodes.values().map(|node| node.spec.clone()).ne(nodes.iter().cloned()) {
+        return Some(format!("{:#?} instead of {nodes:#?}", wanted.egress_nodes));
+    }
+    let ips: Vec<_> = objects.egress_ips.iter().map(|ip| (ip.spec.clone(), ip.status.clone())).collect();
+    if wanted.egress_ips.values().map(|ip| (ip.spec.clone(), ip.status.clone())).ne(ips.iter().cloned()) {
+        return Some(format!("{:#?} instead of {ips:#?}", wanted.egress_ips));
+    }
+    let statuses: Vec<_> = objects.policies.iter().filter_map(|policy| policy.status.clone()).collect();
+    let differ = wanted.policies.values().ne(&statuses);
+    differ.then(|| format!("{:#?} instead of {statuses:#?}", wanted.policies))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_few_pods_are_taken_in_without_a_full_round_and_end_as_with_one() {
+    let mut world = World::new();
+    fs::write(
+        world.path().join("flows.yaml"),
+        POLICY.replace("name: web", "name: flows").replace("app: web", "app: flows").replace("PerEndpoint", "PerFlow"),
+    )
+    .unwrap();
+    let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
+    let controller = controller(world.path(), "one");
+    let settled = async |world: &mut World| {
+        let mut last = None;
+        let wait = async {
+            loop {
+                last = left_to_do(&world.store);
+                if last.is_none() && world.store.list::<EgressIP>().len() == 4 {
+                    break;
+                }
+                world.changes.next().await;
+            }
+        };
+        if tokio::time::timeout(Duration::from_secs(30), wait).await.is_err() {
+            panic!("{}", last.unwrap_or_else(|| format!("{:#?}", world.store.list::<EgressIP>())));
+        }
+    };
+    settled(&mut world).await;
+    let pod = |name: &str, node: &str, app: &str| {
+        let metadata = format!("{{name: {name}, namespace: shop, labels: {{app: {app}}}}}");
+        format!(
+            "{{apiVersion: v1, kind: Pod, metadata: {metadata}, spec: {{nodeName: {node}, containers: []}}, status: {{podIP: 10.0.1.1}}}}\n"
+        )
+    };
+    // A pod more, on a node that has none yet, relabelled, moved, and gone.
+    let steps = [
+        vec![pod("c", "w1", "web")],
+        vec![pod("c", "w1", "web"), pod("d", "gw1", "flows")],
+        vec![pod("c", "w1", "flows"), pod("d", "gw1", "flows"), pod("e", "gw2", "web")],
+        vec![pod("c", "gw2", "web"), pod("d", "gw1", "flows")],
+        vec![pod("d", "gw1", "none")],
+    ];
+    let before = controller.report.borrow().clone();
+    for (step, pods) in steps.into_iter().enumerate() {
+        let count = pods.len();
+        fs::write(world.path().join("more.yaml"), pods.join("---\n")).unwrap();
+        world.until(|store| (store.list::<Pod>().len() == count + 2).then_some(())).await;
+        settled(&mut world).await;
+        once_each(&world.store);
+        let selected = if step == 4 { 2 } else { 3 };
+        world
+            .until(|store| {
+                let policy = store.get::<EgressGatewayPolicy>(&Key::cluster("web"))?;
+                (policy.status.as_ref()?.selected_endpoints == selected).then_some(())
+            })
+            .await;
+    }
+    let after = controller.report.borrow().clone();
+    assert!(after.partial >= before.partial + 5, "{before:?} {after:?}");
+    // One full round for each gateway whose lease proves itself or whose failback delay passes meanwhile.
+    let full = |report: &Report| report.rounds - report.partial;
+    assert!(full(&after) <= full(&before) + 4, "{before:?} {after:?}");
 }
 
 /// No port block has two holders, no pod has two egress IPs of one family and policy.

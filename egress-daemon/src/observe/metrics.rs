@@ -136,9 +136,11 @@ fn of_agent(published: &Published) -> Vec<Family> {
 /// From the controller's report.
 fn of_controller(report: &Report) -> Vec<Family> {
     let plain = |value: f64| vec![(Labels::new(), value)];
+    let partial = vec![(Labels::new(), report.partial)];
     vec![
         gauge("spillway_controller_leader", "whether this controller leads", plain(truth(report.epoch.is_some()))),
         counter("spillway_controller_rounds", "rounds of planning", vec![(Labels::new(), report.rounds)]),
+        counter("spillway_controller_partial_rounds", "rounds that took in a few changes", partial),
         counter("spillway_controller_writes", "objects written", vec![(Labels::new(), report.writes)]),
         gauge("spillway_controller_planning_seconds", "time of the last plan", plain(report.planning.as_secs_f64())),
         gauge("spillway_controller_failing", "whether the last round failed", plain(truth(report.error.is_some()))),

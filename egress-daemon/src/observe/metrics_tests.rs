@@ -61,7 +61,8 @@ fn the_agents_state_is_measured() {
 
 #[test]
 fn the_controllers_report_is_measured() {
-    let report = Report { epoch: Some(4), rounds: 7, writes: 9, planning: Duration::from_millis(2), error: None };
+    let report =
+        Report { epoch: Some(4), rounds: 7, partial: 3, writes: 9, planning: Duration::from_millis(2), error: None };
     let (_report, reports) = watch::channel(report);
     let text = text_of(&Sources { controller: Some(reports), ..Sources::default() });
     for line in [

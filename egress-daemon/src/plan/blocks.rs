@@ -13,7 +13,7 @@ use ledger::Ledger;
 
 use super::types::{BlockLease, BlockState, Blocks};
 use crate::health::Health;
-use crate::model::{Family, Node, NodeName, Snapshot};
+use crate::model::{Family, Node, NodeName};
 
 /// The number of blocks of an address that a node has by itself: ports 1024 to 29951, below the kernel's own ephemeral
 /// ports (32768) and Kubernetes' node ports (30000).
@@ -24,7 +24,7 @@ pub const FIXED_BLOCKS: u16 = 452;
 pub struct Leasable<'a> {
     /// The node that has the address by itself.
     pub fixed: Option<&'a Node>,
-    /// The nodes that use it, ascending, as places in `Snapshot::nodes`.
+    /// The nodes that use it, ascending, as places in the list of nodes.
     pub sources: &'a [u32],
     /// The policies that use it, by number.
     pub policies: Vec<u32>,
@@ -52,19 +52,20 @@ pub struct Shares {
     pub starved: bool,
 }
 
-/// Plans the leases of all egress IPs. `sources_of` are the source nodes of each policy by its number; grants get
-/// `revision`.
+/// Plans the leases of egress IPs. `nodes` are all nodes that use or hold blocks of them and have an object, ascending;
+/// `sources_of` are the source nodes of each policy by its number; grants get `revision`.
+///
+/// An egress IP's leases depend on those of another one only where a policy uses both, or others between them.
 pub fn lease(
-    snapshot: &Snapshot,
+    nodes: &[&Node],
     health: &Health,
     previous: &BTreeMap<IpAddr, Blocks>,
     leasable: &BTreeMap<IpAddr, Leasable<'_>>,
     sources_of: &[&[u32]],
     revision: u64,
 ) -> Leases {
-    let nodes: Vec<&Node> = snapshot.nodes.values().collect();
     let places: BTreeMap<&NodeName, u32> = nodes.iter().zip(0..).map(|(node, place)| (&node.name, place)).collect();
-    let round = Round { nodes: &nodes, places: &places, health, revision };
+    let round = Round { nodes, places: &places, health, revision };
     let mut leases = Leases::default();
     for (address, blocks) in previous.iter().filter(|(address, _)| !leasable.contains_key(address)) {
         let mut kept = round.retain(*address, blocks);

@@ -147,7 +147,7 @@ fn leases(before: &Plan, after: &Plan, changes: &mut Vec<Change>) {
 }
 
 /// Both maps side by side.
-fn join<'a, K: Ord, V>(
+pub(super) fn join<'a, K: Ord, V>(
     left: &'a BTreeMap<K, V>,
     right: &'a BTreeMap<K, V>,
 ) -> impl Iterator<Item = (&'a K, (Option<&'a V>, Option<&'a V>))> {

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::net::IpAddr;
 
 use super::types::{Assigned, EgressIpPlan, OwnerReason};
-use crate::model::{Endpoint, EndpointId, Family, Node, NodeName, Policy, Snapshot, ZoneMode};
+use crate::model::{EndpointId, Family, Node, NodeName, Policy, Snapshot, ZoneMode};
 
 /// An egress IP that endpoints can be assigned to, with its weight.
 pub type Seat = (IpAddr, u32);
@@ -82,14 +82,14 @@ fn award(slots: &[Seat], held: &[u64], count: usize) -> Vec<usize> {
     seats
 }
 
-/// The assignments of one policy. `slots` are its egress IPs.
+/// The assignments of one policy to its endpoints, sorted and each with its node. `slots` are its egress IPs.
 ///
 /// Endpoints that may use the same egress IPs (by zone, and by their node where it comes first) are balanced among
 /// themselves. An egress IP whose owner is missing or unhealthy is used only when all are like that.
-pub fn of_policy(
+pub fn of_policy<'a>(
     snapshot: &Snapshot,
     policy: &Policy,
-    endpoints: &BTreeMap<&EndpointId, &Endpoint>,
+    endpoints: impl Iterator<Item = (&'a EndpointId, &'a NodeName)> + Clone,
     slots: &BTreeMap<IpAddr, &EgressIpPlan>,
     previous: Option<&BTreeMap<EndpointId, Assigned>>,
 ) -> BTreeMap<EndpointId, Assigned> {
@@ -98,8 +98,8 @@ pub fn of_policy(
         let choice = Choice::new(snapshot, policy, family, slots);
         let mut alike: BTreeMap<Vec<Seat>, Vec<&EndpointId>> = BTreeMap::new();
         let mut allowed: BTreeMap<&NodeName, Vec<Seat>> = BTreeMap::new();
-        for (id, endpoint) in endpoints {
-            let seats = allowed.entry(&endpoint.node).or_insert_with(|| choice.seats(&endpoint.node));
+        for (id, node) in endpoints.clone() {
+            let seats = allowed.entry(node).or_insert_with(|| choice.seats(node));
             match alike.get_mut(seats) {
                 Some(ids) => ids.push(id),
                 None => {

@@ -15,6 +15,7 @@ mod hash;
 mod index;
 mod loads;
 pub mod maglev;
+mod memo;
 mod outcome;
 mod owners;
 mod pools;
@@ -33,19 +34,32 @@ use outcome::Complaints;
 use owners::{Decision, Floating, GatewayNode};
 use select::Selection;
 
+pub use memo::{Changes, Memo, Touched};
 pub use types::{
     Assigned, BlockLease, BlockState, Blocks, Condition, ConditionKind, EgressIpPlan, Outcome, OwnerReason, Plan,
     Reason, Slot,
 };
 
 use crate::health::Health;
-use crate::model::{Distribution, NodeName, PolicyId, PoolId, Snapshot, ZoneMode};
+use crate::model::{Distribution, Node, NodeName, PolicyId, PoolId, Snapshot, ZoneMode};
 
 /// Makes the next plan.
 pub fn plan(snapshot: &Snapshot, health: &Health, previous: &Plan) -> Plan {
-    let mut complaints = Complaints::default();
     let selection = Selection::new(snapshot);
-    let cluster = Cluster::new(snapshot, health, &selection);
+    plan_for(snapshot, &selection, health, previous)
+}
+
+/// Makes the next plan, and remembers what a small change of the snapshot needs to find its consequences.
+pub fn plan_and_remember(snapshot: Snapshot, health: &Health, previous: &Plan) -> (Plan, Memo) {
+    let selection = Selection::new(&snapshot);
+    let plan = plan_for(&snapshot, &selection, health, previous);
+    let index = memo::Index::new(&snapshot, &selection);
+    (plan, Memo::new(snapshot, index))
+}
+
+fn plan_for(snapshot: &Snapshot, selection: &Selection<'_>, health: &Health, previous: &Plan) -> Plan {
+    let mut complaints = Complaints::default();
+    let cluster = Cluster::new(snapshot, health, selection);
 
     let mut candidates = Candidates::default();
     let mut wanted = addresses::gather(snapshot, health, previous, &mut candidates, &mut complaints);
@@ -62,14 +76,15 @@ pub fn plan(snapshot: &Snapshot, health: &Health, previous: &Plan) -> Plan {
         .collect();
     let sources: Vec<&[u32]> = cluster.sources.iter().map(Vec::as_slice).collect();
     let revision = previous.lease_revision + 1;
-    let leases = blocks::lease(snapshot, health, &previous.blocks, &leasable, &sources, revision);
+    let nodes: Vec<&Node> = snapshot.nodes.values().collect();
+    let leases = blocks::lease(&nodes, health, &previous.blocks, &leasable, &sources, revision);
     for (address, shares) in leases.shares {
         if let Some(plan) = egress_ips.get_mut(&address) {
             (plan.share, plan.scarce, plan.starved) = (shares.share, shares.scarce, shares.starved);
         }
     }
 
-    let conflicts = classes::conflicts(&snapshot.policies, &selection.classes());
+    let conflicts = classes::conflicts(&snapshot.policies, selection.classes().keys());
     let mut of_policy: BTreeMap<&PolicyId, BTreeMap<IpAddr, &EgressIpPlan>> = BTreeMap::new();
     for (address, plan) in &egress_ips {
         plan.users.keys().for_each(|policy| {
@@ -82,7 +97,9 @@ pub fn plan(snapshot: &Snapshot, health: &Health, previous: &Plan) -> Plan {
         let mut counts = BTreeMap::new();
         if policy.distribution == Distribution::PerEndpoint {
             let before = previous.assignments.get(id);
-            let assigned = endpoints::of_policy(snapshot, policy, &selection.endpoints(id), &slots, before);
+            let selected = selection.endpoints(id);
+            let nodes = selected.iter().map(|(id, endpoint)| (*id, &endpoint.node));
+            let assigned = endpoints::of_policy(snapshot, policy, nodes, &slots, before);
             counts = endpoints::count(&assigned);
             assignments.insert(id.clone(), assigned);
         }

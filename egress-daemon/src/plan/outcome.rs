@@ -95,6 +95,13 @@ impl Complaints {
     }
 }
 
+/// Says the number of endpoints in the conditions of a policy that differ in nothing else.
+pub fn recount(conditions: &mut BTreeMap<ConditionKind, Condition>, policy: &Policy, slots: usize, endpoints: usize) {
+    for (kind, condition) in conditions.iter_mut().filter(|(_, condition)| condition.reason == Reason::AsExpected) {
+        condition.message = fine(*kind, policy, slots, endpoints);
+    }
+}
+
 fn fine(kind: ConditionKind, policy: &Policy, slots: usize, endpoints: usize) -> String {
     match kind {
         ConditionKind::Ready => {

@@ -16,8 +16,8 @@ struct Group<'a> {
     node_class: u32,
     labels: &'a Labels,
     members: Vec<&'a Endpoint>,
-    /// The nodes of its members that have an object, ascending, as places in `Snapshot::nodes`.
-    nodes: Vec<u32>,
+    /// The nodes of its members that have an object, ascending, as places in `Snapshot::nodes`, and how many run on each.
+    nodes: Vec<(u32, u32)>,
 }
 
 /// Which policies select which endpoints.
@@ -90,21 +90,36 @@ impl<'a> Selection<'a> {
     /// `nodes`. Nodes without an object are left out.
     pub fn source_nodes(&self, policy: &PolicyId, nodes: usize) -> Vec<u32> {
         let mut seen = vec![false; nodes];
-        for node in self.groups_of(policy).flat_map(|group| &group.nodes) {
+        for (node, _) in self.groups_of(policy).flat_map(|group| &group.nodes) {
             seen[*node as usize] = true;
         }
         (0..nodes as u32).filter(|node| seen[*node as usize]).collect()
     }
 
-    /// The different sets of policies that select some endpoint together.
-    pub fn classes(&self) -> BTreeSet<Vec<&'a PolicyId>> {
+    /// How many of a policy's endpoints run on each of its source nodes.
+    pub fn on_nodes(&self, policy: &PolicyId) -> BTreeMap<u32, u32> {
+        let mut groups = self.groups_of(policy);
+        let mut counts: BTreeMap<u32, u32> =
+            groups.next().into_iter().flat_map(|group| &group.nodes).copied().collect();
+        for (node, count) in groups.flat_map(|group| &group.nodes) {
+            *counts.entry(*node).or_default() += count;
+        }
+        counts
+    }
+
+    /// The different sets of policies that select some endpoint together, and how many endpoints each.
+    pub fn classes(&self) -> BTreeMap<Vec<&'a PolicyId>, u32> {
         let mut of_group: Vec<Vec<&'a PolicyId>> = vec![Vec::new(); self.groups.len()];
         for (policy, groups) in &self.by_policy {
             for at in groups {
                 of_group[*at as usize].push(policy);
             }
         }
-        of_group.into_iter().filter(|policies| !policies.is_empty()).collect()
+        let mut classes: BTreeMap<Vec<&'a PolicyId>, u32> = BTreeMap::new();
+        for (policies, group) in of_group.into_iter().zip(&self.groups).filter(|(policies, _)| !policies.is_empty()) {
+            *classes.entry(policies).or_default() += group.members.len() as u32;
+        }
+        classes
     }
 }
 
@@ -118,7 +133,8 @@ pub fn selecting<'a>(
     policies.into_iter().filter(|p| p.selects(pod, namespace, node)).map(|p| p.id.clone()).collect()
 }
 
-static NO_LABELS: Labels = Labels::new();
+/// What has no object has no labels.
+pub static NO_LABELS: Labels = Labels::new();
 
 /// Nodes by the set of node selectors that they match.
 struct NodeClasses<'a> {
@@ -220,11 +236,15 @@ fn group<'a>(
             groups.len() - 1
         });
         groups[place].members.push(endpoint);
-        groups[place].nodes.extend(node);
+        groups[place].nodes.extend(node.map(|node| (node, 1)));
     }
     for group in &mut groups {
         group.nodes.sort_unstable();
-        group.nodes.dedup();
+        group.nodes.dedup_by(|next, first| {
+            let same = next.0 == first.0;
+            first.1 += u32::from(same);
+            same
+        });
     }
     groups
 }

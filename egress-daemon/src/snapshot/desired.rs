@@ -4,6 +4,7 @@
 //! existing one tells whether anything has to be written.
 
 mod conditions;
+mod part;
 mod statuses;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,13 +13,14 @@ use std::net::IpAddr;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 
 use conditions::Writer;
+pub use part::desired_part;
 use statuses::{World, name, used};
 
 use super::Objects;
 use super::previous::holders;
 use crate::api;
-use crate::model::{Family, NodeName, PolicyKind, PoolKind, Snapshot};
-use crate::plan::{BlockState, Blocks, EgressIpPlan, Plan};
+use crate::model::{EndpointId, Family, NodeName, PolicyId, PolicyKind, PoolKind, Snapshot};
+use crate::plan::{Assigned, BlockState, Blocks, EgressIpPlan, Plan};
 use crate::translate::Problem;
 
 /// What should be there, by the name of the object. EgressIP and EgressNode objects that exist and are not named here
@@ -46,13 +48,18 @@ pub struct Desired {
 /// The objects of a plan. `problems` are those that the snapshot was made with; `now` is written as the time at which a
 /// condition changed.
 pub fn desired(objects: &Objects, snapshot: &Snapshot, plan: &Plan, problems: &[Problem], now: &Time) -> Desired {
-    let mut desired = Desired {
-        egress_ips: egress_ips(objects, snapshot, plan, now),
+    let world = World { snapshot, plan, problems, now };
+    Desired {
+        egress_ips: egress_ips(objects, &world, plan.egress_ips.keys()),
         egress_nodes: egress_nodes(objects, snapshot, plan),
         lease_revision: plan.highest_lease(),
-        ..Desired::default()
-    };
-    let world = World { snapshot, plan, problems, now };
+        ..statuses(objects, &world)
+    }
+}
+
+/// The statuses of all objects that people write.
+fn statuses(objects: &Objects, world: &World<'_>) -> Desired {
+    let mut desired = Desired::default();
     for object in &objects.policies {
         let per_endpoint = object.spec.distribution == api::Distribution::PerEndpoint;
         let status = world.policy(PolicyKind::Native, object.as_ref(), per_endpoint);
@@ -64,7 +71,11 @@ pub fn desired(objects: &Objects, snapshot: &Snapshot, plan: &Plan, problems: &[
     for object in &objects.egresses {
         desired.egresses.insert(name(&object.metadata), world.egress(object));
     }
-    let used = used(plan);
+    let used = if objects.pools.is_empty() && objects.external_ip_pools.is_empty() {
+        BTreeMap::new()
+    } else {
+        used(world.plan)
+    };
     for object in &objects.pools {
         let conditions = object.status.as_ref().map(|status| &status.conditions);
         let (usage, conditions) = world.pool(PoolKind::Native, &object.metadata, conditions, &used);
@@ -79,11 +90,17 @@ pub fn desired(objects: &Objects, snapshot: &Snapshot, plan: &Plan, problems: &[
     desired
 }
 
-fn egress_ips(objects: &Objects, snapshot: &Snapshot, plan: &Plan, now: &Time) -> BTreeMap<String, api::EgressIP> {
+/// The objects of these egress IPs, as far as the plan has them.
+fn egress_ips<'a>(
+    objects: &Objects,
+    world: &World<'_>,
+    addresses: impl Iterator<Item = &'a IpAddr>,
+) -> BTreeMap<String, api::EgressIP> {
+    let World { snapshot, plan, now, .. } = world;
     let existing: BTreeMap<&str, &api::EgressIP> =
         objects.egress_ips.iter().filter_map(|ip| Some((ip.metadata.name.as_deref()?, &**ip))).collect();
     let mut wanted = BTreeMap::new();
-    for (address, ip) in &plan.egress_ips {
+    for (address, ip) in addresses.filter_map(|address| Some((address, plan.egress_ips.get(address)?))) {
         let name = api::egress_ip_name(*address);
         let before = existing.get(name.as_str());
         let status = before.and_then(|before| before.status.as_ref());
@@ -144,7 +161,27 @@ fn egress_nodes(objects: &Objects, snapshot: &Snapshot, plan: &Plan) -> BTreeMap
     let names: BTreeSet<&NodeName> = snapshot.nodes.keys().chain(holders(&plan.blocks)).collect();
     let mut specs: BTreeMap<&NodeName, api::EgressNodeSpec> =
         names.into_iter().map(|name| (name, api::EgressNodeSpec::default())).collect();
-    for (address, blocks) in &plan.blocks {
+    fill(&mut specs, snapshot, plan.blocks.iter(), plan.assignments.iter());
+    specs
+        .into_iter()
+        .map(|(name, spec)| (name.to_string(), egress_node(name, spec, existing.get(name.as_str()))))
+        .collect()
+}
+
+fn egress_node(name: &NodeName, spec: api::EgressNodeSpec, existing: Option<&&api::EgressNode>) -> api::EgressNode {
+    let metadata = existing.map_or_else(|| named(name.as_str()), |before| before.metadata.clone());
+    let spec = api::EgressNodeSpec { leases_up_to: existing.map_or(0, |before| before.spec.leases_up_to), ..spec };
+    api::EgressNode { metadata, spec, status: existing.and_then(|before| before.status.clone()) }
+}
+
+/// Writes blocks and assignments into the objects of those nodes that have one.
+fn fill<'a>(
+    specs: &mut BTreeMap<&NodeName, api::EgressNodeSpec>,
+    snapshot: &Snapshot,
+    blocks: impl Iterator<Item = (&'a IpAddr, &'a Blocks)>,
+    assignments: impl Iterator<Item = (&'a PolicyId, &'a BTreeMap<EndpointId, Assigned>)>,
+) {
+    for (address, blocks) in blocks {
         for ((node, state), ranges) in ranges(blocks) {
             let Some(spec) = specs.get_mut(node) else { continue };
             let list = match state {
@@ -154,7 +191,7 @@ fn egress_nodes(objects: &Objects, snapshot: &Snapshot, plan: &Plan) -> BTreeMap
             list.push(api::LeasedBlocks { egress_ip: address.to_string(), ranges });
         }
     }
-    for (policy, endpoints) in &plan.assignments {
+    for (policy, endpoints) in assignments {
         let mut of_node: BTreeMap<(&NodeName, IpAddr), Vec<String>> = BTreeMap::new();
         for (id, assigned) in endpoints {
             let Some(endpoint) = snapshot.endpoints.get(id) else { continue };
@@ -169,14 +206,6 @@ fn egress_nodes(objects: &Objects, snapshot: &Snapshot, plan: &Plan) -> BTreeMap
             }
         }
     }
-    let object = |(name, spec): (&NodeName, api::EgressNodeSpec)| {
-        let before = existing.get(name.as_str());
-        let metadata = before.map_or_else(|| named(name.as_str()), |before| before.metadata.clone());
-        let status = before.and_then(|before| before.status.clone());
-        let spec = api::EgressNodeSpec { leases_up_to: before.map_or(0, |before| before.spec.leases_up_to), ..spec };
-        (name.to_string(), api::EgressNode { metadata, spec, status })
-    };
-    specs.into_iter().map(object).collect()
 }
 
 /// The blocks of one egress IP by holder, consecutive ones of the same revision together.

@@ -14,12 +14,8 @@ use crate::plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan};
 /// The revision of leases is one more than any that an object mentions, so that no grant reuses a revision that some
 /// agent has confirmed already.
 pub fn previous(objects: &Objects) -> Plan {
-    let mut plan = Plan::default();
-    for object in &objects.egress_ips {
-        if let Ok(address) = object.spec.address.parse::<IpAddr>() {
-            plan.egress_ips.insert(address, egress_ip(object));
-        }
-    }
+    let egress_ips = objects.egress_ips.iter().filter_map(|object| egress_ip(object)).collect();
+    let mut plan = Plan { egress_ips, ..Plan::default() };
     let mut revision = 0;
     for object in &objects.egress_nodes {
         let Some(name) = object.metadata.name.as_deref() else { continue };
@@ -51,10 +47,12 @@ pub fn previous(objects: &Objects) -> Plan {
     plan
 }
 
-fn egress_ip(object: &api::EgressIP) -> EgressIpPlan {
+/// What an object says of its egress IP, except for the reason.
+pub fn egress_ip(object: &api::EgressIP) -> Option<(IpAddr, EgressIpPlan)> {
+    let address = object.spec.address.parse().ok()?;
     let status = object.status.clone().unwrap_or_default();
     let users = object.spec.policies.iter().filter_map(|user| Some((user.policy.parse().ok()?, user.weight)));
-    EgressIpPlan {
+    let plan = EgressIpPlan {
         pool: object.spec.pool.as_ref().and_then(|pool| pool.parse().ok()),
         fixed: object.spec.fixed,
         interface: object.spec.interface.clone(),
@@ -66,7 +64,8 @@ fn egress_ip(object: &api::EgressIP) -> EgressIpPlan {
         share: status.block_share,
         scarce: status.blocks_scarce,
         starved: status.blocks_starved,
-    }
+    };
+    Some((address, plan))
 }
 
 fn assignments(object: &api::EgressNode, plan: &mut Plan) {

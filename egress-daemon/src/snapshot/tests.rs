@@ -6,9 +6,13 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
+use proptest::prelude::*;
+
 use super::*;
 use crate::health::{Health, LeaseState, NodeHealth};
-use crate::plan::{Plan, plan};
+use crate::model::{Endpoint, EndpointId};
+use crate::plan::tests::world::{World, arbitrary_labels, arbitrary_world};
+use crate::plan::{Changes, Plan, plan, plan_and_remember};
 
 fn time(seconds: i64) -> Time {
     Time(Timestamp::from_second(seconds).unwrap())
@@ -205,4 +209,40 @@ fn shares_reach_the_agents() {
     (status.blocks_scarce, status.blocks_starved) = (true, true);
     let ip = &previous(&objects).egress_ips[&name];
     assert!(ip.scarce && ip.starved);
+}
+
+fn any_pod() -> impl Strategy<Value = (EndpointId, Option<Endpoint>)> {
+    let pod = (0usize..20, 0usize..3, 0usize..9, prop::option::weighted(0.7, arbitrary_labels()));
+    pod.prop_map(|(name, namespace, node, labels)| {
+        let id = EndpointId::new(&format!("ns{namespace}"), &format!("pod{name}"), "uid");
+        let node = format!("n{node}").as_str().into();
+        (id.clone(), labels.map(|labels| Endpoint { id, node, ips: Default::default(), labels }))
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn what_a_small_change_touches_ends_as_everything_made_anew(
+        world in arbitrary_world(),
+        rounds in prop::collection::vec(prop::collection::vec(any_pod(), 1..4), 1..8),
+    ) {
+        let World { snapshot, health } = world;
+        let all = |snapshot: &Snapshot, plan: &Plan| desired(&Objects::default(), snapshot, plan, &[], &time(1));
+        let (mut plan, mut memo) = plan_and_remember(snapshot, &health, &Plan::default());
+        let mut written = all(memo.snapshot(), &plan);
+        for pods in rounds {
+            let changes = Changes { pods: pods.into_iter().collect(), ..Default::default() };
+            let Some((next, touched)) = memo.change(&health, &mut plan, changes) else { break };
+            memo = next;
+            let specs = written.egress_nodes.iter().map(|(name, node)| (name.clone(), node.spec.clone())).collect();
+            let (objects, touched) = (Objects::default(), (&touched, &specs));
+            let part = desired_part(&objects, memo.snapshot(), &plan, &[], &time(1), touched);
+            written.egress_ips.extend(part.egress_ips);
+            written.egress_nodes.extend(part.egress_nodes);
+            written.lease_revision = written.lease_revision.max(part.lease_revision);
+            prop_assert_eq!(&written, &all(memo.snapshot(), &plan));
+        }
+    }
 }

@@ -33,6 +33,9 @@ pub(crate) trait Backend: Send + Sync {
     fn get(&self, kind: Kind, key: &Key) -> Option<Erased>;
     /// A number that changes whenever what `list` returns for the kind does.
     fn revision(&self, kind: Kind) -> u64;
+    /// The objects of the kind that came, went or changed since `revision` was this number; nothing if that is not known
+    /// any more.
+    fn changed(&self, kind: Kind, revision: u64) -> Option<Vec<Key>>;
     /// A number that changes whenever the source itself tells of objects of the kind: not by our own writes alone.
     fn heard(&self, kind: Kind) -> u64;
     /// What is wrong with the source of the objects, sorted.
@@ -161,6 +164,13 @@ impl Store {
     /// A number that changes whenever [`Store::list`] of the kind does: whoever has seen it need not look again.
     pub fn revision<T: Stored>(&self) -> u64 {
         self.backend.revision(T::KIND)
+    }
+
+    /// Which objects of a kind came, went or changed since [`Store::revision`] of the kind was `revision`, some of them
+    /// perhaps more than once; nothing if that is not known any more. Whoever keeps something for each object can keep
+    /// that up to date without a look at all of them; what they are now is for [`Store::get`] to say.
+    pub fn changed<T: Stored>(&self, revision: u64) -> Option<Vec<Key>> {
+        self.backend.changed(T::KIND, revision)
     }
 
     /// A number that changes whenever the source itself tells of objects of the kind. What this process writes shows in

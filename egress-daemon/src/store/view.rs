@@ -2,7 +2,10 @@
 
 use crate::store::kind::Erased;
 use crate::store::{Key, Kind, ObjectRef, Problem};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
+
+/// So many changes of a kind are remembered.
+const REMEMBERED: usize = 4096;
 
 /// An object and its resourceVersion.
 #[derive(Clone, Debug)]
@@ -15,8 +18,40 @@ pub(super) struct Item {
 #[derive(Debug, Default)]
 pub(super) struct View {
     kinds: BTreeMap<Kind, BTreeMap<Key, Item>>,
-    revisions: BTreeMap<Kind, u64>,
+    history: BTreeMap<Kind, History>,
     pub(super) problems: Vec<Problem>,
+}
+
+/// The last changes of a kind's objects.
+#[derive(Debug, Default)]
+struct History {
+    /// How many changes there were.
+    revision: u64,
+    /// What the last ones were about, each with its number.
+    last: VecDeque<(u64, Key)>,
+    /// The number of the last one that is forgotten.
+    forgotten: u64,
+}
+
+impl History {
+    fn add(&mut self, keys: impl IntoIterator<Item = Key>) {
+        self.revision += 1;
+        for key in keys {
+            self.last.push_back((self.revision, key));
+            if self.last.len() > REMEMBERED
+                && let Some((revision, _)) = self.last.pop_front()
+            {
+                self.forgotten = revision;
+            }
+        }
+    }
+
+    /// What changed after a revision; nothing if that is too long ago to tell.
+    fn since(&self, revision: u64) -> Option<Vec<Key>> {
+        let known = (self.forgotten..=self.revision).contains(&revision);
+        let begin = self.last.partition_point(|(at, _)| *at <= revision);
+        known.then(|| self.last.range(begin..).map(|(_, key)| key.clone()).collect())
+    }
 }
 
 impl View {
@@ -40,7 +75,13 @@ impl View {
 
     /// A number that changes with each change of a kind's objects.
     pub(super) fn revision(&self, kind: Kind) -> u64 {
-        self.revisions.get(&kind).copied().unwrap_or(0)
+        self.history.get(&kind).map_or(0, |history| history.revision)
+    }
+
+    /// The objects of a kind that came, went or changed after a revision; nothing if that is too long ago to tell. One that
+    /// changed twice may be there twice.
+    pub(super) fn changed(&self, kind: Kind, since: u64) -> Option<Vec<Key>> {
+        self.history.get(&kind).map_or(Some(Vec::new()), |history| history.since(since))
     }
 
     /// The object that a file of Spillway's stands for: its kind has one object of a name, in whatever namespace.
@@ -55,27 +96,75 @@ impl View {
         let changed = match item {
             Some(item) if objects.get(&key).is_some_and(|old| old.version == item.version) => false,
             Some(item) => {
-                objects.insert(key, item);
+                objects.insert(key.clone(), item);
                 true
             }
             None => objects.remove(&key).is_some(),
         };
-        *self.revisions.entry(kind).or_default() += u64::from(changed);
+        if changed {
+            self.history.entry(kind).or_default().add([key]);
+        }
         changed
     }
 
     /// Replaces all objects of a kind, keeping those whose version is the same; says whether that made a difference.
     pub(super) fn set_all(&mut self, kind: Kind, mut items: BTreeMap<Key, Item>) -> bool {
         let objects = self.kinds.entry(kind).or_default();
-        let mut same = objects.len() == items.len();
+        let mut changed: Vec<Key> = objects.keys().filter(|key| !items.contains_key(key)).cloned().collect();
         for (key, item) in &mut items {
             match objects.get(key) {
                 Some(old) if old.version == item.version => *item = old.clone(),
-                _ => same = false,
+                _ => changed.push(key.clone()),
             }
         }
         *objects = items;
-        *self.revisions.entry(kind).or_default() += u64::from(!same);
-        !same
+        let differs = !changed.is_empty();
+        if differs {
+            self.history.entry(kind).or_default().add(changed);
+        }
+        differs
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    fn item(version: u32) -> Item {
+        Item { version: version.to_string(), object: Arc::new(version) }
+    }
+
+    fn names(view: &View, since: u64) -> Option<Vec<String>> {
+        view.changed(Kind::Pod, since).map(|keys| keys.into_iter().map(|key| key.name).collect())
+    }
+
+    #[test]
+    fn what_changed_since_a_revision_is_told_as_long_as_it_is_remembered() {
+        let mut view = View::default();
+        assert_eq!(names(&view, 0), Some(vec![]));
+        view.set(Kind::Pod, Key::cluster("a"), Some(item(1)));
+        view.set(Kind::Pod, Key::cluster("a"), Some(item(1)));
+        let before = view.revision(Kind::Pod);
+        view.set_all(Kind::Pod, [("b", 1), ("c", 1)].map(|(name, version)| (Key::cluster(name), item(version))).into());
+        assert_eq!(names(&view, before).unwrap(), ["a", "b", "c"]);
+        assert_eq!(names(&view, 0).unwrap(), ["a", "a", "b", "c"]);
+        assert_eq!(names(&view, view.revision(Kind::Pod)), Some(vec![]));
+        assert_eq!(names(&view, 100), None, "it has not been told yet");
+        view.set(Kind::Pod, Key::cluster("b"), None);
+        let before = view.revision(Kind::Pod);
+        for version in 2..2 + REMEMBERED as u32 {
+            view.set(Kind::Pod, Key::cluster("c"), Some(item(version)));
+        }
+        assert_eq!(names(&view, before).unwrap().len(), REMEMBERED);
+        view.set(Kind::Pod, Key::cluster("b"), Some(item(1)));
+        assert_eq!(names(&view, before), None);
+        assert_eq!(names(&view, before + 1).unwrap().last().unwrap(), "b");
+        // What is forgotten in the middle of a change makes the whole of it unknown.
+        let all = (0..2 * REMEMBERED as u32).map(|n| (Key::cluster(&n.to_string()), item(n)));
+        let before = view.revision(Kind::Pod);
+        view.set_all(Kind::Pod, all.collect());
+        assert_eq!(names(&view, before), None);
+        assert_eq!(names(&view, before + 1), Some(vec![]));
     }
 }

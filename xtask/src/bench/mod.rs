@@ -87,10 +87,12 @@ fn bench(args: &Args) -> Result<()> {
     drop(places);
     let points =
         |variant| Ok::<_, anyhow::Error>((variant, scaling::measure(variant, &binaries, &windows, args.quick)?));
-    let scaling = best.map(points).transpose()?;
+    let scaling = best.map(points).transpose();
     let figures = figures::absolute(&rounds).into_iter().chain(single).collect();
-    let findings = Findings { rounds, figures, scaling, absent };
-    show(args, &findings)?;
+    // What was measured before something went wrong is not lost.
+    let (scaling, failed) = scaling.map_or_else(|e| (None, Some(e)), |scaling| (scaling, None));
+    show(args, &Findings { rounds, figures, scaling, absent })?;
+    failed.map_or(Ok(()), Err)?;
     eprintln!("in {} s", began.elapsed().as_secs());
     Ok(())
 }

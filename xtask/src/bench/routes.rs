@@ -8,7 +8,7 @@ use lab::{Family, Lab, Server, address};
 use super::variant::{EGRESS, UDP_PORT};
 
 /// How many addresses the server has for loads with many flows: a pod's ports alone do not make a million.
-pub const TARGETS: u8 = 64;
+pub const TARGETS: u8 = 128;
 const TARGET_NETS: [&str; 2] = ["203.0.113.0/24", "2001:db8:71::/64"];
 
 /// The addresses for loads with many flows.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use lab::traffic::{TcpClients, TcpOptions};
-use lab::{Cni, Family, PodSpec};
+use lab::{Cni, Family, PodSpec, wait_for};
 
 use super::world::{self, CONTROLLER, NEW_MAIL_PORT, NEW_WEB_PORT, PASSING, WEB, World};
 
@@ -16,6 +16,9 @@ const MOST_PODS: usize = 6;
 const CONNECTIONS: usize = 5;
 /// How long a dead gateway stays dead, or an agent frozen: longer than its lease.
 const OUTAGE: Duration = Duration::from_secs(6);
+
+/// How long an agent that has just been started may take to know of a pod.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A kind of change.
 type Change = (&'static str, fn(&mut Churn, &mut World) -> Result<()>);
@@ -114,7 +117,13 @@ impl Churn {
         let (name, node) = (format!("new-{}", self.pods_made), format!("worker{}", 1 + self.below(2)));
         let cni = if node == "worker1" { Cni::PointToPoint } else { Cni::Bridge };
         let (app, port) = if self.below(2) == 0 { ("web", NEW_WEB_PORT) } else { ("mail", NEW_MAIL_PORT) };
-        let pod = world.lab.add_pod(PodSpec::new(&name, &node).label("app", app).cni(cni))?;
+        let pod = world.lab.prepare_pod(PodSpec::new(&name, &node).label("app", app).cni(cni))?;
+        // As in a cluster, a pod is bound to its node long before it has a network, and the node's agent knows of it.
+        wait_for(&format!("{node} holds what it does not know"), PATIENCE, || {
+            let state = world.lab.egressctl(&node, &["state"])?;
+            Ok(state["rules"].to_string().contains("a selected pod is starting"))
+        })?;
+        world.lab.start_pod(&name)?;
         let mut clients = Vec::new();
         for family in Family::BOTH {
             let options = TcpOptions { interval: Duration::from_millis(500), records: 20, ..TcpOptions::default() };

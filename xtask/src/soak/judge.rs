@@ -5,12 +5,12 @@
 //! 2. A connection that was there from the beginning is never broken and loses no byte, whatever happens to gateways and
 //!    agents; a datagram flow never changes its address.
 //! 3. A gateway that has lost an egress IP does not answer for it again: the MAC address that answers changes no more often
-//!    than the owner.
+//!    than the owner. Only for as long as the news of the move may take on a busy machine two may answer in turn.
 //! 4. In the end `egress-daemon cleanup` leaves nothing behind.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use lab::traffic::{ConnectionReport, undelivered};
@@ -18,13 +18,15 @@ use lab::{Family, Packet, Trace, wait_for};
 
 use super::churn::Churn;
 use super::world::{
-    MAIL, MAIL_PORT, NEW_MAIL_PORT, NEW_WEB_PORT, PASSING, PLAIN_PORT, POD_PORT, RATE_PORT, UDP_PORT, WEB, WEB_PORT,
-    World, addresses, counters, epochs,
+    LOOK_PORT, MAIL, MAIL_PORT, NEW_MAIL_PORT, NEW_WEB_PORT, PASSING, PLAIN_PORT, POD_PORT, RATE_PORT, UDP_PORT, WEB,
+    WEB_PORT, World, addresses, counters, epochs,
 };
 
 /// Violations that are told one by one; of more only the number is kept.
 const MOST_TOLD: usize = 20;
 const PATIENCE: Duration = Duration::from_secs(60);
+/// For how long a former owner may not have read of the new one.
+const NEWS: f64 = 2.0;
 /// Several times the interval at which streams send.
 const QUIET: Duration = Duration::from_secs(3);
 
@@ -35,8 +37,9 @@ pub struct Judge {
     allowed: BTreeMap<u16, BTreeSet<IpAddr>>,
     /// Sources of answers to what the server opened.
     pods: BTreeSet<IpAddr>,
-    /// The last MAC address that answered for an egress IP, and how many there have been, one after the other.
-    answering: BTreeMap<IpAddr, ([u8; 6], u64)>,
+    /// The MAC addresses that answered for an egress IP one after the other, with when each began to, in seconds.
+    answering: BTreeMap<IpAddr, Vec<(f64, [u8; 6])>>,
+    started: Instant,
     packets: u64,
     untold: u64,
     violations: Vec<String>,
@@ -53,12 +56,14 @@ impl Judge {
         let mut allowed = BTreeMap::from([(PLAIN_PORT, plain)]);
         allowed.extend([WEB_PORT, NEW_WEB_PORT, RATE_PORT, UDP_PORT].map(|port| (port, web.clone())));
         allowed.extend([MAIL_PORT, NEW_MAIL_PORT].map(|port| (port, mail.clone())));
+        allowed.insert(LOOK_PORT, &web | &mail);
         let pod = world.lab.pod("web-1").ips;
         Judge {
             server: Family::BOTH.map(|family| world.server().ips.ip(family)).into(),
             allowed,
             pods: Family::BOTH.map(|family| pod.ip(family)).into(),
             answering: BTreeMap::new(),
+            started: Instant::now(),
             packets: 0,
             untold: 0,
             violations: Vec::new(),
@@ -99,7 +104,7 @@ impl Judge {
     fn judge(&mut self, trace: &Trace) {
         for packet in trace.packets().iter().filter(|packet| !packet.outgoing) {
             if let Some((ip, mac)) = packet.claim() {
-                self.claim(ip, mac);
+                self.claim(ip, mac, packet.at.saturating_duration_since(self.started));
             }
             self.source(packet);
         }
@@ -118,13 +123,13 @@ impl Judge {
         }
     }
 
-    fn claim(&mut self, ip: IpAddr, mac: [u8; 6]) {
+    fn claim(&mut self, ip: IpAddr, mac: [u8; 6], at: Duration) {
         if !self.allowed.values().any(|allowed| allowed.contains(&ip)) {
             return;
         }
-        let (last, changes) = self.answering.entry(ip).or_insert((mac, 1));
-        if *last != mac {
-            (*last, *changes) = (mac, *changes + 1);
+        let all = self.answering.entry(ip).or_default();
+        if all.last().is_none_or(|(_, last)| *last != mac) {
+            all.push((at.as_secs_f64(), mac));
         }
     }
 
@@ -140,14 +145,21 @@ impl Judge {
         let epochs = epochs(&world.lab);
         self.figure("changes of owners", epochs.values().map(|epoch| epoch.saturating_sub(1)).sum::<u64>());
         let passing = addresses(&[PASSING]);
-        for (ip, (_, changes)) in std::mem::take(&mut self.answering) {
+        let mut overlaps = 0;
+        for (ip, answers) in std::mem::take(&mut self.answering) {
+            let settled = settled(&answers);
+            let changes = settled.len() as u64;
+            overlaps += (answers.len() - settled.len()) / 2;
             let epoch = epochs.get(&ip).copied().unwrap_or(0);
             // The object of an egress IP that leaves its policy goes, and with it the count.
             if !passing.contains(&ip) && changes > epoch {
-                let which = format!("{ip}: {changes} times, with {epoch} owners one after the other");
+                let answers: Vec<String> = answers.iter().map(|(at, mac)| format!("{} at {at:.2} s", mac[5])).collect();
+                let answers = answers.join(", ");
+                let which = format!("{ip}: {changes} times, with {epoch} owners one after the other: {answers}");
                 self.violation("another gateway answers for an egress IP", &which);
             }
         }
+        self.figure("answers of former owners", overlaps);
         for node in world.nodes() {
             let drops: Vec<String> = counters(&world.lab, &node)?
                 .into_iter()
@@ -241,6 +253,23 @@ impl Judge {
     }
 }
 
+/// Who answered, without what a former owner said before it had read of the new one, and the new one's word against it.
+fn settled(answers: &[(f64, [u8; 6])]) -> Vec<(f64, [u8; 6])> {
+    let mut settled: Vec<(f64, [u8; 6])> = Vec::new();
+    let mut taken_over = 0.0;
+    for (at, mac) in answers {
+        match settled.as_slice() {
+            [.., _, (_, last)] if last == mac => {}
+            [.., (_, former), _] if former == mac && at - taken_over < NEWS => {}
+            _ => {
+                settled.push((*at, *mac));
+                taken_over = *at;
+            }
+        }
+    }
+    settled
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -252,6 +281,7 @@ mod tests {
             allowed: BTreeMap::from([(80, BTreeSet::from([ip(10)]))]),
             pods: BTreeSet::new(),
             answering: BTreeMap::new(),
+            started: Instant::now(),
             packets: 0,
             untold: 0,
             violations: Vec::new(),
@@ -264,10 +294,21 @@ mod tests {
         let mut judge = judge();
         let ip = IpAddr::from([192, 0, 2, 10]);
         for mac in [1, 1, 2, 2, 1, 1] {
-            judge.claim(ip, [mac; 6]);
+            judge.claim(ip, [mac; 6], Duration::ZERO);
         }
-        judge.claim([192, 0, 2, 99].into(), [7; 6]);
-        assert_eq!(judge.answering, BTreeMap::from([(ip, ([1; 6], 3))]));
+        judge.claim([192, 0, 2, 99].into(), [7; 6], Duration::ZERO);
+        assert_eq!(judge.answering, BTreeMap::from([(ip, [1, 2, 1].map(|mac| (0.0, [mac; 6])).to_vec())]));
+    }
+
+    #[test]
+    fn a_former_owner_may_answer_until_it_has_read_of_the_new_one() {
+        let answers = |all: &[(f64, u8)]| all.iter().map(|(at, mac)| (*at, [*mac; 6])).collect::<Vec<_>>();
+        let of = |all: &[(f64, u8)]| settled(&answers(all));
+        assert_eq!(of(&[(0.0, 1), (5.0, 2), (5.4, 1), (5.8, 2)]), answers(&[(0.0, 1), (5.0, 2)]));
+        let late = [(0.0, 1), (5.0, 2), (7.4, 1), (7.8, 2)];
+        assert_eq!(of(&late), answers(&late[..3]));
+        let others = [(0.0, 1), (5.0, 2), (5.4, 3)];
+        assert_eq!(of(&others), answers(&others));
     }
 
     #[test]

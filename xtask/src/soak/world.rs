@@ -26,6 +26,8 @@ pub const NEW_MAIL_PORT: u16 = 83;
 pub const RATE_PORT: u16 = 84;
 pub const PLAIN_PORT: u16 = 90;
 pub const UDP_PORT: u16 = 53;
+/// What pods connect to until their policies are in force. The last of it may be on its way when the soak begins.
+pub const LOOK_PORT: u16 = 9_007;
 /// A port of pods, which the outside and other pods connect to.
 pub const POD_PORT: u16 = 8080;
 
@@ -156,7 +158,6 @@ impl World {
 
     /// The source of a new connection of a pod; none if it was not established at once.
     fn source(&self, pod: &str, family: Family) -> Result<Option<IpAddr>> {
-        const LOOK_PORT: u16 = 9_007;
         let server = self.server();
         let listening = TcpServer::start(&server.ns, &server.ips.both(LOOK_PORT), ServerMode::Echo)?;
         let options = TcpOptions { connect_timeout: Duration::from_secs(1), reset: true, ..TcpOptions::once() };

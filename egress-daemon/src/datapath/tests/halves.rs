@@ -18,10 +18,14 @@ use egress_common::{
     flow::{FlowKey, Reverse},
     verdict::Counter,
 };
+use nix::{
+    sched::{CpuSet, sched_getaffinity, sched_setaffinity},
+    unistd::Pid,
+};
 use std::{
     collections::BTreeSet,
     net::{IpAddr, Ipv4Addr},
-    sync::Barrier,
+    sync::atomic::{AtomicUsize, Ordering},
 };
 
 const SYN: u8 = 2;
@@ -103,12 +107,16 @@ fn create_race_two_cpus_that_make_the_same_flow_agree_on_it() {
     let frames: Vec<Vec<u8>> = (0..RACES)
         .map(|n| seal(ip(addr(POD4), server(u32::from(n) / 64), UDP, &[], &udp(20_000 + n, 443, b"data"))))
         .collect();
-    let barrier = Barrier::new(2);
+    let arrived = AtomicUsize::new(0);
     let run = |programs: &mut Programs| -> Vec<(i32, Vec<u8>)> {
         let program = programs.get("pod_egress").unwrap();
-        let each = frames.iter().map(|frame| {
+        let each = frames.iter().enumerate().map(|(n, frame)| {
             let mut out = vec![0; frame.len() + 256];
-            barrier.wait();
+            // Whoever sleeps until the other one is there comes too late: a program takes microseconds.
+            arrived.fetch_add(1, Ordering::AcqRel);
+            while arrived.load(Ordering::Acquire) < 2 * (n + 1) {
+                std::hint::spin_loop();
+            }
             let options = TestRunOptions { data_in: Some(frame), data_out: Some(&mut out), ..Default::default() };
             let result = program.test_run(options).unwrap();
             out.truncate(result.data_size_out as usize);
@@ -141,7 +149,20 @@ fn lru_early_and_map_full_a_full_table_has_lost_no_flow_and_takes_no_more() {
     // As many as the tables hold (see `Rig::new`).
     let all = 4096;
     let frame = |n: u32| seal(ip(addr(POD4), server(n / 64), UDP, &[], &udp(1024 + n as u16, 53, b"question")));
-    let sent: Vec<_> = (0..all).map(|n| rig.run("pod_egress", &frame(n))).collect();
+    // From all CPUs in turn: what one of them keeps in reserve is missing to the others.
+    let cpus = sched_getaffinity(Pid::from_raw(0)).unwrap();
+    let mut turns = (0..CpuSet::count()).filter(|cpu| cpus.is_set(*cpu).unwrap_or(false)).cycle();
+    let sent: Vec<_> = (0..all)
+        .map(|n| {
+            if n % 100 == 0 {
+                let mut one = CpuSet::new();
+                one.set(turns.next().unwrap()).unwrap();
+                sched_setaffinity(Pid::from_raw(0), &one).unwrap();
+            }
+            rig.run("pod_egress", &frame(n))
+        })
+        .collect();
+    sched_setaffinity(Pid::from_raw(0), &cpus).unwrap();
     assert!(sent.iter().all(|(verdict, _)| *verdict == REDIRECT), "{:?}", rig.writer.maps().counters());
     let left: BTreeSet<&[u8]> = sent.iter().map(|(_, out)| &out[26..38]).collect();
     assert_eq!(left.len(), all as usize, "two flows share an address, a port and a server");

@@ -3,6 +3,7 @@
 mod blocks;
 mod classes;
 mod endpoints;
+mod memo;
 mod owners;
 mod pools;
 mod scenes;

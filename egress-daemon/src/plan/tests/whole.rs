@@ -260,7 +260,7 @@ proptest! {
         }
         classes.remove(&BTreeSet::new());
         let interned: BTreeSet<BTreeSet<PolicyId>> =
-            selection.classes().into_iter().map(|class| class.into_iter().cloned().collect()).collect();
+            selection.classes().into_keys().map(|class| class.into_iter().cloned().collect()).collect();
         prop_assert_eq!(interned, classes);
     }
 

@@ -248,6 +248,10 @@ impl Backend for Arc<Files> {
         self.view().revision(kind)
     }
 
+    fn changed(&self, kind: Kind, revision: u64) -> Option<Vec<Key>> {
+        self.view().changed(kind, revision)
+    }
+
     fn heard(&self, kind: Kind) -> u64 {
         self.revision(kind)
     }

@@ -104,6 +104,10 @@ impl Cache {
         self.state().view.revision(kind)
     }
 
+    pub(super) fn changed(&self, kind: Kind, revision: u64) -> Option<Vec<Key>> {
+        self.state().view.changed(kind, revision)
+    }
+
     pub(super) fn heard(&self, kind: Kind) -> u64 {
         self.state().kinds.get(&kind).map_or(0, |progress| progress.heard)
     }

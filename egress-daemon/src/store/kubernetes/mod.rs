@@ -122,6 +122,10 @@ impl Backend for Kubernetes {
         self.cache.revision(kind)
     }
 
+    fn changed(&self, kind: Kind, revision: u64) -> Option<Vec<Key>> {
+        self.cache.changed(kind, revision)
+    }
+
     fn heard(&self, kind: Kind) -> u64 {
         self.cache.heard(kind)
     }

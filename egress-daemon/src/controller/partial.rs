@@ -1,0 +1,236 @@
+//! Takes in a few changes without a look at everything: pods that came, went or changed, what agents report, and what
+//! this controller wrote itself. Everything else, and whatever could follow from it, is for a full round.
+
+use crate::api::{
+    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressNodeSpec,
+    ExternalIPPool, egress_ip_name,
+};
+use crate::health::Health;
+use crate::model::{Endpoint, EndpointId, NodeName, NodeReport, Policy, PolicyId, PolicyKind, Pool, Snapshot};
+use crate::plan::{Changes, EgressIpPlan, Memo, Plan};
+use crate::snapshot::{Desired, Objects, desired_part, egress_ip, namespace};
+use crate::store::{Key, Store, Stored};
+use crate::translate::{self, Problem};
+use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+/// The store's revision of each kind that a plan is made from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Revisions {
+    policies: u64,
+    pools: u64,
+    cilium_policies: u64,
+    egresses: u64,
+    external_ip_pools: u64,
+    nodes: u64,
+    namespaces: u64,
+    pods: u64,
+    egress_ips: u64,
+    egress_nodes: u64,
+}
+
+impl Revisions {
+    pub(super) fn of(store: &Store) -> Self {
+        Self {
+            policies: store.revision::<EgressGatewayPolicy>(),
+            pools: store.revision::<EgressIPPool>(),
+            cilium_policies: store.revision::<CiliumEgressGatewayPolicy>(),
+            egresses: store.revision::<Egress>(),
+            external_ip_pools: store.revision::<ExternalIPPool>(),
+            nodes: store.revision::<Node>(),
+            namespaces: store.revision::<Namespace>(),
+            pods: store.revision::<Pod>(),
+            egress_ips: store.revision::<EgressIP>(),
+            egress_nodes: store.revision::<EgressNode>(),
+        }
+    }
+}
+
+/// What is known after a round that succeeded. All of it belongs together: what cannot be brought up to date is thrown
+/// away, and a full round makes it anew.
+pub(super) struct Known {
+    pub(super) memo: Memo,
+    /// What in the objects could not be understood.
+    problems: Vec<Problem>,
+    /// What each EgressNode object says.
+    nodes: BTreeMap<String, EgressNodeSpec>,
+}
+
+impl Known {
+    /// After `wanted` is written.
+    pub(super) fn new(memo: Memo, problems: Vec<Problem>, wanted: &Desired) -> Self {
+        Self { memo, problems, nodes: specs(wanted).collect() }
+    }
+
+    /// Brings itself and `plan` up to date with what changed in the store since it had these revisions. What should be there
+    /// now is in what is returned, as far as it may differ. Nothing: a full round is needed.
+    pub(super) fn take_in(
+        self,
+        store: &Store,
+        since: &Revisions,
+        health: &Health,
+        plan: &mut Plan,
+        now: &Time,
+    ) -> Option<(Self, Desired)> {
+        let snapshot = self.memo.snapshot();
+        let mut objects = Objects::default();
+        namespaces(store, since.namespaces, snapshot)?;
+        self.nodes(store, since.nodes)?;
+        let pool = |pool: &Pool| snapshot.pools.get(&pool.id) == Some(pool);
+        objects.pools = alike(store, since.pools, translate::pool, pool)?;
+        objects.external_ip_pools = alike(store, since.external_ip_pools, translate::antrea::pool, pool)?;
+        let mut policies = policies(store, since, snapshot)?;
+        let egress_ips = egress_ips(store, since.egress_ips, plan)?;
+        let reports = self.reports(store, since.egress_nodes)?;
+        let changes = Changes { pods: pods(store, since.pods, snapshot)?, reports };
+
+        let Known { memo, problems, mut nodes } = self;
+        let (memo, mut touched) = memo.change(health, plan, changes)?;
+        policies.extend(touched.policies.iter().cloned());
+        for policy in policies {
+            let key = Key::cluster(&policy.name);
+            match policy.kind {
+                PolicyKind::Native => objects.policies.extend(store.get(&key)),
+                PolicyKind::Cilium => objects.cilium_policies.extend(store.get(&key)),
+                PolicyKind::Antrea => objects.egresses.extend(store.get(&key)),
+            }
+        }
+        touched.egress_ips.extend(egress_ips);
+        let names = touched.egress_ips.iter().map(|address| egress_ip_name(*address));
+        objects.egress_ips = names.filter_map(|name| store.get(&Key::cluster(&name))).collect();
+        let names = touched.nodes.iter().map(NodeName::as_str);
+        objects.egress_nodes = names.filter_map(|name| store.get(&Key::cluster(name))).collect();
+        let mut desired = desired_part(&objects, memo.snapshot(), plan, &problems, now, (&touched, &nodes));
+        super::remarks::add(&mut desired, &objects, &store.problems(), now);
+        nodes.extend(specs(&desired));
+        Some((Known { memo, problems, nodes }, desired))
+    }
+
+    /// Whether the changed nodes say what they said.
+    fn nodes(&self, store: &Store, since: u64) -> Option<()> {
+        let known = &self.memo.snapshot().nodes;
+        for (_, object) in changed::<Node>(store, since)? {
+            let (node, found) = translate::node(object?.as_ref(), None);
+            let before = known.get(&node.name)?;
+            let report = before.report.clone();
+            let had_problems = self.problems.iter().any(|problem| problem.name == node.name.as_str());
+            if had_problems || !found.is_empty() || (crate::model::Node { report, ..node }) != *before {
+                return None;
+            }
+        }
+        Some(())
+    }
+
+    /// What the agents of nodes report now, where that is anything else and our own part is as it was.
+    fn reports(&self, store: &Store, since: u64) -> Option<BTreeMap<NodeName, NodeReport>> {
+        let mut reports = BTreeMap::new();
+        for (key, object) in changed::<EgressNode>(store, since)? {
+            let object = object?;
+            if self.nodes.get(&key.name) != Some(&planned(&object.spec)) {
+                return None;
+            }
+            let name = NodeName::from(key.name.as_str());
+            let Some(node) = self.memo.snapshot().nodes.get(&name) else { continue };
+            let had_problems = self.problems.iter().any(|problem| problem.name == key.name);
+            let (report, found) = translate::report(&object).unzip();
+            if had_problems || found.is_some_and(|found| !found.is_empty()) {
+                return None;
+            }
+            match report {
+                Some(report) if node.report.as_ref() != Some(&report) => reports.insert(name, report),
+                None if node.report.is_some() => return None,
+                _ => None,
+            };
+        }
+        Some(reports)
+    }
+}
+
+fn specs(desired: &Desired) -> impl Iterator<Item = (String, EgressNodeSpec)> {
+    desired.egress_nodes.iter().map(|(name, object)| (name.clone(), planned(&object.spec)))
+}
+
+/// What of a spec comes from a plan: not that which follows from having written the others.
+fn planned(spec: &EgressNodeSpec) -> EgressNodeSpec {
+    EgressNodeSpec { leases_up_to: 0, ..spec.clone() }
+}
+
+/// The objects of a kind that came, went or changed, as they are now.
+fn changed<T: Stored>(store: &Store, since: u64) -> Option<BTreeMap<Key, Option<Arc<T>>>> {
+    let keys = store.changed::<T>(since)?;
+    Some(keys.into_iter().map(|key| (key.clone(), store.get::<T>(&key))).collect())
+}
+
+/// The objects of a kind that changed, if all of them are there and stand for something that is known.
+fn alike<T: Stored, M>(
+    store: &Store,
+    since: u64,
+    read: impl Fn(&T) -> Result<M, Vec<Problem>>,
+    is_known: impl Fn(&M) -> bool,
+) -> Option<Vec<Arc<T>>> {
+    let objects: Option<Vec<Arc<T>>> = changed(store, since)?.into_values().collect();
+    objects.filter(|objects| objects.iter().all(|object| read(object).is_ok_and(|model| is_known(&model))))
+}
+
+/// The policies whose objects changed, if they say what they said.
+fn policies(store: &Store, since: &Revisions, snapshot: &Snapshot) -> Option<BTreeSet<PolicyId>> {
+    let known = |policy: &Policy| snapshot.policies.get(&policy.id) == Some(policy);
+    let own = alike(store, since.policies, translate::policy, known)?;
+    let cilium = alike(store, since.cilium_policies, translate::cilium::policy, known)?;
+    let read = |object: &Egress| translate::antrea::egress(object, &snapshot.pools);
+    let antrea = alike(store, since.egresses, read, known)?;
+    let mut policies = BTreeSet::new();
+    policies.extend(ids(PolicyKind::Native, &own));
+    policies.extend(ids(PolicyKind::Cilium, &cilium));
+    policies.extend(ids(PolicyKind::Antrea, &antrea));
+    Some(policies)
+}
+
+fn ids<T: Stored>(kind: PolicyKind, objects: &[Arc<T>]) -> impl Iterator<Item = PolicyId> {
+    objects.iter().map(move |object| PolicyId::new(kind, &Key::of(object.as_ref()).name))
+}
+
+/// Whether the changed namespaces have the labels that they had.
+fn namespaces(store: &Store, since: u64, snapshot: &Snapshot) -> Option<()> {
+    for (_, object) in changed::<Namespace>(store, since)? {
+        let (name, labels) = namespace(object?.as_ref());
+        if snapshot.namespaces.get(&name) != Some(&labels) {
+            return None;
+        }
+    }
+    Some(())
+}
+
+/// The egress IPs whose objects changed, if they say what was planned.
+fn egress_ips(store: &Store, since: u64, plan: &Plan) -> Option<Vec<IpAddr>> {
+    let mut addresses = Vec::new();
+    for (_, object) in changed::<EgressIP>(store, since)? {
+        let (address, said) = egress_ip(object?.as_ref())?;
+        let planned = plan.egress_ips.get(&address)?;
+        if (EgressIpPlan { reason: planned.reason, ..said }) != *planned {
+            return None;
+        }
+        addresses.push(address);
+    }
+    Some(addresses)
+}
+
+/// The pods that changed.
+fn pods(store: &Store, since: u64, snapshot: &Snapshot) -> Option<BTreeMap<EndpointId, Option<Endpoint>>> {
+    let mut changes = BTreeMap::new();
+    for (key, pod) in changed::<Pod>(store, since)? {
+        let first = EndpointId::new(&key.namespace, &key.name, "");
+        let of_name = snapshot.endpoints.range(first.clone()..).map(|(id, _)| id);
+        let of_name = of_name.take_while(|id| (&id.namespace, &id.name) == (&first.namespace, &first.name));
+        changes.extend(of_name.map(|id| (id.clone(), None)));
+        if let Some(endpoint) = pod.and_then(|pod| translate::endpoint(&pod)) {
+            // The labels of a namespace that is not there yet are made up with its first pod.
+            snapshot.namespaces.get(&endpoint.id.namespace)?;
+            changes.insert(endpoint.id.clone(), Some(endpoint));
+        }
+    }
+    Some(changes)
+}

@@ -1,0 +1,65 @@
+//! What should be there of the parts of a plan that a small change touched.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+
+use super::statuses::World;
+use super::{Desired, Objects, egress_ips, egress_node, fill, statuses};
+use crate::api::{EgressNode, EgressNodeSpec};
+use crate::model::{NodeName, PolicyId, Snapshot};
+use crate::plan::{Plan, Touched};
+use crate::translate::Problem;
+
+/// The same as [`super::desired`], for the objects in `objects` and those of egress IPs and nodes that were touched. `specs`
+/// are what all EgressNode objects should have been before; the nodes that there are, and that hold blocks, are the same.
+pub fn desired_part(
+    objects: &Objects,
+    snapshot: &Snapshot,
+    plan: &Plan,
+    problems: &[Problem],
+    now: &Time,
+    (touched, specs): (&Touched, &BTreeMap<String, EgressNodeSpec>),
+) -> Desired {
+    let world = World { snapshot, plan, problems, now };
+    let names = touched.nodes.iter();
+    let mut nodes: BTreeMap<&NodeName, EgressNodeSpec> =
+        names.filter_map(|name| Some((name, untouched(specs.get(name.as_str())?, touched)))).collect();
+    let blocks = touched.egress_ips.iter().filter_map(|address| plan.blocks.get_key_value(address));
+    let leases = blocks.clone().map(|(_, blocks)| blocks);
+    let assignments = touched.policies.iter().filter_map(|policy| plan.assignments.get_key_value(policy));
+    fill(&mut nodes, snapshot, blocks, assignments);
+    nodes.values_mut().for_each(sort);
+    let existing: BTreeMap<&str, &EgressNode> =
+        objects.egress_nodes.iter().filter_map(|node| Some((node.metadata.name.as_deref()?, &**node))).collect();
+    let object = |(name, spec): (&NodeName, EgressNodeSpec)| {
+        (name.to_string(), egress_node(name, spec, existing.get(name.as_str())))
+    };
+    Desired {
+        egress_ips: egress_ips(objects, &world, touched.egress_ips.iter()),
+        egress_nodes: nodes.into_iter().map(object).collect(),
+        lease_revision: leases.flat_map(BTreeMap::values).map(|lease| lease.revision).max().unwrap_or(0),
+        ..statuses(objects, &world)
+    }
+}
+
+/// What a node keeps.
+fn untouched(spec: &EgressNodeSpec, touched: &Touched) -> EgressNodeSpec {
+    let mut spec = spec.clone();
+    let egress_ip = |text: &str| text.parse().is_ok_and(|address: IpAddr| touched.egress_ips.contains(&address));
+    let policy = |text: &str| text.parse().is_ok_and(|policy: PolicyId| touched.policies.contains(&policy));
+    spec.blocks.retain(|leased| !egress_ip(&leased.egress_ip));
+    spec.quarantined.retain(|leased| !egress_ip(&leased.egress_ip));
+    spec.assignments.retain(|assignment| !policy(&assignment.policy));
+    spec
+}
+
+/// Puts all lists into the order of a plan.
+fn sort(spec: &mut EgressNodeSpec) {
+    let address = |text: &str| text.parse::<IpAddr>().ok();
+    spec.blocks.sort_by_cached_key(|leased| address(&leased.egress_ip));
+    spec.quarantined.sort_by_cached_key(|leased| address(&leased.egress_ip));
+    spec.assignments
+        .sort_by_cached_key(|assignment| (assignment.policy.parse::<PolicyId>().ok(), address(&assignment.egress_ip)));
+}
