@@ -9,7 +9,7 @@ use lab::traffic::{TcpClients, TcpOptions};
 use lab::{Capture, wait_for, wait_until};
 
 use super::super::flows::{Flow, Trickle, counts, timeline};
-use super::super::scenes::gateway::{FAILBACK_DELAY, HANDED_OVER, LONGEST_PAUSE, MOVED, avoided, moves, streams_table};
+use super::super::scenes::gateway::{FAILBACK_DELAY, HANDED_OVER, MOVED, avoided, moves, streams_table};
 use super::super::scenes::{seconds, spread};
 use super::super::streams::{Streams, intact, longest_pause};
 use super::super::table::Table;
