@@ -86,7 +86,7 @@ impl Packet {
 
     /// Whether the frame's destination is this host's own MAC address (`PACKET_HOST`).
     #[inline(always)]
-    pub fn to_host(&self) -> bool {
+    pub fn is_for_host(&self) -> bool {
         field!(self, pkt_type) == 0
     }
 

@@ -60,7 +60,7 @@ fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
     let e = EGRESS_IPS.get(egress)?;
     let index = link_node(pkt)?;
     // The owner itself sends it out, and this node is its next hop.
-    if index == e.owner || !pkt.to_host() {
+    if index == e.owner || !pkt.is_for_host() {
         return None;
     }
     if e.flags & flags::OWNED == 0 {

@@ -168,7 +168,7 @@ pub fn strip<F: Family>(pkt: &Packet, config: &Config) -> Stripped {
     let vxlan = pkt.read_header::<[u32; 2]>(ETH_LEN + F::HEADER + 8);
     let inner = pkt.read_header::<u16>(ETH_LEN + overhead - 2);
     let (Some([VNI_VALID, vni]), Some(inner)) = (vxlan, inner) else { return left(Counter::DeviceOuter) };
-    if !usual || !pkt.to_host() || pkt.tagged() {
+    if !usual || !pkt.is_for_host() || pkt.tagged() {
         return left(Counter::DeviceOuter);
     }
     let mut how = BPF_F_ADJ_ROOM_FIXED_GSO as u64 | BPF_F_ADJ_ROOM_NO_CSUM_RESET as u64;
