@@ -3,9 +3,9 @@
 
 use anyhow::Result;
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
-use lab::{Builder, Capture, Cni, Family, Lab, Pod, PodSpec, address, wait_for, wait_until};
+use lab::{Builder, Capture, Cni, Family, Lab, Pod, PodSpec, StartOptions, address, wait_for, wait_until};
 
-use crate::support::{PATIENCE, egress, knows, start, wait_in_force, wait_owner, web};
+use crate::support::{CALM, PATIENCE, calm, egress, knows, start_with, wait_in_force, wait_owner, web};
 
 /// The bit of the mark that leads first packets to the tunnel device, as `egress_common::abi` has it.
 const MARK: u32 = 0x1000;
@@ -13,6 +13,16 @@ const MARK: u32 = 0x1000;
 /// A lab whose nodes have these nftables rules before the agents start; on it one pod of each kind of CNI on a worker, and one
 /// on each owner of the egress IPs (which sends for itself). All of them reach the server with their egress IP and no other.
 fn flows_under(builder: Builder, rules: &str, test: impl FnOnce(&mut Lab, &[Pod]) -> Result<()>) {
+    flows_with(builder, &calm(), rules, test);
+}
+
+/// [`flows_under`] with options for agents and controller.
+fn flows_with(
+    builder: Builder,
+    options: &StartOptions,
+    rules: &str,
+    test: impl FnOnce(&mut Lab, &[Pod]) -> Result<()>,
+) {
     builder.workers(1).gateways(2).run(|lab| {
         for node in lab.nodes() {
             node.ns.nft(rules)?;
@@ -22,7 +32,7 @@ fn flows_under(builder: Builder, rules: &str, test: impl FnOnce(&mut Lab, &[Pod]
         for (name, cni) in [("veth", Cni::PointToPoint), ("bridged", Cni::Bridge)] {
             pods.push(lab.add_pod(PodSpec::new(name, "worker1").label("app", "web").cni(cni))?);
         }
-        start(lab)?;
+        start_with(lab, options)?;
         for family in Family::BOTH {
             let owner = wait_owner(lab, egress(family, &[10])[0], |_| true)?;
             let name = format!("on-{owner}-{family:?}").to_lowercase();
@@ -167,7 +177,8 @@ fn outer_mark_is_empty_when_a_packet_comes_out_of_the_tunnel_device() {
             udp dport 8473 meta mark != 0 counter name marked
         }
     }";
-    flows_under(Lab::builder(), rules, |lab, _| {
+    let device = StartOptions::new().config(&format!("{CALM}transport: device\n"));
+    flows_with(Lab::builder(), &device, rules, |lab, _| {
         let count = |name: &str| -> Result<u64> {
             let text = lab.node("worker1").ns.sh(&format!("nft list counter inet watch {name}"))?;
             let words: Vec<&str> = text.split_whitespace().collect();
