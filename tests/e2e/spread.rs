@@ -108,14 +108,14 @@ fn flows_keep_their_egress_ip_while_the_weights_change() {
         let start_tcp = |family| TcpClients::establish(&pod.ns, server.ips.at(family, 80), 40, TcpOptions::default());
         let datagrams = [start_udp(Family::V4)?, start_udp(Family::V6)?];
         let streams = [start_tcp(Family::V4)?, start_tcp(Family::V6)?];
-        for (a, b, c) in [(100, 1, 1), (1, 100, 1), (1, 1, 100), (1, 1, 1)] {
+        for (port, (a, b, c)) in (7100..).zip([(100, 1, 1), (1, 100, 1), (1, 1, 100), (1, 1, 1)]) {
             let spec = format!("{WEB}{}", weighted(&[(10, a), (11, b), (12, c)]));
             lab.manifests().write("web", &policy("web", &spec))?;
             // The new weights are in force when new connections follow them.
             let weights = [f64::from(a), f64::from(b), f64::from(c)];
             for family in Family::BOTH {
                 let counts = || {
-                    let seen = crate::support::sources(&pod.ns, server, family, 300)?;
+                    let seen = crate::support::sources_at(&pod.ns, server, port, family, 300)?;
                     let ips = egress(family, &[10, 11, 12]);
                     Ok(ips.iter().map(|ip| seen.get(ip).copied().unwrap_or(0) as u64).collect::<Vec<_>>())
                 };

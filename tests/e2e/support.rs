@@ -120,10 +120,16 @@ pub type Sources = BTreeMap<IpAddr, usize>;
 /// Opens `count` connections at once and closes them. Those that are not established and answered in time are missing in
 /// the answer.
 pub fn sources(from: &NetNs, server: &Server, family: Family, count: usize) -> Result<Sources> {
-    let listening = TcpServer::start(&server.ns, &server.ips.both(LOOK_PORT), ServerMode::Echo)?;
+    sources_at(from, server, LOOK_PORT, family, count)
+}
+
+/// [`sources`] at another port of the server: a connection that has the addresses and ports of one a moment ago is the
+/// same flow, and keeps its egress IP.
+pub fn sources_at(from: &NetNs, server: &Server, port: u16, family: Family, count: usize) -> Result<Sources> {
+    let listening = TcpServer::start(&server.ns, &server.ips.both(port), ServerMode::Echo)?;
     let options =
         TcpOptions { connect_timeout: CONNECT, interval: Duration::from_millis(5), reset: true, ..TcpOptions::once() };
-    let clients = TcpClients::open(from, server.ips.at(family, LOOK_PORT), count, options)?;
+    let clients = TcpClients::open(from, server.ips.at(family, port), count, options)?;
     let decided = |one: &lab::traffic::ConnectionReport| match one.state {
         lab::traffic::ConnectionState::Connecting => false,
         lab::traffic::ConnectionState::Open => one.received > 0,
