@@ -6,12 +6,11 @@ use crate::{
     fragment,
     maps::{CONFIG, EGRESS_IPS, LEASES, NODES},
     neighbor,
-    packet::Packet,
+    packet::{ETH_LEN, Packet},
     parse::{self, Ip, Kind, Part, Transport},
     probe, shaper, stats, underlay, way,
 };
 use egress_common::{
-    V6,
     config::Config,
     egress::{EgressIp, flags},
     port_block,
@@ -27,37 +26,26 @@ fn lessee(pkt: &Packet, egress: u32, port: u16) -> u32 {
     unsafe { *table.node.as_ptr().add(row) as u32 }
 }
 
-/// Whether a packet comes from node number `index`: by its outer source address, or without one (`direct`) by the node
-/// whose MAC address it comes from, `link`; 0 where there is an outer address. No enum and no `Option`, since the verifier sees
-/// through neither without CAP_PERFMON: it allows no question whether a pointer to the stack is null.
+/// A translated packet that node number `from` sent through the tunnel, on its way out. A verdict's bits.
 #[inline(always)]
-fn comes_from(index: u32, outer: &V6, link: u32) -> bool {
-    match link {
-        0 => matches!(NODES.get(index), Some(n) if n.present != 0 && n.addr == *outer),
-        link => link == index,
-    }
-}
-
-/// A translated packet from a source node, which `outer` or `link` tells, on its way out. A verdict's bits, as a function of
-/// its own returns them: the variables of several do not fit the stack.
-#[inline(never)]
-pub fn forward<F: Family>(pkt: &Packet, outer: &V6, link: u32) -> u64 {
-    match leased::<F>(pkt, outer, link) {
-        // No port of a flow is that low.
-        Verdict::Drop(Counter::DropNotLeased) if link != 0 && probe::is::<F>(pkt) => Verdict::probe(link).to_bits(),
-        verdict => verdict.to_bits(),
-    }
-}
-
-#[inline(always)]
-fn leased<F: Family>(pkt: &Packet, outer: &V6, link: u32) -> Verdict {
-    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
+pub fn forward<F: Family>(pkt: &Packet, from: u32) -> u64 {
+    let Some(source) = F::load(pkt, ETH_LEN + F::SRC) else {
+        return Verdict::Drop(Counter::DropMalformed).to_bits();
+    };
     // SAFETY: read only.
-    let Some(&egress) = (unsafe { F::egress_index().get(ip.src) }) else { return Verdict::Drop(Counter::DropNotOwner) };
-    let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNotOwner) };
-    if e.flags & flags::OWNED == 0 {
-        return Verdict::Drop(Counter::DropNotOwner);
+    let Some(&egress) = (unsafe { F::egress_index().get(source) }) else {
+        return Verdict::Drop(Counter::DropNotOwner).to_bits();
+    };
+    match EGRESS_IPS.get(egress) {
+        Some(e) if e.flags & flags::OWNED != 0 => leased::<F>(pkt, egress, e, from).to_bits(),
+        _ => Verdict::Drop(Counter::DropNotOwner).to_bits(),
     }
+}
+
+/// A packet of an egress IP of this node, that node number `from` translated: out, if the port is leased to that one.
+#[inline(always)]
+pub fn leased<F: Family>(pkt: &Packet, egress: u32, e: &EgressIp, from: u32) -> Verdict {
+    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
     let t = parse::transport::<F>(pkt, &ip);
     let port = match t.kind {
         Kind::Tcp | Kind::Udp | Kind::Query => t.src_port,
@@ -69,7 +57,7 @@ fn leased<F: Family>(pkt: &Packet, outer: &V6, link: u32) -> Verdict {
         Kind::Answer | Kind::Other => return Verdict::Drop(Counter::DropProtocol),
         Kind::Broken => return Verdict::Drop(Counter::DropMalformed),
     };
-    if !comes_from(lessee(pkt, egress, port), outer, link) {
+    if lessee(pkt, egress, port) != from {
         return Verdict::Drop(Counter::DropNotLeased);
     }
     if ip.part == Part::First {
@@ -82,9 +70,8 @@ fn leased<F: Family>(pkt: &Packet, outer: &V6, link: u32) -> Verdict {
     }
 }
 
-/// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours. A verdict's bits, as a
-/// function of its own returns them (see `Verdict::Later`).
-#[inline(never)]
+/// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours. A verdict's bits.
+#[inline(always)]
 pub fn reply<F: Family>(pkt: &Packet) -> u64 {
     inward::<F>(pkt).to_bits()
 }
