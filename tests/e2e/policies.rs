@@ -190,15 +190,9 @@ fn two_hundred_updates_under_load_let_no_wrong_source_out_and_break_no_connectio
         }
         assert!(updates >= 190, "{updates}");
 
-        let [near_rates, far_rates] = rates;
-        for rate in near_rates {
+        for rate in rates.into_iter().flatten() {
             let report = rate?.finish()?;
             assert!(report.opened > 500 && report.failures() == 0, "{} opened, {:?}", report.opened, report.failed);
-        }
-        // Where policies come and go a node may see one a moment before or after its egress IPs.
-        for rate in far_rates {
-            let report = rate?.finish()?;
-            assert!(report.opened > 500, "{} opened, {:?}", report.opened, report.failed);
         }
         for clients in &streams {
             clients.wait_progress(3, PATIENCE)?;

@@ -6,6 +6,7 @@
 //! a few changed pods or reports are taken into what the last one made (`partial`), with the same result.
 
 mod apply;
+mod departed;
 mod events;
 mod partial;
 mod remarks;

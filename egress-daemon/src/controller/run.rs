@@ -1,6 +1,7 @@
 //! The loop.
 
 use super::apply::{Applied, apply, apply_part};
+use super::departed::Departed;
 use super::partial::{Known, Revisions};
 use super::{ControllerConfig, Event, Report, remarks};
 use crate::api::{
@@ -87,6 +88,8 @@ struct Leading {
     told: Option<Plan>,
     /// The policies that could not be carried out then, and why.
     refused: BTreeMap<PolicyId, String>,
+    /// The policies that are gone.
+    departed: Departed,
 }
 
 /// What a plan depends on, in a form that is cheap to compare.
@@ -126,9 +129,9 @@ impl Controller {
                 self.store.refresh().await;
                 let store = self.store.guarded(self.lease.clone(), epoch);
                 let (due, delays) = (Duration::ZERO, BTreeSet::new());
-                let refused = BTreeMap::new();
+                let (refused, departed) = (BTreeMap::new(), Departed::default());
                 self.leading =
-                    Some(Leading { epoch, store, seen: None, known: None, due, delays, told: None, refused });
+                    Some(Leading { epoch, store, seen: None, known: None, due, delays, told: None, refused, departed });
             }
             Some(_) => {}
         }
@@ -243,7 +246,8 @@ impl Controller {
             egress_nodes: self.store.list::<EgressNode>(),
         };
         let started = Instant::now();
-        let (snapshot, problems) = snapshot(&objects);
+        let (mut snapshot, problems) = snapshot(&objects);
+        leading.departed.add_to(&mut snapshot.policies, self.start.elapsed());
         let before = previous(&objects);
         let (after, memo) = plan_and_remember(snapshot, health, &before);
         let time = Time(Timestamp::now());
@@ -262,7 +266,8 @@ impl Controller {
         let failed = !applied.errors.is_empty();
         leading.seen = (!failed).then_some(inputs);
         leading.known = (!failed).then_some(known);
-        leading.due = now + if failed { RETRY } else { RESYNC };
+        let due = now + if failed { RETRY } else { RESYNC };
+        leading.due = leading.departed.next_deadline().map_or(due, |next| due.min(next));
     }
 
     fn observe_nodes(&mut self, snapshot: &Snapshot, objects: &Objects, now: Duration) {
