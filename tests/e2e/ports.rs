@@ -81,7 +81,7 @@ fn with_two_pods(options: &StartOptions, test: impl FnOnce(&mut Lab, [Pod; 2], S
 /// FAILURES.md: port-search. Two pods use the same ports of their own; four fifths of the first lease fill up to one
 /// destination without a single packet lost or a port used twice.
 #[test]
-fn ports_are_found_while_there_are_any_and_none_is_used_twice() {
+fn port_search_ports_are_found_while_there_are_any_and_none_is_used_twice() {
     lab::require_root!();
     with_two_pods(&calm(), |lab, pods, server| {
         for family in Family::BOTH {
@@ -147,7 +147,7 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
 /// FAILURES.md: port-leak. Connections that were refused give their ports back at once: many times as many as there are
 /// ports go to one destination, without waiting for any timeout.
 #[test]
-fn closed_connections_give_their_ports_back() {
+fn port_leak_closed_connections_give_their_ports_back() {
     lab::require_root!();
     with_two_pods(&calm(), |lab, pods, server| {
         let target = server.ips.at(Family::V4, TARGET);

@@ -88,14 +88,14 @@ fn tcp_udp_and_echo_of_point_to_point_pods() {
 }
 
 #[test]
-fn tcp_udp_and_echo_of_bridged_pods_with_every_checksum_filled_in() {
+fn v6_csum_tcp_udp_and_echo_of_bridged_pods_with_every_checksum_filled_in() {
     lab::require_root!();
     tcp_udp_and_echo(Cni::Bridge, false);
 }
 
 /// FAILURES.md: icmp-error.
 #[test]
-fn icmp_errors_reach_the_pod_that_they_are_about() {
+fn icmp_error_of_any_kind_reaches_the_pod_that_it_is_about() {
     lab::require_root!();
     with_pod(Lab::builder().far_mtu(1300), |lab, pod| {
         let (near, far) = (lab.server("server1"), lab.server("far1"));
@@ -148,7 +148,7 @@ fn icmp_errors_reach_the_pod_that_they_are_about() {
 
 /// FAILURES.md: fragments.
 #[test]
-fn datagrams_in_fragments_arrive_with_the_egress_ip_and_so_do_their_answers() {
+fn fragments_of_datagrams_arrive_with_the_egress_ip_and_so_do_their_answers() {
     lab::require_root!();
     with_pod(Lab::builder(), |lab, pod| {
         for name in ["server1", "far1"] {
