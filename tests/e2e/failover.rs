@@ -402,6 +402,19 @@ fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
             !packet.outgoing && packet.ip().is_some_and(|ip| all_of(&[10, 11]).contains(&ip.source) && answers(ip))
         });
         assert_eq!(from_them.packets(), []);
+        // No stack passes them on either: it would have to ask where the address is.
+        let ips = all_of(&[10, 11]);
+        let questions = trace.filter(|packet| match &packet.content {
+            _ if packet.outgoing => false,
+            lab::capture::Content::Arp(arp) => {
+                !arp.reply && arp.sender != arp.target && ips.contains(&IpAddr::from(arp.target))
+            }
+            _ => packet.ip().is_some_and(|ip| match ip.transport {
+                lab::capture::Transport::NeighborSolicitation { target } => ips.contains(&target),
+                _ => false,
+            }),
+        });
+        assert_eq!(questions.packets(), []);
         Ok(())
     });
 }
