@@ -120,10 +120,11 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
         }
         wait_counter(lab, "worker1", "drop_no_port", before)?;
         let trace = capture.finish()?;
+        let strangers = trace.strangers_towards(target.ip(), &egress(Family::V4, &[10]));
+        assert!(strangers.is_empty(), "{:?}", strangers.keys());
         let (sources, packets) = translated(&trace, target);
         assert_eq!(sources.len(), packets, "a port was used twice");
         assert!(sources.len() > 20_000, "{}", sources.len());
-        assert!(trace.strangers_towards(target.ip(), &egress(Family::V4, &[10])).is_empty());
         // Other destinations are not concerned: the ports are free there.
         wait_in_force(&pods[0], lab.server("far1"), &[10])?;
 
