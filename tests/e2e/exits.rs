@@ -24,7 +24,7 @@ fn senders(pod: &Pod, server: &Server, family: Family, source: IpAddr) -> Result
 
 /// FAILURES.md: re-encap.
 #[test]
-fn pods_on_gateways_leave_straight_from_there_or_through_the_owner() {
+fn re_encap_pods_on_gateways_leave_straight_from_there_or_through_the_owner() {
     lab::require_root!();
     for cni in Cni::BOTH {
         Lab::builder().workers(1).cni(cni).run(|lab| {
@@ -77,7 +77,7 @@ fn pods_on_gateways_leave_straight_from_there_or_through_the_owner() {
 
 /// FAILURES.md: reserved-port (the listener's half).
 #[test]
-fn an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_its_own_traffic() {
+fn reserved_port_an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_its_own_traffic() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let gateway = lab.node("gw2").clone();
@@ -121,7 +121,7 @@ fn an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_its_own_traffic
 }
 
 #[test]
-fn a_gateway_by_interface_or_default_route_uses_the_address_found_there() {
+fn next_hop_a_gateway_by_interface_or_default_route_uses_the_address_found_there() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let entry = |rest: &str, node: &str| {

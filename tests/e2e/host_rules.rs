@@ -2,7 +2,7 @@
 //! it may stop a flow or change its source.
 
 use anyhow::Result;
-use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, ping};
 use lab::{Builder, Capture, Cni, Family, Lab, Pod, PodSpec, StartOptions, address, wait_for, wait_until};
 
 use crate::support::{CALM, PATIENCE, calm, egress, knows, start_with, wait_in_force, wait_owner, web};
@@ -57,11 +57,13 @@ fn flows_with(
     });
 }
 
-/// FAILURES.md: rp-filter.
+/// FAILURES.md: rp-filter. By the tunnel device, replies come in by another interface than their way back leads to.
 #[test]
 fn rp_filter_strict_everywhere_drops_nothing() {
     lab::require_root!();
     flows_under(Lab::builder().rp_filter(1), "", |_, _| Ok(()));
+    let device = StartOptions::new().config(&format!("{CALM}transport: device\n"));
+    flows_with(Lab::builder().rp_filter(1), &device, "", |_, _| Ok(()));
 }
 
 /// FAILURES.md: masquerade. Unconditional, also for the tunnel's outer packets.
@@ -76,23 +78,41 @@ fn masquerade_of_everything_changes_no_source() {
     flows_under(Lab::builder(), rules, |_, _| Ok(()));
 }
 
-/// FAILURES.md: ct-invalid.
+/// Rules that drop at every hook what connection tracking calls invalid.
+fn drop_invalid() -> String {
+    let chain = |hook| format!("chain {hook} {{ type filter hook {hook} priority filter; ct state invalid drop; }}\n");
+    let chains: String = ["prerouting", "input", "forward", "output", "postrouting"].into_iter().map(chain).collect();
+    format!("table inet hostile {{ {chains} }}")
+}
+
+/// FAILURES.md: ct-invalid. Nobody masquerades: what gets lost here gets lost because connection tracking calls it invalid.
 #[test]
 fn ct_invalid_packets_are_dropped_and_none_of_ours_is_one() {
     lab::require_root!();
-    let chains: String = ["prerouting", "input", "forward", "output", "postrouting"]
-        .iter()
-        .map(|hook| {
-            format!("chain {hook} {{ type filter hook {hook} priority filter; ct state invalid counter drop; }}\n")
-        })
-        .collect();
-    flows_under(Lab::builder(), &format!("table inet hostile {{ {chains} }}"), |lab, pods| {
+    flows_under(Lab::builder().masquerade(false), &drop_invalid(), |lab, pods| {
         // A connection that lives for a while, in both directions.
         let server = lab.server("server1").clone();
         let _stream = TcpServer::start(&server.ns, &server.ips.both(8081), ServerMode::Stream)?;
         for (pod, family) in pods.iter().flat_map(|pod| Family::BOTH.map(|family| (pod, family))) {
             let clients = TcpClients::establish(&pod.ns, server.ips.at(family, 8081), 5, TcpOptions::default())?;
             clients.wait_progress(20, PATIENCE)?;
+        }
+        Ok(())
+    });
+}
+
+/// FAILURES.md: ct-invalid. The packet that the host's answer is about is not tracked.
+#[test]
+fn ct_invalid_is_no_answer_to_what_is_too_large_for_the_tunnel() {
+    lab::require_root!();
+    let device = StartOptions::new().config(&format!("{CALM}transport: device\n"));
+    flows_with(Lab::builder().masquerade(false), &device, &drop_invalid(), |lab, pods| {
+        let server = lab.server("server1").clone();
+        let on_worker = pods.iter().filter(|pod| pod.node == "worker1");
+        for (pod, family) in on_worker.flat_map(|pod| Family::BOTH.map(|family| (pod, family))) {
+            let large = Ping { size: 1440, dont_fragment: true, ..Ping::default() };
+            let report = ping(&pod.ns, server.ips.ip(family), &large)?;
+            assert_eq!(report.mtu, Some(1450), "{} {report:?}", pod.name);
         }
         Ok(())
     });

@@ -2,11 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use lab::{Capture, Family, Lab, Pod, PodSpec, Segment, Server, StartOptions, address, wait_for, wait_until};
 
 use crate::support::{PATIENCE, WEB, egress, owner, policy, start_with, wait_in_force, wait_owner, wait_sources, web};
+
+/// The time between two announcements of a new owner.
+const BETWEEN_CLAIMS: Duration = Duration::from_secs(1);
 
 /// A policy with one egress IP of each family on two gateways, in force, with the default (short) leases.
 fn with_owner(test: impl FnOnce(&mut Lab, &Pod, &Server) -> Result<()>) {
@@ -55,6 +59,17 @@ fn two_owners_after_a_partition_heals_become_one_again() {
         for ip in &lost {
             new.insert(*ip, wait_owner(lab, *ip, |node| node != old)?);
         }
+        // What the new owner announces because it is new is over.
+        let capture = Capture::start(&server.ns, "eth0")?;
+        for ip in &lost {
+            let right = lab.node(&new[ip]).external_mac();
+            let claims =
+                || Ok(capture.so_far().claims_of(*ip).remove(&right).and_then(|claims| claims.last().copied()));
+            wait_until("silence of the new owner", PATIENCE, claims, |last| {
+                last.is_some_and(|last| last.elapsed() > BETWEEN_CLAIMS * 2)
+            })?;
+        }
+        drop(capture);
         lab.rejoin(&old, Segment::External)?;
         let capture = Capture::start(&server.ns, "eth0")?;
         for ip in &lost {

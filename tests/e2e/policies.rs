@@ -128,7 +128,7 @@ fn a_pod_under_several_policies_uses_each_for_its_own_destinations() {
 
 /// FAILURES.md: update-gap.
 #[test]
-fn two_hundred_updates_under_load_let_no_wrong_source_out_and_break_no_connection() {
+fn update_gap_two_hundred_updates_under_load_let_no_wrong_source_out_and_break_no_connection() {
     lab::require_root!();
     const ROUNDS: u32 = 40;
     Lab::builder().workers(1).run(|lab| {

@@ -81,7 +81,7 @@ fn with_two_pods(options: &StartOptions, test: impl FnOnce(&mut Lab, [Pod; 2], S
 /// FAILURES.md: port-search. Two pods use the same ports of their own; four fifths of the first lease fill up to one
 /// destination without a single packet lost or a port used twice.
 #[test]
-fn ports_are_found_while_there_are_any_and_none_is_used_twice() {
+fn port_search_ports_are_found_while_there_are_any_and_none_is_used_twice() {
     lab::require_root!();
     with_two_pods(&calm(), |lab, pods, server| {
         for family in Family::BOTH {
@@ -120,10 +120,11 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
         }
         wait_counter(lab, "worker1", "drop_no_port", before)?;
         let trace = capture.finish()?;
+        let strangers = trace.strangers_towards(target.ip(), &egress(Family::V4, &[10]));
+        assert!(strangers.is_empty(), "{:?}", strangers.keys());
         let (sources, packets) = translated(&trace, target);
         assert_eq!(sources.len(), packets, "a port was used twice");
         assert!(sources.len() > 20_000, "{}", sources.len());
-        assert!(trace.strangers_towards(target.ip(), &egress(Family::V4, &[10])).is_empty());
         // Other destinations are not concerned: the ports are free there.
         wait_in_force(&pods[0], lab.server("far1"), &[10])?;
 
@@ -147,7 +148,7 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
 /// FAILURES.md: port-leak. Connections that were refused give their ports back at once: many times as many as there are
 /// ports go to one destination, without waiting for any timeout.
 #[test]
-fn closed_connections_give_their_ports_back() {
+fn port_leak_closed_connections_give_their_ports_back() {
     lab::require_root!();
     with_two_pods(&calm(), |lab, pods, server| {
         let target = server.ips.at(Family::V4, TARGET);

@@ -14,6 +14,8 @@ use crate::support::{CALM, PATIENCE, calm, egress, start_with, wait_in_force, we
 use crate::transport::wait_transport;
 
 const HOSTS: [u8; 2] = [10, 11];
+/// What an underlay of 1,500 bytes leaves of a tunnel.
+const ROOM: u32 = 1450;
 
 /// A lab with one pod under a policy with two egress IPs, in force.
 fn with_pod(builder: lab::Builder, test: impl FnOnce(&mut Lab, lab::Pod) -> Result<()>) {
@@ -89,14 +91,14 @@ fn tcp_udp_and_echo_of_point_to_point_pods() {
 }
 
 #[test]
-fn tcp_udp_and_echo_of_bridged_pods_with_every_checksum_filled_in() {
+fn v6_csum_tcp_udp_and_echo_of_bridged_pods_with_every_checksum_filled_in() {
     lab::require_root!();
     tcp_udp_and_echo(Cni::Bridge, false);
 }
 
 /// FAILURES.md: icmp-error.
 #[test]
-fn icmp_errors_reach_the_pod_that_they_are_about() {
+fn icmp_error_of_any_kind_reaches_the_pod_that_it_is_about() {
     lab::require_root!();
     with_pod(Lab::builder().far_mtu(1300), |lab, pod| {
         let (near, far) = (lab.server("server1"), lab.server("far1"));
@@ -149,7 +151,7 @@ fn icmp_errors_reach_the_pod_that_they_are_about() {
 
 /// FAILURES.md: fragments.
 #[test]
-fn datagrams_in_fragments_arrive_with_the_egress_ip_and_so_do_their_answers() {
+fn fragments_of_datagrams_arrive_with_the_egress_ip_and_so_do_their_answers() {
     lab::require_root!();
     with_pod(Lab::builder(), |lab, pod| {
         for name in ["server1", "far1"] {
@@ -191,8 +193,6 @@ fn datagrams_in_fragments_arrive_with_the_egress_ip_and_so_do_their_answers() {
 #[test]
 fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size() {
     lab::require_root!();
-    // What an underlay of 1,500 bytes leaves: see `bulk_transfers_fit..`.
-    const ROOM: u32 = 1450;
     for cni in Cni::BOTH {
         with_pod(Lab::builder().cni(cni), |lab, pod| {
             let server = lab.server("server1");
@@ -227,12 +227,35 @@ fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size()
     }
 }
 
-/// FAILURES.md: mtu (the TCP half: clamping), gso.
+/// FAILURES.md: mtu (packets of flows that pass by the host's stack, whose route knows the size).
+#[test]
+fn mtu_too_large_packets_of_established_flows_are_answered_as_well() {
+    lab::require_root!();
+    for transport in ["device", "vxlan"] {
+        let options = StartOptions::new().config(&format!("{CALM}transport: {transport}\n"));
+        with_pod_and(Lab::builder(), &options, |lab, pod| {
+            for (family, headers) in Family::BOTH.into_iter().zip([28, 48]) {
+                let target = lab.server("server1").ips.ip(family);
+                let whole = |size: u32| {
+                    let ping = Ping { size: size as usize - headers, dont_fragment: true, ..Ping::default() };
+                    Ping { identifier: 4711, ..ping }
+                };
+                let report = ping(&pod.ns, target, &whole(ROOM))?;
+                assert_eq!(report.replies.len(), 1, "{transport} {report:?}");
+                let report = ping(&pod.ns, target, &whole(ROOM + 1))?;
+                assert_eq!((report.mtu, report.replies.len()), (Some(ROOM), 0), "{transport} {report:?}");
+            }
+            Ok(())
+        });
+    }
+}
+
+/// FAILURES.md: mtu (the TCP half: clamping), gso: the card cuts large segments, or the kernel does it in its place.
 #[test]
 fn bulk_transfers_fit_into_the_tunnel_on_an_underlay_of_1500_bytes() {
     lab::require_root!();
-    for transport in ["device", "vxlan"] {
-        bulk_transfers(transport, [1410, 1390]);
+    for (transport, offload) in [("device", true), ("device", false), ("vxlan", true), ("vxlan", false)] {
+        bulk_transfers(transport, offload, [1410, 1390]);
     }
 }
 
@@ -240,13 +263,17 @@ fn bulk_transfers_fit_into_the_tunnel_on_an_underlay_of_1500_bytes() {
 #[test]
 fn bulk_transfers_without_a_tunnel_use_the_whole_underlay() {
     lab::require_root!();
-    bulk_transfers("direct", [1460, 1440]);
+    bulk_transfers("direct", true, [1460, 1440]);
 }
 
-fn bulk_transfers(transport: &str, most: [u32; 2]) {
+/// `offload`: the underlay takes merged segments as they are.
+fn bulk_transfers(transport: &str, offload: bool, most: [u32; 2]) {
     let options = StartOptions::new().config(&format!("{CALM}transport: {transport}\n"));
     with_pod_and(Lab::builder(), &options, |lab, pod| {
         const BYTES: u64 = 20_000_000;
+        if !offload {
+            lab.nodes().try_for_each(|node| node.ns.set_offload("eth0", false))?;
+        }
         let server = lab.server("server1");
         wait_transport(lab, transport)?;
         let _bulk = BulkServer::start(&server.ns, &server.ips.both(5001))?;

@@ -209,10 +209,10 @@ fn a_restarted_agent_takes_over_what_is_pinned() {
             }
             wait_in_force(&pod, &server, &[10])?;
         }
-        assert_eq!(pins(lab, "worker1"), before);
         for all in clients {
             assert!(all.close()?.iter().all(ConnectionReport::intact));
         }
+        assert_eq!(pins(lab, "worker1"), before);
         drop((inbound, outbound));
         Ok(())
     });

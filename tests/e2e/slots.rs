@@ -91,7 +91,7 @@ fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
 
 /// FAILURES.md: dead-in-set.
 #[test]
-fn a_gateway_that_no_longer_matches_is_skipped_and_the_last_one_leaves_nothing() {
+fn dead_in_set_a_gateway_that_no_longer_matches_is_skipped_and_the_last_one_leaves_nothing() {
     lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
         for (number, name) in ["gw1", "gw2", "gw3"].into_iter().enumerate() {
@@ -123,7 +123,7 @@ fn a_gateway_that_no_longer_matches_is_skipped_and_the_last_one_leaves_nothing()
 
 /// FAILURES.md: stale-nat.
 #[test]
-fn a_reused_five_tuple_gets_the_present_egress_ip() {
+fn stale_nat_a_reused_five_tuple_gets_the_present_egress_ip() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;

@@ -94,7 +94,7 @@ fn weights_are_shares_of_new_flows() {
 }
 
 #[test]
-fn flows_keep_their_egress_ip_while_the_weights_change() {
+fn ecmp_split_flows_keep_their_egress_ip_while_the_weights_change() {
     lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
         lab.manifests().write("web", &web(&[10, 11, 12]))?;

@@ -21,7 +21,7 @@ fn source_at(client: &NetNs, server: &NetNs, target: IpAddr) -> Result<IpAddr> {
 
 /// FAILURES.md: everything-policy.
 #[test]
-fn a_policy_for_everything_leaves_the_clusters_own_traffic_alone() {
+fn everything_policy_leaves_the_clusters_own_traffic_alone() {
     lab::require_root!();
     for cni in Cni::BOTH {
         Lab::builder().gateways(1).far_servers(2).cni(cni).run(|lab| {
@@ -95,7 +95,7 @@ fn a_policy_for_everything_leaves_the_clusters_own_traffic_alone() {
 
 /// FAILURES.md: reply-inbound.
 #[test]
-fn replies_of_what_the_outside_opened_are_left_alone() {
+fn reply_inbound_replies_of_what_the_outside_opened_are_left_alone() {
     lab::require_root!();
     for cni in Cni::BOTH {
         Lab::builder().workers(1).gateways(2).cni(cni).run(|lab| {

@@ -20,6 +20,8 @@ use crate::netns::NetNs;
 const CHUNK: usize = 128 << 10;
 /// A transfer that makes no progress for so long has failed.
 const STALLED: Duration = Duration::from_secs(10);
+/// From then on a transfer that is slower than this (bytes in a second) has failed: segment by segment, each sent again.
+const CRAWL: f64 = 100_000.0;
 
 /// Which way the bytes flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -154,8 +156,9 @@ fn set_timeouts(stream: &TcpStream) -> std::io::Result<()> {
 
 fn send(stream: &mut TcpStream, bytes: u64) -> std::io::Result<()> {
     let chunk = vec![0x5a; CHUNK];
-    let mut left = bytes;
+    let (mut left, start) = (bytes, Instant::now());
     while left > 0 {
+        check_pace(start, bytes - left)?;
         let size = usize::try_from(left).unwrap_or(CHUNK).min(CHUNK);
         stream.write_all(&chunk[..size])?;
         left -= size as u64;
@@ -166,8 +169,9 @@ fn send(stream: &mut TcpStream, bytes: u64) -> std::io::Result<()> {
 /// Reads up to `limit` bytes or to the end, and returns how many there were.
 fn drain(stream: &mut TcpStream, limit: u64) -> std::io::Result<u64> {
     let mut chunk = vec![0; CHUNK];
-    let mut total = 0;
+    let (mut total, start) = (0, Instant::now());
     while total < limit {
+        check_pace(start, total)?;
         let room = usize::try_from(limit - total).unwrap_or(CHUNK).min(CHUNK);
         match stream.read(&mut chunk[..room])? {
             0 => break,
@@ -175,6 +179,14 @@ fn drain(stream: &mut TcpStream, limit: u64) -> std::io::Result<u64> {
         }
     }
     Ok(total)
+}
+
+fn check_pace(start: Instant, done: u64) -> std::io::Result<()> {
+    let elapsed = start.elapsed();
+    if elapsed > STALLED && (done as f64) < CRAWL * elapsed.as_secs_f64() {
+        return Err(std::io::Error::new(ErrorKind::TimedOut, format!("{done} bytes in {elapsed:?}")));
+    }
+    Ok(())
 }
 
 /// Retransmitted segments and the largest segment's size.

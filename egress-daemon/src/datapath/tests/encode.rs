@@ -152,7 +152,7 @@ proptest! {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_as_a_whole() {
+fn map_full_what_does_not_fit_is_refused_as_a_whole() {
     let small = NodeView { node: Some(scenes::node(0)), config: Some(scenes::settings()), ..NodeView::default() };
     let mut encoder = Encoder::recover(&Tables::default());
     let present = encoder.encode(&small, &Tables::default()).unwrap();

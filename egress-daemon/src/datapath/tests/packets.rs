@@ -203,6 +203,19 @@ fn what_matches_and_cannot_be_translated_is_dropped_for_its_reason() {
     rig.dropped("pod_egress", &frame, Counter::DropFragment);
 }
 
+/// Between two writes a table still names the slot of a gateway that is gone, and so does an assignment for longer.
+#[test]
+fn dead_in_set_a_slot_that_may_not_be_used_takes_no_flow_though_the_table_names_it() {
+    let Some(mut rig) = Rig::new("not-usable", &scene()) else { return };
+    let mut tables = rig.writer.present().clone();
+    tables.members.values_mut().for_each(|member| member.usable = 0);
+    assert!(!tables.maglev.is_empty());
+    rig.writer.write(tables).unwrap();
+    for (frame, _) in openings() {
+        rig.dropped("pod_egress", &frame, Counter::DropNoGateway);
+    }
+}
+
 #[test]
 fn while_a_pod_is_starting_unknown_sources_are_held() {
     let mut view = scene();

@@ -11,8 +11,12 @@ use super::{
 
 /// Before connection tracking (-200) and the table `raw` (-300), behind the reassembly of fragments (-400).
 const EARLY: i32 = -301;
+/// Right behind connection tracking.
+const TRACKED: i32 = -199;
 /// Behind everything that changes marks.
 const LATE: i32 = 1_000;
+/// `NF_CT_STATE_INVALID_BIT`.
+const INVALID: u32 = 1;
 /// `NF_CT_STATE_UNTRACKED_BIT`.
 const UNTRACKED: u32 = 1 << 6;
 /// Length of an interface's name with its zeros.
@@ -28,6 +32,7 @@ pub fn chains(spec: &Spec) -> Vec<Chain> {
         chain("early", Hook::Prerouting, EARLY, early),
         chain("late", Hook::Prerouting, LATE, vec![ours(spec, vec![Part::SetMark(spec.mark)], "marked again")]),
         chain("output", Hook::Output, EARLY, vec![outer_out(spec.port)]),
+        chain("answers", Hook::Output, TRACKED, vec![too_large(libc::IPPROTO_ICMP), too_large(libc::IPPROTO_ICMPV6)]),
         chain("forward", Hook::Forward, 0, vec![astray(spec)]),
     ]
 }
@@ -66,6 +71,23 @@ fn outer_in(address: IpAddr, port: u16) -> Rule {
 fn outer_out(port: u16) -> Rule {
     let parts = udp_to(port).into_iter().chain([Part::NoTrack]).collect();
     Rule { comment: format!("tunnel to port {port}: not tracked"), parts }
+}
+
+/// What this host answers to a packet that is too large for the tunnel. Connection tracking does not know the packet that it
+/// is about, which [`ours`] has kept from it, and calls the answer invalid: many firewalls drop that.
+fn too_large(protocol: i32) -> Rule {
+    let (name, header) = match protocol {
+        // RFC 1191, section 4, and RFC 4443, section 3.2.
+        libc::IPPROTO_ICMP => ("fragmentation needed", vec![3, 4]),
+        _ => ("packet too big", vec![2]),
+    };
+    let parts = vec![
+        Part::HasBits(Field::ConnectionState, INVALID),
+        Part::Is(Field::Protocol, vec![u8::try_from(protocol).unwrap_or_default()]),
+        Part::Is(Field::Transport(0, header.len() as u32), header),
+        Part::NoTrack,
+    ];
+    Rule { comment: format!("{name}, about a packet that is not tracked: not tracked"), parts }
 }
 
 /// A packet of ours that is about to leave with the pod's address, since the routing rule did not catch it.

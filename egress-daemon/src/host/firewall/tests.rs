@@ -43,6 +43,8 @@ fn everything_is_made_once_mended_listed_and_removed() {
             "meta priority 5350:1 meta mark set meta mark | 0x00001000 notrack",
             "ip daddr 10.88.0.11 udp dport 8473 notrack",
             "ip6 daddr fd88::11 udp dport 8473 notrack",
+            "ct state invalid icmp type destination-unreachable icmp code frag-needed notrack",
+            "ct state invalid icmpv6 type packet-too-big notrack",
             "meta mark & 0x00001000 != 0x00000000 ct state untracked oifname != \"spillway0\" counter",
         ] {
             assert!(table.contains(part), "{part:?} is not in\n{table}");
@@ -101,7 +103,7 @@ fn everything_is_made_once_mended_listed_and_removed() {
         assert!(!shown("nft", &["list", "table", "inet", "spillway"]).contains("untouched"));
 
         let lines = inventory(&net.handle).await.unwrap();
-        assert_eq!(lines.len(), 6 + 2 * (4 + 2), "{lines:#?}");
+        assert_eq!(lines.len(), 8 + 2 * (4 + 2), "{lines:#?}");
         assert_eq!(remove(&net.handle).await.unwrap(), lines);
         assert_eq!(inventory(&net.handle).await.unwrap(), Vec::<String>::new());
         assert_eq!([("ip", ["rule", "show"]), ("ip", ["-6", "rule"])].map(|(p, a)| shown(p, &a)), foreign);

@@ -137,7 +137,7 @@ fn fifty_policies_of_one_address_give_five_gateways_ten_each() {
 }
 
 #[test]
-fn first_addresses_do_not_pile_up() {
+fn first_vip_the_first_addresses_of_policies_do_not_pile_up() {
     let (mut snapshot, health) = cluster(5, 0);
     add_pools(&mut snapshot, &[5; 50]);
     let plan = settle(&snapshot, &health, &Plan::default());

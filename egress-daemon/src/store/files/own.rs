@@ -37,12 +37,18 @@ pub(super) struct Own {
 pub(super) struct Locked(Flock<File>);
 
 impl Own {
+    /// Makes what is missing below a directory that is there. One that was cut off is not made anew: in an empty one of its
+    /// own, a process would hold every lease.
     pub(super) fn open(root: PathBuf) -> io::Result<Self> {
         let kinds = Kind::ALL.into_iter().filter(|kind| !kind.is_users()).map(|kind| root.join(kind.name()));
+        let status = root.join("status");
         let records = Kind::ALL.into_iter().filter(|kind| kind.has_our_status());
-        let records = records.map(|kind| root.join("status").join(kind.name()));
-        for directory in kinds.chain(records).chain([root.join("good")]) {
-            fs::create_dir_all(directory)?;
+        let records = records.map(|kind| status.join(kind.name()));
+        for directory in [root.clone(), root.join("good"), status.clone()].into_iter().chain(kinds).chain(records) {
+            match fs::create_dir(&directory) {
+                Err(error) if !directory.is_dir() => return Err(error),
+                _ => {}
+            }
         }
         let own = Own { root };
         drop(own.lock_file()?);

@@ -410,6 +410,17 @@ async fn a_stopped_process_that_holds_the_lock_keeps_others_from_writing_but_not
     store.delete(&created).await.unwrap();
 }
 
+#[test]
+fn a_directory_that_was_cut_off_is_not_made_anew() {
+    let dir = directory();
+    let gone = dir.path().join("gone");
+    assert_eq!(Own::open(gone.join(".spillway")).unwrap_err().kind(), std::io::ErrorKind::NotFound);
+    assert!(!gone.exists());
+    fs::create_dir(&gone).unwrap();
+    Own::open(gone.join(".spillway")).unwrap();
+    assert!(gone.join(".spillway/status/EgressGatewayPolicy").is_dir());
+}
+
 #[tokio::test]
 async fn a_leader_that_was_replaced_cannot_write() {
     let dir = directory();
