@@ -123,7 +123,7 @@ pub fn to_source<F: Family>(
         None => 0,
     };
     if node == 0 {
-        return nobodys::<F>(pkt, e);
+        return nobodys::<F>(pkt, e, t.kind);
     }
     if ip.part == Part::First {
         fragment::keep(ip, &t);
@@ -146,15 +146,18 @@ pub fn to_source<F: Family>(
 
 /// A packet for an egress IP at a port that is in nobody's block: the answer to a probe, or nothing of ours.
 #[inline(always)]
-fn nobodys<F: Family>(pkt: &Packet, e: &EgressIp) -> Verdict {
+fn nobodys<F: Family>(pkt: &Packet, e: &EgressIp, kind: Kind) -> Verdict {
     if probe::is::<F>(pkt)
         && let Some(index) = underlay::link_node(pkt)
     {
         return Verdict::probe(index);
     }
     // A node's own address has a stack behind it. A floating one has none: nothing may answer in its name.
-    let own = e.flags & flags::NODE_ADDRESS != 0;
-    if own { Verdict::Pass } else { Verdict::Drop(Counter::DropNoLease) }
+    match kind {
+        _ if e.flags & flags::NODE_ADDRESS != 0 => Verdict::Pass,
+        Kind::Orphan => Verdict::Drop(Counter::DropFragment),
+        _ => Verdict::Drop(Counter::DropNoLease),
+    }
 }
 
 /// The port of the egress IP that a packet from outside is for, network byte order.

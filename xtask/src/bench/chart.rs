@@ -30,6 +30,7 @@ fn color(variant: Variant) -> &'static str {
         Variant::Device => "#8ab4f8",
         Variant::Vxlan => "#4285f4",
         Variant::Direct => "#174ea6",
+        Variant::Bypass => "#0b2350",
     }
 }
 

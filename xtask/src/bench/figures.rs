@@ -28,7 +28,7 @@ impl Figure {
         Figure { name, unit, values }
     }
 
-    /// `{"name", "unit", "plain", "stock", "device", "vxlan", "direct"}`, with null for a variant that does not have it.
+    /// `{"name", "unit", "plain", "stock", "device", "vxlan", "direct", "bypass"}`, with null for a variant that does not have it.
     pub fn json(&self) -> Value {
         let mut object = Map::new();
         object.insert("name".to_owned(), json!(self.name));
@@ -108,7 +108,7 @@ mod tests {
         assert_eq!(
             figure.json(),
             json!({"name": "UDP", "unit": "kpps", "plain": 486.4, "stock": null, "device": 0.01235, "vxlan": null,
-                "direct": null})
+                "direct": null, "bypass": null})
         );
     }
 }

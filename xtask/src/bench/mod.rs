@@ -35,7 +35,7 @@ use crate::{build, interrupt, setup, workspace};
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Print only the figures, as JSON: {"figures": [{"name", "unit", "plain", "stock", "device", "vxlan", "direct"}]}
+    /// Print only the figures, as JSON: {"figures": [{"name", "unit", "plain", "stock", "device", "vxlan", "direct", "bypass"}]}
     #[arg(long)]
     json: bool,
     /// A look in under two minutes: few and short rounds. Nothing is written to docs/

@@ -109,7 +109,7 @@ fn replaced(text: &str, by: &str) -> Result<String> {
 /// A Markdown table of figures.
 pub fn table(figures: &[Figure]) -> String {
     let titles: Vec<&str> = Variant::ALL.iter().map(|variant| variant.title()).collect();
-    let mut text = format!("| | | {} |\n| --- | --- | --: | --: | --: | --: | --: |\n", titles.join(" | "));
+    let mut text = format!("| | | {} |\n| --- | --- |{}\n", titles.join(" | "), " --: |".repeat(titles.len()));
     for figure in figures.iter().filter(|figure| !figure.values.is_empty()) {
         let cells: Vec<String> =
             Variant::ALL.iter().map(|variant| figure.values.get(variant).map_or("–".to_owned(), cell)).collect();

@@ -38,15 +38,18 @@ pub enum Variant {
     Vxlan,
     /// Spillway, without outer headers.
     Direct,
+    /// The same without the host's firewall (`firewall: bypass`); everything else above is with it.
+    Bypass,
 }
 
 impl Variant {
     /// All, in the order of the tables.
-    pub const ALL: [Variant; 5] = [Variant::Plain, Variant::Stock, Variant::Device, Variant::Vxlan, Variant::Direct];
+    pub const ALL: [Variant; 6] =
+        [Variant::Plain, Variant::Stock, Variant::Device, Variant::Vxlan, Variant::Direct, Variant::Bypass];
     /// Spillway's transports, the fastest first.
     pub const TRANSPORTS: [Variant; 3] = [Variant::Direct, Variant::Vxlan, Variant::Device];
 
-    /// The key in the JSON output, and the transport's name in the configuration.
+    /// The key in the JSON output.
     pub fn name(self) -> &'static str {
         match self {
             Variant::Plain => "plain",
@@ -54,6 +57,7 @@ impl Variant {
             Variant::Device => "device",
             Variant::Vxlan => "vxlan",
             Variant::Direct => "direct",
+            Variant::Bypass => "bypass",
         }
     }
 
@@ -65,12 +69,24 @@ impl Variant {
             Variant::Device => "Spillway, device",
             Variant::Vxlan => "Spillway, vxlan",
             Variant::Direct => "Spillway, direct",
+            Variant::Bypass => "Spillway, direct, firewall bypassed",
+        }
+    }
+
+    /// What the agents' configuration says of it; nothing where there are none.
+    fn config(self) -> Option<&'static str> {
+        match self {
+            Variant::Plain | Variant::Stock => None,
+            Variant::Device => Some("transport: device\n"),
+            Variant::Vxlan => Some("transport: vxlan\n"),
+            Variant::Direct => Some("transport: direct\n"),
+            Variant::Bypass => Some("transport: direct\nfirewall: bypass\n"),
         }
     }
 
     /// Whether it is one of Spillway's.
     pub fn is_spillway(self) -> bool {
-        Self::TRANSPORTS.contains(&self)
+        self.config().is_some()
     }
 }
 
@@ -154,7 +170,7 @@ impl Place {
 /// Starts Spillway in a lab, with one policy for everything; or says why this build cannot.
 fn start(lab: &mut Lab, variant: Variant, binaries: &Path, config: &str) -> Result<Option<String>> {
     lab.manifests().write("policy", &policy("bench", &["0.0.0.0/0", "::/0"], &[(EGRESS, "gw1")]))?;
-    let text = format!("{CALM}transport: {}\n{config}", variant.name());
+    let text = format!("{CALM}{}{config}", variant.config().unwrap_or_default());
     let options = StartOptions::new().config(&text).binary(&binaries.join("egress-daemon"));
     lab.start_agents(&options)?;
     let nodes: Vec<String> = lab.nodes().map(|node| node.name.clone()).collect();
