@@ -26,6 +26,7 @@ mod maps;
 mod mss;
 mod neighbor;
 mod once;
+mod own;
 mod packet;
 mod parse;
 mod ports;
