@@ -243,7 +243,8 @@ impl Controller {
             egress_nodes: self.store.list::<EgressNode>(),
         };
         let started = Instant::now();
-        let (snapshot, problems) = snapshot(&objects);
+        let (mut snapshot, problems) = snapshot(&objects);
+        snapshot.max_egress_ips = self.config.max_egress_ips;
         let before = previous(&objects);
         let (after, memo) = plan_and_remember(snapshot, health, &before);
         let time = Time(Timestamp::now());
