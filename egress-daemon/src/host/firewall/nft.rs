@@ -3,7 +3,7 @@
 //! The image has no `nft` in it, and the libraries that there are want one or are under another licence. Numbers are those
 //! of `linux/netfilter/nf_tables.h`; attributes are in network byte order, registers in the machine's.
 
-use std::{io, os::fd::AsRawFd, time::Duration};
+use std::{collections::BTreeMap, io, os::fd::AsRawFd, time::Duration};
 
 use nix::sys::socket::{
     AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, send, setsockopt, socket,
@@ -22,6 +22,10 @@ const NEW_RULE: u16 = 6;
 const NEW_SET: u16 = 9;
 const NEW_ELEMENTS: u16 = 12;
 const GET_RULE: u16 = 7;
+const NEW_OBJECT: u16 = 18;
+const GET_OBJECT: u16 = 19;
+/// Kind of a named object: a counter.
+const COUNTER: u32 = 1;
 /// Flag of a set whose elements are intervals, and of an element that ends one.
 const INTERVALS: u32 = 4;
 const INTERVAL_END: u32 = 1;
@@ -89,8 +93,8 @@ pub enum Part {
     SetMark(u32),
     /// Keeps connection tracking away.
     NoTrack,
-    /// Counts.
-    Count,
+    /// Counts in the counter of this name.
+    Count(&'static str),
     /// Drops the packet.
     Drop,
 }
@@ -153,13 +157,33 @@ pub struct Chain {
     pub rules: Vec<Rule>,
 }
 
-/// Replaces the table, in one transaction.
-pub fn replace(table: &str, sets: &[Set], chains: &[Chain]) -> io::Result<()> {
+/// What a counter has counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counted {
+    /// Packets.
+    pub packets: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// Replaces the table, in one transaction. Counters begin with what they are given.
+pub fn replace(table: &str, counters: &[(&str, Counted)], sets: &[Set], chains: &[Chain]) -> io::Result<()> {
     let mut batch = Batch::new();
     // Deleting needs a table that is there.
     batch.message(NEW_TABLE, libc::NLM_F_CREATE, |m| m.text(1, table));
     batch.message(DELETE_TABLE, 0, |m| m.text(1, table));
     batch.message(NEW_TABLE, libc::NLM_F_CREATE, |m| m.text(1, table));
+    for (name, counted) in counters {
+        batch.message(NEW_OBJECT, libc::NLM_F_CREATE, |m| {
+            m.text(1, table);
+            m.text(2, name);
+            m.number(3, COUNTER);
+            m.nest(4, |data| {
+                data.bytes(1, &counted.bytes.to_be_bytes());
+                data.bytes(2, &counted.packets.to_be_bytes());
+            });
+        });
+    }
     for (id, set) in sets.iter().enumerate() {
         add_set(&mut batch, table, id as u32, set);
     }
@@ -232,26 +256,54 @@ pub fn delete(table: &str) -> io::Result<bool> {
 
 /// The rules of a table, as (chain, comment), in their order; empty if there is no such table.
 pub fn rules(table: &str) -> io::Result<Vec<(String, String)>> {
-    let mut request = Message::new(SUBSYSTEM << 8 | GET_RULE, libc::NLM_F_REQUEST | libc::NLM_F_DUMP, 0);
-    request.text(1, table);
     let mut found = Vec::new();
+    dump(table, GET_RULE, NEW_RULE, |chain, rule| {
+        let comment = attribute(rule, 7).and_then(read_comment);
+        found.push((chain, comment.unwrap_or_default()));
+    })?;
+    Ok(found)
+}
+
+/// The counters of a table by name; empty if there is no such table.
+pub fn counters(table: &str) -> io::Result<BTreeMap<String, Counted>> {
+    let mut found = BTreeMap::new();
+    dump(table, GET_OBJECT, NEW_OBJECT, |name, object| {
+        let number = |wanted: u16| {
+            let value = attribute(attribute(object, 4)?, wanted)?.first_chunk()?;
+            Some(u64::from_be_bytes(*value))
+        };
+        if attribute(object, 3) == Some(&COUNTER.to_be_bytes()[..]) {
+            let counted = Counted { packets: number(2).unwrap_or(0), bytes: number(1).unwrap_or(0) };
+            found.insert(name, counted);
+        }
+    })?;
+    Ok(found)
+}
+
+/// Calls `each` with the second attribute, a name, and all attributes of everything of a kind that is in the table.
+fn dump(table: &str, get: u16, new: u16, mut each: impl FnMut(String, &[u8])) -> io::Result<()> {
+    let mut request = Message::new(SUBSYSTEM << 8 | get, libc::NLM_F_REQUEST | libc::NLM_F_DUMP, 0);
+    request.text(1, table);
     let result = exchange(&request.finish(), |kind, body| {
-        if kind == SUBSYSTEM << 8 | NEW_RULE {
+        if kind == SUBSYSTEM << 8 | new {
             let text = |wanted: u16| {
-                let (_, value) = attributes(of(body)).find(|(kind, _)| *kind == wanted)?;
-                Some(String::from_utf8_lossy(value).trim_end_matches('\0').to_owned())
+                let text = String::from_utf8_lossy(attribute(of(body), wanted)?);
+                Some(text.trim_end_matches('\0').to_owned())
             };
-            let comment = attributes(of(body)).find(|(kind, _)| *kind == 7).and_then(|(_, data)| read_comment(data));
             if text(1).as_deref() == Some(table) {
-                found.push((text(2).unwrap_or_default(), comment.unwrap_or_default()));
+                each(text(2).unwrap_or_default(), of(body));
             }
         }
         kind == libc::NLMSG_DONE as u16
     });
     match result {
         Err(error) if error.raw_os_error() != Some(libc::ENOENT) => Err(error),
-        _ => Ok(found),
+        _ => Ok(()),
     }
+}
+
+fn attribute(bytes: &[u8], wanted: u16) -> Option<&[u8]> {
+    attributes(bytes).find(|(kind, _)| *kind == wanted).map(|(_, value)| value)
 }
 
 fn comment(text: &str) -> Vec<u8> {
@@ -305,7 +357,10 @@ fn expressions(list: &mut Message, part: &Part) {
             });
         }
         Part::NoTrack => list.expression("notrack", |_| {}),
-        Part::Count => list.expression("counter", |_| {}),
+        Part::Count(name) => list.expression("objref", |data| {
+            data.number(1, COUNTER);
+            data.text(2, name);
+        }),
         Part::Drop => list.expression("immediate", |data| {
             data.number(1, 0);
             data.nest(2, |value| value.nest(2, |verdict| verdict.number(1, 0)));
