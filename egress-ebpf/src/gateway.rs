@@ -5,7 +5,7 @@ use crate::{
     family::Family,
     fragment,
     maps::{CONFIG, EGRESS_IPS, LEASES, NODES},
-    neighbor, own,
+    neighbor, once, own,
     packet::Packet,
     parse::{self, Ip, Kind, Part, Transport},
     probe, shaper, stats, underlay, way,
@@ -85,31 +85,36 @@ fn leased<F: Family>(pkt: &Packet, outer: &V6, link: u32) -> Verdict {
 /// What [`inward`] returns for a packet that may be one of the node's own: no verdict has these bits.
 const ASK: u64 = u64::MAX;
 
-/// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours.
+/// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours. A verdict's bits.
 ///
 /// Functions one after the other, not one in the other: their variables do not fit the stack together.
 #[inline(always)]
 pub fn reply<F: Family>(pkt: &Packet) -> u64 {
-    let verdict = inward::<F>(pkt, false);
+    let verdict = once::inward::<F>(pkt);
     if verdict != ASK {
         return verdict;
     }
     if own::take_copy(pkt) {
         return Verdict::Pass.to_bits();
     }
-    match own::whose::<F>(pkt) {
+    match once::whose::<F>(pkt) {
         own::NODES => return Verdict::Pass.to_bits(),
         own::ANYBODYS => own::copy(pkt),
         _ => {}
     }
-    inward::<F>(pkt, true)
+    once::asked::<F>(pkt)
 }
 
-/// `asked`: it is not the node's own, or not only. A verdict's bits, as a function of its own returns them (see
-/// `Verdict::Later`).
-#[inline(never)]
-fn inward<F: Family>(pkt: &Packet, asked: bool) -> u64 {
-    arrived::<F>(pkt, asked).map_or(ASK, Verdict::to_bits)
+/// The first look at a packet; [`ASK`] for one that may be the node's own.
+#[inline(always)]
+pub fn inward<F: Family>(pkt: &Packet) -> u64 {
+    arrived::<F>(pkt, false).map_or(ASK, Verdict::to_bits)
+}
+
+/// The second look, at a packet that is not the node's own, or not only.
+#[inline(always)]
+pub fn asked<F: Family>(pkt: &Packet) -> u64 {
+    arrived::<F>(pkt, true).map_or(ASK, Verdict::to_bits)
 }
 
 #[inline(always)]

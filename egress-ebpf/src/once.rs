@@ -1,7 +1,7 @@
 //! Steps that are global functions: the verifier checks each once by itself, with any packet, instead of once for each way
 //! that leads to it. What they need they read from the packet again.
 
-use crate::{family::Family, firewall, icmp, packet::Packet, steer};
+use crate::{family::Family, firewall, gateway, icmp, own, packet::Packet, steer};
 use aya_ebpf::bindings::__sk_buff;
 use egress_common::{V4, V6};
 
@@ -38,4 +38,10 @@ once! {
     outgoing(outgoing_v4, outgoing_v6) = icmp::outgoing;
     /// [`firewall::passed`].
     passed(passed_v4, passed_v6) = firewall::passed;
+    /// [`gateway::inward`].
+    inward(inward_v4, inward_v6) = gateway::inward;
+    /// [`gateway::asked`].
+    asked(asked_v4, asked_v6) = gateway::asked;
+    /// [`own::whose`].
+    whose(whose_v4, whose_v6) = own::whose;
 }

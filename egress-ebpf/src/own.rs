@@ -37,7 +37,7 @@ struct Tuple<F> {
 }
 
 /// Whose a packet is: [`FLOWS`], [`NODES`] or [`ANYBODYS`].
-#[inline(never)]
+#[inline(always)]
 pub fn whose<F: Family>(pkt: &Packet) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return FLOWS };
     let t = parse::transport::<F>(pkt, &ip);
