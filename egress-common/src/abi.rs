@@ -28,8 +28,6 @@ pub const FIREWALL_PRIORITY: u32 = 0x5350_0001;
 /// The priority of what else `pod_egress` leaves to the stack while a selected pod is starting: by it our own rules tell it
 /// from what came in by an interface that has no program yet.
 pub const SEEN_PRIORITY: u32 = 0x5350_0002;
-/// EtherType of probes (IEEE 802 local experimental 1).
-pub const PROBE_ETHERTYPE: u16 = 0x88b5;
 
 /// Number of the first kernel tick after boot is 0; one tick is 2^30 ns (1.074 s) of `CLOCK_MONOTONIC`.
 pub const TICK_SHIFT: u32 = 30;

@@ -3,50 +3,31 @@
 use crate::{
     family::Family,
     flows, fragment, icmp,
-    maps::{CONFIG, EGRESS_IPS, NODES},
+    maps::{CONFIG, EGRESS_IPS},
     mss,
     packet::{Mac, Packet, now_tick},
     parse::{self, Ip, Kind, Part, Transport},
-    probe, stats,
+    stats,
     translate::{End, Rewrite, rewrite},
 };
 use aya_ebpf::helpers::bpf_get_prandom_u32;
 use egress_common::{
-    V6,
     config::{Config, flags},
     flow::{Flow, FlowKey, Reverse, kind},
     tcp,
     verdict::{Counter, Verdict},
 };
 
-/// A reply that a gateway sent. A verdict's bits, as a function of its own returns them: the variables of several do not fit
-/// the stack.
-#[inline(never)]
-pub fn from_tunnel<F: Family>(pkt: &Packet, outer: &V6) -> u64 {
-    replied::<F>(pkt, outer).to_bits()
-}
-
+/// A reply that another node sent. A verdict's bits.
 #[inline(always)]
-fn replied<F: Family>(pkt: &Packet, outer: &V6) -> Verdict {
-    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
-    let Some(config) = CONFIG.get(0) else { return Verdict::Drop(Counter::DropNoReverse) };
-    if !from_owner::<F>(ip.dst, outer) && probe::node_of(outer).is_none() {
-        return Verdict::Drop(Counter::DropStranger);
-    }
+pub fn from_node<F: Family>(pkt: &Packet) -> u64 {
+    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
+    let Some(config) = CONFIG.get(0) else { return Verdict::Drop(Counter::DropNoReverse).to_bits() };
     let t = parse::transport::<F>(pkt, &ip);
     if ip.part == Part::First {
         fragment::keep(&ip, &t);
     }
-    deliver::<F>(pkt, config, &ip, &t)
-}
-
-/// Whether the outer source is the owner of the egress IP: true for nearly every reply, and cheaper than a search.
-#[inline(always)]
-fn from_owner<F: Family>(egress: F, outer: &V6) -> bool {
-    // SAFETY: read only.
-    let Some(&egress) = (unsafe { F::egress_index().get(egress) }) else { return false };
-    let Some(e) = EGRESS_IPS.get(egress) else { return false };
-    matches!(NODES.get(e.owner), Some(n) if n.present != 0 && n.addr == *outer)
+    deliver::<F>(pkt, config, &ip, &t).to_bits()
 }
 
 /// Undoes the translation of a reply and sends it into the pod's interface.

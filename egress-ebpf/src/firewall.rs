@@ -10,10 +10,11 @@
 use crate::{
     family::Family,
     maps::{CONFIG, NODES},
-    packet::{ETH_LEN, Packet},
-    parse::{self, Ip, Kind, proto},
+    packet::Packet,
+    parse::{self, Ip, Kind},
     stats,
     steer::{key_of, send},
+    way,
 };
 use egress_common::{
     config::Config,
@@ -21,10 +22,6 @@ use egress_common::{
     transport::DIRECT,
     verdict::{Counter, Verdict},
 };
-
-/// Headers without options.
-const TCP_HEADER: u32 = 20;
-const UDP_HEADER: u32 = 8;
 
 /// Leaves a pod's packet to the host's stack, on the way that leads to [`passed`].
 #[inline(always)]
@@ -46,13 +43,7 @@ pub fn too_large<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, owner: u3
     if config.room == 0 || config.mark == 0 {
         return false;
     }
-    let len = match pkt.gso_size() {
-        0 => pkt.len() - ETH_LEN,
-        payload => {
-            let header = if ip.proto == proto::TCP { TCP_HEADER } else { UDP_HEADER };
-            ip.l4 - ETH_LEN + header + payload
-        }
-    };
+    let len = way::segment(pkt);
     if len <= config.room {
         return false;
     }

@@ -6,12 +6,11 @@ use crate::{
     fragment,
     maps::{CONFIG, EGRESS_IPS, LEASES, NODES},
     neighbor, once, own,
-    packet::Packet,
+    packet::{ETH_LEN, Packet},
     parse::{self, Ip, Kind, Part, Transport},
     probe, shaper, stats, underlay, way,
 };
 use egress_common::{
-    V6,
     config::Config,
     egress::{EgressIp, flags},
     port_block,
@@ -27,37 +26,26 @@ fn lessee(pkt: &Packet, egress: u32, port: u16) -> u32 {
     unsafe { *table.node.as_ptr().add(row) as u32 }
 }
 
-/// Whether a packet comes from node number `index`: by its outer source address, or without one (`direct`) by the node
-/// whose MAC address it comes from, `link`; 0 where there is an outer address. No enum and no `Option`, since the verifier sees
-/// through neither without CAP_PERFMON: it allows no question whether a pointer to the stack is null.
+/// A translated packet that node number `from` sent through the tunnel, on its way out. A verdict's bits.
 #[inline(always)]
-fn comes_from(index: u32, outer: &V6, link: u32) -> bool {
-    match link {
-        0 => matches!(NODES.get(index), Some(n) if n.present != 0 && n.addr == *outer),
-        link => link == index,
-    }
-}
-
-/// A translated packet from a source node, which `outer` or `link` tells, on its way out. A verdict's bits, as a function of
-/// its own returns them: the variables of several do not fit the stack.
-#[inline(never)]
-pub fn forward<F: Family>(pkt: &Packet, outer: &V6, link: u32) -> u64 {
-    match leased::<F>(pkt, outer, link) {
-        // No port of a flow is that low.
-        Verdict::Drop(Counter::DropNotLeased) if link != 0 && probe::is::<F>(pkt) => Verdict::probe(link).to_bits(),
-        verdict => verdict.to_bits(),
-    }
-}
-
-#[inline(always)]
-fn leased<F: Family>(pkt: &Packet, outer: &V6, link: u32) -> Verdict {
-    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
+pub fn forward<F: Family>(pkt: &Packet, from: u32) -> u64 {
+    let Some(source) = F::load(pkt, ETH_LEN + F::SRC) else {
+        return Verdict::Drop(Counter::DropMalformed).to_bits();
+    };
     // SAFETY: read only.
-    let Some(&egress) = (unsafe { F::egress_index().get(ip.src) }) else { return Verdict::Drop(Counter::DropNotOwner) };
-    let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNotOwner) };
-    if e.flags & flags::OWNED == 0 {
-        return Verdict::Drop(Counter::DropNotOwner);
+    let Some(&egress) = (unsafe { F::egress_index().get(source) }) else {
+        return Verdict::Drop(Counter::DropNotOwner).to_bits();
+    };
+    match EGRESS_IPS.get(egress) {
+        Some(e) if e.flags & flags::OWNED != 0 => leased::<F>(pkt, egress, e, from).to_bits(),
+        _ => Verdict::Drop(Counter::DropNotOwner).to_bits(),
     }
+}
+
+/// A packet of an egress IP of this node, that node number `from` translated: out, if the port is leased to that one.
+#[inline(always)]
+pub fn leased<F: Family>(pkt: &Packet, egress: u32, e: &EgressIp, from: u32) -> Verdict {
+    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
     let t = parse::transport::<F>(pkt, &ip);
     let port = match t.kind {
         Kind::Tcp | Kind::Udp | Kind::Query => t.src_port,
@@ -69,7 +57,7 @@ fn leased<F: Family>(pkt: &Packet, outer: &V6, link: u32) -> Verdict {
         Kind::Answer | Kind::Other => return Verdict::Drop(Counter::DropProtocol),
         Kind::Broken => return Verdict::Drop(Counter::DropMalformed),
     };
-    if !comes_from(lessee(pkt, egress, port), outer, link) {
+    if lessee(pkt, egress, port) != from {
         return Verdict::Drop(Counter::DropNotLeased);
     }
     if ip.part == Part::First {
@@ -90,7 +78,7 @@ const ASK: u64 = u64::MAX;
 /// Functions one after the other, not one in the other: their variables do not fit the stack together.
 #[inline(always)]
 pub fn reply<F: Family>(pkt: &Packet) -> u64 {
-    let verdict = once::inward::<F>(pkt);
+    let verdict = once::inward::<F>(pkt, 0);
     if verdict != ASK {
         return verdict;
     }
@@ -102,43 +90,32 @@ pub fn reply<F: Family>(pkt: &Packet) -> u64 {
         own::ANYBODYS => own::copy(pkt),
         _ => {}
     }
-    once::asked::<F>(pkt)
+    once::inward::<F>(pkt, 1)
 }
 
-/// The first look at a packet; [`ASK`] for one that may be the node's own.
+/// A verdict's bits, or [`ASK`] for a packet that may be one of the node's own, unless it was `asked` whose it is.
 #[inline(always)]
-pub fn inward<F: Family>(pkt: &Packet) -> u64 {
-    arrived::<F>(pkt, false).map_or(ASK, Verdict::to_bits)
-}
-
-/// The second look, at a packet that is not the node's own, or not only.
-#[inline(always)]
-pub fn asked<F: Family>(pkt: &Packet) -> u64 {
-    arrived::<F>(pkt, true).map_or(ASK, Verdict::to_bits)
-}
-
-#[inline(always)]
-fn arrived<F: Family>(pkt: &Packet, asked: bool) -> Option<Verdict> {
-    let Ok(ip) = F::parse(pkt) else { return Some(Verdict::Pass) };
+pub fn inward<F: Family>(pkt: &Packet, asked: u32) -> u64 {
+    let Ok(ip) = F::parse(pkt) else { return Verdict::Pass.to_bits() };
     if neighbor::is_solicitation::<F>(pkt, &ip) {
-        return Some(neighbor::solicitation(pkt));
+        return neighbor::solicitation(pkt).to_bits();
     }
     // SAFETY: read only.
-    let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else { return Some(Verdict::Pass) };
-    let (Some(e), Some(config)) = (EGRESS_IPS.get(egress), CONFIG.get(0)) else { return Some(Verdict::Pass) };
+    let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else { return Verdict::Pass.to_bits() };
+    let (Some(e), Some(config)) = (EGRESS_IPS.get(egress), CONFIG.get(0)) else { return Verdict::Pass.to_bits() };
     if let Some(verdict) = vlan(pkt, e) {
-        return Some(verdict);
+        return verdict.to_bits();
     }
     if e.flags & flags::SUBNET != 0 && neighbor::learn_advertised::<F>(pkt, &ip, egress, e) {
-        return Some(Verdict::Drop(Counter::NextHopLearnt));
+        return Verdict::Drop(Counter::NextHopLearnt).to_bits();
     }
     let t = parse::transport::<F>(pkt, &ip);
     let node = lessee_of_reply::<F>(pkt, &ip, &t, egress);
     let own = flags::OWNED | flags::NODE_ADDRESS;
-    if node != 0 && e.flags & own == own && !asked {
-        return None;
+    if node != 0 && e.flags & own == own && asked == 0 {
+        return ASK;
     }
-    Some(hand_on::<F>(pkt, config, &ip, &t, egress, e, node, false))
+    hand_on::<F>(pkt, config, &ip, &t, egress, e, node, false).to_bits()
 }
 
 /// Takes a packet for an egress IP out of its VLAN. A packet in another one is not for it: a device of the node for that

@@ -42,7 +42,10 @@ pub fn incoming<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict
 /// An error of a pod about a packet that it got: translated if that belonged to a translated flow.
 #[inline(always)]
 pub fn outgoing<F: Family>(pkt: &Packet) -> u64 {
-    let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt)) else {
+    let Some(config) = CONFIG.get(0) else {
+        return Verdict::Drop(Counter::DropMalformed).to_bits();
+    };
+    let Ok(ip) = F::parse(pkt) else {
         return Verdict::Drop(Counter::DropMalformed).to_bits();
     };
     quoting::<F>(pkt, config, &ip).to_bits()

@@ -22,7 +22,8 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
     if pkt.take_delivered() {
         return Verdict::Pass;
     }
-    let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt)) else { return Verdict::Pass };
+    let Some(config) = CONFIG.get(0) else { return Verdict::Pass };
+    let Ok(ip) = F::parse(pkt) else { return Verdict::Pass };
     let generation = steer::generation(config);
     if ip.part == Part::Later {
         return Verdict::Pass;

@@ -135,17 +135,13 @@ pub fn tunnel_ingress(ctx: TcContext) -> i32 {
 #[classifier]
 pub fn tunnel_egress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
-    if !firewall::take_mark(&pkt) {
-        return finish(&pkt, tunnel::send_probe(&pkt));
-    }
-    settle(
-        &pkt,
-        match pkt.protocol() {
-            IPV4 => once::passed::<V4>(&pkt),
-            IPV6 => once::passed::<V6>(&pkt),
-            _ => Verdict::Drop(Counter::DropNotAsked).to_bits(),
-        },
-    )
+    let verdict = match (firewall::take_mark(&pkt), pkt.protocol()) {
+        (false, _) => tunnel::send_probe(&pkt),
+        (true, IPV4) => once::passed::<V4>(&pkt),
+        (true, IPV6) => once::passed::<V6>(&pkt),
+        (true, _) => Verdict::Drop(Counter::DropNotAsked).to_bits(),
+    };
+    settle(&pkt, verdict)
 }
 
 /// Ingress of the interfaces that carry egress IPs: replies, ARP and NDP.

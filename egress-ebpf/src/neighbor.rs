@@ -129,7 +129,8 @@ pub fn learn_advertised<F: Family>(pkt: &Packet, ip: &Ip<F>, egress: u32, e: &Eg
     if pkt.load::<u8>(L4) != Some(ADVERTISEMENT_TYPE) {
         return false;
     }
-    let (Some(target), Some(mac)) = (pkt.load::<V6>(L4 + 8), pkt.load::<Mac>(6)) else { return false };
+    let Some(target) = pkt.load::<V6>(L4 + 8) else { return false };
+    let Some(mac) = pkt.load::<Mac>(6) else { return false };
     let same = e.via[0] ^ target[0] | e.via[1] ^ target[1] | e.via[2] ^ target[2] | e.via[3] ^ target[3];
     if same == 0
         && let Some(hop) = NEXT_HOPS.get_ptr_mut(egress)
@@ -165,7 +166,10 @@ pub fn solicitation(pkt: &Packet) -> Verdict {
         Answer::Silence => return Verdict::Drop(Counter::DropNotOwner),
         Answer::With(mac) => mac,
     };
-    let (Some(asker), Some(asker_mac)) = (pkt.read_v6(ETH_LEN + V6::SRC), pkt.read::<Mac>(6)) else {
+    let Some(asker) = pkt.read_v6(ETH_LEN + V6::SRC) else {
+        return Verdict::Drop(Counter::DropMalformed);
+    };
+    let Some(asker_mac) = pkt.read::<Mac>(6) else {
         return Verdict::Drop(Counter::DropMalformed);
     };
     if pkt.resize(L4 + ADVERTISEMENT_LEN).is_none() {

@@ -90,12 +90,6 @@ impl Packet {
         field!(self, pkt_type) == 0
     }
 
-    /// Whether the frame has a VLAN tag.
-    #[inline(always)]
-    pub fn tagged(&self) -> bool {
-        field!(self, vlan_present) != 0
-    }
-
     /// EtherType, network byte order.
     #[inline(always)]
     pub fn protocol(&self) -> u16 {
@@ -277,7 +271,7 @@ impl Packet {
         delivered
     }
 
-    /// The VLAN that the frame came in; 0: none.
+    /// The VLAN that the frame came in; 0: none, or a tag that is for its priority only.
     #[inline(always)]
     pub fn vlan(&self) -> u32 {
         if field!(self, vlan_present) == 0 { 0 } else { field!(self, vlan_tci) & 0xfff }

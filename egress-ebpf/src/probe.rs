@@ -21,25 +21,28 @@ const PORTS: u32 = ((PORT as u32) << 16 | PORT as u32).to_be();
 /// The agent's mark of a probe that is to be sent.
 const MARK: Mac = crate::tunnel::words(SRC_MAC);
 
-/// A probe that the agent sends, at the tunnel device's egress: it is sent on its way. `None` for any other packet.
+/// A probe that the agent sends, at the tunnel device's egress: it is sent on its way; any other packet passes. A verdict's
+/// bits, put together at each end: the verifiers of old kernels also follow ways on which an enum's payload was never set.
 #[inline(always)]
-pub fn send<F: Family>(pkt: &Packet) -> Option<Verdict> {
-    let mac = pkt.read::<Mac>(6)?;
+pub fn send<F: Family>(pkt: &Packet) -> u64 {
+    let Some(mac) = pkt.read::<Mac>(6) else { return Verdict::Pass.to_bits() };
     if (mac[0] ^ MARK[0]) | (mac[1] ^ MARK[1]) | (mac[2] ^ MARK[2]) != 0 {
-        return None;
+        return Verdict::Pass.to_bits();
     }
     // Read to the stack at once: of several readings in the packet, LLVM keeps what the failed ones left unset.
     let Some(probe) = pkt.load::<Probe>(ETH_LEN + F::HEADER + 8) else {
-        return Some(Verdict::Drop(Counter::DropMalformed));
+        return Verdict::Drop(Counter::DropMalformed).to_bits();
     };
     // SAFETY: sixteen bytes either way.
     let remote: V6 = unsafe { core::mem::transmute(probe.remote) };
     // SAFETY: read only.
-    let Some(&index) = (unsafe { NODE_INDEX.get(remote) }) else { return Some(Verdict::Drop(Counter::DropNoOwner)) };
+    let Some(&index) = (unsafe { NODE_INDEX.get(remote) }) else {
+        return Verdict::Drop(Counter::DropNoOwner).to_bits();
+    };
     // Each takes another of the ways that a flow may take.
     let [.., a, b, c, d] = probe.seq;
     let entropy = u32::from_be_bytes([a, b, c, d]).wrapping_mul(0x9e37_79b1);
-    Some(Verdict::send(purpose::PROBE + (probe.way & 3) as u32, index, entropy))
+    Verdict::send(purpose::PROBE + (probe.way & 3) as u32, index, entropy).to_bits()
 }
 
 /// Whether the packet is a probe: no flow has its ports.
@@ -123,11 +126,4 @@ fn tell<F: Family>(pkt: &Packet, index: u32) -> Verdict {
     // A full buffer means that no agent reads: the probe counts as lost.
     let _ = PROBES.output(&answer, 0);
     Verdict::Drop(Counter::ProbeReturned)
-}
-
-/// The node that an outer source address belongs to.
-#[inline(always)]
-pub fn node_of(outer: &V6) -> Option<u32> {
-    // SAFETY: read only.
-    unsafe { NODE_INDEX.get(outer) }.copied()
 }

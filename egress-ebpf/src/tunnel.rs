@@ -1,7 +1,9 @@
 //! The tunnel device: sending to a node, receiving from one.
 
 use crate::{
-    IPV4, IPV6, deliver, gateway,
+    IPV4, IPV6,
+    maps::NODE_INDEX,
+    once,
     packet::{Mac, Packet},
     probe,
 };
@@ -86,35 +88,39 @@ fn get_key(pkt: &Packet) -> Option<(V6, u32)> {
 /// A packet came out of the tunnel device. A verdict's bits.
 #[inline(always)]
 pub fn receive(pkt: &Packet) -> u64 {
-    match get_key(pkt) {
-        Some((outer, vni)) => arrived(pkt, vni, &outer),
+    let Some((outer, vni)) = get_key(pkt) else { return Verdict::Drop(Counter::DropStranger).to_bits() };
+    match node_of(&outer) {
+        Some(index) => arrived(pkt, vni, index),
         None => Verdict::Drop(Counter::DropStranger).to_bits(),
     }
 }
 
-/// A packet that came through the tunnel, without its outer header. A verdict's bits.
+/// The node that an outer source address belongs to.
 #[inline(always)]
-pub fn arrived(pkt: &Packet, vni: u32, outer: &V6) -> u64 {
+pub fn node_of(outer: &V6) -> Option<u32> {
+    // SAFETY: read only.
+    unsafe { NODE_INDEX.get(outer) }.copied()
+}
+
+/// A packet that node number `from` sent through the tunnel, without its outer header. A verdict's bits.
+#[inline(always)]
+pub fn arrived(pkt: &Packet, vni: u32, from: u32) -> u64 {
     match (vni, pkt.protocol()) {
-        (VNI_FORWARD, IPV4) => gateway::forward::<V4>(pkt, outer, 0),
-        (VNI_FORWARD, IPV6) => gateway::forward::<V6>(pkt, outer, 0),
-        (VNI_REPLY, IPV4) => deliver::from_tunnel::<V4>(pkt, outer),
-        (VNI_REPLY, IPV6) => deliver::from_tunnel::<V6>(pkt, outer),
-        (VNI_PROBE, _) => match probe::node_of(outer) {
-            Some(index) => Verdict::probe(index).to_bits(),
-            None => Verdict::Drop(Counter::DropStranger).to_bits(),
-        },
+        (VNI_FORWARD, IPV4) => once::forward::<V4>(pkt, from),
+        (VNI_FORWARD, IPV6) => once::forward::<V6>(pkt, from),
+        (VNI_REPLY, IPV4) => once::from_node::<V4>(pkt),
+        (VNI_REPLY, IPV6) => once::from_node::<V6>(pkt),
+        (VNI_PROBE, _) => Verdict::probe(from).to_bits(),
         _ => Verdict::Drop(Counter::DropStranger).to_bits(),
     }
 }
 
-/// Sends a probe of the agent on its way. Everything else on this hook has a tunnel key already.
-#[inline(always)]
-pub fn send_probe(pkt: &Packet) -> Verdict {
-    let sent = match pkt.protocol() {
+/// Sends a probe of the agent on its way. Everything else on this hook has a tunnel key already. A verdict's bits.
+#[inline(never)]
+pub fn send_probe(pkt: &Packet) -> u64 {
+    match pkt.protocol() {
         IPV4 => probe::send::<V4>(pkt),
         IPV6 => probe::send::<V6>(pkt),
-        _ => None,
-    };
-    sent.unwrap_or(Verdict::Pass)
+        _ => Verdict::Pass.to_bits(),
+    }
 }

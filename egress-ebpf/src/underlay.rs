@@ -5,21 +5,23 @@ use crate::{
     family::Family,
     gateway,
     maps::{CONFIG, EGRESS_IPS, MAC_INDEX},
+    once,
     packet::{ETH_LEN, Mac, Packet},
-    tunnel,
+    probe, tunnel,
     vxlan::{self, Stripped},
 };
 use egress_common::{
-    V6,
     egress::{MacKey, flags},
     verdict::{Counter, Verdict},
 };
 
-/// What [`unwrap`] and [`outward`] return for a packet that they are not for: no verdict has these bits.
+/// What [`unwrap`] and [`outward`] return for a packet that they are not for: no verdict and no tunnelled packet has these
+/// bits.
 const OTHER: u64 = u64::MAX;
-
-/// Outer source address of a packet without an outer header.
-static NOWHERE: V6 = [0; 4];
+/// What [`unwrap`] returns for a tunnelled packet that is left to the stack.
+const LEFT: u64 = OTHER - 1;
+/// What [`unwrap`] returns for a tunnelled packet from nobody's address.
+const STRANGER: u64 = OTHER - 2;
 
 /// A packet at the underlay's interface. A reply by `direct` is one that is for this node's own port block, as at an uplink.
 ///
@@ -27,28 +29,34 @@ static NOWHERE: V6 = [0; 4];
 #[inline(always)]
 pub fn receive<F: Family>(pkt: &Packet) -> u64 {
     match unwrap::<F>(pkt) {
-        OTHER => match outward::<F>(pkt) {
+        OTHER => match once::outward::<F>(pkt) {
             OTHER => gateway::reply::<F>(pkt),
             verdict => verdict,
         },
-        verdict => verdict,
+        LEFT => Verdict::Pass.to_bits(),
+        STRANGER => Verdict::Drop(Counter::DropStranger).to_bits(),
+        tunnelled => tunnel::arrived(pkt, tunnelled as u32, (tunnelled >> 32) as u32),
     }
 }
 
-/// A tunnelled packet, past the tunnel device.
+/// Takes the outer headers off a tunnelled packet: its network identifier in the lower half, the node that it comes from in
+/// the upper one.
 #[inline(never)]
 fn unwrap<F: Family>(pkt: &Packet) -> u64 {
-    let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
+    let Some(config) = CONFIG.get(0) else { return LEFT };
     match vxlan::strip::<F>(pkt, config) {
         Stripped::Not => OTHER,
-        Stripped::Left => Verdict::Pass.to_bits(),
-        Stripped::Done(vni, outer) => tunnel::arrived(pkt, vni, &outer),
+        Stripped::Left => LEFT,
+        Stripped::Done(vni, outer) => match tunnel::node_of(&outer) {
+            Some(index) => (index as u64) << 32 | vni as u64,
+            None => STRANGER,
+        },
     }
 }
 
-/// A translated packet that another node sent to this one's MAC address.
-#[inline(never)]
-fn outward<F: Family>(pkt: &Packet) -> u64 {
+/// A translated packet that another node sent to this one's MAC address; [`OTHER`] for what is none.
+#[inline(always)]
+pub fn outward<F: Family>(pkt: &Packet) -> u64 {
     sent_here::<F>(pkt).unwrap_or(OTHER)
 }
 
@@ -58,16 +66,21 @@ fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
     // SAFETY: read only.
     let &egress = unsafe { F::egress_index().get(src) }?;
     let e = EGRESS_IPS.get(egress)?;
-    let index = link_node(pkt)?;
+    let from = link_node(pkt)?;
     // The owner itself sends it out, and this node is its next hop.
-    if index == e.owner || !pkt.is_for_host() {
+    if from == e.owner || !pkt.is_for_host() {
         return None;
     }
     if e.flags & flags::OWNED == 0 {
         let own = e.flags & flags::NODE_ADDRESS != 0;
         return if own { None } else { Some(Verdict::Drop(Counter::DropNotOwner).to_bits()) };
     }
-    Some(gateway::forward::<F>(pkt, &NOWHERE, index))
+    let verdict = match gateway::leased::<F>(pkt, egress, e, from) {
+        // No port of a flow is that low.
+        Verdict::Drop(Counter::DropNotLeased) if probe::is::<F>(pkt) => Verdict::probe(from),
+        verdict => verdict,
+    };
+    Some(verdict.to_bits())
 }
 
 /// The node whose MAC address the frame comes from.

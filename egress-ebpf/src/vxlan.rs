@@ -164,11 +164,13 @@ pub enum Stripped {
 pub fn strip<F: Family>(pkt: &Packet, config: &Config) -> Stripped {
     let Some((source, usual)) = F::outer(pkt, config) else { return Stripped::Not };
     let overhead = F::HEADER + 30;
-    // VXLAN header, and behind the inner MAC addresses the EtherType.
-    let vxlan = pkt.read_header::<[u32; 2]>(ETH_LEN + F::HEADER + 8);
-    let inner = pkt.read_header::<u16>(ETH_LEN + overhead - 2);
-    let (Some([VNI_VALID, vni]), Some(inner)) = (vxlan, inner) else { return left(Counter::DeviceOuter) };
-    if !usual || !pkt.is_for_host() || pkt.tagged() {
+    // VXLAN header, and behind the inner MAC addresses the EtherType. One after the other: old verifiers follow the way on
+    // which only the second is there.
+    let Some([VNI_VALID, vni]) = pkt.read_header::<[u32; 2]>(ETH_LEN + F::HEADER + 8) else {
+        return left(Counter::DeviceOuter);
+    };
+    let Some(inner) = pkt.read_header::<u16>(ETH_LEN + overhead - 2) else { return left(Counter::DeviceOuter) };
+    if !usual || !pkt.is_for_host() || pkt.vlan() != 0 {
         return left(Counter::DeviceOuter);
     }
     let mut how = BPF_F_ADJ_ROOM_FIXED_GSO as u64 | BPF_F_ADJ_ROOM_NO_CSUM_RESET as u64;

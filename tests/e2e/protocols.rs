@@ -11,6 +11,7 @@ use lab::traffic::{
 use lab::{Capture, Cni, Family, Lab, PodSpec, StartOptions, address, wait_until};
 
 use crate::support::{CALM, PATIENCE, calm, egress, start_with, wait_in_force, web};
+use crate::transport::wait_transport;
 
 const HOSTS: [u8; 2] = [10, 11];
 
@@ -247,6 +248,7 @@ fn bulk_transfers(transport: &str, most: [u32; 2]) {
     with_pod_and(Lab::builder(), &options, |lab, pod| {
         const BYTES: u64 = 20_000_000;
         let server = lab.server("server1");
+        wait_transport(lab, transport)?;
         let _bulk = BulkServer::start(&server.ns, &server.ips.both(5001))?;
         let (at_server, at_pod) = (Capture::start(&server.ns, "eth0")?, Capture::start(&pod.ns, "eth0")?);
         for family in Family::BOTH {

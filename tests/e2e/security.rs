@@ -60,7 +60,7 @@ fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
             })?;
             let capture = Capture::start(&server.ns, "eth0")?;
             let forged: [(&NetNs, &str, IpAddr, u16, &str); 6] = [
-                (lab.router(), &gateway, ip, port, "drop_not_leased"),
+                (lab.router(), &gateway, ip, port, "drop_stranger"),
                 (worker2, &gateway, ip, port, "drop_not_leased"),
                 (worker1, &gateway, ip, 80, "drop_not_leased"),
                 (worker1, idle, ip, port, "drop_not_owner"),

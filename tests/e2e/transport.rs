@@ -39,7 +39,7 @@ fn with_pod(builder: lab::Builder, options: &StartOptions, test: impl FnOnce(&mu
 }
 
 /// Waits until worker1 sends to every gateway by this way.
-fn wait_transport(lab: &Lab, name: &str) -> Result<()> {
+pub fn wait_transport(lab: &Lab, name: &str) -> Result<()> {
     let ways = || {
         let rows = lab.egressctl("worker1", &["gateways"])?;
         let rows = rows["items"].as_array().or_else(|| rows.as_array()).cloned().unwrap_or_default();

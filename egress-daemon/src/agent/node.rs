@@ -16,7 +16,6 @@ use super::{
 };
 use crate::{
     api::{EgressNode, EgressNodeStatus, GatewayWay},
-    config::Transport,
     datapath::{
         Pins,
         answers::Answers,
@@ -136,16 +135,10 @@ pub struct Agent {
 impl Agent {
     /// Loads and attaches what needs no object, and takes over what an earlier agent left.
     pub async fn start(options: Options) -> anyhow::Result<Self> {
-        let Options { node, store, mut settings, bpffs, journal, source, publish } = options;
+        let Options { node, store, settings, bpffs, journal, source, publish } = options;
         let start = Instant::now();
         let pins = Pins::new(&bpffs);
         let mut programs = Programs::load(&pins, settings.sizes)?;
-        if programs.device_only() && settings.transport != Transport::Device {
-            tracing::warn!(
-                "this kernel refuses the program of the transports vxlan and direct: packets go by the tunnel device"
-            );
-            settings.transport = Transport::Device;
-        }
         let kernel_flags = programs.kernel_flags();
         let answers = Answers::open(&pins)?;
         let writer = Writer::open(Maps::open(&pins)?)?;

@@ -1,7 +1,10 @@
 //! What the facts mean for an agent. Pure.
 
 use super::{Line, Status, facts::Facts};
-use crate::config::{Config, Firewall};
+use crate::{
+    config::{Config, Firewall},
+    datapath::load::PERFMON_UNTIL,
+};
 
 /// `bpf_loop`, which the programs use, came with this kernel.
 const OLDEST: (u32, u32) = (5, 17);
@@ -12,8 +15,7 @@ const TAKEN_PORTS: [(u16, &str); 3] =
     [(4789, "VXLAN of most systems"), (8472, "Linux' and many CNIs' VXLAN"), (6081, "Geneve")];
 /// Capabilities by number (linux/capability.h).
 const CAPABILITIES: [(u32, &str); 3] = [(39, "CAP_BPF"), (12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW")];
-/// Kernels older than this need [`CAP_PERFMON`], too.
-const PERFMON_UNTIL: (u32, u32) = (6, 12);
+/// Before [`PERFMON_UNTIL`].
 const CAP_PERFMON: (u32, &str) = (38, "CAP_PERFMON");
 /// It stands for CAP_BPF and CAP_PERFMON.
 const CAP_SYS_ADMIN: u32 = 21;

@@ -29,11 +29,9 @@ const COLLECTOR: &str = "start_collector";
 /// The program that is run once to learn whether merged packets can be stripped.
 const DECAPSULATION: &str = "try_decapsulation";
 
-/// Older kernels need CAP_PERFMON, too: their verifier takes a part of a stored number that is overwritten for an attempt
-/// to forge a pointer (mended in 6.13), and follows ways through a program that it does not take.
-pub const PERFMON_UNTIL: KernelVersion = KernelVersion::new(6, 13, 0);
-/// The program that old kernels refuse: they count its functions' stacks together to more than 512 bytes (6.1 does).
-const UNDERLAY: &str = "underlay_ingress";
+/// Older kernels (major and minor number) need CAP_PERFMON, too: their verifier takes a part of a stored number that is
+/// overwritten for an attempt to forge a pointer (mended in 6.13 and in 6.12's stable releases).
+pub const PERFMON_UNTIL: (u32, u32) = (6, 12);
 
 /// Sizes of the maps that the user may choose.
 #[derive(Clone, Copy, Debug)]
@@ -167,7 +165,6 @@ pub fn config_flags() -> u32 {
 /// The loaded programs. Dropping it detaches nothing: links and maps are pinned.
 pub struct Programs {
     ebpf: Ebpf,
-    device_only: bool,
 }
 
 impl Programs {
@@ -190,20 +187,12 @@ impl Programs {
         for name in ["TICKETS_V4", "TICKETS_V6"] {
             loader.map_max_entries(name, sizes.max_flows.saturating_mul(2));
         }
-        let mut programs = Self { ebpf: loader.load(OBJECT)?, device_only: false };
+        let mut programs = Self { ebpf: loader.load(OBJECT)? };
         for name in PROGRAMS.into_iter().chain([COLLECTOR, DECAPSULATION]) {
-            match programs.get(name)?.load() {
-                Err(_) if name == UNDERLAY => programs.device_only = true,
-                loaded => loaded.map_err(|source| LoadError::Program { program: name, source })?,
-            }
+            programs.get(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
         }
         programs.start_collector()?;
         Ok(programs)
-    }
-
-    /// Whether this kernel refuses what the transports besides the tunnel device need.
-    pub fn device_only(&self) -> bool {
-        self.device_only
     }
 
     /// A program by its name.

@@ -79,7 +79,8 @@ pub fn run(name: &str, mut command: Command, how: &Run<'_>, tally: &mut Tally) -
     let mut output = Output::default();
     let status = process::run(&mut command, &log, Some(timeout), |stream, line| {
         if stream == Stream::Out {
-            output.line(line);
+            // A guest's lines come by a serial line.
+            output.line(line.trim_end_matches('\r'));
         }
         step.at(line);
     })?;

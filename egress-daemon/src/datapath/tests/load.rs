@@ -35,7 +35,8 @@ const RIGHTS: [u64; 3] = [12, 13, 39];
 const CAP_PERFMON: u64 = 38;
 /// The rights that suffice under this kernel.
 fn rights() -> Vec<u64> {
-    let perfmon = KernelVersion::current().unwrap() < PERFMON_UNTIL;
+    let (major, minor) = PERFMON_UNTIL;
+    let perfmon = KernelVersion::current().unwrap() < KernelVersion::new(major as u8, minor as u8, 0);
     RIGHTS.into_iter().chain(perfmon.then_some(CAP_PERFMON)).collect()
 }
 
