@@ -10,6 +10,7 @@ mod hold;
 mod nft;
 mod routes;
 mod rules;
+mod wire;
 
 use std::{collections::BTreeSet, io, net::IpAddr};
 
