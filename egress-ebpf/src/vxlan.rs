@@ -62,11 +62,8 @@ pub fn send(pkt: &Packet, config: &Config, node: &Node, vni: u32, entropy: u32) 
         ALREADY => return Err(Counter::DeviceEncapsulated as u32),
         _ => return Err(Counter::DeviceRefused as u32),
     }
-    let written = if ipv4 {
-        write_v4(pkt, config, node, vni, entropy, len, ecn, protocol)
-    } else {
-        write_v6(pkt, config, node, vni, entropy, len, ecn, protocol)
-    };
+    let outer = Outer { config, node, vni, entropy, len, ecn, protocol };
+    let written = if ipv4 { outer.write_v4(pkt) } else { outer.write_v6(pkt) };
     if written.is_none() {
         return Ok(Verdict::Drop(Counter::DropRedirect));
     }
@@ -83,70 +80,65 @@ fn outer_ecn(pkt: &Packet, protocol: u16) -> u32 {
     if inner == 3 { 2 } else { inner }
 }
 
-/// UDP, VXLAN and inner Ethernet header up to the EtherType, as words in memory order.
-#[inline(always)]
-fn payload(config: &Config, vni: u32, entropy: u32, len: u32) -> [u32; 7] {
-    // From the dynamic ports (RFC 6335), by the flow's hash.
-    let ports = (0xc000 | entropy & 0x3fff) << 16 | config.tunnel_port & 0xffff;
-    [
-        ports.to_be(),
-        ((len + 16) << 16).to_be(),
-        VNI_VALID,
-        (vni << 8).to_be(),
-        pair(INNER_MACS[0][0], INNER_MACS[0][1]),
-        pair(INNER_MACS[0][2], INNER_MACS[1][0]),
-        pair(INNER_MACS[1][1], INNER_MACS[1][2]),
-    ]
+/// What the outer headers are made of.
+struct Outer<'a> {
+    config: &'a Config,
+    node: &'a Node,
+    vni: u32,
+    /// By it flows take different ways.
+    entropy: u32,
+    /// Length of the inner frame.
+    len: u32,
+    /// Congestion bits.
+    ecn: u32,
+    /// EtherType of the inner frame, network byte order.
+    protocol: u16,
+}
+
+impl Outer<'_> {
+    /// UDP, VXLAN and inner Ethernet header up to the EtherType, as words in memory order.
+    #[inline(always)]
+    fn payload(&self) -> [u32; 7] {
+        // From the dynamic ports (RFC 6335), by the flow's hash.
+        let ports = (0xc000 | self.entropy & 0x3fff) << 16 | self.config.tunnel_port & 0xffff;
+        [
+            ports.to_be(),
+            ((self.len + 16) << 16).to_be(),
+            VNI_VALID,
+            (self.vni << 8).to_be(),
+            pair(INNER_MACS[0][0], INNER_MACS[0][1]),
+            pair(INNER_MACS[0][2], INNER_MACS[1][0]),
+            pair(INNER_MACS[1][1], INNER_MACS[1][2]),
+        ]
+    }
+
+    #[inline(always)]
+    fn write_v4(&self, pkt: &Packet) -> Option<()> {
+        let (source, to) = (self.node.source[3], self.node.addr[3]);
+        let length = (self.ecn << 16 | (self.len + OVERHEAD_V4 - ETH_LEN)).to_be();
+        // SAFETY: the helper has no arguments. A fresh number for each packet (RFC 6864, section 4.1): it may be fragmented.
+        let id = unsafe { bpf_get_prandom_u32() } & 0xffff;
+        let check = !csum::fold(self.node.csum + csum::sum_words(&[length, id]));
+        pkt.write_words(ETH_LEN, &[OUTER_V4 | length, id, OUTER_V4_TTL | (check as u32) << 16, source, to])?;
+        pkt.write_words(ETH_LEN + V4::HEADER, &self.payload())?;
+        pkt.write(ETH_LEN + OVERHEAD_V4 - 2, self.protocol)
+    }
+
+    #[inline(always)]
+    fn write_v6(&self, pkt: &Packet) -> Option<()> {
+        let first = (6 << 28 | self.ecn << 20).to_be();
+        let second = ((self.len + 16) << 16 | proto::UDP << 8 | 64).to_be();
+        pkt.write_words(ETH_LEN, &[first, second])?;
+        pkt.write_words(ETH_LEN + V6::SRC, &self.node.source)?;
+        pkt.write_words(ETH_LEN + V6::SRC + 16, &self.node.addr)?;
+        pkt.write_words(ETH_LEN + V6::HEADER, &self.payload())?;
+        pkt.write(ETH_LEN + OVERHEAD_V6 - 2, self.protocol)
+    }
 }
 
 /// Two words of a MAC address, memory order, as one.
 const fn pair(first: u16, second: u16) -> u32 {
     first as u32 | (second as u32) << 16
-}
-
-#[expect(clippy::too_many_arguments, reason = "all of it is inlined into one function")]
-#[inline(always)]
-fn write_v4(
-    pkt: &Packet,
-    config: &Config,
-    node: &Node,
-    vni: u32,
-    entropy: u32,
-    len: u32,
-    ecn: u32,
-    protocol: u16,
-) -> Option<()> {
-    let length = (ecn << 16 | (len + OVERHEAD_V4 - ETH_LEN)).to_be();
-    // SAFETY: the helper has no arguments. A fresh number for each packet (RFC 6864, section 4.1): it may be fragmented.
-    let id = unsafe { bpf_get_prandom_u32() } & 0xffff;
-    let check = !csum::fold(node.csum + csum::sum_words(&[length, id]));
-    pkt.write_words(
-        ETH_LEN,
-        &[OUTER_V4 | length, id, OUTER_V4_TTL | (check as u32) << 16, node.source[3], node.addr[3]],
-    )?;
-    pkt.write_words(ETH_LEN + V4::HEADER, &payload(config, vni, entropy, len))?;
-    pkt.write(ETH_LEN + OVERHEAD_V4 - 2, protocol)
-}
-
-#[expect(clippy::too_many_arguments, reason = "all of it is inlined into one function")]
-#[inline(always)]
-fn write_v6(
-    pkt: &Packet,
-    config: &Config,
-    node: &Node,
-    vni: u32,
-    entropy: u32,
-    len: u32,
-    ecn: u32,
-    protocol: u16,
-) -> Option<()> {
-    let first = (6 << 28 | ecn << 20).to_be();
-    let second = ((len + 16) << 16 | proto::UDP << 8 | 64).to_be();
-    pkt.write_words(ETH_LEN, &[first, second])?;
-    pkt.write_words(ETH_LEN + V6::SRC, &node.source)?;
-    pkt.write_words(ETH_LEN + V6::SRC + 16, &node.addr)?;
-    pkt.write_words(ETH_LEN + V6::HEADER, &payload(config, vni, entropy, len))?;
-    pkt.write(ETH_LEN + OVERHEAD_V6 - 2, protocol)
 }
 
 /// What became of a packet at the underlay's interface.

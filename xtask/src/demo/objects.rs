@@ -4,20 +4,8 @@ use std::net::IpAddr;
 
 use anyhow::{Context, Result};
 use lab::Manifests;
+pub use lab::cluster::EgressIp;
 use serde::Deserialize;
-
-/// An egress IP and the gateway that carries it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EgressIp {
-    /// The address.
-    pub address: IpAddr,
-    /// The gateway, if one carries it now.
-    pub node: Option<String>,
-    /// Rises with each change of the gateway.
-    pub epoch: u64,
-    /// The policies that use it.
-    pub policies: Vec<String>,
-}
 
 #[derive(Deserialize)]
 struct Object<S, T> {

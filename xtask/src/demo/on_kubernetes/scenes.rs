@@ -9,7 +9,7 @@ use lab::traffic::{TcpClients, TcpOptions};
 use lab::{Capture, wait_for, wait_until};
 
 use super::super::flows::{Flow, Trickle, counts, timeline};
-use super::super::scenes::gateway::{FAILBACK_DELAY, HANDED_OVER, MOVED, avoided, moves, streams_table};
+use super::super::scenes::gateway::{FAILBACK_DELAY, HANDED_OVER, avoided, moved_on, moves, streams_table};
 use super::super::scenes::{seconds, spread};
 use super::super::streams::{Streams, intact, longest_pause};
 use super::super::table::Table;
@@ -241,12 +241,7 @@ fn gateway_dies(show: &mut Show) -> Result<()> {
         ),
     );
     show.add(avoided(&flows, died, moved));
-    show.claim(
-        "egress IPs of a dead gateway move",
-        moved <= MOVED,
-        format!("within {}", seconds(MOVED)),
-        format!("after {}: {}", seconds(moved), moves(&before, &after)),
-    );
+    show.add(moved_on(moved, &before, &after));
     show.streams = Some(streams);
     Ok(())
 }

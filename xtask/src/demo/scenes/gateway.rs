@@ -24,7 +24,7 @@ pub const DIVERTED: Duration = Duration::from_secs(1);
 /// Of so many connections that are opened after that and until its egress IPs move, one may have to try again.
 pub const RARE: usize = 20;
 /// The lease and the controller's round.
-pub const MOVED: Duration = Duration::from_secs(4);
+const MOVED: Duration = Duration::from_secs(4);
 /// What connections may pause when a living gateway hands over.
 pub const HANDED_OVER: Duration = Duration::from_secs(2);
 /// What nobody notices.
@@ -94,12 +94,7 @@ pub fn dies(show: &mut Show) -> Result<()> {
         format!("longest pause {}", seconds(others)),
     );
     show.add(avoided(&flows, died, moved));
-    show.claim(
-        "egress IPs of a dead gateway move",
-        moved <= MOVED,
-        format!("within {}", seconds(MOVED)),
-        format!("after {}: {}", seconds(moved), moves(&before, &after)),
-    );
+    show.add(moved_on(moved, &before, &after));
     Ok(())
 }
 
@@ -178,6 +173,16 @@ pub fn avoided(flows: &[Flow], died: Instant, moved: Duration) -> Claim {
             seconds(DIVERTED),
             waited - early - late
         ),
+    }
+}
+
+/// The claim that the egress IPs of a dead gateway moved to others.
+pub fn moved_on(moved: Duration, before: &BTreeMap<IpAddr, String>, after: &BTreeMap<IpAddr, String>) -> Claim {
+    Claim {
+        name: "egress IPs of a dead gateway move".to_owned(),
+        holds: moved <= MOVED,
+        expected: format!("within {}", seconds(MOVED)),
+        measured: format!("after {}: {}", seconds(moved), moves(before, after)),
     }
 }
 
