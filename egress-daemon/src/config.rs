@@ -65,6 +65,9 @@ pub struct Config {
     pub announce: Announce,
     /// `foreignKinds`: whose objects are read from the cluster besides our own. A directory's are always read.
     pub foreign_kinds: BTreeSet<Foreign>,
+    /// `maxEgressIPsPerNode`: how many floating egress IPs a node may carry, over all pools. A pool may ask for fewer of its own;
+    /// a node's annotation comes before both. Absent: any number. The controller reads it.
+    pub max_egress_ips_per_node: Option<u32>,
     /// `metrics`: where metrics and health are served; `--metrics` comes before it. Absent: nowhere.
     pub metrics: Option<SocketAddr>,
 }
@@ -164,6 +167,7 @@ impl Default for Config {
             transport: Transport::Auto,
             announce: Announce::Arp,
             foreign_kinds: BTreeSet::new(),
+            max_egress_ips_per_node: None,
             metrics: None,
         }
     }

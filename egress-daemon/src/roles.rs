@@ -42,6 +42,7 @@ fn controller_config(config: &Config) -> ControllerConfig {
     ControllerConfig {
         lease_duration: config.lease.duration,
         renew_every: config.lease.renew,
+        max_egress_ips: config.max_egress_ips_per_node,
         gateways: LeaseTimes { duration: config.lease.duration, ..LeaseTimes::default() },
         ..ControllerConfig::new(format!("{host}-{}", std::process::id()))
     }
@@ -111,11 +112,11 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn leases_have_the_configured_times() {
-        let config = Config::parse("test", b"lease: {renew: 1s, duration: 4s}").unwrap();
+    fn leases_have_the_configured_times_and_gateways_the_limit() {
+        let config = Config::parse("test", b"lease: {renew: 1s, duration: 4s}\nmaxEgressIPsPerNode: 7").unwrap();
         let c = controller_config(&config);
         assert_eq!((c.renew_every, c.lease_duration), (Duration::from_secs(1), Duration::from_secs(4)));
-        assert_eq!(c.gateways.duration, Duration::from_secs(4));
+        assert_eq!((c.gateways.duration, c.max_egress_ips), (Duration::from_secs(4), Some(7)));
         assert!(c.identity.ends_with(&std::process::id().to_string()));
     }
 }

@@ -5,7 +5,7 @@ use crate::{
     family::Family,
     fragment,
     maps::{CONFIG, EGRESS_IPS, LEASES, NODES},
-    neighbor,
+    neighbor, once, own,
     packet::{ETH_LEN, Packet},
     parse::{self, Ip, Kind, Part, Transport},
     probe, shaper, stats, underlay, way,
@@ -70,28 +70,52 @@ pub fn leased<F: Family>(pkt: &Packet, egress: u32, e: &EgressIp, from: u32) -> 
     }
 }
 
+/// What [`inward`] returns for a packet that may be one of the node's own: no verdict has these bits.
+const ASK: u64 = u64::MAX;
+
 /// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours. A verdict's bits.
+///
+/// Functions one after the other, not one in the other: their variables do not fit the stack together.
 #[inline(always)]
 pub fn reply<F: Family>(pkt: &Packet) -> u64 {
-    inward::<F>(pkt).to_bits()
-}
-
-#[inline(always)]
-fn inward<F: Family>(pkt: &Packet) -> Verdict {
-    let Ok(ip) = F::parse(pkt) else { return Verdict::Pass };
-    if neighbor::is_solicitation::<F>(pkt, &ip) {
-        return neighbor::solicitation(pkt);
-    }
-    // SAFETY: read only.
-    let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else { return Verdict::Pass };
-    let (Some(e), Some(config)) = (EGRESS_IPS.get(egress), CONFIG.get(0)) else { return Verdict::Pass };
-    if let Some(verdict) = vlan(pkt, e) {
+    let verdict = once::inward::<F>(pkt, 0);
+    if verdict != ASK {
         return verdict;
     }
-    if e.flags & flags::SUBNET != 0 && neighbor::learn_advertised::<F>(pkt, &ip, egress, e) {
-        return Verdict::Drop(Counter::NextHopLearnt);
+    if own::take_copy(pkt) {
+        return Verdict::Pass.to_bits();
     }
-    to_source::<F>(pkt, config, &ip, egress, e, false)
+    match once::whose::<F>(pkt) {
+        own::NODES => return Verdict::Pass.to_bits(),
+        own::ANYBODYS => own::copy(pkt),
+        _ => {}
+    }
+    once::inward::<F>(pkt, 1)
+}
+
+/// A verdict's bits, or [`ASK`] for a packet that may be one of the node's own, unless it was `asked` whose it is.
+#[inline(always)]
+pub fn inward<F: Family>(pkt: &Packet, asked: u32) -> u64 {
+    let Ok(ip) = F::parse(pkt) else { return Verdict::Pass.to_bits() };
+    if neighbor::is_solicitation::<F>(pkt, &ip) {
+        return neighbor::solicitation(pkt).to_bits();
+    }
+    // SAFETY: read only.
+    let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else { return Verdict::Pass.to_bits() };
+    let (Some(e), Some(config)) = (EGRESS_IPS.get(egress), CONFIG.get(0)) else { return Verdict::Pass.to_bits() };
+    if let Some(verdict) = vlan(pkt, e) {
+        return verdict.to_bits();
+    }
+    if e.flags & flags::SUBNET != 0 && neighbor::learn_advertised::<F>(pkt, &ip, egress, e) {
+        return Verdict::Drop(Counter::NextHopLearnt).to_bits();
+    }
+    let t = parse::transport::<F>(pkt, &ip);
+    let node = lessee_of_reply::<F>(pkt, &ip, &t, egress);
+    let own = flags::OWNED | flags::NODE_ADDRESS;
+    if node != 0 && e.flags & own == own && asked == 0 {
+        return ASK;
+    }
+    hand_on::<F>(pkt, config, &ip, &t, egress, e, node, false).to_bits()
 }
 
 /// Takes a packet for an egress IP out of its VLAN. A packet in another one is not for it: a device of the node for that
@@ -107,32 +131,47 @@ pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
     }
 }
 
-/// A packet for an egress IP, on to the node that its port's block is leased to. `shaped`: it has passed the shaper.
+/// A packet for an egress IP that has passed the shaper, on to the node that its port's block is leased to.
 #[inline(always)]
-pub fn to_source<F: Family>(
+pub fn to_source<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, egress: u32, e: &EgressIp) -> Verdict {
+    let t = parse::transport::<F>(pkt, ip);
+    let node = lessee_of_reply::<F>(pkt, ip, &t, egress);
+    hand_on::<F>(pkt, config, ip, &t, egress, e, node, true)
+}
+
+/// The node that the block of the port is leased to that a packet from outside is for; 0 for nobody.
+#[inline(always)]
+fn lessee_of_reply<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport, egress: u32) -> u32 {
+    match reply_port::<F>(pkt, ip, t) {
+        Some(port) => lessee(pkt, egress, port),
+        None => 0,
+    }
+}
+
+/// `shaped`: it has passed the shaper.
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "a record of them would be copied to the stack")]
+fn hand_on<F: Family>(
     pkt: &Packet,
     config: &Config,
     ip: &Ip<F>,
+    t: &Transport,
     egress: u32,
     e: &EgressIp,
+    node: u32,
     shaped: bool,
 ) -> Verdict {
-    let t = parse::transport::<F>(pkt, ip);
-    let node = match reply_port::<F>(pkt, ip, &t) {
-        Some(port) => lessee(pkt, egress, port),
-        None => 0,
-    };
     if node == 0 {
         return nobodys::<F>(pkt, e, t.kind);
     }
     if ip.part == Part::First {
-        fragment::keep(ip, &t);
+        fragment::keep(ip, t);
     }
     if !shaped && let Some(verdict) = shaper::limit(pkt, egress, e, shaper::IN) {
         return verdict;
     }
     if node == config.node {
-        return deliver::deliver::<F>(pkt, config, ip, &t);
+        return deliver::deliver::<F>(pkt, config, ip, t);
     }
     match NODES.get(node) {
         Some(n) if n.present != 0 => {

@@ -26,6 +26,7 @@ mod maps;
 mod mss;
 mod neighbor;
 mod once;
+mod own;
 mod packet;
 mod parse;
 mod ports;
@@ -148,8 +149,8 @@ pub fn tunnel_egress(ctx: TcContext) -> i32 {
 pub fn uplink_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
     let verdict = match pkt.protocol() {
-        IPV4 => once::reply::<V4>(&pkt),
-        IPV6 => once::reply::<V6>(&pkt),
+        IPV4 => gateway::reply::<V4>(&pkt),
+        IPV6 => gateway::reply::<V6>(&pkt),
         ARP => neighbor::arp(&pkt),
         _ => Verdict::Pass.to_bits(),
     };

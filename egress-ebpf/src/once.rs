@@ -1,7 +1,7 @@
 //! Steps that are global functions: the verifier checks each once by itself, with any packet, instead of once for each way
 //! that leads to it. What they need they read from the packet again.
 
-use crate::{deliver, family::Family, firewall, gateway, icmp, packet::Packet, steer, underlay};
+use crate::{deliver, family::Family, firewall, gateway, icmp, own, packet::Packet, steer, underlay};
 use aya_ebpf::bindings::__sk_buff;
 use egress_common::{V4, V6};
 
@@ -40,8 +40,10 @@ once! {
     passed(passed_v4, passed_v6) = firewall::passed();
     /// [`gateway::forward`].
     forward(forward_v4, forward_v6) = gateway::forward(from: u32);
-    /// [`gateway::reply`].
-    reply(reply_v4, reply_v6) = gateway::reply();
+    /// [`gateway::inward`].
+    inward(inward_v4, inward_v6) = gateway::inward(asked: u32);
+    /// [`own::whose`].
+    whose(whose_v4, whose_v6) = own::whose();
     /// [`deliver::from_node`].
     from_node(from_node_v4, from_node_v6) = deliver::from_node();
     /// [`underlay::outward`].

@@ -116,7 +116,7 @@ fn leave_inwards<F: Family>(pkt: &Packet) -> Verdict {
     let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else { return Verdict::Drop(Counter::DropNotOwner) };
     passed(pkt, egress, IN);
     match (EGRESS_IPS.get(egress), CONFIG.get(0)) {
-        (Some(e), Some(config)) => gateway::to_source::<F>(pkt, config, &ip, egress, e, true),
+        (Some(e), Some(config)) => gateway::to_source::<F>(pkt, config, &ip, egress, e),
         _ => Verdict::Drop(Counter::DropNotOwner),
     }
 }

@@ -30,7 +30,7 @@ const STRANGER: u64 = OTHER - 2;
 pub fn receive<F: Family>(pkt: &Packet) -> u64 {
     match unwrap::<F>(pkt) {
         OTHER => match once::outward::<F>(pkt) {
-            OTHER => once::reply::<F>(pkt),
+            OTHER => gateway::reply::<F>(pkt),
             verdict => verdict,
         },
         LEFT => Verdict::Pass.to_bits(),

@@ -82,7 +82,20 @@ fn a_manifest_of_ciliums_documentation_works_as_it_is() {
         let single = format!("{{nodeSelector: {{matchLabels: {{{}}}}}}}", named("gw1"));
         let empty = format!("{EMPIRE}  egressGateways: []\n  egressGateway: {single}");
         lab.manifests().write("cegp", &cegp("egress-sample", &empty))?;
-        wait_v4(&pod, &near, first)
+        wait_v4(&pod, &near, first)?;
+        // The other selectors: the namespace's labels, and those of the pod's node.
+        let elsewhere = |node: &str| {
+            let namespace = "namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: other}}";
+            let pods = "podSelector: {matchExpressions: [{key: class, operator: In, values: [mediabot]}]}";
+            let nodes = format!("nodeSelector: {{matchLabels: {{{}}}}}", named(node));
+            let selectors = format!("  selectors:\n  - {namespace}\n    {pods}\n    {nodes}\n");
+            cegp("egress-sample", &format!("{selectors}  destinationCIDRs: [0.0.0.0/0]\n  egressGateway: {single}"))
+        };
+        lab.manifests().write("cegp", &elsewhere("worker1"))?;
+        wait_v4(&stranger, &near, first)?;
+        wait_v4(&pod, &near, node)?;
+        lab.manifests().write("cegp", &elsewhere("gw2"))?;
+        wait_v4(&stranger, &near, node)
     });
 }
 

@@ -2,9 +2,10 @@
 //! another gateway or straight from the pod's own node.
 
 use std::collections::BTreeSet;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, ping};
 use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, Server};
 
@@ -84,6 +85,12 @@ fn reserved_port_an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_i
         let own = Family::BOTH.map(|family| egress(family, &[50])[0]);
         gateway.ns.ip(&[format!("addr add {}/24 dev ext0", own[0]), format!("addr add {}/64 dev ext0", own[1])])?;
         gateway.ns.wait_addressed(&["ext0"])?;
+        // What the node's own connections may use, and what its administrator keeps, lies among the first blocks.
+        gateway.ns.sysctls(&[
+            ("net.ipv4.ip_local_port_range", "2048 4095"),
+            ("net.ipv4.ip_local_reserved_ports", "5000-5005,5500"),
+        ])?;
+        let kept = |port: u16| (2048..=4095).contains(&port) || port / 64 == 5000 / 64 || port / 64 == 5500 / 64;
         // The node's own service was there before; its port is not leased.
         let listening = TcpServer::start(&gateway.ns, &own.map(|own| at(own, 8080)), ServerMode::Echo)?;
         lab.manifests().write("web", &web(&[50]))?;
@@ -112,9 +119,126 @@ fn reserved_port_an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_i
                 .map(|(from, _)| from.port())
                 .collect();
             assert!(
-                ports.len() >= 100 && ports.iter().all(|port| (1024..=29_951).contains(port) && *port != 8080),
+                ports.len() >= 100
+                    && ports.iter().all(|port| (1024..=29_951).contains(port) && *port != 8080 && !kept(*port)),
                 "{ports:?}"
             );
+        }
+        Ok(())
+    });
+}
+
+/// The ports of an egress IP that a node's tables say are leased to worker1.
+fn leased_ports(lab: &Lab, node: &str, egress: IpAddr) -> Result<Vec<(u16, u16)>> {
+    let blocks = lab.egressctl(node, &["blocks"])?;
+    let rows = blocks["items"].as_array().context("a list of blocks")?;
+    let row = rows.iter().find(|row| row["egressIp"] == egress.to_string() && row["node"] == "worker1");
+    let ranges = row.and_then(|row| row["portRanges"].as_array()).into_iter().flatten();
+    let range = |text: &str| {
+        let (first, last) = text.split_once('-')?;
+        Some((first.parse().ok()?, last.parse().ok()?))
+    };
+    ranges.map(|text| text.as_str().and_then(range).with_context(|| format!("a range of ports: {text}"))).collect()
+}
+
+/// The translated ports of worker1's flows.
+fn ports_in_use(lab: &Lab, egress: IpAddr) -> Result<BTreeSet<u16>> {
+    let flows = lab.egressctl("worker1", &["flows", "--egress-ip", &egress.to_string()])?;
+    let port = |row: &serde_json::Value| row["egressPort"].as_u64().and_then(|port| u16::try_from(port).ok());
+    flows["items"].as_array().context("a list of flows")?.iter().map(|row| port(row).context("a port")).collect()
+}
+
+/// A datagram socket that waits for a short time only.
+fn datagrams(ns: &lab::NetNs, address: SocketAddr) -> Result<UdpSocket> {
+    ns.run(|| {
+        let socket = UdpSocket::bind(address)?;
+        socket.set_read_timeout(Some(Duration::from_secs(2)))?;
+        Ok(socket)
+    })
+}
+
+/// What arrives at `to`, and from where, after a datagram to `target`.
+fn pass(from: &UdpSocket, target: SocketAddr, to: &UdpSocket, what: &str) -> Result<SocketAddr> {
+    from.send_to(what.as_bytes(), target)?;
+    let mut buffer = [0; 64];
+    loop {
+        let (len, peer) = to.recv_from(&mut buffer).with_context(|| format!("{what} does not arrive"))?;
+        if buffer[..len] == *what.as_bytes() {
+            return Ok(peer);
+        }
+    }
+}
+
+/// FAILURES.md: reserved-port (a listener that comes later, at a port that a flow uses at that moment).
+#[test]
+fn a_listener_that_comes_later_is_served_and_the_flows_of_its_block_go_on() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        let entry = format!(
+            "{WEB}\n  egressGateways: [{{nodeSelector: {{matchLabels: {{{}}}}}, interface: ext0}}]",
+            named("gw2")
+        );
+        lab.manifests().write("web", &policy("web", &entry))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        let gateway = lab.node("gw2").clone();
+        wait_in_force(&pod, &server, &[102])?;
+        for (family, any) in Family::BOTH.into_iter().zip(["0.0.0.0:0", "[::]:0"]) {
+            let own = egress(family, &[102])[0];
+            let far = TcpServer::start(&server.ns, &[server.ips.at(family, 9100)], ServerMode::Echo)?;
+            let streams = TcpClients::establish(&pod.ns, server.ips.at(family, 9100), 20, TcpOptions::default())?;
+            streams.wait("echoes", PATIENCE, |all| all.iter().all(|one| one.received > 2))?;
+            let (inside, outside) =
+                (datagrams(&pod.ns, any.parse()?)?, datagrams(&server.ns, server.ips.at(family, 9200))?);
+            let translated = pass(&inside, server.ips.at(family, 9200), &outside, "there")?;
+            assert_eq!(translated.ip(), own);
+            let port = far.source_of_flow().values().next().context("a stream")?.port();
+
+            // A service of the node, at the very ports of flows.
+            let service = TcpServer::start(&gateway.ns, &[at(own, port)], ServerMode::Echo)?;
+            let clients = TcpClients::establish(&server.ns, at(own, port), 20, TcpOptions::default())?;
+            clients.wait("echoes", PATIENCE, |all| all.iter().all(|one| one.received > 2))?;
+            assert_eq!(service.connections().len(), 20);
+            let (listener, client) = (datagrams(&gateway.ns, translated)?, datagrams(&server.ns, any.parse()?)?);
+            let asker = pass(&client, translated, &listener, "question")?;
+            assert_eq!(pass(&listener, asker, &client, "answer")?, translated);
+            assert_eq!(pass(&outside, translated, &inside, "back")?, server.ips.at(family, 9200));
+            // The node's own requests, whatever block their identifiers lie in.
+            let ping = Ping { identifier: port, ..Ping::default() };
+            assert_eq!(lab::traffic::ping(&gateway.ns, server.ips.ip(family), &ping)?.replies.len(), 1);
+
+            // No flow gets a port of these blocks any more, and those that are there go on.
+            let block = |port: u16| (port / 64 * 64, port / 64 * 64 + 63);
+            let taken = [block(port), block(translated.port())];
+            let meets =
+                |ranges: &[(u16, u16)], block: (u16, u16)| ranges.iter().any(|r| r.0 <= block.1 && block.0 <= r.1);
+            let drained =
+                |ranges: &Vec<(u16, u16)>| !ranges.is_empty() && taken.iter().all(|block| !meets(ranges, *block));
+            lab::wait_until("no new flow uses the blocks", PATIENCE, || leased_ports(lab, "worker1", own), drained)?;
+            let before = ports_in_use(lab, own)?;
+            sources(&pod.ns, &server, family, 200)?;
+            let fresh: Vec<u16> = ports_in_use(lab, own)?.difference(&before).copied().collect();
+            assert!(fresh.len() >= 100 && !fresh.iter().any(|port| meets(&taken, (*port, *port))), "{fresh:?}");
+            assert!(
+                taken.iter().all(|block| meets(&leased_ports(lab, "gw2", own).unwrap_or_default(), *block)),
+                "still leased"
+            );
+            streams.wait_progress(10, PATIENCE)?;
+            clients.wait_progress(10, PATIENCE)?;
+            assert!(
+                streams.connections().iter().chain(&clients.connections()).all(lab::traffic::ConnectionReport::intact)
+            );
+            assert_eq!(pass(&outside, translated, &inside, "again")?, server.ips.at(family, 9200));
+
+            // A block that no flow uses is given back.
+            let used = ports_in_use(lab, own)?;
+            let leased = leased_ports(lab, "worker1", own)?;
+            let mut blocks = leased.iter().flat_map(|(first, last)| (*first..*last).step_by(64)).map(block);
+            let idle = blocks.find(|block| used.range(block.0..=block.1).next().is_none()).context("an idle block")?;
+            let _listener = TcpServer::start(&gateway.ns, &[at(own, idle.0 + 1)], ServerMode::Echo)?;
+            let returned = |ranges: &Vec<(u16, u16)>| !ranges.is_empty() && !meets(ranges, idle);
+            lab::wait_until("the block is given back", PATIENCE, || leased_ports(lab, "gw2", own), returned)?;
         }
         Ok(())
     });

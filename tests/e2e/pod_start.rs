@@ -10,7 +10,10 @@ use anyhow::{Result, anyhow, ensure};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec, StartOptions, wait_until};
 
-use crate::support::{CALM, PATIENCE, egress, has_bpftool, knows, start, start_with, wait_in_force, wait_sources, web};
+use crate::support::{
+    CALM, PATIENCE, counter, egress, has_bpftool, knows, start, start_with, wait_counter, wait_in_force, wait_sources,
+    web,
+};
 
 /// A process whose first act is connect(), again and again from before it has a network until a connection is open.
 fn eager(ns: &NetNs, target: SocketAddr) -> Result<JoinHandle<Result<()>>> {
@@ -89,16 +92,6 @@ fn a_pod_that_inherits_an_address_never_shows_the_nodes() {
     Cni::BOTH.into_iter().for_each(|cni| eager_pods_never_show_another_address(cni, true));
 }
 
-/// Packets that the rules of starting pods have dropped on a node, in each family.
-fn dropped(lab: &Lab, node: &str) -> Result<[u64; 2]> {
-    let text = lab.node(node).ns.sh("nft list chain inet spillway early")?;
-    let count = |set: &str| {
-        let (_, rest) = text.lines().find(|line| line.contains(set))?.split_once("counter packets ")?;
-        rest.split(' ').next()?.parse().ok()
-    };
-    Ok(["@untouched4", "@untouched6"].map(|set| count(set).unwrap_or(0)))
-}
-
 /// FAILURES.md: pod-start, when the agent does not get to run for as long as it takes the pod to send.
 #[test]
 fn a_pod_that_sends_before_its_interface_has_a_program_is_held() {
@@ -117,9 +110,14 @@ fn a_pod_that_sends_before_its_interface_has_a_program_is_held() {
             lab.agent("worker1").freeze()?;
             let capture = Capture::start(&server.ns, "eth0")?;
             lab.start_pod("late")?;
-            let clients = Family::BOTH.map(|family| eager(&late.ns, server.ips.at(family, 80)));
-            let both = |counts: &[u64; 2]| counts.iter().all(|count| *count > 0);
-            wait_until("packets of both families were held", PATIENCE, || dropped(lab, "worker1"), both)?;
+            // The rule's counter is shown while the agent does not run.
+            let mut held = counter(lab, "worker1", "drop_not_seen")?;
+            let clients = Family::BOTH.map(|family| -> Result<_> {
+                let client = eager(&late.ns, server.ips.at(family, 80))?;
+                wait_counter(lab, "worker1", "drop_not_seen", held)?;
+                held = counter(lab, "worker1", "drop_not_seen")?;
+                Ok(client)
+            });
             // What is inside the cluster can be reached, and other pods can reach everything.
             let inside = TcpServer::start(&first.ns, &first.ips.both(8080), ServerMode::Echo)?;
             for family in Family::BOTH {
@@ -149,7 +147,10 @@ fn a_pod_that_sends_before_its_interface_has_a_program_is_held() {
             // Everything passes again.
             let rules = || Ok(lab.egressctl("worker1", &["state"])?["rules"].to_string());
             let good = |rules: &String| !rules.contains("a selected pod is starting");
-            wait_until("nothing is held any more", PATIENCE, rules, good).map(drop)
+            wait_until("nothing is held any more", PATIENCE, rules, good)?;
+            // The rule is gone, and what it has counted is not.
+            ensure!(counter(lab, "worker1", "drop_not_seen")? >= held, "the counter began anew");
+            Ok(())
         });
     }
 }

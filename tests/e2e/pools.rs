@@ -4,10 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use anyhow::{Context, Result};
-use lab::{Family, Lab, PodSpec, wait_until};
+use lab::{Family, Lab, PodSpec, StartOptions, wait_until};
 use serde_json::Value;
 
-use crate::support::{PATIENCE, WEB, egress, named, owner, policy, pool, sources, start, wait_sources};
+use crate::support::{
+    CALM, PATIENCE, WEB, calm, egress, named, owner, policy, pool, sources, start, start_with, wait_sources,
+};
 
 /// A policy for the pods with this value of the label `app`.
 fn of_app(app: &str, rest: &str) -> String {
@@ -74,13 +76,23 @@ fn addresses_of_several_pools_lie_on_different_nodes_over_all_policies() {
 
 #[test]
 fn at_the_limit_of_a_node_an_address_waits_nothing_moves_and_it_is_served_when_room_appears() {
+    at_the_limit("\n  maxEgressIPsPerNode: 2", &calm());
+}
+
+#[test]
+fn at_the_limit_of_the_configuration_an_address_waits_nothing_moves_and_it_is_served_when_room_appears() {
+    at_the_limit("", &StartOptions::new().config(&format!("{CALM}maxEgressIPsPerNode: 2\n")));
+}
+
+/// Two addresses at most on each of two gateways: by a field of the pool, or by the configuration.
+fn at_the_limit(field: &str, options: &StartOptions) {
     lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
-        let limited = pool("public", 40, 45, Some("10s")).trim_end().to_owned() + "\n  maxEgressIPsPerNode: 2\n";
+        let limited = format!("{}{field}\n", pool("public", 40, 45, Some("10s")).trim_end());
         lab.manifests().write("pool", &limited)?;
         lab.manifests().write("web", &of_app("web", "\n  egressIPPools: [{name: public, count: 3}]"))?;
         let web = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
+        start_with(lab, options)?;
         let server = lab.server("server1").clone();
         // Four of six addresses fit, two on each gateway.
         let at_capacity = |status: &Value| {

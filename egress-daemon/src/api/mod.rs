@@ -38,7 +38,7 @@ use kube::CustomResourceExt;
 pub const GROUP: &str = "spillway.io";
 /// Version of Spillway's own kinds.
 pub const VERSION: &str = "v1alpha1";
-/// Node annotation that overrides `maxEgressIPsPerNode` of every pool; a number from 0 to 255.
+/// Node annotation that overrides `maxEgressIPsPerNode` of every pool and of the configuration; a number from 0 to 255.
 pub const MAX_EGRESS_IPS_ANNOTATION: &str = "spillway.io/max-egress-ips";
 
 /// Label of an EgressIP: the node that carries it now, for whoever must tell a cloud. Absent while none does.

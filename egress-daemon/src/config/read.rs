@@ -63,6 +63,9 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
         };
         Ok(list(v, "systems: [cilium, antrea]", known)?.into_iter().collect())
     });
+    let mut limit = None;
+    top.set("maxEgressIPsPerNode", &mut limit, |v| whole(v, 1..=255).map(|n| Some(n as u32)));
+    config.max_egress_ips_per_node = limit;
     let mut metrics = None;
     top.set("metrics", &mut metrics, |v| address(v).map(Some));
     config.metrics = metrics;

@@ -52,6 +52,7 @@ firewallMark: 0x100000
 transport: device
 announce: none
 foreignKinds: [cilium, antrea]
+maxEgressIPsPerNode: 10
 metrics: "127.0.0.1:9473"
 "#;
     let seconds = Duration::from_secs;
@@ -77,6 +78,7 @@ metrics: "127.0.0.1:9473"
         transport: Transport::Device,
         announce: Announce::None,
         foreign_kinds: [Foreign::Cilium, Foreign::Antrea].into(),
+        max_egress_ips_per_node: Some(10),
         metrics: Some("127.0.0.1:9473".parse().unwrap()),
     };
     assert_eq!(parse(text), expected);
@@ -142,6 +144,8 @@ fn values_out_of_range_are_refused() {
     refused("probe: {count: 0}", "probe.count", &["1 to 16"]);
     refused("probe: {interval: 1ms}", "probe.interval", &["10ms"]);
     refused("metrics: 9473", "metrics", &["127.0.0.1:9473"]);
+    refused("maxEgressIPsPerNode: 0", "maxEgressIPsPerNode", &["1 to 255"]);
+    refused("maxEgressIPsPerNode: 256", "maxEgressIPsPerNode", &["1 to 255"]);
     refused("announce: bgp", "announce", &["arp or none"]);
     refused("foreignKinds: [calico]", "foreignKinds", &["[cilium, antrea]"]);
 }

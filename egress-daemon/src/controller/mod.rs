@@ -31,6 +31,8 @@ pub struct ControllerConfig {
     pub renew_every: Duration,
     /// When gateways count as dead, and when the port blocks of nodes that are gone are given to others.
     pub gateways: LeaseTimes,
+    /// How many floating egress IPs a node may own that says nothing itself.
+    pub max_egress_ips: Option<u32>,
 }
 
 impl ControllerConfig {
@@ -41,6 +43,7 @@ impl ControllerConfig {
             lease_duration: Duration::from_secs(2),
             renew_every: Duration::from_millis(500),
             gateways: LeaseTimes::default(),
+            max_egress_ips: None,
         }
     }
 }

@@ -248,6 +248,7 @@ impl Controller {
         let started = Instant::now();
         let (mut snapshot, problems) = snapshot(&objects);
         leading.departed.add_to(&mut snapshot.policies, self.start.elapsed());
+        snapshot.max_egress_ips = self.config.max_egress_ips;
         let before = previous(&objects);
         let (after, memo) = plan_and_remember(snapshot, health, &before);
         let time = Time(Timestamp::now());

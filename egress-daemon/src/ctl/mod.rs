@@ -13,6 +13,7 @@ pub use print::Output;
 
 use crate::{
     datapath::Pins,
+    host::firewall,
     observe::{
         admin::{self, AskError},
         state::AgentState,
@@ -143,7 +144,7 @@ fn show(command: &Command, sources: Sources<'_>, output: Output) -> Result<Strin
         Command::Endpoints => print(&views::endpoints(sources), output)?,
         Command::Flows(filter) => print(&views::flows(sources, filter), output)?,
         Command::Blocks => print(&views::blocks(sources), output)?,
-        Command::Stats => print(&views::stats(sources), output)?,
+        Command::Stats => print(&views::stats(sources, &firewall::dropped()), output)?,
         Command::Explain(question) => print(&explain::explain(sources, question)?, output)?,
         Command::State => String::new(),
     })

@@ -43,4 +43,6 @@ pub struct Snapshot {
     pub namespaces: BTreeMap<Arc<str>, Labels>,
     /// All pods that could be selected: neither finished nor in the host's network.
     pub endpoints: BTreeMap<EndpointId, Endpoint>,
+    /// How many floating egress IPs a node may own that says nothing itself, over all pools.
+    pub max_egress_ips: Option<u32>,
 }

@@ -8,6 +8,7 @@ use crate::{
     controller::Report,
     ctl::inventory,
     datapath::{Pins, maps::Maps},
+    host::firewall,
 };
 use axum::{
     Router, extract::State, http::StatusCode, http::header::CONTENT_TYPE, response::IntoResponse, routing::get,
@@ -79,6 +80,10 @@ fn of_maps(pins: &Pins) -> Vec<Family> {
                 families.push(counter(name, counter_.help(), vec![(Labels::new(), value)]));
             }
         }
+    }
+    for rule in firewall::dropped() {
+        let reason = rule.name.trim_start_matches("drop_");
+        dropped.push((vec![("reason", reason.to_owned())], rule.packets));
     }
     families.push(counter("spillway_dropped_packets", "packets that were dropped, by reason", dropped));
     let maps = inventory::pinned_maps(pins.root());

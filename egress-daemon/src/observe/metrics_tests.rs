@@ -1,7 +1,10 @@
 //! Tests of the metrics.
 
 use super::*;
-use crate::observe::state::{AgentState, ConditionState, EgressIpState, GatewayState, NodeState};
+use crate::{
+    host::testing::in_netns,
+    observe::state::{AgentState, ConditionState, EgressIpState, GatewayState, NodeState},
+};
 use std::{path::Path, time::Duration};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -39,6 +42,21 @@ fn text_of(sources: &Sources) -> String {
     let mut text = String::new();
     super::text::encode(&mut text, &registry).unwrap();
     text
+}
+
+#[test]
+fn what_rules_of_nftables_have_dropped_is_measured() {
+    in_netns("what_rules_of_nftables_have_dropped_is_measured", async || {
+        let script = "add table inet spillway; add counter inet spillway held { packets 5 bytes 300 }";
+        assert!(std::process::Command::new("nft").arg(script).status().unwrap().success());
+        let text = text_of(&Sources { pins: Some(Pins::new(Path::new("/nonexistent"))), ..Sources::default() });
+        for line in [
+            "spillway_dropped_packets_total{reason=\"not_seen\"} 5",
+            "spillway_dropped_packets_total{reason=\"astray\"} 0",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+    });
 }
 
 #[test]

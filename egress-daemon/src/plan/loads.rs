@@ -68,14 +68,17 @@ impl<'a> Loads<'a> {
     /// Whether a node may have one more, when `leaving` goes elsewhere at the same time.
     pub fn has_room(&self, item: usize, node: u32, leaving: Option<usize>) -> bool {
         let pool = |item: usize| self.items[item].pool;
-        match (self.nodes[node as usize].limit, pool(item)) {
-            (Some(limit), _) => leaving.is_some() || self.total(node) < limit,
-            (None, Some((number, Some(limit)))) => {
+        let gateway = &self.nodes[node as usize];
+        if leaving.is_none() && gateway.limit.is_some_and(|limit| self.total(node) >= limit) {
+            return false;
+        }
+        match pool(item) {
+            Some((number, Some(limit))) if !gateway.own_limit => {
                 let left = leaving.is_some_and(|leaving| pool(leaving).is_some_and(|(of, _)| of == number));
                 let has = self.of_pool.get(&number).and_then(|of| of.get(&node)).copied().unwrap_or(0);
                 has - u32::from(left) < limit
             }
-            (None, _) => true,
+            _ => true,
         }
     }
 

@@ -140,7 +140,8 @@ impl<'a> Cluster<'a> {
             .map(|node| GatewayNode {
                 ready: node.ready && !node.draining,
                 health: health.of(&node.name),
-                limit: node.max_egress_ips,
+                limit: node.max_egress_ips.or(snapshot.max_egress_ips),
+                own_limit: node.max_egress_ips.is_some(),
                 zone: node.zone.as_ref().map(|zone| zones[zone]),
             })
             .collect();

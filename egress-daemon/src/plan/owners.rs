@@ -23,6 +23,8 @@ pub struct GatewayNode {
     pub health: NodeHealth,
     /// How many floating egress IPs it may own in all.
     pub limit: Option<u32>,
+    /// It says that limit itself, so the pools' limits do not hold for it.
+    pub own_limit: bool,
     /// Its zone, by number.
     pub zone: Option<u32>,
 }

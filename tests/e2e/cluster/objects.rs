@@ -112,10 +112,20 @@ fn every_example_applies_and_is_in_force(world: &World) -> Result<()> {
     for policy in policies {
         world.condition(policy, "Ready", "True")?;
     }
-    // What the comments say: web has any of three, ledger one a pod, mail those that it names, the partner its own.
+    // What the comments say: web has any of three, and its partner an address of its own; ledger one a pod; mail those that it
+    // names, by their weights.
     let (web, ledger, mail) = (world.deploy("web", 1)?, world.deploy("ledger", 3)?, world.deploy("mail", 1)?);
     world.wait_sources(&web[0], 0, &egress(10..=12))?;
+    world.wait_sources(&web[0], 2, &egress([40]))?;
+    world.wait_sources(&web[0], 1, &egress(10..=12))?;
     world.wait_sources(&mail[0], 0, &egress(30..=32))?;
+    // Four standard deviations of the largest share.
+    let (count, tolerance) = (600, 49);
+    let seen = world.sources(&mail[0], 0, 7001, count)?;
+    for (address, sixths) in egress(30..=32).into_iter().zip([3, 2, 1]) {
+        let (has, due) = (seen.get(&address).copied().unwrap_or(0), count * sixths / 6);
+        ensure!(has.abs_diff(due) <= tolerance, "{address} has {has} of {count} connections, not {due}: {seen:?}");
+    }
     let assigned = |node: &serde_json::Value| {
         let items = node["items"].as_array().into_iter().flatten().cloned().collect::<Vec<_>>();
         let all = items.iter().flat_map(|node| node["spec"]["assignments"].as_array().cloned().unwrap_or_default());

@@ -154,19 +154,24 @@ impl World {
         self.cluster.netns("out")
     }
 
+    /// How many of `count` new connections of a pod to a port of a server come from which address.
+    pub fn sources(&self, pod: &ClusterPod, server: usize, port: u16, count: usize) -> Result<BTreeMap<IpAddr, usize>> {
+        let address = SocketAddr::new(SERVERS[server].parse()?, port);
+        let echo = TcpServer::start(&self.outside()?, &[address], ServerMode::Echo)?;
+        let options = TcpOptions { connect_timeout: Duration::from_secs(2), ..TcpOptions::once() };
+        let clients = TcpClients::establish(&pod.ns, address, count, options)?;
+        clients.wait("echoes", ANSWER, |all| all.iter().all(|one| one.received == 1))?;
+        let sources = echo.sources();
+        clients.close()?;
+        Ok(sources)
+    }
+
     /// Waits until new connections of a pod to a server come from exactly these addresses.
     pub fn wait_sources(&self, pod: &ClusterPod, server: usize, wanted: &[IpAddr]) -> Result<()> {
         let wanted: BTreeSet<IpAddr> = wanted.iter().copied().collect();
-        let outside = self.outside()?;
-        let address = SocketAddr::new(SERVERS[server].parse()?, 7000);
         let look = || {
-            let echo = TcpServer::start(&outside, &[address], ServerMode::Echo)?;
-            let options = TcpOptions { connect_timeout: Duration::from_secs(2), ..TcpOptions::once() };
-            let clients = TcpClients::establish(&pod.ns, address, 12 * wanted.len(), options)?;
-            clients.wait("echoes", ANSWER, |all| all.iter().all(|one| one.received == 1))?;
-            let sources: BTreeSet<IpAddr> = echo.sources().into_keys().collect();
-            clients.close()?;
-            Ok(sources)
+            let sources = self.sources(pod, server, 7000, 12 * wanted.len())?;
+            Ok(sources.into_keys().collect())
         };
         let what = format!("{} on {} is seen as {wanted:?}", pod.name, pod.node);
         wait_until(&what, PATIENCE, look, |sources: &BTreeSet<IpAddr>| *sources == wanted).map(drop)

@@ -5,7 +5,7 @@
 //! | --- | --- | --- |
 //! | nodes | 10.77.0.0/24 | control plane .1, the n-th node at .(10+n): workers first, then gateways |
 //! | external | 192.0.2.0/24 | the outside's router .1, gateway i at .(100+i); .10-.99 are for egress IPs |
-//! | outside | 203.0.113.0/24 | servers .7 and .8; gateways reach them by their `eth1`, other nodes by the control plane |
+//! | outside | 203.0.113.0/24, 198.51.100.0/24 | servers .7, .8 and .10; gateways reach them by `eth1`, others by the control plane |
 //! | pods of the n-th node | 10.244.n.0/24 | bridge .1 |
 //! | services | 10.96.0.0/16 | |
 //!

@@ -6,7 +6,9 @@ use super::{Cluster, ClusterNode, NodeKind};
 use crate::netns::{self, NetNs};
 
 /// The servers of the outside.
-pub const SERVERS: [&str; 2] = ["203.0.113.7", "203.0.113.8"];
+pub const SERVERS: [&str; 3] = ["203.0.113.7", "203.0.113.8", "198.51.100.10"];
+/// Their networks.
+const OUTSIDE: [&str; 2] = ["203.0.113.0/24", "198.51.100.0/24"];
 
 impl ClusterNode {
     /// Its address among the nodes.
@@ -40,8 +42,8 @@ impl Cluster {
                 "link set nodes up",
                 "addr add 172.31.255.1/30 dev out",
                 "link set out up",
-                "route add 203.0.113.0/24 via 172.31.255.2",
             ]),
+            OUTSIDE.iter().map(|net| format!("route add {net} via 172.31.255.2")).collect(),
         ]
         .concat())?;
         out.ip(&[
@@ -84,11 +86,8 @@ impl Cluster {
                 format!("link set {name} master ext"),
                 format!("link set {name} up"),
             ])?;
-            lines.extend([
-                format!("addr add {}/24 dev eth1", node.external()),
-                "link set eth1 up".to_owned(),
-                "route add 203.0.113.0/24 via 192.0.2.1".to_owned(),
-            ]);
+            lines.extend([format!("addr add {}/24 dev eth1", node.external()), "link set eth1 up".to_owned()]);
+            lines.extend(OUTSIDE.iter().map(|net| format!("route add {net} via 192.0.2.1")));
         }
         ns.ip(&lines)?;
         ns.sysctls(&[("net.ipv4.ip_forward", "1"), ("net.ipv4.conf.all.rp_filter", "0")])

@@ -35,7 +35,7 @@ const APPLETS: [&str; 22] = [
     "mount", "reboot", "rm", "sh", "sleep", "true", "umount", "uname",
 ];
 /// Modules that the tests may ask the kernel for; it loads them by itself.
-const MODULES: [&str; 21] = [
+const MODULES: [&str; 22] = [
     "8021q",
     "af_packet",
     "bridge",
@@ -49,6 +49,7 @@ const MODULES: [&str; 21] = [
     "nft_chain_nat",
     "nft_ct",
     "nft_masq",
+    "nft_objref",
     "sch_ingress",
     "sch_netem",
     "sctp",

@@ -1,10 +1,13 @@
 //! `egressctl stats`.
 
 use super::Sources;
-use crate::ctl::print::{Row, View, table};
+use crate::{
+    ctl::print::{Row, View, table},
+    host::firewall::Dropped,
+};
 use serde::Serialize;
 
-/// All counters since the maps were made.
+/// All counters: those of the programs since the maps were made, those of the rules since the table of nftables was.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct StatsView {
@@ -43,19 +46,17 @@ impl View for StatsView {
     }
 }
 
-/// All counters, drops last.
-pub fn stats(sources: Sources<'_>) -> StatsView {
-    let mut items: Vec<CounterRow> = sources
-        .dump
-        .counters
-        .iter()
-        .map(|(counter, value)| CounterRow {
-            name: counter.name().into(),
-            value: *value,
-            help: counter.help().into(),
-            dropped: counter.name().starts_with("drop_"),
-        })
-        .collect();
+/// All counters, drops last. `rules`: what rules of nftables have dropped.
+pub fn stats(sources: Sources<'_>, rules: &[Dropped]) -> StatsView {
+    let row = |name: &str, help: &str, value: u64| CounterRow {
+        name: name.into(),
+        value,
+        help: help.into(),
+        dropped: name.starts_with("drop_"),
+    };
+    let programs = sources.dump.counters.iter().map(|(counter, value)| row(counter.name(), counter.help(), *value));
+    let rules = rules.iter().map(|rule| row(rule.name, rule.help, rule.packets));
+    let mut items: Vec<CounterRow> = programs.chain(rules).collect();
     items.sort_by_key(|row| row.dropped);
     StatsView { node: sources.node(), items }
 }

@@ -234,8 +234,10 @@ fn blocks_show_what_is_leased_and_used() {
 #[test]
 fn counters_are_grouped() {
     let dump = dump();
-    let view = stats(maps_only(&dump));
-    assert_eq!(view.items.len(), egress_common::verdict::Counter::ALL.len());
+    let rules = [crate::host::firewall::Dropped { name: "drop_not_seen", help: "by a rule", packets: 7 }];
+    let view = stats(maps_only(&dump), &rules);
+    assert_eq!(view.items.len(), egress_common::verdict::Counter::ALL.len() + 1);
+    assert!(view.items.iter().any(|row| (row.name.as_str(), row.value, row.dropped) == ("drop_not_seen", 7, true)));
     assert!(view.items.windows(2).all(|pair| pair[0].dropped <= pair[1].dropped));
     let (text, json) = check_prints(&view);
     let (done, dropped) = text.split_once("\nDROPPED\n").unwrap();

@@ -25,7 +25,7 @@ use egress_common::{
 };
 use std::{
     collections::BTreeMap,
-    net::{IpAddr, UdpSocket},
+    net::{IpAddr, TcpListener, TcpStream, UdpSocket},
     time::Duration,
 };
 
@@ -190,5 +190,51 @@ fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
         let inbound = seal(ip(addr(SERVER4), addr(POD4), UDP, &[], &udp(54, 4000, b"hello")));
         assert_eq!(rig.run("pod_ingress", &inbound).0, NEXT);
         assert_eq!(rig.count(Counter::Untouched), 1);
+    });
+}
+
+#[test]
+fn packets_of_the_nodes_own_sockets_reach_its_stack_and_those_of_flows_the_holder_of_the_block() {
+    const ACK: u8 = 16;
+    let Some(mut rig) = Rig::new("own-sockets", &NodeView::default()) else { return };
+    in_netns("own-sockets", || async move {
+        let net = Net::here();
+        net.address("lo", "192.0.2.10/32").await;
+        net.address("lo", "203.0.113.5/32").await;
+        let set = |rig: &mut Rig, node_address: bool| {
+            let mut view = view(1, 0);
+            view.egress_ips.get_mut(&addr(EGRESS4)).unwrap().node_address = node_address;
+            rig.write(&view);
+        };
+        set(&mut rig, true);
+        let port = port_block::first_port(OTHER_BLOCK);
+        let from = |proto: u8, transport: Vec<u8>| seal(ip(addr(SERVER4), addr(EGRESS4), proto, &[], &transport));
+        let segment = |remote: u16, flags: u8| from(TCP, tcp(remote, port, flags, &[]));
+        let datagram = |remote: u16| from(UDP, udp(remote, port, b"hello"));
+        let verdict = |rig: &mut Rig, frame: &[u8]| rig.run("uplink_ingress", frame).0;
+        assert_eq!(verdict(&mut rig, &segment(443, 2)), REDIRECT, "nobody listens");
+        assert_eq!(verdict(&mut rig, &datagram(53)), REDIRECT);
+
+        let listener = TcpListener::bind((addr(EGRESS4), port)).unwrap();
+        assert_eq!(verdict(&mut rig, &segment(443, 2)), NEXT);
+        assert_eq!(verdict(&mut rig, &segment(443, 2 | ACK)), REDIRECT, "an answer to a flow");
+        assert_eq!(verdict(&mut rig, &segment(443, ACK)), REDIRECT);
+        let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let remote = client.local_addr().unwrap();
+        let known = seal(ip(remote.ip(), addr(EGRESS4), TCP, &[], &tcp(remote.port(), port, ACK, &[])));
+        assert_eq!(verdict(&mut rig, &known), NEXT);
+        let other = seal(ip(remote.ip(), addr(EGRESS4), TCP, &[], &tcp(remote.port() ^ 1, port, ACK, &[])));
+        assert_eq!(verdict(&mut rig, &other), REDIRECT);
+
+        let socket = UdpSocket::bind((addr(EGRESS4), port)).unwrap();
+        assert_eq!(verdict(&mut rig, &datagram(53)), REDIRECT, "and a copy to the stack");
+        socket.connect((addr(SERVER4), 53)).unwrap();
+        assert_eq!(verdict(&mut rig, &datagram(53)), NEXT);
+        assert_eq!(verdict(&mut rig, &datagram(54)), REDIRECT);
+
+        set(&mut rig, false);
+        for frame in [segment(443, 2), known, datagram(53)] {
+            assert_eq!(verdict(&mut rig, &frame), REDIRECT, "no socket has a floating address");
+        }
     });
 }

@@ -11,7 +11,7 @@ use ipnet::IpNet;
 use siphasher::sip::SipHasher13;
 
 use super::{
-    Spec,
+    HELD, Spec,
     nft::{Field, Part, Rule, Set, Values},
 };
 
@@ -61,7 +61,7 @@ pub fn rules(spec: &Spec) -> Vec<Rule> {
         parts.extend([
             Part::NotIn(Field::InputName, OUTSIDE),
             Part::NotIn(destination, untouched),
-            Part::Count,
+            Part::Count(HELD),
             Part::Drop,
         ]);
         Rule {

@@ -10,6 +10,7 @@ mod hold;
 mod nft;
 mod routes;
 mod rules;
+mod wire;
 
 use std::{collections::BTreeSet, io, net::IpAddr};
 
@@ -20,6 +21,33 @@ use super::table::LinkTable;
 
 /// The table's name in nftables.
 pub const TABLE: &str = "spillway";
+
+/// Counters of the rules that drop.
+const HELD: &str = "held";
+const ASTRAY: &str = "astray";
+
+/// What rules of ours have dropped, of one kind. It is counted as long as the table is there, whether the agent runs or not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dropped {
+    /// A name as the programs' counters have: it begins with `drop_`.
+    pub name: &'static str,
+    /// One sentence for people.
+    pub help: &'static str,
+    /// How many packets.
+    pub packets: u64,
+}
+
+/// What the rules have dropped so far; nothing where nftables cannot be read.
+pub fn dropped() -> Vec<Dropped> {
+    let Ok(counters) = nft::counters(TABLE) else { return Vec::new() };
+    let of = |counter: &str| counters.get(counter).map_or(0, |counted| counted.packets);
+    let held = "packets that no program had seen while a selected pod was starting (rule of nftables)";
+    let astray = "first packets of flows that the policy route did not lead to the tunnel device (rule of nftables)";
+    vec![
+        Dropped { name: "drop_not_seen", help: held, packets: of(HELD) },
+        Dropped { name: "drop_astray", help: astray, packets: of(ASTRAY) },
+    ]
+}
 
 /// How the way has to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,7 +77,7 @@ pub enum FirewallError {
     /// nftables.
     #[error(
         "the nftables table {TABLE} cannot be {action}: {source}; the agent needs CAP_NET_ADMIN and the kernel nf_tables, \
-         nf_tables_inet and nft_ct (`modprobe nf_tables nft_ct`)"
+         nf_tables_inet, nft_ct and nft_objref (`modprobe -a nf_tables nft_ct nft_objref`)"
     )]
     Nftables {
         /// What was tried.
@@ -93,7 +121,10 @@ impl LongWay {
         let present = nft::rules(TABLE).map_err(FirewallError::nftables("read"))?;
         let mut changed = present != rules::summary(&chains);
         if changed {
-            nft::replace(TABLE, &hold::sets(spec), &chains).map_err(FirewallError::nftables("made"))?;
+            // What is dropped between this look and the new rules is not counted.
+            let counters = nft::counters(TABLE).map_err(FirewallError::nftables("read"))?;
+            let counters = [HELD, ASTRAY].map(|name| (name, counters.get(name).copied().unwrap_or_default()));
+            nft::replace(TABLE, &counters, &hold::sets(spec), &chains).map_err(FirewallError::nftables("made"))?;
         }
         // The route before the rule that leads to it.
         if self.made.as_ref() != Some(spec) || !routes::present(links, spec) {

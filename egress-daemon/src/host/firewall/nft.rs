@@ -3,18 +3,10 @@
 //! The image has no `nft` in it, and the libraries that there are want one or are under another licence. Numbers are those
 //! of `linux/netfilter/nf_tables.h`; attributes are in network byte order, registers in the machine's.
 
-use std::{io, os::fd::AsRawFd, time::Duration};
+use std::{collections::BTreeMap, io};
 
-use nix::sys::socket::{
-    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, send, setsockopt, socket,
-    sockopt,
-};
+use super::wire::{Batch, Message, SUBSYSTEM, attribute, exchange, of};
 
-/// `NFPROTO_INET`: IPv4 and IPv6 in one table.
-const INET: u8 = 1;
-const SUBSYSTEM: u16 = 10;
-const BATCH_BEGIN: u16 = 0x10;
-const BATCH_END: u16 = 0x11;
 const NEW_TABLE: u16 = 0;
 const DELETE_TABLE: u16 = 2;
 const NEW_CHAIN: u16 = 3;
@@ -22,23 +14,20 @@ const NEW_RULE: u16 = 6;
 const NEW_SET: u16 = 9;
 const NEW_ELEMENTS: u16 = 12;
 const GET_RULE: u16 = 7;
+const NEW_OBJECT: u16 = 18;
+const GET_OBJECT: u16 = 19;
+/// Kind of a named object: a counter.
+const COUNTER: u32 = 1;
 /// Flag of a set whose elements are intervals, and of an element that ends one.
 const INTERVALS: u32 = 4;
 const INTERVAL_END: u32 = 1;
 /// Elements in one message, which may have 64 KiB.
 const ELEMENTS: usize = 1_000;
-const NESTED: u16 = 1 << 15;
-/// `NFNL_MSG_BATCH_BEGIN` and messages begin with this many bytes of netlink and netfilter headers.
-const HEADERS: usize = 16 + 4;
 /// Kind of a set's byte order in its user data, as `nft` has it, and the machine's own.
 const BYTE_ORDER: u8 = 0;
 const HOST_ORDER: u32 = 1;
 /// Kind of a rule's comment in its user data, as `nft` has it.
 const COMMENT: u8 = 0;
-/// How long the kernel may take to answer; it waits for other programs' changes.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// Larger than any message of a dump.
-const BUFFER: usize = 64 * 1024;
 
 /// Where a chain is in a packet's way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,8 +78,8 @@ pub enum Part {
     SetMark(u32),
     /// Keeps connection tracking away.
     NoTrack,
-    /// Counts.
-    Count,
+    /// Counts in the counter of this name.
+    Count(&'static str),
     /// Drops the packet.
     Drop,
 }
@@ -153,13 +142,33 @@ pub struct Chain {
     pub rules: Vec<Rule>,
 }
 
-/// Replaces the table, in one transaction.
-pub fn replace(table: &str, sets: &[Set], chains: &[Chain]) -> io::Result<()> {
+/// What a counter has counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counted {
+    /// Packets.
+    pub packets: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// Replaces the table, in one transaction. Counters begin with what they are given.
+pub fn replace(table: &str, counters: &[(&str, Counted)], sets: &[Set], chains: &[Chain]) -> io::Result<()> {
     let mut batch = Batch::new();
     // Deleting needs a table that is there.
     batch.message(NEW_TABLE, libc::NLM_F_CREATE, |m| m.text(1, table));
     batch.message(DELETE_TABLE, 0, |m| m.text(1, table));
     batch.message(NEW_TABLE, libc::NLM_F_CREATE, |m| m.text(1, table));
+    for (name, counted) in counters {
+        batch.message(NEW_OBJECT, libc::NLM_F_CREATE, |m| {
+            m.text(1, table);
+            m.text(2, name);
+            m.number(3, COUNTER);
+            m.nest(4, |data| {
+                data.bytes(1, &counted.bytes.to_be_bytes());
+                data.bytes(2, &counted.packets.to_be_bytes());
+            });
+        });
+    }
     for (id, set) in sets.iter().enumerate() {
         add_set(&mut batch, table, id as u32, set);
     }
@@ -232,25 +241,49 @@ pub fn delete(table: &str) -> io::Result<bool> {
 
 /// The rules of a table, as (chain, comment), in their order; empty if there is no such table.
 pub fn rules(table: &str) -> io::Result<Vec<(String, String)>> {
-    let mut request = Message::new(SUBSYSTEM << 8 | GET_RULE, libc::NLM_F_REQUEST | libc::NLM_F_DUMP, 0);
-    request.text(1, table);
     let mut found = Vec::new();
+    dump(table, GET_RULE, NEW_RULE, |chain, rule| {
+        let comment = attribute(rule, 7).and_then(read_comment);
+        found.push((chain, comment.unwrap_or_default()));
+    })?;
+    Ok(found)
+}
+
+/// The counters of a table by name; empty if there is no such table.
+pub fn counters(table: &str) -> io::Result<BTreeMap<String, Counted>> {
+    let mut found = BTreeMap::new();
+    dump(table, GET_OBJECT, NEW_OBJECT, |name, object| {
+        let number = |wanted: u16| {
+            let value = attribute(attribute(object, 4)?, wanted)?.first_chunk()?;
+            Some(u64::from_be_bytes(*value))
+        };
+        if attribute(object, 3) == Some(&COUNTER.to_be_bytes()[..]) {
+            let counted = Counted { packets: number(2).unwrap_or(0), bytes: number(1).unwrap_or(0) };
+            found.insert(name, counted);
+        }
+    })?;
+    Ok(found)
+}
+
+/// Calls `each` with the second attribute, a name, and all attributes of everything of a kind that is in the table.
+fn dump(table: &str, get: u16, new: u16, mut each: impl FnMut(String, &[u8])) -> io::Result<()> {
+    let mut request = Message::new(SUBSYSTEM << 8 | get, libc::NLM_F_REQUEST | libc::NLM_F_DUMP, 0);
+    request.text(1, table);
     let result = exchange(&request.finish(), |kind, body| {
-        if kind == SUBSYSTEM << 8 | NEW_RULE {
+        if kind == SUBSYSTEM << 8 | new {
             let text = |wanted: u16| {
-                let (_, value) = attributes(of(body)).find(|(kind, _)| *kind == wanted)?;
-                Some(String::from_utf8_lossy(value).trim_end_matches('\0').to_owned())
+                let text = String::from_utf8_lossy(attribute(of(body), wanted)?);
+                Some(text.trim_end_matches('\0').to_owned())
             };
-            let comment = attributes(of(body)).find(|(kind, _)| *kind == 7).and_then(|(_, data)| read_comment(data));
             if text(1).as_deref() == Some(table) {
-                found.push((text(2).unwrap_or_default(), comment.unwrap_or_default()));
+                each(text(2).unwrap_or_default(), of(body));
             }
         }
         kind == libc::NLMSG_DONE as u16
     });
     match result {
         Err(error) if error.raw_os_error() != Some(libc::ENOENT) => Err(error),
-        _ => Ok(found),
+        _ => Ok(()),
     }
 }
 
@@ -305,7 +338,10 @@ fn expressions(list: &mut Message, part: &Part) {
             });
         }
         Part::NoTrack => list.expression("notrack", |_| {}),
-        Part::Count => list.expression("counter", |_| {}),
+        Part::Count(name) => list.expression("objref", |data| {
+            data.number(1, COUNTER);
+            data.text(2, name);
+        }),
         Part::Drop => list.expression("immediate", |data| {
             data.number(1, 0);
             data.nest(2, |value| value.nest(2, |verdict| verdict.number(1, 0)));
@@ -362,136 +398,4 @@ fn compare(list: &mut Message, operation: u32, value: &[u8]) {
         data.number(2, operation);
         data.nest(3, |data| data.bytes(1, value));
     });
-}
-
-/// A message under construction.
-struct Message(Vec<u8>);
-
-impl Message {
-    fn new(kind: u16, flags: i32, resource: u16) -> Self {
-        let mut bytes = vec![0; HEADERS];
-        bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
-        bytes[6..8].copy_from_slice(&(flags as u16).to_ne_bytes());
-        bytes[16] = INET;
-        bytes[18..20].copy_from_slice(&resource.to_be_bytes());
-        Self(bytes)
-    }
-
-    fn bytes(&mut self, kind: u16, value: &[u8]) {
-        self.0.extend((value.len() as u16 + 4).to_ne_bytes());
-        self.0.extend(kind.to_ne_bytes());
-        self.0.extend(value);
-        self.0.resize(self.0.len().next_multiple_of(4), 0);
-    }
-
-    fn text(&mut self, kind: u16, value: &str) {
-        self.bytes(kind, &[value.as_bytes(), &[0]].concat());
-    }
-
-    fn number(&mut self, kind: u16, value: u32) {
-        self.bytes(kind, &value.to_be_bytes());
-    }
-
-    fn nest(&mut self, kind: u16, fill: impl FnOnce(&mut Self)) {
-        let start = self.0.len();
-        self.bytes(kind | NESTED, &[]);
-        fill(self);
-        let length = (self.0.len() - start) as u16;
-        self.0[start..start + 2].copy_from_slice(&length.to_ne_bytes());
-    }
-
-    /// An element of a rule's list of expressions.
-    fn expression(&mut self, name: &str, fill: impl FnOnce(&mut Self)) {
-        self.nest(1, |element| {
-            element.text(1, name);
-            element.nest(2, fill);
-        });
-    }
-
-    fn finish(mut self) -> Vec<u8> {
-        let length = self.0.len() as u32;
-        self.0[..4].copy_from_slice(&length.to_ne_bytes());
-        self.0
-    }
-}
-
-/// Messages that are carried out together or not at all.
-struct Batch {
-    bytes: Vec<u8>,
-    messages: usize,
-}
-
-impl Batch {
-    fn new() -> Self {
-        Self { bytes: Message::new(BATCH_BEGIN, libc::NLM_F_REQUEST, SUBSYSTEM).finish(), messages: 0 }
-    }
-
-    fn message(&mut self, kind: u16, flags: i32, fill: impl FnOnce(&mut Message)) {
-        let mut message = Message::new(SUBSYSTEM << 8 | kind, flags | libc::NLM_F_REQUEST | libc::NLM_F_ACK, 0);
-        fill(&mut message);
-        self.bytes.extend(message.finish());
-        self.messages += 1;
-    }
-
-    fn run(mut self) -> io::Result<()> {
-        self.bytes.extend(Message::new(BATCH_END, libc::NLM_F_REQUEST, SUBSYSTEM).finish());
-        let mut answers = 0;
-        exchange(&self.bytes, |kind, _| {
-            answers += usize::from(kind == libc::NLMSG_ERROR as u16);
-            answers == self.messages
-        })
-    }
-}
-
-/// Sends messages and reads answers until `last` says so. The first error that the kernel reports is returned.
-fn exchange(bytes: &[u8], mut last: impl FnMut(u16, &[u8]) -> bool) -> io::Result<()> {
-    let socket = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkNetFilter)?;
-    let fd = socket.as_raw_fd();
-    bind(fd, &NetlinkAddr::new(0, 0))?;
-    setsockopt(&socket, sockopt::ReceiveTimeout, &nix::sys::time::TimeVal::new(PATIENCE.as_secs() as i64, 0))?;
-    if bytes.len() > BUFFER {
-        setsockopt(&socket, sockopt::SndBufForce, &(2 * bytes.len()))?;
-    }
-    send(fd, bytes, MsgFlags::empty())?;
-    let mut buffer = vec![0; BUFFER];
-    loop {
-        let length = recv(fd, &mut buffer, MsgFlags::empty())?;
-        let mut rest = &buffer[..length];
-        while let Some((kind, body, next)) = message(rest) {
-            if kind == libc::NLMSG_ERROR as u16 || kind == libc::NLMSG_DONE as u16 {
-                let code = body.first_chunk().map_or(0, |code| i32::from_ne_bytes(*code));
-                if code != 0 {
-                    return Err(io::Error::from_raw_os_error(-code));
-                }
-            }
-            if last(kind, body) {
-                return Ok(());
-            }
-            rest = next;
-        }
-    }
-}
-
-/// Type and body of the first netlink message, and what follows it.
-fn message(bytes: &[u8]) -> Option<(u16, &[u8], &[u8])> {
-    let length = u32::from_ne_bytes(*bytes.first_chunk()?) as usize;
-    let kind = u16::from_ne_bytes(*bytes.get(4..)?.first_chunk()?);
-    let body = bytes.get(16..length)?;
-    Some((kind, body, bytes.get(length.next_multiple_of(4)..).unwrap_or_default()))
-}
-
-/// What follows the netfilter header in a message's body.
-fn of(body: &[u8]) -> &[u8] {
-    body.get(4..).unwrap_or_default()
-}
-
-/// The attributes in some bytes.
-fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
-    std::iter::from_fn(move || {
-        let length = usize::from(u16::from_ne_bytes(*bytes.first_chunk()?));
-        let kind = u16::from_ne_bytes(*bytes.get(2..)?.first_chunk()?) & !NESTED;
-        let value = bytes.get(4..length)?;
-        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
-        Some((kind, value))
-    })
 }

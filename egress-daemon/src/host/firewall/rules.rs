@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use egress_common::abi::FIREWALL_PRIORITY;
 
 use super::{
-    Spec, hold,
+    ASTRAY, Spec, hold,
     nft::{Chain, Field, Hook, Part, Rule},
 };
 
@@ -98,7 +98,7 @@ fn astray(spec: &Spec) -> Rule {
         Part::HasBits(Field::Mark, spec.mark),
         Part::HasBits(Field::ConnectionState, UNTRACKED),
         Part::IsNot(Field::OutputName, name),
-        Part::Count,
+        Part::Count(ASTRAY),
         Part::Drop,
     ];
     Rule { comment: format!("first packets of flows ({:#x}): by {} or not at all", spec.mark, spec.tunnel), parts }

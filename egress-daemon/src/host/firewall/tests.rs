@@ -45,7 +45,7 @@ fn everything_is_made_once_mended_listed_and_removed() {
             "ip6 daddr fd88::11 udp dport 8473 notrack",
             "ct state invalid icmp type destination-unreachable icmp code frag-needed notrack",
             "ct state invalid icmpv6 type packet-too-big notrack",
-            "meta mark & 0x00001000 != 0x00000000 ct state untracked oifname != \"spillway0\" counter",
+            "meta mark & 0x00001000 != 0x00000000 ct state untracked oifname != \"spillway0\" counter name \"astray\" drop",
         ] {
             assert!(table.contains(part), "{part:?} is not in\n{table}");
         }
@@ -89,8 +89,8 @@ fn everything_is_made_once_mended_listed_and_removed() {
             "224.0.0.0/3",
             "fd88::/64",
             "elements = { \"lo\" }",
-            "meta priority != 5350:2 iifname != @outside ip daddr != @untouched4 counter packets 0 bytes 0 drop",
-            "ip6 daddr != @untouched6 counter packets 0 bytes 0 drop",
+            "meta priority != 5350:2 iifname != @outside ip daddr != @untouched4 counter name \"held\" drop",
+            "ip6 daddr != @untouched6 counter name \"held\" drop",
         ] {
             assert!(table.contains(part), "{part:?} is not in\n{table}");
         }
@@ -108,5 +108,29 @@ fn everything_is_made_once_mended_listed_and_removed() {
         assert_eq!(inventory(&net.handle).await.unwrap(), Vec::<String>::new());
         assert_eq!([("ip", ["rule", "show"]), ("ip", ["-6", "rule"])].map(|(p, a)| shown(p, &a)), foreign);
         assert!(!shown("nft", &["list", "tables"]).contains("spillway"));
+    });
+}
+
+#[test]
+fn what_rules_have_dropped_is_known_while_they_change_and_when_they_are_gone() {
+    in_netns("what_rules_have_dropped_is_known_while_they_change_and_when_they_are_gone", async || {
+        let net = Net::here();
+        let tunnel = tunnel::ensure(&net.handle, &TunnelSpec::default()).await.unwrap();
+        let links = Links::follow(LinksOptions::default()).await.unwrap();
+        let packets = || dropped().into_iter().map(|rule| (rule.name, rule.packets)).collect::<Vec<_>>();
+        assert_eq!(packets(), [("drop_not_seen", 0), ("drop_astray", 0)], "there is no table yet");
+        let free = spec(tunnel.index);
+        let holding = Spec { hold: Some(BTreeSet::new()), ..free.clone() };
+        let counters =
+            [(HELD, nft::Counted { packets: 5, bytes: 300 }), (ASTRAY, nft::Counted { packets: 7, bytes: 420 })];
+        nft::replace(TABLE, &counters, &hold::sets(&holding), &rules::chains(&holding)).unwrap();
+        assert_eq!(packets(), [("drop_not_seen", 5), ("drop_astray", 7)]);
+        let mut way = LongWay::default();
+        for spec in [&free, &holding] {
+            assert!(way.ensure(&net.handle, &links.current(), spec).await.unwrap());
+            assert_eq!(packets(), [("drop_not_seen", 5), ("drop_astray", 7)]);
+        }
+        let held = shown("nft", &["list", "counter", "inet", "spillway", "held"]);
+        assert!(held.contains("packets 5 bytes 300"), "{held}");
     });
 }

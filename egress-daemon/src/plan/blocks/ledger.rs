@@ -27,13 +27,18 @@ pub(super) struct Ledger {
 }
 
 impl Ledger {
-    pub(super) fn new(blocks: Blocks, ip: &Leasable<'_>, round: &Round<'_>) -> Self {
+    /// `blocks` are those that remain leased. One that the node of the address uses itself by now is to come back: its holder takes
+    /// no new ports from it.
+    pub(super) fn new(mut blocks: Blocks, ip: &Leasable<'_>, round: &Round<'_>) -> Self {
         let count = if ip.fixed.is_some() { FIXED_BLOCKS } else { port_block::COUNT };
         let mut usable = vec![true; usize::from(count)];
         let occupied = ip.fixed.and_then(|node| node.report.as_ref()).map(|report| &report.occupied_blocks);
         for block in occupied.into_iter().flatten() {
             if let Some(usable) = usable.get_mut(usize::from(*block)) {
                 *usable = false;
+            }
+            if let Some(lease) = blocks.get_mut(block) {
+                lease.state = BlockState::Quarantined;
             }
         }
         let all = usable.iter().filter(|usable| **usable).count();

@@ -138,6 +138,70 @@ proptest! {
             before = after;
         }
     }
+
+    #[test]
+    fn blocks_that_the_node_comes_to_use_itself_are_drained_and_come_back(steps in prop::collection::vec((0u8..3, 0u16..24), 1..16)) {
+        let (mut snapshot, health) = own_address();
+        let mut before = plan(&snapshot, &health, &Plan::default());
+        for (what, block) in steps {
+            let known = before.lease_revision;
+            let occupied = &mut report(&mut snapshot, "gw0").occupied_blocks;
+            match what {
+                0 => { occupied.insert(block); }
+                1 => { occupied.remove(&block); }
+                _ => {
+                    let report = report(&mut snapshot, "w0");
+                    report.own_lease_revision = known;
+                    let demand = report.demand.entry(ip(OWN_ADDRESS)).or_default();
+                    demand.released = [block].into();
+                    demand.want = u32::from(block);
+                }
+            }
+            let after = plan(&snapshot, &health, &before);
+            prop_assert_eq!(&plan(&snapshot, &health, &after), &after, "again");
+            check_holders(&snapshot, &health, &before, &after)?;
+            check_grants(&snapshot, &before, &after)?;
+            let occupied = &report(&mut snapshot, "gw0").occupied_blocks;
+            for (number, lease) in &after.blocks[&ip(OWN_ADDRESS)] {
+                prop_assert!(lease.state != BlockState::Leased || !occupied.contains(number), "{number} is in use by the node");
+            }
+            before = after;
+        }
+    }
+}
+
+const OWN_ADDRESS: &str = "198.51.100.7";
+
+/// A policy by the address of gw0, used by w0.
+fn own_address() -> (Snapshot, Health) {
+    let (mut snapshot, health) = cluster(1, 1);
+    let address =
+        InterfaceAddress { interface: "eth0".into(), net: "198.51.100.7/24".parse().unwrap(), default_route: true };
+    *report(&mut snapshot, "gw0") = NodeReport { addresses: [address].into(), ..Default::default() };
+    let all = Selector::label("gateway", "yes");
+    add_policy(&mut snapshot, policy("web", Source::Gateways(vec![gateway(all, AddressSource::DefaultRoute)])));
+    (snapshot, health)
+}
+
+#[test]
+fn a_block_that_the_node_came_to_use_is_leased_again_when_it_no_longer_does() {
+    let (mut snapshot, health) = own_address();
+    let first = plan(&snapshot, &health, &Plan::default());
+    let state = |plan: &Plan| plan.blocks[&ip(OWN_ADDRESS)].get(&5).map(|lease| (lease.state, lease.revision));
+    assert_eq!(state(&first), Some((BlockState::Leased, 1)));
+    report(&mut snapshot, "gw0").occupied_blocks.insert(5);
+    let second = plan(&snapshot, &health, &first);
+    assert_eq!(state(&second), Some((BlockState::Quarantined, 1)), "its flows go on");
+    // Once it is idle.
+    report(&mut snapshot, "w0").own_lease_revision = 1;
+    let demand = Demand { want: 400, released: [5].into() };
+    report(&mut snapshot, "w0").demand.insert(ip(OWN_ADDRESS), demand);
+    let third = plan(&snapshot, &health, &second);
+    assert_eq!((state(&third), third.lease_revision), (None, 2), "others are leased");
+    report(&mut snapshot, "gw0").occupied_blocks.clear();
+    let demand = Demand { want: 423, ..Default::default() };
+    report(&mut snapshot, "w0").demand.insert(ip(OWN_ADDRESS), demand);
+    assert_eq!(state(&plan(&snapshot, &health, &third)), Some((BlockState::Leased, 3)));
 }
 
 #[test]
@@ -273,16 +337,11 @@ fn blocks_of_a_dropped_egress_ip_are_not_leased_to_others() {
 
 #[test]
 fn a_nodes_own_address_keeps_clear_of_the_nodes_ports() {
-    let (mut snapshot, health) = cluster(1, 1);
-    let address =
-        InterfaceAddress { interface: "eth0".into(), net: "198.51.100.7/24".parse().unwrap(), default_route: true };
-    let occupied_blocks = [0, 451, 700].into();
-    *report(&mut snapshot, "gw0") = NodeReport { addresses: [address].into(), occupied_blocks, ..Default::default() };
-    let all = Selector::label("gateway", "yes");
-    add_policy(&mut snapshot, policy("web", Source::Gateways(vec![gateway(all, AddressSource::DefaultRoute)])));
-    report(&mut snapshot, "w0").demand.insert(ip("198.51.100.7"), Demand { want: 1000, ..Default::default() });
+    let (mut snapshot, health) = own_address();
+    report(&mut snapshot, "gw0").occupied_blocks = [0, 451, 700].into();
+    report(&mut snapshot, "w0").demand.insert(ip(OWN_ADDRESS), Demand { want: 1000, ..Default::default() });
     let plan = plan(&snapshot, &health, &Plan::default());
-    let blocks = &plan.blocks[&ip("198.51.100.7")];
+    let blocks = &plan.blocks[&ip(OWN_ADDRESS)];
     assert!(!blocks.contains_key(&0) && !blocks.contains_key(&451));
     assert_eq!(blocks.keys().next_back(), Some(&422), "the last ones are kept for newcomers");
 }

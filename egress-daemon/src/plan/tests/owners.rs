@@ -203,6 +203,24 @@ fn at_capacity_nothing_moves_and_room_is_used() {
 }
 
 #[test]
+fn the_common_limit_holds_over_all_pools_where_the_node_says_nothing() {
+    let (mut snapshot, health) = cluster(2, 0);
+    snapshot.max_egress_ips = Some(2);
+    add_pools(&mut snapshot, &[2, 2, 2]);
+    let full = settle(&snapshot, &health, &Plan::default());
+    assert_eq!(loads(&full, &snapshot, &health), [2, 2]);
+    snapshot.nodes.get_mut(&"gw1".into()).unwrap().max_egress_ips = Some(3);
+    let more = settle(&snapshot, &health, &full);
+    assert_eq!((loads(&more, &snapshot, &health), moved(&full, &more)), (vec![2, 3], Vec::new()));
+    // A pool may ask for less, but not for more.
+    snapshot.pools.values_mut().for_each(|pool| pool.max_per_node = Some(9));
+    assert_eq!(settle(&snapshot, &health, &more), more);
+    snapshot.max_egress_ips = None;
+    let served = settle(&snapshot, &health, &more);
+    assert_eq!(loads(&served, &snapshot, &health), [3, 3]);
+}
+
+#[test]
 fn an_address_of_a_node_stays_on_it() {
     let (mut snapshot, mut health) = cluster(3, 1);
     let gw1 = snapshot.nodes.get_mut(&"gw1".into()).unwrap();

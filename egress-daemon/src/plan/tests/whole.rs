@@ -75,13 +75,13 @@ fn floating_on<'a>(
 }
 
 fn has_room(snapshot: &Snapshot, plan: &Plan, node: &Node, pool: Option<&PoolId>) -> bool {
-    match (node.max_egress_ips, pool.and_then(|pool| snapshot.pools[pool].max_per_node)) {
-        (Some(limit), _) => floating_on(plan, node).count() < limit as usize,
-        (None, Some(limit)) => {
-            floating_on(plan, node).filter(|(_, ip)| ip.pool.as_ref() == pool).count() < limit as usize
-        }
-        (None, None) => true,
+    let below = |limit: Option<u32>| limit.is_none_or(|limit| floating_on(plan, node).count() < limit as usize);
+    if node.max_egress_ips.is_some() {
+        return below(node.max_egress_ips);
     }
+    let of_pool = floating_on(plan, node).filter(|(_, ip)| ip.pool.as_ref() == pool).count();
+    let per_node = pool.and_then(|pool| snapshot.pools[pool].max_per_node);
+    below(snapshot.max_egress_ips) && per_node.is_none_or(|limit| of_pool < limit as usize)
 }
 
 fn check_owners(world: &World, before: &Plan, after: &Plan) -> Result<(), TestCaseError> {
@@ -131,14 +131,13 @@ fn check_owners(world: &World, before: &Plan, after: &Plan) -> Result<(), TestCa
         for (_, ip) in floating_on(after, node) {
             ip.pool.iter().for_each(|pool| *of_pool.entry(pool).or_default() += 1);
         }
-        match node.max_egress_ips {
-            Some(limit) => prop_assert!(floating_on(after, node).count() <= limit as usize),
-            None => {
-                let kept = of_pool
-                    .iter()
-                    .all(|(pool, count)| snapshot.pools[*pool].max_per_node.is_none_or(|max| *count <= max));
-                prop_assert!(kept, "{:?} on {}", of_pool, node.name);
-            }
+        if let Some(limit) = node.max_egress_ips.or(snapshot.max_egress_ips) {
+            prop_assert!(floating_on(after, node).count() <= limit as usize);
+        }
+        if node.max_egress_ips.is_none() {
+            let kept =
+                of_pool.iter().all(|(pool, count)| snapshot.pools[*pool].max_per_node.is_none_or(|max| *count <= max));
+            prop_assert!(kept, "{:?} on {}", of_pool, node.name);
         }
     }
     Ok(())
@@ -147,7 +146,8 @@ fn check_owners(world: &World, before: &Plan, after: &Plan) -> Result<(), TestCa
 /// No gateway has two more than another that may take one of its directly; without limits, not by others either.
 fn check_balance(world: &World, plan: &Plan) -> Result<(), TestCaseError> {
     let (snapshot, health) = (&world.snapshot, &world.health);
-    let limited = snapshot.nodes.values().any(|n| n.max_egress_ips.is_some())
+    let limited = snapshot.max_egress_ips.is_some()
+        || snapshot.nodes.values().any(|n| n.max_egress_ips.is_some())
         || snapshot.pools.values().any(|p| p.max_per_node.is_some());
     let load = |node: &Node| floating_on(plan, node).count();
     let takers = |node: &Node| -> Vec<&Node> {

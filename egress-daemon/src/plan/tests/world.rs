@@ -293,8 +293,9 @@ pub fn arbitrary_world() -> impl Strategy<Value = World> {
     let policies = (0usize..6).prop_flat_map(|n| (0..n).map(arbitrary_policy).collect::<Vec<_>>());
     let namespaces = prop::collection::vec(arbitrary_labels(), 2);
     let pods = prop::collection::vec((0usize..3, 0usize..9, arbitrary_labels()), 0..16);
-    (nodes, pools, policies, namespaces, pods).prop_map(|((nodes, healths), pools, policies, namespaces, pods)| {
-        let (mut snapshot, mut health) = (Snapshot::default(), Health::default());
+    let world = (nodes, pools, policies, namespaces, pods, prop::option::weighted(0.2, 1u32..5));
+    world.prop_map(|((nodes, healths), pools, policies, namespaces, pods, max_egress_ips)| {
+        let (mut snapshot, mut health) = (Snapshot { max_egress_ips, ..Snapshot::default() }, Health::default());
         for (node, of_node) in nodes.into_iter().zip(healths) {
             health.nodes.insert(node.name.clone(), of_node);
             snapshot.nodes.insert(node.name.clone(), node);

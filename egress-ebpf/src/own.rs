@@ -1,0 +1,126 @@
+//! Whose a packet is that comes for an address of the node itself, at a port in a leased block: a flow's, or that of a socket
+//! of the node. A listener may appear in a block that is leased already. The kernel's table of sockets tells; nothing is kept.
+
+use crate::{
+    family::Family,
+    packet::Packet,
+    parse::{self, Kind, Part, proto},
+};
+use aya_ebpf::{
+    bindings::{BPF_F_INGRESS, bpf_sock},
+    helpers::{bpf_clone_redirect, bpf_sk_lookup_udp, bpf_sk_release, bpf_skc_lookup_tcp},
+};
+use egress_common::tcp::flag;
+
+/// Nothing of the node's: the lessee's.
+pub const FLOWS: u64 = 0;
+/// A connection of the node.
+pub const NODES: u64 = 1;
+/// It may be either: both get it, and who does not know it ignores it.
+pub const ANYBODYS: u64 = 2;
+
+/// Value of `tc_index` of a [`copy`].
+const COPY: u32 = 0x5351;
+/// `BPF_F_CURRENT_NETNS`: the network namespace of the packet's interface.
+const HERE: u64 = u64::MAX;
+/// `TCP_ESTABLISHED` and `TCP_LISTEN` (include/net/tcp_states.h); a datagram socket is in the former when it has a peer.
+const ESTABLISHED: u32 = 1;
+const LISTEN: u32 = 10;
+
+/// `struct bpf_sock_tuple`, as the packet has it; ports in network byte order.
+#[repr(C)]
+struct Tuple<F> {
+    src: F,
+    dst: F,
+    src_port: u16,
+    dst_port: u16,
+}
+
+/// Whose a packet is: [`FLOWS`], [`NODES`] or [`ANYBODYS`].
+#[inline(always)]
+pub fn whose<F: Family>(pkt: &Packet) -> u64 {
+    let Ok(ip) = F::parse(pkt) else { return FLOWS };
+    let t = parse::transport::<F>(pkt, &ip);
+    match t.kind {
+        Kind::Tcp | Kind::Udp => {
+            let tuple = Tuple { src: ip.src, dst: ip.dst, src_port: t.src_port, dst_port: t.dst_port };
+            let opens = ip.part != Part::Later && t.flags & (flag::SYN | flag::ACK) == flag::SYN;
+            of_socket(pkt, tuple, ip.proto, opens)
+        }
+        Kind::Error => match parse::embedded::<F>(pkt, ip.l4) {
+            Some(inner) if inner.proto != F::ICMP => {
+                let tuple =
+                    Tuple { src: inner.dst, dst: inner.src, src_port: inner.dst_port, dst_port: inner.src_port };
+                of_socket(pkt, tuple, inner.proto, false)
+            }
+            _ => ANYBODYS,
+        },
+        // The node's own echo requests may have any identifier.
+        _ => ANYBODYS,
+    }
+}
+
+/// `opens`: the packet opens a connection, so that a listener may be meant.
+#[inline(always)]
+fn of_socket<F: Family>(pkt: &Packet, tuple: Tuple<F>, protocol: u32, opens: bool) -> u64 {
+    let mut tuple = tuple;
+    let (tuple, len) = ((&raw mut tuple).cast(), size_of::<Tuple<F>>() as u32);
+    if protocol == proto::TCP {
+        // SAFETY: the tuple is as long as the family's, and what is found is released.
+        return match unsafe { state(bpf_skc_lookup_tcp(pkt.raw().cast(), tuple, len, HERE, 0)) } {
+            None => FLOWS,
+            Some(LISTEN) if !opens => FLOWS,
+            Some(_) => NODES,
+        };
+    }
+    // SAFETY: as above.
+    match unsafe { state(bpf_sk_lookup_udp(pkt.raw().cast(), tuple, len, HERE, 0)) } {
+        None => FLOWS,
+        Some(ESTABLISHED) => NODES,
+        Some(_) => ANYBODYS,
+    }
+}
+
+/// The state of a socket that was found, which is released.
+///
+/// # Safety
+///
+/// `sock` comes from a look-up and is used no more.
+#[inline(always)]
+unsafe fn state(sock: *mut bpf_sock) -> Option<u32> {
+    if sock.is_null() {
+        return None;
+    }
+    // SAFETY: the look-up found it.
+    let state = unsafe { (&raw const (*sock).state).read_volatile() };
+    // SAFETY: the caller's promise.
+    unsafe { bpf_sk_release(sock.cast()) };
+    Some(state)
+}
+
+/// Gives a copy of the packet to the node's stack, by the interface that the packet came in by: it meets the same program again,
+/// which lets it go by.
+#[inline(always)]
+pub fn copy(pkt: &Packet) {
+    note(pkt, COPY);
+    // SAFETY: the helper copies the packet or fails; then there is no copy.
+    unsafe { bpf_clone_redirect(pkt.raw(), pkt.ifindex(), BPF_F_INGRESS as u64) };
+    note(pkt, 0);
+}
+
+/// Whether the packet is a [`copy`]. The note is taken away.
+#[inline(always)]
+pub fn take_copy(pkt: &Packet) -> bool {
+    // SAFETY: the context pointer is valid while the program runs.
+    let copy = unsafe { (&raw const (*pkt.raw()).tc_index).read_volatile() } == COPY;
+    if copy {
+        note(pkt, 0);
+    }
+    copy
+}
+
+#[inline(always)]
+fn note(pkt: &Packet, value: u32) {
+    // SAFETY: the context pointer is valid while the program runs.
+    unsafe { (&raw mut (*pkt.raw()).tc_index).write_volatile(value) }
+}
