@@ -1,12 +1,12 @@
 //! Pools whose addresses live in subnets and VLANs of their own.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use lab::traffic::{BulkServer, Direction, bulk};
+use lab::traffic::{BulkServer, Direction, ServerMode, TcpClients, TcpOptions, TcpServer, bulk};
 use lab::{Family, Lab, PodSpec, Server, Vlans, topology::Dual};
 
-use crate::support::{at, policy, pool, start, wait_in_force, wait_sources};
+use crate::support::{PATIENCE, at, policy, pool, start, wait_in_force, wait_sources};
 
 /// The gateway of the subnet with this number, and with it the server in it.
 fn gateway(number: u8) -> Dual {
@@ -75,6 +75,18 @@ fn twenty_subnets_in_vlans_of_their_own() {
                 wait_sources(&pod.ns, &inside, family, &addresses(family, *number))?;
             }
         }
+        // All of them at the same time.
+        let targets = |number: u8| Family::BOTH.map(|family| at(gateway(number).ip(family), 80));
+        let listening: Vec<SocketAddr> = (1..=COUNT).flat_map(targets).collect();
+        let _streams = TcpServer::start(&server.ns, &listening, ServerMode::Stream)?;
+        let mut all = Vec::new();
+        for (number, pod) in &pods {
+            for target in targets(*number) {
+                all.push(TcpClients::establish(&pod.ns, target, 1, TcpOptions::default())?);
+            }
+        }
+        all.iter().try_for_each(|clients| clients.wait_progress(3, PATIENCE))?;
+        drop(all);
         // Bulk traffic passes, too: merged packets keep their tag.
         let (number, pod) = &pods[6];
         for family in Family::BOTH {
