@@ -9,13 +9,13 @@ mod previous;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
+use k8s_openapi::api::core::v1::{Namespace, Node};
 
 pub use desired::{Desired, desired, desired_part};
 pub use previous::{egress_ip, previous};
 
 use crate::api::{
-    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
+    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool, Pod,
 };
 use crate::model::{Labels, Snapshot};
 use crate::translate::{self, Problem};

@@ -16,9 +16,9 @@ pub use pool::pool;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 
+use crate::api::Pod;
 use crate::model::{Endpoint, EndpointId, PolicyId, PolicyKind, Requirement, Selector};
 
 /// Something in an object that cannot be understood.

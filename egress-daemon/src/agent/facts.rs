@@ -3,7 +3,7 @@
 use crate::{
     api::{
         CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
-        egress_ip_name,
+        Pod, egress_ip_name,
     },
     model::{AddressSource, EndpointId, NodeName, PolicyId, PolicyKind, Snapshot, Source},
     plan::Plan,
@@ -12,7 +12,7 @@ use crate::{
     translate::Problem,
 };
 use k8s_openapi::{
-    api::core::v1::{Namespace, Node, Pod},
+    api::core::v1::{Namespace, Node},
     apimachinery::pkg::apis::meta::v1::Condition,
 };
 use std::{

@@ -5,6 +5,7 @@
 mod egress_ip;
 mod egress_node;
 mod foreign;
+mod pod;
 mod policy;
 mod pool;
 mod rules;
@@ -21,6 +22,7 @@ pub use foreign::{
     AppliedTo, CiliumEgressGateway, CiliumEgressGatewayPolicy, CiliumEgressGatewayPolicySpec, CiliumSelector, Egress,
     EgressSpec, EgressStatus, ExternalIPPool, ExternalIPPoolSpec, ExternalIPPoolStatus,
 };
+pub use pod::{Pod, PodSpec, PodStatus};
 pub use policy::{
     Bandwidth, Distribution, EgressGateway, EgressGatewayPolicy, EgressGatewayPolicySpec, EgressGatewayPolicyStatus,
     EndpointSelector, ExistingConnections, NoGateway, PoolRequest, SlotStatus, ZoneMode, ZonePreference,

@@ -3,7 +3,7 @@
 
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressNodeSpec,
-    ExternalIPPool, egress_ip_name,
+    ExternalIPPool, Pod, egress_ip_name,
 };
 use crate::health::Health;
 use crate::model::{Endpoint, EndpointId, NodeName, NodeReport, Policy, PolicyId, PolicyKind, Pool, Snapshot};
@@ -11,7 +11,7 @@ use crate::plan::{Changes, EgressIpPlan, Memo, Plan};
 use crate::snapshot::{Desired, Objects, desired_part, egress_ip, namespace};
 use crate::store::{Key, Store, Stored};
 use crate::translate::{self, Problem};
-use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
+use k8s_openapi::api::core::v1::{Namespace, Node};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;

@@ -5,7 +5,7 @@ use super::departed::Departed;
 use super::partial::{Known, Revisions};
 use super::{ControllerConfig, Event, Report, remarks};
 use crate::api::{
-    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
+    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool, Pod,
 };
 use crate::health::{Health, LeaseTracker, Renewal};
 use crate::model::{Failback, NodeName, PolicyId, Snapshot};
@@ -16,7 +16,7 @@ use crate::store::lease::{CONTROLLER_LEASE, GATEWAY_LEASE_PREFIX, LEASE_NAMESPAC
 use crate::store::{Key, Problem, Store};
 use crate::translate::refusals;
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
+use k8s_openapi::api::core::v1::{Namespace, Node};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use std::collections::{BTreeMap, BTreeSet};

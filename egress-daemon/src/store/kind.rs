@@ -1,10 +1,10 @@
 //! The kinds that a store holds: their names on the wire, who writes them, and their Rust types.
 
 use crate::api::{
-    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
+    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool, Pod,
 };
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Namespace, Node, Pod};
+use k8s_openapi::api::core::v1::{self, Namespace, Node};
 use kube::core::ApiResource;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -139,7 +139,7 @@ impl Kind {
         match self {
             Kind::Namespace => typed::<Namespace>(value),
             Kind::Node => typed::<Node>(value),
-            Kind::Pod => typed::<Pod>(value),
+            Kind::Pod => Ok(Arc::new(Pod::from(serde_json::from_value::<v1::Pod>(value)?))),
             Kind::EgressGatewayPolicy => typed::<EgressGatewayPolicy>(value),
             Kind::EgressIPPool => typed::<EgressIPPool>(value),
             Kind::EgressIP => typed::<EgressIP>(value),
@@ -148,6 +148,15 @@ impl Kind {
             Kind::CiliumEgressGatewayPolicy => typed::<CiliumEgressGatewayPolicy>(value),
             Kind::Egress => typed::<Egress>(value),
             Kind::ExternalIPPool => typed::<ExternalIPPool>(value),
+        }
+    }
+
+    /// `value` without the fields that the kind does not have.
+    pub(crate) fn understood(self, value: Value) -> Result<Value, serde_json::Error> {
+        match self {
+            // Of which not everything is kept.
+            Kind::Pod => serde_json::to_value(serde_json::from_value::<v1::Pod>(value)?),
+            _ => Ok(self.encode(&self.decode(value)?).unwrap_or_default()),
         }
     }
 

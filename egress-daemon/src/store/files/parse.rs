@@ -97,8 +97,8 @@ impl Parser {
         if !found.is_empty() {
             return found;
         }
-        let ignored = match kind.decode(value.clone()) {
-            Ok(decoded) => ignored_fields(kind, &value, decoded),
+        let ignored = match kind.understood(value.clone()) {
+            Ok(understood) => ignored_fields(&value, &understood),
             Err(error) => return vec![wrong_shape(&error)],
         };
         objects.push(Parsed { hash: hash(&value), target, document, value });
@@ -256,7 +256,7 @@ fn wrong_shape(error: &serde_json::Error) -> Violation {
 
 /// Fields of an object of Kubernetes that got lost on its way through the kind's Rust type. Such an object is used all
 /// the same, since a newer Kubernetes may have written it.
-fn ignored_fields(kind: Kind, value: &Value, decoded: crate::store::kind::Erased) -> Vec<Violation> {
+fn ignored_fields(value: &Value, understood: &Value) -> Vec<Violation> {
     fn lost(written: &Value, kept: &Value, path: &str, found: &mut Vec<Violation>) {
         match (written, kept) {
             (Value::Object(written), Value::Object(kept)) => {
@@ -281,8 +281,6 @@ fn ignored_fields(kind: Kind, value: &Value, decoded: crate::store::kind::Erased
         }
     }
     let mut found = Vec::new();
-    if let Some(kept) = kind.encode(&decoded) {
-        lost(value, &kept, "", &mut found);
-    }
+    lost(value, understood, "", &mut found);
     found
 }

@@ -1,10 +1,11 @@
 //! The store in a directory, as its users see it: real files, several stores on one directory, several processes.
 
 use super::*;
+use crate::api::Pod;
 use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPSpec, EgressIPStatus};
 use crate::store::{Changes, ObjectRef};
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
-use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use std::fs;
 use tempfile::TempDir;

@@ -41,8 +41,10 @@ struct Progress {
     lacking: Option<BTreeSet<String>>,
     /// How many answers and notices the API server has sent.
     heard: u64,
-    /// What is being listed.
+    /// What is being listed, of kinds whose objects may have been written here meanwhile.
     listing: BTreeMap<Key, Value>,
+    /// What has been listed so far of the others: a whole list of them, as the API server sends it, may not fit memory.
+    listed: BTreeSet<Key>,
     /// Objects that we wrote since the list began: it may not have them.
     written: BTreeSet<Key>,
     /// Objects (by uid) that we deleted, of which older notices may still come.
@@ -56,6 +58,7 @@ impl Default for Progress {
             lacking: Some(BTreeSet::new()),
             heard: 0,
             listing: BTreeMap::new(),
+            listed: BTreeSet::new(),
             written: BTreeSet::new(),
             deleted: BTreeSet::new(),
         }
@@ -65,6 +68,11 @@ impl Default for Progress {
 /// A version as a number.
 fn number(version: &str) -> u64 {
     version.parse().unwrap_or(0)
+}
+
+/// Whether only a part of each object is kept, and only others write it.
+fn is_trimmed(kind: Kind) -> bool {
+    kind.is_users() && !kind.has_our_status()
 }
 
 fn key_of(object: &Value) -> Key {
@@ -158,9 +166,15 @@ impl Cache {
             match event {
                 Event::Init => {
                     progress.listing.clear();
+                    progress.listed.clear();
                     progress.written.clear();
                     progress.deleted.clear();
                     false
+                }
+                Event::InitApply(object) if is_trimmed(kind) => {
+                    let key = key_of(&object);
+                    progress.listed.insert(key.clone());
+                    state.set(kind, key, object)
                 }
                 Event::InitApply(object) => {
                     progress.listing.insert(key_of(&object), object);
@@ -168,6 +182,10 @@ impl Cache {
                 }
                 Event::InitDone => {
                     let was_ready = std::mem::replace(&mut progress.ready, true);
+                    if is_trimmed(kind) {
+                        let listed = std::mem::take(&mut progress.listed);
+                        return state.keep(kind, &listed) || !was_ready;
+                    }
                     let objects = std::mem::take(&mut progress.listing);
                     let written = progress.written.clone();
                     state.replace(kind, objects, |key, _| !written.contains(key)) || !was_ready
@@ -222,10 +240,9 @@ impl State {
             return false;
         }
         // Of objects that we do not write, only the watch tells, and in order.
-        let ordered = !kind.is_users() || kind.has_our_status();
         let new = number(version(&object));
         let present = self.view.version(kind, &key).map(number);
-        if ordered && present.is_some_and(|present| present >= new) {
+        if !is_trimmed(kind) && present.is_some_and(|present| present >= new) {
             return false;
         }
         let version = trim(kind, &mut object);
@@ -252,9 +269,14 @@ impl State {
     /// Removes an object if its version is old enough; says whether that made a difference.
     fn remove(&mut self, kind: Kind, key: &Key, is_old: impl FnOnce(&str) -> bool) -> bool {
         let mended = self.problems.remove(&ObjectRef { kind, key: key.clone() }).is_some();
-        let trimmed = kind.is_users() && !kind.has_our_status();
-        let old = self.view.version(kind, key).is_some_and(|present| trimmed || is_old(present));
+        let old = self.view.version(kind, key).is_some_and(|present| is_trimmed(kind) || is_old(present));
         (old && self.view.set(kind, key.clone(), None)) || mended
+    }
+
+    /// Removes the objects of a trimmed kind that are not in a list; says whether there were any.
+    fn keep(&mut self, kind: Kind, listed: &BTreeSet<Key>) -> bool {
+        let gone: Vec<Key> = self.view.keys(kind).into_iter().filter(|key| !listed.contains(key)).collect();
+        gone.iter().fold(false, |changed, key| self.remove(kind, key, |_| true) || changed)
     }
 
     /// Makes the objects of a kind those of a list, but for what `is_old` says is newer than the list.
