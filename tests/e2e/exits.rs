@@ -304,11 +304,12 @@ fn pools_give_each_policy_addresses_of_its_own_on_different_gateways() {
         wait_in_force(&pod, &server, &[40, 41, 42])?;
         let all_macs: BTreeSet<[u8; 6]> = lab.gateways().map(lab::Node::external_mac).collect();
         for family in Family::BOTH {
-            let mut macs = BTreeSet::new();
-            for ip in egress(family, &[40, 41, 42]) {
-                macs.extend(senders(&pod, &server, family, ip)?);
-            }
-            assert_eq!(macs, all_macs, "{family:?}");
+            let each = |ip: IpAddr| senders(&pod, &server, family, ip);
+            let macs = || -> Result<BTreeSet<[u8; 6]>> {
+                let sets: Vec<_> = egress(family, &[40, 41, 42]).into_iter().map(each).collect::<Result<_>>()?;
+                Ok(sets.into_iter().flatten().collect())
+            };
+            lab::wait_until("each address at a gateway of its own", PATIENCE, macs, |macs| *macs == all_macs)?;
         }
         // Another policy wants one address in particular; what the first one has, it keeps.
         let ips = format!("egressIPs: [\"{}\", \"{}\"]", egress(Family::V4, &[45])[0], egress(Family::V6, &[45])[0]);
