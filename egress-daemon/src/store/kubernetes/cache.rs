@@ -276,7 +276,10 @@ impl State {
     /// Removes the objects of a trimmed kind that are not in a list; says whether there were any.
     fn keep(&mut self, kind: Kind, listed: &BTreeSet<Key>) -> bool {
         let gone: Vec<Key> = self.view.keys(kind).into_iter().filter(|key| !listed.contains(key)).collect();
-        gone.iter().fold(false, |changed, key| self.remove(kind, key, |_| true) || changed)
+        for key in &gone {
+            self.remove(kind, key, |_| true);
+        }
+        !gone.is_empty()
     }
 
     /// Makes the objects of a kind those of a list, but for what `is_old` says is newer than the list.
