@@ -114,6 +114,30 @@ fn what_matters_of_a_pod_decides_whether_it_changed() {
 }
 
 #[test]
+fn pods_are_taken_in_one_by_one_and_those_that_a_new_list_lacks_leave_at_its_end() {
+    let cache = Cache::default();
+    let pod = |name: &str| {
+        json!({"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [], "nodeName": "w"},
+            "metadata": {"name": name, "namespace": "n", "uid": name, "resourceVersion": "1"}})
+    };
+    let is = |names: &[&str]| {
+        let there: Vec<Key> = names.iter().map(|name| Key::namespaced("n", name)).collect();
+        cache.list(Kind::Pod).len() == there.len() && there.iter().all(|key| cache.get(Kind::Pod, key).is_some())
+    };
+    for (list, at_the_end) in [(["a", "b"], ["a", "b"]), (["b", "c"], ["b", "c"])] {
+        let ready = cache.missing(&[Kind::Pod]).is_empty();
+        cache.notice(Kind::Pod, Event::Init);
+        for name in list {
+            cache.notice(Kind::Pod, Event::InitApply(pod(name)));
+        }
+        assert_eq!(cache.missing(&[Kind::Pod]).is_empty(), ready, "a list without its end is none");
+        assert!(is(&["a", "b", "c"][..if ready { 3 } else { 2 }]), "nothing is missing meanwhile");
+        cache.notice(Kind::Pod, Event::InitDone);
+        assert!(is(&at_the_end) && cache.missing(&[Kind::Pod]).is_empty());
+    }
+}
+
+#[test]
 fn what_a_definition_of_another_system_lacks_is_not_written_again() {
     let cache = Cache::default();
     let kind = Kind::ExternalIPPool;
