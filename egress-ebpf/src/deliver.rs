@@ -5,7 +5,7 @@ use crate::{
     flows, fragment, icmp,
     maps::{CONFIG, EGRESS_IPS},
     mss,
-    packet::{Mac, Packet, now_tick},
+    packet::{Mac, Packet, note, now_tick},
     parse::{self, Ip, Kind, Part, Transport},
     stats,
     translate::{End, Rewrite, rewrite},
@@ -86,7 +86,7 @@ pub fn into_pod(pkt: &Packet, ifindex: u32, macs: &[Mac; 2]) -> Verdict {
         return Verdict::Drop(Counter::DropMalformed);
     }
     stats::count(Counter::Delivered);
-    pkt.mark_delivered();
+    pkt.note(note::DELIVERED);
     pkt.redirect(ifindex)
 }
 

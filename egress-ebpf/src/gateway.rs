@@ -6,7 +6,7 @@ use crate::{
     fragment,
     maps::{CONFIG, EGRESS_IPS, LEASES, NODES},
     neighbor, once, own,
-    packet::{ETH_LEN, Packet},
+    packet::{ETH_LEN, Packet, note},
     parse::{self, Ip, Kind, Part, Transport},
     probe, shaper, stats, underlay, way,
 };
@@ -82,7 +82,7 @@ pub fn reply<F: Family>(pkt: &Packet) -> u64 {
     if verdict != ASK {
         return verdict;
     }
-    if own::take_copy(pkt) {
+    if pkt.take_note(note::COPY) {
         return Verdict::Pass.to_bits();
     }
     match once::whose::<F>(pkt) {

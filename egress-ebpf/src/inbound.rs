@@ -5,7 +5,7 @@ use crate::{
     family::Family,
     flows,
     maps::CONFIG,
-    packet::{Packet, now_tick},
+    packet::{Packet, note, now_tick},
     parse::{self, Kind, Part},
     steer,
 };
@@ -19,7 +19,7 @@ use egress_common::{
 #[inline(always)]
 pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
     // What `deliver` sends here is no opening of the outside, whatever the flow table says.
-    if pkt.take_delivered() {
+    if pkt.take_note(note::DELIVERED) {
         return Verdict::Pass;
     }
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass };

@@ -3,7 +3,7 @@
 
 use crate::{
     family::Family,
-    packet::Packet,
+    packet::{Packet, note},
     parse::{self, Kind, Part, proto},
 };
 use aya_ebpf::{
@@ -19,8 +19,6 @@ pub const NODES: u64 = 1;
 /// It may be either: both get it, and who does not know it ignores it.
 pub const ANYBODYS: u64 = 2;
 
-/// Value of `tc_index` of a [`copy`].
-const COPY: u32 = 0x5351;
 /// `BPF_F_CURRENT_NETNS`: the network namespace of the packet's interface.
 const HERE: u64 = u64::MAX;
 /// `TCP_ESTABLISHED` and `TCP_LISTEN` (include/net/tcp_states.h); a datagram socket is in the former when it has a peer.
@@ -102,25 +100,8 @@ unsafe fn state(sock: *mut bpf_sock) -> Option<u32> {
 /// which lets it go by.
 #[inline(always)]
 pub fn copy(pkt: &Packet) {
-    note(pkt, COPY);
+    pkt.note(note::COPY);
     // SAFETY: the helper copies the packet or fails; then there is no copy.
     unsafe { bpf_clone_redirect(pkt.raw(), pkt.ifindex(), BPF_F_INGRESS as u64) };
-    note(pkt, 0);
-}
-
-/// Whether the packet is a [`copy`]. The note is taken away.
-#[inline(always)]
-pub fn take_copy(pkt: &Packet) -> bool {
-    // SAFETY: the context pointer is valid while the program runs.
-    let copy = unsafe { (&raw const (*pkt.raw()).tc_index).read_volatile() } == COPY;
-    if copy {
-        note(pkt, 0);
-    }
-    copy
-}
-
-#[inline(always)]
-fn note(pkt: &Packet, value: u32) {
-    // SAFETY: the context pointer is valid while the program runs.
-    unsafe { (&raw mut (*pkt.raw()).tc_index).write_volatile(value) }
+    pkt.note(0);
 }

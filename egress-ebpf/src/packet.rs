@@ -22,8 +22,13 @@ use egress_common::{
 pub const ETH_LEN: u32 = 14;
 /// EtherType of a VLAN tag, network byte order.
 const ETH_P_8021Q: u16 = 0x8100_u16.to_be();
-/// Value of `tc_index` of a packet on its way into a pod.
-const DELIVERED: u32 = 0x5350;
+/// Notes (see [`Packet::note`]).
+pub mod note {
+    /// A reply on its way into a pod.
+    pub const DELIVERED: u32 = 0x5350;
+    /// A copy for the node's own stack.
+    pub const COPY: u32 = 0x5351;
+}
 
 /// Reads a field of the context. Volatile, or LLVM merges reads of two fields into one through a computed address, which
 /// the verifier refuses.
@@ -252,23 +257,22 @@ impl Packet {
         unsafe { (&raw mut (*self.skb).queue_mapping).write_volatile(0) }
     }
 
-    /// Notes in the packet, for the programs that see it next, that it is a reply on its way into a pod. The field is one
-    /// that only packet schedulers of another kind (dsmark) use.
+    /// Leaves a note in the packet for the programs that see it next. The field is one that only packet schedulers of
+    /// another kind (dsmark) use.
     #[inline(always)]
-    pub fn mark_delivered(&self) {
+    pub fn note(&self, note: u32) {
         // SAFETY: the context pointer is valid while the program runs.
-        unsafe { (&raw mut (*self.skb).tc_index).write_volatile(DELIVERED) }
+        unsafe { (&raw mut (*self.skb).tc_index).write_volatile(note) }
     }
 
-    /// Whether [`mark_delivered`](Self::mark_delivered) was called for this packet. The note is taken away.
+    /// Whether the packet has this note, which is taken away.
     #[inline(always)]
-    pub fn take_delivered(&self) -> bool {
-        let delivered = field!(self, tc_index) == DELIVERED;
-        if delivered {
-            // SAFETY: as above.
-            unsafe { (&raw mut (*self.skb).tc_index).write_volatile(0) }
+    pub fn take_note(&self, note: u32) -> bool {
+        let noted = field!(self, tc_index) == note;
+        if noted {
+            self.note(0);
         }
-        delivered
+        noted
     }
 
     /// The VLAN that the frame came in; 0: none, or a tag that is for its priority only.
