@@ -3,10 +3,10 @@
 use crate::{
     IPV4, IPV6,
     family::Family,
-    maps::{NODE_INDEX, NODES, PROBES, WISHES},
+    maps::{NODES, PROBES, WISHES},
     packet::{ETH_LEN, Mac, Packet},
     parse::proto,
-    stats,
+    stats, tunnel,
 };
 use core::mem::offset_of;
 use egress_common::{
@@ -19,7 +19,7 @@ use egress_common::{
 /// Source and destination port as they lie in a probe.
 const PORTS: u32 = ((PORT as u32) << 16 | PORT as u32).to_be();
 /// The agent's mark of a probe that is to be sent.
-const MARK: Mac = crate::tunnel::words(SRC_MAC);
+const MARK: Mac = tunnel::words(SRC_MAC);
 
 /// A probe that the agent sends, at the tunnel device's egress: it is sent on its way; any other packet passes. A verdict's
 /// bits, put together at each end: the verifiers of old kernels also follow ways on which an enum's payload was never set.
@@ -35,8 +35,7 @@ pub fn send<F: Family>(pkt: &Packet) -> u64 {
     };
     // SAFETY: sixteen bytes either way.
     let remote: V6 = unsafe { core::mem::transmute(probe.remote) };
-    // SAFETY: read only.
-    let Some(&index) = (unsafe { NODE_INDEX.get(remote) }) else {
+    let Some(index) = tunnel::node_of(&remote) else {
         return Verdict::Drop(Counter::DropNoOwner).to_bits();
     };
     // Each takes another of the ways that a flow may take.
