@@ -3,7 +3,7 @@
 //! Invariant: an object never goes back to an older version, in whatever order answers and notices arrive. This needs
 //! resourceVersions that are ordered numbers, as Kubernetes has them.
 
-use super::trim::{trim, version};
+use super::trim::{is_trimmed, trim, version};
 use crate::store::kind::Erased;
 use crate::store::view::{Item, View};
 use crate::store::{Key, Kind, ObjectRef, Problem};
@@ -68,11 +68,6 @@ impl Default for Progress {
 /// A version as a number.
 fn number(version: &str) -> u64 {
     version.parse().unwrap_or(0)
-}
-
-/// Whether only a part of each object is kept, and only others write it.
-fn is_trimmed(kind: Kind) -> bool {
-    kind.is_users() && !kind.has_our_status()
 }
 
 fn key_of(object: &Value) -> Key {

@@ -32,18 +32,28 @@ const NODE: &[&str] = &[
 ];
 const NAMESPACE: &[&str] = &["metadata.name", "metadata.uid", "metadata.labels"];
 
+/// The fields that are kept of a kind's objects; `None`: all.
+fn kept(kind: Kind) -> Option<&'static [&'static str]> {
+    match kind {
+        Kind::Pod => Some(POD),
+        Kind::Node => Some(NODE),
+        Kind::Namespace => Some(NAMESPACE),
+        _ => None,
+    }
+}
+
+/// Whether only a part of each object is kept: of kinds that only others write.
+pub(super) fn is_trimmed(kind: Kind) -> bool {
+    kept(kind).is_some()
+}
+
 /// Takes out what is not kept, and returns what tells two versions apart.
 pub(super) fn trim(kind: Kind, object: &mut Value) -> String {
-    let kept = match kind {
-        Kind::Pod => POD,
-        Kind::Node => NODE,
-        Kind::Namespace => NAMESPACE,
-        _ => {
-            if let Some(metadata) = object.get_mut("metadata").and_then(Value::as_object_mut) {
-                metadata.remove("managedFields");
-            }
-            return version(object).to_owned();
+    let Some(kept) = kept(kind) else {
+        if let Some(metadata) = object.get_mut("metadata").and_then(Value::as_object_mut) {
+            metadata.remove("managedFields");
         }
+        return version(object).to_owned();
     };
     let mut small = Map::new();
     for name in ["apiVersion", "kind"] {
