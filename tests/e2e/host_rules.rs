@@ -5,7 +5,7 @@ use anyhow::Result;
 use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, ping};
 use lab::{Builder, Capture, Cni, Family, Lab, Pod, PodSpec, StartOptions, address, wait_for, wait_until};
 
-use crate::support::{CALM, PATIENCE, calm, egress, knows, start_with, wait_in_force, wait_owner, web};
+use crate::support::{PATIENCE, calm, egress, fixed, knows, start_with, wait_in_force, wait_owner, web};
 
 /// The bit of the mark that leads first packets to the tunnel device, as `egress_common::abi` has it.
 const MARK: u32 = 0x1000;
@@ -62,7 +62,7 @@ fn flows_with(
 fn rp_filter_strict_everywhere_drops_nothing() {
     lab::require_root!();
     flows_under(Lab::builder().rp_filter(1), "", |_, _| Ok(()));
-    let device = StartOptions::new().config(&format!("{CALM}transport: device\n"));
+    let device = fixed("device");
     flows_with(Lab::builder().rp_filter(1), &device, "", |_, _| Ok(()));
 }
 
@@ -105,7 +105,7 @@ fn ct_invalid_packets_are_dropped_and_none_of_ours_is_one() {
 #[test]
 fn ct_invalid_is_no_answer_to_what_is_too_large_for_the_tunnel() {
     lab::require_root!();
-    let device = StartOptions::new().config(&format!("{CALM}transport: device\n"));
+    let device = fixed("device");
     flows_with(Lab::builder().masquerade(false), &device, &drop_invalid(), |lab, pods| {
         let server = lab.server("server1").clone();
         let on_worker = pods.iter().filter(|pod| pod.node == "worker1");
@@ -197,7 +197,7 @@ fn outer_mark_is_empty_when_a_packet_comes_out_of_the_tunnel_device() {
             udp dport 8473 meta mark != 0 counter name marked
         }
     }";
-    let device = StartOptions::new().config(&format!("{CALM}transport: device\n"));
+    let device = fixed("device");
     flows_with(Lab::builder(), &device, rules, |lab, _| {
         let count = |name: &str| -> Result<u64> {
             let text = lab.node("worker1").ns.sh(&format!("nft list counter inet watch {name}"))?;

@@ -10,7 +10,7 @@ use lab::traffic::{
 };
 use lab::{Capture, Cni, Family, Lab, PodSpec, StartOptions, address, wait_until};
 
-use crate::support::{CALM, PATIENCE, calm, egress, start_with, wait_in_force, web};
+use crate::support::{PATIENCE, calm, egress, fixed, start_with, wait_in_force, web};
 use crate::transport::wait_transport;
 
 const HOSTS: [u8; 2] = [10, 11];
@@ -232,7 +232,7 @@ fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size()
 fn mtu_too_large_packets_of_established_flows_are_answered_as_well() {
     lab::require_root!();
     for transport in ["device", "vxlan"] {
-        let options = StartOptions::new().config(&format!("{CALM}transport: {transport}\n"));
+        let options = fixed(transport);
         with_pod_and(Lab::builder(), &options, |lab, pod| {
             for (family, headers) in Family::BOTH.into_iter().zip([28, 48]) {
                 let target = lab.server("server1").ips.ip(family);
@@ -268,7 +268,7 @@ fn bulk_transfers_without_a_tunnel_use_the_whole_underlay() {
 
 /// `offload`: the underlay takes merged segments as they are.
 fn bulk_transfers(transport: &str, offload: bool, most: [u32; 2]) {
-    let options = StartOptions::new().config(&format!("{CALM}transport: {transport}\n"));
+    let options = fixed(transport);
     with_pod_and(Lab::builder(), &options, |lab, pod| {
         const BYTES: u64 = 20_000_000;
         if !offload {

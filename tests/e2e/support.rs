@@ -105,6 +105,11 @@ pub fn calm() -> StartOptions {
     StartOptions::new().config(CALM)
 }
 
+/// [`calm`] with one transport.
+pub fn fixed(transport: &str) -> StartOptions {
+    StartOptions::new().config(&format!("{CALM}transport: {transport}\n"))
+}
+
 /// [`start`] with options for agents and controller.
 pub fn start_with(lab: &mut Lab, options: &StartOptions) -> Result<()> {
     lab.start_agents(options)?;

@@ -10,16 +10,11 @@ use lab::traffic::{
 };
 use lab::{Capture, Family, Lab, Pod, PodSpec, Server, StartOptions, wait_until};
 
-use crate::support::{CALM, PATIENCE, counter, egress, start_with, wait_counter, wait_in_force, web};
+use crate::support::{PATIENCE, counter, egress, fixed, start_with, wait_counter, wait_in_force, web};
 
 const HOSTS: [u8; 2] = [10, 11];
 /// The tunnel's UDP port.
 const TUNNEL_PORT: u16 = 8473;
-
-/// The options of a calm agent with a transport.
-fn fixed(transport: &str) -> StartOptions {
-    StartOptions::new().config(&format!("{CALM}transport: {transport}\n"))
-}
 
 /// Probes as by default, so that a way that stops working is noticed, and a controller that takes nothing away.
 fn auto() -> StartOptions {
