@@ -96,9 +96,48 @@ impl Source {
         }
     }
 
+    /// Says what is wrong with it before anything is read, or made on this node.
+    async fn find(self) -> Result<Found> {
+        match self.manifests {
+            Some(directory) => {
+                Files::check(&directory).context("--manifests")?;
+                Ok(Found::Directory(directory))
+            }
+            None => {
+                let client = Kubernetes::client(self.kubeconfig.as_deref()).await;
+                Ok(Found::Cluster(client.context("the cluster")?))
+            }
+        }
+    }
+
     /// Whose objects are read besides our own.
     fn foreign(&self, config: &Config) -> BTreeSet<Foreign> {
         self.foreign.iter().chain(&config.foreign_kinds).copied().collect()
+    }
+}
+
+/// A source that is there and has not been read.
+enum Found {
+    Directory(PathBuf),
+    Cluster(kube::Client),
+}
+
+impl Found {
+    /// The store, or nothing when the process is asked to end before a cluster has answered.
+    async fn open(
+        self,
+        reader: &Reader,
+        foreign: &BTreeSet<Foreign>,
+        stop: impl Future<Output = ()>,
+    ) -> Result<Option<Store>> {
+        let foreign = kinds_of(foreign);
+        match self {
+            Found::Directory(directory) => Ok(Some(Files::open(&directory).context("--manifests")?)),
+            Found::Cluster(client) => tokio::select! {
+                store = Kubernetes::open(client, reader, &foreign) => Ok(Some(store)),
+                () = stop => Ok(None),
+            },
+        }
     }
 }
 
@@ -234,7 +273,7 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
         config,
     };
     let stop = stop()?;
-    let Some(store) = open(&args.source, &reader, &foreign, stop.clone()).await? else { return Ok(ExitCode::SUCCESS) };
+    let store = args.source.find().await?.open(&reader, &foreign, stop.clone());
     roles::agent(options, store, stop).await?;
     Ok(ExitCode::SUCCESS)
 }
@@ -243,30 +282,11 @@ async fn controller(args: ControllerArgs) -> Result<ExitCode> {
     let config = Config::load(args.common.config.as_deref())?;
     let metrics = args.serving.metrics.or(config.metrics);
     let stop = stop()?;
-    let Some(store) = open(&args.source, &Reader::Controller, &args.source.foreign(&config), stop.clone()).await?
-    else {
-        return Ok(ExitCode::SUCCESS);
-    };
-    roles::controller(&config, metrics, store, stop).await?;
+    let foreign = args.source.foreign(&config);
+    if let Some(store) = args.source.find().await?.open(&Reader::Controller, &foreign, stop.clone()).await? {
+        roles::controller(&config, metrics, store, stop).await?;
+    }
     Ok(ExitCode::SUCCESS)
-}
-
-/// The store, or nothing when the process is asked to end before a cluster has answered.
-async fn open(
-    source: &Source,
-    reader: &Reader,
-    foreign: &BTreeSet<Foreign>,
-    stop: impl Future<Output = ()>,
-) -> Result<Option<Store>> {
-    if let Some(directory) = &source.manifests {
-        let store = Files::open(directory).with_context(|| format!("--manifests {}", directory.display()))?;
-        return Ok(Some(store));
-    }
-    let foreign = kinds_of(foreign);
-    tokio::select! {
-        store = Kubernetes::open(source.kubeconfig.as_deref(), reader, &foreign) => Ok(Some(store.context("the cluster")?)),
-        () = stop => Ok(None),
-    }
 }
 
 /// Ready once the process is asked to end: SIGTERM or SIGINT. A second one ends it at once.
@@ -337,8 +357,7 @@ mod tests {
     async fn a_cluster_that_cannot_be_found_is_said() {
         for (line, part) in [("controller --kubeconfig /k", "/k cannot be used"), ("controller", "--manifests DIR")] {
             let Ok(Cli { command: Command::Controller(args), .. }) = parse(line) else { panic!("{line}") };
-            let (foreign, never) = (BTreeSet::new(), std::future::pending());
-            let error = open(&args.source, &Reader::Controller, &foreign, never).await.err().expect("refused");
+            let error = args.source.find().await.err().expect("refused");
             assert!(format!("{error:#}").contains(part), "{error:#}");
         }
     }

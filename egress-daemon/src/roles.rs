@@ -3,10 +3,10 @@
 
 use anyhow::Result;
 use egress_daemon::{
-    agent::{self, Agent},
+    agent::{self, Agent, Settings},
     config::Config,
     controller::{self, ControllerConfig, Report},
-    datapath::Pins,
+    datapath::{Pins, load::Programs},
     health::LeaseTimes,
     lock::RunFiles,
     observe::{
@@ -49,15 +49,26 @@ fn controller_config(config: &Config) -> ControllerConfig {
 }
 
 /// Runs an agent until `stop` is ready. What it made stays.
-pub async fn agent(options: AgentOptions, store: Store, stop: impl Future<Output = ()> + Send + 'static) -> Result<()> {
+///
+/// The programs are loaded before the objects are read: what that takes, the types of the kernel above all, is given back,
+/// and so nothing is added to the most memory that the process ever has. `store` is nothing when `stop` came first.
+pub async fn agent(
+    options: AgentOptions,
+    store: impl Future<Output = Result<Option<Store>>>,
+    stop: impl Future<Output = ()> + Send + 'static,
+) -> Result<()> {
     let AgentOptions { node, bpffs, source, metrics, with_controller, config } = options;
     let files = RunFiles::of(&bpffs);
     let lock = files.acquire()?;
+    let settings = Settings::from(&config);
+    let programs = Programs::load(&Pins::new(&bpffs), settings.sizes)?;
+    let Some(store) = store.await? else { return Ok(lock.remove()?) };
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
     let options = agent::Options {
         node,
+        programs,
         store: store.clone(),
-        settings: (&config).into(),
+        settings,
         bpffs: bpffs.clone(),
         journal: files.sysctls(),
         source,

@@ -63,6 +63,8 @@ use tokio::sync::watch;
 pub struct Options {
     /// The node that it is for.
     pub node: String,
+    /// The loaded programs.
+    pub programs: Programs,
     /// The objects.
     pub store: Store,
     /// Settings.
@@ -133,12 +135,11 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// Loads and attaches what needs no object, and takes over what an earlier agent left.
+    /// Attaches what needs no object, and takes over what an earlier agent left.
     pub async fn start(options: Options) -> anyhow::Result<Self> {
-        let Options { node, store, settings, bpffs, journal, source, publish } = options;
+        let Options { node, mut programs, store, settings, bpffs, journal, source, publish } = options;
         let start = Instant::now();
         let pins = Pins::new(&bpffs);
-        let mut programs = Programs::load(&pins, settings.sizes)?;
         let kernel_flags = programs.kernel_flags();
         let answers = Answers::open(&pins)?;
         let writer = Writer::open(Maps::open(&pins)?)?;

@@ -109,11 +109,14 @@ impl Files {
         Ok(Store::new(Arc::new(files)))
     }
 
+    /// Whether there is such a directory, without a look into it.
+    pub fn check(directory: &Path) -> Result<(), OpenError> {
+        directory.is_dir().then_some(()).ok_or_else(|| OpenError::NotADirectory(directory.to_owned()))
+    }
+
     /// A store that has not looked yet, and where it will be woken.
     fn prepare(directory: &Path) -> Result<(Arc<Self>, mpsc::Receiver<Wake>), OpenError> {
-        if !directory.is_dir() {
-            return Err(OpenError::NotADirectory(directory.to_owned()));
-        }
+        Self::check(directory)?;
         // Links in the path are followed each time: where they lead may change, or be cut.
         let absolute = std::path::absolute(directory).ok().filter(|path| path.is_dir());
         let directory = absolute.ok_or_else(|| OpenError::NotADirectory(directory.to_owned()))?;

@@ -76,15 +76,14 @@ pub struct Kubernetes {
 }
 
 impl Kubernetes {
-    /// Opens the cluster of a kubeconfig, or the one that this pod runs in, and waits until everything that the reader
-    /// needs has been listed, however long that takes; of `foreign` kinds, those that the cluster knows. Its cache follows
-    /// the cluster until the last clone of the store is dropped.
-    pub async fn open(kubeconfig: Option<&Path>, reader: &Reader, foreign: &[Kind]) -> Result<Store, ConnectError> {
-        let client = client::connect(kubeconfig).await?;
-        Ok(Self::follow(client, reader, foreign).await)
+    /// A client for the cluster of a kubeconfig, or for the one that this pod runs in. Connects when it is used.
+    pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, ConnectError> {
+        client::connect(kubeconfig).await
     }
 
-    async fn follow(client: Client, reader: &Reader, foreign: &[Kind]) -> Store {
+    /// Waits until everything that the reader needs has been listed, however long that takes; of `foreign` kinds, those
+    /// that the cluster knows. The store's cache follows the cluster until its last clone is dropped.
+    pub async fn open(client: Client, reader: &Reader, foreign: &[Kind]) -> Store {
         let cache = Arc::new(Cache::default());
         let mut tasks = JoinSet::new();
         let watched = reader.watched(foreign);
