@@ -8,6 +8,7 @@ mod antrea;
 mod bandwidth;
 mod cilium;
 mod clouds;
+mod examples;
 mod exits;
 mod failover;
 mod firewall;

@@ -16,11 +16,22 @@ pub fn assignments(
     hosts: &[u8],
     good: impl Fn(&BTreeMap<String, IpAddr>) -> bool,
 ) -> Result<BTreeMap<String, IpAddr>> {
+    assignments_of("", lab, family, hosts, good)
+}
+
+/// [`assignments`] of the pods whose names begin with `prefix`.
+pub fn assignments_of(
+    prefix: &str,
+    lab: &Lab,
+    family: Family,
+    hosts: &[u8],
+    good: impl Fn(&BTreeMap<String, IpAddr>) -> bool,
+) -> Result<BTreeMap<String, IpAddr>> {
     let server = lab.server("server1");
     let allowed = egress(family, hosts);
     let look = || {
         let mut found = BTreeMap::new();
-        for pod in lab.pods() {
+        for pod in lab.pods().filter(|pod| pod.name.starts_with(prefix)) {
             let seen = sources(&pod.ns, server, family, 8)?;
             let single = seen.len() == 1 && seen.iter().all(|(ip, count)| *count == 8 && allowed.contains(ip));
             anyhow::ensure!(single, "the connections of {} have the sources {seen:?}", pod.name);
@@ -32,7 +43,7 @@ pub fn assignments(
 }
 
 /// How many pods each egress IP has.
-fn loads(assignments: &BTreeMap<String, IpAddr>) -> Vec<usize> {
+pub fn loads(assignments: &BTreeMap<String, IpAddr>) -> Vec<usize> {
     lab::traffic::tally(assignments.values().copied()).into_values().collect()
 }
 
