@@ -112,6 +112,16 @@ map_type! {
 }
 
 map_type! {
+    /// Key of `HELD_*`: a fragment that waits for the first one of its datagram.
+    pub struct HeldKey<A> {
+        /// Its datagram.
+        pub datagram: FragmentKey<A>,
+        /// How many of the same datagram waited before it.
+        pub place: u32,
+    } sizes 20, 44
+}
+
+map_type! {
     /// Value of `FRAGMENTS_*`: what only the first fragment tells.
     pub struct Fragment {
         /// Source port, or identifier of an ICMP query.

@@ -32,6 +32,14 @@ pub const MAX_MAGLEV_CHUNKS: usize = 32_768;
 pub const MAGLEV_CHUNK: usize = 128;
 /// Fragmented datagrams under way at the same time, per address family.
 pub const MAX_FRAGMENTS: usize = 8_192;
+/// Fragments that wait for the first one of their datagram, per address family.
+pub const MAX_HELD_FRAGMENTS: usize = 512;
+/// Fragments of one datagram that may wait.
+pub const HELD_PER_DATAGRAM: u32 = 8;
+/// Frames that are longer are not held (a power of two).
+pub const HELD_FRAME: usize = 2_048;
+/// Ticks after which a fragment has waited for too long.
+pub const HELD_TICKS: u32 = 2;
 /// Names kept for the tools.
 pub const MAX_NAMES: usize = 32_768;
 

@@ -40,6 +40,8 @@ pub trait Family: Copy + PartialEq + Words + 'static {
     fn reverses() -> &'static Reverses<Self>;
     fn tickets() -> &'static Tickets<Self>;
     fn fragments() -> &'static Fragments<Self>;
+    fn held() -> &'static HeldFragments<Self>;
+    fn holding() -> &'static Holdings<Self>;
     fn endpoints() -> &'static Endpoints<Self>;
     fn routes() -> &'static Routes<Self>;
     fn excepts() -> &'static Excepts<Self>;
@@ -98,6 +100,14 @@ impl Family for V4 {
     #[inline(always)]
     fn fragments() -> &'static Fragments<V4> {
         &FRAGMENTS_V4
+    }
+    #[inline(always)]
+    fn held() -> &'static HeldFragments<V4> {
+        &HELD_V4
+    }
+    #[inline(always)]
+    fn holding() -> &'static Holdings<V4> {
+        &HOLDING_V4
     }
     #[inline(always)]
     fn endpoints() -> &'static Endpoints<V4> {
@@ -254,6 +264,14 @@ impl Family for V6 {
     #[inline(always)]
     fn fragments() -> &'static Fragments<V6> {
         &FRAGMENTS_V6
+    }
+    #[inline(always)]
+    fn held() -> &'static HeldFragments<V6> {
+        &HELD_V6
+    }
+    #[inline(always)]
+    fn holding() -> &'static Holdings<V6> {
+        &HOLDING_V6
     }
     #[inline(always)]
     fn endpoints() -> &'static Endpoints<V6> {

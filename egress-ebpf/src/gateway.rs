@@ -72,13 +72,30 @@ pub fn leased<F: Family>(pkt: &Packet, egress: u32, e: &EgressIp, from: u32) -> 
 
 /// What [`inward`] returns for a packet that may be one of the node's own: no verdict has these bits.
 const ASK: u64 = u64::MAX;
+/// What it returns for a fragment.
+const GATHER: u64 = u64::MAX - 1;
+
+/// What has been done with a packet before [`inward`] looks at it.
+pub mod done {
+    /// If it is a fragment, it is with its first one.
+    pub const GATHERED: u32 = 1;
+    /// It is not one of the node's own.
+    pub const ASKED: u32 = 2;
+}
 
 /// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours. A verdict's bits.
 ///
 /// Functions one after the other, not one in the other: their variables do not fit the stack together.
 #[inline(always)]
 pub fn reply<F: Family>(pkt: &Packet) -> u64 {
-    let verdict = once::inward::<F>(pkt, 0);
+    let mut verdict = once::inward::<F>(pkt, 0);
+    if verdict == GATHER {
+        verdict = once::gather::<F>(pkt);
+        if verdict != fragment::GO_ON {
+            return verdict;
+        }
+        verdict = once::inward::<F>(pkt, done::GATHERED);
+    }
     if verdict != ASK {
         return verdict;
     }
@@ -90,12 +107,12 @@ pub fn reply<F: Family>(pkt: &Packet) -> u64 {
         own::ANYBODYS => own::copy(pkt),
         _ => {}
     }
-    once::inward::<F>(pkt, 1)
+    once::inward::<F>(pkt, done::GATHERED | done::ASKED)
 }
 
-/// A verdict's bits, or [`ASK`] for a packet that may be one of the node's own, unless it was `asked` whose it is.
+/// A verdict's bits, or [`GATHER`] or [`ASK`] if that is to be done first.
 #[inline(always)]
-pub fn inward<F: Family>(pkt: &Packet, asked: u32) -> u64 {
+pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Pass.to_bits() };
     if neighbor::is_solicitation::<F>(pkt, &ip) {
         return neighbor::solicitation(pkt).to_bits();
@@ -103,6 +120,10 @@ pub fn inward<F: Family>(pkt: &Packet, asked: u32) -> u64 {
     // SAFETY: read only.
     let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else { return Verdict::Pass.to_bits() };
     let (Some(e), Some(config)) = (EGRESS_IPS.get(egress), CONFIG.get(0)) else { return Verdict::Pass.to_bits() };
+    // Before the VLAN is gone: the fragment may enter again.
+    if ip.part != Part::Whole && done & done::GATHERED == 0 {
+        return GATHER;
+    }
     if let Some(verdict) = vlan(pkt, e) {
         return verdict.to_bits();
     }
@@ -112,7 +133,7 @@ pub fn inward<F: Family>(pkt: &Packet, asked: u32) -> u64 {
     let t = parse::transport::<F>(pkt, &ip);
     let node = lessee_of_reply::<F>(pkt, &ip, &t, egress);
     let own = flags::OWNED | flags::NODE_ADDRESS;
-    if node != 0 && e.flags & own == own && asked == 0 {
+    if node != 0 && e.flags & own == own && done & done::ASKED == 0 {
         return ASK;
     }
     hand_on::<F>(pkt, config, &ip, &t, egress, e, node, false).to_bits()
@@ -163,9 +184,6 @@ fn hand_on<F: Family>(
 ) -> Verdict {
     if node == 0 {
         return nobodys::<F>(pkt, e, t.kind);
-    }
-    if ip.part == Part::First {
-        fragment::keep(ip, t);
     }
     if !shaped && let Some(verdict) = shaper::limit(pkt, egress, e, shaper::IN) {
         return verdict;

@@ -12,7 +12,7 @@ use egress_common::{
     config::Config,
     egress::{BlockList, EgressIp, LeaseTable, MacKey, Meter, NextHop, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
-    flow::{Flow, FlowKey, Fragment, FragmentKey, Reverse, Ticket},
+    flow::{Flow, FlowKey, Fragment, FragmentKey, HeldKey, Reverse, Ticket},
     limits::*,
     probe::Answer,
     verdict::Counter,
@@ -27,6 +27,8 @@ pub type Routes<A> = LpmTrie<RouteKey<A>, u32, MAX_ROUTES>;
 pub type Excepts<A> = LpmTrie<A, u32, MAX_EXCEPTS>;
 pub type EgressIndex<A> = HashMap<A, u32, MAX_EGRESS_IPS, GROW>;
 pub type Fragments<A> = LruHashMap<FragmentKey<A>, Fragment, MAX_FRAGMENTS>;
+pub type HeldFragments<A> = LruHashMap<HeldKey<A>, HeldFrame, MAX_HELD_FRAGMENTS>;
+pub type Holdings<A> = PerCpuArray<Holding<A>, 1>;
 pub type Shares<A> = HashMap<A, u64, MAX_ENDPOINTS, GROW>;
 pub type Searches<A> = PerCpuArray<Search<A>, 1>;
 pub type Tickets<A> = Queue<Ticket<A>, { 2 * MAX_FLOWS }>;
@@ -47,6 +49,32 @@ pub static TICKETS_V6: Tickets<V6> = Queue::new();
 pub static FRAGMENTS_V4: Fragments<V4> = LruHashMap::new();
 #[btf_map]
 pub static FRAGMENTS_V6: Fragments<V6> = LruHashMap::new();
+
+/// A frame as it was received.
+#[repr(C)]
+pub struct HeldFrame {
+    /// Tick in which it was.
+    pub since: u32,
+    /// How many of the bytes are in use.
+    pub len: u32,
+    pub bytes: [u8; HELD_FRAME],
+}
+
+/// What is held or released on this CPU: too large for the stack.
+#[repr(C)]
+pub struct Holding<A> {
+    pub key: HeldKey<A>,
+    pub frame: HeldFrame,
+}
+
+#[btf_map]
+pub static HELD_V4: HeldFragments<V4> = LruHashMap::new();
+#[btf_map]
+pub static HELD_V6: HeldFragments<V6> = LruHashMap::new();
+#[btf_map]
+pub static HOLDING_V4: Holdings<V4> = PerCpuArray::new();
+#[btf_map]
+pub static HOLDING_V6: Holdings<V6> = PerCpuArray::new();
 
 /// How many flows each pod has.
 #[btf_map]

@@ -1,7 +1,7 @@
 //! Steps that are global functions: the verifier checks each once by itself, with any packet, instead of once for each way
 //! that leads to it. What they need they read from the packet again.
 
-use crate::{deliver, family::Family, firewall, gateway, icmp, own, packet::Packet, steer, underlay};
+use crate::{deliver, family::Family, firewall, fragment, gateway, icmp, own, packet::Packet, steer, underlay};
 use aya_ebpf::bindings::__sk_buff;
 use egress_common::{V4, V6};
 
@@ -38,6 +38,12 @@ once! {
     outgoing(outgoing_v4, outgoing_v6) = icmp::outgoing();
     /// [`firewall::passed`].
     passed(passed_v4, passed_v6) = firewall::passed();
+    /// [`fragment::gather`].
+    gather(gather_v4, gather_v6) = fragment::gather();
+    /// [`fragment::hold`].
+    hold(hold_v4, hold_v6) = fragment::hold();
+    /// [`fragment::release`].
+    release(release_v4, release_v6) = fragment::release(place: u32);
     /// [`gateway::forward`].
     forward(forward_v4, forward_v6) = gateway::forward(from: u32);
     /// [`gateway::inward`].

@@ -7,8 +7,8 @@ use crate::{
     parse::{self, Kind, Part, proto},
 };
 use aya_ebpf::{
-    bindings::{BPF_F_INGRESS, bpf_sock},
-    helpers::{bpf_clone_redirect, bpf_sk_lookup_udp, bpf_sk_release, bpf_skc_lookup_tcp},
+    bindings::bpf_sock,
+    helpers::{bpf_sk_lookup_udp, bpf_sk_release, bpf_skc_lookup_tcp},
 };
 use egress_common::tcp::flag;
 
@@ -101,7 +101,6 @@ unsafe fn state(sock: *mut bpf_sock) -> Option<u32> {
 #[inline(always)]
 pub fn copy(pkt: &Packet) {
     pkt.note(note::COPY);
-    // SAFETY: the helper copies the packet or fails; then there is no copy.
-    unsafe { bpf_clone_redirect(pkt.raw(), pkt.ifindex(), BPF_F_INGRESS as u64) };
+    pkt.enter_again();
     pkt.note(0);
 }

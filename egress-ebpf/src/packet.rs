@@ -2,11 +2,13 @@
 
 use aya_ebpf::{
     EbpfContext,
-    bindings::{__sk_buff, BPF_CSUM_LEVEL_DEC, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC},
+    bindings::{
+        __sk_buff, BPF_CSUM_LEVEL_DEC, BPF_F_INGRESS, BPF_F_RECOMPUTE_CSUM, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC,
+    },
     helpers::{
-        bpf_csum_level, bpf_ktime_get_coarse_ns, bpf_l4_csum_replace, bpf_redirect, bpf_redirect_neigh,
-        bpf_skb_adjust_room, bpf_skb_change_tail, bpf_skb_load_bytes, bpf_skb_pull_data, bpf_skb_store_bytes,
-        bpf_skb_vlan_pop, bpf_skb_vlan_push,
+        bpf_clone_redirect, bpf_csum_level, bpf_ktime_get_coarse_ns, bpf_l4_csum_replace, bpf_redirect,
+        bpf_redirect_neigh, bpf_skb_adjust_room, bpf_skb_change_tail, bpf_skb_load_bytes, bpf_skb_pull_data,
+        bpf_skb_store_bytes, bpf_skb_vlan_pop, bpf_skb_vlan_push,
     },
     programs::TcContext,
 };
@@ -232,6 +234,35 @@ impl Packet {
         }
     }
 
+    /// Copies the frame to a buffer, if it fits: its length.
+    #[inline(always)]
+    pub fn copy_to<const SIZE: usize>(&self, buffer: &mut [u8; SIZE]) -> Option<u32> {
+        let len = self.len();
+        if len as usize > SIZE {
+            return None;
+        }
+        // SAFETY: no more bytes than the buffer has.
+        let r = unsafe { bpf_skb_load_bytes(self.skb.cast(), 0, buffer.as_mut_ptr().cast(), within::<SIZE>(len)) };
+        (r == 0).then_some(len)
+    }
+
+    /// Makes the frame one of `len` bytes, those that [`copy_to`](Self::copy_to) has put into the buffer.
+    #[inline(always)]
+    pub fn replace<const SIZE: usize>(&self, buffer: &[u8; SIZE], len: u32) -> Option<()> {
+        let bytes = within::<SIZE>(len);
+        self.resize(bytes)?;
+        // SAFETY: no more bytes than the buffer has.
+        let r = unsafe { bpf_skb_store_bytes(self.skb, 0, buffer.as_ptr().cast(), bytes, BPF_F_RECOMPUTE_CSUM as u64) };
+        (r == 0).then_some(())
+    }
+
+    /// Gives a copy of the packet to the interface that it came in by, as if it had just arrived there.
+    #[inline(always)]
+    pub fn enter_again(&self) -> Option<()> {
+        // SAFETY: the helper copies the packet or fails; then there is no copy.
+        (unsafe { bpf_clone_redirect(self.skb, self.ifindex(), BPF_F_INGRESS as u64) } == 0).then_some(())
+    }
+
     /// Changes the length of the frame.
     #[inline(always)]
     pub fn resize(&self, len: u32) -> Option<()> {
@@ -364,6 +395,13 @@ impl Packet {
         // SAFETY: without parameters the helper only notes the index.
         Verdict::Taken(unsafe { bpf_redirect_neigh(ifindex, core::ptr::null_mut(), 0, 0) } as i32)
     }
+}
+
+/// `len`, which is at least 1 and at most `SIZE`, in a form in which the verifier of every kernel sees that.
+#[inline(always)]
+const fn within<const SIZE: usize>(len: u32) -> u32 {
+    const { assert!(SIZE.is_power_of_two()) };
+    (len.wrapping_sub(1) & (SIZE - 1) as u32) + 1
 }
 
 /// `CLOCK_MONOTONIC` in ns, as of the last timer interrupt.

@@ -31,6 +31,8 @@ const UNKNOWN: u64 = u64::MAX;
 const QUOTES: u64 = u64::MAX - 1;
 /// What [`first`] returns when there is a flow now.
 const ENTERED: u64 = u64::MAX - 2;
+/// What both return for a fragment that waits for its first one, or that is waited for.
+const GATHER: u64 = u64::MAX - 3;
 
 /// What the flow table says about a packet.
 enum Known {
@@ -47,7 +49,7 @@ enum Known {
 /// what sends all others.
 #[inline(always)]
 pub fn steer<F: Family>(pkt: &Packet) -> u64 {
-    match once::established::<F>(pkt) {
+    let verdict = match once::established::<F>(pkt) {
         UNKNOWN => match once::first::<F>(pkt) {
             ENTERED => match once::established::<F>(pkt) {
                 // The flow went, or may not be used any more, between its entry and its look-up.
@@ -57,6 +59,13 @@ pub fn steer<F: Family>(pkt: &Packet) -> u64 {
             verdict => verdict,
         },
         QUOTES => once::outgoing::<F>(pkt),
+        verdict => verdict,
+    };
+    if verdict != GATHER {
+        return verdict;
+    }
+    match once::gather::<F>(pkt) {
+        fragment::GO_ON => Verdict::Drop(Counter::DropFragment).to_bits(),
         verdict => verdict,
     }
 }
@@ -275,7 +284,7 @@ fn unknown<F: Family>(
         Kind::Udp | Kind::Query => {}
         // The stack waits for the first fragment.
         Kind::Orphan if respects(config) != 0 => return Err(firewall::detour(pkt, config)),
-        Kind::Orphan => return Err(Verdict::Drop(Counter::DropFragment)),
+        Kind::Orphan => return Err(Verdict::Later(GATHER)),
         Kind::Broken => return Err(Verdict::Drop(Counter::DropMalformed)),
         Kind::Other | Kind::Error => return Err(Verdict::Drop(Counter::DropProtocol)),
     }
@@ -379,6 +388,11 @@ fn go<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow:
         }
         if ip.part != Part::Whole {
             return firewall::detour(pkt, config);
+        }
+    } else if ip.part == Part::First {
+        fragment::keep(ip, t);
+        if fragment::is_awaited(ip) {
+            return Verdict::Later(GATHER);
         }
     }
     send::<F>(pkt, config, ip, t, flow.egress, flow.port, true)

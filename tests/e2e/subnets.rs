@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use lab::traffic::{BulkServer, Direction, ServerMode, TcpClients, TcpOptions, TcpServer, bulk};
 use lab::{Family, Lab, PodSpec, Server, Vlans, topology::Dual};
 
-use crate::support::{PATIENCE, at, policy, pool, start, wait_in_force, wait_sources};
+use crate::support::{PATIENCE, answers_in_fragments, at, policy, pool, start, wait_in_force, wait_sources};
 
 /// The gateway of the subnet with this number, and with it the server in it.
 fn gateway(number: u8) -> Dual {
@@ -87,9 +87,11 @@ fn twenty_subnets_in_vlans_of_their_own() {
         }
         all.iter().try_for_each(|clients| clients.wait_progress(3, PATIENCE))?;
         drop(all);
-        // Bulk traffic passes, too: merged packets keep their tag.
+        // Bulk traffic passes, too: merged packets keep their tag. So do fragments that have waited.
         let (number, pod) = &pods[6];
+        let inside = Server { ips: gateway(*number), ..server.clone() };
         for family in Family::BOTH {
+            answers_in_fragments(pod, &inside, family)?;
             let target = at(gateway(*number).ip(family), 5001);
             let _listening = BulkServer::start(&server.ns, &[target])?;
             for direction in [Direction::Upload, Direction::Download] {

@@ -1,11 +1,11 @@
 //! What the end-to-end tests share: policies as text, a running Spillway, and questions to a server.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::traffic::{FragmentOrder, ServerMode, TcpClients, TcpOptions, TcpServer, send_fragments};
 use lab::{Family, Lab, NetNs, Pod, Server, StartOptions, address, wait_until};
 use serde_json::Value;
 
@@ -108,6 +108,11 @@ pub fn calm() -> StartOptions {
 /// [`calm`] with one transport.
 pub fn fixed(transport: &str) -> StartOptions {
     StartOptions::new().config(&format!("{CALM}transport: {transport}\n"))
+}
+
+/// [`calm`] without the host's firewall.
+pub fn bypass() -> StartOptions {
+    StartOptions::new().config(&format!("{CALM}firewall: bypass\n"))
 }
 
 /// [`start`] with options for agents and controller.
@@ -253,4 +258,24 @@ pub fn settings(lab: &Lab, node: &str) -> Result<Vec<u8>> {
     let bytes = entry["value"].as_array().context("the settings as bytes")?;
     let byte = |byte: &Value| u8::from_str_radix(byte.as_str()?.strip_prefix("0x")?, 16).ok();
     bytes.iter().map(byte).collect::<Option<Vec<u8>>>().with_context(|| format!("not bytes: {text}"))
+}
+
+/// A datagram of the pod is answered by large ones, whose fragments come in any order.
+pub fn answers_in_fragments(pod: &Pod, server: &Server, family: Family) -> Result<()> {
+    let open = |ns: &NetNs, at: SocketAddr| {
+        let socket = ns.run(|| Ok(UdpSocket::bind(at)?))?;
+        socket.set_read_timeout(Some(PATIENCE))?;
+        anyhow::Ok(socket)
+    };
+    let (client, echo) = (open(&pod.ns, pod.ips.at(family, 7002))?, open(&server.ns, server.ips.at(family, 54))?);
+    client.connect(server.ips.at(family, 54))?;
+    client.send(b"a question")?;
+    let mut buffer = [0; 8192];
+    let (_, peer) = echo.recv_from(&mut buffer).context("the question")?;
+    for order in [FragmentOrder::InOrder, FragmentOrder::Reversed, FragmentOrder::Reversed] {
+        send_fragments(&server.ns, server.ips.at(family, 54), peer, 4000, 1000, order)?;
+        let received = client.recv(&mut buffer).with_context(|| format!("the answer {order:?} over {family:?}"))?;
+        assert_eq!(received, 4000, "{order:?} over {family:?}");
+    }
+    Ok(())
 }

@@ -7,6 +7,7 @@ use super::{
 use crate::datapath::load;
 use egress_common::{
     abi::{INNER_DST_MAC, INNER_SRC_MAC},
+    limits::{HELD_FRAME, HELD_PER_DATAGRAM},
     port_block,
     verdict::Counter,
 };
@@ -197,8 +198,8 @@ fn what_matches_and_cannot_be_translated_is_dropped_for_its_reason() {
     let many = [0, 0, 1, 4, 0, 0, 0, 0].repeat(7);
     let frame = ip(addr(POD6), addr(SERVER6), 0, &many, &udp(1, 2, b"bad"));
     rig.dropped("pod_egress", &frame, Counter::DropMalformed);
-    // A later fragment of a datagram that was never seen.
-    let mut frame = ip(addr(POD4), addr(SERVER4), UDP, &[], b"the middle of something");
+    // A later fragment of a datagram that was never seen, too large to be held.
+    let mut frame = ip(addr(POD4), addr(SERVER4), UDP, &[], &[7; HELD_FRAME]);
     frame[20..22].copy_from_slice(&[0, 9]);
     rig.dropped("pod_egress", &frame, Counter::DropFragment);
 }
@@ -292,22 +293,50 @@ fn an_error_of_the_pod_about_an_answer_leaves_with_the_egress_ip() {
     }
 }
 
+/// Makes an IPv4 frame a fragment: `bits` are the flags and the offset in its header.
+fn fragment(mut frame: Vec<u8>, bits: [u8; 2]) -> Vec<u8> {
+    frame[20..22].copy_from_slice(&bits);
+    let sum = frames::sums(&frame).unwrap()[0].unwrap();
+    // Put the header's checksum right for the fragment bits.
+    let check = u16::from_be_bytes([frame[24], frame[25]]);
+    let right = (u32::from(check) + 0xffff - u32::from(sum)) % 0xffff;
+    frame[24..26].copy_from_slice(&(right as u16).to_be_bytes());
+    frame
+}
+
+#[test]
+fn fragments_before_their_first_one_are_held_and_follow_it() {
+    let Some(mut rig) = Rig::new("held-fragments", &scene()) else { return };
+    let (pod, server, egress) = (addr(POD4), addr(SERVER4), addr(EGRESS4));
+    let port = port_block::first_port(OTHER_BLOCK);
+    for (program, from, to, port) in [("pod_egress", pod, server, 53), ("uplink_ingress", server, egress, port)] {
+        let first = fragment(seal(ip(from, to, UDP, &[], &udp(40_000, port, &[7; 64]))), [0x20, 0]);
+        let later = |place: u8| fragment(ip(from, to, UDP, &[], &[place; 40]), [0x20, place]);
+        for place in 0..HELD_PER_DATAGRAM as u8 {
+            rig.dropped(program, &later(9 + 5 * place), Counter::FragmentHeld);
+        }
+        rig.dropped(program, &later(9 + 5 * HELD_PER_DATAGRAM as u8), Counter::DropFragment);
+        let before = rig.count(Counter::FragmentReleased);
+        if program == "pod_egress" {
+            // The flow is made by a packet that nothing waits for.
+            let other = seal(ip(from, to, UDP, &[], &udp(40_000, port, b"whole")));
+            assert_eq!(rig.run(program, &other).0, REDIRECT);
+        }
+        rig.dropped(program, &first, Counter::DatagramOrdered);
+        assert_eq!(rig.count(Counter::FragmentReleased) - before, u64::from(HELD_PER_DATAGRAM), "{program}");
+        // As they enter again: nothing waits any more, and the ports are known.
+        for frame in [&first, &later(9)] {
+            assert_eq!(rig.run(program, frame).0, REDIRECT, "{program}: {:?}", rig.writer.maps().counters());
+        }
+    }
+}
+
 #[test]
 fn fragments_follow_their_first_one() {
     let Some(mut rig) = Rig::new("fragments", &scene()) else { return };
     let (pod, server) = (addr(POD4), addr(SERVER4));
-    let mut first = seal(ip(pod, server, UDP, &[], &udp(40_000, 53, &[7; 64])));
-    let again = |f: &mut Vec<u8>, bits: [u8; 2]| {
-        f[20..22].copy_from_slice(&bits);
-        let (sum, _) = (frames::sums(f).unwrap()[0].unwrap(), ());
-        // Put the header's checksum right for the fragment bits.
-        let check = u16::from_be_bytes([f[24], f[25]]);
-        let right = (u32::from(check) + 0xffff - u32::from(sum)) % 0xffff;
-        f[24..26].copy_from_slice(&(right as u16).to_be_bytes());
-    };
-    again(&mut first, [0x20, 0]);
-    let mut later = ip(pod, server, UDP, &[], &[9; 40]);
-    again(&mut later, [0, 9]);
+    let first = fragment(seal(ip(pod, server, UDP, &[], &udp(40_000, 53, &[7; 64]))), [0x20, 0]);
+    let later = fragment(ip(pod, server, UDP, &[], &[9; 40]), [0, 9]);
     let (verdict, out) = rig.run("pod_egress", &first);
     assert_eq!(verdict, REDIRECT);
     assert_eq!(frames::sums(&out).unwrap()[0], Some(0));
