@@ -18,7 +18,7 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// A reply that another node sent. A verdict's bits.
+/// A reply for a pod of this node. A verdict's bits.
 #[inline(always)]
 pub fn from_node<F: Family>(pkt: &Packet) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };

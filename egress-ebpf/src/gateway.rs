@@ -1,7 +1,7 @@
 //! The gateway: out for its egress IPs, and back to the source node. It keeps nothing of a flow.
 
 use crate::{
-    deliver, exit,
+    exit,
     family::Family,
     fragment,
     maps::{CONFIG, EGRESS_IPS, LEASES, NODES},
@@ -72,28 +72,37 @@ pub fn leased<F: Family>(pkt: &Packet, egress: u32, e: &EgressIp, from: u32) -> 
 
 /// What [`inward`] returns for a packet that may be one of the node's own: no verdict has these bits.
 const ASK: u64 = u64::MAX;
+/// What [`inward`] and [`to_source`] return for a packet that is for a pod of this node: no verdict has these bits.
+const DELIVER: u64 = u64::MAX - 1;
 
 /// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours. A verdict's bits.
 ///
 /// Functions one after the other, not one in the other: their variables do not fit the stack together.
 #[inline(always)]
 pub fn reply<F: Family>(pkt: &Packet) -> u64 {
-    let verdict = once::inward::<F>(pkt, 0);
-    if verdict != ASK {
-        return verdict;
+    let mut verdict = once::inward::<F>(pkt, 0);
+    if verdict == ASK {
+        if pkt.take_note(note::COPY) {
+            return Verdict::Pass.to_bits();
+        }
+        match once::whose::<F>(pkt) {
+            own::NODES => return Verdict::Pass.to_bits(),
+            own::ANYBODYS => own::copy(pkt),
+            _ => {}
+        }
+        verdict = once::inward::<F>(pkt, 1);
     }
-    if pkt.take_note(note::COPY) {
-        return Verdict::Pass.to_bits();
-    }
-    match once::whose::<F>(pkt) {
-        own::NODES => return Verdict::Pass.to_bits(),
-        own::ANYBODYS => own::copy(pkt),
-        _ => {}
-    }
-    once::inward::<F>(pkt, 1)
+    delivered::<F>(pkt, verdict)
 }
 
-/// A verdict's bits, or [`ASK`] for a packet that may be one of the node's own, unless it was `asked` whose it is.
+/// What becomes of a packet of which [`inward`] or [`to_source`] says this: one for a pod of this node is delivered. Not there,
+/// or the verifier would check the delivery once more in each of them.
+#[inline(always)]
+pub fn delivered<F: Family>(pkt: &Packet, verdict: u64) -> u64 {
+    if verdict == DELIVER { once::from_node::<F>(pkt) } else { verdict }
+}
+
+/// A verdict's bits, [`DELIVER`], or [`ASK`] for a packet that may be one of the node's own, unless it was `asked` whose it is.
 #[inline(always)]
 pub fn inward<F: Family>(pkt: &Packet, asked: u32) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Pass.to_bits() };
@@ -115,7 +124,7 @@ pub fn inward<F: Family>(pkt: &Packet, asked: u32) -> u64 {
     if node != 0 && e.flags & own == own && asked == 0 {
         return ASK;
     }
-    hand_on::<F>(pkt, config, &ip, &t, egress, e, node, false).to_bits()
+    hand_on::<F>(pkt, config, &ip, &t, egress, e, node, false)
 }
 
 /// Takes a packet for an egress IP out of its VLAN. A packet in another one is not for it: a device of the node for that
@@ -131,9 +140,10 @@ pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
     }
 }
 
-/// A packet for an egress IP that has passed the shaper, on to the node that its port's block is leased to.
+/// A packet for an egress IP that has passed the shaper, on to the node that its port's block is leased to. A verdict's bits, or
+/// [`DELIVER`].
 #[inline(always)]
-pub fn to_source<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, egress: u32, e: &EgressIp) -> Verdict {
+pub fn to_source<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, egress: u32, e: &EgressIp) -> u64 {
     let t = parse::transport::<F>(pkt, ip);
     let node = lessee_of_reply::<F>(pkt, ip, &t, egress);
     hand_on::<F>(pkt, config, ip, &t, egress, e, node, true)
@@ -148,7 +158,7 @@ fn lessee_of_reply<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport, egress: u
     }
 }
 
-/// `shaped`: it has passed the shaper.
+/// `shaped`: it has passed the shaper. A verdict's bits, or [`DELIVER`].
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "a record of them would be copied to the stack")]
 fn hand_on<F: Family>(
@@ -160,26 +170,26 @@ fn hand_on<F: Family>(
     e: &EgressIp,
     node: u32,
     shaped: bool,
-) -> Verdict {
+) -> u64 {
     if node == 0 {
-        return nobodys::<F>(pkt, e, t.kind);
+        return nobodys::<F>(pkt, e, t.kind).to_bits();
     }
     if ip.part == Part::First {
         fragment::keep(ip, t);
     }
     if !shaped && let Some(verdict) = shaper::limit(pkt, egress, e, shaper::IN) {
-        return verdict;
+        return verdict.to_bits();
     }
     if node == config.node {
-        return deliver::deliver::<F>(pkt, config, ip, t);
+        return DELIVER;
     }
     match NODES.get(node) {
         Some(n) if n.present != 0 => {
             stats::count(Counter::Replied);
             let entropy = way::entropy((t.src_port, t.dst_port), ip.src);
-            Verdict::send(purpose::REPLY, node, entropy)
+            Verdict::send(purpose::REPLY, node, entropy).to_bits()
         }
-        _ => Verdict::Drop(Counter::DropNoLease),
+        _ => Verdict::Drop(Counter::DropNoLease).to_bits(),
     }
 }
 
