@@ -22,7 +22,7 @@ const MAX_EXTENSIONS_LEN: u32 = 0x3ff;
 pub struct Malformed;
 
 /// An address family; implemented by its address type.
-pub trait Family: Copy + PartialEq + Words + 'static {
+pub trait Family: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     /// Protocol number of its ICMP.
     const ICMP: u32;
     /// 4 or 6.

@@ -4,9 +4,9 @@ use aya_ebpf::{
     EbpfContext,
     bindings::{__sk_buff, BPF_CSUM_LEVEL_DEC, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC},
     helpers::{
-        bpf_csum_level, bpf_jiffies64, bpf_ktime_get_coarse_ns, bpf_l4_csum_replace, bpf_redirect, bpf_redirect_neigh,
-        bpf_skb_adjust_room, bpf_skb_change_tail, bpf_skb_load_bytes, bpf_skb_pull_data, bpf_skb_store_bytes,
-        bpf_skb_vlan_pop, bpf_skb_vlan_push,
+        bpf_csum_level, bpf_csum_update, bpf_jiffies64, bpf_ktime_get_coarse_ns, bpf_l4_csum_replace, bpf_redirect,
+        bpf_redirect_neigh, bpf_skb_adjust_room, bpf_skb_change_tail, bpf_skb_load_bytes, bpf_skb_pull_data,
+        bpf_skb_store_bytes, bpf_skb_vlan_pop, bpf_skb_vlan_push,
     },
     programs::TcContext,
 };
@@ -206,11 +206,19 @@ impl Packet {
         (r == 0).then_some(())
     }
 
-    /// Updates a transport checksum (`bpf_l4_csum_replace`), whatever state of offload it is in.
+    /// Updates a transport checksum (`bpf_l4_csum_replace`), whatever state of offload it is in. `false`: the kernel would not,
+    /// and who goes on leaves a wrong checksum, for which the receiver drops the packet.
     #[inline(always)]
-    pub fn l4_checksum(&self, offset: u32, from: u64, to: u64, flags: u64) {
-        // SAFETY: the helper checks the offset. A failure leaves a wrong checksum, and the receiver drops the packet.
-        unsafe { bpf_l4_csum_replace(self.skb, offset, from, to, flags) };
+    pub fn l4_checksum(&self, offset: u32, from: u64, to: u64, flags: u64) -> bool {
+        // SAFETY: the helper checks the offset.
+        unsafe { bpf_l4_csum_replace(self.skb, offset, from, to, flags) == 0 }
+    }
+
+    /// Adds `difference` to the sum over the packet, if the card has taken one.
+    #[inline(always)]
+    pub fn sum_changed(&self, difference: u32) {
+        // SAFETY: the helper changes a field of the packet only.
+        unsafe { bpf_csum_update(self.skb, difference) };
     }
 
     /// A copy of the `T` at `offset` in the transport header at `l4`.
