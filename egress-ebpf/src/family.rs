@@ -53,8 +53,10 @@ pub trait Family: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     fn store(self, pkt: &Packet, at: u32) -> Option<()>;
     /// The last four bytes of an address.
     fn last_word(self) -> u32;
-    /// If this is a tunnelled packet for this node: its outer source address in the common form, and whether its outer
-    /// headers are such that they can simply be taken off.
+    /// Whether this is UDP for this node's own address, as tunnelled packets are.
+    fn may_be_tunnelled(pkt: &Packet, config: &Config) -> bool;
+    /// If such a packet is a tunnelled one: its outer source address in the common form, and whether its outer headers are such
+    /// that they can simply be taken off.
     fn outer(pkt: &Packet, config: &Config) -> Option<(V6, bool)>;
     /// The address held in the common form of `EGRESS_IPS`.
     fn from_any(words: &V6) -> Self;
@@ -137,6 +139,11 @@ impl Family for V4 {
     #[inline(always)]
     fn last_word(self) -> u32 {
         self[0]
+    }
+
+    #[inline(always)]
+    fn may_be_tunnelled(pkt: &Packet, config: &Config) -> bool {
+        vxlan::may_be_tunnelled_v4(pkt, config)
     }
 
     #[inline(always)]
@@ -293,6 +300,11 @@ impl Family for V6 {
     #[inline(always)]
     fn last_word(self) -> u32 {
         self[3]
+    }
+
+    #[inline(always)]
+    fn may_be_tunnelled(pkt: &Packet, config: &Config) -> bool {
+        vxlan::may_be_tunnelled_v6(pkt, config)
     }
 
     #[inline(always)]

@@ -28,7 +28,8 @@ const STRANGER: u64 = OTHER - 2;
 /// Functions one after the other, not one in the other: their variables do not fit the stack together.
 #[inline(always)]
 pub fn receive<F: Family>(pkt: &Packet) -> u64 {
-    match unwrap::<F>(pkt) {
+    let may_be_tunnelled = matches!(CONFIG.get(0), Some(config) if F::may_be_tunnelled(pkt, config));
+    match if may_be_tunnelled { unwrap::<F>(pkt) } else { OTHER } {
         OTHER => match once::outward::<F>(pkt) {
             OTHER => gateway::reply::<F>(pkt),
             verdict => verdict,
