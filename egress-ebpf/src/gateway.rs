@@ -19,7 +19,7 @@ use egress_common::{
 
 /// The node that the block of `port` (network byte order) of an egress IP is leased to; 0 for nobody.
 #[inline(always)]
-fn lessee(pkt: &Packet, egress: u32, port: u16) -> u32 {
+pub fn lessee(pkt: &Packet, egress: u32, port: u16) -> u32 {
     let Some(table) = LEASES.get(egress) else { return 0 };
     let row = pkt.hide::<{ port_block::ROWS }>(port_block::row(u16::from_be(port)));
     // SAFETY: every port has a row.
