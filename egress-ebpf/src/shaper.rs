@@ -88,8 +88,8 @@ unsafe fn add(to: *mut u64, amount: u64) {
     unsafe { core::arch::asm!("lock *(u64 *)({to} + 0x0) += {amount}", to = in(reg) to, amount = in(reg) amount) }
 }
 
-/// A packet came out of the shaper. As [`gateway::delivered`] wants it, as a function of its own returns them: the variables of several do not
-/// fit the stack.
+/// A packet came out of the shaper. What [`gateway::delivered`] takes, as a function of its own returns it: the variables of several
+/// do not fit the stack.
 #[inline(never)]
 pub fn leave<F: Family>(pkt: &Packet) -> u64 {
     let Some(mac) = pkt.read::<Mac>(0) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
