@@ -34,6 +34,22 @@ pub const fn sum_words(words: &[u32]) -> u32 {
     sum
 }
 
+/// What is to be added to a sum of 16-bit words when `old` among what it covers becomes `new`, folded.
+#[inline(always)]
+pub fn difference(old: &[u32], new: &[u32]) -> u32 {
+    let mut sum = 0u64;
+    for (old, new) in old.iter().zip(new) {
+        sum += !old as u64 + *new as u64;
+    }
+    fold((sum & 0xffff) as u32 + (sum >> 16 & 0xffff) as u32 + (sum >> 32) as u32) as u32
+}
+
+/// What takes a folded sum away when it is added.
+#[inline(always)]
+pub const fn negative(sum: u32) -> u32 {
+    !sum & 0xffff
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -60,6 +76,13 @@ mod tests {
             let two = update16(update16(check, old as u16, new as u16), (old >> 16) as u16, (new >> 16) as u16);
             let one = update32(check, old, new);
             prop_assert!(one == two || (one ^ two) == 0xffff);
+        }
+        #[test]
+        fn a_difference_is_added_to_a_sum_and_taken_away_again(before: [u32; 4], after: [u32; 4], rest: u16) {
+            let total = |words: &[u32]| fold(sum_words(words) + rest as u32) as u32 % 0xffff;
+            let difference = difference(&before, &after);
+            prop_assert_eq!(fold(total(&before) + difference) as u32 % 0xffff, total(&after));
+            prop_assert_eq!(fold(total(&after) + negative(difference)) as u32 % 0xffff, total(&before));
         }
         #[test]
         fn words_sum_to_their_halves(words in proptest::collection::vec(any::<u32>(), 1..5)) {

@@ -9,7 +9,7 @@ use crate::{
     family::Family,
     flows::{forget, reverse_key},
     maps::{COLLECTOR, CONFIG, Collector},
-    packet::now_tick,
+    packet::{now_tick, set_clock},
     parse::proto,
     stats,
 };
@@ -26,9 +26,11 @@ use egress_common::{
 
 const CLOCK_MONOTONIC: u64 = 1;
 
-/// Arms the timer with this program's collector, also where an earlier program's is running. 0 or a negative errno.
+/// Sets these programs' clock and arms the timer with their collector, also where an earlier one is running. 0 or a negative
+/// errno.
 #[inline(always)]
 pub fn start() -> i32 {
+    set_clock();
     let Some(c) = COLLECTOR.get_ptr_mut(0) else { return -1 };
     // SAFETY: the timer lies in the element of the map that is named; it may be initialised already, which is fine.
     unsafe {

@@ -12,13 +12,13 @@ use crate::{
 };
 use aya_ebpf::helpers::bpf_get_prandom_u32;
 use egress_common::{
-    config::{Config, flags},
+    config::Config,
     flow::{Flow, FlowKey, Reverse, kind},
     tcp,
     verdict::{Counter, Verdict},
 };
 
-/// A reply that another node sent. A verdict's bits.
+/// A reply for a pod of this node. A verdict's bits.
 #[inline(always)]
 pub fn from_node<F: Family>(pkt: &Packet) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
@@ -71,7 +71,6 @@ pub fn deliver<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transpo
         old_port: key.src_port,
         new_port: r.pod_port,
         hop: false,
-        csum_ipv6: config.flags & flags::CSUM_IPV6 != 0,
     };
     if rewrite(pkt, ip, &rewriting).is_none() {
         return Verdict::Drop(Counter::DropMalformed);

@@ -22,7 +22,7 @@ const MAX_EXTENSIONS_LEN: u32 = 0x3ff;
 pub struct Malformed;
 
 /// An address family; implemented by its address type.
-pub trait Family: Copy + PartialEq + Words + 'static {
+pub trait Family: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     /// Protocol number of its ICMP.
     const ICMP: u32;
     /// 4 or 6.
@@ -55,8 +55,10 @@ pub trait Family: Copy + PartialEq + Words + 'static {
     fn store(self, pkt: &Packet, at: u32) -> Option<()>;
     /// The last four bytes of an address.
     fn last_word(self) -> u32;
-    /// If this is a tunnelled packet for this node: its outer source address in the common form, and whether its outer
-    /// headers are such that they can simply be taken off.
+    /// Whether this is UDP for this node's own address, as tunnelled packets are.
+    fn may_be_tunnelled(pkt: &Packet, config: &Config) -> bool;
+    /// If such a packet is a tunnelled one: its outer source address in the common form, and whether its outer headers are such
+    /// that they can simply be taken off.
     fn outer(pkt: &Packet, config: &Config) -> Option<(V6, bool)>;
     /// The address held in the common form of `EGRESS_IPS`.
     fn from_any(words: &V6) -> Self;
@@ -147,6 +149,11 @@ impl Family for V4 {
     #[inline(always)]
     fn last_word(self) -> u32 {
         self[0]
+    }
+
+    #[inline(always)]
+    fn may_be_tunnelled(pkt: &Packet, config: &Config) -> bool {
+        vxlan::may_be_tunnelled_v4(pkt, config)
     }
 
     #[inline(always)]
@@ -311,6 +318,11 @@ impl Family for V6 {
     #[inline(always)]
     fn last_word(self) -> u32 {
         self[3]
+    }
+
+    #[inline(always)]
+    fn may_be_tunnelled(pkt: &Packet, config: &Config) -> bool {
+        vxlan::may_be_tunnelled_v6(pkt, config)
     }
 
     #[inline(always)]

@@ -1,7 +1,7 @@
 //! The gateway: out for its egress IPs, and back to the source node. It keeps nothing of a flow.
 
 use crate::{
-    deliver, exit,
+    exit,
     family::Family,
     fragment,
     maps::{CONFIG, EGRESS_IPS, LEASES, NODES},
@@ -19,7 +19,7 @@ use egress_common::{
 
 /// The node that the block of `port` (network byte order) of an egress IP is leased to; 0 for nobody.
 #[inline(always)]
-fn lessee(pkt: &Packet, egress: u32, port: u16) -> u32 {
+pub fn lessee(pkt: &Packet, egress: u32, port: u16) -> u32 {
     let Some(table) = LEASES.get(egress) else { return 0 };
     let row = pkt.hide::<{ port_block::ROWS }>(port_block::row(u16::from_be(port)));
     // SAFETY: every port has a row.
@@ -74,6 +74,8 @@ pub fn leased<F: Family>(pkt: &Packet, egress: u32, e: &EgressIp, from: u32) -> 
 const ASK: u64 = u64::MAX;
 /// What it returns for a fragment.
 const GATHER: u64 = u64::MAX - 1;
+/// What [`inward`] and [`to_source`] return for a packet that is for a pod of this node: no verdict has these bits.
+const DELIVER: u64 = u64::MAX - 2;
 
 /// What has been done with a packet before [`inward`] looks at it.
 pub mod done {
@@ -96,21 +98,28 @@ pub fn reply<F: Family>(pkt: &Packet) -> u64 {
         }
         verdict = once::inward::<F>(pkt, done::GATHERED);
     }
-    if verdict != ASK {
-        return verdict;
+    if verdict == ASK {
+        if pkt.take_note(note::COPY) {
+            return Verdict::Pass.to_bits();
+        }
+        match once::whose::<F>(pkt) {
+            own::NODES => return Verdict::Pass.to_bits(),
+            own::ANYBODYS => own::copy(pkt),
+            _ => {}
+        }
+        verdict = once::inward::<F>(pkt, done::GATHERED | done::ASKED);
     }
-    if pkt.take_note(note::COPY) {
-        return Verdict::Pass.to_bits();
-    }
-    match once::whose::<F>(pkt) {
-        own::NODES => return Verdict::Pass.to_bits(),
-        own::ANYBODYS => own::copy(pkt),
-        _ => {}
-    }
-    once::inward::<F>(pkt, done::GATHERED | done::ASKED)
+    delivered::<F>(pkt, verdict)
 }
 
-/// A verdict's bits, or [`GATHER`] or [`ASK`] if that is to be done first.
+/// What becomes of a packet of which [`inward`] or [`to_source`] says this: one for a pod of this node is delivered. Not there,
+/// or the verifier would check the delivery once more in each of them.
+#[inline(always)]
+pub fn delivered<F: Family>(pkt: &Packet, verdict: u64) -> u64 {
+    if verdict == DELIVER { once::from_node::<F>(pkt) } else { verdict }
+}
+
+/// A verdict's bits, [`DELIVER`], or [`GATHER`] or [`ASK`] if that is to be done first.
 #[inline(always)]
 pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Pass.to_bits() };
@@ -136,7 +145,7 @@ pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
     if node != 0 && e.flags & own == own && done & done::ASKED == 0 {
         return ASK;
     }
-    hand_on::<F>(pkt, config, &ip, &t, egress, e, node, false).to_bits()
+    hand_on::<F>(pkt, config, &ip, &t, egress, e, node, false)
 }
 
 /// Takes a packet for an egress IP out of its VLAN. A packet in another one is not for it: a device of the node for that
@@ -152,9 +161,10 @@ pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
     }
 }
 
-/// A packet for an egress IP that has passed the shaper, on to the node that its port's block is leased to.
+/// A packet for an egress IP that has passed the shaper, on to the node that its port's block is leased to. A verdict's bits, or
+/// [`DELIVER`].
 #[inline(always)]
-pub fn to_source<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, egress: u32, e: &EgressIp) -> Verdict {
+pub fn to_source<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, egress: u32, e: &EgressIp) -> u64 {
     let t = parse::transport::<F>(pkt, ip);
     let node = lessee_of_reply::<F>(pkt, ip, &t, egress);
     hand_on::<F>(pkt, config, ip, &t, egress, e, node, true)
@@ -169,7 +179,7 @@ fn lessee_of_reply<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport, egress: u
     }
 }
 
-/// `shaped`: it has passed the shaper.
+/// `shaped`: it has passed the shaper. A verdict's bits, or [`DELIVER`].
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "a record of them would be copied to the stack")]
 fn hand_on<F: Family>(
@@ -181,23 +191,23 @@ fn hand_on<F: Family>(
     e: &EgressIp,
     node: u32,
     shaped: bool,
-) -> Verdict {
+) -> u64 {
     if node == 0 {
-        return nobodys::<F>(pkt, e, t.kind);
+        return nobodys::<F>(pkt, e, t.kind).to_bits();
     }
     if !shaped && let Some(verdict) = shaper::limit(pkt, egress, e, shaper::IN) {
-        return verdict;
+        return verdict.to_bits();
     }
     if node == config.node {
-        return deliver::deliver::<F>(pkt, config, ip, t);
+        return DELIVER;
     }
     match NODES.get(node) {
         Some(n) if n.present != 0 => {
             stats::count(Counter::Replied);
             let entropy = way::entropy((t.src_port, t.dst_port), ip.src);
-            Verdict::send(purpose::REPLY, node, entropy)
+            Verdict::send(purpose::REPLY, node, entropy).to_bits()
         }
-        _ => Verdict::Drop(Counter::DropNoLease),
+        _ => Verdict::Drop(Counter::DropNoLease).to_bits(),
     }
 }
 

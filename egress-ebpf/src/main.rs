@@ -185,7 +185,8 @@ pub fn shaper_ingress(ctx: TcContext) -> i32 {
     settle(&pkt, shaper::receive(&pkt))
 }
 
-/// Run once by the agent (`BPF_PROG_TEST_RUN`): arms the collector's timer, which from then on needs no agent.
+/// Run once by the agent (`BPF_PROG_TEST_RUN`) before any other program: sets their clock, and arms the collector's timer, which
+/// from then on needs no agent.
 #[classifier]
 pub fn start_collector(_ctx: TcContext) -> i32 {
     collect::start()

@@ -6,9 +6,9 @@ use aya_ebpf::{
         __sk_buff, BPF_CSUM_LEVEL_DEC, BPF_F_INGRESS, BPF_F_RECOMPUTE_CSUM, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC,
     },
     helpers::{
-        bpf_clone_redirect, bpf_csum_level, bpf_ktime_get_coarse_ns, bpf_l4_csum_replace, bpf_redirect,
-        bpf_redirect_neigh, bpf_skb_adjust_room, bpf_skb_change_tail, bpf_skb_load_bytes, bpf_skb_pull_data,
-        bpf_skb_store_bytes, bpf_skb_vlan_pop, bpf_skb_vlan_push,
+        bpf_clone_redirect, bpf_csum_level, bpf_csum_update, bpf_jiffies64, bpf_ktime_get_coarse_ns,
+        bpf_l4_csum_replace, bpf_redirect, bpf_redirect_neigh, bpf_skb_adjust_room, bpf_skb_change_tail,
+        bpf_skb_load_bytes, bpf_skb_pull_data, bpf_skb_store_bytes, bpf_skb_vlan_pop, bpf_skb_vlan_push,
     },
     programs::TcContext,
 };
@@ -208,11 +208,19 @@ impl Packet {
         (r == 0).then_some(())
     }
 
-    /// Updates a transport checksum (`bpf_l4_csum_replace`), whatever state of offload it is in.
+    /// Updates a transport checksum (`bpf_l4_csum_replace`), whatever state of offload it is in. `false`: the kernel would not,
+    /// and who goes on leaves a wrong checksum, for which the receiver drops the packet.
     #[inline(always)]
-    pub fn l4_checksum(&self, offset: u32, from: u64, to: u64, flags: u64) {
-        // SAFETY: the helper checks the offset. A failure leaves a wrong checksum, and the receiver drops the packet.
-        unsafe { bpf_l4_csum_replace(self.skb, offset, from, to, flags) };
+    pub fn l4_checksum(&self, offset: u32, from: u64, to: u64, flags: u64) -> bool {
+        // SAFETY: the helper checks the offset.
+        unsafe { bpf_l4_csum_replace(self.skb, offset, from, to, flags) == 0 }
+    }
+
+    /// Adds `difference` to the sum over the packet, if the card has taken one.
+    #[inline(always)]
+    pub fn sum_changed(&self, difference: u32) {
+        // SAFETY: the helper changes a field of the packet only.
+        unsafe { bpf_csum_update(self.skb, difference) };
     }
 
     /// A copy of the `T` at `offset` in the transport header at `l4`.
@@ -411,8 +419,35 @@ pub fn now_ns() -> u64 {
     unsafe { bpf_ktime_get_coarse_ns() }
 }
 
-/// `CLOCK_MONOTONIC` in ticks of 2^30 ns.
+/// Length of the kernel's own tick (a jiffy) in ns; the agent sets it before the programs are loaded.
+#[unsafe(no_mangle)]
+static JIFFY_NS: u64 = 0;
+/// What is to be added to the jiffies' time for `CLOCK_MONOTONIC`: they begin at another number than 0, and some were lost at boot.
+#[unsafe(no_mangle)]
+static mut JIFFIES_BEGAN: u64 = 0;
+
+/// The time by the kernel's counter of jiffies, in ns since that would have been 0: a load, where the clocks are calls.
+#[inline(always)]
+fn jiffies_ns() -> u64 {
+    // SAFETY: a static is valid for reading. Volatile, since its value is not the one that the compiler knows.
+    let length = unsafe { (&raw const JIFFY_NS).read_volatile() };
+    // SAFETY: the helper has no arguments.
+    unsafe { bpf_jiffies64() }.wrapping_mul(length)
+}
+
+/// Makes [`now_tick`] tell the time: once, before any other program of this object runs.
+#[inline(always)]
+pub fn set_clock() {
+    // Both move on with the same timer interrupt.
+    let began = now_ns().wrapping_sub(jiffies_ns());
+    // SAFETY: nothing else writes it.
+    unsafe { (&raw mut JIFFIES_BEGAN).write_volatile(began) }
+}
+
+/// `CLOCK_MONOTONIC` in ticks of 2^30 ns, as of the last timer interrupt.
 #[inline(always)]
 pub fn now_tick() -> u32 {
-    (now_ns() >> TICK_SHIFT) as u32
+    // SAFETY: as in `jiffies_ns`; it is written once, as a whole.
+    let began = unsafe { (&raw const JIFFIES_BEGAN).read_volatile() };
+    (jiffies_ns().wrapping_add(began) >> TICK_SHIFT) as u32
 }

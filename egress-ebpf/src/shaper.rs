@@ -88,13 +88,12 @@ unsafe fn add(to: *mut u64, amount: u64) {
     unsafe { core::arch::asm!("lock *(u64 *)({to} + 0x0) += {amount}", to = in(reg) to, amount = in(reg) amount) }
 }
 
-/// A packet came out of the shaper. A verdict's bits, as a function of its own returns them: the variables of several do not
-/// fit the stack.
+/// A packet came out of the shaper. What [`gateway::delivered`] takes, as a function of its own returns it: the variables of several
+/// do not fit the stack.
 #[inline(never)]
 pub fn leave<F: Family>(pkt: &Packet) -> u64 {
     let Some(mac) = pkt.read::<Mac>(0) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
-    let verdict = if mac == MACS[1] { leave_inwards::<F>(pkt) } else { leave_outwards::<F>(pkt) };
-    verdict.to_bits()
+    if mac == MACS[1] { leave_inwards::<F>(pkt) } else { leave_outwards::<F>(pkt).to_bits() }
 }
 
 #[inline(always)]
@@ -110,14 +109,16 @@ fn leave_outwards<F: Family>(pkt: &Packet) -> Verdict {
 }
 
 #[inline(always)]
-fn leave_inwards<F: Family>(pkt: &Packet) -> Verdict {
-    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
+fn leave_inwards<F: Family>(pkt: &Packet) -> u64 {
+    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
     // SAFETY: read only.
-    let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else { return Verdict::Drop(Counter::DropNotOwner) };
+    let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else {
+        return Verdict::Drop(Counter::DropNotOwner).to_bits();
+    };
     passed(pkt, egress, IN);
     match (EGRESS_IPS.get(egress), CONFIG.get(0)) {
         (Some(e), Some(config)) => gateway::to_source::<F>(pkt, config, &ip, egress, e),
-        _ => Verdict::Drop(Counter::DropNotOwner),
+        _ => Verdict::Drop(Counter::DropNotOwner).to_bits(),
     }
 }
 
@@ -136,8 +137,8 @@ fn passed(pkt: &Packet, egress: u32, direction: u32) {
 #[inline(always)]
 pub fn receive(pkt: &Packet) -> u64 {
     match pkt.protocol() {
-        crate::IPV4 => leave::<V4>(pkt),
-        crate::IPV6 => leave::<V6>(pkt),
+        crate::IPV4 => gateway::delivered::<V4>(pkt, leave::<V4>(pkt)),
+        crate::IPV6 => gateway::delivered::<V6>(pkt, leave::<V6>(pkt)),
         // The devices have no addresses: nothing else belongs here.
         _ => Verdict::Drop(Counter::DropStranger).to_bits(),
     }

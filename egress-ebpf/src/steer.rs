@@ -426,15 +426,8 @@ pub fn send<F: Family>(
     if t.kind == Kind::Tcp && t.flags & tcp::flag::SYN != 0 {
         mss::clamp::<F>(pkt, config, e.owner, ip.l4);
     }
-    let r = Rewrite {
-        end: End::Source,
-        old: ip.src,
-        new: F::from_any(&e.addr),
-        old_port: t.src_port,
-        new_port: port,
-        hop,
-        csum_ipv6: config.flags & flags::CSUM_IPV6 != 0,
-    };
+    let r =
+        Rewrite { end: End::Source, old: ip.src, new: F::from_any(&e.addr), old_port: t.src_port, new_port: port, hop };
     if rewrite(pkt, ip, &r).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }

@@ -5,7 +5,7 @@ use crate::{
     packet::Packet,
     parse::{Ip, Part, proto},
 };
-use aya_ebpf::bindings::BPF_F_MARK_MANGLED_0;
+use egress_common::csum;
 
 /// Which end of the packet is rewritten.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -55,28 +55,55 @@ pub struct Rewrite<F> {
     pub new_port: u16,
     /// Take one from the hop limit, as a router does.
     pub hop: bool,
-    /// The kernel knows `BPF_F_IPV6`.
-    pub csum_ipv6: bool,
 }
 
-/// Rewrites the packet. `None` when it is too short, which parsing has ruled out.
+/// Rewrites the packet. `None` when it is too short, which parsing has ruled out, or the kernel refuses to change it.
 #[inline(always)]
 pub fn rewrite<F: Family>(pkt: &Packet, ip: &Ip<F>, r: &Rewrite<F>) -> Option<()> {
     // Later fragments have no transport header: the checksum in the first one covers the pseudo-header for all.
     let whole = ip.part != Part::Later;
     if whole {
-        let at = ip.l4 + checksum_offset(ip.proto);
-        // A UDP checksum of zero means "none" and stays zero (RFC 768).
-        let mangled = if ip.proto == proto::UDP { BPF_F_MARK_MANGLED_0 as u64 } else { 0 };
-        if ip.proto != proto::ICMP {
-            F::checksum_address(pkt, at, r.old, r.new, mangled, r.csum_ipv6);
-        }
-        if r.old_port != r.new_port {
-            pkt.l4_checksum(at, r.old_port as u64, r.new_port as u64, 2 | mangled);
+        // At an offset that is a constant in each case, as in `write_port`.
+        match checksum_offset(ip.proto) {
+            16 => checksum::<F, 16>(pkt, ip, r)?,
+            6 => checksum::<F, 6>(pkt, ip, r)?,
+            _ => checksum::<F, 2>(pkt, ip, r)?,
         }
     }
     F::write_address(pkt, r.end.address::<F>(), r.old, r.new, r.hop)?;
     if whole { write_port::<F>(pkt, ip, r) } else { Some(()) }
+}
+
+/// Updates the transport checksum at `AT` in its header: what `bpf_l4_csum_replace` would do, called for the address and then
+/// for the port, in one call instead of two.
+///
+/// Where the checksum is left to the card (`CHECKSUM_PARTIAL`) the field holds the sum of the pseudo-header only, elsewhere
+/// the checksum of all. No field of the context tells which it is; but the first does not change with a word that is not of the
+/// pseudo-header. So one such change is asked for, and whether it was made tells what to write.
+#[inline(always)]
+fn checksum<F: Family, const AT: u32>(pkt: &Packet, ip: &Ip<F>, r: &Rewrite<F>) -> Option<()> {
+    let check = pkt.read_l4::<u16>(F::HEADER, ip.l4, AT)?;
+    let udp = ip.proto == proto::UDP;
+    // A UDP checksum of zero means "none" and stays zero (RFC 768).
+    if udp && check == 0 {
+        return Some(());
+    }
+    if !pkt.l4_checksum(ip.l4 + AT, 0, 1, 0) {
+        return None;
+    }
+    let changed = pkt.read_l4::<u16>(F::HEADER, ip.l4, AT)? != check;
+    let pseudo = if ip.proto == proto::ICMP { 0 } else { csum::difference(r.old.as_ref(), r.new.as_ref()) };
+    let check = if changed {
+        if F::VERSION == 4 && ip.proto != proto::ICMP {
+            // A sum that the card has taken (`CHECKSUM_COMPLETE`) covers the checksum, but of an address nothing else that
+            // changes: an IPv4 header's own checksum makes up for it.
+            pkt.sum_changed(csum::negative(pseudo));
+        }
+        !csum::fold((!check) as u32 + pseudo + (!r.old_port) as u32 + r.new_port as u32)
+    } else {
+        csum::fold(check as u32 + pseudo)
+    };
+    pkt.write_l4(F::HEADER, ip.l4, AT, if udp && check == 0 { 0xffff } else { check })
 }
 
 /// Writes the port, at an offset that is a constant in each case (see [`Packet::read_l4`]).

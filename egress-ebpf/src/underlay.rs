@@ -4,7 +4,7 @@
 use crate::{
     family::Family,
     gateway,
-    maps::{CONFIG, EGRESS_IPS, MAC_INDEX},
+    maps::{CONFIG, EGRESS_IPS, MAC_INDEX, NODES},
     once,
     packet::{ETH_LEN, Mac, Packet},
     probe, tunnel,
@@ -28,7 +28,8 @@ const STRANGER: u64 = OTHER - 2;
 /// Functions one after the other, not one in the other: their variables do not fit the stack together.
 #[inline(always)]
 pub fn receive<F: Family>(pkt: &Packet) -> u64 {
-    match unwrap::<F>(pkt) {
+    let may_be_tunnelled = matches!(CONFIG.get(0), Some(config) if F::may_be_tunnelled(pkt, config));
+    match if may_be_tunnelled { unwrap::<F>(pkt) } else { OTHER } {
         OTHER => match once::outward::<F>(pkt) {
             OTHER => gateway::reply::<F>(pkt),
             verdict => verdict,
@@ -66,7 +67,7 @@ fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
     // SAFETY: read only.
     let &egress = unsafe { F::egress_index().get(src) }?;
     let e = EGRESS_IPS.get(egress)?;
-    let from = link_node(pkt)?;
+    let from = sender::<F>(pkt, egress)?;
     // The owner itself sends it out, and this node is its next hop.
     if from == e.owner || !pkt.is_for_host() {
         return None;
@@ -81,6 +82,29 @@ fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
         verdict => verdict,
     };
     Some(verdict.to_bits())
+}
+
+/// The node that a translated packet comes from.
+///
+/// As a rule it is the one that the port is leased to, if the port lies where it usually does: looking at that node is cheaper than
+/// looking the MAC address up.
+#[inline(always)]
+fn sender<F: Family>(pkt: &Packet, egress: u32) -> Option<u32> {
+    let port = pkt.read::<u16>(ETH_LEN + F::HEADER).unwrap_or(0);
+    let likely = gateway::lessee(pkt, egress, port);
+    if is_at(pkt, likely) { Some(likely) } else { link_node(pkt) }
+}
+
+/// Whether the frame comes from the MAC address of node number `index`. Two nodes have none in common: what two of them report is
+/// entered for neither.
+#[inline(always)]
+fn is_at(pkt: &Packet, index: u32) -> bool {
+    let Some(from) = pkt.read::<Mac>(6) else { return false };
+    let Some(node) = NODES.get(index) else { return false };
+    let [theirs, _] = node.macs;
+    let differs = (from[0] ^ theirs[0]) | (from[1] ^ theirs[1]) | (from[2] ^ theirs[2]);
+    // Of a node that is not on a link with this one, and of none, it is zero.
+    differs == 0 && from[0] | from[1] | from[2] != 0
 }
 
 /// The node whose MAC address the frame comes from.

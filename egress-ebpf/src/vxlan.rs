@@ -194,13 +194,32 @@ fn left(why: Counter) -> Stripped {
     Stripped::Left
 }
 
+/// Whether a packet is UDP for this node's IPv4 address.
+#[inline(always)]
+pub fn may_be_tunnelled_v4(pkt: &Packet, config: &Config) -> bool {
+    match pkt.read_header::<[u32; 5]>(ETH_LEN) {
+        Some(h) => u32::from_be(h[2]) >> 16 & 0xff == proto::UDP && h[4] == config.own_v4[0],
+        None => false,
+    }
+}
+
+/// The same over IPv6.
+#[inline(always)]
+pub fn may_be_tunnelled_v6(pkt: &Packet, config: &Config) -> bool {
+    let own = &config.own_v6;
+    match pkt.read_header::<[u32; 10]>(ETH_LEN) {
+        Some([_, second, _, _, _, _, a, b, c, d]) => {
+            u32::from_be(second) >> 8 & 0xff == proto::UDP
+                && (a ^ own[0]) | (b ^ own[1]) | (c ^ own[2]) | (d ^ own[3]) == 0
+        }
+        None => false,
+    }
+}
+
 /// The outer header of a tunnelled packet for this node over IPv4: its source, and whether all of it is as usual.
 #[inline(always)]
 pub fn outer_v4(pkt: &Packet, config: &Config) -> Option<(V6, bool)> {
     let h = pkt.read_header::<[u32; 5]>(ETH_LEN)?;
-    if u32::from_be(h[2]) >> 16 & 0xff != proto::UDP || h[4] != config.own_v4[0] {
-        return None;
-    }
     let first = u32::from_be(h[0]);
     let udp = pkt.read_header::<[u32; 2]>(ETH_LEN + V4::HEADER)?;
     let whole = u32::from_be(h[1]) & 0x3fff == 0;
@@ -219,20 +238,12 @@ pub fn outer_v4(pkt: &Packet, config: &Config) -> Option<(V6, bool)> {
 #[inline(always)]
 pub fn outer_v6(pkt: &Packet, config: &Config) -> Option<(V6, bool)> {
     let h = pkt.read_header::<[u32; 2]>(ETH_LEN)?;
-    let second = u32::from_be(h[1]);
-    if second >> 8 & 0xff != proto::UDP {
-        return None;
-    }
     let udp = pkt.read_header::<[u32; 2]>(ETH_LEN + V6::HEADER)?;
     if u32::from_be(udp[0]) & 0xffff != config.tunnel_port {
         return None;
     }
-    let (source, to) = (pkt.read_v6(ETH_LEN + V6::SRC)?, pkt.read_v6(ETH_LEN + V6::SRC + 16)?);
-    let own = &config.own_v6;
-    if (to[0] ^ own[0]) | (to[1] ^ own[1]) | (to[2] ^ own[2]) | (to[3] ^ own[3]) != 0 {
-        return None;
-    }
-    let length = second >> 16;
+    let source = pkt.read_v6(ETH_LEN + V6::SRC)?;
+    let length = u32::from_be(h[1]) >> 16;
     let exact = length + V6::HEADER == pkt.len() - ETH_LEN && datagram(udp, length);
     Some((source, exact && u32::from_be(h[0]) >> 20 & 3 != 3))
 }

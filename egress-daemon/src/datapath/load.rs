@@ -8,7 +8,11 @@ use aya::{
     util::KernelVersion,
 };
 use egress_common::{abi::LAYOUT_VERSION, config::flags, limits};
-use std::{fs, io, path::PathBuf};
+use nix::{
+    errno::Errno,
+    time::{ClockId, clock_getres},
+};
+use std::{fs, io, path::PathBuf, time::Duration};
 use thiserror::Error;
 
 /// The object that `build.rs` has built.
@@ -103,6 +107,9 @@ pub enum LoadError {
         /// What the kernel said, with the verifier's log.
         source: aya::programs::ProgramError,
     },
+    /// The kernel does not say how long its ticks are.
+    #[error("the kernel does not tell the resolution of CLOCK_MONOTONIC_COARSE: {0}")]
+    Clock(Errno),
     /// The collector's timer was not armed.
     #[error("the collector of idle flows does not start: error {0}")]
     Collector(i32),
@@ -162,6 +169,12 @@ pub fn config_flags() -> u32 {
     }
 }
 
+/// Length of a jiffy in ns: the steps in which the coarse clocks move on.
+fn jiffy_ns() -> Result<u64, LoadError> {
+    let step = clock_getres(ClockId::CLOCK_MONOTONIC_COARSE).map_err(LoadError::Clock)?;
+    Ok(Duration::from(step).as_nanos() as u64)
+}
+
 /// The loaded programs. Dropping it detaches nothing: links and maps are pinned.
 pub struct Programs {
     ebpf: Ebpf,
@@ -197,6 +210,8 @@ impl Programs {
         for name in ["TICKETS_V4", "TICKETS_V6"] {
             loader.map_max_entries(name, sizes.max_flows.saturating_mul(2));
         }
+        let jiffy = jiffy_ns()?;
+        loader.override_global("JIFFY_NS", &jiffy, true);
         let mut programs = Self { ebpf: loader.load(OBJECT)? };
         for name in PROGRAMS.into_iter().chain([COLLECTOR, DECAPSULATION]) {
             programs.get(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;

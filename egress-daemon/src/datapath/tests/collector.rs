@@ -1,6 +1,6 @@
 //! The collector of idle flows, in the kernel, over real tables.
 
-use super::{BpfDir, scenes};
+use super::{BpfDir, rig::now_tick, scenes};
 use crate::datapath::{
     load::{Programs, Sizes},
     maps::Maps,
@@ -8,7 +8,6 @@ use crate::datapath::{
 use aya::{Pod, maps::MapData};
 use egress_common::{
     V4,
-    abi::TICK_SHIFT,
     config::Config,
     flow::{Flow, FlowKey, Reverse, Ticket, kind},
     limits::COLLECT_BATCH,
@@ -103,9 +102,7 @@ impl Kernel {
         let raw = |name| Raw::open(&dir, name);
         let (flows, reverse, tickets, collector) =
             (raw("FLOWS_V4"), raw("REVERSE_V4"), raw("TICKETS_V4"), raw("COLLECTOR"));
-        let clock = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
-        let now = (Duration::from(clock).as_nanos() as u64 >> TICK_SHIFT) as u32;
-        Some((Self { maps, flows, reverse, tickets, collector, now, dir }, programs))
+        Some((Self { maps, flows, reverse, tickets, collector, now: now_tick(), dir }, programs))
     }
 
     fn limits(&mut self, config: Config) {

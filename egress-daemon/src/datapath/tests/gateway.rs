@@ -18,7 +18,7 @@ use crate::{
     },
 };
 use egress_common::{
-    abi::{TICK_SHIFT, TUNNEL_PORT, VNI_FORWARD, VNI_REPLY},
+    abi::{TUNNEL_PORT, VNI_FORWARD, VNI_REPLY},
     flow::{FlowKey, Reverse},
     net, port_block,
     verdict::Counter,
@@ -26,7 +26,6 @@ use egress_common::{
 use std::{
     collections::BTreeMap,
     net::{IpAddr, TcpListener, TcpStream, UdpSocket},
-    time::Duration,
 };
 
 /// The gateway's address, another node's, and one that is no node's.
@@ -51,11 +50,6 @@ async fn counted(rig: &Rig, counter: Counter, n: u64) {
     })
     .await;
     assert_eq!(rig.count(counter), n, "{}: {:?}", counter.name(), rig.writer.maps().counters());
-}
-
-fn now_tick() -> u32 {
-    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
-    (Duration::from(now).as_nanos() as u64 >> TICK_SHIFT) as u32
 }
 
 /// This node owns [`EGRESS4`]; [`OTHER_BLOCK`] of it is `n2`'s, whose tunnel address is [`SOURCE`]; it does not own

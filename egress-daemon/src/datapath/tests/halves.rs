@@ -16,6 +16,7 @@ use aya::{
 use egress_common::{
     endpoint::RouteKey,
     flow::{FlowKey, Reverse},
+    limits,
     verdict::Counter,
 };
 use nix::{
@@ -97,12 +98,27 @@ fn half_pair_either_half_of_a_flow_is_built_anew_from_the_other() {
     }
 }
 
+#[test]
+fn flows_are_dated_by_the_clock_that_the_tools_read() {
+    let Some(mut rig) = Rig::new("dated", &scene()) else { return };
+    let before = now_tick();
+    let packet = seal(ip(addr(POD4), addr(SERVER4), UDP, &[], &udp(40_000, 443, b"data")));
+    assert_eq!(rig.run("pod_egress", &packet).0, REDIRECT);
+    let flow = Maps::open(rig.pins()).unwrap().v4.flows.entries().unwrap().into_values().next().unwrap();
+    // The kernel's own tick may begin a moment earlier or later.
+    assert!((before - 1..=now_tick() + 1).contains(&flow.created), "{} and not {before}", flow.created);
+    assert_eq!(flow.last_seen, flow.created);
+}
+
 /// Flows that two CPUs make at once.
 const RACES: u16 = 3_000;
 
 #[test]
 fn create_race_two_cpus_that_make_the_same_flow_agree_on_it() {
-    let Some(mut rig) = Rig::new("create-race", &scene()) else { return };
+    // None expires meanwhile on a machine that is slow.
+    let mut view = scene();
+    view.config.as_mut().unwrap().udp = limits::UDP_SECS as u32;
+    let Some(mut rig) = Rig::new("create-race", &view) else { return };
     let mut others = Programs::load(rig.pins(), Sizes { max_flows: 4096 }).unwrap();
     let frames: Vec<Vec<u8>> = (0..RACES)
         .map(|n| seal(ip(addr(POD4), server(u32::from(n) / 64), UDP, &[], &udp(20_000 + n, 443, b"data"))))

@@ -8,8 +8,9 @@ use crate::datapath::{
     write::Writer,
 };
 use aya::programs::{TestRun as _, TestRunOptions};
-use egress_common::verdict::Counter;
-use std::{collections::BTreeMap, net::IpAddr};
+use egress_common::{abi::TICK_SHIFT, verdict::Counter};
+use nix::time::{ClockId, clock_gettime};
+use std::{collections::BTreeMap, net::IpAddr, time::Duration};
 
 pub const POD4: &str = "10.1.0.2";
 pub const POD6: &str = "fd00:1::2";
@@ -28,6 +29,12 @@ pub const REDIRECT: i32 = 7;
 
 pub fn addr(text: &str) -> IpAddr {
     text.parse().unwrap()
+}
+
+/// The tick that it is now.
+pub fn now_tick() -> u32 {
+    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).unwrap();
+    (Duration::from(now).as_nanos() as u64 >> TICK_SHIFT) as u32
 }
 
 /// A pod, one policy for everything outside, two egress IPs that node `gateway` owns, and blocks of them.
