@@ -75,9 +75,9 @@ fn digest(text: &[u8]) -> usize {
     for one in &parsed {
         match one.target.kind {
             Kind::EgressGatewayPolicy => {
-                objects.policies.extend(serde_json::from_value(one.value.clone()).ok().map(Arc::new));
+                objects.policies.extend(serde_json::from_value(one.object.value()).ok().map(Arc::new));
             }
-            Kind::EgressIPPool => objects.pools.extend(serde_json::from_value(one.value.clone()).ok().map(Arc::new)),
+            Kind::EgressIPPool => objects.pools.extend(serde_json::from_value(one.object.value()).ok().map(Arc::new)),
             _ => {}
         }
     }

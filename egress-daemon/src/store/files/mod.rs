@@ -5,6 +5,7 @@
 mod damage_tests;
 mod disk;
 mod own;
+mod packed;
 mod parse;
 mod record;
 mod scan;

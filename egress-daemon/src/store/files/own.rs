@@ -168,7 +168,7 @@ impl Own {
     }
 
     pub(super) fn good_path(&self, file: &Path) -> PathBuf {
-        let name = super::parse::hash(&Value::from(file.to_string_lossy()));
+        let name = super::parse::hash(&Value::from(file.to_string_lossy()).to_string());
         self.root.join("good").join(format!("{name}.yaml"))
     }
 }

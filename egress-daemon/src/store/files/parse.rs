@@ -1,5 +1,6 @@
 //! The text of a file that a person wrote into objects and problems. Pure.
 
+use super::packed::Packed;
 use crate::api::{Rules, Violation, crds, unknown_field};
 use crate::store::{Key, Kind, ObjectRef, Problem};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -16,8 +17,8 @@ pub(super) struct Parsed {
     /// Which of the file's documents it is, from 1.
     pub(super) document: usize,
     /// The object without nulls, and without the status where Spillway writes it.
-    pub(super) value: Value,
-    /// A hash of `value` that is the same on every machine.
+    pub(super) object: Packed,
+    /// A hash of `object` that is the same on every machine.
     pub(super) hash: String,
 }
 
@@ -101,15 +102,16 @@ impl Parser {
             Ok(understood) => ignored_fields(&value, &understood),
             Err(error) => return vec![wrong_shape(&error)],
         };
-        objects.push(Parsed { hash: hash(&value), target, document, value });
+        let object = Packed::new(&value);
+        objects.push(Parsed { hash: hash(object.text()), target, document, object });
         ignored
     }
 }
 
-/// A hash of a value, 32 hexadecimal digits, the same on every machine.
-pub(super) fn hash(value: &Value) -> String {
+/// A hash of a text, 32 hexadecimal digits, the same on every machine.
+pub(super) fn hash(text: &str) -> String {
     let mut hasher = SipHasher13::new();
-    hasher.write(value.to_string().as_bytes());
+    hasher.write(text.as_bytes());
     let hash = hasher.finish128();
     format!("{:016x}{:016x}", hash.h1, hash.h2)
 }

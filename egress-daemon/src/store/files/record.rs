@@ -2,6 +2,7 @@
 
 use super::Files;
 use super::own::{self, Own};
+use super::packed::Packed;
 use super::parse::{Parsed, hash};
 use super::user::Stamp;
 use crate::store::ObjectRef;
@@ -19,14 +20,30 @@ pub(super) fn version(value: &Value) -> Option<u64> {
     value.pointer("/metadata/resourceVersion")?.as_str()?.parse().ok()
 }
 
-pub(super) fn content_hash(record: &Value) -> &str {
+/// What is known of an object that a person writes, as it is kept.
+#[derive(Clone, Debug)]
+pub(super) struct Record {
+    /// The hash of the content that its generation stands for.
+    pub(super) content: String,
+    /// Its resourceVersion.
+    pub(super) version: Option<u64>,
+    whole: Packed,
+}
+
+impl Record {
+    pub(super) fn new(value: &Value) -> Self {
+        Record { content: content_hash(value).to_owned(), version: version(value), whole: Packed::new(value) }
+    }
+}
+
+fn content_hash(record: &Value) -> &str {
     let annotations = record.pointer("/metadata/annotations").and_then(Value::as_object);
     annotations.and_then(|annotations| annotations.get(CONTENT)).and_then(Value::as_str).unwrap_or_default()
 }
 
 /// A uid that is the same wherever and whenever it is made.
 pub(super) fn uid(target: &ObjectRef) -> String {
-    let hash = hash(&Value::from(target.to_string()));
+    let hash = hash(&Value::from(target.to_string()).to_string());
     let part = |range| hash.get(range).unwrap_or_default();
     format!("{}-{}-{}-{}-{}", part(0..8), part(8..12), part(12..16), part(16..20), part(20..32))
 }
@@ -80,10 +97,12 @@ pub(super) fn store(own: &Own, target: &ObjectRef, value: &Value) -> io::Result<
 }
 
 /// The object of a file with what its record and Spillway add.
-pub(super) fn merge(parsed: &Parsed, record: Option<&Value>, version: &str) -> Value {
-    let mut value = parsed.value.clone();
+pub(super) fn merge(parsed: &Parsed, record: Option<&Record>, version: &str) -> Value {
+    let mut value = parsed.object.value();
+    let record = record.map(|record| record.whole.value());
     let target = &parsed.target;
-    let recorded = |name: &str| record.and_then(|record| record.pointer(&format!("/metadata/{name}")).cloned());
+    let recorded =
+        |name: &str| record.as_ref().and_then(|record| record.pointer(&format!("/metadata/{name}")).cloned());
     if let Some(metadata) = value.get_mut("metadata").and_then(Value::as_object_mut) {
         let mut fill = |name: &str, value: Option<Value>| {
             if let Some(value) = value
@@ -100,7 +119,9 @@ pub(super) fn merge(parsed: &Parsed, record: Option<&Value>, version: &str) -> V
         metadata.insert("generation".to_owned(), recorded("generation").unwrap_or(Value::from(1)));
         metadata.insert("resourceVersion".to_owned(), Value::from(version));
     }
-    if let (Some(status), Some(fields)) = (record.and_then(|record| record.get("status")), value.as_object_mut()) {
+    if let (Some(status), Some(fields)) =
+        (record.as_ref().and_then(|record| record.get("status")), value.as_object_mut())
+    {
         fields.insert("status".to_owned(), status.clone());
     }
     value

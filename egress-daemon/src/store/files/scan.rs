@@ -3,7 +3,7 @@
 use super::Files;
 use super::disk::{Disk, listing};
 use super::own::Own;
-use super::record::{content_hash, make_record, merge, version};
+use super::record::{Record, make_record, merge, version};
 use super::user::{Now, Stamp, UserFiles};
 use crate::store::view::Item;
 use crate::store::{Key, Kind, ObjectRef, Problem};
@@ -51,7 +51,7 @@ struct OwnFile {
 /// What a file of Spillway's holds.
 enum Content {
     Object(Key, Item),
-    Record(Value),
+    Record(Record),
 }
 
 impl Default for Scanner {
@@ -173,10 +173,10 @@ impl Scanner {
                 Some(Some(Content::Record(record))) => Some(record.clone()),
                 _ => None,
             };
-            if target.kind.has_our_status() && record.as_ref().is_none_or(|record| content_hash(record) != parsed.hash)
-            {
+            if target.kind.has_our_status() && record.as_ref().is_none_or(|record| record.content != parsed.hash) {
                 match make_record(files, parsed, self.user.source(target)) {
                     Ok(Some(made)) => {
+                        let made = Record::new(&made);
                         let content = Some(Content::Record(made.clone()));
                         self.own.insert(target.clone(), OwnFile { stamp: None, young: true, content, problem: None });
                         record = Some(made);
@@ -185,8 +185,8 @@ impl Scanner {
                     Err(error) => failed = Err(error),
                 }
             }
-            let of_this = record.as_ref().is_some_and(|record| content_hash(record) == parsed.hash);
-            let version = match record.as_ref().and_then(version) {
+            let of_this = record.as_ref().is_some_and(|record| record.content == parsed.hash);
+            let version = match record.as_ref().and_then(|record| record.version) {
                 Some(version) if of_this => version.to_string(),
                 // The record is about another content, which another process has read: no number, so that no write made
                 // from this content is accepted, and that the view takes the other content later for what it is.
@@ -248,7 +248,7 @@ fn unreadable(file: &Path, error: &io::Error) -> Problem {
 fn content(target: &ObjectRef, value: Option<Value>) -> io::Result<Option<Content>> {
     let Some(mut value) = value else { return Ok(None) };
     if target.kind.is_users() {
-        return Ok(Some(Content::Record(value)));
+        return Ok(Some(Content::Record(Record::new(&value))));
     }
     let invalid = |message: String| io::Error::new(io::ErrorKind::InvalidData, message);
     let version = version(&value).ok_or_else(|| invalid("metadata.resourceVersion is not a number".to_owned()))?;

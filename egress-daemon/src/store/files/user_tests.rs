@@ -88,7 +88,7 @@ impl World {
 
     fn label(&self, name: &str) -> Option<String> {
         let object = self.state.objects().find(|object| object.target.key.name == name)?;
-        object.value.pointer("/metadata/labels/v")?.as_str().map(str::to_owned)
+        object.object.value().pointer("/metadata/labels/v")?.as_str().map(str::to_owned)
     }
 
     fn problems(&self) -> Vec<String> {
