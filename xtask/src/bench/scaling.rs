@@ -18,7 +18,7 @@ use crate::progress::Step;
 const FAMILY: Family = Family::V4;
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Room for the flows of the largest point and for the connections beside them.
-const MANY_FLOWS: &str = "maxFlows: 1200000\n";
+const MANY_FLOWS: &str = "maxFlows: 1200000\nmaxFlowsPerPod: 1200000\n";
 /// Flows that are sent on in turn where the number of flows is not what grows.
 const SOCKETS: usize = 16;
 /// Rounds of each point.
