@@ -18,7 +18,7 @@ mod targets;
 mod variant;
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -48,6 +48,9 @@ pub struct Args {
     /// Only the cost of each program: before and after a change of one
     #[arg(long, conflicts_with_all = ["quick", "rounds"])]
     programs: bool,
+    /// Only the curves: what rates do when flows, policies, CIDRs and gateways become more. Writes docs/scaling.md
+    #[arg(long, conflicts_with_all = ["json", "rounds", "programs"])]
+    curves: bool,
     /// Only the planner on a large cluster and an agent with a full node: writes docs/scale.md
     #[arg(long, exclusive = true)]
     scale: bool,
@@ -78,24 +81,37 @@ fn bench(args: &Args) -> Result<()> {
     if args.programs {
         return only_programs(args, &binaries);
     }
+    if args.curves {
+        return curves(args, &binaries);
+    }
     let windows = windows(args.quick);
     let count = args.rounds.unwrap_or(if args.quick { 3 } else { 9 }).max(1);
     let began = Instant::now();
     let (places, absent) = open_all(&binaries, &Variant::ALL)?;
     let rounds = rounds::run(&places, count, &windows)?;
     let single = once(&places)?;
-    let best = Variant::TRANSPORTS.into_iter().find(|variant| places.iter().any(|place| place.variant == *variant));
     drop(places);
-    let points =
-        |variant| Ok::<_, anyhow::Error>((variant, scaling::measure(variant, &binaries, &windows, args.quick)?));
-    let scaling = best.map(points).transpose();
     let figures = figures::absolute(&rounds).into_iter().chain(single).collect();
-    // What was measured before something went wrong is not lost.
-    let (scaling, failed) = scaling.map_or_else(|e| (None, Some(e)), |scaling| (scaling, None));
-    show(args, &Findings { rounds, figures, scaling, absent })?;
-    failed.map_or(Ok(()), Err)?;
+    show(args, &Findings { rounds, figures, absent })?;
+    curves(args, &binaries)?;
     eprintln!("in {} s", began.elapsed().as_secs());
     Ok(())
+}
+
+/// Measures the curves and writes them, with the fastest transport.
+fn curves(args: &Args, binaries: &Path) -> Result<()> {
+    let mut points = Vec::new();
+    let outcome = scaling::measure(Variant::Direct, binaries, &windows(args.quick), args.quick, &mut points);
+    // What was measured before something went wrong is not lost.
+    let docs = docs(args)?;
+    report::write_curves(&docs, Variant::Direct, &points)?;
+    eprintln!("written: {}", docs.join("scaling.md").display());
+    outcome
+}
+
+/// Where the pages go.
+fn docs(args: &Args) -> Result<PathBuf> {
+    if args.quick { Ok(workspace::scratch_dir()?.join("bench")) } else { Ok(workspace::root().join("docs")) }
 }
 
 fn print_figures(args: &Args, findings: &Findings) -> Result<()> {
@@ -119,11 +135,8 @@ fn show(args: &Args, findings: &Findings) -> Result<()> {
         eprintln!("missed: {}: {}", missed.target, missed.measured);
     }
     eprintln!("{} of {} targets reached", reached.iter().filter(|one| one.holds).count(), reached.len());
-    let (docs, readme) = if args.quick {
-        (workspace::scratch_dir()?.join("bench"), None)
-    } else {
-        (workspace::root().join("docs"), Some(workspace::root().join("README.md")))
-    };
+    let docs = docs(args)?;
+    let readme = (!args.quick).then(|| workspace::root().join("README.md"));
     findings.write(&docs, readme.as_deref())?;
     eprintln!("written: {}", docs.join("bench.md").display());
     Ok(())
@@ -175,7 +188,7 @@ fn only_programs(args: &Args, binaries: &Path) -> Result<()> {
     let (places, absent) = open_all(binaries, &Variant::TRANSPORTS)?;
     let figures = of_programs(&places)?;
     drop(places);
-    print_figures(args, &Findings { rounds: Rounds::default(), figures, scaling: None, absent })
+    print_figures(args, &Findings { rounds: Rounds::default(), figures, absent })
 }
 
 /// What needs no rounds.

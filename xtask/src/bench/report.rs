@@ -24,8 +24,6 @@ const END: &str = "<!-- to here -->";
 pub struct Findings {
     pub rounds: Rounds,
     pub figures: Vec<Figure>,
-    /// Which transport the scaling was measured with, and its points.
-    pub scaling: Option<(Variant, Vec<Point>)>,
     /// Variants that this build does not have, and why.
     pub absent: Vec<(Variant, String)>,
 }
@@ -58,10 +56,7 @@ impl Findings {
             let mark = if reached.holds { "reached" } else { "**missed**" };
             let _ = writeln!(page, "| {mark} | {} | {} |", reached.target, reached.measured);
         }
-        if let Some((variant, points)) = &self.scaling {
-            let _ = writeln!(page, "\n## Scaling, `transport: {}`\n\n![scaling](scaling.svg)\n", variant.name());
-            page += &scaling(points);
-        }
+        page += "\nWhat rates do when flows, policies, CIDRs and gateways become more: [scaling.md](scaling.md).\n";
         page
     }
 
@@ -78,21 +73,35 @@ impl Findings {
 
     /// Writes the pages: the whole into `docs` and the summary into `readme`.
     pub fn write(&self, docs: &Path, readme: Option<&Path>) -> Result<()> {
-        let write = |name: &str, text: &str| {
-            let path = docs.join(name);
-            fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
-        };
-        fs::create_dir_all(docs).with_context(|| format!("cannot make {}", docs.display()))?;
-        write("bench.md", &self.page())?;
-        write("bench.svg", &chart::bars(&self.rounds))?;
-        if let Some((_, points)) = &self.scaling {
-            write("scaling.svg", &chart::curves(points))?;
-        }
+        write_page(docs, "bench.md", &self.page())?;
+        write_page(docs, "bench.svg", &chart::bars(&self.rounds))?;
         let Some(readme) = readme else { return Ok(()) };
         let text = fs::read_to_string(readme).with_context(|| format!("cannot read {}", readme.display()))?;
         fs::write(readme, replaced(&text, &self.summary())?)
             .with_context(|| format!("cannot write {}", readme.display()))
     }
+}
+
+fn write_page(docs: &Path, name: &str, text: &str) -> Result<()> {
+    fs::create_dir_all(docs).with_context(|| format!("cannot make {}", docs.display()))?;
+    let path = docs.join(name);
+    fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Writes the curves and their page.
+pub fn write_curves(docs: &Path, variant: Variant, points: &[Point]) -> Result<()> {
+    let page = format!(
+        "# Rates when a cluster grows\n\nWritten by `cargo xtask bench` and `cargo xtask bench --curves`; do not edit. What is \
+         measured, and how: [performance.md](performance.md).\n\n{}\n\n`transport: {}`. Relative to a lab with one of \
+         everything, measured in turns: medians of the rounds' ratios, with their range. No curve may lose more than 15 % at its \
+         far end; of the first column, what plain routing loses on as many flows is the generator's.\n\n\
+         ![scaling](scaling.svg)\n\n{}",
+        machine(),
+        variant.name(),
+        scaling(points)
+    );
+    write_page(docs, "scaling.md", &page)?;
+    write_page(docs, "scaling.svg", &chart::curves(points))
 }
 
 /// A page with what is between the marks replaced.

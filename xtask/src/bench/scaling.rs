@@ -97,10 +97,15 @@ pub struct Point {
     pub relative: Vec<(Series, Spread)>,
 }
 
-/// Measures all curves with one transport.
-pub fn measure(variant: Variant, binaries: &Path, windows: &Windows, quick: bool) -> Result<Vec<Point>> {
+/// Measures all curves with one transport; `points` are those that were measured, also where it fails.
+pub fn measure(
+    variant: Variant,
+    binaries: &Path,
+    windows: &Windows,
+    quick: bool,
+    points: &mut Vec<Point>,
+) -> Result<()> {
     let rounds = if quick { QUICK_ROUNDS } else { ROUNDS };
-    let mut points = Vec::new();
     for axis in Axis::ALL {
         let config = if axis == Axis::Flows { MANY_FLOWS } else { "" };
         let base = ready(variant, binaries, config, 1)?;
@@ -119,7 +124,7 @@ pub fn measure(variant: Variant, binaries: &Path, windows: &Windows, quick: bool
             points.push(point);
         }
     }
-    Ok(points)
+    Ok(())
 }
 
 fn ready(variant: Variant, binaries: &Path, config: &str, gateways: u8) -> Result<Box<Place>> {
