@@ -109,8 +109,8 @@ pub fn release<F: Family>(pkt: &Packet, place: u32) -> u64 {
     key.place = place;
     // SAFETY: an entry that is evicted meanwhile may be torn, which the checksum of its datagram tells.
     let Some(frame) = (unsafe { F::held().get(&*key) }) else { return GO_ON };
-    if place == 0 {
-        pkt.enter_again();
+    if place == 0 && pkt.enter_again().is_none() {
+        stats::count(Counter::DropRedirect);
     }
     if now_tick().wrapping_sub(frame.since) > HELD_TICKS {
         stats::count(Counter::DropFragment);
