@@ -1,7 +1,7 @@
 //! What is known of a cluster's objects. Watches bring it up to date; our own writes are in it when they return.
 //!
-//! Invariant: an object never goes back to an older version, in whatever order answers and notices arrive. This needs
-//! resourceVersions that are ordered numbers, as Kubernetes has them.
+//! Invariant: an object never goes back to an older version, and one that is gone does not come back, in whatever order answers
+//! and notices arrive. This needs resourceVersions that are ordered numbers, as Kubernetes has them.
 
 use super::trim::{is_trimmed, trim, version};
 use crate::store::kind::Erased;
@@ -9,7 +9,7 @@ use crate::store::view::{Item, View};
 use crate::store::{Key, Kind, ObjectRef, Problem};
 use kube::runtime::watcher::Event;
 use serde_json::Value;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -49,6 +49,31 @@ struct Progress {
     written: BTreeSet<Key>,
     /// Objects (by uid) that we deleted, of which older notices may still come.
     deleted: BTreeSet<String>,
+    /// Objects that are gone, of which older answers to our writes may still come.
+    gone: Recent,
+}
+
+/// How many objects that are gone are remembered, of each kind: more than can go while a write takes its few seconds.
+const RECENT: usize = 4_096;
+
+/// The last uids of many.
+#[derive(Debug, Default)]
+struct Recent {
+    order: VecDeque<String>,
+    all: BTreeSet<String>,
+}
+
+impl Recent {
+    fn insert(&mut self, uid: &str) {
+        if self.all.insert(uid.to_owned()) {
+            self.order.push_back(uid.to_owned());
+        }
+        if self.order.len() > RECENT
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.all.remove(&oldest);
+        }
+    }
 }
 
 impl Default for Progress {
@@ -61,6 +86,7 @@ impl Default for Progress {
             listed: BTreeSet::new(),
             written: BTreeSet::new(),
             deleted: BTreeSet::new(),
+            gone: Recent::default(),
         }
     }
 }
@@ -188,6 +214,9 @@ impl Cache {
                 Event::Apply(object) => state.set(kind, key_of(&object), object),
                 Event::Delete(object) => {
                     progress.deleted.remove(uid(&object));
+                    if !is_trimmed(kind) {
+                        progress.gone.insert(uid(&object));
+                    }
                     state.remove(kind, &key_of(&object), |present| number(present) <= number(version(&object)))
                 }
             }
@@ -217,6 +246,14 @@ impl Cache {
         });
     }
 
+    /// Takes in that an object which we wanted to write is not there any more.
+    pub(super) fn vanished(&self, target: &ObjectRef, object: &Value) {
+        self.update(|state| {
+            state.kinds.entry(target.kind).or_default().gone.insert(uid(object));
+            state.remove(target.kind, &target.key, |present| present == version(object))
+        });
+    }
+
     /// A renewal of a lease of our own succeeded that was sent at this time.
     pub(super) fn renewed(&self, lease: &Key, sent: Instant) {
         self.state().renewed.insert(lease.clone(), sent);
@@ -231,7 +268,11 @@ impl Cache {
 impl State {
     /// Sets an object unless a newer version of it is known; says whether that made a difference.
     fn set(&mut self, kind: Kind, key: Key, mut object: Value) -> bool {
-        if self.kinds.get(&kind).is_some_and(|progress| progress.deleted.contains(uid(&object))) {
+        let is_gone = |progress: &Progress| {
+            let uid = uid(&object);
+            progress.deleted.contains(uid) || progress.gone.all.contains(uid)
+        };
+        if self.kinds.get(&kind).is_some_and(is_gone) {
             return false;
         }
         // Of objects that we do not write, only the watch tells, and in order.

@@ -56,6 +56,37 @@ fn what_we_deleted_stays_away_and_what_has_its_name_is_another_object() {
 }
 
 #[test]
+fn an_answer_that_is_later_than_the_notice_of_the_end_brings_nothing_back() {
+    let cache = Cache::default();
+    listed(&cache, [ip("a", "1", 5)]);
+    cache.notice(Kind::EgressIP, Event::Delete(ip("a", "1", 9)));
+    cache.wrote(Kind::EgressIP, ip("a", "1", 8));
+    assert!(is(&cache, &[]), "it was written, and then deleted by somebody else");
+    cache.notice(Kind::EgressIP, Event::Apply(ip("a", "2", 10)));
+    assert!(is(&cache, &[("a", "10")]));
+}
+
+#[test]
+fn what_is_not_there_when_it_is_written_is_taken_away() {
+    let cache = Cache::default();
+    listed(&cache, [ip("a", "1", 5), ip("b", "2", 6)]);
+    let target = ObjectRef { kind: Kind::EgressIP, key: Key::cluster("a") };
+    cache.vanished(&target, &ip("a", "1", 5));
+    assert!(is(&cache, &[("b", "6")]));
+    cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 4)));
+    assert!(is(&cache, &[("b", "6")]));
+}
+
+#[test]
+fn what_is_remembered_of_objects_that_are_gone_is_bounded() {
+    let mut recent = Recent::default();
+    (0..RECENT + 3).for_each(|n| recent.insert(&n.to_string()));
+    recent.insert("5");
+    assert_eq!((recent.order.len(), recent.all.len()), (RECENT, RECENT));
+    assert!(!recent.all.contains("2") && recent.all.contains("3") && recent.all.contains(&(RECENT + 2).to_string()));
+}
+
+#[test]
 fn a_new_list_takes_away_what_is_gone_and_keeps_what_we_wrote_meanwhile() {
     let cache = Cache::default();
     listed(&cache, [ip("gone", "1", 3), ip("kept", "2", 4)]);

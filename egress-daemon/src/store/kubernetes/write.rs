@@ -49,7 +49,13 @@ pub(super) async fn write(
             cache.lacks(target.kind, None);
             return Ok(object);
         }
-        Ok(Err(error)) => return Err(refusal(verb, target, error)),
+        Ok(Err(error)) => {
+            let refused = refusal(verb, target, error);
+            if let StoreError::NotFound(target) = &refused {
+                cache.vanished(target, &object);
+            }
+            return Err(refused);
+        }
         Err(_) => {
             let message = format!("the API server did not answer within {REQUEST:?}");
             return Err(StoreError::Unavailable { object: target, message });
