@@ -65,7 +65,7 @@ struct Recent {
 
 impl Recent {
     fn insert(&mut self, uid: &str) {
-        if self.all.insert(uid.to_owned()) {
+        if !uid.is_empty() && self.all.insert(uid.to_owned()) {
             self.order.push_back(uid.to_owned());
         }
         if self.order.len() > RECENT
