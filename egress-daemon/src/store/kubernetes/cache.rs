@@ -47,9 +47,7 @@ struct Progress {
     listed: BTreeSet<Key>,
     /// Objects that we wrote since the list began: it may not have them.
     written: BTreeSet<Key>,
-    /// Objects (by uid) that we deleted, of which older notices may still come.
-    deleted: BTreeSet<String>,
-    /// Objects that are gone, of which older answers to our writes may still come.
+    /// Objects (by uid) that are gone, of which older notices, and answers to our writes, may still come.
     gone: Recent,
 }
 
@@ -85,7 +83,6 @@ impl Default for Progress {
             listing: BTreeMap::new(),
             listed: BTreeSet::new(),
             written: BTreeSet::new(),
-            deleted: BTreeSet::new(),
             gone: Recent::default(),
         }
     }
@@ -189,7 +186,6 @@ impl Cache {
                     progress.listing.clear();
                     progress.listed.clear();
                     progress.written.clear();
-                    progress.deleted.clear();
                     false
                 }
                 Event::InitApply(object) if is_trimmed(kind) => {
@@ -213,7 +209,6 @@ impl Cache {
                 }
                 Event::Apply(object) => state.set(kind, key_of(&object), object),
                 Event::Delete(object) => {
-                    progress.deleted.remove(uid(&object));
                     if !is_trimmed(kind) {
                         progress.gone.insert(uid(&object));
                     }
@@ -238,16 +233,8 @@ impl Cache {
         });
     }
 
-    /// Takes in that we deleted an object.
-    pub(super) fn deleted(&self, target: &ObjectRef, object: &Value) {
-        self.update(|state| {
-            state.kinds.entry(target.kind).or_default().deleted.insert(uid(object).to_owned());
-            state.remove(target.kind, &target.key, |present| present == version(object))
-        });
-    }
-
-    /// Takes in that an object which we wanted to write is not there any more.
-    pub(super) fn vanished(&self, target: &ObjectRef, object: &Value) {
+    /// Takes in that an object is gone, by our own deletion or as the answer to a write says.
+    pub(super) fn gone(&self, target: &ObjectRef, object: &Value) {
         self.update(|state| {
             state.kinds.entry(target.kind).or_default().gone.insert(uid(object));
             state.remove(target.kind, &target.key, |present| present == version(object))
@@ -268,11 +255,7 @@ impl Cache {
 impl State {
     /// Sets an object unless a newer version of it is known; says whether that made a difference.
     fn set(&mut self, kind: Kind, key: Key, mut object: Value) -> bool {
-        let is_gone = |progress: &Progress| {
-            let uid = uid(&object);
-            progress.deleted.contains(uid) || progress.gone.all.contains(uid)
-        };
-        if self.kinds.get(&kind).is_some_and(is_gone) {
+        if self.kinds.get(&kind).is_some_and(|progress| progress.gone.all.contains(uid(&object))) {
             return false;
         }
         // Of objects that we do not write, only the watch tells, and in order.

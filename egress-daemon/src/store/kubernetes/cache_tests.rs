@@ -45,7 +45,7 @@ fn what_we_deleted_stays_away_and_what_has_its_name_is_another_object() {
     let cache = Cache::default();
     listed(&cache, [ip("a", "1", 5)]);
     let target = ObjectRef { kind: Kind::EgressIP, key: Key::cluster("a") };
-    cache.deleted(&target, &ip("a", "1", 5));
+    cache.gone(&target, &ip("a", "1", 5));
     cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 4)));
     assert!(is(&cache, &[]));
     cache.wrote(Kind::EgressIP, ip("a", "2", 8));
@@ -71,7 +71,7 @@ fn what_is_not_there_when_it_is_written_is_taken_away() {
     let cache = Cache::default();
     listed(&cache, [ip("a", "1", 5), ip("b", "2", 6)]);
     let target = ObjectRef { kind: Kind::EgressIP, key: Key::cluster("a") };
-    cache.vanished(&target, &ip("a", "1", 5));
+    cache.gone(&target, &ip("a", "1", 5));
     assert!(is(&cache, &[("b", "6")]));
     cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 4)));
     assert!(is(&cache, &[("b", "6")]));

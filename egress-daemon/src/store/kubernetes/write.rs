@@ -52,7 +52,7 @@ pub(super) async fn write(
         Ok(Err(error)) => {
             let refused = refusal(verb, target, error);
             if let StoreError::NotFound(target) = &refused {
-                cache.vanished(target, &object);
+                cache.gone(target, &object);
             }
             return Err(refused);
         }
@@ -62,7 +62,7 @@ pub(super) async fn write(
         }
     };
     if verb == Verb::Delete {
-        cache.deleted(&target, &object);
+        cache.gone(&target, &object);
         return Ok(object);
     }
     if target.kind == Kind::Lease {
