@@ -9,9 +9,10 @@
 
 use crate::{
     family::Family,
+    fragment,
     maps::{CONFIG, NODES},
     packet::Packet,
-    parse::{self, Ip, Kind},
+    parse::{self, Ip, Kind, Part},
     stats,
     steer::{key_of, send},
     way,
@@ -19,7 +20,7 @@ use crate::{
 use egress_common::{
     config::Config,
     flow::kind,
-    transport::DIRECT,
+    transport::{DIRECT, OVERHEAD_V4, OVERHEAD_V6},
     verdict::{Counter, Verdict},
 };
 
@@ -38,20 +39,24 @@ pub fn ask(pkt: &Packet, config: &Config) -> Verdict {
 }
 
 /// Whether the packet is too large for the way to `owner` and nobody may, or on an IPv6 underlay can, fragment it there.
+///
+/// A fragment counts as the largest that its datagram may have, whatever its own size: where the stack puts datagrams
+/// together, it waits for all fragments of those that it gets one of.
 #[inline(always)]
 pub fn too_large<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, owner: u32) -> bool {
     if config.room == 0 || config.mark == 0 {
         return false;
     }
-    let len = way::segment(pkt);
-    if len <= config.room {
+    let mut len = way::segment(pkt);
+    let Some(node) = NODES.get(owner) else { return false };
+    if ip.part != Part::Whole {
+        let overhead = if node.tunnel_v4 == 0 { OVERHEAD_V6 } else { OVERHEAD_V4 };
+        len = len.max(config.room + overhead);
+    }
+    if len <= config.room || (node.forward == DIRECT && len <= node.mtu) {
         return false;
     }
-    match NODES.get(owner) {
-        Some(node) if node.forward == DIRECT && len <= node.mtu => false,
-        Some(node) => ip.whole_only || node.tunnel_v4 == 0,
-        None => false,
-    }
+    ip.whole_only || node.tunnel_v4 == 0
 }
 
 /// Whether a packet at the tunnel device came the long way.
@@ -82,6 +87,9 @@ pub fn passed<F: Family>(pkt: &Packet) -> u64 {
     if flow.pending != 0 {
         flow.pending = 0;
         stats::count(Counter::FirewallPassed);
+    }
+    if ip.part == Part::First {
+        fragment::keep(&ip, &t);
     }
     // The stack has taken one from the hop limit.
     send::<F>(pkt, config, &ip, &t, flow.egress, flow.port, false).to_bits()

@@ -8,6 +8,7 @@ use crate::{
     parse::{self, Ip, Kind, Part, Transport},
     stats,
 };
+use aya_ebpf::bindings::BPF_NOEXIST;
 use egress_common::{
     flow::{Fragment, FragmentKey, HeldKey},
     limits::{HELD_PER_DATAGRAM, HELD_TICKS},
@@ -16,9 +17,6 @@ use egress_common::{
 
 /// What [`gather`] returns for a packet that goes on: no verdict has these bits.
 pub const GO_ON: u64 = u64::MAX;
-
-/// `BPF_NOEXIST`: only where there is none yet.
-const NEW: u64 = 1;
 
 #[inline(always)]
 fn key<F: Family>(ip: &Ip<F>) -> FragmentKey<F> {
@@ -75,7 +73,7 @@ pub fn hold<F: Family>(pkt: &Packet) -> u64 {
     (frame.since, frame.len) = (now_tick(), len);
     for place in 0..HELD_PER_DATAGRAM {
         key.place = place;
-        if F::held().insert(&*key, &*frame, NEW).is_ok() {
+        if F::held().insert(&*key, &*frame, BPF_NOEXIST as u64).is_ok() {
             // Its first one may have come on another CPU, too early to find it: then it goes on, unless it was taken along.
             if F::fragments().get_ptr(&key.datagram).is_some() && F::held().remove(&*key).is_ok() {
                 break;
@@ -93,7 +91,10 @@ pub fn hold<F: Family>(pkt: &Packet) -> u64 {
 fn take_along<F: Family>(pkt: &Packet) -> u64 {
     for place in 0..HELD_PER_DATAGRAM {
         if once::release::<F>(pkt, place) == GO_ON {
-            return if place == 0 { GO_ON } else { Verdict::Drop(Counter::DatagramOrdered).to_bits() };
+            if place == 0 {
+                return GO_ON;
+            }
+            break;
         }
     }
     Verdict::Drop(Counter::DatagramOrdered).to_bits()

@@ -420,9 +420,6 @@ pub fn send<F: Family>(
     if hop && e.flags & egress_flags::OWNED == 0 && firewall::too_large(pkt, config, ip, e.owner) {
         return firewall::detour(pkt, config);
     }
-    if ip.part == Part::First {
-        fragment::keep(ip, t);
-    }
     if t.kind == Kind::Tcp && t.flags & tcp::flag::SYN != 0 {
         mss::clamp::<F>(pkt, config, e.owner, ip.l4);
     }
