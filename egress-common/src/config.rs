@@ -53,6 +53,8 @@ pub mod flags {
     pub const RESPECT_FIREWALL: u32 = 8;
     /// The kernel knows `BPF_F_ADJ_ROOM_DECAP_L4_UDP`: merged packets can be stripped of their outer header.
     pub const DECAP_UDP: u32 = 4;
+    /// This node carries egress IPs. Where it does not, a packet from another node is as a rule a reply for a pod of this one.
+    pub const CARRIES: u32 = 16;
 }
 
 /// The record in a map that no agent has written yet.

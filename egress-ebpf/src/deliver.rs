@@ -18,16 +18,33 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// A reply for a pod of this node. A verdict's bits.
+/// What [`from_node`] is asked with.
+pub mod only {
+    /// The packet is a reply for a pod of this node.
+    pub const NOTHING: u32 = 0;
+    /// It may be one. What is not the whole packet of a known flow is [`OTHER`](super::OTHER).
+    pub const KNOWN: u32 = 1;
+}
+/// What [`from_node`] returns for a packet that it was not asked for: no verdict has these bits.
+pub const OTHER: u64 = u64::MAX;
+
+/// A reply for a pod of this node. A verdict's bits, or [`OTHER`].
 #[inline(always)]
-pub fn from_node<F: Family>(pkt: &Packet) -> u64 {
-    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
+pub fn from_node<F: Family>(pkt: &Packet, only: u32) -> u64 {
+    let known = only == only::KNOWN;
+    let Ok(ip) = F::parse(pkt) else {
+        return if known { OTHER } else { Verdict::Drop(Counter::DropMalformed).to_bits() };
+    };
     let Some(config) = CONFIG.get(0) else { return Verdict::Drop(Counter::DropNoReverse).to_bits() };
     let t = parse::transport::<F>(pkt, &ip);
+    if known && (ip.part != Part::Whole || pkt.vlan() != 0 || !matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Answer)) {
+        return OTHER;
+    }
     if ip.part == Part::First {
         fragment::keep(&ip, &t);
     }
-    deliver::<F>(pkt, config, &ip, &t).to_bits()
+    let verdict = deliver::<F>(pkt, config, &ip, &t).to_bits();
+    if known && verdict == Verdict::Drop(Counter::DropNoReverse).to_bits() { OTHER } else { verdict }
 }
 
 /// Undoes the translation of a reply and sends it into the pod's interface.

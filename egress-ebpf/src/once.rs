@@ -51,7 +51,7 @@ once! {
     /// [`own::whose`].
     whose(whose_v4, whose_v6) = own::whose();
     /// [`deliver::from_node`].
-    from_node(from_node_v4, from_node_v6) = deliver::from_node();
+    from_node(from_node_v4, from_node_v6) = deliver::from_node(only: u32);
     /// [`underlay::outward`].
     outward(outward_v4, outward_v6) = underlay::outward();
 }

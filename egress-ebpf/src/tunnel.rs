@@ -2,6 +2,7 @@
 
 use crate::{
     IPV4, IPV6,
+    deliver::only,
     maps::NODE_INDEX,
     once,
     packet::{Mac, Packet},
@@ -108,8 +109,8 @@ pub fn arrived(pkt: &Packet, vni: u32, from: u32) -> u64 {
     match (vni, pkt.protocol()) {
         (VNI_FORWARD, IPV4) => once::forward::<V4>(pkt, from),
         (VNI_FORWARD, IPV6) => once::forward::<V6>(pkt, from),
-        (VNI_REPLY, IPV4) => once::from_node::<V4>(pkt),
-        (VNI_REPLY, IPV6) => once::from_node::<V6>(pkt),
+        (VNI_REPLY, IPV4) => once::from_node::<V4>(pkt, only::NOTHING),
+        (VNI_REPLY, IPV6) => once::from_node::<V6>(pkt, only::NOTHING),
         (VNI_PROBE, _) => Verdict::probe(from).to_bits(),
         _ => Verdict::Drop(Counter::DropStranger).to_bits(),
     }

@@ -14,7 +14,7 @@ use crate::{
 };
 use egress_common::{
     abi::{NameKey, name_kind},
-    config::Config,
+    config::{self, Config},
     egress::{BlockList, EgressIp, LeaseTable, Uplink, flags},
     endpoint::{
         AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, endpoint_flags,
@@ -192,7 +192,8 @@ impl Encoder {
             tables.uplinks.insert(*index, Uplink { mac: ways::mac(*mac), reserved: 0 });
         }
         let own = view.node.as_ref().and_then(|n| next.nodes.0.get(n)).copied().unwrap_or(0);
-        tables.config = view.config.map(|c| Config { node: own, ..c });
+        let carries = if view.egress_ips.values().any(|e| e.forwards) { config::flags::CARRIES } else { 0 };
+        tables.config = view.config.map(|c| Config { node: own, flags: c.flags | carries, ..c });
         tables.check(present)?;
         *self = next;
         Ok(tables)

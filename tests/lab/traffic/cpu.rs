@@ -1,15 +1,34 @@
-//! CPU time of what a load causes: the calling thread's, and that of the threads that do the kernel's deferred work.
+//! CPU time of what a load causes: the calling thread's, and that of the threads that do the kernel's deferred work; and which
+//! processor a load runs on.
 
 use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use nix::errno::Errno;
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::time::{ClockId, clock_gettime};
+use nix::unistd::Pid;
 
 /// The CPU time that the calling thread has used, with what interrupts did in its name.
 pub fn this_thread() -> Result<Duration> {
     Ok(Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)?))
+}
+
+/// Runs `work` on processor number `cpu`, with the threads and processes that it starts; on any, where there is no such one.
+pub fn on_cpu<T>(cpu: usize, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    let this = Pid::from_raw(0);
+    let before = sched_getaffinity(this).context("the processors of this thread")?;
+    let mut only = CpuSet::new();
+    only.set(cpu)?;
+    match sched_setaffinity(this, &only) {
+        Err(Errno::EINVAL) => return work(),
+        moved => moved.with_context(|| format!("cannot move to processor {cpu}"))?,
+    }
+    let outcome = work();
+    sched_setaffinity(this, &before).context("cannot move back to all processors")?;
+    outcome
 }
 
 /// A stop-watch over all `ksoftirqd`.

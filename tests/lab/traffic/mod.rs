@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub use self::blast::{BlastReport, Blaster, UdpSink};
 pub use self::bulk::{BulkReport, BulkServer, Direction, bulk};
 pub use self::claim::{Asker, send_claim};
+pub use self::cpu::on_cpu;
 pub use self::forge::{Protocol, send_packet, send_vxlan, spray};
 pub use self::fragment::{FragmentOrder, send_fragments};
 pub(crate) use self::ping::set_int;

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use lab::Family;
-use lab::traffic::{Blaster, ConnectRate, Direction, bulk, round_trips};
+use lab::traffic::{Blaster, ConnectRate, Direction, bulk, on_cpu, round_trips};
 
-use super::variant::{BULK_PORT, ECHO_PORT, HOLD_PORT, Place, UDP_PORT};
+use super::variant::{BULK_PORT, CPU, ECHO_PORT, HOLD_PORT, Place, UDP_PORT};
 
 /// What is measured of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -61,13 +61,19 @@ impl Metric {
 }
 
 /// A load.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Load {
+    /// UDP of 64 bytes
     UdpSmall,
+    /// UDP of 1,400 bytes
     UdpLarge,
+    /// TCP out of the pod
     TcpOut,
+    /// TCP into the pod
     TcpIn,
+    /// New TCP connections
     Connect,
+    /// Requests and responses, one after the other
     Turns,
 }
 
@@ -93,6 +99,10 @@ const LARGE: usize = 1400;
 
 /// Runs a load once.
 pub fn run(place: &Place, load: Load, family: Family, windows: &Windows) -> Result<Vec<(Metric, f64)>> {
+    on_cpu(CPU, || on_this_cpu(place, load, family, windows))
+}
+
+fn on_this_cpu(place: &Place, load: Load, family: Family, windows: &Windows) -> Result<Vec<(Metric, f64)>> {
     let ns = &place.pod.ns;
     let at = |port| place.server.ips.at(family, port);
     let blast = |size| {

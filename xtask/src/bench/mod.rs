@@ -24,13 +24,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use lab::Family;
+use lab::traffic::on_cpu;
 use serde_json::json;
 
 use self::figures::{Figure, family_name};
-use self::load::Windows;
+use self::load::{Load, Windows};
 use self::report::Findings;
 use self::rounds::Rounds;
-use self::variant::{Opened, Place, Variant};
+use self::variant::{CPU, Opened, Place, Variant};
 use crate::progress::Step;
 use crate::{build, interrupt, setup, workspace};
 
@@ -45,6 +46,9 @@ pub struct Args {
     /// How many rounds [default: 9, or 3 with --quick]
     #[arg(long)]
     rounds: Option<usize>,
+    /// Only these loads: before and after a change of what they pass. Nothing is written to docs/
+    #[arg(long, value_enum, value_delimiter = ',', conflicts_with_all = ["programs", "curves", "scale"])]
+    loads: Vec<Load>,
     /// Only the cost of each program: before and after a change of one
     #[arg(long, conflicts_with_all = ["quick", "rounds"])]
     programs: bool,
@@ -86,12 +90,20 @@ fn bench(args: &Args) -> Result<()> {
     }
     let windows = windows(args.quick);
     let count = args.rounds.unwrap_or(if args.quick { 3 } else { 9 }).max(1);
+    if !args.loads.is_empty() {
+        let (places, absent) = open_all(&binaries, &Variant::ALL)?;
+        let rounds = rounds::run(&places, &args.loads, count, &windows)?;
+        drop(places);
+        let figures = figures::absolute(&rounds);
+        return print_figures(args, &Findings { rounds, figures, absent });
+    }
     let began = Instant::now();
+    let programs = of_programs(&binaries)?;
     let (places, absent) = open_all(&binaries, &Variant::ALL)?;
-    let rounds = rounds::run(&places, count, &windows)?;
-    let single = once(&places)?;
+    let rounds = rounds::run(&places, &Load::ALL, count, &windows)?;
+    let flows = of_flows(&places)?;
     drop(places);
-    let figures = figures::absolute(&rounds).into_iter().chain(single).collect();
+    let figures = figures::absolute(&rounds).into_iter().chain(programs).chain(flows).collect();
     show(args, &Findings { rounds, figures, absent })?;
     curves(args, &binaries)?;
     eprintln!("in {} s", began.elapsed().as_secs());
@@ -173,32 +185,33 @@ fn open_all(binaries: &Path, variants: &[Variant]) -> Result<(Vec<Place>, Absent
     Ok((places, absent))
 }
 
-fn of_programs(places: &[Place]) -> Result<Vec<Figure>> {
-    let step = Step::start("cost of programs");
+/// The cost of each program, one lab after the other: agents of others beside it would be part of it.
+fn of_programs(binaries: &Path) -> Result<Vec<Figure>> {
     let mut costs = BTreeMap::new();
-    for place in places.iter().filter(|place| place.variant.is_spillway()) {
-        step.at(place.variant.title());
-        costs.insert(place.variant, programs::measure(place)?);
+    for variant in Variant::ALL.into_iter().filter(|one| one.is_spillway()) {
+        let (places, _) = open_all(binaries, &[variant])?;
+        let step = Step::start(&format!("cost of programs, {}", variant.title()));
+        for place in &places {
+            costs.insert(variant, on_cpu(CPU, || programs::measure(place))?);
+        }
+        step.end("✓", "");
     }
-    step.end("✓", "");
     Ok(figures::of_programs(&costs))
 }
 
 fn only_programs(args: &Args, binaries: &Path) -> Result<()> {
-    let (places, absent) = open_all(binaries, &Variant::TRANSPORTS)?;
-    let figures = of_programs(&places)?;
-    drop(places);
-    print_figures(args, &Findings { rounds: Rounds::default(), figures, absent })
+    let figures = of_programs(binaries)?;
+    print_figures(args, &Findings { rounds: Rounds::default(), figures, absent: Vec::new() })
 }
 
-/// What needs no rounds.
-fn once(places: &[Place]) -> Result<Vec<Figure>> {
-    let mut all = of_programs(places)?;
+/// What a flow costs once; it needs no rounds.
+fn of_flows(places: &[Place]) -> Result<Vec<Figure>> {
+    let mut all = Vec::new();
     let step = Step::start("cost of flows");
     for family in Family::BOTH {
         let (mut times, mut bytes) = (Vec::new(), Vec::new());
         for place in places {
-            times.push((place.variant, flows::set_up_time(place, family)?));
+            times.push((place.variant, on_cpu(CPU, || flows::set_up_time(place, family))?));
             bytes.extend(flows::memory(place, family)?.map(|bytes| (place.variant, bytes)));
         }
         let family = family_name(family);

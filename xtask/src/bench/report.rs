@@ -186,14 +186,17 @@ pub fn machine() -> String {
 pub fn terminal(findings: &Findings) -> String {
     let mut text = String::new();
     let of_rounds = Metric::ALL.into_iter().flat_map(|metric| Family::BOTH.map(|family| (metric, family)));
-    for (metric, family) in of_rounds.filter(|_| findings.rounds.count() > 0) {
-        let (name, unit) = metric.title();
-        let _ = write!(text, "{:<58}", format!("{name}, {} ({unit})", figures::family_name(family)));
-        for variant in Variant::ALL {
-            let value = findings.rounds.spread((metric, family), variant);
-            let _ = write!(text, "{:>10}", value.map_or("–".to_owned(), |spread| number(spread.median)));
-        }
-        text.push('\n');
+    for key in of_rounds.filter(|key| findings.rounds.spread(*key, Variant::Plain).is_some()) {
+        let ((name, unit), family) = (key.0.title(), figures::family_name(key.1));
+        let mut line = |name: String, value: &dyn Fn(Variant) -> Option<Spread>| {
+            let _ = write!(text, "{name:<58}");
+            for variant in Variant::ALL {
+                let _ = write!(text, "{:>10}", value(variant).map_or("–".to_owned(), |spread| number(spread.median)));
+            }
+            text.push('\n');
+        };
+        line(format!("{name}, {family} ({unit})"), &|variant| findings.rounds.spread(key, variant));
+        line("    of plain routing".to_owned(), &|variant| findings.rounds.ratio(key, variant, Variant::Plain));
     }
     for figure in
         findings.figures.iter().filter(|figure| !Metric::ALL.iter().any(|m| figure.name.starts_with(m.title().0)))

@@ -59,13 +59,13 @@ impl Rounds {
     }
 }
 
-/// Makes `count` rounds.
-pub fn run(places: &[Place], count: usize, windows: &Windows) -> Result<Rounds> {
+/// Makes `count` rounds of these loads.
+pub fn run(places: &[Place], loads: &[Load], count: usize, windows: &Windows) -> Result<Rounds> {
     let mut rounds = Rounds::default();
     let began = Instant::now();
     for round in 0..count {
         let step = Step::start(&format!("round {} of {count}", round + 1));
-        for load in Load::ALL {
+        for &load in loads {
             for family in Family::BOTH {
                 for turn in 0..places.len() {
                     // Whoever comes first in a round comes last in the next one.

@@ -5,13 +5,13 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use lab::traffic::Blaster;
+use lab::traffic::{Blaster, on_cpu};
 use lab::{Family, wait_until};
 
 use super::load::{self, Windows};
 use super::rounds::Spread;
 use super::routes::{TARGETS, targets};
-use super::variant::{EGRESS, Opened, Place, Variant, policy};
+use super::variant::{CPU, EGRESS, Opened, Place, Variant, policy};
 use crate::interrupt;
 use crate::progress::Step;
 
@@ -115,10 +115,10 @@ pub fn measure(
             let gateways = if axis == Axis::Gateways { u8::try_from(count)? } else { 1 };
             let place = ready(variant, binaries, config, gateways)?;
             grow(&place, axis, count)?;
-            let point = match axis {
-                Axis::Flows => flows(&base, &place, binaries, count, rounds, windows)?,
-                _ => others(&base, &place, axis, count, rounds, windows)?,
-            };
+            let point = on_cpu(CPU, || match axis {
+                Axis::Flows => flows(&base, &place, binaries, count, rounds, windows),
+                _ => others(&base, &place, axis, count, rounds, windows),
+            })?;
             let shown = point.relative.iter().map(|(series, s)| format!("{} {:.2}", series.title(), s.median));
             step.end("✓", &shown.collect::<Vec<_>>().join(", "));
             points.push(point);

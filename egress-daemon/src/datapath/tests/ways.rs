@@ -2,12 +2,12 @@
 //! tunnel device.
 
 use super::{
-    frames::{ICMP, TCP, UDP, assert_right, icmp, ip, read, seal, tcp, udp},
+    frames::{ICMP, TCP, UDP, assert_right, icmp, ip, ports, read, seal, tcp, udp},
     rig::*,
     scenes,
 };
 use crate::datapath::{
-    encode::NodeView,
+    encode::{EgressView, NodeView},
     ways::{Path, WayView},
 };
 use egress_common::{
@@ -132,6 +132,43 @@ fn direct_changes_nothing_but_the_mac_addresses() {
             assert_eq!((read(&out).unwrap().src, out.len()), (egress, frame.len()));
         }
         assert_eq!((rig.count(Counter::SentDirect), rig.count(Counter::SentTunnel)), (2, 0));
+    }
+}
+
+#[test]
+fn a_direct_reply_finds_its_pod_on_a_node_that_carries_egress_ips_and_on_one_that_does_not() {
+    const CARRIED: &str = "192.0.2.77";
+    for carries in [false, true] {
+        let mut view = view(UNDERLAYS[0], transport::DIRECT);
+        view.macs.insert(THEIR_MAC, scenes::node(1));
+        if carries {
+            let own = EgressView { gateway: Some(scenes::node(0)), forwards: true, ..EgressView::default() };
+            view.egress_ips.insert(addr(CARRIED), own);
+        }
+        let Some(mut rig) = Rig::new("way-reply", &view) else { return };
+        for (pod, server, egress) in families() {
+            let (verdict, out) = rig.run("pod_egress", &seal(ip(pod, server, UDP, &[], &udp(4000, 53, b"question"))));
+            assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+            let port = ports(&out).0;
+            let to = |egress, port| {
+                let mut frame = seal(ip(server, egress, UDP, &[], &udp(53, port, b"answer")));
+                frame[..12].copy_from_slice(&[TO_HOST, THEIR_MAC].concat());
+                frame
+            };
+            let before = rig.count(Counter::Delivered);
+            let (verdict, out) = rig.run("underlay_ingress", &to(egress, port));
+            assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+            assert_right(&out);
+            assert_eq!((read(&out).unwrap().dst, ports(&out)), (pod, (53, 4000)));
+            assert_eq!(rig.count(Counter::Delivered), before + 1);
+
+            rig.dropped("underlay_ingress", &to(egress, port ^ 1), Counter::DropNoReverse);
+            let mut forged = seal(ip(egress, server, UDP, &[], &udp(port, 53, b"question")));
+            forged[..12].copy_from_slice(&[TO_HOST, [2, 0, 0, 0, 0, 0x99]].concat());
+            assert_eq!(rig.run("underlay_ingress", &forged).0, NEXT, "none of ours");
+            let nobody = to(pod, 4000);
+            assert_eq!(rig.run("underlay_ingress", &nobody), (NEXT, nobody.clone()), "for the stack");
+        }
     }
 }
 
