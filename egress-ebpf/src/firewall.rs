@@ -20,7 +20,7 @@ use crate::{
 use egress_common::{
     config::Config,
     flow::kind,
-    transport::{DIRECT, OVERHEAD_V4, OVERHEAD_V6},
+    transport::DIRECT,
     verdict::{Counter, Verdict},
 };
 
@@ -40,23 +40,25 @@ pub fn ask(pkt: &Packet, config: &Config) -> Verdict {
 
 /// Whether the packet is too large for the way to `owner` and nobody may, or on an IPv6 underlay can, fragment it there.
 ///
-/// A fragment counts as the largest that its datagram may have, whatever its own size: where the stack puts datagrams
-/// together, it waits for all fragments of those that it gets one of.
+/// A fragment counts as the largest that the pod's interface carries: where the stack puts datagrams together, it waits for
+/// all fragments of those that it gets one of.
 #[inline(always)]
 pub fn too_large<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, owner: u32) -> bool {
     if config.room == 0 || config.mark == 0 {
         return false;
     }
     let mut len = way::segment(pkt);
-    let Some(node) = NODES.get(owner) else { return false };
     if ip.part != Part::Whole {
-        let overhead = if node.tunnel_v4 == 0 { OVERHEAD_V6 } else { OVERHEAD_V4 };
-        len = len.max(config.room + overhead);
+        len = len.max(pkt.interface_mtu());
     }
-    if len <= config.room || (node.forward == DIRECT && len <= node.mtu) {
+    if len <= config.room {
         return false;
     }
-    ip.whole_only || node.tunnel_v4 == 0
+    match NODES.get(owner) {
+        Some(node) if node.forward == DIRECT && len <= node.mtu => false,
+        Some(node) => ip.whole_only || node.tunnel_v4 == 0,
+        None => false,
+    }
 }
 
 /// Whether a packet at the tunnel device came the long way.

@@ -6,7 +6,7 @@ use aya_ebpf::{
         __sk_buff, BPF_CSUM_LEVEL_DEC, BPF_F_INGRESS, BPF_F_RECOMPUTE_CSUM, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC,
     },
     helpers::{
-        bpf_clone_redirect, bpf_csum_level, bpf_csum_update, bpf_jiffies64, bpf_ktime_get_coarse_ns,
+        bpf_check_mtu, bpf_clone_redirect, bpf_csum_level, bpf_csum_update, bpf_jiffies64, bpf_ktime_get_coarse_ns,
         bpf_l4_csum_replace, bpf_redirect, bpf_redirect_neigh, bpf_skb_adjust_room, bpf_skb_change_tail,
         bpf_skb_load_bytes, bpf_skb_pull_data, bpf_skb_store_bytes, bpf_skb_vlan_pop, bpf_skb_vlan_push,
     },
@@ -89,6 +89,15 @@ impl Packet {
     #[inline(always)]
     pub fn gso_size(&self) -> u32 {
         field!(self, gso_size)
+    }
+
+    /// Length of the largest IP packet that the interface carries by which the packet came in.
+    #[inline(always)]
+    pub fn interface_mtu(&self) -> u32 {
+        let mut mtu = 0;
+        // SAFETY: the helper writes one word, whether the packet fits or not.
+        unsafe { bpf_check_mtu(self.skb.cast(), 0, &raw mut mtu, 0, 0) };
+        mtu
     }
 
     /// Whether the frame's destination is this host's own MAC address (`PACKET_HOST`).

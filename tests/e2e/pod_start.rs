@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, ensure};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
-use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec, StartOptions, wait_until};
+use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec, wait_until};
 
 use crate::support::{
-    CALM, PATIENCE, counter, egress, has_bpftool, knows, start, start_with, wait_counter, wait_in_force, wait_sources,
-    web,
+    PATIENCE, bypass, calm, counter, egress, has_bpftool, knows, start, start_with, wait_counter, wait_in_force,
+    wait_sources, web,
 };
 
 /// A process whose first act is connect(), again and again from before it has a network until a connection is open.
@@ -96,12 +96,12 @@ fn a_pod_that_inherits_an_address_never_shows_the_nodes() {
 #[test]
 fn a_pod_that_sends_before_its_interface_has_a_program_is_held() {
     lab::require_root!();
-    for (cni, firewall) in [(Cni::PointToPoint, "respect"), (Cni::Bridge, "bypass")] {
+    for (cni, options) in [(Cni::PointToPoint, calm()), (Cni::Bridge, bypass())] {
         Lab::builder().workers(1).gateways(2).cni(cni).run(|lab| {
             lab.manifests().write("web", &web(&[10, 11]))?;
             let first = lab.add_pod(PodSpec::new("first", "worker1").label("app", "web"))?;
             let plain = lab.add_pod(PodSpec::new("plain", "worker1"))?;
-            start_with(lab, &StartOptions::new().config(&format!("{CALM}firewall: {firewall}\n")))?;
+            start_with(lab, &options)?;
             let server = lab.server("server1").clone();
             wait_in_force(&first, &server, &[10, 11])?;
             let _echo = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;

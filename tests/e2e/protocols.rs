@@ -163,6 +163,26 @@ fn fragments_arrive_both_ways_without_the_firewall() {
     fragments_both_ways(&bypass());
 }
 
+/// FAILURES.md: fragments, where the firewall is bypassed and lets nothing pass.
+#[test]
+fn fragments_that_fit_the_way_do_not_meet_a_bypassed_firewall() {
+    lab::require_root!();
+    const MTU: u32 = 1400;
+    let small = Lab::builder().pod_mtu(MTU).external_mtu(MTU).far_mtu(MTU);
+    with_pod_and(small, &bypass(), |lab, pod| {
+        let deny = "type filter hook forward priority filter; policy drop;";
+        lab.node(&pod.node).ns.nft(&format!("table inet denied {{\nchain forward {{\n{deny}\n}}\n}}"))?;
+        let server = lab.server("server1");
+        let _udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
+        for family in Family::BOTH {
+            let options = UdpOptions { size: 4000, ..UdpOptions::default() };
+            let flows = UdpClients::start(&pod.ns, server.ips.at(family, 53), 5, options)?;
+            flows.wait("large answers", PATIENCE, |all| all.iter().all(|one| one.received > 3))?;
+        }
+        Ok(())
+    });
+}
+
 fn fragments_both_ways(options: &StartOptions) {
     with_pod_and(Lab::builder(), options, |lab, pod| {
         for name in ["server1", "far1"] {

@@ -49,6 +49,9 @@ pub struct Args {
     /// Only these loads: before and after a change of what they pass. Nothing is written to docs/
     #[arg(long, value_enum, value_delimiter = ',', conflicts_with_all = ["programs", "curves", "scale"])]
     loads: Vec<Load>,
+    /// Only these ways of a packet, with --loads: for a profile of one
+    #[arg(long, value_enum, value_delimiter = ',', requires = "loads")]
+    variants: Vec<Variant>,
     /// Only the cost of each program: before and after a change of one
     #[arg(long, conflicts_with_all = ["quick", "rounds"])]
     programs: bool,
@@ -91,7 +94,8 @@ fn bench(args: &Args) -> Result<()> {
     let windows = windows(args.quick);
     let count = args.rounds.unwrap_or(if args.quick { 3 } else { 9 }).max(1);
     if !args.loads.is_empty() {
-        let (places, absent) = open_all(&binaries, &Variant::ALL)?;
+        let variants = if args.variants.is_empty() { &Variant::ALL[..] } else { &args.variants };
+        let (places, absent) = open_all(&binaries, variants)?;
         let rounds = rounds::run(&places, &args.loads, count, &windows)?;
         drop(places);
         let figures = figures::absolute(&rounds);

@@ -186,7 +186,8 @@ pub fn machine() -> String {
 pub fn terminal(findings: &Findings) -> String {
     let mut text = String::new();
     let of_rounds = Metric::ALL.into_iter().flat_map(|metric| Family::BOTH.map(|family| (metric, family)));
-    for key in of_rounds.filter(|key| findings.rounds.spread(*key, Variant::Plain).is_some()) {
+    let measured = |key| Variant::ALL.iter().any(|variant| findings.rounds.spread(key, *variant).is_some());
+    for key in of_rounds.filter(|key| measured(*key)) {
         let ((name, unit), family) = (key.0.title(), figures::family_name(key.1));
         let mut line = |name: String, value: &dyn Fn(Variant) -> Option<Spread>| {
             let _ = write!(text, "{name:<58}");

@@ -31,7 +31,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const CALM: &str = "probe: {interval: 500ms, count: 10}\nlease: {renew: 1s, duration: 20s}\ndeadline: 15s\n";
 
 /// One way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Variant {
     /// Routed by the kernel through the same gateway, without translation: the limit.
     Plain,
