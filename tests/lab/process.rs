@@ -236,6 +236,14 @@ impl Lab {
         self.process(name)
     }
 
+    /// Does `work` while no agent and no controller runs: what they do on all nodes is done on one machine here.
+    pub fn while_frozen<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.processes.values().try_for_each(Process::freeze)?;
+        let outcome = work();
+        self.processes.values().try_for_each(Process::thaw)?;
+        outcome
+    }
+
     /// Runs `egressctl ARGUMENTS -o json` on `node` and returns what it printed.
     pub fn egressctl(&self, node: &str, arguments: &[&str]) -> Result<Value> {
         let text = self.egressctl_text(node, &[arguments, &["-o", "json"]].concat())?;

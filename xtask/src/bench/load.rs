@@ -91,6 +91,15 @@ pub struct Windows {
     pub window: Duration,
     /// How many bytes a transfer has.
     pub bytes: u64,
+    /// How many windows one value is the mean of.
+    pub turns: usize,
+}
+
+impl Windows {
+    /// The same time in one window.
+    pub fn in_one(self) -> Windows {
+        Windows { window: self.window * self.turns as u32, bytes: self.bytes * self.turns as u64, turns: 1, ..self }
+    }
 }
 
 /// Payloads of UDP packets.

@@ -117,7 +117,7 @@ fn bench(args: &Args) -> Result<()> {
 /// Measures the curves and writes them, with the fastest transport.
 fn curves(args: &Args, binaries: &Path) -> Result<()> {
     let mut points = Vec::new();
-    let outcome = scaling::measure(Variant::Direct, binaries, &windows(args.quick), args.quick, &mut points);
+    let outcome = scaling::measure(Variant::Direct, binaries, &windows(args.quick).in_one(), args.quick, &mut points);
     // What was measured before something went wrong is not lost.
     let docs = docs(args)?;
     report::write_curves(&docs, Variant::Direct, &points)?;
@@ -161,9 +161,9 @@ fn show(args: &Args, findings: &Findings) -> Result<()> {
 fn windows(quick: bool) -> Windows {
     let millis = Duration::from_millis;
     if quick {
-        Windows { warm_up: millis(20), window: millis(150), bytes: 128 << 20 }
+        Windows { warm_up: millis(20), window: millis(150), bytes: 128 << 20, turns: 1 }
     } else {
-        Windows { warm_up: millis(50), window: millis(400), bytes: 512 << 20 }
+        Windows { warm_up: millis(20), window: millis(100), bytes: 128 << 20, turns: 4 }
     }
 }
 

@@ -67,16 +67,12 @@ pub fn run(places: &[Place], loads: &[Load], count: usize, windows: &Windows) ->
         let step = Step::start(&format!("round {} of {count}", round + 1));
         for &load in loads {
             for family in Family::BOTH {
-                for turn in 0..places.len() {
-                    // Whoever comes first in a round comes last in the next one.
-                    let place = &places[(turn + round) % places.len()];
-                    step.at(&format!("{load:?} {family:?} {}", place.variant.name()));
-                    let values = load::run(place, load, family, windows)
-                        .with_context(|| format!("{load:?} {family:?}, {}", place.variant.title()))?;
-                    for (metric, value) in values {
-                        rounds.values.entry(((metric, family), place.variant)).or_default().push(value);
-                    }
-                    interrupt::wait_if_interrupted();
+                step.at(&format!("{load:?} {family:?}"));
+                // Whoever comes first in a round comes last in the next one.
+                let mut order: Vec<&Place> = places.iter().collect();
+                order.rotate_left(round % places.len());
+                for ((metric, variant), values) in in_turns(&order, load, family, windows)? {
+                    rounds.values.entry(((metric, family), variant)).or_default().push(mean(&values));
                 }
             }
         }
@@ -84,6 +80,34 @@ pub fn run(places: &[Place], loads: &[Load], count: usize, windows: &Windows) ->
         step.end("✓", &format!("about {} s of rounds left", left.as_secs()));
     }
     Ok(rounds)
+}
+
+/// One load of a round, in short windows that go through the variants there and back, so that a machine that becomes slower or
+/// faster meanwhile does so for all.
+fn in_turns(
+    order: &[&Place],
+    load: Load,
+    family: Family,
+    windows: &Windows,
+) -> Result<BTreeMap<(Metric, Variant), Vec<f64>>> {
+    let mut found: BTreeMap<_, Vec<f64>> = BTreeMap::new();
+    for turn in 0..windows.turns {
+        let there_and_back: Vec<&&Place> =
+            if turn % 2 == 0 { order.iter().collect() } else { order.iter().rev().collect() };
+        for place in there_and_back {
+            let values = load::run(place, load, family, windows)
+                .with_context(|| format!("{load:?} {family:?}, {}", place.variant.title()))?;
+            for (metric, value) in values {
+                found.entry((metric, place.variant)).or_default().push(value);
+            }
+            interrupt::wait_if_interrupted();
+        }
+    }
+    Ok(found)
+}
+
+fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len() as f64
 }
 
 /// The median of what `measure` returns in several turns.

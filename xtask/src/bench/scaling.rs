@@ -2,7 +2,6 @@
 //! its own, measured in turns with one that has one of everything.
 
 use std::path::Path;
-use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use lab::traffic::{Blaster, on_cpu};
@@ -11,12 +10,11 @@ use lab::{Family, wait_until};
 use super::load::{self, Windows};
 use super::rounds::Spread;
 use super::routes::{TARGETS, targets};
-use super::variant::{CPU, EGRESS, Opened, Place, Variant, policy};
+use super::variant::{CPU, EGRESS, Opened, Place, Variant, patience, policy};
 use crate::interrupt;
 use crate::progress::Step;
 
 const FAMILY: Family = Family::V4;
-const PATIENCE: Duration = Duration::from_secs(120);
 /// Room for the flows of the largest point and for the connections beside them.
 const MANY_FLOWS: &str = "maxFlows: 1200000\nmaxFlowsPerPod: 1200000\n";
 /// Flows that are sent on in turn where the number of flows is not what grows.
@@ -43,7 +41,7 @@ impl Axis {
         match self {
             Axis::Flows => "live flows",
             Axis::Policies => "policies of one pod",
-            Axis::Cidrs => "CIDRs of one policy",
+            Axis::Cidrs => "CIDRs of one pod",
             Axis::Gateways => "gateways of one policy",
         }
     }
@@ -115,10 +113,11 @@ pub fn measure(
             let gateways = if axis == Axis::Gateways { u8::try_from(count)? } else { 1 };
             let place = ready(variant, binaries, config, gateways)?;
             grow(&place, axis, count)?;
-            let point = on_cpu(CPU, || match axis {
+            let measured = || match axis {
                 Axis::Flows => flows(&base, &place, binaries, count, rounds, windows),
                 _ => others(&base, &place, axis, count, rounds, windows),
-            })?;
+            };
+            let point = base.lab.while_frozen(|| place.lab.while_frozen(|| on_cpu(CPU, measured)))?;
             let shown = point.relative.iter().map(|(series, s)| format!("{} {:.2}", series.title(), s.median));
             step.end("✓", &shown.collect::<Vec<_>>().join(", "));
             points.push(point);
@@ -133,6 +132,9 @@ fn ready(variant: Variant, binaries: &Path, config: &str, gateways: u8) -> Resul
         Opened::Absent(reason) => bail!("{}: {reason}", variant.title()),
     }
 }
+
+/// A policy may have somewhat more (`maxItems` of the CRD).
+const CIDRS_OF_A_POLICY: usize = 1000;
 
 /// Changes the policies of a lab so that it has `count` of something, and waits until they are in force.
 fn grow(place: &Place, axis: Axis, count: u32) -> Result<()> {
@@ -150,10 +152,12 @@ fn grow(place: &Place, axis: Axis, count: u32) -> Result<()> {
             }
         }
         Axis::Cidrs => {
-            let mut nets: Vec<String> = (1..count).map(elsewhere).collect();
-            nets.extend([near, "203.0.113.0/24".to_owned(), "::/0".to_owned()]);
-            let nets: Vec<&str> = nets.iter().map(String::as_str).collect();
-            manifests.write("policy", &policy("bench", &nets, &egress))?;
+            let nets: Vec<String> = (1..count).map(elsewhere).collect();
+            for (n, nets) in nets.chunks(CIDRS_OF_A_POLICY).enumerate() {
+                let nets: Vec<&str> = nets.iter().map(String::as_str).collect();
+                manifests.write(&format!("policy-{n:04}"), &policy(&format!("bench-{n:04}"), &nets, &egress))?;
+            }
+            manifests.write("policy", &policy("bench", &[&near, "203.0.113.0/24", "::/0"], &egress))?;
         }
         Axis::Gateways => {
             let names: Vec<(u8, String)> = (1..=count as u8).map(|n| (EGRESS + n - 1, format!("gw{n}"))).collect();
@@ -175,11 +179,13 @@ fn in_force(place: &Place, axis: Axis, count: u32) -> Result<()> {
     };
     let what = format!("{map} has {entries} entries");
     let map = maps.join(map);
-    wait_until(&what, PATIENCE, || lab::bpf::map_entries(&map), |found| *found >= entries as usize)?;
+    wait_until(&what, patience(&place.lab), || lab::bpf::map_entries(&map), |found| *found >= entries as usize)?;
     if axis == Axis::Gateways {
         // Flows over all gateways, each of which has to know its leases.
         let all = || Ok(place.sources(FAMILY, 16 * count as usize)?.len());
-        wait_until("connections leave through every gateway", PATIENCE, all, |seen| *seen == count as usize)?;
+        wait_until("connections leave through every gateway", patience(&place.lab), all, |seen| {
+            *seen == count as usize
+        })?;
     }
     Ok(())
 }

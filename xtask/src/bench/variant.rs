@@ -27,8 +27,11 @@ pub const CPU: usize = 1;
 const OTHER_CPU: usize = 0;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A machine that is busy with a load must not look like a dead gateway.
-const CALM: &str = "probe: {interval: 500ms, count: 10}\nlease: {renew: 1s, duration: 20s}\ndeadline: 15s\n";
+/// A machine that is busy with a load must not look like a dead gateway, nor must an agent that is stopped while its programs are
+/// measured.
+const CALM: &str = "probe: {interval: 500ms, count: 10}\nlease: {renew: 10s, duration: 120s}\ndeadline: 100s\n";
+/// How many nodes start within [`PATIENCE`]: each loads its programs, and all are on one machine.
+const NODES_AT_ONCE: u32 = 8;
 
 /// One way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
@@ -153,7 +156,7 @@ impl Place {
             };
             let what = format!("{}: the pod shows {expected} to the server", self.variant.name());
             let expected = BTreeSet::from([expected]);
-            wait_until(&what, PATIENCE, || self.sources(family, 1), |sources| *sources == expected)?;
+            wait_until(&what, patience(&self.lab), || self.sources(family, 1), |sources| *sources == expected)?;
         }
         Ok(())
     }
@@ -169,6 +172,11 @@ impl Place {
         })?;
         Ok(listening.source_of_flow().values().map(|peer| peer.ip()).collect())
     }
+}
+
+/// How long something of the whole lab may take.
+pub fn patience(lab: &Lab) -> Duration {
+    PATIENCE * (lab.nodes().count() as u32).div_ceil(NODES_AT_ONCE)
 }
 
 /// Starts Spillway in a lab, with one policy for everything; or says why this build cannot.
@@ -194,8 +202,8 @@ fn start(lab: &mut Lab, variant: Variant, binaries: &Path, config: &str) -> Resu
         if lab.manifests().written_names("EgressNode") == nodes {
             break;
         }
-        if began.elapsed() > PATIENCE {
-            bail!("not every agent has reported within {PATIENCE:?}");
+        if began.elapsed() > patience(lab) {
+            bail!("not every agent has reported within {:?}", patience(lab));
         }
         std::thread::sleep(Duration::from_millis(20));
     }
