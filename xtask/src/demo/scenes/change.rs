@@ -16,7 +16,7 @@ use super::{LEDGER, PATIENCE, WEB, addresses, seconds};
 /// Files are followed within a second.
 const FOLLOWED: Duration = Duration::from_secs(1);
 /// Addresses that nobody has used yet need a gateway and ports first.
-const PREPARED: Duration = Duration::from_secs(6);
+const PREPARED: Duration = Duration::from_secs(4);
 /// Connections of each family before a change, and after it is in force.
 const BEFORE: usize = 50;
 const AFTER: usize = 100;
