@@ -25,7 +25,8 @@ pub mod only {
     /// It may be one. What is not the whole packet of a known flow is [`OTHER`](super::OTHER).
     pub const KNOWN: u32 = 1;
 }
-/// What [`from_node`] returns for a packet that it was not asked for: no verdict has these bits.
+/// What [`from_node`] and the steps of [`underlay`](crate::underlay) return for a packet that they are not for: no verdict and no
+/// tunnelled packet has these bits.
 pub const OTHER: u64 = u64::MAX;
 
 /// A reply for a pod of this node. A verdict's bits, or [`OTHER`].

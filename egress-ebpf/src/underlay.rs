@@ -2,7 +2,7 @@
 //! at as at an uplink, since one interface is often both.
 
 use crate::{
-    deliver::{self, only},
+    deliver::{OTHER, only},
     family::Family,
     gateway,
     maps::{CONFIG, EGRESS_IPS, MAC_INDEX, NODES},
@@ -17,9 +17,6 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// What [`unwrap`] and [`outward`] return for a packet that they are not for: no verdict and no tunnelled packet has these
-/// bits.
-const OTHER: u64 = u64::MAX;
 /// What [`unwrap`] returns for a tunnelled packet that is left to the stack.
 const LEFT: u64 = OTHER - 1;
 /// What [`unwrap`] returns for a tunnelled packet from nobody's address.
@@ -45,7 +42,7 @@ pub fn receive<F: Family>(pkt: &Packet) -> u64 {
 fn plain<F: Family>(pkt: &Packet, config: &Config) -> u64 {
     if config.flags & config::flags::CARRIES == 0 {
         let verdict = once::from_node::<F>(pkt, only::KNOWN);
-        if verdict != deliver::OTHER {
+        if verdict != OTHER {
             return verdict;
         }
     }

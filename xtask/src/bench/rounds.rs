@@ -71,7 +71,7 @@ pub fn run(places: &[Place], loads: &[Load], count: usize, windows: &Windows) ->
                 // Whoever comes first in a round comes last in the next one.
                 let mut order: Vec<&Place> = places.iter().collect();
                 order.rotate_left(round % places.len());
-                for ((metric, variant), values) in in_turns(&order, load, family, windows)? {
+                for ((metric, variant), values) in in_turns(order, load, family, windows)? {
                     rounds.values.entry(((metric, family), variant)).or_default().push(mean(&values));
                 }
             }
@@ -85,16 +85,14 @@ pub fn run(places: &[Place], loads: &[Load], count: usize, windows: &Windows) ->
 /// One load of a round, in short windows that go through the variants there and back, so that a machine that becomes slower or
 /// faster meanwhile does so for all.
 fn in_turns(
-    order: &[&Place],
+    mut order: Vec<&Place>,
     load: Load,
     family: Family,
     windows: &Windows,
 ) -> Result<BTreeMap<(Metric, Variant), Vec<f64>>> {
     let mut found: BTreeMap<_, Vec<f64>> = BTreeMap::new();
-    for turn in 0..windows.turns {
-        let there_and_back: Vec<&&Place> =
-            if turn % 2 == 0 { order.iter().collect() } else { order.iter().rev().collect() };
-        for place in there_and_back {
+    for _ in 0..windows.turns {
+        for place in &order {
             let values = load::run(place, load, family, windows)
                 .with_context(|| format!("{load:?} {family:?}, {}", place.variant.title()))?;
             for (metric, value) in values {
@@ -102,6 +100,7 @@ fn in_turns(
             }
             interrupt::wait_if_interrupted();
         }
+        order.reverse();
     }
     Ok(found)
 }
