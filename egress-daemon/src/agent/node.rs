@@ -118,6 +118,7 @@ pub struct Agent {
     pub(super) roles: Roles,
     pub(super) ports: Ports,
     pub(super) counted: Option<Duration>,
+    pub(super) node_ports: Option<NodePorts>,
     pub(super) used: BTreeSet<IpAddr>,
     pub(super) withheld: Withheld,
     pub(super) complaints: Vec<String>,
@@ -187,6 +188,7 @@ impl Agent {
             roles: Roles::default(),
             ports: Ports::default(),
             counted: None,
+            node_ports: None,
             used: BTreeSet::new(),
             withheld: Withheld::default(),
             complaints: Vec::new(),
@@ -306,6 +308,13 @@ impl Agent {
                     dirty |= self.decide_blocks();
                 }
                 Err(e) => tracing::warn!("ports in use are not counted: {e}"),
+            }
+            match NodePorts::read() {
+                Ok(ports) => {
+                    self.status_due |= self.node_ports.as_ref() != Some(&ports);
+                    self.node_ports = Some(ports);
+                }
+                Err(e) => tracing::warn!("the node's own ports are not looked at: {e}"),
             }
             self.next_count = started + COUNT_EVERY.max(started.elapsed() * COUNT_SHARE);
         }
@@ -428,7 +437,7 @@ impl Agent {
     /// The blocks that this node uses itself on any of its addresses: what a policy may choose as an egress IP must be known
     /// before its blocks are leased. The tunnel's own port has no socket that could be found.
     fn occupied_blocks(&self) -> Vec<u16> {
-        let Ok(ports) = NodePorts::read() else { return Vec::new() };
+        let Some(ports) = &self.node_ports else { return Vec::new() };
         let links = self.links.current();
         let addresses = links.links.values().flat_map(|link| &link.addresses).map(ipnet::IpNet::addr);
         let free: Vec<BTreeSet<u16>> = addresses.map(|address| ports.free_blocks(address)).collect();

@@ -108,16 +108,26 @@ impl Own {
 
     /// The object or record of a target as it is on disk.
     pub(super) fn load(&self, target: &ObjectRef) -> io::Result<Option<Value>> {
+        self.read(target)?.map(|text| self.parse(target, &text)).transpose()
+    }
+
+    /// The text of its file.
+    pub(super) fn read(&self, target: &ObjectRef) -> io::Result<Option<Vec<u8>>> {
         match fs::read(self.path(target)) {
-            Ok(text) => serde_saphyr::from_slice(&text).map(Some).map_err(|error| {
-                io::Error::new(
-                    io::ErrorKind::InvalidData,
-                    format!("{} is not YAML, remove it: {error}", self.path(target).display()),
-                )
-            }),
+            Ok(text) => Ok(Some(text)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         }
+    }
+
+    /// The object or record that such a text stands for.
+    pub(super) fn parse(&self, target: &ObjectRef, text: &[u8]) -> io::Result<Value> {
+        serde_saphyr::from_slice(text).map_err(|error| {
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("{} is not YAML, remove it: {error}", self.path(target).display()),
+            )
+        })
     }
 
     /// Every object and record on disk with the version of its file. Sorted.

@@ -41,7 +41,8 @@ pub(super) enum Look {
 
 struct OwnFile {
     stamp: Option<Stamp>,
-    young: bool,
+    /// What was in it when it was read, if it was young then.
+    young: Option<Vec<u8>>,
     /// The last good version.
     content: Option<Content>,
     /// What is wrong with the version on disk.
@@ -124,7 +125,7 @@ impl Scanner {
         }
     }
 
-    /// Reads what changed of what Spillway writes.
+    /// Reads what changed of what Spillway writes. Writers wait for that, but not until it is understood.
     fn scan_own(&mut self, files: &Files) -> io::Result<()> {
         let own = &files.own;
         let lock = own.shared()?;
@@ -138,12 +139,26 @@ impl Scanner {
         .into_iter()
         .collect();
         self.own.retain(|target, _| listing.contains_key(target));
+        let mut read = Vec::new();
         for (target, stamp) in listing {
-            if self.own.get(&target).is_some_and(|file| file.stamp == Some(stamp) && !file.young) {
+            if self.own.get(&target).is_some_and(|file| file.stamp == Some(stamp) && file.young.is_none()) {
                 continue;
             }
-            let young = SystemTime::now().duration_since(stamp.modified).is_ok_and(|age| age < YOUNG);
-            let file = match own.load(&target).and_then(|value| content(&target, value)) {
+            let is_young = SystemTime::now().duration_since(stamp.modified).is_ok_and(|age| age < YOUNG);
+            read.push((own.read(&target), target, stamp, is_young));
+        }
+        drop(lock);
+        for (text, target, stamp, is_young) in read {
+            let young = text.as_ref().ok().cloned().flatten().filter(|_| is_young);
+            if let (Some(file), Ok(Some(text))) = (self.own.get_mut(&target), &text)
+                && file.stamp == Some(stamp)
+                && file.young.as_ref() == Some(text)
+            {
+                file.young = young;
+                continue;
+            }
+            let value = text.and_then(|text| text.map(|text| own.parse(&target, &text)).transpose());
+            let file = match value.and_then(|value| content(&target, value)) {
                 Ok(Some(content)) => OwnFile { stamp: Some(stamp), young, content: Some(content), problem: None },
                 Ok(None) => {
                     self.own.remove(&target);
@@ -159,7 +174,6 @@ impl Scanner {
             };
             self.own.insert(target, file);
         }
-        drop(lock);
         Ok(())
     }
 
@@ -178,7 +192,7 @@ impl Scanner {
                     Ok(Some(made)) => {
                         let made = Record::new(&made);
                         let content = Some(Content::Record(made.clone()));
-                        self.own.insert(target.clone(), OwnFile { stamp: None, young: true, content, problem: None });
+                        self.own.insert(target.clone(), OwnFile { stamp: None, young: None, content, problem: None });
                         record = Some(made);
                     }
                     Ok(None) => {}
