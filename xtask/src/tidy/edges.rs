@@ -11,7 +11,7 @@ const SOURCES: &str = "egress-daemon/src";
 
 /// Modules that compute and do nothing else.
 const PURE: [&str; 5] = ["health", "model", "plan", "snapshot", "translate"];
-const NOT_PURE: [&str; 30] = [
+const NOT_PURE: [&str; 29] = [
     "aya",
     "axum",
     "crate::agent",
@@ -30,7 +30,6 @@ const NOT_PURE: [&str; 30] = [
     "libc",
     "netlink_packet_route",
     "nix",
-    "notify",
     "rtnetlink",
     "std::env",
     "std::fs",

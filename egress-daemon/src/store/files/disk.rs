@@ -10,9 +10,17 @@ use std::{fs, io};
 /// How deep the directory is followed.
 const MAX_DEPTH: usize = 16;
 
-/// All files that people write, relative to the directory. Hidden ones are left out.
-pub(super) fn listing(directory: &Path) -> io::Result<BTreeMap<PathBuf, Stamp>> {
-    fn walk(root: &Path, directory: &Path, depth: usize, found: &mut BTreeMap<PathBuf, Stamp>) -> io::Result<()> {
+/// All files that people write, relative to the directory. Hidden ones are left out. Each directory is told to `meet`
+/// before what is in it is read.
+pub(super) fn listing(directory: &Path, meet: &mut dyn FnMut(&Path)) -> io::Result<BTreeMap<PathBuf, Stamp>> {
+    fn walk(
+        root: &Path,
+        directory: &Path,
+        depth: usize,
+        meet: &mut dyn FnMut(&Path),
+        found: &mut BTreeMap<PathBuf, Stamp>,
+    ) -> io::Result<()> {
+        meet(directory);
         for entry in fs::read_dir(directory)? {
             let entry = entry?;
             let path = entry.path();
@@ -22,7 +30,7 @@ pub(super) fn listing(directory: &Path) -> io::Result<BTreeMap<PathBuf, Stamp>> 
             // What vanishes while it is looked at is not there.
             let Ok(metadata) = fs::metadata(&path) else { continue };
             if metadata.is_dir() && depth < MAX_DEPTH {
-                match walk(root, &path, depth + 1, found) {
+                match walk(root, &path, depth + 1, meet, found) {
                     Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                     walked => walked?,
                 }
@@ -36,7 +44,7 @@ pub(super) fn listing(directory: &Path) -> io::Result<BTreeMap<PathBuf, Stamp>> 
         Ok(())
     }
     let mut found = BTreeMap::new();
-    walk(directory, directory, 0, &mut found)?;
+    walk(directory, directory, 0, meet, &mut found)?;
     Ok(found)
 }
 

@@ -4,6 +4,7 @@
 #[cfg(test)]
 mod damage_tests;
 mod disk;
+mod notices;
 mod own;
 mod packed;
 mod parse;
@@ -20,13 +21,15 @@ use super::kind::Erased;
 use super::view::View;
 use super::{Backend, Key, Kind, Note, Problem, Store, StoreError, Write};
 use futures::future::BoxFuture;
-use notify::{Event, EventKind, RecommendedWatcher, RecursiveMode, Watcher, event::AccessKind, event::AccessMode};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use own::Own;
 use parse::Parser;
 use scan::{Look, Scanner};
 use serde_json::Value;
+use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::mpsc;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use tokio::sync::{oneshot, watch};
@@ -49,19 +52,9 @@ pub struct Files {
     /// Held while the directory is looked at and while a write is put into the view, so that the view never goes back.
     order: Mutex<()>,
     changes: watch::Sender<u64>,
-    wake: mpsc::Sender<Wake>,
-}
-
-/// Why the directory is looked at.
-#[derive(Debug)]
-enum Wake {
-    /// Files of Spillway's changed.
-    Own,
-    /// Files of people changed, perhaps others too.
-    Any,
-    /// Somebody waits for a look at Spillway's files.
-    Waiting(oneshot::Sender<()>),
-    Stop,
+    /// Where those are told to who waits for a look at Spillway's files, and what wakes the thread that looks.
+    waiting: mpsc::Sender<oneshot::Sender<()>>,
+    bell: Arc<EventFd>,
 }
 
 /// Why a directory cannot be a store.
@@ -91,10 +84,8 @@ impl Files {
     /// written; what is broken is among [`Store::problems`]. Its cache follows the directory until the last clone of
     /// the store is dropped.
     pub fn open(directory: &Path) -> Result<Store, OpenError> {
-        let (files, woken) = Self::prepare(directory)?;
-        // Watching starts before the first look, so that no change falls between them.
-        let watcher = files.watch();
-        let mut scanner = Scanner::default();
+        let (files, waiting) = Self::prepare(directory)?;
+        let mut scanner = Scanner::with_notices(&files.directory);
         let start = Instant::now();
         let mut again = scanner.scan(&files, Look::Everywhere);
         while let Some(until) = again.filter(|_| start.elapsed() < OPEN_WAIT) {
@@ -102,10 +93,10 @@ impl Files {
             again = scanner.scan(&files, Look::Everywhere);
         }
         scanner.forget_good(&files);
-        let weak = Arc::downgrade(&files);
+        let (weak, bell) = (Arc::downgrade(&files), files.bell.clone());
         std::thread::Builder::new()
             .name("store".to_owned())
-            .spawn(move || follow(&weak, scanner, again, &woken, watcher))
+            .spawn(move || follow(&weak, scanner, again, &bell, &waiting))
             .map_err(OpenError::Thread)?;
         Ok(Store::new(Arc::new(files)))
     }
@@ -116,14 +107,16 @@ impl Files {
     }
 
     /// A store that has not looked yet, and where it will be woken.
-    fn prepare(directory: &Path) -> Result<(Arc<Self>, mpsc::Receiver<Wake>), OpenError> {
+    fn prepare(directory: &Path) -> Result<(Arc<Self>, mpsc::Receiver<oneshot::Sender<()>>), OpenError> {
         Self::check(directory)?;
         // Links in the path are followed each time: where they lead may change, or be cut.
         let absolute = std::path::absolute(directory).ok().filter(|path| path.is_dir());
         let directory = absolute.ok_or_else(|| OpenError::NotADirectory(directory.to_owned()))?;
         let own = Own::open(directory.join(".spillway"))
             .map_err(|error| OpenError::NotWritable { directory: directory.clone(), error })?;
-        let (wake, woken) = mpsc::channel();
+        let bell = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
+        let bell = Arc::new(bell.map_err(|error| OpenError::Thread(error.into()))?);
+        let (waiting, receiver) = mpsc::channel();
         let files = Files {
             parser: Parser::new()?,
             own,
@@ -131,13 +124,20 @@ impl Files {
             view: Mutex::default(),
             order: Mutex::default(),
             changes: watch::Sender::new(0),
-            wake,
+            waiting,
+            bell,
         };
-        Ok((Arc::new(files), woken))
+        Ok((Arc::new(files), receiver))
     }
 
     fn view(&self) -> MutexGuard<'_, View> {
         self.view.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wakes the thread that looks at the directory.
+    fn ring(&self) {
+        // It fails only where it has rung often enough.
+        self.bell.write(1).ok();
     }
 
     /// Changes the view, and tells the readers if that made a difference.
@@ -146,59 +146,12 @@ impl Files {
             self.changes.send_modify(|count| *count = count.wrapping_add(1));
         }
     }
-
-    fn watch(&self) -> Option<RecommendedWatcher> {
-        let wake = self.wake.clone();
-        let own = self.own.root().to_owned();
-        let watcher = notify::recommended_watcher(move |event: notify::Result<Event>| {
-            let reason = match event {
-                Ok(event) if !matters(&event) => return,
-                Ok(event) if !event.paths.is_empty() && event.paths.iter().all(|path| path.starts_with(&own)) => {
-                    Wake::Own
-                }
-                _ => Wake::Any,
-            };
-            // Without a receiver the store is gone, and nobody needs the notice.
-            wake.send(reason).ok();
-        })
-        .and_then(|mut watcher| {
-            watcher.watch(&self.directory, RecursiveMode::Recursive)?;
-            Ok(watcher)
-        });
-        match watcher {
-            Ok(watcher) => Some(watcher),
-            Err(error) => {
-                tracing::warn!(
-                    directory = %self.directory.display(), %error,
-                    "no notices of changes (raise fs.inotify.max_user_watches?): looking every {POLL:?} instead"
-                );
-                None
-            }
-        }
-    }
 }
 
 impl Drop for Files {
     fn drop(&mut self) {
-        // Without a receiver the thread has ended already.
-        self.wake.send(Wake::Stop).ok();
+        self.ring();
     }
-}
-
-/// Whether an event may stand for a change of an object. Opening and reading do not, nor do the lock and files that are
-/// about to be renamed.
-fn matters(event: &Event) -> bool {
-    let kind = match event.kind {
-        EventKind::Access(AccessKind::Close(AccessMode::Write)) => true,
-        EventKind::Access(_) => false,
-        _ => true,
-    };
-    let hidden = |path: &PathBuf| {
-        let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
-        name.starts_with('.') && name.ends_with(".tmp")
-            || name == "lock" && path.parent().is_some_and(|p| p.ends_with(".spillway"))
-    };
-    kind && (event.need_rescan() || event.paths.is_empty() || !event.paths.iter().all(hidden))
 }
 
 /// The thread that keeps the view up to date.
@@ -206,36 +159,41 @@ fn follow(
     files: &Weak<Files>,
     mut scanner: Scanner,
     mut again: Option<Instant>,
-    woken: &mpsc::Receiver<Wake>,
-    watcher: Option<RecommendedWatcher>,
+    bell: &EventFd,
+    waiting: &mpsc::Receiver<oneshot::Sender<()>>,
 ) {
-    let backstop = if watcher.is_some() { BACKSTOP } else { POLL };
+    let mut whole = Instant::now();
     loop {
-        let pause = again.map_or(backstop, |again| again.saturating_duration_since(Instant::now()).min(backstop));
-        let first = match woken.recv_timeout(pause) {
-            Ok(wake) => {
-                std::thread::sleep(GATHER);
-                wake
-            }
-            Err(RecvTimeoutError::Timeout) => Wake::Any,
-            Err(RecvTimeoutError::Disconnected) => return,
-        };
-        let (mut all, mut waiting) = (again.is_some_and(|again| again <= Instant::now()), Vec::new());
-        for wake in [first].into_iter().chain(woken.try_iter()) {
-            match wake {
-                Wake::Own => {}
-                Wake::Any => all = true,
-                Wake::Waiting(done) => waiting.push(done),
-                Wake::Stop => return,
-            }
+        let backstop = whole + if scanner.notices().is_some() { BACKSTOP } else { POLL };
+        let until = again.map_or(backstop, |again| again.min(backstop));
+        if wait(bell, scanner.notices(), until) {
+            std::thread::sleep(GATHER);
         }
+        let everywhere = Instant::now() >= until;
+        let waiting: Vec<_> = waiting.try_iter().collect();
         let Some(files) = files.upgrade() else { return };
-        again = scanner.scan(&files, if all { Look::Everywhere } else { Look::Own });
+        again = scanner.scan(&files, if everywhere { Look::Everywhere } else { Look::Noticed });
+        if everywhere {
+            whole = Instant::now();
+        }
         for done in waiting {
             // Without a receiver nobody waits any more.
             done.send(()).ok();
         }
     }
+}
+
+/// Waits until the bell rings or something is noticed; whether that was before a time.
+fn wait(bell: &EventFd, notices: Option<&notices::Notices>, until: Instant) -> bool {
+    let mut fds = vec![PollFd::new(bell.as_fd(), PollFlags::POLLIN)];
+    fds.extend(notices.map(|notices| PollFd::new(notices.as_fd(), PollFlags::POLLIN)));
+    let left = until.saturating_duration_since(Instant::now());
+    // Rounded up, or the last part of a millisecond is spent in a loop.
+    let timeout = PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX);
+    let woken = poll(&mut fds, timeout).is_ok_and(|ready| ready > 0);
+    // Nothing is there to be read if it did not ring.
+    bell.read().ok();
+    woken
 }
 
 /// A shared handle to the directory; writes need their own to outlive the caller.
@@ -268,7 +226,8 @@ impl Backend for Arc<Files> {
 
     fn refresh(&self) -> BoxFuture<'static, ()> {
         let (done, waiting) = oneshot::channel();
-        let sent = self.wake.send(Wake::Waiting(done)).is_ok();
+        let sent = self.waiting.send(done).is_ok();
+        self.ring();
         Box::pin(async move {
             if sent {
                 // Without a sender the store is closing.

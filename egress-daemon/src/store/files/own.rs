@@ -11,6 +11,7 @@ use crate::store::{Key, Kind, ObjectRef};
 use nix::fcntl::{Flock, FlockArg};
 use serde_json::Value;
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::MetadataExt;
@@ -40,19 +41,26 @@ impl Own {
     /// Makes what is missing below a directory that is there. One that was cut off is not made anew: in an empty one of its
     /// own, a process would hold every lease.
     pub(super) fn open(root: PathBuf) -> io::Result<Self> {
-        let kinds = Kind::ALL.into_iter().filter(|kind| !kind.is_users()).map(|kind| root.join(kind.name()));
-        let status = root.join("status");
-        let records = Kind::ALL.into_iter().filter(|kind| kind.has_our_status());
-        let records = records.map(|kind| status.join(kind.name()));
-        for directory in [root.clone(), root.join("good"), status.clone()].into_iter().chain(kinds).chain(records) {
+        let own = Own { root };
+        let above = [own.root.clone(), own.root.join("good"), own.root.join("status")];
+        for directory in above.into_iter().chain(own.directories().map(|(_, directory)| directory)) {
             match fs::create_dir(&directory) {
                 Err(error) if !directory.is_dir() => return Err(error),
                 _ => {}
             }
         }
-        let own = Own { root };
         drop(own.lock_file()?);
         Ok(own)
+    }
+
+    /// The directories that hold objects and records, with the kind of those in them.
+    pub(super) fn directories(&self) -> impl Iterator<Item = (Kind, PathBuf)> {
+        let kinds = Kind::ALL.into_iter().filter(|kind| !kind.is_users() || kind.has_our_status());
+        kinds.map(|kind| (kind, self.directory(kind)))
+    }
+
+    fn directory(&self, kind: Kind) -> PathBuf {
+        if kind.is_users() { self.root.join("status").join(kind.name()) } else { self.root.join(kind.name()) }
     }
 
     pub(super) fn root(&self) -> &Path {
@@ -101,9 +109,7 @@ impl Own {
 
     /// The file of an object that Spillway writes, or of the record of one that a person writes.
     pub(super) fn path(&self, target: &ObjectRef) -> PathBuf {
-        let kind = target.kind.name();
-        let directory = if target.kind.is_users() { self.root.join("status").join(kind) } else { self.root.join(kind) };
-        directory.join(format!("{}.yaml", target.key.name))
+        self.directory(target.kind).join(format!("{}.yaml", target.key.name))
     }
 
     /// The object or record of a target as it is on disk.
@@ -133,18 +139,11 @@ impl Own {
     /// Every object and record on disk with the version of its file. Sorted.
     pub(super) fn listing(&self) -> io::Result<Vec<(ObjectRef, Stamp)>> {
         let mut found = Vec::new();
-        for kind in Kind::ALL.into_iter().filter(|kind| !kind.is_users() || kind.has_our_status()) {
-            let sample = ObjectRef { kind, key: Key::cluster("x") };
-            let Some(directory) = self.path(&sample).parent().map(Path::to_owned) else { continue };
+        for (kind, directory) in self.directories() {
             for entry in fs::read_dir(directory)? {
                 let entry = entry?;
-                let name = entry.file_name();
-                let Some(name) = name.to_str().and_then(|name| name.strip_suffix(".yaml")) else { continue };
-                if name.starts_with('.') {
-                    continue;
-                }
-                if let Ok(stamp) = stamp(&entry.path()) {
-                    found.push((ObjectRef { kind, key: Key::cluster(name) }, stamp));
+                if let (Some(target), Ok(stamp)) = (target(kind, &entry.file_name()), stamp(&entry.path())) {
+                    found.push((target, stamp));
                 }
             }
         }
@@ -195,6 +194,12 @@ impl Locked {
         self.0.write_all(format!("{next}\n").as_bytes())?;
         Ok(next)
     }
+}
+
+/// The object or record that a file is for, in the directory of its kind.
+pub(super) fn target(kind: Kind, file: &OsStr) -> Option<ObjectRef> {
+    let name = file.to_str()?.strip_suffix(".yaml").filter(|name| !name.starts_with('.'))?;
+    Some(ObjectRef { kind, key: Key::cluster(name) })
 }
 
 /// The version of a file on disk.

@@ -1,10 +1,11 @@
 //! Looks at the directory and brings the view up to date. Only files that changed are read.
 
-use super::Files;
 use super::disk::{Disk, listing};
-use super::own::Own;
+use super::notices::Notices;
+use super::own::{self, Own};
 use super::record::{Record, make_record, merge, version};
 use super::user::{Now, Stamp, UserFiles};
+use super::{Files, POLL};
 use crate::store::view::Item;
 use crate::store::{Key, Kind, ObjectRef, Problem};
 use serde_json::Value;
@@ -28,14 +29,16 @@ pub(super) struct Scanner {
     again: Option<Duration>,
     /// Why the files of people cannot be listed.
     unlisted: Option<Problem>,
+    /// What the kernel tells, if it does.
+    notices: Option<Notices>,
 }
 
 /// Where to look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Look {
-    /// At what Spillway writes.
-    Own,
-    /// At what people write, too.
+    /// At what was noticed; without notices, at all that Spillway writes.
+    Noticed,
+    /// At everything.
     Everywhere,
 }
 
@@ -64,19 +67,35 @@ impl Default for Scanner {
             merged: BTreeMap::new(),
             again: None,
             unlisted: None,
+            notices: None,
         }
     }
 }
 
 impl Scanner {
-    /// Brings the view up to date; returns when to look everywhere although nothing is notified.
+    /// One that the kernel tells of changes, if it can.
+    pub(super) fn with_notices(directory: &Path) -> Self {
+        let mut scanner = Scanner::default();
+        match Notices::open() {
+            Ok(notices) => scanner.notices = Some(notices),
+            Err(error) => not_noticed(directory, &error),
+        }
+        scanner
+    }
+
+    pub(super) fn notices(&self) -> Option<&Notices> {
+        self.notices.as_ref()
+    }
+
+    /// Brings the view up to date; returns when to look everywhere although nothing is noticed.
     pub(super) fn scan(&mut self, files: &Files, look: Look) -> Option<Instant> {
         let _order = files.order.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut problems = Vec::new();
-        if let Err(error) = self.scan_own(files) {
+        let users = self.scan_own(files, look).unwrap_or_else(|error| {
             problems.push(unreadable(Path::new(".spillway"), &error));
-        }
-        if look == Look::Everywhere {
+            true
+        });
+        if users || look == Look::Everywhere {
             self.scan_users(files);
         }
         problems.extend(self.unlisted.clone());
@@ -105,8 +124,19 @@ impl Scanner {
 
     /// Reads what changed of what people write.
     fn scan_users(&mut self, files: &Files) {
-        match listing(&files.directory) {
+        let mut followed = Ok(());
+        let mut follow = |directory: &Path| {
+            if let (Some(notices), true) = (&mut self.notices, followed.is_ok()) {
+                followed = notices.follow(directory);
+            }
+        };
+        let listing = listing(&files.directory, &mut follow);
+        self.go_on_without(files, followed);
+        match listing {
             Ok(listing) => {
+                if let Some(notices) = &mut self.notices {
+                    notices.forget_others();
+                }
                 let now = Now { monotonic: self.start.elapsed(), wall: SystemTime::now() };
                 self.again = self.user.update(&listing, now, &files.parser, &Disk(files)).again;
                 self.unlisted = None;
@@ -118,6 +148,14 @@ impl Scanner {
         }
     }
 
+    /// Goes on without notices where the kernel does not follow all directories.
+    fn go_on_without(&mut self, files: &Files, followed: io::Result<()>) {
+        if let Err(error) = followed {
+            not_noticed(&files.directory, &error);
+            self.notices = None;
+        }
+    }
+
     /// Forgets the last good versions of files that vanished while no process looked.
     pub(super) fn forget_good(&self, files: &Files) {
         if let Err(error) = files.own.keep_good_of(self.user.files()) {
@@ -125,28 +163,28 @@ impl Scanner {
         }
     }
 
-    /// Reads what changed of what Spillway writes. Writers wait for that, but not until it is understood.
-    fn scan_own(&mut self, files: &Files) -> io::Result<()> {
+    /// Reads what changed of what Spillway writes; whether files of people have changed, too. Writers wait for the reading,
+    /// not until it is understood.
+    fn scan_own(&mut self, files: &Files, look: Look) -> io::Result<bool> {
         let own = &files.own;
         let lock = own.shared()?;
-        let listing: BTreeMap<ObjectRef, Stamp> = match own.listing() {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                Own::open(own.root().to_owned())?;
-                own.listing()?
+        let noticed = self.notices.as_mut().map(Notices::take);
+        let users = noticed.as_ref().is_some_and(|noticed| noticed.users || noticed.lost);
+        let changed: Vec<(ObjectRef, Stamp)> = match noticed {
+            Some(noticed) if look == Look::Noticed && !noticed.lost => {
+                let on_disk = |target: &ObjectRef| own::stamp(&own.path(target));
+                let (there, gone): (Vec<_>, Vec<_>) =
+                    noticed.own.into_iter().map(|target| (on_disk(&target), target)).partition(|(s, _)| s.is_ok());
+                gone.iter().for_each(|(_, target)| drop(self.own.remove(target)));
+                there.into_iter().filter_map(|(stamp, target)| Some((target, stamp.ok()?))).collect()
             }
-            listing => listing?,
-        }
-        .into_iter()
-        .collect();
-        self.own.retain(|target, _| listing.contains_key(target));
-        let mut read = Vec::new();
-        for (target, stamp) in listing {
-            if self.own.get(&target).is_some_and(|file| file.stamp == Some(stamp) && file.young.is_none()) {
-                continue;
-            }
-            let is_young = SystemTime::now().duration_since(stamp.modified).is_ok_and(|age| age < YOUNG);
-            read.push((own.read(&target), target, stamp, is_young));
-        }
+            _ => self.changed_of_all(files)?,
+        };
+        let age = |stamp: &Stamp| SystemTime::now().duration_since(stamp.modified);
+        let read: Vec<_> = changed
+            .into_iter()
+            .map(|(target, stamp)| (own.read(&target), target, stamp, age(&stamp).is_ok_and(|age| age < YOUNG)))
+            .collect();
         drop(lock);
         for (text, target, stamp, is_young) in read {
             let young = text.as_ref().ok().cloned().flatten().filter(|_| is_young);
@@ -174,7 +212,28 @@ impl Scanner {
             };
             self.own.insert(target, file);
         }
-        Ok(())
+        Ok(users)
+    }
+
+    /// Forgets what is gone of all that Spillway writes; returns what has another version than the one that was read.
+    fn changed_of_all(&mut self, files: &Files) -> io::Result<Vec<(ObjectRef, Stamp)>> {
+        let own = &files.own;
+        let mut followed = self.notices.as_mut().map_or(Ok(()), |notices| notices.follow_own(own));
+        let mut listing = match own.listing() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Own::open(own.root().to_owned())?;
+                followed = self.notices.as_mut().map_or(Ok(()), |notices| notices.follow_own(own));
+                own.listing()?
+            }
+            listing => listing?,
+        };
+        self.go_on_without(files, followed);
+        let there: BTreeSet<&ObjectRef> = listing.iter().map(|(target, _)| target).collect();
+        self.own.retain(|target, _| there.contains(target));
+        listing.retain(|(target, stamp)| {
+            self.own.get(target).is_none_or(|file| file.stamp != Some(*stamp) || file.young.is_some())
+        });
+        Ok(listing)
     }
 
     /// Joins the objects that people write with their records, and makes the records that are missing.
@@ -238,7 +297,7 @@ impl Scanner {
         for target in gone {
             let Ok(_lock) = files.own.exclusive() else { return };
             // Another process knows of an object that this one does not know yet, if the files differ by now.
-            if !listing(&files.directory).is_ok_and(|listing| self.user.is_current(&listing)) {
+            if !listing(&files.directory, &mut |_| {}).is_ok_and(|listing| self.user.is_current(&listing)) {
                 return;
             }
             if fs::remove_file(files.own.path(&target)).is_ok() {
@@ -246,6 +305,13 @@ impl Scanner {
             }
         }
     }
+}
+
+fn not_noticed(directory: &Path, error: &io::Error) {
+    tracing::warn!(
+        directory = %directory.display(), %error,
+        "no notices of changes (raise fs.inotify.max_user_watches and max_user_instances?): looking every {POLL:?} instead"
+    );
 }
 
 fn unreadable(file: &Path, error: &io::Error) -> Problem {

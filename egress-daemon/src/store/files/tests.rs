@@ -376,7 +376,7 @@ fn an_object_is_never_mistaken_for_its_next_generation() {
     assert_eq!(seen(&slow), seen(&quick));
     write("198.51.100.0/24", 50);
     quick_scanner.scan(&quick, Look::Everywhere);
-    slow_scanner.scan(&slow, Look::Own);
+    slow_scanner.scan(&slow, Look::Noticed);
     assert_eq!(seen(&slow), ("203.0.113.0/24".to_owned(), None), "a write made from this would be refused");
     slow_scanner.scan(&slow, Look::Everywhere);
     assert_eq!(seen(&slow), seen(&quick));
@@ -437,19 +437,6 @@ async fn a_leader_that_was_replaced_cannot_write() {
     store.replace(&lease).await.unwrap();
     assert!(matches!(guarded.create(&egress_ip("192.0.2.2")).await, Err(StoreError::Fenced(_))));
     store.guarded(Key::of(&lease), 2).create(&egress_ip("192.0.2.2")).await.unwrap();
-}
-
-#[test]
-fn notices_of_reading_and_of_temporary_files_do_not_count() {
-    use notify::event::{CreateKind, ModifyKind};
-    let event = |kind, path: &str| Event::new(kind).add_path(PathBuf::from(path));
-    let create = EventKind::Create(CreateKind::File);
-    assert!(matters(&event(create, "/d/web.yaml")));
-    assert!(matters(&event(EventKind::Modify(ModifyKind::Any), "/d/.spillway/Lease/a.yaml")));
-    assert!(matters(&event(EventKind::Access(AccessKind::Close(AccessMode::Write)), "/d/web.yaml")));
-    assert!(!matters(&event(EventKind::Access(AccessKind::Open(AccessMode::Any)), "/d/web.yaml")));
-    assert!(!matters(&event(create, "/d/.spillway/Lease/.12-3.tmp")));
-    assert!(!matters(&event(EventKind::Modify(ModifyKind::Any), "/d/.spillway/lock")));
 }
 
 #[test]

@@ -1,7 +1,6 @@
 //! Writes of one object, compared and swapped under the lock.
 
 use super::Files;
-use super::Wake;
 use super::parse::is_name;
 use super::record::{generation_content, store, time_now, uid, version};
 use crate::api::Violation;
@@ -115,8 +114,6 @@ impl Files {
             };
             self.update(|view| view.set(target.kind, target.key.clone(), item));
         }
-        // The file may have changed again since, by another process.
-        self.wake.send(Wake::Own).ok();
         Ok(whole)
     }
 }

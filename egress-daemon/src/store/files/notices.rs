@@ -1,0 +1,202 @@
+//! What the kernel tells of changes in the directory (inotify(7)). A notice is there before the rename that it is about
+//! returns, so that whoever reads the notices while it holds the lock misses none of what was written before.
+
+use super::own::{self, Own};
+use crate::store::{Kind, ObjectRef};
+use nix::errno::Errno;
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, InotifyEvent, WatchDescriptor};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
+
+/// What may stand for a change of an object. Opening and reading do not, which every look at the directory does.
+const USERS: AddWatchFlags = AddWatchFlags::IN_CREATE
+    .union(AddWatchFlags::IN_MODIFY)
+    .union(AddWatchFlags::IN_CLOSE_WRITE)
+    .union(AddWatchFlags::IN_ATTRIB)
+    .union(AddWatchFlags::IN_MOVE)
+    .union(AddWatchFlags::IN_DELETE)
+    .union(AddWatchFlags::IN_MOVE_SELF)
+    .union(AddWatchFlags::IN_DELETE_SELF);
+/// The same of Spillway's files, which are replaced by rename.
+const OWN: AddWatchFlags =
+    AddWatchFlags::IN_CLOSE_WRITE.union(AddWatchFlags::IN_MOVED_TO).union(AddWatchFlags::IN_DELETE);
+
+/// The notices of one directory.
+#[derive(Debug)]
+pub(super) struct Notices {
+    inotify: Inotify,
+    places: BTreeMap<WatchDescriptor, Place>,
+    /// The directories of people that were met since the last look began.
+    met: BTreeSet<WatchDescriptor>,
+}
+
+#[derive(Debug)]
+enum Place {
+    Users,
+    Own(Kind),
+}
+
+/// What changed.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Noticed {
+    /// Something of what people write.
+    pub(super) users: bool,
+    /// Of Spillway's.
+    pub(super) own: BTreeSet<ObjectRef>,
+    /// Notices were lost: anything may have changed.
+    pub(super) lost: bool,
+}
+
+impl Notices {
+    pub(super) fn open() -> io::Result<Self> {
+        let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
+        Ok(Notices { inotify, places: BTreeMap::new(), met: BTreeSet::new() })
+    }
+
+    /// Follows Spillway's directories, those that were made anew as well.
+    pub(super) fn follow_own(&mut self, own: &Own) -> io::Result<()> {
+        for (kind, directory) in own.directories() {
+            let watch = self.inotify.add_watch(&directory, OWN)?;
+            self.places.insert(watch, Place::Own(kind));
+        }
+        Ok(())
+    }
+
+    /// Follows a directory of people's. It must be told before what is in it is listed.
+    pub(super) fn follow(&mut self, directory: &Path) -> io::Result<()> {
+        match self.inotify.add_watch(directory, USERS) {
+            Ok(watch) => {
+                self.places.insert(watch, Place::Users);
+                self.met.insert(watch);
+                Ok(())
+            }
+            // It is not there any more: whatever made it go is noticed.
+            Err(Errno::ENOENT | Errno::ENOTDIR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Follows no directory any more that was not told again since this was called last.
+    pub(super) fn forget_others(&mut self) {
+        let met = std::mem::take(&mut self.met);
+        let inotify = &self.inotify;
+        self.places.retain(|watch, place| {
+            let stays = matches!(place, Place::Own(_)) || met.contains(watch);
+            if !stays {
+                // The kernel may have forgotten it already.
+                inotify.rm_watch(*watch).ok();
+            }
+            stays
+        });
+    }
+
+    /// What was noticed since the last call.
+    pub(super) fn take(&mut self) -> Noticed {
+        let mut noticed = Noticed::default();
+        loop {
+            match self.inotify.read_events() {
+                Ok(events) => events.iter().for_each(|event| self.sort(event, &mut noticed)),
+                Err(Errno::EINTR) => {}
+                Err(Errno::EAGAIN) => return noticed,
+                Err(_) => {
+                    noticed.lost = true;
+                    return noticed;
+                }
+            }
+        }
+    }
+
+    fn sort(&mut self, event: &InotifyEvent, noticed: &mut Noticed) {
+        let name = event.name.as_deref();
+        match self.places.get(&event.wd) {
+            _ if event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW) => noticed.lost = true,
+            _ if event.mask.contains(AddWatchFlags::IN_IGNORED) => {
+                noticed.lost |= self.places.remove(&event.wd).is_some();
+            }
+            Some(Place::Own(kind)) => noticed.own.extend(name.and_then(|name| own::target(*kind, name))),
+            Some(Place::Users) => noticed.users |= !name.is_some_and(is_temporary),
+            None => {}
+        }
+    }
+}
+
+impl AsFd for Notices {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.inotify.as_fd()
+    }
+}
+
+/// Whether a file is about to be renamed.
+fn is_temporary(name: &OsStr) -> bool {
+    let name = name.as_encoded_bytes();
+    name.starts_with(b".") && name.ends_with(b".tmp")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::Key;
+    use std::fs;
+
+    /// A directory that is followed, with what Spillway writes in it.
+    fn followed() -> (tempfile::TempDir, Own, Notices) {
+        let dir = tempfile::tempdir().unwrap();
+        let own = Own::open(dir.path().join(".spillway")).unwrap();
+        let mut notices = Notices::open().unwrap();
+        notices.follow_own(&own).unwrap();
+        notices.follow(dir.path()).unwrap();
+        (dir, own, notices)
+    }
+
+    #[test]
+    fn reading_temporary_files_and_the_lock_are_not_noticed() {
+        let (dir, own, mut notices) = followed();
+        fs::write(dir.path().join("web.yaml"), "a").unwrap();
+        assert_eq!(notices.take(), Noticed { users: true, ..Noticed::default() });
+        fs::read(dir.path().join("web.yaml")).unwrap();
+        fs::read_dir(dir.path()).unwrap().for_each(drop);
+        own.listing().unwrap();
+        fs::write(dir.path().join(".web.tmp"), "a").unwrap();
+        fs::write(dir.path().join(".spillway/Lease/.12-3.tmp"), "a").unwrap();
+        own.exclusive().unwrap().next_version(0).unwrap();
+        assert_eq!(notices.take(), Noticed::default());
+        fs::rename(dir.path().join(".web.tmp"), dir.path().join("web.yaml")).unwrap();
+        assert!(notices.take().users);
+    }
+
+    #[test]
+    fn what_spillway_writes_is_noticed_by_name_and_so_is_its_end() {
+        let (_dir, own, mut notices) = followed();
+        let of = |kind, name: &str| ObjectRef { kind, key: Key::cluster(name) };
+        let all = [of(Kind::EgressIP, "192.0.2.1"), of(Kind::EgressGatewayPolicy, "web")];
+        for target in &all {
+            own.replace(&own.path(target), b"a").unwrap();
+        }
+        assert_eq!(notices.take(), Noticed { own: all.clone().into(), ..Noticed::default() });
+        fs::remove_file(own.path(&all[1])).unwrap();
+        assert_eq!(notices.take().own, [all[1].clone()].into());
+    }
+
+    #[test]
+    fn a_directory_that_went_is_not_followed_and_one_of_spillways_own_is_missed() {
+        let (dir, _own, mut notices) = followed();
+        let (below, elsewhere) = (dir.path().join("below"), tempfile::tempdir().unwrap());
+        fs::create_dir(&below).unwrap();
+        notices.follow(&below).unwrap();
+        notices.forget_others();
+        notices.take();
+        fs::write(below.join("web.yaml"), "a").unwrap();
+        assert!(notices.take().users, "the one that was told last is followed");
+        fs::rename(&below, elsewhere.path().join("below")).unwrap();
+        notices.follow(dir.path()).unwrap();
+        notices.forget_others();
+        notices.take();
+        fs::write(elsewhere.path().join("below/web.yaml"), "b").unwrap();
+        assert_eq!(notices.take(), Noticed::default());
+        fs::remove_dir(dir.path().join(".spillway/Lease")).unwrap();
+        assert!(notices.take().lost);
+    }
+}
