@@ -84,7 +84,7 @@ fn bench(args: &Args) -> Result<()> {
     if args.scale {
         return scale::run();
     }
-    let binaries = build::binaries(false)?;
+    let binaries = build::binaries(!args.quick)?;
     if args.programs {
         return only_programs(args, &binaries);
     }

@@ -1,8 +1,9 @@
 //! Looks at the directory and brings the view up to date. Only files that changed are read.
 
 use super::disk::{Disk, listing};
-use super::notices::Notices;
+use super::notices::{Noticed, Notices};
 use super::own::{self, Own};
+use super::parse::Parsed;
 use super::record::{Record, make_record, merge, version};
 use super::user::{Now, Stamp, UserFiles};
 use super::{Files, POLL};
@@ -17,6 +18,8 @@ use std::{fs, io};
 /// A file of Spillway's that is younger than this when it is read may be replaced once more within the resolution of
 /// its time stamp, so that it is read again at the next look.
 const YOUNG: Duration = Duration::from_millis(50);
+/// So many times what was noticed while files were read is read too, before writers have to wait.
+const ROUNDS: usize = 8;
 
 /// What is known of the directory.
 pub(super) struct Scanner {
@@ -29,6 +32,8 @@ pub(super) struct Scanner {
     again: Option<Duration>,
     /// Why the files of people cannot be listed.
     unlisted: Option<Problem>,
+    /// Why an object cannot be joined with its record.
+    unregistered: Option<Problem>,
     /// What the kernel tells, if it does.
     notices: Option<Notices>,
 }
@@ -52,6 +57,53 @@ struct OwnFile {
     problem: Option<Problem>,
 }
 
+impl OwnFile {
+    /// Whether this is what was read before.
+    fn is(&self, stamp: Stamp, bytes: &[u8]) -> bool {
+        self.stamp == Some(stamp) && self.young.as_deref() == Some(bytes)
+    }
+}
+
+/// The text of a file of Spillway's.
+struct Text {
+    stamp: Stamp,
+    bytes: Vec<u8>,
+    is_young: bool,
+}
+
+impl Text {
+    /// Nothing where there is no such file.
+    fn read(own: &Own, target: &ObjectRef) -> io::Result<Option<Self>> {
+        let read = || {
+            let stamp = own::stamp(&own.path(target))?;
+            let is_young = SystemTime::now().duration_since(stamp.modified).is_ok_and(|age| age < YOUNG);
+            Ok(own.read(target)?.map(|bytes| Text { stamp, bytes, is_young }))
+        };
+        read().or_else(|error: io::Error| if error.kind() == io::ErrorKind::NotFound { Ok(None) } else { Err(error) })
+    }
+}
+
+/// What a look at Spillway's files has found.
+struct Scanned {
+    /// Files of people have changed, too.
+    users: bool,
+    /// The files that were read; absent if it was a look at all of them.
+    changed: Option<Vec<Changed>>,
+}
+
+/// A file of Spillway's that was read again.
+struct Changed {
+    target: ObjectRef,
+    /// The object that it held before.
+    before: Option<Key>,
+}
+
+/// What is different in the view.
+enum Changes {
+    All(BTreeMap<Kind, BTreeMap<Key, Item>>),
+    Some(Vec<(Kind, Key, Option<Item>)>),
+}
+
 /// What a file of Spillway's holds.
 enum Content {
     Object(Key, Item),
@@ -67,6 +119,7 @@ impl Default for Scanner {
             merged: BTreeMap::new(),
             again: None,
             unlisted: None,
+            unregistered: None,
             notices: None,
         }
     }
@@ -90,36 +143,87 @@ impl Scanner {
     /// Brings the view up to date; returns when to look everywhere although nothing is noticed.
     pub(super) fn scan(&mut self, files: &Files, look: Look) -> Option<Instant> {
         let _order = files.order.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let mut problems = Vec::new();
-        let users = self.scan_own(files, look).unwrap_or_else(|error| {
-            problems.push(unreadable(Path::new(".spillway"), &error));
-            true
-        });
-        if users || look == Look::Everywhere {
+        let (scanned, unreadable_own) = match self.scan_own(files, look) {
+            Ok(scanned) => (scanned, None),
+            // What was noticed besides is not known.
+            Err(error) => (Scanned { users: true, changed: None }, Some(unreadable(Path::new(".spillway"), &error))),
+        };
+        let users = scanned.users || look == Look::Everywhere;
+        if users {
             self.scan_users(files);
         }
-        problems.extend(self.unlisted.clone());
+        let changes = match scanned.changed {
+            Some(changed) if !users => Changes::Some(self.changes(files, changed)),
+            _ => Changes::All(self.everything(files)),
+        };
+        let own = self.own.values().filter_map(|file| file.problem.as_ref());
+        let of_all = [&unreadable_own, &self.unlisted, &self.unregistered].into_iter().flatten();
+        let mut problems: Vec<Problem> = own.chain(of_all).chain(self.user.problems()).cloned().collect();
+        problems.sort();
+        files.update(|view| {
+            let mut changed = view.problems != problems;
+            view.problems = problems;
+            match changes {
+                Changes::All(items) => {
+                    for (kind, items) in items {
+                        changed |= view.set_all(kind, items);
+                    }
+                }
+                Changes::Some(items) => {
+                    for (kind, key, item) in items {
+                        changed |= view.set(kind, key, item);
+                    }
+                }
+            }
+            changed
+        });
+        self.again.map(|again| self.start + again)
+    }
+
+    /// All objects.
+    fn everything(&mut self, files: &Files) -> BTreeMap<Kind, BTreeMap<Key, Item>> {
         let mut items: BTreeMap<Kind, BTreeMap<Key, Item>> = Kind::ALL.map(|kind| (kind, BTreeMap::new())).into();
         for (target, file) in &self.own {
             if let Some(Content::Object(key, item)) = &file.content {
                 items.entry(target.kind).or_default().insert(key.clone(), item.clone());
             }
-            problems.extend(file.problem.clone());
         }
-        if let Err(error) = self.register(files, &mut items) {
-            problems.push(unreadable(Path::new(".spillway/status"), &error));
-        }
-        problems.extend(self.user.problems().iter().cloned());
-        problems.sort();
-        files.update(|view| {
-            let mut changed = view.problems != problems;
-            view.problems = problems;
-            for (kind, items) in items {
-                changed |= view.set_all(kind, items);
+        let there: BTreeSet<&ObjectRef> = self.user.objects().map(|parsed| &parsed.target).collect();
+        self.merged.retain(|target, _| there.contains(target));
+        self.unregistered = None;
+        for parsed in self.user.objects() {
+            match registered(files, &self.user, parsed, &mut self.own, &mut self.merged) {
+                Ok(item) => {
+                    items.entry(parsed.target.kind).or_default().insert(parsed.target.key.clone(), item);
+                }
+                Err(error) => self.unregistered = Some(unreadable(Path::new(".spillway/status"), &error)),
             }
-            changed
-        });
-        self.again.map(|again| self.start + again)
+        }
+        items
+    }
+
+    /// The objects whose file or record has changed.
+    fn changes(&mut self, files: &Files, changed: Vec<Changed>) -> Vec<(Kind, Key, Option<Item>)> {
+        let mut items = Vec::new();
+        for Changed { target, before } in changed {
+            if target.kind.is_users() {
+                let Some(parsed) = self.user.object(&target) else { continue };
+                match registered(files, &self.user, parsed, &mut self.own, &mut self.merged) {
+                    Ok(item) => items.push((target.kind, target.key, Some(item))),
+                    Err(error) => self.unregistered = Some(unreadable(Path::new(".spillway/status"), &error)),
+                }
+                continue;
+            }
+            let now = match self.own.get(&target).and_then(|file| file.content.as_ref()) {
+                Some(Content::Object(key, item)) => Some((key.clone(), item.clone())),
+                _ => None,
+            };
+            if let Some(gone) = before.filter(|before| now.as_ref().is_none_or(|(key, _)| key != before)) {
+                items.push((target.kind, gone, None));
+            }
+            items.extend(now.map(|(key, item)| (target.kind, key, Some(item))));
+        }
+        items
     }
 
     /// Reads what changed of what people write.
@@ -163,63 +267,84 @@ impl Scanner {
         }
     }
 
-    /// Reads what changed of what Spillway writes; whether files of people have changed, too. Writers wait for the reading,
-    /// not until it is understood.
-    fn scan_own(&mut self, files: &Files, look: Look) -> io::Result<bool> {
+    /// Reads what changed of what Spillway writes.
+    ///
+    /// Readers need no lock where they have notices: when none is left after the last file was read, each write that
+    /// returned before then has been read. So what is known never has a write without those before it. Without notices, or
+    /// where they do not end, writers wait for the reading; they never wait until it is understood.
+    fn scan_own(&mut self, files: &Files, look: Look) -> io::Result<Scanned> {
         let own = &files.own;
-        let lock = own.shared()?;
-        let noticed = self.notices.as_mut().map(Notices::take);
-        let users = noticed.as_ref().is_some_and(|noticed| noticed.users || noticed.lost);
-        let changed: Vec<(ObjectRef, Stamp)> = match noticed {
-            Some(noticed) if look == Look::Noticed && !noticed.lost => {
-                let on_disk = |target: &ObjectRef| own::stamp(&own.path(target));
-                let (there, gone): (Vec<_>, Vec<_>) =
-                    noticed.own.into_iter().map(|target| (on_disk(&target), target)).partition(|(s, _)| s.is_ok());
-                gone.iter().for_each(|(_, target)| drop(self.own.remove(target)));
-                there.into_iter().filter_map(|(stamp, target)| Some((target, stamp.ok()?))).collect()
-            }
-            _ => self.changed_of_all(files)?,
-        };
-        let age = |stamp: &Stamp| SystemTime::now().duration_since(stamp.modified);
-        let read: Vec<_> = changed
-            .into_iter()
-            .map(|(target, stamp)| (own.read(&target), target, stamp, age(&stamp).is_ok_and(|age| age < YOUNG)))
-            .collect();
-        drop(lock);
-        for (text, target, stamp, is_young) in read {
-            let young = text.as_ref().ok().cloned().flatten().filter(|_| is_young);
-            if let (Some(file), Ok(Some(text))) = (self.own.get_mut(&target), &text)
-                && file.stamp == Some(stamp)
-                && file.young.as_ref() == Some(text)
-            {
-                file.young = young;
-                continue;
-            }
-            let value = text.and_then(|text| text.map(|text| own.parse(&target, &text)).transpose());
-            let file = match value.and_then(|value| content(&target, value)) {
-                Ok(Some(content)) => OwnFile { stamp: Some(stamp), young, content: Some(content), problem: None },
-                Ok(None) => {
-                    self.own.remove(&target);
-                    continue;
-                }
-                Err(error) => {
-                    let path = own.path(&target);
-                    let path = path.strip_prefix(own.root().parent().unwrap_or(own.root())).unwrap_or(&path);
-                    let shown = || files.view().named(&target).map(|(key, item)| Content::Object(key, item));
-                    let last = self.own.remove(&target).and_then(|file| file.content).or_else(shown);
-                    OwnFile { stamp: Some(stamp), young, content: last, problem: Some(unreadable(path, &error)) }
-                }
+        let mut lock = if self.notices.is_none() { own.shared()? } else { None };
+        let mut noticed = self.notices.as_mut().map(Notices::take).unwrap_or_default();
+        let mut all = look == Look::Everywhere || self.notices.is_none();
+        let mut users = false;
+        let mut texts = BTreeMap::new();
+        for round in 0.. {
+            users |= noticed.users;
+            let changed = if noticed.lost || round == 0 && all {
+                all = true;
+                self.changed_of_all(files)?
+            } else {
+                std::mem::take(&mut noticed.own)
             };
-            self.own.insert(target, file);
+            for target in changed {
+                let text = Text::read(own, &target);
+                texts.insert(target, text);
+            }
+            noticed = self.notices.as_mut().map(Notices::take).unwrap_or_default();
+            if noticed == Noticed::default() {
+                break;
+            }
+            if round == ROUNDS {
+                lock = own.shared()?;
+            }
         }
-        Ok(users)
+        drop(lock);
+        let changed = texts.into_iter().map(|(target, text)| self.take(files, target, text)).collect();
+        Ok(Scanned { users, changed: (!all).then_some(changed) })
+    }
+
+    /// Understands what was read.
+    fn take(&mut self, files: &Files, target: ObjectRef, text: io::Result<Option<Text>>) -> Changed {
+        let own = &files.own;
+        let mut before = self.own.remove(&target);
+        let key = before.as_ref().and_then(|file| match &file.content {
+            Some(Content::Object(key, _)) => Some(key.clone()),
+            _ => None,
+        });
+        let changed = Changed { target: target.clone(), before: key };
+        let (stamp, young, content) = match text {
+            Ok(None) => return changed,
+            Ok(Some(Text { stamp, bytes, is_young })) => {
+                if let Some(same) = before.as_mut().filter(|file| file.is(stamp, &bytes)) {
+                    same.young = same.young.take().filter(|_| is_young);
+                    self.own.extend(before.map(|same| (target, same)));
+                    return changed;
+                }
+                let content = own.parse(&target, &bytes).and_then(|value| content(&target, value));
+                (Some(stamp), is_young.then_some(bytes), content)
+            }
+            Err(error) => (None, None, Err(error)),
+        };
+        let file = match content {
+            Ok(content) => OwnFile { stamp, young, content: Some(content), problem: None },
+            Err(error) => {
+                let path = own.path(&target);
+                let path = path.strip_prefix(own.root().parent().unwrap_or(own.root())).unwrap_or(&path);
+                let shown = || files.view().named(&target).map(|(key, item)| Content::Object(key, item));
+                let last = before.and_then(|file| file.content).or_else(shown);
+                OwnFile { stamp, young, content: last, problem: Some(unreadable(path, &error)) }
+            }
+        };
+        self.own.insert(target, file);
+        changed
     }
 
     /// Forgets what is gone of all that Spillway writes; returns what has another version than the one that was read.
-    fn changed_of_all(&mut self, files: &Files) -> io::Result<Vec<(ObjectRef, Stamp)>> {
+    fn changed_of_all(&mut self, files: &Files) -> io::Result<BTreeSet<ObjectRef>> {
         let own = &files.own;
         let mut followed = self.notices.as_mut().map_or(Ok(()), |notices| notices.follow_own(own));
-        let mut listing = match own.listing() {
+        let listing = match own.listing() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 Own::open(own.root().to_owned())?;
                 followed = self.notices.as_mut().map_or(Ok(()), |notices| notices.follow_own(own));
@@ -230,59 +355,10 @@ impl Scanner {
         self.go_on_without(files, followed);
         let there: BTreeSet<&ObjectRef> = listing.iter().map(|(target, _)| target).collect();
         self.own.retain(|target, _| there.contains(target));
-        listing.retain(|(target, stamp)| {
+        let changed = listing.into_iter().filter(|(target, stamp)| {
             self.own.get(target).is_none_or(|file| file.stamp != Some(*stamp) || file.young.is_some())
         });
-        Ok(listing)
-    }
-
-    /// Joins the objects that people write with their records, and makes the records that are missing.
-    fn register(&mut self, files: &Files, items: &mut BTreeMap<Kind, BTreeMap<Key, Item>>) -> io::Result<()> {
-        let mut failed = Ok(());
-        let mut merged = BTreeMap::new();
-        for parsed in self.user.objects() {
-            let target = &parsed.target;
-            let mut record = match self.own.get(target).map(|file| &file.content) {
-                Some(Some(Content::Record(record))) => Some(record.clone()),
-                _ => None,
-            };
-            if target.kind.has_our_status() && record.as_ref().is_none_or(|record| record.content != parsed.hash) {
-                match make_record(files, parsed, self.user.source(target)) {
-                    Ok(Some(made)) => {
-                        let made = Record::new(&made);
-                        let content = Some(Content::Record(made.clone()));
-                        self.own.insert(target.clone(), OwnFile { stamp: None, young: None, content, problem: None });
-                        record = Some(made);
-                    }
-                    Ok(None) => {}
-                    Err(error) => failed = Err(error),
-                }
-            }
-            let of_this = record.as_ref().is_some_and(|record| record.content == parsed.hash);
-            let version = match record.as_ref().and_then(|record| record.version) {
-                Some(version) if of_this => version.to_string(),
-                // The record is about another content, which another process has read: no number, so that no write made
-                // from this content is accepted, and that the view takes the other content later for what it is.
-                version => format!("{}.{}", parsed.hash, version.unwrap_or(0)),
-            };
-            let item = match self.merged.get(target) {
-                Some((hash, item)) if *hash == parsed.hash && item.version == version => item.clone(),
-                _ => match target.kind.decode(merge(parsed, record.as_ref(), &version)) {
-                    Ok(object) => Item { version, object },
-                    Err(error) => {
-                        failed = Err(io::Error::new(
-                            io::ErrorKind::InvalidData,
-                            format!("the record of {target} does not fit: {error}"),
-                        ));
-                        continue;
-                    }
-                },
-            };
-            items.entry(target.kind).or_default().insert(target.key.clone(), item.clone());
-            merged.insert(target.clone(), (parsed.hash.clone(), item));
-        }
-        self.merged = merged;
-        failed
+        Ok(changed.map(|(target, _)| target).collect())
     }
 
     /// Removes the records of objects that are gone.
@@ -307,6 +383,47 @@ impl Scanner {
     }
 }
 
+/// An object that a person writes, joined with its record, which is made if it is missing.
+fn registered(
+    files: &Files,
+    user: &UserFiles,
+    parsed: &Parsed,
+    own: &mut BTreeMap<ObjectRef, OwnFile>,
+    merged: &mut BTreeMap<ObjectRef, (String, Item)>,
+) -> io::Result<Item> {
+    let target = &parsed.target;
+    let is_current = match own.get(target).map(|file| &file.content) {
+        Some(Some(Content::Record(record))) => record.content == parsed.hash,
+        _ => false,
+    };
+    if target.kind.has_our_status()
+        && !is_current
+        && let Some(made) = make_record(files, parsed, user.source(target))?
+    {
+        let content = Some(Content::Record(Record::new(&made)));
+        own.insert(target.clone(), OwnFile { stamp: None, young: None, content, problem: None });
+    }
+    let record = match own.get(target).map(|file| &file.content) {
+        Some(Some(Content::Record(record))) => Some(record),
+        _ => None,
+    };
+    let version = match record.and_then(|record| record.version) {
+        Some(version) if record.is_some_and(|record| record.content == parsed.hash) => version.to_string(),
+        // The record is about another content, which another process has read: no number, so that no write made
+        // from this content is accepted, and that the view takes the other content later for what it is.
+        version => format!("{}.{}", parsed.hash, version.unwrap_or(0)),
+    };
+    if let Some((_, item)) = merged.get(target).filter(|(hash, item)| *hash == parsed.hash && item.version == version) {
+        return Ok(item.clone());
+    }
+    let does_not_fit =
+        |error| io::Error::new(io::ErrorKind::InvalidData, format!("the record of {target} does not fit: {error}"));
+    let object = target.kind.decode(merge(parsed, record, &version)).map_err(does_not_fit)?;
+    let item = Item { version, object };
+    merged.insert(target.clone(), (parsed.hash.clone(), item.clone()));
+    Ok(item)
+}
+
 fn not_noticed(directory: &Path, error: &io::Error) {
     tracing::warn!(
         directory = %directory.display(), %error,
@@ -325,10 +442,9 @@ fn unreadable(file: &Path, error: &io::Error) -> Problem {
     }
 }
 
-fn content(target: &ObjectRef, value: Option<Value>) -> io::Result<Option<Content>> {
-    let Some(mut value) = value else { return Ok(None) };
+fn content(target: &ObjectRef, mut value: Value) -> io::Result<Content> {
     if target.kind.is_users() {
-        return Ok(Some(Content::Record(Record::new(&value))));
+        return Ok(Content::Record(Record::new(&value)));
     }
     let invalid = |message: String| io::Error::new(io::ErrorKind::InvalidData, message);
     let version = version(&value).ok_or_else(|| invalid("metadata.resourceVersion is not a number".to_owned()))?;
@@ -338,5 +454,5 @@ fn content(target: &ObjectRef, value: Option<Value>) -> io::Result<Option<Conten
         &target.key.name,
     );
     let object = target.kind.decode(value).map_err(|error| invalid(error.to_string()))?;
-    Ok(Some(Content::Object(key, Item { version: version.to_string(), object })))
+    Ok(Content::Object(key, Item { version: version.to_string(), object }))
 }

@@ -333,6 +333,41 @@ async fn a_refreshed_store_shows_what_others_wrote_before() {
     }
 }
 
+/// Two objects are counted up by turns; whoever sees the second one's number has seen the first one's.
+#[tokio::test(flavor = "multi_thread")]
+async fn no_write_is_known_without_those_before_it() {
+    const TIMES: usize = 600;
+    let dir = directory();
+    let (store, other) = (Files::open(dir.path()).unwrap(), Files::open(dir.path()).unwrap());
+    let mut both =
+        [store.create(&egress_ip("192.0.2.1")).await.unwrap(), store.create(&egress_ip("192.0.2.2")).await.unwrap()];
+    other.refresh().await;
+    let writer = tokio::spawn(async move {
+        for number in 1..=TIMES {
+            for ip in &mut both {
+                ip.spec.pool = Some(number.to_string());
+                *ip = store.replace(ip).await.unwrap();
+            }
+        }
+    });
+    let numbers = || other.list::<EgressIP>().iter().map(|ip| number(ip)).collect::<Vec<_>>();
+    let mut changes = other.changes();
+    loop {
+        let seen = numbers();
+        let [first, second] = seen[..] else { panic!("{seen:?}") };
+        assert!(first == second || first == second + 1, "{first} and {second}");
+        if second == TIMES {
+            break;
+        }
+        changes.next().await;
+    }
+    writer.await.unwrap();
+}
+
+fn number(ip: &EgressIP) -> usize {
+    ip.spec.pool.as_ref().map_or(0, |number| number.parse().unwrap())
+}
+
 #[tokio::test]
 async fn a_status_is_updated_although_others_write_the_rest() {
     let dir = directory();

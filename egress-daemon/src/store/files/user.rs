@@ -122,7 +122,12 @@ impl UserFiles {
 
     /// The objects in force.
     pub(super) fn objects(&self) -> impl Iterator<Item = &Parsed> {
-        self.owners.iter().filter_map(|(target, path)| self.files.get(path)?.objects.get(target))
+        self.owners.keys().filter_map(|target| self.object(target))
+    }
+
+    /// One of them.
+    pub(super) fn object(&self, target: &ObjectRef) -> Option<&Parsed> {
+        self.files.get(self.owners.get(target)?)?.objects.get(target)
     }
 
     /// What is wrong with the files, sorted.
