@@ -103,6 +103,8 @@ pub fn first<F: Family>(pkt: &Packet) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
     let t = parse::transport::<F>(pkt, &ip);
     match unknown::<F>(pkt, config, &ip, &t, &key_of(&ip, &t)) {
+        // Whatever the flow says besides, the firewall is asked first.
+        Ok(()) if respects(config) != 0 => firewall::ask(pkt, config).to_bits(),
         Ok(()) => ENTERED,
         Err(verdict) => verdict.to_bits(),
     }

@@ -79,6 +79,7 @@ impl Agent {
         let rules = rules(&self.world, &self.node, &self.settings);
         let own = self.tunnel_addresses();
         let classes = view::classes_of(&self.world.snapshot, &self.node);
+        self.selects |= classes.values().any(|class| !class.is_empty());
         let held = self.is_holding();
         let mut hold = view::is_any_starting(&self.world.snapshot, &classes) || held && !self.are_pods_covered().await;
         // Rules look for what the programs note, so they come after it and go before it.
@@ -285,6 +286,7 @@ impl Agent {
             addresses: self.tunnel_addresses().into_iter().collect(),
             mtu: self.room(),
             outside: outside(&links, &self.roles, self.tunnel.index),
+            selects: self.selects,
             hold: hold.then(|| view::excepts(&self.world.snapshot, &self.settings.except_cidrs)),
         };
         if self.long_way.ensure(&self.netlink.handle, &links, &spec).await? {

@@ -106,6 +106,7 @@ pub fn curves(points: &[Point]) -> String {
         (Series::OneFlow, "#4285f4"),
         (Series::Connections, "#d9a441"),
         (Series::PlainFlows, "#9aa0a6"),
+        (Series::PlainConnections, "#d0c8b8"),
     ];
     let y = |ratio: f64| base - ratio.min(TOP) / TOP * height;
     let mut body = text(20.0, 24.0, 15, "start", "Rates relative to one of everything (medians; dashed: 15 % lost)");
@@ -151,7 +152,7 @@ pub fn curves(points: &[Point]) -> String {
 }
 
 /// 1,000,000 as 1M.
-fn thousands(count: u32) -> String {
+pub fn thousands(count: u32) -> String {
     match count {
         0..1_000 => count.to_string(),
         1_000..1_000_000 => format!("{}k", count / 1_000),

@@ -94,7 +94,8 @@ pub fn write_curves(docs: &Path, variant: Variant, points: &[Point]) -> Result<(
         "# Rates when a cluster grows\n\nWritten by `cargo xtask bench` and `cargo xtask bench --curves`; do not edit. What is \
          measured, and how: [performance.md](performance.md).\n\n{}\n\n`transport: {}`. Relative to a lab with one of \
          everything, measured in turns: medians of the rounds' ratios, with their range. No curve may lose more than 15 % at its \
-         far end; of the first column, what plain routing loses on as many flows is the generator's.\n\n\
+         far end; what plain routing loses with as many flows, or through as many gateways, is the lab's own: memory of the generator, and \
+         all the gateways' namespaces on one processor.\n\n\
          ![scaling](scaling.svg)\n\n{}",
         machine(),
         variant.name(),
@@ -153,13 +154,14 @@ pub fn number(value: f64) -> String {
 }
 
 fn scaling(points: &[Point]) -> String {
-    let all = [Series::AllFlows, Series::PlainFlows, Series::OneFlow, Series::Connections];
+    let all = Series::ALL;
     let titles: Vec<&str> = all.iter().map(|series| series.title()).collect();
-    let mut text = format!("| | | {} |\n| --- | --: | --: | --: | --: | --: |\n", titles.join(" | "));
+    let mut text = format!("| | | {} |\n| --- | --: |{}\n", titles.join(" | "), " --: |".repeat(all.len()));
     for point in points {
         let value = |series| point.relative.iter().find(|(one, _)| *one == series).map(|(_, spread)| cell(spread));
         let cells: Vec<String> = all.iter().map(|series| value(*series).unwrap_or("–".to_owned())).collect();
-        let _ = writeln!(text, "| {} | {} | {} |", point.axis.title(), number(point.count.into()), cells.join(" | "));
+        let _ =
+            writeln!(text, "| {} | {} | {} |", point.axis.title(), chart::thousands(point.count), cells.join(" | "));
     }
     text
 }

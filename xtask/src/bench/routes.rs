@@ -40,15 +40,23 @@ pub fn towards_targets(lab: &Lab, server: &Server) -> Result<()> {
     Ok(())
 }
 
-/// The pods' node sends everything to the gateway, which forwards it; the server knows the way back.
+/// The pods' node sends everything to the gateways, which forward it, each flow by one of them; the server knows the ways
+/// back.
 pub fn plain(lab: &Lab) -> Result<()> {
-    let gateway = lab.node("gw1");
-    let external = gateway.external.context("a gateway without an external address")?;
+    let (worker, server) = (&lab.node("worker1").ns, &lab.server("server1").ns);
+    for ns in [worker, server] {
+        // By addresses and ports, as Spillway does it.
+        ns.sysctls(&[("net.ipv4.fib_multipath_hash_policy", "1"), ("net.ipv6.fib_multipath_hash_policy", "1")])?;
+    }
+    let external: Option<Vec<_>> = lab.gateways().map(|gateway| gateway.external).collect();
+    let external = external.context("a gateway without an external address")?;
     for family in Family::BOTH {
-        let next = gateway.underlay.ip(family);
-        lab.node("worker1").ns.ip(&[format!("route replace default via {next} dev eth0")])?;
+        let hops = |all: Vec<IpAddr>| all.iter().map(|ip| format!(" nexthop via {ip} dev eth0")).collect::<String>();
+        let there = hops(lab.gateways().map(|gateway| gateway.underlay.ip(family)).collect());
+        let back = hops(external.iter().map(|ips| ips.ip(family)).collect());
+        worker.ip(&[format!("route replace default{there}")])?;
         let pods = address::PODS[usize::from(family == Family::V6)];
-        lab.server("server1").ns.ip(&[format!("route add {pods} via {} dev eth0", external.ip(family))])?;
+        server.ip(&[format!("route add {pods}{back}")])?;
     }
     Ok(())
 }

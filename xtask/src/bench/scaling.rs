@@ -70,11 +70,18 @@ pub enum Series {
     OneFlow,
     /// New TCP connections.
     Connections,
-    /// Through all flows in turn, by plain routing: what the generator's own memory costs.
+    /// Through all flows in turn, by plain routing through as many gateways: what the lab itself loses, the memory of the
+    /// generator and of so many namespaces.
     PlainFlows,
+    /// New TCP connections, by plain routing through as many gateways.
+    PlainConnections,
 }
 
 impl Series {
+    /// All, in the order of the tables.
+    pub const ALL: [Series; 5] =
+        [Series::AllFlows, Series::PlainFlows, Series::OneFlow, Series::Connections, Series::PlainConnections];
+
     /// The name in tables and charts.
     pub fn title(self) -> &'static str {
         match self {
@@ -82,6 +89,7 @@ impl Series {
             Series::OneFlow => "packets, one flow",
             Series::Connections => "new connections",
             Series::PlainFlows => "packets, plain routing",
+            Series::PlainConnections => "connections, plain routing",
         }
     }
 }
@@ -210,24 +218,50 @@ fn flows(base: &Place, place: &Place, binaries: &Path, count: u32, rounds: usize
         rates.add(Series::AllFlows, blast(&mut all, place)?, blast(&mut few_base, base)?);
         rates.add(Series::PlainFlows, blast(&mut all_plain, &plain)?, blast(&mut few_plain, &plain)?);
         rates.add(Series::OneFlow, blast(&mut single, place)?, blast(&mut single_base, base)?);
-        rates.connections(place, base, windows)?;
+        rates.connections(Series::Connections, place, base, windows)?;
         interrupt::wait_if_interrupted();
     }
     Ok(rates.point(Axis::Flows, count))
 }
 
 fn others(base: &Place, place: &Place, axis: Axis, count: u32, rounds: usize, windows: &Windows) -> Result<Point> {
-    let open = |place: &Place| Blaster::open(&place.pod.ns, SOCKETS, &targets(FAMILY), 64);
-    let (mut here, mut there) = (open(place)?, open(base)?);
+    let mut pairs = vec![Pair::open(place, base, [Series::AllFlows, Series::Connections])?];
+    let plain;
+    if let Axis::Gateways = axis {
+        let routed = |gateways| ready(Variant::Plain, Path::new(""), "", gateways);
+        plain = (routed(u8::try_from(count)?)?, routed(1)?);
+        pairs.push(Pair::open(&plain.0, &plain.1, [Series::PlainFlows, Series::PlainConnections])?);
+    }
     let mut rates = Rates::default();
     for _ in 0..rounds {
-        let ours = here.run(&place.sink, windows.warm_up, windows.window)?.per_second();
-        let theirs = there.run(&base.sink, windows.warm_up, windows.window)?.per_second();
-        rates.add(Series::AllFlows, ours, theirs);
-        rates.connections(place, base, windows)?;
+        for pair in &mut pairs {
+            pair.measure(&mut rates, windows)?;
+        }
         interrupt::wait_if_interrupted();
     }
     Ok(rates.point(axis, count))
+}
+
+/// Two labs that are compared, with the loads of many flows.
+struct Pair<'a> {
+    places: [&'a Place; 2],
+    blasters: [Blaster; 2],
+    series: [Series; 2],
+}
+
+impl<'a> Pair<'a> {
+    fn open(place: &'a Place, base: &'a Place, series: [Series; 2]) -> Result<Self> {
+        let open = |place: &Place| Blaster::open(&place.pod.ns, SOCKETS, &targets(FAMILY), 64);
+        Ok(Pair { places: [place, base], blasters: [open(place)?, open(base)?], series })
+    }
+
+    fn measure(&mut self, rates: &mut Rates, windows: &Windows) -> Result<()> {
+        let Pair { places: [place, base], blasters: [here, there], series: [packets, connections] } = self;
+        let ours = here.run(&place.sink, windows.warm_up, windows.window)?.per_second();
+        let theirs = there.run(&base.sink, windows.warm_up, windows.window)?.per_second();
+        rates.add(*packets, ours, theirs);
+        rates.connections(*connections, place, base, windows)
+    }
 }
 
 /// Ratios, round by round.
@@ -239,10 +273,10 @@ impl Rates {
         self.0.push((series, ours / theirs.max(1.0)));
     }
 
-    fn connections(&mut self, place: &Place, base: &Place, windows: &Windows) -> Result<()> {
+    fn connections(&mut self, series: Series, place: &Place, base: &Place, windows: &Windows) -> Result<()> {
         let ours = load::connect(place, FAMILY, windows)?.0;
         let theirs = load::connect(base, FAMILY, windows)?.0;
-        self.add(Series::Connections, ours, theirs);
+        self.add(series, ours, theirs);
         Ok(())
     }
 
@@ -251,7 +285,6 @@ impl Rates {
             let values: Vec<f64> = self.0.iter().filter(|(one, _)| *one == series).map(|(_, ratio)| *ratio).collect();
             Some((series, Spread::of(&values)?))
         };
-        let all = [Series::AllFlows, Series::OneFlow, Series::Connections, Series::PlainFlows];
-        Point { axis, count, relative: all.into_iter().filter_map(spread).collect() }
+        Point { axis, count, relative: Series::ALL.into_iter().filter_map(spread).collect() }
     }
 }

@@ -66,6 +66,9 @@ pub struct Spec {
     pub mtu: u32,
     /// Interfaces whose packets are never a pod's, whatever their mark.
     pub outside: BTreeSet<String>,
+    /// Whether policies select pods of this node. Without them nothing is marked, and rules for it would only make each of the
+    /// kernel's look-ups for a route longer; once they are made they stay.
+    pub selects: bool,
     /// While a selected pod is starting: the destinations that no policy touches. What our program has not seen on its way
     /// to another one is held.
     pub hold: Option<BTreeSet<IpNet>>,
@@ -126,13 +129,22 @@ impl LongWay {
             let counters = [HELD, ASTRAY].map(|name| (name, counters.get(name).copied().unwrap_or_default()));
             nft::replace(TABLE, &counters, &hold::sets(spec), &chains).map_err(FirewallError::nftables("made"))?;
         }
-        // The route before the rule that leads to it.
-        if self.made.as_ref() != Some(spec) || !routes::present(links, spec) {
-            routes::replace(handle, spec).await?;
-            changed = true;
+        let selects = spec.selects
+            || match &self.made {
+                Some(made) => made.selects,
+                // An earlier agent may have told programs to mark.
+                None => routes::any_rules(handle).await?,
+            };
+        let spec = Spec { selects, ..spec.clone() };
+        if selects {
+            // The route before the rule that leads to it.
+            if self.made.as_ref() != Some(&spec) || !routes::present(links, &spec) {
+                routes::replace(handle, &spec).await?;
+                changed = true;
+            }
+            changed |= routes::ensure_rules(handle, &spec).await?;
         }
-        changed |= routes::ensure_rules(handle, spec).await?;
-        self.made = Some(spec.clone());
+        self.made = Some(spec);
         Ok(changed)
     }
 

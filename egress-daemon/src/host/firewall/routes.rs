@@ -1,6 +1,7 @@
 //! The policy route: rules that send marked packets of pods to a table of ours, and that table.
 //!
-//! Of an unmarked packet the kernel looks at one rule of ours. Marked packets that come in by an interface that is no
+//! Of an unmarked packet the kernel looks at one rule of ours, and at none where no policy has ever selected a pod: the kernel
+//! has a shorter way to look up routes while nobody has made rules. Marked packets that come in by an interface that is no
 //! pod's, or that this host sends, as the tunnel's outer packets are, pass by the table.
 
 use std::{
@@ -110,6 +111,16 @@ pub async fn ensure_rules(handle: &Handle, spec: &Spec) -> Result<bool, Firewall
         }
     }
     Ok(changed)
+}
+
+/// Whether there is any rule of ours.
+pub async fn any_rules(handle: &Handle) -> Result<bool, FirewallError> {
+    for family in families() {
+        if !ours(handle, &family).await?.is_empty() {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 async fn add(handle: &Handle, family: &IpVersion, rule: &Rule) -> Result<(), rtnetlink::Error> {

@@ -17,6 +17,7 @@ fn spec(index: u32) -> Spec {
         addresses: ["10.88.0.11".parse().unwrap(), "fd88::11".parse().unwrap()].into(),
         mtu: 1450,
         outside: ["lo".into(), "eth0".into()].into(),
+        selects: true,
         hold: None,
     }
 }
@@ -36,6 +37,11 @@ fn everything_is_made_once_mended_listed_and_removed() {
         let links = Links::follow(LinksOptions::default()).await.unwrap();
         let mut way = LongWay::default();
         let foreign = [("ip", ["rule", "show"]), ("ip", ["-6", "rule"])].map(|(p, a)| shown(p, &a));
+
+        let gateway = Spec { selects: false, ..spec.clone() };
+        assert!(way.ensure(&net.handle, &links.current(), &gateway).await.unwrap());
+        let now = [("ip", ["rule", "show"]), ("ip", ["-6", "rule"])].map(|(p, a)| shown(p, &a));
+        assert_eq!(now, foreign, "no pod is selected: no rules");
 
         assert!(way.ensure(&net.handle, &links.current(), &spec).await.unwrap());
         let table = shown("nft", &["list", "table", "inet", "spillway"]);
@@ -101,6 +107,11 @@ fn everything_is_made_once_mended_listed_and_removed() {
         assert!(shown("nft", &["list", "set", "inet", "spillway", "untouched4"]).contains("11.0.156.62"));
         assert!(way.ensure(&net.handle, &fresh.current(), &fewer).await.unwrap());
         assert!(!shown("nft", &["list", "table", "inet", "spillway"]).contains("untouched"));
+
+        // What an earlier agent made stays: its programs may mark packets.
+        let gateway = Spec { selects: false, ..fewer.clone() };
+        assert!(LongWay::default().ensure(&net.handle, &fresh.current(), &gateway).await.is_ok());
+        assert!(shown("ip", &["rule"]).contains("0x2000/0x2000"));
 
         let lines = inventory(&net.handle).await.unwrap();
         assert_eq!(lines.len(), 8 + 2 * (4 + 2), "{lines:#?}");
