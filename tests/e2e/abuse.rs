@@ -69,6 +69,11 @@ fn a_pod_that_opens_flows_without_end_uses_up_its_own_share_only() {
             )?;
             let flows = lab.egressctl("worker1", &["flows", "--pod", "default/flooder"])?["matched"].as_u64();
             assert!(flows.is_some_and(|flows| (SHARE..=2 * SHARE).contains(&flows)), "{flows:?}");
+            let top = lab.egressctl("worker1", &["top", "-n", "1", "--interval", "0.2"])?;
+            assert_eq!(
+                (&top["items"][0]["name"], top["items"][0]["flows"].as_u64()),
+                (&"default/flooder".into(), flows)
+            );
             // The flood is refused, its neighbour is served.
             assert_eq!(sources(&flooder.ns, &server, family, 3)?.len(), 0, "{family:?}");
             assert_eq!(sources(&pod.ns, &server, family, 50)?.values().sum::<usize>(), 50, "{family:?}");

@@ -7,16 +7,17 @@ use egress_daemon::{
     ctl::{
         self, DEFAULT_BPFFS, Output,
         explain::{Question, Target},
-        views::FlowFilter,
+        views::{By, FlowFilter},
     },
     lock::RunFiles,
 };
 use ipnet::IpNet;
 use std::{
-    io::{self, Write},
+    io::{self, IsTerminal, Write},
     net::IpAddr,
     path::PathBuf,
     process::ExitCode,
+    time::Duration,
 };
 
 /// Look at Spillway on this node: policies, gateways, egress IPs, flows, and why a flow goes where it goes
@@ -54,6 +55,8 @@ enum Command {
     Blocks,
     /// Counters, drops by their reason
     Stats,
+    /// Who opens flows right now, and what is dropped: looks again and again
+    Top(TopArgs),
     /// Everything that the agent made on this node: programs, links, maps, devices, settings, files
     State,
     /// Why a flow goes where it goes: every decision of the datapath as a sentence
@@ -87,6 +90,22 @@ struct FlowArgs {
 }
 
 #[derive(Args)]
+struct TopArgs {
+    /// What flows are counted by
+    #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
+    by: By,
+    /// Show so many of them
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    limit: usize,
+    /// Seconds between two looks
+    #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = interval)]
+    interval: Duration,
+    /// Show so many times [default: for ever on a terminal, once otherwise]
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    times: Option<u64>,
+}
+
+#[derive(Args)]
 struct ExplainArgs {
     /// The pod: NAMESPACE/NAME, or an address
     #[arg(long, value_name = "POD")]
@@ -105,6 +124,12 @@ fn prefix(text: &str) -> Result<IpNet, String> {
     single.or_else(|_| text.parse()).map_err(|_| "write an address or a prefix such as 203.0.113.0/24".to_owned())
 }
 
+/// A time to wait.
+fn interval(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds));
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| "write seconds, from 0.1 to 3600".to_owned())
+}
+
 fn main() -> ExitCode {
     match run(Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
@@ -116,6 +141,7 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<()> {
+    let place = ctl::Place { socket: RunFiles::of(&cli.bpffs).socket(), bpffs: cli.bpffs, node: cli.node };
     let command = match cli.command {
         Command::Policies => ctl::Command::Policies,
         Command::Gateways => ctl::Command::Gateways,
@@ -132,13 +158,13 @@ fn run(cli: Cli) -> Result<()> {
         Command::Stats => ctl::Command::Stats,
         Command::State => ctl::Command::State,
         Command::Explain(args) => ctl::Command::Explain(Question::new(&args.pod, args.to, args.from_port)),
+        Command::Top(args) => return top(args, &place, cli.output),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "egressctl", &mut script);
             return show(&script);
         }
     };
-    let place = ctl::Place { socket: RunFiles::of(&cli.bpffs).socket(), bpffs: cli.bpffs, node: cli.node };
     let answer = ctl::run(&command, &place, cli.output)?;
     for remark in answer.remarks {
         eprintln!("egressctl: {remark}");
@@ -146,10 +172,30 @@ fn run(cli: Cli) -> Result<()> {
     show(answer.text.as_bytes())
 }
 
+fn top(args: TopArgs, place: &ctl::Place, output: Output) -> Result<()> {
+    let terminal = io::stdout().is_terminal();
+    let times = args.times.or((!terminal).then_some(1));
+    let top = ctl::Top { by: args.by, limit: args.limit, interval: args.interval, times };
+    // A table takes the place of the one before.
+    let clear = if terminal && output == Output::Table { "\x1b[H\x1b[J" } else { "" };
+    let shown = ctl::top(&top, place, output, |text| {
+        let mut out = io::stdout();
+        out.write_all(format!("{clear}{text}").as_bytes()).and_then(|()| out.flush())
+    });
+    match shown {
+        Err(error) if error.downcast_ref().is_some_and(has_seen_enough) => Ok(()),
+        other => other,
+    }
+}
+
+/// Whether this is because the reader has seen enough (`egressctl flows | head`).
+fn has_seen_enough(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::BrokenPipe
+}
+
 fn show(text: &[u8]) -> Result<()> {
     match io::stdout().write_all(text) {
-        // The reader has seen enough (`egressctl flows | head`).
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        Err(error) if has_seen_enough(&error) => Ok(()),
         other => Ok(other?),
     }
 }
@@ -170,6 +216,7 @@ mod tests {
             "-o yaml --node worker1 stats",
             "flows --pod prod/web-0 --to 203.0.113.7 --to-port 443 --egress-ip 192.0.2.10 --limit 5",
             "flows --to 2001:db8::/32",
+            "top --by egress-ip --interval 0.5 -n 3 --limit 5",
             "explain --pod 10.10.0.5 --to [2001:db8::7]:443/tcp --from-port 40000",
         ] {
             let parsed = Cli::try_parse_from(std::iter::once("egressctl").chain(line.split(' ')));
@@ -183,6 +230,8 @@ mod tests {
             ("flows --to everywhere", "203.0.113.0/24"),
             ("explain --pod p --to 203.0.113.7", "203.0.113.7:443/tcp"),
             ("policies -o xml", "json"),
+            ("top --interval 0", "from 0.1 to 3600"),
+            ("top --by ip", "egress-ip"),
         ] {
             let error = Cli::try_parse_from(std::iter::once("egressctl").chain(line.split(' '))).err().expect(line);
             assert!(error.to_string().contains(part), "{error}");

@@ -24,7 +24,8 @@ use dump::Dump;
 use explain::Question;
 use print::print;
 use std::path::PathBuf;
-use views::{FlowFilter, Sources};
+use std::time::Duration;
+use views::{By, FlowFilter, Sample, Sources};
 
 /// Where an agent's pins are, unless it is told otherwise.
 pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf/spillway";
@@ -107,6 +108,44 @@ pub fn run(command: &Command, place: &Place, output: Output) -> Result<Answer> {
         }
     };
     Ok(Answer { text, remarks })
+}
+
+/// What `egressctl top` shows, and when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Top {
+    /// What flows are counted by.
+    pub by: By,
+    /// So many of them.
+    pub limit: usize,
+    /// The time between two looks.
+    pub interval: Duration,
+    /// So many times; absent: for ever.
+    pub times: Option<u64>,
+}
+
+/// Looks again and again at what happens, and shows each answer. JSON is a line for each, YAML a document.
+pub fn top(top: &Top, place: &Place, output: Output, mut show: impl FnMut(&str) -> std::io::Result<()>) -> Result<()> {
+    let pins = Pins::new(&place.bpffs);
+    let sample = || -> Result<Sample> {
+        let dump = Dump::read(&pins, true)
+            .with_context(|| format!("the maps of --bpffs {} cannot be read", place.bpffs.display()))?;
+        check_node(place, dump.own_name())?;
+        Ok(Sample { dump, rules: firewall::dropped() })
+    };
+    let mut before = sample()?;
+    let mut shown = 0;
+    while top.times.is_none_or(|times| shown < times) {
+        std::thread::sleep(top.interval);
+        let now = sample()?;
+        let view = views::top(Sources { dump: &now.dump, agent: None }, &now.rules, &before, top.by, top.limit);
+        show(&match output {
+            Output::Table => print(&view, output)?,
+            Output::Json => serde_json::to_string(&view)? + "\n",
+            Output::Yaml => format!("---\n{}", print(&view, output)?),
+        })?;
+        (before, shown) = (now, shown + 1);
+    }
+    Ok(())
 }
 
 /// An error with its causes, each said once: some messages hold their cause already.

@@ -11,6 +11,7 @@ mod stats;
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
+mod top;
 
 pub use blocks::{BlockRow, blocks};
 pub use endpoints::{EndpointRow, endpoints};
@@ -21,6 +22,7 @@ pub(crate) use ips::epoch;
 pub use ips::{IpRow, ips};
 pub use policies::{PolicyRow, SlotRow, policies};
 pub use stats::{CounterRow, StatsView, stats};
+pub use top::{By, DropRate, Sample, TopRow, TopView, top};
 
 use super::{dump::Dump, print::List};
 use crate::observe::state::{AgentState, ConditionState};

@@ -1,0 +1,268 @@
+//! `egressctl top`.
+
+use super::Sources;
+use crate::{
+    ctl::{
+        dump::{Dump, FlowEntry},
+        print::{Row, View, table},
+    },
+    host::firewall::Dropped,
+};
+use clap::ValueEnum;
+use egress_common::flow::kind;
+use serde::Serialize;
+use std::{cmp::Reverse, collections::BTreeMap, net::IpAddr};
+
+/// A flow counts as active if a packet of it was seen within so many seconds: two of the ticks in which idle time is counted.
+const ACTIVE: u64 = 2;
+
+/// What flows are counted by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum By {
+    /// The pod that they are of
+    #[default]
+    Pod,
+    /// The egress IP that the outside knows them by
+    EgressIp,
+    /// The node that carries their egress IP
+    Gateway,
+    /// The policy that they belong to
+    Policy,
+    /// The remote address
+    Remote,
+}
+
+/// What was read at one time.
+#[derive(Clone, Debug, Default)]
+pub struct Sample {
+    /// The maps, with the flows.
+    pub dump: Dump,
+    /// What rules of nftables have dropped.
+    pub rules: Vec<Dropped>,
+}
+
+/// What happened between two samples.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct TopView {
+    /// The node's name.
+    pub node: Option<String>,
+    /// Seconds between the samples.
+    pub seconds: f64,
+    /// Flows in the table.
+    pub flows: usize,
+    /// Flows of which a packet was seen in the last two seconds.
+    pub active: usize,
+    /// Flows that came, per second; those that came and went between the samples are not seen.
+    pub opened_per_second: f64,
+    /// Flows that went, per second.
+    pub ended_per_second: f64,
+    /// What was dropped, by reason; what was not is left out.
+    pub dropped: Vec<DropRate>,
+    /// What the items stand for.
+    pub by: By,
+    /// How many items there are.
+    pub total: usize,
+    /// The busiest ones.
+    pub items: Vec<TopRow>,
+}
+
+/// A reason for which packets were dropped.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DropRate {
+    /// The counter's name.
+    pub name: String,
+    /// Packets per second.
+    pub per_second: f64,
+}
+
+/// Flows that have something in common.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct TopRow {
+    /// The pod, egress IP, gateway, policy or remote address; `-` for flows without one.
+    pub name: String,
+    /// As above.
+    pub flows: usize,
+    /// As above.
+    pub active: usize,
+    /// As above.
+    pub opened_per_second: f64,
+}
+
+impl Row for TopRow {
+    const HEADER: &'static [&'static str] = &["NAME", "OPENED/s", "ACTIVE", "FLOWS"];
+    const NONE: &'static str = "no flows";
+    fn cells(&self) -> Vec<String> {
+        let opened = format!("{:.1}", self.opened_per_second);
+        vec![self.name.clone(), opened, self.active.to_string(), self.flows.to_string()]
+    }
+}
+
+impl View for TopView {
+    fn text(&self) -> String {
+        let mut text = format!(
+            "{}: {} flows, {} active; {:.1} opened/s, {:.1} ended/s, over {:.1} s\n",
+            self.node.as_deref().unwrap_or("-"),
+            self.flows,
+            self.active,
+            self.opened_per_second,
+            self.ended_per_second,
+            self.seconds
+        );
+        for drop in &self.dropped {
+            text += &format!("{} {:.1}/s\n", drop.name, drop.per_second);
+        }
+        text += &format!("\n{}", table(&self.items));
+        if self.total > self.items.len() {
+            text += &format!("and {} more\n", self.total - self.items.len());
+        }
+        text
+    }
+}
+
+/// What tells a flow from every other one, also from one that had its 5-tuple before.
+fn identity(flow: &FlowEntry) -> (IpAddr, IpAddr, u32, u16, u16, u32) {
+    (flow.pod, flow.remote, flow.proto, flow.remote_port, flow.pod_port, flow.flow.created)
+}
+
+/// The flows of `all` that are not among `others`; both are sorted as dumps are.
+fn without<'a>(all: &'a [FlowEntry], others: &'a [FlowEntry]) -> impl Iterator<Item = &'a FlowEntry> {
+    let mut others = others.iter().map(identity).peekable();
+    all.iter().filter(move |flow| {
+        let wanted = identity(flow);
+        while others.next_if(|other| *other < wanted).is_some() {}
+        others.peek() != Some(&wanted)
+    })
+}
+
+/// What happened since `before`; the `limit` busiest items.
+pub fn top(sources: Sources<'_>, rules: &[Dropped], before: &Sample, by: By, limit: usize) -> TopView {
+    let dump = sources.dump;
+    let seconds = (dump.now.saturating_sub(before.dump.now) as f64 / 1e9).max(f64::EPSILON);
+    let per_second = |count: usize| count as f64 / seconds;
+    let is_active = |flow: &FlowEntry| dump.seconds_since(flow.last_seen()) <= ACTIVE;
+    let mut groups: BTreeMap<String, [usize; 3]> = BTreeMap::new();
+    for flow in &dump.flows {
+        let [flows, active, _] = groups.entry(name(dump, flow, by)).or_default();
+        (*flows, *active) = (*flows + 1, *active + usize::from(is_active(flow)));
+    }
+    let mut opened = 0;
+    for flow in without(&dump.flows, &before.dump.flows) {
+        opened += 1;
+        groups.entry(name(dump, flow, by)).or_default()[2] += 1;
+    }
+    let mut groups: Vec<(String, [usize; 3])> = groups.into_iter().collect();
+    groups.sort_by_key(|(name, [flows, active, opened])| (Reverse((*opened, *active, *flows)), name.clone()));
+    let row = |(name, [flows, active, opened]): (String, [usize; 3])| TopRow {
+        name,
+        flows,
+        active,
+        opened_per_second: per_second(opened),
+    };
+    TopView {
+        node: sources.node(),
+        seconds,
+        flows: dump.flows.len(),
+        active: dump.flows.iter().filter(|flow| is_active(flow)).count(),
+        opened_per_second: per_second(opened),
+        ended_per_second: per_second(without(&before.dump.flows, &dump.flows).count()),
+        dropped: dropped(dump, rules, before, seconds),
+        by,
+        total: groups.len(),
+        items: groups.into_iter().take(limit).map(row).collect(),
+    }
+}
+
+fn name(dump: &Dump, flow: &FlowEntry, by: By) -> String {
+    let ours = flow.flow.kind != kind::UNTOUCHED;
+    let egress = || dump.egress_ip(flow.flow.egress).filter(|_| ours);
+    let found = match by {
+        By::Pod => Some(dump.pod_name(flow.pod).unwrap_or_else(|| flow.pod.to_string())),
+        By::EgressIp => egress().map(|(ip, _)| ip.to_string()),
+        By::Gateway => egress().and_then(|(_, e)| dump.node_name(e.owner)),
+        By::Policy => ours.then(|| dump.policy_name(flow.flow.policy)),
+        By::Remote => Some(flow.remote.to_string()),
+    };
+    found.unwrap_or_else(|| "-".to_owned())
+}
+
+fn dropped(dump: &Dump, rules: &[Dropped], before: &Sample, seconds: f64) -> Vec<DropRate> {
+    let programs = dump.counters.iter().filter(|(counter, _)| counter.name().starts_with("drop_"));
+    let programs = programs.map(|(counter, value)| {
+        (counter.name(), value.saturating_sub(before.dump.counters.get(counter).copied().unwrap_or(*value)))
+    });
+    let rules = rules.iter().map(|rule| {
+        let last = before.rules.iter().find(|last| last.name == rule.name).map_or(rule.packets, |last| last.packets);
+        (rule.name, rule.packets.saturating_sub(last))
+    });
+    let rate = |(name, count): (&str, u64)| DropRate { name: name.to_owned(), per_second: count as f64 / seconds };
+    let mut rates: Vec<DropRate> = programs.chain(rules).filter(|(_, count)| *count > 0).map(rate).collect();
+    rates.sort_by(|a, b| b.per_second.total_cmp(&a.per_second));
+    rates
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{dump, flow};
+    use super::*;
+    use egress_common::verdict::Counter;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    /// Two samples two seconds apart: one flow of web-0 went, two of it and one of pin-0 came.
+    fn samples() -> (Sample, Sample) {
+        let before = Sample { dump: dump(), rules: vec![Dropped { name: "drop_astray", help: "", packets: 3 }] };
+        let mut now = before.clone();
+        now.dump.now += 2 * SECOND;
+        now.dump.flows.pop();
+        let new = |pod, port, egress| flow(&now.dump, (pod, port), ("203.0.113.9", 443), "web", (egress, port));
+        let new =
+            [new("10.10.0.5", 5, "192.0.2.10"), new("10.10.0.5", 6, "192.0.2.11"), new("10.10.0.6", 7, "192.0.2.11")];
+        now.dump.flows.extend(new);
+        now.dump.flows.sort_by_key(identity);
+        *now.dump.counters.get_mut(&Counter::DropNoPort).unwrap() += 8;
+        *now.dump.counters.get_mut(&Counter::FlowsCreated).unwrap() += 8;
+        now.rules[0].packets += 2;
+        (before, now)
+    }
+
+    fn top_by(by: By, limit: usize) -> TopView {
+        let (mut before, now) = samples();
+        before.dump.flows.sort_by_key(identity);
+        top(Sources { dump: &now.dump, agent: None }, &now.rules, &before, by, limit)
+    }
+
+    #[test]
+    fn what_came_and_went_between_two_samples_is_counted() {
+        let top = top_by(By::Pod, 10);
+        assert_eq!((top.flows, top.opened_per_second, top.ended_per_second), (5, 1.5, 0.5));
+        let items: Vec<_> = top.items.iter().map(|row| (row.name.as_str(), row.flows, row.opened_per_second)).collect();
+        assert_eq!(items, [("prod/web-0", 4, 1.0), ("prod/pin-0", 1, 0.5)]);
+        let dropped: Vec<_> = top.dropped.iter().map(|drop| (drop.name.as_str(), drop.per_second)).collect();
+        assert_eq!(dropped, [("drop_no_port", 4.0), ("drop_astray", 1.0)]);
+    }
+
+    #[test]
+    fn flows_are_counted_by_what_is_asked_for_and_the_rest_is_a_number() {
+        let names = |by| top_by(by, 10).items.into_iter().map(|row| row.name).collect::<Vec<_>>();
+        assert_eq!(names(By::EgressIp), ["192.0.2.11", "192.0.2.10", "-"]);
+        assert_eq!(names(By::Gateway), ["gw2", "gw1", "-"]);
+        assert_eq!(names(By::Policy), ["web", "-"]);
+        assert_eq!(names(By::Remote), ["203.0.113.9", "198.51.100.9", "203.0.113.7"]);
+        let text = top_by(By::Remote, 1).text();
+        assert!(text.starts_with("worker1: 5 flows, ") && text.ends_with("and 2 more\n"), "{text}");
+        assert!(text.contains("drop_no_port 4.0/s\n") && text.lines().all(|line| line.len() <= 100), "{text}");
+    }
+
+    #[test]
+    fn a_flow_that_took_anothers_ports_is_a_new_one() {
+        let (before, mut now) = samples();
+        now.dump.flows = before.dump.flows.clone();
+        now.dump.flows[0].flow.created += 1;
+        let top = top(Sources { dump: &now.dump, agent: None }, &now.rules, &before, By::Pod, 1);
+        assert_eq!((top.opened_per_second, top.ended_per_second), (0.5, 0.5));
+    }
+}
