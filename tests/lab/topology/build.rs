@@ -1,6 +1,7 @@
 //! Making a lab: all links in one batch, then each namespace's own set-up, several at a time.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::process::Command;
 use std::thread;
 
@@ -199,10 +200,25 @@ fn make_bridges(underlay: &NetNs, external: &NetNs, router: &NetNs, settings: &S
             format!("link set {name} up"),
         ]
     };
+    // They are switches, which know no netfilter, whatever the nodes' own bridges do.
+    for switch in [underlay, external] {
+        for table in ["arptables", "iptables", "ip6tables"] {
+            let sysctl = format!("net.bridge.bridge-nf-call-{table}");
+            match switch.sysctls(&[(&sysctl, "0")]) {
+                Err(error) if !is_missing(&error) => return Err(error),
+                // A kernel without br_netfilter.
+                _ => {}
+            }
+        }
+    }
     underlay.ip(&bridge("br0", settings.underlay_mtu))?;
     external.ip(&bridge("br0", settings.external_mtu))?;
     forward(router)?;
     router.ip(&bridge("far", settings.far_mtu))
+}
+
+fn is_missing(error: &anyhow::Error) -> bool {
+    error.root_cause().downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
 /// A veth `interface` in `ns`, with its port in the bridge of `segment`.
