@@ -311,19 +311,17 @@ impl Agent {
                 }
                 Err(e) => tracing::warn!("ports in use are not counted: {e}"),
             }
-            match NodePorts::read() {
-                Ok(ports) => {
-                    self.status_due |= self.node_ports.as_ref() != Some(&ports);
-                    self.node_ports = Some(ports);
-                }
-                Err(e) => tracing::warn!("the node's own ports are not looked at: {e}"),
-            }
             self.next_count = started + COUNT_EVERY.max(started.elapsed() * COUNT_SHARE);
         }
         if now >= self.next_resync {
             self.next_resync = now + RESYNC;
             self.reopen_tunnel().await;
             self.routes.check_secured();
+            // It goes through the kernel's whole table of sockets, whoever's they are.
+            match NodePorts::read() {
+                Ok(ports) => self.node_ports = Some(ports),
+                Err(e) => tracing::warn!("the node's own ports are not looked at: {e}"),
+            }
             dirty = true;
         }
         dirty
