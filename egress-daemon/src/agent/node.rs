@@ -111,7 +111,6 @@ pub struct Agent {
     pub(super) gateway_ways: Vec<GatewayWay>,
     pub(super) world: World,
     pub(super) histories: Histories,
-    pub(super) selects: bool,
     pub(super) gateways: Gateways,
     pub(super) owned: Owned,
     pub(super) lease: Option<LeaseKeeper>,
@@ -184,7 +183,6 @@ impl Agent {
             gateway_ways: Vec::new(),
             world,
             histories,
-            selects: false,
             lease: None,
             lease_held: false,
             roles: Roles::default(),
@@ -213,7 +211,8 @@ impl Agent {
         let mut changes = self.store.changes();
         let mut links = self.links.subscribe();
         let mut stop = std::pin::pin!(stop);
-        self.make_long_way(self.is_holding()).await?;
+        // What an earlier agent made stays; more is made when it is known whom policies select.
+        self.make_long_way(self.is_holding(), false).await?;
         self.reconcile().await;
         (self.next_deadline, self.silent_until) = (Instant::now(), Instant::now());
         loop {

@@ -79,11 +79,11 @@ impl Agent {
         let rules = rules(&self.world, &self.node, &self.settings);
         let own = self.tunnel_addresses();
         let classes = view::classes_of(&self.world.snapshot, &self.node);
-        self.selects |= classes.values().any(|class| !class.is_empty());
+        let selects = classes.values().any(|class| !class.is_empty());
         let held = self.is_holding();
         let mut hold = view::is_any_starting(&self.world.snapshot, &classes) || held && !self.are_pods_covered().await;
         // Rules look for what the programs note, so they come after it and go before it.
-        if let Err(e) = self.make_long_way(hold && held).await {
+        if let Err(e) = self.make_long_way(hold && held, selects).await {
             self.complaints.push(e.to_string());
             hold |= held;
         }
@@ -175,7 +175,7 @@ impl Agent {
         self.publish.send_replace(Arc::new(tell::state(&self.world, &facts, &view, &running)));
         if !held
             && self.is_holding()
-            && let Err(e) = self.make_long_way(true).await
+            && let Err(e) = self.make_long_way(true, selects).await
         {
             self.complaints.push(e.to_string());
         }
@@ -275,7 +275,7 @@ impl Agent {
 
     /// Looks what the links are for, and makes sure of the way through the host's stack: it is there before anything is
     /// told to take it.
-    pub(super) async fn make_long_way(&mut self, hold: bool) -> Result<(), FirewallError> {
+    pub(super) async fn make_long_way(&mut self, hold: bool, selects: bool) -> Result<(), FirewallError> {
         let links = self.links.current();
         self.roles = classify(&links, &rules(&self.world, &self.node, &self.settings));
         let spec = Spec {
@@ -286,7 +286,7 @@ impl Agent {
             addresses: self.tunnel_addresses().into_iter().collect(),
             mtu: self.room(),
             outside: outside(&links, &self.roles, self.tunnel.index),
-            selects: self.selects,
+            selects,
             hold: hold.then(|| view::excepts(&self.world.snapshot, &self.settings.except_cidrs)),
         };
         if self.long_way.ensure(&self.netlink.handle, &links, &spec).await? {

@@ -51,6 +51,10 @@ pub struct Back {
 }
 
 impl FlowEntry {
+    /// The 5-tuple, by which dumps are sorted.
+    pub fn key(&self) -> (IpAddr, IpAddr, u32, u16, u16) {
+        (self.pod, self.remote, self.proto, self.remote_port, self.pod_port)
+    }
     /// The translated port, in host byte order.
     pub fn port(&self) -> u16 {
         u16::from_be(self.flow.port)
@@ -262,7 +266,7 @@ where
         flow,
         back: back.get(&k).copied(),
     }));
-    all[start..].sort_by_key(|f| (f.pod, f.remote, f.proto, f.remote_port, f.pod_port));
+    all[start..].sort_by_key(FlowEntry::key);
     Ok(())
 }
 

@@ -100,8 +100,7 @@ pub fn run(command: &Command, place: &Place, output: Output) -> Result<Answer> {
     let text = match command {
         Command::State => state(&pins, agent.as_ref(), place, output)?,
         _ => {
-            let dump = Dump::read(&pins, command.needs_flows())
-                .with_context(|| format!("the maps of --bpffs {} cannot be read", place.bpffs.display()))?;
+            let dump = dump(&pins, place, command.needs_flows())?;
             let sources = Sources { dump: &dump, agent: agent.as_ref() };
             check_node(place, sources.node())?;
             show(command, sources, output)?
@@ -127,8 +126,7 @@ pub struct Top {
 pub fn top(top: &Top, place: &Place, output: Output, mut show: impl FnMut(&str) -> std::io::Result<()>) -> Result<()> {
     let pins = Pins::new(&place.bpffs);
     let sample = || -> Result<Sample> {
-        let dump = Dump::read(&pins, true)
-            .with_context(|| format!("the maps of --bpffs {} cannot be read", place.bpffs.display()))?;
+        let dump = dump(&pins, place, true)?;
         check_node(place, dump.own_name())?;
         Ok(Sample { dump, rules: firewall::dropped() })
     };
@@ -137,7 +135,7 @@ pub fn top(top: &Top, place: &Place, output: Output, mut show: impl FnMut(&str) 
     while top.times.is_none_or(|times| shown < times) {
         std::thread::sleep(top.interval);
         let now = sample()?;
-        let view = views::top(Sources { dump: &now.dump, agent: None }, &now.rules, &before, top.by, top.limit);
+        let view = views::top(&before, &now, top.by, top.limit);
         show(&match output {
             Output::Table => print(&view, output)?,
             Output::Json => serde_json::to_string(&view)? + "\n",
@@ -163,6 +161,10 @@ pub fn message(error: &anyhow::Error) -> String {
 fn remark(command: &Command, error: &AskError) -> Option<String> {
     let unknown = command.unknown_without_agent()?;
     Some(format!("{error}; this is what the maps say, and unknown are: {unknown}"))
+}
+
+fn dump(pins: &Pins, place: &Place, flows: bool) -> Result<Dump> {
+    Dump::read(pins, flows).with_context(|| format!("the maps of --bpffs {} cannot be read", place.bpffs.display()))
 }
 
 fn check_node(place: &Place, found: Option<String>) -> Result<()> {

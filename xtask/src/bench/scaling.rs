@@ -123,7 +123,7 @@ pub fn measure(
             grow(&place, axis, count)?;
             let measured = || match axis {
                 Axis::Flows => flows(&base, &place, binaries, count, rounds, windows),
-                _ => others(&base, &place, axis, count, rounds, windows),
+                _ => others(&base, &place, binaries, axis, count, rounds, windows),
             };
             let point = base.lab.while_frozen(|| place.lab.while_frozen(|| on_cpu(CPU, measured)))?;
             let shown = point.relative.iter().map(|(series, s)| format!("{} {:.2}", series.title(), s.median));
@@ -224,11 +224,19 @@ fn flows(base: &Place, place: &Place, binaries: &Path, count: u32, rounds: usize
     Ok(rates.point(Axis::Flows, count))
 }
 
-fn others(base: &Place, place: &Place, axis: Axis, count: u32, rounds: usize, windows: &Windows) -> Result<Point> {
+fn others(
+    base: &Place,
+    place: &Place,
+    binaries: &Path,
+    axis: Axis,
+    count: u32,
+    rounds: usize,
+    windows: &Windows,
+) -> Result<Point> {
     let mut pairs = vec![Pair::open(place, base, [Series::AllFlows, Series::Connections])?];
     let plain;
     if let Axis::Gateways = axis {
-        let routed = |gateways| ready(Variant::Plain, Path::new(""), "", gateways);
+        let routed = |gateways| ready(Variant::Plain, binaries, "", gateways);
         plain = (routed(u8::try_from(count)?)?, routed(1)?);
         pairs.push(Pair::open(&plain.0, &plain.1, [Series::PlainFlows, Series::PlainConnections])?);
     }

@@ -1,6 +1,5 @@
 //! `egressctl top`.
 
-use super::Sources;
 use crate::{
     ctl::{
         dump::{Dump, FlowEntry},
@@ -11,7 +10,7 @@ use crate::{
 use clap::ValueEnum;
 use egress_common::flow::kind;
 use serde::Serialize;
-use std::{cmp::Reverse, collections::BTreeMap, net::IpAddr};
+use std::{cmp::Reverse, collections::BTreeMap};
 
 /// A flow counts as active if a packet of it was seen within so many seconds: two of the ticks in which idle time is counted.
 const ACTIVE: u64 = 2;
@@ -124,8 +123,8 @@ impl View for TopView {
 }
 
 /// What tells a flow from every other one, also from one that had its 5-tuple before.
-fn identity(flow: &FlowEntry) -> (IpAddr, IpAddr, u32, u16, u16, u32) {
-    (flow.pod, flow.remote, flow.proto, flow.remote_port, flow.pod_port, flow.flow.created)
+fn identity(flow: &FlowEntry) -> impl Ord + use<> {
+    (flow.key(), flow.flow.created)
 }
 
 /// The flows of `all` that are not among `others`; both are sorted as dumps are.
@@ -138,24 +137,23 @@ fn without<'a>(all: &'a [FlowEntry], others: &'a [FlowEntry]) -> impl Iterator<I
     })
 }
 
-/// What happened since `before`; the `limit` busiest items.
-pub fn top(sources: Sources<'_>, rules: &[Dropped], before: &Sample, by: By, limit: usize) -> TopView {
-    let dump = sources.dump;
+/// What happened between two samples; the `limit` busiest items.
+pub fn top(before: &Sample, now: &Sample, by: By, limit: usize) -> TopView {
+    let dump = &now.dump;
     let seconds = (dump.now.saturating_sub(before.dump.now) as f64 / 1e9).max(f64::EPSILON);
     let per_second = |count: usize| count as f64 / seconds;
-    let is_active = |flow: &FlowEntry| dump.seconds_since(flow.last_seen()) <= ACTIVE;
     let mut groups: BTreeMap<String, [usize; 3]> = BTreeMap::new();
     for flow in &dump.flows {
         let [flows, active, _] = groups.entry(name(dump, flow, by)).or_default();
-        (*flows, *active) = (*flows + 1, *active + usize::from(is_active(flow)));
+        (*flows, *active) = (*flows + 1, *active + usize::from(dump.seconds_since(flow.last_seen()) <= ACTIVE));
     }
-    let mut opened = 0;
     for flow in without(&dump.flows, &before.dump.flows) {
-        opened += 1;
         groups.entry(name(dump, flow, by)).or_default()[2] += 1;
     }
     let mut groups: Vec<(String, [usize; 3])> = groups.into_iter().collect();
     groups.sort_by_key(|(name, [flows, active, opened])| (Reverse((*opened, *active, *flows)), name.clone()));
+    let sum = |which: usize| groups.iter().map(|(_, counts)| counts[which]).sum::<usize>();
+    let (active, opened) = (sum(1), sum(2));
     let row = |(name, [flows, active, opened]): (String, [usize; 3])| TopRow {
         name,
         flows,
@@ -163,13 +161,13 @@ pub fn top(sources: Sources<'_>, rules: &[Dropped], before: &Sample, by: By, lim
         opened_per_second: per_second(opened),
     };
     TopView {
-        node: sources.node(),
+        node: dump.own_name(),
         seconds,
         flows: dump.flows.len(),
-        active: dump.flows.iter().filter(|flow| is_active(flow)).count(),
+        active,
         opened_per_second: per_second(opened),
         ended_per_second: per_second(without(&before.dump.flows, &dump.flows).count()),
-        dropped: dropped(dump, rules, before, seconds),
+        dropped: dropped(before, now, seconds),
         by,
         total: groups.len(),
         items: groups.into_iter().take(limit).map(row).collect(),
@@ -189,12 +187,12 @@ fn name(dump: &Dump, flow: &FlowEntry, by: By) -> String {
     found.unwrap_or_else(|| "-".to_owned())
 }
 
-fn dropped(dump: &Dump, rules: &[Dropped], before: &Sample, seconds: f64) -> Vec<DropRate> {
-    let programs = dump.counters.iter().filter(|(counter, _)| counter.name().starts_with("drop_"));
+fn dropped(before: &Sample, now: &Sample, seconds: f64) -> Vec<DropRate> {
+    let programs = now.dump.counters.iter().filter(|(counter, _)| counter.name().starts_with("drop_"));
     let programs = programs.map(|(counter, value)| {
         (counter.name(), value.saturating_sub(before.dump.counters.get(counter).copied().unwrap_or(*value)))
     });
-    let rules = rules.iter().map(|rule| {
+    let rules = now.rules.iter().map(|rule| {
         let last = before.rules.iter().find(|last| last.name == rule.name).map_or(rule.packets, |last| last.packets);
         (rule.name, rule.packets.saturating_sub(last))
     });
@@ -232,7 +230,7 @@ mod tests {
     fn top_by(by: By, limit: usize) -> TopView {
         let (mut before, now) = samples();
         before.dump.flows.sort_by_key(identity);
-        top(Sources { dump: &now.dump, agent: None }, &now.rules, &before, by, limit)
+        top(&before, &now, by, limit)
     }
 
     #[test]
@@ -262,7 +260,7 @@ mod tests {
         let (before, mut now) = samples();
         now.dump.flows = before.dump.flows.clone();
         now.dump.flows[0].flow.created += 1;
-        let top = top(Sources { dump: &now.dump, agent: None }, &now.rules, &before, By::Pod, 1);
+        let top = top(&before, &now, By::Pod, 1);
         assert_eq!((top.opened_per_second, top.ended_per_second), (0.5, 0.5));
     }
 }

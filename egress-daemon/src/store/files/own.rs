@@ -5,7 +5,8 @@
 //! - `status/<Kind>/<name>.yaml`: the record of an object that a person writes: when it was first seen, its generation,
 //!   a hash of the content that the generation stands for, and the status.
 //! - `good/<hash>.yaml`: the last text without problems of each file that a person writes.
-//! - `lock`: held shared while reading, exclusively while writing; its content is the last resourceVersion given out.
+//! - `lock`: held exclusively while writing, and shared while reading without the kernel's notices; its content is the last
+//!   resourceVersion given out.
 
 use crate::store::{Key, Kind, ObjectRef};
 use nix::fcntl::{Flock, FlockArg};

@@ -58,6 +58,20 @@ struct OwnFile {
 }
 
 impl OwnFile {
+    fn object(&self) -> Option<(&Key, &Item)> {
+        match &self.content {
+            Some(Content::Object(key, item)) => Some((key, item)),
+            _ => None,
+        }
+    }
+
+    fn record(&self) -> Option<&Record> {
+        match &self.content {
+            Some(Content::Record(record)) => Some(record),
+            _ => None,
+        }
+    }
+
     /// Whether this is what was read before.
     fn is(&self, stamp: Stamp, bytes: &[u8]) -> bool {
         self.stamp == Some(stamp) && self.young.as_deref() == Some(bytes)
@@ -184,7 +198,7 @@ impl Scanner {
     fn everything(&mut self, files: &Files) -> BTreeMap<Kind, BTreeMap<Key, Item>> {
         let mut items: BTreeMap<Kind, BTreeMap<Key, Item>> = Kind::ALL.map(|kind| (kind, BTreeMap::new())).into();
         for (target, file) in &self.own {
-            if let Some(Content::Object(key, item)) = &file.content {
+            if let Some((key, item)) = file.object() {
                 items.entry(target.kind).or_default().insert(key.clone(), item.clone());
             }
         }
@@ -214,10 +228,7 @@ impl Scanner {
                 }
                 continue;
             }
-            let now = match self.own.get(&target).and_then(|file| file.content.as_ref()) {
-                Some(Content::Object(key, item)) => Some((key.clone(), item.clone())),
-                _ => None,
-            };
+            let now = self.own.get(&target).and_then(OwnFile::object).map(|(key, item)| (key.clone(), item.clone()));
             if let Some(gone) = before.filter(|before| now.as_ref().is_none_or(|(key, _)| key != before)) {
                 items.push((target.kind, gone, None));
             }
@@ -308,10 +319,7 @@ impl Scanner {
     fn take(&mut self, files: &Files, target: ObjectRef, text: io::Result<Option<Text>>) -> Changed {
         let own = &files.own;
         let mut before = self.own.remove(&target);
-        let key = before.as_ref().and_then(|file| match &file.content {
-            Some(Content::Object(key, _)) => Some(key.clone()),
-            _ => None,
-        });
+        let key = before.as_ref().and_then(OwnFile::object).map(|(key, _)| key.clone());
         let changed = Changed { target: target.clone(), before: key };
         let (stamp, young, content) = match text {
             Ok(None) => return changed,
@@ -367,7 +375,7 @@ impl Scanner {
         let gone: Vec<ObjectRef> = self
             .own
             .iter()
-            .filter(|(target, file)| matches!(file.content, Some(Content::Record(_))) && !there.contains(target))
+            .filter(|(target, file)| file.record().is_some() && !there.contains(target))
             .map(|(target, _)| target.clone())
             .collect();
         for target in gone {
@@ -392,10 +400,7 @@ fn registered(
     merged: &mut BTreeMap<ObjectRef, (String, Item)>,
 ) -> io::Result<Item> {
     let target = &parsed.target;
-    let is_current = match own.get(target).map(|file| &file.content) {
-        Some(Some(Content::Record(record))) => record.content == parsed.hash,
-        _ => false,
-    };
+    let is_current = own.get(target).and_then(OwnFile::record).is_some_and(|record| record.content == parsed.hash);
     if target.kind.has_our_status()
         && !is_current
         && let Some(made) = make_record(files, parsed, user.source(target))?
@@ -403,10 +408,7 @@ fn registered(
         let content = Some(Content::Record(Record::new(&made)));
         own.insert(target.clone(), OwnFile { stamp: None, young: None, content, problem: None });
     }
-    let record = match own.get(target).map(|file| &file.content) {
-        Some(Some(Content::Record(record))) => Some(record),
-        _ => None,
-    };
+    let record = own.get(target).and_then(OwnFile::record);
     let version = match record.and_then(|record| record.version) {
         Some(version) if record.is_some_and(|record| record.content == parsed.hash) => version.to_string(),
         // The record is about another content, which another process has read: no number, so that no write made
