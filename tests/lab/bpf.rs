@@ -31,7 +31,14 @@ const PSEUDO_MAP_FD: u8 = 1;
 /// Helpers.
 const KTIME_GET_NS: i32 = 5;
 const TAIL_CALL: i32 = 12;
+const GET_TUNNEL_KEY: i32 = 20;
 const SET_TUNNEL_KEY: i32 = 21;
+const ADJUST_ROOM: i32 = 50;
+const CSUM_LEVEL: i32 = 135;
+/// `BPF_F_ZERO_CSUM_TX`, `BPF_ADJ_ROOM_MAC`, `BPF_CSUM_LEVEL_DEC`.
+const ZERO_CHECKSUM: i32 = 2;
+const ROOM_MAC: i32 = 1;
+const LEVEL_DOWN: i32 = 2;
 
 /// Offsets in `struct __sk_buff`, and how much of it is passed.
 const SKB_IFINDEX: usize = 40;
@@ -60,6 +67,26 @@ pub struct Shot {
     pub tunnel: Option<(Ipv4Addr, u32)>,
 }
 
+/// What a program has the kernel do with the tunnel's header of a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Header {
+    /// Reads what the tunnel device took off.
+    ReadKey,
+    /// Tells the tunnel device what to write.
+    SetKey,
+    /// Makes room for it (positive) or takes it away (negative): bytes, and the flags of `bpf_skb_adjust_room`.
+    Room(i32, u64),
+}
+
+/// Nanoseconds of a program for each packet.
+#[derive(Clone, Copy, Debug)]
+pub struct Cost {
+    /// Beyond an empty program.
+    pub whole: f64,
+    /// Beyond one that does with the tunnel's header what this one does, and nothing else.
+    pub without_header: Option<f64>,
+}
+
 /// A program that can be run.
 #[derive(Debug)]
 pub struct Program(OwnedFd);
@@ -86,19 +113,23 @@ impl Program {
         ns.run(|| front.run(1)).map(|(verdict, _)| verdict)
     }
 
-    /// Nanoseconds for each packet beyond those of an empty program: the median over `samples`, each of `repeat` runs,
-    /// the two programs in turns. Every run must end with a redirect.
-    pub fn cost(&self, ns: &NetNs, shot: &Shot, repeat: u32, samples: usize) -> Result<f64> {
-        let (front, nothing) = (Front::new(shot, &self.0)?, Front::new(shot, &empty()?)?);
+    /// What it costs: medians over `samples`, each of `repeat` runs, this program and those beside it in turns. Every run must
+    /// end with a redirect.
+    pub fn cost(&self, ns: &NetNs, shot: &Shot, header: Option<Header>, repeat: u32, samples: usize) -> Result<Cost> {
+        let (front, nothing) = (Front::new(shot, &self.0)?, Front::new(shot, &beside(None)?)?);
+        let header = header.map(|header| Front::new(shot, &beside(Some(header))?)).transpose()?;
         ns.run(|| {
-            let mut costs = Vec::with_capacity(samples);
+            let (mut whole, mut bare) = (Vec::with_capacity(samples), Vec::with_capacity(samples));
             for _ in 0..samples {
-                let (_, without) = nothing.run(repeat)?;
-                let (verdict, with) = front.run(repeat)?;
-                ensure!(verdict == REDIRECT, "the program's verdict is {verdict}, not a redirect");
-                costs.push(f64::from(with) - f64::from(without));
+                let without = nothing.nanoseconds(repeat)?;
+                let with = front.nanoseconds(repeat)?;
+                whole.push(with - without);
+                if let Some(header) = &header {
+                    bare.push(with - header.nanoseconds(repeat).context("beside it")?);
+                }
             }
-            Ok(crate::stats::Percentiles::of(costs).p50)
+            let median = |costs| crate::stats::Percentiles::of(costs).p50;
+            Ok(Cost { whole: median(whole), without_header: header.is_some().then(|| median(bare)) })
         })
     }
 }
@@ -173,6 +204,13 @@ impl Front {
         attr.call(PROG_TEST_RUN).context("BPF_PROG_TEST_RUN")?;
         Ok((attr.read(4), attr.read(36)))
     }
+
+    /// Nanoseconds for each run.
+    fn nanoseconds(&self, repeat: u32) -> Result<f64> {
+        let (verdict, time) = self.run(repeat)?;
+        ensure!(verdict == REDIRECT, "the program's verdict is {verdict}, not a redirect");
+        Ok(time.into())
+    }
 }
 
 /// One instruction.
@@ -198,7 +236,9 @@ fn call(helper: i32) -> u64 {
 const EXIT: u64 = 0x95;
 const ADD: u8 = 0x07;
 const JUMP_IF_GREATER: u8 = 0x2d;
-const LOAD_MAP: u8 = 0x18;
+const JUMP_IF_NOT: u8 = 0x55;
+/// The first half of an instruction that loads 64 bits; of a map with [`PSEUDO_MAP_FD`].
+const LOAD_LONG: u8 = 0x18;
 const STORE_WORD: u8 = 0x62;
 const STORE_BYTE: u8 = 0x72;
 /// The registers of the frame pointer, the context and the packet.
@@ -206,9 +246,39 @@ const FP: u8 = 10;
 const CONTEXT: u8 = 6;
 const DATA: u8 = 2;
 
-/// A program that does nothing but redirect, as far as its verdict goes.
-fn empty() -> Result<OwnedFd> {
-    load(&[mov(0, REDIRECT as i32), EXIT])
+/// A program that redirects, as far as its verdict goes, and does nothing else but this with the tunnel's header.
+fn beside(header: Option<Header>) -> Result<OwnedFd> {
+    let mut code = vec![copy(CONTEXT, 1)];
+    let at = -(KEY_LEN as i16) - 4;
+    let key = [copy(2, FP), instruction(ADD, 2, 0, 0, i32::from(at)), mov(3, KEY_LEN as i32)];
+    let mut then = Vec::new();
+    match header {
+        None => code.push(mov(0, 0)),
+        Some(Header::ReadKey) => {
+            code.extend(key);
+            code.extend([mov(4, 0), call(GET_TUNNEL_KEY)]);
+        }
+        Some(Header::SetKey) => {
+            code.extend(store(FP, at, &[0; KEY_LEN]));
+            code.extend(key);
+            code.extend([mov(4, ZERO_CHECKSUM), call(SET_TUNNEL_KEY)]);
+        }
+        Some(Header::Room(bytes, flags)) => {
+            let [low, high] = [flags as u32, (flags >> 32) as u32].map(u32::cast_signed);
+            code.extend([mov(2, bytes), mov(3, ROOM_MAC)]);
+            code.extend([instruction(LOAD_LONG, 4, 0, 0, low), instruction(0, 0, 0, 0, high), call(ADJUST_ROOM)]);
+            if bytes < 0 {
+                // What the card said of the outer checksum goes with the header.
+                then.extend([copy(1, CONTEXT), mov(2, LEVEL_DOWN), call(CSUM_LEVEL)]);
+            }
+        }
+    }
+    // What the kernel refuses is the verdict.
+    then.push(mov(0, REDIRECT as i32));
+    code.push(instruction(JUMP_IF_NOT, 0, 0, then.len() as i16, 0));
+    code.extend(then);
+    code.push(EXIT);
+    load(&code)
 }
 
 fn load_word(dst: u8, src: u8, at: i16) -> u64 {
@@ -253,7 +323,7 @@ fn front(shot: &Shot, targets: &OwnedFd) -> Result<Vec<u64>> {
     }
     code.extend([call(KTIME_GET_NS); DRAIN]);
     let map = targets.as_raw_fd();
-    code.extend([copy(1, CONTEXT), instruction(LOAD_MAP, 2, PSEUDO_MAP_FD, 0, map), 0, mov(3, 0), call(TAIL_CALL)]);
+    code.extend([copy(1, CONTEXT), instruction(LOAD_LONG, 2, PSEUDO_MAP_FD, 0, map), 0, mov(3, 0), call(TAIL_CALL)]);
     code.extend([mov(0, 0), EXIT]);
     Ok(code)
 }

@@ -83,16 +83,24 @@ fn each(figure: impl Fn(Metric, Family) -> Figure) -> Vec<Figure> {
     Metric::ALL.into_iter().flat_map(|metric| Family::BOTH.map(|family| figure(metric, family))).collect()
 }
 
-/// The programs' costs, one figure for each program, protocol and family.
+/// What is subtracted from the figure of a program, as its name ends.
+pub const BEYOND_EMPTY: &str = " (test_run, beyond an empty program)";
+/// The same where a program that has the kernel do the same with the tunnel's header is subtracted.
+pub const WITHOUT_HEADER: &str = " (test_run, without the tunnel's header)";
+
+/// The programs' costs, one figure for each program, protocol and family, and one without the tunnel's header.
 pub fn of_programs(costs: &BTreeMap<Variant, Vec<Cost>>) -> Vec<Figure> {
-    let mut found: BTreeMap<(String, Family), BTreeMap<Variant, f64>> = BTreeMap::new();
+    let mut found: BTreeMap<(&str, Family, &str), BTreeMap<Variant, f64>> = BTreeMap::new();
     for (variant, costs) in costs {
         for cost in costs {
-            found.entry((cost.name.clone(), cost.family)).or_default().insert(*variant, cost.nanoseconds);
+            let values = [(BEYOND_EMPTY, Some(cost.nanoseconds)), (WITHOUT_HEADER, cost.without_header)];
+            for (beyond, value) in values.into_iter().filter_map(|(beyond, value)| Some((beyond, value?))) {
+                found.entry((&cost.name, cost.family, beyond)).or_default().insert(*variant, value);
+            }
         }
     }
-    let figure = |((name, family), values)| {
-        Figure::single(format!("{name}, {} (test_run, beyond an empty program)", family_name(family)), "ns", values)
+    let figure = |((name, family, beyond), values)| {
+        Figure::single(format!("{name}, {}{beyond}", family_name(family)), "ns", values)
     };
     found.into_iter().map(figure).collect()
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use etherparse::PacketBuilder;
-use lab::bpf::{Program, Shot};
+use lab::bpf::{Header, Program, Shot};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
 use lab::{Family, Node, wait_until};
 
@@ -26,6 +26,15 @@ const VNI_REPLY: u32 = 0x53_50_02;
 const TUNNEL: &str = "spillway0";
 const TUNNEL_PORT: u16 = 8473;
 const UNDERLAY: &str = "eth0";
+/// Length of the tunnel's headers over IPv4, and the flags of `bpf_skb_adjust_room` (linux/bpf.h) that the programs use for them.
+const OVERHEAD: i32 = 50;
+const FIXED_GSO: u64 = 1;
+const ENCAP_L3_IPV4: u64 = 1 << 1;
+const ENCAP_L4_UDP: u64 = 1 << 4;
+const NO_CSUM_RESET: u64 = 1 << 5;
+const ENCAP_L2_ETH: u64 = 1 << 6;
+const ENCAP_L2: u64 = 14 << 56;
+const DECAP_L3_IPV6: u64 = 1 << 8;
 const MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 const HOPS: u8 = 64;
 
@@ -37,6 +46,8 @@ pub struct Cost {
     pub family: Family,
     /// Nanoseconds beyond an empty program.
     pub nanoseconds: f64,
+    /// Nanoseconds beyond a program that has the kernel do the same with the tunnel's header, where there is one.
+    pub without_header: Option<f64>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,20 +73,40 @@ pub fn measure(place: &Place) -> Result<Vec<Cost>> {
             let (flow, _ends) = open(place, family, protocol)?;
             for (program, node, interface, shot) in shots(place, protocol, &flow)? {
                 let pin = place.lab.bpffs(&node.name).join(format!("v1/links/{program}-{}", shot.ifindex));
+                let header = header(place.variant, program, family);
                 let cost = Program::of_link(&pin)
-                    .and_then(|program| program.cost(&node.ns, &shot, repeat, samples))
+                    .and_then(|program| program.cost(&node.ns, &shot, header, repeat, samples))
                     .with_context(|| format!("{program} at {interface} of {}", node.name))?;
                 let way = if node.name == place.pod.node { "source" } else { "gateway" };
                 let name = match program {
                     "tunnel_ingress" | "underlay_ingress" => format!("{program} ({way}), {protocol:?}"),
                     _ => format!("{program}, {protocol:?}"),
                 };
-                costs.push(Cost { name: name.replace("Tcp", "TCP").replace("Udp", "UDP"), family, nanoseconds: cost });
+                let name = name.replace("Tcp", "TCP").replace("Udp", "UDP");
+                costs.push(Cost { name, family, nanoseconds: cost.whole, without_header: cost.without_header });
             }
         }
     }
     costs.sort_by(|a, b| (&a.name, a.family).cmp(&(&b.name, b.family)));
     Ok(costs)
+}
+
+/// What a program has the kernel do with the tunnel's header of a packet of this family.
+fn header(variant: Variant, program: &str, family: Family) -> Option<Header> {
+    let encapsulates = matches!(program, "pod_egress" | "uplink_ingress");
+    match variant {
+        Variant::Device if encapsulates => Some(Header::SetKey),
+        Variant::Device => Some(Header::ReadKey),
+        Variant::Vxlan if encapsulates => {
+            let flags = FIXED_GSO | ENCAP_L3_IPV4 | ENCAP_L4_UDP | ENCAP_L2_ETH | NO_CSUM_RESET | ENCAP_L2;
+            Some(Header::Room(OVERHEAD, flags))
+        }
+        Variant::Vxlan => {
+            let inner = if family == Family::V6 { DECAP_L3_IPV6 } else { 0 };
+            Some(Header::Room(-OVERHEAD, FIXED_GSO | NO_CSUM_RESET | inner))
+        }
+        _ => None,
+    }
 }
 
 type Ends = (Option<(TcpServer, TcpClients)>, Option<(UdpServer, UdpClients)>);

@@ -2,7 +2,7 @@
 
 use lab::Family;
 
-use super::figures::{Figure, family_name};
+use super::figures::{BEYOND_EMPTY, Figure, WITHOUT_HEADER, family_name};
 use super::load::Metric;
 use super::rounds::Rounds;
 use super::variant::Variant::{self, Device, Direct, Plain, Stock, Vxlan};
@@ -69,18 +69,18 @@ pub fn judge(rounds: &Rounds, figures: &[Figure]) -> Vec<Reached> {
             all.push(Reached { target, measured, holds });
         }
     }
-    for figure in figures.iter().filter(|figure| figure.unit == "ns") {
-        let Some((_, limit)) = PROGRAMS.iter().find(|(program, _)| figure.name.starts_with(program)) else { continue };
-        for (variant, spread) in &figure.values {
-            all.push(Reached {
-                target: format!(
-                    "{}, {} ≤ {limit:.0} ns",
-                    figure.name.replace(" (test_run, beyond an empty program)", ""),
-                    variant.name()
-                ),
-                measured: format!("{:.0} ns", spread.median),
-                holds: spread.median <= *limit,
-            });
+    for figure in figures {
+        let Some(name) = figure.name.strip_suffix(BEYOND_EMPTY) else { continue };
+        let Some((program, limit)) = PROGRAMS.iter().find(|(program, _)| name.starts_with(program)) else { continue };
+        // What a packet's first program costs is all of it; the others' bound is without the tunnel's header.
+        let bare = figures.iter().find(|other| other.name.strip_suffix(WITHOUT_HEADER) == Some(name));
+        let bare = bare.filter(|_| *program != "pod_egress").map(|bare| &bare.values);
+        for (variant, whole) in &figure.values {
+            let bare = bare.and_then(|values| values.get(variant));
+            let cost = bare.unwrap_or(whole).median;
+            let what = if bare.is_some() { " without the tunnel's header" } else { "" };
+            let target = format!("{name}, {}{what} ≤ {limit:.0} ns", variant.name());
+            all.push(Reached { target, measured: format!("{cost:.0} ns"), holds: cost <= *limit });
         }
     }
     all
