@@ -92,7 +92,7 @@ map_type! {
         pub key: FlowKey<A>,
         /// Its [`Flow::ticket`].
         pub ticket: u32,
-        /// Tick in which the collector last looked at it.
+        /// Round of the collector ([`COLLECT_ROUND_SHIFT`](crate::limits::COLLECT_ROUND_SHIFT)) in which it last looked at it.
         pub checked: u32,
     } sizes 24, 48
 }

@@ -51,6 +51,9 @@ pub const SLOT_PROBES: u32 = 4;
 pub const PENDING_TICKS: u32 = 10;
 /// Flows that one run of the collector looks at, per address family.
 pub const COLLECT_BATCH: u32 = 1_024;
+/// Ticks of one round of the collector, as a power of two: it looks at a flow once a round, at most. Each look is at two records that no
+/// cache holds, and idle times are minutes.
+pub const COLLECT_ROUND_SHIFT: u32 = 3;
 /// Time between two runs of the collector.
 pub const COLLECT_INTERVAL_NS: u64 = 25_000_000;
 /// IPv6 extension headers that are walked before a packet counts as malformed.

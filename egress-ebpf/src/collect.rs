@@ -2,7 +2,8 @@
 //!
 //! Every flow has a ticket in a queue. A run takes a bounded number of tickets, removes the flows that are due and puts
 //! the others back at the end; a ticket whose flow is gone, or was replaced, is dropped. So one run takes a millisecond
-//! or two whatever the size of the table, and a million flows are passed in under half a minute.
+//! or two whatever the size of the table, and a million flows are passed in under half a minute. A smaller table is passed
+//! once a round, of some seconds.
 
 use crate::{
     classify::{self, Class},
@@ -19,7 +20,7 @@ use egress_common::{
     V4, V6,
     config::Config,
     flow::{Flow, FlowKey, Ticket, kind},
-    limits::{COLLECT_BATCH, COLLECT_INTERVAL_NS, PENDING_TICKS},
+    limits::{COLLECT_BATCH, COLLECT_INTERVAL_NS, COLLECT_ROUND_SHIFT, PENDING_TICKS},
     tcp,
     verdict::Counter,
 };
@@ -62,20 +63,21 @@ extern "C" fn look<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
     let Some(config) = CONFIG.get(0) else { return 1 };
     let Ok(Some(ticket)) = F::tickets().pop() else { return 1 };
     let now = now_tick();
+    let round = now >> COLLECT_ROUND_SHIFT;
     // SAFETY: read only; a packet may update it at the same time.
     let Some(flow) = (unsafe { F::flows().get(&ticket.key) }) else { return 0 };
     if flow.ticket != ticket.ticket {
         return 0;
     }
-    if ticket.checked != now && is_due(config, &ticket.key, flow, now) {
+    if ticket.checked != round && is_due(config, &ticket.key, flow, now) {
         let refused = flow.pending != 0;
         forget::<F>(&ticket.key, flow);
         stats::count(if refused { Counter::FlowsRefused } else { Counter::FlowsExpired });
         return 0;
     }
-    let stop = ticket.checked == now;
+    let stop = ticket.checked == round;
     // The queue is twice as long as the table, so there is room.
-    let _ = F::tickets().push(Ticket { key: ticket.key, ticket: ticket.ticket, checked: now }, 0);
+    let _ = F::tickets().push(Ticket { key: ticket.key, ticket: ticket.ticket, checked: round }, 0);
     stop as i64
 }
 

@@ -10,6 +10,7 @@ use crate::{
 use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_get_prandom_u32};
 use egress_common::{
     flow::{Flow, FlowKey, Reverse, Ticket, kind},
+    limits::COLLECT_ROUND_SHIFT,
     verdict::{Counter, Verdict},
 };
 
@@ -119,7 +120,7 @@ pub fn ticket() -> u32 {
 #[inline(always)]
 pub fn enter<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), i32> {
     F::flows().insert(key, flow, BPF_NOEXIST as u64)?;
-    let ticket = Ticket { key: *key, ticket: flow.ticket, checked: flow.created };
+    let ticket = Ticket { key: *key, ticket: flow.ticket, checked: flow.created >> COLLECT_ROUND_SHIFT };
     F::tickets().push(ticket, 0).inspect_err(|_| {
         let _ = F::flows().remove(key);
     })?;

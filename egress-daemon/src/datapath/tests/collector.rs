@@ -10,7 +10,7 @@ use egress_common::{
     V4,
     config::Config,
     flow::{Flow, FlowKey, Reverse, Ticket, kind},
-    limits::COLLECT_BATCH,
+    limits::{COLLECT_BATCH, COLLECT_ROUND_SHIFT},
     net, tcp,
     verdict::Counter,
 };
@@ -117,8 +117,9 @@ impl Kernel {
         let backs: Vec<_> = entries.iter().map(|e| e.3).collect();
         self.reverse.fill(&others, &backs);
         self.flows.fill(&keys, &values);
+        let checked = (self.now >> COLLECT_ROUND_SHIFT).wrapping_sub(1);
         for (key, flow) in keys.iter().zip(&values) {
-            self.tickets.push(&Ticket { key: *key, ticket: flow.ticket, checked: self.now.wrapping_sub(10) });
+            self.tickets.push(&Ticket { key: *key, ticket: flow.ticket, checked });
         }
     }
 
