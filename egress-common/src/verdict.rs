@@ -97,7 +97,7 @@ pub enum Verdict {
     Drop(Counter),
     /// A redirecting helper has taken it; the value is what the helper returned.
     Taken(i32),
-    /// What [`send`](Self::send) or [`probe`](Self::probe) made: the entry point does it, since the variables of that would
+    /// What [`send`](Self::send), [`leave`](Self::leave) or [`probe`](Self::probe) made: the entry point does it, since the variables of that would
     /// not fit the stack of a deeper function.
     Later(u64),
 }
@@ -111,6 +111,12 @@ impl Verdict {
     #[inline(always)]
     pub const fn send(purpose: u32, node: u32, entropy: u32) -> Self {
         Verdict::Later((bits::SEND + purpose as u64) << 32 | (entropy & 0xffff_0000 | node & 0xffff) as u64)
+    }
+
+    /// Sends the packet of the egress IP with that index in `EGRESS_IPS` to the outside.
+    #[inline(always)]
+    pub const fn leave(egress: u32) -> Self {
+        Verdict::Later(bits::LEAVE << 32 | egress as u64)
     }
 
     /// Treats the packet as a probe from the node with that index in `NODES`.
@@ -152,6 +158,8 @@ pub mod bits {
     pub const TAKEN: u64 = 2;
     /// [`Verdict::probe`](super::Verdict::probe), with the node in the lower half.
     pub const PROBE: u64 = 3;
+    /// [`Verdict::leave`](super::Verdict::leave), with the egress IP in the lower half.
+    pub const LEAVE: u64 = 4;
     /// [`Verdict::send`](super::Verdict::send), plus the purpose; node and entropy in the lower half.
-    pub const SEND: u64 = 4;
+    pub const SEND: u64 = 5;
 }

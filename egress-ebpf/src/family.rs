@@ -21,8 +21,22 @@ const MAX_EXTENSIONS_LEN: u32 = 0x3ff;
 /// A header that cannot be read.
 pub struct Malformed;
 
+/// The maps of a family: function, kind and map.
+macro_rules! tables {
+    ($($name:ident: $kind:ident = $map:ident;)*) => {
+        $(
+            #[inline(always)]
+            fn $name() -> &'static $kind<Self> {
+                &$map
+            }
+        )*
+    };
+}
+
 /// An address family; implemented by its address type.
 pub trait Family: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
+    /// Its number for sockets and routes (`AF_INET`, `AF_INET6`).
+    const AF: u32;
     /// Protocol number of its ICMP.
     const ICMP: u32;
     /// 4 or 6.
@@ -48,6 +62,7 @@ pub trait Family: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     fn egress_index() -> &'static EgressIndex<Self>;
     fn search() -> &'static Searches<Self>;
     fn shares() -> &'static Shares<Self>;
+    fn hops() -> &'static Hops<Self>;
 
     /// The address at an offset of the packet.
     fn load(pkt: &Packet, at: u32) -> Option<Self>;
@@ -80,6 +95,7 @@ pub trait Family: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
 }
 
 impl Family for V4 {
+    const AF: u32 = 2;
     const ICMP: u32 = proto::ICMP;
     const VERSION: u32 = 4;
     const BITS: u32 = 32;
@@ -87,53 +103,20 @@ impl Family for V4 {
     const SRC: u32 = 12;
     const PROTOCOL: u32 = 9;
 
-    #[inline(always)]
-    fn flows() -> &'static Flows<V4> {
-        &FLOWS_V4
-    }
-    #[inline(always)]
-    fn reverses() -> &'static Reverses<V4> {
-        &REVERSE_V4
-    }
-    #[inline(always)]
-    fn tickets() -> &'static Tickets<V4> {
-        &TICKETS_V4
-    }
-    #[inline(always)]
-    fn fragments() -> &'static Fragments<V4> {
-        &FRAGMENTS_V4
-    }
-    #[inline(always)]
-    fn held() -> &'static HeldFragments<V4> {
-        &HELD_V4
-    }
-    #[inline(always)]
-    fn holding() -> &'static Holdings<V4> {
-        &HOLDING_V4
-    }
-    #[inline(always)]
-    fn endpoints() -> &'static Endpoints<V4> {
-        &ENDPOINTS_V4
-    }
-    #[inline(always)]
-    fn routes() -> &'static Routes<V4> {
-        &ROUTES_V4
-    }
-    #[inline(always)]
-    fn excepts() -> &'static Excepts<V4> {
-        &EXCEPTS_V4
-    }
-    #[inline(always)]
-    fn egress_index() -> &'static EgressIndex<V4> {
-        &EGRESS_INDEX_V4
-    }
-    #[inline(always)]
-    fn search() -> &'static Searches<V4> {
-        &SEARCH_V4
-    }
-    #[inline(always)]
-    fn shares() -> &'static Shares<V4> {
-        &SHARES_V4
+    tables! {
+        flows: Flows = FLOWS_V4;
+        reverses: Reverses = REVERSE_V4;
+        tickets: Tickets = TICKETS_V4;
+        fragments: Fragments = FRAGMENTS_V4;
+        held: HeldFragments = HELD_V4;
+        holding: Holdings = HOLDING_V4;
+        endpoints: Endpoints = ENDPOINTS_V4;
+        routes: Routes = ROUTES_V4;
+        excepts: Excepts = EXCEPTS_V4;
+        egress_index: EgressIndex = EGRESS_INDEX_V4;
+        search: Searches = SEARCH_V4;
+        shares: Shares = SHARES_V4;
+        hops: Hops = HOPS_V4;
     }
 
     #[inline(always)]
@@ -249,6 +232,7 @@ fn v4_header(h: [u32; 5], l3: u32) -> Result<Ip<V4>, Malformed> {
 }
 
 impl Family for V6 {
+    const AF: u32 = 10;
     const ICMP: u32 = proto::ICMPV6;
     const VERSION: u32 = 6;
     const BITS: u32 = 128;
@@ -256,53 +240,20 @@ impl Family for V6 {
     const SRC: u32 = 8;
     const PROTOCOL: u32 = 6;
 
-    #[inline(always)]
-    fn flows() -> &'static Flows<V6> {
-        &FLOWS_V6
-    }
-    #[inline(always)]
-    fn reverses() -> &'static Reverses<V6> {
-        &REVERSE_V6
-    }
-    #[inline(always)]
-    fn tickets() -> &'static Tickets<V6> {
-        &TICKETS_V6
-    }
-    #[inline(always)]
-    fn fragments() -> &'static Fragments<V6> {
-        &FRAGMENTS_V6
-    }
-    #[inline(always)]
-    fn held() -> &'static HeldFragments<V6> {
-        &HELD_V6
-    }
-    #[inline(always)]
-    fn holding() -> &'static Holdings<V6> {
-        &HOLDING_V6
-    }
-    #[inline(always)]
-    fn endpoints() -> &'static Endpoints<V6> {
-        &ENDPOINTS_V6
-    }
-    #[inline(always)]
-    fn routes() -> &'static Routes<V6> {
-        &ROUTES_V6
-    }
-    #[inline(always)]
-    fn excepts() -> &'static Excepts<V6> {
-        &EXCEPTS_V6
-    }
-    #[inline(always)]
-    fn egress_index() -> &'static EgressIndex<V6> {
-        &EGRESS_INDEX_V6
-    }
-    #[inline(always)]
-    fn search() -> &'static Searches<V6> {
-        &SEARCH_V6
-    }
-    #[inline(always)]
-    fn shares() -> &'static Shares<V6> {
-        &SHARES_V6
+    tables! {
+        flows: Flows = FLOWS_V6;
+        reverses: Reverses = REVERSE_V6;
+        tickets: Tickets = TICKETS_V6;
+        fragments: Fragments = FRAGMENTS_V6;
+        held: HeldFragments = HELD_V6;
+        holding: Holdings = HOLDING_V6;
+        endpoints: Endpoints = ENDPOINTS_V6;
+        routes: Routes = ROUTES_V6;
+        excepts: Excepts = EXCEPTS_V6;
+        egress_index: EgressIndex = EGRESS_INDEX_V6;
+        search: Searches = SEARCH_V6;
+        shares: Shares = SHARES_V6;
+        hops: Hops = HOPS_V6;
     }
 
     #[inline(always)]

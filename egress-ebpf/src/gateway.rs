@@ -2,7 +2,6 @@
 
 use crate::{
     deliver::only,
-    exit,
     family::Family,
     fragment,
     maps::{CONFIG, EGRESS_IPS, LEASES, NODES},
@@ -67,7 +66,7 @@ pub fn leased<F: Family>(pkt: &Packet, egress: u32, e: &EgressIp, from: u32) -> 
     stats::count(Counter::Forwarded);
     match shaper::limit(pkt, egress, e, shaper::OUT) {
         Some(verdict) => verdict,
-        None => exit::leave(pkt, egress, e),
+        None => Verdict::leave(egress),
     }
 }
 

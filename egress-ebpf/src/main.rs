@@ -74,6 +74,7 @@ fn settle(pkt: &Packet, verdict: u64) -> i32 {
         _ => verdict,
     };
     match verdict >> 32 {
+        bits::LEAVE => code(exit::leave(pkt.raw(), verdict as u32)),
         tag @ bits::SEND.. => code(way::send_to_node(pkt.raw(), verdict as u32, (tag - bits::SEND) as u32)),
         _ => code(verdict),
     }

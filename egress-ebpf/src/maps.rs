@@ -1,6 +1,6 @@
 //! Every map, and the only place that knows their names and kinds. User space finds them by these names.
 
-use crate::ports::Search;
+use crate::{exit::Hop, ports::Search};
 use aya_ebpf::{
     bindings::{BPF_F_NO_PREALLOC, bpf_timer},
     btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, Queue, RingBuf},
@@ -29,6 +29,7 @@ pub type EgressIndex<A> = HashMap<A, u32, MAX_EGRESS_IPS, GROW>;
 pub type Fragments<A> = LruHashMap<FragmentKey<A>, Fragment, MAX_FRAGMENTS>;
 pub type HeldFragments<A> = LruHashMap<HeldKey<A>, HeldFrame, MAX_HELD_FRAGMENTS>;
 pub type Holdings<A> = PerCpuArray<Holding<A>, 1>;
+pub type Hops<A> = PerCpuArray<Hop<A>, MAX_HOPS>;
 pub type Shares<A> = HashMap<A, u64, MAX_ENDPOINTS, GROW>;
 pub type Searches<A> = PerCpuArray<Search<A>, 1>;
 pub type Tickets<A> = Queue<Ticket<A>, { 2 * MAX_FLOWS }>;
@@ -131,6 +132,11 @@ pub static UPLINKS: HashMap<u32, Uplink, MAX_UPLINKS, GROW> = HashMap::new();
 
 #[btf_map]
 pub static NEXT_HOPS: Array<NextHop, MAX_EGRESS_IPS> = Array::new();
+/// Next hops of packets that leave, as this CPU found them a moment ago (see `exit`).
+#[btf_map]
+pub static HOPS_V4: Hops<V4> = PerCpuArray::new();
+#[btf_map]
+pub static HOPS_V6: Hops<V6> = PerCpuArray::new();
 #[btf_map]
 pub static METERS: Array<Meter, { 2 * MAX_EGRESS_IPS }> = Array::new();
 

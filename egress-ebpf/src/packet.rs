@@ -396,11 +396,20 @@ impl Packet {
     /// Sends the packet to the next hop on the way to `node`.
     #[inline(always)]
     pub fn redirect_hop(&self, node: &Node) -> Verdict {
-        // `struct bpf_redir_neigh`.
-        let hop = (&raw const node.hop_family).cast_mut().cast();
+        // SAFETY: family and address lie behind each other in the record.
+        unsafe { self.redirect_neigh(node.ifindex, &raw const node.hop_family) }
+    }
+
+    /// Sends the packet out of `ifindex` to the next hop at `hop`.
+    ///
+    /// # Safety
+    ///
+    /// At `hop` is the family of an address, and behind it the address, as `struct bpf_redir_neigh` has them.
+    #[inline(always)]
+    pub unsafe fn redirect_neigh(&self, ifindex: u32, hop: *const u32) -> Verdict {
         let len = (size_of::<u32>() + size_of::<V6>()) as i32;
-        // SAFETY: family and address lie behind each other in the record, as the helper wants them, and it only reads.
-        Verdict::Taken(unsafe { bpf_redirect_neigh(node.ifindex, hop, len, 0) } as i32)
+        // SAFETY: as above, and the helper only reads.
+        Verdict::Taken(unsafe { bpf_redirect_neigh(ifindex, hop.cast_mut().cast(), len, 0) } as i32)
     }
 
     /// Sends the packet out of `ifindex` (0: there is none) to the next hop that the routing table gives for its addresses.
@@ -451,6 +460,12 @@ pub fn set_clock() {
     let began = now_ns().wrapping_sub(jiffies_ns());
     // SAFETY: nothing else writes it.
     unsafe { (&raw mut JIFFIES_BEGAN).write_volatile(began) }
+}
+
+/// A number that changes 15 times a second.
+#[inline(always)]
+pub fn moment() -> u32 {
+    (jiffies_ns() >> 26) as u32
 }
 
 /// `CLOCK_MONOTONIC` in ticks of 2^30 ns, as of the last timer interrupt.

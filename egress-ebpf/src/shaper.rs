@@ -5,7 +5,6 @@
 //! here, whatever queue the class has.
 
 use crate::{
-    exit,
     family::Family,
     gateway,
     maps::{CONFIG, EGRESS_IPS, METERS},
@@ -102,10 +101,7 @@ fn leave_outwards<F: Family>(pkt: &Packet) -> Verdict {
     // SAFETY: read only.
     let Some(&egress) = (unsafe { F::egress_index().get(src) }) else { return Verdict::Drop(Counter::DropNotOwner) };
     passed(pkt, egress, OUT);
-    match EGRESS_IPS.get(egress) {
-        Some(e) => exit::leave(pkt, egress, e),
-        None => Verdict::Drop(Counter::DropNotOwner),
-    }
+    Verdict::leave(egress)
 }
 
 #[inline(always)]

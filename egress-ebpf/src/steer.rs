@@ -2,7 +2,6 @@
 
 use crate::{
     classify::{self, Class},
-    exit,
     family::Family,
     firewall,
     flows::{enter, forget, leave_alone, mend_reverse, reverse_key, reverse_value, ticket},
@@ -441,7 +440,7 @@ pub fn hand_over(pkt: &Packet, egress: u32, entropy: u32) -> Verdict {
         stats::count(Counter::SentLocal);
         return match shaper::limit(pkt, egress, e, shaper::OUT) {
             Some(verdict) => verdict,
-            None => exit::leave(pkt, egress, e),
+            None => Verdict::leave(egress),
         };
     }
     match NODES.get(e.owner) {

@@ -286,6 +286,48 @@ fn next_hop_a_gateway_by_interface_or_default_route_uses_the_address_found_there
     });
 }
 
+/// Next hops are kept for a moment; a change of routes is followed by flows that never pause.
+#[test]
+fn route_changes_at_a_gateway_are_followed_by_flows_that_go_on() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[10])?;
+        let gateway = lab.node("gw1").clone();
+        for (family, (flag, length)) in Family::BOTH.into_iter().zip([("-4", 32), ("-6", 128)]) {
+            let [source] = egress(family, &[10])[..] else { panic!("one egress IP") };
+            let target = server.ips.at(family, 8053);
+            let _answering = UdpServer::start(&server.ns, &[target])?;
+            let options = UdpOptions { interval: Duration::from_millis(1), ..UdpOptions::default() };
+            let flows = UdpClients::start(&pod.ns, target, 4, options)?;
+            let capture = Capture::start(&server.ns, "eth0")?;
+            let ways = || -> Result<BTreeSet<[u8; 6]>> {
+                const PACKETS: usize = 100;
+                let ours = |packet: &lab::Packet| {
+                    !packet.outgoing && packet.ports().is_some_and(|(from, _)| from.ip() == source)
+                };
+                capture.clear();
+                lab::wait_until("packets", PATIENCE, || Ok(capture.count(ours)), |count| *count >= PACKETS)?;
+                Ok(capture.take().filter(ours).packets().iter().map(|packet| packet.source_mac).collect())
+            };
+            let straight = BTreeSet::from([gateway.external_mac()]);
+            lab::wait_until("packets come straight from the gateway", PATIENCE, ways, |seen| *seen == straight)?;
+            let (target, router) = (target.ip(), lab::address::external(1).ip(family));
+            let route =
+                |what| gateway.ns.sh(&format!("ip {flag} route {what} {target}/{length} via {router} dev ext0"));
+            route("add")?;
+            lab::wait_until("packets come by the router", PATIENCE, ways, |seen| seen.is_disjoint(&straight))?;
+            route("del")?;
+            lab::wait_until("packets come straight again", PATIENCE, ways, |seen| *seen == straight)?;
+            drop(flows);
+        }
+        Ok(())
+    });
+}
+
 #[test]
 fn pools_give_each_policy_addresses_of_its_own_on_different_gateways() {
     lab::require_root!();
