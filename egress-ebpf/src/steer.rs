@@ -201,20 +201,25 @@ enum Check {
 #[inline(always)]
 fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening: bool) -> Check {
     let generation = generation(config);
-    let (policy, _) = match classify::classify(config, key.src, key.dst) {
-        Class::Held => return Check::Drop(Counter::DropHeld),
-        Class::Outside if flow.kind == kind::UNTOUCHED => {
-            flow.config_generation = generation;
-            return Check::Keep;
+    // What opens again under the same tables is of the policy that it was of.
+    let policy = if flow.kind == kind::TRANSLATED && flow.config_generation == generation {
+        flow.policy
+    } else {
+        match classify::classify(config, key.src, key.dst) {
+            Class::Held => return Check::Drop(Counter::DropHeld),
+            Class::Outside if flow.kind == kind::UNTOUCHED => {
+                flow.config_generation = generation;
+                return Check::Keep;
+            }
+            // The other end knows the connection by an egress IP: what is left of it must not show it another address.
+            Class::Outside if key.proto == proto::TCP && !opening => {
+                flow.kind = kind::SEVERED;
+                flow.config_generation = config.generation;
+                return Check::Keep;
+            }
+            Class::Outside => return Check::Leave,
+            Class::Policy(policy, _) => policy,
         }
-        // The other end knows the connection by an egress IP: what is left of it must not show it another address.
-        Class::Outside if key.proto == proto::TCP && !opening => {
-            flow.kind = kind::SEVERED;
-            flow.config_generation = config.generation;
-            return Check::Keep;
-        }
-        Class::Outside => return Check::Leave,
-        Class::Policy(policy, endpoint) => (policy, endpoint),
     };
     if flow.kind == kind::UNTOUCHED {
         flow.config_generation = generation;
@@ -223,16 +228,12 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
     }
     match classify::member(policy, flow.egress) {
         Some(m) if m.generation == flow.egress_generation => {
-            // A SYN that nobody answered may go another way.
-            if opening && m.usable == 0 && flow.state & tcp::seen::ACK == 0 {
+            if opening && !reopen::<F>(config, key, flow, m.usable != 0, flow.config_generation == generation) {
                 return Check::Anew;
             }
             flow.policy = policy;
             flow.kind = kind::TRANSLATED;
             flow.config_generation = generation;
-            if opening {
-                reopen::<F>(config, key, flow);
-            }
             Check::Keep
         }
         _ if key.proto == proto::TCP && !opening => {
@@ -244,18 +245,31 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
     }
 }
 
-/// A connection that opens again with the ports of one that was closed begins with a clean state.
+/// A SYN with the ports of a flow that is in the table: the flow begins with a clean state and keeps its slot, unless it may choose
+/// another one (`false`). It may where nobody has answered yet or the connection before is closed, and does so where its slot is not to
+/// be used; after a closed one also where the tables have changed, since what was added to the policy is to get its part.
 #[inline(always)]
-fn reopen<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow) {
+fn reopen<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, usable: bool, same_tables: bool) -> bool {
+    let unanswered = flow.state & tcp::seen::ACK == 0;
+    if unanswered && !usable {
+        return false;
+    }
     if flow.state & !tcp::seen::SYN == 0 {
-        return;
+        return true;
+    }
+    let reverse = reverse_key::<F>(key, flow).and_then(|k| F::reverses().get_ptr_mut(k));
+    // SAFETY: a pointer into the map.
+    let back = reverse.map_or(0, |r| unsafe { (&raw const (*r).state).read_volatile() });
+    if tcp::closed(flow.state, back) && !(usable && same_tables) {
+        return false;
     }
     flow.state = 0;
     flow.pending = respects(config);
-    if let Some(reverse) = reverse_key::<F>(key, flow).and_then(|k| F::reverses().get_ptr_mut(k)) {
+    if let Some(reverse) = reverse {
         // SAFETY: a single store.
         unsafe { (*reverse).state = 0 };
     }
+    true
 }
 
 /// `Ok` when the packet has a flow now.

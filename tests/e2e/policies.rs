@@ -8,7 +8,8 @@ use lab::traffic::{ConnectRate, ServerMode, TcpClients, TcpOptions, TcpServer, u
 use lab::{Capture, Family, Lab, PodSpec, address, wait_for};
 
 use crate::support::{
-    PATIENCE, QUIET, egress, gateways, object_name, policy, start, wait_in_force, wait_sources, web, weighted,
+    PATIENCE, QUIET, Sources, egress, gateways, object_name, policy, sources, start, wait_in_force, wait_sources, web,
+    weighted,
 };
 
 /// A policy for some pods, some destinations and one egress IP.
@@ -127,6 +128,40 @@ fn a_pod_under_several_policies_uses_each_for_its_own_destinations() {
 }
 
 /// FAILURES.md: update-gap.
+/// A busy pod soon opens every connection with the ports of one that it has closed.
+#[test]
+fn connections_with_the_ports_of_closed_ones_are_spread_over_what_was_added_since() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        pod.ns.sysctls(&[("net.ipv4.ip_local_port_range", "40000 40063")])?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[10])?;
+        const CONNECTIONS: usize = 60;
+        for family in Family::BOTH {
+            let seen = sources(&pod.ns, &server, family, CONNECTIONS)?;
+            assert_eq!(seen.values().sum::<usize>(), CONNECTIONS, "{seen:?}");
+        }
+        lab.manifests().write("web", &web(&[10, 11]))?;
+        for family in Family::BOTH {
+            let [old, new] = egress(family, &[10, 11])[..] else { panic!("two egress IPs") };
+            let spread = |seen: &Sources| {
+                let of = |ip| seen.get(&ip).copied().unwrap_or(0);
+                of(old) + of(new) == CONNECTIONS && of(old).min(of(new)) >= CONNECTIONS / 4
+            };
+            lab::wait_until(
+                "connections leave with both egress IPs",
+                PATIENCE,
+                || sources(&pod.ns, &server, family, CONNECTIONS),
+                spread,
+            )?;
+        }
+        Ok(())
+    });
+}
+
 #[test]
 fn update_gap_two_hundred_updates_under_load_let_no_wrong_source_out_and_break_no_connection() {
     lab::require_root!();

@@ -134,7 +134,7 @@ pub fn sources(from: &NetNs, server: &Server, family: Family, count: usize) -> R
 }
 
 /// [`sources`] at another port of the server: a connection that has the addresses and ports of one a moment ago is the
-/// same flow, and keeps its egress IP.
+/// same flow, and keeps its egress IP unless the policy has changed since.
 pub fn sources_at(from: &NetNs, server: &Server, port: u16, family: Family, count: usize) -> Result<Sources> {
     let listening = TcpServer::start(&server.ns, &server.ips.both(port), ServerMode::Echo)?;
     let options =
