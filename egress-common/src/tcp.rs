@@ -22,6 +22,8 @@ pub mod seen {
     pub const FIN: u16 = 4;
     /// A RST.
     pub const RST: u16 = 8;
+    /// No segment: the tables that flows are classified by have changed since the flow's slot was chosen. Only of the forward half.
+    pub const CHANGED: u16 = 16;
 }
 
 /// The state after a segment with these flags in that direction.

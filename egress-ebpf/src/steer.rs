@@ -228,7 +228,10 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
     }
     match classify::member(policy, flow.egress) {
         Some(m) if m.generation == flow.egress_generation => {
-            if opening && !reopen::<F>(config, key, flow, m.usable != 0, flow.config_generation == generation) {
+            if flow.config_generation != generation {
+                flow.state |= tcp::seen::CHANGED;
+            }
+            if opening && !reopen::<F>(config, key, flow, m.usable != 0) {
                 return Check::Anew;
             }
             flow.policy = policy;
@@ -249,21 +252,22 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
 /// another one (`false`). It may where nobody has answered yet or the connection before is closed, and does so where its slot is not to
 /// be used; after a closed one also where the tables have changed, since what was added to the policy is to get its part.
 #[inline(always)]
-fn reopen<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, usable: bool, same_tables: bool) -> bool {
+fn reopen<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, usable: bool) -> bool {
     let unanswered = flow.state & tcp::seen::ACK == 0;
     if unanswered && !usable {
         return false;
     }
-    if flow.state & !tcp::seen::SYN == 0 {
+    let changed = flow.state & tcp::seen::CHANGED;
+    if flow.state & !tcp::seen::SYN == changed {
         return true;
     }
     let reverse = reverse_key::<F>(key, flow).and_then(|k| F::reverses().get_ptr_mut(k));
     // SAFETY: a pointer into the map.
     let back = reverse.map_or(0, |r| unsafe { (&raw const (*r).state).read_volatile() });
-    if tcp::closed(flow.state, back) && !(usable && same_tables) {
+    if tcp::closed(flow.state, back) && (changed != 0 || !usable) {
         return false;
     }
-    flow.state = 0;
+    flow.state = changed;
     flow.pending = respects(config);
     if let Some(reverse) = reverse {
         // SAFETY: a single store.

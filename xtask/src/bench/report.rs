@@ -8,7 +8,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use lab::Family;
 
-use super::figures::{self, BEYOND_EMPTY, Figure, rounded};
+use super::figures::{self, BEYOND_EMPTY, Figure, WITHOUT_HEADER, rounded};
 use super::load::Metric;
 use super::rounds::{Rounds, Spread};
 use super::scaling::{Point, Series};
@@ -207,7 +207,11 @@ pub fn terminal(findings: &Findings) -> String {
         let _ = write!(
             text,
             "{:<58}",
-            format!("{} ({})", figure.name.replace(BEYOND_EMPTY, "").replace("test_run, ", ""), figure.unit)
+            format!(
+                "{} ({})",
+                figure.name.replace(BEYOND_EMPTY, "").replace(WITHOUT_HEADER, ", no header"),
+                figure.unit
+            )
         );
         for variant in Variant::ALL {
             let value = figure.values.get(&variant);
