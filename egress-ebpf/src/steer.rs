@@ -261,18 +261,22 @@ fn reopen<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, usable:
     if flow.state & !tcp::seen::SYN == changed {
         return true;
     }
-    let reverse = reverse_key::<F>(key, flow).and_then(|k| F::reverses().get_ptr_mut(k));
-    // SAFETY: a pointer into the map.
-    let back = reverse.map_or(0, |r| unsafe { (&raw const (*r).state).read_volatile() });
-    if tcp::closed(flow.state, back) && (changed != 0 || !usable) {
-        return false;
+    let out = flow.state;
+    let elsewhere = |back| tcp::closed(out, back) && (changed != 0 || !usable);
+    // One look at whether it is there: old verifiers follow a second one on ways that no packet takes.
+    match reverse_key::<F>(key, flow).and_then(|k| F::reverses().get_ptr_mut(k)) {
+        // SAFETY: a pointer into the map, and a single store.
+        Some(reverse) => unsafe {
+            if elsewhere((&raw const (*reverse).state).read_volatile()) {
+                return false;
+            }
+            (*reverse).state = 0;
+        },
+        None if elsewhere(0) => return false,
+        None => {}
     }
     flow.state = changed;
     flow.pending = respects(config);
-    if let Some(reverse) = reverse {
-        // SAFETY: a single store.
-        unsafe { (*reverse).state = 0 };
-    }
     true
 }
 
