@@ -50,7 +50,7 @@ pub const MAX_NAMES: usize = 32_768;
 pub const PORT_PROBES: u32 = 256;
 /// How many slots are tried for a new flow before it is dropped.
 pub const SLOT_PROBES: u32 = 4;
-/// Ticks for which a flow is kept whose packets the host's firewall does not let pass.
+/// Ticks for which a flow is kept at least whose packets the host's firewall does not let pass; the collector's round comes on top.
 pub const PENDING_TICKS: u32 = 10;
 /// Flows that one run of the collector looks at, per address family.
 pub const COLLECT_BATCH: u32 = 1_024;

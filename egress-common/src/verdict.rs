@@ -97,8 +97,8 @@ pub enum Verdict {
     Drop(Counter),
     /// A redirecting helper has taken it; the value is what the helper returned.
     Taken(i32),
-    /// What [`send`](Self::send), [`leave`](Self::leave) or [`probe`](Self::probe) made: the entry point does it, since the variables of that would
-    /// not fit the stack of a deeper function.
+    /// What [`send`](Self::send), [`leave`](Self::leave) or [`probe`](Self::probe) made: the entry point does it, since the
+    /// variables of that would not fit the stack of a deeper function.
     Later(u64),
 }
 

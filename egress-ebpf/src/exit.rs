@@ -33,7 +33,7 @@ const DST: usize = 8;
 /// Where packets of one source go to one destination, as the routing table said a [`moment`] ago. Each CPU has its own, so that no
 /// other one writes it meanwhile.
 ///
-/// A route look-up is the largest part of what a packet costs at a gateway: a third of a microsecond. A change of routes is
+/// A route look-up for each packet was the largest part of what it cost at a gateway (docs/performance.md). A change of routes is
 /// followed after a fifteenth of a second, whether the agent lives or not.
 #[repr(C)]
 pub struct Hop<A> {
