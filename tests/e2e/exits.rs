@@ -11,7 +11,7 @@ use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, Server};
 
 use crate::support::{
     PATIENCE, WEB, at, egress, gateways_where, named, owner, policy, pool, sources, start, wait_in_force, wait_sources,
-    web,
+    web, web_pod,
 };
 
 /// Who sends the packets that reach `server` from `source`.
@@ -93,11 +93,7 @@ fn reserved_port_an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_i
         let kept = |port: u16| (2048..=4095).contains(&port) || port / 64 == 5000 / 64 || port / 64 == 5500 / 64;
         // The node's own service was there before; its port is not leased.
         let listening = TcpServer::start(&gateway.ns, &own.map(|own| at(own, 8080)), ServerMode::Echo)?;
-        lab.manifests().write("web", &web(&[50]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[50])?;
+        let (pod, server) = web_pod(lab, &[50])?;
         for (family, own) in Family::BOTH.into_iter().zip(own) {
             assert_eq!(owner(lab, own).as_deref(), Some("gw2"));
             assert_eq!(senders(&pod, &server, family, own)?, BTreeSet::from([gateway.external_mac()]));
@@ -291,11 +287,7 @@ fn next_hop_a_gateway_by_interface_or_default_route_uses_the_address_found_there
 fn route_changes_at_a_gateway_are_followed_by_flows_that_go_on() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
-        lab.manifests().write("web", &web(&[10]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10])?;
+        let (pod, server) = web_pod(lab, &[10])?;
         let gateway = lab.node("gw1").clone();
         for (family, (flag, length)) in Family::BOTH.into_iter().zip([("-4", 32), ("-6", 128)]) {
             let [source] = egress(family, &[10])[..] else { panic!("one egress IP") };

@@ -8,7 +8,7 @@ use lab::hook::{Action, Side, hook};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Family, Lab, PodSpec, StartOptions, wait_for};
 
-use crate::support::{PATIENCE, counter, has_bpftool, start, wait_in_force, web};
+use crate::support::{PATIENCE, counter, has_bpftool, start, wait_in_force, web, web_pod};
 
 /// FAILURES.md: hook-order.
 #[test]
@@ -39,11 +39,7 @@ fn hook_lost_programs_that_somebody_detaches_are_attached_again() {
     lab::require_root!();
     lab::require!(has_bpftool(), "bpftool is missing");
     Lab::builder().workers(1).gateways(1).run(|lab| {
-        lab.manifests().write("web", &web(&[10]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10])?;
+        let (pod, server) = web_pod(lab, &[10])?;
         for (node, interface, program) in [
             ("worker1", pod.host_interface.as_str(), "pod_egress"),
             ("worker1", "spillway0", "tunnel_ingress"),

@@ -10,7 +10,7 @@ use lab::traffic::{
 };
 use lab::{Capture, Family, Lab, PodSpec, wait_for, wait_until};
 
-use crate::support::{PATIENCE, QUIET, calm, egress, start, wait_in_force, wait_sources, web};
+use crate::support::{PATIENCE, QUIET, calm, egress, start, wait_in_force, wait_sources, web, web_pod};
 
 const HOSTS: [u8; 3] = [10, 11, 12];
 
@@ -183,11 +183,7 @@ fn maps_of_another_layout_are_refused_with_a_remedy() {
 fn a_restarted_agent_takes_over_what_is_pinned() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
-        lab.manifests().write("web", &web(&[10]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10])?;
+        let (pod, server) = web_pod(lab, &[10])?;
         let inbound = TcpServer::start(&pod.ns, &pod.ips.both(80), ServerMode::Stream)?;
         let outbound = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
         let mut clients = Vec::new();

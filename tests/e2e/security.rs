@@ -5,9 +5,9 @@ use std::net::IpAddr;
 
 use anyhow::{Context, Result};
 use lab::traffic::{Protocol, send_vxlan};
-use lab::{Capture, Family, Lab, NetNs, PodSpec, wait_for};
+use lab::{Capture, Family, Lab, NetNs, wait_for};
 
-use crate::support::{PATIENCE, at, counter, egress, owner, sources, start, wait_counter, wait_in_force, web};
+use crate::support::{PATIENCE, at, counter, egress, owner, sources, wait_counter, web_pod};
 
 /// The tunnel's UDP port and network identifiers, as ARCHITECTURE.md has them.
 const TUNNEL_PORT: u16 = 8473;
@@ -33,11 +33,7 @@ fn leased_port(lab: &Lab, family: Family) -> Result<u16> {
 fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
     lab::require_root!();
     Lab::builder().workers(2).gateways(2).run(|lab| {
-        lab.manifests().write("web", &web(&[10]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10])?;
+        let (pod, server) = web_pod(lab, &[10])?;
         for family in Family::BOTH {
             let ip = egress(family, &[10])[0];
             let gateway = owner(lab, ip).context("an owner")?;
@@ -88,11 +84,7 @@ fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
 fn a_source_node_delivers_only_what_a_node_sent() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
-        lab.manifests().write("web", &web(&[10]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10])?;
+        let (pod, server) = web_pod(lab, &[10])?;
         let udp = lab::traffic::UdpServer::start(&server.ns, &server.ips.both(53))?;
         for family in Family::BOTH {
             // A flow, so that there is something to deliver to.
@@ -130,11 +122,7 @@ fn a_source_node_delivers_only_what_a_node_sent() {
 fn every_packet_counts_for_the_policy_whatever_its_ports() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
-        lab.manifests().write("web", &web(&[10]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10])?;
+        let (pod, server) = web_pod(lab, &[10])?;
         let capture = Capture::start(&server.ns, "eth0")?;
         for family in Family::BOTH {
             let ports = [0u16, 1, 53, 1023, 1024, 65_535];

@@ -6,18 +6,16 @@ use anyhow::Result;
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
 use lab::{Capture, Family, Lab, PodSpec};
 
-use crate::support::{PATIENCE, WEB, egress, gateways_where, policy, sources, start, wait_in_force, wait_refused, web};
+use crate::support::{
+    PATIENCE, WEB, egress, gateways_where, policy, sources, start, wait_in_force, wait_refused, web, web_pod,
+};
 
 /// The most famous promise: of four gateways one is removed, and nobody else notices.
 #[test]
 fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(4).run(|lab| {
-        lab.manifests().write("web", &web(&[10, 11, 12, 13]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10, 11, 12, 13])?;
+        let (pod, server) = web_pod(lab, &[10, 11, 12, 13])?;
         let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
         let tcp = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
         let mut flows = Vec::new();
@@ -126,11 +124,7 @@ fn dead_in_set_a_gateway_that_no_longer_matches_is_skipped_and_the_last_one_leav
 fn stale_nat_a_reused_five_tuple_gets_the_present_egress_ip() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
-        lab.manifests().write("web", &web(&[10]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10])?;
+        let (pod, server) = web_pod(lab, &[10])?;
         let tcp = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;
         let once = |family| -> Result<IpAddr> {
             let options = TcpOptions { source_port: 40_000, reset: true, ..TcpOptions::once() };

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use lab::traffic::{FragmentOrder, ServerMode, TcpClients, TcpOptions, TcpServer, send_fragments};
-use lab::{Family, Lab, NetNs, Pod, Server, StartOptions, address, wait_until};
+use lab::{Family, Lab, NetNs, Pod, PodSpec, Server, StartOptions, address, wait_until};
 use serde_json::Value;
 
 /// How long a condition may take that a loaded machine reaches in a second.
@@ -174,6 +174,16 @@ pub fn wait_sources(from: &NetNs, server: &Server, family: Family, expected: &[I
 /// Waits until the egress IPs with these host numbers are in force for a pod, in both families.
 pub fn wait_in_force(pod: &Pod, server: &Server, hosts: &[u8]) -> Result<()> {
     Family::BOTH.into_iter().try_for_each(|family| wait_sources(&pod.ns, server, family, &egress(family, hosts)))
+}
+
+/// A running Spillway with [`web`] over these egress IPs in force for a pod on `worker1`: the pod, and the server.
+pub fn web_pod(lab: &mut Lab, hosts: &[u8]) -> Result<(Pod, Server)> {
+    lab.manifests().write("web", &web(hosts))?;
+    let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+    start(lab)?;
+    let server = lab.server("server1").clone();
+    wait_in_force(&pod, &server, hosts)?;
+    Ok((pod, server))
 }
 
 /// Waits until no new connection from a pod to `server` is established.

@@ -107,12 +107,6 @@ impl Program {
         Ok(Program(attr.call_fd(PROG_FD_BY_ID).context("cannot open a link's program")?))
     }
 
-    /// Runs it once on `shot` in `ns`, and returns its verdict.
-    pub fn verdict(&self, ns: &NetNs, shot: &Shot) -> Result<u32> {
-        let front = Front::new(shot, &self.0)?;
-        ns.run(|| front.run(1)).map(|(verdict, _)| verdict)
-    }
-
     /// What it costs: medians over `samples`, each of `repeat` runs, this program and those beside it in turns. Every run must
     /// end with a redirect.
     pub fn cost(&self, ns: &NetNs, shot: &Shot, header: Option<Header>, repeat: u32, samples: usize) -> Result<Cost> {

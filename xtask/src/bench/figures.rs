@@ -93,7 +93,7 @@ pub fn of_programs(costs: &BTreeMap<Variant, Vec<Cost>>) -> Vec<Figure> {
     let mut found: BTreeMap<(&str, Family, &str), BTreeMap<Variant, f64>> = BTreeMap::new();
     for (variant, costs) in costs {
         for cost in costs {
-            let values = [(BEYOND_EMPTY, Some(cost.nanoseconds)), (WITHOUT_HEADER, cost.without_header)];
+            let values = [(BEYOND_EMPTY, Some(cost.cost.whole)), (WITHOUT_HEADER, cost.cost.without_header)];
             for (beyond, value) in values.into_iter().filter_map(|(beyond, value)| Some((beyond, value?))) {
                 found.entry((&cost.name, cost.family, beyond)).or_default().insert(*variant, value);
             }

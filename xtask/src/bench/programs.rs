@@ -44,10 +44,7 @@ pub struct Cost {
     /// `pod_egress, TCP`.
     pub name: String,
     pub family: Family,
-    /// Nanoseconds beyond an empty program.
-    pub nanoseconds: f64,
-    /// Nanoseconds beyond a program that has the kernel do the same with the tunnel's header, where there is one.
-    pub without_header: Option<f64>,
+    pub cost: lab::bpf::Cost,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,7 +80,7 @@ pub fn measure(place: &Place) -> Result<Vec<Cost>> {
                     _ => format!("{program}, {protocol:?}"),
                 };
                 let name = name.replace("Tcp", "TCP").replace("Udp", "UDP");
-                costs.push(Cost { name, family, nanoseconds: cost.whole, without_header: cost.without_header });
+                costs.push(Cost { name, family, cost });
             }
         }
     }
