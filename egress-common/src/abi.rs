@@ -1,7 +1,7 @@
 //! Names and versions that the object file, the pins and the tools agree on.
 
 /// The version of the maps' layout. It is part of the pins' path: an agent never reuses maps of another version.
-pub const LAYOUT_VERSION: u32 = 1;
+pub const LAYOUT_VERSION: u32 = 2;
 
 /// The UDP port of the tunnel device, away from the ports that CNIs use (4789, 8472, 6081).
 pub const TUNNEL_PORT: u16 = 8473;
@@ -17,13 +17,13 @@ pub const VNI_PROBE: u32 = 0x53_50_03;
 pub const INNER_SRC_MAC: [u8; 6] = [0x02, 0x53, 0x57, 0, 0, 1];
 /// Destination MAC address of tunnelled frames.
 pub const INNER_DST_MAC: [u8; 6] = [0x02, 0x53, 0x57, 0, 0, 2];
-/// The bit of the mark that leads a packet through the host's stack to the tunnel device, unless configured otherwise.
+/// The bit of the mark that leads a first packet to the tunnel device where nothing else has a route for it, unless configured
+/// otherwise.
 ///
 /// None of the bits that are known to be taken: kube-proxy 0x4000 and 0x8000, the portmap plugin 0x2000, Cilium 0x0fff, Calico
 /// and Tailscale above 0xffff, Antrea 0xff and 0x80000000.
 pub const FIREWALL_MARK: u32 = 0x1000;
-/// The priority (`skb->priority`) of packets with that bit until they are routed: by it our own rules know them again where
-/// somebody else uses the bit too, or clears it.
+/// The priority (`skb->priority`) of first packets on the host-stack path: by it our own rules know them.
 pub const FIREWALL_PRIORITY: u32 = 0x5350_0001;
 /// The priority of what else `pod_egress` leaves to the stack while a selected pod is starting: by it our own rules tell it
 /// from what came in by an interface that has no program yet.

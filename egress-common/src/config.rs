@@ -26,8 +26,6 @@ map_type! {
         pub udp: u32,
         /// Idle time of an ICMP query, in ticks.
         pub icmp: u32,
-        /// The one bit of the mark that leads a packet through the host's stack to the tunnel device.
-        pub mark: u32,
         /// Largest IP packet that fits the tunnel; 0: any.
         pub room: u32,
         /// Flows that one pod may have; 0: any number.
@@ -40,7 +38,7 @@ map_type! {
         pub own_v6: [u32; 4],
         /// Near end of the shaper; 0 where there is none.
         pub shaper_ifindex: u32,
-    } size 80
+    } size 76
 }
 
 /// Bits of [`Config::flags`].
@@ -69,7 +67,6 @@ pub const UNSET: Config = Config {
     tcp_transitory: 0,
     udp: 0,
     icmp: 0,
-    mark: 0,
     room: 0,
     pod_flows: 0,
     tunnel_port: 0,

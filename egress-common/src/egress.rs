@@ -54,6 +54,8 @@ pub mod flags {
     pub const SILENT: u32 = 4;
     /// It has a subnet of its own: `via` says where its packets go.
     pub const SUBNET: u32 = 8;
+    /// An interface of this node has the address, whoever carries it: the node's sockets use it.
+    pub const HERE: u32 = 16;
 }
 
 map_type! {

@@ -2,6 +2,14 @@
 
 use crate::layout::map_type;
 
+/// Values of `EXCEPTS_*`.
+pub mod except {
+    /// A destination that no policy touches.
+    pub const ANYWHERE: u32 = 1;
+    /// The same, and it is of another node's pods: no pod of this one has its address there.
+    pub const ELSEWHERE: u32 = 2;
+}
+
 map_type! {
     /// Value of `ENDPOINTS_*`; the key is the pod's address.
     pub struct Endpoint {

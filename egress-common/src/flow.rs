@@ -23,16 +23,14 @@ map_type! {
 pub mod kind {
     /// Translated: the flow was opened by the pod.
     pub const TRANSLATED: u16 = 1;
-    /// Opened by the outside, or already there when the pod was selected: its packets are left alone.
-    pub const UNTOUCHED: u16 = 2;
     /// A TCP connection whose egress IP no longer belongs to its policy: its packets are dropped until it is gone.
-    pub const SEVERED: u16 = 3;
+    pub const SEVERED: u16 = 2;
 }
 
 map_type! {
     /// Value of `FLOWS_*`: what an outgoing packet needs.
     pub struct Flow {
-        /// Index of the policy; 0 for an untouched flow.
+        /// Index of the policy.
         pub policy: u32,
         /// Index of the egress IP in `EGRESS_IPS`: with the policy it names the slot.
         pub egress: u32,
@@ -40,23 +38,56 @@ map_type! {
         pub egress_generation: u32,
         /// [`crate::config::Config::generation`] under which the classification was last checked.
         pub config_generation: u32,
+        /// [`crate::endpoint::Endpoint::id`] of the pod: who inherits its address does not inherit its flows.
+        pub endpoint: u32,
         /// Distinguishes this flow from an earlier one of the same key in the collector's queue.
         pub ticket: u32,
         /// Tick of the last outgoing packet.
         pub last_seen: u32,
         /// Tick of its creation.
         pub created: u32,
+        /// The last acknowledgment number of the pod, network byte order.
+        pub ack: u32,
+        /// Where the remote side's data end by its FIN or RST, as the acknowledgment number that would accept it; host byte order.
+        pub end: u32,
+        /// Interface that its packets come in by.
+        pub ifindex: u32,
         /// Translated source port, or ICMP identifier.
         pub port: u16,
-        /// TCP flags seen from the pod, [`crate::tcp::seen`].
+        /// TCP flags seen from the pod, [`crate::tcp::seen`]; of UDP, [`crate::udp`].
         pub state: u16,
+        /// What the remote side said of the connection's end, [`crate::tcp::end`].
+        pub back: u16,
+        /// 1 while a record of the flow is in `ENDED_*`, else 0.
+        pub queued: u16,
         /// [`kind`].
         pub kind: u16,
         /// 1 until the host's firewall has let a packet of the flow pass, else 0.
         pub pending: u16,
-        /// Interface that its packets come in by.
-        pub ifindex: u32,
-    } size 40
+    } size 56
+}
+
+impl Flow {
+    /// A flow of nobody.
+    pub const EMPTY: Flow = Flow {
+        policy: 0,
+        egress: 0,
+        egress_generation: 0,
+        config_generation: 0,
+        endpoint: 0,
+        ticket: 0,
+        last_seen: 0,
+        created: 0,
+        ack: 0,
+        end: 0,
+        ifindex: 0,
+        port: 0,
+        state: 0,
+        back: 0,
+        queued: 0,
+        kind: kind::TRANSLATED,
+        pending: 0,
+    };
 }
 
 map_type! {
@@ -66,7 +97,8 @@ map_type! {
         pub pod: A,
         /// The pod's port, or ICMP identifier.
         pub pod_port: u16,
-        /// TCP flags seen from the remote side, [`crate::tcp::seen`].
+        /// SYN and ACK of TCP as seen from the remote side, and whether the flow is confirmed, [`crate::tcp::seen`]; of UDP,
+        /// [`crate::udp`].
         pub state: u16,
         /// Interface that the flow's first packet came in by.
         pub ifindex: u32,
@@ -76,13 +108,44 @@ map_type! {
         pub egress: u32,
         /// Generation of that index.
         pub egress_generation: u32,
+        /// [`crate::endpoint::Endpoint::id`] of the pod.
+        pub endpoint: u32,
         /// Tick of the last reply.
         pub last_seen: u32,
         /// Source MAC address of the flow's first packet, as words in memory order.
         pub pod_mac: [u16; 3],
         /// Destination MAC address of the flow's first packet, as words in memory order.
         pub host_mac: [u16; 3],
-    } sizes 40, 52
+    } sizes 44, 56
+}
+
+/// Whether two halves name each other. Either may outlive the other, and another flow may have its place by then.
+#[inline(always)]
+pub fn is_pair<A: PartialEq>(key: &FlowKey<A>, flow: &Flow, reverse: &FlowKey<A>, value: &Reverse<A>) -> bool {
+    (flow.port, flow.egress, flow.egress_generation) == (reverse.src_port, value.egress, value.egress_generation)
+        && (value.pod_port, flow.endpoint) == (key.src_port, value.endpoint)
+        && value.pod == key.src
+}
+
+map_type! {
+    /// Value of `INBOUND_*`, by the 5-tuple of what the pod sends: the outside opened this, or it was there before the pod was
+    /// selected. Its packets are left alone.
+    pub struct Inbound {
+        /// Tick of the last packet that was looked at.
+        pub last_seen: u32,
+        /// Tick of its creation.
+        pub created: u32,
+        /// [`crate::config::Config::generation`] under which the pod was last looked up.
+        pub generation: u32,
+        /// [`crate::endpoint::Endpoint::id`] of the pod: who inherits its address inherits nothing else.
+        pub endpoint: u32,
+        /// The pod's interface.
+        pub ifindex: u32,
+        /// TCP flags seen from the pod, [`crate::tcp::seen`].
+        pub state: u16,
+        /// Zero.
+        pub reserved: u16,
+    } size 24
 }
 
 map_type! {
@@ -94,6 +157,18 @@ map_type! {
         pub ticket: u32,
         /// Round of the collector ([`COLLECT_ROUND_SHIFT`](crate::limits::COLLECT_ROUND_SHIFT)) in which it last looked at it.
         pub checked: u32,
+    } sizes 24, 48
+}
+
+map_type! {
+    /// An entry of `ENDED_*`, in which flows that have ended wait in the order of their ending.
+    pub struct Ended<A> {
+        /// The flow.
+        pub key: FlowKey<A>,
+        /// Its [`Flow::ticket`].
+        pub ticket: u32,
+        /// Tick in which it may be removed.
+        pub due: u32,
     } sizes 24, 48
 }
 

@@ -21,6 +21,7 @@ pub mod port_block;
 pub mod probe;
 pub mod tcp;
 pub mod transport;
+pub mod udp;
 pub mod verdict;
 
 /// An IPv4 address as it lies in a packet: one word, network byte order.

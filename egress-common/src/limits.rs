@@ -2,6 +2,8 @@
 
 /// Flows per node and address family; the agent's setting `maxFlows` overrides it when the maps are made.
 pub const MAX_FLOWS: usize = 131_072;
+/// Records of what the outside opened, per node and address family. The least recently used one goes for a new one.
+pub const MAX_INBOUND: usize = 131_072;
 /// Endpoints per node and address family (kubelet's own default limit is 110 pods).
 pub const MAX_ENDPOINTS: usize = 4_096;
 /// (class, prefix) entries per address family.
@@ -48,10 +50,24 @@ pub const MAX_NAMES: usize = 32_768;
 
 /// How many ports are tried for a new flow in one egress IP before the next slot is tried.
 pub const PORT_PROBES: u32 = 256;
+/// From how many ports on that were tried in vain the agent is told that they are getting scarce towards some destination: where 30 % are
+/// in use, one new flow in a hundred finds so many taken.
+pub const TIGHT_PROBES: u32 = 4;
+/// How many ports are looked at to tell how many of those towards a destination a pod has.
+pub const SHARE_PROBES: u32 = 32;
+/// With how many of them it gets no more: the last quarter, more or less, is for other pods.
+pub const SHARE_LIMIT: u32 = 24;
 /// How many slots are tried for a new flow before it is dropped.
 pub const SLOT_PROBES: u32 = 4;
 /// Ticks for which a flow is kept at least whose packets the host's firewall does not let pass; the collector's round comes on top.
 pub const PENDING_TICKS: u32 = 10;
+/// Ticks for which a flow that has ended is kept after its last packet, if nobody needs its place: a connection that is closed or reset, and
+/// a UDP exchange of one question with a well-known port ([`WELL_KNOWN_PORTS`]). For what is sent again when it was lost.
+pub const ENDED_TICKS: u32 = 4;
+/// RFC 4787, REQ-5a: shorter times are allowed for destination ports below this.
+pub const WELL_KNOWN_PORTS: u16 = 1_024;
+/// How many ended flows are looked at to make room for a new one.
+pub const RECLAIM_LOOKS: u32 = 256;
 /// Flows that one run of the collector looks at, per address family.
 pub const COLLECT_BATCH: u32 = 1_024;
 /// Ticks of one round of the collector, as a power of two: it looks at a flow once a round, at most. Each look is at two records that no

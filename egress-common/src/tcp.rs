@@ -22,6 +22,9 @@ pub mod seen {
     pub const FIN: u16 = 4;
     /// A RST.
     pub const RST: u16 = 8;
+    /// No segment: the host's firewall has let a packet of the flow pass, or is not asked. Only of the reverse half: without it nothing
+    /// is delivered.
+    pub const CONFIRMED: u16 = 32;
     /// No segment: the tables that flows are classified by have changed since the flow's slot was chosen. Only of the forward half.
     pub const CHANGED: u16 = 16;
 }
@@ -44,16 +47,51 @@ pub const fn advance(state: u16, flags: u8) -> u16 {
     s
 }
 
-/// Whether both ends are done with the connection, so that its port may be given to another one when no free one is left.
-#[inline(always)]
-pub const fn closed(out: u16, back: u16) -> bool {
-    (out | back) & seen::RST != 0 || out & back & seen::FIN != 0
+/// Bits of what the remote side said of the connection's end ([`Flow::back`](crate::flow::Flow::back)). Anybody outside can forge a FIN
+/// or a RST. Only the pod's TCP knows whether it is the real one, and says so: it acknowledges a FIN, and a reset has the very sequence
+/// number that it expects next (RFC 5961, section 3.2). So what ends a connection is an end that the pod has come to.
+pub mod end {
+    /// A FIN.
+    pub const FIN: u16 = 1;
+    /// A RST.
+    pub const RST: u16 = 2;
+    /// The pod has acknowledged all that comes before it.
+    pub const ACCEPTED: u16 = 4;
 }
 
-/// Whether the handshake is complete and nobody has begun to close: the long idle time applies (RFC 5382, REQ-5).
+/// What is known of the remote side's end after a segment of it with FIN or RST among these flags; `accepted`: the pod has acknowledged
+/// all that comes before it.
+#[inline(always)]
+pub const fn ends(back: u16, flags: u8, accepted: bool) -> u16 {
+    let what = if flags & flag::RST != 0 { end::RST } else { end::FIN };
+    match (back & end::ACCEPTED != 0, accepted) {
+        (_, true) => what | end::ACCEPTED,
+        (true, false) => back,
+        (false, false) => what,
+    }
+}
+
+/// The same after a segment of the pod that acknowledges `ack`. What the pod has gone beyond was no end.
+#[inline(always)]
+pub const fn acknowledges(back: u16, end: u32, ack: u32) -> u16 {
+    match ack.wrapping_sub(end) as i32 {
+        0 => back | end::ACCEPTED,
+        beyond if beyond > 0 => 0,
+        _ => back,
+    }
+}
+
+/// Whether both ends are done with the connection: nobody waits for the rest of its idle time.
+#[inline(always)]
+pub const fn closed(out: u16, back: u16) -> bool {
+    out & seen::RST != 0 || back & end::ACCEPTED != 0 && (back & end::RST != 0 || out & seen::FIN != 0)
+}
+
+/// Whether the handshake is complete and the pod has not begun to close: the long idle time applies (RFC 5382, REQ-5), also after a FIN
+/// of the remote side (RFC 6146, section 3.5.2.2). `back` are the flags seen from there.
 #[inline(always)]
 pub const fn established(out: u16, back: u16) -> bool {
-    out & seen::ACK != 0 && back & (seen::SYN | seen::ACK) != 0 && (out | back) & (seen::FIN | seen::RST) == 0
+    out & seen::ACK != 0 && back & (seen::SYN | seen::ACK) != 0 && out & (seen::FIN | seen::RST) == 0
 }
 
 #[cfg(test)]
@@ -69,13 +107,32 @@ mod tests {
         let out = advance(out, flag::ACK);
         assert!(established(out, back));
         let out = advance(out, flag::FIN | flag::ACK);
-        assert!(!established(out, back) && !closed(out, back));
-        let back = advance(back, flag::FIN | flag::ACK);
-        assert!(closed(out, back));
+        assert!(!established(out, back) && !closed(out, 0));
+        let end = ends(0, flag::FIN | flag::ACK, false);
+        assert!(!closed(out, end), "nobody has acknowledged that");
+        assert!(closed(out, acknowledges(end, 1_001, 1_001)));
     }
 
     #[test]
-    fn a_reset_closes_from_either_side() {
-        assert!(closed(seen::SYN, seen::RST) && closed(seen::RST, 0));
+    fn a_connection_that_the_remote_side_closes_first_ends_with_the_pods_fin() {
+        let out = advance(advance(0, flag::SYN), flag::ACK);
+        let end = acknowledges(ends(0, flag::FIN, false), 7, 7);
+        assert!(!closed(out, end) && established(out, seen::SYN));
+        assert!(closed(advance(out, flag::FIN | flag::ACK), end));
+    }
+
+    #[test]
+    fn a_reset_counts_from_the_pod_and_from_outside_where_the_pod_has_come() {
+        assert!(closed(seen::SYN | seen::RST, 0));
+        assert!(closed(seen::SYN, ends(0, flag::RST, true)));
+        let early = ends(0, flag::RST | flag::ACK, false);
+        assert!(!closed(seen::SYN, early));
+        // An acknowledgment that was on its way, one of all data before it, and one of data behind it.
+        assert_eq!(acknowledges(early, 0, u32::MAX), early);
+        assert!(closed(seen::SYN, acknowledges(early, 0, 0)));
+        assert_eq!(acknowledges(early | end::ACCEPTED, u32::MAX, 1), 0);
+        // What is accepted is not replaced by what is not.
+        assert_eq!(ends(end::FIN | end::ACCEPTED, flag::RST, false), end::FIN | end::ACCEPTED);
+        assert_eq!(ends(end::FIN | end::ACCEPTED, flag::RST, true), end::RST | end::ACCEPTED);
     }
 }

@@ -18,6 +18,8 @@ pub const PROBE_COUNT: u32 = 3;
 pub const LEASE_RENEW: Duration = Duration::from_millis(500);
 /// Default of [`Lease::duration`].
 pub const LEASE_DURATION: Duration = Duration::from_secs(2);
+/// Default of [`Config::start_limit`]: more than a pod takes to get its network on a busy node.
+pub const START_LIMIT: Duration = Duration::from_secs(60);
 /// Default of [`Config::deadline`]: a gateway is silent before its lease, renewed [`LEASE_RENEW`] earlier, can have lapsed.
 pub const DEADLINE: Duration = Duration::from_secs(1);
 /// Default of [`Timeouts::tcp_established`].
@@ -54,10 +56,12 @@ pub struct Config {
     pub lease: Lease,
     /// `deadline`: how long the datapath answers ARP and NDP for egress IPs after it last heard from its agent.
     pub deadline: Duration,
+    /// `startLimit`: for how long unknown sources are held for a selected pod that has no address yet.
+    pub start_limit: Duration,
     /// `firewall`: whether the first packet of a flow passes the host's firewall.
     pub firewall: Firewall,
-    /// `firewallMark`: the one bit of the mark that leads a packet through the host's stack; nobody else on the node may
-    /// use it.
+    /// `firewallMark`: the one bit of the mark by which a node without a default route leads first packets to the tunnel device, behind
+    /// all other routes.
     pub firewall_mark: u32,
     /// `transport`: the way between source nodes and gateways.
     pub transport: Transport,
@@ -162,6 +166,7 @@ impl Default for Config {
             probe: Probe { interval: PROBE_INTERVAL, count: PROBE_COUNT },
             lease: Lease { renew: LEASE_RENEW, duration: LEASE_DURATION },
             deadline: DEADLINE,
+            start_limit: START_LIMIT,
             firewall: Firewall::Respect,
             firewall_mark: abi::FIREWALL_MARK,
             transport: Transport::Auto,

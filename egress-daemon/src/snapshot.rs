@@ -3,6 +3,7 @@
 //!
 //! The objects are the only memory: a controller that starts reads the previous plan out of them.
 
+mod believed;
 mod desired;
 mod previous;
 
@@ -85,6 +86,7 @@ pub fn snapshot(objects: &Objects) -> (Snapshot, Vec<Problem>) {
         }
         snapshot.endpoints.insert(endpoint.id.clone(), endpoint);
     }
+    problems.extend(believed::believed(&objects.nodes, &mut snapshot));
     problems.sort();
     (snapshot, problems)
 }

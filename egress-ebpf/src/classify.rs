@@ -8,7 +8,7 @@ use crate::{
 use aya_ebpf::btf_maps::lpm_trie::Key;
 use egress_common::{
     config::{Config, flags},
-    endpoint::{Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey},
+    endpoint::{Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except},
 };
 
 /// The answer for one source and destination.
@@ -43,11 +43,22 @@ pub fn classify<F: Family>(config: &Config, src: F, dst: F) -> Class {
     }
 }
 
-/// Whether the packet's source is a pod that is known to be behind another interface than the packet came in by.
+/// Whether policies select the pod with this address.
+#[inline(always)]
+pub fn is_selected<F: Family>(src: F) -> bool {
+    // SAFETY: entries are replaced, not changed in place.
+    matches!(unsafe { F::endpoints().get(src) }, Some(e) if e.class != 0)
+}
+
+/// Whether the packet's source is a pod that is known to be behind another interface than the packet came in by, or on another
+/// node.
 #[inline(always)]
 pub fn is_spoofed<F: Family>(pkt: &Packet, src: F) -> bool {
     // SAFETY: entries are replaced, not changed in place.
-    matches!(unsafe { F::endpoints().get(src) }, Some(e) if e.ifindex != 0 && e.ifindex != pkt.ifindex())
+    match unsafe { F::endpoints().get(src) } {
+        Some(e) => e.ifindex != 0 && e.ifindex != pkt.ifindex(),
+        None => matches!(F::excepts().get(&Key::new(F::BITS, src)), Some(&except::ELSEWHERE)),
+    }
 }
 
 #[inline(always)]

@@ -7,6 +7,7 @@
 
 use crate::{
     classify::{self, Class},
+    ended,
     family::Family,
     flows::{forget, reverse_key},
     maps::{COLLECTOR, CONFIG, Collector},
@@ -20,7 +21,7 @@ use egress_common::{
     V4, V6,
     config::Config,
     flow::{Flow, FlowKey, Ticket, kind},
-    limits::{COLLECT_BATCH, COLLECT_INTERVAL_NS, COLLECT_ROUND_SHIFT, PENDING_TICKS},
+    limits::{COLLECT_BATCH, COLLECT_INTERVAL_NS, COLLECT_ROUND_SHIFT, ENDED_TICKS, PENDING_TICKS},
     tcp,
     verdict::Counter,
 };
@@ -53,9 +54,16 @@ extern "C" fn run(_map: *mut c_void, _key: *mut u32, collector: *mut Collector) 
         (*collector).runs += 1;
         bpf_loop(COLLECT_BATCH, look::<V4> as *mut c_void, (&raw mut unused).cast(), 0);
         bpf_loop(COLLECT_BATCH, look::<V6> as *mut c_void, (&raw mut unused).cast(), 0);
+        bpf_loop(COLLECT_BATCH, drain::<V4> as *mut c_void, (&raw mut unused).cast(), 0);
+        bpf_loop(COLLECT_BATCH, drain::<V6> as *mut c_void, (&raw mut unused).cast(), 0);
         bpf_timer_start(&raw mut (*collector).timer, COLLECT_INTERVAL_NS, 0);
     }
     0
+}
+
+/// Looks at one flow that has ended: 0 to go on, 1 when there is nothing more to do in this run.
+extern "C" fn drain<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
+    ended::drain::<F>()
 }
 
 /// Looks at one ticket: 0 to go on, 1 when there is nothing more to do in this run.
@@ -64,8 +72,9 @@ extern "C" fn look<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
     let Ok(Some(ticket)) = F::tickets().pop() else { return 1 };
     let now = now_tick();
     let round = now >> COLLECT_ROUND_SHIFT;
-    // SAFETY: read only; a packet may update it at the same time.
-    let Some(flow) = (unsafe { F::flows().get(&ticket.key) }) else { return 0 };
+    let Some(flow) = F::flows().get_ptr_mut(&ticket.key) else { return 0 };
+    // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
+    let flow = unsafe { &mut *flow };
     if flow.ticket != ticket.ticket {
         return 0;
     }
@@ -75,10 +84,26 @@ extern "C" fn look<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
         stats::count(if refused { Counter::FlowsRefused } else { Counter::FlowsExpired });
         return 0;
     }
+    ended::unanswered::<F>(&ticket.key, flow, now);
     let stop = ticket.checked == round;
     // The queue is twice as long as the table, so there is room.
     let _ = F::tickets().push(Ticket { key: ticket.key, ticket: ticket.ticket, checked: round }, 0);
     stop as i64
+}
+
+/// The idle times in ticks: of an established connection, of one that opens or closes, of UDP, of ICMP.
+#[inline(always)]
+pub fn idle_times(config: &Config) -> [u32; 4] {
+    // Read one by one, or LLVM reads one field through a computed address, which the verifier refuses without CAP_PERFMON.
+    // SAFETY: references are valid for reading.
+    unsafe {
+        [
+            (&raw const config.tcp_established).read_volatile(),
+            (&raw const config.tcp_transitory).read_volatile(),
+            (&raw const config.udp).read_volatile(),
+            (&raw const config.icmp).read_volatile(),
+        ]
+    }
 }
 
 /// Whether a flow has been idle for too long, or belongs to no policy any more.
@@ -86,37 +111,24 @@ extern "C" fn look<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
 fn is_due<F: Family>(config: &Config, key: &FlowKey<F>, flow: &Flow, now: u32) -> bool {
     let mut last = flow.last_seen;
     let mut back = 0;
-    if flow.kind == kind::UNTOUCHED {
-        // Only the pod's segments are followed: the other side's are taken as acknowledged.
-        back = tcp::seen::ACK;
-    } else {
-        if flow.config_generation != config.generation
-            && let Class::Outside = classify::classify(config, key.src, key.dst)
-            // What is left of a connection is to be severed, not to be let out, as long as its pod is there.
-            && (key.proto != proto::TCP || F::endpoints().get_ptr(key.src).is_none())
-        {
-            return true;
-        }
-        // SAFETY: read only.
-        if let Some(r) = reverse_key::<F>(key, flow).and_then(|k| unsafe { F::reverses().get(k) }) {
-            back = r.state;
-            if r.last_seen.wrapping_sub(last) as i32 > 0 {
-                last = r.last_seen;
-            }
+    if flow.config_generation != config.generation
+        && let Class::Outside = classify::classify(config, key.src, key.dst)
+        // What is left of a connection is to be severed, not to be let out, as long as its pod is there.
+        && (key.proto != proto::TCP || F::endpoints().get_ptr(key.src).is_none())
+    {
+        return true;
+    }
+    // SAFETY: read only.
+    if let Some(r) = reverse_key::<F>(key, flow).and_then(|k| unsafe { F::reverses().get(k) }) {
+        back = r.state;
+        if r.last_seen.wrapping_sub(last) as i32 > 0 {
+            last = r.last_seen;
         }
     }
-    // Read one by one, or LLVM reads one field through a computed address, which the verifier refuses without CAP_PERFMON.
-    // SAFETY: references are valid for reading.
-    let [long, short, udp, icmp] = unsafe {
-        [
-            (&raw const config.tcp_established).read_volatile(),
-            (&raw const config.tcp_transitory).read_volatile(),
-            (&raw const config.udp).read_volatile(),
-            (&raw const config.icmp).read_volatile(),
-        ]
-    };
+    let [long, short, udp, icmp] = idle_times(config);
     let limit = match key.proto {
         _ if flow.pending != 0 => PENDING_TICKS,
+        proto::TCP if tcp::closed(flow.state, flow.back) => ENDED_TICKS,
         proto::TCP if flow.kind != kind::SEVERED && tcp::established(flow.state, back) => long,
         proto::TCP => short,
         proto::UDP => udp,

@@ -1,20 +1,20 @@
 //! The source node's half of a reply: undo the translation and hand the packet to the pod.
 
 use crate::{
+    ended,
     family::Family,
     flows, fragment, icmp,
     maps::{CONFIG, EGRESS_IPS},
-    mss,
+    mss, once,
     packet::{Mac, Packet, note, now_tick},
     parse::{self, Ip, Kind, Part, Transport},
     stats,
     translate::{End, Rewrite, rewrite},
 };
-use aya_ebpf::helpers::bpf_get_prandom_u32;
 use egress_common::{
     config::Config,
-    flow::{Flow, FlowKey, Reverse, kind},
-    tcp,
+    flow::{Flow, FlowKey, Reverse, is_pair, kind},
+    tcp, udp,
     verdict::{Counter, Verdict},
 };
 
@@ -24,15 +24,34 @@ pub mod only {
     pub const NOTHING: u32 = 0;
     /// It may be one. What is not the whole packet of a known flow is [`OTHER`](super::OTHER).
     pub const KNOWN: u32 = 1;
+    /// Added to either: [`tend`](super::tend) has been called.
+    pub const TENDED: u32 = 2;
 }
 /// What [`from_node`] and the steps of [`underlay`](crate::underlay) return for a packet that they are not for: no verdict and no
 /// tunnelled packet has these bits.
 pub const OTHER: u64 = u64::MAX;
 
+/// What [`from_node`] returns for a packet that [`tend`] is to look at first.
+const TEND: u64 = OTHER - 1;
+
 /// A reply for a pod of this node. A verdict's bits, or [`OTHER`].
+///
+/// Functions one after the other, not one in the other: their variables do not fit the stack together.
+#[inline(always)]
+pub fn reply<F: Family>(pkt: &Packet, only: u32) -> u64 {
+    match once::from_node::<F>(pkt, only) {
+        TEND => {
+            once::tend::<F>(pkt);
+            once::from_node::<F>(pkt, only | only::TENDED)
+        }
+        verdict => verdict,
+    }
+}
+
+/// What [`reply`] does, but for the cases in which it returns [`TEND`].
 #[inline(always)]
 pub fn from_node<F: Family>(pkt: &Packet, only: u32) -> u64 {
-    let known = only == only::KNOWN;
+    let known = only & only::KNOWN != 0;
     let Ok(ip) = F::parse(pkt) else {
         return if known { OTHER } else { Verdict::Drop(Counter::DropMalformed).to_bits() };
     };
@@ -44,20 +63,15 @@ pub fn from_node<F: Family>(pkt: &Packet, only: u32) -> u64 {
     if ip.part == Part::First {
         fragment::keep(&ip, &t);
     }
-    let verdict = deliver::<F>(pkt, config, &ip, &t).to_bits();
+    let verdict = deliver::<F>(pkt, config, &ip, &t, only & only::TENDED != 0).to_bits();
     if known && verdict == Verdict::Drop(Counter::DropNoReverse).to_bits() { OTHER } else { verdict }
 }
 
 /// Undoes the translation of a reply and sends it into the pod's interface.
 #[inline(always)]
-pub fn deliver<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport) -> Verdict {
+fn deliver<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, tended: bool) -> Verdict {
     let key = match t.kind {
-        Kind::Tcp | Kind::Udp => {
-            FlowKey { src: ip.dst, dst: ip.src, src_port: t.dst_port, dst_port: t.src_port, proto: ip.proto }
-        }
-        Kind::Answer | Kind::Query => {
-            FlowKey { src: ip.dst, dst: ip.src, src_port: t.src_port, dst_port: 0, proto: ip.proto }
-        }
+        Kind::Tcp | Kind::Udp | Kind::Answer | Kind::Query => key_of(ip, t),
         Kind::Error => return icmp::incoming::<F>(pkt, config, ip),
         Kind::Orphan => return Verdict::Drop(Counter::DropFragment),
         Kind::Other => return Verdict::Drop(Counter::DropProtocol),
@@ -66,20 +80,33 @@ pub fn deliver<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transpo
     let Some(reverse) = F::reverses().get_ptr_mut(&key) else { return Verdict::Drop(Counter::DropNoReverse) };
     // SAFETY: changed in place only by single stores.
     let r = unsafe { &mut *reverse };
+    if r.state & tcp::seen::CONFIRMED == 0 {
+        return Verdict::Drop(Counter::DropNotConfirmed);
+    }
     let now = now_tick();
-    if r.last_seen != now {
+    let mut tends = r.last_seen != now;
+    if tends {
         r.last_seen = now;
-        mend_forward::<F>(config, &key, r, now);
     }
     if t.kind == Kind::Tcp {
-        let state = tcp::advance(r.state, t.flags);
-        if state != r.state {
-            r.state = state;
+        if t.flags & (tcp::flag::FIN | tcp::flag::RST) != 0 {
+            tends = true;
+        } else {
+            let state = tcp::advance(r.state, t.flags);
+            if state != r.state {
+                r.state = state;
+            }
         }
         if t.flags & tcp::flag::SYN != 0 {
             let owner = EGRESS_IPS.get(r.egress).map_or(0, |e| e.owner);
             mss::clamp::<F>(pkt, config, owner, ip.l4);
         }
+    } else if t.kind == Kind::Udp && r.state & udp::seen::ANSWER == 0 {
+        r.state |= udp::seen::ANSWER;
+        tends = true;
+    }
+    if tends && !tended {
+        return Verdict::Later(TEND);
     }
     let (ifindex, macs) = (r.ifindex, [r.pod_mac, r.host_mac]);
     let rewriting = Rewrite {
@@ -107,29 +134,81 @@ pub fn into_pod(pkt: &Packet, ifindex: u32, macs: &[Mac; 2]) -> Verdict {
     pkt.redirect(ifindex)
 }
 
-/// Builds the forward half anew if it is missing. Called once a tick for a flow that receives.
+/// The 5-tuple of a reply, as the reverse half has it.
 #[inline(always)]
-fn mend_forward<F: Family>(config: &Config, key: &FlowKey<F>, r: &Reverse<F>, now: u32) {
-    let forward = FlowKey { src: r.pod, dst: key.dst, src_port: r.pod_port, dst_port: key.dst_port, proto: key.proto };
-    if F::flows().get_ptr(&forward).is_some() {
-        return;
+fn key_of<F: Family>(ip: &Ip<F>, t: &Transport) -> FlowKey<F> {
+    match t.kind {
+        Kind::Answer | Kind::Query => {
+            FlowKey { src: ip.dst, dst: ip.src, src_port: t.src_port, dst_port: 0, proto: ip.proto }
+        }
+        _ => FlowKey { src: ip.dst, dst: ip.src, src_port: t.dst_port, dst_port: t.src_port, proto: ip.proto },
     }
+}
+
+/// What a reply of a known flow means for its forward half: which is looked at once a tick, at the first answer to a question, and at what
+/// claims to be the remote side's end. A reverse half that is nobody's any more goes.
+#[inline(always)]
+pub fn tend<F: Family>(pkt: &Packet) -> u64 {
+    let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt)) else { return 0 };
+    let t = parse::transport::<F>(pkt, &ip);
+    let key = key_of(&ip, &t);
+    let Some(r) = F::reverses().get_ptr_mut(&key) else { return 0 };
+    // SAFETY: changed in place only by single stores.
+    let r = unsafe { &mut *r };
+    let forward = FlowKey {
+        src: F::copied(&r.pod),
+        dst: key.dst,
+        src_port: r.pod_port,
+        dst_port: key.dst_port,
+        proto: key.proto,
+    };
+    // SAFETY: entries are replaced, not changed in place.
+    let inherited = matches!(unsafe { F::endpoints().get(&r.pod) }, Some(e) if e.id != r.endpoint);
+    match F::flows().get_ptr_mut(&forward) {
+        Some(flow) => {
+            // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
+            let flow = unsafe { &mut *flow };
+            if !inherited && is_pair(&forward, flow, &key, r) {
+                ended::by_remote::<F>(pkt, &ip, &t, &forward, flow, r.state);
+                return 0;
+            }
+        }
+        None if !inherited => {
+            mend_forward::<F>(config, &forward, &key, r);
+            return 0;
+        }
+        None => {}
+    }
+    // The pod has another flow in the other half's place, or its address is another pod's.
+    let _ = F::reverses().remove(&key);
+    0
+}
+
+/// Builds a forward half anew that is missing.
+#[inline(always)]
+fn mend_forward<F: Family>(config: &Config, forward: &FlowKey<F>, key: &FlowKey<F>, r: &Reverse<F>) {
+    let now = now_tick();
     let flow = Flow {
         policy: r.policy,
         egress: r.egress,
         egress_generation: r.egress_generation,
         config_generation: config.generation.wrapping_sub(1),
-        // SAFETY: the helper has no arguments.
-        ticket: unsafe { bpf_get_prandom_u32() },
+        endpoint: r.endpoint,
+        ticket: flows::ticket(),
         last_seen: now,
         created: now,
+        ack: 0,
+        end: 0,
+        ifindex: r.ifindex,
         port: key.src_port,
+        // Of UDP it says that there was more than a question.
         state: tcp::seen::SYN | tcp::seen::ACK,
+        back: 0,
+        queued: 0,
         kind: kind::TRANSLATED,
         pending: 0,
-        ifindex: r.ifindex,
     };
-    if flows::enter::<F>(&forward, &flow).is_ok() {
+    if flows::enter::<F>(forward, &flow).is_ok() {
         stats::count(Counter::FlowsRepaired);
     }
 }

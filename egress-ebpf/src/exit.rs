@@ -4,7 +4,7 @@ use crate::{
     IPV6,
     family::Family,
     maps::{EGRESS_IPS, NEXT_HOPS, UPLINKS},
-    packet::{ETH_LEN, Packet, moment},
+    packet::{ETH_LEN, Packet, moment, note},
 };
 use aya_ebpf::{
     bindings::{
@@ -89,6 +89,7 @@ impl Way {
 #[inline(never)]
 pub extern "C" fn leave(skb: *mut __sk_buff, egress: u32) -> u64 {
     let pkt = Packet::from_raw(skb);
+    pkt.note(note::SENT);
     let verdict = match EGRESS_IPS.get(egress) {
         None => Verdict::Drop(Counter::DropNotOwner),
         Some(e) if e.flags & flags::SUBNET != 0 => into_subnet(&pkt, egress, e),

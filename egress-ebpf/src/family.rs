@@ -52,7 +52,9 @@ pub trait Family: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
 
     fn flows() -> &'static Flows<Self>;
     fn reverses() -> &'static Reverses<Self>;
+    fn inbound() -> &'static Inbounds<Self>;
     fn tickets() -> &'static Tickets<Self>;
+    fn ended() -> &'static EndedFlows<Self>;
     fn fragments() -> &'static Fragments<Self>;
     fn held() -> &'static HeldFragments<Self>;
     fn holding() -> &'static Holdings<Self>;
@@ -61,9 +63,14 @@ pub trait Family: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     fn excepts() -> &'static Excepts<Self>;
     fn egress_index() -> &'static EgressIndex<Self>;
     fn search() -> &'static Searches<Self>;
-    fn shares() -> &'static Shares<Self>;
+    /// How many flows each endpoint has.
+    fn shares() -> &'static Shares;
     fn hops() -> &'static Hops<Self>;
 
+    /// A copy of an address in a map. Word by word, or LLVM makes a call to memmove (see [`from_any`](Self::from_any)).
+    fn copied(from: &Self) -> Self;
+    /// Length of the IP packet as its header says.
+    fn total_len(pkt: &Packet) -> Option<u32>;
     /// The address at an offset of the packet.
     fn load(pkt: &Packet, at: u32) -> Option<Self>;
     /// Overwrites the address at an offset of the packet.
@@ -77,6 +84,8 @@ pub trait Family: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     fn outer(pkt: &Packet, config: &Config) -> Option<(V6, bool)>;
     /// The address held in the common form of `EGRESS_IPS`.
     fn from_any(words: &V6) -> Self;
+    /// This node's address by which other nodes know it; zeroes for none.
+    fn own(config: &Config) -> Self;
     /// Destinations that no policy ever touches: multicast, broadcast, link-local, loopback, unspecified.
     fn never_leaves(dst: Self) -> bool;
     /// Reads the header of the packet.
@@ -106,7 +115,9 @@ impl Family for V4 {
     tables! {
         flows: Flows = FLOWS_V4;
         reverses: Reverses = REVERSE_V4;
+        inbound: Inbounds = INBOUND_V4;
         tickets: Tickets = TICKETS_V4;
+        ended: EndedFlows = ENDED_V4;
         fragments: Fragments = FRAGMENTS_V4;
         held: HeldFragments = HELD_V4;
         holding: Holdings = HOLDING_V4;
@@ -115,8 +126,22 @@ impl Family for V4 {
         excepts: Excepts = EXCEPTS_V4;
         egress_index: EgressIndex = EGRESS_INDEX_V4;
         search: Searches = SEARCH_V4;
-        shares: Shares = SHARES_V4;
         hops: Hops = HOPS_V4;
+    }
+
+    #[inline(always)]
+    fn shares() -> &'static Shares {
+        &SHARES_V4
+    }
+
+    #[inline(always)]
+    fn copied(from: &V4) -> V4 {
+        *from
+    }
+
+    #[inline(always)]
+    fn total_len(pkt: &Packet) -> Option<u32> {
+        pkt.read::<u16>(ETH_LEN + 2).map(|len| u16::from_be(len) as u32)
     }
 
     #[inline(always)]
@@ -147,6 +172,11 @@ impl Family for V4 {
     #[inline(always)]
     fn from_any(words: &V6) -> V4 {
         [words[3]]
+    }
+
+    #[inline(always)]
+    fn own(config: &Config) -> V4 {
+        config.own_v4
     }
 
     #[inline(always)]
@@ -243,7 +273,9 @@ impl Family for V6 {
     tables! {
         flows: Flows = FLOWS_V6;
         reverses: Reverses = REVERSE_V6;
+        inbound: Inbounds = INBOUND_V6;
         tickets: Tickets = TICKETS_V6;
+        ended: EndedFlows = ENDED_V6;
         fragments: Fragments = FRAGMENTS_V6;
         held: HeldFragments = HELD_V6;
         holding: Holdings = HOLDING_V6;
@@ -252,8 +284,22 @@ impl Family for V6 {
         excepts: Excepts = EXCEPTS_V6;
         egress_index: EgressIndex = EGRESS_INDEX_V6;
         search: Searches = SEARCH_V6;
-        shares: Shares = SHARES_V6;
         hops: Hops = HOPS_V6;
+    }
+
+    #[inline(always)]
+    fn shares() -> &'static Shares {
+        &SHARES_V6
+    }
+
+    #[inline(always)]
+    fn copied(from: &V6) -> V6 {
+        V6::from_any(from)
+    }
+
+    #[inline(always)]
+    fn total_len(pkt: &Packet) -> Option<u32> {
+        pkt.read::<u16>(ETH_LEN + 4).map(|len| u16::from_be(len) as u32 + Self::HEADER)
     }
 
     #[inline(always)]
@@ -294,6 +340,11 @@ impl Family for V6 {
                 (&raw const words[3]).read_volatile(),
             ]
         }
+    }
+
+    #[inline(always)]
+    fn own(config: &Config) -> V6 {
+        Self::from_any(&config.own_v6)
     }
 
     #[inline(always)]

@@ -1,17 +1,18 @@
-//! The flow table: entering, mending and removing flows, both halves of them.
+//! The flow table: entering, mending and removing flows, both halves of them. Neither half is accepted, rebuilt or removed for the other
+//! where they do not name each other: another flow may have the other one's place by now.
 
 use crate::{
     family::Family,
     maps::EGRESS_IPS,
-    packet::{Mac, Packet, now_tick},
-    ports::EEXIST,
+    packet::{Mac, Packet},
     share, stats,
 };
 use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_get_prandom_u32};
 use egress_common::{
-    flow::{Flow, FlowKey, Reverse, Ticket, kind},
+    flow::{Flow, FlowKey, Reverse, Ticket, is_pair},
     limits::COLLECT_ROUND_SHIFT,
-    verdict::{Counter, Verdict},
+    tcp,
+    verdict::Counter,
 };
 
 /// The key of a flow's other half, or `None` if its egress IP is gone.
@@ -33,81 +34,98 @@ pub fn reverse_key<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Option<FlowKey<F
 /// Removes both halves of a flow.
 #[inline(always)]
 pub fn forget<F: Family>(key: &FlowKey<F>, flow: &Flow) {
-    if flow.kind != kind::UNTOUCHED
-        && let Some(reverse) = reverse_key::<F>(key, flow)
+    if let Some(reverse) = reverse_key::<F>(key, flow)
+        // SAFETY: read only.
+        && matches!(unsafe { F::reverses().get(&reverse) }, Some(value) if is_pair(key, flow, &reverse, value))
     {
-        let _ = F::reverses().remove(reverse);
+        let _ = F::reverses().remove(&reverse);
     }
-    remove::<F>(key);
+    remove::<F>(key, flow.endpoint);
 }
 
-/// Removes the forward half.
+/// Removes the forward half of a flow of this endpoint.
 #[inline(always)]
-pub fn remove<F: Family>(key: &FlowKey<F>) {
+pub fn remove<F: Family>(key: &FlowKey<F>, endpoint: u32) {
     if F::flows().remove(key).is_ok() {
-        share::give_back::<F>(key.src);
+        share::give_back::<F>(endpoint);
     }
 }
 
-/// Builds the reverse half anew if it is missing. Called once a tick for a flow that sends.
+/// The host's firewall has let a packet of the flow pass: from now on its packets take the short path, and its replies are
+/// delivered.
 #[inline(always)]
-pub fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now: u32) {
+pub fn confirm<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
+    flow.pending = 0;
     let Some(reverse) = reverse_key::<F>(key, flow) else { return };
-    if F::reverses().get_ptr(reverse).is_some() {
-        return;
+    let Some(value) = F::reverses().get_ptr_mut(&reverse) else { return };
+    // SAFETY: a pointer into the map.
+    if is_pair(key, flow, &reverse, unsafe { &*value }) {
+        set_confirmed(value);
     }
-    let Some(mut value) = reverse_value(pkt, key, flow.policy, now) else { return };
+}
+
+#[inline(always)]
+fn set_confirmed<F: Family>(reverse: *mut Reverse<F>) {
+    // SAFETY: a pointer into the map, and a single store of a field that may be a packet late.
+    unsafe {
+        let state = (&raw const (*reverse).state).read_volatile();
+        if state & tcp::seen::CONFIRMED == 0 {
+            (&raw mut (*reverse).state).write_volatile(state | tcp::seen::CONFIRMED);
+        }
+    }
+}
+
+/// The state of a reverse half whose flow waits for the host's firewall ([`Flow::pending`]), or does not.
+#[inline(always)]
+pub fn reverse_state(pending: u16) -> u16 {
+    if pending == 0 { tcp::seen::CONFIRMED } else { 0 }
+}
+
+/// Builds the reverse half anew if it is missing. Called once a tick for a flow that sends. `false`: another flow has its place.
+#[inline(always)]
+pub fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now: u32) -> bool {
+    let Some(reverse) = reverse_key::<F>(key, flow) else { return true };
+    if let Some(value) = F::reverses().get_ptr_mut(&reverse) {
+        // SAFETY: a pointer into the map.
+        let mine = is_pair(key, flow, &reverse, unsafe { &*value });
+        if mine && flow.pending == 0 {
+            set_confirmed(value);
+        }
+        return mine;
+    }
+    let Some(mut value) = reverse_value(pkt, key, flow.policy, flow.endpoint, flow.pending, now) else { return true };
     value.egress = flow.egress;
     value.egress_generation = flow.egress_generation;
-    if F::reverses().insert(reverse, value, BPF_NOEXIST as u64).is_ok() {
+    if F::reverses().insert(&reverse, &value, BPF_NOEXIST as u64).is_ok() {
         stats::count(Counter::FlowsRepaired);
     }
+    true
 }
 
 /// What a reply needs to find its way back to where this packet came from; the slot is filled in by the caller.
 #[inline(always)]
-pub fn reverse_value<F: Family>(pkt: &Packet, key: &FlowKey<F>, policy: u32, now: u32) -> Option<Reverse<F>> {
+pub fn reverse_value<F: Family>(
+    pkt: &Packet,
+    key: &FlowKey<F>,
+    policy: u32,
+    endpoint: u32,
+    pending: u16,
+    now: u32,
+) -> Option<Reverse<F>> {
     let [host_mac, pod_mac] = pkt.read::<[Mac; 2]>(0)?;
     Some(Reverse {
         pod: key.src,
         pod_port: key.src_port,
-        state: 0,
+        state: reverse_state(pending),
         ifindex: pkt.ifindex(),
         policy,
         egress: 0,
         egress_generation: 0,
+        endpoint,
         last_seen: now,
         pod_mac,
         host_mac,
     })
-}
-
-/// Notes a flow that is not to be touched, as the tables of this generation say.
-#[inline(always)]
-pub fn leave_alone<F: Family>(pkt: &Packet, generation: u32, key: &FlowKey<F>, state: u16) -> Verdict {
-    let now = now_tick();
-    let flow = Flow {
-        policy: 0,
-        egress: 0,
-        egress_generation: 0,
-        config_generation: generation,
-        ticket: ticket(),
-        last_seen: now,
-        created: now,
-        port: 0,
-        state,
-        kind: kind::UNTOUCHED,
-        pending: 0,
-        ifindex: pkt.ifindex(),
-    };
-    match enter::<F>(key, &flow) {
-        Ok(()) => {
-            stats::count(Counter::Untouched);
-            Verdict::Pass
-        }
-        Err(EEXIST) => Verdict::Pass,
-        Err(_) => Verdict::Drop(Counter::DropTableFull),
-    }
 }
 
 #[inline(always)]
@@ -124,6 +142,6 @@ pub fn enter<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), i32> {
     F::tickets().push(ticket, 0).inspect_err(|_| {
         let _ = F::flows().remove(key);
     })?;
-    share::take::<F>(key.src);
+    share::take::<F>(flow.endpoint);
     Ok(())
 }

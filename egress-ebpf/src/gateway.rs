@@ -1,7 +1,7 @@
 //! The gateway: out for its egress IPs, and back to the source node. It keeps nothing of a flow.
 
 use crate::{
-    deliver::only,
+    deliver::{self, only},
     family::Family,
     fragment,
     maps::{CONFIG, EGRESS_IPS, LEASES, NODES},
@@ -116,7 +116,7 @@ pub fn reply<F: Family>(pkt: &Packet) -> u64 {
 /// or the verifier would check the delivery once more in each of them.
 #[inline(always)]
 pub fn delivered<F: Family>(pkt: &Packet, verdict: u64) -> u64 {
-    if verdict == DELIVER { once::from_node::<F>(pkt, only::NOTHING) } else { verdict }
+    if verdict == DELIVER { deliver::reply::<F>(pkt, only::NOTHING) } else { verdict }
 }
 
 /// A verdict's bits, [`DELIVER`], or [`GATHER`] or [`ASK`] if that is to be done first.

@@ -16,10 +16,11 @@ use egress_common::{
     config::{Config, flags},
     csum,
     flow::{FlowKey, kind},
+    tcp,
     verdict::{Counter, Verdict},
 };
 
-/// An error from outside about a translated packet: it goes to the pod.
+/// An error from outside about a translated packet: it goes to the pod, if the flow is confirmed.
 #[inline(always)]
 pub fn incoming<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
     let Some(inner) = parse::embedded::<F>(pkt, ip.l4) else { return Verdict::Drop(Counter::DropMalformed) };
@@ -32,6 +33,9 @@ pub fn incoming<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict
     };
     // SAFETY: read only.
     let Some(r) = (unsafe { F::reverses().get(&key) }) else { return Verdict::Drop(Counter::DropNoReverse) };
+    if r.state & tcp::seen::CONFIRMED == 0 {
+        return Verdict::Drop(Counter::DropNotConfirmed);
+    }
     let (pod, port, ifindex, macs) = (r.pod, r.pod_port, r.ifindex, [r.pod_mac, r.host_mac]);
     if inner.src != ip.dst || rewrite(pkt, config, ip, &inner, End::Destination, pod, port).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
@@ -39,7 +43,8 @@ pub fn incoming<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict
     deliver::into_pod(pkt, ifindex, &macs)
 }
 
-/// An error of a pod about a packet that it got: translated if that belonged to a translated flow.
+/// An error of a pod about a packet that it got: translated if that belonged to a translated flow of this interface that is
+/// confirmed. An error has room for anything: about a flow that the firewall has not let pass it would get past it.
 #[inline(always)]
 pub fn outgoing<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else {
@@ -51,6 +56,22 @@ pub fn outgoing<F: Family>(pkt: &Packet) -> u64 {
     quoting::<F>(pkt, config, &ip).to_bits()
 }
 
+/// Whether the error is about a packet of a flow that is not to be touched.
+#[inline(always)]
+pub fn is_untouched<F: Family>(pkt: &Packet, ip: &Ip<F>) -> bool {
+    let Some(inner) = parse::embedded::<F>(pkt, ip.l4) else { return false };
+    let key = quoted_key::<F>(&inner);
+    F::flows().get_ptr(&key).is_none() && F::inbound().get_ptr(&key).is_some()
+}
+
+/// The flow of a packet that a pod has got, and quotes.
+#[inline(always)]
+fn quoted_key<F: Family>(inner: &Embedded<F>) -> FlowKey<F> {
+    let query = inner.proto == F::ICMP;
+    let (src_port, dst_port) = if query { (inner.src_port, 0) } else { (inner.dst_port, inner.src_port) };
+    FlowKey { src: inner.dst, dst: inner.src, src_port, dst_port, proto: inner.proto }
+}
+
 #[inline(always)]
 fn quoting<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
     match classify::classify(config, ip.src, ip.dst) {
@@ -59,19 +80,29 @@ fn quoting<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
         Class::Policy(..) => {}
     }
     let Some(inner) = parse::embedded::<F>(pkt, ip.l4) else { return Verdict::Drop(Counter::DropMalformed) };
-    let query = inner.proto == F::ICMP;
-    let (src_port, dst_port) = if query { (inner.src_port, 0) } else { (inner.dst_port, inner.src_port) };
-    let key = FlowKey { src: inner.dst, dst: inner.src, src_port, dst_port, proto: inner.proto };
+    let key = quoted_key::<F>(&inner);
     // SAFETY: read only.
-    let Some(flow) = (unsafe { F::flows().get(&key) }) else { return Verdict::Drop(Counter::DropUnknownFlow) };
-    match flow.kind {
-        kind::UNTOUCHED => return Verdict::Pass,
-        kind::TRANSLATED => {}
-        _ => return Verdict::Drop(Counter::DropSevered),
+    let Some(flow) = (unsafe { F::flows().get(&key) }) else {
+        let left_alone = F::inbound().get_ptr(&key).is_some();
+        return if left_alone { Verdict::Pass } else { Verdict::Drop(Counter::DropUnknownFlow) };
+    };
+    if flow.kind != kind::TRANSLATED {
+        return Verdict::Drop(Counter::DropSevered);
+    }
+    if flow.ifindex != pkt.ifindex() {
+        return Verdict::Drop(Counter::DropSpoofed);
+    }
+    // What was classified by older tables is classified again with its next packet.
+    if flow.pending != 0 || flow.config_generation != config.generation {
+        return Verdict::Drop(Counter::DropNotConfirmed);
     }
     let (egress, port) = (flow.egress, flow.port);
     let Some(reverse) = flows::reverse_key::<F>(&key, flow) else { return Verdict::Drop(Counter::DropSevered) };
-    if inner.dst != ip.src || rewrite(pkt, config, ip, &inner, End::Source, reverse.src, port).is_none() {
+    // It goes to whoever sent what it quotes, and to nobody else (RFC 1122, section 3.2.2).
+    if inner.dst != ip.src
+        || inner.src != ip.dst
+        || rewrite(pkt, config, ip, &inner, End::Source, reverse.src, port).is_none()
+    {
         return Verdict::Drop(Counter::DropMalformed);
     }
     steer::hand_over(pkt, egress, way::entropy((port, 0), ip.dst))

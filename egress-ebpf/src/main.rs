@@ -14,17 +14,22 @@
 mod classify;
 mod collect;
 mod deliver;
+mod ended;
 mod exit;
 mod family;
 mod firewall;
 mod flows;
 mod fragment;
+mod gate;
 mod gateway;
+mod guard;
 mod icmp;
 mod inbound;
+mod large;
 mod maps;
 mod mss;
 mod neighbor;
+mod note;
 mod once;
 mod own;
 mod packet;
@@ -100,9 +105,10 @@ fn code(verdict: u64) -> i32 {
 #[classifier]
 pub fn pod_egress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
-    let verdict = match pkt.protocol() {
-        IPV4 => steer::steer::<V4>(&pkt),
-        IPV6 => steer::steer::<V6>(&pkt),
+    let verdict = match (gate::frame(&pkt), pkt.protocol()) {
+        (Err(counter), _) => Verdict::Drop(counter).to_bits(),
+        (_, IPV4) => steer::steer::<V4>(&pkt),
+        (_, IPV6) => steer::steer::<V6>(&pkt),
         _ => Verdict::Pass.to_bits(),
     };
     let code = settle(&pkt, verdict);
@@ -128,19 +134,22 @@ pub fn pod_ingress(ctx: TcContext) -> i32 {
 #[classifier]
 pub fn tunnel_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
+    pkt.came_in();
     settle(&pkt, tunnel::receive(&pkt))
 }
 
-/// Egress of the tunnel device: translates packets that the host's firewall let pass, and gives the agent's own probes
-/// their tunnel key.
+/// Egress of every Ethernet interface that leads out of the node, and of the tunnel device: translates the packets that the host,
+/// whatever routes there, let pass, and is the last guard.
 #[classifier]
-pub fn tunnel_egress(ctx: TcContext) -> i32 {
+pub fn exit_egress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
-    let verdict = match (firewall::take_mark(&pkt), pkt.protocol()) {
-        (false, _) => tunnel::send_probe(&pkt),
-        (true, IPV4) => once::passed::<V4>(&pkt),
-        (true, IPV6) => once::passed::<V6>(&pkt),
-        (true, _) => Verdict::Drop(Counter::DropNotAsked).to_bits(),
+    if pkt.is_noted(note::SENT) {
+        return NEXT;
+    }
+    let verdict = match pkt.protocol() {
+        IPV4 => guard::leaving::<V4>(&pkt),
+        IPV6 => guard::leaving::<V6>(&pkt),
+        _ => return NEXT,
     };
     settle(&pkt, verdict)
 }
@@ -149,6 +158,7 @@ pub fn tunnel_egress(ctx: TcContext) -> i32 {
 #[classifier]
 pub fn uplink_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
+    pkt.came_in();
     let verdict = match pkt.protocol() {
         IPV4 => gateway::reply::<V4>(&pkt),
         IPV6 => gateway::reply::<V6>(&pkt),
@@ -163,6 +173,7 @@ pub fn uplink_ingress(ctx: TcContext) -> i32 {
 #[classifier]
 pub fn underlay_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
+    pkt.came_in();
     let verdict = match pkt.protocol() {
         IPV4 => underlay::receive::<V4>(&pkt),
         IPV6 => underlay::receive::<V6>(&pkt),

@@ -12,7 +12,7 @@ use egress_common::{
     config::Config,
     egress::{BlockList, EgressIp, LeaseTable, MacKey, Meter, NextHop, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
-    flow::{Flow, FlowKey, Fragment, FragmentKey, HeldKey, Reverse, Ticket},
+    flow::{Ended, Flow, FlowKey, Fragment, FragmentKey, HeldKey, Inbound, Reverse, Ticket},
     limits::*,
     probe::Answer,
     verdict::Counter,
@@ -22,6 +22,7 @@ const GROW: usize = BPF_F_NO_PREALLOC as usize;
 
 pub type Flows<A> = HashMap<FlowKey<A>, Flow, MAX_FLOWS, GROW>;
 pub type Reverses<A> = HashMap<FlowKey<A>, Reverse<A>, MAX_FLOWS, GROW>;
+pub type Inbounds<A> = LruHashMap<FlowKey<A>, Inbound, MAX_INBOUND>;
 pub type Endpoints<A> = HashMap<A, Endpoint, MAX_ENDPOINTS, GROW>;
 pub type Routes<A> = LpmTrie<RouteKey<A>, u32, MAX_ROUTES>;
 pub type Excepts<A> = LpmTrie<A, u32, MAX_EXCEPTS>;
@@ -30,8 +31,9 @@ pub type Fragments<A> = LruHashMap<FragmentKey<A>, Fragment, MAX_FRAGMENTS>;
 pub type HeldFragments<A> = LruHashMap<HeldKey<A>, HeldFrame, MAX_HELD_FRAGMENTS>;
 pub type Holdings<A> = PerCpuArray<Holding<A>, 1>;
 pub type Hops<A> = PerCpuArray<Hop<A>, MAX_HOPS>;
-pub type Shares<A> = HashMap<A, u64, MAX_ENDPOINTS, GROW>;
 pub type Searches<A> = PerCpuArray<Search<A>, 1>;
+pub type EndedFlows<A> = Queue<Ended<A>, MAX_FLOWS>;
+pub type Shares = HashMap<u32, u64, MAX_ENDPOINTS, GROW>;
 pub type Tickets<A> = Queue<Ticket<A>, { 2 * MAX_FLOWS }>;
 
 #[btf_map]
@@ -43,9 +45,18 @@ pub static REVERSE_V4: Reverses<V4> = HashMap::new();
 #[btf_map]
 pub static REVERSE_V6: Reverses<V6> = HashMap::new();
 #[btf_map]
+pub static INBOUND_V4: Inbounds<V4> = LruHashMap::new();
+#[btf_map]
+pub static INBOUND_V6: Inbounds<V6> = LruHashMap::new();
+#[btf_map]
 pub static TICKETS_V4: Tickets<V4> = Queue::new();
 #[btf_map]
 pub static TICKETS_V6: Tickets<V6> = Queue::new();
+/// Flows that have ended, the oldest end first.
+#[btf_map]
+pub static ENDED_V4: EndedFlows<V4> = Queue::new();
+#[btf_map]
+pub static ENDED_V6: EndedFlows<V6> = Queue::new();
 #[btf_map]
 pub static FRAGMENTS_V4: Fragments<V4> = LruHashMap::new();
 #[btf_map]
@@ -77,11 +88,11 @@ pub static HOLDING_V4: Holdings<V4> = PerCpuArray::new();
 #[btf_map]
 pub static HOLDING_V6: Holdings<V6> = PerCpuArray::new();
 
-/// How many flows each pod has.
+/// How many flows each endpoint has.
 #[btf_map]
-pub static SHARES_V4: Shares<V4> = HashMap::new();
+pub static SHARES_V4: Shares = HashMap::new();
 #[btf_map]
-pub static SHARES_V6: Shares<V6> = HashMap::new();
+pub static SHARES_V6: Shares = HashMap::new();
 
 #[btf_map]
 pub static ENDPOINTS_V4: Endpoints<V4> = HashMap::new();

@@ -1,7 +1,9 @@
 //! Steps that are global functions: the verifier checks each once by itself, with any packet, instead of once for each way
 //! that leads to it. What they need they read from the packet again.
 
-use crate::{deliver, family::Family, firewall, fragment, gateway, icmp, own, packet::Packet, steer, underlay};
+use crate::{
+    deliver, ended, family::Family, fragment, gateway, guard, icmp, large, own, packet::Packet, steer, underlay,
+};
 use aya_ebpf::bindings::__sk_buff;
 use egress_common::{V4, V6};
 
@@ -34,10 +36,16 @@ once! {
     established(established_v4, established_v6) = steer::established();
     /// [`steer::first`].
     first(first_v4, first_v6) = steer::first();
+    /// [`deliver::tend`].
+    tend(tend_v4, tend_v6) = deliver::tend();
+    /// [`ended::reclaim`].
+    reclaim(reclaim_v4, reclaim_v6) = ended::reclaim();
     /// [`icmp::outgoing`].
     outgoing(outgoing_v4, outgoing_v6) = icmp::outgoing();
-    /// [`firewall::passed`].
-    passed(passed_v4, passed_v6) = firewall::passed();
+    /// [`guard::caught`].
+    caught(caught_v4, caught_v6) = guard::caught();
+    /// [`large::answer`].
+    answer(answer_v4, answer_v6) = large::answer(mtu: u32);
     /// [`fragment::gather`].
     gather(gather_v4, gather_v6) = fragment::gather();
     /// [`fragment::hold`].

@@ -1,14 +1,16 @@
 //! All access to a packet's bytes and fields: the only place with pointers into packets.
 
+pub(crate) use crate::note;
 use aya_ebpf::{
     EbpfContext,
     bindings::{
         __sk_buff, BPF_CSUM_LEVEL_DEC, BPF_F_INGRESS, BPF_F_RECOMPUTE_CSUM, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC,
     },
     helpers::{
-        bpf_check_mtu, bpf_clone_redirect, bpf_csum_level, bpf_csum_update, bpf_jiffies64, bpf_ktime_get_coarse_ns,
-        bpf_l4_csum_replace, bpf_redirect, bpf_redirect_neigh, bpf_skb_adjust_room, bpf_skb_change_tail,
-        bpf_skb_load_bytes, bpf_skb_pull_data, bpf_skb_store_bytes, bpf_skb_vlan_pop, bpf_skb_vlan_push,
+        bpf_check_mtu, bpf_clone_redirect, bpf_csum_diff, bpf_csum_level, bpf_csum_update, bpf_jiffies64,
+        bpf_ktime_get_coarse_ns, bpf_l4_csum_replace, bpf_redirect, bpf_redirect_neigh, bpf_skb_adjust_room,
+        bpf_skb_change_tail, bpf_skb_load_bytes, bpf_skb_pull_data, bpf_skb_store_bytes, bpf_skb_vlan_pop,
+        bpf_skb_vlan_push,
     },
     programs::TcContext,
 };
@@ -24,14 +26,6 @@ use egress_common::{
 pub const ETH_LEN: u32 = 14;
 /// EtherType of a VLAN tag, network byte order.
 const ETH_P_8021Q: u16 = 0x8100_u16.to_be();
-/// Notes (see [`Packet::note`]).
-pub mod note {
-    /// A reply on its way into a pod.
-    pub const DELIVERED: u32 = 0x5350;
-    /// A copy for the node's own stack.
-    pub const COPY: u32 = 0x5351;
-}
-
 /// Reads a field of the context. Volatile, or LLVM merges reads of two fields into one through a computed address, which
 /// the verifier refuses.
 macro_rules! field {
@@ -89,6 +83,21 @@ impl Packet {
     #[inline(always)]
     pub fn gso_size(&self) -> u32 {
         field!(self, gso_size)
+    }
+
+    /// The sum over `N` bytes at `offset`, not folded.
+    #[inline(always)]
+    pub fn sum<const N: u32>(&self, offset: u32) -> Option<u32> {
+        // SAFETY: the helper checks the length.
+        if unsafe { bpf_skb_pull_data(self.skb, offset + N) } != 0 {
+            return None;
+        }
+        let start = self.data() + offset as usize;
+        if start + N as usize > self.data_end() {
+            return None;
+        }
+        // SAFETY: the bounds are checked, and the helper only reads.
+        Some(unsafe { bpf_csum_diff(core::ptr::null_mut(), 0, start as *mut u32, N, 0) } as u32)
     }
 
     /// Length of the largest IP packet that the interface carries by which the packet came in.
@@ -313,14 +322,34 @@ impl Packet {
         unsafe { (&raw mut (*self.skb).tc_index).write_volatile(note) }
     }
 
+    /// Whether the packet has this note.
+    #[inline(always)]
+    pub fn is_noted(&self, note: u32) -> bool {
+        field!(self, tc_index) == note
+    }
+
+    /// A packet that came in from outside of the node has no note: where nodes are containers, it still has what another node's
+    /// programs, or anybody there, have put into it. Only the node's own copy of one keeps its note. Without a branch, which would
+    /// double what the verifier follows.
+    #[inline(always)]
+    pub fn came_in(&self) {
+        self.note(field!(self, tc_index) & note::COPY);
+    }
+
     /// Whether the packet has this note, which is taken away.
     #[inline(always)]
     pub fn take_note(&self, note: u32) -> bool {
-        let noted = field!(self, tc_index) == note;
+        let noted = self.is_noted(note);
         if noted {
-            self.note(0);
+            self.note(note::NONE);
         }
         noted
+    }
+
+    /// Whether the frame has a VLAN tag, be it one for its priority only.
+    #[inline(always)]
+    pub fn is_tagged(&self) -> bool {
+        field!(self, vlan_present) != 0
     }
 
     /// The VLAN that the frame came in; 0: none, or a tag that is for its priority only.
@@ -343,47 +372,40 @@ impl Packet {
         (unsafe { bpf_skb_vlan_pop(self.skb) } == 0).then_some(())
     }
 
-    /// Sets the class of an HTB qdisc that the packet belongs to.
+    /// Sets the packet's priority; of a packet for an HTB qdisc the class that it belongs to.
     #[inline(always)]
     pub fn set_priority(&self, class: u32) {
         // SAFETY: the context pointer is valid while the program runs.
         unsafe { (&raw mut (*self.skb).priority).write_volatile(class) }
     }
 
-    /// Marks the packet for the way through the host's stack.
+    /// Prepares the packet for the host-stack path: the note is for the program at the exit, the priority for our nftables rules.
     #[inline(always)]
-    pub fn set_mark(&self, bit: u32) {
-        let mark = field!(self, mark) | bit;
-        // SAFETY: the context pointer is valid while the program runs.
-        unsafe {
-            (&raw mut (*self.skb).mark).write_volatile(mark);
-            (&raw mut (*self.skb).priority).write_volatile(FIREWALL_PRIORITY);
-        }
+    pub fn ask(&self) {
+        self.note(note::ASKED);
+        self.set_priority(FIREWALL_PRIORITY);
     }
 
-    /// Notes that `pod_egress` has seen the packet, unless it is marked for the long way.
+    /// Notes that `pod_egress` has seen the packet, unless it is on the host-stack path.
     #[inline(always)]
     pub fn note_seen(&self) {
         if field!(self, priority) != FIREWALL_PRIORITY {
-            // SAFETY: as above.
-            unsafe { (&raw mut (*self.skb).priority).write_volatile(SEEN_PRIORITY) };
+            self.set_priority(SEEN_PRIORITY);
         }
     }
 
-    /// Whether the packet has the bit of [`set_mark`](Self::set_mark). Then mark and priority are cleared, whatever others
-    /// have added to them: the outer packet would inherit them.
+    /// Clears mark and priority, whatever the stack has put there: the outer packet would inherit them.
     #[inline(always)]
-    pub fn take_mark(&self, bit: u32) -> bool {
-        let mark = field!(self, mark);
-        if mark & bit == 0 {
-            return false;
-        }
-        // SAFETY: as above.
-        unsafe {
-            (&raw mut (*self.skb).mark).write_volatile(0);
-            (&raw mut (*self.skb).priority).write_volatile(0);
-        }
-        true
+    pub fn clear_marks(&self) {
+        // SAFETY: the context pointer is valid while the program runs.
+        unsafe { (&raw mut (*self.skb).mark).write_volatile(0) };
+        self.set_priority(0);
+    }
+
+    /// Index of the interface that the packet came in by; 0 for one that this host has made.
+    #[inline(always)]
+    pub fn ingress_ifindex(&self) -> u32 {
+        field!(self, ingress_ifindex)
     }
 
     /// Sends the frame out of `ifindex` as it is.

@@ -63,12 +63,14 @@ pub struct Transport {
     pub dst_port: u16,
     /// TCP flags, else 0.
     pub flags: u8,
+    /// TCP acknowledgment number, network byte order; else 0.
+    pub ack: u32,
 }
 
 impl Transport {
     #[inline(always)]
     const fn of(kind: Kind) -> Self {
-        Self { kind, src_port: 0, dst_port: 0, flags: 0 }
+        Self { kind, src_port: 0, dst_port: 0, flags: 0, ack: 0 }
     }
 }
 
@@ -83,7 +85,7 @@ pub fn transport<F: Family>(pkt: &Packet, ip: &Ip<F>) -> Transport {
             _ => return Transport::of(Kind::Other),
         };
         return match fragment::recall::<F>(ip) {
-            Some(f) => Transport { kind, src_port: f.src_port, dst_port: f.dst_port, flags: 0 },
+            Some(f) => Transport { kind, src_port: f.src_port, dst_port: f.dst_port, flags: 0, ack: 0 },
             None => Transport::of(Kind::Orphan),
         };
     }
@@ -100,12 +102,12 @@ fn header<F: Family>(pkt: &Packet, l4: u32, protocol: u32) -> Transport {
                 let [p0, p1, p2, p3] = h[0].to_ne_bytes();
                 let [_, flags, _, _] = h[3].to_ne_bytes();
                 let (src_port, dst_port) = (u16::from_ne_bytes([p0, p1]), u16::from_ne_bytes([p2, p3]));
-                Transport { kind: Kind::Tcp, src_port, dst_port, flags }
+                Transport { kind: Kind::Tcp, src_port, dst_port, flags, ack: h[2] }
             }
             None => Transport::of(Kind::Broken),
         },
         proto::UDP => match pkt.read_l4::<[u16; 4]>(F::HEADER, l4, 0) {
-            Some([src_port, dst_port, _, _]) => Transport { kind: Kind::Udp, src_port, dst_port, flags: 0 },
+            Some([src_port, dst_port, _, _]) => Transport { kind: Kind::Udp, src_port, dst_port, flags: 0, ack: 0 },
             None => Transport::of(Kind::Broken),
         },
         p if p == F::ICMP => {
@@ -114,7 +116,7 @@ fn header<F: Family>(pkt: &Packet, l4: u32, protocol: u32) -> Transport {
             };
             let kind = icmp_kind(F::ICMP, first.to_ne_bytes()[0]);
             match kind {
-                Kind::Query | Kind::Answer => Transport { kind, src_port: id, dst_port: 0, flags: 0 },
+                Kind::Query | Kind::Answer => Transport { kind, src_port: id, dst_port: 0, flags: 0, ack: 0 },
                 _ => Transport::of(kind),
             }
         }

@@ -9,15 +9,16 @@ use crate::{
     flows,
     maps::{ASSIGNMENTS, BLOCKS, EGRESS_IPS, MAGLEV},
     packet::now_tick,
-    stats,
+    parse::proto,
+    share, stats,
 };
 use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_loop};
 use core::ffi::c_void;
 use egress_common::{
     endpoint::{AssignmentKey, Policy, policy_flags},
-    flow::{FlowKey, Reverse},
+    flow::{FlowKey, Reverse, is_pair},
     hash,
-    limits::{MAGLEV_CHUNK, PORT_PROBES, SLOT_PROBES},
+    limits::{MAGLEV_CHUNK, PORT_PROBES, SHARE_LIMIT, SHARE_PROBES, SLOT_PROBES, TIGHT_PROBES},
     port_block, tcp,
     verdict::Counter,
 };
@@ -48,12 +49,15 @@ pub struct Search<F> {
     pub blocks: u32,
     /// [`SEARCHING`] or how it ended.
     pub outcome: u32,
+    /// How many of the ports that were looked at are this pod's.
+    pub own: u32,
 }
 
 const SEARCHING: u32 = 0;
 const FOUND: u32 = 1;
 const NO_PORT: u32 = 2;
 const FULL: u32 = 3;
+const SHARE: u32 = 4;
 
 /// This CPU's search.
 #[inline(always)]
@@ -71,6 +75,8 @@ pub fn take<F: Family>(search: &mut Search<F>) -> Result<(), Counter> {
     match search.outcome {
         FOUND => Ok(()),
         FULL => Err(Counter::DropTableFull),
+        // Not the flow table's share: flows of others that have ended would make no room.
+        SHARE => Err(Counter::DropPortShare),
         NO_PORT => Err(Counter::DropNoPort),
         _ => Err(Counter::DropNoGateway),
     }
@@ -120,25 +126,61 @@ extern "C" fn try_slot<F: Family>(attempt: u32, _ctx: *mut c_void) -> i64 {
     s.blocks = blocks;
     let ports = blocks * port_block::SIZE as u32;
     let probes = if ports < PORT_PROBES { ports } else { PORT_PROBES };
+    // A pod with fewer flows cannot have most of the ports towards one destination.
+    if share::flows::<F>(s.endpoint) > (ports / 2) as u64 {
+        s.own = 0;
+        // SAFETY: the callback takes no context.
+        unsafe { bpf_loop(SHARE_PROBES, look_at::<F> as *mut c_void, core::ptr::null_mut(), 0) };
+        if s.own >= SHARE_LIMIT {
+            s.outcome = SHARE;
+            return 0;
+        }
+    }
     // SAFETY: the callback takes no context.
     unsafe { bpf_loop(probes, try_port::<F> as *mut c_void, core::ptr::null_mut(), 0) };
     (s.outcome != NO_PORT) as i64
 }
 
-/// One attempt at a port: 0 to go on, 1 to stop.
-extern "C" fn try_port<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
-    let Some(s) = search::<F>() else { return 1 };
+/// Puts the port of one attempt into the key.
+#[inline(always)]
+fn aim<F: Family>(s: &mut Search<F>, i: u32) -> Option<()> {
     if s.blocks == 0 {
-        return 1;
+        return None;
     }
     let (at, offset) = port_block::probe(s.hash, i, s.blocks);
-    let Some(list) = BLOCKS.get(s.value.egress) else { return 1 };
+    let list = BLOCKS.get(s.value.egress)?;
     if at >= port_block::COUNT as u32 {
-        return 1;
+        return None;
     }
     // SAFETY: `at` is within the array.
     let block = unsafe { *list.blocks.as_ptr().add(at as usize) };
     s.key.src_port = (port_block::first_port(block) + offset).to_be();
+    Some(())
+}
+
+/// Counts a port that this pod has by a flow that is not over: 0 to go on, 1 to stop.
+extern "C" fn look_at<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
+    let Some(s) = search::<F>() else { return 1 };
+    if aim(s, i).is_none() {
+        return 1;
+    }
+    // SAFETY: read only.
+    let Some(r) = (unsafe { F::reverses().get(&s.key) }) else { return 0 };
+    if r.endpoint == s.endpoint && matches!(holder(&s.key, r), Holder::Flow) {
+        s.own += 1;
+    }
+    0
+}
+
+/// One attempt at a port: 0 to go on, 1 to stop.
+extern "C" fn try_port<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
+    let Some(s) = search::<F>() else { return 1 };
+    if aim(s, i).is_none() {
+        return 1;
+    }
+    if i == TIGHT_PROBES {
+        stats::count(Counter::PortsTight);
+    }
     match F::reverses().insert(&s.key, &s.value, BPF_NOEXIST as u64) {
         Ok(()) => s.outcome = FOUND,
         Err(EEXIST) => {
@@ -159,27 +201,50 @@ extern "C" fn try_port<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
 /// Ticks after which a reverse half without a forward one is nobody's: a new flow enters both within a packet's time.
 const ORPHANED: u32 = 2;
 
+/// What has a port.
+enum Holder {
+    /// A flow.
+    Flow,
+    /// A flow that both ends are done with.
+    Over,
+    /// A reverse half without a forward one.
+    Nobody,
+}
+
+/// The forward half's key of the flow that has this reverse half.
+#[inline(always)]
+fn forward<F: Family>(key: &FlowKey<F>, r: &Reverse<F>) -> FlowKey<F> {
+    FlowKey { src: r.pod, dst: key.dst, src_port: r.pod_port, dst_port: key.dst_port, proto: key.proto }
+}
+
+#[inline(always)]
+fn holder<F: Family>(key: &FlowKey<F>, r: &Reverse<F>) -> Holder {
+    let forward = forward(key, r);
+    // SAFETY: read only.
+    let over = match unsafe { F::flows().get(&forward) } {
+        Some(f) if is_pair(&forward, f, key, r) => {
+            // Nobody outside has seen a flow that the host's firewall did not let pass.
+            let refused = f.pending != 0 && now_tick().wrapping_sub(f.last_seen) as i32 > ORPHANED as i32;
+            Some(refused || key.proto == proto::TCP && tcp::closed(f.state, f.back))
+        }
+        _ => None,
+    };
+    match over {
+        Some(true) => Holder::Over,
+        None if now_tick().wrapping_sub(r.last_seen) as i32 > ORPHANED as i32 => Holder::Nobody,
+        _ => Holder::Flow,
+    }
+}
+
 /// Removes the flow that holds this port if both of its ends are done with it, or if only this half of it is left.
 #[inline(always)]
 fn evict_closed<F: Family>(key: &FlowKey<F>) -> bool {
     // SAFETY: read only; another CPU may remove the entry, which the caller's insertion then finds out.
     let Some(r) = (unsafe { F::reverses().get(key) }) else { return true };
-    let forward = FlowKey { src: r.pod, dst: key.dst, src_port: r.pod_port, dst_port: key.dst_port, proto: key.proto };
-    // SAFETY: as above.
-    let out = match unsafe { F::flows().get(&forward) } {
-        Some(f) if f.port == key.src_port && f.egress == r.egress => {
-            // Nobody outside has seen a flow that the host's firewall did not let pass.
-            let refused = f.pending != 0 && now_tick().wrapping_sub(f.last_seen) as i32 > ORPHANED as i32;
-            Some(if refused { tcp::seen::RST } else { f.state })
-        }
-        _ => None,
-    };
-    match out {
-        Some(out) if tcp::closed(out, r.state) => {
-            flows::remove::<F>(&forward);
-        }
-        None if now_tick().wrapping_sub(r.last_seen) as i32 > ORPHANED as i32 => {}
-        _ => return false,
+    match holder(key, r) {
+        Holder::Flow => return false,
+        Holder::Over => flows::remove::<F>(&forward(key, r), r.endpoint),
+        Holder::Nobody => {}
     }
     let _ = F::reverses().remove(key);
     stats::count(Counter::FlowsReplaced);

@@ -8,7 +8,7 @@ use crate::{
     family::Family,
     gateway,
     maps::{CONFIG, EGRESS_IPS, METERS},
-    packet::{ETH_LEN, Mac, Packet, now_ns},
+    packet::{ETH_LEN, Mac, Packet, note, now_ns},
 };
 use egress_common::{
     V4, V6, abi,
@@ -70,6 +70,7 @@ fn enter(pkt: &Packet, egress: u32, queue: u32, direction: u32) -> u64 {
     if pkt.write(0, mac).is_none() {
         return TOO_MUCH;
     }
+    pkt.note(note::SENT);
     pkt.set_priority((abi::SHAPER_HANDLE as u32) << 16 | (2 * egress + direction + 1));
     match pkt.redirect(ifindex) {
         Verdict::Taken(result) => result as u32 as u64,

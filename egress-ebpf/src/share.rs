@@ -1,4 +1,5 @@
-//! Each pod's share of the flow table, so that one that opens flows without end takes no room from others.
+//! Each pod's share of the flow table, so that one that opens flows without end takes no room from others. Counted by endpoint: who
+//! inherits an address inherits nothing that is used up.
 
 use crate::family::Family;
 use aya_ebpf::bindings::BPF_NOEXIST;
@@ -7,31 +8,38 @@ use egress_common::config::Config;
 
 /// Whether the pod may open no more flows.
 #[inline(always)]
-pub fn is_used_up<F: Family>(config: &Config, pod: F) -> bool {
-    let Some(flows) = F::shares().get_ptr(pod) else { return false };
+pub fn is_used_up<F: Family>(config: &Config, endpoint: u32) -> bool {
+    let Some(flows) = F::shares().get_ptr(endpoint) else { return false };
     // SAFETY: a pointer into the map.
     config.pod_flows != 0 && unsafe { flows.read_volatile() } >= config.pod_flows as u64
 }
 
+/// How many flows the pod has.
+#[inline(always)]
+pub fn flows<F: Family>(endpoint: u32) -> u64 {
+    // SAFETY: a pointer into the map.
+    F::shares().get_ptr(endpoint).map_or(0, |flows| unsafe { flows.read_volatile() })
+}
+
 /// One more flow of the pod.
 #[inline(always)]
-pub fn take<F: Family>(pod: F) {
-    match F::shares().get_ptr_mut(pod) {
+pub fn take<F: Family>(endpoint: u32) {
+    match F::shares().get_ptr_mut(endpoint) {
         Some(flows) => add(flows, 1),
         // Another CPU may be first: then the pod has one flow more than is counted.
-        None => drop(F::shares().insert(pod, 1, BPF_NOEXIST as u64)),
+        None => drop(F::shares().insert(endpoint, 1, BPF_NOEXIST as u64)),
     }
 }
 
 /// One flow less. What was not counted is not taken off.
 #[inline(always)]
-pub fn give_back<F: Family>(pod: F) {
-    let Some(flows) = F::shares().get_ptr_mut(pod) else { return };
+pub fn give_back<F: Family>(endpoint: u32) {
+    let Some(flows) = F::shares().get_ptr_mut(endpoint) else { return };
     // SAFETY: a pointer into the map.
     if unsafe { flows.read_volatile() } > 1 {
         add(flows, u64::MAX);
     } else {
-        let _ = F::shares().remove(pod);
+        let _ = F::shares().remove(endpoint);
     }
 }
 

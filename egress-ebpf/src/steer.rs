@@ -2,13 +2,14 @@
 
 use crate::{
     classify::{self, Class},
+    ended,
     family::Family,
     firewall,
-    flows::{enter, forget, leave_alone, mend_reverse, reverse_key, reverse_value, ticket},
-    fragment,
+    flows::{enter, forget, mend_reverse, remove, reverse_key, reverse_state, reverse_value, ticket},
+    fragment, gate, inbound, large,
     maps::{CONFIG, EGRESS_IPS, NODES},
     mss, once,
-    packet::{ETH_LEN, Packet, now_tick},
+    packet::{Packet, now_tick},
     parse::{self, Ip, Kind, Part, Transport, proto},
     ports::{self, EEXIST},
     shaper, share, stats,
@@ -19,14 +20,14 @@ use egress_common::{
     config::{Config, flags},
     egress::flags as egress_flags,
     endpoint::{Endpoint, Policy, endpoint_flags, policy_flags},
-    flow::{Flow, FlowKey, kind},
-    hash, tcp,
+    flow::{Flow, FlowKey, is_pair, kind},
+    hash, tcp, udp,
     verdict::{Counter, Verdict, purpose},
 };
 
 /// What [`established`] returns when there is no flow: no verdict has these bits.
 const UNKNOWN: u64 = u64::MAX;
-/// What [`established`] returns for an ICMP error.
+/// What [`first`] returns for an ICMP error.
 const QUOTES: u64 = u64::MAX - 1;
 /// What [`first`] returns when there is a flow now.
 const ENTERED: u64 = u64::MAX - 2;
@@ -49,22 +50,34 @@ enum Known {
 #[inline(always)]
 pub fn steer<F: Family>(pkt: &Packet) -> u64 {
     let verdict = match once::established::<F>(pkt) {
-        UNKNOWN => match once::first::<F>(pkt) {
+        UNKNOWN => match opening::<F>(pkt) {
             ENTERED => match once::established::<F>(pkt) {
                 // The flow went, or may not be used any more, between its entry and its look-up.
-                UNKNOWN | QUOTES => Verdict::Drop(Counter::DropSevered).to_bits(),
+                UNKNOWN => Verdict::Drop(Counter::DropSevered).to_bits(),
                 verdict => verdict,
             },
+            QUOTES => once::outgoing::<F>(pkt),
             verdict => verdict,
         },
-        QUOTES => once::outgoing::<F>(pkt),
         verdict => verdict,
     };
-    if verdict != GATHER {
-        return verdict;
+    if verdict == GATHER {
+        return match once::gather::<F>(pkt) {
+            fragment::GO_ON => Verdict::Drop(Counter::DropFragment).to_bits(),
+            verdict => verdict,
+        };
     }
-    match once::gather::<F>(pkt) {
-        fragment::GO_ON => Verdict::Drop(Counter::DropFragment).to_bits(),
+    if verdict >> 32 == large::ANSWER { once::answer::<F>(pkt, verdict as u32) } else { verdict }
+}
+
+/// The first packet of a flow. Before it is refused for want of room, flows that have ended make some.
+#[inline(always)]
+fn opening<F: Family>(pkt: &Packet) -> u64 {
+    const SHARE: u64 = Verdict::Drop(Counter::DropPodShare).to_bits();
+    const TABLE: u64 = Verdict::Drop(Counter::DropTableFull).to_bits();
+    match once::first::<F>(pkt) {
+        refused @ (SHARE | TABLE) if once::reclaim::<F>(pkt) == 0 => refused,
+        SHARE | TABLE => once::first::<F>(pkt),
         verdict => verdict,
     }
 }
@@ -79,15 +92,15 @@ pub fn key_of<F: Family>(ip: &Ip<F>, t: &Transport) -> FlowKey<F> {
 #[inline(always)]
 pub fn established<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
-    let Ok(ip) = F::parse(pkt) else { return malformed::<F>(pkt).to_bits() };
+    let Ok(ip) = F::parse(pkt) else { return UNKNOWN };
     let t = parse::transport::<F>(pkt, &ip);
-    match t.kind {
-        Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer => {}
-        Kind::Error => return QUOTES,
-        _ => return UNKNOWN,
+    if !matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer) {
+        return UNKNOWN;
     }
     let key = key_of(&ip, &t);
-    let Some(flow) = F::flows().get_ptr_mut(&key) else { return UNKNOWN };
+    let Some(flow) = F::flows().get_ptr_mut(&key) else {
+        return if inbound::is_known::<F>(pkt, config, &t, &key) { Verdict::Pass.to_bits() } else { UNKNOWN };
+    };
     // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
     match known::<F>(pkt, config, &ip, &t, &key, unsafe { &mut *flow }) {
         Known::Done(verdict) => verdict.to_bits(),
@@ -95,30 +108,22 @@ pub fn established<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// A packet without a flow: makes one, or says what else becomes of the packet.
+/// A packet without a flow, if it may pass the gate: makes one, or says what else becomes of the packet.
 #[inline(always)]
 pub fn first<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
-    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
-    let t = parse::transport::<F>(pkt, &ip);
+    let (ip, t) = match gate::packet::<F>(pkt, config) {
+        Ok(headers) => headers,
+        Err(counter) => return Verdict::Drop(counter).to_bits(),
+    };
+    if t.kind == Kind::Error {
+        return QUOTES;
+    }
     match unknown::<F>(pkt, config, &ip, &t, &key_of(&ip, &t)) {
-        // Whatever the flow says besides, the firewall is asked first.
-        Ok(()) if respects(config) != 0 => firewall::ask(pkt, config).to_bits(),
+        // Whatever the flow says besides, the firewall is asked first, unless the packet may have to be smaller.
+        Ok(()) if respects(config) != 0 && !large::may_be(pkt, config) => firewall::ask(pkt).to_bits(),
         Ok(()) => ENTERED,
         Err(verdict) => verdict.to_bits(),
-    }
-}
-
-/// A packet whose headers cannot be read is dropped where a policy selects its source.
-#[inline(always)]
-fn malformed<F: Family>(pkt: &Packet) -> Verdict {
-    match pkt.read::<F>(ETH_LEN + F::SRC) {
-        // SAFETY: entries are replaced, not changed in place.
-        Some(src) => match unsafe { F::endpoints().get(src) } {
-            Some(e) if e.class != 0 => Verdict::Drop(Counter::DropMalformed),
-            _ => Verdict::Pass,
-        },
-        None => Verdict::Pass,
     }
 }
 
@@ -132,7 +137,7 @@ pub fn generation(config: &Config) -> u32 {
 
 /// Whether this segment opens a connection.
 #[inline(always)]
-fn opens(t: &Transport) -> bool {
+pub fn opens(t: &Transport) -> bool {
     t.kind == Kind::Tcp && t.flags & (tcp::flag::SYN | tcp::flag::ACK) == tcp::flag::SYN
 }
 
@@ -171,8 +176,9 @@ fn known<F: Family>(
     let now = now_tick();
     if flow.last_seen != now {
         flow.last_seen = now;
-        if flow.kind == kind::TRANSLATED {
-            mend_reverse::<F>(pkt, key, flow, now);
+        if !mend_reverse::<F>(pkt, key, flow, now) {
+            remove::<F>(key, flow.endpoint);
+            return Known::Unknown;
         }
     }
     if t.kind == Kind::Tcp {
@@ -180,11 +186,18 @@ fn known<F: Family>(
         if state != flow.state {
             flow.state = state;
         }
+        if t.flags & tcp::flag::ACK != 0 {
+            flow.ack = t.ack;
+        }
+        if flow.back != 0 || t.flags & (tcp::flag::FIN | tcp::flag::RST) != 0 {
+            ended::by_pod::<F>(key, flow, t);
+        }
+    } else if t.kind == Kind::Udp && udp::is_question(flow.state) {
+        flow.state = udp::sent(flow.state);
     }
     Known::Done(match flow.kind {
         kind::TRANSLATED => go::<F>(pkt, config, ip, t, flow),
-        kind::SEVERED => Verdict::Drop(Counter::DropSevered),
-        _ => Verdict::Pass,
+        _ => Verdict::Drop(Counter::DropSevered),
     })
 }
 
@@ -207,10 +220,6 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
     } else {
         match classify::classify(config, key.src, key.dst) {
             Class::Held => return Check::Drop(Counter::DropHeld),
-            Class::Outside if flow.kind == kind::UNTOUCHED => {
-                flow.config_generation = generation;
-                return Check::Keep;
-            }
             // The other end knows the connection by an egress IP: what is left of it must not show it another address.
             Class::Outside if key.proto == proto::TCP && !opening => {
                 flow.kind = kind::SEVERED;
@@ -218,14 +227,11 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
                 return Check::Keep;
             }
             Class::Outside => return Check::Leave,
+            // The address is another pod's now.
+            Class::Policy(_, endpoint) if endpoint.id != flow.endpoint => return Check::Anew,
             Class::Policy(policy, _) => policy,
         }
     };
-    if flow.kind == kind::UNTOUCHED {
-        flow.config_generation = generation;
-        // The pod opens a connection of its own with the ports of one that the outside had opened.
-        return if opening { Check::Anew } else { Check::Keep };
-    }
     match classify::member(policy, flow.egress) {
         Some(m) if m.generation == flow.egress_generation => {
             if flow.config_generation != generation {
@@ -261,22 +267,21 @@ fn reopen<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, usable:
     if flow.state & !tcp::seen::SYN == changed {
         return true;
     }
-    let out = flow.state;
-    let elsewhere = |back| tcp::closed(out, back) && (changed != 0 || !usable);
-    // One look at whether it is there: old verifiers follow a second one on ways that no packet takes.
-    match reverse_key::<F>(key, flow).and_then(|k| F::reverses().get_ptr_mut(k)) {
-        // SAFETY: a pointer into the map, and a single store.
-        Some(reverse) => unsafe {
-            if elsewhere((&raw const (*reverse).state).read_volatile()) {
-                return false;
-            }
-            (*reverse).state = 0;
-        },
-        None if elsewhere(0) => return false,
-        None => {}
+    if tcp::closed(flow.state, flow.back) && (changed != 0 || !usable) {
+        return false;
+    }
+    let pending = respects(config);
+    if let Some(reverse) = reverse_key::<F>(key, flow)
+        && let Some(value) = F::reverses().get_ptr_mut(&reverse)
+        // SAFETY: a pointer into the map.
+        && is_pair(key, flow, &reverse, unsafe { &*value })
+    {
+        // SAFETY: as above, and a single store.
+        unsafe { (*value).state = reverse_state(pending) };
     }
     flow.state = changed;
-    flow.pending = respects(config);
+    flow.back = 0;
+    flow.pending = pending;
     true
 }
 
@@ -289,15 +294,15 @@ fn unknown<F: Family>(
     t: &Transport,
     key: &FlowKey<F>,
 ) -> Result<(), Verdict> {
-    if classify::is_spoofed::<F>(pkt, ip.src) {
-        return Err(Verdict::Drop(Counter::DropSpoofed));
-    }
     let generation = generation(config);
     let (index, endpoint) = match classify::classify(config, ip.src, ip.dst) {
         Class::Outside => return Err(Verdict::Pass),
         Class::Held => return Err(Verdict::Drop(Counter::DropHeld)),
         Class::Policy(index, endpoint) => (index, endpoint),
     };
+    if inbound::is_of::<F>(pkt, config, generation, t, key, &endpoint) {
+        return Err(Verdict::Pass);
+    }
     let Some(policy) = classify::policy::<F>(index) else { return Err(Verdict::Drop(Counter::DropNoPolicy)) };
     match t.kind {
         Kind::Tcp if opens(t) => {}
@@ -306,7 +311,7 @@ fn unknown<F: Family>(
         Kind::Answer => return Err(Verdict::Pass),
         Kind::Udp | Kind::Query => {}
         // The stack waits for the first fragment.
-        Kind::Orphan if respects(config) != 0 => return Err(firewall::detour(pkt, config)),
+        Kind::Orphan if respects(config) != 0 => return Err(firewall::detour(pkt)),
         Kind::Orphan => return Err(Verdict::Later(GATHER)),
         Kind::Broken => return Err(Verdict::Drop(Counter::DropMalformed)),
         Kind::Other | Kind::Error => return Err(Verdict::Drop(Counter::DropProtocol)),
@@ -315,7 +320,7 @@ fn unknown<F: Family>(
         let node_ip = policy.flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0;
         return Err(if node_ip { Verdict::Pass } else { Verdict::Drop(Counter::DropNoGateway) });
     }
-    if share::is_used_up::<F>(config, key.src) {
+    if share::is_used_up::<F>(config, endpoint.id) {
         return Err(Verdict::Drop(Counter::DropPodShare));
     }
     open::<F>(pkt, respects(config), generation, t, key, index, policy, &endpoint).map_err(Verdict::Drop)
@@ -338,7 +343,8 @@ fn stray<F: Family>(
         // A reset of what was refused tells the outside nothing about an egress IP and ends the matter.
         return Verdict::Drop(Counter::DropUnknownFlow);
     }
-    leave_alone::<F>(pkt, generation, key, tcp::advance(0, t.flags))
+    inbound::leave_alone::<F>(pkt, generation, key, endpoint, tcp::advance(0, t.flags));
+    Verdict::Pass
 }
 
 /// Opens a flow: chooses a slot, takes a port and enters both halves.
@@ -358,7 +364,7 @@ fn open<F: Family>(
     // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
     let search = unsafe { &mut *search };
     let now = now_tick();
-    search.value = reverse_value(pkt, key, index, now).ok_or(Counter::DropMalformed)?;
+    search.value = reverse_value(pkt, key, index, endpoint.id, pending, now).ok_or(Counter::DropMalformed)?;
     search.hash = hash::flow(key, policy.seed);
     search.key = FlowKey { src: key.src, dst: key.dst, src_port: 0, dst_port: key.dst_port, proto: key.proto };
     search.policy = *policy;
@@ -370,14 +376,24 @@ fn open<F: Family>(
         egress: search.value.egress,
         egress_generation: search.value.egress_generation,
         config_generation: search.generation,
+        endpoint: endpoint.id,
         ticket: ticket(),
         last_seen: now,
         created: now,
+        ack: 0,
+        end: 0,
+        ifindex: pkt.ifindex(),
         port: search.key.src_port,
-        state: if t.kind == Kind::Tcp { tcp::seen::SYN } else { 0 },
+        state: match t.kind {
+            Kind::Tcp => tcp::seen::SYN,
+            // With `firewall: bypass` this very packet comes by once more.
+            Kind::Udp if pending == 0 => udp::seen::NEW,
+            _ => 0,
+        },
+        back: 0,
+        queued: 0,
         kind: kind::TRANSLATED,
         pending,
-        ifindex: pkt.ifindex(),
     };
     commit::<F>(key, &flow)
 }
@@ -402,15 +418,15 @@ fn respects(config: &Config) -> u16 {
     (config.flags & flags::RESPECT_FIREWALL != 0) as u16
 }
 
-/// The short way for the packets of a confirmed flow, the long one until then.
+/// The fast path for the packets of a confirmed flow, the host-stack path until then.
 #[inline(always)]
 fn go<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow: &Flow) -> Verdict {
     if respects(config) != 0 {
-        if flow.pending != 0 {
-            return firewall::ask(pkt, config);
-        }
-        if ip.part != Part::Whole {
-            return firewall::detour(pkt, config);
+        if flow.pending != 0 || ip.part != Part::Whole {
+            if let Some(answer) = large::judge(pkt, config, ip, flow.egress) {
+                return answer;
+            }
+            return if flow.pending != 0 { firewall::ask(pkt) } else { firewall::detour(pkt) };
         }
     } else if ip.part == Part::First {
         fragment::keep(ip, t);
@@ -440,8 +456,8 @@ pub fn send<F: Family>(
     if e.owner == 0 {
         return Verdict::Drop(Counter::DropNoOwner);
     }
-    if hop && e.flags & egress_flags::OWNED == 0 && firewall::too_large(pkt, config, ip, e.owner) {
-        return firewall::detour(pkt, config);
+    if hop && let Some(answer) = large::judge_for(pkt, config, ip, e) {
+        return answer;
     }
     if t.kind == Kind::Tcp && t.flags & tcp::flag::SYN != 0 {
         mss::clamp::<F>(pkt, config, e.owner, ip.l4);

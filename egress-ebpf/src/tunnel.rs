@@ -2,11 +2,10 @@
 
 use crate::{
     IPV4, IPV6,
-    deliver::only,
-    maps::NODE_INDEX,
+    deliver::{self, only},
+    maps::{CONFIG, NODE_INDEX},
     once,
     packet::{Mac, Packet},
-    probe,
 };
 use aya_ebpf::{
     bindings::{BPF_F_TUNINFO_IPV6, BPF_F_ZERO_CSUM_TX, bpf_tunnel_key},
@@ -90,13 +89,20 @@ fn get_key(pkt: &Packet) -> Option<(V6, u32)> {
 #[inline(always)]
 pub fn receive(pkt: &Packet) -> u64 {
     let Some((outer, vni)) = get_key(pkt) else { return Verdict::Drop(Counter::DropStranger).to_bits() };
-    match node_of(&outer) {
+    match sender(&outer) {
         Some(index) => arrived(pkt, vni, index),
         None => Verdict::Drop(Counter::DropStranger).to_bits(),
     }
 }
 
-/// The node that an outer source address belongs to.
+/// The node that an outer source address belongs to. This node sends itself nothing by the tunnel: what says so is a socket's on it.
+#[inline(always)]
+pub fn sender(outer: &V6) -> Option<u32> {
+    let index = node_of(outer)?;
+    if CONFIG.get(0)?.node == index { None } else { Some(index) }
+}
+
+/// The node that an address belongs to.
 #[inline(always)]
 pub fn node_of(outer: &V6) -> Option<u32> {
     // SAFETY: read only.
@@ -109,19 +115,9 @@ pub fn arrived(pkt: &Packet, vni: u32, from: u32) -> u64 {
     match (vni, pkt.protocol()) {
         (VNI_FORWARD, IPV4) => once::forward::<V4>(pkt, from),
         (VNI_FORWARD, IPV6) => once::forward::<V6>(pkt, from),
-        (VNI_REPLY, IPV4) => once::from_node::<V4>(pkt, only::NOTHING),
-        (VNI_REPLY, IPV6) => once::from_node::<V6>(pkt, only::NOTHING),
+        (VNI_REPLY, IPV4) => deliver::reply::<V4>(pkt, only::NOTHING),
+        (VNI_REPLY, IPV6) => deliver::reply::<V6>(pkt, only::NOTHING),
         (VNI_PROBE, _) => Verdict::probe(from).to_bits(),
         _ => Verdict::Drop(Counter::DropStranger).to_bits(),
-    }
-}
-
-/// Sends a probe of the agent on its way. Everything else on this hook has a tunnel key already. A verdict's bits.
-#[inline(never)]
-pub fn send_probe(pkt: &Packet) -> u64 {
-    match pkt.protocol() {
-        IPV4 => probe::send::<V4>(pkt),
-        IPV6 => probe::send::<V6>(pkt),
-        _ => Verdict::Pass.to_bits(),
     }
 }

@@ -2,12 +2,12 @@
 //! at as at an uplink, since one interface is often both.
 
 use crate::{
-    deliver::{OTHER, only},
+    deliver::{self, OTHER, only},
     family::Family,
     gateway,
     maps::{CONFIG, EGRESS_IPS, MAC_INDEX, NODES},
     once,
-    packet::{ETH_LEN, Mac, Packet},
+    packet::{ETH_LEN, Mac, Packet, note},
     probe, tunnel,
     vxlan::{self, Stripped},
 };
@@ -41,7 +41,7 @@ pub fn receive<F: Family>(pkt: &Packet) -> u64 {
 #[inline(always)]
 fn plain<F: Family>(pkt: &Packet, config: &Config) -> u64 {
     if config.flags & config::flags::CARRIES == 0 {
-        let verdict = once::from_node::<F>(pkt, only::KNOWN);
+        let verdict = deliver::reply::<F>(pkt, only::KNOWN);
         if verdict != OTHER {
             return verdict;
         }
@@ -60,7 +60,7 @@ fn unwrap<F: Family>(pkt: &Packet) -> u64 {
     match vxlan::strip::<F>(pkt, config) {
         Stripped::Not => OTHER,
         Stripped::Left => LEFT,
-        Stripped::Done(vni, outer) => match tunnel::node_of(&outer) {
+        Stripped::Done(vni, outer) => match tunnel::sender(&outer) {
             Some(index) => (index as u64) << 32 | vni as u64,
             None => STRANGER,
         },
@@ -80,8 +80,12 @@ fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
     let &egress = unsafe { F::egress_index().get(src) }?;
     let e = EGRESS_IPS.get(egress)?;
     let from = sender::<F>(pkt, egress)?;
-    // The owner itself sends it out, and this node is its next hop.
-    if from == e.owner || !pkt.is_for_host() {
+    // The owner itself sends it out, and this node is its next hop: the exit lets it go by.
+    if from == e.owner {
+        pkt.note(note::SENT);
+        return None;
+    }
+    if !pkt.is_for_host() {
         return None;
     }
     if e.flags & flags::OWNED == 0 {

@@ -34,6 +34,8 @@ const LONGEST: u32 = 65_535 - OVERHEAD_V6;
 const VNI_VALID: u32 = 0x0800_0000_u32.to_be();
 /// `BPF_F_ADJ_ROOM_DECAP_L4_UDP`, which the bindings do not know yet.
 pub const DECAP_L4_UDP: u64 = 1 << 10;
+/// The type of IPv6's fragment header (RFC 8200, section 4.5).
+const FRAGMENT: u8 = 44;
 /// `EALREADY`: there are inner headers already.
 const ALREADY: i64 = -114;
 
@@ -52,7 +54,7 @@ pub fn send(pkt: &Packet, config: &Config, node: &Node, vni: u32, entropy: u32) 
     let (overhead, family) =
         if ipv4 { (OVERHEAD_V4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4) } else { (OVERHEAD_V6, BPF_F_ADJ_ROOM_ENCAP_L3_IPV6) };
     let len = pkt.len();
-    if way::segment(pkt) + overhead > node.mtu || len > LONGEST {
+    if way::largest(pkt, way::is_fragment(pkt)) + overhead > node.mtu || len > LONGEST {
         return Err(Counter::DeviceMtu as u32);
     }
     let protocol = pkt.protocol();
@@ -165,6 +167,9 @@ pub fn strip<F: Family>(pkt: &Packet, config: &Config) -> Stripped {
     if !usual || !pkt.is_for_host() || pkt.vlan() != 0 {
         return left(Counter::DeviceOuter);
     }
+    if is_inner_fragment(pkt, ETH_LEN + overhead, inner) {
+        return left(Counter::DeviceFragment);
+    }
     let mut how = BPF_F_ADJ_ROOM_FIXED_GSO as u64 | BPF_F_ADJ_ROOM_NO_CSUM_RESET as u64;
     if pkt.gso_size() != 0 {
         if config.flags & flags::DECAP_UDP == 0 {
@@ -186,6 +191,18 @@ pub fn strip<F: Family>(pkt: &Packet, config: &Config) -> Stripped {
         return left(Counter::DeviceRefused);
     }
     Stripped::Done(u32::from_be(vni) >> 8, source)
+}
+
+/// Whether the packet in the tunnel is a fragment. Larger ones of its datagram come in fragments of the outer packet, which the stack puts
+/// together: stripped here, a small last one would overtake its first one.
+#[inline(always)]
+fn is_inner_fragment(pkt: &Packet, l3: u32, protocol: u16) -> bool {
+    if protocol == IPV4 {
+        // "More fragments", and the offset.
+        pkt.read_header::<u16>(l3 + 6).is_some_and(|flags| u16::from_be(flags) & 0x3fff != 0)
+    } else {
+        pkt.read_header::<u8>(l3 + V6::PROTOCOL) == Some(FRAGMENT)
+    }
 }
 
 #[inline(always)]

@@ -4,7 +4,7 @@ use crate::{
     IPV4,
     family::Family,
     maps::{CONFIG, NODES, WISHES},
-    packet::{ETH_LEN, Packet},
+    packet::{ETH_LEN, Packet, note},
     parse::proto,
     stats, tunnel, vxlan,
 };
@@ -29,6 +29,7 @@ const LONGEST_HEADERS: u32 = 40 + 64 + 60;
 #[inline(never)]
 pub extern "C" fn send_to_node(skb: *mut __sk_buff, to: u32, purpose: u32) -> u64 {
     let pkt = Packet::from_raw(skb);
+    pkt.note(note::SENT);
     let index = to & 0xffff;
     let (Some(config), Some(node)) = (CONFIG.get(0), NODES.get(index)) else {
         return Verdict::Drop(Counter::DropNoOwner).to_bits();
@@ -79,7 +80,7 @@ fn wished(index: u32, node: &Node) -> u32 {
 /// As it is to the node's MAC address. An error is the index of the counter for the reason.
 #[inline(always)]
 fn direct(pkt: &Packet, node: &Node) -> Result<Verdict, u32> {
-    if segment(pkt) > node.mtu {
+    if largest(pkt, is_fragment(pkt)) > node.mtu {
         return Err(Counter::DeviceMtu as u32);
     }
     // As words that are read one by one, or LLVM makes a call to memmove (see `Packet::write_words`).
@@ -91,6 +92,27 @@ fn direct(pkt: &Packet, node: &Node) -> Result<Verdict, u32> {
     }
     stats::count(Counter::SentDirect);
     Ok(pkt.redirect(node.ifindex))
+}
+
+/// The length by which a packet's transport is chosen. A fragment counts as the largest that the interface carries by which it came
+/// in: all fragments of a datagram have to take the same transport. By the device some of them are fragmented once more and put
+/// together by the other node's stack; a last, small one by another transport would be there first.
+#[inline(always)]
+pub fn largest(pkt: &Packet, fragment: bool) -> u32 {
+    let len = segment(pkt);
+    if fragment { len.max(pkt.interface_mtu()) } else { len }
+}
+
+/// Whether a packet is a fragment, or may be one: it has an IPv6 extension header.
+#[inline(always)]
+pub fn is_fragment(pkt: &Packet) -> bool {
+    if pkt.protocol() == IPV4 {
+        // "More fragments", and the offset.
+        pkt.read::<u16>(ETH_LEN + 6).is_some_and(|flags| u16::from_be(flags) & 0x3fff != 0)
+    } else {
+        let next = pkt.read::<u8>(ETH_LEN + V6::PROTOCOL).map(u32::from);
+        !matches!(next, Some(proto::TCP | proto::UDP | proto::ICMPV6))
+    }
 }
 
 /// Length of the longest IP packet that this one becomes on the wire: of merged ones, a part with its headers.

@@ -23,7 +23,7 @@ fn senders(pod: &Pod, server: &Server, family: Family, source: IpAddr) -> Result
     Ok(trace.packets().iter().filter(from).map(|packet| packet.source_mac).collect())
 }
 
-/// FAILURES.md: re-encap.
+/// docs/failures.md: re-encap.
 #[test]
 fn re_encap_pods_on_gateways_leave_straight_from_there_or_through_the_owner() {
     lab::require_root!();
@@ -76,7 +76,7 @@ fn re_encap_pods_on_gateways_leave_straight_from_there_or_through_the_owner() {
     }
 }
 
-/// FAILURES.md: reserved-port (the listener's half).
+/// docs/failures.md: reserved-port (the listener's half).
 #[test]
 fn reserved_port_an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_its_own_traffic() {
     lab::require_root!();
@@ -165,7 +165,7 @@ fn pass(from: &UdpSocket, target: SocketAddr, to: &UdpSocket, what: &str) -> Res
     }
 }
 
-/// FAILURES.md: reserved-port (a listener that comes later, at a port that a flow uses at that moment).
+/// docs/failures.md: reserved-port (a listener that comes later, at a port that a flow uses at that moment).
 #[test]
 fn a_listener_that_comes_later_is_served_and_the_flows_of_its_block_go_on() {
     lab::require_root!();

@@ -39,7 +39,7 @@ fn check_trace(trace: &Trace, server: &Server, hosts: &[u8]) {
     assert_eq!(trace.wrong_checksums().packets(), []);
 }
 
-/// FAILURES.md: dead-gateway, outside-first, stack-answers.
+/// docs/failures.md: dead-gateway, outside-first, stack-answers.
 #[test]
 fn hundred_of_hundred_connections_survive_the_death_of_a_gateway() {
     lab::require_root!();
@@ -247,7 +247,7 @@ fn mac_text(mac: [u8; 6]) -> String {
     mac.map(|byte| format!("{byte:02x}")).join(":")
 }
 
-/// FAILURES.md: no-garp.
+/// docs/failures.md: no-garp.
 #[test]
 fn no_garp_a_new_owner_announces_itself_at_once_and_again() {
     lab::require_root!();
@@ -313,7 +313,7 @@ fn who_answers(server: &Server, address: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
     Ok(answered)
 }
 
-/// FAILURES.md: zombie-owner.
+/// docs/failures.md: zombie-owner.
 #[test]
 fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
     lab::require_root!();
@@ -364,7 +364,7 @@ fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
     });
 }
 
-/// FAILURES.md: stack-answers. Nothing answers in an egress IP's name but the pods.
+/// docs/failures.md: stack-answers. Nothing answers in an egress IP's name but the pods.
 #[test]
 fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
     lab::require_root!();

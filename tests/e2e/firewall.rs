@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
 use lab::{Capture, Cni, Family, Lab, NetNs, Pod, PodSpec, Server};
 
-use crate::support::{PATIENCE, counter, egress, sources, start, wait_in_force, wait_owner, web};
+use crate::support::{PATIENCE, counter, egress, forbid, sources, start, wait_in_force, wait_owner, web};
 
 /// Whose rules a firewall is made of.
 #[derive(Clone, Copy, Debug)]
@@ -20,16 +20,7 @@ impl Tool {
     /// Forbids what `pod` sends to `server` to be forwarded.
     fn forbid(self, ns: &NetNs, pod: &Pod, server: &Server) -> Result<()> {
         match self {
-            Tool::Nft => ns.nft(&format!(
-                "table inet denied {{
-                    chain forward {{
-                        type filter hook forward priority filter; policy accept;
-                        ip saddr {} ip daddr {} drop
-                        ip6 saddr {} ip6 daddr {} drop
-                    }}
-                }}",
-                pod.ips.v4, server.ips.v4, pod.ips.v6, server.ips.v6
-            )),
+            Tool::Nft => forbid(ns, pod, server),
             Tool::Iptables => ns.sh(&each_iptables(pod, server, "-I")).map(drop),
         }
     }
@@ -87,7 +78,7 @@ fn is_respected(lab: &Lab, pod: &Pod, tool: Tool) -> Result<()> {
     Ok(())
 }
 
-/// FAILURES.md: policy-bypass.
+/// docs/failures.md: policy-bypass.
 #[test]
 fn policy_bypass_what_the_forward_chain_drops_does_not_leave() {
     lab::require_root!();
@@ -111,7 +102,7 @@ fn policy_bypass_what_the_forward_chain_drops_does_not_leave() {
     });
 }
 
-/// FAILURES.md: policy-bypass, where the node sends for itself.
+/// docs/failures.md: policy-bypass, where the node sends for itself.
 #[test]
 fn policy_bypass_holds_on_a_gateway_that_owns_the_egress_ip() {
     lab::require_root!();

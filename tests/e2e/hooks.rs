@@ -10,7 +10,7 @@ use lab::{Family, Lab, PodSpec, StartOptions, wait_for};
 
 use crate::support::{PATIENCE, counter, has_bpftool, start, wait_in_force, web, web_pod};
 
-/// FAILURES.md: hook-order.
+/// docs/failures.md: hook-order.
 #[test]
 fn hook_order_programs_that_end_the_chain_do_not_stay_before_ours() {
     lab::require_root!();
@@ -33,7 +33,7 @@ fn hook_order_programs_that_end_the_chain_do_not_stay_before_ours() {
     });
 }
 
-/// FAILURES.md: hook-lost.
+/// docs/failures.md: hook-lost.
 #[test]
 fn hook_lost_programs_that_somebody_detaches_are_attached_again() {
     lab::require_root!();
@@ -43,12 +43,12 @@ fn hook_lost_programs_that_somebody_detaches_are_attached_again() {
         for (node, interface, program) in [
             ("worker1", pod.host_interface.as_str(), "pod_egress"),
             ("worker1", "spillway0", "tunnel_ingress"),
-            ("worker1", "spillway0", "tunnel_egress"),
+            ("worker1", "eth0", "exit_egress"),
             ("gw1", "ext0", "uplink_ingress"),
             ("gw1", "spillway0", "tunnel_ingress"),
         ] {
             let ns = &lab.node(node).ns;
-            let pin = lab.bpffs(node).join(format!("v1/links/{program}-{}", ns.ifindex(interface)?));
+            let pin = lab.pins(node).join(format!("links/{program}-{}", ns.ifindex(interface)?));
             ns.sh(&format!("bpftool link detach pinned {}", pin.display()))?;
             // Each of them is needed for a new flow and its answers.
             wait_in_force(&pod, &server, &[10])?;
@@ -57,7 +57,7 @@ fn hook_lost_programs_that_somebody_detaches_are_attached_again() {
     });
 }
 
-/// FAILURES.md: inbound-unseen. What comes in is put into the pod past its interface's egress hook.
+/// docs/failures.md: inbound-unseen. What comes in is put into the pod past its interface's egress hook.
 #[test]
 fn inbound_unseen_connections_of_the_outside_are_left_alone() {
     lab::require_root!();
@@ -108,7 +108,7 @@ fn inbound_unseen_connections_of_the_outside_are_left_alone() {
     });
 }
 
-/// FAILURES.md: tunnel-port.
+/// docs/failures.md: tunnel-port.
 #[test]
 fn tunnel_port_that_is_taken_is_named_with_its_owner_and_a_remedy() {
     lab::require_root!();

@@ -7,7 +7,7 @@ use lab::{Builder, Capture, Cni, Family, Lab, Pod, PodSpec, StartOptions, addres
 
 use crate::support::{PATIENCE, calm, egress, fixed, knows, start_with, wait_in_force, wait_owner, web};
 
-/// The bit of the mark that leads first packets to the tunnel device, as `egress_common::abi` has it.
+/// The bit of the mark by which a node without a default route leads first packets to the tunnel device, as `egress_common::abi` has it.
 const MARK: u32 = 0x1000;
 
 /// A lab whose nodes have these nftables rules before the agents start; on it one pod of each kind of CNI on a worker, and one
@@ -57,7 +57,7 @@ fn flows_with(
     });
 }
 
-/// FAILURES.md: rp-filter. By the tunnel device, replies come in by another interface than their way back leads to.
+/// docs/failures.md: rp-filter. By the tunnel device, replies come in by another interface than their way back leads to.
 #[test]
 fn rp_filter_strict_everywhere_drops_nothing() {
     lab::require_root!();
@@ -66,7 +66,7 @@ fn rp_filter_strict_everywhere_drops_nothing() {
     flows_with(Lab::builder().rp_filter(1), &device, "", |_, _| Ok(()));
 }
 
-/// FAILURES.md: masquerade. Unconditional, also for the tunnel's outer packets.
+/// docs/failures.md: masquerade. Unconditional, also for the tunnel's outer packets.
 #[test]
 fn masquerade_of_everything_changes_no_source() {
     lab::require_root!();
@@ -85,7 +85,7 @@ fn drop_invalid() -> String {
     format!("table inet hostile {{ {chains} }}")
 }
 
-/// FAILURES.md: ct-invalid. Nobody masquerades: what gets lost here gets lost because connection tracking calls it invalid.
+/// docs/failures.md: ct-invalid. Nobody masquerades: what gets lost here gets lost because connection tracking calls it invalid.
 #[test]
 fn ct_invalid_packets_are_dropped_and_none_of_ours_is_one() {
     lab::require_root!();
@@ -101,7 +101,7 @@ fn ct_invalid_packets_are_dropped_and_none_of_ours_is_one() {
     });
 }
 
-/// FAILURES.md: ct-invalid. The packet that the host's answer is about is not tracked.
+/// docs/failures.md: ct-invalid. The packet that the host's answer is about is not tracked.
 #[test]
 fn ct_invalid_is_no_answer_to_what_is_too_large_for_the_tunnel() {
     lab::require_root!();
@@ -118,7 +118,7 @@ fn ct_invalid_is_no_answer_to_what_is_too_large_for_the_tunnel() {
     });
 }
 
-/// FAILURES.md: forward-drop. Only what pods send is forwarded; replies, and what gateways send for others, is not.
+/// docs/failures.md: forward-drop. Only what pods send is forwarded; replies, and what gateways send for others, is not.
 #[test]
 fn forward_drop_as_the_policy_eats_no_reply() {
     lab::require_root!();
@@ -133,7 +133,7 @@ fn forward_drop_as_the_policy_eats_no_reply() {
     flows_under(Lab::builder(), &rules, |_, _| Ok(()));
 }
 
-/// FAILURES.md: mark-clash. Every bit but ours is set by somebody, what has kube-proxy's bit is masqueraded, then all marks
+/// docs/failures.md: mark-clash. Every bit but ours is set by somebody, what has kube-proxy's bit is masqueraded, then all marks
 /// are cleared; and our bit is set on packets that are not ours.
 #[test]
 fn mark_clash_with_every_common_bit_changes_nothing() {
@@ -180,7 +180,7 @@ fn mark_clash_with_every_common_bit_changes_nothing() {
     });
 }
 
-/// FAILURES.md: outer-mark.
+/// docs/failures.md: outer-mark.
 #[test]
 fn outer_mark_is_empty_when_a_packet_comes_out_of_the_tunnel_device() {
     lab::require_root!();
@@ -211,7 +211,7 @@ fn outer_mark_is_empty_when_a_packet_comes_out_of_the_tunnel_device() {
     });
 }
 
-/// FAILURES.md: policy-bypass, masquerade: somebody else removes what the agent made.
+/// docs/failures.md: policy-bypass, masquerade: somebody else removes what the agent made.
 #[test]
 fn hostile_flushes_of_rules_let_nothing_out_and_are_mended() {
     lab::require_root!();
@@ -220,16 +220,24 @@ fn hostile_flushes_of_rules_let_nothing_out_and_are_mended() {
         let whole = |lab: &Lab| -> Result<usize> {
             Ok(lab.egressctl("worker1", &["state"])?["rules"].as_array().map_or(0, Vec::len))
         };
-        let rules = whole(lab)?;
-        assert!(rules > 10);
-        for script in [
-            "nft delete table inet spillway",
-            "ip rule del pref 82; ip -6 rule del pref 82",
-            "ip route flush table 21328; ip -6 route flush table 21328",
-        ] {
+        let routed = whole(lab)?;
+        assert!(routed > 5);
+        let flush = "nft delete table inet spillway";
+        let is_mended = |script: &str, rules: usize| {
             node.sh(script)?;
             wait_until(&format!("`{script}` is mended"), PATIENCE, || whole(lab), |now| *now == rules)?;
-            wait_in_force(&pods[0], &server, &[10])?;
+            wait_in_force(&pods[0], &server, &[10])
+        };
+        is_mended(flush, routed)?;
+        // Without a default route there are rules and routes of a table of ours as well.
+        node.sh("ip route del default; ip -6 route del default")?;
+        let led = wait_until("a policy route", PATIENCE, || whole(lab), |now| *now == routed + 5)?;
+        for script in [
+            flush,
+            "ip rule del pref 37712; ip -6 rule del pref 37712",
+            "ip route flush table 21328; ip -6 route flush table 21328",
+        ] {
+            is_mended(script, led)?;
         }
         Ok(())
     });

@@ -1,10 +1,11 @@
 //! Who carries an egress IP when hosts disagree, addresses go and agents come back.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use lab::capture::Content;
 use lab::{Capture, Family, Lab, Pod, PodSpec, Segment, Server, StartOptions, address, wait_for, wait_until};
 
 use crate::support::{PATIENCE, WEB, egress, owner, policy, start_with, wait_in_force, wait_owner, wait_sources, web};
@@ -45,7 +46,7 @@ fn mac_text(mac: [u8; 6]) -> String {
     mac.map(|byte| format!("{byte:02x}")).join(":")
 }
 
-/// FAILURES.md: two-owners. A gateway is cut off from the objects and from the outside, loses its egress IPs, and comes back:
+/// docs/failures.md: two-owners. A gateway is cut off from the objects and from the outside, loses its egress IPs, and comes back:
 /// to the outside first, so that it still believes to be the owner.
 #[test]
 fn two_owners_after_a_partition_heals_become_one_again() {
@@ -134,7 +135,7 @@ fn a_rogue_announcement_is_answered_at_once() {
     });
 }
 
-/// FAILURES.md: restart-race. An agent that was away while its egress IPs moved does not carry them when it is back.
+/// docs/failures.md: restart-race. An agent that was away while its egress IPs moved does not carry them when it is back.
 #[test]
 fn restart_race_an_agent_that_comes_back_does_not_take_what_it_lost() {
     lab::require_root!();
@@ -168,7 +169,7 @@ fn restart_race_an_agent_that_comes_back_does_not_take_what_it_lost() {
     });
 }
 
-/// FAILURES.md: ip-moves. The way out of an owner goes down; the egress IPs go elsewhere.
+/// docs/failures.md: ip-moves. The way out of an owner goes down; the egress IPs go elsewhere.
 #[test]
 fn ip_moves_when_the_link_of_its_owner_goes_down() {
     lab::require_root!();
@@ -201,7 +202,7 @@ fn ip_moves_when_the_link_of_its_owner_goes_down() {
     });
 }
 
-/// FAILURES.md: ip-moves. A node's own address is the egress IP, and another one takes its place.
+/// docs/failures.md: ip-moves. A node's own address is the egress IP, and another one takes its place.
 #[test]
 fn ip_moves_when_a_node_gets_another_address() {
     lab::require_root!();
@@ -228,4 +229,70 @@ fn ip_moves_when_a_node_gets_another_address() {
         }
         Ok(())
     });
+}
+
+/// docs/failures.md: mld. A switch passes a question on to members of its group only, once it has a querier.
+#[test]
+fn mld_neighbours_behind_a_snooping_switch_find_an_ipv6_egress_ip() {
+    lab::require_root!();
+    with_owner(|lab, _, server| {
+        let switch = lab.external().clone();
+        switch.sysctls(&[("net.ipv6.conf.br0.disable_ipv6", "0")])?;
+        // Times in hundredths of a second.
+        let times = "mcast_query_response_interval 100 mcast_query_interval 200 mcast_startup_query_interval 100";
+        switch
+            .sh(&format!("ip link set br0 type bridge mcast_snooping 1 mcast_mld_version 2 {times} mcast_querier 1"))?;
+        let address = egress(Family::V6, &[10])[0];
+        let owner = wait_owner(lab, address, |_| true)?;
+        // Whoever sends to an address has to find it first.
+        let ask = |target: IpAddr| {
+            let any: SocketAddr = if target.is_ipv6() { "[::]:0".parse()? } else { "0.0.0.0:0".parse()? };
+            server.ns.run(|| Ok(UdpSocket::bind(any)?.send_to(b"?", (target, 9))?))
+        };
+        let forget = |target: IpAddr| server.ns.sh(&format!("ip neigh del {target} dev eth0 || true")).map(drop);
+        // A question that everybody hears, after one that a member of the group would: nobody is one.
+        let strangers = Family::BOTH.map(|family| egress(family, &[77])[0]);
+        let capture = Capture::start(&lab.node(&owner).ns, "ext0")?;
+        let heard = |target: IpAddr| {
+            capture.count(|packet| match &packet.content {
+                Content::Arp(arp) => IpAddr::from(arp.target) == target,
+                Content::Ip(ip) => ip.target == group(target),
+                _ => false,
+            })
+        };
+        let [v4, v6] = strangers;
+        let passes = || {
+            let before = strangers.map(heard);
+            for target in [v6, v4] {
+                forget(target)?;
+                ask(target)?;
+            }
+            wait_for("a question that everybody hears", PATIENCE, || Ok(heard(v4) > before[0]))?;
+            Ok(heard(v6) > before[1])
+        };
+        wait_until("the switch looks at memberships", PATIENCE, passes, |passes| !passes)?;
+        // An announcement would tell the server as well, seconds later: what counts is that the question arrives.
+        let arrives = |owner: &lab::NetNs| {
+            let capture = Capture::start(owner, "ext0")?;
+            wait_for("the owner hears the question", PATIENCE, || {
+                forget(address)?;
+                ask(address)?;
+                let is_it =
+                    |packet: &lab::Packet| matches!(&packet.content, Content::Ip(ip) if ip.target == group(address));
+                Ok(capture.count(is_it) > 0)
+            })
+        };
+        arrives(&lab.node(&owner).ns.clone())?;
+        // Its successor is a member as well.
+        lab.agent(&owner).kill()?;
+        let next = wait_owner(lab, address, |node| node != owner)?;
+        arrives(&lab.node(&next).ns.clone())
+    });
+}
+
+/// The group in which an IPv6 address is asked for.
+fn group(address: IpAddr) -> IpAddr {
+    let IpAddr::V6(address) = address else { return address };
+    let [.., a, b, c] = address.octets();
+    Ipv6Addr::new(0xff02, 0, 0, 0, 0, 1, 0xff00 | u16::from(a), u16::from_be_bytes([b, c])).into()
 }

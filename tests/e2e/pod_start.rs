@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, ensure};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
-use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec, wait_until};
+use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec, StartOptions, wait_until};
 
 use crate::support::{
-    PATIENCE, bypass, calm, counter, egress, has_bpftool, knows, start, start_with, wait_counter, wait_in_force,
-    wait_sources, web,
+    CALM, PATIENCE, bypass, calm, counter, egress, has_bpftool, knows, start, start_with, wait_counter, wait_in_force,
+    wait_sources, web, web_pod,
 };
 
 /// A process whose first act is connect(), again and again from before it has a network until a connection is open.
@@ -77,14 +77,14 @@ fn eager_pods_never_show_another_address(cni: Cni, inherit: bool) {
     });
 }
 
-/// FAILURES.md: pod-start.
+/// docs/failures.md: pod-start.
 #[test]
 fn a_pod_whose_first_act_is_connect_never_shows_another_address() {
     lab::require_root!();
     Cni::BOTH.into_iter().for_each(|cni| eager_pods_never_show_another_address(cni, false));
 }
 
-/// FAILURES.md: pod-start, for an address that another pod had a moment ago.
+/// docs/failures.md: pod-start, for an address that another pod had a moment ago.
 #[test]
 fn a_pod_that_inherits_an_address_never_shows_the_nodes() {
     lab::require_root!();
@@ -92,7 +92,7 @@ fn a_pod_that_inherits_an_address_never_shows_the_nodes() {
     Cni::BOTH.into_iter().for_each(|cni| eager_pods_never_show_another_address(cni, true));
 }
 
-/// FAILURES.md: pod-start, when the agent does not get to run for as long as it takes the pod to send.
+/// docs/failures.md: pod-start, when the agent does not get to run for as long as it takes the pod to send.
 #[test]
 fn a_pod_that_sends_before_its_interface_has_a_program_is_held() {
     lab::require_root!();
@@ -153,6 +153,74 @@ fn a_pod_that_sends_before_its_interface_has_a_program_is_held() {
             Ok(())
         });
     }
+}
+
+/// Waits until an event of a pod is told with this reason, and until the policy `web` says so and the node does.
+fn wait_told(lab: &mut Lab, pod: &str, reason: &str) -> Result<()> {
+    let about = format!("object=pod default/{pod} reason=\"{reason}\"");
+    wait_until("the event", PATIENCE, || Ok(lab.controller("controller").log()), |log| log.contains(&about))?;
+    let policies = || Ok(lab.egressctl("worker1", &["policies"])?.to_string());
+    let of_policy = |text: &String| text.contains(&format!("on node worker1: pod default/{pod}"));
+    wait_until("the condition of the policy", PATIENCE, policies, of_policy)?;
+    let node = || Ok(lab.manifests().written("EgressNode", "worker1").unwrap_or_default());
+    let of_node = |text: &String| text.contains("Degraded") && text.contains(&format!("policy web, pod default/{pod}"));
+    wait_until("the condition of the node", PATIENCE, node, of_node).map(drop)
+}
+
+/// docs/failures.md: hold-forever. A pod that does not get as far as a network, as one whose Secret is missing.
+#[test]
+fn hold_forever_a_pod_that_does_not_start_lets_unknown_sources_be_held_for_a_while_only() {
+    lab::require_root!();
+    lab::require!(has_bpftool(), "bpftool is missing: apt-get install bpftool");
+    for cni in Cni::BOTH {
+        Lab::builder().workers(1).gateways(1).cni(cni).run(|lab| {
+            lab.manifests().write("web", &web(&[10]))?;
+            let first = lab.add_pod(PodSpec::new("first", "worker1").label("app", "web"))?;
+            let nameless = lab.add_pod(PodSpec::new("nameless", "worker1"))?;
+            start_with(lab, &StartOptions::new().config(&format!("{CALM}startLimit: 3s\n")))?;
+            let server = lab.server("server1").clone();
+            wait_in_force(&first, &server, &[10])?;
+            // A source that nobody knows: that of a container without an object.
+            lab.manifests().remove_pod(&nameless)?;
+            let known = |lab: &Lab| Family::BOTH.iter().any(|&family| knows(lab, "worker1", nameless.ips.ip(family)));
+            wait_until("the datapath has forgotten it", PATIENCE, || Ok(known(lab)), |known| !known)?;
+            let stuck = lab.prepare_pod(PodSpec::new("stuck", "worker1").label("app", "web"))?;
+            wait_held(lab)?;
+            let node = lab.node("worker1").clone();
+            for family in Family::BOTH {
+                wait_sources(&nameless.ns, &server, family, &[node.underlay.ip(family)])?;
+            }
+            wait_told(lab, "stuck", "PodNotStarted")?;
+            // It gets as far as an interface after all.
+            node.ns.ip(&[format!("link add late0 type veth peer name late1 netns {}", stuck.ns.name())])?;
+            wait_held(lab)?;
+            node.ns.ip(&["link del late0".to_owned()])?;
+            lab.start_pod("stuck")?;
+            wait_in_force(&stuck, &server, &[10])?;
+            let policies = || Ok(lab.egressctl("worker1", &["policies"])?.to_string());
+            wait_until("all is well", PATIENCE, policies, |text| !text.contains("default/stuck: ")).map(drop)
+        });
+    }
+}
+
+/// docs/failures.md: unknown-interface. Its packets pass by every interface that the node has for pods.
+#[test]
+fn unknown_interface_a_selected_pod_that_no_interface_leads_to_is_told() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        let (_, server) = web_pod(lab, &[10])?;
+        let pod = lab.prepare_pod(PodSpec::new("aside", "worker1").label("app", "web"))?;
+        lab.node("worker1")
+            .ns
+            .ip(&[format!("link add aside0 link eth0 netns {} type macvlan mode bridge", pod.ns.name())])?;
+        pod.ns.sh(&format!(
+            "ip link set aside0 up; ip addr add {}/32 dev aside0; ip addr add {}/128 dev aside0",
+            pod.ips.v4, pod.ips.v6
+        ))?;
+        lab.manifests().pod(&pod, true)?;
+        wait_told(lab, "aside", "PodWithoutInterface")?;
+        wait_in_force(lab.pod("web"), &server, &[10])
+    });
 }
 
 /// Pods that no policy selects start as ever, also beside one that is starting.

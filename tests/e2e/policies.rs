@@ -127,7 +127,7 @@ fn a_pod_under_several_policies_uses_each_for_its_own_destinations() {
     });
 }
 
-/// FAILURES.md: update-gap.
+/// docs/failures.md: update-gap.
 /// A busy pod soon opens every connection with the ports of one that it has closed.
 #[test]
 fn connections_with_the_ports_of_closed_ones_are_spread_over_what_was_added_since() {

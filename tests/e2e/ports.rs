@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::ops::Range;
+use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use lab::traffic::{Protocol, spray};
@@ -53,10 +54,10 @@ fn expire_udp_at_once(lab: &Lab, node: &str) -> Result<()> {
     /// Where `udp` is among the settings, in bytes.
     const UDP: usize = 32;
     let mut bytes = settings(lab, node)?;
-    ensure!(bytes.len() == 80, "the settings have another layout: {bytes:?}");
+    ensure!(bytes.len() == 76, "the settings have another layout: {bytes:?}");
     bytes[UDP..UDP + 4].copy_from_slice(&1u32.to_le_bytes());
     let value: Vec<String> = bytes.iter().map(u8::to_string).collect();
-    let map = lab.bpffs(node).join("v1/maps/CONFIG");
+    let map = lab.pins(node).join("maps/CONFIG");
     let update = format!("bpftool map update pinned {} key 0 0 0 0 value {}", map.display(), value.join(" "));
     lab.node(node).ns.sh(&update).map(drop)
 }
@@ -78,7 +79,7 @@ fn with_two_pods(options: &StartOptions, test: impl FnOnce(&mut Lab, [Pod; 2], S
     });
 }
 
-/// FAILURES.md: port-search. Two pods use the same ports of their own; four fifths of the first lease fill up to one
+/// docs/failures.md: port-search. Two pods use the same ports of their own; four fifths of the first lease fill up to one
 /// destination without a single packet lost or a port used twice.
 #[test]
 fn port_search_ports_are_found_while_there_are_any_and_none_is_used_twice() {
@@ -101,7 +102,7 @@ fn port_search_ports_are_found_while_there_are_any_and_none_is_used_twice() {
     });
 }
 
-/// FAILURES.md: fail-open, port-leak. All ports of the egress IP are taken; what finds none is dropped and counted, and does
+/// docs/failures.md: fail-open, port-leak. All ports of the egress IP are taken; what finds none is dropped and counted, and does
 /// not leave in another way. When the flows have expired the ports serve again.
 #[test]
 fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
@@ -145,7 +146,7 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
     });
 }
 
-/// FAILURES.md: port-leak. Connections that were refused give their ports back at once: many times as many as there are
+/// docs/failures.md: port-leak. Connections that were refused give their ports back at once: many times as many as there are
 /// ports go to one destination, without waiting for any timeout.
 #[test]
 fn port_leak_closed_connections_give_their_ports_back() {
@@ -194,6 +195,61 @@ fn two_nodes_never_use_the_same_port_of_an_egress_ip() {
             let (sources, packets) = translated(&trace, target);
             assert_eq!((sources.len(), packets), (16_000, 16_000));
             assert!(trace.strangers_towards(target.ip(), &egress(family, &[10])).is_empty());
+        }
+        Ok(())
+    });
+}
+
+/// docs/failures.md: slow-count. What an owner answers by is renewed by an agent that has more to count than it can in that time.
+#[test]
+fn slow_count_a_large_flow_table_does_not_keep_the_agent_from_its_deadline() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        // The deadline is the default one.
+        let config = "maxFlows: 600000\nprobe: {interval: 500ms, count: 10}\nlease: {renew: 1s, duration: 20s}\n";
+        start_with(lab, &StartOptions::new().config(config))?;
+        wait_in_force(&pod, lab.server("server1"), &[10])?;
+        let maps = lab.pins("gw1").join("maps");
+        lab.agent("gw1").freeze()?;
+        for family in ["V4", "V6"] {
+            lab::bpf::fill_map(&maps.join(format!("FLOWS_{family}")), 500_000)?;
+        }
+        lab.agent("gw1").thaw()?;
+        let left = || {
+            let now = Duration::from(nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?);
+            Ok(Duration::from_nanos(lab::bpf::first_number(&maps.join("DEADLINE"))?).checked_sub(now))
+        };
+        lab::wait_until("the agent is at work again", PATIENCE, left, Option::is_some)?;
+        // Long enough for a count.
+        for _ in 0..100 {
+            lab.egressctl("gw1", &["stats"])?;
+            ensure!(left()?.is_some(), "the deadline has passed: nobody answers for the egress IP");
+        }
+        Ok(())
+    });
+}
+
+/// docs/failures.md: port-share. One pod opens flows to one server from all of its ports, again and again: another pod on its node still gets
+/// through to that server.
+#[test]
+fn port_share_one_pod_does_not_take_all_ports_towards_a_server() {
+    lab::require_root!();
+    with_two_pods(&calm(), |lab, [flooder, other], server| {
+        for family in Family::BOTH {
+            let target = server.ips.at(family, TARGET);
+            let before = counter(lab, "worker1", "drop_port_share")?;
+            for _ in 0..3 {
+                for first in (1024..64_000u16).step_by(BATCH) {
+                    let ports = first..first + BATCH as u16;
+                    spray(&flooder.ns, Protocol::Udp, flooder.ips.ip(family), ports, target)?;
+                }
+            }
+            let capture = Capture::start(&server.ns, "eth0")?;
+            send_all(&other, Protocol::Udp, 20_000..22_000, target, &capture)?;
+            capture.finish()?;
+            wait_counter(lab, "worker1", "drop_port_share", before)?;
         }
         Ok(())
     });

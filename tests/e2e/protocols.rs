@@ -96,7 +96,7 @@ fn v6_csum_tcp_udp_and_echo_of_bridged_pods_with_every_checksum_filled_in() {
     tcp_udp_and_echo(Cni::Bridge, false);
 }
 
-/// FAILURES.md: icmp-error.
+/// docs/failures.md: icmp-error.
 #[test]
 fn icmp_error_of_any_kind_reaches_the_pod_that_it_is_about() {
     lab::require_root!();
@@ -149,21 +149,21 @@ fn icmp_error_of_any_kind_reaches_the_pod_that_it_is_about() {
     });
 }
 
-/// FAILURES.md: fragments.
+/// docs/failures.md: fragments.
 #[test]
 fn fragments_of_datagrams_arrive_with_the_egress_ip_and_so_do_their_answers() {
     lab::require_root!();
     fragments_both_ways(&calm());
 }
 
-/// FAILURES.md: fragments, where no stack puts them into order.
+/// docs/failures.md: fragments, where no stack puts them into order.
 #[test]
 fn fragments_arrive_both_ways_without_the_firewall() {
     lab::require_root!();
     fragments_both_ways(&bypass());
 }
 
-/// FAILURES.md: fragments, where the firewall is bypassed and lets nothing pass.
+/// docs/failures.md: fragments, where the firewall is bypassed and lets nothing pass.
 #[test]
 fn fragments_that_fit_the_way_do_not_meet_a_bypassed_firewall() {
     lab::require_root!();
@@ -221,12 +221,12 @@ fn fragments_both_ways(options: &StartOptions) {
     });
 }
 
-/// FAILURES.md: mtu (what TCP does not do: packets that nobody may fragment are answered).
+/// docs/failures.md: mtu (what TCP does not do: packets that nobody may fragment are answered).
 #[test]
 fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size() {
     lab::require_root!();
     for cni in Cni::BOTH {
-        with_pod(Lab::builder().cni(cni), |lab, pod| {
+        with_pod_and(Lab::builder().cni(cni), &fixed("device"), |lab, pod| {
             let server = lab.server("server1");
             let capture = Capture::start(&server.ns, "eth0")?;
             let at_pod = Capture::start(&pod.ns, "eth0")?;
@@ -259,7 +259,22 @@ fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size()
     }
 }
 
-/// FAILURES.md: mtu (packets of flows that pass by the host's stack, whose route knows the size).
+/// docs/failures.md: mtu. The first packet of a flow is not measured by a tunnel that it does not take.
+#[test]
+fn mtu_a_packet_that_fits_a_transport_without_a_tunnel_is_not_answered() {
+    lab::require_root!();
+    with_pod_and(Lab::builder(), &fixed("direct"), |lab, pod| {
+        wait_transport(lab, "direct")?;
+        for (family, headers) in Family::BOTH.into_iter().zip([28, 48]) {
+            let whole = Ping { size: 1500 - headers, dont_fragment: true, ..Ping::default() };
+            let report = ping(&pod.ns, lab.server("server1").ips.ip(family), &whole)?;
+            assert_eq!((report.mtu, report.replies.len()), (None, 1), "{report:?}");
+        }
+        Ok(())
+    });
+}
+
+/// docs/failures.md: mtu (packets of flows that are confirmed).
 #[test]
 fn mtu_too_large_packets_of_established_flows_are_answered_as_well() {
     lab::require_root!();
@@ -282,7 +297,7 @@ fn mtu_too_large_packets_of_established_flows_are_answered_as_well() {
     }
 }
 
-/// FAILURES.md: mtu (the TCP half: clamping), gso: the card cuts large segments, or the kernel does it in its place.
+/// docs/failures.md: mtu (the TCP half: clamping), gso: the card cuts large segments, or the kernel does it in its place.
 #[test]
 fn bulk_transfers_fit_into_the_tunnel_on_an_underlay_of_1500_bytes() {
     lab::require_root!();

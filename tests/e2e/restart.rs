@@ -14,7 +14,7 @@ use crate::support::{PATIENCE, QUIET, calm, egress, start, wait_in_force, wait_s
 
 const HOSTS: [u8; 3] = [10, 11, 12];
 
-/// FAILURES.md: restart, tail-call.
+/// docs/failures.md: restart, tail-call.
 #[test]
 fn killing_and_restarting_agents_under_load_loses_nothing() {
     lab::require_root!();

@@ -4,18 +4,19 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use anyhow::{Context, Result};
-use lab::traffic::{Protocol, send_vxlan};
-use lab::{Capture, Family, Lab, NetNs, wait_for};
+use lab::traffic::{Protocol, send_vxlan, send_vxlan_from};
+use lab::{Capture, Family, Lab, address, wait_for, wait_until};
+use serde_json::{Value, json};
 
-use crate::support::{PATIENCE, at, counter, egress, owner, sources, wait_counter, web_pod};
+use crate::support::{PATIENCE, at, counter, egress, fixed, owner, sources, wait_counter, web_pod, web_pod_with};
 
 /// The tunnel's UDP port and network identifiers, as ARCHITECTURE.md has them.
-const TUNNEL_PORT: u16 = 8473;
-const FORWARD: u32 = 0x53_5001;
-const REPLY: u32 = 0x53_5002;
+pub const TUNNEL_PORT: u16 = 8473;
+pub const FORWARD: u32 = 0x53_5001;
+pub const REPLY: u32 = 0x53_5002;
 
 /// A source port of the egress IP that worker1 has used: it lies in a block that is leased to that node.
-fn leased_port(lab: &Lab, family: Family) -> Result<u16> {
+pub fn leased_port(lab: &Lab, family: Family) -> Result<u16> {
     let (pod, server) = (lab.pod("web"), lab.server("server1"));
     let capture = Capture::start(&server.ns, "eth0")?;
     sources(&pod.ns, server, family, 1)?;
@@ -41,12 +42,22 @@ fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
             let port = leased_port(lab, family)?;
             let target = server.ips.at(family, 4242);
             let arrived = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| to == target);
-            let send = |from: &NetNs, to: &str, source: IpAddr, port: u16| {
+            // A socket on a node does not get past the exit: who forges a node's address on the underlay stands for the node.
+            let send = |from: IpAddr, to: &str, source: IpAddr, port: u16| {
                 let device = lab.node(to).underlay.at(Family::V4, TUNNEL_PORT);
-                send_vxlan(from, device, FORWARD, Protocol::Udp, at(source, port), target)
+                send_vxlan_from(
+                    lab.router(),
+                    at(from, 50_000),
+                    device,
+                    FORWARD,
+                    Protocol::Udp,
+                    at(source, port),
+                    target,
+                )
             };
             // (who sends, to which gateway, as which source, what counts it)
-            let (worker1, worker2) = (&lab.node("worker1").ns, &lab.node("worker2").ns);
+            let of = |node: &str| lab.node(node).underlay.ip(Family::V4);
+            let (worker1, worker2, router) = (of("worker1"), of("worker2"), address::underlay(1).ip(Family::V4));
             let other = egress(family, &[99])[0];
             // One that was the owner a moment ago still forwards.
             wait_for("the idle gateway does not forward", PATIENCE, || {
@@ -55,8 +66,8 @@ fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
                 Ok(counter(lab, idle, "drop_not_owner")? > before)
             })?;
             let capture = Capture::start(&server.ns, "eth0")?;
-            let forged: [(&NetNs, &str, IpAddr, u16, &str); 6] = [
-                (lab.router(), &gateway, ip, port, "drop_stranger"),
+            let forged: [(IpAddr, &str, IpAddr, u16, &str); 6] = [
+                (router, &gateway, ip, port, "drop_stranger"),
                 (worker2, &gateway, ip, port, "drop_not_leased"),
                 (worker1, &gateway, ip, 80, "drop_not_leased"),
                 (worker1, idle, ip, port, "drop_not_owner"),
@@ -108,8 +119,9 @@ fn a_source_node_delivers_only_what_a_node_sent() {
             let arrived =
                 |packet: &lab::Packet| !packet.outgoing && packet.ports().is_some_and(|(from, _)| from == answer);
             assert_eq!(capture.count(arrived), 0);
-            // The control: the gateway's own namespace may.
-            send_vxlan(&lab.node("gw1").ns, device, REPLY, Protocol::Udp, answer, translated)?;
+            // The control: who has the gateway's address may.
+            let gateway = lab.node("gw1").underlay.at(Family::V4, 50_000);
+            send_vxlan_from(lab.router(), gateway, device, REPLY, Protocol::Udp, answer, translated)?;
             capture.wait_for("the gateway's reply", PATIENCE, arrived)?;
         }
         Ok(())
@@ -140,6 +152,104 @@ fn every_packet_counts_for_the_policy_whatever_its_ports() {
             seen.extend(trace.sources_towards(server.ips.ip(family)));
         }
         assert_eq!(seen.len(), 2);
+        Ok(())
+    });
+}
+
+/// A Node object without a machine of ours behind it, with what its agent would report.
+fn write_node(lab: &Lab, name: &str, ready: &str, addresses: &[IpAddr], status: Value) -> Result<()> {
+    let addresses: Vec<Value> =
+        addresses.iter().map(|a| json!({"type": "InternalIP", "address": a.to_string()})).collect();
+    let node = json!({
+        "apiVersion": "v1", "kind": "Node", "metadata": {"name": name},
+        "status": {"addresses": addresses, "conditions": [{"type": "Ready", "status": ready}]},
+    });
+    // JSON is YAML.
+    lab.manifests().write(&format!("node-{name}"), &node.to_string())?;
+    let object = || Ok(lab.manifests().written("EgressNode", name));
+    let object = wait_until("the node's EgressNode", PATIENCE, object, Option::is_some)?.unwrap_or_default();
+    let version = |line: &str| match line.split_once("resourceVersion: ") {
+        Some((indent, _)) => format!("{indent}resourceVersion: \"1000000\""),
+        None => line.to_owned(),
+    };
+    let lines: Vec<String> = object.lines().map(version).collect();
+    lab.manifests().forge("EgressNode", name, &format!("{}\nstatus: {status}\n", lines.join("\n")))
+}
+
+/// Waits until every agent tells of something in an object.
+fn wait_agents_tell(lab: &Lab, object: &str) -> Result<()> {
+    for node in lab.nodes() {
+        wait_for(&format!("{} tells of {object}", node.name), PATIENCE, || {
+            Ok(lab.egressctl(&node.name, &["state"])?["problems"].to_string().contains(object))
+        })?;
+    }
+    Ok(())
+}
+
+/// docs/failures.md: claims. A node's agent, taken over, claims what others have: tunnel address and MAC address of a source node, a server
+/// outside, and an egress IP.
+#[test]
+fn claims_of_a_compromised_node_take_nothing_from_others() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        // By `direct` a node is known by its MAC address.
+        let (pod, server) = web_pod_with(lab, &[10], &fixed("vxlan"))?;
+        let victim = lab.node("worker1");
+        let tunnel: Vec<String> = Family::BOTH.map(|family| victim.underlay.ip(family).to_string()).into();
+        let interface = |address: IpAddr| {
+            let length = if address.is_ipv4() { 24 } else { 64 };
+            json!({"interface": "eth1", "cidr": format!("{address}/{length}")})
+        };
+        let claimed = Family::BOTH.map(|family| [server.ips.ip(family), egress(family, &[10])[0]]);
+        let addresses: Vec<Value> = claimed.as_flattened().iter().copied().map(interface).collect();
+        let status = json!({"tunnelAddresses": tunnel, "addresses": addresses, "receives": ["device", "direct"]});
+        let own: IpAddr = "172.31.255.1".parse()?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+        write_node(lab, "zz-evil", "True", &[own], status)?;
+        wait_for("events that name node and field", PATIENCE, || {
+            let log = lab.controller("controller").log();
+            let named = |field| log.lines().any(|line| line.contains("zz-evil") && line.contains(field));
+            Ok(["status.tunnelAddresses", "status.addresses"].into_iter().all(named))
+        })?;
+        wait_agents_tell(lab, "EgressNode zz-evil")?;
+        for family in Family::BOTH {
+            for _ in 0..3 {
+                let seen = sources(&pod.ns, &server, family, 20)?;
+                assert_eq!(seen, [(egress(family, &[10])[0], 20)].into());
+            }
+        }
+        let trace = capture.finish()?;
+        for family in Family::BOTH {
+            assert!(trace.strangers_towards(server.ips.ip(family), &egress(family, &[10])).is_empty());
+            assert_eq!(owner(lab, egress(family, &[10])[0]).as_deref(), Some("gw1"));
+        }
+        Ok(())
+    });
+}
+
+/// docs/failures.md: stale-node. What is left of deleted nodes has the address of one that lives.
+#[test]
+fn stale_node_objects_with_the_address_of_a_new_node_take_nothing_from_it() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        // By `direct` a node is known by its MAC address.
+        let (pod, server) = web_pod_with(lab, &[10], &fixed("vxlan"))?;
+        let addresses = Family::BOTH.map(|family| lab.node("worker1").underlay.ip(family));
+        let status = json!({"tunnelAddresses": addresses.map(|a| a.to_string())});
+        for name in ["aa-old", "zz-old"] {
+            write_node(lab, name, "Unknown", &addresses, status.clone())?;
+            wait_for("an event that names it", PATIENCE, || {
+                let named = format!("Node {name}");
+                Ok(lab.controller("controller").log().contains(&named))
+            })?;
+            wait_agents_tell(lab, &format!("Node {name}"))?;
+        }
+        for family in Family::BOTH {
+            for _ in 0..3 {
+                let seen = sources(&pod.ns, &server, family, 20)?;
+                assert_eq!(seen, [(egress(family, &[10])[0], 20)].into());
+            }
+        }
         Ok(())
     });
 }

@@ -87,7 +87,7 @@ fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
     });
 }
 
-/// FAILURES.md: dead-in-set.
+/// docs/failures.md: dead-in-set.
 #[test]
 fn dead_in_set_a_gateway_that_no_longer_matches_is_skipped_and_the_last_one_leaves_nothing() {
     lab::require_root!();
@@ -119,7 +119,7 @@ fn dead_in_set_a_gateway_that_no_longer_matches_is_skipped_and_the_last_one_leav
     });
 }
 
-/// FAILURES.md: stale-nat.
+/// docs/failures.md: stale-nat.
 #[test]
 fn stale_nat_a_reused_five_tuple_gets_the_present_egress_ip() {
     lab::require_root!();

@@ -178,12 +178,31 @@ pub fn wait_in_force(pod: &Pod, server: &Server, hosts: &[u8]) -> Result<()> {
 
 /// A running Spillway with [`web`] over these egress IPs in force for a pod on `worker1`: the pod, and the server.
 pub fn web_pod(lab: &mut Lab, hosts: &[u8]) -> Result<(Pod, Server)> {
+    web_pod_with(lab, hosts, &calm())
+}
+
+/// [`web_pod`] with options for agents and controller.
+pub fn web_pod_with(lab: &mut Lab, hosts: &[u8], options: &StartOptions) -> Result<(Pod, Server)> {
     lab.manifests().write("web", &web(hosts))?;
     let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-    start(lab)?;
+    start_with(lab, options)?;
     let server = lab.server("server1").clone();
     wait_in_force(&pod, &server, hosts)?;
     Ok((pod, server))
+}
+
+/// Forbids that what `pod` sends to `server` is forwarded, by a table of nftables named `denied`.
+pub fn forbid(ns: &NetNs, pod: &Pod, server: &Server) -> Result<()> {
+    ns.nft(&format!(
+        "table inet denied {{
+            chain forward {{
+                type filter hook forward priority filter; policy accept;
+                ip saddr {} ip daddr {} drop
+                ip6 saddr {} ip6 daddr {} drop
+            }}
+        }}",
+        pod.ips.v4, server.ips.v4, pod.ips.v6, server.ips.v6
+    ))
 }
 
 /// Waits until no new connection from a pod to `server` is established.
@@ -256,13 +275,13 @@ pub fn knows(lab: &Lab, node: &str, address: IpAddr) -> bool {
         IpAddr::V6(v6) => ("ENDPOINTS_V6", v6.octets().to_vec()),
     };
     let key: Vec<String> = bytes.iter().map(u8::to_string).collect();
-    let map = lab.bpffs(node).join("v1/maps").join(map);
+    let map = lab.pins(node).join("maps").join(map);
     lab.node(node).ns.sh(&format!("bpftool map lookup pinned {} key {}", map.display(), key.join(" "))).is_ok()
 }
 
 /// The datapath's settings on a node (`egress_common::config::Config`), byte by byte, from its pinned map.
 pub fn settings(lab: &Lab, node: &str) -> Result<Vec<u8>> {
-    let map = lab.bpffs(node).join("v1/maps/CONFIG");
+    let map = lab.pins(node).join("maps/CONFIG");
     let text = lab.node(node).ns.sh(&format!("bpftool -j map lookup pinned {} key 0 0 0 0", map.display()))?;
     let entry: Value = serde_json::from_str(&text)?;
     let bytes = entry["value"].as_array().context("the settings as bytes")?;

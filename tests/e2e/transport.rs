@@ -5,8 +5,8 @@ use std::net::{IpAddr, SocketAddr};
 
 use anyhow::{Context, Result};
 use lab::traffic::{
-    BulkServer, ConnectionReport, Direction, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions,
-    UdpServer, bulk,
+    BulkServer, ConnectionReport, Direction, Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients,
+    UdpOptions, UdpServer, bulk, ping,
 };
 use lab::{Capture, Family, Lab, Pod, PodSpec, Server, StartOptions, wait_until};
 
@@ -137,6 +137,48 @@ fn vxlan_carries_everything() {
 fn the_device_carries_everything() {
     lab::require_root!();
     carried(Lab::builder(), "device", "sent_tunnel");
+}
+
+/// docs/failures.md: large-answer. Some fragments of an answer fit the way between the nodes, others do not.
+#[test]
+fn large_answer_all_fragments_of_an_answer_arrive_by_each_way() {
+    lab::require_root!();
+    for (transport, routed) in
+        [("vxlan", false), ("vxlan", true), ("device", false), ("device", true), ("direct", false)]
+    {
+        with_pod(Lab::builder(), &fixed(transport), |lab, pod, server| {
+            wait_transport(lab, transport)?;
+            if routed {
+                through_router(lab)?;
+                // The path between the nodes is another one, their probes know.
+                wait_transport(lab, transport)?;
+            }
+            for family in Family::BOTH {
+                // The host answers the first packets that are too large for the tunnel with its size; the pod makes smaller ones then.
+                let first = Ping { size: 9_000, count: 2, ..Ping::default() };
+                ping(&pod.ns, server.ips.ip(family), &first)?;
+                // The smallest last fragment, whole ones only, and as much as a jumbo frame holds.
+                for size in [1_473, 2_952, 2_953, 3_000, 4_433, 9_000] {
+                    let asked = Ping { size, count: 3, timeout: PATIENCE, ..Ping::default() };
+                    let report = ping(&pod.ns, server.ips.ip(family), &asked)?;
+                    assert_eq!(report.replies.len(), 3, "{transport}, routed: {routed}: {size} bytes over {family:?}");
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+/// Lets worker and gateways reach each other through the router only.
+fn through_router(lab: &Lab) -> Result<()> {
+    let router = lab::address::underlay(1);
+    let worker = lab.node("worker1");
+    for gateway in lab.gateways() {
+        for (from, to) in [(worker, gateway), (gateway, worker)] {
+            from.ns.ip(&[format!("route add {}/32 via {} dev eth0", to.underlay.v4, router.v4)])?;
+        }
+    }
+    Ok(())
 }
 
 #[test]

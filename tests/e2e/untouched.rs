@@ -19,7 +19,7 @@ fn source_at(client: &NetNs, server: &NetNs, target: IpAddr) -> Result<IpAddr> {
     Ok(listening.connections().first().context("a connection")?.peer.ip())
 }
 
-/// FAILURES.md: everything-policy.
+/// docs/failures.md: everything-policy.
 #[test]
 fn everything_policy_leaves_the_clusters_own_traffic_alone() {
     lab::require_root!();
@@ -93,7 +93,7 @@ fn everything_policy_leaves_the_clusters_own_traffic_alone() {
     }
 }
 
-/// FAILURES.md: reply-inbound.
+/// docs/failures.md: reply-inbound.
 #[test]
 fn reply_inbound_replies_of_what_the_outside_opened_are_left_alone() {
     lab::require_root!();

@@ -17,6 +17,7 @@ use crate::netns::NetNs;
 
 /// Commands of bpf(2).
 const MAP_CREATE: u32 = 0;
+const MAP_LOOKUP: u32 = 1;
 const MAP_UPDATE: u32 = 2;
 const MAP_NEXT_KEY: u32 = 4;
 const PROG_LOAD: u32 = 5;
@@ -151,6 +152,34 @@ pub fn map_entries(pin: &Path) -> Result<usize> {
         key.copy_from_slice(&next);
         attr.u64(8, key.as_ptr() as u64);
     }
+}
+
+/// Puts `count` entries into a pinned hash map: keys that all differ, values of zeros.
+pub fn fill_map(pin: &Path, count: u32) -> Result<()> {
+    let map = pinned(pin)?;
+    let size = |what| about(&map, what).map(|size| vec![0u8; size as usize]);
+    let (mut key, value) = (size("key_size")?, size("value_size")?);
+    let mut attr = Attr::default();
+    attr.u32(0, map.as_raw_fd().cast_unsigned());
+    attr.u64(8, key.as_ptr() as u64);
+    attr.u64(16, value.as_ptr() as u64);
+    for number in 1..=count {
+        key[..4].copy_from_slice(&number.to_ne_bytes());
+        attr.call(MAP_UPDATE).with_context(|| format!("cannot fill {}", pin.display()))?;
+    }
+    Ok(())
+}
+
+/// The first element of a pinned array of 64-bit numbers.
+pub fn first_number(pin: &Path) -> Result<u64> {
+    let (map, key, mut value) = (pinned(pin)?, 0u32, [0u64; 1]);
+    let mut attr = Attr::default();
+    attr.u32(0, map.as_raw_fd().cast_unsigned());
+    attr.u64(8, (&raw const key) as u64);
+    attr.u64(16, value.as_mut_ptr() as u64);
+    attr.call(MAP_LOOKUP).with_context(|| format!("cannot read {}", pin.display()))?;
+    // SAFETY: the kernel has written it, which the compiler does not see.
+    Ok(unsafe { value.as_ptr().read_volatile() })
 }
 
 /// What the kernel tells about a map's descriptor.

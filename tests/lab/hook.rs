@@ -3,6 +3,7 @@
 //! They are written as instructions and loaded by plain system calls, so that the lab needs no compiler and no library.
 
 use std::io;
+use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use anyhow::{Context, Result};
@@ -27,6 +28,22 @@ pub enum Action {
     End,
     /// Puts it into the namespace at the other end of this veth (`bpf_redirect_peer`), by its index.
     ToPeer(u32),
+    /// Sends IP packets for global addresses out of this interface, by the routing table (`bpf_redirect_neigh`), as a CNI does that
+    /// routes by itself; leaves others to the next program.
+    ToNeighbour(u32),
+    /// Drops it (`TCX_DROP`).
+    Drop,
+    /// Gives IPv4 packets of the first address the second one as their source, and leaves all to the next program.
+    Masquerade(Ipv4Addr, Ipv4Addr),
+}
+
+/// Where among the programs at a hook.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Before all that are there.
+    First,
+    /// Behind all that are there.
+    Last,
 }
 
 /// An attached program. It goes when this is dropped.
@@ -43,13 +60,36 @@ struct Instruction(u8, u8, i16, i32);
 const MOVE: u8 = 0xb7;
 const CALL: u8 = 0x85;
 const EXIT: u8 = 0x95;
+/// Conditional jumps: of 64 bits where equal or not equal, of 32 where not equal, to an immediate.
+const IF_EQUAL: u8 = 0x15;
+const UNLESS_EQUAL: u8 = 0x55;
+const UNLESS_EQUAL_32: u8 = 0x56;
+const COPY: u8 = 0xbf;
+const MOVE_32: u8 = 0xb4;
+const ADD: u8 = 0x07;
+const LOAD_BYTE: u8 = 0x71;
+const LOAD_WORD: u8 = 0x61;
+const STORE_WORD: u8 = 0x62;
+/// Helpers.
+const STORE_BYTES: i32 = 9;
+const L3_CHECKSUM: i32 = 10;
+const L4_CHECKSUM: i32 = 11;
+const LOAD_BYTES: i32 = 26;
+const REDIRECT_NEIGHBOUR: i32 = 152;
 const REDIRECT_PEER: i32 = 155;
+/// Offset of `protocol` in `struct __sk_buff`, and its values.
+const PROTOCOL: i16 = 16;
+const IPV4: i32 = 0x0800_u16.to_be() as i32;
+const IPV6: i32 = 0x86dd_u16.to_be() as i32;
+/// `BPF_F_PSEUDO_HDR`.
+const PSEUDO_HEADER: i32 = 1 << 4;
 const PROG_LOAD: i64 = 5;
 const LINK_CREATE: i64 = 28;
 const SCHED_CLS: u32 = 3;
 const TCX_INGRESS: u32 = 46;
 const TCX_EGRESS: u32 = 47;
 const BEFORE: u32 = 1 << 3;
+const AFTER: u32 = 1 << 4;
 
 /// The beginning of `union bpf_attr` for loading a program.
 #[repr(C)]
@@ -77,13 +117,18 @@ struct Link {
 
 /// Attaches a program that does `action`, before all that are there.
 pub fn hook(ns: &NetNs, interface: &str, side: Side, action: Action) -> Result<Hooked> {
+    hook_at(ns, interface, side, action, Place::First)
+}
+
+/// Attaches a program that does `action`.
+pub fn hook_at(ns: &NetNs, interface: &str, side: Side, action: Action, place: Place) -> Result<Hooked> {
     let program = load(side, action).context("cannot load a program")?;
     let ifindex = ns.ifindex(interface)?;
     let link = Link {
         program: program.as_raw_fd().cast_unsigned(),
         ifindex,
         attach: attach_type(side),
-        flags: BEFORE,
+        flags: if place == Place::First { BEFORE } else { AFTER },
         relative: 0,
         revision: 0,
     };
@@ -109,6 +154,9 @@ fn load(side: Side, action: Action) -> io::Result<OwnedFd> {
             Instruction(CALL, 0, 0, REDIRECT_PEER),
             exit,
         ],
+        Action::ToNeighbour(index) => to_neighbour(index),
+        Action::Drop => vec![Instruction(MOVE, 0, 0, 2), exit],
+        Action::Masquerade(from, to) => masquerade(from, to),
     };
     let load = Load {
         kind: SCHED_CLS,
@@ -121,6 +169,86 @@ fn load(side: Side, action: Action) -> io::Result<OwnedFd> {
         attach: attach_type(side),
     };
     bpf(PROG_LOAD, &load)
+}
+
+/// `register = register`: destination in the lower half of the byte, source in the upper one.
+const fn both(dst: u8, src: u8) -> u8 {
+    src << 4 | dst
+}
+
+/// Loads bytes of the frame to the top of the stack; the context is in register 6.
+fn load_bytes(offset: i32, length: i32) -> Vec<Instruction> {
+    vec![
+        Instruction(COPY, both(1, 6), 0, 0),
+        Instruction(MOVE, 2, 0, offset),
+        Instruction(COPY, both(3, 10), 0, 0),
+        Instruction(ADD, 3, 0, -8),
+        Instruction(MOVE, 4, 0, length),
+        Instruction(CALL, 0, 0, LOAD_BYTES),
+    ]
+}
+
+/// Puts the context into register 6 and the EtherType into register 2.
+fn prologue() -> Vec<Instruction> {
+    vec![Instruction(COPY, both(6, 1), 0, 0), Instruction(LOAD_WORD, both(2, 1), PROTOCOL, 0)]
+}
+
+const NEXT: [Instruction; 2] = [Instruction(MOVE, 0, 0, -1), Instruction(EXIT, 0, 0, 0)];
+
+fn to_neighbour(index: u32) -> Vec<Instruction> {
+    let redirect = [
+        Instruction(MOVE, 1, 0, index.cast_signed()),
+        Instruction(MOVE, 2, 0, 0),
+        Instruction(MOVE, 3, 0, 0),
+        Instruction(MOVE, 4, 0, 0),
+        Instruction(CALL, 0, 0, REDIRECT_NEIGHBOUR),
+        Instruction(EXIT, 0, 0, 0),
+    ];
+    // The first byte of an IPv6 packet's destination; the lab's global addresses begin with 2001.
+    let mut global = load_bytes(38, 1);
+    global.push(Instruction(LOAD_BYTE, both(2, 10), -8, 0));
+    global.push(Instruction(UNLESS_EQUAL, 2, redirect.len() as i16, 0x20));
+    let mut code = prologue();
+    code.push(Instruction(IF_EQUAL, 2, 1 + global.len() as i16, IPV4));
+    code.push(Instruction(UNLESS_EQUAL, 2, (global.len() + redirect.len()) as i16, IPV6));
+    code.extend(global.into_iter().chain(redirect).chain(NEXT));
+    code
+}
+
+fn masquerade(from: Ipv4Addr, to: Ipv4Addr) -> Vec<Instruction> {
+    // As they lie in the frame.
+    let [from, to] = [from, to].map(|address| i32::from_ne_bytes(address.octets()));
+    let checksum = |helper, offset, flags| {
+        [
+            Instruction(COPY, both(1, 6), 0, 0),
+            Instruction(MOVE, 2, 0, offset),
+            Instruction(MOVE_32, 3, 0, from),
+            Instruction(MOVE_32, 4, 0, to),
+            Instruction(MOVE, 5, 0, flags),
+            Instruction(CALL, 0, 0, helper),
+        ]
+    };
+    // Headers without options: IP checksum, TCP checksum, source address.
+    let mut rewrite = vec![];
+    rewrite.extend(checksum(L4_CHECKSUM, 50, PSEUDO_HEADER | 4));
+    rewrite.extend(checksum(L3_CHECKSUM, 24, 4));
+    rewrite.extend([
+        Instruction(STORE_WORD, 10, -8, to),
+        Instruction(COPY, both(1, 6), 0, 0),
+        Instruction(MOVE, 2, 0, 26),
+        Instruction(COPY, both(3, 10), 0, 0),
+        Instruction(ADD, 3, 0, -8),
+        Instruction(MOVE, 4, 0, 4),
+        Instruction(MOVE, 5, 0, 0),
+        Instruction(CALL, 0, 0, STORE_BYTES),
+    ]);
+    let mut source = load_bytes(26, 4);
+    source.push(Instruction(LOAD_WORD, both(2, 10), -8, 0));
+    source.push(Instruction(UNLESS_EQUAL_32, 2, rewrite.len() as i16, from));
+    let mut code = prologue();
+    code.push(Instruction(UNLESS_EQUAL, 2, (source.len() + rewrite.len()) as i16, IPV4));
+    code.extend(source.into_iter().chain(rewrite).chain(NEXT));
+    code
 }
 
 fn bpf<T>(command: i64, attributes: &T) -> io::Result<OwnedFd> {

@@ -51,6 +51,15 @@ impl Manifests {
         fs::read_to_string(self.dir.join(".spillway").join(kind).join(format!("{name}.yaml"))).ok()
     }
 
+    /// Replaces what Spillway wrote about an object, as who has taken over a writer could.
+    pub fn forge(&self, kind: &str, name: &str, text: &str) -> Result<()> {
+        let directory = self.dir.join(".spillway").join(kind);
+        let (hidden, file) = (directory.join(format!(".{name}.new")), directory.join(format!("{name}.yaml")));
+        fs::write(&hidden, text)
+            .and_then(|()| fs::rename(&hidden, &file))
+            .with_context(|| format!("cannot write {}", file.display()))
+    }
+
     /// The names of what Spillway wrote of a kind, sorted.
     pub fn written_names(&self, kind: &str) -> Vec<String> {
         let Ok(entries) = fs::read_dir(self.dir.join(".spillway").join(kind)) else { return Vec::new() };

@@ -19,6 +19,8 @@ use std::{
 
 /// For how long no policy of this node's pods uses an egress IP before its blocks are given back.
 pub const UNUSED_AFTER: Duration = Duration::from_secs(30);
+/// What a node needed lately counts for this long at least, and for twice as long at most, before it gives blocks back.
+pub const LATELY: Duration = Duration::from_secs(15);
 /// Between a write of the tables and the count that may find a block idle: a packet that was being worked on while they
 /// were written has entered its flow by then.
 pub const SETTLE: Duration = Duration::from_millis(100);
@@ -54,6 +56,8 @@ struct OfAddress {
     retired: BTreeMap<u16, Option<Duration>>,
     /// The highest revision of a lease of the block that the release covers.
     released: BTreeMap<u16, u64>,
+    /// The most blocks that were needed since a moment, and in [`LATELY`] before it.
+    needed: (Duration, [usize; 2]),
 }
 
 /// How much of an egress IP a node keeps.
@@ -154,6 +158,7 @@ impl OfAddress {
             true => None,
             false => self.unused.or(Some(now.now)),
         };
+        self.note_need(address, now);
         let Some(keep) = self.keep(address, now) else { return BTreeSet::new() };
         let flows = |block: u16| now.ports.flows(address, block);
         let mut candidates: Vec<u16> = leased.iter().copied().filter(|b| keep.drain || flows(*b) == 0).collect();
@@ -162,6 +167,16 @@ impl OfAddress {
         candidates.into_iter().collect()
     }
 
+    fn note_need(&mut self, address: IpAddr, now: &Circumstances<'_>) {
+        let (since, [last, before]) = &mut self.needed;
+        if now.now.saturating_sub(*since) >= LATELY {
+            (*since, *before, *last) = (now.now, *last, 0);
+        }
+        *last = (*last).max(now.ports.needed(address).into());
+    }
+
+    /// How much of an egress IP this node keeps; nothing: all that it has. Where nobody else needs them it keeps twice its share, so that
+    /// nodes that join do not have all others give a block back.
     fn keep(&self, address: IpAddr, now: &Circumstances<'_>) -> Option<Keep> {
         if self.unused.is_some_and(|since| now.now.saturating_sub(since) >= UNUSED_AFTER) {
             return Some(Keep { blocks: 0, drain: true });
@@ -174,7 +189,10 @@ impl OfAddress {
         match (plan.starved, plan.scarce) {
             (true, _) => Some(Keep { blocks: share, drain: true }),
             (false, true) => Some(Keep { blocks: share.max(usize::from(now.ports.needed(address))), drain: false }),
-            (false, false) => None,
+            (false, false) => {
+                let [last, before] = self.needed.1;
+                Some(Keep { blocks: (2 * share).max(last).max(before), drain: false })
+            }
         }
     }
 

@@ -90,7 +90,8 @@ impl Agent {
         }
         let block = usable[usize::from(n) % usable.len()];
         let port = port_block::first_port(block) + n % port_block::SIZE;
-        self.flows.push(Used { egress, remote: ([203, 0, 113, 1].into(), n % 4, 6), port });
+        let pod = [10, 0, 0, 1].into();
+        self.flows.push(Used { pod, egress, remote: ([203, 0, 113, 1].into(), n % 4, 6), port });
     }
 
     pub fn usable(&self, egress: IpAddr) -> usize {
@@ -152,7 +153,12 @@ impl World {
 
     /// A count, a turn of every agent and a plan.
     pub fn round(&mut self) {
-        self.now += TICK;
+        self.round_after(TICK);
+    }
+
+    /// [`round`](Self::round) after another time.
+    pub fn round_after(&mut self, tick: Duration) {
+        self.now += tick;
         let names: Vec<NodeName> = self.agents.keys().cloned().collect();
         for name in &names {
             let agent = self.agents.get_mut(name).unwrap();

@@ -115,7 +115,8 @@ fn a_node_that_needs_many_blocks_shares_them_with_one_that_has_none() {
     (0..3).for_each(|_| world.round());
     let ip = world.ips()[0];
     let remote = ([203, 0, 113, 1].into(), 443, 6);
-    let ports = |count: u16| (0..count).map(move |i| Used { egress: ip, remote, port: 1024 + i });
+    let pod = |i: u16| IpAddr::from([10, 0, 0, (i % 8) as u8]);
+    let ports = |count: u16| (0..count).map(move |i| Used { pod: pod(i), egress: ip, remote, port: 1024 + i });
     // It wants all, and has all but the last sixteenth.
     world.agents.get_mut(&"w0".into()).unwrap().flows = ports(60_000).collect();
     (0..5).for_each(|_| world.round());
@@ -196,4 +197,51 @@ fn a_release_covers_what_the_status_says_and_nothing_newer() {
     assert!(withheld.is_released(address, 0), "the controller reads the status as meant for this lease, too");
     update(&mut withheld, 9, UNUSED_AFTER.as_secs() + 3);
     assert!(!withheld.is_released(address, 0));
+}
+
+/// docs/failures.md: port-ramp. Of ten source nodes on three egress IPs one goes from nothing to 10,000 connections a second to one server, each
+/// for two seconds. The programs say that ports are getting scarce, so that a count comes every 100 ms; each message takes another 100 ms.
+#[test]
+fn port_ramp_a_node_gets_ports_before_it_needs_them_and_gives_them_back() {
+    const STEP: Duration = Duration::from_millis(100);
+    let mut world = World::new(3);
+    let names: Vec<NodeName> = (0..10).map(|n| world.join(n)).collect();
+    (0..10).for_each(|_| world.round());
+    let ips = world.ips();
+    let held = |world: &World, node: &NodeName| ips.iter().map(|ip| world.agents[node].usable(*ip)).collect::<Vec<_>>();
+    let before: Vec<Vec<usize>> = names.iter().map(|node| held(&world, node)).collect();
+    let (mut lost, mut opened, mut batches) = (0, 0, std::collections::VecDeque::new());
+    let remote = ([203, 0, 113, 1].into(), 443, 6);
+    for _ in 0..150 {
+        let agent = world.agents.get_mut(&names[0]).unwrap();
+        let mut batch = 0;
+        for (n, ip) in ips.iter().enumerate() {
+            let taken: BTreeSet<u16> = agent.flows.iter().filter(|f| f.egress == *ip).map(|f| f.port).collect();
+            let first = |block: &u16| egress_common::port_block::first_port(*block);
+            let ports = agent.tables[ip].iter().flat_map(|b| first(b)..first(b) + egress_common::port_block::SIZE);
+            let free: Vec<u16> = ports.filter(|port| !taken.contains(port)).take(333).collect();
+            lost += 333 - free.len();
+            opened += 333;
+            batch += free.len();
+            let pod = |port: u16| IpAddr::from([10, 0, n as u8, (port % 10) as u8]);
+            agent.flows.extend(free.into_iter().map(|port| Used { pod: pod(port), egress: *ip, remote, port }));
+        }
+        batches.push_back(batch);
+        if batches.len() > 20 {
+            let over = batches.pop_front().unwrap_or(0);
+            agent.flows.drain(..over);
+        }
+        world.round_after(STEP);
+        world.check().unwrap();
+    }
+    assert!(lost * 100 < opened, "{lost} of {opened} connections found no port");
+    for (node, before) in names.iter().zip(&before).skip(1) {
+        assert_eq!(held(&world, node), *before, "its neighbours notice nothing");
+    }
+    world.agents.get_mut(&names[0]).unwrap().flows.clear();
+    (0..30).for_each(|_| world.round());
+    for (ip, held) in ips.iter().zip(held(&world, &names[0])) {
+        assert!(held <= 2 * world.plan.egress_ips[ip].share as usize, "{held} blocks of {ip} a minute later");
+    }
+    world.check().unwrap();
 }

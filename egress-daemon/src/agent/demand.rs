@@ -9,13 +9,18 @@ use crate::{
 use egress_common::port_block;
 use std::{collections::BTreeMap, net::IpAddr};
 
+/// The other end of a flow: address, port in host byte order, protocol.
+pub type Remote = (IpAddr, u16, u32);
+
 /// One translated flow, as far as ports go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Used {
+    /// The pod.
+    pub pod: IpAddr,
     /// The egress IP.
     pub egress: IpAddr,
     /// The other end.
-    pub remote: (IpAddr, u16, u32),
+    pub remote: Remote,
     /// The translated port, host byte order.
     pub port: u16,
 }
@@ -25,7 +30,7 @@ pub struct Used {
 struct Use {
     /// Flows by block.
     blocks: BTreeMap<u16, u32>,
-    /// The most ports towards one remote address, port and protocol: what the blocks must have room for.
+    /// The most ports towards one remote address, port and protocol, of each pod [`POD_PORTS`] at most: what the blocks must have room for.
     peak: u32,
 }
 
@@ -36,17 +41,17 @@ pub struct Ports(BTreeMap<IpAddr, Use>);
 impl Ports {
     /// Counts.
     pub fn count(flows: impl IntoIterator<Item = Used>) -> Self {
-        let mut per_remote: BTreeMap<(IpAddr, (IpAddr, u16, u32)), u32> = BTreeMap::new();
+        let mut per_pod: BTreeMap<(IpAddr, Remote), BTreeMap<IpAddr, u32>> = BTreeMap::new();
         let mut ports = Self::default();
         for flow in flows {
-            *per_remote.entry((flow.egress, flow.remote)).or_default() += 1;
+            *per_pod.entry((flow.egress, flow.remote)).or_default().entry(flow.pod).or_default() += 1;
             if let Some(block) = port_block::of_port(flow.port) {
                 *ports.0.entry(flow.egress).or_default().blocks.entry(block).or_default() += 1;
             }
         }
-        for ((egress, _), n) in per_remote {
+        for ((egress, _), pods) in per_pod {
             let use_ = ports.0.entry(egress).or_default();
-            use_.peak = use_.peak.max(n);
+            use_.peak = use_.peak.max(pods.into_values().map(|n| n.min(POD_PORTS)).sum());
         }
         ports
     }
@@ -66,6 +71,10 @@ impl Ports {
 
 /// Share of its ports towards one remote that a node may use before it asks for more blocks: a half.
 const LOW_WATER: u32 = 2;
+
+/// How many ports of an egress IP towards one remote a pod is given blocks for: with as many again, a quarter of all. No pod takes the
+/// cluster's.
+const POD_PORTS: u32 = port_block::COUNT as u32 * port_block::SIZE as u32 / 4 / LOW_WATER;
 
 /// What the node reports for every egress IP that it has blocks of.
 pub fn demand(node: &NodeName, plan: &Plan, ports: &Ports, withheld: &Withheld) -> Vec<Demand> {
@@ -93,7 +102,8 @@ mod tests {
     use crate::plan::BlockLease;
 
     fn used(port: u16, remote: u16) -> Used {
-        Used { egress: [192, 0, 2, 1].into(), remote: ([203, 0, 113, 1].into(), remote, 6), port }
+        let (pod, egress) = ([10, 0, 0, 1].into(), [192, 0, 2, 1].into());
+        Used { pod, egress, remote: ([203, 0, 113, 1].into(), remote, 6), port }
     }
 
     fn plan() -> Plan {
@@ -107,6 +117,19 @@ mod tests {
         assert_eq!(demand(&"n".into(), &plan(), &few, &Withheld::default()), []);
         let many = Ports::count((0..33).map(|i| used(1024 + i, 443)));
         assert_eq!(demand(&"n".into(), &plan(), &many, &Withheld::default())[0].want_blocks, 2);
+    }
+
+    /// docs/failures.md: port-share.
+    #[test]
+    fn port_share_a_pod_is_given_blocks_for_a_quarter_of_the_ports_at_most() {
+        let want = |pods: u32| {
+            let of_pod = |pod: u32| {
+                let pod = IpAddr::from([10, 0, 0, pod as u8]);
+                (0..20_000).map(move |i| Used { pod, ..used(1024 + i, 443) })
+            };
+            demand(&"n".into(), &plan(), &Ports::count((0..pods).flat_map(of_pod)), &Withheld::default())[0].want_blocks
+        };
+        assert_eq!([1, 2, 5].map(want), [252, 504, 1008]);
     }
 
     #[test]

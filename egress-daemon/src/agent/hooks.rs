@@ -18,10 +18,8 @@ use tokio::{
     task::{JoinHandle, block_in_place},
 };
 
-/// How often the hooks are looked at although nothing seems to have changed: anybody may take a program off. Filters are
-/// attached anew each time, which costs more than a question.
+/// How often the hooks are looked at although nothing seems to have changed: anybody may take a program off, or put one before it.
 const VERIFY: Duration = Duration::from_secs(1);
-const VERIFY_FILTERS: Duration = Duration::from_secs(5);
 
 /// What decides where programs belong, besides the links.
 #[derive(Clone, Debug)]
@@ -72,6 +70,17 @@ impl Hooks {
         roles.pods.iter().all(|index| seen.contains(&("pod_egress", *index)))
     }
 
+    /// The interfaces at which packets that leave are looked at.
+    pub fn exits(&self) -> BTreeSet<u32> {
+        self.seen.borrow().iter().filter(|hook| hook.0 == "exit_egress").map(|hook| hook.1).collect()
+    }
+
+    /// Waits until programs were attached for the first time, or could not be.
+    pub async fn started(&mut self) {
+        // The channel closes with the task only.
+        let _ = self.seen.wait_for(|seen| !seen.is_empty()).await;
+    }
+
     /// Waits until other interfaces than before have their programs. Cancel safe.
     pub async fn changed(&mut self) {
         if self.seen.changed().await.is_err() {
@@ -98,7 +107,7 @@ async fn keep(
     report: watch::Sender<Vec<String>>,
     saw: watch::Sender<BTreeSet<Hook>>,
 ) {
-    let mut verify = tokio::time::interval(if attacher.mode() == Mode::Tcx { VERIFY } else { VERIFY_FILTERS });
+    let mut verify = tokio::time::interval(VERIFY);
     loop {
         let all = tokio::select! {
             changed = links.changed() => match changed {
@@ -122,9 +131,12 @@ async fn keep(
             *old = errors;
             changed
         });
+        // An exit that cannot have its program is not one that anything may leave by.
+        let seen = hooks.into_keys().filter(|hook| hook.0 != "exit_egress" || attacher.attached().contains_key(hook));
+        let seen: BTreeSet<Hook> = seen.collect();
         saw.send_if_modified(|old| {
-            let changed = !old.iter().eq(hooks.keys());
-            *old = hooks.into_keys().collect();
+            let changed = *old != seen;
+            *old = seen;
             changed
         });
     }
@@ -141,6 +153,7 @@ fn hooks(roles: &Roles, wanted: &Wanted, table: &LinkTable, names: &BTreeMap<u32
     let uplinks = roles.uplinks.iter().filter(|i| !underlays.contains(i)).map(|i| ("uplink_ingress", *i));
     let uplinks = uplinks.chain(underlays.iter().map(|i| ("underlay_ingress", *i)));
     let shaper = wanted.shaper.map(|index| ("shaper_ingress", index));
-    let all = pods.chain(uplinks).chain([("tunnel_ingress", tunnel), ("tunnel_egress", tunnel)]).chain(shaper);
+    let exits = roles.exits.iter().chain([&tunnel]).map(|i| ("exit_egress", *i));
+    let all = pods.chain(uplinks).chain(exits).chain([("tunnel_ingress", tunnel)]).chain(shaper);
     all.filter_map(|hook| Some((hook, names.get(&hook.1)?.clone()))).collect()
 }

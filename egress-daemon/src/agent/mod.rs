@@ -3,13 +3,17 @@
 //! [`view`] decides and is pure, and so do `blocks` and `ways`; `node` joins the store, the kernel and the host's network; `status`
 //! says what the agent reports. The loop is level-triggered: whatever happened, the whole view is made again and the difference is written.
 
+mod aside;
 mod blocks;
+mod count;
 mod demand;
 mod effective;
 mod facts;
 mod gateways;
 mod handover;
 mod hooks;
+mod kept;
+mod late;
 mod node;
 mod owned;
 mod reconcile;

@@ -1,13 +1,16 @@
 //! The agent's loop: objects, links, probes and time in; maps, hooks, announcements and status out.
 
 use super::{
+    aside::Aside,
     blocks::Withheld,
-    demand::{Ports, Used},
+    demand::Ports,
     effective::Effective,
     facts::{Histories, Known, World},
     gateways::Gateways,
     handover::Handover,
     hooks::Hooks,
+    kept,
+    late::Late,
     owned::Owned,
     reconcile,
     settings::Settings,
@@ -20,33 +23,29 @@ use crate::{
         Pins,
         answers::Answers,
         attach::{self, Attacher},
-        encode::Encoder,
+        encode::{Encoder, EndpointView},
         load::Programs,
         maps::{Maps, MapsError},
         write::Writer,
     },
     host::{
         classify::Roles,
-        firewall::LongWay,
+        far::FarEnds,
+        firewall::StackPath,
         links::{Links, LinksOptions},
         netlink::Netlink,
-        ports::NodePorts,
+        ports::{NodePorts, PortsError},
         probe::ProbeSocket,
         shaper::Shaper,
         sysctl::Sysctls,
         tunnel,
     },
-    model::{EndpointId, NodeName, PolicyId},
+    model::{EndpointId, NodeName, PolicyId, Trouble},
     observe::state::AgentState,
     store::{Store, lease::LeaseKeeper},
 };
 use anyhow::Context as _;
-use egress_common::{
-    abi::name_kind,
-    endpoint::endpoint_flags,
-    flow::{Flow, kind},
-    net, port_block,
-};
+use egress_common::{abi::name_kind, port_block};
 use futures::FutureExt as _;
 use k8s_openapi::jiff::Timestamp;
 use std::{
@@ -83,10 +82,8 @@ pub struct Options {
 const RESYNC: Duration = Duration::from_secs(5);
 /// The least time between two writes of the status.
 const STATUS_EVERY: Duration = Duration::from_millis(100);
-/// The least time between two counts of the ports in use.
-const COUNT_EVERY: Duration = Duration::from_secs(2);
-/// A count may take one part in so many of the time.
-const COUNT_SHARE: u32 = 20;
+/// How often the programs are asked whether ports are getting scarce: then ports are counted at once.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// A running agent.
 pub struct Agent {
@@ -98,7 +95,7 @@ pub struct Agent {
     pub(super) shaper: Shaper,
     pub(super) netlink: Netlink,
     pub(super) sysctls: Sysctls,
-    pub(super) long_way: LongWay,
+    pub(super) stack_path: StackPath,
     pub(super) hooks: Hooks,
     pub(super) effective: Effective,
     pub(super) handover: Handover,
@@ -111,13 +108,23 @@ pub struct Agent {
     pub(super) gateway_ways: Vec<GatewayWay>,
     pub(super) world: World,
     pub(super) histories: Histories,
+    pub(super) endpoints: BTreeMap<EndpointId, EndpointView>,
+    pub(super) far: FarEnds,
+    pub(super) look_again: bool,
+    pub(super) late: Late,
+    pub(super) troubles: BTreeSet<Trouble>,
     pub(super) gateways: Gateways,
     pub(super) owned: Owned,
     pub(super) lease: Option<LeaseKeeper>,
     pub(super) lease_held: bool,
     pub(super) roles: Roles,
+    /// Interfaces with the program that translates first packets, as the rules of the firewall last had them.
+    pub(super) exits: BTreeSet<u32>,
     pub(super) ports: Ports,
     pub(super) counted: Option<Duration>,
+    pub(super) maps: Arc<Maps>,
+    pub(super) counting: Aside<(Result<Ports, MapsError>, Duration)>,
+    pub(super) sockets: Aside<Result<NodePorts, PortsError>>,
     pub(super) node_ports: Option<NodePorts>,
     pub(super) used: BTreeSet<IpAddr>,
     pub(super) withheld: Withheld,
@@ -133,6 +140,9 @@ pub struct Agent {
     pub(super) next_status: Instant,
     pub(super) status_due: bool,
     pub(super) next_count: Instant,
+    pub(super) next_look: Instant,
+    pub(super) at_once: Instant,
+    pub(super) tight: u64,
 }
 
 impl Agent {
@@ -144,8 +154,10 @@ impl Agent {
         let kernel_flags = programs.kernel_flags();
         let answers = Answers::open(&pins)?;
         let writer = Writer::open(Maps::open(&pins)?)?;
+        let maps = Arc::new(Maps::open(&pins)?);
         let encoder = Encoder::recover(writer.present());
-        let histories = Histories::recover(known_histories(&writer));
+        let endpoints = kept::recover(writer.present());
+        let histories = Histories::recover(endpoints.iter().map(|(id, e)| (id.clone(), e.has_history)).collect());
         let mode = settings.attach.unwrap_or_else(attach::mode);
         let attacher = Attacher::new(programs, pins, mode);
         let links = Links::follow(LinksOptions::default()).await.context("links cannot be followed")?;
@@ -170,7 +182,7 @@ impl Agent {
             shaper: Shaper::default(),
             netlink,
             sysctls,
-            long_way: LongWay::default(),
+            stack_path: StackPath::default(),
             hooks,
             effective,
             handover: Handover::default(),
@@ -183,12 +195,22 @@ impl Agent {
             gateway_ways: Vec::new(),
             world,
             histories,
+            endpoints,
+            far: FarEnds::open().context("netlink")?,
+            look_again: false,
+            late: Late::default(),
+            troubles: BTreeSet::new(),
             lease: None,
             lease_held: false,
             roles: Roles::default(),
+            exits: BTreeSet::new(),
             ports: Ports::default(),
             counted: None,
-            node_ports: None,
+            maps,
+            counting: Aside::default(),
+            sockets: Aside::default(),
+            // Known before the first report.
+            node_ports: NodePorts::read().inspect_err(|e| tracing::warn!("the node's own ports: {e}")).ok(),
             used: BTreeSet::new(),
             withheld: Withheld::default(),
             complaints: Vec::new(),
@@ -203,6 +225,9 @@ impl Agent {
             next_status: start,
             status_due: true,
             next_count: start,
+            next_look: start,
+            at_once: start,
+            tight: 0,
         })
     }
 
@@ -211,8 +236,10 @@ impl Agent {
         let mut changes = self.store.changes();
         let mut links = self.links.subscribe();
         let mut stop = std::pin::pin!(stop);
+        // No packet is told to take the host-stack path before there are programs at its end.
+        self.hooks.started().await;
         // What an earlier agent made stays; more is made when it is known whom policies select.
-        self.make_long_way(self.is_holding(), false).await?;
+        self.make_stack_path(self.is_holding(), false).await?;
         self.reconcile().await;
         (self.next_deadline, self.silent_until) = (Instant::now(), Instant::now());
         loop {
@@ -245,7 +272,15 @@ impl Agent {
                         tracing::warn!("{rival} is claimed by a host that does not own it: announcing it again");
                     }
                 }
-                () = self.hooks.changed(), if holding => dirty = true,
+                () = self.hooks.changed() => dirty = holding || self.hooks.exits() != self.exits,
+                (ports, began) = self.counting.done() => dirty = self.take_count(ports, began),
+                ports = self.sockets.done() => match ports {
+                    Ok(ports) => {
+                        self.status_due |= self.node_ports.as_ref() != Some(&ports);
+                        self.node_ports = Some(ports);
+                    }
+                    Err(e) => tracing::warn!("the node's own ports are not looked at: {e}"),
+                },
                 () = lease_changed(&mut self.lease) => {
                     dirty = self.lease_check();
                 }
@@ -269,7 +304,8 @@ impl Agent {
         [Some(self.gateways.next()), claims, status]
             .into_iter()
             .flatten()
-            .chain([self.next_resync, self.next_deadline, self.next_count])
+            .chain([self.next_resync, self.next_deadline, self.next_look])
+            .chain((!self.counting.is_busy()).then_some(self.next_count))
             .min()
             .unwrap_or(self.next_resync)
     }
@@ -299,28 +335,22 @@ impl Agent {
                 tracing::error!("the datapath will stop answering for egress IPs: {e}");
             }
         }
-        if now >= self.next_count {
-            let started = Instant::now();
-            match self.count_ports() {
-                Ok(ports) => {
-                    self.status_due |= ports != self.ports;
-                    self.ports = ports;
-                    self.counted = Some(started.duration_since(self.start));
-                    dirty |= self.decide_blocks();
-                }
-                Err(e) => tracing::warn!("ports in use are not counted: {e}"),
+        if now >= self.next_look {
+            self.next_look = now + LOOK_EVERY;
+            if self.are_ports_tight() {
+                self.next_count = self.next_count.min(self.at_once);
             }
-            self.next_count = started + COUNT_EVERY.max(started.elapsed() * COUNT_SHARE);
+        }
+        if now >= self.next_count && !self.counting.is_busy() {
+            self.begin_count();
         }
         if now >= self.next_resync {
             self.next_resync = now + RESYNC;
+            self.look_again = true;
             self.reopen_tunnel().await;
             self.routes.check_secured();
             // It goes through the kernel's whole table of sockets, whoever's they are.
-            match NodePorts::read() {
-                Ok(ports) => self.node_ports = Some(ports),
-                Err(e) => tracing::warn!("the node's own ports are not looked at: {e}"),
-            }
+            self.sockets.begin(NodePorts::read);
             dirty = true;
         }
         dirty
@@ -347,34 +377,6 @@ impl Agent {
         let regained = held && !self.lease_held;
         self.lease_held = held;
         regained && self.owned.lease_regained()
-    }
-
-    /// The ports that flows of this node use.
-    fn count_ports(&self) -> Result<Ports, MapsError> {
-        let maps = self.writer.maps();
-        let tables = self.writer.present();
-        let address = |flow: &Flow| {
-            let e = tables.egress_ips.get(&flow.egress)?;
-            (e.generation == flow.egress_generation).then_some(net::from_any(e.addr))
-        };
-        let mut used = Vec::new();
-        for (key, flow) in maps.v4.flows.entries()? {
-            if flow.kind == kind::TRANSLATED
-                && let Some(egress) = address(&flow)
-            {
-                let remote = (net::from_v4(key.dst).into(), u16::from_be(key.dst_port), key.proto);
-                used.push(Used { egress, remote, port: u16::from_be(flow.port) });
-            }
-        }
-        for (key, flow) in maps.v6.flows.entries()? {
-            if flow.kind == kind::TRANSLATED
-                && let Some(egress) = address(&flow)
-            {
-                let remote = (net::from_v6(key.dst).into(), u16::from_be(key.dst_port), key.proto);
-                used.push(Used { egress, remote, port: u16::from_be(flow.port) });
-            }
-        }
-        Ok(Ports::count(used))
     }
 
     /// Writes the status if it is due and differs.
@@ -418,6 +420,7 @@ impl Agent {
             ports: &self.ports,
             withheld: &self.withheld,
             occupied_blocks: occupied,
+            troubles: &self.troubles,
             complaints: &self.complaints,
         };
         let status = status::status(&report, present.status.as_ref(), Timestamp::now());
@@ -458,20 +461,6 @@ async fn lease_changed(lease: &mut Option<LeaseKeeper>) {
 fn known_policies(writer: &Writer) -> BTreeSet<PolicyId> {
     let names = writer.present().names.iter().filter(|(k, _)| k.kind == name_kind::POLICY);
     names.filter_map(|(_, name)| crate::datapath::maps::name_text(name).parse().ok()).collect()
-}
-
-/// Which pods an earlier agent knew, and whether they may have older connections.
-fn known_histories(writer: &Writer) -> BTreeMap<EndpointId, bool> {
-    let tables = writer.present();
-    let flags: BTreeMap<u32, u32> =
-        tables.v4.endpoints.values().chain(tables.v6.endpoints.values()).map(|e| (e.id, e.flags)).collect();
-    let names = tables.names.iter().filter(|(k, _)| k.kind == name_kind::ENDPOINT);
-    names
-        .filter_map(|(k, name)| {
-            let id = crate::datapath::maps::name_text(name).parse().ok()?;
-            Some((id, flags.get(&k.id)? & endpoint_flags::HAS_HISTORY != 0))
-        })
-        .collect()
 }
 
 /// `CLOCK_MONOTONIC` in ns, the kernel programs' clock.

@@ -4,6 +4,7 @@
 use crate::host::{
     MacAddress,
     announce::{Announcer, ClaimListener, is_rival},
+    groups::{self, Groups},
     links::LinkTable,
     schedule::Schedule,
 };
@@ -41,6 +42,7 @@ pub struct Owned {
     start: Instant,
     places: BTreeMap<IpAddr, (Place, u64)>,
     listeners: BTreeMap<u32, ClaimListener>,
+    groups: Groups,
     /// Addresses that another node has claimed while this one could not renew its lease, with the epoch then.
     withdrawn: BTreeMap<IpAddr, u64>,
     /// When everything is announced again.
@@ -58,6 +60,7 @@ impl Owned {
             start,
             places: BTreeMap::new(),
             listeners: BTreeMap::new(),
+            groups: Groups::default(),
             withdrawn: BTreeMap::new(),
             reminder: REMIND,
             defended: BTreeMap::new(),
@@ -80,6 +83,12 @@ impl Owned {
             }
         }
         self.places = wanted.clone();
+        let places = wanted.iter().map(|(address, (place, _))| (*address, place.interface));
+        for ((interface, group), error) in self.groups.set(&groups::wanted(places)) {
+            tracing::warn!(
+                "{group} is not joined on interface {interface}, neighbours may not find its egress IPs: {error}"
+            );
+        }
         self.defended.retain(|a, _| wanted.contains_key(a));
         self.withdrawn.retain(|a, epoch| wanted.get(a).is_some_and(|(_, e)| e == epoch));
         let interfaces: BTreeSet<u32> = wanted.values().map(|(place, _)| place.interface).collect();

@@ -7,7 +7,7 @@ use super::{
     gateways::Target,
     handover,
     hooks::Wanted,
-    status,
+    kept, late, status,
     tell::{self, Running},
     view::{self, Facts},
     ways::{self, Peer, Ways},
@@ -78,12 +78,26 @@ impl Agent {
         let links = self.links.current();
         let rules = rules(&self.world, &self.node, &self.settings);
         let own = self.tunnel_addresses();
-        let classes = view::classes_of(&self.world.snapshot, &self.node);
+        let gone = kept::gone(&self.endpoints, &self.world.snapshot, &self.node, &links);
+        let mut classes = view::classes_of(&self.world.snapshot, &self.node);
+        classes.extend(gone.iter().map(|(id, pod)| (id.clone(), pod.class.clone())));
         let selects = classes.values().any(|class| !class.is_empty());
         let held = self.is_holding();
-        let mut hold = view::is_any_starting(&self.world.snapshot, &classes) || held && !self.are_pods_covered().await;
+        self.find_interfaces(&links, &classes).await;
+        let interfaces = view::interfaces(&links, &self.roles, self.far.interfaces());
+        let (limit, now) = (self.settings.start_limit, self.start.elapsed());
+        self.late.update(&late::Circumstances {
+            node: &self.node,
+            snapshot: &self.world.snapshot,
+            classes: &classes,
+            interfaces: &interfaces,
+            pods: &self.roles.pods,
+            now,
+        });
+        self.troubles = self.late.troubles(&classes, limit, now);
+        let mut hold = self.late.holds(limit, now) || held && !self.are_pods_covered().await;
         // Rules look for what the programs note, so they come after it and go before it.
-        if let Err(e) = self.make_long_way(hold && held, selects).await {
+        if let Err(e) = self.make_stack_path(hold && held, selects).await {
             self.complaints.push(e.to_string());
             hold |= held;
         }
@@ -110,6 +124,8 @@ impl Agent {
             unanswered: &self.world.unanswered(),
             probes: &probes,
             handover: &self.handover,
+            gone: &gone,
+            interfaces: &interfaces,
             with_history: &self.histories.with_history(),
             except_cidrs: &self.settings.except_cidrs,
             silent: self.settings.silent,
@@ -120,7 +136,8 @@ impl Agent {
             config,
         };
         let mut view = view::view(&facts, &mut self.effective);
-        let announced = view::announced(&facts);
+        self.endpoints.clone_from(&view.endpoints);
+        let mut announced = view::announced(&facts);
         let cut_off = view::cut_off(&facts);
         self.complaints.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
         let leases = self.world.leases(&self.node).max(self.leases);
@@ -140,8 +157,10 @@ impl Agent {
         let chosen = |n: &NodeName| self.gateways.way(n).unwrap_or_default();
         view.ways = ways.iter().map(|(n, w)| (n.clone(), w.view(chosen(n), setting))).collect();
         let mut written = false;
-        match self.encoder.encode(&view, self.writer.present()) {
-            Ok(tables) => {
+        match self.encoder.fit(&mut view, self.writer.present()) {
+            Ok((tables, refused)) => {
+                self.troubles.extend(refused.troubles(&self.world.plan.egress_ips));
+                announced.retain(|ip, _| view.egress_ips.contains_key(ip));
                 let classes = classes_of_shaper(&tables, &limits);
                 if let Err(e) = self.shaper.set(&self.netlink.handle, &classes).await {
                     self.complaints.push(e.to_string());
@@ -150,13 +169,19 @@ impl Agent {
                     Ok(()) => {
                         self.leases = leases;
                         self.carries = self.world.owned(&self.node);
+                        self.carries.retain(|ip, _| view.egress_ips.contains_key(ip));
                         written = true;
                     }
                     Err(e) => self.complaints.push(e.to_string()),
                 }
             }
-            Err(overflow) => self.complaints.push(overflow.to_string()),
+            Err(overflow) => self.complaints.push(format!("{overflow}: nothing was changed")),
         }
+        self.complaints.extend(self.troubles.iter().map(|trouble| {
+            let about =
+                trouble.pod.as_ref().map(|pod| format!(", pod {}/{}", pod.namespace, pod.name)).unwrap_or_default();
+            format!("policy {}{about}: {}", trouble.policy, trouble.message)
+        }));
         let gateways = tell::gateways(&self.gateways, &ways);
         self.gateway_ways = gateways.iter().map(status::gateway).collect();
         let running = Running {
@@ -175,7 +200,7 @@ impl Agent {
         self.publish.send_replace(Arc::new(tell::state(&self.world, &facts, &view, &running)));
         if !held
             && self.is_holding()
-            && let Err(e) = self.make_long_way(true, selects).await
+            && let Err(e) = self.make_stack_path(true, selects).await
         {
             self.complaints.push(e.to_string());
         }
@@ -196,6 +221,17 @@ impl Agent {
             tracing::error!("{complaint}");
         }
         self.status_due = true;
+    }
+
+    /// Finds out behind which interface each selected pod is, where no route tells.
+    async fn find_interfaces(&mut self, links: &LinkTable, classes: &view::Classes) {
+        // Whose interface is new is to be known while a pod is overdue.
+        let all = self.late.is_any_overdue(self.settings.start_limit, self.start.elapsed());
+        let pods = classes.iter().filter(|(_, class)| all || !class.is_empty());
+        let ips = pods.filter_map(|(id, _)| Some(&self.world.snapshot.endpoints.get(id)?.ips)).flatten().copied();
+        let routed = |ip: &IpAddr| links.host_routes.get(ip).is_some_and(|index| self.roles.pods.contains(index));
+        let wanted = ips.filter(|ip| !routed(ip)).collect();
+        self.far.find(&wanted, links, &self.roles.pods, std::mem::take(&mut self.look_again)).await;
     }
 
     /// Makes the shaper where some egress IP has a limit, and removes it where none has.
@@ -273,24 +309,23 @@ impl Agent {
         self.hooks.cover(&roles)
     }
 
-    /// Looks what the links are for, and makes sure of the way through the host's stack: it is there before anything is
-    /// told to take it.
-    pub(super) async fn make_long_way(&mut self, hold: bool, selects: bool) -> Result<(), FirewallError> {
+    /// Looks what the links are for, and makes sure of the host-stack path: it is there before anything is told to take it.
+    pub(super) async fn make_stack_path(&mut self, hold: bool, selects: bool) -> Result<(), FirewallError> {
         let links = self.links.current();
         self.roles = classify(&links, &rules(&self.world, &self.node, &self.settings));
+        self.exits = self.hooks.exits();
         let spec = Spec {
             mark: self.settings.firewall_mark,
-            tunnel: self.settings.tunnel.name.clone(),
             index: self.tunnel.index,
             port: self.settings.tunnel.port,
             addresses: self.tunnel_addresses().into_iter().collect(),
-            mtu: self.room(),
+            exits: self.exits.iter().filter_map(|i| Some(links.links.get(i)?.name.clone())).collect(),
             outside: outside(&links, &self.roles, self.tunnel.index),
             selects,
-            hold: hold.then(|| view::excepts(&self.world.snapshot, &self.settings.except_cidrs)),
+            hold: hold.then(|| view::excepts(&self.node, &self.world.snapshot, &self.settings.except_cidrs)),
         };
-        if self.long_way.ensure(&self.netlink.handle, &links, &spec).await? {
-            tracing::info!("the way of first packets through the host's stack is made");
+        if self.stack_path.ensure(&self.netlink.handle, &links, &spec).await? {
+            tracing::info!("the host-stack path of first packets is made");
         }
         Ok(())
     }
@@ -319,7 +354,6 @@ impl Agent {
             flags: self.kernel_flags | firewall,
             room,
             pod_flows: self.settings.pod_flows,
-            mark: self.long_way.made().map_or(0, |spec| spec.mark),
             tcp_established: ticks(t.tcp_established.as_secs()),
             tcp_transitory: ticks(t.tcp_transitory.as_secs()),
             udp: ticks(t.udp.as_secs()),

@@ -38,11 +38,13 @@ pub struct Settings {
     pub lease_duration: Duration,
     /// For how long the datapath answers ARP and NDP after the agent's last sign of life.
     pub deadline: Duration,
+    /// For how long unknown sources are held for a selected pod without an address.
+    pub start_limit: Duration,
     /// ARP and NDP are not answered, and nothing is announced: for networks without them.
     pub silent: bool,
     /// Whether new flows wait for the host's firewall.
     pub firewall: Firewall,
-    /// The one bit of the mark that leads packets through the host's stack.
+    /// The one bit of the mark that leads first packets to the tunnel device where no other route does.
     pub firewall_mark: u32,
     /// The ways to other nodes.
     pub transport: Transport,
@@ -71,6 +73,7 @@ impl From<&Config> for Settings {
             lease_renew: config.lease.renew,
             lease_duration: config.lease.duration,
             deadline: config.deadline,
+            start_limit: config.start_limit,
             silent: config.announce == Announce::None,
             firewall: config.firewall,
             firewall_mark: config.firewall_mark,

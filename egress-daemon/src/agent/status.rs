@@ -7,11 +7,11 @@ use super::{
     ways,
 };
 use crate::{
-    api::{CarriedIP, EgressNodeStatus, GatewayWay, MapUse, NodeAddress},
+    api::{self, CarriedIP, EgressNodeStatus, GatewayWay, MapUse, NodeAddress},
     config::{Firewall, Transport},
     datapath::{attach::Mode, tables::Tables},
     host::{classify::Roles, links::LinkTable},
-    model::NodeName,
+    model::{NodeName, Trouble},
     observe::state::GatewayState,
     plan::Plan,
 };
@@ -19,7 +19,10 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::{Condition, Time},
     jiff::Timestamp,
 };
-use std::{collections::BTreeMap, net::IpAddr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
 
 /// What a status is made from.
 pub struct Report<'a> {
@@ -53,6 +56,8 @@ pub struct Report<'a> {
     pub withheld: &'a Withheld,
     /// Blocks in which the node's own sockets are.
     pub occupied_blocks: Vec<u16>,
+    /// What cannot be done for policies.
+    pub troubles: &'a BTreeSet<Trouble>,
     /// What does not work; empty when all does.
     pub complaints: &'a [String],
 }
@@ -73,10 +78,20 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
         carries: carries(report.carries),
         demand: demand::demand(report.node, report.plan, report.ports, report.withheld),
         occupied_blocks: report.occupied_blocks.clone(),
+        troubles: report.troubles.iter().map(trouble).collect(),
         map_use: usage
             .map(|u| MapUse { map: u.map.into(), used: u.used as u64, capacity: u.capacity as u64 })
             .collect(),
         conditions: vec![ready(report.complaints, old, now)],
+    }
+}
+
+fn trouble(trouble: &Trouble) -> api::Trouble {
+    api::Trouble {
+        policy: trouble.policy.to_string(),
+        pod: trouble.pod.as_ref().map(ToString::to_string),
+        reason: trouble.kind.as_str().into(),
+        message: trouble.message.clone(),
     }
 }
 

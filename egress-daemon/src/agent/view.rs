@@ -38,6 +38,10 @@ pub struct Facts<'a> {
     pub unanswered: &'a BTreeSet<PolicyId>,
     /// What the probes say of the gateways.
     pub probes: &'a BTreeMap<NodeName, ProbeState>,
+    /// Pods whose objects are gone while their interfaces are not.
+    pub gone: &'a BTreeMap<EndpointId, EndpointView>,
+    /// The interfaces of pods by the addresses behind them.
+    pub interfaces: &'a BTreeMap<IpAddr, u32>,
     /// Pods that may have connections from before a policy selected them.
     pub with_history: &'a BTreeSet<EndpointId>,
     /// The administrator's exceptions.
@@ -59,7 +63,10 @@ pub struct Facts<'a> {
 }
 
 /// The policies that select each pod of a node.
-pub fn classes_of(snapshot: &Snapshot, node: &NodeName) -> BTreeMap<EndpointId, BTreeSet<PolicyId>> {
+pub type Classes = BTreeMap<EndpointId, BTreeSet<PolicyId>>;
+
+/// The policies that select each pod of a node that has an object.
+pub fn classes_of(snapshot: &Snapshot, node: &NodeName) -> Classes {
     let nowhere = Default::default();
     let labels = snapshot.nodes.get(node).map_or(&nowhere, |n| &n.labels);
     let own = snapshot.endpoints.values().filter(|e| e.node == *node);
@@ -70,14 +77,14 @@ pub fn classes_of(snapshot: &Snapshot, node: &NodeName) -> BTreeMap<EndpointId, 
     .collect()
 }
 
-/// Whether a pod that a policy selects has no address yet: unknown sources are held.
-pub fn is_any_starting(snapshot: &Snapshot, classes: &BTreeMap<EndpointId, BTreeSet<PolicyId>>) -> bool {
-    let starting = |id: &EndpointId| snapshot.endpoints.get(id).is_some_and(|e| e.ips.is_empty());
-    classes.iter().any(|(id, class)| !class.is_empty() && starting(id))
+/// The interfaces of pods by the addresses behind them: where a route leads, or else where the kernel has `found` them.
+pub fn interfaces(links: &LinkTable, roles: &Roles, found: BTreeMap<IpAddr, u32>) -> BTreeMap<IpAddr, u32> {
+    let routed = links.host_routes.iter().map(|(ip, index)| (*ip, *index));
+    found.into_iter().chain(routed).filter(|(_, index)| roles.pods.contains(index)).collect()
 }
 
 /// The egress IPs of the policies that select pods of this node.
-pub fn used(plan: &Plan, classes: &BTreeMap<EndpointId, BTreeSet<PolicyId>>) -> BTreeSet<IpAddr> {
+pub fn used(plan: &Plan, classes: &Classes) -> BTreeSet<IpAddr> {
     let in_force: BTreeSet<&PolicyId> = classes.values().flatten().collect();
     let used = plan.egress_ips.iter().filter(|(_, e)| e.users.keys().any(|policy| in_force.contains(policy)));
     used.map(|(address, _)| *address).collect()
@@ -86,19 +93,19 @@ pub fn used(plan: &Plan, classes: &BTreeMap<EndpointId, BTreeSet<PolicyId>>) -> 
 /// Makes the view, and notes which policies have come into force.
 pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
     let selected = classes_of(facts.snapshot, facts.node);
-    let in_force: BTreeSet<&PolicyId> = selected.values().flatten().collect();
-    let endpoints = selected.iter().filter_map(|(id, class)| {
-        let ips = facts.snapshot.endpoints.get(id)?.ips.clone();
-        let has_history = facts.with_history.contains(id);
-        let behind = |ip: &IpAddr| facts.links.host_routes.get(ip).copied().filter(|i| facts.roles.pods.contains(i));
-        let interfaces = ips.iter().filter_map(|ip| Some((*ip, behind(ip)?))).collect();
-        Some((id.clone(), EndpointView { ips, class: class.clone(), has_history, interfaces }))
+    let endpoints = selected.into_iter().filter_map(|(id, class)| {
+        let ips = facts.snapshot.endpoints.get(&id)?.ips.clone();
+        let has_history = facts.with_history.contains(&id);
+        let interfaces = ips.iter().filter_map(|ip| Some((*ip, *facts.interfaces.get(ip)?))).collect();
+        Some((id, EndpointView { ips, class, has_history, interfaces }))
     });
-    let endpoints: BTreeMap<_, _> = endpoints.collect();
+    let endpoints: BTreeMap<_, _> = endpoints.chain(facts.gone.clone()).collect();
+    let in_force: BTreeSet<&PolicyId> = endpoints.values().flat_map(|e| &e.class).collect();
     let policies = facts.snapshot.policies.values().filter(|p| in_force.contains(&p.id));
     let policies: BTreeMap<_, _> = policies.map(|p| (p.id.clone(), (p, policy(facts, p, &endpoints)))).collect();
     effective.update(&policies, facts.unanswered, facts.now);
-    let classes: BTreeSet<&BTreeSet<PolicyId>> = selected.values().filter(|c| !c.is_empty()).collect();
+    let classes: BTreeSet<&BTreeSet<PolicyId>> =
+        endpoints.values().map(|e| &e.class).filter(|c| !c.is_empty()).collect();
     let classes = classes.into_iter().map(|c| (c.clone(), effective.merge(facts, c))).collect();
     let policies = policies.into_iter().map(|(id, (_, view))| (id, view)).collect();
     let mut config = facts.config;
@@ -110,7 +117,8 @@ pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
         endpoints,
         policies,
         classes,
-        excepts: excepts(facts.snapshot, facts.except_cidrs),
+        excepts: excepts(facts.node, facts.snapshot, facts.except_cidrs),
+        elsewhere: elsewhere(facts.snapshot, facts.node),
         egress_ips: facts.plan.egress_ips.iter().map(|(ip, e)| (*ip, egress(facts, *ip, e))).collect(),
         nodes: facts.snapshot.nodes.values().map(|n| (n.name.clone(), tunnel_addresses(n))).collect(),
         // The agent fills them in: they depend on routes, which are looked up for the nodes that the view names.
@@ -121,7 +129,7 @@ pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
     }
 }
 
-/// Where a node receives tunnelled packets: what its agent says, or else its addresses in Kubernetes.
+/// Where a node receives tunnelled packets: which of its addresses in Kubernetes its agent prefers, or else all of them.
 pub fn tunnel_addresses(node: &Node) -> Vec<IpAddr> {
     let reported: Vec<IpAddr> = node.report.iter().flat_map(|r| r.tunnel_addresses.iter().copied()).collect();
     if reported.is_empty() { node.addresses.iter().copied().collect() } else { reported }
@@ -137,15 +145,33 @@ fn macs(facts: &Facts<'_>) -> BTreeMap<[u8; 6], NodeName> {
     }))
 }
 
-/// Destinations that no policy touches: every address of a node, the pods of every node, what the administrator says.
-pub fn excepts(snapshot: &Snapshot, except_cidrs: &[IpNet]) -> BTreeSet<IpNet> {
+/// Destinations that no policy touches: the addresses of every Node object, all of this node, the pods of every node, what the
+/// administrator says. What another node only says of itself is none: it could be any server.
+pub fn excepts(node: &NodeName, snapshot: &Snapshot, except_cidrs: &[IpNet]) -> BTreeSet<IpNet> {
     let nodes = snapshot.nodes.values();
     let hosts = nodes.flat_map(|n| {
-        let reported = n.report.iter().flat_map(|r| r.addresses.iter().map(|a| a.net.addr()));
-        n.addresses.iter().copied().chain(reported).map(IpNet::from).chain(n.pod_cidrs.iter().copied())
+        let own = n.report.iter().filter(|_| n.name == *node).flat_map(|r| r.addresses.iter().map(|a| a.net.addr()));
+        n.addresses.iter().copied().chain(own).map(IpNet::from).chain(n.pod_cidrs.iter().copied())
     });
     let pods = snapshot.endpoints.values().flat_map(|e| e.ips.iter().copied().map(IpNet::from));
     hosts.chain(pods).chain(except_cidrs.iter().copied()).map(|n| n.trunc()).collect()
+}
+
+/// What belongs to pods of other nodes: their addresses, where they are known, and their nodes' networks of pods. Those only of
+/// families in which the pods of this node have their addresses out of its own network: with other ways of giving out addresses
+/// Node objects say nothing about where a pod is.
+fn elsewhere(snapshot: &Snapshot, node: &NodeName) -> BTreeSet<IpNet> {
+    let own = snapshot.nodes.get(node).map(|n| &n.pod_cidrs);
+    let (here, away): (Vec<_>, Vec<_>) = snapshot.endpoints.values().partition(|e| e.node == *node);
+    let here: Vec<IpAddr> = here.iter().flat_map(|e| e.ips.iter().copied()).collect();
+    let is_told = |ipv6: bool| {
+        let mut here = here.iter().filter(|ip| ip.is_ipv6() == ipv6).peekable();
+        here.peek().is_some() && here.all(|ip| own.is_some_and(|nets| nets.iter().any(|net| net.contains(ip))))
+    };
+    let told = [false, true].map(is_told);
+    let others = snapshot.nodes.values().filter(|n| n.name != *node).flat_map(|n| n.pod_cidrs.iter());
+    let networks = others.filter(|net| told[usize::from(net.addr().is_ipv6())]).map(IpNet::trunc);
+    networks.chain(away.iter().flat_map(|e| e.ips.iter().copied().map(IpNet::from))).collect()
 }
 
 fn policy(facts: &Facts<'_>, policy: &Policy, endpoints: &BTreeMap<EndpointId, EndpointView>) -> PolicyView {
@@ -236,6 +262,7 @@ fn egress(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> EgressView {
         epoch: e.epoch,
         interface: if forwards { uplink(facts, address, e) } else { None },
         node_address: e.fixed,
+        here: facts.links.by_address(address).is_some(),
         silent: facts.silent || forwards && former || facts.withdrawn.contains(&address),
         subnet: if forwards { subnet(facts, address, e) } else { None },
         limit: if forwards { limit(facts.snapshot, e) } else { None },

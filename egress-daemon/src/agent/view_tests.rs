@@ -4,7 +4,8 @@ use super::{
     blocks::Withheld,
     effective::Effective,
     handover::{Circumstances, GRACE, Handover, LINGER},
-    view::{Facts, classes_of, is_any_starting, uplink, view},
+    late::{self, Late},
+    view::{Facts, classes_of, interfaces, uplink, view},
 };
 use crate::{
     datapath::encode::{NodeView, PolicyView, SlotView},
@@ -47,6 +48,25 @@ fn policy_id() -> PolicyId {
     PolicyId::new(PolicyKind::Native, "web")
 }
 
+/// A policy for the pods with the label `app: web`, all IPv4 destinations.
+pub(super) fn web() -> Policy {
+    Policy {
+        selectors: vec![EndpointSelector { pod: Some(Selector::label("app", "web")), ..Default::default() }],
+        destinations: vec!["0.0.0.0/0".parse().unwrap()],
+        id: policy_id(),
+        uid: "u".into(),
+        created: 0,
+        excluded: Vec::new(),
+        source: Source::Pools(Vec::new()),
+        distribution: Distribution::PerFlow,
+        zone: ZoneMode::Any,
+        prefer_local_node: false,
+        on_no_gateway: OnNoGateway::Drop,
+        existing: Existing::Keep,
+        bandwidth: None,
+    }
+}
+
 fn pod(name: &str, node: &str, app: &str, ips: &[&str]) -> Endpoint {
     Endpoint {
         id: EndpointId::new("default", name, name),
@@ -79,22 +99,7 @@ impl World {
             n.report.as_mut().unwrap().carries = own.map(|(address, _)| (ip(address), 1)).collect();
             snapshot.nodes.insert(n.name.clone(), n);
         }
-        let policy = Policy {
-            selectors: vec![EndpointSelector { pod: Some(Selector::label("app", "web")), ..Default::default() }],
-            destinations: vec!["0.0.0.0/0".parse().unwrap()],
-            id: policy_id(),
-            uid: "u".into(),
-            created: 0,
-            excluded: Vec::new(),
-            source: Source::Pools(Vec::new()),
-            distribution: Distribution::PerFlow,
-            zone: ZoneMode::Any,
-            prefer_local_node: false,
-            on_no_gateway: OnNoGateway::Drop,
-            existing: Existing::Keep,
-            bandwidth: None,
-        };
-        snapshot.policies.insert(policy_id(), policy);
+        snapshot.policies.insert(policy_id(), web());
         let mut plan = Plan { lease_revision: 5, ..Plan::default() };
         for (address, owner) in OWNED {
             plan.egress_ips.insert(
@@ -172,6 +177,8 @@ impl World {
             unanswered: &BTreeSet::new(),
             probes: &self.probes,
             handover,
+            gone: &BTreeMap::new(),
+            interfaces: &interfaces(&self.links, &self.roles, BTreeMap::new()),
             with_history: &BTreeSet::new(),
             except_cidrs: &self.except,
             silent: self.silent,
@@ -198,7 +205,18 @@ impl World {
 
 #[test]
 fn unknown_sources_are_held_only_while_a_selected_pod_is_starting() {
-    let held = |w: &World| is_any_starting(&w.snapshot, &classes_of(&w.snapshot, &"me".into()));
+    let held = |w: &World| {
+        let (mut late, classes) = (Late::default(), classes_of(&w.snapshot, &"me".into()));
+        late.update(&late::Circumstances {
+            node: &"me".into(),
+            snapshot: &w.snapshot,
+            classes: &classes,
+            interfaces: &BTreeMap::new(),
+            pods: &BTreeSet::new(),
+            now: Duration::ZERO,
+        });
+        late.holds(Duration::from_secs(60), Duration::from_secs(59))
+    };
     let mut world = World::new();
     assert!(!held(&world));
     world.add(pod("db", "me", "db", &[]));
@@ -408,13 +426,14 @@ fn the_uplink_is_the_named_one_the_holder_the_network_or_the_default_route() {
 fn nodes_pods_and_the_administrators_networks_are_excepted() {
     let mut world = World::new();
     world.except = vec!["172.16.5.9/12".parse().unwrap()];
-    let g1 = world.snapshot.nodes.get_mut(&NodeName::from("g1")).unwrap();
-    g1.pod_cidrs.insert("10.2.0.0/24".parse().unwrap());
-    g1.report.as_mut().unwrap().addresses.insert(InterfaceAddress {
-        interface: "eth9".into(),
-        net: "203.0.113.1/24".parse().unwrap(),
-        default_route: false,
-    });
+    let nodes = &mut world.snapshot.nodes;
+    nodes.get_mut(&NodeName::from("g1")).unwrap().pod_cidrs.insert("10.2.0.0/24".parse().unwrap());
+    // What another node says of itself excepts nothing.
+    for (node, net) in [("me", "203.0.113.1/24"), ("g1", "203.0.113.2/24")] {
+        let (interface, net) = ("eth9".into(), net.parse().unwrap());
+        let report = &mut nodes.get_mut(&NodeName::from(node)).unwrap().report;
+        report.get_or_insert_default().addresses.insert(InterfaceAddress { interface, net, default_route: false });
+    }
     let expected =
         ["10.0.0.1/32", "10.0.0.2/32", "10.0.0.3/32", "10.1.0.1/32", "10.2.0.0/24", "172.16.0.0/12", "203.0.113.1/32"];
     assert_eq!(world.view().excepts, expected.iter().map(|n| n.parse::<IpNet>().unwrap()).collect());

@@ -154,6 +154,10 @@ pub struct EgressNodeStatus {
     #[schemars(with = "Vec<i32>")]
     pub occupied_blocks: Vec<u16>,
 
+    /// What the node cannot do for policies, sorted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub troubles: Vec<Trouble>,
+
     /// How full the kernel's tables are.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub map_use: Vec<MapUse>,
@@ -162,6 +166,25 @@ pub struct EgressNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
+}
+
+/// Something that the node cannot do for a policy.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Trouble {
+    /// The policy: its name, with the prefix cegp/ for a CiliumEgressGatewayPolicy and egress/ for Antrea's Egress.
+    pub policy: String,
+
+    /// The pod that it is about, as namespace/name/uid; absent where it is about the policy as a whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub pod: Option<String>,
+
+    /// What it is, in one word: DoesNotFit, PodWithoutInterface or PodNotStarted.
+    pub reason: String,
+
+    /// What it is, and what to do about it.
+    pub message: String,
 }
 
 /// An egress IP that a gateway carries.

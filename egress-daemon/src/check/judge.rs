@@ -207,8 +207,10 @@ fn firewall(facts: &Facts, config: &Config) -> Line {
         found.push(format!("iptables ({})", facts.iptables.join(", ")));
     }
     if config.firewall == Firewall::Respect {
-        let mark = config.firewall_mark;
-        return ok("firewall", format!("first packets of flows pass it, with the bit {mark:#x} of the mark"));
+        return ok(
+            "firewall",
+            "first packets of flows pass it, or the programs of a CNI that routes by itself".to_owned(),
+        );
     }
     let tracking = if facts.conntrack { "connection tracking" } else { "no connection tracking" };
     if found.is_empty() {

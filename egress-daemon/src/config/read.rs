@@ -45,6 +45,7 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
         lease.set("duration", &mut config.lease.duration, |v| duration_in(v, 100, 3_600_000));
     });
     top.set("deadline", &mut config.deadline, |v| duration_in(v, 100, 3_600_000));
+    top.set("startLimit", &mut config.start_limit, |v| duration_in(v, 1_000, 3_600_000));
     top.set("firewall", &mut config.firewall, |v| {
         choice(v, &[("respect", Firewall::Respect), ("bypass", Firewall::Bypass)], &[])
     });

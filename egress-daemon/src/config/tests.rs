@@ -47,6 +47,7 @@ timeouts: {tcpEstablished: 3h, tcpTransitory: 5m, udp: 120s, icmp: 61s}
 probe: {interval: 50ms, count: 5}
 lease: {renew: 1s, duration: 5s}
 deadline: 3s
+startLimit: 2m
 firewall: bypass
 firewallMark: 0x100000
 transport: device
@@ -73,6 +74,7 @@ metrics: "127.0.0.1:9473"
         probe: Probe { interval: Duration::from_millis(50), count: 5 },
         lease: Lease { renew: seconds(1), duration: seconds(5) },
         deadline: seconds(3),
+        start_limit: seconds(120),
         firewall: Firewall::Bypass,
         firewall_mark: 0x10_0000,
         transport: Transport::Device,

@@ -5,6 +5,7 @@ use crate::model::{PolicyId, PolicyKind};
 use crate::plan::diff::Change;
 use crate::plan::{ConditionKind, OwnerReason, Reason};
 use crate::store::{Key, Kind, Note, ObjectRef};
+use crate::translate::Problem;
 use std::fmt;
 
 /// Something that happened to an object.
@@ -33,6 +34,19 @@ impl Event {
     pub(super) fn refused(policy: &PolicyId, message: &str) -> Event {
         let (object, reason) = (format!("policy {policy}"), Reason::Invalid.as_str());
         Event { object, about: object_of(policy), warning: true, reason, message: message.to_owned() }
+    }
+
+    /// The event of something in a node's objects that is not believed.
+    pub(super) fn of_node(problem: &Problem) -> Option<Event> {
+        let kind = match problem.kind {
+            "Node" => Kind::Node,
+            "EgressNode" => Kind::EgressNode,
+            _ => return None,
+        };
+        let about = ObjectRef { kind, key: Key::cluster(&problem.name) };
+        let (object, reason) = (format!("{} {}", problem.kind, problem.name), Reason::Invalid.as_str());
+        let message = format!("{}: {}: {}", problem.field, problem.message, problem.remedy);
+        Some(Event { object, about, warning: true, reason, message })
     }
 
     /// The event of a change; nothing for changes that are everyday business.
@@ -70,6 +84,11 @@ impl Event {
                 };
                 let message = format!("{}: {}", condition.reason, condition.message);
                 event((format!("policy {policy}"), object_of(policy)), !good, reason, message)
+            }
+            Change::Unserved { pod, kind, message } => {
+                let key = Key { namespace: pod.namespace.to_string(), name: pod.name.to_string() };
+                let about = ObjectRef { kind: Kind::Pod, key };
+                event((format!("pod {}/{}", pod.namespace, pod.name), about), true, kind.as_str(), message.clone())
             }
             Change::Leased { .. } | Change::Returned { .. } | Change::Reassigned { .. } => None,
         }

@@ -88,6 +88,8 @@ struct Leading {
     told: Option<Plan>,
     /// The policies that could not be carried out then, and why.
     refused: BTreeMap<PolicyId, String>,
+    /// What nodes said of themselves then that was not believed.
+    doubts: Vec<Event>,
     /// The policies that are gone.
     departed: Departed,
 }
@@ -129,9 +131,19 @@ impl Controller {
                 self.store.refresh().await;
                 let store = self.store.guarded(self.lease.clone(), epoch);
                 let (due, delays) = (Duration::ZERO, BTreeSet::new());
-                let (refused, departed) = (BTreeMap::new(), Departed::default());
-                self.leading =
-                    Some(Leading { epoch, store, seen: None, known: None, due, delays, told: None, refused, departed });
+                let (refused, doubts, departed) = (BTreeMap::new(), Vec::new(), Departed::default());
+                self.leading = Some(Leading {
+                    epoch,
+                    store,
+                    seen: None,
+                    known: None,
+                    due,
+                    delays,
+                    told: None,
+                    refused,
+                    doubts,
+                    departed,
+                });
             }
             Some(_) => {}
         }
@@ -255,10 +267,11 @@ impl Controller {
         let mut wanted = desired(&objects, memo.snapshot(), &after, &problems, &time);
         remarks::add(&mut wanted, &objects, &self.store.problems(), &time);
         let refused = refusals(&problems);
+        let doubts = problems.iter().filter_map(Event::of_node).collect();
         let known = Known::new(memo, problems, &wanted);
         let planning = started.elapsed();
         let applied = apply(&leading.store, wanted, &self.known).await;
-        self.tell(leading, before, after, refused, &applied);
+        self.tell(leading, before, after, (refused, doubts), &applied);
         self.report(&applied, planning, false);
         let now = self.start.elapsed();
         self.observe_nodes(known.memo.snapshot(), &objects, now);
@@ -284,7 +297,7 @@ impl Controller {
         leading: &mut Leading,
         before: Plan,
         after: Plan,
-        refused: BTreeMap<PolicyId, String>,
+        (refused, doubts): (BTreeMap<PolicyId, String>, Vec<Event>),
         applied: &Applied,
     ) {
         if applied.errors.is_empty() {
@@ -294,7 +307,8 @@ impl Controller {
             let changes = diff(&last, &after);
             let is_new = |(policy, why): &(&PolicyId, &String)| leading.refused.get(*policy) != Some(*why);
             let refusals = refused.iter().filter(is_new).map(|(policy, why)| Event::refused(policy, why));
-            for event in changes.iter().filter_map(Event::of).chain(refusals) {
+            let new_doubts = doubts.iter().filter(|doubt| !leading.doubts.contains(doubt)).cloned();
+            for event in changes.iter().filter_map(Event::of).chain(refusals).chain(new_doubts) {
                 if event.warning {
                     tracing::warn!(object = %event.object, reason = event.reason, "{}", event.message);
                 } else {
@@ -302,7 +316,7 @@ impl Controller {
                 }
                 self.store.note(event.note());
             }
-            (leading.told, leading.refused) = (Some(after), refused);
+            (leading.told, leading.refused, leading.doubts) = (Some(after), refused, doubts);
         }
     }
 

@@ -13,7 +13,7 @@ use egress_common::{
     abi::{NameKey, TICK_SHIFT, name_kind},
     egress::EgressIp,
     endpoint::{Endpoint, Policy, PolicyKey, RouteKey},
-    flow::{Flow, FlowKey, Reverse, kind},
+    flow::{Flow, FlowKey, Inbound, Reverse, kind},
     limits::MAGLEV_CHUNK,
     net,
     verdict::Counter,
@@ -35,9 +35,11 @@ pub struct FlowEntry {
     pub remote_port: u16,
     /// IP protocol number.
     pub proto: u32,
+    /// Whether its packets are left alone. Of [`flow`](Self::flow) only the ticks and the TCP state mean something then.
+    pub untouched: bool,
     /// What outgoing packets need.
     pub flow: Flow,
-    /// What replies need; absent for an untouched flow.
+    /// What replies need; absent where they are left alone.
     pub back: Option<Back>,
 }
 
@@ -65,7 +67,7 @@ impl FlowEntry {
     }
     /// Whether its packets are translated.
     pub fn translated(&self) -> bool {
-        self.flow.kind == kind::TRANSLATED
+        !self.untouched && self.flow.kind == kind::TRANSLATED
     }
 }
 
@@ -263,11 +265,34 @@ where
         remote: ip(k.dst),
         remote_port: u16::from_be(k.dst_port),
         proto: k.proto,
+        untouched: false,
         flow,
         back: back.get(&k).copied(),
     }));
+    all.extend(maps.inbound.entries()?.into_iter().map(|(k, record)| FlowEntry {
+        pod: ip(k.src),
+        pod_port: u16::from_be(k.src_port),
+        remote: ip(k.dst),
+        remote_port: u16::from_be(k.dst_port),
+        proto: k.proto,
+        untouched: true,
+        flow: left_alone(&record),
+        back: None,
+    }));
     all[start..].sort_by_key(FlowEntry::key);
     Ok(())
+}
+
+/// What tools show of a record of the outside's opening.
+fn left_alone(record: &Inbound) -> Flow {
+    Flow {
+        config_generation: record.generation,
+        endpoint: record.endpoint,
+        last_seen: record.last_seen,
+        created: record.created,
+        state: record.state,
+        ..Flow::EMPTY
+    }
 }
 
 /// The 5-tuple as the datapath hashes it, for an address pair of one family.

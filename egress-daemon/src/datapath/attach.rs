@@ -3,6 +3,7 @@
 
 use super::{
     Pins,
+    filters::{Filter, filters},
     load::{LoadError, Programs},
 };
 use aya::programs::{
@@ -17,10 +18,12 @@ use std::{
 };
 use thiserror::Error;
 
-/// Priority of our filters at a clsact qdisc: early, and ours alone.
-const PRIORITY: u16 = 0x53;
-/// Handle of our filters at a clsact qdisc.
-const HANDLE: u16 = 0x5350;
+/// Priority of our filters at a clsact qdisc: before all others.
+const FIRST: u16 = 1;
+/// Their priority where somebody else's is the first and cannot be shared.
+const LATER: u16 = 0x53;
+/// Handles of our filters. The latest filter of a priority is the first: to be put first again, one takes the handle that is free.
+const HANDLES: [u32; 2] = [0x5350, 0x5351];
 
 /// How programs are attached on this kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +52,7 @@ pub fn direction(program: &str) -> TcAttachType {
 }
 
 fn is_egress(program: &str) -> bool {
-    matches!(program, "pod_ingress" | "tunnel_egress")
+    matches!(program, "pod_ingress" | "exit_egress")
 }
 
 /// Why a program is not attached.
@@ -76,6 +79,16 @@ pub enum Failure {
     /// The link cannot be pinned.
     #[error("its link cannot be pinned: {0}")]
     Pin(String),
+    /// Another filter comes first.
+    #[error(
+        "a filter of kind {kind} with priority {priority} comes before it and may end the chain: give that one a higher number (tc filter)"
+    )]
+    Behind {
+        /// What the other one is.
+        kind: String,
+        /// Its priority.
+        priority: u16,
+    },
     /// The qdisc cannot be made.
     #[error("no clsact qdisc: {0}")]
     Qdisc(#[from] tc::TcError),
@@ -169,8 +182,10 @@ impl Attacher {
         match self.mode {
             // A program before ours may end the chain.
             Mode::Tcx => first_tcx(interface, direction(program)) == Some(id),
-            // There is no cheap question for it; replacing a filter by itself is harmless.
-            Mode::Clsact => false,
+            Mode::Clsact => {
+                let all = filters(interface, direction(program)).unwrap_or_default();
+                all.first().is_some_and(|first| is_ours(first) && first.program == Some(id))
+            }
         }
     }
 
@@ -237,34 +252,82 @@ fn first_tcx(interface: &str, direction: TcAttachType) -> Option<u32> {
     programs.first().map(aya::programs::ProgramInfo::id)
 }
 
-/// Adds our filter, or replaces its program.
+/// Whether a filter is one of ours.
+fn is_ours(filter: &Filter) -> bool {
+    filter.kind == "bpf" && HANDLES.contains(&filter.handle)
+}
+
+/// Makes our program the first one: replaces that of our filter where it is the first, or adds a filter before all others and removes
+/// the one that was not. Where somebody else's comes first all the same it is attached behind it, and that is an error.
 fn attach_filter(program: &mut SchedClassifier, interface: &str, direction: TcAttachType) -> Result<(), Failure> {
     match tc::qdisc_add_clsact(interface) {
         Ok(()) | Err(tc::TcError::AlreadyAttached) => {}
         Err(tc::TcError::NetlinkError(e)) if e.raw_os_error() == Some(libc::EEXIST) => {}
         Err(e) => return Err(e.into()),
     }
-    let handle = TcHandle::from(u32::from(HANDLE));
-    let options = NlOptions { priority: PRIORITY, handle, ..NlOptions::default() };
-    let added = program.attach_with_options(interface, direction, TcAttachOptions::Netlink(options));
-    let id = match added {
-        Ok(id) => id,
-        Err(_) => {
-            let link = SchedClassifierLink::attached(interface, direction, PRIORITY, handle, None)?;
-            program.attach_to_link(link)?
-        }
-    };
+    let before = filters(interface, direction)?;
+    if let Some(first) = before.first().filter(|first| is_ours(first)) {
+        return replace(program, interface, direction, first);
+    }
+    let used = |handle: &&u32| before.iter().any(|f| (f.priority, f.handle) == (FIRST, **handle));
+    let free = HANDLES.iter().find(|handle| !used(handle)).unwrap_or(&HANDLES[0]);
+    match add(program, interface, direction, FIRST, *free) {
+        Ok(()) => {}
+        // The first one is of another kind or protocol, which have their priorities for themselves.
+        Err(_) => match before.iter().find(|filter| is_ours(filter)) {
+            Some(filter) => replace(program, interface, direction, filter)?,
+            None => add(program, interface, direction, LATER, HANDLES[0])?,
+        },
+    }
+    let after = filters(interface, direction)?;
+    for filter in after.iter().skip(1).filter(|_| after.first().is_some_and(is_ours)).filter(|filter| is_ours(filter)) {
+        remove(interface, direction, filter);
+    }
+    match after.first() {
+        Some(first) if !is_ours(first) => Err(Failure::Behind { kind: first.kind.clone(), priority: first.priority }),
+        _ => Ok(()),
+    }
+}
+
+fn add(
+    program: &mut SchedClassifier,
+    interface: &str,
+    direction: TcAttachType,
+    priority: u16,
+    handle: u32,
+) -> Result<(), Failure> {
+    let options = NlOptions { priority, handle: TcHandle::from(handle), ..NlOptions::default() };
+    let id = program.attach_with_options(interface, direction, TcAttachOptions::Netlink(options))?;
     // Dropping the link would remove the filter.
     std::mem::forget(program.take_link(id)?);
     Ok(())
 }
 
-/// Removes our filter from an interface, if it is there.
+fn replace(
+    program: &mut SchedClassifier,
+    interface: &str,
+    direction: TcAttachType,
+    filter: &Filter,
+) -> Result<(), Failure> {
+    let handle = TcHandle::from(filter.handle);
+    let link = SchedClassifierLink::attached(interface, direction, filter.priority, handle, None)?;
+    let id = program.attach_to_link(link)?;
+    std::mem::forget(program.take_link(id)?);
+    Ok(())
+}
+
+fn remove(interface: &str, direction: TcAttachType, filter: &Filter) {
+    let handle = TcHandle::from(filter.handle);
+    // Dropping a link detaches it; an error means that it was not there.
+    drop(SchedClassifierLink::attached(interface, direction, filter.priority, handle, None));
+}
+
+/// Removes our filters from one side of an interface, if there are any.
 pub fn detach_filter(program: &str, interface: &str) {
-    let handle = TcHandle::from(u32::from(HANDLE));
-    if let Ok(link) = SchedClassifierLink::attached(interface, direction(program), PRIORITY, handle, None) {
-        // Dropping a link detaches it; an error means that it was not there.
-        drop(link);
+    let direction = direction(program);
+    // Without the qdisc there is none.
+    for filter in filters(interface, direction).unwrap_or_default().iter().filter(|filter| is_ours(filter)) {
+        remove(interface, direction, filter);
     }
 }
 

@@ -17,7 +17,8 @@ use egress_common::{
     config::{self, Config},
     egress::{BlockList, EgressIp, LeaseTable, Uplink, flags},
     endpoint::{
-        AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, endpoint_flags,
+        AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey,
+        endpoint_flags, except,
     },
     limits::{self, MAGLEV_CHUNK},
     net, port_block,
@@ -30,7 +31,7 @@ use std::{
 };
 
 /// A pod of this node.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EndpointView {
     /// Its addresses.
     pub ips: BTreeSet<IpAddr>,
@@ -54,7 +55,7 @@ pub struct SlotView {
 }
 
 /// A policy in force on this node.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PolicyView {
     /// [`egress_common::endpoint::policy_flags`].
     pub flags: u32,
@@ -77,6 +78,8 @@ pub struct EgressView {
     pub interface: Option<u32>,
     /// A node has the address by itself.
     pub node_address: bool,
+    /// An interface of this node has the address.
+    pub here: bool,
     /// ARP and NDP are not answered for it.
     pub silent: bool,
     /// The subnet of its own that its packets go into, where this node is the owner.
@@ -102,6 +105,8 @@ pub struct NodeView {
     pub classes: BTreeMap<BTreeSet<PolicyId>, Vec<(IpNet, Option<PolicyId>)>>,
     /// Destinations that no policy touches.
     pub excepts: BTreeSet<IpNet>,
+    /// Those of them that no pod of this node has an address of.
+    pub elsewhere: BTreeSet<IpNet>,
     /// Egress IPs.
     pub egress_ips: BTreeMap<IpAddr, EgressView>,
     /// Tunnel addresses of all nodes; the first one is the one to send to.
@@ -118,7 +123,7 @@ pub struct NodeView {
 
 /// Numbers of things that have names.
 #[derive(Clone, Debug)]
-struct Numbers<T: Ord + Clone>(BTreeMap<T, u32>);
+pub(super) struct Numbers<T: Ord + Clone>(pub(super) BTreeMap<T, u32>);
 
 impl<T: Ord + Clone> Numbers<T> {
     /// The numbers of all that is `wanted`: the old ones where they had one, free ones from 1 up otherwise. Numbers in
@@ -136,7 +141,7 @@ impl<T: Ord + Clone> Numbers<T> {
 
 /// Turns views into tables. Remembers which numbers are given out.
 pub struct Encoder {
-    policies: Numbers<PolicyId>,
+    pub(super) policies: Numbers<PolicyId>,
     egress: Numbers<IpAddr>,
     nodes: Numbers<NodeName>,
     endpoints: Numbers<EndpointId>,
@@ -177,7 +182,7 @@ impl Encoder {
             policies: self.policies.assign(view.policies.keys().cloned(), named_ids(present, name_kind::POLICY)),
             egress: egress_numbers(view, present),
             nodes: self.nodes.assign(view.nodes.keys().cloned(), named_ids(present, name_kind::NODE)),
-            endpoints: self.endpoints.assign(view.endpoints.keys().cloned(), named_ids(present, name_kind::ENDPOINT)),
+            endpoints: endpoint_numbers(&self.endpoints, view, present),
             classes: self
                 .classes
                 .assign(view.classes.keys().filter(|c| !c.is_empty()).cloned(), present_classes(present)),
@@ -229,6 +234,7 @@ impl Encoder {
                 (e.node_address, flags::NODE_ADDRESS),
                 (e.silent, flags::SILENT),
                 (e.subnet.is_some(), flags::SUBNET),
+                (e.here, flags::HERE),
             ] {
                 bits |= if set { bit } else { 0 };
             }
@@ -311,9 +317,7 @@ impl Encoder {
             return Vec::new();
         }
         let keys: Vec<_> = slots.iter().map(|(_, k)| *k).collect();
-        // The size follows all slots of the family, usable or not: a gateway that fails does not change it.
-        let all = policy.slots.iter().filter(|s| s.address.is_ipv4() == (family == 4)).count();
-        maglev::table(&keys, maglev::size(all)).into_iter().map(|i| slots[i as usize].0).collect()
+        maglev::table(&keys, maglev_len(policy, family)).into_iter().map(|i| slots[i as usize].0).collect()
     }
 
     fn endpoints(&self, view: &NodeView, tables: &mut Tables) {
@@ -336,9 +340,10 @@ impl Encoder {
         }
         for net_ in &view.excepts {
             let len = u32::from(net_.prefix_len());
+            let value = if view.elsewhere.contains(net_) { except::ELSEWHERE } else { except::ANYWHERE };
             match net_ {
-                IpNet::V4(n) => drop(tables.v4.excepts.insert((net::v4(n.network()), len), 1)),
-                IpNet::V6(n) => drop(tables.v6.excepts.insert((net::v6(n.network()), len), 1)),
+                IpNet::V4(n) => drop(tables.v4.excepts.insert((net::v4(n.network()), len), value)),
+                IpNet::V6(n) => drop(tables.v6.excepts.insert((net::v6(n.network()), len), value)),
             }
         }
         for (id, endpoint) in &view.endpoints {
@@ -381,7 +386,7 @@ fn present_classes(present: &Tables) -> impl Iterator<Item = u32> {
 
 /// The indices of egress IPs: an address keeps the one that it has in the maps, also a retired one that comes back. Others
 /// get one that was never used; only where there is none left, that of a retired address.
-fn egress_numbers(view: &NodeView, present: &Tables) -> Numbers<IpAddr> {
+pub(super) fn egress_numbers(view: &NodeView, present: &Tables) -> Numbers<IpAddr> {
     let known: BTreeMap<IpAddr, u32> = present.egress_ips.iter().map(|(i, e)| (net::from_any(e.addr), *i)).collect();
     let live: BTreeSet<u32> =
         present.v4.egress_index.values().chain(present.v6.egress_index.values()).copied().collect();
@@ -393,12 +398,38 @@ fn egress_numbers(view: &NodeView, present: &Tables) -> Numbers<IpAddr> {
     Numbers(view.egress_ips.keys().filter_map(number).collect())
 }
 
+/// The length of a policy's Maglev table of one family, where it is not empty. It follows all slots of the family, usable or not: a
+/// gateway that fails does not change it.
+pub(super) fn maglev_len(policy: &PolicyView, family: u32) -> u32 {
+    maglev::size(policy.slots.iter().filter(|s| s.address.is_ipv4() == (family == 4)).count())
+}
+
+/// The numbers of endpoints, out of their names: a pod that comes after another one, with its address perhaps, has another number.
+/// Whatever is kept of a pod names it by that.
+fn endpoint_numbers(known: &Numbers<EndpointId>, view: &NodeView, present: &Tables) -> Numbers<EndpointId> {
+    let mut taken: BTreeSet<u32> =
+        named_ids(present, name_kind::ENDPOINT).chain(known.0.values().copied()).chain([0]).collect();
+    let mut number = |id: &EndpointId| {
+        known.0.get(id).copied().unwrap_or_else(|| {
+            let first = hash_of(&id.to_string());
+            let free = (0..=u32::MAX).map(|i| first.wrapping_add(i)).find(|n| !taken.contains(n)).unwrap_or(first);
+            taken.insert(free);
+            free
+        })
+    };
+    Numbers(view.endpoints.keys().map(|id| (id.clone(), number(id))).collect())
+}
+
 /// The seed of a policy's hashes: the same on every node, different between policies.
 pub fn seed(policy: &PolicyId) -> u32 {
+    hash_of(&policy.to_string())
+}
+
+fn hash_of(text: &str) -> u32 {
     use siphasher::sip::SipHasher13;
     use std::hash::Hasher as _;
     let mut hasher = SipHasher13::new_with_keys(0, 0);
-    hasher.write(policy.to_string().as_bytes());
+    hasher.write(text.as_bytes());
     hasher.finish() as u32
 }
 

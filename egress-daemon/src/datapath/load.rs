@@ -23,7 +23,7 @@ pub const PROGRAMS: [&str; 7] = [
     "pod_egress",
     "pod_ingress",
     "tunnel_ingress",
-    "tunnel_egress",
+    "exit_egress",
     "uplink_ingress",
     "underlay_ingress",
     "shaper_ingress",
@@ -204,7 +204,7 @@ impl Programs {
         for name in &names {
             loader.map_pin_path(name, pins.map(name));
         }
-        for name in ["FLOWS_V4", "FLOWS_V6", "REVERSE_V4", "REVERSE_V6"] {
+        for name in ["FLOWS_V4", "FLOWS_V6", "REVERSE_V4", "REVERSE_V6", "ENDED_V4", "ENDED_V6"] {
             loader.map_max_entries(name, sizes.max_flows);
         }
         for name in ["TICKETS_V4", "TICKETS_V6"] {

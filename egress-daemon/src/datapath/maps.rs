@@ -11,7 +11,7 @@ use egress_common::{
     config::Config,
     egress::{BlockList, EgressIp, LeaseTable, MacKey, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
-    flow::{Flow, FlowKey, Reverse},
+    flow::{Flow, FlowKey, Inbound, Reverse},
     verdict::Counter,
 };
 use std::{collections::BTreeMap, path::PathBuf};
@@ -61,15 +61,14 @@ impl<K: Pod + Ord, V: Pod> Table<K, V> {
     }
     /// All entries, in order. Entries that programs add or remove meanwhile may or may not be there.
     pub fn entries(&self) -> Result<BTreeMap<K, V>, MapsError> {
-        let mut all = BTreeMap::new();
-        for entry in self.map.iter() {
-            match entry {
-                Ok((k, v)) => drop(all.insert(k, v)),
-                Err(MapError::KeyNotFound) => {}
-                Err(e) => return Err(self.error(e)),
-            }
-        }
-        Ok(all)
+        self.iter().collect()
+    }
+    /// One entry after the other, in no order.
+    pub fn iter(&self) -> impl Iterator<Item = Result<(K, V), MapsError>> {
+        self.map.iter().filter_map(|entry| match entry {
+            Err(MapError::KeyNotFound) => None,
+            other => Some(other.map_err(|e| self.error(e))),
+        })
     }
     /// Adds or replaces an entry.
     pub fn set(&mut self, key: &K, value: &V) -> Result<(), MapsError> {
@@ -164,6 +163,8 @@ where
     pub flows: Table<FlowKey<A>, Flow>,
     /// Flows by the 5-tuple that the outside sees.
     pub reverse: Table<FlowKey<A>, Reverse<A>>,
+    /// What the outside opened, by the 5-tuple of what the pod sends.
+    pub inbound: Table<FlowKey<A>, Inbound>,
     /// Pods of this node.
     pub endpoints: Table<A, Endpoint>,
     /// Policy by class and destination.
@@ -216,6 +217,7 @@ macro_rules! family {
         FamilyMaps {
             flows: Table::open($pins, concat!("FLOWS_", $suffix))?,
             reverse: Table::open($pins, concat!("REVERSE_", $suffix))?,
+            inbound: Table::open($pins, concat!("INBOUND_", $suffix))?,
             endpoints: Table::open($pins, concat!("ENDPOINTS_", $suffix))?,
             routes: Prefixes::open($pins, concat!("ROUTES_", $suffix))?,
             excepts: Prefixes::open($pins, concat!("EXCEPTS_", $suffix))?,
@@ -250,13 +252,14 @@ impl Maps {
 
     /// All counters, summed over the CPUs.
     pub fn counters(&self) -> Result<BTreeMap<Counter, u64>, MapsError> {
-        let mut all = BTreeMap::new();
-        for counter in Counter::ALL {
-            let values = self.counters.get(&(*counter as u32), 0);
-            let values = values.map_err(|source| MapsError::Access { map: "COUNTERS", source })?;
-            all.insert(*counter, values.iter().copied().fold(0, u64::wrapping_add));
-        }
-        Ok(all)
+        Counter::ALL.iter().map(|counter| Ok((*counter, self.counter(*counter)?))).collect()
+    }
+
+    /// One counter, summed over the CPUs.
+    pub fn counter(&self, counter: Counter) -> Result<u64, MapsError> {
+        let values = self.counters.get(&(counter as u32), 0);
+        let values = values.map_err(|source| MapsError::Access { map: "COUNTERS", source })?;
+        Ok(values.iter().copied().fold(0, u64::wrapping_add))
     }
 }
 

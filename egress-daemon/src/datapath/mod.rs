@@ -6,6 +6,8 @@
 pub mod answers;
 pub mod attach;
 pub mod encode;
+mod filters;
+mod fit;
 pub mod load;
 pub mod maps;
 pub mod tables;

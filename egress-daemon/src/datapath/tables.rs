@@ -72,7 +72,7 @@ pub struct Tables {
 
 /// A table that what is wanted does not fit into.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("table {map} holds {capacity} entries and {wanted} are wanted: nothing was changed")]
+#[error("table {map} holds {capacity} entries and {wanted} are wanted")]
 pub struct Overflow {
     /// The map.
     pub map: &'static str,

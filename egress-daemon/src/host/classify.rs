@@ -83,6 +83,9 @@ pub struct Roles {
     pub uplinks: BTreeSet<u32>,
     /// Interfaces that carry the tunnel's outer packets, with the node's own addresses for it.
     pub underlays: BTreeMap<u32, BTreeSet<IpAddr>>,
+    /// Ethernet interfaces by which packets of pods may leave the node, whatever their role: all but those of pods, their bridges
+    /// and our tunnel device.
+    pub exits: BTreeSet<u32>,
 }
 
 /// Finds the roles. A link keeps its role while it is down, so that nothing is detached for that.
@@ -95,7 +98,7 @@ pub fn classify(table: &LinkTable, rules: &InterfaceRules) -> Roles {
     let pods: BTreeSet<u32> = candidates()
         .filter(|link| {
             let looks_like_one = link.kind == LinkKind::Veth
-                && link.peer_in_other_netns
+                && link.peer_netns.is_some()
                 && !has_subnet(link)
                 && !with_default_route.contains(&link.index)
                 && !named(&rules.uplinks, link);
@@ -116,7 +119,11 @@ pub fn classify(table: &LinkTable, rules: &InterfaceRules) -> Roles {
         .map(|link| link.index)
         .collect();
 
-    Roles { pods, uplinks, underlays: underlays(table, rules) }
+    let exits = candidates()
+        .filter(|link| link.mac.is_some() && !pods.contains(&link.index) && !bridges_of_pods.contains(&link.index))
+        .map(|link| link.index)
+        .collect();
+    Roles { pods, uplinks, underlays: underlays(table, rules), exits }
 }
 
 /// Each of the node's addresses with the interface that carries it; an address on the loopback or a dummy device (a

@@ -11,7 +11,7 @@ fn with(mut link: Link, kind: LinkKind, addresses: &[&str]) -> Link {
 }
 
 fn pod_veth(index: u32, name: &str, master: Option<u32>, addresses: &[&str]) -> Link {
-    Link { peer_in_other_netns: true, peer: Some(2), master, ..with(link(index, name), LinkKind::Veth, addresses) }
+    Link { peer_netns: Some(0), peer: Some(2), master, ..with(link(index, name), LinkKind::Veth, addresses) }
 }
 
 fn table(links: Vec<Link>, routes: Vec<DefaultRoute>) -> LinkTable {

@@ -74,7 +74,7 @@ pub fn link(message: &LinkMessage) -> Option<Link> {
         up: header.flags.contains(LinkFlags::Up),
         carrier: header.flags.contains(LinkFlags::LowerUp),
         peer: None,
-        peer_in_other_netns: false,
+        peer_netns: None,
         addresses: Vec::new(),
     };
     for attribute in &message.attributes {
@@ -83,7 +83,7 @@ pub fn link(message: &LinkMessage) -> Option<Link> {
             LinkAttribute::Mtu(mtu) => link.mtu = *mtu,
             LinkAttribute::Controller(index) => link.master = Some(*index).filter(|&index| index != 0),
             LinkAttribute::Link(index) => link.peer = Some(*index).filter(|&index| index != 0),
-            LinkAttribute::LinkNetNsId(_) => link.peer_in_other_netns = true,
+            LinkAttribute::LinkNetNsId(id) => link.peer_netns = Some(*id),
             LinkAttribute::Address(bytes) if header.link_layer_type == LinkLayerType::Ether => {
                 link.mac = bytes.as_slice().try_into().ok().map(MacAddress);
             }

@@ -108,8 +108,7 @@ impl Links {
         let same = |link: Link| {
             let known = known.links.get(&link.index);
             known.is_some_and(|known| {
-                (&known.name, &known.kind, known.peer_in_other_netns)
-                    == (&link.name, &link.kind, link.peer_in_other_netns)
+                (&known.name, &known.kind, known.peer_netns) == (&link.name, &link.kind, link.peer_netns)
             })
         };
         now.is_ok_and(|now| now.iter().filter_map(decode::link).all(same))

@@ -41,7 +41,7 @@ fn the_first_table_is_complete() {
         let table = links.current();
         let eth0 = table.by_name("eth0").unwrap();
         assert_eq!(eth0.kind, LinkKind::Veth);
-        assert!(eth0.up && eth0.carrier && !eth0.peer_in_other_netns);
+        assert!(eth0.up && eth0.carrier && eth0.peer_netns.is_none());
         assert_eq!((eth0.mtu, eth0.mac), (1500, Some(net.mac("eth0").await)));
         assert_eq!(eth0.peer, table.by_name("far").map(|link| link.index));
         assert_eq!(addresses(&table, "eth0"), ["192.0.2.7/24", "2001:db8::7/64"]);
@@ -61,10 +61,10 @@ fn a_pod_interface_is_reported_when_its_peer_moves_away() {
         net.veth("veth1", "eth0").await;
         net.enslave("veth1", "cni0").await;
         let seen = until("both ends here", &mut table, |table| table.by_name("eth0").is_some()).await;
-        assert!(!seen.by_name("veth1").unwrap().peer_in_other_netns);
+        assert!(seen.by_name("veth1").unwrap().peer_netns.is_none());
         net.move_to("eth0", &pod).await;
         let seen = until("peer elsewhere", &mut table, |table| {
-            table.by_name("veth1").is_some_and(|link| link.peer_in_other_netns)
+            table.by_name("veth1").is_some_and(|link| link.peer_netns.is_some())
         })
         .await;
         let veth1 = seen.by_name("veth1").unwrap();

@@ -74,8 +74,9 @@ pub struct Link {
     pub carrier: bool,
     /// The ifindex of the other end or lower device, in the namespace that it is in.
     pub peer: Option<u32>,
-    /// The other end or lower device is in another network namespace.
-    pub peer_in_other_netns: bool,
+    /// The network namespace that the other end or lower device is in, by the id that this one knows it by; none for this
+    /// one.
+    pub peer_netns: Option<i32>,
     /// Its addresses with their prefix lengths, sorted, link-local ones included. An address that another host was
     /// found to hold (duplicate address detection) is left out.
     pub addresses: Vec<IpNet>,
@@ -205,7 +206,7 @@ impl State {
                     self.links
                         .values()
                         .filter(|link| {
-                            link.kind == LinkKind::Veth && link.peer == Some(index) && !link.peer_in_other_netns
+                            link.kind == LinkKind::Veth && link.peer == Some(index) && link.peer_netns.is_none()
                         })
                         .map(|link| link.index),
                 );

@@ -30,7 +30,7 @@ pub fn link(index: u32, name: &str) -> Link {
         up: true,
         carrier: true,
         peer: None,
-        peer_in_other_netns: false,
+        peer_netns: None,
         addresses: Vec::new(),
     }
 }

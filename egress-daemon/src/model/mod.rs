@@ -18,7 +18,7 @@ use std::sync::Arc;
 pub use endpoint::Endpoint;
 pub use family::Family;
 pub use id::{EndpointId, IdError, NodeName, PolicyId, PolicyKind, PoolId, PoolKind};
-pub use node::{Demand, InterfaceAddress, Node, NodeReport};
+pub use node::{Demand, InterfaceAddress, Node, NodeReport, Trouble, TroubleKind};
 pub use policy::{
     AddressSource, Bandwidth, Distribution, EndpointSelector, Existing, Gateway, NodeChoice, OnNoGateway, Policy,
     PoolRequest, Source, ZoneMode,

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::{Family, Labels, NodeName};
+use super::{EndpointId, Family, Labels, NodeName, PolicyId};
 
 /// An address that a node has configured on an interface.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -44,10 +44,51 @@ pub struct NodeReport {
     pub demand: BTreeMap<IpAddr, Demand>,
     /// The egress IPs that its tables carry as its own, with their epochs.
     pub carries: BTreeMap<IpAddr, u64>,
+    /// What it cannot do for policies.
+    pub troubles: BTreeSet<Trouble>,
     /// Everything that is leased to any node up to this revision is in its tables.
     pub lease_revision: u64,
     /// Everything that is leased to this node up to this revision is in its tables.
     pub own_lease_revision: u64,
+}
+
+/// Something that a node cannot do for a policy.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Trouble {
+    /// The policy.
+    pub policy: PolicyId,
+    /// What it is.
+    pub kind: TroubleKind,
+    /// The pod that it is about; none where it is about the policy as a whole.
+    pub pod: Option<EndpointId>,
+    /// What it is, and what to do about it.
+    pub message: String,
+}
+
+/// What a node cannot do for a policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum TroubleKind {
+    /// The policy, or an egress IP of it, does not fit into the node's tables.
+    DoesNotFit,
+    /// A selected pod is behind no interface of the node.
+    PodWithoutInterface,
+    /// A selected pod has had no address for so long that nothing is held for it any more.
+    PodNotStarted,
+}
+
+impl TroubleKind {
+    /// All of them.
+    pub const ALL: [TroubleKind; 3] =
+        [TroubleKind::DoesNotFit, TroubleKind::PodWithoutInterface, TroubleKind::PodNotStarted];
+
+    /// Its name in objects.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            TroubleKind::DoesNotFit => "DoesNotFit",
+            TroubleKind::PodWithoutInterface => "PodWithoutInterface",
+            TroubleKind::PodNotStarted => "PodNotStarted",
+        }
+    }
 }
 
 /// A node.

@@ -62,15 +62,30 @@ fn node_index(snapshot: &Snapshot) -> LabelIndex<'_> {
     LabelIndex::new(snapshot.nodes.values().map(|node| &node.labels), &keys)
 }
 
-/// The nodes that have an address by themselves, with the interface.
-fn holders(snapshot: &Snapshot) -> BTreeMap<IpAddr, BTreeMap<u32, &str>> {
-    let mut holders: BTreeMap<IpAddr, BTreeMap<u32, &str>> = BTreeMap::new();
+/// Who has an address by itself.
+#[derive(Debug, Default)]
+pub struct Holders<'a> {
+    /// The nodes, with the interface.
+    pub nodes: BTreeMap<u32, &'a str>,
+    /// Their Node objects agree; who only says so does not count then.
+    pub proven: bool,
+}
+
+fn holders(snapshot: &Snapshot) -> BTreeMap<IpAddr, Holders<'_>> {
+    let mut all: BTreeMap<IpAddr, Holders<'_>> = BTreeMap::new();
     for (place, node) in snapshot.nodes.values().enumerate() {
         for address in node.report.iter().flat_map(|report| &report.addresses) {
-            holders.entry(address.net.addr()).or_default().entry(place as u32).or_insert(&address.interface);
+            let holders = all.entry(address.net.addr()).or_default();
+            let proven = node.addresses.contains(&address.net.addr());
+            if proven && !holders.proven {
+                *holders = Holders { nodes: BTreeMap::new(), proven };
+            }
+            if proven == holders.proven {
+                holders.nodes.entry(place as u32).or_insert(&address.interface);
+            }
         }
     }
-    holders
+    all
 }
 
 fn allocated<'a>(
@@ -104,8 +119,8 @@ pub struct Nodes<'a, 'p> {
     pub names: Vec<&'a NodeName>,
     /// their labels
     pub index: LabelIndex<'a>,
-    /// the nodes that have an address by themselves, with the interface
-    pub holders: BTreeMap<IpAddr, BTreeMap<u32, &'a str>>,
+    /// the nodes that have an address by themselves
+    pub holders: BTreeMap<IpAddr, Holders<'a>>,
 }
 
 impl<'a> Nodes<'a, '_> {

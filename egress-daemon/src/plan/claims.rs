@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
-use super::addresses::Nodes;
+use super::addresses::{Holders, Nodes};
 use super::candidates::Candidates;
 use super::outcome::Complaints;
 use super::types::{ConditionKind, Reason};
-use crate::model::{Failback, Policy, PoolId, Selector};
+use crate::model::{Failback, NodeName, Policy, PoolId, Selector};
 
 /// An egress IP that some policy uses.
 #[derive(Clone, Debug)]
@@ -49,13 +49,15 @@ pub struct Claim<'a> {
 /// Makes one egress IP of all that is said about it. A claim that cannot be satisfied never spoils those that can.
 pub fn settle<'a>(
     address: IpAddr,
-    claims: Vec<Claim<'a>>,
+    mut claims: Vec<Claim<'a>>,
     nodes: &Nodes<'a, '_>,
     candidates: &mut Candidates<'a>,
     complaints: &mut Complaints,
 ) -> Wanted<'a> {
-    let nobody = BTreeMap::new();
-    let holders = nodes.holders.get(&address).unwrap_or(&nobody);
+    let nobody = Holders::default();
+    let Holders { nodes: holders, proven } = nodes.holders.get(&address).unwrap_or(&nobody);
+    // What only a node says of itself comes after what people write.
+    claims.sort_by_key(|claim| !claim.nodes.is_empty() && !proven);
     let pool = claims.iter().find_map(|claim| claim.pool);
     let failback = pool.map_or_else(Failback::default, |pool| nodes.snapshot.pools[pool].failback);
     let mut usable: Vec<(Claim, usize)> = Vec::new();
@@ -65,14 +67,17 @@ pub fn settle<'a>(
             true => candidates.selected(claim.selectors.clone(), &nodes.index),
             false => candidates.intern(claim.nodes.iter().copied().collect()),
         };
-        let set = match (holders.is_empty(), claim.configured) {
-            (true, false) => selected,
-            (true, true) => candidates.intern(Vec::new()),
-            (false, _) => {
-                let holding =
-                    candidates.get(selected).iter().copied().filter(|node| holders.contains_key(node)).collect();
-                candidates.intern(holding)
+        let holding: Vec<u32> =
+            candidates.get(selected).iter().copied().filter(|node| holders.contains_key(node)).collect();
+        let set = match holding.is_empty() && !claim.configured && !proven {
+            true => {
+                if let Some(place) = holders.keys().next() {
+                    let message = unproven(address, nodes.names[*place as usize]);
+                    complaints.add(&claim.policy.id, ConditionKind::Degraded, Reason::AddressElsewhere, message);
+                }
+                selected
             }
+            false => candidates.intern(holding),
         };
         match candidates.get(set).is_empty() {
             true => {
@@ -120,14 +125,19 @@ pub fn settle<'a>(
         }
     }
     let set = set.unwrap_or_default();
-    let fixed = (!holders.is_empty()).then(|| {
-        let owner = nodes.previous.egress_ips.get(&address).and_then(|plan| plan.owner.as_ref());
-        let holding = candidates.get(set);
-        let place =
-            holding.iter().copied().find(|place| Some(nodes.names[*place as usize]) == owner).unwrap_or(holding[0]);
-        (place, holders.get(&place).map(|interface| (*interface).to_owned()))
-    });
+    let owner = nodes.previous.egress_ips.get(&address).and_then(|plan| plan.owner.as_ref());
+    let holding = || candidates.get(set).iter().filter_map(|place| Some((*place, *holders.get(place)?)));
+    let serving = holding().find(|(place, _)| Some(nodes.names[*place as usize]) == owner);
+    let fixed = serving.or_else(|| holding().next()).map(|(place, interface)| (place, Some(interface.to_owned())));
     Wanted { pool, users, fixed, candidates: set, elsewhere: false, failback, first }
+}
+
+/// The sentence for an address of which a node says, and nobody else, that it has it.
+fn unproven(address: IpAddr, node: &NodeName) -> String {
+    format!(
+        "node {node} says that it has {address} (EgressNode {node}, status.addresses), which its Node object does not, and the \
+         nodeSelector does not select it: it is not believed; remove the address from that node"
+    )
 }
 
 /// The sentence for an address that is configured where it should not be, or nowhere.

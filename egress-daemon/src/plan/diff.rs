@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use super::types::{Assigned, BlockState, Condition, ConditionKind, OwnerReason, Plan};
-use crate::model::{EndpointId, NodeName, PolicyId};
+use crate::model::{EndpointId, NodeName, PolicyId, TroubleKind};
 
 /// One change.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,6 +61,15 @@ pub enum Change {
         /// now
         to: Assigned,
     },
+    /// A node cannot serve a pod.
+    Unserved {
+        /// the pod
+        pod: EndpointId,
+        /// what is wrong
+        kind: TroubleKind,
+        /// what to do about it
+        message: String,
+    },
     /// A condition of a policy changed its state or its reason.
     Condition {
         /// the policy
@@ -100,6 +109,12 @@ pub fn diff(before: &Plan, after: &Plan) -> Vec<Change> {
         }
     }
     for (policy, (old, new)) in join(&before.outcomes, &after.outcomes) {
+        for (pod, (kind, message)) in new.into_iter().flat_map(|new| &new.pods) {
+            if old.and_then(|old| old.pods.get(pod)).is_none_or(|(before, _)| before != kind) {
+                let (pod, message) = (pod.clone(), message.clone());
+                changes.push(Change::Unserved { pod, kind: *kind, message });
+            }
+        }
         for (kind, condition) in new.into_iter().flat_map(|new| &new.conditions) {
             let was = old.and_then(|old| old.conditions.get(kind));
             let is_news = match was {

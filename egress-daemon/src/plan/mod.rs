@@ -41,7 +41,7 @@ pub use types::{
 };
 
 use crate::health::Health;
-use crate::model::{Distribution, Node, NodeName, PolicyId, PoolId, Snapshot, ZoneMode};
+use crate::model::{Distribution, Node, NodeName, PolicyId, PoolId, Snapshot, Trouble, ZoneMode};
 
 /// Makes the next plan.
 pub fn plan(snapshot: &Snapshot, health: &Health, previous: &Plan) -> Plan {
@@ -92,6 +92,7 @@ fn plan_for(snapshot: &Snapshot, selection: &Selection<'_>, health: &Health, pre
         });
     }
     let (mut assignments, mut outcomes) = (BTreeMap::new(), BTreeMap::new());
+    let mut troubles = outcome::troubles(snapshot);
     for (id, policy) in &snapshot.policies {
         let slots = of_policy.remove(id).unwrap_or_default();
         let mut counts = BTreeMap::new();
@@ -109,9 +110,13 @@ fn plan_for(snapshot: &Snapshot, selection: &Selection<'_>, health: &Health, pre
         let conflicts = conflicts.get(id).cloned().unwrap_or_default();
         complaints.judge(policy, &slots, &unserved);
         complaints.conflicts(id, &conflicts);
+        let troubles = troubles.remove(id).unwrap_or_default();
+        complaints.troubled(id, &troubles);
+        let of_pod = |t: &Trouble| Some((t.pod.clone()?, (t.kind, t.message.clone())));
+        let pods = troubles.iter().filter_map(|(_, trouble)| of_pod(trouble)).collect();
         let selected = selection.count(id);
         let conditions = complaints.conditions(policy, slots.len(), selected);
-        outcomes.insert(id.clone(), Outcome { conditions, slots, endpoints: selected as u32, conflicts });
+        outcomes.insert(id.clone(), Outcome { conditions, slots, endpoints: selected as u32, pods, conflicts });
     }
     let lease_revision = if leases.granted { revision } else { previous.lease_revision };
     Plan { egress_ips, assignments, blocks: leases.blocks, lease_revision, outcomes }

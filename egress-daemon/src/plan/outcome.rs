@@ -6,7 +6,9 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 
 use super::types::{Condition, ConditionKind, EgressIpPlan, OwnerReason, Reason, Slot};
-use crate::model::{Distribution, Family, OnNoGateway, Policy, PolicyId};
+use crate::model::{
+    Distribution, EndpointId, Family, NodeName, OnNoGateway, Policy, PolicyId, Snapshot, Trouble, TroubleKind,
+};
 
 /// A reason why a condition of a policy is not what the user wishes.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -60,6 +62,27 @@ impl Complaints {
                 "no gateway owns an egress IP in zone {zones}: traffic from there {fate}; add a gateway there, or set zone.mode to Prefer"
             );
             self.add(&policy.id, ConditionKind::Degraded, Reason::NoGatewayInZone, message);
+        }
+    }
+
+    /// Notes what nodes cannot do for a policy: of each kind one of them, and how many more there are.
+    pub fn troubled(&mut self, policy: &PolicyId, troubles: &[(&NodeName, &Trouble)]) {
+        for kind in TroubleKind::ALL {
+            let mut of_kind = troubles.iter().filter(|(_, trouble)| trouble.kind == kind);
+            let Some((node, first)) = of_kind.next() else { continue };
+            let about =
+                first.pod.as_ref().map(|pod| format!("pod {}/{}: ", pod.namespace, pod.name)).unwrap_or_default();
+            let more = match of_kind.count() {
+                0 => String::new(),
+                more => format!(" (and {more} more)"),
+            };
+            let reason = match kind {
+                TroubleKind::DoesNotFit => Reason::DoesNotFit,
+                TroubleKind::PodWithoutInterface => Reason::PodWithoutInterface,
+                TroubleKind::PodNotStarted => Reason::PodNotStarted,
+            };
+            let message = format!("on node {node}: {about}{}{more}", first.message);
+            self.add(policy, ConditionKind::Degraded, reason, message);
         }
     }
 
@@ -150,6 +173,19 @@ fn slot_complaint(slot: &Slot) -> Option<(Reason, String)> {
             ),
         ),
     })
+}
+
+/// What nodes say that they cannot do, by policy; sorted by node. A node speaks of its own pods.
+pub fn troubles(snapshot: &Snapshot) -> BTreeMap<&PolicyId, Vec<(&NodeName, &Trouble)>> {
+    let mut all: BTreeMap<&PolicyId, Vec<(&NodeName, &Trouble)>> = BTreeMap::new();
+    for node in snapshot.nodes.values() {
+        let own = |pod: &EndpointId| snapshot.endpoints.get(pod).is_some_and(|e| e.node == node.name);
+        let told = node.report.iter().flat_map(|report| &report.troubles);
+        for trouble in told.filter(|trouble| trouble.pod.as_ref().is_none_or(own)) {
+            all.entry(&trouble.policy).or_default().push((&node.name, trouble));
+        }
+    }
+    all
 }
 
 /// The slots of a policy, sorted by address.

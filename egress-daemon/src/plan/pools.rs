@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::rc::Rc;
 
 use super::outcome::Complaints;
 use super::types::{ConditionKind, Plan, Reason};
@@ -160,17 +161,22 @@ fn holdings(previous: &Plan) -> BTreeMap<(&PolicyId, &PoolId), Vec<IpAddr>> {
 }
 
 /// The free addresses of all pools, lowest first.
+///
+/// What only a node says that it has is given out last: in ranges that hold addresses of gateways it keeps them out of use, and
+/// a node that claims a whole range takes nothing away.
 struct Free<'a> {
     taken: BTreeSet<IpAddr>,
+    claimed: Rc<BTreeSet<IpAddr>>,
     remaining: BTreeMap<(&'a PoolId, Family), Box<dyn Iterator<Item = IpAddr>>>,
 }
 
 impl<'a> Free<'a> {
     fn new(snapshot: &'a Snapshot, mut taken: BTreeSet<IpAddr>) -> Self {
         let reported = |node: &'a Node| node.report.iter().flat_map(|r| r.addresses.iter().map(|a| a.net.addr()));
-        taken.extend(snapshot.nodes.values().flat_map(|node| node.addresses.iter().copied().chain(reported(node))));
+        taken.extend(snapshot.nodes.values().flat_map(|node| node.addresses.iter().copied()));
+        let claimed = Rc::new(snapshot.nodes.values().flat_map(reported).collect());
         taken.extend(snapshot.pools.values().filter_map(|pool| Some(pool.subnet?.gateway)));
-        Self { taken, remaining: BTreeMap::new() }
+        Self { taken, claimed, remaining: BTreeMap::new() }
     }
 
     fn take(&mut self, pool: &'a Pool, family: Family) -> Option<IpAddr> {
@@ -178,7 +184,12 @@ impl<'a> Free<'a> {
             let mut ranges = pool.ranges.clone();
             ranges.sort();
             ranges.retain(|range| range.family() == family);
-            Box::new(ranges.into_iter().flat_map(|range| range.addresses()))
+            let last: Vec<IpAddr> =
+                self.claimed.iter().copied().filter(|a| ranges.iter().any(|r| r.contains(*a))).collect();
+            let claimed = Rc::clone(&self.claimed);
+            let unclaimed =
+                ranges.into_iter().flat_map(|range| range.addresses()).filter(move |a| !claimed.contains(a));
+            Box::new(unclaimed.chain(last))
         });
         let address = remaining.find(|address| !self.taken.contains(address))?;
         self.taken.insert(address);

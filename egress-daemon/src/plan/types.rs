@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipnet::IpNet;
 
-use crate::model::{EndpointId, Family, NodeName, PolicyId, PoolId};
+use crate::model::{EndpointId, Family, NodeName, PolicyId, PoolId, TroubleKind};
 
 /// Why an egress IP has the owner that it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -174,6 +174,12 @@ pub enum Reason {
     NoGatewayInZone,
     /// Another policy steers the same destinations of the same pods.
     SameDestination,
+    /// A node has no room for it, or for an egress IP of it.
+    DoesNotFit,
+    /// A selected pod is behind no interface of its node.
+    PodWithoutInterface,
+    /// A selected pod has had no address for long.
+    PodNotStarted,
     /// The object cannot be carried out as it is written.
     Invalid,
 }
@@ -195,6 +201,9 @@ impl Reason {
             Reason::AddressElsewhere => "AddressElsewhere",
             Reason::NoGatewayInZone => "NoGatewayInZone",
             Reason::SameDestination => "SameDestination",
+            Reason::DoesNotFit => TroubleKind::DoesNotFit.as_str(),
+            Reason::PodWithoutInterface => TroubleKind::PodWithoutInterface.as_str(),
+            Reason::PodNotStarted => TroubleKind::PodNotStarted.as_str(),
             Reason::Invalid => "Invalid",
         }
     }
@@ -245,6 +254,8 @@ pub struct Outcome {
     pub slots: Vec<Slot>,
     /// How many endpoints it selects.
     pub endpoints: u32,
+    /// Pods of it that a node cannot serve, and why.
+    pub pods: BTreeMap<EndpointId, (TroubleKind, String)>,
     /// Who comes first on which of its destination prefixes, for some of its pods.
     pub conflicts: BTreeMap<PolicyId, BTreeSet<IpNet>>,
 }

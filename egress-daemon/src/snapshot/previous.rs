@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use super::Objects;
+use super::believed::MAX_REVISION;
 use crate::api;
 use crate::model::NodeName;
 use crate::plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan};
@@ -40,6 +41,7 @@ pub fn previous(objects: &Objects) -> Plan {
             }
         }
         let confirmed = object.status.as_ref().map_or(0, |status| status.lease_revision.max(status.own_lease_revision));
+        let confirmed = confirmed.min(MAX_REVISION);
         revision = revision.max(object.spec.leases_up_to).max(confirmed);
         assignments(object, &mut plan);
     }

@@ -1,5 +1,6 @@
 //! Objects in, objects out, and the plan between them.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -10,7 +11,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::health::{Health, LeaseState, NodeHealth};
-use crate::model::{Endpoint, EndpointId};
+use crate::model::{Endpoint, EndpointId, NodeName};
 use crate::plan::tests::world::{World, arbitrary_labels, arbitrary_world};
 use crate::plan::{Changes, Plan, plan, plan_and_remember};
 
@@ -245,4 +246,112 @@ proptest! {
             prop_assert_eq!(&written, &all(memo.snapshot(), &plan));
         }
     }
+}
+
+/// A Node with an address of each family, and what its agent says.
+fn node_with(objects: &mut Objects, name: &str, host: u8, ready: &str, created: &str, status: Value) {
+    objects.nodes.push(read(json!({
+        "metadata": {"name": name, "creationTimestamp": created},
+        "spec": {"podCIDRs": [format!("10.244.{host}.0/24"), format!("fd00:244:{host}::/64")]},
+        "status": {
+            "addresses": [
+                {"type": "InternalIP", "address": format!("10.0.0.{host}")},
+                {"type": "InternalIP", "address": format!("fd00::{host}")},
+            ],
+            "conditions": [{"type": "Ready", "status": ready}],
+        },
+    })));
+    let mut object = spillway("EgressNode", name, json!({}));
+    object["status"] = status;
+    objects.egress_nodes.push(read(object));
+}
+
+/// docs/failures.md: claims.
+#[test]
+fn claims_of_a_node_are_believed_only_where_nobody_else_has_what_it_claims() {
+    let mut objects = Objects::default();
+    let said = |tunnel: &[&str], addresses: &[&str]| {
+        let addresses: Vec<Value> = addresses.iter().map(|a| json!({"interface": "eth1", "cidr": a})).collect();
+        let revision = i64::MAX;
+        json!({"tunnelAddresses": tunnel, "addresses": addresses, "leaseRevision": revision, "ownLeaseRevision": revision})
+    };
+    // The pod's address is in no Node's podCIDRs.
+    objects.pods.push(read(json!({"metadata": {"name": "p", "namespace": "ns", "uid": "u"},
+        "spec": {"nodeName": "w1", "containers": []}, "status": {"podIP": "172.20.0.9"}})));
+    let own = said(&["10.0.0.1", "fd00::1"], &["10.0.0.1/24", "198.51.100.1/24", "10.244.1.1/24"]);
+    node_with(&mut objects, "w1", 1, "True", "2026-01-01T00:00:00Z", own);
+    let forged = said(
+        &["10.0.0.1", "fd00::2", "203.0.113.5"],
+        &[
+            "10.0.0.1/24",
+            "fd00::1/64",
+            "10.244.1.7/24",
+            "fd00:244:1::7/64",
+            "172.20.0.9/16",
+            "203.0.113.5/24",
+            "10.0.0.2/24",
+        ],
+    );
+    node_with(&mut objects, "evil", 2, "True", "2026-01-01T00:00:00Z", forged);
+    let (snapshot, problems) = snapshot(&objects);
+    let report = |name: &str| snapshot.nodes[&NodeName::from(name)].report.as_ref().unwrap();
+    let tunnel = |name: &str| report(name).tunnel_addresses.iter().map(ToString::to_string).collect::<Vec<_>>();
+    let addresses = |name: &str| report(name).addresses.iter().map(|a| a.net.addr().to_string()).collect::<Vec<_>>();
+    assert_eq!(
+        (tunnel("w1"), addresses("w1")),
+        (
+            vec!["10.0.0.1".to_owned(), "fd00::1".into()],
+            vec!["10.0.0.1".to_owned(), "10.244.1.1".into(), "198.51.100.1".into()],
+        )
+    );
+    assert_eq!(
+        (tunnel("evil"), addresses("evil")),
+        (vec!["fd00::2".into()], vec!["10.0.0.2".into(), "203.0.113.5".into()])
+    );
+    let told: BTreeSet<(&str, &str, &str)> =
+        problems.iter().map(|p| (p.name.as_str(), p.field.as_str(), p.message.split(' ').next().unwrap())).collect();
+    let expected = [
+        ("status.addresses", "10.0.0.1"),
+        ("status.addresses", "10.244.1.7"),
+        ("status.addresses", "172.20.0.9"),
+        ("status.addresses", "fd00:244:1::7"),
+        ("status.addresses", "fd00::1"),
+        ("status.tunnelAddresses", "10.0.0.1"),
+        ("status.tunnelAddresses", "203.0.113.5"),
+    ];
+    assert_eq!(told, expected.into_iter().map(|(field, address)| ("evil", field, address)).collect());
+    // Later leases have revisions of their own, that fit the objects.
+    assert!(i64::try_from(previous(&objects).lease_revision + (1 << 40)).is_ok());
+}
+
+/// docs/failures.md: stale-node.
+#[test]
+fn stale_node_the_living_one_of_two_with_one_address_has_it() {
+    let (old, new) = ("2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z");
+    let said = || json!({"tunnelAddresses": ["10.0.0.1", "fd00::1"]});
+    // (the successor's name, readiness of the old one, which has the address)
+    for (name, ready, has) in [("a", "Unknown", "a"), ("z", "Unknown", "z"), ("z", "False", "z"), ("a", "True", "m")] {
+        let mut objects = Objects::default();
+        node_with(&mut objects, "m", 1, ready, old, said());
+        node_with(&mut objects, name, 1, "True", new, said());
+        let (snapshot, problems) = snapshot(&objects);
+        for node in ["m", name] {
+            let node = &snapshot.nodes[&NodeName::from(node)];
+            let count = if node.name.as_str() == has { 2 } else { 0 };
+            let report = node.report.as_ref().unwrap();
+            assert_eq!(
+                (node.addresses.len(), report.tunnel_addresses.len()),
+                (count, count),
+                "{name} {ready}: {}",
+                node.name
+            );
+        }
+        let about = |p: &&Problem| p.kind == "Node" && p.field == "status.addresses" && p.name != has;
+        assert_eq!(problems.iter().filter(about).count(), 2, "{problems:?}");
+    }
+    // The object of a node that is gone says nothing.
+    let mut objects = Objects::default();
+    node_with(&mut objects, "m", 1, "True", old, said());
+    objects.nodes.clear();
+    assert!(snapshot(&objects).0.nodes.is_empty());
 }

@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::Node as KubeNode;
 
 use super::{Problem, Reader};
 use crate::api;
-use crate::model::{Demand, InterfaceAddress, Node, NodeReport};
+use crate::model::{Demand, InterfaceAddress, Node, NodeReport, Trouble, TroubleKind};
 
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 const ANTREA_ANNOTATION: &str = "node.antrea.io/max-egress-ips";
@@ -92,7 +92,18 @@ pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
     let carries = carried
         .filter_map(|c| Some((reader.parse(&c.egress_ip, "status.carries", WRITTEN_BY_AGENT)?, c.epoch)))
         .collect();
+    let troubles = status.troubles.iter().filter_map(|t| {
+        Some(Trouble {
+            policy: reader.parse(&t.policy, "status.troubles", WRITTEN_BY_AGENT)?,
+            // A later version may know others.
+            kind: TroubleKind::ALL.into_iter().find(|kind| kind.as_str() == t.reason)?,
+            pod: t.pod.as_ref().and_then(|pod| reader.parse(pod, "status.troubles", WRITTEN_BY_AGENT)),
+            message: t.message.clone(),
+        })
+    });
+    let troubles = troubles.collect();
     let report = NodeReport {
+        troubles,
         tunnel_addresses,
         addresses,
         macs,

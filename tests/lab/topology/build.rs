@@ -88,6 +88,12 @@ impl Builder {
         self
     }
 
+    /// Whether nodes masquerade what their pods send to other nodes, too, as the bridge CNI does with `ipMasq`. Off by default.
+    pub fn masquerade_underlay(mut self, on: bool) -> Builder {
+        self.settings.masquerade_underlay = on;
+        self
+    }
+
     /// Zones given to the nodes in turn, as the label `topology.kubernetes.io/zone`.
     pub fn zones(mut self, zones: &[&str]) -> Builder {
         self.settings.zones = zones.iter().map(|&zone| zone.to_owned()).collect();

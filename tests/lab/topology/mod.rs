@@ -35,6 +35,9 @@ use crate::netns::NetNs;
 use crate::process::Process;
 use crate::scope::Scope;
 
+/// The folder of the maps' layout that the programs under test have (`LAYOUT_VERSION` of egress-common).
+const LAYOUT: &str = "v2";
+
 /// A host outside of the cluster.
 #[derive(Clone, Debug)]
 pub struct Server {
@@ -87,6 +90,11 @@ impl Lab {
     /// Where `node` pins its BPF objects.
     pub fn bpffs(&self, node: &str) -> PathBuf {
         self.scope.bpffs(node)
+    }
+
+    /// Where the pins of `node` lie in there: `maps/NAME` and `links/PROGRAM-IFINDEX`.
+    pub fn pins(&self, node: &str) -> PathBuf {
+        self.bpffs(node).join(LAYOUT)
     }
 
     /// A node by its name. Panics when there is none: a mistake of the caller.

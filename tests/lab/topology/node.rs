@@ -94,20 +94,26 @@ impl Node {
         self.ns.ip(&ip)?;
         self.ns.wait_addressed(if self.external.is_some() { &["eth0", "ext0"] } else { &["eth0"] })?;
         if settings.masquerade {
-            self.ns.nft(&masquerade())?;
+            self.ns.nft(&masquerade(settings.masquerade_underlay))?;
         }
         Ok(())
     }
 }
 
-fn masquerade() -> String {
+/// `underlay`: towards other nodes, too.
+fn masquerade(underlay: bool) -> String {
     let ([pods4, pods6], [under4, under6]) = (address::PODS, address::UNDERLAY);
+    let (but4, but6) = if underlay {
+        (pods4.into(), pods6.into())
+    } else {
+        (format!("{pods4}, {under4}"), format!("{pods6}, {under6}"))
+    };
     format!(
         "table inet cni {{
             chain postrouting {{
                 type nat hook postrouting priority srcnat; policy accept;
-                ip saddr {pods4} ip daddr != {{ {pods4}, {under4} }} masquerade
-                ip6 saddr {pods6} ip6 daddr != {{ {pods6}, {under6} }} masquerade
+                ip saddr {pods4} ip daddr != {{ {but4} }} masquerade
+                ip6 saddr {pods6} ip6 daddr != {{ {but6} }} masquerade
             }}
         }}"
     )

@@ -16,6 +16,7 @@ pub struct Settings {
     pub(super) pod_mtu: u32,
     pub(super) rp_filter: u8,
     pub(super) masquerade: bool,
+    pub(super) masquerade_underlay: bool,
     pub(super) zones: Vec<String>,
 }
 
@@ -33,6 +34,7 @@ impl Default for Settings {
             pod_mtu: 1500,
             rp_filter: 0,
             masquerade: true,
+            masquerade_underlay: false,
             zones: Vec::new(),
         }
     }

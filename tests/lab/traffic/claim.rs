@@ -45,7 +45,7 @@ pub fn send_claim(ns: &NetNs, interface: &str, address: IpAddr, mac: [u8; 6]) ->
         }
     };
     let index = ns.ifindex(interface)?;
-    ns.run(|| send(index, &frame).with_context(|| format!("cannot claim {address}")))
+    ns.run(|| send_frame(index, &frame).with_context(|| format!("cannot claim {address}")))
 }
 
 /// A host that asks by ARP, again and again, who has some addresses, until it is dropped.
@@ -76,7 +76,7 @@ impl Asker {
         let (stop, stopped) = mpsc::channel();
         let thread = ns.spawn("asker", move || {
             while stopped.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
-                frames.iter().try_for_each(|frame| send(index, frame)).context("cannot ask")?;
+                frames.iter().try_for_each(|frame| send_frame(index, frame)).context("cannot ask")?;
             }
             Ok(())
         })?;
@@ -97,7 +97,8 @@ fn ethernet(source: [u8; 6], destination: [u8; 6], ether_type: EtherType) -> [u8
     Ethernet2Header { source, destination, ether_type }.to_bytes()
 }
 
-fn send(index: u32, frame: &[u8]) -> io::Result<()> {
+/// Sends one frame out of the interface with this index.
+pub(super) fn send_frame(index: u32, frame: &[u8]) -> io::Result<()> {
     // SAFETY: plain system call; the result is checked before it is owned.
     let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
     if fd < 0 {

@@ -4,9 +4,10 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::AsRawFd;
 
 use anyhow::{Context, Result, bail};
-use etherparse::PacketBuilder;
+use etherparse::{Icmpv4Type, Icmpv6Type, PacketBuilder, icmpv4, icmpv6};
 use nix::sys::socket::{MsgFlags, SockaddrStorage, sendto};
 
+use super::claim::send_frame;
 use super::fragment::packet_socket;
 use crate::netns::NetNs;
 
@@ -56,6 +57,47 @@ pub fn spray(
     })
 }
 
+/// Sends a pod's or host's ICMP error "port unreachable" about a datagram from `about.0` to `about.1`, with a payload of its own behind
+/// what it quotes.
+pub fn send_error(ns: &NetNs, source: IpAddr, target: IpAddr, about: (SocketAddr, SocketAddr)) -> Result<()> {
+    const TTL: u8 = 64;
+    let quote = packet(Protocol::Udp, about.0, about.1)?;
+    let mut bytes = Vec::new();
+    match (source, target) {
+        (IpAddr::V4(a), IpAddr::V4(b)) => {
+            let kind = Icmpv4Type::DestinationUnreachable(icmpv4::DestUnreachableHeader::Port);
+            PacketBuilder::ipv4(a.octets(), b.octets(), TTL).icmpv4(kind).write(&mut bytes, &quote)?;
+        }
+        (IpAddr::V6(a), IpAddr::V6(b)) => {
+            let kind = Icmpv6Type::DestinationUnreachable(icmpv6::DestUnreachableCode::Port);
+            PacketBuilder::ipv6(a.octets(), b.octets(), TTL).icmpv6(kind).write(&mut bytes, &quote)?;
+        }
+        _ => bail!("source and target are of different families"),
+    }
+    ns.run(|| {
+        let address = SockaddrStorage::from(SocketAddr::new(target, 0));
+        sendto(packet_socket(target)?.as_raw_fd(), &bytes, &address, MsgFlags::empty())
+            .context("cannot send an ICMP error")?;
+        Ok(())
+    })
+}
+
+/// Sends one UDP datagram out of `interface` to the MAC address `to`, in a frame with the tag of this VLAN.
+pub fn send_tagged(
+    ns: &NetNs,
+    interface: &str,
+    to: [u8; 6],
+    vlan: u16,
+    source: SocketAddr,
+    target: SocketAddr,
+) -> Result<()> {
+    let ether_type: [u8; 2] = if source.is_ipv4() { [0x08, 0x00] } else { [0x86, 0xdd] };
+    let bytes = packet(Protocol::Udp, source, target)?;
+    let frame = [&to[..], &ns.mac(interface)?, &[0x81, 0x00], &vlan.to_be_bytes(), &ether_type, &bytes].concat();
+    let index = ns.ifindex(interface)?;
+    ns.run(|| send_frame(index, &frame).context("cannot send a tagged frame"))
+}
+
 /// Sends one packet with any source address.
 pub fn send_packet(ns: &NetNs, protocol: Protocol, source: SocketAddr, target: SocketAddr) -> Result<()> {
     spray(ns, protocol, source.ip(), [source.port()], target)
@@ -70,15 +112,42 @@ pub fn send_vxlan(
     source: SocketAddr,
     target: SocketAddr,
 ) -> Result<()> {
-    // RFC 7348, section 5: the flag "network identifier is valid", 24 bits reserved, the identifier, 8 bits reserved.
-    let header = [&[0x08, 0, 0, 0][..], &(network << 8).to_be_bytes()].concat();
-    let ether_type: [u8; 2] = if source.is_ipv4() { [0x08, 0x00] } else { [0x86, 0xdd] };
-    // Any MAC addresses but the receiving device's own as the source.
-    let macs = [0x02, 0x53, 0x57, 0, 0, 2, 0x02, 0x53, 0x57, 0, 0, 1];
-    let datagram = [&header, &macs[..], &ether_type, &packet(protocol, source, target)?].concat();
+    let datagram = encapsulated(network, protocol, source, target)?;
     ns.run(|| {
         let any: SocketAddr = if device.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
         UdpSocket::bind(any)?.send_to(&datagram, device).context("cannot send a forged datagram")?;
         Ok(())
     })
+}
+
+/// [`send_vxlan`] by a raw socket, from any address and port.
+pub fn send_vxlan_from(
+    ns: &NetNs,
+    from: SocketAddr,
+    device: SocketAddr,
+    network: u32,
+    protocol: Protocol,
+    source: SocketAddr,
+    target: SocketAddr,
+) -> Result<()> {
+    let (IpAddr::V4(a), IpAddr::V4(b)) = (from.ip(), device.ip()) else { bail!("only over IPv4") };
+    let mut bytes = Vec::new();
+    let payload = encapsulated(network, protocol, source, target)?;
+    PacketBuilder::ipv4(a.octets(), b.octets(), 64).udp(from.port(), device.port()).write(&mut bytes, &payload)?;
+    ns.run(|| {
+        let socket = packet_socket(device.ip())?;
+        let address = SockaddrStorage::from(SocketAddr::new(device.ip(), 0));
+        sendto(socket.as_raw_fd(), &bytes, &address, MsgFlags::empty()).context("cannot send a forged datagram")?;
+        Ok(())
+    })
+}
+
+/// A packet in VXLAN and inner Ethernet headers.
+fn encapsulated(network: u32, protocol: Protocol, source: SocketAddr, target: SocketAddr) -> Result<Vec<u8>> {
+    // RFC 7348, section 5: the flag "network identifier is valid", 24 bits reserved, the identifier, 8 bits reserved.
+    let header = [&[0x08, 0, 0, 0][..], &(network << 8).to_be_bytes()].concat();
+    let ether_type: [u8; 2] = if source.is_ipv4() { [0x08, 0x00] } else { [0x86, 0xdd] };
+    // Any MAC addresses but the receiving device's own as the source.
+    let macs = [0x02, 0x53, 0x57, 0, 0, 2, 0x02, 0x53, 0x57, 0, 0, 1];
+    Ok([&header, &macs[..], &ether_type, &packet(protocol, source, target)?].concat())
 }

@@ -26,7 +26,7 @@ pub use self::blast::{BlastReport, Blaster, UdpSink};
 pub use self::bulk::{BulkReport, BulkServer, Direction, bulk};
 pub use self::claim::{Asker, send_claim};
 pub use self::cpu::on_cpu;
-pub use self::forge::{Protocol, send_packet, send_vxlan, spray};
+pub use self::forge::{Protocol, send_error, send_packet, send_tagged, send_vxlan, send_vxlan_from, spray};
 pub use self::fragment::{FragmentOrder, send_fragments};
 pub(crate) use self::ping::set_int;
 pub use self::ping::{Ping, PingReport, ping};

@@ -45,7 +45,7 @@ fn held(place: &Place, family: Family) -> Result<Option<f64>> {
         Variant::Stock => tracked(place).map(Some),
         _ => {
             let digit = if family == Family::V4 { 4 } else { 6 };
-            let maps = place.lab.bpffs(&place.pod.node).join("v1/maps");
+            let maps = place.lab.pins(&place.pod.node).join("maps");
             let of = |name: &str| lab::bpf::map_bytes(&maps.join(format!("{name}_V{digit}")));
             Ok(Some((of("FLOWS")? + of("REVERSE")?) as f64))
         }

@@ -69,7 +69,7 @@ pub fn measure(place: &Place) -> Result<Vec<Cost>> {
             // The flow lives while its ends do.
             let (flow, _ends) = open(place, family, protocol)?;
             for (program, node, interface, shot) in shots(place, protocol, &flow)? {
-                let pin = place.lab.bpffs(&node.name).join(format!("v1/links/{program}-{}", shot.ifindex));
+                let pin = place.lab.pins(&node.name).join(format!("links/{program}-{}", shot.ifindex));
                 let header = header(place.variant, program, family);
                 let cost = Program::of_link(&pin)
                     .and_then(|program| program.cost(&node.ns, &shot, header, repeat, samples))

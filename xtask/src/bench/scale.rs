@@ -130,7 +130,7 @@ fn agent(binaries: &Path) -> Result<Agent> {
     let options = StartOptions::new().binary(&binaries.join("egress-daemon"));
     lab.start_controller("controller", &options)?;
     lab.start_agents(&options)?;
-    let maps = lab.bpffs("worker1").join("v1/maps");
+    let maps = lab.pins("worker1").join("maps");
     for (map, count) in [("ENDPOINTS_V4", PODS), ("POLICIES", POLICIES)] {
         let path = maps.join(map);
         let entries = || lab::bpf::map_entries(&path);

@@ -178,7 +178,7 @@ fn grow(place: &Place, axis: Axis, count: u32) -> Result<()> {
 
 /// Waits until the pod's node has programmed everything.
 fn in_force(place: &Place, axis: Axis, count: u32) -> Result<()> {
-    let maps = place.lab.bpffs(&place.pod.node).join("v1/maps");
+    let maps = place.lab.pins(&place.pod.node).join("maps");
     let (map, entries) = match axis {
         Axis::Flows => return Ok(()),
         Axis::Policies => ("POLICIES", count),
@@ -208,7 +208,7 @@ fn flows(base: &Place, place: &Place, binaries: &Path, count: u32, rounds: usize
     let (mut single, mut single_base) = (one(place)?, one(base)?);
     let (mut few_base, mut few_plain) = (few(base)?, few(&plain)?);
     all.run_once(&place.sink)?;
-    let live = lab::bpf::map_entries(&place.lab.bpffs(&place.pod.node).join("v1/maps/FLOWS_V4"))?;
+    let live = lab::bpf::map_entries(&place.lab.pins(&place.pod.node).join("maps/FLOWS_V4"))?;
     ensure!(live >= all.flows() * 99 / 100, "only {live} of {} flows are in the table", all.flows());
     let mut rates = Rates::default();
     for _ in 0..rounds {

@@ -175,6 +175,15 @@ fn existing(walk: &mut Walk<'_>, flow: &FlowEntry) -> Outcome {
     let row = views::row(dump, flow);
     let age = format!("{} s old, idle for {} s", row.age_seconds, row.idle_seconds);
     let stale = dump.tables.config.is_some_and(|config| config.generation != flow.flow.config_generation);
+    if flow.untouched {
+        walk.say(
+            "flow",
+            format!(
+                "There is a flow that is left alone: the outside opened it, or it was there before the policy ({age})."
+            ),
+        );
+        return walk.passed("the flow is left alone");
+    }
     match flow.flow.kind {
         kind::TRANSLATED => {
             walk.policy = row.policy.clone();
@@ -195,16 +204,9 @@ fn existing(walk: &mut Walk<'_>, flow: &FlowEntry) -> Outcome {
                 None => walk.dropped(Counter::DropNoOwner),
             }
         }
-        kind::SEVERED => {
+        _ => {
             walk.say("flow", format!("There is a connection whose egress IP was taken from its policy ({age})."));
             walk.dropped(Counter::DropSevered)
-        }
-        _ => {
-            walk.say(
-                "flow",
-                format!("There is a flow that is left alone: the outside opened it, or it was there before the policy ({age})."),
-            );
-            walk.passed("the flow is left alone")
         }
     }
 }

@@ -2,13 +2,13 @@
 
 use super::{Action, Outcome, Question, Walk};
 use crate::{
-    ctl::dump::{Back, Dump, FlowEntry, flow_hash},
+    ctl::dump::{Dump, FlowEntry, flow_hash},
     observe::state::ProbeResult,
 };
 use egress_common::{
     egress::flags,
     endpoint::{AssignmentKey, Endpoint, MemberKey, Policy, policy_flags},
-    flow::{Flow, kind},
+    flow::Flow,
     hash,
     limits::{PORT_PROBES, SLOT_PROBES},
     net, port_block, tcp, transport,
@@ -72,27 +72,14 @@ pub(super) fn choose(
 
 /// The flow that this packet would open, as far as its hash needs it.
 fn probe(source: IpAddr, question: &Question, port: u16) -> FlowEntry {
-    let flow = Flow {
-        policy: 0,
-        egress: 0,
-        egress_generation: 0,
-        config_generation: 0,
-        ticket: 0,
-        last_seen: 0,
-        created: 0,
-        port: 0,
-        state: 0,
-        kind: kind::TRANSLATED,
-        pending: 0,
-        ifindex: 0,
-    };
     FlowEntry {
         pod: source,
         pod_port: port,
         remote: question.to,
         remote_port: question.port,
         proto: question.protocol.number(question.to.is_ipv6()),
-        flow,
+        untouched: false,
+        flow: Flow::EMPTY,
         back: None,
     }
 }
@@ -178,10 +165,7 @@ fn try_slot(walk: &mut Walk<'_>, question: &Question, policy: u32, egress: u32) 
 fn used_ports(dump: &Dump, question: &Question, egress: u32) -> usize {
     let proto = question.protocol.number(question.to.is_ipv6());
     let blocks: BTreeSet<u16> = dump.blocks(egress).iter().copied().collect();
-    let closed = |flow: &FlowEntry| {
-        let Back { state, .. } = flow.back.unwrap_or(Back { state: 0, last_seen: 0 });
-        flow.proto == 6 && tcp::closed(flow.flow.state, state)
-    };
+    let closed = |flow: &FlowEntry| flow.proto == 6 && tcp::closed(flow.flow.state, flow.flow.back);
     let taken = dump.flows.iter().filter(|flow| {
         flow.translated()
             && (flow.flow.egress, flow.remote, flow.remote_port, flow.proto)

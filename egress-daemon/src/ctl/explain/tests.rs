@@ -190,7 +190,7 @@ fn ports_that_are_all_in_use_are_told() {
     assert_eq!(action(&dump, "prod/web-0", to, Some(1)), (Action::Dropped, Some("drop_no_port")));
     assert_eq!(action(&dump, "prod/web-0", "203.0.113.8:443/tcp", Some(1)).0, Action::Sent, "another destination");
     // A connection that both ends have closed gives its port up.
-    dump.flows[7].back.as_mut().unwrap().state |= egress_common::tcp::seen::RST;
+    dump.flows[7].flow.back = egress_common::tcp::end::RST | egress_common::tcp::end::ACCEPTED;
     assert_eq!(action(&dump, "prod/web-0", to, Some(1)).0, Action::Sent);
 }
 

@@ -130,11 +130,11 @@ pub(crate) fn protocol(number: u32) -> String {
 
 fn tcp_state(flow: &FlowEntry) -> &'static str {
     let (out, back) = (flow.flow.state, flow.back.map_or(0, |back| back.state));
-    if tcp::closed(out, back) {
+    if tcp::closed(out, flow.flow.back) {
         "closed"
     } else if tcp::established(out, back) {
         "established"
-    } else if (out | back) & tcp::seen::FIN != 0 {
+    } else if out & tcp::seen::FIN != 0 {
         "closing"
     } else {
         "opening"
@@ -143,12 +143,12 @@ fn tcp_state(flow: &FlowEntry) -> &'static str {
 
 /// One flow for people and programs.
 pub(crate) fn row(dump: &Dump, flow: &FlowEntry) -> FlowRow {
-    let ours = flow.flow.kind != kind::UNTOUCHED;
+    let ours = !flow.untouched;
     let egress = dump.egress_ip(flow.flow.egress).filter(|(_, e)| ours && e.generation == flow.flow.egress_generation);
     let kind = match flow.flow.kind {
+        _ if flow.untouched => "untouched",
         kind::TRANSLATED => "translated",
-        kind::SEVERED => "severed",
-        _ => "untouched",
+        _ => "severed",
     };
     FlowRow {
         pod: dump.pod_name(flow.pod),
@@ -179,9 +179,9 @@ pub fn flows(sources: Sources<'_>, filter: &FlowFilter) -> FlowsView {
         },
     };
     let with_egress = |flow: &FlowEntry| {
-        filter.egress_ip.is_none_or(|ip| {
-            flow.flow.kind != kind::UNTOUCHED && dump.egress_ip(flow.flow.egress).is_some_and(|(e, _)| e == ip)
-        })
+        filter
+            .egress_ip
+            .is_none_or(|ip| !flow.untouched && dump.egress_ip(flow.flow.egress).is_some_and(|(e, _)| e == ip))
     };
     let matched: Vec<&FlowEntry> = dump
         .flows

@@ -12,8 +12,8 @@ use egress_common::{
     abi::TICK_SHIFT,
     config::{Config, UNSET},
     endpoint::policy_flags,
-    flow::{Flow, kind},
-    tcp::seen,
+    flow::Flow,
+    tcp::{end, seen},
     verdict::Counter,
 };
 use std::{collections::BTreeSet, net::IpAddr};
@@ -125,15 +125,12 @@ pub fn flow(dump: &Dump, pod: (&str, u16), remote: (&str, u16), policy: &str, eg
         policy: policy_index(dump, policy),
         egress: index,
         egress_generation: dump.tables.egress_ips[&index].generation,
-        config_generation: 0,
-        ticket: 0,
         last_seen: START + 90,
         created: START,
         port: egress.1.to_be(),
         state: seen::SYN | seen::ACK,
-        kind: kind::TRANSLATED,
-        pending: 0,
         ifindex: 7,
+        ..Flow::EMPTY
     };
     FlowEntry {
         pod: ip(pod.0),
@@ -141,6 +138,7 @@ pub fn flow(dump: &Dump, pod: (&str, u16), remote: (&str, u16), policy: &str, eg
         remote: ip(remote.0),
         remote_port: remote.1,
         proto: 6,
+        untouched: false,
         flow,
         back: Some(Back { state: seen::SYN | seen::ACK, last_seen: START + 95 }),
     }
@@ -152,13 +150,15 @@ pub fn dump() -> Dump {
     let first = flow(&dump, ("10.10.0.5", 40_000), ("203.0.113.7", 443), "web", ("192.0.2.10", 1024));
     let mut second = flow(&dump, ("10.10.0.5", 40_001), ("203.0.113.7", 443), "web", ("192.0.2.11", 1472));
     second.flow.state |= seen::FIN;
-    second.back = Some(Back { state: seen::SYN | seen::ACK | seen::FIN, last_seen: START + 20 });
+    second.flow.back = end::FIN | end::ACCEPTED;
+    second.back = Some(Back { state: seen::SYN | seen::ACK, last_seen: START + 20 });
     let untouched = FlowEntry {
         pod_port: 8080,
         remote: ip("198.51.100.9"),
         remote_port: 55_555,
         back: None,
-        flow: Flow { kind: kind::UNTOUCHED, policy: 0, egress: 0, port: 0, ..first.flow },
+        untouched: true,
+        flow: Flow { policy: 0, egress: 0, port: 0, ..first.flow },
         ..first
     };
     dump.flows = vec![untouched, first, second];

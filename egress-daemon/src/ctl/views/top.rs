@@ -8,7 +8,6 @@ use crate::{
     host::firewall::Dropped,
 };
 use clap::ValueEnum;
-use egress_common::flow::kind;
 use serde::Serialize;
 use std::{cmp::Reverse, collections::BTreeMap};
 
@@ -175,7 +174,7 @@ pub fn top(before: &Sample, now: &Sample, by: By, limit: usize) -> TopView {
 }
 
 fn name(dump: &Dump, flow: &FlowEntry, by: By) -> String {
-    let ours = flow.flow.kind != kind::UNTOUCHED;
+    let ours = !flow.untouched;
     let egress = || dump.egress_ip(flow.flow.egress).filter(|_| ours);
     let found = match by {
         By::Pod => Some(dump.pod_name(flow.pod).unwrap_or_else(|| flow.pod.to_string())),

@@ -8,6 +8,10 @@ use crate::{
     },
     host::testing::{Net, NetNs, in_netns},
 };
+use aya::programs::{
+    TcAttachType,
+    tc::{NlOptions, TcAttachOptions},
+};
 use std::{collections::BTreeMap, process::Command};
 
 fn filters(interface: &str, direction: &str) -> String {
@@ -37,6 +41,14 @@ fn hooks(wanted: &[Hook]) -> BTreeMap<Hook, String> {
     wanted.iter().map(|hook| (*hook, "pod".to_owned())).collect()
 }
 
+/// A pod's interface named `pod`: the namespace of its other end, and its index.
+async fn pod() -> (NetNs, u32) {
+    let (net, other) = (Net::here(), NetNs::new());
+    net.veth_into("pod", &other, "eth0").await;
+    let index = net.index("pod").await;
+    (other, index)
+}
+
 #[track_caller]
 fn sync(attacher: &mut Attacher, wanted: &BTreeMap<Hook, String>, live: &BTreeMap<u32, String>) {
     let errors: Vec<String> = attacher.sync(wanted, live, true).iter().map(ToString::to_string).collect();
@@ -47,10 +59,7 @@ fn sync(attacher: &mut Attacher, wanted: &BTreeMap<Hook, String>, live: &BTreeMa
 fn filters_are_attached_replaced_and_taken_off() {
     let Some(dir) = BpfDir::new("clsact") else { return };
     in_netns("clsact", || async move {
-        let net = Net::here();
-        let other = NetNs::new();
-        net.veth_into("pod", &other, "eth0").await;
-        let index = net.index("pod").await;
+        let (_other, index) = pod().await;
         let live = BTreeMap::from([(index, "pod".to_owned())]);
         let both = hooks(&[("pod_egress", index), ("pod_ingress", index)]);
 
@@ -80,5 +89,51 @@ fn filters_are_attached_replaced_and_taken_off() {
         let (mut third, _) = attacher(&dir);
         sync(&mut third, &BTreeMap::new(), &live);
         assert_eq!(ids(&filters("pod", "ingress")), [] as [u32; 0]);
+    });
+}
+
+/// docs/failures.md: clsact-order.
+#[test]
+fn clsact_order_our_filter_is_the_first_whoever_comes() {
+    let Some(dir) = BpfDir::new("clsact-order") else { return };
+    in_netns("clsact-order", || async move {
+        let (_other, index) = pod().await;
+        let live = BTreeMap::from([(index, "pod".to_owned())]);
+        let both = hooks(&[("pod_egress", index), ("pod_ingress", index)]);
+        let (mut ours, own) = attacher(&dir);
+        let mut strangers = Programs::load(&dir.pins, Sizes { max_flows: 64 }).unwrap();
+        let mut come = |direction: TcAttachType, priority: u16| {
+            let program = strangers.get("tunnel_ingress").unwrap();
+            let options = NlOptions { priority, ..NlOptions::default() };
+            let link = program.attach_with_options("pod", direction, TcAttachOptions::Netlink(options)).unwrap();
+            std::mem::forget(program.take_link(link).unwrap());
+        };
+        let sides = [("ingress", "pod_egress", TcAttachType::Ingress), ("egress", "pod_ingress", TcAttachType::Egress)];
+        let first = |side: &str| ids(&filters("pod", side)).first().copied();
+        sync(&mut ours, &both, &live);
+        let number = |side: &str| ids(&filters("pod", side)).len();
+        // More than there are handles; the latest filter of a priority is the first.
+        for round in 1..=3 {
+            for (side, program, direction) in sides {
+                come(direction, 1);
+                assert_ne!(first(side), Some(own[program]), "round {round}");
+                sync(&mut ours, &both, &live);
+                assert_eq!((first(side), number(side)), (Some(own[program]), 1 + round), "{side}");
+            }
+        }
+        // What others have stays theirs.
+        sync(&mut ours, &BTreeMap::new(), &live);
+        assert!(sides.iter().all(|(side, program, _)| number(side) == 3 && first(side) != Some(own[program])));
+        // One that was there before ours, of another priority; and one of another kind, which cannot be gone before.
+        sync(&mut ours, &both, &live);
+        let kind = "filter add dev pod ingress prio 1 protocol ip matchall action ok".split(' ');
+        let done = Command::new("tc").args("filter del dev pod ingress prio 1".split(' ')).status().unwrap();
+        let added = Command::new("tc").args(kind).status().unwrap();
+        assert!(done.success());
+        if added.success() {
+            let told = ours.sync(&both, &live, true);
+            assert!(told.len() == 1 && told[0].to_string().contains("matchall"), "{told:?}");
+            assert_eq!(first("ingress"), Some(own["pod_egress"]), "it is there all the same");
+        }
     });
 }

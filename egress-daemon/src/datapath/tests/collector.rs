@@ -9,7 +9,7 @@ use aya::{Pod, maps::MapData};
 use egress_common::{
     V4,
     config::Config,
-    flow::{Flow, FlowKey, Reverse, Ticket, kind},
+    flow::{Flow, FlowKey, Reverse, Ticket},
     limits::{COLLECT_BATCH, COLLECT_ROUND_SHIFT},
     net, tcp,
     verdict::Counter,
@@ -82,7 +82,7 @@ struct Kernel {
 struct Idle {
     proto: u32,
     number: u32,
-    kind: u16,
+    ended: u16,
     states: [u16; 2],
     out: u32,
     back: u32,
@@ -131,15 +131,13 @@ impl Kernel {
             policy: 1,
             egress: EGRESS,
             egress_generation: 1,
-            config_generation: 0,
             ticket: i.number,
             last_seen: self.now.wrapping_sub(i.out),
             created: self.now.wrapping_sub(i.out),
             port: 3,
             state: i.states[0],
-            kind: i.kind,
-            pending: 0,
-            ifindex: 0,
+            back: i.ended,
+            ..Flow::EMPTY
         };
         let IpAddr::V4(egress) = address() else { unreachable!("an IPv4 address") };
         let other = FlowKey { src: net::v4(egress), dst: server, src_port: 3, dst_port: 2, proto: i.proto };
@@ -151,6 +149,7 @@ impl Kernel {
             policy: 1,
             egress: EGRESS,
             egress_generation: 1,
+            endpoint: 0,
             last_seen: self.now.wrapping_sub(i.back),
             pod_mac: [0; 3],
             host_mac: [0; 3],
@@ -184,7 +183,7 @@ fn a_million_idle_flows_go_in_bounded_runs_while_no_agent_lives() {
     let Some((mut kernel, programs)) = Kernel::new("collector", MANY + 16) else { return };
     // Nothing is due until the settings say so.
     kernel.limits(Config { udp: u32::MAX >> 1, ..scenes::settings() });
-    let idle = |number| Idle { proto: 17, number, kind: kind::TRANSLATED, states: [0; 2], out: 1000, back: 1000 };
+    let idle = |number| Idle { proto: 17, number, ended: 0, states: [0; 2], out: 1000, back: 1000 };
     for start in (0..MANY).step_by(50_000) {
         kernel.put(&(start..start + 50_000).map(idle).collect::<Vec<_>>());
     }
@@ -229,31 +228,24 @@ fn every_protocol_and_state_has_its_own_limit() {
     const OPEN: [u16; 2] = [tcp::seen::SYN | tcp::seen::ACK, tcp::seen::SYN | tcp::seen::ACK];
     const HALF: [u16; 2] = [tcp::seen::SYN, 0];
     const CLOSING: [u16; 2] = [tcp::seen::SYN | tcp::seen::ACK | tcp::seen::FIN, tcp::seen::SYN | tcp::seen::ACK];
-    const RESET: [u16; 2] = [tcp::seen::SYN | tcp::seen::ACK, tcp::seen::SYN | tcp::seen::RST];
     // Limits, in ticks: established 40,000, transitory 4,000, UDP 20,000, ICMP 2,000. Each is far from the next, so that
     // the ticks that pass meanwhile do not matter.
-    let limits = [
-        (6, OPEN, 40_000),
-        (6, HALF, 4_000),
-        (6, CLOSING, 4_000),
-        (6, RESET, 4_000),
-        (17, [0; 2], 20_000),
-        (1, [0; 2], 2_000),
-    ];
+    let limits = [(6, OPEN, 40_000), (6, HALF, 4_000), (6, CLOSING, 4_000), (17, [0; 2], 20_000), (1, [0; 2], 2_000)];
     let (mut due, mut alive) = (Vec::new(), Vec::new());
     for (n, (proto, states, limit)) in limits.into_iter().enumerate() {
         let n = n as u32 * 10;
-        let flow = |number, out, back| Idle { proto, number, kind: kind::TRANSLATED, states, out, back };
+        let flow = |number, out, back| Idle { proto, number, ended: 0, states, out, back };
         due.push(flow(n, limit + 900, limit + 900));
         alive.push(flow(n + 1, limit - 900, limit - 900));
         // Packets of one direction keep it.
         alive.push(flow(n + 2, limit + 900, limit - 900));
         alive.push(flow(n + 3, limit - 900, limit + 900));
     }
-    // An untouched connection follows the pod's segments alone.
-    let untouched = |number, states, out| Idle { proto: 6, number, kind: kind::UNTOUCHED, states, out, back: 0 };
-    alive.push(untouched(100, OPEN, 39_000));
-    due.push(untouched(101, HALF, 4_900));
+    // What the remote side only says of its end changes nothing; one that the pod has accepted ends it, without the queue as well.
+    let (half, reset) = (tcp::end::FIN | tcp::end::ACCEPTED, tcp::end::RST);
+    let open = |number, ended, idle| Idle { proto: 6, number, ended, states: OPEN, out: idle, back: idle };
+    alive.extend([open(100, half, 39_000), open(101, reset, 39_000), open(102, tcp::end::FIN, 39_000)]);
+    due.extend([open(103, reset | tcp::end::ACCEPTED, 1_000), Idle { states: CLOSING, ..open(104, half, 1_000) }]);
     kernel.put(&due);
     kernel.put(&alive);
     kernel.limits(Config {
@@ -265,14 +257,13 @@ fn every_protocol_and_state_has_its_own_limit() {
     });
     kernel.wait_for(due.len() as u64, Duration::from_secs(60));
     // Every other flow was looked at, too: the queue has gone round once more when a flow behind them all is gone.
-    let last = Idle { proto: 1, number: 200, kind: kind::TRANSLATED, states: [0; 2], out: 3_000, back: 3_000 };
+    let last = Idle { proto: 1, number: 200, ended: 0, states: [0; 2], out: 3_000, back: 3_000 };
     kernel.put(&[last]);
     kernel.wait_for(due.len() as u64 + 1, Duration::from_secs(60));
     let left: std::collections::BTreeSet<_> = kernel.maps.v4.flows.entries().unwrap().into_keys().collect();
     let expected = alive.iter().map(|i| kernel.entry(i).0).collect();
     assert_eq!(left, expected);
-    let translated = |i: &&Idle| i.kind == kind::TRANSLATED;
     let ports: std::collections::BTreeSet<_> = kernel.maps.v4.reverse.entries().unwrap().into_keys().collect();
-    assert!(due.iter().filter(translated).all(|i| !ports.contains(&kernel.entry(i).2)), "a port did not come back");
+    assert!(due.iter().all(|i| !ports.contains(&kernel.entry(i).2)), "a port did not come back");
     assert!(alive.iter().all(|i| ports.contains(&kernel.entry(i).2)));
 }

@@ -1,9 +1,13 @@
 //! Numbers, tables and places in the maps keep their promises over arbitrary histories and restarts.
 
-use super::scenes::{self, history};
+use super::{
+    rig,
+    scenes::{self, history},
+};
 use crate::{
     datapath::{
-        encode::{Encoder, EndpointView, NodeView, PolicyView},
+        encode::{Encoder, EndpointView, NodeView, PolicyView, SlotView},
+        fit::Refused,
         tables::{FamilyTables, Tables},
     },
     model::{Policy, PolicyId},
@@ -203,7 +207,7 @@ fn a_retired_egress_ip_comes_back_to_its_index_and_gives_it_up_last() {
 fn slots_without_weight_get_no_flows() {
     let mut view = NodeView::default();
     view.egress_ips.insert(scenes::egress_ip(0), Default::default());
-    let slot = crate::datapath::encode::SlotView { address: scenes::egress_ip(0), weight: 0, usable: true };
+    let slot = SlotView { address: scenes::egress_ip(0), weight: 0, usable: true };
     let policy = PolicyView { flags: 0, slots: vec![slot], assignments: BTreeMap::new() };
     view.policies.insert(scenes::policy_id(0), policy);
     let tables = Encoder::recover(&Tables::default()).encode(&view, &Tables::default()).unwrap();
@@ -280,5 +284,126 @@ proptest! {
             let found = names.map(|(_, n)| crate::datapath::maps::name_text(n).parse::<PolicyId>().unwrap()).next();
             prop_assert_eq!(found, naive(&policies, &excepts, destination), "{}", destination);
         }
+    }
+}
+
+/// A small view: a pod of its own for each policy, and each policy with its prefixes and one slot.
+fn with_policies(policies: &[(usize, u32)]) -> NodeView {
+    let mut view = NodeView { node: Some(scenes::node(0)), config: Some(scenes::settings()), ..NodeView::default() };
+    view.egress_ips.insert(scenes::egress_ip(0), Default::default());
+    for (n, prefixes) in policies {
+        let (id, class) = (scenes::policy_id(*n), BTreeSet::from([scenes::policy_id(*n)]));
+        let slot = SlotView { address: scenes::egress_ip(0), weight: 1, usable: true };
+        view.policies.insert(id.clone(), PolicyView { slots: vec![slot], ..PolicyView::default() });
+        let nets = (0..*prefixes).map(|i| (IpNet::from(IpAddr::from((i << 8).to_be_bytes())), Some(id.clone())));
+        view.classes.insert(class.clone(), nets.collect());
+        let ips = [IpAddr::from([10, 1, 0, *n as u8])].into();
+        view.endpoints.insert(scenes::endpoint_id(*n), EndpointView { ips, class, ..EndpointView::default() });
+    }
+    view
+}
+
+/// docs/failures.md: overflow-open.
+#[test]
+fn overflow_open_a_policy_that_does_not_fit_is_refused_and_all_else_goes_on() {
+    let mut encoder = Encoder::recover(&Tables::default());
+    let (present, refused) = encoder.fit(&mut with_policies(&[(0, 3)]), &Tables::default()).unwrap();
+    assert_eq!(refused, Refused::default());
+    // One that is too large, then a new pod with a new policy, over a restart of the agent, too.
+    for restart in [false, true] {
+        if restart {
+            encoder = Encoder::recover(&present);
+        }
+        let too_many = limits::MAX_ROUTES as u32;
+        let mut view = with_policies(&[(0, 3), (1, too_many), (2, 2)]);
+        let (tables, refused) = encoder.fit(&mut view, &present).unwrap();
+        assert_eq!(refused.policies.keys().collect::<Vec<_>>(), [&scenes::policy_id(1)]);
+        let slots = tables.members.keys().map(|k| k.policy).collect::<BTreeSet<_>>();
+        let number = |n: usize| {
+            let id = tables.v4.endpoints[&net::v4([10, 1, 0, n as u8].into())];
+            let routes = tables.v4.routes.iter().filter(move |((key, _), _)| key.class == id.class);
+            let policies: BTreeSet<u32> = routes.clone().map(|(_, policy)| *policy).collect();
+            (routes.count(), policies)
+        };
+        for (n, routes) in [(0, 3), (2, 2)] {
+            let (count, policies) = number(n);
+            assert!(count == routes && policies.is_subset(&slots), "policy {n}");
+        }
+        // What is refused drops: no packet of its pods leaves with another address.
+        let (count, policies) = number(1);
+        assert!(count == 1 && policies.len() == 1 && policies.is_disjoint(&slots));
+        let all = RouteKey { class: tables.v4.endpoints[&net::v4([10, 1, 0, 1].into())].class, addr: [0] };
+        assert!(tables.v4.routes.contains_key(&(all, 32)));
+        // And it says so, by name.
+        let told = refused.troubles(&BTreeMap::new());
+        assert_eq!(told.iter().map(|t| &t.policy).collect::<Vec<_>>(), [&scenes::policy_id(1)]);
+        assert!(told[0].message.contains("ROUTES_V4"), "{}", told[0].message);
+    }
+    // An old policy stays whoever comes, and comes back when there is room.
+    let (full, refused) = encoder.fit(&mut with_policies(&[(0, 3), (1, 200_000)]), &present).unwrap();
+    assert_eq!(refused, Refused::default());
+    let mut both = with_policies(&[(0, 3), (1, 200_000), (2, 100_000)]);
+    let (without, refused) = encoder.fit(&mut both, &full).unwrap();
+    assert_eq!(refused.policies.keys().collect::<Vec<_>>(), [&scenes::policy_id(2)]);
+    let (_, refused) = encoder.fit(&mut with_policies(&[(0, 3), (2, 100_000)]), &without).unwrap();
+    assert_eq!(refused.policies.len(), 1, "the old entries are still there");
+    let (rest, _) = encoder.fit(&mut with_policies(&[(0, 3)]), &without).unwrap();
+    let (_, refused) = encoder.fit(&mut with_policies(&[(0, 3), (2, 100_000)]), &rest).unwrap();
+    assert_eq!(refused, Refused::default());
+}
+
+/// docs/failures.md: overflow-open, for egress IPs.
+#[test]
+fn overflow_open_egress_ips_that_do_not_fit_are_refused_and_all_else_goes_on() {
+    let addresses = |n: u32| (1..=n).map(|i| IpAddr::from([10, 9, (i >> 8) as u8, i as u8]));
+    let places = limits::MAX_EGRESS_IPS as u32 - 1;
+    let with = |n: u32| {
+        let mut view = with_policies(&[(0, 3)]);
+        view.egress_ips = addresses(n).map(|address| (address, Default::default())).collect();
+        for policy in view.policies.values_mut() {
+            policy.slots = addresses(n).map(|address| SlotView { address, weight: 1, usable: true }).collect();
+        }
+        view
+    };
+    let mut encoder = Encoder::recover(&Tables::default());
+    let (present, refused) = encoder.fit(&mut with(places), &Tables::default()).unwrap();
+    assert_eq!(refused, Refused::default());
+    let mut view = with(places + 1);
+    // It comes first in the order of addresses: what was there stays all the same.
+    let late = IpAddr::from([10, 8, 0, 1]);
+    view.egress_ips.insert(late, Default::default());
+    view.egress_ips.remove(&addresses(places + 1).next_back().unwrap());
+    let new = with_policies(&[(3, 1)]);
+    view.policies.extend(new.policies);
+    view.classes.extend(new.classes);
+    view.endpoints.extend(new.endpoints);
+    let (tables, refused) = encoder.fit(&mut view, &present).unwrap();
+    assert_eq!(refused.egress_ips.keys().collect::<Vec<_>>(), [&late]);
+    assert!(!view.egress_ips.contains_key(&late), "it is not announced or reported as carried");
+    assert_eq!(tables.egress_ips, present.egress_ips);
+    assert_eq!(tables.v4.endpoints.len(), 2, "a new pod");
+    assert_eq!(tables.policies.len(), 4, "a new policy");
+}
+
+#[test]
+fn reused_pod_ip_another_pod_with_the_same_address_has_another_number() {
+    let mut view = rig::scene();
+    let (mut encoder, mut present) = (Encoder::recover(&Tables::default()), Tables::default());
+    let number = |tables: &Tables| tables.v4.endpoints[&net::v4([10, 1, 0, 2].into())].id;
+    let mut seen = std::collections::BTreeSet::new();
+    for uid in ["a", "b", "c"] {
+        let pod = view.endpoints.values().find(|e| e.ips.contains(&rig::addr(rig::POD4))).unwrap().clone();
+        view.endpoints.retain(|_, e| !e.ips.contains(&rig::addr(rig::POD4)));
+        // Gone for a while: its number is free by then.
+        for _ in 0..2 {
+            present = encoder.encode(&view, &present).unwrap();
+        }
+        view.endpoints.insert(crate::model::EndpointId::new("prod", "web-0", uid), pod);
+        present = encoder.encode(&view, &present).unwrap();
+        assert!(seen.insert(number(&present)), "{uid} has the number of another pod");
+        // And keeps it over a restart.
+        encoder = Encoder::recover(&present);
+        let again = encoder.encode(&view, &present).unwrap();
+        assert_eq!(number(&again), number(&present));
     }
 }

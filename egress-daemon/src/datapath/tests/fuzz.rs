@@ -9,7 +9,7 @@ use super::{
     rig::*,
 };
 use crate::datapath::maps::Maps;
-use egress_common::{flow::kind, port_block, verdict::Counter};
+use egress_common::{abi::TUNNEL_PORT, port_block, verdict::Counter};
 use proptest::{
     collection::vec,
     prelude::*,
@@ -161,6 +161,17 @@ fn is_an_answer(f: &[u8], r: &Read) -> bool {
     r.hops <= 1 || answer && !r.later_fragment
 }
 
+/// Whether headers can be read up to that of the transport, if it may be UDP.
+fn is_readable(f: &[u8]) -> bool {
+    let Some(r) = read(f) else { return false };
+    let plain = if r.src.is_ipv4() { f[14] >> 4 == 4 && f[14] & 15 >= 5 } else { f[14] >> 4 == 6 && r.l4 < 54 + 6 * 8 };
+    plain && (r.proto != UDP || r.later_fragment || f.len() >= r.l4 + 8)
+}
+
+fn is_for_tunnel(f: &[u8]) -> bool {
+    read(f).is_some_and(|r| r.proto == UDP && f.len() >= r.l4 + 4 && ports(f).1 == TUNNEL_PORT)
+}
+
 fn class(program: &str, f: &[u8]) -> Class {
     let Some((src, dst)) = addresses(f) else {
         return match program {
@@ -171,6 +182,8 @@ fn class(program: &str, f: &[u8]) -> Class {
         };
     };
     match program {
+        "pod_egress" if [addr(EGRESS4), addr(EGRESS6)].contains(&src) || is_for_tunnel(f) => Class::NotSent,
+        "pod_egress" if !is_readable(f) => Class::NotSent,
         "pod_egress" if ![addr(POD4), addr(POD6)].contains(&src) => Class::Untouched,
         "pod_egress" if never_leaves(dst) => Class::NotSent,
         "pod_egress" => match read(f) {
@@ -282,15 +295,11 @@ impl Watch {
     }
 
     fn forget_answers(&mut self) {
-        for (key, flow) in self.maps.v4.flows.entries().unwrap() {
-            if flow.kind == kind::UNTOUCHED {
-                self.maps.v4.flows.remove(&key).unwrap();
-            }
+        for key in self.maps.v4.inbound.entries().unwrap().into_keys() {
+            self.maps.v4.inbound.remove(&key).unwrap();
         }
-        for (key, flow) in self.maps.v6.flows.entries().unwrap() {
-            if flow.kind == kind::UNTOUCHED {
-                self.maps.v6.flows.remove(&key).unwrap();
-            }
+        for key in self.maps.v6.inbound.entries().unwrap().into_keys() {
+            self.maps.v6.inbound.remove(&key).unwrap();
         }
     }
 }

@@ -163,11 +163,12 @@ fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
         let value = Reverse {
             pod: v4(POD4),
             pod_port: 4000u16.to_be(),
-            state: 0,
+            state: egress_common::tcp::seen::CONFIRMED,
             ifindex: *pod,
             policy: 1,
             egress: 1,
             egress_generation: 1,
+            endpoint: rig.writer.maps().v4.endpoints.get(&v4(POD4)).unwrap().map_or(0, |e| e.id),
             // Ahead of every packet of this test, but for one more tick.
             last_seen: now_tick(),
             pod_mac: [0x1111; 3],

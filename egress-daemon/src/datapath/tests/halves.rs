@@ -1,5 +1,5 @@
 //! The two halves of a flow: one goes missing, two CPUs make the same one, the tables are full. Rows half-pair, create-race,
-//! lru-early and map-full of FAILURES.md.
+//! lru-early and map-full of docs/failures.md.
 
 use super::{
     frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
@@ -15,7 +15,7 @@ use aya::{
 };
 use egress_common::{
     endpoint::RouteKey,
-    flow::{FlowKey, Reverse},
+    flow::{Flow, FlowKey, Reverse},
     limits,
     verdict::Counter,
 };
@@ -24,7 +24,7 @@ use nix::{
     unistd::Pid,
 };
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr},
     sync::atomic::{AtomicUsize, Ordering},
 };
@@ -195,4 +195,98 @@ fn lru_early_and_map_full_a_full_table_has_lost_no_flow_and_takes_no_more() {
     let (flows, reverses) = (maps.v4.flows.entries().unwrap(), maps.v4.reverse.entries().unwrap());
     assert_eq!((flows.len(), reverses.len()), (all as usize, all as usize), "what was refused left a half behind");
     assert_eq!(rig.count(Counter::FlowsRepaired), 0);
+}
+
+/// The maps of the family that a test is about, in its own types.
+fn of_family<A: Pod + Ord>(maps: &mut FamilyMaps<A>, change: impl FnOnce(&mut FlowsOf<A>, &mut ReversesOf<A>))
+where
+    FlowKey<A>: Pod + Ord,
+    Reverse<A>: Pod,
+    RouteKey<A>: Pod,
+{
+    let (mut flows, mut reverses) = (maps.flows.entries().unwrap(), maps.reverse.entries().unwrap());
+    let before = (flows.clone(), reverses.clone());
+    change(&mut flows, &mut reverses);
+    before.0.keys().filter(|k| !flows.contains_key(k)).for_each(|k| maps.flows.remove(k).unwrap());
+    before.1.keys().filter(|k| !reverses.contains_key(k)).for_each(|k| maps.reverse.remove(k).unwrap());
+    flows.iter().for_each(|(k, v)| maps.flows.set(k, v).unwrap());
+    reverses.iter().for_each(|(k, v)| maps.reverse.set(k, v).unwrap());
+}
+
+type FlowsOf<A> = BTreeMap<FlowKey<A>, Flow>;
+type ReversesOf<A> = BTreeMap<FlowKey<A>, Reverse<A>>;
+
+/// Two flows of the pod to one server, of which the second has taken the first one's port: the first one's reverse half is gone, as when
+/// another CPU gave its port away, and everything is a tick older.
+fn take_port<A: Pod + Ord>(flows: &mut FlowsOf<A>, reverses: &mut ReversesOf<A>) {
+    let [first, second] = [40_000u16, 40_001].map(|port| *flows.keys().find(|k| k.src_port == port.to_be()).unwrap());
+    let port = flows[&first].port;
+    flows.get_mut(&second).unwrap().port = port;
+    let [lost, kept] = [first, second].map(|k| *reverses.iter().find(|(_, r)| r.pod_port == k.src_port).unwrap().0);
+    let value = reverses.remove(&kept).unwrap();
+    reverses.insert(lost, value);
+    flows.values_mut().for_each(|flow| flow.last_seen -= 1);
+    reverses.values_mut().for_each(|reverse| reverse.last_seen -= 1);
+}
+
+#[test]
+fn reused_halves_a_flow_whose_port_another_one_has_taken_goes_and_leaves_that_one_alone() {
+    for (n, (pod, server)) in [(POD4, SERVER4), (POD6, SERVER6)].into_iter().enumerate() {
+        let (pod, server) = (addr(pod), addr(server));
+        let Some(mut rig) = Rig::new(&format!("reused-port-{n}"), &scene()) else { return };
+        let packet = |port: u16| seal(ip(pod, server, UDP, &[], &udp(port, 443, b"data")));
+        let before = [40_000, 40_001].map(|port| rig.run("pod_egress", &packet(port)).1);
+        let mut maps = Maps::open(rig.pins()).unwrap();
+        match pod {
+            IpAddr::V4(_) => of_family(&mut maps.v4, take_port),
+            IpAddr::V6(_) => of_family(&mut maps.v6, take_port),
+        }
+        // The first one does not send with a port that is not its own any more, and takes nothing with it.
+        let (verdict, anew) = rig.run("pod_egress", &packet(40_000));
+        assert_eq!(verdict, REDIRECT);
+        assert_ne!(ports(&anew).0, ports(&before[0]).0, "two flows have one port");
+        let (verdict, out) = rig.run("pod_egress", &packet(40_001));
+        assert_eq!((verdict, ports(&out).0), (REDIRECT, ports(&before[0]).0));
+        for (sent, port) in [(&anew, 40_000), (&out, 40_001)] {
+            let (verdict, delivered) = rig.run("uplink_ingress", &answer(sent, 0));
+            assert_eq!((verdict, ports(&delivered).1), (REDIRECT, port));
+        }
+        assert_eq!((rig.count(Counter::FlowsCreated), rig.count(Counter::FlowsRepaired)), (3, 0));
+    }
+}
+
+/// The pod has begun the flow anew, with another port, and the former reverse half is still there.
+fn begin_anew<A: Pod + Ord>(flows: &mut FlowsOf<A>, reverses: &mut ReversesOf<A>) {
+    let (key, flow) = flows.iter_mut().next().unwrap();
+    // Of the same block.
+    flow.port = (u16::from_be(flow.port) ^ 1).to_be();
+    let (old, value) = reverses.iter().next().map(|(k, v)| (*k, *v)).unwrap();
+    reverses.insert(FlowKey { src_port: flow.port, ..old }, value);
+    reverses.values_mut().for_each(|reverse| reverse.last_seen -= 1);
+    assert_eq!(key.src_port, value.pod_port);
+}
+
+#[test]
+fn reused_halves_a_reverse_half_that_its_flow_does_not_name_goes_with_the_next_reply() {
+    for (n, (pod, server)) in [(POD4, SERVER4), (POD6, SERVER6)].into_iter().enumerate() {
+        let (pod, server) = (addr(pod), addr(server));
+        let Some(mut rig) = Rig::new(&format!("reused-reverse-{n}"), &scene()) else { return };
+        let packet = seal(ip(pod, server, UDP, &[], &udp(40_000, 443, b"data")));
+        let before = rig.run("pod_egress", &packet).1;
+        let mut maps = Maps::open(rig.pins()).unwrap();
+        match pod {
+            IpAddr::V4(_) => of_family(&mut maps.v4, begin_anew),
+            IpAddr::V6(_) => of_family(&mut maps.v6, begin_anew),
+        }
+        rig.dropped("uplink_ingress", &answer(&before, 0), Counter::DropNoReverse);
+        let maps = rig.writer.maps();
+        let halves = (
+            maps.v4.flows.entries().unwrap().len() + maps.v6.flows.entries().unwrap().len(),
+            maps.v4.reverse.entries().unwrap().len() + maps.v6.reverse.entries().unwrap().len(),
+        );
+        assert_eq!(halves, (1, 1));
+        let (verdict, now) = rig.run("pod_egress", &packet);
+        assert_eq!(verdict, REDIRECT);
+        assert_eq!(rig.run("uplink_ingress", &answer(&now, 0)).0, REDIRECT);
+    }
 }

@@ -19,13 +19,31 @@ pub const EGRESS4: &str = "192.0.2.10";
 pub const EGRESS6: &str = "2001:db8::10";
 pub const SERVER4: &str = "203.0.113.5";
 pub const SERVER6: &str = "2001:db8:f::5";
+/// Networks of the pods of another node.
+const REMOTE_PODS4: &str = "10.2.0.0/24";
+const REMOTE_PODS6: &str = "fd00:2::/64";
 /// Blocks of both egress IPs that are this node's, and one that is another node's.
 pub const OWN_BLOCKS: [u16; 2] = [3, 900];
 pub const OTHER_BLOCK: u16 = 5;
 
+/// Words of `struct __sk_buff` that a test may set.
+pub const INGRESS_IFINDEX: usize = 9;
+pub const IFINDEX: usize = 10;
+/// As many of its bytes as are given to the kernel.
+const CONTEXT: usize = 192;
+
 pub const NEXT: i32 = -1;
 pub const SHOT: i32 = 2;
 pub const REDIRECT: i32 = 7;
+
+/// A `struct __sk_buff` with some fields set, each by the number of its word.
+pub fn context(fields: &[(usize, u32)]) -> [u8; CONTEXT] {
+    let mut context = [0; CONTEXT];
+    for (word, value) in fields {
+        context[4 * word..4 * word + 4].copy_from_slice(&value.to_ne_bytes());
+    }
+    context
+}
 
 pub fn addr(text: &str) -> IpAddr {
     text.parse().unwrap()
@@ -68,7 +86,8 @@ pub fn scene() -> NodeView {
         endpoints: [(scenes::endpoint_id(0), pod), (scenes::endpoint_id(1), other)].into(),
         policies: [(scenes::policy_id(0), policy)].into(),
         classes: [(class, everywhere.into())].into(),
-        excepts: ["198.18.0.0/15".parse().unwrap()].into(),
+        excepts: ["198.18.0.0/15", REMOTE_PODS4, REMOTE_PODS6].map(|net| net.parse().unwrap()).into(),
+        elsewhere: [REMOTE_PODS4, REMOTE_PODS6].map(|net| net.parse().unwrap()).into(),
         egress_ips: [EGRESS4, EGRESS6].map(|a| (addr(a), egress.clone())).into(),
         nodes: (0..3).map(|n| (scenes::node(n), vec![IpAddr::from([10, 0, 0, n as u8 + 1])])).collect(),
         ways: BTreeMap::new(),
@@ -111,8 +130,15 @@ impl Rig {
 
     /// The same, or `None` for a frame that the kernel makes no packet of.
     pub fn try_run(&mut self, program: &'static str, frame: &[u8]) -> Option<(i32, Vec<u8>)> {
+        self.run_with(program, frame, &[])
+    }
+
+    /// The same for a packet with some fields of its `__sk_buff` set, each by the number of its word.
+    pub fn run_with(&mut self, program: &'static str, frame: &[u8], fields: &[(usize, u32)]) -> Option<(i32, Vec<u8>)> {
         let mut out = vec![0; frame.len() + 256];
-        let options = TestRunOptions { data_in: Some(frame), data_out: Some(&mut out), ..Default::default() };
+        let context = context(fields);
+        let ctx_in = (!fields.is_empty()).then_some(&context[..]);
+        let options = TestRunOptions { data_in: Some(frame), data_out: Some(&mut out), ctx_in, ..Default::default() };
         let result = self.programs.get(program).unwrap().test_run(options).ok()?;
         out.truncate(result.data_size_out as usize);
         Some((result.return_value as i32, out))

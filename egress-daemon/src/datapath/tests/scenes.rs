@@ -7,7 +7,10 @@ use crate::{
         Selector, Source, ZoneMode,
     },
 };
-use egress_common::config::{self, Config};
+use egress_common::{
+    abi::TUNNEL_PORT,
+    config::{self, Config},
+};
 use ipnet::IpNet;
 use proptest::{collection::vec, option, prelude::*};
 use std::{collections::BTreeSet, net::IpAddr};
@@ -36,7 +39,15 @@ pub fn node(n: usize) -> NodeName {
 }
 
 pub fn settings() -> Config {
-    Config { tunnel_ifindex: 7, tcp_established: 10, tcp_transitory: 10, udp: 10, icmp: 10, ..config::UNSET }
+    Config {
+        tunnel_ifindex: 7,
+        tunnel_port: TUNNEL_PORT.into(),
+        tcp_established: 10,
+        tcp_transitory: 10,
+        udp: 10,
+        icmp: 10,
+        ..config::UNSET
+    }
 }
 
 /// A policy that selects every pod, steers nothing and has no egress IPs.
@@ -70,6 +81,7 @@ fn egress_view() -> impl Strategy<Value = EgressView> {
             epoch,
             interface,
             node_address: fixed,
+            here: fixed && owner == Some(0),
             silent: false,
             subnet: None,
             limit: None,

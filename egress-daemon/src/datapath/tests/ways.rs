@@ -12,6 +12,7 @@ use crate::datapath::{
 };
 use egress_common::{
     abi::{INNER_DST_MAC, INNER_SRC_MAC, TUNNEL_PORT, VNI_FORWARD},
+    config::flags,
     net, port_block, transport,
     verdict::Counter,
 };
@@ -104,18 +105,66 @@ fn the_outer_headers_are_those_that_the_device_writes() {
         let sent = rig.count(Counter::SentVxlan);
         assert_eq!((sent, rig.count(Counter::SentTunnel)), (8, 0));
         // What does not fit goes by the device, and is counted. Over IPv6 the device cannot fragment it.
-        let (pod, server, _) = families()[0];
+        let (pod, server, egress) = families()[0];
         let large = seal(ip(pod, server, UDP, &[], &udp(4000, 53, &[7; 1450])));
-        if addr(underlay[0]).is_ipv4() {
-            assert_eq!(rig.run("pod_egress", &large).0, REDIRECT);
-            assert_eq!((rig.count(Counter::SentTunnel), rig.count(Counter::SentVxlan)), (1, sent));
-        } else {
-            let mut view = view(underlay, transport::VXLAN);
+        assert_eq!(rig.run("pod_egress", &large).0, REDIRECT);
+        assert_eq!((rig.count(Counter::SentTunnel), rig.count(Counter::SentVxlan)), (1, sent));
+        assert_eq!(rig.count(Counter::DeviceMtu), 1);
+        if addr(underlay[0]).is_ipv6() {
+            let mut view = gateway(underlay);
             view.config.as_mut().unwrap().room = 1430;
             rig.write(&view);
-            rig.dropped("pod_egress", &large, Counter::DropTooLarge);
+            let answer = udp(53, port_block::first_port(OTHER_BLOCK), &[7; 1450]);
+            rig.dropped("uplink_ingress", &seal(ip(server, egress, UDP, &[], &answer)), Counter::DropTooLarge);
         }
-        assert_eq!(rig.count(Counter::DeviceMtu), 1);
+    }
+}
+
+#[test]
+fn what_is_too_large_for_its_transport_is_answered_with_the_size_that_fits() {
+    for (underlay, way) in UNDERLAYS.into_iter().flat_map(|u| [(u, transport::VXLAN), (u, transport::DIRECT)]) {
+        for respect in [0, flags::RESPECT_FIREWALL] {
+            let mut view = view(underlay, way);
+            let config = view.config.as_mut().unwrap();
+            (config.room, config.flags) = (1430, respect);
+            let fits = if way == transport::DIRECT { 1500 } else { 1430 };
+            let Some(mut rig) = Rig::new("too-large", &view) else { return };
+            for (pod, server, _) in families() {
+                let header = if pod.is_ipv4() { 20 } else { 40 };
+                let datagram = |len: usize| {
+                    let mut frame = ip(pod, server, UDP, &[], &udp(4000, 53, &vec![7; len - header - 8]));
+                    if pod.is_ipv4() {
+                        // Not to be fragmented; the checksum of the header follows.
+                        frame[20] = 0x40;
+                        let (check, borrow) = u16::from_be_bytes([frame[24], frame[25]]).overflowing_sub(0x4000);
+                        frame[24..26].copy_from_slice(&(check - u16::from(borrow)).to_be_bytes());
+                    }
+                    seal(frame)
+                };
+                let answered = rig.count(Counter::TooLargeAnswered);
+                let expected = if respect == 0 { REDIRECT } else { NEXT };
+                assert_eq!(rig.run("pod_egress", &datagram(fits)).0, expected, "{pod} {fits}");
+                assert_eq!(rig.count(Counter::TooLargeAnswered), answered);
+                let large = datagram(fits + 1);
+                let (verdict, out) = rig.run("pod_egress", &large);
+                assert_eq!((verdict, rig.count(Counter::TooLargeAnswered)), (REDIRECT, answered + 1));
+                assert_right(&out);
+                let own = if addr(underlay[0]).is_ipv4() == pod.is_ipv4() { addr(underlay[0]) } else { server };
+                let answer = read(&out).unwrap();
+                assert_eq!((answer.src, answer.dst), (own, pod));
+                let kind: [u8; 2] = if pod.is_ipv4() { [3, 4] } else { [2, 0] };
+                assert_eq!(out[answer.l4..answer.l4 + 2], kind);
+                assert_eq!(out[answer.l4 + 4..answer.l4 + 8], (fits as u32).to_be_bytes());
+                assert_eq!(out[answer.l4 + 8..], large[14..14 + 512], "what it is about");
+                assert_eq!(out[..12], [&large[6..12], &large[..6]].concat());
+            }
+            // What may be fragmented is sent by the device over IPv4; over IPv6 nothing can fragment it.
+            let (pod, server, _) = families()[0];
+            let answered = rig.count(Counter::TooLargeAnswered);
+            rig.run("pod_egress", &seal(ip(pod, server, UDP, &[], &udp(4001, 53, &[7; 1480]))));
+            let told = addr(underlay[0]).is_ipv6() as u64;
+            assert_eq!(rig.count(Counter::TooLargeAnswered), answered + told);
+        }
     }
 }
 

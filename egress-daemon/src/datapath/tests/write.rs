@@ -258,7 +258,7 @@ fn crowded(pods: usize) -> NodeView {
     }
 }
 
-/// Row quadratic of FAILURES.md: the work of a change follows the change, not how much there is.
+/// Row quadratic of docs/failures.md: the work of a change follows the change, not how much there is.
 #[test]
 fn quadratic_one_pod_among_thousands_costs_a_handful_of_writes() {
     let mut encoder = Encoder::recover(&Tables::default());

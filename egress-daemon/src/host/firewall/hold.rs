@@ -4,39 +4,30 @@
 //! be a pod's, for a destination that policies may touch, is dropped. So it does not matter when the agent gets to attach
 //! its programs.
 
-use std::{hash::Hasher as _, net::IpAddr};
+use std::net::IpAddr;
 
 use egress_common::abi::{FIREWALL_PRIORITY, SEEN_PRIORITY};
 use ipnet::IpNet;
-use siphasher::sip::SipHasher13;
 
 use super::{
     HELD, Spec,
     nft::{Field, Part, Rule, Set, Values},
+    rules::{OUTSIDE, version},
 };
 
 /// Names of the sets.
-const OUTSIDE: &str = "outside";
 const UNTOUCHED: [&str; 2] = ["untouched4", "untouched6"];
 /// Destinations that no packet leaves a node for, as `never_leaves` of the programs has them.
 const NEVER: [&str; 7] =
     ["0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/3", "::/127", "fe80::/10", "ff00::/8"];
-/// Length of an interface's name with its zeros.
-const NAME: usize = 16;
 
-/// The sets that [`rules`] look into; none while nothing is held.
+/// The sets that [`rules`] look into besides [`OUTSIDE`]; none while nothing is held.
 pub fn sets(spec: &Spec) -> Vec<Set> {
     let Some(untouched) = &spec.hold else { return Vec::new() };
     let never = NEVER.iter().filter_map(|net| net.parse::<IpNet>().ok());
     let nets: Vec<IpNet> = IpNet::aggregate(&untouched.iter().copied().chain(never).collect());
     let of = |ipv6: bool| intervals(nets.iter().filter(|net| net.addr().is_ipv6() == ipv6));
-    let name = |name: &String| {
-        let mut bytes = name.as_bytes().to_vec();
-        bytes.resize(NAME, 0);
-        bytes
-    };
     vec![
-        Set { name: OUTSIDE, values: Values::Names, elements: spec.outside.iter().map(name).collect() },
         Set { name: UNTOUCHED[0], values: Values::V4, elements: of(false) },
         Set { name: UNTOUCHED[1], values: Values::V6, elements: of(true) },
     ]
@@ -44,14 +35,10 @@ pub fn sets(spec: &Spec) -> Vec<Set> {
 
 /// The rules, a family each.
 pub fn rules(spec: &Spec) -> Vec<Rule> {
-    let sets = sets(spec);
-    if sets.is_empty() {
+    if spec.hold.is_none() {
         return Vec::new();
     }
-    // A set is made anew with the rule that names it.
-    let mut hasher = SipHasher13::new();
-    sets.iter().flat_map(|set| &set.elements).for_each(|element| hasher.write(element));
-    let version = hasher.finish();
+    let version = version(&sets(spec));
     let families =
         [("IPv4", libc::NFPROTO_IPV4, Field::Network(16, 4)), ("IPv6", libc::NFPROTO_IPV6, Field::Network(24, 16))];
     let rule = |((name, family, destination), untouched): ((&str, i32, Field), &'static str)| {
@@ -65,7 +52,7 @@ pub fn rules(spec: &Spec) -> Vec<Rule> {
             Part::Drop,
         ]);
         Rule {
-            comment: format!("a selected pod is starting: {name} not seen by pod_egress is held ({version:016x})"),
+            comment: format!("a selected pod is starting: {name} not seen by pod_egress is held ({version})"),
             parts,
         }
     };

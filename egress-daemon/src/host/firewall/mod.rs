@@ -1,10 +1,8 @@
-//! The way of a flow's first packet through the host's stack: the policy route that leads marked packets to the tunnel
-//! device, and the nftables rules that keep connection tracking, and with it masquerading, away from them and from the
-//! tunnel's outer packets.
+//! The host-stack path of a flow's first packet: nftables rules that keep connection tracking, and with it masquerading, away from
+//! such packets and from the tunnel's outer ones, and on a node without a default route a policy route to the tunnel device.
 //!
-//! Programs mark such a packet twice: one bit of the mark, by which the routing rule knows it, and a priority, by which the
-//! nftables rules do. So the bit may be somebody else's on other packets, and is set again where somebody clears it. A
-//! packet that is ours and would leave by another device than the tunnel's, because the routing rule is gone, is dropped.
+//! Programs give such a packet a priority, by which the rules know it. It is translated by the program at the interface that it
+//! leaves by. One that would leave by an interface without that program is dropped.
 
 mod hold;
 mod nft;
@@ -25,6 +23,9 @@ pub const TABLE: &str = "spillway";
 /// Counters of the rules that drop.
 const HELD: &str = "held";
 const ASTRAY: &str = "astray";
+const FORGED: &str = "forged";
+const LOOPED: &str = "looped";
+const COUNTERS: [&str; 4] = [HELD, ASTRAY, FORGED, LOOPED];
 
 /// What rules of ours have dropped, of one kind. It is counted as long as the table is there, whether the agent runs or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,39 +43,41 @@ pub fn dropped() -> Vec<Dropped> {
     let Ok(counters) = nft::counters(TABLE) else { return Vec::new() };
     let of = |counter: &str| counters.get(counter).map_or(0, |counted| counted.packets);
     let held = "packets that no program had seen while a selected pod was starting (rule of nftables)";
-    let astray = "first packets of flows that the policy route did not lead to the tunnel device (rule of nftables)";
+    let astray = "first packets of flows that would have left by an interface without our program (rule of nftables)";
+    let forged = "packets for the UDP port of the nodes' tunnels that came in where pods may be (rule of nftables)";
+    let looped = "packets of this host's sockets to its own tunnel port (rule of nftables)";
     vec![
+        Dropped { name: "drop_forward_tunnel_port", help: forged, packets: of(FORGED) },
         Dropped { name: "drop_not_seen", help: held, packets: of(HELD) },
         Dropped { name: "drop_astray", help: astray, packets: of(ASTRAY) },
+        Dropped { name: "drop_tunnel_loop", help: looped, packets: of(LOOPED) },
     ]
 }
 
-/// How the way has to be.
+/// How the path has to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spec {
     /// The one bit of the mark.
     pub mark: u32,
-    /// The tunnel device's name.
-    pub tunnel: String,
-    /// Its ifindex.
+    /// The tunnel device's ifindex.
     pub index: u32,
     /// Its UDP port.
     pub port: u16,
     /// Where this node receives tunnelled packets.
     pub addresses: BTreeSet<IpAddr>,
-    /// The largest packet that fits the tunnel: what is larger is answered by the stack.
-    pub mtu: u32,
+    /// Interfaces that have the program that translates first packets.
+    pub exits: BTreeSet<String>,
     /// Interfaces whose packets are never a pod's, whatever their mark.
     pub outside: BTreeSet<String>,
-    /// Whether policies select pods of this node. Without them nothing is marked, and rules for it would only make each of the
-    /// kernel's look-ups for a route longer; once they are made they stay.
+    /// Whether policies select pods of this node. Without them there are no first packets, and a routing rule for them would only
+    /// make each of the kernel's look-ups for a route longer.
     pub selects: bool,
     /// While a selected pod is starting: the destinations that no policy touches. What our program has not seen on its way
     /// to another one is held.
     pub hold: Option<BTreeSet<IpNet>>,
 }
 
-/// Why the way is not there.
+/// Why the path is not there.
 #[derive(Debug, thiserror::Error)]
 pub enum FirewallError {
     /// nftables.
@@ -111,46 +114,39 @@ impl FirewallError {
     }
 }
 
-/// The way, as it was made last.
+/// The path, as it was made last.
 #[derive(Debug, Default)]
-pub struct LongWay {
+pub struct StackPath {
     made: Option<Spec>,
 }
 
-impl LongWay {
+impl StackPath {
     /// Makes what is missing or different; whether anything was. Anybody may remove any of it at any time.
     pub async fn ensure(&mut self, handle: &Handle, links: &LinkTable, spec: &Spec) -> Result<bool, FirewallError> {
-        let chains = rules::chains(spec);
+        let selects = spec.selects
+            || match &self.made {
+                Some(made) => made.selects,
+                // The programs of an earlier agent go on.
+                None => routes::any_rules(handle).await?,
+            };
+        let spec = &Spec { selects, ..spec.clone() };
+        let led =
+            routes::families().filter(|family| selects && !routes::has_default(links, family)).collect::<Vec<_>>();
+        let chains = rules::chains(spec, !led.is_empty());
         let present = nft::rules(TABLE).map_err(FirewallError::nftables("read"))?;
         let mut changed = present != rules::summary(&chains);
         if changed {
             // What is dropped between this look and the new rules is not counted.
             let counters = nft::counters(TABLE).map_err(FirewallError::nftables("read"))?;
-            let counters = [HELD, ASTRAY].map(|name| (name, counters.get(name).copied().unwrap_or_default()));
-            nft::replace(TABLE, &counters, &hold::sets(spec), &chains).map_err(FirewallError::nftables("made"))?;
+            let counters = COUNTERS.map(|name| (name, counters.get(name).copied().unwrap_or_default()));
+            nft::replace(TABLE, &counters, &rules::sets(spec), &chains).map_err(FirewallError::nftables("made"))?;
         }
-        let selects = spec.selects
-            || match &self.made {
-                Some(made) => made.selects,
-                // An earlier agent may have told programs to mark.
-                None => routes::any_rules(handle).await?,
-            };
-        let spec = Spec { selects, ..spec.clone() };
-        if selects {
-            // The route before the rule that leads to it.
-            if self.made.as_ref() != Some(&spec) || !routes::present(links, &spec) {
-                routes::replace(handle, &spec).await?;
-                changed = true;
-            }
-            changed |= routes::ensure_rules(handle, &spec).await?;
+        let anew = self.made.as_ref().map(|made| (made.index, made.mark)) != Some((spec.index, spec.mark));
+        for family in routes::families() {
+            changed |= routes::ensure(handle, links, &family, led.contains(&family).then_some(spec), anew).await?;
         }
-        self.made = Some(spec);
+        self.made = Some(spec.clone());
         Ok(changed)
-    }
-
-    /// What was asked for last, if it could be made.
-    pub fn made(&self) -> Option<&Spec> {
-        self.made.as_ref()
     }
 }
 

@@ -1,11 +1,9 @@
-//! The policy route: rules that send marked packets of pods to a table of ours, and that table.
+//! The policy route of a node without a default route: a rule behind all others that sends marked packets, which nothing else has a
+//! route for, to a table of ours, and that table. A node without a route is a reason to have gateways.
 //!
-//! Of an unmarked packet the kernel looks at one rule of ours, and at none where no policy has ever selected a pod: the kernel
-//! has a shorter way to look up routes while nobody has made rules. Marked packets that come in by an interface that is no
-//! pod's, or that this host sends, as the tunnel's outer packets are, pass by the table.
+//! Nothing is made where there is a default route: the kernel has a shorter way to look up routes while nobody has made rules.
 
 use std::{
-    collections::BTreeSet,
     fmt,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
@@ -15,8 +13,8 @@ use rtnetlink::{
     Handle, IpVersion, RouteMessageBuilder,
     packet_route::{
         AddressFamily,
-        route::{RouteAttribute, RouteMessage, RouteMetric, RouteProtocol, RouteType},
-        rule::{RuleAction, RuleAttribute, RuleFlags, RuleMessage},
+        route::{RouteAttribute, RouteMessage, RouteProtocol, RouteType},
+        rule::{RuleAction, RuleAttribute, RuleMessage},
     },
 };
 
@@ -27,88 +25,82 @@ use crate::host::{netlink::errno, table::LinkTable};
 const TABLE: u32 = 0x5350;
 /// By this protocol number rules and routes are known as ours.
 const PROTOCOL: u8 = 0x53;
-/// Priorities of the rules: behind Cilium's (9, 10), before everything else that is known.
-const UNMARKED: u32 = 80;
-const OUTSIDE: u32 = 81;
-const LEAD: u32 = 82;
-const END: u32 = 83;
+/// Priority of the rule: behind those of the kernel, the last of which is 32767.
+const BEHIND: u32 = 0x9350;
 /// One neighbour on the device for all destinations; the programs overwrite what the device makes of it.
 const NEXT_HOP_V4: Ipv4Addr = Ipv4Addr::new(169, 254, 83, 80);
 const NEXT_HOP_V6: Ipv6Addr = Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0x53, 0x50);
-/// Metric of the route that is left when the device goes.
-const LAST: u32 = 1_000_000;
 
-/// What matters of a rule.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Rule {
-    priority: u32,
-    kind: Kind,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Kind {
-    /// What does not have the bit goes on behind our rules.
-    Unmarked(u32),
-    /// What comes in by this interface goes on behind our rules.
-    Outside(String),
-    /// Our table.
-    Lead,
-    /// Where the others go on.
-    End,
-    /// Something else with our protocol number.
-    Other(String),
+/// What matters of a rule of ours.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Rule {
+    /// What has the bit goes to our table.
+    Lead(u32),
+    /// Something else with our protocol number, of an older agent: its priority, and what it does.
+    Other(u32, String),
 }
 
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: ", self.priority)?;
-        match &self.kind {
-            Kind::Unmarked(bit) => write!(f, "not fwmark {bit:#x}/{bit:#x} goto {END}"),
-            Kind::Outside(name) => write!(f, "iif {name} goto {END}"),
-            Kind::Lead => write!(f, "lookup {TABLE}"),
-            Kind::End => f.write_str("nop"),
-            Kind::Other(text) => f.write_str(text),
+        match self {
+            Rule::Lead(bit) => write!(f, "{BEHIND}: fwmark {bit:#x}/{bit:#x} lookup {TABLE}"),
+            Rule::Other(priority, text) => write!(f, "{priority}: {text}"),
         }
     }
 }
 
 /// The families that the kernel has.
-fn families() -> impl Iterator<Item = IpVersion> {
+pub fn families() -> impl Iterator<Item = IpVersion> {
     let ipv6 = std::path::Path::new("/proc/sys/net/ipv6").exists();
     [IpVersion::V4].into_iter().chain(ipv6.then_some(IpVersion::V6))
 }
 
-fn wanted(spec: &Spec) -> BTreeSet<Rule> {
-    let outside = spec.outside.iter().map(|name| Rule { priority: OUTSIDE, kind: Kind::Outside(name.clone()) });
-    let fixed = [
-        Rule { priority: UNMARKED, kind: Kind::Unmarked(spec.mark) },
-        Rule { priority: LEAD, kind: Kind::Lead },
-        Rule { priority: END, kind: Kind::End },
-    ];
-    outside.chain(fixed).collect()
+/// Whether the family has a default route that is not ours.
+pub fn has_default(links: &LinkTable, family: &IpVersion) -> bool {
+    links.default_routes.iter().any(|route| route.ipv6 == is_ipv6(family) && route.table != TABLE)
 }
 
-/// Makes the rules that are missing and removes others of ours; whether there were any.
-pub async fn ensure_rules(handle: &Handle, spec: &Spec) -> Result<bool, FirewallError> {
-    let wanted = wanted(spec);
+fn is_ipv6(family: &IpVersion) -> bool {
+    matches!(family, IpVersion::V6)
+}
+
+/// Makes route and rule of a family, or removes them without a `spec`; whether anything was different. `anew`: the route may be another
+/// one than before.
+pub async fn ensure(
+    handle: &Handle,
+    links: &LinkTable,
+    family: &IpVersion,
+    spec: Option<&Spec>,
+    anew: bool,
+) -> Result<bool, FirewallError> {
     let mut changed = false;
-    for family in families() {
-        let present = ours(handle, &family).await?;
-        // The target of a jump first, what leads to our table last.
-        let order = |rule: &&Rule| (rule.priority == LEAD, rule.priority != END);
-        let mut missing: Vec<&Rule> = wanted.iter().filter(|rule| present.iter().all(|(r, _)| r != *rule)).collect();
-        missing.sort_by_key(order);
-        for rule in missing {
+    let there = links.default_routes.iter().any(|route| route.ipv6 == is_ipv6(family) && route.table == TABLE);
+    // The route before the rule that leads to it.
+    if let Some(spec) = spec
+        && (anew || !there)
+    {
+        handle.route().add(lead(family, spec)).replace().execute().await.map_err(FirewallError::routing("made"))?;
+        changed = true;
+    }
+    let wanted = spec.map(|spec| Rule::Lead(spec.mark));
+    let mut kept = false;
+    for (rule, message) in ours(handle, family).await? {
+        if wanted.as_ref() == Some(&rule) && !kept {
+            kept = true;
+        } else {
+            delete(handle, message).await?;
             changed = true;
-            add(handle, &family, rule).await.map_err(FirewallError::routing("made"))?;
         }
-        let mut kept = BTreeSet::new();
-        for (rule, message) in present {
-            if !wanted.contains(&rule) || !kept.insert(rule) {
-                changed = true;
-                delete(handle, message).await?;
-            }
-        }
+    }
+    if let Some(Rule::Lead(bit)) = wanted
+        && !kept
+    {
+        add(handle, family, bit).await.map_err(FirewallError::routing("made"))?;
+        changed = true;
+    }
+    if spec.is_none() && there {
+        remove_routes(handle, family).await?;
+        changed = true;
     }
     Ok(changed)
 }
@@ -123,29 +115,18 @@ pub async fn any_rules(handle: &Handle) -> Result<bool, FirewallError> {
     Ok(false)
 }
 
-async fn add(handle: &Handle, family: &IpVersion, rule: &Rule) -> Result<(), rtnetlink::Error> {
-    let mut request = handle.rule().add().priority(rule.priority);
+async fn add(handle: &Handle, family: &IpVersion, bit: u32) -> Result<(), rtnetlink::Error> {
+    let mut request = handle.rule().add().priority(BEHIND);
     let message = request.message_mut();
     message.header.family = address_family(family);
     message.header.table = 0;
-    message.attributes.push(RuleAttribute::Protocol(RouteProtocol::Other(PROTOCOL)));
-    match &rule.kind {
-        Kind::Unmarked(bit) => {
-            message.header.action = RuleAction::Goto;
-            message.header.flags = RuleFlags::Invert;
-            let jump = [RuleAttribute::FwMark(*bit), RuleAttribute::FwMask(*bit), RuleAttribute::Goto(END)];
-            message.attributes.extend(jump);
-        }
-        Kind::Outside(name) => {
-            message.header.action = RuleAction::Goto;
-            message.attributes.extend([RuleAttribute::Iifname(name.clone()), RuleAttribute::Goto(END)]);
-        }
-        Kind::Lead => {
-            message.header.action = RuleAction::ToTable;
-            message.attributes.push(RuleAttribute::Table(TABLE));
-        }
-        Kind::End | Kind::Other(_) => message.header.action = RuleAction::Nop,
-    }
+    message.header.action = RuleAction::ToTable;
+    message.attributes.extend([
+        RuleAttribute::Protocol(RouteProtocol::Other(PROTOCOL)),
+        RuleAttribute::FwMark(bit),
+        RuleAttribute::FwMask(bit),
+        RuleAttribute::Table(TABLE),
+    ]);
     match request.execute().await {
         Err(error) if errno(&error) == libc::EEXIST => Ok(()),
         result => result,
@@ -175,47 +156,27 @@ async fn ours(handle: &Handle, family: &IpVersion) -> Result<Vec<(Rule, RuleMess
 
 /// The rule, if it is one of ours.
 fn decode(message: &RuleMessage) -> Option<Rule> {
-    let (mut priority, mut mark, mut interface, mut goto, mut own) = (0, (0, 0), None, 0, false);
+    let (mut priority, mut mark, mut own) = (0, (0, 0), false);
     let mut table = u32::from(message.header.table);
+    let mut others = false;
     for attribute in &message.attributes {
         match attribute {
             RuleAttribute::Priority(p) => priority = *p,
             RuleAttribute::FwMark(bits) => mark.0 = *bits,
             RuleAttribute::FwMask(bits) => mark.1 = *bits,
-            RuleAttribute::Iifname(name) => interface = Some(name.clone()),
-            RuleAttribute::Goto(to) => goto = *to,
+            RuleAttribute::Iifname(_) | RuleAttribute::Goto(_) => others = true,
             RuleAttribute::Table(number) => table = *number,
             RuleAttribute::Protocol(protocol) => own = u8::from(*protocol) == PROTOCOL,
             _ => {}
         }
     }
-    let inverted = message.header.flags.contains(RuleFlags::Invert);
-    let kind = match (message.header.action, interface) {
-        (RuleAction::Goto, None) if inverted && goto == END && mark.0 == mark.1 => Kind::Unmarked(mark.0),
-        (RuleAction::Goto, Some(name)) if !inverted && goto == END && mark == (0, 0) => Kind::Outside(name),
-        (RuleAction::ToTable, None) if table == TABLE && mark == (0, 0) => Kind::Lead,
-        (RuleAction::Nop, None) => Kind::End,
-        (action, _) => Kind::Other(format!("{action:?}")),
+    let lead = message.header.action == RuleAction::ToTable && table == TABLE && mark.0 == mark.1 && mark.0 != 0;
+    let rule = if lead && !others && message.header.flags.is_empty() && priority == BEHIND {
+        Rule::Lead(mark.0)
+    } else {
+        Rule::Other(priority, format!("{:?}", message.header.action))
     };
-    own.then_some(Rule { priority, kind })
-}
-
-/// Whether the routes seem to be there.
-pub fn present(links: &LinkTable, spec: &Spec) -> bool {
-    families().all(|family| {
-        let ipv6 = matches!(family, IpVersion::V6);
-        links.default_routes.iter().any(|r| r.ipv6 == ipv6 && r.table == TABLE && r.oif == spec.index)
-    })
-}
-
-/// Makes the routes, or replaces what is different.
-pub async fn replace(handle: &Handle, spec: &Spec) -> Result<(), FirewallError> {
-    for family in families() {
-        for message in [lead(&family, spec), last(&family)] {
-            handle.route().add(message).replace().execute().await.map_err(FirewallError::routing("made"))?;
-        }
-    }
-    Ok(())
+    own.then_some(rule)
 }
 
 fn builder(family: &IpVersion) -> RouteMessageBuilder<IpAddr> {
@@ -236,13 +197,7 @@ fn lead(family: &IpVersion, spec: &Spec) -> RouteMessage {
         IpVersion::V6 => NEXT_HOP_V6.into(),
     };
     message.attributes.push(RouteAttribute::Gateway(hop));
-    message.attributes.push(RouteAttribute::Metrics(vec![RouteMetric::Mtu(spec.mtu)]));
     message
-}
-
-/// What is left when the device is gone.
-fn last(family: &IpVersion) -> RouteMessage {
-    builder(family).priority(LAST).kind(RouteType::BlackHole).build()
 }
 
 /// The routes of ours in a family.
@@ -282,11 +237,16 @@ pub async fn remove(handle: &Handle) -> Result<(), FirewallError> {
         for (_, message) in ours(handle, &family).await? {
             delete(handle, message).await?;
         }
-        for route in routes(handle, &family).await? {
-            match handle.route().del(route).execute().await {
-                Err(error) if errno(&error) != libc::ESRCH => return Err(FirewallError::routing("removed")(error)),
-                _ => {}
-            }
+        remove_routes(handle, &family).await?;
+    }
+    Ok(())
+}
+
+async fn remove_routes(handle: &Handle, family: &IpVersion) -> Result<(), FirewallError> {
+    for route in routes(handle, family).await? {
+        match handle.route().del(route).execute().await {
+            Err(error) if errno(&error) != libc::ESRCH => return Err(FirewallError::routing("removed")(error)),
+            _ => {}
         }
     }
     Ok(())

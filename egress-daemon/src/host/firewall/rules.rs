@@ -1,12 +1,13 @@
 //! The nftables rules. Pure.
 
-use std::net::IpAddr;
+use std::{collections::BTreeSet, hash::Hasher as _, net::IpAddr};
 
 use egress_common::abi::FIREWALL_PRIORITY;
+use siphasher::sip::SipHasher13;
 
 use super::{
-    ASTRAY, Spec, hold,
-    nft::{Chain, Field, Hook, Part, Rule},
+    ASTRAY, FORGED, LOOPED, Spec, hold,
+    nft::{Chain, Field, Hook, Part, Rule, Set, Values},
 };
 
 /// Before connection tracking (-200) and the table `raw` (-300), behind the reassembly of fragments (-400).
@@ -17,24 +18,58 @@ const TRACKED: i32 = -199;
 const LATE: i32 = 1_000;
 /// `NF_CT_STATE_INVALID_BIT`.
 const INVALID: u32 = 1;
-/// `NF_CT_STATE_UNTRACKED_BIT`.
-const UNTRACKED: u32 = 1 << 6;
 /// Length of an interface's name with its zeros.
 const NAME: usize = 16;
+/// Name of the set of interfaces that first packets may leave by.
+const EXITS: &str = "exits";
 
-/// The chains of the table.
-pub fn chains(spec: &Spec) -> Vec<Chain> {
+/// The set of [`Spec::outside`].
+pub const OUTSIDE: &str = "outside";
+
+/// The sets that rules look into.
+pub fn sets(spec: &Spec) -> Vec<Set> {
+    let names = |names: &BTreeSet<String>| names.iter().map(|name| name_bytes(name)).collect();
+    let set = |name, elements| Set { name, values: Values::Names, elements };
+    let names = [set(OUTSIDE, names(&spec.outside)), set(EXITS, names(&spec.exits))];
+    names.into_iter().chain(hold::sets(spec)).collect()
+}
+
+/// What is in the set of this name, in short.
+fn version_of(spec: &Spec, name: &str) -> String {
+    version(sets(spec).iter().filter(|set| set.name == name))
+}
+
+/// An interface's name as nftables compares it.
+fn name_bytes(name: &str) -> Vec<u8> {
+    let mut bytes = name.as_bytes().to_vec();
+    bytes.resize(NAME, 0);
+    bytes
+}
+
+/// What is in some sets, in short: a set is made anew with the rule that names it, and a rule is known by its comment.
+pub fn version<'a>(sets: impl IntoIterator<Item = &'a Set>) -> String {
+    let mut hasher = SipHasher13::new();
+    sets.into_iter().flat_map(|set| &set.elements).for_each(|element| hasher.write(element));
+    format!("{:016x}", hasher.finish())
+}
+
+/// The chains of the table. `led`: a routing rule leads packets with the mark to the tunnel device.
+pub fn chains(spec: &Spec, led: bool) -> Vec<Chain> {
     let chain = |name, hook, priority, rules| Chain { name, hook, priority, rules };
-    let mut early = vec![ours(spec, vec![Part::SetMark(spec.mark), Part::NoTrack], "not tracked")];
+    let mut early = vec![ours(vec![Part::NoTrack], "not tracked".to_owned()), looped(spec.port)];
     early.extend(spec.addresses.iter().map(|address| outer_in(*address, spec.port)));
     early.extend(hold::rules(spec));
-    vec![
+    let marked = ours(vec![Part::SetMark(spec.mark)], format!("marked ({:#x})", spec.mark));
+    let mut chains = vec![
         chain("early", Hook::Prerouting, EARLY, early),
-        chain("late", Hook::Prerouting, LATE, vec![ours(spec, vec![Part::SetMark(spec.mark)], "marked again")]),
         chain("output", Hook::Output, EARLY, vec![outer_out(spec.port)]),
         chain("answers", Hook::Output, TRACKED, vec![too_large(libc::IPPROTO_ICMP), too_large(libc::IPPROTO_ICMPV6)]),
-        chain("forward", Hook::Forward, 0, vec![astray(spec)]),
-    ]
+        chain("forward", Hook::Forward, 0, vec![to_tunnel(spec), astray(spec)]),
+    ];
+    if led {
+        chains.push(chain("late", Hook::Prerouting, LATE, vec![marked]));
+    }
+    chains
 }
 
 /// The rules as the kernel lists them.
@@ -44,10 +79,22 @@ pub fn summary(chains: &[Chain]) -> Vec<(String, String)> {
 }
 
 /// Packets that `pod_egress` has left to the stack.
-fn ours(spec: &Spec, what: Vec<Part>, done: &str) -> Rule {
-    let mut parts = vec![Part::Is(Field::Priority, FIREWALL_PRIORITY.to_ne_bytes().into())];
+fn ours(what: Vec<Part>, done: String) -> Rule {
+    let mut parts = vec![first()];
     parts.extend(what);
-    Rule { comment: format!("first packets of flows: {done} ({:#x})", spec.mark), parts }
+    Rule { comment: format!("first packets of flows: {done}"), parts }
+}
+
+fn first() -> Part {
+    Part::Is(Field::Priority, FIREWALL_PRIORITY.to_ne_bytes().into())
+}
+
+/// Tunnelled packets that this host sends itself: no node does. A raw socket may give them any source.
+fn looped(port: u16) -> Rule {
+    let mut parts = vec![Part::Is(Field::InputName, name_bytes("lo"))];
+    parts.extend(udp_to(port));
+    parts.extend([Part::Count(LOOPED), Part::Drop]);
+    Rule { comment: format!("tunnel to port {port} from this host itself: dropped"), parts }
 }
 
 fn udp_to(port: u16) -> [Part; 2] {
@@ -90,16 +137,17 @@ fn too_large(protocol: i32) -> Rule {
     Rule { comment: format!("{name}, about a packet that is not tracked: not tracked"), parts }
 }
 
-/// A packet of ours that is about to leave with the pod's address, since the routing rule did not catch it.
+/// UDP for the tunnel's port from where pods may be: what `gate.rs` drops at an interface that has a program. Here it is also what
+/// the host has made of another destination, a service's for one.
+fn to_tunnel(spec: &Spec) -> Rule {
+    let mut parts = vec![Part::NotIn(Field::InputName, OUTSIDE)];
+    parts.extend(udp_to(spec.port));
+    parts.extend([Part::Count(FORGED), Part::Drop]);
+    Rule { comment: format!("tunnel to port {}: not from pods ({})", spec.port, version_of(spec, OUTSIDE)), parts }
+}
+
+/// A first packet that is about to leave with the pod's address, since no program of ours is at the interface.
 fn astray(spec: &Spec) -> Rule {
-    let mut name = spec.tunnel.as_bytes().to_vec();
-    name.resize(NAME, 0);
-    let parts = vec![
-        Part::HasBits(Field::Mark, spec.mark),
-        Part::HasBits(Field::ConnectionState, UNTRACKED),
-        Part::IsNot(Field::OutputName, name),
-        Part::Count(ASTRAY),
-        Part::Drop,
-    ];
-    Rule { comment: format!("first packets of flows ({:#x}): by {} or not at all", spec.mark, spec.tunnel), parts }
+    let parts = vec![first(), Part::NotIn(Field::OutputName, EXITS), Part::Count(ASTRAY), Part::Drop];
+    Rule { comment: format!("first packets of flows: by an exit or not at all ({})", version_of(spec, EXITS)), parts }
 }

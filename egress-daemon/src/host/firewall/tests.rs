@@ -11,11 +11,10 @@ use std::process::Command;
 fn spec(index: u32) -> Spec {
     Spec {
         mark: 0x1000,
-        tunnel: "spillway0".into(),
         index,
         port: 8473,
         addresses: ["10.88.0.11".parse().unwrap(), "fd88::11".parse().unwrap()].into(),
-        mtu: 1450,
+        exits: ["eth0".into(), "spillway0".into()].into(),
         outside: ["lo".into(), "eth0".into()].into(),
         selects: true,
         hold: None,
@@ -35,7 +34,7 @@ fn everything_is_made_once_mended_listed_and_removed() {
         let tunnel = tunnel::ensure(&net.handle, &TunnelSpec::default()).await.unwrap();
         let spec = spec(tunnel.index);
         let links = Links::follow(LinksOptions::default()).await.unwrap();
-        let mut way = LongWay::default();
+        let mut way = StackPath::default();
         let foreign = [("ip", ["rule", "show"]), ("ip", ["-6", "rule"])].map(|(p, a)| shown(p, &a));
 
         let gateway = Spec { selects: false, ..spec.clone() };
@@ -46,27 +45,29 @@ fn everything_is_made_once_mended_listed_and_removed() {
         assert!(way.ensure(&net.handle, &links.current(), &spec).await.unwrap());
         let table = shown("nft", &["list", "table", "inet", "spillway"]);
         for part in [
-            "meta priority 5350:1 meta mark set meta mark | 0x00001000 notrack",
+            "meta priority 5350:1 notrack",
+            "meta priority 5350:1 meta mark set meta mark | 0x00001000",
+            "iifname \"lo\" udp dport 8473 counter name \"looped\" drop",
+            "\"eth0\"",
+            "\"spillway0\"",
             "ip daddr 10.88.0.11 udp dport 8473 notrack",
             "ip6 daddr fd88::11 udp dport 8473 notrack",
+            "iifname != @outside udp dport 8473 counter name \"forged\" drop",
+            "set outside {",
             "ct state invalid icmp type destination-unreachable icmp code frag-needed notrack",
             "ct state invalid icmpv6 type packet-too-big notrack",
-            "meta mark & 0x00001000 != 0x00000000 ct state untracked oifname != \"spillway0\" counter name \"astray\" drop",
+            "meta priority 5350:1 oifname != @exits counter name \"astray\" drop",
         ] {
             assert!(table.contains(part), "{part:?} is not in\n{table}");
         }
         for family in ["-4", "-6"] {
             let rules = shown("ip", &[family, "rule"]);
-            for part in [
-                "80:\tnot from all fwmark 0x1000/0x1000 goto 83",
-                "iif eth0 [detached] goto 83",
-                "iif lo goto 83",
-                "82:\tfrom all lookup 21328",
-            ] {
-                assert!(rules.contains(part), "{part:?} is not in\n{rules}");
-            }
+            assert!(
+                rules.trim_end().ends_with("37712:\tfrom all fwmark 0x1000/0x1000 lookup 21328 proto 83"),
+                "{rules}"
+            );
             let routes = shown("ip", &[family, "route", "show", "table", "21328"]);
-            for part in ["dev spillway0", "mtu 1450", "onlink", "blackhole default"] {
+            for part in ["dev spillway0", "onlink"] {
                 assert!(routes.contains(part), "{part:?} is not in\n{routes}");
             }
         }
@@ -75,13 +76,13 @@ fn everything_is_made_once_mended_listed_and_removed() {
 
         // What others remove comes back; what is no longer wanted goes.
         shown("nft", &["flush", "ruleset"]);
-        shown("ip", &["rule", "del", "pref", "82"]);
+        shown("ip", &["rule", "del", "pref", "37712"]);
         assert!(way.ensure(&net.handle, &fresh.current(), &spec).await.unwrap());
         assert_eq!(shown("nft", &["list", "table", "inet", "spillway"]), table);
         let fewer = Spec { outside: ["lo".into()].into(), mark: 0x2000, ..spec.clone() };
         assert!(way.ensure(&net.handle, &fresh.current(), &fewer).await.unwrap());
         let rules = shown("ip", &["rule"]);
-        assert!(!rules.contains("eth0") && !rules.contains("0x1000") && rules.contains("0x2000/0x2000"), "{rules}");
+        assert!(!rules.contains("0x1000") && rules.contains("0x2000/0x2000"), "{rules}");
 
         // While a pod is starting: sets, and rules that look into them.
         let untouched = ["10.96.0.0/16", "10.88.0.11/32", "10.88.0.12/32", "fd88::/64"].map(|net| net.parse().unwrap());
@@ -110,11 +111,11 @@ fn everything_is_made_once_mended_listed_and_removed() {
 
         // What an earlier agent made stays: its programs may mark packets.
         let gateway = Spec { selects: false, ..fewer.clone() };
-        assert!(LongWay::default().ensure(&net.handle, &fresh.current(), &gateway).await.is_ok());
+        assert!(StackPath::default().ensure(&net.handle, &fresh.current(), &gateway).await.is_ok());
         assert!(shown("ip", &["rule"]).contains("0x2000/0x2000"));
 
         let lines = inventory(&net.handle).await.unwrap();
-        assert_eq!(lines.len(), 8 + 2 * (4 + 2), "{lines:#?}");
+        assert_eq!(lines.len(), 10 + 2 * (1 + 1), "{lines:#?}");
         assert_eq!(remove(&net.handle).await.unwrap(), lines);
         assert_eq!(inventory(&net.handle).await.unwrap(), Vec::<String>::new());
         assert_eq!([("ip", ["rule", "show"]), ("ip", ["-6", "rule"])].map(|(p, a)| shown(p, &a)), foreign);
@@ -129,17 +130,21 @@ fn what_rules_have_dropped_is_known_while_they_change_and_when_they_are_gone() {
         let tunnel = tunnel::ensure(&net.handle, &TunnelSpec::default()).await.unwrap();
         let links = Links::follow(LinksOptions::default()).await.unwrap();
         let packets = || dropped().into_iter().map(|rule| (rule.name, rule.packets)).collect::<Vec<_>>();
-        assert_eq!(packets(), [("drop_not_seen", 0), ("drop_astray", 0)], "there is no table yet");
+        let none =
+            ["drop_forward_tunnel_port", "drop_not_seen", "drop_astray", "drop_tunnel_loop"].map(|name| (name, 0));
+        assert_eq!(packets(), none, "there is no table yet");
         let free = spec(tunnel.index);
         let holding = Spec { hold: Some(BTreeSet::new()), ..free.clone() };
-        let counters =
-            [(HELD, nft::Counted { packets: 5, bytes: 300 }), (ASTRAY, nft::Counted { packets: 7, bytes: 420 })];
-        nft::replace(TABLE, &counters, &hold::sets(&holding), &rules::chains(&holding)).unwrap();
-        assert_eq!(packets(), [("drop_not_seen", 5), ("drop_astray", 7)]);
-        let mut way = LongWay::default();
+        let counters = [(HELD, 5), (ASTRAY, 7), (FORGED, 9), (LOOPED, 11)]
+            .map(|(name, packets)| (name, nft::Counted { packets, bytes: 60 * packets }));
+        let expected =
+            [("drop_forward_tunnel_port", 9), ("drop_not_seen", 5), ("drop_astray", 7), ("drop_tunnel_loop", 11)];
+        nft::replace(TABLE, &counters, &rules::sets(&holding), &rules::chains(&holding, true)).unwrap();
+        assert_eq!(packets(), expected);
+        let mut way = StackPath::default();
         for spec in [&free, &holding] {
             assert!(way.ensure(&net.handle, &links.current(), spec).await.unwrap());
-            assert_eq!(packets(), [("drop_not_seen", 5), ("drop_astray", 7)]);
+            assert_eq!(packets(), expected);
         }
         let held = shown("nft", &["list", "counter", "inet", "spillway", "held"]);
         assert!(held.contains("packets 5 bytes 300"), "{held}");

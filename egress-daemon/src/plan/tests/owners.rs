@@ -305,3 +305,67 @@ fn a_controller_that_starts_gives_nothing_to_gateways_that_may_be_dead() {
     health.nodes.insert("gw0".into(), fresh());
     assert_eq!(owners(&settle(&snapshot, &health, &started)), owners(&without), "the slower one keeps its own");
 }
+
+/// What a node reports that has `address` on an interface.
+fn with_address(address: IpAddr) -> Option<NodeReport> {
+    let addresses = [InterfaceAddress { interface: "eth1".into(), net: address.into(), default_route: false }];
+    Some(NodeReport { addresses: addresses.into(), ..Default::default() })
+}
+
+/// docs/failures.md: claims.
+#[test]
+fn claims_of_a_node_take_no_egress_ip_from_others() {
+    let (mut snapshot, health) = cluster(2, 2);
+    add_policy(&mut snapshot, policy("pool", Source::Pools(vec![request("public", 2)])));
+    let floating = v4(7, 0, 1);
+    let gateways = || Selector::label("gateway", "yes");
+    add_policy(
+        &mut snapshot,
+        policy("named", Source::Gateways(vec![gateway(gateways(), AddressSource::Ip(floating))])),
+    );
+    let honest = settle(&snapshot, &health, &Plan::default());
+    // A node that is no gateway of these policies, and a gateway of an older one by whatever it says it has.
+    for claimed in owners(&honest).into_keys() {
+        let (mut snapshot, node) = (snapshot.clone(), NodeName::from("w0"));
+        let own = gateway(Selector::label("rack", "evil"), AddressSource::Interface("eth1".into()));
+        for selected in [false, true] {
+            let w0 = snapshot.nodes.get_mut(&node).unwrap();
+            w0.report = with_address(claimed);
+            if selected {
+                w0.labels.insert("rack".into(), "evil".into());
+                add_policy(
+                    &mut snapshot,
+                    Policy { created: -1, ..policy("evil", Source::Gateways(vec![own.clone()])) },
+                );
+            }
+            // What was not allocated yet could be another address of the pool.
+            let fresh = Plan::default();
+            for before in [&honest].into_iter().chain((claimed == floating).then_some(&fresh)) {
+                let plan = settle(&snapshot, &health, before);
+                let ip = &plan.egress_ips[&claimed];
+                assert!(!ip.fixed && ip.owner.as_ref().is_some_and(|owner| owner.as_str().starts_with("gw")), "{ip:?}");
+                let told = plan.outcomes.values().flat_map(|o| o.conditions.values()).map(|c| &c.message);
+                assert!(told.filter(|m| m.contains("w0") && m.contains("status.addresses")).count() >= 1);
+            }
+        }
+        // Where its Node object agrees, the address is configured elsewhere, as before.
+        snapshot.policies.remove(&"evil".parse().unwrap());
+        snapshot.nodes.get_mut(&node).unwrap().addresses.insert(claimed);
+        let plan = settle(&snapshot, &health, &honest);
+        assert_eq!(plan.egress_ips.get(&claimed).and_then(|ip| ip.owner.clone()), None);
+    }
+}
+
+/// docs/failures.md: claims. Of two nodes that say that they have an address, the one whose Node object agrees has it.
+#[test]
+fn claims_of_a_node_do_not_count_against_a_node_object() {
+    let (mut snapshot, health) = cluster(2, 1);
+    let address = v4(7, 0, 1);
+    let any = gateway(Selector::label("gateway", "yes"), AddressSource::Interface("eth1".into()));
+    add_policy(&mut snapshot, policy("own", Source::Gateways(vec![any])));
+    for node in ["gw0", "gw1"] {
+        snapshot.nodes.get_mut(&node.into()).unwrap().report = with_address(address);
+    }
+    snapshot.nodes.get_mut(&"gw1".into()).unwrap().addresses.insert(address);
+    assert_eq!(owners(&settle(&snapshot, &health, &Plan::default()))[&address], "gw1".into());
+}

@@ -126,3 +126,22 @@ fn missing_pools_and_strange_addresses_are_said() {
     assert_eq!(reason(&plan, "b", ConditionKind::Degraded), Reason::AddressNotInPool);
     assert_eq!(of(&plan, "b"), [v4(0, 0, 1)]);
 }
+
+/// docs/failures.md: claims.
+#[test]
+fn claims_of_a_node_take_no_addresses_out_of_a_pool() {
+    let (mut snapshot, health) = cluster(1, 1);
+    let addresses =
+        (1..=8).map(|n| InterfaceAddress { interface: "eth1".into(), net: v4(0, 0, n).into(), default_route: false });
+    let free = pool("public", v4(0, 0, 1), v4(0, 0, 10));
+    snapshot.pools.insert(free.id.clone(), free);
+    let report = NodeReport { addresses: addresses.collect(), ..NodeReport::default() };
+    snapshot.nodes.get_mut(&"w0".into()).unwrap().report = Some(report);
+    add_policy(&mut snapshot, pools("b", 4, &[]));
+    let plan = plan(&snapshot, &health, &Plan::default());
+    assert_eq!(
+        of(&plan, "b"),
+        [9, 10, 1, 2].map(|n| v4(0, 0, n)).into_iter().collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>()
+    );
+    assert!(plan.egress_ips.values().all(|ip| ip.owner.is_some()));
+}

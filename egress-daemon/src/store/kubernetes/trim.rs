@@ -21,6 +21,7 @@ const POD: &[&str] = &[
 const NODE: &[&str] = &[
     "metadata.name",
     "metadata.uid",
+    "metadata.creationTimestamp",
     "metadata.labels",
     "metadata.annotations",
     "spec.podCIDR",

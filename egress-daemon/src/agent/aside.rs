@@ -1,0 +1,62 @@
+//! What takes long, in a thread of its own: the agent's loop has deadlines, and what it walks through may be a million flows.
+
+use tokio::task::{JoinHandle, spawn_blocking};
+
+/// One piece of work at a time.
+#[derive(Debug)]
+pub struct Aside<T> {
+    running: Option<JoinHandle<T>>,
+}
+
+impl<T> Default for Aside<T> {
+    fn default() -> Self {
+        Self { running: None }
+    }
+}
+
+impl<T: Send + 'static> Aside<T> {
+    /// Whether something is under way.
+    pub fn is_busy(&self) -> bool {
+        self.running.is_some()
+    }
+
+    /// Begins, unless something is under way.
+    pub fn begin(&mut self, work: impl FnOnce() -> T + Send + 'static) {
+        self.running.get_or_insert_with(|| spawn_blocking(work));
+    }
+
+    /// Waits for what is under way; for ever where nothing is. Cancel safe.
+    pub async fn done(&mut self) -> T {
+        if let Some(task) = &mut self.running {
+            let done = task.await;
+            self.running = None;
+            match done {
+                Ok(done) => return done,
+                Err(error) => tracing::error!("a thread of the agent has failed: {error}"),
+            }
+        }
+        std::future::pending().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures::FutureExt as _;
+    use std::sync::mpsc;
+
+    #[tokio::test]
+    async fn the_loop_goes_on_while_something_takes_long_and_hears_of_its_end() {
+        let mut aside = Aside::default();
+        assert!(aside.done().now_or_never().is_none(), "nothing was begun");
+        let (go, wait) = mpsc::channel::<u32>();
+        aside.begin(move || wait.recv().unwrap());
+        aside.begin(|| unreachable!("one at a time"));
+        for _ in 0..100 {
+            assert!(aside.done().now_or_never().is_none() && aside.is_busy());
+        }
+        go.send(7).unwrap();
+        assert_eq!(aside.done().await, 7);
+        assert!(!aside.is_busy());
+    }
+}

@@ -1,0 +1,323 @@
+//! Flows that have ended make room, and nothing else does. Rows churn, forged-close and reused-pod-ip of docs/failures.md.
+
+use super::{
+    frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
+    rig::*,
+    scenes,
+};
+use crate::datapath::{
+    encode::NodeView,
+    maps::{FamilyMaps, Maps},
+};
+use aya::Pod;
+use egress_common::{
+    endpoint::RouteKey,
+    flow::{FlowKey, Reverse},
+    limits::ENDED_TICKS,
+    verdict::Counter,
+};
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    time::{Duration, Instant},
+};
+
+const FIN: u8 = 1;
+const SYN: u8 = 2;
+const RST: u8 = 4;
+const ACK: u8 = 16;
+const POD: [&str; 2] = [POD4, POD6];
+/// Flows that one pod may have in these tests.
+const SHARE: u32 = 200;
+/// Longer than the collector takes for anything.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// One of many servers outside.
+fn server(n: u32, like: IpAddr) -> IpAddr {
+    match like {
+        IpAddr::V4(_) => Ipv4Addr::from(0xcb00_7100 + n).into(),
+        IpAddr::V6(_) => Ipv6Addr::from((0x2001_0db8_u128 << 96) | 0xf << 80 | u128::from(n)).into(),
+    }
+}
+
+/// A scene with limits: the share, and idle times of which none ends meanwhile.
+fn limited() -> NodeView {
+    let mut view = scene();
+    let config = view.config.as_mut().unwrap();
+    config.pod_flows = SHARE;
+    (config.tcp_established, config.tcp_transitory, config.udp) = (7_000, 230, 280);
+    view
+}
+
+/// A TCP segment with these numbers.
+fn segment(ends: (IpAddr, IpAddr), ports: (u16, u16), flags: u8, seq: u32, ack: u32) -> Vec<u8> {
+    let mut body = tcp(ports.0, ports.1, flags, &[]);
+    body.truncate(20);
+    body[4..8].copy_from_slice(&seq.to_be_bytes());
+    body[8..12].copy_from_slice(&ack.to_be_bytes());
+    seal(ip(ends.0, ends.1, TCP, &[], &body))
+}
+
+/// A connection of the pod, as far as the programs see it.
+struct Connection {
+    pod: IpAddr,
+    server: IpAddr,
+    port: u16,
+    /// What the server sees.
+    seen: (IpAddr, u16),
+    /// The next numbers of the pod and of the server.
+    next: (u32, u32),
+}
+
+impl Connection {
+    fn try_open(rig: &mut Rig, pod: IpAddr, server: IpAddr, port: u16) -> Option<Self> {
+        let (verdict, out) = rig.run("pod_egress", &segment((pod, server), (port, 443), SYN, 1_000, 0));
+        if verdict != REDIRECT {
+            return None;
+        }
+        let seen = (read(&out).unwrap().src, ports(&out).0);
+        let mut new = Self { pod, server, port, seen, next: (1_001, 5_000) };
+        new.says(rig, SYN | ACK);
+        new.next.1 += 1;
+        new.sends(rig, ACK);
+        Some(new)
+    }
+    #[track_caller]
+    fn open(rig: &mut Rig, pod: IpAddr, server: IpAddr, port: u16) -> Self {
+        let refused = format!("connection {port} to {server} is refused");
+        Self::try_open(rig, pod, server, port)
+            .unwrap_or_else(|| panic!("{refused}: {:?}", rig.writer.maps().counters()))
+    }
+    /// A segment of the pod, which leaves with the port that it had.
+    #[track_caller]
+    fn sends(&self, rig: &mut Rig, flags: u8) {
+        let frame = segment((self.pod, self.server), (self.port, 443), flags, self.next.0, self.next.1);
+        let (verdict, out) = rig.run("pod_egress", &frame);
+        assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+        assert_eq!((read(&out).unwrap().src, ports(&out).0), self.seen);
+    }
+    /// A segment from the server's address.
+    fn hears(&self, rig: &mut Rig, flags: u8, seq: u32) -> i32 {
+        let frame = segment((self.server, self.seen.0), (443, self.seen.1), flags, seq, self.next.0);
+        rig.run("uplink_ingress", &frame).0
+    }
+    #[track_caller]
+    fn says(&self, rig: &mut Rig, flags: u8) {
+        assert_eq!(self.hears(rig, flags, self.next.1), REDIRECT);
+    }
+    fn close(&mut self, rig: &mut Rig, first_pod: bool) {
+        if first_pod {
+            self.sends(rig, FIN | ACK);
+            self.next.0 += 1;
+            self.says(rig, FIN | ACK);
+            self.next.1 += 1;
+            self.sends(rig, ACK);
+        } else {
+            self.says(rig, FIN | ACK);
+            self.next.1 += 1;
+            self.sends(rig, FIN | ACK);
+            self.next.0 += 1;
+            self.says(rig, ACK);
+        }
+    }
+}
+
+/// Every flow, both halves, so many ticks older.
+fn age(rig: &Rig, ticks: u32) {
+    fn older<A: Pod + Ord>(maps: &mut FamilyMaps<A>, ticks: u32)
+    where
+        FlowKey<A>: Pod + Ord,
+        Reverse<A>: Pod,
+        RouteKey<A>: Pod,
+    {
+        for (key, mut flow) in maps.flows.entries().unwrap() {
+            flow.last_seen -= ticks;
+            maps.flows.set(&key, &flow).unwrap();
+        }
+        for (key, mut reverse) in maps.reverse.entries().unwrap() {
+            reverse.last_seen -= ticks;
+            maps.reverse.set(&key, &reverse).unwrap();
+        }
+    }
+    let mut maps = Maps::open(rig.pins()).unwrap();
+    older(&mut maps.v4, ticks);
+    older(&mut maps.v6, ticks);
+}
+
+#[track_caller]
+fn wait(rig: &Rig, what: Counter, n: u64) {
+    let start = Instant::now();
+    while rig.count(what) < n {
+        assert!(start.elapsed() < PATIENCE, "{} is not {n}: {:?}", what.name(), rig.writer.maps().counters());
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn churn_closed_connections_make_room_for_new_ones_and_live_ones_stay() {
+    for (n, pod) in POD.into_iter().enumerate() {
+        let pod = addr(pod);
+        let Some(mut rig) = Rig::new(&format!("churn-{n}"), &limited()) else { return };
+        let lasting = Connection::open(&mut rig, pod, server(9_999, pod), 50_000);
+        // Each way to end: either side first, a reset of either side, a refusal, and a reset behind data that the pod acknowledges later.
+        for i in 0..6 * SHARE {
+            let (to, port) = (server(i, pod), 20_000 + (i % 30_000) as u16);
+            if i % 6 == 5 {
+                let syn = segment((pod, to), (port, 443), SYN, 1_000, 0);
+                let (verdict, out) = rig.run("pod_egress", &syn);
+                assert_eq!(verdict, REDIRECT, "{i}: {:?}", rig.writer.maps().counters());
+                let (from, port) = (read(&out).unwrap().src, ports(&out).0);
+                let refusal = segment((to, from), (443, port), RST | ACK, 0, 1_001);
+                assert_eq!(rig.run("uplink_ingress", &refusal).0, REDIRECT);
+                continue;
+            }
+            let mut one = Connection::open(&mut rig, pod, to, port);
+            match i % 6 {
+                0 => one.close(&mut rig, true),
+                1 => one.close(&mut rig, false),
+                2 => one.sends(&mut rig, RST | ACK),
+                3 => one.says(&mut rig, RST | ACK),
+                _ => {
+                    one.next.1 += 700;
+                    one.says(&mut rig, RST);
+                    one.sends(&mut rig, ACK);
+                }
+            }
+        }
+        // On a slow machine some go because their time has come.
+        let (reclaimed, ended) = (rig.count(Counter::FlowsReclaimed), rig.count(Counter::FlowsEnded));
+        assert!(reclaimed > 0 && reclaimed + ended >= u64::from(5 * SHARE), "{:?}", rig.writer.maps().counters());
+        assert_eq!(rig.count(Counter::DropPodShare), 0);
+        lasting.sends(&mut rig, ACK);
+        // What is left has ended too: seconds later it is gone, without being asked.
+        age(&rig, ENDED_TICKS);
+        // By the queue, or by the collector's round if that comes first.
+        let start = Instant::now();
+        while rig.count(Counter::FlowsEnded) + rig.count(Counter::FlowsExpired) < u64::from(6 * SHARE) - reclaimed {
+            assert!(start.elapsed() < PATIENCE, "{:?}", rig.writer.maps().counters());
+        }
+        lasting.sends(&mut rig, ACK);
+        // Only live ones: the share is used up, and none of them goes for another.
+        let live: Vec<_> = (1..SHARE as u16)
+            .map(|i| Connection::open(&mut rig, pod, server(u32::from(i) % 7, pod), 60_000 + i))
+            .collect();
+        assert!(Connection::try_open(&mut rig, pod, server(2, pod), 10_000).is_none());
+        assert_eq!(rig.count(Counter::DropPodShare), 1);
+        live.iter().for_each(|one| one.sends(&mut rig, ACK));
+    }
+}
+
+#[test]
+fn churn_questions_that_are_answered_make_room_and_streams_stay() {
+    for (n, pod) in POD.into_iter().enumerate() {
+        let pod = addr(pod);
+        let Some(mut rig) = Rig::new(&format!("churn-udp-{n}"), &limited()) else { return };
+        let datagram =
+            |to: u32, from: u16, port: u16| seal(ip(pod, server(to, pod), UDP, &[], &udp(from, port, b"data")));
+        let reply = |sent: &[u8], port: u16| {
+            let r = read(sent).unwrap();
+            seal(ip(r.dst, r.src, UDP, &[], &udp(port, ports(sent).0, b"answer")))
+        };
+        // A stream with a name server, and one that has not been answered twice.
+        let stream = rig.run("pod_egress", &datagram(0, 4_000, 53)).1;
+        assert_eq!(rig.run("uplink_ingress", &reply(&stream, 53)).0, REDIRECT);
+        assert_eq!(rig.run("pod_egress", &datagram(0, 4_000, 53)).1, stream);
+        for i in 0..4 * SHARE {
+            let port = if i % 2 == 0 { 53 } else { 5_353 };
+            let (verdict, out) = rig.run("pod_egress", &datagram(1 + i, 4_001, port));
+            assert_eq!(verdict, REDIRECT, "{i}: {:?}", rig.writer.maps().counters());
+            assert_eq!(rig.run("uplink_ingress", &reply(&out, port)).0, REDIRECT);
+        }
+        assert_eq!(rig.count(Counter::DropPodShare), 0);
+        // Those with a well-known port go by themselves; the others keep the time that UDP has, while nobody needs their place.
+        age(&rig, ENDED_TICKS);
+        let start = Instant::now();
+        loop {
+            let maps = rig.writer.maps();
+            let (v4, v6) = (maps.v4.flows.entries().unwrap(), maps.v6.flows.entries().unwrap());
+            let to: Vec<u16> = v4.keys().map(|k| k.dst_port).chain(v6.keys().map(|k| k.dst_port)).collect();
+            let with = |port: u16| to.iter().filter(|to| **to == port.to_be()).count();
+            assert!(with(5_353) >= SHARE as usize / 2 - 1, "{:?}", maps.counters());
+            if with(53) == 1 {
+                break;
+            }
+            assert!(start.elapsed() < PATIENCE, "{} are left: {:?}", with(53), maps.counters());
+        }
+        assert_eq!(rig.run("pod_egress", &datagram(0, 4_000, 53)).1, stream);
+        // Questions that nobody answers are found by the collector, and make room as well.
+        for i in 0..SHARE {
+            rig.run("pod_egress", &datagram(10_000 + i, 4_002, 5_353));
+        }
+        assert!(rig.count(Counter::DropPodShare) > 0, "what may still be answered stays");
+        age(&rig, ENDED_TICKS);
+        let start = Instant::now();
+        while rig.run("pod_egress", &datagram(20_000, 4_003, 5_353)).0 != REDIRECT {
+            assert!(start.elapsed() < PATIENCE, "{:?}", rig.writer.maps().counters());
+        }
+        assert_eq!(rig.run("pod_egress", &datagram(0, 4_000, 53)).1, stream);
+    }
+}
+
+#[test]
+fn forged_close_no_segment_from_outside_ends_a_connection_that_the_pod_goes_on_with() {
+    for (n, pod) in POD.into_iter().enumerate() {
+        let pod = addr(pod);
+        let mut view = limited();
+        view.config.as_mut().unwrap().pod_flows = 2;
+        let Some(mut rig) = Rig::new(&format!("forged-close-{n}"), &view) else { return };
+        let idle = Connection::open(&mut rig, pod, server(1, pod), 40_000);
+        for i in 0..65_536u32 {
+            let seq = idle.next.1.wrapping_add(i << 16 | 0x8000);
+            for flags in [RST, RST | ACK, FIN | ACK] {
+                assert_eq!(idle.hears(&mut rig, flags, seq), REDIRECT, "it is the pod's to judge");
+            }
+        }
+        // In the window, and answered by the pod with what it expects (RFC 5961).
+        for flags in [FIN | ACK, RST] {
+            idle.hears(&mut rig, flags, idle.next.1 + 100);
+            idle.sends(&mut rig, ACK);
+            idle.hears(&mut rig, flags, idle.next.1 + 200);
+        }
+        // Ten minutes later; the collector has looked at it when it has found what came after it.
+        let question = seal(ip(pod, server(2, pod), UDP, &[], &udp(4_000, 5_353, b"question")));
+        assert_eq!(rig.run("pod_egress", &question).0, REDIRECT);
+        age(&rig, 560);
+        wait(&rig, Counter::FlowsExpired, 1);
+        assert_eq!(rig.count(Counter::FlowsEnded), 0);
+        // And nobody else's flow is worth its place.
+        let other = Connection::open(&mut rig, pod, server(3, pod), 40_001);
+        assert!(Connection::try_open(&mut rig, pod, server(4, pod), 40_002).is_none());
+        idle.sends(&mut rig, ACK);
+        idle.says(&mut rig, ACK);
+        // The real one.
+        other.says(&mut rig, RST);
+        Connection::open(&mut rig, pod, server(4, pod), 40_002);
+        assert_eq!(rig.count(Counter::FlowsReclaimed), 1);
+        idle.sends(&mut rig, ACK);
+    }
+}
+
+#[test]
+fn reused_pod_ip_a_pod_inherits_neither_flows_nor_a_used_up_share() {
+    for (n, pod) in POD.into_iter().enumerate() {
+        let pod = addr(pod);
+        let mut view = limited();
+        view.config.as_mut().unwrap().pod_flows = 3;
+        let Some(mut rig) = Rig::new(&format!("reused-pod-ip-{n}"), &view) else { return };
+        let dead: Vec<_> = (0..3).map(|i| Connection::open(&mut rig, pod, server(i, pod), 40_000)).collect();
+        assert!(Connection::try_open(&mut rig, pod, server(9, pod), 40_000).is_none(), "its share is used up");
+        let endpoint = view.endpoints.remove(&scenes::endpoint_id(0)).unwrap();
+        view.endpoints.insert(scenes::endpoint_id(8), endpoint);
+        rig.write(&view);
+        // A tick later nothing of them is delivered; neither is anything of them sent.
+        age(&rig, 1);
+        assert_eq!(dead[0].hears(&mut rig, ACK, dead[0].next.1), SHOT);
+        assert_eq!(rig.count(Counter::DropNoReverse), 1);
+        let next = dead[1].next;
+        let left = segment((pod, dead[1].server), (40_000, 443), ACK, next.0, next.1);
+        rig.dropped("pod_egress", &left, Counter::DropUnknownFlow);
+        let new: Vec<_> = (2..5).map(|i| Connection::open(&mut rig, pod, server(i, pod), 40_000)).collect();
+        assert!(Connection::try_open(&mut rig, pod, server(9, pod), 40_000).is_none());
+        new.iter().for_each(|one| one.sends(&mut rig, ACK));
+        assert_eq!(rig.count(Counter::FlowsCreated), 6);
+    }
+}

@@ -1,0 +1,204 @@
+//! What a pod's interface lets through at all, and what may be said about a flow that is not confirmed.
+
+use super::{
+    frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
+    rig::*,
+};
+use crate::datapath::maps::Maps;
+use egress_common::{abi::TUNNEL_PORT, config::flags, verdict::Counter};
+use std::net::IpAddr;
+
+const SYN: u8 = 2;
+const ACK: u8 = 16;
+/// Addresses of another node's pods.
+const REMOTE: [&str; 2] = ["10.2.0.7", "fd00:2::7"];
+
+/// The scene with a firewall that is asked or is not.
+fn rig(test: &str, firewall: u32) -> Option<Rig> {
+    let mut view = scene();
+    let config = view.config.as_mut().unwrap();
+    config.flags = firewall;
+    Rig::new(test, &view)
+}
+
+/// Something between the headers of a datagram: its protocol as the header has it, and the bytes.
+fn between(src: IpAddr) -> Vec<(u8, Vec<u8>)> {
+    let options = [7, 7, 4, 0, 0, 0, 0, 1].to_vec();
+    let extensions = |n: usize| {
+        let all = [[0, 0, 1, 4, 0, 0, 0, 0].repeat(n - 1), vec![UDP, 0, 1, 4, 0, 0, 0, 0]].concat();
+        (0, all)
+    };
+    if src.is_ipv4() { vec![(UDP, vec![]), (UDP, options)] } else { vec![(UDP, vec![]), extensions(1), extensions(6)] }
+}
+
+/// docs/failures.md: forged-encap.
+#[test]
+fn no_pod_reaches_the_tunnels_port_whatever_its_destination() {
+    let Some(mut rig) = rig("gate-tunnel", 0) else { return };
+    let v4 = ([POD4, STRANGER, "10.1.0.99"], [SERVER4, "198.18.3.4", "10.0.0.2", "10.1.0.1", "255.255.255.255"]);
+    let v6 = ([POD6, "fd00:1::3", "fe80::3"], [SERVER6, "fd00:2::1", "fd00:1::1", "ff02::1", "fe80::1"]);
+    for (pods, targets) in [v4, v6] {
+        for (pod, target) in pods.into_iter().flat_map(|pod| targets.map(|target| (addr(pod), addr(target)))) {
+            for (protocol, extra) in between(pod) {
+                let to = |port| ip(pod, target, protocol, &extra, &udp(40_000, port, b"outer header"));
+                rig.dropped("pod_egress", &to(TUNNEL_PORT), Counter::DropTunnelPort);
+                assert_ne!(rig.run("pod_egress", &to(TUNNEL_PORT + 1)).0, SHOT, "{pod} to {target}");
+            }
+            let segment = seal(ip(pod, target, TCP, &[], &tcp(40_000, TUNNEL_PORT, SYN, &[])));
+            assert_ne!(rig.run("pod_egress", &segment).0, SHOT, "TCP is nothing to the tunnel");
+        }
+    }
+}
+
+/// docs/failures.md: forged-encap. The port must not be hidden behind headers that the programs do not read.
+#[test]
+fn what_cannot_be_read_up_to_a_udp_header_passes_from_no_pod() {
+    let Some(mut rig) = rig("gate-unreadable", 0) else { return };
+    for (pod, server) in [(STRANGER, SERVER4), ("fd00:1::3", SERVER6)].map(|(a, b)| (addr(a), addr(b))) {
+        let whole = ip(pod, server, UDP, &[], &udp(1, TUNNEL_PORT, b""));
+        let header = read(&whole).unwrap().l4;
+        for len in [0, 3, 7] {
+            rig.dropped("pod_egress", &whole[..header + len], Counter::DropMalformed);
+        }
+        // Others may be cut short: no port is hidden there.
+        let segment = ip(pod, server, TCP, &[], &tcp(1, 2, ACK, &[]));
+        assert_eq!(rig.run("pod_egress", &segment[..header + 8]).0, NEXT);
+    }
+    let many = [[0, 0, 1, 4, 0, 0, 0, 0].repeat(6), vec![UDP, 0, 1, 4, 0, 0, 0, 0]].concat();
+    let long = [&[UDP, 127, 1, 4][..], &[0; 1020]].concat();
+    for extensions in [many, long] {
+        let frame = ip(addr("fd00:1::3"), addr(SERVER6), 0, &extensions, &udp(1, TUNNEL_PORT, b""));
+        rig.dropped("pod_egress", &frame, Counter::DropMalformed);
+    }
+    let mut frame = ip(addr(STRANGER), addr(SERVER4), UDP, &[], &udp(1, TUNNEL_PORT, b""));
+    frame[14] = 0x44;
+    rig.dropped("pod_egress", &frame, Counter::DropMalformed);
+}
+
+/// docs/failures.md: forged-source.
+#[test]
+fn no_pod_has_an_egress_ip_or_another_nodes_pod_as_its_source() {
+    let Some(mut rig) = rig("gate-source", 0) else { return };
+    let sources = [
+        (EGRESS4, SERVER4, Counter::DropForged),
+        (EGRESS6, SERVER6, Counter::DropForged),
+        (REMOTE[0], SERVER4, Counter::DropSpoofed),
+        (REMOTE[1], SERVER6, Counter::DropSpoofed),
+    ];
+    for (source, server, why) in sources {
+        for (source, target) in [(source, server), (source, if source.contains(':') { POD6 } else { POD4 })] {
+            let (source, target) = (addr(source), addr(target));
+            let (error, echo, protocol) = if source.is_ipv4() { (3, 8, ICMP) } else { (1, 128, ICMPV6) };
+            let quote = ip(target, source, UDP, &[], &udp(53, 40_000, b"")).split_off(14);
+            for (protocol, body) in [
+                (UDP, udp(40_000, 53, b"question")),
+                (TCP, tcp(40_000, 443, SYN, &[])),
+                (TCP, tcp(40_000, 443, ACK, &[])),
+                (protocol, icmp(echo, 1, b"ping")),
+                (protocol, [&[error, 3, 0, 0, 0, 0, 0, 0][..], &quote].concat()),
+                (47, b"GRE".to_vec()),
+            ] {
+                rig.dropped("pod_egress", &ip(source, target, protocol, &[], &body), why);
+            }
+        }
+    }
+}
+
+/// Changes every flow of a family.
+macro_rules! each_flow {
+    ($maps:ident, $pod:expr, |$flow:ident| $change:expr) => {
+        if $pod.is_ipv4() {
+            for (key, mut flow) in $maps.v4.flows.entries().unwrap() {
+                let $flow = &mut flow;
+                $change;
+                $maps.v4.flows.set(&key, &flow).unwrap();
+            }
+        } else {
+            for (key, mut flow) in $maps.v6.flows.entries().unwrap() {
+                let $flow = &mut flow;
+                $change;
+                $maps.v6.flows.set(&key, &flow).unwrap();
+            }
+        }
+    };
+}
+
+/// What the outside can say about the pod's flow: an answer, and an error of a router.
+fn said(rig: &Rig, egress: IpAddr, server: IpAddr) -> [Vec<u8>; 2] {
+    let mut maps = Maps::open(rig.pins()).unwrap();
+    let mut port = 0;
+    each_flow!(maps, server, |flow| port = u16::from_be(flow.port));
+    let (kind, protocol) = if server.is_ipv4() { (3, ICMP) } else { (1, ICMPV6) };
+    let quote = seal(ip(egress, server, UDP, &[], &udp(port, 53, b"question"))).split_off(14);
+    let error = [&[kind, 3, 0, 0, 0, 0, 0, 0][..], &quote].concat();
+    [seal(ip(server, egress, UDP, &[], &udp(53, port, b"answer"))), seal(ip(server, egress, protocol, &[], &error))]
+}
+
+/// docs/failures.md: forged-error.
+#[test]
+fn nothing_passes_in_either_direction_for_a_flow_that_the_firewall_has_not_let_pass() {
+    let Some(mut rig) = rig("gate-pending", flags::RESPECT_FIREWALL) else { return };
+    for (pod, egress, server) in
+        [(POD4, EGRESS4, SERVER4), (POD6, EGRESS6, SERVER6)].map(|(a, b, c)| (addr(a), addr(b), addr(c)))
+    {
+        let question = seal(ip(pod, server, UDP, &[], &udp(40_000, 53, b"question")));
+        assert_eq!(rig.run("pod_egress", &question).0, NEXT, "the firewall is asked");
+        let (kind, protocol) = if pod.is_ipv4() { (3, ICMP) } else { (1, ICMPV6) };
+        // An error of `pod` about something that the server had said to it.
+        let error = |to: IpAddr| {
+            let quote = seal(ip(server, pod, UDP, &[], &udp(53, 40_000, b"answer"))).split_off(14);
+            seal(ip(pod, to, protocol, &[], &[&[kind, 3, 0, 0, 0, 0, 0, 0][..], &quote].concat()))
+        };
+        rig.dropped("pod_egress", &error(server), Counter::DropNotConfirmed);
+        for frame in said(&rig, egress, server) {
+            rig.dropped("uplink_ingress", &frame, Counter::DropNotConfirmed);
+        }
+        // The reverse half is built anew as it was.
+        mend(&mut rig, &question);
+        for frame in said(&rig, egress, server) {
+            rig.dropped("uplink_ingress", &frame, Counter::DropNotConfirmed);
+        }
+        // The firewall lets it pass.
+        let forwarded = [(INGRESS_IFINDEX, 1)];
+        assert_eq!(rig.run_with("exit_egress", &question, &forwarded).unwrap().0, REDIRECT);
+        for frame in said(&rig, egress, server) {
+            assert_eq!(rig.run("uplink_ingress", &frame).0, REDIRECT, "{:?}", rig.writer.maps().counters());
+        }
+        assert_eq!(rig.run("pod_egress", &error(server)).0, REDIRECT);
+        // To nobody but whom it is about.
+        let elsewhere = if pod.is_ipv4() { addr("203.0.113.77") } else { addr("2001:db8:f::77") };
+        rig.dropped("pod_egress", &error(elsewhere), Counter::DropMalformed);
+    }
+}
+
+/// Takes the reverse half away, and lets the next packet of the pod build it anew.
+fn mend(rig: &mut Rig, question: &[u8]) {
+    let mut maps = Maps::open(rig.pins()).unwrap();
+    let keys: Vec<_> = maps.v4.reverse.entries().unwrap().into_keys().collect();
+    keys.iter().for_each(|key| maps.v4.reverse.remove(key).unwrap());
+    let keys: Vec<_> = maps.v6.reverse.entries().unwrap().into_keys().collect();
+    keys.iter().for_each(|key| maps.v6.reverse.remove(key).unwrap());
+    // As if its last packet had been seen a tick ago.
+    each_flow!(maps, addr(POD4), |flow| flow.last_seen -= 1);
+    each_flow!(maps, addr(POD6), |flow| flow.last_seen -= 1);
+    let repaired = rig.count(Counter::FlowsRepaired);
+    assert_eq!(rig.run("pod_egress", question).0, NEXT);
+    assert_eq!(rig.count(Counter::FlowsRepaired), repaired + 1);
+}
+
+/// docs/failures.md: forged-error. A flow belongs to the interface that it was opened by.
+#[test]
+fn an_error_about_the_flow_of_another_interface_is_dropped() {
+    let Some(mut rig) = rig("gate-foreign-error", 0) else { return };
+    let mut maps = Maps::open(rig.pins()).unwrap();
+    for (pod, server) in [(POD4, SERVER4), (POD6, SERVER6)].map(|(a, b)| (addr(a), addr(b))) {
+        let question = seal(ip(pod, server, UDP, &[], &udp(40_000, 53, b"question")));
+        assert_eq!(rig.run("pod_egress", &question).0, REDIRECT);
+        let (kind, protocol) = if pod.is_ipv4() { (3, ICMP) } else { (1, ICMPV6) };
+        let quote = seal(ip(server, pod, UDP, &[], &udp(53, 40_000, b"answer"))).split_off(14);
+        let error = seal(ip(pod, server, protocol, &[], &[&[kind, 3, 0, 0, 0, 0, 0, 0][..], &quote].concat()));
+        assert_eq!(rig.run("pod_egress", &error).0, REDIRECT);
+        each_flow!(maps, pod, |flow| flow.ifindex += 1);
+        rig.dropped("pod_egress", &error, Counter::DropSpoofed);
+    }
+}

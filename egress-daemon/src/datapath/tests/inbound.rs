@@ -1,0 +1,146 @@
+//! What the outside opened: a table of its own. Rows inbound-flood and reused-pod-ip of docs/failures.md.
+
+use super::{
+    frames::{TCP, UDP, ip, seal, tcp, udp},
+    rig::*,
+    scenes,
+};
+use crate::datapath::encode::NodeView;
+use egress_common::{limits::MAX_INBOUND, net, verdict::Counter};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+const SYN: u8 = 2;
+const RST: u8 = 4;
+const ACK: u8 = 16;
+const POD: [&str; 2] = [POD4, POD6];
+const SERVER: [&str; 2] = [SERVER4, SERVER6];
+/// Another selected pod.
+const NEIGHBOR: [&str; 2] = ["10.1.0.7", "fd00:1::7"];
+
+fn with_neighbor() -> NodeView {
+    let mut view = scene();
+    let mut pod = view.endpoints[&scenes::endpoint_id(0)].clone();
+    pod.ips = NEIGHBOR.map(addr).into();
+    view.endpoints.insert(scenes::endpoint_id(7), pod);
+    // Nothing is idle for too long meanwhile.
+    let config = view.config.as_mut().unwrap();
+    (config.tcp_established, config.tcp_transitory, config.udp) = (7_000, 230, 280);
+    view
+}
+
+/// One of many hosts outside.
+fn host(n: u32, like: IpAddr) -> IpAddr {
+    match like {
+        IpAddr::V4(_) => Ipv4Addr::from(0xc800_0000 + n).into(),
+        IpAddr::V6(_) => Ipv6Addr::from((0x2001_0db8_u128 << 96) | 0xf << 80 | u128::from(n)).into(),
+    }
+}
+
+#[test]
+fn inbound_flood_of_records_takes_no_place_in_the_flow_table() {
+    for (pod, neighbor) in POD.into_iter().zip(NEIGHBOR) {
+        let (pod, neighbor) = (addr(pod), addr(neighbor));
+        let Some(mut rig) = Rig::new(&format!("inbound-flood-{}", pod.is_ipv4()), &with_neighbor()) else { return };
+        let question = |n: u32| seal(ip(host(n, pod), pod, UDP, &[], &udp(1024, 53, b"?")));
+        let answer = |n: u32| seal(ip(pod, host(n, pod), UDP, &[], &udp(53, 1024, b"!")));
+        let segment = |flags| seal(ip(neighbor, host(0, pod), TCP, &[], &tcp(40_000, 443, flags, &[])));
+        assert_eq!(rig.run("pod_egress", &segment(SYN)).0, REDIRECT, "before the flood");
+        let all = 200_000;
+        for n in 0..all {
+            assert_eq!(rig.run("pod_ingress", &question(n)).0, NEXT);
+        }
+        assert_eq!(rig.count(Counter::Untouched), u64::from(all));
+        // What came last is answered, and the flow that was there is there; others have their place.
+        assert_eq!(rig.run("pod_egress", &answer(all - 1)).0, NEXT);
+        assert_eq!(rig.run("pod_egress", &segment(ACK)).0, REDIRECT, "{:?}", rig.writer.maps().counters());
+        for n in 0..4_000 {
+            let other = seal(ip(neighbor, host(n % 100, pod), UDP, &[], &udp(1024 + n as u16, 53, b"?")));
+            assert_eq!(rig.run("pod_egress", &other).0, REDIRECT, "{n}: {:?}", rig.writer.maps().counters());
+        }
+        let maps = rig.writer.maps();
+        let records = match pod {
+            IpAddr::V4(_) => maps.v4.inbound.entries().unwrap().len(),
+            IpAddr::V6(_) => maps.v6.inbound.entries().unwrap().len(),
+        };
+        assert!(records <= MAX_INBOUND);
+    }
+}
+
+/// The only record of what the outside opened, some ticks older.
+fn age(rig: &Rig, ticks: u32) {
+    let mut maps = crate::datapath::maps::Maps::open(rig.pins()).unwrap();
+    for (key, mut record) in maps.v4.inbound.entries().unwrap() {
+        record.last_seen -= ticks;
+        maps.v4.inbound.set(&key, &record).unwrap();
+    }
+    for (key, mut record) in maps.v6.inbound.entries().unwrap() {
+        record.last_seen -= ticks;
+        maps.v6.inbound.set(&key, &record).unwrap();
+    }
+}
+
+#[test]
+fn a_record_of_the_outside_ends_when_it_is_idle_or_reset_or_the_pod_opens_its_own() {
+    for (pod, server) in POD.into_iter().zip(SERVER) {
+        let (pod, server) = (addr(pod), addr(server));
+        let mut view = scene();
+        (view.config.as_mut().unwrap().tcp_established, view.config.as_mut().unwrap().udp) = (1_000, 100);
+        let Some(mut rig) = Rig::new(&format!("inbound-ends-{}", pod.is_ipv4()), &view) else { return };
+        let asks = |flags| seal(ip(server, pod, TCP, &[], &tcp(40_000, 8080, flags, &[])));
+        let says = |flags| seal(ip(pod, server, TCP, &[], &tcp(8080, 40_000, flags, &[])));
+        let open = |rig: &mut Rig| {
+            assert_eq!(rig.run("pod_ingress", &asks(SYN)).0, NEXT);
+            for flags in [SYN | ACK, ACK] {
+                assert_eq!(rig.run("pod_egress", &says(flags)).0, NEXT);
+            }
+        };
+        open(&mut rig);
+        age(&rig, 900);
+        assert_eq!(rig.run("pod_egress", &says(ACK)).0, NEXT, "established, and not idle for too long");
+        age(&rig, 1_100);
+        rig.dropped("pod_egress", &says(ACK), Counter::DropUnknownFlow);
+        open(&mut rig);
+        assert_eq!(rig.run("pod_egress", &says(RST | ACK)).0, NEXT);
+        rig.dropped("pod_egress", &says(ACK), Counter::DropUnknownFlow);
+        // Opened, and never answered: the short idle time.
+        assert_eq!(rig.run("pod_ingress", &asks(SYN)).0, NEXT);
+        age(&rig, 15);
+        rig.dropped("pod_egress", &says(ACK), Counter::DropUnknownFlow);
+        open(&mut rig);
+        assert_eq!(rig.run("pod_egress", &says(SYN)).0, REDIRECT, "a connection of the pod's own");
+
+        let question = seal(ip(server, pod, UDP, &[], &udp(40_000, 53, b"?")));
+        let answer = seal(ip(pod, server, UDP, &[], &udp(53, 40_000, b"!")));
+        assert_eq!(rig.run("pod_ingress", &question).0, NEXT);
+        age(&rig, 90);
+        assert_eq!(rig.run("pod_egress", &answer).0, NEXT);
+        age(&rig, 110);
+        assert_eq!(rig.run("pod_egress", &answer).0, REDIRECT, "a question of the pod's own");
+    }
+}
+
+#[test]
+fn reused_pod_ip_a_pod_answers_nothing_that_another_one_with_its_address_was_asked() {
+    for (n, (pod, server)) in POD.into_iter().zip(SERVER).enumerate() {
+        let (pod, server) = (addr(pod), addr(server));
+        let Some(mut rig) = Rig::new(&format!("inbound-inherited-{n}"), &scene()) else { return };
+        let question = seal(ip(server, pod, UDP, &[], &udp(40_000, 53, b"?")));
+        let answer = seal(ip(pod, server, UDP, &[], &udp(53, 40_000, b"!")));
+        assert_eq!(rig.run("pod_ingress", &question).0, NEXT);
+        assert_eq!(rig.run("pod_egress", &answer).0, NEXT);
+        // Other tables, the same pod.
+        let mut view = with_neighbor();
+        rig.write(&view);
+        assert_eq!(rig.run("pod_egress", &answer).0, NEXT);
+        let dead = view.endpoints.remove(&scenes::endpoint_id(0)).unwrap();
+        view.endpoints.insert(scenes::endpoint_id(8), dead);
+        rig.write(&view);
+        assert_eq!(rig.run("pod_egress", &answer).0, REDIRECT);
+        let maps = rig.writer.maps();
+        let of_pod = match pod {
+            IpAddr::V4(a) => maps.v4.inbound.entries().unwrap().into_keys().any(|k| k.src == net::v4(a)),
+            IpAddr::V6(a) => maps.v6.inbound.entries().unwrap().into_keys().any(|k| k.src == net::v6(a)),
+        };
+        assert!(!of_pod, "the dead pod's record is there");
+    }
+}

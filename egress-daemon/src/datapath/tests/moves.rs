@@ -1,0 +1,148 @@
+//! What happens to the model: the random steps of an episode, and the tables that there may be.
+
+use super::{
+    frames::{ICMP, ICMPV6, TCP, UDP},
+    nat::{ACK, FIN, RST, SYN, Tuple},
+    rig::*,
+    scenes,
+};
+use crate::datapath::encode::{EndpointView, NodeView, PolicyView, SlotView};
+use egress_common::{config::flags, port_block};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+pub const PODS: [[&str; 2]; 3] = [["10.1.0.2", "fd00:1::2"], ["10.1.0.4", "fd00:1::4"], ["10.1.0.3", "fd00:1::3"]];
+/// Of nobody on this node.
+pub const NOBODYS: [&str; 2] = ["10.1.0.99", "fd00:1::99"];
+pub const EGRESS: [[&str; 2]; 2] = [["192.0.2.10", "2001:db8::10"], ["192.0.2.11", "2001:db8::11"]];
+pub const SERVERS: [[&str; 2]; 2] = [["203.0.113.5", "2001:db8:f::5"], ["203.0.113.6", "2001:db8:f::6"]];
+pub const SERVER_PORTS: [u16; 2] = [443, 53];
+/// Ports of a pod: those of two pods do not fit the block of one egress IP.
+pub const PORTS: u16 = 40;
+pub const BLOCK: u16 = 3;
+
+/// Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators (2014).
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn below(&mut self, n: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ z >> 31) % n as u64) as usize
+    }
+
+    pub fn of<T: Copy>(&mut self, all: &[T]) -> T {
+        all[self.below(all.len())]
+    }
+}
+
+#[derive(Clone, Debug)]
+pub enum Op {
+    /// A packet by the interface of pod number `by`.
+    Pod { by: usize, tuple: Tuple, flags: u8 },
+    /// Its error about an answer to `about`.
+    Complain { by: usize, about: Tuple },
+    /// The firewall lets such a packet pass.
+    Let { tuple: Tuple, flags: u8 },
+    /// An answer to the flow that is known by this number, or an error about it.
+    Outside { nth: usize, flags: u8, error: bool },
+    /// A packet for any port.
+    Guess { egress: IpAddr, port: u16, from: usize, tcp: bool },
+    /// The forward half of a known flow is lost; the other was used a while ago.
+    Lose { nth: usize },
+    /// Both halves of a known flow are gone.
+    Expire { nth: usize },
+    /// One of [`views`].
+    Tables(usize),
+    /// Two packets of pods at once.
+    Together(Tuple, Tuple),
+}
+
+pub fn tuple(random: &mut Random) -> Tuple {
+    let (pod, family) = (random.below(3), random.below(2));
+    let proto = random.of(&[TCP, TCP, UDP, if family == 0 { ICMP } else { ICMPV6 }]);
+    let server_port = if proto == TCP || proto == UDP { random.of(&SERVER_PORTS) } else { 0 };
+    let pod_port = 30_000 + random.below(usize::from(PORTS)) as u16;
+    let server = SERVERS[random.below(2)][family];
+    Tuple { pod: addr(PODS[pod][family]), pod_port, server: addr(server), server_port, proto }
+}
+
+/// The pod that has an address.
+pub fn owner(ip: IpAddr) -> usize {
+    PODS.iter().position(|pod| pod.iter().any(|a| addr(a) == ip)).unwrap()
+}
+
+pub fn op(random: &mut Random) -> Op {
+    let mut tuple = tuple(random);
+    let by = owner(tuple.pod);
+    let flags = random.of(&[SYN, SYN, ACK, ACK, ACK, FIN | ACK, RST]);
+    match random.below(100) {
+        0..=44 => Op::Pod { by, tuple, flags },
+        45..=54 => Op::Let { tuple, flags: SYN },
+        55..=58 => {
+            let family = usize::from(tuple.pod.is_ipv6());
+            let sources = [PODS[0], PODS[1], EGRESS[0], NOBODYS];
+            tuple.pod = addr(random.of(&sources)[family]);
+            Op::Pod { by: random.below(3), tuple, flags }
+        }
+        59..=61 => Op::Complain { by: if random.below(2) == 0 { by } else { random.below(3) }, about: tuple },
+        62..=84 => Op::Outside {
+            nth: random.below(1 << 16),
+            flags: random.of(&[SYN | ACK, ACK, ACK, FIN | ACK, RST]),
+            error: random.below(5) == 0,
+        },
+        85..=88 => {
+            let egress = addr(random.of(&EGRESS)[usize::from(tuple.pod.is_ipv6())]);
+            let port = port_block::first_port(BLOCK) + random.below(64) as u16;
+            Op::Guess { egress, port, from: random.below(2), tcp: random.below(2) == 0 }
+        }
+        89..=91 => Op::Lose { nth: random.below(1 << 16) },
+        92..=93 => Op::Expire { nth: random.below(1 << 16) },
+        94 => Op::Tables(random.below(views().len())),
+        _ => {
+            let other = if random.below(2) == 0 { tuple } else { self::tuple(random) };
+            Op::Together(tuple, other)
+        }
+    }
+}
+
+/// What the tables may say: which egress IPs the policy has, and which pods it selects.
+pub fn views() -> Vec<(Vec<usize>, Vec<usize>)> {
+    vec![
+        (vec![0, 1], vec![0, 1]),
+        (vec![0], vec![0, 1]),
+        (vec![1], vec![0, 1]),
+        (vec![0, 1], vec![0]),
+        (vec![], vec![0, 1]),
+    ]
+}
+
+pub fn view(number: usize, firewall: bool, interfaces: &[u32]) -> NodeView {
+    let (slots, selected) = &views()[number];
+    let mut view = scene();
+    let egress = view.egress_ips.values().next().unwrap().clone();
+    view.egress_ips = EGRESS.iter().flatten().map(|ip| (addr(ip), egress.clone())).collect();
+    view.egress_ips.values_mut().for_each(|e| {
+        e.blocks = [BLOCK].into();
+        e.leases = [(BLOCK, scenes::node(0))].into();
+    });
+    let slot = |ip: &&str| SlotView { address: addr(ip), weight: 1, usable: true };
+    let slots = slots.iter().flat_map(|n| &EGRESS[*n]).map(slot).collect();
+    view.policies = [(scenes::policy_id(0), PolicyView { flags: 0, slots, assignments: BTreeMap::new() })].into();
+    let class = BTreeSet::from([scenes::policy_id(0)]);
+    let pod = |n: usize| {
+        let ips: BTreeSet<IpAddr> = PODS[n].iter().map(|ip| addr(ip)).collect();
+        let class = if selected.contains(&n) { class.clone() } else { BTreeSet::new() };
+        let interfaces = ips.iter().map(|ip| (*ip, interfaces[n])).collect();
+        (scenes::endpoint_id(n), EndpointView { ips, class, has_history: false, interfaces })
+    };
+    view.endpoints = (0..PODS.len()).map(pod).collect();
+    let config = view.config.as_mut().unwrap();
+    config.flags = if firewall { flags::RESPECT_FIREWALL } else { 0 };
+    // Nothing expires by itself.
+    (config.tcp_established, config.tcp_transitory, config.udp, config.icmp) = (10_000, 10_000, 10_000, 10_000);
+    view
+}

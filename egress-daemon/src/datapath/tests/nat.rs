@@ -1,0 +1,260 @@
+//! The reference NAT: what the design says about flows, written for clarity. It chooses nothing. It is told what the programs did with a
+//! packet, and says what is wrong with that.
+
+use egress_common::port_block;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+pub const FIN: u8 = 1;
+pub const SYN: u8 = 2;
+pub const RST: u8 = 4;
+pub const ACK: u8 = 16;
+pub const TCP: u8 = 6;
+
+/// A flow as its pod knows it; of an ICMP query the identifier is the pod's port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Tuple {
+    pub pod: IpAddr,
+    pub pod_port: u16,
+    pub server: IpAddr,
+    pub server_port: u16,
+    pub proto: u8,
+}
+
+/// A flow as the outside knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Reply {
+    pub egress: IpAddr,
+    pub port: u16,
+    pub server: IpAddr,
+    pub server_port: u16,
+    pub proto: u8,
+}
+
+/// What became of a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome<T> {
+    Dropped,
+    /// Left to the stack as it is.
+    Passed,
+    /// Translated to this, and sent.
+    Sent(T),
+}
+
+/// A flow that has sent something.
+#[derive(Clone, Copy, Debug)]
+struct Flow {
+    reply: Reply,
+    /// The tables under which its egress IP was chosen.
+    tables: u32,
+    /// TCP flags that either side has sent since it opened.
+    out: u8,
+    back: u8,
+    /// Nothing was lost of it, and it did not expire: what it does is determined.
+    certain: bool,
+}
+
+impl Flow {
+    /// Its port may be given to another flow.
+    fn is_closed(&self) -> bool {
+        (self.out | self.back) & RST != 0 || self.out & self.back & FIN != 0
+    }
+}
+
+/// The node, as far as the rules concern it.
+#[derive(Debug, Default)]
+pub struct Nat {
+    /// Whether the host's firewall is asked before a flow's first packet.
+    pub firewall: bool,
+    /// The egress IPs of the policy now; without any nothing is sent.
+    pub slots: BTreeSet<IpAddr>,
+    /// The addresses that the policy selects now.
+    pub selected: BTreeSet<IpAddr>,
+    /// The blocks that this node holds.
+    pub blocks: BTreeSet<u16>,
+    /// Counts changes of the tables.
+    tables: u32,
+    flows: BTreeMap<Tuple, Flow>,
+    /// Whose a reply is: the last flow that sent with it.
+    owners: BTreeMap<Reply, Tuple>,
+    /// Those that the firewall has let pass.
+    confirmed: BTreeSet<Reply>,
+}
+
+type Verdict = Result<(), String>;
+
+fn rule(holds: bool, words: impl Fn() -> String) -> Verdict {
+    if holds { Ok(()) } else { Err(words()) }
+}
+
+impl Nat {
+    /// A node that holds these blocks, before its first tables.
+    pub fn new(firewall: bool, blocks: BTreeSet<u16>) -> Self {
+        Self { firewall, blocks, ..Self::default() }
+    }
+
+    /// The policy has changed.
+    pub fn tables_changed(&mut self, slots: BTreeSet<IpAddr>, selected: BTreeSet<IpAddr>) {
+        self.tables += 1;
+        (self.slots, self.selected) = (slots, selected);
+        // What is no TCP connection is forgotten at any time once its pod is not selected.
+        for (tuple, flow) in &mut self.flows {
+            flow.certain &= tuple.proto == TCP || self.selected.contains(&tuple.pod);
+        }
+    }
+
+    /// Something of a flow was lost, or it has expired.
+    pub fn lost(&mut self, tuple: &Tuple) {
+        if let Some(flow) = self.flows.get_mut(tuple) {
+            flow.certain = false;
+        }
+    }
+
+    /// What replies the outside knows.
+    pub fn replies(&self) -> Vec<Reply> {
+        self.owners.keys().copied().collect()
+    }
+
+    /// The flows that have sent something.
+    pub fn known(&self) -> Vec<Tuple> {
+        self.flows.keys().copied().collect()
+    }
+
+    /// Whether both halves of a flow must be there.
+    pub fn is_certain(&self, tuple: &Tuple) -> bool {
+        self.flows.get(tuple).is_some_and(|flow| flow.certain)
+    }
+
+    /// Whether nothing but a lost half, expiry or another policy may take the flow's egress IP and port from it.
+    fn keeps(&self, flow: &Flow, opening: bool) -> bool {
+        let same = flow.tables == self.tables;
+        flow.certain && (same || !opening && self.slots.contains(&flow.reply.egress))
+    }
+
+    /// A pod's packet, with its own address. `asked`: the firewall has let it pass just now.
+    pub fn pod_sent(&mut self, tuple: Tuple, flags: u8, asked: bool, outcome: Outcome<Reply>) -> Verdict {
+        let tcp = tuple.proto == TCP;
+        let opening = tcp && flags & (SYN | ACK) == SYN;
+        let selected = self.selected.contains(&tuple.pod);
+        let flow = self.flows.get(&tuple).copied();
+        let live = flow.filter(|flow| self.keeps(flow, opening));
+        match outcome {
+            Outcome::Sent(reply) => {
+                rule(selected, || "no policy selects the pod, and its packet is translated".into())?;
+                rule(self.slots.contains(&reply.egress), || format!("{} is none of its policy's", reply.egress))?;
+                let block = port_block::of_port(reply.port);
+                rule(block.is_some_and(|b| self.blocks.contains(&b)), || format!("port {} is not leased", reply.port))?;
+                let same =
+                    (reply.server, reply.server_port, reply.proto) == (tuple.server, tuple.server_port, tuple.proto);
+                rule(same, || format!("it goes to {reply:?}"))?;
+                let confirmed = !self.firewall || asked || self.confirmed.contains(&reply);
+                rule(confirmed, || "the firewall was not asked".into())?;
+                if let Some(live) = live {
+                    rule(live.reply == reply, || format!("a live flow changes from {:?} to {reply:?}", live.reply))?;
+                }
+                if let Some(owner) = self.owners.get(&reply).filter(|owner| **owner != tuple) {
+                    let other = self.flows.get(owner);
+                    let taken = other.is_some_and(|o| o.reply == reply && o.certain && !o.is_closed());
+                    rule(!taken, || format!("two flows with one tuple {reply:?}: this one and {owner:?}"))?;
+                }
+                self.sent(tuple, flags, opening, reply, asked);
+                Ok(())
+            }
+            Outcome::Passed => {
+                if asked && selected {
+                    return Err("the firewall has let it pass, and it is not sent".into());
+                }
+                if !selected {
+                    // What is left of a connection is severed: its other end knows it by another address.
+                    let severed = tcp && !opening && flow.is_some_and(|flow| flow.certain);
+                    rule(!severed, || "a connection goes on with the pod's own address".into())?;
+                    self.flows.remove(&tuple);
+                    return Ok(());
+                }
+                rule(self.firewall, || "a selected pod's packet passes".into())?;
+                let confirmed = live.is_some_and(|live| self.confirmed.contains(&live.reply) && !opening);
+                rule(!confirmed, || "a confirmed flow is asked about again".into())?;
+                // It begins anew, or it is another one now, of which nothing was sent.
+                if opening && let Some(flow) = flow {
+                    self.confirmed.remove(&flow.reply);
+                }
+                if live.is_none() {
+                    self.lost(&tuple);
+                }
+                Ok(())
+            }
+            Outcome::Dropped => {
+                let fine = !selected
+                    || opening
+                    || live.is_none()
+                    || self.firewall
+                    || !self.slots.contains(&live.unwrap().reply.egress);
+                rule(fine, || "a live flow's packet is dropped".into())?;
+                if live.is_none() {
+                    self.lost(&tuple);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn sent(&mut self, tuple: Tuple, flags: u8, opening: bool, reply: Reply, asked: bool) {
+        let before = self.flows.get(&tuple).filter(|flow| flow.certain && flow.reply == reply).copied();
+        let mut flow = before.unwrap_or(Flow { reply, tables: self.tables, out: 0, back: 0, certain: true });
+        if opening {
+            (flow.out, flow.back) = (0, 0);
+        }
+        flow.out |= flags;
+        flow.tables = self.tables;
+        self.flows.insert(tuple, flow);
+        self.owners.insert(reply, tuple);
+        if asked {
+            self.confirmed.insert(reply);
+        }
+    }
+
+    /// An ICMP error of a pod about an answer that it got; sent, it shows the flow's reply.
+    pub fn pod_complained(&self, about: &Tuple, own: bool, outcome: Outcome<Reply>) -> Verdict {
+        let Outcome::Sent(reply) = outcome else { return Ok(()) };
+        rule(own, || "an error about another pod's flow is sent".into())?;
+        rule(self.selected.contains(&about.pod), || "no policy selects the pod".into())?;
+        rule(self.slots.contains(&reply.egress), || format!("{} is none of its policy's", reply.egress))?;
+        rule(self.owners.get(&reply) == Some(about), || format!("{reply:?} is not this flow's"))?;
+        rule(!self.firewall || self.confirmed.contains(&reply), || "an error about a flow that is not confirmed".into())
+    }
+
+    /// A packet of somebody who has not this address.
+    pub fn forged<T: std::fmt::Debug>(outcome: Outcome<T>, anybodys: bool) -> Verdict {
+        match outcome {
+            Outcome::Dropped => Ok(()),
+            Outcome::Passed if anybodys => Ok(()),
+            outcome => Err(format!("a forged packet: {outcome:?}")),
+        }
+    }
+
+    /// A packet from outside, or an error about one of the flow's own, with what it was delivered as.
+    pub fn outside_sent(&mut self, reply: Reply, flags: u8, error: bool, outcome: Outcome<Tuple>) -> Verdict {
+        let owner = self.owners.get(&reply).copied();
+        match outcome {
+            Outcome::Passed => Err("a packet for an egress IP reaches the stack".into()),
+            Outcome::Sent(tuple) => {
+                rule(owner == Some(tuple), || format!("delivered to {tuple:?}, and it is for {owner:?}"))?;
+                rule(!self.firewall || self.confirmed.contains(&reply), || {
+                    "delivered without the firewall's word".into()
+                })?;
+                if !error && let Some(flow) = self.flows.get_mut(&tuple).filter(|flow| flow.reply == reply) {
+                    flow.back |= flags;
+                }
+                Ok(())
+            }
+            Outcome::Dropped => {
+                let flow = owner.and_then(|owner| self.flows.get(&owner)).filter(|flow| flow.reply == reply);
+                let live = flow.is_some_and(|flow| flow.certain && flow.tables == self.tables && !flow.is_closed());
+                let due = live && (!self.firewall || self.confirmed.contains(&reply));
+                rule(!due, || "a reply of a live flow is dropped".into())
+            }
+        }
+    }
+}

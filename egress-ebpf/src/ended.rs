@@ -1,0 +1,180 @@
+//! Flows that have ended: a connection of which both ends are done, a UDP exchange of one question. They wait in a queue in the order of
+//! their ending, for what is sent again when it was lost. The collector removes them seconds later; whoever opens a flow and finds
+//! no room takes theirs first. Nothing else is ever removed for the sake of another flow.
+
+use crate::{
+    family::Family,
+    flows::{forget, reverse_key},
+    maps::CONFIG,
+    packet::{ETH_LEN, Packet, now_tick},
+    parse::{Ip, Transport, proto},
+    share, stats,
+};
+use aya_ebpf::helpers::bpf_loop;
+use core::ffi::c_void;
+use egress_common::{
+    flow::{Ended, Flow, FlowKey},
+    limits::{ENDED_TICKS, RECLAIM_LOOKS, WELL_KNOWN_PORTS},
+    tcp, udp,
+    verdict::Counter,
+};
+
+/// Whether nobody needs the flow any more, or only for an answer that may still come.
+#[inline(always)]
+fn has_ended<F: Family>(key: &FlowKey<F>, flow: &Flow) -> bool {
+    match key.proto {
+        proto::TCP => tcp::closed(flow.state, flow.back),
+        proto::UDP => udp::is_question(flow.state),
+        _ => false,
+    }
+}
+
+/// Queues the flow, once.
+#[inline(always)]
+fn queue<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
+    if flow.queued == 0 {
+        let record = Ended { key: *key, ticket: flow.ticket, due: now_tick().wrapping_add(ENDED_TICKS) };
+        // Where the queue is full the flow waits for the collector's round.
+        if F::ended().push(record, 0).is_ok() {
+            flow.queued = 1;
+        }
+    }
+}
+
+/// A segment of the pod that ends its side, or that follows an end of the other one.
+#[inline(always)]
+pub fn by_pod<F: Family>(key: &FlowKey<F>, flow: &mut Flow, t: &Transport) {
+    if flow.back != 0 && t.flags & tcp::flag::ACK != 0 {
+        let back = tcp::acknowledges(flow.back, flow.end, u32::from_be(t.ack));
+        if back != flow.back {
+            flow.back = back;
+        }
+    }
+    if tcp::closed(flow.state, flow.back) {
+        queue::<F>(key, flow);
+    }
+}
+
+/// A packet of the remote side that is the first answer to a question, or claims to be its last one; `seen`: the reverse half's state.
+#[inline(always)]
+pub fn by_remote<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport, key: &FlowKey<F>, flow: &mut Flow, seen: u16) {
+    if t.flags & (tcp::flag::FIN | tcp::flag::RST) != 0 {
+        let Some(end) = end_of::<F>(pkt, ip, t) else { return };
+        // Only who has seen the SYN can refuse it; the pod has nothing to acknowledge yet.
+        let refused = seen & tcp::seen::SYN == 0;
+        let back = tcp::ends(flow.back, t.flags, refused || end == u32::from_be(flow.ack));
+        if back != flow.back {
+            flow.back = back;
+        }
+        flow.end = end;
+    }
+    if has_ended::<F>(key, flow) {
+        queue::<F>(key, flow);
+    }
+}
+
+/// The acknowledgment number that accepts this segment, which has FIN or RST.
+#[inline(always)]
+fn end_of<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport) -> Option<u32> {
+    let seq = u32::from_be(pkt.load::<u32>(ip.l4 + 4)?);
+    if t.flags & tcp::flag::RST != 0 {
+        return Some(seq);
+    }
+    let header = (pkt.load::<u8>(ip.l4 + 12)? >> 4) as u32 * 4;
+    let payload = F::total_len(pkt)?.checked_sub(ip.l4 - ETH_LEN + header)?;
+    Some(seq.wrapping_add(payload + 1))
+}
+
+/// Tick of the last packet of either direction, and whether there was an answer.
+#[inline(always)]
+fn last_seen<F: Family>(key: &FlowKey<F>, flow: &Flow) -> (u32, bool) {
+    let Some(reverse) = reverse_key::<F>(key, flow) else { return (flow.last_seen, false) };
+    // SAFETY: read only.
+    match unsafe { F::reverses().get(&reverse) } {
+        Some(r) if r.last_seen.wrapping_sub(flow.last_seen) as i32 > 0 => {
+            (r.last_seen, r.state & udp::seen::ANSWER != 0)
+        }
+        Some(r) => (flow.last_seen, r.state & udp::seen::ANSWER != 0),
+        None => (flow.last_seen, false),
+    }
+}
+
+/// Looks at the oldest record of an ended flow if it is due: 0 to go on, 1 when there is nothing more to do in this run of the collector.
+#[inline(always)]
+pub fn drain<F: Family>() -> i64 {
+    let now = now_tick();
+    let Ok(Some(Ended { due, .. })) = F::ended().peek() else { return 1 };
+    if due.wrapping_sub(now) as i32 > 0 {
+        return 1;
+    }
+    let Ok(Some(record)) = F::ended().pop() else { return 1 };
+    let Some(flow) = queued::<F>(&record) else { return 0 };
+    let (last, answered) = last_seen::<F>(&record.key, flow);
+    let idle = now.wrapping_sub(last) as i32 >= ENDED_TICKS as i32;
+    let short = record.key.proto == proto::TCP || answered && u16::from_be(record.key.dst_port) < WELL_KNOWN_PORTS;
+    if idle && short {
+        forget::<F>(&record.key, flow);
+        stats::count(Counter::FlowsEnded);
+        return 0;
+    }
+    // Nobody may take this one for being old only; it stays at hand for who needs its place.
+    flow.queued = 0;
+    queue::<F>(&record.key, flow);
+    0
+}
+
+/// A flow of which this is the record, if it has ended and is the one that had.
+#[inline(always)]
+fn queued<F: Family>(record: &Ended<F>) -> Option<&'static mut Flow> {
+    let flow = F::flows().get_ptr_mut(&record.key)?;
+    // SAFETY: as in `by_remote`.
+    let flow = unsafe { &mut *flow };
+    if flow.ticket != record.ticket {
+        return None;
+    }
+    if has_ended::<F>(&record.key, flow) {
+        return Some(flow);
+    }
+    flow.queued = 0;
+    None
+}
+
+/// Queues a UDP exchange of one question that nobody has answered, which the collector found idle.
+#[inline(always)]
+pub fn unanswered<F: Family>(key: &FlowKey<F>, flow: &mut Flow, now: u32) {
+    let idle = now.wrapping_sub(flow.last_seen) as i32;
+    if key.proto == proto::UDP && udp::is_question(flow.state) && idle >= ENDED_TICKS as i32 {
+        queue::<F>(key, flow);
+    }
+}
+
+/// Makes room for a flow that this packet would open: removes ended flows, the oldest end first, until the pod has room in its share. How
+/// many went.
+#[inline(always)]
+pub fn reclaim<F: Family>(pkt: &Packet) -> u64 {
+    let Some(pod) = F::load(pkt, ETH_LEN + F::SRC) else { return 0 };
+    // SAFETY: entries are replaced, not changed in place.
+    let Some(endpoint) = (unsafe { F::endpoints().get(pod) }) else { return 0 };
+    let Some(search) = F::search().get_ptr_mut(0) else { return 0 };
+    // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU. The callback takes no
+    // context.
+    unsafe {
+        (*search).endpoint = endpoint.id;
+        (*search).outcome = 0;
+        bpf_loop(RECLAIM_LOOKS, take_one::<F> as *mut c_void, core::ptr::null_mut(), 0);
+        (*search).outcome as u64
+    }
+}
+
+/// Takes the place of the oldest ended flow: 0 to go on, 1 to stop.
+extern "C" fn take_one<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
+    let (Some(config), Some(search)) = (CONFIG.get(0), F::search().get_ptr_mut(0)) else { return 1 };
+    // SAFETY: as in `reclaim`.
+    let search = unsafe { &mut *search };
+    let Ok(Some(record)) = F::ended().pop() else { return 1 };
+    let Some(flow) = queued::<F>(&record) else { return 0 };
+    forget::<F>(&record.key, flow);
+    stats::count(Counter::FlowsReclaimed);
+    search.outcome += 1;
+    !share::is_used_up::<F>(config, search.endpoint) as i64
+}

@@ -1,0 +1,298 @@
+//! The exit: what a CNI that routes by itself brings there, and what must not leave a node, whoever made it.
+
+use std::net::SocketAddr;
+
+use anyhow::{Context, Result};
+use lab::hook::{Action, Hooked, Place, Side, hook_at};
+use lab::traffic::{
+    Protocol, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, send_packet,
+    send_vxlan, send_vxlan_from,
+};
+use lab::{Builder, Capture, Cni, Family, Lab, Pod, PodSpec, Server, wait_for, wait_until};
+
+use crate::support::{
+    PATIENCE, at, counter, egress, fixed, sources, start_with, wait_counter, wait_in_force, web, web_pod,
+};
+
+/// VXLAN network identifiers, as `egress_common::abi` has them.
+const FORWARD: u32 = 0x53_50_01;
+const REPLY: u32 = 0x53_50_02;
+const TUNNEL_PORT: u16 = 8473;
+
+/// A lab with a selected pod of this kind on `worker1`, in force, whose node does not masquerade: what leaks shows the pod's address.
+fn with_pod(cni: Cni, test: impl FnOnce(&mut Lab, &Pod, &Server) -> Result<()>) {
+    bare(cni).run(|lab| {
+        let (pod, server) = web_pod(lab, &[10])?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+        test(lab, &pod, &server)?;
+        no_strangers(&capture, &server)
+    });
+}
+
+fn bare(cni: Cni) -> Builder {
+    Lab::builder().workers(1).gateways(1).cni(cni).masquerade(false)
+}
+
+/// Nothing but the egress IPs has reached the server.
+fn no_strangers(capture: &Capture, server: &Server) -> Result<()> {
+    let trace = capture.so_far();
+    for family in Family::BOTH {
+        let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &[10]));
+        assert!(strangers.is_empty(), "{strangers:?}");
+    }
+    Ok(())
+}
+
+/// What a CNI does that routes in eBPF: a program at the pod's interface sends every IP packet on by itself.
+fn route(lab: &Lab, pod: &Pod, place: Place) -> Result<Hooked> {
+    let node = lab.node(&pod.node);
+    let uplink = node.ns.ifindex(node.uplink())?;
+    hook_at(&node.ns, &pod.host_interface, Side::Ingress, Action::ToNeighbour(uplink), place)
+}
+
+/// docs/failures.md: ebpf-cni.
+#[test]
+fn ebpf_cni_that_routes_behind_our_program_is_caught_at_the_exit() {
+    lab::require_root!();
+    for cni in Cni::BOTH {
+        with_pod(cni, |lab, pod, server| {
+            let _routes = route(lab, pod, Place::Last)?;
+            let _echo = TcpServer::start(&server.ns, &server.ips.both(8080), ServerMode::Echo)?;
+            let _udp = UdpServer::start(&server.ns, &server.ips.both(8053))?;
+            for family in Family::BOTH {
+                let passed = counter(lab, &pod.node, "firewall_passed")?;
+                let seen = sources(&pod.ns, server, family, 20)?;
+                assert_eq!(seen, [(egress(family, &[10])[0], 20)].into(), "{cni:?}");
+                let clients = TcpClients::establish(&pod.ns, server.ips.at(family, 8080), 5, TcpOptions::default())?;
+                clients.wait_progress(10, PATIENCE)?;
+                // Fragments take the host's path also in a flow that is confirmed.
+                let options = UdpOptions { size: 4000, ..UdpOptions::default() };
+                let large = UdpClients::start(&pod.ns, server.ips.at(family, 8053), 3, options)?;
+                large.wait("large answers", PATIENCE, |all| all.iter().all(|one| one.received > 3))?;
+                assert!(counter(lab, &pod.node, "firewall_passed")? >= passed + 28, "{cni:?} {family:?}");
+            }
+            Ok(())
+        });
+    }
+}
+
+/// docs/failures.md: ebpf-cni, before our program is first again: nobody has looked at these packets.
+#[test]
+fn ebpf_cni_that_routes_before_our_program_lets_nothing_out() {
+    lab::require_root!();
+    with_pod(Cni::PointToPoint, |lab, pod, server| {
+        for family in Family::BOTH {
+            let before = counter(lab, &pod.node, "drop_unguarded")?;
+            let _listens = UdpServer::start(&server.ns, &server.ips.both(8053))?;
+            let flows = UdpClients::start(&pod.ns, server.ips.at(family, 8053), 3, UdpOptions::default())?;
+            flows.wait("answers", PATIENCE, |all| all.iter().all(|one| one.received > 3))?;
+            // The agent puts its program first again within a second; it is put behind as often as it takes.
+            wait_until(
+                "packets that no program has seen are dropped",
+                PATIENCE,
+                || {
+                    let _routes = route(lab, pod, Place::First)?;
+                    sources(&pod.ns, server, family, 4)?;
+                    counter(lab, &pod.node, "drop_unguarded")
+                },
+                |now| *now > before,
+            )?;
+        }
+        wait_in_force(pod, server, &[10])
+    });
+}
+
+/// docs/failures.md: ebpf-cni, policy-bypass: what such a CNI forbids.
+#[test]
+fn ebpf_cni_that_denies_holds() {
+    lab::require_root!();
+    with_pod(Cni::PointToPoint, |lab, pod, server| {
+        let node = lab.node(&pod.node).ns.clone();
+        let _echo = TcpServer::start(&server.ns, &server.ips.both(8080), ServerMode::Echo)?;
+        for family in Family::BOTH {
+            let before = TcpClients::establish(&pod.ns, server.ips.at(family, 8080), 3, TcpOptions::default())?;
+            let (asked, passed) =
+                (counter(lab, &pod.node, "firewall_asked")?, counter(lab, &pod.node, "firewall_passed")?);
+            let denies = hook_at(&node, &pod.host_interface, Side::Ingress, Action::Drop, Place::Last)?;
+            assert_eq!(sources(&pod.ns, server, family, 5)?, Default::default());
+            assert_eq!(counter(lab, &pod.node, "firewall_passed")?, passed);
+            assert!(counter(lab, &pod.node, "firewall_asked")? >= asked + 5);
+            // As with every stateful firewall: what is established goes on.
+            before.wait_progress(5, PATIENCE)?;
+            drop(denies);
+            wait_in_force(pod, server, &[10])?;
+        }
+        Ok(())
+    });
+}
+
+/// docs/failures.md: ebpf-cni, masquerade: a program of the CNI's at the exit, behind ours, gives every packet the node's address.
+#[test]
+fn ebpf_cni_that_masquerades_at_the_exit_changes_no_source() {
+    lab::require_root!();
+    with_pod(Cni::PointToPoint, |lab, pod, server| {
+        let node = lab.node(&pod.node);
+        let _routes = route(lab, pod, Place::Last)?;
+        let masquerade = Action::Masquerade(pod.ips.v4, node.underlay.v4);
+        let _masquerades = hook_at(&node.ns, node.uplink(), Side::Egress, masquerade, Place::Last)?;
+        wait_in_force(pod, server, &[10])?;
+        // Before ours, for as long as it is: then the packet is of no flow any more.
+        let before = counter(lab, &pod.node, "drop_not_asked")?;
+        wait_until(
+            "a first packet that is masqueraded already is dropped",
+            PATIENCE,
+            || {
+                let _first = hook_at(&node.ns, node.uplink(), Side::Egress, masquerade, Place::First)?;
+                sources(&pod.ns, server, Family::V4, 4)?;
+                counter(lab, &pod.node, "drop_not_asked")
+            },
+            |now| *now > before,
+        )?;
+        wait_in_force(pod, server, &[10])
+    });
+}
+
+/// DESIGN section 4: rules see the interface that the administrator expects.
+#[test]
+fn forward_sees_the_real_output_interface() {
+    lab::require_root!();
+    with_pod(Cni::PointToPoint, |lab, pod, server| {
+        let node = lab.node(&pod.node);
+        let rule = |interface: &str| {
+            format!(
+                "table inet real {{ chain forward {{
+                    type filter hook forward priority filter; policy accept;
+                    oifname {interface} drop
+                }}
+                }}"
+            )
+        };
+        node.ns.nft(&rule(node.uplink()))?;
+        for family in Family::BOTH {
+            assert_eq!(sources(&pod.ns, server, family, 4)?, Default::default());
+        }
+        node.ns.nft(&format!("delete table inet real\n{}", rule("spillway0")))?;
+        wait_in_force(pod, server, &[10])
+    });
+}
+
+/// A node without a default route is a reason to have gateways. FORWARD is passed there as well.
+#[test]
+fn a_node_without_a_default_route_sends_by_the_tunnel_device() {
+    lab::require_root!();
+    with_pod(Cni::PointToPoint, |lab, pod, server| {
+        let node = lab.node(&pod.node);
+        node.ns.sh("ip route del default; ip -6 route del default")?;
+        wait_in_force(pod, server, &[10])?;
+        node.ns.nft(
+            "table inet real { chain forward {
+            type filter hook forward priority filter; policy accept;
+            oifname spillway0 drop
+        }
+        }",
+        )?;
+        for family in Family::BOTH {
+            assert_eq!(sources(&pod.ns, server, family, 4)?, Default::default());
+        }
+        node.ns.nft("delete table inet real")?;
+        wait_in_force(pod, server, &[10])
+    });
+}
+
+/// Sends packets of sockets on a node that must not leave it: the counter that counts them, and nothing arrives.
+fn refused(lab: &Lab, node: &str, counted: &str, what: &str, send: impl Fn() -> Result<()>) -> Result<()> {
+    let before = counter(lab, node, counted)?;
+    send()?;
+    wait_counter(lab, node, counted, before).with_context(|| format!("{what} on {node}"))
+}
+
+/// docs/failures.md: forged-source, for raw sockets of the host and of pods with hostNetwork.
+#[test]
+fn forged_source_of_a_host_socket_does_not_leave() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(2).run(|lab| {
+        let (_, server) = web_pod(lab, &[10])?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+        for family in Family::BOTH {
+            let ip = egress(family, &[10])[0];
+            let target = server.ips.at(family, 4242);
+            for node in ["worker1", "gw1", "gw2"] {
+                let ns = &lab.node(node).ns;
+                for protocol in [Protocol::Udp, Protocol::Syn] {
+                    let send = || send_packet(ns, protocol, at(ip, 5000), target);
+                    refused(lab, node, "drop_forged", &format!("{protocol:?} as {ip}"), send)?;
+                }
+                // Its own address it may use, and traffic of its own is as before.
+                let own = lab.node(node).underlay.ip(family);
+                send_packet(ns, Protocol::Udp, at(own, 5001), target)?;
+                wait_for("the node's own packet", PATIENCE, || {
+                    Ok(capture.count(|p| p.ports().is_some_and(|(from, to)| from == at(own, 5001) && to == target)) > 0)
+                })?;
+            }
+            let forged = |packet: &lab::Packet| packet.ports().is_some_and(|(from, _)| from == at(ip, 5000));
+            assert_eq!(capture.count(forged), 0);
+        }
+        Ok(())
+    });
+}
+
+/// docs/failures.md: forged-encap, for sockets of the host and of pods with hostNetwork: none is needed that may forge addresses.
+#[test]
+fn forged_encap_of_a_host_socket_reaches_no_tunnel() {
+    lab::require_root!();
+    let builder = Lab::builder().workers(2).gateways(1);
+    builder.run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start_with(lab, &fixed("device"))?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[10])?;
+        let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
+        let capture = Capture::start(&server.ns, "eth0")?;
+        let device = |node: &str| lab.node(node).underlay.at(Family::V4, TUNNEL_PORT);
+        for family in Family::BOTH {
+            // A port that is leased to worker1: the gateway would forward what comes from there.
+            let flows = UdpClients::start(&pod.ns, server.ips.at(family, 53), 1, UdpOptions::default())?;
+            let id = flows.wait("an answer", PATIENCE, |all| all[0].received > 0)?[0].id;
+            let translated = *udp.flows()[&id].peers.first().context("a peer")?;
+            let target = server.ips.at(family, 4242);
+            for network in [FORWARD, REPLY] {
+                let worker = &lab.node("worker1").ns;
+                let send = || send_vxlan(worker, device("gw1"), network, Protocol::Udp, translated, target);
+                refused(lab, "worker1", "drop_tunnel_port", "a plain socket", send)?;
+            }
+            // On the gateway itself, over lo: from its own address, and from worker1's.
+            let gateway = &lab.node("gw1").ns;
+            let send = || send_vxlan(gateway, device("gw1"), FORWARD, Protocol::Udp, translated, target);
+            refused(lab, "gw1", "drop_tunnel_loop", "a plain socket over lo", send)?;
+            let from = SocketAddr::new(lab.node("worker1").underlay.ip(Family::V4), 50_000);
+            let send = || send_vxlan_from(gateway, from, device("gw1"), FORWARD, Protocol::Udp, translated, target);
+            refused(lab, "gw1", "drop_tunnel_loop", "a raw socket over lo", send)?;
+            let arrived = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| to == target);
+            assert_eq!(capture.count(arrived), 0, "{family:?}");
+        }
+        Ok(())
+    });
+}
+
+/// Pods that no policy selects, and the node itself, are as without Spillway.
+#[test]
+fn unselected_pods_and_the_node_itself_are_let_go_by() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        let plain = lab.add_pod(PodSpec::new("plain", "worker1"))?;
+        let routed = lab.add_pod(PodSpec::new("routed", "worker1"))?;
+        let (_, server) = web_pod(lab, &[10])?;
+        let node = lab.node("worker1").clone();
+        let _routes = route(lab, &routed, Place::Last)?;
+        for family in Family::BOTH {
+            let own = node.masquerade().ip(family);
+            assert_eq!(sources(&plain.ns, &server, family, 10)?, [(own, 10)].into());
+            assert_eq!(sources(&node.ns, &server, family, 10)?, [(own, 10)].into());
+            // Nobody masquerades it.
+            let address = routed.ips.ip(family);
+            assert_eq!(sources(&routed.ns, &server, family, 10)?, [(address, 10)].into());
+        }
+        Ok(())
+    });
+}

@@ -1,0 +1,279 @@
+//! Who speaks for somebody else: forged sources, forged tunnels, forged errors, and what the outside has never said.
+
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+
+use anyhow::{Context, Result};
+use lab::capture::{Ip, Transport};
+use lab::traffic::{Protocol, UdpClients, UdpOptions, UdpServer, send_error, send_packet, send_tagged, send_vxlan};
+use lab::{Capture, Cni, Dual, Family, Lab, Pod, PodSpec, Server, wait_until};
+use serde_json::Value;
+
+use crate::security::{FORWARD, REPLY, TUNNEL_PORT, leased_port};
+use crate::support::{PATIENCE, at, counter, egress, forbid, sources, wait_counter, wait_in_force, web_pod};
+
+/// Waits until a counter has grown by `more`.
+fn wait_grown(lab: &Lab, node: &str, name: &str, before: u64, more: u64) -> Result<()> {
+    let what = format!("{name} of {node} grows by {more} from {before}");
+    wait_until(&what, PATIENCE, || counter(lab, node, name), |now| *now >= before + more).map(drop)
+}
+
+/// A port of a socket that a flow of the pod has at a server.
+fn translated_port(pod: &Pod, server: &Server, udp: &UdpServer, family: Family) -> Result<SocketAddr> {
+    let flows = UdpClients::start(&pod.ns, server.ips.at(family, 53), 1, UdpOptions::once())?;
+    let id = flows.wait("a reply", PATIENCE, |all| all[0].received == 1)?[0].id;
+    udp.flows()[&id].peers.first().copied().context("a peer")
+}
+
+/// Sends a datagram of a pod to an address of the server: who the server sees as its sender.
+fn ask(pod: &Pod, own: SocketAddr, server: &Server, target: SocketAddr) -> Result<SocketAddr> {
+    let listening = server.ns.run(|| Ok(UdpSocket::bind(target)?))?;
+    listening.set_read_timeout(Some(PATIENCE))?;
+    pod.ns.run(|| Ok(UdpSocket::bind(own)?.send_to(b"a question", target)?))?;
+    Ok(listening.recv_from(&mut [0; 64]).context("the question")?.1)
+}
+
+/// docs/failures.md: forged-encap. The node makes itself the sender of what its pods send to other nodes.
+#[test]
+fn forged_encap_no_pod_reaches_a_tunnel() {
+    lab::require_root!();
+    Lab::builder().workers(2).gateways(1).masquerade_underlay(true).run(|lab| {
+        let (pod, server) = web_pod(lab, &[10])?;
+        let attackers = [
+            pod.clone(),
+            lab.add_pod(PodSpec::new("plain", "worker1"))?,
+            lab.add_pod(PodSpec::new("bridged", "worker1").cni(Cni::Bridge))?,
+            lab.add_pod(PodSpec::new("remote", "worker2"))?,
+        ];
+        let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
+        let nodes: Vec<Dual> = lab.nodes().flat_map(|node| [Some(node.underlay), node.external]).flatten().collect();
+        let tunnels: Vec<SocketAddr> = nodes.iter().flat_map(|ips| ips.both(TUNNEL_PORT)).collect();
+        for family in Family::BOTH {
+            let (ip, port) = (egress(family, &[10])[0], leased_port(lab, family)?);
+            let (out, answer) = (server.ips.at(family, 4242), server.ips.at(family, 53));
+            let translated = translated_port(&pod, &server, &udp, family)?;
+            let (at_server, at_pod) = (Capture::start(&server.ns, "eth0")?, Capture::start(&pod.ns, "eth0")?);
+            for attacker in &attackers {
+                let before = counter(lab, &attacker.node, "drop_tunnel_port")?;
+                for tunnel in &tunnels {
+                    send_vxlan(&attacker.ns, *tunnel, FORWARD, Protocol::Udp, at(ip, port), out)?;
+                    send_vxlan(&attacker.ns, *tunnel, REPLY, Protocol::Udp, answer, translated)?;
+                }
+                // What was sent later has arrived.
+                assert_eq!(sources(&pod.ns, &server, family, 3)?.values().sum::<usize>(), 3);
+                let forged = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| to == out);
+                assert_eq!(at_server.count(forged), 0, "{} {family:?}: a packet with the egress IP", attacker.name);
+                let forged = |p: &lab::Packet| !p.outgoing && p.ports().is_some_and(|(from, _)| from == answer);
+                assert_eq!(at_pod.count(forged), 0, "{} {family:?}: a reply", attacker.name);
+                wait_grown(lab, &attacker.node, "drop_tunnel_port", before, 2 * tunnels.len() as u64)?;
+            }
+        }
+        Ok(())
+    });
+}
+
+/// docs/failures.md: forged-encap, where the pod's interface has no program: the FORWARD chain.
+#[test]
+fn forged_encap_holds_without_a_program_at_the_pods_interface() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).masquerade_underlay(true).run(|lab| {
+        let (_, server) = web_pod(lab, &[10])?;
+        let leased = Family::BOTH.map(|family| leased_port(lab, family));
+        // No program for what appears now.
+        lab.agent("worker1").freeze()?;
+        let plain = lab.add_pod(PodSpec::new("plain", "worker1"))?;
+        for (family, port) in Family::BOTH.into_iter().zip(leased) {
+            let (source, out) = (at(egress(family, &[10])[0], port?), server.ips.at(family, 4242));
+            let capture = Capture::start(&server.ns, "eth0")?;
+            let before = counter(lab, "worker1", "drop_forward_tunnel_port")?;
+            for tunnel in lab.node("gw1").underlay.both(TUNNEL_PORT) {
+                send_vxlan(&plain.ns, tunnel, FORWARD, Protocol::Udp, source, out)?;
+            }
+            wait_grown(lab, "worker1", "drop_forward_tunnel_port", before, 2)?;
+            assert_eq!(capture.count(|packet| packet.ports().is_some_and(|(_, to)| to == out)), 0, "{family:?}");
+        }
+        lab.agent("worker1").thaw()
+    });
+}
+
+/// docs/failures.md: forged-source.
+#[test]
+fn forged_source_nobody_sends_with_an_egress_ip_or_another_nodes_pod() {
+    lab::require_root!();
+    Lab::builder().workers(2).gateways(1).masquerade(false).run(|lab| {
+        let (pod, server) = web_pod(lab, &[10])?;
+        let remote = [
+            lab.add_pod(PodSpec::new("remote", "worker2"))?,
+            lab.add_pod(PodSpec::new("remote-web", "worker2").label("app", "web"))?,
+        ];
+        wait_in_force(&remote[1], &server, &[10])?;
+        let attackers = [
+            pod,
+            lab.add_pod(PodSpec::new("plain", "worker1"))?,
+            lab.add_pod(PodSpec::new("bridged", "worker1").cni(Cni::Bridge))?,
+            lab.add_pod(PodSpec::new("on-gateway", "gw1"))?,
+        ];
+        for family in Family::BOTH {
+            let capture = Capture::start_everywhere(lab.router())?;
+            let at_server = Capture::start(&server.ns, "eth0")?;
+            let out = server.ips.at(family, 4242);
+            let forged = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| to == out);
+            let pods = remote.iter().map(|pod| (pod.ips.ip(family), "drop_spoofed"));
+            for (source, name) in pods.chain([(egress(family, &[10])[0], "drop_forged")]) {
+                for attacker in &attackers {
+                    let before = counter(lab, &attacker.node, name)?;
+                    for protocol in [Protocol::Udp, Protocol::Syn] {
+                        send_packet(&attacker.ns, protocol, at(source, 1024), out)?;
+                    }
+                    wait_grown(lab, &attacker.node, name, before, 2)?;
+                }
+            }
+            assert_eq!((capture.count(forged), at_server.count(forged)), (0, 0), "{family:?}");
+            // The control: with its own address a pod that no policy selects gets there.
+            send_packet(&attackers[1].ns, Protocol::Udp, attackers[1].ips.at(family, 1024), out)?;
+            at_server.wait_for("the pod's own address", PATIENCE, forged)?;
+        }
+        Ok(())
+    });
+}
+
+/// docs/failures.md: vlan-tag.
+#[test]
+fn vlan_tag_no_tagged_frame_of_a_pod_goes_anywhere() {
+    lab::require_root!();
+    for cni in Cni::BOTH {
+        Lab::builder().workers(1).gateways(1).cni(cni).run(|lab| {
+            let (pod, server) = web_pod(lab, &[10])?;
+            let hop = match cni {
+                Cni::PointToPoint => lab.node("worker1").ns.mac(&pod.host_interface)?,
+                Cni::Bridge => lab.node("worker1").ns.mac("cni0")?,
+            };
+            for family in Family::BOTH {
+                let target = server.ips.at(family, 53);
+                ask(&pod, pod.ips.at(family, 40_053), &server, target)?;
+                let capture = Capture::start(&server.ns, "eth0")?;
+                let datagram = |p: &lab::Packet| !p.outgoing && p.ports().is_some_and(|(_, to)| to == target);
+                // A tag that is for the priority only is one as well.
+                for vlan in [0, 7] {
+                    let before = counter(lab, "worker1", "drop_vlan_tag")?;
+                    send_tagged(&pod.ns, "eth0", hop, vlan, pod.ips.at(family, 40_053), target)?;
+                    wait_counter(lab, "worker1", "drop_vlan_tag", before)?;
+                }
+                assert_eq!(capture.count(datagram), 0, "{family:?}");
+                send_packet(&pod.ns, Protocol::Udp, pod.ips.at(family, 40_053), target)?;
+                capture.wait_for("the same without a tag", PATIENCE, datagram)?;
+            }
+            Ok(())
+        });
+    }
+}
+
+/// Whether a datagram or an ICMP error came in from this address.
+fn is_from(packet: &lab::Packet, source: IpAddr) -> bool {
+    let says =
+        |ip: &Ip| ip.source == source && matches!(ip.transport, Transport::Udp { .. } | Transport::IcmpError { .. });
+    !packet.outgoing && packet.ip().is_some_and(says)
+}
+
+/// The source that a flow has, by its port in the pod.
+fn of_flow(lab: &Lab, pod: &Pod, family: Family, port: u16) -> Result<Option<SocketAddr>> {
+    let flows = lab.egressctl(&pod.node, &["flows", "--pod", &pod.key()])?;
+    let items = flows["items"].as_array().context("flows")?;
+    let (address, port) = (Value::from(pod.ips.ip(family).to_string()), Value::from(port));
+    let found = items.iter().find(|flow| flow["podAddress"] == address && flow["podPort"] == port);
+    let Some(flow) = found else { return Ok(None) };
+    let ip: IpAddr = flow["egressIp"].as_str().context("an egress IP")?.parse()?;
+    let port = flow["egressPort"].as_u64().context("a port")?;
+    Ok(Some(SocketAddr::new(ip, u16::try_from(port)?)))
+}
+
+/// docs/failures.md: forged-error. The firewall denies the flow: nothing of it passes, in neither direction.
+#[test]
+fn forged_error_is_no_channel_past_the_firewall() {
+    lab::require_root!();
+    for cni in Cni::BOTH {
+        Lab::builder().workers(1).gateways(1).cni(cni).run(|lab| {
+            let (pod, server) = web_pod(lab, &[10])?;
+            forbid(&lab.node("worker1").ns, &pod, &server)?;
+            for family in Family::BOTH {
+                let (own, target) = (pod.ips.at(family, 40_054), server.ips.at(family, 54));
+                let (at_server, at_pod) = (Capture::start(&server.ns, "eth0")?, Capture::start(&pod.ns, "eth0")?);
+                send_packet(&pod.ns, Protocol::Udp, own, target)?;
+                let pending = || of_flow(lab, &pod, family, 40_054);
+                let known = wait_until("a flow that waits", PATIENCE, pending, Option::is_some)?.context("a flow")?;
+                // What the pod has to say, and what the server could say if it had learnt of the flow.
+                let before = counter(lab, "worker1", "drop_not_confirmed")?;
+                for _ in 0..3 {
+                    send_error(&pod.ns, own.ip(), target.ip(), (target, own))?;
+                }
+                wait_grown(lab, "worker1", "drop_not_confirmed", before, 3)?;
+                send_packet(&server.ns, Protocol::Udp, target, known)?;
+                send_error(&server.ns, target.ip(), known.ip(), (known, target))?;
+                wait_grown(lab, "worker1", "drop_not_confirmed", before, 5)?;
+                assert_eq!(at_server.count(|p| is_from(p, known.ip())), 0, "{family:?}");
+                assert_eq!(at_pod.count(|p| is_from(p, target.ip())), 0, "{family:?}");
+            }
+            lab.node("worker1").ns.nft("delete table inet denied")?;
+            // The firewall lets the same flow pass: so it does with what is said about it.
+            for family in Family::BOTH {
+                let (own, target) = (pod.ips.at(family, 40_054), server.ips.at(family, 54));
+                let capture = Capture::start(&server.ns, "eth0")?;
+                let ip = egress(family, &[10])[0];
+                let icmp = |p: &lab::Packet| p.ports().is_none() && is_from(p, ip);
+                let datagram = |p: &lab::Packet| {
+                    !p.outgoing && p.ports().is_some_and(|(from, to)| (from.ip(), to) == (ip, target))
+                };
+                send_packet(&pod.ns, Protocol::Udp, own, target)?;
+                capture.wait_for("the datagram", PATIENCE, datagram)?;
+                send_error(&pod.ns, own.ip(), target.ip(), (target, own))?;
+                capture.wait_for("the error", PATIENCE, icmp)?;
+            }
+            Ok(())
+        });
+    }
+}
+
+/// docs/failures.md: forged-error. On a bridge nobody knows which port a pod is behind; its flow does.
+#[test]
+fn forged_error_about_another_pods_flow_is_dropped() {
+    lab::require_root!();
+    for cni in Cni::BOTH {
+        Lab::builder().workers(1).gateways(1).cni(cni).run(|lab| {
+            let (pod, server) = web_pod(lab, &[10])?;
+            let attacker = lab.add_pod(PodSpec::new("attacker", "worker1").label("app", "web"))?;
+            wait_in_force(&attacker, &server, &[10])?;
+            for family in Family::BOTH {
+                let (own, target) = (pod.ips.at(family, 40_055), server.ips.at(family, 53));
+                ask(&pod, own, &server, target)?;
+                let capture = Capture::start(&server.ns, "eth0")?;
+                let before = counter(lab, "worker1", "drop_spoofed")?;
+                send_error(&attacker.ns, own.ip(), target.ip(), (target, own))?;
+                wait_counter(lab, "worker1", "drop_spoofed", before)?;
+                let ip = egress(family, &[10])[0];
+                let icmp = |p: &lab::Packet| p.ports().is_none() && is_from(p, ip);
+                assert_eq!(capture.count(icmp), 0, "{family:?}");
+            }
+            Ok(())
+        });
+    }
+}
+
+/// docs/failures.md: inbound-poison.
+#[test]
+fn inbound_poison_what_another_pod_says_is_not_said_by_the_outside() {
+    lab::require_root!();
+    for cni in Cni::BOTH {
+        Lab::builder().workers(1).gateways(1).cni(cni).run(|lab| {
+            let (pod, server) = web_pod(lab, &[10])?;
+            let attacker = lab.add_pod(PodSpec::new("attacker", "worker1"))?;
+            for family in Family::BOTH {
+                let (own, target) = (pod.ips.at(family, 40_056), server.ips.at(family, 53));
+                let capture = Capture::start(&pod.ns, "eth0")?;
+                send_packet(&attacker.ns, Protocol::Udp, target, own)?;
+                let forged = |p: &lab::Packet| !p.outgoing && p.ports() == Some((target, own));
+                capture.wait_for("the forged answer", PATIENCE, forged)?;
+                assert_eq!(ask(&pod, own, &server, target)?.ip(), egress(family, &[10])[0], "{cni:?}");
+            }
+            Ok(())
+        });
+    }
+}
