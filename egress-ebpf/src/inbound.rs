@@ -48,11 +48,13 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
     if F::flows().get_ptr(&key).is_some() {
         return Verdict::Pass;
     }
-    if let Some(record) = F::inbound().get_ptr_mut(&key) {
+    // A SYN makes a new record: the connection before is over.
+    if t.kind != Kind::Tcp
+        && let Some(record) = F::inbound().get_ptr_mut(&key)
+    {
         // SAFETY: single stores of fields that may be a packet late.
         let record = unsafe { &mut *record };
-        // A SYN makes a new record: the connection before is over.
-        if t.kind != Kind::Tcp && record.generation == generation {
+        if record.generation == generation {
             touch(record);
             return Verdict::Pass;
         }

@@ -1,10 +1,7 @@
 //! What the facts mean for an agent. Pure.
 
 use super::{Line, Status, facts::Facts};
-use crate::{
-    config::{Config, Firewall},
-    datapath::load::PERFMON_UNTIL,
-};
+use crate::config::{Config, Firewall};
 
 /// `bpf_loop`, which the programs use, came with this kernel.
 const OLDEST: (u32, u32) = (5, 17);
@@ -14,9 +11,8 @@ const TCX: (u32, u32) = (6, 6);
 const TAKEN_PORTS: [(u16, &str); 3] =
     [(4789, "VXLAN of most systems"), (8472, "Linux' and many CNIs' VXLAN"), (6081, "Geneve")];
 /// Capabilities by number (linux/capability.h).
-const CAPABILITIES: [(u32, &str); 3] = [(39, "CAP_BPF"), (12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW")];
-/// Before [`PERFMON_UNTIL`].
-const CAP_PERFMON: (u32, &str) = (38, "CAP_PERFMON");
+const CAPABILITIES: [(u32, &str); 4] =
+    [(39, "CAP_BPF"), (38, "CAP_PERFMON"), (12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW")];
 /// It stands for CAP_BPF and CAP_PERFMON.
 const CAP_SYS_ADMIN: u32 = 21;
 
@@ -108,13 +104,11 @@ fn capabilities(facts: &Facts) -> Line {
         return bad("capabilities", Status::Warn, "they cannot be read", "mount /proc");
     };
     let has = |bit: u32| mask >> bit & 1 == 1;
-    let perfmon = version(&facts.release).is_some_and(|found| found < PERFMON_UNTIL);
-    let needed: Vec<(u32, &str)> = CAPABILITIES.into_iter().chain(perfmon.then_some(CAP_PERFMON)).collect();
     let by_admin = |name: &str| has(CAP_SYS_ADMIN) && matches!(name, "CAP_BPF" | "CAP_PERFMON");
     let names = |list: &[(u32, &'static str)]| list.iter().map(|(_, name)| *name).collect::<Vec<_>>().join(", ");
-    let missing: Vec<_> = needed.iter().copied().filter(|(bit, name)| !has(*bit) && !by_admin(name)).collect();
+    let missing: Vec<_> = CAPABILITIES.into_iter().filter(|(bit, name)| !has(*bit) && !by_admin(name)).collect();
     if missing.is_empty() {
-        return ok("capabilities", names(&needed));
+        return ok("capabilities", names(&CAPABILITIES));
     }
     let found = format!("this process lacks {}", names(&missing));
     bad("capabilities", Status::Fail, found, "run it as root, or add them to the container's securityContext")

@@ -33,10 +33,6 @@ const COLLECTOR: &str = "start_collector";
 /// The program that is run once to learn whether merged packets can be stripped.
 const DECAPSULATION: &str = "try_decapsulation";
 
-/// Older kernels (major and minor number) need CAP_PERFMON, too: their verifier takes a part of a stored number that is
-/// overwritten for an attempt to forge a pointer (mended in 6.13 and in 6.12's stable releases).
-pub const PERFMON_UNTIL: (u32, u32) = (6, 12);
-
 /// Sizes of the maps that the user may choose.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {

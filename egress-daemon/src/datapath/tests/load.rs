@@ -1,8 +1,7 @@
 //! Loading: over what is there, over what is not ours, and with no more rights than the DaemonSet gives.
 
 use super::BpfDir;
-use crate::datapath::load::{PERFMON_UNTIL, PROGRAMS, Programs, Sizes};
-use aya::util::KernelVersion;
+use crate::datapath::load::{PROGRAMS, Programs, Sizes};
 use std::{
     fs::{self, OpenOptions},
     io::Write as _,
@@ -30,14 +29,16 @@ fn maps_of_another_version_are_refused_with_a_remedy() {
 
 /// Set in the process that has given up all other rights.
 const MARKER: &str = "SPILLWAY_TEST_FEW_RIGHTS";
-/// CAP_NET_ADMIN, CAP_NET_RAW, CAP_BPF.
-const RIGHTS: [u64; 3] = [12, 13, 39];
-const CAP_PERFMON: u64 = 38;
-/// The rights that suffice under this kernel.
+/// Capabilities by name and number (linux/capability.h).
+const CAPABILITIES: [(&str, u64); 4] = [("BPF", 39), ("NET_ADMIN", 12), ("NET_RAW", 13), ("PERFMON", 38)];
+/// What the agent gets on a cluster.
+const MANIFEST: &str = include_str!("../../../../manifests/base/agent.yaml");
+
+/// The numbers of the capabilities that the DaemonSet's container has.
 fn rights() -> Vec<u64> {
-    let (major, minor) = PERFMON_UNTIL;
-    let perfmon = KernelVersion::current().unwrap() < KernelVersion::new(major as u8, minor as u8, 0);
-    RIGHTS.into_iter().chain(perfmon.then_some(CAP_PERFMON)).collect()
+    let list = MANIFEST.split("add: [").nth(1).and_then(|rest| rest.split(']').next()).expect("capabilities");
+    let number = |name: &str| CAPABILITIES.iter().find(|(known, _)| *known == name).expect("a capability by name").1;
+    list.split(", ").map(number).collect()
 }
 
 /// The last capability of Linux 6.18 (CAP_CHECKPOINT_RESTORE).
