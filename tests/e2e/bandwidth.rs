@@ -94,7 +94,7 @@ fn share(bits: f64) -> f64 {
 #[test]
 fn eight_streams_reach_the_rate_and_a_flood_no_more() {
     lab::require_root!();
-    Lab::builder().workers(2).gateways(1).run(|lab| {
+    Lab::builder().workers(2).gateways(1).alone().run(|lab| {
         limited(lab, LIMIT)?;
         let pods = ["worker1", "worker2"].map(|node| PodSpec::new(&format!("web-{node}"), node).label("app", "web"));
         let pods = pods.into_iter().map(|spec| lab.add_pod(spec)).collect::<Result<Vec<_>>>()?;
@@ -135,7 +135,7 @@ fn eight_streams_reach_the_rate_and_a_flood_no_more() {
 #[test]
 fn pods_on_the_owner_are_limited_too_and_other_egress_ips_are_not() {
     lab::require_root!();
-    Lab::builder().workers(1).gateways(1).run(|lab| {
+    Lab::builder().workers(1).gateways(1).alone().run(|lab| {
         limited(lab, LIMIT)?;
         let other =
             "\n  selectors: [{podSelector: {matchLabels: {app: other}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";

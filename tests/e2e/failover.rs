@@ -205,7 +205,7 @@ fn egress_ips_return_to_a_gateway_that_came_back_and_stayed() {
 fn a_move_between_living_gateways_loses_no_packet_of_any_connection() {
     lab::require_root!();
     const HOSTS: [u8; 2] = [40, 41];
-    Lab::builder().workers(1).gateways(2).run(|lab| {
+    Lab::builder().workers(1).gateways(2).alone().run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 41, Some("1s")))?;
         lab.manifests().write("web", &pooled(2))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
@@ -318,7 +318,7 @@ fn who_answers(server: &Server, address: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
 fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
     lab::require_root!();
     const HOSTS: [u8; 2] = [40, 41];
-    Lab::builder().workers(1).gateways(3).run(|lab| {
+    Lab::builder().workers(1).gateways(3).alone().run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 41, None))?;
         lab.manifests().write("web", &pooled(2))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;

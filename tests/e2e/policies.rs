@@ -166,7 +166,7 @@ fn connections_with_the_ports_of_closed_ones_are_spread_over_what_was_added_sinc
 fn update_gap_two_hundred_updates_under_load_let_no_wrong_source_out_and_break_no_connection() {
     lab::require_root!();
     const ROUNDS: u32 = 40;
-    Lab::builder().workers(1).run(|lab| {
+    Lab::builder().workers(1).alone().run(|lab| {
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         lab.manifests().write("web", &web(&[10, 11, 12]))?;
         // The egress IPs of the policies that come and go are in use here already: nothing has to be waited for.

@@ -18,7 +18,7 @@ const HOSTS: [u8; 3] = [10, 11, 12];
 #[test]
 fn killing_and_restarting_agents_under_load_loses_nothing() {
     lab::require_root!();
-    Lab::builder().workers(1).run(|lab| {
+    Lab::builder().workers(1).alone().run(|lab| {
         lab.manifests().write("web", &web(&HOSTS))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         start(lab)?;

@@ -17,6 +17,7 @@ pub struct Settings {
     pub(super) rp_filter: u8,
     pub(super) masquerade: bool,
     pub(super) masquerade_underlay: bool,
+    pub(super) alone: bool,
     pub(super) zones: Vec<String>,
 }
 
@@ -35,6 +36,7 @@ impl Default for Settings {
             rp_filter: 0,
             masquerade: true,
             masquerade_underlay: false,
+            alone: false,
             zones: Vec::new(),
         }
     }

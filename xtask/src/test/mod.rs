@@ -20,8 +20,9 @@ use binaries::{Binary, Kind};
 use libtest::Run;
 use tally::Tally;
 
-/// End-to-end tests mostly wait; more of them at once than this would disturb each other's timing.
-const E2E_THREADS: &str = "2";
+/// End-to-end tests mostly wait, so more of them than there are processors run at once. Those that others would disturb say so
+/// (`Builder::alone` of the lab).
+const E2E_THREADS: &str = "4";
 /// The tests on a Kubernetes.
 const CLUSTER: &str = "tests/cluster";
 const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);

@@ -10,6 +10,7 @@ use super::{
 };
 use crate::datapath::maps::Maps;
 use egress_common::{abi::TUNNEL_PORT, port_block, verdict::Counter};
+use ipnet::IpNet;
 use proptest::{
     collection::vec,
     prelude::*,
@@ -168,6 +169,10 @@ fn is_readable(f: &[u8]) -> bool {
     plain && (r.proto != UDP || r.later_fragment || f.len() >= r.l4 + 8)
 }
 
+fn is_in(address: IpAddr, net: &str) -> bool {
+    net.parse::<IpNet>().expect("a network").contains(&address)
+}
+
 fn is_for_tunnel(f: &[u8]) -> bool {
     read(f).is_some_and(|r| r.proto == UDP && f.len() >= r.l4 + 4 && ports(f).1 == TUNNEL_PORT)
 }
@@ -184,6 +189,7 @@ fn class(program: &str, f: &[u8]) -> Class {
     match program {
         "pod_egress" if [addr(EGRESS4), addr(EGRESS6)].contains(&src) || is_for_tunnel(f) => Class::NotSent,
         "pod_egress" if !is_readable(f) => Class::NotSent,
+        "pod_egress" if [REMOTE_PODS4, REMOTE_PODS6].iter().any(|net| is_in(src, net)) => Class::Dropped,
         "pod_egress" if ![addr(POD4), addr(POD6)].contains(&src) => Class::Untouched,
         "pod_egress" if never_leaves(dst) => Class::NotSent,
         "pod_egress" => match read(f) {

@@ -20,8 +20,8 @@ pub const EGRESS6: &str = "2001:db8::10";
 pub const SERVER4: &str = "203.0.113.5";
 pub const SERVER6: &str = "2001:db8:f::5";
 /// Networks of the pods of another node.
-const REMOTE_PODS4: &str = "10.2.0.0/24";
-const REMOTE_PODS6: &str = "fd00:2::/64";
+pub const REMOTE_PODS4: &str = "10.2.0.0/24";
+pub const REMOTE_PODS6: &str = "fd00:2::/64";
 /// Blocks of both egress IPs that are this node's, and one that is another node's.
 pub const OWN_BLOCKS: [u16; 2] = [3, 900];
 pub const OTHER_BLOCK: u16 = 5;
