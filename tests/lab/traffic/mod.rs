@@ -11,6 +11,7 @@ pub mod cpu;
 pub mod forge;
 pub mod fragment;
 pub mod ping;
+pub mod query;
 pub mod rate;
 pub mod tcp;
 mod tcp_engine;
@@ -30,6 +31,7 @@ pub use self::forge::{Protocol, send_error, send_packet, send_tagged, send_vxlan
 pub use self::fragment::{FragmentOrder, send_fragments};
 pub(crate) use self::ping::set_int;
 pub use self::ping::{Ping, PingReport, ping};
+pub use self::query::{AnswerServer, Queries, QueryReport};
 pub use self::rate::{ConnectRate, RateReport, RunningRate};
 pub use self::tcp::{ConnectionReport, ConnectionState, ServerMode, TcpClients, TcpOptions, TcpServer, undelivered};
 pub use self::turns::{Answer, LoadServer, round_trips};

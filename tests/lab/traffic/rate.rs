@@ -15,7 +15,7 @@ use super::wire::{reset_on_close, start_connect};
 use crate::netns::NetNs;
 use crate::stats::Percentiles;
 
-/// A generator of connections: opened, counted, closed with a reset.
+/// A generator of connections: opened, counted, closed.
 #[derive(Clone, Debug)]
 pub struct ConnectRate {
     /// Connections per second; 0 means as many as go. Default 0.
@@ -26,11 +26,13 @@ pub struct ConnectRate {
     pub total: u64,
     /// When a connection counts as failed. Default 1 s.
     pub timeout: Duration,
+    /// Close with RST instead of FIN. Default true.
+    pub reset: bool,
 }
 
 impl Default for ConnectRate {
     fn default() -> ConnectRate {
-        ConnectRate { per_second: 0, concurrency: 64, total: u64::MAX, timeout: Duration::from_secs(1) }
+        ConnectRate { per_second: 0, concurrency: 64, total: u64::MAX, timeout: Duration::from_secs(1), reset: true }
     }
 }
 
@@ -108,14 +110,19 @@ impl Drop for RunningRate {
 impl ConnectRate {
     /// Starts opening connections from `ns` to `target`.
     pub fn start(&self, ns: &NetNs, target: SocketAddr) -> Result<RunningRate> {
+        self.start_all(ns, vec![target])
+    }
+
+    /// Starts opening connections from `ns` to the `targets`, one after the other and over again.
+    pub fn start_all(&self, ns: &NetNs, targets: Vec<SocketAddr>) -> Result<RunningRate> {
         let stop = Arc::new(AtomicBool::new(false));
         let (for_thread, options) = (Arc::clone(&stop), self.clone());
-        let thread = Some(ns.spawn("connect-rate", move || generate(target, &options, &for_thread))?);
+        let thread = Some(ns.spawn("connect-rate", move || generate(&targets, &options, &for_thread))?);
         Ok(RunningRate { stop, thread })
     }
 }
 
-fn generate(target: SocketAddr, options: &ConnectRate, stop: &AtomicBool) -> Result<RateReport> {
+fn generate(targets: &[SocketAddr], options: &ConnectRate, stop: &AtomicBool) -> Result<RateReport> {
     let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
     let mut slots: Vec<Option<(TcpStream, Instant)>> = (0..options.concurrency).map(|_| None).collect();
     let mut free: Vec<usize> = (0..options.concurrency).collect();
@@ -130,10 +137,13 @@ fn generate(target: SocketAddr, options: &ConnectRate, stop: &AtomicBool) -> Res
         };
         while started < due.min(options.total) {
             let Some(slot) = free.pop() else { break };
+            let target = targets[started as usize % targets.len()];
             started += 1;
             match start_connect(target, 0) {
                 Ok(stream) => {
-                    reset_on_close(&stream)?;
+                    if options.reset {
+                        reset_on_close(&stream)?;
+                    }
                     epoll.add(&stream, EpollEvent::new(EpollFlags::EPOLLOUT, slot as u64))?;
                     slots[slot] = Some((stream, Instant::now()));
                 }

@@ -43,17 +43,20 @@ fn held(place: &Place, family: Family) -> Result<Option<f64>> {
     match place.variant {
         Variant::Plain => Ok(None),
         Variant::Stock => tracked(place).map(Some),
-        _ => {
-            let digit = if family == Family::V4 { 4 } else { 6 };
-            let maps = place.lab.pins(&place.pod.node).join("maps");
-            let of = |name: &str| lab::bpf::map_bytes(&maps.join(format!("{name}_V{digit}")));
-            Ok(Some((of("FLOWS")? + of("REVERSE")?) as f64))
-        }
+        _ => map_memory(place, family).map(Some),
     }
 }
 
+/// The maps of the pod's node that grow with its flows, in bytes.
+pub fn map_memory(place: &Place, family: Family) -> Result<f64> {
+    let digit = if family == Family::V4 { 4 } else { 6 };
+    let maps = place.lab.pins(&place.pod.node).join("maps");
+    let of = |name: &str| lab::bpf::map_bytes(&maps.join(format!("{name}_V{digit}")));
+    Ok((of("FLOWS")? + of("REVERSE")?) as f64)
+}
+
 /// Connections that the kernel tracks on both nodes, in bytes.
-fn tracked(place: &Place) -> Result<f64> {
+pub fn tracked(place: &Place) -> Result<f64> {
     let slabs = fs::read_to_string("/proc/slabinfo").context("cannot read /proc/slabinfo")?;
     let line = slabs.lines().find(|line| line.starts_with("nf_conntrack ")).context("no slab of connections")?;
     let size: f64 = line.split_whitespace().nth(3).context("no size of a connection")?.parse()?;

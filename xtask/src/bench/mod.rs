@@ -5,6 +5,7 @@
 
 mod api;
 mod chart;
+mod churn;
 mod figures;
 mod flows;
 mod load;
@@ -58,6 +59,12 @@ pub struct Args {
     /// Only the curves: what rates do when flows, policies, CIDRs and gateways become more. Writes docs/scaling.md
     #[arg(long, conflicts_with_all = ["json", "rounds", "programs"])]
     curves: bool,
+    /// Only new connections and questions to 25,000 servers, minutes long: what is refused, beside the stock kernel
+    #[arg(long, conflicts_with_all = ["quick", "rounds", "programs", "curves"])]
+    churn: bool,
+    /// With --churn: how long each of the two loads lasts
+    #[arg(long, value_name = "N", requires = "churn", default_value_t = 10)]
+    minutes: u64,
     /// Only the planner on a large cluster and an agent with a full node: writes docs/scale.md
     #[arg(long, exclusive = true)]
     scale: bool,
@@ -87,6 +94,10 @@ fn bench(args: &Args) -> Result<()> {
     let binaries = build::binaries(!args.quick)?;
     if args.programs {
         return only_programs(args, &binaries);
+    }
+    if args.churn {
+        let figures = churn::measure(&binaries, Duration::from_secs(60 * args.minutes))?;
+        return print_figures(args, &Findings { rounds: Rounds::default(), figures, absent: Vec::new() });
     }
     if args.curves {
         return curves(args, &binaries);

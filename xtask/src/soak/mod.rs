@@ -3,7 +3,7 @@
 
 mod churn;
 mod judge;
-mod world;
+pub mod world;
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};

@@ -1,0 +1,161 @@
+//! What crawlers and resolvers do, for minutes: new connections to many servers, each used once, and questions of a packet each.
+//!
+//! The question is not how fast it goes but whether anything is refused, and what memory it takes: with Spillway's default
+//! settings, and with the stock kernel's default table of connections.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use lab::Family;
+use lab::traffic::{Answer, AnswerServer, ConnectRate, LoadServer, Queries, on_cpu};
+
+use super::figures::Figure;
+use super::flows::{map_memory, tracked};
+use super::variant::{CPU, Opened, Place, Variant};
+use crate::progress::Step;
+use crate::soak::world::counters;
+
+/// Servers that the pod goes to: every address of a network that one server takes for its own.
+const SERVERS: u32 = 25_000;
+const FIRST_SERVER: u32 = 0x6440_0001;
+const SERVER_NET: &str = "100.64.0.0/17";
+const CONNECT_PORT: u16 = 9006;
+const QUERY_PORT: u16 = 9007;
+const CONNECTIONS: ConnectRate = ConnectRate {
+    per_second: 5_000,
+    concurrency: 20_000,
+    total: u64::MAX,
+    timeout: Duration::from_secs(1),
+    reset: false,
+};
+const QUERIES: Queries = Queries { per_second: 20_000, sockets: 64 };
+const VARIANTS: [Variant; 2] = [Variant::Stock, Variant::Direct];
+
+/// What one variant came to.
+struct Churned {
+    opened: f64,
+    not_opened: f64,
+    asked: f64,
+    unanswered: f64,
+    refused: f64,
+    /// Bytes, at most.
+    memory: f64,
+}
+
+/// Runs both loads with each variant, one lab after the other, for `window` each.
+pub fn measure(binaries: &Path, window: Duration) -> Result<Vec<Figure>> {
+    let mut all = Vec::new();
+    for variant in VARIANTS {
+        let Opened::Ready(place) = Place::open(variant, binaries, "", 1)? else { continue };
+        let step = Step::start(&format!("churn, {}", variant.title()));
+        all.push((variant, churn(&place, window)?));
+        step.end("✓", "");
+    }
+    type Of = fn(&Churned) -> f64;
+    let figures: [(&str, &str, Of); 6] = [
+        ("TCP connections, opened", "1/s", |c| c.opened),
+        ("TCP connections, not opened", "", |c| c.not_opened),
+        ("UDP questions, asked", "1/s", |c| c.asked),
+        ("UDP questions, not answered", "", |c| c.unanswered),
+        ("packets refused for want of room", "", |c| c.refused),
+        ("memory of flows, at most", "MiB", |c| c.memory / f64::from(1 << 20)),
+    ];
+    let figure = |(name, unit, of): (&str, &'static str, Of)| {
+        Figure::single(name.to_owned(), unit, all.iter().map(|(variant, churned)| (*variant, of(churned))))
+    };
+    Ok(figures.into_iter().map(figure).collect())
+}
+
+fn servers(port: u16) -> Vec<SocketAddr> {
+    (0..SERVERS).map(|n| SocketAddr::new(IpAddr::from(Ipv4Addr::from_bits(FIRST_SERVER + n)), port)).collect()
+}
+
+fn churn(place: &Place, window: Duration) -> Result<Churned> {
+    let server = &place.server;
+    server.ns.ip(&[format!("route add local {SERVER_NET} dev lo")])?;
+    for gateway in place.lab.gateways() {
+        gateway.ns.ip(&[format!("route add {SERVER_NET} via {}", server.ips.v4)])?;
+    }
+    let any = |port| SocketAddr::new([0u16; 8].into(), port);
+    let _connections = LoadServer::start(&server.ns, &[any(CONNECT_PORT)], Answer::Hold)?;
+    let _answers = AnswerServer::start(&server.ns, QUERY_PORT)?;
+    let before = refused(place)?;
+    let mut memory = 0f64;
+    let mut look = || -> Result<()> {
+        memory = memory.max(held(place)?);
+        Ok(())
+    };
+    let (opened, asked) = on_cpu(CPU, || {
+        let running = CONNECTIONS.start_all(&place.pod.ns, servers(CONNECT_PORT))?;
+        let began = Instant::now();
+        while began.elapsed() < window {
+            std::thread::sleep(Duration::from_secs(1).min(window));
+            look()?;
+        }
+        let opened = running.finish()?;
+        Ok((opened, QUERIES.run(&place.pod.ns, &servers(QUERY_PORT), window, look)?))
+    })?;
+    Ok(Churned {
+        opened: opened.per_second(),
+        not_opened: opened.failures() as f64,
+        asked: asked.sent as f64 / window.as_secs_f64(),
+        unanswered: (asked.sent - asked.answered) as f64,
+        refused: refused(place)? - before,
+        memory,
+    })
+}
+
+/// Packets that found no room: Spillway's shares, ports and tables, or the kernel's table of connections, on all nodes.
+fn refused(place: &Place) -> Result<f64> {
+    let mut sum = 0.0;
+    for node in place.lab.nodes() {
+        sum += match place.variant {
+            Variant::Plain => 0.0,
+            Variant::Stock => not_tracked(&node.ns.sh("cat /proc/net/stat/nf_conntrack")?)?,
+            _ => {
+                let names = ["drop_pod_share", "drop_port_share", "drop_no_port", "drop_table_full"];
+                let counters = counters(&place.lab, &node.name)?;
+                names.iter().filter_map(|name| Some(*counters.get(*name)? as f64)).sum()
+            }
+        };
+    }
+    Ok(sum)
+}
+
+/// Packets that the kernel did not track for want of room, and connections that it forgot early to make some: hexadecimal columns by
+/// name, a line for each processor.
+fn not_tracked(text: &str) -> Result<f64> {
+    let mut lines = text.lines();
+    let names: Vec<&str> = lines.next().context("no statistics of tracked connections")?.split_whitespace().collect();
+    let mut sum = 0;
+    for line in lines {
+        for (name, value) in names.iter().zip(line.split_whitespace()) {
+            if ["drop", "early_drop"].contains(name) {
+                sum += u64::from_str_radix(value, 16).context("a count that is not hexadecimal")?;
+            }
+        }
+    }
+    Ok(sum as f64)
+}
+
+/// Bytes that flows hold on all nodes.
+fn held(place: &Place) -> Result<f64> {
+    match place.variant {
+        Variant::Plain => Ok(0.0),
+        Variant::Stock => tracked(place),
+        _ => map_memory(place, Family::V4),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_not_tracked_is_the_sum_over_processors() {
+        let text = "entries  drop early_drop other\n000000ff 0000000a 00000001 00000007\n000000ff 00000001 00000000 00000007\n";
+        assert_eq!(not_tracked(text).expect("statistics"), 12.0);
+    }
+}
