@@ -12,6 +12,9 @@ pub const MAX_ROUTES: usize = 262_144;
 pub const MAX_EXCEPTS: usize = 65_536;
 /// Policies in force on one node, counted once for each address family. Index 0 is never used.
 pub const MAX_POLICIES: usize = 4_096;
+/// Classes on one node: different sets of policies that select pods there. Class 0 is that of pods that no policy selects. A note in a
+/// packet has room for no more.
+pub const MAX_CLASSES: usize = 4_096;
 /// Egress IPs that one node knows. Index 0 is never used.
 pub const MAX_EGRESS_IPS: usize = 2_048;
 /// (policy, egress IP) pairs that one node knows.

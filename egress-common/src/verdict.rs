@@ -70,6 +70,7 @@ counters! {
     DropForged = "drop_forged": "packets of pods, and of sockets of this host, with an egress IP as their source",
     DropSpoofed = "drop_spoofed": "packets with the address of a pod that is behind another interface or on another node",
     DropUnguarded = "drop_unguarded": "packets of selected pods for destinations of their policies that came to an exit without a flow",
+    DropService = "drop_service": "packets of selected pods that a Service, or other NAT of the host, has led to a destination of their policies",
     DropNotAsked = "drop_not_asked": "first packets of flows that came to the exit as packets of no flow: NAT has changed them",
     DropNoOwner = "drop_no_owner": "packets of flows whose egress IP has no owner at the moment",
     DropNotOwner = "drop_not_owner": "packets for a gateway that does not own their egress IP",

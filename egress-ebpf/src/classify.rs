@@ -8,13 +8,13 @@ use crate::{
 use aya_ebpf::btf_maps::lpm_trie::Key;
 use egress_common::{
     config::{Config, flags},
-    endpoint::{Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except},
+    endpoint::{Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except, policy_flags},
 };
 
 /// The answer for one source and destination.
 pub enum Class {
-    /// No policy: the packet is not ours.
-    Outside,
+    /// No policy: the packet is not ours. The class of the pod that sent it; 0: of none that a policy selects.
+    Outside(u32),
     /// The source is unknown while a selected pod is starting.
     Held,
     /// The policy with this index.
@@ -24,23 +24,28 @@ pub enum Class {
 /// Classifies a source and a destination.
 #[inline(always)]
 pub fn classify<F: Family>(config: &Config, src: F, dst: F) -> Class {
-    if F::never_leaves(dst) {
-        return Class::Outside;
-    }
     // SAFETY: entries are replaced, not changed in place.
     let Some(endpoint) = (unsafe { F::endpoints().get(src) }).copied() else {
         // An unspecified or link-local source asks for addresses and neighbours; it is never forwarded.
         let held = config.flags & flags::HOLD != 0 && !F::never_leaves(src) && !excepted(dst);
-        return if held { Class::Held } else { Class::Outside };
+        return if held { Class::Held } else { Class::Outside(0) };
     };
-    if endpoint.class == 0 || excepted(dst) {
-        return Class::Outside;
+    match route(endpoint.class, dst) {
+        Some(policy) => Class::Policy(policy, endpoint),
+        None => Class::Outside(endpoint.class),
     }
-    let key = Key::new(32 + F::BITS, RouteKey { class: endpoint.class, addr: dst });
-    match F::routes().get(&key) {
-        Some(&policy) if policy != NO_POLICY => Class::Policy(policy, endpoint),
-        _ => Class::Outside,
+}
+
+/// The policy that has what pods of this class send to `dst`.
+#[inline(always)]
+pub fn route<F: Family>(class: u32, dst: F) -> Option<u32> {
+    if class == 0 || excepted(dst) {
+        return None;
     }
+    F::routes()
+        .get(&Key::new(32 + F::BITS, RouteKey { class, addr: dst }))
+        .copied()
+        .filter(|policy| *policy != NO_POLICY)
 }
 
 /// Whether policies select the pod with this address.
@@ -61,9 +66,10 @@ pub fn is_spoofed<F: Family>(pkt: &Packet, src: F) -> bool {
     }
 }
 
+/// Whether no policy touches this destination.
 #[inline(always)]
 fn excepted<F: Family>(dst: F) -> bool {
-    F::excepts().get(&Key::new(F::BITS, dst)).is_some()
+    F::never_leaves(dst) || F::excepts().get(&Key::new(F::BITS, dst)).is_some()
 }
 
 /// The part of a policy that serves one address family.
@@ -71,6 +77,12 @@ fn excepted<F: Family>(dst: F) -> bool {
 pub fn policy<F: Family>(policy: u32) -> Option<&'static Policy> {
     // SAFETY: entries are replaced, not changed in place.
     unsafe { POLICIES.get(PolicyKey { policy, family: F::VERSION }) }
+}
+
+/// Whether packets of a policy leave with the node's address at present: it has no slot that can be used, and allows that.
+#[inline(always)]
+pub fn leaves_as_node<F: Family>(index: u32) -> bool {
+    policy::<F>(index).is_some_and(|p| p.table_len == 0 && p.flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0)
 }
 
 /// The slot that an egress IP is in a policy, if it is one.

@@ -112,7 +112,7 @@ fn is_due<F: Family>(config: &Config, key: &FlowKey<F>, flow: &Flow, now: u32) -
     let mut last = flow.last_seen;
     let mut back = 0;
     if flow.config_generation != config.generation
-        && let Class::Outside = classify::classify(config, key.src, key.dst)
+        && let Class::Outside(_) = classify::classify(config, key.src, key.dst)
         // What is left of a connection is to be severed, not to be let out, as long as its pod is there.
         && (key.proto != proto::TCP || F::endpoints().get_ptr(key.src).is_none())
     {

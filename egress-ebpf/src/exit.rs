@@ -8,8 +8,8 @@ use crate::{
 };
 use aya_ebpf::{
     bindings::{
-        __sk_buff, BPF_FIB_LKUP_RET_FRAG_NEEDED, BPF_FIB_LKUP_RET_NO_NEIGH, BPF_FIB_LKUP_RET_SUCCESS,
-        BPF_FIB_LOOKUP_OUTPUT, bpf_fib_lookup,
+        __sk_buff, BPF_FIB_LKUP_RET_FRAG_NEEDED, BPF_FIB_LKUP_RET_FWD_DISABLED, BPF_FIB_LKUP_RET_NO_NEIGH,
+        BPF_FIB_LKUP_RET_NOT_FWDED, BPF_FIB_LKUP_RET_SUCCESS, BPF_FIB_LOOKUP_OUTPUT, bpf_fib_lookup,
     },
     helpers::bpf_fib_lookup as fib_lookup,
 };
@@ -23,6 +23,7 @@ use egress_common::{
 
 /// Length of the kernel's `struct bpf_fib_lookup`. (The binding is of an older layout, of the same length.)
 const LOOKUP_LEN: usize = 64;
+type Lookup = MaybeUninit<[u32; LOOKUP_LEN / 4]>;
 /// Words of [`LOOKUP_LEN`]: family, protocol and source port; ports and length; the interface, in and out; then from
 /// [`SRC`] and [`DST`] on four words for each address. The next hop takes the place of the destination.
 const FAMILY: usize = 0;
@@ -161,7 +162,32 @@ fn equal<F: Family>(a: &F, b: &F) -> bool {
 /// Asks the routing table for the next hop, and the interface that it is reached by; or [`NONE`].
 #[inline(always)]
 fn find<F: Family>(pkt: &Packet, way: Way, hop: &mut Hop<F>, src: &F, dst: &F) -> u32 {
-    let mut lookup = MaybeUninit::<[u32; LOOKUP_LEN / 4]>::uninit();
+    let mut lookup = Lookup::uninit();
+    let how = if way.is_routed() { 0 } else { BPF_FIB_LOOKUP_OUTPUT };
+    let found = look_up(pkt, &mut lookup, how, way.from & !Way::ROUTED, src, dst);
+    // SAFETY: all words are filled, and the index is below LOOKUP_LEN / 4.
+    let get = |index: usize| unsafe { lookup.as_ptr().cast::<u32>().add(index).read_volatile() };
+    let ifindex = get(IFINDEX);
+    let usable = matches!(found, BPF_FIB_LKUP_RET_SUCCESS | BPF_FIB_LKUP_RET_NO_NEIGH | BPF_FIB_LKUP_RET_FRAG_NEEDED);
+    if !usable || !way.is_routed() && ifindex != way.home {
+        return NONE;
+    }
+    let [family, ..] = get(FAMILY).to_ne_bytes();
+    hop.neigh = [family as u32, get(DST), get(DST + 1), get(DST + 2), get(DST + 3)];
+    ifindex
+}
+
+/// Whether the stack would take a packet that comes in here for one to this node itself. It says the same where no route leads to
+/// `dst`, and where it does not forward from this interface.
+#[inline(always)]
+pub fn is_own<F: Family>(pkt: &Packet, src: &F, dst: &F) -> bool {
+    let found = look_up(pkt, &mut Lookup::uninit(), 0, pkt.ifindex(), src, dst);
+    matches!(found, BPF_FIB_LKUP_RET_NOT_FWDED | BPF_FIB_LKUP_RET_FWD_DISABLED)
+}
+
+/// Asks the routing table: fills in the look-up, and returns one of `BPF_FIB_LKUP_RET_*`.
+#[inline(always)]
+fn look_up<F: Family>(pkt: &Packet, lookup: &mut Lookup, how: u32, ifindex: u32, src: &F, dst: &F) -> u32 {
     let word = lookup.as_mut_ptr().cast::<u32>();
     // Volatile, or LLVM makes a call to memset of the zeros, whose loop the verifier refuses without CAP_PERFMON.
     let put = |index: usize, value: u32| {
@@ -172,20 +198,9 @@ fn find<F: Family>(pkt: &Packet, way: Way, hop: &mut Hop<F>, src: &F, dst: &F) -
         put(index, 0);
     }
     put(FAMILY, u32::from_ne_bytes([F::AF as u8, 0, 0, 0]));
-    put(IFINDEX, way.from & !Way::ROUTED);
+    put(IFINDEX, ifindex);
     src.as_ref().iter().enumerate().for_each(|(i, part)| put(SRC + i, *part));
     dst.as_ref().iter().enumerate().for_each(|(i, part)| put(DST + i, *part));
-    let how = if way.is_routed() { 0 } else { BPF_FIB_LOOKUP_OUTPUT };
     // SAFETY: all words are filled, and the length is that of the array.
-    let found = unsafe { fib_lookup(pkt.raw().cast(), word.cast::<bpf_fib_lookup>(), LOOKUP_LEN as i32, how) } as u32;
-    // SAFETY: as in `put`.
-    let get = |index: usize| unsafe { word.add(index).read_volatile() };
-    let ifindex = get(IFINDEX);
-    let usable = matches!(found, BPF_FIB_LKUP_RET_SUCCESS | BPF_FIB_LKUP_RET_NO_NEIGH | BPF_FIB_LKUP_RET_FRAG_NEEDED);
-    if !usable || !way.is_routed() && ifindex != way.home {
-        return NONE;
-    }
-    let [family, ..] = get(FAMILY).to_ne_bytes();
-    hop.neigh = [family as u32, get(DST), get(DST + 1), get(DST + 2), get(DST + 3)];
-    ifindex
+    unsafe { fib_lookup(pkt.raw().cast(), word.cast::<bpf_fib_lookup>(), LOOKUP_LEN as i32, how) as u32 }
 }

@@ -17,7 +17,6 @@ use crate::{
 use egress_common::{
     config::Config,
     egress::flags,
-    endpoint::policy_flags,
     flow::kind,
     tcp,
     verdict::{Counter, Verdict},
@@ -34,6 +33,12 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else { return malformed::<F>(pkt).to_bits() };
     let forwarded = pkt.ingress_ifindex() != 0;
+    if forwarded && let Some(class) = pkt.noted_class() {
+        let verdict = once::leaving::<F>(pkt, class);
+        if verdict != Verdict::Pass.to_bits() {
+            return verdict;
+        }
+    }
     if pkt.is_noted(note::ASKED) || forwarded && classify::is_selected::<F>(ip.src) {
         let verdict = once::caught::<F>(pkt);
         if verdict != Verdict::Pass.to_bits() {
@@ -133,13 +138,12 @@ fn unguarded<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport
         return Verdict::Drop(if orphan { Counter::DropFragment } else { Counter::DropNotAsked });
     }
     let Class::Policy(index, _) = classify::classify(config, ip.src, ip.dst) else { return Verdict::Pass };
-    let to_node_ip = |flags: u32, slots: u32| slots == 0 && flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0;
     match t.kind {
         Kind::Answer => Verdict::Pass,
         // The record of what the outside opened ends with the pod's reset.
         Kind::Tcp if t.flags & tcp::flag::RST != 0 && pkt.is_noted(note::POD) => Verdict::Pass,
         Kind::Error if icmp::is_untouched::<F>(pkt, ip) => Verdict::Pass,
-        _ if classify::policy::<F>(index).is_some_and(|p| to_node_ip(p.flags, p.table_len)) => Verdict::Pass,
+        _ if classify::leaves_as_node::<F>(index) => Verdict::Pass,
         _ => Verdict::Drop(Counter::DropUnguarded),
     }
 }

@@ -41,7 +41,7 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
     };
     // A pod of this node that sends with an address of somebody else does not speak for the outside. With its own, which the gate
     // has seen to, it is one more who opens a flow.
-    if pkt.is_noted(note::POD) && F::endpoints().get_ptr(ip.src).is_none() {
+    if pkt.is_pods() && F::endpoints().get_ptr(ip.src).is_none() {
         return Verdict::Pass;
     }
     let key = FlowKey { src: ip.dst, dst: ip.src, src_port, dst_port, proto: ip.proto };

@@ -36,6 +36,7 @@ mod packet;
 mod parse;
 mod ports;
 mod probe;
+mod service;
 mod shaper;
 mod share;
 mod stats;

@@ -1,6 +1,9 @@
-//! Notes (see [`Packet::note`](crate::packet::Packet::note)): what the programs of this node know about a packet that the stack, or
+//! Notes (see [`Packet::note`]): what the programs of this node know about a packet that the stack, or
 //! another program, has in between. No socket can set one, and no rule of netfilter; the kernel copies it to fragments and segments.
 //! What comes in by a pod's interface, or from outside of the node, has lost what it brought along.
+
+use crate::packet::Packet;
+use egress_common::limits::MAX_CLASSES;
 
 /// Nothing is known.
 pub const NONE: u32 = 0;
@@ -14,5 +17,68 @@ pub const POD: u32 = 0x5352;
 pub const ASKED: u32 = 0x5353;
 /// Sent by a program of ours: the exit lets it go by.
 pub const SENT: u32 = 0x5354;
+/// What [`POD`] says, and with it the class of the pod, in the lower bits: the packet may open something, and has been left to the stack
+/// because no policy has its destination.
+const CLASS: u32 = 0x1000;
 
-const _: () = assert!((DELIVERED | POD | ASKED | SENT) & COPY == 0);
+const _: () = assert!((DELIVERED | POD | ASKED | SENT | CLASS) & COPY == 0 && (DELIVERED ^ CLASS) & !(CLASS - 1) != 0);
+const _: () = assert!(MAX_CLASSES <= CLASS as usize);
+
+/// The note for a packet of a pod of this class.
+#[inline(always)]
+pub fn of_class(class: u32) -> u32 {
+    CLASS | class & (CLASS - 1)
+}
+
+impl Packet {
+    /// Leaves a note in the packet for the programs that see it next. The field is one that only packet schedulers of
+    /// another kind (dsmark) use.
+    #[inline(always)]
+    pub fn note(&self, note: u32) {
+        // SAFETY: the context pointer is valid while the program runs.
+        unsafe { (&raw mut (*self.raw()).tc_index).write_volatile(note) }
+    }
+
+    #[inline(always)]
+    fn noted(&self) -> u32 {
+        // SAFETY: as above.
+        unsafe { (&raw const (*self.raw()).tc_index).read_volatile() }
+    }
+
+    /// Whether the packet has this note.
+    #[inline(always)]
+    pub fn is_noted(&self, note: u32) -> bool {
+        self.noted() == note
+    }
+
+    /// The class of the pod that sent the packet, where that is noted.
+    #[inline(always)]
+    pub fn noted_class(&self) -> Option<u32> {
+        let note = self.noted();
+        (note & !(CLASS - 1) == CLASS).then_some(note & (CLASS - 1))
+    }
+
+    /// Whether a pod of this node sent it, as the gate has noted.
+    #[inline(always)]
+    pub fn is_pods(&self) -> bool {
+        self.is_noted(POD) || self.noted_class().is_some()
+    }
+
+    /// A packet that came in from outside of the node has no note: where nodes are containers, it still has what another node's
+    /// programs, or anybody there, have put into it. Only the node's own copy of one keeps its note. Without a branch, which would
+    /// double what the verifier follows.
+    #[inline(always)]
+    pub fn came_in(&self) {
+        self.note(self.noted() & COPY);
+    }
+
+    /// Whether the packet has this note, which is taken away.
+    #[inline(always)]
+    pub fn take_note(&self, note: u32) -> bool {
+        let noted = self.is_noted(note);
+        if noted {
+            self.note(NONE);
+        }
+        noted
+    }
+}

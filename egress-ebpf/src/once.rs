@@ -2,7 +2,8 @@
 //! that leads to it. What they need they read from the packet again.
 
 use crate::{
-    deliver, ended, family::Family, fragment, gateway, guard, icmp, large, own, packet::Packet, steer, underlay,
+    deliver, ended, family::Family, fragment, gateway, guard, icmp, large, own, packet::Packet, service, steer,
+    underlay,
 };
 use aya_ebpf::bindings::__sk_buff;
 use egress_common::{V4, V6};
@@ -44,6 +45,10 @@ once! {
     outgoing(outgoing_v4, outgoing_v6) = icmp::outgoing();
     /// [`guard::caught`].
     caught(caught_v4, caught_v6) = guard::caught();
+    /// [`service::unless_own`].
+    unless_own(unless_own_v4, unless_own_v6) = service::unless_own(class: u32);
+    /// [`service::leaving`].
+    leaving(leaving_v4, leaving_v6) = service::leaving(class: u32);
     /// [`large::answer`].
     answer(answer_v4, answer_v6) = large::answer(mtu: u32);
     /// [`fragment::gather`].

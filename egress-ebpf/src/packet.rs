@@ -314,38 +314,6 @@ impl Packet {
         unsafe { (&raw mut (*self.skb).queue_mapping).write_volatile(0) }
     }
 
-    /// Leaves a note in the packet for the programs that see it next. The field is one that only packet schedulers of
-    /// another kind (dsmark) use.
-    #[inline(always)]
-    pub fn note(&self, note: u32) {
-        // SAFETY: the context pointer is valid while the program runs.
-        unsafe { (&raw mut (*self.skb).tc_index).write_volatile(note) }
-    }
-
-    /// Whether the packet has this note.
-    #[inline(always)]
-    pub fn is_noted(&self, note: u32) -> bool {
-        field!(self, tc_index) == note
-    }
-
-    /// A packet that came in from outside of the node has no note: where nodes are containers, it still has what another node's
-    /// programs, or anybody there, have put into it. Only the node's own copy of one keeps its note. Without a branch, which would
-    /// double what the verifier follows.
-    #[inline(always)]
-    pub fn came_in(&self) {
-        self.note(field!(self, tc_index) & note::COPY);
-    }
-
-    /// Whether the packet has this note, which is taken away.
-    #[inline(always)]
-    pub fn take_note(&self, note: u32) -> bool {
-        let noted = self.is_noted(note);
-        if noted {
-            self.note(note::NONE);
-        }
-        noted
-    }
-
     /// Whether the frame has a VLAN tag, be it one for its priority only.
     #[inline(always)]
     pub fn is_tagged(&self) -> bool {

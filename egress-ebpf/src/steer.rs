@@ -12,7 +12,7 @@ use crate::{
     packet::{Packet, now_tick},
     parse::{self, Ip, Kind, Part, Transport, proto},
     ports::{self, EEXIST},
-    shaper, share, stats,
+    service, shaper, share, stats,
     translate::{End, Rewrite, rewrite},
     way,
 };
@@ -67,7 +67,11 @@ pub fn steer<F: Family>(pkt: &Packet) -> u64 {
             verdict => verdict,
         };
     }
-    if verdict >> 32 == large::ANSWER { once::answer::<F>(pkt, verdict as u32) } else { verdict }
+    match verdict >> 32 {
+        large::ANSWER => once::answer::<F>(pkt, verdict as u32),
+        service::LOOK => once::unless_own::<F>(pkt, verdict as u32),
+        _ => verdict,
+    }
 }
 
 /// The first packet of a flow. Before it is refused for want of room, flows that have ended make some.
@@ -162,10 +166,6 @@ fn known<F: Family>(
     if flow.config_generation != config.generation || opening {
         match check::<F>(config, key, flow, opening) {
             Check::Keep => {}
-            Check::Leave => {
-                forget::<F>(key, flow);
-                return Known::Done(Verdict::Pass);
-            }
             Check::Anew => {
                 forget::<F>(key, flow);
                 return Known::Unknown;
@@ -204,9 +204,7 @@ fn known<F: Family>(
 /// What becomes of a flow that was classified under an older configuration, or whose connection opens again.
 enum Check {
     Keep,
-    /// Its packets are no longer ours.
-    Leave,
-    /// A new flow takes its place.
+    /// A new flow takes its place, if a policy still has its packets.
     Anew,
     Drop(Counter),
 }
@@ -221,12 +219,12 @@ fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening:
         match classify::classify(config, key.src, key.dst) {
             Class::Held => return Check::Drop(Counter::DropHeld),
             // The other end knows the connection by an egress IP: what is left of it must not show it another address.
-            Class::Outside if key.proto == proto::TCP && !opening => {
+            Class::Outside(_) if key.proto == proto::TCP && !opening => {
                 flow.kind = kind::SEVERED;
                 flow.config_generation = config.generation;
                 return Check::Keep;
             }
-            Class::Outside => return Check::Leave,
+            Class::Outside(_) => return Check::Anew,
             // The address is another pod's now.
             Class::Policy(_, endpoint) if endpoint.id != flow.endpoint => return Check::Anew,
             Class::Policy(policy, _) => policy,
@@ -296,7 +294,7 @@ fn unknown<F: Family>(
 ) -> Result<(), Verdict> {
     let generation = generation(config);
     let (index, endpoint) = match classify::classify(config, ip.src, ip.dst) {
-        Class::Outside => return Err(Verdict::Pass),
+        Class::Outside(class) => return Err(service::left(pkt, t, class)),
         Class::Held => return Err(Verdict::Drop(Counter::DropHeld)),
         Class::Policy(index, endpoint) => (index, endpoint),
     };

@@ -26,6 +26,7 @@ mod ports;
 mod protocols;
 mod restart;
 mod security;
+mod services;
 mod slots;
 mod spread;
 mod store;

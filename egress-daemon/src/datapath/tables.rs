@@ -97,6 +97,7 @@ impl Tables {
     /// How full each table is.
     pub fn usage(&self) -> Vec<Use> {
         let highest = |used: Option<&u32>| used.map_or(0, |i| *i as usize + 1);
+        let classes = self.v4.endpoints.values().chain(self.v6.endpoints.values()).map(|e| e.class);
         [
             ("ENDPOINTS_V4", self.v4.endpoints.len(), limits::MAX_ENDPOINTS),
             ("ENDPOINTS_V6", self.v6.endpoints.len(), limits::MAX_ENDPOINTS),
@@ -105,6 +106,7 @@ impl Tables {
             ("EXCEPTS_V4", self.v4.excepts.len(), limits::MAX_EXCEPTS),
             ("EXCEPTS_V6", self.v6.excepts.len(), limits::MAX_EXCEPTS),
             ("POLICIES", self.policies.len(), limits::MAX_POLICIES),
+            ("CLASSES", highest(classes.max().as_ref()), limits::MAX_CLASSES),
             ("MEMBERS", self.members.len(), limits::MAX_MEMBERS),
             ("ASSIGNMENTS", self.assignments.len(), limits::MAX_ASSIGNMENTS),
             ("MAGLEV", highest(self.maglev.keys().next_back()), limits::MAX_MAGLEV_CHUNKS),
@@ -143,7 +145,8 @@ impl Tables {
             ("UPLINKS", union(&self.uplinks, &present.uplinks), limits::MAX_UPLINKS),
             ("NAMES", union(&self.names, &present.names), limits::MAX_NAMES),
         ];
-        let arrays = self.usage().into_iter().filter(|u| matches!(u.map, "MAGLEV" | "EGRESS_IPS" | "NODES"));
+        let arrays =
+            self.usage().into_iter().filter(|u| matches!(u.map, "CLASSES" | "MAGLEV" | "EGRESS_IPS" | "NODES"));
         let all = together.into_iter().chain(arrays.map(|u| (u.map, u.used, u.capacity)));
         match all.into_iter().find(|(_, wanted, capacity)| wanted > capacity) {
             Some((map, wanted, capacity)) => Err(Overflow { map, wanted, capacity }),

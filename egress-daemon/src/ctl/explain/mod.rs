@@ -282,7 +282,10 @@ fn classify(
     if let Some(net) = except {
         walk.say(
             "excepts",
-            format!("{to} lies in {net}, which no policy touches (pods, nodes, services, exceptCIDRs)."),
+            format!(
+                "{to} lies in {net}, which no policy touches (pods, nodes, services, exceptCIDRs). Where a Service \
+                 leads from there to a destination of a policy, the exit drops it (drop_service)."
+            ),
         );
         return None;
     }

@@ -171,7 +171,26 @@ fn map_full_what_does_not_fit_is_refused_as_a_whole() {
     let addresses: Vec<IpAddr> =
         (0..=limits::MAX_NODE_ADDRESSES as u32).map(|i| IpAddr::from(i.to_be_bytes())).collect();
     nodes.nodes.insert(scenes::node(1), addresses);
-    for (view, map) in [(uplinks, "UPLINKS"), (excepts, "EXCEPTS_V4"), (egress, "EGRESS_IPS"), (nodes, "NODE_INDEX")] {
+    // A note in a packet has room for the numbers of these classes and no more.
+    let mut classes = with_policies(&[]);
+    let subset = |n: usize| (0..13).filter(|i| n >> i & 1 != 0).map(scenes::policy_id).collect();
+    for n in 1..=limits::MAX_CLASSES {
+        let (class, ips): (BTreeSet<_>, _) = (subset(n), [IpAddr::from((n as u32).to_be_bytes())].into());
+        classes.classes.insert(class.clone(), Vec::new());
+        classes.endpoints.insert(scenes::endpoint_id(n), EndpointView { ips, class, ..EndpointView::default() });
+    }
+    let mut fits = classes.clone();
+    fits.endpoints.remove(&scenes::endpoint_id(limits::MAX_CLASSES));
+    fits.classes.remove(&subset(limits::MAX_CLASSES));
+    let tables = Encoder::recover(&Tables::default()).encode(&fits, &Tables::default()).unwrap();
+    assert_eq!(tables.v4.endpoints.values().map(|e| e.class as usize).max(), Some(limits::MAX_CLASSES - 1));
+    for (view, map) in [
+        (uplinks, "UPLINKS"),
+        (excepts, "EXCEPTS_V4"),
+        (egress, "EGRESS_IPS"),
+        (nodes, "NODE_INDEX"),
+        (classes, "CLASSES"),
+    ] {
         let refused = encoder.encode(&view, &present).unwrap_err();
         assert_eq!((refused.map, refused.wanted), (map, refused.capacity + 1), "{refused}");
         assert_eq!(encoder.encode(&small, &present).unwrap(), present, "the encoder remembers what was refused");
