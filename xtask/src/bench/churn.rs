@@ -31,6 +31,8 @@ const CONNECTIONS: ConnectRate = ConnectRate {
     reset: false,
 };
 const QUERIES: Queries = Queries { per_second: 20_000, sockets: 64 };
+/// What a node keeps of flows, what is allocated beforehand included.
+const FLOW_MAPS: [&str; 5] = ["FLOWS", "REVERSE", "TICKETS", "ENDED", "INBOUND"];
 const VARIANTS: [Variant; 2] = [Variant::Stock, Variant::Direct];
 
 /// What one variant came to.
@@ -145,7 +147,7 @@ fn held(place: &Place) -> Result<f64> {
     match place.variant {
         Variant::Plain => Ok(0.0),
         Variant::Stock => tracked(place),
-        _ => map_memory(place, Family::V4),
+        _ => map_memory(place, Family::V4, &FLOW_MAPS),
     }
 }
 

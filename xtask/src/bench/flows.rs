@@ -43,16 +43,16 @@ fn held(place: &Place, family: Family) -> Result<Option<f64>> {
     match place.variant {
         Variant::Plain => Ok(None),
         Variant::Stock => tracked(place).map(Some),
-        _ => map_memory(place, family).map(Some),
+        _ => map_memory(place, family, &["FLOWS", "REVERSE"]).map(Some),
     }
 }
 
-/// The maps of the pod's node that grow with its flows, in bytes.
-pub fn map_memory(place: &Place, family: Family) -> Result<f64> {
+/// Bytes of a family's maps on the pod's node.
+pub fn map_memory(place: &Place, family: Family, names: &[&str]) -> Result<f64> {
     let digit = if family == Family::V4 { 4 } else { 6 };
     let maps = place.lab.pins(&place.pod.node).join("maps");
-    let of = |name: &str| lab::bpf::map_bytes(&maps.join(format!("{name}_V{digit}")));
-    Ok((of("FLOWS")? + of("REVERSE")?) as f64)
+    let of = |name: &&str| lab::bpf::map_bytes(&maps.join(format!("{name}_V{digit}")));
+    Ok(names.iter().map(of).sum::<Result<u64>>()? as f64)
 }
 
 /// Connections that the kernel tracks on both nodes, in bytes.
