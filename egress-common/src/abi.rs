@@ -28,6 +28,9 @@ pub const FIREWALL_PRIORITY: u32 = 0x5350_0001;
 /// The priority of what else `pod_egress` leaves to the stack while a selected pod is starting: by it our own rules tell it
 /// from what came in by an interface that has no program yet.
 pub const SEEN_PRIORITY: u32 = 0x5350_0002;
+/// The priority of a gateway's own copy of a packet that is also the lessee's: of what the gateway masquerades, or nothing of its own. By
+/// it our own rules keep it from the gateway's sockets.
+pub const COPY_PRIORITY: u32 = 0x5350_0003;
 
 /// Number of the first kernel tick after boot is 0; one tick is 2^30 ns (1.074 s) of `CLOCK_MONOTONIC`.
 pub const TICK_SHIFT: u32 = 30;

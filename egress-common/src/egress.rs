@@ -44,6 +44,15 @@ impl EgressIp {
     };
 }
 
+impl EgressIp {
+    /// Whether this node owns it and has it as an address of its own: what comes for it may be the node's.
+    #[inline(always)]
+    pub const fn is_own_address(&self) -> bool {
+        let own = flags::OWNED | flags::NODE_ADDRESS;
+        self.flags & own == own
+    }
+}
+
 /// Bits of [`EgressIp::flags`].
 pub mod flags {
     /// This node is the owner.

@@ -149,6 +149,19 @@ map_type! {
 }
 
 map_type! {
+    /// Value of `MASQUERADED_*`, by the 5-tuple that leaves: a connection that this node masquerades with an address of its own that is an
+    /// egress IP.
+    pub struct Masqueraded {
+        /// Tick of the last packet that left.
+        pub last_seen: u32,
+        /// The sequence number of a TCP connection's SYN, host byte order.
+        pub opened: u32,
+        /// 1 once the server has answered that SYN, else 0.
+        pub answered: u32,
+    } size 12
+}
+
+map_type! {
     /// An entry of the collector's queue.
     pub struct Ticket<A> {
         /// The flow.

@@ -4,6 +4,9 @@
 pub const MAX_FLOWS: usize = 131_072;
 /// Records of what the outside opened, per node and address family. The least recently used one goes for a new one.
 pub const MAX_INBOUND: usize = 131_072;
+/// Connections that a gateway masquerades itself with its own address as an egress IP, per address family. The least recently used one
+/// goes for a new one.
+pub const MAX_MASQUERADED: usize = 16_384;
 /// Endpoints per node and address family (kubelet's own default limit is 110 pods).
 pub const MAX_ENDPOINTS: usize = 4_096;
 /// (class, prefix) entries per address family.

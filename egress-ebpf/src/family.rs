@@ -53,6 +53,7 @@ pub trait Family: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     fn flows() -> &'static Flows<Self>;
     fn reverses() -> &'static Reverses<Self>;
     fn inbound() -> &'static Inbounds<Self>;
+    fn masqueraded() -> &'static MasqueradedFlows<Self>;
     fn tickets() -> &'static Tickets<Self>;
     fn ended() -> &'static EndedFlows<Self>;
     fn fragments() -> &'static Fragments<Self>;
@@ -116,6 +117,7 @@ impl Family for V4 {
         flows: Flows = FLOWS_V4;
         reverses: Reverses = REVERSE_V4;
         inbound: Inbounds = INBOUND_V4;
+        masqueraded: MasqueradedFlows = MASQUERADED_V4;
         tickets: Tickets = TICKETS_V4;
         ended: EndedFlows = ENDED_V4;
         fragments: Fragments = FRAGMENTS_V4;
@@ -274,6 +276,7 @@ impl Family for V6 {
         flows: Flows = FLOWS_V6;
         reverses: Reverses = REVERSE_V6;
         inbound: Inbounds = INBOUND_V6;
+        masqueraded: MasqueradedFlows = MASQUERADED_V6;
         tickets: Tickets = TICKETS_V6;
         ended: EndedFlows = ENDED_V6;
         fragments: Fragments = FRAGMENTS_V6;

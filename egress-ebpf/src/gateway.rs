@@ -99,12 +99,13 @@ pub fn reply<F: Family>(pkt: &Packet) -> u64 {
         verdict = once::inward::<F>(pkt, done::GATHERED);
     }
     if verdict == ASK {
-        if pkt.take_note(note::COPY) {
+        if own::is_copy(pkt) {
             return Verdict::Pass.to_bits();
         }
         match once::whose::<F>(pkt) {
             own::NODES => return Verdict::Pass.to_bits(),
-            own::ANYBODYS => own::copy(pkt),
+            own::ANYBODYS => own::copy(pkt, note::COPY),
+            own::MASQUERADED => own::copy(pkt, note::COPY_TO_FORWARD),
             _ => {}
         }
         verdict = once::inward::<F>(pkt, done::GATHERED | done::ASKED);
@@ -141,8 +142,7 @@ pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
     }
     let t = parse::transport::<F>(pkt, &ip);
     let node = lessee_of_reply::<F>(pkt, &ip, &t, egress);
-    let own = flags::OWNED | flags::NODE_ADDRESS;
-    if node != 0 && e.flags & own == own && done & done::ASKED == 0 {
+    if node != 0 && e.is_own_address() && done & done::ASKED == 0 {
         return ASK;
     }
     hand_on::<F>(pkt, config, &ip, &t, egress, e, node, false)

@@ -50,10 +50,13 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
         return probe::send::<F>(pkt);
     }
     // SAFETY: read only.
-    if let Some(&egress) = unsafe { F::egress_index().get(ip.src) }
-        && is_forged(pkt, &ip, egress, forwarded)
-    {
-        return Verdict::Drop(Counter::DropForged).to_bits();
+    if let Some(&egress) = unsafe { F::egress_index().get(ip.src) } {
+        if is_forged(pkt, &ip, egress, forwarded) {
+            return Verdict::Drop(Counter::DropForged).to_bits();
+        }
+        if forwarded {
+            once::remember::<F>(pkt);
+        }
     }
     if is_tunnelled::<F>(pkt, config, &ip) {
         return Verdict::Drop(Counter::DropTunnelPort).to_bits();

@@ -27,6 +27,7 @@ mod icmp;
 mod inbound;
 mod large;
 mod maps;
+mod masquerade;
 mod mss;
 mod neighbor;
 mod note;

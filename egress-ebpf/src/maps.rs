@@ -12,7 +12,7 @@ use egress_common::{
     config::Config,
     egress::{BlockList, EgressIp, LeaseTable, MacKey, Meter, NextHop, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
-    flow::{Ended, Flow, FlowKey, Fragment, FragmentKey, HeldKey, Inbound, Reverse, Ticket},
+    flow::{Ended, Flow, FlowKey, Fragment, FragmentKey, HeldKey, Inbound, Masqueraded, Reverse, Ticket},
     limits::*,
     probe::Answer,
     verdict::Counter,
@@ -23,6 +23,7 @@ const GROW: usize = BPF_F_NO_PREALLOC as usize;
 pub type Flows<A> = HashMap<FlowKey<A>, Flow, MAX_FLOWS, GROW>;
 pub type Reverses<A> = HashMap<FlowKey<A>, Reverse<A>, MAX_FLOWS, GROW>;
 pub type Inbounds<A> = LruHashMap<FlowKey<A>, Inbound, MAX_INBOUND>;
+pub type MasqueradedFlows<A> = LruHashMap<FlowKey<A>, Masqueraded, MAX_MASQUERADED>;
 pub type Endpoints<A> = HashMap<A, Endpoint, MAX_ENDPOINTS, GROW>;
 pub type Routes<A> = LpmTrie<RouteKey<A>, u32, MAX_ROUTES>;
 pub type Excepts<A> = LpmTrie<A, u32, MAX_EXCEPTS>;
@@ -48,6 +49,10 @@ pub static REVERSE_V6: Reverses<V6> = HashMap::new();
 pub static INBOUND_V4: Inbounds<V4> = LruHashMap::new();
 #[btf_map]
 pub static INBOUND_V6: Inbounds<V6> = LruHashMap::new();
+#[btf_map]
+pub static MASQUERADED_V4: MasqueradedFlows<V4> = LruHashMap::new();
+#[btf_map]
+pub static MASQUERADED_V6: MasqueradedFlows<V6> = LruHashMap::new();
 #[btf_map]
 pub static TICKETS_V4: Tickets<V4> = Queue::new();
 #[btf_map]

@@ -9,8 +9,12 @@ use egress_common::limits::MAX_CLASSES;
 pub const NONE: u32 = 0;
 /// A reply on its way into a pod.
 pub const DELIVERED: u32 = 0x5350;
-/// A copy for the node's own stack. It has no bit in common with the others.
-pub const COPY: u32 = 0xa000;
+/// A copy for the node's own stack, its sockets included.
+pub const COPY: u32 = 0x8000;
+/// A copy for the connections that the node masquerades, not for its sockets.
+pub const COPY_TO_FORWARD: u32 = 0x2000;
+/// The bits of copies. They have none in common with the others.
+pub const COPIES: u32 = COPY | COPY_TO_FORWARD;
 /// A pod of this node sent it, and it has passed the gate; nothing of it is ours.
 pub const POD: u32 = 0x5352;
 /// Left to the stack by `pod_egress`, to be translated at the exit.
@@ -21,7 +25,8 @@ pub const SENT: u32 = 0x5354;
 /// because no policy has its destination.
 const CLASS: u32 = 0x1000;
 
-const _: () = assert!((DELIVERED | POD | ASKED | SENT | CLASS) & COPY == 0 && (DELIVERED ^ CLASS) & !(CLASS - 1) != 0);
+const _: () =
+    assert!((DELIVERED | POD | ASKED | SENT | CLASS) & COPIES == 0 && (DELIVERED ^ CLASS) & !(CLASS - 1) != 0);
 const _: () = assert!(MAX_CLASSES <= CLASS as usize);
 
 /// The note for a packet of a pod of this class.
@@ -69,7 +74,7 @@ impl Packet {
     /// double what the verifier follows.
     #[inline(always)]
     pub fn came_in(&self) {
-        self.note(self.noted() & COPY);
+        self.note(self.noted() & COPIES);
     }
 
     /// Whether the packet has this note, which is taken away.

@@ -2,8 +2,8 @@
 //! that leads to it. What they need they read from the packet again.
 
 use crate::{
-    deliver, ended, family::Family, fragment, gateway, guard, icmp, large, own, packet::Packet, service, steer,
-    underlay,
+    deliver, ended, family::Family, fragment, gateway, guard, icmp, large, masquerade, own, packet::Packet, service,
+    steer, underlay,
 };
 use aya_ebpf::bindings::__sk_buff;
 use egress_common::{V4, V6};
@@ -49,6 +49,8 @@ once! {
     unless_own(unless_own_v4, unless_own_v6) = service::unless_own(class: u32);
     /// [`service::leaving`].
     leaving(leaving_v4, leaving_v6) = service::leaving(class: u32);
+    /// [`masquerade::remember`].
+    remember(remember_v4, remember_v6) = masquerade::remember();
     /// [`large::answer`].
     answer(answer_v4, answer_v6) = large::answer(mtu: u32);
     /// [`fragment::gather`].

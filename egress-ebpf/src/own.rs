@@ -3,14 +3,15 @@
 
 use crate::{
     family::Family,
+    masquerade,
     packet::{Packet, note},
-    parse::{self, Kind, Part, proto},
+    parse::{self, Kind, Part, Transport, proto},
 };
 use aya_ebpf::{
     bindings::bpf_sock,
     helpers::{bpf_sk_lookup_udp, bpf_sk_release, bpf_skc_lookup_tcp},
 };
-use egress_common::tcp::flag;
+use egress_common::{abi::COPY_PRIORITY, flow::FlowKey, tcp::flag};
 
 /// Nothing of the node's: the lessee's.
 pub const FLOWS: u64 = 0;
@@ -18,6 +19,9 @@ pub const FLOWS: u64 = 0;
 pub const NODES: u64 = 1;
 /// It may be either: both get it, and who does not know it ignores it.
 pub const ANYBODYS: u64 = 2;
+/// It may be for datagrams that the node masquerades: both get it, and what connection tracking does not know ends before the
+/// node's sockets.
+pub const MASQUERADED: u64 = 3;
 
 /// `BPF_F_CURRENT_NETNS`: the network namespace of the packet's interface.
 const HERE: u64 = u64::MAX;
@@ -34,7 +38,7 @@ struct Tuple<F> {
     dst_port: u16,
 }
 
-/// Whose a packet is: [`FLOWS`], [`NODES`] or [`ANYBODYS`].
+/// Whose a packet is: [`FLOWS`], [`NODES`], [`ANYBODYS`] or [`MASQUERADED`].
 #[inline(always)]
 pub fn whose<F: Family>(pkt: &Packet) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return FLOWS };
@@ -43,18 +47,29 @@ pub fn whose<F: Family>(pkt: &Packet) -> u64 {
         Kind::Tcp | Kind::Udp => {
             let tuple = Tuple { src: ip.src, dst: ip.dst, src_port: t.src_port, dst_port: t.dst_port };
             let opens = ip.part != Part::Later && t.flags & (flag::SYN | flag::ACK) == flag::SYN;
-            of_socket(pkt, tuple, ip.proto, opens)
+            of_node(pkt, tuple, ip.proto, opens, &t)
         }
         Kind::Error => match parse::embedded::<F>(pkt, ip.l4) {
             Some(inner) if inner.proto != F::ICMP => {
                 let tuple =
                     Tuple { src: inner.dst, dst: inner.src, src_port: inner.dst_port, dst_port: inner.src_port };
-                of_socket(pkt, tuple, inner.proto, false)
+                of_node(pkt, tuple, inner.proto, false, &t)
             }
             _ => ANYBODYS,
         },
         // The node's own echo requests may have any identifier.
         _ => ANYBODYS,
+    }
+}
+
+/// A connection of the node's sockets, or one that it masquerades. `t`: the packet's own transport header.
+#[inline(always)]
+fn of_node<F: Family>(pkt: &Packet, tuple: Tuple<F>, protocol: u32, opens: bool, t: &Transport) -> u64 {
+    let key =
+        FlowKey { src: tuple.dst, dst: tuple.src, src_port: tuple.dst_port, dst_port: tuple.src_port, proto: protocol };
+    match of_socket(pkt, tuple, protocol, opens) {
+        FLOWS => masquerade::whose::<F>(&key, t),
+        whose => whose,
     }
 }
 
@@ -97,10 +112,20 @@ unsafe fn state(sock: *mut bpf_sock) -> Option<u32> {
 }
 
 /// Gives a copy of the packet to the node's stack, by the interface that the packet came in by: it meets the same program again,
-/// which lets it go by.
+/// which knows it by `kind`, one of [`note::COPIES`], and lets it go by.
 #[inline(always)]
-pub fn copy(pkt: &Packet) {
-    pkt.note(note::COPY);
+pub fn copy(pkt: &Packet, kind: u32) {
+    pkt.note(kind);
     pkt.enter_again();
-    pkt.note(0);
+    pkt.note(note::NONE);
+}
+
+/// Whether the packet is such a copy: the stack's. The priority is set here, since the kernel takes it from a packet that enters again.
+#[inline(always)]
+pub fn is_copy(pkt: &Packet) -> bool {
+    if pkt.take_note(note::COPY_TO_FORWARD) {
+        pkt.set_priority(COPY_PRIORITY);
+        return true;
+    }
+    pkt.take_note(note::COPY)
 }

@@ -10,8 +10,8 @@ use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClien
 use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, Server};
 
 use crate::support::{
-    PATIENCE, WEB, at, egress, gateways_where, named, owner, policy, pool, sources, start, wait_in_force, wait_sources,
-    web, web_pod,
+    PATIENCE, WEB, at, counter, egress, gateways_where, named, owner, policy, pool, sources, start, wait_counter,
+    wait_in_force, wait_sources, web, web_pod,
 };
 
 /// Who sends the packets that reach `server` from `source`.
@@ -235,6 +235,106 @@ fn a_listener_that_comes_later_is_served_and_the_flows_of_its_block_go_on() {
             let _listener = TcpServer::start(&gateway.ns, &[at(own, idle.0 + 1)], ServerMode::Echo)?;
             let returned = |ranges: &Vec<(u16, u16)>| !ranges.is_empty() && !meets(ranges, idle);
             lab::wait_until("the block is given back", PATIENCE, || leased_ports(lab, "gw2", own), returned)?;
+        }
+        Ok(())
+    });
+}
+
+/// Gives what `pod` sends to these ports of servers one of `ports` of `address`, as a CNI's masquerading may do.
+fn masquerade(gateway: &lab::NetNs, pod: &Pod, family: Family, to: &str, address: IpAddr, ports: &str) -> Result<()> {
+    let (ip, name, address) = match address {
+        IpAddr::V4(address) => ("ip", "masquerades4", address.to_string()),
+        IpAddr::V6(address) => ("ip6", "masquerades6", format!("[{address}]")),
+    };
+    gateway.nft(&format!(
+        "table inet {name} {{}}
+        delete table inet {name}
+        table inet {name} {{
+            chain postrouting {{
+                type nat hook postrouting priority srcnat - 1; policy accept;
+                {ip} saddr {} {to} snat {ip} to {address}:{ports}
+            }}
+        }}",
+        pod.ips.ip(family)
+    ))
+}
+
+/// A lab in which `web` on worker1 leaves by gw1 with that node's own address, and no policy selects `plain` on gw1.
+fn with_own_address(lab: &mut Lab) -> Result<(Pod, Pod, Server)> {
+    let entry =
+        format!("{WEB}\n  egressGateways: [{{nodeSelector: {{matchLabels: {{{}}}}}, interface: ext0}}]", named("gw1"));
+    lab.manifests().write("web", &policy("web", &entry))?;
+    let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+    let plain = lab.add_pod(PodSpec::new("plain", "gw1"))?;
+    start(lab)?;
+    let server = lab.server("server1").clone();
+    wait_in_force(&pod, &server, &[101])?;
+    Ok((pod, plain, server))
+}
+
+/// docs/failures.md: masq-ports.
+#[test]
+fn masq_ports_what_a_gateway_masquerades_from_leased_ports_is_answered() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        let (_, plain, server) = with_own_address(lab)?;
+        for family in Family::BOTH {
+            let own = egress(family, &[101])[0];
+            let (first, last) = *leased_ports(lab, "gw1", own)?.first().context("leased ports")?;
+            let gateway = &lab.node("gw1").ns;
+            masquerade(gateway, &plain, family, "meta l4proto { tcp, udp }", own, &format!("{first}-{last}"))?;
+            let tcp = TcpServer::start(&server.ns, &[server.ips.at(family, 9300)], ServerMode::Echo)?;
+            let streams = TcpClients::establish(&plain.ns, server.ips.at(family, 9300), 20, TcpOptions::default())?;
+            streams.wait("echoes", PATIENCE, |all| all.iter().all(|one| one.received > 2))?;
+            let leased = |peer: &SocketAddr| peer.ip() == own && (first..=last).contains(&peer.port());
+            assert!(tcp.source_of_flow().values().all(leased), "{:?}", tcp.source_of_flow());
+
+            let udp = UdpServer::start(&server.ns, &[server.ips.at(family, 9300)])?;
+            let flows = UdpClients::start(&plain.ns, server.ips.at(family, 9300), 20, UdpOptions::default())?;
+            flows.wait("replies", PATIENCE, |all| all.iter().all(|one| one.received > 2))?;
+            assert_eq!(udp.sources().keys().copied().collect::<Vec<_>>(), [own]);
+        }
+        Ok(())
+    });
+}
+
+/// docs/failures.md: masq-ports, on purpose: a pod that no policy selects has its packets masqueraded to the 5-tuples of flows.
+#[test]
+fn masq_ports_nobody_takes_a_flows_replies_by_masquerading() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        let (pod, plain, server) = with_own_address(lab)?;
+        for (family, any) in Family::BOTH.into_iter().zip(["0.0.0.0:0", "[::]:0"]) {
+            let own = egress(family, &[101])[0];
+            let gateway = lab.node("gw1").ns.clone();
+            let far = TcpServer::start(&server.ns, &[server.ips.at(family, 9100)], ServerMode::Echo)?;
+            let streams = TcpClients::establish(&pod.ns, server.ips.at(family, 9100), 1, TcpOptions::default())?;
+            streams.wait("echoes", PATIENCE, |all| all.iter().all(|one| one.received > 2))?;
+            let port = far.source_of_flow().values().next().context("a stream")?.port();
+            masquerade(&gateway, &plain, family, "meta l4proto { tcp, udp }", own, &port.to_string())?;
+            let capture = Capture::start(&server.ns, "eth0")?;
+            let stolen = |packet: &lab::Packet| packet.ports().is_some_and(|(from, _)| from == at(own, port));
+            let patience = TcpOptions { connect_timeout: Duration::from_secs(60), ..TcpOptions::default() };
+            let _thief = TcpClients::open(&plain.ns, server.ips.at(family, 9100), 1, patience)?;
+            let opens = |packet: &lab::Packet| stolen(packet) && packet.tcp_flags().is_some_and(|flags| flags.syn);
+            capture.wait_for("the thief's SYN", PATIENCE, opens)?;
+            streams.wait_progress(50, PATIENCE)?;
+            let reports = streams.connections();
+            assert!(reports.iter().all(lab::traffic::ConnectionReport::intact), "{reports:?}");
+            assert_eq!(capture.count(|packet| stolen(packet) && packet.is_reset()), 0, "in the name of the flow");
+
+            // Datagrams, when connection tracking has forgotten at once what the thief has sent.
+            let (inside, outside) =
+                (datagrams(&pod.ns, any.parse()?)?, datagrams(&server.ns, server.ips.at(family, 9200))?);
+            let translated = pass(&inside, server.ips.at(family, 9200), &outside, "there")?;
+            masquerade(&gateway, &plain, family, "meta l4proto udp", own, &translated.port().to_string())?;
+            gateway.sysctls(&[("net.netfilter.nf_conntrack_udp_timeout", "0")])?;
+            let before = counter(lab, "gw1", "drop_gateway_copy")?;
+            let thief = datagrams(&plain.ns, any.parse()?)?;
+            assert_eq!(pass(&thief, server.ips.at(family, 9200), &outside, "mine")?, translated);
+            assert_eq!(pass(&outside, translated, &inside, "back")?, server.ips.at(family, 9200));
+            wait_counter(lab, "gw1", "drop_gateway_copy", before)?;
+            assert_eq!(pass(&outside, translated, &inside, "again")?, server.ips.at(family, 9200));
         }
         Ok(())
     });

@@ -233,3 +233,100 @@ fn packets_of_the_nodes_own_sockets_reach_its_stack_and_those_of_flows_the_holde
         }
     });
 }
+
+/// How many IPv4 packets this namespace's stack has received.
+fn received() -> u64 {
+    let text = std::fs::read_to_string("/proc/thread-self/net/snmp").unwrap();
+    let row = text.lines().filter(|line| line.starts_with("Ip:")).nth(1).unwrap();
+    row.split_whitespace().nth(3).unwrap().parse().unwrap()
+}
+
+#[test]
+fn masq_ports_replies_to_what_the_node_masquerades_from_leased_ports_reach_its_stack_as_well() {
+    let Some(mut rig) = Rig::new("masquerades", &NodeView::default()) else { return };
+    in_netns("masquerades", || async move {
+        Net::here().address("lo", "192.0.2.10/32").await;
+        let set = |rig: &mut Rig, node_address: bool, idle: u32| {
+            let mut view = view(1, 0);
+            let e = view.egress_ips.get_mut(&addr(EGRESS4)).unwrap();
+            (e.node_address, e.here) = (node_address, node_address);
+            view.config.as_mut().unwrap().udp = idle;
+            rig.write(&view);
+        };
+        set(&mut rig, true, 100);
+        let (first, own) = (port_block::first_port(OTHER_BLOCK), port_block::first_port(OWN_BLOCKS[0]));
+        let leaves = |rig: &mut Rig, port: u16, ingress: u32| {
+            let frame = seal(ip(addr(EGRESS4), addr(SERVER4), UDP, &[], &udp(port, 53, b"question")));
+            let result = rig.run_with("exit_egress", &frame, &[(INGRESS_IFINDEX, ingress)]).unwrap();
+            assert_eq!(result, (NEXT, frame));
+        };
+        let reply = |rig: &mut Rig, port: u16, remote: u16| {
+            let mut frame = seal(ip(addr(SERVER4), addr(EGRESS4), UDP, &[], &udp(remote, port, b"answer")));
+            // For this host, or its stack does not count it.
+            frame[..6].fill(0);
+            rig.run("uplink_ingress", &frame).0
+        };
+        let before = received();
+        assert_eq!(reply(&mut rig, first, 53), REDIRECT, "nobody else's than the lessee's");
+        leaves(&mut rig, first, 0);
+        assert_eq!(reply(&mut rig, first, 53), REDIRECT, "what the host itself sends has sockets");
+        leaves(&mut rig, first, 1);
+        assert_eq!(reply(&mut rig, first + 1, 53), REDIRECT, "another port");
+        assert_eq!(reply(&mut rig, first, 54), REDIRECT, "another port of the server");
+        set(&mut rig, false, 100);
+        assert_eq!(reply(&mut rig, first, 53), REDIRECT, "a floating address");
+        set(&mut rig, true, 100);
+        assert_eq!(reply(&mut rig, first, 53), REDIRECT);
+        leaves(&mut rig, own, 1);
+        reply(&mut rig, own, 53);
+        let copies = async |n: u64| {
+            soon("copies", async {
+                while received() < before + n {
+                    tokio::task::yield_now().await;
+                }
+            })
+            .await;
+            assert_eq!(received(), before + n);
+        };
+        copies(2).await;
+
+        // Of TCP the server says whose a segment is: by whose SYN it has answered last.
+        const ACK: u8 = 16;
+        const RST: u8 = 4;
+        let opens = seal(ip(addr(EGRESS4), addr(SERVER4), TCP, &[], &tcp(first, 443, 2, &[])));
+        let segment = |rig: &mut Rig, flags: u8, acknowledged: u32| {
+            let mut body = tcp(443, first, flags, &[]);
+            body[8..12].copy_from_slice(&acknowledged.to_be_bytes());
+            rig.run("uplink_ingress", &seal(ip(addr(SERVER4), addr(EGRESS4), TCP, &[], &body))).0
+        };
+        // One behind the sequence number of what `tcp` makes.
+        const ANSWER: u32 = 2;
+        let opens = |rig: &mut Rig| rig.run_with("exit_egress", &opens, &[(INGRESS_IFINDEX, 1)]).unwrap().0;
+        assert_eq!(opens(&mut rig), NEXT);
+        assert_eq!(segment(&mut rig, ACK, ANSWER), REDIRECT, "of the connection that the SYN met");
+        assert_eq!(segment(&mut rig, RST, 5000), REDIRECT);
+        assert_eq!(segment(&mut rig, 2 | ACK, ANSWER ^ 1 << 20), REDIRECT, "the answer to another SYN");
+        assert_eq!(segment(&mut rig, RST | ACK, ANSWER), NEXT, "refused");
+        assert_eq!(segment(&mut rig, 2 | ACK, ANSWER), NEXT);
+        assert_eq!(opens(&mut rig), NEXT, "once more");
+        for (flags, verdict) in [(ACK, NEXT), (2, REDIRECT), (RST, REDIRECT), (ACK, NEXT)] {
+            assert_eq!(segment(&mut rig, flags, 5000), verdict, "{flags}");
+        }
+        assert_eq!(segment(&mut rig, 2 | ACK, 5000), REDIRECT, "another connection has the 5-tuple");
+        assert_eq!(segment(&mut rig, ACK, 5000), REDIRECT);
+
+        // Nothing has left for longer than the idle time.
+        set(&mut rig, true, 0);
+        let tick = now_tick();
+        soon("the next tick but one", async {
+            while now_tick() < tick + 2 {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+        assert_eq!(reply(&mut rig, first, 53), REDIRECT);
+        leaves(&mut rig, first, 1);
+        assert_eq!(reply(&mut rig, first, 53), REDIRECT);
+        copies(3).await;
+    });
+}

@@ -25,7 +25,8 @@ const HELD: &str = "held";
 const ASTRAY: &str = "astray";
 const FORGED: &str = "forged";
 const LOOPED: &str = "looped";
-const COUNTERS: [&str; 4] = [HELD, ASTRAY, FORGED, LOOPED];
+const COPIED: &str = "copied";
+const COUNTERS: [&str; 5] = [HELD, ASTRAY, FORGED, LOOPED, COPIED];
 
 /// What rules of ours have dropped, of one kind. It is counted as long as the table is there, whether the agent runs or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,11 +47,13 @@ pub fn dropped() -> Vec<Dropped> {
     let astray = "first packets of flows that would have left by an interface without our program (rule of nftables)";
     let forged = "packets for the UDP port of the nodes' tunnels that came in where pods may be (rule of nftables)";
     let looped = "packets of this host's sockets to its own tunnel port (rule of nftables)";
+    let copied = "a gateway's copies of packets for leased ports of its own address, of nothing that it masquerades (rule of nftables)";
     vec![
         Dropped { name: "drop_forward_tunnel_port", help: forged, packets: of(FORGED) },
         Dropped { name: "drop_not_seen", help: held, packets: of(HELD) },
         Dropped { name: "drop_astray", help: astray, packets: of(ASTRAY) },
         Dropped { name: "drop_tunnel_loop", help: looped, packets: of(LOOPED) },
+        Dropped { name: "drop_gateway_copy", help: copied, packets: of(COPIED) },
     ]
 }
 

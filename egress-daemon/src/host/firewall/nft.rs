@@ -34,6 +34,8 @@ const COMMENT: u8 = 0;
 pub enum Hook {
     /// Everything that comes in, before it is routed.
     Prerouting = 0,
+    /// What is for this host.
+    Input = 1,
     /// What is routed from one interface to another.
     Forward = 2,
     /// What this host sends.

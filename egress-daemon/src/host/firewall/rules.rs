@@ -2,11 +2,11 @@
 
 use std::{collections::BTreeSet, hash::Hasher as _, net::IpAddr};
 
-use egress_common::abi::FIREWALL_PRIORITY;
+use egress_common::abi::{COPY_PRIORITY, FIREWALL_PRIORITY};
 use siphasher::sip::SipHasher13;
 
 use super::{
-    ASTRAY, FORGED, LOOPED, Spec, hold,
+    ASTRAY, COPIED, FORGED, LOOPED, Spec, hold,
     nft::{Chain, Field, Hook, Part, Rule, Set, Values},
 };
 
@@ -62,6 +62,7 @@ pub fn chains(spec: &Spec, led: bool) -> Vec<Chain> {
     let marked = ours(vec![Part::SetMark(spec.mark)], format!("marked ({:#x})", spec.mark));
     let mut chains = vec![
         chain("early", Hook::Prerouting, EARLY, early),
+        chain("input", Hook::Input, EARLY, vec![copied()]),
         chain("output", Hook::Output, EARLY, vec![outer_out(spec.port)]),
         chain("answers", Hook::Output, TRACKED, vec![too_large(libc::IPPROTO_ICMP), too_large(libc::IPPROTO_ICMPV6)]),
         chain("forward", Hook::Forward, 0, vec![to_tunnel(spec), astray(spec)]),
@@ -87,6 +88,13 @@ fn ours(what: Vec<Part>, done: String) -> Rule {
 
 fn first() -> Part {
     Part::Is(Field::Priority, FIREWALL_PRIORITY.to_ne_bytes().into())
+}
+
+/// A gateway's copy of a packet for a leased port of its own address that turned out to be of nothing that this host masquerades: the
+/// packet is the lessee's, and an ICMP error of this host would be about the lessee's flow.
+fn copied() -> Rule {
+    let parts = vec![Part::Is(Field::Priority, COPY_PRIORITY.to_ne_bytes().into()), Part::Count(COPIED), Part::Drop];
+    Rule { comment: "copies of packets for leased ports: not for this host's sockets".to_owned(), parts }
 }
 
 /// Tunnelled packets that this host sends itself: no node does. A raw socket may give them any source.

@@ -56,6 +56,8 @@ fn everything_is_made_once_mended_listed_and_removed() {
             "set outside {",
             "ct state invalid icmp type destination-unreachable icmp code frag-needed notrack",
             "ct state invalid icmpv6 type packet-too-big notrack",
+            "type filter hook input",
+            "meta priority 5350:3 counter name \"copied\" drop",
             "meta priority 5350:1 oifname != @exits counter name \"astray\" drop",
         ] {
             assert!(table.contains(part), "{part:?} is not in\n{table}");
@@ -115,7 +117,7 @@ fn everything_is_made_once_mended_listed_and_removed() {
         assert!(shown("ip", &["rule"]).contains("0x2000/0x2000"));
 
         let lines = inventory(&net.handle).await.unwrap();
-        assert_eq!(lines.len(), 10 + 2 * (1 + 1), "{lines:#?}");
+        assert_eq!(lines.len(), 11 + 2 * (1 + 1), "{lines:#?}");
         assert_eq!(remove(&net.handle).await.unwrap(), lines);
         assert_eq!(inventory(&net.handle).await.unwrap(), Vec::<String>::new());
         assert_eq!([("ip", ["rule", "show"]), ("ip", ["-6", "rule"])].map(|(p, a)| shown(p, &a)), foreign);
@@ -130,15 +132,15 @@ fn what_rules_have_dropped_is_known_while_they_change_and_when_they_are_gone() {
         let tunnel = tunnel::ensure(&net.handle, &TunnelSpec::default()).await.unwrap();
         let links = Links::follow(LinksOptions::default()).await.unwrap();
         let packets = || dropped().into_iter().map(|rule| (rule.name, rule.packets)).collect::<Vec<_>>();
-        let none =
-            ["drop_forward_tunnel_port", "drop_not_seen", "drop_astray", "drop_tunnel_loop"].map(|name| (name, 0));
+        let names =
+            ["drop_forward_tunnel_port", "drop_not_seen", "drop_astray", "drop_tunnel_loop", "drop_gateway_copy"];
+        let none = names.map(|name| (name, 0));
         assert_eq!(packets(), none, "there is no table yet");
         let free = spec(tunnel.index);
         let holding = Spec { hold: Some(BTreeSet::new()), ..free.clone() };
-        let counters = [(HELD, 5), (ASTRAY, 7), (FORGED, 9), (LOOPED, 11)]
+        let counters = [(HELD, 5), (ASTRAY, 7), (FORGED, 9), (LOOPED, 11), (COPIED, 13)]
             .map(|(name, packets)| (name, nft::Counted { packets, bytes: 60 * packets }));
-        let expected =
-            [("drop_forward_tunnel_port", 9), ("drop_not_seen", 5), ("drop_astray", 7), ("drop_tunnel_loop", 11)];
+        let expected: Vec<_> = names.into_iter().zip([9, 5, 7, 11, 13]).collect();
         nft::replace(TABLE, &counters, &rules::sets(&holding), &rules::chains(&holding, true)).unwrap();
         assert_eq!(packets(), expected);
         let mut way = StackPath::default();
