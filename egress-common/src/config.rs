@@ -53,6 +53,9 @@ pub mod flags {
     pub const DECAP_UDP: u32 = 4;
     /// This node carries egress IPs. Where it does not, a packet from another node is as a rule a reply for a pod of this one.
     pub const CARRIES: u32 = 16;
+    /// A program of somebody else may bring packets into a pod past `pod_ingress`: a SYN+ACK without a record may answer a SYN that
+    /// came by such a way.
+    pub const UNSEEN_INBOUND: u32 = 32;
 }
 
 /// The record in a map that no agent has written yet.

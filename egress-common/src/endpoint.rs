@@ -17,17 +17,12 @@ map_type! {
         pub id: u32,
         /// Its class; 0 for a pod that no policy selects.
         pub class: u32,
-        /// [`endpoint_flags`].
-        pub flags: u32,
+        /// The tick from which on it may not send TCP segments of unknown connections, which until then may be older than the
+        /// policy that has selected it; 0: it has no older ones.
+        pub history_until: u32,
         /// The interface that the pod is behind, where the node's routes say so; 0: any.
         pub ifindex: u32,
     } size 16
-}
-
-/// Bits of [`Endpoint::flags`].
-pub mod endpoint_flags {
-    /// The pod had connections before a policy selected it, so a TCP segment of an unknown connection may be one of them.
-    pub const HAS_HISTORY: u32 = 1;
 }
 
 map_type! {

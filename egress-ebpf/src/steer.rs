@@ -19,7 +19,7 @@ use crate::{
 use egress_common::{
     config::{Config, flags},
     egress::flags as egress_flags,
-    endpoint::{Endpoint, Policy, endpoint_flags, policy_flags},
+    endpoint::{Endpoint, Policy, policy_flags},
     flow::{Flow, FlowKey, is_pair, kind},
     hash, tcp, udp,
     verdict::{Counter, Verdict, purpose},
@@ -304,7 +304,7 @@ fn unknown<F: Family>(
     let Some(policy) = classify::policy::<F>(index) else { return Err(Verdict::Drop(Counter::DropNoPolicy)) };
     match t.kind {
         Kind::Tcp if opens(t) => {}
-        Kind::Tcp => return Err(stray::<F>(pkt, generation, t, key, policy, &endpoint)),
+        Kind::Tcp => return Err(stray::<F>(pkt, config, generation, t, key, policy, &endpoint)),
         // An answer to a query that came by a way that this node does not see (an inbound query is remembered).
         Kind::Answer => return Err(Verdict::Pass),
         Kind::Udp | Kind::Query => {}
@@ -328,15 +328,19 @@ fn unknown<F: Family>(
 #[inline(always)]
 fn stray<F: Family>(
     pkt: &Packet,
+    config: &Config,
     generation: u32,
     t: &Transport,
     key: &FlowKey<F>,
     policy: &Policy,
     endpoint: &Endpoint,
 ) -> Verdict {
-    let answers = t.flags & (tcp::flag::SYN | tcp::flag::ACK) == tcp::flag::SYN | tcp::flag::ACK;
-    // The pod accepts a connection whose SYN did not pass the interface's egress hook (a redirect into the pod).
-    let old = endpoint.flags & endpoint_flags::HAS_HISTORY != 0 && policy.flags & policy_flags::EXISTING_DROP == 0;
+    // The pod accepts a connection whose SYN did not pass the interface's egress hook (a redirect into the pod). Where nothing on this
+    // node can bring one in by such a way, the pod makes it up.
+    let answers = config.flags & flags::UNSEEN_INBOUND != 0
+        && t.flags & (tcp::flag::SYN | tcp::flag::ACK) == tcp::flag::SYN | tcp::flag::ACK;
+    // What the pod had open when the policy selected it.
+    let old = now_tick() < endpoint.history_until && policy.flags & policy_flags::EXISTING_DROP == 0;
     if !answers && !old {
         // A reset of what was refused tells the outside nothing about an egress IP and ends the matter.
         return Verdict::Drop(Counter::DropUnknownFlow);

@@ -4,12 +4,15 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 
 use anyhow::{Context, Result};
 use lab::capture::{Ip, Transport};
+use lab::hook::hook_xdp;
 use lab::traffic::{Protocol, UdpClients, UdpOptions, UdpServer, send_error, send_packet, send_tagged, send_vxlan};
 use lab::{Capture, Cni, Dual, Family, Lab, Pod, PodSpec, Server, wait_until};
 use serde_json::Value;
 
 use crate::security::{FORWARD, REPLY, TUNNEL_PORT, leased_port};
-use crate::support::{PATIENCE, at, counter, egress, forbid, sources, wait_counter, wait_in_force, web_pod};
+use crate::support::{
+    PATIENCE, at, counter, egress, forbid, sources, wait_bypass, wait_counter, wait_in_force, web_pod,
+};
 
 /// Waits until a counter has grown by `more`.
 fn wait_grown(lab: &Lab, node: &str, name: &str, before: u64, more: u64) -> Result<()> {
@@ -276,4 +279,52 @@ fn inbound_poison_what_another_pod_says_is_not_said_by_the_outside() {
             Ok(())
         });
     }
+}
+
+/// docs/failures.md: syn-ack. A raw SYN+ACK takes nothing out of the policy, unless what it answers may have come in unseen.
+#[test]
+fn syn_ack_that_answers_nothing_takes_no_connection_out_of_the_policy() {
+    lab::require_root!();
+    // Segments of no connection would keep the pod's address, whatever the rules for masquerading.
+    Lab::builder().workers(1).gateways(1).masquerade(false).run(|lab| {
+        let (_, server) = web_pod(lab, &[10])?;
+        // Selected from its start: what one sends on that was there first might be older than the policy.
+        let pod = lab.add_pod(PodSpec::new("attacker", "worker1").label("app", "web"))?;
+        wait_in_force(&pod, &server, &[10])?;
+        let node = lab.node("worker1").ns.clone();
+        let says = |family: Family, port: u16| -> Result<()> {
+            for protocol in [Protocol::SynAck, Protocol::Segment] {
+                send_packet(&pod.ns, protocol, pod.ips.at(family, port), server.ips.at(family, 4242))?;
+            }
+            Ok(())
+        };
+        let is_forged = |packet: &lab::Packet| {
+            !packet.outgoing && packet.ports().is_some_and(|(_, to)| server.ips.both(4242).contains(&to))
+        };
+        wait_bypass(lab, "worker1", false)?;
+        let dropped = |port: u16| -> Result<()> {
+            let at_server = Capture::start(&server.ns, "eth0")?;
+            for family in Family::BOTH {
+                let before = counter(lab, "worker1", "drop_unknown_flow")?;
+                says(family, port)?;
+                wait_grown(lab, "worker1", "drop_unknown_flow", before, 2)?;
+            }
+            assert_eq!(at_server.count(is_forged), 0, "the pod's own address outside");
+            Ok(())
+        };
+        dropped(8080)?;
+        // The control, and what SECURITY.md says of nodes with such programs: one that could have brought the SYN in.
+        let stranger = hook_xdp(&node, "eth0")?;
+        wait_bypass(lab, "worker1", true)?;
+        let at_server = Capture::start(&server.ns, "eth0")?;
+        for family in Family::BOTH {
+            says(family, 8081)?;
+            let from = pod.ips.at(family, 8081);
+            let both = |all: &lab::Packet| is_forged(all) && all.ports().is_some_and(|(source, _)| source == from);
+            wait_until("both segments", PATIENCE, || Ok(at_server.count(both)), |seen| *seen == 2)?;
+        }
+        drop(stranger);
+        wait_bypass(lab, "worker1", false)?;
+        dropped(8082)
+    });
 }

@@ -8,7 +8,7 @@ use lab::hook::{Action, Side, hook};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Family, Lab, PodSpec, StartOptions, wait_for};
 
-use crate::support::{PATIENCE, counter, has_bpftool, start, wait_in_force, web, web_pod};
+use crate::support::{PATIENCE, counter, has_bpftool, start, wait_bypass, wait_in_force, web, web_pod};
 
 /// docs/failures.md: hook-order.
 #[test]
@@ -94,6 +94,7 @@ fn inbound_unseen_connections_of_the_outside_are_left_alone() {
         }
         let _redirect =
             hook(&node, &outside.host_interface, Side::Ingress, Action::ToPeer(node.ifindex(&pod.host_interface)?))?;
+        wait_bypass(lab, "worker1", true)?;
         for (family, address) in Family::BOTH.into_iter().zip(addresses) {
             let target = SocketAddr::new(pod.ips.ip(family), 8080);
             let echo = TcpServer::start(&pod.ns, &[target], ServerMode::Echo)?;

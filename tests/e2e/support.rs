@@ -252,6 +252,13 @@ fn find_counter(value: &Value, name: &str) -> Option<u64> {
     }
 }
 
+/// Waits until an agent says whether programs of others may bring packets into its pods unseen.
+pub fn wait_bypass(lab: &Lab, node: &str, is_there: bool) -> Result<()> {
+    let told = || Ok(lab.egressctl(node, &["state"])?["agent"]["bypass"].clone());
+    let what = format!("a way past the programs of {node}: {is_there}");
+    wait_until(&what, PATIENCE, told, |told| told.is_null() != is_there).map(drop)
+}
+
 /// Waits until a counter is above `before`.
 pub fn wait_counter(lab: &Lab, node: &str, name: &str, before: u64) -> Result<()> {
     let what = format!("{name} of {node} is above {before}");

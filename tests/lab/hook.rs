@@ -88,6 +88,12 @@ const LINK_CREATE: i64 = 28;
 const SCHED_CLS: u32 = 3;
 const TCX_INGRESS: u32 = 46;
 const TCX_EGRESS: u32 = 47;
+const XDP_PROGRAM: u32 = 6;
+const XDP: u32 = 37;
+/// `XDP_PASS`.
+const XDP_PASS: i32 = 2;
+/// `XDP_FLAGS_SKB_MODE`: any device has it.
+const GENERIC: u32 = 1 << 1;
 const BEFORE: u32 = 1 << 3;
 const AFTER: u32 = 1 << 4;
 
@@ -104,7 +110,7 @@ struct Load {
     attach: u32,
 }
 
-/// The beginning of `union bpf_attr` for a TCX link.
+/// The beginning of `union bpf_attr` for a TCX or XDP link.
 #[repr(C)]
 struct Link {
     program: u32,
@@ -136,6 +142,16 @@ pub fn hook_at(ns: &NetNs, interface: &str, side: Side, action: Action, place: P
     Ok(Hooked { _link: link })
 }
 
+/// Attaches an XDP program that lets everything pass.
+pub fn hook_xdp(ns: &NetNs, interface: &str) -> Result<Hooked> {
+    let code = [Instruction(MOVE, 0, 0, XDP_PASS), Instruction(EXIT, 0, 0, 0)];
+    let program = load_code(XDP_PROGRAM, XDP, &code).context("cannot load an XDP program")?;
+    let (program, ifindex) = (program.as_raw_fd().cast_unsigned(), ns.ifindex(interface)?);
+    let link = Link { program, ifindex, attach: XDP, flags: GENERIC, relative: 0, revision: 0 };
+    let link = ns.run(|| Ok(bpf(LINK_CREATE, &link)?)).with_context(|| format!("cannot hook {interface}"))?;
+    Ok(Hooked { _link: link })
+}
+
 fn attach_type(side: Side) -> u32 {
     match side {
         Side::Ingress => TCX_INGRESS,
@@ -158,15 +174,19 @@ fn load(side: Side, action: Action) -> io::Result<OwnedFd> {
         Action::Drop => vec![Instruction(MOVE, 0, 0, 2), exit],
         Action::Masquerade(from, to) => masquerade(from, to),
     };
+    load_code(SCHED_CLS, attach_type(side), &code)
+}
+
+fn load_code(kind: u32, attach: u32, code: &[Instruction]) -> io::Result<OwnedFd> {
     let load = Load {
-        kind: SCHED_CLS,
+        kind,
         count: code.len() as u32,
         instructions: code.as_ptr() as u64,
         licence: c"GPL".as_ptr() as u64,
         log: [0; 3],
         name: *b"somebody_else\0\0\0",
         ifindex: 0,
-        attach: attach_type(side),
+        attach,
     };
     bpf(PROG_LOAD, &load)
 }

@@ -2,7 +2,10 @@
 //! interface appears, and must not find the agent busy with something else.
 
 use crate::{
-    datapath::attach::{Attacher, Hook, Mode},
+    datapath::{
+        attach::{Attacher, Hook, Mode},
+        strangers::Lookout,
+    },
     host::{
         classify::{InterfaceRules, Roles, classify},
         links::LinkTable,
@@ -21,6 +24,9 @@ use tokio::{
 /// How often the hooks are looked at although nothing seems to have changed: anybody may take a program off, or put one before it.
 const VERIFY: Duration = Duration::from_secs(1);
 
+/// At each how manieth of these looks all interfaces are searched for programs of others; new ones are at once.
+const SEARCH: u32 = 5;
+
 /// What decides where programs belong, besides the links.
 #[derive(Clone, Debug)]
 pub struct Wanted {
@@ -34,11 +40,20 @@ pub struct Wanted {
     pub shaper: Option<u32>,
 }
 
+/// What the task has found.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Seen {
+    /// The hooks that hold our programs.
+    hooks: BTreeSet<Hook>,
+    /// What may bring packets into a pod past `pod_ingress`, for people.
+    bypass: Option<String>,
+}
+
 /// The task.
 pub struct Hooks {
     wanted: watch::Sender<Wanted>,
     complaints: watch::Receiver<Vec<String>>,
-    seen: watch::Receiver<BTreeSet<Hook>>,
+    seen: watch::Receiver<Seen>,
     mode: Mode,
     task: JoinHandle<()>,
 }
@@ -49,7 +64,7 @@ impl Hooks {
         let mode = attacher.mode();
         let (wanted, wishes) = watch::channel(wanted);
         let (report, complaints) = watch::channel(Vec::new());
-        let (saw, seen) = watch::channel(BTreeSet::new());
+        let (saw, seen) = watch::channel(Seen::default());
         let task = tokio::spawn(keep(attacher, links, wishes, report, saw));
         Self { wanted, complaints, seen, mode, task }
     }
@@ -67,21 +82,26 @@ impl Hooks {
     /// Whether every pod's interface that `roles` name has its programs, or cannot have them.
     pub fn cover(&self, roles: &Roles) -> bool {
         let seen = self.seen.borrow();
-        roles.pods.iter().all(|index| seen.contains(&("pod_egress", *index)))
+        roles.pods.iter().all(|index| seen.hooks.contains(&("pod_egress", *index)))
     }
 
     /// The interfaces at which packets that leave are looked at.
     pub fn exits(&self) -> BTreeSet<u32> {
-        self.seen.borrow().iter().filter(|hook| hook.0 == "exit_egress").map(|hook| hook.1).collect()
+        self.seen.borrow().hooks.iter().filter(|hook| hook.0 == "exit_egress").map(|hook| hook.1).collect()
     }
 
     /// Waits until programs were attached for the first time, or could not be.
     pub async fn started(&mut self) {
         // The channel closes with the task only.
-        let _ = self.seen.wait_for(|seen| !seen.is_empty()).await;
+        let _ = self.seen.wait_for(|seen| !seen.hooks.is_empty()).await;
     }
 
-    /// Waits until other interfaces than before have their programs. Cancel safe.
+    /// The program of somebody else that may bring packets into a pod past `pod_ingress`, and where it is.
+    pub fn bypass(&self) -> Option<String> {
+        self.seen.borrow().bypass.clone()
+    }
+
+    /// Waits until other interfaces than before have their programs, or somebody else's have come or gone. Cancel safe.
     pub async fn changed(&mut self) {
         if self.seen.changed().await.is_err() {
             std::future::pending().await
@@ -105,9 +125,11 @@ async fn keep(
     mut links: watch::Receiver<Arc<LinkTable>>,
     mut wishes: watch::Receiver<Wanted>,
     report: watch::Sender<Vec<String>>,
-    saw: watch::Sender<BTreeSet<Hook>>,
+    saw: watch::Sender<Seen>,
 ) {
     let mut verify = tokio::time::interval(VERIFY);
+    let (mut lookout, mut looks) = (Lookout::default(), 0);
+    let ours = attacher.programs();
     loop {
         let all = tokio::select! {
             changed = links.changed() => match changed {
@@ -134,11 +156,29 @@ async fn keep(
         // An exit that cannot have its program is not one that anything may leave by.
         let seen = hooks.into_keys().filter(|hook| hook.0 != "exit_egress" || attacher.attached().contains_key(hook));
         let seen: BTreeSet<Hook> = seen.collect();
+        looks += u32::from(all);
+        // After ours are attached: those of an earlier agent are gone.
+        let bypass = block_in_place(|| lookout.look(&names, &ours, all && looks % SEARCH == 0)).map(str::to_owned);
+        tell(saw.borrow().bypass.as_deref(), bypass.as_deref());
+        let seen = Seen { hooks: seen, bypass };
         saw.send_if_modified(|old| {
             let changed = *old != seen;
             *old = seen;
             changed
         });
+    }
+}
+
+/// Says once when it begins or ends that packets may come into pods past our programs.
+fn tell(before: Option<&str>, now: Option<&str>) {
+    match (before, now) {
+        (None, Some(stranger)) => tracing::warn!(
+            "{stranger}: it may bring packets into pods past our programs, so a SYN+ACK of a selected pod is taken for an answer"
+        ),
+        (Some(_), None) => tracing::info!(
+            "no program of others is where packets come in: a SYN+ACK of a selected pod that answers nothing is dropped"
+        ),
+        _ => {}
     }
 }
 

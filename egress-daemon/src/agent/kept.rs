@@ -10,7 +10,7 @@ use crate::{
 };
 use egress_common::{
     abi::name_kind,
-    endpoint::{Endpoint, NO_POLICY, endpoint_flags},
+    endpoint::{Endpoint, NO_POLICY},
     net,
 };
 use std::{
@@ -56,12 +56,12 @@ pub fn recover(tables: &Tables) -> BTreeMap<EndpointId, EndpointView> {
         names(name_kind::ENDPOINT).filter_map(|(number, name)| Some((number, name.parse().ok()?))).collect();
     let v4 = tables.v4.endpoints.iter().map(|(ip, e)| (IpAddr::from(net::from_v4(*ip)), e));
     let v6 = tables.v6.endpoints.iter().map(|(ip, e)| (IpAddr::from(net::from_v6(*ip)), e));
-    for (ip, Endpoint { id, class, flags, ifindex }) in v4.chain(v6) {
+    for (ip, Endpoint { id, class, history_until, ifindex }) in v4.chain(v6) {
         let Some(id) = ids.get(id) else { continue };
         let view = all.entry(id.clone()).or_default();
         view.ips.insert(ip);
         view.class = classes.get(class).cloned().unwrap_or_default();
-        view.has_history = flags & endpoint_flags::HAS_HISTORY != 0;
+        view.history_until = *history_until;
         view.interfaces.extend((*ifindex != 0).then_some((ip, *ifindex)));
     }
     all
@@ -85,7 +85,7 @@ mod tests {
         let class = BTreeSet::from([PolicyId::new(PolicyKind::Native, "web")]);
         let both = [ip("10.0.0.7"), ip("fd00::7")];
         let interfaces: BTreeMap<_, _> = both.map(|ip| (ip, 3)).into();
-        let view = EndpointView { ips: both.into(), class, has_history: false, interfaces };
+        let view = EndpointView { ips: both.into(), class, history_until: 0, interfaces };
         let before = BTreeMap::from([(id.clone(), view.clone())]);
         let node = NodeName::from("me");
         let mut links = LinkTable::default();

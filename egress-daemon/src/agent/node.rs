@@ -45,7 +45,7 @@ use crate::{
     store::{Store, lease::LeaseKeeper},
 };
 use anyhow::Context as _;
-use egress_common::{abi::name_kind, port_block};
+use egress_common::{abi::name_kind, config, port_block};
 use futures::FutureExt as _;
 use k8s_openapi::jiff::Timestamp;
 use std::{
@@ -157,7 +157,7 @@ impl Agent {
         let maps = Arc::new(Maps::open(&pins)?);
         let encoder = Encoder::recover(writer.present());
         let endpoints = kept::recover(writer.present());
-        let histories = Histories::recover(endpoints.iter().map(|(id, e)| (id.clone(), e.has_history)).collect());
+        let histories = Histories::recover(&endpoints);
         let mode = settings.attach.unwrap_or_else(attach::mode);
         let attacher = Attacher::new(programs, pins, mode);
         let links = Links::follow(LinksOptions::default()).await.context("links cannot be followed")?;
@@ -239,13 +239,13 @@ impl Agent {
         // No packet is told to take the host-stack path before there are programs at its end.
         self.hooks.started().await;
         // What an earlier agent made stays; more is made when it is known whom policies select.
-        self.make_stack_path(self.is_holding(), false).await?;
+        self.make_stack_path(self.has_flag(config::flags::HOLD), false).await?;
         self.reconcile().await;
         (self.next_deadline, self.silent_until) = (Instant::now(), Instant::now());
         loop {
             let current = self.links.current();
             let wake = self.next_wake();
-            let holding = self.is_holding();
+            let (holding, unseen) = (self.has_flag(config::flags::HOLD), self.has_flag(config::flags::UNSEEN_INBOUND));
             let mut dirty = false;
             tokio::select! {
                 () = &mut stop => break,
@@ -272,7 +272,9 @@ impl Agent {
                         tracing::warn!("{rival} is claimed by a host that does not own it: announcing it again");
                     }
                 }
-                () = self.hooks.changed() => dirty = holding || self.hooks.exits() != self.exits,
+                () = self.hooks.changed() => {
+                    dirty = holding || self.hooks.exits() != self.exits || self.hooks.bypass().is_some() != unseen;
+                }
                 (ports, began) = self.counting.done() => dirty = self.take_count(ports, began),
                 ports = self.sockets.done() => match ports {
                     Ok(ports) => {
@@ -464,7 +466,7 @@ fn known_policies(writer: &Writer) -> BTreeSet<PolicyId> {
 }
 
 /// `CLOCK_MONOTONIC` in ns, the kernel programs' clock.
-fn monotonic_ns() -> u64 {
+pub(super) fn monotonic_ns() -> u64 {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
     now.map_or(0, |t| Duration::from(t).as_nanos() as u64)
 }

@@ -7,7 +7,9 @@ use super::{
     gateways::Target,
     handover,
     hooks::Wanted,
-    kept, late, status,
+    kept, late,
+    node::monotonic_ns,
+    status,
     tell::{self, Running},
     view::{self, Facts},
     ways::{self, Peer, Ways},
@@ -30,7 +32,7 @@ use crate::{
     },
 };
 use egress_common::{
-    abi::ticks,
+    abi::{TICK_SHIFT, ticks},
     config::{self, Config},
     net,
     transport::DIRECT,
@@ -82,7 +84,7 @@ impl Agent {
         let mut classes = view::classes_of(&self.world.snapshot, &self.node);
         classes.extend(gone.iter().map(|(id, pod)| (id.clone(), pod.class.clone())));
         let selects = classes.values().any(|class| !class.is_empty());
-        let held = self.is_holding();
+        let held = self.has_flag(config::flags::HOLD);
         self.find_interfaces(&links, &classes).await;
         let interfaces = view::interfaces(&links, &self.roles, self.far.interfaces());
         let (limit, now) = (self.settings.start_limit, self.start.elapsed());
@@ -103,7 +105,7 @@ impl Agent {
         }
         self.used = view::used(&self.world.plan, &classes);
         self.decide_blocks();
-        self.histories.update(&self.world.snapshot, &classes);
+        self.histories.update(&self.world.snapshot, &classes, self.idle_from_now());
         let probes = self.gateways.states();
         self.handover.update(&handover::Circumstances {
             node: &self.node,
@@ -126,7 +128,7 @@ impl Agent {
             handover: &self.handover,
             gone: &gone,
             interfaces: &interfaces,
-            with_history: &self.histories.with_history(),
+            histories: &self.histories,
             except_cidrs: &self.settings.except_cidrs,
             silent: self.settings.silent,
             withheld: &self.withheld,
@@ -189,6 +191,7 @@ impl Agent {
             store: &self.source,
             firewall: self.settings.firewall,
             attach: self.hooks.mode(),
+            bypass: self.hooks.bypass(),
             tunnel_addresses: own,
             transport: setting,
             lease_held: self.lease.as_ref().map(|_| self.lease_held),
@@ -199,7 +202,7 @@ impl Agent {
         };
         self.publish.send_replace(Arc::new(tell::state(&self.world, &facts, &view, &running)));
         if !held
-            && self.is_holding()
+            && self.has_flag(config::flags::HOLD)
             && let Err(e) = self.make_stack_path(true, selects).await
         {
             self.complaints.push(e.to_string());
@@ -295,9 +298,9 @@ impl Agent {
         }
     }
 
-    /// Whether the programs hold unknown sources.
-    pub(super) fn is_holding(&self) -> bool {
-        self.writer.present().config.is_some_and(|config| config.flags & config::flags::HOLD != 0)
+    /// Whether the settings that the programs have contain a flag.
+    pub(super) fn has_flag(&self, flag: u32) -> bool {
+        self.writer.present().config.is_some_and(|config| config.flags & flag != 0)
     }
 
     /// Whether no pod can be behind an interface without our programs.
@@ -339,6 +342,12 @@ impl Agent {
         mtu.saturating_sub(OVERHEAD[ipv6_underlay as usize])
     }
 
+    /// The tick at which a TCP connection is over that is silent from now on.
+    fn idle_from_now(&self) -> u32 {
+        let now = (monotonic_ns() >> TICK_SHIFT) as u32;
+        now.saturating_add(ticks(self.settings.timeouts.tcp_established.as_secs()))
+    }
+
     fn config(&self, own: &[IpAddr]) -> Config {
         let room = self.room();
         let mss = |family: usize| room.saturating_sub(HEADERS[family]).max(MIN_MSS);
@@ -347,11 +356,12 @@ impl Agent {
             Firewall::Respect => config::flags::RESPECT_FIREWALL,
             Firewall::Bypass => 0,
         };
+        let unseen = if self.hooks.bypass().is_some() { config::flags::UNSEEN_INBOUND } else { 0 };
         Config {
             tunnel_ifindex: self.tunnel.index,
             mss_v4: mss(0),
             mss_v6: mss(1),
-            flags: self.kernel_flags | firewall,
+            flags: self.kernel_flags | firewall | unseen,
             room,
             pod_flows: self.settings.pod_flows,
             tcp_established: ticks(t.tcp_established.as_secs()),

@@ -31,6 +31,8 @@ pub struct Running<'a> {
     pub firewall: Firewall,
     /// How programs are attached.
     pub attach: Mode,
+    /// The program of somebody else that may bring packets into a pod past `pod_ingress`, and where it is.
+    pub bypass: Option<String>,
     /// Where this node receives tunnelled packets.
     pub tunnel_addresses: Vec<IpAddr>,
     /// Whether the lease is held; absent without a lease.
@@ -91,6 +93,7 @@ fn node(name: &NodeName, running: &Running<'_>) -> NodeState {
         transport: running.transport.to_string(),
         firewall: running.firewall.to_string(),
         attach: running.attach.to_string(),
+        bypass: running.bypass.clone(),
         tunnel_addresses: running.tunnel_addresses.clone(),
         lease_held: running.lease_held,
         lease_revision: running.lease_revision,

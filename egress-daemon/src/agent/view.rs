@@ -1,6 +1,6 @@
 //! From what the objects, the links and the probes say to what this node's datapath should do. Pure.
 
-use super::{blocks::Withheld, effective::Effective, handover::Handover, owned::Place, ways};
+use super::{blocks::Withheld, effective::Effective, facts::Histories, handover::Handover, owned::Place, ways};
 use crate::{
     datapath::encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
     health::ProbeState,
@@ -42,8 +42,8 @@ pub struct Facts<'a> {
     pub gone: &'a BTreeMap<EndpointId, EndpointView>,
     /// The interfaces of pods by the addresses behind them.
     pub interfaces: &'a BTreeMap<IpAddr, u32>,
-    /// Pods that may have connections from before a policy selected them.
-    pub with_history: &'a BTreeSet<EndpointId>,
+    /// Until when pods may send on connections from before a policy selected them.
+    pub histories: &'a Histories,
     /// The administrator's exceptions.
     pub except_cidrs: &'a [IpNet],
     /// ARP and NDP are not to be answered at all.
@@ -95,9 +95,9 @@ pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
     let selected = classes_of(facts.snapshot, facts.node);
     let endpoints = selected.into_iter().filter_map(|(id, class)| {
         let ips = facts.snapshot.endpoints.get(&id)?.ips.clone();
-        let has_history = facts.with_history.contains(&id);
+        let history_until = facts.histories.until(&id);
         let interfaces = ips.iter().filter_map(|ip| Some((*ip, *facts.interfaces.get(ip)?))).collect();
-        Some((id, EndpointView { ips, class, has_history, interfaces }))
+        Some((id, EndpointView { ips, class, history_until, interfaces }))
     });
     let endpoints: BTreeMap<_, _> = endpoints.chain(facts.gone.clone()).collect();
     let in_force: BTreeSet<&PolicyId> = endpoints.values().flat_map(|e| &e.class).collect();

@@ -3,6 +3,7 @@
 use super::{
     blocks::Withheld,
     effective::Effective,
+    facts::Histories,
     handover::{Circumstances, GRACE, Handover, LINGER},
     late::{self, Late},
     view::{Facts, classes_of, interfaces, uplink, view},
@@ -179,7 +180,7 @@ impl World {
             handover,
             gone: &BTreeMap::new(),
             interfaces: &interfaces(&self.links, &self.roles, BTreeMap::new()),
-            with_history: &BTreeSet::new(),
+            histories: &Histories::default(),
             except_cidrs: &self.except,
             silent: self.silent,
             withheld: &Withheld::default(),

@@ -6,6 +6,7 @@ use crate::{
     datapath::{
         Pins,
         attach::{self, Mode},
+        strangers::{self, Stranger},
     },
     host::{
         classify::{InterfaceRules, Roles, classify},
@@ -15,7 +16,6 @@ use crate::{
         sysctl, tunnel,
     },
 };
-use aya::programs::{ProgramInfo, SchedClassifier, TcAttachType, loaded_programs};
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
@@ -39,8 +39,8 @@ pub(super) struct Facts {
     pub capabilities: Option<u64>,
     /// The kernel has TCX.
     pub tcx: bool,
-    /// Programs of others at interfaces that the agent uses: (program, interface, direction and mode).
-    pub strangers: Vec<(String, String, String)>,
+    /// Programs of others.
+    pub strangers: Vec<Stranger>,
     /// Tunnel devices that Spillway made.
     pub tunnels: Vec<String>,
     /// The kind of the device that has the tunnel's name and is not ours.
@@ -148,40 +148,19 @@ fn settings(config: &Config, facts: &mut Facts) {
     }
 }
 
-/// Programs that are not of the agent with these pins, at the interfaces that the agent uses.
+/// Programs that are not of the agent with these pins: where packets come in, and wherever the agent has its own.
 async fn strangers(bpffs: &Path, facts: &mut Facts) -> anyhow::Result<()> {
     let inventory = inventory::take(&Pins::new(bpffs)).await?;
     let ours: BTreeSet<u32> = inventory.programs.iter().map(|program| program.id).collect();
     let Some(table) = &facts.links else { return Ok(()) };
-    let used: BTreeMap<u32, String> = table
-        .links
-        .values()
-        .filter(|link| {
-            facts.roles.pods.contains(&link.index)
-                || facts.roles.uplinks.contains(&link.index)
-                || facts.tunnels.contains(&link.name)
-        })
-        .map(|link| (link.index, link.name.clone()))
-        .collect();
-    let name = |program: &ProgramInfo| program.name_as_str().unwrap_or("without a name").to_owned();
-    let mut found = BTreeSet::new();
-    for interface in used.values().filter(|_| facts.tcx) {
-        for (direction, text) in [(TcAttachType::Ingress, "ingress (tcx)"), (TcAttachType::Egress, "egress (tcx)")] {
-            let Ok((_, programs)) = SchedClassifier::query_tcx(interface, direction) else { continue };
-            for program in programs.iter().filter(|program| !ours.contains(&program.id())) {
-                found.insert((name(program), interface.clone(), text.to_owned()));
-            }
+    for link in table.links.values() {
+        let used = facts.roles.pods.contains(&link.index)
+            || facts.roles.uplinks.contains(&link.index)
+            || facts.tunnels.contains(&link.name);
+        for egress in [false, true].into_iter().filter(|egress| used || !egress) {
+            facts.strangers.extend(strangers::at(link.index, &link.name, egress, &ours)?);
         }
     }
-    let names: BTreeMap<u32, String> =
-        loaded_programs().filter_map(Result::ok).map(|program| (program.id(), name(&program))).collect();
-    let netlink = Netlink::open()?;
-    for (id, hook) in inventory::filters(&netlink.handle, &used).await?.into_iter().filter(|(id, _)| !ours.contains(id))
-    {
-        let name = names.get(&id).cloned().unwrap_or_else(|| format!("number {id}"));
-        found.insert((name, hook.interface.unwrap_or_default(), format!("{} ({})", hook.direction, hook.mode)));
-    }
-    facts.strangers = found.into_iter().collect();
     Ok(())
 }
 

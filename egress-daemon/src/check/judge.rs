@@ -1,7 +1,10 @@
 //! What the facts mean for an agent. Pure.
 
 use super::{Line, Status, facts::Facts};
-use crate::config::{Config, Firewall};
+use crate::{
+    config::{Config, Firewall},
+    datapath::strangers::Stranger,
+};
 
 /// `bpf_loop`, which the programs use, came with this kernel.
 const OLDEST: (u32, u32) = (5, 17);
@@ -27,14 +30,7 @@ fn bad(check: &'static str, status: Status, found: impl Into<String>, remedy: im
 /// All lines, in the order in which the agent needs the things.
 pub(super) fn judge(facts: &Facts, config: &Config) -> Vec<Line> {
     let mut lines = vec![kernel(facts), btf(facts), bpffs(facts), capabilities(facts), hooks(facts)];
-    lines.extend(facts.strangers.iter().map(|(program, interface, hook)| {
-        bad(
-            "hooks",
-            Status::Warn,
-            format!("program {program} of somebody else is at {interface} {hook}"),
-            "Spillway's programs run before it and take the packets of policies past it: see that this is wanted",
-        )
-    }));
+    lines.extend(facts.strangers.iter().map(stranger));
     lines.extend(tunnel(facts, config));
     lines.extend(forwarding(facts));
     lines.push(reverse_path(facts, config));
@@ -124,6 +120,19 @@ fn hooks(facts: &Facts) -> Line {
         "no TCX: programs are attached to clsact qdiscs, which anybody may replace",
         format!("boot Linux {}.{} or later for links that nobody else can remove", TCX.0, TCX.1),
     )
+}
+
+fn stranger(stranger: &Stranger) -> Line {
+    let found =
+        format!("program {} of somebody else is at {} {}", stranger.program(), stranger.interface, stranger.hook());
+    let remedy = match stranger.egress {
+        true => "Spillway's programs run before it and take the packets of policies past it: see that this is wanted",
+        false => {
+            "Spillway's programs run before it, but for XDP, and take the packets of policies past it; since it may bring packets into \
+             pods unseen, a SYN+ACK of a selected pod is not checked on this node: see that this is wanted (SECURITY.md)"
+        }
+    };
+    bad("hooks", Status::Warn, found, remedy)
 }
 
 fn tunnel(facts: &Facts, config: &Config) -> Vec<Line> {
@@ -268,6 +277,7 @@ fn interfaces(facts: &Facts, config: &Config) -> Vec<Line> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::datapath::strangers::How;
     use std::path::PathBuf;
 
     fn good() -> Facts {
@@ -329,7 +339,13 @@ mod tests {
 
     #[test]
     fn what_may_be_in_the_way_warns() {
-        let stranger = ("cil_from_container".to_owned(), "lxc1".to_owned(), "ingress (tcx)".to_owned());
+        let stranger = Stranger {
+            interface: "lxc1".into(),
+            egress: false,
+            how: How::Tcx,
+            program: None,
+            name: Some("cil_from_container".into()),
+        };
         let line = of(&Facts { strangers: vec![stranger], ..good() }, "hooks");
         assert!(
             line.status == Status::Warn && line.found.contains("cil_from_container") && line.found.contains("lxc1")

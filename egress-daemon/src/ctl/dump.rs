@@ -109,6 +109,12 @@ impl Dump {
         (u64::from(now.saturating_sub(tick)) << TICK_SHIFT) / 1_000_000_000
     }
 
+    /// Seconds until a tick, to within one tick; 0 for one that has come.
+    pub fn seconds_until(&self, tick: u32) -> u64 {
+        let now = (self.now >> TICK_SHIFT) as u32;
+        (u64::from(tick.saturating_sub(now)) << TICK_SHIFT) / 1_000_000_000
+    }
+
     fn name(&self, kind: u32, id: u32) -> Option<String> {
         self.tables.names.get(&NameKey { kind, id }).map(name_text)
     }

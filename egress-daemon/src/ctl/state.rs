@@ -86,9 +86,13 @@ fn agent_text(agent: &NodeState) -> String {
     };
     let store = if agent.store_connected { "" } else { ", NOT CONNECTED" };
     let addresses: Vec<String> = agent.tunnel_addresses.iter().map(ToString::to_string).collect();
+    let bypass = agent.bypass.iter().map(|stranger| {
+        format!("  a SYN+ACK of a selected pod is not checked: packets may come into pods past our programs\n    by {stranger}\n")
+    });
+    let bypass: String = bypass.collect();
     format!(
         "version {}, process {}, up {} s, {lease}\n  objects: {}{store}\n  transport {}, firewall {}, attached by {}, \
-         tunnel address {}, blocks up to revision {}\n",
+         tunnel address {}, blocks up to revision {}\n{bypass}",
         agent.version,
         agent.pid,
         agent.uptime_seconds,
@@ -228,10 +232,17 @@ mod tests {
             message: "unknown mode".into(),
             remedy: "write Any".into(),
         };
-        let node = NodeState { name: "gw1".into(), lease_held: Some(false), ..NodeState::default() };
+        let bypass = Some("program cil_from_netdev at eth0 ingress (tcx)".into());
+        let node = NodeState { name: "gw1".into(), lease_held: Some(false), bypass, ..NodeState::default() };
         let agent = AgentState { node, problems: vec![problem], ..AgentState::default() };
         let text = state(Inventory::default(), Some(&agent), None).text();
-        for part in ["NODE gw1\n", "does NOT hold its lease", "NOT CONNECTED", "spec.zone: unknown mode; write Any"] {
+        for part in [
+            "NODE gw1\n",
+            "does NOT hold its lease",
+            "NOT CONNECTED",
+            "spec.zone: unknown mode; write Any",
+            "by program cil_from_netdev at eth0",
+        ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
     }

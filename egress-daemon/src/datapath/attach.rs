@@ -4,7 +4,8 @@
 use super::{
     Pins,
     filters::{Filter, filters},
-    load::{LoadError, Programs},
+    load::{LoadError, PROGRAMS, Programs},
+    tcx,
 };
 use aya::programs::{
     LinkOrder, ProgramError, SchedClassifier, TcAttachType,
@@ -117,6 +118,12 @@ impl Attacher {
     /// How programs are attached.
     pub fn mode(&self) -> Mode {
         self.mode
+    }
+
+    /// The kernel's numbers of our programs.
+    pub fn programs(&mut self) -> BTreeSet<u32> {
+        let mut id = |name| Some(self.programs.get(name).ok()?.info().ok()?.id());
+        PROGRAMS.into_iter().filter_map(&mut id).collect()
     }
 
     /// The hooks that hold one of our programs, with the interface's name.
@@ -248,8 +255,8 @@ fn attach_tcx(
 
 /// The id of the program that sees packets first, if TCX has any there.
 fn first_tcx(interface: &str, direction: TcAttachType) -> Option<u32> {
-    let (_, programs) = SchedClassifier::query_tcx(interface, direction).ok()?;
-    programs.first().map(aya::programs::ProgramInfo::id)
+    let index = nix::net::if_::if_nametoindex(interface).ok()?;
+    tcx::programs(index, direction).ok()?.first().copied()
 }
 
 /// Whether a filter is one of ours.
@@ -331,9 +338,9 @@ pub fn detach_filter(program: &str, interface: &str) {
     }
 }
 
-/// Whether this kernel has TCX: asking an interface that always exists.
+/// Whether this kernel has TCX: asking the loopback device, which always exists.
 pub fn mode() -> Mode {
-    match SchedClassifier::query_tcx("lo", TcAttachType::Ingress) {
+    match tcx::programs(1, TcAttachType::Ingress) {
         Ok(_) => Mode::Tcx,
         Err(_) => Mode::Clsact,
     }

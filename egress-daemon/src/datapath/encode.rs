@@ -17,8 +17,7 @@ use egress_common::{
     config::{self, Config},
     egress::{BlockList, EgressIp, LeaseTable, Uplink, flags},
     endpoint::{
-        AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey,
-        endpoint_flags, except,
+        AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except,
     },
     limits::{self, MAGLEV_CHUNK},
     net, port_block,
@@ -37,8 +36,8 @@ pub struct EndpointView {
     pub ips: BTreeSet<IpAddr>,
     /// The policies that select it; empty for a pod that none selects.
     pub class: BTreeSet<PolicyId>,
-    /// It may have connections from before a policy selected it.
-    pub has_history: bool,
+    /// The tick until which it may send on connections from before a policy selected it; 0: it has none.
+    pub history_until: u32,
     /// The interfaces that its addresses are behind, where that is known.
     pub interfaces: BTreeMap<IpAddr, u32>,
 }
@@ -349,10 +348,9 @@ impl Encoder {
         for (id, endpoint) in &view.endpoints {
             let Some(&id) = self.endpoints.0.get(id) else { continue };
             let class = self.classes.0.get(&endpoint.class).copied().unwrap_or(0);
-            let flags = if endpoint.has_history { endpoint_flags::HAS_HISTORY } else { 0 };
             for ip in &endpoint.ips {
                 let ifindex = endpoint.interfaces.get(ip).copied().unwrap_or(0);
-                let record = Endpoint { id, class, flags, ifindex };
+                let record = Endpoint { id, class, history_until: endpoint.history_until, ifindex };
                 match ip {
                     IpAddr::V4(a) => drop(tables.v4.endpoints.insert(net::v4(*a), record)),
                     IpAddr::V6(a) => drop(tables.v6.endpoints.insert(net::v6(*a), record)),

@@ -1,12 +1,15 @@
 //! The filters of a clsact qdisc, in the order in which packets meet them.
 
-use std::io;
-
+use super::rtnetlink::{Extent, ask};
 use aya::programs::TcAttachType;
-use rtnetlink::packet_core::{NLM_F_DUMP, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
-use rtnetlink::packet_route::RouteNetlinkMessage;
-use rtnetlink::packet_route::tc::{TcAttribute, TcFilterBpfOption, TcHandle, TcMessage, TcOption};
-use rtnetlink::sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
+use rtnetlink::packet_route::{
+    RouteNetlinkMessage,
+    tc::{
+        TcAction, TcActionAttribute, TcAttribute, TcFilterBpfOption, TcFilterFlowerOption, TcFilterMatchAllOption,
+        TcFilterU32Option, TcHandle, TcMessage, TcOption,
+    },
+};
+use std::io;
 
 /// A filter.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,9 +22,14 @@ pub struct Filter {
     pub kind: String,
     /// The id of its program, if it has one.
     pub program: Option<u32>,
+    /// The name of its program, as who attached it has called it.
+    pub name: Option<String>,
+    /// One of its actions is a program.
+    pub acts_by_program: bool,
 }
 
-/// The filters at one side of an interface, the first one first. An error where there is no clsact qdisc, or no interface.
+/// The filters at one side of an interface, the first one first; none where there is no clsact qdisc. An error where there is no such
+/// interface.
 pub fn filters(interface: &str, direction: TcAttachType) -> io::Result<Vec<Filter>> {
     let minor = match direction {
         TcAttachType::Egress => 0xfff3,
@@ -30,52 +38,47 @@ pub fn filters(interface: &str, direction: TcAttachType) -> io::Result<Vec<Filte
     let mut message = TcMessage::default();
     message.header.index = nix::net::if_::if_nametoindex(interface)?.cast_signed();
     message.header.parent = TcHandle { major: 0xffff, minor };
-    let mut request = NetlinkMessage::from(RouteNetlinkMessage::GetTrafficFilter(message));
-    request.header.flags = NLM_F_REQUEST | NLM_F_DUMP;
-    request.finalize();
-    let mut bytes = vec![0; request.buffer_len()];
-    request.serialize(&mut bytes);
-    let mut socket = Socket::new(NETLINK_ROUTE)?;
-    socket.bind_auto()?;
-    socket.connect(&SocketAddr::new(0, 0))?;
-    socket.send(&bytes, 0)?;
-    let mut found = Vec::new();
-    loop {
-        let (bytes, _) = socket.recv_from_full()?;
-        let mut rest = bytes.as_slice();
-        while !rest.is_empty() {
-            let answer = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest).map_err(io::Error::other)?;
-            match answer.payload {
-                NetlinkPayload::Done(_) => return Ok(found),
-                NetlinkPayload::Error(error) => return Err(error.to_io()),
-                NetlinkPayload::InnerMessage(RouteNetlinkMessage::NewTrafficFilter(message)) => {
-                    found.extend(filter(&message));
-                }
-                _ => {}
-            }
-            let length = (answer.header.length as usize).next_multiple_of(4);
-            rest = rest.get(length..).unwrap_or_default();
-        }
-    }
+    let answers = ask(RouteNetlinkMessage::GetTrafficFilter(message), Extent::All)?;
+    let filters = answers.iter().filter_map(|answer| match answer {
+        RouteNetlinkMessage::NewTrafficFilter(message) => filter(message),
+        _ => None,
+    });
+    Ok(filters.collect())
 }
 
 /// The filter that a message describes; `None` for the head of a priority's list.
 fn filter(message: &TcMessage) -> Option<Filter> {
     let handle = u32::from(message.header.handle);
-    let mut filter =
-        Filter { priority: (message.header.info >> 16) as u16, handle, kind: String::new(), program: None };
+    let mut filter = Filter {
+        priority: (message.header.info >> 16) as u16,
+        handle,
+        kind: String::new(),
+        program: None,
+        name: None,
+        acts_by_program: false,
+    };
     for attribute in &message.attributes {
         match attribute {
             TcAttribute::Kind(kind) => filter.kind.clone_from(kind),
-            TcAttribute::Options(options) => {
-                let id = options.iter().find_map(|option| match option {
-                    TcOption::Bpf(TcFilterBpfOption::ProgId(id)) => Some(*id),
-                    _ => None,
-                });
-                filter.program = filter.program.or(id);
-            }
+            TcAttribute::Options(options) => options.iter().for_each(|option| note(&mut filter, option)),
             _ => {}
         }
     }
     (handle != 0).then_some(filter)
+}
+
+fn note(filter: &mut Filter, option: &TcOption) {
+    let is_program = |action: &TcAction| {
+        action.attributes.iter().any(|a| matches!(a, TcActionAttribute::Kind(kind) if kind == "bpf"))
+    };
+    match option {
+        TcOption::Bpf(TcFilterBpfOption::ProgId(id)) => filter.program = Some(*id),
+        TcOption::Bpf(TcFilterBpfOption::ProgName(name)) => filter.name = Some(name.clone()),
+        TcOption::U32(TcFilterU32Option::Action(actions))
+        | TcOption::Flower(TcFilterFlowerOption::Actions(actions))
+        | TcOption::MatchAll(TcFilterMatchAllOption::Action(actions)) => {
+            filter.acts_by_program |= actions.iter().any(is_program);
+        }
+        _ => {}
+    }
 }

@@ -10,7 +10,10 @@ mod filters;
 mod fit;
 pub mod load;
 pub mod maps;
+mod rtnetlink;
+pub mod strangers;
 pub mod tables;
+mod tcx;
 pub mod ways;
 pub mod write;
 

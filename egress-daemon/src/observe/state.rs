@@ -45,6 +45,9 @@ pub struct NodeState {
     pub firewall: String,
     /// How programs are attached: `tcx` or `clsact`.
     pub attach: String,
+    /// The program of somebody else that may bring packets into a pod past ours, and where it is: while there is one, a selected pod's
+    /// SYN+ACK is taken for an answer to what came in by it.
+    pub bypass: Option<String>,
     /// The addresses that other nodes send tunnelled packets to.
     pub tunnel_addresses: Vec<IpAddr>,
     /// Whether the node is a gateway and holds its Lease; absent for a node that is no gateway.

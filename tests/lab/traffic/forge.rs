@@ -18,6 +18,10 @@ pub enum Protocol {
     Udp,
     /// The first segment of a TCP connection.
     Syn,
+    /// The answer to it.
+    SynAck,
+    /// A segment with data.
+    Segment,
 }
 
 /// The bytes of one IP packet.
@@ -33,6 +37,8 @@ fn packet(protocol: Protocol, source: SocketAddr, target: SocketAddr) -> Result<
     match protocol {
         Protocol::Udp => ip.udp(from, to).write(&mut bytes, b"forged")?,
         Protocol::Syn => ip.tcp(from, to, 1, 1024).syn().write(&mut bytes, &[])?,
+        Protocol::SynAck => ip.tcp(from, to, 1, 1024).syn().ack(1).write(&mut bytes, &[])?,
+        Protocol::Segment => ip.tcp(from, to, 2, 1024).ack(1).write(&mut bytes, b"forged")?,
     }
     Ok(bytes)
 }

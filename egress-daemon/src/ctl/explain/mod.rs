@@ -245,13 +245,14 @@ fn new_flow(walk: &mut Walk<'_>, source: IpAddr, question: &Question) -> Outcome
         walk.say("protocol", format!("Protocol {} cannot be translated.", question.protocol));
         return walk.dropped(Counter::DropProtocol);
     }
-    if question.protocol == Protocol::Tcp && endpoint.flags & egress_common::endpoint::endpoint_flags::HAS_HISTORY != 0
-    {
-        let what = if record.flags & policy_flags::EXISTING_DROP != 0 { "dropped" } else { "left on their old path" };
-        walk.say(
-            "protocol",
-            format!("Segments of TCP connections from before the policy are {what}; a SYN opens a new flow."),
-        );
+    let left = dump.seconds_until(endpoint.history_until);
+    if question.protocol == Protocol::Tcp && left > 0 {
+        let what = if record.flags & policy_flags::EXISTING_DROP != 0 {
+            "dropped".to_owned()
+        } else {
+            format!("left on their old path if they are used within {left} s")
+        };
+        walk.say("protocol", format!("TCP connections from before the policy are {what}; a SYN opens a new flow."));
     }
     if record.table_len == 0 {
         walk.say("slot", "No slot of the policy can take new flows: its egress IPs have no gateway that answers, or there are none of this address family.");

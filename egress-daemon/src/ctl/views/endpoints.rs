@@ -2,7 +2,6 @@
 
 use super::{Sources, policies_by_class};
 use crate::ctl::print::{List, Row, joined};
-use egress_common::endpoint::endpoint_flags;
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,8 +22,9 @@ pub struct EndpointRow {
     pub assigned: BTreeMap<String, Vec<IpAddr>>,
     /// Number of its class on this node; 0 for a pod that no policy selects.
     pub class: u32,
-    /// Whether it may have connections from before a policy selected it, which are left alone.
-    pub has_history: bool,
+    /// For how many more seconds it may send on a TCP connection from before a policy selected it that was silent since then; what
+    /// was not is left alone for as long as it is used.
+    pub history_seconds: u64,
     /// Its translated flows.
     pub flows: usize,
 }
@@ -67,7 +67,7 @@ pub fn endpoints(sources: Sources<'_>) -> List<EndpointRow> {
             policies: policies.into_iter().collect(),
             assigned: assigned.get(&id).cloned().unwrap_or_default(),
             class: endpoint.class,
-            has_history: endpoint.flags & endpoint_flags::HAS_HISTORY != 0,
+            history_seconds: dump.seconds_until(endpoint.history_until),
             flows: addresses.iter().filter_map(|ip| flows.get(ip)).sum(),
             addresses,
         }

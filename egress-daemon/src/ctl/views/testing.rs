@@ -45,7 +45,7 @@ pub fn view() -> NodeView {
         let endpoint = EndpointView {
             ips: ips.into_iter().map(ip).collect(),
             class: class.into_iter().map(policy).collect(),
-            has_history: pod == "pin-0",
+            history_until: if pod == "pin-0" { START + 200 } else { 0 },
             interfaces: Default::default(),
         };
         view.endpoints.insert(EndpointId::new("prod", pod, "uid"), endpoint);

@@ -155,7 +155,8 @@ fn endpoints_show_policies_and_assignments() {
         [("prod/free-0", 1, String::new(), 0), ("prod/pin-0", 1, "pin".into(), 0), ("prod/web-0", 2, "web".into(), 2)]
     );
     assert_eq!(list.items[1].assigned["pin"], [ip("192.0.2.20")]);
-    assert!(list.items[1].has_history && !list.items[2].has_history);
+    // 100 ticks of 1.074 s.
+    assert_eq!((list.items[1].history_seconds, list.items[2].history_seconds), (107, 0));
     let (text, _) = check_prints(&list);
     assert!(text.starts_with("POD IP"), "{text}");
 }

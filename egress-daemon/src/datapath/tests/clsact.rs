@@ -5,11 +5,12 @@ use crate::{
     datapath::{
         attach::{Attacher, Hook, Mode},
         load::{Programs, Sizes},
+        strangers::{Lookout, at},
     },
     host::testing::{Net, NetNs, in_netns},
 };
 use aya::programs::{
-    TcAttachType,
+    LinkOrder, TcAttachType,
     tc::{NlOptions, TcAttachOptions},
 };
 use std::{collections::BTreeMap, process::Command};
@@ -135,5 +136,57 @@ fn clsact_order_our_filter_is_the_first_whoever_comes() {
             assert!(told.len() == 1 && told[0].to_string().contains("matchall"), "{told:?}");
             assert_eq!(first("ingress"), Some(own["pod_egress"]), "it is there all the same");
         }
+    });
+}
+
+/// Row syn-ack of docs/failures.md: who could bring packets into a pod past our programs.
+#[test]
+fn syn_ack_programs_of_others_are_found_where_packets_come_in() {
+    let Some(dir) = BpfDir::new("strangers") else { return };
+    in_netns("strangers", || async move {
+        let (other, index) = pod().await;
+        let live = BTreeMap::from([(index, "pod".to_owned())]);
+        let (mut ours, _) = attacher(&dir);
+        let own = ours.programs();
+        assert_eq!(own.len(), crate::datapath::load::PROGRAMS.len());
+        let mut lookout = Lookout::default();
+        assert_eq!(lookout.look(&live, &own, true), None);
+        sync(&mut ours, &hooks(&[("pod_egress", index), ("pod_ingress", index)]), &live);
+        assert_eq!(lookout.look(&live, &own, true), None, "our own do not count");
+        let mut strangers = Programs::load(&dir.pins, Sizes { max_flows: 64 }).unwrap();
+        let program = strangers.get("tunnel_ingress").unwrap();
+        let mut come = |direction, options| {
+            let link = program.attach_with_options("pod", direction, options).unwrap();
+            program.take_link(link).unwrap()
+        };
+        let filter = || TcAttachOptions::Netlink(NlOptions { priority: 7, ..NlOptions::default() });
+        let leaving = come(TcAttachType::Egress, filter());
+        assert_eq!(lookout.look(&live, &own, true), None, "it sees only what leaves");
+        assert_eq!(at(index, "pod", true, &own).unwrap().len(), 1);
+        let mut ways = vec![("ingress (clsact)", filter())];
+        if crate::datapath::attach::mode() == Mode::Tcx {
+            ways.push(("ingress (tcx)", TcAttachOptions::TcxOrder(LinkOrder::last())));
+        }
+        for (hook, options) in ways {
+            let coming = come(TcAttachType::Ingress, options);
+            assert_eq!(lookout.look(&live, &own, false), None, "{hook}: not looked at yet");
+            let told = lookout.look(&live, &own, true).unwrap_or_default().to_owned();
+            assert!(told.contains("tunnel_ingress at pod") && told.ends_with(hook), "{told}");
+            drop(coming);
+            assert_eq!(lookout.look(&live, &own, true), None, "{hook} is gone");
+        }
+        drop(leaving);
+        let others = "filter add dev pod ingress prio 9 protocol ip matchall action ok".split(' ');
+        if Command::new("tc").args(others).status().unwrap().success() {
+            assert_eq!(lookout.look(&live, &own, true), None, "a filter without a program");
+        }
+        // A new interface is looked at at once, and one that is gone counts no more.
+        Net::here().veth_into("new", &other, "eth1").await;
+        let new = Net::here().index("new").await;
+        let both = BTreeMap::from([(index, "pod".to_owned()), (new, "new".to_owned())]);
+        aya::programs::tc::qdisc_add_clsact("new").unwrap();
+        let _link = program.attach_with_options("new", TcAttachType::Ingress, filter()).unwrap();
+        assert!(lookout.look(&both, &own, false).is_some());
+        assert_eq!(lookout.look(&live, &own, false), None);
     });
 }

@@ -289,7 +289,7 @@ proptest! {
         view.classes.insert(class.clone(), classes::merge(&by_id, class.iter()));
         let none = PolicyView { flags: 0, slots: Vec::new(), assignments: BTreeMap::new() };
         view.policies = class.iter().map(|p| (p.clone(), none.clone())).collect();
-        let endpoint = EndpointView { ips: [IpAddr::from([10, 2, 0, 1])].into(), class, has_history: false, interfaces: BTreeMap::new() };
+        let endpoint = EndpointView { ips: [IpAddr::from([10, 2, 0, 1])].into(), class, history_until: 0, interfaces: BTreeMap::new() };
         view.endpoints.insert(scenes::endpoint_id(0), endpoint);
         let t = Encoder::recover(&Tables::default()).encode(&view, &Tables::default()).unwrap();
         let number = t.v4.endpoints.values().next().unwrap().class;

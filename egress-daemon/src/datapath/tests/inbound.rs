@@ -6,7 +6,7 @@ use super::{
     scenes,
 };
 use crate::datapath::encode::NodeView;
-use egress_common::{limits::MAX_INBOUND, net, verdict::Counter};
+use egress_common::{config::flags, limits::MAX_INBOUND, net, verdict::Counter};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 const SYN: u8 = 2;
@@ -142,5 +142,56 @@ fn reused_pod_ip_a_pod_answers_nothing_that_another_one_with_its_address_was_ask
             IpAddr::V6(a) => maps.v6.inbound.entries().unwrap().into_keys().any(|k| k.src == net::v6(a)),
         };
         assert!(!of_pod, "the dead pod's record is there");
+    }
+}
+
+/// Row syn-ack of docs/failures.md.
+#[test]
+fn syn_ack_without_a_record_passes_only_where_packets_may_come_in_unseen() {
+    let mut view = scene();
+    let Some(mut rig) = Rig::new("syn-ack", &view) else { return };
+    for (pod, server) in POD.into_iter().zip(SERVER) {
+        let (pod, server) = (addr(pod), addr(server));
+        let says = |flags| seal(ip(pod, server, TCP, &[], &tcp(8080, 40_000, flags, &[])));
+        view.config.as_mut().unwrap().flags &= !flags::UNSEEN_INBOUND;
+        rig.write(&view);
+        for flags in [SYN | ACK, ACK] {
+            rig.dropped("pod_egress", &says(flags), Counter::DropUnknownFlow);
+        }
+        // What our program has seen is answered.
+        let asks = seal(ip(server, pod, TCP, &[], &tcp(40_001, 8080, SYN, &[])));
+        assert_eq!(rig.run("pod_ingress", &asks).0, NEXT);
+        let answer = seal(ip(pod, server, TCP, &[], &tcp(8080, 40_001, SYN | ACK, &[])));
+        assert_eq!(rig.run("pod_egress", &answer).0, NEXT);
+        view.config.as_mut().unwrap().flags |= flags::UNSEEN_INBOUND;
+        rig.write(&view);
+        rig.dropped("pod_egress", &says(ACK), Counter::DropUnknownFlow);
+        for flags in [SYN | ACK, ACK] {
+            assert_eq!(rig.run("pod_egress", &says(flags)).0, NEXT);
+        }
+    }
+}
+
+/// Row history of docs/failures.md.
+#[test]
+fn history_of_a_pod_ends_at_its_tick_and_what_was_used_before_goes_on() {
+    let mut view = scene();
+    view.config.as_mut().unwrap().tcp_established = 1_000;
+    let Some(mut rig) = Rig::new("history", &view) else { return };
+    for (pod, server) in POD.into_iter().zip(SERVER) {
+        let (pod, server) = (addr(pod), addr(server));
+        let says = |port| seal(ip(pod, server, TCP, &[], &tcp(port, 443, ACK, &[])));
+        let mut until = |rig: &mut Rig, tick: u32| {
+            view.endpoints.get_mut(&scenes::endpoint_id(0)).unwrap().history_until = tick;
+            rig.write(&view);
+        };
+        // Far enough from both sides: time goes on meanwhile.
+        until(&mut rig, now_tick() + 500);
+        assert_eq!(rig.run("pod_egress", &says(50_000)).0, NEXT);
+        until(&mut rig, now_tick() - 1);
+        rig.dropped("pod_egress", &says(50_001), Counter::DropUnknownFlow);
+        assert_eq!(rig.run("pod_egress", &says(50_000)).0, NEXT, "it was used in time");
+        until(&mut rig, 0);
+        rig.dropped("pod_egress", &says(50_002), Counter::DropUnknownFlow);
     }
 }

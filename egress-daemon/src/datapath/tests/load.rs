@@ -1,8 +1,13 @@
 //! Loading: over what is there, over what is not ours, and with no more rights than the DaemonSet gives.
 
 use super::BpfDir;
-use crate::datapath::load::{PROGRAMS, Programs, Sizes};
+use crate::datapath::{
+    attach::{self, Attacher},
+    load::{PROGRAMS, Programs, Sizes},
+    strangers::{self, Lookout},
+};
 use std::{
+    collections::{BTreeMap, BTreeSet},
     fs::{self, OpenOptions},
     io::Write as _,
     os::unix::process::CommandExt as _,
@@ -52,6 +57,7 @@ fn few_capabilities_suffice() {
         let effective = status.lines().find_map(|l| l.strip_prefix("CapEff:")).unwrap().trim();
         let mine = rights().iter().fold(0u64, |all, c| all | 1 << c);
         assert_eq!(u64::from_str_radix(effective, 16).unwrap(), mine);
+        attached_programs_are_known();
         return load_and_tell();
     }
     if BpfDir::new("rights").is_none() {
@@ -61,6 +67,8 @@ fn few_capabilities_suffice() {
     child.args(["--exact", name, "--nocapture"]).env(MARKER, "1");
     let rights = rights();
     let drop_rights = move || {
+        // Interfaces of its own, to attach to.
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET)?;
         for capability in (0..=LAST).filter(|c| !rights.contains(c)) {
             // SAFETY: PR_CAPBSET_DROP takes one number. What is not in the bounding set is lost with the next exec.
             if unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) } != 0
@@ -78,6 +86,21 @@ fn few_capabilities_suffice() {
     assert!(output.status.success(), "{text}");
     assert!(text.contains("verified instructions"), "{text}");
     text.lines().filter(|l| l.contains("verified instructions")).for_each(|l| println!("{l}"));
+}
+
+/// To see who is at a hook takes no right that the agent has not.
+fn attached_programs_are_known() {
+    const LOOPBACK: u32 = 1;
+    let dir = BpfDir::new("few-rights-hooks").unwrap();
+    let mut programs = Programs::load(&dir.pins, Sizes { max_flows: 64 }).unwrap();
+    let own = programs.get("pod_egress").unwrap().info().unwrap().id();
+    let mut attacher = Attacher::new(programs, dir.pins.clone(), attach::mode());
+    let (hook, live) = (("pod_egress", LOOPBACK), BTreeMap::from([(LOOPBACK, "lo".to_owned())]));
+    let errors = attacher.sync(&[(hook, "lo".to_owned())].into(), &live, true);
+    assert!(errors.is_empty(), "{errors:?}");
+    assert_eq!(Lookout::default().look(&live, &attacher.programs(), true), None);
+    let somebodys = strangers::at(LOOPBACK, "lo", false, &BTreeSet::new()).unwrap();
+    assert_eq!(somebodys.iter().map(|one| one.program).collect::<Vec<_>>(), [Some(own)]);
 }
 
 /// Where `cargo xtask test` wants to read what the verifier counted.

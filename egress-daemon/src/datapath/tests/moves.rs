@@ -78,7 +78,7 @@ pub fn owner(ip: IpAddr) -> usize {
 pub fn op(random: &mut Random) -> Op {
     let mut tuple = tuple(random);
     let by = owner(tuple.pod);
-    let flags = random.of(&[SYN, SYN, ACK, ACK, ACK, FIN | ACK, RST]);
+    let flags = random.of(&[SYN, SYN, ACK, ACK, ACK, SYN | ACK, FIN | ACK, RST]);
     match random.below(100) {
         0..=44 => Op::Pod { by, tuple, flags },
         45..=54 => Op::Let { tuple, flags: SYN },
@@ -137,7 +137,7 @@ pub fn view(number: usize, firewall: bool, interfaces: &[u32]) -> NodeView {
         let ips: BTreeSet<IpAddr> = PODS[n].iter().map(|ip| addr(ip)).collect();
         let class = if selected.contains(&n) { class.clone() } else { BTreeSet::new() };
         let interfaces = ips.iter().map(|ip| (*ip, interfaces[n])).collect();
-        (scenes::endpoint_id(n), EndpointView { ips, class, has_history: false, interfaces })
+        (scenes::endpoint_id(n), EndpointView { ips, class, history_until: 0, interfaces })
     };
     view.endpoints = (0..PODS.len()).map(pod).collect();
     let config = view.config.as_mut().unwrap();

@@ -81,6 +81,8 @@ pub struct Nat {
     owners: BTreeMap<Reply, Tuple>,
     /// Those that the firewall has let pass.
     confirmed: BTreeSet<Reply>,
+    /// TCP connections of which a pod has sent the first segment.
+    opened: BTreeSet<Tuple>,
 }
 
 type Verdict = Result<(), String>;
@@ -140,6 +142,9 @@ impl Nat {
         let selected = self.selected.contains(&tuple.pod);
         let flow = self.flows.get(&tuple).copied();
         let live = flow.filter(|flow| self.keeps(flow, opening));
+        if opening {
+            self.opened.insert(tuple);
+        }
         match outcome {
             Outcome::Sent(reply) => {
                 rule(selected, || "no policy selects the pod, and its packet is translated".into())?;
@@ -174,6 +179,8 @@ impl Nat {
                     return Ok(());
                 }
                 rule(self.firewall, || "a selected pod's packet passes".into())?;
+                let known = !tcp || self.opened.contains(&tuple);
+                rule(known, || "a segment of a connection that its pod has never opened passes".into())?;
                 let confirmed = live.is_some_and(|live| self.confirmed.contains(&live.reply) && !opening);
                 rule(!confirmed, || "a confirmed flow is asked about again".into())?;
                 // It begins anew, or it is another one now, of which nothing was sent.

@@ -72,13 +72,13 @@ pub fn scene() -> NodeView {
     let pod = EndpointView {
         ips: [addr(POD4), addr(POD6)].into(),
         class: class.clone(),
-        has_history: false,
+        history_until: 0,
         interfaces: BTreeMap::new(),
     };
     let other = EndpointView {
         ips: [addr(STRANGER)].into(),
         class: Default::default(),
-        has_history: false,
+        history_until: 0,
         interfaces: BTreeMap::new(),
     };
     NodeView {

@@ -102,7 +102,7 @@ fn policy_seed() -> impl Strategy<Value = PolicySeed> {
 pub fn view() -> impl Strategy<Value = NodeView> {
     let egress = vec(option::of(egress_view()), 6);
     let policies = vec(option::of(policy_seed()), 4);
-    let endpoints = vec(option::of((vec(any::<bool>(), 4), any::<bool>(), any::<bool>())), 5);
+    let endpoints = vec(option::of((vec(any::<bool>(), 4), any::<bool>(), any::<u32>())), 5);
     let routes = vec(vec((0usize..6, option::of(0usize..4)), 0..4), 16);
     let other_nodes = vec(any::<bool>(), 4);
     (egress, policies, endpoints, routes, other_nodes).prop_map(|(egress, policies, endpoints, routes, others)| {
@@ -123,7 +123,7 @@ pub fn view() -> impl Strategy<Value = NodeView> {
             view.policies.insert(policy_id(n), PolicyView { flags, slots, assignments });
         }
         for (n, seed) in endpoints.into_iter().enumerate() {
-            let Some((selected, v6, has_history)) = seed else { continue };
+            let Some((selected, v6, history_until)) = seed else { continue };
             let class =
                 (0..4).filter(|p| selected[*p]).map(policy_id).filter(|p| view.policies.contains_key(p)).collect();
             let mut ips: BTreeSet<IpAddr> = [IpAddr::from([10, 1, 0, n as u8])].into();
@@ -131,7 +131,7 @@ pub fn view() -> impl Strategy<Value = NodeView> {
                 ips.insert(format!("fd00::{n}").parse().unwrap());
             }
             view.endpoints
-                .insert(endpoint_id(n), EndpointView { ips, class, has_history, interfaces: Default::default() });
+                .insert(endpoint_id(n), EndpointView { ips, class, history_until, interfaces: Default::default() });
         }
         let classes: BTreeSet<BTreeSet<PolicyId>> =
             view.endpoints.values().map(|e| e.class.clone()).filter(|c| !c.is_empty()).collect();

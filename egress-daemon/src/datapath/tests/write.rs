@@ -242,7 +242,7 @@ fn crowded(pods: usize) -> NodeView {
         let ip = IpAddr::from([10, 1, (n / 250) as u8, (n % 250) as u8]);
         (
             scenes::endpoint_id(n),
-            EndpointView { ips: [ip].into(), class: class.clone(), has_history: false, interfaces: Default::default() },
+            EndpointView { ips: [ip].into(), class: class.clone(), history_until: 0, interfaces: Default::default() },
         )
     };
     NodeView {

@@ -1,0 +1,48 @@
+//! Which programs TCX runs at an interface. By number alone: to open a program takes CAP_SYS_ADMIN, which the agent has not.
+
+use aya::programs::TcAttachType;
+use std::{io, ptr};
+
+/// The command of bpf(2).
+const BPF_PROG_QUERY: u32 = 16;
+/// `enum bpf_attach_type`.
+const BPF_TCX_INGRESS: u32 = 46;
+const BPF_TCX_EGRESS: u32 = 47;
+/// The most programs at one hook (`BPF_MPROG_MAX`).
+const MOST: usize = 64;
+
+/// `union bpf_attr` of [`BPF_PROG_QUERY`].
+#[repr(C)]
+#[derive(Default)]
+struct Query {
+    target_ifindex: u32,
+    attach_type: u32,
+    query_flags: u32,
+    attach_flags: u32,
+    prog_ids: u64,
+    prog_cnt: u32,
+    reserved: u32,
+    prog_attach_flags: u64,
+    link_ids: u64,
+    link_attach_flags: u64,
+    revision: u64,
+}
+
+/// The numbers of the programs at one side of an interface, the first one first. `EINVAL` before Linux 6.6.
+pub fn programs(index: u32, direction: TcAttachType) -> io::Result<Vec<u32>> {
+    let mut ids = vec![0_u32; MOST];
+    let mut query = Query {
+        target_ifindex: index,
+        attach_type: if matches!(direction, TcAttachType::Egress) { BPF_TCX_EGRESS } else { BPF_TCX_INGRESS },
+        prog_ids: ids.as_mut_ptr() as u64,
+        prog_cnt: MOST as u32,
+        ..Query::default()
+    };
+    // SAFETY: the kernel writes to the query and to as many numbers as it says there is room for.
+    let result = unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_QUERY, ptr::from_mut(&mut query), size_of::<Query>()) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    ids.truncate(query.prog_cnt as usize);
+    Ok(ids)
+}
