@@ -8,6 +8,8 @@ pub mod except {
     pub const ANYWHERE: u32 = 1;
     /// The same, and it is of another node's pods: no pod of this one has its address there.
     pub const ELSEWHERE: u32 = 2;
+    /// No policy touches it, nor what the node's NAT makes of it: the Service of the API server, which may be anywhere.
+    pub const SERVICE: u32 = 3;
 }
 
 map_type! {

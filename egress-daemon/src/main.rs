@@ -178,6 +178,9 @@ struct AgentArgs {
     node: String,
     #[command(flatten)]
     source: Source,
+    /// The address of the Service `kubernetes`: no policy touches it, nor the API server behind it, wherever that is
+    #[arg(long, env = "KUBERNETES_SERVICE_HOST", value_name = "ADDRESS")]
+    api_server: Option<String>,
     /// Run a controller in the same process
     #[arg(long, requires = "manifests", conflicts_with = "kubeconfig")]
     with_controller: bool,
@@ -271,6 +274,8 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
         source: args.source.describe(),
         with_controller: args.with_controller,
         config,
+        // Pods get an address from Kubernetes. Who sets a name instead goes past the Service.
+        api_server: args.api_server.and_then(|text| text.parse().ok()),
     };
     let stop = stop()?;
     let store = args.source.find().await?.open(&reader, &foreign, stop.clone());

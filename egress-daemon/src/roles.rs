@@ -17,7 +17,11 @@ use egress_daemon::{
     store::Store,
 };
 use futures::FutureExt;
-use std::{net::SocketAddr, path::PathBuf, sync::Arc};
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    sync::Arc,
+};
 use tokio::sync::watch;
 
 /// How an agent is started.
@@ -34,6 +38,8 @@ pub struct AgentOptions {
     pub with_controller: bool,
     /// The settings.
     pub config: Config,
+    /// The address at which pods find the API server.
+    pub api_server: Option<IpAddr>,
 }
 
 /// The controller's part of the settings. Its leadership and the gateways' leases have the same times.
@@ -57,10 +63,10 @@ pub async fn agent(
     store: impl Future<Output = Result<Option<Store>>>,
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> Result<()> {
-    let AgentOptions { node, bpffs, source, metrics, with_controller, config } = options;
+    let AgentOptions { node, bpffs, source, metrics, with_controller, config, api_server } = options;
     let files = RunFiles::of(&bpffs);
     let lock = files.acquire()?;
-    let settings = Settings::from(&config);
+    let settings = Settings::from(&config).with_api_server(api_server);
     let programs = Programs::load(&Pins::new(&bpffs), settings.sizes)?;
     let Some(store) = store.await? else { return Ok(lock.remove()?) };
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));

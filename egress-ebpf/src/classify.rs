@@ -72,6 +72,12 @@ fn excepted<F: Family>(dst: F) -> bool {
     F::never_leaves(dst) || F::excepts().get(&Key::new(F::BITS, dst)).is_some()
 }
 
+/// Whether no policy touches what the node's NAT makes of this destination.
+#[inline(always)]
+pub fn is_free_service<F: Family>(dst: F) -> bool {
+    matches!(F::excepts().get(&Key::new(F::BITS, dst)), Some(&except::SERVICE))
+}
+
 /// The part of a policy that serves one address family.
 #[inline(always)]
 pub fn policy<F: Family>(policy: u32) -> Option<&'static Policy> {

@@ -19,9 +19,10 @@ pub const LOOK: u64 = u32::MAX as u64 - 2;
 
 /// `pod_egress` leaves the packet of a pod of this class to the stack, because no policy has its destination.
 #[inline(always)]
-pub fn left(pkt: &Packet, t: &Transport, class: u32) -> Verdict {
+pub fn left<F: Family>(pkt: &Packet, t: &Transport, class: u32, dst: F) -> Verdict {
     match t.kind {
         _ if class == 0 => Verdict::Pass,
+        Kind::Tcp if steer::opens(t) && classify::is_free_service(dst) => Verdict::Pass,
         Kind::Tcp if steer::opens(t) => {
             pkt.note(note::of_class(class));
             Verdict::Pass

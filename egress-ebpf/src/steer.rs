@@ -294,7 +294,7 @@ fn unknown<F: Family>(
 ) -> Result<(), Verdict> {
     let generation = generation(config);
     let (index, endpoint) = match classify::classify(config, ip.src, ip.dst) {
-        Class::Outside(class) => return Err(service::left(pkt, t, class)),
+        Class::Outside(class) => return Err(service::left(pkt, t, class, ip.dst)),
         Class::Held => return Err(Verdict::Drop(Counter::DropHeld)),
         Class::Policy(index, endpoint) => (index, endpoint),
     };

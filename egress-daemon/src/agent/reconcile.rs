@@ -130,6 +130,7 @@ impl Agent {
             interfaces: &interfaces,
             histories: &self.histories,
             except_cidrs: &self.settings.except_cidrs,
+            api_server: self.settings.api_server,
             silent: self.settings.silent,
             withheld: &self.withheld,
             withdrawn: &self.owned.withdrawn(),

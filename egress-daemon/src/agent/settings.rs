@@ -7,7 +7,7 @@ use crate::{
     host::{classify::NamePattern, tunnel::TunnelSpec},
 };
 use ipnet::IpNet;
-use std::time::Duration;
+use std::{net::IpAddr, time::Duration};
 
 /// One part in so many of the flow table is what a pod may not use, unless its share is set. No more: closed connections
 /// count until their ports are needed or they have been idle for long enough.
@@ -20,6 +20,8 @@ pub struct Settings {
     pub tunnel: TunnelSpec,
     /// Destinations that no policy touches.
     pub except_cidrs: Vec<IpNet>,
+    /// The one of them that is the Service of the API server; see [`Settings::with_api_server`].
+    pub api_server: Option<IpNet>,
     /// Interfaces that carry egress IPs, where they are not found by themselves.
     pub uplinks: Vec<NamePattern>,
     /// Interfaces of pods, where they are not found by themselves.
@@ -52,11 +54,21 @@ pub struct Settings {
     pub attach: Option<attach::Mode>,
 }
 
+impl Settings {
+    /// The address at which pods find the API server: no policy touches it, and what is behind it may be anywhere.
+    pub fn with_api_server(mut self, address: Option<IpAddr>) -> Self {
+        self.api_server = address.map(IpNet::from);
+        self.except_cidrs.extend(self.api_server);
+        self
+    }
+}
+
 impl From<&Config> for Settings {
     fn from(config: &Config) -> Self {
         Self {
             tunnel: TunnelSpec { name: config.tunnel_name.clone(), port: config.tunnel_port },
             except_cidrs: config.except_cidrs.clone(),
+            api_server: None,
             uplinks: config.uplinks.clone(),
             pod_interfaces: config.pod_interfaces.clone(),
             sizes: Sizes { max_flows: config.max_flows },

@@ -46,6 +46,8 @@ pub struct Facts<'a> {
     pub histories: &'a Histories,
     /// The administrator's exceptions.
     pub except_cidrs: &'a [IpNet],
+    /// The one of them that is the Service of the API server, if it is known.
+    pub api_server: Option<IpNet>,
     /// ARP and NDP are not to be answered at all.
     pub silent: bool,
     /// Which gateway each egress IP is used by.
@@ -119,6 +121,7 @@ pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
         classes,
         excepts: excepts(facts.node, facts.snapshot, facts.except_cidrs),
         elsewhere: elsewhere(facts.snapshot, facts.node),
+        api_server: facts.api_server,
         egress_ips: facts.plan.egress_ips.iter().map(|(ip, e)| (*ip, egress(facts, *ip, e))).collect(),
         nodes: facts.snapshot.nodes.values().map(|n| (n.name.clone(), tunnel_addresses(n))).collect(),
         // The agent fills them in: they depend on routes, which are looked up for the nodes that the view names.

@@ -182,6 +182,7 @@ impl World {
             interfaces: &interfaces(&self.links, &self.roles, BTreeMap::new()),
             histories: &Histories::default(),
             except_cidrs: &self.except,
+            api_server: None,
             silent: self.silent,
             withheld: &Withheld::default(),
             withdrawn: &self.withdrawn,

@@ -106,6 +106,8 @@ pub struct NodeView {
     pub excepts: BTreeSet<IpNet>,
     /// Those of them that no pod of this node has an address of.
     pub elsewhere: BTreeSet<IpNet>,
+    /// The one of them that is the Service of the API server, if it is known.
+    pub api_server: Option<IpNet>,
     /// Egress IPs.
     pub egress_ips: BTreeMap<IpAddr, EgressView>,
     /// Tunnel addresses of all nodes; the first one is the one to send to.
@@ -339,7 +341,11 @@ impl Encoder {
         }
         for net_ in &view.excepts {
             let len = u32::from(net_.prefix_len());
-            let value = if view.elsewhere.contains(net_) { except::ELSEWHERE } else { except::ANYWHERE };
+            let value = match net_ {
+                _ if view.api_server == Some(*net_) => except::SERVICE,
+                _ if view.elsewhere.contains(net_) => except::ELSEWHERE,
+                _ => except::ANYWHERE,
+            };
             match net_ {
                 IpNet::V4(n) => drop(tables.v4.excepts.insert((net::v4(n.network()), len), value)),
                 IpNet::V6(n) => drop(tables.v6.excepts.insert((net::v6(n.network()), len), value)),

@@ -87,6 +87,7 @@ pub fn scene() -> NodeView {
         policies: [(scenes::policy_id(0), policy)].into(),
         classes: [(class, everywhere.into())].into(),
         excepts: ["198.18.0.0/15", REMOTE_PODS4, REMOTE_PODS6].map(|net| net.parse().unwrap()).into(),
+        api_server: None,
         elsewhere: [REMOTE_PODS4, REMOTE_PODS6].map(|net| net.parse().unwrap()).into(),
         egress_ips: [EGRESS4, EGRESS6].map(|a| (addr(a), egress.clone())).into(),
         nodes: (0..3).map(|n| (scenes::node(n), vec![IpAddr::from([10, 0, 0, n as u8 + 1])])).collect(),
