@@ -80,6 +80,8 @@ fn what_no_program_has_seen_does_not_leave() {
         let (kind, protocol) = if pod.is_ipv4() { (0, ICMP) } else { (129, ICMPV6) };
         let answer = seal(ip(pod, server, protocol, &[], &icmp(kind, 7, b"pong")));
         assert_eq!(rig.leave(&answer, POD_IFINDEX), (NEXT, answer.clone()));
+        let syn = seal(ip(server, pod, TCP, &[], &tcp(5000, 80, SYN, &[])));
+        assert_eq!(rig.run("pod_ingress", &syn).0, NEXT);
         let reply = seal(ip(pod, server, TCP, &[], &tcp(80, 5000, SYN | ACK, &[])));
         assert_eq!(rig.run("pod_egress", &reply).0, NEXT, "the outside has opened it");
         assert_eq!(rig.leave(&reply, POD_IFINDEX), (NEXT, reply.clone()));
