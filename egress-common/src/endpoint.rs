@@ -64,6 +64,13 @@ map_type! {
     } size 16
 }
 
+impl Policy {
+    /// Whether packets leave with the node's address at present: there is no slot that can be used, and the policy allows that.
+    pub const fn leaves_as_node(&self) -> bool {
+        self.table_len == 0 && self.flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0
+    }
+}
+
 /// Bits of [`Policy::flags`].
 pub mod policy_flags {
     /// Endpoints are assigned to egress IPs (map `ASSIGNMENTS`).

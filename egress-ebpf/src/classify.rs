@@ -8,7 +8,7 @@ use crate::{
 use aya_ebpf::btf_maps::lpm_trie::Key;
 use egress_common::{
     config::{Config, flags},
-    endpoint::{Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except, policy_flags},
+    endpoint::{Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except},
 };
 
 /// The answer for one source and destination.
@@ -85,10 +85,10 @@ pub fn policy<F: Family>(policy: u32) -> Option<&'static Policy> {
     unsafe { POLICIES.get(PolicyKey { policy, family: F::VERSION }) }
 }
 
-/// Whether packets of a policy leave with the node's address at present: it has no slot that can be used, and allows that.
+/// [`Policy::leaves_as_node`], by the policy's index.
 #[inline(always)]
 pub fn leaves_as_node<F: Family>(index: u32) -> bool {
-    policy::<F>(index).is_some_and(|p| p.table_len == 0 && p.flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0)
+    policy::<F>(index).is_some_and(Policy::leaves_as_node)
 }
 
 /// The slot that an egress IP is in a policy, if it is one.

@@ -9,7 +9,7 @@ use crate::{
     classify::{self, Class},
     ended,
     family::Family,
-    flows::{forget, reverse_key},
+    flows::{forget, last_seen},
     maps::{COLLECTOR, CONFIG, Collector},
     packet::{now_tick, set_clock},
     parse::proto,
@@ -109,8 +109,6 @@ pub fn idle_times(config: &Config) -> [u32; 4] {
 /// Whether a flow has been idle for too long, or belongs to no policy any more.
 #[inline(always)]
 fn is_due<F: Family>(config: &Config, key: &FlowKey<F>, flow: &Flow, now: u32) -> bool {
-    let mut last = flow.last_seen;
-    let mut back = 0;
     if flow.config_generation != config.generation
         && let Class::Outside(_) = classify::classify(config, key.src, key.dst)
         // What is left of a connection is to be severed, not to be let out, as long as its pod is there.
@@ -118,13 +116,7 @@ fn is_due<F: Family>(config: &Config, key: &FlowKey<F>, flow: &Flow, now: u32) -
     {
         return true;
     }
-    // SAFETY: read only.
-    if let Some(r) = reverse_key::<F>(key, flow).and_then(|k| unsafe { F::reverses().get(k) }) {
-        back = r.state;
-        if r.last_seen.wrapping_sub(last) as i32 > 0 {
-            last = r.last_seen;
-        }
-    }
+    let (last, back) = last_seen::<F>(key, flow);
     let [long, short, udp, icmp] = idle_times(config);
     let limit = match key.proto {
         _ if flow.pending != 0 => PENDING_TICKS,

@@ -134,9 +134,9 @@ pub fn into_pod(pkt: &Packet, ifindex: u32, macs: &[Mac; 2]) -> Verdict {
     pkt.redirect(ifindex)
 }
 
-/// The 5-tuple of a reply, as the reverse half has it.
+/// The 5-tuple of a packet towards a flow's source, as packets of the other direction have it.
 #[inline(always)]
-fn key_of<F: Family>(ip: &Ip<F>, t: &Transport) -> FlowKey<F> {
+pub fn key_of<F: Family>(ip: &Ip<F>, t: &Transport) -> FlowKey<F> {
     match t.kind {
         Kind::Answer | Kind::Query => {
             FlowKey { src: ip.dst, dst: ip.src, src_port: t.src_port, dst_port: 0, proto: ip.proto }

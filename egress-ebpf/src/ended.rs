@@ -4,11 +4,11 @@
 
 use crate::{
     family::Family,
-    flows::{forget, reverse_key},
+    flows::{forget, last_seen},
     maps::CONFIG,
     packet::{ETH_LEN, Packet, now_tick},
     parse::{Ip, Transport, proto},
-    share, stats,
+    ports, share, stats,
 };
 use aya_ebpf::helpers::bpf_loop;
 use core::ffi::c_void;
@@ -85,20 +85,6 @@ fn end_of<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport) -> Option<u32> {
     Some(seq.wrapping_add(payload + 1))
 }
 
-/// Tick of the last packet of either direction, and whether there was an answer.
-#[inline(always)]
-fn last_seen<F: Family>(key: &FlowKey<F>, flow: &Flow) -> (u32, bool) {
-    let Some(reverse) = reverse_key::<F>(key, flow) else { return (flow.last_seen, false) };
-    // SAFETY: read only.
-    match unsafe { F::reverses().get(&reverse) } {
-        Some(r) if r.last_seen.wrapping_sub(flow.last_seen) as i32 > 0 => {
-            (r.last_seen, r.state & udp::seen::ANSWER != 0)
-        }
-        Some(r) => (flow.last_seen, r.state & udp::seen::ANSWER != 0),
-        None => (flow.last_seen, false),
-    }
-}
-
 /// Looks at the oldest record of an ended flow if it is due: 0 to go on, 1 when there is nothing more to do in this run of the collector.
 #[inline(always)]
 pub fn drain<F: Family>() -> i64 {
@@ -109,7 +95,8 @@ pub fn drain<F: Family>() -> i64 {
     }
     let Ok(Some(record)) = F::ended().pop() else { return 1 };
     let Some(flow) = queued::<F>(&record) else { return 0 };
-    let (last, answered) = last_seen::<F>(&record.key, flow);
+    let (last, back) = last_seen::<F>(&record.key, flow);
+    let answered = back & udp::seen::ANSWER != 0;
     let idle = now.wrapping_sub(last) as i32 >= ENDED_TICKS as i32;
     let short = record.key.proto == proto::TCP || answered && u16::from_be(record.key.dst_port) < WELL_KNOWN_PORTS;
     if idle && short {
@@ -168,9 +155,7 @@ pub fn reclaim<F: Family>(pkt: &Packet) -> u64 {
 
 /// Takes the place of the oldest ended flow: 0 to go on, 1 to stop.
 extern "C" fn take_one<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
-    let (Some(config), Some(search)) = (CONFIG.get(0), F::search().get_ptr_mut(0)) else { return 1 };
-    // SAFETY: as in `reclaim`.
-    let search = unsafe { &mut *search };
+    let (Some(config), Some(search)) = (CONFIG.get(0), ports::search::<F>()) else { return 1 };
     let Ok(Some(record)) = F::ended().pop() else { return 1 };
     let Some(flow) = queued::<F>(&record) else { return 0 };
     forget::<F>(&record.key, flow);

@@ -145,3 +145,14 @@ pub fn enter<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), i32> {
     share::take::<F>(flow.endpoint);
     Ok(())
 }
+
+/// Tick of the last packet of either direction, and the reverse half's state; 0 where that half is gone.
+#[inline(always)]
+pub fn last_seen<F: Family>(key: &FlowKey<F>, flow: &Flow) -> (u32, u16) {
+    // SAFETY: read only.
+    match reverse_key::<F>(key, flow).and_then(|reverse| unsafe { F::reverses().get(reverse) }) {
+        Some(r) if r.last_seen.wrapping_sub(flow.last_seen) as i32 > 0 => (r.last_seen, r.state),
+        Some(r) => (flow.last_seen, r.state),
+        None => (flow.last_seen, 0),
+    }
+}

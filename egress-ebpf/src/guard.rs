@@ -55,7 +55,7 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
             return Verdict::Drop(Counter::DropForged).to_bits();
         }
         if forwarded {
-            once::remember::<F>(pkt);
+            once::remember::<F>(pkt, egress);
         }
     }
     if is_tunnelled::<F>(pkt, config, &ip) {

@@ -3,7 +3,7 @@
 
 use crate::{
     classify::{self, Class},
-    collect,
+    collect, deliver,
     family::Family,
     gate,
     maps::CONFIG,
@@ -33,18 +33,18 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
         return Verdict::Pass;
     }
     let t = parse::transport::<F>(pkt, &ip);
-    let (src_port, dst_port) = match t.kind {
-        Kind::Tcp if steer::opens(&t) => (t.dst_port, t.src_port),
-        Kind::Udp if !gate::is_from_tunnel(config, &t) => (t.dst_port, t.src_port),
-        Kind::Query => (t.src_port, 0),
+    match t.kind {
+        Kind::Tcp if steer::opens(&t) => {}
+        Kind::Udp if !gate::is_from_tunnel(config, &t) => {}
+        Kind::Query => {}
         _ => return Verdict::Pass,
-    };
+    }
     // A pod of this node that sends with an address of somebody else does not speak for the outside. With its own, which the gate
     // has seen to, it is one more who opens a flow.
     if pkt.is_pods() && F::endpoints().get_ptr(ip.src).is_none() {
         return Verdict::Pass;
     }
-    let key = FlowKey { src: ip.dst, dst: ip.src, src_port, dst_port, proto: ip.proto };
+    let key = deliver::key_of(&ip, &t);
     if F::flows().get_ptr(&key).is_some() {
         return Verdict::Pass;
     }

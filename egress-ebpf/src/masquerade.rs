@@ -23,14 +23,12 @@ const SYN_DATA: u32 = 1_460;
 /// The flags that answer a SYN.
 const OPENED: u8 = flag::SYN | flag::ACK;
 
-/// Remembers what a packet belongs to that leaves with an egress IP as its source, and that no program of ours has sent. Always 0.
+/// Remembers what a packet belongs to that leaves with this egress IP as its source, and that no program of ours has sent. Always 0.
 ///
 /// Also at a port that nobody leases: somebody may before the connection ends.
 #[inline(always)]
-pub fn remember<F: Family>(pkt: &Packet) -> u64 {
+pub fn remember<F: Family>(pkt: &Packet, egress: u32) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return 0 };
-    // SAFETY: read only.
-    let Some(&egress) = (unsafe { F::egress_index().get(ip.src) }) else { return 0 };
     match EGRESS_IPS.get(egress) {
         Some(e) if e.is_own_address() && ip.part != Part::Later => {}
         _ => return 0,

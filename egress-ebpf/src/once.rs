@@ -50,7 +50,7 @@ once! {
     /// [`service::leaving`].
     leaving(leaving_v4, leaving_v6) = service::leaving(class: u32);
     /// [`masquerade::remember`].
-    remember(remember_v4, remember_v6) = masquerade::remember();
+    remember(remember_v4, remember_v6) = masquerade::remember(egress: u32);
     /// [`large::answer`].
     answer(answer_v4, answer_v6) = large::answer(mtu: u32);
     /// [`fragment::gather`].

@@ -61,7 +61,7 @@ const SHARE: u32 = 4;
 
 /// This CPU's search.
 #[inline(always)]
-fn search<F: Family>() -> Option<&'static mut Search<F>> {
+pub fn search<F: Family>() -> Option<&'static mut Search<F>> {
     // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
     F::search().get_ptr_mut(0).map(|s| unsafe { &mut *s })
 }

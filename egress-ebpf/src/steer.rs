@@ -315,8 +315,7 @@ fn unknown<F: Family>(
         Kind::Other | Kind::Error => return Err(Verdict::Drop(Counter::DropProtocol)),
     }
     if policy.table_len == 0 {
-        let node_ip = policy.flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0;
-        return Err(if node_ip { Verdict::Pass } else { Verdict::Drop(Counter::DropNoGateway) });
+        return Err(if policy.leaves_as_node() { Verdict::Pass } else { Verdict::Drop(Counter::DropNoGateway) });
     }
     if share::is_used_up::<F>(config, endpoint.id) {
         return Err(Verdict::Drop(Counter::DropPodShare));
@@ -362,9 +361,7 @@ fn open<F: Family>(
     policy: &Policy,
     endpoint: &Endpoint,
 ) -> Result<(), Counter> {
-    let search = F::search().get_ptr_mut(0).ok_or(Counter::DropNoPort)?;
-    // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
-    let search = unsafe { &mut *search };
+    let search = ports::search::<F>().ok_or(Counter::DropNoPort)?;
     let now = now_tick();
     search.value = reverse_value(pkt, key, index, endpoint.id, pending, now).ok_or(Counter::DropMalformed)?;
     search.hash = hash::flow(key, policy.seed);

@@ -11,14 +11,8 @@ use serde_json::Value;
 
 use crate::security::{FORWARD, REPLY, TUNNEL_PORT, leased_port};
 use crate::support::{
-    PATIENCE, at, counter, egress, forbid, sources, wait_bypass, wait_counter, wait_in_force, web_pod,
+    PATIENCE, at, counter, egress, forbid, sources, wait_bypass, wait_counter, wait_grown, wait_in_force, web_pod,
 };
-
-/// Waits until a counter has grown by `more`.
-fn wait_grown(lab: &Lab, node: &str, name: &str, before: u64, more: u64) -> Result<()> {
-    let what = format!("{name} of {node} grows by {more} from {before}");
-    wait_until(&what, PATIENCE, || counter(lab, node, name), |now| *now >= before + more).map(drop)
-}
 
 /// A port of a socket that a flow of the pod has at a server.
 fn translated_port(pod: &Pod, server: &Server, udp: &UdpServer, family: Family) -> Result<SocketAddr> {

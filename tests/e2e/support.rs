@@ -235,21 +235,8 @@ fn scalar_after(text: &str, key: &str) -> Option<String> {
 
 /// One of the datapath's counters on a node.
 pub fn counter(lab: &Lab, node: &str, name: &str) -> Result<u64> {
-    let stats = lab.egressctl(node, &["stats"])?;
-    find_counter(&stats, name).with_context(|| format!("egressctl stats on {node} has no {name}: {stats}"))
-}
-
-fn find_counter(value: &Value, name: &str) -> Option<u64> {
-    match value {
-        Value::Object(fields) => {
-            let named = fields.values().any(|value| value.as_str() == Some(name));
-            let number = || fields.values().find_map(Value::as_u64);
-            let own = fields.get(name).and_then(Value::as_u64).or_else(|| named.then(number).flatten());
-            own.or_else(|| fields.values().find_map(|value| find_counter(value, name)))
-        }
-        Value::Array(items) => items.iter().find_map(|item| find_counter(item, name)),
-        _ => None,
-    }
+    let counters = lab.counters(node)?;
+    counters.get(name).copied().with_context(|| format!("egressctl stats on {node} has no {name}: {counters:?}"))
 }
 
 /// Waits until an agent says whether programs of others may bring packets into its pods unseen.
@@ -261,8 +248,13 @@ pub fn wait_bypass(lab: &Lab, node: &str, is_there: bool) -> Result<()> {
 
 /// Waits until a counter is above `before`.
 pub fn wait_counter(lab: &Lab, node: &str, name: &str, before: u64) -> Result<()> {
-    let what = format!("{name} of {node} is above {before}");
-    wait_until(&what, PATIENCE, || counter(lab, node, name), |now| *now > before).map(drop)
+    wait_grown(lab, node, name, before, 1)
+}
+
+/// Waits until a counter has grown by `more`.
+pub fn wait_grown(lab: &Lab, node: &str, name: &str, before: u64, more: u64) -> Result<()> {
+    let what = format!("{name} of {node} grows by {more} from {before}");
+    wait_until(&what, PATIENCE, || counter(lab, node, name), |now| *now >= before + more).map(drop)
 }
 
 /// An address of one family with a port, as a socket's address.

@@ -1,5 +1,6 @@
 //! Spillway's processes in the lab: agents in their nodes' namespaces, controllers in one of their own, `egressctl`.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::os::unix::fs::symlink;
 use std::os::unix::process::ExitStatusExt;
@@ -249,6 +250,14 @@ impl Lab {
         let text = self.egressctl_text(node, &[arguments, &["-o", "json"]].concat())?;
         serde_json::from_str(&text)
             .with_context(|| format!("egressctl {arguments:?} on {node} printed no JSON: {text}"))
+    }
+
+    /// What a node's datapath and rules have counted, by name.
+    pub fn counters(&self, node: &str) -> Result<BTreeMap<String, u64>> {
+        let stats = self.egressctl(node, &["stats"])?;
+        let items = stats["items"].as_array().context("egressctl stats has no items")?;
+        let pairs = items.iter().filter_map(|one| Some((one["name"].as_str()?.to_owned(), one["value"].as_u64()?)));
+        Ok(pairs.collect())
     }
 
     /// Runs `egressctl ARGUMENTS` on `node` and returns what it printed.

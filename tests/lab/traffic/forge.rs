@@ -48,16 +48,20 @@ pub fn spray(
     ns: &NetNs,
     protocol: Protocol,
     source: IpAddr,
-    ports: impl IntoIterator<Item = u16> + Send,
+    ports: impl IntoIterator<Item = u16, IntoIter: Send>,
     target: SocketAddr,
 ) -> Result<()> {
+    send_raw(ns, target.ip(), ports.into_iter().map(|port| packet(protocol, SocketAddr::new(source, port), target)))
+}
+
+/// Sends packets, whatever their source, to `target` by one raw socket.
+fn send_raw(ns: &NetNs, target: IpAddr, packets: impl Iterator<Item = Result<Vec<u8>>> + Send) -> Result<()> {
     ns.run(|| {
-        let socket = packet_socket(target.ip())?;
+        let socket = packet_socket(target)?;
         // The port of a raw socket's address must be 0 for IPv6.
-        let address = SockaddrStorage::from(SocketAddr::new(target.ip(), 0));
-        for port in ports {
-            let bytes = packet(protocol, SocketAddr::new(source, port), target)?;
-            sendto(socket.as_raw_fd(), &bytes, &address, MsgFlags::empty()).context("cannot send a forged packet")?;
+        let address = SockaddrStorage::from(SocketAddr::new(target, 0));
+        for bytes in packets {
+            sendto(socket.as_raw_fd(), &bytes?, &address, MsgFlags::empty()).context("cannot send a forged packet")?;
         }
         Ok(())
     })
@@ -80,12 +84,7 @@ pub fn send_error(ns: &NetNs, source: IpAddr, target: IpAddr, about: (SocketAddr
         }
         _ => bail!("source and target are of different families"),
     }
-    ns.run(|| {
-        let address = SockaddrStorage::from(SocketAddr::new(target, 0));
-        sendto(packet_socket(target)?.as_raw_fd(), &bytes, &address, MsgFlags::empty())
-            .context("cannot send an ICMP error")?;
-        Ok(())
-    })
+    send_raw(ns, target, [Ok(bytes)].into_iter())
 }
 
 /// Sends one UDP datagram out of `interface` to the MAC address `to`, in a frame with the tag of this VLAN.
@@ -140,12 +139,7 @@ pub fn send_vxlan_from(
     let mut bytes = Vec::new();
     let payload = encapsulated(network, protocol, source, target)?;
     PacketBuilder::ipv4(a.octets(), b.octets(), 64).udp(from.port(), device.port()).write(&mut bytes, &payload)?;
-    ns.run(|| {
-        let socket = packet_socket(device.ip())?;
-        let address = SockaddrStorage::from(SocketAddr::new(device.ip(), 0));
-        sendto(socket.as_raw_fd(), &bytes, &address, MsgFlags::empty()).context("cannot send a forged datagram")?;
-        Ok(())
-    })
+    send_raw(ns, device.ip(), [Ok(bytes)].into_iter())
 }
 
 /// A packet in VXLAN and inner Ethernet headers.

@@ -15,7 +15,6 @@ use super::figures::Figure;
 use super::flows::{map_memory, tracked};
 use super::variant::{CPU, Opened, Place, Variant};
 use crate::progress::Step;
-use crate::soak::world::counters;
 
 /// Servers that the pod goes to: every address of a network that one server takes for its own.
 const SERVERS: u32 = 25_000;
@@ -58,10 +57,10 @@ pub fn measure(binaries: &Path, window: Duration) -> Result<Vec<Figure>> {
     type Of = fn(&Churned) -> f64;
     let figures: [(&str, &str, Of); 6] = [
         ("TCP connections, opened", "1/s", |c| c.opened),
-        ("TCP connections, not opened", "", |c| c.not_opened),
+        ("TCP, not opened", "connections", |c| c.not_opened),
         ("UDP questions, asked", "1/s", |c| c.asked),
-        ("UDP questions, not answered", "", |c| c.unanswered),
-        ("packets refused for want of room", "", |c| c.refused),
+        ("UDP, not answered", "questions", |c| c.unanswered),
+        ("refused for want of room", "packets", |c| c.refused),
         ("memory of flows, at most", "MiB", |c| c.memory / f64::from(1 << 20)),
     ];
     let figure = |(name, unit, of): (&str, &'static str, Of)| {
@@ -118,7 +117,7 @@ fn refused(place: &Place) -> Result<f64> {
             Variant::Stock => not_tracked(&node.ns.sh("cat /proc/net/stat/nf_conntrack")?)?,
             _ => {
                 let names = ["drop_pod_share", "drop_port_share", "drop_no_port", "drop_table_full"];
-                let counters = counters(&place.lab, &node.name)?;
+                let counters = place.lab.counters(&node.name)?;
                 names.iter().filter_map(|name| Some(*counters.get(*name)? as f64)).sum()
             }
         };

@@ -19,7 +19,7 @@ use lab::{Family, Packet, Trace, wait_for};
 use super::churn::Churn;
 use super::world::{
     LOOK_PORT, MAIL, MAIL_PORT, NEW_MAIL_PORT, NEW_WEB_PORT, PASSING, PLAIN_PORT, POD_PORT, RATE_PORT, UDP_PORT, WEB,
-    WEB_PORT, World, addresses, counters, epochs,
+    WEB_PORT, World, addresses, epochs,
 };
 
 /// Violations that are told one by one; of more only the number is kept.
@@ -161,7 +161,9 @@ impl Judge {
         }
         self.figure("answers of former owners", overlaps);
         for node in world.nodes() {
-            let drops: Vec<String> = counters(&world.lab, &node)?
+            let drops: Vec<String> = world
+                .lab
+                .counters(&node)?
                 .into_iter()
                 .filter(|(name, count)| *count > 0 && (name.starts_with("drop_") || name.starts_with("flows_")))
                 .map(|(name, count)| format!("{name} {count}"))

@@ -3,7 +3,7 @@
 
 mod churn;
 mod judge;
-pub mod world;
+mod world;
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use lab::traffic::{
     ConnectRate, RunningRate, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer,
 };
@@ -198,13 +198,4 @@ pub fn addresses(hosts: &[u8]) -> Vec<IpAddr> {
 pub fn epochs(lab: &Lab) -> BTreeMap<IpAddr, u64> {
     let all = crate::demo::objects::egress_ips(lab.manifests()).unwrap_or_default();
     all.into_iter().map(|one| (one.address, one.epoch)).collect()
-}
-
-/// What a node's datapath has counted, by name.
-pub fn counters(lab: &Lab, node: &str) -> Result<BTreeMap<String, u64>> {
-    let stats = lab.egressctl(node, &["stats"])?;
-    let items = stats.get("items").and_then(serde_json::Value::as_array).context("egressctl stats has no items")?;
-    let pairs =
-        items.iter().filter_map(|one| Some((one.get("name")?.as_str()?.to_owned(), one.get("value")?.as_u64()?)));
-    Ok(pairs.collect())
 }
