@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use anyhow::{Context, Result};
-use lab::hook::{Action, Hooked, Place, Side, hook_at};
+use lab::hook::{Action, Hooked, Means, Place, Side, hook_by};
 use lab::traffic::{
     Protocol, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, send_packet,
     send_vxlan, send_vxlan_from,
@@ -11,7 +11,8 @@ use lab::traffic::{
 use lab::{Builder, Capture, Cni, Family, Lab, Pod, PodSpec, Server, wait_for, wait_until};
 
 use crate::support::{
-    PATIENCE, at, counter, egress, fixed, sources, start_with, wait_counter, wait_in_force, web, web_pod,
+    PATIENCE, at, attaching, counter, egress, fixed, sources, start_with, wait_counter, wait_in_force, web, web_pod,
+    web_pod_with,
 };
 
 /// VXLAN network identifiers, as `egress_common::abi` has them.
@@ -21,8 +22,13 @@ const TUNNEL_PORT: u16 = 8473;
 
 /// A lab with a selected pod of this kind on `worker1`, in force, whose node does not masquerade: what leaks shows the pod's address.
 fn with_pod(cni: Cni, test: impl FnOnce(&mut Lab, &Pod, &Server) -> Result<()>) {
+    with_pod_by(Means::Tcx, cni, test);
+}
+
+/// [`with_pod`] with agents that attach their programs by these means.
+fn with_pod_by(means: Means, cni: Cni, test: impl FnOnce(&mut Lab, &Pod, &Server) -> Result<()>) {
     bare(cni).run(|lab| {
-        let (pod, server) = web_pod(lab, &[10])?;
+        let (pod, server) = web_pod_with(lab, &[10], &attaching(means))?;
         let capture = Capture::start(&server.ns, "eth0")?;
         test(lab, &pod, &server)?;
         no_strangers(&capture, &server)
@@ -44,32 +50,33 @@ fn no_strangers(capture: &Capture, server: &Server) -> Result<()> {
 }
 
 /// What a CNI does that routes in eBPF: a program at the pod's interface sends every IP packet on by itself.
-fn route(lab: &Lab, pod: &Pod, place: Place) -> Result<Hooked> {
+fn route(lab: &Lab, pod: &Pod, means: Means, place: Place) -> Result<Hooked> {
     let node = lab.node(&pod.node);
     let uplink = node.ns.ifindex(node.uplink())?;
-    hook_at(&node.ns, &pod.host_interface, Side::Ingress, Action::ToNeighbour(uplink), place)
+    hook_by(means, &node.ns, &pod.host_interface, Side::Ingress, Action::ToNeighbour(uplink), place)
 }
 
 /// docs/failures.md: ebpf-cni.
 #[test]
 fn ebpf_cni_that_routes_behind_our_program_is_caught_at_the_exit() {
     lab::require_root!();
-    for cni in Cni::BOTH {
-        with_pod(cni, |lab, pod, server| {
-            let _routes = route(lab, pod, Place::Last)?;
+    for (means, cni) in [(Means::Tcx, Cni::PointToPoint), (Means::Tcx, Cni::Bridge), (Means::Clsact, Cni::PointToPoint)]
+    {
+        with_pod_by(means, cni, |lab, pod, server| {
+            let _routes = route(lab, pod, means, Place::Last)?;
             let _echo = TcpServer::start(&server.ns, &server.ips.both(8080), ServerMode::Echo)?;
             let _udp = UdpServer::start(&server.ns, &server.ips.both(8053))?;
             for family in Family::BOTH {
                 let passed = counter(lab, &pod.node, "firewall_passed")?;
                 let seen = sources(&pod.ns, server, family, 20)?;
-                assert_eq!(seen, [(egress(family, &[10])[0], 20)].into(), "{cni:?}");
+                assert_eq!(seen, [(egress(family, &[10])[0], 20)].into(), "{means:?} {cni:?}");
                 let clients = TcpClients::establish(&pod.ns, server.ips.at(family, 8080), 5, TcpOptions::default())?;
                 clients.wait_progress(10, PATIENCE)?;
                 // Fragments take the host's path also in a flow that is confirmed.
                 let options = UdpOptions { size: 4000, ..UdpOptions::default() };
                 let large = UdpClients::start(&pod.ns, server.ips.at(family, 8053), 3, options)?;
                 large.wait("large answers", PATIENCE, |all| all.iter().all(|one| one.received > 3))?;
-                assert!(counter(lab, &pod.node, "firewall_passed")? >= passed + 28, "{cni:?} {family:?}");
+                assert!(counter(lab, &pod.node, "firewall_passed")? >= passed + 28, "{means:?} {cni:?} {family:?}");
             }
             Ok(())
         });
@@ -80,76 +87,82 @@ fn ebpf_cni_that_routes_behind_our_program_is_caught_at_the_exit() {
 #[test]
 fn ebpf_cni_that_routes_before_our_program_lets_nothing_out() {
     lab::require_root!();
-    with_pod(Cni::PointToPoint, |lab, pod, server| {
-        for family in Family::BOTH {
-            let before = counter(lab, &pod.node, "drop_unguarded")?;
-            let _listens = UdpServer::start(&server.ns, &server.ips.both(8053))?;
-            let flows = UdpClients::start(&pod.ns, server.ips.at(family, 8053), 3, UdpOptions::default())?;
-            flows.wait("answers", PATIENCE, |all| all.iter().all(|one| one.received > 3))?;
-            // The agent puts its program first again within a second; it is put behind as often as it takes.
-            wait_until(
-                "packets that no program has seen are dropped",
-                PATIENCE,
-                || {
-                    let _routes = route(lab, pod, Place::First)?;
-                    sources(&pod.ns, server, family, 4)?;
-                    counter(lab, &pod.node, "drop_unguarded")
-                },
-                |now| *now > before,
-            )?;
-        }
-        wait_in_force(pod, server, &[10])
-    });
+    for means in Means::BOTH {
+        with_pod_by(means, Cni::PointToPoint, |lab, pod, server| {
+            for family in Family::BOTH {
+                let before = counter(lab, &pod.node, "drop_unguarded")?;
+                let _listens = UdpServer::start(&server.ns, &server.ips.both(8053))?;
+                let flows = UdpClients::start(&pod.ns, server.ips.at(family, 8053), 3, UdpOptions::default())?;
+                flows.wait("answers", PATIENCE, |all| all.iter().all(|one| one.received > 3))?;
+                // The agent puts its program first again within a second; it is put behind as often as it takes.
+                wait_until(
+                    "packets that no program has seen are dropped",
+                    PATIENCE,
+                    || {
+                        let _routes = route(lab, pod, means, Place::First)?;
+                        sources(&pod.ns, server, family, 4)?;
+                        counter(lab, &pod.node, "drop_unguarded")
+                    },
+                    |now| *now > before,
+                )?;
+            }
+            wait_in_force(pod, server, &[10])
+        });
+    }
 }
 
 /// docs/failures.md: ebpf-cni, policy-bypass: what such a CNI forbids.
 #[test]
 fn ebpf_cni_that_denies_holds() {
     lab::require_root!();
-    with_pod(Cni::PointToPoint, |lab, pod, server| {
-        let node = lab.node(&pod.node).ns.clone();
-        let _echo = TcpServer::start(&server.ns, &server.ips.both(8080), ServerMode::Echo)?;
-        for family in Family::BOTH {
-            let before = TcpClients::establish(&pod.ns, server.ips.at(family, 8080), 3, TcpOptions::default())?;
-            let (asked, passed) =
-                (counter(lab, &pod.node, "firewall_asked")?, counter(lab, &pod.node, "firewall_passed")?);
-            let denies = hook_at(&node, &pod.host_interface, Side::Ingress, Action::Drop, Place::Last)?;
-            assert_eq!(sources(&pod.ns, server, family, 5)?, Default::default());
-            assert_eq!(counter(lab, &pod.node, "firewall_passed")?, passed);
-            assert!(counter(lab, &pod.node, "firewall_asked")? >= asked + 5);
-            // As with every stateful firewall: what is established goes on.
-            before.wait_progress(5, PATIENCE)?;
-            drop(denies);
-            wait_in_force(pod, server, &[10])?;
-        }
-        Ok(())
-    });
+    for means in Means::BOTH {
+        with_pod_by(means, Cni::PointToPoint, |lab, pod, server| {
+            let node = lab.node(&pod.node).ns.clone();
+            let _echo = TcpServer::start(&server.ns, &server.ips.both(8080), ServerMode::Echo)?;
+            for family in Family::BOTH {
+                let before = TcpClients::establish(&pod.ns, server.ips.at(family, 8080), 3, TcpOptions::default())?;
+                let (asked, passed) =
+                    (counter(lab, &pod.node, "firewall_asked")?, counter(lab, &pod.node, "firewall_passed")?);
+                let denies = hook_by(means, &node, &pod.host_interface, Side::Ingress, Action::Drop, Place::Last)?;
+                assert_eq!(sources(&pod.ns, server, family, 5)?, Default::default());
+                assert_eq!(counter(lab, &pod.node, "firewall_passed")?, passed);
+                assert!(counter(lab, &pod.node, "firewall_asked")? >= asked + 5);
+                // As with every stateful firewall: what is established goes on.
+                before.wait_progress(5, PATIENCE)?;
+                drop(denies);
+                wait_in_force(pod, server, &[10])?;
+            }
+            Ok(())
+        });
+    }
 }
 
 /// docs/failures.md: ebpf-cni, masquerade: a program of the CNI's at the exit, behind ours, gives every packet the node's address.
 #[test]
 fn ebpf_cni_that_masquerades_at_the_exit_changes_no_source() {
     lab::require_root!();
-    with_pod(Cni::PointToPoint, |lab, pod, server| {
-        let node = lab.node(&pod.node);
-        let _routes = route(lab, pod, Place::Last)?;
-        let masquerade = Action::Masquerade(pod.ips.v4, node.underlay.v4);
-        let _masquerades = hook_at(&node.ns, node.uplink(), Side::Egress, masquerade, Place::Last)?;
-        wait_in_force(pod, server, &[10])?;
-        // Before ours, for as long as it is: then the packet is of no flow any more.
-        let before = counter(lab, &pod.node, "drop_not_asked")?;
-        wait_until(
-            "a first packet that is masqueraded already is dropped",
-            PATIENCE,
-            || {
-                let _first = hook_at(&node.ns, node.uplink(), Side::Egress, masquerade, Place::First)?;
-                sources(&pod.ns, server, Family::V4, 4)?;
-                counter(lab, &pod.node, "drop_not_asked")
-            },
-            |now| *now > before,
-        )?;
-        wait_in_force(pod, server, &[10])
-    });
+    for means in Means::BOTH {
+        with_pod_by(means, Cni::PointToPoint, |lab, pod, server| {
+            let node = lab.node(&pod.node);
+            let _routes = route(lab, pod, means, Place::Last)?;
+            let masquerade = Action::Masquerade(pod.ips.v4, node.underlay.v4);
+            let _masquerades = hook_by(means, &node.ns, node.uplink(), Side::Egress, masquerade, Place::Last)?;
+            wait_in_force(pod, server, &[10])?;
+            // Before ours, for as long as it is: then the packet is of no flow any more.
+            let before = counter(lab, &pod.node, "drop_not_asked")?;
+            wait_until(
+                "a first packet that is masqueraded already is dropped",
+                PATIENCE,
+                || {
+                    let _first = hook_by(means, &node.ns, node.uplink(), Side::Egress, masquerade, Place::First)?;
+                    sources(&pod.ns, server, Family::V4, 4)?;
+                    counter(lab, &pod.node, "drop_not_asked")
+                },
+                |now| *now > before,
+            )?;
+            wait_in_force(pod, server, &[10])
+        });
+    }
 }
 
 /// DESIGN section 4: rules see the interface that the administrator expects.
@@ -284,7 +297,7 @@ fn unselected_pods_and_the_node_itself_are_let_go_by() {
         let routed = lab.add_pod(PodSpec::new("routed", "worker1"))?;
         let (_, server) = web_pod(lab, &[10])?;
         let node = lab.node("worker1").clone();
-        let _routes = route(lab, &routed, Place::Last)?;
+        let _routes = route(lab, &routed, Means::Tcx, Place::Last)?;
         for family in Family::BOTH {
             let own = node.masquerade().ip(family);
             assert_eq!(sources(&plain.ns, &server, family, 10)?, [(own, 10)].into());

@@ -4,33 +4,39 @@
 use std::net::{IpAddr, SocketAddr};
 
 use anyhow::Context;
-use lab::hook::{Action, Side, hook};
+use lab::hook::{Action, Means, Place, Side, hook, hook_by};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Family, Lab, PodSpec, StartOptions, wait_for};
 
-use crate::support::{PATIENCE, counter, has_bpftool, start, wait_bypass, wait_in_force, web, web_pod};
+use crate::support::{
+    PATIENCE, attaching, counter, has_bpftool, start, start_with, wait_bypass, wait_in_force, web, web_pod,
+};
 
-/// docs/failures.md: hook-order.
+/// docs/failures.md: hook-order, clsact-order.
 #[test]
 fn hook_order_programs_that_end_the_chain_do_not_stay_before_ours() {
     lab::require_root!();
-    Lab::builder().workers(1).gateways(1).run(|lab| {
-        lab.manifests().write("web", &web(&[10]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        let node = lab.node("worker1").ns.clone();
-        // One is there before the agent is.
-        let _earlier = hook(&node, &pod.host_interface, Side::Ingress, Action::End)?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10])?;
-        for action in [Action::Next, Action::End] {
-            let _later = hook(&node, &pod.host_interface, Side::Ingress, action)?;
-            let _replies = hook(&node, &pod.host_interface, Side::Egress, action)?;
-            let _tunnel = hook(&node, "spillway0", Side::Ingress, action)?;
+    for means in Means::BOTH {
+        Lab::builder().workers(1).gateways(1).run(|lab| {
+            lab.manifests().write("web", &web(&[10]))?;
+            let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+            let node = lab.node("worker1").ns.clone();
+            let first = |interface: &str, side, action| hook_by(means, &node, interface, side, action, Place::First);
+            // One is there before the agent is.
+            let _earlier = first(&pod.host_interface, Side::Ingress, Action::End)?;
+            start_with(lab, &attaching(means))?;
+            let server = lab.server("server1").clone();
             wait_in_force(&pod, &server, &[10])?;
-        }
-        Ok(())
-    });
+            for action in [Action::Next, Action::End] {
+                let _later = first(&pod.host_interface, Side::Ingress, action)?;
+                let _replies = first(&pod.host_interface, Side::Egress, action)?;
+                let _tunnel = first("spillway0", Side::Ingress, action)?;
+                let _exit = first("eth0", Side::Egress, action)?;
+                wait_in_force(&pod, &server, &[10])?;
+            }
+            Ok(())
+        });
+    }
 }
 
 /// docs/failures.md: hook-lost.

@@ -16,6 +16,7 @@ mod firewall;
 mod forged;
 mod hooks;
 mod host_rules;
+mod overflow;
 mod owners;
 mod per_endpoint;
 mod pod_end;

@@ -30,7 +30,7 @@ fn eager(ns: &NetNs, target: SocketAddr) -> Result<JoinHandle<Result<()>>> {
 
 /// Waits until the agent knows that a selected pod is starting: all that it does about it is in place. As in a cluster, where
 /// a pod is bound to its node long before it has a network.
-fn wait_held(lab: &Lab) -> Result<()> {
+pub fn wait_held(lab: &Lab) -> Result<()> {
     let rules = || Ok(lab.egressctl("worker1", &["state"])?["rules"].to_string());
     wait_until("what is unknown is held", PATIENCE, rules, |rules| rules.contains("a selected pod is starting"))
         .map(drop)

@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use lab::hook::Means;
 use lab::traffic::{FragmentOrder, ServerMode, TcpClients, TcpOptions, TcpServer, send_fragments};
 use lab::{Family, Lab, NetNs, Pod, PodSpec, Server, StartOptions, address, wait_until};
 use serde_json::Value;
@@ -113,6 +114,14 @@ pub fn fixed(transport: &str) -> StartOptions {
 /// [`calm`] without the host's firewall.
 pub fn bypass() -> StartOptions {
     StartOptions::new().config(&format!("{CALM}firewall: bypass\n"))
+}
+
+/// [`calm`] with programs that are attached by these means.
+pub fn attaching(means: Means) -> StartOptions {
+    match means {
+        Means::Tcx => calm(),
+        Means::Clsact => calm().without_tcx(),
+    }
 }
 
 /// [`start`] with options for agents and controller.

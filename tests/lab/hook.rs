@@ -1,10 +1,12 @@
-//! Small eBPF programs at an interface's hooks, as other software on a node puts them there. Needs Linux 6.6 (TCX).
+//! Small eBPF programs at an interface's hooks, as other software on a node puts them there. TCX needs Linux 6.6.
 //!
 //! They are written as instructions and loaded by plain system calls, so that the lab needs no compiler and no library.
 
-use std::io;
+use std::ffi::CString;
 use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::{fs, io};
 
 use anyhow::{Context, Result};
 
@@ -46,10 +48,42 @@ pub enum Place {
     Last,
 }
 
+/// How a program is attached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Means {
+    /// By a TCX link.
+    Tcx,
+    /// As a filter of a clsact qdisc. The qdisc is made if there is none, and stays. TCX programs see packets before every filter.
+    Clsact,
+}
+
+impl Means {
+    /// Both.
+    pub const BOTH: [Means; 2] = [Means::Tcx, Means::Clsact];
+}
+
 /// An attached program. It goes when this is dropped.
 #[derive(Debug)]
-pub struct Hooked {
-    _link: OwnedFd,
+pub enum Hooked {
+    /// By a link.
+    Link(OwnedFd),
+    /// As a filter.
+    Filter(Filter),
+}
+
+/// A filter of a clsact qdisc. It goes when this is dropped.
+#[derive(Debug)]
+pub struct Filter {
+    ns: NetNs,
+    /// What `tc filter` calls it: interface, side, priority and handle.
+    name: String,
+}
+
+impl Drop for Filter {
+    fn drop(&mut self) {
+        // The interface, or its namespace, may be gone.
+        self.ns.sh(&format!("tc filter del {} bpf", self.name)).ok();
+    }
 }
 
 /// One instruction (`struct bpf_insn`): operation, registers, offset, immediate.
@@ -84,6 +118,7 @@ const IPV6: i32 = 0x86dd_u16.to_be() as i32;
 /// `BPF_F_PSEUDO_HDR`.
 const PSEUDO_HEADER: i32 = 1 << 4;
 const PROG_LOAD: i64 = 5;
+const OBJ_PIN: i64 = 6;
 const LINK_CREATE: i64 = 28;
 const SCHED_CLS: u32 = 3;
 const TCX_INGRESS: u32 = 46;
@@ -121,12 +156,50 @@ struct Link {
     revision: u64,
 }
 
+/// The beginning of `union bpf_attr` for pinning an object.
+#[repr(C)]
+struct Pin {
+    path: u64,
+    fd: u32,
+    flags: u32,
+}
+
 /// Attaches a program that does `action`, before all that are there.
 pub fn hook(ns: &NetNs, interface: &str, side: Side, action: Action) -> Result<Hooked> {
     hook_at(ns, interface, side, action, Place::First)
 }
 
-/// Attaches a program that does `action`.
+/// Attaches a program that does `action`, by these means.
+pub fn hook_by(means: Means, ns: &NetNs, interface: &str, side: Side, action: Action, place: Place) -> Result<Hooked> {
+    match means {
+        Means::Tcx => hook_at(ns, interface, side, action, place),
+        Means::Clsact => Ok(Hooked::Filter(filter_at(ns, interface, side, action, place)?)),
+    }
+}
+
+/// Attaches a program that does `action`, as a filter. Of all filters of priority 1 the latest is the first.
+fn filter_at(ns: &NetNs, interface: &str, side: Side, action: Action, place: Place) -> Result<Filter> {
+    static HANDLE: AtomicU32 = AtomicU32::new(1);
+    let program = load(side, action).context("cannot load a program")?;
+    let handle = HANDLE.fetch_add(1, Ordering::Relaxed);
+    let side = if side == Side::Ingress { "ingress" } else { "egress" };
+    let priority = if place == Place::First { 1 } else { 50_000 };
+    let name = format!("dev {interface} {side} prio {priority} handle {handle:#x} protocol all");
+    // `tc` takes a program by the name of a pin.
+    let pin = format!("{}/lab-hook-{}-{handle}", crate::scope::BPFFS, std::process::id());
+    let path = CString::new(pin.clone())?;
+    let pinned = Pin { path: path.as_ptr() as u64, fd: program.as_raw_fd().cast_unsigned(), flags: 0 };
+    call(OBJ_PIN, &pinned).with_context(|| format!("cannot pin {pin}"))?;
+    let added = ns.sh(&format!(
+        "tc qdisc show dev {interface} | grep -q clsact || tc qdisc add dev {interface} clsact
+         tc filter add {name} bpf direct-action object-pinned {pin}"
+    ));
+    fs::remove_file(&pin).with_context(|| format!("cannot remove {pin}"))?;
+    added.with_context(|| format!("cannot add a filter to {interface}"))?;
+    Ok(Filter { ns: ns.clone(), name })
+}
+
+/// Attaches a program that does `action`, by a TCX link.
 pub fn hook_at(ns: &NetNs, interface: &str, side: Side, action: Action, place: Place) -> Result<Hooked> {
     let program = load(side, action).context("cannot load a program")?;
     let ifindex = ns.ifindex(interface)?;
@@ -139,7 +212,7 @@ pub fn hook_at(ns: &NetNs, interface: &str, side: Side, action: Action, place: P
         revision: 0,
     };
     let link = ns.run(|| Ok(bpf(LINK_CREATE, &link)?)).with_context(|| format!("cannot hook {interface}"))?;
-    Ok(Hooked { _link: link })
+    Ok(Hooked::Link(link))
 }
 
 /// Attaches an XDP program that lets everything pass.
@@ -149,7 +222,7 @@ pub fn hook_xdp(ns: &NetNs, interface: &str) -> Result<Hooked> {
     let (program, ifindex) = (program.as_raw_fd().cast_unsigned(), ns.ifindex(interface)?);
     let link = Link { program, ifindex, attach: XDP, flags: GENERIC, relative: 0, revision: 0 };
     let link = ns.run(|| Ok(bpf(LINK_CREATE, &link)?)).with_context(|| format!("cannot hook {interface}"))?;
-    Ok(Hooked { _link: link })
+    Ok(Hooked::Link(link))
 }
 
 fn attach_type(side: Side) -> u32 {
@@ -272,11 +345,13 @@ fn masquerade(from: Ipv4Addr, to: Ipv4Addr) -> Vec<Instruction> {
 }
 
 fn bpf<T>(command: i64, attributes: &T) -> io::Result<OwnedFd> {
-    // SAFETY: the attributes have the layout that the command wants, and what they point to lives until it returns.
-    let fd = unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_ref(attributes), size_of::<T>()) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    let fd = call(command, attributes)?;
     // SAFETY: fd is open and nobody else's.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+fn call<T>(command: i64, attributes: &T) -> io::Result<i32> {
+    // SAFETY: the attributes have the layout that the command wants, and what they point to lives until it returns.
+    let result = unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_ref(attributes), size_of::<T>()) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
 }

@@ -51,6 +51,7 @@ pub mod oci;
 mod offload;
 pub mod process;
 pub mod scope;
+mod seccomp;
 pub mod skip;
 pub mod stats;
 pub mod topology;

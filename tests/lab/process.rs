@@ -152,6 +152,7 @@ pub struct StartOptions {
     arguments: Vec<String>,
     environment: Vec<(String, String)>,
     binary: Option<PathBuf>,
+    without_tcx: bool,
 }
 
 /// A configuration with the transport that the whole run is for, unless the test names one.
@@ -196,6 +197,12 @@ impl StartOptions {
     /// Another `egress-daemon` than the one under test: an older version, say.
     pub fn binary(mut self, path: &Path) -> StartOptions {
         self.binary = Some(path.to_owned());
+        self
+    }
+
+    /// As on a kernel without TCX (before 6.6): programs are filters of clsact qdiscs.
+    pub fn without_tcx(mut self) -> StartOptions {
+        self.without_tcx = true;
         self
     }
 }
@@ -286,6 +293,9 @@ impl Lab {
             command.arg("--config").arg(file);
         }
         command.args(&options.arguments).envs(options.environment.iter().cloned()).env("RUST_BACKTRACE", "1");
+        if options.without_tcx {
+            crate::seccomp::without_tcx(&mut command);
+        }
         // The old process ends before the new one starts.
         self.processes.remove(name);
         let process = Process::start(name, node, command, &self.dir().join("logs"))?;

@@ -1,0 +1,120 @@
+//! What does not fit into a node's tables.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use lab::traffic::{Protocol, send_packet};
+use lab::{Capture, Family, Lab, Pod, PodSpec, wait_until};
+
+use crate::pod_start::wait_held;
+use crate::support::{
+    PATIENCE, counter, egress, gateways, policy, sources, wait_counter, wait_in_force, wait_sources, web_pod,
+};
+
+/// Policies that each select one half of the pods, in another way: every one of their pods is of a class of its own.
+const HALVES: usize = 8;
+/// The most destinations that a policy may have.
+const MOST: usize = 1_024;
+/// An agent that is not optimised merges so many routes in seconds.
+const SLOW: Duration = PATIENCE.saturating_mul(4);
+
+/// A policy for the pods with the label `large`: IPv4 destinations, the server's among them. A table of routes has room for 262,144
+/// pairs of a class and a destination, so it is too large where those pods are of 256 classes and another policy has a route as well.
+fn large(destinations: usize, server: std::net::Ipv4Addr) -> String {
+    let others = (1..destinations).map(|n| format!("11.{}.{}.0/24", n / 256, n % 256));
+    let all: Vec<String> = std::iter::once(format!("{server}/32")).chain(others).collect();
+    let spec = format!(
+        "\n  selectors: [{{podSelector: {{matchLabels: {{size: large}}}}}}]\n  destinationCIDRs: [{}]{}",
+        all.join(", "),
+        gateways(&[12])
+    );
+    policy("large", &spec)
+}
+
+/// A policy for the pods that are in this half.
+fn half(number: usize) -> String {
+    let spec = format!(
+        "\n  selectors: [{{podSelector: {{matchLabels: {{half-{number}: \"yes\"}}}}}}]\n  destinationCIDRs: [192.0.2.{number}/32]{}",
+        gateways(&[10])
+    );
+    policy(&format!("half-{number}"), &spec)
+}
+
+/// Objects of pods like `model`, each in other halves. None of them ever starts.
+fn crowd(lab: &Lab, model: &Pod) -> Result<()> {
+    for number in 1..=u8::MAX {
+        let mut pod = model.clone();
+        pod.name = format!("crowd-{number}");
+        pod.uid = format!("00000000-0000-4000-a000-{number:012}");
+        let halves = (0..HALVES).filter(|half| number >> half & 1 == 1);
+        pod.labels.extend(halves.map(|half| (format!("half-{half}"), "yes".to_owned())));
+        lab.manifests().pod(&pod, false)?;
+    }
+    Ok(())
+}
+
+/// Waits until the policy's condition says that it does not fit, or says so no more.
+fn wait_told(lab: &Lab, does_not_fit: bool) -> Result<()> {
+    let policies = || Ok(lab.egressctl("worker1", &["policies"])?.to_string());
+    let told = |text: &String| text.contains("on node worker1: table ROUTES_V4 holds 262144 entries");
+    wait_until("the condition of the policy", SLOW, policies, |text| told(text) == does_not_fit).map(drop)
+}
+
+/// Adds a pod as a cluster does: its node knows of it before it has a network.
+fn start_pod(lab: &mut Lab, spec: PodSpec) -> Result<Pod> {
+    let pod = lab.prepare_pod(spec)?;
+    wait_held(lab)?;
+    lab.start_pod(&pod.key())?;
+    Ok(pod)
+}
+
+/// docs/failures.md: overflow-open.
+#[test]
+fn overflow_open_a_policy_that_does_not_fit_is_refused_by_name_and_all_else_goes_on() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        let (web, server) = web_pod(lab, &[10])?;
+        let selected = lab.add_pod(PodSpec::new("selected", "worker1").label("size", "large"))?;
+        let own = lab.node("worker1").masquerade().v4.into();
+        wait_sources(&selected.ns, &server, Family::V4, &[own])?;
+        for number in 0..HALVES {
+            lab.manifests().write(&format!("half-{number}"), &half(number))?;
+        }
+        crowd(lab, &selected)?;
+        lab.manifests().write("large", &large(MOST, server.ips.v4))?;
+
+        wait_told(lab, true)?;
+        let events = || Ok(lab.controller("controller").log());
+        let of_policy =
+            |log: &String| log.lines().any(|line| line.contains("DoesNotFit") && line.contains("object=policy large"));
+        wait_until("the event", SLOW, events, of_policy)?;
+        let node = || Ok(lab.manifests().written("EgressNode", "worker1").unwrap_or_default());
+        let of_node = |text: &String| text.contains("Degraded") && text.contains("policy large: table ROUTES_V4");
+        let node = wait_until("the condition of the node", SLOW, node, of_node)?;
+        assert!(!node.contains("policy web: table") && !node.contains("policy half-"), "{node}");
+
+        // What its pods send does not leave: not with another address either.
+        let capture = Capture::start(&server.ns, "eth0")?;
+        let dropped = counter(lab, "worker1", "drop_no_gateway")?;
+        assert_eq!(sources(&selected.ns, &server, Family::V4, 5)?, Default::default());
+        send_packet(&selected.ns, Protocol::Udp, selected.ips.at(Family::V4, 1024), server.ips.at(Family::V4, 4242))?;
+        wait_counter(lab, "worker1", "drop_no_gateway", dropped)?;
+        // All others go on, and who comes later is served: a pod, and a policy.
+        wait_in_force(&web, &server, &[10])?;
+        let late = start_pod(lab, PodSpec::new("late", "worker1").label("app", "web"))?;
+        wait_in_force(&late, &server, &[10])?;
+        let fits =
+            "\n  selectors: [{podSelector: {matchLabels: {app: late}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
+        lab.manifests().write("late", &policy("late", &(fits.to_owned() + &gateways(&[11]))))?;
+        let other = start_pod(lab, PodSpec::new("other", "worker1").label("app", "late"))?;
+        wait_in_force(&other, &server, &[11])?;
+        let known = [egress(Family::V4, &[10]), egress(Family::V4, &[11])].concat();
+        let strangers = capture.so_far().strangers_towards(server.ips.v4.into(), &known);
+        assert!(strangers.is_empty(), "{strangers:?}");
+
+        // It is made smaller, as it was told.
+        lab.manifests().write("large", &large(2, server.ips.v4))?;
+        wait_sources(&selected.ns, &server, Family::V4, &egress(Family::V4, &[12]))?;
+        wait_told(lab, false)
+    });
+}
