@@ -74,11 +74,15 @@ pub const ENDED_TICKS: u32 = 4;
 pub const WELL_KNOWN_PORTS: u16 = 1_024;
 /// How many ended flows are looked at to make room for a new one.
 pub const RECLAIM_LOOKS: u32 = 256;
+/// How many of them go at once: other CPUs look for a place at the same time.
+pub const RECLAIM_BATCH: u64 = 8;
 /// Flows that one run of the collector looks at, per address family.
 pub const COLLECT_BATCH: u32 = 1_024;
 /// Ticks of one round of the collector, as a power of two: it looks at a flow once a round, at most. Each look is at two records that no
 /// cache holds, and idle times are minutes.
 pub const COLLECT_ROUND_SHIFT: u32 = 3;
+/// Tickets that are looked at along with each new flow: in a full table as many flows come as go, and what goes leaves its ticket behind.
+pub const COLLECT_ALONG: u32 = 2;
 /// Time between two runs of the collector.
 pub const COLLECT_INTERVAL_NS: u64 = 25_000_000;
 /// IPv6 extension headers that are walked before a packet counts as malformed.

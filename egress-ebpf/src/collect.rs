@@ -3,7 +3,8 @@
 //! Every flow has a ticket in a queue. A run takes a bounded number of tickets, removes the flows that are due and puts
 //! the others back at the end; a ticket whose flow is gone, or was replaced, is dropped. So one run takes a millisecond
 //! or two whatever the size of the table, and a million flows are passed in under half a minute. A smaller table is passed
-//! once a round, of some seconds.
+//! once a round, of some seconds. Each new flow has the first tickets looked at as well, so that the queue has room however fast flows come
+//! and go: between two rounds what is gone leaves its ticket behind.
 
 use crate::{
     classify::{self, Class},
@@ -21,7 +22,7 @@ use egress_common::{
     V4, V6,
     config::Config,
     flow::{Flow, FlowKey, Ticket, kind},
-    limits::{COLLECT_BATCH, COLLECT_INTERVAL_NS, COLLECT_ROUND_SHIFT, ENDED_TICKS, PENDING_TICKS},
+    limits::{COLLECT_ALONG, COLLECT_BATCH, COLLECT_INTERVAL_NS, COLLECT_ROUND_SHIFT, ENDED_TICKS, PENDING_TICKS},
     tcp,
     verdict::Counter,
 };
@@ -59,6 +60,13 @@ extern "C" fn run(_map: *mut c_void, _key: *mut u32, collector: *mut Collector) 
         bpf_timer_start(&raw mut (*collector).timer, COLLECT_INTERVAL_NS, 0);
     }
     0
+}
+
+/// Looks at the first tickets, up to one that needs no look in this round: a new flow has added one.
+#[inline(always)]
+pub fn go_along<F: Family>() {
+    // SAFETY: the callback takes no context.
+    unsafe { bpf_loop(COLLECT_ALONG, look::<F> as *mut c_void, core::ptr::null_mut(), 0) };
 }
 
 /// Looks at one flow that has ended: 0 to go on, 1 when there is nothing more to do in this run.

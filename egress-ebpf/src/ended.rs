@@ -14,7 +14,7 @@ use aya_ebpf::helpers::bpf_loop;
 use core::ffi::c_void;
 use egress_common::{
     flow::{Ended, Flow, FlowKey},
-    limits::{ENDED_TICKS, RECLAIM_LOOKS, WELL_KNOWN_PORTS},
+    limits::{ENDED_TICKS, RECLAIM_BATCH, RECLAIM_LOOKS, WELL_KNOWN_PORTS},
     tcp, udp,
     verdict::Counter,
 };
@@ -135,8 +135,8 @@ pub fn unanswered<F: Family>(key: &FlowKey<F>, flow: &mut Flow, now: u32) {
     }
 }
 
-/// Makes room for a flow that this packet would open: removes ended flows, the oldest end first, until the pod has room in its share. How
-/// many went.
+/// Makes room for a flow that this packet would open: removes ended flows, the oldest end first, a few at once, until the pod has room in its
+/// share. How many went.
 #[inline(always)]
 pub fn reclaim<F: Family>(pkt: &Packet) -> u64 {
     let Some(pod) = F::load(pkt, ETH_LEN + F::SRC) else { return 0 };
@@ -153,7 +153,7 @@ pub fn reclaim<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// Takes the place of the oldest ended flow: 0 to go on, 1 to stop.
+/// Removes the oldest ended flow: 0 to go on, 1 to stop.
 extern "C" fn take_one<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
     let (Some(config), Some(search)) = (CONFIG.get(0), ports::search::<F>()) else { return 1 };
     let Ok(Some(record)) = F::ended().pop() else { return 1 };
@@ -161,5 +161,5 @@ extern "C" fn take_one<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
     forget::<F>(&record.key, flow);
     stats::count(Counter::FlowsReclaimed);
     search.outcome += 1;
-    !share::is_used_up::<F>(config, search.endpoint) as i64
+    (search.outcome as u64 >= RECLAIM_BATCH && !share::is_used_up::<F>(config, search.endpoint)) as i64
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     classify::{self, Class},
-    ended,
+    collect, ended,
     family::Family,
     firewall,
     flows::{enter, forget, mend_reverse, remove, reverse_key, reverse_state, reverse_value, ticket},
@@ -31,6 +31,8 @@ const UNKNOWN: u64 = u64::MAX;
 const QUOTES: u64 = u64::MAX - 1;
 /// What [`first`] returns when there is a flow now.
 const ENTERED: u64 = u64::MAX - 2;
+/// What [`first`] returns when there is a flow now that the host's firewall is to be asked about.
+const ASK: u64 = u64::MAX - 4;
 /// What both return for a fragment that waits for its first one, or that is waited for.
 const GATHER: u64 = u64::MAX - 3;
 
@@ -79,11 +81,15 @@ pub fn steer<F: Family>(pkt: &Packet) -> u64 {
 fn opening<F: Family>(pkt: &Packet) -> u64 {
     const SHARE: u64 = Verdict::Drop(Counter::DropPodShare).to_bits();
     const TABLE: u64 = Verdict::Drop(Counter::DropTableFull).to_bits();
-    match once::first::<F>(pkt) {
+    let verdict = match once::first::<F>(pkt) {
         refused @ (SHARE | TABLE) if once::reclaim::<F>(pkt) == 0 => refused,
         SHARE | TABLE => once::first::<F>(pkt),
         verdict => verdict,
+    };
+    if verdict == ASK || verdict == ENTERED {
+        collect::go_along::<F>();
     }
+    if verdict == ASK { firewall::ask(pkt).to_bits() } else { verdict }
 }
 
 /// The 5-tuple of a pod's packet.
@@ -125,7 +131,7 @@ pub fn first<F: Family>(pkt: &Packet) -> u64 {
     }
     match unknown::<F>(pkt, config, &ip, &t, &key_of(&ip, &t)) {
         // Whatever the flow says besides, the firewall is asked first, unless the packet may have to be smaller.
-        Ok(()) if respects(config) != 0 && !large::may_be(pkt, config) => firewall::ask(pkt).to_bits(),
+        Ok(()) if respects(config) != 0 && !large::may_be(pkt, config) => ASK,
         Ok(()) => ENTERED,
         Err(verdict) => verdict.to_bits(),
     }

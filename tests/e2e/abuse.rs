@@ -1,9 +1,17 @@
-//! What a pod may try that its neighbours must not feel: another pod's address, and flows without end.
+//! What a pod may try, or what others may do to it, that its neighbours must not feel: another pod's address, flows without end, churn.
 
-use lab::traffic::{Protocol, ServerMode, TcpClients, TcpOptions, TcpServer, send_packet, spray};
-use lab::{Capture, Cni, Family, Lab, PodSpec, StartOptions, wait_until};
+use std::time::Duration;
 
-use crate::support::{CALM, PATIENCE, at, counter, sources, start, start_with, wait_counter, wait_in_force, web};
+use anyhow::Result;
+use lab::traffic::{
+    Answer, ConnectRate, LoadServer, Protocol, RunningRate, ServerMode, TcpClients, TcpOptions, TcpServer, send_packet,
+    spray, syns_repeated,
+};
+use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, StartOptions, wait_until};
+
+use crate::support::{
+    CALM, PATIENCE, at, counter, drops, sources, start, start_with, wait_counter, wait_in_force, web,
+};
 
 /// SECURITY.md: a pod that spoofs another pod's address.
 #[test]
@@ -77,6 +85,73 @@ fn a_pod_that_opens_flows_without_end_uses_up_its_own_share_only() {
             // The flood is refused, its neighbour is served.
             assert_eq!(sources(&flooder.ns, &server, family, 3)?.len(), 0, "{family:?}");
             assert_eq!(sources(&pod.ns, &server, family, 50)?.values().sum::<usize>(), 50, "{family:?}");
+        }
+        Ok(())
+    });
+}
+
+/// docs/failures.md: churn, inbound-flood. Two pods open connections to thousands of servers, which end at once and would fill the flow table
+/// several times; a third one is asked for as many by the outside. None of them is refused one, and their neighbour, whose connections
+/// have been silent all the time, keeps these and opens new ones.
+#[test]
+fn churn_of_some_pods_and_a_flood_towards_another_cost_their_neighbour_nothing() {
+    lab::require_root!();
+    /// Three quarters of them are a pod's share.
+    const FLOWS: u64 = 4_096;
+    const SERVERS: u16 = 25_000;
+    const SILENT: usize = 200;
+    const PORT: u16 = 9006;
+    /// Connections a second that are wanted: together as many as two cores can do, more or less.
+    const ASKED: u32 = 3_000;
+    const CRAWLED: u32 = 1_500;
+    let rate = |per_second: u32, total: u64| ConnectRate {
+        per_second,
+        total,
+        concurrency: 1_024,
+        timeout: Duration::from_secs(4),
+        reset: false,
+    };
+    Lab::builder().workers(1).gateways(1).alone().run(|lab| {
+        lab.manifests().write("web", &web(&[10]))?;
+        let mut pod = |name: &str| lab.add_pod(PodSpec::new(name, "worker1").label("app", "web"));
+        let (neighbor, asked, crawlers) = (pod("neighbor")?, pod("asked")?, [pod("crawler1")?, pod("crawler2")?]);
+        start_with(lab, &StartOptions::new().config(&format!("{CALM}maxFlows: {FLOWS}\n")))?;
+        let (server, outside) = (lab.server("server1").clone(), lab.server("far1").clone());
+        for pod in [&neighbor, &asked, &crawlers[0], &crawlers[1]] {
+            wait_in_force(pod, &server, &[10])?;
+        }
+        let crowd = lab.crowd(&server, SERVERS)?;
+        let any = [at([0u16; 8].into(), PORT)];
+        let _servers =
+            [LoadServer::start(&server.ns, &any, Answer::Close)?, LoadServer::start(&asked.ns, &any, Answer::Close)?];
+        let _echo = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;
+        for family in Family::BOTH {
+            let silent = TcpClients::establish(&neighbor.ns, server.ips.at(family, 80), SILENT, TcpOptions::silent())?;
+            let count = |name: &str| counter(lab, "worker1", name);
+            let (dropped, repeated) = (drops(lab, "worker1")?, syns_repeated(&neighbor.ns)?);
+            let (reclaimed, untouched) = (count("flows_reclaimed")?, count("flows_untouched")?);
+
+            let new = rate(50, u64::MAX).start(&neighbor.ns, server.ips.at(family, PORT))?;
+            let flood = rate(ASKED, u64::MAX).start(&outside.ns, asked.ips.at(family, PORT))?;
+            let targets = || crowd.iter().map(|one| one.at(family, PORT)).collect();
+            let crawl = |pod: &Pod| rate(CRAWLED, 5 * FLOWS).start_all(&pod.ns, targets());
+            let crawls = crawlers.iter().map(crawl).collect::<Result<Vec<_>>>()?;
+            let mut reports = crawls.into_iter().map(RunningRate::wait).collect::<Result<Vec<_>>>()?;
+            reports.extend([flood.finish()?, new.finish()?]);
+            for report in &reports {
+                assert!(report.opened > 0 && report.failures() == 0, "{family:?}: {:?}", report.failed);
+            }
+            silent.set_sending(true);
+            silent.wait_progress(3, PATIENCE)?;
+            assert!(silent.connections().iter().all(|one| one.intact()), "{family:?}");
+
+            assert_eq!(drops(lab, "worker1")?, dropped, "{family:?}");
+            // A busy machine loses a packet now and then.
+            let (opened, repeated) = (reports[3].opened, syns_repeated(&neighbor.ns)? - repeated);
+            assert!(repeated * 100 < opened, "{family:?}: {repeated} of the neighbour's {opened} SYNs were sent twice");
+            // The table was full, and would have been by what the outside opened.
+            assert!(count("flows_reclaimed")? > reclaimed + FLOWS, "{family:?}");
+            assert!(count("flows_untouched")? > untouched + FLOWS, "{family:?}");
         }
         Ok(())
     });

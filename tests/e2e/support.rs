@@ -248,6 +248,13 @@ pub fn counter(lab: &Lab, node: &str, name: &str) -> Result<u64> {
     counters.get(name).copied().with_context(|| format!("egressctl stats on {node} has no {name}: {counters:?}"))
 }
 
+/// All that a node's datapath and rules have dropped, by name.
+pub fn drops(lab: &Lab, node: &str) -> Result<BTreeMap<String, u64>> {
+    let mut counters = lab.counters(node)?;
+    counters.retain(|name, _| name.starts_with("drop_"));
+    Ok(counters)
+}
+
 /// Waits until an agent says whether programs of others may bring packets into its pods unseen.
 pub fn wait_bypass(lab: &Lab, node: &str, is_there: bool) -> Result<()> {
     let told = || Ok(lab.egressctl(node, &["state"])?["agent"]["bypass"].clone());

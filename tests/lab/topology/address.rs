@@ -5,6 +5,7 @@
 //! | underlay | 10.88.0.0/24 | fd88::/64 | router .1, worker i at .(10+i), gateway i at .(100+i) |
 //! | external | 192.0.2.0/24 | 2001:db8:2::/64 | router .1, gateway i at .(100+i), server i at .(199+i); .10-.99 are for egress IPs |
 //! | far | 198.51.100.0/24 | 2001:db8:51::/64 | router .1, far server i at .(9+i) |
+//! | a crowd of servers | 100.64.0.0/17 | 2001:db8:64::/64 | whoever takes them: `Lab::crowd` |
 //! | pods of the n-th node | 10.244.n.0/24 | fd00:10:244:n::/64 | bridge .1, pods from .10 on |
 //!
 //! The last part of an IPv6 address shows the same decimal digits as its IPv4 sibling's.
@@ -92,6 +93,15 @@ pub fn far(number: u8) -> Dual {
         v4: Ipv4Addr::new(198, 51, 100, number),
         v6: Ipv6Addr::new(0x2001, 0xdb8, 0x51, 0, 0, 0, 0, look_alike(number)),
     }
+}
+
+/// The prefixes of a crowd of servers.
+pub const CROWD: [&str; 2] = ["100.64.0.0/17", "2001:db8:64::/64"];
+
+/// Host `number` of the crowd; at most 32,766.
+pub fn crowd(number: u16) -> Dual {
+    let v4 = Ipv4Addr::from_bits(Ipv4Addr::new(100, 64, 0, 0).to_bits() + u32::from(number));
+    Dual { v4, v6: Ipv6Addr::new(0x2001, 0xdb8, 0x64, 0, 0, 0, 0, number) }
 }
 
 /// Host `number` among the pods of the node with index `node`.

@@ -132,6 +132,15 @@ impl Lab {
         self.pods.values()
     }
 
+    /// Makes `server`, on the external segment, answer for `count` more addresses, which gateways then reach by way of it.
+    pub fn crowd(&self, server: &Server, count: u16) -> Result<Vec<Dual>> {
+        server.ns.ip(&address::CROWD.map(|network| format!("route add local {network} dev lo")))?;
+        let [v4, v6] = address::CROWD;
+        let routes = [format!("route add {v4} via {}", server.ips.v4), format!("route add {v6} via {}", server.ips.v6)];
+        self.gateways().try_for_each(|gateway| gateway.ns.ip(&routes))?;
+        Ok((1..=count).map(address::crowd).collect())
+    }
+
     /// The namespace of the underlay's bridge `br0`; its ports are named after the nodes, and `router`.
     pub fn underlay(&self) -> &NetNs {
         &self.underlay

@@ -32,7 +32,7 @@ pub use self::fragment::{FragmentOrder, send_fragments};
 pub(crate) use self::ping::set_int;
 pub use self::ping::{Ping, PingReport, ping};
 pub use self::query::{AnswerServer, Queries, QueryReport};
-pub use self::rate::{ConnectRate, RateReport, RunningRate};
+pub use self::rate::{ConnectRate, RateReport, RunningRate, syns_repeated};
 pub use self::tcp::{ConnectionReport, ConnectionState, ServerMode, TcpClients, TcpOptions, TcpServer, undelivered};
 pub use self::turns::{Answer, LoadServer, round_trips};
 pub use self::udp::{UdpClients, UdpFlowReport, UdpOptions, UdpSeen, UdpServer};

@@ -122,6 +122,16 @@ impl ConnectRate {
     }
 }
 
+/// How many SYNs the kernel has sent again in a namespace (answers to SYNs among them), because nobody answered in time.
+pub fn syns_repeated(ns: &NetNs) -> Result<u64> {
+    let text = ns.sh("cat /proc/net/netstat")?;
+    let mut lines = text.lines().filter_map(|line| line.strip_prefix("TcpExt: "));
+    let (names, values) = lines.next().zip(lines.next()).context("no statistics of TCP")?;
+    let mut pairs = names.split(' ').zip(values.split(' '));
+    let (_, value) = pairs.find(|(name, _)| *name == "TCPSynRetrans").context("no count of repeated SYNs")?;
+    value.parse().with_context(|| format!("repeated SYNs: {value}"))
+}
+
 fn generate(targets: &[SocketAddr], options: &ConnectRate, stop: &AtomicBool) -> Result<RateReport> {
     let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
     let mut slots: Vec<Option<(TcpStream, Instant)>> = (0..options.concurrency).map(|_| None).collect();

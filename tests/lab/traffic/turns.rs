@@ -29,6 +29,8 @@ pub enum Answer {
     Echo,
     /// Nothing: for [`super::ConnectRate`], which resets what it has opened.
     Hold,
+    /// Nothing, and closes at once: its end of a connection costs nothing while the client holds its own open.
+    Close,
 }
 
 /// A server for measurements: it does as little as possible.
@@ -74,6 +76,7 @@ fn serve(listeners: &[TcpListener], answer: Answer, stop: &AtomicBool) -> Result
                 loop {
                     match listener.accept() {
                         Ok((stream, _)) if answer == Answer::Echo => drop(scope.spawn(move || echo(stream).ok())),
+                        Ok(_) if answer == Answer::Close => {}
                         Ok((stream, _)) => {
                             if held.len() == HELD {
                                 held.pop_front();

@@ -3,7 +3,7 @@
 //! The question is not how fast it goes but whether anything is refused, and what memory it takes: with Spillway's default
 //! settings, and with the stock kernel's default table of connections.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -16,10 +16,8 @@ use super::flows::{map_memory, tracked};
 use super::variant::{CPU, Opened, Place, Variant};
 use crate::progress::Step;
 
-/// Servers that the pod goes to: every address of a network that one server takes for its own.
-const SERVERS: u32 = 25_000;
-const FIRST_SERVER: u32 = 0x6440_0001;
-const SERVER_NET: &str = "100.64.0.0/17";
+/// Servers that the pod goes to.
+const SERVERS: u16 = 25_000;
 const CONNECT_PORT: u16 = 9006;
 const QUERY_PORT: u16 = 9007;
 const CONNECTIONS: ConnectRate = ConnectRate {
@@ -69,16 +67,10 @@ pub fn measure(binaries: &Path, window: Duration) -> Result<Vec<Figure>> {
     Ok(figures.into_iter().map(figure).collect())
 }
 
-fn servers(port: u16) -> Vec<SocketAddr> {
-    (0..SERVERS).map(|n| SocketAddr::new(IpAddr::from(Ipv4Addr::from_bits(FIRST_SERVER + n)), port)).collect()
-}
-
 fn churn(place: &Place, window: Duration) -> Result<Churned> {
     let server = &place.server;
-    server.ns.ip(&[format!("route add local {SERVER_NET} dev lo")])?;
-    for gateway in place.lab.gateways() {
-        gateway.ns.ip(&[format!("route add {SERVER_NET} via {}", server.ips.v4)])?;
-    }
+    let crowd = place.lab.crowd(server, SERVERS)?;
+    let at = |port: u16| -> Vec<SocketAddr> { crowd.iter().map(|one| one.at(Family::V4, port)).collect() };
     let any = |port| SocketAddr::new([0u16; 8].into(), port);
     let _connections = LoadServer::start(&server.ns, &[any(CONNECT_PORT)], Answer::Hold)?;
     let _answers = AnswerServer::start(&server.ns, QUERY_PORT)?;
@@ -89,14 +81,14 @@ fn churn(place: &Place, window: Duration) -> Result<Churned> {
         Ok(())
     };
     let (opened, asked) = on_cpu(CPU, || {
-        let running = CONNECTIONS.start_all(&place.pod.ns, servers(CONNECT_PORT))?;
+        let running = CONNECTIONS.start_all(&place.pod.ns, at(CONNECT_PORT))?;
         let began = Instant::now();
         while began.elapsed() < window {
             std::thread::sleep(Duration::from_secs(1).min(window));
             look()?;
         }
         let opened = running.finish()?;
-        Ok((opened, QUERIES.run(&place.pod.ns, &servers(QUERY_PORT), window, look)?))
+        Ok((opened, QUERIES.run(&place.pod.ns, &at(QUERY_PORT), window, look)?))
     })?;
     Ok(Churned {
         opened: opened.per_second(),
