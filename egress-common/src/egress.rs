@@ -9,11 +9,11 @@ map_type! {
         pub addr: [u32; 4],
         /// Changes whenever the index is given to another address.
         pub generation: u32,
-        /// Index of the owner in `NODES`; 0 for none.
-        pub owner: u32,
+        /// Index in `NODES` of the carrier that this node's packets go to; 0 for none.
+        pub gateway: u32,
         /// [`flags`].
         pub flags: u32,
-        /// Interface that the owner sends by; 0 where this node is not the owner.
+        /// Interface that a carrier sends by; 0 where this node is none.
         pub ifindex: u32,
         /// Epoch of the owner, low half.
         pub epoch_low: u32,
@@ -33,7 +33,7 @@ impl EgressIp {
     pub const EMPTY: Self = Self {
         addr: [0; 4],
         generation: 0,
-        owner: 0,
+        gateway: 0,
         flags: 0,
         ifindex: 0,
         epoch_low: 0,
@@ -45,18 +45,18 @@ impl EgressIp {
 }
 
 impl EgressIp {
-    /// Whether this node owns it and has it as an address of its own: what comes for it may be the node's.
+    /// Whether this node carries it and has it as an address of its own: what comes for it may be the node's.
     #[inline(always)]
     pub const fn is_own_address(&self) -> bool {
-        let own = flags::OWNED | flags::NODE_ADDRESS;
+        let own = flags::CARRIED | flags::NODE_ADDRESS;
         self.flags & own == own
     }
 }
 
 /// Bits of [`EgressIp::flags`].
 pub mod flags {
-    /// This node is the owner.
-    pub const OWNED: u32 = 1;
+    /// This node is a carrier: it forwards for the address, in both directions.
+    pub const CARRIED: u32 = 1;
     /// The address is a node's own: what is not in a leased block goes to the node's stack, which also answers ARP.
     pub const NODE_ADDRESS: u32 = 2;
     /// Do not answer ARP and NDP for it.
@@ -65,6 +65,10 @@ pub mod flags {
     pub const SUBNET: u32 = 8;
     /// An interface of this node has the address, whoever carries it: the node's sockets use it.
     pub const HERE: u32 = 16;
+    /// What this node translates leaves by this node itself. Only together with [`CARRIED`].
+    pub const LOCAL: u32 = 32;
+    /// Each flow goes to the carrier that `CARRIERS` names for it, not all of them to `gateway`.
+    pub const SPREAD: u32 = 64;
 }
 
 map_type! {
@@ -107,6 +111,19 @@ map_type! {
         /// By [`port_block::row`].
         pub node: [u16; port_block::ROWS],
     } size 2048
+}
+
+/// How many entries [`CarrierTable`] has: the smallest size of a Maglev table.
+pub const CARRIER_ENTRIES: usize = 251;
+/// An entry of [`CarrierTable`] that stands for this node itself.
+pub const LOCAL_CARRIER: u16 = u16::MAX;
+
+map_type! {
+    /// Value of `CARRIERS`, by egress IP: which carrier flows go to, as an index in `NODES` or [`LOCAL_CARRIER`], by their hash.
+    pub struct CarrierTable {
+        /// The first [`CARRIER_ENTRIES`] are used.
+        pub node: [u16; CARRIER_ENTRIES + 1],
+    } size 504
 }
 
 map_type! {

@@ -36,13 +36,24 @@ map_type! {
         pub wish: u8,
         /// The prober's number for the gateway, network byte order; comes back unchanged.
         pub node_id: [u8; 4],
+        /// In a reply: [`state`] of the gateway. In a request: zero.
+        pub state: u8,
         /// Zero.
-        pub reserved: [u8; 4],
+        pub reserved: [u8; 3],
         /// Sequence number, network byte order; comes back unchanged.
         pub seq: [u8; 8],
         /// Tunnel address of the gateway, IPv4 in its mapped form.
         pub remote: [u8; 16],
     } size 40
+}
+
+/// Bits of [`Probe::state`].
+pub mod state {
+    /// The gateway cannot carry egress IPs now: its agent is dead for longer than its deadline, its way out is down, it is being
+    /// drained. It forwards what it gets all the same.
+    pub const UNABLE: u8 = 1;
+    /// The gateway holds its lease: the store is there, at least for it.
+    pub const HELD: u8 = 2;
 }
 
 map_type! {

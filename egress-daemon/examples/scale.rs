@@ -217,6 +217,8 @@ fn cluster(size: &Size) -> (Snapshot, Health) {
             subnet: None,
             max_per_node: None,
             failback: Failback::default(),
+            carriers: egress_daemon::model::DEFAULT_CARRIERS,
+            outbound: egress_daemon::model::Outbound::Owner,
         },
     );
     for n in 0..size.policies {

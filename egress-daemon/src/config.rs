@@ -15,13 +15,13 @@ pub const PROBE_INTERVAL: Duration = Duration::from_millis(100);
 /// Default of [`Probe::count`].
 pub const PROBE_COUNT: u32 = 3;
 /// Default of [`Lease::renew`].
-pub const LEASE_RENEW: Duration = Duration::from_millis(500);
+pub const LEASE_RENEW: Duration = Duration::from_secs(5);
 /// Default of [`Lease::duration`].
-pub const LEASE_DURATION: Duration = Duration::from_secs(2);
+pub const LEASE_DURATION: Duration = Duration::from_secs(15);
 /// Default of [`Config::start_limit`]: more than a pod takes to get its network on a busy node.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
 /// Default of [`Config::deadline`]: a gateway is silent before its lease, renewed [`LEASE_RENEW`] earlier, can have lapsed.
-pub const DEADLINE: Duration = Duration::from_secs(1);
+pub const DEADLINE: Duration = Duration::from_secs(10);
 /// Default of [`Timeouts::tcp_established`].
 pub const TCP_ESTABLISHED: Duration = Duration::from_secs(limits::TCP_ESTABLISHED_SECS);
 /// Default of [`Timeouts::tcp_transitory`].

@@ -50,6 +50,11 @@ impl NodeHealth {
         matches!(self.lease, LeaseState::Fresh { .. })
     }
 
+    /// Whether nobody has asked it for a lease: it may live.
+    pub fn is_unasked(&self) -> bool {
+        self.lease == LeaseState::Never
+    }
+
     /// Whether the node may be given an egress IP.
     pub fn is_proven(&self) -> bool {
         matches!(self.lease, LeaseState::Fresh { proven: true, .. })

@@ -68,7 +68,9 @@ pub async fn agent(
     let lock = files.acquire()?;
     let settings = Settings::from(&config).with_api_server(api_server);
     let programs = Programs::load(&Pins::new(&bpffs), settings.sizes)?;
-    let Some(store) = store.await? else { return Ok(lock.remove()?) };
+    // An API server that is away keeps nothing from going on.
+    let store = agent::while_waiting(&Pins::new(&bpffs), settings.deadline, store).await?;
+    let Some(store) = store? else { return Ok(lock.remove()?) };
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
     let options = agent::Options {
         node,

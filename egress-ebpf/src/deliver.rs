@@ -1,7 +1,7 @@
 //! The source node's half of a reply: undo the translation and hand the packet to the pod.
 
 use crate::{
-    ended,
+    carrier, ended,
     family::Family,
     flows, fragment, icmp,
     maps::{CONFIG, EGRESS_IPS},
@@ -10,6 +10,7 @@ use crate::{
     parse::{self, Ip, Kind, Part, Transport},
     stats,
     translate::{End, Rewrite, rewrite},
+    way,
 };
 use egress_common::{
     config::Config,
@@ -98,8 +99,9 @@ fn deliver<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, 
             }
         }
         if t.flags & tcp::flag::SYN != 0 {
-            let owner = EGRESS_IPS.get(r.egress).map_or(0, |e| e.owner);
-            mss::clamp::<F>(pkt, config, owner, ip.l4);
+            let entropy = way::entropy((t.dst_port, t.src_port), ip.src);
+            let to = EGRESS_IPS.get(r.egress).map_or(0, |e| carrier::of(e, r.egress, entropy));
+            mss::clamp::<F>(pkt, config, to, ip.l4);
         }
     } else if t.kind == Kind::Udp && r.state & udp::seen::ANSWER == 0 {
         r.state |= udp::seen::ANSWER;

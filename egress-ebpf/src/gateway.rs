@@ -37,7 +37,7 @@ pub fn forward<F: Family>(pkt: &Packet, from: u32) -> u64 {
         return Verdict::Drop(Counter::DropNotOwner).to_bits();
     };
     match EGRESS_IPS.get(egress) {
-        Some(e) if e.flags & flags::OWNED != 0 => leased::<F>(pkt, egress, e, from).to_bits(),
+        Some(e) if e.flags & flags::CARRIED != 0 => leased::<F>(pkt, egress, e, from).to_bits(),
         _ => Verdict::Drop(Counter::DropNotOwner).to_bits(),
     }
 }

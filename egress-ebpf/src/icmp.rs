@@ -1,11 +1,12 @@
 //! ICMP errors: the packet that they quote is translated with them, so that whoever gets the error knows its own packet.
 
 use crate::{
+    carrier,
     classify::{self, Class},
     deliver,
     family::Family,
     flows,
-    maps::CONFIG,
+    maps::{CONFIG, EGRESS_IPS},
     packet::Packet,
     parse::{self, Embedded, Ip, proto},
     steer,
@@ -105,7 +106,9 @@ fn quoting<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
     {
         return Verdict::Drop(Counter::DropMalformed);
     }
-    steer::hand_over(pkt, egress, way::entropy((port, 0), ip.dst))
+    let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNoOwner) };
+    let entropy = way::entropy((port, 0), ip.dst);
+    steer::hand_over(pkt, egress, e, carrier::of(e, egress, entropy), entropy)
 }
 
 /// Rewrites `end` of the error itself and the opposite end of the packet that it quotes, which travelled the other way.

@@ -1,8 +1,9 @@
 //! Packets of pods that are too large for the transport of their flow: the pod is told, as by a router, how large they may be.
 
 use crate::{
+    carrier,
     family::Family,
-    maps::{CONFIG, EGRESS_IPS, NODES},
+    maps::{CONFIG, NODES},
     packet::{ETH_LEN, Mac, Packet, note},
     parse::{Ip, Part, proto},
     stats, way,
@@ -10,7 +11,6 @@ use crate::{
 use egress_common::{
     config::Config,
     csum,
-    egress::{EgressIp, flags},
     transport::DIRECT,
     verdict::{Counter, Verdict},
 };
@@ -32,20 +32,14 @@ pub fn may_be(pkt: &Packet, config: &Config) -> bool {
     config.room != 0 && way::segment(pkt) > config.room
 }
 
-/// [`judge_for`] by the egress IP's index.
-#[inline(always)]
-pub fn judge<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, egress: u32) -> Option<Verdict> {
-    judge_for(pkt, config, ip, EGRESS_IPS.get(egress)?)
-}
-
-/// What becomes of a packet that is too large for the transport to the owner of its egress IP, and that nobody may, or on an IPv6
+/// What becomes of a packet that is too large for the transport to the carrier `to`, and that nobody may, or on an IPv6
 /// underlay can, fragment there: it is answered. Over IPv4 the tunnel device takes what may be fragmented, and fragments.
 #[inline(always)]
-pub fn judge_for<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, e: &EgressIp) -> Option<Verdict> {
-    if !may_be(pkt, config) || e.flags & flags::OWNED != 0 {
+pub fn judge<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, to: u32) -> Option<Verdict> {
+    if !may_be(pkt, config) || to == carrier::LOCAL {
         return None;
     }
-    let node = NODES.get(e.owner)?;
+    let node = NODES.get(to)?;
     let fits = if node.forward == DIRECT && node.mtu > config.room { node.mtu } else { config.room };
     let whole = ip.whole_only && ip.part == Part::Whole || node.tunnel_v4 == 0;
     if way::segment(pkt) <= fits || !whole { None } else { Some(Verdict::Later(ANSWER << 32 | fits as u64)) }

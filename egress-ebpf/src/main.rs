@@ -11,6 +11,7 @@
     reason = "a key passed by value is copied to the stack once more, of which there are 512 bytes"
 )]
 
+mod carrier;
 mod classify;
 mod collect;
 mod deliver;

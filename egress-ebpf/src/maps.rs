@@ -10,7 +10,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::Config,
-    egress::{BlockList, EgressIp, LeaseTable, MacKey, Meter, NextHop, Node, Uplink},
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Meter, NextHop, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Ended, Flow, FlowKey, Fragment, FragmentKey, HeldKey, Inbound, Masqueraded, Reverse, Ticket},
     limits::*,
@@ -128,6 +128,9 @@ pub static EGRESS_INDEX_V6: EgressIndex<V6> = HashMap::new();
 pub static EGRESS_IPS: Array<EgressIp, MAX_EGRESS_IPS> = Array::new();
 #[btf_map]
 pub static BLOCKS: Array<BlockList, MAX_EGRESS_IPS> = Array::new();
+/// By egress IP whose flows go to several carriers: which one each goes to.
+#[btf_map]
+pub static CARRIERS: Array<CarrierTable, MAX_EGRESS_IPS> = Array::new();
 #[btf_map]
 pub static LEASES: Array<LeaseTable, MAX_EGRESS_IPS> = Array::new();
 #[btf_map]
@@ -158,9 +161,10 @@ pub static METERS: Array<Meter, { 2 * MAX_EGRESS_IPS }> = Array::new();
 
 #[btf_map]
 pub static CONFIG: Array<Config, 1> = Array::new();
-/// Entry 0: `CLOCK_MONOTONIC` in ns until which this node answers ARP and NDP for its egress IPs.
+/// Entry 0: `CLOCK_MONOTONIC` in ns until which this node is able to carry egress IPs: it answers ARP and NDP for those whose turn it
+/// has, and its answers to probes say so. Entry 1: until when it holds its lease.
 #[btf_map]
-pub static DEADLINE: Array<u64, 1> = Array::new();
+pub static DEADLINE: Array<u64, 2> = Array::new();
 #[btf_map]
 pub static COUNTERS: PerCpuArray<u64, { Counter::ALL.len() }> = PerCpuArray::new();
 /// Names of policies, nodes and endpoints, for tools that run while the agent does not. No program reads it.

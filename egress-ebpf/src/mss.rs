@@ -13,10 +13,10 @@ const TCP_HEADER: u32 = 20;
 const KIND: u8 = 2;
 const LENGTH: u8 = 4;
 
-/// Lowers the option in the TCP header at `l4` to what fits the way to the owner of the egress IP.
+/// Lowers the option in the TCP header at `l4` to what fits the transport to the carrier `to` of the egress IP.
 #[inline(always)]
-pub fn clamp<F: Family>(pkt: &Packet, config: &Config, owner: u32, l4: u32) {
-    let limit = match NODES.get(owner) {
+pub fn clamp<F: Family>(pkt: &Packet, config: &Config, to: u32, l4: u32) {
+    let limit = match NODES.get(to) {
         Some(node) if node.forward == DIRECT => node.mtu.saturating_sub(F::HEADER + TCP_HEADER),
         _ if F::VERSION == 4 => config.mss_v4,
         _ => config.mss_v6,

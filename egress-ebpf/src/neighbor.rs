@@ -1,4 +1,4 @@
-//! ARP and NDP for floating egress IPs: the datapath answers for what this node owns, as long as its agent lives.
+//! ARP and NDP for floating egress IPs: the datapath of the carrier whose turn it is answers, as long as its agent lives.
 
 use crate::{
     family::Family,
@@ -43,6 +43,18 @@ enum Answer {
     With(Mac),
 }
 
+/// Whether this node may answer for egress IPs: its agent lives, and says so.
+#[inline(always)]
+pub fn is_able() -> bool {
+    is_before(0)
+}
+
+/// Whether a deadline of this node has not passed yet.
+#[inline(always)]
+pub fn is_before(entry: u32) -> bool {
+    matches!(DEADLINE.get(entry), Some(&deadline) if now_ns() < deadline)
+}
+
 #[inline(always)]
 fn answer(egress: u32, pkt: &Packet) -> Answer {
     let ifindex = pkt.ifindex();
@@ -53,8 +65,7 @@ fn answer(egress: u32, pkt: &Packet) -> Answer {
     if pkt.vlan() != e.vlan {
         return Answer::Silence;
     }
-    let alive = matches!(DEADLINE.get(0), Some(&deadline) if now_ns() < deadline);
-    if !alive || e.flags & flags::OWNED == 0 || e.flags & flags::SILENT != 0 || e.ifindex != ifindex {
+    if !is_able() || e.flags & flags::CARRIED == 0 || e.flags & flags::SILENT != 0 || e.ifindex != ifindex {
         return Answer::Silence;
     }
     // SAFETY: entries are replaced, not changed in place.

@@ -4,6 +4,7 @@ use crate::{
     IPV4, IPV6,
     family::Family,
     maps::{NODES, PROBES, WISHES},
+    neighbor,
     packet::{ETH_LEN, Mac, Packet},
     parse::proto,
     stats, tunnel,
@@ -11,7 +12,7 @@ use crate::{
 use core::mem::offset_of;
 use egress_common::{
     V4, V6, csum,
-    probe::{Answer, MAGIC, PORT, Probe, REPLY, REQUEST, SRC_MAC, VERSION},
+    probe::{Answer, MAGIC, PORT, Probe, REPLY, REQUEST, SRC_MAC, VERSION, state},
     transport::clamp,
     verdict::{Counter, Verdict, purpose},
 };
@@ -111,8 +112,12 @@ fn turn_around<F: Family>(pkt: &Packet, payload: u32, kind: u8, [way, wish]: [u8
     let pair = |a: u8, b: u8| u16::from_ne_bytes([a, b]);
     let check = csum::update16(check, pair(VERSION, kind), pair(VERSION, REPLY));
     let check = csum::update16(check, pair(way, wish), pair(way, by));
+    let held = if neighbor::is_before(1) { state::HELD } else { 0 };
+    let state = if neighbor::is_able() { held } else { held | state::UNABLE };
+    let check = csum::update16(check, pair(0, 0), pair(state, 0));
     pkt.write(payload - 2, if check == 0 { 0xffff } else { check })?;
     pkt.write(payload + offset_of!(Probe, kind) as u32, REPLY)?;
+    pkt.write(payload + offset_of!(Probe, state) as u32, state)?;
     pkt.write(payload + offset_of!(Probe, wish) as u32, by)
 }
 

@@ -1,6 +1,7 @@
 //! `pod_egress`: what happens to a packet that a pod sends.
 
 use crate::{
+    carrier,
     classify::{self, Class},
     collect, ended,
     family::Family,
@@ -18,7 +19,7 @@ use crate::{
 };
 use egress_common::{
     config::{Config, flags},
-    egress::flags as egress_flags,
+    egress::EgressIp,
     endpoint::{Endpoint, Policy, policy_flags},
     flow::{Flow, FlowKey, is_pair, kind},
     hash, tcp, udp,
@@ -428,7 +429,10 @@ fn respects(config: &Config) -> u16 {
 fn go<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow: &Flow) -> Verdict {
     if respects(config) != 0 {
         if flow.pending != 0 || ip.part != Part::Whole {
-            if let Some(answer) = large::judge(pkt, config, ip, flow.egress) {
+            if large::may_be(pkt, config)
+                && let Some(e) = EGRESS_IPS.get(flow.egress)
+                && let Some(answer) = large::judge(pkt, config, ip, carrier_of(e, flow.egress, flow.port, t, ip))
+            {
                 return answer;
             }
             return if flow.pending != 0 { firewall::ask(pkt) } else { firewall::detour(pkt) };
@@ -458,36 +462,43 @@ pub fn send<F: Family>(
         return Verdict::Pass;
     }
     let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNoOwner) };
-    if e.owner == 0 {
+    let entropy = way::entropy((port, t.dst_port), ip.dst);
+    let to = carrier::of(e, egress, entropy);
+    if to == 0 {
         return Verdict::Drop(Counter::DropNoOwner);
     }
-    if hop && let Some(answer) = large::judge_for(pkt, config, ip, e) {
+    if hop && let Some(answer) = large::judge(pkt, config, ip, to) {
         return answer;
     }
     if t.kind == Kind::Tcp && t.flags & tcp::flag::SYN != 0 {
-        mss::clamp::<F>(pkt, config, e.owner, ip.l4);
+        mss::clamp::<F>(pkt, config, to, ip.l4);
     }
     let r =
         Rewrite { end: End::Source, old: ip.src, new: F::from_any(&e.addr), old_port: t.src_port, new_port: port, hop };
     if rewrite(pkt, ip, &r).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
-    hand_over(pkt, egress, way::entropy((port, t.dst_port), ip.dst))
+    hand_over(pkt, egress, e, to, entropy)
 }
 
-/// Sends a translated packet to the owner of its egress IP, or out if that is this node.
+/// Sends a translated packet to a carrier of its egress IP, or out if that is this node.
 #[inline(always)]
-pub fn hand_over(pkt: &Packet, egress: u32, entropy: u32) -> Verdict {
-    let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNoOwner) };
-    if e.flags & egress_flags::OWNED != 0 {
+pub fn hand_over(pkt: &Packet, egress: u32, e: &EgressIp, to: u32, entropy: u32) -> Verdict {
+    if to == carrier::LOCAL {
         stats::count(Counter::SentLocal);
         return match shaper::limit(pkt, egress, e, shaper::OUT) {
             Some(verdict) => verdict,
             None => Verdict::leave(egress),
         };
     }
-    match NODES.get(e.owner) {
-        Some(node) if node.present != 0 => Verdict::send(purpose::FORWARD, e.owner, entropy),
+    match NODES.get(to) {
+        Some(node) if node.present != 0 => Verdict::send(purpose::FORWARD, to, entropy),
         _ => Verdict::Drop(Counter::DropNoOwner),
     }
+}
+
+/// The carrier that the packets of a flow with this translated port go to.
+#[inline(always)]
+fn carrier_of<F: Family>(e: &EgressIp, egress: u32, port: u16, t: &Transport, ip: &Ip<F>) -> u32 {
+    carrier::of(e, egress, way::entropy((port, t.dst_port), ip.dst))
 }

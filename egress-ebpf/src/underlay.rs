@@ -80,15 +80,15 @@ fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
     let &egress = unsafe { F::egress_index().get(src) }?;
     let e = EGRESS_IPS.get(egress)?;
     let from = sender::<F>(pkt, egress)?;
-    // The owner itself sends it out, and this node is its next hop: the exit lets it go by.
-    if from == e.owner {
+    // The gateway sends it out, and this node is its next hop: the exit lets it go by.
+    if from == e.gateway && e.flags & flags::CARRIED == 0 {
         pkt.note(note::SENT);
         return None;
     }
     if !pkt.is_for_host() {
         return None;
     }
-    if e.flags & flags::OWNED == 0 {
+    if e.flags & flags::CARRIED == 0 {
         let own = e.flags & flags::NODE_ADDRESS != 0;
         return if own { None } else { Some(Verdict::Drop(Counter::DropNotOwner).to_bits()) };
     }

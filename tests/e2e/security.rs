@@ -5,10 +5,13 @@ use std::net::IpAddr;
 
 use anyhow::{Context, Result};
 use lab::traffic::{Protocol, send_vxlan, send_vxlan_from};
-use lab::{Capture, Family, Lab, address, wait_for, wait_until};
+use lab::{Capture, Family, Lab, PodSpec, address, wait_for, wait_until};
 use serde_json::{Value, json};
 
-use crate::support::{PATIENCE, at, counter, egress, fixed, owner, sources, wait_counter, web_pod, web_pod_with};
+use crate::support::{
+    PATIENCE, WEB, at, counter, egress, fixed, owner, policy, pool, sources, start, wait_counter, wait_in_force,
+    web_pod, web_pod_with,
+};
 
 /// The tunnel's UDP port and network identifiers, as ARCHITECTURE.md has them.
 pub const TUNNEL_PORT: u16 = 8473;
@@ -34,7 +37,13 @@ pub fn leased_port(lab: &Lab, family: Family) -> Result<u16> {
 fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
     lab::require_root!();
     Lab::builder().workers(2).gateways(2).run(|lab| {
-        let (pod, server) = web_pod(lab, &[10])?;
+        // The other gateway is no carrier.
+        lab.manifests().write("pool", &format!("{}  carriers: 1\n", pool("one", 10, 10, None)))?;
+        lab.manifests().write("web", &policy("web", &format!("{WEB}\n  egressIPPool: {{name: one}}")))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[10])?;
         for family in Family::BOTH {
             let ip = egress(family, &[10])[0];
             let gateway = owner(lab, ip).context("an owner")?;

@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
-use lab::{Capture, Cni, Family, Lab, PodSpec, stats};
+use lab::{Capture, Cni, Family, Lab, PodSpec, StartOptions, stats, wait_until};
 
-use crate::support::{PATIENCE, WEB, egress, policy, start, wait_in_force, web, weighted};
+use crate::support::{PATIENCE, WEB, egress, owner, policy, pool, start, start_with, wait_in_force, web, weighted};
 
 #[test]
 fn three_thousand_flows_spread_evenly_over_three_gateways() {
@@ -138,6 +138,83 @@ fn ecmp_split_flows_keep_their_egress_ip_while_the_weights_change() {
             assert!(clients.close()?.iter().all(|one| one.intact()));
         }
         drop(tcp);
+        Ok(())
+    });
+}
+
+/// The gateway, by its MAC address, that each flow towards a port of a server came from.
+fn ways(capture: &Capture, target: SocketAddr) -> BTreeMap<SocketAddr, BTreeSet<[u8; 6]>> {
+    let mut ways: BTreeMap<SocketAddr, BTreeSet<[u8; 6]>> = BTreeMap::new();
+    for packet in capture.so_far().packets().iter().filter(|packet| !packet.outgoing) {
+        if let Some((source, _)) = packet.ports().filter(|(_, to)| *to == target) {
+            ways.entry(source).or_default().insert(packet.source_mac);
+        }
+    }
+    ways
+}
+
+/// `outbound: Spread`: one address has the bandwidth of four gateways, and loses a quarter of it with one of them.
+#[test]
+fn one_egress_ip_leaves_by_all_its_carriers_and_a_gateway_less_moves_only_its_flows() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(4).alone().run(|lab| {
+        lab.manifests().write("pool", &format!("{}  outbound: Spread\n", pool("public", 40, 40, None)))?;
+        lab.manifests().write("web", &policy("web", &format!("{WEB}\n  egressIPPool: {{name: public}}")))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start_with(lab, &StartOptions::new())?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[40])?;
+        let all: BTreeSet<[u8; 6]> = lab.gateways().map(|node| node.external_mac()).collect();
+        let echo = TcpServer::start(&server.ns, &server.ips.both(81), ServerMode::Echo)?;
+        for family in Family::BOTH {
+            let target = server.ips.at(family, 81);
+            let options = || TcpOptions { reset: true, ..TcpOptions::once() };
+            // Not all carriers may be known at first.
+            wait_until(
+                "all gateways are used",
+                PATIENCE,
+                || {
+                    let capture = Capture::start(&server.ns, "eth0")?;
+                    TcpClients::establish(&pod.ns, target, 100, options())?.close()?;
+                    Ok(ways(&capture, target).into_values().flatten().collect::<BTreeSet<_>>())
+                },
+                |used| *used == all,
+            )?;
+            let capture = Capture::start(&server.ns, "eth0")?;
+            let clients = TcpClients::establish(&pod.ns, target, 2000, options())?;
+            clients.wait("all echoes", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
+            let ways = ways(&capture, target);
+            assert!(ways.len() >= 2000 && ways.values().all(|one| one.len() == 1), "{family:?}: a flow took two ways");
+            let by = |mac: &[u8; 6]| ways.values().filter(|way| way.contains(mac)).count() as u64;
+            let counts: Vec<u64> = all.iter().map(by).collect();
+            assert!(counts.len() == 4 && stats::is_even(&counts), "{family:?}: {counts:?}");
+        }
+        drop(echo);
+
+        let streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
+        let clients = Family::BOTH
+            .map(|family| TcpClients::establish(&pod.ns, server.ips.at(family, 80), 100, TcpOptions::default()));
+        let clients = clients.into_iter().collect::<Result<Vec<_>>>()?;
+        let look = || -> Result<BTreeMap<SocketAddr, BTreeSet<[u8; 6]>>> {
+            let capture = Capture::start(&server.ns, "eth0")?;
+            streams.wait_progress(3, PATIENCE)?;
+            Ok(Family::BOTH.iter().flat_map(|family| ways(&capture, server.ips.at(*family, 80))).collect())
+        };
+        let before = look()?;
+        assert_eq!(before.len(), 200);
+        let victim = lab.gateways().find(|node| owner(lab, egress(Family::V4, &[40])[0]).as_ref() != Some(&node.name));
+        let victim =
+            victim.map(|node| (node.name.clone(), node.external_mac())).context("a gateway that is not the owner")?;
+        lab.kill_node(&victim.0)?;
+        let after = wait_until("nothing leaves by the dead", PATIENCE, look, |ways| {
+            ways.len() == 200 && ways.values().all(|way| !way.contains(&victim.1))
+        })?;
+        for (flow, way) in &before {
+            assert!(way.contains(&victim.1) || after[flow] == *way, "{flow} has moved");
+        }
+        for clients in clients {
+            assert!(clients.close()?.iter().all(lab::traffic::ConnectionReport::intact));
+        }
         Ok(())
     });
 }

@@ -1,6 +1,7 @@
-//! What takes long, in a thread of its own: the agent's loop has deadlines, and what it walks through may be a million flows.
+//! What takes long, in a thread or a task of its own: the agent's loop has deadlines, what it walks through may be a million flows, and an
+//! API server may not answer.
 
-use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::task::{JoinHandle, spawn, spawn_blocking};
 
 /// One piece of work at a time.
 #[derive(Debug)]
@@ -23,6 +24,11 @@ impl<T: Send + 'static> Aside<T> {
     /// Begins, unless something is under way.
     pub fn begin(&mut self, work: impl FnOnce() -> T + Send + 'static) {
         self.running.get_or_insert_with(|| spawn_blocking(work));
+    }
+
+    /// Begins something that waits, unless something is under way.
+    pub fn begin_task(&mut self, work: impl Future<Output = T> + Send + 'static) {
+        self.running.get_or_insert_with(|| spawn(work));
     }
 
     /// Waits for what is under way; for ever where nothing is. Cancel safe.

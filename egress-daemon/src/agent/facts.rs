@@ -1,5 +1,6 @@
 //! Reading the objects: everything an agent wants to know of them, and whether any of it has changed.
 
+use super::carriers;
 use crate::{
     api::{
         CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
@@ -125,10 +126,15 @@ impl World {
         object.and_then(|e| e.status.as_ref()).into_iter().flat_map(|s| &s.conditions)
     }
 
-    /// The egress IPs that a node owns, with their epochs.
-    pub fn owned(&self, node: &NodeName) -> BTreeMap<IpAddr, u64> {
-        let owned = self.plan.egress_ips.iter().filter(|(_, e)| e.owner.as_ref() == Some(node));
-        owned.map(|(ip, e)| (*ip, e.epoch)).collect()
+    /// The egress IPs that a node carries by the plan.
+    pub fn carried(&self, node: &NodeName) -> BTreeSet<IpAddr> {
+        let carried = self.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some());
+        carried.filter(|(_, e)| carriers::order(e).any(|name| name == node)).map(|(ip, _)| *ip).collect()
+    }
+
+    /// Whether the plan counts on a node as a gateway, be it that it asks whether it lives.
+    pub fn is_named(&self, node: &NodeName) -> bool {
+        self.plan.egress_ips.values().flat_map(|e| e.carriers.iter().chain(&e.owner)).any(|name| name == node)
     }
 
     /// Up to which revisions all leases are in the maps after the next write. A report never falls, or a lease that was

@@ -41,6 +41,12 @@ struct Gateway {
     number: u32,
     ways: WayChooser,
     back: Option<u32>,
+    /// Its last answer said that it is able to carry egress IPs.
+    able: bool,
+    /// It said that it holds its lease.
+    held: bool,
+    /// When it is probed next.
+    due: Duration,
 }
 
 /// The gateways that are probed, and what is known of them.
@@ -50,13 +56,14 @@ pub struct Gateways {
     gateways: BTreeMap<NodeName, Gateway>,
     next_number: u32,
     seq: u64,
-    due: Duration,
+    /// When to look again although nobody is probed.
+    idle: Duration,
 }
 
 impl Gateways {
     /// Nobody to probe yet.
     pub fn new(times: ProbeTimes, start: Instant) -> Self {
-        Self { times, start, gateways: BTreeMap::new(), next_number: 1, seq: 0, due: Duration::ZERO }
+        Self { times, start, gateways: BTreeMap::new(), next_number: 1, seq: 0, idle: Duration::ZERO }
     }
 
     fn now(&self) -> Duration {
@@ -77,7 +84,18 @@ impl Gateways {
                 }
                 None => {
                     let ways = WayChooser::new(self.times, &target.forms());
-                    self.gateways.insert(name, Gateway { target, number: self.next_number, ways, back: None });
+                    self.gateways.insert(
+                        name,
+                        Gateway {
+                            target,
+                            number: self.next_number,
+                            ways,
+                            back: None,
+                            able: true,
+                            held: false,
+                            due: Duration::ZERO,
+                        },
+                    );
                     self.next_number += 1;
                 }
             }
@@ -86,7 +104,17 @@ impl Gateways {
 
     /// What the probes say of each gateway.
     pub fn states(&self) -> BTreeMap<NodeName, ProbeState> {
-        self.gateways.iter().map(|(n, g)| (n.clone(), g.ways.state())).collect()
+        let state = |g: &Gateway| match g.ways.state() {
+            ProbeState::Alive if !g.able => ProbeState::Unable,
+            state => state,
+        };
+        self.gateways.iter().map(|(n, g)| (n.clone(), state(g))).collect()
+    }
+
+    /// The gateways that answer, and say that they hold their leases.
+    pub fn holding(&self) -> BTreeSet<NodeName> {
+        let holds = |g: &Gateway| g.held && g.ways.state() == ProbeState::Alive;
+        self.gateways.iter().filter(|(_, g)| holds(g)).map(|(name, _)| name.clone()).collect()
     }
 
     /// The way in force to a gateway; `None` if it is not probed.
@@ -116,17 +144,16 @@ impl Gateways {
 
     /// When [`tick`](Self::tick) wants to be called next.
     pub fn next(&self) -> Instant {
-        self.start + self.due
+        self.start + self.gateways.values().map(|g| g.due).min().unwrap_or(self.idle)
     }
 
     /// Sends what is due and counts what was missed. Whether anything has changed.
     pub fn tick(&mut self, socket: &ProbeSocket) -> bool {
         let now = self.now();
         let mut changed = false;
-        let send = now >= self.due;
         for (name, g) in &mut self.gateways {
             changed |= tell(name, &g.ways.poll(now), g.ways.current());
-            if !send {
+            if now < g.due {
                 continue;
             }
             self.seq += 1;
@@ -145,10 +172,9 @@ impl Gateways {
                     tracing::debug!("probe to {name} ({}): {e}", g.target.address);
                 }
             }
+            g.due = now + g.ways.interval();
         }
-        if send {
-            self.due = now + self.times.interval;
-        }
+        self.idle = now + self.times.interval;
         changed
     }
 
@@ -161,7 +187,16 @@ impl Gateways {
         if answer.way == g.ways.current() {
             g.back = Some(answer.back);
         }
-        tell(name, &news, g.ways.current())
+        g.held = answer.held;
+        let changed = g.able != answer.able;
+        if changed {
+            g.able = answer.able;
+            match g.able {
+                true => tracing::info!("gateway {name} is able to carry egress IPs again"),
+                false => tracing::info!("gateway {name} says that it is not able to carry egress IPs"),
+            }
+        }
+        tell(name, &news, g.ways.current()) | changed
     }
 }
 

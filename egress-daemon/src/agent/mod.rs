@@ -3,19 +3,23 @@
 //! [`view`] decides and is pure, and so do `blocks` and `ways`; `node` joins the store, the kernel and the host's network; `status`
 //! says what the agent reports. The loop is level-triggered: whatever happened, the whole view is made again and the difference is written.
 
+mod able;
 mod aside;
 mod blocks;
+mod carriers;
+#[cfg(test)]
+mod carriers_tests;
 mod count;
 mod demand;
 mod effective;
 mod facts;
 mod gateways;
-mod handover;
 mod hooks;
 mod kept;
 mod late;
 mod node;
 mod owned;
+mod reach;
 mod reconcile;
 pub mod settings;
 mod status;
@@ -25,5 +29,6 @@ pub mod view;
 mod view_tests;
 mod ways;
 
+pub use able::while_waiting;
 pub use node::{Agent, Options};
 pub use settings::Settings;

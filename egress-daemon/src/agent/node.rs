@@ -1,17 +1,19 @@
 //! The agent's loop: objects, links, probes and time in; maps, hooks, announcements and status out.
 
 use super::{
+    able,
     aside::Aside,
     blocks::Withheld,
+    carriers::Carriers,
     demand::Ports,
     effective::Effective,
     facts::{Histories, Known, World},
     gateways::Gateways,
-    handover::Handover,
     hooks::Hooks,
     kept,
     late::Late,
     owned::Owned,
+    reach::Reach,
     reconcile,
     settings::Settings,
     status::{self, Report},
@@ -42,7 +44,7 @@ use crate::{
     },
     model::{EndpointId, NodeName, PolicyId, Trouble},
     observe::state::AgentState,
-    store::{Store, lease::LeaseKeeper},
+    store::{Store, StoreError, lease::LeaseKeeper},
 };
 use anyhow::Context as _;
 use egress_common::{abi::name_kind, config, port_block};
@@ -80,6 +82,8 @@ pub struct Options {
 
 /// How often the view is made again and the tunnel device looked at although nothing seems to have changed.
 const RESYNC: Duration = Duration::from_secs(5);
+/// For how long an agent that was stopped reads what has happened before it announces anything.
+const READ: Duration = Duration::from_secs(1);
 /// The least time between two writes of the status.
 const STATUS_EVERY: Duration = Duration::from_millis(100);
 /// How often the programs are asked whether ports are getting scarce: then ports are counted at once.
@@ -98,7 +102,12 @@ pub struct Agent {
     pub(super) stack_path: StackPath,
     pub(super) hooks: Hooks,
     pub(super) effective: Effective,
-    pub(super) handover: Handover,
+    pub(super) carriers: Carriers,
+    /// Whether this node is able to carry egress IPs: its tables are written, its way out is up, somebody reaches it.
+    pub(super) able: bool,
+    pub(super) reach: Reach,
+    /// The tables are written.
+    pub(super) started: bool,
     pub(super) writer: Writer,
     pub(super) encoder: Encoder,
     pub(super) socket: ProbeSocket,
@@ -117,6 +126,8 @@ pub struct Agent {
     pub(super) owned: Owned,
     pub(super) lease: Option<LeaseKeeper>,
     pub(super) lease_held: bool,
+    /// A lease on its way back.
+    pub(super) releasing: Aside<()>,
     pub(super) roles: Roles,
     /// Interfaces with the program that translates first packets, as the rules of the firewall last had them.
     pub(super) exits: BTreeSet<u32>,
@@ -124,13 +135,15 @@ pub struct Agent {
     pub(super) counted: Option<Duration>,
     pub(super) maps: Arc<Maps>,
     pub(super) counting: Aside<(Result<Ports, MapsError>, Duration)>,
+    /// The status on its way to the store.
+    pub(super) writing: Aside<Result<(), StoreError>>,
     pub(super) sockets: Aside<Result<NodePorts, PortsError>>,
     pub(super) node_ports: Option<NodePorts>,
     pub(super) used: BTreeSet<IpAddr>,
     pub(super) withheld: Withheld,
     pub(super) complaints: Vec<String>,
     pub(super) leases: Known,
-    pub(super) carries: BTreeMap<IpAddr, u64>,
+    pub(super) carries: BTreeSet<IpAddr>,
     pub(super) start: Instant,
     pub(super) source: String,
     pub(super) publish: watch::Sender<Arc<AgentState>>,
@@ -158,6 +171,7 @@ impl Agent {
         let encoder = Encoder::recover(writer.present());
         let endpoints = kept::recover(writer.present());
         let histories = Histories::recover(&endpoints);
+        let carriers = Carriers::recover(able::answered(&writer));
         let mode = settings.attach.unwrap_or_else(attach::mode);
         let attacher = Attacher::new(programs, pins, mode);
         let links = Links::follow(LinksOptions::default()).await.context("links cannot be followed")?;
@@ -168,6 +182,7 @@ impl Agent {
         let node = NodeName::from(node.as_str());
         let mut world = World::default();
         world.read(&store, &node);
+        let reach = Reach::new(settings.probe);
         let rules = reconcile::rules(&world, &node, &settings);
         let hooks = Hooks::start(attacher, links.subscribe(), reconcile::wanted(rules, &tunnel, &settings, None));
         let effective = Effective::recover(known_policies(&writer));
@@ -185,7 +200,10 @@ impl Agent {
             stack_path: StackPath::default(),
             hooks,
             effective,
-            handover: Handover::default(),
+            carriers,
+            able: false,
+            reach,
+            started: false,
             writer,
             encoder,
             socket,
@@ -202,12 +220,14 @@ impl Agent {
             troubles: BTreeSet::new(),
             lease: None,
             lease_held: false,
+            releasing: Aside::default(),
             roles: Roles::default(),
             exits: BTreeSet::new(),
             ports: Ports::default(),
             counted: None,
             maps,
             counting: Aside::default(),
+            writing: Aside::default(),
             sockets: Aside::default(),
             // Known before the first report.
             node_ports: NodePorts::read().inspect_err(|e| tracing::warn!("the node's own ports: {e}")).ok(),
@@ -215,7 +235,7 @@ impl Agent {
             withheld: Withheld::default(),
             complaints: Vec::new(),
             leases: Known::default(),
-            carries: BTreeMap::new(),
+            carries: BTreeSet::new(),
             start,
             source,
             publish,
@@ -241,6 +261,8 @@ impl Agent {
         // What an earlier agent made stays; more is made when it is known whom policies select.
         self.make_stack_path(self.has_flag(config::flags::HOLD), false).await?;
         self.reconcile().await;
+        // Before this, answers to probes and ARP are what an earlier agent left.
+        self.started = true;
         (self.next_deadline, self.silent_until) = (Instant::now(), Instant::now());
         loop {
             let current = self.links.current();
@@ -264,12 +286,8 @@ impl Agent {
                     }
                 },
                 rival = self.owned.rival(&current) => {
-                    if !self.lease_held {
-                        tracing::warn!("{rival} is claimed by another node while the lease cannot be renewed: withdrawing");
-                        self.owned.withdraw(rival);
-                        dirty = true;
-                    } else if self.owned.defend(rival) {
-                        tracing::warn!("{rival} is claimed by a host that does not own it: announcing it again");
+                    if self.owned.defend(rival) {
+                        tracing::warn!("{rival} is claimed by another host: it is announced again");
                     }
                 }
                 () = self.hooks.changed() => {
@@ -283,19 +301,25 @@ impl Agent {
                     }
                     Err(e) => tracing::warn!("the node's own ports are not looked at: {e}"),
                 },
-                () = lease_changed(&mut self.lease) => {
-                    dirty = self.lease_check();
-                }
+                () = lease_changed(&mut self.lease) => {}
+                () = self.releasing.done() => dirty = true,
+                written = self.writing.done() => if let Err(e) = written {
+                    // A conflict: the next look at the objects makes another one.
+                    tracing::debug!("{e}");
+                    self.status_due = true;
+                },
                 () = tokio::time::sleep_until(wake.into()) => {}
             }
             dirty |= self.tick().await;
             if dirty {
                 self.reconcile().await;
             }
-            self.write_status().await;
+            self.write_status();
         }
-        if let Some(lease) = self.lease.take() {
-            lease.release().await;
+        // The next agent goes on with the lease. The others take over meanwhile where they can, and lose nothing if the node goes as well.
+        if self.is_replaceable() {
+            self.able = false;
+            self.sign_of_life();
         }
         Ok(())
     }
@@ -323,22 +347,20 @@ impl Agent {
         dirty |= self.gateways.tick(&self.socket);
         if now >= self.next_deadline + self.settings.deadline {
             // Stopped for so long, this node may have lost its egress IPs: it reads what has happened before it claims any.
-            self.silent_until = now + self.settings.deadline;
+            self.silent_until = now + READ;
             self.next_deadline = self.silent_until;
         }
         if now >= self.silent_until {
             self.owned.tick();
         }
-        dirty |= self.lease_check();
+        self.lease_held = self.lease.as_ref().is_some_and(|lease| lease.held().is_some());
         if now >= self.next_deadline {
-            self.next_deadline = now + self.settings.deadline / 8;
-            let until = monotonic_ns() + self.settings.deadline.as_nanos() as u64;
-            if let Err(e) = self.writer.set_deadline(until) {
-                tracing::error!("the datapath will stop answering for egress IPs: {e}");
-            }
+            self.sign_of_life();
         }
+        dirty |= self.carriers.next().is_some_and(|next| self.start.elapsed() >= next);
         if now >= self.next_look {
             self.next_look = now + LOOK_EVERY;
+            dirty |= self.check_reach();
             if self.are_ports_tight() {
                 self.next_count = self.next_count.min(self.at_once);
             }
@@ -373,33 +395,21 @@ impl Agent {
         }
     }
 
-    /// Notes whether the lease is held. Whether something withdrawn is answered for again.
-    fn lease_check(&mut self) -> bool {
-        let held = self.lease.as_ref().is_some_and(|l| l.held().is_some());
-        let regained = held && !self.lease_held;
-        self.lease_held = held;
-        regained && self.owned.lease_regained()
-    }
-
     /// Writes the status if it is due and differs.
-    async fn write_status(&mut self) {
+    fn write_status(&mut self) {
         let now = Instant::now();
-        if !self.status_due || now < self.next_status {
+        if !self.status_due || now < self.next_status || self.writing.is_busy() {
             return;
         }
         self.next_status = now + STATUS_EVERY;
         let links = self.links.current();
         let occupied = self.occupied_blocks();
-        let present = match self.world.egress_node(&self.node).cloned() {
-            Some(object) => EgressNode::clone(&object),
-            None => match self.store.create(&EgressNode::new(self.node.as_str(), Default::default())).await {
-                Ok(created) => created,
-                // The cache shows it soon.
-                Err(e) => {
-                    tracing::debug!("{e}");
-                    return;
-                }
-            },
+        let store = self.store.clone();
+        let Some(present) = self.world.egress_node(&self.node).map(|object| EgressNode::clone(object)) else {
+            let object = EgressNode::new(self.node.as_str(), Default::default());
+            // The cache shows it soon.
+            self.writing.begin_task(async move { store.create(&object).await.map(drop) });
+            return;
         };
         let tunnel_addresses = self.tunnel_addresses();
         // Until the first write, the tables are those that an earlier agent has reported.
@@ -431,11 +441,8 @@ impl Agent {
             return;
         }
         let object = EgressNode { status: Some(status), ..present };
-        if let Err(e) = self.store.replace_status(&object).await {
-            // A conflict: the next look at the objects makes another one.
-            tracing::debug!("{e}");
-            self.status_due = true;
-        }
+        // Nothing here waits for an API server.
+        self.writing.begin_task(async move { store.replace_status(&object).await.map(drop) });
     }
 
     /// The blocks that this node uses itself on any of its addresses: what a policy may choose as an egress IP must be known

@@ -1,5 +1,4 @@
-//! The floating egress IPs that this node owns: announcing them, defending them, and falling silent when another owner
-//! shows while this one may have lost them.
+//! The egress IPs that this node answers for: announcing them, and defending them against others' claims.
 
 use crate::host::{
     MacAddress,
@@ -16,10 +15,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often everything is announced although nothing has changed: two owners that a partition made hear of each other,
-/// and neighbours forget a stranger's claim.
+/// How often everything is announced although nothing has changed: neighbours forget a stranger's claim.
 const REMIND: Duration = Duration::from_secs(10);
-/// For how long the objects may still tell that an address has another owner now, before a claim for it is answered.
+/// For how long probes and objects may still tell that it is another carrier's turn, before a claim is answered.
 const HEAR: Duration = Duration::from_millis(300);
 /// The least time between two answers to claims of others (RFC 5227, section 2.4, lets hosts defend their address).
 const DEFEND: Duration = Duration::from_secs(1);
@@ -40,11 +38,9 @@ pub struct Owned {
     announcer: Announcer,
     schedule: Schedule,
     start: Instant,
-    places: BTreeMap<IpAddr, (Place, u64)>,
+    places: BTreeMap<IpAddr, Place>,
     listeners: BTreeMap<u32, ClaimListener>,
     groups: Groups,
-    /// Addresses that another node has claimed while this one could not renew its lease, with the epoch then.
-    withdrawn: BTreeMap<IpAddr, u64>,
     /// When everything is announced again.
     reminder: Duration,
     /// When each address was defended last.
@@ -61,7 +57,6 @@ impl Owned {
             places: BTreeMap::new(),
             listeners: BTreeMap::new(),
             groups: Groups::default(),
-            withdrawn: BTreeMap::new(),
             reminder: REMIND,
             defended: BTreeMap::new(),
         })
@@ -71,8 +66,8 @@ impl Owned {
         self.start.elapsed()
     }
 
-    /// Owns these from now on, each with its epoch: what is new, or has moved to another interface, is announced.
-    pub fn set(&mut self, wanted: &BTreeMap<IpAddr, (Place, u64)>) {
+    /// Answers for these from now on: what is new, or has moved to another interface, is announced.
+    pub fn set(&mut self, wanted: &BTreeMap<IpAddr, Place>) {
         let now = self.now();
         for address in self.places.keys().filter(|a| !wanted.contains_key(*a)) {
             self.schedule.stop(*address);
@@ -83,15 +78,14 @@ impl Owned {
             }
         }
         self.places = wanted.clone();
-        let places = wanted.iter().map(|(address, (place, _))| (*address, place.interface));
+        let places = wanted.iter().map(|(address, place)| (*address, place.interface));
         for ((interface, group), error) in self.groups.set(&groups::wanted(places)) {
             tracing::warn!(
                 "{group} is not joined on interface {interface}, neighbours may not find its egress IPs: {error}"
             );
         }
         self.defended.retain(|a, _| wanted.contains_key(a));
-        self.withdrawn.retain(|a, epoch| wanted.get(a).is_some_and(|(_, e)| e == epoch));
-        let interfaces: BTreeSet<u32> = wanted.values().map(|(place, _)| place.interface).collect();
+        let interfaces: BTreeSet<u32> = wanted.values().map(|place| place.interface).collect();
         self.listeners.retain(|i, _| interfaces.contains(i));
         for interface in interfaces {
             if let Entry::Vacant(place) = self.listeners.entry(interface) {
@@ -101,20 +95,6 @@ impl Owned {
                 }
             }
         }
-    }
-
-    /// Addresses that this node does not answer for although it is their owner.
-    pub fn withdrawn(&self) -> BTreeSet<IpAddr> {
-        self.withdrawn.keys().copied().collect()
-    }
-
-    /// The lease is renewed again: what is owned is answered for and announced again. Whether anything was withdrawn.
-    pub fn lease_regained(&mut self) -> bool {
-        let now = self.now();
-        for address in self.places.keys() {
-            self.schedule.start(*address, now);
-        }
-        !std::mem::take(&mut self.withdrawn).is_empty()
     }
 
     /// When [`tick`](Self::tick) wants to be called next.
@@ -132,10 +112,7 @@ impl Owned {
             due.extend(self.places.keys());
         }
         for address in due {
-            if self.withdrawn.contains_key(&address) {
-                continue;
-            }
-            let Some((place, _)) = self.places.get(&address) else { continue };
+            let Some(place) = self.places.get(&address) else { continue };
             let vlan = place.subnet.and_then(|subnet| subnet.vlan);
             if let Err(e) = self.announcer.announce(place.interface, place.mac, address, vlan) {
                 tracing::warn!("announcing {address} on interface {}: {e}", place.interface);
@@ -150,7 +127,7 @@ impl Owned {
     }
 
     fn ask(&self, address: IpAddr) {
-        if let Some((place, _)) = self.places.get(&address)
+        if let Some(place) = self.places.get(&address)
             && let Some(subnet) = place.subnet
             && let Err(e) = self.announcer.ask(place.interface, place.mac, address, subnet.gateway, subnet.vlan)
         {
@@ -168,24 +145,16 @@ impl Owned {
         futures::future::select_all(all).await.0
     }
 
-    /// Answers another host's claim for an address that this node still owns a moment later: the claim of a new owner may be
-    /// faster than the news of it. Whether it does.
+    /// Answers another host's claim for an address that this node still answers for a moment later: the claim of another carrier may be
+    /// faster than the news of it. One frame makes nobody silent: anybody could have sent it. Whether it does.
     pub fn defend(&mut self, address: IpAddr) -> bool {
         let now = self.now();
-        if self.withdrawn.contains_key(&address) || self.defended.get(&address).is_some_and(|last| now < *last + DEFEND)
-        {
+        if self.defended.get(&address).is_some_and(|last| now < *last + DEFEND) {
             return false;
         }
         self.defended.insert(address, now);
         self.schedule.start(address, now + HEAR);
         true
-    }
-
-    /// Falls silent for an address that another node claims.
-    pub fn withdraw(&mut self, address: IpAddr) {
-        if let Some((_, epoch)) = self.places.get(&address) {
-            self.withdrawn.insert(address, *epoch);
-        }
     }
 }
 

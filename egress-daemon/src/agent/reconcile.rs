@@ -3,9 +3,9 @@
 use super::{
     Agent, Settings,
     blocks::Circumstances,
+    carriers,
     facts::World,
     gateways::Target,
-    handover,
     hooks::Wanted,
     kept, late,
     node::monotonic_ns,
@@ -37,6 +37,7 @@ use egress_common::{
     net,
     transport::DIRECT,
 };
+use k8s_openapi::api::coordination::v1::Lease;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
@@ -107,14 +108,19 @@ impl Agent {
         self.decide_blocks();
         self.histories.update(&self.world.snapshot, &classes, self.idle_from_now());
         let probes = self.gateways.states();
-        self.handover.update(&handover::Circumstances {
+        let cut_off = view::cut_off(&self.node, &self.world.snapshot, &self.world.plan, &links, &self.roles);
+        self.complaints.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
+        let able = cut_off.is_empty() && self.reach.is_reached();
+        let turned = std::mem::replace(&mut self.able, able) != able;
+        self.carriers.update(&carriers::Circumstances {
             node: &self.node,
             snapshot: &self.world.snapshot,
             plan: &self.world.plan,
             probes: &probes,
+            able: self.able,
             now: self.start.elapsed(),
         });
-        let limits = view::limits(&self.world.snapshot, &self.world.plan, &self.handover, &self.node);
+        let limits = view::limits(&self.world.snapshot, &self.world.plan, &self.carriers);
         self.open_shaper(&limits).await;
         let config = self.config(&own);
         let facts = Facts {
@@ -125,7 +131,7 @@ impl Agent {
             roles: &self.roles,
             unanswered: &self.world.unanswered(),
             probes: &probes,
-            handover: &self.handover,
+            carriers: &self.carriers,
             gone: &gone,
             interfaces: &interfaces,
             histories: &self.histories,
@@ -133,7 +139,6 @@ impl Agent {
             api_server: self.settings.api_server,
             silent: self.settings.silent,
             withheld: &self.withheld,
-            withdrawn: &self.owned.withdrawn(),
             now: self.start.elapsed(),
             hold,
             config,
@@ -141,22 +146,21 @@ impl Agent {
         let mut view = view::view(&facts, &mut self.effective);
         self.endpoints.clone_from(&view.endpoints);
         let mut announced = view::announced(&facts);
-        let cut_off = view::cut_off(&facts);
-        self.complaints.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
         let leases = self.world.leases(&self.node).max(self.leases);
 
         let shaper = self.shaper.ends().map(|ends| ends.far);
         self.hooks.set(wanted(rules, &self.tunnel, &self.settings, shaper));
         self.complaints.extend(self.hooks.complaints());
         let setting = self.settings.transport;
-        let peers = peers(&self.node, &view, &self.world);
+        let watched = view::watched(&facts, &self.used);
+        let peers = peers(&self.node, &view, &self.world, &watched);
         let addresses = peers.values().map(|peer| peer.address).collect();
         self.routes.find(&self.netlink, &links, &addresses).await;
         let ways: BTreeMap<NodeName, Ways> = peers
             .iter()
             .map(|(n, peer)| (n.clone(), ways::ways(setting, peer, &self.routes.get(peer.address), &links, &own)))
             .collect();
-        self.gateways.set(targets(&self.node, &view, &ways, setting));
+        self.gateways.set(targets(&watched, &view, &ways, setting));
         let chosen = |n: &NodeName| self.gateways.way(n).unwrap_or_default();
         view.ways = ways.iter().map(|(n, w)| (n.clone(), w.view(chosen(n), setting))).collect();
         let mut written = false;
@@ -171,8 +175,8 @@ impl Agent {
                 match self.writer.write(tables) {
                     Ok(()) => {
                         self.leases = leases;
-                        self.carries = self.world.owned(&self.node);
-                        self.carries.retain(|ip, _| view.egress_ips.contains_key(ip));
+                        self.carries = self.world.carried(&self.node);
+                        self.carries.retain(|ip| view.egress_ips.contains_key(ip));
                         written = true;
                     }
                     Err(e) => self.complaints.push(e.to_string()),
@@ -211,16 +215,17 @@ impl Agent {
         if written {
             self.withheld.written(self.start.elapsed());
         }
-        let places = announced
-            .into_iter()
-            .filter_map(|(ip, place)| Some((ip, (place, self.world.plan.egress_ips.get(&ip)?.epoch))));
-        self.owned.set(&if self.settings.silent { BTreeMap::new() } else { places.collect() });
+        if turned && self.started {
+            self.sign_of_life();
+        }
+        self.owned.set(&if self.settings.silent { BTreeMap::new() } else { announced });
         if Instant::now() >= self.silent_until {
             self.owned.tick();
         }
         self.owned.ask_all();
         self.forward();
-        self.keep_lease(cut_off.is_empty()).await;
+        self.reach.set_peers(self.carriers.peers(&self.node, &self.world.plan));
+        self.keep_lease(cut_off.is_empty());
         for complaint in &self.complaints {
             tracing::error!("{complaint}");
         }
@@ -280,23 +285,33 @@ impl Agent {
         }
     }
 
-    /// Keeps the lease while this node may be a gateway, and packets of egress IPs can leave it.
-    async fn keep_lease(&mut self, connected: bool) {
-        match (connected && self.world.may_be_gateway(&self.node), self.lease.take()) {
-            (true, None) => {
-                let terms = LeaseTerms {
-                    key: Key { namespace: LEASE_NAMESPACE.into(), name: gateway_lease(self.node.as_str()) },
-                    identity: self.node.to_string(),
-                    duration: self.settings.lease_duration,
-                    renew_every: self.settings.lease_renew,
-                };
-                self.lease = Some(LeaseKeeper::start(self.store.clone(), terms));
-            }
-            (true, lease) => self.lease = lease,
-            // Whatever this node owned goes to others at once.
-            (false, Some(lease)) => lease.release().await,
-            (false, None) => {}
+    /// Keeps the lease while the plan counts on this node as a gateway, and packets of egress IPs can leave it. One that an earlier agent
+    /// has left is given up where it does not: that shows that the node lives.
+    fn keep_lease(&mut self, connected: bool) {
+        let key = Key { namespace: LEASE_NAMESPACE.into(), name: gateway_lease(self.node.as_str()) };
+        let wanted = connected && self.world.is_named(&self.node);
+        if self.releasing.is_busy() {
+            return;
         }
+        if self.lease.is_none() && (wanted || self.holds(&key)) {
+            let terms = LeaseTerms {
+                key,
+                identity: self.node.to_string(),
+                duration: self.settings.lease_duration,
+                renew_every: self.settings.lease_renew,
+            };
+            self.lease = Some(LeaseKeeper::start(self.store.clone(), terms));
+        }
+        if !wanted && let Some(lease) = self.lease.take() {
+            self.releasing.begin_task(lease.release());
+        }
+    }
+
+    /// Whether the store says that this node has its lease.
+    fn holds(&self, key: &Key) -> bool {
+        let lease = self.store.get::<Lease>(key);
+        let holder = lease.as_ref().and_then(|lease| lease.spec.as_ref()?.holder_identity.as_deref());
+        holder == Some(self.node.as_str())
     }
 
     /// Whether the settings that the programs have contain a flag.
@@ -428,18 +443,16 @@ fn outside(links: &LinkTable, roles: &Roles, tunnel: u32) -> BTreeSet<String> {
     .collect()
 }
 
-/// The owners of the egress IPs that policies of this node's pods use, this node left out.
-fn owners<'a>(node: &'a NodeName, view: &'a NodeView) -> impl Iterator<Item = (&'a NodeName, IpAddr)> {
-    let slots = view.policies.values().flat_map(|p| &p.slots);
-    let owned = slots.filter_map(|s| Some((view.egress_ips.get(&s.address)?.gateway.as_ref()?, s.address)));
-    owned.filter(move |(owner, _)| *owner != node)
-}
-
-/// The nodes that this one sends to: the gateways that it uses, and as a gateway those that hold blocks of its egress IPs.
-fn peers(node: &NodeName, view: &NodeView, world: &World) -> BTreeMap<NodeName, Peer> {
+/// The nodes that this one sends to: the gateways that it watches, and as a gateway those that hold blocks of its egress IPs.
+fn peers(
+    node: &NodeName,
+    view: &NodeView,
+    world: &World,
+    watched: &BTreeSet<(&NodeName, IpAddr)>,
+) -> BTreeMap<NodeName, Peer> {
     let own = view.egress_ips.values().filter(|e| e.forwards);
     let sources: BTreeSet<&NodeName> = own.flat_map(|e| e.leases.values()).filter(|n| *n != node).collect();
-    let all: BTreeSet<&NodeName> = sources.into_iter().chain(owners(node, view).map(|(owner, _)| owner)).collect();
+    let all: BTreeSet<&NodeName> = sources.into_iter().chain(watched.iter().map(|(name, _)| *name)).collect();
     let peer = |name: &NodeName| {
         let address = *view.nodes.get(name)?.first()?;
         let report = world.snapshot.nodes.get(name)?.report.as_ref();
@@ -454,18 +467,18 @@ fn peers(node: &NodeName, view: &NodeView, world: &World) -> BTreeMap<NodeName, 
 
 /// The gateways to probe, and how.
 fn targets(
-    node: &NodeName,
+    watched: &BTreeSet<(&NodeName, IpAddr)>,
     view: &NodeView,
     ways: &BTreeMap<NodeName, Ways>,
     setting: Transport,
 ) -> BTreeMap<NodeName, Target> {
     let mut targets: BTreeMap<NodeName, Target> = BTreeMap::new();
-    for (owner, egress) in owners(node, view) {
-        let (Some(ways), Some(address)) = (ways.get(owner), view.nodes.get(owner).and_then(|a| a.first())) else {
+    for (gateway, egress) in watched {
+        let (Some(ways), Some(address)) = (ways.get(*gateway), view.nodes.get(*gateway).and_then(|a| a.first())) else {
             continue;
         };
         let new = || Target { address: *address, egress: BTreeMap::new(), ways: ways.candidates(setting) };
-        targets.entry(owner.clone()).or_insert_with(new).egress.entry(egress.is_ipv6()).or_insert(egress);
+        targets.entry((*gateway).clone()).or_insert_with(new).egress.entry(egress.is_ipv6()).or_insert(*egress);
     }
     targets
 }

@@ -19,10 +19,7 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::{Condition, Time},
     jiff::Timestamp,
 };
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
-};
+use std::{collections::BTreeSet, net::IpAddr};
 
 /// What a status is made from.
 pub struct Report<'a> {
@@ -48,8 +45,8 @@ pub struct Report<'a> {
     pub tables: &'a Tables,
     /// Up to which revisions leases are in the maps.
     pub leases: Known,
-    /// The egress IPs that the maps carry as this node's own, with their epochs.
-    pub carries: &'a BTreeMap<IpAddr, u64>,
+    /// The egress IPs that this node carries by its maps.
+    pub carries: &'a BTreeSet<IpAddr>,
     /// What the flows use.
     pub ports: &'a Ports,
     /// What is given back.
@@ -75,7 +72,7 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
         attach: Some(report.attach.to_string()),
         lease_revision: report.leases.all,
         own_lease_revision: report.leases.own,
-        carries: carries(report.carries),
+        carries: report.carries.iter().map(|ip| CarriedIP { egress_ip: ip.to_string() }).collect(),
         demand: demand::demand(report.node, report.plan, report.ports, report.withheld),
         occupied_blocks: report.occupied_blocks.clone(),
         troubles: report.troubles.iter().map(trouble).collect(),
@@ -93,10 +90,6 @@ fn trouble(trouble: &Trouble) -> api::Trouble {
         reason: trouble.kind.as_str().into(),
         message: trouble.message.clone(),
     }
-}
-
-fn carries(carried: &BTreeMap<IpAddr, u64>) -> Vec<CarriedIP> {
-    carried.iter().map(|(ip, epoch)| CarriedIP { egress_ip: ip.to_string(), epoch: *epoch }).collect()
 }
 
 /// The way to a gateway, as the object tells it.

@@ -145,6 +145,7 @@ pub fn gateways(gateways: &Gateways, ways: &BTreeMap<NodeName, Ways>) -> Vec<Gat
                 ProbeState::Unknown => ProbeResult::Unknown,
                 ProbeState::Alive => ProbeResult::Alive,
                 ProbeState::Dead => ProbeResult::Dead,
+                ProbeState::Unable => ProbeResult::Unable,
             },
             rtt_micros: gateways.round_trip(&name).map(|d| d.as_micros() as u64),
             transport: gateways.way(&name).map_or(String::new(), |way| ways::name(way).into()),
@@ -164,7 +165,7 @@ fn why_not(gateways: &Gateways, name: &NodeName, ways: &Ways) -> String {
             (Some(reason), _) => reason.as_str(),
             (None, Some(ProbeState::Unknown)) => "not answered yet",
             (None, Some(ProbeState::Dead)) => "probes by it are not answered",
-            (None, Some(ProbeState::Alive)) => "one address family only",
+            (None, Some(ProbeState::Alive | ProbeState::Unable)) => "one address family only",
             (None, None) => return None,
         };
         Some(format!("not {}: {reason}", ways::name(*way)))

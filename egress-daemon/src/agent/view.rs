@@ -1,6 +1,13 @@
 //! From what the objects, the links and the probes say to what this node's datapath should do. Pure.
 
-use super::{blocks::Withheld, effective::Effective, facts::Histories, handover::Handover, owned::Place, ways};
+use super::{
+    blocks::Withheld,
+    carriers::{self, Carriers},
+    effective::Effective,
+    facts::Histories,
+    owned::Place,
+    ways,
+};
 use crate::{
     datapath::encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
     health::ProbeState,
@@ -50,12 +57,10 @@ pub struct Facts<'a> {
     pub api_server: Option<IpNet>,
     /// ARP and NDP are not to be answered at all.
     pub silent: bool,
-    /// Which gateway each egress IP is used by.
-    pub handover: &'a Handover,
+    /// Which carriers the packets of each egress IP go to, and who answers for it.
+    pub carriers: &'a Carriers,
     /// Leased blocks that this node takes no new ports from.
     pub withheld: &'a Withheld,
-    /// Egress IPs of this node that another one claims: ARP and NDP are not answered for them.
-    pub withdrawn: &'a BTreeSet<IpAddr>,
     /// The time, since any start.
     pub now: Duration,
     /// Unknown sources are held.
@@ -194,14 +199,14 @@ fn policy(facts: &Facts<'_>, policy: &Policy, endpoints: &BTreeMap<EndpointId, E
     PolicyView { flags, slots: slots(facts, policy), assignments }
 }
 
-/// The slots of a policy. Those that new flows may choose have an owner that answers and blocks that it knows of, and
+/// The slots of a policy. Those that new flows may choose have a carrier that answers and blocks that it knows of, and
 /// come first by the policy's preferences.
 fn slots(facts: &Facts<'_>, policy: &Policy) -> Vec<SlotView> {
     let users = facts.plan.egress_ips.iter().filter_map(|(ip, e)| Some((*ip, *e.users.get(&policy.id)?)));
     let mut slots: Vec<(SlotView, Option<&NodeName>)> = users
         .map(|(address, weight)| {
             let usable = answers(facts, address) && !usable_blocks(facts, address).is_empty();
-            (SlotView { address, weight, usable }, facts.handover.gateway(address))
+            (SlotView { address, weight, usable }, facts.carriers.gateway(address))
         })
         .collect();
     let zone_of = |n: &NodeName| facts.snapshot.nodes.get(n).and_then(|n| n.zone.clone());
@@ -230,23 +235,26 @@ fn prefer(slots: &mut [(SlotView, Option<&NodeName>)], first: impl Fn(Option<&No
 
 /// Whether an egress IP has a gateway that new flows may use.
 fn answers(facts: &Facts<'_>, address: IpAddr) -> bool {
-    match facts.handover.gateway(address) {
+    match facts.carriers.gateway(address) {
         None => false,
-        Some(owner) if owner == facts.node => true,
-        Some(owner) => facts.probes.get(owner) != Some(&ProbeState::Dead),
+        Some(gateway) if gateway == facts.node => true,
+        Some(gateway) => facts.probes.get(gateway) != Some(&ProbeState::Dead),
     }
 }
 
-/// The blocks of an egress IP that this node may take ports from: leased to it, known to the gateway, and not being given
-/// back.
+/// The blocks of an egress IP that this node may take ports from: leased to it, known to the carriers that its packets go to, and not
+/// being given back.
 fn usable_blocks(facts: &Facts<'_>, address: IpAddr) -> BTreeSet<u16> {
-    let Some(gateway) = facts.handover.gateway(address) else { return BTreeSet::new() };
-    let report = facts.snapshot.nodes.get(gateway).and_then(|n| n.report.as_ref());
-    // Its tables have leases only of egress IPs that it has read of. (A former owner does not list what it still forwards.)
-    let owner = facts.plan.egress_ips.get(&address).and_then(|e| e.owner.as_ref());
-    let report = report.filter(|report| owner != Some(gateway) || report.carries.contains_key(&address));
-    // This node's own leases are in its tables before the blocks are.
-    let known = if gateway == facts.node { u64::MAX } else { report.map_or(0, |r| r.lease_revision) };
+    let used = facts.carriers.used(address);
+    let report = |name: &NodeName| facts.snapshot.nodes.get(name).and_then(|node| node.report.as_ref());
+    let fixed = facts.plan.egress_ips.get(&address).is_some_and(|e| e.fixed);
+    // Tables have leases only of egress IPs that their agent has read of. This node's own are in its tables before the blocks are.
+    let known = |name: &NodeName| match report(name) {
+        _ if name == facts.node => u64::MAX,
+        Some(report) if fixed || report.carries.contains(&address) => report.lease_revision,
+        _ => 0,
+    };
+    let Some(known) = used.iter().map(known).min() else { return BTreeSet::new() };
     let blocks = facts.plan.blocks.get(&address).into_iter().flatten();
     blocks
         .filter(|(_, lease)| lease.node == *facts.node && lease.state == BlockState::Leased && lease.revision <= known)
@@ -256,19 +264,25 @@ fn usable_blocks(facts: &Facts<'_>, address: IpAddr) -> BTreeSet<u16> {
 }
 
 fn egress(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> EgressView {
-    let forwards = facts.handover.forwards(address, facts.node);
-    let former = e.owner.as_ref() != Some(facts.node);
+    let forwards = facts.carriers.forwards(address);
     let leases = facts.plan.blocks.get(&address).into_iter().flatten();
     EgressView {
-        gateway: facts.handover.gateway(address).cloned(),
+        gateway: facts.carriers.gateway(address).cloned(),
+        spread: facts
+            .carriers
+            .used(address)
+            .iter()
+            .skip_while(|_| facts.carriers.used(address).len() < 2)
+            .cloned()
+            .collect(),
         forwards,
         epoch: e.epoch,
-        interface: if forwards { uplink(facts, address, e) } else { None },
+        interface: if forwards { uplink(facts.links, facts.roles, address, e) } else { None },
         node_address: e.fixed,
         here: facts.links.by_address(address).is_some(),
-        silent: facts.silent || forwards && former || facts.withdrawn.contains(&address),
+        silent: facts.silent || !e.fixed && !facts.carriers.answers(address),
         subnet: if forwards { subnet(facts, address, e) } else { None },
-        limit: if forwards { limit(facts.snapshot, e) } else { None },
+        limit: if forwards { limit(facts.snapshot, facts.carriers, address, e) } else { None },
         blocks: usable_blocks(facts, address),
         leases: leases.map(|(block, lease)| (*block, lease.node.clone())).collect(),
     }
@@ -280,57 +294,66 @@ fn subnet(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> Option<Subnet
     (!e.fixed && subnet.gateway.is_ipv4() == address.is_ipv4()).then_some(subnet)
 }
 
-/// The limit of an egress IP: the lowest of all policies that use it.
-fn limit(snapshot: &Snapshot, e: &EgressIpPlan) -> Option<Bandwidth> {
+/// The limit of an egress IP: the lowest of all policies that use it. Where its flows are spread over several carriers, each enforces
+/// its part.
+fn limit(snapshot: &Snapshot, carriers: &Carriers, address: IpAddr, e: &EgressIpPlan) -> Option<Bandwidth> {
     let limits = e.users.keys().filter_map(|policy| snapshot.policies.get(policy)?.bandwidth);
-    limits.min_by_key(|limit| (limit.rate_bps, limit.burst_bytes))
+    let whole = limits.min_by_key(|limit| (limit.rate_bps, limit.burst_bytes))?;
+    let parts = carriers.used(address).len().max(1) as u64;
+    Some(Bandwidth { rate_bps: (whole.rate_bps / parts).max(1), burst_bytes: (whole.burst_bytes / parts).max(1) })
 }
 
 /// The egress IPs that this node sends to the outside and that have a limit.
-pub fn limits(snapshot: &Snapshot, plan: &Plan, handover: &Handover, node: &NodeName) -> BTreeMap<IpAddr, Bandwidth> {
-    let owned = plan.egress_ips.iter().filter(|(ip, _)| handover.forwards(**ip, node));
-    owned.filter_map(|(ip, e)| Some((*ip, limit(snapshot, e)?))).collect()
+pub fn limits(snapshot: &Snapshot, plan: &Plan, carriers: &Carriers) -> BTreeMap<IpAddr, Bandwidth> {
+    let carried = plan.egress_ips.iter().filter(|(ip, _)| carriers.forwards(**ip));
+    carried.filter_map(|(ip, e)| Some((*ip, limit(snapshot, carriers, *ip, e)?))).collect()
 }
 
 /// The interface that an egress IP of this node is sent by: the one that is named, the one that has it, the one whose
 /// network it is in, or that of the default route.
-pub fn uplink(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> Option<u32> {
-    let usable = |i: &u32| facts.roles.uplinks.contains(i);
-    let named = e.interface.as_deref().and_then(|name| facts.links.by_name(name)).map(|l| l.index);
-    let holder = facts.links.by_address(address).map(|l| l.index);
-    let on_link = facts.links.links.values().filter(|l| usable(&l.index) && l.up);
+pub fn uplink(links: &LinkTable, roles: &Roles, address: IpAddr, e: &EgressIpPlan) -> Option<u32> {
+    let usable = |i: &u32| roles.uplinks.contains(i);
+    let named = e.interface.as_deref().and_then(|name| links.by_name(name)).map(|l| l.index);
+    let holder = links.by_address(address).map(|l| l.index);
+    let on_link = links.links.values().filter(|l| usable(&l.index) && l.up);
     let on_link = on_link.filter_map(|l| {
         let longest = l.addresses.iter().filter(|n| n.contains(&address)).map(IpNet::prefix_len).max()?;
         Some((longest, l.index))
     });
     let on_link = on_link.max_by_key(|(len, index)| (*len, std::cmp::Reverse(*index))).map(|(_, index)| index);
-    let default = facts.links.default_route(address.is_ipv6()).map(|r| r.oif);
+    let default = links.default_route(address.is_ipv6()).map(|r| r.oif);
     named.or(holder).or(on_link).or(default)
 }
 
-/// The floating egress IPs that this node might own and whose packets could not leave it now, with the reason.
-pub fn cut_off(facts: &Facts<'_>) -> BTreeMap<IpAddr, String> {
+/// The floating egress IPs that this node might carry and whose packets could not leave it now, with the reason.
+pub fn cut_off(
+    node: &NodeName,
+    snapshot: &Snapshot,
+    plan: &Plan,
+    links: &LinkTable,
+    roles: &Roles,
+) -> BTreeMap<IpAddr, String> {
     let nowhere = Default::default();
-    let labels = facts.snapshot.nodes.get(facts.node).map_or(&nowhere, |n| &n.labels);
+    let labels = snapshot.nodes.get(node).map_or(&nowhere, |n| &n.labels);
     let by_policy = |policy: &PolicyId| {
-        facts.snapshot.policies.get(policy).is_some_and(|p| match &p.source {
+        snapshot.policies.get(policy).is_some_and(|p| match &p.source {
             Source::Gateways(gateways) => gateways.iter().any(|g| g.nodes.matches(labels)),
             Source::Pools(_) => false,
         })
     };
     let candidate = |e: &EgressIpPlan| match &e.pool {
-        Some(pool) => facts.snapshot.pools.get(pool).is_some_and(|p| p.nodes.matches(labels)),
+        Some(pool) => snapshot.pools.get(pool).is_some_and(|p| p.nodes.matches(labels)),
         None => e.users.keys().any(by_policy),
     };
-    let all = facts.plan.egress_ips.iter().filter(|(_, e)| !e.fixed && candidate(e));
+    let all = plan.egress_ips.iter().filter(|(_, e)| !e.fixed && candidate(e));
     // The link whose network it is in counts also while it is down.
     let home = |ip: IpAddr| {
-        let uplinks = facts.roles.uplinks.iter().filter_map(|index| facts.links.links.get(index));
+        let uplinks = roles.uplinks.iter().filter_map(|index| links.links.get(index));
         let longest = |l: &Link| l.addresses.iter().filter(|n| n.contains(&ip)).map(IpNet::prefix_len).max();
         uplinks.filter_map(|l| Some((longest(l)?, l))).max_by_key(|(len, l)| (*len, l.up)).map(|(_, l)| l)
     };
     all.filter_map(|(ip, e)| {
-        let link = home(*ip).or_else(|| facts.links.links.get(&uplink(facts, *ip, e)?))?;
+        let link = home(*ip).or_else(|| links.links.get(&uplink(links, roles, *ip, e)?))?;
         match (link.up, link.carrier) {
             (false, _) => Some((*ip, format!("{} is down", link.name))),
             (_, false) => Some((*ip, format!("{} has no carrier", link.name))),
@@ -340,14 +363,23 @@ pub fn cut_off(facts: &Facts<'_>) -> BTreeMap<IpAddr, String> {
     .collect()
 }
 
-/// The floating egress IPs that this node owns, with where they are announced.
+/// The egress IPs that this node answers for, with where they are announced.
 pub fn announced(facts: &Facts<'_>) -> BTreeMap<IpAddr, Place> {
-    let owned = facts.plan.egress_ips.iter().filter(|(_, e)| e.owner.as_ref() == Some(facts.node) && !e.fixed);
-    owned
+    let answered = facts.plan.egress_ips.iter().filter(|(ip, _)| facts.carriers.answers(**ip));
+    answered
         .filter_map(|(ip, e)| {
-            let index = uplink(facts, *ip, e)?;
+            let index = uplink(facts.links, facts.roles, *ip, e)?;
             let mac = facts.links.links.get(&index)?.mac?;
             Some((*ip, Place { interface: index, mac, subnet: subnet(facts, *ip, e) }))
         })
         .collect()
+}
+
+/// The gateways whose life matters to this node, each with an egress IP that it carries: those of the egress IPs that its pods use, and of
+/// those that it carries itself.
+pub fn watched<'a>(facts: &Facts<'a>, used: &BTreeSet<IpAddr>) -> BTreeSet<(&'a NodeName, IpAddr)> {
+    let concerns = |ip: &IpAddr| used.contains(ip) || facts.carriers.forwards(*ip);
+    let all = facts.plan.egress_ips.iter().filter(|(ip, e)| e.owner.is_some() && concerns(ip));
+    let carriers = all.flat_map(|(ip, e)| carriers::order(e).map(move |name| (name, *ip)));
+    carriers.filter(|(name, _)| *name != facts.node).collect()
 }

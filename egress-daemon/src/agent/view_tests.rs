@@ -2,9 +2,9 @@
 
 use super::{
     blocks::Withheld,
+    carriers::{Carriers, Circumstances},
     effective::Effective,
     facts::Histories,
-    handover::{Circumstances, GRACE, Handover, LINGER},
     late::{self, Late},
     view::{Facts, classes_of, interfaces, uplink, view},
 };
@@ -28,20 +28,20 @@ use std::{
 };
 
 /// Egress IPs and who owns each.
-const OWNED: [(&str, &str); 3] = [("192.0.2.1", "g1"), ("192.0.2.2", "g2"), ("192.0.2.3", "me")];
+pub(super) const OWNED: [(&str, &str); 3] = [("192.0.2.1", "g1"), ("192.0.2.2", "g2"), ("192.0.2.3", "me")];
 
-struct World {
-    snapshot: Snapshot,
-    plan: Plan,
-    links: LinkTable,
-    roles: Roles,
-    probes: BTreeMap<NodeName, ProbeState>,
-    except: Vec<IpNet>,
-    silent: bool,
-    withdrawn: BTreeSet<IpAddr>,
+pub(super) struct World {
+    pub(super) snapshot: Snapshot,
+    pub(super) plan: Plan,
+    pub(super) links: LinkTable,
+    pub(super) roles: Roles,
+    pub(super) probes: BTreeMap<NodeName, ProbeState>,
+    pub(super) except: Vec<IpNet>,
+    pub(super) silent: bool,
+    pub(super) able: bool,
 }
 
-fn ip(text: &str) -> IpAddr {
+pub(super) fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
@@ -93,11 +93,11 @@ fn node(name: &str, zone: &str, address: &str) -> Node {
 
 impl World {
     /// This node (zone a) with a selected pod, gateways g1 (zone a) and g2 (zone b), a slot on each, and a block of each.
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let mut snapshot = Snapshot::default();
         for mut n in [node("me", "a", "10.0.0.1"), node("g1", "a", "10.0.0.2"), node("g2", "b", "10.0.0.3")] {
             let own = OWNED.iter().filter(|(_, owner)| n.name == NodeName::from(*owner));
-            n.report.as_mut().unwrap().carries = own.map(|(address, _)| (ip(address), 1)).collect();
+            n.report.as_mut().unwrap().carries = own.map(|(address, _)| ip(address)).collect();
             snapshot.nodes.insert(n.name.clone(), n);
         }
         snapshot.policies.insert(policy_id(), web());
@@ -110,6 +110,7 @@ impl World {
                     fixed: false,
                     interface: None,
                     owner: Some(owner.into()),
+                    carriers: vec![owner.into()],
                     preferred: None,
                     epoch: 1,
                     users: [(policy_id(), 1)].into(),
@@ -137,38 +138,38 @@ impl World {
             probes: BTreeMap::new(),
             except: Vec::new(),
             silent: false,
-            withdrawn: BTreeSet::new(),
+            able: true,
         };
         world.add(pod("web-1", "me", "web", &["10.1.0.1"]));
         world
     }
 
-    fn add(&mut self, pod: Endpoint) {
+    pub(super) fn add(&mut self, pod: Endpoint) {
         self.snapshot.endpoints.insert(pod.id.clone(), pod);
     }
 
-    fn policy(&mut self) -> &mut Policy {
+    pub(super) fn policy(&mut self) -> &mut Policy {
         self.snapshot.policies.get_mut(&policy_id()).unwrap()
     }
 
-    fn egress(&mut self, n: usize) -> &mut EgressIpPlan {
+    pub(super) fn egress(&mut self, n: usize) -> &mut EgressIpPlan {
         self.plan.egress_ips.get_mut(&ip(OWNED[n].0)).unwrap()
     }
 
-    /// What `handover` makes of the world at `now`.
-    fn hand_over(&self, handover: &mut Handover, now: Duration) {
+    /// What `carriers` makes of the world at `now`.
+    pub(super) fn decide(&self, carriers: &mut Carriers, now: Duration) {
         let node = "me".into();
         let (snapshot, plan, probes) = (&self.snapshot, &self.plan, &self.probes);
-        handover.update(&Circumstances { node: &node, snapshot, plan, probes, now });
+        carriers.update(&Circumstances { node: &node, snapshot, plan, probes, able: self.able, now });
     }
 
-    fn with<T>(&self, f: impl FnOnce(&Facts<'_>) -> T) -> T {
-        let mut handover = Handover::default();
-        self.hand_over(&mut handover, Duration::ZERO);
-        self.with_handover(&handover, f)
+    pub(super) fn with<T>(&self, f: impl FnOnce(&Facts<'_>) -> T) -> T {
+        let mut carriers = Carriers::default();
+        self.decide(&mut carriers, Duration::ZERO);
+        self.with_carriers(&carriers, f)
     }
 
-    fn with_handover<T>(&self, handover: &Handover, f: impl FnOnce(&Facts<'_>) -> T) -> T {
+    pub(super) fn with_carriers<T>(&self, carriers: &Carriers, f: impl FnOnce(&Facts<'_>) -> T) -> T {
         f(&Facts {
             node: &"me".into(),
             snapshot: &self.snapshot,
@@ -177,7 +178,7 @@ impl World {
             roles: &self.roles,
             unanswered: &BTreeSet::new(),
             probes: &self.probes,
-            handover,
+            carriers,
             gone: &BTreeMap::new(),
             interfaces: &interfaces(&self.links, &self.roles, BTreeMap::new()),
             histories: &Histories::default(),
@@ -185,19 +186,18 @@ impl World {
             api_server: None,
             silent: self.silent,
             withheld: &Withheld::default(),
-            withdrawn: &self.withdrawn,
             now: Duration::ZERO,
             hold: false,
             config: config::UNSET,
         })
     }
 
-    fn view(&self) -> NodeView {
+    pub(super) fn view(&self) -> NodeView {
         self.with(|facts| view(facts, &mut Effective::default()))
     }
 
     /// Which of the three slots new flows may choose.
-    fn usable(&self) -> [bool; 3] {
+    pub(super) fn usable(&self) -> [bool; 3] {
         let view = self.view();
         let slots = &view.policies[&policy_id()].slots;
         assert_eq!(slots.iter().map(|s| s.address).collect::<Vec<_>>(), OWNED.map(|(a, _)| ip(a)));
@@ -238,7 +238,7 @@ fn new_flows_avoid_gateways_that_do_not_answer() {
     assert_eq!(world.usable(), [false, true, true]);
     world.probes.insert("me".into(), ProbeState::Dead);
     assert_eq!(world.usable(), [false, true, true], "this node needs no tunnel to itself");
-    world.egress(1).owner = None;
+    (world.egress(1).owner, world.egress(1).carriers) = (None, Vec::new());
     assert_eq!(world.usable(), [false, false, true]);
 }
 
@@ -296,89 +296,15 @@ fn a_policy_that_is_made_again_leaves_its_destinations_to_others_until_it_can_se
     assert!(takes_over(false, true, 14));
 }
 
-/// The owner's part of the world's first egress IP moves from g1 to `owner` with epoch 2.
-fn moved(world: &mut World, owner: &str) {
-    let e = world.egress(0);
-    (e.owner, e.epoch) = (Some(owner.into()), 2);
+/// Gives an egress IP of the world these carriers.
+pub(super) fn carried_by(world: &mut World, n: usize, carriers: &[&str]) {
+    let e = world.egress(n);
+    e.carriers = carriers.iter().map(|name| NodeName::from(*name)).collect();
+    e.owner = e.carriers.first().cloned();
 }
 
-fn report<'a>(world: &'a mut World, node: &str) -> &'a mut NodeReport {
+pub(super) fn report<'a>(world: &'a mut World, node: &str) -> &'a mut NodeReport {
     world.snapshot.nodes.get_mut(&NodeName::from(node)).unwrap().report.as_mut().unwrap()
-}
-
-#[test]
-fn a_new_owner_is_used_once_it_reports_what_this_node_needs() {
-    let (mut world, mut handover, moving) = (World::new(), Handover::default(), ip(OWNED[0].0));
-    let mut used = |world: &World, now: u64| {
-        world.hand_over(&mut handover, Duration::from_secs(now));
-        world.with_handover(&handover, |facts| view(facts, &mut Effective::default())).egress_ips[&moving]
-            .gateway
-            .clone()
-    };
-    assert_eq!(used(&world, 0), Some("g1".into()));
-    moved(&mut world, "g2");
-    assert_eq!(used(&world, 1), Some("g1".into()), "g2 has not said anything");
-    report(&mut world, "g2").carries.insert(moving, 1);
-    assert_eq!(used(&world, 1), Some("g1".into()), "g2 has only said that it carried it once");
-    report(&mut world, "g2").carries.insert(moving, 2);
-    report(&mut world, "g2").lease_revision = 4;
-    assert_eq!(used(&world, 1), Some("g1".into()), "g2 does not know this node's block");
-    report(&mut world, "g2").lease_revision = 5;
-    assert_eq!(used(&world, 1), Some("g2".into()));
-}
-
-#[test]
-fn a_former_owner_is_not_waited_for_when_it_is_dead_or_the_new_one_stays_silent() {
-    let moving = ip(OWNED[0].0);
-    let used = |world: &World, handover: &mut Handover, now: Duration| {
-        world.hand_over(handover, now);
-        handover.gateway(moving).cloned()
-    };
-    let begin = || {
-        let (mut world, mut handover) = (World::new(), Handover::default());
-        world.hand_over(&mut handover, Duration::ZERO);
-        moved(&mut world, "g2");
-        assert_eq!(used(&world, &mut handover, Duration::ZERO), Some("g1".into()));
-        (world, handover)
-    };
-    let (mut world, mut handover) = begin();
-    world.probes.insert("g1".into(), ProbeState::Dead);
-    assert_eq!(used(&world, &mut handover, Duration::ZERO), Some("g2".into()));
-    let (mut world, mut handover) = begin();
-    world.snapshot.nodes.remove(&NodeName::from("g1"));
-    assert_eq!(used(&world, &mut handover, Duration::ZERO), Some("g2".into()));
-    let (world, mut handover) = begin();
-    assert_eq!(used(&world, &mut handover, GRACE - Duration::from_millis(1)), Some("g1".into()));
-    assert_eq!(used(&world, &mut handover, GRACE), Some("g2".into()));
-    let (mut world, mut handover) = begin();
-    world.egress(0).owner = None;
-    assert_eq!(used(&world, &mut handover, Duration::ZERO), None, "nobody is to carry it");
-    let (mut world, mut handover) = begin();
-    moved(&mut world, "me");
-    assert_eq!(
-        used(&world, &mut handover, Duration::ZERO),
-        Some("me".into()),
-        "this node's tables are written in one go"
-    );
-}
-
-#[test]
-fn a_former_owner_is_silent_at_once_and_forwards_until_everybody_knows() {
-    let (mut world, mut handover, moving) = (World::new(), Handover::default(), ip(OWNED[2].0));
-    let mut own = |world: &World, now: Duration| {
-        world.hand_over(&mut handover, now);
-        let view = world.with_handover(&handover, |facts| view(facts, &mut Effective::default()));
-        let e = &view.egress_ips[&moving];
-        (e.forwards, e.silent, e.interface.is_some())
-    };
-    assert_eq!(own(&world, Duration::ZERO), (true, false, true));
-    let e = world.egress(2);
-    (e.owner, e.epoch) = (Some("g2".into()), 2);
-    assert_eq!(own(&world, Duration::ZERO), (true, true, true));
-    report(&mut world, "g2").carries.insert(moving, 2);
-    assert_eq!(own(&world, Duration::ZERO), (true, true, true));
-    assert_eq!(own(&world, LINGER - Duration::from_millis(1)), (true, true, true));
-    assert_eq!(own(&world, LINGER), (false, false, false));
 }
 
 #[test]
@@ -390,8 +316,8 @@ fn zones_and_the_local_node_narrow_the_choice() {
     assert_eq!(world.usable(), [true, false, true]);
     world.policy().prefer_local_node = true;
     assert_eq!(world.usable(), [false, false, true]);
-    world.egress(2).owner = Some("g2".into());
-    report(&mut world, "g2").carries.insert(ip(OWNED[2].0), 1);
+    carried_by(&mut world, 2, &["g2"]);
+    report(&mut world, "g2").carries.insert(ip(OWNED[2].0));
     assert_eq!(world.usable(), [true, false, false]);
     world.probes.insert("g1".into(), ProbeState::Dead);
     assert_eq!(world.usable(), [false, true, true], "preferred is not required");
@@ -411,7 +337,7 @@ fn the_uplink_is_the_named_one_the_holder_the_network_or_the_default_route() {
     let found = |w: &World, address: &str, interface: Option<&str>| {
         let mut e = w.plan.egress_ips[&ip(OWNED[2].0)].clone();
         e.interface = interface.map(str::to_owned);
-        w.with(|f| uplink(f, ip(address), &e))
+        w.with(|f| uplink(f.links, f.roles, ip(address), &e))
     };
     assert_eq!(found(&world, "192.0.2.3", None), Some(2));
     assert_eq!(found(&world, "192.0.2.3", Some("eth0")), Some(1));
@@ -442,12 +368,10 @@ fn nodes_pods_and_the_administrators_networks_are_excepted() {
 }
 
 #[test]
-fn what_is_withdrawn_or_silent_is_not_answered_for() {
+fn what_another_one_answers_for_or_is_silent_is_not_answered_for() {
     let silent = |w: &World| w.view().egress_ips.into_values().map(|e| e.silent).collect::<Vec<_>>();
     let mut world = World::new();
-    assert_eq!(silent(&world), [false; 3]);
-    world.withdrawn.insert(ip(OWNED[2].0));
-    assert_eq!(silent(&world), [false, false, true]);
+    assert_eq!(silent(&world), [true, true, false]);
     world.silent = true;
     assert_eq!(silent(&world), [true; 3]);
 }

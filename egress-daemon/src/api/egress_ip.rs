@@ -1,4 +1,4 @@
-//! EgressIP: one address in use, who uses it and which gateway carries it. Written by the controller only.
+//! EgressIP: one address in use, who uses it and which gateways carry it. Written by the controller only.
 
 #![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
 
@@ -22,7 +22,7 @@ use std::net::IpAddr;
     status = "EgressIPStatus",
     derive = "PartialEq",
     cel,
-    doc = "EgressIP is one source address that the outside sees, and the gateway that carries it. Spillway writes it; \
+    doc = "EgressIP is one source address that the outside sees, and the gateways that carry it. Spillway writes it; \
            to change it, change the policies and pools.",
     printcolumn(name = "Address", type_ = "string", json_path = ".spec.address"),
     printcolumn(name = "Node", type_ = "string", json_path = ".status.node"),
@@ -75,14 +75,18 @@ pub struct PolicyUse {
     pub weight: u32,
 }
 
-/// Which gateway carries an egress IP.
+/// Which gateways carry an egress IP.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EgressIPStatus {
-    /// The gateway that carries the address; absent while none can.
+    /// The gateway that answers for the address; absent while none can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub node: Option<String>,
+
+    /// The gateways that carry the address, in the order in which they answer for it: that one first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub carriers: Vec<String>,
 
     /// The zone of that gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]

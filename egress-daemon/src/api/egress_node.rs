@@ -141,7 +141,7 @@ pub struct EgressNodeStatus {
     #[schemars(with = "i64", range(min = 0))]
     pub own_lease_revision: u64,
 
-    /// The egress IPs that the node's tables carry as its own, sorted by address: other nodes use it for them from then on.
+    /// The egress IPs that the node's tables carry, sorted by address: other nodes may use it for them from then on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub carries: Vec<CarriedIP>,
 
@@ -194,10 +194,6 @@ pub struct CarriedIP {
     /// The address.
     #[serde(rename = "egressIP")]
     pub egress_ip: String,
-
-    /// The epoch of the node's ownership.
-    #[schemars(with = "i64", range(min = 0))]
-    pub epoch: u64,
 }
 
 /// An address of one of the node's interfaces.

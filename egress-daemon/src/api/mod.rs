@@ -28,7 +28,8 @@ pub use policy::{
     EndpointSelector, ExistingConnections, NoGateway, PoolRequest, SlotStatus, ZoneMode, ZonePreference,
 };
 pub use pool::{
-    EgressIPPool, EgressIPPoolSpec, EgressIPPoolStatus, Failback, FailbackMode, IPRange, PoolUsage, SubnetInfo,
+    EgressIPPool, EgressIPPoolSpec, EgressIPPoolStatus, Failback, FailbackMode, IPRange, Outbound, PoolUsage,
+    SubnetInfo,
 };
 pub use rules::{Rules, Violation};
 pub(crate) use rules::{remove_nulls, unknown_field};

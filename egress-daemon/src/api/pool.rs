@@ -61,11 +61,31 @@ pub struct EgressIPPoolSpec {
     #[serde(default)]
     pub failback: Failback,
 
+    /// How many gateways carry each address, one of which answers for it: 1 to 64. The others take over when that one dies.
+    #[serde(default = "carriers")]
+    #[x_kube(validation = Rule::new("self >= 1 && self <= 64")
+        .message("carriers must be 1 to 64: leave it out for 4"))]
+    pub carriers: i32,
+
+    /// Owner sends all packets by the gateway that answers for their address, Spread each connection by one of its carriers.
+    #[serde(default)]
+    pub outbound: Outbound,
+
     /// How many source ports are leased to a node at once.
     #[serde(default = "port_block_size")]
     #[x_kube(validation = Rule::new("self == 64")
         .message("portBlockSize can only be 64: leave it out"))]
     pub port_block_size: i32,
+}
+
+/// Which gateways the packets with an address leave by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Outbound {
+    /// The one that answers for the address.
+    #[default]
+    Owner,
+    /// All that carry it, each connection by one.
+    Spread,
 }
 
 /// Consecutive addresses: a CIDR, or the first and the last one.
@@ -183,6 +203,10 @@ pub struct PoolUsage {
     #[serde(default)]
     #[schemars(with = "i64", range(min = 0))]
     pub used: u64,
+}
+
+fn carriers() -> i32 {
+    4
 }
 
 fn port_block_size() -> i32 {

@@ -99,8 +99,8 @@ struct Leading {
 struct Inputs {
     revisions: Revisions,
     problems: Vec<Problem>,
-    /// Whether each gateway is fresh, is proven to live, for how many of the delays, and whether its node is gone.
-    gateways: Vec<(NodeName, bool, bool, usize, bool)>,
+    /// Whether each gateway is unasked, fresh, is proven to live, for how many of the delays, and whether its node is gone.
+    gateways: Vec<(NodeName, [bool; 4], usize)>,
 }
 
 impl Controller {
@@ -196,8 +196,9 @@ impl Controller {
             known.insert(node);
         }
         for gone in self.known.difference(&known) {
-            self.gateways.forget(gone);
+            self.gateways.given_up(gone);
         }
+        self.gateways.looked();
         self.known = known;
     }
 
@@ -211,7 +212,8 @@ impl Controller {
                 .iter()
                 .map(|(node, health)| {
                     let passed = delays.iter().filter(|delay| health.fresh_for(**delay)).count();
-                    (node.clone(), health.is_fresh(), health.is_proven(), passed, health.gone)
+                    let flags = [health.is_unasked(), health.is_fresh(), health.is_proven(), health.gone];
+                    (node.clone(), flags, passed)
                 })
                 .collect(),
         }

@@ -2,7 +2,7 @@
 
 use super::{Pins, maps::MapsError};
 use aya::maps::{Map, MapData, RingBuf};
-use egress_common::probe::{Answer, Probe, REPLY};
+use egress_common::probe::{Answer, Probe, REPLY, state};
 use std::{io, mem::size_of, time::Instant};
 use tokio::io::unix::AsyncFd;
 
@@ -22,6 +22,10 @@ pub struct Answered {
     pub back: u32,
     /// The packet was IPv6.
     pub ipv6: bool,
+    /// The gateway is able to carry egress IPs.
+    pub able: bool,
+    /// The gateway holds its lease.
+    pub held: bool,
     /// When it was read here.
     pub received: Instant,
 }
@@ -64,13 +68,15 @@ fn decode(bytes: &[u8]) -> Option<Answered> {
     }
     // SAFETY: there are enough bytes, and any are an Answer.
     let Answer { probe, family, .. } = unsafe { bytes.as_ptr().cast::<Answer>().read_unaligned() };
-    let Probe { kind, way, wish, node_id, seq, .. } = probe;
+    let Probe { kind, way, wish, state: probe_state, node_id, seq, .. } = probe;
     (kind == REPLY).then(|| Answered {
         seq: u64::from_be_bytes(seq),
         node_id: u32::from_be_bytes(node_id),
         way: way.into(),
         back: wish.into(),
         ipv6: family == 6,
+        able: probe_state & state::UNABLE == 0,
+        held: probe_state & state::HELD != 0,
         received: Instant::now(),
     })
 }

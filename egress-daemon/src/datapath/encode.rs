@@ -4,6 +4,7 @@
 //! as the thing lives, over restarts of the agent too: the numbers are read back from the maps themselves.
 
 use super::{
+    spread,
     tables::{Overflow, Tables},
     ways::{self, WayView},
 };
@@ -15,7 +16,7 @@ use crate::{
 use egress_common::{
     abi::{NameKey, name_kind},
     config::{self, Config},
-    egress::{BlockList, EgressIp, LeaseTable, Uplink, flags},
+    egress::{BlockList, EgressIp, LOCAL_CARRIER, LeaseTable, Uplink, flags},
     endpoint::{
         AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except,
     },
@@ -64,11 +65,13 @@ pub struct PolicyView {
     pub assignments: BTreeMap<EndpointId, BTreeSet<IpAddr>>,
 }
 
-/// An egress IP that this node uses, owns, or may come to own.
+/// An egress IP that this node uses, carries, or may come to carry.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EgressView {
-    /// The gateway that packets go to: its owner, or on its way to another one still the former.
+    /// The carrier that packets go to.
     pub gateway: Option<NodeName>,
+    /// The carriers that flows are spread over; none where all go to `gateway`.
+    pub spread: Vec<NodeName>,
     /// This node sends packets with it to the outside.
     pub forwards: bool,
     /// Its epoch.
@@ -81,9 +84,9 @@ pub struct EgressView {
     pub here: bool,
     /// ARP and NDP are not answered for it.
     pub silent: bool,
-    /// The subnet of its own that its packets go into, where this node is the owner.
+    /// The subnet of its own that its packets go into, where this node carries it.
     pub subnet: Option<SubnetInfo>,
-    /// The limit of its bandwidth, where this node is the owner.
+    /// The limit of its bandwidth, where this node carries it.
     pub limit: Option<Bandwidth>,
     /// Blocks that this node may take ports from.
     pub blocks: BTreeSet<u16>,
@@ -228,10 +231,22 @@ impl Encoder {
                 Some(old) => old.generation.wrapping_add(1),
                 None => 1,
             };
-            let owner = e.gateway.as_ref().and_then(|n| self.nodes.0.get(n)).copied().unwrap_or(0);
+            let gateway = e.gateway.as_ref().and_then(|n| self.nodes.0.get(n)).copied().unwrap_or(0);
+            let is_spread = e.spread.len() > 1;
+            if is_spread {
+                let number = |name: &NodeName| match self.nodes.0.get(name) {
+                    _ if view.node.as_ref() == Some(name) => Some(LOCAL_CARRIER),
+                    number => number.and_then(|number| u16::try_from(*number).ok()),
+                };
+                let before = present.carriers.get(&index).copied().unwrap_or(spread::NONE);
+                let members: Vec<u16> = e.spread.iter().filter_map(number).collect();
+                tables.carriers.insert(index, spread::table(before, &members));
+            }
             let mut bits = 0;
             for (set, bit) in [
-                (e.forwards, flags::OWNED),
+                (e.forwards, flags::CARRIED),
+                (e.forwards && e.gateway == view.node, flags::LOCAL),
+                (is_spread, flags::SPREAD),
                 (e.node_address, flags::NODE_ADDRESS),
                 (e.silent, flags::SILENT),
                 (e.subnet.is_some(), flags::SUBNET),
@@ -242,7 +257,7 @@ impl Encoder {
             let record = EgressIp {
                 addr,
                 generation,
-                owner,
+                gateway,
                 flags: bits,
                 ifindex: e.interface.unwrap_or(0),
                 epoch_low: e.epoch as u32,

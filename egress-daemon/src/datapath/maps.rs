@@ -9,7 +9,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::Config,
-    egress::{BlockList, EgressIp, LeaseTable, MacKey, Node, Uplink},
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Flow, FlowKey, Inbound, Reverse},
     verdict::Counter,
@@ -193,6 +193,8 @@ pub struct Maps {
     pub egress_ips: Slots<EgressIp>,
     /// This node's blocks by egress IP.
     pub blocks: Slots<BlockList>,
+    /// Which carriers flows go to, by egress IP.
+    pub carriers: Slots<CarrierTable>,
     /// Everybody's blocks by egress IP.
     pub leases: Slots<LeaseTable>,
     /// Nodes.
@@ -205,7 +207,7 @@ pub struct Maps {
     pub uplinks: Table<u32, Uplink>,
     /// Settings.
     pub config: Slots<Config>,
-    /// Until when ARP and NDP are answered.
+    /// Until when this node is able to carry egress IPs.
     pub deadline: Slots<u64>,
     /// Names for people.
     pub names: Table<NameKey, Name>,
@@ -238,6 +240,7 @@ impl Maps {
             maglev: Slots::open(pins, "MAGLEV")?,
             egress_ips: Slots::open(pins, "EGRESS_IPS")?,
             blocks: Slots::open(pins, "BLOCKS")?,
+            carriers: Slots::open(pins, "CARRIERS")?,
             leases: Slots::open(pins, "LEASES")?,
             nodes: Slots::open(pins, "NODES")?,
             node_index: Table::open(pins, "NODE_INDEX")?,

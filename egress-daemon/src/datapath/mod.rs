@@ -11,6 +11,7 @@ mod fit;
 pub mod load;
 pub mod maps;
 mod rtnetlink;
+mod spread;
 pub mod strangers;
 pub mod tables;
 mod tcx;

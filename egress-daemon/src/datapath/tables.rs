@@ -4,7 +4,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::Config,
-    egress::{BlockList, EgressIp, LeaseTable, MacKey, Node, Uplink},
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     limits,
 };
@@ -54,6 +54,8 @@ pub struct Tables {
     pub egress_ips: BTreeMap<u32, EgressIp>,
     /// This node's blocks by egress IP.
     pub blocks: BTreeMap<u32, BlockList>,
+    /// Which carriers flows go to, by egress IP.
+    pub carriers: BTreeMap<u32, CarrierTable>,
     /// Everybody's blocks by egress IP.
     pub leases: BTreeMap<u32, LeaseTable>,
     /// Nodes.

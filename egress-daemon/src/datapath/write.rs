@@ -4,6 +4,7 @@
 
 use super::{
     maps::{FamilyMaps, Maps, MapsError, Slots},
+    spread,
     tables::{FamilyTables, Tables},
 };
 use aya::Pod;
@@ -11,7 +12,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::{self, Config},
-    egress::{BlockList, EgressIp, LeaseTable, MacKey, Node, Uplink},
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{FlowKey, Reverse},
     limits::MAGLEV_CHUNK,
@@ -71,6 +72,7 @@ kinds! {
     MacIndex: MacKey => u32, mac_index;
     Uplinks: u32 => Uplink, uplinks;
     Leases: u32 => LeaseTable, leases, array of NO_LEASES;
+    CarrierTables: u32 => CarrierTable, carriers, array of spread::NONE;
     EgressIps: u32 => EgressIp, egress_ips, array of EgressIp::EMPTY;
     EgressIndexV4: V4 => u32, v4.egress_index;
     EgressIndexV6: V6 => u32, v6.egress_index;
@@ -152,6 +154,7 @@ impl<S: Sink> Change<'_, S> {
         self.add::<MacIndex>()?;
         self.add::<Uplinks>()?;
         self.add::<Leases>()?;
+        self.add::<CarrierTables>()?;
         self.add_some::<EgressIps>(|i| in_force.contains(i))?;
         self.add::<EgressIndexV4>()?;
         self.add::<EgressIndexV6>()?;
@@ -182,6 +185,7 @@ impl<S: Sink> Change<'_, S> {
         self.drop::<EgressIndexV6>()?;
         self.drop::<Blocks>()?;
         self.add_some::<EgressIps>(|i| !in_force.contains(i))?;
+        self.drop::<CarrierTables>()?;
         self.drop::<Leases>()?;
         self.drop::<Uplinks>()?;
         self.drop::<MacIndex>()?;
@@ -257,6 +261,7 @@ fn read(maps: &Maps) -> Result<Tables, MapsError> {
         assignments: maps.assignments.entries()?,
         egress_ips: filled(&maps.egress_ips, &EgressIp::EMPTY)?,
         blocks: filled(&maps.blocks, &NO_BLOCKS)?,
+        carriers: filled(&maps.carriers, &spread::NONE)?,
         leases: filled(&maps.leases, &NO_LEASES)?,
         nodes: filled(&maps.nodes, &Node::EMPTY)?,
         node_index: maps.node_index.entries()?,
@@ -295,9 +300,14 @@ impl Writer {
         &self.maps
     }
 
-    /// Until when (`CLOCK_MONOTONIC`, ns) this node answers ARP and NDP.
+    /// Until when (`CLOCK_MONOTONIC`, ns) this node is able to carry egress IPs.
     pub fn set_deadline(&mut self, until: u64) -> Result<(), MapsError> {
         self.maps.deadline.set(&0, &until)
+    }
+
+    /// Until when (`CLOCK_MONOTONIC`, ns) this node holds its lease.
+    pub fn set_lease(&mut self, until: u64) -> Result<(), MapsError> {
+        self.maps.deadline.set(&1, &until)
     }
 
     /// Writes `wanted`. After an error the maps hold a part of the change, in the safe order, and what is in them is read

@@ -19,7 +19,7 @@ pub struct LeaseTimes {
 
 impl Default for LeaseTimes {
     fn default() -> Self {
-        Self { duration: Duration::from_secs(2), quarantine: Duration::from_secs(60) }
+        Self { duration: Duration::from_secs(15), quarantine: Duration::from_secs(60) }
     }
 }
 
@@ -32,9 +32,10 @@ pub struct Renewal {
     pub resource_version: String,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 struct Lease {
-    renewal: Renewal,
+    /// None while nobody holds it.
+    renewal: Option<Renewal>,
     renewed: Duration,
     fresh_since: Option<Duration>,
     returned: bool,
@@ -46,6 +47,8 @@ struct Lease {
 pub struct LeaseTracker {
     times: LeaseTimes,
     leases: BTreeMap<NodeName, Lease>,
+    /// All leases were read once: one that appears has just been taken.
+    looked: bool,
     absent_since: BTreeMap<NodeName, Duration>,
     blind_since: Option<Duration>,
     /// No lease counts as renewed before this time: until then those who could not renew had nobody to tell.
@@ -58,34 +61,37 @@ impl LeaseTracker {
         Self {
             times,
             leases: BTreeMap::new(),
+            looked: false,
             absent_since: BTreeMap::new(),
             blind_since: None,
             excused_until: Duration::ZERO,
         }
     }
 
-    /// The lease of a node was read. The first sight of a lease counts as a renewal, but does not prove that its gateway
-    /// lives: it lapses if no other follows.
+    /// The lease of a node was read. What is there at the first look at all leases counts as a renewal, but does not prove that its
+    /// gateway lives: it lapses if no other follows.
     pub fn observe(&mut self, node: &NodeName, renewal: Renewal, now: Duration) {
         self.poll(now);
-        match self.leases.get_mut(node) {
-            None => {
-                let lease = Lease { renewal, renewed: now, fresh_since: Some(now), returned: false, proven: false };
-                self.leases.insert(node.clone(), lease);
-            }
-            Some(lease) if lease.renewal != renewal => {
-                lease.renewal = renewal;
-                lease.renewed = now;
-                lease.proven = true;
-                lease.fresh_since.get_or_insert(now);
-            }
-            Some(_) => {}
+        let looked = self.looked;
+        let lease = self.leases.entry(node.clone()).or_default();
+        if lease.renewal.as_ref() != Some(&renewal) {
+            lease.proven = looked || lease.renewal.is_some();
+            lease.renewal = Some(renewal);
+            lease.renewed = now;
+            lease.fresh_since.get_or_insert(now);
         }
     }
 
-    /// The lease of a node was deleted.
-    pub fn forget(&mut self, node: &NodeName) {
-        self.leases.remove(node);
+    /// Nobody holds the lease of a node: it was given up, or deleted. Nobody has asked its gateway for it, or it cannot carry anything.
+    pub fn given_up(&mut self, node: &NodeName) {
+        if let Some(lease) = self.leases.get_mut(node) {
+            *lease = Lease { returned: lease.returned, ..Lease::default() };
+        }
+    }
+
+    /// All leases were read.
+    pub fn looked(&mut self) {
+        self.looked = true;
     }
 
     /// These node objects exist, and those of `holders` that do not are absent from now on, if they were not before.
@@ -153,6 +159,7 @@ impl LeaseTracker {
         let mut nodes: BTreeMap<NodeName, NodeHealth> = BTreeMap::new();
         for (node, lease) in &self.leases {
             let state = match lease.fresh_since {
+                None if lease.renewal.is_none() => LeaseState::Never,
                 Some(since) => LeaseState::Fresh {
                     since: now.saturating_sub(since),
                     returned: lease.returned,
@@ -241,11 +248,16 @@ mod tests {
     }
 
     #[test]
-    fn a_forgotten_lease_is_never_again() {
+    fn who_gives_its_lease_up_may_be_asked_for_it_again() {
         let (mut tracker, gw) = tracker();
         tracker.observe(&gw, renewal(1), ms(0));
-        tracker.forget(&gw);
-        assert_eq!(tracker.health(ms(1)).of(&gw).lease, LeaseState::Never);
+        tracker.looked();
+        assert!(tracker.poll(ms(2000)));
+        tracker.given_up(&gw);
+        assert!(tracker.health(ms(2001)).of(&gw).is_unasked());
+        tracker.observe(&gw, renewal(2), ms(3000));
+        let returned = LeaseState::Fresh { since: ms(0), returned: true, proven: true };
+        assert_eq!(tracker.health(ms(3000)).of(&gw).lease, returned, "it has just been taken, and had lapsed before");
     }
 
     #[test]

@@ -6,7 +6,8 @@ use std::time::Duration;
 /// How often, how many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProbeTimes {
-    /// Between two probes; a probe that is not answered by then is missed.
+    /// Between two probes; a probe that is not answered by then is missed. Half of it while a gateway is in doubt: it has missed one, and is
+    /// not dead yet.
     pub interval: Duration,
     /// So many missed in a row: dead.
     pub misses: u32,
@@ -29,6 +30,8 @@ pub enum ProbeState {
     Alive,
     /// It does not answer. New flows avoid it.
     Dead,
+    /// It answers, and says that it is not able to carry egress IPs. Packets avoid it where there is another one.
+    Unable,
 }
 
 /// A change of state.
@@ -71,6 +74,11 @@ impl ProbeTracker {
         self.missed > 0
     }
 
+    /// How long until the next probe, and until one counts as missed.
+    pub fn interval(&self) -> Duration {
+        if self.in_doubt() && self.state != ProbeState::Dead { self.times.interval / 2 } else { self.times.interval }
+    }
+
     /// The last round trip.
     pub fn round_trip(&self) -> Option<Duration> {
         self.round_trip
@@ -95,7 +103,8 @@ impl ProbeTracker {
         }
         let alive = match self.state {
             ProbeState::Unknown => true,
-            ProbeState::Alive => false,
+            // The tracker knows of answers only.
+            ProbeState::Alive | ProbeState::Unable => false,
             ProbeState::Dead => self.answered >= self.times.replies,
         };
         alive.then(|| {
@@ -106,8 +115,9 @@ impl ProbeTracker {
 
     /// Counts what was not answered in time.
     pub fn poll(&mut self, now: Duration) -> Option<ProbeTransition> {
+        let patience = self.interval();
         for (sent, missed) in self.pending.values_mut() {
-            if !*missed && now.saturating_sub(*sent) >= self.times.interval {
+            if !*missed && now.saturating_sub(*sent) >= patience {
                 *missed = true;
                 self.missed = self.missed.saturating_add(1);
                 self.answered = 0;
@@ -121,7 +131,7 @@ impl ProbeTracker {
 
     /// When the next probe will be missed, if no reply comes.
     pub fn next_deadline(&self) -> Option<Duration> {
-        self.pending.values().filter(|(_, missed)| !missed).map(|(sent, _)| *sent + self.times.interval).min()
+        self.pending.values().filter(|(_, missed)| !missed).map(|(sent, _)| *sent + self.interval()).min()
     }
 }
 
@@ -158,6 +168,23 @@ mod tests {
         let expected = [(1, ProbeTransition::Alive), (800, ProbeTransition::Dead), (2201, ProbeTransition::Alive)];
         assert_eq!(seen, expected);
         assert_eq!(tracker.round_trip(), Some(ms(1)));
+    }
+
+    #[test]
+    fn a_gateway_in_doubt_is_asked_at_twice_the_pace() {
+        let mut tracker = ProbeTracker::new(ProbeTimes::default());
+        let (mut now, mut dead) = (ms(0), None);
+        for seq in 0..20 {
+            if tracker.poll(now) == Some(ProbeTransition::Dead) {
+                dead = Some(now);
+            }
+            tracker.on_sent(seq, now);
+            if now < ms(500) {
+                tracker.on_reply(seq, now + ms(1));
+            }
+            now += tracker.interval();
+        }
+        assert_eq!(dead, Some(ms(700)), "the first answer is missing at 500, known at 600, and then each 50 ms");
     }
 
     #[test]

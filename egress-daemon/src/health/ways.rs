@@ -55,6 +55,11 @@ impl WayChooser {
         self.overall.state()
     }
 
+    /// How long until the next round.
+    pub fn interval(&self) -> Duration {
+        self.overall.interval()
+    }
+
     /// The last round trip, by whatever way.
     pub fn round_trip(&self) -> Option<Duration> {
         self.overall.round_trip()
@@ -70,7 +75,7 @@ impl WayChooser {
         let worst = |state: ProbeState| match state {
             ProbeState::Dead => 0,
             ProbeState::Unknown => 1,
-            ProbeState::Alive => 2,
+            ProbeState::Alive | ProbeState::Unable => 2,
         };
         self.trackers(way).map(ProbeTracker::state).min_by_key(|state| worst(*state))
     }

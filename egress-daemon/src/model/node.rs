@@ -42,8 +42,8 @@ pub struct NodeReport {
     pub occupied_blocks: BTreeSet<u16>,
     /// By egress IP.
     pub demand: BTreeMap<IpAddr, Demand>,
-    /// The egress IPs that its tables carry as its own, with their epochs.
-    pub carries: BTreeMap<IpAddr, u64>,
+    /// The egress IPs that its tables carry.
+    pub carries: BTreeSet<IpAddr>,
     /// What it cannot do for policies.
     pub troubles: BTreeSet<Trouble>,
     /// Everything that is leased to any node up to this revision is in its tables.

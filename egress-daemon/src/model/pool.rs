@@ -51,6 +51,23 @@ pub struct Pool {
     pub max_per_node: Option<u32>,
     /// What happens when a gateway comes back.
     pub failback: Failback,
+    /// How many gateways carry each address.
+    pub carriers: usize,
+    /// Which of them packets go to.
+    pub outbound: Outbound,
+}
+
+/// How many gateways carry an egress IP where no pool says it.
+pub const DEFAULT_CARRIERS: usize = 4;
+
+/// Which carriers the packets of an egress IP leave by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Outbound {
+    /// All by the owner.
+    #[default]
+    Owner,
+    /// Each flow by one of the carriers.
+    Spread,
 }
 
 impl Pool {
@@ -97,6 +114,8 @@ mod tests {
             subnet: None,
             max_per_node: None,
             failback: Failback::default(),
+            carriers: DEFAULT_CARRIERS,
+            outbound: Outbound::Owner,
         };
         assert_eq!(pool.total(), 9);
         pool.ranges.push(range("2001:db8::1", "2001:db8::2"));

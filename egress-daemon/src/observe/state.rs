@@ -82,6 +82,8 @@ pub enum ProbeResult {
     Alive,
     /// It does not answer; new flows avoid it.
     Dead,
+    /// It answers, and says that it is not able to carry egress IPs: packets avoid it where there is another one.
+    Unable,
 }
 
 /// A gateway.

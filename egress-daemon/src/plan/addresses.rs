@@ -171,7 +171,8 @@ impl<'a> Nodes<'a, '_> {
         let able = |(place, _): &&(u32, IpAddr)| {
             let name = self.names[*place as usize];
             let node = &self.snapshot.nodes[name];
-            node.ready && !node.draining && self.health.of(name).is_fresh()
+            let health = self.health.of(name);
+            node.ready && !node.draining && (health.is_fresh() || health.is_unasked())
         };
         let serves = |(place, address): &&(u32, IpAddr)| {
             let before = self.previous.egress_ips.get(address).filter(|plan| plan.users.contains_key(policy));

@@ -91,8 +91,16 @@ impl Memo {
     /// Takes in what a node reports; returns the egress IPs whose leases may depend on the difference.
     fn report(&mut self, node: &NodeName, report: NodeReport, plan: &Plan) -> Option<BTreeSet<IpAddr>> {
         let before = self.snapshot.nodes.get_mut(node)?.report.as_mut()?;
-        let same = (&before.addresses, &before.tunnel_addresses, &before.occupied_blocks, &before.troubles)
-            == (&report.addresses, &report.tunnel_addresses, &report.occupied_blocks, &report.troubles);
+        // A carrier that leaves does so when its successor reports that it carries the address.
+        let same =
+            (&before.addresses, &before.tunnel_addresses, &before.occupied_blocks, &before.troubles, &before.carries)
+                == (
+                    &report.addresses,
+                    &report.tunnel_addresses,
+                    &report.occupied_blocks,
+                    &report.troubles,
+                    &report.carries,
+                );
         if !same || report.lease_revision.max(report.own_lease_revision) > plan.lease_revision {
             return None;
         }

@@ -7,6 +7,7 @@ mod addresses;
 mod balance;
 pub mod blocks;
 mod candidates;
+pub mod carriers;
 mod claims;
 pub mod classes;
 pub mod diff;
@@ -41,7 +42,7 @@ pub use types::{
 };
 
 use crate::health::Health;
-use crate::model::{Distribution, Node, NodeName, PolicyId, PoolId, Snapshot, Trouble, ZoneMode};
+use crate::model::{DEFAULT_CARRIERS, Distribution, Node, NodeName, PolicyId, PoolId, Snapshot, Trouble, ZoneMode};
 
 /// Makes the next plan.
 pub fn plan(snapshot: &Snapshot, health: &Health, previous: &Plan) -> Plan {
@@ -148,6 +149,8 @@ impl<'a> Cluster<'a> {
                 limit: node.max_egress_ips.or(snapshot.max_egress_ips),
                 own_limit: node.max_egress_ips.is_some(),
                 zone: node.zone.as_ref().map(|zone| zones[zone]),
+                reports: node.report.is_some(),
+                key: carriers::node_key(node.name.as_str()),
             })
             .collect();
         let sources = snapshot.policies.keys().map(|policy| selection.source_nodes(policy, places.len())).collect();
@@ -189,22 +192,30 @@ impl<'a> Cluster<'a> {
     ) -> BTreeMap<IpAddr, EgressIpPlan> {
         let floating = self.floating(wanted, candidates, previous);
         let decisions = owners::decide(&floating, &self.gateways);
-        let mut decided: BTreeMap<IpAddr, Decision> = floating.iter().map(|item| item.address).zip(decisions).collect();
+        let orders = carriers::orders(&floating, &self.gateways, &decisions);
+        let decisions = decisions.into_iter().zip(orders);
+        let mut decided: BTreeMap<IpAddr, _> = floating.iter().map(|item| item.address).zip(decisions).collect();
         wanted
             .iter()
             .map(|(address, wanted)| {
                 let before = previous.egress_ips.get(address);
-                let decision = match (&wanted.fixed, decided.remove(address)) {
+                let (decision, order) = match (&wanted.fixed, decided.remove(address)) {
                     (Some((node, _)), _) => {
                         let healthy = self.gateways[*node as usize].keeps();
                         let reason = if healthy { OwnerReason::Preferred } else { OwnerReason::OwnerUnhealthy };
-                        Decision { owner: Some(*node), preferred: Some(*node), reason }
+                        (Decision { owner: Some(*node), preferred: Some(*node), reason }, vec![*node])
                     }
-                    (None, Some(decision)) => decision,
-                    (None, None) => Decision { owner: None, preferred: None, reason: OwnerReason::AddressElsewhere },
+                    (None, Some(decided)) => decided,
+                    (None, None) => {
+                        (Decision { owner: None, preferred: None, reason: OwnerReason::AddressElsewhere }, Vec::new())
+                    }
                 };
                 let name = |node: Option<u32>| node.map(|node| self.names[node as usize].clone());
                 let owner = name(decision.owner);
+                let mut carriers: Vec<NodeName> = order.into_iter().filter_map(|node| name(Some(node))).collect();
+                if wanted.fixed.is_none() {
+                    carriers.extend(self.leaving(*address, &carriers, before));
+                }
                 let (old_owner, old_epoch) = before.map_or((None, 0), |plan| (plan.owner.clone(), plan.epoch));
                 let plan = EgressIpPlan {
                     pool: wanted.pool.cloned(),
@@ -212,6 +223,7 @@ impl<'a> Cluster<'a> {
                     interface: wanted.fixed.as_ref().and_then(|(_, interface)| interface.clone()),
                     epoch: old_epoch + u64::from(owner != old_owner),
                     owner,
+                    carriers,
                     preferred: name(decision.preferred),
                     users: wanted.users.iter().map(|(policy, weight)| (policy.id.clone(), *weight)).collect(),
                     reason: decision.reason,
@@ -222,6 +234,20 @@ impl<'a> Cluster<'a> {
                 (*address, plan)
             })
             .collect()
+    }
+
+    /// The carriers so far that are none any more, as long as the owner has not reported that it carries the address. Who is dead
+    /// carries nothing.
+    fn leaving(&self, address: IpAddr, carriers: &[NodeName], before: Option<&EgressIpPlan>) -> Vec<NodeName> {
+        let owner = carriers.first().and_then(|owner| self.snapshot.nodes.get(owner));
+        if !owner.is_some_and(|owner| carriers::leaves_later(address, owner)) {
+            return Vec::new();
+        }
+        let lives = |name: &&NodeName| {
+            self.places.get(name).is_some_and(|place| self.gateways[*place as usize].health.is_fresh())
+        };
+        let before = before.filter(|before| !before.fixed).into_iter().flat_map(|before| &before.carriers);
+        before.filter(|name| !carriers.contains(name)).filter(lives).cloned().collect()
     }
 
     fn floating<'c>(
@@ -249,6 +275,8 @@ impl<'a> Cluster<'a> {
                 first: wanted.first,
                 owner: before.and_then(|plan| plan.owner.as_ref()).and_then(place),
                 preferred: before.and_then(|plan| plan.preferred.as_ref()).and_then(place),
+                count: wanted.pool.map_or(DEFAULT_CARRIERS, |pool| self.snapshot.pools[pool].carriers),
+                carriers: before.iter().flat_map(|plan| &plan.carriers).filter_map(place).collect(),
             });
             *n += 1;
         }

@@ -1,7 +1,7 @@
-//! Chooses the one gateway that carries each floating egress IP.
+//! Chooses the owner of each floating egress IP.
 //!
-//! Who has an egress IP keeps it, who came back gets it back, and who has none left gives it to the gateway with the
-//! fewest; only then, where gateways still differ by more than one, the fewest that it takes are moved (see
+//! Who has an egress IP keeps it, who came back gets it back, and one whose owner is dead goes to its next carrier, which has taken
+//! it already, or else to the gateway with the fewest; only then, where gateways still differ by more than one, the fewest that it takes are moved (see
 //! [`super::balance`]).
 
 use std::net::IpAddr;
@@ -27,6 +27,10 @@ pub struct GatewayNode {
     pub own_limit: bool,
     /// Its zone, by number.
     pub zone: Option<u32>,
+    /// An agent of it has reported.
+    pub reports: bool,
+    /// What it is chosen by as a carrier ([`super::carriers::node_key`]).
+    pub key: u64,
 }
 
 impl GatewayNode {
@@ -38,6 +42,11 @@ impl GatewayNode {
     /// Whether it may be given an egress IP.
     pub fn takes(&self) -> bool {
         self.ready && self.health.is_proven()
+    }
+
+    /// Whether it may be a carrier besides the owner. Who has no lease because nobody has asked it for one is asked by that.
+    pub fn stands_by(&self) -> bool {
+        self.ready && (self.health.is_fresh() || self.reports && self.health.is_unasked())
     }
 }
 
@@ -66,6 +75,10 @@ pub struct Floating<'a> {
     pub owner: Option<u32>,
     /// The gateway that it goes back to, if that node exists.
     pub preferred: Option<u32>,
+    /// How many gateways carry it.
+    pub count: usize,
+    /// Its carriers so far, in order, as far as those nodes exist.
+    pub carriers: Vec<u32>,
 }
 
 impl Floating<'_> {
@@ -120,7 +133,7 @@ pub fn decide(items: &[Floating<'_>], nodes: &[GatewayNode]) -> Vec<Decision> {
     let mut loads = Loads::new(items, nodes);
     keep(items, nodes, &mut places, &mut loads);
     loop {
-        place_homeless(nodes, &mut places, &mut loads);
+        place_homeless(items, nodes, &mut places, &mut loads);
         let moved = balance(items, nodes, &mut places, &mut loads);
         if !moved || places.iter().all(|place| place.node.is_some()) {
             break;
@@ -164,11 +177,13 @@ fn keep(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Place], loa
 }
 
 /// Gives every egress IP without an eligible owner to a gateway, as far as possible.
-fn place_homeless(nodes: &[GatewayNode], places: &mut [Place], loads: &mut Loads<'_>) {
-    for (at, place) in places.iter_mut().enumerate() {
-        if place.node.is_none()
-            && let Some(node) = loads.best(at, |node| nodes[node as usize].takes())
-        {
+fn place_homeless(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Place], loads: &mut Loads<'_>) {
+    let takes = |node: u32| nodes[node as usize].takes();
+    for (at, place) in places.iter_mut().enumerate().filter(|(_, place)| place.node.is_none()) {
+        let item = &items[at];
+        let able = |node: &u32| takes(*node) && item.selects(*node) && loads.has_room(at, *node, None);
+        let next = item.carriers.iter().copied().filter(|_| !item.first).find(able);
+        if let Some(node) = next.or_else(|| loads.best(at, takes)) {
             *place = Place { node: Some(node), placed: true };
             loads.add(at, node);
         }

@@ -51,8 +51,11 @@ pub struct EgressIpPlan {
     pub fixed: bool,
     /// The interface that has it, where `fixed`.
     pub interface: Option<String>,
-    /// The one gateway that carries it.
+    /// The carrier that answers for it.
     pub owner: Option<NodeName>,
+    /// The gateways that carry it, the owner first, then in the order in which they take its place. Without an owner those that are
+    /// asked to show that they live.
+    pub carriers: Vec<NodeName>,
     /// The gateway that it goes back to.
     pub preferred: Option<NodeName>,
     /// Grows by one with each change of owner; 0: it never had one.

@@ -119,6 +119,7 @@ fn egress_ips<'a>(
             status: Some(api::EgressIPStatus {
                 node: node.map(ToString::to_string),
                 zone: node.and_then(|node| snapshot.nodes.get(node)).and_then(|node| node.zone.clone()),
+                carriers: ip.carriers.iter().map(ToString::to_string).collect(),
                 preferred_node: ip.preferred.as_ref().map(ToString::to_string),
                 epoch: ip.epoch,
                 block_share: ip.share,

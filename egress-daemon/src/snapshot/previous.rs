@@ -59,6 +59,7 @@ pub fn egress_ip(object: &api::EgressIP) -> Option<(IpAddr, EgressIpPlan)> {
         fixed: object.spec.fixed,
         interface: object.spec.interface.clone(),
         owner: status.node.as_deref().map(NodeName::from),
+        carriers: status.carriers.iter().map(|name| NodeName::from(name.as_str())).collect(),
         preferred: status.preferred_node.as_deref().map(NodeName::from),
         epoch: status.epoch,
         users: users.collect(),

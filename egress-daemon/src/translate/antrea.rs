@@ -10,8 +10,9 @@ use super::pool::{ranges, subnet};
 use super::{Problem, Reader};
 use crate::api;
 use crate::model::{
-    AddressSource, Distribution, EndpointSelector, Existing, Failback, Family, Gateway, NodeChoice, OnNoGateway,
-    Policy, PolicyId, PolicyKind, Pool, PoolId, PoolKind, PoolRequest, Selector, Source, ZoneMode,
+    AddressSource, DEFAULT_CARRIERS, Distribution, EndpointSelector, Existing, Failback, Family, Gateway, NodeChoice,
+    OnNoGateway, Outbound, Policy, PolicyId, PolicyKind, Pool, PoolId, PoolKind, PoolRequest, Selector, Source,
+    ZoneMode,
 };
 
 /// The kind of policies, as problems name it.
@@ -54,6 +55,8 @@ pub fn pool(object: &api::ExternalIPPool) -> Result<Pool, Vec<Problem>> {
         subnet: spec.subnet_info.as_ref().and_then(|info| subnet(&mut reader, info)),
         max_per_node: None,
         failback: Failback::default(),
+        carriers: DEFAULT_CARRIERS,
+        outbound: Outbound::Owner,
     };
     reader.finish(pool)
 }

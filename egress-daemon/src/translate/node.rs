@@ -89,9 +89,7 @@ pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
         }
     }
     let carried = status.carries.iter();
-    let carries = carried
-        .filter_map(|c| Some((reader.parse(&c.egress_ip, "status.carries", WRITTEN_BY_AGENT)?, c.epoch)))
-        .collect();
+    let carries = carried.filter_map(|c| reader.parse(&c.egress_ip, "status.carries", WRITTEN_BY_AGENT)).collect();
     let troubles = status.troubles.iter().filter_map(|t| {
         Some(Trouble {
             policy: reader.parse(&t.policy, "status.troubles", WRITTEN_BY_AGENT)?,

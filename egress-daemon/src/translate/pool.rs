@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::scalar::duration;
 use super::{Problem, Reader};
 use crate::api;
-use crate::model::{Failback, IpRange, Pool, PoolId, PoolKind, SubnetInfo};
+use crate::model::{DEFAULT_CARRIERS, Failback, IpRange, Outbound, Pool, PoolId, PoolKind, SubnetInfo};
 
 /// The kind, as problems name it.
 pub const KIND: &str = "EgressIPPool";
@@ -29,6 +29,10 @@ pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
             "leave it out: it is 64",
         );
     }
+    let carriers = usize::try_from(spec.carriers).ok().filter(|carriers| (1..=64).contains(carriers));
+    if carriers.is_none() {
+        reader.problem("spec.carriers", "it is out of range", "write 1 to 64, or leave it out for 4");
+    }
     let pool = Pool {
         id: PoolId::new(PoolKind::Native, &reader.name),
         ranges: ranges(&mut reader, &spec.ip_ranges),
@@ -38,6 +42,11 @@ pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
         failback: match spec.failback.mode {
             api::FailbackMode::Never => Failback::Never,
             api::FailbackMode::Preferred => Failback::Preferred { delay: delay(&mut reader, &spec.failback.delay) },
+        },
+        carriers: carriers.unwrap_or(DEFAULT_CARRIERS),
+        outbound: match spec.outbound {
+            api::Outbound::Owner => Outbound::Owner,
+            api::Outbound::Spread => Outbound::Spread,
         },
     };
     reader.finish(pool)

@@ -26,8 +26,8 @@ const COUNT: usize = 3;
 const EACH: usize = 20;
 /// New flows avoid a gateway from then on.
 const RECOVERY: Duration = Duration::from_secs(1);
-/// By then egress IPs have other owners.
-const OWNERS: Duration = Duration::from_secs(3);
+/// By then the controller has given egress IPs other owners: a lease of 15 s has lapsed.
+const OWNERS: Duration = Duration::from_secs(25);
 /// The outside asks that often who has an egress IP, and is not without an answer for this long once another gateway answers.
 const ASK_EVERY: Duration = Duration::from_millis(50);
 const UNANSWERED: Duration = Duration::from_secs(1);
@@ -100,7 +100,7 @@ impl Load {
     }
 
     /// What must hold after a gateway has gone at `since`: connections that begin a second later are made as if nothing had
-    /// been, all egress IPs have other owners within three, and what was established goes on.
+    /// been, the plan has other owners for all egress IPs in time, and what was established goes on.
     fn outlives(&self, world: &World, gone: &str, since: Instant) -> Result<()> {
         let target = SocketAddr::new(self.target.ip(), 81);
         let _server = TcpServer::start(&world.outside()?, &[target], ServerMode::Echo)?;
@@ -247,11 +247,16 @@ fn back(world: &World, address: IpAddr, node: &str) -> Result<()> {
     .map(drop)
 }
 
+/// docs/failures.md: deaf-restart. The agent of a gateway is killed meanwhile, and the next one has nobody to read objects from.
 fn the_api_server_is_away(world: &World) -> Result<()> {
     let load = Load::start(world)?;
     let before = world.owners()?;
+    let (address, node) = load.busy()?;
     world.cluster.kill_api_server()?;
     let start = Instant::now();
+    let killed = agent_of(&node)?.context("no agent runs on the gateway")?;
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(killed), nix::sys::signal::Signal::SIGKILL)?;
+    wait_until("the next agent runs", PATIENCE, || agent_of(&node), |now| now.is_some_and(|now| now != killed))?;
     wait_for("a minute passes", Duration::from_secs(70), || {
         load.progress()?;
         Ok(start.elapsed() > Duration::from_secs(60))
@@ -272,7 +277,31 @@ fn the_api_server_is_away(world: &World) -> Result<()> {
     let pauses: Vec<Duration> =
         load.clients.iter().flat_map(TcpClients::connections).map(|one| one.longest_pause).collect();
     eprintln!("the_api_server_is_away: longest pause {:?}", pauses.iter().max());
-    load.finish().map(drop)
+    let trace = load.finish()?;
+    let terms = terms(&trace, address);
+    let who: BTreeSet<[u8; 6]> =
+        terms.iter().filter(|term| term.to - term.from >= SETTLED).map(|term| term.mac).collect();
+    ensure!(who.len() == 1, "{address} was answered for by {who:02x?} while the agent of {node} had nobody to ask");
+    let answers = trace.packets().iter().filter(|packet| packet.claim().is_some_and(|(claimed, _)| claimed == address));
+    let times: Vec<Instant> = answers.map(|packet| packet.at).collect();
+    let silent = times.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default();
+    ensure!(silent <= UNANSWERED, "nobody answered for {address} for {silent:?}");
+    Ok(())
+}
+
+/// The process of the agent of a node.
+fn agent_of(node: &str) -> Result<Option<i32>> {
+    for entry in std::fs::read_dir("/proc")? {
+        let path = entry?.path();
+        let Some(pid) = path.file_name().and_then(|name| name.to_str()?.parse().ok()) else { continue };
+        let words = |file: &str| std::fs::read(path.join(file)).unwrap_or_default();
+        let has =
+            |file: &str, word: &str| words(file).split(|byte| *byte == 0).any(|one| one.ends_with(word.as_bytes()));
+        if has("cmdline", "egress-daemon") && has("cmdline", "agent") && has("environ", &format!("NODE_NAME={node}")) {
+            return Ok(Some(pid));
+        }
+    }
+    Ok(None)
 }
 
 fn the_leader_dies(world: &World) -> Result<()> {

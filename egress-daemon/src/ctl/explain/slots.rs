@@ -97,7 +97,7 @@ fn undecided(walk: &mut Walk<'_>, policy: u32, record: Policy) -> Outcome {
     }
     for (egress, entries) in shares {
         let Some((ip, e)) = dump.egress_ip(egress) else { continue };
-        let owner = dump.node_name(e.owner).map_or("nobody".to_owned(), |name| format!("gateway {name}"));
+        let gateway = dump.node_name(e.gateway).map_or("nobody".to_owned(), |name| format!("gateway {name}"));
         let percent = (entries * 100 + record.table_len / 2) / record.table_len;
         let blocks = dump.blocks(egress).len();
         let member = dump.tables.members.get(&MemberKey { policy, egress });
@@ -106,7 +106,7 @@ fn undecided(walk: &mut Walk<'_>, policy: u32, record: Policy) -> Outcome {
             Some(m) if m.usable != 0 && blocks == 0 => "; no port block of it is leased to this node",
             _ => "; new flows avoid it",
         };
-        walk.say("hash", format!("{percent} % of new flows are hashed to {ip}, owned by {owner}{usable}."));
+        walk.say("hash", format!("{percent} % of new flows are hashed to {ip}, by {gateway}{usable}."));
     }
     walk.end(
         Action::Depends,
@@ -182,6 +182,7 @@ fn probed(walk: &Walk<'_>, name: &str) -> &'static str {
     match told.map(|gateway| gateway.probe) {
         Some(ProbeResult::Alive) => " and answers probes",
         Some(ProbeResult::Dead) => " and does NOT answer probes",
+        Some(ProbeResult::Unable) => " and says that it is NOT able to carry egress IPs",
         Some(ProbeResult::Unknown) | None => "",
     }
 }
@@ -190,35 +191,43 @@ fn probed(walk: &Walk<'_>, name: &str) -> &'static str {
 pub(super) fn hand_over(walk: &mut Walk<'_>, egress: u32) -> Outcome {
     let dump = walk.dump;
     let Some((ip, e)) = dump.egress_ip(egress) else { return walk.dropped(Counter::DropNoOwner) };
-    let Some(owner) = dump.node_name(e.owner) else {
-        walk.say("owner", format!("{ip} has no owner at the moment."));
+    let Some(gateway) = dump.node_name(e.gateway) else {
+        walk.say("gateway", format!("{ip} has no carrier at the moment."));
         return walk.dropped(Counter::DropNoOwner);
     };
     let epoch = crate::ctl::views::epoch(e);
     let sent = |walk: &Walk<'_>, text: String| Outcome {
         egress_ip: Some(ip),
-        gateway: Some(owner.clone()),
+        gateway: Some(gateway.clone()),
         ..walk.end(Action::Sent, text)
     };
-    if e.flags & flags::OWNED != 0 {
-        walk.say("owner", format!("This node owns {ip} (epoch {epoch})."));
-        walk.say("transport", format!("None: it leaves here, by the interface with index {}.", e.ifindex));
-        return sent(walk, format!("SENT with source {ip} straight out of this node, {owner}."));
+    if e.flags & flags::SPREAD != 0 {
+        walk.say(
+            "gateway",
+            format!("Flows of {ip} are spread over all carriers that answer (epoch {epoch}); {gateway} is the first."),
+        );
+    } else if e.flags & flags::LOCAL != 0 {
+        walk.say("gateway", format!("This node carries {ip} (epoch {epoch})."));
+    } else {
+        walk.say("gateway", format!("Gateway {gateway} carries {ip} (epoch {epoch}){}.", probed(walk, &gateway)));
     }
-    walk.say("owner", format!("Gateway {owner} owns {ip} (epoch {epoch}){}.", probed(walk, &owner)));
-    match dump.node_address(e.owner) {
+    if e.flags & flags::LOCAL != 0 {
+        walk.say("transport", format!("None: it leaves here, by the interface with index {}.", e.ifindex));
+        return sent(walk, format!("SENT with source {ip} straight out of this node, {gateway}."));
+    }
+    match dump.node_address(e.gateway) {
         Some(address) => {
-            let way = dump.tables.nodes.get(&e.owner).map_or(0, |node| node.forward);
+            let way = dump.tables.nodes.get(&e.gateway).map_or(0, |node| node.forward);
             let how = match way {
                 transport::DIRECT => "direct: without a tunnel to the MAC address of",
                 transport::VXLAN => "vxlan: through the tunnel, past its device, to",
                 _ => "device: through the tunnel to",
             };
             walk.say("transport", format!("{how} {address}."));
-            sent(walk, format!("SENT with source {ip} through gateway {owner}."))
+            sent(walk, format!("SENT with source {ip} through gateway {gateway}."))
         }
         None => {
-            walk.say("transport", format!("The tunnel address of {owner} is not known here."));
+            walk.say("transport", format!("The tunnel address of {gateway} is not known here."));
             walk.dropped(Counter::DropNoOwner)
         }
     }

@@ -55,7 +55,7 @@ fn a_new_flow_goes_where_the_kernels_hash_says() {
 fn the_steps_are_those_of_the_datapath() {
     let answer = ask(&dump(), "prod/web-0", "203.0.113.7:443/tcp", Some(41_000));
     let steps: Vec<_> = answer.steps.iter().map(|step| step.step).collect();
-    assert_eq!(steps, ["flow", "endpoint", "excepts", "route", "policy", "hash", "ports", "owner", "transport"]);
+    assert_eq!(steps, ["flow", "endpoint", "excepts", "route", "policy", "hash", "ports", "gateway", "transport"]);
     let text = print(&answer, Output::Table).unwrap();
     assert!(text.contains(" 4. route      The longest prefix of the class is 0.0.0.0/0, of policy web.\n"), "{text}");
     assert!(text.contains("\nSENT with source 192.0.2.1"), "{text}");
@@ -95,7 +95,7 @@ fn without_a_source_port_the_shares_are_told() {
     assert!(answer.steps[0].text.starts_with("2 flows of this pod"), "{:?}", answer.steps[0]);
     let shares: Vec<_> = answer.steps.iter().filter(|step| step.step == "hash").map(|s| s.text.as_str()).collect();
     assert_eq!(shares.len(), 2);
-    assert!(shares[0].contains("192.0.2.10, owned by gateway gw1") && shares[0].starts_with("50 %"), "{shares:?}");
+    assert!(shares[0].contains("192.0.2.10, by gateway gw1") && shares[0].starts_with("50 %"), "{shares:?}");
 }
 
 #[test]

@@ -160,7 +160,7 @@ pub(crate) fn row(dump: &Dump, flow: &FlowEntry) -> FlowRow {
         egress_ip: egress.map(|(ip, _)| ip),
         egress_port: ours.then(|| flow.port()),
         policy: ours.then(|| dump.policy_name(flow.flow.policy)),
-        gateway: egress.and_then(|(_, e)| dump.node_name(e.owner)),
+        gateway: egress.and_then(|(_, e)| dump.node_name(e.gateway)),
         age_seconds: dump.seconds_since(flow.flow.created),
         idle_seconds: dump.seconds_since(flow.last_seen()),
         kind: kind.into(),

@@ -73,12 +73,12 @@ pub fn gateways(sources: Sources<'_>) -> List<GatewayRow> {
     }
     let mut rows: BTreeMap<String, GatewayRow> = BTreeMap::new();
     for (index, address, e) in dump.egress_ips() {
-        let Some(name) = dump.node_name(e.owner) else { continue };
-        let local = e.flags & flags::OWNED != 0;
+        let Some(name) = dump.node_name(e.gateway) else { continue };
+        let local = e.flags & flags::LOCAL != 0;
         let row = rows.entry(name.clone()).or_insert_with(|| GatewayRow {
             name,
             local,
-            address: dump.node_address(e.owner).filter(|_| e.owner != own),
+            address: dump.node_address(e.gateway).filter(|_| e.gateway != own),
             ..GatewayRow::default()
         });
         row.egress_ips.push(address);

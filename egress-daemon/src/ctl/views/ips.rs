@@ -9,16 +9,18 @@ use std::{
     net::IpAddr,
 };
 
-/// An egress IP that this node uses, owns, or may come to own.
+/// An egress IP that this node uses, carries, or may come to carry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct IpRow {
     /// The address.
     pub egress_ip: IpAddr,
-    /// Its owner; null for none.
+    /// The carrier that this node's packets go to; null for none.
     pub owner: Option<String>,
     /// Whether that is this node.
     pub owned_here: bool,
+    /// Whether this node is one of its carriers.
+    pub carried_here: bool,
     /// Rises with each change of owner.
     pub epoch: u64,
     /// The policies of this node's pods that have a slot with it, sorted.
@@ -27,7 +29,7 @@ pub struct IpRow {
     pub usable_for: Vec<String>,
     /// Whether it is a node's own address, which never moves.
     pub fixed: bool,
-    /// Whether ARP and NDP are answered for it when this node owns it.
+    /// Whether this node, as a carrier, answers ARP and NDP for it.
     pub announced: bool,
     /// Port blocks that this node may take ports from.
     pub blocks: usize,
@@ -92,13 +94,14 @@ pub fn ips(sources: Sources<'_>) -> List<IpRow> {
         let told = sources.agent.and_then(|agent| agent.egress_ips.iter().find(|told| told.address == egress_ip));
         IpRow {
             egress_ip,
-            owner: dump.node_name(e.owner),
-            owned_here: e.flags & flags::OWNED != 0,
+            owner: dump.node_name(e.gateway),
+            owned_here: e.flags & flags::LOCAL != 0,
+            carried_here: e.flags & flags::CARRIED != 0,
             epoch: epoch(e),
             policies: policies.into_iter().collect(),
             usable_for: usable_for.into_iter().collect(),
             fixed: e.flags & flags::NODE_ADDRESS != 0,
-            announced: e.flags & (flags::SILENT | flags::NODE_ADDRESS) == 0,
+            announced: e.flags & (flags::CARRIED | flags::SILENT | flags::NODE_ADDRESS) == flags::CARRIED,
             blocks,
             ports: blocks * usize::from(port_block::SIZE),
             flows: flows.get(&index).copied().unwrap_or(0),

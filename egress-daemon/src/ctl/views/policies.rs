@@ -149,7 +149,7 @@ fn slots(dump: &Dump, policy: u32, families: [Option<&Policy>; 2]) -> Vec<SlotRo
             Some(SlotRow {
                 egress_ip,
                 weight: member.weight,
-                owner: dump.node_name(e.owner),
+                owner: dump.node_name(e.gateway),
                 usable: member.usable != 0 && member.generation == e.generation,
                 share_percent: (entries * 100 + len / 2).checked_div(len).unwrap_or(0),
             })

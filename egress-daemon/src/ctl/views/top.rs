@@ -179,7 +179,7 @@ fn name(dump: &Dump, flow: &FlowEntry, by: By) -> String {
     let found = match by {
         By::Pod => Some(dump.pod_name(flow.pod).unwrap_or_else(|| flow.pod.to_string())),
         By::EgressIp => egress().map(|(ip, _)| ip.to_string()),
-        By::Gateway => egress().and_then(|(_, e)| dump.node_name(e.owner)),
+        By::Gateway => egress().and_then(|(_, e)| dump.node_name(e.gateway)),
         By::Policy => ours.then(|| dump.policy_name(flow.flow.policy)),
         By::Remote => Some(flow.remote.to_string()),
     };

@@ -212,7 +212,7 @@ fn a_retired_egress_ip_comes_back_to_its_index_and_gives_it_up_last() {
         net::any(IpAddr::from(10u32.to_be_bytes())),
         "flows that are left find their other half by it"
     );
-    assert!(record.owner == 0 && record.flags == 0 && gone.v4.egress_index.is_empty());
+    assert!(record.gateway == 0 && record.flags == 0 && gone.v4.egress_index.is_empty());
     assert_eq!(encoder.encode(&with(&[10]), &gone).unwrap(), first);
     // Others take fresh indices as long as there are any.
     let all: Vec<u32> = (20..20 + limits::MAX_EGRESS_IPS as u32 - 2).collect();

@@ -25,7 +25,7 @@ use std::{
 };
 
 /// Steps of all episodes together where nothing else is said.
-const STEPS: usize = 200_000;
+const STEPS: usize = 1_000_000;
 const EPISODE: usize = 300;
 /// The whole flow table is looked at after so many steps; the flow of a step after each.
 const LOOK: usize = 50;

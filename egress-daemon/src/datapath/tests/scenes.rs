@@ -77,6 +77,7 @@ fn egress_view() -> impl Strategy<Value = EgressView> {
         let interface = (owner == Some(0)).then_some(3);
         EgressView {
             gateway: owner.map(node),
+            spread: Vec::new(),
             forwards: owner == Some(0),
             epoch,
             interface,

@@ -104,8 +104,8 @@ fn consistent(t: &Tables) -> Result<(), String> {
         }
     }
     for (i, e) in &t.egress_ips {
-        if !nodes(e.owner) {
-            return fail(format!("egress IP {i} has owner {}", e.owner));
+        if !nodes(e.gateway) {
+            return fail(format!("egress IP {i} has gateway {}", e.gateway));
         }
     }
     let index = t.v4.egress_index.iter().map(|(a, i)| (net::any(net::from_v4(*a).into()), i));

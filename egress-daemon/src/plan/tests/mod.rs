@@ -1,6 +1,7 @@
 //! Properties of plans, checked against slow and obvious oracles.
 
 mod blocks;
+mod carriers;
 mod classes;
 mod endpoints;
 mod memo;

@@ -68,6 +68,8 @@ pub fn pool(name: &str, start: IpAddr, end: IpAddr) -> Pool {
         subnet: None,
         max_per_node: None,
         failback: Failback::Preferred { delay: DELAY },
+        carriers: DEFAULT_CARRIERS,
+        outbound: Outbound::Owner,
     }
 }
 

@@ -21,14 +21,14 @@ const PODS: usize = 3;
 const STREAMS_PER_POD: usize = 30;
 /// A policy of a person is in force by then.
 const IN_FORCE: Duration = Duration::from_secs(10);
-/// The egress IPs have moved, and TCP, which tries again after 3 s and after 6.4 s, has noticed.
-const LONGEST_PAUSE: Duration = Duration::from_secs(8);
+/// The next carrier answers, and TCP, which tries again ever more slowly, has noticed.
+const LONGEST_PAUSE: Duration = Duration::from_secs(3);
 /// A node's processes have started again, and the pool's failback delay has passed.
 const RETURNED: Duration = Duration::from_secs(60);
 /// For how long the API server is away.
 const AWAY: Duration = Duration::from_secs(10);
 /// The lease of the leading controller, and what it takes to look around.
-const LED: Duration = Duration::from_secs(10);
+const LED: Duration = Duration::from_secs(20);
 const COLUMNS: &str = "egressips";
 
 /// All scenes, or those of `--quick`.
@@ -194,8 +194,9 @@ fn gateway_dies(show: &mut Show) -> Result<()> {
         "A gateway dies",
         &format!(
             "{total} connections stream in both directions, and two pods open 100 new ones a second each. Now {victim} \
-             loses its power and its network. New connections avoid it as soon as it answers no probe; its egress IPs move \
-             when its lease of 2 s has lapsed; and its connections, which live on the workers, just go on."
+             loses its power and its network. As soon as it answers no probe, the next carriers of its egress IPs take over; \
+             the controller plans without it when its lease of 15 s has lapsed; and its connections, which live on the \
+             workers, just go on."
         ),
     );
     let pods: Vec<_> =

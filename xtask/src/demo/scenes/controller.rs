@@ -15,8 +15,8 @@ use super::super::streams::{intact, longest_pause};
 use super::{PATIENCE, seconds};
 use crate::demo::table::Table;
 
-/// Longer than the leases that the gateways hold (2 s) and the deadlines that follow from them.
-const WITHOUT: Duration = Duration::from_secs(5);
+/// Longer than the leases that the gateways hold (15 s) and the deadlines that follow from them.
+const WITHOUT: Duration = Duration::from_secs(17);
 /// What nobody notices.
 const UNNOTICED: Duration = Duration::from_secs(1);
 
@@ -24,7 +24,7 @@ const UNNOTICED: Duration = Duration::from_secs(1);
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "The controller dies",
-        "The only controller is killed with `kill -9`. It plans, but no packet passes through it: for 5 s, which is more \
+        "The only controller is killed with `kill -9`. It plans, but no packet passes through it: for 17 s, which is more \
          than any lease lasts, the 100 connections stream on and new ones are opened at their usual rate. Then a new \
          controller starts; it finds everything in the objects, and moves nothing.",
     );

@@ -28,7 +28,7 @@ pub const REST: [Scene; 3] = [gateway::returns, change::show, controller::show];
 const WEB: &str = "web";
 /// The policy of the pods `ledger-..`.
 const LEDGER: &str = "ledger";
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Seconds for people.
 pub fn seconds(time: Duration) -> String {

@@ -1,0 +1,106 @@
+//! Whether this node is able to carry egress IPs, and telling the programs so: they answer ARP and NDP, and tell it to who probes.
+
+use super::{Agent, carriers, node::monotonic_ns, reach::LeaseWord};
+use crate::{
+    datapath::{
+        Pins,
+        maps::{Maps, MapsError},
+        write::Writer,
+    },
+    health::ProbeState,
+    plan::EgressIpPlan,
+    store::lease::{LeaseKeeper, LeaseState},
+};
+use egress_common::{egress::flags, net, verdict::Counter};
+use std::{
+    collections::BTreeSet,
+    future::Future,
+    net::IpAddr,
+    time::{Duration, Instant},
+};
+
+impl Agent {
+    /// Tells the programs until when this node is able to carry egress IPs, if it is.
+    pub(super) fn sign_of_life(&mut self) {
+        self.next_deadline = Instant::now() + self.settings.deadline / 8;
+        let until = if self.able { monotonic_ns() + self.settings.deadline.as_nanos() as u64 } else { 0 };
+        let held = match self.lease.as_ref().map(LeaseKeeper::state) {
+            Some(LeaseState::Held { until, .. }) => until.saturating_duration_since(Instant::now()),
+            _ => Duration::ZERO,
+        };
+        let lease = if held.is_zero() { 0 } else { monotonic_ns() + held.as_nanos() as u64 };
+        if let Err(e) = self.writer.set_deadline(until).and_then(|()| self.writer.set_lease(lease)) {
+            tracing::error!("the datapath will stop answering for egress IPs: {e}");
+        }
+    }
+
+    /// Whether it has changed whether anybody reaches this node as a gateway.
+    pub(super) fn check_reach(&mut self) -> bool {
+        let asked = match self.maps.counter(Counter::ProbeAnswered) {
+            Ok(asked) => asked,
+            Err(e) => {
+                tracing::warn!("{e}");
+                return false;
+            }
+        };
+        let now = self.start.elapsed();
+        let lease =
+            LeaseWord { wanted: self.lease.is_some(), held: self.lease_held, duration: self.settings.lease_duration };
+        let changed = self.reach.update(&self.gateways.states(), asked, now)
+            | self.reach.compare(lease, &self.gateways.holding(), now);
+        if changed && let Some(why) = self.reach.why_not() {
+            tracing::warn!("this node answers for no egress IP: {why}");
+        }
+        changed
+    }
+
+    /// Whether other carriers answer for all that this node answers for, as soon as it does not.
+    pub(super) fn is_replaceable(&self) -> bool {
+        let probes = self.gateways.states();
+        let answered = self.world.plan.egress_ips.iter().filter(|(ip, _)| self.carriers.answers(**ip));
+        let others = |e: &EgressIpPlan| {
+            carriers::order(e).any(|name| *name != self.node && probes.get(name) == Some(&ProbeState::Alive))
+        };
+        answered.map(|(_, e)| e).all(others)
+    }
+}
+
+/// The egress IPs that an earlier agent left the kernel answering for.
+pub(super) fn answered(writer: &Writer) -> BTreeSet<IpAddr> {
+    let answered = writer.present().egress_ips.values().filter(|e| e.flags & flags::CARRIED != 0);
+    answered.filter(|e| e.flags & (flags::SILENT | flags::NODE_ADDRESS) == 0).map(|e| net::from_any(e.addr)).collect()
+}
+
+/// Waits for what an agent needs before it can decide anything. Meanwhile the programs go on as an earlier agent left them: if that one said
+/// that this node is able to carry egress IPs, and its word still counts, it is said again.
+pub async fn while_waiting<T>(pins: &Pins, deadline: Duration, ready: impl Future<Output = T>) -> Result<T, MapsError> {
+    let mut maps = Maps::open(pins)?;
+    let mut ready = std::pin::pin!(ready);
+    loop {
+        if let Some(until) = renewed(maps.deadline.get(0)?, monotonic_ns(), deadline) {
+            maps.deadline.set(&0, &until)?;
+        }
+        tokio::select! {
+            ready = &mut ready => return Ok(ready),
+            () = tokio::time::sleep(deadline / 8) => {}
+        }
+    }
+}
+
+/// The deadline that follows `until`, which an agent has set; none if it has passed.
+fn renewed(until: u64, now: u64, deadline: Duration) -> Option<u64> {
+    (now < until).then(|| now + deadline.as_nanos() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deadline_that_has_passed_stays_so() {
+        let second = Duration::from_secs(1);
+        assert_eq!(renewed(11, 10, second), Some(1_000_000_010));
+        assert_eq!(renewed(10, 10, second), None);
+        assert_eq!(renewed(0, 10, second), None, "the earlier agent said that the node is not able");
+    }
+}

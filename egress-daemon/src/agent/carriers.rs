@@ -1,0 +1,174 @@
+//! Which carriers the packets of each egress IP go to, and which egress IPs this node answers ARP and NDP for. Pure.
+//!
+//! The plan names the carriers of an egress IP in order. Packets go to the first of them that answers probes (`outbound: Owner`), or each
+//! flow to one of those that do. The first one that is able to answers for the address; when it does not answer probes any more, or its
+//! answers say that it is not able to, the next one does, with no word from anybody. A gateway keeps nothing of a flow, so it makes no
+//! difference to the outside which of them a packet takes, nor do two that answer for a moment.
+
+use crate::{
+    health::ProbeState,
+    model::{NodeName, Outbound, Snapshot},
+    plan::{EgressIpPlan, Plan},
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    time::Duration,
+};
+
+/// For how long a node forwards for an egress IP that it is no carrier of any more: the time for every source node to read that.
+pub const LINGER: Duration = Duration::from_secs(5);
+
+/// What a node knows when it decides.
+pub struct Circumstances<'a> {
+    /// This node.
+    pub node: &'a NodeName,
+    /// The objects.
+    pub snapshot: &'a Snapshot,
+    /// What the controller has decided.
+    pub plan: &'a Plan,
+    /// What the probes say of other gateways.
+    pub probes: &'a BTreeMap<NodeName, ProbeState>,
+    /// Whether this node is able to carry egress IPs.
+    pub able: bool,
+    /// The time, since any start.
+    pub now: Duration,
+}
+
+/// What was decided.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Carriers {
+    used: BTreeMap<IpAddr, Vec<NodeName>>,
+    answered: BTreeSet<IpAddr>,
+    carried: BTreeSet<IpAddr>,
+    lingers: BTreeMap<IpAddr, Duration>,
+}
+
+/// How much a carrier is worth, the best one last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Worth {
+    /// It does not answer, or its node is gone.
+    Dead,
+    /// It has not reported yet that it carries the address and knows this node's blocks of it.
+    Unready,
+    /// It forwards, but says that it is not able to answer for addresses.
+    Unable,
+    /// It carries the address.
+    Good,
+}
+
+impl Carriers {
+    /// An agent that starts: an earlier one has left the kernel answering for these.
+    pub fn recover(answered: BTreeSet<IpAddr>) -> Self {
+        Self { carried: answered.clone(), answered, ..Self::default() }
+    }
+
+    /// Takes note of the plan, reports and probes.
+    pub fn update(&mut self, c: &Circumstances<'_>) {
+        let planned = |ip: &IpAddr| c.plan.egress_ips.get(ip).is_some_and(|e| e.owner.is_some());
+        self.used.retain(|ip, _| planned(ip));
+        let before = std::mem::take(&mut self.answered);
+        let carried = std::mem::take(&mut self.carried);
+        for (ip, e) in c.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some()) {
+            let worth: Vec<(&NodeName, Worth)> = order(e).map(|name| (name, self.worth(c, *ip, e, name))).collect();
+            self.used.insert(*ip, use_of(outbound(c.snapshot, e), &worth));
+            let Some(place) = worth.iter().position(|(name, _)| *name == c.node) else { continue };
+            self.carried.insert(*ip);
+            // Who answers goes on until one before it is known to carry the address; nobody else takes over from the living.
+            let yields = if before.contains(ip) { Worth::Good } else { Worth::Unready };
+            let taken = worth[..place].iter().any(|(name, worth)| {
+                let known = before.contains(ip) && c.probes.get(*name) == Some(&ProbeState::Unknown);
+                *worth >= yields && *worth != Worth::Unable && !known
+            });
+            if c.able && !e.fixed && !taken {
+                self.answered.insert(*ip);
+            }
+        }
+        self.lingers.retain(|ip, until| c.now < *until && c.plan.egress_ips.contains_key(ip));
+        let left = carried.into_iter().filter(|ip| planned(ip) && !self.carried.contains(ip));
+        self.lingers.extend(left.map(|ip| (ip, c.now + LINGER)));
+        self.lingers.retain(|ip, _| !self.carried.contains(ip));
+    }
+
+    /// The carriers that this node's packets of an egress IP go to, the first one first.
+    pub fn used(&self, ip: IpAddr) -> &[NodeName] {
+        self.used.get(&ip).map_or(&[], Vec::as_slice)
+    }
+
+    /// The first of them.
+    pub fn gateway(&self, ip: IpAddr) -> Option<&NodeName> {
+        self.used(ip).first()
+    }
+
+    /// Whether this node sends packets with this egress IP to the outside, and takes replies from there.
+    pub fn forwards(&self, ip: IpAddr) -> bool {
+        self.carried.contains(&ip) || self.lingers.contains_key(&ip)
+    }
+
+    /// Whether this node answers ARP and NDP for it.
+    pub fn answers(&self, ip: IpAddr) -> bool {
+        self.answered.contains(&ip)
+    }
+
+    /// The other carriers of what this node carries.
+    pub fn peers(&self, node: &NodeName, plan: &Plan) -> BTreeSet<NodeName> {
+        let carried = plan.egress_ips.iter().filter(|(ip, _)| self.carried.contains(*ip));
+        carried.flat_map(|(_, e)| order(e)).filter(|name| *name != node).cloned().collect()
+    }
+
+    /// When [`update`](Self::update) has something new to say by itself.
+    pub fn next(&self) -> Option<Duration> {
+        self.lingers.values().min().copied()
+    }
+
+    fn worth(&self, c: &Circumstances<'_>, ip: IpAddr, e: &EgressIpPlan, name: &NodeName) -> Worth {
+        if name == c.node {
+            // This node's own tables are written in one go.
+            return if c.able || e.fixed { Worth::Good } else { Worth::Unable };
+        }
+        let report = c.snapshot.nodes.get(name).map(|node| node.report.as_ref());
+        match (c.probes.get(name), report) {
+            (Some(ProbeState::Dead), _) | (_, None) => Worth::Dead,
+            (Some(ProbeState::Unable), _) => Worth::Unable,
+            _ if e.fixed => Worth::Good,
+            (_, Some(Some(report))) if report.carries.contains(&ip) && self.is_current(c, ip, name) => Worth::Good,
+            _ => Worth::Unready,
+        }
+    }
+
+    /// Whether a carrier knows all blocks of this node that the one in use knows. Nobody waits for what the dead know.
+    fn is_current(&self, c: &Circumstances<'_>, ip: IpAddr, name: &NodeName) -> bool {
+        let known = |name: &NodeName| {
+            c.snapshot.nodes.get(name).and_then(|node| node.report.as_ref()).map_or(0, |report| report.lease_revision)
+        };
+        let used =
+            self.used(ip).iter().filter(|used| *used != c.node && c.probes.get(*used) != Some(&ProbeState::Dead));
+        let blocks = c.plan.blocks.get(&ip).into_iter().flat_map(BTreeMap::values);
+        let own = blocks.filter(|lease| lease.node == *c.node).map(|lease| lease.revision);
+        let needed = match used.map(known).max() {
+            Some(known) => own.filter(|revision| *revision <= known).max(),
+            None => None,
+        };
+        needed.unwrap_or(0) <= known(name)
+    }
+}
+
+/// The carriers of an egress IP that has an owner. What a controller of an earlier version has planned names the owner only.
+pub fn order(e: &EgressIpPlan) -> impl Iterator<Item = &NodeName> {
+    let owner = e.owner.iter().filter(|_| e.carriers.is_empty());
+    e.carriers.iter().chain(owner)
+}
+
+/// Which carriers the packets of an egress IP leave by.
+pub fn outbound(snapshot: &Snapshot, e: &EgressIpPlan) -> Outbound {
+    let pool = e.pool.as_ref().and_then(|pool| snapshot.pools.get(pool));
+    pool.filter(|_| !e.fixed).map_or(Outbound::Owner, |pool| pool.outbound)
+}
+
+/// The carriers to use: all good ones, or the first of those that are worth the most.
+fn use_of(outbound: Outbound, worth: &[(&NodeName, Worth)]) -> Vec<NodeName> {
+    let best = worth.iter().map(|(_, worth)| *worth).max();
+    let all = outbound == Outbound::Spread && best == Some(Worth::Good);
+    let best = worth.iter().filter(|(_, worth)| Some(*worth) == best).map(|(name, _)| (*name).clone());
+    best.take(if all { usize::MAX } else { 1 }).collect()
+}

@@ -1,0 +1,129 @@
+//! Whether anybody reaches this node as a gateway, and whether others were given what it has. Pure.
+//!
+//! A gateway whose underlay is dead would go on answering for its egress IPs where the outside is, and lead replies into nowhere. It is cut
+//! off where no other carrier answers its probes and no node's probe has come in for as long as it takes to call a gateway dead.
+//!
+//! One that cannot renew its lease goes on, as long as nobody else can either: then the store is away, and nobody plans. Where another
+//! carrier says that it holds its own, the controller plans without this one, and gives others blocks that it does not know.
+
+use crate::{
+    health::{ProbeState, ProbeTimes},
+    model::NodeName,
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+/// What is known of it.
+#[derive(Debug)]
+pub struct Reach {
+    patience: Duration,
+    peers: BTreeSet<NodeName>,
+    asked: u64,
+    heard: Duration,
+    /// When the lease was held last.
+    held: Option<Duration>,
+    reached: bool,
+    replaced: bool,
+}
+
+/// What is known of this node's own lease.
+#[derive(Clone, Copy, Debug)]
+pub struct LeaseWord {
+    /// The node tries to hold it.
+    pub wanted: bool,
+    /// It does.
+    pub held: bool,
+    /// How long it lasts.
+    pub duration: Duration,
+}
+
+impl Reach {
+    /// Nobody else carries what this node carries: it does not matter who reaches it.
+    pub fn new(times: ProbeTimes) -> Self {
+        let patience = times.interval * times.misses;
+        let (peers, asked, heard) = (BTreeSet::new(), 0, Duration::ZERO);
+        Self { patience, peers, asked, heard, held: None, reached: true, replaced: false }
+    }
+
+    /// These are the other carriers of what this node carries.
+    pub fn set_peers(&mut self, peers: BTreeSet<NodeName>) {
+        self.peers = peers;
+    }
+
+    /// Takes note of what the probes say, and of how many of others this node has answered in all. Whether it is another answer now.
+    pub fn update(&mut self, probes: &BTreeMap<NodeName, ProbeState>, asked: u64, now: Duration) -> bool {
+        if asked != self.asked {
+            (self.asked, self.heard) = (asked, now);
+        }
+        let dead = |name: &NodeName| probes.get(name) == Some(&ProbeState::Dead);
+        let alone = !self.peers.is_empty() && self.peers.iter().all(dead);
+        let reached = !alone || now.saturating_sub(self.heard) < self.patience;
+        std::mem::replace(&mut self.reached, reached) != reached
+    }
+
+    /// Takes note of this node's lease, and of the gateways that hold theirs. Whether it is another answer now. An agent that starts has as
+    /// long as a lease lasts to get it: its predecessor may have held it a moment ago.
+    pub fn compare(&mut self, lease: LeaseWord, holding: &BTreeSet<NodeName>, now: Duration) -> bool {
+        if lease.held || !lease.wanted {
+            self.held = Some(now);
+        }
+        let lost = match self.held {
+            Some(held) => now > held + self.patience,
+            None => now > lease.duration,
+        };
+        let replaced = lost && self.peers.iter().any(|peer| holding.contains(peer));
+        std::mem::replace(&mut self.replaced, replaced) != replaced
+    }
+
+    /// Whether this node may answer for egress IPs.
+    pub fn is_reached(&self) -> bool {
+        self.reached && !self.replaced
+    }
+
+    /// Why it may not.
+    pub fn why_not(&self) -> Option<&'static str> {
+        match (self.reached, self.replaced) {
+            (false, _) => Some("no other gateway answers, and no node asks this one"),
+            (_, true) => Some("it cannot renew its lease, and other gateways can"),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gateway_is_cut_off_when_no_carrier_answers_and_nobody_asks() {
+        let ms = Duration::from_millis;
+        let mut reach = Reach::new(ProbeTimes::default());
+        let probes = |a, b| BTreeMap::from([("a".into(), a), ("b".into(), b)]);
+        let (alive, dead) = (ProbeState::Alive, ProbeState::Dead);
+        assert!(!reach.update(&probes(dead, dead), 0, ms(5000)) && reach.is_reached(), "nobody else carries anything");
+        reach.set_peers(["a".into(), "b".into()].into());
+        assert!(!reach.update(&probes(alive, dead), 0, ms(6000)) && reach.is_reached());
+        assert!(!reach.update(&probes(dead, dead), 1, ms(7000)) && reach.is_reached(), "a source node asks");
+        assert!(!reach.update(&probes(dead, dead), 1, ms(7299)));
+        assert!(reach.update(&probes(dead, dead), 1, ms(7300)) && !reach.is_reached());
+        assert!(reach.update(&probes(dead, ProbeState::Unable), 1, ms(7400)) && reach.is_reached());
+    }
+
+    #[test]
+    fn who_cannot_renew_its_lease_goes_on_unless_others_can() {
+        let ms = Duration::from_millis;
+        let mut reach = Reach::new(ProbeTimes::default());
+        reach.set_peers(["a".into()].into());
+        let (all, none) = (BTreeSet::from(["a".into()]), BTreeSet::new());
+        let lease = |held| LeaseWord { wanted: true, held, duration: ms(15_000) };
+        assert!(!reach.compare(lease(false), &all, ms(15_000)), "it has just started");
+        assert!(reach.compare(lease(false), &all, ms(15_001)) && !reach.is_reached());
+        assert!(reach.compare(lease(true), &all, ms(16_000)) && reach.is_reached());
+        assert!(!reach.compare(lease(false), &none, ms(60_000)), "nobody can");
+        assert!(reach.compare(lease(false), &all, ms(60_001)), "one can again");
+        let given_up = LeaseWord { wanted: false, ..lease(false) };
+        assert!(reach.compare(given_up, &all, ms(70_000)) && reach.is_reached(), "nobody asks for it");
+    }
+}

@@ -1,0 +1,21 @@
+//! The carrier that a flow goes to.
+
+use crate::maps::CARRIERS;
+use egress_common::egress::{CARRIER_ENTRIES, EgressIp, LOCAL_CARRIER, flags};
+
+/// The carrier that is this node itself: no index in `NODES`.
+pub const LOCAL: u32 = LOCAL_CARRIER as u32;
+
+/// The carrier that packets of an egress IP go to, of those that answer: an index in `NODES`, [`LOCAL`], or 0 for none. `entropy` is
+/// the same for all packets of a flow ([`crate::way::entropy`]).
+#[inline(always)]
+pub fn of(e: &EgressIp, egress: u32, entropy: u32) -> u32 {
+    if e.flags & flags::SPREAD != 0
+        && let Some(table) = CARRIERS.get(egress)
+    {
+        let at = (entropy as u64 * CARRIER_ENTRIES as u64) >> 32;
+        // SAFETY: the product's upper half is below the number of entries.
+        return unsafe { *table.node.as_ptr().add(at as usize) as u32 };
+    }
+    if e.flags & flags::LOCAL != 0 { LOCAL } else { e.gateway }
+}
