@@ -1,6 +1,6 @@
 //! The carrier that a flow goes to.
 
-use crate::maps::CARRIERS;
+use crate::{family::Family, maps::CARRIERS, way};
 use egress_common::egress::{CARRIER_ENTRIES, EgressIp, LOCAL_CARRIER, flags};
 
 /// The carrier that is this node itself: no index in `NODES`.
@@ -18,4 +18,10 @@ pub fn of(e: &EgressIp, egress: u32, entropy: u32) -> u32 {
         return unsafe { *table.node.as_ptr().add(at as usize) as u32 };
     }
     if e.flags & flags::LOCAL != 0 { LOCAL } else { e.gateway }
+}
+
+/// The carrier of a flow with these translated source and destination ports.
+#[inline(always)]
+pub fn of_flow<F: Family>(e: &EgressIp, egress: u32, ports: (u16, u16), dst: F) -> u32 {
+    of(e, egress, way::entropy(ports, dst))
 }

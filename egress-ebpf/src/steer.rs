@@ -431,7 +431,8 @@ fn go<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow:
         if flow.pending != 0 || ip.part != Part::Whole {
             if large::may_be(pkt, config)
                 && let Some(e) = EGRESS_IPS.get(flow.egress)
-                && let Some(answer) = large::judge(pkt, config, ip, carrier_of(e, flow.egress, flow.port, t, ip))
+                && let Some(answer) =
+                    large::judge(pkt, config, ip, carrier::of_flow(e, flow.egress, (flow.port, t.dst_port), ip.dst))
             {
                 return answer;
             }
@@ -495,10 +496,4 @@ pub fn hand_over(pkt: &Packet, egress: u32, e: &EgressIp, to: u32, entropy: u32)
         Some(node) if node.present != 0 => Verdict::send(purpose::FORWARD, to, entropy),
         _ => Verdict::Drop(Counter::DropNoOwner),
     }
-}
-
-/// The carrier that the packets of a flow with this translated port go to.
-#[inline(always)]
-fn carrier_of<F: Family>(e: &EgressIp, egress: u32, port: u16, t: &Transport, ip: &Ip<F>) -> u32 {
-    carrier::of(e, egress, way::entropy((port, t.dst_port), ip.dst))
 }
