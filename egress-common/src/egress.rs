@@ -113,7 +113,16 @@ map_type! {
     } size 2048
 }
 
-/// How many entries [`CarrierTable`] has: the smallest size of a Maglev table.
+/// Entries of `DEADLINE`, which holds times of `CLOCK_MONOTONIC` in ns.
+pub mod deadline {
+    /// Until when the node is able to carry egress IPs.
+    pub const ABLE: u32 = 0;
+    /// Until when it holds its lease.
+    pub const LEASE: u32 = 1;
+}
+
+/// How many entries [`CarrierTable`] has. An odd number: LLVM takes factors of two out of the product that an index is made by, and the
+/// verifier does not follow what it puts in their place.
 pub const CARRIER_ENTRIES: usize = 251;
 /// An entry of [`CarrierTable`] that stands for this node itself.
 pub const LOCAL_CARRIER: u16 = u16::MAX;

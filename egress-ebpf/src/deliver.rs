@@ -10,7 +10,6 @@ use crate::{
     parse::{self, Ip, Kind, Part, Transport},
     stats,
     translate::{End, Rewrite, rewrite},
-    way,
 };
 use egress_common::{
     config::Config,
@@ -99,8 +98,8 @@ fn deliver<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, 
             }
         }
         if t.flags & tcp::flag::SYN != 0 {
-            let entropy = way::entropy((t.dst_port, t.src_port), ip.src);
-            let to = EGRESS_IPS.get(r.egress).map_or(0, |e| carrier::of(e, r.egress, entropy));
+            let ports = (t.dst_port, t.src_port);
+            let to = EGRESS_IPS.get(r.egress).map_or(0, |e| carrier::of_flow(e, r.egress, ports, ip.src));
             mss::clamp::<F>(pkt, config, to, ip.l4);
         }
     } else if t.kind == Kind::Udp && r.state & udp::seen::ANSWER == 0 {

@@ -161,8 +161,8 @@ pub static METERS: Array<Meter, { 2 * MAX_EGRESS_IPS }> = Array::new();
 
 #[btf_map]
 pub static CONFIG: Array<Config, 1> = Array::new();
-/// Entry 0: `CLOCK_MONOTONIC` in ns until which this node is able to carry egress IPs: it answers ARP and NDP for those whose turn it
-/// has, and its answers to probes say so. Entry 1: until when it holds its lease.
+/// By [`egress_common::egress::deadline`]: until when this node is able to carry egress IPs, that is, answers ARP and NDP for those whose
+/// turn it has, and until when it holds its lease. Its answers to probes say both.
 #[btf_map]
 pub static DEADLINE: Array<u64, 2> = Array::new();
 #[btf_map]

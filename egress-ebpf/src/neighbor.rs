@@ -9,7 +9,7 @@ use crate::{
 };
 use egress_common::{
     V4, V6, csum,
-    egress::{EgressIp, flags},
+    egress::{EgressIp, deadline, flags},
     mapped,
     verdict::{Counter, Verdict},
 };
@@ -43,13 +43,7 @@ enum Answer {
     With(Mac),
 }
 
-/// Whether this node may answer for egress IPs: its agent lives, and says so.
-#[inline(always)]
-pub fn is_able() -> bool {
-    is_before(0)
-}
-
-/// Whether a deadline of this node has not passed yet.
+/// Whether one of this node's [`deadline`]s has not passed yet.
 #[inline(always)]
 pub fn is_before(entry: u32) -> bool {
     matches!(DEADLINE.get(entry), Some(&deadline) if now_ns() < deadline)
@@ -65,7 +59,11 @@ fn answer(egress: u32, pkt: &Packet) -> Answer {
     if pkt.vlan() != e.vlan {
         return Answer::Silence;
     }
-    if !is_able() || e.flags & flags::CARRIED == 0 || e.flags & flags::SILENT != 0 || e.ifindex != ifindex {
+    if !is_before(deadline::ABLE)
+        || e.flags & flags::CARRIED == 0
+        || e.flags & flags::SILENT != 0
+        || e.ifindex != ifindex
+    {
         return Answer::Silence;
     }
     // SAFETY: entries are replaced, not changed in place.

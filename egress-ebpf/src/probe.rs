@@ -12,6 +12,7 @@ use crate::{
 use core::mem::offset_of;
 use egress_common::{
     V4, V6, csum,
+    egress::deadline,
     probe::{Answer, MAGIC, PORT, Probe, REPLY, REQUEST, SRC_MAC, VERSION, state},
     transport::clamp,
     verdict::{Counter, Verdict, purpose},
@@ -112,8 +113,8 @@ fn turn_around<F: Family>(pkt: &Packet, payload: u32, kind: u8, [way, wish]: [u8
     let pair = |a: u8, b: u8| u16::from_ne_bytes([a, b]);
     let check = csum::update16(check, pair(VERSION, kind), pair(VERSION, REPLY));
     let check = csum::update16(check, pair(way, wish), pair(way, by));
-    let held = if neighbor::is_before(1) { state::HELD } else { 0 };
-    let state = if neighbor::is_able() { held } else { held | state::UNABLE };
+    let held = if neighbor::is_before(deadline::LEASE) { state::HELD } else { 0 };
+    let state = if neighbor::is_before(deadline::ABLE) { held } else { held | state::UNABLE };
     let check = csum::update16(check, pair(0, 0), pair(state, 0));
     pkt.write(payload - 2, if check == 0 { 0xffff } else { check })?;
     pkt.write(payload + offset_of!(Probe, kind) as u32, REPLY)?;

@@ -11,7 +11,7 @@ use lab::traffic::{
 };
 use lab::{Capture, Family, Lab, Pod, PodSpec, Segment, Server, StartOptions, wait_for, wait_until};
 
-use crate::support::{PATIENCE, WEB, egress, policy, pool, start_with, wait_in_force, wait_owner};
+use crate::support::{PATIENCE, WEB, announces, egress, policy, pool, start_with, wait_in_force, wait_owner};
 
 const HOSTS: [u8; 2] = [40, 41];
 
@@ -22,18 +22,8 @@ fn ips() -> Vec<IpAddr> {
 
 /// The nodes that answer for `address`, as their agents' maps say.
 fn answering(lab: &Lab, address: IpAddr) -> Result<BTreeSet<String>> {
-    let answers = |node: &str| -> Result<bool> {
-        let rows = lab.egressctl(node, &["ips"])?;
-        let own = rows["items"].as_array().into_iter().flatten().find(|row| row["egressIp"] == address.to_string());
-        Ok(own.is_some_and(|row| row["announced"] == true))
-    };
-    let mut found = BTreeSet::new();
-    for node in lab.gateways() {
-        if answers(&node.name).unwrap_or(false) {
-            found.insert(node.name.clone());
-        }
-    }
-    Ok(found)
+    let gateways = lab.gateways().filter(|node| announces(lab, &node.name, address).unwrap_or(false));
+    Ok(gateways.map(|node| node.name.clone()).collect())
 }
 
 /// What goes on all the time: streams, questions, and new connections, in both families.

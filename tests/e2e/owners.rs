@@ -8,7 +8,9 @@ use anyhow::{Context, Result};
 use lab::capture::Content;
 use lab::{Capture, Family, Lab, Pod, PodSpec, Segment, Server, StartOptions, address, wait_for, wait_until};
 
-use crate::support::{PATIENCE, WEB, egress, owner, policy, start_with, wait_in_force, wait_owner, wait_sources, web};
+use crate::support::{
+    PATIENCE, WEB, announces, egress, owner, policy, start_with, wait_in_force, wait_owner, wait_sources, web,
+};
 
 /// The time between two announcements of a new owner.
 const BETWEEN_CLAIMS: Duration = Duration::from_secs(1);
@@ -74,11 +76,7 @@ fn two_owners_after_a_partition_heals_become_one_again() {
         lab.rejoin(&old, Segment::External)?;
         // It still cannot read what was planned; that the others hold their leases tells it enough.
         for ip in &lost {
-            let announced = || {
-                let rows = lab.egressctl(&old, &["ips"])?;
-                let own = |row: &serde_json::Value| row["egressIp"] == ip.to_string() && row["announced"] == true;
-                Ok(rows["items"].as_array().into_iter().flatten().any(own))
-            };
+            let announced = || announces(lab, &old, *ip);
             wait_until("the former owner is silent", PATIENCE, announced, |announced| !announced)?;
         }
         let capture = Capture::start(&server.ns, "eth0")?;

@@ -248,6 +248,13 @@ pub fn counter(lab: &Lab, node: &str, name: &str) -> Result<u64> {
     counters.get(name).copied().with_context(|| format!("egressctl stats on {node} has no {name}: {counters:?}"))
 }
 
+/// Whether a node's maps say that it answers ARP and NDP for an address.
+pub fn announces(lab: &Lab, node: &str, address: IpAddr) -> Result<bool> {
+    let rows = lab.egressctl(node, &["ips"])?;
+    let own = |row: &serde_json::Value| row["egressIp"] == address.to_string() && row["announced"] == true;
+    Ok(rows["items"].as_array().into_iter().flatten().any(own))
+}
+
 /// All that a node's datapath and rules have dropped, by name.
 pub fn drops(lab: &Lab, node: &str) -> Result<BTreeMap<String, u64>> {
     let mut counters = lab.counters(node)?;

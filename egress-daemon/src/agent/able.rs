@@ -11,7 +11,11 @@ use crate::{
     plan::EgressIpPlan,
     store::lease::{LeaseKeeper, LeaseState},
 };
-use egress_common::{egress::flags, net, verdict::Counter};
+use egress_common::{
+    egress::{deadline, flags},
+    net,
+    verdict::Counter,
+};
 use std::{
     collections::BTreeSet,
     future::Future,
@@ -73,23 +77,23 @@ pub(super) fn answered(writer: &Writer) -> BTreeSet<IpAddr> {
 
 /// Waits for what an agent needs before it can decide anything. Meanwhile the programs go on as an earlier agent left them: if that one said
 /// that this node is able to carry egress IPs, and its word still counts, it is said again.
-pub async fn while_waiting<T>(pins: &Pins, deadline: Duration, ready: impl Future<Output = T>) -> Result<T, MapsError> {
+pub async fn while_waiting<T>(pins: &Pins, length: Duration, ready: impl Future<Output = T>) -> Result<T, MapsError> {
     let mut maps = Maps::open(pins)?;
     let mut ready = std::pin::pin!(ready);
     loop {
-        if let Some(until) = renewed(maps.deadline.get(0)?, monotonic_ns(), deadline) {
-            maps.deadline.set(&0, &until)?;
+        if let Some(until) = renewed(maps.deadline.get(deadline::ABLE)?, monotonic_ns(), length) {
+            maps.deadline.set(&deadline::ABLE, &until)?;
         }
         tokio::select! {
             ready = &mut ready => return Ok(ready),
-            () = tokio::time::sleep(deadline / 8) => {}
+            () = tokio::time::sleep(length / 8) => {}
         }
     }
 }
 
 /// The deadline that follows `until`, which an agent has set; none if it has passed.
-fn renewed(until: u64, now: u64, deadline: Duration) -> Option<u64> {
-    (now < until).then(|| now + deadline.as_nanos() as u64)
+fn renewed(until: u64, now: u64, length: Duration) -> Option<u64> {
+    (now < until).then(|| now + length.as_nanos() as u64)
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 
 use crate::{
     health::ProbeState,
-    model::{NodeName, Outbound, Snapshot},
+    model::{NodeName, NodeReport, Outbound, Snapshot},
     plan::{EgressIpPlan, Plan},
 };
 use std::{
@@ -105,6 +105,11 @@ impl Carriers {
         self.carried.contains(&ip) || self.lingers.contains_key(&ip)
     }
 
+    /// The egress IPs that this node carries by the plan.
+    pub fn carried(&self) -> &BTreeSet<IpAddr> {
+        &self.carried
+    }
+
     /// Whether this node answers ARP and NDP for it.
     pub fn answers(&self, ip: IpAddr) -> bool {
         self.answered.contains(&ip)
@@ -126,29 +131,24 @@ impl Carriers {
             // This node's own tables are written in one go.
             return if c.able || e.fixed { Worth::Good } else { Worth::Unable };
         }
-        let report = c.snapshot.nodes.get(name).map(|node| node.report.as_ref());
-        match (c.probes.get(name), report) {
-            (Some(ProbeState::Dead), _) | (_, None) => Worth::Dead,
-            (Some(ProbeState::Unable), _) => Worth::Unable,
-            _ if e.fixed => Worth::Good,
-            (_, Some(Some(report))) if report.carries.contains(&ip) && self.is_current(c, ip, name) => Worth::Good,
+        let carries = |report: &NodeReport| report.carries.contains(&ip) && self.is_current(c, ip, name);
+        match c.probes.get(name) {
+            Some(ProbeState::Dead) => Worth::Dead,
+            _ if !c.snapshot.nodes.contains_key(name) => Worth::Dead,
+            Some(ProbeState::Unable) => Worth::Unable,
+            _ if e.fixed || c.snapshot.report(name).is_some_and(carries) => Worth::Good,
             _ => Worth::Unready,
         }
     }
 
     /// Whether a carrier knows all blocks of this node that the one in use knows. Nobody waits for what the dead know.
     fn is_current(&self, c: &Circumstances<'_>, ip: IpAddr, name: &NodeName) -> bool {
-        let known = |name: &NodeName| {
-            c.snapshot.nodes.get(name).and_then(|node| node.report.as_ref()).map_or(0, |report| report.lease_revision)
-        };
+        let known = |name: &NodeName| c.snapshot.report(name).map_or(0, |report| report.lease_revision);
         let used =
             self.used(ip).iter().filter(|used| *used != c.node && c.probes.get(*used) != Some(&ProbeState::Dead));
         let blocks = c.plan.blocks.get(&ip).into_iter().flat_map(BTreeMap::values);
         let own = blocks.filter(|lease| lease.node == *c.node).map(|lease| lease.revision);
-        let needed = match used.map(known).max() {
-            Some(known) => own.filter(|revision| *revision <= known).max(),
-            None => None,
-        };
+        let needed = used.map(known).max().and_then(|known| own.filter(|revision| *revision <= known).max());
         needed.unwrap_or(0) <= known(name)
     }
 }

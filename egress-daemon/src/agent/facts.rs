@@ -126,21 +126,15 @@ impl World {
         object.and_then(|e| e.status.as_ref()).into_iter().flat_map(|s| &s.conditions)
     }
 
-    /// The egress IPs that a node carries by the plan.
-    pub fn carried(&self, node: &NodeName) -> BTreeSet<IpAddr> {
-        let carried = self.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some());
-        carried.filter(|(_, e)| carriers::order(e).any(|name| name == node)).map(|(ip, _)| *ip).collect()
-    }
-
     /// Whether the plan counts on a node as a gateway, be it that it asks whether it lives.
     pub fn is_named(&self, node: &NodeName) -> bool {
-        self.plan.egress_ips.values().flat_map(|e| e.carriers.iter().chain(&e.owner)).any(|name| name == node)
+        self.plan.egress_ips.values().flat_map(carriers::order).any(|name| name == node)
     }
 
     /// Up to which revisions all leases are in the maps after the next write. A report never falls, or a lease that was
     /// confirmed would seem not to be.
     pub fn leases(&self, node: &NodeName) -> Known {
-        let reported = self.snapshot.nodes.get(node).and_then(|n| n.report.as_ref());
+        let reported = self.snapshot.report(node);
         Known {
             all: self.egress_node(node).map_or(0, |object| object.spec.leases_up_to),
             own: self.plan.highest_lease_of(node),

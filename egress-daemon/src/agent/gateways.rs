@@ -56,14 +56,12 @@ pub struct Gateways {
     gateways: BTreeMap<NodeName, Gateway>,
     next_number: u32,
     seq: u64,
-    /// When to look again although nobody is probed.
-    idle: Duration,
 }
 
 impl Gateways {
     /// Nobody to probe yet.
     pub fn new(times: ProbeTimes, start: Instant) -> Self {
-        Self { times, start, gateways: BTreeMap::new(), next_number: 1, seq: 0, idle: Duration::ZERO }
+        Self { times, start, gateways: BTreeMap::new(), next_number: 1, seq: 0 }
     }
 
     fn now(&self) -> Duration {
@@ -142,9 +140,9 @@ impl Gateways {
         self.gateways.get(name).map(|g| g.target.address)
     }
 
-    /// When [`tick`](Self::tick) wants to be called next.
-    pub fn next(&self) -> Instant {
-        self.start + self.gateways.values().map(|g| g.due).min().unwrap_or(self.idle)
+    /// When [`tick`](Self::tick) wants to be called next, if anybody is probed.
+    pub fn next(&self) -> Option<Instant> {
+        self.gateways.values().map(|g| self.start + g.due).min()
     }
 
     /// Sends what is due and counts what was missed. Whether anything has changed.
@@ -174,7 +172,6 @@ impl Gateways {
             }
             g.due = now + g.ways.interval();
         }
-        self.idle = now + self.times.interval;
         changed
     }
 

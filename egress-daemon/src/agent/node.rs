@@ -106,8 +106,6 @@ pub struct Agent {
     /// Whether this node is able to carry egress IPs: its tables are written, its way out is up, somebody reaches it.
     pub(super) able: bool,
     pub(super) reach: Reach,
-    /// The tables are written.
-    pub(super) started: bool,
     pub(super) writer: Writer,
     pub(super) encoder: Encoder,
     pub(super) socket: ProbeSocket,
@@ -203,7 +201,6 @@ impl Agent {
             carriers,
             able: false,
             reach,
-            started: false,
             writer,
             encoder,
             socket,
@@ -261,8 +258,6 @@ impl Agent {
         // What an earlier agent made stays; more is made when it is known whom policies select.
         self.make_stack_path(self.has_flag(config::flags::HOLD), false).await?;
         self.reconcile().await;
-        // Before this, answers to probes and ARP are what an earlier agent left.
-        self.started = true;
         (self.next_deadline, self.silent_until) = (Instant::now(), Instant::now());
         loop {
             let current = self.links.current();
@@ -325,9 +320,10 @@ impl Agent {
     }
 
     fn next_wake(&self) -> Instant {
-        let status = self.status_due.then_some(self.next_status);
+        // While one is on its way, its end wakes the loop.
+        let status = (self.status_due && !self.writing.is_busy()).then_some(self.next_status);
         let claims = self.owned.next().map(|next| next.max(self.silent_until));
-        [Some(self.gateways.next()), claims, status]
+        [self.gateways.next(), claims, status]
             .into_iter()
             .flatten()
             .chain([self.next_resync, self.next_deadline, self.next_look])

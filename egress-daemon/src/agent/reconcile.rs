@@ -175,7 +175,7 @@ impl Agent {
                 match self.writer.write(tables) {
                     Ok(()) => {
                         self.leases = leases;
-                        self.carries = self.world.carried(&self.node);
+                        self.carries = self.carriers.carried().clone();
                         self.carries.retain(|ip| view.egress_ips.contains_key(ip));
                         written = true;
                     }
@@ -215,7 +215,8 @@ impl Agent {
         if written {
             self.withheld.written(self.start.elapsed());
         }
-        if turned && self.started {
+        // Before the tables are written, answers to probes and ARP are what an earlier agent left.
+        if turned {
             self.sign_of_life();
         }
         self.owned.set(&if self.settings.silent { BTreeMap::new() } else { announced });
@@ -455,7 +456,7 @@ fn peers(
     let all: BTreeSet<&NodeName> = sources.into_iter().chain(watched.iter().map(|(name, _)| *name)).collect();
     let peer = |name: &NodeName| {
         let address = *view.nodes.get(name)?.first()?;
-        let report = world.snapshot.nodes.get(name)?.report.as_ref();
+        let report = world.snapshot.report(name);
         let mac = report.and_then(|r| r.macs.get(&address)).copied();
         // A MAC address that two nodes claim says nothing.
         let mac = mac.filter(|mac| view.macs.get(mac) == Some(name));

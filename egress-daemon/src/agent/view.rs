@@ -246,10 +246,9 @@ fn answers(facts: &Facts<'_>, address: IpAddr) -> bool {
 /// being given back.
 fn usable_blocks(facts: &Facts<'_>, address: IpAddr) -> BTreeSet<u16> {
     let used = facts.carriers.used(address);
-    let report = |name: &NodeName| facts.snapshot.nodes.get(name).and_then(|node| node.report.as_ref());
     let fixed = facts.plan.egress_ips.get(&address).is_some_and(|e| e.fixed);
     // Tables have leases only of egress IPs that their agent has read of. This node's own are in its tables before the blocks are.
-    let known = |name: &NodeName| match report(name) {
+    let known = |name: &NodeName| match facts.snapshot.report(name) {
         _ if name == facts.node => u64::MAX,
         Some(report) if fixed || report.carries.contains(&address) => report.lease_revision,
         _ => 0,
@@ -264,17 +263,11 @@ fn usable_blocks(facts: &Facts<'_>, address: IpAddr) -> BTreeSet<u16> {
 }
 
 fn egress(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> EgressView {
-    let forwards = facts.carriers.forwards(address);
+    let (forwards, used) = (facts.carriers.forwards(address), facts.carriers.used(address));
     let leases = facts.plan.blocks.get(&address).into_iter().flatten();
     EgressView {
-        gateway: facts.carriers.gateway(address).cloned(),
-        spread: facts
-            .carriers
-            .used(address)
-            .iter()
-            .skip_while(|_| facts.carriers.used(address).len() < 2)
-            .cloned()
-            .collect(),
+        gateway: used.first().cloned(),
+        spread: if used.len() > 1 { used.to_vec() } else { Vec::new() },
         forwards,
         epoch: e.epoch,
         interface: if forwards { uplink(facts.links, facts.roles, address, e) } else { None },

@@ -91,7 +91,7 @@ impl Dump {
     pub fn read(pins: &Pins, flows: bool) -> Result<Self, MapsError> {
         let maps = Maps::open(pins)?;
         let counters = maps.counters()?;
-        let deadline = maps.deadline.get(0)?;
+        let deadline = maps.deadline.get(egress_common::egress::deadline::ABLE)?;
         let writer = Writer::open(maps)?;
         let mut dump = Self { tables: writer.present().clone(), counters, deadline, ..Self::default() };
         if flows {

@@ -232,7 +232,7 @@ impl Encoder {
                 None => 1,
             };
             let gateway = e.gateway.as_ref().and_then(|n| self.nodes.0.get(n)).copied().unwrap_or(0);
-            let is_spread = e.spread.len() > 1;
+            let is_spread = !e.spread.is_empty();
             if is_spread {
                 let number = |name: &NodeName| match self.nodes.0.get(name) {
                     _ if view.node.as_ref() == Some(name) => Some(LOCAL_CARRIER),

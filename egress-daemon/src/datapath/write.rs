@@ -12,7 +12,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::{self, Config},
-    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Node, Uplink},
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Node, Uplink, deadline},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{FlowKey, Reverse},
     limits::MAGLEV_CHUNK,
@@ -302,12 +302,12 @@ impl Writer {
 
     /// Until when (`CLOCK_MONOTONIC`, ns) this node is able to carry egress IPs.
     pub fn set_deadline(&mut self, until: u64) -> Result<(), MapsError> {
-        self.maps.deadline.set(&0, &until)
+        self.maps.deadline.set(&deadline::ABLE, &until)
     }
 
     /// Until when (`CLOCK_MONOTONIC`, ns) this node holds its lease.
     pub fn set_lease(&mut self, until: u64) -> Result<(), MapsError> {
-        self.maps.deadline.set(&1, &until)
+        self.maps.deadline.set(&deadline::LEASE, &until)
     }
 
     /// Writes `wanted`. After an error the maps hold a part of the change, in the safe order, and what is in them is read

@@ -46,3 +46,10 @@ pub struct Snapshot {
     /// How many floating egress IPs a node may own that says nothing itself, over all pools.
     pub max_egress_ips: Option<u32>,
 }
+
+impl Snapshot {
+    /// What the agent of a node reports, if the node is there and it has reported anything.
+    pub fn report(&self, node: &NodeName) -> Option<&NodeReport> {
+        self.nodes.get(node)?.report.as_ref()
+    }
+}

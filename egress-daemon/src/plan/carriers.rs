@@ -6,7 +6,6 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::net::IpAddr;
 
 use super::hash::hash;
 use super::loads::Loads;
@@ -108,9 +107,4 @@ fn weight(node: u64, address: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
-}
-
-/// Whether a gateway that was a carrier goes on as one for a moment: until its successor has reported that it carries the address.
-pub fn leaves_later(address: IpAddr, owner: &crate::model::Node) -> bool {
-    owner.report.as_ref().is_none_or(|report| !report.carries.contains(&address))
 }

@@ -239,8 +239,8 @@ impl<'a> Cluster<'a> {
     /// The carriers so far that are none any more, as long as the owner has not reported that it carries the address. Who is dead
     /// carries nothing.
     fn leaving(&self, address: IpAddr, carriers: &[NodeName], before: Option<&EgressIpPlan>) -> Vec<NodeName> {
-        let owner = carriers.first().and_then(|owner| self.snapshot.nodes.get(owner));
-        if !owner.is_some_and(|owner| carriers::leaves_later(address, owner)) {
+        let Some(owner) = carriers.first() else { return Vec::new() };
+        if self.snapshot.report(owner).is_some_and(|report| report.carries.contains(&address)) {
             return Vec::new();
         }
         let lives = |name: &&NodeName| {

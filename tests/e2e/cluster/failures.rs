@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use lab::cluster::{ClusterPod, SERVERS};
+use lab::cluster::{ClusterPod, SERVERS, processes_with};
 use lab::traffic::{Asker, ConnectRate, RunningRate, ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Capture, Trace, wait_for, wait_until};
 
@@ -292,17 +293,13 @@ fn the_api_server_is_away(world: &World) -> Result<()> {
 
 /// The process of the agent of a node.
 fn agent_of(node: &str) -> Result<Option<i32>> {
-    for entry in std::fs::read_dir("/proc")? {
-        let path = entry?.path();
-        let Some(pid) = path.file_name().and_then(|name| name.to_str()?.parse().ok()) else { continue };
-        let words = |file: &str| std::fs::read(path.join(file)).unwrap_or_default();
-        let has =
-            |file: &str, word: &str| words(file).split(|byte| *byte == 0).any(|one| one.ends_with(word.as_bytes()));
-        if has("cmdline", "egress-daemon") && has("cmdline", "agent") && has("environ", &format!("NODE_NAME={node}")) {
-            return Ok(Some(pid));
-        }
-    }
-    Ok(None)
+    let is_agent = |process: &PathBuf| {
+        let line = std::fs::read_to_string(process.join("cmdline")).unwrap_or_default();
+        let mut words = line.split('\0');
+        words.next().is_some_and(|program| program.ends_with("egress-daemon")) && words.next() == Some("agent")
+    };
+    let agent = processes_with(&format!("NODE_NAME={node}"))?.into_iter().find(is_agent);
+    Ok(agent.and_then(|process| process.file_name()?.to_str()?.parse().ok()))
 }
 
 fn the_leader_dies(world: &World) -> Result<()> {

@@ -31,7 +31,7 @@ use crate::wait::{wait_for, wait_until};
 pub use build::{Component, missing};
 pub use egress::EgressIp;
 pub use network::SERVERS;
-pub use pods::ClusterPod;
+pub use pods::{ClusterPod, processes_with};
 pub use text::POD_IMAGE;
 
 /// Where clusters keep their files: `CLUSTERS/<name>/`.

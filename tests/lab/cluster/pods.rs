@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::net::Ipv4Addr;
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 
@@ -68,13 +69,17 @@ impl Cluster {
 
 /// The network namespace of a pod, by a process whose host name is the pod's.
 fn pod_namespace(pod: &str) -> Result<NetNs> {
-    let wanted = format!("HOSTNAME={pod}");
-    for entry in fs::read_dir("/proc")?.flatten() {
-        let path = entry.path();
-        let environment = fs::read(path.join("environ")).unwrap_or_default();
-        if environment.split(|byte| *byte == 0).any(|variable| variable == wanted.as_bytes()) {
-            return NetNs::open_file(pod, &path.join("ns/net"));
-        }
+    match processes_with(&format!("HOSTNAME={pod}"))?.first() {
+        Some(process) => NetNs::open_file(pod, &process.join("ns/net")),
+        None => bail!("no process of pod {pod} is found"),
     }
-    bail!("no process of pod {pod} is found")
+}
+
+/// The folders in /proc of all processes in whose environment this is, as `NAME=value`.
+pub fn processes_with(variable: &str) -> Result<Vec<PathBuf>> {
+    let has = |path: &PathBuf| {
+        let environment = fs::read(path.join("environ")).unwrap_or_default();
+        environment.split(|byte| *byte == 0).any(|one| one == variable.as_bytes())
+    };
+    Ok(fs::read_dir("/proc")?.flatten().map(|entry| entry.path()).filter(has).collect())
 }

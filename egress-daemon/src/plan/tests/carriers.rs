@@ -5,6 +5,7 @@ use std::net::IpAddr;
 
 use proptest::prelude::*;
 
+use super::whole::candidates;
 use super::world::*;
 use crate::health::NodeHealth;
 use crate::model::*;
@@ -40,10 +41,8 @@ proptest! {
             prop_assert!(ip.owner.is_none() || ip.carriers.first() == ip.owner.as_ref());
             let most = if ip.fixed { 1 } else { DEFAULT_CARRIERS };
             prop_assert!(ip.carriers.len() <= most);
-            // Policies that share an address agree on the nodes by rules of their own.
-            let selected = |node: &Node| match &ip.pool {
-                Some(pool) if ip.users.len() == 1 => world.snapshot.pools[pool].nodes.matches(&node.labels),
-                _ => true,
+            let selected = |node: &Node| {
+                ip.fixed || candidates(&world.snapshot, &plan, *address).iter().any(|one| one.name == node.name)
             };
             for name in ip.carriers.iter().skip(1) {
                 let (node, health) = (&world.snapshot.nodes[name], world.health.of(name));

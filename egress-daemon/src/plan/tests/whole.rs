@@ -26,7 +26,7 @@ fn sources<'a>(snapshot: &'a Snapshot, policy: &'a Policy) -> impl Iterator<Item
 }
 
 /// The nodes that may own a floating egress IP, whether they are well or not.
-fn candidates<'a>(snapshot: &'a Snapshot, plan: &Plan, address: IpAddr) -> Vec<&'a Node> {
+pub(super) fn candidates<'a>(snapshot: &'a Snapshot, plan: &Plan, address: IpAddr) -> Vec<&'a Node> {
     let ip = &plan.egress_ips[&address];
     let selected = |user: &PolicyId, node: &Node| match &snapshot.policies[user].source {
         Source::Pools(_) => snapshot.pools[ip.pool.as_ref().unwrap()].nodes.matches(&node.labels),
