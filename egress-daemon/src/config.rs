@@ -20,8 +20,6 @@ pub const LEASE_RENEW: Duration = Duration::from_secs(5);
 pub const LEASE_DURATION: Duration = Duration::from_secs(15);
 /// Default of [`Config::start_limit`]: more than a pod takes to get its network on a busy node.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
-/// Default of [`Config::deadline`]: a gateway is silent before its lease, renewed [`LEASE_RENEW`] earlier, can have lapsed.
-pub const DEADLINE: Duration = Duration::from_secs(10);
 /// Default of [`Timeouts::tcp_established`].
 pub const TCP_ESTABLISHED: Duration = Duration::from_secs(limits::TCP_ESTABLISHED_SECS);
 /// Default of [`Timeouts::tcp_transitory`].
@@ -54,7 +52,8 @@ pub struct Config {
     pub probe: Probe,
     /// `lease`: how gateways show the controller that they live.
     pub lease: Lease,
-    /// `deadline`: how long the datapath answers ARP and NDP for egress IPs after it last heard from its agent.
+    /// `deadline`: how long the datapath answers ARP and NDP for egress IPs after it last heard from its agent. By default
+    /// [`Lease::longest_deadline`].
     pub deadline: Duration,
     /// `startLimit`: for how long unknown sources are held for a selected pod that has no address yet.
     pub start_limit: Duration,
@@ -107,6 +106,14 @@ pub struct Lease {
     pub duration: Duration,
 }
 
+impl Lease {
+    /// The longest [`Config::deadline`] with which a gateway whose agent has died is silent before its lease can lapse: the agent may have
+    /// renewed the lease [`Self::renew`] before it moved the deadline for the last time.
+    pub const fn longest_deadline(self) -> Duration {
+        self.duration.saturating_sub(self.renew)
+    }
+}
+
 /// Whether the first packet of a flow passes the host's firewall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Firewall {
@@ -149,6 +156,7 @@ pub enum Announce {
 
 impl Default for Config {
     fn default() -> Self {
+        let lease = Lease { renew: LEASE_RENEW, duration: LEASE_DURATION };
         Self {
             tunnel_port: abi::TUNNEL_PORT,
             tunnel_name: tunnel::DEFAULT_NAME.to_owned(),
@@ -164,8 +172,8 @@ impl Default for Config {
                 icmp: ICMP,
             },
             probe: Probe { interval: PROBE_INTERVAL, count: PROBE_COUNT },
-            lease: Lease { renew: LEASE_RENEW, duration: LEASE_DURATION },
-            deadline: DEADLINE,
+            lease,
+            deadline: lease.longest_deadline(),
             start_limit: START_LIMIT,
             firewall: Firewall::Respect,
             firewall_mark: abi::FIREWALL_MARK,

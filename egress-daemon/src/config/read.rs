@@ -44,6 +44,7 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
         lease.set("renew", &mut config.lease.renew, |v| duration_in(v, 50, 3_600_000));
         lease.set("duration", &mut config.lease.duration, |v| duration_in(v, 100, 3_600_000));
     });
+    config.deadline = config.lease.longest_deadline();
     top.set("deadline", &mut config.deadline, |v| duration_in(v, 100, 3_600_000));
     top.set("startLimit", &mut config.start_limit, |v| duration_in(v, 1_000, 3_600_000));
     top.set("firewall", &mut config.firewall, |v| {
@@ -86,14 +87,13 @@ fn contradictions(config: &Config) -> Vec<Fault> {
         let message = format!("a lease of {duration:?} that is renewed every {renew:?} lapses with one late renewal");
         fault("lease.duration", message, "write at least twice lease.renew");
     }
-    // An agent that stops has heard from itself up to `renew` later than it renewed its lease.
-    if config.deadline + renew > duration {
+    if config.deadline > config.lease.longest_deadline() {
         let message =
             format!("{:?} and lease.renew ({renew:?}) are longer than lease.duration ({duration:?})", config.deadline);
         fault(
             "deadline",
             format!("{message}: a gateway would answer for an egress IP that another one has taken over"),
-            "write less than lease.duration minus lease.renew",
+            "write at most lease.duration minus lease.renew, or leave it out",
         );
     }
     faults

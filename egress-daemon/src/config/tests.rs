@@ -156,7 +156,10 @@ fn values_out_of_range_are_refused() {
 fn times_that_contradict_each_other_are_refused() {
     refused("lease: {renew: 8s}\ndeadline: 500ms", "lease.duration", &["twice lease.renew"]);
     refused("deadline: 11s", "deadline", &["lease.duration", "lease.renew"]);
-    assert_eq!(parse("lease: {renew: 1s, duration: 3s}\ndeadline: 2s").deadline, Duration::from_secs(2));
+    let deadline = |text| parse(text).deadline;
+    assert_eq!(deadline("lease: {renew: 1s, duration: 3s}\ndeadline: 2s"), Duration::from_secs(2));
+    assert_eq!(deadline("lease: {renew: 1s, duration: 4s}"), Duration::from_secs(3), "what the lease allows");
+    assert_eq!(deadline(""), Duration::from_secs(10));
 }
 
 proptest! {
