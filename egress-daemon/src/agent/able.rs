@@ -48,8 +48,11 @@ impl Agent {
             }
         };
         let now = self.start.elapsed();
-        let lease =
-            LeaseWord { wanted: self.lease.is_some(), held: self.lease_held, duration: self.settings.lease_duration };
+        let lease = LeaseWord {
+            wanted: self.world.is_named(&self.node),
+            held: self.lease_held,
+            duration: self.settings.lease_duration,
+        };
         let changed = self.reach.update(&self.gateways.states(), asked, now)
             | self.reach.compare(lease, &self.gateways.holding(), now);
         if changed && let Some(why) = self.reach.why_not() {

@@ -4,7 +4,8 @@
 //! off where no other carrier answers its probes and no node's probe has come in for as long as it takes to call a gateway dead.
 //!
 //! One that cannot renew its lease goes on, as long as nobody else can either: then the store is away, and nobody plans. Where another
-//! carrier says that it holds its own, the controller plans without this one, and gives others blocks that it does not know.
+//! carrier says that it holds its own, the controller plans without this one, and gives others blocks that it does not know. So it does for
+//! one that was cut off: what that one knows is old until its watches are back, which takes longer than its lease.
 
 use crate::{
     health::{ProbeState, ProbeTimes},
@@ -15,6 +16,9 @@ use std::{
     time::Duration,
 };
 
+/// For how long a gateway that was replaced holds its lease before it answers again: it reads what was planned meanwhile.
+pub const READ: Duration = Duration::from_secs(5);
+
 /// What is known of it.
 #[derive(Debug)]
 pub struct Reach {
@@ -22,8 +26,12 @@ pub struct Reach {
     peers: BTreeSet<NodeName>,
     asked: u64,
     heard: Duration,
+    /// Some other carrier answers.
+    company: bool,
     /// When the lease was held last.
     held: Option<Duration>,
+    /// Since when it is held.
+    since: Option<Duration>,
     reached: bool,
     replaced: bool,
 }
@@ -31,9 +39,9 @@ pub struct Reach {
 /// What is known of this node's own lease.
 #[derive(Clone, Copy, Debug)]
 pub struct LeaseWord {
-    /// The node tries to hold it.
+    /// The plan counts on the node as a gateway.
     pub wanted: bool,
-    /// It does.
+    /// The node holds it.
     pub held: bool,
     /// How long it lasts.
     pub duration: Duration,
@@ -44,7 +52,8 @@ impl Reach {
     pub fn new(times: ProbeTimes) -> Self {
         let patience = times.interval * times.misses;
         let (peers, asked, heard) = (BTreeSet::new(), 0, Duration::ZERO);
-        Self { patience, peers, asked, heard, held: None, reached: true, replaced: false }
+        let (company, held, since) = (false, None, None);
+        Self { patience, peers, asked, heard, company, held, since, reached: true, replaced: false }
     }
 
     /// These are the other carriers of what this node carries.
@@ -59,6 +68,8 @@ impl Reach {
         }
         let dead = |name: &NodeName| probes.get(name) == Some(&ProbeState::Dead);
         let alone = !self.peers.is_empty() && self.peers.iter().all(dead);
+        let alive = |name: &NodeName| matches!(probes.get(name), Some(ProbeState::Alive | ProbeState::Unable));
+        self.company = self.peers.iter().any(alive);
         let reached = !alone || now.saturating_sub(self.heard) < self.patience;
         std::mem::replace(&mut self.reached, reached) != reached
     }
@@ -69,11 +80,18 @@ impl Reach {
         if lease.held || !lease.wanted {
             self.held = Some(now);
         }
+        self.since = self.since.filter(|_| lease.held).or(lease.held.then_some(now));
         let lost = match self.held {
             Some(held) => now > held + self.patience,
             None => now > lease.duration,
         };
-        let replaced = lost && self.peers.iter().any(|peer| holding.contains(peer));
+        let replaced = match self.since {
+            _ if !lease.wanted => false,
+            _ if lost && (!self.reached || self.peers.iter().any(|peer| holding.contains(peer))) => true,
+            Some(since) => self.replaced && now < since + READ,
+            // Nobody holds any: nothing was planned. As long as nobody answers, that is not known.
+            None => self.replaced && !(lost && self.company),
+        };
         std::mem::replace(&mut self.replaced, replaced) != replaced
     }
 
@@ -116,14 +134,47 @@ mod tests {
         let ms = Duration::from_millis;
         let mut reach = Reach::new(ProbeTimes::default());
         reach.set_peers(["a".into()].into());
+        reach.update(&BTreeMap::from([("a".into(), ProbeState::Alive)]), 0, ms(0));
         let (all, none) = (BTreeSet::from(["a".into()]), BTreeSet::new());
         let lease = |held| LeaseWord { wanted: true, held, duration: ms(15_000) };
         assert!(!reach.compare(lease(false), &all, ms(15_000)), "it has just started");
         assert!(reach.compare(lease(false), &all, ms(15_001)) && !reach.is_reached());
-        assert!(reach.compare(lease(true), &all, ms(16_000)) && reach.is_reached());
+        assert!(!reach.compare(lease(true), &all, ms(16_000)), "it does not know yet what was planned");
+        assert!(!reach.compare(lease(true), &all, ms(20_999)));
+        assert!(reach.compare(lease(true), &all, ms(21_000)) && reach.is_reached());
         assert!(!reach.compare(lease(false), &none, ms(60_000)), "nobody can");
         assert!(reach.compare(lease(false), &all, ms(60_001)), "one can again");
+        assert!(reach.compare(lease(false), &none, ms(60_002)) && reach.is_reached(), "and cannot any more");
+        assert!(reach.compare(lease(false), &all, ms(60_003)));
         let given_up = LeaseWord { wanted: false, ..lease(false) };
         assert!(reach.compare(given_up, &all, ms(70_000)) && reach.is_reached(), "nobody asks for it");
+    }
+
+    #[test]
+    fn who_was_cut_off_for_longer_than_its_lease_reads_before_it_answers() {
+        let ms = Duration::from_millis;
+        let mut reach = Reach::new(ProbeTimes::default());
+        reach.set_peers(["a".into()].into());
+        let probes = |state| BTreeMap::from([("a".into(), state)]);
+        let (all, none) = (BTreeSet::from(["a".into()]), BTreeSet::new());
+        let lease = |held| LeaseWord { wanted: true, held, duration: ms(15_000) };
+        reach.update(&probes(ProbeState::Alive), 1, ms(1_000));
+        reach.compare(lease(true), &all, ms(1_000));
+        assert!(reach.update(&probes(ProbeState::Dead), 1, ms(2_000)) && !reach.is_reached());
+        assert!(reach.compare(lease(false), &none, ms(20_000)));
+        // A source node asks again before another carrier has answered.
+        assert!(reach.update(&probes(ProbeState::Dead), 2, ms(30_000)) && !reach.is_reached());
+        reach.compare(lease(false), &none, ms(30_000));
+        assert!(!reach.is_reached());
+        reach.update(&probes(ProbeState::Alive), 3, ms(30_300));
+        reach.compare(lease(true), &all, ms(30_300));
+        assert!(!reach.is_reached());
+        reach.compare(lease(true), &all, ms(35_300));
+        assert!(reach.is_reached());
+        // The store is away, and the others die: who is asked goes on.
+        reach.compare(lease(false), &none, ms(60_000));
+        reach.update(&probes(ProbeState::Dead), 4, ms(61_000));
+        reach.compare(lease(false), &none, ms(61_000));
+        assert!(reach.is_reached());
     }
 }

@@ -32,10 +32,9 @@ const OWNERS: Duration = Duration::from_secs(25);
 /// The outside asks that often who has an egress IP, and is not without an answer for this long once another gateway answers.
 const ASK_EVERY: Duration = Duration::from_millis(50);
 const UNANSWERED: Duration = Duration::from_secs(1);
-/// Who answers alone for so long is the one who has it. Two may answer while it changes hands: each reads of it for itself, and who was cut
-/// off from the API server reads it when its watches are back.
+/// Who answers alone for so long is the one who has it. Two may answer while it changes hands: each reads of it for itself.
 const SETTLED: Duration = Duration::from_millis(700);
-const CONTESTED: Duration = Duration::from_secs(2);
+const CONTESTED: Duration = Duration::from_millis(500);
 
 /// Pods, a policy in force, connections that go on, and what passes outside.
 struct Load {
