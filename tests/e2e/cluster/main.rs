@@ -9,6 +9,7 @@ mod changes;
 mod failures;
 mod foreign;
 mod install;
+mod maintenance;
 mod objects;
 mod world;
 
@@ -21,7 +22,8 @@ use world::World;
 
 type Test = (&'static str, fn(&World) -> Result<()>);
 
-const TESTS: &[&[Test]] = &[objects::TESTS, changes::TESTS, foreign::TESTS, install::TESTS, failures::TESTS];
+const TESTS: &[&[Test]] =
+    &[objects::TESTS, changes::TESTS, foreign::TESTS, install::TESTS, maintenance::TESTS, failures::TESTS];
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args().skip(1);

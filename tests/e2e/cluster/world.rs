@@ -81,8 +81,13 @@ impl World {
         {
             self.cluster.try_kubectl(&["delete", foreign, "--all", "--wait=true"])?;
         }
-        // Kubernetes' garbage collection takes minutes to come back after the API server: ReplicaSets would make pods again.
-        kubectl(&["delete", "deployments,replicasets,pods", "--all", "--wait=true", "--grace-period=1"])?;
+        // Kubernetes' garbage collection takes minutes to come back after the API server. Controllers whose watches are late make
+        // ReplicaSets and pods again.
+        let workloads = "deployments,replicasets,pods";
+        wait_for("no workload is left", PATIENCE, || {
+            kubectl(&["delete", workloads, "--all", "--wait=true", "--grace-period=1"])?;
+            Ok(self.cluster.get(&[workloads])?["items"] == Value::Array(Vec::new()))
+        })?;
         self.until("no egress IP is left", &["egressips"], |list| list["items"] == Value::Array(Vec::new())).map(drop)
     }
 
