@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use lab::capture::{Ip, Transport};
 use lab::hook::hook_xdp;
 use lab::traffic::{Protocol, UdpClients, UdpOptions, UdpServer, send_error, send_packet, send_tagged, send_vxlan};
-use lab::{Capture, Cni, Dual, Family, Lab, Pod, PodSpec, Server, wait_until};
+use lab::{Capture, Cni, Dual, Family, Lab, Pod, PodSpec, Server, wait_for, wait_until};
 use serde_json::Value;
 
 use crate::security::{FORWARD, REPLY, TUNNEL_PORT, leased_port};
@@ -110,9 +110,17 @@ fn forged_source_nobody_sends_with_an_egress_ip_or_another_nodes_pod() {
             lab.add_pod(PodSpec::new("on-gateway", "gw1"))?,
         ];
         for family in Family::BOTH {
+            let out = server.ips.at(family, 4242);
+            // Agents have seen the attackers' interfaces, and know whose the other pods' addresses are.
+            for (attacker, pod) in attackers.iter().flat_map(|attacker| remote.iter().map(move |pod| (attacker, pod))) {
+                let before = counter(lab, &attacker.node, "drop_spoofed")?;
+                wait_for("an attacker is seen", PATIENCE, || {
+                    send_packet(&attacker.ns, Protocol::Udp, pod.ips.at(family, 1024), out)?;
+                    Ok(counter(lab, &attacker.node, "drop_spoofed")? > before)
+                })?;
+            }
             let capture = Capture::start_everywhere(lab.router())?;
             let at_server = Capture::start(&server.ns, "eth0")?;
-            let out = server.ips.at(family, 4242);
             let forged = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| to == out);
             let pods = remote.iter().map(|pod| (pod.ips.ip(family), "drop_spoofed"));
             for (source, name) in pods.chain([(egress(family, &[10])[0], "drop_forged")]) {
