@@ -56,6 +56,7 @@ impl Load {
     }
 
     fn reset(&self) {
+        self.streams.reset_pauses();
         self.clients.iter().for_each(TcpClients::reset_pauses);
         self.questions.iter().for_each(UdpClients::reset_pauses);
     }
@@ -76,7 +77,8 @@ impl Load {
     /// The longest pauses of a datagram's answer and of a stream, for people who read the test's output.
     fn pauses(&self) -> [Duration; 2] {
         let udp = self.questions.iter().flat_map(|questions| questions.flows()).map(|flow| flow.longest_pause);
-        let tcp = self.clients.iter().flat_map(|clients| clients.connections()).map(|one| one.longest_pause);
+        let clients = self.clients.iter().flat_map(|clients| clients.connections());
+        let tcp = clients.chain(self.streams.connections()).map(|one| one.longest_pause);
         [udp.max().unwrap_or_default(), tcp.max().unwrap_or_default()]
     }
 
