@@ -33,6 +33,8 @@ pub const OTHER: u64 = u64::MAX;
 
 /// What [`from_node`] returns for a packet that [`tend`] is to look at first.
 const TEND: u64 = OTHER - 1;
+/// What [`tend`] returns for a reset that only the pod can judge.
+const DOUBTFUL: u64 = 1;
 
 /// A reply for a pod of this node. A verdict's bits, or [`OTHER`].
 ///
@@ -41,8 +43,9 @@ const TEND: u64 = OTHER - 1;
 pub fn reply<F: Family>(pkt: &Packet, only: u32) -> u64 {
     match once::from_node::<F>(pkt, only) {
         TEND => {
-            once::tend::<F>(pkt);
-            once::from_node::<F>(pkt, only | only::TENDED)
+            let doubtful = once::tend::<F>(pkt) == DOUBTFUL;
+            let verdict = once::from_node::<F>(pkt, only | only::TENDED);
+            if doubtful { once::question::<F>(pkt, verdict) } else { verdict }
         }
         verdict => verdict,
     }
@@ -147,7 +150,7 @@ pub fn key_of<F: Family>(ip: &Ip<F>, t: &Transport) -> FlowKey<F> {
 }
 
 /// What a reply of a known flow means for its forward half: which is looked at once a tick, at the first answer to a question, and at what
-/// claims to be the remote side's end. A reverse half that is nobody's any more goes.
+/// claims to be the remote side's end. A reverse half that is nobody's any more goes. [`DOUBTFUL`], or 0.
 #[inline(always)]
 pub fn tend<F: Family>(pkt: &Packet) -> u64 {
     let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt)) else { return 0 };
@@ -170,8 +173,7 @@ pub fn tend<F: Family>(pkt: &Packet) -> u64 {
             // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
             let flow = unsafe { &mut *flow };
             if !inherited && is_pair(&forward, flow, &key, r) {
-                ended::by_remote::<F>(pkt, &ip, &t, &forward, flow, r.state);
-                return 0;
+                return if ended::by_remote::<F>(pkt, &ip, &t, &forward, flow, r.state) { 0 } else { DOUBTFUL };
             }
         }
         None if !inherited => {

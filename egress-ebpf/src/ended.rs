@@ -3,12 +3,14 @@
 //! no room takes theirs first. Nothing else is ever removed for the sake of another flow.
 
 use crate::{
+    deliver,
     family::Family,
     flows::{forget, last_seen},
     maps::CONFIG,
     packet::{ETH_LEN, Packet, now_tick},
-    parse::{Ip, Transport, proto},
+    parse::{self, Ip, Kind, Part, Transport, proto},
     ports, share, stats,
+    translate::checksum_offset,
 };
 use aya_ebpf::helpers::bpf_loop;
 use core::ffi::c_void;
@@ -16,7 +18,7 @@ use egress_common::{
     flow::{Ended, Flow, FlowKey},
     limits::{ENDED_TICKS, RECLAIM_BATCH, RECLAIM_LOOKS, WELL_KNOWN_PORTS},
     tcp, udp,
-    verdict::Counter,
+    verdict::{Counter, Verdict},
 };
 
 /// Whether nobody needs the flow any more, or only for an answer that may still come.
@@ -56,13 +58,24 @@ pub fn by_pod<F: Family>(key: &FlowKey<F>, flow: &mut Flow, t: &Transport) {
 }
 
 /// A packet of the remote side that is the first answer to a question, or claims to be its last one; `seen`: the reverse half's state.
+/// `false` for a reset of which nobody but the pod knows whether it ends the connection.
 #[inline(always)]
-pub fn by_remote<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport, key: &FlowKey<F>, flow: &mut Flow, seen: u16) {
+pub fn by_remote<F: Family>(
+    pkt: &Packet,
+    ip: &Ip<F>,
+    t: &Transport,
+    key: &FlowKey<F>,
+    flow: &mut Flow,
+    seen: u16,
+) -> bool {
+    let mut judged = true;
     if t.flags & (tcp::flag::FIN | tcp::flag::RST) != 0 {
-        let Some(end) = end_of::<F>(pkt, ip, t) else { return };
+        let Some(end) = end_of::<F>(pkt, ip, t) else { return true };
         // Only who has seen the SYN can refuse it; the pod has nothing to acknowledge yet.
-        let refused = seen & tcp::seen::SYN == 0;
-        let back = tcp::ends(flow.back, t.flags, refused || end == u32::from_be(flow.ack));
+        let accepted = seen & tcp::seen::SYN == 0 || end == u32::from_be(flow.ack);
+        // Once it is over, nobody needs to ask.
+        judged = accepted || t.flags & tcp::flag::RST == 0 || tcp::closed(flow.state, flow.back);
+        let back = tcp::ends(flow.back, t.flags, accepted);
         if back != flow.back {
             flow.back = back;
         }
@@ -71,6 +84,61 @@ pub fn by_remote<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport, key: &FlowK
     if has_ended::<F>(key, flow) {
         queue::<F>(key, flow);
     }
+    judged
+}
+
+/// Sends the pod a reset that nobody here can judge, and behind it the question whether the connection lives: a segment without data, just
+/// before what the pod has acknowledged last. A pod that has the connection acknowledges once more and drops it (RFC 9293, section
+/// 3.10.7.4); one that has it no more answers with a reset of its own, which counts. `verdict` is that of the reset, which is translated
+/// by now; it is returned.
+///
+/// The question has a sequence number that a forger does not know, so it must not bring the pod any data of his: neither after its
+/// header nor in later fragments.
+#[inline(always)]
+pub fn question<F: Family>(pkt: &Packet, verdict: u64) -> u64 {
+    let Ok(ip) = F::parse(pkt) else { return verdict };
+    let t = parse::transport::<F>(pkt, &ip);
+    if ip.part != Part::Whole || t.kind != Kind::Tcp || t.flags & tcp::flag::RST == 0 {
+        return verdict;
+    }
+    let Some(flow) = F::flows().get_ptr(deliver::key_of(&ip, &t)) else { return verdict };
+    // SAFETY: a pointer into the map.
+    let (ifindex, ack) = unsafe { ((*flow).ifindex, (*flow).ack) };
+    if is_bare::<F>(pkt, &ip) != Some(true) || pkt.copy_out(ifindex).is_none() {
+        return verdict;
+    }
+    let before = u32::from_be(ack).wrapping_sub(1).to_be();
+    if ask::<F>(pkt, &ip, before).is_none() {
+        return Verdict::Drop(Counter::DropMalformed).to_bits();
+    }
+    // What sees the copy may have noted another interface.
+    pkt.redirect(ifindex).to_bits()
+}
+
+/// Whether a TCP segment has no data.
+#[inline(always)]
+fn is_bare<F: Family>(pkt: &Packet, ip: &Ip<F>) -> Option<bool> {
+    Some(F::total_len(pkt)? == ip.l4 - ETH_LEN + header_len(pkt, ip)?)
+}
+
+/// Length of the TCP header in bytes.
+#[inline(always)]
+fn header_len<F: Family>(pkt: &Packet, ip: &Ip<F>) -> Option<u32> {
+    Some((pkt.load::<u8>(ip.l4 + 12)? >> 4) as u32 * 4)
+}
+
+/// Makes a reset a segment with ACK and this sequence number, network byte order.
+#[inline(always)]
+fn ask<F: Family>(pkt: &Packet, ip: &Ip<F>, sequence: u32) -> Option<()> {
+    let check = ip.l4 + checksum_offset(proto::TCP);
+    let old = pkt.load::<u32>(ip.l4 + 4)?;
+    let [offset, flags] = pkt.load::<[u8; 2]>(ip.l4 + 12)?;
+    let word = |flags: u8| u16::from_ne_bytes([offset, flags]) as u64;
+    let right = pkt.l4_checksum(check, old as u64, sequence as u64, size_of::<u32>() as u64)
+        && pkt.l4_checksum(check, word(flags), word(tcp::flag::ACK), size_of::<u16>() as u64);
+    pkt.store(ip.l4 + 4, &sequence)?;
+    pkt.store(ip.l4 + 13, &tcp::flag::ACK)?;
+    right.then_some(())
 }
 
 /// The acknowledgment number that accepts this segment, which has FIN or RST.
@@ -80,8 +148,7 @@ fn end_of<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport) -> Option<u32> {
     if t.flags & tcp::flag::RST != 0 {
         return Some(seq);
     }
-    let header = (pkt.load::<u8>(ip.l4 + 12)? >> 4) as u32 * 4;
-    let payload = F::total_len(pkt)?.checked_sub(ip.l4 - ETH_LEN + header)?;
+    let payload = F::total_len(pkt)?.checked_sub(ip.l4 - ETH_LEN + header_len(pkt, ip)?)?;
     Some(seq.wrapping_add(payload + 1))
 }
 

@@ -39,6 +39,8 @@ once! {
     first(first_v4, first_v6) = steer::first();
     /// [`deliver::tend`].
     tend(tend_v4, tend_v6) = deliver::tend();
+    /// [`ended::question`].
+    question(question_v4, question_v6) = ended::question(verdict: u64);
     /// [`ended::reclaim`].
     reclaim(reclaim_v4, reclaim_v6) = ended::reclaim();
     /// [`icmp::outgoing`].

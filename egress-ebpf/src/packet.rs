@@ -289,6 +289,13 @@ impl Packet {
         (unsafe { bpf_clone_redirect(self.skb, self.ifindex(), BPF_F_INGRESS as u64) } == 0).then_some(())
     }
 
+    /// Sends a copy of the frame out of `ifindex`.
+    #[inline(always)]
+    pub fn copy_out(&self, ifindex: u32) -> Option<()> {
+        // SAFETY: the helper copies the packet or fails; then there is no copy.
+        (unsafe { bpf_clone_redirect(self.skb, ifindex, 0) } == 0).then_some(())
+    }
+
     /// Changes the length of the frame.
     #[inline(always)]
     pub fn resize(&self, len: u32) -> Option<()> {

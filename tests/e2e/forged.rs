@@ -5,7 +5,10 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use anyhow::{Context, Result};
 use lab::capture::{Ip, Transport};
 use lab::hook::hook_xdp;
-use lab::traffic::{Protocol, UdpClients, UdpOptions, UdpServer, send_error, send_packet, send_tagged, send_vxlan};
+use lab::traffic::{
+    Protocol, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, reset_behind_data,
+    send_error, send_packet, send_tagged, send_vxlan,
+};
 use lab::{Capture, Cni, Dual, Family, Lab, Pod, PodSpec, Server, wait_for, wait_until};
 use serde_json::Value;
 
@@ -328,5 +331,32 @@ fn syn_ack_that_answers_nothing_takes_no_connection_out_of_the_policy() {
         drop(stranger);
         wait_bypass(lab, "worker1", false)?;
         dropped(8082)
+    });
+}
+
+/// docs/failures.md: forged-close. Which of two resets behind data in flight is the server's own says the pod: it answers the question about a
+/// connection that it has with an ACK, and about one that it has no more with a reset.
+#[test]
+fn forged_close_a_reset_behind_data_in_flight_counts_if_the_pod_has_taken_it() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        let (pod, server) = web_pod(lab, &[10])?;
+        let _echo = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;
+        for family in Family::BOTH {
+            let options = TcpOptions { source_port: 41_000, ..TcpOptions::default() };
+            let known = TcpClients::establish(&pod.ns, server.ips.at(family, 80), 1, options)?;
+            let seen = of_flow(lab, &pod, family, 41_000)?.context("the flow")?;
+            let asked = Capture::start(&pod.ns, "eth0")?;
+            send_packet(&server.ns, Protocol::Reset, server.ips.at(family, 80), seen)?;
+            asked.wait_for("the forged reset", PATIENCE, |p| !p.outgoing && p.is_reset())?;
+
+            let own = reset_behind_data(&pod.ns, &server.ns, server.ips.at(family, 81))?;
+            let flow = || of_flow(lab, &pod, family, own.port());
+            wait_until("the end of the flow that was reset", PATIENCE, flow, Option::is_none)?;
+            known.wait_progress(3, PATIENCE)?;
+            assert!(known.connections().iter().all(|one| one.intact()), "{family:?}");
+            assert_eq!(of_flow(lab, &pod, family, 41_000)?, Some(seen), "{family:?}");
+        }
+        Ok(())
     });
 }

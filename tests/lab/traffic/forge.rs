@@ -22,6 +22,8 @@ pub enum Protocol {
     SynAck,
     /// A segment with data.
     Segment,
+    /// A reset without data.
+    Reset,
 }
 
 /// The bytes of one IP packet.
@@ -38,6 +40,7 @@ fn packet(protocol: Protocol, source: SocketAddr, target: SocketAddr) -> Result<
         Protocol::Udp => ip.udp(from, to).write(&mut bytes, b"forged")?,
         Protocol::Syn => ip.tcp(from, to, 1, 1024).syn().write(&mut bytes, &[])?,
         Protocol::SynAck => ip.tcp(from, to, 1, 1024).syn().ack(1).write(&mut bytes, &[])?,
+        Protocol::Reset => ip.tcp(from, to, 2, 1024).rst().write(&mut bytes, &[])?,
         Protocol::Segment => ip.tcp(from, to, 2, 1024).ack(1).write(&mut bytes, b"forged")?,
     }
     Ok(bytes)

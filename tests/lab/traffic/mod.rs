@@ -4,6 +4,7 @@
 //! either end notices what is missing or foreign, and a server knows which flow has which source address.
 //! Ids are unique in the process.
 
+pub mod abort;
 pub mod blast;
 pub mod bulk;
 pub mod claim;
@@ -23,6 +24,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub use self::abort::reset_behind_data;
 pub use self::blast::{BlastReport, Blaster, UdpSink};
 pub use self::bulk::{BulkReport, BulkServer, Direction, bulk};
 pub use self::claim::{Asker, send_claim};

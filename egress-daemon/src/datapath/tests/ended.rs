@@ -1,7 +1,7 @@
 //! Flows that have ended make room, and nothing else does. Rows churn, forged-close and reused-pod-ip of docs/failures.md.
 
 use super::{
-    frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
+    frames::{TCP, UDP, fragment, ip, ports, read, seal, tcp, udp},
     rig::*,
     scenes,
 };
@@ -16,8 +16,11 @@ use egress_common::{
     limits::{ENDED_TICKS, RECLAIM_BATCH},
     verdict::Counter,
 };
+use nix::sys::socket::{self, AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType};
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    os::fd::{AsRawFd as _, OwnedFd},
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -25,6 +28,8 @@ const FIN: u8 = 1;
 const SYN: u8 = 2;
 const RST: u8 = 4;
 const ACK: u8 = 16;
+/// The IPv6 header of a fragment, as a next header.
+const FRAGMENT: u8 = 44;
 const POD: [&str; 2] = [POD4, POD6];
 /// Flows that one pod may have in these tests.
 const SHARE: u32 = 200;
@@ -311,6 +316,89 @@ fn forged_close_no_segment_from_outside_ends_a_connection_that_the_pod_goes_on_w
         Connection::open(&mut rig, pod, server(4, pod), 40_002);
         assert_eq!(rig.count(Counter::FlowsReclaimed), 1);
         idle.sends(&mut rig, ACK);
+    }
+}
+
+/// The first fragment of a reset from the server's address: all of its header, and none of the data behind it.
+fn first_fragment(of: &Connection, seq: u32) -> Vec<u8> {
+    let mut header = tcp(443, of.seen.1, RST, &[1; 4]);
+    header.truncate(24);
+    header[4..8].copy_from_slice(&seq.to_be_bytes());
+    if of.pod.is_ipv4() {
+        return fragment(seal(ip(of.server, of.seen.0, TCP, &[], &header)), [0x20, 0]);
+    }
+    let more = [TCP, 0, 0, 1, 0, 0, 0, 7];
+    seal(ip(of.server, of.seen.0, FRAGMENT, &more, &header))
+}
+
+/// What is sent out of any interface of this network namespace, as it is.
+fn wire() -> OwnedFd {
+    let (family, kind, flags) = (AddressFamily::Packet, SockType::Raw, SockFlag::SOCK_NONBLOCK);
+    socket::socket(family, kind, flags, SockProtocol::EthAll).unwrap()
+}
+
+/// Whether a frame of these is there.
+fn was_sent(wire: &OwnedFd, frame: &[u8]) -> bool {
+    let mut buffer = [0; 256];
+    std::iter::from_fn(|| {
+        socket::recv(wire.as_raw_fd(), &mut buffer, MsgFlags::empty()).ok().map(|len| buffer[..len].to_vec())
+    })
+    .any(|sent| sent == frame)
+}
+
+#[test]
+fn reset_in_flight_the_pod_is_asked_and_only_its_own_reset_ends_the_connection() {
+    if nix::unistd::geteuid().is_root() {
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
+        assert!(Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap().success());
+    }
+    for (n, pod) in POD.into_iter().enumerate() {
+        let pod = addr(pod);
+        let mut view = limited();
+        view.config.as_mut().unwrap().pod_flows = 2;
+        let Some(mut rig) = Rig::new(&format!("reset-in-flight-{n}"), &view) else { return };
+        let [alive, dead] =
+            [(1, 40_000), (2, 40_001)].map(|(to, port)| Connection::open(&mut rig, pod, server(to, pod), port));
+        let wire = wire();
+        for one in [&alive, &dead] {
+            for flags in [RST, RST | ACK] {
+                // Behind 700 bytes that the pod has not acknowledged.
+                let reset = |from, port| {
+                    segment((one.server, from), (443, port), flags, one.next.1.wrapping_add(700), one.next.0)
+                };
+                let (verdict, out) = rig.run("uplink_ingress", &reset(one.seen.0, one.seen.1));
+                let asked = segment((one.server, pod), (443, one.port), ACK, one.next.1 - 1, one.next.0);
+                assert_eq!(verdict, REDIRECT);
+                assert_eq!(out[14..], asked[14..], "the question is no such segment");
+                assert!(was_sent(&wire, &[&out[..14], &reset(pod, one.port)[14..]].concat()), "the reset is lost");
+            }
+        }
+        // Forged or not, data never become the pod's next ones.
+        let mut data = tcp(443, alive.seen.1, RST, &[]);
+        data[4..8].copy_from_slice(&(alive.next.1 + 700).to_be_bytes());
+        let data = seal(ip(alive.server, alive.seen.0, TCP, &[], &data));
+        let (verdict, out) = rig.run("uplink_ingress", &data);
+        assert_eq!(
+            (verdict, out[data.len() - 31..][4..14].to_vec()),
+            (REDIRECT, data[data.len() - 31..][4..14].to_vec())
+        );
+        // Nor do they in later fragments, which would follow the question as well.
+        let first = first_fragment(&alive, alive.next.1 + 700);
+        let (verdict, out) = rig.run("uplink_ingress", &first);
+        assert_eq!(
+            (verdict, &out[first.len() - 20..first.len() - 10]),
+            (REDIRECT, &first[first.len() - 20..first.len() - 10])
+        );
+        alive.sends(&mut rig, ACK);
+        assert!(
+            Connection::try_open(&mut rig, pod, server(3, pod), 40_002).is_none(),
+            "nobody has said that it is over"
+        );
+        dead.sends(&mut rig, RST);
+        Connection::open(&mut rig, pod, server(3, pod), 40_002);
+        assert_eq!(rig.count(Counter::FlowsReclaimed), 1);
+        alive.sends(&mut rig, ACK);
+        alive.says(&mut rig, ACK);
     }
 }
 

@@ -166,6 +166,17 @@ pub fn assert_right(f: &[u8]) {
     assert!(sums.iter().flatten().all(|s| *s == 0), "{sums:?} in {f:02x?}");
 }
 
+/// Makes an IPv4 frame a fragment: `bits` are the flags and the offset in its header.
+pub fn fragment(mut frame: Vec<u8>, bits: [u8; 2]) -> Vec<u8> {
+    frame[20..22].copy_from_slice(&bits);
+    let sum = sums(&frame).unwrap()[0].unwrap();
+    // Put the header's checksum right for the fragment bits.
+    let check = u16::from_be_bytes([frame[24], frame[25]]);
+    let right = (u32::from(check) + 0xffff - u32::from(sum)) % 0xffff;
+    frame[24..26].copy_from_slice(&(right as u16).to_be_bytes());
+    frame
+}
+
 pub fn ports(f: &[u8]) -> (u16, u16) {
     let l4 = read(f).unwrap().l4;
     let word = |at: usize| u16::from_be_bytes([f[at], f[at + 1]]);

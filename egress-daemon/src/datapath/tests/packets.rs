@@ -1,7 +1,9 @@
 //! Single packets through the programs: what is translated, how, and what is left alone.
 
 use super::{
-    frames::{self, ICMP, ICMPV6, TCP, UDP, assert_right, icmp, ip, ports, read, seal, tcp, udp, untranslated},
+    frames::{
+        self, ICMP, ICMPV6, TCP, UDP, assert_right, fragment, icmp, ip, ports, read, seal, tcp, udp, untranslated,
+    },
     rig::*,
 };
 use crate::datapath::load;
@@ -291,17 +293,6 @@ fn an_error_of_the_pod_about_an_answer_leaves_with_the_egress_ip() {
         let error = seal(ip(pod, server, proto, &[], &[&[kind, 3, 0, 0, 0, 0, 0, 0][..], &strange].concat()));
         rig.dropped("pod_egress", &error, Counter::DropUnknownFlow);
     }
-}
-
-/// Makes an IPv4 frame a fragment: `bits` are the flags and the offset in its header.
-fn fragment(mut frame: Vec<u8>, bits: [u8; 2]) -> Vec<u8> {
-    frame[20..22].copy_from_slice(&bits);
-    let sum = frames::sums(&frame).unwrap()[0].unwrap();
-    // Put the header's checksum right for the fragment bits.
-    let check = u16::from_be_bytes([frame[24], frame[25]]);
-    let right = (u32::from(check) + 0xffff - u32::from(sum)) % 0xffff;
-    frame[24..26].copy_from_slice(&(right as u16).to_be_bytes());
-    frame
 }
 
 #[test]
