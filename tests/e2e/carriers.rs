@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use lab::traffic::{
     ConnectRate, ConnectionReport, RunningRate, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions,
-    UdpServer,
+    UdpServer, syns_repeated,
 };
 use lab::{Capture, Family, Lab, Pod, PodSpec, Segment, Server, StartOptions, wait_for, wait_until};
 
@@ -184,6 +184,25 @@ fn a_gateway_whose_underlay_or_uplink_dies_is_replaced_at_once_and_comes_back() 
             load.wait_progress()?;
             load.reset();
         }
+        Ok(())
+    });
+}
+
+/// `systemd` stops a node's pods by SIGTERM, and then the node. That is planned maintenance: nothing is lost, and no SYN is sent twice.
+#[test]
+fn a_gateway_that_is_shut_down_hands_over_what_it_carries_first() {
+    lab::require_root!();
+    under_load(|lab, load, victim| {
+        let pods = ["a", "b"].map(|pod| lab.pod(pod).ns.clone());
+        let repeated = || pods.iter().map(syns_repeated).collect::<Result<Vec<_>>>();
+        let before = repeated()?;
+        lab.agent(victim).terminate()?;
+        lab.kill_node(victim)?;
+        wait_taken(lab, victim)?;
+        load.wait_progress()?;
+        let answered = load.questions.iter().map(UdpClients::all_answered).collect::<Result<Vec<_>>>();
+        answered.context("datagrams were lost")?;
+        assert_eq!(repeated()?, before, "SYNs were sent twice");
         Ok(())
     });
 }

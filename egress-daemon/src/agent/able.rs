@@ -23,6 +23,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// After how many intervals of probes every node knows that this one does not answer any more, and the next carrier has announced itself.
+const NOTICE: u32 = 10;
+
 impl Agent {
     /// Tells the programs until when this node is able to carry egress IPs, if it is.
     pub(super) fn sign_of_life(&mut self) {
@@ -61,8 +64,18 @@ impl Agent {
         changed
     }
 
+    /// Lets the other carriers take over where they can, and returns once everybody sends to them: the node may go next, and nothing is lost.
+    pub(super) async fn hand_over(&mut self) {
+        if !self.able || !self.world.is_named(&self.node) || !self.is_replaceable() {
+            return;
+        }
+        self.able = false;
+        self.sign_of_life();
+        tokio::time::sleep(self.settings.probe.interval * NOTICE).await;
+    }
+
     /// Whether other carriers answer for all that this node answers for, as soon as it does not.
-    pub(super) fn is_replaceable(&self) -> bool {
+    fn is_replaceable(&self) -> bool {
         let probes = self.gateways.states();
         let answered = self.world.plan.egress_ips.iter().filter(|(ip, _)| self.carriers.answers(**ip));
         let others = |e: &EgressIpPlan| {

@@ -311,11 +311,8 @@ impl Agent {
             }
             self.write_status();
         }
-        // The next agent goes on with the lease. The others take over meanwhile where they can, and lose nothing if the node goes as well.
-        if self.is_replaceable() {
-            self.able = false;
-            self.sign_of_life();
-        }
+        // The next agent goes on with the lease.
+        self.hand_over().await;
         Ok(())
     }
 

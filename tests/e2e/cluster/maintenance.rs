@@ -17,8 +17,6 @@ pub const TESTS: &[Test] = &[("maintenance::gateways_are_maintained_and_nothing_
 const HOSTS: std::ops::RangeInclusive<u8> = 10..=12;
 /// A SYN that is lost is sent again after a second: too late.
 const BEFORE_SECOND_SYN: Duration = Duration::from_millis(900);
-/// A datagram or its answer that is not there by then was lost.
-const ON_THE_WAY: Duration = Duration::from_secs(5);
 
 /// Questions all the time, and new connections during each step.
 struct Load {
@@ -51,23 +49,11 @@ impl Load {
             ensure!(report.failures() == 0, "{what}: of {} new connections: {:?}", report.opened, report.failed);
             opened += report.opened;
         }
-        let answered = self.all_answered().with_context(|| format!("{what} lost packets of established flows"))?;
+        let answered: Result<Vec<u64>> = self.questions.iter().map(UdpClients::all_answered).collect();
+        let answered =
+            answered.with_context(|| format!("{what} lost packets of established flows"))?.iter().sum::<u64>();
         eprintln!("{what}: {opened} connections opened, {answered} datagrams answered since the start");
         Ok(())
-    }
-
-    /// Stops asking until everything that was asked has been answered; how much that was.
-    fn all_answered(&self) -> Result<u64> {
-        self.questions.iter().for_each(|questions| questions.set_sending(false));
-        let mut answered = 0;
-        for questions in &self.questions {
-            let flows = questions.wait("an answer to each datagram", ON_THE_WAY, |flows| {
-                flows.iter().all(|flow| flow.received == flow.sent && flow.errors.is_empty())
-            })?;
-            answered += flows.iter().map(|flow| flow.received).sum::<u64>();
-            questions.set_sending(true);
-        }
-        Ok(answered)
     }
 }
 

@@ -176,6 +176,9 @@ pub struct UdpFlowReport {
     pub last_arrival: Instant,
 }
 
+/// A datagram or its answer that is not there by then was lost.
+const ON_THE_WAY: Duration = Duration::from_secs(5);
+
 #[derive(Debug)]
 struct ClientShared {
     flows: Mutex<Vec<UdpFlowReport>>,
@@ -232,6 +235,16 @@ impl UdpClients {
     /// Starts or stops sending.
     pub fn set_sending(&self, sending: bool) {
         self.shared.sending.store(sending, Ordering::Relaxed);
+    }
+
+    /// Stops asking until each datagram has been answered, and goes on; how many there were. An error when one was lost.
+    pub fn all_answered(&self) -> Result<u64> {
+        self.set_sending(false);
+        let flows = self.wait("an answer to each datagram", ON_THE_WAY, |flows| {
+            flows.iter().all(|flow| flow.received == flow.sent && flow.errors.is_empty())
+        })?;
+        self.set_sending(true);
+        Ok(flows.iter().map(|flow| flow.received).sum())
     }
 
     /// Starts measuring pauses anew.
