@@ -162,6 +162,9 @@ pub fn exit_egress(ctx: TcContext) -> i32 {
 pub fn uplink_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
     pkt.came_in();
+    if pkt.is_for_other_host() {
+        return NEXT;
+    }
     let verdict = match pkt.protocol() {
         IPV4 => gateway::reply::<V4>(&pkt),
         IPV6 => gateway::reply::<V6>(&pkt),
@@ -177,6 +180,9 @@ pub fn uplink_ingress(ctx: TcContext) -> i32 {
 pub fn underlay_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
     pkt.came_in();
+    if pkt.is_for_other_host() {
+        return NEXT;
+    }
     let verdict = match pkt.protocol() {
         IPV4 => underlay::receive::<V4>(&pkt),
         IPV6 => underlay::receive::<V6>(&pkt),

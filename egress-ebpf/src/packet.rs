@@ -35,6 +35,9 @@ macro_rules! field {
     };
 }
 
+/// `__sk_buff::pkt_type` of a frame for another host's MAC address (`PACKET_OTHERHOST`, linux/if_packet.h).
+const OTHER_HOST: u32 = 3;
+
 /// A MAC address as two-byte words.
 pub type Mac = [u16; 3];
 
@@ -55,6 +58,13 @@ impl Packet {
     #[inline(always)]
     pub fn from_raw(skb: *mut __sk_buff) -> Self {
         Self { skb }
+    }
+
+    /// Whether another host is meant, as the kernel judges by the MAC address: the interface is promiscuous, and a switch that does not
+    /// know where that host is has sent the frame to everybody.
+    #[inline(always)]
+    pub fn is_for_other_host(&self) -> bool {
+        field!(self, pkt_type) == OTHER_HOST
     }
 
     /// The kernel's pointer, for helpers.
@@ -107,12 +117,6 @@ impl Packet {
         // SAFETY: the helper writes one word, whether the packet fits or not.
         unsafe { bpf_check_mtu(self.skb.cast(), 0, &raw mut mtu, 0, 0) };
         mtu
-    }
-
-    /// Whether the frame's destination is this host's own MAC address (`PACKET_HOST`).
-    #[inline(always)]
-    pub fn is_for_host(&self) -> bool {
-        field!(self, pkt_type) == 0
     }
 
     /// EtherType, network byte order.

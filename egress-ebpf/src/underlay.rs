@@ -85,9 +85,6 @@ fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
         pkt.note(note::SENT);
         return None;
     }
-    if !pkt.is_for_host() {
-        return None;
-    }
     if e.flags & flags::CARRIED == 0 {
         let own = e.flags & flags::NODE_ADDRESS != 0;
         return if own { None } else { Some(Verdict::Drop(Counter::DropNotOwner).to_bits()) };

@@ -164,7 +164,7 @@ pub fn strip<F: Family>(pkt: &Packet, config: &Config) -> Stripped {
         return left(Counter::DeviceOuter);
     };
     let Some(inner) = pkt.read_header::<u16>(ETH_LEN + overhead - 2) else { return left(Counter::DeviceOuter) };
-    if !usual || !pkt.is_for_host() || pkt.vlan() != 0 {
+    if !usual || pkt.vlan() != 0 {
         return left(Counter::DeviceOuter);
     }
     if is_inner_fragment(pkt, ETH_LEN + overhead, inner) {

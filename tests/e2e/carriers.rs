@@ -206,3 +206,32 @@ fn a_gateway_that_is_shut_down_hands_over_what_it_carries_first() {
         Ok(())
     });
 }
+
+/// docs/failures.md: flooded. All carriers have an egress IP's leases; the one that a frame is for forwards it.
+#[test]
+fn flooded_frames_are_forwarded_once() {
+    lab::require_root!();
+    Lab::builder().workers(2).gateways(3).run(|lab| {
+        lab.manifests().write("pool", &pool("public", 40, 41, None))?;
+        lab.manifests().write("web", &policy("web", &format!("{WEB}\n  egressIPPool: {{name: public, count: 2}}")))?;
+        let pod = lab.add_pod(PodSpec::new("a", "worker1").label("app", "web"))?;
+        let bystander = lab.add_pod(PodSpec::new("b", "worker2").label("app", "web"))?;
+        start_with(lab, &StartOptions::new())?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &HOSTS)?;
+        wait_in_force(&bystander, &server, &HOSTS)?;
+        let _echo = UdpServer::start(&server.ns, &server.ips.both(82))?;
+        for segment in [Segment::External, Segment::Underlay] {
+            lab.flood(segment)?;
+            for family in Family::BOTH {
+                let options = UdpOptions { interval: Duration::from_millis(5), ..UdpOptions::default() };
+                let asked = UdpClients::start(&pod.ns, server.ips.at(family, 82), 8, options)?;
+                asked.wait("answers", PATIENCE, |flows| flows.iter().all(|flow| flow.received > 50))?;
+                asked
+                    .all_answered()
+                    .with_context(|| format!("{segment:?}, {family:?}: not one answer to each datagram"))?;
+            }
+        }
+        Ok(())
+    });
+}

@@ -63,6 +63,12 @@ impl Lab {
         self.segment(segment).nft(&format!("delete table bridge isolate-{node}"))
     }
 
+    /// Makes a hub of the segment's switch: it keeps no addresses, and sends each frame to everybody, as switches do for a while that have
+    /// lost their table, or have no room in it.
+    pub fn flood(&self, segment: Segment) -> Result<()> {
+        self.segment(segment).ip(&["link set br0 type bridge ageing_time 0 fdb_flush".into()])
+    }
+
     /// Makes a node unable to reach the manifests directory, as when its way to the API server is cut.
     pub fn cut_store(&self, node: &str) -> Result<()> {
         self.store_link(node).map(drop)?;

@@ -2,7 +2,8 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-pub const HOST_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0xaa];
+/// That of the interface that frames of a test run come in by, `lo`.
+pub const HOST_MAC: [u8; 6] = [0; 6];
 pub const POD_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0xbb];
 
 pub const TCP: u8 = 6;

@@ -5,7 +5,7 @@
 //! write down the frames with which it sees something new.
 
 use super::{
-    frames::{ICMP, ICMPV6, Read, TCP, UDP, icmp, ip, ports, read, seal, sums, tcp, udp},
+    frames::{HOST_MAC, ICMP, ICMPV6, Read, TCP, UDP, icmp, ip, ports, read, seal, sums, tcp, udp},
     rig::*,
 };
 use crate::datapath::maps::Maps;
@@ -177,7 +177,15 @@ fn is_for_tunnel(f: &[u8]) -> bool {
     read(f).is_some_and(|r| r.proto == UDP && f.len() >= r.l4 + 4 && ports(f).1 == TUNNEL_PORT)
 }
 
+/// Whether the frame is for another host's MAC address.
+fn is_for_other_host(f: &[u8]) -> bool {
+    f[0] & 1 == 0 && f[..6] != HOST_MAC
+}
+
 fn class(program: &str, f: &[u8]) -> Class {
+    if program == "uplink_ingress" && is_for_other_host(f) {
+        return Class::Untouched;
+    }
     let Some((src, dst)) = addresses(f) else {
         return match program {
             "tunnel_ingress" => Class::Dropped,

@@ -27,6 +27,8 @@ use std::{
 /// Steps of all episodes together where nothing else is said.
 const STEPS: usize = 1_000_000;
 const EPISODE: usize = 300;
+/// That of every interface: frames for another one are somebody else's.
+const UPLINK_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0xaa];
 /// The whole flow table is looked at after so many steps; the flow of a step after each.
 const LOOK: usize = 50;
 
@@ -289,8 +291,9 @@ impl World {
     }
 
     fn arrives(&mut self, reply: Reply, frame: &[u8], flags: u8, is_error: bool) -> Result<(), String> {
-        let ran = self.rig.run_with("uplink_ingress", frame, &[(IFINDEX, self.interfaces[PODS.len()])]).unwrap();
-        let seen = outcome(&ran, frame, |out| {
+        let frame = [&UPLINK_MAC, &frame[6..]].concat();
+        let ran = self.rig.run_with("uplink_ingress", &frame, &[(IFINDEX, self.interfaces[PODS.len()])]).unwrap();
+        let seen = outcome(&ran, &frame, |out| {
             if !is_error {
                 return inward(out);
             }
@@ -414,8 +417,9 @@ fn random_interleavings_keep_the_rules_of_a_reference_nat() {
     nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
     let interfaces: Vec<u32> = (0..=PODS.len())
         .map(|n| {
-            let made = Command::new("ip").args(["link", "add", &format!("p{n}"), "type", "veth"]).status().unwrap();
-            assert!(made.success());
+            let mac = UPLINK_MAC.map(|byte| format!("{byte:02x}")).join(":");
+            let link = ["link", "add", &format!("p{n}"), "address", &mac, "type", "veth"];
+            assert!(Command::new("ip").args(link).status().unwrap().success());
             nix::net::if_::if_nametoindex(format!("p{n}").as_str()).unwrap()
         })
         .collect();

@@ -2,7 +2,7 @@
 //! tunnel device.
 
 use super::{
-    frames::{ICMP, TCP, UDP, assert_right, icmp, ip, ports, read, seal, tcp, udp},
+    frames::{HOST_MAC, ICMP, TCP, UDP, assert_right, icmp, ip, ports, read, seal, tcp, udp},
     rig::*,
     scenes,
 };
@@ -22,8 +22,6 @@ use std::net::IpAddr;
 const UNDERLAYS: [[&str; 2]; 2] = [["10.0.0.1", "10.0.0.3"], ["fd88::1", "fd88::3"]];
 const THEIR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 3];
 const OUR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
-/// `BPF_PROG_TEST_RUN` makes packets of the loopback device, whose address this is.
-const TO_HOST: [u8; 6] = [0; 6];
 const UNDERLAY: u32 = 9;
 
 /// The scene on an underlay of one family: `n1` owns the egress IPs, and packets go to it by `way`.
@@ -61,9 +59,7 @@ fn families() -> [(IpAddr, IpAddr, IpAddr); 2] {
 /// A frame in outer headers as a tunnel device writes them.
 fn wrapped(from: &str, to: &str, vni: u32, inner: &[u8]) -> Vec<u8> {
     let vxlan = [&[8, 0, 0, 0][..], &(vni << 8).to_be_bytes(), inner].concat();
-    let mut frame = ip(addr(from), addr(to), UDP, &[], &udp(0xc123, TUNNEL_PORT, &vxlan));
-    frame[..6].copy_from_slice(&TO_HOST);
-    frame
+    ip(addr(from), addr(to), UDP, &[], &udp(0xc123, TUNNEL_PORT, &vxlan))
 }
 
 /// What is behind the outer headers.
@@ -201,7 +197,7 @@ fn a_direct_reply_finds_its_pod_on_a_node_that_carries_egress_ips_and_on_one_tha
             let port = ports(&out).0;
             let to = |egress, port| {
                 let mut frame = seal(ip(server, egress, UDP, &[], &udp(53, port, b"answer")));
-                frame[..12].copy_from_slice(&[TO_HOST, THEIR_MAC].concat());
+                frame[..12].copy_from_slice(&[HOST_MAC, THEIR_MAC].concat());
                 frame
             };
             let before = rig.count(Counter::Delivered);
@@ -213,7 +209,7 @@ fn a_direct_reply_finds_its_pod_on_a_node_that_carries_egress_ips_and_on_one_tha
 
             rig.dropped("underlay_ingress", &to(egress, port ^ 1), Counter::DropNoReverse);
             let mut forged = seal(ip(egress, server, UDP, &[], &udp(port, 53, b"question")));
-            forged[..12].copy_from_slice(&[TO_HOST, [2, 0, 0, 0, 0, 0x99]].concat());
+            forged[..12].copy_from_slice(&[HOST_MAC, [2, 0, 0, 0, 0, 0x99]].concat());
             assert_eq!(rig.run("underlay_ingress", &forged).0, NEXT, "none of ours");
             let nobody = to(pod, 4000);
             assert_eq!(rig.run("underlay_ingress", &nobody), (NEXT, nobody.clone()), "for the stack");
@@ -275,7 +271,6 @@ fn unusual(usual: &[u8]) -> Vec<(&'static str, Vec<u8>)> {
     let mut congested = usual.to_vec();
     mark_congestion(&mut congested, 3);
     let mut all = vec![
-        ("not for this host's MAC address", with(0, &[2, 0, 0, 0, 0, 0x77])),
         ("a UDP checksum", with(l4 + 6, &[0x12, 0x34])),
         ("a UDP length that is too short", with(l4 + 4, &40u16.to_be_bytes())),
         ("more flags than the VXLAN header has", with(l4 + 8, &[0xc])),
@@ -286,8 +281,7 @@ fn unusual(usual: &[u8]) -> Vec<(&'static str, Vec<u8>)> {
     if usual[12..14] == [8, 0] {
         let payload = &usual[l4..];
         let r = read(usual).unwrap();
-        let mut options = ip(r.src, r.dst, UDP, &[1, 1, 1, 0], payload);
-        options[..6].copy_from_slice(&TO_HOST);
+        let options = ip(r.src, r.dst, UDP, &[1, 1, 1, 0], payload);
         let mut fragment = usual.to_vec();
         fragment[20] |= 0x20;
         all.extend([
@@ -334,7 +328,7 @@ fn direct_takes_packets_from_the_mac_address_of_the_blocks_holder_only() {
     for (_, server, egress) in families() {
         let from = |mac: [u8; 6], port: u16| {
             let mut frame = seal(ip(egress, server, TCP, &[], &tcp(port, 443, 2, &[])));
-            frame[..12].copy_from_slice(&[TO_HOST, mac].concat());
+            frame[..12].copy_from_slice(&[HOST_MAC, mac].concat());
             frame
         };
         assert_eq!(rig.run("underlay_ingress", &from(THEIR_MAC, port)).0, REDIRECT);
@@ -346,12 +340,19 @@ fn direct_takes_packets_from_the_mac_address_of_the_blocks_holder_only() {
         let mut overheard = from(THEIR_MAC, port);
         overheard[..6].copy_from_slice(&[2, 0, 0, 0, 0, 0x77]);
         assert_eq!(rig.run("underlay_ingress", &overheard), (NEXT, overheard.clone()));
+        // The reply as well, which every carrier could send back: a switch may send it to all of them.
+        let mut reply = seal(ip(server, egress, TCP, &[], &tcp(443, port, 16, &[])));
+        assert_eq!(rig.run("uplink_ingress", &reply).0, REDIRECT);
+        reply[..6].copy_from_slice(&[2, 0, 0, 0, 0, 0x77]);
+        for program in ["uplink_ingress", "underlay_ingress"] {
+            assert_eq!(rig.run(program, &reply), (NEXT, reply.clone()), "{program}");
+        }
     }
     assert_eq!(rig.count(Counter::Forwarded), 2);
     // Its errors about what the server sent find the same check.
     let (_, server, egress) = families()[0];
     let quoted = &ip(server, egress, TCP, &[], &tcp(443, port + 64, 16, &[]))[14..];
     let mut error = seal(ip(egress, server, ICMP, &[], &icmp(3, 0, quoted)));
-    error[..12].copy_from_slice(&[TO_HOST, THEIR_MAC].concat());
+    error[..12].copy_from_slice(&[HOST_MAC, THEIR_MAC].concat());
     rig.dropped("underlay_ingress", &error, Counter::DropNotLeased);
 }
