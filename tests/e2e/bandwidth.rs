@@ -6,10 +6,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use lab::traffic::{BulkReport, BulkServer, Direction, bulk};
+use lab::traffic::{BulkReport, BulkServer, Direction, ServerMode, TcpServer, bulk};
 use lab::{Family, Lab, Pod, PodSpec, Server};
 
-use crate::support::{WEB, at, counter, gateways_where, named, policy, start, wait_counter, wait_in_force};
+use crate::spread::wait_all_used;
+use crate::support::{WEB, at, counter, gateways_where, named, policy, pool, start, wait_counter, wait_in_force};
 
 /// Bits per second of Ethernet frames. What is measured here are the IP packets in them, one per cent less.
 const RATE: f64 = 80e6;
@@ -42,19 +43,20 @@ struct Flood {
     received: u64,
 }
 
-/// Sends datagrams as fast as the kernel takes them.
-fn flood(pod: &Pod, server: &Server) -> Result<Flood> {
+/// Sends datagrams of so many flows in turn, as fast as the kernel takes them.
+fn flood(pod: &Pod, server: &Server, flows: usize) -> Result<Flood> {
     const WINDOW: Duration = Duration::from_secs(5);
     const SIZE: usize = 1300;
     let target = server.ips.at(Family::V4, 5002);
     let sink = server.ns.run(|| UdpSocket::bind(target).context("binding the sink"))?;
     sink.set_read_timeout(Some(Duration::from_secs(2)))?;
-    let source = pod.ns.run(|| UdpSocket::bind(at(pod.ips.v4.into(), 0)).context("binding the source"))?;
+    let bind = || UdpSocket::bind(at(pod.ips.v4.into(), 0)).context("binding a source");
+    let sources = pod.ns.run(|| (0..flows).map(|_| bind()).collect::<Result<Vec<_>>>())?;
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         let sender = scope.spawn(|| {
             let mut sent = 0;
-            while !stop.load(Ordering::Relaxed) {
+            for source in sources.iter().cycle().take_while(|_| !stop.load(Ordering::Relaxed)) {
                 // A full buffer is what a flood is about.
                 sent += u64::from(source.send_to(&[0x5a; SIZE], target).is_ok());
             }
@@ -110,7 +112,7 @@ fn eight_streams_reach_the_rate_and_a_flood_no_more() {
         }
         wait_counter(lab, "gw1", "drop_bandwidth", before)?;
         let before = counter(lab, "gw1", "drop_bandwidth")?;
-        let flood = flood(&pods[0], &server)?;
+        let flood = flood(&pods[0], &server, 1)?;
         let flooded = share(flood.rate);
         assert!((0.95..=1.0).contains(&flooded), "UDP: {:.1} % of the rate", flooded * 100.0);
         // All that the limit held up was counted; the queues of the lab's links may lose some of a flood before it.
@@ -153,6 +155,36 @@ fn pods_on_the_owner_are_limited_too_and_other_egress_ips_are_not() {
             let unlimited = share(eight_streams(std::slice::from_ref(&free), &server, direction)?);
             assert!(unlimited > 2.0, "{direction:?}: {:.1} % of the rate", unlimited * 100.0);
         }
+        Ok(())
+    });
+}
+
+/// The carriers enforce their parts of what goes out, and the owner all that comes in.
+#[test]
+fn a_spread_egress_ip_keeps_its_rate_in_sum() {
+    lab::require_root!();
+    Lab::builder().workers(1).gateways(4).alone().run(|lab| {
+        let pool = pool("public", 10, 10, None).replace("spec:", "spec:\n  outbound: Spread");
+        lab.manifests().write("pool", &pool)?;
+        let spec = format!("{WEB}\n  egressIPPool: {{name: public, count: 1}}{LIMIT}");
+        lab.manifests().write("web", &policy("web", &spec))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        wait_in_force(&pod, &server, &[10])?;
+        let echo = TcpServer::start(&server.ns, &server.ips.both(81), ServerMode::Echo)?;
+        wait_all_used(lab, &pod, server.ips.at(Family::V4, 81))?;
+        drop(echo);
+        let gateways: Vec<String> = lab.gateways().map(|node| node.name.clone()).collect();
+        let dropped = || gateways.iter().map(|node| counter(lab, node, "drop_bandwidth")).collect::<Result<Vec<_>>>();
+        let before = dropped()?;
+        // Each carrier has flows of so many.
+        let flooded = share(flood(&pod, &server, 64)?.rate);
+        assert!((0.95..=1.0).contains(&flooded), "UDP: {:.1} % of the rate", flooded * 100.0);
+        let after = dropped()?;
+        assert!(before.iter().zip(&after).all(|(before, after)| after > before), "all limit: {before:?}, {after:?}");
+        let reached = share(eight_streams(&[pod], &server, Direction::Download)?);
+        assert!((0.95..=1.0).contains(&reached), "download: {:.1} % of the rate", reached * 100.0);
         Ok(())
     });
 }

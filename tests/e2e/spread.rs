@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use anyhow::{Context, Result};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
-use lab::{Capture, Cni, Family, Lab, PodSpec, StartOptions, stats, wait_until};
+use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, StartOptions, stats, wait_until};
 
 use crate::support::{PATIENCE, WEB, egress, owner, policy, pool, start, start_with, wait_in_force, web, weighted};
 
@@ -153,6 +153,19 @@ fn ways(capture: &Capture, target: SocketAddr) -> BTreeMap<SocketAddr, BTreeSet<
     ways
 }
 
+/// Waits until connections of `pod` to a port of `server1` leave by all gateways: not all carriers may be known at first.
+pub fn wait_all_used(lab: &Lab, pod: &Pod, target: SocketAddr) -> Result<()> {
+    let server = lab.server("server1");
+    let all: BTreeSet<[u8; 6]> = lab.gateways().map(|node| node.external_mac()).collect();
+    let used = || {
+        let capture = Capture::start(&server.ns, "eth0")?;
+        let options = TcpOptions { reset: true, ..TcpOptions::once() };
+        TcpClients::establish(&pod.ns, target, 100, options)?.close()?;
+        Ok(ways(&capture, target).into_values().flatten().collect::<BTreeSet<_>>())
+    };
+    wait_until("all gateways are used", PATIENCE, used, |used| *used == all).map(drop)
+}
+
 /// `outbound: Spread`: one address has the bandwidth of four gateways, and loses a quarter of it with one of them.
 #[test]
 fn one_egress_ip_leaves_by_all_its_carriers_and_a_gateway_less_moves_only_its_flows() {
@@ -168,20 +181,10 @@ fn one_egress_ip_leaves_by_all_its_carriers_and_a_gateway_less_moves_only_its_fl
         let echo = TcpServer::start(&server.ns, &server.ips.both(81), ServerMode::Echo)?;
         for family in Family::BOTH {
             let target = server.ips.at(family, 81);
-            let options = || TcpOptions { reset: true, ..TcpOptions::once() };
-            // Not all carriers may be known at first.
-            wait_until(
-                "all gateways are used",
-                PATIENCE,
-                || {
-                    let capture = Capture::start(&server.ns, "eth0")?;
-                    TcpClients::establish(&pod.ns, target, 100, options())?.close()?;
-                    Ok(ways(&capture, target).into_values().flatten().collect::<BTreeSet<_>>())
-                },
-                |used| *used == all,
-            )?;
+            wait_all_used(lab, &pod, target)?;
             let capture = Capture::start(&server.ns, "eth0")?;
-            let clients = TcpClients::establish(&pod.ns, target, 2000, options())?;
+            let options = TcpOptions { reset: true, ..TcpOptions::once() };
+            let clients = TcpClients::establish(&pod.ns, target, 2000, options)?;
             clients.wait("all echoes", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
             let ways = ways(&capture, target);
             assert!(ways.len() >= 2000 && ways.values().all(|one| one.len() == 1), "{family:?}: a flow took two ways");

@@ -245,7 +245,7 @@ impl Agent {
     }
 
     /// Makes the shaper where some egress IP has a limit, and removes it where none has.
-    async fn open_shaper(&mut self, limits: &BTreeMap<IpAddr, Bandwidth>) {
+    async fn open_shaper(&mut self, limits: &BTreeMap<IpAddr, [Bandwidth; 2]>) {
         let done = match limits.is_empty() {
             true => self.shaper.remove(&self.netlink.handle).await,
             false => self.shaper.ensure(&self.netlink.handle).await.map(drop),
@@ -413,13 +413,13 @@ impl Agent {
     }
 }
 
-/// The classes of the shaper for what tables say: two for each egress IP with a limit.
-fn classes_of_shaper(tables: &Tables, limits: &BTreeMap<IpAddr, Bandwidth>) -> BTreeMap<u16, Rate> {
+/// The classes of the shaper for what tables say: two for each egress IP with limits, out and in.
+fn classes_of_shaper(tables: &Tables, limits: &BTreeMap<IpAddr, [Bandwidth; 2]>) -> BTreeMap<u16, Rate> {
     let limited = tables.egress_ips.iter().filter_map(|(index, e)| {
-        let limit = limits.get(&net::from_any(e.addr)).filter(|_| e.queue != 0)?;
-        Some((u16::try_from(*index).ok()?, Rate { bits: limit.rate_bps, burst: limit.burst_bytes }))
+        Some((u16::try_from(*index).ok()?, limits.get(&net::from_any(e.addr)).filter(|_| e.queue != 0)?))
     });
-    limited.flat_map(|(index, rate)| [1, 2].map(|class| (2 * index + class, rate))).collect()
+    let rate = |limit: &Bandwidth| Rate { bits: limit.rate_bps, burst: limit.burst_bytes };
+    limited.flat_map(|(index, [out, r#in])| [(2 * index + 1, rate(out)), (2 * index + 2, rate(r#in))]).collect()
 }
 
 /// The interfaces that no packet of a pod comes in by: what a stranger's packet with our mark came in by.

@@ -275,7 +275,7 @@ fn egress(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> EgressView {
         here: facts.links.by_address(address).is_some(),
         silent: facts.silent || !e.fixed && !facts.carriers.answers(address),
         subnet: if forwards { subnet(facts, address, e) } else { None },
-        limit: if forwards { limit(facts.snapshot, facts.carriers, address, e) } else { None },
+        limit: if forwards { limit(facts.snapshot, facts.carriers, address, e).map(|[out, _]| out) } else { None },
         blocks: usable_blocks(facts, address),
         leases: leases.map(|(block, lease)| (*block, lease.node.clone())).collect(),
     }
@@ -287,17 +287,18 @@ fn subnet(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> Option<Subnet
     (!e.fixed && subnet.gateway.is_ipv4() == address.is_ipv4()).then_some(subnet)
 }
 
-/// The limit of an egress IP: the lowest of all policies that use it. Where its flows are spread over several carriers, each enforces
-/// its part.
-fn limit(snapshot: &Snapshot, carriers: &Carriers, address: IpAddr, e: &EgressIpPlan) -> Option<Bandwidth> {
+/// The limits of an egress IP, out and in: the lowest of all policies that use it. What several carriers send out each limits to its part;
+/// what comes in comes in by the one that answers for the address.
+fn limit(snapshot: &Snapshot, carriers: &Carriers, address: IpAddr, e: &EgressIpPlan) -> Option<[Bandwidth; 2]> {
     let limits = e.users.keys().filter_map(|policy| snapshot.policies.get(policy)?.bandwidth);
     let whole = limits.min_by_key(|limit| (limit.rate_bps, limit.burst_bytes))?;
     let parts = carriers.used(address).len().max(1) as u64;
-    Some(Bandwidth { rate_bps: (whole.rate_bps / parts).max(1), burst_bytes: (whole.burst_bytes / parts).max(1) })
+    let part = |all: u64| (all / parts).max(1);
+    Some([Bandwidth { rate_bps: part(whole.rate_bps), burst_bytes: part(whole.burst_bytes) }, whole])
 }
 
-/// The egress IPs that this node sends to the outside and that have a limit.
-pub fn limits(snapshot: &Snapshot, plan: &Plan, carriers: &Carriers) -> BTreeMap<IpAddr, Bandwidth> {
+/// The egress IPs that this node sends to the outside and that have limits, out and in.
+pub fn limits(snapshot: &Snapshot, plan: &Plan, carriers: &Carriers) -> BTreeMap<IpAddr, [Bandwidth; 2]> {
     let carried = plan.egress_ips.iter().filter(|(ip, _)| carriers.forwards(**ip));
     carried.filter_map(|(ip, e)| Some((*ip, limit(snapshot, carriers, *ip, e)?))).collect()
 }

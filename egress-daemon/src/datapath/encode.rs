@@ -86,7 +86,7 @@ pub struct EgressView {
     pub silent: bool,
     /// The subnet of its own that its packets go into, where this node carries it.
     pub subnet: Option<SubnetInfo>,
-    /// The limit of its bandwidth, where this node carries it.
+    /// The limit of the bandwidth that this node sends with it, where it carries it.
     pub limit: Option<Bandwidth>,
     /// Blocks that this node may take ports from.
     pub blocks: BTreeSet<u16>,
