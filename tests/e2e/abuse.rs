@@ -110,6 +110,7 @@ fn churn_of_some_pods_and_a_flood_towards_another_cost_their_neighbour_nothing()
         concurrency: 1_024,
         timeout: Duration::from_secs(4),
         reset: false,
+        ..ConnectRate::default()
     };
     Lab::builder().workers(1).gateways(1).alone().run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;

@@ -6,7 +6,6 @@
 mod abuse;
 mod antrea;
 mod bandwidth;
-mod bgp;
 mod carriers;
 mod cilium;
 mod clouds;

@@ -1,16 +1,17 @@
 //! Source ports: none is used twice, they run out without a leak, and they come back.
 
-use std::collections::BTreeSet;
-use std::net::SocketAddr;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use lab::traffic::{Protocol, spray};
-use lab::{Capture, Family, Lab, Pod, PodSpec, Server, StartOptions, Trace, wait_for};
+use lab::traffic::{Answer, ConnectRate, LoadServer, Protocol, RunningRate, spray, syns_repeated};
+use lab::{Capture, Family, Lab, Pod, PodSpec, Server, StartOptions, Trace, wait_for, wait_until};
+use serde_json::Value;
 
 use crate::support::{
-    PATIENCE, calm, counter, egress, has_bpftool, settings, start, start_with, wait_counter, wait_in_force, web,
+    PATIENCE, calm, counter, drops, egress, has_bpftool, settings, start, start_with, wait_counter, wait_in_force, web,
 };
 
 /// A port of the server behind which nobody listens.
@@ -37,7 +38,7 @@ fn send_all(pod: &Pod, protocol: Protocol, ports: Range<u16>, target: SocketAddr
         let before = capture.count(|packet| is_ours(packet, target));
         spray(&pod.ns, protocol, pod.ips.ip(family), batch.iter().copied(), target)?;
         let arrived = || Ok(capture.count(|packet| is_ours(packet, target)) - before);
-        lab::wait_until("a packet of every flow", PATIENCE, arrived, |count| *count >= batch.len())?;
+        wait_until("a packet of every flow", PATIENCE, arrived, |count| *count >= batch.len())?;
     }
     Ok(())
 }
@@ -221,7 +222,7 @@ fn slow_count_a_large_flow_table_does_not_keep_the_agent_from_its_deadline() {
             let now = Duration::from(nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?);
             Ok(Duration::from_nanos(lab::bpf::first_number(&maps.join("DEADLINE"))?).checked_sub(now))
         };
-        lab::wait_until("the agent is at work again", PATIENCE, left, Option::is_some)?;
+        wait_until("the agent is at work again", PATIENCE, left, Option::is_some)?;
         // Long enough for a count.
         for _ in 0..100 {
             lab.egressctl("gw1", &["stats"])?;
@@ -251,6 +252,97 @@ fn port_share_one_pod_does_not_take_all_ports_towards_a_server() {
             capture.finish()?;
             wait_counter(lab, "worker1", "drop_port_share", before)?;
         }
+        Ok(())
+    });
+}
+
+/// How many blocks of each egress IP are leased to a node, as its object says.
+fn leased(lab: &Lab, node: &str) -> Result<BTreeMap<IpAddr, u64>> {
+    let object: Value = serde_saphyr::from_str(&lab.manifests().written("EgressNode", node).unwrap_or_default())?;
+    let of_address = |one: &Value| {
+        let counts = one["ranges"].as_array()?.iter().filter_map(|range| range["count"].as_u64());
+        Some((one["egressIP"].as_str()?.parse().ok()?, counts.sum()))
+    };
+    Ok(object["spec"]["blocks"].as_array().into_iter().flatten().filter_map(of_address).collect())
+}
+
+/// A lab with so many source nodes, each with a web pod, and three egress IPs in force for all of them.
+fn with_source_nodes(count: u8, test: impl FnOnce(&mut Lab, &[Pod], Server) -> Result<()>) {
+    Lab::builder().workers(count).gateways(2).alone().run(|lab| {
+        lab.manifests().write("web", &web(&RAMP_IPS))?;
+        let nodes = (1..=count).map(|n| format!("worker{n}"));
+        let pods = nodes.map(|node| lab.add_pod(PodSpec::new(&format!("on-{node}"), &node).label("app", "web")));
+        let pods = pods.collect::<Result<Vec<Pod>>>()?;
+        start(lab)?;
+        let server = lab.server("server1").clone();
+        pods.iter().try_for_each(|pod| wait_in_force(pod, &server, &RAMP_IPS))?;
+        test(lab, &pods, server)
+    });
+}
+
+/// The egress IPs of the ramp.
+const RAMP_IPS: [u8; 3] = [10, 11, 12];
+/// Its connections per second. Ten thousand are more than two cores can do that are all nodes, both ends and thirteen debug builds at once;
+/// so each connection stays open for longer, and as many ports are in use.
+const RAMP_RATE: u32 = 2_000;
+/// How long each connection stays open.
+const RAMP_HOLD: Duration = Duration::from_secs(6);
+/// Connections all in all.
+const RAMP: u64 = 24_000;
+
+/// docs/failures.md: port-ramp. Of ten source nodes on three egress IPs one goes from nothing to thousands of connections a second to one
+/// server, each for seconds: it needs several times the ports that it has, before it has sent for a second or two.
+#[test]
+fn port_ramp_a_node_is_leased_ports_before_it_needs_them_and_gives_them_back() {
+    lab::require_root!();
+    const NODES: u8 = 10;
+    /// What each node may count on of an egress IP: its part of half of the blocks.
+    const SHARE: u64 = 1008 / 2 / NODES as u64;
+    with_source_nodes(NODES, |lab, pods, server| {
+        let target = server.ips.at(Family::V4, TARGET);
+        let _server = LoadServer::start(&server.ns, &[target], Answer::Close)?;
+        let ips = egress(Family::V4, &RAMP_IPS);
+        let within =
+            |held: &BTreeMap<IpAddr, u64>, most: u64| ips.iter().all(|ip| held.get(ip).is_some_and(|n| *n <= most));
+        let (busy, neighbors) = (&pods[0], &pods[1..]);
+        let seen = |lab: &Lab| -> Result<Vec<_>> {
+            let of = |pod: &Pod| Ok((leased(lab, &pod.node)?, drops(lab, &pod.node)?));
+            neighbors.iter().map(of).collect()
+        };
+        for pod in pods {
+            let what = format!("{} has its share", pod.node);
+            wait_until(&what, PATIENCE, || leased(lab, &pod.node), |held| within(held, 2 * SHARE))?;
+        }
+        let repeated = |pods: &[Pod]| pods.iter().map(|pod| syns_repeated(&pod.ns)).sum::<Result<u64>>();
+        let before = (seen(lab)?, repeated(&pods[..1])?, repeated(neighbors)?);
+
+        let steady = ConnectRate { per_second: 10, timeout: PATIENCE, ..ConnectRate::default() };
+        let steady = neighbors.iter().map(|pod| steady.start(&pod.ns, target)).collect::<Result<Vec<_>>>()?;
+        let ramp = ConnectRate {
+            per_second: RAMP_RATE,
+            concurrency: 2_048,
+            total: RAMP,
+            timeout: Duration::from_secs(10),
+            hold: RAMP_HOLD,
+            reset: false,
+        };
+        let ramp = ramp.start(&busy.ns, target)?;
+        let grown = |held: &BTreeMap<IpAddr, u64>| ips.iter().all(|ip| held.get(ip).is_some_and(|n| *n > 2 * SHARE));
+        wait_until("more blocks than a node keeps for nothing", PATIENCE, || leased(lab, &busy.node), grown)?;
+        let ramp = ramp.wait()?;
+        let twice = repeated(&pods[..1])? - before.1;
+        assert_eq!(ramp.opened + ramp.failures(), RAMP);
+        let lost = twice + ramp.failures();
+        let drops = drops(lab, &busy.node)?;
+        assert!(lost * 100 < RAMP, "{twice} of {RAMP} SYNs were sent twice: {:?}, {drops:?}", ramp.failed);
+
+        let minute = Duration::from_secs(60);
+        wait_until("the blocks are back", minute, || leased(lab, &busy.node), |held| within(held, 2 * SHARE))?;
+        let steady = steady.into_iter().map(RunningRate::finish).collect::<Result<Vec<_>>>()?;
+        assert!(steady.iter().all(|one| one.opened > 0 && one.failures() == 0), "a neighbour: {steady:?}");
+        assert_eq!(seen(lab)?, before.0, "blocks and drops of the neighbours");
+        let (opened, twice) = (steady.iter().map(|one| one.opened).sum::<u64>(), repeated(neighbors)? - before.2);
+        assert!(twice * 100 < opened, "{twice} of the neighbours' {opened} SYNs were sent twice");
         Ok(())
     });
 }

@@ -3,7 +3,7 @@
 use crate::{
     agent::{
         blocks::{Circumstances, Withheld},
-        demand::{Ports, Used, demand},
+        demand::{Past, Ports, Used, demand},
         view,
     },
     api::EgressNodeStatus,
@@ -14,7 +14,7 @@ use crate::{
 use egress_common::port_block;
 use proptest::prelude::*;
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     net::IpAddr,
     time::Duration,
 };
@@ -30,6 +30,7 @@ pub struct Agent {
     pub tables: BTreeMap<IpAddr, BTreeSet<u16>>,
     pub flows: Vec<Used>,
     scan: (Ports, Option<Duration>),
+    past: Past,
     withheld: Withheld,
     lease_revision: u64,
     status: EgressNodeStatus,
@@ -37,7 +38,20 @@ pub struct Agent {
 
 impl Agent {
     pub fn scan(&mut self, now: Duration) {
-        self.scan = (Ports::count(self.flows.iter().copied()), Some(now));
+        let ports = Ports::count(self.flows.iter().copied(), &self.past.growth(now));
+        self.past.note(now, &ports);
+        self.scan = (ports, Some(now));
+    }
+
+    /// Counts if that is due: every [`TICK`], and at once when the programs find ports taken.
+    fn scan_if_due(&mut self, now: Duration) {
+        let tight = self.tables.iter().any(|(egress, blocks)| {
+            let used = self.flows.iter().filter(|flow| flow.egress == *egress).count();
+            used * 10 > blocks.len() * usize::from(port_block::SIZE) * 3
+        });
+        if tight || self.scan.1.is_none_or(|last| now >= last + TICK) {
+            self.scan(now);
+        }
     }
 
     /// One turn of its loop. Without `writes`, the tables cannot be written.
@@ -79,7 +93,7 @@ impl Agent {
     }
 
     pub fn restart(&mut self) {
-        (self.scan, self.withheld, self.lease_revision) = Default::default();
+        (self.scan, self.past, self.withheld, self.lease_revision) = Default::default();
     }
 
     /// A new flow takes a port, if there is one; `n` picks the block, the port and the remote.
@@ -105,6 +119,10 @@ pub struct World {
     pub plan: Plan,
     pub agents: BTreeMap<NodeName, Agent>,
     pub now: Duration,
+    /// For how many rounds leases are on their way: written, known to the carriers, reported.
+    pub late: usize,
+    /// The plans of these rounds.
+    on_the_way: VecDeque<Plan>,
 }
 
 impl World {
@@ -115,7 +133,8 @@ impl World {
             &mut snapshot,
             cluster::policy("web", Source::Pools(vec![cluster::request("public", ips)])),
         );
-        Self { snapshot, health, plan: Plan::default(), agents: BTreeMap::new(), now: Duration::ZERO }
+        let (plan, agents, on_the_way) = Default::default();
+        Self { snapshot, health, plan, agents, now: Duration::ZERO, late: 0, on_the_way }
     }
 
     pub fn join(&mut self, n: usize) -> NodeName {
@@ -159,11 +178,13 @@ impl World {
     /// [`round`](Self::round) after another time.
     pub fn round_after(&mut self, tick: Duration) {
         self.now += tick;
+        self.on_the_way.push_back(self.plan.clone());
+        self.on_the_way.drain(..self.on_the_way.len().saturating_sub(self.late + 1));
         let names: Vec<NodeName> = self.agents.keys().cloned().collect();
         for name in &names {
             let agent = self.agents.get_mut(name).unwrap();
-            agent.seen.clone_from(&self.plan);
-            agent.scan(self.now);
+            agent.seen.clone_from(&self.on_the_way[0]);
+            agent.scan_if_due(self.now);
             agent.act(name, &self.snapshot, self.now, true);
             self.deliver(name);
         }

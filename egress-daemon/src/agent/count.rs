@@ -2,7 +2,7 @@
 
 use super::{
     Agent,
-    demand::{Ports, Used},
+    demand::{Growth, Ports, Used},
 };
 use crate::datapath::maps::{Maps, MapsError};
 use egress_common::{
@@ -21,6 +21,17 @@ const AT_ONCE_EVERY: Duration = Duration::from_millis(100);
 /// The same when ports are getting scarce.
 const AT_ONCE_SHARE: u32 = 4;
 
+/// When a count began, and the CPU time that it took. On a busy node it waits for its turn, and what waits costs nobody anything.
+pub(super) struct Counting {
+    began: Duration,
+    took: Duration,
+}
+
+/// The CPU time of this thread.
+fn thread_time() -> Duration {
+    nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
+}
+
 impl Agent {
     /// Begins to count the ports that flows of this node use.
     pub(super) fn begin_count(&mut self) {
@@ -28,7 +39,11 @@ impl Agent {
         let tables = self.writer.present();
         let known = tables.egress_ips.iter().map(|(index, e)| (*index, (e.generation, net::from_any(e.addr))));
         let known: BTreeMap<u32, (u32, IpAddr)> = known.collect();
-        self.counting.begin(move || (count_ports(&maps, &known), began));
+        let growth = self.past.growth(began);
+        self.counting.begin(move || {
+            let idle = thread_time();
+            (count_ports(&maps, &known, &growth), Counting { began, took: thread_time().saturating_sub(idle) })
+        });
     }
 
     /// Whether new flows have found ports taken since this was asked last.
@@ -38,13 +53,13 @@ impl Agent {
     }
 
     /// Takes over a count. Whether the tables have to be written again.
-    pub(super) fn take_count(&mut self, ports: Result<Ports, MapsError>, began: Duration) -> bool {
-        let took = self.start.elapsed().saturating_sub(began);
+    pub(super) fn take_count(&mut self, ports: Result<Ports, MapsError>, Counting { began, took }: Counting) -> bool {
         self.next_count = self.start + began + COUNT_EVERY.max(took * COUNT_SHARE);
         self.at_once = self.start + began + AT_ONCE_EVERY.max(took * AT_ONCE_SHARE);
         match ports {
             Ok(ports) => {
                 self.status_due |= ports != self.ports;
+                self.past.note(began, &ports);
                 self.ports = ports;
                 self.counted = Some(began);
                 self.decide_blocks()
@@ -58,7 +73,7 @@ impl Agent {
 }
 
 /// The ports that the flows in the maps use, of the egress IPs that are known by index with their generations.
-fn count_ports(maps: &Maps, known: &BTreeMap<u32, (u32, IpAddr)>) -> Result<Ports, MapsError> {
+fn count_ports(maps: &Maps, known: &BTreeMap<u32, (u32, IpAddr)>, growth: &Growth) -> Result<Ports, MapsError> {
     let egress = |flow: &Flow| {
         let (generation, address) = known.get(&flow.egress).filter(|_| flow.kind == kind::TRANSLATED)?;
         (*generation == flow.egress_generation).then_some(*address)
@@ -79,6 +94,6 @@ fn count_ports(maps: &Maps, known: &BTreeMap<u32, (u32, IpAddr)>) -> Result<Port
     });
     let mut failed = None;
     let all = v4.chain(v6).map_while(|used| used.map_err(|e| failed = Some(e)).ok());
-    let ports = Ports::count(all.flatten());
+    let ports = Ports::count(all.flatten(), growth);
     failed.map_or(Ok(ports), Err)
 }

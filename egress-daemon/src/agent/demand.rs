@@ -7,7 +7,7 @@ use crate::{
     plan::{BlockState, Plan},
 };
 use egress_common::port_block;
-use std::{collections::BTreeMap, net::IpAddr};
+use std::{collections::BTreeMap, net::IpAddr, time::Duration};
 
 /// The other end of a flow: address, port in host byte order, protocol.
 pub type Remote = (IpAddr, u16, u32);
@@ -30,8 +30,10 @@ pub struct Used {
 struct Use {
     /// Flows by block.
     blocks: BTreeMap<u16, u32>,
-    /// The most ports towards one remote address, port and protocol, of each pod [`POD_PORTS`] at most: what the blocks must have room for.
+    /// The most ports towards one remote address, port and protocol, of each pod [`POD_PORTS`] at most.
     peak: u32,
+    /// What that is going to be in [`AHEAD`], if it goes on growing: what the blocks must have room for.
+    expected: u32,
 }
 
 /// Ports in use, by egress IP.
@@ -39,8 +41,8 @@ struct Use {
 pub struct Ports(BTreeMap<IpAddr, Use>);
 
 impl Ports {
-    /// Counts.
-    pub fn count(flows: impl IntoIterator<Item = Used>) -> Self {
+    /// Counts. `growth` is that of this count.
+    pub fn count(flows: impl IntoIterator<Item = Used>, growth: &Growth) -> Self {
         let mut per_pod: BTreeMap<(IpAddr, Remote), BTreeMap<IpAddr, u32>> = BTreeMap::new();
         let mut ports = Self::default();
         for flow in flows {
@@ -49,9 +51,14 @@ impl Ports {
                 *ports.0.entry(flow.egress).or_default().blocks.entry(block).or_default() += 1;
             }
         }
-        for ((egress, _), pods) in per_pod {
-            let use_ = ports.0.entry(egress).or_default();
-            use_.peak = use_.peak.max(pods.into_values().map(|n| n.min(POD_PORTS)).sum());
+        for ((egress, _), pods) in &per_pod {
+            let use_ = ports.0.entry(*egress).or_default();
+            use_.peak = use_.peak.max(pods.values().map(|n| (*n).min(POD_PORTS)).sum());
+        }
+        for ((egress, _), pods) in &per_pod {
+            let use_ = ports.0.entry(*egress).or_default();
+            let expected = |n: &u32| growth.expected(*egress, use_.peak, *n).min(POD_PORTS);
+            use_.expected = use_.expected.max(pods.values().map(expected).sum());
         }
         ports
     }
@@ -61,13 +68,69 @@ impl Ports {
         self.0.get(&egress).and_then(|u| u.blocks.get(&block)).copied().unwrap_or(0)
     }
 
-    /// How many blocks of an egress IP the flows need, with room for as many again; at most all that there are.
+    /// How many blocks of an egress IP the flows are going to need, with room for as many again; at most all that there are.
     pub fn needed(&self, egress: IpAddr) -> u16 {
-        let peak = self.0.get(&egress).map_or(0, |u| u.peak);
-        let needed = (peak * LOW_WATER).div_ceil(u32::from(port_block::SIZE));
+        let expected = self.0.get(&egress).map_or(0, |u| u.expected);
+        let needed = (expected * LOW_WATER).div_ceil(u32::from(port_block::SIZE));
         needed.min(u32::from(port_block::COUNT)) as u16
     }
 }
+
+/// The peaks that a count found.
+#[derive(Clone, Debug)]
+struct Peaks {
+    /// When it began.
+    at: Duration,
+    /// By egress IP.
+    peaks: BTreeMap<IpAddr, u32>,
+}
+
+/// Peaks of the counts before one.
+#[derive(Clone, Debug, Default)]
+pub struct Past {
+    last: Option<Peaks>,
+    /// At least [`WINDOW`] older.
+    earlier: Option<Peaks>,
+}
+
+impl Past {
+    /// What a count that begins now is compared with.
+    pub fn growth(&self, now: Duration) -> Growth {
+        let age = |past: &Peaks| now.saturating_sub(past.at);
+        let old = [&self.last, &self.earlier].into_iter().flatten().find(|past| age(past) >= WINDOW);
+        Growth(old.map(|past| (age(past), past.peaks.clone())))
+    }
+
+    /// Takes in a count.
+    pub fn note(&mut self, began: Duration, ports: &Ports) {
+        if self.last.as_ref().is_none_or(|last| began.saturating_sub(last.at) >= WINDOW) {
+            let peaks = ports.0.iter().map(|(egress, u)| (*egress, u.peak)).collect();
+            self.earlier = self.last.replace(Peaks { at: began, peaks });
+        }
+    }
+}
+
+/// The peaks by egress IP that a count is compared with, and how long ago they were; absent if there was no count before.
+#[derive(Clone, Debug, Default)]
+pub struct Growth(Option<(Duration, BTreeMap<IpAddr, u32>)>);
+
+impl Growth {
+    /// How many ports `used` are going to be, if the egress IP's peak goes on growing as it did until it came to `peak`.
+    fn expected(&self, egress: IpAddr, peak: u32, used: u32) -> u32 {
+        let Some((age, peaks)) = &self.0 else { return used };
+        let grown = peak.saturating_sub(peaks.get(&egress).copied().unwrap_or(0));
+        let more = u128::from(used) * u128::from(grown) * AHEAD.as_millis();
+        let per = u128::from(peak) * age.as_millis();
+        used.saturating_add(more.checked_div(per).map_or(0, |more| more.min(u128::from(POD_PORTS)) as u32))
+    }
+}
+
+/// Over which time the growth is measured, at least: over less, what comes and goes would look like it.
+const WINDOW: Duration = Duration::from_millis(250);
+
+/// For how long the blocks that are asked for are to last: several times what a busy cluster takes from a count to a lease that is in
+/// force.
+const AHEAD: Duration = Duration::from_secs(4);
 
 /// Share of its ports towards one remote that a node may use before it asks for more blocks: a half.
 const LOW_WATER: u32 = 2;
@@ -106,6 +169,10 @@ mod tests {
         Used { pod, egress, remote: ([203, 0, 113, 1].into(), remote, 6), port }
     }
 
+    fn count(flows: impl IntoIterator<Item = Used>) -> Ports {
+        Ports::count(flows, &Growth::default())
+    }
+
     fn plan() -> Plan {
         let lease = BlockLease { node: "n".into(), revision: 1, state: BlockState::Leased };
         Plan { blocks: [([192, 0, 2, 1].into(), [(0, lease)].into())].into(), ..Plan::default() }
@@ -113,10 +180,35 @@ mod tests {
 
     #[test]
     fn more_is_wanted_when_half_the_ports_towards_one_remote_are_in_use() {
-        let few = Ports::count((0..32).map(|i| used(1024 + i, 443)));
+        let few = count((0..32).map(|i| used(1024 + i, 443)));
         assert_eq!(demand(&"n".into(), &plan(), &few, &Withheld::default()), []);
-        let many = Ports::count((0..33).map(|i| used(1024 + i, 443)));
+        let many = count((0..33).map(|i| used(1024 + i, 443)));
         assert_eq!(demand(&"n".into(), &plan(), &many, &Withheld::default())[0].want_blocks, 2);
+    }
+
+    /// docs/failures.md: port-ramp.
+    #[test]
+    fn port_ramp_what_grows_is_asked_for_ahead() {
+        let (second, egress) = (Duration::from_secs(1), IpAddr::from([192, 0, 2, 1]));
+        let ports = |count: u16| (0..count).map(|i| used(1024 + i, 443));
+        let mut past = Past::default();
+        let mut needed = |at: Duration, ports_used: u16| {
+            let ports = Ports::count(ports(ports_used), &past.growth(at));
+            past.note(at, &ports);
+            ports.needed(egress)
+        };
+        assert_eq!(needed(second, 320), 10, "nothing is known of the time before the first count");
+        assert_eq!(needed(3 * second, 320), 10);
+        assert_eq!(needed(4 * second, 640), 20 + 4 * 10, "320 more a second");
+        assert_eq!(
+            needed(4 * second + second / 10, 640),
+            20 + 37,
+            "a tenth of a second is no time to measure growth over"
+        );
+        assert_eq!(needed(5 * second, 800), 25 + 4 * 5, "160 more a second");
+        assert_eq!(needed(8 * second, 800), 25, "it grows no more");
+        assert_eq!(needed(10 * second, 320), 10, "what shrinks is needed no less than it is used");
+        assert_eq!(needed(11 * second, 20_000), 252, "one pod's part, however fast it grows");
     }
 
     /// docs/failures.md: port-share.
@@ -127,21 +219,21 @@ mod tests {
                 let pod = IpAddr::from([10, 0, 0, pod as u8]);
                 (0..20_000).map(move |i| Used { pod, ..used(1024 + i, 443) })
             };
-            demand(&"n".into(), &plan(), &Ports::count((0..pods).flat_map(of_pod)), &Withheld::default())[0].want_blocks
+            demand(&"n".into(), &plan(), &count((0..pods).flat_map(of_pod)), &Withheld::default())[0].want_blocks
         };
         assert_eq!([1, 2, 5].map(want), [252, 504, 1008]);
     }
 
     #[test]
     fn ports_are_counted_for_each_remote_apart() {
-        let spread = Ports::count((0..60).map(|i| used(1024 + i, i)));
+        let spread = count((0..60).map(|i| used(1024 + i, i)));
         assert_eq!(demand(&"n".into(), &plan(), &spread, &Withheld::default()), []);
     }
 
     #[test]
     fn flows_are_counted_for_each_block() {
         let egress = IpAddr::from([192, 0, 2, 1]);
-        let ports = Ports::count([used(1024, 443), used(1087, 80), used(1088, 443)]);
+        let ports = count([used(1024, 443), used(1087, 80), used(1088, 443)]);
         assert_eq!([0, 1, 2].map(|block| ports.flows(egress, block)), [2, 1, 0]);
     }
 }

@@ -5,7 +5,8 @@ use super::{
     aside::Aside,
     blocks::Withheld,
     carriers::Carriers,
-    demand::Ports,
+    count::Counting,
+    demand::{Past, Ports},
     effective::Effective,
     facts::{Histories, Known, World},
     gateways::Gateways,
@@ -31,7 +32,6 @@ use crate::{
         write::Writer,
     },
     host::{
-        advertise::Advertised,
         classify::Roles,
         far::FarEnds,
         firewall::StackPath,
@@ -98,7 +98,6 @@ pub struct Agent {
     pub(super) links: Links,
     pub(super) tunnel: tunnel::Tunnel,
     pub(super) shaper: Shaper,
-    pub(super) advertised: Advertised,
     pub(super) netlink: Netlink,
     pub(super) sysctls: Sysctls,
     pub(super) stack_path: StackPath,
@@ -132,9 +131,10 @@ pub struct Agent {
     /// Interfaces with the program that translates first packets, as the rules of the firewall last had them.
     pub(super) exits: BTreeSet<u32>,
     pub(super) ports: Ports,
+    pub(super) past: Past,
     pub(super) counted: Option<Duration>,
     pub(super) maps: Arc<Maps>,
-    pub(super) counting: Aside<(Result<Ports, MapsError>, Duration)>,
+    pub(super) counting: Aside<(Result<Ports, MapsError>, Counting)>,
     /// The status on its way to the store.
     pub(super) writing: Aside<Result<(), StoreError>>,
     pub(super) sockets: Aside<Result<NodePorts, PortsError>>,
@@ -195,7 +195,6 @@ impl Agent {
             links,
             tunnel,
             shaper: Shaper::default(),
-            advertised: Advertised::default(),
             netlink,
             sysctls,
             stack_path: StackPath::default(),
@@ -224,6 +223,7 @@ impl Agent {
             roles: Roles::default(),
             exits: BTreeSet::new(),
             ports: Ports::default(),
+            past: Past::default(),
             counted: None,
             maps,
             counting: Aside::default(),
@@ -291,7 +291,7 @@ impl Agent {
                 () = self.hooks.changed() => {
                     dirty = holding || self.hooks.exits() != self.exits || self.hooks.bypass().is_some() != unseen;
                 }
-                (ports, began) = self.counting.done() => dirty = self.take_count(ports, began),
+                (ports, counting) = self.counting.done() => dirty = self.take_count(ports, counting),
                 ports = self.sockets.done() => match ports {
                     Ok(ports) => {
                         self.status_due |= self.node_ports.as_ref() != Some(&ports);
@@ -369,7 +369,6 @@ impl Agent {
             self.look_again = true;
             self.reopen_tunnel().await;
             self.routes.check_secured();
-            self.advertised.look_again();
             // It goes through the kernel's whole table of sockets, whoever's they are.
             self.sockets.begin(NodePorts::read);
             dirty = true;

@@ -28,7 +28,7 @@ pub use policy::{
     EndpointSelector, ExistingConnections, NoGateway, PoolRequest, SlotStatus, ZoneMode, ZonePreference,
 };
 pub use pool::{
-    Announce, EgressIPPool, EgressIPPoolSpec, EgressIPPoolStatus, Failback, FailbackMode, IPRange, Outbound, PoolUsage,
+    EgressIPPool, EgressIPPoolSpec, EgressIPPoolStatus, Failback, FailbackMode, IPRange, Outbound, PoolUsage,
     SubnetInfo,
 };
 pub use rules::{Rules, Violation};

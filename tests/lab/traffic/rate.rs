@@ -1,6 +1,6 @@
 //! Opening and closing TCP connections as fast as possible, or at a given rate.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,13 +26,22 @@ pub struct ConnectRate {
     pub total: u64,
     /// When a connection counts as failed. Default 1 s.
     pub timeout: Duration,
+    /// How long a connection stays open once it is established. Default: it is closed at once.
+    pub hold: Duration,
     /// Close with RST instead of FIN. Default true.
     pub reset: bool,
 }
 
 impl Default for ConnectRate {
     fn default() -> ConnectRate {
-        ConnectRate { per_second: 0, concurrency: 64, total: u64::MAX, timeout: Duration::from_secs(1), reset: true }
+        ConnectRate {
+            per_second: 0,
+            concurrency: 64,
+            total: u64::MAX,
+            timeout: Duration::from_secs(1),
+            hold: Duration::ZERO,
+            reset: true,
+        }
     }
 }
 
@@ -81,13 +90,13 @@ pub struct RunningRate {
 }
 
 impl RunningRate {
-    /// Ends it and returns what it did.
+    /// Ends it, with what it holds, and returns what it did.
     pub fn finish(mut self) -> Result<RateReport> {
         self.stop.store(true, Ordering::Relaxed);
         self.join()
     }
 
-    /// Waits until it has made its `total` and returns what it did.
+    /// Waits until it has made and closed its `total` and returns what it did.
     pub fn wait(mut self) -> Result<RateReport> {
         self.join()
     }
@@ -137,10 +146,12 @@ fn generate(targets: &[SocketAddr], options: &ConnectRate, stop: &AtomicBool) ->
     let mut slots: Vec<Option<(TcpStream, Instant)>> = (0..options.concurrency).map(|_| None).collect();
     let mut free: Vec<usize> = (0..options.concurrency).collect();
     let mut events = vec![EpollEvent::empty(); options.concurrency.max(1)];
+    let mut held: VecDeque<(Instant, TcpStream)> = VecDeque::new();
     let mut report = RateReport::default();
     let (start, mut started) = (Instant::now(), 0u64);
     let (mut last_opened, mut next_look) = (start, start + LOOK_EVERY);
-    while !stop.load(Ordering::Relaxed) && (started < options.total || free.len() < slots.len()) {
+    while !stop.load(Ordering::Relaxed) && (started < options.total || free.len() < slots.len() || !held.is_empty()) {
+        while held.pop_front_if(|(until, _)| *until <= Instant::now()).is_some() {}
         let due = match options.per_second {
             0 => u64::MAX,
             rate => (start.elapsed().as_secs_f64() * f64::from(rate)) as u64 + 1,
@@ -179,6 +190,10 @@ fn generate(targets: &[SocketAddr], options: &ConnectRate, stop: &AtomicBool) ->
                     last_opened = Instant::now();
                     if report.latencies.len() < LATENCIES_KEPT {
                         report.latencies.push(since.elapsed());
+                    }
+                    if !options.hold.is_zero() {
+                        epoll.delete(&stream).context("epoll")?;
+                        held.push_back((Instant::now() + options.hold, stream));
                     }
                 }
                 Ok(Some(error)) | Err(error) => *report.failed.entry(error.to_string()).or_default() += 1,

@@ -25,6 +25,7 @@ const CONNECTIONS: ConnectRate = ConnectRate {
     concurrency: 20_000,
     total: u64::MAX,
     timeout: Duration::from_secs(1),
+    hold: Duration::ZERO,
     reset: false,
 };
 const QUERIES: Queries = Queries { per_second: 20_000, sockets: 64 };
