@@ -218,6 +218,7 @@ fn cluster(size: &Size) -> (Snapshot, Health) {
             max_per_node: None,
             failback: Failback::default(),
             carriers: egress_daemon::model::DEFAULT_CARRIERS,
+            announce: egress_daemon::model::Announce::Arp,
             outbound: egress_daemon::model::Outbound::Owner,
         },
     );

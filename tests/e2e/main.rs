@@ -6,6 +6,7 @@
 mod abuse;
 mod antrea;
 mod bandwidth;
+mod bgp;
 mod carriers;
 mod cilium;
 mod clouds;

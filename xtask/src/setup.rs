@@ -31,6 +31,8 @@ pub enum Scope {
     Build,
     /// Also what the lab's network namespaces and the end-to-end tests run.
     Lab,
+    /// Also the routers of the end-to-end tests.
+    Tests,
     /// Also what guests with other kernels are made of.
     Guests,
     /// Also what a Kubernetes on this machine runs.
@@ -49,6 +51,9 @@ enum Gap {
 
 /// The programs that the lab, the tests and the README call.
 const PROGRAMS: [(&str, &str); 3] = [("ip", "iproute2"), ("nft", "nftables"), ("bpftool", "bpftool")];
+
+/// BGP speakers.
+const ROUTERS: [(&str, &str); 2] = [("vtysh", "frr"), ("bird", "bird2")];
 
 /// What fetches other kernels, makes guests' file systems and runs them.
 const GUEST_PROGRAMS: [(&str, &str); 8] = [
@@ -104,6 +109,9 @@ fn survey(scope: Scope) -> Vec<Gap> {
             missing(find_program(name).is_none(), Gap::Program { name, package });
         }
         for (name, package) in NODE_PROGRAMS.into_iter().filter(|_| scope == Scope::Cluster) {
+            missing(find_program(name).is_none(), Gap::Program { name, package });
+        }
+        for (name, package) in ROUTERS.into_iter().filter(|_| scope == Scope::Tests) {
             missing(find_program(name).is_none(), Gap::Program { name, package });
         }
         missing(!bpffs_is_mounted(), Gap::BpfFs);

@@ -71,13 +71,21 @@ impl Agent {
         }
         self.able = false;
         self.sign_of_life();
+        if let Err(e) = self.advertised.set(&self.netlink.handle, &BTreeSet::new()).await {
+            tracing::error!("{e}");
+        }
         tokio::time::sleep(self.settings.probe.interval * NOTICE).await;
     }
 
-    /// Whether other carriers answer for all that this node answers for, as soon as it does not.
+    /// Whether other carriers answer for all that this node answers for, or has routes to, as soon as it does not.
     fn is_replaceable(&self) -> bool {
         let probes = self.gateways.states();
-        let answered = self.world.plan.egress_ips.iter().filter(|(ip, _)| self.carriers.answers(**ip));
+        let answered = self
+            .world
+            .plan
+            .egress_ips
+            .iter()
+            .filter(|(ip, _)| self.carriers.answers(**ip) || self.carriers.advertised().contains(*ip));
         let others = |e: &EgressIpPlan| {
             carriers::order(e).any(|name| *name != self.node && probes.get(name) == Some(&ProbeState::Alive))
         };

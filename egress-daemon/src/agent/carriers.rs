@@ -1,4 +1,4 @@
-//! Which carriers the packets of each egress IP go to, and which egress IPs this node answers ARP and NDP for. Pure.
+//! Which carriers the packets of each egress IP go to, and which egress IPs this node answers ARP and NDP for, or has routes to. Pure.
 //!
 //! The plan names the carriers of an egress IP in order. Packets go to the first of them that answers probes (`outbound: Owner`), or each
 //! flow to one of those that do. The first one that is able to answers for the address; when it does not answer probes any more, or its
@@ -7,7 +7,7 @@
 
 use crate::{
     health::ProbeState,
-    model::{NodeName, NodeReport, Outbound, Snapshot},
+    model::{Announce, NodeName, NodeReport, Outbound, Pool, Snapshot},
     plan::{EgressIpPlan, Plan},
 };
 use std::{
@@ -40,6 +40,7 @@ pub struct Circumstances<'a> {
 pub struct Carriers {
     used: BTreeMap<IpAddr, Vec<NodeName>>,
     answered: BTreeSet<IpAddr>,
+    advertised: BTreeSet<IpAddr>,
     carried: BTreeSet<IpAddr>,
     lingers: BTreeMap<IpAddr, Duration>,
 }
@@ -69,6 +70,7 @@ impl Carriers {
         self.used.retain(|ip, _| planned(ip));
         let before = std::mem::take(&mut self.answered);
         let carried = std::mem::take(&mut self.carried);
+        self.advertised.clear();
         for (ip, e) in c.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some()) {
             let worth: Vec<(&NodeName, Worth)> = order(e).map(|name| (name, self.worth(c, *ip, e, name))).collect();
             self.used.insert(*ip, use_of(outbound(c.snapshot, e), &worth));
@@ -80,8 +82,11 @@ impl Carriers {
                 let known = before.contains(ip) && c.probes.get(*name) == Some(&ProbeState::Unknown);
                 *worth >= yields && *worth != Worth::Unable && !known
             });
-            if c.able && !e.fixed && !taken {
-                self.answered.insert(*ip);
+            match announce(c.snapshot, e) {
+                _ if !c.able || e.fixed => {}
+                Announce::Arp if !taken => drop(self.answered.insert(*ip)),
+                Announce::Route => drop(self.advertised.insert(*ip)),
+                Announce::Arp | Announce::None => {}
             }
         }
         self.lingers.retain(|ip, until| c.now < *until && c.plan.egress_ips.contains_key(ip));
@@ -113,6 +118,11 @@ impl Carriers {
     /// Whether this node answers ARP and NDP for it.
     pub fn answers(&self, ip: IpAddr) -> bool {
         self.answered.contains(&ip)
+    }
+
+    /// The egress IPs that this node has routes to for others: who is able carries them, in whatever order.
+    pub fn advertised(&self) -> &BTreeSet<IpAddr> {
+        &self.advertised
     }
 
     /// The other carriers of what this node carries.
@@ -161,8 +171,17 @@ pub fn order(e: &EgressIpPlan) -> impl Iterator<Item = &NodeName> {
 
 /// Which carriers the packets of an egress IP leave by.
 pub fn outbound(snapshot: &Snapshot, e: &EgressIpPlan) -> Outbound {
-    let pool = e.pool.as_ref().and_then(|pool| snapshot.pools.get(pool));
-    pool.filter(|_| !e.fixed).map_or(Outbound::Owner, |pool| pool.outbound)
+    pool(snapshot, e).map_or(Outbound::Owner, |pool| pool.outbound)
+}
+
+/// How the outside reaches an egress IP.
+pub fn announce(snapshot: &Snapshot, e: &EgressIpPlan) -> Announce {
+    pool(snapshot, e).map_or(Announce::Arp, |pool| pool.announce)
+}
+
+/// The pool of a floating egress IP.
+fn pool<'a>(snapshot: &'a Snapshot, e: &EgressIpPlan) -> Option<&'a Pool> {
+    e.pool.as_ref().and_then(|pool| snapshot.pools.get(pool)).filter(|_| !e.fixed)
 }
 
 /// The carriers to use: all good ones, or the first of those that are worth the most.

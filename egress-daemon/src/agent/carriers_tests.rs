@@ -155,3 +155,26 @@ fn flows_are_spread_over_all_carriers_that_answer_and_blocks_are_known_to_all_of
     world.probes.insert("g1".into(), ProbeState::Dead);
     assert_eq!(spread(&world), (String::new(), Some(300), 1), "one is left");
 }
+
+#[test]
+fn a_routed_egress_ip_has_routes_to_all_able_carriers_and_nobody_answers_for_it() {
+    let (mut world, address) = (World::new(), ip(OWNED[0].0));
+    let id = PoolId::new(PoolKind::Native, "public");
+    carried_by(&mut world, 0, &["g1", "me"]);
+    world.egress(0).pool = Some(id.clone());
+    let mut look = |announce: Announce, able: bool| {
+        let mut pool = crate::plan::tests::world::pool("public", address, address);
+        pool.announce = announce;
+        world.snapshot.pools.insert(id.clone(), pool);
+        world.able = able;
+        // The first carrier is dead.
+        world.probes.insert("g1".into(), ProbeState::Dead);
+        let mut carriers = Carriers::default();
+        world.decide(&mut carriers, Duration::ZERO);
+        (carriers.answers(address), carriers.advertised().contains(&address), carriers.forwards(address))
+    };
+    assert_eq!(look(Announce::Arp, true), (true, false, true));
+    assert_eq!(look(Announce::Route, true), (false, true, true));
+    assert_eq!(look(Announce::Route, false), (false, false, true));
+    assert_eq!(look(Announce::None, true), (false, false, true));
+}

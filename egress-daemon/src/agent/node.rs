@@ -32,6 +32,7 @@ use crate::{
         write::Writer,
     },
     host::{
+        advertise::Advertised,
         classify::Roles,
         far::FarEnds,
         firewall::StackPath,
@@ -98,6 +99,7 @@ pub struct Agent {
     pub(super) links: Links,
     pub(super) tunnel: tunnel::Tunnel,
     pub(super) shaper: Shaper,
+    pub(super) advertised: Advertised,
     pub(super) netlink: Netlink,
     pub(super) sysctls: Sysctls,
     pub(super) stack_path: StackPath,
@@ -195,6 +197,7 @@ impl Agent {
             links,
             tunnel,
             shaper: Shaper::default(),
+            advertised: Advertised::default(),
             netlink,
             sysctls,
             stack_path: StackPath::default(),
@@ -369,6 +372,7 @@ impl Agent {
             self.look_again = true;
             self.reopen_tunnel().await;
             self.routes.check_secured();
+            self.advertised.look_again();
             // It goes through the kernel's whole table of sockets, whoever's they are.
             self.sockets.begin(NodePorts::read);
             dirty = true;

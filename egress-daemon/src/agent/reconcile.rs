@@ -177,6 +177,10 @@ impl Agent {
                         self.leases = leases;
                         self.carries = self.carriers.carried().clone();
                         self.carries.retain(|ip| view.egress_ips.contains_key(ip));
+                        let advertised = self.carriers.advertised() & &self.carries;
+                        if let Err(e) = self.advertised.set(&self.netlink.handle, &advertised).await {
+                            self.complaints.push(e.to_string());
+                        }
                         written = true;
                     }
                     Err(e) => self.complaints.push(e.to_string()),

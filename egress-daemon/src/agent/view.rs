@@ -16,8 +16,8 @@ use crate::{
         links::{Link, LinkTable},
     },
     model::{
-        Bandwidth, Distribution, EndpointId, Existing, Family, Node, NodeName, OnNoGateway, Policy, PolicyId, Snapshot,
-        Source, SubnetInfo, ZoneMode,
+        Announce, Bandwidth, Distribution, EndpointId, Existing, Family, Node, NodeName, OnNoGateway, Policy, PolicyId,
+        Snapshot, Source, SubnetInfo, ZoneMode,
     },
     plan::{BlockState, EgressIpPlan, Plan, select},
 };
@@ -288,13 +288,14 @@ fn subnet(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> Option<Subnet
 }
 
 /// The limits of an egress IP, out and in: the lowest of all policies that use it. What several carriers send out each limits to its part;
-/// what comes in comes in by the one that answers for the address.
+/// what comes in comes in by the one that answers for the address, or by all of them.
 fn limit(snapshot: &Snapshot, carriers: &Carriers, address: IpAddr, e: &EgressIpPlan) -> Option<[Bandwidth; 2]> {
     let limits = e.users.keys().filter_map(|policy| snapshot.policies.get(policy)?.bandwidth);
     let whole = limits.min_by_key(|limit| (limit.rate_bps, limit.burst_bytes))?;
     let parts = carriers.used(address).len().max(1) as u64;
     let part = |all: u64| (all / parts).max(1);
-    Some([Bandwidth { rate_bps: part(whole.rate_bps), burst_bytes: part(whole.burst_bytes) }, whole])
+    let out = Bandwidth { rate_bps: part(whole.rate_bps), burst_bytes: part(whole.burst_bytes) };
+    Some([out, if carriers::announce(snapshot, e) == Announce::Route { out } else { whole }])
 }
 
 /// The egress IPs that this node sends to the outside and that have limits, out and in.

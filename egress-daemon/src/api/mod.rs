@@ -28,7 +28,7 @@ pub use policy::{
     EndpointSelector, ExistingConnections, NoGateway, PoolRequest, SlotStatus, ZoneMode, ZonePreference,
 };
 pub use pool::{
-    EgressIPPool, EgressIPPoolSpec, EgressIPPoolStatus, Failback, FailbackMode, IPRange, Outbound, PoolUsage,
+    Announce, EgressIPPool, EgressIPPoolSpec, EgressIPPoolStatus, Failback, FailbackMode, IPRange, Outbound, PoolUsage,
     SubnetInfo,
 };
 pub use rules::{Rules, Violation};

@@ -61,6 +61,12 @@ pub struct EgressIPPoolSpec {
     #[serde(default)]
     pub failback: Failback,
 
+    /// How the outside reaches the addresses. ARP: one gateway answers ARP and NDP for each. Route: every node that the pool selects keeps
+    /// a route to each in table 83, with protocol number 83, which a BGP speaker on the node exports; outbound is Spread then, and all
+    /// gateways are carriers. None: something else sends them to a node.
+    #[serde(default)]
+    pub announce: Announce,
+
     /// How many gateways carry each address, one of which answers for it: 1 to 64. The others take over when that one dies.
     #[serde(default = "carriers")]
     #[x_kube(validation = Rule::new("self >= 1 && self <= 64")
@@ -76,6 +82,19 @@ pub struct EgressIPPoolSpec {
     #[x_kube(validation = Rule::new("self == 64")
         .message("portBlockSize can only be 64: leave it out"))]
     pub port_block_size: i32,
+}
+
+/// How the outside reaches an address.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Announce {
+    /// One gateway answers ARP and NDP for it.
+    #[default]
+    #[serde(rename = "ARP")]
+    Arp,
+    /// Every carrier has a route to it, which a BGP speaker exports.
+    Route,
+    /// Something else sends its packets to a node.
+    None,
 }
 
 /// Which gateways the packets with an address leave by.

@@ -5,6 +5,7 @@ use std::fmt;
 use rtnetlink::Handle;
 
 use super::Warning;
+use super::advertise::{self, AdvertiseError};
 use super::firewall::{self, FirewallError};
 use super::shaper::{self, ShaperError};
 use super::sysctl::{Changed, SysctlError, Sysctls};
@@ -59,6 +60,9 @@ pub enum CleanupError {
     /// Rules and routes.
     #[error(transparent)]
     Firewall(#[from] FirewallError),
+    /// Routes to egress IPs.
+    #[error(transparent)]
+    Advertise(#[from] AdvertiseError),
     /// The settings.
     #[error(transparent)]
     Sysctl(#[from] SysctlError),
@@ -69,7 +73,9 @@ pub async fn inventory(handle: &Handle, sysctls: &Sysctls) -> Result<Vec<Artifac
     let devices = tunnel::ours(handle).await?.into_iter().map(|(index, name)| Artifact::TunnelDevice { name, index });
     let settings = sysctls.changed().iter();
     let settings = settings.map(|(key, changed)| Artifact::Sysctl { key: key.clone(), changed: changed.clone() });
-    let rules = firewall::inventory(handle).await?.into_iter().map(Artifact::Rule);
+    let mut rules = firewall::inventory(handle).await?;
+    rules.extend(advertise::inventory(handle).await?);
+    let rules = rules.into_iter().map(Artifact::Rule);
     // A device of another owner that has the name is not ours to list.
     let shaper = shaper::find(handle).await.ok().flatten().map(|ends| Artifact::Shaper { ends });
     Ok(devices.chain(rules).chain(shaper).chain(settings).collect())
@@ -79,6 +85,7 @@ pub async fn inventory(handle: &Handle, sysctls: &Sysctls) -> Result<Vec<Artifac
 pub async fn remove(handle: &Handle, sysctls: &mut Sysctls) -> Result<(Vec<Artifact>, Vec<Warning>), CleanupError> {
     let found = inventory(handle, sysctls).await?;
     firewall::remove(handle).await?;
+    advertise::remove(handle).await?;
     for artifact in &found {
         match artifact {
             Artifact::TunnelDevice { name, .. } => drop(tunnel::delete(handle, name).await?),

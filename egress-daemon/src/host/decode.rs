@@ -219,7 +219,7 @@ pub fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
     }
 }
 
-fn ip(address: &RouteAddress) -> Option<IpAddr> {
+pub fn ip(address: &RouteAddress) -> Option<IpAddr> {
     match address {
         RouteAddress::Inet(address) => Some(IpAddr::V4(*address)),
         RouteAddress::Inet6(address) => Some(IpAddr::V6(*address)),

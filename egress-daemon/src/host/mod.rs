@@ -5,6 +5,7 @@
 //! AF_PACKET and /proc. It knows nothing of eBPF, of objects or of the plan; `agent` joins them. What decides
 //! (`classify`, `table`, `schedule`, `frames`, `ports::NodePorts`) is pure and does no I/O.
 
+pub mod advertise;
 pub mod announce;
 pub mod classify;
 pub mod cleanup;

@@ -23,7 +23,7 @@ pub use policy::{
     AddressSource, Bandwidth, Distribution, EndpointSelector, Existing, Gateway, NodeChoice, OnNoGateway, Policy,
     PoolRequest, Source, ZoneMode,
 };
-pub use pool::{DEFAULT_CARRIERS, Failback, Outbound, Pool, SubnetInfo};
+pub use pool::{Announce, DEFAULT_CARRIERS, Failback, MAX_CARRIERS, Outbound, Pool, SubnetInfo};
 pub use range::{IpRange, RangeError};
 pub use selector::{Requirement, Selector};
 

@@ -51,6 +51,8 @@ pub struct Pool {
     pub max_per_node: Option<u32>,
     /// What happens when a gateway comes back.
     pub failback: Failback,
+    /// How the outside reaches its addresses.
+    pub announce: Announce,
     /// How many gateways carry each address.
     pub carriers: usize,
     /// Which of them packets go to.
@@ -59,6 +61,20 @@ pub struct Pool {
 
 /// How many gateways carry an egress IP where no pool says it.
 pub const DEFAULT_CARRIERS: usize = 4;
+/// The most gateways that carry an egress IP: as many as flows are spread over.
+pub const MAX_CARRIERS: usize = 64;
+
+/// How the outside reaches an egress IP.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Announce {
+    /// The owner answers ARP and NDP.
+    #[default]
+    Arp,
+    /// Every carrier has a route to it in a table of its own, which a BGP speaker exports.
+    Route,
+    /// Something else sends its packets to a carrier.
+    None,
+}
 
 /// Which carriers the packets of an egress IP leave by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -114,6 +130,7 @@ mod tests {
             subnet: None,
             max_per_node: None,
             failback: Failback::default(),
+            announce: Announce::Arp,
             carriers: DEFAULT_CARRIERS,
             outbound: Outbound::Owner,
         };

@@ -10,9 +10,9 @@ use super::pool::{ranges, subnet};
 use super::{Problem, Reader};
 use crate::api;
 use crate::model::{
-    AddressSource, DEFAULT_CARRIERS, Distribution, EndpointSelector, Existing, Failback, Family, Gateway, NodeChoice,
-    OnNoGateway, Outbound, Policy, PolicyId, PolicyKind, Pool, PoolId, PoolKind, PoolRequest, Selector, Source,
-    ZoneMode,
+    AddressSource, Announce, DEFAULT_CARRIERS, Distribution, EndpointSelector, Existing, Failback, Family, Gateway,
+    NodeChoice, OnNoGateway, Outbound, Policy, PolicyId, PolicyKind, Pool, PoolId, PoolKind, PoolRequest, Selector,
+    Source, ZoneMode,
 };
 
 /// The kind of policies, as problems name it.
@@ -56,6 +56,7 @@ pub fn pool(object: &api::ExternalIPPool) -> Result<Pool, Vec<Problem>> {
         max_per_node: None,
         failback: Failback::default(),
         carriers: DEFAULT_CARRIERS,
+        announce: Announce::Arp,
         outbound: Outbound::Owner,
     };
     reader.finish(pool)

@@ -5,7 +5,9 @@ use std::time::Duration;
 use super::scalar::duration;
 use super::{Problem, Reader};
 use crate::api;
-use crate::model::{DEFAULT_CARRIERS, Failback, IpRange, Outbound, Pool, PoolId, PoolKind, SubnetInfo};
+use crate::model::{
+    Announce, DEFAULT_CARRIERS, Failback, IpRange, MAX_CARRIERS, Outbound, Pool, PoolId, PoolKind, SubnetInfo,
+};
 
 /// The kind, as problems name it.
 pub const KIND: &str = "EgressIPPool";
@@ -29,10 +31,16 @@ pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
             "leave it out: it is 64",
         );
     }
-    let carriers = usize::try_from(spec.carriers).ok().filter(|carriers| (1..=64).contains(carriers));
+    let carriers = usize::try_from(spec.carriers).ok().filter(|carriers| (1..=MAX_CARRIERS).contains(carriers));
     if carriers.is_none() {
         reader.problem("spec.carriers", "it is out of range", "write 1 to 64, or leave it out for 4");
     }
+    let announce = match spec.announce {
+        api::Announce::Arp => Announce::Arp,
+        api::Announce::Route => Announce::Route,
+        api::Announce::None => Announce::None,
+    };
+    let anycast = announce == Announce::Route;
     let pool = Pool {
         id: PoolId::new(PoolKind::Native, &reader.name),
         ranges: ranges(&mut reader, &spec.ip_ranges),
@@ -43,10 +51,12 @@ pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
             api::FailbackMode::Never => Failback::Never,
             api::FailbackMode::Preferred => Failback::Preferred { delay: delay(&mut reader, &spec.failback.delay) },
         },
-        carriers: carriers.unwrap_or(DEFAULT_CARRIERS),
+        announce,
+        // Routers send what comes in to any of those that have a route.
+        carriers: if anycast { MAX_CARRIERS } else { carriers.unwrap_or(DEFAULT_CARRIERS) },
         outbound: match spec.outbound {
-            api::Outbound::Owner => Outbound::Owner,
-            api::Outbound::Spread => Outbound::Spread,
+            api::Outbound::Owner if !anycast => Outbound::Owner,
+            _ => Outbound::Spread,
         },
     };
     reader.finish(pool)

@@ -112,6 +112,18 @@ fn every_problem_of_a_policy_is_told_with_its_field() {
 }
 
 #[test]
+fn a_routed_pool_is_carried_by_all_and_spread() {
+    let read = |announce: &str| {
+        let spec = json!({"ipRanges": [{"cidr": "203.0.113.0/28"}], "nodeSelector": {}, "announce": announce});
+        let read = pool(&object("EgressIPPool", spec)).unwrap();
+        (read.announce, read.outbound, read.carriers)
+    };
+    assert_eq!(read("ARP"), (Announce::Arp, Outbound::Owner, DEFAULT_CARRIERS));
+    assert_eq!(read("Route"), (Announce::Route, Outbound::Spread, MAX_CARRIERS));
+    assert_eq!(read("None"), (Announce::None, Outbound::Owner, DEFAULT_CARRIERS));
+}
+
+#[test]
 fn a_whole_pool_and_a_broken_one() {
     let read = pool(&object("EgressIPPool", json!({
         "ipRanges": [{"cidr": "192.0.2.0/28"}, {"start": "192.0.2.32", "end": "192.0.2.40"}, {"cidr": "198.51.100.1/32"}],

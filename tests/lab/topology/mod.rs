@@ -157,7 +157,7 @@ impl Lab {
     }
 
     /// A namespace of the lab without any link, made at the first call: for programs that need no network.
-    pub(crate) fn role_namespace(&mut self, role: &str) -> Result<NetNs> {
+    pub fn role_namespace(&mut self, role: &str) -> Result<NetNs> {
         NetNs::open(&format!("{}-{role}", self.id())).or_else(|_| self.scope.namespace(role))
     }
 

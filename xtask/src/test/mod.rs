@@ -65,7 +65,7 @@ pub fn run(args: &Args) -> ExitCode {
 }
 
 fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
-    setup::ensure(if args.unit { setup::Scope::Build } else { setup::Scope::Lab })?;
+    setup::ensure(if args.unit { setup::Scope::Build } else { setup::Scope::Tests })?;
     if !args.unit && !nix::unistd::geteuid().is_root() {
         bail!("the end-to-end tests make network namespaces and load programs: run as root, or add --unit");
     }

@@ -69,6 +69,7 @@ pub fn pool(name: &str, start: IpAddr, end: IpAddr) -> Pool {
         max_per_node: None,
         failback: Failback::Preferred { delay: DELAY },
         carriers: DEFAULT_CARRIERS,
+        announce: Announce::Arp,
         outbound: Outbound::Owner,
     }
 }

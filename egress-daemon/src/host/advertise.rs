@@ -1,0 +1,155 @@
+//! Routes to the egress IPs that this node carries (`announce: Route`), in a table of their own: the BGP speaker that the node runs anyway,
+//! FRR, BIRD or GoBGP, exports them. Nothing on the node looks routes up in that table.
+
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+};
+
+use futures::TryStreamExt;
+use rtnetlink::{
+    Handle, RouteMessageBuilder,
+    packet_route::route::{RouteAttribute, RouteMessage, RouteProtocol, RouteType},
+};
+
+use super::{decode, netlink::errno};
+
+/// The routing table. FRR imports no table above 252.
+pub const TABLE: u32 = 83;
+/// The protocol number of the routes, by which they are known as ours.
+const PROTOCOL: RouteProtocol = RouteProtocol::Other(0x53);
+
+/// Why egress IPs are not advertised as they should be.
+#[derive(Debug, thiserror::Error)]
+#[error("routes to egress IPs in table {TABLE} cannot be {action}: {message}; the agent needs CAP_NET_ADMIN")]
+pub struct AdvertiseError {
+    action: &'static str,
+    message: String,
+}
+
+impl AdvertiseError {
+    fn new(action: &'static str) -> impl Fn(rtnetlink::Error) -> Self {
+        move |error| Self { action, message: error.to_string() }
+    }
+}
+
+/// The routes, as far as they are known.
+#[derive(Debug, Default)]
+pub struct Advertised {
+    there: Option<BTreeSet<IpAddr>>,
+}
+
+impl Advertised {
+    /// Looks at the kernel's table the next time.
+    pub fn look_again(&mut self) {
+        self.there = None;
+    }
+
+    /// Makes the routes to these addresses, and removes all others of ours.
+    pub async fn set(&mut self, handle: &Handle, wanted: &BTreeSet<IpAddr>) -> Result<(), AdvertiseError> {
+        if self.there.as_ref() == Some(wanted) {
+            return Ok(());
+        }
+        self.there = None;
+        let mut there = BTreeSet::new();
+        for (ip, message) in routes(handle).await? {
+            match wanted.contains(&ip) {
+                true => drop(there.insert(ip)),
+                false => delete(handle, message).await?,
+            }
+        }
+        for ip in wanted.difference(&there) {
+            let made = handle.route().add(route(*ip)).replace().execute().await;
+            made.map_err(AdvertiseError::new("made"))?;
+        }
+        self.there = Some(wanted.clone());
+        Ok(())
+    }
+}
+
+/// The routes of ours, a line each.
+pub async fn inventory(handle: &Handle) -> Result<Vec<String>, AdvertiseError> {
+    Ok(routes(handle).await?.into_iter().map(|(ip, _)| format!("route to {ip} in table {TABLE}, blackhole")).collect())
+}
+
+/// Removes the routes of ours.
+pub async fn remove(handle: &Handle) -> Result<(), AdvertiseError> {
+    Advertised::default().set(handle, &BTreeSet::new()).await
+}
+
+async fn delete(handle: &Handle, message: RouteMessage) -> Result<(), AdvertiseError> {
+    match handle.route().del(message).execute().await {
+        Err(error) if errno(&error) != libc::ESRCH => Err(AdvertiseError::new("removed")(error)),
+        _ => Ok(()),
+    }
+}
+
+/// A route that leads nowhere: packets for an egress IP are taken by the uplink's program before anything is looked up.
+fn route(ip: IpAddr) -> RouteMessage {
+    let length = if ip.is_ipv4() { Ipv4Addr::BITS } else { Ipv6Addr::BITS };
+    let builder = RouteMessageBuilder::<IpAddr>::new().table_id(TABLE).protocol(PROTOCOL).kind(RouteType::BlackHole);
+    // The length is that of the family, which is the only thing that could be wrong.
+    builder.destination_prefix(ip, length as u8).unwrap_or_else(|_| RouteMessageBuilder::<IpAddr>::new()).build()
+}
+
+/// The routes of ours in both families.
+async fn routes(handle: &Handle) -> Result<Vec<(IpAddr, RouteMessage)>, AdvertiseError> {
+    let mut found = Vec::new();
+    for all in [RouteMessageBuilder::<Ipv4Addr>::new().build(), RouteMessageBuilder::<Ipv6Addr>::new().build()] {
+        let all = handle.route().get(all).execute().try_collect::<Vec<_>>().await;
+        let all = all.map_err(AdvertiseError::new("read"))?;
+        found.extend(all.into_iter().filter_map(|message| Some((decode(&message)?, message))));
+    }
+    Ok(found)
+}
+
+/// The destination of a route of ours.
+fn decode(message: &RouteMessage) -> Option<IpAddr> {
+    let ours = message.header.protocol == PROTOCOL && table(message) == TABLE;
+    let destination = message.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Destination(address) => decode::ip(address),
+        _ => None,
+    });
+    destination.filter(|_| ours)
+}
+
+fn table(message: &RouteMessage) -> u32 {
+    let long =
+        message.attributes.iter().find_map(|a| if let RouteAttribute::Table(table) = a { Some(*table) } else { None });
+    long.unwrap_or(u32::from(message.header.table))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::testing::{Net, in_netns};
+
+    #[test]
+    fn routes_are_those_that_are_wanted_and_nobody_elses() {
+        in_netns("routes_are_those_that_are_wanted_and_nobody_elses", async || {
+            let net = Net::here();
+            let ips = |all: &[&str]| all.iter().map(|ip| ip.parse().unwrap()).collect::<BTreeSet<IpAddr>>();
+            let foreign = RouteMessageBuilder::<IpAddr>::new().table_id(TABLE).kind(RouteType::BlackHole);
+            let foreign = foreign.destination_prefix("203.0.113.9".parse().unwrap(), 32).unwrap().build();
+            net.handle.route().add(foreign).execute().await.unwrap();
+            let mut advertised = Advertised::default();
+            advertised.set(&net.handle, &ips(&["203.0.113.1", "203.0.113.2", "2001:db8::1"])).await.unwrap();
+            let listed = inventory(&net.handle).await.unwrap();
+            assert_eq!(listed.len(), 3, "{listed:?}");
+            assert!(listed.contains(&"route to 2001:db8::1 in table 83, blackhole".to_owned()), "{listed:?}");
+            // Another agent, which knows nothing of them.
+            Advertised::default().set(&net.handle, &ips(&["203.0.113.2", "203.0.113.3"])).await.unwrap();
+            let expected = ["203.0.113.2", "203.0.113.3"].map(|ip| format!("route to {ip} in table 83, blackhole"));
+            assert_eq!(inventory(&net.handle).await.unwrap(), expected);
+            // Removed by somebody: noticed when it looks again.
+            remove(&net.handle).await.unwrap();
+            assert!(inventory(&net.handle).await.unwrap().is_empty());
+            advertised.look_again();
+            advertised.set(&net.handle, &ips(&["203.0.113.1"])).await.unwrap();
+            assert_eq!(inventory(&net.handle).await.unwrap().len(), 1);
+            let all = net.handle.route().get(RouteMessageBuilder::<Ipv4Addr>::new().build()).execute();
+            let all: Vec<RouteMessage> = all.try_collect().await.unwrap();
+            assert_eq!(all.iter().filter(|route| table(route) == TABLE).count(), 2, "the foreign one stays");
+        });
+    }
+}
