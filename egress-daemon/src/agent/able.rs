@@ -1,14 +1,12 @@
 //! Whether this node is able to carry egress IPs, and telling the programs so: they answer ARP and NDP, and tell it to who probes.
 
-use super::{Agent, carriers, node::monotonic_ns, reach::LeaseWord};
+use super::{Agent, node::monotonic_ns, pulse, reach::LeaseWord};
 use crate::{
     datapath::{
         Pins,
         maps::{Maps, MapsError},
         write::Writer,
     },
-    health::ProbeState,
-    plan::EgressIpPlan,
     store::lease::{LeaseKeeper, LeaseState},
 };
 use egress_common::{
@@ -29,7 +27,7 @@ const NOTICE: u32 = 10;
 impl Agent {
     /// Tells the programs until when this node is able to carry egress IPs, if it is.
     pub(super) fn sign_of_life(&mut self) {
-        self.next_deadline = Instant::now() + self.settings.deadline / 8;
+        self.pulse.said(Instant::now());
         let until = if self.able { monotonic_ns() + self.settings.deadline.as_nanos() as u64 } else { 0 };
         let held = match self.lease.as_ref().map(LeaseKeeper::state) {
             Some(LeaseState::Held { until, .. }) => until.saturating_duration_since(Instant::now()),
@@ -66,7 +64,9 @@ impl Agent {
 
     /// Lets the other carriers take over where they can, and returns once everybody sends to them: the node may go next, and nothing is lost.
     pub(super) async fn hand_over(&mut self) {
-        if !self.able || !self.world.is_named(&self.node) || !self.is_replaceable() {
+        let (carriers, plan) = (&self.carriers, &self.world.plan);
+        let replaceable = carriers.are_replaceable(&self.node, plan, &self.gateways.states());
+        if !self.able || !self.world.is_named(&self.node) || !replaceable {
             return;
         }
         self.able = false;
@@ -75,21 +75,6 @@ impl Agent {
             tracing::error!("{e}");
         }
         tokio::time::sleep(self.settings.probe.interval * NOTICE).await;
-    }
-
-    /// Whether other carriers answer for all that this node answers for, or has routes to, as soon as it does not.
-    fn is_replaceable(&self) -> bool {
-        let probes = self.gateways.states();
-        let answered = self
-            .world
-            .plan
-            .egress_ips
-            .iter()
-            .filter(|(ip, _)| self.carriers.answers(**ip) || self.carriers.advertised().contains(*ip));
-        let others = |e: &EgressIpPlan| {
-            carriers::order(e).any(|name| *name != self.node && probes.get(name) == Some(&ProbeState::Alive))
-        };
-        answered.map(|(_, e)| e).all(others)
     }
 }
 
@@ -110,7 +95,7 @@ pub async fn while_waiting<T>(pins: &Pins, length: Duration, ready: impl Future<
         }
         tokio::select! {
             ready = &mut ready => return Ok(ready),
-            () = tokio::time::sleep(length / 8) => {}
+            () = tokio::time::sleep(length / pulse::OFTEN) => {}
         }
     }
 }

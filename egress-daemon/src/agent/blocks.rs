@@ -1,14 +1,14 @@
-//! Giving port blocks back: which of its blocks a node takes no new ports from, and which of those it is done with. Pure.
+//! Which blocks a node takes ports from, and giving them back: which it takes no new ports from, and which of those it is done with. Pure.
 //!
 //! A block is given back in two steps. First it is retired: the tables are written without it, so that no new flow takes
 //! a port from it. Then, when a count of the flows that began after that write finds none in it, it is released: the
 //! node's status lists it, the controller may lease it to another node, and this node does not use it again until a lease
 //! of a higher revision arrives. What is retired can be taken back into use at any time; what is released cannot.
 
-use super::demand::Ports;
+use super::{carriers::Carriers, demand::Ports};
 use crate::{
     api::EgressNodeStatus,
-    model::NodeName,
+    model::{NodeName, Snapshot},
     plan::{BlockState, Plan},
 };
 use std::{
@@ -65,6 +65,39 @@ struct Keep {
     blocks: usize,
     /// The rest is retired although flows use it: they keep their ports, but no new flow gets one.
     drain: bool,
+}
+
+/// What decides which blocks this node may take ports from.
+pub struct Holdings<'a> {
+    /// This node.
+    pub node: &'a NodeName,
+    /// The objects.
+    pub snapshot: &'a Snapshot,
+    /// What the controller has decided.
+    pub plan: &'a Plan,
+    /// Which carriers the packets of each egress IP go to.
+    pub carriers: &'a Carriers,
+    /// Leased blocks that this node takes no new ports from.
+    pub withheld: &'a Withheld,
+}
+
+/// The blocks of an egress IP that a node may take ports from: leased to it, known to the carriers that its packets go to, and not being
+/// given back.
+pub fn usable(h: &Holdings<'_>, address: IpAddr) -> BTreeSet<u16> {
+    let fixed = h.plan.egress_ips.get(&address).is_some_and(|e| e.fixed);
+    // Tables have leases only of egress IPs that their agent has read of. This node's own are in its tables before the blocks are.
+    let known = |name: &NodeName| match h.snapshot.report(name) {
+        _ if name == h.node => u64::MAX,
+        Some(report) if fixed || report.carries.contains(&address) => report.lease_revision,
+        _ => 0,
+    };
+    let Some(known) = h.carriers.used(address).iter().map(known).min() else { return BTreeSet::new() };
+    let blocks = h.plan.blocks.get(&address).into_iter().flatten();
+    blocks
+        .filter(|(_, lease)| lease.node == *h.node && lease.state == BlockState::Leased && lease.revision <= known)
+        .map(|(block, _)| *block)
+        .filter(|block| !h.withheld.contains(address, *block))
+        .collect()
 }
 
 impl Withheld {

@@ -131,6 +131,28 @@ impl Carriers {
         carried.flat_map(|(_, e)| order(e)).filter(|name| *name != node).cloned().collect()
     }
 
+    /// The gateways whose life matters to this node, each with an egress IP that it carries: those of the egress IPs that its pods use, and
+    /// of those that it carries itself.
+    pub fn watched<'a>(
+        &self,
+        node: &NodeName,
+        plan: &'a Plan,
+        used: &BTreeSet<IpAddr>,
+    ) -> BTreeSet<(&'a NodeName, IpAddr)> {
+        let concerns = |ip: &IpAddr| used.contains(ip) || self.forwards(*ip);
+        let all = plan.egress_ips.iter().filter(|(ip, e)| e.owner.is_some() && concerns(ip));
+        let carriers = all.flat_map(|(ip, e)| order(e).map(move |name| (name, *ip)));
+        carriers.filter(|(name, _)| *name != node).collect()
+    }
+
+    /// Whether other carriers answer for all that this node answers for, or has routes to, as soon as it does not.
+    pub fn are_replaceable(&self, node: &NodeName, plan: &Plan, probes: &BTreeMap<NodeName, ProbeState>) -> bool {
+        let answered = plan.egress_ips.iter().filter(|(ip, _)| self.answers(**ip) || self.advertised().contains(*ip));
+        let others =
+            |e: &EgressIpPlan| order(e).any(|name| name != node && probes.get(name) == Some(&ProbeState::Alive));
+        answered.map(|(_, e)| e).all(others)
+    }
+
     /// When [`update`](Self::update) has something new to say by itself.
     pub fn next(&self) -> Option<Duration> {
         self.lingers.values().min().copied()

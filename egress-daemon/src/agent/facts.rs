@@ -72,6 +72,11 @@ impl World {
             egress_ips: store.list::<EgressIP>(),
             egress_nodes: store.list::<EgressNode>(),
         };
+        self.take(objects)
+    }
+
+    /// The objects are these now; whether any is another one than before.
+    pub fn take(&mut self, objects: Objects) -> bool {
         let old = &self.objects;
         if same(&objects.policies, &old.policies)
             && same(&objects.pools, &old.pools)

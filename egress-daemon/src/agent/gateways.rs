@@ -4,7 +4,7 @@ use super::ways;
 use crate::{
     datapath::answers::Answered,
     health::{Form, ProbeState, ProbeTimes, ProbeTransition, WayChooser},
-    host::probe::{ProbeSocket, Request},
+    host::probe::Request,
     model::NodeName,
 };
 use egress_common::transport::DIRECT;
@@ -62,10 +62,6 @@ impl Gateways {
     /// Nobody to probe yet.
     pub fn new(times: ProbeTimes, start: Instant) -> Self {
         Self { times, start, gateways: BTreeMap::new(), next_number: 1, seq: 0 }
-    }
-
-    fn now(&self) -> Duration {
-        self.start.elapsed()
     }
 
     /// Probes these nodes from now on, and no others. What is known of a node whose address stays is kept.
@@ -145,9 +141,9 @@ impl Gateways {
         self.gateways.values().map(|g| self.start + g.due).min()
     }
 
-    /// Sends what is due and counts what was missed. Whether anything has changed.
-    pub fn tick(&mut self, socket: &ProbeSocket) -> bool {
-        let now = self.now();
+    /// Has `send` send what is due, and counts what was missed. Whether anything has changed.
+    pub fn tick(&mut self, now: Instant, mut send: impl FnMut(&NodeName, &Request)) -> bool {
+        let now = now.saturating_duration_since(self.start);
         let mut changed = false;
         for (name, g) in &mut self.gateways {
             changed |= tell(name, &g.ways.poll(now), g.ways.current());
@@ -165,10 +161,7 @@ impl Gateways {
                     wish: g.ways.current(),
                     egress: *egress,
                 };
-                // A probe that cannot be sent is a probe that is not answered.
-                if let Err(e) = socket.send(&request) {
-                    tracing::debug!("probe to {name} ({}): {e}", g.target.address);
-                }
+                send(name, &request);
             }
             g.due = now + g.ways.interval();
         }

@@ -19,6 +19,7 @@ mod kept;
 mod late;
 mod node;
 mod owned;
+mod pulse;
 mod reach;
 mod reconcile;
 pub mod settings;

@@ -14,6 +14,7 @@ use super::{
     kept,
     late::Late,
     owned::Owned,
+    pulse::Pulse,
     reach::Reach,
     reconcile,
     settings::Settings,
@@ -84,8 +85,6 @@ pub struct Options {
 
 /// How often the view is made again and the tunnel device looked at although nothing seems to have changed.
 const RESYNC: Duration = Duration::from_secs(5);
-/// For how long an agent that was stopped reads what has happened before it announces anything.
-const READ: Duration = Duration::from_secs(1);
 /// The least time between two writes of the status.
 const STATUS_EVERY: Duration = Duration::from_millis(100);
 /// How often the programs are asked whether ports are getting scarce: then ports are counted at once.
@@ -150,8 +149,7 @@ pub struct Agent {
     pub(super) source: String,
     pub(super) publish: watch::Sender<Arc<AgentState>>,
     pub(super) next_resync: Instant,
-    pub(super) next_deadline: Instant,
-    pub(super) silent_until: Instant,
+    pub(super) pulse: Pulse,
     pub(super) next_status: Instant,
     pub(super) status_due: bool,
     pub(super) next_count: Instant,
@@ -184,7 +182,7 @@ impl Agent {
         let node = NodeName::from(node.as_str());
         let mut world = World::default();
         world.read(&store, &node);
-        let reach = Reach::new(settings.probe);
+        let (reach, deadline) = (Reach::new(settings.probe), settings.deadline);
         let rules = reconcile::rules(&world, &node, &settings);
         let hooks = Hooks::start(attacher, links.subscribe(), reconcile::wanted(rules, &tunnel, &settings, None));
         let effective = Effective::recover(known_policies(&writer));
@@ -243,8 +241,7 @@ impl Agent {
             source,
             publish,
             next_resync: start,
-            next_deadline: start,
-            silent_until: start,
+            pulse: Pulse::new(deadline, start),
             next_status: start,
             status_due: true,
             next_count: start,
@@ -264,7 +261,7 @@ impl Agent {
         // What an earlier agent made stays; more is made when it is known whom policies select.
         self.make_stack_path(self.has_flag(config::flags::HOLD), false).await?;
         self.reconcile().await;
-        (self.next_deadline, self.silent_until) = (Instant::now(), Instant::now());
+        self.pulse = Pulse::new(self.settings.deadline, Instant::now());
         loop {
             let current = self.links.current();
             let wake = self.next_wake();
@@ -325,11 +322,11 @@ impl Agent {
     fn next_wake(&self) -> Instant {
         // While one is on its way, its end wakes the loop.
         let status = (self.status_due && !self.writing.is_busy()).then_some(self.next_status);
-        let claims = self.owned.next().map(|next| next.max(self.silent_until));
+        let claims = self.owned.next().map(|next| next.max(self.pulse.silent_until()));
         [self.gateways.next(), claims, status]
             .into_iter()
             .flatten()
-            .chain([self.next_resync, self.next_deadline, self.next_look])
+            .chain([self.next_resync, self.pulse.next(), self.next_look])
             .chain((!self.counting.is_busy()).then_some(self.next_count))
             .min()
             .unwrap_or(self.next_resync)
@@ -343,17 +340,18 @@ impl Agent {
             dirty |= self.gateways.reply(&answer);
         }
         let now = Instant::now();
-        dirty |= self.gateways.tick(&self.socket);
-        if now >= self.next_deadline + self.settings.deadline {
-            // Stopped for so long, this node may have lost its egress IPs: it reads what has happened before it claims any.
-            self.silent_until = now + READ;
-            self.next_deadline = self.silent_until;
-        }
-        if now >= self.silent_until {
+        dirty |= self.gateways.tick(now, |name, request| {
+            // A probe that cannot be sent is a probe that is not answered.
+            if let Err(e) = self.socket.send(request) {
+                tracing::debug!("probe to {name} ({}): {e}", request.remote);
+            }
+        });
+        let due = self.pulse.look(now);
+        if self.pulse.may_announce(now) {
             self.owned.tick();
         }
         self.lease_held = self.lease.as_ref().is_some_and(|lease| lease.held().is_some());
-        if now >= self.next_deadline {
+        if due {
             self.sign_of_life();
         }
         dirty |= self.carriers.next().is_some_and(|next| self.start.elapsed() >= next);

@@ -152,7 +152,7 @@ impl Agent {
         self.hooks.set(wanted(rules, &self.tunnel, &self.settings, shaper));
         self.complaints.extend(self.hooks.complaints());
         let setting = self.settings.transport;
-        let watched = view::watched(&facts, &self.used);
+        let watched = self.carriers.watched(&self.node, &self.world.plan, &self.used);
         let peers = peers(&self.node, &view, &self.world, &watched);
         let addresses = peers.values().map(|peer| peer.address).collect();
         self.routes.find(&self.netlink, &links, &addresses).await;
@@ -224,7 +224,7 @@ impl Agent {
             self.sign_of_life();
         }
         self.owned.set(&if self.settings.silent { BTreeMap::new() } else { announced });
-        if Instant::now() >= self.silent_until {
+        if self.pulse.may_announce(Instant::now()) {
             self.owned.tick();
         }
         self.owned.ask_all();

@@ -1,8 +1,8 @@
 //! From what the objects, the links and the probes say to what this node's datapath should do. Pure.
 
 use super::{
-    blocks::Withheld,
-    carriers::{self, Carriers},
+    blocks::{self, Holdings, Withheld},
+    carriers::Carriers,
     effective::Effective,
     facts::Histories,
     owned::Place,
@@ -19,7 +19,7 @@ use crate::{
         Announce, Bandwidth, Distribution, EndpointId, Existing, Family, Node, NodeName, OnNoGateway, Policy, PolicyId,
         Snapshot, Source, SubnetInfo, ZoneMode,
     },
-    plan::{BlockState, EgressIpPlan, Plan, select},
+    plan::{EgressIpPlan, Plan, select},
 };
 use egress_common::{config::Config, endpoint::policy_flags};
 use ipnet::IpNet;
@@ -67,6 +67,13 @@ pub struct Facts<'a> {
     pub hold: bool,
     /// Settings, but for what the view adds (`HOLD`).
     pub config: Config,
+}
+
+impl Facts<'_> {
+    fn holdings(&self) -> Holdings<'_> {
+        let Facts { node, snapshot, plan, carriers, withheld, .. } = *self;
+        Holdings { node, snapshot, plan, carriers, withheld }
+    }
 }
 
 /// The policies that select each pod of a node.
@@ -205,7 +212,7 @@ fn slots(facts: &Facts<'_>, policy: &Policy) -> Vec<SlotView> {
     let users = facts.plan.egress_ips.iter().filter_map(|(ip, e)| Some((*ip, *e.users.get(&policy.id)?)));
     let mut slots: Vec<(SlotView, Option<&NodeName>)> = users
         .map(|(address, weight)| {
-            let usable = answers(facts, address) && !usable_blocks(facts, address).is_empty();
+            let usable = answers(facts, address) && !blocks::usable(&facts.holdings(), address).is_empty();
             (SlotView { address, weight, usable }, facts.carriers.gateway(address))
         })
         .collect();
@@ -242,26 +249,6 @@ fn answers(facts: &Facts<'_>, address: IpAddr) -> bool {
     }
 }
 
-/// The blocks of an egress IP that this node may take ports from: leased to it, known to the carriers that its packets go to, and not
-/// being given back.
-fn usable_blocks(facts: &Facts<'_>, address: IpAddr) -> BTreeSet<u16> {
-    let used = facts.carriers.used(address);
-    let fixed = facts.plan.egress_ips.get(&address).is_some_and(|e| e.fixed);
-    // Tables have leases only of egress IPs that their agent has read of. This node's own are in its tables before the blocks are.
-    let known = |name: &NodeName| match facts.snapshot.report(name) {
-        _ if name == facts.node => u64::MAX,
-        Some(report) if fixed || report.carries.contains(&address) => report.lease_revision,
-        _ => 0,
-    };
-    let Some(known) = used.iter().map(known).min() else { return BTreeSet::new() };
-    let blocks = facts.plan.blocks.get(&address).into_iter().flatten();
-    blocks
-        .filter(|(_, lease)| lease.node == *facts.node && lease.state == BlockState::Leased && lease.revision <= known)
-        .map(|(block, _)| *block)
-        .filter(|block| !facts.withheld.contains(address, *block))
-        .collect()
-}
-
 fn egress(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> EgressView {
     let (forwards, used) = (facts.carriers.forwards(address), facts.carriers.used(address));
     let leases = facts.plan.blocks.get(&address).into_iter().flatten();
@@ -276,7 +263,7 @@ fn egress(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> EgressView {
         silent: facts.silent || !e.fixed && !facts.carriers.answers(address),
         subnet: if forwards { subnet(facts, address, e) } else { None },
         limit: if forwards { limit(facts.snapshot, facts.carriers, address, e).map(|[out, _]| out) } else { None },
-        blocks: usable_blocks(facts, address),
+        blocks: blocks::usable(&facts.holdings(), address),
         leases: leases.map(|(block, lease)| (*block, lease.node.clone())).collect(),
     }
 }
@@ -368,13 +355,4 @@ pub fn announced(facts: &Facts<'_>) -> BTreeMap<IpAddr, Place> {
             Some((*ip, Place { interface: index, mac, subnet: subnet(facts, *ip, e) }))
         })
         .collect()
-}
-
-/// The gateways whose life matters to this node, each with an egress IP that it carries: those of the egress IPs that its pods use, and of
-/// those that it carries itself.
-pub fn watched<'a>(facts: &Facts<'a>, used: &BTreeSet<IpAddr>) -> BTreeSet<(&'a NodeName, IpAddr)> {
-    let concerns = |ip: &IpAddr| used.contains(ip) || facts.carriers.forwards(*ip);
-    let all = facts.plan.egress_ips.iter().filter(|(ip, e)| e.owner.is_some() && concerns(ip));
-    let carriers = all.flat_map(|(ip, e)| carriers::order(e).map(move |name| (name, *ip)));
-    carriers.filter(|(name, _)| *name != facts.node).collect()
 }

@@ -11,6 +11,7 @@ mod events;
 mod partial;
 mod remarks;
 mod run;
+pub(crate) mod sight;
 #[cfg(test)]
 mod tests;
 

@@ -3,16 +3,17 @@
 use super::apply::{Applied, apply, apply_part};
 use super::departed::Departed;
 use super::partial::{Known, Revisions};
+use super::sight::{Judgement, Sight, delays, judged};
 use super::{ControllerConfig, Event, Report, remarks};
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool, Pod,
 };
-use crate::health::{Health, LeaseTracker, Renewal};
-use crate::model::{Failback, NodeName, PolicyId, Snapshot};
+use crate::health::Health;
+use crate::model::{NodeName, PolicyId, Snapshot};
 use crate::plan::diff::diff;
 use crate::plan::{Plan, plan_and_remember};
 use crate::snapshot::{Objects, desired, previous, snapshot};
-use crate::store::lease::{CONTROLLER_LEASE, GATEWAY_LEASE_PREFIX, LEASE_NAMESPACE, LeaseKeeper, LeaseTerms};
+use crate::store::lease::{CONTROLLER_LEASE, LEASE_NAMESPACE, LeaseKeeper, LeaseTerms};
 use crate::store::{Key, Problem, Store};
 use crate::translate::refusals;
 use k8s_openapi::api::coordination::v1::Lease;
@@ -65,10 +66,7 @@ struct Controller {
     lease: Key,
     report: watch::Sender<Report>,
     start: Instant,
-    gateways: LeaseTracker,
-    known: BTreeSet<NodeName>,
-    /// What the store had told of leases when it last told anything, and when that was.
-    heard: (u64, Duration),
+    sight: Sight,
     leading: Option<Leading>,
 }
 
@@ -99,22 +97,19 @@ struct Leading {
 struct Inputs {
     revisions: Revisions,
     problems: Vec<Problem>,
-    /// Whether each gateway is unasked, fresh, is proven to live, for how many of the delays, and whether its node is gone.
-    gateways: Vec<(NodeName, [bool; 4], usize)>,
+    gateways: Vec<Judgement>,
 }
 
 impl Controller {
     fn new(store: Store, config: ControllerConfig, lease: Key, report: watch::Sender<Report>) -> Self {
-        let gateways = LeaseTracker::new(config.gateways);
+        let sight = Sight::new(config.gateways);
         Controller {
             store,
             config,
             lease,
             report,
             start: Instant::now(),
-            gateways,
-            known: BTreeSet::new(),
-            heard: (0, Duration::ZERO),
+            sight,
             leading: None,
         }
     }
@@ -122,7 +117,7 @@ impl Controller {
     /// Looks at what changed, plans and writes if this controller leads and has to, and says when to wake it again.
     async fn wake(&mut self, epoch: Option<u64>) -> Instant {
         // Gateways are watched while standing by, too, so that a new leader knows at once who is dead.
-        self.observe_leases();
+        self.sight.observe(self.store.list::<Lease>(), self.store.heard::<Lease>(), self.start.elapsed());
         match epoch {
             None => self.leading = None,
             Some(epoch) if self.leading.as_ref().is_none_or(|leading| leading.epoch != epoch) => {
@@ -149,10 +144,10 @@ impl Controller {
         }
         self.report.send_if_modified(|report| std::mem::replace(&mut report.epoch, epoch) != epoch);
         let now = self.start.elapsed();
-        let health = self.gateways.health(now);
+        let health = self.sight.gateways.health(now);
         let soon = now + Duration::from_millis(1);
         let Some(mut leading) = self.leading.take() else {
-            let next = self.gateways.next_deadline(&BTreeSet::new(), now).unwrap_or(now + RESYNC);
+            let next = self.sight.gateways.next_deadline(&BTreeSet::new(), now).unwrap_or(now + RESYNC);
             return self.start + next.max(soon);
         };
         // Taken before the objects are read: what changes while the plan is made is a reason for another round.
@@ -161,45 +156,9 @@ impl Controller {
         if due || leading.seen.as_ref() != Some(&inputs) && !self.partial_round(&mut leading, &health, &inputs).await {
             self.round(&mut leading, &health, inputs).await;
         }
-        let next = self.gateways.next_deadline(&leading.delays, now).unwrap_or(leading.due).min(leading.due);
+        let next = self.sight.gateways.next_deadline(&leading.delays, now).unwrap_or(leading.due).min(leading.due);
         self.leading = Some(leading);
         self.start + next.max(soon)
-    }
-
-    /// Some lease, be it the leader's own, is renewed all the time: when the store tells of none, it is the store that is
-    /// gone, or this process that did not run, and not all the gateways.
-    fn observe_leases(&mut self) {
-        let now = self.start.elapsed();
-        let (heard, last) = (self.store.heard::<Lease>(), self.heard.1);
-        if now.saturating_sub(last) >= self.config.gateways.duration / 2 {
-            self.gateways.lost_sight(last);
-        }
-        if heard != self.heard.0 {
-            self.heard = (heard, now);
-            self.gateways.regained_sight(now);
-        }
-        let mut known = BTreeSet::new();
-        for lease in self.store.list::<Lease>() {
-            let name = lease.metadata.name.as_deref().unwrap_or_default();
-            let Some(node) = name.strip_prefix(GATEWAY_LEASE_PREFIX).map(NodeName::from) else { continue };
-            // A lease that was given up is no sign of life.
-            let spec = lease.spec.as_ref();
-            if spec.and_then(|spec| spec.holder_identity.as_deref()).is_none_or(str::is_empty) {
-                continue;
-            }
-            let renew_time = spec.and_then(|spec| spec.renew_time.as_ref()).map(|time| time.0.to_string());
-            let renewal = Renewal {
-                renew_time: renew_time.unwrap_or_default(),
-                resource_version: lease.metadata.resource_version.clone().unwrap_or_default(),
-            };
-            self.gateways.observe(&node, renewal, now);
-            known.insert(node);
-        }
-        for gone in self.known.difference(&known) {
-            self.gateways.given_up(gone);
-        }
-        self.gateways.looked();
-        self.known = known;
     }
 
     fn inputs(&self, health: &Health, delays: &BTreeSet<Duration>) -> Inputs {
@@ -207,15 +166,7 @@ impl Controller {
         Inputs {
             revisions: Revisions::of(store),
             problems: store.problems(),
-            gateways: health
-                .nodes
-                .iter()
-                .map(|(node, health)| {
-                    let passed = delays.iter().filter(|delay| health.fresh_for(**delay)).count();
-                    let flags = [health.is_unasked(), health.is_fresh(), health.is_proven(), health.gone];
-                    (node.clone(), flags, passed)
-                })
-                .collect(),
+            gateways: judged(health, delays),
         }
     }
 
@@ -233,7 +184,7 @@ impl Controller {
             return false;
         };
         let planning = started.elapsed();
-        let applied = apply_part(&leading.store, wanted, &self.known).await;
+        let applied = apply_part(&leading.store, wanted, self.sight.known()).await;
         // Owners and the states of conditions are as they were: there is nothing to tell people.
         self.report(&applied, planning, true);
         if applied.errors.is_empty() {
@@ -272,7 +223,7 @@ impl Controller {
         let doubts = problems.iter().filter_map(Event::of_node).collect();
         let known = Known::new(memo, problems, &wanted);
         let planning = started.elapsed();
-        let applied = apply(&leading.store, wanted, &self.known).await;
+        let applied = apply(&leading.store, wanted, self.sight.known()).await;
         self.tell(leading, before, after, (refused, doubts), &applied);
         self.report(&applied, planning, false);
         let now = self.start.elapsed();
@@ -290,7 +241,7 @@ impl Controller {
         let present = snapshot.nodes.keys().cloned().collect();
         let names = objects.egress_nodes.iter().filter_map(|node| node.metadata.name.as_deref());
         let holders: Vec<NodeName> = names.map(NodeName::from).collect();
-        self.gateways.observe_nodes(&present, &holders, now);
+        self.sight.gateways.observe_nodes(&present, &holders, now);
     }
 
     /// Tells people what came of a round.
@@ -339,14 +290,4 @@ impl Controller {
             report.error = applied.errors.first().map(ToString::to_string);
         });
     }
-}
-
-/// After which delays an egress IP may go back to its preferred gateway.
-fn delays(snapshot: &Snapshot) -> BTreeSet<Duration> {
-    let of_pools = snapshot.pools.values().map(|pool| pool.failback);
-    let delay = |failback| match failback {
-        Failback::Preferred { delay } => Some(delay),
-        Failback::Never => None,
-    };
-    of_pools.chain([Failback::default()]).filter_map(delay).collect()
 }

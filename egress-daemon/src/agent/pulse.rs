@@ -1,0 +1,53 @@
+//! When an agent tells the programs that it lives, and when it must not speak for its node. Pure.
+
+use std::time::{Duration, Instant};
+
+/// So often in the time that the programs believe it, an agent says that it lives.
+pub const OFTEN: u32 = 8;
+/// For how long an agent that was stopped reads what has happened before it announces anything.
+const READ: Duration = Duration::from_secs(1);
+
+/// The times of an agent's signs of life.
+#[derive(Clone, Copy, Debug)]
+pub struct Pulse {
+    length: Duration,
+    next: Instant,
+    silent_until: Instant,
+}
+
+impl Pulse {
+    /// An agent that begins to speak now; the programs believe it for `length`.
+    pub fn new(length: Duration, now: Instant) -> Self {
+        Self { length, next: now, silent_until: now }
+    }
+
+    /// Whether a sign of life is due. Stopped for so long that its last one has expired, the node may have lost its egress IPs: its agent
+    /// reads what has happened before it claims any.
+    pub fn look(&mut self, now: Instant) -> bool {
+        if now >= self.next + self.length {
+            self.silent_until = now + READ;
+            self.next = self.silent_until;
+        }
+        now >= self.next
+    }
+
+    /// A sign of life was given.
+    pub fn said(&mut self, now: Instant) {
+        self.next = now + self.length / OFTEN;
+    }
+
+    /// Whether egress IPs may be announced.
+    pub fn may_announce(&self, now: Instant) -> bool {
+        now >= self.silent_until
+    }
+
+    /// When the next sign of life is due.
+    pub fn next(&self) -> Instant {
+        self.next
+    }
+
+    /// Until when nothing is announced.
+    pub fn silent_until(&self) -> Instant {
+        self.silent_until
+    }
+}

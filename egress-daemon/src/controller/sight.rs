@@ -1,0 +1,95 @@
+//! What a controller sees of gateways, and what of it a plan depends on. Pure.
+
+use crate::health::{Health, LeaseTimes, LeaseTracker, Renewal};
+use crate::model::{Failback, NodeName, Snapshot};
+use crate::store::lease::GATEWAY_LEASE_PREFIX;
+use k8s_openapi::api::coordination::v1::Lease;
+use std::borrow::Borrow;
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+/// The gateways by their leases, as far as the store tells of them.
+pub(crate) struct Sight {
+    pub(crate) gateways: LeaseTracker,
+    patience: Duration,
+    known: BTreeSet<NodeName>,
+    /// What the store had told of leases when it last told anything, and when that was.
+    heard: (u64, Duration),
+}
+
+impl Sight {
+    pub(crate) fn new(times: LeaseTimes) -> Self {
+        let (patience, known) = (times.duration / 2, BTreeSet::new());
+        Self { gateways: LeaseTracker::new(times), patience, known, heard: (0, Duration::ZERO) }
+    }
+
+    /// The gateways whose leases somebody holds.
+    pub(crate) fn known(&self) -> &BTreeSet<NodeName> {
+        &self.known
+    }
+
+    /// Takes note of all leases; `heard` is another number whenever the store has told of any.
+    ///
+    /// Some lease, be it the leader's own, is renewed all the time: when the store tells of none, it is the store that is gone, or this
+    /// process that did not run, and not all the gateways.
+    pub(crate) fn observe(
+        &mut self,
+        leases: impl IntoIterator<Item = impl Borrow<Lease>>,
+        heard: u64,
+        now: Duration,
+    ) {
+        if now.saturating_sub(self.heard.1) >= self.patience {
+            self.gateways.lost_sight(self.heard.1);
+        }
+        if heard != self.heard.0 {
+            self.heard = (heard, now);
+            self.gateways.regained_sight(now);
+        }
+        let mut known = BTreeSet::new();
+        for lease in leases {
+            let lease = lease.borrow();
+            let name = lease.metadata.name.as_deref().unwrap_or_default();
+            let Some(node) = name.strip_prefix(GATEWAY_LEASE_PREFIX).map(NodeName::from) else { continue };
+            // A lease that was given up is no sign of life.
+            let spec = lease.spec.as_ref();
+            if spec.and_then(|spec| spec.holder_identity.as_deref()).is_none_or(str::is_empty) {
+                continue;
+            }
+            let renew_time = spec.and_then(|spec| spec.renew_time.as_ref()).map(|time| time.0.to_string());
+            let renewal = Renewal {
+                renew_time: renew_time.unwrap_or_default(),
+                resource_version: lease.metadata.resource_version.clone().unwrap_or_default(),
+            };
+            self.gateways.observe(&node, renewal, now);
+            known.insert(node);
+        }
+        for gone in self.known.difference(&known) {
+            self.gateways.given_up(gone);
+        }
+        self.gateways.looked();
+        self.known = known;
+    }
+}
+
+/// A gateway: whether it is unasked, fresh, proven to live, and whether its node is gone; for how many of the delays it has been fresh.
+pub(crate) type Judgement = (NodeName, [bool; 4], usize);
+
+/// What of the gateways' health a plan depends on, in a form that is cheap to compare.
+pub(crate) fn judged(health: &Health, delays: &BTreeSet<Duration>) -> Vec<Judgement> {
+    let judge = |(node, health): (&NodeName, &crate::health::NodeHealth)| {
+        let passed = delays.iter().filter(|delay| health.fresh_for(**delay)).count();
+        let flags = [health.is_unasked(), health.is_fresh(), health.is_proven(), health.gone];
+        (node.clone(), flags, passed)
+    };
+    health.nodes.iter().map(judge).collect()
+}
+
+/// After which delays an egress IP may go back to its preferred gateway.
+pub(crate) fn delays(snapshot: &Snapshot) -> BTreeSet<Duration> {
+    let of_pools = snapshot.pools.values().map(|pool| pool.failback);
+    let delay = |failback| match failback {
+        Failback::Preferred { delay } => Some(delay),
+        Failback::Never => None,
+    };
+    of_pools.chain([Failback::default()]).filter_map(delay).collect()
+}
