@@ -4,8 +4,9 @@
 //! off where no other carrier answers its probes and no node's probe has come in for as long as it takes to call a gateway dead.
 //!
 //! One that cannot renew its lease goes on, as long as nobody else can either: then the store is away, and nobody plans. Where another
-//! carrier says that it holds its own, the controller plans without this one, and gives others blocks that it does not know. So it does for
-//! one that was cut off: what that one knows is old until its watches are back, which takes longer than its lease.
+//! carrier says that it holds its own, the controller plans without this one, and gives others blocks that it does not know. When the store
+//! is back, some have their leases earlier than others: the controller gives each a whole duration for it, and so does this. It also plans
+//! without one that was cut off: what that one knows is old until its watches are back, which takes longer than its lease.
 
 use crate::{
     health::{ProbeState, ProbeTimes},
@@ -32,6 +33,8 @@ pub struct Reach {
     held: Option<Duration>,
     /// Since when it is held.
     since: Option<Duration>,
+    /// Since when some other carrier holds its own.
+    others: Option<Duration>,
     reached: bool,
     replaced: bool,
 }
@@ -52,8 +55,8 @@ impl Reach {
     pub fn new(times: ProbeTimes) -> Self {
         let patience = times.interval * times.misses;
         let (peers, asked, heard) = (BTreeSet::new(), 0, Duration::ZERO);
-        let (company, held, since) = (false, None, None);
-        Self { patience, peers, asked, heard, company, held, since, reached: true, replaced: false }
+        let (company, held, since, others) = (false, None, None, None);
+        Self { patience, peers, asked, heard, company, held, since, others, reached: true, replaced: false }
     }
 
     /// These are the other carriers of what this node carries.
@@ -81,13 +84,15 @@ impl Reach {
             self.held = Some(now);
         }
         self.since = self.since.filter(|_| lease.held).or(lease.held.then_some(now));
-        let lost = match self.held {
-            Some(held) => now > held + self.patience,
-            None => now > lease.duration,
-        };
+        let others = self.peers.iter().any(|peer| holding.contains(peer));
+        self.others = self.others.filter(|_| others).or(others.then_some(now));
+        let end = self.held.map_or(lease.duration, |held| held + self.patience);
+        let lost = now > end;
+        // Who holds a lease that it took later than that was without one as well: the store was away, and is back for some before others.
+        let passed_by = self.others.is_some_and(|since| since <= end || now > since + lease.duration);
         let replaced = match self.since {
             _ if !lease.wanted => false,
-            _ if lost && (!self.reached || self.peers.iter().any(|peer| holding.contains(peer))) => true,
+            _ if lost && (!self.reached || passed_by) => true,
             Some(since) => self.replaced && now < since + READ,
             // Nobody holds any: nothing was planned. As long as nobody answers, that is not known.
             None => self.replaced && !(lost && self.company),
@@ -143,11 +148,17 @@ mod tests {
         assert!(!reach.compare(lease(true), &all, ms(20_999)));
         assert!(reach.compare(lease(true), &all, ms(21_000)) && reach.is_reached());
         assert!(!reach.compare(lease(false), &none, ms(60_000)), "nobody can");
-        assert!(reach.compare(lease(false), &all, ms(60_001)), "one can again");
-        assert!(reach.compare(lease(false), &none, ms(60_002)) && reach.is_reached(), "and cannot any more");
-        assert!(reach.compare(lease(false), &all, ms(60_003)));
+        assert!(
+            !reach.compare(lease(false), &all, ms(60_001)),
+            "one can again: this node has a lease's time to follow"
+        );
+        assert!(!reach.compare(lease(false), &all, ms(75_001)));
+        assert!(reach.compare(lease(false), &all, ms(75_002)), "it does not");
+        assert!(reach.compare(lease(false), &none, ms(75_003)) && reach.is_reached(), "and cannot any more");
         let given_up = LeaseWord { wanted: false, ..lease(false) };
-        assert!(reach.compare(given_up, &all, ms(70_000)) && reach.is_reached(), "nobody asks for it");
+        reach.compare(lease(false), &all, ms(75_004));
+        assert!(reach.compare(lease(false), &all, ms(90_005)) && !reach.is_reached());
+        assert!(reach.compare(given_up, &all, ms(91_000)) && reach.is_reached(), "nobody asks for it");
     }
 
     #[test]
