@@ -15,7 +15,7 @@ use egress_common::{
     verdict::Counter,
 };
 use std::{
-    collections::BTreeSet,
+    collections::BTreeMap,
     future::Future,
     net::IpAddr,
     time::{Duration, Instant},
@@ -78,10 +78,11 @@ impl Agent {
     }
 }
 
-/// The egress IPs that an earlier agent left the kernel answering for.
-pub(super) fn answered(writer: &Writer) -> BTreeSet<IpAddr> {
-    let answered = writer.present().egress_ips.values().filter(|e| e.flags & flags::CARRIED != 0);
-    answered.filter(|e| e.flags & (flags::SILENT | flags::NODE_ADDRESS) == 0).map(|e| net::from_any(e.addr)).collect()
+/// The egress IPs that an earlier agent left the kernel forwarding for, and whether it answers for them.
+pub(super) fn carried(writer: &Writer) -> BTreeMap<IpAddr, bool> {
+    let carried = writer.present().egress_ips.values().filter(|e| e.flags & flags::CARRIED != 0);
+    let answers = |flags: u32| flags & (flags::SILENT | flags::NODE_ADDRESS) == 0;
+    carried.map(|e| (net::from_any(e.addr), answers(e.flags))).collect()
 }
 
 /// Waits for what an agent needs before it can decide anything. Meanwhile the programs go on as an earlier agent left them: if that one said
@@ -101,7 +102,7 @@ pub async fn while_waiting<T>(pins: &Pins, length: Duration, ready: impl Future<
 }
 
 /// The deadline that follows `until`, which an agent has set; none if it has passed.
-fn renewed(until: u64, now: u64, length: Duration) -> Option<u64> {
+pub(super) fn renewed(until: u64, now: u64, length: Duration) -> Option<u64> {
     (now < until).then(|| now + length.as_nanos() as u64)
 }
 

@@ -59,9 +59,10 @@ enum Worth {
 }
 
 impl Carriers {
-    /// An agent that starts: an earlier one has left the kernel answering for these.
-    pub fn recover(answered: BTreeSet<IpAddr>) -> Self {
-        Self { carried: answered.clone(), answered, ..Self::default() }
+    /// An agent that starts: an earlier one has left the kernel forwarding for these, and answering for those of which that is said.
+    pub fn recover(left: &BTreeMap<IpAddr, bool>) -> Self {
+        let answered = left.iter().filter(|(_, answers)| **answers).map(|(ip, _)| *ip).collect();
+        Self { carried: left.keys().copied().collect(), answered, ..Self::default() }
     }
 
     /// Takes note of the plan, reports and probes.

@@ -104,7 +104,7 @@ fn an_agent_that_starts_goes_on_answering_until_one_before_it_is_heard() {
     let (mut world, moving) = (World::new(), ip(OWNED[0].0));
     carried_by(&mut world, 0, &["g1", "me"]);
     world.probes.insert("g1".into(), ProbeState::Unknown);
-    let mut carriers = Carriers::recover([moving].into());
+    let mut carriers = Carriers::recover(&[(moving, true)].into());
     world.decide(&mut carriers, Duration::ZERO);
     assert!(carriers.answers(moving));
     world.probes.insert("g1".into(), ProbeState::Alive);
@@ -128,6 +128,17 @@ fn a_node_that_is_no_carrier_any_more_is_silent_and_forwards_until_everybody_kno
     assert_eq!(own(&world, LINGER), (false, true, false));
     carried_by(&mut world, 2, &["g2", "me"]);
     assert_eq!(own(&world, LINGER), (true, true, true));
+}
+
+#[test]
+fn an_agent_that_starts_forwards_what_was_carried_until_everybody_knows() {
+    let (mut world, left) = (World::new(), ip(OWNED[2].0));
+    carried_by(&mut world, 2, &["g2"]);
+    let mut carriers = Carriers::recover(&[(left, false)].into());
+    world.decide(&mut carriers, Duration::ZERO);
+    assert!(carriers.forwards(left) && !carriers.answers(left), "sources may have read less");
+    world.decide(&mut carriers, LINGER);
+    assert!(!carriers.forwards(left));
 }
 
 #[test]

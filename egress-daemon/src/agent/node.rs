@@ -171,7 +171,7 @@ impl Agent {
         let encoder = Encoder::recover(writer.present());
         let endpoints = kept::recover(writer.present());
         let histories = Histories::recover(&endpoints);
-        let carriers = Carriers::recover(able::answered(&writer));
+        let carriers = Carriers::recover(&able::carried(&writer));
         let mode = settings.attach.unwrap_or_else(attach::mode);
         let attacher = Attacher::new(programs, pins, mode);
         let links = Links::follow(LinksOptions::default()).await.context("links cannot be followed")?;
