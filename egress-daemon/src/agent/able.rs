@@ -15,7 +15,7 @@ use egress_common::{
     verdict::Counter,
 };
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     future::Future,
     net::IpAddr,
     time::{Duration, Instant},

@@ -23,6 +23,8 @@ mod pulse;
 mod reach;
 mod reconcile;
 pub mod settings;
+#[cfg(test)]
+mod sim;
 mod status;
 mod tell;
 pub mod view;

@@ -2,7 +2,7 @@
 
 use super::{
     blocks::{self, Holdings, Withheld},
-    carriers::Carriers,
+    carriers::{self, Carriers},
     effective::Effective,
     facts::Histories,
     owned::Place,

@@ -103,15 +103,7 @@ struct Inputs {
 impl Controller {
     fn new(store: Store, config: ControllerConfig, lease: Key, report: watch::Sender<Report>) -> Self {
         let sight = Sight::new(config.gateways);
-        Controller {
-            store,
-            config,
-            lease,
-            report,
-            start: Instant::now(),
-            sight,
-            leading: None,
-        }
+        Controller { store, config, lease, report, start: Instant::now(), sight, leading: None }
     }
 
     /// Looks at what changed, plans and writes if this controller leads and has to, and says when to wake it again.
@@ -163,11 +155,7 @@ impl Controller {
 
     fn inputs(&self, health: &Health, delays: &BTreeSet<Duration>) -> Inputs {
         let store = &self.store;
-        Inputs {
-            revisions: Revisions::of(store),
-            problems: store.problems(),
-            gateways: judged(health, delays),
-        }
+        Inputs { revisions: Revisions::of(store), problems: store.problems(), gateways: judged(health, delays) }
     }
 
     /// Takes in what changed since the last round, if that is little; says whether it was.

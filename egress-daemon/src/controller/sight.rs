@@ -32,12 +32,7 @@ impl Sight {
     ///
     /// Some lease, be it the leader's own, is renewed all the time: when the store tells of none, it is the store that is gone, or this
     /// process that did not run, and not all the gateways.
-    pub(crate) fn observe(
-        &mut self,
-        leases: impl IntoIterator<Item = impl Borrow<Lease>>,
-        heard: u64,
-        now: Duration,
-    ) {
+    pub(crate) fn observe(&mut self, leases: impl IntoIterator<Item = impl Borrow<Lease>>, heard: u64, now: Duration) {
         if now.saturating_sub(self.heard.1) >= self.patience {
             self.gateways.lost_sight(self.heard.1);
         }

@@ -15,7 +15,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 
 use crate::guest::{self, Kernel};
-use crate::{build, cluster, image, setup, workspace};
+use crate::{build, cluster, image, progress, setup, workspace};
 use binaries::{Binary, Kind};
 use libtest::Run;
 use tally::Tally;
@@ -26,6 +26,7 @@ const E2E_THREADS: &str = "4";
 /// The tests on a Kubernetes.
 const CLUSTER: &str = "tests/cluster";
 const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
+const SIMULATION_TIMEOUT: Duration = Duration::from_secs(20 * 60);
 /// The end-to-end tests that run once more for each of [`OTHER_TRANSPORTS`].
 const BY_TRANSPORT: &str = "spillway";
 const OTHER_TRANSPORTS: [&str; 2] = ["vxlan", "device"];
@@ -91,6 +92,7 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
         guests(&Kernel::USUAL, false, &binaries, &bin_dir, false, tally)?;
     }
     if !args.e2e && args.filter.is_none() {
+        simulated_cluster(tally)?;
         let mut command = workspace::cargo("test");
         command.args(["--quiet", "--workspace", "--exclude", "egress-ebpf", "--doc", "--no-fail-fast"]);
         let how = Run { filter: None, timeout: UNIT_TIMEOUT, second_try: false };
@@ -100,6 +102,20 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
         bail!("no test's name contains {filter}");
     }
     Ok(())
+}
+
+/// Runs all seeds of the simulated cluster. Without optimization they would take an hour.
+fn simulated_cluster(tally: &mut Tally) -> Result<()> {
+    let test = || {
+        let mut command = workspace::cargo("test");
+        command.args(["--release", "--package", "egress-daemon", "--lib"]);
+        command
+    };
+    progress::run("build the simulated cluster", test().arg("--no-run"))?;
+    let mut command = test();
+    command.args(["--quiet", "--", "agent::sim"]);
+    let how = Run { filter: None, timeout: SIMULATION_TIMEOUT, second_try: false };
+    libtest::run("the simulated cluster", command, &how, tally)
 }
 
 /// Runs the datapath's tests under other kernels, and one end-to-end test where `whole` is wanted: that one takes minutes.

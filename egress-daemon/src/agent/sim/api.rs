@@ -1,0 +1,249 @@
+//! The API server as a log of versions, and what a process has seen of it.
+//!
+//! Each kind has a watch of its own: a process sees the versions of one kind in their order, and each watch is late by itself. A process
+//! that starts lists what some server's cache has, which may be old.
+
+use super::super::facts::World;
+use crate::{
+    api::{EgressIP, EgressNode, Pod},
+    snapshot::Objects,
+};
+use k8s_openapi::{
+    api::{coordination::v1::Lease, core::v1::Node},
+    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+};
+use std::{
+    collections::{BTreeMap, HashMap},
+    rc::Rc,
+    sync::Arc,
+    time::Duration,
+};
+
+#[derive(Clone, Debug)]
+pub enum Object {
+    Node(Arc<Node>),
+    Pod(Arc<Pod>),
+    EgressIp(Arc<EgressIP>),
+    EgressNode(Arc<EgressNode>),
+    Lease(Arc<Lease>),
+}
+
+/// The kinds by number.
+pub const KINDS: usize = 5;
+pub const LEASES: usize = 4;
+
+impl Object {
+    pub fn kind(&self) -> usize {
+        match self {
+            Object::Node(_) => 0,
+            Object::Pod(_) => 1,
+            Object::EgressIp(_) => 2,
+            Object::EgressNode(_) => 3,
+            Object::Lease(_) => LEASES,
+        }
+    }
+
+    fn metadata(&self) -> &ObjectMeta {
+        match self {
+            Object::Node(object) => &object.metadata,
+            Object::Pod(object) => &object.metadata,
+            Object::EgressIp(object) => &object.metadata,
+            Object::EgressNode(object) => &object.metadata,
+            Object::Lease(object) => &object.metadata,
+        }
+    }
+
+    fn metadata_mut(&mut self) -> &mut ObjectMeta {
+        match self {
+            Object::Node(object) => &mut Arc::make_mut(object).metadata,
+            Object::Pod(object) => &mut Arc::make_mut(object).metadata,
+            Object::EgressIp(object) => &mut Arc::make_mut(object).metadata,
+            Object::EgressNode(object) => &mut Arc::make_mut(object).metadata,
+            Object::Lease(object) => &mut Arc::make_mut(object).metadata,
+        }
+    }
+
+    fn key(&self) -> Key {
+        (self.kind(), self.metadata().name.clone().unwrap_or_default())
+    }
+}
+
+type Key = (usize, String);
+
+/// An object with its version.
+#[derive(Clone, Debug)]
+pub struct Stored {
+    version: u64,
+    at: Duration,
+    pub object: Object,
+}
+
+#[derive(Default)]
+pub struct Server {
+    pub now: Duration,
+    version: u64,
+    current: BTreeMap<Key, Stored>,
+    log: [Vec<Stored>; KINDS],
+}
+
+impl Server {
+    /// Creates an object that has no version yet, or replaces the one of that version. `None`: a conflict.
+    pub fn write(&mut self, mut object: Object) -> Option<Stored> {
+        let key = object.key();
+        let present = self.current.get(&key).map(|stored| stored.version.to_string());
+        if object.metadata().resource_version != present {
+            return None;
+        }
+        self.version += 1;
+        object.metadata_mut().resource_version = Some(self.version.to_string());
+        let stored = Stored { version: self.version, at: self.now, object };
+        self.log[key.0].push(stored.clone());
+        self.current.insert(key, stored.clone());
+        Some(stored)
+    }
+
+    /// How many versions of each kind there have been.
+    pub fn ends(&self) -> [usize; KINDS] {
+        std::array::from_fn(|kind| self.log[kind].len())
+    }
+
+    /// The versions of EgressNodes from a place on, which moves behind them.
+    pub fn egress_nodes(&self, from: &mut usize) -> impl Iterator<Item = &EgressNode> {
+        let news = &self.log[3][*from..];
+        *from += news.len();
+        news.iter().filter_map(|stored| match &stored.object {
+            Object::EgressNode(object) => Some(object.as_ref()),
+            _ => None,
+        })
+    }
+
+    pub fn all(&self) -> impl Iterator<Item = &Object> {
+        self.current.values().map(|stored| &stored.object)
+    }
+}
+
+/// What a process has seen.
+#[derive(Clone, Default)]
+pub struct Client {
+    ends: [usize; KINDS],
+    seen: BTreeMap<Key, Stored>,
+}
+
+impl Client {
+    /// A process that starts lists each kind as it was when the server looked.
+    pub fn list(server: &Server, late: Duration) -> Self {
+        let mut client = Self::default();
+        let at = server.now.saturating_sub(late);
+        let ends = std::array::from_fn(|kind| server.log[kind].partition_point(|stored| stored.at <= at));
+        client.follow_to(server, ends);
+        client
+    }
+
+    /// The watch of a kind tells what it has not told yet. Whether there was anything.
+    pub fn follow(&mut self, server: &Server, kind: usize) -> bool {
+        let mut ends = self.ends;
+        ends[kind] = server.log[kind].len();
+        let any = ends != self.ends;
+        self.follow_to(server, ends);
+        any
+    }
+
+    /// It has seen all of these.
+    pub fn follow_to(&mut self, server: &Server, ends: [usize; KINDS]) {
+        for (kind, end) in ends.into_iter().enumerate() {
+            let end = end.max(self.ends[kind]);
+            let news = &server.log[kind][self.ends[kind]..end];
+            self.ends[kind] = end;
+            news.iter().for_each(|stored| self.note(stored.clone()));
+        }
+    }
+
+    /// Takes in a version, unless it knows a later one.
+    pub fn note(&mut self, stored: Stored) {
+        let key = stored.object.key();
+        if self.seen.get(&key).is_none_or(|seen| seen.version < stored.version) {
+            self.seen.insert(key, stored);
+        }
+    }
+
+    /// How many versions of each kind it has seen.
+    pub fn versions_end(&self) -> [usize; KINDS] {
+        self.ends
+    }
+
+    /// What tells what was seen, leases apart.
+    pub fn versions(&self) -> Vec<u64> {
+        self.seen.iter().filter(|((kind, _), _)| *kind != LEASES).map(|(_, stored)| stored.version).collect()
+    }
+
+    /// How much it was told of leases.
+    pub fn heard(&self) -> u64 {
+        self.ends[LEASES] as u64
+    }
+
+    pub fn leases(&self) -> impl Iterator<Item = &Lease> {
+        self.seen.values().filter_map(|stored| match &stored.object {
+            Object::Lease(lease) => Some(lease.as_ref()),
+            _ => None,
+        })
+    }
+
+    pub fn lease(&self, name: &str) -> Option<&Lease> {
+        self.leases().find(|lease| lease.metadata.name.as_deref() == Some(name))
+    }
+
+    /// All that a plan is made from; `fixed` has what nobody writes.
+    pub fn objects(&self, fixed: &Objects) -> Objects {
+        let mut objects = fixed.clone();
+        for stored in self.seen.values() {
+            match &stored.object {
+                Object::Node(object) => objects.nodes.push(object.clone()),
+                Object::Pod(object) => objects.pods.push(object.clone()),
+                Object::EgressIp(object) => objects.egress_ips.push(object.clone()),
+                Object::EgressNode(object) => objects.egress_nodes.push(object.clone()),
+                Object::Lease(_) => {}
+            }
+        }
+        objects
+    }
+}
+
+/// What objects mean.
+pub struct View {
+    pub world: World,
+    /// Another number for other leases of blocks than those that were read before.
+    pub leases: u64,
+}
+
+/// Makes of objects what they mean, once for all who have seen the same.
+#[derive(Default)]
+pub struct Reader {
+    pub fixed: Objects,
+    known: HashMap<Vec<u64>, Rc<View>>,
+    last: Option<Rc<View>>,
+}
+
+impl Reader {
+    pub fn read(&mut self, client: &Client) -> Rc<View> {
+        let versions = client.versions();
+        if let Some(view) = self.known.get(&versions) {
+            return view.clone();
+        }
+        let mut world = World::default();
+        world.take(client.objects(&self.fixed));
+        let same = self.last.as_ref().filter(|last| last.world.plan.blocks == world.plan.blocks);
+        let leases = same.map_or(self.known.len() as u64, |last| last.leases);
+        let view = Rc::new(View { world, leases });
+        self.known.insert(versions, view.clone());
+        self.last = Some(view.clone());
+        view
+    }
+}
+
+impl std::ops::Deref for View {
+    type Target = World;
+
+    fn deref(&self) -> &World {
+        &self.world
+    }
+}

@@ -1,0 +1,329 @@
+//! What must hold at every moment.
+
+use super::{
+    api::View,
+    cluster::{Cluster, Machine},
+    machine::Agent,
+};
+use crate::{
+    agent::carriers::order,
+    model::NodeName,
+    plan::{EgressIpPlan, Plan},
+};
+use egress_common::port_block;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    rc::Rc,
+    time::Duration,
+};
+
+/// Where no tables were written, one look in so long is enough.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// The longest time without anybody who answers, after the last fault began or ended, and after a carrier has become able to.
+const HOLE: Duration = Duration::from_millis(500);
+/// The longest time in which two answer that hear each other.
+const BOTH: Duration = Duration::from_secs(2);
+/// For how long a machine must have been well to count as a carrier that lives and is reachable.
+const WELL: Duration = Duration::from_secs(1);
+/// The same after it has lost its lease while others had theirs: `reach::READ`, and what it takes to find out.
+const READ: Duration = Duration::from_millis(5_500);
+
+/// What was seen so far.
+#[derive(Default)]
+pub struct Checks {
+    health: BTreeMap<usize, Health>,
+    /// When each machine held its lease last.
+    held: BTreeMap<usize, Duration>,
+    /// Since when nobody answers, and since when besides no carrier that could waits for one that does not know of its turn.
+    holes: BTreeMap<IpAddr, (Duration, Duration)>,
+    both: BTreeMap<(IpAddr, usize, usize), Duration>,
+    answering: BTreeMap<IpAddr, Vec<usize>>,
+    last_look: Duration,
+    /// How often tables had been written when anything, and when the tables, were looked at.
+    writes: u64,
+    checked: u64,
+    last_fault: Duration,
+    reported: BTreeMap<NodeName, (u64, BTreeSet<IpAddr>)>,
+    read: usize,
+}
+
+/// What is known of a machine.
+#[derive(Clone, Copy, Default)]
+struct Health {
+    /// Since when nothing is wrong with it.
+    well: Duration,
+    /// When its agent held its lease last.
+    held: Option<Duration>,
+    /// Since when it holds it.
+    holds: Option<Duration>,
+    /// It is without a lease: when nobody had one last.
+    nobody: Option<Duration>,
+    /// It has lost the lease while others could have theirs.
+    lost: bool,
+}
+
+impl Checks {
+    /// Looks at everything.
+    pub fn look(&mut self, cluster: &mut Cluster) -> Result<(), String> {
+        let now = cluster.now;
+        let writes = cluster.machines.iter().map(|machine| machine.kernel.writes).sum();
+        if std::mem::replace(&mut self.writes, writes) == writes && now < self.last_look + LOOK_EVERY {
+            return Ok(());
+        }
+        self.last_look = now;
+        let ends = |f: &super::faults::Planned| [f.from, f.until].into_iter().filter(|at| *at <= now).max();
+        self.last_fault = cluster.faults.iter().filter_map(ends).max().unwrap_or_default();
+        for n in 0..cluster.machines.len() {
+            self.note_health(cluster, n);
+        }
+        let Some(world) = truth(cluster) else { return Ok(()) };
+        let owned = world.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some());
+        for (ip, e) in owned {
+            let answering: Vec<usize> =
+                (0..cluster.machines.len()).filter(|n| answers(&cluster.machines[*n], *ip, now)).collect();
+            if cluster.trace && self.answering.get(ip) != Some(&answering) {
+                let names: Vec<&NodeName> = answering.iter().map(|n| &cluster.machines[*n].name).collect();
+                let line = format!("{ip} is answered for by {names:?}, carriers are {:?}", e.carriers);
+                cluster.say(format_args!("{line}"));
+            }
+            self.check_hole(cluster, *ip, e, &answering)?;
+            self.check_both(cluster, *ip, &answering)?;
+            self.answering.insert(*ip, answering);
+        }
+        if std::mem::replace(&mut self.checked, writes) != writes {
+            self.note_reports(cluster);
+            check_holders(cluster)?;
+            self.check_carriers(cluster)?;
+        }
+        Ok(())
+    }
+
+    /// Everything has been well for long: everything works.
+    pub fn finish(&mut self, cluster: &mut Cluster) -> Result<(), String> {
+        let Some(world) = truth(cluster) else { return Err("there is no plan".into()) };
+        for (ip, e) in &world.plan.egress_ips {
+            let answering: Vec<&NodeName> = cluster
+                .machines
+                .iter()
+                .filter(|machine| answers(machine, *ip, cluster.now))
+                .map(|machine| &machine.name)
+                .collect();
+            if answering != e.owner.iter().collect::<Vec<_>>() {
+                return Err(format!("in the end {ip} is answered for by {answering:?}, its owner is {:?}", e.owner));
+            }
+            for machine in cluster.machines.iter().filter(|machine| !machine.is_gateway) {
+                let entry = machine.kernel.tables.as_ref().and_then(|tables| tables.egress.get(ip));
+                if entry.is_none_or(|entry| entry.blocks.is_empty() || entry.used.is_empty()) {
+                    return Err(format!("in the end {} cannot use {ip}", machine.name));
+                }
+            }
+        }
+        match world.plan.egress_ips.is_empty() {
+            true => Err("there is no egress IP".into()),
+            false => Ok(()),
+        }
+    }
+
+    fn note_health(&mut self, cluster: &Cluster, n: usize) {
+        let (now, machine) = (cluster.now, &cluster.machines[n]);
+        let health = self.health.entry(n).or_default();
+        let Some(agent) = machine.agent.as_ref().filter(|_| runs(cluster, n)) else {
+            *health = Health { well: now, lost: health.lost, ..Health::default() };
+            return;
+        };
+        if !is_touched(cluster, n) || machine.uplink_faults > 0 || cluster.processes[n].api_faults > 0 {
+            health.well = now;
+        }
+        if agent.holds(now) {
+            self.held.insert(n, now);
+            health.held = Some(now);
+            health.holds = health.holds.or(Some(now));
+        } else {
+            health.holds = None;
+        }
+        // As `Reach` judges: an agent that starts has as long as a lease lasts to get it.
+        let late = match health.held {
+            Some(held) => now > held + Duration::from_millis(250),
+            None => now > agent.start + cluster.times.lease,
+        };
+        // Where nobody holds one, the API server is away. When it is back, each has as long as a lease lasts.
+        let others = self.held.iter().any(|(m, held)| *m != n && now < *held + HOLE);
+        health.nobody = if late && !others { Some(now) } else { health.nobody.filter(|_| late) };
+        let passed_by = health.nobody.is_none_or(|last| now > last + cluster.times.lease);
+        health.lost |= late && (passed_by || health.well == now);
+        health.lost &= health.holds.is_none_or(|since| now < since + READ);
+    }
+
+    /// Since when a machine has been a carrier that lives and is reachable.
+    fn able_since(&self, cluster: &Cluster, n: usize, ip: IpAddr) -> Option<Duration> {
+        let (health, machine) = (self.health.get(&n)?, &cluster.machines[n]);
+        let read = machine.agent.as_ref()?.world.plan.egress_ips.get(&ip)?;
+        let since = health.well + WELL;
+        (!health.lost && cluster.now >= since && order(read).any(|name| *name == machine.name)).then_some(since)
+    }
+
+    fn check_hole(&mut self, c: &Cluster, ip: IpAddr, e: &EgressIpPlan, answering: &[usize]) -> Result<(), String> {
+        let able = order(e).filter_map(|name| c.index(name)).filter_map(|n| Some((n, self.able_since(c, n, ip)?)));
+        let able: Vec<(usize, Duration)> = able.collect();
+        let (true, Some(possible)) = (answering.is_empty(), able.iter().map(|(_, since)| *since).min()) else {
+            self.holes.remove(&ip);
+            return Ok(());
+        };
+        let (first, known) = self.holes.entry(ip).or_insert((c.now, c.now));
+        if able.iter().all(|(n, _)| waits(c, *n, ip)) {
+            *known = c.now;
+        }
+        let [first, known] = [*first, *known].map(|since| since.max(self.last_fault).max(possible));
+        if c.now <= known + HOLE && c.now <= first + c.times.lease + HOLE {
+            return Ok(());
+        }
+        let since = first;
+        let names: Vec<&NodeName> = able.iter().map(|(n, _)| &c.machines[*n].name).collect();
+        Err(format!("nobody answers for {ip} since {since:?}, although {names:?} could"))
+    }
+
+    fn check_both(&mut self, c: &Cluster, ip: IpAddr, answering: &[usize]) -> Result<(), String> {
+        self.both.retain(|(of, a, b), _| *of != ip || answering.contains(a) && answering.contains(b));
+        for (at, a) in answering.iter().enumerate() {
+            for b in &answering[at + 1..] {
+                let since = self.both.entry((ip, *a, *b)).or_insert(c.now);
+                if are_parted(c, *a, *b) {
+                    *since = c.now;
+                }
+                if c.now > *since + BOTH {
+                    let names = [a, b].map(|n| &c.machines[*n].name);
+                    return Err(format!("{names:?} answer for {ip} since {since:?}, and nothing parts them"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes note of what agents have reported ever.
+    fn note_reports(&mut self, cluster: &Cluster) {
+        for node in cluster.server.egress_nodes(&mut self.read) {
+            let (Some(name), Some(status)) = (&node.metadata.name, &node.status) else { continue };
+            let (revision, carries) = self.reported.entry(name.as_str().into()).or_default();
+            *revision = status.lease_revision.max(*revision);
+            carries.extend(status.carries.iter().filter_map(|ip| ip.egress_ip.parse::<IpAddr>().ok()));
+        }
+    }
+
+    /// A node uses a block only with carriers that have reported it, and that have it in their tables.
+    fn check_carriers(&self, c: &Cluster) -> Result<(), String> {
+        for (n, machine) in c.machines.iter().enumerate() {
+            let Some(tables) = machine.kernel.tables.as_ref() else { continue };
+            // What it has read may be old.
+            let late = self.health.get(&n).is_none_or(|health| c.now < health.well + WELL);
+            for (ip, entry) in tables.egress.iter().filter(|(_, entry)| !entry.blocks.is_empty()) {
+                for carrier in entry.used.iter().filter(|name| **name != machine.name) {
+                    let highest = highest(tables.world.plan.blocks.get(ip), &entry.blocks);
+                    let reported = self.reported.get(carrier);
+                    if reported.is_none_or(|(revision, ips)| *revision < highest || !ips.contains(ip)) {
+                        return Err(format!(
+                            "{} uses blocks of {ip} up to revision {highest} with {carrier}, which has reported {reported:?}",
+                            machine.name
+                        ));
+                    }
+                    if !late && let Some(block) = missing(c, carrier, *ip, machine, &entry.blocks) {
+                        return Err(format!(
+                            "{} uses block {block} of {ip} with {carrier}, whose tables do not have it",
+                            machine.name
+                        ));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The plan that is in the API server.
+fn truth(cluster: &mut Cluster) -> Option<Rc<View>> {
+    cluster.refresh_truth();
+    cluster.truth.clone()
+}
+
+fn answers(machine: &Machine, ip: IpAddr, now: Duration) -> bool {
+    machine.powered && machine.uplink_faults == 0 && machine.kernel.answers(ip, now)
+}
+
+/// Whether a machine's agent runs.
+fn runs(c: &Cluster, n: usize) -> bool {
+    c.machines[n].powered && c.machines[n].agent.is_some() && c.processes[n].frozen == 0
+}
+
+/// Whether a machine is in touch with any other that has to do with it: a carrier of what it carries whose programs answer, or a node
+/// that probes it.
+fn is_touched(c: &Cluster, n: usize) -> bool {
+    if c.cuts.values().all(|faults| *faults == 0) && c.machines.iter().all(|machine| machine.powered) {
+        return true;
+    }
+    let name = &c.machines[n].name;
+    let plan = |m: usize| c.machines[m].agent.as_ref().map(|agent| &agent.world.plan);
+    let carries = |plan: &Plan, with: &NodeName| {
+        plan.egress_ips.values().any(|e| order(e).any(|of| of == name) && order(e).any(|of| of == with))
+    };
+    let others = c.machines.iter().enumerate().filter(|(m, machine)| *m != n && machine.powered);
+    others.filter(|(m, _)| c.is_linked(n, *m) && c.is_linked(*m, n)).any(|(m, machine)| {
+        let answers = machine.kernel.tables.is_some() && plan(n).is_some_and(|plan| carries(plan, &machine.name));
+        let asks = !machine.is_gateway && runs(c, m) && plan(m).is_some_and(|plan| carries(plan, name));
+        answers || asks
+    })
+}
+
+/// Whether a carrier waits for one before it that does not know that it is its turn: its agent does not run, or does not read. Its programs
+/// say that it is able until the deadline, or until it has lost its lease.
+fn waits(c: &Cluster, n: usize, ip: IpAddr) -> bool {
+    let Some(read) = c.machines[n].agent.as_ref().and_then(|agent| agent.world.plan.egress_ips.get(&ip)) else {
+        return false;
+    };
+    let before = order(read).take_while(|name| **name != c.machines[n].name).filter_map(|name| c.index(name));
+    before.filter(|m| c.is_linked(n, *m) && c.is_linked(*m, n)).any(|m| {
+        let knows = |agent: &Agent| agent.world.plan.egress_ips.get(&ip).is_some_and(|e| order(e).eq(order(read)));
+        let says = c.now < c.machines[m].kernel.able_until;
+        says && !(runs(c, m) && c.machines[m].agent.as_ref().is_some_and(knows))
+    })
+}
+
+/// Whether a partition separates two machines, be it that one of them has no agent that could hear of anything.
+fn are_parted(c: &Cluster, a: usize, b: usize) -> bool {
+    let deaf = |n: usize| !runs(c, n) || !c.is_online(n);
+    deaf(a) || deaf(b) || !c.is_linked(a, b) || !c.is_linked(b, a)
+}
+
+/// No block is used, or may be used, by two nodes.
+fn check_holders(cluster: &Cluster) -> Result<(), String> {
+    let mut holders: BTreeMap<(IpAddr, u16), &NodeName> = BTreeMap::new();
+    for machine in &cluster.machines {
+        let flows = machine.kernel.flows.iter();
+        let flows = flows.filter_map(|flow| Some((flow.egress, port_block::of_port(flow.port)?)));
+        let usable = machine.kernel.tables.iter().flat_map(|tables| &tables.egress);
+        let usable = usable.flat_map(|(ip, entry)| entry.blocks.iter().map(|block| (*ip, *block)));
+        for (ip, block) in flows.chain(usable) {
+            let holder = holders.entry((ip, block)).or_insert(&machine.name);
+            if **holder != machine.name {
+                return Err(format!("{holder} and {} both use block {block} of {ip}", machine.name));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The highest revision of some blocks.
+fn highest(leases: Option<&crate::plan::Blocks>, blocks: &BTreeSet<u16>) -> u64 {
+    let leases = leases.into_iter().flat_map(|leases| blocks.iter().filter_map(|block| leases.get(block)));
+    leases.map(|lease| lease.revision).max().unwrap_or(0)
+}
+
+/// A block that a carrier would not let pass, although it is able to carry.
+fn missing(c: &Cluster, carrier: &NodeName, ip: IpAddr, of: &Machine, blocks: &BTreeSet<u16>) -> Option<u16> {
+    let machine = &c.machines[c.index(carrier)?];
+    let able = machine.powered && c.now < machine.kernel.able_until;
+    let tables = machine.kernel.tables.as_ref().filter(|_| able)?;
+    let forwards = tables.egress.get(&ip).is_some_and(|entry| entry.forwards);
+    let leases = tables.world.plan.blocks.get(&ip).filter(|_| forwards);
+    let lets = |block: &u16| leases.and_then(|l| l.get(block)).is_some_and(|lease| lease.node == of.name);
+    blocks.iter().copied().find(|block| !lets(block))
+}

@@ -1,0 +1,446 @@
+//! The cluster: processes, the network between them, and virtual time.
+
+use super::{
+    api::{Client, KINDS, LEASES, Object, Reader, Server, Stored, View},
+    boss::{Boss, Ends, Squeeze},
+    check::Checks,
+    faults::{Fault, Planned},
+    keeper::Keeper,
+    machine::{Agent, Hands, Kernel, Times},
+    rng::Rng,
+};
+use crate::{api::EgressIP, datapath::answers::Answered, host::probe::Request, model::NodeName};
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BinaryHeap},
+    fmt::Arguments,
+    rc::Rc,
+    time::Duration,
+};
+
+/// What a process wants done.
+pub enum Effect {
+    Probe(NodeName, Request),
+    Write(Purpose, Object),
+    /// Read everything as it is now.
+    Refresh,
+}
+
+/// What a write is for.
+#[derive(Clone)]
+pub enum Purpose {
+    Status,
+    Lease,
+    Release,
+    /// A plan's; with the EgressIP whose status is to follow.
+    Plan(Option<Box<EgressIP>>),
+}
+
+/// What happens. Processes are the agents of all nodes by number, then the controllers.
+pub enum Event {
+    /// The process whose incarnation this is wakes by itself.
+    Wake(usize, u32),
+    /// It starts, as soon as it can read the objects.
+    Start(usize, u32),
+    /// Its watch of a kind tells something.
+    Watch(usize, u32, usize),
+    /// A request arrives at the API server, or if there is nothing to write, it is to read all.
+    Request(usize, u32, Option<(Purpose, Object)>),
+    Response(usize, u32, Option<Purpose>, Response),
+    /// A probe arrives at a gateway, from a node with a number.
+    Probe(usize, usize, Request),
+    Answer(usize, Answered),
+    Fault(usize, bool),
+    /// Pods of a node begin and end connections.
+    Traffic(usize),
+}
+
+pub enum Response {
+    Done(Stored),
+    Conflict,
+    Lost,
+    Read(Ends),
+}
+
+pub struct Machine {
+    pub name: NodeName,
+    pub is_gateway: bool,
+    pub powered: bool,
+    pub kernel: Kernel,
+    pub agent: Option<Agent>,
+    /// How many faults hold its uplink down.
+    pub uplink_faults: u32,
+}
+
+/// What all processes have, agents and controllers alike.
+#[derive(Default)]
+pub struct Process {
+    pub incarnation: u32,
+    pub frozen: u32,
+    /// How many faults keep it from the API server.
+    pub api_faults: u32,
+    pub wake: Option<Duration>,
+    /// What came while it was frozen.
+    pub backlog: Vec<Event>,
+    /// Which watches are about to tell something.
+    pub told: [bool; KINDS],
+}
+
+pub struct Cluster {
+    pub now: Duration,
+    pub rng: Rng,
+    pub times: Times,
+    queue: BinaryHeap<Reverse<(Duration, u64)>>,
+    events: BTreeMap<u64, Event>,
+    next_event: u64,
+    pub server: Server,
+    pub reader: Reader,
+    pub machines: Vec<Machine>,
+    pub processes: Vec<Process>,
+    pub bosses: Vec<Option<Boss>>,
+    /// How many faults cut the underlay from one machine to another.
+    pub cuts: BTreeMap<(usize, usize), u32>,
+    /// How many faults keep everybody from the API server.
+    pub api_faults: u32,
+    /// Packets of 1,000 that the underlay loses, and its longest delay in ms.
+    pub loss: u64,
+    pub delay: u64,
+    /// The longest delays of a request and of a watch in ms.
+    pub request_delay: u64,
+    pub watch_delay: u64,
+    pub squeeze: Squeeze,
+    pub faults: Vec<Planned>,
+    pub trace: bool,
+    end: Duration,
+    /// What is in the API server, and all that has been written up to it.
+    pub truth: Option<Rc<View>>,
+    observer: Client,
+}
+
+/// How long a request without an answer takes.
+const TIMEOUT: Duration = Duration::from_secs(2);
+
+impl Cluster {
+    /// An empty one, whose faults and objects are set by `scenario`.
+    pub fn new(rng: Rng, times: Times, machines: Vec<Machine>, end: Duration) -> Self {
+        let processes = (0..machines.len() + 2).map(|_| Process::default()).collect();
+        Self {
+            now: Duration::ZERO,
+            rng,
+            times,
+            queue: BinaryHeap::new(),
+            events: BTreeMap::new(),
+            next_event: 0,
+            server: Server::default(),
+            reader: Reader::default(),
+            machines,
+            processes,
+            bosses: vec![None, None],
+            cuts: BTreeMap::new(),
+            api_faults: 0,
+            loss: 0,
+            delay: 1,
+            request_delay: 5,
+            watch_delay: 20,
+            squeeze: Squeeze::default(),
+            faults: Vec::new(),
+            trace: false,
+            end,
+            truth: None,
+            observer: Client::default(),
+        }
+    }
+
+    /// Reads what is in the API server now.
+    pub fn refresh_truth(&mut self) {
+        let ends = self.server.ends();
+        let before = self.observer.versions_end();
+        if before[..LEASES] != ends[..LEASES] || self.truth.is_none() {
+            self.observer.follow_to(&self.server, ends);
+            self.truth = Some(self.reader.read(&self.observer));
+        }
+    }
+
+    pub fn say(&mut self, what: Arguments<'_>) {
+        if self.trace {
+            println!("{:>9.3} {what}", self.now.as_secs_f64());
+        }
+    }
+
+    /// Runs until the end, or until something does not hold.
+    pub fn run(&mut self) -> Result<(), String> {
+        for n in 0..self.faults.len() {
+            let Planned { from, until, .. } = self.faults[n];
+            self.at(from, Event::Fault(n, true));
+            self.at(until, Event::Fault(n, false));
+        }
+        for process in 0..self.processes.len() {
+            let at = self.rng.ms(0, 300);
+            self.at(at, Event::Start(process, 0));
+        }
+        for n in 0..self.machines.len() {
+            let at = self.rng.ms(1000, 2000);
+            self.at(at, Event::Traffic(n));
+        }
+        let mut checks = Checks::default();
+        while let Some(Reverse((at, number))) = self.queue.pop() {
+            if at > self.end {
+                break;
+            }
+            (self.now, self.server.now) = (at, at);
+            if let Some(event) = self.events.remove(&number) {
+                self.happen(event);
+            }
+            checks.look(self)?;
+        }
+        checks.finish(self)
+    }
+
+    pub fn at(&mut self, at: Duration, event: Event) {
+        self.next_event += 1;
+        self.events.insert(self.next_event, event);
+        self.queue.push(Reverse((at, self.next_event)));
+    }
+
+    pub fn after(&mut self, delay: Duration, event: Event) {
+        self.at(self.now + delay, event);
+    }
+
+    fn happen(&mut self, event: Event) {
+        let process = match &event {
+            Event::Wake(p, i) | Event::Start(p, i) | Event::Watch(p, i, _) | Event::Response(p, i, ..) => {
+                if self.processes[*p].incarnation != *i {
+                    return;
+                }
+                Some(*p)
+            }
+            Event::Answer(p, _) => Some(*p),
+            _ => None,
+        };
+        if let Some(process) = process.filter(|p| self.processes[*p].frozen > 0) {
+            self.processes[process].backlog.push(event);
+            return;
+        }
+        match event {
+            Event::Wake(p, _) => {
+                if self.processes[p].wake == Some(self.now) {
+                    self.processes[p].wake = None;
+                    self.act(p, |agent, hands| agent.turn(false, hands));
+                }
+            }
+            Event::Start(p, _) => self.start(p),
+            Event::Watch(p, _, kind) => self.watch(p, kind),
+            Event::Request(p, i, what) => self.request(p, i, what),
+            Event::Response(p, _, purpose, response) => self.response(p, purpose, response),
+            Event::Probe(from, to, request) => self.probe(from, to, request),
+            Event::Answer(p, answer) => {
+                if self.machines[p].agent.is_some() {
+                    self.act(p, |agent, hands| agent.answer(answer, hands));
+                }
+            }
+            Event::Fault(n, begins) => self.fault(n, begins),
+            Event::Traffic(n) => self.traffic(n),
+        }
+    }
+
+    /// Whether a process reaches the API server.
+    pub fn is_online(&self, process: usize) -> bool {
+        self.api_faults == 0 && self.processes[process].api_faults == 0
+    }
+
+    /// Whether packets go from one machine to another.
+    pub fn is_linked(&self, from: usize, to: usize) -> bool {
+        self.cuts.get(&(from, to)).is_none_or(|faults| *faults == 0)
+    }
+
+    pub fn index(&self, name: &NodeName) -> Option<usize> {
+        self.machines.iter().position(|machine| machine.name == *name)
+    }
+
+    /// Has a process do something, carries out what it wants, and has it wake when it wants to.
+    pub fn act(&mut self, process: usize, what: impl FnOnce(&mut Agent, &mut Hands<'_>)) {
+        let mut effects = Vec::new();
+        let next = match self.machines.get_mut(process) {
+            Some(machine) => {
+                let Machine { kernel, agent: Some(agent), uplink_faults, .. } = machine else { return };
+                let connected = *uplink_faults == 0;
+                let reader = &mut self.reader;
+                what(agent, &mut Hands { now: self.now, kernel, connected, reader, effects: &mut effects });
+                agent.next_wake()
+            }
+            None => {
+                let number = process - self.machines.len();
+                let Some(boss) = &mut self.bosses[number] else { return };
+                boss.turn(self.now, &mut self.reader, self.squeeze, &mut effects);
+                boss.next_wake()
+            }
+        };
+        self.carry_out(process, effects);
+        let next = next.max(self.now + Duration::from_micros(100));
+        self.processes[process].wake = Some(next);
+        let incarnation = self.processes[process].incarnation;
+        self.at(next, Event::Wake(process, incarnation));
+    }
+
+    pub fn carry_out(&mut self, process: usize, effects: Vec<Effect>) {
+        let incarnation = self.processes[process].incarnation;
+        for effect in effects {
+            match effect {
+                Effect::Probe(name, request) => {
+                    let Some(to) = self.index(&name) else { continue };
+                    if self.passes(process, to) {
+                        let delay = self.rng.ms(0, self.delay);
+                        self.after(delay, Event::Probe(process, to, request));
+                    }
+                }
+                Effect::Write(purpose, object) => {
+                    let delay = self.rng.ms(1, self.request_delay);
+                    self.after(delay, Event::Request(process, incarnation, Some((purpose, object))));
+                }
+                Effect::Refresh => {
+                    let delay = self.rng.ms(1, self.request_delay);
+                    self.after(delay, Event::Request(process, incarnation, None));
+                }
+            }
+        }
+    }
+
+    /// Whether a packet gets from one machine to another.
+    fn passes(&mut self, from: usize, to: usize) -> bool {
+        self.is_linked(from, to) && self.machines[from].powered && !self.rng.chance(self.loss)
+    }
+
+    fn probe(&mut self, from: usize, to: usize, request: Request) {
+        let knows = |kernel: &Kernel, name: &NodeName| {
+            kernel.tables.as_ref().is_some_and(|tables| tables.world.snapshot.nodes.contains_key(name))
+        };
+        let name = self.machines[from].name.clone();
+        let machine = &mut self.machines[to];
+        if !machine.powered || !knows(&machine.kernel, &name) {
+            return;
+        }
+        machine.kernel.asked += 1;
+        let (able, held) = (self.now < machine.kernel.able_until, self.now < machine.kernel.held_until);
+        let Request { node_id, seq, way, .. } = request;
+        let received = self.times.zero;
+        let answer = Answered { seq, node_id, way, back: way, ipv6: false, able, held, received };
+        if self.passes(to, from) {
+            let delay = self.rng.ms(0, self.delay);
+            self.after(delay, Event::Answer(from, answer));
+        }
+    }
+
+    fn request(&mut self, process: usize, incarnation: u32, what: Option<(Purpose, Object)>) {
+        let online = self.is_online(process);
+        let (purpose, response) = match what {
+            Some((purpose, object)) => {
+                let response = match online.then(|| self.server.write(object)) {
+                    None => Response::Lost,
+                    Some(None) => Response::Conflict,
+                    Some(Some(stored)) => {
+                        self.tell(stored.object.kind());
+                        Response::Done(stored)
+                    }
+                };
+                (Some(purpose), response)
+            }
+            None if online => (None, Response::Read(self.server.ends())),
+            None => (None, Response::Lost),
+        };
+        let lost = matches!(response, Response::Lost);
+        let delay = if lost { TIMEOUT } else { self.rng.ms(1, self.request_delay) };
+        self.after(delay, Event::Response(process, incarnation, purpose, response));
+    }
+
+    /// Somebody has written a version of a kind: all who watch it hear of it, each at its own time.
+    pub fn tell(&mut self, kind: usize) {
+        for process in 0..self.processes.len() {
+            if !std::mem::replace(&mut self.processes[process].told[kind], true) {
+                let (delay, incarnation) = (self.rng.ms(0, self.watch_delay), self.processes[process].incarnation);
+                self.after(delay, Event::Watch(process, incarnation, kind));
+            }
+        }
+    }
+
+    /// A process reaches the API server again, and its watches are made anew one by one.
+    pub fn resume_watches(&mut self, process: usize) {
+        for kind in 0..KINDS {
+            self.processes[process].told[kind] = true;
+            let (delay, incarnation) = (self.rng.ms(50, 1000), self.processes[process].incarnation);
+            self.after(delay, Event::Watch(process, incarnation, kind));
+        }
+    }
+
+    fn watch(&mut self, process: usize, kind: usize) {
+        self.processes[process].told[kind] = false;
+        if !self.is_online(process) {
+            return;
+        }
+        let nodes = self.machines.len();
+        let client = match self.machines.get_mut(process) {
+            Some(machine) => machine.agent.as_mut().map(|agent| &mut agent.client),
+            None => self.bosses[process - nodes].as_mut().map(|boss| &mut boss.client),
+        };
+        if client.is_some_and(|client| client.follow(&self.server, kind)) {
+            match kind {
+                LEASES => self.act(process, |agent, hands| agent.turn(false, hands)),
+                _ => self.act(process, |agent, hands| agent.read(hands)),
+            }
+        }
+    }
+
+    fn response(&mut self, process: usize, purpose: Option<Purpose>, mut response: Response) {
+        if !self.is_online(process) && !matches!(response, Response::Lost) {
+            response = Response::Lost;
+            let incarnation = self.processes[process].incarnation;
+            self.after(TIMEOUT, Event::Response(process, incarnation, purpose, response));
+            return;
+        }
+        let (now, nodes) = (self.now, self.machines.len());
+        let stored = match response {
+            Response::Done(stored) => Some(stored),
+            Response::Read(ends) => {
+                if let Some(boss) = &mut self.bosses[process - nodes] {
+                    boss.client.follow_to(&self.server, ends);
+                    boss.refreshed();
+                }
+                None
+            }
+            Response::Lost if purpose.is_none() => return self.carry_out(process, vec![Effect::Refresh]),
+            Response::Conflict | Response::Lost => None,
+        };
+        if process >= nodes {
+            let mut effects = Vec::new();
+            if let Some(boss) = &mut self.bosses[process - nodes] {
+                stored.iter().for_each(|stored| boss.client.note(stored.clone()));
+                match purpose {
+                    Some(Purpose::Lease) => boss.kept(now, stored.as_ref()),
+                    Some(Purpose::Plan(then)) => boss.wrote(stored, then, now, &mut effects),
+                    _ => {}
+                }
+            }
+            self.carry_out(process, effects);
+            return self.act(process, |_, _| {});
+        }
+        let Some(purpose) = purpose else { return };
+        self.act(process, |agent, hands| {
+            stored.iter().for_each(|stored| agent.client.note(stored.clone()));
+            if let (Purpose::Lease, Some(keeper)) = (&purpose, agent.keeper()) {
+                Keeper::wrote(keeper, now, stored.as_ref());
+            }
+            agent.wrote(&purpose, stored.is_some(), hands);
+        });
+    }
+
+    pub fn fault(&mut self, number: usize, begins: bool) {
+        let Planned { fault, .. } = self.faults[number].clone();
+        self.say(format_args!("{} {fault:?}", if begins { "begins:" } else { "ends:  " }));
+        Fault::happen(self, &fault, begins);
+    }
+
+    fn traffic(&mut self, n: usize) {
+        let delay = self.rng.ms(500, 2000);
+        self.after(delay, Event::Traffic(n));
+        super::traffic::change(self, n);
+    }
+}

@@ -1,0 +1,191 @@
+//! What goes wrong, drawn by a seed, and how it is done to the cluster.
+
+use super::{api::Object, boss::Squeeze, cluster::Cluster, machine::Kernel, rng::Rng};
+use k8s_openapi::api::core::v1::NodeSpec;
+use std::{sync::Arc, time::Duration};
+
+#[derive(Clone, Debug)]
+pub enum Fault {
+    /// A machine has no power; then it boots with empty maps.
+    Power(usize),
+    /// An agent is gone, killed or stopped.
+    Agent { node: usize, stopped: bool },
+    /// A process does not run.
+    Frozen(usize),
+    /// A controller is gone.
+    Controller(usize),
+    /// A gateway's uplink has no carrier.
+    Uplink(usize),
+    /// The underlay of these machines is cut off from that of the others, in one direction or in both.
+    Underlay { of: Vec<usize>, out: bool, back: bool },
+    /// Packets between two machines are lost, in one direction or in both.
+    Link { ends: [usize; 2], both: bool },
+    /// A process does not reach the API server.
+    Offline(usize),
+    /// Nobody does.
+    ApiServer,
+    /// A machine is cordoned.
+    Cordon(usize),
+    /// The underlay loses and delays packets.
+    Weather { loss: u64, delay: u64 },
+    /// Requests and watches are slow.
+    Slow { request: u64, watch: u64 },
+    /// Nodes are told to give blocks back.
+    Squeeze(u32),
+}
+
+#[derive(Clone, Debug)]
+pub struct Planned {
+    pub fault: Fault,
+    pub from: Duration,
+    pub until: Duration,
+}
+
+impl Fault {
+    /// Any faults, each between `from` and `until`.
+    pub fn draw(rng: &mut Rng, gateways: usize, machines: usize, from: Duration, until: Duration) -> Vec<Planned> {
+        let span = (until - from).as_millis() as u64;
+        let mut planned = Vec::new();
+        for _ in 0..1 + rng.below(6) {
+            let (fault, longest) = Self::any(rng, gateways, machines);
+            let begin = rng.below(span * 3 / 4);
+            let length = match rng.below(3) {
+                0 => 50 + rng.below(700),
+                1 => 200 + rng.below(4000),
+                _ => 1000 + rng.below(12_000),
+            };
+            let end = (begin + length.min(longest)).min(span);
+            let at = |ms| from + Duration::from_millis(ms);
+            planned.push(Planned { fault, from: at(begin), until: at(end) });
+        }
+        planned
+    }
+
+    fn any(rng: &mut Rng, gateways: usize, machines: usize) -> (Fault, u64) {
+        let gateway = rng.index(gateways);
+        let machine = if rng.chance(700) { gateway } else { rng.index(machines) };
+        let some = |rng: &mut Rng| (0..machines).filter(|_| rng.chance(500)).collect::<Vec<_>>();
+        let long = 12_000;
+        match rng.below(22) {
+            0 | 1 => (Fault::Power(machine), long),
+            2 | 3 => (Fault::Agent { node: machine, stopped: rng.chance(500) }, long),
+            4 => (Fault::Frozen(machine), 8000),
+            5 => (Fault::Frozen(machines + rng.index(2)), 8000),
+            6 => (Fault::Controller(rng.index(2)), long),
+            7 | 8 => (Fault::Uplink(gateway), long),
+            9 => (Fault::Underlay { of: vec![gateway], out: true, back: true }, long),
+            10 => {
+                let (of, out) = (some(rng), rng.chance(700));
+                (Fault::Underlay { of, out, back: !out || rng.chance(700) }, long)
+            }
+            11 | 12 => {
+                let other = (gateway + 1 + rng.index(machines - 1)) % machines;
+                (Fault::Link { ends: [gateway, other], both: rng.chance(500) }, long)
+            }
+            13 | 14 => (Fault::Offline(machine), long),
+            15 => (Fault::Offline(machines + rng.index(2)), long),
+            16 => (Fault::ApiServer, long),
+            17 => (Fault::Cordon(gateway), long),
+            18 if rng.chance(500) => (Fault::Weather { loss: rng.below(60), delay: 1 + rng.below(40) }, long),
+            18 => (Fault::Slow { request: 1 + rng.below(100), watch: rng.below(500) }, long),
+            _ => (Fault::Squeeze(1 + rng.below(4) as u32), long),
+        }
+    }
+
+    /// It begins or ends.
+    pub fn happen(cluster: &mut Cluster, fault: &Fault, begins: bool) {
+        let count = |faults: &mut u32| if begins { *faults += 1 } else { *faults -= 1 };
+        match fault {
+            Fault::Power(n) if begins => {
+                cluster.kill(*n);
+                cluster.machines[*n].kernel = Kernel::default();
+                cluster.machines[*n].powered = false;
+            }
+            Fault::Power(n) => {
+                cluster.machines[*n].powered = true;
+                cluster.restart(*n, Duration::from_secs(1));
+            }
+            Fault::Agent { node, stopped } if begins => {
+                if *stopped && cluster.processes[*node].frozen == 0 {
+                    cluster.act(*node, |agent, hands| agent.stop(hands));
+                }
+                cluster.kill(*node);
+            }
+            Fault::Agent { node, .. } => {
+                if cluster.machines[*node].powered {
+                    cluster.restart(*node, Duration::from_millis(300));
+                }
+            }
+            Fault::Controller(n) => {
+                let process = cluster.machines.len() + n;
+                match begins {
+                    true => cluster.kill(process),
+                    false => cluster.restart(process, Duration::from_millis(500)),
+                }
+            }
+            Fault::Frozen(process) => {
+                count(&mut cluster.processes[*process].frozen);
+                if cluster.processes[*process].frozen == 0 {
+                    cluster.thaw(*process);
+                }
+            }
+            Fault::Uplink(n) => {
+                count(&mut cluster.machines[*n].uplink_faults);
+                if cluster.processes[*n].frozen == 0 {
+                    cluster.act(*n, |agent, hands| agent.turn(false, hands));
+                }
+            }
+            Fault::Underlay { of, out, back } => {
+                for a in of.iter().copied() {
+                    for b in (0..cluster.machines.len()).filter(|b| !of.contains(b)) {
+                        [(*out, (a, b)), (*back, (b, a))].into_iter().filter(|(cut, _)| *cut).for_each(|(_, way)| {
+                            count(cluster.cuts.entry(way).or_default());
+                        });
+                    }
+                }
+            }
+            Fault::Link { ends: [a, b], both } => {
+                count(cluster.cuts.entry((*a, *b)).or_default());
+                if *both {
+                    count(cluster.cuts.entry((*b, *a)).or_default());
+                }
+            }
+            Fault::Offline(process) => {
+                count(&mut cluster.processes[*process].api_faults);
+                if cluster.is_online(*process) {
+                    cluster.resume_watches(*process);
+                }
+            }
+            Fault::ApiServer => {
+                count(&mut cluster.api_faults);
+                for process in 0..cluster.processes.len() {
+                    if cluster.is_online(process) {
+                        cluster.resume_watches(process);
+                    }
+                }
+            }
+            Fault::Cordon(n) => cordon(cluster, *n, begins),
+            Fault::Weather { loss, delay } => {
+                (cluster.loss, cluster.delay) = if begins { (*loss, *delay) } else { (0, 1) };
+            }
+            Fault::Slow { request, watch } => {
+                (cluster.request_delay, cluster.watch_delay) = if begins { (*request, *watch) } else { (5, 20) };
+            }
+            Fault::Squeeze(share) => cluster.squeeze = Squeeze(begins.then_some(*share)),
+        }
+    }
+}
+
+fn cordon(cluster: &mut Cluster, n: usize, cordoned: bool) {
+    let name = cluster.machines[n].name.clone();
+    let node = cluster.server.all().find_map(|object| match object {
+        Object::Node(node) if node.metadata.name.as_deref() == Some(name.as_str()) => Some(node.clone()),
+        _ => None,
+    });
+    let Some(mut node) = node else { return };
+    let spec = Arc::make_mut(&mut node).spec.get_or_insert_with(NodeSpec::default);
+    spec.unschedulable = Some(cordoned);
+    if cluster.server.write(Object::Node(node)).is_some() {
+        cluster.tell(0);
+    }
+}

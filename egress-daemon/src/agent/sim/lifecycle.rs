@@ -1,0 +1,79 @@
+//! Processes start, end and run again.
+
+use super::{
+    api::{Client, KINDS},
+    boss::Boss,
+    cluster::{Cluster, Event, Process},
+    machine::{Agent, Hands, while_waiting},
+};
+use std::time::Duration;
+
+/// By how much what a process lists when it starts may be old, in ms.
+const STALE: u64 = 1000;
+
+impl Cluster {
+    /// It starts, or tries to later where it cannot read the objects.
+    pub fn start(&mut self, process: usize) {
+        let (now, incarnation) = (self.now, self.processes[process].incarnation);
+        if !self.is_online(process) {
+            if let Some(machine) = self.machines.get_mut(process) {
+                while_waiting(&mut machine.kernel, now, self.times.deadline);
+            }
+            return self.after(Duration::from_millis(200), Event::Start(process, incarnation));
+        }
+        let late = if self.rng.chance(300) { self.rng.ms(0, STALE) } else { Duration::ZERO };
+        let client = Client::list(&self.server, late);
+        self.processes[process].told = [false; KINDS];
+        let nodes = self.machines.len();
+        let times = self.times;
+        match self.machines.get_mut(process) {
+            Some(machine) => {
+                let (connected, reader) = (machine.uplink_faults == 0, &mut self.reader);
+                let mut effects = Vec::new();
+                let hands = &mut Hands { now, kernel: &mut machine.kernel, connected, reader, effects: &mut effects };
+                machine.agent = Some(Agent::start(machine.name.clone(), times, client, hands));
+                self.carry_out(process, effects);
+            }
+            None => {
+                let identity = format!("controller{}-{incarnation}", process - nodes);
+                self.bosses[process - nodes] = Some(Boss::start(identity, client, times, now));
+            }
+        }
+        // The watches go on from there.
+        self.resume_watches(process);
+        self.act(process, |agent, hands| agent.turn(false, hands));
+    }
+
+    /// Ends a process; it starts again after a time.
+    pub fn restart(&mut self, process: usize, after: Duration) {
+        self.kill(process);
+        let incarnation = self.processes[process].incarnation;
+        self.after(after, Event::Start(process, incarnation));
+    }
+
+    /// Ends a process.
+    pub fn kill(&mut self, process: usize) {
+        let Process { incarnation, wake, backlog, .. } = &mut self.processes[process];
+        *incarnation += 1;
+        *wake = None;
+        backlog.clear();
+        let nodes = self.machines.len();
+        match self.machines.get_mut(process) {
+            Some(machine) => machine.agent = None,
+            None => self.bosses[process - nodes] = None,
+        }
+    }
+
+    /// A frozen process runs again: it takes answers to probes first, then what else came.
+    pub fn thaw(&mut self, process: usize) {
+        let backlog = std::mem::take(&mut self.processes[process].backlog);
+        let (answers, rest): (Vec<Event>, Vec<Event>) =
+            backlog.into_iter().partition(|event| matches!(event, Event::Answer(..)));
+        for event in answers.into_iter().chain(rest) {
+            self.at(self.now, event);
+        }
+        self.processes[process].wake = Some(self.now);
+        let incarnation = self.processes[process].incarnation;
+        self.at(self.now, Event::Wake(process, incarnation));
+    }
+}

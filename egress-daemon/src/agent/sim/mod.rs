@@ -1,0 +1,67 @@
+//! A simulated cluster: the decisions of all agents and of two controllers, in virtual time, over a network and an API server that fail as
+//! a seed says.
+//!
+//! What decides is the code that runs in the agent and the controller: carriers, reach, blocks, probes, leases, electors, planner and the
+//! objects in between. What is simulated is what they stand on: a kernel's maps, which outlive the agent; probes; the API server's
+//! versions, watches and conflicts; time. ARCHITECTURE.md, "The simulated cluster", says what is checked.
+//!
+//! `SPILLWAY_SIM_SEED=N` replays one seed and tells what happens, `SPILLWAY_SIM_SEEDS=N` says how many are tried.
+
+mod api;
+mod boss;
+mod check;
+mod cluster;
+mod faults;
+mod keeper;
+mod lifecycle;
+mod machine;
+mod rng;
+mod scenario;
+mod traffic;
+
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::Instant,
+};
+
+/// How many seeds are tried. Without optimization each takes half a second.
+const SEEDS: u64 = if cfg!(debug_assertions) { 50 } else { 10_000 };
+
+fn number(variable: &str) -> Option<u64> {
+    std::env::var(variable).ok()?.parse().ok()
+}
+
+#[test]
+fn nothing_that_fails_leaves_an_egress_ip_without_exactly_one_gateway_or_a_block_with_two_holders() {
+    if let Some(seed) = number("SPILLWAY_SIM_SEED") {
+        let outcome = scenario::cluster(seed, true).run();
+        return outcome.unwrap_or_else(|broken| panic!("seed {seed}: {broken}"));
+    }
+    let (seeds, next) = (number("SPILLWAY_SIM_SEEDS").unwrap_or(SEEDS), AtomicU64::new(0));
+    let zero = Instant::now();
+    let run = || {
+        let mut broken = Vec::new();
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= seeds {
+                return broken;
+            }
+            broken.extend(scenario::cluster(seed, false).run().err().map(|why| (seed, why)));
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut broken: Vec<(u64, String)> = std::thread::scope(|scope| {
+        let running: Vec<_> = (0..threads).map(|_| scope.spawn(run)).collect();
+        running.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    });
+    broken.sort();
+    println!("{seeds} seeds in {:?}", zero.elapsed());
+    let first: Vec<String> = broken.iter().take(10).map(|(seed, why)| format!("seed {seed}: {why}")).collect();
+    assert!(
+        broken.is_empty(),
+        "{} of {seeds} seeds fail:\n{}\nreplay one: SPILLWAY_SIM_SEED={} cargo test -p egress-daemon --lib -- agent::sim --nocapture",
+        broken.len(),
+        first.join("\n"),
+        broken[0].0
+    );
+}
