@@ -81,8 +81,8 @@ pub struct Holdings<'a> {
     pub withheld: &'a Withheld,
 }
 
-/// The blocks of an egress IP that a node may take ports from: leased to it, known to the carriers that its packets go to, and not being
-/// given back.
+/// The blocks of an egress IP that a node may take ports from: leased to it, known to the carriers that its packets go to and that its
+/// replies come by, and not being given back.
 pub fn usable(h: &Holdings<'_>, address: IpAddr) -> BTreeSet<u16> {
     let fixed = h.plan.egress_ips.get(&address).is_some_and(|e| e.fixed);
     // Tables have leases only of egress IPs that their agent has read of. This node's own are in its tables before the blocks are.
@@ -91,7 +91,8 @@ pub fn usable(h: &Holdings<'_>, address: IpAddr) -> BTreeSet<u16> {
         Some(report) if fixed || report.carries.contains(&address) => report.lease_revision,
         _ => 0,
     };
-    let Some(known) = h.carriers.used(address).iter().map(known).min() else { return BTreeSet::new() };
+    let (used, replying) = (h.carriers.used(address), h.carriers.replying(address));
+    let Some(known) = used.iter().chain(replying).map(known).min() else { return BTreeSet::new() };
     let blocks = h.plan.blocks.get(&address).into_iter().flatten();
     blocks
         .filter(|(_, lease)| lease.node == *h.node && lease.state == BlockState::Leased && lease.revision <= known)

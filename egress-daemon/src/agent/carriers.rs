@@ -41,6 +41,7 @@ pub struct Carriers {
     used: BTreeMap<IpAddr, Vec<NodeName>>,
     answered: BTreeSet<IpAddr>,
     advertised: BTreeSet<IpAddr>,
+    replying: BTreeMap<IpAddr, Vec<NodeName>>,
     carried: BTreeSet<IpAddr>,
     lingers: BTreeMap<IpAddr, Duration>,
 }
@@ -72,9 +73,13 @@ impl Carriers {
         let before = std::mem::take(&mut self.answered);
         let carried = std::mem::take(&mut self.carried);
         self.advertised.clear();
+        self.replying.clear();
         for (ip, e) in c.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some()) {
             let worth: Vec<(&NodeName, Worth)> = order(e).map(|name| (name, self.worth(c, *ip, e, name))).collect();
             self.used.insert(*ip, use_of(outbound(c.snapshot, e), &worth));
+            if announce(c.snapshot, e) == Announce::Route {
+                self.replying.insert(*ip, replying(c, *ip, e));
+            }
             let Some(place) = worth.iter().position(|(name, _)| *name == c.node) else { continue };
             self.carried.insert(*ip);
             // Who answers goes on until one before it is known to carry the address; nobody else takes over from the living.
@@ -86,8 +91,11 @@ impl Carriers {
             match announce(c.snapshot, e) {
                 _ if !c.able || e.fixed => {}
                 Announce::Arp if !taken => drop(self.answered.insert(*ip)),
-                Announce::Route => drop(self.advertised.insert(*ip)),
-                Announce::Arp | Announce::None => {}
+                // Once its own report is read back, source nodes use no block that it does not know.
+                Announce::Route if c.snapshot.report(c.node).is_some_and(|own| own.carries.contains(ip)) => {
+                    self.advertised.insert(*ip);
+                }
+                _ => {}
             }
         }
         self.lingers.retain(|ip, until| c.now < *until && c.plan.egress_ips.contains_key(ip));
@@ -124,6 +132,11 @@ impl Carriers {
     /// The egress IPs that this node has routes to for others: who is able carries them, in whatever order.
     pub fn advertised(&self) -> &BTreeSet<IpAddr> {
         &self.advertised
+    }
+
+    /// The carriers that routers may lead replies to, also where this node sends them nothing.
+    pub fn replying(&self, ip: IpAddr) -> &[NodeName] {
+        self.replying.get(&ip).map_or(&[], Vec::as_slice)
     }
 
     /// The other carriers of what this node carries.
@@ -190,6 +203,12 @@ impl Carriers {
 pub fn order(e: &EgressIpPlan) -> impl Iterator<Item = &NodeName> {
     let owner = e.owner.iter().filter(|_| e.carriers.is_empty());
     e.carriers.iter().chain(owner)
+}
+
+/// The carriers of a routed egress IP that have a route to it: those that report to carry it, and are not dead.
+fn replying(c: &Circumstances<'_>, ip: IpAddr, e: &EgressIpPlan) -> Vec<NodeName> {
+    let reports = |name: &&NodeName| c.snapshot.report(name).is_some_and(|report| report.carries.contains(&ip));
+    order(e).filter(reports).filter(|name| c.probes.get(*name) != Some(&ProbeState::Dead)).cloned().collect()
 }
 
 /// Which carriers the packets of an egress IP leave by.

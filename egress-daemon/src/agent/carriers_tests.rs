@@ -173,7 +173,9 @@ fn a_routed_egress_ip_has_routes_to_all_able_carriers_and_nobody_answers_for_it(
     let id = PoolId::new(PoolKind::Native, "public");
     carried_by(&mut world, 0, &["g1", "me"]);
     world.egress(0).pool = Some(id.clone());
-    let mut look = |announce: Announce, able: bool| {
+    let mut look = |announce: Announce, able: bool, reported: bool| {
+        let own = world.snapshot.nodes.get_mut(&NodeName::from("me")).unwrap().report.get_or_insert_default();
+        own.carries = reported.then_some(address).into_iter().collect();
         let mut pool = crate::plan::tests::world::pool("public", address, address);
         pool.announce = announce;
         world.snapshot.pools.insert(id.clone(), pool);
@@ -184,8 +186,29 @@ fn a_routed_egress_ip_has_routes_to_all_able_carriers_and_nobody_answers_for_it(
         world.decide(&mut carriers, Duration::ZERO);
         (carriers.answers(address), carriers.advertised().contains(&address), carriers.forwards(address))
     };
-    assert_eq!(look(Announce::Arp, true), (true, false, true));
-    assert_eq!(look(Announce::Route, true), (false, true, true));
-    assert_eq!(look(Announce::Route, false), (false, false, true));
-    assert_eq!(look(Announce::None, true), (false, false, true));
+    assert_eq!(look(Announce::Arp, true, true), (true, false, true));
+    assert_eq!(look(Announce::Route, true, true), (false, true, true));
+    assert_eq!(look(Announce::Route, true, false), (false, false, true), "nobody knows that it carries the address");
+    assert_eq!(look(Announce::Route, false, true), (false, false, true));
+    assert_eq!(look(Announce::None, true, true), (false, false, true));
+}
+
+#[test]
+fn blocks_of_a_routed_egress_ip_are_known_to_all_that_routers_lead_replies_to() {
+    let (mut world, address) = (World::new(), ip(OWNED[0].0));
+    let id = PoolId::new(PoolKind::Native, "public");
+    let pool = Pool { announce: Announce::Route, ..crate::plan::tests::world::pool("public", address, address) };
+    world.snapshot.pools.insert(id.clone(), pool);
+    world.egress(0).pool = Some(id);
+    carried_by(&mut world, 0, &["me", "g1"]);
+    let blocks = |world: &World| world.view().egress_ips[&address].blocks.len();
+    // It is alive and lags behind: this node sends it nothing.
+    let lagging = report(&mut world, "g1");
+    (lagging.lease_revision, lagging.carries) = (0, [address].into());
+    assert_eq!(blocks(&world), 0, "a node that has a route does not know the block");
+    world.probes.insert("g1".into(), ProbeState::Dead);
+    assert_eq!(blocks(&world), 1, "the dead are not waited for");
+    world.probes.clear();
+    world.snapshot.pools.values_mut().for_each(|pool| pool.announce = Announce::Arp);
+    assert_eq!(blocks(&world), 1, "replies come by who answers");
 }

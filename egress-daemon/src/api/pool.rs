@@ -31,7 +31,11 @@ use serde::{Deserialize, Serialize};
 #[x_kube(validation = Rule::new("has(self.ipRanges) && self.ipRanges.size() > 0")
     .message("a pool without ranges has no address: write at least one, such as {cidr: 192.0.2.0/28} or \
               {start: 192.0.2.32, end: 192.0.2.40}")
-    .field_path(".ipRanges"))]
+    .field_path(".ipRanges"),
+    validation = Rule::new("!(has(self.announce) && self.announce == 'Route' && has(self.outbound) && self.outbound == 'Owner')")
+    .message("with announce: Route every carrier draws connections to itself, so one of them cannot send all packets: remove \
+              outbound, or write outbound: Spread")
+    .field_path(".outbound"))]
 pub struct EgressIPPoolSpec {
     /// The addresses of the pool. A CIDR's first address is never given out, nor is an IPv4 CIDR's last; a range from
     /// start to end is given out whole.
@@ -73,9 +77,11 @@ pub struct EgressIPPoolSpec {
         .message("carriers must be 1 to 64: leave it out for 4"))]
     pub carriers: i32,
 
-    /// Owner sends all packets by the gateway that answers for their address, Spread each connection by one of its carriers.
-    #[serde(default)]
-    pub outbound: Outbound,
+    /// Owner (default) sends all packets by the gateway that answers for their address, Spread each connection by one of its
+    /// carriers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Outbound")]
+    pub outbound: Option<Outbound>,
 
     /// How many source ports are leased to a node at once.
     #[serde(default = "port_block_size")]

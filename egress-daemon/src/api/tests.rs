@@ -247,6 +247,23 @@ fn pool_ranges() {
 }
 
 #[test]
+fn pool_announcements() {
+    let with = |rest: &str| pool(&format!("{{ipRanges: [{{cidr: 192.0.2.0/28}}], nodeSelector: {{}}, {rest}}}"));
+    for rest in
+        ["announce: Route", "announce: Route, outbound: Spread", "announce: None, outbound: Owner", "announce: ARP"]
+    {
+        accepted(with(rest));
+    }
+    refused(
+        with("announce: Route, outbound: Owner"),
+        &[
+            "spec.outbound: with announce: Route every carrier draws connections to itself, so one of them cannot send all \
+           packets: remove outbound, or write outbound: Spread",
+        ],
+    );
+}
+
+#[test]
 fn pool_limits() {
     let with = |rest: &str| pool(&format!("{{ipRanges: [{{cidr: 192.0.2.0/28}}], nodeSelector: {{}}, {rest}}}"));
     for (rest, sentence) in [

@@ -55,7 +55,8 @@ pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
         // Routers send what comes in to any of those that have a route.
         carriers: if anycast { MAX_CARRIERS } else { carriers.unwrap_or(DEFAULT_CARRIERS) },
         outbound: match spec.outbound {
-            api::Outbound::Owner if !anycast => Outbound::Owner,
+            Some(api::Outbound::Owner) | None if !anycast => Outbound::Owner,
+            // The kind's rules refuse Owner with routes.
             _ => Outbound::Spread,
         },
     };
