@@ -129,7 +129,9 @@ impl Checks {
         let (now, machine) = (cluster.now, &cluster.machines[n]);
         let health = self.health.entry(n).or_default();
         let Some(agent) = machine.agent.as_ref().filter(|_| runs(cluster, n)) else {
-            *health = Health { well: now, lost: health.lost, ..Health::default() };
+            // Frozen, it takes part in nothing: it does not know whether others had a lease when its own ended.
+            let frozen = machine.agent.as_ref().is_some_and(|agent| !agent.holds(now));
+            *health = Health { well: now, lost: health.lost || frozen, ..Health::default() };
             return;
         };
         if !is_touched(cluster, n) || machine.uplink_faults > 0 || cluster.processes[n].api_faults > 0 {
