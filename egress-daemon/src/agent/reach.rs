@@ -95,7 +95,7 @@ impl Reach {
             _ if lost && (!self.reached || passed_by) => true,
             Some(since) => self.replaced && now < since + READ,
             // Nobody holds any: nothing was planned. As long as nobody answers, that is not known.
-            None => self.replaced && !(lost && self.company),
+            None => self.replaced && (others || !(lost && self.company)),
         };
         std::mem::replace(&mut self.replaced, replaced) != replaced
     }
@@ -177,7 +177,9 @@ mod tests {
         assert!(reach.update(&probes(ProbeState::Dead), 2, ms(30_000)) && !reach.is_reached());
         reach.compare(lease(false), &none, ms(30_000));
         assert!(!reach.is_reached());
-        reach.update(&probes(ProbeState::Alive), 3, ms(30_300));
+        reach.update(&probes(ProbeState::Alive), 3, ms(30_200));
+        reach.compare(lease(false), &all, ms(30_200));
+        assert!(!reach.is_reached(), "others have held theirs all the time");
         reach.compare(lease(true), &all, ms(30_300));
         assert!(!reach.is_reached());
         reach.compare(lease(true), &all, ms(35_300));
