@@ -33,7 +33,7 @@ const OTHER_TRANSPORTS: [&str; 2] = ["vxlan", "device"];
 /// Their modules in which the way between the nodes matters.
 const DEPENDING_ON_TRANSPORT: [&str; 8] =
     ["exits::", "failover::", "host_rules::", "policies::", "ports::", "protocols::", "restart::", "slots::"];
-const E2E_TIMEOUT: Duration = Duration::from_secs(15 * 60);
+const E2E_TIMEOUT: Duration = Duration::from_secs(25 * 60);
 /// Those on a Kubernetes run one after the other, and one of them lasts two minutes by itself.
 const CLUSTER_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
