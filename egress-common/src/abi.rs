@@ -40,6 +40,11 @@ pub const fn ticks(seconds: u64) -> u32 {
     ((seconds * 1_000_000_000).div_ceil(1 << TICK_SHIFT)) as u32
 }
 
+/// Linux's number of IPv4 as an address family.
+pub const AF_INET: u32 = 2;
+/// Linux's number of IPv6 as an address family.
+pub const AF_INET6: u32 = 10;
+
 /// The kinds of names in the map `NAMES`, which only user space reads.
 pub mod name_kind {
     /// A policy; the id is its index.

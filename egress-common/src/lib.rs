@@ -5,7 +5,7 @@
 //! byte order. A field that departs from this says so.
 //!
 //! This crate knows neither helpers nor system calls; it compiles for the kernel and for the host.
-#![cfg_attr(not(feature = "user"), no_std)]
+#![cfg_attr(not(feature = "std"), no_std)]
 
 mod layout;
 
@@ -36,7 +36,7 @@ pub const fn mapped(v4: V4) -> V6 {
 }
 
 /// User-space conversions between the kernel's words and `std::net`.
-#[cfg(feature = "user")]
+#[cfg(feature = "std")]
 pub mod net {
     use super::{V4, V6, mapped};
     use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};

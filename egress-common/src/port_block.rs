@@ -31,17 +31,24 @@ pub const fn first_port(block: u16) -> u16 {
     FIRST_PORT + block * SIZE
 }
 
+/// So many blocks, evenly spread over all, are tried one after the other.
+const SPREAD: u32 = 32;
+
 /// The port that probe number `i` of a flow tries, as (index into the node's list of blocks, offset in that block).
 ///
 /// Over `i` in `0 .. blocks * 64` every port of every block comes exactly once: a search that is given that many
 /// probes is complete. The walk passes over all blocks with one offset before it takes the next offset; `stride` is
-/// made odd, so it runs through all 64 offsets.
+/// made odd, so it runs through all 64 offsets. Probes that follow each other are in blocks that are far apart in the list: blocks that
+/// were leased together fill up together, and a walk along them would find one after the other full.
 #[inline(always)]
 pub const fn probe(hash: u32, i: u32, blocks: u32) -> (u32, u16) {
     let stride = (hash >> 24) | 1;
-    let round = i / blocks;
+    let (round, i) = (i / blocks, i % blocks);
     let offset = ((hash >> 8).wrapping_add(round.wrapping_mul(stride))) % SIZE as u32;
-    ((hash.wrapping_add(i)) % blocks, offset as u16)
+    let gap = blocks / SPREAD;
+    // The blocks beyond a multiple of SPREAD come last.
+    let step = if i < gap * SPREAD { (i % SPREAD) * gap + i / SPREAD } else { i };
+    ((hash.wrapping_add(step)) % blocks, offset as u16)
 }
 
 #[cfg(test)]
@@ -62,12 +69,19 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_full_walk_visits_every_port_once(hash: u32, blocks in 1u32..40) {
-            // The hash wraps around at 2^32, where `hash + i` would skip: the kernel's hash leaves the top bit clear.
+        fn a_full_walk_visits_every_port_once(hash: u32, blocks in prop_oneof![1u32..40, 1u32..=COUNT as u32]) {
+            // The walk would skip where it wraps around at 2^32: the kernel's hash leaves the top bit clear.
             let hash = hash >> 1;
             let n = blocks * SIZE as u32;
             let seen: BTreeSet<_> = (0..n).map(|i| probe(hash, i, blocks)).collect();
             prop_assert_eq!(seen.len() as u32, n);
+        }
+        /// Half of the blocks are new and empty, the others, which were leased before, are full: no walk meets many full ones.
+        #[test]
+        fn a_walk_soon_leaves_the_blocks_that_are_full(hash: u32, half in 2u32..=COUNT as u32 / 2) {
+            let hash = hash >> 1;
+            let found = (0..2 * half).find(|i| probe(hash, *i, 2 * half).0 >= half).unwrap();
+            prop_assert!(found <= 32, "{} probes of {} blocks", found, 2 * half);
         }
         #[test]
         fn a_port_lies_in_its_block(port in 1024u16..) {

@@ -6,9 +6,9 @@
 //! fourth one `PerEndpoint`. Sizes are arguments, so that the growth with each can be seen.
 
 use anyhow::{Context, bail, ensure};
-use egress_daemon::health::{Health, LeaseState, NodeHealth};
-use egress_daemon::model::*;
-use egress_daemon::plan::{Changes, Memo, Plan, plan, plan_and_remember};
+use egress_core::health::{Health, LeaseState, NodeHealth};
+use egress_core::model::*;
+use egress_core::plan::{Changes, Memo, Plan, plan, plan_and_remember};
 use nix::time::{ClockId, clock_gettime};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr};
@@ -217,9 +217,9 @@ fn cluster(size: &Size) -> (Snapshot, Health) {
             subnet: None,
             max_per_node: None,
             failback: Failback::default(),
-            carriers: egress_daemon::model::DEFAULT_CARRIERS,
-            announce: egress_daemon::model::Announce::Arp,
-            outbound: egress_daemon::model::Outbound::Owner,
+            carriers: egress_core::model::DEFAULT_CARRIERS,
+            announce: egress_core::model::Announce::Arp,
+            outbound: egress_core::model::Outbound::Owner,
         },
     );
     for n in 0..size.policies {

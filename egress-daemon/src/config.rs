@@ -5,8 +5,9 @@
 
 mod read;
 
-use crate::host::{classify::NamePattern, tunnel};
+use crate::host::tunnel;
 use egress_common::{abi, limits};
+use egress_core::{model::Transport, network::classify::NamePattern};
 use ipnet::IpNet;
 use std::{collections::BTreeSet, fmt, fs, io, net::SocketAddr, path::Path, time::Duration};
 
@@ -123,19 +124,6 @@ pub enum Firewall {
     Bypass,
 }
 
-/// The way between source nodes and gateways.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Transport {
-    /// For each gateway the best way that probes have shown to work in both directions.
-    Auto,
-    /// The tunnel device.
-    Device,
-    /// The same bytes as the tunnel device's, past the device, where plain Ethernet leads to the other node.
-    Vxlan,
-    /// No tunnel, where the other node is on the same link and takes it.
-    Direct,
-}
-
 /// Another system whose objects are understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Foreign {
@@ -191,17 +179,6 @@ impl fmt::Display for Firewall {
         f.write_str(match self {
             Firewall::Respect => "respect",
             Firewall::Bypass => "bypass",
-        })
-    }
-}
-
-impl fmt::Display for Transport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Transport::Auto => "Auto",
-            Transport::Device => "device",
-            Transport::Vxlan => "vxlan",
-            Transport::Direct => "direct",
         })
     }
 }

@@ -2,12 +2,12 @@
 //! of them.
 
 use anyhow::Result;
+use egress_core::health::LeaseTimes;
 use egress_daemon::{
     agent::{self, Agent, Settings},
     config::Config,
     controller::{self, ControllerConfig, Report},
     datapath::{Pins, load::Programs},
-    health::LeaseTimes,
     lock::RunFiles,
     observe::{
         admin::AdminServer,

@@ -18,8 +18,8 @@ pub use previous::{egress_ip, previous};
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool, Pod,
 };
-use crate::model::{Labels, Snapshot};
 use crate::translate::{self, Problem};
+use egress_core::model::{Labels, Snapshot};
 
 /// All objects that a plan is made from, in any order.
 #[derive(Clone, Debug, Default)]

@@ -19,7 +19,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 
 use crate::api::Pod;
-use crate::model::{Endpoint, EndpointId, PolicyId, PolicyKind, Requirement, Selector};
+use egress_core::model::{Endpoint, EndpointId, PolicyId, PolicyKind, Requirement, Selector};
 
 /// Something in an object that cannot be understood.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

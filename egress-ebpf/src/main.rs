@@ -1,6 +1,6 @@
 //! Spillway's eBPF programs: the entry points, and the only place that knows the kernel's verdict codes.
 //!
-//! A packet's way is told in DESIGN section 3 and ARCHITECTURE.md. Each entry point parses nothing itself: it picks the
+//! docs/design.md, "Packet paths", and ARCHITECTURE.md describe a packet's path. Each entry point parses nothing itself: it picks the
 //! address family and turns a [`Verdict`] into a code and a counter.
 #![no_std]
 #![no_main]

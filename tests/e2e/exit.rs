@@ -165,7 +165,7 @@ fn ebpf_cni_that_masquerades_at_the_exit_changes_no_source() {
     }
 }
 
-/// DESIGN section 4: rules see the interface that the administrator expects.
+/// Firewall rules see the interface that the administrator expects.
 #[test]
 fn forward_sees_the_real_output_interface() {
     lab::require_root!();

@@ -8,8 +8,8 @@ use lab::traffic::{ConnectRate, ServerMode, TcpClients, TcpOptions, TcpServer, u
 use lab::{Capture, Family, Lab, PodSpec, address, wait_for};
 
 use crate::support::{
-    PATIENCE, QUIET, Sources, egress, gateways, object_name, policy, sources, start, wait_in_force, wait_sources, web,
-    weighted,
+    PATIENCE, QUIET, Sources, drops, egress, gateways, object_name, policy, sources, start, wait_in_force,
+    wait_sources, web, weighted,
 };
 
 /// A policy for some pods, some destinations and one egress IP.
@@ -227,7 +227,9 @@ fn update_gap_two_hundred_updates_under_load_let_no_wrong_source_out_and_break_n
 
         for rate in rates.into_iter().flatten() {
             let report = rate?.finish()?;
-            assert!(report.opened > 500 && report.failures() == 0, "{} opened, {:?}", report.opened, report.failed);
+            let nodes = ["worker1", "gw1", "gw2", "gw3"].map(|node| drops(lab, node));
+            let (opened, failed) = (report.opened, report.failures());
+            assert!(opened > 500 && failed == 0, "{opened} opened, {:?}; dropped: {nodes:?}", report.failed);
         }
         for clients in &streams {
             clients.wait_progress(3, PATIENCE)?;

@@ -107,6 +107,7 @@ pub fn start(bare: bool) -> Result<Cluster> {
 
 fn up(bare: bool) -> Result<()> {
     let cluster = start(bare)?;
+    cluster.serve_outside()?;
     println!("\n{}", cluster.kubectl(&["get", "nodes", "-L", "egress,topology.kubernetes.io/zone"])?);
     hints(&cluster)
 }

@@ -1,5 +1,6 @@
 //! Runs a program to its end: every line of its output goes to a log file and to the caller, and a deadline ends it.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
@@ -20,6 +21,30 @@ pub enum Stream {
 
 /// How often a silent program is looked at.
 const TICK: Duration = Duration::from_millis(100);
+
+/// A program that is started by another one, which is given with its arguments.
+pub fn behind(starter: &[&str], command: &Command) -> Command {
+    let words = starter.iter().map(OsStr::new).chain([command.get_program()]).chain(command.get_args());
+    let words: Vec<&OsStr> = words.collect();
+    let mut behind = alike(words[0], command);
+    behind.args(&words[1..]);
+    behind
+}
+
+/// A program with the directory and the environment of another command.
+pub fn alike(program: &OsStr, command: &Command) -> Command {
+    let mut alike = Command::new(program);
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => alike.env(name, value),
+            None => alike.env_remove(name),
+        };
+    }
+    if let Some(directory) = command.get_current_dir() {
+        alike.current_dir(directory);
+    }
+    alike
+}
 
 /// Runs `command` without input. `None` means that it was killed because `timeout` had passed.
 pub fn run(

@@ -1,6 +1,6 @@
 //! Whether this node is able to carry egress IPs, and telling the programs so: they answer ARP and NDP, and tell it to who probes.
 
-use super::{Agent, node::monotonic_ns, pulse, reach::LeaseWord};
+use super::{Agent, node::monotonic_ns};
 use crate::{
     datapath::{
         Pins,
@@ -14,6 +14,7 @@ use egress_common::{
     net,
     verdict::Counter,
 };
+use egress_core::agent::{pulse, reach::LeaseWord};
 use std::{
     collections::{BTreeMap, BTreeSet},
     future::Future,

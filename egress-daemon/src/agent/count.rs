@@ -1,16 +1,14 @@
 //! Counting the ports in use, aside: the tables may hold a million flows.
 
-use super::{
-    Agent,
-    demand::{Growth, Ports, Used},
-};
+use super::Agent;
 use crate::datapath::maps::{Maps, MapsError};
 use egress_common::{
     flow::{Flow, kind},
     net,
     verdict::Counter,
 };
-use std::{collections::BTreeMap, net::IpAddr, time::Duration};
+use egress_core::agent::demand::{Growth, Ports, Used};
+use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::Duration};
 
 /// The least time between two counts of the ports in use.
 const COUNT_EVERY: Duration = Duration::from_secs(2);
@@ -59,6 +57,7 @@ impl Agent {
         match ports {
             Ok(ports) => {
                 self.status_due |= ports != self.ports;
+                self.publish.send_modify(|state| Arc::make_mut(state).ports_used = ports.peaks());
                 self.past.note(began, &ports);
                 self.ports = ports;
                 self.counted = Some(began);

@@ -1,15 +1,13 @@
 //! Keeping the programs at their hooks, in a task of its own: a pod sends its first packet milliseconds after its
 //! interface appears, and must not find the agent busy with something else.
 
-use crate::{
-    datapath::{
-        attach::{Attacher, Hook, Mode},
-        strangers::Lookout,
-    },
-    host::{
-        classify::{InterfaceRules, Roles, classify},
-        links::LinkTable,
-    },
+use crate::datapath::{
+    attach::{Attacher, Hook, Mode},
+    strangers::Lookout,
+};
+use egress_core::network::{
+    classify::{InterfaceRules, Roles, classify},
+    links::LinkTable,
 };
 use std::{
     collections::{BTreeMap, BTreeSet},

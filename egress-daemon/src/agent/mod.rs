@@ -5,32 +5,18 @@
 
 mod able;
 mod aside;
-mod blocks;
-mod carriers;
-#[cfg(test)]
-mod carriers_tests;
 mod count;
-mod demand;
-mod effective;
 mod facts;
-mod gateways;
 mod hooks;
-mod kept;
-mod late;
 mod node;
 mod owned;
-mod pulse;
-mod reach;
 mod reconcile;
+mod routes;
 pub mod settings;
 #[cfg(test)]
 mod sim;
 mod status;
 mod tell;
-pub mod view;
-#[cfg(test)]
-mod view_tests;
-mod ways;
 
 pub use able::while_waiting;
 pub use node::{Agent, Options};

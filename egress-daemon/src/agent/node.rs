@@ -3,23 +3,14 @@
 use super::{
     able,
     aside::Aside,
-    blocks::Withheld,
-    carriers::Carriers,
     count::Counting,
-    demand::{Past, Ports},
-    effective::Effective,
-    facts::{Histories, Known, World},
-    gateways::Gateways,
+    facts::{Known, World},
     hooks::Hooks,
-    kept,
-    late::Late,
     owned::Owned,
-    pulse::Pulse,
-    reach::Reach,
     reconcile,
+    routes::Routes,
     settings::Settings,
     status::{self, Report},
-    ways::Routes,
 };
 use crate::{
     api::{EgressNode, EgressNodeStatus, GatewayWay},
@@ -27,14 +18,12 @@ use crate::{
         Pins,
         answers::Answers,
         attach::{self, Attacher},
-        encode::{Encoder, EndpointView},
         load::Programs,
         maps::{Maps, MapsError},
         write::Writer,
     },
     host::{
         advertise::Advertised,
-        classify::Roles,
         far::FarEnds,
         firewall::StackPath,
         links::{Links, LinksOptions},
@@ -45,12 +34,28 @@ use crate::{
         sysctl::Sysctls,
         tunnel,
     },
-    model::{EndpointId, NodeName, PolicyId, Trouble},
     observe::state::AgentState,
     store::{Store, StoreError, lease::LeaseKeeper},
 };
 use anyhow::Context as _;
 use egress_common::{abi::name_kind, config, port_block};
+use egress_core::{
+    agent::{
+        blocks::Withheld,
+        carriers::Carriers,
+        demand::{Past, Ports},
+        effective::Effective,
+        gateways::Gateways,
+        history::Histories,
+        kept,
+        late::Late,
+        pulse::Pulse,
+        reach::Reach,
+    },
+    encode::{Encoder, EndpointView},
+    model::{EndpointId, NodeName, PolicyId, Trouble},
+    network::classify::Roles,
+};
 use futures::FutureExt as _;
 use k8s_openapi::jiff::Timestamp;
 use std::{
@@ -451,7 +456,7 @@ impl Agent {
         let addresses = links.links.values().flat_map(|link| &link.addresses).map(ipnet::IpNet::addr);
         let free: Vec<BTreeSet<u16>> = addresses.map(|address| ports.free_blocks(address)).collect();
         let tunnel = port_block::of_port(self.settings.tunnel.port);
-        let all = 0..crate::plan::blocks::FIXED_BLOCKS;
+        let all = 0..egress_core::plan::blocks::FIXED_BLOCKS;
         all.filter(|b| Some(*b) == tunnel || free.iter().any(|f| !f.contains(b))).collect()
     }
 }
@@ -467,7 +472,7 @@ async fn lease_changed(lease: &mut Option<LeaseKeeper>) {
 /// The policies that an earlier agent had in force.
 fn known_policies(writer: &Writer) -> BTreeSet<PolicyId> {
     let names = writer.present().names.iter().filter(|(k, _)| k.kind == name_kind::POLICY);
-    names.filter_map(|(_, name)| crate::datapath::maps::name_text(name).parse().ok()).collect()
+    names.filter_map(|(_, name)| egress_core::encode::name_text(name).parse().ok()).collect()
 }
 
 /// `CLOCK_MONOTONIC` in ns, the kernel programs' clock.

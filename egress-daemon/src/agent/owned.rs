@@ -1,13 +1,10 @@
 //! The egress IPs that this node answers for: announcing them, and defending them against others' claims.
 
 use crate::host::{
-    MacAddress,
     announce::{Announcer, ClaimListener, is_rival},
     groups::{self, Groups},
-    links::LinkTable,
-    schedule::Schedule,
 };
-use crate::model::SubnetInfo;
+use egress_core::network::{EgressLink, links::LinkTable, schedule::Schedule};
 use std::{
     collections::{BTreeMap, BTreeSet, btree_map::Entry},
     io,
@@ -22,23 +19,12 @@ const HEAR: Duration = Duration::from_millis(300);
 /// The least time between two answers to claims of others (RFC 5227, section 2.4, lets hosts defend their address).
 const DEFEND: Duration = Duration::from_secs(1);
 
-/// Where an egress IP is announced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// The interface.
-    pub interface: u32,
-    /// Its MAC address.
-    pub mac: MacAddress,
-    /// The subnet of its own, whose next hop is asked for its MAC address.
-    pub subnet: Option<SubnetInfo>,
-}
-
 /// The egress IPs, and who else claims them.
 pub struct Owned {
     announcer: Announcer,
     schedule: Schedule,
     start: Instant,
-    places: BTreeMap<IpAddr, Place>,
+    places: BTreeMap<IpAddr, EgressLink>,
     listeners: BTreeMap<u32, ClaimListener>,
     groups: Groups,
     /// When everything is announced again.
@@ -67,7 +53,7 @@ impl Owned {
     }
 
     /// Answers for these from now on: what is new, or has moved to another interface, is announced.
-    pub fn set(&mut self, wanted: &BTreeMap<IpAddr, Place>) {
+    pub fn set(&mut self, wanted: &BTreeMap<IpAddr, EgressLink>) {
         let now = self.now();
         for address in self.places.keys().filter(|a| !wanted.contains_key(*a)) {
             self.schedule.stop(*address);

@@ -2,30 +2,19 @@
 
 use super::{
     Agent, Settings,
-    blocks::Circumstances,
-    carriers,
     facts::World,
-    gateways::Target,
     hooks::Wanted,
-    kept, late,
     node::monotonic_ns,
     status,
     tell::{self, Running},
-    view::{self, Facts},
-    ways::{self, Peer, Ways},
 };
 use crate::{
-    config::{Firewall, Transport},
-    datapath::{encode::NodeView, tables::Tables},
+    config::Firewall,
     host::{
-        classify::{InterfaceRules, Roles, classify},
         firewall::{FirewallError, Spec},
         shaper::Rate,
-        sysctl,
-        table::{LinkKind, LinkTable},
-        tunnel,
+        sysctl, tunnel,
     },
-    model::{Bandwidth, NodeName},
     store::{
         Key,
         lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease},
@@ -36,6 +25,22 @@ use egress_common::{
     config::{self, Config},
     net,
     transport::DIRECT,
+};
+use egress_core::{
+    agent::{
+        blocks::Circumstances,
+        carriers,
+        gateways::Target,
+        kept, late,
+        transports::{self, Peer, Ways},
+        view::{self, Facts},
+    },
+    encode::{NodeView, tables::Tables},
+    model::{Bandwidth, NodeName, Transport},
+    network::{
+        classify::{InterfaceRules, Roles, classify},
+        links::{LinkKind, LinkTable},
+    },
 };
 use k8s_openapi::api::coordination::v1::Lease;
 use std::{
@@ -158,7 +163,7 @@ impl Agent {
         self.routes.find(&self.netlink, &links, &addresses).await;
         let ways: BTreeMap<NodeName, Ways> = peers
             .iter()
-            .map(|(n, peer)| (n.clone(), ways::ways(setting, peer, &self.routes.get(peer.address), &links, &own)))
+            .map(|(n, peer)| (n.clone(), transports::ways(setting, peer, &self.routes.get(peer.address), &links, &own)))
             .collect();
         self.gateways.set(targets(&watched, &view, &ways, setting));
         let chosen = |n: &NodeName| self.gateways.way(n).unwrap_or_default();
@@ -206,6 +211,7 @@ impl Agent {
             lease_held: self.lease.as_ref().map(|_| self.lease_held),
             lease_revision: self.leases.all,
             gateways,
+            ports: &self.ports,
             store_problems: self.store.problems(),
             complaints: &self.complaints,
         };
@@ -262,7 +268,7 @@ impl Agent {
     /// Decides which leased blocks are not used for new flows and which are given back. Whether the tables have to be
     /// written again.
     pub(super) fn decide_blocks(&mut self) -> bool {
-        let reported = self.world.egress_node(&self.node).and_then(|n| n.status.as_ref());
+        let reported = self.world.snapshot.report(&self.node);
         self.withheld.update(&Circumstances {
             node: &self.node,
             plan: &self.world.plan,
@@ -464,7 +470,7 @@ fn peers(
         let mac = report.and_then(|r| r.macs.get(&address)).copied();
         // A MAC address that two nodes claim says nothing.
         let mac = mac.filter(|mac| view.macs.get(mac) == Some(name));
-        let direct = report.is_some_and(|r| r.receives.contains(ways::name(DIRECT)));
+        let direct = report.is_some_and(|r| r.receives.contains(transports::name(DIRECT)));
         Some((name.clone(), Peer { address, mac, direct }))
     };
     all.into_iter().filter_map(peer).collect()

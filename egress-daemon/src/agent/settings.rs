@@ -1,11 +1,11 @@
 //! What an agent takes from the configuration.
 
 use crate::{
-    config::{Announce, Config, Firewall, Timeouts, Transport},
+    config::{Announce, Config, Firewall, Timeouts},
     datapath::{attach, load::Sizes},
-    health::ProbeTimes,
-    host::{classify::NamePattern, tunnel::TunnelSpec},
+    host::tunnel::TunnelSpec,
 };
+use egress_core::{health::ProbeTimes, model::Transport, network::classify::NamePattern};
 use ipnet::IpNet;
 use std::{net::IpAddr, time::Duration};
 

@@ -1,25 +1,31 @@
 //! What the agent reports in its EgressNode. Pure.
 
-use super::{
-    blocks::Withheld,
-    demand::{self, Ports},
-    facts::Known,
-    ways,
-};
+use super::facts::Known;
 use crate::{
     api::{self, CarriedIP, EgressNodeStatus, GatewayWay, MapUse, NodeAddress},
-    config::{Firewall, Transport},
-    datapath::{attach::Mode, tables::Tables},
-    host::{classify::Roles, links::LinkTable},
-    model::{NodeName, Trouble},
+    config::Firewall,
+    datapath::attach::Mode,
     observe::state::GatewayState,
+};
+use egress_core::{
+    agent::{
+        blocks::Withheld,
+        demand::{self, Ports},
+        transports,
+    },
+    encode::tables::Tables,
+    model::{Demand, NodeName, Transport, Trouble},
+    network::{classify::Roles, links::LinkTable},
     plan::Plan,
 };
 use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::{Condition, Time},
     jiff::Timestamp,
 };
-use std::{collections::BTreeSet, net::IpAddr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
 
 /// What a status is made from.
 pub struct Report<'a> {
@@ -66,14 +72,14 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
         tunnel_addresses: report.tunnel_addresses.iter().map(ToString::to_string).collect(),
         addresses: addresses(report),
         transport: Some(report.transport.to_string()),
-        receives: ways::receives(report.transport),
+        receives: transports::receives(report.transport),
         gateways: report.gateways.to_vec(),
         firewall: Some(report.firewall.to_string()),
         attach: Some(report.attach.to_string()),
         lease_revision: report.leases.all,
         own_lease_revision: report.leases.own,
         carries: report.carries.iter().map(|ip| CarriedIP { egress_ip: ip.to_string() }).collect(),
-        demand: demand::demand(report.node, report.plan, report.ports, report.withheld),
+        demand: demands(demand::demand(report.node, report.plan, report.ports, report.withheld)),
         occupied_blocks: report.occupied_blocks.clone(),
         troubles: report.troubles.iter().map(trouble).collect(),
         map_use: usage
@@ -123,6 +129,16 @@ fn addresses(report: &Report<'_>) -> Vec<NodeAddress> {
         }
     }
     all
+}
+
+/// Demands as objects write them.
+pub fn demands(demands: BTreeMap<IpAddr, Demand>) -> Vec<api::Demand> {
+    let demand = |(address, demand): (IpAddr, Demand)| api::Demand {
+        egress_ip: address.to_string(),
+        want_blocks: demand.want.try_into().unwrap_or(u16::MAX),
+        release: demand.released.into_iter().collect(),
+    };
+    demands.into_iter().map(demand).collect()
 }
 
 fn ready(complaints: &[String], old: Option<&EgressNodeStatus>, now: Timestamp) -> Condition {

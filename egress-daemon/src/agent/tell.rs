@@ -1,22 +1,26 @@
 //! What the agent tells on its socket. Pure.
 
-use super::{
-    facts::World,
-    gateways::Gateways,
-    view::Facts,
-    ways::{self, WAYS, Ways},
-};
+use super::facts::World;
 use crate::{
-    config::{Firewall, Transport},
-    datapath::{attach::Mode, encode::NodeView},
-    health::ProbeState,
-    model::{Distribution, NodeName},
+    config::Firewall,
+    datapath::attach::Mode,
     observe::state::{
         AgentState, ConditionState, EgressIpState, GatewayState, NodeState, PolicyState, ProbeResult, ProblemState,
     },
-    plan::{ConditionKind, Reason},
     store,
     translate::refusals,
+};
+use egress_core::{
+    agent::{
+        demand::Ports,
+        gateways::Gateways,
+        transports::{self, WAYS, Ways},
+        view::Facts,
+    },
+    encode::NodeView,
+    health::ProbeState,
+    model::{Distribution, NodeName, Transport},
+    plan::{ConditionKind, Reason},
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use std::{collections::BTreeMap, net::IpAddr, time::Duration};
@@ -43,6 +47,8 @@ pub struct Running<'a> {
     pub transport: Transport,
     /// The gateways that this node uses, as [`gateways`] tells them.
     pub gateways: Vec<GatewayState>,
+    /// The ports in use, as they were counted last.
+    pub ports: &'a Ports,
     /// What is wrong with the source of the objects.
     pub store_problems: Vec<store::Problem>,
     /// What the agent could not do.
@@ -74,6 +80,7 @@ pub fn state(world: &World, facts: &Facts<'_>, view: &NodeView, running: &Runnin
         policies: facts.snapshot.policies.values().map(|p| policy(world, view, p)).chain(refused(world)).collect(),
         gateways: running.gateways.clone(),
         egress_ips: facts.plan.egress_ips.iter().map(|(ip, e)| egress_ip(world, *ip, e)).collect(),
+        ports_used: running.ports.peaks(),
         conditions: world
             .egress_node(facts.node)
             .and_then(|n| n.status.as_ref())
@@ -109,7 +116,7 @@ fn condition(c: &Condition) -> ConditionState {
     }
 }
 
-fn policy(world: &World, view: &NodeView, policy: &crate::model::Policy) -> PolicyState {
+fn policy(world: &World, view: &NodeView, policy: &egress_core::model::Policy) -> PolicyState {
     let slots = view.policies.get(&policy.id).map_or(Vec::new(), |p| p.slots.iter().map(|s| s.address).collect());
     let selected = view.endpoints.iter().filter(|(_, e)| e.class.contains(&policy.id));
     let mut endpoints: Vec<String> = selected.map(|(id, _)| format!("{}/{}", id.namespace, id.name)).collect();
@@ -148,8 +155,8 @@ pub fn gateways(gateways: &Gateways, ways: &BTreeMap<NodeName, Ways>) -> Vec<Gat
                 ProbeState::Unable => ProbeResult::Unable,
             },
             rtt_micros: gateways.round_trip(&name).map(|d| d.as_micros() as u64),
-            transport: gateways.way(&name).map_or(String::new(), |way| ways::name(way).into()),
-            replies: gateways.back(&name).map_or(String::new(), |way| ways::name(way).into()),
+            transport: gateways.way(&name).map_or(String::new(), |way| transports::name(way).into()),
+            replies: gateways.back(&name).map_or(String::new(), |way| transports::name(way).into()),
             why: ways.get(&name).map_or(String::new(), |ways| why_not(gateways, &name, ways)),
             name: name.to_string(),
         })
@@ -168,12 +175,12 @@ fn why_not(gateways: &Gateways, name: &NodeName, ways: &Ways) -> String {
             (None, Some(ProbeState::Alive | ProbeState::Unable)) => "one address family only",
             (None, None) => return None,
         };
-        Some(format!("not {}: {reason}", ways::name(*way)))
+        Some(format!("not {}: {reason}", transports::name(*way)))
     });
     reasons.collect::<Vec<_>>().join("; ")
 }
 
-fn egress_ip(world: &World, address: IpAddr, e: &crate::plan::EgressIpPlan) -> EgressIpState {
+fn egress_ip(world: &World, address: IpAddr, e: &egress_core::plan::EgressIpPlan) -> EgressIpState {
     EgressIpState {
         address,
         pool: e.pool.as_ref().map(ToString::to_string),

@@ -9,12 +9,15 @@ use crate::{
         strangers::{self, Stranger},
     },
     host::{
-        classify::{InterfaceRules, Roles, classify},
-        links::{LinkTable, Links, LinksOptions},
+        links::{Links, LinksOptions},
         netlink::Netlink,
         ports::parse_sockets,
         sysctl, tunnel,
     },
+};
+use egress_core::network::{
+    classify::{InterfaceRules, Roles, classify},
+    links::LinkTable,
 };
 use std::{
     collections::{BTreeMap, BTreeSet},

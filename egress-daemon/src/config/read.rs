@@ -1,8 +1,8 @@
 //! From YAML to a checked [`Config`]: every fault is found in one go, each with its field and what to write instead.
 
-use super::{Announce, Config, Fault, Firewall, Foreign, Transport};
-use crate::health::ProbeTracker;
+use super::{Announce, Config, Fault, Firewall, Foreign};
 use egress_common::limits;
+use egress_core::{health::ProbeTracker, model::Transport};
 use serde_json::{Map, Value};
 use std::{fmt::Display, net::SocketAddr, str::FromStr, time::Duration};
 

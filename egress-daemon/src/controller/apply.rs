@@ -3,9 +3,9 @@
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
 };
-use crate::model::NodeName;
 use crate::snapshot::Desired;
 use crate::store::{Key, Store, StoreError, Stored};
+use egress_core::model::NodeName;
 use futures::stream::{self, StreamExt};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::object::HasStatus;

@@ -1,11 +1,12 @@
 //! What a person would want to know of, in the words of Kubernetes events.
 
 use crate::api::egress_ip_name;
-use crate::model::{PolicyId, PolicyKind};
-use crate::plan::diff::Change;
-use crate::plan::{ConditionKind, OwnerReason, Reason};
 use crate::store::{Key, Kind, Note, ObjectRef};
 use crate::translate::Problem;
+use egress_core::{
+    model::{PolicyId, PolicyKind},
+    plan::{ConditionKind, OwnerReason, Reason, diff::Change},
+};
 use std::fmt;
 
 /// Something that happened to an object.

@@ -6,7 +6,6 @@
 //! a few changed pods or reports are taken into what the last one made (`partial`), with the same result.
 
 mod apply;
-mod departed;
 mod events;
 mod partial;
 mod remarks;
@@ -18,7 +17,7 @@ mod tests;
 pub use events::Event;
 pub use run::run;
 
-use crate::health::LeaseTimes;
+use egress_core::health::LeaseTimes;
 use std::time::Duration;
 
 /// How a controller behaves.

@@ -5,12 +5,14 @@ use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressNodeSpec,
     ExternalIPPool, Pod, egress_ip_name,
 };
-use crate::health::Health;
-use crate::model::{Endpoint, EndpointId, NodeName, NodeReport, Policy, PolicyId, PolicyKind, Pool, Snapshot};
-use crate::plan::{Changes, EgressIpPlan, Memo, Plan};
 use crate::snapshot::{Desired, Objects, desired_part, egress_ip, namespace};
 use crate::store::{Key, Store, Stored};
 use crate::translate::{self, Problem};
+use egress_core::{
+    health::Health,
+    model::{Endpoint, EndpointId, NodeName, NodeReport, Policy, PolicyId, PolicyKind, Pool, Snapshot},
+    plan::{Changes, EgressIpPlan, Memo, Plan},
+};
 use k8s_openapi::api::core::v1::{Namespace, Node};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use std::collections::{BTreeMap, BTreeSet};
@@ -117,7 +119,7 @@ impl Known {
             let before = known.get(&node.name)?;
             let report = before.report.clone();
             let had_problems = self.problems.iter().any(|problem| problem.name == node.name.as_str());
-            if had_problems || !found.is_empty() || (crate::model::Node { report, ..node }) != *before {
+            if had_problems || !found.is_empty() || (egress_core::model::Node { report, ..node }) != *before {
                 return None;
             }
         }

@@ -1,9 +1,9 @@
 //! Mistakes in the source of objects, as conditions of the objects that they are about. The last good version of such an
 //! object is in force: that is not what its author wants, so that it counts as degraded. Pure.
 
-use crate::plan::{ConditionKind, Reason};
 use crate::snapshot::{Desired, Objects};
 use crate::store::{Kind, Problem};
+use egress_core::plan::{ConditionKind, Reason};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::core::object::HasStatus;
 use std::collections::BTreeMap;

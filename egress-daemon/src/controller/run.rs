@@ -1,21 +1,21 @@
 //! The loop.
 
 use super::apply::{Applied, apply, apply_part};
-use super::departed::Departed;
 use super::partial::{Known, Revisions};
 use super::sight::{Judgement, Sight, delays, judged};
 use super::{ControllerConfig, Event, Report, remarks};
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool, Pod,
 };
-use crate::health::Health;
-use crate::model::{NodeName, PolicyId, Snapshot};
-use crate::plan::diff::diff;
-use crate::plan::{Plan, plan_and_remember};
 use crate::snapshot::{Objects, desired, previous, snapshot};
 use crate::store::lease::{CONTROLLER_LEASE, LEASE_NAMESPACE, LeaseKeeper, LeaseTerms};
 use crate::store::{Key, Problem, Store};
 use crate::translate::refusals;
+use egress_core::{
+    health::Health,
+    model::{NodeName, PolicyId, Snapshot},
+    plan::{Plan, departed::Departed, diff::diff, plan_and_remember},
+};
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Namespace, Node};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;

@@ -1,8 +1,10 @@
 //! What a controller sees of gateways, and what of it a plan depends on. Pure.
 
-use crate::health::{Health, LeaseTimes, LeaseTracker, Renewal};
-use crate::model::{Failback, NodeName, Snapshot};
 use crate::store::lease::GATEWAY_LEASE_PREFIX;
+use egress_core::{
+    health::{Health, LeaseTimes, LeaseTracker, Renewal},
+    model::{Failback, NodeName, Snapshot},
+};
 use k8s_openapi::api::coordination::v1::Lease;
 use std::borrow::Borrow;
 use std::collections::BTreeSet;
@@ -71,7 +73,7 @@ pub(crate) type Judgement = (NodeName, [bool; 4], usize);
 
 /// What of the gateways' health a plan depends on, in a form that is cheap to compare.
 pub(crate) fn judged(health: &Health, delays: &BTreeSet<Duration>) -> Vec<Judgement> {
-    let judge = |(node, health): (&NodeName, &crate::health::NodeHealth)| {
+    let judge = |(node, health): (&NodeName, &egress_core::health::NodeHealth)| {
         let passed = delays.iter().filter(|delay| health.fresh_for(**delay)).count();
         let flags = [health.is_unasked(), health.is_fresh(), health.is_proven(), health.gone];
         (node.clone(), flags, passed)

@@ -3,11 +3,13 @@
 use super::*;
 use crate::api::Pod;
 use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode};
-use crate::health::{Health, LeaseState, NodeHealth};
-use crate::plan::plan;
 use crate::snapshot::{Objects, desired, previous, snapshot};
 use crate::store::lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease};
 use crate::store::{Changes, Files, Key, Store};
+use egress_core::{
+    health::{Health, LeaseState, NodeHealth},
+    plan::plan,
+};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use std::collections::BTreeSet;

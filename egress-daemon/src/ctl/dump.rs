@@ -3,8 +3,7 @@
 
 use crate::datapath::{
     Pins,
-    maps::{FamilyMaps, Maps, MapsError, name_text},
-    tables::Tables,
+    maps::{FamilyMaps, Maps, MapsError},
     write::Writer,
 };
 use aya::Pod;
@@ -18,6 +17,7 @@ use egress_common::{
     net,
     verdict::Counter,
 };
+use egress_core::encode::{name_text, tables::Tables};
 use ipnet::IpNet;
 use nix::time::{ClockId, clock_gettime};
 use std::{collections::BTreeMap, net::IpAddr};

@@ -3,32 +3,12 @@
 use super::{Pins, maps::MapsError};
 use aya::maps::{Map, MapData, RingBuf};
 use egress_common::probe::{Answer, Probe, REPLY, state};
+use egress_core::agent::gateways::Answered;
 use std::{io, mem::size_of, time::Instant};
 use tokio::io::unix::AsyncFd;
 
 /// The map's name.
 const MAP: &str = "PROBES";
-
-/// A probe that came back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Answered {
-    /// The number that the request carried.
-    pub seq: u64,
-    /// The number of the gateway that the request carried.
-    pub node_id: u32,
-    /// The way that the request took ([`egress_common::transport`]).
-    pub way: u32,
-    /// The way that the reply took, as its sender says.
-    pub back: u32,
-    /// The packet was IPv6.
-    pub ipv6: bool,
-    /// The gateway is able to carry egress IPs.
-    pub able: bool,
-    /// The gateway holds its lease.
-    pub held: bool,
-    /// When it was read here.
-    pub received: Instant,
-}
 
 /// The ring buffer.
 pub struct Answers {

@@ -117,13 +117,11 @@ const BPF_FS_MAGIC: i64 = 0xcafe_4a11;
 /// Makes the pins' directories and checks what is there already.
 fn prepare(pins: &Pins) -> Result<(), LoadError> {
     for dir in [pins.root().to_path_buf(), pins.version(), pins.maps(), pins.links()] {
-        fs::create_dir_all(&dir).map_err(|source| LoadError::Directory { path: dir.clone(), source })?;
-        let magic = nix::sys::statfs::statfs(&dir).map(|s| s.filesystem_type().0);
-        if magic != Ok(BPF_FS_MAGIC) {
-            // Nothing of ours stays behind on another file system.
-            let _ = fs::remove_dir(&dir);
+        // Before anything is made: nothing of ours stays behind on another file system, and `sysfs` has only errors to say.
+        if !is_on_bpffs(&dir) {
             return Err(LoadError::NotBpffs { path: dir });
         }
+        fs::create_dir_all(&dir).map_err(|source| LoadError::Directory { path: dir.clone(), source })?;
     }
     let root = pins.root().to_path_buf();
     let entries = fs::read_dir(&root).map_err(|source| LoadError::Directory { path: root.clone(), source })?;
@@ -133,6 +131,13 @@ fn prepare(pins: &Pins) -> Result<(), LoadError> {
         Some(path) => Err(LoadError::OtherVersion { path, root }),
         None => Ok(()),
     }
+}
+
+/// Whether a directory is on a BPF file system, or would be if it were made.
+fn is_on_bpffs(dir: &std::path::Path) -> bool {
+    let present = dir.ancestors().find(|ancestor| ancestor.exists());
+    let magic = present.map(|ancestor| nix::sys::statfs::statfs(ancestor).map(|s| s.filesystem_type().0));
+    magic == Some(Ok(BPF_FS_MAGIC))
 }
 
 /// Whether a directory's name is that of a layout version: `v` and a number.

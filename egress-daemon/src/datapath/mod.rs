@@ -5,17 +5,12 @@
 
 pub mod answers;
 pub mod attach;
-pub mod encode;
 mod filters;
-mod fit;
 pub mod load;
 pub mod maps;
 mod rtnetlink;
-mod spread;
 pub mod strangers;
-pub mod tables;
 mod tcx;
-pub mod ways;
 pub mod write;
 
 #[cfg(test)]

@@ -2,11 +2,7 @@
 //! that are named to the things that name them; then, in the opposite order, everything that is to go. So at no moment
 //! does an entry name something that is not there, and nothing that stays is ever missing.
 
-use super::{
-    maps::{FamilyMaps, Maps, MapsError, Slots},
-    spread,
-    tables::{FamilyTables, Tables},
-};
+use super::maps::{FamilyMaps, Maps, MapsError, Slots};
 use aya::Pod;
 use egress_common::{
     V4, V6,
@@ -17,6 +13,10 @@ use egress_common::{
     flow::{FlowKey, Reverse},
     limits::MAGLEV_CHUNK,
     port_block,
+};
+use egress_core::encode::{
+    spread,
+    tables::{FamilyTables, Tables},
 };
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -7,10 +7,10 @@ use std::net::IpAddr;
 
 use etherparse::EtherType;
 
+use super::frames;
 pub use super::frames::Claim;
 use super::packet::PacketSocket;
-use super::table::LinkTable;
-use super::{MacAddress, frames};
+use egress_core::network::{MacAddress, links::LinkTable};
 
 /// Sends announcements, on any interface.
 #[derive(Debug)]
@@ -110,7 +110,8 @@ const ADVERTISEMENTS_ONLY: [libc::sock_filter; 6] = {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::testing::{Net, NetNs, in_netns, link, soon};
+    use crate::host::testing::{Net, NetNs, in_netns, soon};
+    use egress_core::testing::link;
     use std::sync::mpsc;
 
     const ADDRESSES: [&str; 2] = ["192.0.2.10", "2001:db8::10"];

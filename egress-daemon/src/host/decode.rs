@@ -11,8 +11,10 @@ use rtnetlink::packet_route::route::{
 };
 use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
 
-use super::MacAddress;
-use super::table::{Change, DefaultRoute, Link, LinkKind, TABLE_MAIN};
+use egress_core::network::{
+    MacAddress,
+    links::{Change, DefaultRoute, Link, LinkKind, TABLE_MAIN},
+};
 
 /// What a multicast message means for the state; `None` where it means nothing.
 pub fn change(message: &NetlinkMessage<RouteNetlinkMessage>) -> Option<Change> {

@@ -15,7 +15,7 @@ use rtnetlink::packet_route::address::{AddressAttribute, AddressMessage};
 use tokio::task::JoinSet;
 
 use super::decode;
-use super::table::{Link, LinkTable};
+use egress_core::network::links::{Link, LinkTable};
 
 /// What was found at the far ends.
 #[derive(Debug)]

@@ -9,7 +9,7 @@ use etherparse::{
     ArpEthIpv4Packet, ArpOperation, EtherType, Icmpv6Type, IpNumber, NetSlice, SlicedPacket, TransportSlice,
 };
 
-use super::MacAddress;
+use egress_core::network::MacAddress;
 
 /// The Ethernet and ARP headers with padding up to the shortest frame, in bytes.
 pub const ARP_FRAME: usize = 60;

@@ -25,8 +25,8 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use super::decode;
-use super::table::{Change, Stale, State};
-pub use super::table::{DefaultRoute, Link, LinkKind, LinkTable};
+use egress_core::network::links::{Change, Stale, State};
+pub use egress_core::network::links::{DefaultRoute, Link, LinkKind, LinkTable};
 
 const GROUPS: [MulticastGroup; 5] = [
     MulticastGroup::Link,

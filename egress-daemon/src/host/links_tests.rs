@@ -1,8 +1,8 @@
 //! The follower against a real kernel.
 
 use super::*;
-use crate::host::classify::{InterfaceRules, classify};
 use crate::host::testing::{Net, NetNs, in_netns, soon};
+use egress_core::network::classify::{InterfaceRules, classify};
 
 async fn follow() -> (Links, watch::Receiver<Arc<LinkTable>>) {
     let links = Links::follow(LinksOptions::default()).await.unwrap();

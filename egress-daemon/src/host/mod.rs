@@ -7,7 +7,6 @@
 
 pub mod advertise;
 pub mod announce;
-pub mod classify;
 pub mod cleanup;
 mod decode;
 pub mod far;
@@ -20,38 +19,14 @@ mod packet;
 pub mod ports;
 pub mod probe;
 pub mod route;
-pub mod schedule;
 pub mod shaper;
 pub mod sysctl;
-pub mod table;
 pub mod tunnel;
 
 #[cfg(test)]
 pub(crate) mod testing;
 
 use std::fmt;
-
-/// An Ethernet address, in the order of the wire.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-pub struct MacAddress(pub [u8; 6]);
-
-impl MacAddress {
-    /// All hosts of the segment.
-    pub const BROADCAST: MacAddress = MacAddress([0xff; 6]);
-}
-
-impl fmt::Display for MacAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [a, b, c, d, e, g] = self.0;
-        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
-    }
-}
-
-impl fmt::Debug for MacAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
 
 /// Something on the node that is not as it should be, that does not stop the agent, and that an administrator can
 /// change.

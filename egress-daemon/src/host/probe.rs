@@ -4,6 +4,7 @@
 //! The program at the device's egress knows a probe by its source MAC address and sends it by the way that it names; the
 //! gateway's program turns the request into a reply. Replies come through a ring buffer (`datapath::answers`).
 
+use egress_core::agent::gateways::Request;
 use std::io;
 use std::net::IpAddr;
 
@@ -22,23 +23,6 @@ const PAYLOAD: usize = size_of::<Probe>();
 const PROTOCOL: u8 = 17;
 /// Hop limit of a probe.
 const HOPS: u8 = 64;
-
-/// What is asked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request {
-    /// The gateway's tunnel address.
-    pub remote: IpAddr,
-    /// The prober's number for the gateway.
-    pub node_id: u32,
-    /// The probe's number.
-    pub seq: u64,
-    /// The way that the probe takes ([`egress_common::transport`]).
-    pub way: u32,
-    /// The way that replies of flows are wanted by.
-    pub wish: u32,
-    /// The egress IP that stands in the packet: its source on the way to the gateway, its destination on the way back.
-    pub egress: IpAddr,
-}
 
 /// Sends probes into one tunnel device. When the device was made anew (another ifindex), open another one.
 #[derive(Debug)]

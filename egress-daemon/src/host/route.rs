@@ -1,5 +1,6 @@
 //! What the routing table says about the way to one address, and whether IPsec would take its packets.
 
+use egress_core::network::Route;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -11,19 +12,6 @@ use rtnetlink::packet_route::route::{RouteAddress, RouteAttribute, RouteMessage,
 use rtnetlink::{Error, Handle};
 
 use super::decode;
-
-/// The way to an address.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Route {
-    /// The ifindex that packets leave by.
-    pub oif: u32,
-    /// The next hop; none where the address is on the link.
-    pub gateway: Option<IpAddr>,
-    /// The largest packet, where the route limits it.
-    pub mtu: Option<u32>,
-    /// Packets get another header on the way (MPLS, segment routing and the like).
-    pub encapsulated: bool,
-}
 
 /// Asks the kernel. `None`: there is no way to the address, or it is this node's own.
 pub async fn lookup(handle: &Handle, to: IpAddr) -> Result<Option<Route>, Error> {

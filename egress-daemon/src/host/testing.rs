@@ -15,30 +15,7 @@ use rtnetlink::packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, N
 use rtnetlink::{Handle, LinkBridge, LinkUnspec, LinkVeth, RouteMessageBuilder};
 use tokio::task::JoinHandle;
 
-use super::MacAddress;
-use super::table::{DefaultRoute, Link, LinkKind, TABLE_MAIN};
-
-/// A physical link that is up.
-pub fn link(index: u32, name: &str) -> Link {
-    Link {
-        name: name.to_owned(),
-        index,
-        mac: Some(MacAddress([2, 0, 0, 0, 0, index as u8])),
-        mtu: 1500,
-        kind: LinkKind::Physical,
-        master: None,
-        up: true,
-        carrier: true,
-        peer: None,
-        peer_netns: None,
-        addresses: Vec::new(),
-    }
-}
-
-/// A default route of the main table.
-pub fn default_route(oif: u32, gateway: &str) -> DefaultRoute {
-    DefaultRoute { ipv6: false, table: TABLE_MAIN, metric: 0, oif, gateway: gateway.parse().ok(), source: None }
-}
+use egress_core::network::MacAddress;
 
 /// Longer than anything that a test waits for can take; only reached when the test fails.
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -15,7 +15,8 @@ use rtnetlink::{Error, Handle, LinkMessageBuilder, LinkUnspec, LinkVxlan};
 
 use super::netlink::errno;
 use super::sysctl::{self, tunnel_settings};
-use super::{MacAddress, Warning, decode};
+use super::{Warning, decode};
+use egress_core::network::MacAddress;
 
 /// The device's name, unless configured otherwise.
 pub const DEFAULT_NAME: &str = "spillway0";

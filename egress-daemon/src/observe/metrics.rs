@@ -113,7 +113,13 @@ fn of_agent(published: &Published) -> Vec<Family> {
     let rtt = by_gateway(&|gateway| gateway.rtt_micros.map(|micros| micros as f64 / 1e6));
     let owned = state.egress_ips.iter().filter(|e| e.owner.as_deref() == Some(&state.node.name)).count();
     let plain = |value: f64| vec![(Labels::new(), value)];
+    let ports = state.ports_used.iter().map(|(ip, used)| (vec![("egress_ip", ip.to_string())], f64::from(*used)));
     let mut families = vec![
+        gauge(
+            "spillway_egress_ip_ports_used",
+            "ports of an egress IP that this node uses towards the busiest destination; all nodes together have 64512",
+            ports.collect(),
+        ),
         gauge("spillway_gateway_up", "whether a gateway answers probes through the tunnel", up),
         gauge("spillway_gateway_rtt_seconds", "the last round trip of a probe through the tunnel", rtt),
         gauge("spillway_egress_ips", "egress IPs that this node uses or owns", plain(state.egress_ips.len() as f64)),
@@ -154,7 +160,8 @@ fn of_controller(report: &Report) -> Vec<Family> {
 
 impl Sources {
     fn families(&self) -> Vec<Family> {
-        let mut families = Vec::new();
+        let version = vec![(vec![("version", env!("CARGO_PKG_VERSION").to_owned())], 1.0)];
+        let mut families = vec![gauge("spillway_build_info", "the version that runs, as a label", version)];
         families.extend(self.pins.iter().flat_map(of_maps));
         families.extend(self.agent.iter().flat_map(of_agent));
         families.extend(self.controller.iter().flat_map(|report| of_controller(&report.borrow())));

@@ -5,8 +5,18 @@ use crate::{
     host::testing::in_netns,
     observe::state::{AgentState, ConditionState, EgressIpState, GatewayState, NodeState},
 };
+use egress_common::verdict::Counter;
 use std::{path::Path, time::Duration};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+#[test]
+fn every_drop_reason_is_explained_to_whoever_meets_it() {
+    let page = include_str!("../../../docs/troubleshooting.md");
+    let reasons = Counter::ALL.iter().map(|counter| counter.name()).filter(|name| name.starts_with("drop_"));
+    for reason in reasons {
+        assert!(page.contains(&format!("\n| `{reason}` |")), "docs/troubleshooting.md has no row for {reason}");
+    }
+}
 
 fn agent() -> AgentState {
     let gateway = |name: &str, probe, rtt_micros| GatewayState {
@@ -32,6 +42,7 @@ fn agent() -> AgentState {
             gateway("gw4", ProbeResult::Unknown, None),
         ],
         egress_ips: vec![egress("192.0.2.10", "gw1"), egress("192.0.2.11", "gw3")],
+        ports_used: [("192.0.2.10".parse().unwrap(), 51_610)].into(),
         ..AgentState::default()
     }
 }
@@ -71,6 +82,8 @@ fn the_agents_state_is_measured() {
         "spillway_egress_ips 2.0",
         "spillway_egress_ips_owned 1.0",
         "spillway_lease_held 1.0",
+        "spillway_egress_ip_ports_used{egress_ip=\"192.0.2.10\"} 51610.0",
+        concat!("spillway_build_info{version=\"", env!("CARGO_PKG_VERSION"), "\"} 1.0"),
     ] {
         assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
     }

@@ -3,7 +3,7 @@
 //! Every list is sorted, field names on the wire are camelCase, and a reader ignores fields that it does not know.
 
 use serde::{Deserialize, Serialize};
-use std::net::IpAddr;
+use std::{collections::BTreeMap, net::IpAddr};
 
 /// Everything that the agent tells.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,6 +17,8 @@ pub struct AgentState {
     pub gateways: Vec<GatewayState>,
     /// Egress IPs that this node uses or owns, sorted by address.
     pub egress_ips: Vec<EgressIpState>,
+    /// The ports that flows of this node use towards the busiest destination, by egress IP, as they were counted last.
+    pub ports_used: BTreeMap<IpAddr, u32>,
     /// What is true of the node as a whole.
     pub conditions: Vec<ConditionState>,
     /// What is wrong: broken objects, limits that were reached, settings that the host refused.

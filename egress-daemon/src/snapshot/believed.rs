@@ -19,8 +19,8 @@ use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Node as KubeNode;
 use k8s_openapi::jiff::Timestamp;
 
-use crate::model::{NodeName, Snapshot};
 use crate::translate::Problem;
+use egress_core::model::{NodeName, Snapshot};
 
 /// What nodes may say of revisions: higher ones would leave none for later leases. Real ones count grants.
 pub const MAX_REVISION: u64 = 1 << 62;

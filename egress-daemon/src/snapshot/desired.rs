@@ -19,9 +19,11 @@ use statuses::{World, name, used};
 use super::Objects;
 use super::previous::holders;
 use crate::api;
-use crate::model::{EndpointId, Family, NodeName, PolicyId, PolicyKind, PoolKind, Snapshot};
-use crate::plan::{Assigned, BlockState, Blocks, EgressIpPlan, Plan};
 use crate::translate::Problem;
+use egress_core::{
+    model::{EndpointId, Family, NodeName, PolicyId, PolicyKind, PoolKind, Snapshot},
+    plan::{Assigned, BlockState, Blocks, EgressIpPlan, Plan},
+};
 
 /// What should be there, by the name of the object. EgressIP and EgressNode objects that exist and are not named here
 /// should be deleted.

@@ -6,8 +6,10 @@ use std::net::IpAddr;
 use super::Objects;
 use super::believed::MAX_REVISION;
 use crate::api;
-use crate::model::NodeName;
-use crate::plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan};
+use egress_core::{
+    model::NodeName,
+    plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan},
+};
 
 /// Reads the plan back. What is not understood is left out, as if it had never been decided. Reasons and outcomes are
 /// not part of it: they are made anew with each plan.
@@ -84,7 +86,7 @@ fn assignments(object: &api::EgressNode, plan: &mut Plan) {
 }
 
 /// The nodes that hold blocks of some egress IP.
-pub fn holders(blocks: &BTreeMap<IpAddr, crate::plan::Blocks>) -> BTreeSet<&NodeName> {
+pub fn holders(blocks: &BTreeMap<IpAddr, egress_core::plan::Blocks>) -> BTreeSet<&NodeName> {
     let mut holders = BTreeSet::new();
     let mut last: Option<&NodeName> = None;
     for lease in blocks.values().flat_map(BTreeMap::values) {

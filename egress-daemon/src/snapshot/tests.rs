@@ -10,10 +10,12 @@ use serde_json::{Value, json};
 use proptest::prelude::*;
 
 use super::*;
-use crate::health::{Health, LeaseState, NodeHealth};
-use crate::model::{Endpoint, EndpointId, NodeName};
-use crate::plan::tests::world::{World, arbitrary_labels, arbitrary_world};
-use crate::plan::{Changes, Plan, plan, plan_and_remember};
+use egress_core::{
+    health::{Health, LeaseState, NodeHealth},
+    model::{Endpoint, EndpointId, NodeName},
+    plan::{Changes, Plan, plan, plan_and_remember},
+    testing::world::{World, arbitrary_labels, arbitrary_world},
+};
 
 fn time(seconds: i64) -> Time {
     Time(Timestamp::from_second(seconds).unwrap())

@@ -9,7 +9,7 @@ use super::policy::{ADDRESS, bandwidth};
 use super::pool::{ranges, subnet};
 use super::{Problem, Reader};
 use crate::api;
-use crate::model::{
+use egress_core::model::{
     AddressSource, Announce, DEFAULT_CARRIERS, Distribution, EndpointSelector, Existing, Failback, Family, Gateway,
     NodeChoice, OnNoGateway, Outbound, Policy, PolicyId, PolicyKind, Pool, PoolId, PoolKind, PoolRequest, Selector,
     Source, ZoneMode,

@@ -6,7 +6,7 @@
 use super::policy::{ADDRESS, nets};
 use super::{Problem, Reader};
 use crate::api;
-use crate::model::{
+use egress_core::model::{
     AddressSource, Distribution, EndpointSelector, Existing, Gateway, NodeChoice, OnNoGateway, Policy, PolicyId,
     PolicyKind, Requirement, Selector, Source, ZoneMode,
 };

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::api;
-use crate::model::*;
+use egress_core::model::*;
 
 fn object<T: serde::de::DeserializeOwned>(api_version: &str, kind: &str, spec: Value) -> T {
     let metadata = json!({"name": "web", "uid": "u1", "creationTimestamp": "2026-01-01T00:00:10Z"});

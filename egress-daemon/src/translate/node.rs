@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::Node as KubeNode;
 
 use super::{Problem, Reader};
 use crate::api;
-use crate::model::{Demand, InterfaceAddress, Node, NodeReport, Trouble, TroubleKind};
+use egress_core::model::{Demand, InterfaceAddress, Node, NodeReport, Trouble, TroubleKind};
 
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 const ANTREA_ANNOTATION: &str = "node.antrea.io/max-egress-ips";

@@ -7,7 +7,7 @@ use ipnet::IpNet;
 use super::scalar::quantity;
 use super::{Problem, Reader};
 use crate::api;
-use crate::model::{
+use egress_core::model::{
     AddressSource, Bandwidth, Distribution, EndpointSelector, Existing, Gateway, NodeChoice, OnNoGateway, Policy,
     PolicyId, PolicyKind, PoolId, PoolKind, PoolRequest, Source, ZoneMode,
 };

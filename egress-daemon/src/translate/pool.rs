@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::scalar::duration;
 use super::{Problem, Reader};
 use crate::api;
-use crate::model::{
+use egress_core::model::{
     Announce, DEFAULT_CARRIERS, Failback, IpRange, MAX_CARRIERS, Outbound, Pool, PoolId, PoolKind, SubnetInfo,
 };
 

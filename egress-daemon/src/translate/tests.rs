@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::api;
-use crate::model::*;
+use egress_core::model::*;
 
 fn object<T: serde::de::DeserializeOwned>(kind: &str, spec: Value) -> T {
     let api_version = if kind.starts_with("Egress") { "spillway.io/v1alpha1" } else { "v1" };

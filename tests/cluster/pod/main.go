@@ -1,5 +1,6 @@
 // What runs in the pods of the test cluster, without any file system: nothing at all, until it is told to stop; or, as
 // `pod ask HOST:PORT [COUNT]`, callers that print what a server says to them, which is their own address for the lab's servers.
+// `pod serve HOST:PORT...` is such a server.
 package main
 
 import (
@@ -14,9 +15,20 @@ import (
 )
 
 func main() {
-	if len(os.Args) > 1 && os.Args[1] != "ask" || len(os.Args) == 2 {
-		fmt.Fprintln(os.Stderr, "usage: pod [ask HOST:PORT [COUNT]]")
+	if len(os.Args) > 1 && os.Args[1] != "ask" && os.Args[1] != "serve" || len(os.Args) == 2 {
+		fmt.Fprintln(os.Stderr, "usage: pod [ask HOST:PORT [COUNT] | serve HOST:PORT...]")
 		os.Exit(2)
+	}
+	if len(os.Args) > 2 && os.Args[1] == "serve" {
+		for _, address := range os.Args[2:] {
+			listener, err := net.Listen("tcp", address)
+			if err != nil {
+				fmt.Fprintln(os.Stderr, err)
+				os.Exit(1)
+			}
+			go serve(listener)
+		}
+		select {}
 	}
 	if len(os.Args) > 2 {
 		count := 1
@@ -43,6 +55,22 @@ func main() {
 				break
 			}
 		}
+	}
+}
+
+// Tells everybody who connects the address that he is seen with.
+func serve(listener net.Listener) {
+	for {
+		c, err := listener.Accept()
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		go func() {
+			defer c.Close()
+			host, _, _ := net.SplitHostPort(c.RemoteAddr().String())
+			fmt.Fprintln(c, host)
+		}()
 	}
 }
 

@@ -16,6 +16,7 @@ use crate::world::{PATIENCE, World, egress};
 pub const TESTS: &[Test] = &[
     ("failures::the_leading_controller_dies_in_the_middle_of_a_change", the_leader_dies),
     ("failures::the_api_server_is_away_for_a_minute", the_api_server_is_away),
+    ("failures::the_api_server_and_etcd_stall_for_ten_seconds", the_api_server_stalls),
     ("failures::a_gateway_is_frozen_and_thaws", a_gateway_is_frozen),
     ("failures::a_gateway_is_cut_off_and_comes_back", a_gateway_is_cut_off),
     ("failures::a_gateway_dies", a_gateway_dies),
@@ -287,6 +288,34 @@ fn the_api_server_is_away(world: &World) -> Result<()> {
     let times: Vec<Instant> = answers.map(|packet| packet.at).collect();
     let silent = times.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default();
     ensure!(silent <= UNANSWERED, "nobody answered for {address} for {silent:?}");
+    Ok(())
+}
+
+/// Leases last 15 s and are renewed each 5 s: nobody's lapses, and nobody is replaced.
+fn the_api_server_stalls(world: &World) -> Result<()> {
+    let load = Load::start(world)?;
+    let before = world.owners()?;
+    let (address, _) = load.busy()?;
+    world.cluster.freeze_api_server(true)?;
+    let start = Instant::now();
+    wait_for("ten seconds pass", Duration::from_secs(15), || {
+        load.progress()?;
+        Ok(start.elapsed() >= Duration::from_secs(10))
+    })?;
+    for pod in &load.pods {
+        world.wait_sources(pod, 1, &egress(HOSTS))?;
+    }
+    world.cluster.freeze_api_server(false)?;
+    // A controller leads again and has looked at everything: a new policy is in force.
+    world.policy("later", "web", "203.0.113.8/32", 1)?;
+    world.condition("later", "Ready", "True")?;
+    load.progress()?;
+    let mut after = world.owners()?;
+    after.retain(|address, _| before.contains_key(address));
+    ensure!(before == after, "an egress IP moved: {before:?} {after:?}");
+    let trace = load.finish()?;
+    let who: BTreeSet<[u8; 6]> = terms(&trace, address).iter().map(|term| term.mac).collect();
+    ensure!(who.len() == 1, "{address} was answered for by {who:02x?}");
     Ok(())
 }
 

@@ -12,6 +12,7 @@ mod install;
 mod maintenance;
 mod objects;
 mod world;
+mod writes;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
@@ -22,8 +23,15 @@ use world::World;
 
 type Test = (&'static str, fn(&World) -> Result<()>);
 
-const TESTS: &[&[Test]] =
-    &[objects::TESTS, changes::TESTS, foreign::TESTS, install::TESTS, maintenance::TESTS, failures::TESTS];
+const TESTS: &[&[Test]] = &[
+    objects::TESTS,
+    changes::TESTS,
+    writes::TESTS,
+    foreign::TESTS,
+    install::TESTS,
+    maintenance::TESTS,
+    failures::TESTS,
+];
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args().skip(1);

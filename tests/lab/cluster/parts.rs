@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::text;
-use super::{API_SERVER, Cluster, ClusterNode, NodeKind, PATIENCE};
+use super::{API_SERVER, Cluster, ClusterNode, NodeKind, PATIENCE, SERVERS};
 use crate::wait::wait_for;
 
 const INIT: &str = include_str!("node-init.sh");
@@ -69,6 +69,13 @@ impl Cluster {
         Ok(command)
     }
 
+    /// Servers outside that tell whoever connects the address that he is seen with: port 80 of all of [`SERVERS`].
+    pub fn serve_outside(&self) -> Result<()> {
+        let mut command = self.netns("out")?.command(self.binaries.join("pod"));
+        command.arg("serve").args(SERVERS.map(|server| format!("{server}:80")));
+        self.start("servers", command).map(drop)
+    }
+
     /// Starts the API server, with etcd in the same process, and waits until it answers.
     pub fn start_api_server(&self) -> Result<()> {
         let (host, port) = API_SERVER.split_once(':').unwrap_or_default();
@@ -97,12 +104,19 @@ impl Cluster {
         self.kill("apiserver")
     }
 
+    /// Stops the API server and etcd, or lets them go on: connections stay, and nothing is answered.
+    pub fn freeze_api_server(&self, frozen: bool) -> Result<()> {
+        let pid: i32 = fs::read_to_string(self.dir.join("apiserver.pid"))?.trim().parse()?;
+        let signal = if frozen { Signal::SIGSTOP } else { Signal::SIGCONT };
+        kill(Pid::from_raw(pid), signal).context("the API server cannot be stopped or let go on")
+    }
+
     fn kill(&self, name: &str) -> Result<()> {
         let file = self.dir.join(format!("{name}.pid"));
         if let Some(pid) = fs::read_to_string(&file).ok().and_then(|text| text.trim().parse().ok()) {
             // It may be dead already; after a reboot the number may be another process's, which is not ours to end.
             let ours = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            if ours.contains("k8s") || ours.contains("unshare") || ours.contains("node-init") {
+            if ["k8s", "unshare", "node-init", "serve"].iter().any(|word| ours.contains(word)) {
                 kill(Pid::from_raw(pid), Signal::SIGKILL).ok();
                 Self::wait_gone(pid.cast_unsigned())?;
             }
@@ -220,7 +234,7 @@ impl Cluster {
 
     /// Ends everything and removes what it made.
     pub fn down(&self) -> Result<()> {
-        for part in ["scheduler", "controller-manager", "apiserver"] {
+        for part in ["servers", "scheduler", "controller-manager", "apiserver"] {
             self.kill(part)?;
         }
         for node in &self.nodes {

@@ -64,6 +64,7 @@ pub fn demo(args: &Args) -> Result<bool> {
         cluster.kubectl(&["delete", "egp,eipp", "--all", "--wait=true"])?;
         cluster.kubectl(&["delete", "deployments,replicasets,pods", "--all", "--wait=true"])?;
         if !args.json {
+            cluster.serve_outside()?;
             cluster::hints(&cluster)?;
         }
     } else {

@@ -1,7 +1,7 @@
 //! The datapath's tests under other kernels: a guest in QEMU's software emulation, which needs no virtualization.
 //!
 //! The guest's file system is made anew each time, out of this machine's programs and the test binaries; what it prints
-//! is read like the output of a test binary. See reference/KERNELS.md of the project for what was measured.
+//! is read like the output of a test binary.
 
 mod elf;
 mod initramfs;

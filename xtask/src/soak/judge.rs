@@ -1,4 +1,4 @@
-//! What must hold all the time (DESIGN, section 5), judged by what the server sees.
+//! What must hold all the time (docs/design.md, "Invariants"), judged by what the server sees.
 //!
 //! 1. A packet that a policy selects has one of that policy's addresses, that of a pod without a policy its node's, and an
 //!    answer to what the outside opened its own.

@@ -138,16 +138,7 @@ pub fn run(name: &str, mut command: Command, how: &Run<'_>, tally: &mut Tally) -
 
 /// Runs one test by itself; whether it passes.
 fn passes_alone(command: &Command, test: &str, log: &Path, timeout: Duration) -> bool {
-    let mut alone = Command::new(command.get_program());
-    for (name, value) in command.get_envs() {
-        match value {
-            Some(value) => alone.env(name, value),
-            None => alone.env_remove(name),
-        };
-    }
-    if let Some(directory) = command.get_current_dir() {
-        alone.current_dir(directory);
-    }
+    let mut alone = process::alike(command.get_program(), command);
     alone.args([test, "--exact", "--test-threads", "1"]);
     let log = log.with_extension("again");
     process::run(&mut alone, &log, Some(timeout), |_, _| {}).is_ok_and(|status| status.is_some_and(|s| s.success()))

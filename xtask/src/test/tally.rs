@@ -11,6 +11,15 @@ pub struct Tally {
 }
 
 impl Tally {
+    /// Adds what was counted elsewhere.
+    pub fn add(&mut self, other: Tally) {
+        self.passed += other.passed;
+        self.failed.extend(other.failed);
+        self.skipped.extend(other.skipped);
+        self.second_try.extend(other.second_try);
+        self.notes.extend(other.notes);
+    }
+
     /// Counts successes.
     pub fn pass(&mut self, count: usize) {
         self.passed += count;

@@ -1,6 +1,5 @@
 //! `cargo xtask tidy`: the rules that no compiler checks. Each rule takes the files and returns findings; none changes one.
 
-mod edges;
 mod files;
 mod links;
 mod rust;
@@ -49,7 +48,6 @@ pub fn rules() -> Result<()> {
     let step = Step::start("rules");
     let tree = files::Tree::read(&workspace::root())?;
     let mut findings = rust::check(&tree);
-    findings.extend(edges::check(&tree));
     findings.extend(links::check(&tree));
     findings.sort();
     if findings.is_empty() {

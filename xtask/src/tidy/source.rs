@@ -24,17 +24,6 @@ pub enum Kind {
     Mark(char),
 }
 
-/// A path such as `std::time::Instant`, with `use` trees written out.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Path {
-    /// Its segments, without `self` at the end and without `*`.
-    pub segments: Vec<String>,
-    /// Line, from 1.
-    pub line: usize,
-    /// Whether a `use` brings it in, and with it everything below it.
-    pub imported: bool,
-}
-
 /// A `mod name;` line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Module {
@@ -65,71 +54,6 @@ impl Source {
         while lexer.step() {}
         let documented = text.trim_start().starts_with("//!");
         Self { lines: text.lines().count(), documented, tokens: lexer.tokens, comments: lexer.comments }
-    }
-
-    /// Every path of two or more segments, and every path of a `use`.
-    pub fn paths(&self) -> Vec<Path> {
-        let mut paths = Vec::new();
-        let mut at = 0;
-        while at < self.tokens.len() {
-            if self.word(at) == Some("use") && !self.is_mark(at + 1, '<') {
-                at += 1;
-                self.use_tree(&mut at, &[], &mut paths);
-                continue;
-            }
-            let line = self.tokens[at].line;
-            let mut segments = Vec::new();
-            while let Some(word) = self.word(at) {
-                segments.push(word.to_owned());
-                at += 1;
-                if !self.is_separator(at) || self.word(at + 2).is_none() {
-                    break;
-                }
-                at += 2;
-            }
-            match segments.len() {
-                0 => at += 1,
-                1 => {}
-                _ => paths.push(Path { segments, line, imported: false }),
-            }
-        }
-        paths
-    }
-
-    /// Reads one tree of a `use` from `at`, and leaves `at` behind it.
-    fn use_tree(&self, at: &mut usize, prefix: &[String], paths: &mut Vec<Path>) {
-        let mut segments = prefix.to_vec();
-        let line = self.tokens.get(*at).map_or(0, |token| token.line);
-        loop {
-            if self.is_separator(*at) {
-                *at += 2;
-            } else if let Some(word) = self.word(*at) {
-                *at += 1;
-                if word == "as" {
-                    *at += 1;
-                } else if word != "self" || segments.is_empty() {
-                    segments.push(word.to_owned());
-                }
-            } else if self.is_mark(*at, '*') {
-                *at += 1;
-            } else if self.is_mark(*at, '{') {
-                *at += 1;
-                while *at < self.tokens.len() && !self.is_mark(*at, '}') {
-                    self.use_tree(at, &segments, paths);
-                    *at += usize::from(self.is_mark(*at, ','));
-                }
-                *at += 1;
-                return;
-            } else {
-                break;
-            }
-        }
-        if segments.is_empty() {
-            // Not a `use` after all; the caller goes on behind this token.
-            *at += 1;
-        } else {
-            paths.push(Path { segments, line, imported: true });
-        }
     }
 
     /// The modules that this file takes from other files.
@@ -196,10 +120,6 @@ impl Source {
     /// Whether a mark is at a position.
     pub fn is_mark(&self, at: usize, mark: char) -> bool {
         self.tokens.get(at).is_some_and(|token| token.kind == Kind::Mark(mark))
-    }
-
-    fn is_separator(&self, at: usize) -> bool {
-        self.is_mark(at, ':') && self.is_mark(at + 1, ':')
     }
 }
 
@@ -325,30 +245,10 @@ fn is_word(c: char) -> bool {
 mod tests {
     use super::*;
 
-    fn paths(text: &str) -> Vec<String> {
-        Source::parse(text).paths().iter().map(|path| path.segments.join("::")).collect()
-    }
-
-    #[test]
-    fn use_trees_are_written_out() {
-        let text = "use std::{fs, io::{self, Read as _}, time::*};\nuse crate::model;\npub(crate) use a::b as c;";
-        assert_eq!(paths(text), ["std::fs", "std::io", "std::io::Read", "std::time", "crate::model", "a::b"]);
-    }
-
-    #[test]
-    fn paths_in_code_count_and_texts_do_not() {
-        let text = r##"fn f<'a>(x: &'a str) -> impl Sized + use<'a> { let _ = ("a::b", r#"c::"d"#, '"', '\'', b"e::f");
-            // g::h
-            /* i::j /* k::l */ m::n */
-            std::time::Instant::now(); Vec::<u8>::new() }"##;
-        assert_eq!(paths(text), ["std::time::Instant::now"]);
-    }
-
     #[test]
     fn lines_are_those_of_the_file() {
         let source = Source::parse("//! Doc.\n\nuse a::b;\nconst X: &str = \"x\ny\";\nfn f() { c::d() }\n");
         assert!(source.documented);
-        assert_eq!(source.paths().iter().map(|path| path.line).collect::<Vec<_>>(), [3, 6]);
         assert_eq!(source.comments, [(1, "//! Doc.".to_owned())]);
     }
 

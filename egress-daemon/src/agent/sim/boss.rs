@@ -12,11 +12,13 @@ use crate::{
         ControllerConfig,
         sight::{Judgement, Sight, delays, judged},
     },
+    snapshot::{Desired, desired},
+    store::lease::CONTROLLER_LEASE,
+};
+use egress_core::{
     health::{Health, LeaseTimes},
     model::NodeName,
     plan::{Plan, plan},
-    snapshot::{Desired, desired},
-    store::lease::CONTROLLER_LEASE,
 };
 use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
 use std::{

@@ -5,12 +5,12 @@ use super::{
     cluster::{Cluster, Machine},
     machine::Agent,
 };
-use crate::{
+use egress_common::port_block;
+use egress_core::{
     agent::carriers::order,
     model::NodeName,
     plan::{EgressIpPlan, Plan},
 };
-use egress_common::port_block;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
@@ -314,7 +314,7 @@ fn check_holders(cluster: &Cluster) -> Result<(), String> {
 }
 
 /// The highest revision of some blocks.
-fn highest(leases: Option<&crate::plan::Blocks>, blocks: &BTreeSet<u16>) -> u64 {
+fn highest(leases: Option<&egress_core::plan::Blocks>, blocks: &BTreeSet<u16>) -> u64 {
     let leases = leases.into_iter().flat_map(|leases| blocks.iter().filter_map(|block| leases.get(block)));
     leases.map(|lease| lease.revision).max().unwrap_or(0)
 }

@@ -9,7 +9,11 @@ use super::{
     machine::{Agent, Hands, Kernel, Times},
     rng::Rng,
 };
-use crate::{api::EgressIP, datapath::answers::Answered, host::probe::Request, model::NodeName};
+use crate::api::EgressIP;
+use egress_core::{
+    agent::gateways::{Answered, Request},
+    model::NodeName,
+};
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, BinaryHeap},

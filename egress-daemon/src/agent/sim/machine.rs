@@ -4,29 +4,29 @@
 //! things in the same order.
 
 use super::{
-    super::{
-        able,
-        blocks::{self, Circumstances as OfBlocks, Holdings, Withheld},
-        carriers::{Carriers, Circumstances},
-        demand::{self, Past, Ports, Used},
-        facts::Known,
-        gateways::{Gateways, Target},
-        pulse::Pulse,
-        reach::{LeaseWord, Reach},
-        view,
-    },
+    super::{able, facts::Known, status},
     api::{Client, Object, Reader, View},
     cluster::{Effect, Purpose},
     keeper::Keeper,
 };
 use crate::{
     api::{CarriedIP, EgressNode, EgressNodeStatus},
-    datapath::answers::Answered,
-    health::ProbeTimes,
-    model::NodeName,
     store::lease::gateway_lease,
 };
 use egress_common::transport::DEVICE;
+use egress_core::{
+    agent::{
+        blocks::{self, Circumstances as OfBlocks, Holdings, Withheld},
+        carriers::{Carriers, Circumstances},
+        demand::{self, Past, Ports, Used},
+        gateways::{Answered, Gateways, Target},
+        pulse::Pulse,
+        reach::{LeaseWord, Reach},
+        view,
+    },
+    health::ProbeTimes,
+    model::NodeName,
+};
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
@@ -305,7 +305,7 @@ impl Agent {
             node: &self.node,
             plan: &self.world.plan,
             used: &self.used,
-            reported: self.world.egress_node(&self.node).and_then(|n| n.status.as_ref()),
+            reported: self.world.snapshot.report(&self.node),
             ports: &self.ports,
             counted: self.counted,
             now: elapsed,
@@ -394,7 +394,7 @@ impl Agent {
             lease_revision: leases.all,
             own_lease_revision: leases.own,
             carries: self.carries.iter().map(|ip| CarriedIP { egress_ip: ip.to_string() }).collect(),
-            demand: demand::demand(&self.node, &world.plan, &self.ports, &self.withheld),
+            demand: status::demands(demand::demand(&self.node, &world.plan, &self.ports, &self.withheld)),
             ..EgressNodeStatus::default()
         };
         self.status_due = false;

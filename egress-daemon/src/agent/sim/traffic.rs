@@ -1,7 +1,8 @@
 //! Connections of pods, as far as ports go.
 
-use super::{super::demand::Used, cluster::Cluster};
+use super::cluster::Cluster;
 use egress_common::port_block;
+use egress_core::agent::demand::Used;
 
 /// Pods of a node end connections and begin others, each with a port of a block that is usable.
 pub fn change(cluster: &mut Cluster, n: usize) {

@@ -1,14 +1,12 @@
 //! Tests of the walk over maps that the encoder wrote.
 
 use super::*;
-use crate::{
-    ctl::{
-        print::{Output, print},
-        views::testing::{dump, dump_of, egress_index, flow, ip, policy_index, view},
-    },
-    datapath::encode::NodeView,
+use crate::ctl::{
+    print::{Output, print},
+    views::testing::{dump, dump_of, egress_index, flow, ip, policy_index, view},
 };
 use egress_common::{endpoint::MemberKey, hash, limits::SLOT_PROBES, net, port_block};
+use egress_core::encode::NodeView;
 
 fn ask(dump: &Dump, pod: &str, to: &str, from: Option<u16>) -> Explanation {
     let question = Question::new(pod, to.parse().unwrap(), from);

@@ -1,13 +1,6 @@
 //! For tests: a node whose maps were written by the encoder, with some flows.
 
-use crate::{
-    ctl::dump::{Back, Dump, FlowEntry},
-    datapath::{
-        encode::{EgressView, Encoder, EndpointView, NodeView, PolicyView, SlotView},
-        tables::Tables,
-    },
-    model::{EndpointId, PolicyId},
-};
+use crate::ctl::dump::{Back, Dump, FlowEntry};
 use egress_common::{
     abi::TICK_SHIFT,
     config::{Config, UNSET},
@@ -15,6 +8,10 @@ use egress_common::{
     flow::Flow,
     tcp::{end, seen},
     verdict::Counter,
+};
+use egress_core::{
+    encode::{EgressView, Encoder, EndpointView, NodeView, PolicyView, SlotView, tables::Tables},
+    model::{EndpointId, PolicyId},
 };
 use std::{collections::BTreeSet, net::IpAddr};
 

@@ -249,7 +249,7 @@ fn counters_are_grouped() {
 
 #[test]
 fn a_node_without_anything_says_so() {
-    let dump = dump_of(&crate::datapath::encode::NodeView::default());
+    let dump = dump_of(&egress_core::encode::NodeView::default());
     let sources = maps_only(&dump);
     assert_eq!(sources.node(), None);
     let texts = [

@@ -4,20 +4,20 @@ use super::{
     rig,
     scenes::{self, history},
 };
-use crate::{
-    datapath::{
-        encode::{Encoder, EndpointView, NodeView, PolicyView, SlotView},
-        fit::Refused,
-        tables::{FamilyTables, Tables},
-    },
-    model::{Policy, PolicyId},
-    plan::classes,
-};
 use egress_common::{
     abi::NameKey,
     endpoint::{NO_POLICY, RouteKey},
     limits::{self, MAGLEV_CHUNK},
     net,
+};
+use egress_core::{
+    encode::{
+        Encoder, EndpointView, NodeView, PolicyView, SlotView,
+        fit::Refused,
+        tables::{FamilyTables, Tables},
+    },
+    model::{Policy, PolicyId},
+    plan::classes,
 };
 use ipnet::IpNet;
 use proptest::{collection::vec, prelude::*, sample::subsequence};
@@ -300,7 +300,7 @@ proptest! {
                 IpAddr::V6(a) => look_up(&t.v6, number, net::v6(a), |a| net::from_v6(a).into(), 128),
             };
             let names = t.names.iter().filter(|(k, _)| k.kind == egress_common::abi::name_kind::POLICY && k.id == found);
-            let found = names.map(|(_, n)| crate::datapath::maps::name_text(n).parse::<PolicyId>().unwrap()).next();
+            let found = names.map(|(_, n)| egress_core::encode::name_text(n).parse::<PolicyId>().unwrap()).next();
             prop_assert_eq!(found, naive(&policies, &excepts, destination), "{}", destination);
         }
     }
@@ -417,7 +417,7 @@ fn reused_pod_ip_another_pod_with_the_same_address_has_another_number() {
         for _ in 0..2 {
             present = encoder.encode(&view, &present).unwrap();
         }
-        view.endpoints.insert(crate::model::EndpointId::new("prod", "web-0", uid), pod);
+        view.endpoints.insert(egress_core::model::EndpointId::new("prod", "web-0", uid), pod);
         present = encoder.encode(&view, &present).unwrap();
         assert!(seen.insert(number(&present)), "{uid} has the number of another pod");
         // And keeps it over a restart.

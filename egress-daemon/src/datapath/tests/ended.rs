@@ -5,10 +5,7 @@ use super::{
     rig::*,
     scenes,
 };
-use crate::datapath::{
-    encode::NodeView,
-    maps::{FamilyMaps, Maps},
-};
+use crate::datapath::maps::{FamilyMaps, Maps};
 use aya::Pod;
 use egress_common::{
     endpoint::RouteKey,
@@ -16,6 +13,7 @@ use egress_common::{
     limits::{ENDED_TICKS, RECLAIM_BATCH},
     verdict::Counter,
 };
+use egress_core::encode::NodeView;
 use nix::sys::socket::{self, AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType};
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},

@@ -6,8 +6,8 @@ use super::{
     frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
     rig::*,
 };
-use crate::datapath::encode::NodeView;
 use egress_common::{abi::TUNNEL_PORT, config::flags, verdict::Counter};
+use egress_core::encode::NodeView;
 use std::net::IpAddr;
 
 const SYN: u8 = 2;

@@ -118,7 +118,7 @@ fn addresses(f: &[u8]) -> Option<(IpAddr, IpAddr)> {
     }
 }
 
-/// What DESIGN says that a program may do with a frame.
+/// What a program may do with a frame (docs/design.md, "Packet paths").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
     /// Nobody's concern: it passes as it is.

@@ -9,12 +9,17 @@ use super::{
 };
 use crate::{
     ctl::{self, Command, Output, Place, explain::Question},
-    datapath::{encode::Encoder, load::Programs, load::Sizes, maps::Maps, write::Writer},
+    datapath::{
+        load::{Programs, Sizes},
+        maps::Maps,
+        write::Writer,
+    },
 };
 use aya::{
     maps::{MapData, MapInfo, MapType},
     programs::{TestRun as _, TestRunOptions},
 };
+use egress_core::encode::Encoder;
 use std::{
     fs,
     os::fd::{AsFd as _, AsRawFd as _},
@@ -130,7 +135,7 @@ fn maps_full_of_noise_harm_neither_tools_nor_programs_nor_the_next_agent() {
             Ok(tables) => {
                 writer.write(tables.clone()).unwrap();
                 let config = writer.present().config;
-                assert_eq!(*writer.present(), crate::datapath::tables::Tables { config, ..tables });
+                assert_eq!(*writer.present(), egress_core::encode::tables::Tables { config, ..tables });
             }
             Err(full) => assert!(!full.to_string().is_empty()),
         }

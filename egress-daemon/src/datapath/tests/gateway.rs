@@ -9,7 +9,6 @@ use crate::{
     datapath::{
         Pins,
         attach::{Attacher, Mode, mode},
-        encode::NodeView,
         load::{Programs, Sizes},
     },
     host::{
@@ -23,6 +22,7 @@ use egress_common::{
     net, port_block,
     verdict::Counter,
 };
+use egress_core::encode::NodeView;
 use std::{
     collections::BTreeMap,
     net::{IpAddr, TcpListener, TcpStream, UdpSocket},

@@ -5,8 +5,8 @@ use super::{
     rig::*,
     scenes,
 };
-use crate::datapath::encode::NodeView;
 use egress_common::{config::flags, limits::MAX_INBOUND, net, verdict::Counter};
+use egress_core::encode::NodeView;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 const SYN: u8 = 2;

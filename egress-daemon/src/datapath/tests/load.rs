@@ -2,6 +2,7 @@
 
 use super::BpfDir;
 use crate::datapath::{
+    Pins,
     attach::{self, Attacher},
     load::{PROGRAMS, Programs, Sizes},
     strangers::{self, Lookout},
@@ -21,6 +22,17 @@ fn programs_load_twice_over_the_same_maps() {
         if let Err(e) = Programs::load(&dir.pins, Sizes { max_flows: 1024 }) {
             panic!("{e}: {e:?}");
         }
+    }
+}
+
+#[test]
+fn a_directory_on_another_file_system_is_refused_with_a_remedy_and_not_made() {
+    let elsewhere = tempfile::tempdir().unwrap();
+    // Where nothing is mounted at /sys/fs/bpf, that is sysfs, which makes no directories.
+    for dir in [elsewhere.path().join("spillway"), "/sys/kernel/spillway".into()] {
+        let Err(error) = Programs::load(&Pins::new(&dir), Sizes::default()) else { panic!("loaded below {dir:?}") };
+        assert!(error.to_string().contains("mount -t bpf"), "{error}");
+        assert!(!dir.exists());
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod clsact;
 mod collector;
+mod datagrams;
 mod encode;
 mod ended;
 mod exit;
@@ -17,8 +18,12 @@ mod model;
 mod moves;
 mod nat;
 mod packets;
+mod pieces;
+mod races;
 mod rig;
 mod scenes;
+mod tables;
+mod talk;
 mod ways;
 mod write;
 

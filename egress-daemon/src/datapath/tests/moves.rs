@@ -1,13 +1,15 @@
 //! What happens to the model: the random steps of an episode, and the tables that there may be.
 
 use super::{
+    datagrams::Part,
     frames::{ICMP, ICMPV6, TCP, UDP},
     nat::{ACK, FIN, RST, SYN, Tuple},
+    races::{Race, race},
     rig::*,
     scenes,
 };
-use crate::datapath::encode::{EndpointView, NodeView, PolicyView, SlotView};
 use egress_common::{config::flags, port_block};
+use egress_core::encode::{EndpointView, NodeView, PolicyView, SlotView};
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
@@ -47,18 +49,37 @@ pub enum Op {
     Complain { by: usize, about: Tuple },
     /// The firewall lets such a packet pass.
     Let { tuple: Tuple, flags: u8 },
+    /// The firewall lets a packet pass of one of the flows that it was asked about, or a datagram in parts.
+    LetAsked { nth: usize, flags: u8, pieces: Option<u16> },
     /// An answer to the flow that is known by this number, or an error about it.
     Outside { nth: usize, flags: u8, error: bool },
     /// A packet for any port.
     Guess { egress: IpAddr, port: u16, from: usize, tcp: bool },
-    /// The forward half of a known flow is lost; the other was used a while ago.
-    Lose { nth: usize },
-    /// Both halves of a known flow are gone.
-    Expire { nth: usize },
+    /// Parts of a datagram like [`Op::Pod`].
+    PodPieces { by: usize, tuple: Tuple, flags: u8, id: u16, parts: Vec<Part> },
+    /// Parts of an answer to the flow that is known by this number.
+    OutsidePieces { nth: usize, flags: u8, id: u16, parts: Vec<Part> },
+    /// The forward half of a known flow is lost, and the other was used a while ago; or both are gone.
+    Lose { nth: usize, both: bool },
     /// One of [`views`].
     Tables(usize),
     /// Two packets of pods at once.
     Together(Tuple, Tuple),
+    /// Many packets on two CPUs.
+    Race(Race),
+}
+
+impl Op {
+    /// How many packets it is, or 1 where it is none.
+    pub fn packets(&self) -> usize {
+        match self {
+            Op::PodPieces { parts, .. } | Op::OutsidePieces { parts, .. } => parts.len(),
+            Op::LetAsked { pieces: Some(_), .. } => Part::ORDERED.len(),
+            Op::Together(..) => 2,
+            Op::Race(race) => race.batches.iter().map(Vec::len).sum(),
+            _ => 1,
+        }
+    }
 }
 
 pub fn tuple(random: &mut Random) -> Tuple {
@@ -68,6 +89,16 @@ pub fn tuple(random: &mut Random) -> Tuple {
     let pod_port = 30_000 + random.below(usize::from(PORTS)) as u16;
     let server = SERVERS[random.below(2)][family];
     Tuple { pod: addr(PODS[pod][family]), pod_port, server: addr(server), server_port, proto }
+}
+
+/// Of few, so that datagrams are taken for parts of others.
+fn id(random: &mut Random) -> u16 {
+    random.below(3) as u16
+}
+
+/// Some parts of a datagram in any order, also several times.
+fn parts(random: &mut Random) -> Vec<Part> {
+    (0..2 + random.below(4)).map(|_| random.of(&Part::ALL)).collect()
 }
 
 /// The pod that has an address.
@@ -80,16 +111,30 @@ pub fn op(random: &mut Random) -> Op {
     let by = owner(tuple.pod);
     let flags = random.of(&[SYN, SYN, ACK, ACK, ACK, SYN | ACK, FIN | ACK, RST]);
     match random.below(100) {
-        0..=44 => Op::Pod { by, tuple, flags },
-        45..=54 => Op::Let { tuple, flags: SYN },
+        0..=34 => Op::Pod { by, tuple, flags },
+        35..=40 => Op::PodPieces { by, tuple, flags, id: id(random), parts: parts(random) },
+        41..=52 => {
+            let pieces = (random.below(3) == 0).then(|| id(random));
+            Op::LetAsked { nth: random.below(1 << 16), flags: random.of(&[SYN, SYN, ACK]), pieces }
+        }
+        53..=54 => Op::Let { tuple, flags: SYN },
         55..=58 => {
             let family = usize::from(tuple.pod.is_ipv6());
             let sources = [PODS[0], PODS[1], EGRESS[0], NOBODYS];
             tuple.pod = addr(random.of(&sources)[family]);
-            Op::Pod { by: random.below(3), tuple, flags }
+            match random.below(3) {
+                0 => Op::PodPieces { by: random.below(3), tuple, flags, id: id(random), parts: parts(random) },
+                _ => Op::Pod { by: random.below(3), tuple, flags },
+            }
         }
         59..=61 => Op::Complain { by: if random.below(2) == 0 { by } else { random.below(3) }, about: tuple },
-        62..=84 => Op::Outside {
+        62..=67 => Op::OutsidePieces {
+            nth: random.below(1 << 16),
+            flags: random.of(&[SYN | ACK, ACK, RST]),
+            id: id(random),
+            parts: parts(random),
+        },
+        68..=84 => Op::Outside {
             nth: random.below(1 << 16),
             flags: random.of(&[SYN | ACK, ACK, ACK, FIN | ACK, RST]),
             error: random.below(5) == 0,
@@ -99,9 +144,10 @@ pub fn op(random: &mut Random) -> Op {
             let port = port_block::first_port(BLOCK) + random.below(64) as u16;
             Op::Guess { egress, port, from: random.below(2), tcp: random.below(2) == 0 }
         }
-        89..=91 => Op::Lose { nth: random.below(1 << 16) },
-        92..=93 => Op::Expire { nth: random.below(1 << 16) },
+        89..=93 => Op::Lose { nth: random.below(1 << 16), both: random.below(5) < 2 },
         94 => Op::Tables(random.below(views().len())),
+        95 if random.below(3) == 0 => Op::Race(race(random, views().len())),
+        95..=97 => Op::Pod { by, tuple, flags },
         _ => {
             let other = if random.below(2) == 0 { tuple } else { self::tuple(random) };
             Op::Together(tuple, other)
@@ -142,7 +188,7 @@ pub fn view(number: usize, firewall: bool, interfaces: &[u32]) -> NodeView {
     view.endpoints = (0..PODS.len()).map(pod).collect();
     let config = view.config.as_mut().unwrap();
     config.flags = if firewall { flags::RESPECT_FIREWALL } else { 0 };
-    // Nothing expires by itself.
+    // Nothing expires by itself within a tick.
     (config.tcp_established, config.tcp_transitory, config.udp, config.icmp) = (10_000, 10_000, 10_000, 10_000);
     view
 }

@@ -4,6 +4,7 @@
 use egress_common::port_block;
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fmt::{self, Debug, Formatter},
     net::IpAddr,
 };
 
@@ -14,7 +15,7 @@ pub const ACK: u8 = 16;
 pub const TCP: u8 = 6;
 
 /// A flow as its pod knows it; of an ICMP query the identifier is the pod's port.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Tuple {
     pub pod: IpAddr,
     pub pod_port: u16,
@@ -24,13 +25,42 @@ pub struct Tuple {
 }
 
 /// A flow as the outside knows it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Reply {
     pub egress: IpAddr,
     pub port: u16,
     pub server: IpAddr,
     pub server_port: u16,
     pub proto: u8,
+}
+
+impl Debug for Tuple {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Tuple { pod, pod_port, server, server_port, proto } = self;
+        write!(f, "{pod} {pod_port} -> {server} {server_port} ({proto})")
+    }
+}
+
+impl Debug for Reply {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.mirrored().fmt(f)
+    }
+}
+
+impl Tuple {
+    /// What the outside would know of the flow if it were not translated.
+    pub fn mirrored(&self) -> Reply {
+        let Tuple { pod, pod_port, server, server_port, proto } = *self;
+        Reply { egress: pod, port: pod_port, server, server_port, proto }
+    }
+}
+
+impl Reply {
+    /// The flow if it were not translated.
+    pub fn mirrored(&self) -> Tuple {
+        let Reply { egress, port, server, server_port, proto } = *self;
+        Tuple { pod: egress, pod_port: port, server, server_port, proto }
+    }
 }
 
 /// What became of a packet.
@@ -41,6 +71,17 @@ pub enum Outcome<T> {
     Passed,
     /// Translated to this, and sent.
     Sent(T),
+}
+
+/// How a pod's packet comes to a program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum How {
+    /// By the pod's interface.
+    Whole,
+    /// By it as well, as a part of a datagram.
+    Fragment,
+    /// Where the node ends, after the firewall has let it pass.
+    Asked,
 }
 
 /// A flow that has sent something.
@@ -83,6 +124,8 @@ pub struct Nat {
     confirmed: BTreeSet<Reply>,
     /// TCP connections of which a pod has sent the first segment.
     opened: BTreeSet<Tuple>,
+    /// Flows of which the firewall has a packet.
+    asked: BTreeSet<Tuple>,
 }
 
 type Verdict = Result<(), String>;
@@ -124,6 +167,45 @@ impl Nat {
         self.flows.keys().copied().collect()
     }
 
+    /// One of those that the firewall has a packet of.
+    pub fn asked(&self, nth: usize) -> Option<Tuple> {
+        self.asked.iter().nth(nth % self.asked.len().max(1)).copied()
+    }
+
+    /// Whether nothing has happened to a flow that another one may have its port after.
+    pub fn stays(&self, tuple: &Tuple) -> bool {
+        let ended = |flow: &Flow| (flow.out | flow.back) & (FIN | RST) != 0;
+        self.flows.get(tuple).is_none_or(|flow| flow.certain && flow.tables == self.tables && !ended(flow))
+    }
+
+    /// Whether anything of the flow has reached the outside.
+    pub fn has_sent(&self, tuple: &Tuple) -> bool {
+        self.flows.contains_key(tuple)
+    }
+
+    /// A pod has sent the first segment of a connection.
+    pub fn opened(&mut self, tuple: Tuple) {
+        self.opened.insert(tuple);
+    }
+
+    /// What the tables have of a flow after steps that nobody has followed.
+    pub fn resume(&mut self, tuple: Tuple, reply: Option<Reply>) {
+        self.lost(&tuple);
+        if let Some(reply) = reply {
+            self.flows.insert(tuple, Flow { reply, tables: self.tables, out: 0, back: 0, certain: false });
+        }
+    }
+
+    /// Whose answers these are after such steps, and whether the firewall lets them in.
+    pub fn belongs(&mut self, reply: Reply, tuple: Tuple, confirmed: bool) {
+        self.owners.insert(reply, tuple);
+        if confirmed {
+            self.confirmed.insert(reply);
+        } else {
+            self.confirmed.remove(&reply);
+        }
+    }
+
     /// Whether both halves of a flow must be there.
     pub fn is_certain(&self, tuple: &Tuple) -> bool {
         self.flows.get(tuple).is_some_and(|flow| flow.certain)
@@ -135,8 +217,9 @@ impl Nat {
         flow.certain && (same || !opening && self.slots.contains(&flow.reply.egress))
     }
 
-    /// A pod's packet, with its own address. `asked`: the firewall has let it pass just now.
-    pub fn pod_sent(&mut self, tuple: Tuple, flags: u8, asked: bool, outcome: Outcome<Reply>) -> Verdict {
+    /// A pod's packet, with its own address.
+    pub fn pod_sent(&mut self, tuple: Tuple, flags: u8, how: How, outcome: Outcome<Reply>) -> Verdict {
+        let asked = how == How::Asked;
         let tcp = tuple.proto == TCP;
         let opening = tcp && flags & (SYN | ACK) == SYN;
         let selected = self.selected.contains(&tuple.pod);
@@ -156,6 +239,8 @@ impl Nat {
                 rule(same, || format!("it goes to {reply:?}"))?;
                 let confirmed = !self.firewall || asked || self.confirmed.contains(&reply);
                 rule(confirmed, || "the firewall was not asked".into())?;
+                let put_together = !self.firewall || how != How::Fragment;
+                rule(put_together, || "a fragment is sent past a firewall that knows no fragments".into())?;
                 if let Some(live) = live {
                     rule(live.reply == reply, || format!("a live flow changes from {:?} to {reply:?}", live.reply))?;
                 }
@@ -182,14 +267,19 @@ impl Nat {
                 let known = !tcp || self.opened.contains(&tuple);
                 rule(known, || "a segment of a connection that its pod has never opened passes".into())?;
                 let confirmed = live.is_some_and(|live| self.confirmed.contains(&live.reply) && !opening);
-                rule(!confirmed, || "a confirmed flow is asked about again".into())?;
+                // The stack puts datagrams together.
+                rule(!confirmed || how == How::Fragment, || "a confirmed flow is asked about again".into())?;
                 // It begins anew, or it is another one now, of which nothing was sent.
-                if opening && let Some(flow) = flow {
-                    self.confirmed.remove(&flow.reply);
+                match live {
+                    Some(live) if opening && how != How::Fragment => drop(self.confirmed.remove(&live.reply)),
+                    // Whether it does, no fragment shows: all of them pass. Of one that was lost the other half may be left.
+                    _ if opening => self.lost(&tuple),
+                    _ => {}
                 }
                 if live.is_none() {
                     self.lost(&tuple);
                 }
+                self.asked.insert(tuple);
                 Ok(())
             }
             Outcome::Dropped => {
@@ -219,6 +309,7 @@ impl Nat {
         self.owners.insert(reply, tuple);
         if asked {
             self.confirmed.insert(reply);
+            self.asked.remove(&tuple);
         }
     }
 
@@ -233,7 +324,7 @@ impl Nat {
     }
 
     /// A packet of somebody who has not this address.
-    pub fn forged<T: std::fmt::Debug>(outcome: Outcome<T>, anybodys: bool) -> Verdict {
+    pub fn forged<T: Debug>(outcome: Outcome<T>, anybodys: bool) -> Verdict {
         match outcome {
             Outcome::Dropped => Ok(()),
             Outcome::Passed if anybodys => Ok(()),
@@ -260,7 +351,7 @@ impl Nat {
                 let flow = owner.and_then(|owner| self.flows.get(&owner)).filter(|flow| flow.reply == reply);
                 let live = flow.is_some_and(|flow| flow.certain && flow.tables == self.tables && !flow.is_closed());
                 let due = live && (!self.firewall || self.confirmed.contains(&reply));
-                rule(!due, || "a reply of a live flow is dropped".into())
+                rule(!due, || format!("a reply of a live flow is dropped: {reply:?} is {owner:?}, {flow:?}"))
             }
         }
     }

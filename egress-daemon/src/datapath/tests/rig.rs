@@ -2,13 +2,13 @@
 
 use super::{BpfDir, scenes};
 use crate::datapath::{
-    encode::{EgressView, Encoder, EndpointView, NodeView, PolicyView, SlotView},
     load::{Programs, Sizes},
     maps::Maps,
     write::Writer,
 };
 use aya::programs::{TestRun as _, TestRunOptions};
 use egress_common::{abi::TICK_SHIFT, verdict::Counter};
+use egress_core::encode::{EgressView, Encoder, EndpointView, NodeView, PolicyView, SlotView};
 use nix::time::{ClockId, clock_gettime};
 use std::{collections::BTreeMap, net::IpAddr, time::Duration};
 

@@ -1,15 +1,15 @@
 //! Arbitrary views over a small world, so that everything comes, goes and comes back.
 
-use crate::{
-    datapath::encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
+use egress_common::{
+    abi::TUNNEL_PORT,
+    config::{self, Config},
+};
+use egress_core::{
+    encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
     model::{
         Distribution, EndpointId, EndpointSelector, Existing, NodeName, OnNoGateway, Policy, PolicyId, PolicyKind,
         Selector, Source, ZoneMode,
     },
-};
-use egress_common::{
-    abi::TUNNEL_PORT,
-    config::{self, Config},
 };
 use ipnet::IpNet;
 use proptest::{collection::vec, option, prelude::*};

@@ -6,15 +6,15 @@ use super::{
     rig::*,
     scenes,
 };
-use crate::datapath::{
-    encode::{EgressView, NodeView},
-    ways::{Path, WayView},
-};
 use egress_common::{
     abi::{INNER_DST_MAC, INNER_SRC_MAC, TUNNEL_PORT, VNI_FORWARD},
     config::flags,
     net, port_block, transport,
     verdict::Counter,
+};
+use egress_core::encode::{
+    EgressView, NodeView,
+    transport::{Path, WayView},
 };
 use std::net::IpAddr;
 

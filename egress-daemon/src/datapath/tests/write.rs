@@ -2,10 +2,8 @@
 
 use super::{BpfDir, scenes};
 use crate::datapath::{
-    encode::{EgressView, Encoder, EndpointView, NodeView, PolicyView, SlotView},
     load::{Programs, Sizes},
     maps::{Maps, MapsError},
-    tables::Tables,
     write::{Change, Kind, Sink, Writer},
 };
 use egress_common::{
@@ -15,6 +13,7 @@ use egress_common::{
     limits::MAGLEV_CHUNK,
     net,
 };
+use egress_core::encode::{EgressView, Encoder, EndpointView, NodeView, PolicyView, SlotView, tables::Tables};
 use ipnet::IpNet;
 use proptest::{
     prelude::*,
@@ -299,7 +298,7 @@ fn the_generation_grows_with_what_flows_are_classified_by() {
     let mut writer = writer(&dir);
     let mut encoder = Encoder::recover(writer.present());
     let mut view = some_views(1).remove(0);
-    let mut write = |view: &crate::datapath::encode::NodeView| {
+    let mut write = |view: &egress_core::encode::NodeView| {
         let tables = encoder.encode(view, writer.present()).unwrap();
         writer.write(tables).unwrap();
         writer.present().config.unwrap().generation

@@ -15,7 +15,7 @@ use std::{collections::BTreeSet, io, net::IpAddr};
 use ipnet::IpNet;
 use rtnetlink::Handle;
 
-use super::table::LinkTable;
+use egress_core::network::links::LinkTable;
 
 /// The table's name in nftables.
 pub const TABLE: &str = "spillway";

@@ -19,7 +19,8 @@ use rtnetlink::{
 };
 
 use super::{FirewallError, Spec};
-use crate::host::{netlink::errno, table::LinkTable};
+use crate::host::netlink::errno;
+use egress_core::network::links::LinkTable;
 
 /// Our routing table.
 const TABLE: u32 = 0x5350;

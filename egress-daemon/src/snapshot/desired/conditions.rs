@@ -5,8 +5,8 @@ use std::net::IpAddr;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 use crate::api::{PoolUsage, SlotStatus};
-use crate::plan::{ConditionKind, EgressIpPlan, Outcome, OwnerReason, Reason};
 use crate::translate::Problem;
+use egress_core::plan::{ConditionKind, EgressIpPlan, Outcome, OwnerReason, Reason};
 
 /// The longest message that an API server takes.
 const LONGEST_MESSAGE: usize = 32_768;
@@ -86,7 +86,8 @@ impl<'a> Writer<'a> {
 
     /// An egress IP's.
     pub fn of_egress_ip(&mut self, address: IpAddr, ip: &EgressIpPlan) {
-        let node = |node: &Option<crate::model::NodeName>| node.as_ref().map(ToString::to_string).unwrap_or_default();
+        let node =
+            |node: &Option<egress_core::model::NodeName>| node.as_ref().map(ToString::to_string).unwrap_or_default();
         let (owner, preferred) = (node(&ip.owner), node(&ip.preferred));
         let message = match ip.reason {
             OwnerReason::Preferred => format!("gateway {owner} carries it"),

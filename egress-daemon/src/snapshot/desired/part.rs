@@ -8,9 +8,11 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use super::statuses::World;
 use super::{Desired, Objects, egress_ips, egress_node, fill, statuses};
 use crate::api::{EgressNode, EgressNodeSpec};
-use crate::model::{NodeName, PolicyId, Snapshot};
-use crate::plan::{Plan, Touched};
 use crate::translate::Problem;
+use egress_core::{
+    model::{NodeName, PolicyId, Snapshot},
+    plan::{Plan, Touched},
+};
 
 /// The same as [`super::desired`], for the objects in `objects` and those of egress IPs and nodes that were touched. `specs`
 /// are what all EgressNode objects should have been before; the nodes that there are, and that hold blocks, are the same.

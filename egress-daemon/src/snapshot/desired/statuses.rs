@@ -7,9 +7,11 @@ use kube::core::object::HasStatus;
 
 use super::conditions::Writer;
 use crate::api;
-use crate::model::{PolicyId, PolicyKind, PoolId, PoolKind, Snapshot};
-use crate::plan::{Outcome, OwnerReason, Plan};
 use crate::translate::{Problem, antrea, cilium, policy, pool};
+use egress_core::{
+    model::{PolicyId, PolicyKind, PoolId, PoolKind, Snapshot},
+    plan::{Outcome, OwnerReason, Plan},
+};
 
 /// What statuses are made from.
 pub struct World<'a> {

@@ -339,7 +339,7 @@ fn lossless(show: &mut Show, name: &str, all: &[super::super::streams::Stream], 
         intact(all) == all.len() && pause <= HANDED_OVER && failed == 0,
         format!("{} of {}, no pause above {}, no new one fails", all.len(), all.len(), seconds(HANDED_OVER)),
         format!(
-            "{} of {}, longest pause {}; of {} new ones {opened} opened at once, {waited} tried again, {failed} failed",
+            "{} of {}, longest pause {}; {} new ones: {opened} opened at once, {waited} with a second SYN, {failed} failed",
             intact(all),
             all.len(),
             seconds(pause),

@@ -53,7 +53,7 @@ pub fn show(show: &mut Show) -> Result<()> {
             change.is_in_force(),
             format!("within {}, all later ones open at once", seconds(change.limit)),
             format!(
-                "after {}; of {} connections {waited} tried again, {failed} were cut",
+                "after {}; {} connections: {waited} with a second SYN, {failed} cut",
                 change.in_force_text(),
                 change.flows.len()
             ),

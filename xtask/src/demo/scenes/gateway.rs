@@ -150,7 +150,7 @@ pub fn returns(show: &mut Show) -> Result<()> {
         "no new connection is refused meanwhile",
         failed == 0,
         "0 failed",
-        format!("{opened} of {} opened at once, {waited} tried again, {failed} failed", flows.len()),
+        format!("{opened} of {} opened at once, {waited} with a second SYN, {failed} failed", flows.len()),
     );
     Ok(())
 }
@@ -167,9 +167,9 @@ pub fn avoided(flows: &[Flow], died: Instant, moved: Duration) -> Claim {
     Claim {
         name: "new connections avoid the dead gateway".to_owned(),
         holds: failed == 0 && late * RARE <= then.len(),
-        expected: format!("after {} fewer than 1 in {RARE} tries again, none fails", seconds(DIVERTED)),
+        expected: format!("after {} fewer than 1 in {RARE} needs a second SYN, none fails", seconds(DIVERTED)),
         measured: format!(
-            "of {} {waited} tried again: {early} before {}, {late} after it, {} when the egress IPs moved; {failed} failed",
+            "{} opened, {waited} with a second SYN: {early} before {}, {late} later, {} after the egress IPs moved; {failed} failed",
             flows.len(),
             seconds(DIVERTED),
             waited - early - late

@@ -1,0 +1,253 @@
+//! Which blocks a node takes ports from, and giving them back: which it takes no new ports from, and which of those it is done with. Pure.
+//!
+//! A block is given back in two steps. First it is retired: the tables are written without it, so that no new flow takes
+//! a port from it. Then, when a count of the flows that began after that write finds none in it, it is released: the
+//! node's status lists it, the controller may lease it to another node, and this node does not use it again until a lease
+//! of a higher revision arrives. What is retired can be taken back into use at any time; what is released cannot.
+
+use super::{carriers::Carriers, demand::Ports};
+use crate::{
+    model::{NodeName, NodeReport, Snapshot},
+    plan::{BlockState, Plan},
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    time::Duration,
+};
+
+/// For how long no policy of this node's pods uses an egress IP before its blocks are given back.
+pub const UNUSED_AFTER: Duration = Duration::from_secs(30);
+/// What a node needed lately counts for this long at least, and for twice as long at most, before it gives blocks back.
+pub const LATELY: Duration = Duration::from_secs(15);
+/// Between a write of the tables and the count that may find a block idle: a packet that was being worked on while they
+/// were written has entered its flow by then.
+pub const SETTLE: Duration = Duration::from_millis(100);
+
+/// What decides over this node's blocks.
+pub struct Circumstances<'a> {
+    /// This node.
+    pub node: &'a NodeName,
+    /// What the controller has decided.
+    pub plan: &'a Plan,
+    /// The egress IPs of the policies that select pods of this node.
+    pub used: &'a BTreeSet<IpAddr>,
+    /// What this node's agent, or the one before it, has reported last.
+    pub reported: Option<&'a NodeReport>,
+    /// What the flows use.
+    pub ports: &'a Ports,
+    /// When the count of the flows began; absent before the first one.
+    pub counted: Option<Duration>,
+    /// Since any fixed time, like all times here.
+    pub now: Duration,
+}
+
+/// Leased blocks that this node does not use.
+#[derive(Clone, Debug, Default)]
+pub struct Withheld(BTreeMap<IpAddr, OfAddress>);
+
+/// Those of one egress IP.
+#[derive(Clone, Debug, Default)]
+struct OfAddress {
+    /// Since when no policy uses it.
+    unused: Option<Duration>,
+    /// When the tables were first written without the block; absent until they are.
+    retired: BTreeMap<u16, Option<Duration>>,
+    /// The highest revision of a lease of the block that the release covers.
+    released: BTreeMap<u16, u64>,
+    /// The most blocks that were needed since a moment, and in [`LATELY`] before it.
+    needed: (Duration, [usize; 2]),
+}
+
+/// How much of an egress IP a node keeps.
+struct Keep {
+    blocks: usize,
+    /// The rest is retired although flows use it: they keep their ports, but no new flow gets one.
+    drain: bool,
+}
+
+/// What decides which blocks this node may take ports from.
+pub struct Holdings<'a> {
+    /// This node.
+    pub node: &'a NodeName,
+    /// The objects.
+    pub snapshot: &'a Snapshot,
+    /// What the controller has decided.
+    pub plan: &'a Plan,
+    /// Which carriers the packets of each egress IP go to.
+    pub carriers: &'a Carriers,
+    /// Leased blocks that this node takes no new ports from.
+    pub withheld: &'a Withheld,
+}
+
+/// The blocks of an egress IP that a node may take ports from: leased to it, known to the carriers that its packets go to and that its
+/// replies come by, and not being given back.
+pub fn usable(h: &Holdings<'_>, address: IpAddr) -> BTreeSet<u16> {
+    let fixed = h.plan.egress_ips.get(&address).is_some_and(|e| e.fixed);
+    // Tables have leases only of egress IPs that their agent has read of. This node's own are in its tables before the blocks are.
+    let known = |name: &NodeName| match h.snapshot.report(name) {
+        _ if name == h.node => u64::MAX,
+        Some(report) if fixed || report.carries.contains(&address) => report.lease_revision,
+        _ => 0,
+    };
+    let (used, replying) = (h.carriers.used(address), h.carriers.replying(address));
+    let Some(known) = used.iter().chain(replying).map(known).min() else { return BTreeSet::new() };
+    let blocks = h.plan.blocks.get(&address).into_iter().flatten();
+    blocks
+        .filter(|(_, lease)| lease.node == *h.node && lease.state == BlockState::Leased && lease.revision <= known)
+        .map(|(block, _)| *block)
+        .filter(|block| !h.withheld.contains(address, *block))
+        .collect()
+}
+
+impl Withheld {
+    /// Whether a block is not to be used for new flows.
+    pub fn contains(&self, address: IpAddr, block: u16) -> bool {
+        self.0.get(&address).is_some_and(|of| of.retired.contains_key(&block) || of.released.contains_key(&block))
+    }
+
+    /// Whether a block is given back.
+    pub fn is_released(&self, address: IpAddr, block: u16) -> bool {
+        self.0.get(&address).is_some_and(|of| of.released.contains_key(&block))
+    }
+
+    /// Decides anew. Whether the tables have to be written again.
+    pub fn update(&mut self, now: &Circumstances<'_>) -> bool {
+        self.recover(now.reported);
+        self.0.retain(|address, _| now.plan.blocks.contains_key(address));
+        let mut changed = false;
+        for (address, blocks) in &now.plan.blocks {
+            let mut own = blocks.iter().filter(|(_, lease)| lease.node == *now.node).peekable();
+            if own.peek().is_none() {
+                if let Some(of) = self.0.get_mut(address) {
+                    of.retired.clear();
+                    of.unused = None;
+                }
+                continue;
+            }
+            let of = self.0.entry(*address).or_default();
+            let before = of.clone();
+            let (mut leased, mut quarantined) = (BTreeSet::new(), BTreeSet::new());
+            for (block, lease) in own {
+                if of.released.get(block).is_some_and(|covered| lease.revision > *covered) {
+                    of.released.remove(block);
+                }
+                match lease.state {
+                    _ if of.released.contains_key(block) => continue,
+                    BlockState::Leased => leased.insert(*block),
+                    BlockState::Quarantined => quarantined.insert(*block),
+                };
+            }
+            let mut retire = of.surplus(*address, &leased, now);
+            retire.extend(quarantined);
+            of.retired.retain(|block, _| retire.contains(block));
+            for block in retire {
+                of.retired.entry(block).or_default();
+            }
+            of.release(*address, blocks, now);
+            let withheld =
+                |of: &OfAddress| -> BTreeSet<u16> { of.retired.keys().chain(of.released.keys()).copied().collect() };
+            changed |= withheld(&before) != withheld(of);
+        }
+        changed
+    }
+
+    /// The tables have been written as they are to be since the last [`update`](Self::update).
+    pub fn written(&mut self, now: Duration) {
+        for written in self.0.values_mut().flat_map(|of| of.retired.values_mut()) {
+            written.get_or_insert(now);
+        }
+    }
+
+    /// A status with this revision is about to be written: it gives back all leases up to it of the blocks that it lists.
+    pub fn publish(&mut self, node: &NodeName, plan: &Plan, lease_revision: u64) {
+        for (address, of) in &mut self.0 {
+            for (block, covered) in &mut of.released {
+                let lease = plan.blocks.get(address).and_then(|blocks| blocks.get(block));
+                if lease.is_some_and(|lease| lease.node == *node && lease.revision <= *covered) {
+                    *covered = lease_revision.max(*covered);
+                }
+            }
+        }
+    }
+
+    /// What a status lists is given back, whoever wrote it.
+    fn recover(&mut self, reported: Option<&NodeReport>) {
+        let Some(report) = reported else { return };
+        for (address, demand) in &report.demand {
+            for block in &demand.released {
+                let covered = self.0.entry(*address).or_default().released.entry(*block).or_default();
+                *covered = report.own_lease_revision.max(*covered);
+            }
+        }
+    }
+}
+
+impl OfAddress {
+    /// Which of the leased blocks are too many: those that no flow uses first, then those that are retired already.
+    fn surplus(&mut self, address: IpAddr, leased: &BTreeSet<u16>, now: &Circumstances<'_>) -> BTreeSet<u16> {
+        self.unused = match now.used.contains(&address) {
+            true => None,
+            false => self.unused.or(Some(now.now)),
+        };
+        self.note_need(address, now);
+        let Some(keep) = self.keep(address, now) else { return BTreeSet::new() };
+        let flows = |block: u16| now.ports.flows(address, block);
+        let mut candidates: Vec<u16> = leased.iter().copied().filter(|b| keep.drain || flows(*b) == 0).collect();
+        candidates.sort_by_key(|b| (flows(*b) > 0, !self.retired.contains_key(b), flows(*b), *b));
+        candidates.truncate(leased.len().saturating_sub(keep.blocks));
+        candidates.into_iter().collect()
+    }
+
+    fn note_need(&mut self, address: IpAddr, now: &Circumstances<'_>) {
+        let (since, [last, before]) = &mut self.needed;
+        if now.now.saturating_sub(*since) >= LATELY {
+            (*since, *before, *last) = (now.now, *last, 0);
+        }
+        *last = (*last).max(now.ports.needed(address).into());
+    }
+
+    /// How much of an egress IP this node keeps; nothing: all that it has. Where nobody else needs them it keeps twice its share, so that
+    /// nodes that join do not have all others give a block back.
+    fn keep(&self, address: IpAddr, now: &Circumstances<'_>) -> Option<Keep> {
+        if self.unused.is_some_and(|since| now.now.saturating_sub(since) >= UNUSED_AFTER) {
+            return Some(Keep { blocks: 0, drain: true });
+        }
+        // Before the first count, every block seems idle.
+        now.counted?;
+        let plan = now.plan.egress_ips.get(&address)?;
+        // A share of 0 is one that is not known.
+        let share = plan.share.max(1) as usize;
+        match (plan.starved, plan.scarce) {
+            (true, _) => Some(Keep { blocks: share, drain: true }),
+            (false, true) => Some(Keep { blocks: share.max(usize::from(now.ports.needed(address))), drain: false }),
+            (false, false) => {
+                let [last, before] = self.needed.1;
+                Some(Keep { blocks: (2 * share).max(last).max(before), drain: false })
+            }
+        }
+    }
+
+    /// Gives back what is retired and idle by a count that saw every flow in it.
+    fn release(&mut self, address: IpAddr, blocks: &crate::plan::Blocks, now: &Circumstances<'_>) {
+        let Some(counted) = now.counted else { return };
+        let done = |block: u16, written: Option<Duration>| {
+            written.is_some_and(|at| counted >= at + SETTLE) && now.ports.flows(address, block) == 0
+        };
+        let released = &mut self.released;
+        self.retired.retain(|block, written| {
+            let lease = blocks.get(block).filter(|_| done(*block, *written));
+            if let Some(lease) = lease {
+                released.insert(*block, lease.revision);
+            }
+            lease.is_none()
+        });
+    }
+}
+
+#[cfg(test)]
+#[path = "blocks_sim.rs"]
+mod sim;
+#[cfg(test)]
+#[path = "blocks_tests.rs"]
+mod tests;

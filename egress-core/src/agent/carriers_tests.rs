@@ -1,0 +1,214 @@
+//! Which carriers packets go to, and who answers, in small worlds.
+
+use super::{
+    carriers::{Carriers, LINGER},
+    effective::Effective,
+    view::view,
+    view_tests::{OWNED, World, carried_by, ip, report},
+};
+use crate::{health::ProbeState, model::*};
+use std::{collections::BTreeMap, time::Duration};
+
+#[test]
+fn a_new_owner_is_used_once_it_reports_what_this_node_needs() {
+    let (mut world, mut carriers, moving) = (World::new(), Carriers::default(), ip(OWNED[0].0));
+    let mut used = |world: &World, now: u64| {
+        world.decide(&mut carriers, Duration::from_secs(now));
+        world.with_carriers(&carriers, |facts| view(facts, &mut Effective::default())).egress_ips[&moving]
+            .gateway
+            .clone()
+    };
+    assert_eq!(used(&world, 0), Some("g1".into()));
+    carried_by(&mut world, 0, &["g2", "g1"]);
+    assert_eq!(used(&world, 1), Some("g1".into()), "g2 has not said anything");
+    report(&mut world, "g2").carries.insert(moving);
+    report(&mut world, "g2").lease_revision = 4;
+    assert_eq!(used(&world, 1), Some("g1".into()), "g2 does not know this node's block");
+    report(&mut world, "g2").lease_revision = 5;
+    assert_eq!(used(&world, 1), Some("g2".into()));
+    report(&mut world, "g2").lease_revision = 4;
+    world.probes.insert("g1".into(), ProbeState::Dead);
+    assert_eq!(used(&world, 2), Some("g2".into()), "what the dead know is not waited for");
+    carried_by(&mut world, 0, &["me", "g2"]);
+    assert_eq!(used(&world, 3), Some("me".into()), "this node's tables are written in one go");
+    carried_by(&mut world, 0, &[]);
+    assert_eq!(used(&world, 4), None, "nobody is to carry it");
+}
+
+#[test]
+fn packets_go_to_the_first_carrier_that_answers_and_is_able() {
+    let (mut world, moving) = (World::new(), ip(OWNED[0].0));
+    carried_by(&mut world, 0, &["g1", "g2", "me"]);
+    report(&mut world, "g2").carries.insert(moving);
+    let used = |world: &World| world.view().egress_ips[&moving].gateway.clone().unwrap();
+    for (g1, g2, able, expected) in [
+        (ProbeState::Unknown, ProbeState::Alive, true, "g1"),
+        (ProbeState::Alive, ProbeState::Alive, true, "g1"),
+        (ProbeState::Unable, ProbeState::Alive, true, "g2"),
+        (ProbeState::Dead, ProbeState::Alive, true, "g2"),
+        (ProbeState::Dead, ProbeState::Dead, true, "me"),
+        (ProbeState::Dead, ProbeState::Unable, false, "g2"),
+        (ProbeState::Dead, ProbeState::Dead, false, "me"),
+    ] {
+        world.probes = [("g1".into(), g1), ("g2".into(), g2)].into();
+        world.able = able;
+        assert_eq!(used(&world), expected.into(), "{g1:?} {g2:?} {able}");
+    }
+}
+
+#[test]
+fn the_first_carrier_that_is_able_answers_and_yields_to_one_before_it() {
+    let (mut world, mut carriers, moving) = (World::new(), Carriers::default(), ip(OWNED[0].0));
+    carried_by(&mut world, 0, &["g1", "me", "g2"]);
+    report(&mut world, "g2").carries.insert(moving);
+    let mut answers = |world: &World| {
+        world.decide(&mut carriers, Duration::ZERO);
+        let view = world.with_carriers(&carriers, |facts| view(facts, &mut Effective::default()));
+        let e = &view.egress_ips[&moving];
+        assert!(e.forwards && e.interface.is_some(), "all carriers forward");
+        assert_eq!(e.silent, !carriers.answers(moving));
+        !e.silent
+    };
+    let g1 = |world: &mut World, state| {
+        world.probes.insert("g1".into(), state);
+    };
+    assert!(!answers(&world), "nothing is known of g1");
+    g1(&mut world, ProbeState::Dead);
+    assert!(answers(&world));
+    world.probes.remove(&NodeName::from("g1"));
+    g1(&mut world, ProbeState::Unknown);
+    assert!(answers(&world), "it has to be heard before this node yields");
+    g1(&mut world, ProbeState::Alive);
+    report(&mut world, "g1").carries.clear();
+    assert!(answers(&world), "it has started anew, and its tables are empty");
+    report(&mut world, "g1").carries.insert(moving);
+    assert!(!answers(&world));
+    g1(&mut world, ProbeState::Unable);
+    assert!(answers(&world));
+    world.able = false;
+    assert!(!answers(&world));
+    // The plan puts this node first, and then last.
+    (world.able, world.probes) =
+        (true, BTreeMap::from([("g1".into(), ProbeState::Alive), ("g2".into(), ProbeState::Alive)]));
+    carried_by(&mut world, 0, &["me", "g1", "g2"]);
+    assert!(answers(&world));
+    carried_by(&mut world, 0, &["g2", "me"]);
+    report(&mut world, "g2").carries.clear();
+    assert!(answers(&world), "g2 does not carry it yet");
+    report(&mut world, "g2").carries.insert(moving);
+    assert!(!answers(&world));
+}
+
+#[test]
+fn an_agent_that_starts_goes_on_answering_until_one_before_it_is_heard() {
+    let (mut world, moving) = (World::new(), ip(OWNED[0].0));
+    carried_by(&mut world, 0, &["g1", "me"]);
+    world.probes.insert("g1".into(), ProbeState::Unknown);
+    let mut carriers = Carriers::recover(&[(moving, true)].into());
+    world.decide(&mut carriers, Duration::ZERO);
+    assert!(carriers.answers(moving));
+    world.probes.insert("g1".into(), ProbeState::Alive);
+    world.decide(&mut carriers, Duration::ZERO);
+    assert!(!carriers.answers(moving));
+}
+
+#[test]
+fn a_node_that_is_no_carrier_any_more_is_silent_and_forwards_until_everybody_knows() {
+    let (mut world, mut carriers, moving) = (World::new(), Carriers::default(), ip(OWNED[2].0));
+    let mut own = |world: &World, now: Duration| {
+        world.decide(&mut carriers, now);
+        let view = world.with_carriers(&carriers, |facts| view(facts, &mut Effective::default()));
+        let e = &view.egress_ips[&moving];
+        (e.forwards, e.silent, e.interface.is_some())
+    };
+    assert_eq!(own(&world, Duration::ZERO), (true, false, true));
+    carried_by(&mut world, 2, &["g2"]);
+    assert_eq!(own(&world, Duration::ZERO), (true, true, true));
+    assert_eq!(own(&world, LINGER - Duration::from_millis(1)), (true, true, true));
+    assert_eq!(own(&world, LINGER), (false, true, false));
+    carried_by(&mut world, 2, &["g2", "me"]);
+    assert_eq!(own(&world, LINGER), (true, true, true));
+}
+
+#[test]
+fn an_agent_that_starts_forwards_what_was_carried_until_everybody_knows() {
+    let (mut world, left) = (World::new(), ip(OWNED[2].0));
+    carried_by(&mut world, 2, &["g2"]);
+    let mut carriers = Carriers::recover(&[(left, false)].into());
+    world.decide(&mut carriers, Duration::ZERO);
+    assert!(carriers.forwards(left) && !carriers.answers(left), "sources may have read less");
+    world.decide(&mut carriers, LINGER);
+    assert!(!carriers.forwards(left));
+}
+
+#[test]
+fn flows_are_spread_over_all_carriers_that_answer_and_blocks_are_known_to_all_of_them() {
+    let (mut world, address) = (World::new(), ip(OWNED[0].0));
+    let id = PoolId::new(PoolKind::Native, "public");
+    let mut pool = crate::testing::world::pool("public", address, address);
+    pool.outbound = Outbound::Spread;
+    world.snapshot.pools.insert(id.clone(), pool);
+    carried_by(&mut world, 0, &["g1", "me", "g2"]);
+    world.egress(0).pool = Some(id);
+    world.policy().bandwidth = Some(Bandwidth { rate_bps: 300, burst_bytes: 30 });
+    let spread = |world: &World| {
+        let e = world.view().egress_ips.remove(&address).unwrap();
+        let names = e.spread.iter().map(|name| name.to_string()).collect::<Vec<_>>().join(" ");
+        (names, e.limit.map(|limit| limit.rate_bps), e.blocks.len())
+    };
+    assert_eq!(spread(&world), ("g1 me".into(), Some(150), 1), "g2 does not carry it yet");
+    report(&mut world, "g2").carries.insert(address);
+    assert_eq!(spread(&world), ("g1 me g2".into(), Some(100), 1));
+    report(&mut world, "g2").lease_revision = 4;
+    assert_eq!(spread(&world).2, 0, "g2 would drop what has a port of the block");
+    world.probes.insert("g2".into(), ProbeState::Dead);
+    assert_eq!(spread(&world), ("g1 me".into(), Some(150), 1));
+    world.probes.insert("g1".into(), ProbeState::Dead);
+    assert_eq!(spread(&world), (String::new(), Some(300), 1), "one is left");
+}
+
+#[test]
+fn a_routed_egress_ip_has_routes_to_all_able_carriers_and_nobody_answers_for_it() {
+    let (mut world, address) = (World::new(), ip(OWNED[0].0));
+    let id = PoolId::new(PoolKind::Native, "public");
+    carried_by(&mut world, 0, &["g1", "me"]);
+    world.egress(0).pool = Some(id.clone());
+    let mut look = |announce: Announce, able: bool, reported: bool| {
+        let own = world.snapshot.nodes.get_mut(&NodeName::from("me")).unwrap().report.get_or_insert_default();
+        own.carries = reported.then_some(address).into_iter().collect();
+        let mut pool = crate::testing::world::pool("public", address, address);
+        pool.announce = announce;
+        world.snapshot.pools.insert(id.clone(), pool);
+        world.able = able;
+        // The first carrier is dead.
+        world.probes.insert("g1".into(), ProbeState::Dead);
+        let mut carriers = Carriers::default();
+        world.decide(&mut carriers, Duration::ZERO);
+        (carriers.answers(address), carriers.advertised().contains(&address), carriers.forwards(address))
+    };
+    assert_eq!(look(Announce::Arp, true, true), (true, false, true));
+    assert_eq!(look(Announce::Route, true, true), (false, true, true));
+    assert_eq!(look(Announce::Route, true, false), (false, false, true), "nobody knows that it carries the address");
+    assert_eq!(look(Announce::Route, false, true), (false, false, true));
+    assert_eq!(look(Announce::None, true, true), (false, false, true));
+}
+
+#[test]
+fn blocks_of_a_routed_egress_ip_are_known_to_all_that_routers_lead_replies_to() {
+    let (mut world, address) = (World::new(), ip(OWNED[0].0));
+    let id = PoolId::new(PoolKind::Native, "public");
+    let pool = Pool { announce: Announce::Route, ..crate::testing::world::pool("public", address, address) };
+    world.snapshot.pools.insert(id.clone(), pool);
+    world.egress(0).pool = Some(id);
+    carried_by(&mut world, 0, &["me", "g1"]);
+    let blocks = |world: &World| world.view().egress_ips[&address].blocks.len();
+    // It is alive and lags behind: this node sends it nothing.
+    let lagging = report(&mut world, "g1");
+    (lagging.lease_revision, lagging.carries) = (0, [address].into());
+    assert_eq!(blocks(&world), 0, "a node that has a route does not know the block");
+    world.probes.insert("g1".into(), ProbeState::Dead);
+    assert_eq!(blocks(&world), 1, "the dead are not waited for");
+    world.probes.clear();
+    world.snapshot.pools.values_mut().for_each(|pool| pool.announce = Announce::Arp);
+    assert_eq!(blocks(&world), 1, "replies come by who answers");
+}

@@ -1,0 +1,118 @@
+//! When a new policy takes its destinations over from another one. Pure.
+//!
+//! A policy is in force from the moment that the agent reads it: what only it matches is dropped until it has a slot. But
+//! where another policy serves the same destinations already, that one goes on until the new one can: add before
+//! delete, across the time that the controller needs to find addresses, owners and port blocks. A policy that was removed and
+//! made again is a new one: its status says nothing until the controller has looked at it.
+
+use super::view::Facts;
+use crate::{
+    encode::PolicyView,
+    model::{Family, Policy, PolicyId},
+    plan::classes,
+};
+use ipnet::IpNet;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+/// For how long a policy without usable slots leaves its destinations to others. After that it has what it asked for: a
+/// policy that cannot be carried out drops.
+pub const GRACE: Duration = Duration::from_secs(10);
+
+/// The policies that come first where they match, and since when the others are known.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Effective {
+    policies: BTreeSet<PolicyId>,
+    waiting: BTreeMap<PolicyId, Duration>,
+    answered: BTreeSet<PolicyId>,
+}
+
+impl Effective {
+    /// What an earlier agent had in force.
+    pub fn recover(policies: BTreeSet<PolicyId>) -> Self {
+        Self { policies, ..Self::default() }
+    }
+
+    /// Takes note of the policies as they are at `now`, on any clock that only goes forward, and of those that the
+    /// controller has not looked at yet.
+    pub fn update(
+        &mut self,
+        policies: &BTreeMap<PolicyId, (&Policy, PolicyView)>,
+        unanswered: &BTreeSet<PolicyId>,
+        now: Duration,
+    ) {
+        let anew: Vec<PolicyId> = self.answered.intersection(unanswered).cloned().collect();
+        let goes_on = |id: &PolicyId| policies.contains_key(id) && !anew.contains(id);
+        self.policies.retain(goes_on);
+        self.waiting.retain(|id, _| goes_on(id));
+        self.answered = policies.keys().filter(|id| !unanswered.contains(id)).cloned().collect();
+        for (id, (policy, view)) in policies {
+            let since = *self.waiting.entry(id.clone()).or_insert(now);
+            if can_serve(policy, view) || now.saturating_sub(since) >= GRACE {
+                self.policies.insert(id.clone());
+            }
+        }
+    }
+
+    /// Whether a policy comes first where it matches.
+    #[cfg(test)]
+    pub fn comes_first(&self, id: &PolicyId) -> bool {
+        self.policies.contains(id)
+    }
+
+    /// The merged destinations of a class: those of the policies that come first, and where none of them matches, those
+    /// of the others.
+    pub fn merge(&self, facts: &Facts<'_>, class: &BTreeSet<PolicyId>) -> Vec<(IpNet, Option<PolicyId>)> {
+        let (first, rest): (Vec<_>, Vec<_>) = class.iter().partition(|id| self.policies.contains(*id));
+        let first = classes::merge(&facts.snapshot.policies, first);
+        if rest.is_empty() {
+            return first;
+        }
+        overlay(&first, &classes::merge(&facts.snapshot.policies, rest))
+    }
+}
+
+/// Whether a policy has a slot for new flows in every family that it steers.
+fn can_serve(policy: &Policy, view: &PolicyView) -> bool {
+    let usable = |family| view.slots.iter().any(|s| s.usable && Family::of(s.address) == family);
+    [Family::V4, Family::V6].into_iter().filter(|f| policy.serves(*f)).all(usable)
+}
+
+/// The table that answers as `first` does, and as `rest` does where `first` has no policy.
+fn overlay(first: &[(IpNet, Option<PolicyId>)], rest: &[(IpNet, Option<PolicyId>)]) -> Vec<(IpNet, Option<PolicyId>)> {
+    let tables = [first, rest].map(|t| t.iter().map(|(n, p)| (*n, p.clone())).collect::<BTreeMap<_, _>>());
+    let nets: BTreeSet<IpNet> = tables.iter().flat_map(|t| t.keys().copied()).collect();
+    nets.into_iter().map(|net| (net, look_up(&tables[0], net).or_else(|| look_up(&tables[1], net)))).collect()
+}
+
+/// What the longest prefix that covers `net` says.
+fn look_up(table: &BTreeMap<IpNet, Option<PolicyId>>, net: IpNet) -> Option<PolicyId> {
+    std::iter::successors(Some(net), IpNet::supernet).find_map(|n| table.get(&n)).cloned().flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::PolicyKind;
+
+    fn id(name: &str) -> PolicyId {
+        PolicyId::new(PolicyKind::Native, name)
+    }
+
+    fn table(entries: &[(&str, Option<&str>)]) -> Vec<(IpNet, Option<PolicyId>)> {
+        entries.iter().map(|(n, p)| (n.parse().unwrap(), p.map(id))).collect()
+    }
+
+    #[test]
+    fn the_first_table_answers_wherever_it_has_a_policy() {
+        let first = table(&[("0.0.0.0/0", Some("old")), ("10.0.0.0/8", None)]);
+        let rest = table(&[("10.1.0.0/16", Some("new")), ("192.0.2.0/24", Some("new"))]);
+        let merged: BTreeMap<_, _> = overlay(&first, &rest).into_iter().collect();
+        let at = |net: &str| look_up(&merged, net.parse().unwrap());
+        assert_eq!(at("192.0.2.7/32"), Some(id("old")), "the old policy goes on");
+        assert_eq!(at("10.1.2.3/32"), Some(id("new")), "what no other policy matches is the new one's at once");
+        assert_eq!(at("10.2.2.3/32"), None);
+    }
+}

@@ -1,0 +1,240 @@
+//! Probing the gateways that this node uses, by each way that leads to them.
+
+use super::transports;
+use crate::{
+    health::{Form, ProbeState, ProbeTimes, ProbeTransition, WayChooser},
+    model::NodeName,
+};
+use egress_common::transport::DIRECT;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    time::{Duration, Instant},
+};
+
+/// A probe to send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// The gateway's tunnel address.
+    pub remote: IpAddr,
+    /// The prober's number for the gateway.
+    pub node_id: u32,
+    /// The probe's number.
+    pub seq: u64,
+    /// The way that the probe takes ([`egress_common::transport`]).
+    pub way: u32,
+    /// The way that replies of flows are wanted by.
+    pub wish: u32,
+    /// The egress IP that stands in the packet: its source on the way to the gateway, its destination on the way back.
+    pub egress: IpAddr,
+}
+
+/// A probe that came back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Answered {
+    /// The number that the request carried.
+    pub seq: u64,
+    /// The number of the gateway that the request carried.
+    pub node_id: u32,
+    /// The way that the request took ([`egress_common::transport`]).
+    pub way: u32,
+    /// The way that the reply took, as its sender says.
+    pub back: u32,
+    /// The packet was IPv6.
+    pub ipv6: bool,
+    /// The gateway is able to carry egress IPs.
+    pub able: bool,
+    /// The gateway holds its lease.
+    pub held: bool,
+    /// When it was read here.
+    pub received: Instant,
+}
+
+/// A gateway that is to be probed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// Its tunnel address.
+    pub address: IpAddr,
+    /// An egress IP of each family that it owns: probes look like what it forwards.
+    pub egress: BTreeMap<bool, IpAddr>,
+    /// The ways to probe.
+    pub ways: BTreeSet<u32>,
+}
+
+impl Target {
+    /// What probes are sent as. Only `direct` shows the packet to the network, so only it is probed in both families.
+    fn forms(&self) -> BTreeSet<Form> {
+        let forms = |way: &u32| {
+            let families = self.egress.keys().take(if *way == DIRECT { 2 } else { 1 });
+            families.map(|ipv6| Form { way: *way, ipv6: *ipv6 }).collect::<Vec<_>>()
+        };
+        self.ways.iter().flat_map(forms).collect()
+    }
+}
+
+struct Gateway {
+    target: Target,
+    number: u32,
+    ways: WayChooser,
+    back: Option<u32>,
+    /// Its last answer said that it is able to carry egress IPs.
+    able: bool,
+    /// It said that it holds its lease.
+    held: bool,
+    /// When it is probed next.
+    due: Duration,
+}
+
+/// The gateways that are probed, and what is known of them.
+pub struct Gateways {
+    times: ProbeTimes,
+    start: Instant,
+    gateways: BTreeMap<NodeName, Gateway>,
+    next_number: u32,
+    seq: u64,
+}
+
+impl Gateways {
+    /// Nobody to probe yet.
+    pub fn new(times: ProbeTimes, start: Instant) -> Self {
+        Self { times, start, gateways: BTreeMap::new(), next_number: 1, seq: 0 }
+    }
+
+    /// Probes these nodes from now on, and no others. What is known of a node whose address stays is kept.
+    pub fn set(&mut self, wanted: BTreeMap<NodeName, Target>) {
+        self.gateways.retain(|name, g| wanted.get(name).is_some_and(|target| target.address == g.target.address));
+        for (name, target) in wanted {
+            match self.gateways.get_mut(&name) {
+                Some(g) if g.target == target => {}
+                Some(g) => {
+                    if g.ways.set(&target.forms()) {
+                        tracing::info!("gateway {name}: transport {}", transports::name(g.ways.current()));
+                    }
+                    g.target = target;
+                }
+                None => {
+                    let ways = WayChooser::new(self.times, &target.forms());
+                    self.gateways.insert(
+                        name,
+                        Gateway {
+                            target,
+                            number: self.next_number,
+                            ways,
+                            back: None,
+                            able: true,
+                            held: false,
+                            due: Duration::ZERO,
+                        },
+                    );
+                    self.next_number += 1;
+                }
+            }
+        }
+    }
+
+    /// What the probes say of each gateway.
+    pub fn states(&self) -> BTreeMap<NodeName, ProbeState> {
+        let state = |g: &Gateway| match g.ways.state() {
+            ProbeState::Alive if !g.able => ProbeState::Unable,
+            state => state,
+        };
+        self.gateways.iter().map(|(n, g)| (n.clone(), state(g))).collect()
+    }
+
+    /// The gateways that answer, and say that they hold their leases.
+    pub fn holding(&self) -> BTreeSet<NodeName> {
+        let holds = |g: &Gateway| g.held && g.ways.state() == ProbeState::Alive;
+        self.gateways.iter().filter(|(_, g)| holds(g)).map(|(name, _)| name.clone()).collect()
+    }
+
+    /// The way in force to a gateway; `None` if it is not probed.
+    pub fn way(&self, name: &NodeName) -> Option<u32> {
+        self.gateways.get(name).map(|g| g.ways.current())
+    }
+
+    /// The way that a gateway answers by.
+    pub fn back(&self, name: &NodeName) -> Option<u32> {
+        self.gateways.get(name)?.back
+    }
+
+    /// What the probes say of one way to a gateway; `None` if it is not probed.
+    pub fn of(&self, name: &NodeName, way: u32) -> Option<ProbeState> {
+        self.gateways.get(name)?.ways.of(way)
+    }
+
+    /// The last round trip of a gateway.
+    pub fn round_trip(&self, name: &NodeName) -> Option<Duration> {
+        self.gateways.get(name)?.ways.round_trip()
+    }
+
+    /// Where a gateway is probed.
+    pub fn address(&self, name: &NodeName) -> Option<IpAddr> {
+        self.gateways.get(name).map(|g| g.target.address)
+    }
+
+    /// When [`tick`](Self::tick) wants to be called next, if anybody is probed.
+    pub fn next(&self) -> Option<Instant> {
+        self.gateways.values().map(|g| self.start + g.due).min()
+    }
+
+    /// Has `send` send what is due, and counts what was missed. Whether anything has changed.
+    pub fn tick(&mut self, now: Instant, mut send: impl FnMut(&NodeName, &Request)) -> bool {
+        let now = now.saturating_duration_since(self.start);
+        let mut changed = false;
+        for (name, g) in &mut self.gateways {
+            changed |= tell(name, &g.ways.poll(now), g.ways.current());
+            if now < g.due {
+                continue;
+            }
+            self.seq += 1;
+            for form in g.ways.round(self.seq, now) {
+                let Some(egress) = g.target.egress.get(&form.ipv6) else { continue };
+                let request = Request {
+                    remote: g.target.address,
+                    node_id: g.number,
+                    seq: self.seq,
+                    way: form.way,
+                    wish: g.ways.current(),
+                    egress: *egress,
+                };
+                send(name, &request);
+            }
+            g.due = now + g.ways.interval();
+        }
+        changed
+    }
+
+    /// Takes an answer. Whether anything has changed.
+    pub fn reply(&mut self, answer: &Answered) -> bool {
+        let now = answer.received.saturating_duration_since(self.start);
+        let Some((name, g)) = self.gateways.iter_mut().find(|(_, g)| g.number == answer.node_id) else { return false };
+        let form = Form { way: answer.way, ipv6: answer.ipv6 };
+        let news = g.ways.on_reply(form, answer.seq, now);
+        if answer.way == g.ways.current() {
+            g.back = Some(answer.back);
+        }
+        g.held = answer.held;
+        let changed = g.able != answer.able;
+        if changed {
+            g.able = answer.able;
+            match g.able {
+                true => tracing::info!("gateway {name} is able to carry egress IPs again"),
+                false => tracing::info!("gateway {name} says that it is not able to carry egress IPs"),
+            }
+        }
+        tell(name, &news, g.ways.current()) | changed
+    }
+}
+
+/// Logs what has changed. Whether anything has.
+fn tell(name: &NodeName, news: &(Option<ProbeTransition>, bool), way: u32) -> bool {
+    match news.0 {
+        Some(ProbeTransition::Dead) => tracing::warn!("gateway {name} is dead: it does not answer probes"),
+        Some(ProbeTransition::Alive) => tracing::info!("gateway {name} is alive"),
+        None => {}
+    }
+    if news.1 {
+        tracing::info!("gateway {name}: transport {}", transports::name(way));
+    }
+    news.0.is_some() || news.1
+}

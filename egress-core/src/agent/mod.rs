@@ -1,0 +1,18 @@
+//! What an agent decides: from the objects, the links and the probes to what the node's datapath is to contain.
+
+pub mod blocks;
+pub mod carriers;
+#[cfg(test)]
+mod carriers_tests;
+pub mod demand;
+pub mod effective;
+pub mod gateways;
+pub mod history;
+pub mod kept;
+pub mod late;
+pub mod pulse;
+pub mod reach;
+pub mod transports;
+pub mod view;
+#[cfg(test)]
+mod view_tests;

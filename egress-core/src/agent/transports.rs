@@ -1,0 +1,158 @@
+//! Which transports lead to another node: what the settings of both nodes, the routing table and the link allow, and why not
+//! more.
+
+use crate::{
+    encode::transport::{Path, WayView},
+    model::{NodeName, Transport},
+    network::{
+        Route,
+        links::{LinkKind, LinkTable},
+    },
+};
+use egress_common::{
+    transport::{DEVICE, DIRECT, VXLAN, bit},
+    verdict::Counter,
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+/// All ways, the best first.
+pub const WAYS: [u32; 3] = [DIRECT, VXLAN, DEVICE];
+
+/// The name of a way.
+pub const fn name(way: u32) -> &'static str {
+    match way {
+        DIRECT => "direct",
+        VXLAN => "vxlan",
+        _ => "device",
+    }
+}
+
+/// The ways that a setting allows for sending. The device is always there for what nothing else carries.
+pub const fn permits(setting: Transport, way: u32) -> bool {
+    match setting {
+        Transport::Auto => true,
+        Transport::Device => way == DEVICE,
+        Transport::Vxlan => way == DEVICE || way == VXLAN,
+        Transport::Direct => way == DEVICE || way == DIRECT,
+    }
+}
+
+/// The names of the ways that a node with this setting takes packets by: what the device understands it always does.
+pub fn receives(setting: Transport) -> Vec<String> {
+    WAYS.iter().rev().filter(|way| **way != DIRECT || permits(setting, DIRECT)).map(|way| name(*way).into()).collect()
+}
+
+/// Another node, as its agent reports it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// Its tunnel address.
+    pub address: IpAddr,
+    /// The MAC address of the interface that has this address.
+    pub mac: Option<[u8; 6]>,
+    /// It takes packets by `direct`.
+    pub direct: bool,
+}
+
+/// The ways to a node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ways {
+    /// Those that may be taken.
+    pub allowed: BTreeSet<u32>,
+    /// The way over the underlay.
+    pub path: Option<Path>,
+    /// Why the others may not.
+    pub reasons: BTreeMap<u32, String>,
+}
+
+impl Ways {
+    /// Those that are probed: a setting that names a way leaves no choice, where that way exists.
+    pub fn candidates(&self, setting: Transport) -> BTreeSet<u32> {
+        match setting {
+            Transport::Auto => self.allowed.clone(),
+            _ => self.allowed.last().into_iter().copied().collect(),
+        }
+    }
+
+    /// For the datapath, with `forward` chosen.
+    pub fn view(&self, forward: u32, setting: Transport) -> WayView {
+        WayView {
+            forward,
+            may: self.allowed.iter().map(|way| bit(*way)).sum(),
+            why: (setting != Transport::Device && self.path.is_none()).then_some(Counter::DeviceRoute),
+            path: self.path.clone(),
+        }
+    }
+}
+
+/// The ways to `peer` by a route. `own` are this node's tunnel addresses.
+pub fn ways(setting: Transport, peer: &Peer, route: &Result<Route, String>, links: &LinkTable, own: &[IpAddr]) -> Ways {
+    let mut ways = Ways { allowed: [DEVICE].into(), ..Ways::default() };
+    let path = route.clone().and_then(|route| plain(peer, &route, links, own));
+    for way in [VXLAN, DIRECT] {
+        let obstacle = match &path {
+            _ if !permits(setting, way) => Some(format!("forbidden by this node's `transport: {setting}`")),
+            Err(reason) => Some(reason.clone()),
+            Ok(path) if way == DIRECT => off_link(peer, path),
+            Ok(_) => None,
+        };
+        match obstacle {
+            Some(reason) => drop(ways.reasons.insert(way, reason)),
+            None => drop(ways.allowed.insert(way)),
+        }
+    }
+    ways.path = path.ok().filter(|_| setting != Transport::Device);
+    ways
+}
+
+/// A way that is Ethernet and nothing else, or why there is none.
+fn plain(peer: &Peer, route: &Route, links: &LinkTable, own: &[IpAddr]) -> Result<Path, String> {
+    let link = links.links.get(&route.oif).ok_or("the route's interface is not known")?;
+    let name = &link.name;
+    if route.encapsulated {
+        return Err(format!("the route by {name} encapsulates"));
+    }
+    let mac = match (&link.kind, link.mac) {
+        (LinkKind::Loopback, _) => return Err(format!("the route leads to {name}")),
+        (kind, Some(mac)) if !kind.is_tunnel() => mac,
+        (kind, _) => return Err(format!("the route leads by {name} ({kind}), which is not plain Ethernet")),
+    };
+    if !link.up {
+        return Err(format!("{name} is down"));
+    }
+    let same_family = own.iter().find(|address| address.is_ipv4() == peer.address.is_ipv4());
+    let source = *same_family.ok_or("this node has no tunnel address of that family")?;
+    let hop = route.gateway.unwrap_or(peer.address);
+    let mtu = route.mtu.unwrap_or(link.mtu).min(link.mtu);
+    let macs = peer.mac.filter(|_| route.gateway.is_none()).map(|theirs| [theirs, mac.0]);
+    Ok(Path { ifindex: route.oif, mtu, hop, source, macs })
+}
+
+/// Why a frame cannot go to the node's own MAC address.
+fn off_link(peer: &Peer, path: &Path) -> Option<String> {
+    if path.hop != peer.address {
+        return Some(format!("not on the same link (next hop {})", path.hop));
+    }
+    if !peer.direct {
+        return Some("the other node's settings do not take it".into());
+    }
+    path.macs.is_none().then(|| "the other node reports no Ethernet address".into())
+}
+
+/// The MAC addresses that the nodes report for their tunnel addresses, without those that several claim.
+pub fn macs<'a>(peers: impl Iterator<Item = (&'a NodeName, [u8; 6])>) -> BTreeMap<[u8; 6], NodeName> {
+    let mut macs: BTreeMap<[u8; 6], Option<NodeName>> = BTreeMap::new();
+    for (node, mac) in peers {
+        let holder = macs.entry(mac).or_insert_with(|| Some(node.clone()));
+        if holder.as_ref() != Some(node) {
+            *holder = None;
+        }
+    }
+    macs.into_iter().filter_map(|(mac, holder)| Some((mac, holder?))).collect()
+}
+
+#[cfg(test)]
+#[path = "transports_tests.rs"]
+mod tests;

@@ -1,0 +1,89 @@
+//! What a node may take to another one, and why not.
+
+use super::*;
+use crate::{
+    network::{MacAddress, links::Link},
+    testing::link,
+};
+
+const OWN: [u8; 6] = [2, 0, 0, 0, 0, 1];
+const THEIRS: [u8; 6] = [2, 0, 0, 0, 0, 2];
+
+fn links() -> LinkTable {
+    let eth0 = Link { mac: Some(MacAddress(OWN)), mtu: 1500, up: true, ..link(2, "eth0") };
+    let wg0 = Link { kind: LinkKind::Tunnel("wireguard".into()), mac: None, up: true, ..link(3, "wg0") };
+    let down = Link { up: false, ..Link { index: 4, name: "eth1".into(), ..eth0.clone() } };
+    LinkTable { links: [(2, eth0), (3, wg0), (4, down)].into(), ..LinkTable::default() }
+}
+
+fn peer() -> Peer {
+    Peer { address: "10.0.0.2".parse().unwrap(), mac: Some(THEIRS), direct: true }
+}
+
+fn route(oif: u32, gateway: Option<&str>) -> Route {
+    Route { oif, gateway: gateway.map(|text| text.parse().unwrap()), mtu: None, encapsulated: false }
+}
+
+fn found(setting: Transport, peer: &Peer, route: Route) -> Ways {
+    ways(setting, peer, &Ok(route), &links(), &["fd00::1".parse().unwrap(), "10.0.0.1".parse().unwrap()])
+}
+
+#[test]
+fn on_a_common_link_every_way_goes() {
+    let ways = found(Transport::Auto, &peer(), route(2, None));
+    assert_eq!(ways.allowed, [DEVICE, VXLAN, DIRECT].into());
+    let path = ways.path.as_ref().unwrap();
+    assert_eq!((path.hop, path.macs), (peer().address, Some([THEIRS, OWN])));
+    assert_eq!((path.mtu, path.source), (1500, "10.0.0.1".parse().unwrap()));
+    assert_eq!(ways.candidates(Transport::Auto), ways.allowed);
+    assert_eq!(ways.view(VXLAN, Transport::Auto).may, 7);
+}
+
+#[test]
+fn a_routed_way_takes_its_next_hop_and_no_direct_frames() {
+    let routed = Route { mtu: Some(1400), ..route(2, Some("10.0.0.254")) };
+    let ways = found(Transport::Auto, &peer(), routed);
+    assert_eq!(ways.allowed, [DEVICE, VXLAN].into());
+    assert!(ways.reasons[&DIRECT].contains("10.0.0.254"), "{:?}", ways.reasons);
+    let path = ways.path.unwrap();
+    assert_eq!((path.hop.to_string().as_str(), path.mtu, path.macs), ("10.0.0.254", 1400, None));
+}
+
+#[test]
+fn what_is_no_plain_ethernet_leaves_the_device_and_counts_why() {
+    for (route, word) in [
+        (route(3, None), "wireguard"),
+        (route(4, None), "down"),
+        (route(9, None), "not known"),
+        (Route { encapsulated: true, ..route(2, None) }, "encapsulates"),
+    ] {
+        let ways = found(Transport::Auto, &peer(), route);
+        assert_eq!(ways.allowed, [DEVICE].into());
+        assert!(ways.reasons[&VXLAN].contains(word), "{:?}", ways.reasons);
+        assert_eq!(ways.view(DEVICE, Transport::Auto).why, Some(Counter::DeviceRoute));
+    }
+}
+
+#[test]
+fn settings_of_both_sides_are_kept() {
+    let fixed = |setting| {
+        let ways = found(setting, &peer(), route(2, None));
+        (ways.candidates(setting), ways.view(DEVICE, setting).why)
+    };
+    assert_eq!(fixed(Transport::Device), ([DEVICE].into(), None));
+    assert_eq!(fixed(Transport::Vxlan), ([VXLAN].into(), None));
+    assert_eq!(fixed(Transport::Direct), ([DIRECT].into(), None));
+    let deaf = Peer { direct: false, ..peer() };
+    let ways = found(Transport::Direct, &deaf, route(2, None));
+    assert_eq!(ways.candidates(Transport::Direct), [DEVICE].into(), "what the other side does not take is not sent");
+    assert!(ways.reasons[&DIRECT].contains("settings"));
+    assert_eq!(receives(Transport::Vxlan), ["device", "vxlan"]);
+    assert_eq!(receives(Transport::Auto), ["device", "vxlan", "direct"]);
+}
+
+#[test]
+fn a_mac_address_that_two_nodes_claim_is_nobodys() {
+    let names: Vec<NodeName> = ["a", "b", "c"].map(NodeName::from).into();
+    let claims = [(&names[0], OWN), (&names[1], THEIRS), (&names[2], OWN), (&names[1], THEIRS)];
+    assert_eq!(macs(claims.into_iter()), [(THEIRS, names[1].clone())].into());
+}

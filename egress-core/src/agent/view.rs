@@ -1,0 +1,358 @@
+//! From what the objects, the links and the probes say to what this node's datapath should do. Pure.
+
+use super::{
+    blocks::{self, Holdings, Withheld},
+    carriers::{self, Carriers},
+    effective::Effective,
+    history::Histories,
+    transports,
+};
+use crate::{
+    encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
+    health::ProbeState,
+    model::{
+        Announce, Bandwidth, Distribution, EndpointId, Existing, Family, Node, NodeName, OnNoGateway, Policy, PolicyId,
+        Snapshot, Source, SubnetInfo, ZoneMode,
+    },
+    network::{
+        EgressLink,
+        classify::Roles,
+        links::{Link, LinkTable},
+    },
+    plan::{EgressIpPlan, Plan, select},
+};
+use egress_common::{config::Config, endpoint::policy_flags};
+use ipnet::IpNet;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    time::Duration,
+};
+
+/// Everything that a view is made from.
+pub struct Facts<'a> {
+    /// This node.
+    pub node: &'a NodeName,
+    /// The objects; of pods, this node's are enough.
+    pub snapshot: &'a Snapshot,
+    /// What the controller has decided, as the objects tell it.
+    pub plan: &'a Plan,
+    /// Links and addresses of this node.
+    pub links: &'a LinkTable,
+    /// What the links are for.
+    pub roles: &'a Roles,
+    /// Policies that the controller has not looked at yet.
+    pub unanswered: &'a BTreeSet<PolicyId>,
+    /// What the probes say of the gateways.
+    pub probes: &'a BTreeMap<NodeName, ProbeState>,
+    /// Pods whose objects are gone while their interfaces are not.
+    pub gone: &'a BTreeMap<EndpointId, EndpointView>,
+    /// The interfaces of pods by the addresses behind them.
+    pub interfaces: &'a BTreeMap<IpAddr, u32>,
+    /// Until when pods may send on connections from before a policy selected them.
+    pub histories: &'a Histories,
+    /// The administrator's exceptions.
+    pub except_cidrs: &'a [IpNet],
+    /// The one of them that is the Service of the API server, if it is known.
+    pub api_server: Option<IpNet>,
+    /// ARP and NDP are not to be answered at all.
+    pub silent: bool,
+    /// Which carriers the packets of each egress IP go to, and who answers for it.
+    pub carriers: &'a Carriers,
+    /// Leased blocks that this node takes no new ports from.
+    pub withheld: &'a Withheld,
+    /// The time, since any start.
+    pub now: Duration,
+    /// Unknown sources are held.
+    pub hold: bool,
+    /// Settings, but for what the view adds (`HOLD`).
+    pub config: Config,
+}
+
+impl Facts<'_> {
+    fn holdings(&self) -> Holdings<'_> {
+        let Facts { node, snapshot, plan, carriers, withheld, .. } = *self;
+        Holdings { node, snapshot, plan, carriers, withheld }
+    }
+}
+
+/// The policies that select each pod of a node.
+pub type Classes = BTreeMap<EndpointId, BTreeSet<PolicyId>>;
+
+/// The policies that select each pod of a node that has an object.
+pub fn classes_of(snapshot: &Snapshot, node: &NodeName) -> Classes {
+    let nowhere = Default::default();
+    let labels = snapshot.nodes.get(node).map_or(&nowhere, |n| &n.labels);
+    let own = snapshot.endpoints.values().filter(|e| e.node == *node);
+    own.map(|e| {
+        let namespace = snapshot.namespaces.get(&e.id.namespace).unwrap_or(&nowhere);
+        (e.id.clone(), select::selecting(snapshot.policies.values(), &e.labels, namespace, labels))
+    })
+    .collect()
+}
+
+/// The interfaces of pods by the addresses behind them: where a route leads, or else where the kernel has `found` them.
+pub fn interfaces(links: &LinkTable, roles: &Roles, found: BTreeMap<IpAddr, u32>) -> BTreeMap<IpAddr, u32> {
+    let routed = links.host_routes.iter().map(|(ip, index)| (*ip, *index));
+    found.into_iter().chain(routed).filter(|(_, index)| roles.pods.contains(index)).collect()
+}
+
+/// The egress IPs of the policies that select pods of this node.
+pub fn used(plan: &Plan, classes: &Classes) -> BTreeSet<IpAddr> {
+    let in_force: BTreeSet<&PolicyId> = classes.values().flatten().collect();
+    let used = plan.egress_ips.iter().filter(|(_, e)| e.users.keys().any(|policy| in_force.contains(policy)));
+    used.map(|(address, _)| *address).collect()
+}
+
+/// Makes the view, and notes which policies have come into force.
+pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
+    let selected = classes_of(facts.snapshot, facts.node);
+    let endpoints = selected.into_iter().filter_map(|(id, class)| {
+        let ips = facts.snapshot.endpoints.get(&id)?.ips.clone();
+        let history_until = facts.histories.until(&id);
+        let interfaces = ips.iter().filter_map(|ip| Some((*ip, *facts.interfaces.get(ip)?))).collect();
+        Some((id, EndpointView { ips, class, history_until, interfaces }))
+    });
+    let endpoints: BTreeMap<_, _> = endpoints.chain(facts.gone.clone()).collect();
+    let in_force: BTreeSet<&PolicyId> = endpoints.values().flat_map(|e| &e.class).collect();
+    let policies = facts.snapshot.policies.values().filter(|p| in_force.contains(&p.id));
+    let policies: BTreeMap<_, _> = policies.map(|p| (p.id.clone(), (p, policy(facts, p, &endpoints)))).collect();
+    effective.update(&policies, facts.unanswered, facts.now);
+    let classes: BTreeSet<&BTreeSet<PolicyId>> =
+        endpoints.values().map(|e| &e.class).filter(|c| !c.is_empty()).collect();
+    let classes = classes.into_iter().map(|c| (c.clone(), effective.merge(facts, c))).collect();
+    let policies = policies.into_iter().map(|(id, (_, view))| (id, view)).collect();
+    let mut config = facts.config;
+    if facts.hold {
+        config.flags |= egress_common::config::flags::HOLD;
+    }
+    NodeView {
+        node: Some(facts.node.clone()),
+        endpoints,
+        policies,
+        classes,
+        excepts: excepts(facts.node, facts.snapshot, facts.except_cidrs),
+        elsewhere: elsewhere(facts.snapshot, facts.node),
+        api_server: facts.api_server,
+        egress_ips: facts.plan.egress_ips.iter().map(|(ip, e)| (*ip, egress(facts, *ip, e))).collect(),
+        nodes: facts.snapshot.nodes.values().map(|n| (n.name.clone(), tunnel_addresses(n))).collect(),
+        // The agent fills them in: they depend on routes, which are looked up for the nodes that the view names.
+        ways: BTreeMap::new(),
+        macs: macs(facts),
+        uplinks: facts.roles.uplinks.iter().filter_map(|i| Some((*i, facts.links.links.get(i)?.mac?.0))).collect(),
+        config: Some(config),
+    }
+}
+
+/// Where a node receives tunnelled packets: which of its addresses in Kubernetes its agent prefers, or else all of them.
+pub fn tunnel_addresses(node: &Node) -> Vec<IpAddr> {
+    let reported: Vec<IpAddr> = node.report.iter().flat_map(|r| r.tunnel_addresses.iter().copied()).collect();
+    if reported.is_empty() { node.addresses.iter().copied().collect() } else { reported }
+}
+
+/// The MAC addresses that other nodes send from.
+fn macs(facts: &Facts<'_>) -> BTreeMap<[u8; 6], NodeName> {
+    let others = facts.snapshot.nodes.values().filter(|n| n.name != *facts.node);
+    transports::macs(others.flat_map(|n| {
+        let report = n.report.as_ref();
+        let addresses = report.into_iter().flat_map(|r| r.tunnel_addresses.iter().filter_map(|a| r.macs.get(a)));
+        addresses.map(|mac| (&n.name, *mac)).collect::<Vec<_>>()
+    }))
+}
+
+/// Destinations that no policy touches: the addresses of every Node object, all of this node, the pods of every node, what the
+/// administrator says. What another node only says of itself is none: it could be any server.
+pub fn excepts(node: &NodeName, snapshot: &Snapshot, except_cidrs: &[IpNet]) -> BTreeSet<IpNet> {
+    let nodes = snapshot.nodes.values();
+    let hosts = nodes.flat_map(|n| {
+        let own = n.report.iter().filter(|_| n.name == *node).flat_map(|r| r.addresses.iter().map(|a| a.net.addr()));
+        n.addresses.iter().copied().chain(own).map(IpNet::from).chain(n.pod_cidrs.iter().copied())
+    });
+    let pods = snapshot.endpoints.values().flat_map(|e| e.ips.iter().copied().map(IpNet::from));
+    hosts.chain(pods).chain(except_cidrs.iter().copied()).map(|n| n.trunc()).collect()
+}
+
+/// What belongs to pods of other nodes: their addresses, where they are known, and their nodes' networks of pods. Those only of
+/// families in which the pods of this node have their addresses out of its own network: with other ways of giving out addresses
+/// Node objects say nothing about where a pod is.
+fn elsewhere(snapshot: &Snapshot, node: &NodeName) -> BTreeSet<IpNet> {
+    let own = snapshot.nodes.get(node).map(|n| &n.pod_cidrs);
+    let (here, away): (Vec<_>, Vec<_>) = snapshot.endpoints.values().partition(|e| e.node == *node);
+    let here: Vec<IpAddr> = here.iter().flat_map(|e| e.ips.iter().copied()).collect();
+    let is_told = |ipv6: bool| {
+        let mut here = here.iter().filter(|ip| ip.is_ipv6() == ipv6).peekable();
+        here.peek().is_some() && here.all(|ip| own.is_some_and(|nets| nets.iter().any(|net| net.contains(ip))))
+    };
+    let told = [false, true].map(is_told);
+    let others = snapshot.nodes.values().filter(|n| n.name != *node).flat_map(|n| n.pod_cidrs.iter());
+    let networks = others.filter(|net| told[usize::from(net.addr().is_ipv6())]).map(IpNet::trunc);
+    networks.chain(away.iter().flat_map(|e| e.ips.iter().copied().map(IpNet::from))).collect()
+}
+
+fn policy(facts: &Facts<'_>, policy: &Policy, endpoints: &BTreeMap<EndpointId, EndpointView>) -> PolicyView {
+    let mut flags = 0;
+    for (set, bit) in [
+        (policy.distribution == Distribution::PerEndpoint, policy_flags::PER_ENDPOINT),
+        (policy.on_no_gateway == OnNoGateway::NodeIp, policy_flags::ON_NO_GATEWAY_NODE_IP),
+        (policy.existing == Existing::Drop, policy_flags::EXISTING_DROP),
+    ] {
+        flags |= if set { bit } else { 0 };
+    }
+    let assigned = facts.plan.assignments.get(&policy.id).into_iter().flatten();
+    let assignments = assigned
+        .filter(|(id, _)| endpoints.contains_key(id))
+        .map(|(id, a)| (id.clone(), [Family::V4, Family::V6].iter().filter_map(|f| a.get(*f)).collect()))
+        .collect();
+    PolicyView { flags, slots: slots(facts, policy), assignments }
+}
+
+/// The slots of a policy. Those that new flows may choose have a carrier that answers and blocks that it knows of, and
+/// come first by the policy's preferences.
+fn slots(facts: &Facts<'_>, policy: &Policy) -> Vec<SlotView> {
+    let users = facts.plan.egress_ips.iter().filter_map(|(ip, e)| Some((*ip, *e.users.get(&policy.id)?)));
+    let mut slots: Vec<(SlotView, Option<&NodeName>)> = users
+        .map(|(address, weight)| {
+            let usable = answers(facts, address) && !blocks::usable(&facts.holdings(), address).is_empty();
+            (SlotView { address, weight, usable }, facts.carriers.gateway(address))
+        })
+        .collect();
+    let zone_of = |n: &NodeName| facts.snapshot.nodes.get(n).and_then(|n| n.zone.clone());
+    let own_zone = zone_of(facts.node);
+    let near = |owner: Option<&NodeName>| own_zone.is_some() && owner.and_then(zone_of) == own_zone;
+    match policy.zone {
+        ZoneMode::Any => {}
+        ZoneMode::Prefer => prefer(&mut slots, near),
+        ZoneMode::Require => slots.iter_mut().for_each(|(s, owner)| s.usable &= near(*owner)),
+    }
+    if policy.prefer_local_node {
+        prefer(&mut slots, |owner| owner == Some(facts.node));
+    }
+    slots.into_iter().map(|(slot, _)| slot).collect()
+}
+
+/// Leaves only the slots usable that `first` holds for, if it holds for any usable one of the same family.
+fn prefer(slots: &mut [(SlotView, Option<&NodeName>)], first: impl Fn(Option<&NodeName>) -> bool) {
+    for v4 in [true, false] {
+        let of_family = |s: &SlotView| s.usable && s.address.is_ipv4() == v4;
+        if slots.iter().any(|(s, owner)| of_family(s) && first(*owner)) {
+            slots.iter_mut().filter(|(s, owner)| of_family(s) && !first(*owner)).for_each(|(s, _)| s.usable = false);
+        }
+    }
+}
+
+/// Whether an egress IP has a gateway that new flows may use.
+fn answers(facts: &Facts<'_>, address: IpAddr) -> bool {
+    match facts.carriers.gateway(address) {
+        None => false,
+        Some(gateway) if gateway == facts.node => true,
+        Some(gateway) => facts.probes.get(gateway) != Some(&ProbeState::Dead),
+    }
+}
+
+fn egress(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> EgressView {
+    let (forwards, used) = (facts.carriers.forwards(address), facts.carriers.used(address));
+    let leases = facts.plan.blocks.get(&address).into_iter().flatten();
+    EgressView {
+        gateway: used.first().cloned(),
+        spread: if used.len() > 1 { used.to_vec() } else { Vec::new() },
+        forwards,
+        epoch: e.epoch,
+        interface: if forwards { uplink(facts.links, facts.roles, address, e) } else { None },
+        node_address: e.fixed,
+        here: facts.links.by_address(address).is_some(),
+        silent: facts.silent || !e.fixed && !facts.carriers.answers(address),
+        subnet: if forwards { subnet(facts, address, e) } else { None },
+        limit: if forwards { limit(facts.snapshot, facts.carriers, address, e).map(|[out, _]| out) } else { None },
+        blocks: blocks::usable(&facts.holdings(), address),
+        leases: leases.map(|(block, lease)| (*block, lease.node.clone())).collect(),
+    }
+}
+
+/// The subnet of its own that an egress IP out of a pool lives in.
+fn subnet(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> Option<SubnetInfo> {
+    let subnet = facts.snapshot.pools.get(e.pool.as_ref()?)?.subnet?;
+    (!e.fixed && subnet.gateway.is_ipv4() == address.is_ipv4()).then_some(subnet)
+}
+
+/// The limits of an egress IP, out and in: the lowest of all policies that use it. What several carriers send out each limits to its part;
+/// what comes in comes in by the one that answers for the address, or by all of them.
+fn limit(snapshot: &Snapshot, carriers: &Carriers, address: IpAddr, e: &EgressIpPlan) -> Option<[Bandwidth; 2]> {
+    let limits = e.users.keys().filter_map(|policy| snapshot.policies.get(policy)?.bandwidth);
+    let whole = limits.min_by_key(|limit| (limit.rate_bps, limit.burst_bytes))?;
+    let parts = carriers.used(address).len().max(1) as u64;
+    let part = |all: u64| (all / parts).max(1);
+    let out = Bandwidth { rate_bps: part(whole.rate_bps), burst_bytes: part(whole.burst_bytes) };
+    Some([out, if carriers::announce(snapshot, e) == Announce::Route { out } else { whole }])
+}
+
+/// The egress IPs that this node sends to the outside and that have limits, out and in.
+pub fn limits(snapshot: &Snapshot, plan: &Plan, carriers: &Carriers) -> BTreeMap<IpAddr, [Bandwidth; 2]> {
+    let carried = plan.egress_ips.iter().filter(|(ip, _)| carriers.forwards(**ip));
+    carried.filter_map(|(ip, e)| Some((*ip, limit(snapshot, carriers, *ip, e)?))).collect()
+}
+
+/// The interface that an egress IP of this node is sent by: the one that is named, the one that has it, the one whose
+/// network it is in, or that of the default route.
+pub fn uplink(links: &LinkTable, roles: &Roles, address: IpAddr, e: &EgressIpPlan) -> Option<u32> {
+    let usable = |i: &u32| roles.uplinks.contains(i);
+    let named = e.interface.as_deref().and_then(|name| links.by_name(name)).map(|l| l.index);
+    let holder = links.by_address(address).map(|l| l.index);
+    let on_link = links.links.values().filter(|l| usable(&l.index) && l.up);
+    let on_link = on_link.filter_map(|l| {
+        let longest = l.addresses.iter().filter(|n| n.contains(&address)).map(IpNet::prefix_len).max()?;
+        Some((longest, l.index))
+    });
+    let on_link = on_link.max_by_key(|(len, index)| (*len, std::cmp::Reverse(*index))).map(|(_, index)| index);
+    let default = links.default_route(address.is_ipv6()).map(|r| r.oif);
+    named.or(holder).or(on_link).or(default)
+}
+
+/// The floating egress IPs that this node might carry and whose packets could not leave it now, with the reason.
+pub fn cut_off(
+    node: &NodeName,
+    snapshot: &Snapshot,
+    plan: &Plan,
+    links: &LinkTable,
+    roles: &Roles,
+) -> BTreeMap<IpAddr, String> {
+    let nowhere = Default::default();
+    let labels = snapshot.nodes.get(node).map_or(&nowhere, |n| &n.labels);
+    let by_policy = |policy: &PolicyId| {
+        snapshot.policies.get(policy).is_some_and(|p| match &p.source {
+            Source::Gateways(gateways) => gateways.iter().any(|g| g.nodes.matches(labels)),
+            Source::Pools(_) => false,
+        })
+    };
+    let candidate = |e: &EgressIpPlan| match &e.pool {
+        Some(pool) => snapshot.pools.get(pool).is_some_and(|p| p.nodes.matches(labels)),
+        None => e.users.keys().any(by_policy),
+    };
+    let all = plan.egress_ips.iter().filter(|(_, e)| !e.fixed && candidate(e));
+    // The link whose network it is in counts also while it is down.
+    let home = |ip: IpAddr| {
+        let uplinks = roles.uplinks.iter().filter_map(|index| links.links.get(index));
+        let longest = |l: &Link| l.addresses.iter().filter(|n| n.contains(&ip)).map(IpNet::prefix_len).max();
+        uplinks.filter_map(|l| Some((longest(l)?, l))).max_by_key(|(len, l)| (*len, l.up)).map(|(_, l)| l)
+    };
+    all.filter_map(|(ip, e)| {
+        let link = home(*ip).or_else(|| links.links.get(&uplink(links, roles, *ip, e)?))?;
+        match (link.up, link.carrier) {
+            (false, _) => Some((*ip, format!("{} is down", link.name))),
+            (_, false) => Some((*ip, format!("{} has no carrier", link.name))),
+            _ => None,
+        }
+    })
+    .collect()
+}
+
+/// The egress IPs that this node answers for, with where they are announced.
+pub fn announced(facts: &Facts<'_>) -> BTreeMap<IpAddr, EgressLink> {
+    let answered = facts.plan.egress_ips.iter().filter(|(ip, _)| facts.carriers.answers(**ip));
+    answered
+        .filter_map(|(ip, e)| {
+            let index = uplink(facts.links, facts.roles, *ip, e)?;
+            let mac = facts.links.links.get(&index)?.mac?;
+            Some((*ip, EgressLink { interface: index, mac, subnet: subnet(facts, *ip, e) }))
+        })
+        .collect()
+}

@@ -1,0 +1,383 @@
+//! What a node should do, in small worlds.
+
+use super::{
+    blocks::Withheld,
+    carriers::{Carriers, Circumstances},
+    effective::Effective,
+    history::Histories,
+    late::{self, Late},
+    view::{Facts, classes_of, interfaces, uplink, view},
+};
+use crate::{
+    encode::{NodeView, PolicyView, SlotView},
+    health::ProbeState,
+    model::*,
+    network::{classify::Roles, links::LinkTable},
+    plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan},
+    testing::{default_route, link},
+};
+use egress_common::config;
+use ipnet::IpNet;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    time::Duration,
+};
+
+/// Egress IPs and who owns each.
+pub(super) const OWNED: [(&str, &str); 3] = [("192.0.2.1", "g1"), ("192.0.2.2", "g2"), ("192.0.2.3", "me")];
+
+pub(super) struct World {
+    pub(super) snapshot: Snapshot,
+    pub(super) plan: Plan,
+    pub(super) links: LinkTable,
+    pub(super) roles: Roles,
+    pub(super) probes: BTreeMap<NodeName, ProbeState>,
+    pub(super) except: Vec<IpNet>,
+    pub(super) silent: bool,
+    pub(super) able: bool,
+}
+
+pub(super) fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn policy_id() -> PolicyId {
+    PolicyId::new(PolicyKind::Native, "web")
+}
+
+/// A policy for the pods with the label `app: web`, all IPv4 destinations.
+pub(super) fn web() -> Policy {
+    Policy {
+        selectors: vec![EndpointSelector { pod: Some(Selector::label("app", "web")), ..Default::default() }],
+        destinations: vec!["0.0.0.0/0".parse().unwrap()],
+        id: policy_id(),
+        uid: "u".into(),
+        created: 0,
+        excluded: Vec::new(),
+        source: Source::Pools(Vec::new()),
+        distribution: Distribution::PerFlow,
+        zone: ZoneMode::Any,
+        prefer_local_node: false,
+        on_no_gateway: OnNoGateway::Drop,
+        existing: Existing::Keep,
+        bandwidth: None,
+    }
+}
+
+fn pod(name: &str, node: &str, app: &str, ips: &[&str]) -> Endpoint {
+    Endpoint {
+        id: EndpointId::new("default", name, name),
+        node: node.into(),
+        ips: ips.iter().map(|a| ip(a)).collect(),
+        labels: [("app".to_owned(), app.to_owned())].into(),
+    }
+}
+
+fn node(name: &str, zone: &str, address: &str) -> Node {
+    Node {
+        name: name.into(),
+        labels: Labels::new(),
+        zone: Some(zone.to_owned()),
+        addresses: [ip(address)].into(),
+        ready: true,
+        draining: false,
+        pod_cidrs: BTreeSet::new(),
+        max_egress_ips: None,
+        report: Some(NodeReport { lease_revision: 5, ..NodeReport::default() }),
+    }
+}
+
+impl World {
+    /// This node (zone a) with a selected pod, gateways g1 (zone a) and g2 (zone b), a slot on each, and a block of each.
+    pub(super) fn new() -> Self {
+        let mut snapshot = Snapshot::default();
+        for mut n in [node("me", "a", "10.0.0.1"), node("g1", "a", "10.0.0.2"), node("g2", "b", "10.0.0.3")] {
+            let own = OWNED.iter().filter(|(_, owner)| n.name == NodeName::from(*owner));
+            n.report.as_mut().unwrap().carries = own.map(|(address, _)| ip(address)).collect();
+            snapshot.nodes.insert(n.name.clone(), n);
+        }
+        snapshot.policies.insert(policy_id(), web());
+        let mut plan = Plan { lease_revision: 5, ..Plan::default() };
+        for (address, owner) in OWNED {
+            plan.egress_ips.insert(
+                ip(address),
+                EgressIpPlan {
+                    pool: None,
+                    fixed: false,
+                    interface: None,
+                    owner: Some(owner.into()),
+                    carriers: vec![owner.into()],
+                    preferred: None,
+                    epoch: 1,
+                    users: [(policy_id(), 1)].into(),
+                    reason: OwnerReason::Preferred,
+                    share: 1,
+                    scarce: false,
+                    starved: false,
+                },
+            );
+            let lease = BlockLease { node: "me".into(), revision: 5, state: BlockState::Leased };
+            plan.blocks.insert(ip(address), [(7, lease)].into());
+        }
+        let mut links = LinkTable::default();
+        for (index, name, addresses) in [(1, "eth0", &["10.0.0.1/24"][..]), (2, "eth1", &["192.0.2.200/24"])] {
+            let mut l = link(index, name);
+            l.addresses = addresses.iter().map(|a| a.parse().unwrap()).collect();
+            links.links.insert(index, l);
+        }
+        links.default_routes.insert(default_route(1, "10.0.0.254"));
+        let mut world = Self {
+            snapshot,
+            plan,
+            links,
+            roles: Roles { uplinks: [1, 2].into(), ..Roles::default() },
+            probes: BTreeMap::new(),
+            except: Vec::new(),
+            silent: false,
+            able: true,
+        };
+        world.add(pod("web-1", "me", "web", &["10.1.0.1"]));
+        world
+    }
+
+    pub(super) fn add(&mut self, pod: Endpoint) {
+        self.snapshot.endpoints.insert(pod.id.clone(), pod);
+    }
+
+    pub(super) fn policy(&mut self) -> &mut Policy {
+        self.snapshot.policies.get_mut(&policy_id()).unwrap()
+    }
+
+    pub(super) fn egress(&mut self, n: usize) -> &mut EgressIpPlan {
+        self.plan.egress_ips.get_mut(&ip(OWNED[n].0)).unwrap()
+    }
+
+    /// What `carriers` makes of the world at `now`.
+    pub(super) fn decide(&self, carriers: &mut Carriers, now: Duration) {
+        let node = "me".into();
+        let (snapshot, plan, probes) = (&self.snapshot, &self.plan, &self.probes);
+        carriers.update(&Circumstances { node: &node, snapshot, plan, probes, able: self.able, now });
+    }
+
+    pub(super) fn with<T>(&self, f: impl FnOnce(&Facts<'_>) -> T) -> T {
+        let mut carriers = Carriers::default();
+        self.decide(&mut carriers, Duration::ZERO);
+        self.with_carriers(&carriers, f)
+    }
+
+    pub(super) fn with_carriers<T>(&self, carriers: &Carriers, f: impl FnOnce(&Facts<'_>) -> T) -> T {
+        f(&Facts {
+            node: &"me".into(),
+            snapshot: &self.snapshot,
+            plan: &self.plan,
+            links: &self.links,
+            roles: &self.roles,
+            unanswered: &BTreeSet::new(),
+            probes: &self.probes,
+            carriers,
+            gone: &BTreeMap::new(),
+            interfaces: &interfaces(&self.links, &self.roles, BTreeMap::new()),
+            histories: &Histories::default(),
+            except_cidrs: &self.except,
+            api_server: None,
+            silent: self.silent,
+            withheld: &Withheld::default(),
+            now: Duration::ZERO,
+            hold: false,
+            config: config::UNSET,
+        })
+    }
+
+    pub(super) fn view(&self) -> NodeView {
+        self.with(|facts| view(facts, &mut Effective::default()))
+    }
+
+    /// Which of the three slots new flows may choose.
+    pub(super) fn usable(&self) -> [bool; 3] {
+        let view = self.view();
+        let slots = &view.policies[&policy_id()].slots;
+        assert_eq!(slots.iter().map(|s| s.address).collect::<Vec<_>>(), OWNED.map(|(a, _)| ip(a)));
+        [slots[0].usable, slots[1].usable, slots[2].usable]
+    }
+}
+
+#[test]
+fn unknown_sources_are_held_only_while_a_selected_pod_is_starting() {
+    let held = |w: &World| {
+        let (mut late, classes) = (Late::default(), classes_of(&w.snapshot, &"me".into()));
+        late.update(&late::Circumstances {
+            node: &"me".into(),
+            snapshot: &w.snapshot,
+            classes: &classes,
+            interfaces: &BTreeMap::new(),
+            pods: &BTreeSet::new(),
+            now: Duration::ZERO,
+        });
+        late.holds(Duration::from_secs(60), Duration::from_secs(59))
+    };
+    let mut world = World::new();
+    assert!(!held(&world));
+    world.add(pod("db", "me", "db", &[]));
+    world.add(pod("web-2", "g1", "web", &[]));
+    assert!(!held(&world), "neither one that nobody selects nor one of another node");
+    world.add(pod("web-3", "me", "web", &[]));
+    assert!(held(&world));
+    world.add(pod("web-3", "me", "web", &["10.1.0.3"]));
+    assert!(!held(&world));
+}
+
+#[test]
+fn new_flows_avoid_gateways_that_do_not_answer() {
+    let mut world = World::new();
+    assert_eq!(world.usable(), [true; 3], "nothing is known yet: that is no reason to avoid it");
+    world.probes = [("g1".into(), ProbeState::Dead), ("g2".into(), ProbeState::Alive)].into();
+    assert_eq!(world.usable(), [false, true, true]);
+    world.probes.insert("me".into(), ProbeState::Dead);
+    assert_eq!(world.usable(), [false, true, true], "this node needs no tunnel to itself");
+    (world.egress(1).owner, world.egress(1).carriers) = (None, Vec::new());
+    assert_eq!(world.usable(), [false, false, true]);
+}
+
+#[test]
+fn a_slot_needs_blocks_that_its_owner_knows_of() {
+    let mut world = World::new();
+    let lease = |world: &mut World, n: usize, change: fn(&mut BlockLease)| {
+        change(world.plan.blocks.get_mut(&ip(OWNED[n].0)).unwrap().get_mut(&7).unwrap());
+    };
+    lease(&mut world, 0, |l| l.revision = 6);
+    assert_eq!(world.usable(), [false, true, true], "the owner has only programmed revision 5");
+    lease(&mut world, 2, |l| l.revision = 6);
+    assert_eq!(world.usable(), [false, true, true], "what this node owns it programs itself");
+    world.snapshot.nodes.get_mut(&NodeName::from("g1")).unwrap().report.as_mut().unwrap().lease_revision = 6;
+    assert_eq!(world.usable(), [true; 3]);
+    lease(&mut world, 0, |l| l.state = BlockState::Quarantined);
+    lease(&mut world, 1, |l| l.node = "g1".into());
+    assert_eq!(world.usable(), [false, false, true], "blocks that are given back, or another node's");
+    world.snapshot.nodes.get_mut(&NodeName::from("g2")).unwrap().report = None;
+    lease(&mut world, 1, |l| l.node = "me".into());
+    assert_eq!(world.usable(), [false, false, true], "an owner that has reported nothing has programmed nothing");
+    lease(&mut world, 0, |l| l.state = BlockState::Leased);
+    assert_eq!(world.usable(), [true, false, true]);
+    report(&mut world, "g1").carries.clear();
+    assert_eq!(world.usable(), [false, false, true], "the owner has not read of the egress IP yet");
+    lease(&mut world, 0, |l| l.state = BlockState::Quarantined);
+    let view = world.view();
+    assert!(view.egress_ips[&ip(OWNED[1].0)].blocks.is_empty());
+    assert_eq!(
+        view.egress_ips[&ip(OWNED[0].0)].leases.len(),
+        1,
+        "replies for a quarantined block still find their way"
+    );
+}
+
+#[test]
+fn a_policy_that_is_made_again_leaves_its_destinations_to_others_until_it_can_serve() {
+    let world = World::new();
+    let (id, all) = (policy_id(), BTreeSet::from([policy_id()]));
+    let mut effective = Effective::default();
+    let mut takes_over = |usable: bool, unanswered: bool, now: u64| {
+        let slot = SlotView { address: ip(OWNED[0].0), weight: 1, usable };
+        let served = PolicyView { flags: 0, slots: vec![slot], assignments: BTreeMap::new() };
+        let policies = [(id.clone(), (&world.snapshot.policies[&id], served))].into();
+        let none = BTreeSet::new();
+        effective.update(&policies, if unanswered { &all } else { &none }, Duration::from_secs(now));
+        effective.comes_first(&id)
+    };
+    assert!(!takes_over(false, true, 0), "new, and it cannot serve");
+    assert!(takes_over(true, false, 1));
+    assert!(takes_over(false, false, 2), "it drops what it cannot serve");
+    assert!(!takes_over(false, true, 3), "the controller does not know it any more: it was made again");
+    assert!(!takes_over(false, true, 12));
+    assert!(takes_over(false, true, 13), "for ten seconds and no longer");
+    assert!(takes_over(false, true, 14));
+}
+
+/// Gives an egress IP of the world these carriers.
+pub(super) fn carried_by(world: &mut World, n: usize, carriers: &[&str]) {
+    let e = world.egress(n);
+    e.carriers = carriers.iter().map(|name| NodeName::from(*name)).collect();
+    e.owner = e.carriers.first().cloned();
+}
+
+pub(super) fn report<'a>(world: &'a mut World, node: &str) -> &'a mut NodeReport {
+    world.snapshot.nodes.get_mut(&NodeName::from(node)).unwrap().report.as_mut().unwrap()
+}
+
+#[test]
+fn zones_and_the_local_node_narrow_the_choice() {
+    let mut world = World::new();
+    world.policy().zone = ZoneMode::Require;
+    assert_eq!(world.usable(), [true, false, true]);
+    world.policy().zone = ZoneMode::Prefer;
+    assert_eq!(world.usable(), [true, false, true]);
+    world.policy().prefer_local_node = true;
+    assert_eq!(world.usable(), [false, false, true]);
+    carried_by(&mut world, 2, &["g2"]);
+    report(&mut world, "g2").carries.insert(ip(OWNED[2].0));
+    assert_eq!(world.usable(), [true, false, false]);
+    world.probes.insert("g1".into(), ProbeState::Dead);
+    assert_eq!(world.usable(), [false, true, true], "preferred is not required");
+    world.policy().zone = ZoneMode::Require;
+    assert_eq!(world.usable(), [false; 3]);
+    // A node without a zone is near to nobody.
+    world.snapshot.nodes.get_mut(&NodeName::from("me")).unwrap().zone = None;
+    world.snapshot.nodes.get_mut(&NodeName::from("g2")).unwrap().zone = None;
+    assert_eq!(world.usable(), [false; 3]);
+    world.policy().zone = ZoneMode::Prefer;
+    assert_eq!(world.usable(), [false, true, true]);
+}
+
+#[test]
+fn the_uplink_is_the_named_one_the_holder_the_network_or_the_default_route() {
+    let mut world = World::new();
+    let found = |w: &World, address: &str, interface: Option<&str>| {
+        let mut e = w.plan.egress_ips[&ip(OWNED[2].0)].clone();
+        e.interface = interface.map(str::to_owned);
+        w.with(|f| uplink(f.links, f.roles, ip(address), &e))
+    };
+    assert_eq!(found(&world, "192.0.2.3", None), Some(2));
+    assert_eq!(found(&world, "192.0.2.3", Some("eth0")), Some(1));
+    assert_eq!(found(&world, "192.0.2.200", None), Some(2));
+    assert_eq!(found(&world, "198.51.100.9", None), Some(1));
+    assert_eq!(found(&world, "2001:db8::9", None), None, "no IPv6 default route");
+    world.links.links.get_mut(&2).unwrap().up = false;
+    assert_eq!(found(&world, "192.0.2.3", None), Some(1), "a link that is down reaches nobody");
+    let view = World::new().view();
+    assert_eq!(view.egress_ips.values().map(|e| e.interface).collect::<Vec<_>>(), [None, None, Some(2)]);
+}
+
+#[test]
+fn nodes_pods_and_the_administrators_networks_are_excepted() {
+    let mut world = World::new();
+    world.except = vec!["172.16.5.9/12".parse().unwrap()];
+    let nodes = &mut world.snapshot.nodes;
+    nodes.get_mut(&NodeName::from("g1")).unwrap().pod_cidrs.insert("10.2.0.0/24".parse().unwrap());
+    // What another node says of itself excepts nothing.
+    for (node, net) in [("me", "203.0.113.1/24"), ("g1", "203.0.113.2/24")] {
+        let (interface, net) = ("eth9".into(), net.parse().unwrap());
+        let report = &mut nodes.get_mut(&NodeName::from(node)).unwrap().report;
+        report.get_or_insert_default().addresses.insert(InterfaceAddress { interface, net, default_route: false });
+    }
+    let expected =
+        ["10.0.0.1/32", "10.0.0.2/32", "10.0.0.3/32", "10.1.0.1/32", "10.2.0.0/24", "172.16.0.0/12", "203.0.113.1/32"];
+    assert_eq!(world.view().excepts, expected.iter().map(|n| n.parse::<IpNet>().unwrap()).collect());
+}
+
+#[test]
+fn what_another_one_answers_for_or_is_silent_is_not_answered_for() {
+    let silent = |w: &World| w.view().egress_ips.into_values().map(|e| e.silent).collect::<Vec<_>>();
+    let mut world = World::new();
+    assert_eq!(silent(&world), [true, true, false]);
+    world.silent = true;
+    assert_eq!(silent(&world), [true; 3]);
+}
+
+#[test]
+fn only_policies_of_this_nodes_pods_are_in_force() {
+    let mut world = World::new();
+    world.snapshot.endpoints.values_mut().for_each(|e| e.node = "g1".into());
+    let view = world.view();
+    assert!(view.policies.is_empty() && view.classes.is_empty() && view.endpoints.is_empty());
+    assert_eq!(view.egress_ips.len(), 3, "as a gateway it knows every egress IP");
+}

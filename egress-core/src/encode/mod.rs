@@ -1,0 +1,498 @@
+//! From what a node should do to the contents of its maps. Pure.
+//!
+//! Names become small numbers here (policies, egress IPs, nodes, endpoints, classes). A number keeps its meaning as long
+//! as the thing lives, over restarts of the agent too: the numbers are read back from the maps themselves.
+
+pub mod fit;
+mod names;
+pub mod spread;
+pub mod tables;
+pub mod transport;
+
+pub use names::{name_record, name_text};
+
+use crate::{
+    model::{Bandwidth, EndpointId, NodeName, PolicyId, SubnetInfo},
+    plan::maglev,
+};
+use egress_common::{
+    abi::{NameKey, name_kind},
+    config::{self, Config},
+    egress::{BlockList, EgressIp, LOCAL_CARRIER, LeaseTable, Uplink, flags},
+    endpoint::{
+        AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except,
+    },
+    limits::{self, MAGLEV_CHUNK},
+    net, port_block,
+};
+use ipnet::IpNet;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    str::FromStr,
+};
+use tables::{Overflow, Tables};
+use transport::WayView;
+
+/// A pod of this node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EndpointView {
+    /// Its addresses.
+    pub ips: BTreeSet<IpAddr>,
+    /// The policies that select it; empty for a pod that none selects.
+    pub class: BTreeSet<PolicyId>,
+    /// The tick until which it may send on connections from before a policy selected it; 0: it has none.
+    pub history_until: u32,
+    /// The interfaces that its addresses are behind, where that is known.
+    pub interfaces: BTreeMap<IpAddr, u32>,
+}
+
+/// A slot of a policy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SlotView {
+    /// The egress IP.
+    pub address: IpAddr,
+    /// Its share of new flows.
+    pub weight: u32,
+    /// Whether new flows may choose it.
+    pub usable: bool,
+}
+
+/// A policy in force on this node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PolicyView {
+    /// [`egress_common::endpoint::policy_flags`].
+    pub flags: u32,
+    /// Its slots, sorted by address.
+    pub slots: Vec<SlotView>,
+    /// Which egress IPs its endpoints are assigned to, under `PerEndpoint`.
+    pub assignments: BTreeMap<EndpointId, BTreeSet<IpAddr>>,
+}
+
+/// An egress IP that this node uses, carries, or may come to carry.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EgressView {
+    /// The carrier that packets go to.
+    pub gateway: Option<NodeName>,
+    /// The carriers that flows are spread over; none where all go to `gateway`.
+    pub spread: Vec<NodeName>,
+    /// This node sends packets with it to the outside.
+    pub forwards: bool,
+    /// Its epoch.
+    pub epoch: u64,
+    /// The interface that it is sent by, where this node does that.
+    pub interface: Option<u32>,
+    /// A node has the address by itself.
+    pub node_address: bool,
+    /// An interface of this node has the address.
+    pub here: bool,
+    /// ARP and NDP are not answered for it.
+    pub silent: bool,
+    /// The subnet of its own that its packets go into, where this node carries it.
+    pub subnet: Option<SubnetInfo>,
+    /// The limit of the bandwidth that this node sends with it, where it carries it.
+    pub limit: Option<Bandwidth>,
+    /// Blocks that this node may take ports from.
+    pub blocks: BTreeSet<u16>,
+    /// Who every leased block is leased to.
+    pub leases: BTreeMap<u16, NodeName>,
+}
+
+/// Everything that a node's datapath should do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeView {
+    /// This node.
+    pub node: Option<NodeName>,
+    /// Pods of this node.
+    pub endpoints: BTreeMap<EndpointId, EndpointView>,
+    /// Policies that select any of them.
+    pub policies: BTreeMap<PolicyId, PolicyView>,
+    /// The merged destinations of each class that occurs.
+    pub classes: BTreeMap<BTreeSet<PolicyId>, Vec<(IpNet, Option<PolicyId>)>>,
+    /// Destinations that no policy touches.
+    pub excepts: BTreeSet<IpNet>,
+    /// Those of them that no pod of this node has an address of.
+    pub elsewhere: BTreeSet<IpNet>,
+    /// The one of them that is the Service of the API server, if it is known.
+    pub api_server: Option<IpNet>,
+    /// Egress IPs.
+    pub egress_ips: BTreeMap<IpAddr, EgressView>,
+    /// Tunnel addresses of all nodes; the first one is the one to send to.
+    pub nodes: BTreeMap<NodeName, Vec<IpAddr>>,
+    /// How to send to other nodes; the tunnel device serves for those that are not named.
+    pub ways: BTreeMap<NodeName, WayView>,
+    /// The MAC addresses that nodes on a common link send from.
+    pub macs: BTreeMap<[u8; 6], NodeName>,
+    /// Interfaces that answer for egress IPs, with their MAC addresses.
+    pub uplinks: BTreeMap<u32, [u8; 6]>,
+    /// Settings; node and generation are filled in by the encoder and the writer.
+    pub config: Option<Config>,
+}
+
+/// Numbers of things that have names.
+#[derive(Clone, Debug)]
+pub(super) struct Numbers<T: Ord + Clone>(pub(super) BTreeMap<T, u32>);
+
+impl<T: Ord + Clone> Numbers<T> {
+    /// The numbers of all that is `wanted`: the old ones where they had one, free ones from 1 up otherwise. Numbers in
+    /// `taken` are not free.
+    fn assign(&self, wanted: impl IntoIterator<Item = T>, taken: impl IntoIterator<Item = u32>) -> Self {
+        let taken: BTreeSet<u32> = taken.into_iter().chain(self.0.values().copied()).collect();
+        let mut free = (1..).filter(|n| !taken.contains(n));
+        let number = |t: T| {
+            let n = self.0.get(&t).copied().or_else(|| free.next());
+            n.map(|n| (t, n))
+        };
+        Self(wanted.into_iter().filter_map(number).collect())
+    }
+}
+
+/// Turns views into tables. Remembers which numbers are given out.
+pub struct Encoder {
+    pub(super) policies: Numbers<PolicyId>,
+    egress: Numbers<IpAddr>,
+    nodes: Numbers<NodeName>,
+    endpoints: Numbers<EndpointId>,
+    classes: Numbers<BTreeSet<PolicyId>>,
+}
+
+fn named<T: FromStr>(tables: &Tables, kind: u32) -> impl Iterator<Item = (T, u32)> {
+    tables
+        .names
+        .iter()
+        .filter(move |(k, _)| k.kind == kind)
+        .filter_map(|(k, v)| Some((name_text(v).parse().ok()?, k.id)))
+}
+
+/// How many bytes may wait for a limited egress IP: what its rate lets pass in 50 ms, and room for a few of the largest
+/// packets.
+fn queue(limit: Bandwidth) -> u32 {
+    u32::try_from(limit.rate_bps / 8 / 20).unwrap_or(u32::MAX).clamp(limits::MIN_SHAPER_QUEUE, limits::MAX_SHAPER_QUEUE)
+}
+
+impl Encoder {
+    /// The numbers that are in use in the maps of an earlier agent, or none.
+    pub fn recover(present: &Tables) -> Self {
+        let nodes = present.names.iter().filter(|(k, _)| k.kind == name_kind::NODE);
+        Self {
+            policies: Numbers(named(present, name_kind::POLICY).collect()),
+            egress: Numbers(present.egress_ips.iter().map(|(i, e)| (net::from_any(e.addr), *i)).collect()),
+            nodes: Numbers(nodes.map(|(k, v)| (NodeName::from(name_text(v).as_str()), k.id)).collect()),
+            endpoints: Numbers(named(present, name_kind::ENDPOINT).collect()),
+            // Classes are not named in the maps: they get new numbers, beside the old ones until those are removed.
+            classes: Numbers(BTreeMap::new()),
+        }
+    }
+
+    /// The tables that carry out `view`, given what is in the maps now.
+    pub fn encode(&mut self, view: &NodeView, present: &Tables) -> Result<Tables, Overflow> {
+        let next = Self {
+            policies: self.policies.assign(view.policies.keys().cloned(), named_ids(present, name_kind::POLICY)),
+            egress: egress_numbers(view, present),
+            nodes: self.nodes.assign(view.nodes.keys().cloned(), named_ids(present, name_kind::NODE)),
+            endpoints: endpoint_numbers(&self.endpoints, view, present),
+            classes: self
+                .classes
+                .assign(view.classes.keys().filter(|c| !c.is_empty()).cloned(), present_classes(present)),
+        };
+        let mut tables = Tables::default();
+        next.nodes(view, &mut tables);
+        next.egress_ips(view, present, &mut tables);
+        next.policies(view, present, &mut tables);
+        next.endpoints(view, &mut tables);
+        next.names(&mut tables);
+        for (index, mac) in &view.uplinks {
+            tables.uplinks.insert(*index, Uplink { mac: transport::mac(*mac), reserved: 0 });
+        }
+        let own = view.node.as_ref().and_then(|n| next.nodes.0.get(n)).copied().unwrap_or(0);
+        let carries = if view.egress_ips.values().any(|e| e.forwards) { config::flags::CARRIES } else { 0 };
+        tables.config = view.config.map(|c| Config { node: own, flags: c.flags | carries, ..c });
+        tables.check(present)?;
+        *self = next;
+        Ok(tables)
+    }
+
+    fn nodes(&self, view: &NodeView, tables: &mut Tables) {
+        for (name, addresses) in &view.nodes {
+            let (Some(&index), Some(first)) = (self.nodes.0.get(name), addresses.first()) else { continue };
+            tables.nodes.insert(index, transport::record(*first, view.ways.get(name)));
+            tables.node_index.extend(addresses.iter().map(|a| (net::any(*a), index)));
+        }
+        let known =
+            view.macs.iter().filter_map(|(mac, name)| Some((transport::mac_key(*mac), *self.nodes.0.get(name)?)));
+        tables.mac_index = known.collect();
+    }
+
+    fn egress_ips(&self, view: &NodeView, present: &Tables, tables: &mut Tables) {
+        // What is not wanted any more is retired: the collector finds the other halves of its flows by it, and the next
+        // address to get its index has a higher generation.
+        let retired = |e: &EgressIp| EgressIp { addr: e.addr, generation: e.generation, ..EgressIp::EMPTY };
+        tables.egress_ips = present.egress_ips.iter().map(|(i, e)| (*i, retired(e))).collect();
+        for (address, e) in &view.egress_ips {
+            let Some(&index) = self.egress.0.get(address) else { continue };
+            let addr = net::any(*address);
+            let generation = match present.egress_ips.get(&index) {
+                Some(old) if old.addr == addr => old.generation,
+                Some(old) => old.generation.wrapping_add(1),
+                None => 1,
+            };
+            let gateway = e.gateway.as_ref().and_then(|n| self.nodes.0.get(n)).copied().unwrap_or(0);
+            let is_spread = !e.spread.is_empty();
+            if is_spread {
+                let number = |name: &NodeName| match self.nodes.0.get(name) {
+                    _ if view.node.as_ref() == Some(name) => Some(LOCAL_CARRIER),
+                    number => number.and_then(|number| u16::try_from(*number).ok()),
+                };
+                let before = present.carriers.get(&index).copied().unwrap_or(spread::NONE);
+                let members: Vec<u16> = e.spread.iter().filter_map(number).collect();
+                tables.carriers.insert(index, spread::table(before, &members));
+            }
+            let mut bits = 0;
+            for (set, bit) in [
+                (e.forwards, flags::CARRIED),
+                (e.forwards && e.gateway == view.node, flags::LOCAL),
+                (is_spread, flags::SPREAD),
+                (e.node_address, flags::NODE_ADDRESS),
+                (e.silent, flags::SILENT),
+                (e.subnet.is_some(), flags::SUBNET),
+                (e.here, flags::HERE),
+            ] {
+                bits |= if set { bit } else { 0 };
+            }
+            let record = EgressIp {
+                addr,
+                generation,
+                gateway,
+                flags: bits,
+                ifindex: e.interface.unwrap_or(0),
+                epoch_low: e.epoch as u32,
+                epoch_high: (e.epoch >> 32) as u32,
+                queue: e.limit.map_or(0, queue),
+                via: e.subnet.map_or([0; 4], |subnet| net::any(subnet.gateway)),
+                vlan: e.subnet.and_then(|subnet| subnet.vlan).unwrap_or(0).into(),
+            };
+            tables.egress_ips.insert(index, record);
+            match address {
+                IpAddr::V4(a) => drop(tables.v4.egress_index.insert(net::v4(*a), index)),
+                IpAddr::V6(a) => drop(tables.v6.egress_index.insert(net::v6(*a), index)),
+            }
+            if !e.blocks.is_empty() {
+                let mut list = BlockList { count: e.blocks.len() as u32, blocks: [0; port_block::COUNT as usize] };
+                // The kernel copies a list that programs are reading: places behind its end hold blocks, too, so that an
+                // old length with new blocks, or the other way round, gives nobody else's ports.
+                for (place, block) in list.blocks.iter_mut().zip(e.blocks.iter().cycle()) {
+                    *place = *block;
+                }
+                tables.blocks.insert(index, list);
+            }
+            let mut table = LeaseTable { node: [0; port_block::ROWS] };
+            for (block, node) in &e.leases {
+                let row = port_block::row(port_block::first_port(*block));
+                table.node[row] = self.nodes.0.get(node).map_or(0, |n| *n as u16);
+            }
+            if table.node.iter().any(|n| *n != 0) {
+                tables.leases.insert(index, table);
+            }
+        }
+    }
+
+    fn policies(&self, view: &NodeView, present: &Tables, tables: &mut Tables) {
+        let mut allocator = Chunks::new(present);
+        for (id, policy) in &view.policies {
+            let Some(&index) = self.policies.0.get(id) else { continue };
+            let mut number = 0;
+            for slot in &policy.slots {
+                let Some(&egress) = self.egress.0.get(&slot.address) else { continue };
+                let Some(generation) = tables.egress_ips.get(&egress).map(|e| e.generation) else { continue };
+                let member = Member { generation, slot: number, weight: slot.weight, usable: slot.usable as u32 };
+                tables.members.insert(MemberKey { policy: index, egress }, member);
+                number += 1;
+            }
+            for family in [4, 6] {
+                let key = PolicyKey { policy: index, family };
+                let table = self.maglev(policy, family);
+                let start = allocator.place(present, &key, &table, tables);
+                let seed = seed(id);
+                let record = Policy { flags: policy.flags, table: start, table_len: table.len() as u32, seed };
+                tables.policies.insert(key, record);
+            }
+            for (endpoint, addresses) in &policy.assignments {
+                let Some(&endpoint) = self.endpoints.0.get(endpoint) else { continue };
+                for address in addresses {
+                    let Some(&egress) = self.egress.0.get(address) else { continue };
+                    let family = if address.is_ipv4() { 4 } else { 6 };
+                    tables.assignments.insert(AssignmentKey { endpoint, policy: index, family }, egress);
+                }
+            }
+        }
+    }
+
+    /// The Maglev table of a policy's usable slots of one family, as indices of egress IPs.
+    fn maglev(&self, policy: &PolicyView, family: u32) -> Vec<u16> {
+        let wanted = |s: &&SlotView| s.usable && s.weight > 0 && s.address.is_ipv4() == (family == 4);
+        let usable = policy.slots.iter().filter(wanted);
+        let slots: Vec<(u16, ([u8; 16], u32))> = usable
+            .filter_map(|s| Some((*self.egress.0.get(&s.address)? as u16, (maglev::key(s.address), s.weight))))
+            .collect();
+        if slots.is_empty() {
+            return Vec::new();
+        }
+        let keys: Vec<_> = slots.iter().map(|(_, k)| *k).collect();
+        maglev::table(&keys, maglev_len(policy, family)).into_iter().map(|i| slots[i as usize].0).collect()
+    }
+
+    fn endpoints(&self, view: &NodeView, tables: &mut Tables) {
+        for (class, table) in &view.classes {
+            let Some(&class) = self.classes.0.get(class) else { continue };
+            for (destination, winner) in table {
+                let policy = winner.as_ref().and_then(|p| self.policies.0.get(p)).copied().unwrap_or(NO_POLICY);
+                let len = 32 + u32::from(destination.prefix_len());
+                match destination {
+                    IpNet::V4(n) => {
+                        let key = RouteKey { class, addr: net::v4(n.network()) };
+                        tables.v4.routes.insert((key, len), policy);
+                    }
+                    IpNet::V6(n) => {
+                        let key = RouteKey { class, addr: net::v6(n.network()) };
+                        tables.v6.routes.insert((key, len), policy);
+                    }
+                }
+            }
+        }
+        for net_ in &view.excepts {
+            let len = u32::from(net_.prefix_len());
+            let value = match net_ {
+                _ if view.api_server == Some(*net_) => except::SERVICE,
+                _ if view.elsewhere.contains(net_) => except::ELSEWHERE,
+                _ => except::ANYWHERE,
+            };
+            match net_ {
+                IpNet::V4(n) => drop(tables.v4.excepts.insert((net::v4(n.network()), len), value)),
+                IpNet::V6(n) => drop(tables.v6.excepts.insert((net::v6(n.network()), len), value)),
+            }
+        }
+        for (id, endpoint) in &view.endpoints {
+            let Some(&id) = self.endpoints.0.get(id) else { continue };
+            let class = self.classes.0.get(&endpoint.class).copied().unwrap_or(0);
+            for ip in &endpoint.ips {
+                let ifindex = endpoint.interfaces.get(ip).copied().unwrap_or(0);
+                let record = Endpoint { id, class, history_until: endpoint.history_until, ifindex };
+                match ip {
+                    IpAddr::V4(a) => drop(tables.v4.endpoints.insert(net::v4(*a), record)),
+                    IpAddr::V6(a) => drop(tables.v6.endpoints.insert(net::v6(*a), record)),
+                }
+            }
+        }
+    }
+
+    fn names(&self, tables: &mut Tables) {
+        let mut add = |kind, id, text: String| {
+            tables.names.insert(NameKey { kind, id }, name_record(&text));
+        };
+        self.policies.0.iter().for_each(|(p, n)| add(name_kind::POLICY, *n, p.to_string()));
+        self.nodes.0.iter().for_each(|(p, n)| add(name_kind::NODE, *n, p.to_string()));
+        self.endpoints.0.iter().for_each(|(p, n)| add(name_kind::ENDPOINT, *n, p.to_string()));
+    }
+}
+
+/// The ids that a kind of thing has in the maps. Names are written before anything that uses their ids, and removed after
+/// it: no other id is in use.
+fn named_ids(present: &Tables, kind: u32) -> impl Iterator<Item = u32> {
+    present.names.keys().filter(move |k| k.kind == kind).map(|k| k.id)
+}
+
+/// The classes that anything in the maps names. A class whose policies steer nothing has endpoints and no routes.
+fn present_classes(present: &Tables) -> impl Iterator<Item = u32> {
+    let routes = present.v4.routes.keys().map(|(k, _)| k.class).chain(present.v6.routes.keys().map(|(k, _)| k.class));
+    let endpoints = present.v4.endpoints.values().chain(present.v6.endpoints.values()).map(|e| e.class);
+    routes.chain(endpoints)
+}
+
+/// The indices of egress IPs: an address keeps the one that it has in the maps, also a retired one that comes back. Others
+/// get one that was never used; only where there is none left, that of a retired address.
+pub(super) fn egress_numbers(view: &NodeView, present: &Tables) -> Numbers<IpAddr> {
+    let known: BTreeMap<IpAddr, u32> = present.egress_ips.iter().map(|(i, e)| (net::from_any(e.addr), *i)).collect();
+    let live: BTreeSet<u32> =
+        present.v4.egress_index.values().chain(present.v6.egress_index.values()).copied().collect();
+    let fresh = (1..limits::MAX_EGRESS_IPS as u32).filter(|i| !present.egress_ips.contains_key(i));
+    let retired = known.iter().filter(|(a, i)| !view.egress_ips.contains_key(*a) && !live.contains(i)).map(|(_, i)| *i);
+    // What gets an index behind the end of the table is refused with the whole.
+    let mut free = fresh.chain(retired).chain(limits::MAX_EGRESS_IPS as u32..);
+    let number = |a: &IpAddr| known.get(a).copied().or_else(|| free.next()).map(|n| (*a, n));
+    Numbers(view.egress_ips.keys().filter_map(number).collect())
+}
+
+/// The length of a policy's Maglev table of one family, where it is not empty. It follows all slots of the family, usable or not: a
+/// gateway that fails does not change it.
+pub(super) fn maglev_len(policy: &PolicyView, family: u32) -> u32 {
+    maglev::size(policy.slots.iter().filter(|s| s.address.is_ipv4() == (family == 4)).count())
+}
+
+/// The numbers of endpoints, out of their names: a pod that comes after another one, with its address perhaps, has another number.
+/// Whatever is kept of a pod names it by that.
+fn endpoint_numbers(known: &Numbers<EndpointId>, view: &NodeView, present: &Tables) -> Numbers<EndpointId> {
+    let mut taken: BTreeSet<u32> =
+        named_ids(present, name_kind::ENDPOINT).chain(known.0.values().copied()).chain([0]).collect();
+    let mut number = |id: &EndpointId| {
+        known.0.get(id).copied().unwrap_or_else(|| {
+            let first = hash_of(&id.to_string());
+            let free = (0..=u32::MAX).map(|i| first.wrapping_add(i)).find(|n| !taken.contains(n)).unwrap_or(first);
+            taken.insert(free);
+            free
+        })
+    };
+    Numbers(view.endpoints.keys().map(|id| (id.clone(), number(id))).collect())
+}
+
+/// The seed of a policy's hashes: the same on every node, different between policies.
+pub fn seed(policy: &PolicyId) -> u32 {
+    hash_of(&policy.to_string())
+}
+
+fn hash_of(text: &str) -> u32 {
+    use siphasher::sip::SipHasher13;
+    use std::hash::Hasher as _;
+    let mut hasher = SipHasher13::new_with_keys(0, 0);
+    hasher.write(text.as_bytes());
+    hasher.finish() as u32
+}
+
+/// Places Maglev tables in the chunks of the map. A table that changed never overwrites the one in use: flows may be
+/// choosing from it.
+struct Chunks {
+    used: BTreeSet<u32>,
+}
+
+impl Chunks {
+    fn new(present: &Tables) -> Self {
+        Self { used: present.maglev.keys().copied().collect() }
+    }
+
+    fn place(&mut self, present: &Tables, key: &PolicyKey, table: &[u16], tables: &mut Tables) -> u32 {
+        let chunks: Vec<MaglevChunk> = table
+            .chunks(MAGLEV_CHUNK)
+            .map(|part| {
+                let mut chunk = MaglevChunk { egress: [0; MAGLEV_CHUNK] };
+                chunk.egress[..part.len()].copy_from_slice(part);
+                chunk
+            })
+            .collect();
+        let n = chunks.len() as u32;
+        if n == 0 {
+            return 0;
+        }
+        let same = |old: &&Policy| {
+            old.table_len as usize == table.len()
+                && (0..n).all(|i| present.maglev.get(&(old.table + i)) == Some(&chunks[i as usize]))
+        };
+        let start = match present.policies.get(key).filter(same) {
+            Some(old) => old.table,
+            None => (0..).find(|s| (*s..*s + n).all(|c| !self.used.contains(&c))).unwrap_or(0),
+        };
+        for (i, chunk) in (start..).zip(chunks) {
+            self.used.insert(i);
+            tables.maglev.insert(i, chunk);
+        }
+        start
+    }
+}

@@ -1,0 +1,57 @@
+//! The domain in types: what the planner and the agents reason about once the text of objects has been parsed.
+//!
+//! Knows addresses, labels and ids only. It imports no API type, no I/O and no clock, so that everything built on it can
+//! be tested with plain values.
+
+mod endpoint;
+mod family;
+mod id;
+mod node;
+mod policy;
+mod pool;
+mod range;
+mod selector;
+mod transport;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+pub use endpoint::Endpoint;
+pub use family::Family;
+pub use id::{EndpointId, IdError, NodeName, PolicyId, PolicyKind, PoolId, PoolKind};
+pub use node::{Demand, InterfaceAddress, Node, NodeReport, Trouble, TroubleKind};
+pub use policy::{
+    AddressSource, Bandwidth, Distribution, EndpointSelector, Existing, Gateway, NodeChoice, OnNoGateway, Policy,
+    PoolRequest, Source, ZoneMode,
+};
+pub use pool::{Announce, DEFAULT_CARRIERS, Failback, MAX_CARRIERS, Outbound, Pool, SubnetInfo};
+pub use range::{IpRange, RangeError};
+pub use selector::{Requirement, Selector};
+pub use transport::Transport;
+
+/// Labels of a Kubernetes object.
+pub type Labels = BTreeMap<String, String>;
+
+/// Everything that a plan is made from, apart from health and the previous plan.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Policies of every kind that could be understood.
+    pub policies: BTreeMap<PolicyId, Policy>,
+    /// Pools of every kind that could be understood.
+    pub pools: BTreeMap<PoolId, Pool>,
+    /// All nodes of the cluster.
+    pub nodes: BTreeMap<NodeName, Node>,
+    /// Labels of each namespace. A namespace that is missing here has no labels.
+    pub namespaces: BTreeMap<Arc<str>, Labels>,
+    /// All pods that could be selected: neither finished nor in the host's network.
+    pub endpoints: BTreeMap<EndpointId, Endpoint>,
+    /// How many floating egress IPs a node may own that says nothing itself, over all pools.
+    pub max_egress_ips: Option<u32>,
+}
+
+impl Snapshot {
+    /// What the agent of a node reports, if the node is there and it has reported anything.
+    pub fn report(&self, node: &NodeName) -> Option<&NodeReport> {
+        self.nodes.get(node)?.report.as_ref()
+    }
+}

@@ -1,0 +1,27 @@
+//! How packets travel between nodes.
+
+use std::fmt;
+
+/// The setting for the transport between source nodes and gateways.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// For each gateway the best way that probes have shown to work in both directions.
+    Auto,
+    /// The tunnel device.
+    Device,
+    /// The same bytes as the tunnel device's, past the device, where plain Ethernet leads to the other node.
+    Vxlan,
+    /// No tunnel, where the other node is on the same link and takes it.
+    Direct,
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Transport::Auto => "Auto",
+            Transport::Device => "device",
+            Transport::Vxlan => "vxlan",
+            Transport::Direct => "direct",
+        })
+    }
+}

@@ -1,0 +1,331 @@
+//! What is known of the node's links, addresses and default routes, and how one change alters it.
+//!
+//! Pure: changes come from `links`, which speaks netlink; the answer says what has to be read again, because the kernel
+//! does not report every change (a veth's peer that moves to another namespace, IPv4 routes that go with their link).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+use super::MacAddress;
+
+/// The number of the kernel's main routing table.
+pub const TABLE_MAIN: u32 = 254;
+
+/// What sort of device a link is, as far as its role depends on it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LinkKind {
+    /// The loopback device.
+    Loopback,
+    /// A device with hardware, or a virtual machine's card, behind it.
+    Physical,
+    /// One end of a veth pair.
+    Veth,
+    /// A Linux bridge.
+    Bridge,
+    /// A VXLAN device.
+    Vxlan,
+    /// Any other device that encapsulates: the kernel's name for it (geneve, gre, wireguard...).
+    Tunnel(String),
+    /// Any other virtual device: the kernel's name for it (vlan, bond, macvlan, dummy...).
+    Other(String),
+}
+
+impl LinkKind {
+    /// Whether packets that leave by it get an outer header.
+    pub fn is_tunnel(&self) -> bool {
+        matches!(self, LinkKind::Vxlan | LinkKind::Tunnel(_))
+    }
+}
+
+impl fmt::Display for LinkKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            LinkKind::Loopback => "loopback",
+            LinkKind::Physical => "physical",
+            LinkKind::Veth => "veth",
+            LinkKind::Bridge => "bridge",
+            LinkKind::Vxlan => "vxlan",
+            LinkKind::Tunnel(kind) | LinkKind::Other(kind) => kind,
+        })
+    }
+}
+
+/// A network interface of this namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Link {
+    /// Its name, which may change while the index stays.
+    pub name: String,
+    /// Its ifindex.
+    pub index: u32,
+    /// Its Ethernet address; none for devices that are not Ethernet.
+    pub mac: Option<MacAddress>,
+    /// The largest packet it takes, in bytes, without the Ethernet header.
+    pub mtu: u32,
+    /// The sort of device.
+    pub kind: LinkKind,
+    /// The ifindex of the bridge, bond or VRF that it is a port of.
+    pub master: Option<u32>,
+    /// Set up by the administrator (IFF_UP).
+    pub up: bool,
+    /// The layer below is there as well (IFF_LOWER_UP).
+    pub carrier: bool,
+    /// The ifindex of the other end or lower device, in the namespace that it is in.
+    pub peer: Option<u32>,
+    /// The network namespace that the other end or lower device is in, by the id that this one knows it by; none for this
+    /// one.
+    pub peer_netns: Option<i32>,
+    /// Its addresses with their prefix lengths, sorted, link-local ones included. An address that another host was
+    /// found to hold (duplicate address detection) is left out.
+    pub addresses: Vec<IpNet>,
+}
+
+/// One next hop of a route to 0.0.0.0/0 or ::/0, in any table. A multipath route is several of these with the same
+/// metric.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct DefaultRoute {
+    /// True for ::/0.
+    pub ipv6: bool,
+    /// The routing table ([`TABLE_MAIN`] for the usual one).
+    pub table: u32,
+    /// The metric; lower wins.
+    pub metric: u32,
+    /// The ifindex that packets leave by.
+    pub oif: u32,
+    /// The next hop; none for a route straight onto the link. An IPv4 route may have an IPv6 next hop.
+    pub gateway: Option<IpAddr>,
+    /// The preferred source address, where the route names one.
+    pub source: Option<IpAddr>,
+}
+
+/// The links of this namespace and its default routes at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LinkTable {
+    /// The links by ifindex.
+    pub links: BTreeMap<u32, Link>,
+    /// The default routes of all tables.
+    pub default_routes: BTreeSet<DefaultRoute>,
+    /// Single addresses that the main table routes straight onto a link: pods, where the CNI wires them point to point.
+    pub host_routes: BTreeMap<IpAddr, u32>,
+    /// Grows whenever any route may be another than before.
+    pub route_changes: u64,
+}
+
+impl LinkTable {
+    /// The link of that name.
+    pub fn by_name(&self, name: &str) -> Option<&Link> {
+        self.links.values().find(|link| link.name == name)
+    }
+
+    /// The link that carries the address.
+    pub fn by_address(&self, address: IpAddr) -> Option<&Link> {
+        self.links.values().find(|link| link.addresses.iter().any(|net| net.addr() == address))
+    }
+
+    /// The default route that the main table uses: the one with the lowest metric.
+    pub fn default_route(&self, ipv6: bool) -> Option<&DefaultRoute> {
+        self.default_routes
+            .iter()
+            .filter(|route| route.ipv6 == ipv6 && route.table == TABLE_MAIN)
+            .min_by_key(|route| route.metric)
+    }
+}
+
+/// One thing that the kernel reported.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// A link as it is now (its `addresses` are not looked at).
+    Link(Link),
+    /// A link changed in a way that the report does not spell out.
+    LinkUnclear(u32),
+    /// A link left this namespace.
+    LinkGone(u32),
+    /// A link has an address.
+    Address(u32, IpNet),
+    /// A link lost an address.
+    AddressGone(u32, IpNet),
+    /// A default route came, went or changed.
+    DefaultRoutes,
+    /// The main table routes an address straight onto a link.
+    HostRoute(IpAddr, u32),
+    /// It does so no more.
+    HostRouteGone(IpAddr, u32),
+    /// Another route did.
+    Route,
+    /// Reports were lost.
+    Lost,
+}
+
+/// What has to be read again before the state is right.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Stale {
+    /// These links.
+    pub links: BTreeSet<u32>,
+    /// The default routes.
+    pub routes: bool,
+    /// Everything.
+    pub all: bool,
+}
+
+/// The state that changes accumulate in. Addresses are kept apart from links, since they are reported apart.
+#[derive(Clone, Debug, Default)]
+pub struct State {
+    links: BTreeMap<u32, Link>,
+    addresses: BTreeMap<u32, BTreeSet<IpNet>>,
+    /// The default routes of all tables.
+    pub default_routes: BTreeSet<DefaultRoute>,
+    /// The link that each address has a route of its own to.
+    pub host_routes: BTreeMap<IpAddr, u32>,
+    /// How often any route has changed.
+    pub route_changes: u64,
+}
+
+impl State {
+    /// A state without anything in it, in which changes of routes go on being counted.
+    pub fn anew(&self) -> State {
+        State { route_changes: self.route_changes + 1, ..State::default() }
+    }
+
+    /// Takes over one change and notes in `stale` what it leaves unknown.
+    pub fn apply(&mut self, change: Change, stale: &mut Stale) {
+        match change {
+            Change::Link(link) => {
+                // IPv4 routes of a link that goes down disappear without a report, and come back with one.
+                stale.routes |= !link.up && self.carries_default_route(link.index);
+                self.links.insert(link.index, link);
+            }
+            Change::LinkUnclear(index) => {
+                stale.links.insert(index);
+            }
+            Change::LinkGone(index) => {
+                stale.routes |= self.carries_default_route(index);
+                stale.links.remove(&index);
+                self.links.remove(&index);
+                self.addresses.remove(&index);
+                // A peer that moved to another namespace is gone from here, and its other end is not reported.
+                stale.links.extend(
+                    self.links
+                        .values()
+                        .filter(|link| {
+                            link.kind == LinkKind::Veth && link.peer == Some(index) && link.peer_netns.is_none()
+                        })
+                        .map(|link| link.index),
+                );
+            }
+            Change::Address(index, net) => {
+                self.addresses.entry(index).or_default().insert(net);
+            }
+            Change::AddressGone(index, net) => {
+                // Routes with that preferred source go with it without a report, and with a link's last IPv4 address
+                // all IPv4 routes of the link.
+                stale.routes |= !self.default_routes.is_empty();
+                if let Some(nets) = self.addresses.get_mut(&index) {
+                    nets.remove(&net);
+                }
+            }
+            Change::DefaultRoutes => {
+                stale.routes = true;
+                self.route_changes += 1;
+            }
+            Change::Route => self.route_changes += 1,
+            Change::HostRoute(address, index) => {
+                self.host_routes.insert(address, index);
+                self.route_changes += 1;
+            }
+            Change::HostRouteGone(address, index) => {
+                if self.host_routes.get(&address) == Some(&index) {
+                    self.host_routes.remove(&address);
+                }
+                self.route_changes += 1;
+            }
+            Change::Lost => stale.all = true,
+        }
+    }
+
+    /// The state as others see it.
+    pub fn table(&self) -> LinkTable {
+        let links = self
+            .links
+            .iter()
+            .map(|(&index, link)| {
+                let addresses =
+                    self.addresses.get(&index).map(|nets| nets.iter().copied().collect()).unwrap_or_default();
+                (index, Link { addresses, ..link.clone() })
+            })
+            .collect();
+        let live = |(_, index): &(&IpAddr, &u32)| self.links.contains_key(index);
+        let host_routes = self.host_routes.iter().filter(live).map(|(ip, index)| (*ip, *index)).collect();
+        LinkTable { links, default_routes: self.default_routes.clone(), host_routes, route_changes: self.route_changes }
+    }
+
+    fn carries_default_route(&self, index: u32) -> bool {
+        self.default_routes.iter().any(|route| route.oif == index)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{default_route, link};
+
+    fn state(links: impl IntoIterator<Item = Link>, routes: impl IntoIterator<Item = DefaultRoute>) -> State {
+        let mut state = State { default_routes: routes.into_iter().collect(), ..State::default() };
+        for link in links {
+            state.apply(Change::Link(link), &mut Stale::default());
+        }
+        state
+    }
+
+    fn stale_after(state: &mut State, change: Change) -> Stale {
+        let mut stale = Stale::default();
+        state.apply(change, &mut stale);
+        stale
+    }
+
+    #[test]
+    fn the_other_end_of_a_veth_that_left_is_read_again() {
+        let veth = Link { kind: LinkKind::Veth, peer: Some(3), ..link(2, "veth0") };
+        let other = Link { kind: LinkKind::Veth, peer: Some(2), ..link(3, "veth1") };
+        let mut state = state([veth, other], []);
+        let stale = stale_after(&mut state, Change::LinkGone(3));
+        assert_eq!(stale, Stale { links: [2].into(), ..Stale::default() });
+        assert_eq!(state.table().links.keys().copied().collect::<Vec<_>>(), [2]);
+    }
+
+    #[test]
+    fn a_link_that_goes_down_or_away_makes_its_default_routes_doubtful() {
+        let routes = || [default_route(2, "192.0.2.1")];
+        let down = |index| Change::Link(Link { up: false, ..link(index, "eth") });
+        assert!(stale_after(&mut state([link(2, "eth0")], routes()), down(2)).routes);
+        assert!(stale_after(&mut state([link(2, "eth0")], routes()), Change::LinkGone(2)).routes);
+        assert!(!stale_after(&mut state([link(2, "eth0"), link(3, "eth1")], routes()), down(3)).routes);
+    }
+
+    #[test]
+    fn addresses_may_come_before_their_link_and_go_with_it() {
+        let net: IpNet = "192.0.2.7/24".parse().unwrap();
+        let mut state = State::default();
+        assert_eq!(stale_after(&mut state, Change::Address(2, net)), Stale::default());
+        assert!(state.table().links.is_empty());
+        state.apply(Change::Link(link(2, "eth0")), &mut Stale::default());
+        assert_eq!(state.table().by_address(net.addr()).map(|link| link.index), Some(2));
+        state.apply(Change::LinkGone(2), &mut Stale::default());
+        state.apply(Change::Link(link(2, "eth0")), &mut Stale::default());
+        assert_eq!(state.table().by_address(net.addr()), None);
+    }
+
+    #[test]
+    fn the_default_route_in_use_is_the_main_tables_with_the_lowest_metric() {
+        let routes = [
+            DefaultRoute { metric: 100, ..default_route(2, "192.0.2.1") },
+            DefaultRoute { metric: 50, ..default_route(3, "192.0.2.2") },
+            DefaultRoute { table: 100, ..default_route(4, "192.0.2.3") },
+            DefaultRoute { ipv6: true, ..default_route(5, "2001:db8::1") },
+        ];
+        let table = state([], routes).table();
+        assert_eq!(table.default_route(false).map(|route| route.oif), Some(3));
+        assert_eq!(table.default_route(true).map(|route| route.oif), Some(5));
+    }
+}

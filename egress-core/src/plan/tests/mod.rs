@@ -1,0 +1,11 @@
+//! Properties of plans, checked against slow and obvious oracles.
+
+mod blocks;
+mod carriers;
+mod classes;
+mod endpoints;
+mod memo;
+mod owners;
+mod pools;
+mod scenes;
+mod whole;

@@ -1,0 +1,64 @@
+//! The routes to other nodes.
+
+use crate::host::{
+    netlink::Netlink,
+    route::{self, Secured},
+};
+use egress_core::network::{Route, links::LinkTable};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+/// The routes to other nodes, as the kernel told them last.
+#[derive(Default)]
+pub struct Routes {
+    found: BTreeMap<IpAddr, Result<Route, String>>,
+    secured: Vec<Secured>,
+    links: LinkTable,
+}
+
+impl Routes {
+    /// Looks whether IPsec policies have changed, of which nobody tells. Whether they have.
+    pub fn check_secured(&mut self) -> bool {
+        let secured = route::secured().unwrap_or_else(|error| {
+            tracing::debug!("IPsec policies cannot be read: {error}");
+            Vec::new()
+        });
+        let changed = secured != self.secured;
+        if changed {
+            self.secured = secured;
+            self.found.clear();
+        }
+        changed
+    }
+
+    /// Asks for the routes to `addresses`, and forgets all others. What is known stays valid until links, addresses or
+    /// routes change.
+    pub async fn find(&mut self, netlink: &Netlink, links: &LinkTable, addresses: &BTreeSet<IpAddr>) {
+        if self.links != *links {
+            self.found.clear();
+            self.links = links.clone();
+        }
+        self.found.retain(|address, _| addresses.contains(address));
+        for address in addresses {
+            if self.found.contains_key(address) {
+                continue;
+            }
+            let found = if self.secured.iter().any(|policy| policy.covers(*address)) {
+                Err("an IPsec policy covers it".into())
+            } else {
+                match route::lookup(&netlink.handle, *address).await {
+                    Ok(route) => route.ok_or_else(|| "no route leads to it".into()),
+                    Err(error) => Err(format!("the route cannot be read: {error}")),
+                }
+            };
+            self.found.insert(*address, found);
+        }
+    }
+
+    /// The route to an address that was asked for.
+    pub fn get(&self, address: IpAddr) -> Result<Route, String> {
+        self.found.get(&address).cloned().unwrap_or_else(|| Err("no route was asked for".into()))
+    }
+}

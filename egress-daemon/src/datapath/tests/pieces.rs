@@ -1,0 +1,254 @@
+//! Fragments in the model: what the programs do with each, in whatever order they come, and what waits for its first one.
+
+use super::{
+    datagrams::{Datagram, Part, is_untouched},
+    frames::read,
+    model::{Ran, Shot, World},
+    moves::{NOBODYS, PODS},
+    nat::{How, Nat, Outcome, Reply, Tuple},
+    rig::*,
+    talk::{answer, inward, outcome, outward, packet},
+};
+use egress_common::verdict::Counter;
+use nix::{
+    poll::{PollFd, PollFlags, poll},
+    sys::socket::{AddressFamily, LinkAddr, MsgFlags, SockFlag, SockProtocol, SockType, recvfrom, socket},
+};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+
+/// Data of a datagram: more than all parts but the last one have.
+pub const DATA: [u8; 144] = [7; 144];
+
+/// What enters interfaces of this network namespace again.
+pub struct Wire(OwnedFd);
+
+impl Wire {
+    pub fn open() -> Self {
+        let (family, kind, flags) = (AddressFamily::Packet, SockType::Raw, SockFlag::SOCK_NONBLOCK);
+        Self(socket(family, kind, flags, SockProtocol::EthAll).unwrap())
+    }
+
+    /// The next frame that has come in by an interface.
+    fn next(&self, ifindex: u32) -> Option<Vec<u8>> {
+        let mut buffer = [0; 1024];
+        while let Ok((len, from)) = recvfrom::<LinkAddr>(self.0.as_raw_fd(), &mut buffer) {
+            let from = from.unwrap();
+            if from.ifindex() == ifindex as usize && from.pkttype() != libc::PACKET_OUTGOING {
+                return Some(buffer[..len].to_vec());
+            }
+        }
+        None
+    }
+
+    fn drain(&self) {
+        let mut buffer = [0; 1];
+        while nix::sys::socket::recv(self.0.as_raw_fd(), &mut buffer, MsgFlags::empty()).is_ok() {}
+    }
+
+    /// As many frames as have come in by an interface.
+    fn take(&self, count: u64, ifindex: u32) -> Result<Vec<Vec<u8>>, String> {
+        let mut frames = Vec::new();
+        while frames.len() < count as usize {
+            match self.next(ifindex) {
+                Some(frame) => frames.push(frame),
+                None => {
+                    let ready = poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], 10_000u16).unwrap();
+                    if ready == 0 {
+                        return Err(format!("{} of {count} fragments have entered again", frames.len()));
+                    }
+                }
+            }
+        }
+        Ok(frames)
+    }
+}
+
+impl World {
+    /// The packet of a first fragment and those that wait for it, as they enter again, if that is what has become of it.
+    fn gathered(&mut self, shot: &Shot, of: &Datagram) -> Result<(Ran, Vec<Vec<u8>>), String> {
+        if !self.datagrams.are_waiting(of) {
+            return Ok((shot.run(&mut self.rig.programs), Vec::new()));
+        }
+        self.wire.drain();
+        let count = |world: &Self, counter| world.rig.writer.maps().counter(counter).unwrap();
+        let before = [Counter::DatagramOrdered, Counter::FragmentReleased].map(|counter| count(self, counter));
+        let ran = shot.run(&mut self.rig.programs);
+        let after = [Counter::DatagramOrdered, Counter::FragmentReleased].map(|counter| count(self, counter));
+        if after[0] == before[0] {
+            return Ok((ran, Vec::new()));
+        }
+        let mut frames = self.wire.take(1 + after[1] - before[1], shot.field.1)?;
+        if ran.0 != SHOT || frames[0] != shot.frame {
+            return Err(format!("before what has waited for it comes {:02x?}", frames[0]));
+        }
+        let behind = frames.split_off(1);
+        self.datagrams.released(of, &behind, now_tick())?;
+        Ok((shot.run(&mut self.rig.programs), behind))
+    }
+
+    /// Parts of a pod's datagram, by the interface of pod number `by`.
+    pub fn pod_pieces(&mut self, by: usize, tuple: &Tuple, flags: u8, id: u16, parts: &[Part]) -> Result<(), String> {
+        let whole = packet(tuple, flags, &DATA);
+        let of = Datagram { src: tuple.pod, dst: tuple.server, id, proto: tuple.proto };
+        for part in parts {
+            let shot = Shot::of_pod(part.of(&whole, id), self.interfaces[by]);
+            if !PODS[by].iter().any(|ip| addr(ip) == tuple.pod) {
+                let ran = shot.run(&mut self.rig.programs);
+                let anybodys = NOBODYS.iter().any(|ip| addr(ip) == tuple.pod);
+                Nat::forged(outcome(&ran, &shot.frame, |_| ())?, anybodys)?;
+            } else if part.is_later() {
+                self.pod_later(&shot, &of, How::Fragment)?;
+            } else {
+                self.pod_first(&shot, &of, tuple, flags, part.has_header(tuple.proto))?;
+            }
+        }
+        self.halves(tuple)
+    }
+
+    fn pod_first(&mut self, shot: &Shot, of: &Datagram, t: &Tuple, flags: u8, header: bool) -> Result<(), String> {
+        let (ran, behind) = self.gathered(shot, of)?;
+        if !header {
+            let outcome = outcome(&ran, &shot.frame, |_| ())?;
+            let left_alone = outcome == Outcome::Passed && !self.nat.selected.contains(&t.pod);
+            return if left_alone { Ok(()) } else { Nat::forged(outcome, false) };
+        }
+        let outcome = outcome(&ran, &shot.frame, outward)?;
+        if let Outcome::Sent(_) = outcome {
+            self.went(shot, of, &ran.1)?;
+            self.datagrams.know(*of, (t.pod_port, t.server_port));
+        }
+        self.nat.pod_sent(*t, flags, How::Fragment, outcome)?;
+        for frame in behind {
+            self.pod_later(&Shot { frame, ..shot.clone() }, of, How::Fragment)?;
+        }
+        Ok(())
+    }
+
+    /// What was sent of a datagram has left nothing behind that waits for it, and is whole.
+    fn went(&self, shot: &Shot, of: &Datagram, out: &[u8]) -> Result<(), String> {
+        match is_untouched(&shot.frame, out) {
+            _ if self.datagrams.are_waiting(of) => Err(format!("what waits for {of:?} is left behind")),
+            false => Err(format!("of {:02x?} becomes {out:02x?}", shot.frame)),
+            true => Ok(()),
+        }
+    }
+
+    /// A pod's fragment without ports: its flow is that of the first one.
+    fn pod_later(&mut self, shot: &Shot, of: &Datagram, how: How) -> Result<(), String> {
+        let ran = shot.run(&mut self.rig.programs);
+        let source = outcome(&ran, &shot.frame, |out| read(out).unwrap().src)?;
+        let Some(tuple) = self.datagrams.ports(of).map(|ports| of.with(ports)) else {
+            match source {
+                Outcome::Sent(_) => return Err(format!("of {of:?} no first fragment was seen, and it is sent")),
+                Outcome::Dropped if how == How::Fragment => self.datagrams.wait(*of, &shot.frame, now_tick()),
+                Outcome::Dropped | Outcome::Passed => {}
+            }
+            let passes = self.nat.firewall && how == How::Fragment || !self.nat.selected.contains(&of.src);
+            let right = source == if passes { Outcome::Passed } else { Outcome::Dropped };
+            return if right {
+                Ok(())
+            } else {
+                Err(format!("{source:?} of {of:?}, no first fragment of which was seen"))
+            };
+        };
+        let seen = match source {
+            Outcome::Sent(egress) => {
+                self.went(shot, of, &ran.1)?;
+                let flow = self.tables.flow(&tuple).filter(|flow| flow.translated && flow.reply.egress == egress);
+                Outcome::Sent(
+                    flow.ok_or_else(|| format!("with {egress} leaves what has no such flow: {tuple:?}"))?.reply,
+                )
+            }
+            Outcome::Dropped => Outcome::Dropped,
+            Outcome::Passed => Outcome::Passed,
+        };
+        self.nat.pod_sent(tuple, 0, how, seen)
+    }
+
+    /// The firewall lets a datagram pass, which the stack has put together; it leaves in parts again.
+    pub fn pieces_pass(&mut self, tuple: &Tuple, flags: u8, id: u16) -> Result<(), String> {
+        if !self.nat.firewall || !self.nat.selected.contains(&tuple.pod) {
+            return Ok(());
+        }
+        let whole = packet(tuple, flags, &DATA);
+        let of = Datagram { src: tuple.pod, dst: tuple.server, id, proto: tuple.proto };
+        for part in Part::ORDERED {
+            let shot = self.leaving(part.of(&whole, id), tuple);
+            if part.is_later() {
+                self.pod_later(&shot, &of, How::Asked)?;
+                continue;
+            }
+            let ran = shot.run(&mut self.rig.programs);
+            let outcome = outcome(&ran, &shot.frame, outward)?;
+            if let Outcome::Sent(_) = outcome {
+                self.went(&shot, &of, &ran.1)?;
+                self.datagrams.know(of, (tuple.pod_port, tuple.server_port));
+            }
+            if outcome != Outcome::Dropped {
+                self.nat.pod_sent(*tuple, flags, How::Asked, outcome)?;
+            }
+        }
+        self.halves(tuple)
+    }
+
+    /// Parts of an answer.
+    pub fn outside_pieces(&mut self, reply: &Reply, flags: u8, id: u16, parts: &[Part]) -> Result<(), String> {
+        let whole = answer(reply, flags, &DATA);
+        let of = Datagram { src: reply.server, dst: reply.egress, id, proto: reply.proto };
+        for part in parts {
+            let shot = self.arriving(&part.of(&whole, id));
+            if part.is_later() {
+                self.outside_later(&shot, &of)?;
+            } else if part.has_header(reply.proto) {
+                self.outside_first(&shot, &of, reply, flags)?;
+            } else {
+                Nat::forged(outcome(&shot.run(&mut self.rig.programs), &shot.frame, |_| ())?, false)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn outside_first(&mut self, shot: &Shot, of: &Datagram, reply: &Reply, flags: u8) -> Result<(), String> {
+        let (ran, behind) = self.gathered(shot, of)?;
+        let seen = outcome(&ran, &shot.frame, inward)?;
+        // Whether it is anybody's is asked later.
+        let icmp = reply.server_port == 0;
+        self.datagrams.know(*of, if icmp { (reply.port, 0) } else { (reply.server_port, reply.port) });
+        if let Outcome::Sent(_) = seen {
+            self.went(shot, of, &ran.1)?;
+        }
+        self.delivered(*reply, flags, false, seen, &ran.1)?;
+        for frame in behind {
+            self.outside_later(&Shot { frame, ..shot.clone() }, of)?;
+        }
+        Ok(())
+    }
+
+    /// A fragment without ports from outside: it is for whom the first one is for.
+    fn outside_later(&mut self, shot: &Shot, of: &Datagram) -> Result<(), String> {
+        let ran = shot.run(&mut self.rig.programs);
+        let to = outcome(&ran, &shot.frame, |out| read(out).unwrap().dst)?;
+        let Some((from, port)) = self.datagrams.ports(of) else {
+            self.datagrams.wait(*of, &shot.frame, now_tick());
+            return Nat::forged(to, false);
+        };
+        let icmp = port == 0;
+        let reply = Reply {
+            egress: of.dst,
+            port: if icmp { from } else { port },
+            server: of.src,
+            server_port: if icmp { 0 } else { from },
+            proto: of.proto,
+        };
+        let seen = match to {
+            Outcome::Sent(pod) => {
+                self.went(shot, of, &ran.1)?;
+                let back = self.tables.back(&reply).filter(|back| back.pod == pod);
+                Outcome::Sent(back.ok_or_else(|| format!("{pod} gets what is not for it: {reply:?}"))?.of(&reply))
+            }
+            Outcome::Dropped => Outcome::Dropped,
+            Outcome::Passed => Outcome::Passed,
+        };
+        self.delivered(reply, 0, false, seen, &ran.1)
+    }
+}
