@@ -58,8 +58,8 @@ pub fn settle<'a>(
     let Holders { nodes: holders, proven } = nodes.holders.get(&address).unwrap_or(&nobody);
     // What only a node says of itself comes after what people write.
     claims.sort_by_key(|claim| !claim.nodes.is_empty() && !proven);
-    let pool = claims.iter().find_map(|claim| claim.pool);
-    let failback = pool.map_or_else(Failback::default, |pool| nodes.snapshot.pools[pool].failback);
+    let failback_of =
+        |pool: Option<&PoolId>| pool.map_or_else(Failback::default, |id| nodes.snapshot.pools[id].failback);
     let mut usable: Vec<(Claim, usize)> = Vec::new();
     let mut unusable: Vec<(Claim, bool)> = Vec::new();
     for claim in claims {
@@ -88,13 +88,14 @@ pub fn settle<'a>(
         }
     }
     if usable.is_empty() {
+        let pool = unusable.iter().find_map(|(claim, _)| claim.pool);
         return Wanted {
             pool,
             elsewhere: unusable.iter().any(|(_, none_selected)| !none_selected),
             users: unusable.into_iter().map(|(claim, _)| (claim.policy, claim.weight)).collect(),
             fixed: None,
             candidates: candidates.intern(Vec::new()),
-            failback,
+            failback: failback_of(pool),
             first: false,
         };
     }
@@ -110,6 +111,8 @@ pub fn settle<'a>(
     }
     let mut set: Option<usize> = None;
     let mut users: Vec<(&Policy, u32)> = Vec::new();
+    // Pools may overlap: the address belongs to the first pool of those that use it.
+    let mut pool = None;
     let first = usable.iter().all(|(claim, _)| claim.first);
     for (claim, own) in usable {
         let both = set.map_or(own, |set| candidates.intersection(set, own));
@@ -121,6 +124,7 @@ pub fn settle<'a>(
             complaints.add(&claim.policy.id, ConditionKind::Conflicting, Reason::SelectorsDisagree, message);
         } else {
             set = Some(both);
+            pool = pool.or(claim.pool);
             users.push((claim.policy, claim.weight));
         }
     }
@@ -129,7 +133,7 @@ pub fn settle<'a>(
     let holding = || candidates.get(set).iter().filter_map(|place| Some((*place, *holders.get(place)?)));
     let serving = holding().find(|(place, _)| Some(nodes.names[*place as usize]) == owner);
     let fixed = serving.or_else(|| holding().next()).map(|(place, interface)| (place, Some(interface.to_owned())));
-    Wanted { pool, users, fixed, candidates: set, elsewhere: false, failback, first }
+    Wanted { pool, users, fixed, candidates: set, elsewhere: false, failback: failback_of(pool), first }
 }
 
 /// The sentence for an address of which a node says, and nobody else, that it has it.

@@ -199,7 +199,9 @@ fn conclude(item: &Floating<'_>, nodes: &[GatewayNode], place: Option<u32>) -> D
             candidates if candidates.iter().any(|node| nodes[*node as usize].takes()) => OwnerReason::AtCapacity,
             _ => OwnerReason::NoGatewayReady,
         };
-        let kept = item.owner.filter(|owner| item.selects(*owner) && reason == OwnerReason::NoGatewayReady);
+        // Who is well and still did not keep it has more than it may.
+        let unwell = |owner: &u32| item.selects(*owner) && !nodes[*owner as usize].keeps();
+        let kept = item.owner.filter(|owner| unwell(owner) && reason == OwnerReason::NoGatewayReady);
         let reason = kept.map_or(reason, |_| OwnerReason::OwnerUnhealthy);
         return Decision { owner: kept, preferred: preferred.or(kept), reason };
     };

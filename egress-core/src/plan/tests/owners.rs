@@ -369,3 +369,17 @@ fn claims_of_a_node_do_not_count_against_a_node_object() {
     snapshot.nodes.get_mut(&"gw1".into()).unwrap().addresses.insert(address);
     assert_eq!(owners(&settle(&snapshot, &health, &Plan::default()))[&address], "gw1".into());
 }
+
+#[test]
+fn an_owner_over_its_limit_gives_up_what_nobody_else_can_take() {
+    let (mut snapshot, mut health) = cluster(2, 1);
+    add_pools(&mut snapshot, &[4]);
+    let before = settle(&snapshot, &health, &Plan::default());
+    health.nodes.insert("gw0".into(), unproven());
+    health.nodes.insert("gw1".into(), unproven());
+    snapshot.max_egress_ips = Some(1);
+    let after = settle(&snapshot, &health, &before);
+    let homeless: Vec<OwnerReason> =
+        after.egress_ips.values().filter(|ip| ip.owner.is_none()).map(|ip| ip.reason).collect();
+    assert_eq!(homeless, [OwnerReason::NoGatewayReady; 2]);
+}

@@ -145,3 +145,20 @@ fn claims_of_a_node_take_no_addresses_out_of_a_pool() {
     );
     assert!(plan.egress_ips.values().all(|ip| ip.owner.is_some()));
 }
+
+#[test]
+fn an_address_of_two_pools_belongs_to_the_one_that_has_gateways() {
+    let (mut snapshot, health) = cluster(2, 1);
+    let mut deserted = pool("deserted", v4(0, 0, 1), v4(0, 0, 9));
+    deserted.nodes = Selector::label("gateway", "no");
+    snapshot.pools.insert(deserted.id.clone(), deserted);
+    let address = v4(0, 0, 1);
+    for pool in ["deserted", "public"] {
+        let mut asking = request(pool, 1);
+        asking.ips.insert(address);
+        add_policy(&mut snapshot, policy(&format!("asks-{pool}"), Source::Pools(vec![asking])));
+    }
+    let plan = plan(&snapshot, &health, &Plan::default());
+    assert_eq!(plan.egress_ips[&address].pool, Some(PoolId::new(PoolKind::Native, "public")));
+    assert!(plan.egress_ips[&address].owner.is_some());
+}
