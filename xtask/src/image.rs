@@ -83,19 +83,8 @@ fn write(architecture: &str, tag: &str, release: bool) -> Result<PathBuf> {
     let archive = folder.join(format!("spillway-{tag}-{architecture}{unoptimized}.tar"));
     let sbom = sbom_of(&archive);
     fs::write(&sbom, serde_json::to_vec_pretty(&contents(target, tag)?)?)?;
-    let programs = ["egress-daemon", "egressctl"].map(|name| {
-        let (built, small) = (binaries.join(name), folder.join(name));
-        // The debugger's data of a test's program is five times the program.
-        let stripped = !release
-            && Command::new("strip")
-                .arg("--strip-debug")
-                .arg("-o")
-                .args([&small, &built])
-                .status()
-                .is_ok_and(|s| s.success());
-        (format!("/usr/bin/{name}"), if stripped { small } else { built }, true)
-    });
-    let [daemon, ctl] = programs;
+    let [daemon, ctl] =
+        ["egress-daemon", "egressctl"].map(|name| (format!("/usr/bin/{name}"), binaries.join(name), true));
     let image = Image {
         name: format!("{NAME}:{tag}"),
         architecture: architecture.to_owned(),
@@ -124,6 +113,8 @@ fn sbom_of(archive: &Path) -> PathBuf {
 fn static_binaries(target: &str, release: bool) -> Result<PathBuf> {
     let mut command = workspace::cargo("build");
     command.args(["--target", target, "--package", "egress-daemon", "--bins"]).args(release.then_some("--release"));
+    // What a debugger reads would be most of a test's program, in every node's store of images.
+    command.env("CARGO_PROFILE_DEV_DEBUG", "none").env("CARGO_PROFILE_DEV_STRIP", "debuginfo");
     let variable = |name: &str| format!("CARGO_TARGET_{}_{name}", target.to_uppercase().replace('-', "_"));
     command.env(variable("RUSTFLAGS"), "-C target-feature=+crt-static");
     if !target.starts_with(std::env::consts::ARCH) {

@@ -49,7 +49,7 @@ impl Component {
         },
         Component {
             folder: "k8s",
-            title: "build Kubernetes (5 minutes and 4 GB of Go's cache, once)",
+            title: "build Kubernetes (5 minutes and 4 GB, once)",
             programs: &["k8s"],
             packages: &["."],
         },
@@ -63,12 +63,15 @@ impl Component {
         self.programs.iter().all(|program| when(&binaries.join(program)).is_some_and(|built| built >= newest))
     }
 
-    /// The command that builds it into `binaries`.
-    pub fn build(&self, sources: &Path, binaries: &Path) -> Command {
+    /// The command that builds it into `binaries`. Modules and objects are kept in `cache`, which may be removed afterwards.
+    pub fn build(&self, sources: &Path, binaries: &Path, cache: &Path) -> Command {
         let mut command = Command::new("go");
         // flannel's oldest backend is in C, used or not.
         let c = if self.folder == "flannel" { "1" } else { "0" };
-        command.current_dir(sources.join(self.folder)).env("CGO_ENABLED", c).env("GOFLAGS", "-mod=readonly");
+        command.current_dir(sources.join(self.folder)).env("CGO_ENABLED", c);
+        // Without -modcacherw, modules are read-only, and only root can remove them.
+        command.env("GOFLAGS", "-mod=readonly -modcacherw");
+        command.env("GOCACHE", cache.join("objects")).env("GOMODCACHE", cache.join("modules"));
         command.arg("build").arg("-o").arg(format!("{}/", binaries.display()));
         // One setting of -trimpath for everything, or Go's cache keeps two of each.
         let version = format!("-s -w -X k8s.io/component-base/version.gitVersion={KUBERNETES}");

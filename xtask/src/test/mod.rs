@@ -5,6 +5,7 @@
 mod binaries;
 mod checks;
 pub mod libtest;
+mod space;
 pub mod tally;
 
 use std::path::Path;
@@ -27,6 +28,10 @@ const E2E_THREADS: &str = "4";
 /// The tests on a Kubernetes.
 const CLUSTER: &str = "tests/cluster";
 const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
+/// How many seeds of the simulated cluster a whole run tries.
+const SEEDS: &str = "10000";
+/// The crates that the simulated cluster spends its time in, and how much each is optimized for it.
+const OPTIMIZED: [(&str, u8); 2] = [("egress-core", 2), ("egress-daemon", 1)];
 /// It gets what the other tests leave of the processors.
 const SIMULATION_TIMEOUT: Duration = Duration::from_secs(60 * 60);
 /// The end-to-end tests that run once more for each of [`OTHER_TRANSPORTS`].
@@ -72,6 +77,10 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
     if !args.unit && !nix::unistd::geteuid().is_root() {
         bail!("the end-to-end tests make network namespaces and load programs: run as root, or add --unit");
     }
+    let part = args.filter.is_some() || args.unit || args.e2e || !args.kernel.is_empty();
+    if !part {
+        space::ensure()?;
+    }
     if args.filter.is_none() && !args.e2e && args.kernel.is_empty() {
         checks::run(tally);
     }
@@ -80,7 +89,7 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
     if !args.kernel.is_empty() {
         return guests(&args.kernel, true, &binaries, &bin_dir, args.bless, tally);
     }
-    if args.filter.is_some() || args.unit || args.e2e {
+    if part {
         return run_tests(args, &binaries, &bin_dir, tally);
     }
     thread::scope(|scope| {
@@ -122,18 +131,26 @@ fn run_tests(args: &Args, binaries: &[Binary], bin_dir: &Path, tally: &mut Tally
 }
 
 /// Runs all seeds of the simulated cluster, beside the other tests: those mostly wait. It runs only while nothing else wants a processor
-/// (`SCHED_IDLE`), so none of them notices. Without optimization it would take an hour.
+/// (`SCHED_IDLE`), so none of them notices. Its crates are optimized, which makes it four times as fast; the others are those of the other
+/// tests, because a second tree of them costs minutes and gigabytes.
 fn simulated_cluster(tally: &mut Tally) -> Result<()> {
     let test = || {
         let mut command = process::behind(&["chrt", "--idle", "0"], &workspace::cargo("test"));
-        command.args(["--release", "--package", "egress-daemon", "--lib"]);
+        for (package, level) in OPTIMIZED {
+            command.arg("--config").arg(format!("profile.dev.package.{package}.opt-level={level}"));
+        }
+        command.args(["--package", "egress-daemon", "--lib"]);
         command
     };
     progress::run("build the simulated cluster", test().arg("--no-run"))?;
     let mut command = test();
-    command.args(["--quiet", "--", "agent::sim"]);
+    command.args(["--quiet", "--", "agent::sim"]).env("SPILLWAY_SIM_SEEDS", SEEDS);
     let how = Run { filter: None, timeout: SIMULATION_TIMEOUT, second_try: false };
     libtest::run("the simulated cluster", command, &how, tally)
+}
+
+fn find<'a>(binaries: &'a [Binary], name: &str) -> Result<&'a Binary> {
+    binaries.iter().find(|binary| binary.name == name).with_context(|| format!("cargo builds no test binary {name}"))
 }
 
 /// Runs the datapath's tests under other kernels, and one end-to-end test where `whole` is wanted: that one takes minutes.
@@ -145,12 +162,8 @@ fn guests(
     bless: bool,
     tally: &mut Tally,
 ) -> Result<()> {
-    let find = |name: &str| {
-        let binary = binaries.iter().find(|binary| binary.name == name);
-        binary.with_context(|| format!("cargo builds no test binary {name}"))
-    };
-    let unit = find("egress-daemon")?.path();
-    let end_to_end = whole.then(|| find("tests/spillway").map(|binary| binary.path())).transpose()?;
+    let unit = find(binaries, "egress-daemon")?.path();
+    let end_to_end = whole.then(|| find(binaries, "tests/spillway").map(Binary::path)).transpose()?;
     for kernel in kernels {
         guest::run(*kernel, &guest::Binaries { unit, end_to_end, bin_dir }, bless, tally)?;
     }
