@@ -7,7 +7,16 @@
 //! The stack does more on this path: it puts fragments together, whatever order they come in, and into order.
 
 use crate::{packet::Packet, stats};
-use egress_common::verdict::{Counter, Verdict};
+use egress_common::{
+    config::{Config, flags},
+    verdict::{Counter, Verdict},
+};
+
+/// Whether a new flow waits for the host's firewall, as `Flow::pending` has it.
+#[inline(always)]
+pub fn is_asked(config: &Config) -> u16 {
+    (config.flags & flags::RESPECT_FIREWALL != 0) as u16
+}
 
 /// Leaves a pod's packet to the host, on the path that leads to [`guard::caught`](crate::guard::caught).
 #[inline(always)]

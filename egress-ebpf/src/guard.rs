@@ -11,13 +11,12 @@ use crate::{
     once,
     packet::{ETH_LEN, Packet, note},
     parse::{self, Ip, Kind, Part, Transport, proto},
-    probe, stats,
-    steer::{self, key_of, send},
+    probe, recheck, stats,
+    steer::{key_of, send},
 };
 use egress_common::{
     config::Config,
     egress::flags,
-    flow::kind,
     tcp,
     verdict::{Counter, Verdict},
 };
@@ -111,10 +110,9 @@ pub fn caught<F: Family>(pkt: &Packet) -> u64 {
     {
         // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
         let flow = unsafe { &mut *flow };
-        match flow.kind {
-            // `pod_egress` has checked it under the present tables, or has not seen this packet.
-            kind::TRANSLATED if flow.config_generation == steer::generation(config) => {}
-            _ => return Verdict::Drop(Counter::DropSevered).to_bits(),
+        // The tables may have changed since `pod_egress` checked it.
+        if !recheck::is_in_force::<F>(config, &key, flow) {
+            return Verdict::Drop(Counter::DropSevered).to_bits();
         }
         if flow.pending != 0 {
             flows::confirm::<F>(&key, flow);

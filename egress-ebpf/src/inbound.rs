@@ -9,7 +9,7 @@ use crate::{
     maps::CONFIG,
     packet::{Packet, note, now_tick},
     parse::{self, Kind, Part, Transport, proto},
-    stats, steer,
+    recheck, stats, steer,
 };
 use egress_common::{
     config::Config,
@@ -28,7 +28,7 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
     }
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass };
     let Ok(ip) = F::parse(pkt) else { return Verdict::Pass };
-    let generation = steer::generation(config);
+    let generation = recheck::generation(config);
     if ip.part == Part::Later {
         return Verdict::Pass;
     }

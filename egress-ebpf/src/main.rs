@@ -38,6 +38,7 @@ mod packet;
 mod parse;
 mod ports;
 mod probe;
+mod recheck;
 mod service;
 mod shaper;
 mod share;

@@ -6,13 +6,14 @@ use crate::{
     collect, ended,
     family::Family,
     firewall,
-    flows::{enter, forget, mend_reverse, remove, reverse_key, reverse_state, reverse_value, ticket},
+    flows::{enter, forget, mend_reverse, remove, reverse_key, reverse_value, ticket},
     fragment, gate, inbound, large,
     maps::{CONFIG, EGRESS_IPS, NODES},
     mss, once,
     packet::{Packet, now_tick},
-    parse::{self, Ip, Kind, Part, Transport, proto},
+    parse::{self, Ip, Kind, Part, Transport},
     ports::{self, EEXIST},
+    recheck::{self, Check},
     service, shaper, share, stats,
     translate::{End, Rewrite, rewrite},
     way,
@@ -21,7 +22,7 @@ use egress_common::{
     config::{Config, flags},
     egress::EgressIp,
     endpoint::{Endpoint, Policy, policy_flags},
-    flow::{Flow, FlowKey, is_pair, kind},
+    flow::{Flow, FlowKey, kind},
     hash, tcp, udp,
     verdict::{Counter, Verdict, purpose},
 };
@@ -132,18 +133,10 @@ pub fn first<F: Family>(pkt: &Packet) -> u64 {
     }
     match unknown::<F>(pkt, config, &ip, &t, &key_of(&ip, &t)) {
         // Whatever the flow says besides, the firewall is asked first, unless the packet may have to be smaller.
-        Ok(()) if respects(config) != 0 && !large::may_be(pkt, config) => ASK,
+        Ok(()) if firewall::is_asked(config) != 0 && !large::may_be(pkt, config) => ASK,
         Ok(()) => ENTERED,
         Err(verdict) => verdict.to_bits(),
     }
-}
-
-/// The generation of the tables, to be read before anything is classified by them: what changes meanwhile makes the
-/// flow be checked again.
-#[inline(always)]
-pub fn generation(config: &Config) -> u32 {
-    // SAFETY: a reference is valid for reading.
-    unsafe { (&raw const config.generation).read_volatile() }
 }
 
 /// Whether this segment opens a connection.
@@ -171,7 +164,7 @@ fn known<F: Family>(
     }
     let opening = opens(t);
     if flow.config_generation != config.generation || opening {
-        match check::<F>(config, key, flow, opening) {
+        match recheck::check::<F>(config, key, flow, opening) {
             Check::Keep => {}
             Check::Anew => {
                 forget::<F>(key, flow);
@@ -208,88 +201,6 @@ fn known<F: Family>(
     })
 }
 
-/// What becomes of a flow that was classified under an older configuration, or whose connection opens again.
-enum Check {
-    Keep,
-    /// A new flow takes its place, if a policy still has its packets.
-    Anew,
-    Drop(Counter),
-}
-
-#[inline(always)]
-fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening: bool) -> Check {
-    let generation = generation(config);
-    // What opens again under the same tables is of the policy that it was of.
-    let policy = if flow.kind == kind::TRANSLATED && flow.config_generation == generation {
-        flow.policy
-    } else {
-        match classify::classify(config, key.src, key.dst) {
-            Class::Held => return Check::Drop(Counter::DropHeld),
-            // The other end knows the connection by an egress IP: what is left of it must not show it another address.
-            Class::Outside(_) if key.proto == proto::TCP && !opening => {
-                flow.kind = kind::SEVERED;
-                flow.config_generation = config.generation;
-                return Check::Keep;
-            }
-            Class::Outside(_) => return Check::Anew,
-            // The address is another pod's now.
-            Class::Policy(_, endpoint) if endpoint.id != flow.endpoint => return Check::Anew,
-            Class::Policy(policy, _) => policy,
-        }
-    };
-    match classify::member(policy, flow.egress) {
-        Some(m) if m.generation == flow.egress_generation => {
-            if flow.config_generation != generation {
-                flow.state |= tcp::seen::CHANGED;
-            }
-            if opening && !reopen::<F>(config, key, flow, m.usable != 0) {
-                return Check::Anew;
-            }
-            flow.policy = policy;
-            flow.kind = kind::TRANSLATED;
-            flow.config_generation = generation;
-            Check::Keep
-        }
-        _ if key.proto == proto::TCP && !opening => {
-            flow.kind = kind::SEVERED;
-            flow.config_generation = generation;
-            Check::Keep
-        }
-        _ => Check::Anew,
-    }
-}
-
-/// A SYN with the ports of a flow that is in the table: the flow begins with a clean state and keeps its slot, unless it may choose
-/// another one (`false`). It may where nobody has answered yet or the connection before is closed, and does so where its slot is not to
-/// be used; after a closed one also where the tables have changed, since what was added to the policy is to get its part.
-#[inline(always)]
-fn reopen<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, usable: bool) -> bool {
-    let unanswered = flow.state & tcp::seen::ACK == 0;
-    if unanswered && !usable {
-        return false;
-    }
-    let changed = flow.state & tcp::seen::CHANGED;
-    if flow.state & !tcp::seen::SYN == changed {
-        return true;
-    }
-    if tcp::closed(flow.state, flow.back) && (changed != 0 || !usable) {
-        return false;
-    }
-    let pending = respects(config);
-    if let Some(reverse) = reverse_key::<F>(key, flow)
-        && let Some(value) = F::reverses().get_ptr_mut(&reverse)
-        // SAFETY: a pointer into the map.
-        && is_pair(key, flow, &reverse, unsafe { &*value })
-    {
-        // SAFETY: as above, and a single store.
-        unsafe { (*value).state = reverse_state(pending) };
-    }
-    flow.state = changed;
-    flow.back = 0;
-    flow.pending = pending;
-    true
-}
-
 /// `Ok` when the packet has a flow now.
 #[inline(always)]
 fn unknown<F: Family>(
@@ -299,7 +210,7 @@ fn unknown<F: Family>(
     t: &Transport,
     key: &FlowKey<F>,
 ) -> Result<(), Verdict> {
-    let generation = generation(config);
+    let generation = recheck::generation(config);
     let (index, endpoint) = match classify::classify(config, ip.src, ip.dst) {
         Class::Outside(class) => return Err(service::left(pkt, t, class, ip.dst)),
         Class::Held => return Err(Verdict::Drop(Counter::DropHeld)),
@@ -316,7 +227,7 @@ fn unknown<F: Family>(
         Kind::Answer => return Err(Verdict::Pass),
         Kind::Udp | Kind::Query => {}
         // The stack waits for the first fragment.
-        Kind::Orphan if respects(config) != 0 => return Err(firewall::detour(pkt)),
+        Kind::Orphan if firewall::is_asked(config) != 0 => return Err(firewall::detour(pkt)),
         Kind::Orphan => return Err(Verdict::Later(GATHER)),
         Kind::Broken => return Err(Verdict::Drop(Counter::DropMalformed)),
         Kind::Other | Kind::Error => return Err(Verdict::Drop(Counter::DropProtocol)),
@@ -327,7 +238,7 @@ fn unknown<F: Family>(
     if share::is_used_up::<F>(config, endpoint.id) {
         return Err(Verdict::Drop(Counter::DropPodShare));
     }
-    open::<F>(pkt, respects(config), generation, t, key, index, policy, &endpoint).map_err(Verdict::Drop)
+    open::<F>(pkt, firewall::is_asked(config), generation, t, key, index, policy, &endpoint).map_err(Verdict::Drop)
 }
 
 /// A TCP segment of a connection that is not in the table.
@@ -418,16 +329,10 @@ fn commit<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), Counter> {
     if error == EEXIST { Ok(()) } else { Err(Counter::DropTableFull) }
 }
 
-/// Whether a new flow waits for the host's firewall, as [`Flow::pending`] has it.
-#[inline(always)]
-fn respects(config: &Config) -> u16 {
-    (config.flags & flags::RESPECT_FIREWALL != 0) as u16
-}
-
 /// The fast path for the packets of a confirmed flow, the host-stack path until then.
 #[inline(always)]
 fn go<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow: &Flow) -> Verdict {
-    if respects(config) != 0 {
+    if firewall::is_asked(config) != 0 {
         if flow.pending != 0 || ip.part != Part::Whole {
             if large::may_be(pkt, config)
                 && let Some(e) = EGRESS_IPS.get(flow.egress)

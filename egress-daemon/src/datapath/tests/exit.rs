@@ -60,12 +60,38 @@ fn what_the_host_let_pass_is_translated_and_confirms_its_flow() {
             assert_eq!(rig.run("pod_egress", &frame).0, REDIRECT, "it is confirmed");
         }
     }
-    // Classified by older tables, and not seen by `pod_egress` since.
+}
+
+#[test]
+fn what_was_asked_about_under_older_tables_leaves_if_its_slot_is_still_the_policys() {
+    let Some(mut rig) = Rig::new("exit-changed", &view()) else { return };
+    // Something else changes between `pod_egress` and the exit: nothing is lost.
     let mut other = view();
     other.endpoints.retain(|_, pod| !pod.ips.contains(&addr(STRANGER)));
-    rig.write(&other);
-    let (pod, _, server) = families()[0];
-    rig.kept(&seal(ip(pod, server, UDP, &[], &udp(4000, 53, b"later"))), POD_IFINDEX, Counter::DropSevered);
+    // Or the policy loses its slots.
+    let mut without = other.clone();
+    without.policies.values_mut().for_each(|policy| policy.slots.clear());
+    for (port, (tables, leaves)) in [(other, true), (without, false)].into_iter().enumerate() {
+        for (pod, egress, server) in families() {
+            let (tcp, udp) = (tcp(4100 + port as u16, 443, SYN, &[]), udp(4100 + port as u16, 53, b"question"));
+            for frame in [(TCP, tcp), (UDP, udp)].map(|(proto, body)| seal(ip(pod, server, proto, &[], &body))) {
+                rig.write(&view());
+                assert_eq!(rig.run("pod_egress", &frame).0, NEXT, "the host is asked");
+                rig.write(&tables);
+                if leaves {
+                    let (verdict, out) = rig.leave(&frame, POD_IFINDEX);
+                    assert_eq!(
+                        (verdict, read(&out).unwrap().src),
+                        (REDIRECT, egress),
+                        "{:?}",
+                        rig.writer.maps().counters()
+                    );
+                } else {
+                    rig.kept(&frame, POD_IFINDEX, Counter::DropSevered);
+                }
+            }
+        }
+    }
 }
 
 #[test]
