@@ -212,6 +212,7 @@ impl Agent {
             lease_revision: self.leases.all,
             gateways,
             ports: &self.ports,
+            store_connected: self.store.is_connected(),
             store_problems: self.store.problems(),
             complaints: &self.complaints,
         };

@@ -49,6 +49,8 @@ pub struct Running<'a> {
     pub gateways: Vec<GatewayState>,
     /// The ports in use, as they were counted last.
     pub ports: &'a Ports,
+    /// Whether the source of the objects answers.
+    pub store_connected: bool,
     /// What is wrong with the source of the objects.
     pub store_problems: Vec<store::Problem>,
     /// What the agent could not do.
@@ -96,7 +98,7 @@ fn node(name: &NodeName, running: &Running<'_>) -> NodeState {
         pid: std::process::id(),
         uptime_seconds: running.uptime.as_secs(),
         store: running.store.into(),
-        store_connected: running.lease_held.unwrap_or(true),
+        store_connected: running.store_connected,
         transport: running.transport.to_string(),
         firewall: running.firewall.to_string(),
         attach: running.attach.to_string(),

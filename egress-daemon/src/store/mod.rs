@@ -40,7 +40,9 @@ pub(crate) trait Backend: Send + Sync {
     fn heard(&self, kind: Kind) -> u64;
     /// What is wrong with the source of the objects, sorted.
     fn problems(&self) -> Vec<Problem>;
-    /// Its value changes after each change of what `list` or `problems` return.
+    /// Whether the source of the objects answered when it was asked last.
+    fn is_connected(&self) -> bool;
+    /// Its value changes after each change of what `list`, `problems` or `is_connected` return.
     fn changes(&self) -> watch::Receiver<u64>;
     /// Waits until `list` shows everything that Spillway's processes wrote before the call.
     fn refresh(&self) -> BoxFuture<'static, ()>;
@@ -190,6 +192,11 @@ impl Store {
     /// problem is about stays in force.
     pub fn problems(&self) -> Vec<Problem> {
         self.backend.problems()
+    }
+
+    /// Whether the source of the objects answers: the API server, since a watch failed last; a directory, whether it can be read.
+    pub fn is_connected(&self) -> bool {
+        self.backend.is_connected()
     }
 
     /// Notices of changes from now on; the first one is immediate, so that a loop starts with a look at the state.

@@ -24,6 +24,7 @@ pub const TESTS: &[Test] = &[
 
 const HOSTS: std::ops::RangeInclusive<u8> = 10..=12;
 const COUNT: usize = 3;
+const WORKER: &str = "worker1";
 /// Connections of each pod.
 const EACH: usize = 20;
 /// New flows avoid a gateway from then on.
@@ -254,6 +255,9 @@ fn the_api_server_is_away(world: &World) -> Result<()> {
     let load = Load::start(world)?;
     let before = world.owners()?;
     let (address, node) = load.busy()?;
+    // A worker has no lease to renew: its watches are all that it hears.
+    let worker = node_address(world, WORKER)?;
+    wait_connected(world, WORKER, worker, true)?;
     world.cluster.kill_api_server()?;
     let start = Instant::now();
     let killed = agent_of(&node)?.context("no agent runs on the gateway")?;
@@ -267,7 +271,9 @@ fn the_api_server_is_away(world: &World) -> Result<()> {
     for pod in &load.pods {
         world.wait_sources(pod, 1, &egress(HOSTS))?;
     }
+    wait_connected(world, WORKER, worker, false)?;
     world.cluster.start_api_server()?;
+    wait_connected(world, WORKER, worker, true)?;
     // A controller leads again and has looked at everything: a new policy is in force.
     world.leader()?;
     world.policy("later", "web", "203.0.113.8/32", 1)?;
@@ -317,6 +323,23 @@ fn the_api_server_stalls(world: &World) -> Result<()> {
     let who: BTreeSet<[u8; 6]> = terms(&trace, address).iter().map(|term| term.mac).collect();
     ensure!(who.len() == 1, "{address} was answered for by {who:02x?}");
     Ok(())
+}
+
+/// Waits until the agent of a node says in its metrics whether the API server answers.
+fn wait_connected(world: &World, node: &str, address: IpAddr, connected: bool) -> Result<()> {
+    let ns = world.cluster.netns(node)?;
+    let metrics = || ns.sh(&format!("curl -s --max-time 5 http://{address}:9473/metrics"));
+    let line = format!("spillway_store_connected {}.0", u8::from(connected));
+    wait_until("the agent sees whether the API server answers", PATIENCE, metrics, |text| text.contains(&line))
+        .map(drop)
+}
+
+/// The address that a node has in its Node object.
+fn node_address(world: &World, node: &str) -> Result<IpAddr> {
+    let node = world.cluster.get(&["node", node])?;
+    let addresses = node["status"]["addresses"].as_array().context("no addresses")?;
+    let internal = addresses.iter().find(|address| address["type"] == "InternalIP").context("no InternalIP")?;
+    Ok(internal["address"].as_str().context("no text")?.parse()?)
 }
 
 /// The process of the agent of a node.

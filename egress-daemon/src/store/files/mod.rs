@@ -222,6 +222,10 @@ impl Backend for Arc<Files> {
         self.view().problems.clone()
     }
 
+    fn is_connected(&self) -> bool {
+        std::fs::read_dir(self.own.root()).is_ok()
+    }
+
     fn note(&self, _: Note) {}
 
     fn refresh(&self) -> BoxFuture<'static, ()> {

@@ -30,6 +30,8 @@ struct State {
     problems: BTreeMap<ObjectRef, Problem>,
     /// When the last renewal of each lease of our own that succeeded was sent.
     renewed: BTreeMap<Key, Instant>,
+    /// The API server did not answer when it was asked last.
+    unanswered: bool,
 }
 
 /// How far the watch of a kind is.
@@ -140,6 +142,16 @@ impl Cache {
 
     pub(super) fn problems(&self) -> Vec<Problem> {
         self.state().problems.values().cloned().collect()
+    }
+
+    /// Whether the API server answered when it was asked last.
+    pub(super) fn is_connected(&self) -> bool {
+        !self.state().unanswered
+    }
+
+    /// Takes in whether the API server answers.
+    pub(super) fn answers(&self, answers: bool) {
+        self.update(|state| std::mem::replace(&mut state.unanswered, !answers) == answers);
     }
 
     /// Which of the kinds have not been listed yet.

@@ -56,7 +56,7 @@ pub(super) fn value(kind: Kind, object: &DynamicObject) -> Value {
 /// Follows the objects of a kind.
 pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) {
     let kind = watched.kind;
-    let mut events = pin!(watcher(api(client, kind), watched.config));
+    let mut events = pin!(watcher(api(client.clone(), kind), watched.config));
     let mut retry = Retry::default();
     while let Some(event) = events.next().await {
         let event = match event {
@@ -66,12 +66,20 @@ pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) 
                 if kind.is_foreign() && is_unknown(of_api(&error)) {
                     cache.absent(kind);
                 }
+                cache.answers(of_api(&error).is_some_and(is_answer));
                 retry.wait(|| format!("{kind} objects are not followed: {}", reason(kind, &error))).await;
+                // A watch that goes on where it was is silent about it.
+                if !cache.is_connected() {
+                    cache.answers(answers(&client).await);
+                }
                 continue;
             }
         };
-        if !matches!(event, Event::Init) && retry.is_over() {
-            tracing::info!("{kind} objects are followed again");
+        if !matches!(event, Event::Init) {
+            cache.answers(true);
+            if retry.is_over() {
+                tracing::info!("{kind} objects are followed again");
+            }
         }
         cache.notice(
             kind,
@@ -112,6 +120,19 @@ fn of_api(error: &watcher::Error) -> Option<&Error> {
         | watcher::Error::WatchStartFailed(error)
         | watcher::Error::WatchFailed(error) => Some(error),
         _ => None,
+    }
+}
+
+/// Whether the API server itself has answered, with whatever: not a load balancer before it, and not for want of its database.
+fn is_answer(error: &Error) -> bool {
+    matches!(error, Error::Api(status) if status.code < 500)
+}
+
+/// Whether the API server answers now.
+async fn answers(client: &Client) -> bool {
+    match tokio::time::timeout(REQUEST, client.apiserver_version()).await {
+        Ok(answer) => answer.err().is_none_or(|error| is_answer(&error)),
+        Err(_) => false,
     }
 }
 

@@ -133,6 +133,10 @@ impl Backend for Kubernetes {
         self.cache.problems()
     }
 
+    fn is_connected(&self) -> bool {
+        self.cache.is_connected()
+    }
+
     fn changes(&self) -> watch::Receiver<u64> {
         self.cache.changes()
     }
