@@ -46,6 +46,7 @@ pub mod capture;
 pub mod cluster;
 mod command;
 pub mod hook;
+pub mod machine;
 pub mod manifests;
 pub mod netns;
 pub mod oci;

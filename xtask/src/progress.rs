@@ -4,10 +4,11 @@ use std::cell::Cell;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use crate::{process, workspace};
 
@@ -16,6 +17,9 @@ const SHORT: Duration = Duration::from_secs(2);
 
 /// How much of a failed step's log is shown.
 const TAIL_LINES: usize = 60;
+
+/// The steps that run side by side, each with a line of its own.
+static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 
 /// A step that is being shown.
 pub struct Step {
@@ -30,7 +34,7 @@ impl Step {
     /// Starts to show a step.
     pub fn start(title: &str) -> Self {
         let bar = if std::io::stderr().is_terminal() {
-            let bar = ProgressBar::new_spinner().with_prefix(title.to_owned());
+            let bar = BARS.add(ProgressBar::new_spinner().with_prefix(title.to_owned()));
             if let Ok(style) = ProgressStyle::with_template("{spinner} {prefix} [{elapsed}] {wide_msg}") {
                 bar.set_style(style);
             }
@@ -59,7 +63,8 @@ impl Step {
     pub fn end(self, mark: &str, detail: &str) {
         self.bar.finish_and_clear();
         let separator = if detail.is_empty() { "" } else { ": " };
-        eprintln!("{mark} {}{separator}{detail} ({})", self.title, seconds(self.started.elapsed()));
+        let took = seconds(self.started.elapsed());
+        BARS.suspend(|| eprintln!("{mark} {}{separator}{detail} ({took})", self.title));
     }
 }
 

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::process::Command;
-use std::sync::{PoisonError, RwLock};
 use std::thread;
 
 use anyhow::{Context, Result, anyhow};
@@ -11,12 +10,10 @@ use anyhow::{Context, Result, anyhow};
 use super::address::{self, Dual};
 use super::settings::Settings;
 use super::{Cni, Lab, Node, Role, Server};
+use crate::machine;
 use crate::manifests::Manifests;
 use crate::netns::NetNs;
 use crate::scope::Scope;
-
-/// Held by each test while it runs; by one that wants to be [alone](Builder::alone), for writing.
-static MACHINE: RwLock<()> = RwLock::new(());
 
 /// Describes a lab. The default: two workers, three gateways, one server on the external segment and one behind the router,
 /// point-to-point pods, MTU 1500 everywhere, no reverse-path filter, masquerade on every node.
@@ -113,11 +110,7 @@ impl Builder {
     /// Makes the lab and runs a test in it. When the test fails, the error, the ends of the processes' logs and the
     /// folder with everything else are shown, while the lab still stands. Panics when the test fails.
     pub fn run(self, test: impl FnOnce(&mut Lab) -> Result<()>) {
-        // What a test that failed leaves behind is of no concern to the next one.
-        let (_shared, _alone) = match self.settings.alone {
-            true => (None, Some(MACHINE.write().unwrap_or_else(PoisonError::into_inner))),
-            false => (Some(MACHINE.read().unwrap_or_else(PoisonError::into_inner)), None),
-        };
+        let _share = machine::take(self.settings.alone).unwrap_or_else(|error| panic!("{error:?}"));
         let mut lab = self.build().unwrap_or_else(|error| panic!("the lab cannot be built: {error:?}"));
         // Panicking here, not returning the error, lets the lab know that it is dropped because of a failure.
         test(&mut lab).unwrap_or_else(|error| panic!("{error:?}"));

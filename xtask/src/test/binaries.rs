@@ -32,6 +32,11 @@ pub struct Binary {
 }
 
 impl Binary {
+    #[cfg(test)]
+    pub fn named(kind: Kind, name: &str) -> Self {
+        Self { kind, name: name.to_owned(), executable: PathBuf::new(), folder: PathBuf::new() }
+    }
+
     /// The program.
     pub fn path(&self) -> &Path {
         &self.executable

@@ -64,8 +64,8 @@ pub struct Run<'a> {
     pub filter: Option<&'a str>,
     /// When it counts as hanging.
     pub timeout: Duration,
-    /// Whether a test that fails is tried once more, alone. For tests in real time on a machine that is not theirs: such a
-    /// test counts as passed, and is named in the summary.
+    /// Whether a test that fails is tried once more, with the machine alone (`lab::machine`). For tests in real time on a machine that is
+    /// not theirs: such a test counts as passed, and is named in the summary.
     pub second_try: bool,
 }
 
@@ -139,7 +139,7 @@ pub fn run(name: &str, mut command: Command, how: &Run<'_>, tally: &mut Tally) -
 /// Runs one test by itself; whether it passes.
 fn passes_alone(command: &Command, test: &str, log: &Path, timeout: Duration) -> bool {
     let mut alone = process::alike(command.get_program(), command);
-    alone.args([test, "--exact", "--test-threads", "1"]);
+    alone.args([test, "--exact", "--test-threads", "1"]).env("SPILLWAY_TEST_ALONE", "1");
     let log = log.with_extension("again");
     process::run(&mut alone, &log, Some(timeout), |_, _| {}).is_ok_and(|status| status.is_some_and(|s| s.success()))
 }

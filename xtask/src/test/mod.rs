@@ -1,15 +1,16 @@
 //! `cargo xtask test`: everything that shows that the tree is in order, counted in one last line.
 //!
-//! A stage that fails does not stop the next one, unless that one needs it.
+//! What runs, and what runs beside what, is data ([`plan`]). A stage that fails does not stop the next one.
 
 mod binaries;
 mod checks;
 pub mod libtest;
+mod plan;
 mod space;
 pub mod tally;
 
+use std::ffi::OsString;
 use std::path::Path;
-use std::process::Command;
 use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
@@ -20,13 +21,9 @@ use crate::guest::{self, Kernel};
 use crate::{build, cluster, image, process, progress, setup, workspace};
 use binaries::{Binary, Kind};
 use libtest::Run;
+use plan::Job;
 use tally::Tally;
 
-/// End-to-end tests mostly wait, so more of them than there are processors run at once. Those that others would disturb say so
-/// (`Builder::alone` of the lab).
-const E2E_THREADS: &str = "4";
-/// The tests on a Kubernetes.
-const CLUSTER: &str = "tests/cluster";
 const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 /// How many seeds of the simulated cluster a whole run tries.
 const SEEDS: &str = "10000";
@@ -34,15 +31,8 @@ const SEEDS: &str = "10000";
 const OPTIMIZED: [(&str, u8); 2] = [("egress-core", 2), ("egress-daemon", 1)];
 /// It gets what the other tests leave of the processors.
 const SIMULATION_TIMEOUT: Duration = Duration::from_secs(60 * 60);
-/// The end-to-end tests that run once more for each of [`OTHER_TRANSPORTS`].
-const BY_TRANSPORT: &str = "spillway";
-const OTHER_TRANSPORTS: [&str; 2] = ["vxlan", "device"];
-/// Their modules in which the way between the nodes matters.
-const DEPENDING_ON_TRANSPORT: [&str; 8] =
-    ["exits::", "failover::", "host_rules::", "policies::", "ports::", "protocols::", "restart::", "slots::"];
-const E2E_TIMEOUT: Duration = Duration::from_secs(25 * 60);
-/// Those on a Kubernetes run one after the other, and one of them lasts two minutes by itself.
-const CLUSTER_TIMEOUT: Duration = Duration::from_secs(30 * 60);
+/// The lab's tests share the machine, so each binary needs nearly as long as all of them.
+const LAB_TIMEOUT: Duration = Duration::from_secs(45 * 60);
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -54,12 +44,22 @@ pub struct Args {
     /// Only the end-to-end tests
     #[arg(long)]
     e2e: bool,
+    /// A part that takes at most four minutes from a built tree: no lints, no kernels, of the end-to-end tests the common ones
+    #[arg(long, conflicts_with_all = ["filter", "unit", "e2e", "kernel"])]
+    quick: bool,
     /// Only the datapath's tests, under another kernel, in QEMU
     #[arg(long, value_name = "VERSION", conflicts_with_all = ["filter", "unit", "e2e"])]
     kernel: Vec<Kernel>,
     /// What the kernels' verifiers count becomes the baseline of later runs
     #[arg(long, requires = "kernel")]
     bless: bool,
+}
+
+impl Args {
+    /// Whether nothing is left out.
+    fn is_whole(&self) -> bool {
+        self.filter.is_none() && !self.unit && !self.e2e && !self.quick && self.kernel.is_empty()
+    }
 }
 
 /// Runs what `args` ask for. The last line of the output is the counts, also when something failed.
@@ -77,19 +77,18 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
     if !args.unit && !nix::unistd::geteuid().is_root() {
         bail!("the end-to-end tests make network namespaces and load programs: run as root, or add --unit");
     }
-    let part = args.filter.is_some() || args.unit || args.e2e || !args.kernel.is_empty();
-    if !part {
+    if args.is_whole() {
         space::ensure()?;
     }
-    if args.filter.is_none() && !args.e2e && args.kernel.is_empty() {
-        checks::run(tally);
+    if args.is_whole() || args.unit || args.quick {
+        checks::run(args.quick, tally);
     }
     let bin_dir = build::binaries(false)?;
     let binaries = binaries::build()?;
     if !args.kernel.is_empty() {
         return guests(&args.kernel, true, &binaries, &bin_dir, args.bless, tally);
     }
-    if part {
+    if !args.is_whole() {
         return run_tests(args, &binaries, &bin_dir, tally);
     }
     thread::scope(|scope| {
@@ -103,22 +102,22 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
     })
 }
 
-/// Runs the tests that `args` ask for, one binary after the other.
+/// Runs the stages of the plan that `args` ask for.
 fn run_tests(args: &Args, binaries: &[Binary], bin_dir: &Path, tally: &mut Tally) -> Result<()> {
-    for binary in binaries.iter().filter(|binary| wanted(args, binary)) {
-        run_binary(binary, args.filter.as_deref(), bin_dir, None, tally)?;
+    let stages = plan::stages(args, binaries);
+    let cluster = stages.iter().flatten().any(|job| job.binary.name == plan::CLUSTER);
+    let prepared = if cluster { prepare_cluster() } else { Ok(Vec::new()) };
+    let environment = prepared.unwrap_or_else(|error| {
+        tally.fail(plan::CLUSTER, &format!("{error:#}"));
+        Vec::new()
+    });
+    for stage in &stages {
+        run_stage(stage, bin_dir, &environment, tally);
     }
-    // In the lab `Auto` comes to `direct`, so the tests above have run by that.
-    let by_transport = |binary: &&Binary| binary.name.ends_with(BY_TRANSPORT) && wanted(args, binary);
-    for binary in binaries.iter().filter(by_transport).filter(|_| args.filter.is_none()) {
-        for transport in OTHER_TRANSPORTS {
-            run_binary(binary, None, bin_dir, Some(transport), tally)?;
-        }
-    }
-    if !args.unit && args.filter.is_none() {
+    if args.is_whole() {
         guests(&Kernel::USUAL, false, binaries, bin_dir, false, tally)?;
     }
-    if !args.e2e && args.filter.is_none() {
+    if args.is_whole() || args.unit {
         let mut command = workspace::cargo("test");
         command.args(["--quiet", "--workspace", "--exclude", "egress-ebpf", "--doc", "--no-fail-fast"]);
         let how = Run { filter: None, timeout: UNIT_TIMEOUT, second_try: false };
@@ -128,6 +127,45 @@ fn run_tests(args: &Args, binaries: &[Binary], bin_dir: &Path, tally: &mut Tally
         bail!("no test's name contains {filter}");
     }
     Ok(())
+}
+
+/// Runs the jobs of a stage side by side.
+fn run_stage(jobs: &[Job<'_>], bin_dir: &Path, environment: &[(&str, OsString)], tally: &mut Tally) {
+    let run = |job: &Job<'_>| {
+        let mut tally = Tally::default();
+        if let Err(error) = run_job(job, bin_dir, environment, &mut tally) {
+            tally.fail(&job.title(), &format!("{error:#}"));
+        }
+        tally
+    };
+    thread::scope(|scope| {
+        let running: Vec<_> = jobs.iter().map(|job| (job, scope.spawn(|| run(job)))).collect();
+        for (job, thread) in running {
+            match thread.join() {
+                Ok(counted) => tally.add(counted),
+                Err(_) => tally.fail(&job.title(), "its thread has panicked"),
+            }
+        }
+    });
+}
+
+fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &[(&str, OsString)], tally: &mut Tally) -> Result<()> {
+    let mut command = job.binary.command();
+    command.env("SPILLWAY_BIN", bin_dir).envs(environment.iter().map(|(name, value)| (name, value)));
+    command.args(&job.tests);
+    let lab = job.binary.kind == Kind::EndToEnd;
+    if lab {
+        command.args(["--test-threads", job.threads]);
+    }
+    if let Some(transport) = job.transport {
+        command.env("SPILLWAY_TEST_TRANSPORT", transport);
+    }
+    let how = Run {
+        filter: job.tests.first().copied(),
+        timeout: if lab { LAB_TIMEOUT } else { UNIT_TIMEOUT },
+        second_try: lab,
+    };
+    libtest::run(&job.title(), command, &how, tally)
 }
 
 /// Runs all seeds of the simulated cluster, beside the other tests: those mostly wait. It runs only while nothing else wants a processor
@@ -170,16 +208,9 @@ fn guests(
     Ok(())
 }
 
-fn wanted(args: &Args, binary: &Binary) -> bool {
-    match binary.kind {
-        Kind::Unit => !args.e2e,
-        Kind::EndToEnd => !args.unit,
-    }
-}
-
-/// Builds what the tests on a Kubernetes need. They are skipped, and say why, where something is missing that set-up does
-/// not install; a continuous integration has to have it.
-fn prepare_cluster(command: &mut Command) -> Result<()> {
+/// Builds what the tests on a Kubernetes need, and says where it is. They are skipped, and say why, where something is missing that
+/// set-up does not install; a continuous integration has to have it.
+fn prepare_cluster() -> Result<Vec<(&'static str, OsString)>> {
     if workspace::in_ci() {
         setup::ensure(setup::Scope::Cluster)?;
     }
@@ -188,42 +219,12 @@ fn prepare_cluster(command: &mut Command) -> Result<()> {
         if workspace::in_ci() {
             bail!("the tests on a Kubernetes need:\n- {}", missing.join("\n- "));
         }
-        command.env("SPILLWAY_CLUSTER_LACKS", missing.join("; "));
-        return Ok(());
+        return Ok(vec![("SPILLWAY_CLUSTER_LACKS", missing.join("; ").into())]);
     }
     cluster::build()?;
-    command.env("SPILLWAY_CLUSTER_BIN", cluster::binaries()?);
-    command.env("SPILLWAY_IMAGE", image::for_tests()?).env("SPILLWAY_NEXT_IMAGE", image::next_for_tests()?);
-    Ok(())
-}
-
-/// Runs one test binary. A filter that its own name contains selects all of its tests.
-/// With a transport, all nodes use that one where a test does not say another, and only what depends on it is run.
-fn run_binary(
-    binary: &Binary,
-    filter: Option<&str>,
-    bin_dir: &Path,
-    transport: Option<&str>,
-    tally: &mut Tally,
-) -> Result<()> {
-    let mut command = binary.command();
-    command.env("SPILLWAY_BIN", bin_dir);
-    if binary.name == CLUSTER {
-        prepare_cluster(&mut command)?;
-    }
-    if let Some(transport) = transport {
-        command.env("SPILLWAY_TEST_TRANSPORT", transport).args(DEPENDING_ON_TRANSPORT);
-    }
-    let filter = filter.filter(|filter| !binary.name.contains(filter));
-    command.args(filter);
-    let timeout = match binary.kind {
-        Kind::Unit => UNIT_TIMEOUT,
-        Kind::EndToEnd => {
-            command.args(["--test-threads", E2E_THREADS]);
-            if binary.name == CLUSTER { CLUSTER_TIMEOUT } else { E2E_TIMEOUT }
-        }
-    };
-    let how = Run { filter, timeout, second_try: binary.kind == Kind::EndToEnd };
-    let name = transport.map_or(binary.name.clone(), |transport| format!("{} by {transport}", binary.name));
-    libtest::run(&name, command, &how, tally)
+    Ok(vec![
+        ("SPILLWAY_CLUSTER_BIN", cluster::binaries()?.into()),
+        ("SPILLWAY_IMAGE", image::for_tests()?.into()),
+        ("SPILLWAY_NEXT_IMAGE", image::next_for_tests()?.into()),
+    ])
 }

@@ -1,0 +1,118 @@
+//! What a run consists of, as data: stages follow each other, and the jobs of a stage run side by side.
+//!
+//! Unit tests use every processor, so each binary is a stage. The labs' tests mostly wait, and each lab has namespaces of its own: all of
+//! them are one stage. Those that make load or are strict about time take the machine for themselves (`lab::machine`).
+
+use super::Args;
+use super::binaries::{Binary, Kind};
+
+/// The tests on a Kubernetes.
+pub const CLUSTER: &str = "tests/cluster";
+/// The end-to-end tests.
+const SPILLWAY: &str = "tests/spillway";
+/// How many end-to-end tests run at once, more than there are processors.
+const THREADS: &str = "4";
+/// The transports that they run by once more, with fewer threads. In the lab `Auto` comes to `direct`.
+const OTHER_TRANSPORTS: [(&str, &str); 2] = [("vxlan", "2"), ("device", "2")];
+/// Their modules in which the transport matters.
+const DEPENDING_ON_TRANSPORT: [&str; 8] =
+    ["exits::", "failover::", "host_rules::", "policies::", "ports::", "protocols::", "restart::", "slots::"];
+/// Those of `--quick`: a pod's packets leave as they should, and come back; policies and slots change.
+const QUICK: [&str; 3] = ["exits::", "protocols::", "slots::"];
+
+/// One run of a test binary.
+#[derive(Debug)]
+pub struct Job<'a> {
+    /// What is run.
+    pub binary: &'a Binary,
+    /// All nodes use it where a test says nothing else.
+    pub transport: Option<&'static str>,
+    /// Only tests whose name contains one of these, if there are any.
+    pub tests: Vec<&'a str>,
+    /// How many end-to-end tests run at once.
+    pub threads: &'static str,
+}
+
+impl<'a> Job<'a> {
+    fn of(binary: &'a Binary) -> Self {
+        Self { binary, transport: None, tests: Vec::new(), threads: THREADS }
+    }
+
+    /// What the run's output calls it.
+    pub fn title(&self) -> String {
+        let name = &self.binary.name;
+        self.transport.map_or_else(|| name.clone(), |transport| format!("{name} by {transport}"))
+    }
+
+    fn by_transport(binary: &'a Binary, (transport, threads): (&'static str, &'static str)) -> Self {
+        Self { transport: Some(transport), tests: DEPENDING_ON_TRANSPORT.to_vec(), threads, ..Self::of(binary) }
+    }
+}
+
+/// The stages of the run that `args` ask for.
+pub fn stages<'a>(args: &'a Args, binaries: &'a [Binary]) -> Vec<Vec<Job<'a>>> {
+    let of_kind = |kind: Kind| binaries.iter().filter(move |binary| binary.kind == kind).map(Job::of);
+    if let Some(filter) = &args.filter {
+        // A filter that a binary's own name contains selects all of its tests.
+        let tests = |job: &Job| if job.binary.name.contains(filter) { Vec::new() } else { vec![filter.as_str()] };
+        let units = of_kind(Kind::Unit).filter(|_| !args.e2e);
+        let jobs = units.chain(of_kind(Kind::EndToEnd).filter(|_| !args.unit));
+        return jobs.map(|job| vec![Job { tests: tests(&job), ..job }]).collect();
+    }
+    let units = of_kind(Kind::Unit).filter(|_| !args.e2e).map(|job| vec![job]);
+    let end_to_end = || binaries.iter().filter(|binary| binary.name == SPILLWAY);
+    let labs: Vec<Job> = if args.quick {
+        end_to_end().map(|binary| Job { tests: QUICK.to_vec(), ..Job::of(binary) }).collect()
+    } else {
+        let by_transport =
+            end_to_end().flat_map(|binary| OTHER_TRANSPORTS.map(|transport| Job::by_transport(binary, transport)));
+        of_kind(Kind::EndToEnd).chain(by_transport).filter(|_| !args.unit).collect()
+    };
+    units.chain((!labs.is_empty()).then_some(labs)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn plan(words: &[&str]) -> Vec<String> {
+        let binaries = [
+            Binary::named(Kind::Unit, "egress-core"),
+            Binary::named(Kind::Unit, "tests"),
+            Binary::named(Kind::EndToEnd, CLUSTER),
+            Binary::named(Kind::EndToEnd, SPILLWAY),
+        ];
+        let Line { args } = Line::parse_from(std::iter::once(&"test").chain(words));
+        let said = |job: &Job| match &job.tests[..] {
+            [] => job.title(),
+            [test] => format!("{} {test}", job.title()),
+            tests => format!("{} {}", job.title(), tests.len()),
+        };
+        let stages = stages(&args, &binaries);
+        stages.iter().map(|jobs| jobs.iter().map(said).collect::<Vec<_>>().join(" + ")).collect()
+    }
+
+    #[test]
+    fn units_run_one_after_the_other_and_all_labs_beside_each_other() {
+        let labs = "tests/cluster + tests/spillway + tests/spillway by vxlan 8 + tests/spillway by device 8";
+        assert_eq!(plan(&[]), ["egress-core", "tests", labs]);
+        assert_eq!(plan(&["--e2e"]), [labs]);
+        assert_eq!(plan(&["--unit"]), ["egress-core", "tests"]);
+        assert_eq!(plan(&["--quick"]), ["egress-core", "tests", "tests/spillway 3"]);
+    }
+
+    #[test]
+    fn a_filter_selects_tests_or_a_whole_binary() {
+        let direct = ["egress-core exits::", "tests exits::", "tests/cluster exits::", "tests/spillway exits::"];
+        assert_eq!(plan(&["exits::"]), direct);
+        assert_eq!(plan(&["--e2e", "cluster"]), ["tests/cluster", "tests/spillway cluster"]);
+    }
+}
