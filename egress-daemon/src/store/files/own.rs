@@ -212,3 +212,19 @@ pub(super) fn stamp(path: &Path) -> io::Result<Stamp> {
         inode: metadata.ino(),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_that_was_cut_off_is_not_made_anew() {
+        let dir = tempfile::tempdir().unwrap();
+        let gone = dir.path().join("gone");
+        assert_eq!(Own::open(gone.join(".spillway")).unwrap_err().kind(), io::ErrorKind::NotFound);
+        assert!(!gone.exists());
+        fs::create_dir(&gone).unwrap();
+        Own::open(gone.join(".spillway")).unwrap();
+        assert!(gone.join(".spillway/status/EgressGatewayPolicy").is_dir());
+    }
+}

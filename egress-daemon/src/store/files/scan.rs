@@ -86,14 +86,18 @@ struct Text {
 }
 
 impl Text {
-    /// Nothing where there is no such file.
+    /// Nothing where there is no such file. What is not there because the whole directory is not is an error: it may come back.
     fn read(own: &Own, target: &ObjectRef) -> io::Result<Option<Self>> {
-        let read = || {
+        let read = || -> io::Result<Option<Self>> {
             let stamp = own::stamp(&own.path(target))?;
             let is_young = SystemTime::now().duration_since(stamp.modified).is_ok_and(|age| age < YOUNG);
             Ok(own.read(target)?.map(|bytes| Text { stamp, bytes, is_young }))
         };
-        read().or_else(|error: io::Error| if error.kind() == io::ErrorKind::NotFound { Ok(None) } else { Err(error) })
+        match read() {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            Ok(Some(text)) => Ok(Some(text)),
+            _ => own.root().metadata().map(|_| None),
+        }
     }
 }
 

@@ -446,15 +446,20 @@ async fn a_stopped_process_that_holds_the_lock_keeps_others_from_writing_but_not
     store.delete(&created).await.unwrap();
 }
 
-#[test]
-fn a_directory_that_was_cut_off_is_not_made_anew() {
+#[tokio::test]
+async fn objects_of_a_directory_that_was_cut_off_are_not_forgotten() {
     let dir = directory();
-    let gone = dir.path().join("gone");
-    assert_eq!(Own::open(gone.join(".spillway")).unwrap_err().kind(), std::io::ErrorKind::NotFound);
-    assert!(!gone.exists());
-    fs::create_dir(&gone).unwrap();
-    Own::open(gone.join(".spillway")).unwrap();
-    assert!(gone.join(".spillway/status/EgressGatewayPolicy").is_dir());
+    let link = dir.path().with_extension("link");
+    std::os::unix::fs::symlink(dir.path(), &link).unwrap();
+    let (store, other) = (Files::open(&link).unwrap(), Files::open(dir.path()).unwrap());
+    let mut changes = store.changes();
+    let created = other.create(&egress_ip("192.0.2.1")).await.unwrap();
+    until(&mut changes, || (store.list::<EgressIP>().len() == 1).then_some(())).await;
+    // What others change is still heard of, and cannot be read.
+    fs::remove_file(&link).unwrap();
+    other.delete(&created).await.unwrap();
+    until(&mut changes, || (!store.problems().is_empty()).then_some(())).await;
+    assert_eq!(store.list::<EgressIP>().len(), 1);
 }
 
 #[tokio::test]
