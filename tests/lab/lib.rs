@@ -59,6 +59,7 @@ pub mod stats;
 pub mod topology;
 pub mod traffic;
 pub mod vlan;
+pub mod vrrp;
 pub mod wait;
 
 pub use capture::{Capture, Packet, Trace};

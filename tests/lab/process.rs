@@ -27,6 +27,7 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct Process {
     name: String,
     node: Option<String>,
+    program: PathBuf,
     child: Child,
     log: PathBuf,
     exited: Option<ExitStatus>,
@@ -34,7 +35,7 @@ pub struct Process {
 }
 
 impl Process {
-    fn start(name: &str, node: Option<&str>, mut command: Command, logs: &Path) -> Result<Process> {
+    pub(crate) fn start(name: &str, node: Option<&str>, mut command: Command, logs: &Path) -> Result<Process> {
         fs::create_dir_all(logs).with_context(|| format!("cannot make {}", logs.display()))?;
         let log = logs.join(format!("{name}.log"));
         let out = File::options().create(true).append(true).open(&log)?;
@@ -44,8 +45,8 @@ impl Process {
             .stderr(out)
             .spawn()
             .with_context(|| format!("cannot start {}", command.get_program().display()))?;
-        let (name, node) = (name.to_owned(), node.map(str::to_owned));
-        Ok(Process { name, node, child, log, exited: None, left: false })
+        let (name, node, program) = (name.to_owned(), node.map(str::to_owned), command.get_program().into());
+        Ok(Process { name, node, program, child, log, exited: None, left: false })
     }
 
     /// `agent-<node>` or `controller-<n>`.
@@ -279,6 +280,13 @@ impl Lab {
         let mut command = self.node(node).ns.command(binary("egress-daemon")?);
         command.args(arguments).arg("--bpffs").arg(self.bpffs(node));
         crate::command::output(&mut command).with_context(|| format!("egress-daemon {arguments:?} on {node}"))
+    }
+
+    /// Removes from a node what its agent has left there, if it ever had one.
+    pub(crate) fn clean_up(&self, node: &str) -> Result<()> {
+        let Some(agent) = self.processes.get(&format!("agent-{node}")) else { return Ok(()) };
+        let mut command = self.node(node).ns.command(&agent.program);
+        crate::command::output(command.arg("cleanup").arg("--bpffs").arg(self.bpffs(node))).map(drop)
     }
 
     fn process(&mut self, name: &str) -> &mut Process {

@@ -5,6 +5,10 @@ use anyhow::Result;
 use super::{Lab, Role};
 use crate::netns::NetNs;
 
+/// Without a carrier a gateway gives up after 0.15 s, and not after the 3 s that [`ONE_SECOND`], the kernel's default, makes.
+const GIVE_UP_SOON: &str = "50";
+const ONE_SECOND: &str = "1000";
+
 /// One of the two shared segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Segment {
@@ -28,9 +32,11 @@ impl Lab {
         Ok(())
     }
 
-    /// The power is back: the ports come up. Spillway is started again by [`Lab::start_agent`]; the node's kernel state
-    /// (programs, maps, rules) is as it was, unlike after a real reboot.
+    /// The power is back: the ports come up, and the kernel has nothing of Spillway's any more, as after a boot. Spillway is started again by
+    /// [`Lab::start_agent`].
     pub fn revive_node(&mut self, name: &str) -> Result<()> {
+        // With the old maps a gateway would be able until its deadline, and a port may come up a second after the other.
+        self.clean_up(name)?;
         self.heal(name, Segment::Underlay)?;
         if self.node(name).role == Role::Gateway {
             self.heal(name, Segment::External)?;
@@ -40,13 +46,26 @@ impl Lab {
 
     /// Pulls the cable of a node at the segment's bridge: the node's interface loses its carrier.
     pub fn cut(&self, node: &str, segment: Segment) -> Result<()> {
+        self.ask_neighbours_each(node, segment, GIVE_UP_SOON)?;
         self.segment(segment).ip(&[format!("link set {node} down")])
     }
 
     /// Plugs the cable in again.
     pub fn heal(&self, node: &str, segment: Segment) -> Result<()> {
         self.segment(segment).ip(&[format!("link set {node} up")])?;
-        self.segment(segment).wait_running(&[node])
+        self.segment(segment).wait_running(&[node])?;
+        self.ask_neighbours_each(node, segment, ONE_SECOND)
+    }
+
+    /// How many milliseconds a gateway waits before it repeats an ARP request at its uplink; after three it gives up what waits for the
+    /// answer. All nodes are one kernel here: the sender's TCP sees a packet that waits there, and does not send it again.
+    fn ask_neighbours_each(&self, node: &str, segment: Segment, milliseconds: &str) -> Result<()> {
+        match self.nodes.get(node) {
+            Some(node) if node.external.is_some() && segment == Segment::External => {
+                node.ns.sysctls(&[("net.ipv4.neigh.ext0.retrans_time_ms", milliseconds)])
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Lets the segment lose all frames from and to a node while its link stays up: nobody notices but by silence.

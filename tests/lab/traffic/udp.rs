@@ -301,6 +301,11 @@ fn request(sockets: &[UdpSocket], shared: &ClientShared, options: &UdpOptions) -
 }
 
 impl UdpFlowReport {
+    /// The longest pause, counting the one that may last now.
+    pub fn pause(&self) -> Duration {
+        self.longest_pause.max(self.last_arrival.elapsed())
+    }
+
     fn take(&mut self, bytes: &[u8], size: usize) {
         let now = Instant::now();
         self.longest_pause = self.longest_pause.max(now - self.last_arrival);

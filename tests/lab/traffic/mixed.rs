@@ -1,0 +1,124 @@
+//! What goes on while something fails: streams, datagrams and new connections, in both families.
+
+use std::time::Duration;
+
+use anyhow::Result;
+
+use super::{
+    ConnectRate, ConnectionReport, RateReport, RunningRate, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients,
+    UdpFlowReport, UdpOptions, UdpServer, syns_repeated,
+};
+use crate::netns::NetNs;
+use crate::topology::{Family, Server};
+
+const STREAMS: u16 = 80;
+const NEW: u16 = 81;
+const DATAGRAMS: u16 = 82;
+/// For each pod and family.
+const STREAM_COUNT: usize = 50;
+const DATAGRAM_FLOWS: usize = 4;
+const NEW_PER_SECOND: u32 = 50;
+/// More than are opened while a SYN is repeated for seconds.
+const NEW_AT_ONCE: usize = 1000;
+const GIVE_UP: Duration = Duration::from_secs(5);
+
+/// The load of some pods towards one server. Two pods have 200 streams, 16 flows of a datagram each 5 ms and 200 new connections a second.
+#[derive(Debug)]
+pub struct Mixed {
+    pods: Vec<NetNs>,
+    streams: TcpServer,
+    clients: Vec<TcpClients>,
+    questions: Vec<UdpClients>,
+    rates: Vec<RunningRate>,
+    _servers: (TcpServer, UdpServer),
+}
+
+/// The longest pauses, those included that last.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Pauses {
+    /// Between two answers to the datagrams of a flow.
+    pub datagrams: Duration,
+    /// Between two arrivals on a stream, at either end.
+    pub streams: Duration,
+}
+
+impl Mixed {
+    /// Starts it, and waits until all goes on.
+    pub fn start(pods: &[NetNs], server: &Server, patience: Duration) -> Result<Mixed> {
+        let streams = TcpServer::start(&server.ns, &server.ips.both(STREAMS), ServerMode::Stream)?;
+        let echo = TcpServer::start(&server.ns, &server.ips.both(NEW), ServerMode::Echo)?;
+        let udp = UdpServer::start(&server.ns, &server.ips.both(DATAGRAMS))?;
+        let (mut clients, mut questions, mut rates) = (Vec::new(), Vec::new(), Vec::new());
+        let rate = ConnectRate {
+            per_second: NEW_PER_SECOND,
+            concurrency: NEW_AT_ONCE,
+            timeout: GIVE_UP,
+            ..ConnectRate::default()
+        };
+        let each = UdpOptions { interval: Duration::from_millis(5), ..UdpOptions::default() };
+        for pod in pods {
+            for family in Family::BOTH {
+                let at = |port| server.ips.at(family, port);
+                clients.push(TcpClients::establish(pod, at(STREAMS), STREAM_COUNT, TcpOptions::default())?);
+                questions.push(UdpClients::start(pod, at(DATAGRAMS), DATAGRAM_FLOWS, each.clone())?);
+                rates.push(rate.start(pod, at(NEW))?);
+            }
+        }
+        let load = Mixed { pods: pods.to_vec(), streams, clients, questions, rates, _servers: (echo, udp) };
+        load.wait_progress(patience)?;
+        Ok(load)
+    }
+
+    /// Starts measuring pauses anew.
+    pub fn reset_pauses(&self) {
+        self.streams.reset_pauses();
+        self.clients.iter().for_each(TcpClients::reset_pauses);
+        self.questions.iter().for_each(UdpClients::reset_pauses);
+    }
+
+    /// Waits until all of it goes on.
+    pub fn wait_progress(&self, patience: Duration) -> Result<()> {
+        self.streams.wait_progress(3, patience)?;
+        self.clients.iter().try_for_each(|clients| clients.wait_progress(3, patience).map(drop))?;
+        for questions in &self.questions {
+            let before: Vec<u64> = questions.flows().iter().map(|flow| flow.received).collect();
+            questions.wait("answers", patience, |flows| {
+                flows.iter().zip(&before).all(|(flow, before)| flow.received > before + 3)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// The longest pauses.
+    pub fn pauses(&self) -> Pauses {
+        let clients = self.clients.iter().flat_map(TcpClients::connections);
+        let streams = clients.chain(self.streams.connections()).map(|one| one.pause());
+        let datagrams = self.questions.iter().flat_map(UdpClients::flows).map(|flow| flow.pause());
+        Pauses { datagrams: datagrams.max().unwrap_or_default(), streams: streams.max().unwrap_or_default() }
+    }
+
+    /// Waits until each datagram so far is answered; an error when one was lost.
+    pub fn all_answered(&self) -> Result<()> {
+        self.questions.iter().try_for_each(|questions| questions.all_answered().map(drop))
+    }
+
+    /// How many SYNs the pods have sent again so far.
+    pub fn syns_repeated(&self) -> Result<u64> {
+        self.pods.iter().map(syns_repeated).sum()
+    }
+
+    /// How many streams, and flows of datagrams, are broken: closed, with wrong content, or without an arrival for as long as `silent`.
+    pub fn broken(&self, silent: Duration) -> [usize; 2] {
+        let stream = |one: &ConnectionReport| !one.intact() || one.last_arrival.elapsed() > silent;
+        let flow = |one: &UdpFlowReport| one.last_arrival.elapsed() > silent;
+        let streams = self.clients.iter().flat_map(TcpClients::connections).filter(stream).count();
+        [streams, self.questions.iter().flat_map(UdpClients::flows).filter(flow).count()]
+    }
+
+    /// Ends it. What became of the new connections of each pod and family, and of all streams.
+    pub fn finish(self) -> Result<(Vec<RateReport>, Vec<ConnectionReport>)> {
+        let rates = self.rates.into_iter().map(RunningRate::finish).collect::<Result<_>>()?;
+        let streams = self.clients.into_iter().map(TcpClients::close).collect::<Result<Vec<_>>>()?;
+        Ok((rates, streams.concat()))
+    }
+}
