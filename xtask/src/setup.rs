@@ -33,6 +33,8 @@ pub enum Scope {
     Lab,
     /// Also the routers of the end-to-end tests.
     Tests,
+    /// Also what the benchmark compares the death of a gateway with.
+    Failover,
     /// Also what guests with other kernels are made of.
     Guests,
     /// Also what a Kubernetes on this machine runs.
@@ -54,6 +56,9 @@ const PROGRAMS: [(&str, &str); 3] = [("ip", "iproute2"), ("nft", "nftables"), ("
 
 /// BGP speakers.
 const ROUTERS: [(&str, &str); 2] = [("vtysh", "frr"), ("bird", "bird2")];
+
+/// A pair of gateways as it is usually built.
+const PAIR: [(&str, &str); 2] = [("keepalived", "keepalived"), ("conntrackd", "conntrackd")];
 
 /// What fetches other kernels, makes guests' file systems and runs them.
 const GUEST_PROGRAMS: [(&str, &str); 8] = [
@@ -109,6 +114,9 @@ fn survey(scope: Scope) -> Vec<Gap> {
             missing(find_program(name).is_none(), Gap::Program { name, package });
         }
         for (name, package) in NODE_PROGRAMS.into_iter().filter(|_| scope == Scope::Cluster) {
+            missing(find_program(name).is_none(), Gap::Program { name, package });
+        }
+        for (name, package) in PAIR.into_iter().filter(|_| scope == Scope::Failover) {
             missing(find_program(name).is_none(), Gap::Program { name, package });
         }
         for (name, package) in ROUTERS.into_iter().filter(|_| scope == Scope::Tests) {

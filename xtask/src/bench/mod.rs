@@ -6,6 +6,7 @@
 mod api;
 mod chart;
 mod churn;
+mod failover;
 mod figures;
 mod flows;
 mod load;
@@ -31,14 +32,14 @@ use serde_json::json;
 use self::figures::{Figure, family_name};
 use self::load::{Load, Windows};
 use self::report::Findings;
-use self::rounds::Rounds;
 use self::variant::{CPU, Opened, Place, Variant};
 use crate::progress::Step;
 use crate::{build, interrupt, setup, workspace};
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Print only the figures, as JSON: {"figures": [{"name", "unit", "plain", "stock", "device", "vxlan", "direct", "bypass"}]}
+    /// Print only the figures, as JSON: {"figures": [{"name", "unit", "plain", "stock", "device", "vxlan", "direct", "bypass"}], "failover": [{"name",
+    /// "unit", "spillway", "keepalived", "keepalived-fast"}]}
     #[arg(long)]
     json: bool,
     /// A look in under two minutes: few and short rounds. Nothing is written to docs/
@@ -65,6 +66,9 @@ pub struct Args {
     /// With --churn: how long each of the two loads lasts
     #[arg(long, value_name = "N", requires = "churn", default_value_t = 10)]
     minutes: u64,
+    /// Only the death of a gateway, beside keepalived with conntrackd
+    #[arg(long, conflicts_with_all = ["loads", "programs", "curves", "churn"])]
+    failover: bool,
     /// Only the planner on a large cluster and an agent with a full node: writes docs/scale.md
     #[arg(long, exclusive = true)]
     scale: bool,
@@ -82,8 +86,30 @@ pub fn run(args: &Args) -> ExitCode {
     }
 }
 
+impl Args {
+    /// Whether everything is measured.
+    fn is_full(&self) -> bool {
+        let parts = [self.programs, self.curves, self.churn, self.failover, self.scale];
+        self.loads.is_empty() && !parts.contains(&true)
+    }
+}
+
+/// How many gateways die of each kind.
+const DEATHS: usize = 10;
+
+fn print_failover(args: &Args, lines: &[failover::Line]) -> Result<()> {
+    if args.json {
+        let list: Vec<_> = lines.iter().map(failover::Line::json).collect();
+        println!("{}", serde_json::to_string_pretty(&json!({ "failover": list }))?);
+    } else {
+        print!("{}", failover::table(lines));
+    }
+    Ok(())
+}
+
 fn bench(args: &Args) -> Result<()> {
-    setup::ensure(setup::Scope::Lab)?;
+    let others = args.failover || args.is_full();
+    setup::ensure(if others { setup::Scope::Failover } else { setup::Scope::Lab })?;
     if let Some(obstacle) = lab::skip::obstacle() {
         bail!("the benchmark makes network namespaces and loads eBPF programs: {obstacle}");
     }
@@ -95,9 +121,13 @@ fn bench(args: &Args) -> Result<()> {
     if args.programs {
         return only_programs(args, &binaries);
     }
+    if args.failover {
+        let lines = failover::measure(&binaries, args.rounds.unwrap_or(if args.quick { 1 } else { DEATHS }))?;
+        return print_failover(args, &lines);
+    }
     if args.churn {
         let figures = churn::measure(&binaries, Duration::from_secs(60 * args.minutes))?;
-        return print_figures(args, &Findings { rounds: Rounds::default(), figures, absent: Vec::new() });
+        return print_figures(args, &Findings { figures, ..Findings::default() });
     }
     if args.curves {
         return curves(args, &binaries);
@@ -110,7 +140,7 @@ fn bench(args: &Args) -> Result<()> {
         let rounds = rounds::run(&places, &args.loads, count, &windows)?;
         drop(places);
         let figures = figures::absolute(&rounds);
-        return print_figures(args, &Findings { rounds, figures, absent });
+        return print_figures(args, &Findings { rounds, figures, absent, failover: Vec::new() });
     }
     let began = Instant::now();
     let programs = of_programs(&binaries)?;
@@ -119,7 +149,8 @@ fn bench(args: &Args) -> Result<()> {
     let flows = of_flows(&places)?;
     drop(places);
     let figures = figures::absolute(&rounds).into_iter().chain(programs).chain(flows).collect();
-    show(args, &Findings { rounds, figures, absent })?;
+    let failover = failover::measure(&binaries, if args.quick { 1 } else { DEATHS })?;
+    show(args, &Findings { rounds, figures, absent, failover })?;
     curves(args, &binaries)?;
     eprintln!("in {} s", began.elapsed().as_secs());
     Ok(())
@@ -144,9 +175,13 @@ fn docs(args: &Args) -> Result<PathBuf> {
 fn print_figures(args: &Args, findings: &Findings) -> Result<()> {
     if args.json {
         let list: Vec<_> = findings.figures.iter().map(Figure::json).collect();
-        println!("{}", serde_json::to_string_pretty(&json!({ "figures": list }))?);
+        let failover: Vec<_> = findings.failover.iter().map(failover::Line::json).collect();
+        println!("{}", serde_json::to_string_pretty(&json!({ "figures": list, "failover": failover }))?);
     } else {
         print!("{}", report::terminal(findings));
+        if !findings.failover.is_empty() {
+            print!("{}", failover::table(&findings.failover));
+        }
     }
     for (variant, reason) in &findings.absent {
         eprintln!("{}: not in this build ({reason})", variant.title());
@@ -216,7 +251,7 @@ fn of_programs(binaries: &Path) -> Result<Vec<Figure>> {
 
 fn only_programs(args: &Args, binaries: &Path) -> Result<()> {
     let figures = of_programs(binaries)?;
-    print_figures(args, &Findings { rounds: Rounds::default(), figures, absent: Vec::new() })
+    print_figures(args, &Findings { figures, ..Findings::default() })
 }
 
 /// What a flow costs once; it needs no rounds.

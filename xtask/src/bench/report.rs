@@ -14,18 +14,21 @@ use super::rounds::{Rounds, Spread};
 use super::scaling::{Point, Series};
 use super::targets::Reached;
 use super::variant::Variant;
-use super::{chart, targets};
+use super::{chart, failover, targets};
 
 /// The marks in README.md.
 const BEGIN: &str = "<!-- cargo xtask bench writes what follows -->";
 const END: &str = "<!-- to here -->";
 
 /// Everything that a run has found.
+#[derive(Default)]
 pub struct Findings {
     pub rounds: Rounds,
     pub figures: Vec<Figure>,
     /// Variants that this build does not have, and why.
     pub absent: Vec<(Variant, String)>,
+    /// What the death of a gateway does.
+    pub failover: Vec<failover::Line>,
 }
 
 impl Findings {
@@ -51,6 +54,8 @@ impl Findings {
         page += &table(&figures::relative(&self.rounds, Variant::Plain));
         page += "\n## Round by round, relative to the stock kernel\n\n";
         page += &table(&figures::relative(&self.rounds, Variant::Stock));
+        page += "\n## The death of a gateway: medians, and the worst\n\n";
+        page += &failover::table(&self.failover);
         page += "\n## Targets\n\n| | target | measured |\n| --- | --- | --- |\n";
         for reached in self.targets() {
             let mark = if reached.holds { "reached" } else { "**missed**" };

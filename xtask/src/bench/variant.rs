@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use lab::traffic::{Answer, BulkServer, LoadServer, ServerMode, TcpClients, TcpOptions, TcpServer, UdpSink, on_cpu};
-use lab::{Family, Lab, Pod, PodSpec, Server, StartOptions, address, wait_until};
+use lab::{Family, Lab, NetNs, Pod, PodSpec, Server, StartOptions, address, wait_until};
 
 use super::routes;
 use crate::interrupt;
@@ -161,17 +161,22 @@ impl Place {
         Ok(())
     }
 
-    /// The addresses that so many new connections of the pod have at the server.
+    /// [`sources`] of the pod.
     pub fn sources(&self, family: Family, count: usize) -> Result<BTreeSet<IpAddr>> {
-        let listening = TcpServer::start(&self.server.ns, &self.server.ips.both(LOOK_PORT), ServerMode::Echo)?;
-        let options = TcpOptions { connect_timeout: Duration::from_millis(500), reset: true, ..TcpOptions::once() };
-        let clients = TcpClients::open(&self.pod.ns, self.server.ips.at(family, LOOK_PORT), count, options)?;
-        let began = Instant::now();
-        clients.wait("answers", PATIENCE, |all| {
-            all.iter().filter(|one| one.received > 0).count() == count || began.elapsed() > Duration::from_secs(1)
-        })?;
-        Ok(listening.source_of_flow().values().map(|peer| peer.ip()).collect())
+        sources(&self.pod.ns, &self.server, family, count)
     }
+}
+
+/// The addresses that so many new connections have at the server.
+pub fn sources(from: &NetNs, server: &Server, family: Family, count: usize) -> Result<BTreeSet<IpAddr>> {
+    let listening = TcpServer::start(&server.ns, &server.ips.both(LOOK_PORT), ServerMode::Echo)?;
+    let options = TcpOptions { connect_timeout: Duration::from_millis(500), reset: true, ..TcpOptions::once() };
+    let clients = TcpClients::open(from, server.ips.at(family, LOOK_PORT), count, options)?;
+    let began = Instant::now();
+    clients.wait("answers", PATIENCE, |all| {
+        all.iter().filter(|one| one.received > 0).count() == count || began.elapsed() > Duration::from_secs(1)
+    })?;
+    Ok(listening.source_of_flow().values().map(|peer| peer.ip()).collect())
 }
 
 /// How long something of the whole lab may take.

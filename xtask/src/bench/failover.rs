@@ -1,0 +1,213 @@
+//! The death of a gateway: Spillway beside the usual pair of keepalived and conntrackd, in the same namespaces and under the same load.
+
+use std::fmt::Write;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use lab::traffic::{Mixed, Pauses};
+use lab::{Family, Lab, PodSpec, StartOptions, address, vrrp, wait_until};
+use serde_json::{Map, Value, json};
+
+use super::figures::rounded;
+use super::report::number;
+use super::rounds::Spread;
+use super::variant::sources;
+use crate::interrupt;
+use crate::progress::Step;
+
+/// The host numbers of the egress IPs: Spillway's pool, whose first one the pair has.
+const EGRESS: [u8; 2] = [40, 41];
+const PATIENCE: Duration = Duration::from_secs(60);
+/// For how long the load is watched after the power has failed: several times what any of them takes.
+const WATCH: Duration = Duration::from_secs(12);
+/// What has not been heard of for so long by then is lost.
+const SILENT: Duration = Duration::from_secs(3);
+
+/// What is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum System {
+    Spillway,
+    Keepalived,
+    Fast,
+}
+
+impl System {
+    const ALL: [System; 3] = [System::Spillway, System::Keepalived, System::Fast];
+
+    fn name(self) -> &'static str {
+        match self {
+            System::Spillway => "spillway",
+            System::Keepalived => "keepalived",
+            System::Fast => "keepalived-fast",
+        }
+    }
+
+    fn title(self) -> &'static str {
+        match self {
+            System::Spillway => "Spillway",
+            System::Keepalived => "keepalived (1 s), conntrackd",
+            System::Fast => "keepalived (0.1 s), conntrackd",
+        }
+    }
+}
+
+/// One line of the table: a value for each system, over the rounds.
+#[derive(Clone, Debug)]
+pub struct Line {
+    name: &'static str,
+    unit: &'static str,
+    values: Vec<Spread>,
+}
+
+impl Line {
+    /// `{"name", "unit", "spillway": {"median", "max"}, "keepalived": .., "keepalived-fast": ..}`.
+    pub fn json(&self) -> Value {
+        let mut object = Map::from_iter([("name".into(), json!(self.name)), ("unit".into(), json!(self.unit))]);
+        for (system, spread) in System::ALL.iter().zip(&self.values) {
+            let value = json!({"median": rounded(spread.median), "max": rounded(spread.max)});
+            object.insert(system.name().into(), value);
+        }
+        object.into()
+    }
+}
+
+/// A Markdown table: the median and, in parentheses, the worst.
+pub fn table(lines: &[Line]) -> String {
+    let titles = System::ALL.map(System::title).join(" | ");
+    let mut text = format!("| | | {titles} |\n| --- | --- | --: | --: | --: |\n");
+    for line in lines {
+        let cell = |spread: &Spread| format!("{} ({})", number(spread.median), number(spread.max));
+        let cells: Vec<String> = line.values.iter().map(cell).collect();
+        let _ = writeln!(text, "| {} | {} | {} |", line.name, line.unit, cells.join(" | "));
+    }
+    text
+}
+
+/// What one death did.
+#[derive(Clone, Copy, Debug)]
+struct Death {
+    pauses: Pauses,
+    streams: usize,
+    flows: usize,
+    repeated: u64,
+    failed: u64,
+    slowest: f64,
+}
+
+/// So many deaths of each, in turns.
+pub fn measure(binaries: &Path, rounds: usize) -> Result<Vec<Line>> {
+    let mut all: [Vec<Death>; 3] = Default::default();
+    for round in 1..=rounds {
+        for (system, deaths) in System::ALL.into_iter().zip(&mut all) {
+            let step = Step::start(&format!("the death of a gateway, {}, {round} of {rounds}", system.title()));
+            deaths.push(death(system, binaries).with_context(|| system.title())?);
+            step.end("✓", "");
+        }
+    }
+    type Of = fn(&Death) -> f64;
+    let lines: [(&str, &str, Of); 7] = [
+        ("longest pause of a UDP flow", "s", |d| d.pauses.datagrams.as_secs_f64()),
+        ("UDP flows that do not go on, of 16", "flows", |d| d.flows as f64),
+        ("longest pause of a TCP connection", "s", |d| d.pauses.streams.as_secs_f64()),
+        ("TCP connections lost, of 200", "connections", |d| d.streams as f64),
+        ("SYNs sent again, of 200 new connections a second", "SYNs", |d| d.repeated as f64),
+        ("slowest new connection", "s", |d| d.slowest),
+        ("new connections not established in 5 s", "connections", |d| d.failed as f64),
+    ];
+    let line = |(name, unit, of): (&'static str, &'static str, Of)| {
+        let values =
+            all.iter().map(|deaths| Spread::of(&deaths.iter().map(of).collect::<Vec<_>>())).collect::<Option<_>>();
+        values.map(|values| Line { name, unit, values })
+    };
+    Ok(lines.into_iter().filter_map(line).collect())
+}
+
+fn death(system: System, binaries: &Path) -> Result<Death> {
+    let mut lab = Lab::builder().workers(2).gateways(2).far_servers(0).masquerade(false).build()?;
+    interrupt::guard(lab.id());
+    let pods = [("a", "worker1"), ("b", "worker2")];
+    let pods = pods.map(|(name, node)| lab.add_pod(PodSpec::new(name, node).label("app", "bench")));
+    let pods = pods.into_iter().map(|pod| Ok(pod?.ns)).collect::<Result<Vec<_>>>()?;
+    let first = address::external(EGRESS[0]);
+    let advert = match system {
+        System::Spillway => {
+            spillway(&mut lab, binaries)?;
+            None
+        }
+        System::Keepalived => Some(Duration::from_secs(1)),
+        System::Fast => Some(Duration::from_millis(100)),
+    };
+    if let Some(advert) = advert {
+        vrrp::start(&mut lab, advert, first)?;
+    }
+    let server = lab.server("server1").clone();
+    for pod in &pods {
+        for family in Family::BOTH {
+            let ours = EGRESS.map(|host| address::external(host).ip(family));
+            let seen = || sources(pod, &server, family, 8);
+            wait_until("pods have egress IPs", PATIENCE, seen, |seen| {
+                !seen.is_empty() && seen.iter().all(|ip| ours.contains(ip))
+            })?;
+        }
+    }
+    let load = Mixed::start(&pods, &server, PATIENCE)?;
+    let victim = if advert.is_some() { "gw1".to_owned() } else { owner(&lab)? };
+    // The copies of connections, and the neighbours' tables, are complete.
+    std::thread::sleep(SILENT);
+    load.wait_progress(PATIENCE)?;
+    let repeated = load.syns_repeated()?;
+    load.reset_pauses();
+    lab.kill_node(&victim)?;
+    std::thread::sleep(WATCH);
+    let (pauses, repeated) = (load.pauses(), load.syns_repeated()? - repeated);
+    let [streams, flows] = load.broken(SILENT);
+    let (rates, _) = load.finish()?;
+    ensure!(rates.iter().all(|rate| rate.opened > 0), "no new connections");
+    let slowest = rates.iter().map(|rate| rate.latency().max).fold(0.0, f64::max);
+    let failed = rates.iter().map(lab::traffic::rate::RateReport::failures).sum();
+    Ok(Death { pauses, streams, flows, repeated, failed, slowest })
+}
+
+/// The defaults, with a pool of two addresses in each family.
+fn spillway(lab: &mut Lab, binaries: &Path) -> Result<()> {
+    let [from, to] = EGRESS.map(address::external);
+    lab.manifests().write(
+        "bench",
+        &format!(
+            "apiVersion: spillway.io/v1alpha1\nkind: EgressIPPool\nmetadata: {{name: bench}}\nspec:\n  ipRanges: [{{start: {}, end: {}}}, \
+             {{start: \"{}\", end: \"{}\"}}]\n  nodeSelector: {{matchLabels: {{egress: \"true\"}}}}\n---\napiVersion: \
+             spillway.io/v1alpha1\nkind: EgressGatewayPolicy\nmetadata: {{name: bench}}\nspec:\n  selectors: [{{podSelector: \
+             {{matchLabels: {{app: bench}}}}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]\n  egressIPPool: {{name: bench, count: 2}}\n",
+            from.v4, to.v4, from.v6, to.v6
+        ),
+    )?;
+    let options = StartOptions::new().binary(&binaries.join("egress-daemon"));
+    lab.start_agents(&options)?;
+    let nodes: Vec<String> = lab.nodes().map(|node| node.name.clone()).collect();
+    let known = || Ok(lab.manifests().written_names("EgressNode"));
+    wait_until("every agent has reported", PATIENCE, known, |known| *known == nodes)?;
+    lab.start_controller("controller", &options)
+}
+
+/// The gateway that answers for the first egress IP.
+fn owner(lab: &Lab) -> Result<String> {
+    let address = address::external(EGRESS[0]).v4;
+    let text = lab.manifests().written("EgressIP", &address.to_string()).context("no EgressIP object")?;
+    let node = text.lines().find_map(|line| line.strip_prefix("  node: ")).context("the egress IP has no owner")?;
+    Ok(node.trim_matches('"').to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_has_median_and_worst_and_json_names_each_system() {
+        let spread = |median, max| Spread { median, min: 0.0, max };
+        let values = vec![spread(0.3, 0.32), spread(3.6, 4.0), spread(0.5, 0.6)];
+        let line = Line { name: "longest pause", unit: "s", values };
+        assert!(table(&[line.clone()]).ends_with("| longest pause | s | 0.30 (0.32) | 3.60 (4.00) | 0.50 (0.60) |\n"));
+        assert_eq!(line.json()["keepalived-fast"], json!({"median": 0.5, "max": 0.6}));
+    }
+}
