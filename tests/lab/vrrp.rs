@@ -58,7 +58,8 @@ fn run(lab: &mut Lab, node: &Node, program: &str, command: std::process::Command
     Ok(())
 }
 
-/// Source NAT, by the kernel's table of connections.
+/// Source NAT by the kernel's table of connections, with rules for a firewall with state: what comes before the primary's connections are
+/// in the table is dropped, not answered with a reset.
 fn translate(node: &Node, egress: Dual) -> Result<()> {
     let [pods4, pods6] = address::PODS;
     node.ns.nft(&format!(
@@ -68,11 +69,21 @@ fn translate(node: &Node, egress: Dual) -> Result<()> {
                 oifname \"ext0\" ip saddr {pods4} snat ip to {}
                 oifname \"ext0\" ip6 saddr {pods6} snat ip6 to {}
             }}
+            chain input {{
+                type filter hook input priority filter;
+                ip daddr {} ct state {{ new, invalid }} drop
+                ip6 daddr {} ct state {{ new, invalid }} drop
+            }}
+            chain forward {{
+                type filter hook forward priority filter;
+                ct state invalid drop
+            }}
         }}",
-        egress.v4, egress.v6
+        egress.v4, egress.v6, egress.v4, egress.v6
     ))?;
     // The windows of connections are not copied.
-    node.ns.sysctls(&[("net.netfilter.nf_conntrack_tcp_be_liberal", "1")])
+    let settings = [("net.netfilter.nf_conntrack_tcp_be_liberal", "1"), ("net.netfilter.nf_conntrack_tcp_loose", "0")];
+    node.ns.sysctls(&settings)
 }
 
 fn keepalived(script: &Path, priority: u8, advert: Duration, egress: Dual) -> String {
