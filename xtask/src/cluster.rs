@@ -57,6 +57,12 @@ pub fn binaries() -> Result<PathBuf> {
     Ok(folder)
 }
 
+/// Whether all programs of a cluster are built.
+pub fn is_built() -> Result<bool> {
+    let (sources, binaries) = (workspace::root().join("tests/cluster"), binaries()?);
+    Ok(Component::ALL.iter().all(|component| component.is_built(&sources, &binaries)))
+}
+
 /// Builds what is not built yet, and removes what Go needed for it: ten times the space of the programs.
 pub fn build() -> Result<()> {
     let (sources, binaries) = (workspace::root().join("tests/cluster"), binaries()?);

@@ -15,7 +15,42 @@ use crate::toolchain::{self, BPF_LINKER_VERSION, LLVM_MAJOR, Rust};
 use crate::{progress, workspace};
 
 const BPFFS: &str = "/sys/fs/bpf";
-const CARGO_DENY_VERSION: &str = "0.20.2";
+
+/// A tool that cargo compiles into Spillway's cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CargoTool {
+    name: &'static str,
+    version: &'static str,
+}
+
+/// Checks licences and where dependencies come from.
+pub const CARGO_DENY: CargoTool = CargoTool { name: "cargo-deny", version: "0.20.2" };
+/// Finds dependencies that nothing uses.
+pub const CARGO_MACHETE: CargoTool = CargoTool { name: "cargo-machete", version: "0.9.2" };
+
+impl CargoTool {
+    /// The program, from the PATH or from the cache.
+    pub fn find(&self) -> Option<PathBuf> {
+        let cached = self.root().map(|root| root.join("bin").join(self.name));
+        find_program(self.name).or(cached.filter(|path| path.exists()))
+    }
+
+    /// What to run where it is missing.
+    pub fn by_hand(&self) -> String {
+        format!("cargo install {} --version {} --locked", self.name, self.version)
+    }
+
+    fn root(&self) -> Option<PathBuf> {
+        Some(toolchain::cache_dir()?.join(format!("{}-{}", self.name, self.version)))
+    }
+
+    fn install(&self) -> Result<()> {
+        let Self { name, version } = self;
+        let root = self.root().with_context(|| format!("HOME is not set: there is no place for {name}"))?;
+        let mut command = cargo_install(name, version, &root);
+        progress::run(&format!("compile {name} {version} (some minutes, once)"), &mut command)
+    }
+}
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -48,7 +83,7 @@ enum Gap {
     BpfLinker,
     Program { name: &'static str, package: &'static str },
     BpfFs,
-    CargoDeny,
+    Cargo(CargoTool),
 }
 
 /// The programs that the lab, the tests and the README call.
@@ -93,12 +128,6 @@ pub fn ensure(scope: Scope) -> Result<()> {
     if survey(scope).is_empty() { Ok(()) } else { install(scope) }
 }
 
-/// cargo-deny from the PATH or from the cache.
-pub fn cargo_deny() -> Option<PathBuf> {
-    let cached = cargo_deny_root().map(|root| root.join("bin/cargo-deny"));
-    find_program("cargo-deny").or(cached.filter(|path| path.exists()))
-}
-
 fn survey(scope: Scope) -> Vec<Gap> {
     let mut gaps = Vec::new();
     let mut missing = |is_missing: bool, gap: Gap| gaps.extend(is_missing.then_some(gap));
@@ -123,8 +152,10 @@ fn survey(scope: Scope) -> Vec<Gap> {
             missing(find_program(name).is_none(), Gap::Program { name, package });
         }
         missing(!bpffs_is_mounted(), Gap::BpfFs);
-        // It takes minutes to compile: worth it where it runs every time, not on everybody's laptop.
-        missing(workspace::in_ci() && cargo_deny().is_none(), Gap::CargoDeny);
+        // They take minutes to compile: worth it where they run every time, not on everybody's laptop.
+        for tool in [CARGO_DENY, CARGO_MACHETE] {
+            missing(workspace::in_ci() && tool.find().is_none(), Gap::Cargo(tool));
+        }
     }
     gaps
 }
@@ -153,7 +184,7 @@ fn install(scope: Scope) -> Result<()> {
     for gap in survey(scope) {
         match gap {
             Gap::BpfLinker => install_linker()?,
-            Gap::CargoDeny => install_cargo_deny()?,
+            Gap::Cargo(tool) => tool.install()?,
             Gap::BpfFs => mount_bpffs()?,
             Gap::RustSources | Gap::Program { .. } => {}
         }
@@ -171,7 +202,7 @@ impl Gap {
             Self::RustSources => &["rustc-web", "cargo-web", "rust-web-src", "rust-web-clippy"],
             Self::BpfLinker => &["llvm-22-dev", "libpolly-22-dev", "zlib1g-dev", "libzstd-dev"],
             Self::Program { package, .. } => std::slice::from_ref(package),
-            Self::BpfFs | Self::CargoDeny => &[],
+            Self::BpfFs | Self::Cargo(_) => &[],
         }
     }
 
@@ -188,12 +219,12 @@ impl Gap {
             ),
             Self::Program { package, .. } => format!("install the package {package}"),
             Self::BpfFs => format!("as root: mount -t bpf bpf {BPFFS}"),
-            Self::CargoDeny => format!("cargo install cargo-deny --version {CARGO_DENY_VERSION} --locked"),
+            Self::Cargo(tool) => tool.by_hand(),
         }
     }
 
     fn needs_root(&self) -> bool {
-        *self != Self::CargoDeny
+        !matches!(self, Self::Cargo(_))
     }
 }
 
@@ -204,7 +235,7 @@ impl fmt::Display for Gap {
             Self::BpfLinker => write!(f, "bpf-linker {BPF_LINKER_VERSION}"),
             Self::Program { name, .. } => write!(f, "the program {name}"),
             Self::BpfFs => write!(f, "a BPF file system at {BPFFS}"),
-            Self::CargoDeny => f.write_str("cargo-deny"),
+            Self::Cargo(tool) => f.write_str(tool.name),
         }
     }
 }
@@ -243,22 +274,12 @@ fn install_linker() -> Result<()> {
     progress::run(&format!("compile bpf-linker {BPF_LINKER_VERSION} (about 2 minutes, once)"), &mut command)
 }
 
-fn install_cargo_deny() -> Result<()> {
-    let root = cargo_deny_root().context("HOME is not set: there is no place for cargo-deny")?;
-    let mut command = cargo_install("cargo-deny", CARGO_DENY_VERSION, &root);
-    progress::run(&format!("compile cargo-deny {CARGO_DENY_VERSION} (some minutes, once)"), &mut command)
-}
-
 fn cargo_install(package: &str, version: &str, root: &Path) -> Command {
     let mut command = workspace::cargo("install");
     // Outside of the clone, so that its cargo configuration and target folder are not the tool's.
     command.current_dir("/").env_remove("CARGO_TARGET_DIR");
     command.args([package, "--version", version, "--locked", "--root"]).arg(root);
     command
-}
-
-fn cargo_deny_root() -> Option<PathBuf> {
-    Some(toolchain::cache_dir()?.join(format!("cargo-deny-{CARGO_DENY_VERSION}")))
 }
 
 fn mount_bpffs() -> Result<()> {
@@ -282,7 +303,8 @@ mod tests {
 
     #[test]
     fn every_gap_names_a_remedy() {
-        let mut gaps = vec![Gap::RustSources, Gap::BpfLinker, Gap::BpfFs, Gap::CargoDeny];
+        let mut gaps =
+            vec![Gap::RustSources, Gap::BpfLinker, Gap::BpfFs, Gap::Cargo(CARGO_DENY), Gap::Cargo(CARGO_MACHETE)];
         gaps.extend(PROGRAMS.into_iter().chain(GUEST_PROGRAMS).map(|(name, package)| Gap::Program { name, package }));
         for gap in gaps {
             assert!(!gap.to_string().is_empty());

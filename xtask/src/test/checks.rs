@@ -19,13 +19,14 @@ const QUICK: usize = 2;
 
 /// Runs all checks, or those that compile nothing.
 pub fn run(quick: bool, tally: &mut Tally) {
-    let checks: [Check; 6] = [
+    let checks: [Check; 7] = [
         ("rules (cargo xtask tidy)", || tidy::rules().map(|()| None)),
         ("formatting", format),
         ("lints", lints),
         ("lints of the eBPF programs", ebpf_lints),
         ("generated manifests", || codegen::check().map(|()| None)),
         ("licences and dependencies", licences),
+        ("dependencies that nothing uses", unused_dependencies),
     ];
     for (name, check) in checks.into_iter().take(if quick { QUICK } else { checks.len() }) {
         match check() {
@@ -65,13 +66,22 @@ fn ebpf_lints() -> Outcome {
 }
 
 fn licences() -> Outcome {
-    let Some(cargo_deny) = setup::cargo_deny() else {
+    let Some(cargo_deny) = setup::CARGO_DENY.find() else {
         return Ok(Some("cargo-deny is not installed: cargo install cargo-deny --locked (some minutes)"));
     };
     let mut command = Command::new(cargo_deny);
     // Advisories need a database from the network.
     command.args(["check", "licenses", "bans", "sources"]).current_dir(workspace::root());
     progress::run("licences and dependencies", &mut command).map(|()| None)
+}
+
+fn unused_dependencies() -> Outcome {
+    let Some(cargo_machete) = setup::CARGO_MACHETE.find() else {
+        return Ok(Some("cargo-machete is not installed: cargo install cargo-machete --locked (a minute)"));
+    };
+    let mut command = Command::new(cargo_machete);
+    command.current_dir(workspace::root());
+    progress::run("dependencies that nothing uses", &mut command).map(|()| None)
 }
 
 fn succeeds(command: &mut Command) -> bool {

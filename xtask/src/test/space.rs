@@ -6,13 +6,15 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use nix::sys::statvfs::statvfs;
 
-use crate::workspace;
+use crate::{cluster, workspace};
 
 const GIGABYTE: u64 = 1 << 30;
-/// What cargo's target folder grows to, with Kubernetes and the guests of other kernels.
-const WHOLE_RUN: u64 = 16 * GIGABYTE;
+/// What cargo's target folder grows to.
+const BUILT: u64 = 4 * GIGABYTE;
+/// What Go takes while it builds Kubernetes.
+const KUBERNETES: u64 = 5 * GIGABYTE;
 /// What a run writes even if everything is built: images, guests' file systems, logs, the nodes of a cluster.
-const BUILT: u64 = 3 * GIGABYTE;
+const RUN: u64 = GIGABYTE;
 
 /// Says how much space a whole run needs, and fails if there is less.
 pub fn ensure() -> Result<()> {
@@ -20,12 +22,12 @@ pub fn ensure() -> Result<()> {
     let target = scratch.parent().unwrap_or(&scratch);
     let system = statvfs(target).with_context(|| format!("cannot ask for the free space at {}", target.display()))?;
     let free = system.blocks_available() * system.fragment_size();
-    eprintln!("disk: {}", judge(size(target), free, target)?);
+    eprintln!("disk: {}", judge(size(target), cluster::is_built()?, free, target)?);
     Ok(())
 }
 
-fn judge(used: u64, free: u64, target: &Path) -> Result<String> {
-    let needed = WHOLE_RUN.saturating_sub(used).max(BUILT);
+fn judge(used: u64, has_kubernetes: bool, free: u64, target: &Path) -> Result<String> {
+    let needed = BUILT.saturating_sub(used) + if has_kubernetes { 0 } else { KUBERNETES } + RUN;
     let gigabytes = |bytes: u64| format!("{}.{} GB", bytes / GIGABYTE, bytes % GIGABYTE * 10 / GIGABYTE);
     let (needs, takes, has) = (gigabytes(needed), gigabytes(used), gigabytes(free));
     let sentence =
@@ -53,16 +55,17 @@ mod tests {
 
     #[test]
     fn a_run_without_room_is_refused_with_figures_and_a_remedy() {
-        let judge = |used: u64, free: u64| judge(used * GIGABYTE, free * GIGABYTE, Path::new("/t"));
-        assert!(judge(0, 16).is_ok());
-        let refused = judge(4, 11).unwrap_err().to_string();
+        let judge = |used: u64, built: bool, free: u64| {
+            judge(used * GIGABYTE, built, free * GIGABYTE, Path::new("/t")).map_err(|error| error.to_string())
+        };
+        assert!(judge(0, false, 10).is_ok());
         assert_eq!(
-            refused,
-            "a whole run needs 12.0 GB beside the 4.0 GB that /t already takes; 11.0 GB are free. Remove files, or set \
+            judge(2, false, 7).unwrap_err(),
+            "a whole run needs 8.0 GB beside the 2.0 GB that /t already takes; 7.0 GB are free. Remove files, or set \
              CARGO_TARGET_DIR to a folder on a larger disk"
         );
         // A built tree needs little, and never nothing.
-        assert!(judge(30, 3).is_ok());
-        assert!(judge(30, 2).is_err());
+        assert!(judge(30, true, 1).is_ok());
+        assert!(judge(30, true, 0).is_err());
     }
 }
