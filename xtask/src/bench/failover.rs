@@ -207,7 +207,10 @@ mod tests {
         let spread = |median, max| Spread { median, min: 0.0, max };
         let values = vec![spread(0.3, 0.32), spread(3.6, 4.0), spread(0.5, 0.6)];
         let line = Line { name: "longest pause", unit: "s", values };
-        assert!(table(&[line.clone()]).ends_with("| longest pause | s | 0.30 (0.32) | 3.60 (4.00) | 0.50 (0.60) |\n"));
+        assert!(
+            table(std::slice::from_ref(&line))
+                .ends_with("| longest pause | s | 0.30 (0.32) | 3.60 (4.00) | 0.50 (0.60) |\n")
+        );
         assert_eq!(line.json()["keepalived-fast"], json!({"median": 0.5, "max": 0.6}));
     }
 }
