@@ -1,6 +1,6 @@
 //! `cargo xtask test`: everything that shows that the tree is in order, counted in one last line.
 //!
-//! What runs, and what runs beside what, is data ([`plan`]). A stage that fails does not stop the next one.
+//! What runs is data ([`plan`]). A job that fails does not stop the next one.
 
 mod binaries;
 mod checks;
@@ -31,8 +31,8 @@ const SEEDS: &str = "10000";
 const OPTIMIZED: [(&str, u8); 2] = [("egress-core", 2), ("egress-daemon", 1)];
 /// It gets what the other tests leave of the processors.
 const SIMULATION_TIMEOUT: Duration = Duration::from_secs(60 * 60);
-/// The lab's tests share the machine, so each binary needs nearly as long as all of them.
-const LAB_TIMEOUT: Duration = Duration::from_secs(45 * 60);
+/// The end-to-end tests, by one transport or on a Kubernetes.
+const LAB_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -88,31 +88,45 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
     if !args.kernel.is_empty() {
         return guests(&args.kernel, true, &binaries, &bin_dir, args.bless, tally);
     }
+    let jobs = plan::jobs(args, &binaries);
+    // Before the simulated cluster is built, which takes its time: cargo builds one thing at a time.
+    let environment = prepare(&jobs, tally);
+    let run_tests = |tally: &mut Tally| run_tests(args, &jobs, &binaries, &bin_dir, &environment, tally);
     if !args.is_whole() {
-        return run_tests(args, &binaries, &bin_dir, tally);
+        return run_tests(tally);
     }
     thread::scope(|scope| {
         let simulation = scope.spawn(|| {
             let mut tally = Tally::default();
             simulated_cluster(&mut tally).map(|()| tally)
         });
-        let outcome = run_tests(args, &binaries, &bin_dir, tally);
+        let outcome = run_tests(tally);
         let simulated = simulation.join().map_err(|_| anyhow!("the simulated cluster's thread has panicked"))?;
         simulated.map(|simulated| tally.add(simulated)).and(outcome)
     })
 }
 
-/// Runs the stages of the plan that `args` ask for.
-fn run_tests(args: &Args, binaries: &[Binary], bin_dir: &Path, tally: &mut Tally) -> Result<()> {
-    let stages = plan::stages(args, binaries);
-    let cluster = stages.iter().flatten().any(|job| job.binary.name == plan::CLUSTER);
+/// What a Kubernetes needs is built, if a job needs one: the variables that tell where it is.
+fn prepare(jobs: &[Job<'_>], tally: &mut Tally) -> Vec<(&'static str, OsString)> {
+    let cluster = jobs.iter().any(|job| job.binary.name == plan::CLUSTER);
     let prepared = if cluster { prepare_cluster() } else { Ok(Vec::new()) };
-    let environment = prepared.unwrap_or_else(|error| {
+    prepared.unwrap_or_else(|error| {
         tally.fail(plan::CLUSTER, &format!("{error:#}"));
         Vec::new()
-    });
-    for stage in &stages {
-        run_stage(stage, bin_dir, &environment, tally);
+    })
+}
+
+/// Runs the jobs, and what `args` ask for besides.
+fn run_tests(
+    args: &Args,
+    jobs: &[Job<'_>],
+    binaries: &[Binary],
+    bin_dir: &Path,
+    environment: &[(&str, OsString)],
+    tally: &mut Tally,
+) -> Result<()> {
+    for job in jobs {
+        run_job(job, bin_dir, environment, tally)?;
     }
     if args.is_whole() {
         guests(&Kernel::USUAL, false, binaries, bin_dir, false, tally)?;
@@ -129,33 +143,13 @@ fn run_tests(args: &Args, binaries: &[Binary], bin_dir: &Path, tally: &mut Tally
     Ok(())
 }
 
-/// Runs the jobs of a stage side by side.
-fn run_stage(jobs: &[Job<'_>], bin_dir: &Path, environment: &[(&str, OsString)], tally: &mut Tally) {
-    let run = |job: &Job<'_>| {
-        let mut tally = Tally::default();
-        if let Err(error) = run_job(job, bin_dir, environment, &mut tally) {
-            tally.fail(&job.title(), &format!("{error:#}"));
-        }
-        tally
-    };
-    thread::scope(|scope| {
-        let running: Vec<_> = jobs.iter().map(|job| (job, scope.spawn(|| run(job)))).collect();
-        for (job, thread) in running {
-            match thread.join() {
-                Ok(counted) => tally.add(counted),
-                Err(_) => tally.fail(&job.title(), "its thread has panicked"),
-            }
-        }
-    });
-}
-
 fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &[(&str, OsString)], tally: &mut Tally) -> Result<()> {
     let mut command = job.binary.command();
     command.env("SPILLWAY_BIN", bin_dir).envs(environment.iter().map(|(name, value)| (name, value)));
     command.args(&job.tests);
     let lab = job.binary.kind == Kind::EndToEnd;
     if lab {
-        command.args(["--test-threads", job.threads]);
+        command.args(["--test-threads", plan::THREADS]);
     }
     if let Some(transport) = job.transport {
         command.env("SPILLWAY_TEST_TRANSPORT", transport);

@@ -1,7 +1,8 @@
-//! What a run consists of, as data: stages follow each other, and the jobs of a stage run side by side.
+//! What a run consists of, as data: jobs that follow each other.
 //!
-//! Unit tests use every processor, so each binary is a stage. The labs' tests mostly wait, and each lab has namespaces of its own: all of
-//! them are one stage. Those that make load or are strict about time take the machine for themselves (`lab::machine`).
+//! Unit tests use every processor. The labs' tests mostly wait, so several of a binary run at once; those that make load or are strict about
+//! time take the machine for themselves (`lab::machine`). Binaries do not run side by side: on two processors the tests that want the machine
+//! alone then wait for each other, and everybody for them.
 
 use super::Args;
 use super::binaries::{Binary, Kind};
@@ -11,9 +12,9 @@ pub const CLUSTER: &str = "tests/cluster";
 /// The end-to-end tests.
 const SPILLWAY: &str = "tests/spillway";
 /// How many end-to-end tests run at once, more than there are processors.
-const THREADS: &str = "4";
-/// The transports that they run by once more, with fewer threads. In the lab `Auto` comes to `direct`.
-const OTHER_TRANSPORTS: [(&str, &str); 2] = [("vxlan", "2"), ("device", "2")];
+pub const THREADS: &str = "4";
+/// The transports that they run by once more. In the lab `Auto` comes to `direct`.
+const OTHER_TRANSPORTS: [&str; 2] = ["vxlan", "device"];
 /// Their modules in which the transport matters.
 const DEPENDING_ON_TRANSPORT: [&str; 8] =
     ["exits::", "failover::", "host_rules::", "policies::", "ports::", "protocols::", "restart::", "slots::"];
@@ -29,13 +30,11 @@ pub struct Job<'a> {
     pub transport: Option<&'static str>,
     /// Only tests whose name contains one of these, if there are any.
     pub tests: Vec<&'a str>,
-    /// How many end-to-end tests run at once.
-    pub threads: &'static str,
 }
 
 impl<'a> Job<'a> {
     fn of(binary: &'a Binary) -> Self {
-        Self { binary, transport: None, tests: Vec::new(), threads: THREADS }
+        Self { binary, transport: None, tests: Vec::new() }
     }
 
     /// What the run's output calls it.
@@ -44,22 +43,21 @@ impl<'a> Job<'a> {
         self.transport.map_or_else(|| name.clone(), |transport| format!("{name} by {transport}"))
     }
 
-    fn by_transport(binary: &'a Binary, (transport, threads): (&'static str, &'static str)) -> Self {
-        Self { transport: Some(transport), tests: DEPENDING_ON_TRANSPORT.to_vec(), threads, ..Self::of(binary) }
+    fn by_transport(binary: &'a Binary, transport: &'static str) -> Self {
+        Self { transport: Some(transport), tests: DEPENDING_ON_TRANSPORT.to_vec(), ..Self::of(binary) }
     }
 }
 
-/// The stages of the run that `args` ask for.
-pub fn stages<'a>(args: &'a Args, binaries: &'a [Binary]) -> Vec<Vec<Job<'a>>> {
+/// The jobs of the run that `args` ask for.
+pub fn jobs<'a>(args: &'a Args, binaries: &'a [Binary]) -> Vec<Job<'a>> {
     let of_kind = |kind: Kind| binaries.iter().filter(move |binary| binary.kind == kind).map(Job::of);
+    let units = of_kind(Kind::Unit).filter(|_| !args.e2e);
     if let Some(filter) = &args.filter {
         // A filter that a binary's own name contains selects all of its tests.
         let tests = |job: &Job| if job.binary.name.contains(filter) { Vec::new() } else { vec![filter.as_str()] };
-        let units = of_kind(Kind::Unit).filter(|_| !args.e2e);
-        let jobs = units.chain(of_kind(Kind::EndToEnd).filter(|_| !args.unit));
-        return jobs.map(|job| vec![Job { tests: tests(&job), ..job }]).collect();
+        let labs = of_kind(Kind::EndToEnd).filter(|_| !args.unit);
+        return units.chain(labs).map(|job| Job { tests: tests(&job), ..job }).collect();
     }
-    let units = of_kind(Kind::Unit).filter(|_| !args.e2e).map(|job| vec![job]);
     let end_to_end = || binaries.iter().filter(|binary| binary.name == SPILLWAY);
     let labs: Vec<Job> = if args.quick {
         end_to_end().map(|binary| Job { tests: QUICK.to_vec(), ..Job::of(binary) }).collect()
@@ -68,7 +66,7 @@ pub fn stages<'a>(args: &'a Args, binaries: &'a [Binary]) -> Vec<Vec<Job<'a>>> {
             end_to_end().flat_map(|binary| OTHER_TRANSPORTS.map(|transport| Job::by_transport(binary, transport)));
         of_kind(Kind::EndToEnd).chain(by_transport).filter(|_| !args.unit).collect()
     };
-    units.chain((!labs.is_empty()).then_some(labs)).collect()
+    units.chain(labs).collect()
 }
 
 #[cfg(test)]
@@ -96,15 +94,14 @@ mod tests {
             [test] => format!("{} {test}", job.title()),
             tests => format!("{} {}", job.title(), tests.len()),
         };
-        let stages = stages(&args, &binaries);
-        stages.iter().map(|jobs| jobs.iter().map(said).collect::<Vec<_>>().join(" + ")).collect()
+        jobs(&args, &binaries).iter().map(said).collect()
     }
 
     #[test]
-    fn units_run_one_after_the_other_and_all_labs_beside_each_other() {
-        let labs = "tests/cluster + tests/spillway + tests/spillway by vxlan 8 + tests/spillway by device 8";
-        assert_eq!(plan(&[]), ["egress-core", "tests", labs]);
-        assert_eq!(plan(&["--e2e"]), [labs]);
+    fn units_come_first_and_the_end_to_end_tests_run_by_every_transport() {
+        let labs = ["tests/cluster", "tests/spillway", "tests/spillway by vxlan 8", "tests/spillway by device 8"];
+        assert_eq!(plan(&[]), [&["egress-core", "tests"][..], &labs].concat());
+        assert_eq!(plan(&["--e2e"]), labs);
         assert_eq!(plan(&["--unit"]), ["egress-core", "tests"]);
         assert_eq!(plan(&["--quick"]), ["egress-core", "tests", "tests/spillway 3"]);
     }
