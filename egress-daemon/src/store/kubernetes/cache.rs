@@ -192,8 +192,10 @@ impl Cache {
         self.update(|state| {
             let progress = state.kinds.entry(kind).or_default();
             // A list that begins has not been answered yet.
-            progress.heard += u64::from(!matches!(event, Event::Init));
-            match event {
+            let answered = !matches!(event, Event::Init);
+            progress.heard += u64::from(answered);
+            let answers_again = answered && std::mem::take(&mut state.unanswered);
+            let changed = match event {
                 Event::Init => {
                     progress.listing.clear();
                     progress.listed.clear();
@@ -211,13 +213,15 @@ impl Cache {
                 }
                 Event::InitDone => {
                     let was_ready = std::mem::replace(&mut progress.ready, true);
-                    if is_trimmed(kind) {
+                    let changed = if is_trimmed(kind) {
                         let listed = std::mem::take(&mut progress.listed);
-                        return state.keep(kind, &listed) || !was_ready;
-                    }
-                    let objects = std::mem::take(&mut progress.listing);
-                    let written = progress.written.clone();
-                    state.replace(kind, objects, |key, _| !written.contains(key)) || !was_ready
+                        state.keep(kind, &listed)
+                    } else {
+                        let objects = std::mem::take(&mut progress.listing);
+                        let written = progress.written.clone();
+                        state.replace(kind, objects, |key, _| !written.contains(key))
+                    };
+                    changed || !was_ready
                 }
                 Event::Apply(object) => state.set(kind, key_of(&object), object),
                 Event::Delete(object) => {
@@ -226,7 +230,8 @@ impl Cache {
                     }
                     state.remove(kind, &key_of(&object), |present| number(present) <= number(version(&object)))
                 }
-            }
+            };
+            changed || answers_again
         });
     }
 

@@ -109,6 +109,20 @@ fn a_list_apart_from_the_watch_knows_nothing_of_what_came_later() {
 }
 
 #[test]
+fn what_the_api_server_says_shows_that_it_answers_and_a_list_that_begins_does_not() {
+    let cache = Cache::default();
+    let mut changes = cache.changes();
+    listed(&cache, [ip("a", "1", 3)]);
+    cache.answers(false);
+    changes.mark_unchanged();
+    cache.notice(Kind::EgressIP, Event::Init);
+    assert!(!cache.is_connected() && !changes.has_changed().unwrap());
+    // Nothing is new but that it answers.
+    cache.notice(Kind::EgressIP, Event::InitApply(ip("a", "1", 3)));
+    assert!(cache.is_connected() && changes.has_changed().unwrap());
+}
+
+#[test]
 fn an_object_that_is_not_understood_spoils_nothing_and_its_last_good_version_stays() {
     let cache = Cache::default();
     let mut broken = ip("a", "1", 6);

@@ -75,11 +75,8 @@ pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) 
                 continue;
             }
         };
-        if !matches!(event, Event::Init) {
-            cache.answers(true);
-            if retry.is_over() {
-                tracing::info!("{kind} objects are followed again");
-            }
+        if !matches!(event, Event::Init) && retry.is_over() {
+            tracing::info!("{kind} objects are followed again");
         }
         cache.notice(
             kind,
