@@ -14,7 +14,7 @@ use crate::{
     model::*,
     network::{classify::Roles, links::LinkTable},
     plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan},
-    testing::{default_route, link},
+    testing::{default_route, link, world},
 };
 use egress_common::config;
 use ipnet::IpNet;
@@ -50,18 +50,7 @@ fn policy_id() -> PolicyId {
 pub(super) fn web() -> Policy {
     Policy {
         selectors: vec![EndpointSelector { pod: Some(Selector::label("app", "web")), ..Default::default() }],
-        destinations: vec!["0.0.0.0/0".parse().unwrap()],
-        id: policy_id(),
-        uid: "u".into(),
-        created: 0,
-        excluded: Vec::new(),
-        source: Source::Pools(Vec::new()),
-        distribution: Distribution::PerFlow,
-        zone: ZoneMode::Any,
-        prefer_local_node: false,
-        on_no_gateway: OnNoGateway::Drop,
-        existing: Existing::Keep,
-        bandwidth: None,
+        ..world::policy("web", Source::Pools(Vec::new()))
     }
 }
 

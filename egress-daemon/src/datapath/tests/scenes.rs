@@ -6,10 +6,8 @@ use egress_common::{
 };
 use egress_core::{
     encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
-    model::{
-        Distribution, EndpointId, EndpointSelector, Existing, NodeName, OnNoGateway, Policy, PolicyId, PolicyKind,
-        Selector, Source, ZoneMode,
-    },
+    model::{EndpointId, NodeName, Policy, PolicyId, PolicyKind, Source},
+    testing::world,
 };
 use ipnet::IpNet;
 use proptest::{collection::vec, option, prelude::*};
@@ -52,21 +50,7 @@ pub fn settings() -> Config {
 
 /// A policy that selects every pod, steers nothing and has no egress IPs.
 pub fn policy(name: &str) -> Policy {
-    Policy {
-        id: PolicyId::new(PolicyKind::Native, name),
-        uid: name.into(),
-        created: 0,
-        selectors: vec![EndpointSelector { pod: Some(Selector::everything()), ..Default::default() }],
-        destinations: Vec::new(),
-        excluded: Vec::new(),
-        source: Source::Pools(Vec::new()),
-        distribution: Distribution::PerFlow,
-        zone: ZoneMode::Any,
-        prefer_local_node: false,
-        on_no_gateway: OnNoGateway::Drop,
-        existing: Existing::Keep,
-        bandwidth: None,
-    }
+    Policy { destinations: Vec::new(), ..world::policy(name, Source::Pools(Vec::new())) }
 }
 
 fn egress_view() -> impl Strategy<Value = EgressView> {
