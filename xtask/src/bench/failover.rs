@@ -13,6 +13,7 @@ use super::figures::rounded;
 use super::report::number;
 use super::rounds::Spread;
 use super::variant::sources;
+use crate::demo::objects;
 use crate::interrupt;
 use crate::progress::Step;
 
@@ -193,9 +194,8 @@ fn spillway(lab: &mut Lab, binaries: &Path) -> Result<()> {
 /// The gateway that answers for the first egress IP.
 fn owner(lab: &Lab) -> Result<String> {
     let address = address::external(EGRESS[0]).v4;
-    let text = lab.manifests().written("EgressIP", &address.to_string()).context("no EgressIP object")?;
-    let node = text.lines().find_map(|line| line.strip_prefix("  node: ")).context("the egress IP has no owner")?;
-    Ok(node.trim_matches('"').to_owned())
+    let first = objects::egress_ips(lab.manifests())?.into_iter().find(|one| one.address == address);
+    first.and_then(|one| one.node).with_context(|| format!("{address} has no owner"))
 }
 
 #[cfg(test)]
