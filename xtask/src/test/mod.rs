@@ -126,7 +126,9 @@ fn run_tests(
     tally: &mut Tally,
 ) -> Result<()> {
     for job in jobs {
-        run_job(job, bin_dir, environment, tally)?;
+        if let Err(error) = run_job(job, bin_dir, environment, tally) {
+            tally.fail(&job.title(), &format!("{error:#}"));
+        }
     }
     if args.is_whole() {
         guests(&Kernel::USUAL, false, binaries, bin_dir, false, tally)?;
