@@ -1,7 +1,7 @@
 //! Names and versions that the object file, the pins and the tools agree on.
 
 /// The version of the maps' layout. It is part of the pins' path: an agent never reuses maps of another version.
-pub const LAYOUT_VERSION: u32 = 2;
+pub const LAYOUT_VERSION: u32 = 3;
 
 /// The UDP port of the tunnel device, away from the ports that CNIs use (4789, 8472, 6081).
 pub const TUNNEL_PORT: u16 = 8473;

@@ -1,6 +1,6 @@
 //! The flow table: one entry for each direction of a flow, in maps of their own.
 
-use crate::layout::map_type;
+use crate::{hash::Words, layout::map_type};
 
 map_type! {
     /// A 5-tuple. In `FLOWS_*` the source is the pod; in `REVERSE_*` it is the egress IP with the translated port.
@@ -19,17 +19,34 @@ map_type! {
     } sizes 16, 40
 }
 
+impl<A: Words> FlowKey<A> {
+    /// What tells the value of this key from that of another one. The kernel gives an entry's memory to the next key as soon as the entry is
+    /// removed (Linux 6.1, `bpf_mem_alloc`), also while a program on another CPU reads it: what was read counts only if the value has this
+    /// afterwards. A multilinear hash (Lemire and Kaser, Strongly Universal String Hashing is Fast, 2014), of which the multiplications do not
+    /// wait for each other.
+    #[inline(always)]
+    pub fn check(&self) -> u32 {
+        const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+        let ports = self.src_port as u64 | (self.dst_port as u64) << 16 | (self.proto as u64) << 32;
+        let addresses =
+            self.src.multilinear(GOLDEN.wrapping_pow(5)).wrapping_add(self.dst.multilinear(GOLDEN.wrapping_pow(7)));
+        (ports.wrapping_mul(GOLDEN).wrapping_add(addresses) >> 32) as u32
+    }
+}
+
 /// Values of [`Flow::kind`].
 pub mod kind {
     /// Translated: the flow was opened by the pod.
-    pub const TRANSLATED: u16 = 1;
+    pub const TRANSLATED: u8 = 1;
     /// A TCP connection whose egress IP no longer belongs to its policy: its packets are dropped until it is gone.
-    pub const SEVERED: u16 = 2;
+    pub const SEVERED: u8 = 2;
 }
 
 map_type! {
     /// Value of `FLOWS_*`: what an outgoing packet needs.
     pub struct Flow {
+        /// [`FlowKey::check`] of its key. It comes first: memory that another flow gets is written from the beginning.
+        pub check: u32,
         /// Index of the policy.
         pub policy: u32,
         /// Index of the egress IP in `EGRESS_IPS`: with the policy it names the slot.
@@ -57,19 +74,20 @@ map_type! {
         /// TCP flags seen from the pod, [`crate::tcp::seen`]; of UDP, [`crate::udp`].
         pub state: u16,
         /// What the remote side said of the connection's end, [`crate::tcp::end`].
-        pub back: u16,
+        pub back: u8,
         /// 1 while a record of the flow is in `ENDED_*`, else 0.
-        pub queued: u16,
+        pub queued: u8,
         /// [`kind`].
-        pub kind: u16,
+        pub kind: u8,
         /// 1 until the host's firewall has let a packet of the flow pass, else 0.
-        pub pending: u16,
+        pub pending: u8,
     } size 56
 }
 
 impl Flow {
     /// A flow of nobody.
     pub const EMPTY: Flow = Flow {
+        check: 0,
         policy: 0,
         egress: 0,
         egress_generation: 0,
@@ -93,6 +111,8 @@ impl Flow {
 map_type! {
     /// Value of `REVERSE_*`: what a reply needs.
     pub struct Reverse<A> {
+        /// [`FlowKey::check`] of its key. It comes first: memory that another flow gets is written from the beginning.
+        pub check: u32,
         /// The pod's address.
         pub pod: A,
         /// The pod's port, or ICMP identifier.
@@ -116,7 +136,7 @@ map_type! {
         pub pod_mac: [u16; 3],
         /// Destination MAC address of the flow's first packet, as words in memory order.
         pub host_mac: [u16; 3],
-    } sizes 44, 56
+    } sizes 48, 60
 }
 
 /// Whether two halves name each other. Either may outlive the other, and another flow may have its place by then.

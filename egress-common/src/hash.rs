@@ -13,17 +13,29 @@ const fn mix(h: u64, word: u64) -> u64 {
 pub trait Words: Copy {
     /// Mixes the address into `h`.
     fn mix_into(self, h: u64) -> u64;
+    /// The sum of its words, each times another power of `factor`, the first one times `factor` itself.
+    fn multilinear(&self, factor: u64) -> u64;
 }
 impl Words for crate::V4 {
     #[inline(always)]
     fn mix_into(self, h: u64) -> u64 {
         mix(h, self[0] as u64)
     }
+    #[inline(always)]
+    fn multilinear(&self, factor: u64) -> u64 {
+        factor.wrapping_mul(self[0] as u64)
+    }
 }
 impl Words for crate::V6 {
     #[inline(always)]
     fn mix_into(self, h: u64) -> u64 {
         mix(mix(h, self[0] as u64 | (self[1] as u64) << 32), self[2] as u64 | (self[3] as u64) << 32)
+    }
+    #[inline(always)]
+    fn multilinear(&self, factor: u64) -> u64 {
+        let term = |word: u32, power: u32| factor.wrapping_pow(power).wrapping_mul(word as u64);
+        let [a, b, c, d] = *self;
+        term(a, 1).wrapping_add(term(b, 2)).wrapping_add(term(c, 3)).wrapping_add(term(d, 4))
     }
 }
 

@@ -52,17 +52,17 @@ pub const fn advance(state: u16, flags: u8) -> u16 {
 /// number that it expects next (RFC 5961, section 3.2). So what ends a connection is an end that the pod has come to.
 pub mod end {
     /// A FIN.
-    pub const FIN: u16 = 1;
+    pub const FIN: u8 = 1;
     /// A RST.
-    pub const RST: u16 = 2;
+    pub const RST: u8 = 2;
     /// The pod has acknowledged all that comes before it.
-    pub const ACCEPTED: u16 = 4;
+    pub const ACCEPTED: u8 = 4;
 }
 
 /// What is known of the remote side's end after a segment of it with FIN or RST among these flags; `accepted`: the pod has acknowledged
 /// all that comes before it.
 #[inline(always)]
-pub const fn ends(back: u16, flags: u8, accepted: bool) -> u16 {
+pub const fn ends(back: u8, flags: u8, accepted: bool) -> u8 {
     let what = if flags & flag::RST != 0 { end::RST } else { end::FIN };
     match (back & end::ACCEPTED != 0, accepted) {
         (_, true) => what | end::ACCEPTED,
@@ -73,7 +73,7 @@ pub const fn ends(back: u16, flags: u8, accepted: bool) -> u16 {
 
 /// The same after a segment of the pod that acknowledges `ack`. What the pod has gone beyond was no end.
 #[inline(always)]
-pub const fn acknowledges(back: u16, end: u32, ack: u32) -> u16 {
+pub const fn acknowledges(back: u8, end: u32, ack: u32) -> u8 {
     match ack.wrapping_sub(end) as i32 {
         0 => back | end::ACCEPTED,
         beyond if beyond > 0 => 0,
@@ -83,7 +83,7 @@ pub const fn acknowledges(back: u16, end: u32, ack: u32) -> u16 {
 
 /// Whether both ends are done with the connection: nobody waits for the rest of its idle time.
 #[inline(always)]
-pub const fn closed(out: u16, back: u16) -> bool {
+pub const fn closed(out: u16, back: u8) -> bool {
     out & seen::RST != 0 || back & end::ACCEPTED != 0 && (back & end::RST != 0 || out & seen::FIN != 0)
 }
 

@@ -5,7 +5,7 @@ use crate::{
     maps::{MEMBERS, POLICIES},
     packet::Packet,
 };
-use aya_ebpf::btf_maps::lpm_trie::Key;
+use aya_ebpf::btf_maps::{HashMap, lpm_trie::Key};
 use egress_common::{
     config::{Config, flags},
     endpoint::{Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except},
@@ -24,8 +24,7 @@ pub enum Class {
 /// Classifies a source and a destination.
 #[inline(always)]
 pub fn classify<F: Family>(config: &Config, src: F, dst: F) -> Class {
-    // SAFETY: entries are replaced, not changed in place.
-    let Some(endpoint) = (unsafe { F::endpoints().get(src) }).copied() else {
+    let Some(endpoint) = copied(F::endpoints(), &src) else {
         // An unspecified or link-local source asks for addresses and neighbours; it is never forwarded.
         let held = config.flags & flags::HOLD != 0 && !F::never_leaves(src) && !excepted(dst);
         return if held { Class::Held } else { Class::Outside(0) };
@@ -78,22 +77,38 @@ pub fn is_free_service<F: Family>(dst: F) -> bool {
     matches!(F::excepts().get(&Key::new(F::BITS, dst)), Some(&except::SERVICE))
 }
 
+/// How often an entry that is replaced while it is read is read again.
+const READS: u32 = 4;
+
+/// A copy of an entry. The kernel gives an entry's memory to another key as soon as the entry is removed or replaced, also while it is read:
+/// the copy counts if the entry is there afterwards.
+#[inline(always)]
+fn copied<K, V: Copy, const M: usize, const F: usize>(map: &HashMap<K, V, M, F>, key: &K) -> Option<V> {
+    for _ in 0..READS {
+        let entry = map.get_ptr(key)?;
+        // SAFETY: a pointer into the map.
+        let copy = unsafe { entry.read_volatile() };
+        if map.get_ptr(key) == Some(entry) {
+            return Some(copy);
+        }
+    }
+    None
+}
+
 /// The part of a policy that serves one address family.
 #[inline(always)]
-pub fn policy<F: Family>(policy: u32) -> Option<&'static Policy> {
-    // SAFETY: entries are replaced, not changed in place.
-    unsafe { POLICIES.get(PolicyKey { policy, family: F::VERSION }) }
+pub fn policy<F: Family>(policy: u32) -> Option<Policy> {
+    copied(&POLICIES, &PolicyKey { policy, family: F::VERSION })
 }
 
 /// [`Policy::leaves_as_node`], by the policy's index.
 #[inline(always)]
 pub fn leaves_as_node<F: Family>(index: u32) -> bool {
-    policy::<F>(index).is_some_and(Policy::leaves_as_node)
+    policy::<F>(index).is_some_and(|policy| policy.leaves_as_node())
 }
 
 /// The slot that an egress IP is in a policy, if it is one.
 #[inline(always)]
-pub fn member(policy: u32, egress: u32) -> Option<&'static Member> {
-    // SAFETY: entries are replaced, not changed in place.
-    unsafe { MEMBERS.get(MemberKey { policy, egress }) }
+pub fn member(policy: u32, egress: u32) -> Option<Member> {
+    copied(&MEMBERS, &MemberKey { policy, egress })
 }

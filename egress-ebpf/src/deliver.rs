@@ -124,6 +124,9 @@ fn deliver<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, 
     if rewrite(pkt, ip, &rewriting).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
+    if !flows::is_still(&key, &r.check) {
+        return Verdict::Drop(Counter::DropNoReverse);
+    }
     into_pod(pkt, ifindex, &macs)
 }
 
@@ -192,6 +195,7 @@ pub fn tend<F: Family>(pkt: &Packet) -> u64 {
 fn mend_forward<F: Family>(config: &Config, forward: &FlowKey<F>, key: &FlowKey<F>, r: &Reverse<F>) {
     let now = now_tick();
     let flow = Flow {
+        check: forward.check(),
         policy: r.policy,
         egress: r.egress,
         egress_generation: r.egress_generation,

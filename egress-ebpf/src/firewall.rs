@@ -14,8 +14,8 @@ use egress_common::{
 
 /// Whether a new flow waits for the host's firewall, as `Flow::pending` has it.
 #[inline(always)]
-pub fn is_asked(config: &Config) -> u16 {
-    (config.flags & flags::RESPECT_FIREWALL != 0) as u16
+pub fn is_asked(config: &Config) -> u8 {
+    (config.flags & flags::RESPECT_FIREWALL != 0) as u8
 }
 
 /// Leaves a pod's packet to the host, on the path that leads to [`guard::caught`](crate::guard::caught).

@@ -31,6 +31,41 @@ pub fn reverse_key<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Option<FlowKey<F
     })
 }
 
+/// What the packets of a flow are sent by.
+#[derive(Clone, Copy)]
+pub struct Taken {
+    /// Index of the egress IP.
+    pub egress: u32,
+    /// Translated source port, or ICMP identifier.
+    pub port: u16,
+    /// [`Flow::kind`].
+    pub kind: u8,
+    /// [`Flow::pending`].
+    pub pending: u8,
+}
+
+/// Takes it from the flow of this key; `None` if the entry has become another flow's since it was looked up ([`FlowKey::check`]).
+#[inline(always)]
+pub fn taken<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Option<Taken> {
+    // SAFETY: references are valid for reading. Volatile reads stay in their order: the check is the last one.
+    let taken = unsafe {
+        Taken {
+            egress: (&raw const flow.egress).read_volatile(),
+            port: (&raw const flow.port).read_volatile(),
+            kind: (&raw const flow.kind).read_volatile(),
+            pending: (&raw const flow.pending).read_volatile(),
+        }
+    };
+    is_still(key, &flow.check).then_some(taken)
+}
+
+/// Whether a value that was looked up is still that of this key, by its check. Everything that counts has been read before.
+#[inline(always)]
+pub fn is_still<F: Family>(key: &FlowKey<F>, check: &u32) -> bool {
+    // SAFETY: a reference is valid for reading.
+    unsafe { (&raw const *check).read_volatile() == key.check() }
+}
+
 /// Removes both halves of a flow.
 #[inline(always)]
 pub fn forget<F: Family>(key: &FlowKey<F>, flow: &Flow) {
@@ -77,7 +112,7 @@ fn set_confirmed<F: Family>(reverse: *mut Reverse<F>) {
 
 /// The state of a reverse half whose flow waits for the host's firewall ([`Flow::pending`]), or does not.
 #[inline(always)]
-pub fn reverse_state(pending: u16) -> u16 {
+pub fn reverse_state(pending: u8) -> u16 {
     if pending == 0 { tcp::seen::CONFIRMED } else { 0 }
 }
 
@@ -96,24 +131,26 @@ pub fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now:
     let Some(mut value) = reverse_value(pkt, key, flow.policy, flow.endpoint, flow.pending, now) else { return true };
     value.egress = flow.egress;
     value.egress_generation = flow.egress_generation;
+    value.check = reverse.check();
     if F::reverses().insert(&reverse, &value, BPF_NOEXIST as u64).is_ok() {
         stats::count(Counter::FlowsRepaired);
     }
     true
 }
 
-/// What a reply needs to find its way back to where this packet came from; the slot is filled in by the caller.
+/// What a reply needs to find its way back to where this packet came from; the slot and the check are filled in by the caller.
 #[inline(always)]
 pub fn reverse_value<F: Family>(
     pkt: &Packet,
     key: &FlowKey<F>,
     policy: u32,
     endpoint: u32,
-    pending: u16,
+    pending: u8,
     now: u32,
 ) -> Option<Reverse<F>> {
     let [host_mac, pod_mac] = pkt.read::<[Mac; 2]>(0)?;
     Some(Reverse {
+        check: 0,
         pod: key.src,
         pod_port: key.src_port,
         state: reverse_state(pending),

@@ -114,7 +114,8 @@ pub fn caught<F: Family>(pkt: &Packet) -> u64 {
         if !recheck::is_in_force::<F>(config, &key, flow) {
             return Verdict::Drop(Counter::DropSevered).to_bits();
         }
-        if flow.pending != 0 {
+        let Some(taken) = flows::taken(&key, flow) else { return Verdict::Drop(Counter::DropUnknownFlow).to_bits() };
+        if taken.pending != 0 {
             flows::confirm::<F>(&key, flow);
             stats::count(Counter::FirewallPassed);
         }
@@ -123,7 +124,7 @@ pub fn caught<F: Family>(pkt: &Packet) -> u64 {
         }
         pkt.clear_marks();
         // Who routed it has taken one from the hop limit.
-        return send::<F>(pkt, config, &ip, &t, flow.egress, flow.port, false).to_bits();
+        return send::<F>(pkt, config, &ip, &t, taken.egress, taken.port, false).to_bits();
     }
     if F::inbound().get_ptr(&key).is_some() {
         return Verdict::Pass.to_bits();

@@ -41,6 +41,9 @@ pub fn incoming<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict
     if inner.src != ip.dst || rewrite(pkt, config, ip, &inner, End::Destination, pod, port).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
+    if !flows::is_still(&key, &r.check) {
+        return Verdict::Drop(Counter::DropNoReverse);
+    }
     deliver::into_pod(pkt, ifindex, &macs)
 }
 
@@ -87,17 +90,18 @@ fn quoting<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
         let left_alone = F::inbound().get_ptr(&key).is_some();
         return if left_alone { Verdict::Pass } else { Verdict::Drop(Counter::DropUnknownFlow) };
     };
-    if flow.kind != kind::TRANSLATED {
-        return Verdict::Drop(Counter::DropSevered);
-    }
     if flow.ifindex != pkt.ifindex() {
         return Verdict::Drop(Counter::DropSpoofed);
     }
+    let Some(taken) = flows::taken(&key, flow) else { return Verdict::Drop(Counter::DropUnknownFlow) };
+    if taken.kind != kind::TRANSLATED {
+        return Verdict::Drop(Counter::DropSevered);
+    }
     // What was classified by older tables is classified again with its next packet.
-    if flow.pending != 0 || flow.config_generation != config.generation {
+    if taken.pending != 0 || flow.config_generation != config.generation {
         return Verdict::Drop(Counter::DropNotConfirmed);
     }
-    let (egress, port) = (flow.egress, flow.port);
+    let (egress, port) = (taken.egress, taken.port);
     let Some(reverse) = flows::reverse_key::<F>(&key, flow) else { return Verdict::Drop(Counter::DropSevered) };
     // It goes to whoever sent what it quotes, and to nobody else (RFC 1122, section 3.2.2).
     if inner.dst != ip.src

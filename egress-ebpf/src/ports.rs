@@ -155,6 +155,7 @@ fn aim<F: Family>(s: &mut Search<F>, i: u32) -> Option<()> {
     // SAFETY: `at` is within the array.
     let block = unsafe { *list.blocks.as_ptr().add(at as usize) };
     s.key.src_port = (port_block::first_port(block) + offset).to_be();
+    s.value.check = s.key.check();
     Some(())
 }
 

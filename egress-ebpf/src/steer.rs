@@ -6,7 +6,7 @@ use crate::{
     collect, ended,
     family::Family,
     firewall,
-    flows::{enter, forget, mend_reverse, remove, reverse_key, reverse_value, ticket},
+    flows::{Taken, enter, forget, mend_reverse, remove, reverse_key, reverse_value, taken, ticket},
     fragment, gate, inbound, large,
     maps::{CONFIG, EGRESS_IPS, NODES},
     mss, once,
@@ -173,6 +173,7 @@ fn known<F: Family>(
             Check::Drop(counter) => return Known::Done(Verdict::Drop(counter)),
         }
     }
+    let Some(taken) = taken(key, flow) else { return Known::Unknown };
     let now = now_tick();
     if flow.last_seen != now {
         flow.last_seen = now;
@@ -195,8 +196,8 @@ fn known<F: Family>(
     } else if t.kind == Kind::Udp && udp::is_question(flow.state) {
         flow.state = udp::sent(flow.state);
     }
-    Known::Done(match flow.kind {
-        kind::TRANSLATED => go::<F>(pkt, config, ip, t, flow),
+    Known::Done(match taken.kind {
+        kind::TRANSLATED => go::<F>(pkt, config, ip, t, &taken),
         _ => Verdict::Drop(Counter::DropSevered),
     })
 }
@@ -222,7 +223,7 @@ fn unknown<F: Family>(
     let Some(policy) = classify::policy::<F>(index) else { return Err(Verdict::Drop(Counter::DropNoPolicy)) };
     match t.kind {
         Kind::Tcp if opens(t) => {}
-        Kind::Tcp => return Err(stray::<F>(pkt, config, generation, t, key, policy, &endpoint)),
+        Kind::Tcp => return Err(stray::<F>(pkt, config, generation, t, key, &policy, &endpoint)),
         // An answer to a query that came by a way that this node does not see (an inbound query is remembered).
         Kind::Answer => return Err(Verdict::Pass),
         Kind::Udp | Kind::Query => {}
@@ -238,7 +239,7 @@ fn unknown<F: Family>(
     if share::is_used_up::<F>(config, endpoint.id) {
         return Err(Verdict::Drop(Counter::DropPodShare));
     }
-    open::<F>(pkt, firewall::is_asked(config), generation, t, key, index, policy, &endpoint).map_err(Verdict::Drop)
+    open::<F>(pkt, firewall::is_asked(config), generation, t, key, index, &policy, &endpoint).map_err(Verdict::Drop)
 }
 
 /// A TCP segment of a connection that is not in the table.
@@ -271,7 +272,7 @@ fn stray<F: Family>(
 #[inline(always)]
 fn open<F: Family>(
     pkt: &Packet,
-    pending: u16,
+    pending: u8,
     generation: u32,
     t: &Transport,
     key: &FlowKey<F>,
@@ -289,6 +290,7 @@ fn open<F: Family>(
     search.generation = generation;
     ports::take::<F>(search)?;
     let flow = Flow {
+        check: key.check(),
         policy: index,
         egress: search.value.egress,
         egress_generation: search.value.egress_generation,
@@ -331,7 +333,7 @@ fn commit<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), Counter> {
 
 /// The fast path for the packets of a confirmed flow, the host-stack path until then.
 #[inline(always)]
-fn go<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow: &Flow) -> Verdict {
+fn go<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow: &Taken) -> Verdict {
     if firewall::is_asked(config) != 0 {
         if flow.pending != 0 || ip.part != Part::Whole {
             if large::may_be(pkt, config)

@@ -36,7 +36,7 @@ use crate::process::Process;
 use crate::scope::Scope;
 
 /// The folder of the maps' layout that the programs under test have (`LAYOUT_VERSION` of egress-common).
-const LAYOUT: &str = "v2";
+const LAYOUT: &str = "v3";
 
 /// A host outside of the cluster.
 #[derive(Clone, Debug)]

@@ -82,7 +82,7 @@ struct Kernel {
 struct Idle {
     proto: u32,
     number: u32,
-    ended: u16,
+    ended: u8,
     states: [u16; 2],
     out: u32,
     back: u32,
@@ -128,6 +128,7 @@ impl Kernel {
         let (pod, server) = (net::v4([10, a, b, c].into()), net::v4([203, a, b, c].into()));
         let key = FlowKey { src: pod, dst: server, src_port: 1, dst_port: 2, proto: i.proto };
         let flow = Flow {
+            check: key.check(),
             policy: 1,
             egress: EGRESS,
             egress_generation: 1,
@@ -142,6 +143,7 @@ impl Kernel {
         let IpAddr::V4(egress) = address() else { unreachable!("an IPv4 address") };
         let other = FlowKey { src: net::v4(egress), dst: server, src_port: 3, dst_port: 2, proto: i.proto };
         let back = Reverse {
+            check: other.check(),
             pod,
             pod_port: 1,
             state: i.states[1],

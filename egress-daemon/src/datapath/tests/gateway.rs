@@ -161,6 +161,7 @@ fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
             proto: u32::from(UDP),
         };
         let value = Reverse {
+            check: key.check(),
             pod: v4(POD4),
             pod_port: 4000u16.to_be(),
             state: egress_common::tcp::seen::CONFIRMED,

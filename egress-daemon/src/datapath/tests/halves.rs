@@ -16,6 +16,7 @@ use aya::{
 use egress_common::{
     endpoint::RouteKey,
     flow::{Flow, FlowKey, Reverse},
+    hash::Words,
     limits,
     verdict::Counter,
 };
@@ -198,7 +199,7 @@ fn lru_early_and_map_full_a_full_table_has_lost_no_flow_and_takes_no_more() {
 }
 
 /// The maps of the family that a test is about, in its own types.
-fn of_family<A: Pod + Ord>(maps: &mut FamilyMaps<A>, change: impl FnOnce(&mut FlowsOf<A>, &mut ReversesOf<A>))
+fn of_family<A: Pod + Ord + Words>(maps: &mut FamilyMaps<A>, change: impl FnOnce(&mut FlowsOf<A>, &mut ReversesOf<A>))
 where
     FlowKey<A>: Pod + Ord,
     Reverse<A>: Pod,
@@ -210,7 +211,7 @@ where
     before.0.keys().filter(|k| !flows.contains_key(k)).for_each(|k| maps.flows.remove(k).unwrap());
     before.1.keys().filter(|k| !reverses.contains_key(k)).for_each(|k| maps.reverse.remove(k).unwrap());
     flows.iter().for_each(|(k, v)| maps.flows.set(k, v).unwrap());
-    reverses.iter().for_each(|(k, v)| maps.reverse.set(k, v).unwrap());
+    reverses.iter().for_each(|(k, v)| maps.reverse.set(k, &Reverse { check: k.check(), ..*v }).unwrap());
 }
 
 type FlowsOf<A> = BTreeMap<FlowKey<A>, Flow>;

@@ -20,6 +20,7 @@ mod nat;
 mod packets;
 mod pieces;
 mod races;
+mod reuse;
 mod rig;
 mod scenes;
 mod tables;

@@ -1,0 +1,162 @@
+//! The kernel gives the memory of an entry to another key as soon as the entry is removed or replaced, also while a program on another CPU
+//! reads it. Nothing that is read of another one leaves the node, or reaches a pod.
+
+use super::{
+    frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
+    rig::*,
+};
+use crate::datapath::maps::{Maps, Table};
+use aya::Pod;
+use egress_common::{
+    V4,
+    endpoint::PolicyKey,
+    flow::{FlowKey, Reverse},
+    net,
+};
+use nix::{
+    sched::{CpuSet, sched_getaffinity, sched_setaffinity},
+    sys::{
+        time::TimeSpec,
+        timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags},
+    },
+    unistd::Pid,
+};
+use std::{
+    net::IpAddr,
+    ops::Range,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+/// Packets while entries change.
+const PACKETS: u32 = 60_000;
+/// When after the call a program is interrupted, in ns: at some of these moments it is reading.
+const SOON: Range<u32> = 5_000..13_000;
+/// The port of a pod, and what another flow has in its place; network byte order.
+const OTHER_PORT: u16 = 7;
+
+/// Runs `packets` on one CPU while another one repeats `change`.
+fn meanwhile(mut change: impl FnMut() + Send, packets: impl FnOnce()) {
+    let all = sched_getaffinity(Pid::from_raw(0)).unwrap();
+    let mut cpus = (0..CpuSet::count()).filter(|cpu| all.is_set(*cpu).unwrap()).cycle();
+    let mut pin = || {
+        let mut one = CpuSet::new();
+        one.set(cpus.next().unwrap()).unwrap();
+        one
+    };
+    let (here, there) = (pin(), pin());
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            sched_setaffinity(Pid::from_raw(0), &there).unwrap();
+            while !over.load(Ordering::Relaxed) {
+                change();
+            }
+        });
+        sched_setaffinity(Pid::from_raw(0), &here).unwrap();
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(packets));
+        over.store(true, Ordering::Relaxed);
+        sched_setaffinity(Pid::from_raw(0), &all).unwrap();
+        outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    });
+}
+
+/// Interrupts this CPU at one moment after another of [`SOON`]: long enough for another CPU to give an entry's memory away. By itself a
+/// program is through in less time than that takes.
+struct Interrupts(TimerFd);
+
+impl Interrupts {
+    fn new() -> Self {
+        Self(TimerFd::new(ClockId::CLOCK_MONOTONIC, TimerFlags::empty()).unwrap())
+    }
+
+    fn after(&self, packet: u32) {
+        let delay = SOON.start + packet * 37 % (SOON.end - SOON.start);
+        self.0.set(Expiration::OneShot(TimeSpec::new(0, delay.into())), TimerSetTimeFlags::empty()).unwrap();
+    }
+}
+
+/// Lets an entry and another one take turns in one piece of memory.
+fn swap<K: Pod + Ord, V: Pod>(table: &mut Table<K, V>, one: &(K, V), other: &(K, V)) {
+    table.remove(&one.0).unwrap();
+    table.set(&other.0, &other.1).unwrap();
+    table.remove(&other.0).unwrap();
+    table.set(&one.0, &one.1).unwrap();
+}
+
+fn v4(text: &str) -> V4 {
+    let IpAddr::V4(ip) = addr(text) else { unreachable!("an IPv4 address") };
+    net::v4(ip)
+}
+
+#[test]
+fn a_first_packet_is_not_led_by_a_policy_record_of_the_other_family() {
+    let interrupts = Interrupts::new();
+    let Some(mut rig) = Rig::new("reuse-policy", &scene()) else { return };
+    let mut maps = Maps::open(rig.pins()).unwrap();
+    let both = maps.policies.entries().unwrap();
+    let change = || both.iter().for_each(|(key, policy): (&PolicyKey, _)| maps.policies.set(key, policy).unwrap());
+    meanwhile(change, || {
+        for n in 0..PACKETS {
+            interrupts.after(n);
+            let server = IpAddr::from([203, 0, 113, (n / 50_000) as u8]);
+            let (verdict, out) = rig.run(
+                "pod_egress",
+                &seal(ip(addr(POD4), server, UDP, &[], &udp(1024 + (n % 50_000) as u16, 53, b"question"))),
+            );
+            if verdict == REDIRECT {
+                assert_eq!(read(&out).unwrap().src, addr(EGRESS4), "packet {n}");
+            }
+        }
+    });
+}
+
+#[test]
+fn a_packet_does_not_leave_as_the_flow_that_gets_the_memory_of_its_own() {
+    let interrupts = Interrupts::new();
+    let Some(mut rig) = Rig::new("reuse-flow", &scene()) else { return };
+    let segment = |flags| seal(ip(addr(POD4), addr(SERVER4), TCP, &[], &tcp(40_000, 443, flags, &[])));
+    let (verdict, first) = rig.run("pod_egress", &segment(2));
+    assert_eq!(verdict, REDIRECT);
+    let mut maps = Maps::open(rig.pins()).unwrap();
+    let own = maps.v4.flows.entries().unwrap().into_iter().next().unwrap();
+    let key = FlowKey { src_port: OTHER_PORT, ..own.0 };
+    let other = (key, egress_common::flow::Flow { check: key.check(), port: OTHER_PORT, ..own.1 });
+    meanwhile(
+        || swap(&mut maps.v4.flows, &own, &other),
+        || {
+            for n in 0..PACKETS {
+                interrupts.after(n);
+                let (verdict, out) = rig.run("pod_egress", &segment(16));
+                if verdict == REDIRECT {
+                    assert_eq!(ports(&out).0, ports(&first).0, "packet {n}");
+                }
+            }
+        },
+    );
+}
+
+#[test]
+fn a_reply_does_not_reach_the_pod_of_the_flow_that_gets_the_memory_of_its_own() {
+    let interrupts = Interrupts::new();
+    let Some(mut rig) = Rig::new("reuse-reverse", &scene()) else { return };
+    let (verdict, first) =
+        rig.run("pod_egress", &seal(ip(addr(POD4), addr(SERVER4), TCP, &[], &tcp(40_000, 443, 2, &[]))));
+    assert_eq!(verdict, REDIRECT);
+    let reply = seal(ip(addr(SERVER4), addr(EGRESS4), TCP, &[], &tcp(443, ports(&first).0, 16, &[])));
+    let mut maps = Maps::open(rig.pins()).unwrap();
+    let own = maps.v4.reverse.entries().unwrap().into_iter().next().unwrap();
+    let key = FlowKey { src_port: OTHER_PORT, ..own.0 };
+    let other = (key, Reverse { check: key.check(), pod: v4(STRANGER), pod_port: OTHER_PORT, ..own.1 });
+    meanwhile(
+        || swap(&mut maps.v4.reverse, &own, &other),
+        || {
+            for n in 0..PACKETS {
+                interrupts.after(n);
+                let (verdict, out) = rig.run("uplink_ingress", &reply);
+                if verdict == REDIRECT {
+                    assert_eq!((read(&out).unwrap().dst, ports(&out).1), (addr(POD4), 40_000), "packet {n}");
+                }
+            }
+        },
+    );
+}
