@@ -1,7 +1,7 @@
 //! The source node's half of a reply: undo the translation and hand the packet to the pod.
 
 use crate::{
-    carrier, ended,
+    carrier, classify, ended,
     family::Family,
     flows, fragment, icmp,
     maps::{CONFIG, EGRESS_IPS},
@@ -169,8 +169,7 @@ pub fn tend<F: Family>(pkt: &Packet) -> u64 {
         dst_port: key.dst_port,
         proto: key.proto,
     };
-    // SAFETY: entries are replaced, not changed in place.
-    let inherited = matches!(unsafe { F::endpoints().get(&r.pod) }, Some(e) if e.id != r.endpoint);
+    let inherited = classify::is_another(F::copied(&r.pod), r.endpoint);
     match F::flows().get_ptr_mut(&forward) {
         Some(flow) => {
             // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.

@@ -90,12 +90,13 @@ fn quoting<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
         let left_alone = F::inbound().get_ptr(&key).is_some();
         return if left_alone { Verdict::Pass } else { Verdict::Drop(Counter::DropUnknownFlow) };
     };
-    if flow.ifindex != pkt.ifindex() {
-        return Verdict::Drop(Counter::DropSpoofed);
-    }
+    let ifindex = flow.ifindex;
     let Some(taken) = flows::taken(&key, flow) else { return Verdict::Drop(Counter::DropUnknownFlow) };
     if taken.kind != kind::TRANSLATED {
         return Verdict::Drop(Counter::DropSevered);
+    }
+    if ifindex != pkt.ifindex() {
+        return Verdict::Drop(Counter::DropSpoofed);
     }
     // What was classified by older tables is classified again with its next packet.
     if taken.pending != 0 || flow.config_generation != config.generation {

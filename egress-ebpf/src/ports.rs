@@ -155,7 +155,6 @@ fn aim<F: Family>(s: &mut Search<F>, i: u32) -> Option<()> {
     // SAFETY: `at` is within the array.
     let block = unsafe { *list.blocks.as_ptr().add(at as usize) };
     s.key.src_port = (port_block::first_port(block) + offset).to_be();
-    s.value.check = s.key.check();
     Some(())
 }
 
@@ -179,6 +178,7 @@ extern "C" fn try_port<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
     if aim(s, i).is_none() {
         return 1;
     }
+    s.value.check = s.key.check();
     if i == TIGHT_PROBES {
         stats::count(Counter::PortsTight);
     }

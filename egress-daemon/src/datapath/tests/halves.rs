@@ -20,10 +20,6 @@ use egress_common::{
     limits,
     verdict::Counter,
 };
-use nix::{
-    sched::{CpuSet, sched_getaffinity, sched_setaffinity},
-    unistd::Pid,
-};
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr},
@@ -167,19 +163,17 @@ fn lru_early_and_map_full_a_full_table_has_lost_no_flow_and_takes_no_more() {
     let all = 4096;
     let frame = |n: u32| seal(ip(addr(POD4), server(n / 64), UDP, &[], &udp(1024 + n as u16, 53, b"question")));
     // From all CPUs in turn: what one of them keeps in reserve is missing to the others.
-    let cpus = sched_getaffinity(Pid::from_raw(0)).unwrap();
-    let mut turns = (0..CpuSet::count()).filter(|cpu| cpus.is_set(*cpu).unwrap_or(false)).cycle();
+    let cpus = cpus();
+    let mut turns = cpus.iter().cycle();
     let sent: Vec<_> = (0..all)
         .map(|n| {
             if n % 100 == 0 {
-                let mut one = CpuSet::new();
-                one.set(turns.next().unwrap()).unwrap();
-                sched_setaffinity(Pid::from_raw(0), &one).unwrap();
+                run_on(&[*turns.next().unwrap()]);
             }
             rig.run("pod_egress", &frame(n))
         })
         .collect();
-    sched_setaffinity(Pid::from_raw(0), &cpus).unwrap();
+    run_on(&cpus);
     assert!(sent.iter().all(|(verdict, _)| *verdict == REDIRECT), "{:?}", rig.writer.maps().counters());
     let left: BTreeSet<&[u8]> = sent.iter().map(|(_, out)| &out[26..38]).collect();
     assert_eq!(left.len(), all as usize, "two flows share an address, a port and a server");

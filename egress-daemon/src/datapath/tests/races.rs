@@ -8,15 +8,12 @@ use super::{
     moves::{BLOCK, Random, owner, tuple},
     nat::{ACK, FIN, Nat, Outcome, RST, Reply, SYN, TCP, Tuple},
     pieces::DATA,
+    rig::{cpus, run_on},
     tables::{Backward, Forward},
     talk::{answer, inward, outcome, outward, packet},
 };
 use crate::datapath::load::Programs;
 use egress_common::port_block;
-use nix::{
-    sched::{CpuSet, sched_getaffinity, sched_setaffinity},
-    unistd::Pid,
-};
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
@@ -33,8 +30,7 @@ const LONG: u32 = 20_000;
 
 /// Runs packets on two CPUs, the first ones of both at the same time, then the second ones, and so on; `meanwhile` on any.
 pub fn at_once(programs: [&mut Programs; 2], shots: [&[Shot]; 2], meanwhile: impl FnOnce()) -> [Vec<Ran>; 2] {
-    let allowed = sched_getaffinity(Pid::from_raw(0)).unwrap();
-    let cpus: Vec<usize> = (0..CpuSet::count()).filter(|cpu| allowed.is_set(*cpu).unwrap()).take(2).collect();
+    let cpus = cpus();
     let (done, start) = (&[AtomicUsize::new(0), AtomicUsize::new(0)], &Barrier::new(3));
     std::thread::scope(|scope| {
         let mut numbers = 0..2;
@@ -42,9 +38,7 @@ pub fn at_once(programs: [&mut Programs; 2], shots: [&[Shot]; 2], meanwhile: imp
             let n = numbers.next().unwrap();
             let (cpu, shots) = (cpus[n % cpus.len()], shots[n]);
             scope.spawn(move || {
-                let mut only = CpuSet::new();
-                only.set(cpu).unwrap();
-                sched_setaffinity(Pid::from_raw(0), &only).unwrap();
+                run_on(&[cpu]);
                 start.wait();
                 let mut ran = Vec::new();
                 for (at, shot) in shots.iter().enumerate() {

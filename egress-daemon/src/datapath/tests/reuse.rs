@@ -13,13 +13,9 @@ use egress_common::{
     flow::{FlowKey, Reverse},
     net,
 };
-use nix::{
-    sched::{CpuSet, sched_getaffinity, sched_setaffinity},
-    sys::{
-        time::TimeSpec,
-        timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags},
-    },
-    unistd::Pid,
+use nix::sys::{
+    time::TimeSpec,
+    timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags},
 };
 use std::{
     net::IpAddr,
@@ -36,26 +32,20 @@ const OTHER_PORT: u16 = 7;
 
 /// Runs `packets` on one CPU while another one repeats `change`.
 fn meanwhile(mut change: impl FnMut() + Send, packets: impl FnOnce()) {
-    let all = sched_getaffinity(Pid::from_raw(0)).unwrap();
-    let mut cpus = (0..CpuSet::count()).filter(|cpu| all.is_set(*cpu).unwrap()).cycle();
-    let mut pin = || {
-        let mut one = CpuSet::new();
-        one.set(cpus.next().unwrap()).unwrap();
-        one
-    };
-    let (here, there) = (pin(), pin());
+    let all = cpus();
+    let (here, there) = (all[0], all[1 % all.len()]);
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            sched_setaffinity(Pid::from_raw(0), &there).unwrap();
+            run_on(&[there]);
             while !over.load(Ordering::Relaxed) {
                 change();
             }
         });
-        sched_setaffinity(Pid::from_raw(0), &here).unwrap();
+        run_on(&[here]);
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(packets));
         over.store(true, Ordering::Relaxed);
-        sched_setaffinity(Pid::from_raw(0), &all).unwrap();
+        run_on(&all);
         outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     });
 }

@@ -9,7 +9,11 @@ use crate::datapath::{
 use aya::programs::{TestRun as _, TestRunOptions};
 use egress_common::{abi::TICK_SHIFT, verdict::Counter};
 use egress_core::encode::{EgressView, Encoder, EndpointView, NodeView, PolicyView, SlotView};
-use nix::time::{ClockId, clock_gettime};
+use nix::{
+    sched::{CpuSet, sched_getaffinity, sched_setaffinity},
+    time::{ClockId, clock_gettime},
+    unistd::Pid,
+};
 use std::{collections::BTreeMap, net::IpAddr, time::Duration};
 
 pub const POD4: &str = "10.1.0.2";
@@ -47,6 +51,19 @@ pub fn context(fields: &[(usize, u32)]) -> [u8; CONTEXT] {
 
 pub fn addr(text: &str) -> IpAddr {
     text.parse().unwrap()
+}
+
+/// The CPUs that this thread may run on.
+pub fn cpus() -> Vec<usize> {
+    let allowed = sched_getaffinity(Pid::from_raw(0)).unwrap();
+    (0..CpuSet::count()).filter(|cpu| allowed.is_set(*cpu).unwrap_or(false)).collect()
+}
+
+/// Lets this thread run on these CPUs only.
+pub fn run_on(cpus: &[usize]) {
+    let mut set = CpuSet::new();
+    cpus.iter().for_each(|cpu| set.set(*cpu).unwrap());
+    sched_setaffinity(Pid::from_raw(0), &set).unwrap();
 }
 
 /// The tick that it is now.
