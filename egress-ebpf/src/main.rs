@@ -11,52 +11,34 @@
     reason = "a key passed by value is copied to the stack once more, of which there are 512 bytes"
 )]
 
-mod carrier;
-mod classify;
-mod collect;
-mod deliver;
-mod ended;
-mod exit;
-mod family;
-mod firewall;
-mod flows;
-mod fragment;
-mod gate;
-mod gateway;
-mod guard;
-mod icmp;
-mod inbound;
-mod large;
-mod maps;
-mod masquerade;
-mod mss;
-mod neighbor;
-mod note;
+#[macro_use]
 mod once;
-mod own;
-mod packet;
-mod parse;
-mod ports;
-mod probe;
-mod recheck;
-mod service;
-mod shaper;
-mod share;
-mod stats;
-mod steer;
-mod translate;
-mod tunnel;
-mod underlay;
-mod vxlan;
-mod way;
+// From the lowest layer up: none imports one above it.
+mod flows;
+mod gateway;
+mod headers;
+mod source;
+mod tables;
+mod translation;
+mod transports;
 
+use crate::{
+    flows::{collect, inbound},
+    gateway::{forward, neighbor, shaped, tunnelled, underlay},
+    headers::{
+        note,
+        packet::{ARP, IPV4, IPV6, Packet},
+    },
+    source::{gate, guard, steer},
+    tables::{maps, stats},
+    transports::{exit, probe, send, vxlan},
+};
 use aya_ebpf::{macros::classifier, programs::TcContext};
 use egress_common::{
     V4, V6,
     config::flags,
     verdict::{Counter, Verdict, bits},
 };
-use packet::Packet;
 
 /// Go on with the next program at the hook, then with the stack (`TCX_NEXT`, `TC_ACT_UNSPEC`).
 const NEXT: i32 = -1;
@@ -64,11 +46,6 @@ const NEXT: i32 = -1;
 const SHOT: i32 = 2;
 /// A redirect was prepared (`TC_ACT_REDIRECT`).
 const REDIRECT: i32 = 7;
-
-/// EtherTypes as they lie in a frame.
-const IPV4: u16 = 0x0800_u16.to_be();
-const IPV6: u16 = 0x86dd_u16.to_be();
-const ARP: u16 = 0x0806_u16.to_be();
 
 #[inline(always)]
 fn finish(pkt: &Packet, verdict: Verdict) -> i32 {
@@ -84,7 +61,7 @@ fn settle(pkt: &Packet, verdict: u64) -> i32 {
     };
     match verdict >> 32 {
         bits::LEAVE => code(exit::leave(pkt.raw(), verdict as u32)),
-        tag @ bits::SEND.. => code(way::send_to_node(pkt.raw(), verdict as u32, (tag - bits::SEND) as u32)),
+        tag @ bits::SEND.. => code(send::send_to_node(pkt.raw(), verdict as u32, (tag - bits::SEND) as u32)),
         _ => code(verdict),
     }
 }
@@ -139,7 +116,7 @@ pub fn pod_ingress(ctx: TcContext) -> i32 {
 pub fn tunnel_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
     pkt.came_in();
-    settle(&pkt, tunnel::receive(&pkt))
+    settle(&pkt, tunnelled::receive(&pkt))
 }
 
 /// Egress of every Ethernet interface that leads out of the node, and of the tunnel device: translates the packets that the host,
@@ -167,8 +144,8 @@ pub fn uplink_ingress(ctx: TcContext) -> i32 {
         return NEXT;
     }
     let verdict = match pkt.protocol() {
-        IPV4 => gateway::reply::<V4>(&pkt),
-        IPV6 => gateway::reply::<V6>(&pkt),
+        IPV4 => forward::reply::<V4>(&pkt),
+        IPV6 => forward::reply::<V6>(&pkt),
         ARP => neighbor::arp(&pkt),
         _ => Verdict::Pass.to_bits(),
     };
@@ -204,7 +181,7 @@ pub fn try_decapsulation(ctx: TcContext) -> i32 {
 #[classifier]
 pub fn shaper_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
-    settle(&pkt, shaper::receive(&pkt))
+    settle(&pkt, shaped::receive(&pkt))
 }
 
 /// Run once by the agent (`BPF_PROG_TEST_RUN`) before any other program: sets their clock, and arms the collector's timer, which

@@ -1,6 +1,6 @@
 //! Which ports of the node's own addresses the node uses itself. An egress IP that is an address of the node shares its
 //! ports with the node's sockets, so only blocks that nobody here uses may be leased. A leased one that comes into use is
-//! drained; meanwhile the programs tell the packets of sockets and flows apart (`own.rs` of `egress-ebpf`).
+//! drained; meanwhile the programs tell the packets of sockets and flows apart (`source/own.rs` of `egress-ebpf`).
 //!
 //! What forwards without a socket (a `hostPort` of the CNI's portmap plugin, a NAT rule of the administrator) cannot be
 //! seen here: reserve such ports with `net.ipv4.ip_local_reserved_ports`. Node ports of Kubernetes lie above

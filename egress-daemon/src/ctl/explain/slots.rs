@@ -1,4 +1,4 @@
-//! The second half of the walk: slot, port, owner and transport, as `ports` and `steer` of egress-ebpf have it.
+//! The second half of the walk: slot, port, owner and transport, as `flows::ports` and `source::steer` of egress-ebpf have it.
 
 use super::{Action, Outcome, Question, Walk};
 use crate::{

@@ -1,0 +1,146 @@
+//! Removing flows that are idle for too long: a timer in the kernel, so that it works whether the agent lives or not.
+//!
+//! Every flow has a ticket in a queue. A run takes a bounded number of tickets, removes the flows that are due and puts
+//! the others back at the end; a ticket whose flow is gone, or was replaced, is dropped. So one run takes a millisecond
+//! or two whatever the size of the table, and a million flows are passed in under half a minute. A smaller table is passed
+//! once a round, of some seconds. Each new flow has the first tickets looked at as well, so that the queue has room however fast flows come
+//! and go: between two rounds what is gone leaves its ticket behind.
+
+use crate::{
+    flows::{
+        ended,
+        table::{forget, last_seen},
+    },
+    headers::{
+        packet::{now_tick, set_clock},
+        parse::proto,
+    },
+    tables::{
+        classify::{self, Class},
+        family::Family,
+        maps::{COLLECTOR, CONFIG, Collector},
+        stats,
+    },
+};
+use aya_ebpf::helpers::{bpf_loop, bpf_timer_init, bpf_timer_set_callback, bpf_timer_start};
+use core::ffi::c_void;
+use egress_common::{
+    V4, V6,
+    config::Config,
+    flow::{Flow, FlowKey, Ticket, kind},
+    limits::{COLLECT_ALONG, COLLECT_BATCH, COLLECT_INTERVAL_NS, COLLECT_ROUND_SHIFT, ENDED_TICKS, PENDING_TICKS},
+    tcp,
+    verdict::Counter,
+};
+
+const CLOCK_MONOTONIC: u64 = 1;
+
+/// Sets these programs' clock and arms the timer with their collector, also where an earlier one is running. 0 or a negative
+/// errno.
+#[inline(always)]
+pub fn start() -> i32 {
+    set_clock();
+    let Some(c) = COLLECTOR.get_ptr_mut(0) else { return -1 };
+    // SAFETY: the timer lies in the element of the map that is named; it may be initialised already, which is fine.
+    unsafe {
+        let timer = &raw mut (*c).timer;
+        bpf_timer_init(timer, (&raw const COLLECTOR).cast_mut().cast(), CLOCK_MONOTONIC);
+        let r = bpf_timer_set_callback(timer, run as *mut c_void);
+        if r != 0 {
+            return r as i32;
+        }
+        bpf_timer_start(timer, COLLECT_INTERVAL_NS, 0) as i32
+    }
+}
+
+/// One run.
+extern "C" fn run(_map: *mut c_void, _key: *mut u32, collector: *mut Collector) -> i64 {
+    let mut unused = 0u64;
+    // SAFETY: the kernel passes the map's element; the callbacks ignore their context.
+    unsafe {
+        (*collector).runs += 1;
+        bpf_loop(COLLECT_BATCH, look::<V4> as *mut c_void, (&raw mut unused).cast(), 0);
+        bpf_loop(COLLECT_BATCH, look::<V6> as *mut c_void, (&raw mut unused).cast(), 0);
+        bpf_loop(COLLECT_BATCH, drain::<V4> as *mut c_void, (&raw mut unused).cast(), 0);
+        bpf_loop(COLLECT_BATCH, drain::<V6> as *mut c_void, (&raw mut unused).cast(), 0);
+        bpf_timer_start(&raw mut (*collector).timer, COLLECT_INTERVAL_NS, 0);
+    }
+    0
+}
+
+/// Looks at the first tickets, up to one that needs no look in this round: a new flow has added one.
+#[inline(always)]
+pub fn go_along<F: Family>() {
+    // SAFETY: the callback takes no context.
+    unsafe { bpf_loop(COLLECT_ALONG, look::<F> as *mut c_void, core::ptr::null_mut(), 0) };
+}
+
+/// Looks at one flow that has ended: 0 to go on, 1 when there is nothing more to do in this run.
+extern "C" fn drain<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
+    ended::drain::<F>()
+}
+
+/// Looks at one ticket: 0 to go on, 1 when there is nothing more to do in this run.
+extern "C" fn look<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
+    let Some(config) = CONFIG.get(0) else { return 1 };
+    let Ok(Some(ticket)) = F::tickets().pop() else { return 1 };
+    let now = now_tick();
+    let round = now >> COLLECT_ROUND_SHIFT;
+    let Some(flow) = F::flows().get_ptr_mut(&ticket.key) else { return 0 };
+    // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
+    let flow = unsafe { &mut *flow };
+    if flow.ticket != ticket.ticket {
+        return 0;
+    }
+    if ticket.checked != round && is_due(config, &ticket.key, flow, now) {
+        let refused = flow.pending != 0;
+        forget::<F>(&ticket.key, flow);
+        stats::count(if refused { Counter::FlowsRefused } else { Counter::FlowsExpired });
+        return 0;
+    }
+    ended::unanswered::<F>(&ticket.key, flow, now);
+    let stop = ticket.checked == round;
+    // The queue is twice as long as the table, so there is room.
+    let _ = F::tickets().push(Ticket { key: ticket.key, ticket: ticket.ticket, checked: round }, 0);
+    stop as i64
+}
+
+/// The idle times in ticks: of an established connection, of one that opens or closes, of UDP, of ICMP.
+#[inline(always)]
+pub fn idle_times(config: &Config) -> [u32; 4] {
+    // Read one by one, or LLVM reads one field through a computed address, which the verifier refuses without CAP_PERFMON.
+    // SAFETY: references are valid for reading.
+    unsafe {
+        [
+            (&raw const config.tcp_established).read_volatile(),
+            (&raw const config.tcp_transitory).read_volatile(),
+            (&raw const config.udp).read_volatile(),
+            (&raw const config.icmp).read_volatile(),
+        ]
+    }
+}
+
+/// Whether a flow has been idle for too long, or belongs to no policy any more.
+#[inline(always)]
+fn is_due<F: Family>(config: &Config, key: &FlowKey<F>, flow: &Flow, now: u32) -> bool {
+    if flow.config_generation != config.generation
+        && let Class::Outside(_) = classify::classify(config, key.src, key.dst)
+        // What is left of a connection is to be severed, not to be let out, as long as its pod is there.
+        && (key.proto != proto::TCP || F::endpoints().get_ptr(key.src).is_none())
+    {
+        return true;
+    }
+    let (last, back) = last_seen::<F>(key, flow);
+    let [long, short, udp, icmp] = idle_times(config);
+    let limit = match key.proto {
+        _ if flow.pending != 0 => PENDING_TICKS,
+        proto::TCP if tcp::closed(flow.state, flow.back) => ENDED_TICKS,
+        proto::TCP if flow.kind != kind::SEVERED && tcp::established(flow.state, back) => long,
+        proto::TCP => short,
+        proto::UDP => udp,
+        _ => icmp,
+    };
+    // A packet may have come after `now` was read.
+    let idle = now.wrapping_sub(last) as i32;
+    idle > 0 && idle as u32 > limit
+}

@@ -1,0 +1,238 @@
+//! Flows that have ended: a connection of which both ends are done, a UDP exchange of one question. They wait in a queue in the order of
+//! their ending, for what is sent again when it was lost. The collector removes them seconds later; whoever opens a flow and finds
+//! no room takes theirs first. Nothing else is ever removed for the sake of another flow.
+
+use crate::{
+    flows::{
+        key, ports,
+        table::{forget, last_seen},
+    },
+    headers::{
+        packet::{ETH_LEN, Packet, now_tick},
+        parse::{Ip, Kind, Part, Transport, at, checksum_offset, proto},
+    },
+    tables::{datagram, family::Family, maps::CONFIG, share, stats},
+};
+use aya_ebpf::helpers::bpf_loop;
+use core::ffi::c_void;
+use egress_common::{
+    flow::{Ended, Flow, FlowKey},
+    limits::{ENDED_TICKS, RECLAIM_BATCH, RECLAIM_LOOKS, WELL_KNOWN_PORTS},
+    tcp, udp,
+    verdict::{Counter, Verdict},
+};
+
+/// Whether nobody needs the flow any more, or only for an answer that may still come.
+#[inline(always)]
+fn has_ended<F: Family>(key: &FlowKey<F>, flow: &Flow) -> bool {
+    match key.proto {
+        proto::TCP => tcp::closed(flow.state, flow.back),
+        proto::UDP => udp::is_question(flow.state),
+        _ => false,
+    }
+}
+
+/// Queues the flow, once.
+#[inline(always)]
+fn queue<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
+    if flow.queued == 0 {
+        let record = Ended { key: *key, ticket: flow.ticket, due: now_tick().wrapping_add(ENDED_TICKS) };
+        // Where the queue is full the flow waits for the collector's round.
+        if F::ended().push(record, 0).is_ok() {
+            flow.queued = 1;
+        }
+    }
+}
+
+/// A segment of the pod that ends its side, or that follows an end of the other one.
+#[inline(always)]
+pub fn by_pod<F: Family>(key: &FlowKey<F>, flow: &mut Flow, t: &Transport) {
+    if flow.back != 0 && t.flags & tcp::flag::ACK != 0 {
+        let back = tcp::acknowledges(flow.back, flow.end, u32::from_be(t.ack));
+        if back != flow.back {
+            flow.back = back;
+        }
+    }
+    if tcp::closed(flow.state, flow.back) {
+        queue::<F>(key, flow);
+    }
+}
+
+/// A packet of the remote side that is the first answer to a question, or claims to be its last one; `seen`: the reverse half's state.
+/// `false` for a reset of which nobody but the pod knows whether it ends the connection.
+#[inline(always)]
+pub fn by_remote<F: Family>(
+    pkt: &Packet,
+    ip: &Ip<F>,
+    t: &Transport,
+    key: &FlowKey<F>,
+    flow: &mut Flow,
+    seen: u16,
+) -> bool {
+    let mut judged = true;
+    if t.flags & (tcp::flag::FIN | tcp::flag::RST) != 0 {
+        let Some(end) = end_of::<F>(pkt, ip, t) else { return true };
+        // Only who has seen the SYN can refuse it; the pod has nothing to acknowledge yet.
+        let accepted = seen & tcp::seen::SYN == 0 || end == u32::from_be(flow.ack);
+        // Once it is over, nobody needs to ask.
+        judged = accepted || t.flags & tcp::flag::RST == 0 || tcp::closed(flow.state, flow.back);
+        let back = tcp::ends(flow.back, t.flags, accepted);
+        if back != flow.back {
+            flow.back = back;
+        }
+        flow.end = end;
+    }
+    if has_ended::<F>(key, flow) {
+        queue::<F>(key, flow);
+    }
+    judged
+}
+
+/// Sends the pod a reset that nobody here can judge, and behind it the question whether the connection lives: a segment without data, just
+/// before what the pod has acknowledged last. A pod that has the connection acknowledges once more and drops it (RFC 9293, section
+/// 3.10.7.4); one that has it no more answers with a reset of its own, which counts. `verdict` is that of the reset, which is translated
+/// by now; it is returned.
+///
+/// The question has a sequence number that a forger does not know, so it must not bring the pod any data of his: neither after its
+/// header nor in later fragments.
+#[inline(always)]
+pub fn question<F: Family>(pkt: &Packet, verdict: u64) -> u64 {
+    let Ok(ip) = F::parse(pkt) else { return verdict };
+    let t = datagram::transport::<F>(pkt, &ip);
+    if ip.part != Part::Whole || t.kind != Kind::Tcp || t.flags & tcp::flag::RST == 0 {
+        return verdict;
+    }
+    let Some(flow) = F::flows().get_ptr(key::of_reply(&ip, &t)) else { return verdict };
+    // SAFETY: a pointer into the map.
+    let (ifindex, ack) = unsafe { ((*flow).ifindex, (*flow).ack) };
+    if is_bare::<F>(pkt, &ip) != Some(true) || pkt.copy_out(ifindex).is_none() {
+        return verdict;
+    }
+    let before = u32::from_be(ack).wrapping_sub(1).to_be();
+    if ask::<F>(pkt, &ip, before).is_none() {
+        return Verdict::Drop(Counter::DropMalformed).to_bits();
+    }
+    // What sees the copy may have noted another interface.
+    pkt.redirect(ifindex).to_bits()
+}
+
+/// Whether a TCP segment has no data.
+#[inline(always)]
+fn is_bare<F: Family>(pkt: &Packet, ip: &Ip<F>) -> Option<bool> {
+    Some(F::total_len(pkt)? == ip.l4 - ETH_LEN + header_len(pkt, ip)?)
+}
+
+/// Length of the TCP header in bytes.
+#[inline(always)]
+fn header_len<F: Family>(pkt: &Packet, ip: &Ip<F>) -> Option<u32> {
+    Some((pkt.load::<u8>(ip.l4 + at::TCP_LENGTH)? >> 4) as u32 * 4)
+}
+
+/// Makes a reset a segment with ACK and this sequence number, network byte order.
+#[inline(always)]
+fn ask<F: Family>(pkt: &Packet, ip: &Ip<F>, sequence: u32) -> Option<()> {
+    let check = ip.l4 + checksum_offset(proto::TCP);
+    let old = pkt.load::<u32>(ip.l4 + at::TCP_SEQ)?;
+    let [offset, flags] = pkt.load::<[u8; 2]>(ip.l4 + at::TCP_LENGTH)?;
+    let word = |flags: u8| u16::from_ne_bytes([offset, flags]) as u64;
+    let right = pkt.l4_checksum(check, old as u64, sequence as u64, size_of::<u32>() as u64)
+        && pkt.l4_checksum(check, word(flags), word(tcp::flag::ACK), size_of::<u16>() as u64);
+    pkt.store(ip.l4 + at::TCP_SEQ, &sequence)?;
+    pkt.store(ip.l4 + at::TCP_FLAGS, &tcp::flag::ACK)?;
+    right.then_some(())
+}
+
+/// The acknowledgment number that accepts this segment, which has FIN or RST.
+#[inline(always)]
+fn end_of<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport) -> Option<u32> {
+    let seq = u32::from_be(pkt.load::<u32>(ip.l4 + at::TCP_SEQ)?);
+    if t.flags & tcp::flag::RST != 0 {
+        return Some(seq);
+    }
+    let payload = F::total_len(pkt)?.checked_sub(ip.l4 - ETH_LEN + header_len(pkt, ip)?)?;
+    Some(seq.wrapping_add(payload + 1))
+}
+
+/// Looks at the oldest record of an ended flow if it is due: 0 to go on, 1 when there is nothing more to do in this run of the collector.
+#[inline(always)]
+pub fn drain<F: Family>() -> i64 {
+    let now = now_tick();
+    let Ok(Some(Ended { due, .. })) = F::ended().peek() else { return 1 };
+    if due.wrapping_sub(now) as i32 > 0 {
+        return 1;
+    }
+    let Ok(Some(record)) = F::ended().pop() else { return 1 };
+    let Some(flow) = queued::<F>(&record) else { return 0 };
+    let (last, back) = last_seen::<F>(&record.key, flow);
+    let answered = back & udp::seen::ANSWER != 0;
+    let idle = now.wrapping_sub(last) as i32 >= ENDED_TICKS as i32;
+    let short = record.key.proto == proto::TCP || answered && u16::from_be(record.key.dst_port) < WELL_KNOWN_PORTS;
+    if idle && short {
+        forget::<F>(&record.key, flow);
+        stats::count(Counter::FlowsEnded);
+        return 0;
+    }
+    // Nobody may take this one for being old only; it stays at hand for who needs its place.
+    flow.queued = 0;
+    queue::<F>(&record.key, flow);
+    0
+}
+
+/// A flow of which this is the record, if it has ended and is the one that had.
+#[inline(always)]
+fn queued<F: Family>(record: &Ended<F>) -> Option<&'static mut Flow> {
+    let flow = F::flows().get_ptr_mut(&record.key)?;
+    // SAFETY: as in `by_remote`.
+    let flow = unsafe { &mut *flow };
+    if flow.ticket != record.ticket {
+        return None;
+    }
+    if has_ended::<F>(&record.key, flow) {
+        return Some(flow);
+    }
+    flow.queued = 0;
+    None
+}
+
+/// Queues a UDP exchange of one question that nobody has answered, which the collector found idle.
+#[inline(always)]
+pub fn unanswered<F: Family>(key: &FlowKey<F>, flow: &mut Flow, now: u32) {
+    let idle = now.wrapping_sub(flow.last_seen) as i32;
+    if key.proto == proto::UDP && udp::is_question(flow.state) && idle >= ENDED_TICKS as i32 {
+        queue::<F>(key, flow);
+    }
+}
+
+/// Makes room for a flow that this packet would open: removes ended flows, the oldest end first, a few at once, until the pod has room in its
+/// share. How many went.
+#[inline(always)]
+pub fn reclaim<F: Family>(pkt: &Packet) -> u64 {
+    let Some(pod) = F::load(pkt, ETH_LEN + F::SRC) else { return 0 };
+    // SAFETY: entries are replaced, not changed in place.
+    let Some(endpoint) = (unsafe { F::endpoints().get(pod) }) else { return 0 };
+    let Some(search) = F::search().get_ptr_mut(0) else { return 0 };
+    // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU. The callback takes no
+    // context.
+    unsafe {
+        (*search).endpoint = endpoint.id;
+        (*search).outcome = 0;
+        bpf_loop(RECLAIM_LOOKS, take_one::<F> as *mut c_void, core::ptr::null_mut(), 0);
+        (*search).outcome as u64
+    }
+}
+
+/// Removes the oldest ended flow: 0 to go on, 1 to stop.
+extern "C" fn take_one<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
+    let (Some(config), Some(search)) = (CONFIG.get(0), ports::search::<F>()) else { return 1 };
+    let Ok(Some(record)) = F::ended().pop() else { return 1 };
+    let Some(flow) = queued::<F>(&record) else { return 0 };
+    forget::<F>(&record.key, flow);
+    stats::count(Counter::FlowsReclaimed);
+    search.outcome += 1;
+    (search.outcome as u64 >= RECLAIM_BATCH && !share::is_used_up::<F>(config, search.endpoint)) as i64
+}
+
+once! {
+    question(question_v4, question_v6) = question(verdict: u64);
+    reclaim(reclaim_v4, reclaim_v6) = reclaim();
+}

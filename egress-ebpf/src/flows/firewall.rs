@@ -1,0 +1,33 @@
+//! The host-stack path of a flow's first packet: through whatever routes and filters on this node, to an exit.
+//!
+//! `pod_egress` enters the flow as pending and leaves its packets to the host, with a note. What the host lets pass meets the
+//! program at the exit ([`guard`](crate::source::guard)), which translates it and confirms the flow. What is not let pass stays
+//! pending: the next packet asks again.
+//!
+//! The stack does more on this path: it puts fragments together, whatever order they come in, and into order.
+
+use crate::{headers::packet::Packet, tables::stats};
+use egress_common::{
+    config::{Config, flags},
+    verdict::{Counter, Verdict},
+};
+
+/// Whether a new flow waits for the host's firewall, as `Flow::pending` has it.
+#[inline(always)]
+pub fn is_asked(config: &Config) -> u8 {
+    (config.flags & flags::RESPECT_FIREWALL != 0) as u8
+}
+
+/// Leaves a pod's packet to the host, on the path that leads to [`guard::caught`](crate::source::guard::caught).
+#[inline(always)]
+pub fn detour(pkt: &Packet) -> Verdict {
+    pkt.ask();
+    Verdict::Pass
+}
+
+/// The same for a packet of a flow that is not confirmed.
+#[inline(always)]
+pub fn ask(pkt: &Packet) -> Verdict {
+    stats::count(Counter::FirewallAsked);
+    detour(pkt)
+}

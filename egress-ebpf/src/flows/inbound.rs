@@ -1,0 +1,172 @@
+//! What the outside opened towards a pod, and what a pod had open before a policy selected it: remembered in a table of its own, so that
+//! replies are left alone. Nobody is refused a place in it: the least recently used record goes.
+
+use crate::{
+    flows::{collect, key, recheck},
+    headers::{
+        note,
+        packet::{Packet, now_tick},
+        parse::{Kind, Part, Transport, proto},
+    },
+    tables::{
+        classify::{self, Class},
+        datagram,
+        family::Family,
+        maps::CONFIG,
+        stats,
+    },
+};
+use egress_common::{
+    config::Config,
+    endpoint::Endpoint,
+    flow::{FlowKey, Inbound},
+    tcp,
+    verdict::{Counter, Verdict},
+};
+
+/// `pod_ingress`: looks at a packet on its way into a pod. Never changes or drops it.
+#[inline(always)]
+pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
+    // What `deliver` sends here is no opening of the outside, whatever the flow table says.
+    if pkt.take_note(note::DELIVERED) {
+        return Verdict::Pass;
+    }
+    let Some(config) = CONFIG.get(0) else { return Verdict::Pass };
+    let Ok(ip) = F::parse(pkt) else { return Verdict::Pass };
+    let generation = recheck::generation(config);
+    if ip.part == Part::Later {
+        return Verdict::Pass;
+    }
+    let t = datagram::transport::<F>(pkt, &ip);
+    match t.kind {
+        Kind::Tcp if t.opens() => {}
+        Kind::Udp if !is_from_tunnel(config, &t) => {}
+        Kind::Query => {}
+        _ => return Verdict::Pass,
+    }
+    // A pod of this node that sends with an address of somebody else does not speak for the outside. With its own, which the gate
+    // has seen to, it is one more who opens a flow.
+    if pkt.is_pods() && F::endpoints().get_ptr(ip.src).is_none() {
+        return Verdict::Pass;
+    }
+    let key = key::of_reply(&ip, &t);
+    if F::flows().get_ptr(&key).is_some() {
+        return Verdict::Pass;
+    }
+    // A SYN makes a new record: the connection before is over.
+    if t.kind != Kind::Tcp
+        && let Some(record) = F::inbound().get_ptr_mut(&key)
+    {
+        // SAFETY: single stores of fields that may be a packet late.
+        let record = unsafe { &mut *record };
+        if record.generation == generation {
+            touch(record);
+            return Verdict::Pass;
+        }
+    }
+    // Only where a reply could be taken for a flow of a policy: nothing is kept for the cluster's own traffic.
+    if let Class::Policy(_, endpoint) = classify::classify(config, key.src, key.dst) {
+        leave_alone::<F>(pkt, generation, &key, &endpoint, 0);
+    }
+    Verdict::Pass
+}
+
+/// Notes what is not to be touched, as the tables of this generation say.
+#[inline(always)]
+pub fn leave_alone<F: Family>(pkt: &Packet, generation: u32, key: &FlowKey<F>, endpoint: &Endpoint, state: u16) {
+    let now = now_tick();
+    let record = Inbound {
+        last_seen: now,
+        created: now,
+        generation,
+        endpoint: endpoint.id,
+        ifindex: pkt.ifindex(),
+        state,
+        reserved: 0,
+    };
+    if F::inbound().insert(key, record, 0).is_ok() {
+        stats::count(Counter::Untouched);
+    }
+}
+
+#[inline(always)]
+fn touch(record: &mut Inbound) {
+    let now = now_tick();
+    if record.last_seen != now {
+        record.last_seen = now;
+    }
+}
+
+/// Whether a pod's packet without a flow is of a record that was made or checked under the present tables, at the interface that the
+/// gate has found right for it.
+#[inline(always)]
+pub fn is_known<F: Family>(pkt: &Packet, config: &Config, t: &Transport, key: &FlowKey<F>) -> bool {
+    match F::inbound().get_ptr_mut(key) {
+        Some(record) => {
+            // SAFETY: as in `remember`.
+            let record = unsafe { &mut *record };
+            let same = record.generation == config.generation && record.ifindex == pkt.ifindex();
+            same && goes_on::<F>(config, t, key, record)
+        }
+        None => false,
+    }
+}
+
+/// The same under new tables: whether the record is of the pod that has the address now. One that is not goes.
+#[inline(always)]
+pub fn is_of<F: Family>(
+    pkt: &Packet,
+    config: &Config,
+    generation: u32,
+    t: &Transport,
+    key: &FlowKey<F>,
+    endpoint: &Endpoint,
+) -> bool {
+    let Some(record) = F::inbound().get_ptr_mut(key) else { return false };
+    // SAFETY: as in `remember`.
+    let record = unsafe { &mut *record };
+    if record.endpoint == endpoint.id && goes_on::<F>(config, t, key, record) {
+        record.generation = generation;
+        record.ifindex = pkt.ifindex();
+        return true;
+    }
+    let _ = F::inbound().remove(key);
+    false
+}
+
+/// Whether the packet goes on with what the record is of: it opens nothing of the pod's own, and the record is not idle for too long.
+/// Only the pod's segments are followed: the other side's are taken as acknowledged.
+#[inline(always)]
+fn goes_on<F: Family>(config: &Config, t: &Transport, key: &FlowKey<F>, record: &mut Inbound) -> bool {
+    if t.opens() {
+        return false;
+    }
+    let [long, short, udp, icmp] = collect::idle_times(config);
+    let limit = match key.proto {
+        proto::TCP if tcp::established(record.state, tcp::seen::ACK) => long,
+        proto::TCP => short,
+        proto::UDP => udp,
+        _ => icmp,
+    };
+    let idle = now_tick().wrapping_sub(record.last_seen) as i32;
+    if idle > 0 && idle as u32 > limit {
+        return false;
+    }
+    touch(record);
+    if t.kind == Kind::Tcp {
+        let state = tcp::advance(record.state, t.flags);
+        if state & tcp::seen::RST != 0 {
+            let _ = F::inbound().remove(key);
+        } else if state != record.state {
+            record.state = state;
+        }
+    }
+    true
+}
+
+/// Whether a packet from outside would be answered through the tunnel's port: then the answer is not one of what the outside
+/// opened, which passes without being looked at again.
+#[inline(always)]
+fn is_from_tunnel(config: &Config, t: &Transport) -> bool {
+    t.kind == Kind::Udp && u16::from_be(t.src_port) as u32 == config.tunnel_port
+}

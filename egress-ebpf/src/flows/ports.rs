@@ -1,0 +1,230 @@
+//! Choosing a slot for a new flow, and a source port out of the blocks of its egress IP that are leased to this node.
+//!
+//! The ports of an egress IP are free per remote address, port and protocol: what must be unique is the reply's 5-tuple,
+//! that is the key in `REVERSE_*`. So taking a port is inserting that key.
+
+use crate::{
+    flows::table,
+    headers::{packet::now_tick, parse::proto},
+    tables::{
+        classify,
+        family::Family,
+        maps::{ASSIGNMENTS, BLOCKS, EGRESS_IPS, MAGLEV, Search},
+        share, stats,
+    },
+};
+use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_loop};
+use core::ffi::c_void;
+use egress_common::{
+    endpoint::{AssignmentKey, policy_flags},
+    flow::{FlowKey, Reverse, is_pair},
+    hash,
+    limits::{MAGLEV_CHUNK, PORT_PROBES, SHARE_LIMIT, SHARE_PROBES, SLOT_PROBES, TIGHT_PROBES},
+    port_block, tcp,
+    verdict::Counter,
+};
+
+/// What inserting with `BPF_NOEXIST` says of a key that is there (`-EEXIST`).
+pub const EEXIST: i32 = -17;
+const E2BIG: i32 = -7;
+/// Probes that look for a free port before a closed connection's port is good enough.
+const FREE_PROBES: u32 = 8;
+
+const SEARCHING: u32 = 0;
+const FOUND: u32 = 1;
+const NO_PORT: u32 = 2;
+const FULL: u32 = 3;
+const SHARE: u32 = 4;
+
+/// This CPU's search.
+#[inline(always)]
+pub fn search<F: Family>() -> Option<&'static mut Search<F>> {
+    // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
+    F::search().get_ptr_mut(0).map(|s| unsafe { &mut *s })
+}
+
+/// Takes a slot and a port. They are in `search.value` and `search.key`, and the reverse half is in its table.
+#[inline(always)]
+pub fn take<F: Family>(search: &mut Search<F>) -> Result<(), Counter> {
+    search.outcome = SEARCHING;
+    // SAFETY: the callback takes no context.
+    unsafe { bpf_loop(SLOT_PROBES, try_slot::<F> as *mut c_void, core::ptr::null_mut(), 0) };
+    match search.outcome {
+        FOUND => Ok(()),
+        FULL => Err(Counter::DropTableFull),
+        // Not the flow table's share: flows of others that have ended would make no room.
+        SHARE => Err(Counter::DropPortShare),
+        NO_PORT => Err(Counter::DropNoPort),
+        _ => Err(Counter::DropNoGateway),
+    }
+}
+
+/// The egress IP of one attempt: the endpoint's own one first, then by hash.
+#[inline(always)]
+fn slot<F: Family>(s: &Search<F>, attempt: u32) -> Option<u32> {
+    let mut h = s.hash;
+    if s.policy.flags & policy_flags::PER_ENDPOINT != 0 {
+        let key = AssignmentKey { endpoint: s.endpoint, policy: s.value.policy, family: F::VERSION };
+        // SAFETY: read only. An endpoint that is not assigned yet waits: it must not be seen with two egress IPs.
+        let assigned = unsafe { ASSIGNMENTS.get(key) }?;
+        if attempt == 0 {
+            return Some(*assigned);
+        }
+        // While that one cannot be used, all of the endpoint's flows go to the same other one.
+        h = hash::endpoint(s.value.pod, s.policy.seed);
+    }
+    if s.policy.table_len == 0 {
+        return None;
+    }
+    let at = hash::attempt(h, attempt) % s.policy.table_len;
+    let chunk = MAGLEV.get(s.policy.table + at / MAGLEV_CHUNK as u32)?;
+    // SAFETY: the remainder is below the chunk's length.
+    Some(unsafe { *chunk.egress.as_ptr().add((at % MAGLEV_CHUNK as u32) as usize) } as u32)
+}
+
+/// One attempt at a slot: 0 to go on, 1 to stop.
+extern "C" fn try_slot<F: Family>(attempt: u32, _ctx: *mut c_void) -> i64 {
+    let Some(s) = search::<F>() else { return 1 };
+    let Some(egress) = slot(s, attempt) else { return 0 };
+    // A table that is being replaced may name an egress IP of another policy: only members count.
+    let Some(member) = classify::member(s.value.policy, egress) else { return 0 };
+    let (Some(e), Some(list)) = (EGRESS_IPS.get(egress), BLOCKS.get(egress)) else { return 0 };
+    if member.usable == 0 || member.generation != e.generation {
+        return 0;
+    }
+    let blocks = list.count;
+    s.outcome = NO_PORT;
+    if blocks == 0 || blocks > port_block::COUNT as u32 {
+        return 0;
+    }
+    s.key.src = F::from_any(&e.addr);
+    s.value.egress = egress;
+    s.value.egress_generation = e.generation;
+    s.blocks = blocks;
+    let ports = blocks * port_block::SIZE as u32;
+    let probes = if ports < PORT_PROBES { ports } else { PORT_PROBES };
+    // A pod with fewer flows cannot have most of the ports towards one destination.
+    if share::flows::<F>(s.endpoint) > (ports / 2) as u64 {
+        s.own = 0;
+        // SAFETY: the callback takes no context.
+        unsafe { bpf_loop(SHARE_PROBES, look_at::<F> as *mut c_void, core::ptr::null_mut(), 0) };
+        if s.own >= SHARE_LIMIT {
+            s.outcome = SHARE;
+            return 0;
+        }
+    }
+    // SAFETY: the callback takes no context.
+    unsafe { bpf_loop(probes, try_port::<F> as *mut c_void, core::ptr::null_mut(), 0) };
+    (s.outcome != NO_PORT) as i64
+}
+
+/// Puts the port of one attempt into the key.
+#[inline(always)]
+fn aim<F: Family>(s: &mut Search<F>, i: u32) -> Option<()> {
+    if s.blocks == 0 {
+        return None;
+    }
+    let (at, offset) = port_block::probe(s.hash, i, s.blocks);
+    let list = BLOCKS.get(s.value.egress)?;
+    if at >= port_block::COUNT as u32 {
+        return None;
+    }
+    // SAFETY: `at` is within the array.
+    let block = unsafe { *list.blocks.as_ptr().add(at as usize) };
+    s.key.src_port = (port_block::first_port(block) + offset).to_be();
+    Some(())
+}
+
+/// Counts a port that this pod has by a flow that is not over: 0 to go on, 1 to stop.
+extern "C" fn look_at<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
+    let Some(s) = search::<F>() else { return 1 };
+    if aim(s, i).is_none() {
+        return 1;
+    }
+    // SAFETY: read only.
+    let Some(r) = (unsafe { F::reverses().get(&s.key) }) else { return 0 };
+    if r.endpoint == s.endpoint && matches!(holder(&s.key, r), Holder::Flow) {
+        s.own += 1;
+    }
+    0
+}
+
+/// One attempt at a port: 0 to go on, 1 to stop.
+extern "C" fn try_port<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
+    let Some(s) = search::<F>() else { return 1 };
+    if aim(s, i).is_none() {
+        return 1;
+    }
+    s.value.check = s.key.check();
+    if i == TIGHT_PROBES {
+        stats::count(Counter::PortsTight);
+    }
+    match F::reverses().insert(&s.key, &s.value, BPF_NOEXIST as u64) {
+        Ok(()) => s.outcome = FOUND,
+        Err(EEXIST) => {
+            if i < FREE_PROBES || !evict_closed::<F>(&s.key) {
+                return 0;
+            }
+            match F::reverses().insert(&s.key, &s.value, BPF_NOEXIST as u64) {
+                Ok(()) => s.outcome = FOUND,
+                Err(_) => return 0,
+            }
+        }
+        Err(E2BIG) => s.outcome = FULL,
+        Err(_) => return 0,
+    }
+    1
+}
+
+/// Ticks after which a reverse half without a forward one is nobody's: a new flow enters both within a packet's time.
+const ORPHANED: u32 = 2;
+
+/// What has a port.
+enum Holder {
+    /// A flow.
+    Flow,
+    /// A flow that both ends are done with.
+    Over,
+    /// A reverse half without a forward one.
+    Nobody,
+}
+
+/// The forward half's key of the flow that has this reverse half.
+#[inline(always)]
+fn forward<F: Family>(key: &FlowKey<F>, r: &Reverse<F>) -> FlowKey<F> {
+    FlowKey { src: r.pod, dst: key.dst, src_port: r.pod_port, dst_port: key.dst_port, proto: key.proto }
+}
+
+#[inline(always)]
+fn holder<F: Family>(key: &FlowKey<F>, r: &Reverse<F>) -> Holder {
+    let forward = forward(key, r);
+    // SAFETY: read only.
+    let over = match unsafe { F::flows().get(&forward) } {
+        Some(f) if is_pair(&forward, f, key, r) => {
+            // Nobody outside has seen a flow that the host's firewall did not let pass.
+            let refused = f.pending != 0 && now_tick().wrapping_sub(f.last_seen) as i32 > ORPHANED as i32;
+            Some(refused || key.proto == proto::TCP && tcp::closed(f.state, f.back))
+        }
+        _ => None,
+    };
+    match over {
+        Some(true) => Holder::Over,
+        None if now_tick().wrapping_sub(r.last_seen) as i32 > ORPHANED as i32 => Holder::Nobody,
+        _ => Holder::Flow,
+    }
+}
+
+/// Removes the flow that holds this port if both of its ends are done with it, or if only this half of it is left.
+#[inline(always)]
+fn evict_closed<F: Family>(key: &FlowKey<F>) -> bool {
+    // SAFETY: read only; another CPU may remove the entry, which the caller's insertion then finds out.
+    let Some(r) = (unsafe { F::reverses().get(key) }) else { return true };
+    match holder(key, r) {
+        Holder::Flow => return false,
+        Holder::Over => table::remove::<F>(&forward(key, r), r.endpoint),
+        Holder::Nobody => {}
+    }
+    let _ = F::reverses().remove(key);
+    stats::count(Counter::FlowsReplaced);
+    true
+}

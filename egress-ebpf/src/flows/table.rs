@@ -1,0 +1,193 @@
+//! The flow table: entering, mending and removing flows, both halves of them. Neither half is accepted, rebuilt or removed for the other
+//! where they do not name each other: another flow may have the other one's place by now.
+
+use crate::{
+    headers::packet::{Mac, Packet},
+    tables::{family::Family, maps::EGRESS_IPS, share, stats},
+};
+use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_get_prandom_u32};
+use egress_common::{
+    flow::{Flow, FlowKey, Reverse, Ticket, is_pair},
+    limits::COLLECT_ROUND_SHIFT,
+    tcp,
+    verdict::Counter,
+};
+
+/// The key of a flow's other half, or `None` if its egress IP is gone.
+#[inline(always)]
+pub fn reverse_key<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Option<FlowKey<F>> {
+    let e = EGRESS_IPS.get(flow.egress)?;
+    if e.generation != flow.egress_generation {
+        return None;
+    }
+    Some(FlowKey {
+        src: F::from_any(&e.addr),
+        dst: key.dst,
+        src_port: flow.port,
+        dst_port: key.dst_port,
+        proto: key.proto,
+    })
+}
+
+/// What the packets of a flow are sent by.
+#[derive(Clone, Copy)]
+pub struct Taken {
+    /// Index of the egress IP.
+    pub egress: u32,
+    /// Translated source port, or ICMP identifier.
+    pub port: u16,
+    /// [`Flow::kind`].
+    pub kind: u8,
+    /// [`Flow::pending`].
+    pub pending: u8,
+}
+
+/// Takes it from the flow of this key; `None` if the entry has become another flow's since it was looked up ([`FlowKey::check`]).
+#[inline(always)]
+pub fn taken<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Option<Taken> {
+    // SAFETY: references are valid for reading. Volatile reads stay in their order: the check is the last one.
+    let taken = unsafe {
+        Taken {
+            egress: (&raw const flow.egress).read_volatile(),
+            port: (&raw const flow.port).read_volatile(),
+            kind: (&raw const flow.kind).read_volatile(),
+            pending: (&raw const flow.pending).read_volatile(),
+        }
+    };
+    is_still(key, &flow.check).then_some(taken)
+}
+
+/// Whether a value that was looked up is still that of this key, by its check. Everything that counts has been read before.
+#[inline(always)]
+pub fn is_still<F: Family>(key: &FlowKey<F>, check: &u32) -> bool {
+    // SAFETY: a reference is valid for reading.
+    unsafe { (&raw const *check).read_volatile() == key.check() }
+}
+
+/// Removes both halves of a flow.
+#[inline(always)]
+pub fn forget<F: Family>(key: &FlowKey<F>, flow: &Flow) {
+    if let Some(reverse) = reverse_key::<F>(key, flow)
+        // SAFETY: read only.
+        && matches!(unsafe { F::reverses().get(&reverse) }, Some(value) if is_pair(key, flow, &reverse, value))
+    {
+        let _ = F::reverses().remove(&reverse);
+    }
+    remove::<F>(key, flow.endpoint);
+}
+
+/// Removes the forward half of a flow of this endpoint.
+#[inline(always)]
+pub fn remove<F: Family>(key: &FlowKey<F>, endpoint: u32) {
+    if F::flows().remove(key).is_ok() {
+        share::give_back::<F>(endpoint);
+    }
+}
+
+/// The host's firewall has let a packet of the flow pass: from now on its packets take the short path, and its replies are
+/// delivered.
+#[inline(always)]
+pub fn confirm<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
+    flow.pending = 0;
+    let Some(reverse) = reverse_key::<F>(key, flow) else { return };
+    let Some(value) = F::reverses().get_ptr_mut(&reverse) else { return };
+    // SAFETY: a pointer into the map.
+    if is_pair(key, flow, &reverse, unsafe { &*value }) {
+        set_confirmed(value);
+    }
+}
+
+#[inline(always)]
+fn set_confirmed<F: Family>(reverse: *mut Reverse<F>) {
+    // SAFETY: a pointer into the map, and a single store of a field that may be a packet late.
+    unsafe {
+        let state = (&raw const (*reverse).state).read_volatile();
+        if state & tcp::seen::CONFIRMED == 0 {
+            (&raw mut (*reverse).state).write_volatile(state | tcp::seen::CONFIRMED);
+        }
+    }
+}
+
+/// The state of a reverse half whose flow waits for the host's firewall ([`Flow::pending`]), or does not.
+#[inline(always)]
+pub fn reverse_state(pending: u8) -> u16 {
+    if pending == 0 { tcp::seen::CONFIRMED } else { 0 }
+}
+
+/// Builds the reverse half anew if it is missing. Called once a tick for a flow that sends. `false`: another flow has its place.
+#[inline(always)]
+pub fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now: u32) -> bool {
+    let Some(reverse) = reverse_key::<F>(key, flow) else { return true };
+    if let Some(value) = F::reverses().get_ptr_mut(&reverse) {
+        // SAFETY: a pointer into the map.
+        let mine = is_pair(key, flow, &reverse, unsafe { &*value });
+        if mine && flow.pending == 0 {
+            set_confirmed(value);
+        }
+        return mine;
+    }
+    let Some(mut value) = reverse_value(pkt, key, flow.policy, flow.endpoint, flow.pending, now) else { return true };
+    value.egress = flow.egress;
+    value.egress_generation = flow.egress_generation;
+    value.check = reverse.check();
+    if F::reverses().insert(&reverse, &value, BPF_NOEXIST as u64).is_ok() {
+        stats::count(Counter::FlowsRepaired);
+    }
+    true
+}
+
+/// What a reply needs to find its way back to where this packet came from; the slot and the check are filled in by the caller.
+#[inline(always)]
+pub fn reverse_value<F: Family>(
+    pkt: &Packet,
+    key: &FlowKey<F>,
+    policy: u32,
+    endpoint: u32,
+    pending: u8,
+    now: u32,
+) -> Option<Reverse<F>> {
+    let [host_mac, pod_mac] = pkt.read::<[Mac; 2]>(0)?;
+    Some(Reverse {
+        check: 0,
+        pod: key.src,
+        pod_port: key.src_port,
+        state: reverse_state(pending),
+        ifindex: pkt.ifindex(),
+        policy,
+        egress: 0,
+        egress_generation: 0,
+        endpoint,
+        last_seen: now,
+        pod_mac,
+        host_mac,
+    })
+}
+
+#[inline(always)]
+pub fn ticket() -> u32 {
+    // SAFETY: the helper has no arguments.
+    unsafe { bpf_get_prandom_u32() }
+}
+
+/// Puts a new flow into the table and into the collector's queue.
+#[inline(always)]
+pub fn enter<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), i32> {
+    F::flows().insert(key, flow, BPF_NOEXIST as u64)?;
+    let ticket = Ticket { key: *key, ticket: flow.ticket, checked: flow.created >> COLLECT_ROUND_SHIFT };
+    F::tickets().push(ticket, 0).inspect_err(|_| {
+        let _ = F::flows().remove(key);
+    })?;
+    share::take::<F>(flow.endpoint);
+    Ok(())
+}
+
+/// Tick of the last packet of either direction, and the reverse half's state; 0 where that half is gone.
+#[inline(always)]
+pub fn last_seen<F: Family>(key: &FlowKey<F>, flow: &Flow) -> (u32, u16) {
+    // SAFETY: read only.
+    match reverse_key::<F>(key, flow).and_then(|reverse| unsafe { F::reverses().get(reverse) }) {
+        Some(r) if r.last_seen.wrapping_sub(flow.last_seen) as i32 > 0 => (r.last_seen, r.state),
+        Some(r) => (flow.last_seen, r.state),
+        None => (flow.last_seen, 0),
+    }
+}

@@ -1,0 +1,255 @@
+//! The gateway: out for its egress IPs, and back to the source node. It keeps nothing of a flow.
+
+use crate::{
+    gateway::neighbor,
+    headers::{
+        note,
+        packet::{ETH_LEN, Packet},
+        parse::{self, Ip, Kind, Part, Transport},
+    },
+    source::{
+        deliver::{self, only},
+        fragment, own,
+    },
+    tables::{
+        datagram,
+        family::Family,
+        maps::{CONFIG, EGRESS_IPS, LEASES, NODES},
+        stats,
+    },
+    transports::{nodes, probe, send, shaper},
+};
+use egress_common::{
+    config::Config,
+    egress::{EgressIp, flags},
+    port_block,
+    verdict::{Counter, Verdict, purpose},
+};
+
+/// The node that the block of `port` (network byte order) of an egress IP is leased to; 0 for nobody.
+#[inline(always)]
+pub fn lessee(pkt: &Packet, egress: u32, port: u16) -> u32 {
+    let Some(table) = LEASES.get(egress) else { return 0 };
+    let row = pkt.hide::<{ port_block::ROWS }>(port_block::row(u16::from_be(port)));
+    // SAFETY: every port has a row.
+    unsafe { *table.node.as_ptr().add(row) as u32 }
+}
+
+/// A translated packet that node number `from` sent through the tunnel, on its way out. A verdict's bits.
+#[inline(always)]
+pub fn forward<F: Family>(pkt: &Packet, from: u32) -> u64 {
+    let Some(source) = F::load(pkt, ETH_LEN + F::SRC) else {
+        return Verdict::Drop(Counter::DropMalformed).to_bits();
+    };
+    // SAFETY: read only.
+    let Some(&egress) = (unsafe { F::egress_index().get(source) }) else {
+        return Verdict::Drop(Counter::DropNotOwner).to_bits();
+    };
+    match EGRESS_IPS.get(egress) {
+        Some(e) if e.flags & flags::CARRIED != 0 => leased::<F>(pkt, egress, e, from).to_bits(),
+        _ => Verdict::Drop(Counter::DropNotOwner).to_bits(),
+    }
+}
+
+/// A packet of an egress IP of this node, that node number `from` translated: out, if the port is leased to that one.
+#[inline(always)]
+pub fn leased<F: Family>(pkt: &Packet, egress: u32, e: &EgressIp, from: u32) -> Verdict {
+    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
+    let t = datagram::transport::<F>(pkt, &ip);
+    let port = match t.kind {
+        Kind::Tcp | Kind::Udp | Kind::Query => t.src_port,
+        Kind::Error => match parse::embedded::<F>(pkt, ip.l4) {
+            Some(inner) => inner.dst_port,
+            None => return Verdict::Drop(Counter::DropMalformed),
+        },
+        Kind::Orphan => return Verdict::Drop(Counter::DropFragment),
+        Kind::Answer | Kind::Other => return Verdict::Drop(Counter::DropProtocol),
+        Kind::Broken => return Verdict::Drop(Counter::DropMalformed),
+    };
+    if lessee(pkt, egress, port) != from {
+        return Verdict::Drop(Counter::DropNotLeased);
+    }
+    if ip.part == Part::First {
+        datagram::keep(&ip, &t);
+    }
+    stats::count(Counter::Forwarded);
+    match shaper::limit(pkt, egress, e, shaper::OUT) {
+        Some(verdict) => verdict,
+        None => Verdict::leave(egress),
+    }
+}
+
+/// What [`inward`] returns for a packet that may be one of the node's own: no verdict has these bits.
+const ASK: u64 = u64::MAX;
+/// What it returns for a fragment.
+const GATHER: u64 = u64::MAX - 1;
+/// What [`inward`] and [`to_source`] return for a packet that is for a pod of this node: no verdict has these bits.
+const DELIVER: u64 = u64::MAX - 2;
+
+/// What has been done with a packet before [`inward`] looks at it.
+pub mod done {
+    /// If it is a fragment, it is with its first one.
+    pub const GATHERED: u32 = 1;
+    /// It is not one of the node's own.
+    pub const ASKED: u32 = 2;
+}
+
+/// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours. A verdict's bits.
+///
+/// Functions one after the other, not one in the other: their variables do not fit the stack together.
+#[inline(always)]
+pub fn reply<F: Family>(pkt: &Packet) -> u64 {
+    let mut verdict = once::inward::<F>(pkt, 0);
+    if verdict == GATHER {
+        verdict = fragment::once::gather::<F>(pkt);
+        if verdict != fragment::GO_ON {
+            return verdict;
+        }
+        verdict = once::inward::<F>(pkt, done::GATHERED);
+    }
+    if verdict == ASK {
+        if own::is_copy(pkt) {
+            return Verdict::Pass.to_bits();
+        }
+        match own::once::whose::<F>(pkt) {
+            own::NODES => return Verdict::Pass.to_bits(),
+            own::ANYBODYS => own::copy(pkt, note::COPY),
+            own::MASQUERADED => own::copy(pkt, note::COPY_TO_FORWARD),
+            _ => {}
+        }
+        verdict = once::inward::<F>(pkt, done::GATHERED | done::ASKED);
+    }
+    delivered::<F>(pkt, verdict)
+}
+
+/// What becomes of a packet of which [`inward`] or [`to_source`] says this: one for a pod of this node is delivered. Not there,
+/// or the verifier would check the delivery once more in each of them.
+#[inline(always)]
+pub fn delivered<F: Family>(pkt: &Packet, verdict: u64) -> u64 {
+    if verdict == DELIVER { deliver::reply::<F>(pkt, only::NOTHING) } else { verdict }
+}
+
+/// A verdict's bits, [`DELIVER`], or [`GATHER`] or [`ASK`] if that is to be done first.
+#[inline(always)]
+pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
+    let Ok(ip) = F::parse(pkt) else { return Verdict::Pass.to_bits() };
+    if neighbor::is_solicitation::<F>(pkt, &ip) {
+        return neighbor::solicitation(pkt).to_bits();
+    }
+    // SAFETY: read only.
+    let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else { return Verdict::Pass.to_bits() };
+    let (Some(e), Some(config)) = (EGRESS_IPS.get(egress), CONFIG.get(0)) else { return Verdict::Pass.to_bits() };
+    // Before the VLAN is gone: the fragment may enter again.
+    if ip.part != Part::Whole && done & done::GATHERED == 0 {
+        return GATHER;
+    }
+    if let Some(verdict) = vlan(pkt, e) {
+        return verdict.to_bits();
+    }
+    if e.flags & flags::SUBNET != 0 && neighbor::learn_advertised::<F>(pkt, &ip, egress, e) {
+        return Verdict::Drop(Counter::NextHopLearnt).to_bits();
+    }
+    let t = datagram::transport::<F>(pkt, &ip);
+    let node = lessee_of_reply::<F>(pkt, &ip, &t, egress);
+    if node != 0 && e.is_own_address() && done & done::ASKED == 0 {
+        return ASK;
+    }
+    hand_on::<F>(pkt, config, &ip, &t, egress, e, node, false)
+}
+
+/// Takes a packet for an egress IP out of its VLAN. A packet in another one is not for it: a device of the node for that
+/// VLAN may know more. One without a tag belongs to nobody.
+#[inline(always)]
+pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
+    match pkt.vlan() {
+        vlan if vlan != e.vlan && vlan != 0 => Some(Verdict::Pass),
+        vlan if vlan != e.vlan => Some(Verdict::Drop(Counter::DropVlan)),
+        0 => None,
+        _ if pkt.pop_vlan().is_some() => None,
+        _ => Some(Verdict::Drop(Counter::DropRedirect)),
+    }
+}
+
+/// A packet for an egress IP that has passed the shaper, on to the node that its port's block is leased to. A verdict's bits, or
+/// [`DELIVER`].
+#[inline(always)]
+pub fn to_source<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, egress: u32, e: &EgressIp) -> u64 {
+    let t = datagram::transport::<F>(pkt, ip);
+    let node = lessee_of_reply::<F>(pkt, ip, &t, egress);
+    hand_on::<F>(pkt, config, ip, &t, egress, e, node, true)
+}
+
+/// The node that the block of the port is leased to that a packet from outside is for; 0 for nobody.
+#[inline(always)]
+fn lessee_of_reply<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport, egress: u32) -> u32 {
+    match reply_port::<F>(pkt, ip, t) {
+        Some(port) => lessee(pkt, egress, port),
+        None => 0,
+    }
+}
+
+/// `shaped`: it has passed the shaper. A verdict's bits, or [`DELIVER`].
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "a record of them would be copied to the stack")]
+fn hand_on<F: Family>(
+    pkt: &Packet,
+    config: &Config,
+    ip: &Ip<F>,
+    t: &Transport,
+    egress: u32,
+    e: &EgressIp,
+    node: u32,
+    shaped: bool,
+) -> u64 {
+    if node == 0 {
+        return nobodys::<F>(pkt, e, t.kind).to_bits();
+    }
+    if !shaped && let Some(verdict) = shaper::limit(pkt, egress, e, shaper::IN) {
+        return verdict.to_bits();
+    }
+    if node == config.node {
+        return DELIVER;
+    }
+    match NODES.get(node) {
+        Some(n) if n.present != 0 => {
+            stats::count(Counter::Replied);
+            let entropy = send::entropy((t.src_port, t.dst_port), ip.src);
+            Verdict::send(purpose::REPLY, node, entropy).to_bits()
+        }
+        _ => Verdict::Drop(Counter::DropNoLease).to_bits(),
+    }
+}
+
+/// A packet for an egress IP at a port that is in nobody's block: the answer to a probe, or nothing of ours.
+#[inline(always)]
+fn nobodys<F: Family>(pkt: &Packet, e: &EgressIp, kind: Kind) -> Verdict {
+    if probe::is::<F>(pkt)
+        && let Some(index) = nodes::link_node(pkt)
+    {
+        return Verdict::probe(index);
+    }
+    // A node's own address has a stack behind it. A floating one has none: nothing may answer in its name.
+    match kind {
+        _ if e.flags & flags::NODE_ADDRESS != 0 => Verdict::Pass,
+        Kind::Orphan => Verdict::Drop(Counter::DropFragment),
+        _ => Verdict::Drop(Counter::DropNoLease),
+    }
+}
+
+/// The port of the egress IP that a packet from outside is for, network byte order.
+#[inline(always)]
+fn reply_port<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport) -> Option<u16> {
+    match t.kind {
+        Kind::Tcp | Kind::Udp => Some(t.dst_port),
+        Kind::Answer => Some(t.src_port),
+        // Later fragments of an answer only tell their protocol.
+        Kind::Query if ip.part == Part::Later => Some(t.src_port),
+        Kind::Error => parse::embedded::<F>(pkt, ip.l4).map(|inner| inner.src_port),
+        Kind::Query | Kind::Orphan | Kind::Other | Kind::Broken => None,
+    }
+}
+
+once! {
+    forward(forward_v4, forward_v6) = forward(from: u32);
+    inward(inward_v4, inward_v6) = inward(asked: u32);
+}

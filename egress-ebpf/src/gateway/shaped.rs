@@ -1,0 +1,57 @@
+//! What has passed the shaper goes on: out, or to the node that its port is leased to.
+
+use crate::{
+    gateway::forward,
+    headers::packet::{ETH_LEN, IPV4, IPV6, Mac, Packet},
+    tables::{
+        family::Family,
+        maps::{CONFIG, EGRESS_IPS},
+    },
+    transports::shaper::{IN, MACS, OUT, passed},
+};
+use egress_common::{
+    V4, V6,
+    verdict::{Counter, Verdict},
+};
+
+/// A packet came out of the shaper. What [`forward::delivered`] takes, as a function of its own returns it: the variables of several
+/// do not fit the stack.
+#[inline(never)]
+pub fn leave<F: Family>(pkt: &Packet) -> u64 {
+    let Some(mac) = pkt.read::<Mac>(0) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
+    if mac == MACS[1] { leave_inwards::<F>(pkt) } else { leave_outwards::<F>(pkt).to_bits() }
+}
+
+#[inline(always)]
+fn leave_outwards<F: Family>(pkt: &Packet) -> Verdict {
+    let Some(src) = pkt.read::<F>(ETH_LEN + F::SRC) else { return Verdict::Drop(Counter::DropMalformed) };
+    // SAFETY: read only.
+    let Some(&egress) = (unsafe { F::egress_index().get(src) }) else { return Verdict::Drop(Counter::DropNotOwner) };
+    passed(pkt, egress, OUT);
+    Verdict::leave(egress)
+}
+
+#[inline(always)]
+fn leave_inwards<F: Family>(pkt: &Packet) -> u64 {
+    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
+    // SAFETY: read only.
+    let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else {
+        return Verdict::Drop(Counter::DropNotOwner).to_bits();
+    };
+    passed(pkt, egress, IN);
+    match (EGRESS_IPS.get(egress), CONFIG.get(0)) {
+        (Some(e), Some(config)) => forward::to_source::<F>(pkt, config, &ip, egress, e),
+        _ => Verdict::Drop(Counter::DropNotOwner).to_bits(),
+    }
+}
+
+/// What came out of the shaper, by its EtherType.
+#[inline(always)]
+pub fn receive(pkt: &Packet) -> u64 {
+    match pkt.protocol() {
+        IPV4 => forward::delivered::<V4>(pkt, leave::<V4>(pkt)),
+        IPV6 => forward::delivered::<V6>(pkt, leave::<V6>(pkt)),
+        // The devices have no addresses: nothing else belongs here.
+        _ => Verdict::Drop(Counter::DropStranger).to_bits(),
+    }
+}

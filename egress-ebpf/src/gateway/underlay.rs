@@ -1,0 +1,131 @@
+//! The underlay's interface: tunnelled packets past the tunnel device, and packets of `direct`. What is neither is looked
+//! at as at an uplink, since one interface is often both.
+
+use crate::{
+    gateway::{forward, tunnelled},
+    headers::{
+        note,
+        packet::{ETH_LEN, Mac, Packet},
+    },
+    source::deliver::{self, OTHER, only},
+    tables::{
+        family::Family,
+        maps::{CONFIG, EGRESS_IPS, NODES},
+    },
+    transports::{
+        nodes, probe,
+        vxlan::{self, Stripped},
+    },
+};
+use egress_common::{
+    config::{self, Config},
+    egress::flags,
+    verdict::{Counter, Verdict},
+};
+
+/// What [`unwrap`] returns for a tunnelled packet that is left to the stack.
+const LEFT: u64 = OTHER - 1;
+/// What [`unwrap`] returns for a tunnelled packet from nobody's address.
+const STRANGER: u64 = OTHER - 2;
+
+/// A packet at the underlay's interface. A reply by `direct` is one that is for this node's own port block, as at an uplink.
+///
+/// Functions one after the other, not one in the other: their variables do not fit the stack together.
+#[inline(always)]
+pub fn receive<F: Family>(pkt: &Packet) -> u64 {
+    let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
+    match if F::may_be_tunnelled(pkt, config) { unwrap::<F>(pkt) } else { OTHER } {
+        OTHER => plain::<F>(pkt, config),
+        LEFT => Verdict::Pass.to_bits(),
+        STRANGER => Verdict::Drop(Counter::DropStranger).to_bits(),
+        tunnelled => tunnelled::arrived(pkt, tunnelled as u32, (tunnelled >> 32) as u32),
+    }
+}
+
+/// A packet without outer headers. Where nothing is carried, it is asked first whether a flow of a pod here has it: that answers
+/// for nearly all, by one look-up.
+#[inline(always)]
+fn plain<F: Family>(pkt: &Packet, config: &Config) -> u64 {
+    if config.flags & config::flags::CARRIES == 0 {
+        let verdict = deliver::reply::<F>(pkt, only::KNOWN);
+        if verdict != OTHER {
+            return verdict;
+        }
+    }
+    match once::outward::<F>(pkt) {
+        OTHER => forward::reply::<F>(pkt),
+        verdict => verdict,
+    }
+}
+
+/// Takes the outer headers off a tunnelled packet: its network identifier in the lower half, the node that it comes from in
+/// the upper one.
+#[inline(never)]
+fn unwrap<F: Family>(pkt: &Packet) -> u64 {
+    let Some(config) = CONFIG.get(0) else { return LEFT };
+    match vxlan::strip::<F>(pkt, config) {
+        Stripped::Not => OTHER,
+        Stripped::Left => LEFT,
+        Stripped::Done(vni, outer) => match nodes::sender(&outer) {
+            Some(index) => (index as u64) << 32 | vni as u64,
+            None => STRANGER,
+        },
+    }
+}
+
+/// A translated packet that another node sent to this one's MAC address; [`OTHER`] for what is none.
+#[inline(always)]
+pub fn outward<F: Family>(pkt: &Packet) -> u64 {
+    sent_here::<F>(pkt).unwrap_or(OTHER)
+}
+
+#[inline(always)]
+fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
+    let src = F::load(pkt, ETH_LEN + F::SRC)?;
+    // SAFETY: read only.
+    let &egress = unsafe { F::egress_index().get(src) }?;
+    let e = EGRESS_IPS.get(egress)?;
+    let from = sender::<F>(pkt, egress)?;
+    // The gateway sends it out, and this node is its next hop: the exit lets it go by.
+    if from == e.gateway && e.flags & flags::CARRIED == 0 {
+        pkt.note(note::SENT);
+        return None;
+    }
+    if e.flags & flags::CARRIED == 0 {
+        let own = e.flags & flags::NODE_ADDRESS != 0;
+        return if own { None } else { Some(Verdict::Drop(Counter::DropNotOwner).to_bits()) };
+    }
+    let verdict = match forward::leased::<F>(pkt, egress, e, from) {
+        // No port of a flow is that low.
+        Verdict::Drop(Counter::DropNotLeased) if probe::is::<F>(pkt) => Verdict::probe(from),
+        verdict => verdict,
+    };
+    Some(verdict.to_bits())
+}
+
+/// The node that a translated packet comes from.
+///
+/// As a rule it is the one that the port is leased to, if the port lies where it usually does: looking at that node is cheaper than
+/// looking the MAC address up.
+#[inline(always)]
+fn sender<F: Family>(pkt: &Packet, egress: u32) -> Option<u32> {
+    let port = pkt.read::<u16>(ETH_LEN + F::HEADER).unwrap_or(0);
+    let likely = forward::lessee(pkt, egress, port);
+    if is_at(pkt, likely) { Some(likely) } else { nodes::link_node(pkt) }
+}
+
+/// Whether the frame comes from the MAC address of node number `index`. Two nodes have none in common: what two of them report is
+/// entered for neither.
+#[inline(always)]
+fn is_at(pkt: &Packet, index: u32) -> bool {
+    let Some(from) = pkt.read::<Mac>(6) else { return false };
+    let Some(node) = NODES.get(index) else { return false };
+    let [theirs, _] = node.macs;
+    let differs = (from[0] ^ theirs[0]) | (from[1] ^ theirs[1]) | (from[2] ^ theirs[2]);
+    // Of a node that is not on a link with this one, and of none, it is zero.
+    differs == 0 && from[0] | from[1] | from[2] != 0
+}
+
+once! {
+    outward(outward_v4, outward_v6) = outward();
+}

@@ -1,0 +1,107 @@
+//! Notes (see [`Packet::note`]): what the programs of this node know about a packet that the stack, or
+//! another program, has in between. No socket can set one, and no rule of netfilter; the kernel copies it to fragments and segments.
+//! What comes in by a pod's interface, or from outside of the node, has lost what it brought along.
+
+use crate::headers::packet::Packet;
+use egress_common::{
+    abi::{FIREWALL_PRIORITY, SEEN_PRIORITY},
+    limits::MAX_CLASSES,
+};
+
+/// Nothing is known.
+pub const NONE: u32 = 0;
+/// A reply on its way into a pod.
+pub const DELIVERED: u32 = 0x5350;
+/// A copy for the node's own stack, its sockets included.
+pub const COPY: u32 = 0x8000;
+/// A copy for the connections that the node masquerades, not for its sockets.
+pub const COPY_TO_FORWARD: u32 = 0x2000;
+/// The bits of copies. They have none in common with the others.
+pub const COPIES: u32 = COPY | COPY_TO_FORWARD;
+/// A pod of this node sent it, and it has passed the gate; nothing of it is ours.
+pub const POD: u32 = 0x5352;
+/// Left to the stack by `pod_egress`, to be translated at the exit.
+pub const ASKED: u32 = 0x5353;
+/// Sent by a program of ours: the exit lets it go by.
+pub const SENT: u32 = 0x5354;
+/// What [`POD`] says, and with it the class of the pod, in the lower bits: the packet may open something, and has been left to the stack
+/// because no policy has its destination.
+const CLASS: u32 = 0x1000;
+
+const _: () =
+    assert!((DELIVERED | POD | ASKED | SENT | CLASS) & COPIES == 0 && (DELIVERED ^ CLASS) & !(CLASS - 1) != 0);
+const _: () = assert!(MAX_CLASSES <= CLASS as usize);
+
+/// The note for a packet of a pod of this class.
+#[inline(always)]
+pub fn of_class(class: u32) -> u32 {
+    CLASS | class & (CLASS - 1)
+}
+
+impl Packet {
+    /// Leaves a note in the packet for the programs that see it next. The field is one that only packet schedulers of
+    /// another kind (dsmark) use.
+    #[inline(always)]
+    pub fn note(&self, note: u32) {
+        // SAFETY: the context pointer is valid while the program runs.
+        unsafe { (&raw mut (*self.raw()).tc_index).write_volatile(note) }
+    }
+
+    #[inline(always)]
+    fn noted(&self) -> u32 {
+        // SAFETY: as above.
+        unsafe { (&raw const (*self.raw()).tc_index).read_volatile() }
+    }
+
+    /// Whether the packet has this note.
+    #[inline(always)]
+    pub fn is_noted(&self, note: u32) -> bool {
+        self.noted() == note
+    }
+
+    /// The class of the pod that sent the packet, where that is noted.
+    #[inline(always)]
+    pub fn noted_class(&self) -> Option<u32> {
+        let note = self.noted();
+        (note & !(CLASS - 1) == CLASS).then_some(note & (CLASS - 1))
+    }
+
+    /// Whether a pod of this node sent it, as the gate has noted.
+    #[inline(always)]
+    pub fn is_pods(&self) -> bool {
+        self.is_noted(POD) || self.noted_class().is_some()
+    }
+
+    /// A packet that came in from outside of the node has no note: where nodes are containers, it still has what another node's
+    /// programs, or anybody there, have put into it. Only the node's own copy of one keeps its note. Without a branch, which would
+    /// double what the verifier follows.
+    #[inline(always)]
+    pub fn came_in(&self) {
+        self.note(self.noted() & COPIES);
+    }
+
+    /// Whether the packet has this note, which is taken away.
+    #[inline(always)]
+    pub fn take_note(&self, note: u32) -> bool {
+        let noted = self.is_noted(note);
+        if noted {
+            self.note(NONE);
+        }
+        noted
+    }
+
+    /// Prepares the packet for the host-stack path: the note is for the program at the exit, the priority for our nftables rules.
+    #[inline(always)]
+    pub fn ask(&self) {
+        self.note(ASKED);
+        self.set_priority(FIREWALL_PRIORITY);
+    }
+
+    /// Notes that `pod_egress` has seen the packet, unless it is on the host-stack path.
+    #[inline(always)]
+    pub fn note_seen(&self) {
+        if self.priority() != FIREWALL_PRIORITY {
+            self.set_priority(SEEN_PRIORITY);
+        }
+    }
+}

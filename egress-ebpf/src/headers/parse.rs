@@ -1,0 +1,211 @@
+//! From bytes to fields: addresses, ports and what kind of packet it is. Reads, never writes.
+
+use crate::headers::{ip::Header, packet::Packet};
+use egress_common::tcp;
+/// IP protocol numbers.
+pub mod proto {
+    use network_types::ip::IpProto;
+
+    pub const ICMP: u32 = IpProto::Icmp as u32;
+    pub const TCP: u32 = IpProto::Tcp as u32;
+    pub const UDP: u32 = IpProto::Udp as u32;
+    pub const ICMPV6: u32 = IpProto::Ipv6Icmp as u32;
+}
+
+/// Offsets and lengths in transport headers.
+pub mod at {
+    use core::mem::offset_of;
+    use network_types::{icmp::Icmpv4Hdr, tcp::TcpHdr, udp::UdpHdr, vxlan::VxlanHdr};
+
+    /// Ports, of TCP and of UDP.
+    pub const SRC_PORT: u32 = offset_of!(TcpHdr, source) as u32;
+    pub const DST_PORT: u32 = offset_of!(TcpHdr, dest) as u32;
+    pub const TCP_SEQ: u32 = offset_of!(TcpHdr, seq) as u32;
+    /// The byte whose upper half is the length of the header in words, and the flags behind it (RFC 9293, section 3.1).
+    pub const TCP_LENGTH: u32 = offset_of!(TcpHdr, window) as u32 - 2;
+    pub const TCP_FLAGS: u32 = TCP_LENGTH + 1;
+    pub const TCP_CHECK: u32 = offset_of!(TcpHdr, check) as u32;
+    pub const TCP_LEN: u32 = TcpHdr::LEN as u32;
+    pub const UDP_CHECK: u32 = offset_of!(UdpHdr, check) as u32;
+    pub const UDP_LEN: u32 = UdpHdr::LEN as u32;
+    pub const ICMP_CHECK: u32 = offset_of!(Icmpv4Hdr, check) as u32;
+    /// The identifier of a query.
+    pub const ICMP_ID: u32 = offset_of!(Icmpv4Hdr, data) as u32;
+    pub const ICMP_LEN: u32 = Icmpv4Hdr::LEN as u32;
+    pub const VXLAN_LEN: u32 = size_of::<VxlanHdr>() as u32;
+
+    const _: () = assert!(SRC_PORT == offset_of!(UdpHdr, src) as u32 && DST_PORT == offset_of!(UdpHdr, dst) as u32);
+}
+
+/// Where a packet stands in a fragmented datagram.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    Whole,
+    First,
+    Later,
+}
+
+/// The fields of an IP header.
+#[derive(Clone, Copy)]
+pub struct Ip<A> {
+    pub src: A,
+    pub dst: A,
+    pub proto: u32,
+    /// Offset of the transport header from the start of the frame.
+    pub l4: u32,
+    pub part: Part,
+    /// Identification of the datagram, network byte order.
+    pub id: u32,
+    pub hop_limit: u32,
+    /// Nobody on the way may fragment it.
+    pub whole_only: bool,
+}
+
+/// What the transport header says the packet is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Tcp,
+    Udp,
+    /// An ICMP query that waits for an answer: echo request.
+    Query,
+    /// The answer: echo reply.
+    Answer,
+    /// An ICMP error about another packet.
+    Error,
+    /// A fragment whose first one was not seen.
+    Orphan,
+    /// A protocol that has no ports, or whose checksum or ports cannot be translated.
+    Other,
+    /// A header that is cut short.
+    Broken,
+}
+
+/// The fields of a transport header.
+#[derive(Clone, Copy)]
+pub struct Transport {
+    pub kind: Kind,
+    /// Source port, or identifier of an ICMP query; network byte order.
+    pub src_port: u16,
+    /// Destination port; 0 for ICMP.
+    pub dst_port: u16,
+    /// TCP flags, else 0.
+    pub flags: u8,
+    /// TCP acknowledgment number, network byte order; else 0.
+    pub ack: u32,
+}
+
+impl Transport {
+    /// One of this kind, without ports.
+    #[inline(always)]
+    pub const fn of(kind: Kind) -> Self {
+        Self { kind, src_port: 0, dst_port: 0, flags: 0, ack: 0 }
+    }
+
+    /// Whether this segment opens a connection.
+    #[inline(always)]
+    pub fn opens(&self) -> bool {
+        self.kind == Kind::Tcp && self.flags & (tcp::flag::SYN | tcp::flag::ACK) == tcp::flag::SYN
+    }
+}
+
+/// Reads the transport header at `l4`.
+#[inline(always)]
+pub fn transport_header<F: Header>(pkt: &Packet, l4: u32, protocol: u32) -> Transport {
+    match protocol {
+        // Ports and, in the fourth word, offset and flags (RFC 9293, section 3.1); the whole header is needed later.
+        proto::TCP => match pkt.read_l4::<[u32; 5]>(F::HEADER, l4, 0) {
+            Some(h) => {
+                let [p0, p1, p2, p3] = h[0].to_ne_bytes();
+                let [_, flags, _, _] = h[3].to_ne_bytes();
+                let (src_port, dst_port) = (u16::from_ne_bytes([p0, p1]), u16::from_ne_bytes([p2, p3]));
+                Transport { kind: Kind::Tcp, src_port, dst_port, flags, ack: h[2] }
+            }
+            None => Transport::of(Kind::Broken),
+        },
+        proto::UDP => match pkt.read_l4::<[u16; 4]>(F::HEADER, l4, 0) {
+            Some([src_port, dst_port, _, _]) => Transport { kind: Kind::Udp, src_port, dst_port, flags: 0, ack: 0 },
+            None => Transport::of(Kind::Broken),
+        },
+        p if p == F::ICMP => {
+            let Some([first, _, id, _]) = pkt.read_l4::<[u16; 4]>(F::HEADER, l4, 0) else {
+                return Transport::of(Kind::Broken);
+            };
+            let kind = icmp_kind(F::ICMP, first.to_ne_bytes()[0]);
+            match kind {
+                Kind::Query | Kind::Answer => Transport { kind, src_port: id, dst_port: 0, flags: 0, ack: 0 },
+                _ => Transport::of(kind),
+            }
+        }
+        _ => Transport::of(Kind::Other),
+    }
+}
+
+/// What an ICMP type means: RFC 792 for IPv4, RFC 4443 for IPv6 (errors are the types below 128).
+#[inline(always)]
+fn icmp_kind(icmp: u32, icmp_type: u8) -> Kind {
+    if icmp == proto::ICMP {
+        match icmp_type {
+            8 => Kind::Query,
+            0 => Kind::Answer,
+            3 | 4 | 11 | 12 => Kind::Error,
+            _ => Kind::Other,
+        }
+    } else {
+        match icmp_type {
+            128 => Kind::Query,
+            129 => Kind::Answer,
+            1..=4 => Kind::Error,
+            _ => Kind::Other,
+        }
+    }
+}
+
+/// The packet inside of an ICMP error, as far as it is there.
+#[derive(Clone, Copy)]
+pub struct Embedded<A> {
+    pub src: A,
+    pub dst: A,
+    pub proto: u32,
+    pub src_port: u16,
+    pub dst_port: u16,
+    /// Offset of the embedded IP header from the start of the frame.
+    pub l3: u32,
+    /// Offset of the embedded transport header.
+    pub l4: u32,
+}
+
+/// Reads the packet embedded in the ICMP error whose header starts at `l4`. At least 8 bytes of its transport header are
+/// there (RFC 792; RFC 4443 has as many as fit).
+#[inline(always)]
+pub fn embedded<F: Header>(pkt: &Packet, l4: u32) -> Option<Embedded<F>> {
+    let l3 = l4 + at::ICMP_LEN;
+    let inner = F::embedded(pkt, l3)?;
+    if inner.part == Part::Later {
+        return None;
+    }
+    let (src_port, dst_port) = match inner.proto {
+        proto::TCP | proto::UDP => {
+            let [s, d] = pkt.load::<[u16; 2]>(inner.l4)?;
+            (s, d)
+        }
+        p if p == F::ICMP => {
+            let [first, _, id, _] = pkt.load::<[u16; 4]>(inner.l4)?;
+            match icmp_kind(F::ICMP, first.to_ne_bytes()[0]) {
+                Kind::Query | Kind::Answer => (id, 0),
+                _ => return None,
+            }
+        }
+        _ => return None,
+    };
+    Some(Embedded { src: inner.src, dst: inner.dst, proto: inner.proto, src_port, dst_port, l3, l4: inner.l4 })
+}
+
+/// Offset of the checksum in the transport header.
+#[inline(always)]
+pub fn checksum_offset(protocol: u32) -> u32 {
+    match protocol {
+        proto::TCP => at::TCP_CHECK,
+        proto::UDP => at::UDP_CHECK,
+        _ => at::ICMP_CHECK,
+    }
+}

@@ -1,0 +1,208 @@
+//! The source node's half of a reply: undo the translation and hand the packet to the pod.
+
+use crate::{
+    flows::{ended, key, table},
+    headers::{
+        packet::{Packet, now_tick},
+        parse::{Ip, Kind, Part, Transport},
+    },
+    source::{icmp, translated},
+    tables::{
+        classify, datagram,
+        family::Family,
+        maps::{CONFIG, EGRESS_IPS},
+        stats,
+    },
+    translation::rewrite::{End, Rewrite, rewrite},
+    transports::{carrier, mss},
+};
+use egress_common::{
+    config::Config,
+    flow::{Flow, FlowKey, Reverse, is_pair, kind},
+    tcp, udp,
+    verdict::{Counter, Verdict},
+};
+
+/// What [`from_node`] is asked with.
+pub mod only {
+    /// The packet is a reply for a pod of this node.
+    pub const NOTHING: u32 = 0;
+    /// It may be one. What is not the whole packet of a known flow is [`OTHER`](super::OTHER).
+    pub const KNOWN: u32 = 1;
+    /// Added to either: [`tend`](super::tend) has been called.
+    pub const TENDED: u32 = 2;
+}
+/// What [`from_node`] and the steps of [`underlay`](crate::gateway::underlay) return for a packet that they are not for: no verdict and no
+/// tunnelled packet has these bits.
+pub const OTHER: u64 = u64::MAX;
+
+/// What [`from_node`] returns for a packet that [`tend`] is to look at first.
+const TEND: u64 = OTHER - 1;
+/// What [`tend`] returns for a reset that only the pod can judge.
+const DOUBTFUL: u64 = 1;
+
+/// A reply for a pod of this node. A verdict's bits, or [`OTHER`].
+///
+/// Functions one after the other, not one in the other: their variables do not fit the stack together.
+#[inline(always)]
+pub fn reply<F: Family>(pkt: &Packet, only: u32) -> u64 {
+    match once::from_node::<F>(pkt, only) {
+        TEND => {
+            let doubtful = once::tend::<F>(pkt) == DOUBTFUL;
+            let verdict = once::from_node::<F>(pkt, only | only::TENDED);
+            if doubtful { ended::once::question::<F>(pkt, verdict) } else { verdict }
+        }
+        verdict => verdict,
+    }
+}
+
+/// What [`reply`] does, but for the cases in which it returns [`TEND`].
+#[inline(always)]
+pub fn from_node<F: Family>(pkt: &Packet, only: u32) -> u64 {
+    let known = only & only::KNOWN != 0;
+    let Ok(ip) = F::parse(pkt) else {
+        return if known { OTHER } else { Verdict::Drop(Counter::DropMalformed).to_bits() };
+    };
+    let Some(config) = CONFIG.get(0) else { return Verdict::Drop(Counter::DropNoReverse).to_bits() };
+    let t = datagram::transport::<F>(pkt, &ip);
+    if known && (ip.part != Part::Whole || pkt.vlan() != 0 || !matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Answer)) {
+        return OTHER;
+    }
+    if ip.part == Part::First {
+        datagram::keep(&ip, &t);
+    }
+    let verdict = deliver::<F>(pkt, config, &ip, &t, only & only::TENDED != 0).to_bits();
+    if known && verdict == Verdict::Drop(Counter::DropNoReverse).to_bits() { OTHER } else { verdict }
+}
+
+/// Undoes the translation of a reply and sends it into the pod's interface.
+#[inline(always)]
+fn deliver<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, tended: bool) -> Verdict {
+    let key = match t.kind {
+        Kind::Tcp | Kind::Udp | Kind::Answer | Kind::Query => key::of_reply(ip, t),
+        Kind::Error => return icmp::incoming::<F>(pkt, config, ip),
+        Kind::Orphan => return Verdict::Drop(Counter::DropFragment),
+        Kind::Other => return Verdict::Drop(Counter::DropProtocol),
+        Kind::Broken => return Verdict::Drop(Counter::DropMalformed),
+    };
+    let Some(reverse) = F::reverses().get_ptr_mut(&key) else { return Verdict::Drop(Counter::DropNoReverse) };
+    // SAFETY: changed in place only by single stores.
+    let r = unsafe { &mut *reverse };
+    if r.state & tcp::seen::CONFIRMED == 0 {
+        return Verdict::Drop(Counter::DropNotConfirmed);
+    }
+    let now = now_tick();
+    let mut tends = r.last_seen != now;
+    if tends {
+        r.last_seen = now;
+    }
+    if t.kind == Kind::Tcp {
+        if t.flags & (tcp::flag::FIN | tcp::flag::RST) != 0 {
+            tends = true;
+        } else {
+            let state = tcp::advance(r.state, t.flags);
+            if state != r.state {
+                r.state = state;
+            }
+        }
+        if t.flags & tcp::flag::SYN != 0 {
+            let ports = (t.dst_port, t.src_port);
+            let to = EGRESS_IPS.get(r.egress).map_or(0, |e| carrier::of_flow(e, r.egress, ports, ip.src));
+            mss::clamp::<F>(pkt, config, to, ip.l4);
+        }
+    } else if t.kind == Kind::Udp && r.state & udp::seen::ANSWER == 0 {
+        r.state |= udp::seen::ANSWER;
+        tends = true;
+    }
+    if tends && !tended {
+        return Verdict::Later(TEND);
+    }
+    let (ifindex, macs) = (r.ifindex, [r.pod_mac, r.host_mac]);
+    let rewriting = Rewrite {
+        end: End::Destination,
+        old: ip.dst,
+        new: r.pod,
+        old_port: key.src_port,
+        new_port: r.pod_port,
+        hop: false,
+    };
+    if rewrite(pkt, ip, &rewriting).is_none() {
+        return Verdict::Drop(Counter::DropMalformed);
+    }
+    if !table::is_still(&key, &r.check) {
+        return Verdict::Drop(Counter::DropNoReverse);
+    }
+    translated::into_pod(pkt, ifindex, &macs)
+}
+
+/// What a reply of a known flow means for its forward half: which is looked at once a tick, at the first answer to a question, and at what
+/// claims to be the remote side's end. A reverse half that is nobody's any more goes. [`DOUBTFUL`], or 0.
+#[inline(always)]
+pub fn tend<F: Family>(pkt: &Packet) -> u64 {
+    let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt)) else { return 0 };
+    let t = datagram::transport::<F>(pkt, &ip);
+    let key = key::of_reply(&ip, &t);
+    let Some(r) = F::reverses().get_ptr_mut(&key) else { return 0 };
+    // SAFETY: changed in place only by single stores.
+    let r = unsafe { &mut *r };
+    let forward = FlowKey {
+        src: F::copied(&r.pod),
+        dst: key.dst,
+        src_port: r.pod_port,
+        dst_port: key.dst_port,
+        proto: key.proto,
+    };
+    let inherited = classify::is_another(F::copied(&r.pod), r.endpoint);
+    match F::flows().get_ptr_mut(&forward) {
+        Some(flow) => {
+            // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
+            let flow = unsafe { &mut *flow };
+            if !inherited && is_pair(&forward, flow, &key, r) {
+                return if ended::by_remote::<F>(pkt, &ip, &t, &forward, flow, r.state) { 0 } else { DOUBTFUL };
+            }
+        }
+        None if !inherited => {
+            mend_forward::<F>(config, &forward, &key, r);
+            return 0;
+        }
+        None => {}
+    }
+    // The pod has another flow in the other half's place, or its address is another pod's.
+    let _ = F::reverses().remove(&key);
+    0
+}
+
+/// Builds a forward half anew that is missing.
+#[inline(always)]
+fn mend_forward<F: Family>(config: &Config, forward: &FlowKey<F>, key: &FlowKey<F>, r: &Reverse<F>) {
+    let now = now_tick();
+    let flow = Flow {
+        check: forward.check(),
+        policy: r.policy,
+        egress: r.egress,
+        egress_generation: r.egress_generation,
+        config_generation: config.generation.wrapping_sub(1),
+        endpoint: r.endpoint,
+        ticket: table::ticket(),
+        last_seen: now,
+        created: now,
+        ack: 0,
+        end: 0,
+        ifindex: r.ifindex,
+        port: key.src_port,
+        // Of UDP it says that there was more than a question.
+        state: tcp::seen::SYN | tcp::seen::ACK,
+        back: 0,
+        queued: 0,
+        kind: kind::TRANSLATED,
+        pending: 0,
+    };
+    if table::enter::<F>(forward, &flow).is_ok() {
+        stats::count(Counter::FlowsRepaired);
+    }
+}
+
+once! {
+    tend(tend_v4, tend_v6) = tend();
+    from_node(from_node_v4, from_node_v6) = from_node(only: u32);
+}

@@ -1,0 +1,51 @@
+//! The gate: what a pod's interface lets through at all, whatever policies say. All that decides it is here, once.
+//!
+//! Every frame passes [`frame`]; every packet that is not one of a flow in the table passes [`packet`] before anything else is
+//! decided about it. A packet of a flow has passed with the flow's first one: its addresses and ports are the same, and its
+//! interface is compared with the flow's.
+
+use crate::{
+    headers::{
+        note,
+        packet::Packet,
+        parse::{Ip, Kind, Transport, proto},
+    },
+    tables::{classify, datagram, family::Family},
+};
+use egress_common::{config::Config, verdict::Counter};
+
+/// Looks at a pod's frame. What its sender may have noted in it is overwritten, so that no note on this node is a pod's.
+#[inline(always)]
+pub fn frame(pkt: &Packet) -> Result<(), Counter> {
+    pkt.note(note::POD);
+    // The tag would stay with the packet when it is redirected, and lead it into a VLAN.
+    if pkt.is_tagged() { Err(Counter::DropVlanTag) } else { Ok(()) }
+}
+
+/// Looks at a pod's packet, selected or not, that belongs to no flow: its headers, or why it goes nowhere.
+#[inline(always)]
+pub fn packet<F: Family>(pkt: &Packet, config: &Config) -> Result<(Ip<F>, Transport), Counter> {
+    // An IP header that cannot be read to its end may have any transport header behind it: seven IPv6 extension headers, or a
+    // kilobyte of them, may hide the tunnel's port, and nobody has a use for them. A UDP header is never cut short: it is as long as
+    // the shortest fragment.
+    let ip = F::parse(pkt).map_err(|_| Counter::DropMalformed)?;
+    let t = datagram::transport::<F>(pkt, &ip);
+    if ip.proto == proto::UDP && t.kind == Kind::Broken {
+        return Err(Counter::DropMalformed);
+    }
+    if is_for_tunnel(config, &t) {
+        return Err(Counter::DropTunnelPort);
+    }
+    // SAFETY: read only.
+    if unsafe { F::egress_index().get(ip.src) }.is_some() {
+        return Err(Counter::DropForged);
+    }
+    if classify::is_spoofed::<F>(pkt, ip.src) { Err(Counter::DropSpoofed) } else { Ok((ip, t)) }
+}
+
+/// Whether this is UDP for the port of the nodes' tunnels. The destination does not matter: a node has addresses that nobody
+/// reports, and what masquerades the packet makes a node its sender.
+#[inline(always)]
+fn is_for_tunnel(config: &Config, t: &Transport) -> bool {
+    t.kind == Kind::Udp && u16::from_be(t.dst_port) as u32 == config.tunnel_port
+}

@@ -1,0 +1,161 @@
+//! The exit, where packets leave the node: what the host let pass of a flow is translated here and confirms it, and what must
+//! not leave is dropped, whoever made it and however it came here.
+//!
+//! What our own programs send has a note and does not come this far (`exit_egress`).
+
+use crate::{
+    flows::{key, recheck, table},
+    headers::{
+        note,
+        packet::{ETH_LEN, Packet},
+        parse::{Ip, Kind, Part, Transport, proto},
+    },
+    source::{icmp, masquerade, service, translated},
+    tables::{
+        classify::{self, Class},
+        datagram,
+        family::Family,
+        maps::{CONFIG, EGRESS_IPS, UPLINKS},
+        stats,
+    },
+    transports::probe,
+};
+use egress_common::{
+    config::Config,
+    egress::flags,
+    tcp,
+    verdict::{Counter, Verdict},
+};
+
+/// ICMPv6 types of neighbor discovery (RFC 4861, section 4).
+const DISCOVERY: core::ops::RangeInclusive<u8> = 133..=137;
+
+/// A packet that leaves, and that no program of ours has sent. A verdict's bits.
+///
+/// What this host has made itself is no pod's: only forged sources and the tunnel's port are looked for.
+#[inline(always)]
+pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
+    let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
+    let Ok(ip) = F::parse(pkt) else { return malformed::<F>(pkt).to_bits() };
+    let forwarded = pkt.ingress_ifindex() != 0;
+    if forwarded && let Some(class) = pkt.noted_class() {
+        let verdict = service::once::leaving::<F>(pkt, class);
+        if verdict != Verdict::Pass.to_bits() {
+            return verdict;
+        }
+    }
+    if pkt.is_noted(note::ASKED) || forwarded && classify::is_selected::<F>(ip.src) {
+        let verdict = once::caught::<F>(pkt);
+        if verdict != Verdict::Pass.to_bits() {
+            return verdict;
+        }
+    }
+    if pkt.ifindex() == config.tunnel_ifindex {
+        // The agent's probes are sent from here; the device drops what has no tunnel key.
+        return probe::send::<F>(pkt);
+    }
+    // SAFETY: read only.
+    if let Some(&egress) = unsafe { F::egress_index().get(ip.src) } {
+        if is_forged(pkt, &ip, egress, forwarded) {
+            return Verdict::Drop(Counter::DropForged).to_bits();
+        }
+        if forwarded {
+            masquerade::once::remember::<F>(pkt, egress);
+        }
+    }
+    if is_tunnelled::<F>(pkt, config, &ip) {
+        return Verdict::Drop(Counter::DropTunnelPort).to_bits();
+    }
+    Verdict::Pass.to_bits()
+}
+
+/// A packet whose headers cannot be read is dropped where policies select its source.
+#[inline(always)]
+fn malformed<F: Family>(pkt: &Packet) -> Verdict {
+    match F::load(pkt, ETH_LEN + F::SRC) {
+        Some(src) if classify::is_selected::<F>(src) => Verdict::Drop(Counter::DropMalformed),
+        _ => Verdict::Pass,
+    }
+}
+
+/// Whether a packet with an egress IP as its source is nobody's who may use it.
+#[inline(always)]
+fn is_forged<F: Family>(pkt: &Packet, ip: &Ip<F>, egress: u32, forwarded: bool) -> bool {
+    let flags = EGRESS_IPS.get(egress).map_or(0, |e| e.flags);
+    // An address of this node is its sockets' as well; that of another node may pass this one as a router.
+    let nodes = flags & flags::HERE != 0 || forwarded && flags & flags::NODE_ADDRESS != 0;
+    // The agent and the programs announce an egress IP, and ask for its next hop: none of it is ever routed.
+    let discovery = F::VERSION == 6
+        && ip.proto == proto::ICMPV6
+        && ip.hop_limit == 255
+        && pkt.read_l4::<u8>(F::HEADER, ip.l4, 0).is_some_and(|kind| DISCOVERY.contains(&kind));
+    !nodes && !discovery
+}
+
+/// Whether this is UDP to the tunnel's port. What comes from outside and is passed on may be other nodes' traffic.
+#[inline(always)]
+fn is_tunnelled<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> bool {
+    if ip.proto != proto::UDP || ip.part == Part::Later || config.tunnel_port == 0 {
+        return false;
+    }
+    let Some([_, to]) = pkt.read_l4::<[u16; 2]>(F::HEADER, ip.l4, 0) else { return false };
+    // SAFETY: read only.
+    u16::from_be(to) as u32 == config.tunnel_port && unsafe { UPLINKS.get(pkt.ingress_ifindex()) }.is_none()
+}
+
+/// A packet that may be a selected pod's: that of a translated flow is sent on its way, whatever became of its marks on its way
+/// here. A verdict's bits.
+#[inline(always)]
+pub fn caught<F: Family>(pkt: &Packet) -> u64 {
+    let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
+    let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
+    let t = datagram::transport::<F>(pkt, &ip);
+    let key = key::of_pod(&ip, &t);
+    if matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer)
+        && let Some(flow) = F::flows().get_ptr_mut(&key)
+    {
+        // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
+        let flow = unsafe { &mut *flow };
+        // The tables may have changed since `pod_egress` checked it.
+        if !recheck::is_in_force::<F>(config, &key, flow) {
+            return Verdict::Drop(Counter::DropSevered).to_bits();
+        }
+        let Some(taken) = table::taken(&key, flow) else { return Verdict::Drop(Counter::DropUnknownFlow).to_bits() };
+        if taken.pending != 0 {
+            table::confirm::<F>(&key, flow);
+            stats::count(Counter::FirewallPassed);
+        }
+        if ip.part == Part::First {
+            datagram::keep(&ip, &t);
+        }
+        pkt.clear_marks();
+        // Who routed it has taken one from the hop limit.
+        return translated::send::<F>(pkt, config, &ip, &t, taken.egress, taken.port, false).to_bits();
+    }
+    if F::inbound().get_ptr(&key).is_some() {
+        return Verdict::Pass.to_bits();
+    }
+    unguarded::<F>(pkt, config, &ip, &t).to_bits()
+}
+
+/// A packet of no flow. `pod_egress` leaves some of what matches a policy alone: the same here.
+#[inline(always)]
+fn unguarded<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport) -> Verdict {
+    if pkt.is_noted(note::ASKED) {
+        let orphan = t.kind == Kind::Orphan;
+        return Verdict::Drop(if orphan { Counter::DropFragment } else { Counter::DropNotAsked });
+    }
+    let Class::Policy(index, _) = classify::classify(config, ip.src, ip.dst) else { return Verdict::Pass };
+    match t.kind {
+        Kind::Answer => Verdict::Pass,
+        // The record of what the outside opened ends with the pod's reset.
+        Kind::Tcp if t.flags & tcp::flag::RST != 0 && pkt.is_noted(note::POD) => Verdict::Pass,
+        Kind::Error if icmp::is_untouched::<F>(pkt, ip) => Verdict::Pass,
+        _ if classify::leaves_as_node::<F>(index) => Verdict::Pass,
+        _ => Verdict::Drop(Counter::DropUnguarded),
+    }
+}
+
+once! {
+    caught(caught_v4, caught_v6) = caught();
+}

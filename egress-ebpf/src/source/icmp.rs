@@ -1,0 +1,122 @@
+//! ICMP errors: the packet that they quote is translated with them, so that whoever gets the error knows its own packet.
+
+use crate::{
+    flows::table,
+    headers::{
+        packet::Packet,
+        parse::{self, Embedded, Ip},
+    },
+    source::translated,
+    tables::{
+        classify::{self, Class},
+        family::Family,
+        maps::{CONFIG, EGRESS_IPS},
+    },
+    translation::{quote, rewrite::End},
+    transports::{carrier, send},
+};
+use egress_common::{
+    config::Config,
+    flow::{FlowKey, kind},
+    tcp,
+    verdict::{Counter, Verdict},
+};
+
+/// An error from outside about a translated packet: it goes to the pod, if the flow is confirmed.
+#[inline(always)]
+pub fn incoming<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
+    let Some(inner) = parse::embedded::<F>(pkt, ip.l4) else { return Verdict::Drop(Counter::DropMalformed) };
+    let key = FlowKey {
+        src: inner.src,
+        dst: inner.dst,
+        src_port: inner.src_port,
+        dst_port: inner.dst_port,
+        proto: inner.proto,
+    };
+    // SAFETY: read only.
+    let Some(r) = (unsafe { F::reverses().get(&key) }) else { return Verdict::Drop(Counter::DropNoReverse) };
+    if r.state & tcp::seen::CONFIRMED == 0 {
+        return Verdict::Drop(Counter::DropNotConfirmed);
+    }
+    let (pod, port, ifindex, macs) = (r.pod, r.pod_port, r.ifindex, [r.pod_mac, r.host_mac]);
+    if inner.src != ip.dst || quote::rewrite(pkt, config, ip, &inner, End::Destination, pod, port).is_none() {
+        return Verdict::Drop(Counter::DropMalformed);
+    }
+    if !table::is_still(&key, &r.check) {
+        return Verdict::Drop(Counter::DropNoReverse);
+    }
+    translated::into_pod(pkt, ifindex, &macs)
+}
+
+/// An error of a pod about a packet that it got: translated if that belonged to a translated flow of this interface that is
+/// confirmed. An error has room for anything: about a flow that the firewall has not let pass it would get past it.
+#[inline(always)]
+pub fn outgoing<F: Family>(pkt: &Packet) -> u64 {
+    let Some(config) = CONFIG.get(0) else {
+        return Verdict::Drop(Counter::DropMalformed).to_bits();
+    };
+    let Ok(ip) = F::parse(pkt) else {
+        return Verdict::Drop(Counter::DropMalformed).to_bits();
+    };
+    quoting::<F>(pkt, config, &ip).to_bits()
+}
+
+/// Whether the error is about a packet of a flow that is not to be touched.
+#[inline(always)]
+pub fn is_untouched<F: Family>(pkt: &Packet, ip: &Ip<F>) -> bool {
+    let Some(inner) = parse::embedded::<F>(pkt, ip.l4) else { return false };
+    let key = quoted_key::<F>(&inner);
+    F::flows().get_ptr(&key).is_none() && F::inbound().get_ptr(&key).is_some()
+}
+
+/// The flow of a packet that a pod has got, and quotes.
+#[inline(always)]
+fn quoted_key<F: Family>(inner: &Embedded<F>) -> FlowKey<F> {
+    let query = inner.proto == F::ICMP;
+    let (src_port, dst_port) = if query { (inner.src_port, 0) } else { (inner.dst_port, inner.src_port) };
+    FlowKey { src: inner.dst, dst: inner.src, src_port, dst_port, proto: inner.proto }
+}
+
+#[inline(always)]
+fn quoting<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
+    match classify::classify(config, ip.src, ip.dst) {
+        Class::Outside(_) => return Verdict::Pass,
+        Class::Held => return Verdict::Drop(Counter::DropHeld),
+        Class::Policy(..) => {}
+    }
+    let Some(inner) = parse::embedded::<F>(pkt, ip.l4) else { return Verdict::Drop(Counter::DropMalformed) };
+    let key = quoted_key::<F>(&inner);
+    // SAFETY: read only.
+    let Some(flow) = (unsafe { F::flows().get(&key) }) else {
+        let left_alone = F::inbound().get_ptr(&key).is_some();
+        return if left_alone { Verdict::Pass } else { Verdict::Drop(Counter::DropUnknownFlow) };
+    };
+    let ifindex = flow.ifindex;
+    let Some(taken) = table::taken(&key, flow) else { return Verdict::Drop(Counter::DropUnknownFlow) };
+    if taken.kind != kind::TRANSLATED {
+        return Verdict::Drop(Counter::DropSevered);
+    }
+    if ifindex != pkt.ifindex() {
+        return Verdict::Drop(Counter::DropSpoofed);
+    }
+    // What was classified by older tables is classified again with its next packet.
+    if taken.pending != 0 || flow.config_generation != config.generation {
+        return Verdict::Drop(Counter::DropNotConfirmed);
+    }
+    let (egress, port) = (taken.egress, taken.port);
+    let Some(reverse) = table::reverse_key::<F>(&key, flow) else { return Verdict::Drop(Counter::DropSevered) };
+    // It goes to whoever sent what it quotes, and to nobody else (RFC 1122, section 3.2.2).
+    if inner.dst != ip.src
+        || inner.src != ip.dst
+        || quote::rewrite(pkt, config, ip, &inner, End::Source, reverse.src, port).is_none()
+    {
+        return Verdict::Drop(Counter::DropMalformed);
+    }
+    let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNoOwner) };
+    let entropy = send::entropy((port, 0), ip.dst);
+    translated::hand_over(pkt, egress, e, carrier::of(e, egress, entropy), entropy)
+}
+
+once! {
+    outgoing(outgoing_v4, outgoing_v6) = outgoing();
+}

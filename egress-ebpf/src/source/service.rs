@@ -1,0 +1,66 @@
+//! Services: the host translates a destination that no policy touches, behind `pod_egress`, and what it becomes may be under a policy of
+//! the pod. The exit sees who the packet's sender is by a note only, since the host may have masqueraded it as well.
+//!
+//! Such a packet is not translated, since its answers would not find back through the host's NAT, but dropped. The note goes with what
+//! may open something; a connection that is not opened needs no further look.
+
+use crate::{
+    headers::{
+        note,
+        packet::{ETH_LEN, Packet},
+        parse::{Kind, Transport},
+    },
+    tables::{classify, family::Family},
+    transports::exit,
+};
+use egress_common::verdict::{Counter, Verdict};
+
+/// Upper half of what [`left`] returns for a packet that [`unless_own`] is to look at, with the class in the lower one: no verdict has
+/// these bits.
+pub const LOOK: u64 = u32::MAX as u64 - 2;
+
+/// `pod_egress` leaves the packet of a pod of this class to the stack, because no policy has its destination.
+#[inline(always)]
+pub fn left<F: Family>(pkt: &Packet, t: &Transport, class: u32, dst: F) -> Verdict {
+    match t.kind {
+        _ if class == 0 => Verdict::Pass,
+        Kind::Tcp if t.opens() && classify::is_free_service(dst) => Verdict::Pass,
+        Kind::Tcp if t.opens() => {
+            pkt.note(note::of_class(class));
+            Verdict::Pass
+        }
+        Kind::Udp | Kind::Query | Kind::Other => Verdict::Later(LOOK << 32 | class as u64),
+        Kind::Tcp | Kind::Answer | Kind::Error | Kind::Orphan | Kind::Broken => Verdict::Pass,
+    }
+}
+
+/// What has no segments that tell an opening from an answer: it has the note unless it is for this node itself. That may be an answer to
+/// what the node has masqueraded, a request at a node's port, which leaves with another destination.
+#[inline(always)]
+pub fn unless_own<F: Family>(pkt: &Packet, class: u32) -> u64 {
+    if let Some([src, dst]) = pkt.read::<[F; 2]>(ETH_LEN + F::SRC)
+        && !exit::is_own::<F>(pkt, &src, &dst)
+    {
+        pkt.note(note::of_class(class));
+    }
+    Verdict::Pass.to_bits()
+}
+
+/// A packet with the note leaves: it may not where its destination is under a policy by now, unless that lets its pods leave with the
+/// node's address at present. A verdict's bits.
+#[inline(always)]
+pub fn leaving<F: Family>(pkt: &Packet, class: u32) -> u64 {
+    let Some(dst) = F::load(pkt, ETH_LEN + F::SRC + size_of::<F>() as u32) else {
+        return Verdict::Drop(Counter::DropMalformed).to_bits();
+    };
+    let verdict = match classify::route(class, dst) {
+        Some(policy) if !classify::leaves_as_node::<F>(policy) => Verdict::Drop(Counter::DropService),
+        _ => Verdict::Pass,
+    };
+    verdict.to_bits()
+}
+
+once! {
+    unless_own(unless_own_v4, unless_own_v6) = unless_own(class: u32);
+    leaving(leaving_v4, leaving_v6) = leaving(class: u32);
+}

@@ -1,0 +1,350 @@
+//! `pod_egress`: what happens to a packet that a pod sends.
+
+use crate::{
+    flows::{
+        collect, ended, firewall, inbound, key,
+        ports::{self, EEXIST},
+        recheck::{self, Check},
+        table::{Taken, enter, forget, mend_reverse, remove, reverse_key, reverse_value, taken, ticket},
+    },
+    headers::{
+        packet::{Packet, now_tick},
+        parse::{Ip, Kind, Part, Transport},
+    },
+    source::{fragment, gate, icmp, service, translated},
+    tables::{
+        classify::{self, Class},
+        datagram,
+        family::Family,
+        maps::{CONFIG, EGRESS_IPS},
+        share, stats,
+    },
+    transports::{carrier, large},
+};
+use egress_common::{
+    config::{Config, flags},
+    endpoint::{Endpoint, Policy, policy_flags},
+    flow::{Flow, FlowKey, kind},
+    hash, tcp, udp,
+    verdict::{Counter, Verdict},
+};
+
+/// What [`established`] returns when there is no flow: no verdict has these bits.
+const UNKNOWN: u64 = u64::MAX;
+/// What [`first`] returns for an ICMP error.
+const QUOTES: u64 = u64::MAX - 1;
+/// What [`first`] returns when there is a flow now.
+const ENTERED: u64 = u64::MAX - 2;
+/// What [`first`] returns when there is a flow now that the host's firewall is to be asked about.
+const ASK: u64 = u64::MAX - 4;
+/// What both return for a fragment that waits for its first one, or that is waited for.
+const GATHER: u64 = u64::MAX - 3;
+
+/// What the flow table says about a packet.
+enum Known {
+    /// Decided.
+    Done(Verdict),
+    /// There is no flow, or not any more.
+    Unknown,
+}
+
+/// Classifies a pod's packet, finds or makes its flow, translates and sends it.
+///
+/// Functions one after the other, not one in the other: the variables of two do not fit the 512 bytes of stack that a chain
+/// of calls may have, and the first packet of a flow can afford to be parsed again. It makes the flow only; what sends it is
+/// what sends all others.
+#[inline(always)]
+pub fn steer<F: Family>(pkt: &Packet) -> u64 {
+    let verdict = match once::established::<F>(pkt) {
+        UNKNOWN => match opening::<F>(pkt) {
+            ENTERED => match once::established::<F>(pkt) {
+                // The flow went, or may not be used any more, between its entry and its look-up.
+                UNKNOWN => Verdict::Drop(Counter::DropSevered).to_bits(),
+                verdict => verdict,
+            },
+            QUOTES => icmp::once::outgoing::<F>(pkt),
+            verdict => verdict,
+        },
+        verdict => verdict,
+    };
+    if verdict == GATHER {
+        return match fragment::once::gather::<F>(pkt) {
+            fragment::GO_ON => Verdict::Drop(Counter::DropFragment).to_bits(),
+            verdict => verdict,
+        };
+    }
+    match verdict >> 32 {
+        large::ANSWER => large::once::answer::<F>(pkt, verdict as u32),
+        service::LOOK => service::once::unless_own::<F>(pkt, verdict as u32),
+        _ => verdict,
+    }
+}
+
+/// The first packet of a flow. Before it is refused for want of room, flows that have ended make some.
+#[inline(always)]
+fn opening<F: Family>(pkt: &Packet) -> u64 {
+    const SHARE: u64 = Verdict::Drop(Counter::DropPodShare).to_bits();
+    const TABLE: u64 = Verdict::Drop(Counter::DropTableFull).to_bits();
+    let verdict = match once::first::<F>(pkt) {
+        refused @ (SHARE | TABLE) if ended::once::reclaim::<F>(pkt) == 0 => refused,
+        SHARE | TABLE => once::first::<F>(pkt),
+        verdict => verdict,
+    };
+    if verdict == ASK || verdict == ENTERED {
+        collect::go_along::<F>();
+    }
+    if verdict == ASK { firewall::ask(pkt).to_bits() } else { verdict }
+}
+
+/// A packet of a flow that is in the table.
+#[inline(always)]
+pub fn established<F: Family>(pkt: &Packet) -> u64 {
+    let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
+    let Ok(ip) = F::parse(pkt) else { return UNKNOWN };
+    let t = datagram::transport::<F>(pkt, &ip);
+    if !matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer) {
+        return UNKNOWN;
+    }
+    let key = key::of_pod(&ip, &t);
+    let Some(flow) = F::flows().get_ptr_mut(&key) else {
+        return if inbound::is_known::<F>(pkt, config, &t, &key) { Verdict::Pass.to_bits() } else { UNKNOWN };
+    };
+    // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
+    match known::<F>(pkt, config, &ip, &t, &key, unsafe { &mut *flow }) {
+        Known::Done(verdict) => verdict.to_bits(),
+        Known::Unknown => UNKNOWN,
+    }
+}
+
+/// A packet without a flow, if it may pass the gate: makes one, or says what else becomes of the packet.
+#[inline(always)]
+pub fn first<F: Family>(pkt: &Packet) -> u64 {
+    let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
+    let (ip, t) = match gate::packet::<F>(pkt, config) {
+        Ok(headers) => headers,
+        Err(counter) => return Verdict::Drop(counter).to_bits(),
+    };
+    if t.kind == Kind::Error {
+        return QUOTES;
+    }
+    match unknown::<F>(pkt, config, &ip, &t, &key::of_pod(&ip, &t)) {
+        // Whatever the flow says besides, the firewall is asked first, unless the packet may have to be smaller.
+        Ok(()) if firewall::is_asked(config) != 0 && !large::may_be(pkt, config) => ASK,
+        Ok(()) => ENTERED,
+        Err(verdict) => verdict.to_bits(),
+    }
+}
+
+#[inline(always)]
+fn known<F: Family>(
+    pkt: &Packet,
+    config: &Config,
+    ip: &Ip<F>,
+    t: &Transport,
+    key: &FlowKey<F>,
+    flow: &mut Flow,
+) -> Known {
+    if flow.ifindex != pkt.ifindex() {
+        if classify::is_spoofed::<F>(pkt, key.src) {
+            return Known::Done(Verdict::Drop(Counter::DropSpoofed));
+        }
+        // The pod is behind another interface now: what the old one remembers leads replies astray.
+        forget::<F>(key, flow);
+        return Known::Unknown;
+    }
+    let opening = t.opens();
+    if flow.config_generation != config.generation || opening {
+        match recheck::check::<F>(config, key, flow, opening) {
+            Check::Keep => {}
+            Check::Anew => {
+                forget::<F>(key, flow);
+                return Known::Unknown;
+            }
+            Check::Drop(counter) => return Known::Done(Verdict::Drop(counter)),
+        }
+    }
+    let Some(taken) = taken(key, flow) else { return Known::Unknown };
+    let now = now_tick();
+    if flow.last_seen != now {
+        flow.last_seen = now;
+        if !mend_reverse::<F>(pkt, key, flow, now) {
+            remove::<F>(key, flow.endpoint);
+            return Known::Unknown;
+        }
+    }
+    if t.kind == Kind::Tcp {
+        let state = tcp::advance(flow.state, t.flags);
+        if state != flow.state {
+            flow.state = state;
+        }
+        if t.flags & tcp::flag::ACK != 0 {
+            flow.ack = t.ack;
+        }
+        if flow.back != 0 || t.flags & (tcp::flag::FIN | tcp::flag::RST) != 0 {
+            ended::by_pod::<F>(key, flow, t);
+        }
+    } else if t.kind == Kind::Udp && udp::is_question(flow.state) {
+        flow.state = udp::sent(flow.state);
+    }
+    Known::Done(match taken.kind {
+        kind::TRANSLATED => go::<F>(pkt, config, ip, t, &taken),
+        _ => Verdict::Drop(Counter::DropSevered),
+    })
+}
+
+/// `Ok` when the packet has a flow now.
+#[inline(always)]
+fn unknown<F: Family>(
+    pkt: &Packet,
+    config: &Config,
+    ip: &Ip<F>,
+    t: &Transport,
+    key: &FlowKey<F>,
+) -> Result<(), Verdict> {
+    let generation = recheck::generation(config);
+    let (index, endpoint) = match classify::classify(config, ip.src, ip.dst) {
+        Class::Outside(class) => return Err(service::left(pkt, t, class, ip.dst)),
+        Class::Held => return Err(Verdict::Drop(Counter::DropHeld)),
+        Class::Policy(index, endpoint) => (index, endpoint),
+    };
+    if inbound::is_of::<F>(pkt, config, generation, t, key, &endpoint) {
+        return Err(Verdict::Pass);
+    }
+    let Some(policy) = classify::policy::<F>(index) else { return Err(Verdict::Drop(Counter::DropNoPolicy)) };
+    match t.kind {
+        Kind::Tcp if t.opens() => {}
+        Kind::Tcp => return Err(stray::<F>(pkt, config, generation, t, key, &policy, &endpoint)),
+        // An answer to a query that came by a way that this node does not see (an inbound query is remembered).
+        Kind::Answer => return Err(Verdict::Pass),
+        Kind::Udp | Kind::Query => {}
+        // The stack waits for the first fragment.
+        Kind::Orphan if firewall::is_asked(config) != 0 => return Err(firewall::detour(pkt)),
+        Kind::Orphan => return Err(Verdict::Later(GATHER)),
+        Kind::Broken => return Err(Verdict::Drop(Counter::DropMalformed)),
+        Kind::Other | Kind::Error => return Err(Verdict::Drop(Counter::DropProtocol)),
+    }
+    if policy.table_len == 0 {
+        return Err(if policy.leaves_as_node() { Verdict::Pass } else { Verdict::Drop(Counter::DropNoGateway) });
+    }
+    if share::is_used_up::<F>(config, endpoint.id) {
+        return Err(Verdict::Drop(Counter::DropPodShare));
+    }
+    open::<F>(pkt, firewall::is_asked(config), generation, t, key, index, &policy, &endpoint).map_err(Verdict::Drop)
+}
+
+/// A TCP segment of a connection that is not in the table.
+#[inline(always)]
+fn stray<F: Family>(
+    pkt: &Packet,
+    config: &Config,
+    generation: u32,
+    t: &Transport,
+    key: &FlowKey<F>,
+    policy: &Policy,
+    endpoint: &Endpoint,
+) -> Verdict {
+    // The pod accepts a connection whose SYN did not pass the interface's egress hook (a redirect into the pod). Where nothing on this
+    // node can bring one in by such a way, the pod makes it up.
+    let answers = config.flags & flags::UNSEEN_INBOUND != 0
+        && t.flags & (tcp::flag::SYN | tcp::flag::ACK) == tcp::flag::SYN | tcp::flag::ACK;
+    // What the pod had open when the policy selected it.
+    let old = now_tick() < endpoint.history_until && policy.flags & policy_flags::EXISTING_DROP == 0;
+    if !answers && !old {
+        // A reset of what was refused tells the outside nothing about an egress IP and ends the matter.
+        return Verdict::Drop(Counter::DropUnknownFlow);
+    }
+    inbound::leave_alone::<F>(pkt, generation, key, endpoint, tcp::advance(0, t.flags));
+    Verdict::Pass
+}
+
+/// Opens a flow: chooses a slot, takes a port and enters both halves.
+#[expect(clippy::too_many_arguments, reason = "all of it is inlined into one program")]
+#[inline(always)]
+fn open<F: Family>(
+    pkt: &Packet,
+    pending: u8,
+    generation: u32,
+    t: &Transport,
+    key: &FlowKey<F>,
+    index: u32,
+    policy: &Policy,
+    endpoint: &Endpoint,
+) -> Result<(), Counter> {
+    let search = ports::search::<F>().ok_or(Counter::DropNoPort)?;
+    let now = now_tick();
+    search.value = reverse_value(pkt, key, index, endpoint.id, pending, now).ok_or(Counter::DropMalformed)?;
+    search.hash = hash::flow(key, policy.seed);
+    search.key = FlowKey { src: key.src, dst: key.dst, src_port: 0, dst_port: key.dst_port, proto: key.proto };
+    search.policy = *policy;
+    search.endpoint = endpoint.id;
+    search.generation = generation;
+    ports::take::<F>(search)?;
+    let flow = Flow {
+        check: key.check(),
+        policy: index,
+        egress: search.value.egress,
+        egress_generation: search.value.egress_generation,
+        config_generation: search.generation,
+        endpoint: endpoint.id,
+        ticket: ticket(),
+        last_seen: now,
+        created: now,
+        ack: 0,
+        end: 0,
+        ifindex: pkt.ifindex(),
+        port: search.key.src_port,
+        state: match t.kind {
+            Kind::Tcp => tcp::seen::SYN,
+            // With `firewall: bypass` this very packet comes by once more.
+            Kind::Udp if pending == 0 => udp::seen::NEW,
+            _ => 0,
+        },
+        back: 0,
+        queued: 0,
+        kind: kind::TRANSLATED,
+        pending,
+    };
+    commit::<F>(key, &flow)
+}
+
+/// Enters the forward half, or takes the reverse half back where that fails.
+#[inline(always)]
+fn commit<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), Counter> {
+    let Err(error) = enter::<F>(key, flow) else {
+        stats::count(Counter::FlowsCreated);
+        return Ok(());
+    };
+    if let Some(reverse) = reverse_key::<F>(key, flow) {
+        let _ = F::reverses().remove(reverse);
+    }
+    // Another CPU made the same flow first: its choice stands.
+    if error == EEXIST { Ok(()) } else { Err(Counter::DropTableFull) }
+}
+
+/// The fast path for the packets of a confirmed flow, the host-stack path until then.
+#[inline(always)]
+fn go<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow: &Taken) -> Verdict {
+    if firewall::is_asked(config) != 0 {
+        if flow.pending != 0 || ip.part != Part::Whole {
+            if large::may_be(pkt, config)
+                && let Some(e) = EGRESS_IPS.get(flow.egress)
+                && let Some(answer) =
+                    large::judge(pkt, config, ip, carrier::of_flow(e, flow.egress, (flow.port, t.dst_port), ip.dst))
+            {
+                return answer;
+            }
+            return if flow.pending != 0 { firewall::ask(pkt) } else { firewall::detour(pkt) };
+        }
+    } else if ip.part == Part::First {
+        datagram::keep(ip, t);
+        if datagram::is_awaited(ip) {
+            return Verdict::Later(GATHER);
+        }
+    }
+    translated::send::<F>(pkt, config, ip, t, flow.egress, flow.port, true)
+}
+
+once! {
+    established(established_v4, established_v6) = established();
+    first(first_v4, first_v6) = first();
+}

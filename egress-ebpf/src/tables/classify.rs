@@ -1,0 +1,152 @@
+//! Which policy, if any, a packet of a pod belongs to.
+
+use crate::{
+    headers::packet::Packet,
+    tables::{
+        family::Family,
+        maps::{MEMBERS, POLICIES},
+    },
+};
+use aya_ebpf::btf_maps::{HashMap, lpm_trie::Key};
+use egress_common::{
+    config::{Config, flags},
+    endpoint::{Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except},
+};
+
+/// The answer for one source and destination.
+pub enum Class {
+    /// No policy: the packet is not ours. The class of the pod that sent it; 0: of none that a policy selects.
+    Outside(u32),
+    /// The source is unknown while a selected pod is starting.
+    Held,
+    /// The policy with this index.
+    Policy(u32, Endpoint),
+}
+
+/// Classifies a source and a destination.
+#[inline(always)]
+pub fn classify<F: Family>(config: &Config, src: F, dst: F) -> Class {
+    let endpoint = match copied(F::endpoints(), &src, whole) {
+        Ok(endpoint) => endpoint,
+        Err(Miss::Changing) => return Class::Held,
+        Err(Miss::Absent) => {
+            // An unspecified or link-local source asks for addresses and neighbours; it is never forwarded.
+            let held = config.flags & flags::HOLD != 0 && !F::never_leaves(src) && !excepted(dst);
+            return if held { Class::Held } else { Class::Outside(0) };
+        }
+    };
+    match route(endpoint.class, dst) {
+        Some(policy) => Class::Policy(policy, endpoint),
+        None => Class::Outside(endpoint.class),
+    }
+}
+
+/// The policy that has what pods of this class send to `dst`.
+#[inline(always)]
+pub fn route<F: Family>(class: u32, dst: F) -> Option<u32> {
+    if class == 0 || excepted(dst) {
+        return None;
+    }
+    F::routes()
+        .get(&Key::new(32 + F::BITS, RouteKey { class, addr: dst }))
+        .copied()
+        .filter(|policy| *policy != NO_POLICY)
+}
+
+/// Whether policies select the pod with this address.
+#[inline(always)]
+pub fn is_selected<F: Family>(src: F) -> bool {
+    // SAFETY: a pointer into the map.
+    match copied(F::endpoints(), &src, |e| unsafe { (&raw const (*e).class).read_volatile() }) {
+        Ok(class) => class != 0,
+        Err(miss) => miss == Miss::Changing,
+    }
+}
+
+/// Whether the packet's source is a pod that is known to be behind another interface than the packet came in by, or on another
+/// node.
+#[inline(always)]
+pub fn is_spoofed<F: Family>(pkt: &Packet, src: F) -> bool {
+    // SAFETY: a pointer into the map.
+    match copied(F::endpoints(), &src, |e| unsafe { (&raw const (*e).ifindex).read_volatile() }) {
+        Ok(ifindex) => ifindex != 0 && ifindex != pkt.ifindex(),
+        Err(Miss::Changing) => true,
+        Err(Miss::Absent) => matches!(F::excepts().get(&Key::new(F::BITS, src)), Some(&except::ELSEWHERE)),
+    }
+}
+
+/// Whether no policy touches this destination.
+#[inline(always)]
+fn excepted<F: Family>(dst: F) -> bool {
+    F::never_leaves(dst) || F::excepts().get(&Key::new(F::BITS, dst)).is_some()
+}
+
+/// Whether no policy touches what the node's NAT makes of this destination.
+#[inline(always)]
+pub fn is_free_service<F: Family>(dst: F) -> bool {
+    matches!(F::excepts().get(&Key::new(F::BITS, dst)), Some(&except::SERVICE))
+}
+
+/// How often an entry that is replaced while it is read is read again.
+const READS: u32 = 4;
+
+/// Why there is no copy of an entry.
+#[derive(PartialEq, Eq)]
+enum Miss {
+    /// There is no entry.
+    Absent,
+    /// There is one, and it was replaced each time that it was read. Nothing passes because of that.
+    Changing,
+}
+
+/// A copy of what `read` reads of an entry.
+///
+/// The kernel gives an entry's memory to another key as soon as the entry is removed or replaced, also while it is read: the copy counts if
+/// the entry is there afterwards. A look-up that meets such memory misses the entry that has replaced it: only the second miss counts.
+#[inline(always)]
+fn copied<K, V, T, const M: usize, const F: usize>(
+    map: &HashMap<K, V, M, F>,
+    key: &K,
+    read: impl Fn(*const V) -> T,
+) -> Result<T, Miss> {
+    for _ in 0..READS {
+        let Some(entry) = map.get_ptr(key).or_else(|| map.get_ptr(key)) else { return Err(Miss::Absent) };
+        let copy = read(entry);
+        if map.get_ptr(key) == Some(entry) {
+            return Ok(copy);
+        }
+    }
+    Err(Miss::Changing)
+}
+
+/// All of an entry.
+#[inline(always)]
+fn whole<V: Copy>(entry: *const V) -> V {
+    // SAFETY: a pointer into a map.
+    unsafe { entry.read_volatile() }
+}
+
+/// Whether the pod with this address has another number than `id`: it is not the one that had the address before.
+#[inline(always)]
+pub fn is_another<F: Family>(addr: F, id: u32) -> bool {
+    // SAFETY: a pointer into the map.
+    matches!(copied(F::endpoints(), &addr, |e| unsafe { (&raw const (*e).id).read_volatile() }), Ok(now) if now != id)
+}
+
+/// The part of a policy that serves one address family.
+#[inline(always)]
+pub fn policy<F: Family>(policy: u32) -> Option<Policy> {
+    copied(&POLICIES, &PolicyKey { policy, family: F::VERSION }, whole).ok()
+}
+
+/// [`Policy::leaves_as_node`], by the policy's index.
+#[inline(always)]
+pub fn leaves_as_node<F: Family>(index: u32) -> bool {
+    policy::<F>(index).is_some_and(|policy| policy.leaves_as_node())
+}
+
+/// The slot that an egress IP is in a policy, if it is one.
+#[inline(always)]
+pub fn member(policy: u32, egress: u32) -> Option<Member> {
+    copied(&MEMBERS, &MemberKey { policy, egress }, whole).ok()
+}

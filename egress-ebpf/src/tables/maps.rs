@@ -1,0 +1,232 @@
+//! Every map, and the only place that knows their names and kinds. User space finds them by these names.
+
+use aya_ebpf::{
+    bindings::{BPF_F_NO_PREALLOC, bpf_timer},
+    btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, Queue, RingBuf},
+    macros::btf_map,
+};
+use egress_common::{
+    V4, V6,
+    abi::{Name, NameKey},
+    config::Config,
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Meter, NextHop, Node, Uplink},
+    endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
+    flow::{Ended, Flow, FlowKey, Fragment, FragmentKey, HeldKey, Inbound, Masqueraded, Reverse, Ticket},
+    limits::*,
+    probe::Answer,
+    verdict::Counter,
+};
+
+const GROW: usize = BPF_F_NO_PREALLOC as usize;
+
+pub type Flows<A> = HashMap<FlowKey<A>, Flow, MAX_FLOWS, GROW>;
+pub type Reverses<A> = HashMap<FlowKey<A>, Reverse<A>, MAX_FLOWS, GROW>;
+pub type Inbounds<A> = LruHashMap<FlowKey<A>, Inbound, MAX_INBOUND>;
+pub type MasqueradedFlows<A> = LruHashMap<FlowKey<A>, Masqueraded, MAX_MASQUERADED>;
+pub type Endpoints<A> = HashMap<A, Endpoint, MAX_ENDPOINTS, GROW>;
+pub type Routes<A> = LpmTrie<RouteKey<A>, u32, MAX_ROUTES>;
+pub type Excepts<A> = LpmTrie<A, u32, MAX_EXCEPTS>;
+pub type EgressIndex<A> = HashMap<A, u32, MAX_EGRESS_IPS, GROW>;
+pub type Fragments<A> = LruHashMap<FragmentKey<A>, Fragment, MAX_FRAGMENTS>;
+pub type HeldFragments<A> = LruHashMap<HeldKey<A>, HeldFrame, MAX_HELD_FRAGMENTS>;
+pub type Holdings<A> = PerCpuArray<Holding<A>, 1>;
+pub type Hops<A> = PerCpuArray<Hop<A>, MAX_HOPS>;
+pub type Searches<A> = PerCpuArray<Search<A>, 1>;
+pub type EndedFlows<A> = Queue<Ended<A>, MAX_FLOWS>;
+pub type Shares = HashMap<u32, u64, MAX_ENDPOINTS, GROW>;
+pub type Tickets<A> = Queue<Ticket<A>, { 2 * MAX_FLOWS }>;
+
+#[btf_map]
+pub static FLOWS_V4: Flows<V4> = HashMap::new();
+#[btf_map]
+pub static FLOWS_V6: Flows<V6> = HashMap::new();
+#[btf_map]
+pub static REVERSE_V4: Reverses<V4> = HashMap::new();
+#[btf_map]
+pub static REVERSE_V6: Reverses<V6> = HashMap::new();
+#[btf_map]
+pub static INBOUND_V4: Inbounds<V4> = LruHashMap::new();
+#[btf_map]
+pub static INBOUND_V6: Inbounds<V6> = LruHashMap::new();
+#[btf_map]
+pub static MASQUERADED_V4: MasqueradedFlows<V4> = LruHashMap::new();
+#[btf_map]
+pub static MASQUERADED_V6: MasqueradedFlows<V6> = LruHashMap::new();
+#[btf_map]
+pub static TICKETS_V4: Tickets<V4> = Queue::new();
+#[btf_map]
+pub static TICKETS_V6: Tickets<V6> = Queue::new();
+/// Flows that have ended, the oldest end first.
+#[btf_map]
+pub static ENDED_V4: EndedFlows<V4> = Queue::new();
+#[btf_map]
+pub static ENDED_V6: EndedFlows<V6> = Queue::new();
+#[btf_map]
+pub static FRAGMENTS_V4: Fragments<V4> = LruHashMap::new();
+#[btf_map]
+pub static FRAGMENTS_V6: Fragments<V6> = LruHashMap::new();
+
+/// Where packets of one source go to one destination, as the routing table said a moment ago. Each CPU has its own, so that no
+/// other one writes it meanwhile.
+///
+/// A route look-up for each packet was the largest part of what it cost at a gateway (docs/performance.md). A change of routes is
+/// followed after a fifteenth of a second, whether the agent lives or not.
+#[repr(C)]
+pub struct Hop<A> {
+    /// The pair.
+    pub src: A,
+    pub dst: A,
+    /// What the route was looked up by besides (`exit::Way::from`).
+    pub from: u32,
+    /// When it was asked for.
+    pub moment: u32,
+    /// The interface that it is reached by; or `exit::ONCE` or `exit::NONE`.
+    pub ifindex: u32,
+    /// `struct bpf_redir_neigh`: family and address.
+    pub neigh: [u32; 5],
+}
+
+/// A search, in a map of its own for each CPU: loops in BPF keep their state best in memory that the verifier does not
+/// follow.
+#[repr(C)]
+pub struct Search<F> {
+    /// The reply's 5-tuple. Its source is the egress IP and port that are tried.
+    pub key: FlowKey<F>,
+    /// What is entered for it; `policy` and `pod` are given, the slot is filled in.
+    pub value: Reverse<F>,
+    /// The policy.
+    pub policy: Policy,
+    /// Number of the endpoint.
+    pub endpoint: u32,
+    /// Generation of the tables that the flow was classified by.
+    pub generation: u32,
+    /// The flow's hash: where both walks begin.
+    pub hash: u32,
+    /// How many blocks the egress IP has here.
+    pub blocks: u32,
+    /// Whether it is under way, or how it ended (`ports`).
+    pub outcome: u32,
+    /// How many of the ports that were looked at are this pod's.
+    pub own: u32,
+}
+
+/// A frame as it was received.
+#[repr(C)]
+pub struct HeldFrame {
+    /// Tick in which it was.
+    pub since: u32,
+    /// How many of the bytes are in use.
+    pub len: u32,
+    pub bytes: [u8; HELD_FRAME],
+}
+
+/// What is held or released on this CPU: too large for the stack.
+#[repr(C)]
+pub struct Holding<A> {
+    pub key: HeldKey<A>,
+    pub frame: HeldFrame,
+}
+
+#[btf_map]
+pub static HELD_V4: HeldFragments<V4> = LruHashMap::new();
+#[btf_map]
+pub static HELD_V6: HeldFragments<V6> = LruHashMap::new();
+#[btf_map]
+pub static HOLDING_V4: Holdings<V4> = PerCpuArray::new();
+#[btf_map]
+pub static HOLDING_V6: Holdings<V6> = PerCpuArray::new();
+
+/// How many flows each endpoint has.
+#[btf_map]
+pub static SHARES_V4: Shares = HashMap::new();
+#[btf_map]
+pub static SHARES_V6: Shares = HashMap::new();
+
+#[btf_map]
+pub static ENDPOINTS_V4: Endpoints<V4> = HashMap::new();
+#[btf_map]
+pub static ENDPOINTS_V6: Endpoints<V6> = HashMap::new();
+#[btf_map]
+pub static ROUTES_V4: Routes<V4> = LpmTrie::new();
+#[btf_map]
+pub static ROUTES_V6: Routes<V6> = LpmTrie::new();
+#[btf_map]
+pub static EXCEPTS_V4: Excepts<V4> = LpmTrie::new();
+#[btf_map]
+pub static EXCEPTS_V6: Excepts<V6> = LpmTrie::new();
+#[btf_map]
+pub static POLICIES: HashMap<PolicyKey, Policy, MAX_POLICIES, GROW> = HashMap::new();
+#[btf_map]
+pub static MEMBERS: HashMap<MemberKey, Member, MAX_MEMBERS, GROW> = HashMap::new();
+#[btf_map]
+pub static ASSIGNMENTS: HashMap<AssignmentKey, u32, MAX_ASSIGNMENTS, GROW> = HashMap::new();
+#[btf_map]
+pub static MAGLEV: Array<MaglevChunk, MAX_MAGLEV_CHUNKS> = Array::new();
+
+#[btf_map]
+pub static EGRESS_INDEX_V4: EgressIndex<V4> = HashMap::new();
+#[btf_map]
+pub static EGRESS_INDEX_V6: EgressIndex<V6> = HashMap::new();
+#[btf_map]
+pub static EGRESS_IPS: Array<EgressIp, MAX_EGRESS_IPS> = Array::new();
+#[btf_map]
+pub static BLOCKS: Array<BlockList, MAX_EGRESS_IPS> = Array::new();
+/// By egress IP whose flows go to several carriers: which one each goes to.
+#[btf_map]
+pub static CARRIERS: Array<CarrierTable, MAX_EGRESS_IPS> = Array::new();
+#[btf_map]
+pub static LEASES: Array<LeaseTable, MAX_EGRESS_IPS> = Array::new();
+#[btf_map]
+pub static NODES: Array<Node, MAX_NODES> = Array::new();
+#[btf_map]
+pub static NODE_INDEX: HashMap<V6, u32, MAX_NODE_ADDRESSES, GROW> = HashMap::new();
+/// Node by the MAC address that it sends from on a link that it shares with this one.
+#[btf_map]
+pub static MAC_INDEX: HashMap<MacKey, u32, MAX_MACS, GROW> = HashMap::new();
+/// By node: the way that it wants its replies by, as its last probe said.
+#[btf_map]
+pub static WISHES: Array<u32, MAX_NODES> = Array::new();
+/// Answers to this node's probes, for the agent.
+#[btf_map]
+pub static PROBES: RingBuf<Answer, PROBE_BUFFER> = RingBuf::new();
+#[btf_map]
+pub static UPLINKS: HashMap<u32, Uplink, MAX_UPLINKS, GROW> = HashMap::new();
+
+#[btf_map]
+pub static NEXT_HOPS: Array<NextHop, MAX_EGRESS_IPS> = Array::new();
+/// Next hops of packets that leave, as this CPU found them a moment ago (see `exit`).
+#[btf_map]
+pub static HOPS_V4: Hops<V4> = PerCpuArray::new();
+#[btf_map]
+pub static HOPS_V6: Hops<V6> = PerCpuArray::new();
+#[btf_map]
+pub static METERS: Array<Meter, { 2 * MAX_EGRESS_IPS }> = Array::new();
+
+#[btf_map]
+pub static CONFIG: Array<Config, 1> = Array::new();
+/// By [`egress_common::egress::deadline`]: until when this node is able to carry egress IPs, that is, answers ARP and NDP for those whose
+/// turn it has, and until when it holds its lease. Its answers to probes say both.
+#[btf_map]
+pub static DEADLINE: Array<u64, 2> = Array::new();
+#[btf_map]
+pub static COUNTERS: PerCpuArray<u64, { Counter::ALL.len() }> = PerCpuArray::new();
+/// Names of policies, nodes and endpoints, for tools that run while the agent does not. No program reads it.
+#[btf_map]
+pub static NAMES: HashMap<NameKey, Name, MAX_NAMES, GROW> = HashMap::new();
+
+/// A search for a port under way on this CPU (see `ports`): too large for the stack.
+#[btf_map]
+pub static SEARCH_V4: PerCpuArray<Search<V4>, 1> = PerCpuArray::new();
+#[btf_map]
+pub static SEARCH_V6: PerCpuArray<Search<V6>, 1> = PerCpuArray::new();
+
+/// The collector's timer.
+#[repr(C)]
+pub struct Collector {
+    pub timer: bpf_timer,
+    /// Runs since the timer was armed.
+    pub runs: u64,
+}
+
+#[btf_map]
+pub static COLLECTOR: Array<Collector, 1> = Array::new();

@@ -1,0 +1,9 @@
+//! The maps, and what is read of them without a flow: policies, pods, datagrams, counters.
+
+pub mod classify;
+pub mod datagram;
+pub mod deadline;
+pub mod family;
+pub mod maps;
+pub mod share;
+pub mod stats;

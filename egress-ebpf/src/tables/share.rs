@@ -1,0 +1,51 @@
+//! Each pod's share of the flow table, so that one that opens flows without end takes no room from others. Counted by endpoint: who
+//! inherits an address inherits nothing that is used up.
+
+use crate::tables::family::Family;
+use aya_ebpf::bindings::BPF_NOEXIST;
+use core::arch::asm;
+use egress_common::config::Config;
+
+/// Whether the pod may open no more flows.
+#[inline(always)]
+pub fn is_used_up<F: Family>(config: &Config, endpoint: u32) -> bool {
+    let Some(flows) = F::shares().get_ptr(endpoint) else { return false };
+    // SAFETY: a pointer into the map.
+    config.pod_flows != 0 && unsafe { flows.read_volatile() } >= config.pod_flows as u64
+}
+
+/// How many flows the pod has.
+#[inline(always)]
+pub fn flows<F: Family>(endpoint: u32) -> u64 {
+    // SAFETY: a pointer into the map.
+    F::shares().get_ptr(endpoint).map_or(0, |flows| unsafe { flows.read_volatile() })
+}
+
+/// One more flow of the pod.
+#[inline(always)]
+pub fn take<F: Family>(endpoint: u32) {
+    match F::shares().get_ptr_mut(endpoint) {
+        Some(flows) => add(flows, 1),
+        // Another CPU may be first: then the pod has one flow more than is counted.
+        None => drop(F::shares().insert(endpoint, 1, BPF_NOEXIST as u64)),
+    }
+}
+
+/// One flow less. What was not counted is not taken off.
+#[inline(always)]
+pub fn give_back<F: Family>(endpoint: u32) {
+    let Some(flows) = F::shares().get_ptr_mut(endpoint) else { return };
+    // SAFETY: a pointer into the map.
+    if unsafe { flows.read_volatile() } > 1 {
+        add(flows, u64::MAX);
+    } else {
+        let _ = F::shares().remove(endpoint);
+    }
+}
+
+/// Adds, whatever other CPUs do at the same time.
+#[inline(always)]
+fn add(flows: *mut u64, n: u64) {
+    // SAFETY: a pointer into the map, whose values are aligned.
+    unsafe { asm!("lock *(u64 *)({0} + 0) += {1}", in(reg) flows, in(reg) n) };
+}

@@ -1,0 +1,191 @@
+//! The way out of a gateway, to the outside.
+
+use crate::{
+    headers::{
+        note,
+        packet::{ETH_LEN, IPV6, Packet, moment},
+    },
+    tables::{
+        family::Family,
+        maps::{EGRESS_IPS, Hop, NEXT_HOPS, UPLINKS},
+    },
+};
+use aya_ebpf::{
+    bindings::{
+        __sk_buff, BPF_FIB_LKUP_RET_FRAG_NEEDED, BPF_FIB_LKUP_RET_FWD_DISABLED, BPF_FIB_LKUP_RET_NO_NEIGH,
+        BPF_FIB_LKUP_RET_NOT_FWDED, BPF_FIB_LKUP_RET_SUCCESS, BPF_FIB_LOOKUP_OUTPUT, bpf_fib_lookup,
+    },
+    helpers::bpf_fib_lookup as fib_lookup,
+};
+use core::mem::MaybeUninit;
+use egress_common::{
+    V4, V6,
+    egress::{EgressIp, flags},
+    limits::MAX_HOPS,
+    verdict::{Counter, Verdict},
+};
+
+/// Length of the kernel's `struct bpf_fib_lookup`. (The binding is of an older layout, of the same length.)
+const LOOKUP_LEN: usize = 64;
+type Lookup = MaybeUninit<[u32; LOOKUP_LEN / 4]>;
+/// Words of [`LOOKUP_LEN`]: family, protocol and source port; ports and length; the interface, in and out; then from
+/// [`SRC`] and [`DST`] on four words for each address. The next hop takes the place of the destination.
+const FAMILY: usize = 0;
+const IFINDEX: usize = 2;
+const SRC: usize = 4;
+const DST: usize = 8;
+
+/// No interface: only one packet was seen yet, and the next one may be of another pair that has the same place. It is not worth a
+/// look-up of its own.
+const ONCE: u32 = 0;
+/// No interface: the routing table has nothing that a program can follow (a route that encapsulates, forwarding switched off).
+const NONE: u32 = u32::MAX;
+
+/// What a route is looked up by besides addresses.
+#[derive(Clone, Copy)]
+struct Way {
+    /// The interface that a floating egress IP is at home at. For a node's own address the one that the packet came in by, with a bit
+    /// that no index has.
+    from: u32,
+    /// The interface that packets leave by where the routing table does not tell.
+    home: u32,
+}
+
+impl Way {
+    const ROUTED: u32 = 1 << 31;
+
+    /// A floating egress IP is at home at one uplink. A node's own address is not: as with the node's own sockets, the
+    /// interface that has it need not be the one by which the destination is reached.
+    #[inline(always)]
+    fn of(pkt: &Packet, e: &EgressIp) -> Self {
+        let routed = e.flags & flags::NODE_ADDRESS != 0;
+        Self { from: if routed { pkt.ifindex() | Self::ROUTED } else { e.ifindex }, home: e.ifindex }
+    }
+
+    #[inline(always)]
+    fn is_routed(self) -> bool {
+        self.from & Self::ROUTED != 0
+    }
+}
+
+/// Sends a translated packet of an egress IP to the outside. A verdict's bits.
+///
+/// A global function, which the verifier checks once by itself instead of once for each way that leads to it.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn leave(skb: *mut __sk_buff, egress: u32) -> u64 {
+    let pkt = Packet::from_raw(skb);
+    pkt.note(note::SENT);
+    let verdict = match EGRESS_IPS.get(egress) {
+        None => Verdict::Drop(Counter::DropNotOwner),
+        Some(e) if e.flags & flags::SUBNET != 0 => into_subnet(&pkt, egress, e),
+        Some(e) if pkt.protocol() == IPV6 => by_route::<V6>(&pkt, Way::of(&pkt, e)),
+        Some(e) => by_route::<V4>(&pkt, Way::of(&pkt, e)),
+    };
+    verdict.to_bits()
+}
+
+/// Sends a packet to the next hop of its egress IP's own subnet, which no routing table knows: the agent asks for its MAC
+/// address, and the answers are read at the uplink (`neighbor`).
+#[inline(always)]
+fn into_subnet(pkt: &Packet, egress: u32, e: &EgressIp) -> Verdict {
+    let hop = match NEXT_HOPS.get(egress) {
+        Some(hop) if hop.known != 0 && hop.generation == e.generation => hop.mac,
+        _ => return Verdict::Drop(Counter::DropNoNextHop),
+    };
+    // SAFETY: entries are replaced, not changed in place.
+    let Some(uplink) = (unsafe { UPLINKS.get(e.ifindex) }) else { return Verdict::Drop(Counter::DropNoUplink) };
+    if pkt.write(0, [hop, uplink.mac]).is_none() || e.vlan != 0 && pkt.push_vlan(e.vlan).is_none() {
+        return Verdict::Drop(Counter::DropRedirect);
+    }
+    pkt.redirect(e.ifindex)
+}
+
+/// Sends a packet where the routing table says.
+#[inline(always)]
+fn by_route<F: Family>(pkt: &Packet, way: Way) -> Verdict {
+    let Some(src) = F::load(pkt, ETH_LEN + F::SRC) else { return Verdict::Drop(Counter::DropMalformed) };
+    let Some(dst) = F::load(pkt, ETH_LEN + F::SRC + size_of::<F>() as u32) else {
+        return Verdict::Drop(Counter::DropMalformed);
+    };
+    let Some(hop) = F::hops().get_ptr_mut(place(way, &src, &dst)) else { return pkt.redirect_routed(way.home) };
+    // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
+    let hop = unsafe { &mut *hop };
+    let now = moment();
+    let same = hop.from == way.from && equal(&hop.src, &src) && equal(&hop.dst, &dst);
+    if !same || hop.moment != now || hop.ifindex == ONCE {
+        hop.ifindex = if same || way.is_routed() { find(pkt, way, hop, &src, &dst) } else { ONCE };
+        hop.src = src;
+        hop.dst = dst;
+        hop.from = way.from;
+        hop.moment = now;
+    }
+    match hop.ifindex {
+        // The kernel looks the route up.
+        ONCE | NONE => pkt.redirect_routed(way.home),
+        // SAFETY: `find` has written it.
+        ifindex => unsafe { pkt.redirect_neigh(ifindex, (&raw const hop.neigh).cast()) },
+    }
+}
+
+/// Where a pair's next hop is kept. Pairs that share a place take turns, which costs time only: a cheap hash will do (multiplication
+/// by the golden ratio: Knuth, The Art of Computer Programming, section 6.4).
+#[inline(always)]
+fn place<F: Family>(way: Way, src: &F, dst: &F) -> u32 {
+    const RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
+    let fold = |address: &F| address.as_ref().iter().fold(0, |folded, word| folded ^ word);
+    let h = ((fold(src) ^ way.from) as u64).wrapping_mul(RATIO).wrapping_add(fold(dst) as u64).wrapping_mul(RATIO);
+    (h >> 32) as u32 % MAX_HOPS as u32
+}
+
+/// Word by word, or LLVM makes a call to a comparison of memory.
+#[inline(always)]
+fn equal<F: Family>(a: &F, b: &F) -> bool {
+    a.as_ref().iter().zip(b.as_ref()).fold(0, |differs, (a, b)| differs | (a ^ b)) == 0
+}
+
+/// Asks the routing table for the next hop, and the interface that it is reached by; or [`NONE`].
+#[inline(always)]
+fn find<F: Family>(pkt: &Packet, way: Way, hop: &mut Hop<F>, src: &F, dst: &F) -> u32 {
+    let mut lookup = Lookup::uninit();
+    let how = if way.is_routed() { 0 } else { BPF_FIB_LOOKUP_OUTPUT };
+    let found = look_up(pkt, &mut lookup, how, way.from & !Way::ROUTED, src, dst);
+    // SAFETY: all words are filled, and the index is below LOOKUP_LEN / 4.
+    let get = |index: usize| unsafe { lookup.as_ptr().cast::<u32>().add(index).read_volatile() };
+    let ifindex = get(IFINDEX);
+    let usable = matches!(found, BPF_FIB_LKUP_RET_SUCCESS | BPF_FIB_LKUP_RET_NO_NEIGH | BPF_FIB_LKUP_RET_FRAG_NEEDED);
+    if !usable || !way.is_routed() && ifindex != way.home {
+        return NONE;
+    }
+    let [family, ..] = get(FAMILY).to_ne_bytes();
+    hop.neigh = [family as u32, get(DST), get(DST + 1), get(DST + 2), get(DST + 3)];
+    ifindex
+}
+
+/// Whether the stack would take a packet that comes in here for one to this node itself. It says the same where no route leads to
+/// `dst`, and where it does not forward from this interface.
+#[inline(always)]
+pub fn is_own<F: Family>(pkt: &Packet, src: &F, dst: &F) -> bool {
+    let found = look_up(pkt, &mut Lookup::uninit(), 0, pkt.ifindex(), src, dst);
+    matches!(found, BPF_FIB_LKUP_RET_NOT_FWDED | BPF_FIB_LKUP_RET_FWD_DISABLED)
+}
+
+/// Asks the routing table: fills in the look-up, and returns one of `BPF_FIB_LKUP_RET_*`.
+#[inline(always)]
+fn look_up<F: Family>(pkt: &Packet, lookup: &mut Lookup, how: u32, ifindex: u32, src: &F, dst: &F) -> u32 {
+    let word = lookup.as_mut_ptr().cast::<u32>();
+    // Volatile, or LLVM makes a call to memset of the zeros, whose loop the verifier refuses without CAP_PERFMON.
+    let put = |index: usize, value: u32| {
+        // SAFETY: every index is below LOOKUP_LEN / 4.
+        unsafe { word.add(index).write_volatile(value) }
+    };
+    for index in 0..LOOKUP_LEN / 4 {
+        put(index, 0);
+    }
+    put(FAMILY, u32::from_ne_bytes([F::AF as u8, 0, 0, 0]));
+    put(IFINDEX, ifindex);
+    src.as_ref().iter().enumerate().for_each(|(i, part)| put(SRC + i, *part));
+    dst.as_ref().iter().enumerate().for_each(|(i, part)| put(DST + i, *part));
+    // SAFETY: all words are filled, and the length is that of the array.
+    unsafe { fib_lookup(pkt.raw().cast(), word.cast::<bpf_fib_lookup>(), LOOKUP_LEN as i32, how) as u32 }
+}

@@ -1,0 +1,153 @@
+//! Sending to another node: which way a packet takes, and what a way cannot carry.
+
+use crate::{
+    headers::{
+        ip::Header,
+        note,
+        packet::{ETH_LEN, IPV4, Packet},
+        parse::{at, proto},
+    },
+    tables::{
+        family::Family,
+        maps::{CONFIG, NODES, WISHES},
+        stats,
+    },
+    transports::{device, vxlan},
+};
+use aya_ebpf::bindings::__sk_buff;
+use egress_common::{
+    V4, V6,
+    abi::{VNI_FORWARD, VNI_PROBE, VNI_REPLY},
+    egress::Node,
+    transport::{DIRECT, VXLAN, clamp},
+    verdict::{Counter, Verdict, purpose},
+};
+
+/// Lengths that are assumed of headers which are not where they usually are: more than they can be.
+const LONGEST_HEADERS: u32 = 40 + 64 + 60;
+
+/// Sends the packet to the node whose index in `NODES` is in the lower half of `to`, for `purpose`; where its way cannot
+/// carry the packet, by the tunnel device. The upper half of `to` tells flows apart on the way. The result is a verdict's
+/// bits.
+///
+/// A global function, which the verifier checks once by itself instead of once for each way that leads to it.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn send_to_node(skb: *mut __sk_buff, to: u32, purpose: u32) -> u64 {
+    let pkt = Packet::from_raw(skb);
+    pkt.note(note::SENT);
+    let index = to & 0xffff;
+    let (Some(config), Some(node)) = (CONFIG.get(0), NODES.get(index)) else {
+        return Verdict::Drop(Counter::DropNoOwner).to_bits();
+    };
+    let (way, vni) = match purpose {
+        purpose::FORWARD => (node.forward, VNI_FORWARD),
+        purpose::REPLY => (wished(index, node), VNI_REPLY),
+        probe => (probe - purpose::PROBE, VNI_PROBE),
+    };
+    let short = match way {
+        DIRECT => direct(&pkt, node),
+        VXLAN => vxlan::send(&pkt, config, node, vni, to >> 16),
+        _ => Err(node.why),
+    };
+    match short {
+        Ok(verdict) => verdict.to_bits(),
+        Err(why) => {
+            if why != 0 {
+                stats::count_index(why);
+            }
+            // Only over IPv4 does the device send what is too large, in fragments.
+            if node.tunnel_v4 == 0 && config.room != 0 && segment(&pkt) > config.room {
+                return Verdict::Drop(Counter::DropTooLarge).to_bits();
+            }
+            stats::count(Counter::SentTunnel);
+            device::send(&pkt, config, node, vni).to_bits()
+        }
+    }
+}
+
+/// What a packet differs in from those of other flows: ports and an address.
+#[inline(always)]
+pub fn entropy<F: Family>(ports: (u16, u16), address: F) -> u32 {
+    let mut h = ports.0 as u32 | (ports.1 as u32) << 16;
+    h ^= address.last_word();
+    h.wrapping_mul(0x9e37_79b1)
+}
+
+/// The way by which node number `index` wants replies, as far as this node can go it.
+#[inline(always)]
+fn wished(index: u32, node: &Node) -> u32 {
+    match WISHES.get(index) {
+        Some(&wish) => clamp(wish, node.may),
+        None => 0,
+    }
+}
+
+/// As it is to the node's MAC address. An error is the index of the counter for the reason.
+#[inline(always)]
+fn direct(pkt: &Packet, node: &Node) -> Result<Verdict, u32> {
+    if largest(pkt, is_fragment(pkt)) > node.mtu {
+        return Err(Counter::DeviceMtu as u32);
+    }
+    // As words that are read one by one, or LLVM makes a call to memmove (see `Packet::write_words`).
+    let macs = (&raw const node.macs).cast::<u32>();
+    // SAFETY: three words, and the record is aligned for words.
+    let macs = unsafe { [macs.read_volatile(), macs.add(1).read_volatile(), macs.add(2).read_volatile()] };
+    if pkt.write_words(0, &macs).is_none() {
+        return Err(Counter::DeviceRefused as u32);
+    }
+    stats::count(Counter::SentDirect);
+    Ok(pkt.redirect(node.ifindex))
+}
+
+/// The length by which a packet's transport is chosen. A fragment counts as the largest that the interface carries by which it came
+/// in: all fragments of a datagram have to take the same transport. By the device some of them are fragmented once more and put
+/// together by the other node's stack; a last, small one by another transport would be there first.
+#[inline(always)]
+pub fn largest(pkt: &Packet, fragment: bool) -> u32 {
+    let len = segment(pkt);
+    if fragment { len.max(pkt.interface_mtu()) } else { len }
+}
+
+/// Whether a packet is a fragment, or may be one: it has an IPv6 extension header.
+#[inline(always)]
+pub fn is_fragment(pkt: &Packet) -> bool {
+    if pkt.protocol() == IPV4 {
+        // "More fragments", and the offset.
+        pkt.read::<u16>(ETH_LEN + 6).is_some_and(|flags| u16::from_be(flags) & 0x3fff != 0)
+    } else {
+        let next = pkt.read::<u8>(ETH_LEN + V6::PROTOCOL).map(u32::from);
+        !matches!(next, Some(proto::TCP | proto::UDP | proto::ICMPV6))
+    }
+}
+
+/// Length of the longest IP packet that this one becomes on the wire: of merged ones, a part with its headers.
+#[inline(always)]
+pub fn segment(pkt: &Packet) -> u32 {
+    match pkt.gso_size() {
+        0 => pkt.len() - ETH_LEN,
+        size => size + headers(pkt),
+    }
+}
+
+/// Length of IP and transport header of a merged packet.
+#[inline(always)]
+fn headers(pkt: &Packet) -> u32 {
+    let (header, next) = if pkt.protocol() == IPV4 {
+        if pkt.read::<u8>(ETH_LEN) != Some(0x45) {
+            return LONGEST_HEADERS;
+        }
+        (V4::HEADER, pkt.read::<u8>(ETH_LEN + V4::PROTOCOL))
+    } else {
+        (V6::HEADER, pkt.read::<u8>(ETH_LEN + V6::PROTOCOL))
+    };
+    match next.map(u32::from) {
+        // The offset of the data, in the upper half of byte 12 (RFC 9293, section 3.1).
+        Some(proto::TCP) => match pkt.load::<u8>(ETH_LEN + header + at::TCP_LENGTH) {
+            Some(offset) => header + (offset >> 4) as u32 * 4,
+            None => LONGEST_HEADERS,
+        },
+        Some(proto::UDP) => header + at::UDP_LEN,
+        _ => LONGEST_HEADERS,
+    }
+}

@@ -1,0 +1,211 @@
+//! VXLAN without the tunnel device: the outer headers written and stripped here, the same bytes on the wire. Whatever the
+//! device would treat in another way than the usual one is left to it.
+
+use crate::{
+    headers::{
+        ip::Header,
+        packet::{ETH_LEN, IPV4, IPV6, Packet},
+        parse::{at, proto},
+    },
+    tables::{family::Family, stats},
+    transports::{device::INNER_MACS, send},
+};
+use aya_ebpf::{
+    bindings::{
+        BPF_ADJ_ROOM_ENCAP_L2_SHIFT, BPF_F_ADJ_ROOM_DECAP_L3_IPV4, BPF_F_ADJ_ROOM_DECAP_L3_IPV6,
+        BPF_F_ADJ_ROOM_ENCAP_L2_ETH, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV6,
+        BPF_F_ADJ_ROOM_ENCAP_L4_UDP, BPF_F_ADJ_ROOM_FIXED_GSO, BPF_F_ADJ_ROOM_NO_CSUM_RESET,
+    },
+    helpers::bpf_get_prandom_u32,
+};
+use egress_common::{
+    V4, V6,
+    config::{Config, flags},
+    csum,
+    egress::Node,
+    transport::{OUTER_V4, OUTER_V4_TTL, OVERHEAD_V4, OVERHEAD_V6},
+    verdict::{Counter, Verdict},
+};
+
+/// The longest frame that still has a length in an outer header.
+const LONGEST: u32 = 65_535 - OVERHEAD_V6;
+/// First word of a VXLAN header that has a network identifier and nothing else (RFC 7348, section 5).
+const VNI_VALID: u32 = 0x0800_0000_u32.to_be();
+/// `BPF_F_ADJ_ROOM_DECAP_L4_UDP`, which the bindings do not know yet.
+pub const DECAP_L4_UDP: u64 = 1 << 10;
+/// The type of IPv6's fragment header (RFC 8200, section 4.5).
+const FRAGMENT: u8 = 44;
+/// `EALREADY`: there are inner headers already.
+const ALREADY: i64 = -114;
+
+/// For both families: metadata of an inner Ethernet header, UDP, lengths of merged packets and checksums as they are.
+const ENCAP: u64 = BPF_F_ADJ_ROOM_FIXED_GSO as u64
+    | BPF_F_ADJ_ROOM_ENCAP_L4_UDP as u64
+    | BPF_F_ADJ_ROOM_ENCAP_L2_ETH as u64
+    | BPF_F_ADJ_ROOM_NO_CSUM_RESET as u64
+    | (ETH_LEN as u64) << BPF_ADJ_ROOM_ENCAP_L2_SHIFT;
+
+/// Writes the outer headers and sends the packet to the next hop. An error is the index of the counter for the reason;
+/// the packet is as it was then.
+#[inline(always)]
+pub fn send(pkt: &Packet, config: &Config, node: &Node, vni: u32, entropy: u32) -> Result<Verdict, u32> {
+    let ipv4 = node.tunnel_v4 != 0;
+    let (overhead, family) =
+        if ipv4 { (OVERHEAD_V4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4) } else { (OVERHEAD_V6, BPF_F_ADJ_ROOM_ENCAP_L3_IPV6) };
+    let len = pkt.len();
+    if send::largest(pkt, send::is_fragment(pkt)) + overhead > node.mtu || len > LONGEST {
+        return Err(Counter::DeviceMtu as u32);
+    }
+    let protocol = pkt.protocol();
+    let ecn = outer_ecn(pkt, protocol);
+    match pkt.adjust_room(overhead as i32, ENCAP | family as u64) {
+        0 => {}
+        ALREADY => return Err(Counter::DeviceEncapsulated as u32),
+        _ => return Err(Counter::DeviceRefused as u32),
+    }
+    let outer = Outer { config, node, vni, entropy, len, ecn, protocol };
+    let written = if ipv4 { outer.write_v4(pkt) } else { outer.write_v6(pkt) };
+    if written.is_none() {
+        return Ok(Verdict::Drop(Counter::DropRedirect));
+    }
+    stats::count(Counter::SentVxlan);
+    Ok(pkt.redirect_hop(node))
+}
+
+/// The congestion bits of the outer header (RFC 6040, section 4.1, compatibility with a decapsulator that knows them).
+#[inline(always)]
+fn outer_ecn(pkt: &Packet, protocol: u16) -> u32 {
+    let first = u32::from_be(pkt.read::<u32>(ETH_LEN).unwrap_or(0));
+    let inner = if protocol == IPV4 { first >> 16 & 3 } else { first >> 20 & 3 };
+    // "Experienced" outside would be taken for congestion in the tunnel.
+    if inner == 3 { 2 } else { inner }
+}
+
+/// What the outer headers are made of.
+struct Outer<'a> {
+    config: &'a Config,
+    node: &'a Node,
+    vni: u32,
+    /// By it flows take different ways.
+    entropy: u32,
+    /// Length of the inner frame.
+    len: u32,
+    /// Congestion bits.
+    ecn: u32,
+    /// EtherType of the inner frame, network byte order.
+    protocol: u16,
+}
+
+impl Outer<'_> {
+    /// UDP, VXLAN and inner Ethernet header up to the EtherType, as words in memory order.
+    #[inline(always)]
+    fn payload(&self) -> [u32; 7] {
+        // From the dynamic ports (RFC 6335), by the flow's hash.
+        let ports = (0xc000 | self.entropy & 0x3fff) << 16 | self.config.tunnel_port & 0xffff;
+        [
+            ports.to_be(),
+            ((self.len + 16) << 16).to_be(),
+            VNI_VALID,
+            (self.vni << 8).to_be(),
+            pair(INNER_MACS[0][0], INNER_MACS[0][1]),
+            pair(INNER_MACS[0][2], INNER_MACS[1][0]),
+            pair(INNER_MACS[1][1], INNER_MACS[1][2]),
+        ]
+    }
+
+    #[inline(always)]
+    fn write_v4(&self, pkt: &Packet) -> Option<()> {
+        let (source, to) = (self.node.source[3], self.node.addr[3]);
+        let length = (self.ecn << 16 | (self.len + OVERHEAD_V4 - ETH_LEN)).to_be();
+        // SAFETY: the helper has no arguments. A fresh number for each packet (RFC 6864, section 4.1): it may be fragmented.
+        let id = unsafe { bpf_get_prandom_u32() } & 0xffff;
+        let check = !csum::fold(self.node.csum + csum::sum_words(&[length, id]));
+        pkt.write_words(ETH_LEN, &[OUTER_V4 | length, id, OUTER_V4_TTL | (check as u32) << 16, source, to])?;
+        pkt.write_words(ETH_LEN + V4::HEADER, &self.payload())?;
+        pkt.write(ETH_LEN + OVERHEAD_V4 - 2, self.protocol)
+    }
+
+    #[inline(always)]
+    fn write_v6(&self, pkt: &Packet) -> Option<()> {
+        let first = (6 << 28 | self.ecn << 20).to_be();
+        let second = ((self.len + 16) << 16 | proto::UDP << 8 | 64).to_be();
+        pkt.write_words(ETH_LEN, &[first, second])?;
+        pkt.write_words(ETH_LEN + V6::SRC, &self.node.source)?;
+        pkt.write_words(ETH_LEN + V6::SRC + 16, &self.node.addr)?;
+        pkt.write_words(ETH_LEN + V6::HEADER, &self.payload())?;
+        pkt.write(ETH_LEN + OVERHEAD_V6 - 2, self.protocol)
+    }
+}
+
+/// Two words of a MAC address, memory order, as one.
+const fn pair(first: u16, second: u16) -> u32 {
+    first as u32 | (second as u32) << 16
+}
+
+/// What became of a packet at the underlay's interface.
+pub enum Stripped {
+    /// It is none of the tunnel's.
+    Not,
+    /// It is, and the stack brings it to the device.
+    Left,
+    /// The outer header is gone: network identifier, and outer source address (IPv4 in its mapped form).
+    Done(u32, V6),
+}
+
+/// Takes the outer headers off, if they are those of a tunnelled packet for this node and nothing about them is unusual.
+#[inline(always)]
+pub fn strip<F: Family>(pkt: &Packet, config: &Config) -> Stripped {
+    let Some((source, usual)) = F::outer(pkt, config) else { return Stripped::Not };
+    let overhead = F::HEADER + at::UDP_LEN + at::VXLAN_LEN + ETH_LEN;
+    // VXLAN header, and behind the inner MAC addresses the EtherType. One after the other: old verifiers follow the way on
+    // which only the second is there.
+    let Some([VNI_VALID, vni]) = pkt.read_header::<[u32; 2]>(ETH_LEN + F::HEADER + at::UDP_LEN) else {
+        return left(Counter::DeviceOuter);
+    };
+    let Some(inner) = pkt.read_header::<u16>(ETH_LEN + overhead - 2) else { return left(Counter::DeviceOuter) };
+    if !usual || pkt.vlan() != 0 {
+        return left(Counter::DeviceOuter);
+    }
+    if is_inner_fragment(pkt, ETH_LEN + overhead, inner) {
+        return left(Counter::DeviceFragment);
+    }
+    let mut how = BPF_F_ADJ_ROOM_FIXED_GSO as u64 | BPF_F_ADJ_ROOM_NO_CSUM_RESET as u64;
+    if pkt.gso_size() != 0 {
+        if config.flags & flags::DECAP_UDP == 0 {
+            return left(Counter::DeviceMerged);
+        }
+        how |= DECAP_L4_UDP;
+    }
+    how |= match (F::VERSION, inner) {
+        (4, IPV6) => BPF_F_ADJ_ROOM_DECAP_L3_IPV6 as u64,
+        (6, IPV4) => BPF_F_ADJ_ROOM_DECAP_L3_IPV4 as u64,
+        (4, IPV4) | (6, IPV6) => 0,
+        _ => return left(Counter::DeviceOuter),
+    };
+    if pkt.adjust_room(-(overhead as i32), how) != 0 {
+        return left(Counter::DeviceRefused);
+    }
+    pkt.forget_outer();
+    if pkt.write(ETH_LEN - 2, inner).is_none() {
+        return left(Counter::DeviceRefused);
+    }
+    Stripped::Done(u32::from_be(vni) >> 8, source)
+}
+
+/// Whether the packet in the tunnel is a fragment. Larger ones of its datagram come in fragments of the outer packet, which the stack puts
+/// together: stripped here, a small last one would overtake its first one.
+#[inline(always)]
+fn is_inner_fragment(pkt: &Packet, l3: u32, protocol: u16) -> bool {
+    if protocol == IPV4 {
+        // "More fragments", and the offset.
+        pkt.read_header::<u16>(l3 + 6).is_some_and(|flags| u16::from_be(flags) & 0x3fff != 0)
+    } else {
+        pkt.read_header::<u8>(l3 + V6::PROTOCOL) == Some(FRAGMENT)
+    }
+}
+
+#[inline(always)]
+fn left(why: Counter) -> Stripped {
+    stats::count(why);
+    Stripped::Left
+}
