@@ -36,7 +36,11 @@ const DISCOVERY: core::ops::RangeInclusive<u8> = 133..=137;
 #[inline(always)]
 pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
-    let Ok(ip) = F::parse(pkt) else { return malformed::<F>(pkt).to_bits() };
+    let Ok(ip) = F::parse(pkt) else {
+        // Its headers cannot be read.
+        let verdict = if once::selected::<F>(pkt) == 0 { Verdict::Pass } else { Verdict::Drop(Counter::DropMalformed) };
+        return verdict.to_bits();
+    };
     let forwarded = pkt.ingress_ifindex() != 0;
     if forwarded && let Some(class) = pkt.noted_class() {
         let verdict = service::once::leaving::<F>(pkt, class);
@@ -44,7 +48,7 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
             return verdict;
         }
     }
-    if pkt.is_noted(note::ASKED) || forwarded && classify::is_selected::<F>(ip.src) {
+    if pkt.is_noted(note::ASKED) || forwarded && once::selected::<F>(pkt) != 0 {
         let verdict = once::caught::<F>(pkt);
         if verdict != Verdict::Pass.to_bits() {
             return verdict;
@@ -69,13 +73,10 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
     Verdict::Pass.to_bits()
 }
 
-/// A packet whose headers cannot be read is dropped where policies select its source.
+/// Whether policies select the pod with the packet's source address: 1 or 0.
 #[inline(always)]
-fn malformed<F: Family>(pkt: &Packet) -> Verdict {
-    match F::load(pkt, ETH_LEN + F::SRC) {
-        Some(src) if classify::is_selected::<F>(src) => Verdict::Drop(Counter::DropMalformed),
-        _ => Verdict::Pass,
-    }
+pub fn selected<F: Family>(pkt: &Packet) -> u64 {
+    F::load(pkt, ETH_LEN + F::SRC).is_some_and(classify::is_selected::<F>) as u64
 }
 
 /// Whether a packet with an egress IP as its source is nobody's who may use it.
@@ -157,5 +158,6 @@ fn unguarded<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport
 }
 
 once! {
+    selected(selected_v4, selected_v6) = selected();
     caught(caught_v4, caught_v6) = caught();
 }
