@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use anyhow::Result;
 use lab::traffic::{Protocol, send_packet};
-use lab::{Capture, Family, Lab, Pod, PodSpec, wait_until};
+use lab::{Capture, Family, Lab, Pod, PodSpec, StartOptions, wait_until};
 
 use crate::pod_start::wait_held;
 use crate::support::{
-    PATIENCE, counter, egress, gateways, policy, sources, wait_counter, wait_in_force, wait_sources, web_pod,
+    CALM, PATIENCE, counter, egress, gateways, policy, sources, wait_counter, wait_in_force, wait_sources, web_pod_with,
 };
 
 /// Policies that each select one half of the pods, in another way: every one of their pods is of a class of its own.
@@ -60,6 +60,16 @@ fn wait_told(lab: &Lab, does_not_fit: bool) -> Result<()> {
     wait_until("the condition of the policy", SLOW, policies, |text| told(text) == does_not_fit).map(drop)
 }
 
+/// Where each agent serves its metrics, in its node's namespace.
+const METRICS: &str = "127.0.0.1:9473";
+
+/// Waits until the worker's metrics count this many problems.
+fn wait_problems(lab: &Lab, count: usize) -> Result<()> {
+    let metrics = || lab.node("worker1").ns.sh(&format!("curl -s --max-time 5 http://{METRICS}/metrics"));
+    let line = format!("spillway_problems {count}.0");
+    wait_until(&line, SLOW, metrics, |text| text.lines().any(|told| told == line)).map(drop)
+}
+
 /// Adds a pod as a cluster does: its node knows of it before it has a network.
 fn start_pod(lab: &mut Lab, spec: PodSpec) -> Result<Pod> {
     let pod = lab.prepare_pod(spec)?;
@@ -73,7 +83,9 @@ fn start_pod(lab: &mut Lab, spec: PodSpec) -> Result<Pod> {
 fn overflow_open_a_policy_that_does_not_fit_is_refused_by_name_and_all_else_goes_on() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
-        let (web, server) = web_pod(lab, &[10])?;
+        let options = StartOptions::new().config(&format!("{CALM}metrics: {METRICS}\n"));
+        let (web, server) = web_pod_with(lab, &[10], &options)?;
+        wait_problems(lab, 0)?;
         let selected = lab.add_pod(PodSpec::new("selected", "worker1").label("size", "large"))?;
         let own = lab.node("worker1").masquerade().v4.into();
         wait_sources(&selected.ns, &server, Family::V4, &[own])?;
@@ -84,6 +96,7 @@ fn overflow_open_a_policy_that_does_not_fit_is_refused_by_name_and_all_else_goes
         lab.manifests().write("large", &large(MOST, server.ips.v4))?;
 
         wait_told(lab, true)?;
+        wait_problems(lab, 1)?;
         let events = || Ok(lab.controller("controller").log());
         let of_policy =
             |log: &String| log.lines().any(|line| line.contains("DoesNotFit") && line.contains("object=policy large"));
@@ -115,6 +128,7 @@ fn overflow_open_a_policy_that_does_not_fit_is_refused_by_name_and_all_else_goes
         // It is made smaller, as it was told.
         lab.manifests().write("large", &large(2, server.ips.v4))?;
         wait_sources(&selected.ns, &server, Family::V4, &egress(Family::V4, &[12]))?;
-        wait_told(lab, false)
+        wait_told(lab, false)?;
+        wait_problems(lab, 0)
     });
 }
