@@ -9,7 +9,8 @@ use lab::capture::Content;
 use lab::{Capture, Family, Lab, Pod, PodSpec, Segment, Server, StartOptions, address, wait_for, wait_until};
 
 use crate::support::{
-    PATIENCE, WEB, announces, egress, owner, policy, start_with, wait_in_force, wait_owner, wait_sources, web,
+    PATIENCE, WEB, announces, egress, has_bpftool, owner, policy, start_with, wait_in_force, wait_owner, wait_sources,
+    web, web_pod,
 };
 
 /// The time between two announcements of a new owner.
@@ -312,6 +313,32 @@ fn mld_neighbours_behind_a_snooping_switch_find_an_ipv6_egress_ip() {
         lab.agent(&owner).kill()?;
         let next = wait_owner(lab, address, |node| node != owner)?;
         arrives(&lab.node(&next).ns.clone())
+    });
+}
+
+/// What the tables do not carry would end at whoever announced it.
+#[test]
+fn a_gateway_that_cannot_write_its_tables_announces_nothing_new_and_says_why() {
+    lab::require_root!();
+    lab::require!(has_bpftool(), "bpftool is missing: apt-get install bpftool");
+    const INDICES: [&str; 2] = ["EGRESS_INDEX_V4", "EGRESS_INDEX_V6"];
+    Lab::builder().workers(1).gateways(1).run(|lab| {
+        let (_, server) = web_pod(lab, &[10])?;
+        let maps = lab.pins("gw1").join("maps");
+        for index in INDICES {
+            // From now on no process may write it.
+            lab.node("gw1").ns.sh(&format!("bpftool map freeze pinned {}", maps.join(index).display()))?;
+        }
+        let capture = Capture::start(&server.ns, "eth0")?;
+        lab.manifests().write("web", &web(&[10, 11]))?;
+        // The agent announces before it reports.
+        let report = || Ok(lab.manifests().written("EgressNode", "gw1").unwrap_or_default());
+        wait_until("the gateway says what it cannot write", PATIENCE, report, |text| text.contains(INDICES[0]))?;
+        let trace = capture.finish()?;
+        for ip in egress(Family::V4, &[11]).into_iter().chain(egress(Family::V6, &[11])) {
+            assert_eq!(trace.claims_of(ip).into_keys().collect::<Vec<_>>(), Vec::<[u8; 6]>::new(), "{ip}");
+        }
+        Ok(())
     });
 }
 

@@ -172,7 +172,6 @@ impl Agent {
         match self.encoder.fit(&mut view, self.writer.present()) {
             Ok((tables, refused)) => {
                 self.troubles.extend(refused.troubles(&self.world.plan.egress_ips));
-                announced.retain(|ip, _| view.egress_ips.contains_key(ip));
                 let classes = classes_of_shaper(&tables, &limits);
                 if let Err(e) = self.shaper.set(&self.netlink.handle, &classes).await {
                     self.complaints.push(e.to_string());
@@ -193,6 +192,8 @@ impl Agent {
             }
             Err(overflow) => self.complaints.push(format!("{overflow}: nothing was changed")),
         }
+        // Where nothing was written, the tables carry what they carried before.
+        announced.retain(|ip, _| self.carries.contains(ip));
         self.complaints.extend(self.troubles.iter().map(|trouble| {
             let about =
                 trouble.pod.as_ref().map(|pod| format!(", pod {}/{}", pod.namespace, pod.name)).unwrap_or_default();
@@ -216,13 +217,17 @@ impl Agent {
             store_problems: self.store.problems(),
             complaints: &self.complaints,
         };
-        self.publish.send_replace(Arc::new(tell::state(&self.world, &facts, &view, &running)));
+        let mut state = tell::state(&self.world, &facts, &view, &running);
+        let mut later = self.forward();
         if !held
             && self.has_flag(config::flags::HOLD)
             && let Err(e) = self.make_stack_path(true, selects).await
         {
-            self.complaints.push(e.to_string());
+            later.push(e.to_string());
         }
+        state.problems.extend(later.iter().map(|error| tell::complaint(&self.node, error)));
+        self.complaints.extend(later);
+        self.publish.send_replace(Arc::new(state));
         if written {
             self.withheld.written(self.start.elapsed());
         }
@@ -235,7 +240,6 @@ impl Agent {
             self.owned.tick();
         }
         self.owned.ask_all();
-        self.forward();
         self.reach.set_peers(self.carriers.peers(&self.node, &self.world.plan));
         self.keep_lease(cut_off.is_empty());
         for complaint in &self.complaints {
@@ -281,19 +285,17 @@ impl Agent {
         })
     }
 
-    /// A gateway forwards, and so does a node whose stack sees the first packets of flows.
-    fn forward(&mut self) {
+    /// A gateway forwards, and so does a node whose stack sees the first packets of flows. Its errors.
+    fn forward(&mut self) -> Vec<String> {
         if !self.world.may_be_gateway(&self.node) && self.settings.firewall == Firewall::Bypass {
-            return;
+            return Vec::new();
         }
         let links = self.links.current();
         let names: Vec<&str> =
             self.roles.uplinks.iter().filter_map(|i| Some(links.links.get(i)?.name.as_str())).collect();
         match self.sysctls.apply(&sysctl::forwarding_settings(names)) {
-            Ok(warnings) => {
-                self.complaints.extend(warnings.iter().map(|w| format!("{}: {}: {}", w.object, w.message, w.remedy)))
-            }
-            Err(e) => self.complaints.push(e.to_string()),
+            Ok(warnings) => warnings.iter().map(|w| format!("{}: {}: {}", w.object, w.message, w.remedy)).collect(),
+            Err(e) => vec![e.to_string()],
         }
     }
 

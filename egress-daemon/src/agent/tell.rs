@@ -57,11 +57,14 @@ pub struct Running<'a> {
     pub complaints: &'a [String],
 }
 
+/// An error of the agent, as a problem of its node.
+pub fn complaint(node: &NodeName, message: &str) -> ProblemState {
+    ProblemState { object: node.to_string(), message: message.to_owned(), ..ProblemState::default() }
+}
+
 /// Makes the state.
 pub fn state(world: &World, facts: &Facts<'_>, view: &NodeView, running: &Running<'_>) -> AgentState {
-    let complaint =
-        |c: &String| ProblemState { object: facts.node.to_string(), message: c.clone(), ..ProblemState::default() };
-    let mut problems: Vec<ProblemState> = running.complaints.iter().map(complaint).collect();
+    let mut problems: Vec<ProblemState> = running.complaints.iter().map(|c| complaint(facts.node, c)).collect();
     problems.extend(world.problems.iter().map(|p| ProblemState {
         object: format!("{} {}", p.kind, p.name),
         field: Some(p.field.clone()),
