@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Namespace, Node};
+use k8s_openapi::api::networking::v1::ServiceCIDR;
 
 pub use desired::{Desired, desired, desired_part};
 pub use previous::{egress_ip, previous};
@@ -40,6 +41,8 @@ pub struct Objects {
     pub namespaces: Vec<Arc<Namespace>>,
     /// Pod
     pub pods: Vec<Arc<Pod>>,
+    /// ServiceCIDR; a controller has none.
+    pub service_cidrs: Vec<Arc<ServiceCIDR>>,
     /// EgressIP
     pub egress_ips: Vec<Arc<EgressIP>>,
     /// EgressNode
@@ -76,6 +79,16 @@ pub fn snapshot(objects: &Objects) -> (Snapshot, Vec<Problem>) {
         let name = object.metadata.name.as_deref().unwrap_or_default();
         let (node, found) = translate::node(object, egress_nodes.get(name).copied());
         snapshot.nodes.insert(node.name.clone(), node);
+        problems.extend(found);
+    }
+    for object in &objects.service_cidrs {
+        let (networks, found) = translate::service_cidr(object);
+        snapshot.services.extend(networks);
+        problems.extend(found);
+    }
+    for object in &objects.egress_nodes {
+        let (networks, found) = translate::pod_networks(object);
+        snapshot.pod_networks.extend(networks);
         problems.extend(found);
     }
     snapshot.namespaces.extend(objects.namespaces.iter().map(|object| namespace(object)));

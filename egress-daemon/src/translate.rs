@@ -10,7 +10,7 @@ mod scalar;
 
 use std::fmt;
 
-pub use node::{node, report};
+pub use node::{node, pod_networks, report, service_cidr};
 pub use policy::policy;
 pub use pool::pool;
 

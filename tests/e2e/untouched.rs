@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddrV6, UdpSocket};
 
 use anyhow::{Context, Result};
 use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, ping};
-use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec, Server, StartOptions};
+use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec, Server, StartOptions, wait_until};
 
 use crate::support::{
     CALM, PATIENCE, WEB, at, gateways, policy, sources, start, start_with, wait_in_force, wait_refused, wait_sources,
@@ -17,6 +17,59 @@ fn source_at(client: &NetNs, server: &NetNs, target: IpAddr) -> Result<IpAddr> {
     let clients = TcpClients::establish(client, at(target, 7000), 1, TcpOptions::once())?;
     clients.wait("an echo", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
     Ok(listening.connections().first().context("a connection")?.peer.ip())
+}
+
+/// docs/failures.md: pod-net. With the address management of some CNIs and clouds no Node names its pods' networks; nobody names that of the
+/// Services either, but for a ServiceCIDR.
+#[test]
+fn pod_net_pods_that_no_node_names_and_services_are_left_alone_without_any_configuration() {
+    lab::require_root!();
+    Lab::builder().gateways(1).far_servers(2).run(|lab| {
+        for name in ["worker1", "worker2", "gw1"] {
+            let node = lab.node(name);
+            let (v4, v6) = (node.underlay.v4, node.underlay.v6);
+            let labels = serde_json::to_string(&node.labels)?;
+            let text = format!(
+                "apiVersion: v1\nkind: Node\nmetadata: {{name: {name}, labels: {labels}}}\nstatus: {{addresses: \
+                 [{{type: InternalIP, address: {v4}}}, {{type: InternalIP, address: \"{v6}\"}}], \
+                 conditions: [{{type: Ready, status: \"True\"}}]}}\n"
+            );
+            lab.manifests().write(&format!("node-{name}"), &text)?;
+        }
+        let service = lab.server("far2").clone();
+        let cidrs = Family::BOTH.map(|family| format!("\"{}\"", service.ips.ip(family).to_string() + if family == Family::V4 { "/32" } else { "/128" }));
+        let text = format!(
+            "apiVersion: networking.k8s.io/v1\nkind: ServiceCIDR\nmetadata: {{name: kubernetes}}\nspec: {{cidrs: [{}]}}\n",
+            cidrs.join(", ")
+        );
+        lab.manifests().write("services", &text)?;
+        lab.manifests().write("web", &web(&[10]))?;
+        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        let remote = lab.add_pod(PodSpec::new("remote", "worker2"))?;
+        start(lab)?;
+        wait_in_force(&pod, lab.server("server1"), &[10])?;
+        for family in Family::BOTH {
+            assert_eq!(source_at(&pod.ns, &remote.ns, remote.ips.ip(family))?, pod.ips.ip(family), "to a pod of another node");
+            let masqueraded = lab.node("worker1").underlay.ip(family);
+            assert_eq!(source_at(&pod.ns, &service.ns, service.ips.ip(family))?, masqueraded, "to a Service");
+        }
+        // One that comes later, and one that goes: its address is anybody's then.
+        let late = lab.add_pod(PodSpec::new("late", "worker2"))?;
+        let told = |lab: &Lab| Ok(lab.manifests().written("EgressNode", "worker2").unwrap_or_default());
+        // Both addresses make one network.
+        let (one, both) = (format!("{}/32", remote.ips.v4), format!("{}/31", remote.ips.v4));
+        wait_until("the controller names the pod", PATIENCE, || told(lab), |text| text.contains(&both))?;
+        for family in Family::BOTH {
+            let to = format!("{}/tcp", at(late.ips.ip(family), 7000));
+            let question = ["explain", "--pod", "default/web", "--to", &to];
+            let path = || Ok(lab.egressctl("worker1", &question)?.to_string());
+            wait_until("the agent leaves it alone", PATIENCE, path, |path| path.contains("which no policy touches"))?;
+            assert_eq!(source_at(&pod.ns, &late.ns, late.ips.ip(family))?, pod.ips.ip(family), "to a pod that came later");
+        }
+        lab.remove_pod(&late.key())?;
+        wait_until("the controller names it no more", PATIENCE, || told(lab), |text| text.contains(&one))?;
+        wait_in_force(&pod, lab.server("server1"), &[10])
+    });
 }
 
 /// docs/failures.md: everything-policy.

@@ -160,7 +160,7 @@ fn macs(facts: &Facts<'_>) -> BTreeMap<[u8; 6], NodeName> {
     }))
 }
 
-/// Destinations that no policy touches: the addresses of every Node object, all of this node, the pods of every node, what the
+/// Destinations that no policy touches: the addresses of every Node object, all of this node, the pods of every node, Services, what the
 /// administrator says. What another node only says of itself is none: it could be any server.
 pub fn excepts(node: &NodeName, snapshot: &Snapshot, except_cidrs: &[IpNet]) -> BTreeSet<IpNet> {
     let nodes = snapshot.nodes.values();
@@ -169,7 +169,24 @@ pub fn excepts(node: &NodeName, snapshot: &Snapshot, except_cidrs: &[IpNet]) -> 
         n.addresses.iter().copied().chain(own).map(IpNet::from).chain(n.pod_cidrs.iter().copied())
     });
     let pods = snapshot.endpoints.values().flat_map(|e| e.ips.iter().copied().map(IpNet::from));
-    hosts.chain(pods).chain(except_cidrs.iter().copied()).map(|n| n.trunc()).collect()
+    let told = snapshot.services.iter().chain(&snapshot.pod_networks).chain(except_cidrs).copied();
+    hosts.chain(pods).chain(told).map(|n| n.trunc()).collect()
+}
+
+/// What is wrong where no ServiceCIDR and nothing that the administrator says has the API server's Service: the network of Services is
+/// not known then, and a policy may have destinations in it.
+pub fn unknown_services(snapshot: &Snapshot, except_cidrs: &[IpNet], api_server: Option<IpNet>) -> Option<String> {
+    let service = api_server?;
+    let named = except_cidrs.iter().filter(|net| **net != service);
+    let of_nodes = snapshot.nodes.values().flat_map(|node| node.addresses.iter().copied().map(IpNet::from));
+    let known = !snapshot.services.is_empty() || named.copied().chain(of_nodes).any(|net| net.contains(&service));
+    (!known).then(|| {
+        format!(
+            "the network of Services is not known: the cluster has no ServiceCIDR, and exceptCIDRs does not have {}, the Service of the \
+             API server; add the cluster's service network to exceptCIDRs",
+            service.addr()
+        )
+    })
 }
 
 /// What belongs to pods of other nodes: their addresses, where they are known, and their nodes' networks of pods. Those only of

@@ -13,7 +13,8 @@ mod range;
 mod selector;
 mod transport;
 
-use std::collections::BTreeMap;
+use ipnet::IpNet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 pub use endpoint::Endpoint;
@@ -45,6 +46,10 @@ pub struct Snapshot {
     pub namespaces: BTreeMap<Arc<str>, Labels>,
     /// All pods that could be selected: neither finished nor in the host's network.
     pub endpoints: BTreeMap<EndpointId, Endpoint>,
+    /// The networks of Services.
+    pub services: BTreeSet<IpNet>,
+    /// Addresses of pods that no Node's `podCIDRs` has, as networks, as the controller knows them.
+    pub pod_networks: BTreeSet<IpNet>,
     /// How many floating egress IPs a node may own that says nothing itself, over all pools.
     pub max_egress_ips: Option<u32>,
 }

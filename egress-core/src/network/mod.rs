@@ -2,6 +2,7 @@
 
 pub mod classify;
 pub mod links;
+pub mod pods;
 pub mod schedule;
 
 use crate::model::SubnetInfo;

@@ -14,6 +14,7 @@ use egress_core::{
     model::{AddressSource, NodeName, PolicyId, PolicyKind, Snapshot, Source},
     plan::Plan,
 };
+use k8s_openapi::api::networking::v1::ServiceCIDR;
 use k8s_openapi::{
     api::core::v1::{Namespace, Node},
     apimachinery::pkg::apis::meta::v1::Condition,
@@ -66,6 +67,7 @@ impl World {
             nodes: store.list::<Node>(),
             namespaces: store.list::<Namespace>(),
             pods: store.list::<Pod>().into_iter().filter(on_node).collect(),
+            service_cidrs: store.list::<ServiceCIDR>(),
             egress_ips: store.list::<EgressIP>(),
             egress_nodes: store.list::<EgressNode>(),
         };
@@ -83,6 +85,7 @@ impl World {
             && same(&objects.nodes, &old.nodes)
             && same(&objects.namespaces, &old.namespaces)
             && same(&objects.pods, &old.pods)
+            && same(&objects.service_cidrs, &old.service_cidrs)
             && same(&objects.egress_ips, &old.egress_ips)
             && same(&objects.egress_nodes, &old.egress_nodes)
         {

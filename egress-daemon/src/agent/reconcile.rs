@@ -113,6 +113,8 @@ impl Agent {
         self.decide_blocks();
         self.histories.update(&self.world.snapshot, &classes, self.idle_from_now());
         let probes = self.gateways.states();
+        let (excepts, api_server) = (&self.settings.except_cidrs, self.settings.api_server);
+        self.complaints.extend(view::unknown_services(&self.world.snapshot, excepts, api_server));
         let cut_off = view::cut_off(&self.node, &self.world.snapshot, &self.world.plan, &links, &self.roles);
         self.complaints.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
         let able = cut_off.is_empty() && self.reach.is_reached();

@@ -42,6 +42,11 @@ pub struct EgressNodeSpec {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub assignments: Vec<Assignment>,
 
+    /// Addresses of the node's pods that no Node's podCIDRs has, as the networks that have exactly these addresses, sorted: no policy
+    /// touches what is sent there.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pod_networks: Vec<String>,
+
     /// For a gateway: all leases up to this revision, of every node, had been written before this was. A gateway that has
     /// read it has read them all.
     #[serde(default)]

@@ -11,10 +11,12 @@ use crate::translate::{self, Problem};
 use egress_core::{
     health::Health,
     model::{Endpoint, EndpointId, NodeName, NodeReport, Policy, PolicyId, PolicyKind, Pool, Snapshot},
+    network::pods::PodCidrs,
     plan::{Changes, EgressIpPlan, Memo, Plan},
 };
 use k8s_openapi::api::core::v1::{Namespace, Node};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -223,12 +225,21 @@ fn egress_ips(store: &Store, since: u64, plan: &Plan) -> Option<Vec<IpAddr>> {
 /// The pods that changed.
 fn pods(store: &Store, since: u64, snapshot: &Snapshot) -> Option<BTreeMap<EndpointId, Option<Endpoint>>> {
     let mut changes = BTreeMap::new();
+    let cidrs = LazyCell::new(|| PodCidrs::of(snapshot.nodes.values()));
     for (key, pod) in changed::<Pod>(store, since)? {
         let first = EndpointId::new(&key.namespace, &key.name, "");
         let of_name = snapshot.endpoints.range(first.clone()..).map(|(id, _)| id);
         let of_name = of_name.take_while(|id| (&id.namespace, &id.name) == (&first.namespace, &first.name));
-        changes.extend(of_name.map(|id| (id.clone(), None)));
+        let gone: Vec<EndpointId> = of_name.cloned().collect();
+        // What such a pod changes is in its node's object, which only a full round makes anew.
+        if gone.iter().any(|id| snapshot.endpoints.get(id).is_some_and(|pod| !cidrs.have(pod))) {
+            return None;
+        }
+        changes.extend(gone.into_iter().map(|id| (id, None)));
         if let Some(endpoint) = pod.and_then(|pod| translate::endpoint(&pod)) {
+            if !cidrs.have(&endpoint) {
+                return None;
+            }
             // The labels of a namespace that is not there yet are made up with its first pod.
             snapshot.namespaces.get(&endpoint.id.namespace)?;
             changes.insert(endpoint.id.clone(), Some(endpoint));

@@ -195,6 +195,7 @@ impl Controller {
             nodes: self.store.list::<Node>(),
             namespaces: self.store.list::<Namespace>(),
             pods: self.store.list::<Pod>(),
+            service_cidrs: Vec::new(),
             egress_ips: self.store.list::<EgressIP>(),
             egress_nodes: self.store.list::<EgressNode>(),
         };

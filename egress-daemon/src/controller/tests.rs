@@ -26,7 +26,7 @@ const CLUSTER: &str = "
 ---
 {apiVersion: v1, kind: Node, metadata: {name: gw2, labels: {egress: 'true'}}}
 ---
-{apiVersion: v1, kind: Node, metadata: {name: w1}}
+{apiVersion: v1, kind: Node, metadata: {name: w1}, spec: {podCIDRs: [10.0.0.0/16]}}
 ---
 {apiVersion: v1, kind: Pod, metadata: {name: a, namespace: shop, labels: {app: web}}, spec: {nodeName: w1, containers: []}, status: {podIP: 10.0.0.5}}
 ---

@@ -22,6 +22,7 @@ use crate::api;
 use crate::translate::Problem;
 use egress_core::{
     model::{EndpointId, Family, NodeName, PolicyId, PolicyKind, PoolKind, Snapshot},
+    network::pods::pod_networks,
     plan::{Assigned, BlockState, Blocks, EgressIpPlan, Plan},
 };
 
@@ -165,6 +166,11 @@ fn egress_nodes(objects: &Objects, snapshot: &Snapshot, plan: &Plan) -> BTreeMap
     let mut specs: BTreeMap<&NodeName, api::EgressNodeSpec> =
         names.into_iter().map(|name| (name, api::EgressNodeSpec::default())).collect();
     fill(&mut specs, snapshot, plan.blocks.iter(), plan.assignments.iter());
+    for (node, networks) in pod_networks(snapshot) {
+        if let Some(spec) = specs.get_mut(&node) {
+            spec.pod_networks = networks.iter().map(ToString::to_string).collect();
+        }
+    }
     specs
         .into_iter()
         .map(|(name, spec)| (name.to_string(), egress_node(name, spec, existing.get(name.as_str()))))

@@ -5,6 +5,7 @@ use crate::api::{
 };
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{self, Namespace, Node};
+use k8s_openapi::api::networking::v1::ServiceCIDR;
 use kube::core::ApiResource;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -25,6 +26,8 @@ pub enum Kind {
     Node,
     /// Pod (v1).
     Pod,
+    /// ServiceCIDR (networking.k8s.io/v1).
+    ServiceCIDR,
     /// EgressGatewayPolicy (spillway.io/v1alpha1).
     EgressGatewayPolicy,
     /// EgressIPPool (spillway.io/v1alpha1).
@@ -45,10 +48,11 @@ pub enum Kind {
 
 impl Kind {
     /// Every kind, in order.
-    pub const ALL: [Kind; 11] = [
+    pub const ALL: [Kind; 12] = [
         Kind::Namespace,
         Kind::Node,
         Kind::Pod,
+        Kind::ServiceCIDR,
         Kind::EgressGatewayPolicy,
         Kind::EgressIPPool,
         Kind::EgressIP,
@@ -69,12 +73,18 @@ impl Kind {
         matches!(self, Kind::CiliumEgressGatewayPolicy | Kind::Egress | Kind::ExternalIPPool)
     }
 
+    /// Whether a cluster may not have it: Kubernetes serves ServiceCIDR since 1.33.
+    pub fn may_be_absent(self) -> bool {
+        self.is_foreign() || self == Kind::ServiceCIDR
+    }
+
     /// The kind's name, as in the field `kind`.
     pub fn name(self) -> &'static str {
         match self {
             Kind::Namespace => "Namespace",
             Kind::Node => "Node",
             Kind::Pod => "Pod",
+            Kind::ServiceCIDR => "ServiceCIDR",
             Kind::EgressGatewayPolicy => "EgressGatewayPolicy",
             Kind::EgressIPPool => "EgressIPPool",
             Kind::EgressIP => "EgressIP",
@@ -90,6 +100,7 @@ impl Kind {
     pub fn api_version(self) -> &'static str {
         match self {
             Kind::Namespace | Kind::Node | Kind::Pod => "v1",
+            Kind::ServiceCIDR => "networking.k8s.io/v1",
             Kind::EgressGatewayPolicy | Kind::EgressIPPool | Kind::EgressIP | Kind::EgressNode => {
                 "spillway.io/v1alpha1"
             }
@@ -120,6 +131,7 @@ impl Kind {
             Kind::Namespace => ApiResource::erase::<Namespace>(&()),
             Kind::Node => ApiResource::erase::<Node>(&()),
             Kind::Pod => ApiResource::erase::<Pod>(&()),
+            Kind::ServiceCIDR => ApiResource::erase::<ServiceCIDR>(&()),
             Kind::EgressGatewayPolicy => ApiResource::erase::<EgressGatewayPolicy>(&()),
             Kind::EgressIPPool => ApiResource::erase::<EgressIPPool>(&()),
             Kind::EgressIP => ApiResource::erase::<EgressIP>(&()),
@@ -140,6 +152,7 @@ impl Kind {
             Kind::Namespace => typed::<Namespace>(value),
             Kind::Node => typed::<Node>(value),
             Kind::Pod => Ok(Arc::new(Pod::from(serde_json::from_value::<v1::Pod>(value)?))),
+            Kind::ServiceCIDR => typed::<ServiceCIDR>(value),
             Kind::EgressGatewayPolicy => typed::<EgressGatewayPolicy>(value),
             Kind::EgressIPPool => typed::<EgressIPPool>(value),
             Kind::EgressIP => typed::<EgressIP>(value),
@@ -169,6 +182,7 @@ impl Kind {
             Kind::Namespace => value::<Namespace>(object),
             Kind::Node => value::<Node>(object),
             Kind::Pod => value::<Pod>(object),
+            Kind::ServiceCIDR => value::<ServiceCIDR>(object),
             Kind::EgressGatewayPolicy => value::<EgressGatewayPolicy>(object),
             Kind::EgressIPPool => value::<EgressIPPool>(object),
             Kind::EgressIP => value::<EgressIP>(object),
@@ -199,7 +213,7 @@ macro_rules! stored {
     ($($kind:ident)*) => { $(impl Stored for $kind { const KIND: Kind = Kind::$kind; })* };
 }
 
-stored!(Namespace Node Pod EgressGatewayPolicy EgressIPPool EgressIP EgressNode Lease CiliumEgressGatewayPolicy Egress ExternalIPPool);
+stored!(Namespace Node Pod ServiceCIDR EgressGatewayPolicy EgressIPPool EgressIP EgressNode Lease CiliumEgressGatewayPolicy Egress ExternalIPPool);
 
 /// What names an object among those of its kind. Ordered by namespace, then name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]

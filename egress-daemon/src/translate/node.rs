@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
+use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Node as KubeNode;
+use k8s_openapi::api::networking::v1::ServiceCIDR;
 
 use super::{Problem, Reader};
 use crate::api;
@@ -41,6 +43,24 @@ pub fn node(object: &KubeNode, egress_node: Option<&api::EgressNode>) -> (Node, 
     };
     reader.problems.extend(more.into_iter().flatten());
     (node, reader.problems)
+}
+
+/// The networks of pods that the controller has written for a node. What is not understood is left out.
+pub fn pod_networks(object: &api::EgressNode) -> (Vec<IpNet>, Vec<Problem>) {
+    let mut reader = Reader::new("EgressNode", &object.metadata);
+    let remedy = "the controller writes this: restart it with the version of the agent";
+    let texts = object.spec.pod_networks.iter();
+    let networks = texts.filter_map(|text| reader.parse(text, "spec.podNetworks", remedy)).collect();
+    (networks, reader.problems)
+}
+
+/// The networks of a ServiceCIDR. What is not understood is left out.
+pub fn service_cidr(object: &ServiceCIDR) -> (Vec<IpNet>, Vec<Problem>) {
+    let mut reader = Reader::new("ServiceCIDR", &object.metadata);
+    let texts = object.spec.iter().flat_map(|spec| spec.cidrs.iter().flatten());
+    let networks =
+        texts.filter_map(|text| reader.parse(text, "spec.cidrs", "correct it; it is ignored until then")).collect();
+    (networks, reader.problems)
 }
 
 fn limit(reader: &mut Reader, annotations: Option<&BTreeMap<String, String>>) -> Option<u32> {

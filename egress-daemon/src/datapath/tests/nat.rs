@@ -157,6 +157,16 @@ impl Nat {
         }
     }
 
+    /// Whose a reply is.
+    pub fn owner(&self, reply: &Reply) -> Option<Tuple> {
+        self.owners.get(reply).copied()
+    }
+
+    /// The reply of a flow.
+    pub fn reply(&self, tuple: &Tuple) -> Option<Reply> {
+        self.flows.get(tuple).map(|flow| flow.reply)
+    }
+
     /// What replies the outside knows.
     pub fn replies(&self) -> Vec<Reply> {
         self.owners.keys().copied().collect()

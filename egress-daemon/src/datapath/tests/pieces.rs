@@ -154,10 +154,10 @@ impl World {
         let seen = match source {
             Outcome::Sent(egress) => {
                 self.went(shot, of, &ran.1)?;
-                let flow = self.tables.flow(&tuple).filter(|flow| flow.translated && flow.reply.egress == egress);
-                Outcome::Sent(
-                    flow.ok_or_else(|| format!("with {egress} leaves what has no such flow: {tuple:?}"))?.reply,
-                )
+                // As in `outside_later`.
+                let flow = self.tables.flow(&tuple).map(|flow| flow.translated.then_some(flow.reply));
+                let reply = flow.unwrap_or_else(|| self.nat.reply(&tuple)).filter(|reply| reply.egress == egress);
+                Outcome::Sent(reply.ok_or_else(|| format!("with {egress} leaves what has no such flow: {tuple:?}"))?)
             }
             Outcome::Dropped => Outcome::Dropped,
             Outcome::Passed => Outcome::Passed,
@@ -243,8 +243,10 @@ impl World {
         let seen = match to {
             Outcome::Sent(pod) => {
                 self.went(shot, of, &ran.1)?;
-                let back = self.tables.back(&reply).filter(|back| back.pod == pod);
-                Outcome::Sent(back.ok_or_else(|| format!("{pod} gets what is not for it: {reply:?}"))?.of(&reply))
+                // The collector, which never rests, may have removed it since.
+                let back = self.tables.back(&reply).map(|back| back.of(&reply)).or_else(|| self.nat.owner(&reply));
+                let tuple = back.filter(|tuple| tuple.pod == pod);
+                Outcome::Sent(tuple.ok_or_else(|| format!("{pod} gets what is not for it: {reply:?}, {back:?}"))?)
             }
             Outcome::Dropped => Outcome::Dropped,
             Outcome::Passed => Outcome::Passed,

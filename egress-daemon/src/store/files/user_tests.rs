@@ -264,7 +264,7 @@ fn what_is_not_an_object_says_what_is() {
         ),
         (
             "kind: Deployment",
-            "f.yaml, document 1, kind: unknown kind \"Deployment\": the kinds here are Namespace, Node, Pod, \
+            "f.yaml, document 1, kind: unknown kind \"Deployment\": the kinds here are Namespace, Node, Pod, ServiceCIDR, \
              EgressGatewayPolicy, EgressIPPool, CiliumEgressGatewayPolicy, Egress, ExternalIPPool; keep other objects in another directory",
         ),
         (

@@ -63,7 +63,7 @@ pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) 
             Ok(event) => event,
             Err(error) => {
                 tracing::debug!(%kind, %error, "the watch failed");
-                if kind.is_foreign() && is_unknown(of_api(&error)) {
+                if kind.may_be_absent() && is_unknown(of_api(&error)) {
                     cache.absent(kind);
                 }
                 cache.answers(of_api(&error).is_some_and(is_answer));
@@ -102,7 +102,7 @@ pub(super) async fn list(client: Client, kind: Kind, cache: Arc<Cache>) {
                 cache.listed(kind, objects, list.metadata.resource_version.as_deref().unwrap_or_default());
                 return;
             }
-            Ok(Err(error)) if kind.is_foreign() && is_unknown(Some(&error)) => return,
+            Ok(Err(error)) if kind.may_be_absent() && is_unknown(Some(&error)) => return,
             Ok(Err(error)) => error.to_string(),
             Err(_) => "the API server does not answer".to_owned(),
         };

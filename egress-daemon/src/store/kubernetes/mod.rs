@@ -52,12 +52,15 @@ impl Reader {
     }
 
     fn watched(&self, foreign: &[Kind]) -> Vec<Watched> {
-        let all = Kind::native().chain(foreign.iter().copied()).map(|kind| match (self, kind) {
-            (Reader::Agent(node), Kind::Pod) => Watched::fields(kind, format!("spec.nodeName={node}")),
-            (Reader::Agent(node), Kind::Lease) => {
-                Watched::fields(kind, format!("metadata.name={}", gateway_lease(node)))
+        let kinds = Kind::native().chain(foreign.iter().copied());
+        let all = kinds.filter(|kind| *self != Reader::Controller || *kind != Kind::ServiceCIDR).map(|kind| {
+            match (self, kind) {
+                (Reader::Agent(node), Kind::Pod) => Watched::fields(kind, format!("spec.nodeName={node}")),
+                (Reader::Agent(node), Kind::Lease) => {
+                    Watched::fields(kind, format!("metadata.name={}", gateway_lease(node)))
+                }
+                _ => Watched::all(kind),
             }
-            _ => Watched::all(kind),
         });
         all.collect()
     }
