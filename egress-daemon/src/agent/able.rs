@@ -1,10 +1,11 @@
 //! Whether this node is able to carry egress IPs, and telling the programs so: they answer ARP and NDP, and tell it to who probes.
 
-use super::{Agent, node::monotonic_ns};
+use super::Agent;
 use crate::{
     datapath::{
         Pins,
         maps::{Maps, MapsError},
+        monotonic_ns,
         write::Writer,
     },
     store::lease::{LeaseKeeper, LeaseState},

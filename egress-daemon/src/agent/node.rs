@@ -474,9 +474,3 @@ fn known_policies(writer: &Writer) -> BTreeSet<PolicyId> {
     let names = writer.present().names.iter().filter(|(k, _)| k.kind == name_kind::POLICY);
     names.filter_map(|(_, name)| egress_core::encode::name_text(name).parse().ok()).collect()
 }
-
-/// `CLOCK_MONOTONIC` in ns, the kernel programs' clock.
-pub(super) fn monotonic_ns() -> u64 {
-    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
-    now.map_or(0, |t| Duration::from(t).as_nanos() as u64)
-}

@@ -4,12 +4,12 @@ use super::{
     Agent, Settings,
     facts::World,
     hooks::Wanted,
-    node::monotonic_ns,
     status,
     tell::{self, Running},
 };
 use crate::{
     config::Firewall,
+    datapath::monotonic_ns,
     host::{
         firewall::{FirewallError, Spec},
         shaper::Rate,

@@ -4,6 +4,7 @@
 use crate::datapath::{
     Pins,
     maps::{FamilyMaps, Maps, MapsError},
+    monotonic_ns,
     write::Writer,
 };
 use aya::Pod;
@@ -19,7 +20,6 @@ use egress_common::{
 };
 use egress_core::encode::{name_text, tables::Tables};
 use ipnet::IpNet;
-use nix::time::{ClockId, clock_gettime};
 use std::{collections::BTreeMap, net::IpAddr};
 
 /// A flow, without regard to its address family. Ports are in host byte order.
@@ -99,7 +99,7 @@ impl Dump {
             read_flows(&writer.maps().v6, |a| net::from_v6(a).into(), &mut dump.flows)?;
         }
         // After the flows, so that none seems to be from the future.
-        dump.now = monotonic();
+        dump.now = monotonic_ns();
         Ok(dump)
     }
 
@@ -238,11 +238,6 @@ impl Dump {
 
 fn net_of(ip: IpAddr, len: u32) -> Option<IpNet> {
     IpNet::new(ip, u8::try_from(len).ok()?).ok()
-}
-
-fn monotonic() -> u64 {
-    // The clock exists on every kernel; zero would only make all ages zero.
-    clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |t| t.tv_sec() as u64 * 1_000_000_000 + t.tv_nsec() as u64)
 }
 
 fn read_flows<A: Pod + Ord>(

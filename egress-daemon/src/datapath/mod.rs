@@ -16,7 +16,9 @@ pub mod write;
 #[cfg(test)]
 mod tests;
 
+use nix::time::{ClockId, clock_gettime};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Where the pins of one agent lie: `DIR/v1/maps/NAME` and `DIR/v1/links/PROGRAM-IFINDEX`.
 #[derive(Clone, Debug)]
@@ -49,4 +51,9 @@ impl Pins {
     pub fn map(&self, name: &str) -> PathBuf {
         self.maps().join(name)
     }
+}
+
+/// `CLOCK_MONOTONIC` in ns, the programs' clock. Every kernel has it.
+pub fn monotonic_ns() -> u64 {
+    clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |now| Duration::from(now).as_nanos() as u64)
 }

@@ -4,6 +4,7 @@ use super::{BpfDir, scenes};
 use crate::datapath::{
     load::{Programs, Sizes},
     maps::Maps,
+    monotonic_ns,
     write::Writer,
 };
 use aya::programs::{TestRun as _, TestRunOptions};
@@ -11,10 +12,9 @@ use egress_common::{abi::TICK_SHIFT, verdict::Counter};
 use egress_core::encode::{EgressView, Encoder, EndpointView, NodeView, PolicyView, SlotView};
 use nix::{
     sched::{CpuSet, sched_getaffinity, sched_setaffinity},
-    time::{ClockId, clock_gettime},
     unistd::Pid,
 };
-use std::{collections::BTreeMap, net::IpAddr, time::Duration};
+use std::{collections::BTreeMap, net::IpAddr};
 
 pub const POD4: &str = "10.1.0.2";
 pub const POD6: &str = "fd00:1::2";
@@ -68,8 +68,7 @@ pub fn run_on(cpus: &[usize]) {
 
 /// The tick that it is now.
 pub fn now_tick() -> u32 {
-    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).unwrap();
-    (Duration::from(now).as_nanos() as u64 >> TICK_SHIFT) as u32
+    (monotonic_ns() >> TICK_SHIFT) as u32
 }
 
 /// A pod, one policy for everything outside, two egress IPs that node `gateway` owns, and blocks of them.
