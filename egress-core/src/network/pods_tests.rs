@@ -3,7 +3,7 @@
 use super::*;
 use crate::{model::EndpointId, testing::world::node};
 use proptest::prelude::*;
-use std::{collections::BTreeSet, net::Ipv4Addr};
+use std::net::Ipv4Addr;
 
 const NODES: [&str; 2] = ["a", "b"];
 
@@ -37,7 +37,7 @@ proptest! {
     #[test]
     fn networks_have_exactly_the_addresses_that_no_node_names(snapshot in cluster()) {
         let networks = pod_networks(&snapshot);
-        let cidrs = PodCidrs::of(snapshot.nodes.values());
+        let cidrs = PodCidrs::of(&snapshot);
         for n in 0..=u8::MAX {
             let ip = address(n);
             let told = snapshot.nodes.values().any(|node| node.pod_cidrs.iter().any(|net| net.contains(&ip)));

@@ -225,7 +225,7 @@ fn egress_ips(store: &Store, since: u64, plan: &Plan) -> Option<Vec<IpAddr>> {
 /// The pods that changed.
 fn pods(store: &Store, since: u64, snapshot: &Snapshot) -> Option<BTreeMap<EndpointId, Option<Endpoint>>> {
     let mut changes = BTreeMap::new();
-    let cidrs = LazyCell::new(|| PodCidrs::of(snapshot.nodes.values()));
+    let cidrs = LazyCell::new(|| PodCidrs::of(snapshot));
     for (key, pod) in changed::<Pod>(store, since)? {
         let first = EndpointId::new(&key.namespace, &key.name, "");
         let of_name = snapshot.endpoints.range(first.clone()..).map(|(id, _)| id);

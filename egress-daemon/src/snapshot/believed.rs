@@ -15,12 +15,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Node as KubeNode;
 use k8s_openapi::jiff::Timestamp;
 
 use crate::translate::Problem;
-use egress_core::model::{NodeName, Snapshot};
+use egress_core::{
+    model::{NodeName, Snapshot},
+    network::pods::PodCidrs,
+};
 
 /// What nodes may say of revisions: higher ones would leave none for later leases. Real ones count grants.
 pub const MAX_REVISION: u64 = 1 << 62;
@@ -29,7 +31,7 @@ pub const MAX_REVISION: u64 = 1 << 62;
 pub(super) fn believed(objects: &[Arc<KubeNode>], snapshot: &mut Snapshot) -> Vec<Problem> {
     let mut problems = Vec::new();
     let holders = holders(objects, snapshot, &mut problems);
-    let networks = Networks::of(snapshot);
+    let networks = PodCidrs::of(snapshot);
     let mut unproven: BTreeSet<IpAddr> = BTreeSet::new();
     for node in snapshot.nodes.values_mut() {
         let Some(report) = &mut node.report else { continue };
@@ -129,27 +131,4 @@ fn rank(object: &KubeNode) -> Rank {
     let mut conditions = object.status.iter().flat_map(|status| status.conditions.iter().flatten());
     let heard = conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True");
     (!heard, object.metadata.creation_timestamp.as_ref().map(|time| time.0))
-}
-
-/// The networks of the nodes' pods.
-struct Networks {
-    nodes: BTreeMap<IpNet, NodeName>,
-    /// The lengths of prefixes that occur: few, so that an address is looked up by each.
-    lengths: BTreeSet<u8>,
-}
-
-impl Networks {
-    fn of(snapshot: &Snapshot) -> Self {
-        let nodes = snapshot.nodes.values();
-        let nodes: BTreeMap<IpNet, NodeName> =
-            nodes.flat_map(|node| node.pod_cidrs.iter().map(|net| (net.trunc(), node.name.clone()))).collect();
-        let lengths = nodes.keys().map(IpNet::prefix_len).collect();
-        Self { nodes, lengths }
-    }
-
-    /// The node whose pods have addresses like this one.
-    fn holder(&self, address: IpAddr) -> Option<&NodeName> {
-        let net = |len: &u8| Some(IpNet::new(address, *len).ok()?.trunc());
-        self.lengths.iter().rev().filter_map(net).find_map(|net| self.nodes.get(&net))
-    }
 }

@@ -52,17 +52,15 @@ impl Reader {
     }
 
     fn watched(&self, foreign: &[Kind]) -> Vec<Watched> {
-        let kinds = Kind::native().chain(foreign.iter().copied());
-        let all = kinds.filter(|kind| *self != Reader::Controller || *kind != Kind::ServiceCIDR).map(|kind| {
-            match (self, kind) {
-                (Reader::Agent(node), Kind::Pod) => Watched::fields(kind, format!("spec.nodeName={node}")),
-                (Reader::Agent(node), Kind::Lease) => {
-                    Watched::fields(kind, format!("metadata.name={}", gateway_lease(node)))
-                }
-                _ => Watched::all(kind),
+        let watched = |kind| match (self, kind) {
+            (Reader::Agent(node), Kind::Pod) => Some(Watched::fields(kind, format!("spec.nodeName={node}"))),
+            (Reader::Agent(node), Kind::Lease) => {
+                Some(Watched::fields(kind, format!("metadata.name={}", gateway_lease(node))))
             }
-        });
-        all.collect()
+            (Reader::Controller, Kind::ServiceCIDR) => None,
+            _ => Some(Watched::all(kind)),
+        };
+        Kind::native().chain(foreign.iter().copied()).filter_map(watched).collect()
     }
 }
 
