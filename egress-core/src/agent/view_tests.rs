@@ -6,7 +6,7 @@ use super::{
     effective::Effective,
     history::Histories,
     late::{self, Late},
-    view::{Facts, classes_of, interfaces, uplink, view},
+    view::{Facts, classes_of, interfaces, unknown_services, uplink, view},
 };
 use crate::{
     encode::{NodeView, PolicyView, SlotView},
@@ -351,6 +351,31 @@ fn nodes_pods_and_the_administrators_networks_are_excepted() {
     let expected =
         ["10.0.0.1/32", "10.0.0.2/32", "10.0.0.3/32", "10.1.0.1/32", "10.2.0.0/24", "172.16.0.0/12", "203.0.113.1/32"];
     assert_eq!(world.view().excepts, expected.iter().map(|n| n.parse::<IpNet>().unwrap()).collect());
+}
+
+#[test]
+fn services_and_pods_that_no_node_names_are_excepted() {
+    let mut world = World::new();
+    let before = world.view().excepts;
+    let told: [IpNet; 2] = ["10.96.0.0/16".parse().unwrap(), "10.9.0.4/31".parse().unwrap()];
+    world.snapshot.services.insert(told[0]);
+    world.snapshot.pod_networks.insert(told[1]);
+    assert_eq!(world.view().excepts.difference(&before).copied().collect::<Vec<_>>(), [told[1], told[0]]);
+}
+
+#[test]
+fn a_network_of_services_that_nobody_names_is_told() {
+    let net = |text: &str| text.parse::<IpNet>().unwrap();
+    let service = net("10.96.0.1/32");
+    let mut snapshot = World::new().snapshot;
+    let told = |snapshot: &Snapshot, named: &[IpNet]| unknown_services(snapshot, named, Some(service));
+    // The agent itself excepts the Service of the API server.
+    let message = told(&snapshot, &[service]).unwrap();
+    assert!(message.contains("10.96.0.1") && message.contains("exceptCIDRs"), "{message}");
+    assert_eq!(told(&snapshot, &[service, net("10.96.0.0/16")]), None);
+    assert_eq!(unknown_services(&snapshot, &[], None), None);
+    snapshot.services.insert(net("172.20.0.0/16"));
+    assert_eq!(told(&snapshot, &[service]), None);
 }
 
 #[test]
