@@ -1,6 +1,30 @@
 //! What the datapath knows of endpoints and policies.
 
-use crate::layout::map_type;
+use crate::{
+    hash::{Words, checksum, multilinear},
+    layout::map_type,
+};
+
+/// A value that counts only as a whole, and for its own key: see [`checksum`].
+pub trait Checked<K>: Sized {
+    /// The checksum that it should have.
+    fn checksum(&self, key: &K) -> u32;
+    /// The checksum that it has.
+    fn check(&self) -> u32;
+    /// The same with another one.
+    fn with_check(self, check: u32) -> Self;
+
+    /// The same with the checksum that it should have.
+    fn sealed(self, key: &K) -> Self {
+        let check = self.checksum(key);
+        self.with_check(check)
+    }
+    /// Whether it was written as it is, for this key.
+    #[inline(always)]
+    fn is_whole(&self, key: &K) -> bool {
+        self.check() == self.checksum(key)
+    }
+}
 
 /// Values of `EXCEPTS_*`.
 pub mod except {
@@ -24,7 +48,23 @@ map_type! {
         pub history_until: u32,
         /// The interface that the pod is behind, where the node's routes say so; 0: any.
         pub ifindex: u32,
-    } size 16
+        /// Its checksum ([`Checked`]).
+        pub check: u32,
+    } size 20
+}
+
+impl<A: Words> Checked<A> for Endpoint {
+    #[inline(always)]
+    fn checksum(&self, addr: &A) -> u32 {
+        checksum(addr.multilinear(1), multilinear([self.id, self.class, self.history_until, self.ifindex], 5))
+    }
+    #[inline(always)]
+    fn check(&self) -> u32 {
+        self.check
+    }
+    fn with_check(self, check: u32) -> Self {
+        Self { check, ..self }
+    }
 }
 
 map_type! {
@@ -61,7 +101,26 @@ map_type! {
         pub table_len: u32,
         /// Seed of its flows' hash.
         pub seed: u32,
-    } size 16
+        /// Its checksum ([`Checked`]).
+        pub check: u32,
+    } size 20
+}
+
+impl Checked<PolicyKey> for Policy {
+    #[inline(always)]
+    fn checksum(&self, key: &PolicyKey) -> u32 {
+        checksum(
+            multilinear([key.policy, key.family], 1),
+            multilinear([self.flags, self.table, self.table_len, self.seed], 3),
+        )
+    }
+    #[inline(always)]
+    fn check(&self) -> u32 {
+        self.check
+    }
+    fn with_check(self, check: u32) -> Self {
+        Self { check, ..self }
+    }
 }
 
 impl Policy {
@@ -114,7 +173,26 @@ map_type! {
         pub weight: u32,
         /// 1 while new flows may choose it.
         pub usable: u32,
-    } size 16
+        /// Its checksum ([`Checked`]).
+        pub check: u32,
+    } size 20
+}
+
+impl Checked<MemberKey> for Member {
+    #[inline(always)]
+    fn checksum(&self, key: &MemberKey) -> u32 {
+        checksum(
+            multilinear([key.policy, key.egress], 1),
+            multilinear([self.generation, self.slot, self.weight, self.usable], 3),
+        )
+    }
+    #[inline(always)]
+    fn check(&self) -> u32 {
+        self.check
+    }
+    fn with_check(self, check: u32) -> Self {
+        Self { check, ..self }
+    }
 }
 
 map_type! {

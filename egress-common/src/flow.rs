@@ -1,6 +1,9 @@
 //! The flow table: one entry for each direction of a flow, in maps of their own.
 
-use crate::{hash::Words, layout::map_type};
+use crate::{
+    hash::{Words, checksum, multilinear},
+    layout::map_type,
+};
 
 map_type! {
     /// A 5-tuple. In `FLOWS_*` the source is the pod; in `REVERSE_*` it is the egress IP with the translated port.
@@ -20,17 +23,11 @@ map_type! {
 }
 
 impl<A: Words> FlowKey<A> {
-    /// What tells the value of this key from that of another one. The kernel gives an entry's memory to the next key as soon as the entry is
-    /// removed (Linux 6.1, `bpf_mem_alloc`), also while a program on another CPU reads it: what was read counts only if the value has this
-    /// afterwards. A multilinear hash (Lemire and Kaser, Strongly Universal String Hashing is Fast, 2014), of which the multiplications do not
-    /// wait for each other.
+    /// Its part of a [`checksum`].
     #[inline(always)]
-    pub fn check(&self) -> u32 {
-        const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
-        let ports = self.src_port as u64 | (self.dst_port as u64) << 16 | (self.proto as u64) << 32;
-        let addresses =
-            self.src.multilinear(GOLDEN.wrapping_pow(5)).wrapping_add(self.dst.multilinear(GOLDEN.wrapping_pow(7)));
-        (ports.wrapping_mul(GOLDEN).wrapping_add(addresses) >> 32) as u32
+    fn sum(&self) -> u64 {
+        let ports = self.src_port as u32 | (self.dst_port as u32) << 16;
+        self.src.multilinear(1).wrapping_add(self.dst.multilinear(5)).wrapping_add(multilinear([ports, self.proto], 9))
     }
 }
 
@@ -45,7 +42,7 @@ pub mod kind {
 map_type! {
     /// Value of `FLOWS_*`: what an outgoing packet needs.
     pub struct Flow {
-        /// [`FlowKey::check`] of its key. It comes first: memory that another flow gets is written from the beginning.
+        /// [`Flow::checksum`].
         pub check: u32,
         /// Index of the policy.
         pub policy: u32,
@@ -85,6 +82,18 @@ map_type! {
 }
 
 impl Flow {
+    /// The [`checksum`] of a flow and of what never changes of where it leads.
+    #[inline(always)]
+    pub fn checksum<A: Words>(key: &FlowKey<A>, egress: u32, port: u16, ifindex: u32) -> u32 {
+        checksum(key.sum(), multilinear([egress, port as u32, ifindex], 11))
+    }
+
+    /// Gives it its checksum.
+    #[inline(always)]
+    pub fn seal<A: Words>(&mut self, key: &FlowKey<A>) {
+        self.check = Self::checksum(key, self.egress, self.port, self.ifindex);
+    }
+
     /// A flow of nobody.
     pub const EMPTY: Flow = Flow {
         check: 0,
@@ -111,7 +120,7 @@ impl Flow {
 map_type! {
     /// Value of `REVERSE_*`: what a reply needs.
     pub struct Reverse<A> {
-        /// [`FlowKey::check`] of its key. It comes first: memory that another flow gets is written from the beginning.
+        /// [`Reverse::checksum`].
         pub check: u32,
         /// The pod's address.
         pub pod: A,
@@ -137,6 +146,38 @@ map_type! {
         /// Destination MAC address of the flow's first packet, as words in memory order.
         pub host_mac: [u16; 3],
     } sizes 48, 60
+}
+
+/// Where replies go: what never changes of a [`Reverse`].
+#[derive(Clone, Copy)]
+pub struct Target<A> {
+    /// [`Reverse::pod`].
+    pub pod: A,
+    /// [`Reverse::pod_port`].
+    pub port: u16,
+    /// [`Reverse::ifindex`].
+    pub ifindex: u32,
+    /// [`Reverse::pod_mac`] and [`Reverse::host_mac`].
+    pub macs: [[u16; 3]; 2],
+}
+
+impl<A: Words> Reverse<A> {
+    /// The [`checksum`] of a reply's 5-tuple and of where it goes.
+    #[inline(always)]
+    pub fn checksum(key: &FlowKey<A>, to: &Target<A>) -> u32 {
+        let [[a, b, c], [d, e, f]] = to.macs;
+        let two = |low: u16, high: u16| low as u32 | (high as u32) << 16;
+        let rest = multilinear([to.port as u32, to.ifindex, two(a, b), two(c, d), two(e, f)], 15);
+        checksum(key.sum(), to.pod.multilinear(11).wrapping_add(rest))
+    }
+
+    /// Gives it its checksum.
+    #[inline(always)]
+    pub fn seal(&mut self, key: &FlowKey<A>) {
+        let macs = [self.pod_mac, self.host_mac];
+        let to = Target { pod: self.pod, port: self.pod_port, ifindex: self.ifindex, macs };
+        self.check = Self::checksum(key, &to);
+    }
 }
 
 /// Whether two halves name each other. Either may outlive the other, and another flow may have its place by then.

@@ -1,4 +1,5 @@
-//! The hash that chooses a flow's slot. The kernel computes it for every new flow, `egressctl explain` computes the same.
+//! The hash that chooses a flow's slot. The kernel computes it for every new flow, `egressctl explain` computes the same. And the checksum of
+//! what a map has for a key.
 
 /// Mixes one word into `h` (the 64-bit finaliser of MurmurHash3, Appleby 2011, over `h ^ word`).
 #[inline(always)]
@@ -13,8 +14,8 @@ const fn mix(h: u64, word: u64) -> u64 {
 pub trait Words: Copy {
     /// Mixes the address into `h`.
     fn mix_into(self, h: u64) -> u64;
-    /// The sum of its words, each times another power of `factor`, the first one times `factor` itself.
-    fn multilinear(&self, factor: u64) -> u64;
+    /// [`multilinear`] of its words.
+    fn multilinear(&self, first: u32) -> u64;
 }
 impl Words for crate::V4 {
     #[inline(always)]
@@ -22,8 +23,8 @@ impl Words for crate::V4 {
         mix(h, self[0] as u64)
     }
     #[inline(always)]
-    fn multilinear(&self, factor: u64) -> u64 {
-        factor.wrapping_mul(self[0] as u64)
+    fn multilinear(&self, first: u32) -> u64 {
+        multilinear(*self, first)
     }
 }
 impl Words for crate::V6 {
@@ -32,11 +33,34 @@ impl Words for crate::V6 {
         mix(mix(h, self[0] as u64 | (self[1] as u64) << 32), self[2] as u64 | (self[3] as u64) << 32)
     }
     #[inline(always)]
-    fn multilinear(&self, factor: u64) -> u64 {
-        let term = |word: u32, power: u32| factor.wrapping_pow(power).wrapping_mul(word as u64);
-        let [a, b, c, d] = *self;
-        term(a, 1).wrapping_add(term(b, 2)).wrapping_add(term(c, 3)).wrapping_add(term(d, 4))
+    fn multilinear(&self, first: u32) -> u64 {
+        multilinear(*self, first)
     }
+}
+
+/// The golden ratio, as a fraction of 2^64: odd, with bits spread evenly.
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// The sum of words, each times another power of [`GOLDEN`]; the power of the first word is `first`, from 1 on. The upper half of such a sum is a
+/// hash (Lemire and Kaser, Strongly Universal String Hashing is Fast, 2014) of which the multiplications do not wait for each other.
+#[inline(always)]
+pub const fn multilinear<const N: usize>(words: [u32; N], first: u32) -> u64 {
+    let (mut sum, mut i) = (0u64, 0);
+    while i < N {
+        sum = sum.wrapping_add(GOLDEN.wrapping_pow(first + i as u32).wrapping_mul(words[i] as u64));
+        i += 1;
+    }
+    sum
+}
+
+/// The checksum of a key and its value, from their [`multilinear`] sums, which use different powers.
+///
+/// The kernel gives the memory of an entry of a hash table to another key as soon as the entry is removed or replaced, also while a program on
+/// another CPU reads it (`bpf_mem_alloc`, Linux 6.1). What a program has copied of an entry counts only if the entry's checksum is that of the key
+/// and of the copy: then all of it was written together and for this key, in whatever order the processors saw the bytes.
+#[inline(always)]
+pub const fn checksum(key: u64, value: u64) -> u32 {
+    (key.wrapping_add(value) >> 32) as u32
 }
 
 /// The hash of a flow, 31 bits (the top bit is clear, see [`crate::port_block::probe`]).
@@ -63,7 +87,52 @@ pub const fn attempt(hash: u32, n: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use crate::flow::FlowKey;
+    extern crate std;
+    use crate::{
+        endpoint::{Checked, Member, MemberKey},
+        flow::{FlowKey, Reverse, Target},
+    };
+
+    #[test]
+    fn a_checksum_tells_apart_values_of_other_keys_and_parts_of_two_values() {
+        let member = |generation, usable| Member { generation, slot: 3, weight: 1, usable, check: 0 };
+        let key = MemberKey { policy: 1, egress: 2 };
+        let (one, other) = (member(4, 1).sealed(&key), member(5, 0).sealed(&key));
+        assert!(one.is_whole(&key) && other.is_whole(&key));
+        assert!(!one.is_whole(&MemberKey { policy: 2, egress: 1 }));
+        assert!(!Member { generation: other.generation, ..one }.is_whole(&key));
+        assert!(!Member { check: other.check, ..one }.is_whole(&key));
+    }
+
+    #[test]
+    fn the_checksum_of_a_reply_covers_all_that_it_is_led_by() {
+        let key = FlowKey { src: [1, 2, 3, 4], dst: [5, 6, 7, 8], src_port: 9, dst_port: 10, proto: 17 };
+        let to = Target { pod: [11, 12, 13, 14], port: 15, ifindex: 16, macs: [[17, 18, 19], [20, 21, 22]] };
+        let mut all = std::vec![(key, to)];
+        for word in 0..4 {
+            let mut pod = to.pod;
+            pod[word] += 1;
+            all.push((key, Target { pod, ..to }));
+            let mut src = key.src;
+            src[word] += 1;
+            all.push((FlowKey { src, ..key }, to));
+        }
+        for word in 0..3 {
+            let mut macs = to.macs;
+            macs[0][word] += 1;
+            all.push((key, Target { macs, ..to }));
+            macs = to.macs;
+            macs[1][word] += 1;
+            all.push((key, Target { macs, ..to }));
+        }
+        all.push((key, Target { port: 16, ..to }));
+        all.push((key, Target { ifindex: 17, ..to }));
+        all.push((FlowKey { src_port: 10, ..key }, to));
+        all.push((FlowKey { dst_port: 11, ..key }, to));
+        all.push((FlowKey { proto: 6, ..key }, to));
+        let checks: std::collections::BTreeSet<u32> = all.iter().map(|(key, to)| Reverse::checksum(key, to)).collect();
+        assert_eq!(checks.len(), all.len());
+    }
 
     #[test]
     fn ports_and_addresses_spread_evenly() {

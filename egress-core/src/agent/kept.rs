@@ -56,7 +56,7 @@ pub fn recover(tables: &Tables) -> BTreeMap<EndpointId, EndpointView> {
         names(name_kind::ENDPOINT).filter_map(|(number, name)| Some((number, name.parse().ok()?))).collect();
     let v4 = tables.v4.endpoints.iter().map(|(ip, e)| (IpAddr::from(net::from_v4(*ip)), e));
     let v6 = tables.v6.endpoints.iter().map(|(ip, e)| (IpAddr::from(net::from_v6(*ip)), e));
-    for (ip, Endpoint { id, class, history_until, ifindex }) in v4.chain(v6) {
+    for (ip, Endpoint { id, class, history_until, ifindex, .. }) in v4.chain(v6) {
         let Some(id) = ids.get(id) else { continue };
         let view = all.entry(id.clone()).or_default();
         view.ips.insert(ip);

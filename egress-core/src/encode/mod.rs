@@ -20,7 +20,8 @@ use egress_common::{
     config::{self, Config},
     egress::{BlockList, EgressIp, LOCAL_CARRIER, LeaseTable, Uplink, flags},
     endpoint::{
-        AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except,
+        AssignmentKey, Checked, Endpoint, MaglevChunk, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey,
+        except,
     },
     limits::{self, MAGLEV_CHUNK},
     net, port_block,
@@ -304,8 +305,9 @@ impl Encoder {
             for slot in &policy.slots {
                 let Some(&egress) = self.egress.0.get(&slot.address) else { continue };
                 let Some(generation) = tables.egress_ips.get(&egress).map(|e| e.generation) else { continue };
-                let member = Member { generation, slot: number, weight: slot.weight, usable: slot.usable as u32 };
-                tables.members.insert(MemberKey { policy: index, egress }, member);
+                let usable = slot.usable as u32;
+                let member = Member { generation, slot: number, weight: slot.weight, usable, check: 0 };
+                enter(&mut tables.members, MemberKey { policy: index, egress }, member);
                 number += 1;
             }
             for family in [4, 6] {
@@ -313,8 +315,9 @@ impl Encoder {
                 let table = self.maglev(policy, family);
                 let start = allocator.place(present, &key, &table, tables);
                 let seed = seed(id);
-                let record = Policy { flags: policy.flags, table: start, table_len: table.len() as u32, seed };
-                tables.policies.insert(key, record);
+                let table_len = table.len() as u32;
+                let record = Policy { flags: policy.flags, table: start, table_len, seed, check: 0 };
+                enter(&mut tables.policies, key, record);
             }
             for (endpoint, addresses) in &policy.assignments {
                 let Some(&endpoint) = self.endpoints.0.get(endpoint) else { continue };
@@ -376,10 +379,10 @@ impl Encoder {
             let class = self.classes.0.get(&endpoint.class).copied().unwrap_or(0);
             for ip in &endpoint.ips {
                 let ifindex = endpoint.interfaces.get(ip).copied().unwrap_or(0);
-                let record = Endpoint { id, class, history_until: endpoint.history_until, ifindex };
+                let record = Endpoint { id, class, history_until: endpoint.history_until, ifindex, check: 0 };
                 match ip {
-                    IpAddr::V4(a) => drop(tables.v4.endpoints.insert(net::v4(*a), record)),
-                    IpAddr::V6(a) => drop(tables.v6.endpoints.insert(net::v6(*a), record)),
+                    IpAddr::V4(a) => enter(&mut tables.v4.endpoints, net::v4(*a), record),
+                    IpAddr::V6(a) => enter(&mut tables.v6.endpoints, net::v6(*a), record),
                 }
             }
         }
@@ -442,6 +445,12 @@ fn endpoint_numbers(known: &Numbers<EndpointId>, view: &NodeView, present: &Tabl
         })
     };
     Numbers(view.endpoints.keys().map(|id| (id.clone(), number(id))).collect())
+}
+
+/// Puts a record into its table, with its checksum.
+fn enter<K: Ord, V: Checked<K>>(table: &mut BTreeMap<K, V>, key: K, record: V) {
+    let record = record.sealed(&key);
+    table.insert(key, record);
 }
 
 /// The seed of a policy's hashes: the same on every node, different between policies.

@@ -155,7 +155,7 @@ extern "C" fn try_port<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
     if aim(s, i).is_none() {
         return 1;
     }
-    s.value.check = s.key.check();
+    s.value.seal(&s.key);
     if i == TIGHT_PROBES {
         stats::count(Counter::PortsTight);
     }

@@ -7,7 +7,7 @@ use crate::{
 };
 use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_get_prandom_u32};
 use egress_common::{
-    flow::{Flow, FlowKey, Reverse, Ticket, is_pair},
+    flow::{Flow, FlowKey, Reverse, Target, Ticket, is_pair},
     limits::COLLECT_ROUND_SHIFT,
     tcp,
     verdict::Counter,
@@ -42,26 +42,32 @@ pub struct Taken {
     pub pending: u8,
 }
 
-/// Takes it from the flow of this key; `None` if the entry has become another flow's since it was looked up ([`FlowKey::check`]).
+/// Takes it from the flow of this key; `None` if the entry has become another flow's since it was looked up ([`checksum`](egress_common::hash::checksum)).
 #[inline(always)]
 pub fn taken<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Option<Taken> {
-    // SAFETY: references are valid for reading. Volatile reads stay in their order: the check is the last one.
-    let taken = unsafe {
-        Taken {
-            egress: (&raw const flow.egress).read_volatile(),
-            port: (&raw const flow.port).read_volatile(),
-            kind: (&raw const flow.kind).read_volatile(),
-            pending: (&raw const flow.pending).read_volatile(),
-        }
+    let taken = Taken {
+        egress: peek(&flow.egress),
+        port: peek(&flow.port),
+        kind: peek(&flow.kind),
+        pending: peek(&flow.pending),
     };
-    is_still(key, &flow.check).then_some(taken)
+    let check = Flow::checksum(key, taken.egress, taken.port, peek(&flow.ifindex));
+    (check == peek(&flow.check)).then_some(taken)
 }
 
-/// Whether a value that was looked up is still that of this key, by its check. Everything that counts has been read before.
+/// Where replies with this 5-tuple go; `None` if the entry has become another flow's since it was looked up.
 #[inline(always)]
-pub fn is_still<F: Family>(key: &FlowKey<F>, check: &u32) -> bool {
+pub fn target<F: Family>(key: &FlowKey<F>, r: &Reverse<F>) -> Option<Target<F>> {
+    let macs = [peek(&r.pod_mac), peek(&r.host_mac)];
+    let to = Target { pod: peek(&r.pod), port: peek(&r.pod_port), ifindex: peek(&r.ifindex), macs };
+    (Reverse::checksum(key, &to) == peek(&r.check)).then_some(to)
+}
+
+/// Reads a field once, now: what is checked is what is used.
+#[inline(always)]
+fn peek<T: Copy>(field: &T) -> T {
     // SAFETY: a reference is valid for reading.
-    unsafe { (&raw const *check).read_volatile() == key.check() }
+    unsafe { (field as *const T).read_volatile() }
 }
 
 /// Removes both halves of a flow.
@@ -129,7 +135,7 @@ pub fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now:
     let Some(mut value) = reverse_value(pkt, key, flow.policy, flow.endpoint, flow.pending, now) else { return true };
     value.egress = flow.egress;
     value.egress_generation = flow.egress_generation;
-    value.check = reverse.check();
+    value.seal(&reverse);
     if F::reverses().insert(&reverse, &value, BPF_NOEXIST as u64).is_ok() {
         stats::count(Counter::FlowsRepaired);
     }

@@ -117,22 +117,19 @@ fn deliver<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, 
     if tends && !tended {
         return Verdict::Later(TEND);
     }
-    let (ifindex, macs) = (r.ifindex, [r.pod_mac, r.host_mac]);
+    let Some(to) = table::target(&key, r) else { return Verdict::Drop(Counter::DropNoReverse) };
     let rewriting = Rewrite {
         end: End::Destination,
         old: ip.dst,
-        new: r.pod,
+        new: to.pod,
         old_port: key.src_port,
-        new_port: r.pod_port,
+        new_port: to.port,
         hop: false,
     };
     if rewrite(pkt, ip, &rewriting).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
-    if !table::is_still(&key, &r.check) {
-        return Verdict::Drop(Counter::DropNoReverse);
-    }
-    translated::into_pod(pkt, ifindex, &macs)
+    translated::into_pod(pkt, to.ifindex, &to.macs)
 }
 
 /// What a reply of a known flow means for its forward half: which is looked at once a tick, at the first answer to a question, and at what
@@ -176,8 +173,8 @@ pub fn tend<F: Family>(pkt: &Packet) -> u64 {
 #[inline(always)]
 fn mend_forward<F: Family>(config: &Config, forward: &FlowKey<F>, key: &FlowKey<F>, r: &Reverse<F>) {
     let now = now_tick();
-    let flow = Flow {
-        check: forward.check(),
+    let mut flow = Flow {
+        check: 0,
         policy: r.policy,
         egress: r.egress,
         egress_generation: r.egress_generation,
@@ -197,6 +194,7 @@ fn mend_forward<F: Family>(config: &Config, forward: &FlowKey<F>, key: &FlowKey<
         kind: kind::TRANSLATED,
         pending: 0,
     };
+    flow.seal(forward);
     if table::enter::<F>(forward, &flow).is_ok() {
         stats::count(Counter::FlowsRepaired);
     }

@@ -38,14 +38,11 @@ pub fn incoming<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict
     if r.state & tcp::seen::CONFIRMED == 0 {
         return Verdict::Drop(Counter::DropNotConfirmed);
     }
-    let (pod, port, ifindex, macs) = (r.pod, r.pod_port, r.ifindex, [r.pod_mac, r.host_mac]);
-    if inner.src != ip.dst || quote::rewrite(pkt, config, ip, &inner, End::Destination, pod, port).is_none() {
+    let Some(to) = table::target(&key, r) else { return Verdict::Drop(Counter::DropNoReverse) };
+    if inner.src != ip.dst || quote::rewrite(pkt, config, ip, &inner, End::Destination, to.pod, to.port).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
-    if !table::is_still(&key, &r.check) {
-        return Verdict::Drop(Counter::DropNoReverse);
-    }
-    translated::into_pod(pkt, ifindex, &macs)
+    translated::into_pod(pkt, to.ifindex, &to.macs)
 }
 
 /// An error of a pod about a packet that it got: translated if that belonged to a translated flow of this interface that is

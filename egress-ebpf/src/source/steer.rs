@@ -279,8 +279,8 @@ fn open<F: Family>(
     search.endpoint = endpoint.id;
     search.generation = generation;
     ports::take::<F>(search)?;
-    let flow = Flow {
-        check: key.check(),
+    let mut flow = Flow {
+        check: 0,
         policy: index,
         egress: search.value.egress,
         egress_generation: search.value.egress_generation,
@@ -304,6 +304,7 @@ fn open<F: Family>(
         kind: kind::TRANSLATED,
         pending,
     };
+    flow.seal(key);
     commit::<F>(key, &flow)
 }
 

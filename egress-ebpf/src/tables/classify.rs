@@ -10,7 +10,7 @@ use crate::{
 use aya_ebpf::btf_maps::{HashMap, lpm_trie::Key};
 use egress_common::{
     config::{Config, flags},
-    endpoint::{Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except},
+    endpoint::{Checked, Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except},
 };
 
 /// The answer for one source and destination.
@@ -26,7 +26,7 @@ pub enum Class {
 /// Classifies a source and a destination.
 #[inline(always)]
 pub fn classify<F: Family>(config: &Config, src: F, dst: F) -> Class {
-    let endpoint = match copied(F::endpoints(), &src, whole) {
+    let endpoint = match copied(F::endpoints(), &src) {
         Ok(endpoint) => endpoint,
         Err(Miss::Changing) => return Class::Held,
         Err(Miss::Absent) => {
@@ -56,9 +56,8 @@ pub fn route<F: Family>(class: u32, dst: F) -> Option<u32> {
 /// Whether policies select the pod with this address.
 #[inline(always)]
 pub fn is_selected<F: Family>(src: F) -> bool {
-    // SAFETY: a pointer into the map.
-    match copied(F::endpoints(), &src, |e| unsafe { (&raw const (*e).class).read_volatile() }) {
-        Ok(class) => class != 0,
+    match copied(F::endpoints(), &src) {
+        Ok(endpoint) => endpoint.class != 0,
         Err(miss) => miss == Miss::Changing,
     }
 }
@@ -67,9 +66,8 @@ pub fn is_selected<F: Family>(src: F) -> bool {
 /// node.
 #[inline(always)]
 pub fn is_spoofed<F: Family>(pkt: &Packet, src: F) -> bool {
-    // SAFETY: a pointer into the map.
-    match copied(F::endpoints(), &src, |e| unsafe { (&raw const (*e).ifindex).read_volatile() }) {
-        Ok(ifindex) => ifindex != 0 && ifindex != pkt.ifindex(),
+    match copied(F::endpoints(), &src) {
+        Ok(endpoint) => endpoint.ifindex != 0 && endpoint.ifindex != pkt.ifindex(),
         Err(Miss::Changing) => true,
         Err(Miss::Absent) => matches!(F::excepts().get(&Key::new(F::BITS, src)), Some(&except::ELSEWHERE)),
     }
@@ -99,44 +97,31 @@ enum Miss {
     Changing,
 }
 
-/// A copy of what `read` reads of an entry.
-///
-/// The kernel gives an entry's memory to another key as soon as the entry is removed or replaced, also while it is read: the copy counts if
-/// the entry is there afterwards. A look-up that meets such memory misses the entry that has replaced it: only the second miss counts.
+/// A copy of an entry. It counts if its checksum fits. A look-up that meets memory of another key misses the entry that has replaced it: only
+/// the second miss counts.
 #[inline(always)]
-fn copied<K, V, T, const M: usize, const F: usize>(
-    map: &HashMap<K, V, M, F>,
-    key: &K,
-    read: impl Fn(*const V) -> T,
-) -> Result<T, Miss> {
+fn copied<K, V: Checked<K>, const M: usize, const F: usize>(map: &HashMap<K, V, M, F>, key: &K) -> Result<V, Miss> {
     for _ in 0..READS {
         let Some(entry) = map.get_ptr(key).or_else(|| map.get_ptr(key)) else { return Err(Miss::Absent) };
-        let copy = read(entry);
-        if map.get_ptr(key) == Some(entry) {
+        // SAFETY: a pointer into the map.
+        let copy = unsafe { entry.read_volatile() };
+        if copy.is_whole(key) {
             return Ok(copy);
         }
     }
     Err(Miss::Changing)
 }
 
-/// All of an entry.
-#[inline(always)]
-fn whole<V: Copy>(entry: *const V) -> V {
-    // SAFETY: a pointer into a map.
-    unsafe { entry.read_volatile() }
-}
-
 /// Whether the pod with this address has another number than `id`: it is not the one that had the address before.
 #[inline(always)]
 pub fn is_another<F: Family>(addr: F, id: u32) -> bool {
-    // SAFETY: a pointer into the map.
-    matches!(copied(F::endpoints(), &addr, |e| unsafe { (&raw const (*e).id).read_volatile() }), Ok(now) if now != id)
+    matches!(copied(F::endpoints(), &addr), Ok(now) if now.id != id)
 }
 
 /// The part of a policy that serves one address family.
 #[inline(always)]
 pub fn policy<F: Family>(policy: u32) -> Option<Policy> {
-    copied(&POLICIES, &PolicyKey { policy, family: F::VERSION }, whole).ok()
+    copied(&POLICIES, &PolicyKey { policy, family: F::VERSION }).ok()
 }
 
 /// [`Policy::leaves_as_node`], by the policy's index.
@@ -148,5 +133,5 @@ pub fn leaves_as_node<F: Family>(index: u32) -> bool {
 /// The slot that an egress IP is in a policy, if it is one.
 #[inline(always)]
 pub fn member(policy: u32, egress: u32) -> Option<Member> {
-    copied(&MEMBERS, &MemberKey { policy, egress }, whole).ok()
+    copied(&MEMBERS, &MemberKey { policy, egress }).ok()
 }

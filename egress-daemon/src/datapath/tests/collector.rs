@@ -127,8 +127,7 @@ impl Kernel {
         let [_, a, b, c] = i.number.to_be_bytes();
         let (pod, server) = (net::v4([10, a, b, c].into()), net::v4([203, a, b, c].into()));
         let key = FlowKey { src: pod, dst: server, src_port: 1, dst_port: 2, proto: i.proto };
-        let flow = Flow {
-            check: key.check(),
+        let mut flow = Flow {
             policy: 1,
             egress: EGRESS,
             egress_generation: 1,
@@ -142,8 +141,8 @@ impl Kernel {
         };
         let IpAddr::V4(egress) = address() else { unreachable!("an IPv4 address") };
         let other = FlowKey { src: net::v4(egress), dst: server, src_port: 3, dst_port: 2, proto: i.proto };
-        let back = Reverse {
-            check: other.check(),
+        let mut back = Reverse {
+            check: 0,
             pod,
             pod_port: 1,
             state: i.states[1],
@@ -156,6 +155,8 @@ impl Kernel {
             pod_mac: [0; 3],
             host_mac: [0; 3],
         };
+        flow.seal(&key);
+        back.seal(&other);
         (key, flow, other, back)
     }
 

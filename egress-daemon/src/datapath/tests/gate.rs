@@ -111,12 +111,14 @@ macro_rules! each_flow {
             for (key, mut flow) in $maps.v4.flows.entries().unwrap() {
                 let $flow = &mut flow;
                 $change;
+                $flow.seal(&key);
                 $maps.v4.flows.set(&key, &flow).unwrap();
             }
         } else {
             for (key, mut flow) in $maps.v6.flows.entries().unwrap() {
                 let $flow = &mut flow;
                 $change;
+                $flow.seal(&key);
                 $maps.v6.flows.set(&key, &flow).unwrap();
             }
         }

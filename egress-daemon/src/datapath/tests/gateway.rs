@@ -160,8 +160,8 @@ fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
             dst_port: 53u16.to_be(),
             proto: u32::from(UDP),
         };
-        let value = Reverse {
-            check: key.check(),
+        let mut value = Reverse {
+            check: 0,
             pod: v4(POD4),
             pod_port: 4000u16.to_be(),
             state: egress_common::tcp::seen::CONFIRMED,
@@ -175,6 +175,7 @@ fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
             pod_mac: [0x1111; 3],
             host_mac: [0x2222; 3],
         };
+        value.seal(&key);
         send(other, NOBODY, VNI_REPLY, &reply);
         counted(&rig, Counter::DropStranger, 2).await;
         let mut maps = crate::datapath::maps::Maps::open(rig.pins()).unwrap();

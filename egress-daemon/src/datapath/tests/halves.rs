@@ -204,8 +204,14 @@ where
     change(&mut flows, &mut reverses);
     before.0.keys().filter(|k| !flows.contains_key(k)).for_each(|k| maps.flows.remove(k).unwrap());
     before.1.keys().filter(|k| !reverses.contains_key(k)).for_each(|k| maps.reverse.remove(k).unwrap());
-    flows.iter().for_each(|(k, v)| maps.flows.set(k, v).unwrap());
-    reverses.iter().for_each(|(k, v)| maps.reverse.set(k, &Reverse { check: k.check(), ..*v }).unwrap());
+    flows.iter_mut().for_each(|(k, v)| {
+        v.seal(k);
+        maps.flows.set(k, v).unwrap();
+    });
+    reverses.iter_mut().for_each(|(k, v)| {
+        v.seal(k);
+        maps.reverse.set(k, v).unwrap();
+    });
 }
 
 type FlowsOf<A> = BTreeMap<FlowKey<A>, Flow>;

@@ -110,7 +110,8 @@ fn a_packet_does_not_leave_as_the_flow_that_gets_the_memory_of_its_own() {
     let mut maps = Maps::open(rig.pins()).unwrap();
     let own = maps.v4.flows.entries().unwrap().into_iter().next().unwrap();
     let key = FlowKey { src_port: OTHER_PORT, ..own.0 };
-    let other = (key, egress_common::flow::Flow { check: key.check(), port: OTHER_PORT, ..own.1 });
+    let mut other = (key, egress_common::flow::Flow { port: OTHER_PORT, ..own.1 });
+    other.1.seal(&key);
     meanwhile(
         || swap(&mut maps.v4.flows, &own, &other),
         || {
@@ -136,7 +137,8 @@ fn a_reply_does_not_reach_the_pod_of_the_flow_that_gets_the_memory_of_its_own() 
     let mut maps = Maps::open(rig.pins()).unwrap();
     let own = maps.v4.reverse.entries().unwrap().into_iter().next().unwrap();
     let key = FlowKey { src_port: OTHER_PORT, ..own.0 };
-    let other = (key, Reverse { check: key.check(), pod: v4(STRANGER), pod_port: OTHER_PORT, ..own.1 });
+    let mut other = (key, Reverse { pod: v4(STRANGER), pod_port: OTHER_PORT, ..own.1 });
+    other.1.seal(&key);
     meanwhile(
         || swap(&mut maps.v4.reverse, &own, &other),
         || {
