@@ -144,15 +144,15 @@ map_type! {
         pub present: u32,
         /// Its address in the form that the tunnel key wants: IPv4 in *host* byte order, or 0 for IPv6.
         pub tunnel_v4: u32,
-        /// The way ([`crate::transport`]) of packets to this node as a gateway.
+        /// The transport ([`crate::transport`]) of packets to this node as a gateway.
         pub forward: u32,
-        /// The set of ways that can be taken to it, [`crate::transport::bit`] each.
+        /// The set of transports that can be taken to it, [`crate::transport::bit`] each.
         pub may: u32,
         /// Index of the counter for packets that take the device because nothing else is possible; 0 for none.
         pub why: u32,
         /// Interface of the underlay that leads to it.
         pub ifindex: u32,
-        /// Largest IP packet that the way to it takes.
+        /// Largest IP packet that the transport to it takes.
         pub mtu: u32,
         /// Sum over what never changes of the outer IPv4 header's words, folded.
         pub csum: u32,

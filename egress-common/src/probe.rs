@@ -1,5 +1,5 @@
 //! The probe that a source node sends to a gateway, and the gateway's program sends back: a UDP packet from
-//! [`PORT`] to [`PORT`] with the egress IP as its source, on each way exactly as a translated packet travels.
+//! [`PORT`] to [`PORT`] with the egress IP as its source, on each transport exactly as a translated packet travels.
 
 use crate::layout::map_type;
 
@@ -30,10 +30,10 @@ map_type! {
         pub version: u8,
         /// [`REQUEST`] or [`REPLY`].
         pub kind: u8,
-        /// The way that this probe takes ([`crate::transport`]); comes back unchanged.
-        pub way: u8,
-        /// In a request: the way that the prober wants replies of flows by. In a reply: the way that it came by.
-        pub wish: u8,
+        /// The transport that this probe takes ([`crate::transport`]); comes back unchanged.
+        pub transport: u8,
+        /// In a request: the transport that the prober wants replies of flows by. In a reply: the transport that it came by.
+        pub reply_transport: u8,
         /// The prober's number for the gateway, network byte order; comes back unchanged.
         pub node_id: [u8; 4],
         /// In a reply: [`state`] of the gateway. In a request: zero.

@@ -1,4 +1,4 @@
-//! The ways between a source node and a gateway, as numbers that sort from what always works to what is fastest.
+//! The transports between a source node and a gateway, as numbers that sort from what always works to what is fastest.
 
 /// The tunnel device.
 pub const DEVICE: u32 = 0;
@@ -7,18 +7,18 @@ pub const VXLAN: u32 = 1;
 /// No outer header: the frame goes to the other node's MAC address.
 pub const DIRECT: u32 = 2;
 
-/// The bit of a way in a set of ways.
+/// The bit of a transport in a set of transports.
 #[inline(always)]
-pub const fn bit(way: u32) -> u32 {
-    1 << (way & 3)
+pub const fn bit(transport: u32) -> u32 {
+    1 << (transport & 3)
 }
 
-/// The best way of the set `may` that is no better than `wish`; the device is always in it.
+/// The best transport of the set `may` that is no better than `wanted`; the device is always in it.
 #[inline(always)]
-pub const fn clamp(wish: u32, may: u32) -> u32 {
-    if wish >= DIRECT && may & bit(DIRECT) != 0 {
+pub const fn clamp(wanted: u32, may: u32) -> u32 {
+    if wanted >= DIRECT && may & bit(DIRECT) != 0 {
         DIRECT
-    } else if wish >= VXLAN && may & bit(VXLAN) != 0 {
+    } else if wanted >= VXLAN && may & bit(VXLAN) != 0 {
         VXLAN
     } else {
         DEVICE
@@ -42,7 +42,7 @@ mod tests {
     #[test]
     fn a_wish_is_met_by_the_best_way_that_is_no_better() {
         let all = bit(DEVICE) | bit(VXLAN) | bit(DIRECT);
-        assert_eq!([DEVICE, VXLAN, DIRECT].map(|wish| clamp(wish, all)), [DEVICE, VXLAN, DIRECT]);
+        assert_eq!([DEVICE, VXLAN, DIRECT].map(|wanted| clamp(wanted, all)), [DEVICE, VXLAN, DIRECT]);
         assert_eq!(clamp(DIRECT, bit(DEVICE) | bit(VXLAN)), VXLAN);
         assert_eq!(clamp(VXLAN, bit(DEVICE) | bit(DIRECT)), DEVICE);
         assert_eq!([clamp(DIRECT, 0), clamp(u32::MAX, all)], [DEVICE, DIRECT]);

@@ -50,7 +50,7 @@ counters! {
     DeviceFragment = "device_fragment": "received fragments left to the tunnel device, as the larger ones of their datagrams are",
     DeviceRefused = "device_refused": "packets by the tunnel device because the kernel would not change their headers",
     DeviceEncapsulated = "device_encapsulated": "packets by the tunnel device because they are in a tunnel of the pod already",
-    DeviceMtu = "device_mtu": "packets by the tunnel device because they are larger than the way's MTU",
+    DeviceMtu = "device_mtu": "packets by the tunnel device because they are larger than the transport's MTU",
     DeviceRoute = "device_route": "packets by the tunnel device because no plain Ethernet route leads to the node",
     DropHeld = "drop_held": "packets of unknown sources while a selected pod is starting",
     DropMalformed = "drop_malformed": "packets that cannot be parsed: of pods, for pods, or of an egress IP",
@@ -152,11 +152,11 @@ impl Verdict {
 
 /// What a packet is sent to another node for.
 pub mod purpose {
-    /// To a gateway, to be sent out, by the way that is in force.
+    /// To a gateway, to be sent out, by the transport that is in force.
     pub const FORWARD: u32 = 0;
-    /// A reply to a source node, by the way that it wishes.
+    /// A reply to a source node, by the transport that it asks for.
     pub const REPLY: u32 = 1;
-    /// A probe by the tunnel device; those by other ways follow ([`crate::transport`]).
+    /// A probe by the tunnel device; those by other transports follow ([`crate::transport`]).
     pub const PROBE: u32 = 2;
 }
 

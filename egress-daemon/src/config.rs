@@ -63,7 +63,7 @@ pub struct Config {
     /// `firewallMark`: the one bit of the mark by which a node without a default route leads first packets to the tunnel device, behind
     /// all other routes.
     pub firewall_mark: u32,
-    /// `transport`: the way between source nodes and gateways.
+    /// `transport`: the transport between source nodes and gateways.
     pub transport: Transport,
     /// `announce`: how egress IPs are made known on their link.
     pub announce: Announce,

@@ -1,8 +1,8 @@
-//! Probing the gateways that this node uses, by each way that leads to them.
+//! Probing the gateways that this node uses, by each transport that leads to them.
 
 use super::transports;
 use crate::{
-    health::{Form, ProbeState, ProbeTimes, ProbeTransition, WayChooser},
+    health::{Form, ProbeState, ProbeTimes, ProbeTransition, TransportChooser},
     model::NodeName,
 };
 use egress_common::transport::DIRECT;
@@ -21,10 +21,10 @@ pub struct Request {
     pub node_id: u32,
     /// The probe's number.
     pub seq: u64,
-    /// The way that the probe takes ([`egress_common::transport`]).
-    pub way: u32,
-    /// The way that replies of flows are wanted by.
-    pub wish: u32,
+    /// The transport that the probe takes ([`egress_common::transport`]).
+    pub transport: u32,
+    /// The transport that replies of flows are wanted by.
+    pub reply_transport: u32,
     /// The egress IP that stands in the packet: its source on the way to the gateway, its destination on the way back.
     pub egress: IpAddr,
 }
@@ -36,9 +36,9 @@ pub struct Answered {
     pub seq: u64,
     /// The number of the gateway that the request carried.
     pub node_id: u32,
-    /// The way that the request took ([`egress_common::transport`]).
-    pub way: u32,
-    /// The way that the reply took, as its sender says.
+    /// The transport that the request took ([`egress_common::transport`]).
+    pub transport: u32,
+    /// The transport that the reply took, as its sender says.
     pub back: u32,
     /// The packet was IPv6.
     pub ipv6: bool,
@@ -57,25 +57,25 @@ pub struct Target {
     pub address: IpAddr,
     /// An egress IP of each family that it owns: probes look like what it forwards.
     pub egress: BTreeMap<bool, IpAddr>,
-    /// The ways to probe.
-    pub ways: BTreeSet<u32>,
+    /// The transports to probe.
+    pub transports: BTreeSet<u32>,
 }
 
 impl Target {
     /// What probes are sent as. Only `direct` shows the packet to the network, so only it is probed in both families.
     fn forms(&self) -> BTreeSet<Form> {
-        let forms = |way: &u32| {
-            let families = self.egress.keys().take(if *way == DIRECT { 2 } else { 1 });
-            families.map(|ipv6| Form { way: *way, ipv6: *ipv6 }).collect::<Vec<_>>()
+        let forms = |transport: &u32| {
+            let families = self.egress.keys().take(if *transport == DIRECT { 2 } else { 1 });
+            families.map(|ipv6| Form { transport: *transport, ipv6: *ipv6 }).collect::<Vec<_>>()
         };
-        self.ways.iter().flat_map(forms).collect()
+        self.transports.iter().flat_map(forms).collect()
     }
 }
 
 struct Gateway {
     target: Target,
     number: u32,
-    ways: WayChooser,
+    transports: TransportChooser,
     back: Option<u32>,
     /// Its last answer said that it is able to carry egress IPs.
     able: bool,
@@ -107,19 +107,19 @@ impl Gateways {
             match self.gateways.get_mut(&name) {
                 Some(g) if g.target == target => {}
                 Some(g) => {
-                    if g.ways.set(&target.forms()) {
-                        tracing::info!("gateway {name}: transport {}", transports::name(g.ways.current()));
+                    if g.transports.set(&target.forms()) {
+                        tracing::info!("gateway {name}: transport {}", transports::name(g.transports.current()));
                     }
                     g.target = target;
                 }
                 None => {
-                    let ways = WayChooser::new(self.times, &target.forms());
+                    let transports = TransportChooser::new(self.times, &target.forms());
                     self.gateways.insert(
                         name,
                         Gateway {
                             target,
                             number: self.next_number,
-                            ways,
+                            transports,
                             back: None,
                             able: true,
                             held: false,
@@ -134,7 +134,7 @@ impl Gateways {
 
     /// What the probes say of each gateway.
     pub fn states(&self) -> BTreeMap<NodeName, ProbeState> {
-        let state = |g: &Gateway| match g.ways.state() {
+        let state = |g: &Gateway| match g.transports.state() {
             ProbeState::Alive if !g.able => ProbeState::Unable,
             state => state,
         };
@@ -143,28 +143,28 @@ impl Gateways {
 
     /// The gateways that answer, and say that they hold their leases.
     pub fn holding(&self) -> BTreeSet<NodeName> {
-        let holds = |g: &Gateway| g.held && g.ways.state() == ProbeState::Alive;
+        let holds = |g: &Gateway| g.held && g.transports.state() == ProbeState::Alive;
         self.gateways.iter().filter(|(_, g)| holds(g)).map(|(name, _)| name.clone()).collect()
     }
 
     /// The way in force to a gateway; `None` if it is not probed.
-    pub fn way(&self, name: &NodeName) -> Option<u32> {
-        self.gateways.get(name).map(|g| g.ways.current())
+    pub fn transport(&self, name: &NodeName) -> Option<u32> {
+        self.gateways.get(name).map(|g| g.transports.current())
     }
 
-    /// The way that a gateway answers by.
+    /// The transport that a gateway answers by.
     pub fn back(&self, name: &NodeName) -> Option<u32> {
         self.gateways.get(name)?.back
     }
 
-    /// What the probes say of one way to a gateway; `None` if it is not probed.
-    pub fn of(&self, name: &NodeName, way: u32) -> Option<ProbeState> {
-        self.gateways.get(name)?.ways.of(way)
+    /// What the probes say of one transport to a gateway; `None` if it is not probed.
+    pub fn of(&self, name: &NodeName, transport: u32) -> Option<ProbeState> {
+        self.gateways.get(name)?.transports.of(transport)
     }
 
     /// The last round trip of a gateway.
     pub fn round_trip(&self, name: &NodeName) -> Option<Duration> {
-        self.gateways.get(name)?.ways.round_trip()
+        self.gateways.get(name)?.transports.round_trip()
     }
 
     /// Where a gateway is probed.
@@ -182,24 +182,24 @@ impl Gateways {
         let now = now.saturating_duration_since(self.start);
         let mut changed = false;
         for (name, g) in &mut self.gateways {
-            changed |= tell(name, &g.ways.poll(now), g.ways.current());
+            changed |= tell(name, &g.transports.poll(now), g.transports.current());
             if now < g.due {
                 continue;
             }
             self.seq += 1;
-            for form in g.ways.round(self.seq, now) {
+            for form in g.transports.round(self.seq, now) {
                 let Some(egress) = g.target.egress.get(&form.ipv6) else { continue };
                 let request = Request {
                     remote: g.target.address,
                     node_id: g.number,
                     seq: self.seq,
-                    way: form.way,
-                    wish: g.ways.current(),
+                    transport: form.transport,
+                    reply_transport: g.transports.current(),
                     egress: *egress,
                 };
                 send(name, &request);
             }
-            g.due = now + g.ways.interval();
+            g.due = now + g.transports.interval();
         }
         changed
     }
@@ -208,9 +208,9 @@ impl Gateways {
     pub fn reply(&mut self, answer: &Answered) -> bool {
         let now = answer.received.saturating_duration_since(self.start);
         let Some((name, g)) = self.gateways.iter_mut().find(|(_, g)| g.number == answer.node_id) else { return false };
-        let form = Form { way: answer.way, ipv6: answer.ipv6 };
-        let news = g.ways.on_reply(form, answer.seq, now);
-        if answer.way == g.ways.current() {
+        let form = Form { transport: answer.transport, ipv6: answer.ipv6 };
+        let news = g.transports.on_reply(form, answer.seq, now);
+        if answer.transport == g.transports.current() {
             g.back = Some(answer.back);
         }
         g.held = answer.held;
@@ -222,19 +222,19 @@ impl Gateways {
                 false => tracing::info!("gateway {name} says that it is not able to carry egress IPs"),
             }
         }
-        tell(name, &news, g.ways.current()) | changed
+        tell(name, &news, g.transports.current()) | changed
     }
 }
 
 /// Logs what has changed. Whether anything has.
-fn tell(name: &NodeName, news: &(Option<ProbeTransition>, bool), way: u32) -> bool {
+fn tell(name: &NodeName, news: &(Option<ProbeTransition>, bool), transport: u32) -> bool {
     match news.0 {
         Some(ProbeTransition::Dead) => tracing::warn!("gateway {name} is dead: it does not answer probes"),
         Some(ProbeTransition::Alive) => tracing::info!("gateway {name} is alive"),
         None => {}
     }
     if news.1 {
-        tracing::info!("gateway {name}: transport {}", transports::name(way));
+        tracing::info!("gateway {name}: transport {}", transports::name(transport));
     }
     news.0.is_some() || news.1
 }

@@ -2,7 +2,7 @@
 //! more.
 
 use crate::{
-    encode::transport::{Path, WayView},
+    encode::transport::{Path, TransportView},
     model::{NodeName, Transport},
     network::{
         Route,
@@ -18,31 +18,36 @@ use std::{
     net::IpAddr,
 };
 
-/// All ways, the best first.
-pub const WAYS: [u32; 3] = [DIRECT, VXLAN, DEVICE];
+/// All transports, the best first.
+pub const TRANSPORTS: [u32; 3] = [DIRECT, VXLAN, DEVICE];
 
-/// The name of a way.
-pub const fn name(way: u32) -> &'static str {
-    match way {
+/// The name of a transport.
+pub const fn name(transport: u32) -> &'static str {
+    match transport {
         DIRECT => "direct",
         VXLAN => "vxlan",
         _ => "device",
     }
 }
 
-/// The ways that a setting allows for sending. The device is always there for what nothing else carries.
-pub const fn permits(setting: Transport, way: u32) -> bool {
+/// The transports that a setting allows for sending. The device is always there for what nothing else carries.
+pub const fn permits(setting: Transport, transport: u32) -> bool {
     match setting {
         Transport::Auto => true,
-        Transport::Device => way == DEVICE,
-        Transport::Vxlan => way == DEVICE || way == VXLAN,
-        Transport::Direct => way == DEVICE || way == DIRECT,
+        Transport::Device => transport == DEVICE,
+        Transport::Vxlan => transport == DEVICE || transport == VXLAN,
+        Transport::Direct => transport == DEVICE || transport == DIRECT,
     }
 }
 
-/// The names of the ways that a node with this setting takes packets by: what the device understands it always does.
+/// The names of the transports that a node with this setting takes packets by: what the device understands it always does.
 pub fn receives(setting: Transport) -> Vec<String> {
-    WAYS.iter().rev().filter(|way| **way != DIRECT || permits(setting, DIRECT)).map(|way| name(*way).into()).collect()
+    TRANSPORTS
+        .iter()
+        .rev()
+        .filter(|transport| **transport != DIRECT || permits(setting, DIRECT))
+        .map(|transport| name(*transport).into())
+        .collect()
 }
 
 /// Another node, as its agent reports it.
@@ -56,19 +61,19 @@ pub struct Peer {
     pub direct: bool,
 }
 
-/// The ways to a node.
+/// The transports to a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Ways {
+pub struct Transports {
     /// Those that may be taken.
     pub allowed: BTreeSet<u32>,
-    /// The way over the underlay.
+    /// The transport over the underlay.
     pub path: Option<Path>,
     /// Why the others may not.
     pub reasons: BTreeMap<u32, String>,
 }
 
-impl Ways {
-    /// Those that are probed: a setting that names a way leaves no choice, where that way exists.
+impl Transports {
+    /// Those that are probed: a setting that names a transport leaves no choice, where that transport exists.
     pub fn candidates(&self, setting: Transport) -> BTreeSet<u32> {
         match setting {
             Transport::Auto => self.allowed.clone(),
@@ -77,37 +82,43 @@ impl Ways {
     }
 
     /// For the datapath, with `forward` chosen.
-    pub fn view(&self, forward: u32, setting: Transport) -> WayView {
-        WayView {
+    pub fn view(&self, forward: u32, setting: Transport) -> TransportView {
+        TransportView {
             forward,
-            may: self.allowed.iter().map(|way| bit(*way)).sum(),
+            may: self.allowed.iter().map(|transport| bit(*transport)).sum(),
             why: (setting != Transport::Device && self.path.is_none()).then_some(Counter::DeviceRoute),
             path: self.path.clone(),
         }
     }
 }
 
-/// The ways to `peer` by a route. `own` are this node's tunnel addresses.
-pub fn ways(setting: Transport, peer: &Peer, route: &Result<Route, String>, links: &LinkTable, own: &[IpAddr]) -> Ways {
-    let mut ways = Ways { allowed: [DEVICE].into(), ..Ways::default() };
+/// The transports to `peer` by a route. `own` are this node's tunnel addresses.
+pub fn to(
+    setting: Transport,
+    peer: &Peer,
+    route: &Result<Route, String>,
+    links: &LinkTable,
+    own: &[IpAddr],
+) -> Transports {
+    let mut transports = Transports { allowed: [DEVICE].into(), ..Transports::default() };
     let path = route.clone().and_then(|route| plain(peer, &route, links, own));
-    for way in [VXLAN, DIRECT] {
+    for transport in [VXLAN, DIRECT] {
         let obstacle = match &path {
-            _ if !permits(setting, way) => Some(format!("forbidden by this node's `transport: {setting}`")),
+            _ if !permits(setting, transport) => Some(format!("forbidden by this node's `transport: {setting}`")),
             Err(reason) => Some(reason.clone()),
-            Ok(path) if way == DIRECT => off_link(peer, path),
+            Ok(path) if transport == DIRECT => off_link(peer, path),
             Ok(_) => None,
         };
         match obstacle {
-            Some(reason) => drop(ways.reasons.insert(way, reason)),
-            None => drop(ways.allowed.insert(way)),
+            Some(reason) => drop(transports.reasons.insert(transport, reason)),
+            None => drop(transports.allowed.insert(transport)),
         }
     }
-    ways.path = path.ok().filter(|_| setting != Transport::Device);
-    ways
+    transports.path = path.ok().filter(|_| setting != Transport::Device);
+    transports
 }
 
-/// A way that is Ethernet and nothing else, or why there is none.
+/// A transport that is Ethernet and nothing else, or why there is none.
 fn plain(peer: &Peer, route: &Route, links: &LinkTable, own: &[IpAddr]) -> Result<Path, String> {
     let link = links.links.get(&route.oif).ok_or("the route's interface is not known")?;
     let name = &link.name;

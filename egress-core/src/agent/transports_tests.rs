@@ -24,28 +24,28 @@ fn route(oif: u32, gateway: Option<&str>) -> Route {
     Route { oif, gateway: gateway.map(|text| text.parse().unwrap()), mtu: None, encapsulated: false }
 }
 
-fn found(setting: Transport, peer: &Peer, route: Route) -> Ways {
-    ways(setting, peer, &Ok(route), &links(), &["fd00::1".parse().unwrap(), "10.0.0.1".parse().unwrap()])
+fn found(setting: Transport, peer: &Peer, route: Route) -> Transports {
+    super::to(setting, peer, &Ok(route), &links(), &["fd00::1".parse().unwrap(), "10.0.0.1".parse().unwrap()])
 }
 
 #[test]
 fn on_a_common_link_every_way_goes() {
-    let ways = found(Transport::Auto, &peer(), route(2, None));
-    assert_eq!(ways.allowed, [DEVICE, VXLAN, DIRECT].into());
-    let path = ways.path.as_ref().unwrap();
+    let transports = found(Transport::Auto, &peer(), route(2, None));
+    assert_eq!(transports.allowed, [DEVICE, VXLAN, DIRECT].into());
+    let path = transports.path.as_ref().unwrap();
     assert_eq!((path.hop, path.macs), (peer().address, Some([THEIRS, OWN])));
     assert_eq!((path.mtu, path.source), (1500, "10.0.0.1".parse().unwrap()));
-    assert_eq!(ways.candidates(Transport::Auto), ways.allowed);
-    assert_eq!(ways.view(VXLAN, Transport::Auto).may, 7);
+    assert_eq!(transports.candidates(Transport::Auto), transports.allowed);
+    assert_eq!(transports.view(VXLAN, Transport::Auto).may, 7);
 }
 
 #[test]
 fn a_routed_way_takes_its_next_hop_and_no_direct_frames() {
     let routed = Route { mtu: Some(1400), ..route(2, Some("10.0.0.254")) };
-    let ways = found(Transport::Auto, &peer(), routed);
-    assert_eq!(ways.allowed, [DEVICE, VXLAN].into());
-    assert!(ways.reasons[&DIRECT].contains("10.0.0.254"), "{:?}", ways.reasons);
-    let path = ways.path.unwrap();
+    let transports = found(Transport::Auto, &peer(), routed);
+    assert_eq!(transports.allowed, [DEVICE, VXLAN].into());
+    assert!(transports.reasons[&DIRECT].contains("10.0.0.254"), "{:?}", transports.reasons);
+    let path = transports.path.unwrap();
     assert_eq!((path.hop.to_string().as_str(), path.mtu, path.macs), ("10.0.0.254", 1400, None));
 }
 
@@ -57,26 +57,30 @@ fn what_is_no_plain_ethernet_leaves_the_device_and_counts_why() {
         (route(9, None), "not known"),
         (Route { encapsulated: true, ..route(2, None) }, "encapsulates"),
     ] {
-        let ways = found(Transport::Auto, &peer(), route);
-        assert_eq!(ways.allowed, [DEVICE].into());
-        assert!(ways.reasons[&VXLAN].contains(word), "{:?}", ways.reasons);
-        assert_eq!(ways.view(DEVICE, Transport::Auto).why, Some(Counter::DeviceRoute));
+        let transports = found(Transport::Auto, &peer(), route);
+        assert_eq!(transports.allowed, [DEVICE].into());
+        assert!(transports.reasons[&VXLAN].contains(word), "{:?}", transports.reasons);
+        assert_eq!(transports.view(DEVICE, Transport::Auto).why, Some(Counter::DeviceRoute));
     }
 }
 
 #[test]
 fn settings_of_both_sides_are_kept() {
     let fixed = |setting| {
-        let ways = found(setting, &peer(), route(2, None));
-        (ways.candidates(setting), ways.view(DEVICE, setting).why)
+        let transports = found(setting, &peer(), route(2, None));
+        (transports.candidates(setting), transports.view(DEVICE, setting).why)
     };
     assert_eq!(fixed(Transport::Device), ([DEVICE].into(), None));
     assert_eq!(fixed(Transport::Vxlan), ([VXLAN].into(), None));
     assert_eq!(fixed(Transport::Direct), ([DIRECT].into(), None));
     let deaf = Peer { direct: false, ..peer() };
-    let ways = found(Transport::Direct, &deaf, route(2, None));
-    assert_eq!(ways.candidates(Transport::Direct), [DEVICE].into(), "what the other side does not take is not sent");
-    assert!(ways.reasons[&DIRECT].contains("settings"));
+    let transports = found(Transport::Direct, &deaf, route(2, None));
+    assert_eq!(
+        transports.candidates(Transport::Direct),
+        [DEVICE].into(),
+        "what the other side does not take is not sent"
+    );
+    assert!(transports.reasons[&DIRECT].contains("settings"));
     assert_eq!(receives(Transport::Vxlan), ["device", "vxlan"]);
     assert_eq!(receives(Transport::Auto), ["device", "vxlan", "direct"]);
 }

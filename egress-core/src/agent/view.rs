@@ -137,7 +137,7 @@ pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
         egress_ips: facts.plan.egress_ips.iter().map(|(ip, e)| (*ip, egress(facts, *ip, e))).collect(),
         nodes: facts.snapshot.nodes.values().map(|n| (n.name.clone(), tunnel_addresses(n))).collect(),
         // The agent fills them in: they depend on routes, which are looked up for the nodes that the view names.
-        ways: BTreeMap::new(),
+        transports: BTreeMap::new(),
         macs: macs(facts),
         uplinks: facts.roles.uplinks.iter().filter_map(|i| Some((*i, facts.links.links.get(i)?.mac?.0))).collect(),
         config: Some(config),

@@ -33,7 +33,7 @@ use std::{
     str::FromStr,
 };
 use tables::{Overflow, Tables};
-use transport::WayView;
+use transport::TransportView;
 
 /// A pod of this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -121,7 +121,7 @@ pub struct NodeView {
     /// Tunnel addresses of all nodes; the first one is the one to send to.
     pub nodes: BTreeMap<NodeName, Vec<IpAddr>>,
     /// How to send to other nodes; the tunnel device serves for those that are not named.
-    pub ways: BTreeMap<NodeName, WayView>,
+    pub transports: BTreeMap<NodeName, TransportView>,
     /// The MAC addresses that nodes on a common link send from.
     pub macs: BTreeMap<[u8; 6], NodeName>,
     /// Interfaces that answer for egress IPs, with their MAC addresses.
@@ -216,7 +216,7 @@ impl Encoder {
     fn nodes(&self, view: &NodeView, tables: &mut Tables) {
         for (name, addresses) in &view.nodes {
             let (Some(&index), Some(first)) = (self.nodes.0.get(name), addresses.first()) else { continue };
-            tables.nodes.insert(index, transport::record(*first, view.ways.get(name)));
+            tables.nodes.insert(index, transport::record(*first, view.transports.get(name)));
             tables.node_index.extend(addresses.iter().map(|a| (net::any(*a), index)));
         }
         let known =

@@ -10,20 +10,20 @@ use egress_common::{
 };
 use std::net::IpAddr;
 
-/// The ways to another node.
+/// The transports to another node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct WayView {
-    /// The way ([`egress_common::transport`]) of packets to it as a gateway.
+pub struct TransportView {
+    /// The transport ([`egress_common::transport`]) of packets to it as a gateway.
     pub forward: u32,
-    /// The ways that can be taken to it, [`transport::bit`] each.
+    /// The transports that can be taken to it, [`transport::bit`] each.
     pub may: u32,
     /// What packets count as that take the device because there is nothing else.
     pub why: Option<Counter>,
-    /// The way over the underlay; absent where only the device goes.
+    /// The transport over the underlay; absent where only the device goes.
     pub path: Option<Path>,
 }
 
-/// A way over plain Ethernet.
+/// A transport over plain Ethernet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Path {
     /// Interface of the underlay.
@@ -49,15 +49,15 @@ pub fn mac_key(m: [u8; 6]) -> MacKey {
 }
 
 /// The record of a node with that tunnel address.
-pub fn record(address: IpAddr, way: Option<&WayView>) -> Node {
+pub fn record(address: IpAddr, transport: Option<&TransportView>) -> Node {
     let tunnel_v4 = match address {
         IpAddr::V4(a) => u32::from(a),
         IpAddr::V6(_) => 0,
     };
     let node = Node { addr: net::any(address), present: 1, tunnel_v4, ..Node::EMPTY };
-    let Some(way) = way else { return node };
-    let why = way.why.map_or(0, |counter| counter as u32);
-    let Some(path) = &way.path else { return Node { why, ..node } };
+    let Some(transport) = transport else { return node };
+    let why = transport.why.map_or(0, |counter| counter as u32);
+    let Some(path) = &transport.path else { return Node { why, ..node } };
     let (hop_family, hop) = match path.hop {
         IpAddr::V4(a) => (AF_INET, [net::v4(a)[0], 0, 0, 0]),
         IpAddr::V6(a) => (AF_INET6, net::v6(a)),
@@ -65,8 +65,8 @@ pub fn record(address: IpAddr, way: Option<&WayView>) -> Node {
     let source = net::any(path.source);
     let sum = csum::sum_words(&[OUTER_V4, OUTER_V4_TTL, source[3], node.addr[3]]);
     Node {
-        forward: way.forward,
-        may: way.may | transport::bit(transport::DEVICE),
+        forward: transport.forward,
+        may: transport.may | transport::bit(transport::DEVICE),
         why,
         ifindex: path.ifindex,
         mtu: path.mtu,
@@ -92,8 +92,8 @@ mod tests {
             source: "10.0.0.1".parse().unwrap(),
             macs: None,
         };
-        let way = WayView { forward: transport::VXLAN, may: 0, why: None, path: Some(path) };
-        let node = record("10.0.0.2".parse().unwrap(), Some(&way));
+        let transport = TransportView { forward: transport::VXLAN, may: 0, why: None, path: Some(path) };
+        let node = record("10.0.0.2".parse().unwrap(), Some(&transport));
         // 4500 + 4011 + 0a00 + 0001 + 0a00 + 0002
         assert_eq!(u16::from_be(node.csum as u16), 0x4500 + 0x4011 + 0x0a00 + 1 + 0x0a00 + 2);
         assert_eq!((node.hop_family, node.hop[0]), (2, u32::from_ne_bytes([10, 0, 0, 9])));

@@ -5,14 +5,14 @@
 
 mod lease;
 mod probe;
-mod ways;
+mod transports;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 pub use lease::{LeaseTimes, LeaseTracker, Renewal};
 pub use probe::{ProbeState, ProbeTimes, ProbeTracker, ProbeTransition};
-pub use ways::{Form, WayChooser};
+pub use transports::{Form, TransportChooser};
 
 use crate::model::NodeName;
 

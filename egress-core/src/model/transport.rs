@@ -5,7 +5,7 @@ use std::fmt;
 /// The setting for the transport between source nodes and gateways.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
-    /// For each gateway the best way that probes have shown to work in both directions.
+    /// For each gateway the best transport that probes have shown to work in both directions.
     Auto,
     /// The tunnel device.
     Device,

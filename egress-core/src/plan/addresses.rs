@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use super::candidates::Candidates;
 use super::claims::{Claim, Wanted, settle};
 use super::index::{LabelIndex, mentioned_keys};
-use super::outcome::Complaints;
+use super::outcome::Problems;
 use super::pools::{self, Allocation};
 use super::types::Plan;
 use crate::health::Health;
@@ -18,7 +18,7 @@ pub fn gather<'a>(
     health: &Health,
     previous: &Plan,
     candidates: &mut Candidates<'a>,
-    complaints: &mut Complaints,
+    problems: &mut Problems,
 ) -> BTreeMap<IpAddr, Wanted<'a>> {
     let mut by_precedence: Vec<&Policy> = snapshot.policies.values().collect();
     by_precedence.sort_by(|a, b| a.precedence(b));
@@ -38,7 +38,7 @@ pub fn gather<'a>(
         });
         of_policy.push(claims);
     }
-    let allocation = pools::allocate(snapshot, &by_precedence, previous, &mut named, complaints);
+    let allocation = pools::allocate(snapshot, &by_precedence, previous, &mut named, problems);
     let mut claims: BTreeMap<IpAddr, Vec<Claim>> = BTreeMap::new();
     for (policy, gateways) in by_precedence.into_iter().zip(of_policy) {
         let own = gateways.into_iter().filter(|(address, _)| named.contains_key(address));
@@ -49,7 +49,7 @@ pub fn gather<'a>(
 
     claims
         .into_iter()
-        .map(|(address, claims)| (address, settle(address, claims, &nodes, candidates, complaints)))
+        .map(|(address, claims)| (address, settle(address, claims, &nodes, candidates, problems)))
         .collect()
 }
 

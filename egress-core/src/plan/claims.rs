@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use super::addresses::{Holders, Nodes};
 use super::candidates::Candidates;
-use super::outcome::Complaints;
+use super::outcome::Problems;
 use super::types::{ConditionKind, Reason};
 use crate::model::{Failback, NodeName, Policy, PoolId, Selector};
 
@@ -52,7 +52,7 @@ pub fn settle<'a>(
     mut claims: Vec<Claim<'a>>,
     nodes: &Nodes<'a, '_>,
     candidates: &mut Candidates<'a>,
-    complaints: &mut Complaints,
+    problems: &mut Problems,
 ) -> Wanted<'a> {
     let nobody = Holders::default();
     let Holders { nodes: holders, proven } = nodes.holders.get(&address).unwrap_or(&nobody);
@@ -73,7 +73,7 @@ pub fn settle<'a>(
             true => {
                 if let Some(place) = holders.keys().next() {
                     let message = unproven(address, nodes.names[*place as usize]);
-                    complaints.add(&claim.policy.id, ConditionKind::Degraded, Reason::AddressElsewhere, message);
+                    problems.add(&claim.policy.id, ConditionKind::Degraded, Reason::AddressElsewhere, message);
                 }
                 selected
             }
@@ -107,7 +107,7 @@ pub fn settle<'a>(
             ),
             false => (Reason::AddressElsewhere, elsewhere(address, holders, nodes)),
         };
-        complaints.add(&claim.policy.id, ConditionKind::Degraded, reason, message);
+        problems.add(&claim.policy.id, ConditionKind::Degraded, reason, message);
     }
     let mut set: Option<usize> = None;
     let mut users: Vec<(&Policy, u32)> = Vec::new();
@@ -121,7 +121,7 @@ pub fn settle<'a>(
                 "policy {} lets {address} float over other nodes: let the nodeSelectors have a node in common, or use another address",
                 users[0].0.id
             );
-            complaints.add(&claim.policy.id, ConditionKind::Conflicting, Reason::SelectorsDisagree, message);
+            problems.add(&claim.policy.id, ConditionKind::Conflicting, Reason::SelectorsDisagree, message);
         } else {
             set = Some(both);
             pool = pool.or(claim.pool);

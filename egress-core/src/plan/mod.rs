@@ -32,7 +32,7 @@ use std::net::IpAddr;
 
 use candidates::Candidates;
 use claims::Wanted;
-use outcome::Complaints;
+use outcome::Problems;
 use owners::{Decision, Floating, GatewayNode};
 use select::Selection;
 
@@ -60,11 +60,11 @@ pub fn plan_and_remember(snapshot: Snapshot, health: &Health, previous: &Plan) -
 }
 
 fn plan_for(snapshot: &Snapshot, selection: &Selection<'_>, health: &Health, previous: &Plan) -> Plan {
-    let mut complaints = Complaints::default();
+    let mut problems = Problems::default();
     let cluster = Cluster::new(snapshot, health, selection);
 
     let mut candidates = Candidates::default();
-    let mut wanted = addresses::gather(snapshot, health, previous, &mut candidates, &mut complaints);
+    let mut wanted = addresses::gather(snapshot, health, previous, &mut candidates, &mut problems);
     for wanted in wanted.values_mut() {
         cluster.restrict_to_zones(wanted, &mut candidates);
     }
@@ -110,14 +110,14 @@ fn plan_for(snapshot: &Snapshot, selection: &Selection<'_>, health: &Health, pre
         let unserved = endpoints::unserved_zones(snapshot, policy, cluster.source_names(id), &slots);
         let slots = outcome::slots(policy, &slots, zone_of, &counts);
         let conflicts = conflicts.get(id).cloned().unwrap_or_default();
-        complaints.judge(policy, &slots, &unserved);
-        complaints.conflicts(id, &conflicts);
+        problems.judge(policy, &slots, &unserved);
+        problems.conflicts(id, &conflicts);
         let troubles = troubles.remove(id).unwrap_or_default();
-        complaints.troubled(id, &troubles);
+        problems.troubled(id, &troubles);
         let of_pod = |t: &Trouble| Some((t.pod.clone()?, (t.kind, t.message.clone())));
         let pods = troubles.iter().filter_map(|(_, trouble)| of_pod(trouble)).collect();
         let selected = selection.count(id);
-        let conditions = complaints.conditions(policy, slots.len(), selected);
+        let conditions = problems.conditions(policy, slots.len(), selected);
         outcomes.insert(id.clone(), Outcome { conditions, slots, endpoints: selected as u32, pods, conflicts });
     }
     let lease_revision = if leases.granted { revision } else { previous.lease_revision };

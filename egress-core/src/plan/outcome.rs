@@ -20,10 +20,10 @@ struct Complaint {
 
 /// Everything found wrong, by policy. The order in which it was found does not matter.
 #[derive(Debug, Default)]
-pub struct Complaints(BTreeMap<PolicyId, BTreeSet<Complaint>>);
+pub struct Problems(BTreeMap<PolicyId, BTreeSet<Complaint>>);
 
-impl Complaints {
-    /// Notes a complaint.
+impl Problems {
+    /// Notes a problem.
     pub fn add(&mut self, policy: &PolicyId, kind: ConditionKind, reason: Reason, message: String) {
         self.0.entry(policy.clone()).or_default().insert(Complaint { kind, reason, message });
     }
@@ -31,7 +31,7 @@ impl Complaints {
     /// Notes what the slots of a policy show.
     pub fn judge(&mut self, policy: &Policy, slots: &[Slot], unserved_zones: &BTreeSet<String>) {
         for slot in slots {
-            if let Some((reason, message)) = slot_complaint(slot) {
+            if let Some((reason, message)) = slot_problem(slot) {
                 self.add(&policy.id, ConditionKind::Degraded, reason, message);
             }
         }
@@ -103,11 +103,10 @@ impl Complaints {
         ConditionKind::ALL
             .into_iter()
             .map(|kind| {
-                let mut of_kind =
-                    self.0.get(&policy.id).into_iter().flatten().filter(|complaint| complaint.kind == kind);
+                let mut of_kind = self.0.get(&policy.id).into_iter().flatten().filter(|problem| problem.kind == kind);
                 let bad = of_kind.next().map(|first| {
                     let messages: Vec<&str> =
-                        std::iter::once(first).chain(of_kind).map(|complaint| complaint.message.as_str()).collect();
+                        std::iter::once(first).chain(of_kind).map(|problem| problem.message.as_str()).collect();
                     (first.reason, messages.join("; "))
                 });
                 let (reason, message) =
@@ -139,7 +138,7 @@ fn fine(kind: ConditionKind, policy: &Policy, slots: usize, endpoints: usize) ->
     }
 }
 
-fn slot_complaint(slot: &Slot) -> Option<(Reason, String)> {
+fn slot_problem(slot: &Slot) -> Option<(Reason, String)> {
     let address = slot.address;
     let owner = slot.owner.as_ref().map(ToString::to_string).unwrap_or_default();
     Some(match slot.reason {

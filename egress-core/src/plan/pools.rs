@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::rc::Rc;
 
-use super::outcome::Complaints;
+use super::outcome::Problems;
 use super::types::{ConditionKind, Plan, Reason};
 use crate::model::{Family, Node, Policy, PolicyId, Pool, PoolId, PoolRequest, Snapshot, Source};
 
@@ -21,10 +21,9 @@ pub fn allocate<'a>(
     by_precedence: &[&'a Policy],
     previous: &Plan,
     named: &mut BTreeMap<IpAddr, BTreeSet<&'a PolicyId>>,
-    complaints: &mut Complaints,
+    problems: &mut Problems,
 ) -> Allocation<'a> {
-    let requests: Vec<Request> =
-        by_precedence.iter().flat_map(|policy| requests(snapshot, policy, complaints)).collect();
+    let requests: Vec<Request> = by_precedence.iter().flat_map(|policy| requests(snapshot, policy, problems)).collect();
     let mut asked = named.clone();
     for request in &requests {
         for address in &request.ips {
@@ -55,7 +54,7 @@ pub fn allocate<'a>(
                 "{address} was allocated to policy {} out of a pool: ask for another address, or let that policy ask for this one too",
                 owned[address]
             );
-            complaints.add(policy, ConditionKind::Conflicting, Reason::AddressInUse, message);
+            problems.add(policy, ConditionKind::Conflicting, Reason::AddressInUse, message);
         }
     }
     named.retain(|address, _| !owned.contains_key(address));
@@ -80,7 +79,7 @@ pub fn allocate<'a>(
                         request.count - (wanted - got),
                         request.count
                     );
-                    complaints.add(request.policy, ConditionKind::Degraded, Reason::PoolExhausted, message);
+                    problems.add(request.policy, ConditionKind::Degraded, Reason::PoolExhausted, message);
                     break;
                 }
             }
@@ -116,7 +115,7 @@ impl Request<'_> {
     }
 }
 
-fn requests<'a>(snapshot: &'a Snapshot, policy: &'a Policy, complaints: &mut Complaints) -> Vec<Request<'a>> {
+fn requests<'a>(snapshot: &'a Snapshot, policy: &'a Policy, problems: &mut Problems) -> Vec<Request<'a>> {
     let Source::Pools(asked) = &policy.source else { return Vec::new() };
     let mut asked: Vec<&PoolRequest> = asked.iter().collect();
     asked.sort_by_key(|request| &request.pool);
@@ -124,7 +123,7 @@ fn requests<'a>(snapshot: &'a Snapshot, policy: &'a Policy, complaints: &mut Com
     for PoolRequest { pool: id, count, ips } in asked {
         let Some(pool) = snapshot.pools.get(id) else {
             let message = format!("pool {id} does not exist: create it, or name another in egressIPPools");
-            complaints.add(&policy.id, ConditionKind::Degraded, Reason::PoolNotFound, message);
+            problems.add(&policy.id, ConditionKind::Degraded, Reason::PoolNotFound, message);
             continue;
         };
         for address in ips.iter().filter(|address| !pool.contains(**address)) {
@@ -138,7 +137,7 @@ fn requests<'a>(snapshot: &'a Snapshot, policy: &'a Policy, complaints: &mut Com
                     .collect::<Vec<_>>()
                     .join(", ")
             );
-            complaints.add(&policy.id, ConditionKind::Degraded, Reason::AddressNotInPool, message);
+            problems.add(&policy.id, ConditionKind::Degraded, Reason::AddressNotInPool, message);
         }
         for family in Family::ALL.into_iter().filter(|family| policy.serves(*family) && pool.serves(*family)) {
             let ips: BTreeSet<IpAddr> =

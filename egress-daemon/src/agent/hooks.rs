@@ -50,7 +50,7 @@ struct Seen {
 /// The task.
 pub struct Hooks {
     wanted: watch::Sender<Wanted>,
-    complaints: watch::Receiver<Vec<String>>,
+    errors: watch::Receiver<Vec<String>>,
     seen: watch::Receiver<Seen>,
     mode: Mode,
     task: JoinHandle<()>,
@@ -60,11 +60,11 @@ impl Hooks {
     /// Attaches, and goes on doing so as links come and go.
     pub fn start(attacher: Attacher, links: watch::Receiver<Arc<LinkTable>>, wanted: Wanted) -> Self {
         let mode = attacher.mode();
-        let (wanted, wishes) = watch::channel(wanted);
-        let (report, complaints) = watch::channel(Vec::new());
+        let (wanted, receiver) = watch::channel(wanted);
+        let (report, errors) = watch::channel(Vec::new());
         let (saw, seen) = watch::channel(Seen::default());
-        let task = tokio::spawn(keep(attacher, links, wishes, report, saw));
-        Self { wanted, complaints, seen, mode, task }
+        let task = tokio::spawn(keep(attacher, links, receiver, report, saw));
+        Self { wanted, errors, seen, mode, task }
     }
 
     /// How programs are attached.
@@ -107,8 +107,8 @@ impl Hooks {
     }
 
     /// What could not be attached.
-    pub fn complaints(&self) -> Vec<String> {
-        self.complaints.borrow().clone()
+    pub fn errors(&self) -> Vec<String> {
+        self.errors.borrow().clone()
     }
 }
 
@@ -121,7 +121,7 @@ impl Drop for Hooks {
 async fn keep(
     mut attacher: Attacher,
     mut links: watch::Receiver<Arc<LinkTable>>,
-    mut wishes: watch::Receiver<Wanted>,
+    mut wanted: watch::Receiver<Wanted>,
     report: watch::Sender<Vec<String>>,
     saw: watch::Sender<Seen>,
 ) {
@@ -134,14 +134,14 @@ async fn keep(
                 Ok(()) => false,
                 Err(_) => return,
             },
-            changed = wishes.changed() => match changed {
+            changed = wanted.changed() => match changed {
                 Ok(()) => false,
                 Err(_) => return,
             },
             _ = verify.tick() => true,
         };
         let table = links.borrow_and_update().clone();
-        let wanted = wishes.borrow_and_update().clone();
+        let wanted = wanted.borrow_and_update().clone();
         let names: BTreeMap<u32, String> = table.links.values().map(|l| (l.index, l.name.clone())).collect();
         let hooks = hooks(&classify(&table, &wanted.rules), &wanted, &table, &names);
         let errors = block_in_place(|| attacher.sync(&hooks, &names, all));

@@ -1,6 +1,6 @@
 //! The agent: follows objects, links and probes, and makes the node's datapath do what they say.
 //!
-//! [`view`] decides and is pure, and so do `blocks` and `ways`; `node` joins the store, the kernel and the host's network; `status`
+//! [`view`] decides and is pure, and so do `blocks` and `transports`; `node` joins the store, the kernel and the host's network; `status`
 //! says what the agent reports. The loop is level-triggered: whatever happened, the whole view is made again and the difference is written.
 
 mod able;

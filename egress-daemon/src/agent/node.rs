@@ -147,7 +147,7 @@ pub struct Agent {
     pub(super) node_ports: Option<NodePorts>,
     pub(super) used: BTreeSet<IpAddr>,
     pub(super) withheld: Withheld,
-    pub(super) complaints: Vec<String>,
+    pub(super) errors: Vec<String>,
     pub(super) leases: Known,
     pub(super) carries: BTreeSet<IpAddr>,
     pub(super) start: Instant,
@@ -239,7 +239,7 @@ impl Agent {
             node_ports: NodePorts::read().inspect_err(|e| tracing::warn!("the node's own ports: {e}")).ok(),
             used: BTreeSet::new(),
             withheld: Withheld::default(),
-            complaints: Vec::new(),
+            errors: Vec::new(),
             leases: Known::default(),
             carries: BTreeSet::new(),
             start,
@@ -436,7 +436,7 @@ impl Agent {
             withheld: &self.withheld,
             occupied_blocks: occupied,
             troubles: &self.troubles,
-            complaints: &self.complaints,
+            errors: &self.errors,
         };
         let status = status::status(&report, present.status.as_ref(), Timestamp::now());
         self.status_due = false;

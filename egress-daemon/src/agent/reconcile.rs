@@ -32,7 +32,7 @@ use egress_core::{
         carriers,
         gateways::Target,
         kept, late,
-        transports::{self, Peer, Ways},
+        transports::{self, Peer, Transports},
         view::{self, Facts},
     },
     encode::{NodeView, tables::Tables},
@@ -82,7 +82,7 @@ pub(super) fn wanted(
 impl Agent {
     /// Makes the view again and carries out what is different.
     pub(super) async fn reconcile(&mut self) {
-        self.complaints.clear();
+        self.errors.clear();
         let links = self.links.current();
         let rules = rules(&self.world, &self.node, &self.settings);
         let own = self.tunnel_addresses();
@@ -106,7 +106,7 @@ impl Agent {
         let mut hold = self.late.holds(limit, now) || held && !self.are_pods_covered().await;
         // Rules look for what the programs note, so they come after it and go before it.
         if let Err(e) = self.make_stack_path(hold && held, selects).await {
-            self.complaints.push(e.to_string());
+            self.errors.push(e.to_string());
             hold |= held;
         }
         self.used = view::used(&self.world.plan, &classes);
@@ -114,9 +114,9 @@ impl Agent {
         self.histories.update(&self.world.snapshot, &classes, self.idle_from_now());
         let probes = self.gateways.states();
         let (excepts, api_server) = (&self.settings.except_cidrs, self.settings.api_server);
-        self.complaints.extend(view::unknown_services(&self.world.snapshot, excepts, api_server));
+        self.errors.extend(view::unknown_services(&self.world.snapshot, excepts, api_server));
         let cut_off = view::cut_off(&self.node, &self.world.snapshot, &self.world.plan, &links, &self.roles);
-        self.complaints.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
+        self.errors.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
         let able = cut_off.is_empty() && self.reach.is_reached();
         let turned = std::mem::replace(&mut self.able, able) != able;
         self.carriers.update(&carriers::Circumstances {
@@ -157,26 +157,26 @@ impl Agent {
 
         let shaper = self.shaper.ends().map(|ends| ends.far);
         self.hooks.set(wanted(rules, &self.tunnel, &self.settings, shaper));
-        self.complaints.extend(self.hooks.complaints());
+        self.errors.extend(self.hooks.errors());
         let setting = self.settings.transport;
         let watched = self.carriers.watched(&self.node, &self.world.plan, &self.used);
         let peers = peers(&self.node, &view, &self.world, &watched);
         let addresses = peers.values().map(|peer| peer.address).collect();
         self.routes.find(&self.netlink, &links, &addresses).await;
-        let ways: BTreeMap<NodeName, Ways> = peers
+        let transports: BTreeMap<NodeName, Transports> = peers
             .iter()
-            .map(|(n, peer)| (n.clone(), transports::ways(setting, peer, &self.routes.get(peer.address), &links, &own)))
+            .map(|(n, peer)| (n.clone(), transports::to(setting, peer, &self.routes.get(peer.address), &links, &own)))
             .collect();
-        self.gateways.set(targets(&watched, &view, &ways, setting));
-        let chosen = |n: &NodeName| self.gateways.way(n).unwrap_or_default();
-        view.ways = ways.iter().map(|(n, w)| (n.clone(), w.view(chosen(n), setting))).collect();
+        self.gateways.set(targets(&watched, &view, &transports, setting));
+        let chosen = |n: &NodeName| self.gateways.transport(n).unwrap_or_default();
+        view.transports = transports.iter().map(|(n, w)| (n.clone(), w.view(chosen(n), setting))).collect();
         let mut written = false;
         match self.encoder.fit(&mut view, self.writer.present()) {
             Ok((tables, refused)) => {
                 self.troubles.extend(refused.troubles(&self.world.plan.egress_ips));
                 let classes = classes_of_shaper(&tables, &limits);
                 if let Err(e) = self.shaper.set(&self.netlink.handle, &classes).await {
-                    self.complaints.push(e.to_string());
+                    self.errors.push(e.to_string());
                 }
                 match self.writer.write(tables) {
                     Ok(()) => {
@@ -185,23 +185,23 @@ impl Agent {
                         self.carries.retain(|ip| view.egress_ips.contains_key(ip));
                         let advertised = self.carriers.advertised() & &self.carries;
                         if let Err(e) = self.advertised.set(&self.netlink.handle, &advertised).await {
-                            self.complaints.push(e.to_string());
+                            self.errors.push(e.to_string());
                         }
                         written = true;
                     }
-                    Err(e) => self.complaints.push(e.to_string()),
+                    Err(e) => self.errors.push(e.to_string()),
                 }
             }
-            Err(overflow) => self.complaints.push(format!("{overflow}: nothing was changed")),
+            Err(overflow) => self.errors.push(format!("{overflow}: nothing was changed")),
         }
         // Where nothing was written, the tables carry what they carried before.
         announced.retain(|ip, _| self.carries.contains(ip));
-        self.complaints.extend(self.troubles.iter().map(|trouble| {
+        self.errors.extend(self.troubles.iter().map(|trouble| {
             let about =
                 trouble.pod.as_ref().map(|pod| format!(", pod {}/{}", pod.namespace, pod.name)).unwrap_or_default();
             format!("policy {}{about}: {}", trouble.policy, trouble.message)
         }));
-        let gateways = tell::gateways(&self.gateways, &ways);
+        let gateways = tell::gateways(&self.gateways, &transports);
         self.gateway_ways = gateways.iter().map(status::gateway).collect();
         let running = Running {
             uptime: self.start.elapsed(),
@@ -217,7 +217,7 @@ impl Agent {
             ports: &self.ports,
             store_connected: self.store.is_connected(),
             store_problems: self.store.problems(),
-            complaints: &self.complaints,
+            errors: &self.errors,
         };
         let mut state = tell::state(&self.world, &facts, &view, &running);
         let mut later = self.forward();
@@ -227,8 +227,8 @@ impl Agent {
         {
             later.push(e.to_string());
         }
-        state.problems.extend(later.iter().map(|error| tell::complaint(&self.node, error)));
-        self.complaints.extend(later);
+        state.problems.extend(later.iter().map(|error| tell::problem(&self.node, error)));
+        self.errors.extend(later);
         self.publish.send_replace(Arc::new(state));
         if written {
             self.withheld.written(self.start.elapsed());
@@ -244,8 +244,8 @@ impl Agent {
         self.owned.ask_all();
         self.reach.set_peers(self.carriers.peers(&self.node, &self.world.plan));
         self.keep_lease(cut_off.is_empty());
-        for complaint in &self.complaints {
-            tracing::error!("{complaint}");
+        for error in &self.errors {
+            tracing::error!("{error}");
         }
         self.status_due = true;
     }
@@ -268,7 +268,7 @@ impl Agent {
             false => self.shaper.ensure(&self.netlink.handle).await.map(drop),
         };
         if let Err(e) = done {
-            self.complaints.push(e.to_string());
+            self.errors.push(e.to_string());
         }
     }
 
@@ -485,15 +485,17 @@ fn peers(
 fn targets(
     watched: &BTreeSet<(&NodeName, IpAddr)>,
     view: &NodeView,
-    ways: &BTreeMap<NodeName, Ways>,
+    transports: &BTreeMap<NodeName, Transports>,
     setting: Transport,
 ) -> BTreeMap<NodeName, Target> {
     let mut targets: BTreeMap<NodeName, Target> = BTreeMap::new();
     for (gateway, egress) in watched {
-        let (Some(ways), Some(address)) = (ways.get(*gateway), view.nodes.get(*gateway).and_then(|a| a.first())) else {
+        let (Some(transports), Some(address)) =
+            (transports.get(*gateway), view.nodes.get(*gateway).and_then(|a| a.first()))
+        else {
             continue;
         };
-        let new = || Target { address: *address, egress: BTreeMap::new(), ways: ways.candidates(setting) };
+        let new = || Target { address: *address, egress: BTreeMap::new(), transports: transports.candidates(setting) };
         targets.entry((*gateway).clone()).or_insert_with(new).egress.entry(egress.is_ipv6()).or_insert(*egress);
     }
     targets

@@ -48,7 +48,7 @@ pub struct Settings {
     pub firewall: Firewall,
     /// The one bit of the mark that leads first packets to the tunnel device where no other route does.
     pub firewall_mark: u32,
-    /// The ways to other nodes.
+    /// The transports to other nodes.
     pub transport: Transport,
     /// How programs are attached; found out if absent.
     pub attach: Option<attach::Mode>,

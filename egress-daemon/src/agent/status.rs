@@ -41,9 +41,9 @@ pub struct Report<'a> {
     pub tunnel_addresses: &'a [IpAddr],
     /// Whether new flows wait for the host's firewall.
     pub firewall: Firewall,
-    /// The setting for the ways to other nodes.
+    /// The setting for the transports to other nodes.
     pub transport: Transport,
-    /// The ways to gateways.
+    /// The transports to gateways.
     pub gateways: &'a [GatewayWay],
     /// How programs are attached.
     pub attach: Mode,
@@ -62,7 +62,7 @@ pub struct Report<'a> {
     /// What cannot be done for policies.
     pub troubles: &'a BTreeSet<Trouble>,
     /// What does not work; empty when all does.
-    pub complaints: &'a [String],
+    pub errors: &'a [String],
 }
 
 /// Makes the status. `now` is for the time of a condition's change only.
@@ -85,7 +85,7 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
         map_use: usage
             .map(|u| MapUse { map: u.map.into(), used: u.used as u64, capacity: u.capacity as u64 })
             .collect(),
-        conditions: vec![ready(report.complaints, old, now)],
+        conditions: vec![ready(report.errors, old, now)],
     }
 }
 
@@ -98,7 +98,7 @@ fn trouble(trouble: &Trouble) -> api::Trouble {
     }
 }
 
-/// The way to a gateway, as the object tells it.
+/// The transport to a gateway, as the object tells it.
 pub fn gateway(state: &GatewayState) -> GatewayWay {
     GatewayWay {
         node: state.name.clone(),
@@ -141,8 +141,8 @@ pub fn demands(demands: BTreeMap<IpAddr, Demand>) -> Vec<api::Demand> {
     demands.into_iter().map(demand).collect()
 }
 
-fn ready(complaints: &[String], old: Option<&EgressNodeStatus>, now: Timestamp) -> Condition {
-    let (status, reason, message) = match complaints {
+fn ready(errors: &[String], old: Option<&EgressNodeStatus>, now: Timestamp) -> Condition {
+    let (status, reason, message) = match errors {
         [] => ("True", "AsExpected", "the datapath does what the objects say".to_owned()),
         all => ("False", "Degraded", all.join("; ")),
     };

@@ -14,7 +14,7 @@ use egress_core::{
     agent::{
         demand::Ports,
         gateways::Gateways,
-        transports::{self, WAYS, Ways},
+        transports::{self, TRANSPORTS, Transports},
         view::Facts,
     },
     encode::NodeView,
@@ -43,7 +43,7 @@ pub struct Running<'a> {
     pub lease_held: Option<bool>,
     /// All leases up to this revision are in the maps.
     pub lease_revision: u64,
-    /// The setting for the ways to other nodes.
+    /// The setting for the transports to other nodes.
     pub transport: Transport,
     /// The gateways that this node uses, as [`gateways`] tells them.
     pub gateways: Vec<GatewayState>,
@@ -54,17 +54,17 @@ pub struct Running<'a> {
     /// What is wrong with the source of the objects.
     pub store_problems: Vec<store::Problem>,
     /// What the agent could not do.
-    pub complaints: &'a [String],
+    pub errors: &'a [String],
 }
 
 /// An error of the agent, as a problem of its node.
-pub fn complaint(node: &NodeName, message: &str) -> ProblemState {
+pub fn problem(node: &NodeName, message: &str) -> ProblemState {
     ProblemState { object: node.to_string(), message: message.to_owned(), ..ProblemState::default() }
 }
 
 /// Makes the state.
 pub fn state(world: &World, facts: &Facts<'_>, view: &NodeView, running: &Running<'_>) -> AgentState {
-    let mut problems: Vec<ProblemState> = running.complaints.iter().map(|c| complaint(facts.node, c)).collect();
+    let mut problems: Vec<ProblemState> = running.errors.iter().map(|e| problem(facts.node, e)).collect();
     problems.extend(world.problems.iter().map(|p| ProblemState {
         object: format!("{} {}", p.kind, p.name),
         field: Some(p.field.clone()),
@@ -147,8 +147,8 @@ fn refused(world: &World) -> impl Iterator<Item = PolicyState> {
     })
 }
 
-/// The gateways that are probed, and the ways to them.
-pub fn gateways(gateways: &Gateways, ways: &BTreeMap<NodeName, Ways>) -> Vec<GatewayState> {
+/// The gateways that are probed, and the transports to them.
+pub fn gateways(gateways: &Gateways, transports: &BTreeMap<NodeName, Transports>) -> Vec<GatewayState> {
     let states = gateways.states().into_iter();
     states
         .map(|(name, state)| GatewayState {
@@ -160,27 +160,27 @@ pub fn gateways(gateways: &Gateways, ways: &BTreeMap<NodeName, Ways>) -> Vec<Gat
                 ProbeState::Unable => ProbeResult::Unable,
             },
             rtt_micros: gateways.round_trip(&name).map(|d| d.as_micros() as u64),
-            transport: gateways.way(&name).map_or(String::new(), |way| transports::name(way).into()),
-            replies: gateways.back(&name).map_or(String::new(), |way| transports::name(way).into()),
-            why: ways.get(&name).map_or(String::new(), |ways| why_not(gateways, &name, ways)),
+            transport: gateways.transport(&name).map_or(String::new(), |transport| transports::name(transport).into()),
+            replies: gateways.back(&name).map_or(String::new(), |transport| transports::name(transport).into()),
+            why: transports.get(&name).map_or(String::new(), |transports| why_not(gateways, &name, transports)),
             name: name.to_string(),
         })
         .collect()
 }
 
-/// Why no better way to a gateway is in force; empty if the best one is.
-fn why_not(gateways: &Gateways, name: &NodeName, ways: &Ways) -> String {
-    let current = gateways.way(name).unwrap_or_default();
-    let better = WAYS.iter().filter(|way| **way > current);
-    let reasons = better.filter_map(|way| {
-        let reason = match (ways.reasons.get(way), gateways.of(name, *way)) {
+/// Why no better transport to a gateway is in force; empty if the best one is.
+fn why_not(gateways: &Gateways, name: &NodeName, transports: &Transports) -> String {
+    let current = gateways.transport(name).unwrap_or_default();
+    let better = TRANSPORTS.iter().filter(|transport| **transport > current);
+    let reasons = better.filter_map(|transport| {
+        let reason = match (transports.reasons.get(transport), gateways.of(name, *transport)) {
             (Some(reason), _) => reason.as_str(),
             (None, Some(ProbeState::Unknown)) => "not answered yet",
             (None, Some(ProbeState::Dead)) => "probes by it are not answered",
             (None, Some(ProbeState::Alive | ProbeState::Unable)) => "one address family only",
             (None, None) => return None,
         };
-        Some(format!("not {}: {reason}", transports::name(*way)))
+        Some(format!("not {}: {reason}", transports::name(*transport)))
     });
     reasons.collect::<Vec<_>>().join("; ")
 }

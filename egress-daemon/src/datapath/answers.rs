@@ -48,12 +48,12 @@ fn decode(bytes: &[u8]) -> Option<Answered> {
     }
     // SAFETY: there are enough bytes, and any are an Answer.
     let Answer { probe, family, .. } = unsafe { bytes.as_ptr().cast::<Answer>().read_unaligned() };
-    let Probe { kind, way, wish, state: probe_state, node_id, seq, .. } = probe;
+    let Probe { kind, transport, reply_transport, state: probe_state, node_id, seq, .. } = probe;
     (kind == REPLY).then(|| Answered {
         seq: u64::from_be_bytes(seq),
         node_id: u32::from_be_bytes(node_id),
-        way: way.into(),
-        back: wish.into(),
+        transport: transport.into(),
+        back: reply_transport.into(),
         ipv6: family == 6,
         able: probe_state & state::UNABLE == 0,
         held: probe_state & state::HELD != 0,

@@ -1,6 +1,6 @@
 //! The kernel's side of a node: the programs, where they are attached, and the maps that they read.
 //!
-//! May know aya and the records of `egress-common`; knows neither objects nor the store. [`tables`], [`ways`] and
+//! May know aya and the records of `egress-common`; knows neither objects nor the store. [`tables`], [`transports`] and
 //! [`encode`] are pure.
 
 pub mod answers;

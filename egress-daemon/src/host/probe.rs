@@ -1,7 +1,7 @@
 //! Sends probes into the tunnel device. I/O only: when to send and what an answer or its absence means is decided by
 //! `health`.
 //!
-//! The program at the device's egress knows a probe by its source MAC address and sends it by the way that it names; the
+//! The program at the device's egress knows a probe by its source MAC address and sends it by the transport that it names; the
 //! gateway's program turns the request into a reply. Replies come through a ring buffer (`datapath::answers`).
 
 use egress_core::agent::gateways::Request;
@@ -61,7 +61,7 @@ fn encode(request: &Request) -> Vec<u8> {
 
 fn payload(request: &Request) -> Vec<u8> {
     let remote: Vec<u8> = net::any(request.remote).iter().flat_map(|word| word.to_ne_bytes()).collect();
-    let kinds = [VERSION, REQUEST, request.way as u8, request.wish as u8];
+    let kinds = [VERSION, REQUEST, request.transport as u8, request.reply_transport as u8];
     [&MAGIC[..], &kinds, &request.node_id.to_be_bytes(), &[0; 4], &request.seq.to_be_bytes(), &remote].concat()
 }
 
@@ -96,7 +96,7 @@ mod tests {
 
     fn request(egress: &str, seq: u64) -> Request {
         let remote = "192.0.2.9".parse().unwrap();
-        Request { remote, node_id: 0x0102_0304, seq, way: 2, wish: 1, egress: egress.parse().unwrap() }
+        Request { remote, node_id: 0x0102_0304, seq, transport: 2, reply_transport: 1, egress: egress.parse().unwrap() }
     }
 
     #[test]
@@ -108,7 +108,7 @@ mod tests {
             // SAFETY: Probe holds bytes only, and the frame has enough of them behind its headers.
             let probe = unsafe { frame[ETHERNET + header + UDP..].as_ptr().cast::<Probe>().read_unaligned() };
             assert_eq!((&probe.magic, probe.version, probe.kind), (b"SPWY", VERSION, REQUEST));
-            assert_eq!((probe.way, probe.wish, probe.node_id), (2, 1, [1, 2, 3, 4]));
+            assert_eq!((probe.transport, probe.reply_transport, probe.node_id), (2, 1, [1, 2, 3, 4]));
             assert_eq!(probe.seq, [0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18]);
             assert_eq!(probe.remote, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 192, 0, 2, 9]);
             let packet = SlicedPacket::from_ethernet(&frame).unwrap();

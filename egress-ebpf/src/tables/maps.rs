@@ -183,9 +183,9 @@ pub static NODE_INDEX: HashMap<V6, u32, MAX_NODE_ADDRESSES, GROW> = HashMap::new
 /// Node by the MAC address that it sends from on a link that it shares with this one.
 #[btf_map]
 pub static MAC_INDEX: HashMap<MacKey, u32, MAX_MACS, GROW> = HashMap::new();
-/// By node: the way that it wants its replies by, as its last probe said.
+/// By node: the transport that it wants its replies by, as its last probe said.
 #[btf_map]
-pub static WISHES: Array<u32, MAX_NODES> = Array::new();
+pub static REPLY_TRANSPORT: Array<u32, MAX_NODES> = Array::new();
 /// Answers to this node's probes, for the agent.
 #[btf_map]
 pub static PROBES: RingBuf<Answer, PROBE_BUFFER> = RingBuf::new();

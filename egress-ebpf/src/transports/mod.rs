@@ -1,4 +1,4 @@
-//! Ways to another node and out of this one, and what fits them.
+//! Transports to another node and out of this one, and what fits them.
 
 pub mod carrier;
 pub mod device;

@@ -1,4 +1,4 @@
-//! Probes: each travels exactly as a translated packet does on its way, so that an answer proves the way.
+//! Probes: each travels exactly as a translated packet does on its way, so that an answer proves that the transport works.
 
 use crate::{
     headers::{
@@ -8,7 +8,7 @@ use crate::{
     tables::{
         deadline::is_before,
         family::Family,
-        maps::{NODES, PROBES, WISHES},
+        maps::{NODES, PROBES, REPLY_TRANSPORT},
         stats,
     },
     transports::{device, nodes},
@@ -44,10 +44,10 @@ pub fn send<F: Family>(pkt: &Packet) -> u64 {
     let Some(index) = nodes::node_of(&remote) else {
         return Verdict::Drop(Counter::DropNoOwner).to_bits();
     };
-    // Each takes another of the ways that a flow may take.
+    // Each takes another of the transports that a flow may take.
     let [.., a, b, c, d] = probe.seq;
     let entropy = u32::from_be_bytes([a, b, c, d]).wrapping_mul(0x9e37_79b1);
-    Verdict::send(purpose::PROBE + (probe.way & 3) as u32, index, entropy).to_bits()
+    Verdict::send(purpose::PROBE + (probe.transport & 3) as u32, index, entropy).to_bits()
 }
 
 /// Whether the packet is a probe: no flow has its ports.
@@ -88,18 +88,18 @@ fn received<F: Family>(pkt: &Packet, index: u32) -> Verdict {
 fn answer<F: Family>(pkt: &Packet, index: u32) -> Verdict {
     let payload = ETH_LEN + F::HEADER + at::UDP_LEN;
     let Some(node) = NODES.get(index) else { return Verdict::Drop(Counter::DropStranger) };
-    let Some([kind, way, wish]) = pkt.read::<[u8; 3]>(payload + offset_of!(Probe, kind) as u32) else {
+    let Some([kind, transport, reply_transport]) = pkt.read::<[u8; 3]>(payload + offset_of!(Probe, kind) as u32) else {
         return Verdict::Drop(Counter::DropMalformed);
     };
-    if let Some(wishes) = WISHES.get_ptr_mut(index)
+    if let Some(noted) = REPLY_TRANSPORT.get_ptr_mut(index)
         // SAFETY: a word that is read and written as a whole.
-        && unsafe { *wishes } != wish as u32
+        && unsafe { *noted } != reply_transport as u32
     {
         // SAFETY: as above.
-        unsafe { *wishes = wish as u32 };
+        unsafe { *noted = reply_transport as u32 };
     }
-    let by = clamp(way as u32, node.may);
-    if turn_around::<F>(pkt, payload, kind, [way, wish], by as u8).is_none() {
+    let by = clamp(transport as u32, node.may);
+    if turn_around::<F>(pkt, payload, kind, [transport, reply_transport], by as u8).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
     stats::count(Counter::ProbeAnswered);
@@ -108,7 +108,13 @@ fn answer<F: Family>(pkt: &Packet, index: u32) -> Verdict {
 
 /// Swaps the addresses, which leaves all checksums right (the ports are the same), and makes a reply of it.
 #[inline(always)]
-fn turn_around<F: Family>(pkt: &Packet, payload: u32, kind: u8, [way, wish]: [u8; 2], by: u8) -> Option<()> {
+fn turn_around<F: Family>(
+    pkt: &Packet,
+    payload: u32,
+    kind: u8,
+    [transport, reply_transport]: [u8; 2],
+    by: u8,
+) -> Option<()> {
     let (at, size) = (ETH_LEN + F::SRC, size_of::<F>() as u32);
     let (src, dst) = (F::load(pkt, at)?, F::load(pkt, at + size)?);
     dst.store(pkt, at)?;
@@ -116,14 +122,14 @@ fn turn_around<F: Family>(pkt: &Packet, payload: u32, kind: u8, [way, wish]: [u8
     let check = pkt.read::<u16>(payload - 2)?;
     let pair = |a: u8, b: u8| u16::from_ne_bytes([a, b]);
     let check = csum::update16(check, pair(VERSION, kind), pair(VERSION, REPLY));
-    let check = csum::update16(check, pair(way, wish), pair(way, by));
+    let check = csum::update16(check, pair(transport, reply_transport), pair(transport, by));
     let held = if is_before(deadline::LEASE) { state::HELD } else { 0 };
     let state = if is_before(deadline::ABLE) { held } else { held | state::UNABLE };
     let check = csum::update16(check, pair(0, 0), pair(state, 0));
     pkt.write(payload - 2, if check == 0 { 0xffff } else { check })?;
     pkt.write(payload + offset_of!(Probe, kind) as u32, REPLY)?;
     pkt.write(payload + offset_of!(Probe, state) as u32, state)?;
-    pkt.write(payload + offset_of!(Probe, wish) as u32, by)
+    pkt.write(payload + offset_of!(Probe, reply_transport) as u32, by)
 }
 
 #[inline(always)]

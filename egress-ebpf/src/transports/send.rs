@@ -1,4 +1,4 @@
-//! Sending to another node: which way a packet takes, and what a way cannot carry.
+//! Sending to another node: which transport a packet takes, and what a transport cannot carry.
 
 use crate::{
     headers::{
@@ -9,7 +9,7 @@ use crate::{
     },
     tables::{
         family::Family,
-        maps::{CONFIG, NODES, WISHES},
+        maps::{CONFIG, NODES, REPLY_TRANSPORT},
         stats,
     },
     transports::{device, vxlan},
@@ -40,12 +40,12 @@ pub extern "C" fn send_to_node(skb: *mut __sk_buff, to: u32, purpose: u32) -> u6
     let (Some(config), Some(node)) = (CONFIG.get(0), NODES.get(index)) else {
         return Verdict::Drop(Counter::DropNoOwner).to_bits();
     };
-    let (way, vni) = match purpose {
+    let (transport, vni) = match purpose {
         purpose::FORWARD => (node.forward, VNI_FORWARD),
         purpose::REPLY => (wished(index, node), VNI_REPLY),
         probe => (probe - purpose::PROBE, VNI_PROBE),
     };
-    let short = match way {
+    let short = match transport {
         DIRECT => direct(&pkt, node),
         VXLAN => vxlan::send(&pkt, config, node, vni, to >> 16),
         _ => Err(node.why),
@@ -74,11 +74,11 @@ pub fn entropy<F: Family>(ports: (u16, u16), address: F) -> u32 {
     h.wrapping_mul(0x9e37_79b1)
 }
 
-/// The way by which node number `index` wants replies, as far as this node can go it.
+/// The transport by which node number `index` wants replies, as far as this node allows it.
 #[inline(always)]
 fn wished(index: u32, node: &Node) -> u32 {
-    match WISHES.get(index) {
-        Some(&wish) => clamp(wish, node.may),
+    match REPLY_TRANSPORT.get(index) {
+        Some(&reply_transport) => clamp(reply_transport, node.may),
         None => 0,
     }
 }

@@ -414,7 +414,7 @@ fn targets(world: &View, watched: &BTreeSet<(&NodeName, IpAddr)>) -> BTreeMap<No
         else {
             continue;
         };
-        let new = || Target { address, egress: BTreeMap::new(), ways: [DEVICE].into() };
+        let new = || Target { address, egress: BTreeMap::new(), transports: [DEVICE].into() };
         let target: &mut Target = targets.entry((*name).clone()).or_insert_with(new);
         target.egress.entry(ip.is_ipv6()).or_insert(*ip);
     }

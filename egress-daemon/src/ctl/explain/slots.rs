@@ -217,8 +217,8 @@ pub(super) fn hand_over(walk: &mut Walk<'_>, egress: u32) -> Outcome {
     }
     match dump.node_address(e.gateway) {
         Some(address) => {
-            let way = dump.tables.nodes.get(&e.gateway).map_or(0, |node| node.forward);
-            let how = match way {
+            let transport = dump.tables.nodes.get(&e.gateway).map_or(0, |node| node.forward);
+            let how = match transport {
                 transport::DIRECT => "direct: without a tunnel to the MAC address of",
                 transport::VXLAN => "vxlan: through the tunnel, past its device, to",
                 _ => "device: through the tunnel to",

@@ -25,7 +25,7 @@ mod rig;
 mod scenes;
 mod tables;
 mod talk;
-mod ways;
+mod transports;
 mod write;
 
 use super::Pins;

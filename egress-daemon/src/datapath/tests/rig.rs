@@ -107,7 +107,7 @@ pub fn scene() -> NodeView {
         elsewhere: [REMOTE_PODS4, REMOTE_PODS6].map(|net| net.parse().unwrap()).into(),
         egress_ips: [EGRESS4, EGRESS6].map(|a| (addr(a), egress.clone())).into(),
         nodes: (0..3).map(|n| (scenes::node(n), vec![IpAddr::from([10, 0, 0, n as u8 + 1])])).collect(),
-        ways: BTreeMap::new(),
+        transports: BTreeMap::new(),
         macs: BTreeMap::new(),
         uplinks: BTreeMap::new(),
         config: Some(scenes::settings()),

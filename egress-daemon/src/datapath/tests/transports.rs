@@ -1,4 +1,4 @@
-//! The ways between nodes: the outer headers that the programs write and strip, byte by byte, and what they leave to the
+//! The transports between nodes: the outer headers that the programs write and strip, byte by byte, and what they leave to the
 //! tunnel device.
 
 use super::{
@@ -14,7 +14,7 @@ use egress_common::{
 };
 use egress_core::encode::{
     EgressView, NodeView,
-    transport::{Path, WayView},
+    transport::{Path, TransportView},
 };
 use std::net::IpAddr;
 
@@ -24,8 +24,8 @@ const THEIR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 3];
 const OUR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 const UNDERLAY: u32 = 9;
 
-/// The scene on an underlay of one family: `n1` owns the egress IPs, and packets go to it by `way`.
-fn view([ours, theirs]: [&str; 2], way: u32) -> NodeView {
+/// The scene on an underlay of one family: `n1` owns the egress IPs, and packets go to it by `transport`.
+fn view([ours, theirs]: [&str; 2], transport: u32) -> NodeView {
     let mut view = scene();
     let config = view.config.as_mut().unwrap();
     config.tunnel_port = TUNNEL_PORT.into();
@@ -36,7 +36,10 @@ fn view([ours, theirs]: [&str; 2], way: u32) -> NodeView {
     let path =
         Path { ifindex: UNDERLAY, mtu: 1500, hop: addr(theirs), source: addr(ours), macs: Some([THEIR_MAC, OUR_MAC]) };
     view.nodes = [(scenes::node(0), vec![addr(ours)]), (scenes::node(1), vec![addr(theirs)])].into();
-    view.ways.insert(scenes::node(1), WayView { forward: way, may: transport::bit(way), why: None, path: Some(path) });
+    view.transports.insert(
+        scenes::node(1),
+        TransportView { forward: transport, may: transport::bit(transport), why: None, path: Some(path) },
+    );
     view
 }
 
@@ -70,7 +73,7 @@ fn inside(frame: &[u8]) -> &[u8] {
 #[test]
 fn the_outer_headers_are_those_that_the_device_writes() {
     for underlay in UNDERLAYS {
-        let Some(mut rig) = Rig::new("way-vxlan", &view(underlay, transport::VXLAN)) else { return };
+        let Some(mut rig) = Rig::new("transport-vxlan", &view(underlay, transport::VXLAN)) else { return };
         for (pod, server, egress) in families() {
             for congestion in 0..4u8 {
                 let mut frame = seal(ip(pod, server, UDP, &[], &udp(4000, 53, b"question")));
@@ -118,12 +121,12 @@ fn the_outer_headers_are_those_that_the_device_writes() {
 
 #[test]
 fn what_is_too_large_for_its_transport_is_answered_with_the_size_that_fits() {
-    for (underlay, way) in UNDERLAYS.into_iter().flat_map(|u| [(u, transport::VXLAN), (u, transport::DIRECT)]) {
+    for (underlay, transport) in UNDERLAYS.into_iter().flat_map(|u| [(u, transport::VXLAN), (u, transport::DIRECT)]) {
         for respect in [0, flags::RESPECT_FIREWALL] {
-            let mut view = view(underlay, way);
+            let mut view = view(underlay, transport);
             let config = view.config.as_mut().unwrap();
             (config.room, config.flags) = (1430, respect);
-            let fits = if way == transport::DIRECT { 1500 } else { 1430 };
+            let fits = if transport == transport::DIRECT { 1500 } else { 1430 };
             let Some(mut rig) = Rig::new("too-large", &view) else { return };
             for (pod, server, _) in families() {
                 let header = if pod.is_ipv4() { 20 } else { 40 };
@@ -167,7 +170,7 @@ fn what_is_too_large_for_its_transport_is_answered_with_the_size_that_fits() {
 #[test]
 fn direct_changes_nothing_but_the_mac_addresses() {
     for underlay in UNDERLAYS {
-        let Some(mut rig) = Rig::new("way-direct", &view(underlay, transport::DIRECT)) else { return };
+        let Some(mut rig) = Rig::new("transport-direct", &view(underlay, transport::DIRECT)) else { return };
         for (pod, server, egress) in families() {
             let frame = seal(ip(pod, server, TCP, &[], &tcp(4000, 443, 2, &[])));
             let (verdict, out) = rig.run("pod_egress", &frame);
@@ -190,7 +193,7 @@ fn a_direct_reply_finds_its_pod_on_a_node_that_carries_egress_ips_and_on_one_tha
             let own = EgressView { gateway: Some(scenes::node(0)), forwards: true, ..EgressView::default() };
             view.egress_ips.insert(addr(CARRIED), own);
         }
-        let Some(mut rig) = Rig::new("way-reply", &view) else { return };
+        let Some(mut rig) = Rig::new("transport-reply", &view) else { return };
         for (pod, server, egress) in families() {
             let (verdict, out) = rig.run("pod_egress", &seal(ip(pod, server, UDP, &[], &udp(4000, 53, b"question"))));
             assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
@@ -220,7 +223,7 @@ fn a_direct_reply_finds_its_pod_on_a_node_that_carries_egress_ips_and_on_one_tha
 #[test]
 fn what_is_usual_is_stripped_and_the_rest_is_left_to_the_device_as_it_is() {
     for [ours, theirs] in UNDERLAYS {
-        let Some(mut rig) = Rig::new("way-strip", &gateway([ours, theirs])) else { return };
+        let Some(mut rig) = Rig::new("transport-strip", &gateway([ours, theirs])) else { return };
         let port = port_block::first_port(OTHER_BLOCK);
         for (_, server, egress) in families() {
             let inner = seal(ip(egress, server, TCP, &[], &tcp(port, 443, 2, &[])));
@@ -323,7 +326,7 @@ fn direct_takes_packets_from_the_mac_address_of_the_blocks_holder_only() {
     view.nodes.insert(scenes::node(2), vec![addr("10.0.0.4")]);
     view.macs.insert(THEIR_MAC, scenes::node(1));
     view.macs.insert([2, 0, 0, 0, 0, 4], scenes::node(2));
-    let Some(mut rig) = Rig::new("way-mac", &view) else { return };
+    let Some(mut rig) = Rig::new("transport-mac", &view) else { return };
     let port = port_block::first_port(OTHER_BLOCK);
     for (_, server, egress) in families() {
         let from = |mac: [u8; 6], port: u16| {

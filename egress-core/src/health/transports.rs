@@ -1,7 +1,7 @@
-//! Chooses the way to one gateway by what probes of each way say.
+//! Chooses the transport to one gateway by what probes of each transport say.
 //!
 //! Each round has one number. The way in force is probed in every round, the others now and then, and all of them as soon as
-//! anything is in doubt. The gateway lives as long as any way answers.
+//! anything is in doubt. The gateway lives as long as any transport answers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,21 +10,21 @@ use std::{
 
 use super::{ProbeState, ProbeTimes, ProbeTracker, ProbeTransition};
 
-/// What a probe is sent as: a way (numbers that sort from what always works to what is best), and the packet's family.
+/// What a probe is sent as: a transport (numbers that sort from what always works to what is best), and the packet's family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Form {
-    /// The way.
-    pub way: u32,
+    /// The transport.
+    pub transport: u32,
     /// The packet is IPv6.
     pub ipv6: bool,
 }
 
-/// Ways that are not in force are probed in one of so many rounds.
+/// Transports that are not in force are probed in one of so many rounds.
 const REST: u64 = 10;
 
 /// The probes of one gateway.
 #[derive(Clone, Debug)]
-pub struct WayChooser {
+pub struct TransportChooser {
     times: ProbeTimes,
     forms: BTreeMap<Form, ProbeTracker>,
     overall: ProbeTracker,
@@ -32,8 +32,8 @@ pub struct WayChooser {
     rounds: u64,
 }
 
-impl WayChooser {
-    /// Nothing is known yet: the first of the ways is in force.
+impl TransportChooser {
+    /// Nothing is known yet: the first of the transports is in force.
     pub fn new(times: ProbeTimes, forms: &BTreeSet<Form>) -> Self {
         let overall = ProbeTracker::new(times);
         let mut new = Self { times, forms: BTreeMap::new(), overall, current: 0, rounds: 0 };
@@ -50,7 +50,7 @@ impl WayChooser {
         self.choose()
     }
 
-    /// What the probes say of the gateway, by whatever way.
+    /// What the probes say of the gateway, by whatever transport.
     pub fn state(&self) -> ProbeState {
         self.overall.state()
     }
@@ -60,7 +60,7 @@ impl WayChooser {
         self.overall.interval()
     }
 
-    /// The last round trip, by whatever way.
+    /// The last round trip, by whatever transport.
     pub fn round_trip(&self) -> Option<Duration> {
         self.overall.round_trip()
     }
@@ -70,14 +70,14 @@ impl WayChooser {
         self.current
     }
 
-    /// What the probes say of a way: of its forms, the worst. `None` if it is not probed.
-    pub fn of(&self, way: u32) -> Option<ProbeState> {
+    /// What the probes say of a transport: of its forms, the worst. `None` if it is not probed.
+    pub fn of(&self, transport: u32) -> Option<ProbeState> {
         let worst = |state: ProbeState| match state {
             ProbeState::Dead => 0,
             ProbeState::Unknown => 1,
             ProbeState::Alive | ProbeState::Unable => 2,
         };
-        self.trackers(way).map(ProbeTracker::state).min_by_key(|state| worst(*state))
+        self.trackers(transport).map(ProbeTracker::state).min_by_key(|state| worst(*state))
     }
 
     /// Begins a round with this number, which was never used before: what to send in it.
@@ -87,7 +87,7 @@ impl WayChooser {
         let doubtful = self.trackers(self.current).any(ProbeTracker::in_doubt);
         let all = unknown || doubtful || self.rounds.is_multiple_of(REST);
         self.overall.on_sent(seq, now);
-        let due: Vec<Form> = self.forms.keys().filter(|form| all || form.way == self.current).copied().collect();
+        let due: Vec<Form> = self.forms.keys().filter(|form| all || form.transport == self.current).copied().collect();
         for form in &due {
             if let Some(tracker) = self.forms.get_mut(form) {
                 tracker.on_sent(seq, now);
@@ -111,20 +111,20 @@ impl WayChooser {
         (self.overall.poll(now), self.choose())
     }
 
-    fn trackers(&self, way: u32) -> impl Iterator<Item = &ProbeTracker> {
-        self.forms.iter().filter(move |(form, _)| form.way == way).map(|(_, tracker)| tracker)
+    fn trackers(&self, transport: u32) -> impl Iterator<Item = &ProbeTracker> {
+        self.forms.iter().filter(move |(form, _)| form.transport == transport).map(|(_, tracker)| tracker)
     }
 
     /// The way in force stays until it fails or a better one is shown to work. Without any that works it is the first,
     /// which asks for the least.
     fn choose(&mut self) -> bool {
         let before = self.current;
-        let ways: BTreeSet<u32> = self.forms.keys().map(|form| form.way).collect();
-        let best = ways.iter().copied().filter(|way| self.of(*way) == Some(ProbeState::Alive)).max();
+        let transports: BTreeSet<u32> = self.forms.keys().map(|form| form.transport).collect();
+        let best = transports.iter().copied().filter(|transport| self.of(*transport) == Some(ProbeState::Alive)).max();
         let failed = matches!(self.of(before), None | Some(ProbeState::Dead));
         self.current = match best {
             Some(best) if failed || best > before => best,
-            None if failed => ways.first().copied().unwrap_or(0),
+            None if failed => transports.first().copied().unwrap_or(0),
             _ => before,
         };
         self.current != before
@@ -136,77 +136,77 @@ mod tests {
     use super::*;
 
     const FORMS: [Form; 4] = [
-        Form { way: 0, ipv6: false },
-        Form { way: 1, ipv6: false },
-        Form { way: 2, ipv6: false },
-        Form { way: 2, ipv6: true },
+        Form { transport: 0, ipv6: false },
+        Form { transport: 1, ipv6: false },
+        Form { transport: 2, ipv6: false },
+        Form { transport: 2, ipv6: true },
     ];
 
-    /// Rounds of 100 ms in which the forms answer that `works` holds for; the ways in force after each.
-    fn rounds(ways: &mut WayChooser, from: u64, count: u64, works: impl Fn(Form) -> bool) -> Vec<u32> {
+    /// Rounds of 100 ms in which the forms answer that `works` holds for; the transports in force after each.
+    fn rounds(transports: &mut TransportChooser, from: u64, count: u64, works: impl Fn(Form) -> bool) -> Vec<u32> {
         (from..from + count)
             .map(|seq| {
                 let now = Duration::from_millis(100 * seq);
-                ways.poll(now);
-                for form in ways.round(seq, now).into_iter().filter(|form| works(*form)) {
-                    ways.on_reply(form, seq, now + Duration::from_millis(1));
+                transports.poll(now);
+                for form in transports.round(seq, now).into_iter().filter(|form| works(*form)) {
+                    transports.on_reply(form, seq, now + Duration::from_millis(1));
                 }
-                ways.current()
+                transports.current()
             })
             .collect()
     }
 
-    fn chooser() -> WayChooser {
-        WayChooser::new(ProbeTimes::default(), &FORMS.into())
+    fn chooser() -> TransportChooser {
+        TransportChooser::new(ProbeTimes::default(), &FORMS.into())
     }
 
     #[test]
     fn the_best_way_that_answers_is_taken_at_once() {
-        let mut ways = chooser();
-        assert_eq!(ways.current(), 0);
-        assert_eq!(rounds(&mut ways, 1, 3, |_| true), [2, 2, 2]);
-        let mut ways = chooser();
-        assert_eq!(rounds(&mut ways, 1, 5, |form| form.way < 2), [1; 5]);
-        assert_eq!(ways.of(2), Some(ProbeState::Dead));
+        let mut transports = chooser();
+        assert_eq!(transports.current(), 0);
+        assert_eq!(rounds(&mut transports, 1, 3, |_| true), [2, 2, 2]);
+        let mut transports = chooser();
+        assert_eq!(rounds(&mut transports, 1, 5, |form| form.transport < 2), [1; 5]);
+        assert_eq!(transports.of(2), Some(ProbeState::Dead));
     }
 
     #[test]
     fn a_way_that_carries_one_family_only_does_not_serve() {
-        let mut ways = chooser();
-        assert_eq!(rounds(&mut ways, 1, 5, |form| !(form.way == 2 && form.ipv6)), [1; 5]);
+        let mut transports = chooser();
+        assert_eq!(rounds(&mut transports, 1, 5, |form| !(form.transport == 2 && form.ipv6)), [1; 5]);
     }
 
     #[test]
     fn a_way_that_stops_is_left_after_three_probes_and_taken_again_when_it_works() {
-        let mut ways = chooser();
-        rounds(&mut ways, 1, 20, |_| true);
-        let after = rounds(&mut ways, 21, 10, |form| form.way != 2);
+        let mut transports = chooser();
+        rounds(&mut transports, 1, 20, |_| true);
+        let after = rounds(&mut transports, 21, 10, |form| form.transport != 2);
         assert_eq!(after[..3], [2, 2, 2], "{after:?}");
         assert_eq!(after[3..], [1; 7], "{after:?}");
-        assert_eq!(ways.state(), ProbeState::Alive, "the gateway itself answered all the time");
-        let back = rounds(&mut ways, 31, 60, |_| true);
+        assert_eq!(transports.state(), ProbeState::Alive, "the gateway itself answered all the time");
+        let back = rounds(&mut transports, 31, 60, |_| true);
         assert!(back.ends_with(&[2]) && back[..10] == [1; 10], "not at the first answer: {back:?}");
     }
 
     #[test]
     fn a_gateway_that_dies_is_dead_as_soon_as_with_one_way() {
-        let mut ways = chooser();
-        rounds(&mut ways, 1, 10, |_| true);
-        rounds(&mut ways, 11, 3, |_| false);
-        assert_eq!(ways.poll(Duration::from_millis(1400)).0, Some(ProbeTransition::Dead));
-        assert_eq!(ways.state(), ProbeState::Dead);
+        let mut transports = chooser();
+        rounds(&mut transports, 1, 10, |_| true);
+        rounds(&mut transports, 11, 3, |_| false);
+        assert_eq!(transports.poll(Duration::from_millis(1400)).0, Some(ProbeTransition::Dead));
+        assert_eq!(transports.state(), ProbeState::Dead);
     }
 
     #[test]
     fn what_rests_is_probed_rarely() {
-        let mut ways = chooser();
-        rounds(&mut ways, 1, 5, |_| true);
+        let mut transports = chooser();
+        rounds(&mut transports, 1, 5, |_| true);
         let sent: usize = (6..26)
             .map(|seq| {
                 let now = Duration::from_millis(100 * seq);
-                let due = ways.round(seq, now);
+                let due = transports.round(seq, now);
                 for form in &due {
-                    ways.on_reply(*form, seq, now);
+                    transports.on_reply(*form, seq, now);
                 }
                 due.len()
             })
@@ -216,10 +216,10 @@ mod tests {
 
     #[test]
     fn a_way_that_is_forbidden_is_left_at_once() {
-        let mut ways = chooser();
-        rounds(&mut ways, 1, 3, |_| true);
-        assert!(ways.set(&FORMS[..2].iter().copied().collect()));
-        assert_eq!(ways.current(), 1);
-        assert!(!ways.set(&FORMS.into()), "it has to answer first");
+        let mut transports = chooser();
+        rounds(&mut transports, 1, 3, |_| true);
+        assert!(transports.set(&FORMS[..2].iter().copied().collect()));
+        assert_eq!(transports.current(), 1);
+        assert!(!transports.set(&FORMS.into()), "it has to answer first");
     }
 }
