@@ -2,22 +2,23 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use super::Finding;
-use super::files::Tree;
+use pulldown_cmark::{Event, Parser, Tag};
+
+use super::{Finding, Tree};
 
 /// Checks every Markdown file.
 pub fn check(tree: &Tree) -> Vec<Finding> {
     let mut findings = Vec::new();
-    for (file, text) in tree.texts.iter().filter(|(file, _)| file.extension().is_some_and(|ending| ending == "md")) {
+    for (file, text) in tree.iter().filter(|(file, _)| file.extension().is_some_and(|ending| ending == "md")) {
         let folder = file.parent().unwrap_or_else(|| Path::new(""));
-        for (line, target) in targets(text) {
-            let path = target.split('#').next().unwrap_or_default();
-            let external = target.contains("://") || target.starts_with("mailto:");
-            if external || path.is_empty() {
-                continue;
-            }
-            if normal(&folder.join(path)).is_none_or(|path| !tree.paths.contains(&path) && path != Path::new("")) {
-                let message = format!("the link to {target} points to nothing");
+        for (event, range) in Parser::new(text).into_offset_iter() {
+            let Event::Start(Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. }) = event else { continue };
+            let path = dest_url.split('#').next().unwrap_or_default();
+            let external = dest_url.contains("://") || dest_url.starts_with("mailto:");
+            let there = |path: PathBuf| tree.keys().any(|known| known.starts_with(&path));
+            if !external && !path.is_empty() && !normal(&folder.join(path)).is_some_and(there) {
+                let line = text[..range.start].matches('\n').count() + 1;
+                let message = format!("the link to {dest_url} points to nothing");
                 findings.push(Finding { path: file.clone(), line, message });
             }
         }
@@ -25,33 +26,8 @@ pub fn check(tree: &Tree) -> Vec<Finding> {
     findings
 }
 
-/// The targets of `[text](target)` and `[text]: target`, with their lines, outside of code.
-fn targets(text: &str) -> Vec<(usize, String)> {
-    let mut found = Vec::new();
-    let mut fenced = false;
-    for (number, line) in text.lines().enumerate() {
-        if line.trim_start().starts_with("```") {
-            fenced = !fenced;
-        }
-        if fenced {
-            continue;
-        }
-        // Every second part is between back quotes.
-        let prose: String = line.split('`').step_by(2).collect();
-        for part in prose.split("](").skip(1) {
-            let target = part.split([')', ' ']).next().unwrap_or_default();
-            found.push((number + 1, target.to_owned()));
-        }
-        if let Some((name, target)) = prose.split_once("]: ").filter(|(name, _)| name.starts_with('[')) {
-            let footnote = name.starts_with("[^");
-            found.extend((!footnote).then(|| (number + 1, target.trim().to_owned())));
-        }
-    }
-    found
-}
-
 /// Resolves `.` and `..`; `None` when the path leaves the clone.
-fn normal(path: &Path) -> Option<PathBuf> {
+pub fn normal(path: &Path) -> Option<PathBuf> {
     let mut normal = PathBuf::new();
     for component in path.components() {
         match component {
@@ -71,16 +47,11 @@ mod tests {
     #[test]
     fn dead_links_are_found_and_code_is_left_alone() {
         let text = "[a](b.md) [x](gone.md#there) [w](https://gone)\n```\n[c](code.md)\n```\n`[d](quoted.md)` [e](#here)\n\
-                    [f](../README.md) [g](../../outside)\n[ref]: gone.md";
-        let tree = Tree::of(&[("docs/a.md", text), ("docs/b.md", ""), ("README.md", "[docs](docs)")]);
+                    [f](../README.md) [g](../../outside) [h][ref]\n\n[ref]: gone.md";
+        let files = [("docs/a.md", text), ("docs/b.md", ""), ("README.md", "[docs](docs)")];
+        let tree = files.map(|(path, text)| (PathBuf::from(path), text.to_owned())).into();
         let found: Vec<_> = check(&tree).into_iter().map(|finding| (finding.line, finding.message)).collect();
-        assert_eq!(
-            found,
-            [
-                (1, "the link to gone.md#there points to nothing".to_owned()),
-                (6, "the link to ../../outside points to nothing".to_owned()),
-                (7, "the link to gone.md points to nothing".to_owned()),
-            ]
-        );
+        let dead = |line, link| (line, format!("the link to {link} points to nothing"));
+        assert_eq!(found, [dead(1, "gone.md#there"), dead(6, "../../outside"), dead(6, "gone.md")]);
     }
 }
