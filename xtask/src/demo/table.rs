@@ -1,5 +1,7 @@
 //! Plain text for people: tables, bars and wrapped paragraphs. Pure; knows nothing of terminals.
 
+use comfy_table::{CellAlignment, ColumnConstraint, LineStyle, TableStyle, Width};
+
 /// A paragraph in lines of at most `width` characters, broken between words. A longer word keeps its own line.
 pub fn wrap(text: &str, width: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
@@ -29,70 +31,40 @@ pub fn percent(part: usize, whole: usize) -> String {
 }
 
 /// A table with a line of titles. Columns are as wide as their widest cell; cells may be limited and are wrapped then.
-pub struct Table {
-    titles: Vec<String>,
-    limits: Vec<usize>,
-    numeric: Vec<bool>,
-    rows: Vec<Vec<String>>,
-}
+pub struct Table(comfy_table::Table);
+
+/// Blanks behind each cell, beside the one between two columns.
+const GAP: u16 = 1;
 
 impl Table {
     /// An empty table. A title that starts with `>` is a column of numbers: aligned right.
     pub fn new(titles: &[&str]) -> Table {
-        Table {
-            titles: titles.iter().map(|title| title.trim_start_matches('>').to_owned()).collect(),
-            limits: vec![usize::MAX; titles.len()],
-            numeric: titles.iter().map(|title| title.starts_with('>')).collect(),
-            rows: Vec::new(),
+        let mut table = comfy_table::Table::new();
+        table.load_style(TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─')));
+        table.set_header(titles.iter().map(|title| title.trim_start_matches('>')));
+        for (column, title) in table.column_iter_mut().zip(titles) {
+            column.set_padding((0, GAP));
+            if title.starts_with('>') {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
         }
+        Table(table)
     }
 
     /// The greatest width of each column.
-    pub fn limits(mut self, limits: &[usize]) -> Table {
-        self.limits = limits.to_vec();
+    pub fn limits(mut self, limits: &[u16]) -> Table {
+        self.0.set_constraints(limits.iter().map(|limit| ColumnConstraint::UpperBoundary(Width::Fixed(limit + GAP))));
         self
     }
 
     /// Adds a row.
     pub fn row(&mut self, cells: impl IntoIterator<Item = impl Into<String>>) {
-        self.rows.push(cells.into_iter().map(Into::into).collect());
+        self.0.add_row(cells.into_iter().map(Into::<String>::into));
     }
 
     /// The lines of the table: titles, a rule, rows.
     pub fn lines(&self) -> Vec<String> {
-        let wrapped: Vec<Vec<Vec<String>>> = self.rows.iter().map(|row| self.wrap_row(row)).collect();
-        let mut widths: Vec<usize> = self.titles.iter().map(|title| length(title)).collect();
-        for row in &wrapped {
-            for (width, cell) in widths.iter_mut().zip(row) {
-                *width = cell.iter().map(|line| length(line)).fold(*width, usize::max);
-            }
-        }
-        let rules: Vec<String> = widths.iter().map(|width| "─".repeat(*width)).collect();
-        let mut lines = vec![self.line(&self.titles, &widths), self.line(&rules, &widths)];
-        for row in &wrapped {
-            let height = row.iter().map(Vec::len).max().unwrap_or(0);
-            for at in 0..height {
-                let cells: Vec<String> = row.iter().map(|cell| cell.get(at).cloned().unwrap_or_default()).collect();
-                lines.push(self.line(&cells, &widths));
-            }
-        }
-        lines
-    }
-
-    fn wrap_row(&self, row: &[String]) -> Vec<Vec<String>> {
-        row.iter()
-            .zip(&self.limits)
-            .map(|(cell, limit)| if length(cell) > *limit { wrap(cell, *limit) } else { vec![cell.clone()] })
-            .collect()
-    }
-
-    fn line(&self, cells: &[String], widths: &[usize]) -> String {
-        let mut line = String::new();
-        for ((cell, width), numeric) in cells.iter().zip(widths).zip(&self.numeric) {
-            let padding = " ".repeat(width - length(cell));
-            line.push_str(&if *numeric { format!("{padding}{cell}  ") } else { format!("{cell}{padding}  ") });
-        }
-        line.trim_end().to_owned()
+        self.0.lines().map(|line| line.trim_end().to_owned()).collect()
     }
 }
 
@@ -111,7 +83,7 @@ mod tests {
         table.row(["192.0.2.9", "1234567", ""]);
         assert_eq!(
             table.lines(),
-            ["egress IP     flows", "──────────  ───────  ──", "192.0.2.10        7  ██", "192.0.2.9   1234567",]
+            ["egress IP     flows", "────────────────────────", "192.0.2.10        7  ██", "192.0.2.9   1234567"]
         );
     }
 
