@@ -1,55 +1,57 @@
-//! A guest's file system: a cpio archive in the "newc" format, which the kernel unpacks into memory.
+//! A guest's file system: a folder, packed as the cpio archive that the kernel unpacks into memory.
 
-use std::collections::BTreeSet;
-use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
+use std::fs::{self, File, Permissions};
+use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-const DIRECTORY: u32 = 0o040_755;
-const FILE: u32 = 0o100_000;
-const LINK: u32 = 0o120_777;
-
-/// An archive being made.
+/// The folder of a file system being made.
 pub struct Initramfs {
-    bytes: Vec<u8>,
-    inodes: u32,
-    /// What is there already, without a leading slash.
-    names: BTreeSet<PathBuf>,
+    root: PathBuf,
 }
 
 impl Initramfs {
-    /// An archive with these empty directories.
-    pub fn new(directories: &[&str]) -> Self {
-        let mut archive = Self { bytes: Vec::new(), inodes: 0, names: BTreeSet::new() };
-        directories.iter().for_each(|dir| archive.directory(Path::new(dir)));
-        archive
+    /// A file system with these empty directories, in an empty folder.
+    pub fn new(root: &Path, directories: &[&str]) -> Result<Self> {
+        if root.exists() {
+            fs::remove_dir_all(root).with_context(|| format!("cannot empty {}", root.display()))?;
+        }
+        for name in directories {
+            fs::create_dir_all(root.join(name)).with_context(|| format!("cannot make {name}"))?;
+        }
+        Ok(Self { root: root.to_owned() })
     }
 
-    /// A file with these contents, and the directories that it lies in.
-    pub fn file(&mut self, name: &str, mode: u32, contents: &[u8]) {
-        self.parents(Path::new(name));
-        self.entry(Path::new(name), FILE | mode, contents);
+    /// The place of a file, whose directories are there then.
+    fn place(&self, name: &str) -> Result<PathBuf> {
+        let path = self.root.join(name.trim_start_matches('/'));
+        let folder = path.parent().unwrap_or(&self.root);
+        fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        Ok(path)
+    }
+
+    /// A program with this text.
+    pub fn script(&self, name: &str, text: &str) -> Result<()> {
+        let path = self.place(name)?;
+        fs::write(&path, text).and_then(|()| fs::set_permissions(&path, Permissions::from_mode(0o755)))?;
+        Ok(())
     }
 
     /// A symbolic link.
-    pub fn link(&mut self, name: &str, target: &str) {
-        self.parents(Path::new(name));
-        self.entry(Path::new(name), LINK, target.as_bytes());
+    pub fn link(&self, name: &str, target: &str) -> Result<()> {
+        symlink(target, self.place(name)?).with_context(|| format!("cannot link {name}"))
     }
 
     /// A copy of a file of this machine, at another place.
-    pub fn copy(&mut self, from: &Path, name: &str) -> Result<()> {
-        let contents = fs::read(from).with_context(|| format!("cannot read {}", from.display()))?;
-        let mode = fs::metadata(from).with_context(|| format!("cannot read {}", from.display()))?.permissions().mode();
-        self.file(name, mode & 0o777, &contents);
+    pub fn copy(&self, from: &Path, name: &str) -> Result<()> {
+        fs::copy(from, self.place(name)?).with_context(|| format!("cannot copy {}", from.display()))?;
         Ok(())
     }
 
     /// A program of this machine as `name`, with the libraries that it is linked with at their own places.
-    pub fn program(&mut self, from: &Path, name: &str) -> Result<()> {
+    pub fn program(&self, from: &Path, name: &str) -> Result<()> {
         self.copy(from, name)?;
         let output = Command::new("ldd").arg(from).output().context("cannot run ldd")?;
         for library in libraries(&String::from_utf8_lossy(&output.stdout)) {
@@ -58,46 +60,15 @@ impl Initramfs {
         Ok(())
     }
 
-    /// The archive's bytes.
-    pub fn finish(mut self) -> Vec<u8> {
-        self.entry(Path::new("TRAILER!!!"), 0, &[]);
-        self.bytes
-    }
-
-    fn directory(&mut self, name: &Path) {
-        self.parents(name);
-        self.entry(name, DIRECTORY, &[]);
-    }
-
-    fn parents(&mut self, name: &Path) {
-        let name = name.strip_prefix("/").unwrap_or(name);
-        let parents: Vec<&Path> = name.ancestors().skip(1).filter(|dir| !dir.as_os_str().is_empty()).collect();
-        parents.into_iter().rev().for_each(|dir| self.entry(dir, DIRECTORY, &[]));
-    }
-
-    /// One entry; what is there already stays as it is.
-    fn entry(&mut self, name: &Path, mode: u32, contents: &[u8]) {
-        let name = name.strip_prefix("/").unwrap_or(name);
-        if !self.names.insert(name.to_owned()) {
-            return;
+    /// Writes the archive, and removes the folder.
+    pub fn pack(self, archive: &Path) -> Result<()> {
+        let mut command = Command::new("sh");
+        command.args(["-c", "find . | busybox cpio -o -H newc"]).current_dir(&self.root);
+        let output = File::create(archive).with_context(|| format!("cannot write {}", archive.display()))?;
+        if !command.stdout(output).status().context("cannot run sh")?.success() {
+            bail!("cpio failed for {}", self.root.display());
         }
-        self.inodes += 1;
-        let name = name.to_string_lossy();
-        // Inode, mode, owner, group, links, time, size, four device numbers, length of the name, checksum.
-        let fields = [self.inodes, mode, 0, 0, 1, 0, contents.len() as u32, 0, 0, 0, 0, name.len() as u32 + 1, 0];
-        self.bytes.extend(b"070701");
-        fields.iter().for_each(|field| self.bytes.extend(format!("{field:08x}").bytes()));
-        self.bytes.extend(name.bytes());
-        self.bytes.push(0);
-        self.pad();
-        self.bytes.extend(contents);
-        self.pad();
-    }
-
-    fn pad(&mut self) {
-        while !self.bytes.len().is_multiple_of(4) {
-            self.bytes.push(0);
-        }
+        fs::remove_dir_all(&self.root).with_context(|| format!("cannot remove {}", self.root.display()))
     }
 }
 
@@ -128,17 +99,14 @@ mod tests {
     }
 
     #[test]
-    fn an_archive_holds_every_directory_once_and_before_its_files() {
-        let mut archive = Initramfs::new(&["proc"]);
-        archive.file("/a/b/c", 0o755, b"12345");
-        archive.link("a/b/d", "c");
-        archive.file("a/b/c", 0o600, b"not again");
-        let bytes = archive.finish();
-        assert_eq!(bytes.len() % 4, 0);
-        let text = String::from_utf8_lossy(&bytes);
-        let names: Vec<&str> = text.split("070701").skip(1).map(|e| e[104..].split('\0').next().unwrap()).collect();
-        assert_eq!(names, ["proc", "a", "a/b", "a/b/c", "a/b/d", "TRAILER!!!"]);
-        assert!(text.contains("12345\0\0\0") && !text.contains("again"));
-        assert!(text.contains("000081ed"), "mode of a program: {text:?}");
+    fn a_file_system_has_its_empty_directories_and_those_of_its_files() {
+        let root = std::env::temp_dir().join(format!("xtask-initramfs-{}", std::process::id()));
+        let made = Initramfs::new(&root, &["proc"]).unwrap();
+        made.link("bin/sh", "busybox").unwrap();
+        made.script("/init", "#!/bin/sh\n").unwrap();
+        assert!(root.join("proc").is_dir());
+        assert_eq!(fs::read_link(root.join("bin/sh")).unwrap(), Path::new("busybox"));
+        assert_eq!(fs::metadata(root.join("init")).unwrap().permissions().mode() & 0o777, 0o755);
+        fs::remove_dir_all(&root).unwrap();
     }
 }

@@ -103,8 +103,7 @@ pub fn run(kernel: Kernel, binaries: &Binaries, bless: bool, tally: &mut Tally) 
     let dir = workspace::scratch_dir()?.join(format!("guest-{}", kernel.version()));
     fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
     let initrd = dir.join("initrd");
-    let archive = archive(&kernel_files, binaries, &dir)?;
-    fs::write(&initrd, archive).with_context(|| format!("cannot write {}", initrd.display()))?;
+    file_system(&kernel_files, binaries, &dir)?.pack(&initrd)?;
 
     let how = Run { filter: None, timeout: TIMEOUT, second_try: false };
     libtest::run(&name, qemu(&kernel_files.vmlinux, &initrd), &how, tally)?;
@@ -119,11 +118,12 @@ pub fn run(kernel: Kernel, binaries: &Binaries, bless: bool, tally: &mut Tally) 
     verified::compare(kernel, &text, bless, tally)
 }
 
-fn archive(kernel: &Unpacked, binaries: &Binaries, scratch: &Path) -> Result<Vec<u8>> {
-    let mut archive = Initramfs::new(&["dev", "etc", "proc", "root", "run", "sys", "tmp", "var"]);
+fn file_system(kernel: &Unpacked, binaries: &Binaries, scratch: &Path) -> Result<Initramfs> {
+    let directories = ["dev", "etc", "proc", "root", "run", "sys", "tmp", "var"];
+    let archive = Initramfs::new(&scratch.join("root"), &directories)?;
     archive.copy(&setup::find_program("busybox").context("busybox is gone")?, "bin/busybox")?;
-    APPLETS.iter().for_each(|applet| archive.link(&format!("bin/{applet}"), "busybox"));
-    archive.link("sbin/modprobe", "../bin/busybox");
+    APPLETS.iter().try_for_each(|applet| archive.link(&format!("bin/{applet}"), "busybox"))?;
+    archive.link("sbin/modprobe", "../bin/busybox")?;
     for program in PROGRAMS {
         archive.program(&fs::canonicalize(program).with_context(|| format!("{program} is gone"))?, program)?;
     }
@@ -135,13 +135,13 @@ fn archive(kernel: &Unpacked, binaries: &Binaries, scratch: &Path) -> Result<Vec
         archive.program(&small, &name)?;
         fs::remove_file(&small).with_context(|| format!("cannot remove {}", small.display()))?;
     }
-    add_modules(&mut archive, kernel)?;
-    archive.file("init", 0o755, init().as_bytes());
-    Ok(archive.finish())
+    add_modules(&archive, kernel)?;
+    archive.script("init", &init())?;
+    Ok(archive)
 }
 
 /// The modules with what they depend on, and the index by which the kernel's requests find them.
-fn add_modules(archive: &mut Initramfs, kernel: &Unpacked) -> Result<()> {
+fn add_modules(archive: &Initramfs, kernel: &Unpacked) -> Result<()> {
     for module in MODULES {
         let mut command = Command::new("modprobe");
         command.arg("-d").arg(&kernel.root).args(["-S", &kernel.release, "--show-depends", module]);
