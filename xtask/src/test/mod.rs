@@ -18,7 +18,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 
 use crate::guest::{self, Kernel};
-use crate::{build, cluster, image, process, progress, setup, workspace};
+use crate::{build, cluster, image, process, setup, workspace};
 use binaries::{Binary, Kind};
 use libtest::Run;
 use plan::Job;
@@ -27,8 +27,6 @@ use tally::Tally;
 const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 /// How many seeds of the simulated cluster a whole run tries.
 const SEEDS: &str = "10000";
-/// The crates that the simulated cluster spends its time in, and how much each is optimized for it.
-const OPTIMIZED: [(&str, u8); 2] = [("egress-core", 2), ("egress-daemon", 1)];
 /// It gets what the other tests leave of the processors.
 const SIMULATION_TIMEOUT: Duration = Duration::from_secs(60 * 60);
 /// The end-to-end tests, by one transport or on a Kubernetes.
@@ -89,7 +87,6 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
         return guests(&args.kernel, true, &binaries, &bin_dir, args.bless, tally);
     }
     let jobs = plan::jobs(args, &binaries);
-    // Before the simulated cluster is built, which takes its time: cargo builds one thing at a time.
     let environment = prepare(&jobs, tally);
     let run_tests = |tally: &mut Tally| run_tests(args, &jobs, &binaries, &bin_dir, &environment, tally);
     if !args.is_whole() {
@@ -98,7 +95,7 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
     thread::scope(|scope| {
         let simulation = scope.spawn(|| {
             let mut tally = Tally::default();
-            simulated_cluster(&mut tally).map(|()| tally)
+            simulated_cluster(&binaries, &mut tally).map(|()| tally)
         });
         let outcome = run_tests(tally);
         let simulated = simulation.join().map_err(|_| anyhow!("the simulated cluster's thread has panicked"))?;
@@ -165,20 +162,10 @@ fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &[(&str, OsString)], tall
 }
 
 /// Runs all seeds of the simulated cluster, beside the other tests: those mostly wait. It runs only while nothing else wants a processor
-/// (`SCHED_IDLE`), so none of them notices. Its crates are optimized, which makes it four times as fast; the others are those of the other
-/// tests, because a second tree of them costs minutes and gigabytes.
-fn simulated_cluster(tally: &mut Tally) -> Result<()> {
-    let test = || {
-        let mut command = process::behind(&["chrt", "--idle", "0"], &workspace::cargo("test"));
-        for (package, level) in OPTIMIZED {
-            command.arg("--config").arg(format!("profile.dev.package.{package}.opt-level={level}"));
-        }
-        command.args(["--package", "egress-daemon", "--lib"]);
-        command
-    };
-    progress::run("build the simulated cluster", test().arg("--no-run"))?;
-    let mut command = test();
-    command.args(["--quiet", "--", "agent::sim"]).env("SPILLWAY_SIM_SEEDS", SEEDS);
+/// (`SCHED_IDLE`), so none of them notices.
+fn simulated_cluster(binaries: &[Binary], tally: &mut Tally) -> Result<()> {
+    let mut command = process::behind(&["chrt", "--idle", "0"], &find(binaries, "egress-daemon")?.command());
+    command.args(["--quiet", "agent::sim"]).env("SPILLWAY_SIM_SEEDS", SEEDS);
     let how = Run { filter: None, timeout: SIMULATION_TIMEOUT, second_try: false };
     libtest::run("the simulated cluster", command, &how, tally)
 }
