@@ -17,7 +17,7 @@ pub const QUIET: Duration = Duration::from_millis(300);
 /// How long a connection of [`sources`] may take.
 const CONNECT: Duration = Duration::from_millis(900);
 /// The port at which [`sources`] listens.
-const LOOK_PORT: u16 = 9007;
+pub const LOOK_PORT: u16 = 9007;
 
 /// The part of a policy that most tests have in common: pods with the label `app: web`, all destinations.
 pub const WEB: &str = "
