@@ -113,6 +113,8 @@ fn sbom_of(archive: &Path) -> PathBuf {
 fn static_binaries(target: &str, release: bool) -> Result<PathBuf> {
     let mut command = workspace::cargo("build");
     command.args(["--target", target, "--package", "egress-daemon", "--bins"]).args(release.then_some("--release"));
+    // Tests start these a few times only, and compiling them takes longer.
+    command.args(["--config", "profile.dev.package.egress-daemon.opt-level=0"]);
     // What a debugger reads would be most of a test's program, in every node's store of images.
     command.env("CARGO_PROFILE_DEV_DEBUG", "none").env("CARGO_PROFILE_DEV_STRIP", "debuginfo");
     let variable = |name: &str| format!("CARGO_TARGET_{}_{name}", target.to_uppercase().replace('-', "_"));
