@@ -61,14 +61,21 @@ fn main() -> ExitCode {
         Command::Image(args) => image::run(&args),
         Command::Codegen(args) => codegen::run(&args),
         Command::Tidy => tidy::run(),
-        Command::Demo(args) => return demo::run(&args),
-        Command::Bench(args) => return bench::run(&args),
-        Command::Soak(args) => return soak::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Demo(args) => return ended(demo::run(&args)),
+        Command::Soak(args) => return ended(soak::run(&args)),
         Command::Test(args) => return test::run(&args),
     };
+    ended(result.map(|()| true))
+}
+
+/// The exit status of a command that ran to its end, which may be that something does not hold.
+fn ended(result: anyhow::Result<bool>) -> ExitCode {
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
         Err(error) => {
+            interrupt::wait_if_interrupted();
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }

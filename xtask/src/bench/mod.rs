@@ -21,7 +21,6 @@ mod variant;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
@@ -74,18 +73,6 @@ pub struct Args {
     scale: bool,
 }
 
-/// Measures, and shows and writes what came of it.
-pub fn run(args: &Args) -> ExitCode {
-    match bench(args) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            interrupt::wait_if_interrupted();
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
 impl Args {
     /// Whether everything is measured.
     fn is_full(&self) -> bool {
@@ -107,7 +94,8 @@ fn print_failover(args: &Args, lines: &[failover::Line]) -> Result<()> {
     Ok(())
 }
 
-fn bench(args: &Args) -> Result<()> {
+/// Measures, and shows and writes what came of it.
+pub fn run(args: &Args) -> Result<()> {
     let others = args.failover || args.is_full();
     setup::ensure(if others { setup::Scope::Failover } else { setup::Scope::Lab })?;
     if let Some(obstacle) = lab::skip::obstacle() {

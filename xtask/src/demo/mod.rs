@@ -14,7 +14,6 @@ mod streams;
 mod table;
 
 use std::path::Path;
-use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Result, bail};
@@ -46,22 +45,13 @@ pub struct Args {
     serve: Option<u16>,
 }
 
-/// Shows everything. Fails when a claim does not hold.
-pub fn run(args: &Args) -> ExitCode {
-    let result = match args {
+/// Shows everything. Whether all claims hold.
+pub fn run(args: &Args) -> Result<bool> {
+    match args {
         Args { serve: Some(port), .. } => keep::serve(*port).map(|()| true),
         Args { remove: true, .. } => remove().map(|()| true),
         Args { cluster: true, .. } => on_kubernetes::demo(args),
         _ => demo(args),
-    };
-    match result {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            interrupt::wait_if_interrupted();
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
     }
 }
 

@@ -5,7 +5,6 @@ mod churn;
 mod judge;
 mod world;
 
-use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Result, bail};
@@ -30,20 +29,8 @@ pub struct Args {
     seed: Option<u64>,
 }
 
-/// Runs it. Fails when an invariant was violated, after a summary.
-pub fn run(args: &Args) -> ExitCode {
-    match soak(args) {
-        Ok(judge) if judge.violations().is_empty() => ExitCode::SUCCESS,
-        Ok(_) => ExitCode::FAILURE,
-        Err(error) => {
-            interrupt::wait_if_interrupted();
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn soak(args: &Args) -> Result<Judge> {
+/// Runs it, and tells in a summary what was seen. Whether no invariant was violated.
+pub fn run(args: &Args) -> Result<bool> {
     setup::ensure(setup::Scope::Lab)?;
     if let Some(obstacle) = lab::skip::obstacle() {
         bail!("the soak makes network namespaces and loads eBPF programs: {obstacle}");
@@ -77,7 +64,7 @@ fn soak(args: &Args) -> Result<Judge> {
     }
     judge.conclude(&mut world, &churn)?;
     summary(&judge, started.elapsed());
-    Ok(judge)
+    Ok(judge.violations().is_empty())
 }
 
 fn summary(judge: &Judge, elapsed: Duration) {
