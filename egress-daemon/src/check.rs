@@ -101,7 +101,9 @@ mod tests {
     async fn this_machine_is_looked_at_and_nothing_changes() {
         let report = run(&Config::default(), Path::new("/sys/fs/bpf/spillway-check-test")).await;
         let checks: Vec<&str> = report.items.iter().map(|line| line.check).collect();
-        for check in ["kernel", "btf", "bpffs", "capabilities", "hooks", "tunnel", "forwarding", "interfaces"] {
+        for check in
+            ["kernel", "btf", "bpffs", "capabilities", "hooks", "tunnel", "forwarding", "interfaces", "networks"]
+        {
             assert!(checks.contains(&check), "{check} is not among {checks:?}");
         }
         assert!(report.items.iter().all(|line| (line.status == Status::Ok) == line.remedy.is_none()), "{report:?}");

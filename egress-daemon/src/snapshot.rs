@@ -19,7 +19,7 @@ pub use previous::{egress_ip, previous};
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool, Pod,
 };
-use crate::translate::{self, Problem};
+use crate::translate::{self, Problem, networks::CniObjects};
 use egress_core::model::{Labels, Snapshot};
 
 /// All objects that a plan is made from, in any order.
@@ -43,6 +43,8 @@ pub struct Objects {
     pub pods: Vec<Arc<Pod>>,
     /// ServiceCIDR; a controller has none.
     pub service_cidrs: Vec<Arc<ServiceCIDR>>,
+    /// What CNIs say of the networks of pods; an agent has none of it.
+    pub cni: CniObjects,
     /// EgressIP
     pub egress_ips: Vec<Arc<EgressIP>>,
     /// EgressNode
@@ -91,6 +93,9 @@ pub fn snapshot(objects: &Objects) -> (Snapshot, Vec<Problem>) {
         snapshot.pod_networks.extend(networks);
         problems.extend(found);
     }
+    let (networks, found) = translate::networks::networks(&objects.cni);
+    snapshot.cni_networks = networks;
+    problems.extend(found);
     snapshot.namespaces.extend(objects.namespaces.iter().map(|object| namespace(object)));
     for endpoint in objects.pods.iter().filter_map(|pod| translate::endpoint(pod)) {
         if !snapshot.namespaces.contains_key(&endpoint.id.namespace) {

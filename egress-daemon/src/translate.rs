@@ -3,6 +3,7 @@
 
 pub mod antrea;
 pub mod cilium;
+pub mod networks;
 mod node;
 pub mod policy;
 pub mod pool;

@@ -13,6 +13,7 @@ pub mod late;
 pub mod pulse;
 pub mod reach;
 pub mod transports;
+pub mod unnamed;
 pub mod view;
 #[cfg(test)]
 mod view_tests;

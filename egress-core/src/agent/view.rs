@@ -51,7 +51,7 @@ pub struct Facts<'a> {
     pub interfaces: &'a BTreeMap<IpAddr, u32>,
     /// Until when pods may send on connections from before a policy selected them.
     pub histories: &'a Histories,
-    /// The administrator's exceptions.
+    /// The administrator's exceptions, and networks that may be the cluster's although nobody names them.
     pub except_cidrs: &'a [IpNet],
     /// The one of them that is the Service of the API server, if it is known.
     pub api_server: Option<IpNet>,
@@ -171,22 +171,6 @@ pub fn excepts(node: &NodeName, snapshot: &Snapshot, except_cidrs: &[IpNet]) -> 
     let pods = snapshot.endpoints.values().flat_map(|e| e.ips.iter().copied().map(IpNet::from));
     let told = snapshot.services.iter().chain(&snapshot.pod_networks).chain(except_cidrs).copied();
     hosts.chain(pods).chain(told).map(|n| n.trunc()).collect()
-}
-
-/// What is wrong where no ServiceCIDR and nothing that the administrator says has the API server's Service: the network of Services is
-/// not known then, and a policy may have destinations in it.
-pub fn unknown_services(snapshot: &Snapshot, except_cidrs: &[IpNet], api_server: Option<IpNet>) -> Option<String> {
-    let service = api_server?;
-    let named = except_cidrs.iter().filter(|net| **net != service);
-    let of_nodes = snapshot.nodes.values().flat_map(|node| node.addresses.iter().copied().map(IpNet::from));
-    let known = !snapshot.services.is_empty() || named.copied().chain(of_nodes).any(|net| net.contains(&service));
-    (!known).then(|| {
-        format!(
-            "the network of Services is not known: the cluster has no ServiceCIDR, and exceptCIDRs does not have {}, the Service of the \
-             API server; add the cluster's service network to exceptCIDRs",
-            service.addr()
-        )
-    })
 }
 
 /// What belongs to pods of other nodes: their addresses, where they are known, and their nodes' networks of pods. Those only of

@@ -6,7 +6,7 @@ use super::{
     effective::Effective,
     history::Histories,
     late::{self, Late},
-    view::{Facts, classes_of, interfaces, unknown_services, uplink, view},
+    view::{Facts, classes_of, interfaces, uplink, view},
 };
 use crate::{
     encode::{NodeView, PolicyView, SlotView},
@@ -361,21 +361,6 @@ fn services_and_pods_that_no_node_names_are_excepted() {
     world.snapshot.services.insert(told[0]);
     world.snapshot.pod_networks.insert(told[1]);
     assert_eq!(world.view().excepts.difference(&before).copied().collect::<Vec<_>>(), [told[1], told[0]]);
-}
-
-#[test]
-fn a_network_of_services_that_nobody_names_is_told() {
-    let net = |text: &str| text.parse::<IpNet>().unwrap();
-    let service = net("10.96.0.1/32");
-    let mut snapshot = World::new().snapshot;
-    let told = |snapshot: &Snapshot, named: &[IpNet]| unknown_services(snapshot, named, Some(service));
-    // The agent itself excepts the Service of the API server.
-    let message = told(&snapshot, &[service]).unwrap();
-    assert!(message.contains("10.96.0.1") && message.contains("exceptCIDRs"), "{message}");
-    assert_eq!(told(&snapshot, &[service, net("10.96.0.0/16")]), None);
-    assert_eq!(unknown_services(&snapshot, &[], None), None);
-    snapshot.services.insert(net("172.20.0.0/16"));
-    assert_eq!(told(&snapshot, &[service]), None);
 }
 
 #[test]

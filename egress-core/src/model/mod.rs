@@ -48,10 +48,21 @@ pub struct Snapshot {
     pub endpoints: BTreeMap<EndpointId, Endpoint>,
     /// The networks of Services.
     pub services: BTreeSet<IpNet>,
-    /// Addresses of pods that no Node's `podCIDRs` has, as networks, as the controller knows them.
+    /// Networks of pods that no Node's `podCIDRs` has, as the controller tells agents of them.
     pub pod_networks: BTreeSet<IpNet>,
+    /// Networks of pods that the objects of a CNI name; only a controller reads those.
+    pub cni_networks: CniNetworks,
     /// How many floating egress IPs a node may own that says nothing itself, over all pools.
     pub max_egress_ips: Option<u32>,
+}
+
+/// Networks of pods that the objects of a CNI name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CniNetworks {
+    /// Of pods of any node.
+    pub shared: BTreeSet<IpNet>,
+    /// Of the pods of one node.
+    pub nodes: BTreeMap<NodeName, BTreeSet<IpNet>>,
 }
 
 impl Snapshot {

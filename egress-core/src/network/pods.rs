@@ -1,4 +1,5 @@
-//! Addresses of pods that no Node names: with the address management of some CNIs and clouds `podCIDRs` say nothing, or something else.
+//! Networks of pods that no Node names: with the address management of some CNIs and clouds `podCIDRs` say nothing, or something else.
+//! Some CNIs name their networks in objects of their own; where they do not, there are the addresses of the pods.
 
 use crate::model::{Endpoint, NodeName, Snapshot};
 use ipnet::IpNet;
@@ -7,49 +8,79 @@ use std::{
     net::IpAddr,
 };
 
-/// The `podCIDRs` of nodes.
+/// The networks of pods that objects name.
 pub struct PodCidrs {
-    nodes: BTreeMap<IpNet, NodeName>,
+    /// With the node whose pods have the addresses, where that is said.
+    named: BTreeMap<IpNet, Option<NodeName>>,
     /// The lengths of prefixes that occur: few, so that an address is looked up by each.
     lengths: BTreeSet<u8>,
 }
 
 impl PodCidrs {
-    /// Those of all nodes.
+    /// Those of all nodes, and those that a CNI names.
     pub fn of(snapshot: &Snapshot) -> Self {
+        let cni = &snapshot.cni_networks;
+        let by_cni = cni.nodes.iter().flat_map(|(node, nets)| nets.iter().map(|net| (net.trunc(), Some(node.clone()))));
         let nodes = snapshot.nodes.values();
-        let nodes: BTreeMap<IpNet, NodeName> =
-            nodes.flat_map(|node| node.pod_cidrs.iter().map(|net| (net.trunc(), node.name.clone()))).collect();
-        let lengths = nodes.keys().map(IpNet::prefix_len).collect();
-        Self { nodes, lengths }
+        let by_node = nodes.flat_map(|node| node.pod_cidrs.iter().map(|net| (net.trunc(), Some(node.name.clone()))));
+        let shared = cni.shared.iter().map(|net| (net.trunc(), None));
+        let named: BTreeMap<IpNet, Option<NodeName>> = shared.chain(by_cni).chain(by_node).collect();
+        let lengths = named.keys().map(IpNet::prefix_len).collect();
+        Self { named, lengths }
+    }
+
+    fn with(&self, address: IpAddr) -> impl Iterator<Item = &Option<NodeName>> {
+        let net = move |len: &u8| Some(IpNet::new(address, *len).ok()?.trunc());
+        self.lengths.iter().rev().filter_map(net).filter_map(|net| self.named.get(&net))
     }
 
     /// The node whose pods have addresses like this one.
     pub fn holder(&self, address: IpAddr) -> Option<&NodeName> {
-        let net = |len: &u8| Some(IpNet::new(address, *len).ok()?.trunc());
-        self.lengths.iter().rev().filter_map(net).find_map(|net| self.nodes.get(&net))
+        self.with(address).find_map(Option::as_ref)
+    }
+
+    /// Whether they have an address.
+    pub fn have(&self, address: IpAddr) -> bool {
+        self.with(address).next().is_some()
     }
 
     /// Whether they have all addresses of a pod, whichever node it is on.
-    pub fn have(&self, pod: &Endpoint) -> bool {
-        pod.ips.iter().all(|ip| self.holder(*ip).is_some())
+    pub fn have_all(&self, pod: &Endpoint) -> bool {
+        pod.ips.iter().all(|ip| self.have(*ip))
     }
 }
 
-/// By node: the networks that have exactly the addresses of its pods that no Node's `podCIDRs` has, as few as possible, in order.
+/// By node: the networks that have exactly the addresses of its pods that no object names, and the networks that a CNI names for it, as
+/// few as possible, in order.
 pub fn pod_networks(snapshot: &Snapshot) -> BTreeMap<NodeName, Vec<IpNet>> {
     let cidrs = PodCidrs::of(snapshot);
     let mut networks: BTreeMap<NodeName, Vec<IpNet>> = BTreeMap::new();
+    for (name, named) in &snapshot.cni_networks.nodes {
+        let told = |net: &IpNet| snapshot.nodes.get(name).is_some_and(|n| n.pod_cidrs.iter().any(|c| c.contains(net)));
+        networks.entry(name.clone()).or_default().extend(named.iter().filter(|net| !told(net)));
+    }
     for pod in snapshot.endpoints.values() {
-        for ip in pod.ips.iter().filter(|ip| cidrs.holder(**ip).is_none()) {
+        for ip in pod.ips.iter().filter(|ip| !cidrs.have(**ip)) {
             networks.entry(pod.node.clone()).or_default().push(IpNet::from(*ip));
         }
     }
+    networks.retain(|_, networks| !networks.is_empty());
     for networks in networks.values_mut() {
-        *networks = IpNet::aggregate(networks);
-        networks.sort_by_key(IpNet::network);
+        *networks = fewest(networks);
     }
     networks
+}
+
+/// The networks that a CNI names for pods of any node, as few as possible, in order.
+pub fn shared_networks(snapshot: &Snapshot) -> Vec<IpNet> {
+    fewest(&snapshot.cni_networks.shared.iter().copied().collect())
+}
+
+/// Networks with exactly these addresses.
+fn fewest(networks: &Vec<IpNet>) -> Vec<IpNet> {
+    let mut fewest = IpNet::aggregate(networks);
+    fewest.sort_by_key(IpNet::network);
+    fewest
 }
 
 #[cfg(test)]

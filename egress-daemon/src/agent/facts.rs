@@ -7,7 +7,7 @@ use crate::{
     },
     snapshot::{self, Objects},
     store::Store,
-    translate::Problem,
+    translate::{Problem, networks::CniObjects},
 };
 use egress_core::{
     agent::carriers,
@@ -68,6 +68,7 @@ impl World {
             namespaces: store.list::<Namespace>(),
             pods: store.list::<Pod>().into_iter().filter(on_node).collect(),
             service_cidrs: store.list::<ServiceCIDR>(),
+            cni: CniObjects::default(),
             egress_ips: store.list::<EgressIP>(),
             egress_nodes: store.list::<EgressNode>(),
         };

@@ -8,6 +8,7 @@ mod aside;
 mod count;
 mod facts;
 mod hooks;
+mod networks;
 mod node;
 mod owned;
 mod reconcile;

@@ -6,6 +6,7 @@ use super::{
     count::Counting,
     facts::{Known, World},
     hooks::Hooks,
+    networks::LeftAlone,
     owned::Owned,
     reconcile,
     routes::Routes,
@@ -126,6 +127,7 @@ pub struct Agent {
     pub(super) far: FarEnds,
     pub(super) look_again: bool,
     pub(super) late: Late,
+    pub(super) left_alone: LeftAlone,
     pub(super) troubles: BTreeSet<Trouble>,
     pub(super) gateways: Gateways,
     pub(super) owned: Owned,
@@ -222,6 +224,7 @@ impl Agent {
             far: FarEnds::open().context("netlink")?,
             look_again: false,
             late: Late::default(),
+            left_alone: LeftAlone::default(),
             troubles: BTreeSet::new(),
             lease: None,
             lease_held: false,
@@ -264,6 +267,7 @@ impl Agent {
         // No packet is told to take the host-stack path before there are programs at its end.
         self.hooks.started().await;
         // What an earlier agent made stays; more is made when it is known whom policies select.
+        self.find_networks();
         self.make_stack_path(self.has_flag(config::flags::HOLD), false).await?;
         self.reconcile().await;
         self.pulse = Pulse::new(self.settings.deadline, Instant::now());
@@ -436,6 +440,7 @@ impl Agent {
             withheld: &self.withheld,
             occupied_blocks: occupied,
             troubles: &self.troubles,
+            unnamed: &self.left_alone.found,
             errors: &self.errors,
         };
         let status = status::status(&report, present.status.as_ref(), Timestamp::now());

@@ -83,6 +83,7 @@ impl Agent {
     /// Makes the view again and carries out what is different.
     pub(super) async fn reconcile(&mut self) {
         self.errors.clear();
+        self.find_networks();
         let links = self.links.current();
         let rules = rules(&self.world, &self.node, &self.settings);
         let own = self.tunnel_addresses();
@@ -113,8 +114,6 @@ impl Agent {
         self.decide_blocks();
         self.histories.update(&self.world.snapshot, &classes, self.idle_from_now());
         let probes = self.gateways.states();
-        let (excepts, api_server) = (&self.settings.except_cidrs, self.settings.api_server);
-        self.errors.extend(view::unknown_services(&self.world.snapshot, excepts, api_server));
         let cut_off = view::cut_off(&self.node, &self.world.snapshot, &self.world.plan, &links, &self.roles);
         self.errors.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
         let able = cut_off.is_empty() && self.reach.is_reached();
@@ -142,7 +141,7 @@ impl Agent {
             gone: &gone,
             interfaces: &interfaces,
             histories: &self.histories,
-            except_cidrs: &self.settings.except_cidrs,
+            except_cidrs: &self.left_alone.all,
             api_server: self.settings.api_server,
             silent: self.settings.silent,
             withheld: &self.withheld,
@@ -217,6 +216,7 @@ impl Agent {
             ports: &self.ports,
             store_connected: self.store.is_connected(),
             store_problems: self.store.problems(),
+            unnamed: &self.left_alone.found,
             errors: &self.errors,
         };
         let mut state = tell::state(&self.world, &facts, &view, &running);
@@ -357,7 +357,7 @@ impl Agent {
             exits: self.exits.iter().filter_map(|i| Some(links.links.get(i)?.name.clone())).collect(),
             outside: outside(&links, &self.roles, self.tunnel.index),
             selects,
-            hold: hold.then(|| view::excepts(&self.node, &self.world.snapshot, &self.settings.except_cidrs)),
+            hold: hold.then(|| view::excepts(&self.node, &self.world.snapshot, &self.left_alone.all)),
         };
         if self.stack_path.ensure(&self.netlink.handle, &links, &spec).await? {
             tracing::info!("the host-stack path of first packets is made");

@@ -12,6 +12,7 @@ use egress_core::{
         blocks::Withheld,
         demand::{self, Ports},
         transports,
+        unnamed::Networks,
     },
     encode::tables::Tables,
     model::{Demand, NodeName, Transport, Trouble},
@@ -61,6 +62,8 @@ pub struct Report<'a> {
     pub occupied_blocks: Vec<u16>,
     /// What cannot be done for policies.
     pub troubles: &'a BTreeSet<Trouble>,
+    /// Networks that may be the cluster's although nobody names them.
+    pub unnamed: &'a Networks,
     /// What does not work; empty when all does.
     pub errors: &'a [String],
 }
@@ -85,7 +88,7 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
         map_use: usage
             .map(|u| MapUse { map: u.map.into(), used: u.used as u64, capacity: u.capacity as u64 })
             .collect(),
-        conditions: vec![ready(report.errors, old, now)],
+        conditions: vec![ready(report.errors, old, now), networks(report.unnamed, old, now)],
     }
 }
 
@@ -142,14 +145,33 @@ pub fn demands(demands: BTreeMap<IpAddr, Demand>) -> Vec<api::Demand> {
 }
 
 fn ready(errors: &[String], old: Option<&EgressNodeStatus>, now: Timestamp) -> Condition {
-    let (status, reason, message) = match errors {
+    let told = match errors {
         [] => ("True", "AsExpected", "the datapath does what the objects say".to_owned()),
         all => ("False", "Degraded", all.join("; ")),
     };
-    let before = old.into_iter().flat_map(|s| &s.conditions).find(|c| c.type_ == "Ready");
+    condition("Ready", told, old, now)
+}
+
+fn networks(unnamed: &Networks, old: Option<&EgressNodeStatus>, now: Timestamp) -> Condition {
+    let sentence =
+        |(net, why): (&ipnet::IpNet, &String)| format!("no policy is carried out for what is in {net}: {why}");
+    let told = match unnamed.is_empty() {
+        true => ("True", "AsExpected", "the networks of pods and Services are known".to_owned()),
+        false => ("False", "NotNamed", unnamed.iter().map(sentence).collect::<Vec<_>>().join("; ")),
+    };
+    condition("NetworksKnown", told, old, now)
+}
+
+fn condition(
+    kind: &str,
+    (status, reason, message): (&str, &str, String),
+    old: Option<&EgressNodeStatus>,
+    now: Timestamp,
+) -> Condition {
+    let before = old.into_iter().flat_map(|s| &s.conditions).find(|c| c.type_ == kind);
     let since = before.filter(|c| c.status == status).map_or(Time(now), |c| c.last_transition_time.clone());
     Condition {
-        type_: "Ready".into(),
+        type_: kind.into(),
         status: status.into(),
         reason: reason.into(),
         message,

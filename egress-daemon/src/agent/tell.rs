@@ -15,6 +15,7 @@ use egress_core::{
         demand::Ports,
         gateways::Gateways,
         transports::{self, TRANSPORTS, Transports},
+        unnamed::Networks,
         view::Facts,
     },
     encode::NodeView,
@@ -53,6 +54,8 @@ pub struct Running<'a> {
     pub store_connected: bool,
     /// What is wrong with the source of the objects.
     pub store_problems: Vec<store::Problem>,
+    /// Networks that may be the cluster's although nobody names them.
+    pub unnamed: &'a Networks,
     /// What the agent could not do.
     pub errors: &'a [String],
 }
@@ -65,6 +68,7 @@ pub fn problem(node: &NodeName, message: &str) -> ProblemState {
 /// Makes the state.
 pub fn state(world: &World, facts: &Facts<'_>, view: &NodeView, running: &Running<'_>) -> AgentState {
     let mut problems: Vec<ProblemState> = running.errors.iter().map(|e| problem(facts.node, e)).collect();
+    problems.extend(running.unnamed.values().map(|message| complaint(facts.node, message)));
     problems.extend(world.problems.iter().map(|p| ProblemState {
         object: format!("{} {}", p.kind, p.name),
         field: Some(p.field.clone()),
@@ -85,6 +89,7 @@ pub fn state(world: &World, facts: &Facts<'_>, view: &NodeView, running: &Runnin
         policies: facts.snapshot.policies.values().map(|p| policy(world, view, p)).chain(refused(world)).collect(),
         gateways: running.gateways.clone(),
         egress_ips: facts.plan.egress_ips.iter().map(|(ip, e)| egress_ip(world, *ip, e)).collect(),
+        unnamed_networks: running.unnamed.iter().map(|(net, why)| (net.to_string(), why.clone())).collect(),
         ports_used: running.ports.peaks(),
         conditions: world
             .egress_node(facts.node)

@@ -42,10 +42,15 @@ pub struct EgressNodeSpec {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub assignments: Vec<Assignment>,
 
-    /// Addresses of the node's pods that no Node's podCIDRs has, as the networks that have exactly these addresses, sorted: no policy
-    /// touches what is sent there.
+    /// Networks of the node's pods that no Node's podCIDRs has, sorted: those that its CNI names (CiliumNode), and exactly the addresses
+    /// of pods that nothing names. No policy touches what is sent there.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pod_networks: Vec<String>,
+
+    /// Networks of pods of any node that a CNI names (Calico's and Antrea's IPPool, CiliumPodIPPool, Kube-OVN's Subnet), sorted; in the
+    /// object of one node, for all of them. No policy touches what is sent there.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub cluster_networks: Vec<String>,
 
     /// For a gateway: all leases up to this revision, of every node, had been written before this was. A gateway that has
     /// read it has read them all.

@@ -18,6 +18,7 @@ pub use egress_node::{
     Assignment, BlockRange, CarriedIP, Demand, EgressNode, EgressNodeSpec, EgressNodeStatus, GatewayWay, LeasedBlocks,
     MapUse, NodeAddress, Trouble,
 };
+pub use foreign::networks;
 pub use foreign::{
     AppliedTo, CiliumEgressGateway, CiliumEgressGatewayPolicy, CiliumEgressGatewayPolicySpec, CiliumSelector, Egress,
     EgressSpec, EgressStatus, ExternalIPPool, ExternalIPPoolSpec, ExternalIPPoolStatus,

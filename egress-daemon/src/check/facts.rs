@@ -14,6 +14,8 @@ use crate::{
         ports::parse_sockets,
         sysctl, tunnel,
     },
+    lock::RunFiles,
+    observe::admin,
 };
 use egress_core::network::{
     classify::{InterfaceRules, Roles, classify},
@@ -62,6 +64,8 @@ pub(super) struct Facts {
     pub links: Option<LinkTable>,
     /// What they are for.
     pub roles: Roles,
+    /// What the agent says of networks that nobody names; none if no agent answers.
+    pub unnamed: Option<BTreeMap<String, String>>,
     /// What could not be looked at, and why.
     pub unread: Vec<String>,
 }
@@ -95,6 +99,9 @@ pub(super) async fn gather(config: &Config, bpffs: &Path) -> Facts {
         let sockets = fs::read_to_string(&path).ok().and_then(|text| parse_sockets(&path, &text).ok());
         sockets.is_some_and(|sockets| sockets.iter().any(|socket| socket.port == config.tunnel_port))
     });
+    let socket = RunFiles::of(bpffs).socket();
+    let agent = tokio::task::spawn_blocking(move || admin::ask(&socket)).await;
+    facts.unnamed = agent.ok().and_then(Result::ok).map(|state| state.unnamed_networks);
     links(config, &mut facts).await;
     settings(config, &mut facts);
     if let Err(error) = strangers(bpffs, &mut facts).await {

@@ -36,6 +36,7 @@ pub(super) fn judge(facts: &Facts, config: &Config) -> Vec<Line> {
     lines.push(reverse_path(facts, config));
     lines.push(firewall(facts, config));
     lines.extend(interfaces(facts, config));
+    lines.extend(networks(facts));
     lines.extend(facts.unread.iter().map(|unread| {
         bad(
             "access",
@@ -274,6 +275,20 @@ fn interfaces(facts: &Facts, config: &Config) -> Vec<Line> {
     lines
 }
 
+/// Whether the cluster's networks are known: the agent says, which reads the objects.
+fn networks(facts: &Facts) -> Vec<Line> {
+    let Some(unnamed) = &facts.unnamed else {
+        return vec![ok("networks", "no agent runs here, which would know the cluster's networks")];
+    };
+    if unnamed.is_empty() {
+        return vec![ok("networks", "those of pods and Services are known")];
+    }
+    let line = |(net, why): (&String, &String)| {
+        bad("networks", Status::Warn, format!("no policy is carried out for what is in {net}"), why)
+    };
+    unnamed.iter().map(line).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -360,6 +375,16 @@ mod tests {
         let port = Config::parse("c", b"tunnelPort: 4789").unwrap();
         let lines = judge(&good(), &port);
         assert!(lines.iter().any(|line| line.check == "tunnel" && line.status == Status::Warn));
+    }
+
+    #[test]
+    fn networks_that_nobody_names_warn() {
+        assert_eq!(of(&good(), "networks").status, Status::Ok);
+        assert_eq!(of(&Facts { unnamed: Some(Default::default()), ..good() }, "networks").status, Status::Ok);
+        let unnamed = Some([("10.96.0.0/12".to_owned(), "add it to exceptCIDRs".to_owned())].into());
+        let line = of(&Facts { unnamed, ..good() }, "networks");
+        assert_eq!((line.status, line.remedy.as_deref()), (Status::Warn, Some("add it to exceptCIDRs")));
+        assert!(line.found.contains("10.96.0.0/12"), "{}", line.found);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Takes in a few changes without a look at everything: pods that came, went or changed, what agents report, and what
 //! this controller wrote itself. Everything else, and whatever could follow from it, is for a full round.
 
+use crate::api::networks::{antrea, calico, cilium, kube_ovn};
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressNodeSpec,
     ExternalIPPool, Pod, egress_ip_name,
@@ -32,6 +33,8 @@ pub(super) struct Revisions {
     nodes: u64,
     namespaces: u64,
     pods: u64,
+    /// Of the kinds in which CNIs name networks.
+    networks: [u64; 5],
     egress_ips: u64,
     egress_nodes: u64,
 }
@@ -47,10 +50,21 @@ impl Revisions {
             nodes: store.revision::<Node>(),
             namespaces: store.revision::<Namespace>(),
             pods: store.revision::<Pod>(),
+            networks: networks(store),
             egress_ips: store.revision::<EgressIP>(),
             egress_nodes: store.revision::<EgressNode>(),
         }
     }
+}
+
+fn networks(store: &Store) -> [u64; 5] {
+    [
+        store.revision::<calico::IPPool>(),
+        store.revision::<cilium::CiliumNode>(),
+        store.revision::<cilium::CiliumPodIPPool>(),
+        store.revision::<antrea::IPPool>(),
+        store.revision::<kube_ovn::Subnet>(),
+    ]
 }
 
 /// What is known after a round that succeeded. All of it belongs together: what cannot be brought up to date is thrown
@@ -81,6 +95,7 @@ impl Known {
     ) -> Option<(Self, Desired)> {
         let snapshot = self.memo.snapshot();
         let mut objects = Objects::default();
+        (networks(store) == since.networks).then_some(())?;
         namespaces(store, since.namespaces, snapshot)?;
         self.nodes(store, since.nodes)?;
         let pool = |pool: &Pool| snapshot.pools.get(&pool.id) == Some(pool);
@@ -232,12 +247,12 @@ fn pods(store: &Store, since: u64, snapshot: &Snapshot) -> Option<BTreeMap<Endpo
         let of_name = of_name.take_while(|id| (&id.namespace, &id.name) == (&first.namespace, &first.name));
         let gone: Vec<EndpointId> = of_name.cloned().collect();
         // What such a pod changes is in its node's object, which only a full round makes anew.
-        if gone.iter().any(|id| snapshot.endpoints.get(id).is_some_and(|pod| !cidrs.have(pod))) {
+        if gone.iter().any(|id| snapshot.endpoints.get(id).is_some_and(|pod| !cidrs.have_all(pod))) {
             return None;
         }
         changes.extend(gone.into_iter().map(|id| (id, None)));
         if let Some(endpoint) = pod.and_then(|pod| translate::endpoint(&pod)) {
-            if !cidrs.have(&endpoint) {
+            if !cidrs.have_all(&endpoint) {
                 return None;
             }
             // The labels of a namespace that is not there yet are made up with its first pod.

@@ -10,7 +10,7 @@ use crate::api::{
 use crate::snapshot::{Objects, desired, previous, snapshot};
 use crate::store::lease::{CONTROLLER_LEASE, LEASE_NAMESPACE, LeaseKeeper, LeaseTerms};
 use crate::store::{Key, Problem, Store};
-use crate::translate::refusals;
+use crate::translate::{networks::CniObjects, refusals};
 use egress_core::{
     health::Health,
     model::{NodeName, PolicyId, Snapshot},
@@ -196,6 +196,13 @@ impl Controller {
             namespaces: self.store.list::<Namespace>(),
             pods: self.store.list::<Pod>(),
             service_cidrs: Vec::new(),
+            cni: CniObjects {
+                calico_pools: self.store.list(),
+                cilium_nodes: self.store.list(),
+                cilium_pools: self.store.list(),
+                antrea_pools: self.store.list(),
+                subnets: self.store.list(),
+            },
             egress_ips: self.store.list::<EgressIP>(),
             egress_nodes: self.store.list::<EgressNode>(),
         };

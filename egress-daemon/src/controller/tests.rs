@@ -1,5 +1,7 @@
 //! Controllers on a real directory, with gateways that are nothing but leases.
 
+mod networks;
+
 use super::*;
 use crate::api::Pod;
 use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode};

@@ -130,6 +130,11 @@ fn of_agent(published: &Published) -> Vec<Family> {
             "problems that the agent tells (egressctl state)",
             plain(state.problems.len() as f64),
         ),
+        gauge(
+            "spillway_unnamed_networks",
+            "networks where pods or Services may be and that nobody names: no policy is carried out for them (egressctl state)",
+            plain(state.unnamed_networks.len() as f64),
+        ),
         gauge("spillway_store_connected", "whether the store answers", plain(truth(state.node.store_connected))),
         gauge(
             "spillway_uptime_seconds",

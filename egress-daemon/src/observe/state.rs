@@ -19,6 +19,8 @@ pub struct AgentState {
     pub egress_ips: Vec<EgressIpState>,
     /// The ports that flows of this node use towards the busiest destination, by egress IP, as they were counted last.
     pub ports_used: BTreeMap<IpAddr, u32>,
+    /// Networks that may be the cluster's although nobody names them, each with what to do: no policy is carried out for what is in them.
+    pub unnamed_networks: BTreeMap<String, String>,
     /// What is true of the node as a whole.
     pub conditions: Vec<ConditionState>,
     /// What is wrong: broken objects, limits that were reached, settings that the host refused.

@@ -22,7 +22,7 @@ use crate::api;
 use crate::translate::Problem;
 use egress_core::{
     model::{EndpointId, Family, NodeName, PolicyId, PolicyKind, PoolKind, Snapshot},
-    network::pods::pod_networks,
+    network::pods::{pod_networks, shared_networks},
     plan::{Assigned, BlockState, Blocks, EgressIpPlan, Plan},
 };
 
@@ -170,6 +170,13 @@ fn egress_nodes(objects: &Objects, snapshot: &Snapshot, plan: &Plan) -> BTreeMap
         if let Some(spec) = specs.get_mut(&node) {
             spec.pod_networks = networks.iter().map(ToString::to_string).collect();
         }
+    }
+    // Where they are already, so that there is no moment in which no object has them: one that goes is deleted last.
+    let has_them =
+        |name: &&NodeName| existing.get(name.as_str()).is_some_and(|before| !before.spec.cluster_networks.is_empty());
+    let keeper = specs.keys().copied().find(has_them).or_else(|| specs.keys().next().copied());
+    if let Some(spec) = keeper.and_then(|name| specs.get_mut(name)) {
+        spec.cluster_networks = shared_networks(snapshot).iter().map(ToString::to_string).collect();
     }
     specs
         .into_iter()

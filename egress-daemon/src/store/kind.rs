@@ -1,5 +1,11 @@
 //! The kinds that a store holds: their names on the wire, who writes them, and their Rust types.
 
+use crate::api::networks::{
+    antrea::IPPool as AntreaIPPool,
+    calico::IPPool as CalicoIPPool,
+    cilium::{CiliumNode, CiliumPodIPPool},
+    kube_ovn::Subnet as KubeOvnSubnet,
+};
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool, Pod,
 };
@@ -44,11 +50,21 @@ pub enum Kind {
     Egress,
     /// ExternalIPPool (crd.antrea.io/v1beta1).
     ExternalIPPool,
+    /// IPPool (crd.projectcalico.org/v1).
+    CalicoIPPool,
+    /// CiliumNode (cilium.io/v2).
+    CiliumNode,
+    /// CiliumPodIPPool (cilium.io/v2alpha1).
+    CiliumPodIPPool,
+    /// IPPool (crd.antrea.io/v1beta1).
+    AntreaIPPool,
+    /// Subnet (kubeovn.io/v1).
+    KubeOvnSubnet,
 }
 
 impl Kind {
     /// Every kind, in order.
-    pub const ALL: [Kind; 12] = [
+    pub const ALL: [Kind; 17] = [
         Kind::Namespace,
         Kind::Node,
         Kind::Pod,
@@ -61,11 +77,21 @@ impl Kind {
         Kind::CiliumEgressGatewayPolicy,
         Kind::Egress,
         Kind::ExternalIPPool,
+        Kind::CalicoIPPool,
+        Kind::CiliumNode,
+        Kind::CiliumPodIPPool,
+        Kind::AntreaIPPool,
+        Kind::KubeOvnSubnet,
     ];
 
     /// The kinds that every cluster with Spillway has.
     pub fn native() -> impl Iterator<Item = Kind> {
-        Kind::ALL.into_iter().filter(|kind| !kind.is_foreign())
+        Kind::ALL.into_iter().filter(|kind| !kind.is_foreign() && !kind.names_networks())
+    }
+
+    /// The kinds in which CNIs name networks of pods.
+    pub fn of_networks() -> impl Iterator<Item = Kind> {
+        Kind::ALL.into_iter().filter(|kind| kind.names_networks())
     }
 
     /// Whether it is a kind of another system, which is read where it is wanted.
@@ -73,9 +99,15 @@ impl Kind {
         matches!(self, Kind::CiliumEgressGatewayPolicy | Kind::Egress | Kind::ExternalIPPool)
     }
 
+    /// Whether it is a kind in which a CNI names networks of pods: read where the cluster has it, never needed, never written.
+    pub fn names_networks(self) -> bool {
+        use Kind::{AntreaIPPool, CalicoIPPool, CiliumNode, CiliumPodIPPool, KubeOvnSubnet};
+        matches!(self, CalicoIPPool | CiliumNode | CiliumPodIPPool | AntreaIPPool | KubeOvnSubnet)
+    }
+
     /// Whether a cluster may not have it: Kubernetes serves ServiceCIDR since 1.33.
     pub fn may_be_absent(self) -> bool {
-        self.is_foreign() || self == Kind::ServiceCIDR
+        self.is_foreign() || self.names_networks() || self == Kind::ServiceCIDR
     }
 
     /// The kind's name, as in the field `kind`.
@@ -93,6 +125,10 @@ impl Kind {
             Kind::CiliumEgressGatewayPolicy => "CiliumEgressGatewayPolicy",
             Kind::Egress => "Egress",
             Kind::ExternalIPPool => "ExternalIPPool",
+            Kind::CalicoIPPool | Kind::AntreaIPPool => "IPPool",
+            Kind::CiliumNode => "CiliumNode",
+            Kind::CiliumPodIPPool => "CiliumPodIPPool",
+            Kind::KubeOvnSubnet => "Subnet",
         }
     }
 
@@ -105,8 +141,11 @@ impl Kind {
                 "spillway.io/v1alpha1"
             }
             Kind::Lease => "coordination.k8s.io/v1",
-            Kind::CiliumEgressGatewayPolicy => "cilium.io/v2",
-            Kind::Egress | Kind::ExternalIPPool => "crd.antrea.io/v1beta1",
+            Kind::CiliumEgressGatewayPolicy | Kind::CiliumNode => "cilium.io/v2",
+            Kind::Egress | Kind::ExternalIPPool | Kind::AntreaIPPool => "crd.antrea.io/v1beta1",
+            Kind::CalicoIPPool => "crd.projectcalico.org/v1",
+            Kind::CiliumPodIPPool => "cilium.io/v2alpha1",
+            Kind::KubeOvnSubnet => "kubeovn.io/v1",
         }
     }
 
@@ -140,6 +179,11 @@ impl Kind {
             Kind::CiliumEgressGatewayPolicy => ApiResource::erase::<CiliumEgressGatewayPolicy>(&()),
             Kind::Egress => ApiResource::erase::<Egress>(&()),
             Kind::ExternalIPPool => ApiResource::erase::<ExternalIPPool>(&()),
+            Kind::CalicoIPPool => ApiResource::erase::<CalicoIPPool>(&()),
+            Kind::CiliumNode => ApiResource::erase::<CiliumNode>(&()),
+            Kind::CiliumPodIPPool => ApiResource::erase::<CiliumPodIPPool>(&()),
+            Kind::AntreaIPPool => ApiResource::erase::<AntreaIPPool>(&()),
+            Kind::KubeOvnSubnet => ApiResource::erase::<KubeOvnSubnet>(&()),
         }
     }
 
@@ -161,6 +205,11 @@ impl Kind {
             Kind::CiliumEgressGatewayPolicy => typed::<CiliumEgressGatewayPolicy>(value),
             Kind::Egress => typed::<Egress>(value),
             Kind::ExternalIPPool => typed::<ExternalIPPool>(value),
+            Kind::CalicoIPPool => typed::<CalicoIPPool>(value),
+            Kind::CiliumNode => typed::<CiliumNode>(value),
+            Kind::CiliumPodIPPool => typed::<CiliumPodIPPool>(value),
+            Kind::AntreaIPPool => typed::<AntreaIPPool>(value),
+            Kind::KubeOvnSubnet => typed::<KubeOvnSubnet>(value),
         }
     }
 
@@ -169,6 +218,8 @@ impl Kind {
         match self {
             // Of which not everything is kept.
             Kind::Pod => serde_json::to_value(serde_json::from_value::<v1::Pod>(value)?),
+            // Of which next to nothing is known here.
+            _ if self.names_networks() => self.decode(value.clone()).map(|_| value),
             _ => Ok(self.encode(&self.decode(value)?).unwrap_or_default()),
         }
     }
@@ -191,6 +242,11 @@ impl Kind {
             Kind::CiliumEgressGatewayPolicy => value::<CiliumEgressGatewayPolicy>(object),
             Kind::Egress => value::<Egress>(object),
             Kind::ExternalIPPool => value::<ExternalIPPool>(object),
+            Kind::CalicoIPPool => value::<CalicoIPPool>(object),
+            Kind::CiliumNode => value::<CiliumNode>(object),
+            Kind::CiliumPodIPPool => value::<CiliumPodIPPool>(object),
+            Kind::AntreaIPPool => value::<AntreaIPPool>(object),
+            Kind::KubeOvnSubnet => value::<KubeOvnSubnet>(object),
         }
     }
 }
@@ -213,7 +269,9 @@ macro_rules! stored {
     ($($kind:ident)*) => { $(impl Stored for $kind { const KIND: Kind = Kind::$kind; })* };
 }
 
-stored!(Namespace Node Pod ServiceCIDR EgressGatewayPolicy EgressIPPool EgressIP EgressNode Lease CiliumEgressGatewayPolicy Egress ExternalIPPool);
+stored!(
+    Namespace Node Pod ServiceCIDR EgressGatewayPolicy EgressIPPool EgressIP EgressNode Lease CiliumEgressGatewayPolicy Egress ExternalIPPool
+    CalicoIPPool CiliumNode CiliumPodIPPool AntreaIPPool KubeOvnSubnet);
 
 /// What names an object among those of its kind. Ordered by namespace, then name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]

@@ -45,12 +45,13 @@ pub fn node(object: &KubeNode, egress_node: Option<&api::EgressNode>) -> (Node, 
     (node, reader.problems)
 }
 
-/// The networks of pods that the controller has written for a node. What is not understood is left out.
+/// The networks of pods that the controller has written into a node's object. What is not understood is left out.
 pub fn pod_networks(object: &api::EgressNode) -> (Vec<IpNet>, Vec<Problem>) {
     let mut reader = Reader::new("EgressNode", &object.metadata);
     let remedy = "the controller writes this: restart it with the version of the agent";
-    let texts = object.spec.pod_networks.iter();
-    let networks = texts.filter_map(|text| reader.parse(text, "spec.podNetworks", remedy)).collect();
+    let own = object.spec.pod_networks.iter().map(|text| ("spec.podNetworks", text));
+    let all = own.chain(object.spec.cluster_networks.iter().map(|text| ("spec.clusterNetworks", text)));
+    let networks = all.filter_map(|(field, text)| reader.parse(text, field, remedy)).collect();
     (networks, reader.problems)
 }
 

@@ -153,8 +153,12 @@ fn target(object: &Value) -> Result<ObjectRef, Violation> {
     };
     let text = |name: &str| fields.get(name).and_then(Value::as_str).unwrap_or_default();
     let users: Vec<Kind> = Kind::ALL.into_iter().filter(|kind| kind.is_users()).collect();
-    let Some(kind) = Kind::ALL.into_iter().find(|kind| kind.name() == text("kind")) else {
-        let known: Vec<_> = users.iter().map(|kind| kind.name()).collect();
+    // Two systems may have a kind of one name.
+    let named = || Kind::ALL.into_iter().filter(|kind| kind.name() == text("kind"));
+    let Some(kind) = named().find(|kind| kind.api_version() == text("apiVersion")).or_else(|| named().next()) else {
+        let mut known: Vec<_> = users.iter().map(|kind| kind.name()).collect();
+        known.sort_unstable();
+        known.dedup();
         return Err(violation(
             "kind",
             format!("unknown kind \"{}\"", text("kind")),

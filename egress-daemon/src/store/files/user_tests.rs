@@ -264,8 +264,9 @@ fn what_is_not_an_object_says_what_is() {
         ),
         (
             "kind: Deployment",
-            "f.yaml, document 1, kind: unknown kind \"Deployment\": the kinds here are Namespace, Node, Pod, ServiceCIDR, \
-             EgressGatewayPolicy, EgressIPPool, CiliumEgressGatewayPolicy, Egress, ExternalIPPool; keep other objects in another directory",
+            "f.yaml, document 1, kind: unknown kind \"Deployment\": the kinds here are CiliumEgressGatewayPolicy, \
+             CiliumNode, CiliumPodIPPool, Egress, EgressGatewayPolicy, EgressIPPool, ExternalIPPool, IPPool, Namespace, Node, Pod, \
+             ServiceCIDR, Subnet; keep other objects in another directory",
         ),
         (
             "kind: EgressIP",

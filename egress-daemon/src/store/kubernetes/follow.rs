@@ -17,6 +17,8 @@ const REQUEST: Duration = Duration::from_secs(10);
 /// How soon a watch that failed is tried again, at first and at last.
 const RETRY: Duration = Duration::from_millis(100);
 const RETRY_AT_MOST: Duration = Duration::from_secs(2);
+/// How often it is asked whether the cluster has a kind by now that nobody needs.
+const LOOK_AGAIN: Duration = Duration::from_secs(30);
 
 /// What is watched.
 pub(super) struct Watched {
@@ -63,6 +65,12 @@ pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) 
             Ok(event) => event,
             Err(error) => {
                 tracing::debug!(%kind, %error, "the watch failed");
+                if kind.names_networks() && is_closed(of_api(&error)) {
+                    cache.absent(kind);
+                    cache.answers(true);
+                    tokio::time::sleep(LOOK_AGAIN).await;
+                    continue;
+                }
                 if kind.may_be_absent() && is_unknown(of_api(&error)) {
                     cache.absent(kind);
                 }
@@ -136,6 +144,11 @@ async fn answers(client: &Client) -> bool {
 /// Whether the cluster has no such kind.
 fn is_unknown(error: Option<&Error>) -> bool {
     matches!(error, Some(Error::Api(status)) if status.code == 404)
+}
+
+/// Whether the cluster has no such kind, or shows us none of it.
+fn is_closed(error: Option<&Error>) -> bool {
+    matches!(error, Some(Error::Api(status)) if matches!(status.code, 403 | 404))
 }
 
 /// What to do about a watch that fails.

@@ -60,7 +60,9 @@ impl Reader {
             (Reader::Controller, Kind::ServiceCIDR) => None,
             _ => Some(Watched::all(kind)),
         };
-        Kind::native().chain(foreign.iter().copied()).filter_map(watched).collect()
+        // What CNIs say is told to agents by the controller.
+        let networks = Kind::of_networks().filter(|_| *self == Reader::Controller);
+        Kind::native().chain(foreign.iter().copied()).chain(networks).filter_map(watched).collect()
     }
 }
 

@@ -32,6 +32,11 @@ const NODE: &[&str] = &[
     "status.conditions[].status",
 ];
 const NAMESPACE: &[&str] = &["metadata.name", "metadata.uid", "metadata.labels"];
+const CALICO_POOL: &[&str] = &["metadata.name", "metadata.uid", "spec.cidr", "spec.disabled", "spec.allowedUses"];
+const CILIUM_NODE: &[&str] = &["metadata.name", "metadata.uid", "spec.ipam.podCIDRs"];
+const CILIUM_POOL: &[&str] = &["metadata.name", "metadata.uid", "spec.ipv4.cidrs", "spec.ipv6.cidrs"];
+const ANTREA_POOL: &[&str] = &["metadata.name", "metadata.uid", "spec.ipRanges"];
+const SUBNET: &[&str] = &["metadata.name", "metadata.uid", "spec.cidrBlock", "spec.vpc", "spec.vlan"];
 
 /// The fields that are kept of a kind's objects; `None`: all.
 fn kept(kind: Kind) -> Option<&'static [&'static str]> {
@@ -39,6 +44,11 @@ fn kept(kind: Kind) -> Option<&'static [&'static str]> {
         Kind::Pod => Some(POD),
         Kind::Node => Some(NODE),
         Kind::Namespace => Some(NAMESPACE),
+        Kind::CalicoIPPool => Some(CALICO_POOL),
+        Kind::CiliumNode => Some(CILIUM_NODE),
+        Kind::CiliumPodIPPool => Some(CILIUM_POOL),
+        Kind::AntreaIPPool => Some(ANTREA_POOL),
+        Kind::KubeOvnSubnet => Some(SUBNET),
         _ => None,
     }
 }
@@ -65,6 +75,9 @@ pub(super) fn trim(kind: Kind, object: &mut Value) -> String {
     let mut small = Value::Object(small);
     for path in kept {
         copy(object, &mut small, path);
+    }
+    if kind.names_networks() && small.get("spec").is_none() {
+        small["spec"] = Value::Object(Map::new());
     }
     if kind == Kind::Pod
         && let Some(spec) =

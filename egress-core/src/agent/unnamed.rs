@@ -1,0 +1,184 @@
+//! Networks of the cluster that nobody names. What an address of a pod or of the API server's Service shows to be one is left alone as
+//! far as it may reach, and told: a policy is carried out for what is known to be outside. Pure.
+
+use crate::{
+    model::{Family, NodeName, Snapshot},
+    network::pods::PodCidrs,
+};
+use ipnet::IpNet;
+use std::{collections::BTreeMap, net::IpAddr, time::Duration};
+
+/// kube-apiserver allows no larger network of Services: so many bits of an address are free in it.
+const SERVICE_BITS: u32 = 20;
+/// How long the controller may take to tell of a pod. No less: what is left alone for a moment severs connections.
+const TOLD_AFTER: Duration = Duration::from_secs(10);
+/// What may be of the pods around an address of one, for IPv4 and IPv6: CNIs give nodes blocks of about this size.
+const AROUND: [u8; 2] = [24, 64];
+
+/// What it is judged by.
+pub struct Circumstances<'a> {
+    /// This node.
+    pub node: &'a NodeName,
+    /// The objects.
+    pub snapshot: &'a Snapshot,
+    /// The administrator's exceptions, and the Service of the API server.
+    pub except_cidrs: &'a [IpNet],
+    /// The Service of the API server, if it is known.
+    pub api_server: Option<IpNet>,
+    /// The time, since any start.
+    pub now: Duration,
+}
+
+/// Networks that nobody names, each with what shows it and what to do.
+pub type Networks = BTreeMap<IpNet, String>;
+
+/// Since when the pods of this node have addresses that nobody names.
+#[derive(Clone, Debug, Default)]
+pub struct Unnamed {
+    pods: BTreeMap<IpAddr, Duration>,
+}
+
+impl Unnamed {
+    /// Takes note of how things are, and says which networks may be the cluster's although nobody names them.
+    pub fn update(&mut self, is: &Circumstances<'_>) -> Networks {
+        let cidrs = PodCidrs::of(is.snapshot);
+        let told = |ip: IpAddr| {
+            cidrs.have(ip) || is.snapshot.pod_networks.iter().chain(is.except_cidrs).any(|net| net.contains(&ip))
+        };
+        let own = is.snapshot.endpoints.values().filter(|pod| pod.node == *is.node);
+        let unnamed = own.flat_map(|pod| pod.ips.iter().copied()).filter(|ip| !told(*ip));
+        self.pods = unnamed.map(|ip| (ip, self.pods.get(&ip).copied().unwrap_or(is.now))).collect();
+        let late = self.pods.iter().filter(|(_, since)| is.now.saturating_sub(**since) >= TOLD_AFTER);
+        late.map(|(ip, _)| around_pod(*ip)).chain(services(is)).collect()
+    }
+}
+
+/// The neighbourhood of a pod's address.
+fn around_pod(ip: IpAddr) -> (IpNet, String) {
+    let message = format!(
+        "the address {ip} of a pod is in no network that a Node, a CNI, the controller or exceptCIDRs names: look whether a controller \
+         runs (EgressNode.spec.podNetworks), or add the pods' network to exceptCIDRs"
+    );
+    (net(ip, AROUND[usize::from(ip.is_ipv6())]), message)
+}
+
+/// The largest network of Services that has the API server's Service, whose address is always its second: where no ServiceCIDR, and
+/// nothing that the administrator says, has that address. Nothing where it is no Service but a node.
+fn services(is: &Circumstances<'_>) -> Option<(IpNet, String)> {
+    let service = is.api_server?;
+    let named = is.except_cidrs.iter().filter(|net| **net != service);
+    let of_nodes = is.snapshot.nodes.values().flat_map(|node| node.addresses.iter().copied().map(IpNet::from));
+    let known = named.copied().chain(of_nodes).any(|net| net.contains(&service));
+    if known || !is.snapshot.services.is_empty() {
+        return None;
+    }
+    let address = service.addr();
+    let free = Family::bits(address).wrapping_sub(1).trailing_zeros().min(SERVICE_BITS);
+    let message = format!(
+        "the network of Services is not known: the cluster has no ServiceCIDR, and exceptCIDRs does not have {address}, the Service of \
+         the API server; add the cluster's service network to exceptCIDRs"
+    );
+    Some((net(address, u8::try_from(Family::of(address).width() - free).unwrap_or(service.prefix_len())), message))
+}
+
+/// The network of this length that has an address.
+fn net(address: IpAddr, length: u8) -> IpNet {
+    IpNet::new(address, length).map_or_else(|_| address.into(), |net| net.trunc())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        model::{Endpoint, EndpointId},
+        testing::world::node,
+    };
+
+    fn parse(text: &str) -> IpNet {
+        text.parse().unwrap()
+    }
+
+    /// What is unnamed on a node with a pod, at a time.
+    fn at(
+        unnamed: &mut Unnamed,
+        snapshot: &Snapshot,
+        excepts: &[IpNet],
+        api: Option<IpNet>,
+        seconds: u64,
+    ) -> Vec<IpNet> {
+        let now = Duration::from_secs(seconds);
+        let is = Circumstances { node: &"me".into(), snapshot, except_cidrs: excepts, api_server: api, now };
+        unnamed.update(&is).into_keys().collect()
+    }
+
+    fn snapshot(ips: &[&str]) -> Snapshot {
+        let mut snapshot = Snapshot::default();
+        snapshot.nodes.insert("me".into(), node("me", Default::default()));
+        let id = EndpointId::new("default", "pod", "");
+        let ips = ips.iter().map(|ip| ip.parse().unwrap()).collect();
+        snapshot.endpoints.insert(id.clone(), Endpoint { id, node: "me".into(), ips, labels: Default::default() });
+        snapshot
+    }
+
+    #[test]
+    fn what_may_be_services_is_the_largest_network_that_can_begin_there() {
+        let around = |service: &str| {
+            let service = IpNet::from(service.parse::<IpAddr>().unwrap());
+            // The agent itself excepts the Service of the API server.
+            let found = at(&mut Unnamed::default(), &Snapshot::default(), &[service], Some(service), 0);
+            found.into_iter().map(|net| net.to_string()).collect::<Vec<_>>()
+        };
+        // kubeadm's, k3s', OpenShift's, EKS', and the default of the API server's flag (10.0.0.0/24).
+        assert_eq!(around("10.96.0.1"), ["10.96.0.0/12"]);
+        assert_eq!(around("10.43.0.1"), ["10.43.0.0/16"]);
+        assert_eq!(around("172.30.0.1"), ["172.30.0.0/15"]);
+        assert_eq!(around("172.20.0.1"), ["172.20.0.0/14"]);
+        assert_eq!(around("10.0.0.1"), ["10.0.0.0/12"]);
+        assert_eq!(around("fd00:10:96::1"), ["fd00:10:96::/108"]);
+        // One that is no network's second address is somebody's own choice.
+        assert_eq!(around("192.0.2.8"), ["192.0.2.8/32"]);
+    }
+
+    #[test]
+    fn a_network_of_services_that_somebody_names_is_known() {
+        let service = parse("10.96.0.1/32");
+        let found =
+            |snapshot: &Snapshot, named: &[IpNet]| at(&mut Unnamed::default(), snapshot, named, Some(service), 0);
+        let mut snapshot = Snapshot::default();
+        assert_eq!(found(&snapshot, &[service, parse("10.96.0.0/16")]), []);
+        snapshot.services.insert(parse("172.20.0.0/16"));
+        assert_eq!(found(&snapshot, &[service]), []);
+        snapshot.services.clear();
+        let mut me = node("me", Default::default());
+        me.addresses.insert(service.addr());
+        snapshot.nodes.insert("me".into(), me);
+        assert_eq!(found(&snapshot, &[service]), [], "the API server of a cluster without kube-proxy");
+        assert_eq!(at(&mut Unnamed::default(), &snapshot, &[], None, 0), []);
+    }
+
+    #[test]
+    fn a_pod_that_the_controller_does_not_tell_of_shows_a_network_of_pods() {
+        let mut cluster = snapshot(&["10.9.3.4", "fd09::3:4"]);
+        let mut unnamed = Unnamed::default();
+        assert_eq!(at(&mut unnamed, &cluster, &[], None, 100), []);
+        assert_eq!(at(&mut unnamed, &cluster, &[], None, 109), []);
+        let around = [parse("10.9.3.0/24"), parse("fd09::/64")];
+        assert_eq!(at(&mut unnamed, &cluster, &[], None, 110), around);
+        assert_eq!(at(&mut unnamed.clone(), &cluster, &[parse("10.9.0.0/16")], None, 110), around[1..]);
+        cluster.pod_networks.insert(parse("10.9.3.4/32"));
+        assert_eq!(at(&mut unnamed, &cluster, &[], None, 111), around[1..], "the controller tells of it");
+        cluster.nodes.get_mut(&NodeName::from("me")).unwrap().pod_cidrs.insert(parse("fd09::/64"));
+        assert_eq!(at(&mut unnamed, &cluster, &[], None, 112), []);
+        cluster.pod_networks.clear();
+        assert_eq!(at(&mut unnamed, &cluster, &[], None, 113), [], "it may take its time again");
+    }
+
+    #[test]
+    fn pods_of_other_nodes_show_nothing() {
+        let mut cluster = snapshot(&["10.9.3.4"]);
+        cluster.endpoints.values_mut().for_each(|pod| pod.node = "other".into());
+        let mut unnamed = Unnamed::default();
+        at(&mut unnamed, &cluster, &[], None, 0);
+        assert_eq!(at(&mut unnamed, &cluster, &[], None, 1_000), []);
+    }
+}

@@ -1,0 +1,30 @@
+//! The networks that no policy touches, beyond what the objects say.
+
+use super::Agent;
+use egress_core::agent::unnamed::{Circumstances, Networks, Unnamed};
+use ipnet::IpNet;
+
+/// What is left alone besides what the objects say.
+#[derive(Default)]
+pub(super) struct LeftAlone {
+    unnamed: Unnamed,
+    /// Networks that may be the cluster's and that nobody names.
+    pub(super) found: Networks,
+    /// They, and what the administrator says.
+    pub(super) all: Vec<IpNet>,
+}
+
+impl Agent {
+    /// Looks which networks are to be left alone now.
+    pub(super) fn find_networks(&mut self) {
+        let except_cidrs = &self.settings.except_cidrs;
+        self.left_alone.found = self.left_alone.unnamed.update(&Circumstances {
+            node: &self.node,
+            snapshot: &self.world.snapshot,
+            except_cidrs,
+            api_server: self.settings.api_server,
+            now: self.start.elapsed(),
+        });
+        self.left_alone.all = except_cidrs.iter().chain(self.left_alone.found.keys()).copied().collect();
+    }
+}
