@@ -3,6 +3,7 @@
 pub mod classify;
 pub mod links;
 pub mod pods;
+pub mod reported;
 pub mod schedule;
 
 use crate::model::SubnetInfo;

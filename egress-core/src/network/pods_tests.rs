@@ -61,8 +61,9 @@ proptest! {
                 let listed = networks.get(&name).is_some_and(|nets| nets.iter().any(|net| net.contains(&ip)));
                 let of_node = cni.nodes.get(&name).is_some_and(|nets| nets.iter().any(|net| net.contains(&ip)));
                 let own = snapshot.nodes[&name].pod_cidrs.iter().any(|net| net.contains(&ip));
-                prop_assert!(listed || !(of_node && !own) && !(pod.is_some() && !by_node && !by_cni), "{} of {}", ip, name);
-                prop_assert!(!listed || of_node || pod.is_some() && !by_node && !by_cni, "{} of {}", ip, name);
+                let untold = pod.is_some() && !by_node && !by_cni;
+                prop_assert!(listed || !untold && (own || !of_node), "{} of {} is told", ip, name);
+                prop_assert!(!listed || untold || of_node, "{} of {} is not told", ip, name);
             }
         }
         for nets in networks.values().chain([&shared]) {

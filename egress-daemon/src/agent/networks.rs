@@ -1,7 +1,10 @@
 //! The networks that no policy touches, beyond what the objects say.
 
 use super::Agent;
-use egress_core::agent::unnamed::{Circumstances, Networks, Unnamed};
+use egress_core::{
+    agent::unnamed::{Circumstances, Networks, Unnamed},
+    network::reported::on_dummies,
+};
 use ipnet::IpNet;
 
 /// What is left alone besides what the objects say.
@@ -10,7 +13,7 @@ pub(super) struct LeftAlone {
     unnamed: Unnamed,
     /// Networks that may be the cluster's and that nobody names.
     pub(super) found: Networks,
-    /// They, and what the administrator says.
+    /// They, what the administrator says, and what this node has on dummy devices.
     pub(super) all: Vec<IpNet>,
 }
 
@@ -25,6 +28,8 @@ impl Agent {
             api_server: self.settings.api_server,
             now: self.start.elapsed(),
         });
-        self.left_alone.all = except_cidrs.iter().chain(self.left_alone.found.keys()).copied().collect();
+        let told = except_cidrs.iter().chain(self.left_alone.found.keys()).copied();
+        // Most of them are no addresses that the node tells of.
+        self.left_alone.all = told.chain(on_dummies(&self.links.current())).collect();
     }
 }

@@ -55,7 +55,7 @@ use egress_core::{
     },
     encode::{Encoder, EndpointView},
     model::{EndpointId, NodeName, PolicyId, Trouble},
-    network::classify::Roles,
+    network::{classify::Roles, reported::reported},
 };
 use futures::FutureExt as _;
 use k8s_openapi::jiff::Timestamp;
@@ -425,6 +425,7 @@ impl Agent {
         self.withheld.publish(&self.node, &self.world.plan, leases.own);
         let report = Report {
             node: &self.node,
+            snapshot: &self.world.snapshot,
             plan: &self.world.plan,
             links: &links,
             roles: &self.roles,
@@ -458,8 +459,8 @@ impl Agent {
     fn occupied_blocks(&self) -> Vec<u16> {
         let Some(ports) = &self.node_ports else { return Vec::new() };
         let links = self.links.current();
-        let addresses = links.links.values().flat_map(|link| &link.addresses).map(ipnet::IpNet::addr);
-        let free: Vec<BTreeSet<u16>> = addresses.map(|address| ports.free_blocks(address)).collect();
+        let addresses = reported(&self.node, &self.world.snapshot, &links, &self.roles).into_iter();
+        let free: Vec<BTreeSet<u16>> = addresses.map(|(_, net)| ports.free_blocks(net.addr())).collect();
         let tunnel = port_block::of_port(self.settings.tunnel.port);
         let all = 0..egress_core::plan::blocks::FIXED_BLOCKS;
         all.filter(|b| Some(*b) == tunnel || free.iter().any(|f| !f.contains(b))).collect()

@@ -15,8 +15,8 @@ use egress_core::{
         unnamed::Networks,
     },
     encode::tables::Tables,
-    model::{Demand, NodeName, Transport, Trouble},
-    network::{classify::Roles, links::LinkTable},
+    model::{Demand, NodeName, Snapshot, Transport, Trouble},
+    network::{classify::Roles, links::LinkTable, reported::reported},
     plan::Plan,
 };
 use k8s_openapi::{
@@ -32,6 +32,8 @@ use std::{
 pub struct Report<'a> {
     /// This node.
     pub node: &'a NodeName,
+    /// The objects.
+    pub snapshot: &'a Snapshot,
     /// What the controller has decided.
     pub plan: &'a Plan,
     /// Links and addresses.
@@ -112,26 +114,13 @@ pub fn gateway(state: &GatewayState) -> GatewayWay {
 
 /// The addresses that other things on the network know this node by.
 fn addresses(report: &Report<'_>) -> Vec<NodeAddress> {
-    let mut all = Vec::new();
-    for (index, link) in &report.links.links {
-        if report.roles.pods.contains(index) || link.name == "lo" || link.kind.is_tunnel() {
-            continue;
-        }
-        for address in &link.addresses {
-            let ipv6 = matches!(address.addr(), IpAddr::V6(_));
-            let default_route = report.links.default_route(ipv6).is_some_and(|r| r.oif == *index);
-            let local = match address.addr() {
-                IpAddr::V4(a) => a.is_loopback() || a.is_link_local(),
-                IpAddr::V6(a) => a.is_loopback() || a.is_unicast_link_local(),
-            };
-            if !local {
-                let (interface, cidr) = (link.name.clone(), address.to_string());
-                let mac = link.mac.map(|mac| mac.to_string());
-                all.push(NodeAddress { interface, cidr, default_route, mac });
-            }
-        }
-    }
-    all
+    let told = reported(report.node, report.snapshot, report.links, report.roles).into_iter();
+    told.map(|(link, address)| {
+        let default_route = report.links.default_route(address.addr().is_ipv6()).is_some_and(|r| r.oif == link.index);
+        let mac = link.mac.map(|mac| mac.to_string());
+        NodeAddress { interface: link.name.clone(), cidr: address.to_string(), default_route, mac }
+    })
+    .collect()
 }
 
 /// Demands as objects write them.
