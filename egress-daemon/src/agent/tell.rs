@@ -68,7 +68,7 @@ pub fn problem(node: &NodeName, message: &str) -> ProblemState {
 /// Makes the state.
 pub fn state(world: &World, facts: &Facts<'_>, view: &NodeView, running: &Running<'_>) -> AgentState {
     let mut problems: Vec<ProblemState> = running.errors.iter().map(|e| problem(facts.node, e)).collect();
-    problems.extend(running.unnamed.values().map(|message| complaint(facts.node, message)));
+    problems.extend(running.unnamed.values().map(|message| problem(facts.node, message)));
     problems.extend(world.problems.iter().map(|p| ProblemState {
         object: format!("{} {}", p.kind, p.name),
         field: Some(p.field.clone()),
