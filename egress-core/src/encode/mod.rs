@@ -3,6 +3,7 @@
 //! Names become small numbers here (policies, egress IPs, nodes, endpoints, classes). A number keeps its meaning as long
 //! as the thing lives, over restarts of the agent too: the numbers are read back from the maps themselves.
 
+mod chunks;
 pub mod fit;
 mod names;
 pub mod spread;
@@ -15,16 +16,13 @@ use crate::{
     model::{Bandwidth, EndpointId, NodeName, PolicyId, SubnetInfo},
     plan::maglev,
 };
+use chunks::Chunks;
 use egress_common::{
     abi::{NameKey, name_kind},
     config::{self, Config},
     egress::{BlockList, EgressIp, LOCAL_CARRIER, LeaseTable, Uplink, flags},
-    endpoint::{
-        AssignmentKey, Checked, Endpoint, MaglevChunk, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey,
-        except,
-    },
-    limits::{self, MAGLEV_CHUNK},
-    net, port_block,
+    endpoint::{AssignmentKey, Checked, Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except},
+    limits, net, port_block,
 };
 use ipnet::IpNet;
 use std::{
@@ -464,44 +462,4 @@ fn hash_of(text: &str) -> u32 {
     let mut hasher = SipHasher13::new_with_keys(0, 0);
     hasher.write(text.as_bytes());
     hasher.finish() as u32
-}
-
-/// Places Maglev tables in the chunks of the map. A table that changed never overwrites the one in use: flows may be
-/// choosing from it.
-struct Chunks {
-    used: BTreeSet<u32>,
-}
-
-impl Chunks {
-    fn new(present: &Tables) -> Self {
-        Self { used: present.maglev.keys().copied().collect() }
-    }
-
-    fn place(&mut self, present: &Tables, key: &PolicyKey, table: &[u16], tables: &mut Tables) -> u32 {
-        let chunks: Vec<MaglevChunk> = table
-            .chunks(MAGLEV_CHUNK)
-            .map(|part| {
-                let mut chunk = MaglevChunk { egress: [0; MAGLEV_CHUNK] };
-                chunk.egress[..part.len()].copy_from_slice(part);
-                chunk
-            })
-            .collect();
-        let n = chunks.len() as u32;
-        if n == 0 {
-            return 0;
-        }
-        let same = |old: &&Policy| {
-            old.table_len as usize == table.len()
-                && (0..n).all(|i| present.maglev.get(&(old.table + i)) == Some(&chunks[i as usize]))
-        };
-        let start = match present.policies.get(key).filter(same) {
-            Some(old) => old.table,
-            None => (0..).find(|s| (*s..*s + n).all(|c| !self.used.contains(&c))).unwrap_or(0),
-        };
-        for (i, chunk) in (start..).zip(chunks) {
-            self.used.insert(i);
-            tables.maglev.insert(i, chunk);
-        }
-        start
-    }
 }

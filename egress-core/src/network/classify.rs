@@ -167,6 +167,28 @@ fn is_global(address: IpAddr) -> bool {
     }
 }
 
+/// The interfaces that no packet of a pod comes in by: what a stranger's packet with our mark came in by.
+pub fn outside(links: &LinkTable, roles: &Roles, tunnel: u32) -> BTreeSet<String> {
+    let masters: BTreeSet<u32> =
+        roles.pods.iter().filter_map(|pod| links.links.get(pod)).filter_map(|link| link.master).collect();
+    let leads_out = |index: u32| {
+        roles.underlays.contains_key(&index)
+            || [false, true].iter().any(|ipv6| links.default_route(*ipv6).is_some_and(|route| route.oif == index))
+    };
+    // A bridge or a switch may get a pod at any time.
+    let switch = |kind: &LinkKind| *kind == LinkKind::Bridge || *kind == LinkKind::Other("openvswitch".into());
+    let never = |kind: &LinkKind| matches!(kind, LinkKind::Loopback | LinkKind::Physical) || kind.is_tunnel();
+    let all = links.links.values().filter(|link| !roles.pods.contains(&link.index) && !masters.contains(&link.index));
+    all.filter(|link| {
+        link.index == tunnel
+            || never(&link.kind)
+            || leads_out(link.index)
+            || roles.uplinks.contains(&link.index) && !switch(&link.kind)
+    })
+    .map(|link| link.name.clone())
+    .collect()
+}
+
 #[cfg(test)]
 #[path = "classify_tests.rs"]
 mod tests;

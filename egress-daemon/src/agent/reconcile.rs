@@ -38,8 +38,8 @@ use egress_core::{
     encode::{NodeView, tables::Tables},
     model::{Bandwidth, NodeName, Transport},
     network::{
-        classify::{InterfaceRules, Roles, classify},
-        links::{LinkKind, LinkTable},
+        classify::{InterfaceRules, classify, outside},
+        links::LinkTable,
     },
 };
 use k8s_openapi::api::coordination::v1::Lease;
@@ -435,28 +435,6 @@ fn classes_of_shaper(tables: &Tables, limits: &BTreeMap<IpAddr, [Bandwidth; 2]>)
     });
     let rate = |limit: &Bandwidth| Rate { bits: limit.rate_bps, burst: limit.burst_bytes };
     limited.flat_map(|(index, [out, r#in])| [(2 * index + 1, rate(out)), (2 * index + 2, rate(r#in))]).collect()
-}
-
-/// The interfaces that no packet of a pod comes in by: what a stranger's packet with our mark came in by.
-fn outside(links: &LinkTable, roles: &Roles, tunnel: u32) -> BTreeSet<String> {
-    let masters: BTreeSet<u32> =
-        roles.pods.iter().filter_map(|pod| links.links.get(pod)).filter_map(|link| link.master).collect();
-    let leads_out = |index: u32| {
-        roles.underlays.contains_key(&index)
-            || [false, true].iter().any(|ipv6| links.default_route(*ipv6).is_some_and(|route| route.oif == index))
-    };
-    // A bridge or a switch may get a pod at any time.
-    let switch = |kind: &LinkKind| *kind == LinkKind::Bridge || *kind == LinkKind::Other("openvswitch".into());
-    let never = |kind: &LinkKind| matches!(kind, LinkKind::Loopback | LinkKind::Physical) || kind.is_tunnel();
-    let all = links.links.values().filter(|link| !roles.pods.contains(&link.index) && !masters.contains(&link.index));
-    all.filter(|link| {
-        link.index == tunnel
-            || never(&link.kind)
-            || leads_out(link.index)
-            || roles.uplinks.contains(&link.index) && !switch(&link.kind)
-    })
-    .map(|link| link.name.clone())
-    .collect()
 }
 
 /// The nodes that this one sends to: the gateways that it watches, and as a gateway those that hold blocks of its egress IPs.
