@@ -59,10 +59,11 @@ pub const PORT_PROBES: u32 = 256;
 /// From how many ports on that were tried in vain the agent is told that they are getting scarce towards some destination: where 30 % are
 /// in use, one new flow in a hundred finds so many taken.
 pub const TIGHT_PROBES: u32 = 4;
-/// How many ports are looked at to tell how many of those towards a destination a pod has.
-pub const SHARE_PROBES: u32 = 32;
+/// How many ports are looked at, at most, to tell how many of those towards a destination a pod has. With fewer, chance would refuse
+/// flows of a pod that has little more than half of them: with 32 one in fifty, while it waits for more blocks.
+pub const SHARE_PROBES: u32 = 128;
 /// With how many of them it gets no more: the last quarter, more or less, is for other pods.
-pub const SHARE_LIMIT: u32 = 24;
+pub const SHARE_LIMIT: u32 = 96;
 /// How many slots are tried for a new flow before it is dropped.
 pub const SLOT_PROBES: u32 = 4;
 /// Ticks for which a flow is kept at least whose packets the host's firewall does not let pass; the collector's round comes on top.
