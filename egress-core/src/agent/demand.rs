@@ -102,11 +102,13 @@ pub struct Past {
 }
 
 impl Past {
-    /// What a count that begins now is compared with.
+    /// What a count that begins now is compared with: the last one, and if that is not old enough the one before, too. That one alone may
+    /// be from long before the growth began.
     pub fn growth(&self, now: Duration) -> Growth {
         let age = |past: &Peaks| now.saturating_sub(past.at);
-        let old = [&self.last, &self.earlier].into_iter().flatten().find(|past| age(past) >= WINDOW);
-        Growth(old.map(|past| (age(past), past.peaks.clone())))
+        let of = |past: &Peaks| (age(past).max(WINDOW), past.peaks.clone());
+        let before = self.earlier.as_ref().filter(|_| self.last.as_ref().is_some_and(|last| age(last) < WINDOW));
+        Growth(self.last.iter().chain(before).map(of).collect())
     }
 
     /// Takes in a count.
@@ -117,18 +119,20 @@ impl Past {
     }
 }
 
-/// The peaks by egress IP that a count is compared with, and how long ago they were; absent if there was no count before.
+/// The peaks by egress IP that a count is compared with, and how long ago they were; none if there was no count before.
 #[derive(Clone, Debug, Default)]
-pub struct Growth(Option<(Duration, BTreeMap<IpAddr, u32>)>);
+pub struct Growth(Vec<(Duration, BTreeMap<IpAddr, u32>)>);
 
 impl Growth {
     /// How many ports `used` are going to be, if the egress IP's peak goes on growing as it did until it came to `peak`.
     fn expected(&self, egress: IpAddr, peak: u32, used: u32) -> u32 {
-        let Some((age, peaks)) = &self.0 else { return used };
-        let grown = peak.saturating_sub(peaks.get(&egress).copied().unwrap_or(0));
-        let more = u128::from(used) * u128::from(grown) * AHEAD.as_millis();
-        let per = u128::from(peak) * age.as_millis();
-        used.saturating_add(more.checked_div(per).map_or(0, |more| more.min(u128::from(POD_PORTS)) as u32))
+        let more = |(age, peaks): &(Duration, BTreeMap<IpAddr, u32>)| {
+            let grown = peak.saturating_sub(peaks.get(&egress).copied().unwrap_or(0));
+            let per = u128::from(peak) * age.as_millis();
+            (u128::from(used) * u128::from(grown) * AHEAD.as_millis()).checked_div(per).unwrap_or(0)
+        };
+        let more = self.0.iter().map(more).max().unwrap_or(0);
+        used.saturating_add(more.min(u128::from(POD_PORTS)) as u32)
     }
 }
 
@@ -219,6 +223,11 @@ mod tests {
         assert_eq!(needed(5 * second, 800), 25 + 4 * 5, "160 more a second");
         assert_eq!(needed(8 * second, 800), 25, "it grows no more");
         assert_eq!(needed(10 * second, 320), 10, "what shrinks is needed no less than it is used");
+        assert_eq!(
+            needed(10 * second + second / 10, 640),
+            20 + 4 * 40,
+            "a rise that began after the last count, a tenth of a second ago, is as fast as 320 in a quarter of one"
+        );
         assert_eq!(needed(11 * second, 20_000), 252, "one pod's part, however fast it grows");
     }
 
