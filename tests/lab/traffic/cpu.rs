@@ -31,6 +31,21 @@ pub fn on_cpu<T>(cpu: usize, work: impl FnOnce() -> Result<T>) -> Result<T> {
     outcome
 }
 
+/// Runs `work` with another priority, and the threads and processes that it starts: less than 0 comes before others.
+pub fn with_nice<T>(nice: i32, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    set_nice(nice)?;
+    let outcome = work();
+    set_nice(0)?;
+    outcome
+}
+
+/// Linux takes a thread's number here, and 0 is the thread that asks.
+fn set_nice(nice: i32) -> Result<()> {
+    // SAFETY: numbers only.
+    let set = unsafe { nix::libc::setpriority(nix::libc::PRIO_PROCESS, 0, nice) };
+    Errno::result(set).with_context(|| format!("cannot set the priority {nice}")).map(drop)
+}
+
 /// A stop-watch over all `ksoftirqd`.
 #[derive(Debug)]
 pub struct SoftirqClock {

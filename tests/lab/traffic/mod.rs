@@ -29,7 +29,7 @@ pub use self::abort::reset_behind_data;
 pub use self::blast::{BlastReport, Blaster, UdpSink};
 pub use self::bulk::{BulkReport, BulkServer, Direction, bulk};
 pub use self::claim::{Asker, send_claim};
-pub use self::cpu::on_cpu;
+pub use self::cpu::{on_cpu, with_nice};
 pub use self::forge::{Protocol, send_error, send_packet, send_tagged, send_vxlan, send_vxlan_from, spray};
 pub use self::fragment::{FragmentOrder, send_fragments};
 pub use self::mixed::{Mixed, Pauses};
