@@ -12,9 +12,9 @@ use crate::{
         fragment, own,
     },
     tables::{
-        datagram,
+        datagram, egress,
         family::Family,
-        maps::{CONFIG, EGRESS_IPS, LEASES, NODES},
+        maps::{CONFIG, LEASES, NODES},
         stats,
     },
     transports::{nodes, probe, send, shaper},
@@ -41,12 +41,8 @@ pub fn forward<F: Family>(pkt: &Packet, from: u32) -> u64 {
     let Some(source) = F::load(pkt, ETH_LEN + F::SRC) else {
         return Verdict::Drop(Counter::DropMalformed).to_bits();
     };
-    // SAFETY: read only.
-    let Some(&egress) = (unsafe { F::egress_index().get(source) }) else {
-        return Verdict::Drop(Counter::DropNotOwner).to_bits();
-    };
-    match EGRESS_IPS.get(egress) {
-        Some(e) if e.flags & flags::CARRIED != 0 => leased::<F>(pkt, egress, e, from).to_bits(),
+    match egress::find(source) {
+        Some((egress, e)) if e.flags & flags::CARRIED != 0 => leased::<F>(pkt, egress, e, from).to_bits(),
         _ => Verdict::Drop(Counter::DropNotOwner).to_bits(),
     }
 }
@@ -136,9 +132,9 @@ pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
     if neighbor::is_solicitation::<F>(pkt, &ip) {
         return neighbor::solicitation(pkt).to_bits();
     }
-    // SAFETY: read only.
-    let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else { return Verdict::Pass.to_bits() };
-    let (Some(e), Some(config)) = (EGRESS_IPS.get(egress), CONFIG.get(0)) else { return Verdict::Pass.to_bits() };
+    let (Some((egress, e)), Some(config)) = (egress::find(ip.dst), CONFIG.get(0)) else {
+        return Verdict::Pass.to_bits();
+    };
     // Before the VLAN is gone: the fragment may enter again.
     if ip.part != Part::Whole && done & done::GATHERED == 0 {
         return GATHER;

@@ -8,8 +8,9 @@ use crate::{
     },
     tables::{
         deadline::is_before,
+        egress,
         family::Family,
-        maps::{EGRESS_INDEX_V4, EGRESS_INDEX_V6, EGRESS_IPS, NEXT_HOPS, UPLINKS},
+        maps::{NEXT_HOPS, UPLINKS},
         stats,
     },
 };
@@ -50,9 +51,8 @@ enum Answer {
 }
 
 #[inline(always)]
-fn answer(egress: u32, pkt: &Packet) -> Answer {
+fn answer(e: &EgressIp, pkt: &Packet) -> Answer {
     let ifindex = pkt.ifindex();
-    let Some(e) = EGRESS_IPS.get(egress) else { return Answer::NotOurs };
     if e.flags & flags::NODE_ADDRESS != 0 || pkt.vlan() != e.vlan && pkt.vlan() != 0 {
         return Answer::NotOurs;
     }
@@ -93,13 +93,12 @@ fn asked(pkt: &Packet) -> Verdict {
         return Verdict::Pass;
     }
     let target: V4 = [t0 as u32 | (t1 as u32) << 16];
-    // SAFETY: read only.
-    let Some(&egress) = (unsafe { EGRESS_INDEX_V4.get(target) }) else { return Verdict::Pass };
-    learn(pkt, egress, &mapped([s0 as u32 | (s1 as u32) << 16]), [m0, m1, m2]);
+    let Some((egress, e)) = egress::find(target) else { return Verdict::Pass };
+    learn(pkt, egress, e, &mapped([s0 as u32 | (s1 as u32) << 16]), [m0, m1, m2]);
     if operation != 1_u16.to_be() {
         return Verdict::Pass;
     }
-    let mac = match answer(egress, pkt) {
+    let mac = match answer(e, pkt) {
         Answer::NotOurs => return Verdict::Pass,
         Answer::Silence => return Verdict::Drop(Counter::DropNotOwner),
         Answer::With(mac) => mac,
@@ -114,10 +113,9 @@ fn asked(pkt: &Packet) -> Verdict {
 
 /// Notes the MAC address of the next hop of an egress IP's subnet, if that is who says it, in the right VLAN.
 #[inline(always)]
-fn learn(pkt: &Packet, egress: u32, who: &V6, mac: Mac) {
-    let (Some(e), Some(hop)) = (EGRESS_IPS.get(egress), NEXT_HOPS.get_ptr_mut(egress)) else { return };
-    let same = e.via[0] ^ who[0] | e.via[1] ^ who[1] | e.via[2] ^ who[2] | e.via[3] ^ who[3];
-    if e.flags & flags::SUBNET == 0 || same != 0 || pkt.vlan() != e.vlan {
+fn learn(pkt: &Packet, egress: u32, e: &EgressIp, who: &V6, mac: Mac) {
+    let Some(hop) = NEXT_HOPS.get_ptr_mut(egress) else { return };
+    if e.flags & flags::SUBNET == 0 || !who.is(&e.via) || pkt.vlan() != e.vlan {
         return;
     }
     // SAFETY: whole stores; a reader that sees half of a change sends one packet to a wrong place.
@@ -140,8 +138,7 @@ pub fn learn_advertised<F: Family>(pkt: &Packet, ip: &Ip<F>, egress: u32, e: &Eg
     }
     let Some(target) = pkt.load::<V6>(L4 + 8) else { return false };
     let Some(mac) = pkt.load::<Mac>(6) else { return false };
-    let same = e.via[0] ^ target[0] | e.via[1] ^ target[1] | e.via[2] ^ target[2] | e.via[3] ^ target[3];
-    if same == 0
+    if target.is(&e.via)
         && let Some(hop) = NEXT_HOPS.get_ptr_mut(egress)
     {
         // SAFETY: as in `learn`.
@@ -168,9 +165,8 @@ pub fn is_solicitation<F: Family>(pkt: &Packet, ip: &Ip<F>) -> bool {
 #[inline(always)]
 pub fn solicitation(pkt: &Packet) -> Verdict {
     let Some(target) = pkt.read_v6(L4 + 8) else { return Verdict::Pass };
-    // SAFETY: read only.
-    let Some(&egress) = (unsafe { EGRESS_INDEX_V6.get(target) }) else { return Verdict::Pass };
-    let mac = match answer(egress, pkt) {
+    let Some((_, e)) = egress::find(target) else { return Verdict::Pass };
+    let mac = match answer(e, pkt) {
         Answer::NotOurs => return Verdict::Pass,
         Answer::Silence => return Verdict::Drop(Counter::DropNotOwner),
         Answer::With(mac) => mac,

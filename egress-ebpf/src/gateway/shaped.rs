@@ -3,10 +3,7 @@
 use crate::{
     gateway::forward,
     headers::packet::{ETH_LEN, IPV4, IPV6, Mac, Packet},
-    tables::{
-        family::Family,
-        maps::{CONFIG, EGRESS_IPS},
-    },
+    tables::{egress, family::Family, maps::CONFIG},
     transports::shaper::{IN, MACS, OUT, passed},
 };
 use egress_common::{
@@ -25,8 +22,7 @@ pub fn leave<F: Family>(pkt: &Packet) -> u64 {
 #[inline(always)]
 fn leave_outwards<F: Family>(pkt: &Packet) -> Verdict {
     let Some(src) = pkt.read::<F>(ETH_LEN + F::SRC) else { return Verdict::Drop(Counter::DropMalformed) };
-    // SAFETY: read only.
-    let Some(&egress) = (unsafe { F::egress_index().get(src) }) else { return Verdict::Drop(Counter::DropNotOwner) };
+    let Some((egress, _)) = egress::find(src) else { return Verdict::Drop(Counter::DropNotOwner) };
     passed(pkt, egress, OUT);
     Verdict::leave(egress)
 }
@@ -34,15 +30,11 @@ fn leave_outwards<F: Family>(pkt: &Packet) -> Verdict {
 #[inline(always)]
 fn leave_inwards<F: Family>(pkt: &Packet) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
-    // SAFETY: read only.
-    let Some(&egress) = (unsafe { F::egress_index().get(ip.dst) }) else {
+    let (Some((egress, e)), Some(config)) = (egress::find(ip.dst), CONFIG.get(0)) else {
         return Verdict::Drop(Counter::DropNotOwner).to_bits();
     };
     passed(pkt, egress, IN);
-    match (EGRESS_IPS.get(egress), CONFIG.get(0)) {
-        (Some(e), Some(config)) => forward::to_source::<F>(pkt, config, &ip, egress, e),
-        _ => Verdict::Drop(Counter::DropNotOwner).to_bits(),
-    }
+    forward::to_source::<F>(pkt, config, &ip, egress, e)
 }
 
 /// What came out of the shaper, by its EtherType.

@@ -9,8 +9,9 @@ use crate::{
     },
     source::deliver::{self, OTHER, only},
     tables::{
+        egress,
         family::Family,
-        maps::{CONFIG, EGRESS_IPS, NODES},
+        maps::{CONFIG, NODES},
     },
     transports::{
         nodes, probe,
@@ -82,9 +83,7 @@ pub fn outward<F: Family>(pkt: &Packet) -> u64 {
 #[inline(always)]
 fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
     let src = F::load(pkt, ETH_LEN + F::SRC)?;
-    // SAFETY: read only.
-    let &egress = unsafe { F::egress_index().get(src) }?;
-    let e = EGRESS_IPS.get(egress)?;
+    let (egress, e) = egress::find(src)?;
     let from = sender::<F>(pkt, egress)?;
     // The gateway sends it out, and this node is its next hop: the exit lets it go by.
     if from == e.gateway && e.flags & flags::CARRIED == 0 {

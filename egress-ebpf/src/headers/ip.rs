@@ -59,6 +59,8 @@ pub trait Header: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     fn outer(pkt: &Packet, config: &Config) -> Option<(V6, bool)>;
     /// The address held in the common form of `EGRESS_IPS`.
     fn from_any(words: &V6) -> Self;
+    /// Whether this is the address held in that form.
+    fn is(self, words: &V6) -> bool;
     /// This node's address by which other nodes know it; zeroes for none.
     fn own(config: &Config) -> Self;
     /// Destinations that no policy ever touches: multicast, broadcast, link-local, loopback, unspecified.
@@ -125,6 +127,11 @@ impl Header for V4 {
     #[inline(always)]
     fn from_any(words: &V6) -> V4 {
         [words[3]]
+    }
+
+    #[inline(always)]
+    fn is(self, words: &V6) -> bool {
+        self[0] == words[3]
     }
 
     #[inline(always)]
@@ -272,6 +279,11 @@ impl Header for V6 {
                 (&raw const words[3]).read_volatile(),
             ]
         }
+    }
+
+    #[inline(always)]
+    fn is(self, words: &V6) -> bool {
+        (self[0] ^ words[0] | self[1] ^ words[1] | self[2] ^ words[2] | self[3] ^ words[3]) == 0
     }
 
     #[inline(always)]

@@ -13,16 +13,16 @@ use crate::{
     source::{icmp, masquerade, service, translated},
     tables::{
         classify::{self, Class},
-        datagram,
+        datagram, egress,
         family::Family,
-        maps::{CONFIG, EGRESS_IPS, UPLINKS},
+        maps::{CONFIG, UPLINKS},
         stats,
     },
     transports::probe,
 };
 use egress_common::{
     config::Config,
-    egress::flags,
+    egress::{EgressIp, flags},
     tcp,
     verdict::{Counter, Verdict},
 };
@@ -58,9 +58,8 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
         // The agent's probes are sent from here; the device drops what has no tunnel key.
         return probe::send::<F>(pkt);
     }
-    // SAFETY: read only.
-    if let Some(&egress) = unsafe { F::egress_index().get(ip.src) } {
-        if is_forged(pkt, &ip, egress, forwarded) {
+    if let Some((egress, e)) = egress::find(ip.src) {
+        if is_forged(pkt, &ip, e, forwarded) {
             return Verdict::Drop(Counter::DropForged).to_bits();
         }
         if forwarded {
@@ -81,10 +80,9 @@ pub fn selected<F: Family>(pkt: &Packet) -> u64 {
 
 /// Whether a packet with an egress IP as its source is nobody's who may use it.
 #[inline(always)]
-fn is_forged<F: Family>(pkt: &Packet, ip: &Ip<F>, egress: u32, forwarded: bool) -> bool {
-    let flags = EGRESS_IPS.get(egress).map_or(0, |e| e.flags);
+fn is_forged<F: Family>(pkt: &Packet, ip: &Ip<F>, e: &EgressIp, forwarded: bool) -> bool {
     // An address of this node is its sockets' as well; that of another node may pass this one as a router.
-    let nodes = flags & flags::HERE != 0 || forwarded && flags & flags::NODE_ADDRESS != 0;
+    let nodes = e.flags & flags::HERE != 0 || forwarded && e.flags & flags::NODE_ADDRESS != 0;
     // The agent and the programs announce an egress IP, and ask for its next hop: none of it is ever routed.
     let discovery = F::VERSION == 6
         && ip.proto == proto::ICMPV6

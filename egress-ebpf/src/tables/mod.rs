@@ -3,6 +3,7 @@
 pub mod classify;
 pub mod datagram;
 pub mod deadline;
+pub mod egress;
 pub mod family;
 pub mod maps;
 pub mod share;

@@ -4,6 +4,7 @@
 use super::{
     frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
     rig::*,
+    scenes,
 };
 use crate::datapath::maps::{Maps, Table};
 use aya::Pod;
@@ -11,13 +12,15 @@ use egress_common::{
     V4,
     endpoint::PolicyKey,
     flow::{FlowKey, Reverse},
-    net,
+    net, port_block,
 };
+use egress_core::encode::EgressView;
 use nix::sys::{
     time::TimeSpec,
     timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags},
 };
 use std::{
+    collections::BTreeMap,
     net::IpAddr,
     ops::Range,
     sync::atomic::{AtomicBool, Ordering},
@@ -148,6 +151,37 @@ fn a_reply_does_not_reach_the_pod_of_the_flow_that_gets_the_memory_of_its_own() 
                 if verdict == REDIRECT {
                     assert_eq!((read(&out).unwrap().dst, ports(&out).1), (addr(POD4), 40_000), "packet {n}");
                 }
+            }
+        },
+    );
+}
+
+#[test]
+fn a_packet_for_an_egress_ip_is_judged_by_that_ones_leases() {
+    const OTHER: &str = "192.0.2.99";
+    let interrupts = Interrupts::new();
+    let mut view = scene();
+    let carried = view.egress_ips.get_mut(&addr(EGRESS4)).unwrap();
+    carried.gateway = Some(scenes::node(0));
+    carried.forwards = true;
+    carried.interface = Some(1);
+    let without_leases = EgressView { leases: BTreeMap::new(), ..carried.clone() };
+    view.egress_ips.insert(addr(OTHER), without_leases);
+    let Some(mut rig) = Rig::new("reuse-index", &view) else { return };
+    let segment = tcp(443, port_block::first_port(OTHER_BLOCK), 16, &[]);
+    let reply = seal(ip(addr(SERVER4), addr(EGRESS4), TCP, &[], &segment));
+    assert_eq!(rig.run("uplink_ingress", &reply).0, REDIRECT, "{:?}", rig.writer.maps().counters());
+    let mut maps = Maps::open(rig.pins()).unwrap();
+    let indices = maps.v4.egress_index.entries().unwrap();
+    let of = |text| indices.iter().map(|(key, index)| (*key, *index)).find(|(key, _)| *key == v4(text)).unwrap();
+    let (own, other) = (of(EGRESS4), of(OTHER));
+    maps.v4.egress_index.remove(&other.0).unwrap();
+    meanwhile(
+        || swap(&mut maps.v4.egress_index, &own, &other),
+        || {
+            for n in 0..PACKETS {
+                interrupts.after(n);
+                assert_ne!(rig.run("uplink_ingress", &reply).0, SHOT, "packet {n}: {:?}", rig.writer.maps().counters());
             }
         },
     );
