@@ -18,6 +18,7 @@ mod firewall;
 mod forged;
 mod hooks;
 mod host_rules;
+mod monitoring;
 mod overflow;
 mod owners;
 mod per_endpoint;

@@ -15,12 +15,12 @@ use crate::support::{
 };
 
 /// A port of the server behind which nobody listens.
-const TARGET: u16 = 4242;
+pub const TARGET: u16 = 4242;
 /// Packets that are sent before the server has to have seen them.
 const BATCH: usize = 1000;
 
 /// Makes the server ignore datagrams for [`TARGET`]: nothing comes back, so flows stay half open.
-fn deafen(server: &Server) -> Result<()> {
+pub fn deafen(server: &Server) -> Result<()> {
     server.ns.nft(&format!(
         "table inet deaf {{\nchain input {{\ntype filter hook input priority 0\nudp dport {TARGET} drop\n}}\n}}"
     ))
@@ -51,7 +51,7 @@ fn translated(trace: &Trace, target: SocketAddr) -> (BTreeSet<SocketAddr>, usize
 }
 
 /// Lets UDP flows expire after a tick instead of minutes, by writing into the pinned settings of a node whose agent is dead.
-fn expire_udp_at_once(lab: &Lab, node: &str) -> Result<()> {
+pub fn expire_udp_at_once(lab: &Lab, node: &str) -> Result<()> {
     /// Where `udp` is among the settings, in bytes.
     const UDP: usize = 32;
     let mut bytes = settings(lab, node)?;

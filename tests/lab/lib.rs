@@ -52,6 +52,7 @@ pub mod netns;
 pub mod oci;
 mod offload;
 pub mod process;
+pub mod prometheus;
 pub mod scope;
 mod seccomp;
 pub mod skip;

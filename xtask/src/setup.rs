@@ -89,8 +89,8 @@ enum Gap {
 /// The programs that the lab, the tests and the README call.
 const PROGRAMS: [(&str, &str); 3] = [("ip", "iproute2"), ("nft", "nftables"), ("bpftool", "bpftool")];
 
-/// BGP speakers.
-const ROUTERS: [(&str, &str); 2] = [("vtysh", "frr"), ("bird", "bird2")];
+/// What only tests run: BGP speakers, and a Prometheus.
+const TESTED_WITH: [(&str, &str); 3] = [("vtysh", "frr"), ("bird", "bird2"), ("prometheus", "prometheus")];
 
 /// A pair of gateways as it is usually built.
 const PAIR: [(&str, &str); 2] = [("keepalived", "keepalived"), ("conntrackd", "conntrackd")];
@@ -148,7 +148,7 @@ fn survey(scope: Scope) -> Vec<Gap> {
         for (name, package) in PAIR.into_iter().filter(|_| scope == Scope::Failover) {
             missing(find_program(name).is_none(), Gap::Program { name, package });
         }
-        for (name, package) in ROUTERS.into_iter().filter(|_| scope == Scope::Tests) {
+        for (name, package) in TESTED_WITH.into_iter().filter(|_| scope == Scope::Tests) {
             missing(find_program(name).is_none(), Gap::Program { name, package });
         }
         missing(!bpffs_is_mounted(), Gap::BpfFs);

@@ -33,9 +33,9 @@ pub struct Used {
 struct Use {
     /// Flows by block.
     blocks: BTreeMap<u16, u32>,
-    /// The most ports towards one remote address, port and protocol, of each pod [`POD_PORTS`] at most.
+    /// The most ports towards one remote address, port and protocol.
     peak: u32,
-    /// What that is going to be in [`AHEAD`], if it goes on growing: what the blocks must have room for.
+    /// What that is going to be in [`AHEAD`], if it goes on growing, of each pod [`POD_PORTS`] at most: what the blocks must have room for.
     expected: u32,
 }
 
@@ -56,7 +56,7 @@ impl Ports {
         }
         for ((egress, _), pods) in &per_pod {
             let use_ = ports.0.entry(*egress).or_default();
-            use_.peak = use_.peak.max(pods.values().map(|n| (*n).min(POD_PORTS)).sum());
+            use_.peak = use_.peak.max(pods.values().sum());
         }
         for ((egress, _), pods) in &per_pod {
             let use_ = ports.0.entry(*egress).or_default();
@@ -242,6 +242,12 @@ mod tests {
             demand(&"n".into(), &plan(), &count((0..pods).flat_map(of_pod)), &Withheld::default())[&egress()].want
         };
         assert_eq!([1, 2, 5].map(want), [252, 504, 1008]);
+    }
+
+    #[test]
+    fn what_is_told_of_the_ports_in_use_is_all_of_them() {
+        let busy = count((0..20_000).map(|i| used(1024 + i, 443)));
+        assert_eq!(busy.peaks(), [(egress(), 20_000)].into());
     }
 
     #[test]

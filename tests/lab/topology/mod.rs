@@ -161,6 +161,15 @@ impl Lab {
         NetNs::open(&format!("{}-{role}", self.id())).or_else(|_| self.scope.namespace(role))
     }
 
+    /// Gives a namespace of the lab a link to the underlay, `eth0`, with this address. `port` names the other end, at the bridge.
+    pub fn join_underlay(&self, ns: &NetNs, port: &str, own: Dual) -> Result<()> {
+        let segment = self.underlay.name();
+        ns.ip(&[format!("link add eth0 type veth peer name {port} netns {segment}")])?;
+        self.underlay.ip(&[format!("link set {port} master br0 up")])?;
+        ns.ip(&[format!("addr add {}/24 dev eth0", own.v4), "link set eth0 up".to_owned()])?;
+        ns.wait_running(&["eth0"])
+    }
+
     /// Leaves the lab up when it is dropped, until [`crate::scope::remove_kept`] or a reboot: its processes go on too.
     pub fn keep(mut self) -> Result<()> {
         for process in self.processes.values_mut() {
