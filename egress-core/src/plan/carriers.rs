@@ -8,9 +8,8 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 use super::hash::hash;
-use super::loads::Loads;
 use super::maglev;
-use super::owners::{Decision, Floating, GatewayNode};
+use super::owners::{Decision, Floating, GatewayNode, Loads};
 
 /// The number that a node is chosen by; see [`weight`].
 pub fn node_key(name: &str) -> u64 {

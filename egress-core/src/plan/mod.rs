@@ -4,7 +4,6 @@
 //! again without a change gives the same plan again. One policy that cannot be carried out never disturbs another.
 
 mod addresses;
-mod balance;
 pub mod blocks;
 mod candidates;
 pub mod carriers;
@@ -15,7 +14,6 @@ pub mod diff;
 mod endpoints;
 mod hash;
 mod index;
-mod loads;
 pub mod maglev;
 mod memo;
 mod outcome;

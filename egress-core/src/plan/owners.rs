@@ -2,105 +2,19 @@
 //!
 //! Who has an egress IP keeps it, who came back gets it back, and one whose owner is dead goes to its next carrier, which has taken
 //! it already, or else to the gateway with the fewest; only then, where gateways still differ by more than one, the fewest that it takes are moved (see
-//! [`super::balance`]).
+//! [`balance`]).
 
-use std::net::IpAddr;
-use std::time::Duration;
+mod balance;
+mod floating;
+mod loads;
 
-use super::balance::balance;
+use balance::balance;
+use floating::Place;
+pub use floating::{Floating, GatewayNode};
+pub use loads::Loads;
+
 use super::hash::hash;
-use super::loads::Loads;
 use super::types::OwnerReason;
-use crate::health::NodeHealth;
-use crate::model::{Failback, Family};
-
-/// A node as a gateway.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct GatewayNode {
-    /// It does not say that it is not ready, and is not being drained.
-    pub ready: bool,
-    /// Its lease.
-    pub health: NodeHealth,
-    /// How many floating egress IPs it may own in all.
-    pub limit: Option<u32>,
-    /// It says that limit itself, so the pools' limits do not hold for it.
-    pub own_limit: bool,
-    /// Its zone, by number.
-    pub zone: Option<u32>,
-    /// An agent of it has reported.
-    pub reports: bool,
-    /// What it is chosen by as a carrier ([`super::carriers::node_key`]).
-    pub key: u64,
-}
-
-impl GatewayNode {
-    /// Whether it keeps the egress IPs that it has.
-    pub fn keeps(&self) -> bool {
-        self.ready && self.health.is_fresh()
-    }
-
-    /// Whether it may be given an egress IP.
-    pub fn takes(&self) -> bool {
-        self.ready && self.health.is_proven()
-    }
-
-    /// Whether it may be a carrier besides the owner. Who has no lease because nobody has asked it for one is asked by that.
-    pub fn stands_by(&self) -> bool {
-        self.ready && (self.health.is_fresh() || self.reports && self.health.is_unasked())
-    }
-}
-
-/// A floating egress IP.
-#[derive(Clone, Debug)]
-pub struct Floating<'a> {
-    /// The address.
-    pub address: IpAddr,
-    /// The nodes that may own it, ascending.
-    pub candidates: &'a [u32],
-    /// The number of that set.
-    pub set: usize,
-    /// The policies that use it, by number, first who comes first.
-    pub policies: Vec<u32>,
-    /// Where in the ring of candidates its search begins.
-    pub start: u64,
-    /// Its policies care for zones.
-    pub zoned: bool,
-    /// Its pool by number, and how many of that pool's a node may own.
-    pub pool: Option<(u32, Option<u32>)>,
-    /// What happens when a gateway comes back.
-    pub failback: Failback,
-    /// It goes to the first candidate that can have it, and is not moved for balance.
-    pub first: bool,
-    /// Its owner so far, if that node exists.
-    pub owner: Option<u32>,
-    /// The gateway that it goes back to, if that node exists.
-    pub preferred: Option<u32>,
-    /// How many gateways carry it.
-    pub count: usize,
-    /// Its carriers so far, in order, as far as those nodes exist.
-    pub carriers: Vec<u32>,
-}
-
-impl Floating<'_> {
-    /// Whether the node is among those that may own it.
-    pub fn selects(&self, node: u32) -> bool {
-        self.candidates.binary_search(&node).is_ok()
-    }
-
-    /// The policies that use it, each with the family whose flows it serves.
-    pub fn uses(&self) -> impl Iterator<Item = (u32, Family)> {
-        let family = Family::of(self.address);
-        self.policies.iter().map(move |policy| (*policy, family))
-    }
-
-    /// How long a gateway that lapsed must have been back; `None`: it does not matter how long.
-    pub fn delay(&self) -> Option<Duration> {
-        match self.failback {
-            Failback::Preferred { delay } => Some(delay),
-            Failback::Never => None,
-        }
-    }
-}
 
 /// Where the search of the n-th egress IP of a policy begins: first ones of different policies begin at different nodes.
 pub fn ring_start(policy: &str, n: usize) -> u64 {
@@ -116,15 +30,6 @@ pub struct Decision {
     pub preferred: Option<u32>,
     /// Why.
     pub reason: OwnerReason,
-}
-
-/// Where an egress IP is while the plan is made.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Place {
-    /// The eligible gateway that has it.
-    pub node: Option<u32>,
-    /// It had no eligible owner before.
-    pub placed: bool,
 }
 
 /// Decides about all egress IPs (sorted by address).

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::owners::{Floating, GatewayNode};
+use super::floating::{Floating, GatewayNode};
 use crate::model::Family;
 
 /// What each gateway has so far.

@@ -8,8 +8,8 @@ use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use super::floating::{Floating, GatewayNode, Place};
 use super::loads::Loads;
-use super::owners::{Floating, GatewayNode, Place};
 
 /// Egress IPs that can go to the same places.
 type Kind = (usize, Option<u32>, Option<Duration>);
