@@ -7,7 +7,7 @@
 
 use crate::{
     health::ProbeState,
-    model::{Announce, NodeName, NodeReport, Outbound, Pool, Snapshot},
+    model::{Announce, NodeName, NodeReport, Outbound, Pool, Reach, Snapshot},
     plan::{EgressIpPlan, Plan},
 };
 use std::{
@@ -213,17 +213,18 @@ fn replying(c: &Circumstances<'_>, ip: IpAddr, e: &EgressIpPlan) -> Vec<NodeName
 
 /// Which carriers the packets of an egress IP leave by.
 pub fn outbound(snapshot: &Snapshot, e: &EgressIpPlan) -> Outbound {
-    pool(snapshot, e).map_or(Outbound::Owner, |pool| pool.outbound)
+    reach(snapshot, e).outbound
 }
 
 /// How the outside reaches an egress IP.
 pub fn announce(snapshot: &Snapshot, e: &EgressIpPlan) -> Announce {
-    pool(snapshot, e).map_or(Announce::Arp, |pool| pool.announce)
+    reach(snapshot, e).announce
 }
 
-/// The pool of a floating egress IP.
-fn pool<'a>(snapshot: &'a Snapshot, e: &EgressIpPlan) -> Option<&'a Pool> {
-    e.pool.as_ref().and_then(|pool| snapshot.pools.get(pool)).filter(|_| !e.fixed)
+/// How a floating egress IP is reached: as its pool says, or as the controller remembers of one that is gone.
+pub fn reach(snapshot: &Snapshot, e: &EgressIpPlan) -> Reach {
+    let pool = e.pool.as_ref().and_then(|pool| snapshot.pools.get(pool));
+    if e.fixed { Reach::default() } else { pool.map_or(e.reach, Pool::reach) }
 }
 
 /// The carriers to use: all good ones, or the first of those that are worth the most.

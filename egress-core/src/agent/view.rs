@@ -271,8 +271,7 @@ fn egress(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> EgressView {
 
 /// The subnet of its own that an egress IP out of a pool lives in.
 fn subnet(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> Option<SubnetInfo> {
-    let subnet = facts.snapshot.pools.get(e.pool.as_ref()?)?.subnet?;
-    (!e.fixed && subnet.gateway.is_ipv4() == address.is_ipv4()).then_some(subnet)
+    carriers::reach(facts.snapshot, e).subnet.filter(|subnet| subnet.gateway.is_ipv4() == address.is_ipv4())
 }
 
 /// The limits of an egress IP, out and in: the lowest of all policies that use it. What several carriers send out each limits to its part;
@@ -325,7 +324,7 @@ pub fn cut_off(
         })
     };
     let candidate = |e: &EgressIpPlan| match &e.pool {
-        Some(pool) => snapshot.pools.get(pool).is_some_and(|p| p.nodes.matches(labels)),
+        Some(pool) => snapshot.pools.get(pool).map_or(e.carriers.contains(node), |p| p.nodes.matches(labels)),
         None => e.users.keys().any(by_policy),
     };
     let all = plan.egress_ips.iter().filter(|(_, e)| !e.fixed && candidate(e));

@@ -104,6 +104,8 @@ impl World {
                     share: 1,
                     scarce: false,
                     starved: false,
+                    reach: Default::default(),
+                    draining: false,
                 },
             );
             let lease = BlockLease { node: "me".into(), revision: 5, state: BlockState::Leased };

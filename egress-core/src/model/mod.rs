@@ -15,7 +15,9 @@ mod transport;
 
 use ipnet::IpNet;
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 pub use endpoint::Endpoint;
 pub use family::Family;
@@ -25,7 +27,7 @@ pub use policy::{
     AddressSource, Bandwidth, Distribution, EndpointSelector, Existing, Gateway, NodeChoice, OnNoGateway, Policy,
     PoolRequest, Source, ZoneMode,
 };
-pub use pool::{Announce, DEFAULT_CARRIERS, Failback, MAX_CARRIERS, Outbound, Pool, SubnetInfo};
+pub use pool::{Announce, DEFAULT_CARRIERS, Failback, MAX_CARRIERS, Outbound, Pool, Reach, SubnetInfo};
 pub use range::{IpRange, RangeError};
 pub use selector::{Requirement, Selector};
 pub use transport::Transport;
@@ -54,6 +56,10 @@ pub struct Snapshot {
     pub cni_networks: CniNetworks,
     /// How many floating egress IPs a node may own that says nothing itself, over all pools.
     pub max_egress_ips: Option<u32>,
+    /// For how long an egress IP that was taken out of its pool keeps its connections.
+    pub drain_timeout: Duration,
+    /// The egress IPs for which that time is over.
+    pub drained: BTreeSet<IpAddr>,
 }
 
 /// Networks of pods that the objects of a CNI name.

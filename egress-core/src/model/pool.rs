@@ -35,6 +35,17 @@ pub struct SubnetInfo {
     pub vlan: Option<u16>,
 }
 
+/// How packets reach an egress IP out of a pool, and leave with it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reach {
+    /// The network that it lives in, where that is not the node's own.
+    pub subnet: Option<SubnetInfo>,
+    /// How the outside reaches it.
+    pub announce: Announce,
+    /// Which of its carriers packets go to.
+    pub outbound: Outbound,
+}
+
 /// A pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pool {
@@ -87,6 +98,11 @@ pub enum Outbound {
 }
 
 impl Pool {
+    /// How packets reach its addresses, and leave with them.
+    pub fn reach(&self) -> Reach {
+        Reach { subnet: self.subnet, announce: self.announce, outbound: self.outbound }
+    }
+
     /// Whether the address may be allocated from it.
     pub fn contains(&self, address: IpAddr) -> bool {
         self.ranges.iter().any(|range| range.contains(address))

@@ -5,10 +5,11 @@ use std::net::IpAddr;
 
 use super::candidates::Candidates;
 use super::claims::{Claim, Wanted, settle};
+use super::drain::{self, Draining};
 use super::index::{LabelIndex, mentioned_keys};
 use super::outcome::Problems;
 use super::pools::{self, Allocation};
-use super::types::Plan;
+use super::types::{EgressIpPlan, Plan};
 use crate::health::Health;
 use crate::model::{AddressSource, Family, Gateway, NodeChoice, NodeName, Policy, PolicyId, Snapshot, Source};
 
@@ -16,7 +17,7 @@ use crate::model::{AddressSource, Family, Gateway, NodeChoice, NodeName, Policy,
 pub fn gather<'a>(
     snapshot: &'a Snapshot,
     health: &Health,
-    previous: &Plan,
+    previous: &'a Plan,
     candidates: &mut Candidates<'a>,
     problems: &mut Problems,
 ) -> BTreeMap<IpAddr, Wanted<'a>> {
@@ -38,18 +39,23 @@ pub fn gather<'a>(
         });
         of_policy.push(claims);
     }
-    let allocation = pools::allocate(snapshot, &by_precedence, previous, &mut named, problems);
+    let mut draining = drain::draining(snapshot, health, previous);
+    let allocation = pools::allocate(snapshot, &by_precedence, previous, &mut named, &mut draining, problems);
     let mut claims: BTreeMap<IpAddr, Vec<Claim>> = BTreeMap::new();
     for (policy, gateways) in by_precedence.into_iter().zip(of_policy) {
         let own = gateways.into_iter().filter(|(address, _)| named.contains_key(address));
-        for (address, claim) in own.chain(allocated(snapshot, policy, &allocation)) {
+        let leaving = nodes.leaving(policy, &draining);
+        for (address, claim) in own.chain(allocated(snapshot, policy, &allocation)).chain(leaving) {
             claims.entry(address).or_default().push(claim);
         }
     }
 
     claims
         .into_iter()
-        .map(|(address, claims)| (address, settle(address, claims, &nodes, candidates, problems)))
+        .map(|(address, claims)| {
+            let draining = draining.contains_key(&address);
+            (address, Wanted { draining, ..settle(address, claims, &nodes, candidates, problems) })
+        })
         .collect()
 }
 
@@ -164,6 +170,21 @@ impl<'a> Nodes<'a, '_> {
             }
             own.into_iter().for_each(|(node, address)| add(address, true, Some(node)));
         }
+    }
+
+    /// What a policy says about addresses that it has while they drain. Where the pool is gone, so is its selector: the carriers remain.
+    fn leaving(&self, policy: &'a Policy, draining: &Draining<'a>) -> Vec<(IpAddr, Claim<'a>)> {
+        let of_policy = draining.iter().filter_map(|(address, ip)| Some((*address, *ip, *ip.users.get(&policy.id)?)));
+        let claim = |(address, ip, weight): (IpAddr, &'a EgressIpPlan, u32)| {
+            let pool = ip.pool.as_ref();
+            let selectors = pool.and_then(|id| self.snapshot.pools.get(id)).map(|pool| &pool.nodes);
+            let carriers = ip.carriers.iter().filter(|_| selectors.is_none());
+            let place = |name: &NodeName| self.names.binary_search(&name).ok().map(|place| place as u32);
+            let nodes = carriers.filter_map(place).collect();
+            let selectors = selectors.into_iter().collect();
+            (address, Claim { policy, weight, pool, selectors, nodes, configured: false, first: false })
+        };
+        of_policy.map(claim).collect()
     }
 
     /// The node that serves already, if it still can; else the first that can; else the first.

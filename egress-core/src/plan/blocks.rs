@@ -52,6 +52,17 @@ pub struct Shares {
     pub starved: bool,
 }
 
+/// Which of these egress IPs have blocks that their holders did not give back.
+pub fn held<'a>(
+    nodes: &[&Node],
+    health: &Health,
+    previous: impl Iterator<Item = (IpAddr, &'a Blocks)>,
+) -> BTreeSet<IpAddr> {
+    let places: BTreeMap<&NodeName, u32> = nodes.iter().zip(0..).map(|(node, place)| (&node.name, place)).collect();
+    let round = Round { nodes, places: &places, health, revision: 0 };
+    previous.filter(|(address, blocks)| !round.retain(*address, blocks).is_empty()).map(|(address, _)| address).collect()
+}
+
 /// Plans the leases of egress IPs. `nodes` are all nodes that use or hold blocks of them and have an object, ascending;
 /// `sources_of` are the source nodes of each policy by its number; grants get `revision`.
 ///

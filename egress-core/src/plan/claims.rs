@@ -26,6 +26,8 @@ pub struct Wanted<'a> {
     pub failback: Failback,
     /// It goes to the first of its candidates that can have it, however many that one has, and is not moved for balance.
     pub first: bool,
+    /// It was taken out of its pool while it was in use.
+    pub draining: bool,
 }
 
 /// What one policy says about one address.
@@ -58,8 +60,10 @@ pub fn settle<'a>(
     let Holders { nodes: holders, proven } = nodes.holders.get(&address).unwrap_or(&nobody);
     // What only a node says of itself comes after what people write.
     claims.sort_by_key(|claim| !claim.nodes.is_empty() && !proven);
-    let failback_of =
-        |pool: Option<&PoolId>| pool.map_or_else(Failback::default, |id| nodes.snapshot.pools[id].failback);
+    let failback_of = |pool: Option<&PoolId>| {
+        let pool = pool.and_then(|id| nodes.snapshot.pools.get(id));
+        pool.map_or_else(Failback::default, |pool| pool.failback)
+    };
     let mut usable: Vec<(Claim, usize)> = Vec::new();
     let mut unusable: Vec<(Claim, bool)> = Vec::new();
     for claim in claims {
@@ -97,6 +101,7 @@ pub fn settle<'a>(
             candidates: candidates.intern(Vec::new()),
             failback: failback_of(pool),
             first: false,
+            draining: false,
         };
     }
     for (claim, none_selected) in unusable {
@@ -133,7 +138,8 @@ pub fn settle<'a>(
     let holding = || candidates.get(set).iter().filter_map(|place| Some((*place, *holders.get(place)?)));
     let serving = holding().find(|(place, _)| Some(nodes.names[*place as usize]) == owner);
     let fixed = serving.or_else(|| holding().next()).map(|(place, interface)| (place, Some(interface.to_owned())));
-    Wanted { pool, users, fixed, candidates: set, elsewhere: false, failback: failback_of(pool), first }
+    let failback = failback_of(pool);
+    Wanted { pool, users, fixed, candidates: set, elsewhere: false, failback, first, draining: false }
 }
 
 /// The sentence for an address of which a node says, and nobody else, that it has it.

@@ -131,7 +131,7 @@ impl<'a> Choice<'a> {
         family: Family,
         slots: &BTreeMap<IpAddr, &'a EgressIpPlan>,
     ) -> Self {
-        let of_family = || slots.iter().filter(|(address, _)| Family::of(**address) == family);
+        let of_family = || slots.iter().filter(|(address, slot)| Family::of(**address) == family && !slot.draining);
         let carried = |slot: &EgressIpPlan| slot.owner.is_some() && slot.reason != OwnerReason::OwnerUnhealthy;
         let any_carried = of_family().any(|(_, slot)| carried(slot));
         let seats = of_family()

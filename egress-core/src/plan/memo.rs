@@ -110,8 +110,9 @@ impl Memo {
             old != new || confirmed && new.is_some_and(|demand| !demand.released.is_empty())
         });
         let (used, others): (BTreeSet<_>, BTreeSet<_>) =
-            about.partition(|address| plan.egress_ips.contains_key(address));
+            about.partition(|address| plan.egress_ips.get(address).is_some_and(|ip| !ip.draining));
         *before = report;
+        // The last block of an egress IP that drains ends it.
         others.iter().all(|address| !plan.blocks.contains_key(address)).then_some(used)
     }
 
@@ -137,7 +138,8 @@ impl Memo {
                 let users = plan.egress_ips[&address].users.keys().filter_map(|user| self.index.number(user));
                 new_policies.extend(users.filter(|user| policies.insert(*user)));
             } else if let Some(policy) = new_policies.pop() {
-                let slots = plan.outcomes[self.index.id(policy)].slots.iter().map(|slot| slot.address);
+                let slots = plan.outcomes[self.index.id(policy)].slots.iter().filter(|slot| !slot.draining);
+                let slots = slots.map(|slot| slot.address);
                 new_addresses.extend(slots.filter(|address| addresses.insert(*address)));
             } else {
                 break;
@@ -199,7 +201,8 @@ impl Memo {
             plan.assignments.insert(id.clone(), assigned);
         }
         outcome.endpoints = endpoints as u32;
-        outcome::recount(&mut outcome.conditions, policy, outcome.slots.len(), endpoints);
+        let serving = outcome.slots.iter().filter(|slot| !slot.draining).count();
+        outcome::recount(&mut outcome.conditions, policy, serving, endpoints);
         touched.policies.insert(id.clone());
     }
 }

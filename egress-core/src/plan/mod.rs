@@ -11,6 +11,7 @@ mod claims;
 pub mod classes;
 pub mod departed;
 pub mod diff;
+mod drain;
 mod endpoints;
 mod hash;
 mod index;
@@ -41,7 +42,9 @@ pub use types::{
 };
 
 use crate::health::Health;
-use crate::model::{DEFAULT_CARRIERS, Distribution, Node, NodeName, PolicyId, PoolId, Snapshot, Trouble, ZoneMode};
+use crate::model::{
+    DEFAULT_CARRIERS, Distribution, Node, NodeName, PolicyId, Pool, PoolId, Reach, Snapshot, Trouble, ZoneMode,
+};
 
 /// Makes the next plan.
 pub fn plan(snapshot: &Snapshot, health: &Health, previous: &Plan) -> Plan {
@@ -72,6 +75,7 @@ fn plan_for(snapshot: &Snapshot, selection: &Selection<'_>, health: &Health, pre
     let leasable = wanted
         .iter()
         .zip(&shared)
+        .filter(|((_, wanted), _)| !wanted.draining)
         .map(|((address, wanted), shared)| (*address, cluster.leasable(wanted, shared.as_deref())))
         .collect();
     let sources: Vec<&[u32]> = cluster.sources.iter().map(Vec::as_slice).collect();
@@ -109,13 +113,15 @@ fn plan_for(snapshot: &Snapshot, selection: &Selection<'_>, health: &Health, pre
         let slots = outcome::slots(policy, &slots, zone_of, &counts);
         let conflicts = conflicts.get(id).cloned().unwrap_or_default();
         problems.judge(policy, &slots, &unserved);
+        drain::tell(snapshot, policy, &slots, &egress_ips, &mut problems);
         problems.conflicts(id, &conflicts);
         let troubles = troubles.remove(id).unwrap_or_default();
         problems.troubled(id, &troubles);
         let of_pod = |t: &Trouble| Some((t.pod.clone()?, (t.kind, t.message.clone())));
         let pods = troubles.iter().filter_map(|(_, trouble)| of_pod(trouble)).collect();
         let selected = selection.count(id);
-        let conditions = problems.conditions(policy, slots.len(), selected);
+        let serving = slots.iter().filter(|slot| !slot.draining).count();
+        let conditions = problems.conditions(policy, serving, selected);
         outcomes.insert(id.clone(), Outcome { conditions, slots, endpoints: selected as u32, pods, conflicts });
     }
     let lease_revision = if leases.granted { revision } else { previous.lease_revision };
@@ -229,10 +235,19 @@ impl<'a> Cluster<'a> {
                     share: 0,
                     scarce: false,
                     starved: false,
+                    reach: self.reach(wanted, before),
+                    draining: wanted.draining,
                 };
                 (*address, plan)
             })
             .collect()
+    }
+
+    /// How an egress IP is reached: as its pool says, or said before it was removed.
+    fn reach(&self, wanted: &Wanted<'_>, before: Option<&EgressIpPlan>) -> Reach {
+        let pool = wanted.pool.and_then(|pool| self.snapshot.pools.get(pool));
+        let before = before.filter(|_| wanted.draining).map(|before| before.reach);
+        pool.map(Pool::reach).or(before).unwrap_or_default()
     }
 
     /// The carriers so far that are none any more, as long as the owner has not reported that it carries the address. Who is dead
@@ -262,6 +277,7 @@ impl<'a> Cluster<'a> {
             let place = |name: &NodeName| self.places.get(name).copied();
             let first = &wanted.users[0].0.id;
             let n = nth.entry(first).or_default();
+            let pool = wanted.pool.and_then(|pool| self.snapshot.pools.get(pool));
             floating.push(Floating {
                 address: *address,
                 candidates: candidates.get(wanted.candidates),
@@ -269,12 +285,12 @@ impl<'a> Cluster<'a> {
                 policies: wanted.users.iter().map(|(policy, _)| self.policies[&policy.id]).collect(),
                 start: owners::ring_start(&first.to_string(), *n),
                 zoned: wanted.users.iter().any(|(policy, _)| policy.zone != ZoneMode::Any),
-                pool: wanted.pool.map(|pool| (self.pools[pool], self.snapshot.pools[pool].max_per_node)),
+                pool: pool.map(|pool| (self.pools[&pool.id], pool.max_per_node)),
                 failback: wanted.failback,
                 first: wanted.first,
                 owner: before.and_then(|plan| plan.owner.as_ref()).and_then(place),
                 preferred: before.and_then(|plan| plan.preferred.as_ref()).and_then(place),
-                count: wanted.pool.map_or(DEFAULT_CARRIERS, |pool| self.snapshot.pools[pool].carriers),
+                count: pool.map_or(DEFAULT_CARRIERS, |pool| pool.carriers),
                 carriers: before.iter().flat_map(|plan| &plan.carriers).filter_map(place).collect(),
             });
             *n += 1;

@@ -30,7 +30,8 @@ impl Problems {
 
     /// Notes what the slots of a policy show.
     pub fn judge(&mut self, policy: &Policy, slots: &[Slot], unserved_zones: &BTreeSet<String>) {
-        for slot in slots {
+        let serving = || slots.iter().filter(|slot| !slot.draining);
+        for slot in serving() {
             if let Some((reason, message)) = slot_problem(slot) {
                 self.add(&policy.id, ConditionKind::Degraded, reason, message);
             }
@@ -40,7 +41,7 @@ impl Problems {
             OnNoGateway::NodeIp => "leaves with the node's address",
         };
         for family in Family::ALL.into_iter().filter(|family| policy.serves(*family)) {
-            let of_family = || slots.iter().filter(|slot| Family::of(slot.address) == family);
+            let of_family = || serving().filter(|slot| Family::of(slot.address) == family);
             let (reason, message) = if of_family().next().is_none() {
                 let message = format!(
                     "there is no {family} egress IP: traffic to {family} destinations {fate}; add an {family} address or pool, or take {family} out of destinationCIDRs"
@@ -204,6 +205,7 @@ pub fn slots(
             weight: plan.users.get(&policy.id).copied().unwrap_or(1),
             reason: plan.reason,
             endpoints: endpoints.get(address).copied().unwrap_or(0),
+            draining: plan.draining,
         })
         .collect()
 }

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::rc::Rc;
 
+use super::drain::Draining;
 use super::outcome::Problems;
 use super::types::{ConditionKind, Plan, Reason};
 use crate::model::{Family, Node, Policy, PolicyId, Pool, PoolId, PoolRequest, Snapshot, Source};
@@ -15,12 +16,14 @@ use crate::model::{Family, Node, Policy, PolicyId, Pool, PoolId, PoolRequest, Sn
 pub type Allocation<'a> = BTreeMap<&'a PolicyId, BTreeMap<IpAddr, &'a PoolId>>;
 
 /// Allocates for all policies. `by_precedence` holds all policies, first who comes first; `named` which policies name which
-/// addresses as gateways do. Returns the allocation, and takes out of `named` what belongs to others.
+/// addresses as gateways do. Returns the allocation, and takes out of `named` what belongs to others, and out of `draining` what policies
+/// ask for by itself.
 pub fn allocate<'a>(
     snapshot: &'a Snapshot,
     by_precedence: &[&'a Policy],
     previous: &Plan,
     named: &mut BTreeMap<IpAddr, BTreeSet<&'a PolicyId>>,
+    draining: &mut Draining<'_>,
     problems: &mut Problems,
 ) -> Allocation<'a> {
     let requests: Vec<Request> = by_precedence.iter().flat_map(|policy| requests(snapshot, policy, problems)).collect();
@@ -64,7 +67,9 @@ pub fn allocate<'a>(
         }
     }
 
-    let mut free = Free::new(snapshot, asked.into_keys().chain(owned.into_keys()).collect());
+    draining.retain(|address, _| !asked.contains_key(address));
+    let taken = asked.into_keys().chain(owned.into_keys()).chain(draining.keys().copied());
+    let mut free = Free::new(snapshot, taken.collect());
     for (request, wanted) in missing {
         for got in 0..wanted {
             match free.take(request.pool, request.family) {

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipnet::IpNet;
 
-use crate::model::{EndpointId, Family, NodeName, PolicyId, PoolId, TroubleKind};
+use crate::model::{EndpointId, Family, NodeName, PolicyId, PoolId, Reach, TroubleKind};
 
 /// Why an egress IP has the owner that it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -71,6 +71,10 @@ pub struct EgressIpPlan {
     /// A source node has no block at all that it should have. A node that holds more than the share takes no new ports
     /// from the rest of its blocks, however much it needs them, and gives each back when its last flow ends.
     pub starved: bool,
+    /// How packets reach it and leave with it, from its pool; agents need it when the pool is gone.
+    pub reach: Reach,
+    /// It was taken out of its pool: connections that it has go on, and it gets no new ones.
+    pub draining: bool,
 }
 
 /// The egress IPs of an endpoint under a `PerEndpoint` policy, one a family.
@@ -159,6 +163,8 @@ pub enum Reason {
     PoolExhausted,
     /// A wanted address is in none of the ranges of its pool.
     AddressNotInPool,
+    /// An address was taken out of its pool while it was in use.
+    Draining,
     /// A wanted address belongs to another policy.
     AddressInUse,
     /// Two policies let the same address float over nodes that have none in common.
@@ -195,6 +201,7 @@ impl Reason {
             Reason::PoolNotFound => "PoolNotFound",
             Reason::PoolExhausted => "PoolExhausted",
             Reason::AddressNotInPool => "AddressNotInPool",
+            Reason::Draining => "Draining",
             Reason::AddressInUse => "AddressInUse",
             Reason::SelectorsDisagree => "SelectorsDisagree",
             Reason::NoAddress => "NoAddress",
@@ -246,6 +253,8 @@ pub struct Slot {
     pub reason: OwnerReason,
     /// How many endpoints are assigned to it (`PerEndpoint`).
     pub endpoints: u32,
+    /// It gets no new connections, because it was taken out of its pool.
+    pub draining: bool,
 }
 
 /// What became of a policy.

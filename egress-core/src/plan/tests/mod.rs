@@ -3,6 +3,7 @@
 mod blocks;
 mod carriers;
 mod classes;
+mod drain;
 mod endpoints;
 mod memo;
 mod owners;

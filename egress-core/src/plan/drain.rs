@@ -1,0 +1,76 @@
+//! Addresses that were taken out of their pool while they are in use: the pool is gone, or its ranges are smaller.
+//!
+//! Such an address drains. Connections that it has go on, through carriers as before, and it gets no new ones: nobody takes a port
+//! from its blocks any more. It is released when the last block came back, when no policy that had it is left, or when the time for it is
+//! over. One that is put back into the pool in time stays.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use super::blocks;
+use super::outcome::Problems;
+use super::types::{ConditionKind, EgressIpPlan, Plan, Reason, Slot};
+use crate::health::Health;
+use crate::model::{Node, Policy, PolicyId, PoolId, Snapshot, Source};
+
+/// The addresses that drain, as they were planned before.
+pub type Draining<'a> = BTreeMap<IpAddr, &'a EgressIpPlan>;
+
+/// Which addresses drain, as far as no policy asks for them by name.
+pub fn draining<'a>(snapshot: &Snapshot, health: &Health, previous: &'a Plan) -> Draining<'a> {
+    let mut draining: Draining<'a> = previous.egress_ips.iter().map(|(address, ip)| (*address, ip)).collect();
+    draining.retain(|address, ip| drains(snapshot, *address, ip));
+    if draining.is_empty() {
+        return draining;
+    }
+    let nodes: Vec<&Node> = snapshot.nodes.values().collect();
+    let blocks = draining.keys().filter_map(|address| Some((*address, previous.blocks.get(address)?)));
+    let held: BTreeSet<IpAddr> = blocks::held(&nodes, health, blocks);
+    draining.retain(|address, _| held.contains(address));
+    draining
+}
+
+/// Whether an address was taken out of its pool, and not out of the policies that have it.
+fn drains(snapshot: &Snapshot, address: IpAddr, ip: &EgressIpPlan) -> bool {
+    let Some(pool) = &ip.pool else { return false };
+    let taken_out = snapshot.pools.get(pool).is_none_or(|pool| !pool.contains(address));
+    let wanted = |user: &PolicyId| match snapshot.policies.get(user) {
+        Some(policy) => ip.draining || asks(policy, pool),
+        None => false,
+    };
+    taken_out && !snapshot.drained.contains(&address) && ip.users.keys().any(wanted)
+}
+
+fn asks(policy: &Policy, pool: &PoolId) -> bool {
+    match &policy.source {
+        Source::Pools(requests) => requests.iter().any(|request| request.pool == *pool),
+        Source::Gateways(_) => false,
+    }
+}
+
+/// Notes which addresses of a policy drain, and what to do about it.
+pub fn tell(
+    snapshot: &Snapshot,
+    policy: &Policy,
+    slots: &[Slot],
+    egress_ips: &BTreeMap<IpAddr, EgressIpPlan>,
+    problems: &mut Problems,
+) {
+    let mut of_pool: BTreeMap<&PoolId, Vec<String>> = BTreeMap::new();
+    for slot in slots.iter().filter(|slot| slot.draining) {
+        if let Some(pool) = egress_ips.get(&slot.address).and_then(|ip| ip.pool.as_ref()) {
+            of_pool.entry(pool).or_default().push(slot.address.to_string());
+        }
+    }
+    for (pool, addresses) in of_pool {
+        let (kept, seconds) = (snapshot.pools.contains_key(pool), snapshot.drain_timeout.as_secs());
+        let why = if kept { "no longer in the ranges of" } else { "of the deleted" };
+        let remedy = if kept { "put them back into its ipRanges" } else { "create the pool again" };
+        let addresses = addresses.join(", ");
+        let message = format!(
+            "{addresses} ({why} pool {pool}) get no new connections and are released when the last one ends, after {seconds} s (drainTimeout) at \
+             the latest: {remedy} to keep them"
+        );
+        problems.add(&policy.id, ConditionKind::Degraded, Reason::Draining, message);
+    }
+}

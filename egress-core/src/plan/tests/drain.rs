@@ -1,0 +1,148 @@
+//! Addresses that are taken out of their pool while they are in use.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use crate::health::Health;
+use crate::model::*;
+use crate::plan::{BlockState, Changes, ConditionKind, Plan, Reason, plan, plan_and_remember};
+use crate::testing::world::*;
+
+const FIRST: fn() -> IpAddr = || v4(0, 0, 1);
+const SECOND: fn() -> IpAddr = || v4(0, 0, 2);
+
+/// A policy with two addresses out of a pool, whose pods' node has blocks of both.
+fn in_use(distribution: Distribution) -> (Snapshot, Health, Plan) {
+    let (mut snapshot, health) = cluster(2, 1);
+    snapshot.drain_timeout = Duration::from_secs(3600);
+    let source = Source::Pools(vec![request("public", 2)]);
+    add_policy(&mut snapshot, Policy { distribution, ..policy("web", source) });
+    let before = plan(&snapshot, &health, &Plan::default());
+    assert_eq!(before.egress_ips.keys().copied().collect::<Vec<_>>(), [FIRST(), SECOND()]);
+    (snapshot, health, before)
+}
+
+fn pool_of(snapshot: &mut Snapshot) -> &mut Pool {
+    snapshot.pools.get_mut(&PoolId::new(PoolKind::Native, "public")).unwrap()
+}
+
+fn shrink(snapshot: &mut Snapshot) {
+    pool_of(snapshot).ranges = vec![IpRange::new(SECOND(), v4(0, 0, 9)).unwrap()];
+}
+
+fn condition(plan: &Plan, kind: ConditionKind) -> (bool, Reason, &str) {
+    let condition = &plan.outcomes[&"web".parse().unwrap()].conditions[&kind];
+    (condition.holds, condition.reason, &condition.message)
+}
+
+/// The node of the pods gives all blocks of an address back.
+fn give_back(snapshot: &mut Snapshot, plan: &Plan, address: IpAddr) -> NodeReport {
+    let released: BTreeSet<u16> = plan.blocks[&address].keys().copied().collect();
+    let report = snapshot.nodes.get_mut(&"w0".into()).unwrap().report.as_mut().unwrap();
+    report.own_lease_revision = plan.lease_revision;
+    report.demand.insert(address, Demand { want: 0, released });
+    report.clone()
+}
+
+#[test]
+fn an_address_outside_the_new_ranges_keeps_its_connections_and_gets_no_new_ones() {
+    for distribution in [Distribution::PerFlow, Distribution::PerEndpoint] {
+        let (mut snapshot, health, before) = in_use(distribution);
+        shrink(&mut snapshot);
+        let after = plan(&snapshot, &health, &before);
+        let (ip, old) = (&after.egress_ips[&FIRST()], &before.egress_ips[&FIRST()]);
+        assert!(ip.draining);
+        assert_eq!((&ip.owner, &ip.carriers, &ip.users), (&old.owner, &old.carriers, &old.users));
+        assert!(after.blocks[&FIRST()].values().all(|lease| lease.state == BlockState::Quarantined));
+        assert!(!after.egress_ips[&v4(0, 0, 3)].draining, "the policy gets another one instead");
+        let assigned = after.assignments.values().flat_map(|of| of.values());
+        assert!(assigned.clone().all(|assigned| assigned.v4.map(IpAddr::V4) != Some(FIRST())));
+        assert_eq!(condition(&after, ConditionKind::Ready), (true, Reason::AsExpected, match distribution {
+            Distribution::PerFlow => "1 endpoints, spread by flow over 2 egress IPs",
+            Distribution::PerEndpoint => "1 endpoints, assigned one by one over 2 egress IPs",
+        }));
+        let (holds, reason, message) = condition(&after, ConditionKind::Degraded);
+        assert_eq!((holds, reason), (true, Reason::Draining));
+        assert_eq!(
+            message,
+            "10.0.0.1 (no longer in the ranges of pool public) get no new connections and are released when the last one ends, after \
+             3600 s (drainTimeout) at the latest: put them back into its ipRanges to keep them"
+        );
+        assert_eq!(plan(&snapshot, &health, &after), after, "planning again changes nothing");
+    }
+}
+
+#[test]
+fn it_is_released_with_its_last_block() {
+    let (mut snapshot, health, before) = in_use(Distribution::PerFlow);
+    shrink(&mut snapshot);
+    let (mut draining, memo) = plan_and_remember(snapshot.clone(), &health, &before);
+    let report = give_back(&mut snapshot, &draining, FIRST());
+    let reports = [("w0".into(), report)].into();
+    assert!(memo.change(&health, &mut draining, Changes { reports, ..Changes::default() }).is_none(), "a full plan");
+    let after = plan(&snapshot, &health, &draining);
+    assert!(!after.egress_ips.contains_key(&FIRST()) && !after.blocks.contains_key(&FIRST()));
+    assert_eq!(condition(&after, ConditionKind::Degraded).1, Reason::AsExpected);
+}
+
+#[test]
+fn the_addresses_of_a_deleted_pool_drain_where_they_are() {
+    let (mut snapshot, health, _) = in_use(Distribution::PerFlow);
+    pool_of(&mut snapshot).announce = Announce::Route;
+    pool_of(&mut snapshot).carriers = MAX_CARRIERS;
+    let before = plan(&snapshot, &health, &Plan::default());
+    snapshot.pools.clear();
+    let after = plan(&snapshot, &health, &before);
+    for address in [FIRST(), SECOND()] {
+        let (ip, old) = (&after.egress_ips[&address], &before.egress_ips[&address]);
+        assert!(ip.draining);
+        assert_eq!((&ip.owner, &ip.reach), (&old.owner, &old.reach));
+        assert_eq!(ip.reach.announce, Announce::Route);
+        let sorted = |carriers: &[NodeName]| carriers.iter().cloned().collect::<BTreeSet<_>>();
+        assert_eq!(sorted(&ip.carriers), sorted(&old.carriers));
+    }
+    assert_eq!(condition(&after, ConditionKind::Ready).1, Reason::NoAddress, "new connections have none");
+    let (_, reason, message) = condition(&after, ConditionKind::Degraded);
+    assert_eq!(reason, Reason::PoolNotFound);
+    assert!(message.contains("10.0.0.1, 10.0.0.2 (of the deleted pool public) get no new connections"), "{message}");
+    assert_eq!(plan(&snapshot, &health, &after), after, "planning again changes nothing");
+}
+
+#[test]
+fn what_comes_back_into_the_pool_in_time_serves_again() {
+    let (mut snapshot, health, before) = in_use(Distribution::PerFlow);
+    let pools = std::mem::take(&mut snapshot.pools);
+    let draining = plan(&snapshot, &health, &before);
+    snapshot.pools = pools;
+    let after = plan(&snapshot, &health, &draining);
+    assert_eq!(after.egress_ips, before.egress_ips);
+    let leased = after.blocks[&FIRST()].values().filter(|lease| lease.state == BlockState::Leased).count();
+    assert!(leased > 0);
+}
+
+#[test]
+fn it_ends_with_its_policy_or_when_its_time_is_over() {
+    let (mut snapshot, health, before) = in_use(Distribution::PerFlow);
+    shrink(&mut snapshot);
+    let draining = plan(&snapshot, &health, &before);
+    let late = Snapshot { drained: [FIRST()].into(), ..snapshot.clone() };
+    assert!(!plan(&late, &health, &draining).egress_ips.contains_key(&FIRST()));
+    let mut other = snapshot.clone();
+    add_policy(&mut other, policy("web", Source::Pools(vec![request("another", 1)])));
+    assert!(plan(&other, &health, &draining).egress_ips[&FIRST()].draining, "it drains on under a changed policy");
+    snapshot.policies.clear();
+    assert!(plan(&snapshot, &health, &draining).egress_ips.is_empty());
+}
+
+#[test]
+fn nobody_else_is_given_it_meanwhile() {
+    let (mut snapshot, health, before) = in_use(Distribution::PerFlow);
+    shrink(&mut snapshot);
+    let other = pool("other", FIRST(), FIRST());
+    snapshot.pools.insert(other.id.clone(), other);
+    add_policy(&mut snapshot, policy("late", Source::Pools(vec![request("other", 1)])));
+    let after = plan(&snapshot, &health, &before);
+    assert!(after.egress_ips[&FIRST()].draining);
+    assert!(after.egress_ips[&FIRST()].users.keys().all(|user| *user.name == *"web"));
+}
