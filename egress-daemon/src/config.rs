@@ -21,6 +21,8 @@ pub const LEASE_RENEW: Duration = Duration::from_secs(5);
 pub const LEASE_DURATION: Duration = Duration::from_secs(15);
 /// Default of [`Config::start_limit`]: more than a pod takes to get its network on a busy node.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
+/// Default of [`Config::drain_timeout`].
+pub const DRAIN_TIMEOUT: Duration = Duration::from_secs(3600);
 /// Default of [`Timeouts::tcp_established`].
 pub const TCP_ESTABLISHED: Duration = Duration::from_secs(limits::TCP_ESTABLISHED_SECS);
 /// Default of [`Timeouts::tcp_transitory`].
@@ -72,6 +74,9 @@ pub struct Config {
     /// `maxEgressIPsPerNode`: how many floating egress IPs a node may carry, over all pools. A pool may ask for fewer of its own;
     /// a node's annotation comes before both. Absent: any number. The controller reads it.
     pub max_egress_ips_per_node: Option<u32>,
+    /// `drainTimeout`: for how long an egress IP that was taken out of its pool, by the pool's deletion or smaller ranges, keeps its
+    /// connections. The controller reads it.
+    pub drain_timeout: Duration,
     /// `metrics`: where metrics and health are served; `--metrics` comes before it. Absent: nowhere.
     pub metrics: Option<SocketAddr>,
 }
@@ -169,6 +174,7 @@ impl Default for Config {
             announce: Announce::Arp,
             foreign_kinds: BTreeSet::new(),
             max_egress_ips_per_node: None,
+            drain_timeout: DRAIN_TIMEOUT,
             metrics: None,
         }
     }

@@ -49,6 +49,7 @@ fn controller_config(config: &Config) -> ControllerConfig {
         lease_duration: config.lease.duration,
         renew_every: config.lease.renew,
         max_egress_ips: config.max_egress_ips_per_node,
+        drain_timeout: config.drain_timeout,
         gateways: LeaseTimes { duration: config.lease.duration, ..LeaseTimes::default() },
         ..ControllerConfig::new(format!("{host}-{}", std::process::id()))
     }
@@ -132,10 +133,11 @@ mod tests {
 
     #[test]
     fn leases_have_the_configured_times_and_gateways_the_limit() {
-        let config = Config::parse("test", b"lease: {renew: 1s, duration: 4s}\nmaxEgressIPsPerNode: 7").unwrap();
+        let config = Config::parse("test", b"lease: {renew: 1s, duration: 4s}\nmaxEgressIPsPerNode: 7\ndrainTimeout: 5m").unwrap();
         let c = controller_config(&config);
         assert_eq!((c.renew_every, c.lease_duration), (Duration::from_secs(1), Duration::from_secs(4)));
         assert_eq!((c.gateways.duration, c.max_egress_ips), (Duration::from_secs(4), Some(7)));
+        assert_eq!(c.drain_timeout, Duration::from_secs(300));
         assert!(c.identity.ends_with(&std::process::id().to_string()));
     }
 }

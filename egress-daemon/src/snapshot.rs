@@ -14,7 +14,7 @@ use k8s_openapi::api::core::v1::{Namespace, Node};
 use k8s_openapi::api::networking::v1::ServiceCIDR;
 
 pub use desired::{Desired, desired, desired_part};
-pub use previous::{egress_ip, previous};
+pub use previous::{draining_since, egress_ip, previous};
 
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool, Pod,

@@ -148,7 +148,7 @@ impl World {
         .max(reported.map_or(Known::default(), |r| Known { all: r.lease_revision, own: r.own_lease_revision }))
     }
 
-    /// Whether any pool or policy would have this node as a gateway.
+    /// Whether any pool or policy would have this node as a gateway, or the plan has it as one: its pool may be gone.
     pub fn may_be_gateway(&self, node: &NodeName) -> bool {
         let Some(n) = self.snapshot.nodes.get(node) else { return false };
         let by_pool = self.snapshot.pools.values().any(|p| p.nodes.matches(&n.labels));
@@ -159,6 +159,6 @@ impl World {
             }),
             Source::Pools(_) => false,
         });
-        by_pool || by_policy
+        by_pool || by_policy || self.is_named(node)
     }
 }

@@ -2,7 +2,7 @@
 
 #![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
 
-use super::pool::SubnetInfo;
+use super::pool::{Announce, Outbound, SubnetInfo};
 use super::schema;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::{CustomResource, KubeSchema};
@@ -57,6 +57,14 @@ pub struct EgressIPSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "SubnetInfo")]
     pub subnet_info: Option<SubnetInfo>,
+
+    /// How the outside reaches the address, from its pool.
+    #[serde(default)]
+    pub announce: Announce,
+
+    /// Which gateways the packets with the address leave by, from its pool.
+    #[serde(default)]
+    pub outbound: Outbound,
 
     /// The policies that use the address, sorted by name.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -118,7 +126,7 @@ pub struct EgressIPStatus {
     #[serde(default)]
     pub blocks_starved: bool,
 
-    /// Ready and others, each with a reason and a sentence.
+    /// Ready, Draining (the address was taken out of its pool while it was in use) and others, each with a reason and a sentence.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,

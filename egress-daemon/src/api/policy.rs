@@ -315,6 +315,10 @@ pub struct SlotStatus {
     #[schemars(with = "i32", range(min = 0))]
     pub weight: u32,
 
+    /// Whether the address was taken out of its pool: connections that it has go on, and it gets no new ones.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub draining: bool,
+
     /// How many pods are assigned to it; with PerFlow absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "i32", range(min = 0))]

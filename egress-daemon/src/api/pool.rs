@@ -209,7 +209,7 @@ pub struct EgressIPPoolStatus {
     #[serde(default)]
     pub usage: PoolUsage,
 
-    /// Ready and others, each with a reason and a sentence.
+    /// Ready, Draining (addresses that are no longer in the ranges are in use) and others, each with a reason and a sentence.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
@@ -224,7 +224,7 @@ pub struct PoolUsage {
     #[schemars(with = "i64", range(min = 0))]
     pub total: u64,
 
-    /// Addresses that are in use.
+    /// Addresses of the ranges that are in use.
     #[serde(default)]
     #[schemars(with = "i64", range(min = 0))]
     pub used: u64,

@@ -68,6 +68,7 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
     let mut limit = None;
     top.set("maxEgressIPsPerNode", &mut limit, |v| whole(v, 1..=255).map(|n| Some(n as u32)));
     config.max_egress_ips_per_node = limit;
+    top.set("drainTimeout", &mut config.drain_timeout, |v| duration_in(v, 1_000, 604_800_000));
     let mut metrics = None;
     top.set("metrics", &mut metrics, |v| address(v).map(Some));
     config.metrics = metrics;

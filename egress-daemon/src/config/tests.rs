@@ -54,6 +54,7 @@ transport: device
 announce: none
 foreignKinds: [cilium, antrea]
 maxEgressIPsPerNode: 10
+drainTimeout: 10m
 metrics: "127.0.0.1:9473"
 "#;
     let seconds = Duration::from_secs;
@@ -81,6 +82,7 @@ metrics: "127.0.0.1:9473"
         announce: Announce::None,
         foreign_kinds: [Foreign::Cilium, Foreign::Antrea].into(),
         max_egress_ips_per_node: Some(10),
+        drain_timeout: seconds(600),
         metrics: Some("127.0.0.1:9473".parse().unwrap()),
     };
     assert_eq!(parse(text), expected);
@@ -148,6 +150,7 @@ fn values_out_of_range_are_refused() {
     refused("metrics: 9473", "metrics", &["127.0.0.1:9473"]);
     refused("maxEgressIPsPerNode: 0", "maxEgressIPsPerNode", &["1 to 255"]);
     refused("maxEgressIPsPerNode: 256", "maxEgressIPsPerNode", &["1 to 255"]);
+    refused("drainTimeout: 0s", "drainTimeout", &["1s"]);
     refused("announce: bgp", "announce", &["arp or none"]);
     refused("foreignKinds: [calico]", "foreignKinds", &["[cilium, antrea]"]);
 }

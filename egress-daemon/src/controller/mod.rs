@@ -6,6 +6,7 @@
 //! a few changed pods or reports are taken into what the last one made (`partial`), with the same result.
 
 mod apply;
+mod drains;
 mod events;
 mod partial;
 mod remarks;
@@ -17,6 +18,7 @@ mod tests;
 pub use events::Event;
 pub use run::run;
 
+use crate::config::DRAIN_TIMEOUT;
 use egress_core::health::LeaseTimes;
 use std::time::Duration;
 
@@ -33,6 +35,8 @@ pub struct ControllerConfig {
     pub gateways: LeaseTimes,
     /// How many floating egress IPs a node may own that says nothing itself.
     pub max_egress_ips: Option<u32>,
+    /// For how long an egress IP that was taken out of its pool keeps its connections.
+    pub drain_timeout: Duration,
 }
 
 impl ControllerConfig {
@@ -44,6 +48,7 @@ impl ControllerConfig {
             renew_every: Duration::from_millis(500),
             gateways: LeaseTimes::default(),
             max_egress_ips: None,
+            drain_timeout: DRAIN_TIMEOUT,
         }
     }
 }

@@ -3,7 +3,7 @@
 use super::apply::{Applied, apply, apply_part};
 use super::partial::{Known, Revisions};
 use super::sight::{Judgement, Sight, delays, judged};
-use super::{ControllerConfig, Event, Report, remarks};
+use super::{ControllerConfig, Event, Report, drains, remarks};
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool, Pod,
 };
@@ -209,15 +209,18 @@ impl Controller {
         let started = Instant::now();
         let (mut snapshot, problems) = snapshot(&objects);
         leading.departed.add_to(&mut snapshot.policies, self.start.elapsed());
+        let (time, drain_timeout) = (Time(Timestamp::now()), self.config.drain_timeout);
         snapshot.max_egress_ips = self.config.max_egress_ips;
+        snapshot.drain_timeout = drain_timeout;
+        snapshot.drained = drains::over(&objects.egress_ips, drain_timeout, time.0);
         let before = previous(&objects);
         let (after, memo) = plan_and_remember(snapshot, health, &before);
-        let time = Time(Timestamp::now());
         let mut wanted = desired(&objects, memo.snapshot(), &after, &problems, &time);
         remarks::add(&mut wanted, &objects, &self.store.problems(), &time);
         let refused = refusals(&problems);
         let doubts = problems.iter().filter_map(Event::of_node).collect();
         let known = Known::new(memo, problems, &wanted);
+        let drained = drains::next(wanted.egress_ips.values(), drain_timeout, time.0);
         let planning = started.elapsed();
         let applied = apply(&leading.store, wanted, self.sight.known()).await;
         self.tell(leading, before, after, (refused, doubts), &applied);
@@ -230,7 +233,8 @@ impl Controller {
         leading.seen = (!failed).then_some(inputs);
         leading.known = (!failed).then_some(known);
         let due = now + if failed { RETRY } else { RESYNC };
-        leading.due = leading.departed.next_deadline().map_or(due, |next| due.min(next));
+        let drained = drained.map(|left| now + left);
+        leading.due = leading.departed.next_deadline().into_iter().chain(drained).fold(due, Duration::min);
     }
 
     fn observe_nodes(&mut self, snapshot: &Snapshot, objects: &Objects, now: Duration) {

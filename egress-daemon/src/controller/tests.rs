@@ -1,5 +1,6 @@
 //! Controllers on a real directory, with gateways that are nothing but leases.
 
+mod drains;
 mod networks;
 
 use super::*;
@@ -116,11 +117,16 @@ struct Running {
 }
 
 fn controller(dir: &Path, identity: &str) -> Running {
+    controller_with(dir, identity, |_| {})
+}
+
+fn controller_with(dir: &Path, identity: &str, change: impl FnOnce(&mut ControllerConfig)) -> Running {
     let store = Files::open(dir).unwrap();
     let mut config = ControllerConfig::new(identity.to_owned());
     config.lease_duration = Duration::from_secs(1);
     config.renew_every = Duration::from_millis(200);
     config.gateways.duration = Duration::from_secs(1);
+    change(&mut config);
     let (report, seen) = watch::channel(Report::default());
     let (stop, stopped) = oneshot::channel();
     let task = tokio::spawn(run(store, config, report, async move {

@@ -12,9 +12,10 @@ use std::net::IpAddr;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 
+pub use conditions::DRAINING;
 use conditions::Writer;
 pub use part::desired_part;
-use statuses::{World, name, used};
+use statuses::{World, name, usage};
 
 use super::Objects;
 use super::previous::holders;
@@ -77,7 +78,7 @@ fn statuses(objects: &Objects, world: &World<'_>) -> Desired {
     let used = if objects.pools.is_empty() && objects.external_ip_pools.is_empty() {
         BTreeMap::new()
     } else {
-        used(world.plan)
+        usage(world.plan)
     };
     for object in &objects.pools {
         let conditions = object.status.as_ref().map(|status| &status.conditions);
@@ -114,11 +115,11 @@ fn egress_ips<'a>(
             None => labels.remove(api::NODE_LABEL),
         };
         let mut writer = Writer::new(status.map(|status| &status.conditions), metadata.generation, now);
-        writer.of_egress_ip(*address, ip);
+        writer.of_egress_ip(*address, ip, snapshot.drain_timeout);
         let node = ip.owner.as_ref();
         let object = api::EgressIP {
             metadata,
-            spec: egress_ip_spec(*address, ip, snapshot),
+            spec: egress_ip_spec(*address, ip),
             status: Some(api::EgressIPStatus {
                 node: node.map(ToString::to_string),
                 zone: node.and_then(|node| snapshot.nodes.get(node)).and_then(|node| node.zone.clone()),
@@ -136,8 +137,7 @@ fn egress_ips<'a>(
     wanted
 }
 
-fn egress_ip_spec(address: IpAddr, ip: &EgressIpPlan, snapshot: &Snapshot) -> api::EgressIPSpec {
-    let subnet = ip.pool.as_ref().and_then(|pool| snapshot.pools.get(pool)).and_then(|pool| pool.subnet);
+fn egress_ip_spec(address: IpAddr, ip: &EgressIpPlan) -> api::EgressIPSpec {
     let mut policies: Vec<api::PolicyUse> = ip
         .users
         .iter()
@@ -149,11 +149,13 @@ fn egress_ip_spec(address: IpAddr, ip: &EgressIpPlan, snapshot: &Snapshot) -> ap
         pool: ip.pool.as_ref().map(ToString::to_string),
         interface: ip.interface.clone(),
         fixed: ip.fixed,
-        subnet_info: subnet.map(|subnet| api::SubnetInfo {
+        subnet_info: ip.reach.subnet.map(|subnet| api::SubnetInfo {
             gateway: subnet.gateway.to_string(),
             prefix_length: subnet.prefix_length.into(),
             vlan: subnet.vlan.map(i32::from),
         }),
+        announce: ip.reach.announce.into(),
+        outbound: ip.reach.outbound.into(),
         policies,
     }
 }

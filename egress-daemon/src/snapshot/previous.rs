@@ -3,11 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
+use k8s_openapi::jiff::Timestamp;
+
 use super::Objects;
 use super::believed::MAX_REVISION;
+use super::desired::DRAINING;
 use crate::api;
 use egress_core::{
-    model::NodeName,
+    model::{NodeName, Reach, SubnetInfo},
     plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan},
 };
 
@@ -69,8 +72,27 @@ pub fn egress_ip(object: &api::EgressIP) -> Option<(IpAddr, EgressIpPlan)> {
         share: status.block_share,
         scarce: status.blocks_scarce,
         starved: status.blocks_starved,
+        reach: reach(&object.spec),
+        draining: draining_since(object).is_some(),
     };
     Some((address, plan))
+}
+
+/// How packets reach the address and leave with it.
+fn reach(spec: &api::EgressIPSpec) -> Reach {
+    let subnet = |info: &api::SubnetInfo| {
+        let (gateway, prefix_length) = (info.gateway.parse().ok()?, info.prefix_length.try_into().ok()?);
+        Some(SubnetInfo { gateway, prefix_length, vlan: info.vlan.and_then(|vlan| vlan.try_into().ok()) })
+    };
+    let subnet = spec.subnet_info.as_ref().and_then(subnet);
+    Reach { subnet, announce: spec.announce.into(), outbound: spec.outbound.into() }
+}
+
+/// Since when an egress IP drains, if it does.
+pub fn draining_since(object: &api::EgressIP) -> Option<Timestamp> {
+    let mut conditions = object.status.iter().flat_map(|status| &status.conditions);
+    let draining = conditions.find(|condition| condition.type_ == DRAINING && condition.status == "True")?;
+    Some(draining.last_transition_time.0)
 }
 
 fn assignments(object: &api::EgressNode, plan: &mut Plan) {

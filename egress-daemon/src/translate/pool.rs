@@ -35,11 +35,7 @@ pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
     if carriers.is_none() {
         reader.problem("spec.carriers", "it is out of range", "write 1 to 64, or leave it out for 4");
     }
-    let announce = match spec.announce {
-        api::Announce::Arp => Announce::Arp,
-        api::Announce::Route => Announce::Route,
-        api::Announce::None => Announce::None,
-    };
+    let announce = Announce::from(spec.announce);
     let anycast = announce == Announce::Route;
     let pool = Pool {
         id: PoolId::new(PoolKind::Native, &reader.name),
@@ -61,6 +57,44 @@ pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
         },
     };
     reader.finish(pool)
+}
+
+impl From<api::Announce> for Announce {
+    fn from(announce: api::Announce) -> Self {
+        match announce {
+            api::Announce::Arp => Announce::Arp,
+            api::Announce::Route => Announce::Route,
+            api::Announce::None => Announce::None,
+        }
+    }
+}
+
+impl From<Announce> for api::Announce {
+    fn from(announce: Announce) -> Self {
+        match announce {
+            Announce::Arp => api::Announce::Arp,
+            Announce::Route => api::Announce::Route,
+            Announce::None => api::Announce::None,
+        }
+    }
+}
+
+impl From<api::Outbound> for Outbound {
+    fn from(outbound: api::Outbound) -> Self {
+        match outbound {
+            api::Outbound::Owner => Outbound::Owner,
+            api::Outbound::Spread => Outbound::Spread,
+        }
+    }
+}
+
+impl From<Outbound> for api::Outbound {
+    fn from(outbound: Outbound) -> Self {
+        match outbound {
+            Outbound::Owner => api::Outbound::Owner,
+            Outbound::Spread => api::Outbound::Spread,
+        }
+    }
 }
 
 fn delay(reader: &mut Reader, text: &str) -> Duration {

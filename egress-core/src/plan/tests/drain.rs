@@ -46,7 +46,7 @@ fn give_back(snapshot: &mut Snapshot, plan: &Plan, address: IpAddr) -> NodeRepor
 }
 
 #[test]
-fn an_address_outside_the_new_ranges_keeps_its_connections_and_gets_no_new_ones() {
+fn pool_gone_an_address_outside_the_new_ranges_keeps_its_connections_and_gets_no_new_ones() {
     for distribution in [Distribution::PerFlow, Distribution::PerEndpoint] {
         let (mut snapshot, health, before) = in_use(distribution);
         shrink(&mut snapshot);
@@ -87,7 +87,7 @@ fn it_is_released_with_its_last_block() {
 }
 
 #[test]
-fn the_addresses_of_a_deleted_pool_drain_where_they_are() {
+fn pool_gone_the_addresses_of_a_deleted_pool_drain_where_they_are() {
     let (mut snapshot, health, _) = in_use(Distribution::PerFlow);
     pool_of(&mut snapshot).announce = Announce::Route;
     pool_of(&mut snapshot).carriers = MAX_CARRIERS;

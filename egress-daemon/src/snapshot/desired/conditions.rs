@@ -1,12 +1,16 @@
 //! Conditions as Kubernetes writes them: the time of a condition is that of the last change of its status.
 
 use std::net::IpAddr;
+use std::time::Duration;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 use crate::api::{PoolUsage, SlotStatus};
 use crate::translate::Problem;
 use egress_core::plan::{ConditionKind, EgressIpPlan, Outcome, OwnerReason, Reason};
+
+/// The condition of an egress IP that was taken out of its pool while it was in use; its time is that of the beginning.
+pub const DRAINING: &str = "Draining";
 
 /// The longest message that an API server takes.
 const LONGEST_MESSAGE: usize = 32_768;
@@ -85,7 +89,7 @@ impl<'a> Writer<'a> {
     }
 
     /// An egress IP's.
-    pub fn of_egress_ip(&mut self, address: IpAddr, ip: &EgressIpPlan) {
+    pub fn of_egress_ip(&mut self, address: IpAddr, ip: &EgressIpPlan, drain_timeout: Duration) {
         let node =
             |node: &Option<egress_core::model::NodeName>| node.as_ref().map(ToString::to_string).unwrap_or_default();
         let (owner, preferred) = (node(&ip.owner), node(&ip.preferred));
@@ -108,12 +112,33 @@ impl<'a> Writer<'a> {
         };
         let carried = matches!(ip.reason, OwnerReason::Preferred | OwnerReason::Failover);
         self.add(ConditionKind::Ready.as_str(), carried, ip.reason.as_str(), message);
+        if ip.draining {
+            let pool = ip.pool.as_ref().map(ToString::to_string).unwrap_or_default();
+            let message = format!("it was taken out of pool {pool}: {}", until(drain_timeout));
+            self.add(DRAINING, true, Reason::Draining.as_str(), message);
+        }
+    }
+
+    /// A pool's, of which these addresses drain.
+    pub fn of_draining(&mut self, addresses: &[IpAddr], drain_timeout: Duration) {
+        let addresses = addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let message = format!(
+            "{addresses} are no longer in ipRanges and are in use: {}; put them back to keep them",
+            until(drain_timeout)
+        );
+        self.add(DRAINING, true, Reason::Draining.as_str(), message);
     }
 
     /// All conditions, in the order in which they were made.
     pub fn finish(self) -> Vec<Condition> {
         self.made
     }
+}
+
+/// What becomes of an address that drains.
+fn until(drain_timeout: Duration) -> String {
+    let seconds = drain_timeout.as_secs();
+    format!("no new connections, and a release when the last one ends, after {seconds} s (drainTimeout) at the latest")
 }
 
 fn sentences(problems: &[&Problem]) -> String {

@@ -1,6 +1,7 @@
 //! The statuses of policies and pools, whatever kind of object they were written as.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, ObjectMeta, Time};
 use kube::core::object::HasStatus;
@@ -70,17 +71,21 @@ impl World<'_> {
         kind: PoolKind,
         metadata: &ObjectMeta,
         conditions: Option<&Vec<Condition>>,
-        used: &BTreeMap<&PoolId, u64>,
+        used: &BTreeMap<&PoolId, Usage>,
     ) -> (api::PoolUsage, Vec<Condition>) {
         let id = PoolId::new(kind, &name(metadata));
         let total = self.snapshot.pools.get(&id).map_or(0, |pool| u64::try_from(pool.total()).unwrap_or(u64::MAX));
-        let usage = api::PoolUsage { total: total.min(i64::MAX as u64), used: used.get(&id).copied().unwrap_or(0) };
+        let of_pool = used.get(&id);
+        let usage = api::PoolUsage { total: total.min(i64::MAX as u64), used: of_pool.map_or(0, |of| of.used) };
         let mut writer = Writer::new(conditions, metadata.generation, self.now);
         let kind = match kind {
             PoolKind::Native => pool::KIND,
             PoolKind::Antrea => antrea::POOL,
         };
         writer.of_pool(&usage, &self.problems_of(kind, metadata));
+        if let Some(draining) = of_pool.map(|of| &of.draining).filter(|draining| !draining.is_empty()) {
+            writer.of_draining(draining, self.snapshot.drain_timeout);
+        }
         (usage, writer.finish())
     }
 
@@ -94,13 +99,27 @@ impl World<'_> {
     }
 }
 
-/// How many addresses of each pool are in use.
-pub fn used(plan: &Plan) -> BTreeMap<&PoolId, u64> {
-    let mut used: BTreeMap<&PoolId, u64> = BTreeMap::new();
-    for pool in plan.egress_ips.values().filter_map(|ip| ip.pool.as_ref()) {
-        *used.entry(pool).or_default() += 1;
+/// The addresses of a pool that are in use.
+#[derive(Default)]
+pub struct Usage {
+    /// How many of them are in its ranges.
+    used: u64,
+    /// Those that were taken out.
+    draining: Vec<IpAddr>,
+}
+
+/// Which addresses of each pool are in use.
+pub fn usage(plan: &Plan) -> BTreeMap<&PoolId, Usage> {
+    let mut usage: BTreeMap<&PoolId, Usage> = BTreeMap::new();
+    for (address, ip) in &plan.egress_ips {
+        let Some(pool) = &ip.pool else { continue };
+        let of_pool = usage.entry(pool).or_default();
+        match ip.draining {
+            true => of_pool.draining.push(*address),
+            false => of_pool.used += 1,
+        }
     }
-    used
+    usage
 }
 
 /// The name of an object.
@@ -127,6 +146,7 @@ fn slots(outcome: Option<&Outcome>, per_endpoint: bool) -> Vec<api::SlotStatus> 
             epoch: slot.epoch,
             healthy: matches!(slot.reason, OwnerReason::Preferred | OwnerReason::Failover),
             weight: slot.weight,
+            draining: slot.draining,
             endpoints: per_endpoint.then_some(slot.endpoints),
         })
         .collect()
