@@ -75,7 +75,7 @@ impl Effective {
 }
 
 /// Whether a policy has a slot for new flows in every family that it steers.
-fn can_serve(policy: &Policy, view: &PolicyView) -> bool {
+pub(super) fn can_serve(policy: &Policy, view: &PolicyView) -> bool {
     let usable = |family| view.slots.iter().any(|s| s.usable && Family::of(s.address) == family);
     [Family::V4, Family::V6].into_iter().filter(|f| policy.serves(*f)).all(usable)
 }

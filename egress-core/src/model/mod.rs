@@ -25,7 +25,7 @@ pub use id::{EndpointId, IdError, NodeName, PolicyId, PolicyKind, PoolId, PoolKi
 pub use node::{Demand, InterfaceAddress, Node, NodeReport, Trouble, TroubleKind};
 pub use policy::{
     AddressSource, Bandwidth, Distribution, EndpointSelector, Existing, Gateway, NodeChoice, OnNoGateway, Policy,
-    PoolRequest, Source, ZoneMode,
+    PoolRequest, Source, Version, ZoneMode,
 };
 pub use pool::{Announce, DEFAULT_CARRIERS, Failback, MAX_CARRIERS, Outbound, Pool, Reach, SubnetInfo};
 pub use range::{IpRange, RangeError};

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::{EndpointId, Family, Labels, NodeName, PolicyId};
+use super::{EndpointId, Family, Labels, NodeName, PolicyId, Version};
 
 /// An address that a node has configured on an interface.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,6 +46,8 @@ pub struct NodeReport {
     pub carries: BTreeSet<IpAddr>,
     /// What it cannot do for policies.
     pub troubles: BTreeSet<Trouble>,
+    /// The policies that its tables carry out, and in which version.
+    pub programmed: BTreeMap<PolicyId, Version>,
     /// Everything that is leased to any node up to this revision is in its tables.
     pub lease_revision: u64,
     /// Everything that is leased to this node up to this revision is in its tables.

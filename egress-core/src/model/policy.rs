@@ -130,6 +130,15 @@ pub struct Bandwidth {
     pub burst_bytes: u64,
 }
 
+/// What tells two versions of a policy apart.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Version {
+    /// `metadata.uid`
+    pub uid: String,
+    /// `metadata.generation`
+    pub generation: i64,
+}
+
 /// A policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
@@ -137,6 +146,8 @@ pub struct Policy {
     pub id: PolicyId,
     /// `metadata.uid`
     pub uid: String,
+    /// `metadata.generation`; grows with each change of the specification.
+    pub generation: i64,
     /// `metadata.creationTimestamp` in Unix seconds; the older of two policies wins.
     pub created: i64,
     /// Which pods it selects: those that match any of these.
@@ -162,6 +173,16 @@ pub struct Policy {
 }
 
 impl Policy {
+    /// The version that this is.
+    pub fn version(&self) -> Version {
+        Version { uid: self.uid.clone(), generation: self.generation }
+    }
+
+    /// Whether it is this version.
+    pub fn is(&self, version: &Version) -> bool {
+        self.uid == version.uid && self.generation == version.generation
+    }
+
     /// Orders policies by who wins where both match with prefixes of the same length: the older, then the name.
     pub fn precedence(&self, other: &Self) -> Ordering {
         let key = |p: &Self| (p.created, p.id.name.clone(), p.id.kind);

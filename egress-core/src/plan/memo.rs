@@ -71,6 +71,7 @@ impl Memo {
         }
         let mut demanded = BTreeSet::new();
         for (node, report) in changes.reports {
+            news.programmed.extend(self.reported(&node, &report));
             demanded.extend(self.report(&node, report, plan)?);
         }
         if self.index.reshaped(&news).any(|class| self.disagree(class)) {
@@ -82,10 +83,31 @@ impl Memo {
         }
         let mut touched = Touched { nodes: news.nodes, ..Touched::default() };
         self.lease(health, plan, resourced, demanded, &mut touched);
-        for policy in news.policies {
-            self.conclude(plan, policy, &mut touched);
+        for policy in &news.policies {
+            self.conclude(plan, *policy, &mut touched);
+        }
+        for policy in news.programmed.difference(&news.policies) {
+            self.follow(plan, *policy, &mut touched);
         }
         Some((self, touched))
+    }
+
+    /// The policies of which a node reports another version than before.
+    fn reported(&self, node: &NodeName, report: &NodeReport) -> Vec<u32> {
+        let before = self.snapshot.nodes.get(node).and_then(|node| node.report.as_ref());
+        let none = BTreeMap::new();
+        let before = before.map_or(&none, |before| &before.programmed);
+        let other = diff::join(before, &report.programmed).filter(|(_, (old, new))| old != new);
+        other.filter_map(|(policy, _)| self.index.number(policy)).collect()
+    }
+
+    /// Looks which nodes of a policy have it in their datapath.
+    fn follow(&self, plan: &mut Plan, number: u32, touched: &mut Touched) {
+        let id = self.index.id(number);
+        let Some(outcome) = plan.outcomes.get_mut(id) else { return };
+        let sources = self.index.sources(number).map(|place| self.index.name(place));
+        outcome.behind = outcome::behind(&self.snapshot, &self.snapshot.policies[id], sources);
+        touched.policies.insert(id.clone());
     }
 
     /// Takes in what a node reports; returns the egress IPs whose leases may depend on the difference.
@@ -203,7 +225,7 @@ impl Memo {
         outcome.endpoints = endpoints as u32;
         let serving = outcome.slots.iter().filter(|slot| !slot.draining).count();
         outcome::recount(&mut outcome.conditions, policy, serving, endpoints);
-        touched.policies.insert(id.clone());
+        self.follow(plan, number, touched);
     }
 }
 

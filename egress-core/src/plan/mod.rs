@@ -122,7 +122,8 @@ fn plan_for(snapshot: &Snapshot, selection: &Selection<'_>, health: &Health, pre
         let selected = selection.count(id);
         let serving = slots.iter().filter(|slot| !slot.draining).count();
         let conditions = problems.conditions(policy, serving, selected);
-        outcomes.insert(id.clone(), Outcome { conditions, slots, endpoints: selected as u32, pods, conflicts });
+        let (behind, endpoints) = (outcome::behind(snapshot, policy, cluster.source_names(id)), selected as u32);
+        outcomes.insert(id.clone(), Outcome { conditions, slots, endpoints, behind, pods, conflicts });
     }
     let lease_revision = if leases.granted { revision } else { previous.lease_revision };
     Plan { egress_ips, assignments, blocks: leases.blocks, lease_revision, outcomes }

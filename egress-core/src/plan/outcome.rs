@@ -188,6 +188,21 @@ pub fn troubles(snapshot: &Snapshot) -> BTreeMap<&PolicyId, Vec<(&NodeName, &Tro
     all
 }
 
+/// Which of a policy's nodes do not have this version of it in their datapath. A node that is down has no traffic, and one without an
+/// agent carries nothing out at all.
+pub fn behind<'a>(
+    snapshot: &Snapshot,
+    policy: &Policy,
+    sources: impl Iterator<Item = &'a NodeName>,
+) -> BTreeSet<NodeName> {
+    let is_behind = |name: &&NodeName| {
+        let node = snapshot.nodes.get(*name).filter(|node| node.ready);
+        let report = node.and_then(|node| node.report.as_ref());
+        report.is_some_and(|report| !report.programmed.get(&policy.id).is_some_and(|version| policy.is(version)))
+    };
+    sources.filter(is_behind).cloned().collect()
+}
+
 /// The slots of a policy, sorted by address.
 pub fn slots(
     policy: &Policy,

@@ -266,6 +266,8 @@ pub struct Outcome {
     pub slots: Vec<Slot>,
     /// How many endpoints it selects.
     pub endpoints: u32,
+    /// The nodes of its pods whose datapath does not have this version of it yet.
+    pub behind: BTreeSet<NodeName>,
     /// Pods of it that a node cannot serve, and why.
     pub pods: BTreeMap<EndpointId, (TroubleKind, String)>,
     /// Who comes first on which of its destination prefixes, for some of its pods.

@@ -87,6 +87,7 @@ pub fn policy(name: &str, source: Source) -> Policy {
     Policy {
         id: PolicyId::new(PolicyKind::Native, name),
         uid: name.into(),
+        generation: 1,
         created: 0,
         selectors: vec![EndpointSelector { pod: Some(Selector::everything()), ..Default::default() }],
         destinations: vec!["0.0.0.0/0".parse().unwrap()],

@@ -180,6 +180,8 @@ impl Agent {
                 match self.writer.write(tables) {
                     Ok(()) => {
                         self.leases = leases;
+                        let now = self.start.elapsed();
+                        self.programmed.written(&self.world.snapshot.policies, &view.policies, now);
                         self.carries = self.carriers.carried().clone();
                         self.carries.retain(|ip| view.egress_ips.contains_key(ip));
                         let advertised = self.carriers.advertised() & &self.carries;

@@ -2,7 +2,7 @@
 
 use super::facts::Known;
 use crate::{
-    api::{self, CarriedIP, EgressNodeStatus, GatewayWay, MapUse, NodeAddress},
+    api::{self, CarriedIP, EgressNodeStatus, GatewayWay, MapUse, NodeAddress, ProgrammedPolicy},
     config::Firewall,
     datapath::attach::Mode,
     observe::state::GatewayState,
@@ -11,11 +11,12 @@ use egress_core::{
     agent::{
         blocks::Withheld,
         demand::{self, Ports},
+        programmed::Programmed,
         transports,
         unnamed::Networks,
     },
     encode::tables::Tables,
-    model::{Demand, NodeName, Snapshot, Transport, Trouble},
+    model::{Demand, NodeName, PolicyId, Snapshot, Transport, Trouble, Version},
     network::{classify::Roles, links::LinkTable, reported::reported},
     plan::Plan,
 };
@@ -64,6 +65,8 @@ pub struct Report<'a> {
     pub occupied_blocks: Vec<u16>,
     /// What cannot be done for policies.
     pub troubles: &'a BTreeSet<Trouble>,
+    /// How far the node is with its policies.
+    pub programmed: &'a Programmed,
     /// Networks that may be the cluster's although nobody names them.
     pub unnamed: &'a Networks,
     /// What does not work; empty when all does.
@@ -87,6 +90,7 @@ pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestam
         demand: demands(demand::demand(report.node, report.plan, report.ports, report.withheld)),
         occupied_blocks: report.occupied_blocks.clone(),
         troubles: report.troubles.iter().map(trouble).collect(),
+        programmed: report.programmed.versions().map(programmed).collect(),
         map_use: usage
             .map(|u| MapUse { map: u.map.into(), used: u.used as u64, capacity: u.capacity as u64 })
             .collect(),
@@ -101,6 +105,10 @@ fn trouble(trouble: &Trouble) -> api::Trouble {
         reason: trouble.kind.as_str().into(),
         message: trouble.message.clone(),
     }
+}
+
+fn programmed((policy, version): (&PolicyId, &Version)) -> ProgrammedPolicy {
+    ProgrammedPolicy { policy: policy.to_string(), uid: version.uid.clone(), generation: version.generation }
 }
 
 /// The transport to a gateway, as the object tells it.

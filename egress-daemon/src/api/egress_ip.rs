@@ -17,7 +17,7 @@ use std::net::IpAddr;
     kind = "EgressIP",
     plural = "egressips",
     singular = "egressip",
-    shortname = "eip",
+    shortname = "egip",
     category = "spillway",
     status = "EgressIPStatus",
     derive = "PartialEq",

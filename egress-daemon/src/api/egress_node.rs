@@ -168,6 +168,10 @@ pub struct EgressNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub troubles: Vec<Trouble>,
 
+    /// The policies that the node's datapath carries out for its pods, sorted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub programmed: Vec<ProgrammedPolicy>,
+
     /// How full the kernel's tables are.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub map_use: Vec<MapUse>,
@@ -176,6 +180,20 @@ pub struct EgressNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
+}
+
+/// A policy that a node's datapath carries out.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ProgrammedPolicy {
+    /// The policy: its name, with the prefix cegp/ for a CiliumEgressGatewayPolicy and egress/ for Antrea's Egress.
+    pub policy: String,
+
+    /// Its metadata.uid, which tells it from one of the same name before it.
+    pub uid: String,
+
+    /// The metadata.generation that the datapath has.
+    pub generation: i64,
 }
 
 /// Something that the node cannot do for a policy.

@@ -16,7 +16,7 @@ mod tests;
 pub use egress_ip::{EgressIP, EgressIPSpec, EgressIPStatus, PolicyUse, egress_ip_name};
 pub use egress_node::{
     Assignment, BlockRange, CarriedIP, Demand, EgressNode, EgressNodeSpec, EgressNodeStatus, GatewayWay, LeasedBlocks,
-    MapUse, NodeAddress, Trouble,
+    MapUse, NodeAddress, ProgrammedPolicy, Trouble,
 };
 pub use foreign::networks;
 pub use foreign::{

@@ -264,7 +264,8 @@ pub struct EgressGatewayPolicyStatus {
     #[schemars(with = "i64")]
     pub observed_generation: Option<i64>,
 
-    /// Ready, Degraded, Conflicting and others, each with a reason and a sentence.
+    /// Ready (new connections of the selected pods leave as the policy says), Programmed (the datapath of the pods' nodes has this
+    /// generation), Degraded and Conflicting, each with a reason and a sentence.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,

@@ -156,6 +156,51 @@ fn times_of_conditions_change_with_their_status_only() {
     assert_eq!(ready(&objects, 0), ("False".into(), "OwnerUnhealthy".into(), time(300)));
 }
 
+/// Status, reason and time of a condition of the first policy.
+fn condition(objects: &Objects, kind: &str) -> (String, String, Time) {
+    let conditions = &objects.policies[0].status.as_ref().unwrap().conditions;
+    let found = conditions.iter().find(|condition| condition.type_ == kind).unwrap();
+    (found.status.clone(), found.reason.clone(), found.last_transition_time.clone())
+}
+
+#[test]
+fn a_policy_is_ready_when_the_datapath_of_all_its_nodes_had_it() {
+    let mut objects = objects();
+    round(&mut objects, &health(), 100);
+    let report = |objects: &mut Objects, node: &str, generation: i64| {
+        let programmed = vec![crate::api::ProgrammedPolicy { policy: "flows".into(), uid: String::new(), generation }];
+        let object = objects.egress_nodes.iter_mut().find(|object| object.metadata.name.as_deref() == Some(node));
+        let status = crate::api::EgressNodeStatus { programmed, ..Default::default() };
+        Arc::make_mut(object.unwrap()).status = Some(status);
+    };
+    let state = |objects: &Objects| {
+        let (ready, programmed) = (condition(objects, "Ready"), condition(objects, "Programmed"));
+        format!("{} {}, {} {}", ready.0, ready.1, programmed.0, programmed.1)
+    };
+    report(&mut objects, "w0", 2);
+    report(&mut objects, "w1", 1);
+    round(&mut objects, &health(), 200);
+    // Until an agent has reported anything, nobody waits for it.
+    assert_eq!(state(&objects), "True AsExpected, True AsExpected");
+
+    Arc::make_mut(&mut objects.policies[0]).metadata.generation = Some(3);
+    round(&mut objects, &health(), 300);
+    assert_eq!(state(&objects), "False Programming, False Programming");
+    let ready = &objects.policies[0].status.as_ref().unwrap().conditions[0];
+    assert!(ready.message.starts_with("the datapath of w0, w1 does not have it yet"), "{}", ready.message);
+    report(&mut objects, "w0", 3);
+    round(&mut objects, &health(), 400);
+    assert_eq!(state(&objects), "False Programming, False Programming");
+    report(&mut objects, "w1", 3);
+    round(&mut objects, &health(), 500);
+    assert_eq!(state(&objects), "True AsExpected, True AsExpected");
+    assert_eq!(condition(&objects, "Programmed").2, time(500));
+    // Who comes later holds its traffic until it has it.
+    report(&mut objects, "w1", 2);
+    round(&mut objects, &health(), 600);
+    assert_eq!(state(&objects), "True AsExpected, True AsExpected");
+}
+
 #[test]
 fn a_broken_policy_says_so_and_touches_no_other() {
     let mut objects = objects();
@@ -169,7 +214,7 @@ fn a_broken_policy_says_so_and_touches_no_other() {
     assert_eq!((conditions[0].type_.as_str(), conditions[0].status.as_str()), ("Ready", "False"));
     assert_eq!(conditions[0].reason, "Invalid");
     assert!(conditions[0].message.starts_with("spec.destinationCIDRs[0]: \"10.0.0.0/99\" is not understood"));
-    assert_eq!(conditions.len(), 3);
+    assert_eq!(conditions.len(), 4);
 }
 
 #[test]

@@ -29,6 +29,7 @@ pub fn egress(object: &api::Egress, pools: &BTreeMap<PoolId, Pool>) -> Result<Po
     let policy = Policy {
         id: PolicyId::new(PolicyKind::Antrea, &reader.name),
         uid: metadata.uid.clone().unwrap_or_default(),
+        generation: metadata.generation.unwrap_or(0),
         created: metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
         selectors: selectors(&mut reader, &spec.applied_to),
         destinations: destinations(&source, pools),

@@ -29,6 +29,7 @@ pub fn policy(object: &api::CiliumEgressGatewayPolicy) -> Result<Policy, Vec<Pro
     let policy = Policy {
         id: PolicyId::new(PolicyKind::Cilium, &reader.name),
         uid: metadata.uid.clone().unwrap_or_default(),
+        generation: metadata.generation.unwrap_or(0),
         created: metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
         selectors: selectors(&mut reader, &spec.selectors),
         destinations: nets(&mut reader, &spec.destination_cidrs, "spec.destinationCIDRs"),

@@ -9,7 +9,7 @@ use k8s_openapi::api::networking::v1::ServiceCIDR;
 
 use super::{Problem, Reader};
 use crate::api;
-use egress_core::model::{Demand, InterfaceAddress, Node, NodeReport, Trouble, TroubleKind};
+use egress_core::model::{Demand, InterfaceAddress, Node, NodeReport, Trouble, TroubleKind, Version};
 
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 const ANTREA_ANNOTATION: &str = "node.antrea.io/max-egress-ips";
@@ -121,8 +121,14 @@ pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
         })
     });
     let troubles = troubles.collect();
+    let programmed = status.programmed.iter().filter_map(|p| {
+        let version = Version { uid: p.uid.clone(), generation: p.generation };
+        Some((reader.parse(&p.policy, "status.programmed", WRITTEN_BY_AGENT)?, version))
+    });
+    let programmed = programmed.collect();
     let report = NodeReport {
         troubles,
+        programmed,
         tunnel_addresses,
         addresses,
         macs,

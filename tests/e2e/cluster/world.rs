@@ -95,7 +95,7 @@ impl World {
     pub fn picture(&self) -> String {
         let mut picture = String::new();
         for arguments in [
-            &["get", "egp,eipp,eip,egn", "-o", "wide"][..],
+            &["get", "egp,egpol,eipp,egip,egn", "-o", "wide"][..],
             &["get", "pods", "-A", "-o", "wide"],
             &["logs", "-n", "spillway", "-l", "app.kubernetes.io/name=spillway", "--prefix", "--tail=12"],
         ] {

@@ -36,6 +36,8 @@ struct Selected {
 pub struct News {
     /// Policies with endpoints more or less than before.
     pub policies: BTreeSet<u32>,
+    /// Policies of which a node has another version than before.
+    pub programmed: BTreeSet<u32>,
     /// The nodes of such endpoints, where policies have members.
     pub nodes: BTreeSet<NodeName>,
     /// How many endpoints a policy had on a node.

@@ -8,5 +8,6 @@ mod endpoints;
 mod memo;
 mod owners;
 mod pools;
+mod programmed;
 mod scenes;
 mod whole;

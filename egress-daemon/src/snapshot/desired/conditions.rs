@@ -1,5 +1,6 @@
 //! Conditions as Kubernetes writes them: the time of a condition is that of the last change of its status.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -7,10 +8,20 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 use crate::api::{PoolUsage, SlotStatus};
 use crate::translate::Problem;
-use egress_core::plan::{ConditionKind, EgressIpPlan, Outcome, OwnerReason, Reason};
+use egress_core::{
+    model::NodeName,
+    plan::{ConditionKind, EgressIpPlan, Outcome, OwnerReason, Reason},
+};
 
 /// The condition of an egress IP that was taken out of its pool while it was in use; its time is that of the beginning.
 pub const DRAINING: &str = "Draining";
+
+/// The condition of a policy that the datapath of its pods' nodes has.
+const PROGRAMMED: &str = "Programmed";
+/// Why a policy is not ready as long as some do not have it.
+const PROGRAMMING: &str = "Programming";
+/// So many nodes are named.
+const SHOWN_NODES: usize = 3;
 
 /// The longest message that an API server takes.
 const LONGEST_MESSAGE: usize = 32_768;
@@ -46,19 +57,38 @@ impl<'a> Writer<'a> {
     pub fn of_policy(&mut self, outcome: Option<&Outcome>, problems: &[&Problem]) {
         match outcome.filter(|_| problems.is_empty()) {
             Some(outcome) => {
+                let waits = Some(&outcome.behind).filter(|behind| !behind.is_empty() && !self.was_programmed());
                 for (kind, condition) in &outcome.conditions {
                     let (reason, message) = (condition.reason.as_str(), condition.message.clone());
-                    self.add(kind.as_str(), condition.holds, reason, message);
+                    match waits.filter(|_| *kind == ConditionKind::Ready && condition.holds) {
+                        Some(behind) => self.add(kind.as_str(), false, PROGRAMMING, waiting(behind)),
+                        None => self.add(kind.as_str(), condition.holds, reason, message),
+                    }
+                }
+                match waits {
+                    Some(behind) => self.add(PROGRAMMED, false, PROGRAMMING, waiting(behind)),
+                    None => {
+                        let message = "every node of its pods had it in its datapath".into();
+                        self.add(PROGRAMMED, true, Reason::AsExpected.as_str(), message);
+                    }
                 }
             }
             None => {
                 let invalid = Reason::Invalid.as_str();
                 self.add(ConditionKind::Ready.as_str(), false, invalid, sentences(problems));
-                for kind in [ConditionKind::Degraded, ConditionKind::Conflicting] {
-                    self.add(kind.as_str(), false, invalid, "the policy is not carried out".into());
+                let others = [ConditionKind::Degraded.as_str(), ConditionKind::Conflicting.as_str(), PROGRAMMED];
+                for kind in others {
+                    self.add(kind, false, invalid, "the policy is not carried out".into());
                 }
             }
         }
+    }
+
+    /// Whether the datapath of all nodes had this generation at some time. Nodes and pods that come later hold their traffic until they
+    /// have it, so that they change nothing here: a joining node costs no write for each policy.
+    fn was_programmed(&self) -> bool {
+        let had = |c: &&Condition| c.type_ == PROGRAMMED && c.status == "True" && c.observed_generation == self.generation;
+        self.existing.iter().any(|condition| had(&condition))
     }
 
     /// Antrea's own, of an Egress that has so many addresses, and this one of them on a node.
@@ -90,8 +120,7 @@ impl<'a> Writer<'a> {
 
     /// An egress IP's.
     pub fn of_egress_ip(&mut self, address: IpAddr, ip: &EgressIpPlan, drain_timeout: Duration) {
-        let node =
-            |node: &Option<egress_core::model::NodeName>| node.as_ref().map(ToString::to_string).unwrap_or_default();
+        let node = |node: &Option<NodeName>| node.as_ref().map(ToString::to_string).unwrap_or_default();
         let (owner, preferred) = (node(&ip.owner), node(&ip.preferred));
         let message = match ip.reason {
             OwnerReason::Preferred => format!("gateway {owner} carries it"),
@@ -139,6 +168,15 @@ impl<'a> Writer<'a> {
 fn until(drain_timeout: Duration) -> String {
     let seconds = drain_timeout.as_secs();
     format!("no new connections, and a release when the last one ends, after {seconds} s (drainTimeout) at the latest")
+}
+
+fn waiting(behind: &BTreeSet<NodeName>) -> String {
+    let shown = behind.iter().take(SHOWN_NODES).map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let more = match behind.len().saturating_sub(SHOWN_NODES) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("the datapath of {shown}{more} does not have it yet; if that lasts, look at the agents there")
 }
 
 fn sentences(problems: &[&Problem]) -> String {
