@@ -11,6 +11,7 @@ pub mod datapath;
 pub mod host;
 pub mod lock;
 pub mod observe;
+pub mod plugin;
 pub mod snapshot;
 pub mod store;
 pub mod translate;

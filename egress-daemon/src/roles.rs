@@ -133,7 +133,9 @@ mod tests {
 
     #[test]
     fn leases_have_the_configured_times_and_gateways_the_limit() {
-        let config = Config::parse("test", b"lease: {renew: 1s, duration: 4s}\nmaxEgressIPsPerNode: 7\ndrainTimeout: 5m").unwrap();
+        let config =
+            Config::parse("test", b"lease: {renew: 1s, duration: 4s}\nmaxEgressIPsPerNode: 7\ndrainTimeout: 5m")
+                .unwrap();
         let c = controller_config(&config);
         assert_eq!((c.renew_every, c.lease_duration), (Duration::from_secs(1), Duration::from_secs(4)));
         assert_eq!((c.gateways.duration, c.max_egress_ips), (Duration::from_secs(4), Some(7)));

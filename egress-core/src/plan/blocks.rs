@@ -60,7 +60,10 @@ pub fn held<'a>(
 ) -> BTreeSet<IpAddr> {
     let places: BTreeMap<&NodeName, u32> = nodes.iter().zip(0..).map(|(node, place)| (&node.name, place)).collect();
     let round = Round { nodes, places: &places, health, revision: 0 };
-    previous.filter(|(address, blocks)| !round.retain(*address, blocks).is_empty()).map(|(address, _)| address).collect()
+    previous
+        .filter(|(address, blocks)| !round.retain(*address, blocks).is_empty())
+        .map(|(address, _)| address)
+        .collect()
 }
 
 /// Plans the leases of egress IPs. `nodes` are all nodes that use or hold blocks of them and have an object, ascending;

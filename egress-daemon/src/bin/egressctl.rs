@@ -1,6 +1,6 @@
 //! `egressctl`: looks at a node's datapath, whether its agent lives or not.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use egress_daemon::{
@@ -10,9 +10,11 @@ use egress_daemon::{
         views::{By, FlowFilter},
     },
     lock::RunFiles,
+    plugin,
 };
 use ipnet::IpNet;
 use std::{
+    ffi::OsString,
     io::{self, IsTerminal, Write},
     net::IpAddr,
     path::PathBuf,
@@ -131,12 +133,27 @@ fn interval(text: &str) -> Result<Duration, String> {
 }
 
 fn main() -> ExitCode {
+    if plugin::is_asked(std::env::args_os().next()) {
+        return plugin::run(is_understood).unwrap_or_else(|error| {
+            eprintln!("kubectl spillway: {}", ctl::message(&error));
+            ExitCode::FAILURE
+        });
+    }
     match run(Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("egressctl: {}", ctl::message(&error));
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Refuses what no node's egressctl understands, and prints the help where that is asked for.
+fn is_understood(words: &[OsString]) -> Result<()> {
+    match Cli::try_parse_from([&["egressctl".into()], words].concat()) {
+        Ok(_) => Ok(()),
+        Err(error) if error.use_stderr() => bail!("{error}"),
+        Err(help) => help.exit(),
     }
 }
 

@@ -11,6 +11,7 @@ mod foreign;
 mod install;
 mod maintenance;
 mod objects;
+mod plugin;
 mod world;
 mod writes;
 
@@ -33,6 +34,7 @@ const TESTS: &[&[Test]] = &[
     foreign::TESTS,
     install::TESTS,
     maintenance::TESTS,
+    plugin::TESTS,
     failures::TESTS,
 ];
 

@@ -58,10 +58,17 @@ fn pool_gone_an_address_outside_the_new_ranges_keeps_its_connections_and_gets_no
         assert!(!after.egress_ips[&v4(0, 0, 3)].draining, "the policy gets another one instead");
         let assigned = after.assignments.values().flat_map(|of| of.values());
         assert!(assigned.clone().all(|assigned| assigned.v4.map(IpAddr::V4) != Some(FIRST())));
-        assert_eq!(condition(&after, ConditionKind::Ready), (true, Reason::AsExpected, match distribution {
-            Distribution::PerFlow => "1 endpoints, spread by flow over 2 egress IPs",
-            Distribution::PerEndpoint => "1 endpoints, assigned one by one over 2 egress IPs",
-        }));
+        assert_eq!(
+            condition(&after, ConditionKind::Ready),
+            (
+                true,
+                Reason::AsExpected,
+                match distribution {
+                    Distribution::PerFlow => "1 endpoints, spread by flow over 2 egress IPs",
+                    Distribution::PerEndpoint => "1 endpoints, assigned one by one over 2 egress IPs",
+                }
+            )
+        );
         let (holds, reason, message) = condition(&after, ConditionKind::Degraded);
         assert_eq!((holds, reason), (true, Reason::Draining));
         assert_eq!(

@@ -44,7 +44,11 @@ fn nodes_of_the_pods_that_have_another_version_are_behind() {
     assert_eq!(of(&|_| {}), "w0 w1 w2", "gateways without pods are not asked");
     assert_eq!(of(&set("w0", 1)), "w1 w2");
     assert_eq!(of(&set("w1", 0)), "w1 w2");
-    assert_eq!(of(&|s| s.nodes.get_mut(&"w1".into()).unwrap().ready = false), "w2", "a node that is down has no traffic");
+    assert_eq!(
+        of(&|s| s.nodes.get_mut(&"w1".into()).unwrap().ready = false),
+        "w2",
+        "a node that is down has no traffic"
+    );
     assert_eq!(of(&|s| s.nodes.get_mut(&"w2".into()).unwrap().report = None), "", "a node without an agent");
     assert_eq!(of(&|s| s.policies.get_mut(&web()).unwrap().generation = 2), "w0");
     assert_eq!(of(&set("w0", 2)), "");

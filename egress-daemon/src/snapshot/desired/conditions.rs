@@ -87,7 +87,8 @@ impl<'a> Writer<'a> {
     /// Whether the datapath of all nodes had this generation at some time. Nodes and pods that come later hold their traffic until they
     /// have it, so that they change nothing here: a joining node costs no write for each policy.
     fn was_programmed(&self) -> bool {
-        let had = |c: &&Condition| c.type_ == PROGRAMMED && c.status == "True" && c.observed_generation == self.generation;
+        let had =
+            |c: &&Condition| c.type_ == PROGRAMMED && c.status == "True" && c.observed_generation == self.generation;
         self.existing.iter().any(|condition| had(&condition))
     }
 

@@ -1,0 +1,115 @@
+//! Running `kubectl`, which knows the cluster and how its user logs in.
+
+use serde_json::Value;
+use std::{ffi::OsStr, io, path::PathBuf, process::Command, string::FromUtf8Error};
+use thiserror::Error;
+
+/// How long an answer of the API server may take.
+const TIMEOUT: &str = "--request-timeout=30s";
+
+/// Why `kubectl` has no answer.
+#[derive(Debug, Error)]
+pub enum KubectlError {
+    /// It does not start.
+    #[error("kubectl cannot be started: {0}: install it, or add its directory to PATH")]
+    NotStarted(#[from] io::Error),
+    /// It failed.
+    #[error("kubectl {0}: {1}")]
+    Failed(String, String),
+    /// What it printed is no text.
+    #[error("kubectl printed no text: {0}")]
+    NoText(#[from] FromUtf8Error),
+    /// What it printed is not what was asked for.
+    #[error("kubectl printed no JSON: {0}")]
+    NoJson(#[from] serde_json::Error),
+}
+
+/// How `kubectl` reaches the cluster, and where Spillway is in it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Kubectl {
+    /// Its option `--context`.
+    pub context: Option<String>,
+    /// Its option `--kubeconfig`.
+    pub kubeconfig: Option<PathBuf>,
+    /// The namespace of Spillway's pods.
+    pub namespace: String,
+}
+
+impl Kubectl {
+    /// What it prints.
+    pub fn text<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Result<String, KubectlError> {
+        let mut command = Command::new("kubectl");
+        if let Some(context) = &self.context {
+            command.arg("--context").arg(context);
+        }
+        if let Some(kubeconfig) = &self.kubeconfig {
+            command.arg("--kubeconfig").arg(kubeconfig);
+        }
+        let output = command.arg(TIMEOUT).args(["--namespace", &self.namespace]).args(arguments).output()?;
+        if !output.status.success() {
+            let words: Vec<_> = arguments.iter().map(|word| word.as_ref().to_string_lossy()).collect();
+            let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+            return Err(KubectlError::Failed(words.join(" "), why));
+        }
+        Ok(String::from_utf8(output.stdout)?)
+    }
+
+    /// What it prints, as JSON.
+    pub fn json(&self, arguments: &[&str]) -> Result<Value, KubectlError> {
+        Ok(serde_json::from_str(&self.text(&[arguments, &["-o", "json"]].concat())?)?)
+    }
+
+    /// The pods of one of Spillway's components: name and node.
+    pub fn pods(&self, component: &str) -> Result<Vec<Pod>, KubectlError> {
+        let selector = format!("{SELECTOR},app.kubernetes.io/component={component}");
+        Ok(pods(&self.json(&["get", "pods", "-l", &selector])?))
+    }
+
+    /// The node that a pod runs on. The pod is `NAMESPACE/NAME` or an address.
+    pub fn node_of(&self, pod: &str) -> Result<Option<String>, KubectlError> {
+        let list = match pod.split_once('/') {
+            Some((namespace, name)) => {
+                let name = format!("metadata.name={name}");
+                self.json(&["get", "pods", "-n", namespace, "--field-selector", &name])?
+            }
+            None => self.json(&["get", "pods", "-A", "--field-selector", &format!("status.podIP={pod}")])?,
+        };
+        Ok(pods(&list).into_iter().next().map(|pod| pod.node))
+    }
+}
+
+/// What selects Spillway's own objects.
+pub const SELECTOR: &str = "app.kubernetes.io/name=spillway";
+
+/// A pod that has a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pod {
+    /// Its name.
+    pub name: String,
+    /// Its node.
+    pub node: String,
+}
+
+/// The pods of a list that have a node, by node.
+fn pods(list: &Value) -> Vec<Pod> {
+    let text = |value: &Value| value.as_str().map(str::to_owned);
+    let one = |pod: &Value| Some(Pod { name: text(&pod["metadata"]["name"])?, node: text(&pod["spec"]["nodeName"])? });
+    let mut pods: Vec<Pod> = list["items"].as_array().into_iter().flatten().filter_map(one).collect();
+    pods.sort_by(|a, b| a.node.cmp(&b.node));
+    pods
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn pods_without_a_node_cannot_be_asked() {
+        let pod = |name: &str, node: Value| json!({"metadata": {"name": name}, "spec": {"nodeName": node}});
+        let list = json!({"items": [pod("c", json!("n2")), pod("b", Value::Null), pod("a", json!("n1"))]});
+        let named = |name: &str, node: &str| Pod { name: name.into(), node: node.into() };
+        assert_eq!(pods(&list), [named("a", "n1"), named("c", "n2")]);
+        assert_eq!(pods(&json!({})), []);
+    }
+}

@@ -1,0 +1,271 @@
+//! `kubectl spillway`: what `egressctl` says of one node, of all nodes of a cluster, from wherever `kubectl` works.
+//!
+//! It is `egressctl` by another name, as kubectl's plugins are: a file `kubectl-spillway` in PATH. It runs `kubectl`, and so needs no access
+//! of its own: the right to `get` Spillway's objects and pods, and to `create` `pods/exec` in Spillway's namespace.
+
+mod kubectl;
+mod status;
+mod sysdump;
+
+use crate::ctl::print::{Output, print};
+use anyhow::{Context as _, Result, bail};
+use clap::{Args, Parser, Subcommand};
+use kubectl::{Kubectl, KubectlError, Pod, SELECTOR};
+use serde_json::Value;
+use status::Status;
+use std::{
+    ffi::OsString,
+    io::{self, Write as _},
+    path::{Path, PathBuf},
+    process::ExitCode,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// The name by which `egressctl` is this plugin.
+const NAME: &str = "kubectl-spillway";
+/// Where the image has `egressctl`.
+const EGRESSCTL: &str = "/usr/bin/egressctl";
+/// How many nodes are asked at once.
+const AT_ONCE: usize = 16;
+/// How often `status --wait` looks.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// Look at Spillway on all nodes of a cluster
+///
+/// Every command of egressctl is asked on all nodes, or on the node of the pod that it names: kubectl spillway flows --pod prod/web-0.
+/// Options of this command come before it.
+#[derive(Debug, Parser)]
+#[command(name = NAME, bin_name = "kubectl spillway", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// The kubeconfig's context
+    #[arg(long, value_name = "NAME")]
+    context: Option<String>,
+    /// The kubeconfig
+    #[arg(long, value_name = "FILE")]
+    kubeconfig: Option<PathBuf>,
+    /// The namespace of Spillway's pods
+    #[arg(short, long, value_name = "NAMESPACE", default_value = "spillway")]
+    namespace: String,
+    /// Ask this node only
+    #[arg(long, value_name = "NODE")]
+    node: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Whether agents and controllers run, and policies are in force
+    ///
+    /// The exit code is 0 if all are ready, and 1 otherwise.
+    Status(StatusArgs),
+    /// Write one archive with objects, events, logs and the state of every node
+    ///
+    /// It has no Secret and no pod's specification in it. It has names and addresses of pods and nodes: look at it before you give it away.
+    Sysdump(SysdumpArgs),
+    /// A command of egressctl, on every node
+    #[command(external_subcommand)]
+    OnNodes(Vec<OsString>),
+}
+
+#[derive(Args, Debug)]
+struct StatusArgs {
+    /// Wait until everything is ready
+    #[arg(long)]
+    wait: bool,
+    /// For how many seconds
+    #[arg(long, value_name = "SECONDS", default_value = "300")]
+    timeout: u64,
+    /// How the result is printed
+    #[arg(short, long, value_enum, default_value_t, value_name = "FORMAT")]
+    output: Output,
+}
+
+#[derive(Args, Debug)]
+struct SysdumpArgs {
+    /// The archive
+    #[arg(short, long, value_name = "FILE", default_value = "spillway-sysdump.tar.gz")]
+    file: PathBuf,
+}
+
+/// Whether the program was started as the plugin.
+pub fn is_asked(program: Option<OsString>) -> bool {
+    program.is_some_and(|program| Path::new(&program).file_stem().is_some_and(|name| name == NAME))
+}
+
+/// Runs the plugin with the process's arguments. `check` says whether egressctl understands a command, and prints why not.
+pub fn run(check: impl Fn(&[OsString]) -> Result<()>) -> Result<ExitCode> {
+    let Cli { command, context, kubeconfig, namespace, node } = Cli::parse();
+    let kubectl = Kubectl { context, kubeconfig, namespace };
+    match command {
+        Command::Status(args) => status(&kubectl, &args),
+        Command::Sysdump(args) => {
+            let (found, missing) = sysdump::write(&kubectl, &args.file, |what| eprintln!("asking for {what}"))?;
+            println!("{}: {found} answers, {missing} missing", args.file.display());
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::OnNodes(words) => {
+            check(&words)?;
+            on_nodes(&kubectl, node, &words)
+        }
+    }
+}
+
+fn status(kubectl: &Kubectl, args: &StatusArgs) -> Result<ExitCode> {
+    let end = Instant::now() + Duration::from_secs(args.timeout);
+    loop {
+        let workloads = kubectl.json(&["get", "daemonsets,deployments", "-l", SELECTOR])?;
+        let status = Status::new(&workloads, &kubectl.json(&["get", "spillway", "-A"])?);
+        if status.ready || !args.wait || Instant::now() >= end {
+            show(&print(&status, args.output)?)?;
+            return Ok(if status.ready { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// Asks the nodes, and prints what each says. The exit code is 1 if one did not answer.
+fn on_nodes(kubectl: &Kubectl, node: Option<String>, words: &[OsString]) -> Result<ExitCode> {
+    let node = match (node, pod_of(words)) {
+        (None, Some(pod)) => {
+            let node = kubectl.node_of(&pod)?;
+            Some(node.with_context(|| format!("there is no pod {pod} with a node: name the node with --node"))?)
+        }
+        (node, _) => node,
+    };
+    let pods: Vec<Pod> = kubectl.pods("agent")?;
+    let asked: Vec<Pod> = pods.into_iter().filter(|pod| node.as_ref().is_none_or(|node| pod.node == *node)).collect();
+    if asked.is_empty() {
+        let whose = node.map_or("no node".to_owned(), |node| format!("node {node} is not one that"));
+        bail!("{whose} has an agent in namespace {}: name the namespace with --namespace", kubectl.namespace);
+    }
+    let mut answers = Vec::new();
+    for some in asked.chunks(AT_ONCE) {
+        thread::scope(|scope| {
+            let ask = |pod: &Pod| {
+                let pod = pod.clone();
+                scope.spawn(move || (egressctl_on(kubectl, &pod, words), pod.node))
+            };
+            let threads: Vec<_> = some.iter().map(ask).collect();
+            answers.extend(threads.into_iter().filter_map(|thread| thread.join().ok()));
+        });
+    }
+    let failed = answers.iter().filter(|(answer, _)| answer.is_err()).count();
+    for (answer, node) in &answers {
+        if let Err(error) = answer {
+            eprintln!("node {node}: {error}");
+        }
+    }
+    let told: Vec<(String, String)> =
+        answers.into_iter().filter_map(|(answer, node)| Some((node, answer.ok()?))).collect();
+    show(&together(format(words), &told)?)?;
+    Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What `egressctl` says on a pod's node.
+fn egressctl_on(kubectl: &Kubectl, pod: &Pod, words: &[OsString]) -> Result<String, KubectlError> {
+    let exec = ["exec", &pod.name, "-c", "agent", "--", EGRESSCTL].map(OsString::from);
+    kubectl.text(&[&exec, words].concat())
+}
+
+/// The value of an option in a command line, `--pod X` or `--pod=X`.
+fn option(words: &[OsString], names: &[&str]) -> Option<String> {
+    let mut words = words.iter().map(|word| word.to_string_lossy());
+    while let Some(word) = words.next() {
+        if names.contains(&&*word) {
+            return words.next().map(|value| value.into_owned());
+        }
+        let value = |name: &&str| word.strip_prefix(*name)?.strip_prefix('=').map(str::to_owned);
+        if let Some(value) = names.iter().find_map(value) {
+            return Some(value);
+        }
+    }
+    None
+}
+
+/// The pod that a command is about.
+fn pod_of(words: &[OsString]) -> Option<String> {
+    option(words, &["--pod"])
+}
+
+/// How a command's results are to be printed.
+fn format(words: &[OsString]) -> Output {
+    match option(words, &["-o", "--output"]).as_deref() {
+        Some("json") => Output::Json,
+        Some("yaml") => Output::Yaml,
+        _ => Output::Table,
+    }
+}
+
+/// The answers of nodes as one: tables below the nodes' names, one JSON array, or one YAML document for each.
+fn together(format: Output, answers: &[(String, String)]) -> Result<String> {
+    let gap = |n: usize| if n == 0 { "" } else { "\n" };
+    Ok(match format {
+        Output::Table => {
+            answers.iter().enumerate().map(|(n, (node, text))| format!("{}Node {node}\n{text}", gap(n))).collect()
+        }
+        Output::Yaml => answers.iter().map(|(node, text)| format!("---\n# node {node}\n{text}")).collect(),
+        Output::Json => {
+            let all = answers.iter().map(|(_, text)| serde_json::from_str(text));
+            serde_json::to_string_pretty(&all.collect::<Result<Vec<Value>, _>>()?)? + "\n"
+        }
+    })
+}
+
+fn show(text: &str) -> Result<()> {
+    match io::stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => Ok(other?),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    fn words(line: &str) -> Vec<OsString> {
+        line.split(' ').map(OsString::from).collect()
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+        for line in
+            ["status --wait --timeout 5 -o json", "--context c sysdump -f a.tar.gz", "--node n flows --limit 5 -o yaml"]
+        {
+            assert!(Cli::try_parse_from([vec![NAME.into()], words(line)].concat()).is_ok(), "{line}");
+        }
+    }
+
+    #[test]
+    fn it_is_the_plugin_by_its_name() {
+        for (program, plugin) in
+            [("/usr/local/bin/kubectl-spillway", true), ("kubectl-spillway", true), ("egressctl", false)]
+        {
+            assert_eq!(is_asked(Some(program.into())), plugin, "{program}");
+        }
+    }
+
+    #[test]
+    fn the_pod_and_the_format_are_found_in_both_spellings() {
+        assert_eq!(pod_of(&words("flows --limit 5 --pod a/b")).as_deref(), Some("a/b"));
+        assert_eq!(pod_of(&words("flows --pod=a/b")).as_deref(), Some("a/b"));
+        assert_eq!(pod_of(&words("flows --to 203.0.113.7")), None);
+        assert!(
+            format(&words("flows -o json")) == Output::Json && format(&words("flows --output=yaml")) == Output::Yaml
+        );
+        assert_eq!(format(&words("flows")), Output::Table);
+    }
+
+    #[test]
+    fn answers_are_put_together_as_they_are_printed() {
+        let answers =
+            [("n1".to_owned(), "{\"node\":\"n1\"}".to_owned()), ("n2".to_owned(), "{\"node\":\"n2\"}".to_owned())];
+        let json: Value = serde_json::from_str(&together(Output::Json, &answers).unwrap()).unwrap();
+        assert_eq!(json, serde_json::json!([{"node": "n1"}, {"node": "n2"}]));
+        let tables = [("n1".to_owned(), "A\n".to_owned()), ("n2".to_owned(), "B\n".to_owned())];
+        assert_eq!(together(Output::Table, &tables).unwrap(), "Node n1\nA\n\nNode n2\nB\n");
+    }
+}

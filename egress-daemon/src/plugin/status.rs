@@ -1,0 +1,151 @@
+//! Whether Spillway does in a cluster what it is told: its workloads, and its objects' conditions. Pure.
+
+use crate::ctl::print::{Row, View, table};
+use serde::Serialize;
+use serde_json::Value;
+
+/// One thing that is ready or not.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Part {
+    /// Its kind.
+    pub kind: String,
+    /// `NAMESPACE/NAME`, or the name where there is no namespace.
+    pub name: String,
+    /// Whether it is ready.
+    pub ready: bool,
+    /// Why not; or what else is to be known.
+    pub message: String,
+}
+
+impl Row for Part {
+    const HEADER: &'static [&'static str] = &["KIND", "NAME", "READY", "MESSAGE"];
+    const NONE: &'static str = "Spillway is not installed in this cluster.";
+
+    fn cells(&self) -> Vec<String> {
+        let ready = if self.ready { "yes" } else { "NO" };
+        vec![self.kind.clone(), self.name.clone(), ready.to_owned(), self.message.clone()]
+    }
+}
+
+/// The state of a cluster.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Status {
+    /// Whether everything is ready.
+    pub ready: bool,
+    /// The parts, workloads first.
+    pub parts: Vec<Part>,
+}
+
+impl View for Status {
+    fn text(&self) -> String {
+        table(&self.parts)
+    }
+}
+
+impl Status {
+    /// Judges lists of objects as the API server gives them: DaemonSets and Deployments, and Spillway's own objects.
+    pub fn new(workloads: &Value, objects: &Value) -> Self {
+        let items = |list: &Value| list["items"].as_array().cloned().unwrap_or_default();
+        let workloads: Vec<Part> = items(workloads).iter().filter_map(workload).collect();
+        let mut objects: Vec<Part> = items(objects).iter().filter_map(object).collect();
+        objects.sort_by(|a, b| (&a.kind, &a.name).cmp(&(&b.kind, &b.name)));
+        let ready = !workloads.is_empty() && workloads.iter().chain(&objects).all(|part| part.ready);
+        Self { ready, parts: workloads.into_iter().chain(objects).collect() }
+    }
+}
+
+fn name(object: &Value) -> String {
+    let of = |field: &str| object["metadata"][field].as_str();
+    let name = of("name").unwrap_or_default();
+    of("namespace").map_or_else(|| name.to_owned(), |namespace| format!("{namespace}/{name}"))
+}
+
+/// A DaemonSet or a Deployment: all its pods are ready, and of the present version.
+fn workload(object: &Value) -> Option<Part> {
+    let (spec, status) = (&object["spec"], &object["status"]);
+    let number = |value: &Value| value.as_u64().unwrap_or(0);
+    let (wanted, ready, updated) = match object["kind"].as_str()? {
+        "DaemonSet" => (&status["desiredNumberScheduled"], &status["numberReady"], &status["updatedNumberScheduled"]),
+        "Deployment" => (&spec["replicas"], &status["readyReplicas"], &status["updatedReplicas"]),
+        _ => return None,
+    };
+    let (wanted, ready, updated) = (number(wanted), number(ready), number(updated));
+    let seen = status["observedGeneration"] == object["metadata"]["generation"];
+    Some(Part {
+        kind: object["kind"].as_str()?.to_owned(),
+        name: name(object),
+        ready: seen && ready == wanted && updated == wanted,
+        message: format!("{ready} of {wanted} pods are ready, {updated} of the present version"),
+    })
+}
+
+/// An object of Spillway's: its condition Ready is about its present generation. What has no such condition is shown only if it should.
+fn object(object: &Value) -> Option<Part> {
+    let kind = object["kind"].as_str()?;
+    let conditions = object["status"]["conditions"].as_array().cloned().unwrap_or_default();
+    let condition = |wanted: &str| conditions.iter().find(|condition| condition["type"] == wanted);
+    let message = |condition: &Value| condition["message"].as_str().unwrap_or_default().to_owned();
+    let part = |ready, message| Part { kind: kind.to_owned(), name: name(object), ready, message };
+    let Some(ready) = condition("Ready") else {
+        let why = "no controller has looked at it yet".to_owned();
+        return kind.ends_with("Policy").then(|| part(false, why));
+    };
+    let generation = |value: &Value| value.as_i64();
+    let seen = generation(&ready["observedGeneration"])
+        .is_none_or(|seen| generation(&object["metadata"]["generation"]).is_none_or(|present| seen >= present));
+    if !seen {
+        return Some(part(false, "no controller has looked at its last change yet".to_owned()));
+    }
+    let degraded = condition("Degraded").filter(|degraded| degraded["status"] == "True");
+    let is_ready = ready["status"] == "True";
+    let said = degraded.filter(|_| is_ready).unwrap_or(ready);
+    Some(part(is_ready, message(said)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn daemon_set(ready: u64, updated: u64) -> Value {
+        let status = json!({
+            "desiredNumberScheduled": 3, "numberReady": ready, "updatedNumberScheduled": updated, "observedGeneration": 2
+        });
+        let metadata = json!({"name": "agent", "namespace": "s", "generation": 2});
+        json!({"items": [{"kind": "DaemonSet", "metadata": metadata, "status": status}]})
+    }
+
+    fn policy(generation: u64, conditions: &Value) -> Value {
+        let metadata = json!({"name": "web", "generation": generation});
+        json!({"items": [{"kind": "EgressGatewayPolicy", "metadata": metadata, "status": {"conditions": conditions}}]})
+    }
+
+    fn ready(status: &str, seen: u64) -> Value {
+        json!({"type": "Ready", "status": status, "message": "m", "observedGeneration": seen})
+    }
+
+    #[test]
+    fn all_pods_have_to_be_ready_and_of_the_present_version() {
+        let is_ready = |list: &Value| Status::new(list, &json!({})).ready;
+        assert!(is_ready(&daemon_set(3, 3)));
+        assert!(!is_ready(&daemon_set(2, 3)) && !is_ready(&daemon_set(3, 2)) && !is_ready(&json!({"items": []})));
+    }
+
+    #[test]
+    fn a_policy_is_ready_when_its_last_change_is() {
+        let judged = |list: &Value| Status::new(&daemon_set(3, 3), list).parts[1].clone();
+        assert!(judged(&policy(2, &json!([ready("True", 2)]))).ready);
+        assert!(!judged(&policy(3, &json!([ready("True", 2)]))).ready);
+        assert!(!judged(&policy(2, &json!([ready("False", 2)]))).ready);
+        assert!(!judged(&policy(1, &json!([]))).ready, "nobody has looked at it");
+        let degraded = json!({"type": "Degraded", "status": "True", "message": "one gateway is missing"});
+        let part = judged(&policy(2, &json!([ready("True", 2), degraded])));
+        assert_eq!((part.ready, part.message.as_str()), (true, "one gateway is missing"));
+    }
+
+    #[test]
+    fn what_has_no_condition_and_needs_none_is_not_shown() {
+        let object = json!({"kind": "EgressIP", "metadata": {"name": "192.0.2.10"}});
+        assert_eq!(Status::new(&daemon_set(3, 3), &json!({"items": [object]})).parts.len(), 1);
+    }
+}

@@ -1,0 +1,124 @@
+//! One archive with all that somebody needs who is asked for help.
+
+use super::{
+    egressctl_on,
+    kubectl::{Kubectl, KubectlError, Pod, SELECTOR},
+};
+use std::{
+    fs, io,
+    os::unix::fs::DirBuilderExt as _,
+    path::{Path, PathBuf},
+    process::Command,
+};
+use thiserror::Error;
+
+/// The last lines of each log.
+const LINES: &str = "--tail=20000";
+
+/// What is asked of the API server. No pod's or Secret's specification is among it.
+const OBJECTS: [(&str, &[&str]); 7] = [
+    ("version.yaml", &["version", "-o", "yaml"]),
+    ("objects.yaml", &["get", "spillway", "-A", "-o", "yaml"]),
+    ("nodes.yaml", &["get", "nodes", "-o", "yaml"]),
+    ("pods.txt", &["get", "pods", "-A", "-o", "wide"]),
+    ("events.txt", &["get", "events", "-A", "--sort-by=.metadata.creationTimestamp"]),
+    ("workloads.yaml", &["get", "daemonsets,deployments", "-l", SELECTOR, "-o", "yaml"]),
+    ("config.yaml", &["get", "configmaps", "-l", SELECTOR, "-o", "yaml"]),
+];
+
+/// What is asked of each node.
+const OF_NODE: [&str; 7] = ["state", "stats", "policies", "gateways", "ips", "endpoints", "blocks"];
+
+/// Why there is no archive.
+#[derive(Debug, Error)]
+pub enum SysdumpError {
+    /// A file cannot be written.
+    #[error("{} cannot be written: {error}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        error: io::Error,
+    },
+    /// `tar` failed.
+    #[error("{} cannot be packed: tar: {error}", path.display())]
+    Pack {
+        /// The archive.
+        path: PathBuf,
+        /// What `tar` says.
+        error: String,
+    },
+    /// Nothing can be asked.
+    #[error(transparent)]
+    Kubectl(#[from] KubectlError),
+}
+
+/// A directory that is gone with it.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Result<Self, SysdumpError> {
+        let path = std::env::temp_dir().join(format!("spillway-sysdump-{}", std::process::id()));
+        let made = fs::DirBuilder::new().mode(0o700).create(&path);
+        made.map_err(|error| SysdumpError::Write { path: path.clone(), error })?;
+        Ok(Self(path))
+    }
+
+    /// Writes an answer, or why there is none.
+    fn note(&self, name: &str, answer: Result<String, KubectlError>) -> Result<bool, SysdumpError> {
+        let (name, text, found) = match answer {
+            Ok(text) => (name.to_owned(), text, true),
+            Err(error) => (format!("{name}.error"), format!("{error}\n"), false),
+        };
+        let path = self.0.join(name);
+        let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
+        folder.and_then(|()| fs::write(&path, text)).map_err(|error| SysdumpError::Write { path, error })?;
+        Ok(found)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // What is left in the directory for temporary files harms nobody.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Writes the archive, a `.tar.gz`. How many answers are in it, and how many are missing.
+pub fn write(kubectl: &Kubectl, file: &Path, progress: impl Fn(&str)) -> Result<(usize, usize), SysdumpError> {
+    let folder = Folder::new()?;
+    let mut found = Vec::new();
+    progress("the cluster's objects");
+    for (name, arguments) in OBJECTS {
+        found.push(folder.note(name, kubectl.text(arguments))?);
+    }
+    for pod in kubectl.pods("controller")? {
+        progress(&pod.name);
+        found.push(logs(kubectl, &folder, &pod)?);
+    }
+    for pod in kubectl.pods("agent")? {
+        progress(&pod.node);
+        found.push(logs(kubectl, &folder, &pod)?);
+        for what in OF_NODE {
+            let answer = egressctl_on(kubectl, &pod, &[what.into(), "-o".into(), "json".into()]);
+            found.push(folder.note(&format!("nodes/{}/{what}.json", pod.node), answer)?);
+        }
+    }
+    let failed = |error| SysdumpError::Pack { path: file.to_owned(), error };
+    let packed = Command::new("tar").arg("-czf").arg(file).arg("-C").arg(&folder.0).arg(".").output();
+    let packed = packed.map_err(|error| failed(error.to_string()))?;
+    if !packed.status.success() {
+        return Err(failed(String::from_utf8_lossy(&packed.stderr).trim().to_owned()));
+    }
+    let missing = found.iter().filter(|found| !**found).count();
+    Ok((found.len() - missing, missing))
+}
+
+/// The logs of a pod. Only one that was started again has an earlier one.
+fn logs(kubectl: &Kubectl, folder: &Folder, pod: &Pod) -> Result<bool, SysdumpError> {
+    if let Ok(earlier) = kubectl.text(&["logs", &pod.name, LINES, "--previous"]) {
+        folder.note(&format!("logs/{}.previous.log", pod.name), Ok(earlier))?;
+    }
+    let log = kubectl.text(&["logs", &pod.name, LINES]);
+    folder.note(&format!("logs/{}.log", pod.name), log)
+}

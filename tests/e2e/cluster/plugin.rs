@@ -1,0 +1,90 @@
+//! `kubectl spillway`: what one node's `egressctl` says, of all nodes of a cluster.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use anyhow::{Context, Result, ensure};
+use lab::cluster::SERVERS;
+use serde_json::Value;
+
+use crate::Test;
+use crate::world::{World, egress};
+
+pub const TESTS: &[Test] = &[("plugin::all_nodes_are_asked_from_where_kubectl_works", all_nodes_are_asked)];
+
+/// The plugin in a directory of PATH, as a user has it.
+struct Plugin(PathBuf);
+
+impl Plugin {
+    fn new(world: &World) -> Result<Plugin> {
+        let kubectl = world.cluster.kubectl_script()?;
+        let folder = kubectl.parent().context("kubectl is in no directory")?;
+        let plugin = folder.join("kubectl-spillway");
+        if fs::symlink_metadata(&plugin).is_err() {
+            symlink(lab::process::binary("egressctl")?, &plugin)?;
+        }
+        Ok(Plugin(folder.to_owned()))
+    }
+
+    fn run(&self, line: &str) -> Result<Output> {
+        let path = std::env::var("PATH").unwrap_or_default();
+        let mut command = Command::new(self.0.join("kubectl-spillway"));
+        command.env("PATH", format!("{}:{path}", self.0.display())).current_dir(&self.0);
+        Ok(command.args(line.split(' ')).output()?)
+    }
+
+    /// What a command prints that succeeds.
+    fn says(&self, line: &str) -> Result<String> {
+        let Output { status, stdout, stderr } = self.run(line)?;
+        ensure!(status.success(), "{line}: {status}: {}", String::from_utf8_lossy(&stderr));
+        Ok(String::from_utf8(stdout)?)
+    }
+}
+
+fn all_nodes_are_asked(world: &World) -> Result<()> {
+    let plugin = Plugin::new(world)?;
+    let pods = world.deploy("web", 2)?;
+    world.pool("public", 10, 11)?;
+    world.policy("web", "web", "0.0.0.0/0", 2)?;
+    let status = plugin.says("status --wait --timeout 90")?;
+    ensure!(status.contains("EgressGatewayPolicy") && !status.contains("NO"), "{status}");
+    for pod in &pods {
+        world.wait_sources(pod, 0, &egress([10, 11]))?;
+    }
+
+    let nodes: Value = serde_json::from_str(&plugin.says("endpoints -o json")?)?;
+    let nodes = nodes.as_array().context("no array")?;
+    let agents = world.cluster.get(&["pods", "-n", "spillway", "-l", "app.kubernetes.io/component=agent"])?;
+    ensure!(Some(nodes.len()) == agents["items"].as_array().map(Vec::len), "{nodes:?}");
+    let known: Vec<&Value> = nodes.iter().filter_map(|node| node["items"].as_array()).flatten().collect();
+    for pod in &pods {
+        ensure!(known.iter().any(|endpoint| endpoint.to_string().contains(&pod.name)), "no {} in {known:?}", pod.name);
+    }
+
+    let pod = &pods[0];
+    let explained = plugin.says(&format!("explain --pod default/{} --to {}:80/tcp", pod.name, SERVERS[0]))?;
+    ensure!(explained.starts_with(&format!("Node {}\n", pod.node)) && explained.contains("policy web"), "{explained}");
+    ensure!(explained.matches("Node ").count() == 1, "{explained}");
+    for (line, why) in [("flowz", "unrecognized subcommand"), ("flows --pod default/nobody", "no pod default/nobody")] {
+        let output = plugin.run(line)?;
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(!output.status.success() && told.contains(why), "{line}: {told}");
+    }
+
+    plugin.says("sysdump -f dump.tar.gz")?;
+    let unpacked = plugin.0.join("dump");
+    fs::create_dir_all(&unpacked)?;
+    let tar = Command::new("tar").arg("-xzf").arg(plugin.0.join("dump.tar.gz")).arg("-C").arg(&unpacked).status()?;
+    ensure!(tar.success(), "tar: {tar}");
+    let read = |name: &str| fs::read_to_string(unpacked.join(name)).with_context(|| name.to_owned());
+    ensure!(read("objects.yaml")?.contains("kind: EgressGatewayPolicy"));
+    ensure!(read(&format!("nodes/{}/endpoints.json", pod.node))?.contains(&pod.name));
+    let errors = Command::new("find").arg(&unpacked).args(["-name", "*.error"]).output()?.stdout;
+    ensure!(errors.is_empty(), "not answered: {}", String::from_utf8_lossy(&errors));
+    let secrets =
+        Command::new("grep").args(["-rlE", "kind: Secret|PRIVATE KEY|token:"]).arg(&unpacked).output()?.stdout;
+    ensure!(secrets.is_empty(), "secrets in {}", String::from_utf8_lossy(&secrets));
+    Ok(())
+}
