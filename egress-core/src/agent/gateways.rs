@@ -9,7 +9,7 @@ use egress_common::transport::DIRECT;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 /// A probe to send.
@@ -46,8 +46,6 @@ pub struct Answered {
     pub able: bool,
     /// The gateway holds its lease.
     pub held: bool,
-    /// When it was read here.
-    pub received: Instant,
 }
 
 /// A gateway that is to be probed.
@@ -85,10 +83,9 @@ struct Gateway {
     due: Duration,
 }
 
-/// The gateways that are probed, and what is known of them.
+/// The gateways that are probed, and what is known of them. Times are since any start.
 pub struct Gateways {
     times: ProbeTimes,
-    start: Instant,
     gateways: BTreeMap<NodeName, Gateway>,
     next_number: u32,
     seq: u64,
@@ -96,8 +93,8 @@ pub struct Gateways {
 
 impl Gateways {
     /// Nobody to probe yet.
-    pub fn new(times: ProbeTimes, start: Instant) -> Self {
-        Self { times, start, gateways: BTreeMap::new(), next_number: 1, seq: 0 }
+    pub fn new(times: ProbeTimes) -> Self {
+        Self { times, gateways: BTreeMap::new(), next_number: 1, seq: 0 }
     }
 
     /// Probes these nodes from now on, and no others. What is known of a node whose address stays is kept.
@@ -173,13 +170,12 @@ impl Gateways {
     }
 
     /// When [`tick`](Self::tick) wants to be called next, if anybody is probed.
-    pub fn next(&self) -> Option<Instant> {
-        self.gateways.values().map(|g| self.start + g.due).min()
+    pub fn next(&self) -> Option<Duration> {
+        self.gateways.values().map(|g| g.due).min()
     }
 
     /// Has `send` send what is due, and counts what was missed. Whether anything has changed.
-    pub fn tick(&mut self, now: Instant, mut send: impl FnMut(&NodeName, &Request)) -> bool {
-        let now = now.saturating_duration_since(self.start);
+    pub fn tick(&mut self, now: Duration, mut send: impl FnMut(&NodeName, &Request)) -> bool {
         let mut changed = false;
         for (name, g) in &mut self.gateways {
             changed |= tell(name, &g.transports.poll(now), g.transports.current());
@@ -204,9 +200,8 @@ impl Gateways {
         changed
     }
 
-    /// Takes an answer. Whether anything has changed.
-    pub fn reply(&mut self, answer: &Answered) -> bool {
-        let now = answer.received.saturating_duration_since(self.start);
+    /// Takes an answer that has just come. Whether anything has changed.
+    pub fn reply(&mut self, answer: &Answered, now: Duration) -> bool {
         let Some((name, g)) = self.gateways.iter_mut().find(|(_, g)| g.number == answer.node_id) else { return false };
         let form = Form { transport: answer.transport, ipv6: answer.ipv6 };
         let news = g.transports.on_reply(form, answer.seq, now);

@@ -10,6 +10,7 @@ pub mod gateways;
 pub mod history;
 pub mod kept;
 pub mod late;
+pub mod objects;
 pub mod programmed;
 pub mod pulse;
 pub mod reach;

@@ -1,6 +1,6 @@
-//! When an agent tells the programs that it lives, and when it must not speak for its node. Pure.
+//! When an agent tells the programs that it lives, and when it must not speak for its node. Times are since its start. Pure.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// So often in the time that the programs believe it, an agent says that it lives.
 pub const OFTEN: u32 = 8;
@@ -11,19 +11,19 @@ const READ: Duration = Duration::from_secs(1);
 #[derive(Clone, Copy, Debug)]
 pub struct Pulse {
     length: Duration,
-    next: Instant,
-    silent_until: Instant,
+    next: Duration,
+    silent_until: Duration,
 }
 
 impl Pulse {
     /// An agent that begins to speak now; the programs believe it for `length`.
-    pub fn new(length: Duration, now: Instant) -> Self {
+    pub fn new(length: Duration, now: Duration) -> Self {
         Self { length, next: now, silent_until: now }
     }
 
     /// Whether a sign of life is due. Stopped for so long that its last one has expired, the node may have lost its egress IPs: its agent
     /// reads what has happened before it claims any.
-    pub fn look(&mut self, now: Instant) -> bool {
+    pub fn look(&mut self, now: Duration) -> bool {
         if now >= self.next + self.length {
             self.silent_until = now + READ;
             self.next = self.silent_until;
@@ -32,22 +32,22 @@ impl Pulse {
     }
 
     /// A sign of life was given.
-    pub fn said(&mut self, now: Instant) {
+    pub fn said(&mut self, now: Duration) {
         self.next = now + self.length / OFTEN;
     }
 
     /// Whether egress IPs may be announced.
-    pub fn may_announce(&self, now: Instant) -> bool {
+    pub fn may_announce(&self, now: Duration) -> bool {
         now >= self.silent_until
     }
 
     /// When the next sign of life is due.
-    pub fn next(&self) -> Instant {
+    pub fn next(&self) -> Duration {
         self.next
     }
 
     /// Until when nothing is announced.
-    pub fn silent_until(&self) -> Instant {
+    pub fn silent_until(&self) -> Duration {
         self.silent_until
     }
 }

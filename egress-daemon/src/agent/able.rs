@@ -29,7 +29,7 @@ const NOTICE: u32 = 10;
 impl Agent {
     /// Tells the programs until when this node is able to carry egress IPs, if it is.
     pub(super) fn sign_of_life(&mut self) {
-        self.pulse.said(Instant::now());
+        self.pulse.said(self.start.elapsed());
         let until = if self.able { monotonic_ns() + self.settings.deadline.as_nanos() as u64 } else { 0 };
         let held = match self.lease.as_ref().map(LeaseKeeper::state) {
             Some(LeaseState::Held { until, .. }) => until.saturating_duration_since(Instant::now()),

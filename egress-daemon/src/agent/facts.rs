@@ -5,48 +5,36 @@ use crate::{
         CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
         Pod, egress_ip_name,
     },
-    snapshot::{self, Objects},
+    snapshot,
     store::Store,
     translate::{Problem, networks::CniObjects},
 };
 use egress_core::{
-    agent::carriers,
-    model::{AddressSource, NodeName, PolicyId, PolicyKind, Snapshot, Source},
-    plan::Plan,
+    agent::objects::Objects,
+    model::{NodeName, PolicyId, PolicyKind},
 };
 use k8s_openapi::api::networking::v1::ServiceCIDR;
 use k8s_openapi::{
     api::core::v1::{Namespace, Node},
     apimachinery::pkg::apis::meta::v1::Condition,
 };
-use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
+use std::{net::IpAddr, ops::Deref, sync::Arc};
 
 /// The objects as they were read last, and what they mean.
 #[derive(Default)]
 pub struct World {
-    objects: Objects,
-    /// The model.
-    pub snapshot: Snapshot,
-    /// What the controller has decided.
-    pub plan: Plan,
+    objects: snapshot::Objects,
+    /// What they mean.
+    pub meant: Arc<Objects>,
     /// What could not be understood.
     pub problems: Vec<Problem>,
 }
 
-/// Up to which revisions a node knows of leases.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Known {
-    /// Of those of every node: as a gateway it lets them pass.
-    pub all: u64,
-    /// Of its own: what it gives back is meant up to it.
-    pub own: u64,
-}
+impl Deref for World {
+    type Target = Objects;
 
-impl Known {
-    /// The higher one of each.
-    #[must_use]
-    pub fn max(self, other: Known) -> Known {
-        Known { all: self.all.max(other.all), own: self.own.max(other.own) }
+    fn deref(&self) -> &Objects {
+        &self.meant
     }
 }
 
@@ -58,7 +46,7 @@ impl World {
     /// Reads the objects; whether any has changed. Pods of other nodes are left out.
     pub fn read(&mut self, store: &Store, node: &NodeName) -> bool {
         let on_node = |p: &Arc<Pod>| p.spec.as_ref().is_some_and(|s| s.node_name.as_deref() == Some(node.as_str()));
-        let objects = Objects {
+        let objects = snapshot::Objects {
             policies: store.list::<EgressGatewayPolicy>(),
             pools: store.list::<EgressIPPool>(),
             cilium_policies: store.list::<CiliumEgressGatewayPolicy>(),
@@ -76,7 +64,7 @@ impl World {
     }
 
     /// The objects are these now; whether any is another one than before.
-    pub fn take(&mut self, objects: Objects) -> bool {
+    pub fn take(&mut self, objects: snapshot::Objects) -> bool {
         let old = &self.objects;
         if same(&objects.policies, &old.policies)
             && same(&objects.pools, &old.pools)
@@ -92,9 +80,15 @@ impl World {
         {
             return false;
         }
-        (self.snapshot, self.problems) = snapshot::snapshot(&objects);
-        self.plan = snapshot::previous(&objects);
-        self.objects = objects;
+        let (snapshot, problems) = snapshot::snapshot(&objects);
+        let plan = snapshot::previous(&objects);
+        let up_to =
+            |object: &Arc<EgressNode>| Some((object.metadata.name.as_deref()?.into(), object.spec.leases_up_to));
+        let leases_up_to = objects.egress_nodes.iter().filter_map(up_to).collect();
+        (self.objects, self.problems) = (objects, problems);
+        let answered = |id: &PolicyId| self.policy_conditions(id).next().is_some();
+        let unanswered = snapshot.policies.keys().filter(|id| !answered(id)).cloned().collect();
+        self.meant = Arc::new(Objects { snapshot, plan, unanswered, leases_up_to });
         true
     }
 
@@ -119,46 +113,10 @@ impl World {
         conditions.into_iter().flatten()
     }
 
-    /// The policies whose status the controller has not written yet.
-    pub fn unanswered(&self) -> BTreeSet<PolicyId> {
-        let all = self.snapshot.policies.keys();
-        all.filter(|id| self.policy_conditions(id).next().is_none()).cloned().collect()
-    }
-
     /// The conditions of an egress IP, as the controller wrote them.
     pub fn egress_ip_conditions(&self, address: IpAddr) -> impl Iterator<Item = &Condition> {
         let name = egress_ip_name(address);
         let object = self.objects.egress_ips.iter().find(|e| e.metadata.name.as_deref() == Some(&name));
         object.and_then(|e| e.status.as_ref()).into_iter().flat_map(|s| &s.conditions)
-    }
-
-    /// Whether the plan counts on a node as a gateway, be it that it asks whether it lives.
-    pub fn is_named(&self, node: &NodeName) -> bool {
-        self.plan.egress_ips.values().flat_map(carriers::order).any(|name| name == node)
-    }
-
-    /// Up to which revisions all leases are in the maps after the next write. A report never falls, or a lease that was
-    /// confirmed would seem not to be.
-    pub fn leases(&self, node: &NodeName) -> Known {
-        let reported = self.snapshot.report(node);
-        Known {
-            all: self.egress_node(node).map_or(0, |object| object.spec.leases_up_to),
-            own: self.plan.highest_lease_of(node),
-        }
-        .max(reported.map_or(Known::default(), |r| Known { all: r.lease_revision, own: r.own_lease_revision }))
-    }
-
-    /// Whether any pool or policy would have this node as a gateway, or the plan has it as one: its pool may be gone.
-    pub fn may_be_gateway(&self, node: &NodeName) -> bool {
-        let Some(n) = self.snapshot.nodes.get(node) else { return false };
-        let by_pool = self.snapshot.pools.values().any(|p| p.nodes.matches(&n.labels));
-        let by_policy = self.snapshot.policies.values().any(|p| match &p.source {
-            Source::Gateways(gateways) => gateways.iter().any(|g| {
-                let holds = !matches!(g.address, AddressSource::Configured(ip) if !n.has_address(ip));
-                holds && g.nodes.matches(&n.labels)
-            }),
-            Source::Pools(_) => false,
-        });
-        by_pool || by_policy || self.is_named(node)
     }
 }

@@ -4,7 +4,7 @@ use super::{
     able,
     aside::Aside,
     count::Counting,
-    facts::{Known, World},
+    facts::World,
     hooks::Hooks,
     networks::LeftAlone,
     owned::Owned,
@@ -50,6 +50,7 @@ use egress_core::{
         history::Histories,
         kept,
         late::Late,
+        objects::Known,
         programmed::Programmed,
         pulse::Pulse,
         reach::Reach,
@@ -197,7 +198,7 @@ impl Agent {
         let effective = Effective::recover(known_policies(&writer));
         Ok(Self {
             node,
-            gateways: Gateways::new(settings.probe, start),
+            gateways: Gateways::new(settings.probe),
             owned: Owned::open(start).context("egress IPs cannot be announced")?,
             store,
             settings,
@@ -252,7 +253,7 @@ impl Agent {
             source,
             publish,
             next_resync: start,
-            pulse: Pulse::new(deadline, start),
+            pulse: Pulse::new(deadline, Duration::ZERO),
             next_status: start,
             status_due: true,
             next_count: start,
@@ -273,7 +274,7 @@ impl Agent {
         self.find_networks();
         self.make_stack_path(self.has_flag(config::flags::HOLD), false).await?;
         self.reconcile().await;
-        self.pulse = Pulse::new(self.settings.deadline, Instant::now());
+        self.pulse = Pulse::new(self.settings.deadline, self.start.elapsed());
         loop {
             let current = self.links.current();
             let wake = self.next_wake();
@@ -290,7 +291,7 @@ impl Agent {
                     dirty = true;
                 }
                 answer = self.answers.next() => match answer {
-                    Ok(answer) => dirty = self.gateways.reply(&answer),
+                    Ok(answer) => dirty = self.gateways.reply(&answer, self.start.elapsed()),
                     Err(e) => {
                         tracing::warn!("answers to probes cannot be read: {e}");
                     }
@@ -334,11 +335,12 @@ impl Agent {
     fn next_wake(&self) -> Instant {
         // While one is on its way, its end wakes the loop.
         let status = (self.status_due && !self.writing.is_busy()).then_some(self.next_status);
-        let claims = self.owned.next().map(|next| next.max(self.pulse.silent_until()));
-        [self.gateways.next(), claims, status]
+        let since_start = |at: Duration| self.start + at;
+        let claims = self.owned.next().map(|next| next.max(since_start(self.pulse.silent_until())));
+        [self.gateways.next().map(since_start), claims, status]
             .into_iter()
             .flatten()
-            .chain([self.next_resync, self.pulse.next(), self.next_look])
+            .chain([self.next_resync, since_start(self.pulse.next()), self.next_look])
             .chain((!self.counting.is_busy()).then_some(self.next_count))
             .min()
             .unwrap_or(self.next_resync)
@@ -349,24 +351,24 @@ impl Agent {
         let mut dirty = false;
         // What has arrived is taken before anything counts as missed: this loop may be late, the gateways are not.
         while let Some(Ok(answer)) = self.answers.next().now_or_never() {
-            dirty |= self.gateways.reply(&answer);
+            dirty |= self.gateways.reply(&answer, self.start.elapsed());
         }
-        let now = Instant::now();
-        dirty |= self.gateways.tick(now, |name, request| {
+        let (now, elapsed) = (Instant::now(), self.start.elapsed());
+        dirty |= self.gateways.tick(elapsed, |name, request| {
             // A probe that cannot be sent is a probe that is not answered.
             if let Err(e) = self.socket.send(request) {
                 tracing::debug!("probe to {name} ({}): {e}", request.remote);
             }
         });
-        let due = self.pulse.look(now);
-        if self.pulse.may_announce(now) {
+        let due = self.pulse.look(elapsed);
+        if self.pulse.may_announce(elapsed) {
             self.owned.tick();
         }
         self.lease_held = self.lease.as_ref().is_some_and(|lease| lease.held().is_some());
         if due {
             self.sign_of_life();
         }
-        dirty |= self.carriers.next().is_some_and(|next| self.start.elapsed() >= next);
+        dirty |= self.carriers.next().is_some_and(|next| elapsed >= next);
         if now >= self.next_look {
             self.next_look = now + LOOK_EVERY;
             dirty |= self.check_reach();

@@ -47,7 +47,6 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
     sync::Arc,
-    time::Instant,
 };
 
 /// Bytes that a packet grows by in the tunnel: outer Ethernet is not counted, inner Ethernet (14), VXLAN (8), UDP (8) and
@@ -135,7 +134,7 @@ impl Agent {
             plan: &self.world.plan,
             links: &links,
             roles: &self.roles,
-            unanswered: &self.world.unanswered(),
+            unanswered: &self.world.unanswered,
             probes: &probes,
             carriers: &self.carriers,
             gone: &gone,
@@ -240,7 +239,7 @@ impl Agent {
             self.sign_of_life();
         }
         self.owned.set(&if self.settings.silent { BTreeMap::new() } else { announced });
-        if self.pulse.may_announce(Instant::now()) {
+        if self.pulse.may_announce(self.start.elapsed()) {
             self.owned.tick();
         }
         self.owned.ask_all();

@@ -1,6 +1,5 @@
 //! What the agent reports in its EgressNode. Pure.
 
-use super::facts::Known;
 use crate::{
     api::{self, CarriedIP, EgressNodeStatus, GatewayWay, MapUse, NodeAddress, ProgrammedPolicy},
     config::Firewall,
@@ -11,6 +10,7 @@ use egress_core::{
     agent::{
         blocks::Withheld,
         demand::{self, Ports},
+        objects::Known,
         programmed::Programmed,
         transports,
         unnamed::Networks,

@@ -4,7 +4,7 @@ use super::{Pins, maps::MapsError};
 use aya::maps::{Map, MapData, RingBuf};
 use egress_common::probe::{Answer, Probe, REPLY, state};
 use egress_core::agent::gateways::Answered;
-use std::{io, mem::size_of, time::Instant};
+use std::{io, mem::size_of};
 use tokio::io::unix::AsyncFd;
 
 /// The map's name.
@@ -57,6 +57,5 @@ fn decode(bytes: &[u8]) -> Option<Answered> {
         ipv6: family == 6,
         able: probe_state & state::UNABLE == 0,
         held: probe_state & state::HELD != 0,
-        received: Instant::now(),
     })
 }

@@ -326,8 +326,7 @@ impl Cluster {
         machine.kernel.asked += 1;
         let (able, held) = (self.now < machine.kernel.able_until, self.now < machine.kernel.held_until);
         let Request { node_id, seq, transport, .. } = request;
-        let received = self.times.zero;
-        let answer = Answered { seq, node_id, transport, back: transport, ipv6: false, able, held, received };
+        let answer = Answered { seq, node_id, transport, back: transport, ipv6: false, able, held };
         if self.passes(to, from) {
             let delay = self.rng.ms(0, self.delay);
             self.after(delay, Event::Answer(from, answer));

@@ -4,7 +4,7 @@
 //! things in the same order.
 
 use super::{
-    super::{able, facts::Known, status},
+    super::{able, status},
     api::{Client, Object, Reader, View},
     cluster::{Effect, Purpose},
     keeper::Keeper,
@@ -20,6 +20,7 @@ use egress_core::{
         carriers::{Carriers, Circumstances},
         demand::{self, Past, Ports, Used},
         gateways::{Answered, Gateways, Target},
+        objects::Known,
         pulse::Pulse,
         reach::{LeaseWord, Reach},
         view,
@@ -32,7 +33,7 @@ use std::{
     net::IpAddr,
     rc::Rc,
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 /// As in `agent::node` and `agent::count`.
@@ -47,8 +48,6 @@ pub struct Times {
     pub lease: Duration,
     pub renew: Duration,
     pub deadline: Duration,
-    /// The instant of the simulation's start, which differences are taken from.
-    pub zero: Instant,
 }
 
 /// What the tables say of an egress IP.
@@ -144,7 +143,7 @@ impl Agent {
             client,
             carriers: Carriers::recover(&left),
             reach: Reach::new(ProbeTimes::default()),
-            gateways: Gateways::new(ProbeTimes::default(), times.zero + now),
+            gateways: Gateways::new(ProbeTimes::default()),
             withheld: Withheld::default(),
             able: false,
             connected: hands.connected,
@@ -157,7 +156,7 @@ impl Agent {
             ports: Ports::default(),
             past: Past::default(),
             counted: None,
-            pulse: Pulse::new(times.deadline, times.zero + now),
+            pulse: Pulse::new(times.deadline, Duration::ZERO),
             next_look: now,
             next_count: now,
             next_resync: now,
@@ -175,10 +174,6 @@ impl Agent {
         now - self.start
     }
 
-    fn instant(&self, now: Duration) -> Instant {
-        self.times.zero + now
-    }
-
     /// The objects have changed.
     pub fn read(&mut self, hands: &mut Hands<'_>) {
         let world = hands.reader.read(&self.client);
@@ -188,9 +183,8 @@ impl Agent {
     }
 
     /// A probe was answered.
-    pub fn answer(&mut self, mut answer: Answered, hands: &mut Hands<'_>) {
-        answer.received = self.instant(hands.now);
-        if self.gateways.reply(&answer) {
+    pub fn answer(&mut self, answer: Answered, hands: &mut Hands<'_>) {
+        if self.gateways.reply(&answer, self.elapsed(hands.now)) {
             self.turn(true, hands);
         }
     }
@@ -232,17 +226,17 @@ impl Agent {
 
     /// What the loop does after each of its events.
     pub fn turn(&mut self, mut dirty: bool, hands: &mut Hands<'_>) {
-        let (now, instant) = (hands.now, self.instant(hands.now));
+        let (now, elapsed) = (hands.now, self.elapsed(hands.now));
         dirty |= std::mem::replace(&mut self.connected, hands.connected) != hands.connected;
         self.keep(hands);
         let effects = &mut *hands.effects;
-        dirty |= self.gateways.tick(instant, |name, request| effects.push(Effect::Probe(name.clone(), *request)));
-        let due = self.pulse.look(instant);
+        dirty |= self.gateways.tick(elapsed, |name, request| effects.push(Effect::Probe(name.clone(), *request)));
+        let due = self.pulse.look(elapsed);
         self.lease_held = self.holds(now);
         if due {
             self.sign_of_life(hands);
         }
-        dirty |= self.carriers.next().is_some_and(|next| self.elapsed(now) >= next);
+        dirty |= self.carriers.next().is_some_and(|next| elapsed >= next);
         if now >= self.next_look {
             self.next_look = now + LOOK_EVERY;
             dirty |= self.check_reach(hands);
@@ -268,10 +262,10 @@ impl Agent {
 
     pub fn next_wake(&self) -> Duration {
         let status = (self.status_due && !self.writing).then_some(self.next_status);
-        let gateways = self.gateways.next().map(|next| next - self.times.zero);
+        let gateways = self.gateways.next().map(|next| self.start + next);
         let keeper = self.keeper.is_some().then_some(self.next_keeper);
         let all = [status, gateways, keeper].into_iter().flatten();
-        let all = all.chain([self.next_look, self.next_count, self.next_resync, self.pulse.next() - self.times.zero]);
+        let all = all.chain([self.next_look, self.next_count, self.next_resync, self.start + self.pulse.next()]);
         all.min().unwrap_or(self.next_look)
     }
 
@@ -285,7 +279,7 @@ impl Agent {
     }
 
     fn sign_of_life(&mut self, hands: &mut Hands<'_>) {
-        self.pulse.said(self.instant(hands.now));
+        self.pulse.said(self.elapsed(hands.now));
         hands.kernel.able_until = if self.able { hands.now + self.times.deadline } else { Duration::ZERO };
         let held = self.keeper.as_ref().filter(|keeper| keeper.held(hands.now).is_some());
         hands.kernel.held_until = held.and_then(Keeper::until).unwrap_or_default();

@@ -9,10 +9,7 @@ use super::{
 };
 use crate::snapshot::Objects;
 use serde_json::{Value, json};
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
 /// Until then nothing fails.
 const CALM: Duration = Duration::from_secs(7);
@@ -66,7 +63,6 @@ pub fn cluster(seed: u64, trace: bool) -> Cluster {
         lease: Duration::from_secs(lease),
         renew: Duration::from_secs(lease) / 3,
         deadline: Duration::from_secs(lease) * 2 / 3,
-        zero: Instant::now(),
     };
     let fixed = fixed(&mut rng, gateways);
     let names: Vec<String> =
