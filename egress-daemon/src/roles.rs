@@ -70,7 +70,7 @@ pub async fn agent(
     let settings = Settings::from(&config).with_api_server(api_server);
     let programs = Programs::load(&Pins::new(&bpffs), settings.sizes)?;
     // An API server that is away keeps nothing from going on.
-    let store = agent::while_waiting(&Pins::new(&bpffs), settings.deadline, store).await?;
+    let store = agent::while_waiting(&Pins::new(&bpffs), settings.machine.deadline, store).await?;
     let Some(store) = store? else { return Ok(lock.remove()?) };
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
     let options = agent::Options {

@@ -5,9 +5,9 @@
 //! node's status lists it, the controller may lease it to another node, and this node does not use it again until a lease
 //! of a higher revision arrives. What is retired can be taken back into use at any time; what is released cannot.
 
-use super::{carriers::Carriers, demand::Ports};
+use super::{carriers::Carriers, facts::Facts};
 use crate::{
-    model::{NodeName, NodeReport, Snapshot},
+    model::{NodeName, NodeReport},
     plan::{BlockState, Plan},
 };
 use std::{
@@ -23,24 +23,6 @@ pub const LATELY: Duration = Duration::from_secs(15);
 /// Between a write of the tables and the count that may find a block idle: a packet that was being worked on while they
 /// were written has entered its flow by then.
 pub const SETTLE: Duration = Duration::from_millis(100);
-
-/// What decides over this node's blocks.
-pub struct Circumstances<'a> {
-    /// This node.
-    pub node: &'a NodeName,
-    /// What the controller has decided.
-    pub plan: &'a Plan,
-    /// The egress IPs of the policies that select pods of this node.
-    pub used: &'a BTreeSet<IpAddr>,
-    /// What this node's agent, or the one before it, has reported last.
-    pub reported: Option<&'a NodeReport>,
-    /// What the flows use.
-    pub ports: &'a Ports,
-    /// When the count of the flows began; absent before the first one.
-    pub counted: Option<Duration>,
-    /// Since any fixed time, like all times here.
-    pub now: Duration,
-}
 
 /// Leased blocks that this node does not use.
 #[derive(Clone, Debug, Default)]
@@ -66,37 +48,23 @@ struct Keep {
     drain: bool,
 }
 
-/// What decides which blocks this node may take ports from.
-pub struct Holdings<'a> {
-    /// This node.
-    pub node: &'a NodeName,
-    /// The objects.
-    pub snapshot: &'a Snapshot,
-    /// What the controller has decided.
-    pub plan: &'a Plan,
-    /// Which carriers the packets of each egress IP go to.
-    pub carriers: &'a Carriers,
-    /// Leased blocks that this node takes no new ports from.
-    pub withheld: &'a Withheld,
-}
-
 /// The blocks of an egress IP that a node may take ports from: leased to it, known to the carriers that its packets go to and that its
 /// replies come by, and not being given back.
-pub fn usable(h: &Holdings<'_>, address: IpAddr) -> BTreeSet<u16> {
-    let fixed = h.plan.egress_ips.get(&address).is_some_and(|e| e.fixed);
+pub fn usable(is: &Facts, carriers: &Carriers, withheld: &Withheld, address: IpAddr) -> BTreeSet<u16> {
+    let fixed = is.objects.plan.egress_ips.get(&address).is_some_and(|e| e.fixed);
     // Tables have leases only of egress IPs that their agent has read of. This node's own are in its tables before the blocks are.
-    let known = |name: &NodeName| match h.snapshot.report(name) {
-        _ if name == h.node => u64::MAX,
+    let known = |name: &NodeName| match is.objects.snapshot.report(name) {
+        _ if *name == is.node => u64::MAX,
         Some(report) if fixed || report.carries.contains(&address) => report.lease_revision,
         _ => 0,
     };
-    let (used, replying) = (h.carriers.used(address), h.carriers.replying(address));
+    let (used, replying) = (carriers.used(address), carriers.replying(address));
     let Some(known) = used.iter().chain(replying).map(known).min() else { return BTreeSet::new() };
-    let blocks = h.plan.blocks.get(&address).into_iter().flatten();
+    let blocks = is.objects.plan.blocks.get(&address).into_iter().flatten();
     blocks
-        .filter(|(_, lease)| lease.node == *h.node && lease.state == BlockState::Leased && lease.revision <= known)
+        .filter(|(_, lease)| lease.node == is.node && lease.state == BlockState::Leased && lease.revision <= known)
         .map(|(block, _)| *block)
-        .filter(|block| !h.withheld.contains(address, *block))
+        .filter(|block| !withheld.contains(address, *block))
         .collect()
 }
 
@@ -112,12 +80,12 @@ impl Withheld {
     }
 
     /// Decides anew. Whether the tables have to be written again.
-    pub fn update(&mut self, now: &Circumstances<'_>) -> bool {
-        self.recover(now.reported);
-        self.0.retain(|address, _| now.plan.blocks.contains_key(address));
+    pub fn update(&mut self, now: &Facts) -> bool {
+        self.recover(now.reported());
+        self.0.retain(|address, _| now.objects.plan.blocks.contains_key(address));
         let mut changed = false;
-        for (address, blocks) in &now.plan.blocks {
-            let mut own = blocks.iter().filter(|(_, lease)| lease.node == *now.node).peekable();
+        for (address, blocks) in &now.objects.plan.blocks {
+            let mut own = blocks.iter().filter(|(_, lease)| lease.node == now.node).peekable();
             if own.peek().is_none() {
                 if let Some(of) = self.0.get_mut(address) {
                     of.retired.clear();
@@ -185,7 +153,7 @@ impl Withheld {
 
 impl OfAddress {
     /// Which of the leased blocks are too many: those that no flow uses first, then those that are retired already.
-    fn surplus(&mut self, address: IpAddr, leased: &BTreeSet<u16>, now: &Circumstances<'_>) -> BTreeSet<u16> {
+    fn surplus(&mut self, address: IpAddr, leased: &BTreeSet<u16>, now: &Facts) -> BTreeSet<u16> {
         self.unused = match now.used.contains(&address) {
             true => None,
             false => self.unused.or(Some(now.now)),
@@ -199,7 +167,7 @@ impl OfAddress {
         candidates.into_iter().collect()
     }
 
-    fn note_need(&mut self, address: IpAddr, now: &Circumstances<'_>) {
+    fn note_need(&mut self, address: IpAddr, now: &Facts) {
         let (since, [last, before]) = &mut self.needed;
         if now.now.saturating_sub(*since) >= LATELY {
             (*since, *before, *last) = (now.now, *last, 0);
@@ -209,13 +177,13 @@ impl OfAddress {
 
     /// How much of an egress IP this node keeps; nothing: all that it has. Where nobody else needs them it keeps twice its share, so that
     /// nodes that join do not have all others give a block back.
-    fn keep(&self, address: IpAddr, now: &Circumstances<'_>) -> Option<Keep> {
+    fn keep(&self, address: IpAddr, now: &Facts) -> Option<Keep> {
         if self.unused.is_some_and(|since| now.now.saturating_sub(since) >= UNUSED_AFTER) {
             return Some(Keep { blocks: 0, drain: true });
         }
         // Before the first count, every block seems idle.
         now.counted?;
-        let plan = now.plan.egress_ips.get(&address)?;
+        let plan = now.objects.plan.egress_ips.get(&address)?;
         // A share of 0 is one that is not known.
         let share = plan.share.max(1) as usize;
         match (plan.starved, plan.scarce) {
@@ -229,7 +197,7 @@ impl OfAddress {
     }
 
     /// Gives back what is retired and idle by a count that saw every flow in it.
-    fn release(&mut self, address: IpAddr, blocks: &crate::plan::Blocks, now: &Circumstances<'_>) {
+    fn release(&mut self, address: IpAddr, blocks: &crate::plan::Blocks, now: &Facts) {
         let Some(counted) = now.counted else { return };
         let done = |block: u16, written: Option<Duration>| {
             written.is_some_and(|at| counted >= at + SETTLE) && now.ports.flows(address, block) == 0

@@ -2,8 +2,10 @@
 
 use crate::{
     agent::{
-        blocks::{Circumstances, Withheld},
+        blocks::Withheld,
         demand::{Past, Ports, Used, demand},
+        facts::Facts,
+        objects::Objects,
         view,
     },
     health::Health,
@@ -16,6 +18,7 @@ use proptest::prelude::*;
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     net::IpAddr,
+    sync::Arc,
     time::Duration,
 };
 
@@ -56,14 +59,18 @@ impl Agent {
 
     /// One turn of its loop. Without `writes`, the tables cannot be written.
     pub fn act(&mut self, node: &NodeName, snapshot: &Snapshot, now: Duration, writes: bool) {
-        self.withheld.update(&Circumstances {
-            node,
-            plan: &self.seen,
-            used: &view::used(&self.seen, &view::classes_of(snapshot, node)),
-            reported: Some(&self.report),
-            ports: &self.scan.0,
+        let mut own = cluster::node(node.as_str(), Labels::new());
+        own.report = Some(self.report.clone());
+        let heard = Snapshot { nodes: [(node.clone(), own)].into(), ..Snapshot::default() };
+        let objects = Arc::new(Objects { snapshot: heard, plan: self.seen.clone(), ..Objects::default() });
+        self.withheld.update(&Facts {
+            node: node.clone(),
+            objects,
+            used: view::used(&self.seen, &view::classes_of(snapshot, node)),
+            ports: self.scan.0.clone(),
             counted: self.scan.1,
             now,
+            ..Facts::default()
         });
         if writes {
             self.tables.clear();

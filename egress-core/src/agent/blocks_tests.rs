@@ -1,8 +1,14 @@
 //! Blocks in two steps: properties over a simulation of planner and agents.
 
 use super::{sim::World, *};
-use crate::{agent::demand::Used, model::Source, plan::BlockLease, testing::world as cluster};
+use crate::{
+    agent::{demand::Used, objects::Objects},
+    model::Source,
+    plan::{BlockLease, Plan},
+    testing::world as cluster,
+};
 use proptest::prelude::*;
+use std::sync::Arc;
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
@@ -166,18 +172,8 @@ fn a_release_covers_what_the_status_says_and_nothing_newer() {
     };
     let update = |withheld: &mut Withheld, revision, seconds| {
         let now = Duration::from_secs(seconds);
-        let (plan, used, ports) = (lease(revision), BTreeSet::new(), Ports::default());
-        let counted = Some(now);
-        let reported = None;
-        withheld.update(&Circumstances {
-            node: &node,
-            plan: &plan,
-            used: &used,
-            reported,
-            ports: &ports,
-            counted,
-            now,
-        });
+        let objects = Arc::new(Objects { plan: lease(revision), ..Objects::default() });
+        withheld.update(&Facts { node: node.clone(), objects, counted: Some(now), now, ..Facts::default() });
     };
     let mut withheld = Withheld::default();
     update(&mut withheld, 1, 0);

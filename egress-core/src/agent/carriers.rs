@@ -5,6 +5,7 @@
 //! answers say that it is not able to, the next one does, with no word from anybody. A gateway keeps nothing of a flow, so it makes no
 //! difference to the outside which of them a packet takes, nor do two that answer for a moment.
 
+use super::facts::Facts;
 use crate::{
     health::ProbeState,
     model::{Announce, NodeName, NodeReport, Outbound, Pool, Reach, Snapshot},
@@ -18,22 +19,6 @@ use std::{
 
 /// For how long a node forwards for an egress IP that it is no carrier of any more: the time for every source node to read that.
 pub const LINGER: Duration = Duration::from_secs(5);
-
-/// What a node knows when it decides.
-pub struct Circumstances<'a> {
-    /// This node.
-    pub node: &'a NodeName,
-    /// The objects.
-    pub snapshot: &'a Snapshot,
-    /// What the controller has decided.
-    pub plan: &'a Plan,
-    /// What the probes say of other gateways.
-    pub probes: &'a BTreeMap<NodeName, ProbeState>,
-    /// Whether this node is able to carry egress IPs.
-    pub able: bool,
-    /// The time, since any start.
-    pub now: Duration,
-}
 
 /// What was decided.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -67,20 +52,20 @@ impl Carriers {
     }
 
     /// Takes note of the plan, reports and probes.
-    pub fn update(&mut self, c: &Circumstances<'_>) {
-        let planned = |ip: &IpAddr| c.plan.egress_ips.get(ip).is_some_and(|e| e.owner.is_some());
+    pub fn update(&mut self, c: &Facts) {
+        let planned = |ip: &IpAddr| c.objects.plan.egress_ips.get(ip).is_some_and(|e| e.owner.is_some());
         self.used.retain(|ip, _| planned(ip));
         let before = std::mem::take(&mut self.answered);
         let carried = std::mem::take(&mut self.carried);
         self.advertised.clear();
         self.replying.clear();
-        for (ip, e) in c.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some()) {
+        for (ip, e) in c.objects.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some()) {
             let worth: Vec<(&NodeName, Worth)> = order(e).map(|name| (name, self.worth(c, *ip, e, name))).collect();
-            self.used.insert(*ip, use_of(outbound(c.snapshot, e), &worth));
-            if announce(c.snapshot, e) == Announce::Route {
+            self.used.insert(*ip, use_of(outbound(&c.objects.snapshot, e), &worth));
+            if announce(&c.objects.snapshot, e) == Announce::Route {
                 self.replying.insert(*ip, replying(c, *ip, e));
             }
-            let Some(place) = worth.iter().position(|(name, _)| *name == c.node) else { continue };
+            let Some(place) = worth.iter().position(|(name, _)| **name == c.node) else { continue };
             self.carried.insert(*ip);
             // Who answers goes on until one before it is known to carry the address; nobody else takes over from the living.
             let yields = if before.contains(ip) { Worth::Good } else { Worth::Unready };
@@ -88,17 +73,17 @@ impl Carriers {
                 let known = before.contains(ip) && c.probes.get(*name) == Some(&ProbeState::Unknown);
                 *worth >= yields && *worth != Worth::Unable && !known
             });
-            match announce(c.snapshot, e) {
+            match announce(&c.objects.snapshot, e) {
                 _ if !c.able || e.fixed => {}
                 Announce::Arp if !taken => drop(self.answered.insert(*ip)),
                 // Once its own report is read back, source nodes use no block that it does not know.
-                Announce::Route if c.snapshot.report(c.node).is_some_and(|own| own.carries.contains(ip)) => {
+                Announce::Route if c.objects.snapshot.report(&c.node).is_some_and(|own| own.carries.contains(ip)) => {
                     self.advertised.insert(*ip);
                 }
                 _ => {}
             }
         }
-        self.lingers.retain(|ip, until| c.now < *until && c.plan.egress_ips.contains_key(ip));
+        self.lingers.retain(|ip, until| c.now < *until && c.objects.plan.egress_ips.contains_key(ip));
         let left = carried.into_iter().filter(|ip| planned(ip) && !self.carried.contains(ip));
         self.lingers.extend(left.map(|ip| (ip, c.now + LINGER)));
         self.lingers.retain(|ip, _| !self.carried.contains(ip));
@@ -172,28 +157,28 @@ impl Carriers {
         self.lingers.values().min().copied()
     }
 
-    fn worth(&self, c: &Circumstances<'_>, ip: IpAddr, e: &EgressIpPlan, name: &NodeName) -> Worth {
-        if name == c.node {
+    fn worth(&self, c: &Facts, ip: IpAddr, e: &EgressIpPlan, name: &NodeName) -> Worth {
+        if *name == c.node {
             // This node's own tables are written in one go.
             return if c.able || e.fixed { Worth::Good } else { Worth::Unable };
         }
         let carries = |report: &NodeReport| report.carries.contains(&ip) && self.is_current(c, ip, name);
         match c.probes.get(name) {
             Some(ProbeState::Dead) => Worth::Dead,
-            _ if !c.snapshot.nodes.contains_key(name) => Worth::Dead,
+            _ if !c.objects.snapshot.nodes.contains_key(name) => Worth::Dead,
             Some(ProbeState::Unable) => Worth::Unable,
-            _ if e.fixed || c.snapshot.report(name).is_some_and(carries) => Worth::Good,
+            _ if e.fixed || c.objects.snapshot.report(name).is_some_and(carries) => Worth::Good,
             _ => Worth::Unready,
         }
     }
 
     /// Whether a carrier knows all blocks of this node that the one in use knows. Nobody waits for what the dead know.
-    fn is_current(&self, c: &Circumstances<'_>, ip: IpAddr, name: &NodeName) -> bool {
-        let known = |name: &NodeName| c.snapshot.report(name).map_or(0, |report| report.lease_revision);
+    fn is_current(&self, c: &Facts, ip: IpAddr, name: &NodeName) -> bool {
+        let known = |name: &NodeName| c.objects.snapshot.report(name).map_or(0, |report| report.lease_revision);
         let used =
-            self.used(ip).iter().filter(|used| *used != c.node && c.probes.get(*used) != Some(&ProbeState::Dead));
-        let blocks = c.plan.blocks.get(&ip).into_iter().flat_map(BTreeMap::values);
-        let own = blocks.filter(|lease| lease.node == *c.node).map(|lease| lease.revision);
+            self.used(ip).iter().filter(|used| **used != c.node && c.probes.get(*used) != Some(&ProbeState::Dead));
+        let blocks = c.objects.plan.blocks.get(&ip).into_iter().flat_map(BTreeMap::values);
+        let own = blocks.filter(|lease| lease.node == c.node).map(|lease| lease.revision);
         let needed = used.map(known).max().and_then(|known| own.filter(|revision| *revision <= known).max());
         needed.unwrap_or(0) <= known(name)
     }
@@ -206,8 +191,8 @@ pub fn order(e: &EgressIpPlan) -> impl Iterator<Item = &NodeName> {
 }
 
 /// The carriers of a routed egress IP that have a route to it: those that report to carry it, and are not dead.
-fn replying(c: &Circumstances<'_>, ip: IpAddr, e: &EgressIpPlan) -> Vec<NodeName> {
-    let reports = |name: &&NodeName| c.snapshot.report(name).is_some_and(|report| report.carries.contains(&ip));
+fn replying(c: &Facts, ip: IpAddr, e: &EgressIpPlan) -> Vec<NodeName> {
+    let reports = |name: &&NodeName| c.objects.snapshot.report(name).is_some_and(|report| report.carries.contains(&ip));
     order(e).filter(reports).filter(|name| c.probes.get(*name) != Some(&ProbeState::Dead)).cloned().collect()
 }
 

@@ -2,8 +2,6 @@
 
 use super::{
     carriers::{Carriers, LINGER},
-    effective::Effective,
-    view::view,
     view_tests::{OWNED, World, carried_by, ip, report},
 };
 use crate::{health::ProbeState, model::*};
@@ -14,9 +12,7 @@ fn a_new_owner_is_used_once_it_reports_what_this_node_needs() {
     let (mut world, mut carriers, moving) = (World::new(), Carriers::default(), ip(OWNED[0].0));
     let mut used = |world: &World, now: u64| {
         world.decide(&mut carriers, Duration::from_secs(now));
-        world.with_carriers(&carriers, |facts| view(facts, &mut Effective::default())).egress_ips[&moving]
-            .gateway
-            .clone()
+        world.view_with(&carriers).egress_ips[&moving].gateway.clone()
     };
     assert_eq!(used(&world, 0), Some("g1".into()));
     carried_by(&mut world, 0, &["g2", "g1"]);
@@ -63,7 +59,7 @@ fn the_first_carrier_that_is_able_answers_and_yields_to_one_before_it() {
     report(&mut world, "g2").carries.insert(moving);
     let mut answers = |world: &World| {
         world.decide(&mut carriers, Duration::ZERO);
-        let view = world.with_carriers(&carriers, |facts| view(facts, &mut Effective::default()));
+        let view = world.view_with(&carriers);
         let e = &view.egress_ips[&moving];
         assert!(e.forwards && e.interface.is_some(), "all carriers forward");
         assert_eq!(e.silent, !carriers.answers(moving));
@@ -117,7 +113,7 @@ fn a_node_that_is_no_carrier_any_more_is_silent_and_forwards_until_everybody_kno
     let (mut world, mut carriers, moving) = (World::new(), Carriers::default(), ip(OWNED[2].0));
     let mut own = |world: &World, now: Duration| {
         world.decide(&mut carriers, now);
-        let view = world.with_carriers(&carriers, |facts| view(facts, &mut Effective::default()));
+        let view = world.view_with(&carriers);
         let e = &view.egress_ips[&moving];
         (e.forwards, e.silent, e.interface.is_some())
     };

@@ -5,7 +5,7 @@
 //! delete, across the time that the controller needs to find addresses, owners and port blocks. A policy that was removed and
 //! made again is a new one: its status says nothing until the controller has looked at it.
 
-use super::view::Facts;
+use super::facts::Facts;
 use crate::{
     encode::PolicyView,
     model::{Family, Policy, PolicyId},
@@ -64,13 +64,13 @@ impl Effective {
 
     /// The merged destinations of a class: those of the policies that come first, and where none of them matches, those
     /// of the others.
-    pub fn merge(&self, facts: &Facts<'_>, class: &BTreeSet<PolicyId>) -> Vec<(IpNet, Option<PolicyId>)> {
+    pub fn merge(&self, facts: &Facts, class: &BTreeSet<PolicyId>) -> Vec<(IpNet, Option<PolicyId>)> {
         let (first, rest): (Vec<_>, Vec<_>) = class.iter().partition(|id| self.policies.contains(*id));
-        let first = classes::merge(&facts.snapshot.policies, first);
+        let first = classes::merge(&facts.objects.snapshot.policies, first);
         if rest.is_empty() {
             return first;
         }
-        overlay(&first, &classes::merge(&facts.snapshot.policies, rest))
+        overlay(&first, &classes::merge(&facts.objects.snapshot.policies, rest))
     }
 }
 

@@ -4,8 +4,8 @@
 //! must not hold them for ever: after a while nothing is held for it, and it is told. When it does go on, its interface
 //! appears: then unknown sources are held until it is known whose that is.
 
-use super::view::Classes;
-use crate::model::{EndpointId, NodeName, PolicyId, Snapshot, Trouble, TroubleKind};
+use super::{facts::Facts, view::Classes};
+use crate::model::{EndpointId, PolicyId, Trouble, TroubleKind};
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
@@ -14,22 +14,6 @@ use std::{
 
 /// How long a pod may have an address before an interface must lead to it.
 const REACHED_AFTER: Duration = Duration::from_secs(10);
-
-/// What it is judged by.
-pub struct Circumstances<'a> {
-    /// This node.
-    pub node: &'a NodeName,
-    /// The objects.
-    pub snapshot: &'a Snapshot,
-    /// The policies that select each pod of the node.
-    pub classes: &'a Classes,
-    /// The interface of a pod that each address is behind.
-    pub interfaces: &'a BTreeMap<IpAddr, u32>,
-    /// The interfaces of pods that there are.
-    pub pods: &'a BTreeSet<u32>,
-    /// The time, since any start.
-    pub now: Duration,
-}
 
 /// Since when each is late.
 #[derive(Clone, Debug, Default)]
@@ -48,8 +32,8 @@ fn follow<K: Ord>(known: &mut BTreeMap<K, Duration>, present: BTreeSet<K>, now: 
 
 impl Late {
     /// Takes note of the pods and interfaces as they are now.
-    pub fn update(&mut self, is: &Circumstances<'_>) {
-        let own = || is.snapshot.endpoints.values().filter(|e| e.node == *is.node);
+    pub fn update(&mut self, is: &Facts) {
+        let own = || is.objects.snapshot.endpoints.values().filter(|e| e.node == is.node);
         let selected = || own().filter(|e| is.classes.get(&e.id).is_some_and(|class| !class.is_empty()));
         let starting = selected().filter(|e| e.ips.is_empty()).map(|e| e.id.clone()).collect();
         let reached = |ips: &BTreeSet<IpAddr>| ips.iter().any(|ip| is.interfaces.contains_key(ip));
@@ -57,7 +41,7 @@ impl Late {
         let taken: BTreeSet<u32> = own().flat_map(|e| &e.ips).filter_map(|ip| is.interfaces.get(ip)).copied().collect();
         follow(&mut self.starting, starting, is.now);
         follow(&mut self.unreached, unreached, is.now);
-        follow(&mut self.nobodys, is.pods.difference(&taken).copied().collect(), is.now);
+        follow(&mut self.nobodys, is.roles.pods.difference(&taken).copied().collect(), is.now);
     }
 
     /// Whether unknown sources are to be held: a selected pod is starting, or one that is late may be behind a new interface.
@@ -101,7 +85,12 @@ impl Late {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Endpoint, PolicyKind};
+    use crate::{
+        agent::objects::Objects,
+        model::{Endpoint, PolicyKind, Snapshot},
+        network::classify::Roles,
+    };
+    use std::sync::Arc;
 
     const LIMIT: Duration = Duration::from_secs(60);
 
@@ -133,15 +122,13 @@ mod tests {
             let class = BTreeSet::from([PolicyId::new(PolicyKind::Native, "web")]);
             let web = self.snapshot.endpoints.keys().filter(|id| id.name.starts_with("web"));
             let classes: Classes = web.map(|id| (id.clone(), class.clone())).collect();
-            self.late.update(&Circumstances {
-                node: &"me".into(),
-                snapshot: &self.snapshot,
-                classes: &classes,
-                interfaces: &self.interfaces,
-                pods: &self.pods,
-                now,
-            });
-            let told = self.late.troubles(&classes, LIMIT, now).into_iter().map(|t| t.kind).collect();
+            let objects = Arc::new(Objects { snapshot: self.snapshot.clone(), ..Objects::default() });
+            let roles = Roles { pods: self.pods.clone(), ..Roles::default() };
+            let (node, interfaces) = ("me".into(), self.interfaces.clone());
+            let facts = Facts { node, now, objects, roles, classes, interfaces, ..Facts::default() };
+            self.late.update(&facts);
+            let classes = &facts.classes;
+            let told = self.late.troubles(classes, LIMIT, now).into_iter().map(|t| t.kind).collect();
             (self.late.holds(LIMIT, now), told)
         }
 

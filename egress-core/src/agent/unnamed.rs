@@ -1,10 +1,8 @@
 //! Networks of the cluster that nobody names. What an address of a pod or of the API server's Service shows to be one is left alone as
 //! far as it may reach, and told: a policy is carried out for what is known to be outside. Pure.
 
-use crate::{
-    model::{Family, NodeName, Snapshot},
-    network::pods::PodCidrs,
-};
+use super::facts::Facts;
+use crate::{model::Family, network::pods::PodCidrs};
 use ipnet::IpNet;
 use std::{collections::BTreeMap, net::IpAddr, time::Duration};
 
@@ -14,20 +12,6 @@ const SERVICE_BITS: u32 = 20;
 const TOLD_AFTER: Duration = Duration::from_secs(10);
 /// What may be of the pods around an address of one, for IPv4 and IPv6: CNIs give nodes blocks of about this size.
 const AROUND: [u8; 2] = [24, 64];
-
-/// What it is judged by.
-pub struct Circumstances<'a> {
-    /// This node.
-    pub node: &'a NodeName,
-    /// The objects.
-    pub snapshot: &'a Snapshot,
-    /// The administrator's exceptions, and the Service of the API server.
-    pub except_cidrs: &'a [IpNet],
-    /// The Service of the API server, if it is known.
-    pub api_server: Option<IpNet>,
-    /// The time, since any start.
-    pub now: Duration,
-}
 
 /// Networks that nobody names, each with what shows it and what to do.
 pub type Networks = BTreeMap<IpNet, String>;
@@ -40,12 +24,13 @@ pub struct Unnamed {
 
 impl Unnamed {
     /// Takes note of how things are, and says which networks may be the cluster's although nobody names them.
-    pub fn update(&mut self, is: &Circumstances<'_>) -> Networks {
-        let cidrs = PodCidrs::of(is.snapshot);
+    pub fn update(&mut self, is: &Facts) -> Networks {
+        let cidrs = PodCidrs::of(&is.objects.snapshot);
         let told = |ip: IpAddr| {
-            cidrs.have(ip) || is.snapshot.pod_networks.iter().chain(is.except_cidrs).any(|net| net.contains(&ip))
+            cidrs.have(ip)
+                || is.objects.snapshot.pod_networks.iter().chain(&is.except_cidrs).any(|net| net.contains(&ip))
         };
-        let own = is.snapshot.endpoints.values().filter(|pod| pod.node == *is.node);
+        let own = is.objects.snapshot.endpoints.values().filter(|pod| pod.node == is.node);
         let unnamed = own.flat_map(|pod| pod.ips.iter().copied()).filter(|ip| !told(*ip));
         self.pods = unnamed.map(|ip| (ip, self.pods.get(&ip).copied().unwrap_or(is.now))).collect();
         let late = self.pods.iter().filter(|(_, since)| is.now.saturating_sub(**since) >= TOLD_AFTER);
@@ -64,12 +49,12 @@ fn around_pod(ip: IpAddr) -> (IpNet, String) {
 
 /// The largest network of Services that has the API server's Service, whose address is always its second: where no ServiceCIDR, and
 /// nothing that the administrator says, has that address. Nothing where it is no Service but a node.
-fn services(is: &Circumstances<'_>) -> Option<(IpNet, String)> {
+fn services(is: &Facts) -> Option<(IpNet, String)> {
     let service = is.api_server?;
     let named = is.except_cidrs.iter().filter(|net| **net != service);
-    let of_nodes = is.snapshot.nodes.values().flat_map(|node| node.addresses.iter().copied().map(IpNet::from));
+    let of_nodes = is.objects.snapshot.nodes.values().flat_map(|node| node.addresses.iter().copied().map(IpNet::from));
     let known = named.copied().chain(of_nodes).any(|net| net.contains(&service));
-    if known || !is.snapshot.services.is_empty() {
+    if known || !is.objects.snapshot.services.is_empty() {
         return None;
     }
     let address = service.addr();
@@ -90,9 +75,11 @@ fn net(address: IpAddr, length: u8) -> IpNet {
 mod tests {
     use super::*;
     use crate::{
-        model::{Endpoint, EndpointId},
+        agent::objects::Objects,
+        model::{Endpoint, EndpointId, NodeName, Snapshot},
         testing::world::node,
     };
+    use std::sync::Arc;
 
     fn parse(text: &str) -> IpNet {
         text.parse().unwrap()
@@ -107,8 +94,10 @@ mod tests {
         seconds: u64,
     ) -> Vec<IpNet> {
         let now = Duration::from_secs(seconds);
-        let is = Circumstances { node: &"me".into(), snapshot, except_cidrs: excepts, api_server: api, now };
-        unnamed.update(&is).into_keys().collect()
+        let objects = Arc::new(Objects { snapshot: snapshot.clone(), ..Objects::default() });
+        let (node, except_cidrs) = ("me".into(), excepts.to_vec());
+        let facts = Facts { node, objects, except_cidrs, api_server: api, now, ..Facts::default() };
+        unnamed.update(&facts).into_keys().collect()
     }
 
     fn snapshot(ips: &[&str]) -> Snapshot {

@@ -1,10 +1,12 @@
 //! From what the objects, the links and the probes say to what this node's datapath should do. Pure.
 
 use super::{
-    blocks::{self, Holdings, Withheld},
+    blocks::{self, Withheld},
     carriers::{self, Carriers},
     effective::Effective,
+    facts::Facts,
     history::Histories,
+    objects::Objects,
     transports,
 };
 use crate::{
@@ -26,54 +28,17 @@ use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
-    time::Duration,
 };
 
-/// Everything that a view is made from.
-pub struct Facts<'a> {
-    /// This node.
-    pub node: &'a NodeName,
-    /// The objects; of pods, this node's are enough.
-    pub snapshot: &'a Snapshot,
-    /// What the controller has decided, as the objects tell it.
-    pub plan: &'a Plan,
-    /// Links and addresses of this node.
-    pub links: &'a LinkTable,
-    /// What the links are for.
-    pub roles: &'a Roles,
-    /// Policies that the controller has not looked at yet.
-    pub unanswered: &'a BTreeSet<PolicyId>,
-    /// What the probes say of the gateways.
-    pub probes: &'a BTreeMap<NodeName, ProbeState>,
-    /// Pods whose objects are gone while their interfaces are not.
-    pub gone: &'a BTreeMap<EndpointId, EndpointView>,
-    /// The interfaces of pods by the addresses behind them.
-    pub interfaces: &'a BTreeMap<IpAddr, u32>,
-    /// Until when pods may send on connections from before a policy selected them.
-    pub histories: &'a Histories,
-    /// The administrator's exceptions, and networks that may be the cluster's although nobody names them.
-    pub except_cidrs: &'a [IpNet],
-    /// The one of them that is the Service of the API server, if it is known.
-    pub api_server: Option<IpNet>,
-    /// ARP and NDP are not to be answered at all.
-    pub silent: bool,
+/// What was decided before a view is made.
+#[derive(Default)]
+pub struct Decided {
     /// Which carriers the packets of each egress IP go to, and who answers for it.
-    pub carriers: &'a Carriers,
+    pub carriers: Carriers,
     /// Leased blocks that this node takes no new ports from.
-    pub withheld: &'a Withheld,
-    /// The time, since any start.
-    pub now: Duration,
-    /// Unknown sources are held.
-    pub hold: bool,
-    /// Settings, but for what the view adds (`HOLD`).
-    pub config: Config,
-}
-
-impl Facts<'_> {
-    fn holdings(&self) -> Holdings<'_> {
-        let Facts { node, snapshot, plan, carriers, withheld, .. } = *self;
-        Holdings { node, snapshot, plan, carriers, withheld }
-    }
+    pub withheld: Withheld,
+    /// Until when pods may send on connections from before a policy selected them.
+    pub histories: Histories,
 }
 
 /// The policies that select each pod of a node.
@@ -105,37 +70,35 @@ pub fn used(plan: &Plan, classes: &Classes) -> BTreeSet<IpAddr> {
 }
 
 /// Makes the view, and notes which policies have come into force.
-pub fn view(facts: &Facts<'_>, effective: &mut Effective) -> NodeView {
-    let selected = classes_of(facts.snapshot, facts.node);
+/// `config` is the record of settings with all that it is to say.
+pub fn view(facts: &Facts, decided: &Decided, config: Config, effective: &mut Effective) -> NodeView {
+    let selected = classes_of(&facts.objects.snapshot, &facts.node);
     let endpoints = selected.into_iter().filter_map(|(id, class)| {
-        let ips = facts.snapshot.endpoints.get(&id)?.ips.clone();
-        let history_until = facts.histories.until(&id);
+        let ips = facts.objects.snapshot.endpoints.get(&id)?.ips.clone();
+        let history_until = decided.histories.until(&id);
         let interfaces = ips.iter().filter_map(|ip| Some((*ip, *facts.interfaces.get(ip)?))).collect();
         Some((id, EndpointView { ips, class, history_until, interfaces }))
     });
     let endpoints: BTreeMap<_, _> = endpoints.chain(facts.gone.clone()).collect();
     let in_force: BTreeSet<&PolicyId> = endpoints.values().flat_map(|e| &e.class).collect();
-    let policies = facts.snapshot.policies.values().filter(|p| in_force.contains(&p.id));
-    let policies: BTreeMap<_, _> = policies.map(|p| (p.id.clone(), (p, policy(facts, p, &endpoints)))).collect();
-    effective.update(&policies, facts.unanswered, facts.now);
+    let policies = facts.objects.snapshot.policies.values().filter(|p| in_force.contains(&p.id));
+    let policies: BTreeMap<_, _> =
+        policies.map(|p| (p.id.clone(), (p, policy(facts, decided, p, &endpoints)))).collect();
+    effective.update(&policies, &facts.objects.unanswered, facts.now);
     let classes: BTreeSet<&BTreeSet<PolicyId>> =
         endpoints.values().map(|e| &e.class).filter(|c| !c.is_empty()).collect();
     let classes = classes.into_iter().map(|c| (c.clone(), effective.merge(facts, c))).collect();
     let policies = policies.into_iter().map(|(id, (_, view))| (id, view)).collect();
-    let mut config = facts.config;
-    if facts.hold {
-        config.flags |= egress_common::config::flags::HOLD;
-    }
     NodeView {
         node: Some(facts.node.clone()),
         endpoints,
         policies,
         classes,
-        excepts: excepts(facts.node, facts.snapshot, facts.except_cidrs),
-        elsewhere: elsewhere(facts.snapshot, facts.node),
+        excepts: excepts(&facts.node, &facts.objects.snapshot, &facts.left_alone),
+        elsewhere: elsewhere(&facts.objects.snapshot, &facts.node),
         api_server: facts.api_server,
-        egress_ips: facts.plan.egress_ips.iter().map(|(ip, e)| (*ip, egress(facts, *ip, e))).collect(),
-        nodes: facts.snapshot.nodes.values().map(|n| (n.name.clone(), tunnel_addresses(n))).collect(),
+        egress_ips: facts.objects.plan.egress_ips.iter().map(|(ip, e)| (*ip, egress(facts, decided, *ip, e))).collect(),
+        nodes: facts.objects.snapshot.nodes.values().map(|n| (n.name.clone(), tunnel_addresses(n))).collect(),
         // The agent fills them in: they depend on routes, which are looked up for the nodes that the view names.
         transports: BTreeMap::new(),
         macs: macs(facts),
@@ -151,8 +114,8 @@ pub fn tunnel_addresses(node: &Node) -> Vec<IpAddr> {
 }
 
 /// The MAC addresses that other nodes send from.
-fn macs(facts: &Facts<'_>) -> BTreeMap<[u8; 6], NodeName> {
-    let others = facts.snapshot.nodes.values().filter(|n| n.name != *facts.node);
+fn macs(facts: &Facts) -> BTreeMap<[u8; 6], NodeName> {
+    let others = facts.objects.snapshot.nodes.values().filter(|n| n.name != facts.node);
     transports::macs(others.flat_map(|n| {
         let report = n.report.as_ref();
         let addresses = report.into_iter().flat_map(|r| r.tunnel_addresses.iter().filter_map(|a| r.macs.get(a)));
@@ -190,7 +153,12 @@ fn elsewhere(snapshot: &Snapshot, node: &NodeName) -> BTreeSet<IpNet> {
     networks.chain(away.iter().flat_map(|e| e.ips.iter().copied().map(IpNet::from))).collect()
 }
 
-fn policy(facts: &Facts<'_>, policy: &Policy, endpoints: &BTreeMap<EndpointId, EndpointView>) -> PolicyView {
+fn policy(
+    facts: &Facts,
+    decided: &Decided,
+    policy: &Policy,
+    endpoints: &BTreeMap<EndpointId, EndpointView>,
+) -> PolicyView {
     let mut flags = 0;
     for (set, bit) in [
         (policy.distribution == Distribution::PerEndpoint, policy_flags::PER_ENDPOINT),
@@ -199,26 +167,26 @@ fn policy(facts: &Facts<'_>, policy: &Policy, endpoints: &BTreeMap<EndpointId, E
     ] {
         flags |= if set { bit } else { 0 };
     }
-    let assigned = facts.plan.assignments.get(&policy.id).into_iter().flatten();
+    let assigned = facts.objects.plan.assignments.get(&policy.id).into_iter().flatten();
     let assignments = assigned
         .filter(|(id, _)| endpoints.contains_key(id))
         .map(|(id, a)| (id.clone(), [Family::V4, Family::V6].iter().filter_map(|f| a.get(*f)).collect()))
         .collect();
-    PolicyView { flags, slots: slots(facts, policy), assignments }
+    PolicyView { flags, slots: slots(facts, decided, policy), assignments }
 }
 
 /// The slots of a policy. Those that new flows may choose have a carrier that answers and blocks that it knows of, and
 /// come first by the policy's preferences.
-fn slots(facts: &Facts<'_>, policy: &Policy) -> Vec<SlotView> {
-    let users = facts.plan.egress_ips.iter().filter_map(|(ip, e)| Some((*ip, *e.users.get(&policy.id)?)));
+fn slots(facts: &Facts, decided: &Decided, policy: &Policy) -> Vec<SlotView> {
+    let users = facts.objects.plan.egress_ips.iter().filter_map(|(ip, e)| Some((*ip, *e.users.get(&policy.id)?)));
     let mut slots: Vec<(SlotView, Option<&NodeName>)> = users
         .map(|(address, weight)| {
-            let usable = answers(facts, address) && !blocks::usable(&facts.holdings(), address).is_empty();
-            (SlotView { address, weight, usable }, facts.carriers.gateway(address))
+            let usable = answers(facts, decided, address) && !usable(facts, decided, address).is_empty();
+            (SlotView { address, weight, usable }, decided.carriers.gateway(address))
         })
         .collect();
-    let zone_of = |n: &NodeName| facts.snapshot.nodes.get(n).and_then(|n| n.zone.clone());
-    let own_zone = zone_of(facts.node);
+    let zone_of = |n: &NodeName| facts.objects.snapshot.nodes.get(n).and_then(|n| n.zone.clone());
+    let own_zone = zone_of(&facts.node);
     let near = |owner: Option<&NodeName>| own_zone.is_some() && owner.and_then(zone_of) == own_zone;
     match policy.zone {
         ZoneMode::Any => {}
@@ -226,7 +194,7 @@ fn slots(facts: &Facts<'_>, policy: &Policy) -> Vec<SlotView> {
         ZoneMode::Require => slots.iter_mut().for_each(|(s, owner)| s.usable &= near(*owner)),
     }
     if policy.prefer_local_node {
-        prefer(&mut slots, |owner| owner == Some(facts.node));
+        prefer(&mut slots, |owner| owner == Some(&facts.node));
     }
     slots.into_iter().map(|(slot, _)| slot).collect()
 }
@@ -241,37 +209,45 @@ fn prefer(slots: &mut [(SlotView, Option<&NodeName>)], first: impl Fn(Option<&No
     }
 }
 
+fn usable(facts: &Facts, decided: &Decided, address: IpAddr) -> BTreeSet<u16> {
+    blocks::usable(facts, &decided.carriers, &decided.withheld, address)
+}
+
 /// Whether an egress IP has a gateway that new flows may use.
-fn answers(facts: &Facts<'_>, address: IpAddr) -> bool {
-    match facts.carriers.gateway(address) {
+fn answers(facts: &Facts, decided: &Decided, address: IpAddr) -> bool {
+    match decided.carriers.gateway(address) {
         None => false,
-        Some(gateway) if gateway == facts.node => true,
+        Some(gateway) if *gateway == facts.node => true,
         Some(gateway) => facts.probes.get(gateway) != Some(&ProbeState::Dead),
     }
 }
 
-fn egress(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> EgressView {
-    let (forwards, used) = (facts.carriers.forwards(address), facts.carriers.used(address));
-    let leases = facts.plan.blocks.get(&address).into_iter().flatten();
+fn egress(facts: &Facts, decided: &Decided, address: IpAddr, e: &EgressIpPlan) -> EgressView {
+    let (forwards, used) = (decided.carriers.forwards(address), decided.carriers.used(address));
+    let leases = facts.objects.plan.blocks.get(&address).into_iter().flatten();
     EgressView {
         gateway: used.first().cloned(),
         spread: if used.len() > 1 { used.to_vec() } else { Vec::new() },
         forwards,
         epoch: e.epoch,
-        interface: if forwards { uplink(facts.links, facts.roles, address, e) } else { None },
+        interface: if forwards { uplink(&facts.links, &facts.roles, address, e) } else { None },
         node_address: e.fixed,
         here: facts.links.by_address(address).is_some(),
-        silent: facts.silent || !e.fixed && !facts.carriers.answers(address),
+        silent: facts.silent || !e.fixed && !decided.carriers.answers(address),
         subnet: if forwards { subnet(facts, address, e) } else { None },
-        limit: if forwards { limit(facts.snapshot, facts.carriers, address, e).map(|[out, _]| out) } else { None },
-        blocks: blocks::usable(&facts.holdings(), address),
+        limit: if forwards {
+            limit(&facts.objects.snapshot, &decided.carriers, address, e).map(|[out, _]| out)
+        } else {
+            None
+        },
+        blocks: usable(facts, decided, address),
         leases: leases.map(|(block, lease)| (*block, lease.node.clone())).collect(),
     }
 }
 
 /// The subnet of its own that an egress IP out of a pool lives in.
-fn subnet(facts: &Facts<'_>, address: IpAddr, e: &EgressIpPlan) -> Option<SubnetInfo> {
-    carriers::reach(facts.snapshot, e).subnet.filter(|subnet| subnet.gateway.is_ipv4() == address.is_ipv4())
+fn subnet(facts: &Facts, address: IpAddr, e: &EgressIpPlan) -> Option<SubnetInfo> {
+    carriers::reach(&facts.objects.snapshot, e).subnet.filter(|subnet| subnet.gateway.is_ipv4() == address.is_ipv4())
 }
 
 /// The limits of an egress IP, out and in: the lowest of all policies that use it. What several carriers send out each limits to its part;
@@ -308,13 +284,9 @@ pub fn uplink(links: &LinkTable, roles: &Roles, address: IpAddr, e: &EgressIpPla
 }
 
 /// The floating egress IPs that this node might carry and whose packets could not leave it now, with the reason.
-pub fn cut_off(
-    node: &NodeName,
-    snapshot: &Snapshot,
-    plan: &Plan,
-    links: &LinkTable,
-    roles: &Roles,
-) -> BTreeMap<IpAddr, String> {
+pub fn cut_off(facts: &Facts) -> BTreeMap<IpAddr, String> {
+    let Facts { node, objects, links, roles, .. } = facts;
+    let Objects { snapshot, plan, .. } = &**objects;
     let nowhere = Default::default();
     let labels = snapshot.nodes.get(node).map_or(&nowhere, |n| &n.labels);
     let by_policy = |policy: &PolicyId| {
@@ -346,11 +318,11 @@ pub fn cut_off(
 }
 
 /// The egress IPs that this node answers for, with where they are announced.
-pub fn announced(facts: &Facts<'_>) -> BTreeMap<IpAddr, EgressLink> {
-    let answered = facts.plan.egress_ips.iter().filter(|(ip, _)| facts.carriers.answers(**ip));
+pub fn announced(facts: &Facts, decided: &Decided) -> BTreeMap<IpAddr, EgressLink> {
+    let answered = facts.objects.plan.egress_ips.iter().filter(|(ip, _)| decided.carriers.answers(**ip));
     answered
         .filter_map(|(ip, e)| {
-            let index = uplink(facts.links, facts.roles, *ip, e)?;
+            let index = uplink(&facts.links, &facts.roles, *ip, e)?;
             let mac = facts.links.links.get(&index)?.mac?;
             Some((*ip, EgressLink { interface: index, mac, subnet: subnet(facts, *ip, e) }))
         })

@@ -1,12 +1,12 @@
 //! What a node should do, in small worlds.
 
 use super::{
-    blocks::Withheld,
-    carriers::{Carriers, Circumstances},
+    carriers::Carriers,
     effective::Effective,
-    history::Histories,
-    late::{self, Late},
-    view::{Facts, classes_of, interfaces, uplink, view},
+    facts::Facts,
+    late::Late,
+    objects::Objects,
+    view::{Decided, classes_of, interfaces, uplink, view},
 };
 use crate::{
     encode::{NodeView, PolicyView, SlotView},
@@ -21,6 +21,7 @@ use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
+    sync::Arc,
     time::Duration,
 };
 
@@ -146,42 +147,34 @@ impl World {
 
     /// What `carriers` makes of the world at `now`.
     pub(super) fn decide(&self, carriers: &mut Carriers, now: Duration) {
-        let node = "me".into();
-        let (snapshot, plan, probes) = (&self.snapshot, &self.plan, &self.probes);
-        carriers.update(&Circumstances { node: &node, snapshot, plan, probes, able: self.able, now });
+        carriers.update(&Facts { now, ..self.facts() });
     }
 
-    pub(super) fn with<T>(&self, f: impl FnOnce(&Facts<'_>) -> T) -> T {
-        let mut carriers = Carriers::default();
-        self.decide(&mut carriers, Duration::ZERO);
-        self.with_carriers(&carriers, f)
-    }
-
-    pub(super) fn with_carriers<T>(&self, carriers: &Carriers, f: impl FnOnce(&Facts<'_>) -> T) -> T {
-        f(&Facts {
-            node: &"me".into(),
-            snapshot: &self.snapshot,
-            plan: &self.plan,
-            links: &self.links,
-            roles: &self.roles,
-            unanswered: &BTreeSet::new(),
-            probes: &self.probes,
-            carriers,
-            gone: &BTreeMap::new(),
-            interfaces: &interfaces(&self.links, &self.roles, BTreeMap::new()),
-            histories: &Histories::default(),
-            except_cidrs: &self.except,
-            api_server: None,
+    fn facts(&self) -> Facts {
+        let (snapshot, plan) = (self.snapshot.clone(), self.plan.clone());
+        Facts {
+            node: "me".into(),
+            objects: Arc::new(Objects { snapshot, plan, ..Objects::default() }),
+            links: Arc::new(self.links.clone()),
+            roles: self.roles.clone(),
+            interfaces: interfaces(&self.links, &self.roles, BTreeMap::new()),
+            probes: self.probes.clone(),
+            able: self.able,
+            left_alone: self.except.clone(),
             silent: self.silent,
-            withheld: &Withheld::default(),
-            now: Duration::ZERO,
-            hold: false,
-            config: config::UNSET,
-        })
+            ..Facts::default()
+        }
+    }
+
+    pub(super) fn view_with(&self, carriers: &Carriers) -> NodeView {
+        let decided = Decided { carriers: carriers.clone(), ..Decided::default() };
+        view(&self.facts(), &decided, config::UNSET, &mut Effective::default())
     }
 
     pub(super) fn view(&self) -> NodeView {
-        self.with(|facts| view(facts, &mut Effective::default()))
+        let mut carriers = Carriers::default();
+        self.decide(&mut carriers, Duration::ZERO);
+        self.view_with(&carriers)
     }
 
     /// Which of the three slots new flows may choose.
@@ -197,14 +190,7 @@ impl World {
 fn unknown_sources_are_held_only_while_a_selected_pod_is_starting() {
     let held = |w: &World| {
         let (mut late, classes) = (Late::default(), classes_of(&w.snapshot, &"me".into()));
-        late.update(&late::Circumstances {
-            node: &"me".into(),
-            snapshot: &w.snapshot,
-            classes: &classes,
-            interfaces: &BTreeMap::new(),
-            pods: &BTreeSet::new(),
-            now: Duration::ZERO,
-        });
+        late.update(&Facts { classes, ..w.facts() });
         late.holds(Duration::from_secs(60), Duration::from_secs(59))
     };
     let mut world = World::new();
@@ -325,7 +311,7 @@ fn the_uplink_is_the_named_one_the_holder_the_network_or_the_default_route() {
     let found = |w: &World, address: &str, interface: Option<&str>| {
         let mut e = w.plan.egress_ips[&ip(OWNED[2].0)].clone();
         e.interface = interface.map(str::to_owned);
-        w.with(|f| uplink(f.links, f.roles, ip(address), &e))
+        uplink(&w.links, &w.roles, ip(address), &e)
     };
     assert_eq!(found(&world, "192.0.2.3", None), Some(2));
     assert_eq!(found(&world, "192.0.2.3", Some("eth0")), Some(1));

@@ -123,7 +123,7 @@ impl FromStr for PoolId {
 }
 
 /// A node's name.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NodeName(Arc<str>);
 
 impl NodeName {

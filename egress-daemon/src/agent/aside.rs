@@ -31,15 +31,12 @@ impl<T: Send + 'static> Aside<T> {
         self.running.get_or_insert_with(|| spawn(work));
     }
 
-    /// Waits for what is under way; for ever where nothing is. Cancel safe.
-    pub async fn done(&mut self) -> T {
+    /// Waits for what is under way; for ever where nothing is. Nothing if it has failed. Cancel safe.
+    pub async fn done(&mut self) -> Option<T> {
         if let Some(task) = &mut self.running {
             let done = task.await;
             self.running = None;
-            match done {
-                Ok(done) => return done,
-                Err(error) => tracing::error!("a thread of the agent has failed: {error}"),
-            }
+            return done.inspect_err(|error| tracing::error!("a thread of the agent has failed: {error}")).ok();
         }
         std::future::pending().await
     }
@@ -62,7 +59,7 @@ mod tests {
             assert!(aside.done().now_or_never().is_none() && aside.is_busy());
         }
         go.send(7).unwrap();
-        assert_eq!(aside.done().await, 7);
+        assert_eq!(aside.done().await, Some(7));
         assert!(!aside.is_busy());
     }
 }

@@ -5,25 +5,12 @@ use crate::datapath::maps::{Maps, MapsError};
 use egress_common::{
     flow::{Flow, kind},
     net,
-    verdict::Counter,
 };
-use egress_core::agent::demand::{Growth, Ports, Used};
+use egress_core::agent::{
+    demand::{Growth, Ports, Used},
+    machine::Counted,
+};
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::Duration};
-
-/// The least time between two counts of the ports in use.
-const COUNT_EVERY: Duration = Duration::from_secs(2);
-/// A count may take one part in so many of the time.
-const COUNT_SHARE: u32 = 20;
-/// The same when ports are getting scarce.
-const AT_ONCE_EVERY: Duration = Duration::from_millis(100);
-/// The same when ports are getting scarce.
-const AT_ONCE_SHARE: u32 = 4;
-
-/// When a count began, and the CPU time that it took. On a busy node it waits for its turn, and what waits costs nobody anything.
-pub(super) struct Counting {
-    began: Duration,
-    took: Duration,
-}
 
 /// The CPU time of this thread.
 fn thread_time() -> Duration {
@@ -32,43 +19,31 @@ fn thread_time() -> Duration {
 
 impl Agent {
     /// Begins to count the ports that flows of this node use.
-    pub(super) fn begin_count(&mut self) {
-        let (maps, began) = (self.maps.clone(), self.start.elapsed());
+    pub(super) fn begin_count(&mut self, growth: Growth) {
+        let (maps, began) = (self.maps.clone(), self.now());
         let tables = self.writer.present();
         let known = tables.egress_ips.iter().map(|(index, e)| (*index, (e.generation, net::from_any(e.addr))));
         let known: BTreeMap<u32, (u32, IpAddr)> = known.collect();
-        let growth = self.past.growth(began);
         self.counting.begin(move || {
             let idle = thread_time();
-            (count_ports(&maps, &known, &growth), Counting { began, took: thread_time().saturating_sub(idle) })
+            let ports = count_ports(&maps, &known, &growth);
+            let ports = ports.inspect_err(|e| tracing::warn!("ports in use are not counted: {e}")).ok();
+            Counted { ports, began, took: thread_time().saturating_sub(idle) }
         });
     }
 
-    /// Whether new flows have found ports taken since this was asked last.
-    pub(super) fn are_ports_tight(&mut self) -> bool {
-        let tight = self.maps.counter(Counter::PortsTight).unwrap_or(self.tight);
-        std::mem::replace(&mut self.tight, tight) != tight
-    }
-
-    /// Takes over a count. Whether the tables have to be written again.
-    pub(super) fn take_count(&mut self, ports: Result<Ports, MapsError>, Counting { began, took }: Counting) -> bool {
-        self.next_count = self.start + began + COUNT_EVERY.max(took * COUNT_SHARE);
-        self.at_once = self.start + began + AT_ONCE_EVERY.max(took * AT_ONCE_SHARE);
-        match ports {
-            Ok(ports) => {
-                self.status_due |= ports != self.ports;
-                self.publish.send_modify(|state| Arc::make_mut(state).ports_used = ports.peaks());
-                self.past.note(began, &ports);
-                self.ports = ports;
-                self.counted = Some(began);
-                self.decide_blocks()
-            }
-            Err(e) => {
-                tracing::warn!("ports in use are not counted: {e}");
-                false
-            }
+    /// Takes over a count.
+    pub(super) fn take_count(&mut self, counted: Counted) {
+        if let Some(ports) = &counted.ports {
+            self.publish.send_modify(|state| Arc::make_mut(state).ports_used = ports.peaks());
         }
+        self.machine.handle_ports(counted, self.now());
     }
+}
+
+/// A count that came to nothing.
+pub(super) fn failed(now: Duration) -> Counted {
+    Counted { ports: None, began: now, took: Duration::ZERO }
 }
 
 /// The ports that the flows in the maps use, of the egress IPs that are known by index with their generations.

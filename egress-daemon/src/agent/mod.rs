@@ -1,17 +1,16 @@
 //! The agent: follows objects, links and probes, and makes the node's datapath do what they say.
 //!
-//! [`view`] decides and is pure, and so do `blocks` and `transports`; `node` joins the store, the kernel and the host's network; `status`
-//! says what the agent reports. The loop is level-triggered: whatever happened, the whole view is made again and the difference is written.
+//! What is decided, and in which order it is carried out, is `egress_core::agent::machine`. `node` is the loop, `actions` carries out;
+//! `status` and `tell` say what the agent reports.
 
 mod able;
+mod actions;
 mod aside;
 mod count;
 mod facts;
 mod hooks;
-mod networks;
 mod node;
 mod owned;
-mod reconcile;
 mod routes;
 pub mod settings;
 #[cfg(test)]

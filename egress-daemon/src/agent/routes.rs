@@ -57,8 +57,8 @@ impl Routes {
         }
     }
 
-    /// The route to an address that was asked for.
-    pub fn get(&self, address: IpAddr) -> Result<Route, String> {
-        self.found.get(&address).cloned().unwrap_or_else(|| Err("no route was asked for".into()))
+    /// The routes to the addresses that were asked for.
+    pub fn found(&self) -> &BTreeMap<IpAddr, Result<Route, String>> {
+        &self.found
     }
 }

@@ -1,11 +1,16 @@
 //! What an agent takes from the configuration.
 
 use crate::{
-    config::{Announce, Config, Firewall, Timeouts},
+    config::{Announce, Config, Firewall},
     datapath::{attach, load::Sizes},
-    host::tunnel::TunnelSpec,
+    host::tunnel::{self, TunnelSpec},
 };
-use egress_core::{health::ProbeTimes, model::Transport, network::classify::NamePattern};
+use egress_common::{abi::ticks, config as record};
+use egress_core::{
+    agent::{facts::Facts, machine},
+    health::ProbeTimes,
+    network::classify::InterfaceRules,
+};
 use ipnet::IpNet;
 use std::{net::IpAddr, time::Duration};
 
@@ -16,40 +21,20 @@ const KEPT_FROM_POD: u32 = 4;
 /// The settings.
 #[derive(Clone, Debug)]
 pub struct Settings {
+    /// What the machine decides by.
+    pub machine: machine::Settings,
+    /// What is known before anything was read.
+    pub facts: Facts,
     /// The tunnel device.
     pub tunnel: TunnelSpec,
-    /// Destinations that no policy touches.
-    pub except_cidrs: Vec<IpNet>,
-    /// The one of them that is the Service of the API server; see [`Settings::with_api_server`].
-    pub api_server: Option<IpNet>,
-    /// Interfaces that carry egress IPs, where they are not found by themselves.
-    pub uplinks: Vec<NamePattern>,
-    /// Interfaces of pods, where they are not found by themselves.
-    pub pod_interfaces: Vec<NamePattern>,
     /// Sizes of maps.
     pub sizes: Sizes,
-    /// How many flows one pod may have.
-    pub pod_flows: u32,
-    /// Idle times.
-    pub timeouts: Timeouts,
-    /// Probes of gateways.
-    pub probe: ProbeTimes,
     /// How often a gateway renews its lease.
     pub lease_renew: Duration,
-    /// How long a gateway's lease lasts.
-    pub lease_duration: Duration,
-    /// For how long the datapath answers ARP and NDP after the agent's last sign of life.
-    pub deadline: Duration,
-    /// For how long unknown sources are held for a selected pod without an address.
-    pub start_limit: Duration,
-    /// ARP and NDP are not answered, and nothing is announced: for networks without them.
-    pub silent: bool,
     /// Whether new flows wait for the host's firewall.
     pub firewall: Firewall,
     /// The one bit of the mark that leads first packets to the tunnel device where no other route does.
     pub firewall_mark: u32,
-    /// The transports to other nodes.
-    pub transport: Transport,
     /// How programs are attached; found out if absent.
     pub attach: Option<attach::Mode>,
 }
@@ -57,8 +42,8 @@ pub struct Settings {
 impl Settings {
     /// The address at which pods find the API server: no policy touches it, and what is behind it may be anywhere.
     pub fn with_api_server(mut self, address: Option<IpAddr>) -> Self {
-        self.api_server = address.map(IpNet::from);
-        self.except_cidrs.extend(self.api_server);
+        self.facts.api_server = address.map(IpNet::from);
+        self.facts.except_cidrs.extend(self.facts.api_server);
         self
     }
 }
@@ -66,31 +51,51 @@ impl Settings {
 impl From<&Config> for Settings {
     fn from(config: &Config) -> Self {
         Self {
+            machine: decided_by(config),
+            facts: Facts {
+                except_cidrs: config.except_cidrs.clone(),
+                silent: config.announce == Announce::None,
+                ..Facts::default()
+            },
             tunnel: TunnelSpec { name: config.tunnel_name.clone(), port: config.tunnel_port },
-            except_cidrs: config.except_cidrs.clone(),
-            api_server: None,
+            sizes: Sizes { max_flows: config.max_flows },
+            lease_renew: config.lease.renew,
+            firewall: config.firewall,
+            firewall_mark: config.firewall_mark,
+            attach: None,
+        }
+    }
+}
+
+fn decided_by(config: &Config) -> machine::Settings {
+    let t = &config.timeouts;
+    let tick = |time: Duration| ticks(time.as_secs());
+    machine::Settings {
+        rules: InterfaceRules {
             uplinks: config.uplinks.clone(),
             pod_interfaces: config.pod_interfaces.clone(),
-            sizes: Sizes { max_flows: config.max_flows },
+            tunnel: config.tunnel_name.clone(),
+            node_addresses: Vec::new(),
+        },
+        probe: ProbeTimes { interval: config.probe.interval, misses: config.probe.count, replies: config.probe.count },
+        lease_duration: config.lease.duration,
+        deadline: config.deadline,
+        start_limit: config.start_limit,
+        transport: config.transport,
+        tunnel_mtu: tunnel::MTU,
+        config: record::Config {
+            flags: if config.firewall == Firewall::Respect { record::flags::RESPECT_FIREWALL } else { 0 },
             pod_flows: match config.max_flows_per_pod {
                 0 => config.max_flows - config.max_flows / KEPT_FROM_POD,
                 own => own,
             },
-            timeouts: config.timeouts,
-            probe: ProbeTimes {
-                interval: config.probe.interval,
-                misses: config.probe.count,
-                replies: config.probe.count,
-            },
-            lease_renew: config.lease.renew,
-            lease_duration: config.lease.duration,
-            deadline: config.deadline,
-            start_limit: config.start_limit,
-            silent: config.announce == Announce::None,
-            firewall: config.firewall,
-            firewall_mark: config.firewall_mark,
-            transport: config.transport,
-            attach: None,
-        }
+            tcp_established: tick(t.tcp_established),
+            tcp_transitory: tick(t.tcp_transitory),
+            udp: tick(t.udp),
+            icmp: tick(t.icmp),
+            tunnel_port: config.tunnel_port.into(),
+            ..record::UNSET
+        },
+        clock: Duration::ZERO,
     }
 }

@@ -1,100 +1,54 @@
-//! What the agent reports in its EgressNode. Pure.
+//! What the agent reports in its EgressNode.
 
+use super::{Agent, tell};
 use crate::{
     api::{self, CarriedIP, EgressNodeStatus, GatewayWay, MapUse, NodeAddress, ProgrammedPolicy},
-    config::Firewall,
-    datapath::attach::Mode,
     observe::state::GatewayState,
 };
 use egress_core::{
-    agent::{
-        blocks::Withheld,
-        demand::{self, Ports},
-        objects::Known,
-        programmed::Programmed,
-        transports,
-        unnamed::Networks,
-    },
-    encode::tables::Tables,
-    model::{Demand, NodeName, PolicyId, Snapshot, Transport, Trouble, Version},
-    network::{classify::Roles, links::LinkTable, reported::reported},
-    plan::Plan,
+    agent::{facts::Facts, machine::Machine, objects::Known, transports, unnamed::Networks},
+    model::{Demand, PolicyId, Trouble, Version},
 };
 use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::{Condition, Time},
     jiff::Timestamp,
 };
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
-};
+use std::{collections::BTreeMap, net::IpAddr};
 
-/// What a status is made from.
-pub struct Report<'a> {
-    /// This node.
-    pub node: &'a NodeName,
-    /// The objects.
-    pub snapshot: &'a Snapshot,
-    /// What the controller has decided.
-    pub plan: &'a Plan,
-    /// Links and addresses.
-    pub links: &'a LinkTable,
-    /// What the links are for.
-    pub roles: &'a Roles,
-    /// Where this node receives tunnelled packets.
-    pub tunnel_addresses: &'a [IpAddr],
-    /// Whether new flows wait for the host's firewall.
-    pub firewall: Firewall,
-    /// The setting for the transports to other nodes.
-    pub transport: Transport,
-    /// The transports to gateways.
-    pub gateways: &'a [GatewayWay],
-    /// How programs are attached.
-    pub attach: Mode,
-    /// What is in the maps.
-    pub tables: &'a Tables,
-    /// Up to which revisions leases are in the maps.
-    pub leases: Known,
-    /// The egress IPs that this node carries by its maps.
-    pub carries: &'a BTreeSet<IpAddr>,
-    /// What the flows use.
-    pub ports: &'a Ports,
-    /// What is given back.
-    pub withheld: &'a Withheld,
-    /// Blocks in which the node's own sockets are.
-    pub occupied_blocks: Vec<u16>,
-    /// What cannot be done for policies.
-    pub troubles: &'a BTreeSet<Trouble>,
-    /// How far the node is with its policies.
-    pub programmed: &'a Programmed,
-    /// Networks that may be the cluster's although nobody names them.
-    pub unnamed: &'a Networks,
-    /// What does not work; empty when all does.
-    pub errors: &'a [String],
+/// What a status after an `old` one says of leases and egress IPs.
+pub fn of_leases(machine: &mut Machine, old: Option<&EgressNodeStatus>) -> EgressNodeStatus {
+    let reported = old.map(|s| Known { all: s.lease_revision, own: s.own_lease_revision });
+    let (leases, demand) = machine.report(reported.unwrap_or_default());
+    EgressNodeStatus {
+        lease_revision: leases.all,
+        own_lease_revision: leases.own,
+        carries: machine.outcome().carries.iter().map(|ip| CarriedIP { egress_ip: ip.to_string() }).collect(),
+        demand: demands(demand),
+        ..EgressNodeStatus::default()
+    }
 }
 
 /// Makes the status. `now` is for the time of a condition's change only.
-pub fn status(report: &Report<'_>, old: Option<&EgressNodeStatus>, now: Timestamp) -> EgressNodeStatus {
-    let usage = report.tables.usage().into_iter();
+pub fn status(agent: &mut Agent, old: Option<&EgressNodeStatus>, now: Timestamp) -> EgressNodeStatus {
+    let of_leases = of_leases(&mut agent.machine, old);
+    let (settings, machine, outcome) = (&agent.settings, &agent.machine, agent.machine.outcome());
+    let usage = agent.writer.present().usage().into_iter();
     EgressNodeStatus {
-        tunnel_addresses: report.tunnel_addresses.iter().map(ToString::to_string).collect(),
-        addresses: addresses(report),
-        transport: Some(report.transport.to_string()),
-        receives: transports::receives(report.transport),
-        gateways: report.gateways.to_vec(),
-        firewall: Some(report.firewall.to_string()),
-        attach: Some(report.attach.to_string()),
-        lease_revision: report.leases.all,
-        own_lease_revision: report.leases.own,
-        carries: report.carries.iter().map(|ip| CarriedIP { egress_ip: ip.to_string() }).collect(),
-        demand: demands(demand::demand(report.node, report.plan, report.ports, report.withheld)),
-        occupied_blocks: report.occupied_blocks.clone(),
-        troubles: report.troubles.iter().map(trouble).collect(),
-        programmed: report.programmed.versions().map(programmed).collect(),
+        tunnel_addresses: machine.tunnel_addresses().iter().map(ToString::to_string).collect(),
+        addresses: addresses(machine.facts()),
+        transport: Some(settings.machine.transport.to_string()),
+        receives: transports::receives(settings.machine.transport),
+        gateways: tell::gateways(machine).into_iter().map(gateway).collect(),
+        firewall: Some(settings.firewall.to_string()),
+        attach: Some(agent.hooks.mode().to_string()),
+        occupied_blocks: agent.occupied_blocks(),
+        troubles: outcome.troubles.iter().map(trouble).collect(),
+        programmed: outcome.programmed.versions().map(programmed).collect(),
         map_use: usage
             .map(|u| MapUse { map: u.map.into(), used: u.used as u64, capacity: u.capacity as u64 })
             .collect(),
-        conditions: vec![ready(report.errors, old, now), networks(report.unnamed, old, now)],
+        conditions: vec![ready(&outcome.errors, old, now), networks(&outcome.unnamed, old, now)],
+        ..of_leases
     }
 }
 
@@ -112,19 +66,16 @@ fn programmed((policy, version): (&PolicyId, &Version)) -> ProgrammedPolicy {
 }
 
 /// The transport to a gateway, as the object tells it.
-pub fn gateway(state: &GatewayState) -> GatewayWay {
-    GatewayWay {
-        node: state.name.clone(),
-        transport: state.transport.clone(),
-        reason: Some(state.why.clone()).filter(|why| !why.is_empty()),
-    }
+fn gateway(state: GatewayState) -> GatewayWay {
+    let reason = Some(state.why).filter(|why| !why.is_empty());
+    GatewayWay { node: state.name, transport: state.transport, reason }
 }
 
 /// The addresses that other things on the network know this node by.
-fn addresses(report: &Report<'_>) -> Vec<NodeAddress> {
-    let told = reported(report.node, report.snapshot, report.links, report.roles).into_iter();
+fn addresses(facts: &Facts) -> Vec<NodeAddress> {
+    let told = facts.addresses().into_iter();
     told.map(|(link, address)| {
-        let default_route = report.links.default_route(address.addr().is_ipv6()).is_some_and(|r| r.oif == link.index);
+        let default_route = facts.links.default_route(address.addr().is_ipv6()).is_some_and(|r| r.oif == link.index);
         let mac = link.mac.map(|mac| mac.to_string());
         NodeAddress { interface: link.name.clone(), cidr: address.to_string(), default_route, mac }
     })
@@ -132,7 +83,7 @@ fn addresses(report: &Report<'_>) -> Vec<NodeAddress> {
 }
 
 /// Demands as objects write them.
-pub fn demands(demands: BTreeMap<IpAddr, Demand>) -> Vec<api::Demand> {
+fn demands(demands: BTreeMap<IpAddr, Demand>) -> Vec<api::Demand> {
     let demand = |(address, demand): (IpAddr, Demand)| api::Demand {
         egress_ip: address.to_string(),
         want_blocks: demand.want.try_into().unwrap_or(u16::MAX),

@@ -1,81 +1,43 @@
-//! What the agent tells on its socket. Pure.
+//! What the agent tells on its socket.
 
-use super::facts::World;
+use super::{Agent, facts::World};
 use crate::{
-    config::Firewall,
-    datapath::attach::Mode,
     observe::state::{
         AgentState, ConditionState, EgressIpState, GatewayState, NodeState, PolicyState, ProbeResult, ProblemState,
     },
-    store,
     translate::refusals,
 };
 use egress_core::{
     agent::{
-        demand::Ports,
         gateways::Gateways,
+        machine::Machine,
         transports::{self, TRANSPORTS, Transports},
-        unnamed::Networks,
-        view::Facts,
     },
     encode::NodeView,
     health::ProbeState,
-    model::{Distribution, NodeName, Transport},
+    model::{Distribution, NodeName},
     plan::{ConditionKind, Reason},
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
-use std::{collections::BTreeMap, net::IpAddr, time::Duration};
-
-/// What the agent knows besides objects and the view.
-pub struct Running<'a> {
-    /// How long it has run.
-    pub uptime: Duration,
-    /// Where the objects come from.
-    pub store: &'a str,
-    /// Whether new flows wait for the host's firewall.
-    pub firewall: Firewall,
-    /// How programs are attached.
-    pub attach: Mode,
-    /// The program of somebody else that may bring packets into a pod past `pod_ingress`, and where it is.
-    pub bypass: Option<String>,
-    /// Where this node receives tunnelled packets.
-    pub tunnel_addresses: Vec<IpAddr>,
-    /// Whether the lease is held; absent without a lease.
-    pub lease_held: Option<bool>,
-    /// All leases up to this revision are in the maps.
-    pub lease_revision: u64,
-    /// The setting for the transports to other nodes.
-    pub transport: Transport,
-    /// The gateways that this node uses, as [`gateways`] tells them.
-    pub gateways: Vec<GatewayState>,
-    /// The ports in use, as they were counted last.
-    pub ports: &'a Ports,
-    /// Whether the source of the objects answers.
-    pub store_connected: bool,
-    /// What is wrong with the source of the objects.
-    pub store_problems: Vec<store::Problem>,
-    /// Networks that may be the cluster's although nobody names them.
-    pub unnamed: &'a Networks,
-    /// What the agent could not do.
-    pub errors: &'a [String],
-}
+use std::net::IpAddr;
 
 /// An error of the agent, as a problem of its node.
-pub fn problem(node: &NodeName, message: &str) -> ProblemState {
+fn problem(node: &NodeName, message: &str) -> ProblemState {
     ProblemState { object: node.to_string(), message: message.to_owned(), ..ProblemState::default() }
 }
 
-/// Makes the state.
-pub fn state(world: &World, facts: &Facts<'_>, view: &NodeView, running: &Running<'_>) -> AgentState {
-    let mut problems: Vec<ProblemState> = running.errors.iter().map(|e| problem(facts.node, e)).collect();
-    problems.extend(running.unnamed.values().map(|message| problem(facts.node, message)));
+/// Makes the state. `view` is what was written last.
+pub fn state(agent: &Agent, view: &NodeView) -> AgentState {
+    let (world, machine, outcome) = (&agent.world, &agent.machine, agent.machine.outcome());
+    let own = outcome.errors.iter().chain(outcome.unnamed.values());
+    let mut problems: Vec<ProblemState> = own.map(|e| problem(&agent.node, e)).collect();
     problems.extend(world.problems.iter().map(|p| ProblemState {
         object: format!("{} {}", p.kind, p.name),
         field: Some(p.field.clone()),
         message: p.message.clone(),
         remedy: p.remedy.clone(),
     }));
-    problems.extend(running.store_problems.iter().map(|p| ProblemState {
+    problems.extend(agent.store.problems().iter().map(|p| ProblemState {
         object: match &p.object {
             Some(object) => format!("{}, {object}", p.file.display()),
             None => p.file.display().to_string(),
@@ -85,35 +47,35 @@ pub fn state(world: &World, facts: &Facts<'_>, view: &NodeView, running: &Runnin
         remedy: p.remedy.clone(),
     }));
     AgentState {
-        node: node(facts.node, running),
-        policies: facts.snapshot.policies.values().map(|p| policy(world, view, p)).chain(refused(world)).collect(),
-        gateways: running.gateways.clone(),
-        egress_ips: facts.plan.egress_ips.iter().map(|(ip, e)| egress_ip(world, *ip, e)).collect(),
-        unnamed_networks: running.unnamed.iter().map(|(net, why)| (net.to_string(), why.clone())).collect(),
-        ports_used: running.ports.peaks(),
+        node: node(agent),
+        policies: world.snapshot.policies.values().map(|p| policy(world, view, p)).chain(refused(world)).collect(),
+        gateways: gateways(machine),
+        egress_ips: world.plan.egress_ips.iter().map(|(ip, e)| egress_ip(world, *ip, e)).collect(),
+        unnamed_networks: outcome.unnamed.iter().map(|(net, why)| (net.to_string(), why.clone())).collect(),
+        ports_used: machine.facts().ports.peaks(),
         conditions: world
-            .egress_node(facts.node)
+            .egress_node(&agent.node)
             .and_then(|n| n.status.as_ref())
             .map_or(Vec::new(), |s| s.conditions.iter().map(condition).collect()),
         problems,
     }
 }
 
-fn node(name: &NodeName, running: &Running<'_>) -> NodeState {
+fn node(agent: &Agent) -> NodeState {
     NodeState {
-        name: name.to_string(),
+        name: agent.node.to_string(),
         version: env!("CARGO_PKG_VERSION").into(),
         pid: std::process::id(),
-        uptime_seconds: running.uptime.as_secs(),
-        store: running.store.into(),
-        store_connected: running.store_connected,
-        transport: running.transport.to_string(),
-        firewall: running.firewall.to_string(),
-        attach: running.attach.to_string(),
-        bypass: running.bypass.clone(),
-        tunnel_addresses: running.tunnel_addresses.clone(),
-        lease_held: running.lease_held,
-        lease_revision: running.lease_revision,
+        uptime_seconds: agent.now().as_secs(),
+        store: agent.source.clone(),
+        store_connected: agent.store.is_connected(),
+        transport: agent.settings.machine.transport.to_string(),
+        firewall: agent.settings.firewall.to_string(),
+        attach: agent.hooks.mode().to_string(),
+        bypass: agent.hooks.bypass(),
+        tunnel_addresses: agent.machine.tunnel_addresses(),
+        lease_held: agent.lease.as_ref().map(|_| agent.machine.is_lease_held(agent.now())),
+        lease_revision: agent.machine.outcome().leases.all,
     }
 }
 
@@ -153,7 +115,8 @@ fn refused(world: &World) -> impl Iterator<Item = PolicyState> {
 }
 
 /// The gateways that are probed, and the transports to them.
-pub fn gateways(gateways: &Gateways, transports: &BTreeMap<NodeName, Transports>) -> Vec<GatewayState> {
+pub fn gateways(machine: &Machine) -> Vec<GatewayState> {
+    let (gateways, transports) = (machine.gateways(), &machine.outcome().transports);
     let states = gateways.states().into_iter();
     states
         .map(|(name, state)| GatewayState {

@@ -10,6 +10,7 @@ use super::firewall::{self, FirewallError};
 use super::shaper::{self, ShaperError};
 use super::sysctl::{Changed, SysctlError, Sysctls};
 use super::tunnel::{self, TunnelError};
+use egress_core::agent::machine::ShaperEnds;
 
 /// One thing that was made.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,7 +25,7 @@ pub enum Artifact {
     /// The shaper's pair of devices.
     Shaper {
         /// Their ifindexes.
-        ends: shaper::Ends,
+        ends: ShaperEnds,
     },
     /// A rule or a route.
     Rule(String),

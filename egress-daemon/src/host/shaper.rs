@@ -17,6 +17,7 @@ use rtnetlink::{Error, Handle, LinkUnspec, LinkVeth};
 use super::netlink::errno;
 use super::sysctl::{self, tunnel_settings};
 use egress_common::abi::SHAPER_HANDLE;
+use egress_core::agent::machine::ShaperEnds;
 
 /// The name of the end that packets enter.
 pub const NEAR: &str = "spillway-bw0";
@@ -48,15 +49,6 @@ pub struct Rate {
     pub burst: u64,
 }
 
-/// The devices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ends {
-    /// ifindex of the near end.
-    pub near: u32,
-    /// ifindex of the far end.
-    pub far: u32,
-}
-
 /// Why bandwidths are not limited.
 #[derive(Debug, thiserror::Error)]
 pub enum ShaperError {
@@ -76,18 +68,18 @@ pub enum ShaperError {
 /// The shaper of this node.
 #[derive(Debug, Default)]
 pub struct Shaper {
-    ends: Option<Ends>,
+    ends: Option<ShaperEnds>,
     classes: BTreeMap<u16, Rate>,
 }
 
 impl Shaper {
     /// The devices, if they are there.
-    pub fn ends(&self) -> Option<Ends> {
+    pub fn ends(&self) -> Option<ShaperEnds> {
         self.ends
     }
 
     /// Makes sure that the devices are there, up, with their qdisc.
-    pub async fn ensure(&mut self, handle: &Handle) -> Result<Ends, ShaperError> {
+    pub async fn ensure(&mut self, handle: &Handle) -> Result<ShaperEnds, ShaperError> {
         let found = find(handle).await?;
         if let (Some(ends), true) = (found, found == self.ends) {
             return Ok(ends);
@@ -152,7 +144,7 @@ pub async fn delete(handle: &Handle) -> Result<bool, ShaperError> {
 }
 
 /// The devices that are there. A device of the name that is not ours is an error.
-pub async fn find(handle: &Handle) -> Result<Option<Ends>, ShaperError> {
+pub async fn find(handle: &Handle) -> Result<Option<ShaperEnds>, ShaperError> {
     let (near, far) = (get(handle, NEAR).await?, get(handle, FAR).await?);
     let ours = |message: &LinkMessage| {
         let alias = |attribute: &LinkAttribute| matches!(attribute, LinkAttribute::IfAlias(alias) if alias == ALIAS);
@@ -160,7 +152,7 @@ pub async fn find(handle: &Handle) -> Result<Option<Ends>, ShaperError> {
     };
     match (near, far) {
         (Some(near), Some(far)) if ours(&near) || ours(&far) => {
-            Ok(Some(Ends { near: near.header.index, far: far.header.index }))
+            Ok(Some(ShaperEnds { near: near.header.index, far: far.header.index }))
         }
         (None, None) => Ok(None),
         (Some(_), _) => Err(ShaperError::NameTaken(NEAR.to_owned())),

@@ -229,7 +229,7 @@ impl Cluster {
             Event::Wake(p, _) => {
                 if self.processes[p].wake == Some(self.now) {
                     self.processes[p].wake = None;
-                    self.act(p, |agent, hands| agent.turn(false, hands));
+                    self.act(p, |agent, hands| agent.turn(hands));
                 }
             }
             Event::Start(p, _) => self.start(p),
@@ -239,7 +239,7 @@ impl Cluster {
             Event::Probe(from, to, request) => self.probe(from, to, request),
             Event::Answer(p, answer) => {
                 if self.machines[p].agent.is_some() {
-                    self.act(p, |agent, hands| agent.answer(answer, hands));
+                    self.act(p, |agent, hands| agent.answer(&answer, hands));
                 }
             }
             Event::Fault(n, begins) => self.fault(n, begins),
@@ -386,7 +386,7 @@ impl Cluster {
         };
         if client.is_some_and(|client| client.follow(&self.server, kind)) {
             match kind {
-                LEASES => self.act(process, |agent, hands| agent.turn(false, hands)),
+                LEASES => self.act(process, |agent, hands| agent.turn(hands)),
                 _ => self.act(process, |agent, hands| agent.read(hands)),
             }
         }

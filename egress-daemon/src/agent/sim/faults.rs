@@ -132,7 +132,7 @@ impl Fault {
             Fault::Uplink(n) => {
                 count(&mut cluster.machines[*n].uplink_faults);
                 if cluster.processes[*n].frozen == 0 {
-                    cluster.act(*n, |agent, hands| agent.turn(false, hands));
+                    cluster.act(*n, |agent, hands| agent.turn(hands));
                 }
             }
             Fault::Underlay { of, out, back } => {

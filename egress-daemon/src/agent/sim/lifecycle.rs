@@ -41,7 +41,7 @@ impl Cluster {
         }
         // The watches go on from there.
         self.resume_watches(process);
-        self.act(process, |agent, hands| agent.turn(false, hands));
+        self.act(process, |agent, hands| agent.turn(hands));
     }
 
     /// Ends a process; it starts again after a time.

@@ -1,7 +1,5 @@
-//! A node: what its kernel has, which outlives the agent, and the agent.
-//!
-//! The agent here is `agent::node` and `agent::reconcile` without links, hooks, shapers and sysctls: the same pure parts, fed with the same
-//! things in the same order.
+//! A node: what its kernel has, which outlives the agent, and the agent, which is the machine that decides in a real one. What is
+//! carried out here is what others can see of it: tables, probes, signs of life, the lease and the status.
 
 use super::{
     super::{able, status},
@@ -9,24 +7,24 @@ use super::{
     cluster::{Effect, Purpose},
     keeper::Keeper,
 };
-use crate::{
-    api::{CarriedIP, EgressNode, EgressNodeStatus},
-    store::lease::gateway_lease,
-};
-use egress_common::transport::DEVICE;
+use crate::{api::EgressNode, store::lease::gateway_lease};
+use egress_common::config;
 use egress_core::{
     agent::{
-        blocks::{self, Circumstances as OfBlocks, Holdings, Withheld},
-        carriers::{Carriers, Circumstances},
-        demand::{self, Past, Ports, Used},
-        gateways::{Answered, Gateways, Target},
-        objects::Known,
-        pulse::Pulse,
-        reach::{LeaseWord, Reach},
-        view,
+        demand::{Ports, Used},
+        facts::Facts,
+        gateways::Answered,
+        machine::{Action, Counted, Left, Machine, Settings},
     },
+    encode::{EgressView, NodeView, fit::Refused},
     health::ProbeTimes,
-    model::NodeName,
+    model::{NodeName, Transport},
+    network::{
+        Route,
+        classify::InterfaceRules,
+        links::{Link, LinkKind, LinkTable},
+    },
+    testing::{default_route, link},
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -36,11 +34,9 @@ use std::{
     time::Duration,
 };
 
-/// As in `agent::node` and `agent::count`.
-const RESYNC: Duration = Duration::from_secs(5);
-const STATUS_EVERY: Duration = Duration::from_millis(100);
-const LOOK_EVERY: Duration = Duration::from_millis(50);
-const COUNT_EVERY: Duration = Duration::from_secs(2);
+/// The uplink of each node, and the interface of its pod.
+const UPLINK: u32 = 2;
+const POD: u32 = 3;
 
 /// How long things last in this cluster.
 #[derive(Clone, Copy)]
@@ -88,35 +84,17 @@ impl Kernel {
 }
 
 pub struct Agent {
-    pub node: NodeName,
+    node: NodeName,
     times: Times,
     pub start: Duration,
     pub client: Client,
     pub world: Rc<View>,
-    carriers: Carriers,
-    pub reach: Reach,
-    gateways: Gateways,
-    withheld: Withheld,
-    pub able: bool,
-    /// Its uplink was up when it looked last.
-    connected: bool,
+    machine: Machine,
+    /// The links while the uplink is down, and while it is up.
+    links: [Arc<LinkTable>; 2],
     keeper: Option<Keeper>,
     releasing: bool,
-    lease_held: bool,
-    leases: Known,
-    carries: BTreeSet<IpAddr>,
-    used: BTreeSet<IpAddr>,
-    ports: Ports,
-    past: Past,
-    counted: Option<Duration>,
-    pulse: Pulse,
-    next_look: Duration,
-    next_count: Duration,
-    next_resync: Duration,
     next_keeper: Duration,
-    status_due: bool,
-    next_status: Duration,
-    writing: bool,
 }
 
 /// What a turn of an agent may touch.
@@ -130,80 +108,62 @@ pub struct Hands<'a> {
 }
 
 impl Agent {
-    /// An agent that has read the objects, and makes its first view.
+    /// An agent that has read the objects, and carries out its first round.
     pub fn start(node: NodeName, times: Times, client: Client, hands: &mut Hands<'_>) -> Self {
         let now = hands.now;
         let tables = hands.kernel.tables.iter().flat_map(|tables| &tables.egress);
-        let left = tables.filter(|(_, e)| e.forwards).map(|(ip, e)| (*ip, e.answers)).collect();
+        let carried = tables.filter(|(_, e)| e.forwards).map(|(ip, e)| (*ip, e.answers)).collect();
+        let left = Left { carried, ..Left::default() };
+        let world = hands.reader.read(&client);
+        let links = [false, true].map(|up| Arc::new(links(up)));
+        let (objects, present) = (world.meant.clone(), links[usize::from(hands.connected)].clone());
+        let facts = Facts { node: node.clone(), objects, links: present, ..Facts::default() };
         let mut agent = Self {
+            machine: Machine::new(settings(times), left, facts, 1),
             node,
             times,
             start: now,
-            world: hands.reader.read(&client),
+            world,
             client,
-            carriers: Carriers::recover(&left),
-            reach: Reach::new(ProbeTimes::default()),
-            gateways: Gateways::new(ProbeTimes::default()),
-            withheld: Withheld::default(),
-            able: false,
-            connected: hands.connected,
+            links,
             keeper: None,
             releasing: false,
-            lease_held: false,
-            leases: Known::default(),
-            carries: BTreeSet::new(),
-            used: BTreeSet::new(),
-            ports: Ports::default(),
-            past: Past::default(),
-            counted: None,
-            pulse: Pulse::new(times.deadline, Duration::ZERO),
-            next_look: now,
-            next_count: now,
-            next_resync: now,
             next_keeper: now,
-            status_due: true,
-            next_status: now,
-            writing: false,
         };
-        agent.reconcile(hands);
-        agent.turn(false, hands);
+        agent.carry_all_out(hands);
+        agent.machine.handle_start(Duration::ZERO);
+        agent.turn(hands);
         agent
-    }
-
-    fn elapsed(&self, now: Duration) -> Duration {
-        now - self.start
     }
 
     /// The objects have changed.
     pub fn read(&mut self, hands: &mut Hands<'_>) {
         let world = hands.reader.read(&self.client);
-        let dirty = !Rc::ptr_eq(&world, &self.world);
-        self.world = world;
-        self.turn(dirty, hands);
+        if !Rc::ptr_eq(&world, &self.world) {
+            self.world = world;
+            self.machine.handle_objects(self.world.meant.clone());
+        }
+        self.turn(hands);
     }
 
     /// A probe was answered.
-    pub fn answer(&mut self, answer: Answered, hands: &mut Hands<'_>) {
-        if self.gateways.reply(&answer, self.elapsed(hands.now)) {
-            self.turn(true, hands);
-        }
+    pub fn answer(&mut self, answer: &Answered, hands: &mut Hands<'_>) {
+        self.machine.handle_probe(answer, hands.now - self.start);
+        self.turn(hands);
     }
 
     /// A write was answered.
     pub fn wrote(&mut self, purpose: &Purpose, done: bool, hands: &mut Hands<'_>) {
         match purpose {
-            Purpose::Status => {
-                self.writing = false;
-                self.status_due |= !done;
+            Purpose::Status => self.machine.handle_status(done),
+            Purpose::Release => {
+                self.releasing = false;
+                self.machine.handle_released();
             }
-            Purpose::Release => self.releasing = false,
             _ => {}
         }
         self.next_keeper = hands.now;
         self.read(hands);
-        if matches!(purpose, Purpose::Release) {
-            self.turn(true, hands);
-        }
     }
 
     /// Whether it holds its lease.
@@ -225,132 +185,86 @@ impl Agent {
     }
 
     /// What the loop does after each of its events.
-    pub fn turn(&mut self, mut dirty: bool, hands: &mut Hands<'_>) {
-        let (now, elapsed) = (hands.now, self.elapsed(hands.now));
-        dirty |= std::mem::replace(&mut self.connected, hands.connected) != hands.connected;
+    pub fn turn(&mut self, hands: &mut Hands<'_>) {
         self.keep(hands);
-        let effects = &mut *hands.effects;
-        dirty |= self.gateways.tick(elapsed, |name, request| effects.push(Effect::Probe(name.clone(), *request)));
-        let due = self.pulse.look(elapsed);
-        self.lease_held = self.holds(now);
-        if due {
-            self.sign_of_life(hands);
-        }
-        dirty |= self.carriers.next().is_some_and(|next| elapsed >= next);
-        if now >= self.next_look {
-            self.next_look = now + LOOK_EVERY;
-            dirty |= self.check_reach(hands);
-        }
-        if now >= self.next_count {
-            self.next_count = now + COUNT_EVERY;
-            let growth = self.past.growth(self.elapsed(now));
-            self.ports = Ports::count(hands.kernel.flows.iter().copied(), &growth);
-            self.past.note(self.elapsed(now), &self.ports);
-            self.counted = Some(self.elapsed(now));
-            self.status_due = true;
-            dirty |= self.decide_blocks(now);
-        }
-        if now >= self.next_resync {
-            self.next_resync = now + RESYNC;
-            dirty = true;
-        }
-        if dirty {
-            self.reconcile(hands);
-        }
-        self.write_status(hands);
+        self.machine.handle_links(self.links[usize::from(hands.connected)].clone());
+        let held = self.keeper.as_ref().filter(|keeper| keeper.held(hands.now).is_some());
+        let until = held.and_then(Keeper::until).unwrap_or_default();
+        self.machine.handle_lease(until.saturating_sub(self.start));
+        self.machine.handle_timeout(hands.now - self.start);
+        self.carry_all_out(hands);
     }
 
     pub fn next_wake(&self) -> Duration {
-        let status = (self.status_due && !self.writing).then_some(self.next_status);
-        let gateways = self.gateways.next().map(|next| self.start + next);
-        let keeper = self.keeper.is_some().then_some(self.next_keeper);
-        let all = [status, gateways, keeper].into_iter().flatten();
-        let all = all.chain([self.next_look, self.next_count, self.next_resync, self.start + self.pulse.next()]);
-        all.min().unwrap_or(self.next_look)
+        let machine = self.start + self.machine.next_wake();
+        if self.keeper.is_some() { machine.min(self.next_keeper) } else { machine }
     }
 
     /// It is stopped, not killed.
     pub fn stop(&mut self, hands: &mut Hands<'_>) {
-        let replaceable = self.carriers.are_replaceable(&self.node, &self.world.plan, &self.gateways.states());
-        if self.able && self.world.is_named(&self.node) && replaceable {
-            self.able = false;
-            self.sign_of_life(hands);
+        if self.machine.handle_stop(hands.now - self.start) {
+            self.carry_all_out(hands);
         }
     }
 
-    fn sign_of_life(&mut self, hands: &mut Hands<'_>) {
-        self.pulse.said(self.elapsed(hands.now));
-        hands.kernel.able_until = if self.able { hands.now + self.times.deadline } else { Duration::ZERO };
-        let held = self.keeper.as_ref().filter(|keeper| keeper.held(hands.now).is_some());
-        hands.kernel.held_until = held.and_then(Keeper::until).unwrap_or_default();
+    fn carry_all_out(&mut self, hands: &mut Hands<'_>) {
+        while let Some(action) = self.machine.poll_action(hands.now - self.start) {
+            self.carry_out(action, hands);
+        }
     }
 
-    fn check_reach(&mut self, hands: &Hands<'_>) -> bool {
-        let lease =
-            LeaseWord { wanted: self.world.is_named(&self.node), held: self.lease_held, duration: self.times.lease };
-        let now = self.elapsed(hands.now);
-        self.reach.update(&self.gateways.states(), hands.kernel.asked, now)
-            | self.reach.compare(lease, &self.gateways.holding(), now)
+    fn carry_out(&mut self, action: Action, hands: &mut Hands<'_>) {
+        let now = hands.now - self.start;
+        match action {
+            Action::Probe(name, request) => hands.effects.push(Effect::Probe(name, request)),
+            Action::SignOfLife { able, lease } => {
+                let until = |length: Duration| if length.is_zero() { length } else { hands.now + length };
+                (hands.kernel.able_until, hands.kernel.held_until) = (until(able), until(lease));
+            }
+            Action::ReadCounters => self.machine.handle_counters(hands.kernel.asked, 0, now),
+            Action::CountPorts(growth) => {
+                let ports = Some(Ports::count(hands.kernel.flows.iter().copied(), &growth));
+                self.machine.handle_ports(Counted { ports, began: now, took: Duration::ZERO }, now);
+            }
+            Action::FindInterfaces(_) => self.machine.handle_interfaces(BTreeMap::new()),
+            Action::SeeIfCovered => self.machine.handle_covered(),
+            Action::MakeStackPath { .. } => self.machine.handle_stack_path(),
+            Action::MakeShaper(_) => self.machine.handle_shaper(None),
+            Action::FindRoutes(addresses) => {
+                let route = Route { oif: UPLINK, gateway: None, mtu: None, encapsulated: false };
+                self.machine.handle_routes(addresses.into_iter().map(|address| (address, Ok(route.clone()))).collect());
+            }
+            Action::Write { view, .. } => {
+                self.write(&view, hands);
+                self.machine.handle_written(&view, &Refused::default(), now);
+            }
+            Action::KeepLease(wanted) => self.keep_lease(wanted, hands),
+            Action::WriteStatus => self.write_status(hands),
+            Action::LookAgain
+            | Action::Attach { .. }
+            | Action::Advertise(_)
+            | Action::Forward(_)
+            | Action::Announce(_)
+            | Action::Publish => {}
+        }
     }
 
-    fn decide_blocks(&mut self, now: Duration) -> bool {
-        let elapsed = self.elapsed(now);
-        self.withheld.update(&OfBlocks {
-            node: &self.node,
-            plan: &self.world.plan,
-            used: &self.used,
-            reported: self.world.snapshot.report(&self.node),
-            ports: &self.ports,
-            counted: self.counted,
-            now: elapsed,
-        })
-    }
-
-    fn reconcile(&mut self, hands: &mut Hands<'_>) {
-        let (now, world) = (hands.now, self.world.clone());
-        self.used = view::used(&world.plan, &view::classes_of(&world.snapshot, &self.node));
-        self.decide_blocks(now);
-        let probes = self.gateways.states();
-        let able = hands.connected && self.reach.is_reached();
-        let turned = std::mem::replace(&mut self.able, able) != able;
-        self.carriers.update(&Circumstances {
-            node: &self.node,
-            snapshot: &world.snapshot,
-            plan: &world.plan,
-            probes: &probes,
-            able: self.able,
-            now: self.elapsed(now),
-        });
-        let leases = world.leases(&self.node).max(self.leases);
-        let watched = self.carriers.watched(&self.node, &world.plan, &self.used);
-        self.gateways.set(targets(&world, &watched));
-        let (carriers, withheld) = (&self.carriers, &self.withheld);
-        let holdings = Holdings { node: &self.node, snapshot: &world.snapshot, plan: &world.plan, carriers, withheld };
-        let entry = |ip: &IpAddr| Entry {
-            forwards: carriers.forwards(*ip),
-            answers: carriers.answers(*ip),
-            used: carriers.used(*ip).to_vec(),
-            blocks: blocks::usable(&holdings, *ip),
+    fn write(&mut self, view: &NodeView, hands: &mut Hands<'_>) {
+        let entry = |e: &EgressView| Entry {
+            forwards: e.forwards,
+            answers: !e.silent,
+            used: if e.spread.is_empty() { e.gateway.iter().cloned().collect() } else { e.spread.clone() },
+            blocks: e.blocks.clone(),
         };
-        let egress: BTreeMap<IpAddr, Entry> = world.plan.egress_ips.keys().map(|ip| (*ip, entry(ip))).collect();
+        let egress: BTreeMap<IpAddr, Entry> = view.egress_ips.iter().map(|(ip, e)| (*ip, entry(e))).collect();
         let present = hands.kernel.tables.as_ref();
-        if present.is_none_or(|tables| tables.world.leases != world.leases || tables.egress != egress) {
+        if present.is_none_or(|tables| tables.world.leases != self.world.leases || tables.egress != egress) {
             hands.kernel.writes += 1;
         }
-        hands.kernel.tables = Some(Tables { world: world.clone(), egress });
-        self.leases = leases;
-        self.carries = self.carriers.carried().clone();
-        self.withheld.written(self.elapsed(now));
-        if turned {
-            self.sign_of_life(hands);
-        }
-        self.reach.set_peers(self.carriers.peers(&self.node, &world.plan));
-        self.keep_lease(hands);
-        self.status_due = true;
+        hands.kernel.tables = Some(Tables { world: self.world.clone(), egress });
     }
 
-    fn keep_lease(&mut self, hands: &mut Hands<'_>) {
-        let wanted = hands.connected && self.world.is_named(&self.node);
+    fn keep_lease(&mut self, wanted: bool, hands: &mut Hands<'_>) {
         if self.releasing {
             return;
         }
@@ -370,49 +284,46 @@ impl Agent {
     }
 
     fn write_status(&mut self, hands: &mut Hands<'_>) {
-        if !self.status_due || hands.now < self.next_status || self.writing {
-            return;
-        }
-        self.next_status = hands.now + STATUS_EVERY;
-        let world = self.world.clone();
-        let Some(present) = world.egress_node(&self.node) else {
-            self.writing = true;
-            let object = EgressNode::new(self.node.as_str(), Default::default());
+        let mut write = |object: EgressNode| {
             hands.effects.push(Effect::Write(Purpose::Status, Object::EgressNode(Arc::new(object))));
-            return;
         };
-        let reported = |s: &EgressNodeStatus| Known { all: s.lease_revision, own: s.own_lease_revision };
-        let leases = present.status.as_ref().map_or(Known::default(), reported).max(self.leases);
-        self.withheld.publish(&self.node, &world.plan, leases.own);
-        let status = EgressNodeStatus {
-            lease_revision: leases.all,
-            own_lease_revision: leases.own,
-            carries: self.carries.iter().map(|ip| CarriedIP { egress_ip: ip.to_string() }).collect(),
-            demand: status::demands(demand::demand(&self.node, &world.plan, &self.ports, &self.withheld)),
-            ..EgressNodeStatus::default()
+        let Some(present) = self.world.egress_node(&self.node) else {
+            self.machine.handle_news();
+            return write(EgressNode::new(self.node.as_str(), Default::default()));
         };
-        self.status_due = false;
-        if present.status.as_ref() != Some(&status) {
-            self.writing = true;
-            let object = EgressNode { status: Some(status), ..EgressNode::clone(present) };
-            hands.effects.push(Effect::Write(Purpose::Status, Object::EgressNode(Arc::new(object))));
+        let status = status::of_leases(&mut self.machine, present.status.as_ref());
+        if present.status.as_ref() == Some(&status) {
+            return self.machine.handle_status(true);
         }
+        write(EgressNode { status: Some(status), ..EgressNode::clone(present) });
     }
 }
 
-/// The gateways to probe.
-fn targets(world: &View, watched: &BTreeSet<(&NodeName, IpAddr)>) -> BTreeMap<NodeName, Target> {
-    let mut targets = BTreeMap::new();
-    for (name, ip) in watched {
-        let Some(address) = world.snapshot.nodes.get(*name).and_then(|n| view::tunnel_addresses(n).first().copied())
-        else {
-            continue;
-        };
-        let new = || Target { address, egress: BTreeMap::new(), transports: [DEVICE].into() };
-        let target: &mut Target = targets.entry((*name).clone()).or_insert_with(new);
-        target.egress.entry(ip.is_ipv6()).or_insert(*ip);
+fn settings(times: Times) -> Settings {
+    Settings {
+        rules: InterfaceRules::default(),
+        probe: ProbeTimes::default(),
+        lease_duration: times.lease,
+        deadline: times.deadline,
+        start_limit: Duration::from_secs(60),
+        transport: Transport::Device,
+        tunnel_mtu: 1500,
+        config: config::UNSET,
+        clock: Duration::ZERO,
     }
-    targets
+}
+
+/// The links of a node, whose uplink is up or not.
+fn links(up: bool) -> LinkTable {
+    let addresses = vec!["192.0.2.254/24".parse().unwrap()];
+    let uplink = Link { carrier: up, addresses, ..link(UPLINK, "eth0") };
+    let pod = Link { kind: LinkKind::Veth, peer_netns: Some(1), ..link(POD, "veth0") };
+    LinkTable {
+        links: [(UPLINK, uplink), (POD, pod)].into(),
+        default_routes: [default_route(UPLINK, "192.0.2.253")].into(),
+        host_routes: (0..=u8::MAX).map(|n| ([10, 1, n, 1].into(), POD)).collect(),
+        route_changes: 0,
+    }
 }
 
 /// An agent that cannot read the objects yet says again what an earlier one said.

@@ -1,0 +1,152 @@
+//! What goes into the machine, and what comes out of it.
+
+use crate::{
+    agent::{
+        demand::{Growth, Ports},
+        gateways::Request,
+        kept,
+    },
+    encode::{EndpointView, NodeView, name_text, tables::Tables},
+    health::ProbeTimes,
+    model::{Bandwidth, EndpointId, NodeName, PolicyId, Transport},
+    network::{EgressLink, classify::InterfaceRules},
+};
+use egress_common::{abi::name_kind, config::Config, egress::flags, net};
+use ipnet::IpNet;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    time::Duration,
+};
+
+/// The settings of an agent, as far as it decides by them.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// What tells interfaces apart, but for the node's addresses.
+    pub rules: InterfaceRules,
+    /// Probes of gateways.
+    pub probe: ProbeTimes,
+    /// How long a gateway's lease lasts.
+    pub lease_duration: Duration,
+    /// For how long the programs believe a sign of life.
+    pub deadline: Duration,
+    /// For how long unknown sources are held for a selected pod without an address.
+    pub start_limit: Duration,
+    /// The transports to other nodes.
+    pub transport: Transport,
+    /// The largest packet that the tunnel's device takes.
+    pub tunnel_mtu: u32,
+    /// The record for the programs, but for what depends on links.
+    pub config: Config,
+    /// The programs' clock when the agent started.
+    pub clock: Duration,
+}
+
+/// What an earlier agent has left in the maps.
+#[derive(Default)]
+pub struct Left {
+    /// The egress IPs that the kernel forwards for, and whether it answers for them.
+    pub carried: BTreeMap<IpAddr, bool>,
+    /// Pods.
+    pub endpoints: BTreeMap<EndpointId, EndpointView>,
+    /// Policies in force.
+    pub policies: BTreeSet<PolicyId>,
+    /// The flags in the record of settings.
+    pub flags: u32,
+}
+
+impl From<&Tables> for Left {
+    fn from(tables: &Tables) -> Self {
+        let carried = tables.egress_ips.values().filter(|e| e.flags & flags::CARRIED != 0);
+        let answers = |flags: u32| flags & (flags::SILENT | flags::NODE_ADDRESS) == 0;
+        let policies = tables.names.iter().filter(|(k, _)| k.kind == name_kind::POLICY);
+        Self {
+            carried: carried.map(|e| (net::from_any(e.addr), answers(e.flags))).collect(),
+            endpoints: kept::recover(tables),
+            policies: policies.filter_map(|(_, name)| name_text(name).parse().ok()).collect(),
+            flags: tables.config.map_or(0, |config| config.flags),
+        }
+    }
+}
+
+/// The ends of the device that limits bandwidths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShaperEnds {
+    /// ifindex of the near end.
+    pub near: u32,
+    /// ifindex of the far end.
+    pub far: u32,
+}
+
+/// A count of the ports in use.
+#[derive(Clone, Debug)]
+pub struct Counted {
+    /// They; absent where they could not be counted.
+    pub ports: Option<Ports>,
+    /// When it began.
+    pub began: Duration,
+    /// The CPU time that it took. On a busy node it waits for its turn, and what waits costs nobody anything.
+    pub took: Duration,
+}
+
+/// One thing to do.
+#[derive(Clone, Debug)]
+pub enum Action {
+    /// Send a probe. One that cannot be sent is one that is not answered.
+    Probe(NodeName, Request),
+    /// Tell the programs for how long from now on this node is able to carry egress IPs, and holds its lease; zero: not at all.
+    SignOfLife {
+        /// It is able for so long.
+        able: Duration,
+        /// It holds its lease for so long.
+        lease: Duration,
+    },
+    /// Read the programs' counters. Answered by `handle_counters`, or not at all.
+    ReadCounters,
+    /// Begin to count the ports that flows use. Answered by `handle_ports`, later.
+    CountPorts(Growth),
+    /// Look at everything of whose changes nobody tells.
+    LookAgain,
+
+    /// Find the interfaces that these addresses of pods are behind. Answered by `handle_interfaces`.
+    FindInterfaces(BTreeSet<IpAddr>),
+    /// See whether each pod's interface that there is has its programs. Answered by `handle_covered`, if it is so.
+    SeeIfCovered,
+    /// Make the way through the host's stack, with rules that hold what no program has seen unless it is for these networks. Answered by
+    /// `handle_stack_path`, if it is made.
+    MakeStackPath {
+        /// Some policy selects a pod of this node.
+        selects: bool,
+        /// What is not held; absent where nothing is held.
+        hold: Option<BTreeSet<IpNet>>,
+    },
+    /// Make the device that limits bandwidths, or remove it. Answered by `handle_shaper`.
+    MakeShaper(bool),
+    /// Attach the programs where they belong.
+    Attach {
+        /// The far end of the shaper.
+        shaper: Option<u32>,
+    },
+    /// Find the routes to other nodes. Answered by `handle_routes`.
+    FindRoutes(BTreeSet<IpAddr>),
+    /// Write the tables. Answered by `handle_written`.
+    Write {
+        /// What they are to say.
+        view: Box<NodeView>,
+        /// The limits of egress IPs, out and in.
+        limits: BTreeMap<IpAddr, [Bandwidth; 2]>,
+    },
+    /// Have routes to these egress IPs for others.
+    Advertise(BTreeSet<IpAddr>),
+    /// Have packets forwarded that come in by these interfaces.
+    Forward(Vec<String>),
+    /// Announce these egress IPs from now on, and ask for the next hops of their subnets.
+    Announce(BTreeMap<IpAddr, EgressLink>),
+    /// Keep the lease, or give it up.
+    KeepLease(bool),
+    /// Tell people what the node does.
+    Publish,
+
+    /// Write the status, if it differs. Answered by `handle_status`, later.
+    WriteStatus,
+}

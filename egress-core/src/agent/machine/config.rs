@@ -1,0 +1,59 @@
+//! What the programs' record of settings says besides the settings.
+
+use super::Machine;
+use egress_common::{
+    config::{Config, flags},
+    net,
+};
+use std::net::IpAddr;
+
+/// Bytes that a packet grows by in the tunnel: outer Ethernet is not counted, inner Ethernet (14), VXLAN (8), UDP (8) and
+/// outer IPv4 (20) or IPv6 (40) are.
+const OVERHEAD: [u32; 2] = [50, 70];
+/// IP and TCP headers without options, for IPv4 and IPv6.
+const HEADERS: [u32; 2] = [40, 60];
+/// The smallest segment that is ever asked for (RFC 9293, section 3.7.1).
+const MIN_MSS: u32 = 536;
+
+impl Machine {
+    /// The record; with `hold`, what no program has seen is held.
+    pub(super) fn config(&self, hold: bool) -> Config {
+        let own = self.tunnel_addresses();
+        let room = self.room(&own);
+        let mss = |family: usize| room.saturating_sub(HEADERS[family]).max(MIN_MSS);
+        let flag = |set: bool, flag: u32| if set { flag } else { 0 };
+        let v4 = own.iter().find_map(|a| if let IpAddr::V4(a) = a { Some(net::v4(*a)) } else { None });
+        let v6 = own.iter().find_map(|a| if let IpAddr::V6(a) = a { Some(net::v6(*a)) } else { None });
+        Config {
+            tunnel_ifindex: self.tunnel,
+            mss_v4: mss(0),
+            mss_v6: mss(1),
+            flags: self.settings.config.flags | flag(self.bypass, flags::UNSEEN_INBOUND) | flag(hold, flags::HOLD),
+            room,
+            own_v4: v4.unwrap_or([0]),
+            own_v6: v6.unwrap_or([0; 4]),
+            shaper_ifindex: self.shaper.map_or(0, |ends| ends.near),
+            ..self.settings.config
+        }
+    }
+
+    /// The largest packet that fits the tunnel.
+    fn room(&self, own: &[IpAddr]) -> u32 {
+        let underlays = self.facts.roles.underlays.keys().filter_map(|i| self.facts.links.links.get(i));
+        let mtu = underlays.map(|l| l.mtu).min().unwrap_or(u32::MAX).min(self.settings.tunnel_mtu);
+        let ipv6_underlay = own.first().is_some_and(IpAddr::is_ipv6);
+        mtu.saturating_sub(OVERHEAD[ipv6_underlay as usize])
+    }
+
+    /// Where other nodes reach this node's tunnel: its addresses in Kubernetes, IPv4 first, or those of the underlay.
+    pub fn tunnel_addresses(&self) -> Vec<IpAddr> {
+        let node = self.facts.objects.snapshot.nodes.get(&self.facts.node);
+        let mut addresses: Vec<IpAddr> = node.into_iter().flat_map(|n| n.addresses.iter().copied()).collect();
+        addresses.retain(|a| self.facts.links.by_address(*a).is_some());
+        if addresses.is_empty() {
+            addresses = self.facts.roles.underlays.values().flatten().copied().collect();
+        }
+        addresses.sort_by_key(|a| (a.is_ipv6(), *a));
+        addresses
+    }
+}

@@ -1,0 +1,368 @@
+//! The agent as a state machine: what happens goes in by `handle_*`, what is to be done comes out of [`Machine::poll_action`], in the
+//! order in which it is to be done. Pure; times are since the agent's start.
+//!
+//! Actions are carried out one by one, each before the next is asked for. Some ask something: the answer goes in before the next one is
+//! asked for, too. What has changed leads to a round ([`round`]), in which everything is decided again.
+
+mod action;
+mod config;
+mod peers;
+mod round;
+#[cfg(test)]
+mod tests;
+
+pub use action::{Action, Counted, Left, Settings, ShaperEnds};
+
+use super::{
+    carriers::Carriers,
+    demand::{self, Past},
+    effective::Effective,
+    facts::Facts,
+    gateways::{Answered, Gateways},
+    history::Histories,
+    late::Late,
+    objects::{Known, Objects},
+    programmed::Programmed,
+    pulse::Pulse,
+    reach::{LeaseWord, Reach},
+    transports::Transports,
+    unnamed::{Networks, Unnamed},
+    view::Decided,
+};
+use crate::{
+    encode::EndpointView,
+    model::{Demand, EndpointId, NodeName, Trouble},
+    network::{EgressLink, classify::InterfaceRules, links::LinkTable},
+};
+use round::Round;
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    net::IpAddr,
+    sync::Arc,
+    time::Duration,
+};
+
+/// How often everything is decided again although nothing seems to have changed.
+const RESYNC: Duration = Duration::from_secs(5);
+/// The least time between two writes of the status.
+const STATUS_EVERY: Duration = Duration::from_millis(100);
+/// How often the programs' counters are read.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// The least time between two counts of the ports in use.
+const COUNT_EVERY: Duration = Duration::from_secs(2);
+/// A count may take one part in so many of the time.
+const COUNT_SHARE: u32 = 20;
+/// The same when ports are getting scarce.
+const AT_ONCE_EVERY: Duration = Duration::from_millis(100);
+/// The same when ports are getting scarce.
+const AT_ONCE_SHARE: u32 = 4;
+
+/// What came of the last rounds.
+#[derive(Default)]
+pub struct Outcome {
+    /// Up to these revisions, leases are in the tables.
+    pub leases: Known,
+    /// The egress IPs that this node carries by its tables.
+    pub carries: BTreeSet<IpAddr>,
+    /// Those of them that are announced.
+    pub announced: BTreeMap<IpAddr, EgressLink>,
+    /// The transports to other nodes.
+    pub transports: BTreeMap<NodeName, Transports>,
+    /// Networks that may be the cluster's and that nobody names.
+    pub unnamed: Networks,
+    /// How far the tables are with policies.
+    pub programmed: Programmed,
+    /// What cannot be done for policies.
+    pub troubles: BTreeSet<Trouble>,
+    /// What could not be done in the last round.
+    pub errors: Vec<String>,
+}
+
+/// What is due when.
+#[derive(Default)]
+struct Timers {
+    resync: Duration,
+    look: Duration,
+    count: Duration,
+    /// The next count, if ports are getting scarce.
+    count_at_once: Duration,
+    status: Duration,
+}
+
+/// An agent: all that it knows and has decided.
+pub struct Machine {
+    settings: Settings,
+    facts: Facts,
+    decided: Decided,
+    outcome: Outcome,
+    /// Index of the tunnel device.
+    tunnel: u32,
+    shaper: Option<ShaperEnds>,
+    /// Interfaces with the program that translates first packets.
+    exits: BTreeSet<u32>,
+    /// Somebody's program may bring packets past ours.
+    bypass: bool,
+    /// The flags in the record of settings that the programs have.
+    flags: u32,
+    effective: Effective,
+    endpoints: BTreeMap<EndpointId, EndpointView>,
+    late: Late,
+    unnamed: Unnamed,
+    reach: Reach,
+    gateways: Gateways,
+    pulse: Pulse,
+    past: Past,
+    /// How often the programs have found ports taken.
+    tight: u64,
+    /// Until when the lease is held.
+    lease_until: Duration,
+    timers: Timers,
+    counting: bool,
+    status_due: bool,
+    writing_status: bool,
+    /// Something has changed.
+    dirty: bool,
+    round: Option<Round>,
+    actions: VecDeque<Action>,
+}
+
+impl Machine {
+    /// An agent that starts with these `facts`, and with what an earlier one has `left`. Its first round is to be carried out at once.
+    pub fn new(settings: Settings, left: Left, facts: Facts, tunnel: u32) -> Self {
+        let carriers = Carriers::recover(&left.carried);
+        let histories = Histories::recover(&left.endpoints);
+        let mut machine = Self {
+            facts,
+            decided: Decided { carriers, histories, ..Decided::default() },
+            outcome: Outcome::default(),
+            tunnel,
+            shaper: None,
+            exits: BTreeSet::new(),
+            bypass: false,
+            flags: left.flags,
+            effective: Effective::recover(left.policies),
+            endpoints: left.endpoints,
+            late: Late::default(),
+            unnamed: Unnamed::default(),
+            reach: Reach::new(settings.probe),
+            gateways: Gateways::new(settings.probe),
+            pulse: Pulse::new(settings.deadline, Duration::ZERO),
+            past: Past::default(),
+            tight: 0,
+            lease_until: Duration::ZERO,
+            timers: Timers::default(),
+            counting: false,
+            status_due: true,
+            writing_status: false,
+            dirty: true,
+            round: None,
+            actions: VecDeque::new(),
+            settings,
+        };
+        machine.look_around();
+        machine
+    }
+
+    /// The objects are these now.
+    pub fn handle_objects(&mut self, objects: Arc<Objects>) {
+        self.facts.objects = objects;
+        self.dirty = true;
+    }
+
+    /// The links are these now.
+    pub fn handle_links(&mut self, links: Arc<LinkTable>) {
+        self.dirty |= !Arc::ptr_eq(&self.facts.links, &links);
+        self.facts.links = links;
+    }
+
+    /// Programs are at these exits now, and somebody else's program may bring packets into pods past ours, or none.
+    pub fn handle_hooks(&mut self, exits: BTreeSet<u32>, bypass: bool) {
+        self.dirty |= self.holds() || exits != self.exits || bypass != self.bypass;
+        (self.exits, self.bypass) = (exits, bypass);
+    }
+
+    /// The tunnel device has this index now.
+    pub fn handle_tunnel(&mut self, index: u32) {
+        self.dirty |= index != self.tunnel;
+        self.tunnel = index;
+    }
+
+    /// The first round is carried out.
+    pub fn handle_start(&mut self, now: Duration) {
+        self.pulse = Pulse::new(self.settings.deadline, now);
+    }
+
+    /// A probe was answered.
+    pub fn handle_probe(&mut self, answer: &Answered, now: Duration) {
+        self.dirty |= self.gateways.reply(answer, now);
+    }
+
+    /// The lease is held until then; zero: it is not.
+    pub fn handle_lease(&mut self, until: Duration) {
+        self.lease_until = until;
+    }
+
+    /// The lease was given back.
+    pub fn handle_released(&mut self) {
+        self.dirty = true;
+    }
+
+    /// The programs have answered so many probes, and found ports taken so often, in all.
+    pub fn handle_counters(&mut self, answered: u64, tight: u64, now: Duration) {
+        let lease = LeaseWord {
+            wanted: self.facts.is_named(),
+            held: self.is_lease_held(now),
+            duration: self.settings.lease_duration,
+        };
+        let changed = self.reach.update(&self.gateways.states(), answered, now)
+            | self.reach.compare(lease, &self.gateways.holding(), now);
+        if changed && let Some(why) = self.reach.why_not() {
+            tracing::warn!("this node answers for no egress IP: {why}");
+        }
+        self.dirty |= changed;
+        if std::mem::replace(&mut self.tight, tight) != tight {
+            self.timers.count = self.timers.count.min(self.timers.count_at_once);
+        }
+    }
+
+    /// The ports in use were counted, or could not be.
+    pub fn handle_ports(&mut self, Counted { ports, began, took }: Counted, now: Duration) {
+        self.counting = false;
+        self.timers.count = began + COUNT_EVERY.max(took * COUNT_SHARE);
+        self.timers.count_at_once = began + AT_ONCE_EVERY.max(took * AT_ONCE_SHARE);
+        let Some(ports) = ports else { return };
+        self.status_due |= ports != self.facts.ports;
+        self.past.note(began, &ports);
+        (self.facts.ports, self.facts.counted, self.facts.now) = (ports, Some(began), now);
+        self.dirty |= self.decided.withheld.update(&self.facts);
+    }
+
+    /// The status has something to tell that is not the machine's.
+    pub fn handle_news(&mut self) {
+        self.status_due = true;
+    }
+
+    /// The status was written, or need not be; or it is to be written again.
+    pub fn handle_status(&mut self, done: bool) {
+        self.writing_status = false;
+        self.status_due |= !done;
+    }
+
+    /// Something could not be done, for people.
+    pub fn handle_error(&mut self, error: impl ToString) {
+        self.outcome.errors.push(error.to_string());
+    }
+
+    /// It is this late. To be told when [`next_wake`](Self::next_wake) says so, and after everything else.
+    pub fn handle_timeout(&mut self, now: Duration) {
+        let actions = &mut self.actions;
+        let send = |name: &NodeName, request: &_| actions.push_back(Action::Probe(name.clone(), *request));
+        self.dirty |= self.gateways.tick(now, send);
+        if self.pulse.look(now) {
+            self.sign_of_life(now);
+        }
+        self.dirty |= self.decided.carriers.next().is_some_and(|next| now >= next);
+        if now >= self.timers.look {
+            self.timers.look = now + LOOK_EVERY;
+            self.actions.push_back(Action::ReadCounters);
+        }
+        if now >= self.timers.count && !self.counting {
+            self.counting = true;
+            self.actions.push_back(Action::CountPorts(self.past.growth(now)));
+        }
+        if now >= self.timers.resync {
+            self.timers.resync = now + RESYNC;
+            self.actions.push_back(Action::LookAgain);
+            self.dirty = true;
+        }
+    }
+
+    /// When [`handle_timeout`](Self::handle_timeout) is to be called at the latest.
+    pub fn next_wake(&self) -> Duration {
+        // While a count or a status is on its way, its end wakes the agent.
+        let status = (self.status_due && !self.writing_status).then_some(self.timers.status);
+        let count = (!self.counting).then_some(self.timers.count);
+        let sometimes = [status, count, self.gateways.next(), self.decided.carriers.next()].into_iter().flatten();
+        sometimes.fold(self.timers.resync.min(self.timers.look).min(self.pulse.next()), Duration::min)
+    }
+
+    /// The agent is about to stop: the other carriers take over where they can. Whether there are any; then all of them know it a moment
+    /// after what is to be done.
+    pub fn handle_stop(&mut self, now: Duration) -> bool {
+        let (node, plan) = (&self.facts.node, &self.facts.objects.plan);
+        let replaceable = self.decided.carriers.are_replaceable(node, plan, &self.gateways.states());
+        if !self.facts.able || !self.facts.is_named() || !replaceable {
+            return false;
+        }
+        self.facts.able = false;
+        self.outcome.errors.clear();
+        self.sign_of_life(now);
+        self.actions.push_back(Action::Advertise(BTreeSet::new()));
+        true
+    }
+
+    /// What is to be done next.
+    pub fn poll_action(&mut self, now: Duration) -> Option<Action> {
+        while self.actions.is_empty() && (self.round.is_some() || self.dirty) {
+            self.advance(now);
+        }
+        let action = self.actions.pop_front();
+        if action.is_some() || !self.status_due || self.writing_status || now < self.timers.status {
+            return action;
+        }
+        (self.status_due, self.writing_status, self.timers.status) = (false, true, now + STATUS_EVERY);
+        Some(Action::WriteStatus)
+    }
+
+    /// What a status says of leases, of which an earlier one has `reported` these: up to where they are in the tables, and what is wanted
+    /// and given back. Until the first write, the tables are those that an earlier agent has reported.
+    pub fn report(&mut self, reported: Known) -> (Known, BTreeMap<IpAddr, Demand>) {
+        let (node, plan, withheld) = (&self.facts.node, &self.facts.objects.plan, &mut self.decided.withheld);
+        let leases = reported.max(self.outcome.leases);
+        withheld.publish(node, plan, leases.own);
+        (leases, demand::demand(node, plan, &self.facts.ports, withheld))
+    }
+
+    /// Whether egress IPs may be announced, and since when or from when on.
+    pub fn may_announce(&self, now: Duration) -> (bool, Duration) {
+        (self.pulse.may_announce(now), self.pulse.silent_until())
+    }
+
+    fn sign_of_life(&mut self, now: Duration) {
+        self.pulse.said(now);
+        let able = if self.facts.able { self.settings.deadline } else { Duration::ZERO };
+        self.actions.push_back(Action::SignOfLife { able, lease: self.lease_until.saturating_sub(now) });
+    }
+
+    /// Whether the lease is held.
+    pub fn is_lease_held(&self, now: Duration) -> bool {
+        now < self.lease_until
+    }
+
+    /// What is known of the node.
+    pub fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    /// What came of the last rounds.
+    pub fn outcome(&self) -> &Outcome {
+        &self.outcome
+    }
+
+    /// The gateways that are probed.
+    pub fn gateways(&self) -> &Gateways {
+        &self.gateways
+    }
+
+    /// Interfaces with the program that translates first packets.
+    pub fn exits(&self) -> &BTreeSet<u32> {
+        &self.exits
+    }
+
+    /// What tells the node's interfaces apart.
+    pub fn rules(&self) -> InterfaceRules {
+        let node = self.facts.objects.snapshot.nodes.get(&self.facts.node);
+        let node_addresses = node.into_iter().flat_map(|n| n.addresses.iter().copied()).collect();
+        InterfaceRules { node_addresses, ..self.settings.rules.clone() }
+    }
+}

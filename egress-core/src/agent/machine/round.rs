@@ -1,0 +1,282 @@
+//! A round: everything is decided again, and carried out where it differs. Its order is that of the actions, and keeps what follows.
+//!
+//! - The rules that hold look for what the programs note: they come after the programs hold, and go before the programs let go.
+//! - What is written into the tables adds before it deletes, and egress IPs are announced, advertised and reported after it, never
+//!   without it.
+//! - What could not be done is told at the end, so that all of it is.
+
+use super::{Action, Machine, Outcome, ShaperEnds, peers};
+use crate::{
+    agent::{
+        kept,
+        transports::{self, Peer},
+        view,
+    },
+    encode::{NodeView, fit::Refused},
+    model::{Bandwidth, NodeName},
+    network::{Route, classify::classify, reported::on_dummies},
+};
+use egress_common::{abi::TICK_SHIFT, config::flags};
+use ipnet::IpNet;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    time::Duration,
+};
+
+/// How far a round has come, and what it has decided and been told so far.
+#[derive(Default)]
+pub(super) struct Round {
+    step: Step,
+    /// Some policy selects a pod.
+    selects: bool,
+    /// The programs held when it began.
+    held: bool,
+    /// A selected pod is starting.
+    starting: bool,
+    /// All interfaces of pods have their programs.
+    covered: bool,
+    path_made: bool,
+    /// The programs are to hold.
+    hold: bool,
+    /// The ways out of the egress IPs that this node might carry are up.
+    connected: bool,
+    /// Whether the node is able to carry egress IPs is another answer than before.
+    turned: bool,
+    limits: BTreeMap<IpAddr, [Bandwidth; 2]>,
+    view: Box<NodeView>,
+    peers: BTreeMap<NodeName, Peer>,
+    routes: BTreeMap<IpAddr, Result<Route, String>>,
+    written: bool,
+}
+
+/// What comes next.
+#[derive(Clone, Copy, Default)]
+enum Step {
+    #[default]
+    LookAround,
+    SeeWhoIsLate,
+    MakeStackPath,
+    Decide,
+    Describe,
+    Write,
+    End,
+}
+
+impl Machine {
+    /// Begins a round, or goes on with the one that is under way.
+    pub(super) fn advance(&mut self, now: Duration) {
+        self.dirty &= self.round.is_some();
+        self.facts.now = now;
+        let mut round = self.round.take().unwrap_or_default();
+        let step = match round.step {
+            Step::LookAround => self.begin(&mut round),
+            Step::SeeWhoIsLate => self.see_who_is_late(&mut round),
+            Step::MakeStackPath => self.make_stack_path(&mut round),
+            Step::Decide => self.decide(&mut round),
+            Step::Describe => self.describe(&mut round),
+            Step::Write => self.write(&mut round),
+            Step::End => return self.end(round),
+        };
+        self.round = Some(Round { step, ..round });
+    }
+
+    /// What follows from objects and links alone.
+    pub(super) fn look_around(&mut self) {
+        self.facts.roles = classify(&self.facts.links, &self.rules());
+        self.outcome.unnamed = self.unnamed.update(&self.facts);
+        let told = self.facts.except_cidrs.iter().chain(self.outcome.unnamed.keys()).copied();
+        // Most of what is on dummy devices are no addresses that the node tells of.
+        self.facts.left_alone = told.chain(on_dummies(&self.facts.links)).collect();
+    }
+
+    fn begin(&mut self, round: &mut Round) -> Step {
+        self.outcome.errors.clear();
+        self.look_around();
+        let facts = &mut self.facts;
+        let snapshot = &facts.objects.snapshot;
+        facts.gone = kept::gone(&self.endpoints, snapshot, &facts.node, &facts.links);
+        facts.classes = view::classes_of(snapshot, &facts.node);
+        facts.classes.extend(facts.gone.iter().map(|(id, pod)| (id.clone(), pod.class.clone())));
+        round.selects = facts.classes.values().any(|class| !class.is_empty());
+        // Whose interface is new is to be known while a pod is overdue.
+        let all = self.late.is_any_overdue(self.settings.start_limit, facts.now);
+        let pods = facts.classes.iter().filter(|(_, class)| all || !class.is_empty());
+        let ips = pods.filter_map(|(id, _)| Some(&snapshot.endpoints.get(id)?.ips)).flatten().copied();
+        let routed = |ip: &IpAddr| facts.links.host_routes.get(ip).is_some_and(|i| facts.roles.pods.contains(i));
+        self.actions.push_back(Action::FindInterfaces(ips.filter(|ip| !routed(ip)).collect()));
+        round.held = self.holds();
+        Step::SeeWhoIsLate
+    }
+
+    /// Where the kernel has found addresses of pods.
+    pub fn handle_interfaces(&mut self, found: BTreeMap<IpAddr, u32>) {
+        self.facts.interfaces = view::interfaces(&self.facts.links, &self.facts.roles, found);
+    }
+
+    fn see_who_is_late(&mut self, round: &mut Round) -> Step {
+        let (limit, now) = (self.settings.start_limit, self.facts.now);
+        self.late.update(&self.facts);
+        self.outcome.troubles = self.late.troubles(&self.facts.classes, limit, now);
+        round.starting = self.late.holds(limit, now);
+        if round.held && !round.starting {
+            self.actions.push_back(Action::SeeIfCovered);
+        }
+        Step::MakeStackPath
+    }
+
+    /// Each interface of a pod has its programs.
+    pub fn handle_covered(&mut self) {
+        if let Some(round) = &mut self.round {
+            round.covered = true;
+        }
+    }
+
+    fn make_stack_path(&mut self, round: &mut Round) -> Step {
+        round.hold = round.starting || round.held && !round.covered;
+        let hold = self.held().filter(|_| round.hold);
+        self.actions.push_back(Action::MakeStackPath { selects: round.selects, hold });
+        Step::Decide
+    }
+
+    /// The way through the host's stack is made as it was to be.
+    pub fn handle_stack_path(&mut self) {
+        if let Some(round) = &mut self.round {
+            round.path_made = true;
+        }
+    }
+
+    fn decide(&mut self, round: &mut Round) -> Step {
+        // The rules may still hold.
+        round.hold |= round.held && !round.path_made;
+        let (facts, decided) = (&mut self.facts, &mut self.decided);
+        let (snapshot, plan) = (&facts.objects.snapshot, &facts.objects.plan);
+        facts.used = view::used(plan, &facts.classes);
+        facts.probes = self.gateways.states();
+        // The programs' clock, at which a connection that is silent from now on is over.
+        let tick = ((self.settings.clock + facts.now).as_nanos() >> TICK_SHIFT) as u32;
+        let over = tick.saturating_add(self.settings.config.tcp_established);
+        decided.histories.update(snapshot, &facts.classes, over);
+        let cut_off = view::cut_off(facts);
+        self.outcome.errors.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
+        round.connected = cut_off.is_empty();
+        let able = round.connected && self.reach.is_reached();
+        round.turned = std::mem::replace(&mut facts.able, able) != able;
+        decided.withheld.update(facts);
+        decided.carriers.update(facts);
+        round.limits = view::limits(snapshot, plan, &decided.carriers);
+        self.actions.push_back(Action::MakeShaper(!round.limits.is_empty()));
+        Step::Describe
+    }
+
+    /// The device that limits bandwidths is there, or is not.
+    pub fn handle_shaper(&mut self, ends: Option<ShaperEnds>) {
+        self.shaper = ends;
+    }
+
+    fn describe(&mut self, round: &mut Round) -> Step {
+        let config = self.config(round.hold);
+        *round.view = view::view(&self.facts, &self.decided, config, &mut self.effective);
+        self.endpoints.clone_from(&round.view.endpoints);
+        round.peers = peers::peers(&self.facts, &round.view, &self.watched());
+        self.actions.push_back(Action::Attach { shaper: self.shaper.map(|ends| ends.far) });
+        self.actions.push_back(Action::FindRoutes(round.peers.values().map(|peer| peer.address).collect()));
+        Step::Write
+    }
+
+    /// The routes to other nodes, or why there is none.
+    pub fn handle_routes(&mut self, routes: BTreeMap<IpAddr, Result<Route, String>>) {
+        if let Some(round) = &mut self.round {
+            round.routes = routes;
+        }
+    }
+
+    fn write(&mut self, round: &mut Round) -> Step {
+        let (setting, own) = (self.settings.transport, self.tunnel_addresses());
+        let unknown = Err("no route was asked for".to_owned());
+        let to = |peer: &Peer| {
+            let route = round.routes.get(&peer.address).unwrap_or(&unknown);
+            transports::to(setting, peer, route, &self.facts.links, &own)
+        };
+        self.outcome.transports = round.peers.iter().map(|(name, peer)| (name.clone(), to(peer))).collect();
+        let targets = peers::targets(&self.watched(), &round.view, &self.outcome.transports, setting);
+        self.gateways.set(targets);
+        let chosen = |name: &NodeName| self.gateways.transport(name).unwrap_or_default();
+        round.view.transports =
+            self.outcome.transports.iter().map(|(name, t)| (name.clone(), t.view(chosen(name), setting))).collect();
+        let (view, limits) = (std::mem::take(&mut round.view), std::mem::take(&mut round.limits));
+        self.actions.push_back(Action::Write { view, limits });
+        Step::End
+    }
+
+    /// The tables say what `view` does, which is as much as fits. What was decided holds from now on, and may be told.
+    pub fn handle_written(&mut self, view: &NodeView, refused: &Refused, now: Duration) {
+        let Some(round) = &mut self.round else { return };
+        round.written = true;
+        self.flags = view.config.map_or(0, |config| config.flags);
+        let (objects, outcome) = (&self.facts.objects, &mut self.outcome);
+        outcome.troubles.extend(refused.troubles(&objects.plan.egress_ips));
+        outcome.programmed.written(&objects.snapshot.policies, &view.policies, now);
+        outcome.leases = objects.leases(&self.facts.node).max(outcome.leases);
+        outcome.carries = self.decided.carriers.carried().clone();
+        outcome.carries.retain(|ip| view.egress_ips.contains_key(ip));
+        self.decided.withheld.written(now);
+    }
+
+    /// The tables could not be written, and these are the flags in the record of settings.
+    pub fn handle_not_written(&mut self, error: impl ToString, flags: u32) {
+        self.flags = flags;
+        self.handle_error(error);
+    }
+
+    fn end(&mut self, round: Round) {
+        self.announce(round.written);
+        let facts = &self.facts;
+        // A gateway forwards, and so does a node whose stack sees the first packets of flows.
+        if facts.objects.may_be_gateway(&facts.node) || self.settings.config.flags & flags::RESPECT_FIREWALL != 0 {
+            let uplinks = facts.roles.uplinks.iter().filter_map(|i| Some(facts.links.links.get(i)?.name.clone()));
+            self.actions.push_back(Action::Forward(uplinks.collect()));
+        }
+        if !round.held && self.holds() {
+            self.actions.push_back(Action::MakeStackPath { selects: round.selects, hold: self.held() });
+        }
+        if round.turned {
+            self.sign_of_life(self.facts.now);
+        }
+        self.actions.push_back(Action::Announce(self.outcome.announced.clone()));
+        let (node, plan) = (&self.facts.node, &self.facts.objects.plan);
+        self.reach.set_peers(self.decided.carriers.peers(node, plan));
+        self.actions.push_back(Action::KeepLease(round.connected && self.facts.is_named()));
+        self.outcome.errors.extend(self.outcome.troubles.iter().map(|trouble| {
+            let pod = trouble.pod.as_ref().map(|pod| format!(", pod {}/{}", pod.namespace, pod.name));
+            format!("policy {}{}: {}", trouble.policy, pod.unwrap_or_default(), trouble.message)
+        }));
+        self.actions.push_back(Action::Publish);
+        self.status_due = true;
+    }
+
+    /// Where nothing was written, the tables carry what they carried before, and answer for no more.
+    fn announce(&mut self, written: bool) {
+        let mut wanted = view::announced(&self.facts, &self.decided);
+        let Outcome { carries, announced, .. } = &mut self.outcome;
+        wanted.retain(|ip, _| carries.contains(ip) && (written || announced.contains_key(ip)));
+        *announced = if self.facts.silent { BTreeMap::new() } else { wanted };
+        if written {
+            self.actions.push_back(Action::Advertise(self.decided.carriers.advertised() & carries));
+        }
+    }
+
+    fn watched(&self) -> BTreeSet<(&NodeName, IpAddr)> {
+        self.decided.carriers.watched(&self.facts.node, &self.facts.objects.plan, &self.facts.used)
+    }
+
+    /// Whether the programs hold what they do not know.
+    pub(super) fn holds(&self) -> bool {
+        self.flags & flags::HOLD != 0
+    }
+
+    /// What the rules are not to hold, if the programs hold.
+    pub fn held(&self) -> Option<BTreeSet<IpNet>> {
+        self.holds().then(|| view::excepts(&self.facts.node, &self.facts.objects.snapshot, &self.facts.left_alone))
+    }
+}

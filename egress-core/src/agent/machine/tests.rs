@@ -1,0 +1,304 @@
+//! In which order the machine has things done, and what it makes of those that fail.
+
+use super::*;
+use crate::{
+    agent::{
+        demand::Ports,
+        gateways::Request,
+        view_tests::{OWNED, World, carried_by, ip},
+    },
+    encode::{NodeView, fit::Refused},
+    model::{Endpoint, EndpointId, Transport},
+    network::{
+        Route,
+        links::{Link, LinkKind},
+    },
+    testing::link,
+};
+use egress_common::config::{self, flags};
+
+const POD: u32 = 9;
+
+/// What a real agent is around the machine: it carries out all but what `fails`.
+struct Shell {
+    machine: Machine,
+    now: Duration,
+    fails: BTreeSet<&'static str>,
+    /// What was done since it was looked at last, with what counts of it.
+    done: Vec<(String, Action)>,
+    /// The errors that were published last.
+    published: Vec<String>,
+}
+
+impl Shell {
+    fn new(world: &World) -> Self {
+        let settings = Settings {
+            rules: InterfaceRules::default(),
+            probe: Default::default(),
+            lease_duration: Duration::from_secs(15),
+            deadline: Duration::from_secs(10),
+            start_limit: Duration::from_secs(60),
+            transport: Transport::Device,
+            tunnel_mtu: 1500,
+            config: config::Config { flags: flags::RESPECT_FIREWALL, ..config::UNSET },
+            clock: Duration::ZERO,
+        };
+        let mut links = world.links.clone();
+        let pod = Link { kind: LinkKind::Veth, peer_netns: Some(1), ..link(POD, "veth0") };
+        links.links.insert(POD, pod);
+        links.host_routes.insert(ip("10.1.0.1"), POD);
+        let (node, objects, links) = ("me".into(), objects(world), Arc::new(links));
+        let facts = Facts { node, objects, links, ..Facts::default() };
+        let machine = Machine::new(settings, Left::default(), facts, 8);
+        Self { machine, now: Duration::ZERO, fails: BTreeSet::new(), done: Vec::new(), published: Vec::new() }
+    }
+
+    /// Carries out what is to be done. What was, but for probes.
+    fn run(&mut self) -> Vec<String> {
+        self.done.clear();
+        while let Some(action) = self.machine.poll_action(self.now) {
+            let name = name(&action);
+            match self.fails.contains(&*name) {
+                true => self.fail(&action, &name),
+                false => self.answer(action.clone()),
+            }
+            self.done.push((name, action));
+        }
+        self.done.iter().map(|(name, _)| name.clone()).filter(|name| name != "Probe").collect()
+    }
+
+    fn answer(&mut self, action: Action) {
+        let (machine, now) = (&mut self.machine, self.now);
+        match action {
+            Action::ReadCounters => machine.handle_counters(0, 0, now),
+            Action::CountPorts(growth) => {
+                let ports = Some(Ports::count([], &growth));
+                machine.handle_ports(Counted { ports, began: now, took: Duration::ZERO }, now);
+            }
+            Action::FindInterfaces(_) => machine.handle_interfaces(BTreeMap::new()),
+            Action::SeeIfCovered => machine.handle_covered(),
+            Action::MakeStackPath { .. } => machine.handle_stack_path(),
+            Action::MakeShaper(_) => machine.handle_shaper(None),
+            Action::FindRoutes(to) => {
+                let route = Route { oif: 1, gateway: None, mtu: None, encapsulated: false };
+                machine.handle_routes(to.into_iter().map(|to| (to, Ok(route.clone()))).collect());
+            }
+            Action::Write { view, .. } => machine.handle_written(&view, &Refused::default(), now),
+            Action::WriteStatus => machine.handle_status(true),
+            Action::Publish => self.published = machine.outcome().errors.clone(),
+            _ => {}
+        }
+    }
+
+    fn fail(&mut self, action: &Action, name: &str) {
+        match action {
+            Action::SeeIfCovered => {}
+            Action::Write { .. } => self.machine.handle_not_written("it is full", self.machine.flags),
+            _ => self.machine.handle_error(name),
+        }
+    }
+
+    /// The same after something has changed in the world.
+    fn round(&mut self, world: &World) -> Vec<String> {
+        self.machine.handle_objects(objects(world));
+        self.run()
+    }
+
+    fn views(&self) -> impl Iterator<Item = &NodeView> {
+        self.done.iter().filter_map(|(_, action)| match action {
+            Action::Write { view, .. } => Some(&**view),
+            _ => None,
+        })
+    }
+
+    fn announced(&self) -> BTreeSet<IpAddr> {
+        let sets = self.done.iter().filter_map(|(_, action)| match action {
+            Action::Announce(wanted) => Some(wanted.keys().copied().collect()),
+            _ => None,
+        });
+        sets.last().unwrap()
+    }
+
+    /// What holds, in the order in which it was made so: the programs, and the rules.
+    fn holding(&self) -> Vec<(&'static str, bool)> {
+        let holding = self.done.iter().filter_map(|(_, action)| match action {
+            Action::MakeStackPath { hold, .. } => Some(("rules", hold.is_some())),
+            Action::Write { view, .. } => Some(("programs", view.config.unwrap().flags & flags::HOLD != 0)),
+            _ => None,
+        });
+        holding.collect()
+    }
+}
+
+/// The name of an action's variant.
+fn name(action: &Action) -> String {
+    format!("{action:?}").chars().take_while(|c| c.is_alphanumeric()).collect()
+}
+
+fn objects(world: &World) -> Arc<Objects> {
+    let leases_up_to = [("me".into(), world.plan.lease_revision)].into();
+    Arc::new(Objects { snapshot: world.snapshot.clone(), plan: world.plan.clone(), leases_up_to, ..Objects::default() })
+}
+
+/// A pod of this node that a policy selects.
+fn pod(name: &str, ips: &[&str]) -> Endpoint {
+    let labels = [("app".to_owned(), "web".to_owned())].into();
+    let ips = ips.iter().map(|text| ip(text)).collect();
+    Endpoint { id: EndpointId::new("default", name, name), node: "me".into(), ips, labels }
+}
+
+#[test]
+fn a_round_writes_before_it_announces_and_tells_at_the_end() {
+    let mut shell = Shell::new(&World::new());
+    let order = [
+        "FindInterfaces",
+        "MakeStackPath",
+        "MakeShaper",
+        "Attach",
+        "FindRoutes",
+        "Write",
+        "Advertise",
+        "Forward",
+        "SignOfLife",
+        "Announce",
+        "KeepLease",
+        "Publish",
+        "WriteStatus",
+    ];
+    assert_eq!(shell.run(), order);
+    assert_eq!(shell.run(), [] as [&str; 0], "nothing has changed");
+}
+
+#[test]
+fn what_was_not_written_is_neither_announced_nor_reported() {
+    let (mut world, own) = (World::new(), ip(OWNED[2].0));
+    let mut shell = Shell::new(&world);
+    shell.fails.insert("Write");
+    assert!(!shell.run().iter().any(|name| name == "Advertise"));
+    assert_eq!((shell.announced(), &shell.machine.outcome().carries), ([].into(), &[].into()));
+    assert_eq!(shell.machine.report(Known::default()).0, Known::default());
+    shell.fails.clear();
+    shell.round(&world);
+    assert_eq!((shell.announced(), &shell.machine.outcome().carries), ([own].into(), &[own].into()));
+    assert_eq!(shell.machine.report(Known::default()).0, Known { all: 5, own: 5 });
+    // The tables do not know the address, or do not answer for it, however much it is this node's turn.
+    carried_by(&mut world, 0, &["me", "g1"]);
+    carried_by(&mut world, 2, &["g2"]);
+    world.plan.lease_revision = 6;
+    shell.fails.insert("Write");
+    shell.round(&world);
+    assert_eq!((shell.announced(), &shell.machine.outcome().carries), ([].into(), &[own].into()), "it is g2's turn");
+    assert_eq!(shell.machine.report(Known::default()).0, Known { all: 5, own: 5 });
+    carried_by(&mut world, 2, &["me"]);
+    shell.round(&world);
+    assert_eq!(shell.announced(), [].into(), "the tables may answer for it no more");
+    shell.fails.clear();
+    shell.round(&world);
+    assert_eq!(shell.announced(), [own, ip(OWNED[0].0)].into());
+    assert_eq!(shell.machine.report(Known::default()).0, Known { all: 6, own: 5 });
+}
+
+#[test]
+fn the_rules_hold_after_the_programs_and_let_go_before_them() {
+    let mut world = World::new();
+    let mut shell = Shell::new(&world);
+    shell.run();
+    assert_eq!(shell.holding(), [("rules", false), ("programs", false)]);
+    world.add(pod("web-2", &[]));
+    shell.round(&world);
+    assert_eq!(shell.holding(), [("rules", false), ("programs", true), ("rules", true)]);
+    shell.round(&world);
+    assert_eq!(shell.holding(), [("rules", true), ("programs", true)], "it goes on");
+    // The pod has an address, and its interface may have no programs yet.
+    world.add(pod("web-2", &["10.1.0.2"]));
+    shell.fails.insert("SeeIfCovered");
+    shell.round(&world);
+    assert_eq!(shell.holding(), [("rules", true), ("programs", true)]);
+    let known = |view: &NodeView| view.endpoints.values().filter(|pod| !pod.ips.is_empty()).count();
+    assert_eq!(shell.views().map(known).collect::<Vec<_>>(), [2], "the pod is written while its packets are held");
+    // The rules cannot be taken away: what they look for is noted.
+    shell.fails = ["MakeStackPath"].into();
+    shell.round(&world);
+    assert_eq!(shell.holding(), [("rules", false), ("programs", true)]);
+    shell.fails.clear();
+    shell.round(&world);
+    assert_eq!(shell.holding(), [("rules", false), ("programs", false)]);
+}
+
+#[test]
+fn where_the_programs_do_not_hold_no_rule_looks_for_their_notes() {
+    let mut world = World::new();
+    let mut shell = Shell::new(&world);
+    world.add(pod("web-2", &[]));
+    shell.fails.insert("Write");
+    shell.round(&world);
+    assert_eq!(shell.holding(), [("rules", false), ("programs", true)]);
+}
+
+/// `egressctl` shows what is published.
+#[test]
+fn all_that_fails_in_a_round_is_published() {
+    let world = World::new();
+    for what in ["MakeStackPath", "MakeShaper", "Attach", "Write", "Advertise", "Forward", "Announce", "KeepLease"] {
+        let mut shell = Shell::new(&world);
+        shell.fails.insert(what);
+        shell.run();
+        assert_eq!(shell.published.len(), 1, "{what}: {:?}", shell.published);
+        shell.fails.clear();
+        shell.round(&world);
+        assert_eq!(shell.published, [] as [&str; 0], "{what}");
+    }
+    // The second time in a round, after the programs hold.
+    let (mut world, mut shell) = (World::new(), Shell::new(&world));
+    world.add(pod("web-2", &[]));
+    shell.fails.insert("MakeStackPath");
+    shell.round(&world);
+    assert_eq!(shell.published.len(), 2, "{:?}", shell.published);
+}
+
+#[test]
+fn each_thing_is_done_when_it_is_due() {
+    let ms = Duration::from_millis;
+    let mut shell = Shell::new(&World::new());
+    let mut seen: Vec<(u128, String)> = Vec::new();
+    shell.run();
+    shell.machine.handle_start(shell.now);
+    while shell.now <= ms(5000) {
+        shell.machine.handle_timeout(shell.now);
+        let at = shell.now.as_millis();
+        seen.extend(shell.run().into_iter().map(|name| (at, name)));
+        shell.now = shell.machine.next_wake().max(shell.now + ms(1));
+    }
+    let when = |name: &str| seen.iter().filter(|(_, n)| n == name).map(|(at, _)| *at).collect::<Vec<_>>();
+    assert_eq!(when("CountPorts"), [0, 2000, 4000]);
+    assert_eq!(when("LookAgain"), [0, 5000]);
+    assert_eq!(when("ReadCounters"), (0..=100).map(|n| n * 50).collect::<Vec<_>>());
+    assert_eq!(when("SignOfLife"), [0, 1250, 2500, 3750, 5000]);
+}
+
+#[test]
+fn a_gateway_that_stops_says_so_only_where_others_take_over() {
+    let (mut world, own) = (World::new(), 2);
+    let mut shell = Shell::new(&world);
+    shell.run();
+    assert!(!shell.machine.handle_stop(shell.now), "nobody else carries its egress IP");
+    carried_by(&mut world, own, &["me", "g1"]);
+    shell.round(&world);
+    assert!(!shell.machine.handle_stop(shell.now), "nothing is known of g1");
+    shell.machine.handle_timeout(shell.now);
+    shell.run();
+    let probes = shell.done.clone();
+    for (_, action) in probes {
+        if let Action::Probe(_, request) = action {
+            let Request { seq, node_id, transport, .. } = request;
+            let answer = Answered { seq, node_id, transport, back: transport, ipv6: false, able: true, held: true };
+            shell.machine.handle_probe(&answer, shell.now);
+        }
+    }
+    shell.run();
+    let stops = shell.machine.handle_stop(shell.now);
+    assert!(stops);
+    assert_eq!(shell.run(), ["SignOfLife", "Advertise"]);
+    let Action::SignOfLife { able, .. } = shell.done[0].1 else { panic!("{:?}", shell.done) };
+    assert_eq!(able, Duration::ZERO);
+}

@@ -1,0 +1,289 @@
+//! Carrying out what the machine wants done.
+
+use super::{Agent, Settings, hooks::Wanted, status, tell};
+use crate::{
+    api::EgressNode,
+    datapath::monotonic_ns,
+    host::{
+        firewall::{FirewallError, Spec},
+        ports::NodePorts,
+        probe::ProbeSocket,
+        shaper::Rate,
+        sysctl, tunnel,
+    },
+    store::{
+        Key,
+        lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease},
+    },
+};
+use egress_common::{net, port_block, verdict::Counter};
+use egress_core::{
+    agent::{facts::Facts, machine::Action},
+    encode::{NodeView, tables::Tables},
+    model::{Bandwidth, Transport},
+    network::classify::{InterfaceRules, classify, outside},
+};
+use ipnet::IpNet;
+use k8s_openapi::{api::coordination::v1::Lease, jiff::Timestamp};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    sync::Arc,
+    time::Duration,
+};
+
+/// What decides where programs belong.
+pub(super) fn wanted(
+    rules: InterfaceRules,
+    tunnel: &tunnel::Tunnel,
+    settings: &Settings,
+    shaper: Option<u32>,
+) -> Wanted {
+    Wanted { rules, tunnel: tunnel.index, underlay: settings.machine.transport != Transport::Device, shaper }
+}
+
+impl Agent {
+    pub(super) async fn carry_out(&mut self, action: Action) {
+        match action {
+            Action::Probe(name, request) => {
+                if let Err(e) = self.socket.send(&request) {
+                    tracing::debug!("probe to {name} ({}): {e}", request.remote);
+                }
+            }
+            Action::SignOfLife { able, lease } => self.sign_of_life(able, lease),
+            Action::ReadCounters => self.read_counters(),
+            Action::CountPorts(growth) => self.begin_count(growth),
+            Action::LookAgain => self.look_again().await,
+            Action::FindInterfaces(wanted) => {
+                let anew = std::mem::take(&mut self.look_again);
+                let facts = self.machine.facts();
+                self.far.find(&wanted, &facts.links, &facts.roles.pods, anew).await;
+                self.machine.handle_interfaces(self.far.interfaces());
+            }
+            Action::SeeIfCovered => {
+                if self.are_pods_covered().await {
+                    self.machine.handle_covered();
+                }
+            }
+            Action::MakeStackPath { selects, hold } => match self.make_stack_path(selects, hold).await {
+                Ok(()) => self.machine.handle_stack_path(),
+                Err(e) => self.machine.handle_error(e),
+            },
+            Action::MakeShaper(wanted) => self.make_shaper(wanted).await,
+            Action::Attach { shaper } => {
+                self.hooks.set(wanted(self.machine.rules(), &self.tunnel, &self.settings, shaper));
+                self.hooks.errors().into_iter().for_each(|e| self.machine.handle_error(e));
+            }
+            Action::FindRoutes(addresses) => {
+                self.routes.find(&self.netlink, &self.machine.facts().links, &addresses).await;
+                self.machine.handle_routes(self.routes.found().clone());
+            }
+            Action::Write { view, limits } => self.write(view, &limits).await,
+            Action::Advertise(wanted) => {
+                if let Err(e) = self.advertised.set(&self.netlink.handle, &wanted).await {
+                    self.machine.handle_error(e);
+                }
+            }
+            Action::Forward(uplinks) => self.forward(&uplinks),
+            Action::Announce(wanted) => {
+                self.owned.set(&wanted);
+                self.announce_due();
+                self.owned.ask_all();
+            }
+            Action::KeepLease(wanted) => self.keep_lease(wanted),
+            Action::Publish => self.publish(),
+            Action::WriteStatus => self.write_status(),
+        }
+    }
+
+    fn sign_of_life(&mut self, able: Duration, lease: Duration) {
+        let until = |length: Duration| match length.is_zero() {
+            true => 0,
+            false => monotonic_ns() + length.as_nanos() as u64,
+        };
+        let (able, lease) = (until(able), until(lease));
+        if let Err(e) = self.writer.set_deadline(able).and_then(|()| self.writer.set_lease(lease)) {
+            tracing::error!("the datapath will stop answering for egress IPs: {e}");
+        }
+    }
+
+    fn read_counters(&mut self) {
+        let read = |counter| self.maps.counter(counter);
+        match (read(Counter::ProbeAnswered), read(Counter::PortsTight)) {
+            (Ok(answered), Ok(tight)) => self.machine.handle_counters(answered, tight, self.start.elapsed()),
+            (Err(e), _) | (_, Err(e)) => tracing::warn!("{e}"),
+        }
+    }
+
+    async fn look_again(&mut self) {
+        self.look_again = true;
+        self.reopen_tunnel().await;
+        self.routes.check_secured();
+        self.advertised.look_again();
+        // It goes through the kernel's whole table of sockets, whoever's they are.
+        self.sockets.begin(NodePorts::read);
+    }
+
+    /// Makes sure of the tunnel device, which anybody may have deleted.
+    async fn reopen_tunnel(&mut self) {
+        match tunnel::ensure(&self.netlink.handle, &self.settings.tunnel).await {
+            Ok(tunnel) if tunnel.index == self.tunnel.index => {}
+            Ok(tunnel) => match ProbeSocket::open(tunnel.index) {
+                Ok(socket) => {
+                    self.socket = socket;
+                    self.machine.handle_tunnel(tunnel.index);
+                    self.tunnel = tunnel;
+                }
+                Err(e) => tracing::error!("probes cannot be sent: {e}"),
+            },
+            Err(e) => tracing::error!("{e}"),
+        }
+    }
+
+    /// Whether no pod can be behind an interface without our programs.
+    async fn are_pods_covered(&self) -> bool {
+        self.links.is_up_to_date(&self.netlink.handle).await
+            && self.hooks.cover(&classify(&self.links.current(), &self.machine.rules()))
+    }
+
+    /// Makes sure of the host-stack path: it is there before anything is told to take it.
+    pub(super) async fn make_stack_path(
+        &mut self,
+        selects: bool,
+        hold: Option<BTreeSet<IpNet>>,
+    ) -> Result<(), FirewallError> {
+        let Facts { links, roles, .. } = self.machine.facts();
+        let exits = self.machine.exits().iter();
+        let spec = Spec {
+            mark: self.settings.firewall_mark,
+            index: self.tunnel.index,
+            port: self.settings.tunnel.port,
+            addresses: self.machine.tunnel_addresses().into_iter().collect(),
+            exits: exits.filter_map(|i| Some(links.links.get(i)?.name.clone())).collect(),
+            outside: outside(links, roles, self.tunnel.index),
+            selects,
+            hold,
+        };
+        if self.stack_path.ensure(&self.netlink.handle, links, &spec).await? {
+            tracing::info!("the host-stack path of first packets is made");
+        }
+        Ok(())
+    }
+
+    /// Makes the shaper where some egress IP has a limit, and removes it where none has.
+    async fn make_shaper(&mut self, wanted: bool) {
+        let done = match wanted {
+            true => self.shaper.ensure(&self.netlink.handle).await.map(drop),
+            false => self.shaper.remove(&self.netlink.handle).await,
+        };
+        if let Err(e) = done {
+            self.machine.handle_error(e);
+        }
+        self.machine.handle_shaper(self.shaper.ends());
+    }
+
+    async fn write(&mut self, mut view: Box<NodeView>, limits: &BTreeMap<IpAddr, [Bandwidth; 2]>) {
+        let written = match self.encoder.fit(&mut view, self.writer.present()) {
+            Ok((tables, refused)) => {
+                let classes = classes_of_shaper(&tables, limits);
+                if let Err(e) = self.shaper.set(&self.netlink.handle, &classes).await {
+                    self.machine.handle_error(e);
+                }
+                self.writer.write(tables).map(|()| refused).map_err(|e| e.to_string())
+            }
+            Err(overflow) => Err(format!("{overflow}: nothing was changed")),
+        };
+        match written {
+            Ok(refused) => self.machine.handle_written(&view, &refused, self.start.elapsed()),
+            Err(e) => self.machine.handle_not_written(e, self.writer.present().config.map_or(0, |config| config.flags)),
+        }
+        self.view = view;
+    }
+
+    fn forward(&mut self, uplinks: &[String]) {
+        match self.sysctls.apply(&sysctl::forwarding_settings(uplinks.iter().map(String::as_str))) {
+            Ok(warnings) => {
+                let told = warnings.iter().map(|w| format!("{}: {}: {}", w.object, w.message, w.remedy));
+                told.for_each(|warning| self.machine.handle_error(warning));
+            }
+            Err(e) => self.machine.handle_error(e),
+        }
+    }
+
+    /// Keeps the lease while the plan counts on this node as a gateway, and packets of egress IPs can leave it. One that an earlier agent
+    /// has left is given up where it does not: that shows that the node lives.
+    fn keep_lease(&mut self, wanted: bool) {
+        let key = Key { namespace: LEASE_NAMESPACE.into(), name: gateway_lease(self.node.as_str()) };
+        if self.releasing.is_busy() {
+            return;
+        }
+        if self.lease.is_none() && (wanted || self.holds(&key)) {
+            let terms = LeaseTerms {
+                key,
+                identity: self.node.to_string(),
+                duration: self.settings.machine.lease_duration,
+                renew_every: self.settings.lease_renew,
+            };
+            self.lease = Some(LeaseKeeper::start(self.store.clone(), terms));
+        }
+        if !wanted && let Some(lease) = self.lease.take() {
+            self.releasing.begin_task(lease.release());
+        }
+    }
+
+    /// Whether the store says that this node has its lease.
+    fn holds(&self, key: &Key) -> bool {
+        let lease = self.store.get::<Lease>(key);
+        let holder = lease.as_ref().and_then(|lease| lease.spec.as_ref()?.holder_identity.as_deref());
+        holder == Some(self.node.as_str())
+    }
+
+    fn publish(&mut self) {
+        let view = std::mem::take(&mut self.view);
+        let state = tell::state(self, &view);
+        self.publish.send_replace(Arc::new(state));
+        self.log_errors();
+    }
+
+    pub(super) fn log_errors(&self) {
+        self.machine.outcome().errors.iter().for_each(|error| tracing::error!("{error}"));
+    }
+
+    /// Writes the status if it differs.
+    fn write_status(&mut self) {
+        let store = self.store.clone();
+        let Some(present) = self.world.egress_node(&self.node).map(|object| EgressNode::clone(object)) else {
+            let object = EgressNode::new(self.node.as_str(), Default::default());
+            // The cache shows it soon; then its status is written.
+            self.machine.handle_news();
+            return self.writing.begin_task(async move { store.create(&object).await.map(drop) });
+        };
+        let status = status::status(self, present.status.as_ref(), Timestamp::now());
+        if present.status.as_ref() == Some(&status) {
+            return self.machine.handle_status(true);
+        }
+        let object = EgressNode { status: Some(status), ..present };
+        // Nothing here waits for an API server.
+        self.writing.begin_task(async move { store.replace_status(&object).await.map(drop) });
+    }
+
+    /// The blocks that this node uses itself on any of its addresses: what a policy may choose as an egress IP must be known
+    /// before its blocks are leased. The tunnel's own port has no socket that could be found.
+    pub(super) fn occupied_blocks(&self) -> Vec<u16> {
+        let Some(ports) = &self.node_ports else { return Vec::new() };
+        let addresses = self.machine.facts().addresses().into_iter();
+        let free: Vec<BTreeSet<u16>> = addresses.map(|(_, net)| ports.free_blocks(net.addr())).collect();
+        let tunnel = port_block::of_port(self.settings.tunnel.port);
+        let all = 0..egress_core::plan::blocks::FIXED_BLOCKS;
+        all.filter(|b| Some(*b) == tunnel || free.iter().any(|f| !f.contains(b))).collect()
+    }
+}
+
+/// The classes of the shaper for what tables say: two for each egress IP with limits, out and in.
+fn classes_of_shaper(tables: &Tables, limits: &BTreeMap<IpAddr, [Bandwidth; 2]>) -> BTreeMap<u16, Rate> {
+    let limited = tables.egress_ips.iter().filter_map(|(index, e)| {
+        Some((u16::try_from(*index).ok()?, limits.get(&net::from_any(e.addr)).filter(|_| e.queue != 0)?))
+    });
+    let rate = |limit: &Bandwidth| Rate { bits: limit.rate_bps, burst: limit.burst_bytes };
+    limited.flat_map(|(index, [out, r#in])| [(2 * index + 1, rate(out)), (2 * index + 2, rate(r#in))]).collect()
+}
