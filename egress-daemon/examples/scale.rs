@@ -220,6 +220,8 @@ fn cluster(size: &Size) -> (Snapshot, Health) {
             carriers: egress_core::model::DEFAULT_CARRIERS,
             announce: egress_core::model::Announce::Arp,
             outbound: egress_core::model::Outbound::Owner,
+            allowed: None,
+            quotas: Vec::new(),
         },
     );
     for n in 0..size.policies {
@@ -253,6 +255,7 @@ fn policy(n: u32, request: PoolRequest) -> Policy {
     Policy {
         id: PolicyId::new(PolicyKind::Native, &format!("policy-{n:04}")),
         uid: format!("{n:036}"),
+        generation: 1,
         created: i64::from(n),
         selectors: vec![EndpointSelector { pod: Some(Selector::from_labels(everything)), ..Default::default() }],
         destinations: "0.0.0.0/0".parse().into_iter().collect(),

@@ -17,7 +17,8 @@ pub use desired::{Desired, desired, desired_part};
 pub use previous::{draining_since, egress_ip, previous};
 
 use crate::api::{
-    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool, Pod,
+    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
+    ExternalIPPool, Pod,
 };
 use crate::translate::{self, Problem, networks::CniObjects};
 use egress_core::model::{Labels, Snapshot};
@@ -27,6 +28,8 @@ use egress_core::model::{Labels, Snapshot};
 pub struct Objects {
     /// EgressGatewayPolicy
     pub policies: Vec<Arc<EgressGatewayPolicy>>,
+    /// EgressPolicy
+    pub namespaced_policies: Vec<Arc<EgressPolicy>>,
     /// EgressIPPool
     pub pools: Vec<Arc<EgressIPPool>>,
     /// CiliumEgressGatewayPolicy
@@ -67,7 +70,8 @@ pub fn snapshot(objects: &Objects) -> (Snapshot, Vec<Problem>) {
     let own = objects.policies.iter().map(|object| translate::policy(object));
     let cilium = objects.cilium_policies.iter().map(|object| translate::cilium::policy(object));
     let antrea = objects.egresses.iter().map(|object| translate::antrea::egress(object, &snapshot.pools));
-    for read in own.chain(cilium).chain(antrea) {
+    let namespaced = objects.namespaced_policies.iter().map(|object| translate::namespaced_policy(object));
+    for read in own.chain(namespaced).chain(cilium).chain(antrea) {
         match read {
             Ok(policy) => {
                 snapshot.policies.insert(policy.id.clone(), policy);

@@ -12,7 +12,7 @@ mod scalar;
 use std::fmt;
 
 pub use node::{node, pod_networks, report, service_cidr};
-pub use policy::policy;
+pub use policy::{namespaced as namespaced_policy, policy};
 pub use pool::pool;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,6 +21,9 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 
 use crate::api::Pod;
 use egress_core::model::{Endpoint, EndpointId, PolicyId, PolicyKind, Requirement, Selector};
+
+/// The label that Kubernetes gives every namespace.
+const NAMESPACE_NAME: &str = "kubernetes.io/metadata.name";
 
 /// Something in an object that cannot be understood.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -43,12 +46,22 @@ impl fmt::Display for Problem {
     }
 }
 
+/// The name of an object, with its namespace in front if it has one: `shop/web`.
+pub fn name(metadata: &ObjectMeta) -> String {
+    let name = metadata.name.clone().unwrap_or_default();
+    match &metadata.namespace {
+        Some(namespace) => format!("{namespace}/{name}"),
+        None => name,
+    }
+}
+
 /// The policies that cannot be carried out because of these problems, each with everything that is wrong with it.
 pub fn refusals(problems: &[Problem]) -> BTreeMap<PolicyId, String> {
     let mut refusals: BTreeMap<PolicyId, String> = BTreeMap::new();
     for problem in problems {
         let kind = match problem.kind {
             policy::KIND => PolicyKind::Native,
+            policy::NAMESPACED => PolicyKind::Namespaced,
             cilium::KIND => PolicyKind::Cilium,
             antrea::EGRESS => PolicyKind::Antrea,
             _ => continue,
@@ -70,7 +83,7 @@ struct Reader {
 
 impl Reader {
     fn new(kind: &'static str, metadata: &ObjectMeta) -> Self {
-        Self { kind, name: metadata.name.clone().unwrap_or_default(), problems: Vec::new() }
+        Self { kind, name: name(metadata), problems: Vec::new() }
     }
 
     fn problem(&mut self, field: impl Into<String>, message: impl Into<String>, remedy: impl Into<String>) {

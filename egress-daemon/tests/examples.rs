@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use egress_daemon::api::{Distribution, EgressGatewayPolicy, EgressIPPool};
+use egress_daemon::api::{Distribution, EgressGatewayPolicy, EgressIPPool, EgressPolicy};
 use egress_daemon::store::{Files, Problem};
 
 #[test]
@@ -22,6 +22,10 @@ fn every_example_is_accepted_and_says_what_it_shows() {
     let policies = store.list::<EgressGatewayPolicy>();
     let shown = |distribution| policies.iter().any(|policy| policy.spec.distribution == distribution);
     assert!(shown(Distribution::PerFlow) && shown(Distribution::PerEndpoint));
+    assert_eq!(store.list::<EgressPolicy>().len(), 1);
+    let selectors = policies.iter().flat_map(|policy| &policy.spec.selectors);
+    // In a cluster of many, labels of pods alone are anybody's.
+    assert!(selectors.into_iter().all(|selector| selector.namespace_selector.is_some()));
     let gateways = policies.iter().filter_map(|policy| policy.spec.egress_gateways.as_ref());
     assert!(gateways.flatten().any(|gateway| gateway.weight > 1));
     for policy in &policies {

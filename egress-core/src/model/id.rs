@@ -8,7 +8,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum IdError {
     /// A policy reference with an unknown kind in front of the slash.
-    #[error("policy {0:?}: expected \"NAME\", \"cegp/NAME\" or \"egress/NAME\"")]
+    #[error("policy {0:?}: expected \"NAME\", \"ns/NAMESPACE/NAME\", \"cegp/NAME\" or \"egress/NAME\"")]
     Policy(String),
     /// A pool reference with an unknown kind in front of the slash.
     #[error("pool {0:?}: expected \"NAME\" or \"externalippool/NAME\"")]
@@ -23,18 +23,20 @@ pub enum IdError {
 pub enum PolicyKind {
     /// EgressGatewayPolicy (`spillway.io`)
     Native,
+    /// EgressPolicy (`spillway.io`), of a namespace
+    Namespaced,
     /// CiliumEgressGatewayPolicy (`cilium.io`)
     Cilium,
     /// Egress (`crd.antrea.io`)
     Antrea,
 }
 
-/// A policy. Its text form is `web`, `cegp/web` or `egress/web`.
+/// A policy. Its text form is `web`, `ns/shop/web`, `cegp/web` or `egress/web`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PolicyId {
     /// The kind of object.
     pub kind: PolicyKind,
-    /// `metadata.name`
+    /// `metadata.name`; of an EgressPolicy `NAMESPACE/NAME`
     pub name: Arc<str>,
 }
 
@@ -43,12 +45,19 @@ impl PolicyId {
     pub fn new(kind: PolicyKind, name: &str) -> Self {
         Self { kind, name: name.into() }
     }
+
+    /// The namespace of an EgressPolicy.
+    pub fn namespace(&self) -> Option<&str> {
+        let namespaced = (self.kind == PolicyKind::Namespaced).then(|| self.name.split_once('/'));
+        namespaced.flatten().map(|(namespace, _)| namespace)
+    }
 }
 
 impl fmt::Display for PolicyId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.kind {
             PolicyKind::Native => f.write_str(&self.name),
+            PolicyKind::Namespaced => write!(f, "ns/{}", self.name),
             PolicyKind::Cilium => write!(f, "cegp/{}", self.name),
             PolicyKind::Antrea => write!(f, "egress/{}", self.name),
         }
@@ -61,11 +70,14 @@ impl FromStr for PolicyId {
     fn from_str(text: &str) -> Result<Self, IdError> {
         let (kind, name) = match text.split_once('/') {
             None => (PolicyKind::Native, text),
+            Some(("ns", name)) => (PolicyKind::Namespaced, name),
             Some(("cegp", name)) => (PolicyKind::Cilium, name),
             Some(("egress", name)) => (PolicyKind::Antrea, name),
             Some(_) => return Err(IdError::Policy(text.into())),
         };
-        if name.is_empty() || name.contains('/') {
+        let mut parts = name.split('/');
+        let first = usize::from(kind == PolicyKind::Namespaced);
+        if parts.any(str::is_empty) || name.matches('/').count() != first {
             return Err(IdError::Policy(text.into()));
         }
         Ok(Self::new(kind, name))
@@ -195,7 +207,7 @@ mod tests {
 
     #[test]
     fn ids_survive_their_text_form() {
-        for text in ["web", "cegp/web", "egress/web"] {
+        for text in ["web", "ns/shop/web", "cegp/web", "egress/web"] {
             assert_eq!(text.parse::<PolicyId>().unwrap().to_string(), text);
         }
         for text in ["public", "externalippool/public"] {
@@ -206,7 +218,7 @@ mod tests {
 
     #[test]
     fn other_texts_are_refused() {
-        for text in ["", "x/web", "cegp/", "cegp/a/b"] {
+        for text in ["", "x/web", "cegp/", "cegp/a/b", "ns/web", "ns//web", "ns/a/b/c"] {
             assert!(text.parse::<PolicyId>().is_err(), "{text}");
         }
         for text in ["", "egress/x"] {

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use super::policy::DEFAULT_FAILBACK_DELAY;
-use super::{Family, IpRange, PoolId, Selector};
+use super::{Family, IpRange, Labels, PoolId, Selector};
 
 /// Whether an egress IP goes back to the gateway that it was taken from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,6 +68,19 @@ pub struct Pool {
     pub carriers: usize,
     /// Which of them packets go to.
     pub outbound: Outbound,
+    /// The namespaces whose own policies may use it; absent: none.
+    pub allowed: Option<Selector>,
+    /// How many of its addresses the policies of a namespace may have.
+    pub quotas: Vec<Quota>,
+}
+
+/// How many addresses of a pool the policies of one namespace may have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Quota {
+    /// The namespaces that it is for, each by itself.
+    pub namespaces: Selector,
+    /// How many.
+    pub max: u32,
 }
 
 /// How many gateways carry an egress IP where no pool says it.
@@ -106,6 +119,13 @@ impl Pool {
     /// Whether the address may be allocated from it.
     pub fn contains(&self, address: IpAddr) -> bool {
         self.ranges.iter().any(|range| range.contains(address))
+    }
+
+    /// How many addresses the policies of a namespace with these labels may have; nothing where it may not use the pool.
+    pub fn quota(&self, namespace: &Labels) -> Option<u32> {
+        self.allowed.as_ref().filter(|allowed| allowed.matches(namespace))?;
+        let quotas = self.quotas.iter().filter(|quota| quota.namespaces.matches(namespace));
+        Some(quotas.map(|quota| quota.max).min().unwrap_or(u32::MAX))
     }
 
     /// Whether it has addresses of this family.
@@ -149,6 +169,8 @@ mod tests {
             announce: Announce::Arp,
             carriers: DEFAULT_CARRIERS,
             outbound: Outbound::Owner,
+            allowed: None,
+            quotas: Vec::new(),
         };
         assert_eq!(pool.total(), 9);
         pool.ranges.push(range("2001:db8::1", "2001:db8::2"));

@@ -10,7 +10,7 @@ use std::rc::Rc;
 use super::drain::Draining;
 use super::outcome::Problems;
 use super::types::{ConditionKind, Plan, Reason};
-use crate::model::{Family, Node, Policy, PolicyId, Pool, PoolId, PoolRequest, Snapshot, Source};
+use crate::model::{Family, Labels, Node, Policy, PolicyId, Pool, PoolId, PoolRequest, Snapshot, Source};
 
 /// The addresses of each policy, with the pools that they came from.
 pub type Allocation<'a> = BTreeMap<&'a PolicyId, BTreeMap<IpAddr, &'a PoolId>>;
@@ -26,13 +26,17 @@ pub fn allocate<'a>(
     draining: &mut Draining<'_>,
     problems: &mut Problems,
 ) -> Allocation<'a> {
-    let requests: Vec<Request> = by_precedence.iter().flat_map(|policy| requests(snapshot, policy, problems)).collect();
+    let mut quotas = Quotas { snapshot, left: BTreeMap::new() };
+    let of_policy = |policy: &&'a Policy| requests(&mut quotas, policy, problems);
+    let mut requests: Vec<Request> = by_precedence.iter().flat_map(of_policy).collect();
     let mut asked = named.clone();
     for request in &requests {
         for address in &request.ips {
             asked.entry(*address).or_default().insert(request.policy);
         }
     }
+
+    keep_apart(by_precedence, previous, &mut asked, &mut requests, problems);
 
     let mut owned: BTreeMap<IpAddr, &PolicyId> = BTreeMap::new();
     let mut allocation = Allocation::new();
@@ -120,13 +124,13 @@ impl Request<'_> {
     }
 }
 
-fn requests<'a>(snapshot: &'a Snapshot, policy: &'a Policy, problems: &mut Problems) -> Vec<Request<'a>> {
+fn requests<'a>(quotas: &mut Quotas<'a>, policy: &'a Policy, problems: &mut Problems) -> Vec<Request<'a>> {
     let Source::Pools(asked) = &policy.source else { return Vec::new() };
     let mut asked: Vec<&PoolRequest> = asked.iter().collect();
     asked.sort_by_key(|request| &request.pool);
     let mut requests = Vec::new();
     for PoolRequest { pool: id, count, ips } in asked {
-        let Some(pool) = snapshot.pools.get(id) else {
+        let Some(pool) = quotas.snapshot.pools.get(id) else {
             let message = format!("pool {id} does not exist: create it, or name another in egressIPPools");
             problems.add(&policy.id, ConditionKind::Degraded, Reason::PoolNotFound, message);
             continue;
@@ -145,12 +149,88 @@ fn requests<'a>(snapshot: &'a Snapshot, policy: &'a Policy, problems: &mut Probl
             problems.add(&policy.id, ConditionKind::Degraded, Reason::AddressNotInPool, message);
         }
         for family in Family::ALL.into_iter().filter(|family| policy.serves(*family) && pool.serves(*family)) {
-            let ips: BTreeSet<IpAddr> =
+            let mut ips: BTreeSet<IpAddr> =
                 ips.iter().copied().filter(|ip| Family::of(*ip) == family && pool.contains(*ip)).collect();
-            requests.push(Request { policy: &policy.id, pool, family, count: (*count).max(ips.len() as u32), ips });
+            let count = quotas.take(policy, pool, (*count).max(ips.len() as u32), problems);
+            while ips.len() > count as usize {
+                ips.pop_last();
+            }
+            if count > 0 {
+                requests.push(Request { policy: &policy.id, pool, family, count, ips });
+            }
         }
     }
     requests
+}
+
+/// How many addresses of each pool the policies of each namespace may still have.
+struct Quotas<'a> {
+    snapshot: &'a Snapshot,
+    left: BTreeMap<(&'a PoolId, &'a str), Option<u32>>,
+}
+
+impl<'a> Quotas<'a> {
+    /// How many of `count` addresses a policy may have.
+    fn take(&mut self, policy: &'a Policy, pool: &'a Pool, count: u32, problems: &mut Problems) -> u32 {
+        let Some(namespace) = policy.id.namespace() else { return count };
+        let nothing = Labels::new();
+        let labels = self.snapshot.namespaces.get(namespace).unwrap_or(&nothing);
+        let left = self.left.entry((&pool.id, namespace)).or_insert_with(|| pool.quota(labels));
+        let Some(left) = left else {
+            let message = format!(
+                "pool {} is not for namespace {namespace}: name another in egressIPPools, or ask who runs the pool to let its \
+                 allowedNamespaces select the namespace",
+                pool.id
+            );
+            problems.add(&policy.id, ConditionKind::Degraded, Reason::NotAllowed, message);
+            return 0;
+        };
+        let granted = count.min(*left);
+        *left -= granted;
+        if granted < count {
+            let message = format!(
+                "{granted} of {count} addresses of pool {} given: the policies of namespace {namespace} have as many as its quotas allow; \
+                 ask for fewer, or ask who runs the pool to raise maxEgressIPs",
+                pool.id
+            );
+            problems.add(&policy.id, ConditionKind::Degraded, Reason::QuotaExceeded, message);
+        }
+        granted
+    }
+}
+
+/// Lets an address that policies ask for by name be shared within one namespace only, or among cluster-scoped policies, which come first:
+/// a team does not get the address by which the outside knows another one. Of several namespaces the one that has it keeps it.
+fn keep_apart<'a>(
+    by_precedence: &[&'a Policy],
+    previous: &Plan,
+    asked: &mut BTreeMap<IpAddr, BTreeSet<&'a PolicyId>>,
+    requests: &mut [Request<'a>],
+    problems: &mut Problems,
+) {
+    for (address, policies) in asked.iter_mut() {
+        if policies.iter().all(|policy| policy.namespace() == policies.first().and_then(|first| first.namespace())) {
+            continue;
+        }
+        let has =
+            |policy: &&&PolicyId| previous.egress_ips.get(address).is_some_and(|ip| ip.users.contains_key(**policy));
+        let first = by_precedence.iter().map(|policy| &policy.id).find(|policy| policies.contains(policy));
+        let holder = policies.iter().find(|policy| policy.namespace().is_none()).or(policies.iter().find(has));
+        let Some(keeper) = holder.copied().or(first).map(|policy| policy.namespace()) else { continue };
+        policies.retain(|policy| {
+            let keeps = policy.namespace() == keeper;
+            if !keeps {
+                let message = format!(
+                    "{address} is used outside of the namespace: take it out of egressIPs, or ask for another one"
+                );
+                problems.add(policy, ConditionKind::Conflicting, Reason::AddressInUse, message);
+            }
+            keeps
+        });
+        for request in requests.iter_mut().filter(|request| request.policy.namespace() != keeper) {
+            request.count -= u32::from(request.ips.remove(address));
+        }
+    }
 }
 
 /// What each policy had out of each pool.

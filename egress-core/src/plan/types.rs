@@ -159,6 +159,10 @@ pub enum Reason {
     AsExpected,
     /// The policy names a pool that is not there.
     PoolNotFound,
+    /// The pool is not for the policy's namespace.
+    NotAllowed,
+    /// The policies of its namespace may not have as many addresses of a pool as they ask for.
+    QuotaExceeded,
     /// A pool has no free address left.
     PoolExhausted,
     /// A wanted address is in none of the ranges of its pool.
@@ -199,6 +203,8 @@ impl Reason {
         match self {
             Reason::AsExpected => "AsExpected",
             Reason::PoolNotFound => "PoolNotFound",
+            Reason::NotAllowed => "NotAllowed",
+            Reason::QuotaExceeded => "QuotaExceeded",
             Reason::PoolExhausted => "PoolExhausted",
             Reason::AddressNotInPool => "AddressNotInPool",
             Reason::Draining => "Draining",

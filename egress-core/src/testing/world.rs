@@ -71,6 +71,8 @@ pub fn pool(name: &str, start: IpAddr, end: IpAddr) -> Pool {
         carriers: DEFAULT_CARRIERS,
         announce: Announce::Arp,
         outbound: Outbound::Owner,
+        allowed: None,
+        quotas: Vec::new(),
     }
 }
 

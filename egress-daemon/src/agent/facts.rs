@@ -2,12 +2,12 @@
 
 use crate::{
     api::{
-        CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
-        Pod, egress_ip_name,
+        CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
+        ExternalIPPool, Pod, egress_ip_name,
     },
     snapshot,
     store::Store,
-    translate::{Problem, networks::CniObjects},
+    translate::{self, Problem, networks::CniObjects},
 };
 use egress_core::{
     agent::objects::Objects,
@@ -48,6 +48,7 @@ impl World {
         let on_node = |p: &Arc<Pod>| p.spec.as_ref().is_some_and(|s| s.node_name.as_deref() == Some(node.as_str()));
         let objects = snapshot::Objects {
             policies: store.list::<EgressGatewayPolicy>(),
+            namespaced_policies: store.list::<EgressPolicy>(),
             pools: store.list::<EgressIPPool>(),
             cilium_policies: store.list::<CiliumEgressGatewayPolicy>(),
             egresses: store.list::<Egress>(),
@@ -67,6 +68,7 @@ impl World {
     pub fn take(&mut self, objects: snapshot::Objects) -> bool {
         let old = &self.objects;
         if same(&objects.policies, &old.policies)
+            && same(&objects.namespaced_policies, &old.namespaced_policies)
             && same(&objects.pools, &old.pools)
             && same(&objects.cilium_policies, &old.cilium_policies)
             && same(&objects.egresses, &old.egresses)
@@ -100,11 +102,14 @@ impl World {
     /// The conditions of a policy, as the controller wrote them.
     pub fn policy_conditions(&self, policy: &PolicyId) -> impl Iterator<Item = &Condition> {
         fn named<'a, T: kube::Resource>(objects: &'a [Arc<T>], policy: &PolicyId) -> Option<&'a T> {
-            objects.iter().find(|object| object.meta().name.as_deref() == Some(&*policy.name)).map(Arc::as_ref)
+            objects.iter().find(|object| translate::name(object.meta()) == *policy.name).map(Arc::as_ref)
         }
         let objects = &self.objects;
         let conditions = match policy.kind {
             PolicyKind::Native => named(&objects.policies, policy).and_then(|p| Some(&p.status.as_ref()?.conditions)),
+            PolicyKind::Namespaced => {
+                named(&objects.namespaced_policies, policy).and_then(|p| Some(&p.status.as_ref()?.conditions))
+            }
             PolicyKind::Cilium => {
                 named(&objects.cilium_policies, policy).and_then(|p| Some(&p.status.as_ref()?.conditions))
             }

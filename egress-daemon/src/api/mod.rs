@@ -4,6 +4,7 @@
 
 mod egress_ip;
 mod egress_node;
+mod egress_policy;
 mod foreign;
 mod pod;
 mod policy;
@@ -18,6 +19,7 @@ pub use egress_node::{
     Assignment, BlockRange, CarriedIP, Demand, EgressNode, EgressNodeSpec, EgressNodeStatus, GatewayWay, LeasedBlocks,
     MapUse, NodeAddress, ProgrammedPolicy, Trouble,
 };
+pub use egress_policy::{EgressPolicy, EgressPolicySpec, OwnPods};
 pub use foreign::networks;
 pub use foreign::{
     AppliedTo, CiliumEgressGateway, CiliumEgressGatewayPolicy, CiliumEgressGatewayPolicySpec, CiliumSelector, Egress,
@@ -30,7 +32,7 @@ pub use policy::{
 };
 pub use pool::{
     Announce, EgressIPPool, EgressIPPoolSpec, EgressIPPoolStatus, Failback, FailbackMode, IPRange, Outbound, PoolUsage,
-    SubnetInfo,
+    Quota, SubnetInfo,
 };
 pub use rules::{Rules, Violation};
 pub(crate) use rules::{remove_nulls, unknown_field};
@@ -50,7 +52,7 @@ pub const NODE_LABEL: &str = "spillway.io/node";
 
 /// Every CustomResourceDefinition of Spillway with the name of the file that it belongs into, sorted by that name.
 pub fn crds() -> Vec<(String, CustomResourceDefinition)> {
-    files([EgressGatewayPolicy::crd(), EgressIPPool::crd(), EgressIP::crd(), EgressNode::crd()])
+    files([EgressGatewayPolicy::crd(), EgressPolicy::crd(), EgressIPPool::crd(), EgressIP::crd(), EgressNode::crd()])
 }
 
 /// The CustomResourceDefinitions of the kinds of other systems, to be installed only where theirs are absent; named and

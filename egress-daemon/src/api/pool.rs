@@ -35,7 +35,11 @@ use serde::{Deserialize, Serialize};
     validation = Rule::new("!(has(self.announce) && self.announce == 'Route' && has(self.outbound) && self.outbound == 'Owner')")
     .message("with announce: Route every carrier draws connections to itself, so one of them cannot send all packets: remove \
               outbound, or write outbound: Spread")
-    .field_path(".outbound"))]
+    .field_path(".outbound"),
+    validation = Rule::new("!(has(self.quotas) && self.quotas.size() > 0) || has(self.allowedNamespaces)")
+    .message("quotas are for the namespaces that may use the pool: write allowedNamespaces, too, such as {matchLabels: {egress: \
+              allowed}}, or {} for all")
+    .field_path(".quotas"))]
 pub struct EgressIPPoolSpec {
     /// The addresses of the pool. A CIDR's first address is never given out, nor is an IPv4 CIDR's last; a range from
     /// start to end is given out whole.
@@ -83,6 +87,17 @@ pub struct EgressIPPoolSpec {
     #[schemars(with = "Outbound")]
     pub outbound: Option<Outbound>,
 
+    /// The namespaces whose EgressPolicies may use the pool; empty selects all. Absent: only cluster-scoped policies use it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "schema::label_selector")]
+    pub allowed_namespaces: Option<LabelSelector>,
+
+    /// How many addresses of the pool the EgressPolicies of one namespace may have together. Of several that select a namespace the
+    /// lowest counts; without one there is no limit.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    pub quotas: Vec<Quota>,
+
     /// How many source ports are leased to a node at once.
     #[serde(default = "port_block_size")]
     #[x_kube(validation = Rule::new("self == 64")
@@ -111,6 +126,21 @@ pub enum Outbound {
     Owner,
     /// All that carry it, each connection by one.
     Spread,
+}
+
+/// How many addresses of a pool the EgressPolicies of one namespace may have.
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Quota {
+    /// The namespaces that it is for, each by itself. Empty selects all.
+    #[schemars(schema_with = "schema::label_selector")]
+    pub namespace_selector: LabelSelector,
+
+    /// How many addresses, of both families together: 0 to 1024.
+    #[serde(rename = "maxEgressIPs")]
+    #[x_kube(validation = Rule::new("self >= 0 && self <= 1024")
+        .message("maxEgressIPs must be 0 to 1024: remove the quota if there should be no limit"))]
+    pub max_egress_ips: i32,
 }
 
 /// Consecutive addresses: a CIDR, or the first and the last one.

@@ -297,6 +297,32 @@ fn pool_limits() {
 }
 
 #[test]
+fn tenant_rules_of_namespaces() {
+    let team = |pools: &str| object("EgressPolicy", &format!("{{{REST}{pools}}}"));
+    accepted(team(", egressIPPools: [{name: public, count: 2}]"));
+    refused(
+        team(""),
+        &[
+            "spec.egressIPPools: a policy without a pool has no egress IP: write at least one, such as {name: public, count: 2}; the \
+           pool's allowedNamespaces must select this namespace",
+        ],
+    );
+    let with = |rest: &str| pool(&format!("{{ipRanges: [{{cidr: 192.0.2.0/28}}], nodeSelector: {{}}, {rest}}}"));
+    accepted(with("allowedNamespaces: {}, quotas: [{namespaceSelector: {}, maxEgressIPs: 0}]"));
+    refused(
+        with("quotas: [{namespaceSelector: {}, maxEgressIPs: 1}]"),
+        &[
+            "spec.quotas: quotas are for the namespaces that may use the pool: write allowedNamespaces, too, such as {matchLabels: \
+           {egress: allowed}}, or {} for all",
+        ],
+    );
+    refused(
+        with("allowedNamespaces: {}, quotas: [{namespaceSelector: {}, maxEgressIPs: -1}]"),
+        &["spec.quotas[0].maxEgressIPs: maxEgressIPs must be 0 to 1024: remove the quota if there should be no limit"],
+    );
+}
+
+#[test]
 fn structure_errors_say_what_is_known() {
     refused(
         policy(&format!("{{{REST}, egressIPPool: {{name: a}}, distributon: PerFlow}}")),

@@ -1,7 +1,8 @@
 //! Writes what should be where it differs from what is.
 
 use crate::api::{
-    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool,
+    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
+    ExternalIPPool,
 };
 use crate::snapshot::Desired;
 use crate::store::{Key, Store, StoreError, Stored};
@@ -62,7 +63,7 @@ pub(super) async fn apply(store: &Store, desired: Desired, gateways: &BTreeSet<N
 /// The same for some objects: nothing is deleted.
 pub(super) async fn apply_part(store: &Store, desired: Desired, gateways: &BTreeSet<NodeName>) -> Applied {
     let mut applied = Applied::default();
-    let Desired { egress_ips, egress_nodes, lease_revision, policies, pools, .. } = desired;
+    let Desired { egress_ips, egress_nodes, lease_revision, policies, namespaced_policies, pools, .. } = desired;
     let Desired { cilium_policies, egresses, external_ip_pools, .. } = desired;
     let writes = egress_ips.into_values().map(|object| egress_ip(store, object));
     gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
@@ -73,6 +74,7 @@ pub(super) async fn apply_part(store: &Store, desired: Desired, gateways: &BTree
         gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
     }
     statuses::<EgressGatewayPolicy>(store, &mut applied, policies).await;
+    statuses::<EgressPolicy>(store, &mut applied, namespaced_policies).await;
     statuses::<CiliumEgressGatewayPolicy>(store, &mut applied, cilium_policies).await;
     statuses::<Egress>(store, &mut applied, egresses).await;
     statuses::<EgressIPPool>(store, &mut applied, pools).await;
@@ -142,7 +144,7 @@ async fn status<T>(store: &Store, name: String, status: T::Status) -> Result<u64
 where
     T: Stored + HasStatus<Status: PartialEq>,
 {
-    match store.get::<T>(&Key::cluster(&name)) {
+    match store.get::<T>(&Key::parse(&name)) {
         Some(current) if current.status() != Some(&status) => {
             let mut object = current.as_ref().clone();
             *object.status_mut() = Some(status);

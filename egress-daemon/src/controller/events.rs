@@ -106,8 +106,9 @@ impl Event {
 fn object_of(policy: &PolicyId) -> ObjectRef {
     let kind = match policy.kind {
         PolicyKind::Native => Kind::EgressGatewayPolicy,
+        PolicyKind::Namespaced => Kind::EgressPolicy,
         PolicyKind::Cilium => Kind::CiliumEgressGatewayPolicy,
         PolicyKind::Antrea => Kind::Egress,
     };
-    ObjectRef { kind, key: Key::cluster(&policy.name) }
+    ObjectRef { kind, key: Key::parse(&policy.name) }
 }

@@ -4,7 +4,7 @@
 use crate::api::networks::{antrea, calico, cilium, kube_ovn};
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressNodeSpec,
-    ExternalIPPool, Pod, egress_ip_name,
+    EgressPolicy, ExternalIPPool, Pod, egress_ip_name,
 };
 use crate::snapshot::{Desired, Objects, desired_part, egress_ip, namespace};
 use crate::store::{Key, Store, Stored};
@@ -26,6 +26,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Revisions {
     policies: u64,
+    namespaced_policies: u64,
     pools: u64,
     cilium_policies: u64,
     egresses: u64,
@@ -43,6 +44,7 @@ impl Revisions {
     pub(super) fn of(store: &Store) -> Self {
         Self {
             policies: store.revision::<EgressGatewayPolicy>(),
+            namespaced_policies: store.revision::<EgressPolicy>(),
             pools: store.revision::<EgressIPPool>(),
             cilium_policies: store.revision::<CiliumEgressGatewayPolicy>(),
             egresses: store.revision::<Egress>(),
@@ -110,9 +112,10 @@ impl Known {
         let (memo, mut touched) = memo.change(health, plan, changes)?;
         policies.extend(touched.policies.iter().cloned());
         for policy in policies {
-            let key = Key::cluster(&policy.name);
+            let key = Key::parse(&policy.name);
             match policy.kind {
                 PolicyKind::Native => objects.policies.extend(store.get(&key)),
+                PolicyKind::Namespaced => objects.namespaced_policies.extend(store.get(&key)),
                 PolicyKind::Cilium => objects.cilium_policies.extend(store.get(&key)),
                 PolicyKind::Antrea => objects.egresses.extend(store.get(&key)),
             }
@@ -198,18 +201,20 @@ fn alike<T: Stored, M>(
 fn policies(store: &Store, since: &Revisions, snapshot: &Snapshot) -> Option<BTreeSet<PolicyId>> {
     let known = |policy: &Policy| snapshot.policies.get(&policy.id) == Some(policy);
     let own = alike(store, since.policies, translate::policy, known)?;
+    let namespaced = alike(store, since.namespaced_policies, translate::namespaced_policy, known)?;
     let cilium = alike(store, since.cilium_policies, translate::cilium::policy, known)?;
     let read = |object: &Egress| translate::antrea::egress(object, &snapshot.pools);
     let antrea = alike(store, since.egresses, read, known)?;
     let mut policies = BTreeSet::new();
     policies.extend(ids(PolicyKind::Native, &own));
+    policies.extend(ids(PolicyKind::Namespaced, &namespaced));
     policies.extend(ids(PolicyKind::Cilium, &cilium));
     policies.extend(ids(PolicyKind::Antrea, &antrea));
     Some(policies)
 }
 
 fn ids<T: Stored>(kind: PolicyKind, objects: &[Arc<T>]) -> impl Iterator<Item = PolicyId> {
-    objects.iter().map(move |object| PolicyId::new(kind, &Key::of(object.as_ref()).name))
+    objects.iter().map(move |object| PolicyId::new(kind, &Key::of(object.as_ref()).to_string()))
 }
 
 /// Whether the changed namespaces have the labels that they had.

@@ -3,6 +3,7 @@
 
 use crate::snapshot::{Desired, Objects};
 use crate::store::{Kind, Problem};
+use crate::translate;
 use egress_core::plan::{ConditionKind, Reason};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::core::object::HasStatus;
@@ -11,7 +12,7 @@ use std::sync::Arc;
 
 /// Adds what is wrong with the source of policies and pools to their conditions.
 pub(super) fn add(desired: &mut Desired, objects: &Objects, problems: &[Problem], now: &Time) {
-    let mut of_object: BTreeMap<(Kind, &str), Vec<String>> = BTreeMap::new();
+    let mut of_object: BTreeMap<(Kind, String), Vec<String>> = BTreeMap::new();
     for problem in problems {
         if let Some(object) = &problem.object {
             let sentence = match object.kind {
@@ -19,12 +20,16 @@ pub(super) fn add(desired: &mut Desired, objects: &Objects, problems: &[Problem]
                 Kind::CiliumEgressGatewayPolicy | Kind::Egress | Kind::ExternalIPPool => problem.to_string(),
                 _ => format!("the last good version is in force: {problem}"),
             };
-            of_object.entry((object.kind, &object.key.name)).or_default().push(sentence);
+            of_object.entry((object.kind, object.key.to_string())).or_default().push(sentence);
         }
     }
     for ((kind, name), sentences) in of_object {
+        let name = name.as_str();
         let conditions = match kind {
             Kind::EgressGatewayPolicy => pair(&objects.policies, &mut desired.policies, name, |s| &mut s.conditions),
+            Kind::EgressPolicy => {
+                pair(&objects.namespaced_policies, &mut desired.namespaced_policies, name, |s| &mut s.conditions)
+            }
             Kind::EgressIPPool => pair(&objects.pools, &mut desired.pools, name, |s| &mut s.conditions),
             Kind::CiliumEgressGatewayPolicy => {
                 pair(&objects.cilium_policies, &mut desired.cilium_policies, name, |s| &mut s.conditions)
@@ -51,7 +56,7 @@ fn pair<'a, T>(
 where
     T: kube::Resource + HasStatus<Status: Clone>,
 {
-    let object = objects.iter().find(|object| object.meta().name.as_deref() == Some(name));
+    let object = objects.iter().find(|object| translate::name(object.meta()) == name);
     let before = object.and_then(|object| object.status().cloned());
     let before = before.map(|mut status| std::mem::take(conditions(&mut status))).unwrap_or_default();
     Some((conditions(desired.get_mut(name)?), before))

@@ -5,7 +5,8 @@ use super::partial::{Known, Revisions};
 use super::sight::{Judgement, Sight, delays, judged};
 use super::{ControllerConfig, Event, Report, drains, remarks};
 use crate::api::{
-    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool, Pod,
+    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
+    ExternalIPPool, Pod,
 };
 use crate::snapshot::{Objects, desired, previous, snapshot};
 use crate::store::lease::{CONTROLLER_LEASE, LEASE_NAMESPACE, LeaseKeeper, LeaseTerms};
@@ -188,6 +189,7 @@ impl Controller {
         leading.known = None;
         let objects = Objects {
             policies: self.store.list::<EgressGatewayPolicy>(),
+            namespaced_policies: self.store.list::<EgressPolicy>(),
             pools: self.store.list::<EgressIPPool>(),
             cilium_policies: self.store.list::<CiliumEgressGatewayPolicy>(),
             egresses: self.store.list::<Egress>(),

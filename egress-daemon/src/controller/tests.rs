@@ -2,6 +2,7 @@
 
 mod drains;
 mod networks;
+mod tenancy;
 
 use super::*;
 use crate::api::Pod;

@@ -15,12 +15,12 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 pub use conditions::DRAINING;
 use conditions::Writer;
 pub use part::desired_part;
-use statuses::{World, name, usage};
+use statuses::{World, usage};
 
 use super::Objects;
 use super::previous::holders;
 use crate::api;
-use crate::translate::Problem;
+use crate::translate::{Problem, name};
 use egress_core::{
     model::{EndpointId, Family, NodeName, PolicyId, PolicyKind, PoolKind, Snapshot},
     network::pods::{pod_networks, shared_networks},
@@ -39,6 +39,8 @@ pub struct Desired {
     pub lease_revision: u64,
     /// Status of each EgressGatewayPolicy.
     pub policies: BTreeMap<String, api::EgressGatewayPolicyStatus>,
+    /// Status of each EgressPolicy, by `NAMESPACE/NAME`.
+    pub namespaced_policies: BTreeMap<String, api::EgressGatewayPolicyStatus>,
     /// Status of each EgressIPPool.
     pub pools: BTreeMap<String, api::EgressIPPoolStatus>,
     /// Status of each CiliumEgressGatewayPolicy.
@@ -68,6 +70,11 @@ fn statuses(objects: &Objects, world: &World<'_>) -> Desired {
         let per_endpoint = object.spec.distribution == api::Distribution::PerEndpoint;
         let status = world.policy(PolicyKind::Native, object.as_ref(), per_endpoint);
         desired.policies.insert(name(&object.metadata), status);
+    }
+    for object in &objects.namespaced_policies {
+        let per_endpoint = object.spec.distribution == api::Distribution::PerEndpoint;
+        let status = world.policy(PolicyKind::Namespaced, object.as_ref(), per_endpoint);
+        desired.namespaced_policies.insert(name(&object.metadata), status);
     }
     for object in &objects.cilium_policies {
         desired.cilium_policies.insert(name(&object.metadata), world.policy(PolicyKind::Cilium, object.as_ref(), true));

@@ -7,7 +7,8 @@ use crate::api::networks::{
     kube_ovn::Subnet as KubeOvnSubnet,
 };
 use crate::api::{
-    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, ExternalIPPool, Pod,
+    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
+    ExternalIPPool, Pod,
 };
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{self, Namespace, Node};
@@ -36,6 +37,8 @@ pub enum Kind {
     ServiceCIDR,
     /// EgressGatewayPolicy (spillway.io/v1alpha1).
     EgressGatewayPolicy,
+    /// EgressPolicy (spillway.io/v1alpha1).
+    EgressPolicy,
     /// EgressIPPool (spillway.io/v1alpha1).
     EgressIPPool,
     /// EgressIP (spillway.io/v1alpha1).
@@ -64,12 +67,13 @@ pub enum Kind {
 
 impl Kind {
     /// Every kind, in order.
-    pub const ALL: [Kind; 17] = [
+    pub const ALL: [Kind; 18] = [
         Kind::Namespace,
         Kind::Node,
         Kind::Pod,
         Kind::ServiceCIDR,
         Kind::EgressGatewayPolicy,
+        Kind::EgressPolicy,
         Kind::EgressIPPool,
         Kind::EgressIP,
         Kind::EgressNode,
@@ -118,6 +122,7 @@ impl Kind {
             Kind::Pod => "Pod",
             Kind::ServiceCIDR => "ServiceCIDR",
             Kind::EgressGatewayPolicy => "EgressGatewayPolicy",
+            Kind::EgressPolicy => "EgressPolicy",
             Kind::EgressIPPool => "EgressIPPool",
             Kind::EgressIP => "EgressIP",
             Kind::EgressNode => "EgressNode",
@@ -137,7 +142,7 @@ impl Kind {
         match self {
             Kind::Namespace | Kind::Node | Kind::Pod => "v1",
             Kind::ServiceCIDR => "networking.k8s.io/v1",
-            Kind::EgressGatewayPolicy | Kind::EgressIPPool | Kind::EgressIP | Kind::EgressNode => {
+            Kind::EgressGatewayPolicy | Kind::EgressPolicy | Kind::EgressIPPool | Kind::EgressIP | Kind::EgressNode => {
                 "spillway.io/v1alpha1"
             }
             Kind::Lease => "coordination.k8s.io/v1",
@@ -151,7 +156,7 @@ impl Kind {
 
     /// Whether objects of the kind live in a namespace.
     pub fn is_namespaced(self) -> bool {
-        matches!(self, Kind::Pod | Kind::Lease)
+        matches!(self, Kind::Pod | Kind::Lease | Kind::EgressPolicy)
     }
 
     /// Whether people (or Kubernetes) write the objects; Spillway writes the others.
@@ -161,7 +166,7 @@ impl Kind {
 
     /// Whether Spillway writes the status of objects that people write.
     pub(crate) fn has_our_status(self) -> bool {
-        matches!(self, Kind::EgressGatewayPolicy | Kind::EgressIPPool) || self.is_foreign()
+        matches!(self, Kind::EgressGatewayPolicy | Kind::EgressPolicy | Kind::EgressIPPool) || self.is_foreign()
     }
 
     /// How the kind is named in the API.
@@ -172,6 +177,7 @@ impl Kind {
             Kind::Pod => ApiResource::erase::<Pod>(&()),
             Kind::ServiceCIDR => ApiResource::erase::<ServiceCIDR>(&()),
             Kind::EgressGatewayPolicy => ApiResource::erase::<EgressGatewayPolicy>(&()),
+            Kind::EgressPolicy => ApiResource::erase::<EgressPolicy>(&()),
             Kind::EgressIPPool => ApiResource::erase::<EgressIPPool>(&()),
             Kind::EgressIP => ApiResource::erase::<EgressIP>(&()),
             Kind::EgressNode => ApiResource::erase::<EgressNode>(&()),
@@ -198,6 +204,7 @@ impl Kind {
             Kind::Pod => Ok(Arc::new(Pod::from(serde_json::from_value::<v1::Pod>(value)?))),
             Kind::ServiceCIDR => typed::<ServiceCIDR>(value),
             Kind::EgressGatewayPolicy => typed::<EgressGatewayPolicy>(value),
+            Kind::EgressPolicy => typed::<EgressPolicy>(value),
             Kind::EgressIPPool => typed::<EgressIPPool>(value),
             Kind::EgressIP => typed::<EgressIP>(value),
             Kind::EgressNode => typed::<EgressNode>(value),
@@ -235,6 +242,7 @@ impl Kind {
             Kind::Pod => value::<Pod>(object),
             Kind::ServiceCIDR => value::<ServiceCIDR>(object),
             Kind::EgressGatewayPolicy => value::<EgressGatewayPolicy>(object),
+            Kind::EgressPolicy => value::<EgressPolicy>(object),
             Kind::EgressIPPool => value::<EgressIPPool>(object),
             Kind::EgressIP => value::<EgressIP>(object),
             Kind::EgressNode => value::<EgressNode>(object),
@@ -270,7 +278,7 @@ macro_rules! stored {
 }
 
 stored!(
-    Namespace Node Pod ServiceCIDR EgressGatewayPolicy EgressIPPool EgressIP EgressNode Lease CiliumEgressGatewayPolicy Egress ExternalIPPool
+    Namespace Node Pod ServiceCIDR EgressGatewayPolicy EgressPolicy EgressIPPool EgressIP EgressNode Lease CiliumEgressGatewayPolicy Egress ExternalIPPool
     CalicoIPPool CiliumNode CiliumPodIPPool AntreaIPPool KubeOvnSubnet);
 
 /// What names an object among those of its kind. Ordered by namespace, then name.
@@ -291,6 +299,12 @@ impl Key {
     /// The key of an object in a namespace.
     pub fn namespaced(namespace: &str, name: &str) -> Self {
         Key { namespace: namespace.to_owned(), name: name.to_owned() }
+    }
+
+    /// The key whose text this is, as [`fmt::Display`] writes it.
+    pub fn parse(text: &str) -> Self {
+        let (namespace, name) = text.split_once('/').unwrap_or(("", text));
+        Key::namespaced(namespace, name)
     }
 
     /// The key in an object's metadata.

@@ -59,6 +59,8 @@ pub fn pool(object: &api::ExternalIPPool) -> Result<Pool, Vec<Problem>> {
         carriers: DEFAULT_CARRIERS,
         announce: Announce::Arp,
         outbound: Outbound::Owner,
+        allowed: None,
+        quotas: Vec::new(),
     };
     reader.finish(pool)
 }

@@ -4,7 +4,7 @@
 //! conditions on the namespace.
 
 use super::policy::{ADDRESS, nets};
-use super::{Problem, Reader};
+use super::{NAMESPACE_NAME, Problem, Reader};
 use crate::api;
 use egress_core::model::{
     AddressSource, Distribution, EndpointSelector, Existing, Gateway, NodeChoice, OnNoGateway, Policy, PolicyId,
@@ -19,8 +19,6 @@ const NAMESPACE: &str = "io.kubernetes.pod.namespace";
 const NAMESPACE_LABELS: &str = "io.cilium.k8s.namespace.labels.";
 /// What Cilium puts before what it knows of a pod besides labels: its service account, its cluster.
 const POLICY_LABELS: &str = "io.cilium.k8s.policy.";
-/// The label that Kubernetes gives every namespace.
-const NAMESPACE_NAME: &str = "kubernetes.io/metadata.name";
 
 /// The policy that an object says, or all that is wrong with it.
 pub fn policy(object: &api::CiliumEgressGatewayPolicy) -> Result<Policy, Vec<Problem>> {

@@ -5,15 +5,17 @@ use std::collections::BTreeMap;
 use ipnet::IpNet;
 
 use super::scalar::quantity;
-use super::{Problem, Reader};
+use super::{NAMESPACE_NAME, Problem, Reader};
 use crate::api;
 use egress_core::model::{
     AddressSource, Bandwidth, Distribution, EndpointSelector, Existing, Gateway, NodeChoice, OnNoGateway, Policy,
-    PolicyId, PolicyKind, PoolId, PoolKind, PoolRequest, Source, ZoneMode,
+    PolicyId, PolicyKind, PoolId, PoolKind, PoolRequest, Selector, Source, ZoneMode,
 };
 
 /// The kind, as problems name it.
 pub const KIND: &str = "EgressGatewayPolicy";
+/// The kind of those that belong to a namespace.
+pub const NAMESPACED: &str = "EgressPolicy";
 const CIDR: &str = "write a network such as 203.0.113.0/24 or 2001:db8::/32";
 /// What to write for an address.
 pub(super) const ADDRESS: &str = "write an address such as 192.0.2.10 or 2001:db8::10";
@@ -31,27 +33,89 @@ pub fn policy(object: &api::EgressGatewayPolicy) -> Result<Policy, Vec<Problem>>
         destinations: nets(&mut reader, &spec.destination_cidrs, "spec.destinationCIDRs"),
         excluded: nets(&mut reader, &spec.excluded_cidrs, "spec.excludedCIDRs"),
         source: source(&mut reader, spec),
-        distribution: match spec.distribution {
-            api::Distribution::PerFlow => Distribution::PerFlow,
-            api::Distribution::PerEndpoint => Distribution::PerEndpoint,
-        },
-        zone: match spec.zone.mode {
-            api::ZoneMode::Any => ZoneMode::Any,
-            api::ZoneMode::Prefer => ZoneMode::Prefer,
-            api::ZoneMode::Require => ZoneMode::Require,
-        },
+        distribution: spec.distribution.into(),
+        zone: spec.zone.mode.into(),
         prefer_local_node: spec.zone.prefer_local_node,
-        on_no_gateway: match spec.on_no_gateway {
-            api::NoGateway::Drop => OnNoGateway::Drop,
-            api::NoGateway::NodeIP => OnNoGateway::NodeIp,
-        },
-        existing: match spec.existing_connections {
-            api::ExistingConnections::Keep => Existing::Keep,
-            api::ExistingConnections::Drop => Existing::Drop,
-        },
+        on_no_gateway: spec.on_no_gateway.into(),
+        existing: spec.existing_connections.into(),
         bandwidth: spec.bandwidth.as_ref().and_then(|limit| bandwidth(&mut reader, limit)),
     };
     reader.finish(policy)
+}
+
+/// The policy that an object of a namespace says, or all that is wrong with it. It selects pods of its own namespace only.
+pub fn namespaced(object: &api::EgressPolicy) -> Result<Policy, Vec<Problem>> {
+    let mut reader = Reader::new(NAMESPACED, &object.metadata);
+    let (metadata, spec) = (&object.metadata, &object.spec);
+    let own = Selector::label(NAMESPACE_NAME, metadata.namespace.as_deref().unwrap_or_default());
+    if spec.selectors.is_empty() {
+        let remedy = "write at least one, such as {podSelector: {}} for every pod of the namespace";
+        reader.problem("spec.selectors", "it is empty", remedy);
+    }
+    let mut selectors = Vec::new();
+    for (at, pods) in spec.selectors.iter().enumerate() {
+        let pod = Some(reader.selector(&pods.pod_selector, &format!("spec.selectors[{at}].podSelector")));
+        selectors.push(EndpointSelector { pod, namespace: Some(own.clone()), node: None });
+    }
+    if spec.egress_ip_pools.is_empty() {
+        reader.problem("spec.egressIPPools", "it is empty", "write at least one, such as {name: public, count: 2}");
+    }
+    let pools = spec.egress_ip_pools.iter().enumerate();
+    let pools = pools.map(|(at, pool)| (format!("spec.egressIPPools[{at}]"), pool)).collect();
+    let policy = Policy {
+        id: PolicyId::new(PolicyKind::Namespaced, &reader.name),
+        uid: metadata.uid.clone().unwrap_or_default(),
+        generation: metadata.generation.unwrap_or(0),
+        created: metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
+        selectors,
+        destinations: nets(&mut reader, &spec.destination_cidrs, "spec.destinationCIDRs"),
+        excluded: nets(&mut reader, &spec.excluded_cidrs, "spec.excludedCIDRs"),
+        source: Source::Pools(pool_requests(&mut reader, pools)),
+        distribution: spec.distribution.into(),
+        zone: spec.zone.mode.into(),
+        prefer_local_node: spec.zone.prefer_local_node,
+        on_no_gateway: spec.on_no_gateway.into(),
+        existing: spec.existing_connections.into(),
+        bandwidth: spec.bandwidth.as_ref().and_then(|limit| bandwidth(&mut reader, limit)),
+    };
+    reader.finish(policy)
+}
+
+impl From<api::Distribution> for Distribution {
+    fn from(distribution: api::Distribution) -> Self {
+        match distribution {
+            api::Distribution::PerFlow => Distribution::PerFlow,
+            api::Distribution::PerEndpoint => Distribution::PerEndpoint,
+        }
+    }
+}
+
+impl From<api::ZoneMode> for ZoneMode {
+    fn from(mode: api::ZoneMode) -> Self {
+        match mode {
+            api::ZoneMode::Any => ZoneMode::Any,
+            api::ZoneMode::Prefer => ZoneMode::Prefer,
+            api::ZoneMode::Require => ZoneMode::Require,
+        }
+    }
+}
+
+impl From<api::NoGateway> for OnNoGateway {
+    fn from(fate: api::NoGateway) -> Self {
+        match fate {
+            api::NoGateway::Drop => OnNoGateway::Drop,
+            api::NoGateway::NodeIP => OnNoGateway::NodeIp,
+        }
+    }
+}
+
+impl From<api::ExistingConnections> for Existing {
+    fn from(existing: api::ExistingConnections) -> Self {
+        match existing {
+            api::ExistingConnections::Keep => Existing::Keep,
+            api::ExistingConnections::Drop => Existing::Drop,
+        }
+    }
 }
 
 fn selectors(reader: &mut Reader, spec: &api::EgressGatewayPolicySpec) -> Vec<EndpointSelector> {
@@ -115,6 +179,11 @@ fn source(reader: &mut Reader, spec: &api::EgressGatewayPolicySpec) -> Source {
     if pools.is_empty() {
         return Source::Gateways(gateways.into_iter().map(|(field, entry)| gateway(reader, &field, entry)).collect());
     }
+    Source::Pools(pool_requests(reader, pools))
+}
+
+/// What a policy wants of each pool, all that it writes of one taken together.
+fn pool_requests(reader: &mut Reader, pools: Vec<(String, &api::PoolRequest)>) -> Vec<PoolRequest> {
     let mut requests: BTreeMap<PoolId, PoolRequest> = BTreeMap::new();
     for (field, entry) in pools {
         let request = pool_request(reader, &field, entry);
@@ -128,7 +197,7 @@ fn source(reader: &mut Reader, spec: &api::EgressGatewayPolicySpec) -> Source {
             }
         }
     }
-    Source::Pools(requests.into_values().collect())
+    requests.into_values().collect()
 }
 
 fn gateway(reader: &mut Reader, field: &str, entry: &api::EgressGateway) -> Gateway {

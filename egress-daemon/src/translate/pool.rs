@@ -6,7 +6,7 @@ use super::scalar::duration;
 use super::{Problem, Reader};
 use crate::api;
 use egress_core::model::{
-    Announce, DEFAULT_CARRIERS, Failback, IpRange, MAX_CARRIERS, Outbound, Pool, PoolId, PoolKind, SubnetInfo,
+    Announce, DEFAULT_CARRIERS, Failback, IpRange, MAX_CARRIERS, Outbound, Pool, PoolId, PoolKind, Quota, SubnetInfo,
 };
 
 /// The kind, as problems name it.
@@ -55,6 +55,8 @@ pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
             // The kind's rules refuse Owner with routes.
             _ => Outbound::Spread,
         },
+        allowed: spec.allowed_namespaces.as_ref().map(|allowed| reader.selector(allowed, "spec.allowedNamespaces")),
+        quotas: quotas(&mut reader, &spec.quotas),
     };
     reader.finish(pool)
 }
@@ -103,6 +105,20 @@ fn delay(reader: &mut Reader, text: &str) -> Duration {
         reader.problem("spec.failback.delay", message, "write a whole number and a unit (ms, s, m or h), such as 10s");
         Duration::ZERO
     })
+}
+
+fn quotas(reader: &mut Reader, written: &[api::Quota]) -> Vec<Quota> {
+    let mut quotas = Vec::new();
+    for (at, quota) in written.iter().enumerate() {
+        let namespaces = reader.selector(&quota.namespace_selector, &format!("spec.quotas[{at}].namespaceSelector"));
+        match u32::try_from(quota.max_egress_ips) {
+            Ok(max) => quotas.push(Quota { namespaces, max }),
+            Err(_) => {
+                reader.problem(format!("spec.quotas[{at}].maxEgressIPs"), "it is out of range", "write 0 to 1024")
+            }
+        }
+    }
+    quotas
 }
 
 /// The ranges of a pool, at least one.

@@ -172,6 +172,7 @@ fn every_right_is_used_and_none_is_missing(world: &World) -> Result<()> {
     world.condition("web", "Ready", "True")?;
     world.policy("web", "web", "203.0.113.0/24", 1)?;
     world.wait_owners(1, "")?;
+    world.team("team-a", true)?;
     // An agent makes its object anew when somebody has deleted it; one without a node is removed.
     world.cluster.kubectl(&["delete", "egn", "worker1", "--wait=false"])?;
     world.cluster.apply("{apiVersion: spillway.io/v1alpha1, kind: EgressNode, metadata: {name: nobody}, spec: {}}")?;

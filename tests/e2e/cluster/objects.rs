@@ -3,13 +3,14 @@
 use anyhow::{Result, ensure};
 
 use crate::Test;
-use crate::world::{World, egress};
+use crate::world::{PATIENCE, World, egress};
 
 pub const TESTS: &[Test] = &[
     ("objects::kubectl_tells_the_whole_story", kubectl_tells_the_whole_story),
     ("objects::bad_objects_are_refused_with_a_remedy", bad_objects_are_refused_with_a_remedy),
     ("objects::a_pool_that_is_exhausted_says_so_until_addresses_come_free", exhaustion),
     ("objects::every_example_applies_and_is_in_force", every_example_applies_and_is_in_force),
+    ("objects::tenant_a_team_writes_its_own_policy", tenant_a_team_writes_its_own_policy),
     ("objects::fifty_policies_of_one_address_are_ten_on_each_of_five_gateways", fifty_policies),
 ];
 
@@ -52,6 +53,37 @@ fn kubectl_tells_the_whole_story(world: &World) -> Result<()> {
     })?;
     let explained = world.cluster.kubectl(&["explain", "egp.spec.distribution"])?;
     ensure!(explained.contains("PerEndpoint"), "{explained}");
+    Ok(())
+}
+
+/// docs/failures.md: tenant.
+fn tenant_a_team_writes_its_own_policy(world: &World) -> Result<()> {
+    world.team("team-a", true)?;
+    world.team("team-b", false)?;
+    let bind = ["create", "rolebinding", "dev", "-n", "team-a", "--clusterrole=edit", "--serviceaccount=team-a:dev"];
+    world.cluster.try_kubectl(&bind)?;
+    let may = |kind: &str, namespace: &str| -> Result<bool> {
+        let dev = "--as=system:serviceaccount:team-a:dev";
+        let answer = world.cluster.try_kubectl(&["auth", "can-i", "create", kind, "-n", namespace, dev])?;
+        Ok(String::from_utf8_lossy(&answer.stdout).trim() == "yes")
+    };
+    lab::wait_for("the role edit has Spillway's rights", PATIENCE, || may("egresspolicies.spillway.io", "team-a"))?;
+    ensure!(!may("egresspolicies.spillway.io", "team-b")?, "the policies of another namespace");
+    ensure!(!may("egressgatewaypolicies.spillway.io", "team-a")?, "policies of the cluster");
+
+    let condition = |kind: &'static str, reason: &'static str| {
+        move |policy: &serde_json::Value| {
+            let conditions = policy["status"]["conditions"].as_array().into_iter().flatten();
+            conditions.into_iter().any(|condition| condition["type"] == kind && condition["reason"] == reason)
+        }
+    };
+    let (ready, refused) = (condition("Ready", "AsExpected"), condition("Degraded", "NotAllowed"));
+    world.until("the team's policy is in force", &["egpol", "team", "-n", "team-a"], ready)?;
+    world.until("the other team learns why its is not", &["egpol", "team", "-n", "team-b"], refused)?;
+    world.until("in an event, too", &["events.events.k8s.io", "-n", "team-b"], |list| {
+        let mut events = list["items"].as_array().into_iter().flatten();
+        events.any(|event| event["regarding"]["kind"] == "EgressPolicy" && event["reason"] == "Degraded")
+    })?;
     Ok(())
 }
 

@@ -76,6 +76,7 @@ impl World {
     pub fn fresh(&self) -> Result<()> {
         let kubectl = |arguments: &[&str]| self.cluster.kubectl(arguments);
         kubectl(&["delete", "egp,eipp", "--all", "--wait=true"])?;
+        kubectl(&["delete", "egpol", "--all", "-A", "--wait=true"])?;
         // Clusters need not know these.
         for foreign in ["ciliumegressgatewaypolicies.cilium.io", "egresses.crd.antrea.io,externalippools.crd.antrea.io"]
         {
@@ -133,6 +134,24 @@ impl World {
             "{{apiVersion: spillway.io/v1alpha1, kind: EgressGatewayPolicy, metadata: {{name: {name}}}, spec: {{
                selectors: [{{podSelector: {{matchLabels: {{app: {app}}}}}}}], destinationCIDRs: [{destinations}],
                egressIPPools: [{{name: public, count: {count}}}]}}}}"
+        ))
+    }
+
+    /// A namespace, with the label `egress: allowed` or without, and an EgressPolicy in it for all of its pods towards `198.51.100.0/24`,
+    /// with an address of the pool `teams`, which only allows namespaces with that label.
+    pub fn team(&self, namespace: &str, allowed: bool) -> Result<()> {
+        let labels = if allowed { "{egress: allowed}" } else { "{}" };
+        let metadata = format!("{{name: {namespace}, labels: {labels}}}");
+        self.cluster.apply(&format!("{{apiVersion: v1, kind: Namespace, metadata: {metadata}}}"))?;
+        self.cluster.apply(
+            "{apiVersion: spillway.io/v1alpha1, kind: EgressIPPool, metadata: {name: teams}, spec: {
+               ipRanges: [{start: 192.0.2.60, end: 192.0.2.61}], nodeSelector: {matchLabels: {egress: 'true'}},
+               allowedNamespaces: {matchLabels: {egress: allowed}}, quotas: [{namespaceSelector: {}, maxEgressIPs: 1}]}}",
+        )?;
+        self.cluster.apply(&format!(
+            "{{apiVersion: spillway.io/v1alpha1, kind: EgressPolicy, metadata: {{name: team, namespace: {namespace}}}, spec: {{
+               selectors: [{{podSelector: {{}}}}], destinationCIDRs: [198.51.100.0/24],
+               egressIPPools: [{{name: teams}}]}}}}"
         ))
     }
 

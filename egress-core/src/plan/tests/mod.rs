@@ -10,4 +10,5 @@ mod owners;
 mod pools;
 mod programmed;
 mod scenes;
+mod tenancy;
 mod whole;

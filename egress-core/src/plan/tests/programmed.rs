@@ -28,7 +28,7 @@ fn report(snapshot: &Snapshot, node: &str, generation: i64) -> NodeReport {
 }
 
 #[test]
-fn nodes_of_the_pods_that_have_another_version_are_behind() {
+fn not_yet_nodes_of_the_pods_that_have_another_version_are_behind() {
     let (mut snapshot, health) = cluster_with_policy();
     let mut of = |change: &dyn Fn(&mut Snapshot)| {
         change(&mut snapshot);

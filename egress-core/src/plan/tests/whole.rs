@@ -34,6 +34,8 @@ pub(super) fn candidates<'a>(snapshot: &'a Snapshot, plan: &Plan, address: IpAdd
         containing.min().unwrap_or_else(|| ip.pool.clone().unwrap())
     };
     let selected = |user: &PolicyId, node: &Node| match &snapshot.policies[user].source {
+        // Whatever its policies ask for by now.
+        _ if ip.draining => snapshot.pools[ip.pool.as_ref().unwrap()].nodes.matches(&node.labels),
         Source::Pools(requests) => snapshot.pools[&asked(requests)].nodes.matches(&node.labels),
         Source::Gateways(gateways) => gateways.iter().any(|gateway| {
             matches!(gateway.address, AddressSource::Ip(a) | AddressSource::Configured(a) if a == address)
@@ -55,13 +57,14 @@ pub(super) fn candidates<'a>(snapshot: &'a Snapshot, plan: &Plan, address: IpAdd
 
 /// Whether all that name a floating egress IP want the first of their nodes for it.
 fn wants_first(snapshot: &Snapshot, ip: &crate::plan::EgressIpPlan, address: IpAddr) -> bool {
-    ip.users.keys().all(|user| match &snapshot.policies[user].source {
-        Source::Pools(_) => false,
-        Source::Gateways(gateways) => gateways
-            .iter()
-            .filter(|g| matches!(g.address, AddressSource::Ip(a) | AddressSource::Configured(a) if a == address))
-            .all(|g| g.choice == NodeChoice::First),
-    })
+    !ip.draining
+        && ip.users.keys().all(|user| match &snapshot.policies[user].source {
+            Source::Pools(_) => false,
+            Source::Gateways(gateways) => gateways
+                .iter()
+                .filter(|g| matches!(g.address, AddressSource::Ip(a) | AddressSource::Configured(a) if a == address))
+                .all(|g| g.choice == NodeChoice::First),
+        })
 }
 
 fn well(node: &Node, health: &Health) -> bool {
@@ -194,7 +197,7 @@ fn check_balance(world: &World, plan: &Plan) -> Result<(), TestCaseError> {
 }
 
 fn check_addresses(world: &World, plan: &Plan) -> Result<(), TestCaseError> {
-    for (address, ip) in plan.egress_ips.iter().filter(|(_, ip)| ip.users.len() > 1) {
+    for (address, ip) in plan.egress_ips.iter().filter(|(_, ip)| ip.users.len() > 1 && !ip.draining) {
         for user in ip.users.keys() {
             let asked = match &world.snapshot.policies[user].source {
                 Source::Pools(requests) => requests.iter().any(|request| request.ips.contains(address)),

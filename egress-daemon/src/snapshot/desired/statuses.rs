@@ -8,7 +8,7 @@ use kube::core::object::HasStatus;
 
 use super::conditions::Writer;
 use crate::api;
-use crate::translate::{Problem, antrea, cilium, policy, pool};
+use crate::translate::{Problem, antrea, cilium, name, policy, pool};
 use egress_core::{
     model::{PolicyId, PolicyKind, PoolId, PoolKind, Snapshot},
     plan::{Outcome, OwnerReason, Plan},
@@ -122,14 +122,10 @@ pub fn usage(plan: &Plan) -> BTreeMap<&PoolId, Usage> {
     usage
 }
 
-/// The name of an object.
-pub fn name(metadata: &ObjectMeta) -> String {
-    metadata.name.clone().unwrap_or_default()
-}
-
 fn kind_name(kind: PolicyKind) -> &'static str {
     match kind {
         PolicyKind::Native => policy::KIND,
+        PolicyKind::Namespaced => policy::NAMESPACED,
         PolicyKind::Cilium => cilium::KIND,
         PolicyKind::Antrea => antrea::EGRESS,
     }

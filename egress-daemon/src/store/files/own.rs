@@ -2,7 +2,7 @@
 //! under one lock.
 //!
 //! - `<Kind>/<name>.yaml`: EgressIP, EgressNode, Lease.
-//! - `status/<Kind>/<name>.yaml`: the record of an object that a person writes: when it was first seen, its generation,
+//! - `status/<Kind>/<name>.yaml` (`<namespace>.<name>.yaml` where the kind has namespaces): the record of an object that a person writes: when it was first seen, its generation,
 //!   a hash of the content that the generation stands for, and the status.
 //! - `good/<hash>.yaml`: the last text without problems of each file that a person writes.
 //! - `lock`: held exclusively while writing, and shared while reading without the kernel's notices; its content is the last
@@ -110,7 +110,10 @@ impl Own {
 
     /// The file of an object that Spillway writes, or of the record of one that a person writes.
     pub(super) fn path(&self, target: &ObjectRef) -> PathBuf {
-        self.directory(target.kind).join(format!("{}.yaml", target.key.name))
+        let Key { namespace, name } = &target.key;
+        // No namespace has a dot in its name.
+        let prefix = if has_namespace(target.kind) { format!("{namespace}.") } else { String::new() };
+        self.directory(target.kind).join(format!("{prefix}{name}.yaml"))
     }
 
     /// The object or record of a target as it is on disk.
@@ -200,7 +203,16 @@ impl Locked {
 /// The object or record that a file is for, in the directory of its kind.
 pub(super) fn target(kind: Kind, file: &OsStr) -> Option<ObjectRef> {
     let name = file.to_str()?.strip_suffix(".yaml").filter(|name| !name.starts_with('.'))?;
-    Some(ObjectRef { kind, key: Key::cluster(name) })
+    let key = match has_namespace(kind) {
+        true => name.split_once('.').map(|(namespace, name)| Key::namespaced(namespace, name))?,
+        false => Key::cluster(name),
+    };
+    Some(ObjectRef { kind, key })
+}
+
+/// Whether the names of a kind's files have the namespace in front. Of the kinds that Spillway writes itself no two objects have one name.
+fn has_namespace(kind: Kind) -> bool {
+    kind.is_users() && kind.is_namespaced()
 }
 
 /// The version of a file on disk.

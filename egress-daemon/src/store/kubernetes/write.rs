@@ -33,7 +33,10 @@ pub(super) async fn write(
         return Ok(object);
     }
     let sent = Instant::now();
-    let api = api(client, target.kind);
+    let api = match target.kind.is_users() && target.kind.is_namespaced() {
+        true => Api::namespaced_with(client, &target.key.namespace, &target.kind.resource()),
+        false => api(client, target.kind),
+    };
     let result = tokio::time::timeout(REQUEST, send(&api, writer, verb, &target, &object)).await;
     let written = match result {
         Ok(Ok(written)) => written,

@@ -1,0 +1,93 @@
+//! Policies of namespaces: which pools they may use, how much of them, and that no team gets another one's address.
+
+use std::net::IpAddr;
+
+use crate::model::*;
+use crate::plan::{ConditionKind, Plan, Reason, plan};
+use crate::testing::world::*;
+
+fn of_namespace(namespace: &str, name: &str, count: u32, ips: &[IpAddr]) -> Policy {
+    let request = PoolRequest { ips: ips.iter().copied().collect(), ..request("public", count) };
+    let id = PolicyId::new(PolicyKind::Namespaced, &format!("{namespace}/{name}"));
+    Policy { id, ..policy(name, Source::Pools(vec![request])) }
+}
+
+/// The pool allows namespaces with the label team, and gives the label's value `small` two addresses.
+fn world() -> (Snapshot, crate::health::Health) {
+    let (mut snapshot, health) = cluster(2, 1);
+    for (namespace, team) in [("shop", Some("small")), ("bank", Some("large")), ("other", None)] {
+        let labels = team.map(|team| ("team".to_owned(), team.to_owned())).into_iter().collect();
+        snapshot.namespaces.insert(namespace.into(), labels);
+    }
+    let pool = snapshot.pools.values_mut().next().unwrap();
+    pool.allowed = Some(Selector::new([("team".to_owned(), Requirement::Exists)]));
+    pool.quotas = vec![Quota { namespaces: Selector::label("team", "small"), max: 2 }];
+    (snapshot, health)
+}
+
+fn addresses(plan: &Plan, policy: &str) -> usize {
+    plan.outcomes[&policy.parse().unwrap()].slots.len()
+}
+
+fn condition<'a>(plan: &'a Plan, policy: &str, kind: ConditionKind) -> (bool, Reason, &'a str) {
+    let condition = &plan.outcomes[&policy.parse().unwrap()].conditions[&kind];
+    (condition.holds, condition.reason, &condition.message)
+}
+
+#[test]
+fn tenant_a_namespace_uses_pools_that_allow_it() {
+    let (mut snapshot, health) = world();
+    add_policy(&mut snapshot, of_namespace("shop", "web", 1, &[]));
+    add_policy(&mut snapshot, of_namespace("other", "web", 1, &[]));
+    add_policy(&mut snapshot, policy("cluster", Source::Pools(vec![request("public", 1)])));
+    let before = plan(&snapshot, &health, &Plan::default());
+    assert_eq!(["ns/shop/web", "ns/other/web", "cluster"].map(|policy| addresses(&before, policy)), [1, 0, 1]);
+    let (_, reason, message) = condition(&before, "ns/other/web", ConditionKind::Degraded);
+    assert_eq!(reason, Reason::NotAllowed);
+    assert_eq!(
+        message,
+        "pool public is not for namespace other: name another in egressIPPools, or ask who runs the pool to let its \
+         allowedNamespaces select the namespace"
+    );
+    assert_eq!(condition(&before, "ns/other/web", ConditionKind::Ready).1, Reason::NoAddress);
+    snapshot.pools.values_mut().for_each(|pool| pool.allowed = None);
+    let after = plan(&snapshot, &health, &before);
+    assert_eq!(["ns/shop/web", "ns/other/web", "cluster"].map(|policy| addresses(&after, policy)), [0, 0, 1]);
+}
+
+#[test]
+fn tenant_the_policies_of_a_namespace_share_its_quota_and_the_older_one_comes_first() {
+    let (mut snapshot, health) = world();
+    add_policy(&mut snapshot, Policy { created: 1, ..of_namespace("shop", "a", 2, &[]) });
+    add_policy(&mut snapshot, Policy { created: 0, ..of_namespace("shop", "b", 1, &[]) });
+    add_policy(&mut snapshot, of_namespace("bank", "c", 5, &[]));
+    let before = plan(&snapshot, &health, &Plan::default());
+    assert_eq!(["ns/shop/a", "ns/shop/b", "ns/bank/c"].map(|policy| addresses(&before, policy)), [1, 1, 5]);
+    let (_, reason, message) = condition(&before, "ns/shop/a", ConditionKind::Degraded);
+    assert_eq!(reason, Reason::QuotaExceeded);
+    assert!(message.starts_with("1 of 2 addresses of pool public given"), "{message}");
+    assert!(condition(&before, "ns/shop/a", ConditionKind::Ready).0);
+    assert_eq!(plan(&snapshot, &health, &before), before);
+}
+
+#[test]
+fn tenant_nobody_gets_the_address_of_another_namespace_by_asking_for_it() {
+    let (mut snapshot, health) = world();
+    let wanted = v4(0, 0, 9);
+    add_policy(&mut snapshot, Policy { created: 5, ..of_namespace("shop", "web", 1, &[wanted]) });
+    let first = plan(&snapshot, &health, &Plan::default());
+    // An older policy, which was changed later.
+    add_policy(&mut snapshot, Policy { created: 1, ..of_namespace("bank", "thief", 1, &[wanted]) });
+    add_policy(&mut snapshot, Policy { created: 6, ..of_namespace("shop", "mail", 1, &[wanted]) });
+    let second = plan(&snapshot, &health, &first);
+    let users: Vec<String> = second.egress_ips[&wanted].users.keys().map(ToString::to_string).collect();
+    assert_eq!(users, ["ns/shop/mail", "ns/shop/web"]);
+    assert_eq!(addresses(&second, "ns/bank/thief"), 0);
+    assert_eq!(condition(&second, "ns/bank/thief", ConditionKind::Conflicting).1, Reason::AddressInUse);
+    // Who runs the cluster comes before everybody.
+    let named = vec![gateway(Selector::everything(), AddressSource::Ip(wanted))];
+    add_policy(&mut snapshot, Policy { created: 9, ..policy("cluster", Source::Gateways(named)) });
+    let third = plan(&snapshot, &health, &second);
+    let users: Vec<String> = third.egress_ips[&wanted].users.keys().map(ToString::to_string).collect();
+    assert_eq!(users, ["cluster"]);
+}
