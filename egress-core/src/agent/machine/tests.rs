@@ -112,11 +112,11 @@ impl Shell {
     }
 
     fn announced(&self) -> BTreeSet<IpAddr> {
-        let sets = self.done.iter().filter_map(|(_, action)| match action {
+        let mut sets = self.done.iter().filter_map(|(_, action)| match action {
             Action::Announce(wanted) => Some(wanted.keys().copied().collect()),
             _ => None,
         });
-        sets.last().unwrap()
+        sets.next_back().unwrap()
     }
 
     /// What holds, in the order in which it was made so: the programs, and the rules.
