@@ -62,14 +62,16 @@ fn tenant_a_team_writes_its_own_policy(world: &World) -> Result<()> {
     world.team("team-b", false)?;
     let bind = ["create", "rolebinding", "dev", "-n", "team-a", "--clusterrole=edit", "--serviceaccount=team-a:dev"];
     world.cluster.try_kubectl(&bind)?;
-    let may = |kind: &str, namespace: &str| -> Result<bool> {
+    let may = |kind: &str, scope: &str| -> Result<bool> {
         let dev = "--as=system:serviceaccount:team-a:dev";
-        let answer = world.cluster.try_kubectl(&["auth", "can-i", "create", kind, "-n", namespace, dev])?;
+        let answer = world.cluster.try_kubectl(&["auth", "can-i", "create", kind, scope, dev])?;
         Ok(String::from_utf8_lossy(&answer.stdout).trim() == "yes")
     };
-    lab::wait_for("the role edit has Spillway's rights", PATIENCE, || may("egresspolicies.spillway.io", "team-a"))?;
-    ensure!(!may("egresspolicies.spillway.io", "team-b")?, "the policies of another namespace");
-    ensure!(!may("egressgatewaypolicies.spillway.io", "team-a")?, "policies of the cluster");
+    lab::wait_for("the role edit has Spillway's rights", PATIENCE, || {
+        may("egresspolicies.spillway.io", "--namespace=team-a")
+    })?;
+    ensure!(!may("egresspolicies.spillway.io", "--namespace=team-b")?, "the policies of another namespace");
+    ensure!(!may("egressgatewaypolicies.spillway.io", "--all-namespaces")?, "policies of the cluster");
 
     let condition = |kind: &'static str, reason: &'static str| {
         move |policy: &serde_json::Value| {

@@ -265,7 +265,7 @@ fn what_is_not_an_object_says_what_is() {
         (
             "kind: Deployment",
             "f.yaml, document 1, kind: unknown kind \"Deployment\": the kinds here are CiliumEgressGatewayPolicy, \
-             CiliumNode, CiliumPodIPPool, Egress, EgressGatewayPolicy, EgressIPPool, ExternalIPPool, IPPool, Namespace, Node, Pod, \
+             CiliumNode, CiliumPodIPPool, Egress, EgressGatewayPolicy, EgressIPPool, EgressPolicy, ExternalIPPool, IPPool, Namespace, Node, Pod, \
              ServiceCIDR, Subnet; keep other objects in another directory",
         ),
         (
