@@ -37,6 +37,8 @@ pub const MAX_UPLINKS: usize = 1_024;
 /// Pairs of an egress IP and a destination whose next hop is known for a moment, per CPU and address family (a power of two). More are
 /// looked up packet by packet.
 pub const MAX_HOPS: usize = 1_024;
+/// Interfaces that a gateway sends by before there is a socket buffer.
+pub const MAX_DEVICES: usize = 256;
 /// Entries of all Maglev tables together, in chunks of [`MAGLEV_CHUNK`].
 pub const MAX_MAGLEV_CHUNKS: usize = 32_768;
 /// Maglev entries in one element of the map.

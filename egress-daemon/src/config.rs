@@ -7,7 +7,10 @@ mod read;
 
 use crate::host::tunnel;
 use egress_common::{abi, limits};
-use egress_core::{model::Transport, network::classify::NamePattern};
+use egress_core::{
+    model::Transport,
+    network::{classify::NamePattern, xdp::Xdp},
+};
 use ipnet::IpNet;
 use std::{collections::BTreeSet, fmt, fs, io, net::SocketAddr, path::Path, time::Duration};
 
@@ -67,6 +70,8 @@ pub struct Config {
     pub firewall_mark: u32,
     /// `transport`: the transport between source nodes and gateways.
     pub transport: Transport,
+    /// `xdp`: whether a gateway sends packets on at the drivers of its interfaces.
+    pub xdp: Xdp,
     /// `announce`: how egress IPs are made known on their link.
     pub announce: Announce,
     /// `foreignKinds`: whose objects are read from the cluster besides our own. A directory's are always read.
@@ -171,6 +176,7 @@ impl Default for Config {
             firewall: Firewall::Respect,
             firewall_mark: abi::FIREWALL_MARK,
             transport: Transport::Auto,
+            xdp: Xdp::Auto,
             announce: Announce::Arp,
             foreign_kinds: BTreeSet::new(),
             max_egress_ips_per_node: None,

@@ -24,7 +24,7 @@ mod transports;
 
 use crate::{
     flows::{collect, inbound},
-    gateway::{forward, neighbor, shaped, tunnelled, underlay},
+    gateway::{forward, native, neighbor, shaped, tunnelled, underlay},
     headers::{
         note,
         packet::{ARP, IPV4, IPV6, Packet},
@@ -33,7 +33,11 @@ use crate::{
     tables::{maps, stats},
     transports::{exit, probe, send, vxlan},
 };
-use aya_ebpf::{macros::classifier, programs::TcContext};
+use aya_ebpf::{
+    bindings::xdp_action,
+    macros::{classifier, xdp},
+    programs::{TcContext, XdpContext},
+};
 use egress_common::{
     V4, V6,
     config::flags,
@@ -168,6 +172,32 @@ pub fn underlay_ingress(ctx: TcContext) -> i32 {
         _ => Verdict::Pass.to_bits(),
     };
     settle(&pkt, verdict)
+}
+
+/// At the driver of a gateway's underlay: what `underlay_ingress` does in the common case. Frames in several pieces are passed on.
+#[xdp(frags)]
+pub fn underlay_xdp(ctx: XdpContext) -> u32 {
+    let pkt = Packet::of_frame(&ctx);
+    action(native::from_nodes(&pkt))
+}
+
+/// At the driver of a gateway's uplinks: what `uplink_ingress` does in the common case.
+#[xdp(frags)]
+pub fn uplink_xdp(ctx: XdpContext) -> u32 {
+    let pkt = Packet::of_frame(&ctx);
+    action(native::from_outside(&pkt))
+}
+
+#[inline(always)]
+fn action(verdict: Verdict) -> u32 {
+    match verdict {
+        Verdict::Taken(action) => action as u32,
+        Verdict::Drop(counter) => {
+            stats::count(counter);
+            xdp_action::XDP_DROP
+        }
+        _ => xdp_action::XDP_PASS,
+    }
 }
 
 /// Run once by the agent (`BPF_PROG_TEST_RUN`) with a frame of zeros: what the kernel says to the flag that takes the outer

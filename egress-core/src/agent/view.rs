@@ -102,9 +102,14 @@ pub fn view(facts: &Facts, decided: &Decided, config: Config, effective: &mut Ef
         // The agent fills them in: they depend on routes, which are looked up for the nodes that the view names.
         transports: BTreeMap::new(),
         macs: macs(facts),
-        uplinks: facts.roles.uplinks.iter().filter_map(|i| Some((*i, facts.links.links.get(i)?.mac?.0))).collect(),
+        uplinks: macs_of(&facts.links, facts.roles.uplinks.iter().chain(facts.roles.underlays.keys())),
         config: Some(config),
     }
+}
+
+/// The MAC addresses of interfaces by which packets of egress IPs come in.
+fn macs_of<'a>(links: &LinkTable, indices: impl Iterator<Item = &'a u32>) -> BTreeMap<u32, [u8; 6]> {
+    indices.filter_map(|index| Some((*index, links.links.get(index)?.mac?.0))).collect()
 }
 
 /// Where a node receives tunnelled packets: which of its addresses in Kubernetes its agent prefers, or else all of them.

@@ -122,7 +122,7 @@ pub struct NodeView {
     pub transports: BTreeMap<NodeName, TransportView>,
     /// The MAC addresses that nodes on a common link send from.
     pub macs: BTreeMap<[u8; 6], NodeName>,
-    /// Interfaces that answer for egress IPs, with their MAC addresses.
+    /// Interfaces by which packets of egress IPs come in, with their MAC addresses: those that answer for them, and those of the underlay.
     pub uplinks: BTreeMap<u32, [u8; 6]>,
     /// Settings; node and generation are filled in by the encoder and the writer.
     pub config: Option<Config>,

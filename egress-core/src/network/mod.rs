@@ -5,6 +5,7 @@ pub mod links;
 pub mod pods;
 pub mod reported;
 pub mod schedule;
+pub mod xdp;
 
 use crate::model::SubnetInfo;
 use std::{fmt, net::IpAddr};

@@ -38,8 +38,10 @@ pub(super) fn wanted(
     tunnel: &tunnel::Tunnel,
     settings: &Settings,
     shaper: Option<u32>,
+    gateway: bool,
 ) -> Wanted {
-    Wanted { rules, tunnel: tunnel.index, underlay: settings.machine.transport != Transport::Device, shaper }
+    let underlay = settings.machine.transport != Transport::Device;
+    Wanted { rules, tunnel: tunnel.index, underlay, shaper, xdp: settings.xdp, gateway }
 }
 
 impl Agent {
@@ -70,8 +72,8 @@ impl Agent {
                 Err(e) => self.machine.handle_error(e),
             },
             Action::MakeShaper(wanted) => self.make_shaper(wanted).await,
-            Action::Attach { shaper } => {
-                self.hooks.set(wanted(self.machine.rules(), &self.tunnel, &self.settings, shaper));
+            Action::Attach { shaper, gateway } => {
+                self.hooks.set(wanted(self.machine.rules(), &self.tunnel, &self.settings, shaper, gateway));
                 self.hooks.errors().into_iter().for_each(|e| self.machine.handle_error(e));
             }
             Action::FindRoutes(addresses) => {

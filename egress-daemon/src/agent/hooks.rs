@@ -1,13 +1,17 @@
 //! Keeping the programs at their hooks, in a task of its own: a pod sends its first packet milliseconds after its
 //! interface appears, and must not find the agent busy with something else.
 
+use super::native::{self, Natives};
 use crate::datapath::{
-    attach::{Attacher, Hook, Mode},
+    attach::{AttachError, Attacher, Hook, Mode},
+    load::NATIVE,
+    native::Devices,
     strangers::Lookout,
 };
 use egress_core::network::{
     classify::{InterfaceRules, Roles, classify},
     links::LinkTable,
+    xdp::Xdp,
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -36,6 +40,10 @@ pub struct Wanted {
     pub underlay: bool,
     /// The far end of the shaper, where there is one.
     pub shaper: Option<u32>,
+    /// Whether a gateway's packets may be sent on at drivers.
+    pub xdp: Xdp,
+    /// Whether this node carries egress IPs.
+    pub gateway: bool,
 }
 
 /// What the task has found.
@@ -45,6 +53,8 @@ struct Seen {
     hooks: BTreeSet<Hook>,
     /// What may bring packets into a pod past `pod_ingress`, for people.
     bypass: Option<String>,
+    /// The drivers that hold a gateway's program, and why others do not.
+    native: Natives,
 }
 
 /// The task.
@@ -99,6 +109,11 @@ impl Hooks {
         self.seen.borrow().bypass.clone()
     }
 
+    /// At the interfaces of a gateway: whether its program is at the driver, or why not.
+    pub fn native(&self) -> Natives {
+        self.seen.borrow().native.clone()
+    }
+
     /// Waits until other interfaces than before have their programs, or somebody else's have come or gone. Cancel safe.
     pub async fn changed(&mut self) {
         if self.seen.changed().await.is_err() {
@@ -128,6 +143,7 @@ async fn keep(
     let mut verify = tokio::time::interval(VERIFY);
     let (mut lookout, mut looks) = (Lookout::default(), 0);
     let ours = attacher.programs();
+    let mut devices = Devices::open(attacher.pins()).ok();
     loop {
         let all = tokio::select! {
             changed = links.changed() => match changed {
@@ -143,8 +159,21 @@ async fn keep(
         let table = links.borrow_and_update().clone();
         let wanted = wanted.borrow_and_update().clone();
         let names: BTreeMap<u32, String> = table.links.values().map(|l| (l.index, l.name.clone())).collect();
-        let hooks = hooks(&classify(&table, &wanted.rules), &wanted, &table, &names);
-        let errors = block_in_place(|| attacher.sync(&hooks, &names, all));
+        let mut hooks = hooks(&classify(&table, &wanted.rules), &wanted, &table, &names);
+        let found = match wanted.gateway && wanted.xdp != Xdp::Off {
+            true => block_in_place(|| native::find(wanted.xdp, &hooks, &table, &attacher)),
+            false => native::Found::default(),
+        };
+        hooks.extend(found.hooks());
+        let errors = block_in_place(|| {
+            let errors = attacher.sync(&hooks, &names, all);
+            found.allow(devices.as_mut());
+            errors
+        });
+        let (failed, errors): (Vec<AttachError>, Vec<AttachError>) =
+            errors.into_iter().partition(|error| NATIVE.contains(&error.program));
+        let failed = failed.into_iter().map(|error| (error.interface, error.source.to_string())).collect();
+        let native = found.in_force(&failed);
         let errors: Vec<String> = errors.iter().map(ToString::to_string).collect();
         report.send_if_modified(|old| {
             let changed = *old != errors;
@@ -158,7 +187,7 @@ async fn keep(
         // After ours are attached: those of an earlier agent are gone.
         let bypass = block_in_place(|| lookout.look(&names, &ours, all && looks % SEARCH == 0)).map(str::to_owned);
         tell(saw.borrow().bypass.as_deref(), bypass.as_deref());
-        let seen = Seen { hooks: seen, bypass };
+        let seen = Seen { hooks: seen, bypass, native };
         saw.send_if_modified(|old| {
             let changed = *old != seen;
             *old = seen;

@@ -9,6 +9,7 @@ mod aside;
 mod count;
 mod facts;
 mod hooks;
+mod native;
 mod node;
 mod owned;
 mod routes;

@@ -133,8 +133,9 @@ impl Agent {
         let (objects, present) = (world.meant.clone(), links.current());
         let facts = Facts { node: node.clone(), objects, links: present, ..settings.facts.clone() };
         let left = Left::from(writer.present());
+        let gateway = !left.carried.is_empty();
         let machine = Machine::new(settings.machine.clone(), left, facts, tunnel.index);
-        let wanted = super::actions::wanted(machine.rules(), &tunnel, &settings, None);
+        let wanted = super::actions::wanted(machine.rules(), &tunnel, &settings, None, gateway);
         Ok(Self {
             machine,
             node,

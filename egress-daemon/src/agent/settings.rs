@@ -9,7 +9,7 @@ use egress_common::{abi::ticks, config as record};
 use egress_core::{
     agent::{facts::Facts, machine},
     health::ProbeTimes,
-    network::classify::InterfaceRules,
+    network::{classify::InterfaceRules, xdp::Xdp},
 };
 use ipnet::IpNet;
 use std::{net::IpAddr, time::Duration};
@@ -35,6 +35,8 @@ pub struct Settings {
     pub firewall: Firewall,
     /// The one bit of the mark that leads first packets to the tunnel device where no other route does.
     pub firewall_mark: u32,
+    /// Whether a gateway's packets may be sent on at drivers.
+    pub xdp: Xdp,
     /// How programs are attached; found out if absent.
     pub attach: Option<attach::Mode>,
 }
@@ -62,6 +64,7 @@ impl From<&Config> for Settings {
             lease_renew: config.lease.renew,
             firewall: config.firewall,
             firewall_mark: config.firewall_mark,
+            xdp: config.xdp,
             attach: None,
         }
     }

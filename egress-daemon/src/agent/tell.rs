@@ -16,6 +16,7 @@ use egress_core::{
     encode::NodeView,
     health::ProbeState,
     model::{Distribution, NodeName},
+    network::xdp::Why,
     plan::{ConditionKind, Reason},
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
@@ -73,10 +74,17 @@ fn node(agent: &Agent) -> NodeState {
         firewall: agent.settings.firewall.to_string(),
         attach: agent.hooks.mode().to_string(),
         bypass: agent.hooks.bypass(),
+        xdp: agent.settings.xdp.to_string(),
+        drivers: agent.hooks.native().iter().map(|(name, verdict)| (name.clone(), driver(verdict))).collect(),
         tunnel_addresses: agent.machine.tunnel_addresses(),
         lease_held: agent.lease.as_ref().map(|_| agent.machine.is_lease_held(agent.now())),
         lease_revision: agent.machine.outcome().leases.all,
     }
+}
+
+/// What is said of an interface: nothing if the program is at its driver, else why it is not.
+fn driver(verdict: &Result<(), Why>) -> Option<String> {
+    verdict.as_ref().err().map(ToString::to_string)
 }
 
 fn condition(c: &Condition) -> ConditionState {

@@ -6,6 +6,7 @@ use crate::{
     datapath::{
         Pins,
         attach::{self, Mode},
+        drivers, native,
         strangers::{self, Stranger},
     },
     host::{
@@ -20,6 +21,7 @@ use crate::{
 use egress_core::network::{
     classify::{InterfaceRules, Roles, classify},
     links::LinkTable,
+    xdp::Driver,
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -66,6 +68,8 @@ pub(super) struct Facts {
     pub roles: Roles,
     /// What the agent says of networks that nobody names; none if no agent answers.
     pub unnamed: Option<BTreeMap<String, String>>,
+    /// The drivers of the interfaces by which a gateway's packets come in, by the interface's name; and whether our program is there.
+    pub drivers: BTreeMap<String, (Driver, bool)>,
     /// What could not be looked at, and why.
     pub unread: Vec<String>,
 }
@@ -104,6 +108,9 @@ pub(super) async fn gather(config: &Config, bpffs: &Path) -> Facts {
     facts.unnamed = agent.ok().and_then(Result::ok).map(|state| state.unnamed_networks);
     links(config, &mut facts).await;
     settings(config, &mut facts);
+    if let Err(error) = drivers(bpffs, &mut facts) {
+        facts.unread.push(format!("drivers: {error}"));
+    }
     if let Err(error) = strangers(bpffs, &mut facts).await {
         facts.unread.push(format!("programs at the interfaces: {error:#}"));
     }
@@ -156,6 +163,21 @@ fn settings(config: &Config, facts: &mut Facts) {
             facts.sysctls.insert(key, value);
         }
     }
+}
+
+/// The drivers of uplinks and of the underlay's interfaces.
+fn drivers(bpffs: &Path, facts: &mut Facts) -> std::io::Result<()> {
+    let Some(table) = &facts.links else { return Ok(()) };
+    let ours = native::pinned(&Pins::new(bpffs));
+    let used: BTreeSet<u32> = facts.roles.uplinks.iter().chain(facts.roles.underlays.keys()).copied().collect();
+    let links = || used.iter().filter_map(|index| table.links.get(index));
+    let found = drivers::look(links(), &ours.values().copied().collect())?;
+    let named = links().filter_map(|link| {
+        let driver = found.get(&link.index)?.clone();
+        Some((link.name.clone(), (driver, ours.contains_key(&link.index))))
+    });
+    facts.drivers = named.collect();
+    Ok(())
 }
 
 /// Programs that are not of the agent with these pins: where packets come in, and wherever the agent has its own.

@@ -5,6 +5,7 @@ use crate::{
     config::{Config, Firewall},
     datapath::strangers::Stranger,
 };
+use egress_core::network::xdp::{self, Driver, Xdp};
 
 /// `bpf_loop`, which the programs use, came with this kernel.
 const OLDEST: (u32, u32) = (5, 17);
@@ -36,6 +37,7 @@ pub(super) fn judge(facts: &Facts, config: &Config) -> Vec<Line> {
     lines.push(reverse_path(facts, config));
     lines.push(firewall(facts, config));
     lines.extend(interfaces(facts, config));
+    lines.extend(drivers(facts, config));
     lines.extend(networks(facts));
     lines.extend(facts.unread.iter().map(|unread| {
         bad(
@@ -275,6 +277,20 @@ fn interfaces(facts: &Facts, config: &Config) -> Vec<Line> {
     lines
 }
 
+/// Where a gateway sends packets on at the driver.
+fn drivers(facts: &Facts, config: &Config) -> Vec<Line> {
+    let line = |(name, (driver, ours)): (&String, &(Driver, bool))| match xdp::judge(config.xdp, name, driver) {
+        Ok(()) if *ours => ok("xdp", format!("{name}: the driver sends packets of egress IPs on")),
+        Ok(()) => ok("xdp", format!("{name}: the driver can send packets of egress IPs on, once this is a gateway")),
+        Err(why) if config.xdp == Xdp::Native => {
+            let remedy = why.remedy.unwrap_or_else(|| "nothing; or set `xdp: Auto`".to_owned());
+            bad("xdp", Status::Warn, format!("{name}: by TC, as without XDP: {}", why.reason), remedy)
+        }
+        Err(why) => ok("xdp", format!("{name}: by TC: {why}")),
+    };
+    facts.drivers.iter().map(line).collect()
+}
+
 /// Whether the cluster's networks are known: the agent says, which reads the objects.
 fn networks(facts: &Facts) -> Vec<Line> {
     let Some(unnamed) = &facts.unnamed else {
@@ -293,6 +309,7 @@ fn networks(facts: &Facts) -> Vec<Line> {
 mod tests {
     use super::*;
     use crate::datapath::strangers::How;
+    use egress_core::network::links::LinkKind;
     use std::path::PathBuf;
 
     fn good() -> Facts {
@@ -375,6 +392,17 @@ mod tests {
         let port = Config::parse("c", b"tunnelPort: 4789").unwrap();
         let lines = judge(&good(), &port);
         assert!(lines.iter().any(|line| line.check == "tunnel" && line.status == Status::Warn));
+    }
+
+    #[test]
+    fn drivers_that_stay_without_a_program_warn_where_one_was_asked_for() {
+        let driver = Driver { kind: LinkKind::Physical, acts: Some(7), hides_tags: true, stranger: None };
+        let facts = Facts { drivers: [("eth0".to_owned(), (driver, false))].into(), ..good() };
+        let line = of(&facts, "xdp");
+        assert!(line.status == Status::Ok && line.found.contains("ethtool -K eth0 rxvlan off"), "{}", line.found);
+        let native = Config::parse("c", b"xdp: Native").unwrap();
+        let line = judge(&facts, &native).into_iter().find(|line| line.check == "xdp").unwrap();
+        assert_eq!((line.status, line.remedy.as_deref()), (Status::Warn, Some("`ethtool -K eth0 rxvlan off`")));
     }
 
     #[test]

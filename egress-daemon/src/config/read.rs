@@ -2,7 +2,7 @@
 
 use super::{Announce, Config, Fault, Firewall, Foreign};
 use egress_common::limits;
-use egress_core::{health::ProbeTracker, model::Transport};
+use egress_core::{health::ProbeTracker, model::Transport, network::xdp::Xdp};
 use serde_json::{Map, Value};
 use std::{fmt::Display, net::SocketAddr, str::FromStr, time::Duration};
 
@@ -55,6 +55,14 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
         let named = [Transport::Device, Transport::Vxlan, Transport::Direct].map(|t| (t.to_string(), t));
         let all: Vec<(&str, Transport)> = named.iter().map(|(name, t)| (name.as_str(), *t)).collect();
         choice(v, &[&[("Auto", Transport::Auto)][..], &all].concat(), &[])
+    });
+    top.set("xdp", &mut config.xdp, |v| {
+        // What YAML 1.1 makes of `Off` without quotes.
+        if v == &Value::Bool(false) {
+            return Ok(Xdp::Off);
+        }
+        let named = [Xdp::Auto, Xdp::Native, Xdp::Off].map(|xdp| (xdp.to_string(), xdp));
+        choice(v, &named.each_ref().map(|(name, xdp)| (name.as_str(), *xdp)), &[])
     });
     top.set("announce", &mut config.announce, |v| choice(v, &[("arp", Announce::Arp), ("none", Announce::None)], &[]));
     top.set("foreignKinds", &mut config.foreign_kinds, |v| {

@@ -51,6 +51,7 @@ startLimit: 2m
 firewall: bypass
 firewallMark: 0x100000
 transport: device
+xdp: Native
 announce: none
 foreignKinds: [cilium, antrea]
 maxEgressIPsPerNode: 10
@@ -79,6 +80,7 @@ metrics: "127.0.0.1:9473"
         firewall: Firewall::Bypass,
         firewall_mark: 0x10_0000,
         transport: Transport::Device,
+        xdp: Xdp::Native,
         announce: Announce::None,
         foreign_kinds: [Foreign::Cilium, Foreign::Antrea].into(),
         max_egress_ips_per_node: Some(10),
@@ -123,6 +125,15 @@ fn timeouts_below_the_rfcs_are_refused() {
     refused("timeouts: {udp: 300}", "timeouts.udp", &["300s"]);
     refused("timeouts: {udp: 99999999999999999999h}", "timeouts.udp", &["not a duration"]);
     refused("timeouts: {udp: 9999999999999999h}", "timeouts.udp", &["not a duration"]);
+}
+
+#[test]
+fn xdp_is_switched_off_with_and_without_quotes() {
+    for (text, xdp) in [("Off", Xdp::Off), ("\"Off\"", Xdp::Off), ("Native", Xdp::Native), ("Auto", Xdp::Auto)] {
+        assert_eq!(parse(&format!("xdp: {text}")).xdp, xdp, "{text}");
+    }
+    refused("xdp: generic", "xdp", &["write Auto or Native or Off"]);
+    refused("xdp: On", "xdp", &["write Auto or Native or Off"]);
 }
 
 #[test]

@@ -4,8 +4,8 @@
 use super::{
     Pins,
     filters::{Filter, filters},
-    load::{LoadError, PROGRAMS, Programs},
-    tcx,
+    load::{LoadError, NATIVE, PROGRAMS, Programs},
+    native, tcx,
 };
 use aya::programs::{
     LinkOrder, ProgramError, SchedClassifier, TcAttachType,
@@ -122,8 +122,26 @@ impl Attacher {
 
     /// The kernel's numbers of our programs.
     pub fn programs(&mut self) -> BTreeSet<u32> {
-        let mut id = |name| Some(self.programs.get(name).ok()?.info().ok()?.id());
-        PROGRAMS.into_iter().filter_map(&mut id).collect()
+        PROGRAMS.into_iter().chain(NATIVE).filter_map(|name| self.id(name)).collect()
+    }
+
+    /// The kernel's number of a program.
+    fn id(&mut self, program: &'static str) -> Option<u32> {
+        let info = match NATIVE.contains(&program) {
+            true => self.programs.native(program).ok()?.info(),
+            false => self.programs.get(program).ok()?.info(),
+        };
+        Some(info.ok()?.id())
+    }
+
+    /// Why this kernel does not take the programs for drivers.
+    pub fn not_native(&self) -> Option<&str> {
+        self.programs.not_native()
+    }
+
+    /// Where the pins are.
+    pub fn pins(&self) -> &Pins {
+        &self.pins
     }
 
     /// The hooks that hold one of our programs, with the interface's name.
@@ -170,7 +188,7 @@ impl Attacher {
         let sides: BTreeSet<(bool, u32)> = wanted.keys().map(|(program, i)| (is_egress(program), *i)).collect();
         let everywhere = live.keys().flat_map(|i| [("pod_egress", *i), ("pod_ingress", *i)]);
         let suspects = if std::mem::replace(&mut self.swept, true) { gone } else { everywhere.collect() };
-        for (program, index) in suspects {
+        for (program, index) in suspects.into_iter().filter(|hook| !NATIVE.contains(&hook.0)) {
             if let Some(interface) = live.get(&index)
                 && !sides.contains(&(is_egress(program), index))
             {
@@ -181,11 +199,11 @@ impl Attacher {
 
     /// Whether our program is still at the hook, before all others: anybody may delete a qdisc, detach a link or put another
     /// program first.
-    fn holds(&mut self, (program, _): Hook, interface: &str) -> bool {
-        let Ok(id) = self.programs.get(program).map_err(drop).and_then(|p| p.info().map(|i| i.id()).map_err(drop))
-        else {
-            return false;
-        };
+    fn holds(&mut self, (program, index): Hook, interface: &str) -> bool {
+        let Some(id) = self.id(program) else { return false };
+        if NATIVE.contains(&program) {
+            return native::is_at(id, index);
+        }
         match self.mode {
             // A program before ours may end the chain.
             Mode::Tcx => first_tcx(interface, direction(program)) == Some(id),
@@ -213,6 +231,9 @@ impl Attacher {
 
     fn attach(&mut self, hook: Hook, interface: &str) -> Result<(), Failure> {
         let pin = self.pin(hook);
+        if NATIVE.contains(&hook.0) {
+            return native::attach(self.programs.native(hook.0)?, &pin, hook.1);
+        }
         let program = self.programs.get(hook.0)?;
         match self.mode {
             Mode::Tcx => attach_tcx(program, &pin, interface, direction(hook.0)),

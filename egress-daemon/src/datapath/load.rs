@@ -4,7 +4,7 @@ use super::Pins;
 use aya::{
     Ebpf, EbpfLoader, VerifierLogLevel,
     maps::MapInfo,
-    programs::{SchedClassifier, TestRun as _, TestRunOptions},
+    programs::{SchedClassifier, TestRun as _, TestRunOptions, Xdp},
     util::KernelVersion,
 };
 use egress_common::{abi::LAYOUT_VERSION, config::flags, limits};
@@ -28,6 +28,8 @@ pub const PROGRAMS: [&str; 7] = [
     "underlay_ingress",
     "shaper_ingress",
 ];
+/// The programs at the drivers of a gateway's underlay and of its uplinks, in front of those at TC.
+pub const NATIVE: [&str; 2] = ["underlay_xdp", "uplink_xdp"];
 /// The program that is run once to arm the collector's timer.
 const COLLECTOR: &str = "start_collector";
 /// The program that is run once to learn whether merged packets can be stripped.
@@ -179,6 +181,8 @@ fn jiffy_ns() -> Result<u64, LoadError> {
 /// The loaded programs. Dropping it detaches nothing: links and maps are pinned.
 pub struct Programs {
     ebpf: Ebpf,
+    /// Why the kernel does not take the programs for drivers, without which everything works.
+    not_native: Option<String>,
 }
 
 /// Gives memory that is free back to the kernel: the types of the kernel and of the object, which are read to load the
@@ -213,9 +217,13 @@ impl Programs {
         }
         let jiffy = jiffy_ns()?;
         loader.override_global("JIFFY_NS", &jiffy, true);
-        let mut programs = Self { ebpf: loader.load(OBJECT)? };
+        let mut programs = Self { ebpf: loader.load(OBJECT)?, not_native: None };
         for name in PROGRAMS.into_iter().chain([COLLECTOR, DECAPSULATION]) {
             programs.get(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
+        }
+        for name in NATIVE {
+            let refused = programs.native(name)?.load().err().map(|error| error.to_string());
+            programs.not_native = programs.not_native.or(refused);
         }
         programs.start_collector()?;
         drop(loader);
@@ -228,6 +236,18 @@ impl Programs {
         let missing = || LoadError::Object(format!("it has no program {program}"));
         let program = self.ebpf.program_mut(program).ok_or_else(missing)?;
         program.try_into().map_err(|e: aya::programs::ProgramError| LoadError::Object(e.to_string()))
+    }
+
+    /// A program for drivers by its name.
+    pub fn native(&mut self, program: &'static str) -> Result<&mut Xdp, LoadError> {
+        let missing = || LoadError::Object(format!("it has no program {program}"));
+        let program = self.ebpf.program_mut(program).ok_or_else(missing)?;
+        program.try_into().map_err(|e: aya::programs::ProgramError| LoadError::Object(e.to_string()))
+    }
+
+    /// Why the programs for drivers cannot be used on this kernel.
+    pub fn not_native(&self) -> Option<&str> {
+        self.not_native.as_deref()
     }
 
     /// The flags of the settings ([`flags`]) that follow from what this kernel can do.

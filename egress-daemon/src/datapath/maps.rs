@@ -146,7 +146,10 @@ impl<V: Pod> Slots<V> {
     }
 }
 
-fn typed<M: TryFrom<aya::maps::Map, Error = MapError>>(pins: &Pins, name: &'static str) -> Result<M, MapsError> {
+pub(super) fn typed<M: TryFrom<aya::maps::Map, Error = MapError>>(
+    pins: &Pins,
+    name: &'static str,
+) -> Result<M, MapsError> {
     let path = pins.map(name);
     let open = || MapData::from_pin(&path).and_then(aya::maps::Map::from_map_data).and_then(M::try_from);
     open().map_err(|source| MapsError::Open { path: path.clone(), source })

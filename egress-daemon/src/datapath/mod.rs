@@ -5,9 +5,11 @@
 
 pub mod answers;
 pub mod attach;
+pub mod drivers;
 mod filters;
 pub mod load;
 pub mod maps;
+pub mod native;
 mod rtnetlink;
 pub mod strangers;
 mod tcx;

@@ -89,6 +89,13 @@ pub fn at(index: u32, interface: &str, egress: bool, ours: &BTreeSet<u32>) -> io
     Ok(all.filter(|one| one.program.is_none_or(|id| !ours.contains(&id))).collect())
 }
 
+/// The XDP program at an interface that is not among `ours`.
+pub fn xdp_at(index: u32, interface: &str, ours: &BTreeSet<u32>) -> io::Result<Option<Stranger>> {
+    let stranger =
+        |id| Stranger { interface: interface.to_owned(), egress: false, how: How::Xdp, program: Some(id), name: None };
+    Ok(there(xdp(index))?.into_iter().find(|id| !ours.contains(id)).map(stranger))
+}
+
 /// Nothing is at an interface that is gone, or by a means that this kernel has not.
 fn there<T>(found: io::Result<Vec<T>>) -> io::Result<Vec<T>> {
     match found {
@@ -98,7 +105,7 @@ fn there<T>(found: io::Result<Vec<T>>) -> io::Result<Vec<T>> {
 }
 
 /// The XDP programs of a link.
-fn xdp(index: u32) -> io::Result<Vec<u32>> {
+pub(super) fn xdp(index: u32) -> io::Result<Vec<u32>> {
     let mut question = LinkMessage::default();
     question.header.index = index;
     question.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));

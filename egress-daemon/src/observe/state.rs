@@ -52,6 +52,10 @@ pub struct NodeState {
     /// The program of somebody else that may bring packets into a pod past ours, and where it is: while there is one, a selected pod's
     /// SYN+ACK is taken for an answer to what came in by it.
     pub bypass: Option<String>,
+    /// The setting for drivers: `Auto`, `Native` or `Off`.
+    pub xdp: String,
+    /// Of a gateway, the interfaces by which its packets come in: why they are not sent on at the driver; null where they are.
+    pub drivers: BTreeMap<String, Option<String>>,
     /// The addresses that other nodes send tunnelled packets to.
     pub tunnel_addresses: Vec<IpAddr>,
     /// Whether the node is a gateway and holds its Lease; absent for a node that is no gateway.

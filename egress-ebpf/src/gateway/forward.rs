@@ -3,6 +3,7 @@
 use crate::{
     gateway::neighbor,
     headers::{
+        context::Context,
         note,
         packet::{ETH_LEN, Packet},
         parse::{self, Ip, Kind, Part, Transport},
@@ -28,7 +29,7 @@ use egress_common::{
 
 /// The node that the block of `port` (network byte order) of an egress IP is leased to; 0 for nobody.
 #[inline(always)]
-pub fn lessee(pkt: &Packet, egress: u32, port: u16) -> u32 {
+pub fn lessee<C: Context>(pkt: &Packet<C>, egress: u32, port: u16) -> u32 {
     let Some(table) = LEASES.get(egress) else { return 0 };
     let row = pkt.hide::<{ port_block::ROWS }>(port_block::row(u16::from_be(port)));
     // SAFETY: every port has a row.
@@ -52,15 +53,9 @@ pub fn forward<F: Family>(pkt: &Packet, from: u32) -> u64 {
 pub fn leased<F: Family>(pkt: &Packet, egress: u32, e: &EgressIp, from: u32) -> Verdict {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
     let t = datagram::transport::<F>(pkt, &ip);
-    let port = match t.kind {
-        Kind::Tcp | Kind::Udp | Kind::Query => t.src_port,
-        Kind::Error => match parse::embedded::<F>(pkt, ip.l4) {
-            Some(inner) => inner.dst_port,
-            None => return Verdict::Drop(Counter::DropMalformed),
-        },
-        Kind::Orphan => return Verdict::Drop(Counter::DropFragment),
-        Kind::Answer | Kind::Other => return Verdict::Drop(Counter::DropProtocol),
-        Kind::Broken => return Verdict::Drop(Counter::DropMalformed),
+    let port = match own_port::<F, _>(pkt, &ip, &t) {
+        Ok(port) => port,
+        Err(counter) => return Verdict::Drop(counter),
     };
     if lessee(pkt, egress, port) != from {
         return Verdict::Drop(Counter::DropNotLeased);
@@ -72,6 +67,21 @@ pub fn leased<F: Family>(pkt: &Packet, egress: u32, e: &EgressIp, from: u32) -> 
     match shaper::limit(pkt, egress, e, shaper::OUT) {
         Some(verdict) => verdict,
         None => Verdict::leave(egress),
+    }
+}
+
+/// The port of the egress IP that a translated packet is from, network byte order; or why it is dropped.
+#[inline(always)]
+pub fn own_port<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &Transport) -> Result<u16, Counter> {
+    match t.kind {
+        Kind::Tcp | Kind::Udp | Kind::Query => Ok(t.src_port),
+        Kind::Error => match parse::embedded::<F, _>(pkt, ip.l4) {
+            Some(inner) => Ok(inner.dst_port),
+            None => Err(Counter::DropMalformed),
+        },
+        Kind::Orphan => Err(Counter::DropFragment),
+        Kind::Answer | Kind::Other => Err(Counter::DropProtocol),
+        Kind::Broken => Err(Counter::DropMalformed),
     }
 }
 
@@ -146,7 +156,7 @@ pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
         return Verdict::Drop(Counter::NextHopLearnt).to_bits();
     }
     let t = datagram::transport::<F>(pkt, &ip);
-    let node = lessee_of_reply::<F>(pkt, &ip, &t, egress);
+    let node = lessee_of_reply::<F, _>(pkt, &ip, &t, egress);
     if node != 0 && e.is_own_address() && done & done::ASKED == 0 {
         return ASK;
     }
@@ -171,14 +181,14 @@ pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
 #[inline(always)]
 pub fn to_source<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, egress: u32, e: &EgressIp) -> u64 {
     let t = datagram::transport::<F>(pkt, ip);
-    let node = lessee_of_reply::<F>(pkt, ip, &t, egress);
+    let node = lessee_of_reply::<F, _>(pkt, ip, &t, egress);
     hand_on::<F>(pkt, config, ip, &t, egress, e, node, true)
 }
 
 /// The node that the block of the port is leased to that a packet from outside is for; 0 for nobody.
 #[inline(always)]
-fn lessee_of_reply<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport, egress: u32) -> u32 {
-    match reply_port::<F>(pkt, ip, t) {
+pub fn lessee_of_reply<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &Transport, egress: u32) -> u32 {
+    match reply_port::<F, _>(pkt, ip, t) {
         Some(port) => lessee(pkt, egress, port),
         None => 0,
     }
@@ -234,13 +244,13 @@ fn nobodys<F: Family>(pkt: &Packet, e: &EgressIp, kind: Kind) -> Verdict {
 
 /// The port of the egress IP that a packet from outside is for, network byte order.
 #[inline(always)]
-fn reply_port<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport) -> Option<u16> {
+fn reply_port<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &Transport) -> Option<u16> {
     match t.kind {
         Kind::Tcp | Kind::Udp => Some(t.dst_port),
         Kind::Answer => Some(t.src_port),
         // Later fragments of an answer only tell their protocol.
         Kind::Query if ip.part == Part::Later => Some(t.src_port),
-        Kind::Error => parse::embedded::<F>(pkt, ip.l4).map(|inner| inner.src_port),
+        Kind::Error => parse::embedded::<F, _>(pkt, ip.l4).map(|inner| inner.src_port),
         Kind::Query | Kind::Orphan | Kind::Other | Kind::Broken => None,
     }
 }

@@ -4,6 +4,7 @@
 use crate::{
     gateway::{forward, tunnelled},
     headers::{
+        context::Context,
         note,
         packet::{ETH_LEN, Mac, Packet},
     },
@@ -20,7 +21,7 @@ use crate::{
 };
 use egress_common::{
     config::{self, Config},
-    egress::flags,
+    egress::{Node, flags},
     verdict::{Counter, Verdict},
 };
 
@@ -117,8 +118,13 @@ fn sender<F: Family>(pkt: &Packet, egress: u32) -> Option<u32> {
 /// entered for neither.
 #[inline(always)]
 fn is_at(pkt: &Packet, index: u32) -> bool {
+    NODES.get(index).is_some_and(|node| sends(pkt, node))
+}
+
+/// Whether the frame comes from the MAC address of the node.
+#[inline(always)]
+pub fn sends<C: Context>(pkt: &Packet<C>, node: &Node) -> bool {
     let Some(from) = pkt.read::<Mac>(6) else { return false };
-    let Some(node) = NODES.get(index) else { return false };
     let [theirs, _] = node.macs;
     let differs = (from[0] ^ theirs[0]) | (from[1] ^ theirs[1]) | (from[2] ^ theirs[2]);
     // Of a node that is not on a link with this one, and of none, it is zero.

@@ -1,6 +1,7 @@
 //! What differs between the headers of IPv4 and IPv6. Everything else is written once, over this trait.
 
 use crate::headers::{
+    context::Context,
     outer,
     packet::{ETH_LEN, Packet},
     parse::{Ip, Part, proto},
@@ -45,18 +46,18 @@ pub trait Header: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     /// A copy of an address in a map. Word by word, or LLVM makes a call to memmove (see [`from_any`](Self::from_any)).
     fn copied(from: &Self) -> Self;
     /// Length of the IP packet as its header says.
-    fn total_len(pkt: &Packet) -> Option<u32>;
+    fn total_len<C: Context>(pkt: &Packet<C>) -> Option<u32>;
     /// The address at an offset of the packet.
-    fn load(pkt: &Packet, at: u32) -> Option<Self>;
+    fn load<C: Context>(pkt: &Packet<C>, at: u32) -> Option<Self>;
     /// Overwrites the address at an offset of the packet.
     fn store(self, pkt: &Packet, at: u32) -> Option<()>;
     /// The last four bytes of an address.
     fn last_word(self) -> u32;
     /// Whether this is UDP for this node's own address, as tunnelled packets are.
-    fn may_be_tunnelled(pkt: &Packet, config: &Config) -> bool;
+    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &Config) -> bool;
     /// If such a packet is a tunnelled one: its outer source address in the common form, and whether its outer headers are such
     /// that they can simply be taken off.
-    fn outer(pkt: &Packet, config: &Config) -> Option<(V6, bool)>;
+    fn outer<C: Context>(pkt: &Packet<C>, config: &Config) -> Option<(V6, bool)>;
     /// The address held in the common form of `EGRESS_IPS`.
     fn from_any(words: &V6) -> Self;
     /// Whether this is the address held in that form.
@@ -66,9 +67,9 @@ pub trait Header: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     /// Destinations that no policy ever touches: multicast, broadcast, link-local, loopback, unspecified.
     fn never_leaves(dst: Self) -> bool;
     /// Reads the header of the packet.
-    fn parse(pkt: &Packet) -> Result<Ip<Self>, Malformed>;
+    fn parse<C: Context>(pkt: &Packet<C>) -> Result<Ip<Self>, Malformed>;
     /// Reads the header at `l3` of the packet embedded in an ICMP error.
-    fn embedded(pkt: &Packet, l3: u32) -> Option<Ip<Self>>;
+    fn embedded<C: Context>(pkt: &Packet<C>, l3: u32) -> Option<Ip<Self>>;
     /// Updates a transport checksum at `offset` for a changed address; `flags` are added to the pseudo-header flag.
     fn checksum_address(pkt: &Packet, offset: u32, old: Self, new: Self, flags: u64, csum_ipv6: bool);
     /// Overwrites the address at `at` (an offset in the packet's IP header), keeps the header's checksum right, and takes
@@ -95,12 +96,12 @@ impl Header for V4 {
     }
 
     #[inline(always)]
-    fn total_len(pkt: &Packet) -> Option<u32> {
+    fn total_len<C: Context>(pkt: &Packet<C>) -> Option<u32> {
         pkt.read::<u16>(ETH_LEN + offset_of!(Ipv4Hdr, tot_len) as u32).map(|len| u16::from_be(len) as u32)
     }
 
     #[inline(always)]
-    fn load(pkt: &Packet, at: u32) -> Option<V4> {
+    fn load<C: Context>(pkt: &Packet<C>, at: u32) -> Option<V4> {
         pkt.read(at)
     }
 
@@ -115,12 +116,12 @@ impl Header for V4 {
     }
 
     #[inline(always)]
-    fn may_be_tunnelled(pkt: &Packet, config: &Config) -> bool {
+    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &Config) -> bool {
         outer::may_be_tunnelled_v4(pkt, config)
     }
 
     #[inline(always)]
-    fn outer(pkt: &Packet, config: &Config) -> Option<(V6, bool)> {
+    fn outer<C: Context>(pkt: &Packet<C>, config: &Config) -> Option<(V6, bool)> {
         outer::outer_v4(pkt, config)
     }
 
@@ -146,13 +147,13 @@ impl Header for V4 {
     }
 
     #[inline(always)]
-    fn parse(pkt: &Packet) -> Result<Ip<V4>, Malformed> {
+    fn parse<C: Context>(pkt: &Packet<C>) -> Result<Ip<V4>, Malformed> {
         let h = pkt.read_header::<[u32; 5]>(ETH_LEN).ok_or(Malformed)?;
         v4_header(h, ETH_LEN)
     }
 
     #[inline(always)]
-    fn embedded(pkt: &Packet, l3: u32) -> Option<Ip<V4>> {
+    fn embedded<C: Context>(pkt: &Packet<C>, l3: u32) -> Option<Ip<V4>> {
         v4_header(pkt.load::<[u32; 5]>(l3)?, l3).ok()
     }
 
@@ -236,13 +237,13 @@ impl Header for V6 {
     }
 
     #[inline(always)]
-    fn total_len(pkt: &Packet) -> Option<u32> {
+    fn total_len<C: Context>(pkt: &Packet<C>) -> Option<u32> {
         pkt.read::<u16>(ETH_LEN + offset_of!(Ipv6Hdr, payload_len) as u32)
             .map(|len| u16::from_be(len) as u32 + Self::HEADER)
     }
 
     #[inline(always)]
-    fn load(pkt: &Packet, at: u32) -> Option<V6> {
+    fn load<C: Context>(pkt: &Packet<C>, at: u32) -> Option<V6> {
         pkt.read_v6(at)
     }
 
@@ -257,12 +258,12 @@ impl Header for V6 {
     }
 
     #[inline(always)]
-    fn may_be_tunnelled(pkt: &Packet, config: &Config) -> bool {
+    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &Config) -> bool {
         outer::may_be_tunnelled_v6(pkt, config)
     }
 
     #[inline(always)]
-    fn outer(pkt: &Packet, config: &Config) -> Option<(V6, bool)> {
+    fn outer<C: Context>(pkt: &Packet<C>, config: &Config) -> Option<(V6, bool)> {
         outer::outer_v6(pkt, config)
     }
 
@@ -300,13 +301,13 @@ impl Header for V6 {
     }
 
     #[inline(always)]
-    fn parse(pkt: &Packet) -> Result<Ip<V6>, Malformed> {
+    fn parse<C: Context>(pkt: &Packet<C>) -> Result<Ip<V6>, Malformed> {
         let h = pkt.read_header::<[u32; 10]>(ETH_LEN).ok_or(Malformed)?;
         v6_header(pkt, h, ETH_LEN)
     }
 
     #[inline(always)]
-    fn embedded(pkt: &Packet, l3: u32) -> Option<Ip<V6>> {
+    fn embedded<C: Context>(pkt: &Packet<C>, l3: u32) -> Option<Ip<V6>> {
         v6_header(pkt, pkt.load::<[u32; 10]>(l3)?, l3).ok()
     }
 
@@ -350,7 +351,7 @@ impl Header for V6 {
 
 /// The fields of an IPv6 header that starts at `l3`, with its extension headers walked (RFC 8200, section 4).
 #[inline(always)]
-fn v6_header(pkt: &Packet, h: [u32; 10], l3: u32) -> Result<Ip<V6>, Malformed> {
+fn v6_header<C: Context>(pkt: &Packet<C>, h: [u32; 10], l3: u32) -> Result<Ip<V6>, Malformed> {
     if u32::from_be(h[0]) >> 28 != 6 {
         return Err(Malformed);
     }
@@ -378,8 +379,8 @@ fn is_transport(next: u32) -> bool {
 }
 
 #[inline(always)]
-fn walk_extensions(pkt: &Packet, ip: &mut Ip<V6>) -> Result<(), Malformed> {
-    let walked = walk_ipv6_extensions(pkt.raw(), ip.l4, ip.proto);
+fn walk_extensions<C: Context>(pkt: &Packet<C>, ip: &mut Ip<V6>) -> Result<(), Malformed> {
+    let walked = pkt.context().walk_extensions(ip.l4, ip.proto);
     let offset = (walked >> 48) as u32;
     if offset == 0 {
         return Err(Malformed);

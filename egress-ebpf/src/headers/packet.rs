@@ -1,5 +1,6 @@
 //! All access to a packet's bytes and fields: the only place with pointers into packets.
 
+use crate::headers::context::{Context, Frame, Skb, field};
 use aya_ebpf::{
     EbpfContext,
     bindings::{
@@ -9,9 +10,9 @@ use aya_ebpf::{
         bpf_check_mtu, bpf_clone_redirect, bpf_csum_diff, bpf_csum_level, bpf_csum_update, bpf_jiffies64,
         bpf_ktime_get_coarse_ns, bpf_l4_csum_replace, bpf_redirect, bpf_redirect_neigh, bpf_skb_adjust_room,
         bpf_skb_change_tail, bpf_skb_load_bytes, bpf_skb_pull_data, bpf_skb_store_bytes, bpf_skb_vlan_pop,
-        bpf_skb_vlan_push,
+        bpf_skb_vlan_push, bpf_xdp_adjust_head,
     },
-    programs::TcContext,
+    programs::{TcContext, XdpContext},
 };
 use core::mem::MaybeUninit;
 use egress_common::{
@@ -30,14 +31,6 @@ pub const IPV6: u16 = EtherType::Ipv6 as u16;
 pub const ARP: u16 = EtherType::Arp as u16;
 /// EtherType of a VLAN tag, network byte order.
 const ETH_P_8021Q: u16 = EtherType::Ieee8021q as u16;
-/// Reads a field of the context. Volatile, or LLVM merges reads of two fields into one through a computed address, which
-/// the verifier refuses.
-macro_rules! field {
-    ($pkt:expr, $field:ident) => {
-        // SAFETY: the context pointer is valid while the program runs.
-        unsafe { (&raw const (*$pkt.skb).$field).read_volatile() }
-    };
-}
 
 /// `__sk_buff::pkt_type` of a frame for another host's MAC address (`PACKET_OTHERHOST`, linux/if_packet.h).
 const OTHER_HOST: u32 = 3;
@@ -45,88 +38,27 @@ const OTHER_HOST: u32 = 3;
 /// A MAC address as two-byte words.
 pub type Mac = [u16; 3];
 
-/// A packet at a TC hook.
+/// A packet; where nothing else is said, at a TC hook.
 #[derive(Clone, Copy)]
-pub struct Packet {
-    skb: *mut __sk_buff,
+pub struct Packet<C = Skb> {
+    context: C,
 }
 
-impl Packet {
-    /// The packet of a program's context.
-    #[inline(always)]
-    pub fn new(ctx: &TcContext) -> Self {
-        Self { skb: ctx.as_ptr().cast() }
-    }
-
-    /// The packet behind the kernel's pointer.
-    #[inline(always)]
-    pub fn from_raw(skb: *mut __sk_buff) -> Self {
-        Self { skb }
-    }
-
-    /// Whether another host is meant, as the kernel judges by the MAC address: the interface is promiscuous, and a switch that does not
-    /// know where that host is has sent the frame to everybody.
-    #[inline(always)]
-    pub fn is_for_other_host(&self) -> bool {
-        field!(self, pkt_type) == OTHER_HOST
-    }
-
-    /// The kernel's pointer, for helpers.
-    #[inline(always)]
-    pub fn raw(&self) -> *mut __sk_buff {
-        self.skb
-    }
-
+impl<C: Context> Packet<C> {
     #[inline(always)]
     fn data(&self) -> usize {
-        field!(self, data) as usize
+        self.context.data()
     }
 
     #[inline(always)]
     fn data_end(&self) -> usize {
-        field!(self, data_end) as usize
+        self.context.data_end()
     }
 
     /// Length of the frame in bytes.
     #[inline(always)]
     pub fn len(&self) -> u32 {
-        field!(self, len)
-    }
-
-    /// Payload of each packet of a merged one; 0 for a single packet.
-    #[inline(always)]
-    pub fn gso_size(&self) -> u32 {
-        field!(self, gso_size)
-    }
-
-    /// The sum over `N` bytes at `offset`, not folded.
-    #[inline(always)]
-    pub fn sum<const N: u32>(&self, offset: u32) -> Option<u32> {
-        // SAFETY: the helper checks the length.
-        if unsafe { bpf_skb_pull_data(self.skb, offset + N) } != 0 {
-            return None;
-        }
-        let start = self.data() + offset as usize;
-        if start + N as usize > self.data_end() {
-            return None;
-        }
-        // SAFETY: the bounds are checked, and the helper only reads.
-        Some(unsafe { bpf_csum_diff(core::ptr::null_mut(), 0, start as *mut u32, N, 0) } as u32)
-    }
-
-    /// Length of the largest IP packet that the interface carries by which the packet came in.
-    #[inline(always)]
-    pub fn interface_mtu(&self) -> u32 {
-        let mut mtu = 0;
-        // SAFETY: the helper writes one word, whether the packet fits or not.
-        unsafe { bpf_check_mtu(self.skb.cast(), 0, &raw mut mtu, 0, 0) };
-        mtu
-    }
-
-    /// EtherType, network byte order.
-    #[inline(always)]
-    pub fn protocol(&self) -> u16 {
-        field!(self, protocol) as u16
+        self.context.len()
     }
 
     /// `index` with its value hidden from the verifier, below `SIZE` (a power of two up to 1024).
@@ -142,7 +74,7 @@ impl Packet {
     /// Index of the interface whose hook this is.
     #[inline(always)]
     pub fn ifindex(&self) -> u32 {
-        field!(self, ifindex)
+        self.context.ifindex()
     }
 
     /// A pointer to `T` at `offset` (a constant) from the start of the frame, if it lies in the linear part.
@@ -170,11 +102,7 @@ impl Packet {
         if let Some(value) = self.read(offset) {
             return Some(value);
         }
-        // SAFETY: the helper checks the length.
-        match unsafe { bpf_skb_pull_data(self.skb, offset + size_of::<T>() as u32) } {
-            0 => self.read(offset),
-            _ => None,
-        }
+        if self.context.pull(offset + size_of::<T>() as u32) { self.read(offset) } else { None }
     }
 
     /// Overwrites the `T` at `offset`, which must not be covered by a checksum that is not updated as well.
@@ -215,38 +143,14 @@ impl Packet {
     #[inline(always)]
     pub fn load<T: Copy>(&self, offset: u32) -> Option<T> {
         let mut v = MaybeUninit::<T>::uninit();
-        // SAFETY: the helper fills all of `v` or fails.
+        // SAFETY: all of `v` is filled, or it fails.
         unsafe {
-            match bpf_skb_load_bytes(self.skb.cast(), offset, v.as_mut_ptr().cast(), size_of::<T>() as u32) {
-                0 => Some(v.assume_init()),
-                _ => None,
+            if self.context.load(offset, v.as_mut_ptr().cast(), size_of::<T>() as u32) {
+                Some(v.assume_init())
+            } else {
+                None
             }
         }
-    }
-
-    /// Overwrites the `T` at `offset`, wherever it lies, and leaves `skb->csum` alone.
-    #[inline(always)]
-    pub fn store<T: Copy>(&self, offset: u32, value: &T) -> Option<()> {
-        // SAFETY: the helper copies the bytes or fails.
-        let r = unsafe {
-            bpf_skb_store_bytes(self.skb, offset, core::ptr::from_ref(value).cast(), size_of::<T>() as u32, 0)
-        };
-        (r == 0).then_some(())
-    }
-
-    /// Updates a transport checksum (`bpf_l4_csum_replace`), whatever state of offload it is in. `false`: the kernel would not,
-    /// and who goes on leaves a wrong checksum, for which the receiver drops the packet.
-    #[inline(always)]
-    pub fn l4_checksum(&self, offset: u32, from: u64, to: u64, flags: u64) -> bool {
-        // SAFETY: the helper checks the offset.
-        unsafe { bpf_l4_csum_replace(self.skb, offset, from, to, flags) == 0 }
-    }
-
-    /// Adds `difference` to the sum over the packet, if the card has taken one.
-    #[inline(always)]
-    pub fn sum_changed(&self, difference: u32) {
-        // SAFETY: the helper changes a field of the packet only.
-        unsafe { bpf_csum_update(self.skb, difference) };
     }
 
     /// A copy of the `T` at `offset` in the transport header at `l4`.
@@ -256,6 +160,122 @@ impl Packet {
     #[inline(always)]
     pub fn read_l4<T: Copy>(&self, header: u32, l4: u32, offset: u32) -> Option<T> {
         if l4 == ETH_LEN + header { self.read_header(ETH_LEN + header + offset) } else { self.load(l4 + offset) }
+    }
+
+    /// Length of the largest IP packet that an interface carries; 0: the one by which the packet came in.
+    #[inline(always)]
+    pub fn mtu_of(&self, ifindex: u32) -> u32 {
+        let mut mtu = 0;
+        // SAFETY: the helper writes one word, whether the packet fits or not.
+        unsafe { bpf_check_mtu(self.context.raw(), ifindex, &raw mut mtu, 0, 0) };
+        mtu
+    }
+
+    /// The kernel's context of the packet.
+    #[inline(always)]
+    pub fn context(&self) -> C {
+        self.context
+    }
+}
+
+impl Packet<Frame> {
+    /// The frame of a program's context.
+    #[inline(always)]
+    pub fn of_frame(ctx: &XdpContext) -> Self {
+        Self { context: Frame(ctx.ctx) }
+    }
+
+    /// EtherType, network byte order.
+    #[inline(always)]
+    pub fn protocol(&self) -> u16 {
+        self.read::<u16>(ETH_LEN - 2).unwrap_or(0)
+    }
+
+    /// Moves the beginning of the frame: to the back (positive) or to the front. What was in front of it is still there when it moves
+    /// back.
+    #[inline(always)]
+    pub fn adjust_head(&self, bytes: i32) -> bool {
+        // SAFETY: the helper checks that there is room.
+        unsafe { bpf_xdp_adjust_head(self.context.0, bytes) == 0 }
+    }
+}
+
+impl Packet {
+    /// The packet of a program's context.
+    #[inline(always)]
+    pub fn new(ctx: &TcContext) -> Self {
+        Self::from_raw(ctx.as_ptr().cast())
+    }
+
+    /// The packet behind the kernel's pointer.
+    #[inline(always)]
+    pub fn from_raw(skb: *mut __sk_buff) -> Self {
+        Self { context: Skb(skb) }
+    }
+
+    /// Whether another host is meant, as the kernel judges by the MAC address: the interface is promiscuous, and a switch that does not
+    /// know where that host is has sent the frame to everybody.
+    #[inline(always)]
+    pub fn is_for_other_host(&self) -> bool {
+        field!(self.context.0, pkt_type) == OTHER_HOST
+    }
+
+    /// The kernel's pointer, for helpers.
+    #[inline(always)]
+    pub fn raw(&self) -> *mut __sk_buff {
+        self.context.0
+    }
+
+    /// Payload of each packet of a merged one; 0 for a single packet.
+    #[inline(always)]
+    pub fn gso_size(&self) -> u32 {
+        field!(self.context.0, gso_size)
+    }
+
+    /// The sum over `N` bytes at `offset`, not folded.
+    #[inline(always)]
+    pub fn sum<const N: u32>(&self, offset: u32) -> Option<u32> {
+        // SAFETY: the helper checks the length.
+        if unsafe { bpf_skb_pull_data(self.context.0, offset + N) } != 0 {
+            return None;
+        }
+        let start = self.data() + offset as usize;
+        if start + N as usize > self.data_end() {
+            return None;
+        }
+        // SAFETY: the bounds are checked, and the helper only reads.
+        Some(unsafe { bpf_csum_diff(core::ptr::null_mut(), 0, start as *mut u32, N, 0) } as u32)
+    }
+
+    /// EtherType, network byte order.
+    #[inline(always)]
+    pub fn protocol(&self) -> u16 {
+        field!(self.context.0, protocol) as u16
+    }
+
+    /// Overwrites the `T` at `offset`, wherever it lies, and leaves `skb->csum` alone.
+    #[inline(always)]
+    pub fn store<T: Copy>(&self, offset: u32, value: &T) -> Option<()> {
+        // SAFETY: the helper copies the bytes or fails.
+        let r = unsafe {
+            bpf_skb_store_bytes(self.context.0, offset, core::ptr::from_ref(value).cast(), size_of::<T>() as u32, 0)
+        };
+        (r == 0).then_some(())
+    }
+
+    /// Updates a transport checksum (`bpf_l4_csum_replace`), whatever state of offload it is in. `false`: the kernel would not,
+    /// and who goes on leaves a wrong checksum, for which the receiver drops the packet.
+    #[inline(always)]
+    pub fn l4_checksum(&self, offset: u32, from: u64, to: u64, flags: u64) -> bool {
+        // SAFETY: the helper checks the offset.
+        unsafe { bpf_l4_csum_replace(self.context.0, offset, from, to, flags) == 0 }
+    }
+
+    /// Adds `difference` to the sum over the packet, if the card has taken one.
+    #[inline(always)]
+    pub fn sum_changed(&self, difference: u32) {
+        // SAFETY: the helper changes a field of the packet only.
+        unsafe { bpf_csum_update(self.context.0, difference) };
     }
 
     /// Overwrites the `T` at `offset` in the transport header at `l4`, as [`read_l4`](Self::read_l4) reads it.
@@ -276,7 +296,8 @@ impl Packet {
             return None;
         }
         // SAFETY: no more bytes than the buffer has.
-        let r = unsafe { bpf_skb_load_bytes(self.skb.cast(), 0, buffer.as_mut_ptr().cast(), within::<SIZE>(len)) };
+        let r =
+            unsafe { bpf_skb_load_bytes(self.context.0.cast(), 0, buffer.as_mut_ptr().cast(), within::<SIZE>(len)) };
         (r == 0).then_some(len)
     }
 
@@ -286,7 +307,9 @@ impl Packet {
         let bytes = within::<SIZE>(len);
         self.resize(bytes)?;
         // SAFETY: no more bytes than the buffer has.
-        let r = unsafe { bpf_skb_store_bytes(self.skb, 0, buffer.as_ptr().cast(), bytes, BPF_F_RECOMPUTE_CSUM as u64) };
+        let r = unsafe {
+            bpf_skb_store_bytes(self.context.0, 0, buffer.as_ptr().cast(), bytes, BPF_F_RECOMPUTE_CSUM as u64)
+        };
         (r == 0).then_some(())
     }
 
@@ -294,21 +317,21 @@ impl Packet {
     #[inline(always)]
     pub fn enter_again(&self) -> Option<()> {
         // SAFETY: the helper copies the packet or fails; then there is no copy.
-        (unsafe { bpf_clone_redirect(self.skb, self.ifindex(), BPF_F_INGRESS as u64) } == 0).then_some(())
+        (unsafe { bpf_clone_redirect(self.context.0, self.ifindex(), BPF_F_INGRESS as u64) } == 0).then_some(())
     }
 
     /// Sends a copy of the frame out of `ifindex`.
     #[inline(always)]
     pub fn copy_out(&self, ifindex: u32) -> Option<()> {
         // SAFETY: the helper copies the packet or fails; then there is no copy.
-        (unsafe { bpf_clone_redirect(self.skb, ifindex, 0) } == 0).then_some(())
+        (unsafe { bpf_clone_redirect(self.context.0, ifindex, 0) } == 0).then_some(())
     }
 
     /// Changes the length of the frame.
     #[inline(always)]
     pub fn resize(&self, len: u32) -> Option<()> {
         // SAFETY: the helper checks the length.
-        (unsafe { bpf_skb_change_tail(self.skb, len, 0) } == 0).then_some(())
+        (unsafe { bpf_skb_change_tail(self.context.0, len, 0) } == 0).then_some(())
     }
 
     /// Makes room behind the Ethernet header, or takes bytes away there (`bpf_skb_adjust_room`); 0 or an error, after which
@@ -316,7 +339,7 @@ impl Packet {
     #[inline(always)]
     pub fn adjust_room(&self, bytes: i32, flags: u64) -> i64 {
         // SAFETY: the helper checks lengths and flags.
-        unsafe { bpf_skb_adjust_room(self.skb, bytes, BPF_ADJ_ROOM_MAC, flags) as i64 }
+        unsafe { bpf_skb_adjust_room(self.context.0, bytes, BPF_ADJ_ROOM_MAC, flags) as i64 }
     }
 
     /// After an outer header was taken off: what the card said of its checksum is not said of the inner one, and the queue
@@ -324,62 +347,62 @@ impl Packet {
     #[inline(always)]
     pub fn forget_outer(&self) {
         // SAFETY: the helper changes fields of the packet only.
-        unsafe { bpf_csum_level(self.skb, BPF_CSUM_LEVEL_DEC as u64) };
+        unsafe { bpf_csum_level(self.context.0, BPF_CSUM_LEVEL_DEC as u64) };
         // SAFETY: the context pointer is valid while the program runs.
-        unsafe { (&raw mut (*self.skb).queue_mapping).write_volatile(0) }
+        unsafe { (&raw mut (*self.context.0).queue_mapping).write_volatile(0) }
     }
 
     /// Whether the frame has a VLAN tag, be it one for its priority only.
     #[inline(always)]
     pub fn is_tagged(&self) -> bool {
-        field!(self, vlan_present) != 0
+        field!(self.context.0, vlan_present) != 0
     }
 
     /// The VLAN that the frame came in; 0: none, or a tag that is for its priority only.
     #[inline(always)]
     pub fn vlan(&self) -> u32 {
-        if field!(self, vlan_present) == 0 { 0 } else { field!(self, vlan_tci) & 0xfff }
+        if field!(self.context.0, vlan_present) == 0 { 0 } else { field!(self.context.0, vlan_tci) & 0xfff }
     }
 
     /// Puts the frame into a VLAN.
     #[inline(always)]
     pub fn push_vlan(&self, vlan: u32) -> Option<()> {
         // SAFETY: the helper changes the packet or fails.
-        (unsafe { bpf_skb_vlan_push(self.skb, ETH_P_8021Q, vlan as u16) } == 0).then_some(())
+        (unsafe { bpf_skb_vlan_push(self.context.0, ETH_P_8021Q, vlan as u16) } == 0).then_some(())
     }
 
     /// Takes the frame out of its VLAN.
     #[inline(always)]
     pub fn pop_vlan(&self) -> Option<()> {
         // SAFETY: the helper changes the packet or fails.
-        (unsafe { bpf_skb_vlan_pop(self.skb) } == 0).then_some(())
+        (unsafe { bpf_skb_vlan_pop(self.context.0) } == 0).then_some(())
     }
 
     /// The packet's priority.
     #[inline(always)]
     pub fn priority(&self) -> u32 {
-        field!(self, priority)
+        field!(self.context.0, priority)
     }
 
     /// Sets the packet's priority; of a packet for an HTB qdisc the class that it belongs to.
     #[inline(always)]
     pub fn set_priority(&self, class: u32) {
         // SAFETY: the context pointer is valid while the program runs.
-        unsafe { (&raw mut (*self.skb).priority).write_volatile(class) }
+        unsafe { (&raw mut (*self.context.0).priority).write_volatile(class) }
     }
 
     /// Clears mark and priority, whatever the stack has put there: the outer packet would inherit them.
     #[inline(always)]
     pub fn clear_marks(&self) {
         // SAFETY: the context pointer is valid while the program runs.
-        unsafe { (&raw mut (*self.skb).mark).write_volatile(0) };
+        unsafe { (&raw mut (*self.context.0).mark).write_volatile(0) };
         self.set_priority(0);
     }
 
     /// Index of the interface that the packet came in by; 0 for one that this host has made.
     #[inline(always)]
     pub fn ingress_ifindex(&self) -> u32 {
-        field!(self, ingress_ifindex)
+        field!(self.context.0, ingress_ifindex)
     }
 
     /// Sends the frame out of `ifindex` as it is.

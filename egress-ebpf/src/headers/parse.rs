@@ -1,6 +1,6 @@
 //! From bytes to fields: addresses, ports and what kind of packet it is. Reads, never writes.
 
-use crate::headers::{ip::Header, packet::Packet};
+use crate::headers::{context::Context, ip::Header, packet::Packet};
 use egress_common::tcp;
 /// IP protocol numbers.
 pub mod proto {
@@ -110,7 +110,7 @@ impl Transport {
 
 /// Reads the transport header at `l4`.
 #[inline(always)]
-pub fn transport_header<F: Header>(pkt: &Packet, l4: u32, protocol: u32) -> Transport {
+pub fn transport_header<F: Header, C: Context>(pkt: &Packet<C>, l4: u32, protocol: u32) -> Transport {
     match protocol {
         // Ports and, in the fourth word, offset and flags (RFC 9293, section 3.1); the whole header is needed later.
         proto::TCP => match pkt.read_l4::<[u32; 5]>(F::HEADER, l4, 0) {
@@ -177,7 +177,7 @@ pub struct Embedded<A> {
 /// Reads the packet embedded in the ICMP error whose header starts at `l4`. At least 8 bytes of its transport header are
 /// there (RFC 792; RFC 4443 has as many as fit).
 #[inline(always)]
-pub fn embedded<F: Header>(pkt: &Packet, l4: u32) -> Option<Embedded<F>> {
+pub fn embedded<F: Header, C: Context>(pkt: &Packet<C>, l4: u32) -> Option<Embedded<F>> {
     let l3 = l4 + at::ICMP_LEN;
     let inner = F::embedded(pkt, l3)?;
     if inner.part == Part::Later {

@@ -25,7 +25,7 @@ use egress_common::{
 /// An error from outside about a translated packet: it goes to the pod, if the flow is confirmed.
 #[inline(always)]
 pub fn incoming<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
-    let Some(inner) = parse::embedded::<F>(pkt, ip.l4) else { return Verdict::Drop(Counter::DropMalformed) };
+    let Some(inner) = parse::embedded::<F, _>(pkt, ip.l4) else { return Verdict::Drop(Counter::DropMalformed) };
     let key = FlowKey {
         src: inner.src,
         dst: inner.dst,
@@ -61,7 +61,7 @@ pub fn outgoing<F: Family>(pkt: &Packet) -> u64 {
 /// Whether the error is about a packet of a flow that is not to be touched.
 #[inline(always)]
 pub fn is_untouched<F: Family>(pkt: &Packet, ip: &Ip<F>) -> bool {
-    let Some(inner) = parse::embedded::<F>(pkt, ip.l4) else { return false };
+    let Some(inner) = parse::embedded::<F, _>(pkt, ip.l4) else { return false };
     let key = quoted_key::<F>(&inner);
     F::flows().get_ptr(&key).is_none() && F::inbound().get_ptr(&key).is_some()
 }
@@ -81,7 +81,7 @@ fn quoting<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
         Class::Held => return Verdict::Drop(Counter::DropHeld),
         Class::Policy(..) => {}
     }
-    let Some(inner) = parse::embedded::<F>(pkt, ip.l4) else { return Verdict::Drop(Counter::DropMalformed) };
+    let Some(inner) = parse::embedded::<F, _>(pkt, ip.l4) else { return Verdict::Drop(Counter::DropMalformed) };
     let key = quoted_key::<F>(&inner);
     // SAFETY: read only.
     let Some(flow) = (unsafe { F::flows().get(&key) }) else {

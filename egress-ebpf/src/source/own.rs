@@ -52,7 +52,7 @@ pub fn whose<F: Family>(pkt: &Packet) -> u64 {
             let opens = ip.part != Part::Later && t.flags & (flag::SYN | flag::ACK) == flag::SYN;
             of_node(pkt, tuple, ip.proto, opens, &t)
         }
-        Kind::Error => match parse::embedded::<F>(pkt, ip.l4) {
+        Kind::Error => match parse::embedded::<F, _>(pkt, ip.l4) {
             Some(inner) if inner.proto != F::ICMP => {
                 let tuple =
                     Tuple { src: inner.dst, dst: inner.src, src_port: inner.dst_port, dst_port: inner.src_port };

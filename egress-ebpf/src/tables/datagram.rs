@@ -51,5 +51,5 @@ pub fn transport<F: Family>(pkt: &Packet, ip: &Ip<F>) -> Transport {
             None => Transport::of(Kind::Orphan),
         };
     }
-    transport_header::<F>(pkt, ip.l4, ip.proto)
+    transport_header::<F, _>(pkt, ip.l4, ip.proto)
 }

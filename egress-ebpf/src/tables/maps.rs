@@ -2,7 +2,7 @@
 
 use aya_ebpf::{
     bindings::{BPF_F_NO_PREALLOC, bpf_timer},
-    btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, Queue, RingBuf},
+    btf_maps::{Array, DevMapHash, HashMap, LpmTrie, LruHashMap, PerCpuArray, Queue, RingBuf},
     macros::btf_map,
 };
 use egress_common::{
@@ -76,7 +76,7 @@ pub struct Hop<A> {
     /// The pair.
     pub src: A,
     pub dst: A,
-    /// What the route was looked up by besides (`exit::Transport::from`).
+    /// What the route was looked up by besides (`exit::Way::from`).
     pub from: u32,
     /// When it was asked for.
     pub moment: u32,
@@ -84,6 +84,10 @@ pub struct Hop<A> {
     pub ifindex: u32,
     /// `struct bpf_redir_neigh`: family and address.
     pub neigh: [u32; 5],
+    /// MAC addresses of the next hop and of the interface, as words in memory order; zero if the kernel does not know them.
+    pub macs: [u32; 3],
+    /// Largest IP packet that the interface takes.
+    pub mtu: u32,
 }
 
 /// A search, in a map of its own for each CPU: loops in BPF keep their state best in memory that the verifier does not
@@ -199,6 +203,23 @@ pub static NEXT_HOPS: Array<NextHop, MAX_EGRESS_IPS> = Array::new();
 pub static HOPS_V4: Hops<V4> = PerCpuArray::new();
 #[btf_map]
 pub static HOPS_V6: Hops<V6> = PerCpuArray::new();
+/// The moment in which this CPU has last left a packet for a next hop to the kernel (see `exit`).
+#[btf_map]
+pub static CONFIRMED: PerCpuArray<u32, 1> = PerCpuArray::new();
+/// The interface by which the last frame came in on a CPU, and its MAC address as of a moment ago (see `native`): a look-up less.
+#[repr(C)]
+pub struct Here {
+    pub ifindex: u32,
+    pub moment: u32,
+    pub mac: [u16; 3],
+    pub reserved: u16,
+}
+
+#[btf_map]
+pub static HERE: PerCpuArray<Here, 1> = PerCpuArray::new();
+/// The interfaces that frames may be sent by before there is a socket buffer, by their index: their drivers can do that.
+#[btf_map]
+pub static DEVICES: DevMapHash<MAX_DEVICES> = DevMapHash::new();
 #[btf_map]
 pub static METERS: Array<Meter, { 2 * MAX_EGRESS_IPS }> = Array::new();
 

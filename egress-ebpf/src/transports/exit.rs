@@ -2,12 +2,13 @@
 
 use crate::{
     headers::{
+        context::{Context, Frame},
         note,
         packet::{ETH_LEN, IPV6, Packet, moment},
     },
     tables::{
         family::Family,
-        maps::{EGRESS_IPS, Hop, NEXT_HOPS, UPLINKS},
+        maps::{CONFIRMED, EGRESS_IPS, Hop, NEXT_HOPS, UPLINKS},
     },
 };
 use aya_ebpf::{
@@ -34,6 +35,8 @@ const FAMILY: usize = 0;
 const IFINDEX: usize = 2;
 const SRC: usize = 4;
 const DST: usize = 8;
+/// MAC addresses, three words.
+const MACS: usize = 13;
 
 /// No interface: only one packet was seen yet, and the next one may be of another pair that has the same place. It is not worth a
 /// look-up of its own.
@@ -57,7 +60,7 @@ impl Way {
     /// A floating egress IP is at home at one uplink. A node's own address is not: as with the node's own sockets, the
     /// interface that has it need not be the one by which the destination is reached.
     #[inline(always)]
-    fn of(pkt: &Packet, e: &EgressIp) -> Self {
+    fn of<C: Context>(pkt: &Packet<C>, e: &EgressIp) -> Self {
         let routed = e.flags & flags::NODE_ADDRESS != 0;
         Self { from: if routed { pkt.ifindex() | Self::ROUTED } else { e.ifindex }, home: e.ifindex }
     }
@@ -108,24 +111,76 @@ fn by_route<F: Family>(pkt: &Packet, way: Way) -> Verdict {
     let Some(dst) = F::load(pkt, ETH_LEN + F::SRC + size_of::<F>() as u32) else {
         return Verdict::Drop(Counter::DropMalformed);
     };
-    let Some(hop) = F::hops().get_ptr_mut(place(way, &src, &dst)) else { return pkt.redirect_routed(way.home) };
-    // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
-    let hop = unsafe { &mut *hop };
-    let now = moment();
-    let same = hop.from == way.from && equal(&hop.src, &src) && equal(&hop.dst, &dst);
-    if !same || hop.moment != now || hop.ifindex == ONCE {
-        hop.ifindex = if same || way.is_routed() { find(pkt, way, hop, &src, &dst) } else { ONCE };
-        hop.src = src;
-        hop.dst = dst;
-        hop.from = way.from;
-        hop.moment = now;
-    }
+    let Some((hop, _)) = kept(pkt, way, &src, &dst, way.is_routed()) else { return pkt.redirect_routed(way.home) };
     match hop.ifindex {
         // The kernel looks the route up.
         ONCE | NONE => pkt.redirect_routed(way.home),
         // SAFETY: `find` has written it.
         ifindex => unsafe { pkt.redirect_neigh(ifindex, (&raw const hop.neigh).cast()) },
     }
+}
+
+/// What is known of the next hop of a pair, as of this moment, and whether that was asked for now. `first`: a look-up is worth it for the first
+/// packet of a pair, too.
+#[inline(always)]
+fn kept<F: Family, C: Context>(
+    pkt: &Packet<C>,
+    way: Way,
+    src: &F,
+    dst: &F,
+    first: bool,
+) -> Option<(&'static Hop<F>, bool)> {
+    let hop = F::hops().get_ptr_mut(place(way, src, dst))?;
+    // SAFETY: the element is this CPU's own, and programs that receive do not interrupt each other on one CPU, nor those that send.
+    let hop = unsafe { &mut *hop };
+    let now = moment();
+    let same = hop.from == way.from && equal(&hop.src, src) && equal(&hop.dst, dst);
+    let stale = !same || hop.moment != now || hop.ifindex == ONCE;
+    if stale {
+        hop.ifindex = if same || first { find(pkt, way, hop, src, dst) } else { ONCE };
+        hop.src = F::copied(src);
+        hop.dst = F::copied(dst);
+        hop.from = way.from;
+        hop.moment = now;
+    }
+    Some((hop, stale))
+}
+
+/// Where a frame goes that no socket buffer is made for.
+pub struct Out<'a> {
+    /// The interface.
+    pub ifindex: u32,
+    /// MAC addresses of the next hop and of the interface, as words in memory order.
+    pub macs: &'a [u32; 3],
+    /// Largest IP packet.
+    pub mtu: u32,
+}
+
+/// Where a frame of an egress IP leaves, if its next hop is one that the routing table knows.
+#[inline(always)]
+pub fn way_out<F: Family>(pkt: &Packet<Frame>, e: &EgressIp, src: &F, dst: &F) -> Option<Out<'static>> {
+    if e.flags & flags::SUBNET != 0 { None } else { by_hop(kept(pkt, Way::of(pkt, e), src, dst, true)?) }
+}
+
+/// Where a frame for a neighbour on the link of an interface goes.
+#[inline(always)]
+pub fn on_link<F: Family>(pkt: &Packet<Frame>, ifindex: u32, src: &F, neighbour: &F) -> Option<Out<'static>> {
+    by_hop(kept(pkt, Way { from: ifindex, home: ifindex }, src, neighbour, true)?)
+}
+
+/// The kernel has to see a packet for a next hop now and then, or it neither asks whether that one is still there nor hears that it has
+/// another MAC address: the first packet of each moment is left to it. That one asks for its next hop, too.
+#[inline(always)]
+fn by_hop<F: Family>((hop, stale): (&'static Hop<F>, bool)) -> Option<Out<'static>> {
+    if stale {
+        let confirmed = CONFIRMED.get_ptr_mut(0)?;
+        // SAFETY: as in `kept`.
+        if unsafe { core::mem::replace(&mut *confirmed, hop.moment) } != hop.moment {
+            return None;
+        }
+    }
+    let known = hop.macs[0] | hop.macs[1] & 0xffff != 0;
+    (hop.ifindex != NONE && known).then_some(Out { ifindex: hop.ifindex, macs: &hop.macs, mtu: hop.mtu })
 }
 
 /// Where a pair's next hop is kept. Pairs that share a place take turns, which costs time only: a cheap hash will do (multiplication
@@ -146,7 +201,7 @@ fn equal<F: Family>(a: &F, b: &F) -> bool {
 
 /// Asks the routing table for the next hop, and the interface that it is reached by; or [`NONE`].
 #[inline(always)]
-fn find<F: Family>(pkt: &Packet, way: Way, hop: &mut Hop<F>, src: &F, dst: &F) -> u32 {
+fn find<F: Family, C: Context>(pkt: &Packet<C>, way: Way, hop: &mut Hop<F>, src: &F, dst: &F) -> u32 {
     let mut lookup = Lookup::uninit();
     let how = if way.is_routed() { 0 } else { BPF_FIB_LOOKUP_OUTPUT };
     let found = look_up(pkt, &mut lookup, how, way.from & !Way::ROUTED, src, dst);
@@ -159,6 +214,10 @@ fn find<F: Family>(pkt: &Packet, way: Way, hop: &mut Hop<F>, src: &F, dst: &F) -
     }
     let [family, ..] = get(FAMILY).to_ne_bytes();
     hop.neigh = [family as u32, get(DST), get(DST + 1), get(DST + 2), get(DST + 3)];
+    // Source before destination, and none where the neighbour is not known: in a frame it is the other way round.
+    let (a, b, c) = (get(MACS), get(MACS + 1), get(MACS + 2));
+    hop.macs = [b >> 16 | c << 16, c >> 16 | a << 16, a >> 16 | b << 16];
+    hop.mtu = pkt.mtu_of(ifindex);
     ifindex
 }
 
@@ -172,7 +231,14 @@ pub fn is_own<F: Family>(pkt: &Packet, src: &F, dst: &F) -> bool {
 
 /// Asks the routing table: fills in the look-up, and returns one of `BPF_FIB_LKUP_RET_*`.
 #[inline(always)]
-fn look_up<F: Family>(pkt: &Packet, lookup: &mut Lookup, how: u32, ifindex: u32, src: &F, dst: &F) -> u32 {
+fn look_up<F: Family, C: Context>(
+    pkt: &Packet<C>,
+    lookup: &mut Lookup,
+    how: u32,
+    ifindex: u32,
+    src: &F,
+    dst: &F,
+) -> u32 {
     let word = lookup.as_mut_ptr().cast::<u32>();
     // Volatile, or LLVM makes a call to memset of the zeros, whose loop the verifier refuses without CAP_PERFMON.
     let put = |index: usize, value: u32| {
@@ -187,5 +253,5 @@ fn look_up<F: Family>(pkt: &Packet, lookup: &mut Lookup, how: u32, ifindex: u32,
     src.as_ref().iter().enumerate().for_each(|(i, part)| put(SRC + i, *part));
     dst.as_ref().iter().enumerate().for_each(|(i, part)| put(DST + i, *part));
     // SAFETY: all words are filled, and the length is that of the array.
-    unsafe { fib_lookup(pkt.raw().cast(), word.cast::<bpf_fib_lookup>(), LOOKUP_LEN as i32, how) as u32 }
+    unsafe { fib_lookup(pkt.context().raw(), word.cast::<bpf_fib_lookup>(), LOOKUP_LEN as i32, how) as u32 }
 }

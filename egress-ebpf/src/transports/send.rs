@@ -2,6 +2,7 @@
 
 use crate::{
     headers::{
+        context::Context,
         ip::Header,
         note,
         packet::{ETH_LEN, IPV4, Packet},
@@ -76,7 +77,7 @@ pub fn entropy<F: Family>(ports: (u16, u16), address: F) -> u32 {
 
 /// The transport by which node number `index` wants replies, as far as this node allows it.
 #[inline(always)]
-fn wished(index: u32, node: &Node) -> u32 {
+pub fn wished(index: u32, node: &Node) -> u32 {
     match REPLY_TRANSPORT.get(index) {
         Some(&reply_transport) => clamp(reply_transport, node.may),
         None => 0,
@@ -89,15 +90,21 @@ fn direct(pkt: &Packet, node: &Node) -> Result<Verdict, u32> {
     if largest(pkt, is_fragment(pkt)) > node.mtu {
         return Err(Counter::DeviceMtu as u32);
     }
-    // As words that are read one by one, or LLVM makes a call to memmove (see `Packet::write_words`).
-    let macs = (&raw const node.macs).cast::<u32>();
-    // SAFETY: three words, and the record is aligned for words.
-    let macs = unsafe { [macs.read_volatile(), macs.add(1).read_volatile(), macs.add(2).read_volatile()] };
-    if pkt.write_words(0, &macs).is_none() {
+    if address(pkt, node).is_none() {
         return Err(Counter::DeviceRefused as u32);
     }
     stats::count(Counter::SentDirect);
     Ok(pkt.redirect(node.ifindex))
+}
+
+/// Puts the node's MAC address and that of our interface into the frame.
+#[inline(always)]
+pub fn address<C: Context>(pkt: &Packet<C>, node: &Node) -> Option<()> {
+    // As words that are read one by one, or LLVM makes a call to memmove (see `Packet::write_words`).
+    let macs = (&raw const node.macs).cast::<u32>();
+    // SAFETY: three words, and the record is aligned for words.
+    let macs = unsafe { [macs.read_volatile(), macs.add(1).read_volatile(), macs.add(2).read_volatile()] };
+    pkt.write_words(0, &macs)
 }
 
 /// The length by which a packet's transport is chosen. A fragment counts as the largest that the interface carries by which it came
@@ -106,7 +113,7 @@ fn direct(pkt: &Packet, node: &Node) -> Result<Verdict, u32> {
 #[inline(always)]
 pub fn largest(pkt: &Packet, fragment: bool) -> u32 {
     let len = segment(pkt);
-    if fragment { len.max(pkt.interface_mtu()) } else { len }
+    if fragment { len.max(pkt.mtu_of(0)) } else { len }
 }
 
 /// Whether a packet is a fragment, or may be one: it has an IPv6 extension header.

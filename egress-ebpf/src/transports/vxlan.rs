@@ -3,6 +3,7 @@
 
 use crate::{
     headers::{
+        context::Context,
         ip::Header,
         packet::{ETH_LEN, IPV4, IPV6, Packet},
         parse::{at, proto},
@@ -74,7 +75,7 @@ pub fn send(pkt: &Packet, config: &Config, node: &Node, vni: u32, entropy: u32) 
 
 /// The congestion bits of the outer header (RFC 6040, section 4.1, compatibility with a decapsulator that knows them).
 #[inline(always)]
-fn outer_ecn(pkt: &Packet, protocol: u16) -> u32 {
+pub fn outer_ecn<C: Context>(pkt: &Packet<C>, protocol: u16) -> u32 {
     let first = u32::from_be(pkt.read::<u32>(ETH_LEN).unwrap_or(0));
     let inner = if protocol == IPV4 { first >> 16 & 3 } else { first >> 20 & 3 };
     // "Experienced" outside would be taken for congestion in the tunnel.
@@ -82,18 +83,18 @@ fn outer_ecn(pkt: &Packet, protocol: u16) -> u32 {
 }
 
 /// What the outer headers are made of.
-struct Outer<'a> {
-    config: &'a Config,
-    node: &'a Node,
-    vni: u32,
+pub struct Outer<'a> {
+    pub config: &'a Config,
+    pub node: &'a Node,
+    pub vni: u32,
     /// By it flows take different ways.
-    entropy: u32,
+    pub entropy: u32,
     /// Length of the inner frame.
-    len: u32,
+    pub len: u32,
     /// Congestion bits.
-    ecn: u32,
+    pub ecn: u32,
     /// EtherType of the inner frame, network byte order.
-    protocol: u16,
+    pub protocol: u16,
 }
 
 impl Outer<'_> {
@@ -114,7 +115,7 @@ impl Outer<'_> {
     }
 
     #[inline(always)]
-    fn write_v4(&self, pkt: &Packet) -> Option<()> {
+    pub fn write_v4<C: Context>(&self, pkt: &Packet<C>) -> Option<()> {
         let (source, to) = (self.node.source[3], self.node.addr[3]);
         let length = (self.ecn << 16 | (self.len + OVERHEAD_V4 - ETH_LEN)).to_be();
         // SAFETY: the helper has no arguments. A fresh number for each packet (RFC 6864, section 4.1): it may be fragmented.
@@ -126,7 +127,7 @@ impl Outer<'_> {
     }
 
     #[inline(always)]
-    fn write_v6(&self, pkt: &Packet) -> Option<()> {
+    pub fn write_v6<C: Context>(&self, pkt: &Packet<C>) -> Option<()> {
         let first = (6 << 28 | self.ecn << 20).to_be();
         let second = ((self.len + 16) << 16 | proto::UDP << 8 | 64).to_be();
         pkt.write_words(ETH_LEN, &[first, second])?;
@@ -142,6 +143,43 @@ const fn pair(first: u16, second: u16) -> u32 {
     first as u32 | (second as u32) << 16
 }
 
+/// What a packet for this node is, by its outer headers.
+pub enum Wrapped {
+    /// It is none of the tunnel's.
+    Not,
+    /// It is, and is left to the device for this reason.
+    Unusual(Counter),
+    /// It is: network identifier, outer source address (IPv4 in its mapped form), and EtherType of the packet in it.
+    Usual(u32, V6, u16),
+}
+
+/// Length of all headers in front of the frame that is in the tunnel, its own Ethernet header among them.
+#[inline(always)]
+pub const fn overhead<F: Header>() -> u32 {
+    F::HEADER + at::UDP_LEN + at::VXLAN_LEN + ETH_LEN
+}
+
+/// Reads the outer headers of a packet.
+#[inline(always)]
+pub fn wrapped<F: Family, C: Context>(pkt: &Packet<C>, config: &Config) -> Wrapped {
+    let Some((source, usual)) = F::outer(pkt, config) else { return Wrapped::Not };
+    // VXLAN header, and behind the inner MAC addresses the EtherType. One after the other: old verifiers follow the way on
+    // which only the second is there.
+    let Some([VNI_VALID, vni]) = pkt.read_header::<[u32; 2]>(ETH_LEN + F::HEADER + at::UDP_LEN) else {
+        return Wrapped::Unusual(Counter::DeviceOuter);
+    };
+    let Some(inner) = pkt.read_header::<u16>(ETH_LEN + overhead::<F>() - 2) else {
+        return Wrapped::Unusual(Counter::DeviceOuter);
+    };
+    if !usual || !matches!(inner, IPV4 | IPV6) {
+        return Wrapped::Unusual(Counter::DeviceOuter);
+    }
+    if is_inner_fragment(pkt, ETH_LEN + overhead::<F>(), inner) {
+        return Wrapped::Unusual(Counter::DeviceFragment);
+    }
+    Wrapped::Usual(u32::from_be(vni) >> 8, source, inner)
+}
+
 /// What became of a packet at the underlay's interface.
 pub enum Stripped {
     /// It is none of the tunnel's.
@@ -155,20 +193,12 @@ pub enum Stripped {
 /// Takes the outer headers off, if they are those of a tunnelled packet for this node and nothing about them is unusual.
 #[inline(always)]
 pub fn strip<F: Family>(pkt: &Packet, config: &Config) -> Stripped {
-    let Some((source, usual)) = F::outer(pkt, config) else { return Stripped::Not };
-    let overhead = F::HEADER + at::UDP_LEN + at::VXLAN_LEN + ETH_LEN;
-    // VXLAN header, and behind the inner MAC addresses the EtherType. One after the other: old verifiers follow the way on
-    // which only the second is there.
-    let Some([VNI_VALID, vni]) = pkt.read_header::<[u32; 2]>(ETH_LEN + F::HEADER + at::UDP_LEN) else {
-        return left(Counter::DeviceOuter);
+    let (vni, source, inner) = match wrapped::<F, _>(pkt, config) {
+        Wrapped::Not => return Stripped::Not,
+        Wrapped::Unusual(why) => return left(why),
+        Wrapped::Usual(..) if pkt.vlan() != 0 => return left(Counter::DeviceOuter),
+        Wrapped::Usual(vni, source, inner) => (vni, source, inner),
     };
-    let Some(inner) = pkt.read_header::<u16>(ETH_LEN + overhead - 2) else { return left(Counter::DeviceOuter) };
-    if !usual || pkt.vlan() != 0 {
-        return left(Counter::DeviceOuter);
-    }
-    if is_inner_fragment(pkt, ETH_LEN + overhead, inner) {
-        return left(Counter::DeviceFragment);
-    }
     let mut how = BPF_F_ADJ_ROOM_FIXED_GSO as u64 | BPF_F_ADJ_ROOM_NO_CSUM_RESET as u64;
     if pkt.gso_size() != 0 {
         if config.flags & flags::DECAP_UDP == 0 {
@@ -179,23 +209,22 @@ pub fn strip<F: Family>(pkt: &Packet, config: &Config) -> Stripped {
     how |= match (F::VERSION, inner) {
         (4, IPV6) => BPF_F_ADJ_ROOM_DECAP_L3_IPV6 as u64,
         (6, IPV4) => BPF_F_ADJ_ROOM_DECAP_L3_IPV4 as u64,
-        (4, IPV4) | (6, IPV6) => 0,
-        _ => return left(Counter::DeviceOuter),
+        _ => 0,
     };
-    if pkt.adjust_room(-(overhead as i32), how) != 0 {
+    if pkt.adjust_room(-(overhead::<F>() as i32), how) != 0 {
         return left(Counter::DeviceRefused);
     }
     pkt.forget_outer();
     if pkt.write(ETH_LEN - 2, inner).is_none() {
         return left(Counter::DeviceRefused);
     }
-    Stripped::Done(u32::from_be(vni) >> 8, source)
+    Stripped::Done(vni, source)
 }
 
 /// Whether the packet in the tunnel is a fragment. Larger ones of its datagram come in fragments of the outer packet, which the stack puts
 /// together: stripped here, a small last one would overtake its first one.
 #[inline(always)]
-fn is_inner_fragment(pkt: &Packet, l3: u32, protocol: u16) -> bool {
+fn is_inner_fragment<C: Context>(pkt: &Packet<C>, l3: u32, protocol: u16) -> bool {
     if protocol == IPV4 {
         // "More fragments", and the offset.
         pkt.read_header::<u16>(l3 + 6).is_some_and(|flags| u16::from_be(flags) & 0x3fff != 0)

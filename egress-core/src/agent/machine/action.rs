@@ -126,6 +126,8 @@ pub enum Action {
     Attach {
         /// The far end of the shaper.
         shaper: Option<u32>,
+        /// This node carries egress IPs.
+        gateway: bool,
     },
     /// Find the routes to other nodes. Answered by `handle_routes`.
     FindRoutes(BTreeSet<IpAddr>),

@@ -179,7 +179,8 @@ impl Machine {
         *round.view = view::view(&self.facts, &self.decided, config, &mut self.effective);
         self.endpoints.clone_from(&round.view.endpoints);
         round.peers = peers::peers(&self.facts, &round.view, &self.watched());
-        self.actions.push_back(Action::Attach { shaper: self.shaper.map(|ends| ends.far) });
+        let gateway = !self.decided.carriers.carried().is_empty();
+        self.actions.push_back(Action::Attach { shaper: self.shaper.map(|ends| ends.far), gateway });
         self.actions.push_back(Action::FindRoutes(round.peers.values().map(|peer| peer.address).collect()));
         Step::Write
     }

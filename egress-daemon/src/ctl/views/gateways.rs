@@ -3,9 +3,10 @@
 use super::Sources;
 use crate::{
     ctl::print::{List, Row, joined, or_dash},
-    observe::state::ProbeResult,
+    observe::state::{NodeState, ProbeResult},
 };
 use egress_common::egress::flags;
+use egress_core::network::xdp::Xdp;
 use serde::Serialize;
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -33,13 +34,15 @@ pub struct GatewayRow {
     pub transport: Option<String>,
     /// The transport that it answers by; null if that is not known.
     pub replies: Option<String>,
-    /// Why no better transport is in force; null if the best one is, or the agent does not answer.
+    /// Of this node: the interfaces at whose driver packets are sent on, sorted; null for another node, or if the agent does not answer.
+    pub native: Option<Vec<String>>,
+    /// Why no better transport is in force, or of this node why packets are not sent on at a driver; null if the best one is, or the agent does not answer.
     pub why_not_better: Option<String>,
 }
 
 impl Row for GatewayRow {
     const HEADER: &'static [&'static str] =
-        &["ADDRESS", "GATEWAY", "EGRESS IPS", "NEW FLOWS", "FLOWS", "PROBE", "RTT (µs)", "TRANSPORT", "REPLIES"];
+        &["ADDRESS", "GATEWAY", "EGRESS IPS", "NEW FLOWS", "FLOWS", "PROBE", "RTT (µs)", "TRANSPORT", "REPLIES", "XDP"];
     const NONE: &'static str = "this node uses no gateway";
     fn cells(&self) -> Vec<String> {
         vec![
@@ -52,6 +55,7 @@ impl Row for GatewayRow {
             or_dash(self.rtt_micros),
             or_dash(self.transport.as_ref()),
             or_dash(self.replies.as_ref()),
+            or_dash(self.native.as_ref().map(|native| if native.is_empty() { "no".into() } else { joined(native) })),
         ]
     }
     fn note(&self) -> Option<(&str, &str)> {
@@ -96,6 +100,20 @@ pub fn gateways(sources: Sources<'_>) -> List<GatewayRow> {
         row.why_not_better = told_text(&told.why);
         row.address = row.address.or(told.address.filter(|_| !row.local));
     }
+    for node in sources.agent.iter().map(|agent| &agent.node) {
+        rows.get_mut(&node.name).into_iter().for_each(|row| at_drivers(row, node));
+    }
     rows.values_mut().for_each(|row| row.egress_ips.sort());
     sources.list(rows.into_values().collect())
+}
+
+/// What is in force at this node's own interfaces.
+fn at_drivers(row: &mut GatewayRow, node: &NodeState) {
+    row.native = Some(node.drivers.iter().filter(|(_, why)| why.is_none()).map(|(name, _)| name.clone()).collect());
+    let why_not = node.drivers.iter().filter_map(|(name, why)| Some(format!("not XDP at {name}: {}", why.as_ref()?)));
+    let mut reasons: Vec<String> = row.why_not_better.take().into_iter().chain(why_not).collect();
+    if node.xdp == Xdp::Off.to_string() {
+        reasons.push("not XDP: switched off by `xdp`".to_owned());
+    }
+    row.why_not_better = (!reasons.is_empty()).then(|| reasons.join("; "));
 }

@@ -103,6 +103,19 @@ fn the_agent_adds_what_only_it_knows() {
 }
 
 #[test]
+fn a_gateway_shows_at_which_drivers_it_sends_packets_on_and_why_not_at_others() {
+    let (dump, mut agent) = (dump(), agent());
+    agent.node.drivers = [("eth0".to_owned(), None), ("ext0".to_owned(), Some("it is a veth".to_owned()))].into();
+    let list = gateways(Sources { dump: &dump, agent: Some(&agent) });
+    let own = list.items.iter().find(|row| row.name == agent.node.name).unwrap();
+    assert_eq!(own.native.as_deref(), Some(&["eth0".to_owned()][..]));
+    assert_eq!(own.why_not_better.as_deref(), Some("not XDP at ext0: it is a veth"));
+    assert!(list.items.iter().all(|row| row.name == agent.node.name || row.native.is_none()));
+    let (text, _) = check_prints(&list);
+    assert!(text.contains("not XDP at ext0: it is a veth"), "{text}");
+}
+
+#[test]
 fn gateways_count_the_flows_that_they_carry() {
     let dump = dump();
     let list = gateways(maps_only(&dump));

@@ -4,7 +4,7 @@ use super::BpfDir;
 use crate::datapath::{
     Pins,
     attach::{self, Attacher},
-    load::{PROGRAMS, Programs, Sizes},
+    load::{NATIVE, PROGRAMS, Programs, Sizes},
     strangers::{self, Lookout},
 };
 use std::{
@@ -124,8 +124,10 @@ fn load_and_tell() {
         Ok(programs) => programs,
         Err(e) => panic!("{e}: {e:?}"),
     };
-    for name in PROGRAMS {
-        let info = programs.get(name).unwrap().info().unwrap();
+    assert_eq!(programs.not_native(), None);
+    let native = NATIVE.map(|name| (name, programs.native(name).unwrap().info().unwrap()));
+    let others = PROGRAMS.map(|name| (name, programs.get(name).unwrap().info().unwrap()));
+    for (name, info) in others.into_iter().chain(native) {
         let count = info.verified_instruction_count().unwrap();
         println!("{name}: {count} verified instructions");
         if let Some(path) = std::env::var_os(COUNTS) {

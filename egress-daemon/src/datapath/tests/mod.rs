@@ -17,6 +17,7 @@ mod load;
 mod model;
 mod moves;
 mod nat;
+mod native;
 mod packets;
 mod pieces;
 mod races;

@@ -161,6 +161,15 @@ impl Rig {
         Some((result.return_value as i32, out))
     }
 
+    /// What a program for drivers makes of a frame at the loopback device: the action, and the frame afterwards.
+    pub fn run_native(&mut self, program: &'static str, frame: &[u8]) -> (u32, Vec<u8>) {
+        let mut out = vec![0; frame.len() + 256];
+        let options = TestRunOptions { data_in: Some(frame), data_out: Some(&mut out), ..Default::default() };
+        let result = self.programs.native(program).unwrap().test_run(options).unwrap();
+        out.truncate(result.data_size_out as usize);
+        (result.return_value, out)
+    }
+
     pub fn count(&self, counter: Counter) -> u64 {
         self.writer.maps().counters().unwrap()[&counter]
     }

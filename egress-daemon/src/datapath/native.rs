@@ -1,0 +1,96 @@
+//! The programs at the drivers of a gateway's interfaces (XDP, native mode): where they are attached, and by which interfaces they send.
+
+use super::{
+    Pins,
+    attach::Failure,
+    load::NATIVE,
+    maps::{MapsError, typed},
+    strangers,
+};
+use aya::{
+    maps::{
+        MapData, MapError,
+        xdp::{DevMapHash, XdpMapError},
+    },
+    programs::{
+        Xdp, XdpMode,
+        links::{FdLink, PinnedLink},
+        xdp::XdpLink,
+    },
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// Replaces the program of the pinned link, or makes and pins one. Never in generic mode, which is slower than TC.
+pub(super) fn attach(program: &mut Xdp, pin: &Path, index: u32) -> Result<(), Failure> {
+    if let Ok(pinned) = PinnedLink::from_pin(pin) {
+        let replaced = XdpLink::try_from(FdLink::from(pinned))
+            .map_err(|e| Failure::Pin(e.to_string()))
+            .and_then(|link| Ok(program.attach_to_link(link)?));
+        if let Ok(id) = replaced {
+            // The pin keeps the link alive.
+            drop(program.take_link(id)?);
+            if is_at(program.info()?.id(), index) {
+                return Ok(());
+            }
+        }
+        // The link's interface is gone and another one has got its index.
+        fs::remove_file(pin)?;
+    }
+    let id = program.attach_to_if_index(index, XdpMode::Driver)?;
+    let link = FdLink::try_from(program.take_link(id)?).map_err(|e| Failure::Pin(e.to_string()))?;
+    link.pin(pin).map_err(|e| Failure::Pin(e.to_string()))?;
+    Ok(())
+}
+
+/// The program of each pinned link, by the interface's index: those that this agent, or the one before it, has attached.
+pub fn pinned(pins: &Pins) -> BTreeMap<u32, u32> {
+    let Ok(entries) = fs::read_dir(pins.links()) else { return BTreeMap::new() };
+    let link = |path: PathBuf| {
+        let (program, index) = path.file_name()?.to_str()?.rsplit_once('-')?;
+        let index = NATIVE.contains(&program).then(|| index.parse().ok())??;
+        let info = FdLink::from(PinnedLink::from_pin(path).ok()?).info().ok()?;
+        Some((index, info.program_id()))
+    };
+    entries.filter_map(|entry| link(entry.ok()?.path())).collect()
+}
+
+/// Whether the program with this number is at the interface's driver.
+pub(super) fn is_at(id: u32, index: u32) -> bool {
+    strangers::xdp(index).is_ok_and(|ids| ids.contains(&id))
+}
+
+/// The interfaces that the programs may send by.
+pub struct Devices {
+    map: DevMapHash<MapData>,
+}
+
+const NAME: &str = "DEVICES";
+
+impl Devices {
+    /// Opens the pinned map.
+    pub fn open(pins: &Pins) -> Result<Self, MapsError> {
+        Ok(Self { map: typed(pins, NAME)? })
+    }
+
+    /// Makes these the interfaces, by index. The kernel takes out those that go.
+    pub fn set(&mut self, wanted: &BTreeSet<u32>) -> Result<(), MapsError> {
+        let access = |source| MapsError::Access { map: NAME, source };
+        let present: BTreeSet<u32> = self.map.keys().filter_map(Result::ok).collect();
+        for index in wanted - &present {
+            match self.map.insert(index, index, None, 0) {
+                Ok(()) => {}
+                Err(XdpMapError::MapError(error)) => return Err(access(error)),
+                Err(XdpMapError::ChainedProgramNotSupported) => return Err(access(MapError::ProgIdNotSupported)),
+            }
+        }
+        for index in &present - wanted {
+            // It may have gone in between.
+            let _ = self.map.remove(index);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,376 @@
+//! The program for drivers: what it sends on is what the programs at TC would send on, and everything else goes on to them as it came.
+
+use super::{
+    frames::{HOST_MAC, ICMP, TCP, UDP, assert_right, fragment, icmp, ip, read, seal, tcp, udp},
+    rig::*,
+    scenes,
+};
+use crate::{
+    datapath::{
+        load::NATIVE,
+        maps::{Maps, typed},
+        native::Devices,
+    },
+    host::testing::{Net, in_netns},
+};
+use aya::maps::{Array, MapData};
+use egress_common::{
+    abi::{INNER_DST_MAC, INNER_SRC_MAC, TUNNEL_PORT, VNI_FORWARD, VNI_REPLY},
+    config::flags,
+    net, port_block, transport,
+    verdict::Counter,
+};
+use egress_core::{
+    encode::{
+        EgressView, NodeView,
+        transport::{Path, TransportView},
+    },
+    model::Bandwidth,
+    network::MacAddress,
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+/// The program at the underlay, which meets packets of either direction, and the one at uplinks.
+const BOTH_WAYS: &str = NATIVE[0];
+const FROM_OUTSIDE: &str = NATIVE[1];
+const PASS: u32 = 2;
+const SENT: u32 = 4;
+/// The loopback device, at which a test run's frames come in.
+const LOOPBACK: u32 = 1;
+const THEIR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 3];
+/// The next hops: out of the gateway, and on the underlay.
+const ROUTER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
+const HOP_MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
+/// This node's address on the underlay and the other node's, in each family.
+const UNDERLAYS: [[&str; 2]; 2] = [["10.0.0.1", "10.0.0.3"], ["fd88::1", "fd88::3"]];
+
+/// A gateway whose underlay is the loopback device, and whose uplink is `uplink`. A block of its egress IPs is `n1`'s, which wants its replies
+/// by `transport`.
+fn gateway([ours, theirs]: [&str; 2], uplink: u32, underlay: u32, transport: u32) -> NodeView {
+    let mut view = scene();
+    let config = view.config.as_mut().unwrap();
+    config.tunnel_port = TUNNEL_PORT.into();
+    match addr(ours) {
+        IpAddr::V4(a) => config.own_v4 = net::v4(a),
+        IpAddr::V6(a) => config.own_v6 = net::v6(a),
+    }
+    let path =
+        Path { ifindex: underlay, mtu: 1500, hop: addr(theirs), source: addr(ours), macs: Some([THEIR_MAC, HOST_MAC]) };
+    view.nodes = [(scenes::node(0), vec![addr(ours)]), (scenes::node(1), vec![addr(theirs)])].into();
+    let may = transport::bit(transport);
+    view.transports.insert(scenes::node(1), TransportView { forward: transport, may, why: None, path: Some(path) });
+    view.macs.insert(THEIR_MAC, scenes::node(1));
+    view.uplinks = [(LOOPBACK, HOST_MAC), (uplink, [2, 0, 0, 0, 0, 0x44])].into();
+    for egress in view.egress_ips.values_mut() {
+        egress.gateway = Some(scenes::node(0));
+        egress.forwards = true;
+        egress.interface = Some(uplink);
+        egress.leases.insert(OTHER_BLOCK, scenes::node(1));
+    }
+    view
+}
+
+fn families() -> [(IpAddr, IpAddr); 2] {
+    [(SERVER4, EGRESS4), (SERVER6, EGRESS6)].map(|(s, e)| (addr(s), addr(e)))
+}
+
+/// The frame to this node, from the other one.
+fn from_node(mut frame: Vec<u8>) -> Vec<u8> {
+    frame[..12].copy_from_slice(&[HOST_MAC, THEIR_MAC].concat());
+    frame
+}
+
+/// A frame in outer headers, as the other node writes them.
+fn wrapped([ours, theirs]: [&str; 2], vni: u32, inner: &[u8]) -> Vec<u8> {
+    let vxlan = [&[8, 0, 0, 0][..], &(vni << 8).to_be_bytes(), inner].concat();
+    ip(addr(theirs), addr(ours), UDP, &[], &udp(0xc123, TUNNEL_PORT, &vxlan))
+}
+
+/// The interfaces of a gateway: index of the uplink, and of the underlay that replies leave by. Both know their next hop.
+async fn interfaces() -> (u32, u32) {
+    for setting in ["ipv4/conf/all/forwarding", "ipv6/conf/all/forwarding"] {
+        std::fs::write(format!("/proc/sys/net/{setting}"), "1").unwrap();
+    }
+    let net = Net::here();
+    let hops = [("out", ["198.51.100.1/24", "2001:db8:1::1/64"], ["198.51.100.254", "2001:db8:1::fe"], ROUTER_MAC)];
+    let under = [("under", ["10.0.0.1/24", "fd88::1/64"], ["10.0.0.3", "fd88::3"], HOP_MAC)];
+    for (name, addresses, neighbours, mac) in hops.into_iter().chain(under) {
+        net.veth(name, &format!("{name}-far")).await;
+        net.up(name).await;
+        net.up(&format!("{name}-far")).await;
+        for address in addresses {
+            net.address(name, address).await;
+        }
+        for neighbour in neighbours {
+            net.neighbour(name, neighbour, MacAddress(mac)).await;
+        }
+    }
+    net.default_route("198.51.100.254", 10).await;
+    net.default_route("2001:db8:1::fe", 10).await;
+    (net.index("out").await, net.index("under").await)
+}
+
+impl Rig {
+    /// Runs a frame that is to be sent on: what it has become. The first one of each moment is left to the kernel.
+    #[track_caller]
+    fn sent(&mut self, program: &'static str, frame: &[u8]) -> Vec<u8> {
+        for _ in 0..4 {
+            let before = self.count(Counter::XdpHop);
+            let (action, out) = self.run_native(program, frame);
+            if action == SENT {
+                return out;
+            }
+            assert_eq!((action, &out[..]), (PASS, frame));
+            assert_eq!(self.count(Counter::XdpHop), before + 1, "{:?}", self.writer.maps().counters());
+        }
+        panic!("the kernel never knows the next hop");
+    }
+
+    /// Runs a frame that is to be left to the programs behind, as it is, for this reason.
+    #[track_caller]
+    fn left(&mut self, what: &str, frame: &[u8], why: Option<Counter>) {
+        let reasons = |rig: &Self| {
+            let counters = rig.writer.maps().counters().unwrap().into_iter();
+            counters.filter(|(counter, _)| counter.name().starts_with("xdp_")).collect::<BTreeMap<_, _>>()
+        };
+        for _ in 0..4 {
+            let before = reasons(self);
+            let (action, out) = self.run_native(BOTH_WAYS, frame);
+            assert_eq!((action, &out[..]), (PASS, frame), "{what}");
+            let after = reasons(self);
+            let counted: Vec<Counter> = after.into_iter().filter(|(c, n)| before[c] != *n).map(|(c, _)| c).collect();
+            // The first packet of a moment is left before anything else is known of its way.
+            if counted != [Counter::XdpHop] {
+                return assert_eq!(counted, why.into_iter().collect::<Vec<_>>(), "{what}");
+            }
+        }
+        panic!("{what}: the kernel never knows the next hop");
+    }
+}
+
+impl Rig {
+    /// Has the other nodes ask for their replies by a transport, as their probes do.
+    fn wish(&self, transport: u32) {
+        let mut map: Array<MapData, u32> = typed(self.pins(), "REPLY_TRANSPORT").unwrap();
+        (0..8).for_each(|index| map.set(index, transport, 0).unwrap());
+    }
+}
+
+fn allow(rig: &Rig, devices: &[u32]) {
+    Devices::open(rig.pins()).unwrap().set(&devices.iter().copied().collect::<BTreeSet<_>>()).unwrap();
+}
+
+#[test]
+fn translated_packets_leave_with_the_next_hops_address_and_nothing_else_changes() {
+    let Some(mut rig) = Rig::new("native-out", &NodeView::default()) else { return };
+    in_netns("native-out", || async move {
+        let (uplink, underlay) = interfaces().await;
+        for ends in UNDERLAYS {
+            rig.write(&gateway(ends, uplink, underlay, transport::DIRECT));
+            allow(&rig, &[uplink, underlay]);
+            let port = port_block::first_port(OTHER_BLOCK);
+            for (server, egress) in families() {
+                for (proto, body) in [(TCP, tcp(port, 443, 2, &[])), (UDP, udp(port, 53, b"question"))] {
+                    let inner = seal(ip(egress, server, proto, &[], &body));
+                    let before = rig.count(Counter::Forwarded);
+                    for frame in [from_node(inner.clone()), wrapped(ends, VNI_FORWARD, &inner)] {
+                        let out = rig.sent(BOTH_WAYS, &frame);
+                        assert_eq!((&out[..6], &out[12..]), (&ROUTER_MAC[..], &inner[12..]));
+                        assert_right(&out);
+                        // The same frame at TC, where the kernel has the last word on MAC addresses.
+                        let (verdict, there) = rig.run("underlay_ingress", &frame);
+                        assert_eq!((verdict, &there[12..]), (REDIRECT, &out[12..]));
+                    }
+                    assert_eq!(rig.count(Counter::Forwarded), before + 4);
+                }
+            }
+        }
+        assert_eq!(rig.count(Counter::XdpSent), 16);
+    });
+}
+
+#[test]
+fn replies_go_back_to_the_node_that_has_the_port() {
+    let Some(mut rig) = Rig::new("native-back", &NodeView::default()) else { return };
+    in_netns("native-back", || async move {
+        let (uplink, underlay) = interfaces().await;
+        for (ends, transport) in UNDERLAYS.into_iter().flat_map(|u| [(u, transport::DIRECT), (u, transport::VXLAN)]) {
+            rig.write(&gateway(ends, uplink, underlay, transport));
+            allow(&rig, &[uplink, underlay]);
+            rig.wish(transport);
+            let port = port_block::first_port(OTHER_BLOCK);
+            for (server, egress) in families() {
+                let reply = seal(ip(server, egress, TCP, &[], &tcp(443, port, 16, &[])));
+                let counts =
+                    |rig: &Rig| [Counter::Replied, Counter::SentDirect, Counter::SentVxlan].map(|c| rig.count(c));
+                let before = counts(&rig);
+                let out = rig.sent(FROM_OUTSIDE, &reply);
+                let direct = u64::from(transport == transport::DIRECT);
+                assert_eq!(counts(&rig), [before[0] + 1, before[1] + direct, before[2] + 1 - direct]);
+                let (verdict, there) = rig.run("uplink_ingress", &reply);
+                assert_eq!((verdict, there.len()), (REDIRECT, out.len()));
+                if direct == 1 {
+                    assert_eq!(out[..12], [THEIR_MAC, HOST_MAC].concat());
+                    assert_eq!(out, there);
+                    continue;
+                }
+                assert_right(&out);
+                assert_eq!(
+                    (&out[..6], &out[12..14]),
+                    (&HOP_MAC[..], if addr(ends[0]).is_ipv4() { &[8, 0][..] } else { &[0x86, 0xdd] })
+                );
+                let outer = read(&out).unwrap();
+                assert_eq!((outer.src, outer.dst), (addr(ends[0]), addr(ends[1])));
+                assert_eq!(out[outer.l4..], there[outer.l4..], "the same behind the outer IP header");
+                let headers = &out[outer.l4..];
+                assert_eq!(headers[12..16], (VNI_REPLY << 8).to_be_bytes());
+                assert_eq!(headers[16..28], [INNER_DST_MAC, INNER_SRC_MAC].concat());
+                assert_eq!(headers[28..], reply[12..]);
+            }
+        }
+    });
+}
+
+#[test]
+fn what_is_not_the_common_case_goes_on_unchanged_and_counted() {
+    let Some(mut rig) = Rig::new("native-left", &NodeView::default()) else { return };
+    in_netns("native-left", || async move {
+        let (uplink, underlay) = interfaces().await;
+        let ends = UNDERLAYS[0];
+        let view = gateway(ends, uplink, underlay, transport::DIRECT);
+        rig.write(&view);
+        rig.wish(transport::DIRECT);
+        let port = port_block::first_port(OTHER_BLOCK);
+        let (server, egress) = families()[0];
+        let out = |port: u16| from_node(seal(ip(egress, server, UDP, &[], &udp(port, 53, &[7; 600]))));
+        let back = |port: u16| seal(ip(server, egress, UDP, &[], &udp(53, port, &[7; 600])));
+        let tunnelled = |port: u16| wrapped(ends, VNI_FORWARD, &out(port));
+        // Nothing may be sent by the driver yet.
+        for frame in [out(port), back(port), tunnelled(port)] {
+            rig.left("no device", &frame, Some(Counter::XdpDevice));
+        }
+        allow(&rig, &[uplink, underlay]);
+        for frame in [out(port), back(port), tunnelled(port)] {
+            rig.sent(BOTH_WAYS, &frame);
+        }
+        let mut overheard = out(port);
+        overheard[..6].copy_from_slice(&[2, 0, 0, 0, 0, 0x77]);
+        let mut stranger = out(port);
+        stranger[6..12].copy_from_slice(&[2, 0, 0, 0, 0, 0x99]);
+        let mut elsewhere = back(port);
+        elsewhere[..6].copy_from_slice(&[2, 0, 0, 0, 0, 0x77]);
+        let mut stranger_in = tunnelled(port);
+        stranger_in[29] = 9;
+        let stranger_in = reseal(stranger_in);
+        let refused = Some(Counter::XdpRefused);
+        for (what, frame, why) in [
+            ("a port that is another node's", out(port + 64), refused),
+            ("a port that is nobody's", out(80), refused),
+            ("a reply for nobody's port", back(port + 64), refused),
+            ("the same through the tunnel", tunnelled(port + 64), refused),
+            ("another host's frame", overheard, refused),
+            ("another host's reply", elsewhere, refused),
+            ("a frame of a stranger", stranger, refused),
+            ("a tunnelled one of a stranger", stranger_in, refused),
+            ("this node's own pod", back(port_block::first_port(OWN_BLOCKS[0])), Some(Counter::XdpOwn)),
+            ("a first fragment", fragment(out(port), [0x20, 0]), Some(Counter::XdpUnusual)),
+            ("a later fragment", fragment(back(port), [0, 10]), Some(Counter::XdpUnusual)),
+            (
+                "options",
+                from_node(seal(ip(egress, server, UDP, &[1, 1, 1, 0], &udp(port, 53, b"?")))),
+                Some(Counter::XdpUnusual),
+            ),
+            ("another protocol", from_node(ip(egress, server, 47, &[], b"gre")), Some(Counter::XdpUnusual)),
+            (
+                "an error",
+                from_node(seal(ip(egress, server, ICMP, &[], &icmp(3, 0, &back(port)[14..])))),
+                Some(Counter::XdpUnusual),
+            ),
+            ("less than it says", out(port)[..500].to_vec(), Some(Counter::XdpUnusual)),
+            ("another network identifier", wrapped(ends, VNI_REPLY, &out(port)), None),
+            ("nothing of ours", from_node(seal(ip(addr(POD4), server, UDP, &[], &udp(port, 53, b"?")))), None),
+        ] {
+            rig.left(what, &frame, why);
+        }
+        let mut tagged = out(port);
+        tagged.splice(12..12, [0x81, 0, 0, 10]);
+        rig.left("a VLAN tag", &tagged, None);
+        let change = |change: &dyn Fn(&mut EgressView)| {
+            let mut view = view.clone();
+            view.egress_ips.values_mut().for_each(change);
+            view
+        };
+        let limit = Bandwidth { rate_bps: 1_000_000_000, burst_bytes: 100_000 };
+        rig.write(&change(&|e| e.limit = Some(limit)));
+        rig.left("shaped", &out(port), Some(Counter::XdpShaped));
+        rig.left("shaped", &back(port), Some(Counter::XdpShaped));
+        rig.write(&change(&|e| e.node_address = true));
+        rig.left("the node's own address", &back(port), Some(Counter::XdpOwn));
+        rig.write(&change(&|e| e.forwards = false));
+        rig.left("not carried", &out(port), None);
+        let mut small = view.clone();
+        small.transports.values_mut().for_each(|t| t.path.as_mut().unwrap().mtu = 600);
+        rig.write(&small);
+        rig.left("too large", &back(port), Some(Counter::XdpLarge));
+        rig.write(&view);
+        rig.wish(transport::DEVICE);
+        rig.left("by the tunnel device", &back(port), Some(Counter::XdpDevice));
+        let flags = Maps::open(rig.pins()).unwrap().config.get(0).unwrap().flags;
+        assert_ne!(flags & flags::CARRIES, 0);
+    });
+}
+
+/// The frame with its outer IPv4 header's checksum made anew.
+fn reseal(mut frame: Vec<u8>) -> Vec<u8> {
+    frame[24..26].fill(0);
+    let sum: u32 = frame[14..34].chunks(2).map(|w| u32::from(w[0]) << 8 | u32::from(w[1])).sum();
+    let sum = (sum & 0xffff) + (sum >> 16);
+    frame[24..26].copy_from_slice(&(!(sum as u16 + (sum >> 16) as u16)).to_be_bytes());
+    frame
+}
+
+/// Each bit of the headers of each usual frame turned: whatever is sent on then would be sent on at TC as well, and as the same bytes.
+#[test]
+fn nothing_is_sent_on_that_the_programs_behind_would_not_send_on() {
+    let Some(mut rig) = Rig::new("native-bits", &NodeView::default()) else { return };
+    in_netns("native-bits", || async move {
+        let (uplink, underlay) = interfaces().await;
+        let port = port_block::first_port(OTHER_BLOCK);
+        let mut sent = BTreeMap::new();
+        for ends in UNDERLAYS {
+            rig.write(&gateway(ends, uplink, underlay, transport::DIRECT));
+            allow(&rig, &[uplink, underlay]);
+            rig.wish(transport::DIRECT);
+            for (server, egress) in families() {
+                let out = from_node(seal(ip(egress, server, UDP, &[], &udp(port, 53, b"question"))));
+                let back = seal(ip(server, egress, UDP, &[], &udp(53, port, b"answer")));
+                let tunnelled = wrapped(ends, VNI_FORWARD, &out);
+                for (native, program, frame) in [
+                    (BOTH_WAYS, "underlay_ingress", out),
+                    (BOTH_WAYS, "underlay_ingress", back.clone()),
+                    (FROM_OUTSIDE, "uplink_ingress", back),
+                    (BOTH_WAYS, "underlay_ingress", tunnelled),
+                ] {
+                    for bit in 0..8 * frame.len() {
+                        let mut turned = frame.clone();
+                        turned[bit / 8] ^= 1 << (bit % 8);
+                        rig.run_native(native, &turned);
+                        let (action, mine) = rig.run_native(native, &turned);
+                        if action != SENT {
+                            assert_eq!((action, &mine), (PASS, &turned), "bit {bit}");
+                            continue;
+                        }
+                        *sent.entry((frame.len(), program)).or_insert(0) += 1;
+                        let (verdict, theirs) = rig.run(program, &turned);
+                        assert_eq!((verdict, &theirs[12..]), (REDIRECT, &mine[12..]), "bit {bit} of {frame:02x?}");
+                    }
+                }
+            }
+        }
+        // Each of the kinds, in each family and over each underlay: what nothing depends on may differ.
+        assert!(sent.len() >= 6 && sent.values().all(|n| *n > 50), "{sent:?}");
+    });
+}

@@ -1,0 +1,307 @@
+//! A gateway's common case at the driver (XDP), before there is a socket buffer: translated packets out, replies back to their node.
+//!
+//! Nothing is decided here that the programs at TC would decide otherwise: a frame is sent on only if it is certain that they would do the same.
+//! Everything else goes on to them unchanged, drops included.
+
+use crate::{
+    gateway::{forward, underlay},
+    headers::{
+        context::Frame,
+        ip::Header,
+        packet::{ETH_LEN, IPV4, IPV6, Mac, Packet, moment},
+        parse::{self, Ip, Part},
+    },
+    tables::{
+        egress,
+        family::Family,
+        maps::{CONFIG, DEVICES, HERE, NODES, UPLINKS},
+        stats,
+    },
+    transports::{
+        exit, send,
+        vxlan::{self, Outer, Wrapped},
+    },
+};
+use aya_ebpf::bindings::xdp_action::XDP_PASS;
+use egress_common::{
+    V4, V6,
+    abi::{AF_INET, AF_INET6, VNI_FORWARD, VNI_REPLY},
+    config::{self, Config},
+    egress::{EgressIp, Node, flags},
+    transport::{DIRECT, OVERHEAD_V4, OVERHEAD_V6, VXLAN},
+    verdict::{Counter, Verdict},
+};
+
+/// Why a frame is left to the programs behind.
+enum Left {
+    /// It is nothing of an egress IP's.
+    NotOurs,
+    /// For this reason.
+    For(Counter),
+}
+
+/// Where a frame comes from.
+enum From {
+    /// From the node that has the MAC address.
+    Link,
+    /// Through the tunnel, from the node that has the address.
+    Tunnel(V6),
+}
+
+/// What becomes of a frame.
+enum Step {
+    /// It has been sent.
+    Sent(Verdict),
+    /// It goes to the node with that index; the number tells flows apart on the way. The last one is the length of the IP packet.
+    Reply(u32, u32, u32),
+}
+
+/// A frame at the driver of the underlay's interface: from another node, or from outside as well, since one interface is often both.
+#[inline(always)]
+pub fn from_nodes(pkt: &Packet<Frame>) -> Verdict {
+    let Some(config) = carrying() else { return Verdict::Pass };
+    let unwrapped = match pkt.protocol() {
+        IPV4 => unwrap::<V4>(pkt, config),
+        IPV6 => unwrap::<V6>(pkt, config),
+        _ => None,
+    };
+    let Some((from, taken)) = unwrapped else { return Verdict::Pass };
+    let step = match pkt.protocol() {
+        IPV4 => either_way::<V4>(pkt, config, &from),
+        _ => either_way::<V6>(pkt, config, &from),
+    };
+    let verdict = done(pkt, config, step);
+    // What was left is as it came: the bytes in front are still there.
+    if verdict == Verdict::Pass && taken != 0 && !pkt.adjust_head(-taken) {
+        return Verdict::Drop(Counter::DropRedirect);
+    }
+    verdict
+}
+
+/// A frame at the driver of an uplink.
+#[inline(always)]
+pub fn from_outside(pkt: &Packet<Frame>) -> Verdict {
+    let Some(config) = carrying() else { return Verdict::Pass };
+    let step = match pkt.protocol() {
+        IPV4 => inward::<V4>(pkt, config),
+        IPV6 => inward::<V6>(pkt, config),
+        _ => Err(Left::NotOurs),
+    };
+    done(pkt, config, step)
+}
+
+/// The settings of a node that carries egress IPs.
+#[inline(always)]
+fn carrying() -> Option<&'static Config> {
+    CONFIG.get(0).filter(|config| config.flags & config::flags::CARRIES != 0)
+}
+
+/// Does what is left to do, and counts.
+#[inline(always)]
+fn done(pkt: &Packet<Frame>, config: &Config, step: Result<Step, Left>) -> Verdict {
+    let verdict = match step {
+        Ok(Step::Sent(verdict)) => Ok(verdict),
+        Ok(Step::Reply(node, entropy, length)) => reply(pkt, config, node, entropy, length),
+        Err(left) => Err(left),
+    };
+    match verdict {
+        Ok(verdict) => {
+            stats::count(Counter::XdpSent);
+            verdict
+        }
+        Err(left) => {
+            if let Left::For(counter) = left {
+                stats::count(counter);
+            }
+            Verdict::Pass
+        }
+    }
+}
+
+/// Takes the outer headers off a translated packet: where it comes from, and how many bytes were taken off. Nothing for a packet of the tunnel
+/// that is another program's.
+#[inline(always)]
+fn unwrap<F: Family>(pkt: &Packet<Frame>, config: &Config) -> Option<(From, i32)> {
+    if !F::may_be_tunnelled(pkt, config) {
+        return Some((From::Link, 0));
+    }
+    let overhead = vxlan::overhead::<F>() as i32;
+    match vxlan::wrapped::<F, _>(pkt, config) {
+        Wrapped::Not => Some((From::Link, 0)),
+        Wrapped::Usual(VNI_FORWARD, source, _) if is_for_us(pkt) && pkt.adjust_head(overhead) => {
+            Some((From::Tunnel(source), overhead))
+        }
+        _ => None,
+    }
+}
+
+/// Whether a frame is for the MAC address of the interface that it came in by.
+#[inline(always)]
+fn is_for_us(pkt: &Packet<Frame>) -> bool {
+    let (Some(here), Some(mac)) = (HERE.get_ptr_mut(0), pkt.read::<Mac>(0)) else { return false };
+    // SAFETY: the element is this CPU's own, and programs that receive do not interrupt each other on one CPU.
+    let here = unsafe { &mut *here };
+    let (ifindex, now) = (pkt.ifindex(), moment());
+    if here.ifindex != ifindex || here.moment != now {
+        // SAFETY: entries are replaced, not changed in place.
+        let Some(uplink) = (unsafe { UPLINKS.get(ifindex) }) else { return false };
+        here.mac = uplink.mac;
+        here.ifindex = ifindex;
+        here.moment = now;
+    }
+    same(&mac, &here.mac)
+}
+
+#[inline(always)]
+fn same(a: &Mac, b: &Mac) -> bool {
+    (a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) == 0
+}
+
+/// A packet that another node has translated, or one from outside.
+#[inline(always)]
+fn either_way<F: Family>(pkt: &Packet<Frame>, config: &Config, from: &From) -> Result<Step, Left> {
+    let Ok(ip) = F::parse(pkt) else { return Err(Left::NotOurs) };
+    match (egress::find(ip.src), from) {
+        (Some((egress, e)), _) if e.flags & flags::CARRIED != 0 => outward(pkt, &ip, egress, e, from),
+        (_, From::Link) => inward::<F>(pkt, config),
+        (_, From::Tunnel(_)) => Err(Left::NotOurs),
+    }
+}
+
+/// A packet of an egress IP that another node has translated: out, if the port is leased to that one.
+#[inline(always)]
+fn outward<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>, egress: u32, e: &EgressIp, from: &From) -> Result<Step, Left> {
+    let length = usual(pkt, ip)?;
+    let t = parse::transport_header::<F, _>(pkt, ip.l4, ip.proto);
+    let Ok(port) = forward::own_port::<F, _>(pkt, ip, &t) else { return Err(Left::For(Counter::XdpUnusual)) };
+    let lessee = forward::lessee(pkt, egress, port);
+    let Some(node) = NODES.get(lessee) else { return Err(Left::For(Counter::XdpRefused)) };
+    let theirs = match from {
+        From::Link => underlay::sends(pkt, node) && pkt.read::<Mac>(0).is_some_and(|mac| same(&mac, &node.macs[1])),
+        From::Tunnel(source) => is_address(node, source),
+    };
+    if lessee == 0 || !theirs {
+        return Err(Left::For(Counter::XdpRefused));
+    }
+    if e.queue != 0 {
+        return Err(Left::For(Counter::XdpShaped));
+    }
+    if e.flags & flags::SUBNET != 0 {
+        return Err(Left::For(Counter::XdpVlan));
+    }
+    let Some(out) = exit::way_out(pkt, e, &ip.src, &ip.dst) else { return Err(Left::For(Counter::XdpHop)) };
+    let verdict = redirect(out.ifindex, out.mtu, length)?;
+    if pkt.write_words(0, out.macs).is_none() {
+        return Err(Left::For(Counter::XdpUnusual));
+    }
+    stats::count(Counter::Forwarded);
+    Ok(Step::Sent(verdict))
+}
+
+#[inline(always)]
+fn is_address(node: &Node, address: &V6) -> bool {
+    address.is(&node.addr)
+}
+
+/// A packet from outside for an egress IP: to the node that its port is leased to.
+#[inline(always)]
+fn inward<F: Family>(pkt: &Packet<Frame>, config: &Config) -> Result<Step, Left> {
+    let Ok(ip) = F::parse(pkt) else { return Err(Left::NotOurs) };
+    let Some((egress, e)) = egress::find(ip.dst) else { return Err(Left::NotOurs) };
+    if e.flags & flags::CARRIED == 0 {
+        return Err(Left::NotOurs);
+    }
+    if e.is_own_address() {
+        return Err(Left::For(Counter::XdpOwn));
+    }
+    if e.vlan != 0 {
+        return Err(Left::For(Counter::XdpVlan));
+    }
+    let length = usual(pkt, &ip)?;
+    let t = parse::transport_header::<F, _>(pkt, ip.l4, ip.proto);
+    let node = forward::lessee_of_reply::<F, _>(pkt, &ip, &t, egress);
+    if node == 0 || !is_for_us(pkt) {
+        return Err(Left::For(Counter::XdpRefused));
+    }
+    if node == config.node {
+        return Err(Left::For(Counter::XdpOwn));
+    }
+    if e.queue != 0 {
+        return Err(Left::For(Counter::XdpShaped));
+    }
+    // As much of it as a verdict has room for: a flow's packets have one outer port, whoever sends them on.
+    Ok(Step::Reply(node, send::entropy((t.src_port, t.dst_port), ip.src) >> 16, length))
+}
+
+/// The length of a packet that has nothing but its plain header, is whole, and lies in the frame as a whole.
+#[inline(always)]
+fn usual<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>) -> Result<u32, Left> {
+    match F::total_len(pkt) {
+        Some(length) if ip.part == Part::Whole && ip.l4 == ETH_LEN + F::HEADER && length + ETH_LEN <= pkt.len() => {
+            Ok(length)
+        }
+        _ => Err(Left::For(Counter::XdpUnusual)),
+    }
+}
+
+/// Prepares the redirection of an IP packet of this length to an interface for packets of at most `mtu`. It changes nothing of the frame.
+#[inline(always)]
+fn redirect(ifindex: u32, mtu: u32, length: u32) -> Result<Verdict, Left> {
+    if length > mtu {
+        return Err(Left::For(Counter::XdpLarge));
+    }
+    match DEVICES.redirect(ifindex, XDP_PASS as u64) {
+        Ok(action) => Ok(Verdict::Taken(action as i32)),
+        Err(_) => Err(Left::For(Counter::XdpDevice)),
+    }
+}
+
+/// Sends a reply to the node whose pod it is for.
+#[inline(always)]
+fn reply(pkt: &Packet<Frame>, config: &Config, index: u32, entropy: u32, length: u32) -> Result<Verdict, Left> {
+    let Some(node) = NODES.get(index) else { return Err(Left::For(Counter::XdpRefused)) };
+    if node.present == 0 {
+        return Err(Left::For(Counter::XdpRefused));
+    }
+    let verdict = match send::wished(index, node) {
+        DIRECT => {
+            let verdict = redirect(node.ifindex, node.mtu, length)?;
+            if send::address(pkt, node).is_none() {
+                return Err(Left::For(Counter::XdpUnusual));
+            }
+            stats::count(Counter::SentDirect);
+            verdict
+        }
+        VXLAN => wrap(pkt, config, node, entropy, length)?,
+        _ => return Err(Left::For(Counter::XdpDevice)),
+    };
+    stats::count(Counter::Replied);
+    Ok(verdict)
+}
+
+/// Sends a frame in outer headers.
+#[inline(always)]
+fn wrap(pkt: &Packet<Frame>, config: &Config, node: &Node, entropy: u32, length: u32) -> Result<Verdict, Left> {
+    let ipv4 = node.tunnel_v4 != 0;
+    let overhead = if ipv4 { OVERHEAD_V4 } else { OVERHEAD_V6 };
+    let out = match (ipv4, node.hop_family) {
+        (true, AF_INET) => exit::on_link::<V4>(pkt, node.ifindex, &[node.source[3]], &[node.hop[0]]),
+        (false, AF_INET6) => exit::on_link::<V6>(pkt, node.ifindex, &node.source, &node.hop),
+        _ => None,
+    };
+    let Some(out) = out else { return Err(Left::For(Counter::XdpHop)) };
+    let verdict = redirect(out.ifindex, node.mtu, length + overhead)?;
+    let protocol = pkt.protocol();
+    let (len, ecn) = (pkt.len(), vxlan::outer_ecn(pkt, protocol));
+    if !pkt.adjust_head(-(overhead as i32)) {
+        return Err(Left::For(Counter::XdpUnusual));
+    }
+    let outer = Outer { config, node, vni: VNI_REPLY, entropy, len, ecn, protocol };
+    let (written, family) = if ipv4 { (outer.write_v4(pkt), IPV4) } else { (outer.write_v6(pkt), IPV6) };
+    let addressed = pkt.write_words(0, out.macs).and_then(|()| pkt.write(ETH_LEN - 2, family));
+    if written.and(addressed).is_none() {
+        return Ok(Verdict::Drop(Counter::DropRedirect));
+    }
+    stats::count(Counter::SentVxlan);
+    Ok(verdict)
+}

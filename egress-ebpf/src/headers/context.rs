@@ -1,0 +1,138 @@
+//! What programs at different hooks have of a packet: the kernel's context, and what differs in reading through it.
+
+use crate::headers::ip::walk_ipv6_extensions;
+use aya_ebpf::{
+    bindings::{__sk_buff, xdp_md},
+    helpers::{bpf_skb_load_bytes, bpf_skb_pull_data},
+};
+use core::ffi::c_void;
+
+/// Reads a field of a context. Volatile, or LLVM merges reads of two fields into one through a computed address, which
+/// the verifier refuses.
+macro_rules! field {
+    ($context:expr, $field:ident) => {
+        // SAFETY: the context pointer is valid while the program runs.
+        unsafe { (&raw const (*$context).$field).read_volatile() }
+    };
+}
+pub(super) use field;
+
+/// The kernel's context of a packet at one kind of hook. Everything that is written once for all hooks is generic over it
+/// ([`Packet`](super::packet::Packet)).
+pub trait Context: Copy {
+    /// Where the bytes begin that can be read directly.
+    fn data(self) -> usize;
+    /// Where they end.
+    fn data_end(self) -> usize;
+    /// Length of the frame.
+    fn len(self) -> u32;
+    /// Index of the interface whose hook this is.
+    fn ifindex(self) -> u32;
+    /// The kernel's pointer, for helpers that take any context.
+    fn raw(self) -> *mut c_void;
+    /// Sees to it that the first `len` bytes can be read directly.
+    fn pull(self, len: u32) -> bool;
+    /// Copies `len` bytes, wherever they lie.
+    ///
+    /// # Safety
+    ///
+    /// There is room for them at `to`.
+    unsafe fn load(self, offset: u32, to: *mut c_void, len: u32) -> bool;
+    /// [`walk_ipv6_extensions`], which needs bytes that may lie anywhere.
+    fn walk_extensions(self, l4: u32, next: u32) -> u64;
+}
+
+/// A packet at a TC hook.
+#[derive(Clone, Copy)]
+pub struct Skb(pub(super) *mut __sk_buff);
+
+impl Context for Skb {
+    #[inline(always)]
+    fn data(self) -> usize {
+        field!(self.0, data) as usize
+    }
+
+    #[inline(always)]
+    fn data_end(self) -> usize {
+        field!(self.0, data_end) as usize
+    }
+
+    #[inline(always)]
+    fn len(self) -> u32 {
+        field!(self.0, len)
+    }
+
+    #[inline(always)]
+    fn ifindex(self) -> u32 {
+        field!(self.0, ifindex)
+    }
+
+    #[inline(always)]
+    fn raw(self) -> *mut c_void {
+        self.0.cast()
+    }
+
+    #[inline(always)]
+    fn pull(self, len: u32) -> bool {
+        // SAFETY: the helper checks the length.
+        unsafe { bpf_skb_pull_data(self.0, len) == 0 }
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, offset: u32, to: *mut c_void, len: u32) -> bool {
+        // SAFETY: the helper fills all of it or fails.
+        unsafe { bpf_skb_load_bytes(self.0.cast(), offset, to, len) == 0 }
+    }
+
+    #[inline(always)]
+    fn walk_extensions(self, l4: u32, next: u32) -> u64 {
+        walk_ipv6_extensions(self.0, l4, next)
+    }
+}
+
+/// A frame at an XDP hook. Only what lies where it usually does is read; whoever meets anything else leaves the frame to the programs
+/// behind.
+#[derive(Clone, Copy)]
+pub struct Frame(pub(super) *mut xdp_md);
+
+impl Context for Frame {
+    #[inline(always)]
+    fn data(self) -> usize {
+        field!(self.0, data) as usize
+    }
+
+    #[inline(always)]
+    fn data_end(self) -> usize {
+        field!(self.0, data_end) as usize
+    }
+
+    #[inline(always)]
+    fn len(self) -> u32 {
+        (self.data_end() - self.data()) as u32
+    }
+
+    #[inline(always)]
+    fn ifindex(self) -> u32 {
+        field!(self.0, ingress_ifindex)
+    }
+
+    #[inline(always)]
+    fn raw(self) -> *mut c_void {
+        self.0.cast()
+    }
+
+    #[inline(always)]
+    fn pull(self, _len: u32) -> bool {
+        false
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, _offset: u32, _to: *mut c_void, _len: u32) -> bool {
+        false
+    }
+
+    #[inline(always)]
+    fn walk_extensions(self, _l4: u32, _next: u32) -> u64 {
+        0
+    }
+}
