@@ -38,4 +38,5 @@ mod subnets;
 mod support;
 mod transport;
 mod untouched;
+mod xdp;
 mod zones;

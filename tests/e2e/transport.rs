@@ -61,7 +61,7 @@ const SMALL: [usize; 2] = [64, 1380];
 const LARGE: usize = 4000;
 
 /// TCP, UDP with fragments, and much data, in both families.
-fn everything(pod: &Pod, server: &Server) -> Result<()> {
+pub fn everything(pod: &Pod, server: &Server) -> Result<()> {
     most(pod, server)?;
     Family::BOTH.into_iter().try_for_each(|family| echoed(pod, server, family, LARGE))
 }
@@ -106,8 +106,8 @@ fn carried(builder: lab::Builder, transport: &str, sent: &str) {
             assert!(tunnelled > 100 && plain == 0, "{tunnelled} in the tunnel, {plain} direct");
         }
         assert!(counter(lab, "worker1", sent)? > before + 100, "{sent}");
-        if transport == "vxlan" {
-            // Much data arrives merged, which this kernel cannot strip.
+        if transport == "vxlan" && std::env::var_os("SPILLWAY_TEST_XDP").is_none() {
+            // Much data arrives merged, which this kernel cannot strip. Between cards, and with XDP, it does not.
             let merged = |node: &str| counter(lab, node, "device_merged");
             assert!(merged("gw1")? + merged("gw2")? > 0);
         }

@@ -4,15 +4,20 @@
 //! it puts the packet back before each run, gives it a tunnel key if it needs one, and hands over by a tail call; the same
 //! program in front of an empty one is what is subtracted. Raw system calls: the lab has no eBPF library.
 
+pub(crate) mod code;
+
 use std::ffi::CString;
-use std::io;
 use std::net::Ipv4Addr;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 
+use self::code::{
+    ADD, Attr, CONTEXT, DATA, EXIT, FP, JUMP_IF_GREATER, JUMP_IF_NOT, LOAD_LONG, PSEUDO_MAP_FD, call, copy,
+    instruction, load, load_word, mov, store,
+};
 use crate::netns::NetNs;
 
 /// Commands of bpf(2).
@@ -20,15 +25,12 @@ const MAP_CREATE: u32 = 0;
 const MAP_LOOKUP: u32 = 1;
 const MAP_UPDATE: u32 = 2;
 const MAP_NEXT_KEY: u32 = 4;
-const PROG_LOAD: u32 = 5;
 const OBJ_GET: u32 = 7;
-const PROG_TEST_RUN: u32 = 10;
+pub(crate) const PROG_TEST_RUN: u32 = 10;
 const PROG_FD_BY_ID: u32 = 13;
 const INFO_BY_FD: u32 = 15;
 
 const MAP_TYPE_PROG_ARRAY: u32 = 3;
-const PROG_TYPE_SCHED_CLS: u32 = 3;
-const PSEUDO_MAP_FD: u8 = 1;
 /// Helpers.
 const KTIME_GET_NS: i32 = 5;
 const TAIL_CALL: i32 = 12;
@@ -172,12 +174,17 @@ pub fn fill_map(pin: &Path, count: u32) -> Result<()> {
 
 /// The first element of a pinned array of 64-bit numbers.
 pub fn first_number(pin: &Path) -> Result<u64> {
-    let (map, key, mut value) = (pinned(pin)?, 0u32, [0u64; 1]);
+    number(&pinned(pin)?).with_context(|| format!("cannot read {}", pin.display()))
+}
+
+/// The first element of an array of 64-bit numbers.
+pub(crate) fn number(map: &OwnedFd) -> Result<u64> {
+    let (key, mut value) = (0u32, [0u64; 1]);
     let mut attr = Attr::default();
     attr.u32(0, map.as_raw_fd().cast_unsigned());
     attr.u64(8, (&raw const key) as u64);
     attr.u64(16, value.as_mut_ptr() as u64);
-    attr.call(MAP_LOOKUP).with_context(|| format!("cannot read {}", pin.display()))?;
+    attr.call(MAP_LOOKUP).context("a map cannot be read")?;
     // SAFETY: the kernel has written it, which the compiler does not see.
     Ok(unsafe { value.as_ptr().read_volatile() })
 }
@@ -236,39 +243,6 @@ impl Front {
     }
 }
 
-/// One instruction.
-fn instruction(code: u8, dst: u8, src: u8, off: i16, imm: i32) -> u64 {
-    u64::from(code)
-        | u64::from(src << 4 | dst) << 8
-        | u64::from(off.cast_unsigned()) << 16
-        | u64::from(imm.cast_unsigned()) << 32
-}
-
-fn mov(dst: u8, imm: i32) -> u64 {
-    instruction(0xb7, dst, 0, 0, imm)
-}
-
-fn copy(dst: u8, src: u8) -> u64 {
-    instruction(0xbf, dst, src, 0, 0)
-}
-
-fn call(helper: i32) -> u64 {
-    instruction(0x85, 0, 0, 0, helper)
-}
-
-const EXIT: u64 = 0x95;
-const ADD: u8 = 0x07;
-const JUMP_IF_GREATER: u8 = 0x2d;
-const JUMP_IF_NOT: u8 = 0x55;
-/// The first half of an instruction that loads 64 bits; of a map with [`PSEUDO_MAP_FD`].
-const LOAD_LONG: u8 = 0x18;
-const STORE_WORD: u8 = 0x62;
-const STORE_BYTE: u8 = 0x72;
-/// The registers of the frame pointer, the context and the packet.
-const FP: u8 = 10;
-const CONTEXT: u8 = 6;
-const DATA: u8 = 2;
-
 /// A program that redirects, as far as its verdict goes, and does nothing else but this with the tunnel's header.
 fn beside(header: Option<Header>) -> Result<OwnedFd> {
     let mut code = vec![copy(CONTEXT, 1)];
@@ -302,26 +276,6 @@ fn beside(header: Option<Header>) -> Result<OwnedFd> {
     code.extend(then);
     code.push(EXIT);
     load(&code)
-}
-
-fn load_word(dst: u8, src: u8, at: i16) -> u64 {
-    instruction(0x61, dst, src, at, 0)
-}
-
-/// Instructions that write `bytes` at `off` of what a register points to.
-fn store(register: u8, off: i16, bytes: &[u8]) -> impl Iterator<Item = u64> {
-    let mut at = off;
-    bytes.chunks(4).flat_map(move |chunk| {
-        let place = at;
-        at += chunk.len() as i16;
-        match *chunk {
-            [a, b, c, d] => vec![instruction(STORE_WORD, register, 0, place, i32::from_ne_bytes([a, b, c, d]))],
-            _ => (place..)
-                .zip(chunk)
-                .map(|(at, byte)| instruction(STORE_BYTE, register, 0, at, (*byte).into()))
-                .collect(),
-        }
-    })
 }
 
 fn front(shot: &Shot, targets: &OwnedFd) -> Result<Vec<u64>> {
@@ -364,47 +318,4 @@ fn program_array(target: &OwnedFd) -> Result<OwnedFd> {
     attr.u64(16, (&raw const value) as u64);
     attr.call(MAP_UPDATE).context("cannot enter a program into an array")?;
     Ok(map)
-}
-
-fn load(code: &[u64]) -> Result<OwnedFd> {
-    let mut attr = Attr::default();
-    attr.u32(0, PROG_TYPE_SCHED_CLS);
-    attr.u32(4, code.len() as u32);
-    attr.u64(8, code.as_ptr() as u64);
-    attr.u64(16, c"GPL".as_ptr() as u64);
-    attr.call_fd(PROG_LOAD).context("cannot load the program in front")
-}
-
-/// `union bpf_attr`.
-struct Attr([u8; 144]);
-
-impl Default for Attr {
-    fn default() -> Attr {
-        Attr([0; 144])
-    }
-}
-
-impl Attr {
-    fn u32(&mut self, at: usize, value: u32) {
-        self.0[at..at + 4].copy_from_slice(&value.to_ne_bytes());
-    }
-
-    fn u64(&mut self, at: usize, value: u64) {
-        self.0[at..at + 8].copy_from_slice(&value.to_ne_bytes());
-    }
-
-    fn read(&self, at: usize) -> u32 {
-        u32::from_ne_bytes([self.0[at], self.0[at + 1], self.0[at + 2], self.0[at + 3]])
-    }
-
-    fn call(&mut self, command: u32) -> io::Result<i32> {
-        // SAFETY: the pointers that the callers put in are to memory that lives on, of the sizes that they give.
-        let result = unsafe { libc::syscall(libc::SYS_bpf, command, self.0.as_mut_ptr(), self.0.len()) };
-        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
-    }
-
-    fn call_fd(&mut self, command: u32) -> io::Result<OwnedFd> {
-        // SAFETY: the kernel has just made this descriptor for us.
-        self.call(command).map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
-    }
 }

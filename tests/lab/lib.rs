@@ -45,6 +45,7 @@ pub mod bpf;
 pub mod capture;
 pub mod cluster;
 mod command;
+pub mod frames;
 pub mod hook;
 pub mod machine;
 pub mod manifests;

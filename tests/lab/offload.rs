@@ -9,8 +9,13 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 use crate::netns::NetNs;
 
 /// ETHTOOL_S* of linux/ethtool.h.
+const GRO: (u32, &str) = (0x2c, "GRO");
 const COMMANDS: [(u32, &str); 4] =
-    [(0x17, "transmit checksums"), (0x1f, "TCP segmentation"), (0x24, "generic segmentation"), (0x2c, "GRO")];
+    [(0x17, "transmit checksums"), (0x1f, "TCP segmentation"), (0x24, "generic segmentation"), GRO];
+/// ETHTOOL_GFLAGS and ETHTOOL_SFLAGS, and the flag for VLAN tags that are taken off a received frame.
+const GET_FLAGS: (u32, &str) = (0x25, "flags");
+const SET_FLAGS: (u32, &str) = (0x26, "flags");
+const RX_VLAN: u32 = 1 << 8;
 const SIOCETHTOOL: libc::c_ulong = 0x8946;
 
 #[repr(C)]
@@ -23,27 +28,41 @@ impl NetNs {
     /// Turns the offloads of an interface on or off: checksums of what it sends, segmentation, and merging of what it
     /// receives. Without them, captures see packets as they would be on a wire, with every checksum filled in.
     pub fn set_offload(&self, interface: &str, on: bool) -> Result<()> {
+        COMMANDS.iter().try_for_each(|command| self.ethtool(interface, *command, u32::from(on)).map(drop))
+    }
+
+    /// Makes a veth take frames that an XDP program sends to it, which it does where its other end merges what it receives.
+    pub fn take_frames(&self, other_end: &str) -> Result<()> {
+        self.ethtool(other_end, GRO, 1).map(drop)
+    }
+
+    /// Leaves VLAN tags in the frames that an interface receives.
+    pub fn show_tags(&self, interface: &str) -> Result<()> {
+        let flags = self.ethtool(interface, GET_FLAGS, 0)?;
+        self.ethtool(interface, SET_FLAGS, flags & !RX_VLAN).map(drop)
+    }
+
+    /// One command for an interface: the value that it gives or takes.
+    fn ethtool(&self, interface: &str, (command, name): (u32, &str), data: u32) -> Result<u32> {
         self.run(|| {
             let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
-            for (command, name) in COMMANDS {
-                let mut value = EthtoolValue { command, data: u32::from(on) };
-                // SAFETY: all zero bytes are a valid ifreq.
-                let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-                if interface.len() >= request.ifr_name.len() {
-                    bail!("{interface} is too long for the name of an interface");
-                }
-                for (to, from) in request.ifr_name.iter_mut().zip(interface.bytes()) {
-                    *to = from.cast_signed();
-                }
-                request.ifr_ifru.ifru_data = (&raw mut value).cast();
-                // SAFETY: the request names the interface and points to the command's own structure; both live on.
-                let result = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL, &raw mut request) };
-                if result < 0 {
-                    return Err(io::Error::last_os_error())
-                        .with_context(|| format!("cannot switch {name} of {interface} in {}", self.name()));
-                }
+            let mut value = EthtoolValue { command, data };
+            // SAFETY: all zero bytes are a valid ifreq.
+            let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+            if interface.len() >= request.ifr_name.len() {
+                bail!("{interface} is too long for the name of an interface");
             }
-            Ok(())
+            for (to, from) in request.ifr_name.iter_mut().zip(interface.bytes()) {
+                *to = from.cast_signed();
+            }
+            request.ifr_ifru.ifru_data = (&raw mut value).cast();
+            // SAFETY: the request names the interface and points to the command's own structure; both live on.
+            let result = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL, &raw mut request) };
+            if result < 0 {
+                return Err(io::Error::last_os_error())
+                    .with_context(|| format!("cannot switch {name} of {interface} in {}", self.name()));
+            }
+            Ok(value.data)
         })
     }
 }

@@ -13,7 +13,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
-use crate::topology::Lab;
+use crate::topology::{Lab, XDP};
 use crate::wait::wait_for;
 
 /// How many bytes of a log are shown when a test fails.
@@ -156,12 +156,12 @@ pub struct StartOptions {
     without_tcx: bool,
 }
 
-/// A configuration with the transport that the whole run is for, unless the test names one.
-fn with_transport(config: Option<&str>, transport: Option<String>) -> Option<String> {
-    match (config, transport.filter(|name| !name.is_empty())) {
-        (Some(text), Some(name)) if !text.contains("transport:") => Some(format!("{text}transport: {name}\n")),
-        (None, Some(name)) => Some(format!("transport: {name}\n")),
-        (config, _) => config.map(str::to_owned),
+/// A configuration with what the whole run sets, unless the test sets it.
+fn with_setting(config: Option<String>, field: &str, value: Option<String>) -> Option<String> {
+    match (config, value.filter(|value| !value.is_empty())) {
+        (Some(text), Some(value)) if !text.contains(&format!("{field}:")) => Some(format!("{text}{field}: {value}\n")),
+        (None, Some(value)) => Some(format!("{field}: {value}\n")),
+        (config, _) => config,
     }
 }
 
@@ -294,7 +294,8 @@ impl Lab {
     }
 
     fn start(&mut self, name: &str, node: Option<&str>, mut command: Command, options: &StartOptions) -> Result<()> {
-        let config = with_transport(options.config.as_deref(), std::env::var(TRANSPORT).ok());
+        let config = with_setting(options.config.clone(), "transport", std::env::var(TRANSPORT).ok());
+        let config = with_setting(config, "xdp", std::env::var(XDP).ok());
         if let Some(text) = config {
             let file = self.dir().join(format!("{name}.config.yaml"));
             fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))?;

@@ -101,6 +101,13 @@ impl Builder {
         self
     }
 
+    /// Links are like those between cards, as far as veths can be: frames have their checksums, one segment each and their VLAN tags,
+    /// and gateways' interfaces send what XDP programs redirect to them.
+    pub fn cards(mut self) -> Builder {
+        self.settings.cards = true;
+        self
+    }
+
     /// No other test runs beside this one: it makes so much load, or is so strict about time, that each would disturb the other.
     pub fn alone(mut self) -> Builder {
         self.settings.alone = true;
@@ -138,6 +145,9 @@ impl Builder {
         }
         jobs.push(Box::new(|| set_up_router(&router, &nodes, !ports[2].is_empty())));
         all(jobs)?;
+        if settings.cards {
+            like_cards([&underlay, &external, &router], &nodes, &servers, &ports)?;
+        }
         for (segment, ports) in [(&underlay, &ports[0]), (&external, &ports[1]), (&router, &ports[2])] {
             segment.wait_running(ports)?;
         }
@@ -280,6 +290,33 @@ fn make_links(
         segment.ip(&lines)?;
     }
     Ok(ports.map(|(_, _, ports)| ports))
+}
+
+/// See [`Builder::cards`].
+fn like_cards(
+    segments: [&NetNs; 3],
+    nodes: &BTreeMap<String, Node>,
+    servers: &BTreeMap<String, Server>,
+    ports: &[Vec<String>; 3],
+) -> Result<()> {
+    for (segment, ports) in segments.into_iter().zip(ports) {
+        ports.iter().try_for_each(|port| segment.set_offload(port, false))?;
+    }
+    servers.values().try_for_each(|server| server.ns.set_offload("eth0", false))?;
+    ["eth0", "ext0"].into_iter().try_for_each(|interface| segments[2].set_offload(interface, false))?;
+    for node in nodes.values() {
+        let gateway = node.external.is_some();
+        for (interface, segment) in
+            [("eth0", segments[0]), ("ext0", segments[1])].into_iter().take(1 + usize::from(gateway))
+        {
+            node.ns.set_offload(interface, false)?;
+            node.ns.show_tags(interface)?;
+            if gateway {
+                segment.take_frames(&node.name)?;
+            }
+        }
+    }
+    Ok(())
 }
 
 fn mac(bytes: [u8; 6]) -> String {

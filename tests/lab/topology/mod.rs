@@ -30,6 +30,7 @@ pub use self::faults::Segment;
 pub use self::node::{Node, Role};
 pub use self::pod::{Cni, Pod, PodSpec};
 use self::settings::Settings;
+pub(crate) use self::settings::XDP;
 use crate::manifests::Manifests;
 use crate::netns::NetNs;
 use crate::process::Process;

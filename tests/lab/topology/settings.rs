@@ -2,6 +2,9 @@
 
 use super::pod::Cni;
 
+/// Names the setting `xdp` of all agents whose configuration does not, and makes all links like those between cards.
+pub(crate) const XDP: &str = "SPILLWAY_TEST_XDP";
+
 /// A lab's shape. Made by [`super::Builder`].
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -19,6 +22,7 @@ pub struct Settings {
     pub(super) masquerade_underlay: bool,
     pub(super) alone: bool,
     pub(super) zones: Vec<String>,
+    pub(super) cards: bool,
 }
 
 impl Default for Settings {
@@ -38,6 +42,7 @@ impl Default for Settings {
             masquerade_underlay: false,
             alone: false,
             zones: Vec::new(),
+            cards: std::env::var_os(XDP).is_some(),
         }
     }
 }

@@ -150,8 +150,8 @@ fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &[(&str, OsString)], tall
     if lab {
         command.args(["--test-threads", plan::THREADS]);
     }
-    if let Some(transport) = job.transport {
-        command.env("SPILLWAY_TEST_TRANSPORT", transport);
+    if let Some((name, value)) = job.way.map(plan::Way::variable) {
+        command.env(name, value);
     }
     let how = Run {
         filter: job.tests.first().copied(),

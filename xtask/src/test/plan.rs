@@ -13,38 +13,64 @@ pub const CLUSTER: &str = "tests/cluster";
 const SPILLWAY: &str = "tests/spillway";
 /// How many end-to-end tests run at once, more than there are processors.
 pub const THREADS: &str = "4";
-/// The transports that they run by once more. In the lab `Auto` comes to `direct`.
-const OTHER_TRANSPORTS: [&str; 2] = ["vxlan", "device"];
-/// Their modules in which the transport matters.
+/// The ways that they run by once more. In the lab the transport `Auto` comes to `direct`, and `xdp: Auto` to TC.
+const OTHER_WAYS: [Way; 3] = [Way::Transport("vxlan"), Way::Transport("device"), Way::Xdp];
+/// Their modules in which the way matters.
 const DEPENDING_ON_TRANSPORT: [&str; 8] =
     ["exits::", "failover::", "host_rules::", "policies::", "ports::", "protocols::", "restart::", "slots::"];
 /// Those of `--quick`: a pod's packets leave as they should, and come back; policies and slots change.
 const QUICK: [&str; 3] = ["exits::", "protocols::", "slots::"];
+
+/// Another way for packets than the usual one.
+#[derive(Clone, Copy, Debug)]
+pub enum Way {
+    /// This transport.
+    Transport(&'static str),
+    /// Gateways send them on at their drivers, and links are like those between cards.
+    Xdp,
+}
+
+impl Way {
+    fn name(self) -> &'static str {
+        match self {
+            Way::Transport(name) => name,
+            Way::Xdp => "xdp",
+        }
+    }
+
+    /// The variable of the environment that sets it, and its value.
+    pub fn variable(self) -> (&'static str, &'static str) {
+        match self {
+            Way::Transport(name) => ("SPILLWAY_TEST_TRANSPORT", name),
+            Way::Xdp => ("SPILLWAY_TEST_XDP", "Native"),
+        }
+    }
+}
 
 /// One run of a test binary.
 #[derive(Debug)]
 pub struct Job<'a> {
     /// What is run.
     pub binary: &'a Binary,
-    /// All nodes use it where a test says nothing else.
-    pub transport: Option<&'static str>,
+    /// How all nodes are set where a test says nothing else.
+    pub way: Option<Way>,
     /// Only tests whose name contains one of these, if there are any.
     pub tests: Vec<&'a str>,
 }
 
 impl<'a> Job<'a> {
     fn of(binary: &'a Binary) -> Self {
-        Self { binary, transport: None, tests: Vec::new() }
+        Self { binary, way: None, tests: Vec::new() }
     }
 
     /// What the run's output calls it.
     pub fn title(&self) -> String {
         let name = &self.binary.name;
-        self.transport.map_or_else(|| name.clone(), |transport| format!("{name} by {transport}"))
+        self.way.map_or_else(|| name.clone(), |way| format!("{name} by {}", way.name()))
     }
 
-    fn by_transport(binary: &'a Binary, transport: &'static str) -> Self {
-        Self { transport: Some(transport), tests: DEPENDING_ON_TRANSPORT.to_vec(), ..Self::of(binary) }
+    fn by(way: Way, binary: &'a Binary) -> Self {
+        Self { way: Some(way), tests: DEPENDING_ON_TRANSPORT.to_vec(), ..Self::of(binary) }
     }
 }
 
@@ -62,9 +88,8 @@ pub fn jobs<'a>(args: &'a Args, binaries: &'a [Binary]) -> Vec<Job<'a>> {
     let labs: Vec<Job> = if args.quick {
         end_to_end().map(|binary| Job { tests: QUICK.to_vec(), ..Job::of(binary) }).collect()
     } else {
-        let by_transport =
-            end_to_end().flat_map(|binary| OTHER_TRANSPORTS.map(|transport| Job::by_transport(binary, transport)));
-        of_kind(Kind::EndToEnd).chain(by_transport).filter(|_| !args.unit).collect()
+        let once_more = end_to_end().flat_map(|binary| OTHER_WAYS.map(|way| Job::by(way, binary)));
+        of_kind(Kind::EndToEnd).chain(once_more).filter(|_| !args.unit).collect()
     };
     units.chain(labs).collect()
 }
@@ -98,9 +123,10 @@ mod tests {
     }
 
     #[test]
-    fn units_come_first_and_the_end_to_end_tests_run_by_every_transport() {
-        let labs = ["tests/cluster", "tests/spillway", "tests/spillway by vxlan 8", "tests/spillway by device 8"];
-        assert_eq!(plan(&[]), [&["egress-core", "tests"][..], &labs].concat());
+    fn units_come_first_and_the_end_to_end_tests_run_by_every_way() {
+        let once_more = ["vxlan", "device", "xdp"].map(|way| format!("tests/spillway by {way} 8"));
+        let labs = [&["tests/cluster".to_owned(), "tests/spillway".to_owned()][..], &once_more].concat();
+        assert_eq!(plan(&[]), [&["egress-core".to_owned(), "tests".to_owned()][..], &labs].concat());
         assert_eq!(plan(&["--e2e"]), labs);
         assert_eq!(plan(&["--unit"]), ["egress-core", "tests"]);
         assert_eq!(plan(&["--quick"]), ["egress-core", "tests", "tests/spillway 3"]);

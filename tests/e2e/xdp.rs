@@ -1,0 +1,139 @@
+//! A gateway that sends packets on at the drivers of its interfaces (XDP): everything arrives as it does without, it is switched on and off under
+//! load, and it stays away from where it is not wanted.
+
+use anyhow::Result;
+use lab::frames::redirect;
+use lab::traffic::{
+    ConnectionReport, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer,
+};
+use lab::{Capture, Family, Lab, StartOptions, wait_until};
+
+use crate::support::{CALM, PATIENCE, QUIET, counter, egress, wait_counter, web_pod_with};
+use crate::transport::everything;
+
+const HOSTS: [u8; 1] = [10];
+const BOTH: [&str; 2] = ["eth0", "ext0"];
+
+fn options(transport: &str, xdp: &str) -> StartOptions {
+    StartOptions::new().config(&format!("{CALM}transport: {transport}\nxdp: {xdp}\n"))
+}
+
+fn builder() -> lab::Builder {
+    Lab::builder().workers(1).gateways(1).far_servers(0)
+}
+
+/// Waits until the gateway says that its program is at exactly these drivers; what it says of the others.
+fn wait_native(lab: &Lab, expected: &[&str]) -> Result<String> {
+    let told = || {
+        let rows = lab.egressctl("gw1", &["gateways"])?;
+        let row = rows["items"].as_array().and_then(|rows| rows.first().cloned()).unwrap_or_default();
+        let names = row["native"].as_array().cloned().unwrap_or_default();
+        let names: Vec<String> = names.iter().filter_map(|name| Some(name.as_str()?.to_owned())).collect();
+        Ok((names, row["whyNotBetter"].as_str().unwrap_or_default().to_owned()))
+    };
+    let what = format!("programs at the drivers of {expected:?}");
+    // An agent that has just started says nothing yet, and then that it is at no driver.
+    let settled = |(names, why): &(Vec<String>, String)| names == expected && (names.len() == 2 || !why.is_empty());
+    Ok(wait_until(&what, PATIENCE, told, settled)?.1)
+}
+
+#[test]
+fn everything_arrives_by_way_of_the_drivers() {
+    lab::require_root!();
+    for transport in ["direct", "vxlan"] {
+        builder().cards().run(|lab| {
+            let (pod, server) = web_pod_with(lab, &HOSTS, &options(transport, "Native"))?;
+            wait_native(lab, &BOTH)?;
+            let capture = Capture::start(&server.ns, "eth0")?;
+            let before = counter(lab, "gw1", "xdp_sent")?;
+            everything(&pod, &server)?;
+            let sent = counter(lab, "gw1", "xdp_sent")? - before;
+            assert!(sent > 1000, "{sent} by {transport}: {:?}", lab.counters("gw1")?);
+            let (trace, _) = capture.finish_lossy()?;
+            for family in Family::BOTH {
+                let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &HOSTS));
+                assert!(strangers.is_empty(), "{strangers:?}");
+            }
+            assert_eq!(trace.wrong_checksums().packets(), []);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn it_is_switched_under_load_without_a_packet_lost() {
+    lab::require_root!();
+    builder().cards().alone().run(|lab| {
+        let (pod, server) = web_pod_with(lab, &HOSTS, &options("direct", "Off"))?;
+        let _tcp = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
+        let _udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
+        let (mut clients, mut datagrams) = (Vec::new(), Vec::new());
+        for family in Family::BOTH {
+            clients.push(TcpClients::establish(&pod.ns, server.ips.at(family, 80), 20, TcpOptions::default())?);
+            datagrams.push(UdpClients::start(&pod.ns, server.ips.at(family, 53), 30, UdpOptions::default())?);
+        }
+        for _ in 0..2 {
+            for (xdp, at) in [("Native", &BOTH[..]), ("Off", &[])] {
+                lab.agent("gw1").terminate()?;
+                lab.start_agent("gw1", &options("direct", xdp))?;
+                wait_native(lab, at)?;
+                let before = counter(lab, "gw1", "xdp_sent")?;
+                clients.iter().try_for_each(|all| all.wait_progress(10, PATIENCE))?;
+                assert_eq!(counter(lab, "gw1", "xdp_sent")? > before, xdp == "Native");
+            }
+        }
+        datagrams.iter().for_each(|flows| flows.set_sending(false));
+        for flows in &datagrams {
+            let all = flows.wait("quiet", PATIENCE, |all| all.iter().all(|one| one.last_arrival.elapsed() > QUIET))?;
+            for one in all {
+                assert_eq!((one.sent, one.corrupted), (one.received, 0), "{one:?}");
+            }
+        }
+        for all in &clients {
+            let ends = all.wait("progress", PATIENCE, |all| all.iter().all(|one| one.received > 0))?;
+            assert!(ends.iter().all(ConnectionReport::intact));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_veth_stays_at_tc_unless_it_is_asked_for() {
+    lab::require_root!();
+    builder().cards().run(|lab| {
+        web_pod_with(lab, &HOSTS, &options("direct", "Auto"))?;
+        let why = wait_native(lab, &[])?;
+        assert!(why.contains("eth0") && why.contains("ext0") && why.contains("merged"), "{why}");
+        let check = lab.daemon_text("gw1", &["check"])?;
+        assert!(check.contains("xdp") && check.contains("merged"), "{check}");
+        Ok(())
+    });
+}
+
+#[test]
+fn the_programs_of_others_and_hidden_tags_are_respected() {
+    lab::require_root!();
+    builder().cards().run(|lab| {
+        let gateway = lab.node("gw1").ns.clone();
+        // What nobody sends is redirected, the rest passes.
+        let others = redirect(&gateway, ["eth0", "ext0"], (14, *b"none"))?;
+        let (pod, server) = web_pod_with(lab, &HOSTS, &options("direct", "Native"))?;
+        let why = wait_native(lab, &["ext0"])?;
+        assert!(why.contains("eth0") && why.contains("somebody else"), "{why}");
+        everything(&pod, &server)?;
+        drop(others);
+        wait_native(lab, &BOTH)?;
+        let before = counter(lab, "gw1", "xdp_sent")?;
+        everything(&pod, &server)?;
+        wait_counter(lab, "gw1", "xdp_sent", before)
+    });
+    // Links as a veth has them: tags may come beside the frame.
+    builder().run(|lab| {
+        web_pod_with(lab, &HOSTS, &options("direct", "Native"))?;
+        if std::env::var_os("SPILLWAY_TEST_XDP").is_none() {
+            let why = wait_native(lab, &[])?;
+            assert!(why.contains("ethtool -K eth0 rxvlan off"), "{why}");
+        }
+        Ok(())
+    });
+}
