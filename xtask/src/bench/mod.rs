@@ -9,6 +9,7 @@ mod churn;
 mod failover;
 mod figures;
 mod flows;
+mod gateway;
 mod load;
 mod programs;
 mod report;
@@ -68,6 +69,9 @@ pub struct Args {
     /// Only the death of a gateway, beside keepalived with conntrackd
     #[arg(long, conflicts_with_all = ["loads", "programs", "curves", "churn"])]
     failover: bool,
+    /// Only packets a second and core at a gateway: plain routing, TC, XDP, and an empty XDP program as the limit
+    #[arg(long, conflicts_with_all = ["loads", "programs", "curves", "churn", "failover"])]
+    gateway: bool,
     /// Only the planner on a large cluster and an agent with a full node: writes docs/scale.md
     #[arg(long, exclusive = true)]
     scale: bool,
@@ -76,9 +80,22 @@ pub struct Args {
 impl Args {
     /// Whether everything is measured.
     fn is_full(&self) -> bool {
-        let parts = [self.programs, self.curves, self.churn, self.failover, self.scale];
+        let parts = [self.programs, self.curves, self.churn, self.failover, self.gateway, self.scale];
         self.loads.is_empty() && !parts.contains(&true)
     }
+}
+
+/// How long a gateway's path is measured at once.
+const GATEWAY_WINDOW: Duration = Duration::from_millis(200);
+
+fn print_gateway(args: &Args, lines: &[gateway::Line]) -> Result<()> {
+    if args.json {
+        let list: Vec<_> = lines.iter().map(gateway::Line::json).collect();
+        println!("{}", serde_json::to_string_pretty(&json!({ "figures": list }))?);
+    } else {
+        print!("{}", gateway::table(lines));
+    }
+    Ok(())
 }
 
 /// How many gateways die of each kind.
@@ -112,6 +129,10 @@ pub fn run(args: &Args) -> Result<()> {
     if args.failover {
         let lines = failover::measure(&binaries, args.rounds.unwrap_or(if args.quick { 1 } else { DEATHS }))?;
         return print_failover(args, &lines);
+    }
+    if args.gateway {
+        let rounds = args.rounds.unwrap_or(if args.quick { 3 } else { 9 }).max(1);
+        return print_gateway(args, &gateway::measure(&binaries, rounds, GATEWAY_WINDOW)?);
     }
     if args.churn {
         let figures = churn::measure(&binaries, Duration::from_secs(60 * args.minutes))?;

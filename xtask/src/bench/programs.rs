@@ -21,7 +21,7 @@ const SINGLE: (u32, usize) = (1, 4_001);
 /// Where the flows of this measurement end.
 const PORT: u16 = 9005;
 /// Network identifiers of the tunnel, as ARCHITECTURE.md names them.
-const VNI_FORWARD: u32 = 0x53_50_01;
+pub const VNI_FORWARD: u32 = 0x53_50_01;
 const VNI_REPLY: u32 = 0x53_50_02;
 const TUNNEL: &str = "spillway0";
 const TUNNEL_PORT: u16 = 8473;
@@ -48,16 +48,16 @@ pub struct Cost {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Protocol {
+pub enum Protocol {
     Tcp,
     Udp,
 }
 
 /// Both ends of a flow: the pod's address, the address that the server sees, and the server's.
-struct Flow {
+pub struct Flow {
     pod: SocketAddr,
-    egress: SocketAddr,
-    server: SocketAddr,
+    pub egress: SocketAddr,
+    pub server: SocketAddr,
 }
 
 /// Measures all programs on a packet's way there and back.
@@ -106,10 +106,11 @@ fn header(variant: Variant, program: &str, family: Family) -> Option<Header> {
     }
 }
 
+/// Both ends of a flow, which lives while they do.
 type Ends = (Option<(TcpServer, TcpClients)>, Option<(UdpServer, UdpClients)>);
 
 /// A flow with packets in both directions.
-fn open(place: &Place, family: Family, protocol: Protocol) -> Result<(Flow, Ends)> {
+pub fn open(place: &Place, family: Family, protocol: Protocol) -> Result<(Flow, Ends)> {
     let server = place.server.ips.at(family, PORT);
     match protocol {
         Protocol::Tcp => {
@@ -144,7 +145,7 @@ fn shots<'a>(
     let (worker, gateway) = (place.lab.node(&place.pod.node), place.lab.node("gw1"));
     let shot = |node: &Node, interface: &str, (from, to), macs, tunnel| {
         let ifindex = node.ns.ifindex(interface)?;
-        Ok::<_, anyhow::Error>(Shot { frame: frame(protocol, macs, from, to)?, ifindex, tunnel })
+        Ok::<_, anyhow::Error>(Shot { frame: frame(protocol, macs, from, to, &[0x42; 64])?, ifindex, tunnel })
     };
     let (out, back) = ((flow.egress, flow.server), (flow.server, flow.egress));
     let pod = shot(worker, &place.pod.host_interface, (flow.pod, flow.server), [MAC, MAC], None)?;
@@ -170,7 +171,7 @@ fn shots<'a>(
 }
 
 /// A frame in the headers of the tunnel.
-fn wrapped(macs: [[u8; 6]; 2], from: Ipv4Addr, to: Ipv4Addr, vni: u32, frame: &[u8]) -> Result<Vec<u8>> {
+pub fn wrapped(macs: [[u8; 6]; 2], from: Ipv4Addr, to: Ipv4Addr, vni: u32, frame: &[u8]) -> Result<Vec<u8>> {
     let inner = [&[8, 0, 0, 0][..], &(vni << 8).to_be_bytes(), frame].concat();
     let builder = PacketBuilder::ethernet2(macs[0], macs[1]).ipv4(from.octets(), to.octets(), HOPS);
     let mut bytes = Vec::new();
@@ -182,17 +183,23 @@ fn wrapped(macs: [[u8; 6]; 2], from: Ipv4Addr, to: Ipv4Addr, vni: u32, frame: &[
 }
 
 /// A packet of an established flow; `macs` are its source and its destination.
-fn frame(protocol: Protocol, macs: [[u8; 6]; 2], from: SocketAddr, to: SocketAddr) -> Result<Vec<u8>> {
+pub fn frame(
+    protocol: Protocol,
+    macs: [[u8; 6]; 2],
+    from: SocketAddr,
+    to: SocketAddr,
+    payload: &[u8],
+) -> Result<Vec<u8>> {
     let builder = PacketBuilder::ethernet2(macs[0], macs[1]);
     let builder = match (from, to) {
         (SocketAddr::V4(a), SocketAddr::V4(b)) => builder.ipv4(a.ip().octets(), b.ip().octets(), HOPS),
         (SocketAddr::V6(a), SocketAddr::V6(b)) => builder.ipv6(a.ip().octets(), b.ip().octets(), HOPS),
         _ => anyhow::bail!("{from} and {to} are of different families"),
     };
-    let (payload, mut bytes) = ([0x42; 64], Vec::new());
+    let mut bytes = Vec::new();
     match protocol {
-        Protocol::Tcp => builder.tcp(from.port(), to.port(), 1, 1024).ack(1).write(&mut bytes, &payload)?,
-        Protocol::Udp => builder.udp(from.port(), to.port()).write(&mut bytes, &payload)?,
+        Protocol::Tcp => builder.tcp(from.port(), to.port(), 1, 1024).ack(1).write(&mut bytes, payload)?,
+        Protocol::Udp => builder.udp(from.port(), to.port()).write(&mut bytes, payload)?,
     }
     Ok(bytes)
 }

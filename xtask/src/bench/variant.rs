@@ -118,8 +118,14 @@ pub enum Opened {
 impl Place {
     /// Builds the lab of a variant. `config` is added to the agents' configuration, `gateways` is how many there are.
     pub fn open(variant: Variant, binaries: &Path, config: &str, gateways: u8) -> Result<Opened> {
+        Self::open_with(variant, binaries, config, gateways, false)
+    }
+
+    /// The same; `cards`: with links like those between cards.
+    pub fn open_with(variant: Variant, binaries: &Path, config: &str, gateways: u8, cards: bool) -> Result<Opened> {
         let masquerade = variant != Variant::Plain;
         let builder = Lab::builder().workers(1).gateways(gateways).far_servers(0).masquerade(masquerade);
+        let builder = if cards { builder.cards() } else { builder };
         let mut lab = builder.build()?;
         interrupt::guard(lab.id());
         let pod = lab.add_pod(PodSpec::new("client", "worker1").label("app", "bench"))?;

@@ -1,0 +1,387 @@
+//! `cargo xtask bench --gateway`: how many packets a second one core of a gateway sends on: by plain routing, by Spillway's programs at TC, by
+//! the one at the driver (XDP), and by an XDP program that redirects and does nothing else, which is the limit.
+//!
+//! A generator at the switch's end of the gateway's link sends frames as fast as it can (XDP, no sockets), and a sink at the other link's end
+//! counts and drops them. What a packet costs is the time of the gateway's own NAPI thread.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use lab::frames::{Attached, Generator, Sink, redirect};
+use lab::traffic::{Direction, bulk, on_cpu};
+use lab::{Family, NetNs, wait_until};
+use nix::sched::{CpuSet, sched_setaffinity};
+use nix::unistd::Pid;
+use serde_json::{Map, Value, json};
+
+use super::figures::{family_name, rounded};
+use super::programs::{self, Protocol};
+use super::rounds::Spread;
+use super::variant::{BULK_PORT, CPU, Opened, Place, Variant, patience};
+use crate::interrupt;
+use crate::progress::Step;
+
+/// What is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Way {
+    Plain,
+    Tc,
+    Xdp,
+    Empty,
+}
+
+const WAYS: [Way; 4] = [Way::Plain, Way::Tc, Way::Xdp, Way::Empty];
+
+impl Way {
+    fn name(self) -> &'static str {
+        match self {
+            Way::Plain => "plain",
+            Way::Tc => "tc",
+            Way::Xdp => "xdp",
+            Way::Empty => "empty",
+        }
+    }
+}
+
+/// One figure: its name, its unit, and each way's values, one for each round.
+pub struct Line {
+    name: String,
+    unit: &'static str,
+    values: BTreeMap<Way, Vec<f64>>,
+}
+
+impl Line {
+    /// `{"name", "unit", "plain", "tc", "xdp", "empty"}`, with null for a way that does not have it.
+    pub fn json(&self) -> Value {
+        let mut object = Map::new();
+        object.insert("name".to_owned(), json!(self.name));
+        object.insert("unit".to_owned(), json!(self.unit));
+        for way in WAYS {
+            let median =
+                self.values.get(&way).and_then(|values| Spread::of(values)).map(|spread| rounded(spread.median));
+            object.insert(way.name().to_owned(), json!(median));
+        }
+        Value::Object(object)
+    }
+
+    /// How the program at the driver compares with another way: the median of the rounds' ratios.
+    fn ratio(&self, to: Way) -> Option<f64> {
+        let (ours, theirs) = (self.values.get(&Way::Xdp)?, self.values.get(&to)?);
+        Some(Spread::of(&ours.iter().zip(theirs).map(|(a, b)| a / b).collect::<Vec<_>>())?.median)
+    }
+
+    fn text(&self) -> String {
+        let value = |way| {
+            let spread = self.values.get(&way).and_then(|values| Spread::of(values));
+            spread.map_or_else(|| "–".to_owned(), |spread| rounded(spread.median).to_string())
+        };
+        let ratios = [Way::Plain, Way::Tc, Way::Empty]
+            .map(|to| self.ratio(to).map_or_else(|| "–".into(), |r| format!("{r:.2}")));
+        let values = WAYS.map(value);
+        format!("| {} ({}) | {} | {} |\n", self.name, self.unit, values.join(" | "), ratios.join(" | "))
+    }
+}
+
+/// The figures as a table of Markdown, with the ratios of the program at the driver.
+pub fn table(lines: &[Line]) -> String {
+    let head = "| | plain | tc | xdp | empty | xdp to plain | to tc | to empty |\n| --- | --: | --: | --: | --: | --: | --: | --: |\n";
+    head.to_owned() + &lines.iter().map(Line::text).collect::<String>()
+}
+
+/// Marks the generator's frames: the beginning of their payload.
+const MARK: [u8; 4] = *b"mark";
+/// Payload that makes the smallest frame over IPv4, with its checksum 64 bytes.
+const PAYLOAD: usize = 18;
+/// Lengths of the headers of Ethernet and UDP, and of the tunnel's over IPv4.
+const PLAIN_HEADERS: i16 = 14 + 8;
+const OUTER: i16 = 50;
+/// Frames between two looks at the clock.
+const BURST: u32 = 32_768;
+/// The processor of generator and sink.
+const OTHER_CPU: usize = 0;
+/// At least one frame in so many has to come through.
+const LOST: u64 = 20;
+/// How much is transferred over TCP.
+const BYTES: u64 = 256 << 20;
+
+/// The transport, and which way a packet goes: out, or back to the pod's node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Case {
+    transport: Variant,
+    out: bool,
+    family: Family,
+}
+
+impl Case {
+    fn all() -> Vec<Case> {
+        let transports = [Variant::Direct, Variant::Vxlan].into_iter();
+        let ways = transports.flat_map(|transport| [true, false].map(|out| (transport, out)));
+        ways.flat_map(|(transport, out)| Family::BOTH.map(|family| Case { transport, out, family })).collect()
+    }
+
+    fn name(self) -> String {
+        let way = if self.out { "out" } else { "back" };
+        format!("64-byte packets {way}, {}, {}", self.transport.name(), family_name(self.family))
+    }
+
+    /// Interfaces of the gateway by which packets come and go.
+    fn interfaces(self) -> [&'static str; 2] {
+        if self.out { ["eth0", "ext0"] } else { ["ext0", "eth0"] }
+    }
+}
+
+/// A lab whose gateway is measured.
+struct Bench {
+    way: Way,
+    transport: Variant,
+    place: Box<Place>,
+    /// The threads by which the gateway receives, by interface.
+    threads: RefCell<BTreeMap<&'static str, u32>>,
+}
+
+/// Measures everything.
+pub fn measure(binaries: &Path, rounds: usize, window: Duration) -> Result<Vec<Line>> {
+    let mut benches = Vec::new();
+    for (way, transport) in [
+        (Way::Plain, Variant::Plain),
+        (Way::Tc, Variant::Direct),
+        (Way::Xdp, Variant::Direct),
+        (Way::Tc, Variant::Vxlan),
+        (Way::Xdp, Variant::Vxlan),
+        (Way::Empty, Variant::Plain),
+    ] {
+        let step = Step::start(&format!("build a lab: {}, {}", way.name(), transport.name()));
+        benches.push(Bench::open(way, transport, binaries)?);
+        step.end("✓", "");
+    }
+    let mut lines = transfers(&benches, rounds)?;
+    for case in Case::all() {
+        let step = Step::start(&case.name());
+        let measured = benches.iter().filter(|bench| bench.is_for(case));
+        let mut runs = measured.map(|bench| Ok((bench.way, bench.prepare(case)?))).collect::<Result<Vec<_>>>()?;
+        let mut values: BTreeMap<Way, Vec<f64>> = BTreeMap::new();
+        for _ in 0..rounds {
+            for (way, run) in &runs {
+                values.entry(*way).or_default().push(run.packets_per_second(window)? / 1e6);
+                interrupt::wait_if_interrupted();
+            }
+            runs.rotate_left(1);
+        }
+        let line = Line { name: case.name(), unit: "million a second and core", values };
+        let to = |way| line.ratio(way).unwrap_or_default();
+        let ratios =
+            format!("{:.2} of plain, {:.2} of tc, {:.2} of empty", to(Way::Plain), to(Way::Tc), to(Way::Empty));
+        step.end("✓", &ratios);
+        lines.push(line);
+    }
+    Ok(lines)
+}
+
+/// Much data over TCP, out of the pod and into it.
+fn transfers(benches: &[Bench], rounds: usize) -> Result<Vec<Line>> {
+    let mut lines = Vec::new();
+    for (direction, name) in [(Direction::Upload, "TCP out of the pod"), (Direction::Download, "TCP into the pod")] {
+        let step = Step::start(name);
+        let mut values: BTreeMap<Way, Vec<f64>> = BTreeMap::new();
+        for _ in 0..rounds {
+            for bench in benches.iter().filter(|bench| bench.way != Way::Empty && bench.transport != Variant::Vxlan) {
+                let (pod, at) = (&bench.place.pod.ns, bench.place.server.ips.at(Family::V4, BULK_PORT));
+                let report = on_cpu(CPU, || bulk(pod, at, direction, BYTES))?;
+                values.entry(bench.way).or_default().push(report.bits_per_second() / 1e9);
+            }
+        }
+        step.end("✓", "");
+        lines.push(Line { name: format!("{name}, direct, IPv4, veth"), unit: "Gbit/s", values });
+    }
+    Ok(lines)
+}
+
+impl Bench {
+    fn open(way: Way, transport: Variant, binaries: &Path) -> Result<Bench> {
+        let (config, cards) = match way {
+            Way::Xdp => ("xdp: Native\n", true),
+            _ => ("xdp: Off\n", false),
+        };
+        let place = match Place::open_with(transport, binaries, config, 1, cards)? {
+            Opened::Ready(place) => place,
+            Opened::Absent(reason) => bail!("{}: {reason}", transport.title()),
+        };
+        let gateway = &place.lab.node("gw1").ns;
+        // Frames arrive by NAPI, which a veth has where it merges or runs XDP.
+        ["eth0", "ext0"].into_iter().try_for_each(|interface| gateway.take_frames(interface))?;
+        if way == Way::Xdp {
+            wait_until(
+                "the programs are at the drivers",
+                patience(&place.lab),
+                || at_drivers(&place),
+                |native| *native,
+            )?;
+        }
+        Ok(Bench { way, transport, place, threads: RefCell::default() })
+    }
+
+    fn is_for(&self, case: Case) -> bool {
+        matches!(self.way, Way::Plain | Way::Empty) || self.transport == case.transport
+    }
+
+    fn prepare(&self, case: Case) -> Result<Run> {
+        let (lab, gateway) = (&self.place.lab, self.place.lab.node("gw1"));
+        let segments = if case.out { [lab.underlay(), lab.external()] } else { [lab.external(), lab.underlay()] };
+        let [from, to] = case.interfaces();
+        let (flow, ends) = programs::open(&self.place, case.family, Protocol::Udp)?;
+        drop(ends);
+        // Plain routing has no outer headers; an empty program has as many bytes to redirect as ours.
+        let wrapped = case.transport == Variant::Vxlan && self.way != Way::Plain;
+        let header = if case.family == Family::V4 { 20 } else { 40 };
+        let mark = (PLAIN_HEADERS + header, MARK);
+        let empty = match self.way {
+            Way::Empty => {
+                let at = if wrapped && case.out { mark.0 + OUTER } else { mark.0 };
+                Some(redirect(&gateway.ns, [from, to], (at, MARK))?)
+            }
+            _ => None,
+        };
+        let arrives = match self.way {
+            Way::Empty if case.out => wrapped,
+            Way::Empty => false,
+            _ => wrapped && !case.out,
+        };
+        let sink = Sink::open(segments[1], &gateway.name, (if arrives { mark.0 + OUTER } else { mark.0 }, MARK))?;
+        let generator = Generator::new(&self.frame(case, &flow, wrapped && case.out)?)?;
+        threaded(segments[1], &gateway.name, OTHER_CPU)?;
+        let thread = self.thread(from)?;
+        Ok(Run {
+            generator,
+            sink,
+            _empty: empty,
+            thread,
+            segment: segments[0].clone(),
+            port: gateway.name.clone(),
+            gateway: gateway.ns.clone(),
+            interface: from,
+        })
+    }
+
+    /// The thread by which an interface of the gateway receives.
+    fn thread(&self, interface: &'static str) -> Result<u32> {
+        let mut known = self.threads.borrow_mut();
+        if let Some(thread) = known.get(interface) {
+            return Ok(*thread);
+        }
+        let thread = threaded(&self.place.lab.node("gw1").ns, interface, CPU)?;
+        let thread = thread.with_context(|| format!("{interface} of the gateway receives by no thread"))?;
+        known.insert(interface, thread);
+        Ok(thread)
+    }
+
+    /// A packet of the flow, as it comes to the gateway.
+    fn frame(&self, case: Case, flow: &programs::Flow, wrapped: bool) -> Result<Vec<u8>> {
+        let lab = &self.place.lab;
+        let (worker, gateway) = (lab.node(&self.place.pod.node), lab.node("gw1"));
+        let payload = [&MARK[..], &[0x42; PAYLOAD - MARK.len()]].concat();
+        let (macs, ends): (_, (SocketAddr, SocketAddr)) = if case.out {
+            ([worker.underlay_mac(), gateway.underlay_mac()], (flow.egress, flow.server))
+        } else {
+            ([self.place.server.ns.mac("eth0")?, gateway.external_mac()], (flow.server, flow.egress))
+        };
+        let frame = programs::frame(Protocol::Udp, macs, ends.0, ends.1, &payload)?;
+        if !wrapped {
+            return Ok(frame);
+        }
+        programs::wrapped(macs, worker.underlay.v4, gateway.underlay.v4, programs::VNI_FORWARD, &frame)
+    }
+}
+
+/// Whether the gateway says that its program is at both drivers.
+fn at_drivers(place: &Place) -> Result<bool> {
+    let rows = place.lab.egressctl("gw1", &["gateways"])?;
+    let native = rows["items"].as_array().and_then(|rows| rows.iter().find_map(|row| row["native"].as_array()));
+    Ok(native.is_some_and(|native| native.len() == 2))
+}
+
+/// One case in one lab, ready to run.
+struct Run {
+    generator: Generator,
+    sink: Sink,
+    _empty: Option<Attached>,
+    /// The gateway's NAPI thread.
+    thread: u32,
+    /// Where the generator sends, and the port that leads to the gateway.
+    segment: NetNs,
+    port: String,
+    /// The gateway, and the interface by which it receives.
+    gateway: NetNs,
+    interface: &'static str,
+}
+
+impl Run {
+    fn packets_per_second(&self, window: Duration) -> Result<f64> {
+        on_cpu(OTHER_CPU, || {
+            // The caches, and the first packets of the moment.
+            self.generator.send(&self.segment, &self.port, BURST)?;
+            let received = || received(&self.gateway, self.interface);
+            let (before, sunk, time, began) = (received()?, self.sink.count()?, cpu_time(self.thread)?, Instant::now());
+            while began.elapsed() < window {
+                self.generator.send(&self.segment, &self.port, BURST)?;
+            }
+            let time = cpu_time(self.thread)? - time;
+            let (count, sunk) = (received()? - before, self.sink.count()? - sunk);
+            // A busy machine may keep the sink from taking all of them.
+            ensure!(sunk > count / LOST, "{sunk} of {count} frames have come through");
+            Ok(count as f64 / time.as_secs_f64())
+        })
+    }
+}
+
+/// How many frames an interface has received.
+fn received(ns: &NetNs, interface: &'static str) -> Result<u64> {
+    ns.run(|| {
+        let text = fs::read_to_string("/proc/thread-self/net/dev")?;
+        // Bytes, then packets.
+        let line = text.lines().find_map(|line| line.trim_start().strip_prefix(interface)?.strip_prefix(':'));
+        let count = line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok());
+        count.with_context(|| format!("no figures of {interface} in {}", ns.name()))
+    })
+}
+
+/// The kernel's threads that receive frames for interfaces of this name, in whatever namespace.
+fn threads(interface: &str) -> Result<BTreeSet<u32>> {
+    let named = format!("napi/{interface}-");
+    let mut found = BTreeSet::new();
+    for entry in fs::read_dir("/proc")? {
+        let entry = entry?;
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        // It may have ended meanwhile.
+        if fs::read_to_string(entry.path().join("comm")).is_ok_and(|name| name.starts_with(&named)) {
+            found.insert(pid);
+        }
+    }
+    Ok(found)
+}
+
+/// Has an interface receive by a thread of its own on this processor: its number, if there was none before.
+fn threaded(ns: &NetNs, interface: &str, cpu: usize) -> Result<Option<u32>> {
+    let before = threads(interface)?;
+    // The file system of devices shows the namespace in which it was mounted.
+    let script = format!("echo 1 > /sys/class/net/{interface}/threaded");
+    let done = Command::new("ip").args(["netns", "exec", ns.name(), "/bin/sh", "-euc", &script]).status()?;
+    ensure!(done.success(), "{interface} of {} does not receive by threads", ns.name());
+    let Some(thread) = (&threads(interface)? - &before).into_iter().next() else { return Ok(None) };
+    let mut only = CpuSet::new();
+    only.set(cpu)?;
+    sched_setaffinity(Pid::from_raw(thread.cast_signed()), &only).context("a NAPI thread cannot be moved")?;
+    Ok(Some(thread))
+}
+
+/// The CPU time that a thread has used.
+fn cpu_time(thread: u32) -> Result<Duration> {
+    let text = fs::read_to_string(format!("/proc/{thread}/schedstat")).context("the time of a NAPI thread")?;
+    let nanoseconds = text.split_whitespace().next().and_then(|word| word.parse().ok());
+    Ok(Duration::from_nanos(nanoseconds.context("a number in schedstat")?))
+}
