@@ -89,6 +89,8 @@ pub enum How {
 struct Flow {
     reply: Reply,
     /// The tables under which its egress IP was chosen.
+    chosen: u32,
+    /// The tables under which it sent last.
     tables: u32,
     /// TCP flags that either side has sent since it opened.
     out: u8,
@@ -202,7 +204,7 @@ impl Nat {
     pub fn resume(&mut self, tuple: Tuple, reply: Option<Reply>) {
         self.lost(&tuple);
         if let Some(reply) = reply {
-            self.flows.insert(tuple, Flow { reply, tables: self.tables, out: 0, back: 0, certain: false });
+            self.flows.insert(tuple, Flow { reply, tables: self.tables, chosen: self.tables, out: 0, back: 0, certain: false });
         }
     }
 
@@ -224,7 +226,9 @@ impl Nat {
     /// Whether nothing but a lost half, expiry or another policy may take the flow's egress IP and port from it.
     fn keeps(&self, flow: &Flow, opening: bool) -> bool {
         let same = flow.tables == self.tables;
-        flow.certain && (same || !opening && self.slots.contains(&flow.reply.egress))
+        // After a closed connection, what was added to the policy since its egress IP was chosen gets its part.
+        let free = opening && flow.is_closed() && flow.chosen != self.tables;
+        flow.certain && !free && (same || !opening && self.slots.contains(&flow.reply.egress))
     }
 
     /// A pod's packet, with its own address.
@@ -309,7 +313,7 @@ impl Nat {
 
     fn sent(&mut self, tuple: Tuple, flags: u8, opening: bool, reply: Reply, asked: bool) {
         let before = self.flows.get(&tuple).filter(|flow| flow.certain && flow.reply == reply).copied();
-        let mut flow = before.unwrap_or(Flow { reply, tables: self.tables, out: 0, back: 0, certain: true });
+        let mut flow = before.unwrap_or(Flow { reply, tables: self.tables, chosen: self.tables, out: 0, back: 0, certain: true });
         if opening {
             (flow.out, flow.back) = (0, 0);
         }
