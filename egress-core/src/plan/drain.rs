@@ -65,11 +65,11 @@ pub fn tell(
     for (pool, addresses) in of_pool {
         let (kept, seconds) = (snapshot.pools.contains_key(pool), snapshot.drain_timeout.as_secs());
         let why = if kept { "no longer in the ranges of" } else { "of the deleted" };
-        let remedy = if kept { "put them back into its ipRanges" } else { "create the pool again" };
+        let remedy = if kept { "put it back into ipRanges" } else { "create the pool again" };
         let addresses = addresses.join(", ");
         let message = format!(
-            "{addresses} ({why} pool {pool}) get no new connections and are released when the last one ends, after {seconds} s (drainTimeout) at \
-             the latest: {remedy} to keep them"
+            "{addresses} ({why} pool {pool}): no new connections, and a release when the last one ends, after {seconds} s (drainTimeout) at the \
+             latest; {remedy} to keep what is in use"
         );
         problems.add(&policy.id, ConditionKind::Degraded, Reason::Draining, message);
     }

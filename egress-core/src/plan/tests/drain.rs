@@ -73,8 +73,8 @@ fn pool_gone_an_address_outside_the_new_ranges_keeps_its_connections_and_gets_no
         assert_eq!((holds, reason), (true, Reason::Draining));
         assert_eq!(
             message,
-            "10.0.0.1 (no longer in the ranges of pool public) get no new connections and are released when the last one ends, after \
-             3600 s (drainTimeout) at the latest: put them back into its ipRanges to keep them"
+            "10.0.0.1 (no longer in the ranges of pool public): no new connections, and a release when the last one ends, after \
+             3600 s (drainTimeout) at the latest; put it back into ipRanges to keep what is in use"
         );
         assert_eq!(plan(&snapshot, &health, &after), after, "planning again changes nothing");
     }
@@ -112,7 +112,7 @@ fn pool_gone_the_addresses_of_a_deleted_pool_drain_where_they_are() {
     assert_eq!(condition(&after, ConditionKind::Ready).1, Reason::NoAddress, "new connections have none");
     let (_, reason, message) = condition(&after, ConditionKind::Degraded);
     assert_eq!(reason, Reason::PoolNotFound);
-    assert!(message.contains("10.0.0.1, 10.0.0.2 (of the deleted pool public) get no new connections"), "{message}");
+    assert!(message.contains("10.0.0.1, 10.0.0.2 (of the deleted pool public): no new connections"), "{message}");
     assert_eq!(plan(&snapshot, &health, &after), after, "planning again changes nothing");
 }
 

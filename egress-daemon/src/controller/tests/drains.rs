@@ -21,7 +21,7 @@ async fn pool_gone_addresses_that_leave_their_pool_while_they_are_in_use_drain()
     fs::write(&pool, POOL.replace("start: 192.0.2.1", "start: 192.0.2.2")).unwrap();
     assert_eq!(world.until(|store| draining(store, 1)).await, ["192.0.2.1"]);
     let degraded = world.until(|store| condition(store, "Degraded").filter(|found| found.1 == "Draining")).await;
-    assert!(degraded.2.starts_with("192.0.2.1 (no longer in the ranges of pool public) get no new connections"));
+    assert!(degraded.2.starts_with("192.0.2.1 (no longer in the ranges of pool public): no new connections"));
     let told = |store: &Store| {
         let pool = store.get::<EgressIPPool>(&Key::cluster("public"))?.status.clone()?;
         let condition = pool.conditions.iter().find(|condition| condition.type_ == "Draining")?.message.clone();
@@ -29,8 +29,8 @@ async fn pool_gone_addresses_that_leave_their_pool_while_they_are_in_use_drain()
     };
     assert_eq!(
         world.until(told).await,
-        "192.0.2.1 are no longer in ipRanges and are in use: no new connections, and a release when the last one ends, after 3600 s \
-         (drainTimeout) at the latest; put them back to keep them"
+        "in use and no longer in ipRanges: 192.0.2.1: no new connections, and a release when the last one ends, after 3600 s \
+         (drainTimeout) at the latest; put back what is to stay"
     );
 
     fs::remove_file(&pool).unwrap();

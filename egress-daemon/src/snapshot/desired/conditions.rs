@@ -153,7 +153,7 @@ impl<'a> Writer<'a> {
     pub fn of_draining(&mut self, addresses: &[IpAddr], drain_timeout: Duration) {
         let addresses = addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let message = format!(
-            "{addresses} are no longer in ipRanges and are in use: {}; put them back to keep them",
+            "in use and no longer in ipRanges: {addresses}: {}; put back what is to stay",
             until(drain_timeout)
         );
         self.add(DRAINING, true, Reason::Draining.as_str(), message);
