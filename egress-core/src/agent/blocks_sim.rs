@@ -4,8 +4,7 @@ use crate::{
     agent::{
         blocks::Withheld,
         demand::{Past, Ports, Used, demand},
-        facts::Facts,
-        objects::Objects,
+        facts::{Facts, Objects},
         view,
     },
     health::Health,

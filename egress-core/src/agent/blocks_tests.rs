@@ -2,7 +2,7 @@
 
 use super::{sim::World, *};
 use crate::{
-    agent::{demand::Used, objects::Objects},
+    agent::{demand::Used, facts::Objects},
     model::Source,
     plan::{BlockLease, Plan},
     testing::world as cluster,

@@ -1,15 +1,16 @@
 //! What an agent knows of its node. Pure.
 
-use super::{demand::Ports, objects::Objects, view::Classes};
+use super::{carriers, demand::Ports, view::Classes};
 use crate::{
     encode::EndpointView,
     health::ProbeState,
-    model::{EndpointId, NodeName, NodeReport},
+    model::{AddressSource, EndpointId, NodeName, NodeReport, PolicyId, Snapshot, Source},
     network::{
         classify::Roles,
         links::{Link, LinkTable},
         reported::reported,
     },
+    plan::Plan,
 };
 use ipnet::IpNet;
 use std::{
@@ -18,6 +19,36 @@ use std::{
     sync::Arc,
     time::Duration,
 };
+
+/// The objects as they were read last.
+#[derive(Clone, Debug, Default)]
+pub struct Objects {
+    /// The model; of pods, one node's are enough.
+    pub snapshot: Snapshot,
+    /// What the controller has decided.
+    pub plan: Plan,
+    /// The policies that it has not looked at yet.
+    pub unanswered: BTreeSet<PolicyId>,
+    /// By node: up to which revision all leases are in the objects.
+    pub leases_up_to: BTreeMap<NodeName, u64>,
+}
+
+/// Up to which revisions a node knows of leases.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Known {
+    /// Of those of every node: as a gateway it lets them pass.
+    pub all: u64,
+    /// Of its own: what it gives back is meant up to it.
+    pub own: u64,
+}
+
+impl Known {
+    /// The higher one of each.
+    #[must_use]
+    pub fn max(self, other: Known) -> Known {
+        Known { all: self.all.max(other.all), own: self.own.max(other.own) }
+    }
+}
 
 /// Everything that is decided by.
 #[derive(Clone, Debug, Default)]
@@ -32,6 +63,12 @@ pub struct Facts {
     pub links: Arc<LinkTable>,
     /// What the links are for.
     pub roles: Roles,
+    /// Index of the tunnel device.
+    pub tunnel: u32,
+    /// Interfaces with the program that translates first packets.
+    pub exits: BTreeSet<u32>,
+    /// Somebody else's program may bring packets into pods past ours.
+    pub bypass: bool,
     /// The policies that select each pod.
     pub classes: Classes,
     /// Pods whose objects are gone while their interfaces are not.
@@ -69,8 +106,31 @@ impl Facts {
         reported(&self.node, &self.objects.snapshot, &self.links, &self.roles)
     }
 
-    /// Whether the plan counts on this node as a gateway.
+    /// Whether the plan counts on this node as a gateway, be it that it asks whether it lives.
     pub fn is_named(&self) -> bool {
-        self.objects.is_named(&self.node)
+        self.objects.plan.egress_ips.values().flat_map(carriers::order).any(|name| *name == self.node)
+    }
+
+    /// Up to which revisions all leases are in the tables after the next write. A report never falls, or a lease that was confirmed would
+    /// seem not to be.
+    pub fn leases(&self) -> Known {
+        let all = self.objects.leases_up_to.get(&self.node).copied().unwrap_or(0);
+        let reported = self.reported().map(|r| Known { all: r.lease_revision, own: r.own_lease_revision });
+        Known { all, own: self.objects.plan.highest_lease_of(&self.node) }.max(reported.unwrap_or_default())
+    }
+
+    /// Whether any pool or policy would have this node as a gateway, or the plan has it as one: its pool may be gone.
+    pub fn may_be_gateway(&self) -> bool {
+        let snapshot = &self.objects.snapshot;
+        let Some(n) = snapshot.nodes.get(&self.node) else { return false };
+        let by_pool = snapshot.pools.values().any(|p| p.nodes.matches(&n.labels));
+        let by_policy = snapshot.policies.values().any(|p| match &p.source {
+            Source::Gateways(gateways) => gateways.iter().any(|g| {
+                let holds = !matches!(g.address, AddressSource::Configured(ip) if !n.has_address(ip));
+                holds && g.nodes.matches(&n.labels)
+            }),
+            Source::Pools(_) => false,
+        });
+        by_pool || by_policy || self.is_named()
     }
 }

@@ -86,7 +86,7 @@ impl Late {
 mod tests {
     use super::*;
     use crate::{
-        agent::objects::Objects,
+        agent::facts::Objects,
         model::{Endpoint, PolicyKind, Snapshot},
         network::classify::Roles,
     };

@@ -12,7 +12,6 @@ pub mod history;
 pub mod kept;
 pub mod late;
 pub mod machine;
-pub mod objects;
 pub mod programmed;
 pub mod pulse;
 pub mod reach;

@@ -75,7 +75,7 @@ fn net(address: IpAddr, length: u8) -> IpNet {
 mod tests {
     use super::*;
     use crate::{
-        agent::objects::Objects,
+        agent::facts::Objects,
         model::{Endpoint, EndpointId, NodeName, Snapshot},
         testing::world::node,
     };

@@ -4,9 +4,8 @@ use super::{
     blocks::{self, Withheld},
     carriers::{self, Carriers},
     effective::Effective,
-    facts::Facts,
+    facts::{Facts, Objects},
     history::Histories,
-    objects::Objects,
     transports,
 };
 use crate::{

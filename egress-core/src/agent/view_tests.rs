@@ -3,9 +3,8 @@
 use super::{
     carriers::Carriers,
     effective::Effective,
-    facts::Facts,
+    facts::{Facts, Objects},
     late::Late,
-    objects::Objects,
     view::{Decided, classes_of, interfaces, uplink, view},
 };
 use crate::{

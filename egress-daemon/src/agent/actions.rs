@@ -154,14 +154,13 @@ impl Agent {
         selects: bool,
         hold: Option<BTreeSet<IpNet>>,
     ) -> Result<(), FirewallError> {
-        let Facts { links, roles, .. } = self.machine.facts();
-        let exits = self.machine.exits().iter();
+        let Facts { links, roles, exits, .. } = self.machine.facts();
         let spec = Spec {
             mark: self.settings.firewall_mark,
             index: self.tunnel.index,
             port: self.settings.tunnel.port,
             addresses: self.machine.tunnel_addresses().into_iter().collect(),
-            exits: exits.filter_map(|i| Some(links.links.get(i)?.name.clone())).collect(),
+            exits: exits.iter().filter_map(|i| Some(links.links.get(i)?.name.clone())).collect(),
             outside: outside(links, roles, self.tunnel.index),
             selects,
             hold,

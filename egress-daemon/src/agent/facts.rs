@@ -10,7 +10,7 @@ use crate::{
     translate::{self, Problem, networks::CniObjects},
 };
 use egress_core::{
-    agent::objects::Objects,
+    agent::facts::Objects,
     model::{NodeName, PolicyId, PolicyKind},
 };
 use k8s_openapi::api::networking::v1::ServiceCIDR;

@@ -130,11 +130,16 @@ impl Agent {
         let node = NodeName::from(node.as_str());
         let mut world = World::default();
         world.read(&store, &node);
-        let (objects, present) = (world.meant.clone(), links.current());
-        let facts = Facts { node: node.clone(), objects, links: present, ..settings.facts.clone() };
+        let facts = Facts {
+            node: node.clone(),
+            objects: world.meant.clone(),
+            links: links.current(),
+            tunnel: tunnel.index,
+            ..settings.facts.clone()
+        };
         let left = Left::from(writer.present());
         let gateway = !left.carried.is_empty();
-        let machine = Machine::new(settings.machine.clone(), left, facts, tunnel.index);
+        let machine = Machine::new(settings.machine.clone(), left, facts);
         let wanted = super::actions::wanted(machine.rules(), &tunnel, &settings, None, gateway);
         Ok(Self {
             machine,

@@ -6,7 +6,12 @@ use crate::{
     observe::state::GatewayState,
 };
 use egress_core::{
-    agent::{facts::Facts, machine::Machine, objects::Known, transports, unnamed::Networks},
+    agent::{
+        facts::{Facts, Known},
+        machine::Machine,
+        transports,
+        unnamed::Networks,
+    },
     model::{Demand, PolicyId, Trouble, Version},
 };
 use k8s_openapi::{

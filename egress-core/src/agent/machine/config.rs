@@ -25,10 +25,12 @@ impl Machine {
         let v4 = own.iter().find_map(|a| if let IpAddr::V4(a) = a { Some(net::v4(*a)) } else { None });
         let v6 = own.iter().find_map(|a| if let IpAddr::V6(a) = a { Some(net::v6(*a)) } else { None });
         Config {
-            tunnel_ifindex: self.tunnel,
+            tunnel_ifindex: self.facts.tunnel,
             mss_v4: mss(0),
             mss_v6: mss(1),
-            flags: self.settings.config.flags | flag(self.bypass, flags::UNSEEN_INBOUND) | flag(hold, flags::HOLD),
+            flags: self.settings.config.flags
+                | flag(self.facts.bypass, flags::UNSEEN_INBOUND)
+                | flag(hold, flags::HOLD),
             room,
             own_v4: v4.unwrap_or([0]),
             own_v6: v6.unwrap_or([0; 4]),

@@ -17,11 +17,10 @@ use super::{
     carriers::Carriers,
     demand::{self, Past},
     effective::Effective,
-    facts::Facts,
+    facts::{Facts, Known, Objects},
     gateways::{Answered, Gateways},
     history::Histories,
     late::Late,
-    objects::{Known, Objects},
     programmed::Programmed,
     pulse::Pulse,
     reach::{LeaseWord, Reach},
@@ -95,13 +94,7 @@ pub struct Machine {
     facts: Facts,
     decided: Decided,
     outcome: Outcome,
-    /// Index of the tunnel device.
-    tunnel: u32,
     shaper: Option<ShaperEnds>,
-    /// Interfaces with the program that translates first packets.
-    exits: BTreeSet<u32>,
-    /// Somebody's program may bring packets past ours.
-    bypass: bool,
     /// The flags in the record of settings that the programs have.
     flags: u32,
     effective: Effective,
@@ -128,17 +121,14 @@ pub struct Machine {
 
 impl Machine {
     /// An agent that starts with these `facts`, and with what an earlier one has `left`. Its first round is to be carried out at once.
-    pub fn new(settings: Settings, left: Left, facts: Facts, tunnel: u32) -> Self {
+    pub fn new(settings: Settings, left: Left, facts: Facts) -> Self {
         let carriers = Carriers::recover(&left.carried);
         let histories = Histories::recover(&left.endpoints);
         let mut machine = Self {
             facts,
             decided: Decided { carriers, histories, ..Decided::default() },
             outcome: Outcome::default(),
-            tunnel,
             shaper: None,
-            exits: BTreeSet::new(),
-            bypass: false,
             flags: left.flags,
             effective: Effective::recover(left.policies),
             endpoints: left.endpoints,
@@ -177,14 +167,14 @@ impl Machine {
 
     /// Programs are at these exits now, and somebody else's program may bring packets into pods past ours, or none.
     pub fn handle_hooks(&mut self, exits: BTreeSet<u32>, bypass: bool) {
-        self.dirty |= self.holds() || exits != self.exits || bypass != self.bypass;
-        (self.exits, self.bypass) = (exits, bypass);
+        self.dirty |= self.holds() || exits != self.facts.exits || bypass != self.facts.bypass;
+        (self.facts.exits, self.facts.bypass) = (exits, bypass);
     }
 
     /// The tunnel device has this index now.
     pub fn handle_tunnel(&mut self, index: u32) {
-        self.dirty |= index != self.tunnel;
-        self.tunnel = index;
+        self.dirty |= index != self.facts.tunnel;
+        self.facts.tunnel = index;
     }
 
     /// The first round is carried out.
@@ -352,11 +342,6 @@ impl Machine {
     /// The gateways that are probed.
     pub fn gateways(&self) -> &Gateways {
         &self.gateways
-    }
-
-    /// Interfaces with the program that translates first packets.
-    pub fn exits(&self) -> &BTreeSet<u32> {
-        &self.exits
     }
 
     /// What tells the node's interfaces apart.

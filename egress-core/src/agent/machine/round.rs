@@ -215,10 +215,10 @@ impl Machine {
         let Some(round) = &mut self.round else { return };
         round.written = true;
         self.flags = view.config.map_or(0, |config| config.flags);
-        let (objects, outcome) = (&self.facts.objects, &mut self.outcome);
-        outcome.troubles.extend(refused.troubles(&objects.plan.egress_ips));
-        outcome.programmed.written(&objects.snapshot.policies, &view.policies, now);
-        outcome.leases = objects.leases(&self.facts.node).max(outcome.leases);
+        let outcome = &mut self.outcome;
+        outcome.troubles.extend(refused.troubles(&self.facts.objects.plan.egress_ips));
+        outcome.programmed.written(&self.facts.objects.snapshot.policies, &view.policies, now);
+        outcome.leases = self.facts.leases().max(outcome.leases);
         outcome.carries = self.decided.carriers.carried().clone();
         outcome.carries.retain(|ip| view.egress_ips.contains_key(ip));
         self.decided.withheld.written(now);
@@ -234,7 +234,7 @@ impl Machine {
         self.announce(round.written);
         let facts = &self.facts;
         // A gateway forwards, and so does a node whose stack sees the first packets of flows.
-        if facts.objects.may_be_gateway(&facts.node) || self.settings.config.flags & flags::RESPECT_FIREWALL != 0 {
+        if facts.may_be_gateway() || self.settings.config.flags & flags::RESPECT_FIREWALL != 0 {
             let uplinks = facts.roles.uplinks.iter().filter_map(|i| Some(facts.links.links.get(i)?.name.clone()));
             self.actions.push_back(Action::Forward(uplinks.collect()));
         }

@@ -48,8 +48,8 @@ impl Shell {
         links.links.insert(POD, pod);
         links.host_routes.insert(ip("10.1.0.1"), POD);
         let (node, objects, links) = ("me".into(), objects(world), Arc::new(links));
-        let facts = Facts { node, objects, links, ..Facts::default() };
-        let machine = Machine::new(settings, Left::default(), facts, 8);
+        let facts = Facts { node, objects, links, tunnel: 8, ..Facts::default() };
+        let machine = Machine::new(settings, Left::default(), facts);
         Self { machine, now: Duration::ZERO, fails: BTreeSet::new(), done: Vec::new(), published: Vec::new() }
     }
 

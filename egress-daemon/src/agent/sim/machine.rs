@@ -119,7 +119,7 @@ impl Agent {
         let (objects, present) = (world.meant.clone(), links[usize::from(hands.connected)].clone());
         let facts = Facts { node: node.clone(), objects, links: present, ..Facts::default() };
         let mut agent = Self {
-            machine: Machine::new(settings(times), left, facts, 1),
+            machine: Machine::new(settings(times), left, facts),
             node,
             times,
             start: now,

@@ -204,7 +204,10 @@ impl Nat {
     pub fn resume(&mut self, tuple: Tuple, reply: Option<Reply>) {
         self.lost(&tuple);
         if let Some(reply) = reply {
-            self.flows.insert(tuple, Flow { reply, tables: self.tables, chosen: self.tables, out: 0, back: 0, certain: false });
+            self.flows.insert(
+                tuple,
+                Flow { reply, tables: self.tables, chosen: self.tables, out: 0, back: 0, certain: false },
+            );
         }
     }
 
@@ -313,7 +316,8 @@ impl Nat {
 
     fn sent(&mut self, tuple: Tuple, flags: u8, opening: bool, reply: Reply, asked: bool) {
         let before = self.flows.get(&tuple).filter(|flow| flow.certain && flow.reply == reply).copied();
-        let mut flow = before.unwrap_or(Flow { reply, tables: self.tables, chosen: self.tables, out: 0, back: 0, certain: true });
+        let mut flow =
+            before.unwrap_or(Flow { reply, tables: self.tables, chosen: self.tables, out: 0, back: 0, certain: true });
         if opening {
             (flow.out, flow.back) = (0, 0);
         }
