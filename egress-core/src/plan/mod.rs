@@ -20,6 +20,7 @@ mod memo;
 mod outcome;
 mod owners;
 mod pools;
+pub mod preview;
 pub mod select;
 mod types;
 

@@ -13,7 +13,7 @@ use crate::testing::world::*;
 type Table = Vec<(IpNet, Option<PolicyId>)>;
 
 /// Who steers a destination, by the words of the design.
-fn winner(policies: &BTreeMap<PolicyId, Policy>, to: IpAddr) -> Option<PolicyId> {
+pub(super) fn winner(policies: &BTreeMap<PolicyId, Policy>, to: IpAddr) -> Option<PolicyId> {
     policies
         .values()
         .filter(|policy| !policy.excluded.iter().any(|net| net.contains(&to)))

@@ -9,6 +9,7 @@ mod memo;
 mod owners;
 mod pools;
 mod programmed;
+mod preview;
 mod scenes;
 mod tenancy;
 mod whole;
