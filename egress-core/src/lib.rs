@@ -6,6 +6,7 @@
 pub mod agent;
 pub mod encode;
 pub mod health;
+pub mod leaselog;
 pub mod model;
 pub mod network;
 pub mod plan;

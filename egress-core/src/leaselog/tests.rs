@@ -1,0 +1,161 @@
+//! What is said of random histories, against the histories themselves.
+
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const SLACK: i64 = 2;
+
+/// What happens in one second.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    /// Nothing.
+    Rest,
+    /// The lease is this node's from now on; none: nobody's.
+    Holder(Option<u8>),
+    /// The writer begins, dies without a word, ends, goes on in another file, or says that it lives.
+    Start,
+    Die,
+    Stop,
+    Rotate,
+    Alive,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        20 => Just(Step::Rest),
+        4 => prop::option::of(0u8..3).prop_map(Step::Holder),
+        2 => Just(Step::Start),
+        1 => Just(Step::Die),
+        1 => Just(Step::Stop),
+        1 => Just(Step::Rotate),
+        6 => Just(Step::Alive),
+    ];
+    prop::collection::vec(step, 1..120)
+}
+
+fn lease(node: u8) -> Lease {
+    let node = format!("n{node}").as_str().into();
+    Lease { egress_ip: "192.0.2.1".parse().unwrap(), first_port: 1088, last_port: 1151, node }
+}
+
+fn ask(records: &[Record], at: i64) -> Answer {
+    let egress_ip = "192.0.2.1".parse().unwrap();
+    answer(records, Question { egress_ip, port: 1100, from: at, until: at, slack: SLACK })
+}
+
+/// Who held the port in each second, whether somebody wrote in it, and what was written.
+fn history(steps: &[Step]) -> (Vec<Option<u8>>, Vec<bool>, Vec<Record>) {
+    let (mut holders, mut written, mut records) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut holder, mut writes, mut book) = (None, false, Book::default());
+    for (second, step) in steps.iter().enumerate() {
+        let at = second as i64;
+        match step {
+            Step::Holder(node) => holder = *node,
+            Step::Start | Step::Rotate => {
+                let marker = if matches!(step, Step::Rotate) && writes { Event::Continued } else { Event::Started };
+                if matches!(step, Step::Start) || writes {
+                    book = Book::default();
+                    note(&mut book, holder);
+                    records.push(Record { at, event: marker });
+                    records.extend(book.held().map(|event| Record { at, event }));
+                    writes = true;
+                }
+            }
+            Step::Stop if writes => {
+                records.push(Record { at, event: Event::Stopped });
+                writes = false;
+            }
+            Step::Die => writes = false,
+            Step::Alive if writes => records.push(Record { at, event: Event::Alive }),
+            _ => {}
+        }
+        if writes {
+            records.extend(note(&mut book, holder).into_iter().map(|event| Record { at, event }));
+        }
+        holders.push(holder);
+        written.push(writes);
+    }
+    (holders, written, records)
+}
+
+fn note(book: &mut Book, holder: Option<u8>) -> Vec<Event> {
+    let mut events = Vec::new();
+    let nodes =
+        (0..3).map(|node| (node, if holder == Some(node) { BTreeSet::from([lease(node)]) } else { BTreeSet::new() }));
+    for (node, leases) in nodes {
+        events.extend(book.take_in(&lease(node).node, leases));
+    }
+    events.sort_by_key(|event| matches!(event, Event::Granted(_)));
+    events
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(500))]
+
+    #[test]
+    fn what_is_said_without_doubt_is_true_and_what_is_true_is_said(steps in steps()) {
+        let (holders, written, records) = history(&steps);
+        for (second, holder) in holders.iter().enumerate() {
+            let said = ask(&records, second as i64);
+            let names: BTreeSet<&NodeName> = said.holders.iter().map(|held| &held.node).collect();
+            let truth = holder.map(|node| lease(node).node);
+            if said.doubts.is_empty() {
+                prop_assert_eq!(names, truth.iter().collect::<BTreeSet<_>>(), "second {} of {:?}", second, records);
+            } else if written[second] && !said.doubts.iter().any(|doubt| matches!(doubt, Doubt::Unwritten(..))) {
+                prop_assert!(truth.iter().all(|node| names.contains(node)), "second {} of {:?}", second, records);
+            }
+        }
+    }
+
+    #[test]
+    fn what_was_written_far_from_any_change_is_sure(steps in steps()) {
+        let (holders, written, records) = history(&steps);
+        for second in 0..holders.len() {
+            let around = second.saturating_sub(SLACK as usize)..(second + SLACK as usize + 1).min(holders.len());
+            let calm = second >= SLACK as usize
+                && around.clone().all(|near| holders[near] == holders[second] && written[near])
+                && !around.clone().any(|near| matches!(steps[near], Step::Start | Step::Stop | Step::Holder(_)))
+                // Somebody wrote that it went on.
+                && records.iter().find(|record| record.at > second as i64 + SLACK).is_some_and(|next| next.event != Event::Started);
+            if calm {
+                let said = ask(&records, second as i64);
+                prop_assert_eq!(said.doubts, BTreeSet::new(), "second {} of {:?}", second, records);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_node_that_is_long_gone_is_named_with_its_times() {
+    let mut book = Book::default();
+    let mut records = vec![Record { at: 0, event: Event::Started }];
+    let mut at = |second, book: &mut Book, holder| {
+        records.extend(note(book, holder).into_iter().map(|event| Record { at: second, event }));
+    };
+    at(10, &mut book, Some(1));
+    at(100, &mut book, None);
+    at(200, &mut book, Some(2));
+    records.push(Record { at: 300, event: Event::Alive });
+    let said = ask(&records, 50);
+    let holder = Holder { node: "n1".into(), first_port: 1088, last_port: 1151, from: Some(10), until: Some(100) };
+    assert_eq!(said, Answer { holders: [holder].into(), doubts: BTreeSet::new() });
+    assert_eq!(ask(&records, 150), Answer::default());
+    assert_eq!(ask(&records, 99).doubts, BTreeSet::from([Doubt::Changed(100)]));
+    assert_eq!(ask(&records, 290).doubts, BTreeSet::new());
+    assert_eq!(ask(&records, 310).doubts, BTreeSet::from([Doubt::Unwritten(Some(300), None)]));
+    let other = Question { egress_ip: "192.0.2.1".parse().unwrap(), port: 1152, from: 50, until: 50, slack: SLACK };
+    assert_eq!(answer(&records, other), Answer::default());
+}
+
+#[test]
+fn lost_events_are_a_doubt() {
+    let mut records = vec![Record { at: 0, event: Event::Started }, Record { at: 10, event: Event::Alive }];
+    records.push(Record { at: 20, event: Event::Lost(3) });
+    records.push(Record { at: 20, event: Event::Continued });
+    records.push(Record { at: 40, event: Event::Alive });
+    assert_eq!(ask(&records, 15).doubts, BTreeSet::from([Doubt::Lost(3, 20)]));
+    assert_eq!(ask(&records, 30).doubts, BTreeSet::new());
+}
