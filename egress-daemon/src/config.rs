@@ -5,7 +5,7 @@
 
 mod read;
 
-use crate::host::tunnel;
+use crate::{flowlog::FlowLog, host::tunnel, store::Kind};
 use egress_common::{abi, limits};
 use egress_core::{
     model::Transport,
@@ -84,6 +84,8 @@ pub struct Config {
     pub drain_timeout: Duration,
     /// `metrics`: where metrics and health are served; `--metrics` comes before it. Absent: nowhere.
     pub metrics: Option<SocketAddr>,
+    /// `flowLog`: what is written down of who used which ports of egress IPs.
+    pub flow_log: FlowLog,
 }
 
 /// How long idle flows are kept, in whole seconds.
@@ -143,6 +145,16 @@ pub enum Foreign {
     Antrea,
 }
 
+impl Foreign {
+    /// The kinds of its objects.
+    pub fn kinds(&self) -> &'static [Kind] {
+        match self {
+            Foreign::Cilium => &[Kind::CiliumEgressGatewayPolicy],
+            Foreign::Antrea => &[Kind::Egress, Kind::ExternalIPPool],
+        }
+    }
+}
+
 /// How egress IPs are made known on their link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Announce {
@@ -182,6 +194,7 @@ impl Default for Config {
             max_egress_ips_per_node: None,
             drain_timeout: DRAIN_TIMEOUT,
             metrics: None,
+            flow_log: FlowLog::default(),
         }
     }
 }

@@ -8,6 +8,7 @@ pub mod config;
 pub mod controller;
 pub mod ctl;
 pub mod datapath;
+pub mod flowlog;
 pub mod host;
 pub mod lock;
 pub mod observe;

@@ -1,4 +1,4 @@
-//! The files of one agent below /run/spillway, and the lock that says that it runs. They do not outlive the boot.
+//! The files of one agent below /run/spillway, which do not outlive the boot, the lock that says that it runs, and where its log is.
 //!
 //! An agent is known by its pins (`--bpffs`): several agents share one kernel, each with pins and files of its own.
 
@@ -18,6 +18,10 @@ use std::{
 
 /// Where the files of all agents are.
 pub const DIRECTORY: &str = "/run/spillway";
+/// Where the logs of all agents are, which outlive the boot, unless [`STATE_DIRECTORY`] says something else.
+pub const LOGS: &str = "/var/lib/spillway";
+/// The variable in which systemd names the directory of a unit's state.
+const STATE_DIRECTORY: &str = "STATE_DIRECTORY";
 /// How much of the pins' directory name is in a file's name: the path of a socket may have 107 bytes only.
 const READABLE: usize = 32;
 
@@ -63,6 +67,12 @@ impl RunFiles {
     /// The journal of changed kernel settings (`host::sysctl::Sysctls::open`).
     pub fn sysctls(&self) -> PathBuf {
         self.file("sysctl.json")
+    }
+
+    /// The directory of the log (`flowlog`).
+    pub fn log(&self) -> PathBuf {
+        let place = std::env::var_os(STATE_DIRECTORY).unwrap_or_else(|| LOGS.into());
+        Path::new(&place).join(&self.stem).join("leases")
     }
 
     /// Makes the directory.

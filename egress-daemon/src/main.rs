@@ -130,7 +130,7 @@ impl Found {
         foreign: &BTreeSet<Foreign>,
         stop: impl Future<Output = ()>,
     ) -> Result<Option<Store>> {
-        let foreign = kinds_of(foreign);
+        let foreign: Vec<Kind> = foreign.iter().flat_map(Foreign::kinds).copied().collect();
         match self {
             Found::Directory(directory) => Ok(Some(Files::open(&directory).context("--manifests")?)),
             Found::Cluster(client) => tokio::select! {
@@ -139,15 +139,6 @@ impl Found {
             },
         }
     }
-}
-
-/// The kinds of objects of other systems.
-fn kinds_of(foreign: &BTreeSet<Foreign>) -> Vec<Kind> {
-    let of = |foreign: &Foreign| match foreign {
-        Foreign::Cilium => &[Kind::CiliumEgressGatewayPolicy][..],
-        Foreign::Antrea => &[Kind::Egress, Kind::ExternalIPPool],
-    };
-    foreign.iter().flat_map(of).copied().collect()
 }
 
 #[derive(Args)]

@@ -8,6 +8,7 @@ use egress_daemon::{
     config::Config,
     controller::{self, ControllerConfig, Report},
     datapath::{Pins, load::Programs},
+    flowlog::{Counts, Writer},
     lock::RunFiles,
     observe::{
         admin::AdminServer,
@@ -73,6 +74,7 @@ pub async fn agent(
     let store = agent::while_waiting(&Pins::new(&bpffs), settings.machine.deadline, store).await?;
     let Some(store) = store? else { return Ok(lock.remove()?) };
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
+    let name = node.clone();
     let options = agent::Options {
         node,
         programs,
@@ -84,6 +86,8 @@ pub async fn agent(
         publish,
     };
     let agent = Agent::start(options).await?;
+    let log = Arc::new(Counts::default());
+    let _writer = Writer::start(config.flow_log, files.log(), &name, store.clone(), Arc::clone(&log));
     // The socket is a convenience: the datapath works without it.
     let server = AdminServer::start(&files.socket(), published.clone());
     let _server = server.inspect_err(|error| tracing::error!("{error}")).ok();
@@ -93,6 +97,7 @@ pub async fn agent(
         pins: Some(Pins::new(&bpffs)),
         agent: Some(published),
         controller: with_controller.then_some(reports),
+        log: Some(log),
     };
     let _metrics = serve(metrics, sources).await?;
     let controller =

@@ -38,5 +38,6 @@ mod subnets;
 mod support;
 mod transport;
 mod untouched;
+mod whois;
 mod xdp;
 mod zones;

@@ -145,6 +145,9 @@ impl Drop for Process {
     }
 }
 
+/// The variable that tells agents and `egressctl` where logs are.
+const STATE: &str = "STATE_DIRECTORY";
+
 /// How an agent or a controller is started.
 #[derive(Clone, Debug, Default)]
 pub struct StartOptions {
@@ -271,14 +274,14 @@ impl Lab {
     /// Runs `egressctl ARGUMENTS` on `node` and returns what it printed.
     pub fn egressctl_text(&self, node: &str, arguments: &[&str]) -> Result<String> {
         let mut command = self.node(node).ns.command(binary("egressctl")?);
-        command.args(arguments).arg("--bpffs").arg(self.bpffs(node));
+        command.args(arguments).arg("--bpffs").arg(self.bpffs(node)).env(STATE, self.state());
         crate::command::output(&mut command).with_context(|| format!("egressctl {arguments:?} on {node}"))
     }
 
     /// Runs `egress-daemon ARGUMENTS --bpffs ..` (`check`, `cleanup`) on `node` and returns what it printed.
     pub fn daemon_text(&self, node: &str, arguments: &[&str]) -> Result<String> {
         let mut command = self.node(node).ns.command(binary("egress-daemon")?);
-        command.args(arguments).arg("--bpffs").arg(self.bpffs(node));
+        command.args(arguments).arg("--bpffs").arg(self.bpffs(node)).env(STATE, self.state());
         crate::command::output(&mut command).with_context(|| format!("egress-daemon {arguments:?} on {node}"))
     }
 
@@ -286,7 +289,13 @@ impl Lab {
     pub(crate) fn clean_up(&self, node: &str) -> Result<()> {
         let Some(agent) = self.processes.get(&format!("agent-{node}")) else { return Ok(()) };
         let mut command = self.node(node).ns.command(&agent.program);
-        crate::command::output(command.arg("cleanup").arg("--bpffs").arg(self.bpffs(node))).map(drop)
+        command.arg("cleanup").arg("--bpffs").arg(self.bpffs(node)).env(STATE, self.state());
+        crate::command::output(&mut command).map(drop)
+    }
+
+    /// Where agents keep what outlives a boot.
+    fn state(&self) -> PathBuf {
+        self.dir().join("state")
     }
 
     fn process(&mut self, name: &str) -> &mut Process {
@@ -301,6 +310,7 @@ impl Lab {
             fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))?;
             command.arg("--config").arg(file);
         }
+        command.env(STATE, self.state());
         command.args(&options.arguments).envs(options.environment.iter().cloned()).env("RUST_BACKTRACE", "1");
         if options.without_tcx {
             crate::seccomp::without_tcx(&mut command);

@@ -17,8 +17,8 @@ impl Book {
         let before =
             if leases.is_empty() { self.nodes.remove(node) } else { self.nodes.insert(node.clone(), leases.clone()) };
         let before = before.unwrap_or_default();
-        let ended = before.difference(&leases).cloned().map(Event::Returned);
-        let begun = leases.difference(&before).cloned().map(Event::Granted);
+        let ended = together(before.difference(&leases)).into_iter().map(Event::Returned);
+        let begun = together(leases.difference(&before)).into_iter().map(Event::Granted);
         ended.chain(begun).collect()
     }
 
@@ -29,6 +29,22 @@ impl Book {
 
     /// All leases.
     pub fn held(&self) -> impl Iterator<Item = Event> {
-        self.nodes.values().flatten().cloned().map(Event::Held)
+        self.nodes.values().flat_map(|leases| together(leases.iter())).map(Event::Held)
     }
+}
+
+/// Leases of one node, in order; those whose ports follow each other are one.
+fn together<'a>(leases: impl Iterator<Item = &'a Lease>) -> Vec<Lease> {
+    let mut all: Vec<Lease> = Vec::new();
+    for lease in leases {
+        match all.last_mut() {
+            Some(last)
+                if last.egress_ip == lease.egress_ip && last.last_port.checked_add(1) == Some(lease.first_port) =>
+            {
+                last.last_port = lease.last_port;
+            }
+            _ => all.push(lease.clone()),
+        }
+    }
+    all
 }

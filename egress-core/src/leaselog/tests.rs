@@ -159,3 +159,37 @@ fn lost_events_are_a_doubt() {
     assert_eq!(ask(&records, 15).doubts, BTreeSet::from([Doubt::Lost(3, 20)]));
     assert_eq!(ask(&records, 30).doubts, BTreeSet::new());
 }
+
+#[test]
+fn ports_that_follow_each_other_are_one_line() {
+    let block = |first_port| Lease { first_port, last_port: first_port + 63, ..lease(1) };
+    let all: BTreeSet<Lease> = [1024, 1088, 1216].map(block).into();
+    let mut book = Book::default();
+    let ports = |events: Vec<Event>| -> Vec<(u16, u16)> {
+        let leases = events.into_iter().filter_map(|event| match event {
+            Event::Held(lease) | Event::Granted(lease) | Event::Returned(lease) => Some(lease),
+            _ => None,
+        });
+        leases.map(|lease| (lease.first_port, lease.last_port)).collect()
+    };
+    assert_eq!(ports(book.take_in(&block(0).node, all)), [(1024, 1151), (1216, 1279)]);
+    assert_eq!(ports(book.held().collect()), [(1024, 1151), (1216, 1279)]);
+    // A part of what was one line goes and the rest stays.
+    assert_eq!(ports(book.take_in(&block(0).node, [1024, 1216].map(block).into())), [(1088, 1151)]);
+}
+
+#[test]
+fn whoever_holds_a_port_after_nobody_wrote_may_have_held_it_before() {
+    let record = |at, event| Record { at, event };
+    let records = [
+        record(0, Event::Started),
+        record(10, Event::Alive),
+        record(100, Event::Started),
+        record(100, Event::Held(lease(1))),
+        record(110, Event::Alive),
+    ];
+    let holder = Holder { node: "n1".into(), first_port: 1088, last_port: 1151, from: None, until: None };
+    let said = Answer { holders: [holder].into(), doubts: [Doubt::Unwritten(Some(10), Some(100))].into() };
+    assert_eq!(ask(&records, 50), said);
+    assert_eq!(ask(&records, 5), Answer::default());
+}

@@ -6,8 +6,10 @@ use clap_complete::Shell;
 use egress_daemon::{
     ctl::{
         self, DEFAULT_BPFFS, Output,
+        diff::{DiffOptions, default_kubeconfig, diff},
         explain::{Question, Target},
         views::{By, FlowFilter},
+        whois::{self, Moment, WhoisOptions},
     },
     lock::RunFiles,
     plugin,
@@ -16,7 +18,7 @@ use ipnet::IpNet;
 use std::{
     ffi::OsString,
     io::{self, IsTerminal, Write},
-    net::IpAddr,
+    net::{IpAddr, SocketAddr},
     path::PathBuf,
     process::ExitCode,
     time::Duration,
@@ -63,6 +65,16 @@ enum Command {
     State,
     /// Why a flow goes where it goes: every decision of the datapath as a sentence
     Explain(ExplainArgs),
+    /// Who used a port of an egress IP at a time
+    ///
+    /// The node follows from the log of leases that every gateway keeps, also for nodes that are gone; the pod from the flows that live on
+    /// the node where this is asked. Says how sure the answer is, and why not surer.
+    Whois(WhoisArgs),
+    /// What the objects of a file would change before they are applied
+    ///
+    /// Names policies, pods, egress IPs, conflicts, and what becomes of the flows that live on this node. The exit code is 0 if nothing
+    /// would change, 1 if something would, and more than 1 if that could not be found out.
+    Diff(DiffArgs),
     /// Print a script for the shell that completes this command
     ///
     /// For example: source <(egressctl completions bash)
@@ -89,6 +101,41 @@ struct FlowArgs {
     /// Show so many at most
     #[arg(long, value_name = "N")]
     limit: Option<usize>,
+}
+
+#[derive(Args)]
+struct WhoisArgs {
+    /// What was seen: 192.0.2.10:43121 or [2001:db8::10]:43121
+    #[arg(value_name = "IP:PORT")]
+    seen: SocketAddr,
+    /// When, with the zone: 2026-11-25T14:03:00Z or 2026-11-25T15:03+01:00 [default: now]
+    #[arg(long, value_name = "TIME", value_parser = whois::moment)]
+    at: Option<Moment>,
+    /// The server that saw it: 203.0.113.7:443
+    #[arg(long, value_name = "ADDR:PORT")]
+    to: Option<SocketAddr>,
+    /// Directory of the log, or of a copy of one [default: this node's]
+    #[arg(long, value_name = "DIR")]
+    log: Option<PathBuf>,
+}
+
+#[derive(Args)]
+struct DiffArgs {
+    /// The YAML file with policies, pools, Namespaces or Nodes; - is stdin
+    #[arg(short, long = "filename", required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// Look at what deleting the objects would change
+    #[arg(long)]
+    delete: bool,
+    /// Compare with the objects in this directory
+    #[arg(long, value_name = "DIR", conflicts_with = "kubeconfig")]
+    manifests: Option<PathBuf>,
+    /// Compare with the objects of this cluster [default: ~/.kube/config, or the cluster that this pod runs in]
+    #[arg(long, value_name = "FILE")]
+    kubeconfig: Option<PathBuf>,
+    /// The controller's configuration, if it has one
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
 }
 
 #[derive(Args)]
@@ -132,6 +179,9 @@ fn interval(text: &str) -> Result<Duration, String> {
     seconds.map(Duration::from_secs_f64).ok_or_else(|| "write seconds, from 0.1 to 3600".to_owned())
 }
 
+/// The exit code of `diff` when it could not find out.
+const UNKNOWN: u8 = 2;
+
 fn main() -> ExitCode {
     if plugin::is_asked(std::env::args_os().next()) {
         return plugin::run(is_understood).unwrap_or_else(|error| {
@@ -139,11 +189,13 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         });
     }
-    match run(Cli::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
+    let cli = Cli::parse();
+    let failure = if matches!(cli.command, Command::Diff(_)) { ExitCode::from(UNKNOWN) } else { ExitCode::FAILURE };
+    match run(cli) {
+        Ok(code) => code,
         Err(error) => {
             eprintln!("egressctl: {}", ctl::message(&error));
-            ExitCode::FAILURE
+            failure
         }
     }
 }
@@ -151,13 +203,33 @@ fn main() -> ExitCode {
 /// Refuses what no node's egressctl understands, and prints the help where that is asked for.
 fn is_understood(words: &[OsString]) -> Result<()> {
     match Cli::try_parse_from([&["egressctl".into()], words].concat()) {
+        Ok(Cli { command: Command::Diff(_), .. }) => bail!("diff looks at the whole cluster: run egressctl diff"),
         Ok(_) => Ok(()),
         Err(error) if error.use_stderr() => bail!("{error}"),
         Err(help) => help.exit(),
     }
 }
 
-fn run(cli: Cli) -> Result<()> {
+fn run(cli: Cli) -> Result<ExitCode> {
+    if let Command::Diff(args) = cli.command {
+        return differences(args, cli.bpffs, cli.output);
+    }
+    look(cli)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn differences(args: DiffArgs, bpffs: PathBuf, output: Output) -> Result<ExitCode> {
+    let DiffArgs { files, delete, manifests, kubeconfig, config } = args;
+    let kubeconfig = kubeconfig.or_else(default_kubeconfig);
+    let (view, remarks) = diff(&DiffOptions { files, delete, manifests, kubeconfig, config, bpffs })?;
+    for remark in remarks {
+        eprintln!("egressctl: {remark}");
+    }
+    show(ctl::print::print(&view, output)?.as_bytes())?;
+    Ok(if view.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn look(cli: Cli) -> Result<()> {
     let place = ctl::Place { socket: RunFiles::of(&cli.bpffs).socket(), bpffs: cli.bpffs, node: cli.node };
     let command = match cli.command {
         Command::Policies => ctl::Command::Policies,
@@ -176,6 +248,12 @@ fn run(cli: Cli) -> Result<()> {
         Command::State => ctl::Command::State,
         Command::Explain(args) => ctl::Command::Explain(Question::new(&args.pod, args.to, args.from_port)),
         Command::Top(args) => return top(args, &place, cli.output),
+        Command::Whois(args) => {
+            let WhoisArgs { seen, at, to, log } = args;
+            let view = whois::ask(&WhoisOptions { seen, at, to, log, bpffs: place.bpffs })?;
+            return show(ctl::print::print(&view, cli.output)?.as_bytes());
+        }
+        Command::Diff(_) => return Ok(()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "egressctl", &mut script);
@@ -233,6 +311,9 @@ mod tests {
             "-o yaml --node worker1 stats",
             "flows --pod prod/web-0 --to 203.0.113.7 --to-port 443 --egress-ip 192.0.2.10 --limit 5",
             "flows --to 2001:db8::/32",
+            "diff -f policy.yaml -f - --delete --manifests /m -o json",
+            "whois 192.0.2.10:43121 --at 2026-11-25T14:03:00Z --to 203.0.113.7:443",
+            "whois [2001:db8::10]:43121 --log /copy",
             "top --by egress-ip --interval 0.5 -n 3 --limit 5",
             "explain --pod 10.10.0.5 --to [2001:db8::7]:443/tcp --from-port 40000",
         ] {
@@ -249,6 +330,9 @@ mod tests {
             ("policies -o xml", "json"),
             ("top --interval 0", "from 0.1 to 3600"),
             ("top --by ip", "egress-ip"),
+            ("diff", "--filename"),
+            ("whois 192.0.2.10:43121 --at 14:03", "on which day"),
+            ("whois 192.0.2.10", "IP:PORT"),
         ] {
             let error = Cli::try_parse_from(std::iter::once("egressctl").chain(line.split(' '))).err().expect(line);
             assert!(error.to_string().contains(part), "{error}");

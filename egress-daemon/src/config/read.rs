@@ -1,6 +1,7 @@
 //! From YAML to a checked [`Config`]: every fault is found in one go, each with its field and what to write instead.
 
 use super::{Announce, Config, Fault, Firewall, Foreign};
+use crate::flowlog::Mode;
 use egress_common::limits;
 use egress_core::{health::ProbeTracker, model::Transport, network::xdp::Xdp};
 use serde_json::{Map, Value};
@@ -12,6 +13,9 @@ const FLOWS: std::ops::RangeInclusive<u64> = 1_024..=16_777_216;
 const UDP_MINIMUM_SECS: u64 = 120;
 /// The longest idle time, which keeps all arithmetic on ticks far from its end.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
+
+/// For how long a log may be kept: ten years.
+const LONGEST_RETENTION_MS: u64 = 3_650 * 24 * 3_600_000;
 
 /// The configuration in the text, or everything that is wrong with it.
 pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
@@ -80,6 +84,14 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
     let mut metrics = None;
     top.set("metrics", &mut metrics, |v| address(v).map(Some));
     config.metrics = metrics;
+    top.section("flowLog", |log| {
+        log.set("mode", &mut config.flow_log.mode, |v| match v {
+            // As YAML reads Off without quotes.
+            Value::Bool(false) => Ok(Mode::Off),
+            v => choice(v, &[("Off", Mode::Off), ("Leases", Mode::Leases)], &["Flows"]),
+        });
+        log.set("retention", &mut config.flow_log.retention, |v| duration_in(v, 3_600_000, LONGEST_RETENTION_MS));
+    });
     top.finish();
     faults.extend(contradictions(&config));
     if faults.is_empty() { Ok(config) } else { Err(faults) }
@@ -288,7 +300,7 @@ fn list<T>(value: &Value, example: &str, read: impl Fn(&str) -> Result<T, String
     items.iter().enumerate().map(item).collect()
 }
 
-/// A whole number and a unit: `500ms`, `300s`, `5m`, `2h`.
+/// A whole number and a unit: `500ms`, `300s`, `5m`, `2h`, `7d`.
 fn duration(value: &Value) -> Result<Duration, Refusal> {
     let parsed = string(value).and_then(|text| {
         let unit = text.find(|c: char| !c.is_ascii_digit())?;
@@ -299,12 +311,13 @@ fn duration(value: &Value) -> Result<Duration, Refusal> {
             "s" => 1_000,
             "m" => 60_000,
             "h" => 3_600_000,
+            "d" => 24 * 3_600_000,
             _ => return None,
         };
         number.checked_mul(millis).map(Duration::from_millis)
     });
     parsed.ok_or_else(|| {
-        let remedy = "write a whole number and a unit (ms, s, m or h), such as 300s".to_owned();
+        let remedy = "write a whole number and a unit (ms, s, m, h or d), such as 300s".to_owned();
         (format!("{} is not a duration", shown(value)), remedy)
     })
 }

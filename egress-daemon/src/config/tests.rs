@@ -1,6 +1,7 @@
 //! Tests of the configuration file.
 
 use super::*;
+use crate::flowlog::Mode;
 use proptest::prelude::*;
 
 fn parse(text: &str) -> Config {
@@ -57,6 +58,7 @@ foreignKinds: [cilium, antrea]
 maxEgressIPsPerNode: 10
 drainTimeout: 10m
 metrics: "127.0.0.1:9473"
+flowLog: {mode: Off, retention: 30d}
 "#;
     let seconds = Duration::from_secs;
     let expected = Config {
@@ -86,8 +88,10 @@ metrics: "127.0.0.1:9473"
         max_egress_ips_per_node: Some(10),
         drain_timeout: seconds(600),
         metrics: Some("127.0.0.1:9473".parse().unwrap()),
+        flow_log: FlowLog { mode: Mode::Off, retention: seconds(30 * 24 * 3600) },
     };
     assert_eq!(parse(text), expected);
+    assert_eq!(parse("flowLog: {mode: \"Off\", retention: 30d}").flow_log, expected.flow_log);
 }
 
 #[test]
@@ -95,6 +99,8 @@ fn unknown_fields_name_the_known_ones() {
     refused("tunelPort: 1", "tunelPort", &["no such field", "tunnelPort", "maxFlows"]);
     refused("timeouts: {tcp: 300s}", "timeouts.tcp", &["tcpEstablished, tcpTransitory, udp, icmp"]);
     refused("timeouts: 5m", "timeouts", &["mapping"]);
+    refused("flowLog: {mode: Flows}", "flowLog.mode", &["not in this build yet", "write Off or Leases"]);
+    refused("flowLog: {retention: 5m}", "flowLog.retention", &["out of range"]);
     refused("[1, 2]", "", &["mapping"]);
 }
 

@@ -16,6 +16,7 @@ pub(crate) mod sight;
 mod tests;
 
 pub use events::Event;
+pub(crate) use run::objects;
 pub use run::run;
 
 use crate::config::DRAIN_TIMEOUT;

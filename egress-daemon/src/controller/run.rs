@@ -31,6 +31,31 @@ const RETRY: Duration = Duration::from_millis(100);
 /// How often a round is made although nothing asks for it.
 const RESYNC: Duration = Duration::from_secs(60);
 
+/// Everything that a plan is made from.
+pub(crate) fn objects(store: &Store) -> Objects {
+    Objects {
+        policies: store.list::<EgressGatewayPolicy>(),
+        namespaced_policies: store.list::<EgressPolicy>(),
+        pools: store.list::<EgressIPPool>(),
+        cilium_policies: store.list::<CiliumEgressGatewayPolicy>(),
+        egresses: store.list::<Egress>(),
+        external_ip_pools: store.list::<ExternalIPPool>(),
+        nodes: store.list::<Node>(),
+        namespaces: store.list::<Namespace>(),
+        pods: store.list::<Pod>(),
+        service_cidrs: Vec::new(),
+        cni: CniObjects {
+            calico_pools: store.list(),
+            cilium_nodes: store.list(),
+            cilium_pools: store.list(),
+            antrea_pools: store.list(),
+            subnets: store.list(),
+        },
+        egress_ips: store.list::<EgressIP>(),
+        egress_nodes: store.list::<EgressNode>(),
+    }
+}
+
 /// Runs a controller on a store until `stop` is ready; then it gives its leadership up. `report` always has what it does.
 pub async fn run(
     store: Store,
@@ -187,27 +212,7 @@ impl Controller {
     /// Plans for everything and writes.
     async fn round(&mut self, leading: &mut Leading, health: &Health, mut inputs: Inputs) {
         leading.known = None;
-        let objects = Objects {
-            policies: self.store.list::<EgressGatewayPolicy>(),
-            namespaced_policies: self.store.list::<EgressPolicy>(),
-            pools: self.store.list::<EgressIPPool>(),
-            cilium_policies: self.store.list::<CiliumEgressGatewayPolicy>(),
-            egresses: self.store.list::<Egress>(),
-            external_ip_pools: self.store.list::<ExternalIPPool>(),
-            nodes: self.store.list::<Node>(),
-            namespaces: self.store.list::<Namespace>(),
-            pods: self.store.list::<Pod>(),
-            service_cidrs: Vec::new(),
-            cni: CniObjects {
-                calico_pools: self.store.list(),
-                cilium_nodes: self.store.list(),
-                cilium_pools: self.store.list(),
-                antrea_pools: self.store.list(),
-                subnets: self.store.list(),
-            },
-            egress_ips: self.store.list::<EgressIP>(),
-            egress_nodes: self.store.list::<EgressNode>(),
-        };
+        let objects = objects(&self.store);
         let started = Instant::now();
         let (mut snapshot, problems) = snapshot(&objects);
         leading.departed.add_to(&mut snapshot.policies, self.start.elapsed());

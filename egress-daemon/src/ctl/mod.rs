@@ -2,12 +2,14 @@
 //!
 //! Views are pure functions of what was read, so that they are tested without a kernel.
 
+pub mod diff;
 pub mod dump;
 pub mod explain;
 pub mod inventory;
 pub mod print;
 pub mod state;
 pub mod views;
+pub mod whois;
 
 pub use print::Output;
 

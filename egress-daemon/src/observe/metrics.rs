@@ -8,6 +8,7 @@ use crate::{
     controller::Report,
     ctl::inventory,
     datapath::{Pins, maps::Maps},
+    flowlog::Counts,
     host::firewall,
 };
 use axum::{
@@ -19,7 +20,14 @@ use prometheus_client::{
     metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
     registry::Registry,
 };
-use std::{fmt, io, net::SocketAddr, sync::Arc};
+use std::{
+    fmt, io,
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 use thiserror::Error;
 use tokio::{net::TcpListener, sync::watch, task::JoinSet};
 
@@ -32,6 +40,8 @@ pub struct Sources {
     pub agent: Option<Published>,
     /// What the controller reports.
     pub controller: Option<watch::Receiver<Report>>,
+    /// What the log of leases counts.
+    pub log: Option<Arc<Counts>>,
 }
 
 /// Labels with their values.
@@ -163,6 +173,16 @@ fn of_controller(report: &Report) -> Vec<Family> {
     ]
 }
 
+/// From the log of leases.
+fn of_log(counts: &Counts) -> Vec<Family> {
+    let plain = |value: &AtomicU64| vec![(Labels::new(), value.load(Ordering::Relaxed))];
+    let lost = "events that are missing in the log of leases, because it could not be written";
+    vec![
+        counter("spillway_log_records_written", "records in the log of leases", plain(&counts.written)),
+        counter("spillway_log_records_lost", lost, plain(&counts.lost)),
+    ]
+}
+
 impl Sources {
     fn families(&self) -> Vec<Family> {
         let version = vec![(vec![("version", env!("CARGO_PKG_VERSION").to_owned())], 1.0)];
@@ -170,6 +190,7 @@ impl Sources {
         families.extend(self.pins.iter().flat_map(of_maps));
         families.extend(self.agent.iter().flat_map(of_agent));
         families.extend(self.controller.iter().flat_map(|report| of_controller(&report.borrow())));
+        families.extend(self.log.iter().flat_map(|counts| of_log(counts)));
         families
     }
 

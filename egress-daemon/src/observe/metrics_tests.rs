@@ -120,7 +120,7 @@ fn maps_that_cannot_be_read_are_told() {
 fn readiness_follows_the_agent_and_the_controller() {
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
     let (report, reports) = watch::channel(Report::default());
-    let sources = Sources { agent: Some(published), controller: Some(reports), pins: None };
+    let sources = Sources { agent: Some(published), controller: Some(reports), ..Sources::default() };
     assert!(sources.unready().unwrap().contains("not written"));
     publish.send(Arc::new(agent())).unwrap();
     assert_eq!(sources.unready(), None);

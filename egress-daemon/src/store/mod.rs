@@ -9,7 +9,7 @@ pub mod lease;
 mod problem;
 mod view;
 
-pub use files::Files;
+pub use files::{Files, OpenError, parse};
 pub use kind::{Key, Kind, ObjectRef, Stored};
 pub use kubernetes::{ConnectError, Kubernetes, Reader};
 pub use problem::Problem;

@@ -19,7 +19,7 @@ mod write;
 
 use super::kind::Erased;
 use super::view::View;
-use super::{Backend, Key, Kind, Note, Problem, Store, StoreError, Write};
+use super::{Backend, Key, Kind, Note, ObjectRef, Problem, Store, StoreError, Write};
 use futures::future::BoxFuture;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -194,6 +194,15 @@ fn wait(bell: &EventFd, notices: Option<&notices::Notices>, until: Instant) -> b
     // Nothing is there to be read if it did not ring.
     bell.read().ok();
     woken
+}
+
+/// The objects of a file, and what is wrong with the rest.
+pub type Read = (Vec<(ObjectRef, Value)>, Vec<Problem>);
+
+/// The objects in a text that a person wrote, and what is wrong with it.
+pub fn parse(file: &Path, text: &[u8]) -> Result<Read, OpenError> {
+    let (objects, problems) = Parser::new()?.parse(file, text);
+    Ok((objects.into_iter().map(|parsed| (parsed.target, parsed.object.value())).collect(), problems))
 }
 
 /// A shared handle to the directory; writes need their own to outlive the caller.

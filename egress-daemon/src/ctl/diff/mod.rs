@@ -1,0 +1,171 @@
+//! `egressctl diff`: what the objects of a file would change, by the planner itself. Reads the file, the objects, and the flows
+//! of this node; writes nothing.
+
+mod change;
+#[cfg(test)]
+mod tests;
+mod view;
+
+pub use view::{DiffRow, DiffView};
+
+use super::dump::{Dump, FlowEntry};
+use super::views::row;
+use crate::config::{Config, Foreign};
+use crate::controller::objects;
+use crate::datapath::Pins;
+use crate::snapshot::{Objects, previous, snapshot};
+use crate::store::{Files, Kind, Kubernetes, ObjectRef, Reader, Store, parse};
+use crate::translate::Problem;
+use anyhow::{Context as _, Result, bail};
+use egress_core::{
+    health::Health,
+    model::{EndpointId, Snapshot},
+    plan::preview::{LiveFlow, Preview, Side, preview, settled},
+};
+use k8s_openapi::api::coordination::v1::Lease;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::io::Read as _;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// How long a cluster has to show its objects.
+const PATIENCE: Duration = Duration::from_secs(30);
+const TCP: u32 = 6;
+
+/// What is compared with what.
+#[derive(Clone, Debug)]
+pub struct DiffOptions {
+    /// The files with the objects; `-` is stdin.
+    pub files: Vec<PathBuf>,
+    /// Whether the objects are deleted, not applied.
+    pub delete: bool,
+    /// The directory whose objects are in force.
+    pub manifests: Option<PathBuf>,
+    /// The cluster whose objects are in force.
+    pub kubeconfig: Option<PathBuf>,
+    /// The controller's settings, where they matter.
+    pub config: Option<PathBuf>,
+    /// The pins with this node's flows.
+    pub bpffs: PathBuf,
+}
+
+/// Finds out what would change. What could not be looked at is in the second value, a line each.
+pub fn diff(options: &DiffOptions) -> Result<(DiffView, Vec<String>)> {
+    let config = Config::load(options.config.as_deref())?;
+    let changed = read(&options.files)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let store = open(options, &config, &changed).await?;
+        let (before, leases) = (objects(&store), store.list::<Lease>());
+        let health = change::health(leases.iter().map(AsRef::as_ref), config.lease.duration);
+        let dump = Dump::read(&Pins::new(&options.bpffs), true).ok();
+        let mut remarks = Vec::new();
+        if dump.is_none() {
+            let bpffs = options.bpffs.display();
+            remarks.push(format!("no agent has run with the pins in {bpffs}: no flows were looked at"));
+        }
+        let view = compare(before, changed, options.delete, (&health, &config), dump.as_ref())?;
+        Ok((view, remarks))
+    })
+}
+
+fn read(files: &[PathBuf]) -> Result<Vec<(ObjectRef, Value)>> {
+    let (mut all, mut problems) = (Vec::new(), Vec::new());
+    for file in files {
+        let text = match file.as_os_str() == "-" {
+            true => {
+                let mut text = Vec::new();
+                std::io::stdin().read_to_end(&mut text).context("stdin cannot be read")?;
+                text
+            }
+            false => std::fs::read(file).with_context(|| format!("{} cannot be read", file.display()))?,
+        };
+        let (objects, found) = parse(file, &text)?;
+        all.extend(objects);
+        problems.extend(found.iter().map(ToString::to_string));
+    }
+    if !problems.is_empty() {
+        bail!("{}", problems.join("\n"));
+    }
+    Ok(all)
+}
+
+async fn open(options: &DiffOptions, config: &Config, changed: &[(ObjectRef, Value)]) -> Result<Store> {
+    if let Some(directory) = &options.manifests {
+        return Files::open(directory).context("--manifests");
+    }
+    let client = Kubernetes::client(options.kubeconfig.as_deref()).await.context("the cluster")?;
+    let mut foreign: Vec<Kind> = config.foreign_kinds.iter().flat_map(Foreign::kinds).copied().collect();
+    foreign.extend(changed.iter().map(|(object, _)| object.kind).filter(|kind| kind.is_foreign()));
+    foreign.sort();
+    foreign.dedup();
+    let opening = Kubernetes::open(client, &Reader::Controller, &foreign);
+    let store = tokio::time::timeout(PATIENCE, opening).await;
+    store.context("the API server has not listed all objects in 30 s: may you list all kinds that the controller may?")
+}
+
+fn compare(
+    before: Objects,
+    changed: Vec<(ObjectRef, Value)>,
+    delete: bool,
+    (health, config): (&Health, &Config),
+    dump: Option<&Dump>,
+) -> Result<DiffView> {
+    let mut after = before.clone();
+    let mut edits = Vec::new();
+    for (object, value) in changed {
+        let edit = change::apply(&mut after, &object, (!delete).then_some(value))?;
+        edits.extend(edit.map(|edit| (object, edit)));
+    }
+    let model = |objects: &Objects| {
+        let (mut snapshot, problems) = snapshot(objects);
+        snapshot.max_egress_ips = config.max_egress_ips_per_node;
+        (snapshot, problems)
+    };
+    let ((old, known), (new, problems)) = (model(&before), model(&after));
+    refuse(&known, &problems)?;
+    let plan = settled(&old, health, &previous(&before));
+    let planned = settled(&new, health, &plan);
+    let (flows, entries) = live(&old, dump);
+    let found = preview(Side { snapshot: &old, plan: &plan }, Side { snapshot: &new, plan: &planned }, &flows);
+    let Preview { flows: fates, .. } = &found;
+    let fates = dump.iter().flat_map(|dump| fates.iter().map(|(at, fate)| (row(dump, entries[*at]), fate.clone())));
+    Ok(DiffView::new(dump.and_then(Dump::own_name), flows.len(), &edits, fates.collect(), &found))
+}
+
+/// Objects that cannot be carried out as they are written are no change to look at.
+fn refuse(known: &[Problem], problems: &[Problem]) -> Result<()> {
+    let new: Vec<String> =
+        problems.iter().filter(|problem| !known.contains(problem)).map(ToString::to_string).collect();
+    if !new.is_empty() {
+        bail!("{}", new.join("\n"));
+    }
+    Ok(())
+}
+
+/// The translated flows of this node's pods.
+fn live<'a>(snapshot: &Snapshot, dump: Option<&'a Dump>) -> (Vec<LiveFlow>, Vec<&'a FlowEntry>) {
+    let pods = snapshot.endpoints.values().flat_map(|pod| pod.ips.iter().map(|ip| (*ip, &pod.id)));
+    let pods: BTreeMap<IpAddr, &EndpointId> = pods.collect();
+    let of = |dump: &'a Dump| {
+        dump.flows.iter().filter(|flow| flow.translated()).filter_map(|flow| {
+            let (egress, known) = dump.egress_ip(flow.flow.egress)?;
+            let live = LiveFlow {
+                pod: (*pods.get(&flow.pod)?).clone(),
+                remote: flow.remote,
+                tcp: flow.proto == TCP,
+                egress: (known.generation == flow.flow.egress_generation).then_some(egress)?,
+            };
+            Some((live, flow))
+        })
+    };
+    dump.into_iter().flat_map(of).unzip()
+}
+
+/// The kubeconfig that kubectl uses, if it is where kubectl looks for it.
+pub fn default_kubeconfig() -> Option<PathBuf> {
+    let home = std::env::var_os("HOME")?;
+    Some(Path::new(&home).join(".kube/config")).filter(|file| file.is_file())
+}

@@ -1,0 +1,120 @@
+//! Objects that a person might change, and what they read then.
+
+use super::*;
+use crate::ctl::print::View as _;
+use serde_json::json;
+use std::sync::Arc;
+
+const CLUSTER: &str = "
+{apiVersion: v1, kind: Node, metadata: {name: gw1, labels: {egress: 'true'}}, status: {conditions: [{type: Ready, status: 'True'}]}}
+---
+{apiVersion: v1, kind: Node, metadata: {name: gw2, labels: {egress: 'true'}}, status: {conditions: [{type: Ready, status: 'True'}]}}
+---
+{apiVersion: v1, kind: Node, metadata: {name: w1}}
+---
+apiVersion: spillway.io/v1alpha1
+kind: EgressIPPool
+metadata: {name: public}
+spec: {ipRanges: [{start: 192.0.2.1, end: 192.0.2.4}], nodeSelector: {matchLabels: {egress: 'true'}}}
+---
+apiVersion: spillway.io/v1alpha1
+kind: EgressGatewayPolicy
+metadata: {name: web}
+spec: {selectors: [{podSelector: {}}], destinationCIDRs: [0.0.0.0/0], egressIPPools: [{name: public, count: 2}]}
+";
+
+const MAIL: &str = "
+apiVersion: spillway.io/v1alpha1
+kind: EgressGatewayPolicy
+metadata: {name: mail}
+spec: {selectors: [{podSelector: {}}], destinationCIDRs: [198.51.100.0/24], egressIPPools: [{name: public, count: 1}]}
+";
+
+fn parsed(text: &str) -> Vec<(ObjectRef, Value)> {
+    let (objects, problems) = parse(Path::new("test.yaml"), text.as_bytes()).unwrap();
+    assert_eq!(problems, []);
+    objects
+}
+
+/// The cluster with a pod, and agents that have reported.
+fn cluster() -> Objects {
+    let mut objects = Objects::default();
+    for (object, value) in parsed(CLUSTER) {
+        change::apply(&mut objects, &object, Some(value)).unwrap();
+    }
+    let pod = json!({"metadata": {"name": "a", "namespace": "shop", "uid": "u"}, "spec": {"nodeName": "w1", "containers": []}});
+    objects
+        .pods
+        .push(Arc::new(crate::api::Pod::from(serde_json::from_value::<k8s_openapi::api::core::v1::Pod>(pod).unwrap())));
+    for node in ["gw1", "gw2", "w1"] {
+        let object = json!({"metadata": {"name": node}, "spec": {}, "status": {}});
+        objects.egress_nodes.push(Arc::new(serde_json::from_value(object).unwrap()));
+    }
+    objects
+}
+
+fn compared(text: &str, delete: bool) -> Result<DiffView> {
+    compare(cluster(), parsed(text), delete, (&Health::default(), &Config::default()), None)
+}
+
+#[test]
+fn objects_that_are_there_already_change_nothing() {
+    let view = compared(CLUSTER, false).unwrap();
+    assert!(view.is_empty(), "{view:?}");
+    assert_eq!(view.text(), "nothing would change\n");
+    // What a file does not say of a node stays.
+    let view = compared("{apiVersion: v1, kind: Node, metadata: {name: gw1}}", false).unwrap();
+    assert!(view.is_empty(), "{view:?}");
+}
+
+#[test]
+fn a_new_policy_is_told_with_its_pods_and_addresses() {
+    let text = compared(MAIL, false).unwrap().text();
+    for part in [
+        "EgressGatewayPolicy mail",
+        "select 1 pods; get 192.0.2.3",
+        "reach 198.51.100.0/24 by policy mail, not by policy web",
+        "come into use, at gateway gw",
+    ] {
+        assert!(text.contains(part), "{part} in\n{text}");
+    }
+}
+
+#[test]
+fn what_is_deleted_is_gone() {
+    let pool = "{apiVersion: spillway.io/v1alpha1, kind: EgressIPPool, metadata: {name: public}, spec: {ipRanges: [{cidr: 192.0.2.0/28}], nodeSelector: {}}}";
+    let view = compared(pool, true).unwrap();
+    assert!(
+        view.items.contains(&DiffRow::Object { object: "EgressIPPool public".into(), edit: change::Edit::Deleted })
+    );
+    assert!(view.text().contains("have Degraded True (PoolNotFound)"), "{}", view.text());
+}
+
+#[test]
+fn what_cannot_be_carried_out_is_an_error() {
+    let wrong = CLUSTER.replace("[0.0.0.0/0]", "[anywhere]");
+    let (_, problems) = parse(Path::new("test.yaml"), wrong.as_bytes()).unwrap();
+    let refused =
+        if problems.is_empty() { compared(&wrong, false).unwrap_err().to_string() } else { problems[0].to_string() };
+    assert!(refused.contains("destinationCIDRs"), "{refused}");
+    let pod = "{apiVersion: v1, kind: Pod, metadata: {name: p}, spec: {containers: []}}";
+    assert!(compared(pod, false).unwrap_err().to_string().contains("cannot be compared"));
+}
+
+#[test]
+fn gateways_are_as_old_as_the_newest_lease_shows() {
+    let lease = |node: &str, holder: &str, second: i64| -> Lease {
+        let time = k8s_openapi::jiff::Timestamp::from_second(second).unwrap();
+        serde_json::from_value(json!({
+            "metadata": {"name": format!("spillway-gateway-{node}")},
+            "spec": {"holderIdentity": holder, "renewTime": format!("{time:.6}")},
+        }))
+        .unwrap()
+    };
+    let leases =
+        [lease("gw1", "gw1", 1000), lease("gw2", "gw2", 1010), lease("gw3", "gw3", 900), lease("gw4", "", 1010)];
+    let health = change::health(leases.iter(), Duration::from_secs(15));
+    let states = ["gw1", "gw2", "gw3", "gw4"]
+        .map(|node| (health.of(&node.into()).is_proven(), health.of(&node.into()).is_unasked()));
+    assert_eq!(states, [(true, false), (true, false), (false, false), (false, true)]);
+}

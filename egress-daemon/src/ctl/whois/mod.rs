@@ -1,0 +1,101 @@
+//! `egressctl whois`: who used a port of an egress IP at a time. The node follows from the log of leases; the pod from the flows
+//! that live on this node now.
+
+#[cfg(test)]
+mod tests;
+mod time;
+mod view;
+
+pub use time::{Moment, moment};
+pub use view::WhoisView;
+use view::whois;
+
+use super::dump::{Dump, FlowEntry};
+use crate::datapath::Pins;
+use crate::flowlog::{self, Instant};
+use crate::lock::RunFiles;
+use anyhow::{Result, bail};
+use egress_core::leaselog::{Answer, Event, Question, Record, answer};
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+
+/// By how much the clocks of nodes may differ, and how late a lease may be written, in microseconds.
+const SLACK: i64 = 2_000_000;
+
+/// What is asked.
+#[derive(Clone, Debug)]
+pub struct WhoisOptions {
+    /// The egress IP and the port that somebody has seen.
+    pub seen: SocketAddr,
+    /// When; absent: now.
+    pub at: Option<Moment>,
+    /// The server.
+    pub to: Option<SocketAddr>,
+    /// The log; absent: this node's.
+    pub log: Option<PathBuf>,
+    /// The agent's pins.
+    pub bpffs: PathBuf,
+}
+
+/// What is known of flows on a node: all that live, and when they were read.
+pub(super) struct Living<'a> {
+    pub(super) dump: &'a Dump,
+    pub(super) now: Instant,
+}
+
+/// Answers.
+pub fn ask(options: &WhoisOptions) -> Result<WhoisView> {
+    let now = flowlog::now();
+    let at = options.at.unwrap_or(Moment { from: now, until: now });
+    if at.from > now + SLACK {
+        bail!("{} is in the future: name a time that has been", time::text(at.from));
+    }
+    let log = options.log.clone().unwrap_or_else(|| RunFiles::of(&options.bpffs).log());
+    let egress_ip = options.seen.ip().to_canonical();
+    let port = options.seen.port();
+    let question = Question { egress_ip, port, from: at.from, until: at.until, slack: SLACK };
+    let leases = if log.is_dir() { Some(answer(&flowlog::read(&log, about(egress_ip))?, question)) } else { None };
+    let dump = Dump::read(&Pins::new(&options.bpffs), true).ok();
+    if leases.is_none() && dump.is_none() {
+        bail!(
+            "{} is not there, and no agent has run with the pins in {}: ask on a gateway, or name a copy of its log with --log",
+            log.display(),
+            options.bpffs.display()
+        );
+    }
+    let living = dump.as_ref().map(|dump| Living { dump, now });
+    Ok(whois(options.seen, at, options.to, leases, living.as_ref()))
+}
+
+/// What concerns an egress IP: its own leases, and whatever says when the log was written.
+fn about(address: IpAddr) -> impl Fn(&Record) -> bool {
+    move |record| match &record.event {
+        Event::Held(lease) | Event::Granted(lease) | Event::Returned(lease) => lease.egress_ip == address,
+        _ => true,
+    }
+}
+
+/// The translated flows of a dump that the outside sees as this, and that lived at a time already or may have.
+pub(super) fn seen_as<'a>(
+    living: &Living<'a>,
+    seen: SocketAddr,
+    to: Option<SocketAddr>,
+    at: Moment,
+) -> Vec<(&'a FlowEntry, Instant)> {
+    let dump = living.dump;
+    let is_meant = |flow: &&FlowEntry| {
+        let egress = dump.egress_ip(flow.flow.egress).filter(|(_, e)| e.generation == flow.flow.egress_generation);
+        flow.translated()
+            && flow.port() == seen.port()
+            && egress.is_some_and(|(address, _)| address == seen.ip().to_canonical())
+            && to.is_none_or(|to| to.ip().to_canonical() == flow.remote && to.port() == flow.remote_port)
+    };
+    let began = |flow: &FlowEntry| living.now - dump.seconds_since(flow.flow.created) as i64 * 1_000_000;
+    let flows = dump.flows.iter().filter(is_meant).map(|flow| (flow, began(flow)));
+    flows.filter(|(_, began)| *began <= at.until + SLACK).collect()
+}
+
+/// Whether leases say that exactly this node, or that nobody, had the port.
+fn is_sure(answer: &Answer) -> bool {
+    answer.doubts.is_empty()
+}

@@ -1,0 +1,197 @@
+//! The directory of a log: one journal that is appended to, and the segments before it, bounded by age and size.
+//!
+//! Files are named after the time of their first record, in microseconds. A segment is complete before it has its name, and a journal
+//! goes after its segment is there. So a crash leaves either, or both, and loses what was not yet synchronised.
+
+use super::{Limits, journal, segment};
+use egress_core::leaselog::Record;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+const SEGMENT: &str = "parquet";
+const JOURNAL: &str = "journal";
+/// What a segment is called until it is complete.
+const PART: &str = "part";
+
+/// A log that cannot be written or read.
+#[derive(Debug, thiserror::Error)]
+pub enum LogError {
+    /// A file or the directory.
+    #[error("{}: {source}: make room, or set flowLog.mode to Off", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What failed.
+        source: io::Error,
+    },
+    /// A segment.
+    #[error("{} is no segment of a log: {source}: remove it", path.display())]
+    Segment {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        source: parquet::errors::ParquetError,
+    },
+}
+
+fn failed(path: &Path) -> impl Fn(io::Error) -> LogError + '_ {
+    move |source| LogError::File { path: path.to_owned(), source }
+}
+
+/// A log that is being written.
+#[derive(Debug)]
+pub struct Log {
+    limits: Limits,
+    path: PathBuf,
+    journal: File,
+    /// When the journal began.
+    began: i64,
+    records: usize,
+    /// Whether the last line may be cut off.
+    torn: bool,
+}
+
+impl Log {
+    /// Begins a journal at this time. What an earlier process left unfinished becomes a segment.
+    pub fn open(limits: Limits, at: i64) -> Result<Self, LogError> {
+        let directory = &limits.directory;
+        DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed(directory))?;
+        for path in of_kind(directory, JOURNAL)? {
+            finish(&path)?;
+        }
+        for path in of_kind(directory, PART)? {
+            fs::remove_file(&path).map_err(failed(&path))?;
+        }
+        // Files keep their order also where the clock was set back.
+        let at = all(directory)?.last().map_or(at, |(last, _)| at.max(last + 1));
+        let (path, journal) = begin(directory, at)?;
+        Ok(Self { limits, path, journal, began: at, records: 0, torn: false })
+    }
+
+    /// Appends records, and waits until they are on the disk.
+    pub fn append(&mut self, records: &[Record]) -> Result<(), LogError> {
+        let mut lines = journal::encode(records);
+        if self.torn {
+            lines.insert(0, b'\n');
+        }
+        self.torn = true;
+        self.journal.write_all(&lines).and_then(|()| self.journal.sync_data()).map_err(failed(&self.path))?;
+        self.torn = false;
+        self.records += records.len();
+        Ok(())
+    }
+
+    /// Makes each write fail, as a disk without room does, or lets them succeed again.
+    #[cfg(test)]
+    pub(super) fn fill(&mut self, full: bool) -> io::Result<()> {
+        let path = if full { Path::new("/dev/full") } else { &self.path };
+        self.journal = OpenOptions::new().append(true).open(path)?;
+        Ok(())
+    }
+
+    /// How many records the journal has, and when it began.
+    pub fn journal(&self) -> (usize, i64) {
+        (self.records, self.began)
+    }
+
+    /// Makes the journal a segment and begins another one.
+    pub fn rotate(&mut self, at: i64) -> Result<(), LogError> {
+        let at = at.max(self.began + 1);
+        let (path, journal) = begin(&self.limits.directory, at)?;
+        let finished = std::mem::replace(&mut self.path, path);
+        (self.journal, self.began, self.records, self.torn) = (journal, at, 0, false);
+        finish(&finished)
+    }
+
+    /// Removes segments that are too old, and the oldest while all together are too large.
+    pub fn expire(&self, now: i64) -> Result<(), LogError> {
+        let retention = i64::try_from(self.limits.retention.as_micros()).unwrap_or(i64::MAX);
+        let files = all(&self.limits.directory)?;
+        let sizes: Vec<u64> = files.iter().map(|(_, path)| path.metadata().map_or(0, |data| data.len())).collect();
+        let mut total: u64 = sizes.iter().sum();
+        for (place, (_, path)) in files.iter().enumerate() {
+            // A segment ends where the next file begins.
+            let Some((end, _)) = files.get(place + 1) else { break };
+            if now.saturating_sub(*end) <= retention && total <= self.limits.bytes {
+                break;
+            }
+            fs::remove_file(path).map_err(failed(path))?;
+            total -= sizes[place];
+        }
+        Ok(())
+    }
+}
+
+fn begin(directory: &Path, at: i64) -> Result<(PathBuf, File), LogError> {
+    let path = directory.join(format!("{at:020}.{JOURNAL}"));
+    let file = OpenOptions::new().create_new(true).append(true).mode(0o600).open(&path).map_err(failed(&path))?;
+    sync(directory)?;
+    Ok((path, file))
+}
+
+/// Makes a journal a segment.
+fn finish(journal: &Path) -> Result<(), LogError> {
+    let (segment, part) = (journal.with_extension(SEGMENT), journal.with_extension(PART));
+    if !segment.exists() {
+        let records = journal::decode(&fs::read(journal).map_err(failed(journal))?);
+        if !records.is_empty() {
+            let mut options = OpenOptions::new();
+            let file =
+                options.create(true).write(true).truncate(true).mode(0o600).open(&part).map_err(failed(&part))?;
+            let broken = |source| LogError::Segment { path: part.clone(), source };
+            segment::write(&records, file.try_clone().map_err(failed(&part))?).map_err(broken)?;
+            file.sync_all().and_then(|()| fs::rename(&part, &segment)).map_err(failed(&part))?;
+        }
+    }
+    if let Some(directory) = journal.parent() {
+        sync(directory)?;
+    }
+    fs::remove_file(journal).map_err(failed(journal))
+}
+
+fn sync(directory: &Path) -> Result<(), LogError> {
+    File::open(directory).and_then(|directory| directory.sync_all()).map_err(failed(directory))
+}
+
+fn of_kind(directory: &Path, kind: &str) -> Result<Vec<PathBuf>, LogError> {
+    let mut paths = Vec::new();
+    for entry in fs::read_dir(directory).map_err(failed(directory))? {
+        let path = entry.map_err(failed(directory))?.path();
+        if path.extension().is_some_and(|extension| extension == kind) {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    Ok(paths)
+}
+
+/// Segments and journals with the times of their beginnings, in order. A journal whose segment is there is left out.
+fn all(directory: &Path) -> Result<Vec<(i64, PathBuf)>, LogError> {
+    let segments = of_kind(directory, SEGMENT)?;
+    let journals = of_kind(directory, JOURNAL)?.into_iter().filter(|path| !path.with_extension(SEGMENT).exists());
+    let named = segments.iter().cloned().chain(journals);
+    let began = |path: PathBuf| Some((path.file_stem()?.to_str()?.parse().ok()?, path));
+    let mut files: Vec<(i64, PathBuf)> = named.filter_map(began).collect();
+    files.sort();
+    Ok(files)
+}
+
+/// All records of a log, in order, that `wanted` accepts. A file that goes meanwhile is left out.
+pub fn read(directory: &Path, wanted: impl Fn(&Record) -> bool) -> Result<Vec<Record>, LogError> {
+    let mut records = Vec::new();
+    for (_, path) in all(directory)? {
+        let file = match File::open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            file => file.map_err(failed(&path))?,
+        };
+        let of_file = if path.extension().is_some_and(|extension| extension == SEGMENT) {
+            segment::read(file).map_err(|source| LogError::Segment { path: path.clone(), source })?
+        } else {
+            journal::decode(&fs::read(&path).map_err(failed(&path))?)
+        };
+        records.extend(of_file.into_iter().filter(&wanted));
+    }
+    Ok(records)
+}

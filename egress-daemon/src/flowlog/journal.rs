@@ -1,0 +1,108 @@
+//! Records as lines of JSON: what is appended until a segment is finished. A line that was cut off by a crash is no record. Pure.
+
+use egress_core::leaselog::{Event, Lease, Record};
+use serde::{Deserialize, Serialize};
+use std::net::IpAddr;
+
+/// The names of events, in segments and journals.
+pub(super) mod name {
+    pub(in super::super) const STARTED: &str = "started";
+    pub(in super::super) const CONTINUED: &str = "continued";
+    pub(in super::super) const HELD: &str = "held";
+    pub(in super::super) const GRANTED: &str = "granted";
+    pub(in super::super) const RETURNED: &str = "returned";
+    pub(in super::super) const ALIVE: &str = "alive";
+    pub(in super::super) const STOPPED: &str = "stopped";
+    pub(in super::super) const LOST: &str = "lost";
+}
+
+/// A record as one row: the fields that an event does not have are absent.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub(super) struct Row {
+    pub(super) at: i64,
+    pub(super) event: String,
+    #[serde(rename = "egressIP", skip_serializing_if = "Option::is_none")]
+    pub(super) egress_ip: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) first_port: Option<i32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) last_port: Option<i32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) node: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) lost: Option<i64>,
+}
+
+impl Row {
+    pub(super) fn of(record: &Record) -> Self {
+        let plain = |event: &str| Self { at: record.at, event: event.to_owned(), ..Self::default() };
+        let leased = |event, lease: &Lease| Self {
+            egress_ip: Some(lease.egress_ip.to_string()),
+            first_port: Some(lease.first_port.into()),
+            last_port: Some(lease.last_port.into()),
+            node: Some(lease.node.to_string()),
+            ..plain(event)
+        };
+        match &record.event {
+            Event::Started => plain(name::STARTED),
+            Event::Continued => plain(name::CONTINUED),
+            Event::Held(lease) => leased(name::HELD, lease),
+            Event::Granted(lease) => leased(name::GRANTED, lease),
+            Event::Returned(lease) => leased(name::RETURNED, lease),
+            Event::Alive => plain(name::ALIVE),
+            Event::Stopped => plain(name::STOPPED),
+            Event::Lost(count) => Self { lost: i64::try_from(*count).ok(), ..plain(name::LOST) },
+        }
+    }
+
+    /// The record; nothing if it is none.
+    pub(super) fn record(&self) -> Option<Record> {
+        let lease = || {
+            Some(Lease {
+                egress_ip: self.egress_ip.as_ref()?.parse::<IpAddr>().ok()?,
+                first_port: u16::try_from(self.first_port?).ok()?,
+                last_port: u16::try_from(self.last_port?).ok()?,
+                node: self.node.as_deref()?.into(),
+            })
+        };
+        let event = match self.event.as_str() {
+            name::STARTED => Event::Started,
+            name::CONTINUED => Event::Continued,
+            name::HELD => Event::Held(lease()?),
+            name::GRANTED => Event::Granted(lease()?),
+            name::RETURNED => Event::Returned(lease()?),
+            name::ALIVE => Event::Alive,
+            name::STOPPED => Event::Stopped,
+            name::LOST => Event::Lost(u64::try_from(self.lost?).ok()?),
+            _ => return None,
+        };
+        Some(Record { at: self.at, event })
+    }
+}
+
+/// Lines to append.
+pub(super) fn encode(records: &[Record]) -> Vec<u8> {
+    let line = |record| serde_json::to_string(&Row::of(record)).map(|line| line + "\n").unwrap_or_default();
+    records.iter().map(line).collect::<String>().into_bytes()
+}
+
+/// The records of a journal. What is no record in the midst of others was lost, and is one that says so.
+pub(super) fn decode(text: &[u8]) -> Vec<Record> {
+    let mut records: Vec<Record> = Vec::new();
+    let mut broken = 0;
+    for line in text.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()) {
+        let row: Option<Row> = serde_json::from_slice(line).ok();
+        match row.and_then(|row| row.record()) {
+            Some(record) => {
+                if broken > 0 {
+                    records.push(Record { at: record.at, event: Event::Lost(broken) });
+                    broken = 0;
+                }
+                records.push(record);
+            }
+            None => broken += 1,
+        }
+    }
+    records
+}

@@ -1,0 +1,63 @@
+//! The log of who used which ports of egress IPs (`flowLog`): on each gateway, since a gateway knows the leases of all nodes.
+//!
+//! A thread of its own follows the objects and writes; it never keeps the agent waiting. `segment` is a finished file (Parquet),
+//! `journal` the lines of the one that is being written, `files` the directory of both, `writer` the thread.
+
+mod files;
+mod journal;
+mod segment;
+#[cfg(test)]
+mod tests;
+mod writer;
+
+pub use files::{Log, LogError, read};
+pub use writer::{Counts, Writer};
+
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// What is written down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Nothing.
+    Off,
+    /// Which node held which ports of which egress IP when.
+    Leases,
+}
+
+/// `flowLog` of the configuration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FlowLog {
+    /// `mode`.
+    pub mode: Mode,
+    /// `retention`: for how long a segment is kept after its last event.
+    pub retention: Duration,
+}
+
+impl Default for FlowLog {
+    fn default() -> Self {
+        Self { mode: Mode::Leases, retention: Duration::from_secs(7 * 24 * 3600) }
+    }
+}
+
+/// The limits of a log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Where it is.
+    pub directory: PathBuf,
+    /// For how long a segment is kept after its last event.
+    pub retention: Duration,
+    /// How many bytes all files may have; the oldest segments go first.
+    pub bytes: u64,
+}
+
+/// How many bytes a log may have.
+pub const MAX_BYTES: u64 = 1 << 30;
+
+/// Microseconds since 1970.
+pub type Instant = i64;
+
+/// What the clock says.
+pub fn now() -> Instant {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as Instant)
+}

@@ -1,0 +1,258 @@
+//! The thread that follows leases and writes them down, from the moment when its node is a gateway.
+
+use super::{FlowLog, Limits, Log, LogError, MAX_BYTES, Mode, now};
+use crate::api::{EgressIP, EgressNode, EgressNodeSpec};
+use crate::store::{Key, Store};
+use egress_common::port_block;
+use egress_core::{
+    leaselog::{Book, Event, Lease, Record},
+    model::NodeName,
+};
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// How often leases are looked at and written: what a crash loses.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// After how much silence a log says that nothing happened, in microseconds.
+const ALIVE: i64 = 10_000_000;
+/// How long a journal may become, in records besides those with which it begins and in microseconds.
+const JOURNAL_RECORDS: usize = 100_000;
+const JOURNAL_AGE: i64 = 6 * 3600 * 1_000_000;
+/// How soon that is tried again when it failed, in microseconds.
+const ROTATION_PAUSE: i64 = 60_000_000;
+
+/// What was written, for metrics.
+#[derive(Debug, Default)]
+pub struct Counts {
+    /// Records that are on the disk.
+    pub written: AtomicU64,
+    /// Records that are not, because writing failed.
+    pub lost: AtomicU64,
+}
+
+/// A running log. It ends when this is dropped.
+#[derive(Debug)]
+pub struct Writer {
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Writer {
+    /// Starts the thread, unless nothing is to be written. `directory` is the log's own.
+    pub fn start(config: FlowLog, directory: PathBuf, node: &str, store: Store, counts: Arc<Counts>) -> Option<Self> {
+        if config.mode == Mode::Off {
+            return None;
+        }
+        let limits = Limits { directory, retention: config.retention, bytes: MAX_BYTES };
+        let (stop, stopped) = channel();
+        let follower = Follower::new(limits, node, store, counts);
+        let thread = std::thread::Builder::new().name("flowlog".into()).spawn(move || follower.run(&stopped));
+        let thread = thread.inspect_err(|error| tracing::error!("no leases are logged, there is no thread: {error}"));
+        thread.ok().map(|thread| Self { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.stop.take();
+        if let Some(thread) = self.thread.take() {
+            // A thread that panicked has nothing more to write.
+            thread.join().ok();
+        }
+    }
+}
+
+struct Follower {
+    limits: Limits,
+    node: String,
+    store: Store,
+    counts: Arc<Counts>,
+    book: Book,
+    seen: Option<u64>,
+    log: Option<Log>,
+    /// Events that were not written since the last that were.
+    lost: u64,
+    last: i64,
+    /// When a journal may become a segment at the earliest, after that has failed.
+    rotation: i64,
+}
+
+impl Follower {
+    fn new(limits: Limits, node: &str, store: Store, counts: Arc<Counts>) -> Self {
+        let (book, node) = (Book::default(), node.to_owned());
+        Self { limits, node, store, counts, book, seen: None, log: None, lost: 0, last: 0, rotation: 0 }
+    }
+
+    fn run(mut self, stopped: &Receiver<()>) {
+        while stopped.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            self.look(now());
+        }
+        if let Some(log) = &mut self.log {
+            let last = Record { at: now(), event: Event::Stopped };
+            report(log.append(&[last]));
+        }
+    }
+
+    /// Writes what changed until now.
+    fn look(&mut self, at: i64) {
+        // A clock that was set back does not reorder the log.
+        let at = at.max(self.last);
+        let events = self.changes();
+        let Some(log) = &self.log else {
+            if self.is_gateway() {
+                self.begin(at);
+                self.last = at;
+            }
+            return;
+        };
+        if self.lost > 0 {
+            self.recover(at, events.len());
+        } else if at >= self.rotation && is_long(log, at) {
+            self.append(at, events, 0);
+            self.rotate(at);
+        } else if !events.is_empty() {
+            self.append(at, events, 0);
+        } else if at - self.last >= ALIVE {
+            self.append(at, vec![Event::Alive], 0);
+        } else {
+            return;
+        }
+        self.last = at;
+    }
+
+    fn is_gateway(&self) -> bool {
+        self.store
+            .list::<EgressIP>()
+            .iter()
+            .any(|object| object.status.as_ref().is_some_and(|status| status.carriers.contains(&self.node)))
+    }
+
+    /// What changed in the leases of nodes since the last look.
+    fn changes(&mut self) -> Vec<Event> {
+        let revision = self.store.revision::<EgressNode>();
+        if self.seen == Some(revision) {
+            return Vec::new();
+        }
+        let changed = self.seen.and_then(|seen| self.store.changed::<EgressNode>(seen));
+        self.seen = Some(revision);
+        let keys: BTreeSet<Key> = match changed {
+            Some(keys) => keys.into_iter().collect(),
+            None => {
+                let listed = self.store.list::<EgressNode>();
+                let known = self.book.nodes().map(|node| Key::cluster(node.as_str()));
+                listed.iter().map(|object| Key::of(object.as_ref())).chain(known).collect()
+            }
+        };
+        let mut events = Vec::new();
+        for key in keys {
+            let node = NodeName::from(key.name.as_str());
+            let object = self.store.get::<EgressNode>(&key);
+            let leases = object.map(|object| leases(&node, &object.spec)).unwrap_or_default();
+            events.extend(self.book.take_in(&node, leases));
+        }
+        // What one node gives back another may get.
+        events.sort_by_key(|event| matches!(event, Event::Granted(_)));
+        events
+    }
+
+    fn begin(&mut self, at: i64) {
+        match Log::open(self.limits.clone(), at) {
+            Ok(log) => {
+                self.log = Some(log);
+                self.whole(at, Event::Started);
+                self.expire(at);
+            }
+            Err(error) => self.fail(&error, 1),
+        }
+    }
+
+    /// After a failure: says what was lost, and all that is held.
+    fn recover(&mut self, at: i64, more: usize) {
+        let lost = self.lost + more as u64;
+        self.counts.lost.fetch_add(more as u64, Ordering::Relaxed);
+        self.lost = lost;
+        let first = vec![Event::Lost(lost), Event::Continued];
+        let events = first.into_iter().chain(self.book.held()).collect();
+        self.append(at, events, lost);
+    }
+
+    fn rotate(&mut self, at: i64) {
+        let Some(log) = &mut self.log else { return };
+        let before = log.journal().1;
+        let rotated = log.rotate(at);
+        if log.journal().1 == before {
+            self.rotation = at + ROTATION_PAUSE;
+        } else {
+            self.whole(at, Event::Continued);
+        }
+        report(rotated);
+        self.expire(at);
+    }
+
+    fn whole(&mut self, at: i64, first: Event) {
+        let events = std::iter::once(first).chain(self.book.held()).collect();
+        self.append(at, events, 0);
+    }
+
+    fn expire(&self, at: i64) {
+        report(self.log.as_ref().map_or(Ok(()), |log| log.expire(at)));
+    }
+
+    /// Writes events, which tell of `recovered` lost ones.
+    fn append(&mut self, at: i64, events: Vec<Event>, recovered: u64) {
+        let records: Vec<Record> = events.into_iter().map(|event| Record { at, event }).collect();
+        let count = records.len() as u64;
+        match self.log.as_mut().map(|log| log.append(&records)) {
+            Some(Err(error)) if recovered == 0 => self.fail(&error, count),
+            Some(Err(error)) => tracing::debug!("the log of leases is still not written: {error}"),
+            _ => {
+                self.counts.written.fetch_add(count, Ordering::Relaxed);
+                self.lost -= recovered;
+            }
+        }
+    }
+
+    fn fail(&mut self, error: &LogError, count: u64) {
+        if self.lost == 0 {
+            tracing::error!("leases are not logged: {error}");
+        }
+        self.lost += count;
+        self.counts.lost.fetch_add(count, Ordering::Relaxed);
+    }
+}
+
+fn is_long(log: &Log, at: i64) -> bool {
+    let (records, began) = log.journal();
+    records >= JOURNAL_RECORDS || at - began >= JOURNAL_AGE
+}
+
+fn report(result: Result<(), LogError>) {
+    if let Err(error) = result {
+        tracing::error!("the log of leases: {error}");
+    }
+}
+
+/// The blocks that a node may use, and those of which packets may still be under way.
+fn leases(node: &NodeName, spec: &EgressNodeSpec) -> BTreeSet<Lease> {
+    let mut leases = BTreeSet::new();
+    for leased in spec.blocks.iter().chain(&spec.quarantined) {
+        let Ok(egress_ip) = leased.egress_ip.parse::<IpAddr>() else { continue };
+        let blocks = leased.ranges.iter().flat_map(|range| range.first..range.first.saturating_add(range.count));
+        leases.extend(blocks.filter(|block| *block < port_block::COUNT).map(|block| {
+            let first_port = port_block::first_port(block);
+            let last_port = first_port + (port_block::SIZE - 1);
+            Lease { egress_ip, first_port, last_port, node: node.clone() }
+        }));
+    }
+    leases
+}
+
+#[cfg(test)]
+#[path = "writer_tests.rs"]
+mod tests;

@@ -1,0 +1,131 @@
+//! What is written of a cluster's objects while they change and the disk fails.
+
+use super::*;
+use crate::store::Files;
+use serde_json::json;
+use std::path::Path;
+
+const SECOND: i64 = 1_000_000;
+
+struct World {
+    directory: tempfile::TempDir,
+    store: Store,
+    follower: Follower,
+}
+
+impl World {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Files::open(directory.path()).unwrap();
+        let log = directory.path().join("log");
+        let limits = Limits { directory: log, retention: Duration::from_secs(3600), bytes: MAX_BYTES };
+        let follower = Follower::new(limits, "gw1", store.clone(), Arc::default());
+        Self { directory, store, follower }
+    }
+
+    fn log(&self) -> std::path::PathBuf {
+        self.directory.path().join("log")
+    }
+
+    async fn gateway(&self, name: &str) {
+        let object = json!({"metadata": {"name": "192.0.2.1"}, "spec": {"address": "192.0.2.1"}});
+        let object: EgressIP = serde_json::from_value(object).unwrap();
+        let mut object = self.store.create(&object).await.unwrap();
+        let status = object.status.get_or_insert_default();
+        (status.node, status.carriers) = (Some(name.into()), vec![name.into()]);
+        self.store.replace_status(&object).await.unwrap();
+    }
+
+    /// Gives a node these blocks, as (first, count); nothing: it has no object any more.
+    async fn lease(&self, node: &str, blocks: Option<&[(u16, u16)]>) {
+        let present = self.store.get::<EgressNode>(&Key::cluster(node));
+        let ranges: Vec<_> = blocks
+            .into_iter()
+            .flatten()
+            .map(|(first, count)| json!({"first": first, "count": count, "revision": 1}))
+            .collect();
+        let spec = json!({"blocks": [{"egressIP": "192.0.2.1", "ranges": ranges}]});
+        let object: EgressNode = serde_json::from_value(json!({"metadata": {"name": node}, "spec": spec})).unwrap();
+        match (present, blocks) {
+            (None, _) => drop(self.store.create(&object).await.unwrap()),
+            (Some(present), None) => self.store.delete(present.as_ref()).await.unwrap(),
+            (Some(present), Some(_)) => {
+                let changed = EgressNode { spec: object.spec, ..present.as_ref().clone() };
+                self.store.replace(&changed).await.unwrap();
+            }
+        }
+    }
+
+    fn written(&self) -> Vec<(i64, Event)> {
+        let records = super::super::read(&self.log(), |_| true).unwrap();
+        records.into_iter().map(|record| (record.at / SECOND, record.event)).collect()
+    }
+}
+
+fn ports(node: &str, first_port: u16, last_port: u16) -> Lease {
+    Lease { egress_ip: "192.0.2.1".parse().unwrap(), first_port, last_port, node: node.into() }
+}
+
+#[tokio::test]
+async fn a_gateway_writes_the_leases_of_all_nodes_and_others_write_nothing() {
+    let mut world = World::new();
+    world.lease("w1", Some(&[(0, 2)])).await;
+    world.gateway("gw2").await;
+    world.follower.look(SECOND);
+    assert!(!Path::new(&world.log()).exists());
+
+    world.store.delete(world.store.list::<EgressIP>()[0].as_ref()).await.unwrap();
+    world.gateway("gw1").await;
+    world.follower.look(2 * SECOND);
+    world.lease("w2", Some(&[(4, 1)])).await;
+    world.follower.look(3 * SECOND);
+    world.follower.look(4 * SECOND);
+    world.lease("w1", None).await;
+    world.follower.look(5 * SECOND);
+    world.follower.look(15 * SECOND);
+    let expected = [
+        (2, Event::Started),
+        (2, Event::Held(ports("w1", 1024, 1151))),
+        (3, Event::Granted(ports("w2", 1280, 1343))),
+        (5, Event::Returned(ports("w1", 1024, 1151))),
+        (15, Event::Alive),
+    ];
+    assert_eq!(world.written(), expected);
+    assert_eq!(world.follower.counts.written.load(Ordering::Relaxed), 5);
+}
+
+#[tokio::test]
+async fn what_a_full_disk_does_not_take_is_counted_and_told_in_the_log() {
+    let mut world = World::new();
+    world.gateway("gw1").await;
+    world.follower.look(SECOND);
+    world.follower.log.as_mut().unwrap().fill(true).unwrap();
+    for (second, count) in [(2, 1), (3, 2)] {
+        world.lease("w1", Some(&[(0, count)])).await;
+        world.follower.look(second * SECOND);
+    }
+    world.follower.log.as_mut().unwrap().fill(false).unwrap();
+    world.follower.look(4 * SECOND);
+    let expected =
+        [(1, Event::Started), (4, Event::Lost(2)), (4, Event::Continued), (4, Event::Held(ports("w1", 1024, 1151)))];
+    assert_eq!(world.written(), expected);
+    assert_eq!(world.follower.counts.lost.load(Ordering::Relaxed), 2);
+    world.follower.look(14 * SECOND);
+    assert_eq!(world.written().last(), Some(&(14, Event::Alive)));
+}
+
+#[tokio::test]
+async fn a_long_journal_becomes_a_segment_that_says_all_by_itself() {
+    let mut world = World::new();
+    world.lease("w1", Some(&[(0, 1)])).await;
+    world.gateway("gw1").await;
+    world.follower.look(SECOND);
+    world.follower.look(SECOND + JOURNAL_AGE);
+    let held = Event::Held(ports("w1", 1024, 1087));
+    let events: Vec<Event> = world.written().into_iter().map(|(_, event)| event).collect();
+    assert_eq!(events, [Event::Started, held.clone(), Event::Continued, held]);
+    let files = std::fs::read_dir(world.log()).unwrap();
+    let mut kinds: Vec<_> = files.map(|file| file.unwrap().path().extension().unwrap().to_owned()).collect();
+    kinds.sort();
+    assert_eq!(kinds, ["journal", "parquet"]);
+}

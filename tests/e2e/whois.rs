@@ -1,0 +1,102 @@
+//! Who it was and what would change, asked with `egressctl` while real flows live.
+
+use std::process::Command;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, bail};
+use lab::process::binary;
+use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::{Family, Lab, wait_for, wait_until};
+use serde_json::Value;
+
+use crate::support::{PATIENCE, web, web_pod};
+
+/// How long ago is asked for: clocks are taken to differ by up to two seconds, and a log is written each second.
+const AGO: Duration = Duration::from_secs(4);
+
+/// A time as people write it.
+fn ago(by: Duration) -> Result<String> {
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH)?.saturating_sub(by).as_secs();
+    let text = Command::new("date").args(["-u", "-d", &format!("@{seconds}"), "+%Y-%m-%dT%H:%M:%SZ"]).output()?.stdout;
+    Ok(String::from_utf8(text)?.trim().to_owned())
+}
+
+#[test]
+fn whois_names_the_node_from_a_gateways_log_and_the_pod_from_its_living_flow() {
+    lab::require_root!();
+    Lab::builder().workers(2).run(|lab| {
+        let (pod, server) = web_pod(lab, &[10])?;
+        let streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
+        let target = server.ips.at(Family::V4, 80);
+        let _client = TcpClients::establish(&pod.ns, target, 1, TcpOptions::default())?;
+        wait_for("the server sees the flow", PATIENCE, || Ok(!streams.source_of_flow().is_empty()))?;
+        let seen = streams.source_of_flow().values().next().context("nobody came")?.to_string();
+        let target = target.to_string();
+
+        // The gateway knows the node.
+        let ask = || lab.egressctl("gw1", &["whois", &seen, "--at", &ago(AGO)?]);
+        let certain = |answer: &Value| answer["nodeCertain"] == true;
+        let answer = wait_until("the log of gw1 is certain", PATIENCE, ask, certain)?;
+        assert_eq!(answer["nodes"][0]["node"], "worker1", "{answer}");
+        assert_eq!(answer["podCertain"], false, "{answer}");
+
+        // The node knows the pod.
+        let ask = || lab.egressctl("worker1", &["whois", &seen, "--to", &target]);
+        let certain = |answer: &Value| answer["podCertain"] == true;
+        let answer = wait_until("worker1 is certain of the pod", PATIENCE, ask, certain)?;
+        assert_eq!(answer["flows"][0]["pod"], "default/web", "{answer}");
+        assert_eq!(answer["flows"][0]["policy"], "web", "{answer}");
+        assert_eq!(answer["nodes"][0]["node"], "worker1", "{answer}");
+
+        // A port that nobody has is nobody's, and a time without a zone is asked back.
+        let free = format!("{}:80", seen.rsplit_once(':').context("no port")?.0);
+        assert_eq!(lab.egressctl("gw1", &["whois", &free])?["nodes"], Value::Array(Vec::new()));
+        let refused = lab.egressctl_text("gw1", &["whois", &seen, "--at", "2026-11-25T14:03"]).unwrap_err();
+        assert!(format!("{refused:#}").contains("in which zone"), "{refused:#}");
+        Ok(())
+    });
+}
+
+/// The exit code and what was printed.
+fn diff(lab: &Lab, file: &str, more: &[&str]) -> Result<(i32, Value)> {
+    let mut command = lab.node("worker1").ns.command(binary("egressctl")?);
+    command.args(["diff", "-o", "json", "-f", file, "--manifests"]).arg(lab.manifests().dir());
+    let output = command.args(more).arg("--bpffs").arg(lab.bpffs("worker1")).output()?;
+    let code = output.status.code().context("killed")?;
+    if code > 1 {
+        bail!("{}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok((code, serde_json::from_slice(&output.stdout)?))
+}
+
+#[test]
+fn diff_says_which_flows_would_break_before_a_change_is_applied() {
+    lab::require_root!();
+    Lab::builder().workers(1).run(|lab| {
+        let (pod, server) = web_pod(lab, &[10])?;
+        let streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
+        let clients = TcpClients::establish(&pod.ns, server.ips.at(Family::V4, 80), 3, TcpOptions::default())?;
+        let file = lab.dir().join("changed.yaml");
+        let name = file.to_string_lossy().into_owned();
+        std::fs::write(&file, web(&[10]))?;
+        let (code, view) = diff(lab, &name, &[])?;
+        assert_eq!((code, &view["items"]), (0, &Value::Array(Vec::new())), "{view}");
+
+        std::fs::write(&file, web(&[11]))?;
+        let (code, view) = diff(lab, &name, &[])?;
+        let items = view["items"].as_array().context("no items")?;
+        let breaking = items.iter().filter(|item| item["becomes"] == "breaks" && item["flow"]["remotePort"] == 80);
+        assert_eq!((code, breaking.count()), (1, 3), "{view}");
+        // Nothing was applied.
+        clients.wait_progress(10, PATIENCE)?;
+        assert!(streams.sources().keys().all(|address| *address == crate::support::egress(Family::V4, &[10])[0]));
+
+        // It was right.
+        lab.manifests().write("web", &web(&[11]))?;
+        let stalled = || Ok(clients.wait_progress(10, Duration::from_secs(2)).is_err());
+        wait_for("the connections break", PATIENCE, stalled)?;
+        std::fs::write(&file, "kind: EgressGatewayPolicy\n")?;
+        assert!(diff(lab, &name, &[]).is_err());
+        Ok(())
+    });
+}
