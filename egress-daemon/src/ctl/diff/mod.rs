@@ -122,6 +122,7 @@ fn compare(
     let model = |objects: &Objects| {
         let (mut snapshot, problems) = snapshot(objects);
         snapshot.max_egress_ips = config.max_egress_ips_per_node;
+        snapshot.drain_timeout = config.drain_timeout;
         (snapshot, problems)
     };
     let ((old, known), (new, problems)) = (model(&before), model(&after));
