@@ -15,14 +15,14 @@ use crate::{
         classify::{self, Class},
         datagram, egress,
         family::Family,
-        maps::{CONFIG, UPLINKS},
+        maps::{CONFIG, EGRESS_IPS, UPLINKS},
         stats,
     },
     transports::probe,
 };
 use egress_common::{
     config::Config,
-    egress::{EgressIp, flags},
+    egress::flags,
     tcp,
     verdict::{Counter, Verdict},
 };
@@ -58,8 +58,10 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
         // The agent's probes are sent from here; the device drops what has no tunnel key.
         return probe::send::<F>(pkt);
     }
-    if let Some((egress, e)) = egress::find(ip.src) {
-        if is_forged(pkt, &ip, e, forwarded) {
+    let sender = once::sender::<F>(pkt);
+    if sender != 0 {
+        let egress = sender as u32 - 1;
+        if is_forged(pkt, &ip, egress, forwarded) {
             return Verdict::Drop(Counter::DropForged).to_bits();
         }
         if forwarded {
@@ -78,11 +80,18 @@ pub fn selected<F: Family>(pkt: &Packet) -> u64 {
     F::load(pkt, ETH_LEN + F::SRC).is_some_and(classify::is_selected::<F>) as u64
 }
 
+/// The number of the egress IP that is the packet's source, from 1 on; 0: its source is none.
+#[inline(always)]
+pub fn sender<F: Family>(pkt: &Packet) -> u64 {
+    F::load(pkt, ETH_LEN + F::SRC).and_then(egress::find::<F>).map_or(0, |(index, _)| index as u64 + 1)
+}
+
 /// Whether a packet with an egress IP as its source is nobody's who may use it.
 #[inline(always)]
-fn is_forged<F: Family>(pkt: &Packet, ip: &Ip<F>, e: &EgressIp, forwarded: bool) -> bool {
+fn is_forged<F: Family>(pkt: &Packet, ip: &Ip<F>, egress: u32, forwarded: bool) -> bool {
+    let flags = EGRESS_IPS.get(egress).map_or(0, |e| e.flags);
     // An address of this node is its sockets' as well; that of another node may pass this one as a router.
-    let nodes = e.flags & flags::HERE != 0 || forwarded && e.flags & flags::NODE_ADDRESS != 0;
+    let nodes = flags & flags::HERE != 0 || forwarded && flags & flags::NODE_ADDRESS != 0;
     // The agent and the programs announce an egress IP, and ask for its next hop: none of it is ever routed.
     let discovery = F::VERSION == 6
         && ip.proto == proto::ICMPV6
@@ -157,5 +166,6 @@ fn unguarded<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport
 
 once! {
     selected(selected_v4, selected_v6) = selected();
+    sender(sender_v4, sender_v6) = sender();
     caught(caught_v4, caught_v6) = caught();
 }
