@@ -112,7 +112,9 @@ pub fn policies(sources: Sources<'_>) -> List<PolicyRow> {
     for told in sources.agent.iter().flat_map(|agent| &agent.policies) {
         let row = rows.entry(told.name.clone()).or_insert_with(|| elsewhere(told));
         row.ready = ready(&told.conditions);
-        let wrong = |c: &&ConditionState| (c.kind == "Ready") != (c.status == "True") && !c.message.is_empty();
+        // What is not Programmed is not Ready either, and that says why.
+        let says = |c: &&ConditionState| c.kind != "Programmed" && !c.message.is_empty();
+        let wrong = |c: &&ConditionState| says(c) && (c.kind == "Ready") != (c.status == "True");
         row.problems = told.conditions.iter().filter(wrong).map(|c| c.message.clone()).collect();
     }
     sources.list(rows.into_values().collect())

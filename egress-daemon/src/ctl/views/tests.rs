@@ -24,7 +24,9 @@ fn agent() -> AgentState {
         policies: vec![
             PolicyState {
                 name: "web".into(),
-                conditions: vec![ConditionState { kind: "Ready".into(), status: "True".into(), ..not_ready.clone() }],
+                conditions: ["Ready", "Programmed"]
+                    .map(|kind| ConditionState { kind: kind.into(), status: "True".into(), ..not_ready.clone() })
+                    .into(),
                 ..PolicyState::default()
             },
             PolicyState { name: "far".into(), conditions: vec![not_ready], ..PolicyState::default() },
@@ -92,6 +94,8 @@ fn the_agent_adds_what_only_it_knows() {
     let ready: Vec<_> = list.items.iter().map(|row| (row.name.as_str(), row.ready.as_deref())).collect();
     assert_eq!(ready, [("far", Some("False (NoGateway)")), ("pin", None), ("web", Some("True"))]);
     assert_eq!((list.items[0].endpoints, list.items[0].slots.len()), (0, 0));
+    let problems: Vec<_> = list.items.iter().map(|row| row.problems.clone()).collect();
+    assert_eq!(problems, [vec!["no node matches".to_owned()], vec![], vec![]], "what is well is no problem");
 
     let list = gateways(sources);
     let rows: Vec<_> = list.items.iter().map(|row| (row.name.as_str(), row.probe, row.rtt_micros)).collect();
