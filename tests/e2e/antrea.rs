@@ -65,8 +65,10 @@ fn an_egress_gets_an_address_of_its_pool_and_its_status_says_which_and_where() {
         let (web, both, none) = (lab.add_pod(web)?, lab.add_pod(both)?, lab.add_pod(none)?);
         start(lab)?;
         let server = lab.server("server1").clone();
-        let served =
-            wait_status(lab, "Egress", "egress-web", |status| condition(status, "IPAssigned") == Some("True"))?;
+        // Ready comes later: when the datapath has it.
+        let is_served =
+            |status: &Value| ["IPAssigned", "Ready"].iter().all(|kind| condition(status, kind) == Some("True"));
+        let served = wait_status(lab, "Egress", "egress-web", is_served)?;
         let ip: IpAddr = served["egressIP"].as_str().context("an address")?.parse()?;
         assert!((33..=46).map(|host| IpAddr::from([192, 0, 2, host])).any(|one| one == ip), "{ip}");
         assert_eq!(served["egressNode"].as_str(), owner(lab, ip).as_deref());
