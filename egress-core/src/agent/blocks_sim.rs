@@ -3,8 +3,9 @@
 use crate::{
     agent::{
         blocks::Withheld,
-        demand::{Past, Ports, Used, demand},
+        demand::demand,
         facts::{Facts, Objects},
+        ports::{Past, Ports, Used},
         view,
     },
     health::Health,

@@ -2,7 +2,7 @@
 
 use super::{sim::World, *};
 use crate::{
-    agent::{demand::Used, facts::Objects},
+    agent::{facts::Objects, ports::Used},
     model::Source,
     plan::{BlockLease, Plan},
     testing::world as cluster,

@@ -60,7 +60,7 @@ impl Carriers {
         self.advertised.clear();
         self.replying.clear();
         for (ip, e) in c.objects.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some()) {
-            let worth: Vec<(&NodeName, Worth)> = order(e).map(|name| (name, self.worth(c, *ip, e, name))).collect();
+            let worth: Vec<(&NodeName, Worth)> = e.order().map(|name| (name, self.worth(c, *ip, e, name))).collect();
             self.used.insert(*ip, use_of(outbound(&c.objects.snapshot, e), &worth));
             if announce(&c.objects.snapshot, e) == Announce::Route {
                 self.replying.insert(*ip, replying(c, *ip, e));
@@ -127,7 +127,7 @@ impl Carriers {
     /// The other carriers of what this node carries.
     pub fn peers(&self, node: &NodeName, plan: &Plan) -> BTreeSet<NodeName> {
         let carried = plan.egress_ips.iter().filter(|(ip, _)| self.carried.contains(*ip));
-        carried.flat_map(|(_, e)| order(e)).filter(|name| *name != node).cloned().collect()
+        carried.flat_map(|(_, e)| e.order()).filter(|name| *name != node).cloned().collect()
     }
 
     /// The gateways whose life matters to this node, each with an egress IP that it carries: those of the egress IPs that its pods use, and
@@ -140,7 +140,7 @@ impl Carriers {
     ) -> BTreeSet<(&'a NodeName, IpAddr)> {
         let concerns = |ip: &IpAddr| used.contains(ip) || self.forwards(*ip);
         let all = plan.egress_ips.iter().filter(|(ip, e)| e.owner.is_some() && concerns(ip));
-        let carriers = all.flat_map(|(ip, e)| order(e).map(move |name| (name, *ip)));
+        let carriers = all.flat_map(|(ip, e)| e.order().map(move |name| (name, *ip)));
         carriers.filter(|(name, _)| *name != node).collect()
     }
 
@@ -148,7 +148,7 @@ impl Carriers {
     pub fn are_replaceable(&self, node: &NodeName, plan: &Plan, probes: &BTreeMap<NodeName, ProbeState>) -> bool {
         let answered = plan.egress_ips.iter().filter(|(ip, _)| self.answers(**ip) || self.advertised().contains(*ip));
         let others =
-            |e: &EgressIpPlan| order(e).any(|name| name != node && probes.get(name) == Some(&ProbeState::Alive));
+            |e: &EgressIpPlan| e.order().any(|name| name != node && probes.get(name) == Some(&ProbeState::Alive));
         answered.map(|(_, e)| e).all(others)
     }
 
@@ -184,16 +184,10 @@ impl Carriers {
     }
 }
 
-/// The carriers of an egress IP that has an owner. What a controller of an earlier version has planned names the owner only.
-pub fn order(e: &EgressIpPlan) -> impl Iterator<Item = &NodeName> {
-    let owner = e.owner.iter().filter(|_| e.carriers.is_empty());
-    e.carriers.iter().chain(owner)
-}
-
 /// The carriers of a routed egress IP that have a route to it: those that report to carry it, and are not dead.
 fn replying(c: &Facts, ip: IpAddr, e: &EgressIpPlan) -> Vec<NodeName> {
     let reports = |name: &&NodeName| c.objects.snapshot.report(name).is_some_and(|report| report.carries.contains(&ip));
-    order(e).filter(reports).filter(|name| c.probes.get(*name) != Some(&ProbeState::Dead)).cloned().collect()
+    e.order().filter(reports).filter(|name| c.probes.get(*name) != Some(&ProbeState::Dead)).cloned().collect()
 }
 
 /// Which carriers the packets of an egress IP leave by.

@@ -1,6 +1,6 @@
 //! What an agent knows of its node. Pure.
 
-use super::{carriers, demand::Ports, view::Classes};
+use super::ports::Ports;
 use crate::{
     encode::EndpointView,
     health::ProbeState,
@@ -10,7 +10,7 @@ use crate::{
         links::{Link, LinkTable},
         reported::reported,
     },
-    plan::Plan,
+    plan::{EgressIpPlan, Plan},
 };
 use ipnet::IpNet;
 use std::{
@@ -19,6 +19,9 @@ use std::{
     sync::Arc,
     time::Duration,
 };
+
+/// The policies that select each pod of a node.
+pub type Classes = BTreeMap<EndpointId, BTreeSet<PolicyId>>;
 
 /// The objects as they were read last.
 #[derive(Clone, Debug, Default)]
@@ -108,7 +111,7 @@ impl Facts {
 
     /// Whether the plan counts on this node as a gateway, be it that it asks whether it lives.
     pub fn is_named(&self) -> bool {
-        self.objects.plan.egress_ips.values().flat_map(carriers::order).any(|name| *name == self.node)
+        self.objects.plan.egress_ips.values().flat_map(EgressIpPlan::order).any(|name| *name == self.node)
     }
 
     /// Up to which revisions all leases are in the tables after the next write. A report never falls, or a lease that was confirmed would

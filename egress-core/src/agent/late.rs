@@ -4,7 +4,7 @@
 //! must not hold them for ever: after a while nothing is held for it, and it is told. When it does go on, its interface
 //! appears: then unknown sources are held until it is known whose that is.
 
-use super::{facts::Facts, view::Classes};
+use super::facts::{Classes, Facts};
 use crate::model::{EndpointId, PolicyId, Trouble, TroubleKind};
 use std::{
     collections::{BTreeMap, BTreeSet},

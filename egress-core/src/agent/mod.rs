@@ -12,6 +12,7 @@ pub mod history;
 pub mod kept;
 pub mod late;
 pub mod machine;
+pub mod ports;
 pub mod programmed;
 pub mod pulse;
 pub mod reach;

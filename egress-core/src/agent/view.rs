@@ -4,7 +4,7 @@ use super::{
     blocks::{self, Withheld},
     carriers::{self, Carriers},
     effective::Effective,
-    facts::{Facts, Objects},
+    facts::{Classes, Facts, Objects},
     history::Histories,
     transports,
 };
@@ -39,9 +39,6 @@ pub struct Decided {
     /// Until when pods may send on connections from before a policy selected them.
     pub histories: Histories,
 }
-
-/// The policies that select each pod of a node.
-pub type Classes = BTreeMap<EndpointId, BTreeSet<PolicyId>>;
 
 /// The policies that select each pod of a node that has an object.
 pub fn classes_of(snapshot: &Snapshot, node: &NodeName) -> Classes {

@@ -77,6 +77,14 @@ pub struct EgressIpPlan {
     pub draining: bool,
 }
 
+impl EgressIpPlan {
+    /// Its carriers, if it has an owner. What a controller of an earlier version has planned names the owner only.
+    pub fn order(&self) -> impl Iterator<Item = &NodeName> {
+        let owner = self.owner.iter().filter(|_| self.carriers.is_empty());
+        self.carriers.iter().chain(owner)
+    }
+}
+
 /// The egress IPs of an endpoint under a `PerEndpoint` policy, one a family.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Assigned {

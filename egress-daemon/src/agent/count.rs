@@ -7,8 +7,8 @@ use egress_common::{
     net,
 };
 use egress_core::agent::{
-    demand::{Growth, Ports, Used},
     machine::Counted,
+    ports::{Growth, Ports, Used},
 };
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::Duration};
 

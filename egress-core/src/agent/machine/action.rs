@@ -2,9 +2,9 @@
 
 use crate::{
     agent::{
-        demand::{Growth, Ports},
         gateways::Request,
         kept,
+        ports::{Growth, Ports},
     },
     encode::{EndpointView, NodeView, name_text, tables::Tables},
     health::ProbeTimes,

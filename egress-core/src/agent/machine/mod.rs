@@ -15,12 +15,13 @@ pub use action::{Action, Counted, Left, Settings, ShaperEnds};
 
 use super::{
     carriers::Carriers,
-    demand::{self, Past},
+    demand,
     effective::Effective,
     facts::{Facts, Known, Objects},
     gateways::{Answered, Gateways},
     history::Histories,
     late::Late,
+    ports::Past,
     programmed::Programmed,
     pulse::Pulse,
     reach::{LeaseWord, Reach},

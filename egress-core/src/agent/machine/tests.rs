@@ -3,8 +3,8 @@
 use super::*;
 use crate::{
     agent::{
-        demand::Ports,
         gateways::Request,
+        ports::Ports,
         view_tests::{OWNED, World, carried_by, ip},
     },
     encode::{NodeView, fit::Refused},

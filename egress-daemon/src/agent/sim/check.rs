@@ -7,7 +7,6 @@ use super::{
 };
 use egress_common::port_block;
 use egress_core::{
-    agent::carriers::order,
     model::NodeName,
     plan::{EgressIpPlan, Plan},
 };
@@ -162,11 +161,11 @@ impl Checks {
         let (health, machine) = (self.health.get(&n)?, &cluster.machines[n]);
         let read = machine.agent.as_ref()?.world.plan.egress_ips.get(&ip)?;
         let since = health.well + WELL;
-        (!health.lost && cluster.now >= since && order(read).any(|name| *name == machine.name)).then_some(since)
+        (!health.lost && cluster.now >= since && read.order().any(|name| *name == machine.name)).then_some(since)
     }
 
     fn check_hole(&mut self, c: &Cluster, ip: IpAddr, e: &EgressIpPlan, answering: &[usize]) -> Result<(), String> {
-        let able = order(e).filter_map(|name| c.index(name)).filter_map(|n| Some((n, self.able_since(c, n, ip)?)));
+        let able = e.order().filter_map(|name| c.index(name)).filter_map(|n| Some((n, self.able_since(c, n, ip)?)));
         let able: Vec<(usize, Duration)> = able.collect();
         let (true, Some(possible)) = (answering.is_empty(), able.iter().map(|(_, since)| *since).min()) else {
             self.holes.remove(&ip);
@@ -265,7 +264,7 @@ fn is_touched(c: &Cluster, n: usize) -> bool {
     let name = &c.machines[n].name;
     let plan = |m: usize| c.machines[m].agent.as_ref().map(|agent| &agent.world.plan);
     let carries = |plan: &Plan, with: &NodeName| {
-        plan.egress_ips.values().any(|e| order(e).any(|of| of == name) && order(e).any(|of| of == with))
+        plan.egress_ips.values().any(|e| e.order().any(|of| of == name) && e.order().any(|of| of == with))
     };
     let others = c.machines.iter().enumerate().filter(|(m, machine)| *m != n && machine.powered);
     others.filter(|(m, _)| c.is_linked(n, *m) && c.is_linked(*m, n)).any(|(m, machine)| {
@@ -281,9 +280,9 @@ fn waits(c: &Cluster, n: usize, ip: IpAddr) -> bool {
     let Some(read) = c.machines[n].agent.as_ref().and_then(|agent| agent.world.plan.egress_ips.get(&ip)) else {
         return false;
     };
-    let before = order(read).take_while(|name| **name != c.machines[n].name).filter_map(|name| c.index(name));
+    let before = read.order().take_while(|name| **name != c.machines[n].name).filter_map(|name| c.index(name));
     before.filter(|m| c.is_linked(n, *m) && c.is_linked(*m, n)).any(|m| {
-        let knows = |agent: &Agent| agent.world.plan.egress_ips.get(&ip).is_some_and(|e| order(e).eq(order(read)));
+        let knows = |agent: &Agent| agent.world.plan.egress_ips.get(&ip).is_some_and(|e| e.order().eq(read.order()));
         let says = c.now < c.machines[m].kernel.able_until;
         says && !(runs(c, m) && c.machines[m].agent.as_ref().is_some_and(knows))
     })

@@ -11,10 +11,10 @@ use crate::{api::EgressNode, store::lease::gateway_lease};
 use egress_common::config;
 use egress_core::{
     agent::{
-        demand::{Ports, Used},
         facts::Facts,
         gateways::Answered,
         machine::{Action, Counted, Left, Machine, Settings},
+        ports::{Ports, Used},
     },
     encode::{EgressView, NodeView, fit::Refused},
     health::ProbeTimes,

@@ -2,7 +2,7 @@
 
 use super::cluster::Cluster;
 use egress_common::port_block;
-use egress_core::agent::demand::Used;
+use egress_core::agent::ports::Used;
 
 /// Pods of a node end connections and begin others, each with a port of a block that is usable.
 pub fn change(cluster: &mut Cluster, n: usize) {
