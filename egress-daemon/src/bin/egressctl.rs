@@ -8,6 +8,7 @@ use egress_daemon::{
         self, DEFAULT_BPFFS, Output,
         diff::{DiffOptions, default_kubeconfig, diff},
         explain::{Question, Target},
+        print::{has_seen_enough, print, show},
         views::{By, FlowFilter},
         whois::{self, Moment, WhoisOptions},
     },
@@ -184,7 +185,7 @@ const UNKNOWN: u8 = 2;
 
 fn main() -> ExitCode {
     if plugin::is_asked(std::env::args_os().next()) {
-        return plugin::run(is_understood).unwrap_or_else(|error| {
+        return plugin::run(understand).unwrap_or_else(|error| {
             eprintln!("kubectl spillway: {}", ctl::message(&error));
             ExitCode::FAILURE
         });
@@ -200,14 +201,20 @@ fn main() -> ExitCode {
     }
 }
 
-/// Refuses what no node's egressctl understands, and prints the help where that is asked for.
-fn is_understood(words: &[OsString]) -> Result<()> {
-    match Cli::try_parse_from([&["egressctl".into()], words].concat()) {
-        Ok(Cli { command: Command::Diff(_), .. }) => bail!("diff looks at the whole cluster: run egressctl diff"),
-        Ok(_) => Ok(()),
+/// How a command is understood that is for nodes' egressctl. Prints the help where that is asked for.
+fn understand(words: &[OsString]) -> Result<plugin::Understood> {
+    let cli = match Cli::try_parse_from([&["egressctl".into()], words].concat()) {
+        Ok(cli) => cli,
         Err(error) if error.use_stderr() => bail!("{error}"),
         Err(help) => help.exit(),
-    }
+    };
+    let pod = match cli.command {
+        Command::Diff(_) => bail!("diff looks at the whole cluster: run egressctl diff"),
+        Command::Flows(FlowArgs { pod, .. }) => pod,
+        Command::Explain(ExplainArgs { pod, .. }) => Some(pod),
+        _ => None,
+    };
+    Ok(plugin::Understood { pod, output: cli.output })
 }
 
 fn run(cli: Cli) -> Result<ExitCode> {
@@ -225,7 +232,7 @@ fn differences(args: DiffArgs, bpffs: PathBuf, output: Output) -> Result<ExitCod
     for remark in remarks {
         eprintln!("egressctl: {remark}");
     }
-    show(ctl::print::print(&view, output)?.as_bytes())?;
+    show(&print(&view, output)?)?;
     Ok(if view.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -251,20 +258,20 @@ fn look(cli: Cli) -> Result<()> {
         Command::Whois(args) => {
             let WhoisArgs { seen, at, to, log } = args;
             let view = whois::ask(&WhoisOptions { seen, at, to, log, bpffs: place.bpffs })?;
-            return show(ctl::print::print(&view, cli.output)?.as_bytes());
+            return Ok(show(&print(&view, cli.output)?)?);
         }
         Command::Diff(_) => return Ok(()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "egressctl", &mut script);
-            return show(&script);
+            return Ok(show(&String::from_utf8(script)?)?);
         }
     };
     let answer = ctl::run(&command, &place, cli.output)?;
     for remark in answer.remarks {
         eprintln!("egressctl: {remark}");
     }
-    show(answer.text.as_bytes())
+    Ok(show(&answer.text)?)
 }
 
 fn top(args: TopArgs, place: &ctl::Place, output: Output) -> Result<()> {
@@ -283,18 +290,6 @@ fn top(args: TopArgs, place: &ctl::Place, output: Output) -> Result<()> {
     }
 }
 
-/// Whether this is because the reader has seen enough (`egressctl flows | head`).
-fn has_seen_enough(error: &io::Error) -> bool {
-    error.kind() == io::ErrorKind::BrokenPipe
-}
-
-fn show(text: &[u8]) -> Result<()> {
-    match io::stdout().write_all(text) {
-        Err(error) if has_seen_enough(&error) => Ok(()),
-        other => Ok(other?),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -302,6 +297,17 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_pod_and_the_format_of_a_command_for_nodes_are_found() {
+        let of = |line: &str| understand(&line.split(' ').map(OsString::from).collect::<Vec<_>>()).unwrap();
+        assert_eq!(of("flows --limit 5 --pod a/b").pod.as_deref(), Some("a/b"));
+        assert_eq!(of("flows --pod=a/b").pod.as_deref(), Some("a/b"));
+        assert_eq!(of("explain --pod a/b --to 203.0.113.7:443/tcp").pod.as_deref(), Some("a/b"));
+        assert_eq!(of("flows --to 203.0.113.7").pod, None);
+        assert!(of("flows -o json").output == Output::Json && of("flows --output=yaml").output == Output::Yaml);
+        assert!(of("flows -ojson").output == Output::Json && of("flows").output == Output::Table);
     }
 
     #[test]

@@ -3,7 +3,10 @@
 use clap::ValueEnum;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::{
+    collections::BTreeMap,
+    io::{self, Write as _},
+};
 
 /// Tables are no wider than this where the terminal does not say otherwise.
 const WIDTH: u16 = 100;
@@ -43,6 +46,19 @@ pub fn print<V: View>(view: &V, output: Output) -> Result<String, PrintError> {
             serde_saphyr::to_string(&value).map_err(|e| error(&e))?
         }
     })
+}
+
+/// Whether a write failed because the reader has seen enough (`egressctl flows | head`).
+pub fn has_seen_enough(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::BrokenPipe
+}
+
+/// Writes to standard output, as far as the reader wants it.
+pub fn show(text: &str) -> io::Result<()> {
+    match io::stdout().write_all(text.as_bytes()) {
+        Err(error) if has_seen_enough(&error) => Ok(()),
+        other => other,
+    }
 }
 
 /// One line of a table.

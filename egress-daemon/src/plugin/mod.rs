@@ -7,7 +7,7 @@ mod kubectl;
 mod status;
 mod sysdump;
 
-use crate::ctl::print::{Output, print};
+use crate::ctl::print::{Output, print, show};
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use kubectl::{Kubectl, KubectlError, Pod, SELECTOR};
@@ -15,7 +15,6 @@ use serde_json::Value;
 use status::Status;
 use std::{
     ffi::OsString,
-    io::{self, Write as _},
     path::{Path, PathBuf},
     process::ExitCode,
     thread,
@@ -94,8 +93,17 @@ pub fn is_asked(program: Option<OsString>) -> bool {
     program.is_some_and(|program| Path::new(&program).file_stem().is_some_and(|name| name == NAME))
 }
 
-/// Runs the plugin with the process's arguments. `check` says whether egressctl understands a command, and prints why not.
-pub fn run(check: impl Fn(&[OsString]) -> Result<()>) -> Result<ExitCode> {
+/// What `egressctl` understands by a command.
+#[derive(Clone, Debug)]
+pub struct Understood {
+    /// The pod that it is about.
+    pub pod: Option<String>,
+    /// How its result is printed.
+    pub output: Output,
+}
+
+/// Runs the plugin with the process's arguments. `understand` is `egressctl`'s own view of a command; an error where it has none.
+pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<ExitCode> {
     let Cli { command, context, kubeconfig, namespace, node } = Cli::parse();
     let kubectl = Kubectl { context, kubeconfig, namespace };
     match command {
@@ -106,8 +114,8 @@ pub fn run(check: impl Fn(&[OsString]) -> Result<()>) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::OnNodes(words) => {
-            check(&words)?;
-            on_nodes(&kubectl, node, &words)
+            let understood = understand(&words)?;
+            on_nodes(&kubectl, node, understood, &words)
         }
     }
 }
@@ -126,8 +134,13 @@ fn status(kubectl: &Kubectl, args: &StatusArgs) -> Result<ExitCode> {
 }
 
 /// Asks the nodes, and prints what each says. The exit code is 1 if one did not answer.
-fn on_nodes(kubectl: &Kubectl, node: Option<String>, words: &[OsString]) -> Result<ExitCode> {
-    let node = match (node, pod_of(words)) {
+fn on_nodes(
+    kubectl: &Kubectl,
+    node: Option<String>,
+    Understood { pod, output }: Understood,
+    words: &[OsString],
+) -> Result<ExitCode> {
+    let node = match (node, pod) {
         (None, Some(pod)) => {
             let node = kubectl.node_of(&pod)?;
             Some(node.with_context(|| format!("there is no pod {pod} with a node: name the node with --node"))?)
@@ -159,7 +172,7 @@ fn on_nodes(kubectl: &Kubectl, node: Option<String>, words: &[OsString]) -> Resu
     }
     let told: Vec<(String, String)> =
         answers.into_iter().filter_map(|(answer, node)| Some((node, answer.ok()?))).collect();
-    show(&together(format(words), &told)?)?;
+    show(&together(output, &told)?)?;
     Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -169,39 +182,10 @@ fn egressctl_on(kubectl: &Kubectl, pod: &Pod, words: &[OsString]) -> Result<Stri
     kubectl.text(&[&exec, words].concat())
 }
 
-/// The value of an option in a command line, `--pod X` or `--pod=X`.
-fn option(words: &[OsString], names: &[&str]) -> Option<String> {
-    let mut words = words.iter().map(|word| word.to_string_lossy());
-    while let Some(word) = words.next() {
-        if names.contains(&&*word) {
-            return words.next().map(|value| value.into_owned());
-        }
-        let value = |name: &&str| word.strip_prefix(*name)?.strip_prefix('=').map(str::to_owned);
-        if let Some(value) = names.iter().find_map(value) {
-            return Some(value);
-        }
-    }
-    None
-}
-
-/// The pod that a command is about.
-fn pod_of(words: &[OsString]) -> Option<String> {
-    option(words, &["--pod"])
-}
-
-/// How a command's results are to be printed.
-fn format(words: &[OsString]) -> Output {
-    match option(words, &["-o", "--output"]).as_deref() {
-        Some("json") => Output::Json,
-        Some("yaml") => Output::Yaml,
-        _ => Output::Table,
-    }
-}
-
 /// The answers of nodes as one: tables below the nodes' names, one JSON array, or one YAML document for each.
-fn together(format: Output, answers: &[(String, String)]) -> Result<String> {
+fn together(output: Output, answers: &[(String, String)]) -> Result<String> {
     let gap = |n: usize| if n == 0 { "" } else { "\n" };
-    Ok(match format {
+    Ok(match output {
         Output::Table => {
             answers.iter().enumerate().map(|(n, (node, text))| format!("{}Node {node}\n{text}", gap(n))).collect()
         }
@@ -211,13 +195,6 @@ fn together(format: Output, answers: &[(String, String)]) -> Result<String> {
             serde_json::to_string_pretty(&all.collect::<Result<Vec<Value>, _>>()?)? + "\n"
         }
     })
-}
-
-fn show(text: &str) -> Result<()> {
-    match io::stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        other => Ok(other?),
-    }
 }
 
 #[cfg(test)]
@@ -246,17 +223,6 @@ mod tests {
         {
             assert_eq!(is_asked(Some(program.into())), plugin, "{program}");
         }
-    }
-
-    #[test]
-    fn the_pod_and_the_format_are_found_in_both_spellings() {
-        assert_eq!(pod_of(&words("flows --limit 5 --pod a/b")).as_deref(), Some("a/b"));
-        assert_eq!(pod_of(&words("flows --pod=a/b")).as_deref(), Some("a/b"));
-        assert_eq!(pod_of(&words("flows --to 203.0.113.7")), None);
-        assert!(
-            format(&words("flows -o json")) == Output::Json && format(&words("flows --output=yaml")) == Output::Yaml
-        );
-        assert_eq!(format(&words("flows")), Output::Table);
     }
 
     #[test]
