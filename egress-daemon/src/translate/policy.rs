@@ -20,34 +20,42 @@ const CIDR: &str = "write a network such as 203.0.113.0/24 or 2001:db8::/32";
 /// What to write for an address.
 pub(super) const ADDRESS: &str = "write an address such as 192.0.2.10 or 2001:db8::10";
 
+/// The policy that an object of either kind says: both have fields of these names. Selectors and source differ.
+macro_rules! policy {
+    ($reader:ident, $object:ident, $kind:expr, $selectors:expr, $source:expr) => {{
+        let (metadata, spec) = (&$object.metadata, &$object.spec);
+        Policy {
+            id: PolicyId::new($kind, &$reader.name),
+            uid: metadata.uid.clone().unwrap_or_default(),
+            generation: metadata.generation.unwrap_or(0),
+            created: metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
+            selectors: $selectors,
+            destinations: nets(&mut $reader, &spec.destination_cidrs, "spec.destinationCIDRs"),
+            excluded: nets(&mut $reader, &spec.excluded_cidrs, "spec.excludedCIDRs"),
+            source: $source,
+            distribution: spec.distribution.into(),
+            zone: spec.zone.mode.into(),
+            prefer_local_node: spec.zone.prefer_local_node,
+            on_no_gateway: spec.on_no_gateway.into(),
+            existing: spec.existing_connections.into(),
+            bandwidth: spec.bandwidth.as_ref().and_then(|limit| bandwidth(&mut $reader, limit)),
+        }
+    }};
+}
+
 /// The policy that an object says, or all that is wrong with it.
 pub fn policy(object: &api::EgressGatewayPolicy) -> Result<Policy, Vec<Problem>> {
     let mut reader = Reader::new(KIND, &object.metadata);
-    let (metadata, spec) = (&object.metadata, &object.spec);
-    let policy = Policy {
-        id: PolicyId::new(PolicyKind::Native, &reader.name),
-        uid: metadata.uid.clone().unwrap_or_default(),
-        generation: metadata.generation.unwrap_or(0),
-        created: metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
-        selectors: selectors(&mut reader, spec),
-        destinations: nets(&mut reader, &spec.destination_cidrs, "spec.destinationCIDRs"),
-        excluded: nets(&mut reader, &spec.excluded_cidrs, "spec.excludedCIDRs"),
-        source: source(&mut reader, spec),
-        distribution: spec.distribution.into(),
-        zone: spec.zone.mode.into(),
-        prefer_local_node: spec.zone.prefer_local_node,
-        on_no_gateway: spec.on_no_gateway.into(),
-        existing: spec.existing_connections.into(),
-        bandwidth: spec.bandwidth.as_ref().and_then(|limit| bandwidth(&mut reader, limit)),
-    };
+    let spec = &object.spec;
+    let policy = policy!(reader, object, PolicyKind::Native, selectors(&mut reader, spec), source(&mut reader, spec));
     reader.finish(policy)
 }
 
 /// The policy that an object of a namespace says, or all that is wrong with it. It selects pods of its own namespace only.
 pub fn namespaced(object: &api::EgressPolicy) -> Result<Policy, Vec<Problem>> {
     let mut reader = Reader::new(NAMESPACED, &object.metadata);
-    let (metadata, spec) = (&object.metadata, &object.spec);
-    let own = Selector::label(NAMESPACE_NAME, metadata.namespace.as_deref().unwrap_or_default());
+    let spec = &object.spec;
+    let own = Selector::label(NAMESPACE_NAME, object.metadata.namespace.as_deref().unwrap_or_default());
     if spec.selectors.is_empty() {
         let remedy = "write at least one, such as {podSelector: {}} for every pod of the namespace";
         reader.problem("spec.selectors", "it is empty", remedy);
@@ -62,22 +70,8 @@ pub fn namespaced(object: &api::EgressPolicy) -> Result<Policy, Vec<Problem>> {
     }
     let pools = spec.egress_ip_pools.iter().enumerate();
     let pools = pools.map(|(at, pool)| (format!("spec.egressIPPools[{at}]"), pool)).collect();
-    let policy = Policy {
-        id: PolicyId::new(PolicyKind::Namespaced, &reader.name),
-        uid: metadata.uid.clone().unwrap_or_default(),
-        generation: metadata.generation.unwrap_or(0),
-        created: metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
-        selectors,
-        destinations: nets(&mut reader, &spec.destination_cidrs, "spec.destinationCIDRs"),
-        excluded: nets(&mut reader, &spec.excluded_cidrs, "spec.excludedCIDRs"),
-        source: Source::Pools(pool_requests(&mut reader, pools)),
-        distribution: spec.distribution.into(),
-        zone: spec.zone.mode.into(),
-        prefer_local_node: spec.zone.prefer_local_node,
-        on_no_gateway: spec.on_no_gateway.into(),
-        existing: spec.existing_connections.into(),
-        bandwidth: spec.bandwidth.as_ref().and_then(|limit| bandwidth(&mut reader, limit)),
-    };
+    let kind = PolicyKind::Namespaced;
+    let policy = policy!(reader, object, kind, selectors, Source::Pools(pool_requests(&mut reader, pools)));
     reader.finish(policy)
 }
 
