@@ -88,8 +88,8 @@ pub enum How {
 #[derive(Clone, Copy, Debug)]
 struct Flow {
     reply: Reply,
-    /// The tables under which its egress IP was chosen.
-    chosen: u32,
+    /// The tables under which its egress IP was chosen, if anybody has followed that.
+    chosen: Option<u32>,
     /// The tables under which it sent last.
     tables: u32,
     /// TCP flags that either side has sent since it opened.
@@ -204,10 +204,8 @@ impl Nat {
     pub fn resume(&mut self, tuple: Tuple, reply: Option<Reply>) {
         self.lost(&tuple);
         if let Some(reply) = reply {
-            self.flows.insert(
-                tuple,
-                Flow { reply, tables: self.tables, chosen: self.tables, out: 0, back: 0, certain: false },
-            );
+            self.flows
+                .insert(tuple, Flow { reply, tables: self.tables, chosen: None, out: 0, back: 0, certain: false });
         }
     }
 
@@ -230,7 +228,7 @@ impl Nat {
     fn keeps(&self, flow: &Flow, opening: bool) -> bool {
         let same = flow.tables == self.tables;
         // After a closed connection, what was added to the policy since its egress IP was chosen gets its part.
-        let free = opening && flow.is_closed() && flow.chosen != self.tables;
+        let free = opening && flow.is_closed() && flow.chosen != Some(self.tables);
         flow.certain && !free && (same || !opening && self.slots.contains(&flow.reply.egress))
     }
 
@@ -315,9 +313,10 @@ impl Nat {
     }
 
     fn sent(&mut self, tuple: Tuple, flags: u8, opening: bool, reply: Reply, asked: bool) {
-        let before = self.flows.get(&tuple).filter(|flow| flow.certain && flow.reply == reply).copied();
-        let mut flow =
-            before.unwrap_or(Flow { reply, tables: self.tables, chosen: self.tables, out: 0, back: 0, certain: true });
+        let same = self.flows.get(&tuple).filter(|flow| flow.reply == reply).copied();
+        let chosen = same.map_or(Some(self.tables), |flow| flow.chosen);
+        let new = Flow { reply, tables: self.tables, chosen, out: 0, back: 0, certain: true };
+        let mut flow = same.filter(|flow| flow.certain).unwrap_or(new);
         if opening {
             (flow.out, flow.back) = (0, 0);
         }
