@@ -1,5 +1,6 @@
 //! Frames as bytes, and an oracle that sums them anew.
 
+use egress_common::abi::TUNNEL_PORT;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 /// That of the interface that frames of a test run come in by, `lo`.
@@ -204,4 +205,18 @@ pub fn untranslated(f: &[u8]) -> Vec<u8> {
         _ => f[r.l4 + 4..r.l4 + 6].fill(0),
     }
     f
+}
+
+/// The frame with the checksum of its first IPv4 header made anew.
+pub fn with_header_checksum(mut frame: Vec<u8>) -> Vec<u8> {
+    frame[24..26].fill(0);
+    let sum = sum(&[&frame[14..34]]);
+    frame[24..26].copy_from_slice(&(!sum).to_be_bytes());
+    frame
+}
+
+/// A frame in outer headers as a tunnel device writes them.
+pub fn wrapped(from: &str, to: &str, vni: u32, inner: &[u8]) -> Vec<u8> {
+    let vxlan = [&[8, 0, 0, 0][..], &(vni << 8).to_be_bytes(), inner].concat();
+    ip(from.parse().unwrap(), to.parse().unwrap(), UDP, &[], &udp(0xc123, TUNNEL_PORT, &vxlan))
 }

@@ -1,7 +1,9 @@
 //! The program for drivers: what it sends on is what the programs at TC would send on, and everything else goes on to them as it came.
 
 use super::{
-    frames::{HOST_MAC, ICMP, TCP, UDP, assert_right, fragment, icmp, ip, read, seal, tcp, udp},
+    frames::{
+        HOST_MAC, ICMP, TCP, UDP, assert_right, fragment, icmp, ip, read, seal, tcp, udp, with_header_checksum, wrapped,
+    },
     rig::*,
     scenes,
 };
@@ -15,16 +17,13 @@ use crate::{
 };
 use aya::maps::{Array, MapData};
 use egress_common::{
-    abi::{INNER_DST_MAC, INNER_SRC_MAC, TUNNEL_PORT, VNI_FORWARD, VNI_REPLY},
+    abi::{INNER_DST_MAC, INNER_SRC_MAC, VNI_FORWARD, VNI_REPLY},
     config::flags,
-    net, port_block, transport,
+    port_block, transport,
     verdict::Counter,
 };
 use egress_core::{
-    encode::{
-        EgressView, NodeView,
-        transport::{Path, TransportView},
-    },
+    encode::{EgressView, NodeView},
     model::Bandwidth,
     network::MacAddress,
 };
@@ -40,36 +39,16 @@ const PASS: u32 = 2;
 const SENT: u32 = 4;
 /// The loopback device, at which a test run's frames come in.
 const LOOPBACK: u32 = 1;
-const THEIR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 3];
 /// The next hops: out of the gateway, and on the underlay.
 const ROUTER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
 const HOP_MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
-/// This node's address on the underlay and the other node's, in each family.
-const UNDERLAYS: [[&str; 2]; 2] = [["10.0.0.1", "10.0.0.3"], ["fd88::1", "fd88::3"]];
-
 /// A gateway whose underlay is the loopback device, and whose uplink is `uplink`. A block of its egress IPs is `n1`'s, which wants its replies
 /// by `transport`.
-fn gateway([ours, theirs]: [&str; 2], uplink: u32, underlay: u32, transport: u32) -> NodeView {
-    let mut view = scene();
-    let config = view.config.as_mut().unwrap();
-    config.tunnel_port = TUNNEL_PORT.into();
-    match addr(ours) {
-        IpAddr::V4(a) => config.own_v4 = net::v4(a),
-        IpAddr::V6(a) => config.own_v6 = net::v6(a),
-    }
-    let path =
-        Path { ifindex: underlay, mtu: 1500, hop: addr(theirs), source: addr(ours), macs: Some([THEIR_MAC, HOST_MAC]) };
-    view.nodes = [(scenes::node(0), vec![addr(ours)]), (scenes::node(1), vec![addr(theirs)])].into();
-    let may = transport::bit(transport);
-    view.transports.insert(scenes::node(1), TransportView { forward: transport, may, why: None, path: Some(path) });
+fn gateway(ends: [&str; 2], uplink: u32, underlay: u32, transport: u32) -> NodeView {
+    let mut view = scene_between(ends, underlay, HOST_MAC, transport);
     view.macs.insert(THEIR_MAC, scenes::node(1));
     view.uplinks = [(LOOPBACK, HOST_MAC), (uplink, [2, 0, 0, 0, 0, 0x44])].into();
-    for egress in view.egress_ips.values_mut() {
-        egress.gateway = Some(scenes::node(0));
-        egress.forwards = true;
-        egress.interface = Some(uplink);
-        egress.leases.insert(OTHER_BLOCK, scenes::node(1));
-    }
+    carry(&mut view, uplink);
     view
 }
 
@@ -81,12 +60,6 @@ fn families() -> [(IpAddr, IpAddr); 2] {
 fn from_node(mut frame: Vec<u8>) -> Vec<u8> {
     frame[..12].copy_from_slice(&[HOST_MAC, THEIR_MAC].concat());
     frame
-}
-
-/// A frame in outer headers, as the other node writes them.
-fn wrapped([ours, theirs]: [&str; 2], vni: u32, inner: &[u8]) -> Vec<u8> {
-    let vxlan = [&[8, 0, 0, 0][..], &(vni << 8).to_be_bytes(), inner].concat();
-    ip(addr(theirs), addr(ours), UDP, &[], &udp(0xc123, TUNNEL_PORT, &vxlan))
 }
 
 /// The interfaces of a gateway: index of the uplink, and of the underlay that replies leave by. Both know their next hop.
@@ -176,7 +149,7 @@ fn translated_packets_leave_with_the_next_hops_address_and_nothing_else_changes(
                 for (proto, body) in [(TCP, tcp(port, 443, 2, &[])), (UDP, udp(port, 53, b"question"))] {
                     let inner = seal(ip(egress, server, proto, &[], &body));
                     let before = rig.count(Counter::Forwarded);
-                    for frame in [from_node(inner.clone()), wrapped(ends, VNI_FORWARD, &inner)] {
+                    for frame in [from_node(inner.clone()), wrapped(ends[1], ends[0], VNI_FORWARD, &inner)] {
                         let out = rig.sent(BOTH_WAYS, &frame);
                         assert_eq!((&out[..6], &out[12..]), (&ROUTER_MAC[..], &inner[12..]));
                         assert_right(&out);
@@ -247,7 +220,7 @@ fn what_is_not_the_common_case_goes_on_unchanged_and_counted() {
         let (server, egress) = families()[0];
         let out = |port: u16| from_node(seal(ip(egress, server, UDP, &[], &udp(port, 53, &[7; 600]))));
         let back = |port: u16| seal(ip(server, egress, UDP, &[], &udp(53, port, &[7; 600])));
-        let tunnelled = |port: u16| wrapped(ends, VNI_FORWARD, &out(port));
+        let tunnelled = |port: u16| wrapped(ends[1], ends[0], VNI_FORWARD, &out(port));
         // Nothing may be sent by the driver yet.
         for frame in [out(port), back(port), tunnelled(port)] {
             rig.left("no device", &frame, Some(Counter::XdpDevice));
@@ -264,7 +237,7 @@ fn what_is_not_the_common_case_goes_on_unchanged_and_counted() {
         elsewhere[..6].copy_from_slice(&[2, 0, 0, 0, 0, 0x77]);
         let mut stranger_in = tunnelled(port);
         stranger_in[29] = 9;
-        let stranger_in = reseal(stranger_in);
+        let stranger_in = with_header_checksum(stranger_in);
         let refused = Some(Counter::XdpRefused);
         for (what, frame, why) in [
             ("a port that is another node's", out(port + 64), refused),
@@ -290,7 +263,7 @@ fn what_is_not_the_common_case_goes_on_unchanged_and_counted() {
                 Some(Counter::XdpUnusual),
             ),
             ("less than it says", out(port)[..500].to_vec(), Some(Counter::XdpUnusual)),
-            ("another network identifier", wrapped(ends, VNI_REPLY, &out(port)), None),
+            ("another network identifier", wrapped(ends[1], ends[0], VNI_REPLY, &out(port)), None),
             ("nothing of ours", from_node(seal(ip(addr(POD4), server, UDP, &[], &udp(port, 53, b"?")))), None),
         ] {
             rig.left(what, &frame, why);
@@ -323,15 +296,6 @@ fn what_is_not_the_common_case_goes_on_unchanged_and_counted() {
     });
 }
 
-/// The frame with its outer IPv4 header's checksum made anew.
-fn reseal(mut frame: Vec<u8>) -> Vec<u8> {
-    frame[24..26].fill(0);
-    let sum: u32 = frame[14..34].chunks(2).map(|w| u32::from(w[0]) << 8 | u32::from(w[1])).sum();
-    let sum = (sum & 0xffff) + (sum >> 16);
-    frame[24..26].copy_from_slice(&(!(sum as u16 + (sum >> 16) as u16)).to_be_bytes());
-    frame
-}
-
 /// Each bit of the headers of each usual frame turned: whatever is sent on then would be sent on at TC as well, and as the same bytes.
 #[test]
 fn nothing_is_sent_on_that_the_programs_behind_would_not_send_on() {
@@ -347,7 +311,7 @@ fn nothing_is_sent_on_that_the_programs_behind_would_not_send_on() {
             for (server, egress) in families() {
                 let out = from_node(seal(ip(egress, server, UDP, &[], &udp(port, 53, b"question"))));
                 let back = seal(ip(server, egress, UDP, &[], &udp(53, port, b"answer")));
-                let tunnelled = wrapped(ends, VNI_FORWARD, &out);
+                let tunnelled = wrapped(ends[1], ends[0], VNI_FORWARD, &out);
                 for (native, program, frame) in [
                     (BOTH_WAYS, "underlay_ingress", out),
                     (BOTH_WAYS, "underlay_ingress", back.clone()),

@@ -8,8 +8,15 @@ use crate::datapath::{
     write::Writer,
 };
 use aya::programs::{TestRun as _, TestRunOptions};
-use egress_common::{abi::TICK_SHIFT, verdict::Counter};
-use egress_core::encode::{EgressView, Encoder, EndpointView, NodeView, PolicyView, SlotView};
+use egress_common::{
+    abi::{TICK_SHIFT, TUNNEL_PORT},
+    net,
+    verdict::Counter,
+};
+use egress_core::encode::{
+    EgressView, Encoder, EndpointView, NodeView, PolicyView, SlotView,
+    transport::{Path, TransportView},
+};
 use nix::{
     sched::{CpuSet, sched_getaffinity, sched_setaffinity},
     unistd::Pid,
@@ -29,6 +36,11 @@ pub const REMOTE_PODS6: &str = "fd00:2::/64";
 /// Blocks of both egress IPs that are this node's, and one that is another node's.
 pub const OWN_BLOCKS: [u16; 2] = [3, 900];
 pub const OTHER_BLOCK: u16 = 5;
+
+/// This node's address on the underlay and the other node's, in each family.
+pub const UNDERLAYS: [[&str; 2]; 2] = [["10.0.0.1", "10.0.0.3"], ["fd88::1", "fd88::3"]];
+/// The other node's MAC address.
+pub const THEIR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 3];
 
 /// Words of `struct __sk_buff` that a test may set.
 pub const INGRESS_IFINDEX: usize = 9;
@@ -111,6 +123,32 @@ pub fn scene() -> NodeView {
         macs: BTreeMap::new(),
         uplinks: BTreeMap::new(),
         config: Some(scenes::settings()),
+    }
+}
+
+/// [`scene`] on an underlay between this node and `n1`, by the interface `ifindex` with the MAC address `mac`; packets go there by `transport`.
+pub fn scene_between([ours, theirs]: [&str; 2], ifindex: u32, mac: [u8; 6], transport: u32) -> NodeView {
+    let mut view = scene();
+    let config = view.config.as_mut().unwrap();
+    config.tunnel_port = TUNNEL_PORT.into();
+    match addr(ours) {
+        IpAddr::V4(a) => config.own_v4 = net::v4(a),
+        IpAddr::V6(a) => config.own_v6 = net::v6(a),
+    }
+    let path = Path { ifindex, mtu: 1500, hop: addr(theirs), source: addr(ours), macs: Some([THEIR_MAC, mac]) };
+    view.nodes = [(scenes::node(0), vec![addr(ours)]), (scenes::node(1), vec![addr(theirs)])].into();
+    let may = egress_common::transport::bit(transport);
+    view.transports.insert(scenes::node(1), TransportView { forward: transport, may, why: None, path: Some(path) });
+    view
+}
+
+/// Makes this node a gateway by the interface `uplink`: it carries the egress IPs, and a block of them is `n1`'s.
+pub fn carry(view: &mut NodeView, uplink: u32) {
+    for egress in view.egress_ips.values_mut() {
+        egress.gateway = Some(scenes::node(0));
+        egress.forwards = true;
+        egress.interface = Some(uplink);
+        egress.leases.insert(OTHER_BLOCK, scenes::node(1));
     }
 }
 

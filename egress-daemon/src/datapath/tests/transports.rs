@@ -2,67 +2,38 @@
 //! tunnel device.
 
 use super::{
-    frames::{HOST_MAC, ICMP, TCP, UDP, assert_right, icmp, ip, ports, read, seal, tcp, udp},
+    frames::{
+        HOST_MAC, ICMP, TCP, UDP, assert_right, icmp, ip, ports, read, seal, tcp, udp, with_header_checksum, wrapped,
+    },
     rig::*,
     scenes,
 };
 use egress_common::{
     abi::{INNER_DST_MAC, INNER_SRC_MAC, TUNNEL_PORT, VNI_FORWARD},
     config::flags,
-    net, port_block, transport,
+    port_block, transport,
     verdict::Counter,
 };
-use egress_core::encode::{
-    EgressView, NodeView,
-    transport::{Path, TransportView},
-};
+use egress_core::encode::{EgressView, NodeView};
 use std::net::IpAddr;
 
-/// This node's address on the underlay and the other node's, in each family.
-const UNDERLAYS: [[&str; 2]; 2] = [["10.0.0.1", "10.0.0.3"], ["fd88::1", "fd88::3"]];
-const THEIR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 3];
 const OUR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 const UNDERLAY: u32 = 9;
 
 /// The scene on an underlay of one family: `n1` owns the egress IPs, and packets go to it by `transport`.
-fn view([ours, theirs]: [&str; 2], transport: u32) -> NodeView {
-    let mut view = scene();
-    let config = view.config.as_mut().unwrap();
-    config.tunnel_port = TUNNEL_PORT.into();
-    match addr(ours) {
-        IpAddr::V4(a) => config.own_v4 = net::v4(a),
-        IpAddr::V6(a) => config.own_v6 = net::v6(a),
-    }
-    let path =
-        Path { ifindex: UNDERLAY, mtu: 1500, hop: addr(theirs), source: addr(ours), macs: Some([THEIR_MAC, OUR_MAC]) };
-    view.nodes = [(scenes::node(0), vec![addr(ours)]), (scenes::node(1), vec![addr(theirs)])].into();
-    view.transports.insert(
-        scenes::node(1),
-        TransportView { forward: transport, may: transport::bit(transport), why: None, path: Some(path) },
-    );
-    view
+fn view(ends: [&str; 2], transport: u32) -> NodeView {
+    scene_between(ends, UNDERLAY, OUR_MAC, transport)
 }
 
 /// The other way round: this node owns the egress IPs, and a block of them is `n1`'s.
 fn gateway(underlay: [&str; 2]) -> NodeView {
     let mut view = view(underlay, transport::VXLAN);
-    for egress in view.egress_ips.values_mut() {
-        egress.gateway = Some(scenes::node(0));
-        egress.forwards = true;
-        egress.interface = Some(UNDERLAY);
-        egress.leases.insert(OTHER_BLOCK, scenes::node(1));
-    }
+    carry(&mut view, UNDERLAY);
     view
 }
 
 fn families() -> [(IpAddr, IpAddr, IpAddr); 2] {
     [(POD4, SERVER4, EGRESS4), (POD6, SERVER6, EGRESS6)].map(|(p, s, e)| (addr(p), addr(s), addr(e)))
-}
-
-/// A frame in outer headers as a tunnel device writes them.
-fn wrapped(from: &str, to: &str, vni: u32, inner: &[u8]) -> Vec<u8> {
-    let vxlan = [&[8, 0, 0, 0][..], &(vni << 8).to_be_bytes(), inner].concat();
-    ip(addr(from), addr(to), UDP, &[], &udp(0xc123, TUNNEL_PORT, &vxlan))
 }
 
 /// What is behind the outer headers.
@@ -309,15 +280,6 @@ fn mark_congestion(frame: &mut Vec<u8>, bits: u8) {
 /// The congestion bits of the first IP header (RFC 3168, section 5).
 fn congestion_of(frame: &[u8]) -> u8 {
     if frame[12..14] == [8, 0] { frame[15] & 3 } else { frame[15] >> 4 & 3 }
-}
-
-/// The frame with its IPv4 header's checksum made anew.
-fn with_header_checksum(mut frame: Vec<u8>) -> Vec<u8> {
-    frame[24..26].fill(0);
-    let sum: u32 = frame[14..34].chunks(2).map(|w| u32::from(w[0]) << 8 | u32::from(w[1])).sum();
-    let sum = (sum & 0xffff) + (sum >> 16);
-    frame[24..26].copy_from_slice(&(!(sum as u16 + (sum >> 16) as u16)).to_be_bytes());
-    frame
 }
 
 #[test]
