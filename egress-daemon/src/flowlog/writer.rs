@@ -103,17 +103,20 @@ impl Follower {
     fn look(&mut self, at: i64) {
         // A clock that was set back does not reorder the log.
         let at = at.max(self.last);
-        let events = self.changes();
         let Some(log) = &self.log else {
+            // On all other nodes there is nothing to be kept in memory.
             if self.is_gateway() {
+                self.changes();
                 self.begin(at);
                 self.last = at;
             }
             return;
         };
+        let is_long = is_long(log, at);
+        let events = self.changes();
         if self.lost > 0 {
             self.recover(at, events.len());
-        } else if at >= self.rotation && is_long(log, at) {
+        } else if at >= self.rotation && is_long {
             self.append(at, events, 0);
             self.rotate(at);
         } else if !events.is_empty() {
