@@ -59,6 +59,9 @@ const ETHERNET: usize = 14;
 /// The verdict of a program that sends a packet on (`TC_ACT_REDIRECT`).
 pub const REDIRECT: u32 = 7;
 
+/// The verdict of a program that leaves a packet to whoever comes next (`TCX_NEXT`).
+pub const NEXT: u32 = u32::MAX;
+
 /// A packet, and where it meets the program.
 #[derive(Clone, Debug)]
 pub struct Shot {
@@ -68,6 +71,8 @@ pub struct Shot {
     pub ifindex: u32,
     /// The outer source address and the network identifier that a tunnel device has taken off.
     pub tunnel: Option<(Ipv4Addr, u32)>,
+    /// What the program must say of it: [`REDIRECT`] or [`NEXT`].
+    pub verdict: u32,
 }
 
 /// What a program has the kernel do with the tunnel's header of a packet.
@@ -111,10 +116,10 @@ impl Program {
     }
 
     /// What it costs: medians over `samples`, each of `repeat` runs, this program and those beside it in turns. Every run must
-    /// end with a redirect.
+    /// end with the shot's verdict.
     pub fn cost(&self, ns: &NetNs, shot: &Shot, header: Option<Header>, repeat: u32, samples: usize) -> Result<Cost> {
-        let (front, nothing) = (Front::new(shot, &self.0)?, Front::new(shot, &beside(None)?)?);
-        let header = header.map(|header| Front::new(shot, &beside(Some(header))?)).transpose()?;
+        let (front, nothing) = (Front::new(shot, &self.0)?, Front::new(shot, &beside(shot, None)?)?);
+        let header = header.map(|header| Front::new(shot, &beside(shot, Some(header))?)).transpose()?;
         ns.run(|| {
             let (mut whole, mut bare) = (Vec::with_capacity(samples), Vec::with_capacity(samples));
             for _ in 0..samples {
@@ -211,6 +216,7 @@ struct Front {
     _targets: OwnedFd,
     frame: Vec<u8>,
     context: [u8; SKB_LEN],
+    verdict: u32,
 }
 
 impl Front {
@@ -219,7 +225,7 @@ impl Front {
         let program = load(&front(shot, &targets)?)?;
         let mut context = [0; SKB_LEN];
         context[SKB_IFINDEX..SKB_IFINDEX + 4].copy_from_slice(&shot.ifindex.to_ne_bytes());
-        Ok(Front { program, _targets: targets, frame: shot.frame.clone(), context })
+        Ok(Front { program, _targets: targets, frame: shot.frame.clone(), context, verdict: shot.verdict })
     }
 
     /// The last verdict, and nanoseconds for each run.
@@ -238,13 +244,13 @@ impl Front {
     /// Nanoseconds for each run.
     fn nanoseconds(&self, repeat: u32) -> Result<f64> {
         let (verdict, time) = self.run(repeat)?;
-        ensure!(verdict == REDIRECT, "the program's verdict is {verdict}, not a redirect");
+        ensure!(verdict == self.verdict, "the program's verdict is {verdict}, not {}", self.verdict);
         Ok(time.into())
     }
 }
 
-/// A program that redirects, as far as its verdict goes, and does nothing else but this with the tunnel's header.
-fn beside(header: Option<Header>) -> Result<OwnedFd> {
+/// A program that has this verdict, and does nothing else but this with the tunnel's header.
+fn beside(shot: &Shot, header: Option<Header>) -> Result<OwnedFd> {
     let mut code = vec![copy(CONTEXT, 1)];
     let at = -(KEY_LEN as i16) - 4;
     let key = [copy(2, FP), instruction(ADD, 2, 0, 0, i32::from(at)), mov(3, KEY_LEN as i32)];
@@ -271,7 +277,7 @@ fn beside(header: Option<Header>) -> Result<OwnedFd> {
         }
     }
     // What the kernel refuses is the verdict.
-    then.push(mov(0, REDIRECT as i32));
+    then.push(mov(0, shot.verdict as i32));
     code.push(instruction(JUMP_IF_NOT, 0, 0, then.len() as i16, 0));
     code.extend(then);
     code.push(EXIT);

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use etherparse::PacketBuilder;
-use lab::bpf::{Header, Program, Shot};
+use lab::bpf::{Header, NEXT, Program, REDIRECT, Shot};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
 use lab::{Family, Node, wait_until};
 
@@ -68,7 +68,7 @@ pub fn measure(place: &Place) -> Result<Vec<Cost>> {
         for protocol in [Protocol::Tcp, Protocol::Udp] {
             // The flow lives while its ends do.
             let (flow, _ends) = open(place, family, protocol)?;
-            for (program, node, interface, shot) in shots(place, protocol, &flow)? {
+            for (program, node, interface, shot) in shots(place, family, protocol, &flow)? {
                 let pin = place.lab.pins(&node.name).join(format!("links/{program}-{}", shot.ifindex));
                 let header = header(place.variant, program, family);
                 let cost = Program::of_link(&pin)
@@ -77,6 +77,7 @@ pub fn measure(place: &Place) -> Result<Vec<Cost>> {
                 let way = if node.name == place.pod.node { "source" } else { "gateway" };
                 let name = match program {
                     "tunnel_ingress" | "underlay_ingress" => format!("{program} ({way}), {protocol:?}"),
+                    "exit_egress" => format!("{program} (the node's own packet), {protocol:?}"),
                     _ => format!("{program}, {protocol:?}"),
                 };
                 let name = name.replace("Tcp", "TCP").replace("Udp", "UDP");
@@ -92,6 +93,7 @@ pub fn measure(place: &Place) -> Result<Vec<Cost>> {
 fn header(variant: Variant, program: &str, family: Family) -> Option<Header> {
     let encapsulates = matches!(program, "pod_egress" | "uplink_ingress");
     match variant {
+        _ if program == "exit_egress" => None,
         Variant::Device if encapsulates => Some(Header::SetKey),
         Variant::Device => Some(Header::ReadKey),
         Variant::Vxlan if encapsulates => {
@@ -139,19 +141,28 @@ pub fn open(place: &Place, family: Family, protocol: Protocol) -> Result<(Flow, 
 /// Program, node, interface and packet of each step of the way.
 fn shots<'a>(
     place: &'a Place,
+    family: Family,
     protocol: Protocol,
     flow: &Flow,
 ) -> Result<Vec<(&'static str, &'a Node, &'static str, Shot)>> {
     let (worker, gateway) = (place.lab.node(&place.pod.node), place.lab.node("gw1"));
     let shot = |node: &Node, interface: &str, (from, to), macs, tunnel| {
         let ifindex = node.ns.ifindex(interface)?;
-        Ok::<_, anyhow::Error>(Shot { frame: frame(protocol, macs, from, to, &[0x42; 64])?, ifindex, tunnel })
+        let frame = frame(protocol, macs, from, to, &[0x42; 64])?;
+        Ok::<_, anyhow::Error>(Shot { frame, ifindex, tunnel, verdict: REDIRECT })
     };
     let (out, back) = ((flow.egress, flow.server), (flow.server, flow.egress));
     let pod = shot(worker, &place.pod.host_interface, (flow.pod, flow.server), [MAC, MAC], None)?;
     let uplink = shot(gateway, "ext0", back, [MAC, gateway.external_mac()], None)?;
-    let mut all = vec![("pod_egress", worker, "the pod's interface", pod), ("uplink_ingress", gateway, "ext0", uplink)];
     let macs = [worker.underlay_mac(), gateway.underlay_mac()];
+    // What the guard costs those whom it is not for: a packet of the node itself.
+    let own = (worker.underlay.at(family, flow.pod.port()), flow.server);
+    let own = Shot { verdict: NEXT, ..shot(worker, UNDERLAY, own, macs, None)? };
+    let mut all = vec![
+        ("pod_egress", worker, "the pod's interface", pod),
+        ("uplink_ingress", gateway, "ext0", uplink),
+        ("exit_egress", worker, UNDERLAY, own),
+    ];
     let ways = [(worker, gateway, out, VNI_FORWARD, macs), (gateway, worker, back, VNI_REPLY, [macs[1], macs[0]])];
     for (from, to, ends, vni, macs) in ways {
         let one = match place.variant {
