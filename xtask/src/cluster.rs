@@ -124,10 +124,12 @@ fn up(bare: bool) -> Result<()> {
 
 /// What to do with a cluster that is up.
 pub fn hints(cluster: &Cluster) -> Result<()> {
-    let kubectl = cluster.kubectl_script()?;
-    println!("kubectl:  {} get nodes", kubectl.display());
-    println!("a pod:    {} run web --image {POD_IMAGE} --image-pull-policy Never", kubectl.display());
-    println!("its address outside:  {} exec web -- /pod ask {}:80", kubectl.display(), lab::cluster::SERVERS[0]);
+    let egressctl = image::programs_for_tests()?.join("egressctl");
+    let folder = cluster.kubectl_folder(&[("kubectl-spillway", &egressctl)])?;
+    println!("kubectl:  export PATH={}:$PATH", folder.display());
+    println!("a pod:    kubectl run web --image {POD_IMAGE} --image-pull-policy Never");
+    println!("its address outside:  kubectl exec web -- /pod ask {}:80", lab::cluster::SERVERS[0]);
+    println!("all nodes:  kubectl spillway status");
     println!("logs:     {}", cluster.dir().display());
     println!("remove:   cargo xtask cluster down");
     Ok(())

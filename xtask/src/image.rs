@@ -51,6 +51,11 @@ pub fn next_for_tests() -> Result<PathBuf> {
     write(architecture()?, NEXT, false)
 }
 
+/// The folder of the programs that are in [`for_tests`].
+pub fn programs_for_tests() -> Result<PathBuf> {
+    static_binaries(target(architecture()?)?, false)
+}
+
 fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
 }

@@ -6,7 +6,7 @@ use clap_complete::Shell;
 use egress_daemon::{
     ctl::{
         self, DEFAULT_BPFFS, Output,
-        diff::{DiffOptions, default_kubeconfig, diff},
+        diff::{DiffOptions, UNKNOWN, diff, flows_here},
         explain::{Question, Target},
         print::{has_seen_enough, print, show},
         views::{By, FlowFilter},
@@ -20,7 +20,7 @@ use std::{
     ffi::OsString,
     io::{self, IsTerminal, Write},
     net::{IpAddr, SocketAddr},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::ExitCode,
     time::Duration,
 };
@@ -73,8 +73,8 @@ enum Command {
     Whois(WhoisArgs),
     /// What the objects of a file would change before they are applied
     ///
-    /// Names policies, pods, egress IPs, conflicts, and what becomes of the flows that live on this node. The exit code is 0 if nothing
-    /// would change, 1 if something would, and more than 1 if that could not be found out.
+    /// Names policies, pods, egress IPs, conflicts, and what becomes of the flows that live on this node (kubectl spillway diff: on all
+    /// nodes). The exit code is 0 if nothing would change, 1 if something would, and more than 1 if that could not be found out.
     Diff(DiffArgs),
     /// Print a script for the shell that completes this command
     ///
@@ -131,12 +131,19 @@ struct DiffArgs {
     /// Compare with the objects in this directory
     #[arg(long, value_name = "DIR", conflicts_with = "kubeconfig")]
     manifests: Option<PathBuf>,
-    /// Compare with the objects of this cluster [default: ~/.kube/config, or the cluster that this pod runs in]
+    /// Compare with the objects of this cluster [default: as kubectl finds it, or the cluster that this pod runs in]
     #[arg(long, value_name = "FILE")]
     kubeconfig: Option<PathBuf>,
     /// The controller's configuration, if it has one
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+}
+
+impl DiffArgs {
+    fn options(self) -> DiffOptions {
+        let DiffArgs { files, delete, manifests, kubeconfig, config } = self;
+        DiffOptions { files, delete, manifests, kubeconfig, context: None, config }
+    }
 }
 
 #[derive(Args)]
@@ -180,14 +187,11 @@ fn interval(text: &str) -> Result<Duration, String> {
     seconds.map(Duration::from_secs_f64).ok_or_else(|| "write seconds, from 0.1 to 3600".to_owned())
 }
 
-/// The exit code of `diff` when it could not find out.
-const UNKNOWN: u8 = 2;
-
 fn main() -> ExitCode {
     if plugin::is_asked(std::env::args_os().next()) {
-        return plugin::run(understand).unwrap_or_else(|error| {
-            eprintln!("kubectl spillway: {}", ctl::message(&error));
-            ExitCode::FAILURE
+        return plugin::run(understand).unwrap_or_else(|failure| {
+            eprintln!("kubectl spillway: {}", ctl::message(&failure.error));
+            failure.code
         });
     }
     let cli = Cli::parse();
@@ -209,29 +213,29 @@ fn understand(words: &[OsString]) -> Result<plugin::Understood> {
         Err(help) => help.exit(),
     };
     let pod = match cli.command {
-        Command::Diff(_) => bail!("diff looks at the whole cluster: run egressctl diff"),
+        Command::Diff(args) => return Ok(plugin::Understood::Diff { options: args.options(), output: cli.output }),
         Command::Flows(FlowArgs { pod, .. }) => pod,
         Command::Explain(ExplainArgs { pod, .. }) => Some(pod),
         _ => None,
     };
-    Ok(plugin::Understood { pod, output: cli.output })
+    Ok(plugin::Understood::OnNodes { pod, output: cli.output })
 }
 
 fn run(cli: Cli) -> Result<ExitCode> {
     if let Command::Diff(args) = cli.command {
-        return differences(args, cli.bpffs, cli.output);
+        return differences(args, &cli.bpffs, cli.output);
     }
     look(cli)?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn differences(args: DiffArgs, bpffs: PathBuf, output: Output) -> Result<ExitCode> {
-    let DiffArgs { files, delete, manifests, kubeconfig, config } = args;
-    let kubeconfig = kubeconfig.or_else(default_kubeconfig);
-    let (view, remarks) = diff(&DiffOptions { files, delete, manifests, kubeconfig, config, bpffs })?;
-    for remark in remarks {
-        eprintln!("egressctl: {remark}");
+fn differences(args: DiffArgs, bpffs: &Path, output: Output) -> Result<ExitCode> {
+    let flows = flows_here(bpffs);
+    if flows.is_none() {
+        let bpffs = bpffs.display();
+        eprintln!("egressctl: no agent has run with the pins in {bpffs}: no flows were looked at");
     }
+    let view = diff(&args.options(), flows.as_slice())?;
     show(&print(&view, output)?)?;
     Ok(if view.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -301,13 +305,21 @@ mod tests {
 
     #[test]
     fn the_pod_and_the_format_of_a_command_for_nodes_are_found() {
-        let of = |line: &str| understand(&line.split(' ').map(OsString::from).collect::<Vec<_>>()).unwrap();
-        assert_eq!(of("flows --limit 5 --pod a/b").pod.as_deref(), Some("a/b"));
-        assert_eq!(of("flows --pod=a/b").pod.as_deref(), Some("a/b"));
-        assert_eq!(of("explain --pod a/b --to 203.0.113.7:443/tcp").pod.as_deref(), Some("a/b"));
-        assert_eq!(of("flows --to 203.0.113.7").pod, None);
-        assert!(of("flows -o json").output == Output::Json && of("flows --output=yaml").output == Output::Yaml);
-        assert!(of("flows -ojson").output == Output::Json && of("flows").output == Output::Table);
+        let of = |line: &str| match understand(&line.split(' ').map(OsString::from).collect::<Vec<_>>()).unwrap() {
+            plugin::Understood::OnNodes { pod, output } => (pod.unwrap_or_default(), output),
+            other => panic!("{other:?}"),
+        };
+        for (line, pod, output) in [
+            ("flows --limit 5 --pod a/b", "a/b", Output::Table),
+            ("flows --pod=a/b", "a/b", Output::Table),
+            ("explain --pod a/b --to 203.0.113.7:443/tcp", "a/b", Output::Table),
+            ("flows --to 203.0.113.7", "", Output::Table),
+            ("flows -o json", "", Output::Json),
+            ("flows --output=yaml", "", Output::Yaml),
+            ("flows -ojson", "", Output::Json),
+        ] {
+            assert_eq!(of(line), (pod.to_owned(), output), "{line}");
+        }
     }
 
     #[test]

@@ -7,7 +7,11 @@ mod kubectl;
 mod status;
 mod sysdump;
 
-use crate::ctl::print::{Output, print, show};
+use crate::ctl::{
+    diff::{DiffOptions, UNKNOWN, diff},
+    print::{Output, print, show},
+    views::FlowsView,
+};
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use kubectl::{Kubectl, KubectlError, Pod, SELECTOR};
@@ -95,29 +99,80 @@ pub fn is_asked(program: Option<OsString>) -> bool {
 
 /// What `egressctl` understands by a command.
 #[derive(Clone, Debug)]
-pub struct Understood {
-    /// The pod that it is about.
-    pub pod: Option<String>,
-    /// How its result is printed.
-    pub output: Output,
+pub enum Understood {
+    /// Something to ask nodes for.
+    OnNodes {
+        /// The pod that it is about.
+        pod: Option<String>,
+        /// How its result is printed.
+        output: Output,
+    },
+    /// What would change in the cluster. The cluster and its context are the plugin's own.
+    Diff {
+        /// What is compared.
+        options: DiffOptions,
+        /// How it is printed.
+        output: Output,
+    },
+}
+
+/// Why the plugin has no answer.
+#[derive(Debug)]
+pub struct Failure {
+    /// What went wrong.
+    pub error: anyhow::Error,
+    /// The process's exit code.
+    pub code: ExitCode,
+}
+
+impl Failure {
+    fn new(error: anyhow::Error) -> Self {
+        Self { error, code: ExitCode::FAILURE }
+    }
 }
 
 /// Runs the plugin with the process's arguments. `understand` is `egressctl`'s own view of a command; an error where it has none.
-pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<ExitCode> {
+pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<ExitCode, Failure> {
     let Cli { command, context, kubeconfig, namespace, node } = Cli::parse();
     let kubectl = Kubectl { context, kubeconfig, namespace };
-    match command {
+    let done = match command {
         Command::Status(args) => status(&kubectl, &args),
-        Command::Sysdump(args) => {
-            let (found, missing) = sysdump::write(&kubectl, &args.file, |what| eprintln!("asking for {what}"))?;
-            println!("{}: {found} answers, {missing} missing", args.file.display());
-            Ok(ExitCode::SUCCESS)
-        }
-        Command::OnNodes(words) => {
-            let understood = understand(&words)?;
-            on_nodes(&kubectl, node, understood, &words)
-        }
+        Command::Sysdump(args) => dump(&kubectl, &args),
+        Command::OnNodes(words) => match understand(&words).map_err(Failure::new)? {
+            Understood::OnNodes { pod, output } => on_nodes(&kubectl, node, pod, output, &words),
+            Understood::Diff { options, output } => {
+                return differences(&kubectl, node, options, output)
+                    .map_err(|error| Failure { error, code: ExitCode::from(UNKNOWN) });
+            }
+        },
+    };
+    done.map_err(Failure::new)
+}
+
+fn dump(kubectl: &Kubectl, args: &SysdumpArgs) -> Result<ExitCode> {
+    let (found, missing) = sysdump::write(kubectl, &args.file, |what| eprintln!("asking for {what}"))?;
+    println!("{}: {found} answers, {missing} missing", args.file.display());
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Compares with the cluster, and with the flows of its nodes.
+fn differences(kubectl: &Kubectl, node: Option<String>, mut options: DiffOptions, output: Output) -> Result<ExitCode> {
+    if options.manifests.is_some() || options.kubeconfig.is_some() {
+        bail!(
+            "kubectl spillway compares with its own cluster: write --kubeconfig before diff; --manifests is for egressctl diff"
+        );
     }
+    options.kubeconfig = kubectl.kubeconfig.clone();
+    options.context = kubectl.context.clone();
+    let words = ["flows", "-o", "json"].map(OsString::from);
+    let (told, failed) = ask(kubectl, &agents(kubectl, node)?, &words);
+    let flows: Vec<FlowsView> = told.iter().map(|(_, text)| serde_json::from_str(text)).collect::<Result<_, _>>()?;
+    let view = diff(&options, &flows)?;
+    if failed > 0 {
+        eprintln!("kubectl spillway: the flows of {failed} nodes were not looked at");
+    }
+    show(&print(&view, output)?)?;
+    Ok(if view.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn status(kubectl: &Kubectl, args: &StatusArgs) -> Result<ExitCode> {
@@ -137,7 +192,8 @@ fn status(kubectl: &Kubectl, args: &StatusArgs) -> Result<ExitCode> {
 fn on_nodes(
     kubectl: &Kubectl,
     node: Option<String>,
-    Understood { pod, output }: Understood,
+    pod: Option<String>,
+    output: Output,
     words: &[OsString],
 ) -> Result<ExitCode> {
     let node = match (node, pod) {
@@ -147,14 +203,26 @@ fn on_nodes(
         }
         (node, _) => node,
     };
-    let pods: Vec<Pod> = kubectl.pods("agent")?;
-    let asked: Vec<Pod> = pods.into_iter().filter(|pod| node.as_ref().is_none_or(|node| pod.node == *node)).collect();
-    if asked.is_empty() {
+    let (told, failed) = ask(kubectl, &agents(kubectl, node)?, words);
+    show(&together(output, &told)?)?;
+    Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The agents' pods: of one node, or of all.
+fn agents(kubectl: &Kubectl, node: Option<String>) -> Result<Vec<Pod>> {
+    let mut pods = kubectl.pods("agent")?;
+    pods.retain(|pod| node.as_ref().is_none_or(|node| pod.node == *node));
+    if pods.is_empty() {
         let whose = node.map_or("no node".to_owned(), |node| format!("node {node} is not one that"));
         bail!("{whose} has an agent in namespace {}: name the namespace with --namespace", kubectl.namespace);
     }
+    Ok(pods)
+}
+
+/// What `egressctl` says beside these agents, with the nodes' names, and how many did not answer. Those are named on stderr.
+fn ask(kubectl: &Kubectl, pods: &[Pod], words: &[OsString]) -> (Vec<(String, String)>, usize) {
     let mut answers = Vec::new();
-    for some in asked.chunks(AT_ONCE) {
+    for some in pods.chunks(AT_ONCE) {
         thread::scope(|scope| {
             let ask = |pod: &Pod| {
                 let pod = pod.clone();
@@ -164,16 +232,15 @@ fn on_nodes(
             answers.extend(threads.into_iter().filter_map(|thread| thread.join().ok()));
         });
     }
-    let failed = answers.iter().filter(|(answer, _)| answer.is_err()).count();
-    for (answer, node) in &answers {
-        if let Err(error) = answer {
-            eprintln!("node {node}: {error}");
+    let mut told = Vec::new();
+    for (answer, node) in answers {
+        match answer {
+            Ok(text) => told.push((node, text)),
+            Err(error) => eprintln!("node {node}: {error}"),
         }
     }
-    let told: Vec<(String, String)> =
-        answers.into_iter().filter_map(|(answer, node)| Some((node, answer.ok()?))).collect();
-    show(&together(output, &told)?)?;
-    Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let failed = pods.len() - told.len();
+    (told, failed)
 }
 
 /// What `egressctl` says on a pod's node.

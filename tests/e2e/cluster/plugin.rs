@@ -1,7 +1,6 @@
 //! `kubectl spillway`: what one node's `egressctl` says, of all nodes of a cluster.
 
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
@@ -19,20 +18,13 @@ struct Plugin(PathBuf);
 
 impl Plugin {
     fn new(world: &World) -> Result<Plugin> {
-        let kubectl = world.cluster.kubectl_script()?;
-        let folder = kubectl.parent().context("kubectl is in no directory")?;
-        let plugin = folder.join("kubectl-spillway");
-        if fs::symlink_metadata(&plugin).is_err() {
-            symlink(lab::process::binary("egressctl")?, &plugin)?;
-        }
-        Ok(Plugin(folder.to_owned()))
+        let program = lab::process::binary("egressctl")?;
+        Ok(Plugin(world.cluster.kubectl_folder(&[("kubectl-spillway", &program)])?))
     }
 
     fn run(&self, line: &str) -> Result<Output> {
-        let path = std::env::var("PATH").unwrap_or_default();
-        let mut command = Command::new(self.0.join("kubectl-spillway"));
-        command.env("PATH", format!("{}:{path}", self.0.display())).current_dir(&self.0);
-        Ok(command.args(line.split(' ')).output()?)
+        let mut command = Command::new(self.0.join("kubectl"));
+        Ok(command.arg("spillway").args(line.split(' ')).current_dir(&self.0).output()?)
     }
 
     /// What a command prints that succeeds.

@@ -191,21 +191,33 @@ impl Cluster {
         wait_until(what, PATIENCE, || self.kubectl(arguments), |text| good(text))
     }
 
-    /// Writes a script that is `kubectl` on this cluster, and returns its path.
-    pub fn kubectl_script(&self) -> Result<PathBuf> {
-        use std::os::unix::fs::PermissionsExt;
-        let path = self.dir.join("kubectl");
+    /// Makes a folder with what is `kubectl` on this cluster, and its plugins: file names, and the programs that they are.
+    pub fn kubectl_folder(&self, plugins: &[(&str, &Path)]) -> Result<PathBuf> {
+        use std::os::unix::fs::{PermissionsExt, symlink};
+        let folder = self.dir.join("bin");
+        fs::create_dir_all(&folder)?;
+        let kubectl = folder.join("kubectl");
+        // Plugins call kubectl, and find the cluster as it does.
         let text = format!(
             "#!/bin/sh\n# kubectl on the cluster {}, whose API server is reached from its own network namespace only\n\
-             exec nsenter --net=/run/netns/{} {} kubectl --kubeconfig {} \"$@\"\n",
+             export PATH={}:$PATH KUBECONFIG={}\n\
+             exec nsenter --net=/run/netns/{} {} kubectl \"$@\"\n",
             self.name,
+            folder.display(),
+            self.dir.join("kubeconfig").display(),
             self.netns_name("cp"),
             self.binaries.join("k8s").display(),
-            self.dir.join("kubeconfig").display()
         );
-        fs::write(&path, text)?;
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
-        Ok(path)
+        fs::write(&kubectl, text)?;
+        fs::set_permissions(&kubectl, fs::Permissions::from_mode(0o755))?;
+        for (name, program) in plugins {
+            let link = folder.join(name);
+            if link.is_symlink() {
+                fs::remove_file(&link)?;
+            }
+            symlink(program, link)?;
+        }
+        Ok(folder)
     }
 
     /// Installs Spillway as a user would, and waits until it runs everywhere.

@@ -1,5 +1,5 @@
-//! `egressctl diff`: what the objects of a file would change, by the planner itself. Reads the file, the objects, and the flows
-//! of this node; writes nothing.
+//! `egressctl diff`: what the objects of a file would change, by the planner itself. Reads the file and the objects, and takes
+//! the flows of nodes; writes nothing.
 
 mod change;
 #[cfg(test)]
@@ -8,8 +8,8 @@ mod view;
 
 pub use view::{DiffRow, DiffView};
 
-use super::dump::{Dump, FlowEntry};
-use super::views::row;
+use super::dump::Dump;
+use super::views::{FlowFilter, FlowRow, FlowsView, Sources, TRANSLATED, flows, protocol};
 use crate::config::{Config, Foreign};
 use crate::controller::objects;
 use crate::datapath::Pins;
@@ -20,7 +20,7 @@ use anyhow::{Context as _, Result, bail};
 use egress_core::{
     health::Health,
     model::{EndpointId, Snapshot},
-    plan::preview::{LiveFlow, Preview, Side, preview, settled},
+    plan::preview::{LiveFlow, Side, preview, settled},
 };
 use k8s_openapi::api::coordination::v1::Lease;
 use serde_json::Value;
@@ -33,6 +33,8 @@ use std::time::Duration;
 /// How long a cluster has to show its objects.
 const PATIENCE: Duration = Duration::from_secs(30);
 const TCP: u32 = 6;
+/// The exit code where it could not be found out what would change. With 0 and 1 it is as kubectl's diff has them.
+pub const UNKNOWN: u8 = 2;
 
 /// What is compared with what.
 #[derive(Clone, Debug)]
@@ -43,16 +45,16 @@ pub struct DiffOptions {
     pub delete: bool,
     /// The directory whose objects are in force.
     pub manifests: Option<PathBuf>,
-    /// The cluster whose objects are in force.
+    /// The kubeconfig of the cluster whose objects are in force; absent: as kubectl finds it.
     pub kubeconfig: Option<PathBuf>,
+    /// The kubeconfig's context.
+    pub context: Option<String>,
     /// The controller's settings, where they matter.
     pub config: Option<PathBuf>,
-    /// The pins with this node's flows.
-    pub bpffs: PathBuf,
 }
 
-/// Finds out what would change. What could not be looked at is in the second value, a line each.
-pub fn diff(options: &DiffOptions) -> Result<(DiffView, Vec<String>)> {
+/// Finds out what would change, and what becomes of these flows.
+pub fn diff(options: &DiffOptions, flows: &[FlowsView]) -> Result<DiffView> {
     let config = Config::load(options.config.as_deref())?;
     let changed = read(&options.files)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -60,15 +62,14 @@ pub fn diff(options: &DiffOptions) -> Result<(DiffView, Vec<String>)> {
         let store = open(options, &config, &changed).await?;
         let (before, leases) = (objects(&store), store.list::<Lease>());
         let health = change::health(leases.iter().map(AsRef::as_ref), config.lease.duration);
-        let dump = Dump::read(&Pins::new(&options.bpffs), true).ok();
-        let mut remarks = Vec::new();
-        if dump.is_none() {
-            let bpffs = options.bpffs.display();
-            remarks.push(format!("no agent has run with the pins in {bpffs}: no flows were looked at"));
-        }
-        let view = compare(before, changed, options.delete, (&health, &config), dump.as_ref())?;
-        Ok((view, remarks))
+        compare(before, changed, options.delete, (&health, &config), flows)
     })
+}
+
+/// The flows of this node; none if no agent has run with these pins.
+pub fn flows_here(bpffs: &Path) -> Option<FlowsView> {
+    let dump = Dump::read(&Pins::new(bpffs), true).ok()?;
+    Some(flows(Sources { dump: &dump, agent: None }, &FlowFilter::default()))
 }
 
 fn read(files: &[PathBuf]) -> Result<Vec<(ObjectRef, Value)>> {
@@ -96,7 +97,8 @@ async fn open(options: &DiffOptions, config: &Config, changed: &[(ObjectRef, Val
     if let Some(directory) = &options.manifests {
         return Files::open(directory).context("--manifests");
     }
-    let client = Kubernetes::client(options.kubeconfig.as_deref()).await.context("the cluster")?;
+    let client = Kubernetes::client_as_kubectl(options.kubeconfig.as_deref(), options.context.as_deref()).await;
+    let client = client.context("the cluster")?;
     let mut foreign: Vec<Kind> = config.foreign_kinds.iter().flat_map(Foreign::kinds).copied().collect();
     foreign.extend(changed.iter().map(|(object, _)| object.kind).filter(|kind| kind.is_foreign()));
     foreign.sort();
@@ -111,7 +113,7 @@ fn compare(
     changed: Vec<(ObjectRef, Value)>,
     delete: bool,
     (health, config): (&Health, &Config),
-    dump: Option<&Dump>,
+    nodes: &[FlowsView],
 ) -> Result<DiffView> {
     let mut after = before.clone();
     let mut edits = Vec::new();
@@ -129,11 +131,11 @@ fn compare(
     refuse(&known, &problems)?;
     let plan = settled(&old, health, &previous(&before));
     let planned = settled(&new, health, &plan);
-    let (flows, entries) = live(&old, dump);
+    let (flows, rows) = live(&old, nodes);
     let found = preview(Side { snapshot: &old, plan: &plan }, Side { snapshot: &new, plan: &planned }, &flows);
-    let Preview { flows: fates, .. } = &found;
-    let fates = dump.iter().flat_map(|dump| fates.iter().map(|(at, fate)| (row(dump, entries[*at]), fate.clone())));
-    Ok(DiffView::new(dump.and_then(Dump::own_name), flows.len(), &edits, fates.collect(), &found))
+    let fates = found.flows.iter().map(|(at, fate)| (rows[*at].clone(), fate.clone())).collect();
+    let names = nodes.iter().filter_map(|node| node.node.clone()).collect();
+    Ok(DiffView::new(names, flows.len(), &edits, fates, &found))
 }
 
 /// Objects that cannot be carried out as they are written are no change to look at.
@@ -146,27 +148,18 @@ fn refuse(known: &[Problem], problems: &[Problem]) -> Result<()> {
     Ok(())
 }
 
-/// The translated flows of this node's pods.
-fn live<'a>(snapshot: &Snapshot, dump: Option<&'a Dump>) -> (Vec<LiveFlow>, Vec<&'a FlowEntry>) {
+/// The translated flows of the pods that there are.
+fn live<'a>(snapshot: &Snapshot, nodes: &'a [FlowsView]) -> (Vec<LiveFlow>, Vec<&'a FlowRow>) {
     let pods = snapshot.endpoints.values().flat_map(|pod| pod.ips.iter().map(|ip| (*ip, &pod.id)));
     let pods: BTreeMap<IpAddr, &EndpointId> = pods.collect();
-    let of = |dump: &'a Dump| {
-        dump.flows.iter().filter(|flow| flow.translated()).filter_map(|flow| {
-            let (egress, known) = dump.egress_ip(flow.flow.egress)?;
-            let live = LiveFlow {
-                pod: (*pods.get(&flow.pod)?).clone(),
-                remote: flow.remote,
-                tcp: flow.proto == TCP,
-                egress: (known.generation == flow.flow.egress_generation).then_some(egress)?,
-            };
-            Some((live, flow))
-        })
+    let of = |row: &'a FlowRow| {
+        let live = LiveFlow {
+            pod: (*pods.get(&row.pod_address)?).clone(),
+            remote: row.remote_address,
+            tcp: row.protocol == protocol(TCP),
+            egress: row.egress_ip?,
+        };
+        Some((live, row))
     };
-    dump.into_iter().flat_map(of).unzip()
-}
-
-/// The kubeconfig that kubectl uses, if it is where kubectl looks for it.
-pub fn default_kubeconfig() -> Option<PathBuf> {
-    let home = std::env::var_os("HOME")?;
-    Some(Path::new(&home).join(".kube/config")).filter(|file| file.is_file())
+    nodes.iter().flat_map(|node| &node.items).filter(|row| row.kind == TRANSLATED).filter_map(of).unzip()
 }

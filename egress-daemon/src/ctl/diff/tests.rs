@@ -42,7 +42,7 @@ fn cluster() -> Objects {
     for (object, value) in parsed(CLUSTER) {
         change::apply(&mut objects, &object, Some(value)).unwrap();
     }
-    let pod = json!({"metadata": {"name": "a", "namespace": "shop", "uid": "u"}, "spec": {"nodeName": "w1", "containers": []}});
+    let pod = json!({"metadata": {"name": "a", "namespace": "shop", "uid": "u"}, "spec": {"nodeName": "w1", "containers": []}, "status": {"podIPs": [{"ip": "10.0.0.5"}]}});
     objects
         .pods
         .push(Arc::new(crate::api::Pod::from(serde_json::from_value::<k8s_openapi::api::core::v1::Pod>(pod).unwrap())));
@@ -54,7 +54,24 @@ fn cluster() -> Objects {
 }
 
 fn compared(text: &str, delete: bool) -> Result<DiffView> {
-    compare(cluster(), parsed(text), delete, (&Health::default(), &Config::default()), None)
+    compared_with(text, delete, &[])
+}
+
+fn compared_with(text: &str, delete: bool, flows: &[FlowsView]) -> Result<DiffView> {
+    compare(cluster(), parsed(text), delete, (&Health::default(), &Config::default()), flows)
+}
+
+/// What `egressctl flows -o json` says on a node with these flows of the pod.
+fn flows_of(node: &str, flows: &[(u16, &str, &str)]) -> FlowsView {
+    let row = |(port, kind, egress): &(u16, &str, &str)| {
+        json!({
+            "pod": "shop/a", "podAddress": "10.0.0.5", "podPort": port, "remoteAddress": "198.51.100.7", "remotePort": 443,
+            "protocol": "tcp", "egressIp": egress, "egressPort": 5000, "policy": "web", "gateway": "gw1", "ageSeconds": 1,
+            "idleSeconds": 1, "kind": kind, "tcpState": "established",
+        })
+    };
+    let items: Vec<Value> = flows.iter().map(row).collect();
+    serde_json::from_value(json!({"node": node, "total": 3, "matched": 3, "items": items})).unwrap()
 }
 
 #[test]
@@ -78,6 +95,26 @@ fn a_new_policy_is_told_with_its_pods_and_addresses() {
     ] {
         assert!(text.contains(part), "{part} in\n{text}");
     }
+}
+
+#[test]
+fn flows_of_all_nodes_are_told_that_would_not_go_on() {
+    let web = "{apiVersion: spillway.io/v1alpha1, kind: EgressGatewayPolicy, metadata: {name: web}, spec: {selectors: [{podSelector: {}}], destinationCIDRs: [0.0.0.0/0]}}";
+    let nodes = [
+        flows_of("w1", &[(4001, "translated", "192.0.2.1"), (4002, "untouched", "192.0.2.1")]),
+        flows_of("w2", &[(4003, "translated", "192.0.2.2")]),
+    ];
+    let view = compared_with(web, true, &nodes).unwrap();
+    let told: Vec<(u16, &str)> = view
+        .items
+        .iter()
+        .filter_map(|row| match row {
+            DiffRow::Flow { flow, becomes, .. } => Some((flow.pod_port, *becomes)),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(told, [(4001, "breaks"), (4003, "breaks")], "{}", view.text());
+    assert!(view.text().ends_with("2 of 2 flows of 2 nodes would not go on as they are\n"), "{}", view.text());
 }
 
 #[test]

@@ -98,7 +98,7 @@ pub enum DiffRow {
         /// On these destinations.
         destinations: Vec<String>,
     },
-    /// A flow of this node.
+    /// A flow.
     Flow {
         /// The flow.
         flow: Box<FlowRow>,
@@ -203,8 +203,8 @@ fn fate_text(becomes: &str, by: Option<&String>) -> String {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DiffView {
-    /// The node whose flows were looked at; null: no node's.
-    pub node: Option<String>,
+    /// The nodes whose flows were looked at.
+    pub nodes: Vec<String>,
     /// How many flows were looked at.
     pub flows: usize,
     /// The differences.
@@ -214,7 +214,7 @@ pub struct DiffView {
 impl DiffView {
     /// From what was found; `fates` are the flows that do not go on as they are.
     pub(super) fn new(
-        node: Option<String>,
+        nodes: Vec<String>,
         flows: usize,
         edits: &[(ObjectRef, Edit)],
         fates: Vec<(FlowRow, Fate)>,
@@ -248,7 +248,7 @@ impl DiffView {
         }));
         items.extend(found.changes.iter().filter_map(|change| of_plan(change, &found.changes)));
         items.extend(fates.into_iter().map(|(flow, fate)| of_flow(flow, fate)));
-        Self { node, flows, items }
+        Self { nodes, flows, items }
     }
 
     /// Whether nothing would change.
@@ -262,11 +262,13 @@ impl View for DiffView {
         let is_flow = |row: &&DiffRow| matches!(row, DiffRow::Flow { .. });
         let (flows, others): (Vec<&DiffRow>, Vec<&DiffRow>) = self.items.iter().partition(is_flow);
         let mut text = table(others.into_iter().chain(flows.iter().take(NAMED_FLOWS).copied()));
-        if let Some(node) = &self.node {
-            let named = if flows.len() > NAMED_FLOWS { format!(" ({NAMED_FLOWS} are named)") } else { String::new() };
-            text +=
-                &format!("{} of {} flows of node {node} would not go on as they are{named}\n", flows.len(), self.flows);
-        }
+        let nodes = match &self.nodes[..] {
+            [] => return text,
+            [node] => format!("node {node}"),
+            nodes => format!("{} nodes", nodes.len()),
+        };
+        let named = if flows.len() > NAMED_FLOWS { format!(" ({NAMED_FLOWS} are named)") } else { String::new() };
+        text += &format!("{} of {} flows of {nodes} would not go on as they are{named}\n", flows.len(), self.flows);
         text
     }
 }

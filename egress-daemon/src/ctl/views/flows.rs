@@ -7,7 +7,7 @@ use crate::ctl::{
 };
 use egress_common::{flow::kind, tcp};
 use ipnet::IpNet;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
 
 /// Which flows are shown. Absent: all of them.
@@ -26,7 +26,7 @@ pub struct FlowFilter {
 }
 
 /// The flows that were asked for, and how many there are.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct FlowsView {
     /// The node's name.
@@ -40,7 +40,7 @@ pub struct FlowsView {
 }
 
 /// One flow.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct FlowRow {
     /// `namespace/name` of the pod; null if no pod has the address any more.
@@ -88,7 +88,7 @@ impl Row for FlowRow {
             port => SocketAddr::new(self.remote_address, port).to_string(),
         };
         let state = match &self.tcp_state {
-            Some(state) if self.kind == "translated" => state,
+            Some(state) if self.kind == TRANSLATED => state,
             _ => &self.kind,
         };
         vec![
@@ -117,6 +117,9 @@ impl View for FlowsView {
         text
     }
 }
+
+/// The [`FlowRow::kind`] of a flow that an egress IP is kept for.
+pub(crate) const TRANSLATED: &str = "translated";
 
 /// A protocol's name.
 pub(crate) fn protocol(number: u32) -> String {
@@ -147,7 +150,7 @@ pub(crate) fn row(dump: &Dump, flow: &FlowEntry) -> FlowRow {
     let egress = dump.egress_ip(flow.flow.egress).filter(|(_, e)| ours && e.generation == flow.flow.egress_generation);
     let kind = match flow.flow.kind {
         _ if flow.untouched => "untouched",
-        kind::TRANSLATED => "translated",
+        kind::TRANSLATED => TRANSLATED,
         _ => "severed",
     };
     FlowRow {

@@ -3,7 +3,7 @@
 use hyper_util::client::legacy::{Client as Http, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
 use kube::client::{Body, ConfigExt};
-use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::{Client, Config};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -26,7 +26,7 @@ pub enum ConnectError {
         /// The file.
         file: PathBuf,
         /// What is wrong with it.
-        error: Box<kube::config::KubeconfigError>,
+        error: Box<KubeconfigError>,
     },
     /// This process is not in a pod, or its service account is not mounted.
     #[error(
@@ -41,15 +41,46 @@ pub enum ConnectError {
 
 /// A client for the cluster of a kubeconfig, or for the one that this pod runs in. Connects when it is used.
 pub(super) async fn connect(kubeconfig: Option<&Path>) -> Result<Client, ConnectError> {
-    let config = match kubeconfig {
-        Some(file) => {
-            let failed = |error| ConnectError::Kubeconfig { file: file.to_owned(), error: Box::new(error) };
-            let read = Kubeconfig::read_from(file).map_err(failed)?;
-            Config::from_custom_kubeconfig(read, &KubeConfigOptions::default()).await.map_err(failed)?
+    match kubeconfig {
+        Some(file) => connect_by(file, Kubeconfig::read_from(file), None).await,
+        None => in_cluster(),
+    }
+}
+
+/// A client for the cluster that `kubectl` with these options speaks to. In a pod without a kubeconfig that is the pod's own.
+pub(super) async fn connect_as_kubectl(
+    kubeconfig: Option<&Path>,
+    context: Option<&str>,
+) -> Result<Client, ConnectError> {
+    if let Some(file) = kubeconfig {
+        return connect_by(file, Kubeconfig::read_from(file), context).await;
+    }
+    match Kubeconfig::read() {
+        Err(KubeconfigError::ReadConfig(..) | KubeconfigError::FindPath) if context.is_none() => in_cluster(),
+        read => {
+            let files = std::env::var_os("KUBECONFIG").unwrap_or_else(|| "~/.kube/config".into());
+            connect_by(Path::new(&files), read, context).await
         }
-        None => Config::incluster().map_err(|error| ConnectError::NotInCluster(Box::new(error)))?,
-    };
-    client(&config).map_err(|error| ConnectError::Client(Box::new(error)))
+    }
+}
+
+async fn connect_by(
+    file: &Path,
+    read: Result<Kubeconfig, KubeconfigError>,
+    context: Option<&str>,
+) -> Result<Client, ConnectError> {
+    let failed = |error| ConnectError::Kubeconfig { file: file.to_owned(), error: Box::new(error) };
+    let options = KubeConfigOptions { context: context.map(str::to_owned), ..Default::default() };
+    let config = Config::from_custom_kubeconfig(read.map_err(failed)?, &options).await.map_err(failed)?;
+    made(&config)
+}
+
+fn in_cluster() -> Result<Client, ConnectError> {
+    made(&Config::incluster().map_err(|error| ConnectError::NotInCluster(Box::new(error)))?)
+}
+
+fn made(config: &Config) -> Result<Client, ConnectError> {
+    client(config).map_err(|error| ConnectError::Client(Box::new(error)))
 }
 
 fn client(config: &Config) -> kube::Result<Client> {

@@ -84,6 +84,12 @@ impl Kubernetes {
         client::connect(kubeconfig).await
     }
 
+    /// A client for the cluster that `kubectl` with these options speaks to: of the kubeconfig, of those that `$KUBECONFIG` names, or of
+    /// `~/.kube/config`. In a pod without a kubeconfig that is the pod's own cluster.
+    pub async fn client_as_kubectl(kubeconfig: Option<&Path>, context: Option<&str>) -> Result<Client, ConnectError> {
+        client::connect_as_kubectl(kubeconfig, context).await
+    }
+
     /// Waits until everything that the reader needs has been listed, however long that takes; of `foreign` kinds, those
     /// that the cluster knows. The store's cache follows the cluster until its last clone is dropped.
     pub async fn open(client: Client, reader: &Reader, foreign: &[Kind]) -> Store {
