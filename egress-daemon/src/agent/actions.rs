@@ -253,7 +253,7 @@ impl Agent {
     /// Writes the status if it differs.
     fn write_status(&mut self) {
         let store = self.store.clone();
-        let Some(present) = self.world.egress_node(&self.node).map(|object| EgressNode::clone(object)) else {
+        let Some(present) = self.observed.egress_node(&self.node).map(|object| EgressNode::clone(object)) else {
             let object = EgressNode::new(self.node.as_str(), Default::default());
             // The cache shows it soon; then its status is written.
             self.machine.handle_news();

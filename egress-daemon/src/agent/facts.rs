@@ -22,7 +22,7 @@ use std::{net::IpAddr, ops::Deref, sync::Arc};
 
 /// The objects as they were read last, and what they mean.
 #[derive(Default)]
-pub struct World {
+pub struct ObservedObjects {
     objects: snapshot::Objects,
     /// What they mean.
     pub meant: Arc<Objects>,
@@ -30,7 +30,7 @@ pub struct World {
     pub problems: Vec<Problem>,
 }
 
-impl Deref for World {
+impl Deref for ObservedObjects {
     type Target = Objects;
 
     fn deref(&self) -> &Objects {
@@ -42,7 +42,7 @@ fn same<T>(a: &[Arc<T>], b: &[Arc<T>]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| Arc::ptr_eq(a, b))
 }
 
-impl World {
+impl ObservedObjects {
     /// Reads the objects; whether any has changed. Pods of other nodes are left out.
     pub fn read(&mut self, store: &Store, node: &NodeName) -> bool {
         let on_node = |p: &Arc<Pod>| p.spec.as_ref().is_some_and(|s| s.node_name.as_deref() == Some(node.as_str()));

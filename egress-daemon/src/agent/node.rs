@@ -1,6 +1,8 @@
 //! The agent's loop: what happens goes into the machine, and what it wants done is carried out.
 
-use super::{aside::Aside, count, facts::World, hooks::Hooks, owned::Owned, routes::Routes, settings::Settings};
+use super::{
+    aside::Aside, count, facts::ObservedObjects, hooks::Hooks, owned::Owned, routes::Routes, settings::Settings,
+};
 use crate::{
     datapath::{
         Pins,
@@ -75,7 +77,7 @@ pub struct Agent {
     pub(super) machine: Machine,
     pub(super) node: NodeName,
     pub(super) settings: Settings,
-    pub(super) world: World,
+    pub(super) observed: ObservedObjects,
     pub(super) start: Instant,
     pub(super) store: Store,
     pub(super) links: Links,
@@ -128,11 +130,11 @@ impl Agent {
         let tunnel = tunnel::ensure(&netlink.handle, &settings.tunnel).await?;
         let socket = ProbeSocket::open(tunnel.index).context("probes cannot be sent")?;
         let node = NodeName::from(node.as_str());
-        let mut world = World::default();
-        world.read(&store, &node);
+        let mut observed = ObservedObjects::default();
+        observed.read(&store, &node);
         let facts = Facts {
             node: node.clone(),
-            objects: world.meant.clone(),
+            objects: observed.meant.clone(),
             links: links.current(),
             tunnel: tunnel.index,
             ..settings.facts.clone()
@@ -144,7 +146,7 @@ impl Agent {
         Ok(Self {
             machine,
             node,
-            world,
+            observed,
             start,
             hooks: Hooks::start(attacher, links.subscribe(), wanted),
             owned: Owned::open(start).context("egress IPs cannot be announced")?,
@@ -195,8 +197,8 @@ impl Agent {
             let wake = self.next_wake();
             tokio::select! {
                 () = &mut stop => break,
-                () = changes.next() => if self.world.read(&self.store, &self.node) {
-                    self.machine.handle_objects(self.world.meant.clone());
+                () = changes.next() => if self.observed.read(&self.store, &self.node) {
+                    self.machine.handle_objects(self.observed.meant.clone());
                 },
                 changed = links.changed() => {
                     changed.context("links are no longer followed")?;

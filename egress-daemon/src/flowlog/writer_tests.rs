@@ -7,13 +7,13 @@ use std::path::Path;
 
 const SECOND: i64 = 1_000_000;
 
-struct World {
+struct LogFixture {
     directory: tempfile::TempDir,
     store: Store,
     follower: Follower,
 }
 
-impl World {
+impl LogFixture {
     fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let store = Files::open(directory.path()).unwrap();
@@ -68,7 +68,7 @@ fn ports(node: &str, first_port: u16, last_port: u16) -> Lease {
 
 #[tokio::test]
 async fn a_gateway_writes_the_leases_of_all_nodes_and_others_write_nothing() {
-    let mut world = World::new();
+    let mut world = LogFixture::new();
     world.lease("w1", Some(&[(0, 2)])).await;
     world.gateway("gw2").await;
     world.follower.look(SECOND);
@@ -96,7 +96,7 @@ async fn a_gateway_writes_the_leases_of_all_nodes_and_others_write_nothing() {
 
 #[tokio::test]
 async fn what_a_full_disk_does_not_take_is_counted_and_told_in_the_log() {
-    let mut world = World::new();
+    let mut world = LogFixture::new();
     world.gateway("gw1").await;
     world.follower.look(SECOND);
     world.follower.log.as_mut().unwrap().fill(true).unwrap();
@@ -116,7 +116,7 @@ async fn what_a_full_disk_does_not_take_is_counted_and_told_in_the_log() {
 
 #[tokio::test]
 async fn a_long_journal_becomes_a_segment_that_says_all_by_itself() {
-    let mut world = World::new();
+    let mut world = LogFixture::new();
     world.lease("w1", Some(&[(0, 1)])).await;
     world.gateway("gw1").await;
     world.follower.look(SECOND);

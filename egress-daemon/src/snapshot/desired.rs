@@ -15,7 +15,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 pub use conditions::DRAINING;
 use conditions::Writer;
 pub use part::desired_part;
-use statuses::{World, usage};
+use statuses::{StatusInputs, usage};
 
 use super::Objects;
 use super::previous::holders;
@@ -54,48 +54,50 @@ pub struct Desired {
 /// The objects of a plan. `problems` are those that the snapshot was made with; `now` is written as the time at which a
 /// condition changed.
 pub fn desired(objects: &Objects, snapshot: &Snapshot, plan: &Plan, problems: &[Problem], now: &Time) -> Desired {
-    let world = World { snapshot, plan, problems, now };
+    let inputs = StatusInputs { snapshot, plan, problems, now };
     Desired {
-        egress_ips: egress_ips(objects, &world, plan.egress_ips.keys()),
+        egress_ips: egress_ips(objects, &inputs, plan.egress_ips.keys()),
         egress_nodes: egress_nodes(objects, snapshot, plan),
         lease_revision: plan.highest_lease(),
-        ..statuses(objects, &world)
+        ..statuses(objects, &inputs)
     }
 }
 
 /// The statuses of all objects that people write.
-fn statuses(objects: &Objects, world: &World<'_>) -> Desired {
+fn statuses(objects: &Objects, inputs: &StatusInputs<'_>) -> Desired {
     let mut desired = Desired::default();
     for object in &objects.policies {
         let per_endpoint = object.spec.distribution == api::Distribution::PerEndpoint;
-        let status = world.policy(PolicyKind::Native, object.as_ref(), per_endpoint);
+        let status = inputs.policy(PolicyKind::Native, object.as_ref(), per_endpoint);
         desired.policies.insert(name(&object.metadata), status);
     }
     for object in &objects.namespaced_policies {
         let per_endpoint = object.spec.distribution == api::Distribution::PerEndpoint;
-        let status = world.policy(PolicyKind::Namespaced, object.as_ref(), per_endpoint);
+        let status = inputs.policy(PolicyKind::Namespaced, object.as_ref(), per_endpoint);
         desired.namespaced_policies.insert(name(&object.metadata), status);
     }
     for object in &objects.cilium_policies {
-        desired.cilium_policies.insert(name(&object.metadata), world.policy(PolicyKind::Cilium, object.as_ref(), true));
+        desired
+            .cilium_policies
+            .insert(name(&object.metadata), inputs.policy(PolicyKind::Cilium, object.as_ref(), true));
     }
     for object in &objects.egresses {
-        desired.egresses.insert(name(&object.metadata), world.egress(object));
+        desired.egresses.insert(name(&object.metadata), inputs.egress(object));
     }
     let used = if objects.pools.is_empty() && objects.external_ip_pools.is_empty() {
         BTreeMap::new()
     } else {
-        usage(world.plan)
+        usage(inputs.plan)
     };
     for object in &objects.pools {
         let conditions = object.status.as_ref().map(|status| &status.conditions);
-        let (usage, conditions) = world.pool(PoolKind::Native, &object.metadata, conditions, &used);
+        let (usage, conditions) = inputs.pool(PoolKind::Native, &object.metadata, conditions, &used);
         let status = api::EgressIPPoolStatus { observed_generation: object.metadata.generation, usage, conditions };
         desired.pools.insert(name(&object.metadata), status);
     }
     for object in &objects.external_ip_pools {
         let conditions = object.status.as_ref().map(|status| &status.conditions);
-        let (usage, conditions) = world.pool(PoolKind::Antrea, &object.metadata, conditions, &used);
+        let (usage, conditions) = inputs.pool(PoolKind::Antrea, &object.metadata, conditions, &used);
         desired.external_ip_pools.insert(name(&object.metadata), api::ExternalIPPoolStatus { usage, conditions });
     }
     desired
@@ -104,10 +106,10 @@ fn statuses(objects: &Objects, world: &World<'_>) -> Desired {
 /// The objects of these egress IPs, as far as the plan has them.
 fn egress_ips<'a>(
     objects: &Objects,
-    world: &World<'_>,
+    inputs: &StatusInputs<'_>,
     addresses: impl Iterator<Item = &'a IpAddr>,
 ) -> BTreeMap<String, api::EgressIP> {
-    let World { snapshot, plan, now, .. } = world;
+    let StatusInputs { snapshot, plan, now, .. } = inputs;
     let existing: BTreeMap<&str, &api::EgressIP> =
         objects.egress_ips.iter().filter_map(|ip| Some((ip.metadata.name.as_deref()?, &**ip))).collect();
     let mut wanted = BTreeMap::new();

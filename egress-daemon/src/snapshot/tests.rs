@@ -14,7 +14,7 @@ use egress_core::{
     health::{Health, LeaseState, NodeHealth},
     model::{Endpoint, EndpointId, NodeName},
     plan::{Changes, Plan, plan, plan_and_remember},
-    testing::world::{World, arbitrary_labels, arbitrary_world},
+    testing::world::{TestCluster, arbitrary_cluster, arbitrary_labels},
 };
 
 fn time(seconds: i64) -> Time {
@@ -273,10 +273,10 @@ proptest! {
 
     #[test]
     fn what_a_small_change_touches_ends_as_everything_made_anew(
-        world in arbitrary_world(),
+        world in arbitrary_cluster(),
         rounds in prop::collection::vec(prop::collection::vec(any_pod(), 1..4), 1..8),
     ) {
-        let World { snapshot, health } = world;
+        let TestCluster { snapshot, health } = world;
         let all = |snapshot: &Snapshot, plan: &Plan| desired(&Objects::default(), snapshot, plan, &[], &time(1));
         let (mut plan, mut memo) = plan_and_remember(snapshot, &health, &Plan::default());
         let mut written = all(memo.snapshot(), &plan);

@@ -10,7 +10,7 @@ use lab::cluster::SERVERS;
 use serde_json::Value;
 
 use crate::Test;
-use crate::world::{World, egress};
+use crate::world::{InstalledCluster, egress};
 
 pub const TESTS: &[Test] = &[("plugin::all_nodes_are_asked_from_where_kubectl_works", all_nodes_are_asked)];
 
@@ -18,7 +18,7 @@ pub const TESTS: &[Test] = &[("plugin::all_nodes_are_asked_from_where_kubectl_wo
 struct Plugin(PathBuf);
 
 impl Plugin {
-    fn new(world: &World) -> Result<Plugin> {
+    fn new(world: &InstalledCluster) -> Result<Plugin> {
         let kubectl = world.cluster.kubectl_script()?;
         let folder = kubectl.parent().context("kubectl is in no directory")?;
         let plugin = folder.join("kubectl-spillway");
@@ -43,7 +43,7 @@ impl Plugin {
     }
 }
 
-fn all_nodes_are_asked(world: &World) -> Result<()> {
+fn all_nodes_are_asked(world: &InstalledCluster) -> Result<()> {
     let plugin = Plugin::new(world)?;
     let pods = world.deploy("web", 2)?;
     world.pool("public", 10, 11)?;

@@ -33,7 +33,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
     #[test]
-    fn carriers_are_eligible_and_the_owner_is_the_first(world in arbitrary_world()) {
+    fn carriers_are_eligible_and_the_owner_is_the_first(world in arbitrary_cluster()) {
         let plan = plan(&world.snapshot, &world.health, &Plan::default());
         for (address, ip) in &plan.egress_ips {
             let unique: BTreeSet<&NodeName> = ip.carriers.iter().collect();

@@ -1,7 +1,7 @@
 //! What must hold at every moment.
 
 use super::{
-    api::View,
+    api::SharedObjects,
     cluster::{Cluster, Machine},
     machine::Agent,
 };
@@ -76,8 +76,8 @@ impl Checks {
         for n in 0..cluster.machines.len() {
             self.note_health(cluster, n);
         }
-        let Some(world) = truth(cluster) else { return Ok(()) };
-        let owned = world.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some());
+        let Some(observed) = truth(cluster) else { return Ok(()) };
+        let owned = observed.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some());
         for (ip, e) in owned {
             let answering: Vec<usize> =
                 (0..cluster.machines.len()).filter(|n| answers(&cluster.machines[*n], *ip, now)).collect();
@@ -100,8 +100,8 @@ impl Checks {
 
     /// Everything has been well for long: everything works.
     pub fn finish(&mut self, cluster: &mut Cluster) -> Result<(), String> {
-        let Some(world) = truth(cluster) else { return Err("there is no plan".into()) };
-        for (ip, e) in &world.plan.egress_ips {
+        let Some(observed) = truth(cluster) else { return Err("there is no plan".into()) };
+        for (ip, e) in &observed.plan.egress_ips {
             let answering: Vec<&NodeName> = cluster
                 .machines
                 .iter()
@@ -118,7 +118,7 @@ impl Checks {
                 }
             }
         }
-        match world.plan.egress_ips.is_empty() {
+        match observed.plan.egress_ips.is_empty() {
             true => Err("there is no egress IP".into()),
             false => Ok(()),
         }
@@ -159,7 +159,7 @@ impl Checks {
     /// Since when a machine has been a carrier that lives and is reachable.
     fn able_since(&self, cluster: &Cluster, n: usize, ip: IpAddr) -> Option<Duration> {
         let (health, machine) = (self.health.get(&n)?, &cluster.machines[n]);
-        let read = machine.agent.as_ref()?.world.plan.egress_ips.get(&ip)?;
+        let read = machine.agent.as_ref()?.observed.plan.egress_ips.get(&ip)?;
         let since = health.well + WELL;
         (!health.lost && cluster.now >= since && read.order().any(|name| *name == machine.name)).then_some(since)
     }
@@ -219,7 +219,7 @@ impl Checks {
             let late = self.health.get(&n).is_none_or(|health| c.now < health.well + WELL);
             for (ip, entry) in tables.egress.iter().filter(|(_, entry)| !entry.blocks.is_empty()) {
                 for carrier in entry.used.iter().filter(|name| **name != machine.name) {
-                    let highest = highest(tables.world.plan.blocks.get(ip), &entry.blocks);
+                    let highest = highest(tables.observed.plan.blocks.get(ip), &entry.blocks);
                     let reported = self.reported.get(carrier);
                     if reported.is_none_or(|(revision, ips)| *revision < highest || !ips.contains(ip)) {
                         return Err(format!(
@@ -241,7 +241,7 @@ impl Checks {
 }
 
 /// The plan that is in the API server.
-fn truth(cluster: &mut Cluster) -> Option<Rc<View>> {
+fn truth(cluster: &mut Cluster) -> Option<Rc<SharedObjects>> {
     cluster.refresh_truth();
     cluster.truth.clone()
 }
@@ -262,7 +262,7 @@ fn is_touched(c: &Cluster, n: usize) -> bool {
         return true;
     }
     let name = &c.machines[n].name;
-    let plan = |m: usize| c.machines[m].agent.as_ref().map(|agent| &agent.world.plan);
+    let plan = |m: usize| c.machines[m].agent.as_ref().map(|agent| &agent.observed.plan);
     let carries = |plan: &Plan, with: &NodeName| {
         plan.egress_ips.values().any(|e| e.order().any(|of| of == name) && e.order().any(|of| of == with))
     };
@@ -277,12 +277,12 @@ fn is_touched(c: &Cluster, n: usize) -> bool {
 /// Whether a carrier waits for one before it that does not know that it is its turn: its agent does not run, or does not read. Its programs
 /// say that it is able until the deadline, or until it has lost its lease.
 fn waits(c: &Cluster, n: usize, ip: IpAddr) -> bool {
-    let Some(read) = c.machines[n].agent.as_ref().and_then(|agent| agent.world.plan.egress_ips.get(&ip)) else {
+    let Some(read) = c.machines[n].agent.as_ref().and_then(|agent| agent.observed.plan.egress_ips.get(&ip)) else {
         return false;
     };
     let before = read.order().take_while(|name| **name != c.machines[n].name).filter_map(|name| c.index(name));
     before.filter(|m| c.is_linked(n, *m) && c.is_linked(*m, n)).any(|m| {
-        let knows = |agent: &Agent| agent.world.plan.egress_ips.get(&ip).is_some_and(|e| e.order().eq(read.order()));
+        let knows = |agent: &Agent| agent.observed.plan.egress_ips.get(&ip).is_some_and(|e| e.order().eq(read.order()));
         let says = c.now < c.machines[m].kernel.able_until;
         says && !(runs(c, m) && c.machines[m].agent.as_ref().is_some_and(knows))
     })
@@ -324,7 +324,7 @@ fn missing(c: &Cluster, carrier: &NodeName, ip: IpAddr, of: &Machine, blocks: &B
     let able = machine.powered && c.now < machine.kernel.able_until;
     let tables = machine.kernel.tables.as_ref().filter(|_| able)?;
     let forwards = tables.egress.get(&ip).is_some_and(|entry| entry.forwards);
-    let leases = tables.world.plan.blocks.get(&ip).filter(|_| forwards);
+    let leases = tables.observed.plan.blocks.get(&ip).filter(|_| forwards);
     let lets = |block: &u16| leases.and_then(|l| l.get(block)).is_some_and(|lease| lease.node == of.name);
     blocks.iter().copied().find(|block| !lets(block))
 }

@@ -1,7 +1,7 @@
 //! The cluster: processes, the network between them, and virtual time.
 
 use super::{
-    api::{Client, KINDS, LEASES, Object, Reader, Server, Stored, View},
+    api::{Client, KINDS, LEASES, Object, Reader, Server, SharedObjects, Stored},
     boss::{Boss, Ends, Squeeze},
     check::Checks,
     faults::{Fault, Planned},
@@ -117,7 +117,7 @@ pub struct Cluster {
     pub trace: bool,
     end: Duration,
     /// What is in the API server, and all that has been written up to it.
-    pub truth: Option<Rc<View>>,
+    pub truth: Option<Rc<SharedObjects>>,
     observer: Client,
 }
 
@@ -316,7 +316,7 @@ impl Cluster {
 
     fn probe(&mut self, from: usize, to: usize, request: Request) {
         let knows = |kernel: &Kernel, name: &NodeName| {
-            kernel.tables.as_ref().is_some_and(|tables| tables.world.snapshot.nodes.contains_key(name))
+            kernel.tables.as_ref().is_some_and(|tables| tables.observed.snapshot.nodes.contains_key(name))
         };
         let name = self.machines[from].name.clone();
         let machine = &mut self.machines[to];

@@ -15,7 +15,7 @@ use egress_core::{
 };
 
 /// What statuses are made from.
-pub struct World<'a> {
+pub struct StatusInputs<'a> {
     /// The model.
     pub snapshot: &'a Snapshot,
     /// The plan.
@@ -26,7 +26,7 @@ pub struct World<'a> {
     pub now: &'a Time,
 }
 
-impl World<'_> {
+impl StatusInputs<'_> {
     /// The status of a policy that shows its slots.
     pub fn policy<T>(&self, kind: PolicyKind, object: &T, per_endpoint: bool) -> api::EgressGatewayPolicyStatus
     where
