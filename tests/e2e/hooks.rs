@@ -4,7 +4,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use anyhow::Context;
-use lab::hook::{Action, Means, Place, Side, hook, hook_by};
+use lab::hook::{Action, ChainPosition, Means, Side, hook, hook_by};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Family, Lab, PodSpec, StartOptions, wait_for};
 
@@ -21,7 +21,8 @@ fn hook_order_programs_that_end_the_chain_do_not_stay_before_ours() {
             lab.manifests().write("web", &web(&[10]))?;
             let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
             let node = lab.node("worker1").ns.clone();
-            let first = |interface: &str, side, action| hook_by(means, &node, interface, side, action, Place::First);
+            let first =
+                |interface: &str, side, action| hook_by(means, &node, interface, side, action, ChainPosition::First);
             // One is there before the agent is.
             let _earlier = first(&pod.host_interface, Side::Ingress, Action::End)?;
             start_with(lab, &attaching(means))?;

@@ -237,7 +237,7 @@ fn differences(args: DiffArgs, bpffs: PathBuf, output: Output) -> Result<ExitCod
 }
 
 fn look(cli: Cli) -> Result<()> {
-    let place = ctl::Place { socket: RunFiles::of(&cli.bpffs).socket(), bpffs: cli.bpffs, node: cli.node };
+    let access = ctl::NodeAccess { socket: RunFiles::of(&cli.bpffs).socket(), bpffs: cli.bpffs, node: cli.node };
     let command = match cli.command {
         Command::Policies => ctl::Command::Policies,
         Command::Gateways => ctl::Command::Gateways,
@@ -254,10 +254,10 @@ fn look(cli: Cli) -> Result<()> {
         Command::Stats => ctl::Command::Stats,
         Command::State => ctl::Command::State,
         Command::Explain(args) => ctl::Command::Explain(Question::new(&args.pod, args.to, args.from_port)),
-        Command::Top(args) => return top(args, &place, cli.output),
+        Command::Top(args) => return top(args, &access, cli.output),
         Command::Whois(args) => {
             let WhoisArgs { seen, at, to, log } = args;
-            let view = whois::ask(&WhoisOptions { seen, at, to, log, bpffs: place.bpffs })?;
+            let view = whois::ask(&WhoisOptions { seen, at, to, log, bpffs: access.bpffs })?;
             return Ok(show(&print(&view, cli.output)?)?);
         }
         Command::Diff(_) => return Ok(()),
@@ -267,20 +267,20 @@ fn look(cli: Cli) -> Result<()> {
             return Ok(show(&String::from_utf8(script)?)?);
         }
     };
-    let answer = ctl::run(&command, &place, cli.output)?;
+    let answer = ctl::run(&command, &access, cli.output)?;
     for remark in answer.remarks {
         eprintln!("egressctl: {remark}");
     }
     Ok(show(&answer.text)?)
 }
 
-fn top(args: TopArgs, place: &ctl::Place, output: Output) -> Result<()> {
+fn top(args: TopArgs, access: &ctl::NodeAccess, output: Output) -> Result<()> {
     let terminal = io::stdout().is_terminal();
     let times = args.times.or((!terminal).then_some(1));
     let top = ctl::Top { by: args.by, limit: args.limit, interval: args.interval, times };
-    // A table takes the place of the one before.
+    // A table takes the access of the one before.
     let clear = if terminal && output == Output::Table { "\x1b[H\x1b[J" } else { "" };
-    let shown = ctl::top(&top, place, output, |text| {
+    let shown = ctl::top(&top, access, output, |text| {
         let mut out = io::stdout();
         out.write_all(format!("{clear}{text}").as_bytes()).and_then(|()| out.flush())
     });

@@ -23,7 +23,7 @@ use serde_json::{Map, Value, json};
 use super::figures::{family_name, rounded};
 use super::programs::{self, Protocol};
 use super::rounds::Spread;
-use super::variant::{BULK_PORT, CPU, Opened, Place, Variant, patience};
+use super::variant::{BULK_PORT, BenchLab, CPU, Opened, Variant, patience};
 use crate::interrupt;
 use crate::progress::Step;
 
@@ -140,7 +140,7 @@ impl Case {
 struct Bench {
     way: Way,
     transport: Variant,
-    place: Box<Place>,
+    place: Box<BenchLab>,
     /// The threads by which the gateway receives, by interface.
     threads: RefCell<BTreeMap<&'static str, u32>>,
 }
@@ -208,7 +208,7 @@ impl Bench {
             Way::Xdp => ("xdp: Native\n", true),
             _ => ("xdp: Off\n", false),
         };
-        let place = match Place::open_with(transport, binaries, config, 1, cards)? {
+        let place = match BenchLab::open_with(transport, binaries, config, 1, cards)? {
             Opened::Ready(place) => place,
             Opened::Absent(reason) => bail!("{}: {reason}", transport.title()),
         };
@@ -299,7 +299,7 @@ impl Bench {
 }
 
 /// Whether the gateway says that its program is at both drivers.
-fn at_drivers(place: &Place) -> Result<bool> {
+fn at_drivers(place: &BenchLab) -> Result<bool> {
     let rows = place.lab.egressctl("gw1", &["gateways"])?;
     let native = rows["items"].as_array().and_then(|rows| rows.iter().find_map(|row| row["native"].as_array()));
     Ok(native.is_some_and(|native| native.len() == 2))

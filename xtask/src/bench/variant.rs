@@ -97,7 +97,7 @@ impl Variant {
 }
 
 /// A variant that can be measured: a lab with one pod, one gateway and one server.
-pub struct Place {
+pub struct BenchLab {
     pub variant: Variant,
     pub pod: Pod,
     pub server: Server,
@@ -110,12 +110,12 @@ pub struct Place {
 /// What became of a variant.
 pub enum Opened {
     /// It can be measured.
-    Ready(Box<Place>),
+    Ready(Box<BenchLab>),
     /// This build of Spillway does not have it: why.
     Absent(String),
 }
 
-impl Place {
+impl BenchLab {
     /// Builds the lab of a variant. `config` is added to the agents' configuration, `gateways` is how many there are.
     pub fn open(variant: Variant, binaries: &Path, config: &str, gateways: u8) -> Result<Opened> {
         Self::open_with(variant, binaries, config, gateways, false)
@@ -148,7 +148,7 @@ impl Place {
         })?;
         let echo = on_cpu(CPU, || LoadServer::start(&server.ns, &server.ips.both(ECHO_PORT), Answer::Echo))?;
         let servers = (bulk, hold, echo);
-        let place = Place { variant, pod, server, sink, _servers: servers, lab };
+        let place = BenchLab { variant, pod, server, sink, _servers: servers, lab };
         place.check()?;
         Ok(Opened::Ready(Box::new(place)))
     }
