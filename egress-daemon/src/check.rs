@@ -60,14 +60,14 @@ impl Row for Line {
 /// Everything that was looked at.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Report {
+pub struct CheckReport {
     /// The worst status.
     pub status: Status,
     /// The lines, in the order in which the agent needs the things.
     pub items: Vec<Line>,
 }
 
-impl View for Report {
+impl View for CheckReport {
     fn text(&self) -> String {
         let count = |status| self.items.iter().filter(|line| line.status == status).count();
         let (ok, warn, fail) = (count(Status::Ok), count(Status::Warn), count(Status::Fail));
@@ -75,7 +75,7 @@ impl View for Report {
     }
 }
 
-impl Report {
+impl CheckReport {
     /// For the terminal or a program.
     pub fn print(&self, output: Output) -> Result<String, PrintError> {
         print(self, output)
@@ -88,9 +88,9 @@ impl Report {
 }
 
 /// Looks at this node, for an agent with these settings and pins.
-pub async fn run(config: &Config, bpffs: &Path) -> Report {
+pub async fn run(config: &Config, bpffs: &Path) -> CheckReport {
     let items = judge::judge(&facts::gather(config, bpffs).await, config);
-    Report { status: items.iter().map(|line| line.status).max().unwrap_or(Status::Ok), items }
+    CheckReport { status: items.iter().map(|line| line.status).max().unwrap_or(Status::Ok), items }
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use egress_core::health::LeaseTimes;
 use egress_daemon::{
     agent::{self, Agent, Settings},
     config::Config,
-    controller::{self, ControllerConfig, Report},
+    controller::{self, ControllerConfig, ControllerReport},
     datapath::{Pins, load::Programs},
     flowlog::{Counts, Writer},
     lock::RunFiles,
@@ -92,7 +92,7 @@ pub async fn agent(
     let server = AdminServer::start(&files.socket(), published.clone());
     let _server = server.inspect_err(|error| tracing::error!("{error}")).ok();
     let stop = stop.shared();
-    let (report, reports) = watch::channel(Report::default());
+    let (report, reports) = watch::channel(ControllerReport::default());
     let sources = Sources {
         pins: Some(Pins::new(&bpffs)),
         agent: Some(published),
@@ -125,7 +125,7 @@ pub async fn controller(
     store: Store,
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> Result<()> {
-    let (report, reports) = watch::channel(Report::default());
+    let (report, reports) = watch::channel(ControllerReport::default());
     let _metrics = serve(metrics, Sources { controller: Some(reports), ..Sources::default() }).await?;
     controller::run(store, controller_config(config), report, stop).await;
     Ok(())

@@ -3,7 +3,7 @@
 use super::apply::{Applied, apply, apply_part};
 use super::partial::{Known, Revisions};
 use super::sight::{Judgement, Sight, delays, judged};
-use super::{ControllerConfig, Event, Report, drains, remarks};
+use super::{ControllerConfig, ControllerReport, Event, drains, remarks};
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
     ExternalIPPool, Pod,
@@ -60,7 +60,7 @@ pub(crate) fn objects(store: &Store) -> Objects {
 pub async fn run(
     store: Store,
     config: ControllerConfig,
-    report: watch::Sender<Report>,
+    report: watch::Sender<ControllerReport>,
     stop: impl Future<Output = ()>,
 ) {
     let terms = LeaseTerms {
@@ -90,7 +90,7 @@ struct Controller {
     store: Store,
     config: ControllerConfig,
     lease: Key,
-    report: watch::Sender<Report>,
+    report: watch::Sender<ControllerReport>,
     start: Instant,
     sight: Sight,
     leading: Option<Leading>,
@@ -127,7 +127,7 @@ struct Inputs {
 }
 
 impl Controller {
-    fn new(store: Store, config: ControllerConfig, lease: Key, report: watch::Sender<Report>) -> Self {
+    fn new(store: Store, config: ControllerConfig, lease: Key, report: watch::Sender<ControllerReport>) -> Self {
         let sight = Sight::new(config.gateways);
         Controller { store, config, lease, report, start: Instant::now(), sight, leading: None }
     }

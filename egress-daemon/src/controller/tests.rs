@@ -112,7 +112,7 @@ impl ControllerFixture {
 }
 
 struct Running {
-    report: watch::Receiver<Report>,
+    report: watch::Receiver<ControllerReport>,
     stop: oneshot::Sender<()>,
     task: JoinHandle<()>,
 }
@@ -128,7 +128,7 @@ fn controller_with(dir: &Path, identity: &str, change: impl FnOnce(&mut Controll
     config.renew_every = Duration::from_millis(200);
     config.gateways.duration = Duration::from_secs(1);
     change(&mut config);
-    let (report, seen) = watch::channel(Report::default());
+    let (report, seen) = watch::channel(ControllerReport::default());
     let (stop, stopped) = oneshot::channel();
     let task = tokio::spawn(run(store, config, report, async move {
         stopped.await.ok();
@@ -446,7 +446,7 @@ async fn a_few_pods_are_taken_in_without_a_full_round_and_end_as_with_one() {
     let after = controller.report.borrow().clone();
     assert!(after.partial >= before.partial + 5, "{before:?} {after:?}");
     // One full round for each gateway whose lease proves itself or whose failback delay passes meanwhile.
-    let full = |report: &Report| report.rounds - report.partial;
+    let full = |report: &ControllerReport| report.rounds - report.partial;
     assert!(full(&after) <= full(&before) + 4, "{before:?} {after:?}");
 }
 

@@ -5,7 +5,7 @@
 
 use super::{admin::Published, state::ProbeResult};
 use crate::{
-    controller::Report,
+    controller::ControllerReport,
     ctl::inventory,
     datapath::{Pins, maps::Maps},
     flowlog::Counts,
@@ -39,7 +39,7 @@ pub struct Sources {
     /// What the agent publishes.
     pub agent: Option<Published>,
     /// What the controller reports.
-    pub controller: Option<watch::Receiver<Report>>,
+    pub controller: Option<watch::Receiver<ControllerReport>>,
     /// What the log of leases counts.
     pub log: Option<Arc<Counts>>,
 }
@@ -160,7 +160,7 @@ fn of_agent(published: &Published) -> Vec<Family> {
 }
 
 /// From the controller's report.
-fn of_controller(report: &Report) -> Vec<Family> {
+fn of_controller(report: &ControllerReport) -> Vec<Family> {
     let plain = |value: f64| vec![(Labels::new(), value)];
     let partial = vec![(Labels::new(), report.partial)];
     vec![

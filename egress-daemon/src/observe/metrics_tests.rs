@@ -92,8 +92,14 @@ fn the_agents_state_is_measured() {
 
 #[test]
 fn the_controllers_report_is_measured() {
-    let report =
-        Report { epoch: Some(4), rounds: 7, partial: 3, writes: 9, planning: Duration::from_millis(2), error: None };
+    let report = ControllerReport {
+        epoch: Some(4),
+        rounds: 7,
+        partial: 3,
+        writes: 9,
+        planning: Duration::from_millis(2),
+        error: None,
+    };
     let (_report, reports) = watch::channel(report);
     let text = text_of(&Sources { controller: Some(reports), ..Sources::default() });
     for line in [
@@ -119,7 +125,7 @@ fn maps_that_cannot_be_read_are_told() {
 #[test]
 fn readiness_follows_the_agent_and_the_controller() {
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
-    let (report, reports) = watch::channel(Report::default());
+    let (report, reports) = watch::channel(ControllerReport::default());
     let sources = Sources { agent: Some(published), controller: Some(reports), ..Sources::default() };
     assert!(sources.unready().unwrap().contains("not written"));
     publish.send(Arc::new(agent())).unwrap();
@@ -133,7 +139,7 @@ fn readiness_follows_the_agent_and_the_controller() {
     publish.send(Arc::new(AgentState { conditions: vec![condition], ..agent() })).unwrap();
     assert_eq!(sources.unready().as_deref(), Some("TablesFull: routes do not fit"));
     publish.send(Arc::new(agent())).unwrap();
-    report.send(Report { error: Some("disk full".into()), ..Report::default() }).unwrap();
+    report.send(ControllerReport { error: Some("disk full".into()), ..ControllerReport::default() }).unwrap();
     assert!(sources.unready().unwrap().contains("disk full"));
 }
 
