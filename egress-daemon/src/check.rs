@@ -7,7 +7,7 @@ mod judge;
 
 use crate::{
     config::Config,
-    ctl::print::{Output, PrintError, Row, View, print, table},
+    ctl::print::{Output, PrintError, Printable, Row, print, table},
 };
 use serde::Serialize;
 use std::{fmt, path::Path};
@@ -37,7 +37,7 @@ impl fmt::Display for Status {
 /// One thing that was looked at.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Line {
+pub struct CheckLine {
     /// What was looked at: `kernel`, `btf`, `bpffs`...
     pub check: &'static str,
     /// How bad it is.
@@ -48,7 +48,7 @@ pub struct Line {
     pub remedy: Option<String>,
 }
 
-impl Row for Line {
+impl Row for CheckLine {
     const HEADER: &'static [&'static str] = &["", "CHECK", "FOUND"];
     const NONE: &'static str = "nothing was checked";
     fn cells(&self) -> Vec<String> {
@@ -64,10 +64,10 @@ pub struct CheckReport {
     /// The worst status.
     pub status: Status,
     /// The lines, in the order in which the agent needs the things.
-    pub items: Vec<Line>,
+    pub items: Vec<CheckLine>,
 }
 
-impl View for CheckReport {
+impl Printable for CheckReport {
     fn text(&self) -> String {
         let count = |status| self.items.iter().filter(|line| line.status == status).count();
         let (ok, warn, fail) = (count(Status::Ok), count(Status::Warn), count(Status::Fail));

@@ -278,7 +278,7 @@ fn top(args: TopArgs, access: &ctl::NodeAccess, output: Output) -> Result<()> {
     let terminal = io::stdout().is_terminal();
     let times = args.times.or((!terminal).then_some(1));
     let top = ctl::Top { by: args.by, limit: args.limit, interval: args.interval, times };
-    // A table takes the access of the one before.
+    // A table takes the place of the one before.
     let clear = if terminal && output == Output::Table { "\x1b[H\x1b[J" } else { "" };
     let shown = ctl::top(&top, access, output, |text| {
         let mut out = io::stdout();

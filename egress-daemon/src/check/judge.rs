@@ -1,6 +1,6 @@
 //! What the facts mean for an agent. Pure.
 
-use super::{Line, Status, facts::Facts};
+use super::{CheckLine, Status, facts::HostFacts};
 use crate::{
     config::{Config, Firewall},
     datapath::strangers::Stranger,
@@ -20,16 +20,16 @@ const CAPABILITIES: [(u32, &str); 4] =
 /// It stands for CAP_BPF and CAP_PERFMON.
 const CAP_SYS_ADMIN: u32 = 21;
 
-fn ok(check: &'static str, found: impl Into<String>) -> Line {
-    Line { check, status: Status::Ok, found: found.into(), remedy: None }
+fn ok(check: &'static str, found: impl Into<String>) -> CheckLine {
+    CheckLine { check, status: Status::Ok, found: found.into(), remedy: None }
 }
 
-fn bad(check: &'static str, status: Status, found: impl Into<String>, remedy: impl Into<String>) -> Line {
-    Line { check, status, found: found.into(), remedy: Some(remedy.into()) }
+fn bad(check: &'static str, status: Status, found: impl Into<String>, remedy: impl Into<String>) -> CheckLine {
+    CheckLine { check, status, found: found.into(), remedy: Some(remedy.into()) }
 }
 
 /// All lines, in the order in which the agent needs the things.
-pub(super) fn judge(facts: &Facts, config: &Config) -> Vec<Line> {
+pub(super) fn judge(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     let mut lines = vec![kernel(facts), btf(facts), bpffs(facts), capabilities(facts), hooks(facts)];
     lines.extend(facts.strangers.iter().map(stranger));
     lines.extend(tunnel(facts, config));
@@ -55,7 +55,7 @@ fn version(release: &str) -> Option<(u32, u32)> {
     Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
 }
 
-fn kernel(facts: &Facts) -> Line {
+fn kernel(facts: &HostFacts) -> CheckLine {
     match version(&facts.release) {
         Some(found) if found >= OLDEST => ok("kernel", format!("Linux {}", facts.release)),
         Some(_) => bad(
@@ -73,7 +73,7 @@ fn kernel(facts: &Facts) -> Line {
     }
 }
 
-fn btf(facts: &Facts) -> Line {
+fn btf(facts: &HostFacts) -> CheckLine {
     if facts.btf {
         return ok("btf", "the kernel tells its types");
     }
@@ -81,7 +81,7 @@ fn btf(facts: &Facts) -> Line {
     bad("btf", Status::Warn, "/sys/kernel/btf/vmlinux is missing", remedy)
 }
 
-fn bpffs(facts: &Facts) -> Line {
+fn bpffs(facts: &HostFacts) -> CheckLine {
     let path = facts.bpffs.display();
     if !facts.on_bpffs {
         let remedy = "mount one (`mount -t bpf bpf /sys/fs/bpf`), or name a directory on one with --bpffs";
@@ -98,7 +98,7 @@ fn bpffs(facts: &Facts) -> Line {
     }
 }
 
-fn capabilities(facts: &Facts) -> Line {
+fn capabilities(facts: &HostFacts) -> CheckLine {
     let Some(mask) = facts.capabilities else {
         return bad("capabilities", Status::Warn, "they cannot be read", "mount /proc");
     };
@@ -113,7 +113,7 @@ fn capabilities(facts: &Facts) -> Line {
     bad("capabilities", Status::Fail, found, "run it as root, or add them to the container's securityContext")
 }
 
-fn hooks(facts: &Facts) -> Line {
+fn hooks(facts: &HostFacts) -> CheckLine {
     if facts.tcx {
         return ok("hooks", "tcx");
     }
@@ -125,7 +125,7 @@ fn hooks(facts: &Facts) -> Line {
     )
 }
 
-fn stranger(stranger: &Stranger) -> Line {
+fn stranger(stranger: &Stranger) -> CheckLine {
     let found =
         format!("program {} of somebody else is at {} {}", stranger.program(), stranger.interface, stranger.hook());
     let remedy = match stranger.egress {
@@ -138,7 +138,7 @@ fn stranger(stranger: &Stranger) -> Line {
     bad("hooks", Status::Warn, found, remedy)
 }
 
-fn tunnel(facts: &Facts, config: &Config) -> Vec<Line> {
+fn tunnel(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     let (name, port) = (&config.tunnel_name, config.tunnel_port);
     let mut lines = Vec::new();
     if let Some(kind) = &facts.name_taken {
@@ -178,7 +178,7 @@ fn tunnel(facts: &Facts, config: &Config) -> Vec<Line> {
 }
 
 /// The agent sets what it needs; only what it may not set stays.
-fn forwarding(facts: &Facts) -> Vec<Line> {
+fn forwarding(facts: &HostFacts) -> Vec<CheckLine> {
     let off = |key: &str| facts.sysctls.get(key).is_some_and(|value| value == "0");
     let off: Vec<&str> =
         ["net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding"].into_iter().filter(|key| off(key)).collect();
@@ -190,7 +190,7 @@ fn forwarding(facts: &Facts) -> Vec<Line> {
     vec![bad("forwarding", Status::Warn, found, remedy)]
 }
 
-fn reverse_path(facts: &Facts, config: &Config) -> Line {
+fn reverse_path(facts: &HostFacts, config: &Config) -> CheckLine {
     let value = |name: &str| facts.sysctls.get(&format!("net/ipv4/conf/{name}/rp_filter")).map(String::as_str);
     let tunnel = value(&config.tunnel_name).filter(|_| facts.tunnels.contains(&config.tunnel_name));
     // The kernel takes the larger one: 0 off, 1 strict, 2 loose.
@@ -206,7 +206,7 @@ fn reverse_path(facts: &Facts, config: &Config) -> Line {
     ok("rp_filter", "does not meet packets of policies: the tunnel device has a value of its own (2, loose)")
 }
 
-fn firewall(facts: &Facts, config: &Config) -> Line {
+fn firewall(facts: &HostFacts, config: &Config) -> CheckLine {
     let mut found = Vec::new();
     found.extend(facts.nftables.then_some("nf_tables".to_owned()));
     if !facts.iptables.is_empty() {
@@ -230,7 +230,7 @@ fn firewall(facts: &Facts, config: &Config) -> Line {
     )
 }
 
-fn interfaces(facts: &Facts, config: &Config) -> Vec<Line> {
+fn interfaces(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     let Some(table) = &facts.links else { return Vec::new() };
     let names = |indices: &mut dyn Iterator<Item = &u32>| {
         let names: Vec<&str> =
@@ -278,7 +278,7 @@ fn interfaces(facts: &Facts, config: &Config) -> Vec<Line> {
 }
 
 /// Where a gateway sends packets on at the driver.
-fn drivers(facts: &Facts, config: &Config) -> Vec<Line> {
+fn drivers(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     let line = |(name, (driver, ours)): (&String, &(Driver, bool))| match xdp::judge(config.xdp, name, driver) {
         Ok(()) if *ours => ok("xdp", format!("{name}: the driver sends packets of egress IPs on")),
         Ok(()) => ok("xdp", format!("{name}: the driver can send packets of egress IPs on, once this is a gateway")),
@@ -292,7 +292,7 @@ fn drivers(facts: &Facts, config: &Config) -> Vec<Line> {
 }
 
 /// Whether the cluster's networks are known: the agent says, which reads the objects.
-fn networks(facts: &Facts) -> Vec<Line> {
+fn networks(facts: &HostFacts) -> Vec<CheckLine> {
     let Some(unnamed) = &facts.unnamed else {
         return vec![ok("networks", "no agent runs here, which would know the cluster's networks")];
     };
@@ -312,24 +312,24 @@ mod tests {
     use egress_core::network::links::LinkKind;
     use std::path::PathBuf;
 
-    fn good() -> Facts {
-        Facts {
+    fn good() -> HostFacts {
+        HostFacts {
             release: "6.18.1-cloud".into(),
             btf: true,
             bpffs: "/sys/fs/bpf/spillway".into(),
             on_bpffs: true,
             capabilities: Some(u64::MAX),
             tcx: true,
-            ..Facts::default()
+            ..HostFacts::default()
         }
     }
 
-    fn all(facts: &Facts) -> Vec<Line> {
+    fn all(facts: &HostFacts) -> Vec<CheckLine> {
         judge(facts, &Config::default())
     }
 
     /// The worst line of a check.
-    fn of(facts: &Facts, check: &str) -> Line {
+    fn of(facts: &HostFacts, check: &str) -> CheckLine {
         all(facts).into_iter().filter(|line| line.check == check).max_by_key(|line| line.status).unwrap()
     }
 
@@ -344,7 +344,7 @@ mod tests {
 
     #[test]
     fn kernels_are_compared_as_numbers() {
-        let status = |release: &str| of(&Facts { release: release.into(), ..good() }, "kernel").status;
+        let status = |release: &str| of(&HostFacts { release: release.into(), ..good() }, "kernel").status;
         assert_eq!(status("5.17.0"), Status::Ok);
         assert_eq!(status("5.9.12-300.fc33"), Status::Fail);
         assert_eq!(status("6.1.0-18-amd64"), Status::Ok);
@@ -354,18 +354,18 @@ mod tests {
 
     #[test]
     fn what_the_agent_cannot_do_without_fails() {
-        let line = of(&Facts { on_bpffs: false, ..good() }, "bpffs");
+        let line = of(&HostFacts { on_bpffs: false, ..good() }, "bpffs");
         assert_eq!(line.status, Status::Fail);
         assert!(line.remedy.unwrap().contains("mount -t bpf"));
-        let line = of(&Facts { other_versions: vec![PathBuf::from("/sys/fs/bpf/spillway/v9")], ..good() }, "bpffs");
+        let line = of(&HostFacts { other_versions: vec![PathBuf::from("/sys/fs/bpf/spillway/v9")], ..good() }, "bpffs");
         assert!(line.found.contains("v9") && line.remedy.unwrap().contains("cleanup --bpffs /sys/fs/bpf/spillway"));
-        let line = of(&Facts { capabilities: Some(1 << 21 | 1 << 12), ..good() }, "capabilities");
+        let line = of(&HostFacts { capabilities: Some(1 << 21 | 1 << 12), ..good() }, "capabilities");
         assert_eq!((line.status, line.found.as_str()), (Status::Fail, "this process lacks CAP_NET_RAW"));
-        let line = of(&Facts { name_taken: Some("bridge".into()), ..good() }, "tunnel");
+        let line = of(&HostFacts { name_taken: Some("bridge".into()), ..good() }, "tunnel");
         assert!(line.status == Status::Fail && line.found.contains("bridge") && line.found.contains("spillway0"));
-        let line = of(&Facts { port_used: true, ..good() }, "tunnel");
+        let line = of(&HostFacts { port_used: true, ..good() }, "tunnel");
         assert!(line.status == Status::Fail && line.remedy.unwrap().contains("ss -ulpn"));
-        let ours = Facts { port_used: true, tunnels: vec!["spillway0".into()], ..good() };
+        let ours = HostFacts { port_used: true, tunnels: vec!["spillway0".into()], ..good() };
         assert_eq!(of(&ours, "tunnel").status, Status::Ok);
     }
 
@@ -378,17 +378,17 @@ mod tests {
             program: None,
             name: Some("cil_from_container".into()),
         };
-        let line = of(&Facts { strangers: vec![stranger], ..good() }, "hooks");
+        let line = of(&HostFacts { strangers: vec![stranger], ..good() }, "hooks");
         assert!(
             line.status == Status::Warn && line.found.contains("cil_from_container") && line.found.contains("lxc1")
         );
-        assert_eq!(of(&Facts { tcx: false, ..good() }, "hooks").status, Status::Warn);
-        let ruled = Facts { nftables: true, ..good() };
+        assert_eq!(of(&HostFacts { tcx: false, ..good() }, "hooks").status, Status::Warn);
+        let ruled = HostFacts { nftables: true, ..good() };
         assert_eq!(of(&ruled, "firewall").status, Status::Ok);
         let bypass = Config::parse("c", b"firewall: bypass").unwrap();
         assert!(judge(&ruled, &bypass).iter().any(|line| line.check == "firewall" && line.status == Status::Warn));
         let off = [("net/ipv4/ip_forward".to_owned(), "0".to_owned())].into();
-        assert!(of(&Facts { sysctls: off, ..good() }, "forwarding").found.contains("net/ipv4/ip_forward is 0"));
+        assert!(of(&HostFacts { sysctls: off, ..good() }, "forwarding").found.contains("net/ipv4/ip_forward is 0"));
         let port = Config::parse("c", b"tunnelPort: 4789").unwrap();
         let lines = judge(&good(), &port);
         assert!(lines.iter().any(|line| line.check == "tunnel" && line.status == Status::Warn));
@@ -397,7 +397,7 @@ mod tests {
     #[test]
     fn drivers_that_stay_without_a_program_warn_where_one_was_asked_for() {
         let driver = Driver { kind: LinkKind::Physical, acts: Some(7), hides_tags: true, stranger: None };
-        let facts = Facts { drivers: [("eth0".to_owned(), (driver, false))].into(), ..good() };
+        let facts = HostFacts { drivers: [("eth0".to_owned(), (driver, false))].into(), ..good() };
         let line = of(&facts, "xdp");
         assert!(line.status == Status::Ok && line.found.contains("ethtool -K eth0 rxvlan off"), "{}", line.found);
         let native = Config::parse("c", b"xdp: Native").unwrap();
@@ -408,9 +408,9 @@ mod tests {
     #[test]
     fn networks_that_nobody_names_warn() {
         assert_eq!(of(&good(), "networks").status, Status::Ok);
-        assert_eq!(of(&Facts { unnamed: Some(Default::default()), ..good() }, "networks").status, Status::Ok);
+        assert_eq!(of(&HostFacts { unnamed: Some(Default::default()), ..good() }, "networks").status, Status::Ok);
         let unnamed = Some([("10.96.0.0/12".to_owned(), "add it to exceptCIDRs".to_owned())].into());
-        let line = of(&Facts { unnamed, ..good() }, "networks");
+        let line = of(&HostFacts { unnamed, ..good() }, "networks");
         assert_eq!((line.status, line.remedy.as_deref()), (Status::Warn, Some("add it to exceptCIDRs")));
         assert!(line.found.contains("10.96.0.0/12"), "{}", line.found);
     }
@@ -420,7 +420,7 @@ mod tests {
         let status = |all: &str, tunnel: &str| {
             let sysctls = [("all", all), ("spillway0", tunnel)]
                 .map(|(name, value)| (format!("net/ipv4/conf/{name}/rp_filter"), value.to_owned()));
-            let facts = Facts { sysctls: sysctls.into(), tunnels: vec!["spillway0".into()], ..good() };
+            let facts = HostFacts { sysctls: sysctls.into(), tunnels: vec!["spillway0".into()], ..good() };
             of(&facts, "rp_filter").status
         };
         assert_eq!((status("0", "2"), status("1", "2"), status("2", "1")), (Status::Ok, Status::Ok, Status::Ok));
@@ -430,7 +430,7 @@ mod tests {
     #[test]
     fn patterns_that_match_nothing_are_named() {
         let config = Config::parse("c", b"podInterfaces: [\"cali*\"]").unwrap();
-        let facts = Facts { links: Some(Default::default()), ..good() };
+        let facts = HostFacts { links: Some(Default::default()), ..good() };
         assert!(judge(&facts, &config).iter().any(|line| line.found.contains("cali*")));
     }
 }

@@ -24,7 +24,7 @@ pub enum Output {
 }
 
 /// A result of a command.
-pub trait View: Serialize {
+pub trait Printable: Serialize {
     /// For people, with a line feed at the end.
     fn text(&self) -> String;
 }
@@ -35,7 +35,7 @@ pub trait View: Serialize {
 pub struct PrintError(String);
 
 /// Prints a result, with a line feed at the end.
-pub fn print<V: View>(view: &V, output: Output) -> Result<String, PrintError> {
+pub fn print<V: Printable>(view: &V, output: Output) -> Result<String, PrintError> {
     let error = |e: &dyn std::fmt::Display| PrintError(e.to_string());
     Ok(match output {
         Output::Table => view.text(),
@@ -110,7 +110,7 @@ pub struct List<R> {
     pub items: Vec<R>,
 }
 
-impl<R: Row> View for List<R> {
+impl<R: Row> Printable for List<R> {
     fn text(&self) -> String {
         let mut text = table(&self.items);
         let mut notes: BTreeMap<&str, Vec<&str>> = BTreeMap::new();

@@ -1,6 +1,6 @@
 //! Whether Spillway does in a cluster what it is told: its workloads, and its objects' conditions. Pure.
 
-use crate::ctl::print::{Row, View, table};
+use crate::ctl::print::{Printable, Row, table};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -36,7 +36,7 @@ pub struct Status {
     pub parts: Vec<Part>,
 }
 
-impl View for Status {
+impl Printable for Status {
     fn text(&self) -> String {
         table(&self.parts)
     }

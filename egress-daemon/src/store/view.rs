@@ -16,7 +16,7 @@ pub(super) struct Item {
 
 /// All objects and problems.
 #[derive(Debug, Default)]
-pub(super) struct View {
+pub(super) struct StoreView {
     kinds: BTreeMap<Kind, BTreeMap<Key, Item>>,
     history: BTreeMap<Kind, History>,
     pub(super) problems: Vec<Problem>,
@@ -54,7 +54,7 @@ impl History {
     }
 }
 
-impl View {
+impl StoreView {
     pub(super) fn list(&self, kind: Kind) -> Vec<Erased> {
         self.kinds.get(&kind).into_iter().flat_map(BTreeMap::values).map(|item| item.object.clone()).collect()
     }
@@ -135,13 +135,13 @@ mod tests {
         Item { version: version.to_string(), object: Arc::new(version) }
     }
 
-    fn names(view: &View, since: u64) -> Option<Vec<String>> {
+    fn names(view: &StoreView, since: u64) -> Option<Vec<String>> {
         view.changed(Kind::Pod, since).map(|keys| keys.into_iter().map(|key| key.name).collect())
     }
 
     #[test]
     fn what_changed_since_a_revision_is_told_as_long_as_it_is_remembered() {
-        let mut view = View::default();
+        let mut view = StoreView::default();
         assert_eq!(names(&view, 0), Some(vec![]));
         view.set(Kind::Pod, Key::cluster("a"), Some(item(1)));
         view.set(Kind::Pod, Key::cluster("a"), Some(item(1)));

@@ -1,7 +1,7 @@
 //! Objects that a person might change, and what they read then.
 
 use super::*;
-use crate::ctl::print::View as _;
+use crate::ctl::print::Printable as _;
 use serde_json::json;
 use std::sync::Arc;
 

@@ -10,7 +10,7 @@ pub use question::{Protocol, Question, QuestionError, Target};
 
 use super::{
     dump::{Dump, FlowEntry},
-    print::View,
+    print::Printable,
     views::{self, FlowRow, Sources},
 };
 use crate::observe::state::AgentState;
@@ -90,7 +90,7 @@ pub struct Outcome {
     pub text: String,
 }
 
-impl View for Explanation {
+impl Printable for Explanation {
     fn text(&self) -> String {
         let width = self.steps.iter().map(|step| step.step.len()).max().unwrap_or(0);
         let mut text = String::new();

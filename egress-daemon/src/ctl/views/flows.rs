@@ -3,7 +3,7 @@
 use super::Sources;
 use crate::ctl::{
     dump::{Dump, FlowEntry},
-    print::{Row, View, or_dash, table},
+    print::{Printable, Row, or_dash, table},
 };
 use egress_common::{flow::kind, tcp};
 use ipnet::IpNet;
@@ -104,7 +104,7 @@ impl Row for FlowRow {
     }
 }
 
-impl View for FlowsView {
+impl Printable for FlowsView {
     fn text(&self) -> String {
         let mut text = table(&self.items);
         let shown = self.items.len();

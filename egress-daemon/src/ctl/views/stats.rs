@@ -2,7 +2,7 @@
 
 use super::Sources;
 use crate::{
-    ctl::print::{Row, View, table},
+    ctl::print::{Printable, Row, table},
     host::firewall::Dropped,
 };
 use serde::Serialize;
@@ -39,7 +39,7 @@ impl Row for CounterRow {
     }
 }
 
-impl View for StatsView {
+impl Printable for StatsView {
     fn text(&self) -> String {
         let (dropped, done): (Vec<_>, Vec<_>) = self.items.iter().partition(|row| row.dropped);
         format!("{}\nDROPPED\n{}", table(done), table(dropped))

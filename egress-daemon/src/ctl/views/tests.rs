@@ -3,7 +3,7 @@
 use super::testing::{START, dump, dump_of, flow, ip, view};
 use super::*;
 use crate::{
-    ctl::print::{Output, View, print},
+    ctl::print::{Output, Printable, print},
     observe::state::{EgressIpState, GatewayState, NodeState, PolicyState, ProbeResult},
 };
 use serde_json::Value;
@@ -49,7 +49,7 @@ fn agent() -> AgentState {
 }
 
 /// Each text fits 100 columns, and JSON names are camelCase.
-fn check_prints<V: View>(view: &V) -> (String, Value) {
+fn check_prints<V: Printable>(view: &V) -> (String, Value) {
     let text = print(view, Output::Table).unwrap();
     assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
     let json: Value = serde_json::from_str(&print(view, Output::Json).unwrap()).unwrap();

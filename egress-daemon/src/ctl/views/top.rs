@@ -3,7 +3,7 @@
 use crate::{
     ctl::{
         dump::{Dump, FlowEntry},
-        print::{Row, View, table},
+        print::{Printable, Row, table},
     },
     host::firewall::Dropped,
 };
@@ -99,7 +99,7 @@ impl Row for TopRow {
     }
 }
 
-impl View for TopView {
+impl Printable for TopView {
     fn text(&self) -> String {
         let mut text = format!(
             "{}: {} flows, {} active; {:.1} opened/s, {:.1} ended/s, over {:.1} s\n",

@@ -1,7 +1,7 @@
 //! Answers out of leases and flows, and times that people write.
 
 use super::*;
-use crate::ctl::print::View as _;
+use crate::ctl::print::Printable as _;
 use egress_core::leaselog::{Doubt, Holder};
 
 const HOUR: i64 = 3_600_000_000;

@@ -2,7 +2,7 @@
 
 use super::time::text;
 use super::{Living, Moment, SLACK, is_sure, seen_as};
-use crate::ctl::print::View;
+use crate::ctl::print::Printable;
 use crate::ctl::views::{FlowRow, row};
 use egress_core::leaselog::{Answer, Doubt};
 use serde::Serialize;
@@ -126,7 +126,7 @@ fn about_pod(pods: usize, steady: usize, named: bool, own: Option<&str>, nodes: 
     (steady == 0).then(|| "the flow began at about that time: another one may have ended just before".into())
 }
 
-impl View for WhoisView {
+impl Printable for WhoisView {
     fn text(&self) -> String {
         let when = if self.from == self.until { self.from.clone() } else { format!("{} to {}", self.from, self.until) };
         let mut text = format!("{} at {when}\n", self.seen);

@@ -18,7 +18,7 @@ mod user_tests;
 mod write;
 
 use super::kind::Erased;
-use super::view::View;
+use super::view::StoreView;
 use super::{Backend, Key, Kind, Note, ObjectRef, Problem, Store, StoreError, Write};
 use futures::future::BoxFuture;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -48,7 +48,7 @@ pub struct Files {
     directory: PathBuf,
     own: Own,
     parser: Parser,
-    view: Mutex<View>,
+    view: Mutex<StoreView>,
     /// Held while the directory is looked at and while a write is put into the view, so that the view never goes back.
     order: Mutex<()>,
     changes: watch::Sender<u64>,
@@ -130,7 +130,7 @@ impl Files {
         Ok((Arc::new(files), receiver))
     }
 
-    fn view(&self) -> MutexGuard<'_, View> {
+    fn view(&self) -> MutexGuard<'_, StoreView> {
         self.view.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -141,7 +141,7 @@ impl Files {
     }
 
     /// Changes the view, and tells the readers if that made a difference.
-    fn update(&self, change: impl FnOnce(&mut View) -> bool) {
+    fn update(&self, change: impl FnOnce(&mut StoreView) -> bool) {
         if change(&mut self.view()) {
             self.changes.send_modify(|count| *count = count.wrapping_add(1));
         }

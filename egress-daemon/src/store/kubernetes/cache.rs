@@ -5,7 +5,7 @@
 
 use super::trim::{is_trimmed, trim, version};
 use crate::store::kind::Erased;
-use crate::store::view::{Item, View};
+use crate::store::view::{Item, StoreView};
 use crate::store::{Key, Kind, ObjectRef, Problem};
 use kube::runtime::watcher::Event;
 use serde_json::Value;
@@ -24,7 +24,7 @@ pub(super) struct Cache {
 
 #[derive(Debug, Default)]
 struct State {
-    view: View,
+    view: StoreView,
     kinds: BTreeMap<Kind, Progress>,
     /// Objects that are not understood. Their last good version is in force.
     problems: BTreeMap<ObjectRef, Problem>,
