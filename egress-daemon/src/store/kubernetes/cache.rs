@@ -18,12 +18,12 @@ use tokio::sync::watch;
 /// The cache.
 #[derive(Debug, Default)]
 pub(super) struct Cache {
-    state: Mutex<State>,
+    state: Mutex<CacheState>,
     changes: watch::Sender<u64>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct CacheState {
     view: StoreView,
     kinds: BTreeMap<Kind, Progress>,
     /// Objects that are not understood. Their last good version is in force.
@@ -105,12 +105,12 @@ fn uid(object: &Value) -> &str {
 }
 
 impl Cache {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, CacheState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Changes the state, and tells the readers if that made a difference.
-    fn update(&self, change: impl FnOnce(&mut State) -> bool) {
+    fn update(&self, change: impl FnOnce(&mut CacheState) -> bool) {
         if change(&mut self.state()) {
             self.changes.send_modify(|count| *count = count.wrapping_add(1));
         }
@@ -269,7 +269,7 @@ impl Cache {
     }
 }
 
-impl State {
+impl CacheState {
     /// Sets an object unless a newer version of it is known; says whether that made a difference.
     fn set(&mut self, kind: Kind, key: Key, mut object: Value) -> bool {
         if self.kinds.get(&kind).is_some_and(|progress| progress.gone.all.contains(uid(&object))) {
