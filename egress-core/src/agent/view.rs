@@ -22,7 +22,7 @@ use crate::{
     },
     plan::{EgressIpPlan, Plan, select},
 };
-use egress_common::{config::Config, endpoint::policy_flags};
+use egress_common::{config::DatapathConfig, endpoint::policy_flags};
 use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -67,7 +67,7 @@ pub fn used(plan: &Plan, classes: &Classes) -> BTreeSet<IpAddr> {
 
 /// Makes the view, and notes which policies have come into force.
 /// `config` is the record of settings with all that it is to say.
-pub fn view(facts: &Facts, decided: &Decided, config: Config, effective: &mut Effective) -> NodeView {
+pub fn view(facts: &Facts, decided: &Decided, config: DatapathConfig, effective: &mut Effective) -> NodeView {
     let selected = classes_of(&facts.objects.snapshot, &facts.node);
     let endpoints = selected.into_iter().filter_map(|(id, class)| {
         let ips = facts.objects.snapshot.endpoints.get(&id)?.ips.clone();

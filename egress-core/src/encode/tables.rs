@@ -3,7 +3,7 @@
 use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
-    config::Config,
+    config::DatapathConfig,
     egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     limits,
@@ -69,7 +69,7 @@ pub struct Tables {
     /// Names.
     pub names: BTreeMap<NameKey, Name>,
     /// Settings; the generation is set when it is written.
-    pub config: Option<Config>,
+    pub config: Option<DatapathConfig>,
 }
 
 /// A table that what is wanted does not fit into.

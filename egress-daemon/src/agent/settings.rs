@@ -86,7 +86,7 @@ fn decided_by(config: &Config) -> machine::Settings {
         start_limit: config.start_limit,
         transport: config.transport,
         tunnel_mtu: tunnel::MTU,
-        config: record::Config {
+        config: record::DatapathConfig {
             flags: if config.firewall == Firewall::Respect { record::flags::RESPECT_FIREWALL } else { 0 },
             pod_flows: match config.max_flows_per_pod {
                 0 => config.max_flows - config.max_flows / KEPT_FROM_POD,

@@ -8,7 +8,7 @@ use aya::{
 use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
-    config::Config,
+    config::DatapathConfig,
     egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Flow, FlowKey, Inbound, Reverse},
@@ -209,7 +209,7 @@ pub struct Maps {
     /// Interfaces that answer for egress IPs.
     pub uplinks: Table<u32, Uplink>,
     /// Settings.
-    pub config: Slots<Config>,
+    pub config: Slots<DatapathConfig>,
     /// Until when this node is able to carry egress IPs.
     pub deadline: Slots<u64>,
     /// Names for people.

@@ -7,7 +7,7 @@ use aya::Pod;
 use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
-    config::{self, Config},
+    config::{self, DatapathConfig},
     egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Node, Uplink, deadline},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{FlowKey, Reverse},
@@ -93,7 +93,7 @@ kinds! {
 pub(super) trait Sink {
     fn set<K: Kind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError>;
     fn remove<K: Kind>(&mut self, key: &K::Key) -> Result<(), MapsError>;
-    fn configure(&mut self, config: Config) -> Result<(), MapsError>;
+    fn configure(&mut self, config: DatapathConfig) -> Result<(), MapsError>;
 }
 
 impl Sink for Maps {
@@ -103,7 +103,7 @@ impl Sink for Maps {
     fn remove<K: Kind>(&mut self, key: &K::Key) -> Result<(), MapsError> {
         K::remove(self, key)
     }
-    fn configure(&mut self, config: Config) -> Result<(), MapsError> {
+    fn configure(&mut self, config: DatapathConfig) -> Result<(), MapsError> {
         self.config.set(&0, &config)
     }
 }
@@ -144,7 +144,7 @@ impl<S: Sink> Change<'_, S> {
 
     /// Writes everything. Sets `recheck` as soon as something has changed that flows were classified by, and ends with a
     /// new `generation` if it is set.
-    pub fn carry_out(&mut self, generation: &mut u32, recheck: &mut bool) -> Result<Option<Config>, MapsError> {
+    pub fn carry_out(&mut self, generation: &mut u32, recheck: &mut bool) -> Result<Option<DatapathConfig>, MapsError> {
         let wanted = self.wanted;
         let in_force: BTreeSet<u32> =
             wanted.v4.egress_index.values().chain(wanted.v6.egress_index.values()).copied().collect();
@@ -196,7 +196,7 @@ impl<S: Sink> Change<'_, S> {
         if *recheck {
             *generation = generation.wrapping_add(1);
         }
-        let last = Config { generation: *generation, flags: wanted.config.unwrap_or(config).flags, ..config };
+        let last = DatapathConfig { generation: *generation, flags: wanted.config.unwrap_or(config).flags, ..config };
         if last != config {
             self.sink.configure(last)?;
         }
@@ -206,10 +206,10 @@ impl<S: Sink> Change<'_, S> {
 
     /// Writes the settings. Without any, those that are there stay. What is held stays so until everything else is written:
     /// the pod that it was for is not known yet.
-    fn configure(&mut self, generation: u32) -> Result<Option<Config>, MapsError> {
+    fn configure(&mut self, generation: u32) -> Result<Option<DatapathConfig>, MapsError> {
         let Some(config) = self.wanted.config else { return Ok(self.present.config) };
         let held = self.present.config.map_or(0, |present| present.flags & config::flags::HOLD);
-        let config = Config { generation, flags: config.flags | held, ..config };
+        let config = DatapathConfig { generation, flags: config.flags | held, ..config };
         if self.present.config != Some(config) {
             self.sink.configure(config)?;
         }

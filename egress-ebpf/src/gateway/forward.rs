@@ -21,7 +21,7 @@ use crate::{
     transports::{nodes, probe, send, shaper},
 };
 use egress_common::{
-    config::Config,
+    config::DatapathConfig,
     egress::{EgressIp, flags},
     port_block,
     verdict::{Counter, Verdict, purpose},
@@ -179,7 +179,7 @@ pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
 /// A packet for an egress IP that has passed the shaper, on to the node that its port's block is leased to. A verdict's bits, or
 /// [`DELIVER`].
 #[inline(always)]
-pub fn to_source<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, egress: u32, e: &EgressIp) -> u64 {
+pub fn to_source<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, egress: u32, e: &EgressIp) -> u64 {
     let t = datagram::transport::<F>(pkt, ip);
     let node = lessee_of_reply::<F, _>(pkt, ip, &t, egress);
     hand_on::<F>(pkt, config, ip, &t, egress, e, node, true)
@@ -199,7 +199,7 @@ pub fn lessee_of_reply<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &T
 #[expect(clippy::too_many_arguments, reason = "a record of them would be copied to the stack")]
 fn hand_on<F: Family>(
     pkt: &Packet,
-    config: &Config,
+    config: &DatapathConfig,
     ip: &Ip<F>,
     t: &Transport,
     egress: u32,

@@ -20,7 +20,7 @@ use crate::{
     },
 };
 use egress_common::{
-    config::{self, Config},
+    config::{self, DatapathConfig},
     egress::{Node, flags},
     verdict::{Counter, Verdict},
 };
@@ -47,7 +47,7 @@ pub fn receive<F: Family>(pkt: &Packet) -> u64 {
 /// A packet without outer headers. Where nothing is carried, it is asked first whether a flow of a pod here has it: that answers
 /// for nearly all, by one look-up.
 #[inline(always)]
-fn plain<F: Family>(pkt: &Packet, config: &Config) -> u64 {
+fn plain<F: Family>(pkt: &Packet, config: &DatapathConfig) -> u64 {
     if config.flags & config::flags::CARRIES == 0 {
         let verdict = deliver::reply::<F>(pkt, only::KNOWN);
         if verdict != OTHER {

@@ -22,7 +22,7 @@ use crate::{
     transports::{carrier, large},
 };
 use egress_common::{
-    config::{Config, flags},
+    config::{DatapathConfig, flags},
     endpoint::{Endpoint, Policy, policy_flags},
     flow::{Flow, FlowKey, kind},
     hash, tcp, udp,
@@ -138,7 +138,7 @@ pub fn first<F: Family>(pkt: &Packet) -> u64 {
 #[inline(always)]
 fn known<F: Family>(
     pkt: &Packet,
-    config: &Config,
+    config: &DatapathConfig,
     ip: &Ip<F>,
     t: &Transport,
     key: &FlowKey<F>,
@@ -196,7 +196,7 @@ fn known<F: Family>(
 #[inline(always)]
 fn unknown<F: Family>(
     pkt: &Packet,
-    config: &Config,
+    config: &DatapathConfig,
     ip: &Ip<F>,
     t: &Transport,
     key: &FlowKey<F>,
@@ -236,7 +236,7 @@ fn unknown<F: Family>(
 #[inline(always)]
 fn stray<F: Family>(
     pkt: &Packet,
-    config: &Config,
+    config: &DatapathConfig,
     generation: u32,
     t: &Transport,
     key: &FlowKey<F>,
@@ -324,7 +324,7 @@ fn commit<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), Counter> {
 
 /// The fast path for the packets of a confirmed flow, the host-stack path until then.
 #[inline(always)]
-fn go<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow: &Taken) -> Verdict {
+fn go<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &Transport, flow: &Taken) -> Verdict {
     if firewall::is_asked(config) != 0 {
         if flow.pending != 0 || ip.part != Part::Whole {
             if large::may_be(pkt, config)

@@ -15,7 +15,7 @@ use crate::{
     transports::{carrier, large, mss, send, shaper},
 };
 use egress_common::{
-    config::Config,
+    config::DatapathConfig,
     egress::EgressIp,
     tcp,
     verdict::{Counter, Verdict, purpose},
@@ -25,7 +25,7 @@ use egress_common::{
 #[inline(always)]
 pub fn send<F: Family>(
     pkt: &Packet,
-    config: &Config,
+    config: &DatapathConfig,
     ip: &Ip<F>,
     t: &Transport,
     egress: u32,

@@ -8,7 +8,7 @@ use aya_ebpf::{
 use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
-    config::Config,
+    config::DatapathConfig,
     egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Meter, NextHop, Node, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Ended, Flow, FlowKey, Fragment, FragmentKey, HeldKey, Inbound, Masqueraded, Reverse, Ticket},
@@ -224,7 +224,7 @@ pub static DEVICES: DevMapHash<MAX_DEVICES> = DevMapHash::new();
 pub static METERS: Array<Meter, { 2 * MAX_EGRESS_IPS }> = Array::new();
 
 #[btf_map]
-pub static CONFIG: Array<Config, 1> = Array::new();
+pub static CONFIG: Array<DatapathConfig, 1> = Array::new();
 /// By [`egress_common::egress::deadline`]: until when this node is able to carry egress IPs, that is, answers ARP and NDP for those whose
 /// turn it has, and until when it holds its lease. Its answers to probes say both.
 #[btf_map]

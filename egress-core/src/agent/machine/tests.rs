@@ -40,7 +40,7 @@ impl Shell {
             start_limit: Duration::from_secs(60),
             transport: Transport::Device,
             tunnel_mtu: 1500,
-            config: config::Config { flags: flags::RESPECT_FIREWALL, ..config::UNSET },
+            config: config::DatapathConfig { flags: flags::RESPECT_FIREWALL, ..config::UNSET },
             clock: Duration::ZERO,
         };
         let mut links = world.links.clone();

@@ -8,7 +8,7 @@ use crate::datapath::{
 };
 use egress_common::{
     abi::{NameKey, name_kind},
-    config::{Config, flags},
+    config::{DatapathConfig, flags},
     endpoint::{MemberKey, PolicyKey},
     limits::MAGLEV_CHUNK,
     net,
@@ -51,7 +51,7 @@ impl Sink for Failing {
         K::entries_mut(&mut self.tables).remove(key);
         Ok(())
     }
-    fn configure(&mut self, config: Config) -> Result<(), MapsError> {
+    fn configure(&mut self, config: DatapathConfig) -> Result<(), MapsError> {
         self.spend()?;
         self.tables.config = Some(config);
         Ok(())
@@ -184,7 +184,7 @@ proptest! {
                     .unwrap();
                 prop_assert_eq!(without_leftovers(sink.tables), Tables { config, ..wanted });
             }
-            present = Tables { config: Some(Config { generation: 1, ..scenes::settings() }), ..wanted };
+            present = Tables { config: Some(DatapathConfig { generation: 1, ..scenes::settings() }), ..wanted };
         }
     }
 }
@@ -200,7 +200,7 @@ fn what_is_held_is_let_go_last() {
     let views = some_views(20);
     for (before, after) in views.iter().zip(&views[1..]) {
         let mut present = encoder.encode(before, &Tables::default()).unwrap();
-        present.config = Some(Config { flags: flags::HOLD, ..scenes::settings() });
+        present.config = Some(DatapathConfig { flags: flags::HOLD, ..scenes::settings() });
         let wanted = encoder.encode(after, &present).unwrap();
         for left in 0.. {
             let mut sink = Failing { tables: present.clone(), left };
