@@ -8,7 +8,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::{self, DatapathConfig},
-    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Node, Uplink, deadline},
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, NodeEntry, Uplink, deadline},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{FlowKey, Reverse},
     limits::MAGLEV_CHUNK,
@@ -67,7 +67,7 @@ macro_rules! kinds {
 
 kinds! {
     Names: NameKey => Name, names;
-    Nodes: u32 => Node, nodes, array of Node::EMPTY;
+    Nodes: u32 => NodeEntry, nodes, array of NodeEntry::EMPTY;
     NodeIndex: V6 => u32, node_index;
     MacIndex: MacKey => u32, mac_index;
     Uplinks: u32 => Uplink, uplinks;
@@ -263,7 +263,7 @@ fn read(maps: &Maps) -> Result<Tables, MapsError> {
         blocks: filled(&maps.blocks, &NO_BLOCKS)?,
         carriers: filled(&maps.carriers, &spread::NONE)?,
         leases: filled(&maps.leases, &NO_LEASES)?,
-        nodes: filled(&maps.nodes, &Node::EMPTY)?,
+        nodes: filled(&maps.nodes, &NodeEntry::EMPTY)?,
         node_index: maps.node_index.entries()?,
         mac_index: maps.mac_index.entries()?,
         uplinks: maps.uplinks.entries()?,

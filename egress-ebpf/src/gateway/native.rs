@@ -27,7 +27,7 @@ use egress_common::{
     V4, V6,
     abi::{AF_INET, AF_INET6, VNI_FORWARD, VNI_REPLY},
     config::{self, DatapathConfig},
-    egress::{EgressIp, Node, flags},
+    egress::{EgressIp, NodeEntry, flags},
     transport::{DIRECT, OVERHEAD_V4, OVERHEAD_V6, VXLAN},
     verdict::{Counter, Verdict},
 };
@@ -199,7 +199,7 @@ fn outward<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>, egress: u32, e: &EgressIp
 }
 
 #[inline(always)]
-fn is_address(node: &Node, address: &V6) -> bool {
+fn is_address(node: &NodeEntry, address: &V6) -> bool {
     address.is(&node.addr)
 }
 
@@ -281,7 +281,13 @@ fn reply(pkt: &Packet<Frame>, config: &DatapathConfig, index: u32, entropy: u32,
 
 /// Sends a frame in outer headers.
 #[inline(always)]
-fn wrap(pkt: &Packet<Frame>, config: &DatapathConfig, node: &Node, entropy: u32, length: u32) -> Result<Verdict, Left> {
+fn wrap(
+    pkt: &Packet<Frame>,
+    config: &DatapathConfig,
+    node: &NodeEntry,
+    entropy: u32,
+    length: u32,
+) -> Result<Verdict, Left> {
     let ipv4 = node.tunnel_v4 != 0;
     let overhead = if ipv4 { OVERHEAD_V4 } else { OVERHEAD_V6 };
     let out = match (ipv4, node.hop_family) {

@@ -21,7 +21,7 @@ use crate::{
 };
 use egress_common::{
     config::{self, DatapathConfig},
-    egress::{Node, flags},
+    egress::{NodeEntry, flags},
     verdict::{Counter, Verdict},
 };
 
@@ -123,7 +123,7 @@ fn is_at(pkt: &Packet, index: u32) -> bool {
 
 /// Whether the frame comes from the MAC address of the node.
 #[inline(always)]
-pub fn sends<C: Context>(pkt: &Packet<C>, node: &Node) -> bool {
+pub fn sends<C: Context>(pkt: &Packet<C>, node: &NodeEntry) -> bool {
     let Some(from) = pkt.read::<Mac>(6) else { return false };
     let [theirs, _] = node.macs;
     let differs = (from[0] ^ theirs[0]) | (from[1] ^ theirs[1]) | (from[2] ^ theirs[2]);

@@ -9,7 +9,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::DatapathConfig,
-    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Meter, NextHop, Node, Uplink},
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Meter, NextHop, NodeEntry, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Ended, Flow, FlowKey, Fragment, FragmentKey, HeldKey, Inbound, Masqueraded, Reverse, Ticket},
     limits::*,
@@ -181,7 +181,7 @@ pub static CARRIERS: Array<CarrierTable, MAX_EGRESS_IPS> = Array::new();
 #[btf_map]
 pub static LEASES: Array<LeaseTable, MAX_EGRESS_IPS> = Array::new();
 #[btf_map]
-pub static NODES: Array<Node, MAX_NODES> = Array::new();
+pub static NODES: Array<NodeEntry, MAX_NODES> = Array::new();
 #[btf_map]
 pub static NODE_INDEX: HashMap<V6, u32, MAX_NODE_ADDRESSES, GROW> = HashMap::new();
 /// Node by the MAC address that it sends from on a link that it shares with this one.

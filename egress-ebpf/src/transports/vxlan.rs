@@ -23,7 +23,7 @@ use egress_common::{
     V4, V6,
     config::{DatapathConfig, flags},
     csum,
-    egress::Node,
+    egress::NodeEntry,
     transport::{OUTER_V4, OUTER_V4_TTL, OVERHEAD_V4, OVERHEAD_V6},
     verdict::{Counter, Verdict},
 };
@@ -49,7 +49,7 @@ const ENCAP: u64 = BPF_F_ADJ_ROOM_FIXED_GSO as u64
 /// Writes the outer headers and sends the packet to the next hop. An error is the index of the counter for the reason;
 /// the packet is as it was then.
 #[inline(always)]
-pub fn send(pkt: &Packet, config: &DatapathConfig, node: &Node, vni: u32, entropy: u32) -> Result<Verdict, u32> {
+pub fn send(pkt: &Packet, config: &DatapathConfig, node: &NodeEntry, vni: u32, entropy: u32) -> Result<Verdict, u32> {
     let ipv4 = node.tunnel_v4 != 0;
     let (overhead, family) =
         if ipv4 { (OVERHEAD_V4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4) } else { (OVERHEAD_V6, BPF_F_ADJ_ROOM_ENCAP_L3_IPV6) };
@@ -85,7 +85,7 @@ pub fn outer_ecn<C: Context>(pkt: &Packet<C>, protocol: u16) -> u32 {
 /// What the outer headers are made of.
 pub struct Outer<'a> {
     pub config: &'a DatapathConfig,
-    pub node: &'a Node,
+    pub node: &'a NodeEntry,
     pub vni: u32,
     /// By it flows take different ways.
     pub entropy: u32,

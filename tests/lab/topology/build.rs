@@ -9,7 +9,7 @@ use anyhow::{Context, Result, anyhow};
 
 use super::address::{self, Dual};
 use super::settings::Settings;
-use super::{Cni, Lab, Node, Role, Server};
+use super::{Cni, Lab, LabNode, Role, Server};
 use crate::machine;
 use crate::manifests::Manifests;
 use crate::netns::NetNs;
@@ -172,7 +172,7 @@ impl Builder {
     }
 }
 
-fn make_nodes(scope: &mut Scope, settings: &Settings) -> Result<BTreeMap<String, Node>> {
+fn make_nodes(scope: &mut Scope, settings: &Settings) -> Result<BTreeMap<String, LabNode>> {
     let workers = (1..=settings.workers).map(|i| (format!("worker{i}"), Role::Worker, 10 + i));
     let gateways = (1..=settings.gateways).map(|i| (format!("gw{i}"), Role::Gateway, 100 + i));
     let rp_filter = settings.rp_filter.to_string();
@@ -192,7 +192,7 @@ fn make_nodes(scope: &mut Scope, settings: &Settings) -> Result<BTreeMap<String,
         let external = (role == Role::Gateway).then(|| address::external(number));
         let index = u8::try_from(position + 1).context("too many nodes")?;
         let underlay = address::underlay(number);
-        nodes.insert(name.clone(), Node { name, role, index, ns, underlay, external, labels, next_pod: 10 });
+        nodes.insert(name.clone(), LabNode { name, role, index, ns, underlay, external, labels, next_pod: 10 });
     }
     Ok(nodes)
 }
@@ -254,7 +254,7 @@ fn plug(ns: &NetNs, interface: &str, mac: &str, segment: &NetNs, port: &str, mtu
 
 /// Returns the ports in the underlay's, the external and the far bridge.
 fn make_links(
-    nodes: &BTreeMap<String, Node>,
+    nodes: &BTreeMap<String, LabNode>,
     servers: &BTreeMap<String, Server>,
     underlay: &NetNs,
     external: &NetNs,
@@ -295,7 +295,7 @@ fn make_links(
 /// See [`Builder::cards`].
 fn like_cards(
     segments: [&NetNs; 3],
-    nodes: &BTreeMap<String, Node>,
+    nodes: &BTreeMap<String, LabNode>,
     servers: &BTreeMap<String, Server>,
     ports: &[Vec<String>; 3],
 ) -> Result<()> {
@@ -336,7 +336,7 @@ fn set_up_server(server: &Server) -> Result<()> {
 }
 
 /// The bridge `far` runs only if somebody is behind it.
-fn set_up_router(router: &NetNs, nodes: &BTreeMap<String, Node>, far_runs: bool) -> Result<()> {
+fn set_up_router(router: &NetNs, nodes: &BTreeMap<String, LabNode>, far_runs: bool) -> Result<()> {
     let mut lines = Vec::new();
     for (interface, Dual { v4, v6 }) in
         [("eth0", address::underlay(1)), ("ext0", address::external(1)), ("far", address::far(1))]

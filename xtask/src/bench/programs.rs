@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use etherparse::PacketBuilder;
 use lab::bpf::{Header, Program, Shot};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
-use lab::{Family, Node, wait_until};
+use lab::{Family, LabNode, wait_until};
 
 use super::variant::{BenchLab, Variant};
 
@@ -141,9 +141,9 @@ fn shots<'a>(
     place: &'a BenchLab,
     protocol: Protocol,
     flow: &Flow,
-) -> Result<Vec<(&'static str, &'a Node, &'static str, Shot)>> {
+) -> Result<Vec<(&'static str, &'a LabNode, &'static str, Shot)>> {
     let (worker, gateway) = (place.lab.node(&place.pod.node), place.lab.node("gw1"));
-    let shot = |node: &Node, interface: &str, (from, to), macs, tunnel| {
+    let shot = |node: &LabNode, interface: &str, (from, to), macs, tunnel| {
         let ifindex = node.ns.ifindex(interface)?;
         Ok::<_, anyhow::Error>(Shot { frame: frame(protocol, macs, from, to, &[0x42; 64])?, ifindex, tunnel })
     };
