@@ -38,7 +38,7 @@ use select::Selection;
 
 pub use memo::{Changes, Memo, Touched};
 pub use types::{
-    Assigned, BlockLease, BlockState, Blocks, Condition, ConditionKind, EgressIpPlan, Outcome, OwnerReason, Plan,
+    Assigned, BlockLease, BlockState, Blocks, Condition, ConditionKind, EgressIpPlan, OwnerReason, Plan, PolicyOutcome,
     Reason, Slot,
 };
 
@@ -124,7 +124,7 @@ fn plan_for(snapshot: &Snapshot, selection: &Selection<'_>, health: &Health, pre
         let serving = slots.iter().filter(|slot| !slot.draining).count();
         let conditions = problems.conditions(policy, serving, selected);
         let (behind, endpoints) = (outcome::behind(snapshot, policy, cluster.source_names(id)), selected as u32);
-        outcomes.insert(id.clone(), Outcome { conditions, slots, endpoints, behind, pods, conflicts });
+        outcomes.insert(id.clone(), PolicyOutcome { conditions, slots, endpoints, behind, pods, conflicts });
     }
     let lease_revision = if leases.granted { revision } else { previous.lease_revision };
     Plan { egress_ips, assignments, blocks: leases.blocks, lease_revision, outcomes }

@@ -273,7 +273,7 @@ pub struct Slot {
 
 /// What became of a policy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Outcome {
+pub struct PolicyOutcome {
     /// All of [`ConditionKind::ALL`].
     pub conditions: BTreeMap<ConditionKind, Condition>,
     /// Its table of egress IPs, both families.
@@ -300,7 +300,7 @@ pub struct Plan {
     /// The revision of the latest grant of blocks.
     pub lease_revision: u64,
     /// By policy, for every policy of the snapshot.
-    pub outcomes: BTreeMap<PolicyId, Outcome>,
+    pub outcomes: BTreeMap<PolicyId, PolicyOutcome>,
 }
 
 impl Plan {

@@ -59,7 +59,7 @@ const AT_ONCE_SHARE: u32 = 4;
 
 /// What came of the last rounds.
 #[derive(Default)]
-pub struct Outcome {
+pub struct RoundOutcome {
     /// Up to these revisions, leases are in the tables.
     pub leases: Known,
     /// The egress IPs that this node carries by its tables.
@@ -94,7 +94,7 @@ pub struct Machine {
     settings: Settings,
     facts: Facts,
     decided: Decided,
-    outcome: Outcome,
+    outcome: RoundOutcome,
     shaper: Option<ShaperEnds>,
     /// The flags in the record of settings that the programs have.
     flags: u32,
@@ -128,7 +128,7 @@ impl Machine {
         let mut machine = Self {
             facts,
             decided: Decided { carriers, histories, ..Decided::default() },
-            outcome: Outcome::default(),
+            outcome: RoundOutcome::default(),
             shaper: None,
             flags: left.flags,
             effective: Effective::recover(left.policies),
@@ -336,7 +336,7 @@ impl Machine {
     }
 
     /// What came of the last rounds.
-    pub fn outcome(&self) -> &Outcome {
+    pub fn outcome(&self) -> &RoundOutcome {
         &self.outcome
     }
 

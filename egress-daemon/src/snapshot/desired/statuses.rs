@@ -11,7 +11,7 @@ use crate::api;
 use crate::translate::{Problem, antrea, cilium, name, policy, pool};
 use egress_core::{
     model::{PolicyId, PolicyKind, PoolId, PoolKind, Snapshot},
-    plan::{Outcome, OwnerReason, Plan},
+    plan::{OwnerReason, Plan, PolicyOutcome},
 };
 
 /// What statuses are made from.
@@ -89,7 +89,7 @@ impl StatusInputs<'_> {
         (usage, writer.finish())
     }
 
-    fn outcome(&self, kind: PolicyKind, metadata: &ObjectMeta) -> Option<&Outcome> {
+    fn outcome(&self, kind: PolicyKind, metadata: &ObjectMeta) -> Option<&PolicyOutcome> {
         self.plan.outcomes.get(&PolicyId::new(kind, &name(metadata)))
     }
 
@@ -131,7 +131,7 @@ fn kind_name(kind: PolicyKind) -> &'static str {
     }
 }
 
-fn slots(outcome: Option<&Outcome>, per_endpoint: bool) -> Vec<api::SlotStatus> {
+fn slots(outcome: Option<&PolicyOutcome>, per_endpoint: bool) -> Vec<api::SlotStatus> {
     let slots = outcome.map_or(&[][..], |outcome| outcome.slots.as_slice());
     slots
         .iter()
