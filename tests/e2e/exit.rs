@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use anyhow::{Context, Result};
-use lab::hook::{Action, ChainPosition, Hooked, Means, Side, hook_by};
+use lab::hook::{ChainPosition, HookAction, Hooked, Means, Side, hook_by};
 use lab::traffic::{
     Protocol, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, send_packet,
     send_vxlan, send_vxlan_from,
@@ -53,7 +53,7 @@ fn no_strangers(capture: &Capture, server: &Server) -> Result<()> {
 fn route(lab: &Lab, pod: &Pod, means: Means, position: ChainPosition) -> Result<Hooked> {
     let node = lab.node(&pod.node);
     let uplink = node.ns.ifindex(node.uplink())?;
-    hook_by(means, &node.ns, &pod.host_interface, Side::Ingress, Action::ToNeighbour(uplink), position)
+    hook_by(means, &node.ns, &pod.host_interface, Side::Ingress, HookAction::ToNeighbour(uplink), position)
 }
 
 /// docs/failures.md: ebpf-cni.
@@ -124,7 +124,7 @@ fn ebpf_cni_that_denies_holds() {
                 let (asked, passed) =
                     (counter(lab, &pod.node, "firewall_asked")?, counter(lab, &pod.node, "firewall_passed")?);
                 let denies =
-                    hook_by(means, &node, &pod.host_interface, Side::Ingress, Action::Drop, ChainPosition::Last)?;
+                    hook_by(means, &node, &pod.host_interface, Side::Ingress, HookAction::Drop, ChainPosition::Last)?;
                 assert_eq!(sources(&pod.ns, server, family, 5)?, Default::default());
                 assert_eq!(counter(lab, &pod.node, "firewall_passed")?, passed);
                 assert!(counter(lab, &pod.node, "firewall_asked")? >= asked + 5);
@@ -146,7 +146,7 @@ fn ebpf_cni_that_masquerades_at_the_exit_changes_no_source() {
         with_pod_by(means, Cni::PointToPoint, |lab, pod, server| {
             let node = lab.node(&pod.node);
             let _routes = route(lab, pod, means, ChainPosition::Last)?;
-            let masquerade = Action::Masquerade(pod.ips.v4, node.underlay.v4);
+            let masquerade = HookAction::Masquerade(pod.ips.v4, node.underlay.v4);
             let _masquerades = hook_by(means, &node.ns, node.uplink(), Side::Egress, masquerade, ChainPosition::Last)?;
             wait_in_force(pod, server, &[10])?;
             // Before ours, for as long as it is: then the packet is of no flow any more.

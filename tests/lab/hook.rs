@@ -23,7 +23,7 @@ pub enum Side {
 
 /// What a program does with every packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Action {
+pub enum HookAction {
     /// Leaves it to the next program (`TCX_NEXT`).
     Next,
     /// Ends the chain: the packet passes, and no later program sees it (`TCX_PASS`).
@@ -165,7 +165,7 @@ struct Pin {
 }
 
 /// Attaches a program that does `action`, before all that are there.
-pub fn hook(ns: &NetNs, interface: &str, side: Side, action: Action) -> Result<Hooked> {
+pub fn hook(ns: &NetNs, interface: &str, side: Side, action: HookAction) -> Result<Hooked> {
     hook_at(ns, interface, side, action, ChainPosition::First)
 }
 
@@ -175,7 +175,7 @@ pub fn hook_by(
     ns: &NetNs,
     interface: &str,
     side: Side,
-    action: Action,
+    action: HookAction,
     position: ChainPosition,
 ) -> Result<Hooked> {
     match means {
@@ -185,7 +185,7 @@ pub fn hook_by(
 }
 
 /// Attaches a program that does `action`, as a filter. Of all filters of priority 1 the latest is the first.
-fn filter_at(ns: &NetNs, interface: &str, side: Side, action: Action, position: ChainPosition) -> Result<Filter> {
+fn filter_at(ns: &NetNs, interface: &str, side: Side, action: HookAction, position: ChainPosition) -> Result<Filter> {
     static HANDLE: AtomicU32 = AtomicU32::new(1);
     let program = load(side, action).context("cannot load a program")?;
     let handle = HANDLE.fetch_add(1, Ordering::Relaxed);
@@ -207,7 +207,7 @@ fn filter_at(ns: &NetNs, interface: &str, side: Side, action: Action, position: 
 }
 
 /// Attaches a program that does `action`, by a TCX link.
-pub fn hook_at(ns: &NetNs, interface: &str, side: Side, action: Action, position: ChainPosition) -> Result<Hooked> {
+pub fn hook_at(ns: &NetNs, interface: &str, side: Side, action: HookAction, position: ChainPosition) -> Result<Hooked> {
     let program = load(side, action).context("cannot load a program")?;
     let ifindex = ns.ifindex(interface)?;
     let link = Link {
@@ -239,20 +239,20 @@ fn attach_type(side: Side) -> u32 {
     }
 }
 
-fn load(side: Side, action: Action) -> io::Result<OwnedFd> {
+fn load(side: Side, action: HookAction) -> io::Result<OwnedFd> {
     let exit = Instruction(EXIT, 0, 0, 0);
     let code = match action {
-        Action::Next => vec![Instruction(MOVE, 0, 0, -1), exit],
-        Action::End => vec![Instruction(MOVE, 0, 0, 0), exit],
-        Action::ToPeer(index) => vec![
+        HookAction::Next => vec![Instruction(MOVE, 0, 0, -1), exit],
+        HookAction::End => vec![Instruction(MOVE, 0, 0, 0), exit],
+        HookAction::ToPeer(index) => vec![
             Instruction(MOVE, 1, 0, index.cast_signed()),
             Instruction(MOVE, 2, 0, 0),
             Instruction(CALL, 0, 0, REDIRECT_PEER),
             exit,
         ],
-        Action::ToNeighbour(index) => to_neighbour(index),
-        Action::Drop => vec![Instruction(MOVE, 0, 0, 2), exit],
-        Action::Masquerade(from, to) => masquerade(from, to),
+        HookAction::ToNeighbour(index) => to_neighbour(index),
+        HookAction::Drop => vec![Instruction(MOVE, 0, 0, 2), exit],
+        HookAction::Masquerade(from, to) => masquerade(from, to),
     };
     load_code(SCHED_CLS, attach_type(side), &code)
 }
