@@ -49,7 +49,7 @@ pub enum Doubt {
 
 /// What can be said.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Answer {
+pub struct LeaseAnswer {
     /// The nodes that may have been it; one, or none, if there is no doubt.
     pub holders: BTreeSet<Holder>,
     /// Why it is not sure.
@@ -57,14 +57,14 @@ pub struct Answer {
 }
 
 /// Reads the records of one log in their order.
-pub fn answer<'a>(records: impl IntoIterator<Item = &'a Record>, question: Question) -> Answer {
+pub fn answer<'a>(records: impl IntoIterator<Item = &'a Record>, question: Question) -> LeaseAnswer {
     let mut reading = Reading {
         question,
         open: Vec::new(),
         unconfirmed: Vec::new(),
         unwritten: (i64::MIN, i64::MIN),
         last: None,
-        answer: Answer::default(),
+        answer: LeaseAnswer::default(),
     };
     for record in records {
         reading.read(record);
@@ -85,7 +85,7 @@ struct Reading {
     unwritten: (i64, i64),
     /// The time of the last record.
     last: Option<i64>,
-    answer: Answer,
+    answer: LeaseAnswer,
 }
 
 impl Reading {
@@ -130,7 +130,7 @@ impl Reading {
         self.last = Some(at);
     }
 
-    fn finish(mut self) -> Answer {
+    fn finish(mut self) -> LeaseAnswer {
         self.settle();
         self.gap(self.last, None);
         let open = std::mem::take(&mut self.open);

@@ -7,7 +7,7 @@ mod book;
 #[cfg(test)]
 mod tests;
 
-pub use answer::{Answer, Doubt, Holder, Question, answer};
+pub use answer::{Doubt, Holder, LeaseAnswer, Question, answer};
 pub use book::Book;
 
 use std::net::IpAddr;

@@ -41,7 +41,7 @@ fn lease(node: u8) -> Lease {
     Lease { egress_ip: "192.0.2.1".parse().unwrap(), first_port: 1088, last_port: 1151, node }
 }
 
-fn ask(records: &[Record], at: i64) -> Answer {
+fn ask(records: &[Record], at: i64) -> LeaseAnswer {
     let egress_ip = "192.0.2.1".parse().unwrap();
     answer(records, Question { egress_ip, port: 1100, from: at, until: at, slack: SLACK })
 }
@@ -141,13 +141,13 @@ fn a_node_that_is_long_gone_is_named_with_its_times() {
     records.push(Record { at: 300, event: Event::Alive });
     let said = ask(&records, 50);
     let holder = Holder { node: "n1".into(), first_port: 1088, last_port: 1151, from: Some(10), until: Some(100) };
-    assert_eq!(said, Answer { holders: [holder].into(), doubts: BTreeSet::new() });
-    assert_eq!(ask(&records, 150), Answer::default());
+    assert_eq!(said, LeaseAnswer { holders: [holder].into(), doubts: BTreeSet::new() });
+    assert_eq!(ask(&records, 150), LeaseAnswer::default());
     assert_eq!(ask(&records, 99).doubts, BTreeSet::from([Doubt::Changed(100)]));
     assert_eq!(ask(&records, 290).doubts, BTreeSet::new());
     assert_eq!(ask(&records, 310).doubts, BTreeSet::from([Doubt::Unwritten(Some(300), None)]));
     let other = Question { egress_ip: "192.0.2.1".parse().unwrap(), port: 1152, from: 50, until: 50, slack: SLACK };
-    assert_eq!(answer(&records, other), Answer::default());
+    assert_eq!(answer(&records, other), LeaseAnswer::default());
 }
 
 #[test]
@@ -189,7 +189,7 @@ fn whoever_holds_a_port_after_nobody_wrote_may_have_held_it_before() {
         record(110, Event::Alive),
     ];
     let holder = Holder { node: "n1".into(), first_port: 1088, last_port: 1151, from: None, until: None };
-    let said = Answer { holders: [holder].into(), doubts: [Doubt::Unwritten(Some(10), Some(100))].into() };
+    let said = LeaseAnswer { holders: [holder].into(), doubts: [Doubt::Unwritten(Some(10), Some(100))].into() };
     assert_eq!(ask(&records, 50), said);
-    assert_eq!(ask(&records, 5), Answer::default());
+    assert_eq!(ask(&records, 5), LeaseAnswer::default());
 }

@@ -86,7 +86,7 @@ pub struct NodeAccess {
 
 /// An answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Answer {
+pub struct CommandOutput {
     /// For stdout.
     pub text: String,
     /// For stderr, a line each.
@@ -94,7 +94,7 @@ pub struct Answer {
 }
 
 /// Answers a command. Blocks; asking the agent takes two seconds at most.
-pub fn run(command: &Command, access: &NodeAccess, output: Output) -> Result<Answer> {
+pub fn run(command: &Command, access: &NodeAccess, output: Output) -> Result<CommandOutput> {
     let told = admin::ask(&access.socket);
     let remarks = told.as_ref().err().and_then(|error| remark(command, error)).into_iter().collect();
     let agent = told.ok();
@@ -108,7 +108,7 @@ pub fn run(command: &Command, access: &NodeAccess, output: Output) -> Result<Ans
             show(command, sources, output)?
         }
     };
-    Ok(Answer { text, remarks })
+    Ok(CommandOutput { text, remarks })
 }
 
 /// What `egressctl top` shows, and when.

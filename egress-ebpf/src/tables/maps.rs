@@ -13,7 +13,7 @@ use egress_common::{
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Ended, Flow, FlowKey, Fragment, FragmentKey, HeldKey, Inbound, Masqueraded, Reverse, Ticket},
     limits::*,
-    probe::Answer,
+    probe::ProbeAnswer,
     verdict::Counter,
 };
 
@@ -192,7 +192,7 @@ pub static MAC_INDEX: HashMap<MacKey, u32, MAX_MACS, GROW> = HashMap::new();
 pub static REPLY_TRANSPORT: Array<u32, MAX_NODES> = Array::new();
 /// Answers to this node's probes, for the agent.
 #[btf_map]
-pub static PROBES: RingBuf<Answer, PROBE_BUFFER> = RingBuf::new();
+pub static PROBES: RingBuf<ProbeAnswer, PROBE_BUFFER> = RingBuf::new();
 #[btf_map]
 pub static UPLINKS: HashMap<u32, Uplink, MAX_UPLINKS, GROW> = HashMap::new();
 

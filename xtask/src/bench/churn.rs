@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use lab::Family;
-use lab::traffic::{Answer, AnswerServer, ConnectRate, LoadServer, Queries, on_cpu};
+use lab::traffic::{AnswerServer, ConnectRate, LoadServer, Queries, ServerAnswer, on_cpu};
 
 use super::figures::Figure;
 use super::flows::{map_memory, tracked};
@@ -73,7 +73,7 @@ fn churn(place: &BenchLab, window: Duration) -> Result<Churned> {
     let crowd = place.lab.crowd(server, SERVERS)?;
     let at = |port: u16| -> Vec<SocketAddr> { crowd.iter().map(|one| one.at(Family::V4, port)).collect() };
     let any = |port| SocketAddr::new([0u16; 8].into(), port);
-    let _connections = LoadServer::start(&server.ns, &[any(CONNECT_PORT)], Answer::Hold)?;
+    let _connections = LoadServer::start(&server.ns, &[any(CONNECT_PORT)], ServerAnswer::Hold)?;
     let _answers = AnswerServer::start(&server.ns, QUERY_PORT)?;
     let before = refused(place)?;
     let mut memory = 0f64;

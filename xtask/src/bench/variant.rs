@@ -6,7 +6,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use lab::traffic::{Answer, BulkServer, LoadServer, ServerMode, TcpClients, TcpOptions, TcpServer, UdpSink, on_cpu};
+use lab::traffic::{
+    BulkServer, LoadServer, ServerAnswer, ServerMode, TcpClients, TcpOptions, TcpServer, UdpSink, on_cpu,
+};
 use lab::{Family, Lab, NetNs, Pod, PodSpec, Server, StartOptions, address, wait_until};
 
 use super::routes;
@@ -144,9 +146,9 @@ impl BenchLab {
         let sink = UdpSink::start(&server.ns, SocketAddr::new([0u16; 8].into(), UDP_PORT))?;
         let (bulk, hold) = on_cpu(OTHER_CPU, || {
             let bulk = BulkServer::start(&server.ns, &server.ips.both(BULK_PORT))?;
-            Ok((bulk, LoadServer::start(&server.ns, &server.ips.both(HOLD_PORT), Answer::Hold)?))
+            Ok((bulk, LoadServer::start(&server.ns, &server.ips.both(HOLD_PORT), ServerAnswer::Hold)?))
         })?;
-        let echo = on_cpu(CPU, || LoadServer::start(&server.ns, &server.ips.both(ECHO_PORT), Answer::Echo))?;
+        let echo = on_cpu(CPU, || LoadServer::start(&server.ns, &server.ips.both(ECHO_PORT), ServerAnswer::Echo))?;
         let servers = (bulk, hold, echo);
         let place = BenchLab { variant, pod, server, sink, _servers: servers, lab };
         place.check()?;

@@ -15,7 +15,7 @@ use crate::datapath::Pins;
 use crate::flowlog::{self, Instant};
 use crate::lock::RunFiles;
 use anyhow::{Result, bail};
-use egress_core::leaselog::{Answer, Event, Question, Record, answer};
+use egress_core::leaselog::{Event, LeaseAnswer, Question, Record, answer};
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
@@ -96,6 +96,6 @@ pub(super) fn seen_as<'a>(
 }
 
 /// Whether leases say that exactly this node, or that nobody, had the port.
-fn is_sure(answer: &Answer) -> bool {
+fn is_sure(answer: &LeaseAnswer) -> bool {
     answer.doubts.is_empty()
 }

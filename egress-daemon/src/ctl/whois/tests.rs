@@ -43,7 +43,7 @@ fn holder(node: &str) -> Holder {
 
 #[test]
 fn leases_name_the_node_and_say_why_not_the_pod() {
-    let answer = Answer { holders: [holder("w7")].into(), doubts: Default::default() };
+    let answer = LeaseAnswer { holders: [holder("w7")].into(), doubts: Default::default() };
     let view = whois(seen(), Moment { from: 2 * HOUR, until: 2 * HOUR }, None, Some(answer.clone()), None);
     assert!(view.node_certain && !view.pod_certain, "{view:?}");
     let text = view.text();
@@ -51,9 +51,10 @@ fn leases_name_the_node_and_say_why_not_the_pod() {
     assert!(text.contains("ask there"), "{text}");
 
     let doubts = [Doubt::Unwritten(Some(HOUR), Some(3 * HOUR))].into();
-    let view = whois(seen(), Moment { from: 2 * HOUR, until: 2 * HOUR }, None, Some(Answer { doubts, ..answer }), None);
+    let view =
+        whois(seen(), Moment { from: 2 * HOUR, until: 2 * HOUR }, None, Some(LeaseAnswer { doubts, ..answer }), None);
     assert!(!view.node_certain && view.text().contains("nobody wrote from 1970-01-01T01:00:00Z"), "{}", view.text());
-    let nobody = whois(seen(), Moment { from: 0, until: 0 }, None, Some(Answer::default()), None);
+    let nobody = whois(seen(), Moment { from: 0, until: 0 }, None, Some(LeaseAnswer::default()), None);
     assert!(nobody.text().contains("no node of the cluster had this port"), "{}", nobody.text());
 }
 

@@ -4,7 +4,7 @@ use super::time::text;
 use super::{Living, Moment, SLACK, is_sure, seen_as};
 use crate::ctl::print::Printable;
 use crate::ctl::views::{FlowRow, row};
-use egress_core::leaselog::{Answer, Doubt};
+use egress_core::leaselog::{Doubt, LeaseAnswer};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -52,7 +52,7 @@ pub(super) fn whois(
     seen: SocketAddr,
     at: Moment,
     to: Option<SocketAddr>,
-    leases: Option<Answer>,
+    leases: Option<LeaseAnswer>,
     living: Option<&Living<'_>>,
 ) -> WhoisView {
     let mut doubts: Vec<String> = leases.iter().flat_map(|answer| &answer.doubts).map(doubt).collect();
