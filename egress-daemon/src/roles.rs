@@ -4,7 +4,7 @@
 use anyhow::Result;
 use egress_core::health::LeaseTimes;
 use egress_daemon::{
-    agent::{self, Agent, Settings},
+    agent::{self, Agent, AgentSettings},
     config::Config,
     controller::{self, ControllerConfig, ControllerReport},
     datapath::{Pins, load::Programs},
@@ -68,7 +68,7 @@ pub async fn agent(
     let AgentOptions { node, bpffs, source, metrics, with_controller, config, api_server } = options;
     let files = RunFiles::of(&bpffs);
     let lock = files.acquire()?;
-    let settings = Settings::from(&config).with_api_server(api_server);
+    let settings = AgentSettings::from(&config).with_api_server(api_server);
     let programs = Programs::load(&Pins::new(&bpffs), settings.sizes)?;
     // An API server that is away keeps nothing from going on.
     let store = agent::while_waiting(&Pins::new(&bpffs), settings.machine.deadline, store).await?;

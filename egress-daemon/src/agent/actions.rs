@@ -1,6 +1,6 @@
 //! Carrying out what the machine wants done.
 
-use super::{Agent, Settings, hooks::Wanted, status, tell};
+use super::{Agent, AgentSettings, hooks::Wanted, status, tell};
 use crate::{
     api::EgressNode,
     datapath::monotonic_ns,
@@ -36,7 +36,7 @@ use std::{
 pub(super) fn wanted(
     rules: InterfaceRules,
     tunnel: &tunnel::Tunnel,
-    settings: &Settings,
+    settings: &AgentSettings,
     shaper: Option<u32>,
     gateway: bool,
 ) -> Wanted {

@@ -1,7 +1,7 @@
 //! The agent's loop: what happens goes into the machine, and what it wants done is carried out.
 
 use super::{
-    aside::Aside, count, facts::ObservedObjects, hooks::Hooks, owned::Owned, routes::Routes, settings::Settings,
+    aside::Aside, count, facts::ObservedObjects, hooks::Hooks, owned::Owned, routes::Routes, settings::AgentSettings,
 };
 use crate::{
     datapath::{
@@ -58,7 +58,7 @@ pub struct Options {
     /// The objects.
     pub store: Store,
     /// Settings.
-    pub settings: Settings,
+    pub settings: AgentSettings,
     /// Directory of the pins.
     pub bpffs: PathBuf,
     /// Where the previous values of sysctls are kept.
@@ -76,7 +76,7 @@ const NOTICE: u32 = 10;
 pub struct Agent {
     pub(super) machine: Machine,
     pub(super) node: NodeName,
-    pub(super) settings: Settings,
+    pub(super) settings: AgentSettings,
     pub(super) observed: ObservedObjects,
     pub(super) start: Instant,
     pub(super) store: Store,

@@ -8,7 +8,7 @@ use std::thread;
 use anyhow::{Context, Result, anyhow};
 
 use super::address::{self, Dual};
-use super::settings::Settings;
+use super::settings::LabSettings;
 use super::{Cni, Lab, LabNode, Role, Server};
 use crate::machine;
 use crate::manifests::Manifests;
@@ -19,7 +19,7 @@ use crate::scope::Scope;
 /// point-to-point pods, MTU 1500 everywhere, no reverse-path filter, masquerade on every node.
 #[derive(Clone, Debug, Default)]
 pub struct Builder {
-    settings: Settings,
+    settings: LabSettings,
 }
 
 impl Builder {
@@ -172,7 +172,7 @@ impl Builder {
     }
 }
 
-fn make_nodes(scope: &mut Scope, settings: &Settings) -> Result<BTreeMap<String, LabNode>> {
+fn make_nodes(scope: &mut Scope, settings: &LabSettings) -> Result<BTreeMap<String, LabNode>> {
     let workers = (1..=settings.workers).map(|i| (format!("worker{i}"), Role::Worker, 10 + i));
     let gateways = (1..=settings.gateways).map(|i| (format!("gw{i}"), Role::Gateway, 100 + i));
     let rp_filter = settings.rp_filter.to_string();
@@ -197,7 +197,7 @@ fn make_nodes(scope: &mut Scope, settings: &Settings) -> Result<BTreeMap<String,
     Ok(nodes)
 }
 
-fn make_servers(scope: &mut Scope, settings: &Settings) -> Result<BTreeMap<String, Server>> {
+fn make_servers(scope: &mut Scope, settings: &LabSettings) -> Result<BTreeMap<String, Server>> {
     let near = (1..=settings.servers).map(|i| (format!("server{i}"), address::external(199 + i)));
     let far = (1..=settings.far_servers).map(|i| (format!("far{i}"), address::far(9 + i)));
     let mut servers = BTreeMap::new();
@@ -217,7 +217,7 @@ fn forward(ns: &NetNs) -> Result<()> {
     ])
 }
 
-fn make_bridges(underlay: &NetNs, external: &NetNs, router: &NetNs, settings: &Settings) -> Result<()> {
+fn make_bridges(underlay: &NetNs, external: &NetNs, router: &NetNs, settings: &LabSettings) -> Result<()> {
     let bridge = |name: &str, mtu: u32| {
         vec![
             format!("link add {name} mtu {mtu} type bridge forward_delay 0 stp_state 0 mcast_snooping 0"),
@@ -259,7 +259,7 @@ fn make_links(
     underlay: &NetNs,
     external: &NetNs,
     router: &NetNs,
-    settings: &Settings,
+    settings: &LabSettings,
 ) -> Result<[Vec<String>; 3]> {
     let mut links = Vec::new();
     let mut ports: [(&NetNs, &str, Vec<String>); 3] =

@@ -29,7 +29,7 @@ pub use self::build::Builder;
 pub use self::faults::Segment;
 pub use self::node::{LabNode, Role};
 pub use self::pod::{Cni, Pod, PodSpec};
-use self::settings::Settings;
+use self::settings::LabSettings;
 pub(crate) use self::settings::XDP;
 use crate::manifests::Manifests;
 use crate::netns::NetNs;
@@ -53,7 +53,7 @@ pub struct Server {
 /// A whole lab. Dropping it ends its processes and removes everything it made.
 #[derive(Debug)]
 pub struct Lab {
-    settings: Settings,
+    settings: LabSettings,
     /// Spillway's processes by name. Declared before the scope: they end before the namespaces go.
     pub(crate) processes: BTreeMap<String, Process>,
     nodes: BTreeMap<String, LabNode>,

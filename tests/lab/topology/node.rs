@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 
 use super::address::{self, Dual};
-use super::settings::Settings;
+use super::settings::LabSettings;
 use crate::netns::NetNs;
 
 /// What a node is for.
@@ -69,7 +69,7 @@ impl LabNode {
     }
 
     /// Addresses, routes to the other nodes' pods, forwarding and masquerade, once the links exist.
-    pub(super) fn set_up(&self, others: &BTreeMap<String, LabNode>, settings: &Settings) -> Result<()> {
+    pub(super) fn set_up(&self, others: &BTreeMap<String, LabNode>, settings: &LabSettings) -> Result<()> {
         let mut ip = vec![
             format!("addr add {}/24 dev eth0", self.underlay.v4),
             format!("addr add {}/64 dev eth0", self.underlay.v6),

@@ -21,7 +21,7 @@ use std::{
 
 /// The settings of an agent, as far as it decides by them.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct MachineSettings {
     /// What tells interfaces apart, but for the node's addresses.
     pub rules: InterfaceRules,
     /// Probes of gateways.

@@ -11,7 +11,7 @@ mod round;
 #[cfg(test)]
 mod tests;
 
-pub use action::{Action, Counted, Left, Settings, ShaperEnds};
+pub use action::{Action, Counted, Left, MachineSettings, ShaperEnds};
 
 use super::{
     carriers::Carriers,
@@ -91,7 +91,7 @@ struct Timers {
 
 /// An agent: all that it knows and has decided.
 pub struct Machine {
-    settings: Settings,
+    settings: MachineSettings,
     facts: Facts,
     decided: Decided,
     outcome: RoundOutcome,
@@ -122,7 +122,7 @@ pub struct Machine {
 
 impl Machine {
     /// An agent that starts with these `facts`, and with what an earlier one has `left`. Its first round is to be carried out at once.
-    pub fn new(settings: Settings, left: Left, facts: Facts) -> Self {
+    pub fn new(settings: MachineSettings, left: Left, facts: Facts) -> Self {
         let carriers = Carriers::recover(&left.carried);
         let histories = Histories::recover(&left.endpoints);
         let mut machine = Self {

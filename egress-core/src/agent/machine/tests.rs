@@ -32,7 +32,7 @@ struct Shell {
 
 impl Shell {
     fn new(world: &FactsFixture) -> Self {
-        let settings = Settings {
+        let settings = MachineSettings {
             rules: InterfaceRules::default(),
             probe: Default::default(),
             lease_duration: Duration::from_secs(15),

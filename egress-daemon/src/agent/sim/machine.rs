@@ -13,7 +13,7 @@ use egress_core::{
     agent::{
         facts::Facts,
         gateways::Answered,
-        machine::{Action, Counted, Left, Machine, Settings},
+        machine::{Action, Counted, Left, Machine, MachineSettings},
         ports::{Ports, Used},
     },
     encode::{EgressView, NodeView, fit::Refused},
@@ -299,8 +299,8 @@ impl Agent {
     }
 }
 
-fn settings(times: Times) -> Settings {
-    Settings {
+fn settings(times: Times) -> MachineSettings {
+    MachineSettings {
         rules: InterfaceRules::default(),
         probe: ProbeTimes::default(),
         lease_duration: times.lease,
