@@ -8,7 +8,7 @@ use egress_daemon::{
     config::Config,
     controller::{self, ControllerConfig, ControllerReport},
     datapath::{Pins, load::Programs},
-    flowlog::{Counts, Writer},
+    flowlog::{Counts, LogWriter},
     lock::RunFiles,
     observe::{
         admin::AdminServer,
@@ -87,7 +87,7 @@ pub async fn agent(
     };
     let agent = Agent::start(options).await?;
     let log = Arc::new(Counts::default());
-    let _writer = Writer::start(config.flow_log, files.log(), &name, store.clone(), Arc::clone(&log));
+    let _writer = LogWriter::start(config.flow_log, files.log(), &name, store.clone(), Arc::clone(&log));
     // The socket is a convenience: the datapath works without it.
     let server = AdminServer::start(&files.socket(), published.clone());
     let _server = server.inspect_err(|error| tracing::error!("{error}")).ok();

@@ -11,7 +11,7 @@ use crate::{
         load::Programs,
         maps::Maps,
         monotonic_ns,
-        write::Writer,
+        write::MapWriter,
     },
     host::{
         advertise::Advertised,
@@ -89,7 +89,7 @@ pub struct Agent {
     pub(super) stack_path: StackPath,
     pub(super) hooks: Hooks,
     pub(super) maps: Arc<Maps>,
-    pub(super) writer: Writer,
+    pub(super) writer: MapWriter,
     pub(super) encoder: Encoder,
     /// What was written last, or was to be, until it is published.
     pub(super) view: Box<NodeView>,
@@ -120,7 +120,7 @@ impl Agent {
         let pins = Pins::new(&bpffs);
         settings.machine.config.flags |= programs.kernel_flags();
         let answers = Answers::open(&pins)?;
-        let writer = Writer::open(Maps::open(&pins)?)?;
+        let writer = MapWriter::open(Maps::open(&pins)?)?;
         let maps = Arc::new(Maps::open(&pins)?);
         let mode = settings.attach.unwrap_or_else(attach::mode);
         let attacher = Attacher::new(programs, pins, mode);

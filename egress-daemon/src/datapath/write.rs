@@ -24,7 +24,7 @@ const NO_BLOCKS: BlockList = BlockList { count: 0, blocks: [0; port_block::COUNT
 const NO_LEASES: LeaseTable = LeaseTable { node: [0; port_block::ROWS] };
 
 /// One of the maps, with its place in [`Tables`].
-pub(super) trait Kind {
+pub(super) trait MapKind {
     /// Its keys; indices of arrays.
     type Key: Ord + Copy;
     /// Its values.
@@ -43,7 +43,7 @@ pub(super) trait Kind {
 macro_rules! kinds {
     ($($kind:ident: $key:ty => $value:ty, $($field:ident).+ $(, array of $empty:expr)?;)*) => {$(
         pub(super) struct $kind;
-        impl Kind for $kind {
+        impl MapKind for $kind {
             type Key = $key;
             type Value = $value;
             fn entries(tables: &Tables) -> &BTreeMap<$key, $value> {
@@ -91,16 +91,16 @@ kinds! {
 
 /// What takes the entries: the kernel's maps.
 pub(super) trait Sink {
-    fn set<K: Kind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError>;
-    fn remove<K: Kind>(&mut self, key: &K::Key) -> Result<(), MapsError>;
+    fn set<K: MapKind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError>;
+    fn remove<K: MapKind>(&mut self, key: &K::Key) -> Result<(), MapsError>;
     fn configure(&mut self, config: DatapathConfig) -> Result<(), MapsError>;
 }
 
 impl Sink for Maps {
-    fn set<K: Kind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError> {
+    fn set<K: MapKind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError> {
         K::set(self, key, value)
     }
-    fn remove<K: Kind>(&mut self, key: &K::Key) -> Result<(), MapsError> {
+    fn remove<K: MapKind>(&mut self, key: &K::Key) -> Result<(), MapsError> {
         K::remove(self, key)
     }
     fn configure(&mut self, config: DatapathConfig) -> Result<(), MapsError> {
@@ -109,15 +109,15 @@ impl Sink for Maps {
 }
 
 /// One change under way.
-pub(super) struct Change<'a, S: Sink> {
+pub(super) struct MapUpdate<'a, S: Sink> {
     pub sink: &'a mut S,
     pub present: &'a Tables,
     pub wanted: &'a Tables,
 }
 
-impl<S: Sink> Change<'_, S> {
+impl<S: Sink> MapUpdate<'_, S> {
     /// Adds and replaces what is not as it should be, where `which` holds. Whether there was anything.
-    fn add_some<K: Kind>(&mut self, which: impl Fn(&K::Key) -> bool) -> Result<bool, MapsError> {
+    fn add_some<K: MapKind>(&mut self, which: impl Fn(&K::Key) -> bool) -> Result<bool, MapsError> {
         let present = K::entries(self.present);
         let mut changed = false;
         for (k, v) in K::entries(self.wanted).iter().filter(|(k, v)| which(k) && present.get(k) != Some(v)) {
@@ -127,12 +127,12 @@ impl<S: Sink> Change<'_, S> {
         Ok(changed)
     }
 
-    fn add<K: Kind>(&mut self) -> Result<bool, MapsError> {
+    fn add<K: MapKind>(&mut self) -> Result<bool, MapsError> {
         self.add_some::<K>(|_| true)
     }
 
     /// Removes what should not be there. Whether there was anything.
-    fn drop<K: Kind>(&mut self) -> Result<bool, MapsError> {
+    fn drop<K: MapKind>(&mut self) -> Result<bool, MapsError> {
         let wanted = K::entries(self.wanted);
         let mut changed = false;
         for k in K::entries(self.present).keys().filter(|k| !wanted.contains_key(k)) {
@@ -273,7 +273,7 @@ fn read(maps: &Maps) -> Result<Tables, MapsError> {
 }
 
 /// The maps with what is in them.
-pub struct Writer {
+pub struct MapWriter {
     maps: Maps,
     present: Tables,
     generation: u32,
@@ -282,7 +282,7 @@ pub struct Writer {
     recheck: bool,
 }
 
-impl Writer {
+impl MapWriter {
     /// Reads what an earlier agent left in the maps. The first write makes flows be checked again.
     pub fn open(maps: Maps) -> Result<Self, MapsError> {
         let present = read(&maps)?;
@@ -313,7 +313,7 @@ impl Writer {
     /// Writes `wanted`. After an error the maps hold a part of the change, in the safe order, and what is in them is read
     /// anew.
     pub fn write(&mut self, wanted: Tables) -> Result<(), MapsError> {
-        let mut change = Change { sink: &mut self.maps, present: &self.present, wanted: &wanted };
+        let mut change = MapUpdate { sink: &mut self.maps, present: &self.present, wanted: &wanted };
         match change.carry_out(&mut self.generation, &mut self.recheck) {
             Ok(config) => {
                 self.present = Tables { config, ..wanted };

@@ -38,12 +38,12 @@ pub struct Counts {
 
 /// A running log. It ends when this is dropped.
 #[derive(Debug)]
-pub struct Writer {
+pub struct LogWriter {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Writer {
+impl LogWriter {
     /// Starts the thread, unless nothing is to be written. `directory` is the log's own.
     pub fn start(config: FlowLog, directory: PathBuf, node: &str, store: Store, counts: Arc<Counts>) -> Option<Self> {
         if config.mode == Mode::Off {
@@ -58,7 +58,7 @@ impl Writer {
     }
 }
 
-impl Drop for Writer {
+impl Drop for LogWriter {
     fn drop(&mut self) {
         self.stop.take();
         if let Some(thread) = self.thread.take() {

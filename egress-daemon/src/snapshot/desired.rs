@@ -12,8 +12,8 @@ use std::net::IpAddr;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 
+use conditions::ConditionWriter;
 pub use conditions::DRAINING;
-use conditions::Writer;
 pub use part::desired_part;
 use statuses::{StatusInputs, usage};
 
@@ -123,7 +123,7 @@ fn egress_ips<'a>(
             Some(owner) => labels.insert(api::NODE_LABEL.to_owned(), owner.to_string()),
             None => labels.remove(api::NODE_LABEL),
         };
-        let mut writer = Writer::new(status.map(|status| &status.conditions), metadata.generation, now);
+        let mut writer = ConditionWriter::new(status.map(|status| &status.conditions), metadata.generation, now);
         writer.of_egress_ip(*address, ip, snapshot.drain_timeout);
         let node = ip.owner.as_ref();
         let object = api::EgressIP {

@@ -12,7 +12,7 @@ use crate::{
     datapath::{
         load::{Programs, Sizes},
         maps::Maps,
-        write::Writer,
+        write::MapWriter,
     },
 };
 use aya::{
@@ -123,7 +123,7 @@ fn maps_full_of_noise_harm_neither_tools_nor_programs_nor_the_next_agent() {
             }
         }
 
-        let mut writer = match Writer::open(Maps::open(&dir.pins).unwrap()) {
+        let mut writer = match MapWriter::open(Maps::open(&dir.pins).unwrap()) {
             Ok(writer) => writer,
             Err(error) => {
                 assert!(without.is_empty() && error.to_string().contains("MAGLEV"), "{error}");

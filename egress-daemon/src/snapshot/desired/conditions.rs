@@ -27,14 +27,14 @@ const SHOWN_NODES: usize = 3;
 const LONGEST_MESSAGE: usize = 32_768;
 
 /// Makes the conditions of one object.
-pub struct Writer<'a> {
+pub struct ConditionWriter<'a> {
     existing: &'a [Condition],
     generation: Option<i64>,
     now: &'a Time,
     made: Vec<Condition>,
 }
 
-impl<'a> Writer<'a> {
+impl<'a> ConditionWriter<'a> {
     /// Of an object that has these conditions now.
     pub fn new(existing: Option<&'a Vec<Condition>>, generation: Option<i64>, now: &'a Time) -> Self {
         Self { existing: existing.map_or(&[], Vec::as_slice), generation, now, made: Vec::new() }
