@@ -249,7 +249,7 @@ fn captures_decode_neighbours_errors_and_fragments() -> Result<()> {
         assert!(trace.count(fragments) >= 9, "{family:?} {}", trace.count(fragments));
     }
     let errors = at_pod.finish()?.filter(|packet| {
-        matches!(&packet.ip().map(|ip| &ip.transport), Some(lab::capture::Transport::IcmpError { inner: Some(inner), .. })
+        matches!(&packet.ip().map(|ip| &ip.transport), Some(lab::capture::TransportLayer::IcmpError { inner: Some(inner), .. })
             if inner.ports.1 == 9 && pod.ips.v4 == inner.source || inner.source == pod.ips.v6)
     });
     assert!(errors.packets().len() >= 2, "{errors:?}");

@@ -4,7 +4,7 @@ use crate::{
     flows::{ended, key, table},
     headers::{
         packet::{Packet, now_tick},
-        parse::{Ip, Kind, Part, Transport},
+        parse::{Ip, Kind, L4Header, Part},
     },
     source::{icmp, translated},
     tables::{
@@ -77,7 +77,7 @@ pub fn from_node<F: Family>(pkt: &Packet, only: u32) -> u64 {
 
 /// Undoes the translation of a reply and sends it into the pod's interface.
 #[inline(always)]
-fn deliver<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &Transport, tended: bool) -> Verdict {
+fn deliver<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4Header, tended: bool) -> Verdict {
     let key = match t.kind {
         Kind::Tcp | Kind::Udp | Kind::Answer | Kind::Query => key::of_reply(ip, t),
         Kind::Error => return icmp::incoming::<F>(pkt, config, ip),

@@ -8,7 +8,7 @@ use crate::{
     headers::{
         note,
         packet::{ETH_LEN, Packet},
-        parse::{Ip, Kind, Part, Transport, proto},
+        parse::{Ip, Kind, L4Header, Part, proto},
     },
     source::{icmp, masquerade, service, translated},
     tables::{
@@ -148,7 +148,7 @@ pub fn caught<F: Family>(pkt: &Packet) -> u64 {
 
 /// A packet of no flow. `pod_egress` leaves some of what matches a policy alone: the same here.
 #[inline(always)]
-fn unguarded<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &Transport) -> Verdict {
+fn unguarded<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4Header) -> Verdict {
     if pkt.is_noted(note::ASKED) {
         let orphan = t.kind == Kind::Orphan;
         return Verdict::Drop(if orphan { Counter::DropFragment } else { Counter::DropNotAsked });

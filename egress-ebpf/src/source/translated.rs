@@ -4,7 +4,7 @@ use crate::{
     headers::{
         note,
         packet::{Mac, Packet},
-        parse::{Ip, Kind, Transport},
+        parse::{Ip, Kind, L4Header},
     },
     tables::{
         family::Family,
@@ -27,7 +27,7 @@ pub fn send<F: Family>(
     pkt: &Packet,
     config: &DatapathConfig,
     ip: &Ip<F>,
-    t: &Transport,
+    t: &L4Header,
     egress: u32,
     port: u16,
     hop: bool,
