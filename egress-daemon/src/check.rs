@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn this_machine_is_looked_at_and_nothing_changes() {
+    async fn checking_this_machine_changes_nothing() {
         let report = run(&Config::default(), Path::new("/sys/fs/bpf/spillway-check-test")).await;
         let checks: Vec<&str> = report.items.iter().map(|line| line.check).collect();
         for check in

@@ -7,7 +7,7 @@ use crate::datapath::{
 };
 
 #[test]
-fn what_was_not_there_is_not_told() {
+fn cleanup_does_not_mention_what_was_not_there() {
     let mut report = CleanupReport::default();
     assert_eq!(report.to_string(), "there was nothing to remove\n");
     report.note("pin a", Err(io::ErrorKind::NotFound.into()));

@@ -292,7 +292,7 @@ fn forged_encap_of_a_host_socket_reaches_no_tunnel() {
 
 /// Pods that no policy selects, and the node itself, are as without Spillway.
 #[test]
-fn unselected_pods_and_the_node_itself_are_let_go_by() {
+fn unselected_pods_and_the_node_itself_are_not_limited() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let plain = lab.add_pod(PodSpec::new("plain", "worker1"))?;

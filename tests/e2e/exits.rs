@@ -25,7 +25,7 @@ fn senders(pod: &Pod, server: &Server, family: Family, source: IpAddr) -> Result
 
 /// docs/failures.md: re-encap.
 #[test]
-fn re_encap_pods_on_gateways_leave_straight_from_there_or_through_the_owner() {
+fn re_encap_pods_on_gateways_leave_directly_or_through_the_owner() {
     lab::require_root!();
     for cni in Cni::BOTH {
         Lab::builder().workers(1).cni(cni).run(|lab| {

@@ -413,7 +413,7 @@ fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
 
 /// With the controller dead everything goes on; a gateway's agent that is restarted goes on as the owner.
 #[test]
-fn with_the_controller_dead_nothing_stops() {
+fn traffic_continues_while_the_controller_is_dead() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("web", &web(&[10, 11]))?;

@@ -165,7 +165,7 @@ fn fragments_arrive_both_ways_without_the_firewall() {
 
 /// docs/failures.md: fragments, where the firewall is bypassed and lets nothing pass.
 #[test]
-fn fragments_that_fit_the_way_do_not_meet_a_bypassed_firewall() {
+fn fragments_that_fit_the_transport_do_not_meet_a_bypassed_firewall() {
     lab::require_root!();
     const MTU: u32 = 1400;
     let small = Lab::builder().pod_mtu(MTU).external_mtu(MTU).far_mtu(MTU);

@@ -14,7 +14,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn no_block_changes_hands_while_it_is_used_or_usable(
+    fn a_block_keeps_its_holder_while_it_is_in_use_or_usable(
         steps in prop::collection::vec((0usize..20, 0usize..2, any::<u16>()), 1..250)
     ) {
         let mut world = PortLeaseSim::new(1);

@@ -53,7 +53,7 @@ fn packets_go_to_the_first_carrier_that_answers_and_is_able() {
 }
 
 #[test]
-fn the_first_carrier_that_is_able_answers_and_yields_to_one_before_it() {
+fn the_first_able_carrier_answers_until_an_earlier_one_recovers() {
     let (mut world, mut carriers, moving) = (FactsFixture::new(), Carriers::default(), ip(OWNED[0].0));
     carried_by(&mut world, 0, &["g1", "me", "g2"]);
     report(&mut world, "g2").carries.insert(moving);
@@ -164,7 +164,7 @@ fn flows_are_spread_over_all_carriers_that_answer_and_blocks_are_known_to_all_of
 }
 
 #[test]
-fn a_routed_egress_ip_has_routes_to_all_able_carriers_and_nobody_answers_for_it() {
+fn a_routed_egress_ip_has_routes_to_all_able_carriers_and_no_arp_answers() {
     let (mut world, address) = (FactsFixture::new(), ip(OWNED[0].0));
     let id = PoolId::new(PoolKind::Native, "public");
     carried_by(&mut world, 0, &["g1", "me"]);

@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_held_for_ever_for_a_pod_that_does_not_start() {
+    fn a_pod_that_never_starts_does_not_hold_packets_forever() {
         let mut node = NodeFixture::new(&[("web", 0)]);
         assert_eq!(node.at(5), (true, vec![]));
         assert_eq!(node.at(64), (true, vec![]));
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_starts_late_is_held_from_the_moment_that_an_interface_appears() {
+    fn a_pod_that_starts_late_is_held_once_its_interface_appears() {
         let mut node = NodeFixture::new(&[("web", 0), ("other", 1)]);
         // An interface that was there before, of a container that is no pod.
         node.pods = [3, 4].into();

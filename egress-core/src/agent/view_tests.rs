@@ -305,7 +305,7 @@ fn zones_and_the_local_node_narrow_the_choice() {
 }
 
 #[test]
-fn the_uplink_is_the_named_one_the_holder_the_network_or_the_default_route() {
+fn the_uplink_is_configured_or_has_the_address_its_network_or_the_default_route() {
     let mut world = FactsFixture::new();
     let found = |w: &FactsFixture, address: &str, interface: Option<&str>| {
         let mut e = w.plan.egress_ips[&ip(OWNED[2].0)].clone();
@@ -351,7 +351,7 @@ fn services_and_pods_that_no_node_names_are_excepted() {
 }
 
 #[test]
-fn what_another_one_answers_for_or_is_silent_is_not_answered_for() {
+fn addresses_of_other_owners_and_silenced_ones_are_not_answered_for() {
     let silent = |w: &FactsFixture| w.view().egress_ips.into_values().map(|e| e.silent).collect::<Vec<_>>();
     let mut world = FactsFixture::new();
     assert_eq!(silent(&world), [true, true, false]);

@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_fixed_part_of_the_outer_headers_sum_is_right() {
+    fn the_precomputed_part_of_the_outer_header_checksum_is_right() {
         let path = Path {
             ifindex: 7,
             mtu: 1500,

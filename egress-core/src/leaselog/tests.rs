@@ -96,7 +96,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(500))]
 
     #[test]
-    fn what_is_said_without_doubt_is_true_and_what_is_true_is_said(steps in steps()) {
+    fn certain_answers_are_true_and_true_holders_are_named(steps in steps()) {
         let (holders, written, records) = history(&steps);
         for (second, holder) in holders.iter().enumerate() {
             let said = ask(&records, second as i64);
@@ -111,7 +111,7 @@ proptest! {
     }
 
     #[test]
-    fn what_was_written_far_from_any_change_is_sure(steps in steps()) {
+    fn an_answer_far_from_any_change_is_certain(steps in steps()) {
         let (holders, written, records) = history(&steps);
         for second in 0..holders.len() {
             let around = second.saturating_sub(SLACK as usize)..(second + SLACK as usize + 1).min(holders.len());
@@ -151,7 +151,7 @@ fn a_node_that_is_long_gone_is_named_with_its_times() {
 }
 
 #[test]
-fn lost_events_are_a_doubt() {
+fn lost_events_make_an_answer_doubtful() {
     let mut records = vec![Record { at: 0, event: Event::Started }, Record { at: 10, event: Event::Alive }];
     records.push(Record { at: 20, event: Event::Lost(3) });
     records.push(Record { at: 20, event: Event::Continued });
@@ -179,7 +179,7 @@ fn ports_that_follow_each_other_are_one_line() {
 }
 
 #[test]
-fn whoever_holds_a_port_after_nobody_wrote_may_have_held_it_before() {
+fn after_a_gap_in_the_log_the_next_holder_may_have_held_the_port_before() {
     let record = |at, event| Record { at, event };
     let records = [
         record(0, Event::Started),

@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn the_other_end_of_a_veth_that_left_is_read_again() {
+    fn a_veth_is_read_again_when_its_peer_leaves_the_namespace() {
         let veth = Link { kind: LinkKind::Veth, peer: Some(3), ..link(2, "veth0") };
         let other = Link { kind: LinkKind::Veth, peer: Some(2), ..link(3, "veth1") };
         let mut state = state([veth, other], []);

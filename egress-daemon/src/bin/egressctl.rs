@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pod_and_the_format_of_a_command_for_nodes_are_found() {
+    fn the_plugin_finds_the_pod_and_the_format_in_a_nodes_command() {
         let of = |line: &str| understand(&line.split(' ').map(OsString::from).collect::<Vec<_>>()).unwrap();
         assert_eq!(of("flows --limit 5 --pod a/b").pod.as_deref(), Some("a/b"));
         assert_eq!(of("flows --pod=a/b").pod.as_deref(), Some("a/b"));

@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn a_good_node_has_nothing_to_do() {
+    fn a_healthy_node_has_no_findings() {
         assert!(
             all(&good()).iter().all(|line| line.status == Status::Ok && line.remedy.is_none()),
             "{:?}",
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_agent_cannot_do_without_fails() {
+    fn a_missing_requirement_is_a_failure() {
         let line = of(&HostFacts { on_bpffs: false, ..good() }, "bpffs");
         assert_eq!(line.status, Status::Fail);
         assert!(line.remedy.unwrap().contains("mount -t bpf"));
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_be_in_the_way_warns() {
+    fn possible_obstacles_are_warnings() {
         let stranger = Stranger {
             interface: "lxc1".into(),
             egress: false,
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn drivers_that_stay_without_a_program_warn_where_one_was_asked_for() {
+    fn a_driver_without_the_requested_program_is_a_warning() {
         let driver = Driver { kind: LinkKind::Physical, acts: Some(7), hides_tags: true, stranger: None };
         let facts = HostFacts { drivers: [("eth0".to_owned(), (driver, false))].into(), ..good() };
         let line = of(&facts, "xdp");

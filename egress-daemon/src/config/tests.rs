@@ -143,7 +143,7 @@ fn xdp_is_switched_off_with_and_without_quotes() {
 }
 
 #[test]
-fn what_does_not_exist_yet_is_refused_as_such() {
+fn transports_and_marks_are_checked() {
     for (text, transport) in [("vxlan", Transport::Vxlan), ("direct", Transport::Direct), ("Auto", Transport::Auto)] {
         assert_eq!(parse(&format!("transport: {text}")).transport, transport);
     }

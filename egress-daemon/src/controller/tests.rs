@@ -274,7 +274,7 @@ async fn a_standby_takes_over_from_a_leader_that_dies_and_changes_nothing_that_n
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_policy_that_goes_takes_its_egress_ips_along() {
+async fn deleting_a_policy_releases_its_egress_ips() {
     let mut world = ControllerFixture::new();
     let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let _controller = controller(world.path(), "one");

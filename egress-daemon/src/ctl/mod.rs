@@ -213,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn causes_are_said_once() {
+    fn a_chain_of_errors_names_each_cause_once() {
         let error = anyhow::anyhow!("no such file").context("a.yaml: no such file").context("it cannot be read");
         assert_eq!(message(&error), "it cannot be read: a.yaml: no such file");
     }
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unknown_without_an_agent_is_said() {
+    fn output_without_an_agent_says_what_is_unknown() {
         let missing = admin::ask(std::path::Path::new("/nonexistent/a.sock")).unwrap_err();
         let text = remark(&Command::Gateways, &missing).unwrap();
         assert!(text.contains("/nonexistent/a.sock") && text.contains("what probes say"), "{text}");

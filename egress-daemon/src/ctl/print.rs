@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn notes_that_say_the_same_are_one() {
+    fn equal_notes_are_printed_once() {
         let items = [("a", 1), ("b", 10), ("c", 11)].map(|(name, age)| Line(name.into(), age)).to_vec();
         let text = List { node: None, agent_answered: true, items }.text();
         assert!(text.ends_with("11\n\nb, c: old\n"), "{text}");

@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn the_agent_tells_how_it_does() {
+    fn the_agents_state_is_printed() {
         let problem = ProblemState {
             object: "EgressGatewayPolicy web".into(),
             field: Some("spec.zone".into()),

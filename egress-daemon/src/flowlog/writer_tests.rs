@@ -95,7 +95,7 @@ async fn a_gateway_writes_the_leases_of_all_nodes_and_others_write_nothing() {
 }
 
 #[tokio::test]
-async fn what_a_full_disk_does_not_take_is_counted_and_told_in_the_log() {
+async fn records_lost_to_a_full_disk_are_counted_and_logged() {
     let mut world = LogFixture::new();
     world.gateway("gw1").await;
     world.follower.look(SECOND);

@@ -56,8 +56,8 @@ fn text_of(sources: &Sources) -> String {
 }
 
 #[test]
-fn what_rules_of_nftables_have_dropped_is_measured() {
-    in_netns("what_rules_of_nftables_have_dropped_is_measured", async || {
+fn drops_by_nftables_rules_become_metrics() {
+    in_netns("drops_by_nftables_rules_become_metrics", async || {
         let script = "add table inet spillway; add counter inet spillway held { packets 5 bytes 300 }";
         assert!(std::process::Command::new("nft").arg(script).status().unwrap().success());
         let text = text_of(&Sources { pins: Some(Pins::new(Path::new("/nonexistent"))), ..Sources::default() });
@@ -71,7 +71,7 @@ fn what_rules_of_nftables_have_dropped_is_measured() {
 }
 
 #[test]
-fn the_agents_state_is_measured() {
+fn the_agents_state_becomes_metrics() {
     let (_publish, published) = watch::channel(Arc::new(agent()));
     let text = text_of(&Sources { agent: Some(published), ..Sources::default() });
     for line in [
@@ -91,7 +91,7 @@ fn the_agents_state_is_measured() {
 }
 
 #[test]
-fn the_controllers_report_is_measured() {
+fn the_controllers_report_becomes_metrics() {
     let report = ControllerReport {
         epoch: Some(4),
         rounds: 7,
@@ -152,7 +152,7 @@ async fn get(address: SocketAddr, path: &str) -> String {
 }
 
 #[tokio::test]
-async fn it_is_served() {
+async fn metrics_are_served_over_http() {
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
     let sources = Sources { agent: Some(published), ..Sources::default() };
     let server = MetricsServer::start("127.0.0.1:0".parse().unwrap(), sources.clone()).await.unwrap();

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_the_plugin_by_its_name() {
+    fn the_binary_is_a_kubectl_plugin_by_its_name() {
         for (program, plugin) in
             [("/usr/local/bin/kubectl-spillway", true), ("kubectl-spillway", true), ("egressctl", false)]
         {
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_put_together_as_they_are_printed() {
+    fn answers_of_several_nodes_are_merged_into_one_output() {
         let answers =
             [("n1".to_owned(), "{\"node\":\"n1\"}".to_owned()), ("n2".to_owned(), "{\"node\":\"n2\"}".to_owned())];
         let json: Value = serde_json::from_str(&together(Output::Json, &answers).unwrap()).unwrap();

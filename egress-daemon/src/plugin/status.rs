@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_condition_and_needs_none_is_not_shown() {
+    fn kinds_without_conditions_are_not_shown() {
         let object = json!({"kind": "EgressIP", "metadata": {"name": "192.0.2.10"}});
         assert_eq!(Status::new(&daemon_set(3, 3), &json!({"items": [object]})).parts.len(), 1);
     }

@@ -112,7 +112,7 @@ fn a_controller_that_starts_again_writes_nothing() {
 }
 
 #[test]
-fn the_story_is_in_the_objects() {
+fn objects_contain_the_plan_and_its_statuses() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
     let six = objects.egress_ips.iter().find(|ip| ip.spec.address == "2001:db8::10").unwrap();
@@ -164,7 +164,7 @@ fn condition(objects: &Objects, kind: &str) -> (String, String, Time) {
 }
 
 #[test]
-fn not_yet_a_policy_is_ready_when_the_datapath_of_all_its_nodes_had_it() {
+fn not_yet_a_policy_is_ready_when_all_its_nodes_have_programmed_it() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
     let report = |objects: &mut Objects, node: &str, generation: i64| {
@@ -272,7 +272,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn what_a_small_change_touches_ends_as_everything_made_anew(
+    fn a_partial_update_writes_the_same_objects_as_a_full_one(
         world in arbitrary_cluster(),
         rounds in prop::collection::vec(prop::collection::vec(any_pod(), 1..4), 1..8),
     ) {

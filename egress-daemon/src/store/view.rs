@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changed_since_a_revision_is_told_as_long_as_it_is_remembered() {
+    fn changes_since_a_revision_are_listed_while_history_lasts() {
         let mut view = StoreView::default();
         assert_eq!(names(&view, 0), Some(vec![]));
         view.set(Kind::Pod, Key::cluster("a"), Some(item(1)));

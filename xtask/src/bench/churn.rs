@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_not_tracked_is_the_sum_over_processors() {
+    fn untracked_packets_are_summed_over_processors() {
         let text = "entries  drop early_drop other\n000000ff 0000000a 00000001 00000007\n000000ff 00000001 00000000 00000007\n";
         assert_eq!(not_tracked(text).expect("statistics"), 12.0);
     }

@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn units_come_first_and_the_end_to_end_tests_run_by_every_way() {
+    fn unit_tests_come_first_and_end_to_end_tests_run_with_every_transport() {
         let once_more = ["vxlan", "device", "xdp"].map(|way| format!("tests/spillway by {way} 8"));
         let labs = [&["tests/cluster".to_owned(), "tests/spillway".to_owned()][..], &once_more].concat();
         assert_eq!(plan(&[]), [&["egress-core".to_owned(), "tests".to_owned()][..], &labs].concat());

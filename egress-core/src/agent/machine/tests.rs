@@ -170,7 +170,7 @@ fn a_round_writes_before_it_announces_and_tells_at_the_end() {
 }
 
 #[test]
-fn what_was_not_written_is_neither_announced_nor_reported() {
+fn tables_that_failed_to_be_written_are_neither_announced_nor_reported() {
     let (mut world, own) = (FactsFixture::new(), ip(OWNED[2].0));
     let mut shell = Shell::new(&world);
     shell.fails.insert("Write");
@@ -199,7 +199,7 @@ fn what_was_not_written_is_neither_announced_nor_reported() {
 }
 
 #[test]
-fn the_rules_hold_after_the_programs_and_let_go_before_them() {
+fn hold_rules_come_after_the_programs_and_go_before_them() {
     let mut world = FactsFixture::new();
     let mut shell = Shell::new(&world);
     shell.run();
@@ -226,7 +226,7 @@ fn the_rules_hold_after_the_programs_and_let_go_before_them() {
 }
 
 #[test]
-fn where_the_programs_do_not_hold_no_rule_looks_for_their_notes() {
+fn no_hold_rule_exists_where_the_programs_do_not_hold() {
     let mut world = FactsFixture::new();
     let mut shell = Shell::new(&world);
     world.add(pod("web-2", &[]));
@@ -257,7 +257,7 @@ fn all_that_fails_in_a_round_is_published() {
 }
 
 #[test]
-fn each_thing_is_done_when_it_is_due() {
+fn periodic_actions_run_when_they_are_due() {
     let ms = Duration::from_millis;
     let mut shell = Shell::new(&FactsFixture::new());
     let mut seen: Vec<(u128, String)> = Vec::new();

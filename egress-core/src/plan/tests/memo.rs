@@ -93,7 +93,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn a_small_change_ends_as_a_full_plan_does(
+    fn a_partial_plan_equals_a_full_plan(
         earlier in arbitrary_cluster(),
         mut world in arbitrary_cluster(),
         rounds in prop::collection::vec(prop::collection::vec(step(), 1..4), 1..12),

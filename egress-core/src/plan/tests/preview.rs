@@ -103,7 +103,7 @@ fn a_removed_policy_breaks_connections_and_lets_the_rest_go() {
 }
 
 #[test]
-fn gateways_that_nobody_has_used_are_taken_to_answer() {
+fn unused_gateways_are_assumed_to_answer() {
     let (before, mut health) = cluster(2, 1);
     health.nodes.clear();
     let mut after = before.clone();
@@ -151,7 +151,7 @@ proptest! {
     }
 
     #[test]
-    fn no_change_is_no_difference(world in arbitrary_cluster()) {
+    fn a_preview_of_no_change_is_empty(world in arbitrary_cluster()) {
         let plan = settled(&world.snapshot, &world.health, &Plan::default());
         let side = Side { snapshot: &world.snapshot, plan: &plan };
         prop_assert!(preview(side, side, &[]).is_empty());

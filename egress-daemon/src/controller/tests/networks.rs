@@ -4,7 +4,7 @@ use super::*;
 
 /// docs/failures.md: pod-net.
 #[tokio::test(flavor = "multi_thread")]
-async fn pod_net_networks_that_a_cni_names_are_told_to_agents() {
+async fn pod_net_networks_that_a_cni_names_reach_the_agents() {
     const CNI: &str = "
 {apiVersion: crd.projectcalico.org/v1, kind: IPPool, metadata: {name: default}, spec: {cidr: 10.1.0.0/16, natOutgoing: true}}
 ---

@@ -58,7 +58,7 @@ fn compared(text: &str, delete: bool) -> Result<DiffView> {
 }
 
 #[test]
-fn objects_that_are_there_already_change_nothing() {
+fn diff_of_unchanged_objects_is_empty() {
     let view = compared(CLUSTER, false).unwrap();
     assert!(view.is_empty(), "{view:?}");
     assert_eq!(view.text(), "nothing would change\n");
@@ -81,7 +81,7 @@ fn a_new_policy_is_told_with_its_pods_and_addresses() {
 }
 
 #[test]
-fn what_is_deleted_is_gone() {
+fn diff_applies_deletions() {
     let pool = "{apiVersion: spillway.io/v1alpha1, kind: EgressIPPool, metadata: {name: public}, spec: {ipRanges: [{cidr: 192.0.2.0/28}], nodeSelector: {}}}";
     let view = compared(pool, true).unwrap();
     assert!(
@@ -91,7 +91,7 @@ fn what_is_deleted_is_gone() {
 }
 
 #[test]
-fn what_cannot_be_carried_out_is_an_error() {
+fn diff_refuses_invalid_and_unsupported_objects() {
     let wrong = CLUSTER.replace("[0.0.0.0/0]", "[anywhere]");
     let (_, problems) = parse(Path::new("test.yaml"), wrong.as_bytes()).unwrap();
     let refused =

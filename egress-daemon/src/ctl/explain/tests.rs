@@ -50,7 +50,7 @@ fn a_new_flow_goes_where_the_kernels_hash_says() {
 }
 
 #[test]
-fn the_steps_are_those_of_the_datapath() {
+fn explain_follows_the_steps_of_the_datapath() {
     let answer = ask(&dump(), "prod/web-0", "203.0.113.7:443/tcp", Some(41_000));
     let steps: Vec<_> = answer.steps.iter().map(|step| step.step).collect();
     assert_eq!(steps, ["flow", "endpoint", "excepts", "route", "policy", "hash", "ports", "gateway", "transport"]);
@@ -87,7 +87,7 @@ fn flows_that_lost_their_egress_ip_are_dropped() {
 }
 
 #[test]
-fn without_a_source_port_the_shares_are_told() {
+fn explain_without_a_source_port_shows_the_shares_of_slots() {
     let answer = ask(&dump(), "prod/web-0", "203.0.113.7:443/tcp", None);
     assert_eq!(answer.outcome.action, PacketAction::Depends);
     assert!(answer.steps[0].text.starts_with("2 flows of this pod"), "{:?}", answer.steps[0]);
@@ -105,7 +105,7 @@ fn an_assigned_pod_needs_no_source_port() {
 }
 
 #[test]
-fn what_no_policy_wants_passes() {
+fn packets_without_a_policy_pass() {
     let dump = dump();
     for (pod, to, step) in [
         ("prod/web-0", "10.96.0.1:53/udp", "excepts"),
@@ -201,7 +201,7 @@ fn ports_that_are_all_in_use_are_told() {
 }
 
 #[test]
-fn a_question_about_nobody_is_answered_with_names() {
+fn explain_refuses_unknown_pods_and_mixed_families() {
     let dump = dump();
     let error = |pod: &str, to: &str| {
         let question = Question::new(pod, to.parse().unwrap(), None);

@@ -281,7 +281,7 @@ fn a_node_without_anything_says_so() {
 }
 
 #[test]
-fn names_that_are_lost_are_numbers() {
+fn lost_names_are_shown_as_numbers() {
     let mut dump = dump_of(&view());
     dump.tables.names.clear();
     let list = policies(maps_only(&dump));

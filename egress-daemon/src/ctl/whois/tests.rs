@@ -11,7 +11,7 @@ fn at(text: &str) -> Moment {
 }
 
 #[test]
-fn a_time_has_a_zone_and_means_what_it_leaves_open() {
+fn a_time_covers_the_interval_of_its_precision() {
     let exact = at("2026-11-25T14:03:07.5Z");
     assert_eq!(exact.from, exact.until);
     assert_eq!(at("2026-11-25T14:03:07Z").until - at("2026-11-25T14:03:07Z").from, 999_999);
@@ -20,7 +20,7 @@ fn a_time_has_a_zone_and_means_what_it_leaves_open() {
 }
 
 #[test]
-fn a_time_that_may_be_several_is_asked_back() {
+fn an_ambiguous_time_is_refused_with_the_candidates() {
     for (text, part) in [
         ("2026-11-25T14:03:00", "in which zone was this: write 2026-11-25T14:03:00Z"),
         ("14:03", "on which day"),

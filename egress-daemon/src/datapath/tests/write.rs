@@ -148,7 +148,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn wherever_writing_ends_no_entry_names_what_is_not_there(history in scenes::history()) {
+    fn after_an_interrupted_write_no_entry_refers_to_a_missing_one(history in scenes::history()) {
         use crate::datapath::write::*;
         let mut encoder = Encoder::recover(&Tables::default());
         let mut present = Tables::default();
@@ -195,7 +195,7 @@ fn writer(dir: &BpfDir) -> MapWriter {
 
 /// Invariant: what is held is let go when the pod that it was for is known.
 #[test]
-fn what_is_held_is_let_go_last() {
+fn held_packets_are_released_last() {
     let mut encoder = Encoder::recover(&Tables::default());
     let views = some_views(20);
     for (before, after) in views.iter().zip(&views[1..]) {
@@ -293,7 +293,7 @@ fn real_maps_hold_exactly_what_was_written_last() {
 }
 
 #[test]
-fn the_generation_grows_with_what_flows_are_classified_by() {
+fn the_generation_grows_with_every_change_of_classification() {
     let Some(dir) = BpfDir::new("generation") else { return };
     let _programs = Programs::load(&dir.pins, Sizes { max_flows: 64 }).unwrap();
     let mut writer = writer(&dir);

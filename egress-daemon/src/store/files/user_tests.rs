@@ -101,7 +101,7 @@ fn node(name: &str, version: &str) -> String {
 }
 
 #[test]
-fn a_file_is_read_only_when_it_has_rested() {
+fn a_file_is_read_only_after_it_has_stopped_changing() {
     let mut world = DirectoryFixture::new();
     world.write("a.yaml", node("a", "1"));
     world.settle();
@@ -132,7 +132,7 @@ fn a_half_written_file_never_counts() {
 }
 
 #[test]
-fn a_file_that_rested_before_is_read_at_once() {
+fn a_file_that_stopped_changing_long_ago_is_read_at_once() {
     let mut world = DirectoryFixture::new();
     world.write("a.yaml", node("a", "1"));
     world.now += REST;
@@ -142,7 +142,7 @@ fn a_file_that_rested_before_is_read_at_once() {
 }
 
 #[test]
-fn a_time_stamp_in_the_future_only_delays() {
+fn a_file_dated_in_the_future_is_only_read_later() {
     let mut world = DirectoryFixture::new();
     world.write("a.yaml", node("a", "1"));
     if let Some((_, stamp)) = world.files.get_mut(Path::new("a.yaml")) {
@@ -256,7 +256,7 @@ fn parsed(text: impl AsRef<[u8]>) -> (Vec<String>, Vec<String>) {
 }
 
 #[test]
-fn what_is_not_an_object_says_what_is() {
+fn documents_that_are_no_user_objects_are_refused_with_a_hint() {
     for (text, problem) in [
         (
             "just text",
