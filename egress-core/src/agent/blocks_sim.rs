@@ -27,7 +27,7 @@ pub const TICK: Duration = Duration::from_secs(2);
 
 /// An agent without a kernel: its tables are the blocks that new flows may use.
 #[derive(Default)]
-pub struct SimAgent {
+pub struct PortLeaseAgent {
     /// The plan as far as it has heard of it.
     pub seen: Plan,
     pub tables: BTreeMap<IpAddr, BTreeSet<u16>>,
@@ -39,7 +39,7 @@ pub struct SimAgent {
     report: NodeReport,
 }
 
-impl SimAgent {
+impl PortLeaseAgent {
     pub fn scan(&mut self, now: Duration) {
         let ports = Ports::count(self.flows.iter().copied(), &self.past.growth(now));
         self.past.note(now, &ports);
@@ -124,7 +124,7 @@ pub struct PortLeaseSim {
     pub snapshot: Snapshot,
     pub health: Health,
     pub plan: Plan,
-    pub agents: BTreeMap<NodeName, SimAgent>,
+    pub agents: BTreeMap<NodeName, PortLeaseAgent>,
     pub now: Duration,
     /// For how many rounds leases are on their way: written, known to the carriers, reported.
     pub late: usize,
@@ -148,7 +148,7 @@ impl PortLeaseSim {
         let node = cluster::node(&format!("w{n}"), Labels::new());
         let name = node.name.clone();
         self.snapshot.nodes.insert(name.clone(), node);
-        self.agents.insert(name.clone(), SimAgent::default());
+        self.agents.insert(name.clone(), PortLeaseAgent::default());
         self.pod(n);
         name
     }

@@ -76,7 +76,7 @@ pub struct Hop<A> {
     /// The pair.
     pub src: A,
     pub dst: A,
-    /// What the route was looked up by besides (`exit::Way::from`).
+    /// What the route was looked up by besides (`exit::RouteQuery::from`).
     pub from: u32,
     /// When it was asked for.
     pub moment: u32,

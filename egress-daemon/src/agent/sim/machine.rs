@@ -56,7 +56,7 @@ pub struct Entry {
 }
 
 /// The maps as they were written.
-pub struct Tables {
+pub struct SimTables {
     pub observed: Rc<SharedObjects>,
     pub egress: BTreeMap<IpAddr, Entry>,
 }
@@ -64,7 +64,7 @@ pub struct Tables {
 /// What outlives the agent, but not the machine.
 #[derive(Default)]
 pub struct Kernel {
-    pub tables: Option<Tables>,
+    pub tables: Option<SimTables>,
     /// Until when the node is able to carry egress IPs, and holds its lease.
     pub able_until: Duration,
     pub held_until: Duration,
@@ -83,7 +83,7 @@ impl Kernel {
     }
 }
 
-pub struct Agent {
+pub struct SimAgent {
     node: NodeName,
     times: Times,
     pub start: Duration,
@@ -107,7 +107,7 @@ pub struct Hands<'a> {
     pub effects: &'a mut Vec<Effect>,
 }
 
-impl Agent {
+impl SimAgent {
     /// An agent that has read the objects, and carries out its first round.
     pub fn start(node: NodeName, times: Times, client: Client, hands: &mut Hands<'_>) -> Self {
         let now = hands.now;
@@ -261,7 +261,7 @@ impl Agent {
         if present.is_none_or(|tables| tables.observed.leases != self.observed.leases || tables.egress != egress) {
             hands.kernel.writes += 1;
         }
-        hands.kernel.tables = Some(Tables { observed: self.observed.clone(), egress });
+        hands.kernel.tables = Some(SimTables { observed: self.observed.clone(), egress });
     }
 
     fn keep_lease(&mut self, wanted: bool, hands: &mut Hands<'_>) {

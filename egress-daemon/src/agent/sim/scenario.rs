@@ -2,7 +2,7 @@
 
 use super::{
     api::Object,
-    cluster::{Cluster, Machine},
+    cluster::{SimCluster, SimHost},
     faults::Fault,
     machine::{Kernel, Times},
     rng::Rng,
@@ -54,7 +54,7 @@ fn fixed(rng: &mut Rng, gateways: usize) -> Objects {
 }
 
 /// The cluster of a seed.
-pub fn cluster(seed: u64, trace: bool) -> Cluster {
+pub fn cluster(seed: u64, trace: bool) -> SimCluster {
     let mut rng = Rng::new(seed);
     let gateways = 2 + rng.index(3);
     let sources = 1 + rng.index(3);
@@ -67,7 +67,7 @@ pub fn cluster(seed: u64, trace: bool) -> Cluster {
     let fixed = fixed(&mut rng, gateways);
     let names: Vec<String> =
         (0..gateways).map(|n| format!("gw{n}")).chain((0..sources).map(|n| format!("w{n}"))).collect();
-    let machine = |(n, name): (usize, &String)| Machine {
+    let machine = |(n, name): (usize, &String)| SimHost {
         name: name.as_str().into(),
         is_gateway: n < gateways,
         powered: true,
@@ -79,7 +79,7 @@ pub fn cluster(seed: u64, trace: bool) -> Cluster {
     let until = CALM + Duration::from_secs(2 * lease + 4);
     let faults = Fault::draw(&mut rng, gateways, names.len(), CALM, until);
     let end = until + Duration::from_secs(2 * lease + 6);
-    let mut cluster = Cluster::new(rng, times, machines, end);
+    let mut cluster = SimCluster::new(rng, times, machines, end);
     (cluster.reader.fixed, cluster.faults, cluster.trace) = (fixed, faults, trace);
     for (n, name) in names.iter().enumerate() {
         let address = format!("10.0.0.{}", n + 1);
