@@ -208,6 +208,6 @@ fn blocks_of_a_routed_egress_ip_are_known_to_all_that_routers_lead_replies_to() 
     world.snapshot.pools.values_mut().for_each(|pool| pool.announce = Announce::Arp);
     assert_eq!(blocks(&world), 1, "replies come by who answers");
     world.snapshot.pools.clear();
-    world.egress(0).reach.announce = Announce::Route;
+    world.egress(0).attachment.announce = Announce::Route;
     assert_eq!(blocks(&world), 0, "what the egress IP says counts where the pool is gone");
 }

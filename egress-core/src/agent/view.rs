@@ -248,7 +248,9 @@ fn egress(facts: &Facts, decided: &Decided, address: IpAddr, e: &EgressIpPlan) -
 
 /// The subnet of its own that an egress IP out of a pool lives in.
 fn subnet(facts: &Facts, address: IpAddr, e: &EgressIpPlan) -> Option<SubnetInfo> {
-    carriers::reach(&facts.objects.snapshot, e).subnet.filter(|subnet| subnet.gateway.is_ipv4() == address.is_ipv4())
+    carriers::attachment(&facts.objects.snapshot, e)
+        .subnet
+        .filter(|subnet| subnet.gateway.is_ipv4() == address.is_ipv4())
 }
 
 /// The limits of an egress IP, out and in: the lowest of all policies that use it. What several carriers send out each limits to its part;

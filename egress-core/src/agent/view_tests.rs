@@ -104,7 +104,7 @@ impl FactsFixture {
                     share: 1,
                     scarce: false,
                     starved: false,
-                    reach: Default::default(),
+                    attachment: Default::default(),
                     draining: false,
                 },
             );

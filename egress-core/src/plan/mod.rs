@@ -44,7 +44,7 @@ pub use types::{
 
 use crate::health::Health;
 use crate::model::{
-    DEFAULT_CARRIERS, Distribution, Node, NodeName, PolicyId, Pool, PoolId, Reach, Snapshot, Trouble, ZoneMode,
+    Attachment, DEFAULT_CARRIERS, Distribution, Node, NodeName, PolicyId, Pool, PoolId, Snapshot, Trouble, ZoneMode,
 };
 
 /// Makes the next plan.
@@ -237,7 +237,7 @@ impl<'a> Cluster<'a> {
                     share: 0,
                     scarce: false,
                     starved: false,
-                    reach: self.reach(wanted, before),
+                    attachment: self.attachment(wanted, before),
                     draining: wanted.draining,
                 };
                 (*address, plan)
@@ -246,10 +246,10 @@ impl<'a> Cluster<'a> {
     }
 
     /// How an egress IP is reached: as its pool says, or said before it was removed.
-    fn reach(&self, wanted: &Wanted<'_>, before: Option<&EgressIpPlan>) -> Reach {
+    fn attachment(&self, wanted: &Wanted<'_>, before: Option<&EgressIpPlan>) -> Attachment {
         let pool = wanted.pool.and_then(|pool| self.snapshot.pools.get(pool));
-        let before = before.filter(|_| wanted.draining).map(|before| before.reach);
-        pool.map(Pool::reach).or(before).unwrap_or_default()
+        let before = before.filter(|_| wanted.draining).map(|before| before.attachment);
+        pool.map(Pool::attachment).or(before).unwrap_or_default()
     }
 
     /// The carriers so far that are none any more, as long as the owner has not reported that it carries the address. Who is dead

@@ -158,13 +158,13 @@ fn egress_ip_spec(address: IpAddr, ip: &EgressIpPlan) -> api::EgressIPSpec {
         pool: ip.pool.as_ref().map(ToString::to_string),
         interface: ip.interface.clone(),
         fixed: ip.fixed,
-        subnet_info: ip.reach.subnet.map(|subnet| api::SubnetInfo {
+        subnet_info: ip.attachment.subnet.map(|subnet| api::SubnetInfo {
             gateway: subnet.gateway.to_string(),
             prefix_length: subnet.prefix_length.into(),
             vlan: subnet.vlan.map(i32::from),
         }),
-        announce: ip.reach.announce.into(),
-        outbound: ip.reach.outbound.into(),
+        announce: ip.attachment.announce.into(),
+        outbound: ip.attachment.outbound.into(),
         policies,
     }
 }

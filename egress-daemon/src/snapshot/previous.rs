@@ -10,7 +10,7 @@ use super::believed::MAX_REVISION;
 use super::desired::DRAINING;
 use crate::api;
 use egress_core::{
-    model::{NodeName, Reach, SubnetInfo},
+    model::{Attachment, NodeName, SubnetInfo},
     plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan},
 };
 
@@ -72,20 +72,20 @@ pub fn egress_ip(object: &api::EgressIP) -> Option<(IpAddr, EgressIpPlan)> {
         share: status.block_share,
         scarce: status.blocks_scarce,
         starved: status.blocks_starved,
-        reach: reach(&object.spec),
+        attachment: attachment(&object.spec),
         draining: draining_since(object).is_some(),
     };
     Some((address, plan))
 }
 
 /// How packets reach the address and leave with it.
-fn reach(spec: &api::EgressIPSpec) -> Reach {
+fn attachment(spec: &api::EgressIPSpec) -> Attachment {
     let subnet = |info: &api::SubnetInfo| {
         let (gateway, prefix_length) = (info.gateway.parse().ok()?, info.prefix_length.try_into().ok()?);
         Some(SubnetInfo { gateway, prefix_length, vlan: info.vlan.and_then(|vlan| vlan.try_into().ok()) })
     };
     let subnet = spec.subnet_info.as_ref().and_then(subnet);
-    Reach { subnet, announce: spec.announce.into(), outbound: spec.outbound.into() }
+    Attachment { subnet, announce: spec.announce.into(), outbound: spec.outbound.into() }
 }
 
 /// Since when an egress IP drains, if it does.

@@ -104,8 +104,8 @@ fn pool_gone_the_addresses_of_a_deleted_pool_drain_where_they_are() {
     for address in [FIRST(), SECOND()] {
         let (ip, old) = (&after.egress_ips[&address], &before.egress_ips[&address]);
         assert!(ip.draining);
-        assert_eq!((&ip.owner, &ip.reach), (&old.owner, &old.reach));
-        assert_eq!(ip.reach.announce, Announce::Route);
+        assert_eq!((&ip.owner, &ip.attachment), (&old.owner, &old.attachment));
+        assert_eq!(ip.attachment.announce, Announce::Route);
         let sorted = |carriers: &[NodeName]| carriers.iter().cloned().collect::<BTreeSet<_>>();
         assert_eq!(sorted(&ip.carriers), sorted(&old.carriers));
     }
