@@ -33,7 +33,7 @@ pub struct Renewal {
 }
 
 #[derive(Clone, Debug, Default)]
-struct Lease {
+struct TrackedLease {
     /// None while nobody holds it.
     renewal: Option<Renewal>,
     renewed: Duration,
@@ -46,7 +46,7 @@ struct Lease {
 #[derive(Clone, Debug)]
 pub struct LeaseTracker {
     times: LeaseTimes,
-    leases: BTreeMap<NodeName, Lease>,
+    leases: BTreeMap<NodeName, TrackedLease>,
     /// All leases were read once: one that appears has just been taken.
     looked: bool,
     absent_since: BTreeMap<NodeName, Duration>,
@@ -85,7 +85,7 @@ impl LeaseTracker {
     /// Nobody holds the lease of a node: it was given up, or deleted. Nobody has asked its gateway for it, or it cannot carry anything.
     pub fn given_up(&mut self, node: &NodeName) {
         if let Some(lease) = self.leases.get_mut(node) {
-            *lease = Lease { returned: lease.returned, ..Lease::default() };
+            *lease = TrackedLease { returned: lease.returned, ..TrackedLease::default() };
         }
     }
 

@@ -76,7 +76,7 @@ flowLog: {mode: Off, retention: 30d}
             icmp: seconds(61),
         },
         probe: Probe { interval: Duration::from_millis(50), count: 5 },
-        lease: Lease { renew: seconds(1), duration: seconds(5) },
+        lease: LeaseConfig { renew: seconds(1), duration: seconds(5) },
         deadline: seconds(3),
         start_limit: seconds(120),
         firewall: Firewall::Bypass,

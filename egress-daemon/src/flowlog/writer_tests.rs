@@ -56,14 +56,14 @@ impl LogFixture {
         }
     }
 
-    fn written(&self) -> Vec<(i64, Event)> {
+    fn written(&self) -> Vec<(i64, LeaseEvent)> {
         let records = super::super::read(&self.log(), |_| true).unwrap();
         records.into_iter().map(|record| (record.at / SECOND, record.event)).collect()
     }
 }
 
-fn ports(node: &str, first_port: u16, last_port: u16) -> Lease {
-    Lease { egress_ip: "192.0.2.1".parse().unwrap(), first_port, last_port, node: node.into() }
+fn ports(node: &str, first_port: u16, last_port: u16) -> PortLease {
+    PortLease { egress_ip: "192.0.2.1".parse().unwrap(), first_port, last_port, node: node.into() }
 }
 
 #[tokio::test]
@@ -84,11 +84,11 @@ async fn a_gateway_writes_the_leases_of_all_nodes_and_others_write_nothing() {
     world.follower.look(5 * SECOND);
     world.follower.look(15 * SECOND);
     let expected = [
-        (2, Event::Started),
-        (2, Event::Held(ports("w1", 1024, 1151))),
-        (3, Event::Granted(ports("w2", 1280, 1343))),
-        (5, Event::Returned(ports("w1", 1024, 1151))),
-        (15, Event::Alive),
+        (2, LeaseEvent::Started),
+        (2, LeaseEvent::Held(ports("w1", 1024, 1151))),
+        (3, LeaseEvent::Granted(ports("w2", 1280, 1343))),
+        (5, LeaseEvent::Returned(ports("w1", 1024, 1151))),
+        (15, LeaseEvent::Alive),
     ];
     assert_eq!(world.written(), expected);
     assert_eq!(world.follower.counts.written.load(Ordering::Relaxed), 5);
@@ -106,12 +106,16 @@ async fn records_lost_to_a_full_disk_are_counted_and_logged() {
     }
     world.follower.log.as_mut().unwrap().fill(false).unwrap();
     world.follower.look(4 * SECOND);
-    let expected =
-        [(1, Event::Started), (4, Event::Lost(2)), (4, Event::Continued), (4, Event::Held(ports("w1", 1024, 1151)))];
+    let expected = [
+        (1, LeaseEvent::Started),
+        (4, LeaseEvent::Lost(2)),
+        (4, LeaseEvent::Continued),
+        (4, LeaseEvent::Held(ports("w1", 1024, 1151))),
+    ];
     assert_eq!(world.written(), expected);
     assert_eq!(world.follower.counts.lost.load(Ordering::Relaxed), 2);
     world.follower.look(14 * SECOND);
-    assert_eq!(world.written().last(), Some(&(14, Event::Alive)));
+    assert_eq!(world.written().last(), Some(&(14, LeaseEvent::Alive)));
 }
 
 #[tokio::test]
@@ -121,9 +125,9 @@ async fn a_long_journal_becomes_a_segment_that_says_all_by_itself() {
     world.gateway("gw1").await;
     world.follower.look(SECOND);
     world.follower.look(SECOND + JOURNAL_AGE);
-    let held = Event::Held(ports("w1", 1024, 1087));
-    let events: Vec<Event> = world.written().into_iter().map(|(_, event)| event).collect();
-    assert_eq!(events, [Event::Started, held.clone(), Event::Continued, held]);
+    let held = LeaseEvent::Held(ports("w1", 1024, 1087));
+    let events: Vec<LeaseEvent> = world.written().into_iter().map(|(_, event)| event).collect();
+    assert_eq!(events, [LeaseEvent::Started, held.clone(), LeaseEvent::Continued, held]);
     let files = std::fs::read_dir(world.log()).unwrap();
     let mut kinds: Vec<_> = files.map(|file| file.unwrap().path().extension().unwrap().to_owned()).collect();
     kinds.sort();

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::ctl::print::Printable as _;
-use egress_core::leaselog::{Doubt, Holder};
+use egress_core::leaselog::{Doubt, LeaseHolder};
 
 const HOUR: i64 = 3_600_000_000;
 
@@ -37,8 +37,8 @@ fn seen() -> SocketAddr {
     "192.0.2.10:1100".parse().unwrap()
 }
 
-fn holder(node: &str) -> Holder {
-    Holder { node: node.into(), first_port: 1088, last_port: 1151, from: Some(HOUR), until: None }
+fn holder(node: &str) -> LeaseHolder {
+    LeaseHolder { node: node.into(), first_port: 1088, last_port: 1151, from: Some(HOUR), until: None }
 }
 
 #[test]

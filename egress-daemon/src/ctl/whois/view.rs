@@ -84,7 +84,7 @@ pub(super) fn whois(
 }
 
 impl NodeRow {
-    fn of(holder: egress_core::leaselog::Holder) -> Self {
+    fn of(holder: egress_core::leaselog::LeaseHolder) -> Self {
         Self {
             node: holder.node.to_string(),
             first_port: Some(holder.first_port),
