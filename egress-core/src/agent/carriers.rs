@@ -8,7 +8,7 @@
 use super::facts::Facts;
 use crate::{
     health::ProbeState,
-    model::{Announce, Attachment, NodeName, NodeReport, Outbound, Pool, Snapshot},
+    model::{Announce, NetworkAttachment, NodeName, NodeReport, Outbound, Pool, Snapshot},
     plan::{EgressIpPlan, Plan},
 };
 use std::{
@@ -201,9 +201,9 @@ pub fn announce(snapshot: &Snapshot, e: &EgressIpPlan) -> Announce {
 }
 
 /// How a floating egress IP is reached: as its pool says, or as the controller remembers of one that is gone.
-pub fn attachment(snapshot: &Snapshot, e: &EgressIpPlan) -> Attachment {
+pub fn attachment(snapshot: &Snapshot, e: &EgressIpPlan) -> NetworkAttachment {
     let pool = e.pool.as_ref().and_then(|pool| snapshot.pools.get(pool));
-    if e.fixed { Attachment::default() } else { pool.map_or(e.attachment, Pool::attachment) }
+    if e.fixed { NetworkAttachment::default() } else { pool.map_or(e.attachment, Pool::attachment) }
 }
 
 /// The carriers to use: all good ones, or the first of those that are worth the most.

@@ -44,7 +44,8 @@ pub use types::{
 
 use crate::health::Health;
 use crate::model::{
-    Attachment, DEFAULT_CARRIERS, Distribution, Node, NodeName, PolicyId, Pool, PoolId, Snapshot, Trouble, ZoneMode,
+    DEFAULT_CARRIERS, Distribution, NetworkAttachment, Node, NodeName, PolicyId, Pool, PoolId, Snapshot, Trouble,
+    ZoneMode,
 };
 
 /// Makes the next plan.
@@ -246,7 +247,7 @@ impl<'a> Cluster<'a> {
     }
 
     /// How an egress IP is reached: as its pool says, or said before it was removed.
-    fn attachment(&self, wanted: &Wanted<'_>, before: Option<&EgressIpPlan>) -> Attachment {
+    fn attachment(&self, wanted: &Wanted<'_>, before: Option<&EgressIpPlan>) -> NetworkAttachment {
         let pool = wanted.pool.and_then(|pool| self.snapshot.pools.get(pool));
         let before = before.filter(|_| wanted.draining).map(|before| before.attachment);
         pool.map(Pool::attachment).or(before).unwrap_or_default()

@@ -10,7 +10,7 @@ use super::believed::MAX_REVISION;
 use super::desired::DRAINING;
 use crate::api;
 use egress_core::{
-    model::{Attachment, NodeName, SubnetInfo},
+    model::{NetworkAttachment, NodeName, SubnetInfo},
     plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan},
 };
 
@@ -79,13 +79,13 @@ pub fn egress_ip(object: &api::EgressIP) -> Option<(IpAddr, EgressIpPlan)> {
 }
 
 /// How packets reach the address and leave with it.
-fn attachment(spec: &api::EgressIPSpec) -> Attachment {
+fn attachment(spec: &api::EgressIPSpec) -> NetworkAttachment {
     let subnet = |info: &api::SubnetInfo| {
         let (gateway, prefix_length) = (info.gateway.parse().ok()?, info.prefix_length.try_into().ok()?);
         Some(SubnetInfo { gateway, prefix_length, vlan: info.vlan.and_then(|vlan| vlan.try_into().ok()) })
     };
     let subnet = spec.subnet_info.as_ref().and_then(subnet);
-    Attachment { subnet, announce: spec.announce.into(), outbound: spec.outbound.into() }
+    NetworkAttachment { subnet, announce: spec.announce.into(), outbound: spec.outbound.into() }
 }
 
 /// Since when an egress IP drains, if it does.
