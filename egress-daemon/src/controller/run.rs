@@ -8,7 +8,7 @@ use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
     ExternalIPPool, Pod,
 };
-use crate::snapshot::{Objects, desired, previous, snapshot};
+use crate::snapshot::{ApiObjects, desired, previous, snapshot};
 use crate::store::lease::{CONTROLLER_LEASE, LEASE_NAMESPACE, LeaseKeeper, LeaseTerms};
 use crate::store::{Key, Problem, Store};
 use crate::translate::{networks::CniObjects, refusals};
@@ -32,8 +32,8 @@ const RETRY: Duration = Duration::from_millis(100);
 const RESYNC: Duration = Duration::from_secs(60);
 
 /// Everything that a plan is made from.
-pub(crate) fn objects(store: &Store) -> Objects {
-    Objects {
+pub(crate) fn objects(store: &Store) -> ApiObjects {
+    ApiObjects {
         policies: store.list::<EgressGatewayPolicy>(),
         namespaced_policies: store.list::<EgressPolicy>(),
         pools: store.list::<EgressIPPool>(),
@@ -244,7 +244,7 @@ impl Controller {
         leading.due = leading.departed.next_deadline().into_iter().chain(drained).fold(due, Duration::min);
     }
 
-    fn observe_nodes(&mut self, snapshot: &Snapshot, objects: &Objects, now: Duration) {
+    fn observe_nodes(&mut self, snapshot: &Snapshot, objects: &ApiObjects, now: Duration) {
         let present = snapshot.nodes.keys().cloned().collect();
         let names = objects.egress_nodes.iter().filter_map(|node| node.metadata.name.as_deref());
         let holders: Vec<NodeName> = names.map(NodeName::from).collect();

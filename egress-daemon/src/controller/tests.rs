@@ -7,7 +7,7 @@ mod tenancy;
 use super::*;
 use crate::api::Pod;
 use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode};
-use crate::snapshot::{Objects, desired, previous, snapshot};
+use crate::snapshot::{ApiObjects, desired, previous, snapshot};
 use crate::store::lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease};
 use crate::store::{Changes, Files, Key, Store};
 use egress_core::{
@@ -357,7 +357,7 @@ async fn gateways_are_told_of_a_revision_when_all_its_leases_are_written() {
 
 /// What a full round would change.
 fn left_to_do(store: &Store) -> Option<String> {
-    let objects = Objects {
+    let objects = ApiObjects {
         policies: store.list(),
         pools: store.list(),
         nodes: store.list(),
@@ -365,7 +365,7 @@ fn left_to_do(store: &Store) -> Option<String> {
         pods: store.list(),
         egress_ips: store.list(),
         egress_nodes: store.list(),
-        ..Objects::default()
+        ..ApiObjects::default()
     };
     let (snapshot, problems) = snapshot(&objects);
     let fresh = NodeHealth {

@@ -17,7 +17,7 @@ pub use conditions::DRAINING;
 pub use part::desired_part;
 use statuses::{StatusInputs, usage};
 
-use super::Objects;
+use super::ApiObjects;
 use super::previous::holders;
 use crate::api;
 use crate::translate::{Problem, name};
@@ -53,7 +53,7 @@ pub struct Desired {
 
 /// The objects of a plan. `problems` are those that the snapshot was made with; `now` is written as the time at which a
 /// condition changed.
-pub fn desired(objects: &Objects, snapshot: &Snapshot, plan: &Plan, problems: &[Problem], now: &Time) -> Desired {
+pub fn desired(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan, problems: &[Problem], now: &Time) -> Desired {
     let inputs = StatusInputs { snapshot, plan, problems, now };
     Desired {
         egress_ips: egress_ips(objects, &inputs, plan.egress_ips.keys()),
@@ -64,7 +64,7 @@ pub fn desired(objects: &Objects, snapshot: &Snapshot, plan: &Plan, problems: &[
 }
 
 /// The statuses of all objects that people write.
-fn statuses(objects: &Objects, inputs: &StatusInputs<'_>) -> Desired {
+fn statuses(objects: &ApiObjects, inputs: &StatusInputs<'_>) -> Desired {
     let mut desired = Desired::default();
     for object in &objects.policies {
         let per_endpoint = object.spec.distribution == api::Distribution::PerEndpoint;
@@ -105,7 +105,7 @@ fn statuses(objects: &Objects, inputs: &StatusInputs<'_>) -> Desired {
 
 /// The objects of these egress IPs, as far as the plan has them.
 fn egress_ips<'a>(
-    objects: &Objects,
+    objects: &ApiObjects,
     inputs: &StatusInputs<'_>,
     addresses: impl Iterator<Item = &'a IpAddr>,
 ) -> BTreeMap<String, api::EgressIP> {
@@ -170,7 +170,7 @@ fn egress_ip_spec(address: IpAddr, ip: &EgressIpPlan) -> api::EgressIPSpec {
 }
 
 /// One object for each node that there is, and for each that still holds blocks.
-fn egress_nodes(objects: &Objects, snapshot: &Snapshot, plan: &Plan) -> BTreeMap<String, api::EgressNode> {
+fn egress_nodes(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan) -> BTreeMap<String, api::EgressNode> {
     let existing: BTreeMap<&str, &api::EgressNode> =
         objects.egress_nodes.iter().filter_map(|node| Some((node.metadata.name.as_deref()?, &**node))).collect();
     let names: BTreeSet<&NodeName> = snapshot.nodes.keys().chain(holders(&plan.blocks)).collect();

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use k8s_openapi::jiff::Timestamp;
 
-use super::Objects;
+use super::ApiObjects;
 use super::believed::MAX_REVISION;
 use super::desired::DRAINING;
 use crate::api;
@@ -19,7 +19,7 @@ use egress_core::{
 ///
 /// The revision of leases is one more than any that an object mentions, so that no grant reuses a revision that some
 /// agent has confirmed already.
-pub fn previous(objects: &Objects) -> Plan {
+pub fn previous(objects: &ApiObjects) -> Plan {
     let egress_ips = objects.egress_ips.iter().filter_map(|object| egress_ip(object)).collect();
     let mut plan = Plan { egress_ips, ..Plan::default() };
     let mut revision = 0;

@@ -6,7 +6,7 @@
 use super::super::facts::ObservedObjects;
 use crate::{
     api::{EgressIP, EgressNode, Pod},
-    snapshot::Objects,
+    snapshot::ApiObjects,
 };
 use k8s_openapi::{
     api::{coordination::v1::Lease, core::v1::Node},
@@ -193,7 +193,7 @@ impl Client {
     }
 
     /// All that a plan is made from; `fixed` has what nobody writes.
-    pub fn objects(&self, fixed: &Objects) -> Objects {
+    pub fn objects(&self, fixed: &ApiObjects) -> ApiObjects {
         let mut objects = fixed.clone();
         for stored in self.seen.values() {
             match &stored.object {
@@ -218,7 +218,7 @@ pub struct SharedObjects {
 /// Makes of objects what they mean, once for all who have seen the same.
 #[derive(Default)]
 pub struct Reader {
-    pub fixed: Objects,
+    pub fixed: ApiObjects,
     known: HashMap<Vec<u64>, Rc<SharedObjects>>,
     last: Option<Rc<SharedObjects>>,
 }

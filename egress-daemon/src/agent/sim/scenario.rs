@@ -7,7 +7,7 @@ use super::{
     machine::{Kernel, Times},
     rng::Rng,
 };
-use crate::snapshot::Objects;
+use crate::snapshot::ApiObjects;
 use serde_json::{Value, json};
 use std::{sync::Arc, time::Duration};
 
@@ -24,7 +24,7 @@ fn spillway(kind: &str, name: &str, spec: Value) -> Value {
 }
 
 /// A pool whose carriers answer one by one, and one whose flows are spread over all carriers.
-fn fixed(rng: &mut Rng, gateways: usize) -> Objects {
+fn fixed(rng: &mut Rng, gateways: usize) -> ApiObjects {
     let pool = |n: usize, outbound: &str, carriers: u64| {
         let range = json!([{"start": format!("192.0.2.{}", 16 * n + 1), "end": format!("192.0.2.{}", 16 * n + 9)}]);
         let failback = json!({"mode": "Preferred", "delay": "3s"});
@@ -46,10 +46,10 @@ fn fixed(rng: &mut Rng, gateways: usize) -> Objects {
         ))
     };
     let carriers = |rng: &mut Rng| 2 + rng.below(gateways as u64 - 1);
-    Objects {
+    ApiObjects {
         pools: vec![pool(0, "Owner", carriers(rng)), pool(1, "Spread", carriers(rng))],
         policies: vec![policy("owner", "0.0.0.0/1", 1 + rng.below(2)), policy("spread", "128.0.0.0/1", 1)],
-        ..Objects::default()
+        ..ApiObjects::default()
     }
 }
 

@@ -13,7 +13,7 @@ use super::views::row;
 use crate::config::{Config, Foreign};
 use crate::controller::objects;
 use crate::datapath::Pins;
-use crate::snapshot::{Objects, previous, snapshot};
+use crate::snapshot::{ApiObjects, previous, snapshot};
 use crate::store::{Files, Kind, Kubernetes, ObjectRef, Reader, Store, parse};
 use crate::translate::Problem;
 use anyhow::{Context as _, Result, bail};
@@ -107,7 +107,7 @@ async fn open(options: &DiffOptions, config: &Config, changed: &[(ObjectRef, Val
 }
 
 fn compare(
-    before: Objects,
+    before: ApiObjects,
     changed: Vec<(ObjectRef, Value)>,
     delete: bool,
     (health, config): (&Health, &Config),
@@ -119,7 +119,7 @@ fn compare(
         let edit = change::apply(&mut after, &object, (!delete).then_some(value))?;
         edits.extend(edit.map(|edit| (object, edit)));
     }
-    let model = |objects: &Objects| {
+    let model = |objects: &ApiObjects| {
         let (mut snapshot, problems) = snapshot(objects);
         snapshot.max_egress_ips = config.max_egress_ips_per_node;
         snapshot.drain_timeout = config.drain_timeout;
@@ -136,7 +136,7 @@ fn compare(
     Ok(DiffView::new(dump.and_then(Dump::own_name), flows.len(), &edits, fates.collect(), &found))
 }
 
-/// Objects that cannot be carried out as they are written are no change to look at.
+/// ApiObjects that cannot be carried out as they are written are no change to look at.
 fn refuse(known: &[Problem], problems: &[Problem]) -> Result<()> {
     let new: Vec<String> =
         problems.iter().filter(|problem| !known.contains(problem)).map(ToString::to_string).collect();

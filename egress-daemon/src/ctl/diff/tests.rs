@@ -37,8 +37,8 @@ fn parsed(text: &str) -> Vec<(ObjectRef, Value)> {
 }
 
 /// The cluster with a pod, and agents that have reported.
-fn cluster() -> Objects {
-    let mut objects = Objects::default();
+fn cluster() -> ApiObjects {
+    let mut objects = ApiObjects::default();
     for (object, value) in parsed(CLUSTER) {
         change::apply(&mut objects, &object, Some(value)).unwrap();
     }

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::statuses::StatusInputs;
-use super::{Desired, Objects, egress_ips, egress_node, fill, statuses};
+use super::{ApiObjects, Desired, egress_ips, egress_node, fill, statuses};
 use crate::api::{EgressNode, EgressNodeSpec};
 use crate::translate::Problem;
 use egress_core::{
@@ -17,7 +17,7 @@ use egress_core::{
 /// The same as [`super::desired`], for the objects in `objects` and those of egress IPs and nodes that were touched. `specs`
 /// are what all EgressNode objects should have been before; the nodes that there are, and that hold blocks, are the same.
 pub fn desired_part(
-    objects: &Objects,
+    objects: &ApiObjects,
     snapshot: &Snapshot,
     plan: &Plan,
     problems: &[Problem],
