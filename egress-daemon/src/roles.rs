@@ -12,7 +12,7 @@ use egress_daemon::{
     lock::RunFiles,
     observe::{
         admin::AdminServer,
-        metrics::{MetricsServer, Sources},
+        metrics::{MetricSources, MetricsServer},
         state::AgentState,
     },
     store::Store,
@@ -93,7 +93,7 @@ pub async fn agent(
     let _server = server.inspect_err(|error| tracing::error!("{error}")).ok();
     let stop = stop.shared();
     let (report, reports) = watch::channel(ControllerReport::default());
-    let sources = Sources {
+    let sources = MetricSources {
         pins: Some(Pins::new(&bpffs)),
         agent: Some(published),
         controller: with_controller.then_some(reports),
@@ -111,7 +111,7 @@ pub async fn agent(
     Ok(())
 }
 
-async fn serve(metrics: Option<SocketAddr>, sources: Sources) -> Result<Option<MetricsServer>> {
+async fn serve(metrics: Option<SocketAddr>, sources: MetricSources) -> Result<Option<MetricsServer>> {
     match metrics {
         Some(address) => Ok(Some(MetricsServer::start(address, sources).await?)),
         None => Ok(None),
@@ -126,7 +126,7 @@ pub async fn controller(
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> Result<()> {
     let (report, reports) = watch::channel(ControllerReport::default());
-    let _metrics = serve(metrics, Sources { controller: Some(reports), ..Sources::default() }).await?;
+    let _metrics = serve(metrics, MetricSources { controller: Some(reports), ..MetricSources::default() }).await?;
     controller::run(store, controller_config(config), report, stop).await;
     Ok(())
 }

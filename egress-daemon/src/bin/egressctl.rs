@@ -7,7 +7,7 @@ use egress_daemon::{
     ctl::{
         self, DEFAULT_BPFFS, Output,
         diff::{DiffOptions, default_kubeconfig, diff},
-        explain::{Question, Target},
+        explain::{Destination, Question},
         print::{has_seen_enough, print, show},
         views::{By, FlowFilter},
         whois::{self, Moment, WhoisOptions},
@@ -162,7 +162,7 @@ struct ExplainArgs {
     pod: String,
     /// The destination: 203.0.113.7:443/tcp, [2001:db8::7]:53/udp or 203.0.113.7/icmp
     #[arg(long, value_name = "TARGET")]
-    to: Target,
+    to: Destination,
     /// The pod's port (ICMP: the identifier), which decides the slot where flows are hashed
     #[arg(long, value_name = "PORT")]
     from_port: Option<u16>,

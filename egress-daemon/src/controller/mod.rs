@@ -63,7 +63,7 @@ pub struct ControllerReport {
     pub rounds: u64,
     /// Those of them that took in a few changes, without a look at everything.
     pub partial: u64,
-    /// ApiObjects written so far.
+    /// Objects written so far.
     pub writes: u64,
     /// How long the last plan took to make.
     pub planning: Duration,

@@ -10,7 +10,7 @@ use crate::api::{
 };
 use crate::snapshot::{ApiObjects, desired, previous, snapshot};
 use crate::store::lease::{CONTROLLER_LEASE, LEASE_NAMESPACE, LeaseKeeper, LeaseTerms};
-use crate::store::{Key, Problem, Store};
+use crate::store::{Key, Store, StoreProblem};
 use crate::translate::{networks::CniObjects, refusals};
 use egress_core::{
     health::Health,
@@ -122,7 +122,7 @@ struct Leading {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Inputs {
     revisions: Revisions,
-    problems: Vec<Problem>,
+    problems: Vec<StoreProblem>,
     gateways: Vec<Judgement>,
 }
 

@@ -27,7 +27,7 @@ use explain::Question;
 use print::print;
 use std::path::PathBuf;
 use std::time::Duration;
-use views::{By, FlowFilter, Sample, Sources};
+use views::{By, FlowFilter, Sample, ViewSources};
 
 /// Where an agent's pins are, unless it is told otherwise.
 pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf/spillway";
@@ -103,7 +103,7 @@ pub fn run(command: &Command, access: &NodeAccess, output: Output) -> Result<Com
         Command::State => state(&pins, agent.as_ref(), access, output)?,
         _ => {
             let dump = dump(&pins, access, command.needs_flows())?;
-            let sources = Sources { dump: &dump, agent: agent.as_ref() };
+            let sources = ViewSources { dump: &dump, agent: agent.as_ref() };
             check_node(access, sources.node())?;
             show(command, sources, output)?
         }
@@ -184,7 +184,7 @@ fn check_node(access: &NodeAccess, found: Option<String>) -> Result<()> {
     }
 }
 
-fn show(command: &Command, sources: Sources<'_>, output: Output) -> Result<String> {
+fn show(command: &Command, sources: ViewSources<'_>, output: Output) -> Result<String> {
     Ok(match command {
         Command::Policies => print(&views::policies(sources), output)?,
         Command::Gateways => print(&views::gateways(sources), output)?,

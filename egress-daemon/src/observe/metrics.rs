@@ -33,7 +33,7 @@ use tokio::{net::TcpListener, sync::watch, task::JoinSet};
 
 /// What is measured and whether the process is ready; each part only in processes that have it.
 #[derive(Clone, Debug, Default)]
-pub struct Sources {
+pub struct MetricSources {
     /// The agent's pins.
     pub pins: Option<Pins>,
     /// What the agent publishes.
@@ -183,7 +183,7 @@ fn of_log(counts: &Counts) -> Vec<Family> {
     ]
 }
 
-impl Sources {
+impl MetricSources {
     fn families(&self) -> Vec<Family> {
         let version = vec![(vec![("version", env!("CARGO_PKG_VERSION").to_owned())], 1.0)];
         let mut families = vec![gauge("spillway_build_info", "the version that runs, as a label", version)];
@@ -225,7 +225,7 @@ fn encode_values<V, M: EncodeMetric>(
     Ok(())
 }
 
-impl Collector for Sources {
+impl Collector for MetricSources {
     fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), fmt::Error> {
         for Family { name, help, values } in self.families() {
             match values {
@@ -261,7 +261,7 @@ pub struct MetricsServer {
 
 impl MetricsServer {
     /// Starts to serve `/metrics`, `/healthz` (the process answers) and `/readyz` (503 and the reason until it is ready).
-    pub async fn start(address: SocketAddr, sources: Sources) -> Result<Self, ServeError> {
+    pub async fn start(address: SocketAddr, sources: MetricSources) -> Result<Self, ServeError> {
         let failed = |source| ServeError { address, source };
         let listener = TcpListener::bind(address).await.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
@@ -295,7 +295,7 @@ async fn metrics(State(registry): State<Arc<Registry>>) -> axum::response::Respo
     }
 }
 
-async fn ready(State(sources): State<Sources>) -> (StatusCode, String) {
+async fn ready(State(sources): State<MetricSources>) -> (StatusCode, String) {
     match sources.unready() {
         None => (StatusCode::OK, "ok\n".into()),
         Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, reason + "\n"),

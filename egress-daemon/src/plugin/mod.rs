@@ -12,7 +12,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use kubectl::{Kubectl, KubectlError, Pod, SELECTOR};
 use serde_json::Value;
-use status::Status;
+use status::StatusView;
 use std::{
     ffi::OsString,
     path::{Path, PathBuf},
@@ -58,7 +58,7 @@ enum Command {
     /// Whether agents and controllers run, and policies are in force
     ///
     /// The exit code is 0 if all are ready, and 1 otherwise.
-    Status(StatusArgs),
+    StatusView(StatusArgs),
     /// Write one archive with objects, events, logs and the state of every node
     ///
     /// It has no Secret and no pod's specification in it. It has names and addresses of pods and nodes: look at it before you give it away.
@@ -107,7 +107,7 @@ pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<Exi
     let Cli { command, context, kubeconfig, namespace, node } = Cli::parse();
     let kubectl = Kubectl { context, kubeconfig, namespace };
     match command {
-        Command::Status(args) => status(&kubectl, &args),
+        Command::StatusView(args) => status(&kubectl, &args),
         Command::Sysdump(args) => {
             let (found, missing) = sysdump::write(&kubectl, &args.file, |what| eprintln!("asking for {what}"))?;
             println!("{}: {found} answers, {missing} missing", args.file.display());
@@ -124,7 +124,7 @@ fn status(kubectl: &Kubectl, args: &StatusArgs) -> Result<ExitCode> {
     let end = Instant::now() + Duration::from_secs(args.timeout);
     loop {
         let workloads = kubectl.json(&["get", "daemonsets,deployments", "-l", SELECTOR])?;
-        let status = Status::new(&workloads, &kubectl.json(&["get", "spillway", "-A"])?);
+        let status = StatusView::new(&workloads, &kubectl.json(&["get", "spillway", "-A"])?);
         if status.ready || !args.wait || Instant::now() >= end {
             show(&print(&status, args.output)?)?;
             return Ok(if status.ready { ExitCode::SUCCESS } else { ExitCode::FAILURE });

@@ -1,7 +1,7 @@
 //! The cache that the store's readers see.
 
 use crate::store::kind::Erased;
-use crate::store::{Key, Kind, ObjectRef, Problem};
+use crate::store::{Key, Kind, ObjectRef, StoreProblem};
 use std::collections::{BTreeMap, VecDeque};
 
 /// So many changes of a kind are remembered.
@@ -19,7 +19,7 @@ pub(super) struct Item {
 pub(super) struct StoreView {
     kinds: BTreeMap<Kind, BTreeMap<Key, Item>>,
     history: BTreeMap<Kind, History>,
-    pub(super) problems: Vec<Problem>,
+    pub(super) problems: Vec<StoreProblem>,
 }
 
 /// The last changes of a kind's objects.

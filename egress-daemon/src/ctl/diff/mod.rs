@@ -136,7 +136,7 @@ fn compare(
     Ok(DiffView::new(dump.and_then(Dump::own_name), flows.len(), &edits, fates.collect(), &found))
 }
 
-/// ApiObjects that cannot be carried out as they are written are no change to look at.
+/// Objects that cannot be carried out as they are written are no change to look at.
 fn refuse(known: &[Problem], problems: &[Problem]) -> Result<()> {
     let new: Vec<String> =
         problems.iter().filter(|problem| !known.contains(problem)).map(ToString::to_string).collect();

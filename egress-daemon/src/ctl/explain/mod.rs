@@ -6,12 +6,12 @@ mod slots;
 #[cfg(test)]
 mod tests;
 
-pub use question::{Protocol, Question, QuestionError, Target};
+pub use question::{Destination, Protocol, Question, QuestionError};
 
 use super::{
     dump::{Dump, FlowEntry},
     print::Printable,
-    views::{self, FlowRow, Sources},
+    views::{self, FlowRow, ViewSources},
 };
 use crate::observe::state::AgentState;
 use egress_common::{
@@ -130,7 +130,7 @@ impl Walk<'_> {
 }
 
 /// Why a packet of this kind goes where it goes.
-pub fn explain(sources: Sources<'_>, question: &Question) -> Result<Explanation, QuestionError> {
+pub fn explain(sources: ViewSources<'_>, question: &Question) -> Result<Explanation, QuestionError> {
     let dump = sources.dump;
     let source = question.source(dump)?;
     let flow = question.from_port.and_then(|port| find(dump, source, question, port));

@@ -10,7 +10,7 @@ use egress_core::encode::NodeView;
 
 fn ask(dump: &Dump, pod: &str, to: &str, from: Option<u16>) -> Explanation {
     let question = Question::new(pod, to.parse().unwrap(), from);
-    explain(Sources { dump, agent: None }, &question).unwrap_or_else(|error| panic!("{error}"))
+    explain(ViewSources { dump, agent: None }, &question).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn action(dump: &Dump, pod: &str, to: &str, from: Option<u16>) -> (PacketAction, Option<&'static str>) {
@@ -205,7 +205,7 @@ fn explain_refuses_unknown_pods_and_mixed_families() {
     let dump = dump();
     let error = |pod: &str, to: &str| {
         let question = Question::new(pod, to.parse().unwrap(), None);
-        explain(Sources { dump: &dump, agent: None }, &question).unwrap_err().to_string()
+        explain(ViewSources { dump: &dump, agent: None }, &question).unwrap_err().to_string()
     };
     let text = error("prod/nobody", "203.0.113.7:443/tcp");
     assert!(text.contains("prod/free-0, prod/pin-0, prod/web-0"), "{text}");
@@ -222,12 +222,12 @@ fn destinations_are_parsed() {
         ("2001:db8::7/icmpv6", "2001:db8::7", 0, Protocol::Icmp),
         ("[2001:db8::7]/132", "2001:db8::7", 0, Protocol::Other(132)),
     ] {
-        assert_eq!(text.parse(), Ok(Target { address: ip(address), port, protocol }), "{text}");
+        assert_eq!(text.parse(), Ok(Destination { address: ip(address), port, protocol }), "{text}");
     }
     for text in
         ["", "203.0.113.7", "203.0.113.7:443", "203.0.113.7/tcp", "203.0.113.7:99999/tcp", "x/icmp", "1.2.3.4/256"]
     {
-        let error = text.parse::<Target>().unwrap_err().to_string();
+        let error = text.parse::<Destination>().unwrap_err().to_string();
         assert!(error.contains("203.0.113.7:443/tcp"), "{error}");
     }
 }

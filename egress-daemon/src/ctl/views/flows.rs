@@ -1,6 +1,6 @@
 //! `egressctl flows`.
 
-use super::Sources;
+use super::ViewSources;
 use crate::ctl::{
     dump::{Dump, FlowEntry},
     print::{Printable, Row, or_dash, table},
@@ -169,7 +169,7 @@ pub(crate) fn row(dump: &Dump, flow: &FlowEntry) -> FlowRow {
 }
 
 /// The flows that the filter lets through.
-pub fn flows(sources: Sources<'_>, filter: &FlowFilter) -> FlowsView {
+pub fn flows(sources: ViewSources<'_>, filter: &FlowFilter) -> FlowsView {
     let dump = sources.dump;
     let of_pod = |flow: &FlowEntry| match &filter.pod {
         None => true,

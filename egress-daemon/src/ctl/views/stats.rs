@@ -1,6 +1,6 @@
 //! `egressctl stats`.
 
-use super::Sources;
+use super::ViewSources;
 use crate::{
     ctl::print::{Printable, Row, table},
     host::firewall::Dropped,
@@ -47,7 +47,7 @@ impl Printable for StatsView {
 }
 
 /// All counters, drops last. `rules`: what rules of nftables have dropped.
-pub fn stats(sources: Sources<'_>, rules: &[Dropped]) -> StatsView {
+pub fn stats(sources: ViewSources<'_>, rules: &[Dropped]) -> StatsView {
     let row = |name: &str, help: &str, value: u64| CounterRow {
         name: name.into(),
         value,

@@ -8,8 +8,8 @@ use crate::{
 };
 use serde_json::Value;
 
-fn maps_only(dump: &Dump) -> Sources<'_> {
-    Sources { dump, agent: None }
+fn maps_only(dump: &Dump) -> ViewSources<'_> {
+    ViewSources { dump, agent: None }
 }
 
 fn agent() -> AgentState {
@@ -89,7 +89,7 @@ fn policies_show_slots_shares_and_owners() {
 #[test]
 fn the_agent_adds_what_only_it_knows() {
     let (dump, agent) = (dump(), agent());
-    let sources = Sources { dump: &dump, agent: Some(&agent) };
+    let sources = ViewSources { dump: &dump, agent: Some(&agent) };
     let list = policies(sources);
     let ready: Vec<_> = list.items.iter().map(|row| (row.name.as_str(), row.ready.as_deref())).collect();
     assert_eq!(ready, [("far", Some("False (NoGateway)")), ("pin", None), ("web", Some("True"))]);
@@ -110,7 +110,7 @@ fn the_agent_adds_what_only_it_knows() {
 fn a_gateway_shows_at_which_drivers_it_sends_packets_on_and_why_not_at_others() {
     let (dump, mut agent) = (dump(), agent());
     agent.node.drivers = [("eth0".to_owned(), None), ("ext0".to_owned(), Some("it is a veth".to_owned()))].into();
-    let list = gateways(Sources { dump: &dump, agent: Some(&agent) });
+    let list = gateways(ViewSources { dump: &dump, agent: Some(&agent) });
     let own = list.items.iter().find(|row| row.name == agent.node.name).unwrap();
     assert_eq!(own.native.as_deref(), Some(&["eth0".to_owned()][..]));
     assert_eq!(own.why_not_better.as_deref(), Some("not XDP at ext0: it is a veth"));

@@ -19,7 +19,7 @@ mod write;
 
 use super::kind::Erased;
 use super::view::StoreView;
-use super::{Backend, Key, Kind, Note, ObjectRef, Problem, Store, StoreError, Write};
+use super::{Backend, Key, Kind, Note, ObjectRef, Store, StoreError, StoreProblem, Write};
 use futures::future::BoxFuture;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -197,7 +197,7 @@ fn wait(bell: &EventFd, notices: Option<&notices::Notices>, until: Instant) -> b
 }
 
 /// The objects of a file, and what is wrong with the rest.
-pub type Read = (Vec<(ObjectRef, Value)>, Vec<Problem>);
+pub type Read = (Vec<(ObjectRef, Value)>, Vec<StoreProblem>);
 
 /// The objects in a text that a person wrote, and what is wrong with it.
 pub fn parse(file: &Path, text: &[u8]) -> Result<Read, OpenError> {
@@ -227,7 +227,7 @@ impl Backend for Arc<Files> {
         self.revision(kind)
     }
 
-    fn problems(&self) -> Vec<Problem> {
+    fn problems(&self) -> Vec<StoreProblem> {
         self.view().problems.clone()
     }
 

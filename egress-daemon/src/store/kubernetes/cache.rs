@@ -6,7 +6,7 @@
 use super::trim::{is_trimmed, trim, version};
 use crate::store::kind::Erased;
 use crate::store::view::{Item, StoreView};
-use crate::store::{Key, Kind, ObjectRef, Problem};
+use crate::store::{Key, Kind, ObjectRef, StoreProblem};
 use kube::runtime::watcher::Event;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -27,7 +27,7 @@ struct CacheState {
     view: StoreView,
     kinds: BTreeMap<Kind, Progress>,
     /// Objects that are not understood. Their last good version is in force.
-    problems: BTreeMap<ObjectRef, Problem>,
+    problems: BTreeMap<ObjectRef, StoreProblem>,
     /// When the last renewal of each lease of our own that succeeded was sent.
     renewed: BTreeMap<Key, Instant>,
     /// The API server did not answer when it was asked last.
@@ -140,7 +140,7 @@ impl Cache {
         self.state().kinds.get(&kind).map_or(0, |progress| progress.heard)
     }
 
-    pub(super) fn problems(&self) -> Vec<Problem> {
+    pub(super) fn problems(&self) -> Vec<StoreProblem> {
         self.state().problems.values().cloned().collect()
     }
 
@@ -289,7 +289,7 @@ impl CacheState {
                 self.view.set(kind, target.key, Some(Item { version, object })) || mended
             }
             Err(error) => {
-                let problem = Problem {
+                let problem = StoreProblem {
                     file: PathBuf::new(),
                     document: None,
                     object: Some(target.clone()),
