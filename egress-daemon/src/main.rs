@@ -294,7 +294,7 @@ fn stop() -> Result<impl Future<Output = ()> + Clone + Send + 'static> {
             _ = term.recv() => "SIGTERM",
             _ = interrupt.recv() => "SIGINT",
         };
-        tracing::info!("{name}: ending; what is in the kernel stays and goes on working");
+        tracing::info!("{name}: stopping; programs and maps stay in the kernel and keep working");
         tokio::spawn(async move {
             tokio::select! {
                 _ = term.recv() => {}

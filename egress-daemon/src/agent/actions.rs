@@ -105,7 +105,7 @@ impl Agent {
         };
         let (able, lease) = (until(able), until(lease));
         if let Err(e) = self.writer.set_deadline(able).and_then(|()| self.writer.set_lease(lease)) {
-            tracing::error!("the datapath will stop answering for egress IPs: {e}");
+            tracing::error!("cannot extend the deadline; the datapath will stop answering for egress IPs: {e}");
         }
     }
 
@@ -166,7 +166,7 @@ impl Agent {
             hold,
         };
         if self.stack_path.ensure(&self.netlink.handle, links, &spec).await? {
-            tracing::info!("the host-stack path of first packets is made");
+            tracing::info!("the host-stack path for first packets is set up");
         }
         Ok(())
     }

@@ -206,7 +206,7 @@ impl Agent {
                 }
                 answer = self.answers.next() => match answer {
                     Ok(answer) => self.machine.handle_probe(&answer, self.now()),
-                    Err(e) => tracing::warn!("answers to probes cannot be read: {e}"),
+                    Err(e) => tracing::warn!("cannot read replies to probes: {e}"),
                 },
                 rival = self.owned.rival(&current) => if self.owned.defend(rival) {
                     tracing::warn!("{rival} is claimed by another host: it is announced again");

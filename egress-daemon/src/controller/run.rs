@@ -139,7 +139,7 @@ impl Controller {
         match epoch {
             None => self.leading = None,
             Some(epoch) if self.leading.as_ref().is_none_or(|leading| leading.epoch != epoch) => {
-                tracing::info!(identity = %self.config.identity, epoch, "this controller leads");
+                tracing::info!(identity = %self.config.identity, epoch, "this controller is now the leader");
                 // What the leader before wrote last must be known before anything is given out.
                 self.store.refresh().await;
                 let store = self.store.guarded(self.lease.clone(), epoch);

@@ -53,7 +53,7 @@ impl LogWriter {
         let (stop, stopped) = channel();
         let follower = Follower::new(limits, node, store, counts);
         let thread = std::thread::Builder::new().name("flowlog".into()).spawn(move || follower.run(&stopped));
-        let thread = thread.inspect_err(|error| tracing::error!("no leases are logged, there is no thread: {error}"));
+        let thread = thread.inspect_err(|error| tracing::error!("cannot start the thread that logs leases: {error}"));
         thread.ok().map(|thread| Self { stop: Some(stop), thread: Some(thread) })
     }
 }
@@ -223,7 +223,7 @@ impl Follower {
 
     fn fail(&mut self, error: &LogError, count: u64) {
         if self.lost == 0 {
-            tracing::error!("leases are not logged: {error}");
+            tracing::error!("cannot log leases: {error}");
         }
         self.lost += count;
         self.counts.lost.fetch_add(count, Ordering::Relaxed);

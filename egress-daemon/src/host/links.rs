@@ -305,7 +305,7 @@ async fn run(mut follower: Follower, options: LinksOptions, publish: watch::Send
                     broken = false;
                     stale.all = true;
                 }
-                Err(error) => tracing::error!(%error, "links and addresses are not followed; trying again"),
+                Err(error) => tracing::error!(%error, "cannot follow links and addresses; trying again"),
             },
         }
         if broken {

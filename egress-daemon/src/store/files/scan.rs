@@ -433,7 +433,7 @@ fn registered(
 fn not_noticed(directory: &Path, error: &io::Error) {
     tracing::warn!(
         directory = %directory.display(), %error,
-        "no notices of changes (raise fs.inotify.max_user_watches and max_user_instances?): looking every {POLL:?} instead"
+        "inotify is not available (raise fs.inotify.max_user_watches and max_user_instances?): reading the directory every {POLL:?} instead"
     );
 }
 

@@ -159,7 +159,7 @@ impl Backend for Kubernetes {
 
     fn note(&self, note: Note) {
         if self.notes.try_send(note).is_err() {
-            tracing::debug!("an event is not recorded: too many wait already");
+            tracing::debug!("cannot record an event: too many are queued");
         }
     }
 }
