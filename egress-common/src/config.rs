@@ -4,7 +4,7 @@ use crate::layout::map_type;
 
 map_type! {
     /// Entry 0 of the map `CONFIG`.
-    pub struct Config {
+    pub struct DatapathConfig {
         /// Grows with every change of endpoints, classes, policies or membership: a flow that was checked under an
         /// older generation is classified again with its next packet.
         pub generation: u32,
@@ -41,7 +41,7 @@ map_type! {
     } size 76
 }
 
-/// Bits of [`Config::flags`].
+/// Bits of [`DatapathConfig::flags`].
 pub mod flags {
     /// A selected pod is starting on this node: packets of unknown sources at pod interfaces are dropped.
     pub const HOLD: u32 = 1;
@@ -59,7 +59,7 @@ pub mod flags {
 }
 
 /// The record in a map that no agent has written yet.
-pub const UNSET: Config = Config {
+pub const UNSET: DatapathConfig = DatapathConfig {
     generation: 0,
     flags: 0,
     tunnel_ifindex: 0,

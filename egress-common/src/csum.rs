@@ -85,7 +85,7 @@ mod tests {
             prop_assert_eq!(fold(total(&after) + negative(difference)) as u32 % 0xffff, total(&before));
         }
         #[test]
-        fn words_sum_to_their_halves(words in proptest::collection::vec(any::<u32>(), 1..5)) {
+        fn a_word_adds_up_to_the_sum_of_its_halves(words in proptest::collection::vec(any::<u32>(), 1..5)) {
             let halves: Vec<u16> = words.iter().flat_map(|w| [*w as u16, (*w >> 16) as u16]).collect();
             prop_assert_eq!(fold(sum_words(&words)), !full(&halves));
         }

@@ -137,7 +137,7 @@ map_type! {
 
 map_type! {
     /// Value of `NODES`: a node, and how to send to it.
-    pub struct Node {
+    pub struct NodeEntry {
         /// The tunnel's address of the node, IPv4 in its mapped form.
         pub addr: [u32; 4],
         /// 1 when the entry is filled.
@@ -167,7 +167,7 @@ map_type! {
     } size 96
 }
 
-impl Node {
+impl NodeEntry {
     /// An entry that stands for no node.
     pub const EMPTY: Self = Self {
         addr: [0; 4],

@@ -50,7 +50,7 @@ map_type! {
         pub egress: u32,
         /// Generation of that index when the flow was made: an index that was given to another address does not match.
         pub egress_generation: u32,
-        /// [`crate::config::Config::generation`] under which the classification was last checked.
+        /// [`crate::config::DatapathConfig::generation`] under which the classification was last checked.
         pub config_generation: u32,
         /// [`crate::endpoint::Endpoint::id`] of the pod: who inherits its address does not inherit its flows.
         pub endpoint: u32,
@@ -196,7 +196,7 @@ map_type! {
         pub last_seen: u32,
         /// Tick of its creation.
         pub created: u32,
-        /// [`crate::config::Config::generation`] under which the pod was last looked up.
+        /// [`crate::config::DatapathConfig::generation`] under which the pod was last looked up.
         pub generation: u32,
         /// [`crate::endpoint::Endpoint::id`] of the pod: who inherits its address inherits nothing else.
         pub endpoint: u32,

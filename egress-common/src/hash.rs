@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn the_checksum_of_a_reply_covers_all_that_it_is_led_by() {
+    fn the_checksum_of_a_reverse_entry_covers_every_field_that_routes_a_reply() {
         let key = FlowKey { src: [1, 2, 3, 4], dst: [5, 6, 7, 8], src_port: 9, dst_port: 10, proto: 17 };
         let to = Target { pod: [11, 12, 13, 14], port: 15, ifindex: 16, macs: [[17, 18, 19], [20, 21, 22]] };
         let mut all = std::vec![(key, to)];

@@ -78,7 +78,7 @@ mod tests {
         }
         /// Half of the blocks are new and empty, the others, which were leased before, are full: no walk meets many full ones.
         #[test]
-        fn a_walk_soon_leaves_the_blocks_that_are_full(hash: u32, half in 2u32..=COUNT as u32 / 2) {
+        fn a_port_walk_soon_leaves_full_blocks(hash: u32, half in 2u32..=COUNT as u32 / 2) {
             let hash = hash >> 1;
             let found = (0..2 * half).find(|i| probe(hash, *i, 2 * half).0 >= half).unwrap();
             prop_assert!(found <= 32, "{} probes of {} blocks", found, 2 * half);

@@ -58,7 +58,7 @@ pub mod state {
 
 map_type! {
     /// What the source node's program tells its agent of a reply (ring buffer `PROBES`).
-    pub struct Answer {
+    pub struct ProbeAnswer {
         /// The probe.
         pub probe: Probe,
         /// Index in `NODES` of the node that sent the reply.

@@ -7,7 +7,7 @@ mod judge;
 
 use crate::{
     config::Config,
-    ctl::print::{Output, PrintError, Row, View, print, table},
+    ctl::print::{Output, PrintError, Printable, Row, print, table},
 };
 use serde::Serialize;
 use std::{fmt, path::Path};
@@ -15,7 +15,7 @@ use std::{fmt, path::Path};
 /// How bad something is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Status {
+pub enum CheckStatus {
     /// As it should be.
     Ok,
     /// The agent works, with less than it could do, or something may be in its way.
@@ -24,12 +24,12 @@ pub enum Status {
     Fail,
 }
 
-impl fmt::Display for Status {
+impl fmt::Display for CheckStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Status::Ok => "ok",
-            Status::Warn => "warn",
-            Status::Fail => "FAIL",
+            CheckStatus::Ok => "ok",
+            CheckStatus::Warn => "warn",
+            CheckStatus::Fail => "FAIL",
         })
     }
 }
@@ -37,18 +37,18 @@ impl fmt::Display for Status {
 /// One thing that was looked at.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Line {
+pub struct CheckLine {
     /// What was looked at: `kernel`, `btf`, `bpffs`...
     pub check: &'static str,
     /// How bad it is.
-    pub status: Status,
+    pub status: CheckStatus,
     /// What was found.
     pub found: String,
     /// What to do about it; null for `ok`.
     pub remedy: Option<String>,
 }
 
-impl Row for Line {
+impl Row for CheckLine {
     const HEADER: &'static [&'static str] = &["", "CHECK", "FOUND"];
     const NONE: &'static str = "nothing was checked";
     fn cells(&self) -> Vec<String> {
@@ -60,22 +60,22 @@ impl Row for Line {
 /// Everything that was looked at.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Report {
+pub struct CheckReport {
     /// The worst status.
-    pub status: Status,
+    pub status: CheckStatus,
     /// The lines, in the order in which the agent needs the things.
-    pub items: Vec<Line>,
+    pub items: Vec<CheckLine>,
 }
 
-impl View for Report {
+impl Printable for CheckReport {
     fn text(&self) -> String {
         let count = |status| self.items.iter().filter(|line| line.status == status).count();
-        let (ok, warn, fail) = (count(Status::Ok), count(Status::Warn), count(Status::Fail));
+        let (ok, warn, fail) = (count(CheckStatus::Ok), count(CheckStatus::Warn), count(CheckStatus::Fail));
         format!("{}\n{ok} ok, {warn} warnings, {fail} failures\n", table(&self.items))
     }
 }
 
-impl Report {
+impl CheckReport {
     /// For the terminal or a program.
     pub fn print(&self, output: Output) -> Result<String, PrintError> {
         print(self, output)
@@ -83,14 +83,14 @@ impl Report {
 
     /// Whether the agent would not work.
     pub fn fails(&self) -> bool {
-        self.status == Status::Fail
+        self.status == CheckStatus::Fail
     }
 }
 
 /// Looks at this node, for an agent with these settings and pins.
-pub async fn run(config: &Config, bpffs: &Path) -> Report {
+pub async fn run(config: &Config, bpffs: &Path) -> CheckReport {
     let items = judge::judge(&facts::gather(config, bpffs).await, config);
-    Report { status: items.iter().map(|line| line.status).max().unwrap_or(Status::Ok), items }
+    CheckReport { status: items.iter().map(|line| line.status).max().unwrap_or(CheckStatus::Ok), items }
 }
 
 #[cfg(test)]
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn this_machine_is_looked_at_and_nothing_changes() {
+    async fn checking_this_machine_changes_nothing() {
         let report = run(&Config::default(), Path::new("/sys/fs/bpf/spillway-check-test")).await;
         let checks: Vec<&str> = report.items.iter().map(|line| line.check).collect();
         for check in
@@ -106,7 +106,10 @@ mod tests {
         {
             assert!(checks.contains(&check), "{check} is not among {checks:?}");
         }
-        assert!(report.items.iter().all(|line| (line.status == Status::Ok) == line.remedy.is_none()), "{report:?}");
+        assert!(
+            report.items.iter().all(|line| (line.status == CheckStatus::Ok) == line.remedy.is_none()),
+            "{report:?}"
+        );
         assert!(!Path::new("/sys/fs/bpf/spillway-check-test").exists());
         let text = report.print(Output::Table).unwrap();
         assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");

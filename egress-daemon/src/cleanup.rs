@@ -27,14 +27,14 @@ const KEPT: [io::ErrorKind; 3] =
 
 /// What was done.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct CleanupReport {
     /// What was there and is not any more, a line each.
     pub removed: Vec<String>,
     /// What could not be removed or put back, and why.
     pub failed: Vec<String>,
 }
 
-impl Report {
+impl CleanupReport {
     /// Notes the removal of a thing, or why it failed. What was not there is not noted.
     fn note(&mut self, what: impl fmt::Display, result: io::Result<()>) {
         match result {
@@ -45,7 +45,7 @@ impl Report {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for CleanupReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for line in &self.removed {
             writeln!(f, "removed {line}")?;
@@ -61,7 +61,7 @@ impl fmt::Display for Report {
 }
 
 /// Removes what the agent with these pins made. Refuses while it runs, unless forced.
-pub async fn run(bpffs: &Path, force: bool) -> Result<Report> {
+pub async fn run(bpffs: &Path, force: bool) -> Result<CleanupReport> {
     let pins = Pins::new(bpffs);
     let files = RunFiles::of(bpffs);
     let lock = match files.acquire() {
@@ -77,7 +77,7 @@ pub async fn run(bpffs: &Path, force: bool) -> Result<Report> {
             bpffs.display()
         );
     }
-    let mut report = Report::default();
+    let mut report = CleanupReport::default();
     detach_filters(&before, &mut report);
     remove_pins(&before, &mut report);
     remove_from_host(&files, &mut report).await?;
@@ -97,7 +97,7 @@ pub async fn run(bpffs: &Path, force: bool) -> Result<Report> {
 }
 
 /// TCX links go with their pins; filters have none.
-fn detach_filters(before: &Inventory, report: &mut Report) {
+fn detach_filters(before: &Inventory, report: &mut CleanupReport) {
     for program in &before.programs {
         for hook in &program.attached {
             let Some(interface) = &hook.interface else { continue };
@@ -109,7 +109,7 @@ fn detach_filters(before: &Inventory, report: &mut Report) {
     }
 }
 
-fn remove_pins(before: &Inventory, report: &mut Report) {
+fn remove_pins(before: &Inventory, report: &mut CleanupReport) {
     let mut pins: BTreeMap<&Path, usize> = BTreeMap::new();
     for path in &before.pins {
         let directory = path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
@@ -133,7 +133,7 @@ fn remove_pins(before: &Inventory, report: &mut Report) {
 }
 
 /// The tunnel device and the changed settings.
-async fn remove_from_host(files: &RunFiles, report: &mut Report) -> Result<()> {
+async fn remove_from_host(files: &RunFiles, report: &mut CleanupReport) -> Result<()> {
     let netlink = Netlink::open().context("netlink")?;
     let mut sysctls = Sysctls::open(files.sysctls())?;
     let (artifacts, warnings) = host::remove(&netlink.handle, &mut sysctls).await?;
@@ -143,7 +143,7 @@ async fn remove_from_host(files: &RunFiles, report: &mut Report) -> Result<()> {
 }
 
 /// The kernel frees programs a little after the last thing that holds them is gone.
-async fn wait_for_programs(before: &Inventory, report: &mut Report) {
+async fn wait_for_programs(before: &Inventory, report: &mut CleanupReport) {
     let ours: BTreeSet<u32> = before.programs.iter().map(|program| program.id).collect();
     let left = || -> BTreeSet<u32> {
         loaded_programs().filter_map(Result::ok).map(|program| program.id()).filter(|id| ours.contains(id)).collect()

@@ -7,11 +7,11 @@ use crate::datapath::{
 };
 
 #[test]
-fn what_was_not_there_is_not_told() {
-    let mut report = Report::default();
+fn cleanup_does_not_mention_what_was_not_there() {
+    let mut report = CleanupReport::default();
     assert_eq!(report.to_string(), "there was nothing to remove\n");
     report.note("pin a", Err(io::ErrorKind::NotFound.into()));
-    assert_eq!(report, Report::default());
+    assert_eq!(report, CleanupReport::default());
     report.note("pin b", Ok(()));
     report.note("pin c", Err(io::ErrorKind::PermissionDenied.into()));
     assert_eq!(report.to_string(), "removed pin b\nFAILED  pin c: permission denied\n");
@@ -26,7 +26,7 @@ fn only_directories_of_layout_versions_are_touched() {
     fs::write(dir.path().join("v1/maps/A"), "").unwrap();
     fs::write(dir.path().join("foreign"), "").unwrap();
     let before = Inventory { pins: inventory::pins(dir.path()).unwrap(), ..Inventory::default() };
-    let mut report = Report::default();
+    let mut report = CleanupReport::default();
     remove_pins(&before, &mut report);
     assert_eq!((report.removed.len(), report.failed.as_slice()), (5, &[] as &[String]), "{report}");
     assert!(report.to_string().contains("removed 1 pins in "), "{report}");
@@ -41,7 +41,7 @@ fn a_directory_that_is_ours_alone_goes_too() {
     let root = dir.path().join("spillway");
     fs::create_dir_all(root.join("v1/maps")).unwrap();
     let before = Inventory { pins: inventory::pins(&root).unwrap(), ..Inventory::default() };
-    let mut report = Report::default();
+    let mut report = CleanupReport::default();
     remove_pins(&before, &mut report);
     assert!(!root.exists() && report.failed.is_empty(), "{report}");
     assert_eq!(inventory::pins(&root).unwrap(), Vec::<std::path::PathBuf>::new());
@@ -89,7 +89,7 @@ fn made_and_removed(test: &'static str, mode: Mode, programs: &'static [(&'stati
             assert!(!bpffs.exists());
             assert!(!RunFiles::of(bpffs).lock().exists());
             assert_eq!(inventory::take(&pins).await.unwrap(), Inventory::default());
-            assert_eq!(run(bpffs, false).await.unwrap(), Report::default());
+            assert_eq!(run(bpffs, false).await.unwrap(), CleanupReport::default());
         });
     })
     .join();

@@ -18,9 +18,9 @@ use std::{collections::BTreeSet, fmt, fs, io, net::SocketAddr, path::Path, time:
 pub const PROBE_INTERVAL: Duration = Duration::from_millis(100);
 /// Default of [`Probe::count`].
 pub const PROBE_COUNT: u32 = 3;
-/// Default of [`Lease::renew`].
+/// Default of [`LeaseConfig::renew`].
 pub const LEASE_RENEW: Duration = Duration::from_secs(5);
-/// Default of [`Lease::duration`].
+/// Default of [`LeaseConfig::duration`].
 pub const LEASE_DURATION: Duration = Duration::from_secs(15);
 /// Default of [`Config::start_limit`]: more than a pod takes to get its network on a busy node.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
@@ -57,9 +57,9 @@ pub struct Config {
     /// `probe`: how gateways are probed through the tunnel.
     pub probe: Probe,
     /// `lease`: how gateways show the controller that they live.
-    pub lease: Lease,
+    pub lease: LeaseConfig,
     /// `deadline`: how long the datapath answers ARP and NDP for egress IPs after it last heard from its agent. By default
-    /// [`Lease::longest_deadline`].
+    /// [`LeaseConfig::longest_deadline`].
     pub deadline: Duration,
     /// `startLimit`: for how long unknown sources are held for a selected pod that has no address yet.
     pub start_limit: Duration,
@@ -112,14 +112,14 @@ pub struct Probe {
 
 /// The leases of gateways and of the leading controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lease {
+pub struct LeaseConfig {
     /// `renew`: how often a holder renews its lease.
     pub renew: Duration,
     /// `duration`: how long a lease that is not renewed stays in force.
     pub duration: Duration,
 }
 
-impl Lease {
+impl LeaseConfig {
     /// The longest [`Config::deadline`] with which a gateway whose agent has died is silent before its lease can lapse: the agent may have
     /// renewed the lease [`Self::renew`] before it moved the deadline for the last time.
     pub const fn longest_deadline(self) -> Duration {
@@ -166,7 +166,7 @@ pub enum Announce {
 
 impl Default for Config {
     fn default() -> Self {
-        let lease = Lease { renew: LEASE_RENEW, duration: LEASE_DURATION };
+        let lease = LeaseConfig { renew: LEASE_RENEW, duration: LEASE_DURATION };
         Self {
             tunnel_port: abi::TUNNEL_PORT,
             tunnel_name: tunnel::DEFAULT_NAME.to_owned(),

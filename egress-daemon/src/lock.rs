@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn one_agent_at_a_time_and_the_other_is_named() {
+    fn a_second_agent_is_refused_and_the_first_one_named() {
         let dir = tempfile::tempdir().unwrap();
         let files = RunFiles::below(&dir.path().join("run"), Path::new("/sys/fs/bpf/spillway"));
         let lock = files.acquire().unwrap();

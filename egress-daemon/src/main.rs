@@ -294,7 +294,7 @@ fn stop() -> Result<impl Future<Output = ()> + Clone + Send + 'static> {
             _ = term.recv() => "SIGTERM",
             _ = interrupt.recv() => "SIGINT",
         };
-        tracing::info!("{name}: ending; what is in the kernel stays and goes on working");
+        tracing::info!("{name}: stopping; programs and maps stay in the kernel and keep working");
         tokio::spawn(async move {
             tokio::select! {
                 _ = term.recv() => {}
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn the_commands_of_the_design_are_understood() {
+    fn the_documented_commands_are_parsed() {
         for line in [
             "agent --node worker1 --manifests /m --with-controller --config /c.yaml --bpffs /sys/fs/bpf/x --metrics [::1]:9",
             "agent --node worker1 --kubeconfig /k --log debug --log-format json",
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn contradictions_are_refused() {
+    fn contradictory_arguments_are_refused() {
         for (line, part) in [
             ("agent --node w --manifests /m --kubeconfig /k", "cannot be used with"),
             ("agent --node w --kubeconfig /k --with-controller", "cannot be used with"),
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_cluster_that_cannot_be_found_is_said() {
+    async fn a_missing_cluster_is_an_error_that_says_so() {
         for (line, part) in [("controller --kubeconfig /k", "/k cannot be used"), ("controller", "--manifests DIR")] {
             let Ok(Cli { command: Command::Controller(args), .. }) = parse(line) else { panic!("{line}") };
             let error = args.source.find().await.err().expect("refused");

@@ -4,15 +4,15 @@
 use anyhow::Result;
 use egress_core::health::LeaseTimes;
 use egress_daemon::{
-    agent::{self, Agent, Settings},
+    agent::{self, Agent, AgentSettings},
     config::Config,
-    controller::{self, ControllerConfig, Report},
+    controller::{self, ControllerConfig, ControllerReport},
     datapath::{Pins, load::Programs},
-    flowlog::{Counts, Writer},
+    flowlog::{Counts, LogWriter},
     lock::RunFiles,
     observe::{
         admin::AdminServer,
-        metrics::{MetricsServer, Sources},
+        metrics::{MetricSources, MetricsServer},
         state::AgentState,
     },
     store::Store,
@@ -68,7 +68,7 @@ pub async fn agent(
     let AgentOptions { node, bpffs, source, metrics, with_controller, config, api_server } = options;
     let files = RunFiles::of(&bpffs);
     let lock = files.acquire()?;
-    let settings = Settings::from(&config).with_api_server(api_server);
+    let settings = AgentSettings::from(&config).with_api_server(api_server);
     let programs = Programs::load(&Pins::new(&bpffs), settings.sizes)?;
     // An API server that is away keeps nothing from going on.
     let store = agent::while_waiting(&Pins::new(&bpffs), settings.machine.deadline, store).await?;
@@ -87,13 +87,13 @@ pub async fn agent(
     };
     let agent = Agent::start(options).await?;
     let log = Arc::new(Counts::default());
-    let _writer = Writer::start(config.flow_log, files.log(), &name, store.clone(), Arc::clone(&log));
+    let _writer = LogWriter::start(config.flow_log, files.log(), &name, store.clone(), Arc::clone(&log));
     // The socket is a convenience: the datapath works without it.
     let server = AdminServer::start(&files.socket(), published.clone());
     let _server = server.inspect_err(|error| tracing::error!("{error}")).ok();
     let stop = stop.shared();
-    let (report, reports) = watch::channel(Report::default());
-    let sources = Sources {
+    let (report, reports) = watch::channel(ControllerReport::default());
+    let sources = MetricSources {
         pins: Some(Pins::new(&bpffs)),
         agent: Some(published),
         controller: with_controller.then_some(reports),
@@ -111,7 +111,7 @@ pub async fn agent(
     Ok(())
 }
 
-async fn serve(metrics: Option<SocketAddr>, sources: Sources) -> Result<Option<MetricsServer>> {
+async fn serve(metrics: Option<SocketAddr>, sources: MetricSources) -> Result<Option<MetricsServer>> {
     match metrics {
         Some(address) => Ok(Some(MetricsServer::start(address, sources).await?)),
         None => Ok(None),
@@ -125,8 +125,8 @@ pub async fn controller(
     store: Store,
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> Result<()> {
-    let (report, reports) = watch::channel(Report::default());
-    let _metrics = serve(metrics, Sources { controller: Some(reports), ..Sources::default() }).await?;
+    let (report, reports) = watch::channel(ControllerReport::default());
+    let _metrics = serve(metrics, MetricSources { controller: Some(reports), ..MetricSources::default() }).await?;
     controller::run(store, controller_config(config), report, stop).await;
     Ok(())
 }

@@ -25,7 +25,7 @@ use egress_core::model::{Labels, Snapshot};
 
 /// All objects that a plan is made from, in any order.
 #[derive(Clone, Debug, Default)]
-pub struct Objects {
+pub struct ApiObjects {
     /// EgressGatewayPolicy
     pub policies: Vec<Arc<EgressGatewayPolicy>>,
     /// EgressPolicy
@@ -56,7 +56,7 @@ pub struct Objects {
 
 /// The model of all objects, and what could not be understood. An object that has a problem is left out (a policy, a
 /// pool) or read without the part that has it (a node), and never touches another one.
-pub fn snapshot(objects: &Objects) -> (Snapshot, Vec<Problem>) {
+pub fn snapshot(objects: &ApiObjects) -> (Snapshot, Vec<Problem>) {
     let (mut snapshot, mut problems) = (Snapshot::default(), Vec::new());
     let own_pools = objects.pools.iter().map(|object| translate::pool(object));
     for read in own_pools.chain(objects.external_ip_pools.iter().map(|object| translate::antrea::pool(object))) {

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use egress_daemon::api::{Distribution, EgressGatewayPolicy, EgressIPPool, EgressPolicy};
-use egress_daemon::store::{Files, Problem};
+use egress_daemon::store::{Files, StoreProblem};
 
 #[test]
 fn every_example_is_accepted_and_says_what_it_shows() {
@@ -17,7 +17,7 @@ fn every_example_is_accepted_and_says_what_it_shows() {
         fs::write(directory.path().join(path.file_name().unwrap()), text).unwrap();
     }
     let store = Files::open(directory.path()).unwrap();
-    assert_eq!(store.problems(), Vec::<Problem>::new());
+    assert_eq!(store.problems(), Vec::<StoreProblem>::new());
 
     let policies = store.list::<EgressGatewayPolicy>();
     let shown = |distribution| policies.iter().any(|policy| policy.spec.distribution == distribution);

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 use lab::traffic::{
-    Answer, ConnectRate, LoadServer, Protocol, RunningRate, ServerMode, TcpClients, TcpOptions, TcpServer, send_packet,
-    spray, syns_repeated,
+    ConnectRate, LoadServer, Protocol, RunningRate, ServerAnswer, ServerMode, TcpClients, TcpOptions, TcpServer,
+    send_packet, spray, syns_repeated,
 };
 use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, StartOptions, wait_until};
 
@@ -123,8 +123,10 @@ fn churn_of_some_pods_and_a_flood_towards_another_cost_their_neighbour_nothing()
         }
         let crowd = lab.crowd(&server, SERVERS)?;
         let any = [at([0u16; 8].into(), PORT)];
-        let _servers =
-            [LoadServer::start(&server.ns, &any, Answer::Close)?, LoadServer::start(&asked.ns, &any, Answer::Close)?];
+        let _servers = [
+            LoadServer::start(&server.ns, &any, ServerAnswer::Close)?,
+            LoadServer::start(&asked.ns, &any, ServerAnswer::Close)?,
+        ];
         let _echo = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;
         for family in Family::BOTH {
             let silent = TcpClients::establish(&neighbor.ns, server.ips.at(family, 80), SILENT, TcpOptions::silent())?;

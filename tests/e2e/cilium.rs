@@ -139,7 +139,7 @@ fn pods_are_assigned_in_turn_and_then_stay() {
 }
 
 #[test]
-fn what_cilium_refuses_in_silence_is_told_and_disturbs_nobody() {
+fn policies_that_cilium_ignores_silently_are_reported_and_disturb_nobody() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let address = egress(Family::V4, &[50])[0];

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use anyhow::{Context, Result};
-use lab::hook::{Action, Hooked, Means, Place, Side, hook_by};
+use lab::hook::{ChainPosition, HookAction, Hooked, Means, Side, hook_by};
 use lab::traffic::{
     Protocol, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, send_packet,
     send_vxlan, send_vxlan_from,
@@ -50,10 +50,10 @@ fn no_strangers(capture: &Capture, server: &Server) -> Result<()> {
 }
 
 /// What a CNI does that routes in eBPF: a program at the pod's interface sends every IP packet on by itself.
-fn route(lab: &Lab, pod: &Pod, means: Means, place: Place) -> Result<Hooked> {
+fn route(lab: &Lab, pod: &Pod, means: Means, position: ChainPosition) -> Result<Hooked> {
     let node = lab.node(&pod.node);
     let uplink = node.ns.ifindex(node.uplink())?;
-    hook_by(means, &node.ns, &pod.host_interface, Side::Ingress, Action::ToNeighbour(uplink), place)
+    hook_by(means, &node.ns, &pod.host_interface, Side::Ingress, HookAction::ToNeighbour(uplink), position)
 }
 
 /// docs/failures.md: ebpf-cni.
@@ -63,7 +63,7 @@ fn ebpf_cni_that_routes_behind_our_program_is_caught_at_the_exit() {
     for (means, cni) in [(Means::Tcx, Cni::PointToPoint), (Means::Tcx, Cni::Bridge), (Means::Clsact, Cni::PointToPoint)]
     {
         with_pod_by(means, cni, |lab, pod, server| {
-            let _routes = route(lab, pod, means, Place::Last)?;
+            let _routes = route(lab, pod, means, ChainPosition::Last)?;
             let _echo = TcpServer::start(&server.ns, &server.ips.both(8080), ServerMode::Echo)?;
             let _udp = UdpServer::start(&server.ns, &server.ips.both(8053))?;
             for family in Family::BOTH {
@@ -99,7 +99,7 @@ fn ebpf_cni_that_routes_before_our_program_lets_nothing_out() {
                     "packets that no program has seen are dropped",
                     PATIENCE,
                     || {
-                        let _routes = route(lab, pod, means, Place::First)?;
+                        let _routes = route(lab, pod, means, ChainPosition::First)?;
                         sources(&pod.ns, server, family, 4)?;
                         counter(lab, &pod.node, "drop_unguarded")
                     },
@@ -123,7 +123,8 @@ fn ebpf_cni_that_denies_holds() {
                 let before = TcpClients::establish(&pod.ns, server.ips.at(family, 8080), 3, TcpOptions::default())?;
                 let (asked, passed) =
                     (counter(lab, &pod.node, "firewall_asked")?, counter(lab, &pod.node, "firewall_passed")?);
-                let denies = hook_by(means, &node, &pod.host_interface, Side::Ingress, Action::Drop, Place::Last)?;
+                let denies =
+                    hook_by(means, &node, &pod.host_interface, Side::Ingress, HookAction::Drop, ChainPosition::Last)?;
                 assert_eq!(sources(&pod.ns, server, family, 5)?, Default::default());
                 assert_eq!(counter(lab, &pod.node, "firewall_passed")?, passed);
                 assert!(counter(lab, &pod.node, "firewall_asked")? >= asked + 5);
@@ -144,9 +145,9 @@ fn ebpf_cni_that_masquerades_at_the_exit_changes_no_source() {
     for means in Means::BOTH {
         with_pod_by(means, Cni::PointToPoint, |lab, pod, server| {
             let node = lab.node(&pod.node);
-            let _routes = route(lab, pod, means, Place::Last)?;
-            let masquerade = Action::Masquerade(pod.ips.v4, node.underlay.v4);
-            let _masquerades = hook_by(means, &node.ns, node.uplink(), Side::Egress, masquerade, Place::Last)?;
+            let _routes = route(lab, pod, means, ChainPosition::Last)?;
+            let masquerade = HookAction::Masquerade(pod.ips.v4, node.underlay.v4);
+            let _masquerades = hook_by(means, &node.ns, node.uplink(), Side::Egress, masquerade, ChainPosition::Last)?;
             wait_in_force(pod, server, &[10])?;
             // Before ours, for as long as it is: then the packet is of no flow any more.
             let before = counter(lab, &pod.node, "drop_not_asked")?;
@@ -154,7 +155,8 @@ fn ebpf_cni_that_masquerades_at_the_exit_changes_no_source() {
                 "a first packet that is masqueraded already is dropped",
                 PATIENCE,
                 || {
-                    let _first = hook_by(means, &node.ns, node.uplink(), Side::Egress, masquerade, Place::First)?;
+                    let _first =
+                        hook_by(means, &node.ns, node.uplink(), Side::Egress, masquerade, ChainPosition::First)?;
                     sources(&pod.ns, server, Family::V4, 4)?;
                     counter(lab, &pod.node, "drop_not_asked")
                 },
@@ -290,14 +292,14 @@ fn forged_encap_of_a_host_socket_reaches_no_tunnel() {
 
 /// Pods that no policy selects, and the node itself, are as without Spillway.
 #[test]
-fn unselected_pods_and_the_node_itself_are_let_go_by() {
+fn unselected_pods_and_the_node_itself_are_not_limited() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let plain = lab.add_pod(PodSpec::new("plain", "worker1"))?;
         let routed = lab.add_pod(PodSpec::new("routed", "worker1"))?;
         let (_, server) = web_pod(lab, &[10])?;
         let node = lab.node("worker1").clone();
-        let _routes = route(lab, &routed, Means::Tcx, Place::Last)?;
+        let _routes = route(lab, &routed, Means::Tcx, ChainPosition::Last)?;
         for family in Family::BOTH {
             let own = node.masquerade().ip(family);
             assert_eq!(sources(&plain.ns, &server, family, 10)?, [(own, 10)].into());

@@ -25,7 +25,7 @@ fn senders(pod: &Pod, server: &Server, family: Family, source: IpAddr) -> Result
 
 /// docs/failures.md: re-encap.
 #[test]
-fn re_encap_pods_on_gateways_leave_straight_from_there_or_through_the_owner() {
+fn re_encap_pods_on_gateways_leave_directly_or_through_the_owner() {
     lab::require_root!();
     for cni in Cni::BOTH {
         Lab::builder().workers(1).cni(cni).run(|lab| {
@@ -436,7 +436,7 @@ fn pools_give_each_policy_addresses_of_its_own_on_different_gateways() {
         start(lab)?;
         let server = lab.server("server1").clone();
         wait_in_force(&pod, &server, &[40, 41, 42])?;
-        let all_macs: BTreeSet<[u8; 6]> = lab.gateways().map(lab::Node::external_mac).collect();
+        let all_macs: BTreeSet<[u8; 6]> = lab.gateways().map(lab::LabNode::external_mac).collect();
         for family in Family::BOTH {
             let each = |ip: IpAddr| senders(&pod, &server, family, ip);
             let macs = || -> Result<BTreeSet<[u8; 6]>> {

@@ -387,8 +387,8 @@ fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
             let answers = |ip: &lab::capture::Ip| {
                 !matches!(
                     ip.transport,
-                    lab::capture::Transport::NeighborAdvertisement { .. }
-                        | lab::capture::Transport::NeighborSolicitation { .. }
+                    lab::capture::TransportLayer::NeighborAdvertisement { .. }
+                        | lab::capture::TransportLayer::NeighborSolicitation { .. }
                 )
             };
             !packet.outgoing && packet.ip().is_some_and(|ip| all_of(&[10, 11]).contains(&ip.source) && answers(ip))
@@ -402,7 +402,7 @@ fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
                 !arp.reply && arp.sender != arp.target && ips.contains(&IpAddr::from(arp.target))
             }
             _ => packet.ip().is_some_and(|ip| match ip.transport {
-                lab::capture::Transport::NeighborSolicitation { target } => ips.contains(&target),
+                lab::capture::TransportLayer::NeighborSolicitation { target } => ips.contains(&target),
                 _ => false,
             }),
         });
@@ -413,7 +413,7 @@ fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
 
 /// With the controller dead everything goes on; a gateway's agent that is restarted goes on as the owner.
 #[test]
-fn with_the_controller_dead_nothing_stops() {
+fn traffic_continues_while_the_controller_is_dead() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("web", &web(&[10, 11]))?;

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 
 use anyhow::{Context, Result};
-use lab::capture::{Ip, Transport};
+use lab::capture::{Ip, TransportLayer};
 use lab::hook::hook_xdp;
 use lab::traffic::{
     Protocol, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, reset_behind_data,
@@ -177,8 +177,9 @@ fn vlan_tag_no_tagged_frame_of_a_pod_goes_anywhere() {
 
 /// Whether a datagram or an ICMP error came in from this address.
 fn is_from(packet: &lab::Packet, source: IpAddr) -> bool {
-    let says =
-        |ip: &Ip| ip.source == source && matches!(ip.transport, Transport::Udp { .. } | Transport::IcmpError { .. });
+    let says = |ip: &Ip| {
+        ip.source == source && matches!(ip.transport, TransportLayer::Udp { .. } | TransportLayer::IcmpError { .. })
+    };
     !packet.outgoing && packet.ip().is_some_and(says)
 }
 

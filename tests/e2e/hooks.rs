@@ -4,7 +4,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use anyhow::Context;
-use lab::hook::{Action, Means, Place, Side, hook, hook_by};
+use lab::hook::{ChainPosition, HookAction, Means, Side, hook, hook_by};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Family, Lab, PodSpec, StartOptions, wait_for};
 
@@ -21,13 +21,14 @@ fn hook_order_programs_that_end_the_chain_do_not_stay_before_ours() {
             lab.manifests().write("web", &web(&[10]))?;
             let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
             let node = lab.node("worker1").ns.clone();
-            let first = |interface: &str, side, action| hook_by(means, &node, interface, side, action, Place::First);
+            let first =
+                |interface: &str, side, action| hook_by(means, &node, interface, side, action, ChainPosition::First);
             // One is there before the agent is.
-            let _earlier = first(&pod.host_interface, Side::Ingress, Action::End)?;
+            let _earlier = first(&pod.host_interface, Side::Ingress, HookAction::End)?;
             start_with(lab, &attaching(means))?;
             let server = lab.server("server1").clone();
             wait_in_force(&pod, &server, &[10])?;
-            for action in [Action::Next, Action::End] {
+            for action in [HookAction::Next, HookAction::End] {
                 let _later = first(&pod.host_interface, Side::Ingress, action)?;
                 let _replies = first(&pod.host_interface, Side::Egress, action)?;
                 let _tunnel = first("spillway0", Side::Ingress, action)?;
@@ -98,8 +99,12 @@ fn inbound_unseen_connections_of_the_outside_are_left_alone() {
             let host = &outside.host_interface;
             node.sh(&format!("ip neigh replace {address} lladdr {mac} dev {host} nud permanent"))?;
         }
-        let _redirect =
-            hook(&node, &outside.host_interface, Side::Ingress, Action::ToPeer(node.ifindex(&pod.host_interface)?))?;
+        let _redirect = hook(
+            &node,
+            &outside.host_interface,
+            Side::Ingress,
+            HookAction::ToPeer(node.ifindex(&pod.host_interface)?),
+        )?;
         wait_bypass(lab, "worker1", true)?;
         for (family, address) in Family::BOTH.into_iter().zip(addresses) {
             let target = SocketAddr::new(pod.ips.ip(family), 8080);

@@ -249,7 +249,7 @@ fn captures_decode_neighbours_errors_and_fragments() -> Result<()> {
         assert!(trace.count(fragments) >= 9, "{family:?} {}", trace.count(fragments));
     }
     let errors = at_pod.finish()?.filter(|packet| {
-        matches!(&packet.ip().map(|ip| &ip.transport), Some(lab::capture::Transport::IcmpError { inner: Some(inner), .. })
+        matches!(&packet.ip().map(|ip| &ip.transport), Some(lab::capture::TransportLayer::IcmpError { inner: Some(inner), .. })
             if inner.ports.1 == 9 && pod.ips.v4 == inner.source || inner.source == pod.ips.v6)
     });
     assert!(errors.packets().len() >= 2, "{errors:?}");
@@ -366,7 +366,7 @@ fn remains(id: &str) -> Vec<String> {
 }
 
 #[test]
-fn nothing_remains_of_a_lab() -> Result<()> {
+fn a_dropped_lab_leaves_nothing_behind() -> Result<()> {
     lab::require_root!();
     let mut lab = Lab::builder().build()?;
     lab.add_pod(PodSpec::new("web", "worker1"))?;
@@ -379,14 +379,14 @@ fn nothing_remains_of_a_lab() -> Result<()> {
 }
 
 #[test]
-fn nothing_remains_of_a_lab_whose_process_was_killed() -> Result<()> {
+fn a_lab_whose_process_was_killed_leaves_nothing_behind() -> Result<()> {
     lab::require_root!();
     const ROLE: &str = "LAB_TEST_HOLDS_A_LAB";
     if std::env::var_os(ROLE).is_some() {
         return hold_a_lab();
     }
     let mut child = Command::new(std::env::current_exe()?)
-        .args(["--exact", "nothing_remains_of_a_lab_whose_process_was_killed", "--nocapture"])
+        .args(["--exact", "a_lab_whose_process_was_killed_leaves_nothing_behind", "--nocapture"])
         .env(ROLE, "yes")
         .stdout(Stdio::piped())
         .spawn()?;

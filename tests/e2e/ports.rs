@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use lab::traffic::{Answer, ConnectRate, LoadServer, Protocol, RunningRate, spray, syns_repeated, with_nice};
+use lab::traffic::{ConnectRate, LoadServer, Protocol, RunningRate, ServerAnswer, spray, syns_repeated, with_nice};
 use lab::{Capture, Family, Lab, Pod, PodSpec, Server, StartOptions, Trace, wait_for, wait_until};
 use serde_json::Value;
 
@@ -301,7 +301,7 @@ fn port_ramp_a_node_is_leased_ports_before_it_needs_them_and_gives_them_back() {
     const SHARE: u64 = 1008 / 2 / NODES as u64;
     with_source_nodes(NODES, |lab, pods, server| {
         let target = server.ips.at(Family::V4, TARGET);
-        let _server = with_nice(RAMP_NICE, || LoadServer::start(&server.ns, &[target], Answer::Close))?;
+        let _server = with_nice(RAMP_NICE, || LoadServer::start(&server.ns, &[target], ServerAnswer::Close))?;
         let ips = egress(Family::V4, &RAMP_IPS);
         let within =
             |held: &BTreeMap<IpAddr, u64>, most: u64| ips.iter().all(|ip| held.get(ip).is_some_and(|n| *n <= most));

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use anyhow::{Context, Result};
-use lab::capture::{Checksum, Transport};
+use lab::capture::{Checksum, TransportLayer};
 use lab::traffic::{
     BulkReport, BulkServer, Direction, FragmentOrder, Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients,
     UdpOptions, UdpServer, bulk, ping, send_fragments,
@@ -67,7 +67,7 @@ fn tcp_udp_and_echo(cni: Cni, offload: bool) {
                 assert!(at_server.strangers_towards(target, &allowed).is_empty());
                 let echo = |packet: &lab::Packet| {
                     let transport = packet.ip().map(|ip| &ip.transport);
-                    matches!(transport, Some(Transport::Echo { request: true, .. }))
+                    matches!(transport, Some(TransportLayer::Echo { request: true, .. }))
                         && packet.ip().is_some_and(|ip| allowed.contains(&ip.source))
                 };
                 assert_eq!(at_server.count(echo), 6, "{family:?}");
@@ -136,7 +136,7 @@ fn icmp_error_of_any_kind_reaches_the_pod_that_it_is_about() {
         assert_eq!(trace.wrong_checksums().packets(), []);
         // What the errors carry is what the pod has sent.
         let inner = |packet: &lab::Packet| match packet.ip().map(|ip| &ip.transport) {
-            Some(Transport::IcmpError { inner, .. }) if !packet.outgoing => Some(*inner),
+            Some(TransportLayer::IcmpError { inner, .. }) if !packet.outgoing => Some(*inner),
             _ => None,
         };
         let errors: Vec<_> = trace.packets().iter().filter_map(inner).collect();
@@ -165,7 +165,7 @@ fn fragments_arrive_both_ways_without_the_firewall() {
 
 /// docs/failures.md: fragments, where the firewall is bypassed and lets nothing pass.
 #[test]
-fn fragments_that_fit_the_way_do_not_meet_a_bypassed_firewall() {
+fn fragments_that_fit_the_transport_do_not_meet_a_bypassed_firewall() {
     lab::require_root!();
     const MTU: u32 = 1400;
     let small = Lab::builder().pod_mtu(MTU).external_mtu(MTU).far_mtu(MTU);
@@ -344,7 +344,7 @@ fn bulk_transfers(transport: &str, offload: bool, most: [u32; 2]) {
         let largest = |trace: &lab::Trace, family: Family| {
             let mss = |packet: &lab::Packet| match packet.ip() {
                 Some(ip) if ip.source.is_ipv4() == (family == Family::V4) && !packet.outgoing => match ip.transport {
-                    Transport::Tcp { mss, .. } => mss,
+                    TransportLayer::Tcp { mss, .. } => mss,
                     _ => None,
                 },
                 _ => None,

@@ -301,7 +301,7 @@ pub fn knows(lab: &Lab, node: &str, address: IpAddr) -> bool {
     lab.node(node).ns.sh(&format!("bpftool map lookup pinned {} key {}", map.display(), key.join(" "))).is_ok()
 }
 
-/// The datapath's settings on a node (`egress_common::config::Config`), byte by byte, from its pinned map.
+/// The datapath's settings on a node (`egress_common::config::DatapathConfig`), byte by byte, from its pinned map.
 pub fn settings(lab: &Lab, node: &str) -> Result<Vec<u8>> {
     let map = lab.pins(node).join("maps/CONFIG");
     let text = lab.node(node).ns.sh(&format!("bpftool -j map lookup pinned {} key 0 0 0 0", map.display()))?;

@@ -141,7 +141,7 @@ fn the_device_carries_everything() {
 
 /// docs/failures.md: large-answer. Some fragments of an answer fit the way between the nodes, others do not.
 #[test]
-fn large_answer_all_fragments_of_an_answer_arrive_by_each_way() {
+fn large_answer_all_fragments_of_an_answer_arrive_by_each_transport() {
     lab::require_root!();
     for (transport, routed) in
         [("vxlan", false), ("vxlan", true), ("device", false), ("device", true), ("direct", false)]
@@ -189,7 +189,7 @@ fn an_underlay_with_small_packets_is_kept_to() {
 }
 
 #[test]
-fn what_a_pod_has_put_into_a_tunnel_of_its_own_goes_by_the_device() {
+fn tunnelled_packets_of_a_pod_take_the_device() {
     lab::require_root!();
     const PORT: u16 = 4799;
     with_pod(Lab::builder(), &fixed("vxlan"), |lab, pod, server| {
@@ -348,7 +348,7 @@ fn large_over_ipv6(lab: &Lab, pod: &Pod, server: &Server, family: Family, transp
 
 /// Nodes that have IPv6 addresses only.
 #[test]
-fn an_ipv6_underlay_carries_both_families_by_each_way() {
+fn an_ipv6_underlay_carries_both_families_by_each_transport() {
     lab::require_root!();
     for (transport, sent) in [("vxlan", "sent_vxlan"), ("direct", "sent_direct"), ("device", "sent_tunnel")] {
         Lab::builder().workers(1).gateways(1).run(|lab| {

@@ -38,7 +38,7 @@ fn wait_native(lab: &Lab, expected: &[&str]) -> Result<String> {
 }
 
 #[test]
-fn everything_arrives_by_way_of_the_drivers() {
+fn all_protocols_arrive_through_the_driver_programs() {
     lab::require_root!();
     for transport in ["direct", "vxlan"] {
         builder().cards().run(|lab| {
@@ -61,7 +61,7 @@ fn everything_arrives_by_way_of_the_drivers() {
 }
 
 #[test]
-fn it_is_switched_under_load_without_a_packet_lost() {
+fn xdp_is_switched_under_load_without_packet_loss() {
     lab::require_root!();
     builder().cards().alone().run(|lab| {
         let (pod, server) = web_pod_with(lab, &HOSTS, &options("direct", "Off"))?;
@@ -111,7 +111,7 @@ fn a_veth_stays_at_tc_unless_it_is_asked_for() {
 }
 
 #[test]
-fn the_programs_of_others_and_hidden_tags_are_respected() {
+fn foreign_xdp_programs_and_offloaded_vlan_tags_are_respected() {
     lab::require_root!();
     builder().cards().run(|lab| {
         let gateway = lab.node("gw1").ns.clone();

@@ -23,7 +23,7 @@ pub enum Side {
 
 /// What a program does with every packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Action {
+pub enum HookAction {
     /// Leaves it to the next program (`TCX_NEXT`).
     Next,
     /// Ends the chain: the packet passes, and no later program sees it (`TCX_PASS`).
@@ -41,7 +41,7 @@ pub enum Action {
 
 /// Where among the programs at a hook.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum ChainPosition {
     /// Before all that are there.
     First,
     /// Behind all that are there.
@@ -165,25 +165,32 @@ struct Pin {
 }
 
 /// Attaches a program that does `action`, before all that are there.
-pub fn hook(ns: &NetNs, interface: &str, side: Side, action: Action) -> Result<Hooked> {
-    hook_at(ns, interface, side, action, Place::First)
+pub fn hook(ns: &NetNs, interface: &str, side: Side, action: HookAction) -> Result<Hooked> {
+    hook_at(ns, interface, side, action, ChainPosition::First)
 }
 
 /// Attaches a program that does `action`, by these means.
-pub fn hook_by(means: Means, ns: &NetNs, interface: &str, side: Side, action: Action, place: Place) -> Result<Hooked> {
+pub fn hook_by(
+    means: Means,
+    ns: &NetNs,
+    interface: &str,
+    side: Side,
+    action: HookAction,
+    position: ChainPosition,
+) -> Result<Hooked> {
     match means {
-        Means::Tcx => hook_at(ns, interface, side, action, place),
-        Means::Clsact => Ok(Hooked::Filter(filter_at(ns, interface, side, action, place)?)),
+        Means::Tcx => hook_at(ns, interface, side, action, position),
+        Means::Clsact => Ok(Hooked::Filter(filter_at(ns, interface, side, action, position)?)),
     }
 }
 
 /// Attaches a program that does `action`, as a filter. Of all filters of priority 1 the latest is the first.
-fn filter_at(ns: &NetNs, interface: &str, side: Side, action: Action, place: Place) -> Result<Filter> {
+fn filter_at(ns: &NetNs, interface: &str, side: Side, action: HookAction, position: ChainPosition) -> Result<Filter> {
     static HANDLE: AtomicU32 = AtomicU32::new(1);
     let program = load(side, action).context("cannot load a program")?;
     let handle = HANDLE.fetch_add(1, Ordering::Relaxed);
     let side = if side == Side::Ingress { "ingress" } else { "egress" };
-    let priority = if place == Place::First { 1 } else { 50_000 };
+    let priority = if position == ChainPosition::First { 1 } else { 50_000 };
     let name = format!("dev {interface} {side} prio {priority} handle {handle:#x} protocol all");
     // `tc` takes a program by the name of a pin.
     let pin = format!("{}/lab-hook-{}-{handle}", crate::scope::BPFFS, std::process::id());
@@ -200,14 +207,14 @@ fn filter_at(ns: &NetNs, interface: &str, side: Side, action: Action, place: Pla
 }
 
 /// Attaches a program that does `action`, by a TCX link.
-pub fn hook_at(ns: &NetNs, interface: &str, side: Side, action: Action, place: Place) -> Result<Hooked> {
+pub fn hook_at(ns: &NetNs, interface: &str, side: Side, action: HookAction, position: ChainPosition) -> Result<Hooked> {
     let program = load(side, action).context("cannot load a program")?;
     let ifindex = ns.ifindex(interface)?;
     let link = Link {
         program: program.as_raw_fd().cast_unsigned(),
         ifindex,
         attach: attach_type(side),
-        flags: if place == Place::First { BEFORE } else { AFTER },
+        flags: if position == ChainPosition::First { BEFORE } else { AFTER },
         relative: 0,
         revision: 0,
     };
@@ -232,20 +239,20 @@ fn attach_type(side: Side) -> u32 {
     }
 }
 
-fn load(side: Side, action: Action) -> io::Result<OwnedFd> {
+fn load(side: Side, action: HookAction) -> io::Result<OwnedFd> {
     let exit = Instruction(EXIT, 0, 0, 0);
     let code = match action {
-        Action::Next => vec![Instruction(MOVE, 0, 0, -1), exit],
-        Action::End => vec![Instruction(MOVE, 0, 0, 0), exit],
-        Action::ToPeer(index) => vec![
+        HookAction::Next => vec![Instruction(MOVE, 0, 0, -1), exit],
+        HookAction::End => vec![Instruction(MOVE, 0, 0, 0), exit],
+        HookAction::ToPeer(index) => vec![
             Instruction(MOVE, 1, 0, index.cast_signed()),
             Instruction(MOVE, 2, 0, 0),
             Instruction(CALL, 0, 0, REDIRECT_PEER),
             exit,
         ],
-        Action::ToNeighbour(index) => to_neighbour(index),
-        Action::Drop => vec![Instruction(MOVE, 0, 0, 2), exit],
-        Action::Masquerade(from, to) => masquerade(from, to),
+        HookAction::ToNeighbour(index) => to_neighbour(index),
+        HookAction::Drop => vec![Instruction(MOVE, 0, 0, 2), exit],
+        HookAction::Masquerade(from, to) => masquerade(from, to),
     };
     load_code(SCHED_CLS, attach_type(side), &code)
 }

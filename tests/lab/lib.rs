@@ -68,6 +68,6 @@ pub use capture::{Capture, Packet, Trace};
 pub use manifests::Manifests;
 pub use netns::NetNs;
 pub use process::{Process, StartOptions};
-pub use topology::{Builder, Cni, Dual, Family, Lab, Node, Pod, PodSpec, Role, Segment, Server, address};
+pub use topology::{Builder, Cni, Dual, Family, Lab, LabNode, Pod, PodSpec, Role, Segment, Server, address};
 pub use vlan::Vlans;
 pub use wait::{wait_for, wait_until};

@@ -48,7 +48,7 @@ mod tests {
     const A_WHILE: Duration = Duration::from_millis(200);
 
     #[test]
-    fn whoever_wants_the_machine_alone_is_not_overtaken_and_nobody_is_beside_him() {
+    fn an_exclusive_lock_is_fair_and_exclusive() {
         let folder = std::env::temp_dir().join(format!("spillway-machine-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
         let (events, seen) = mpsc::channel();

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use crate::topology::{Node, Pod, address};
+use crate::topology::{LabNode, Pod, address};
 
 /// A manifests directory.
 #[derive(Clone, Debug)]
@@ -72,7 +72,7 @@ impl Manifests {
     }
 
     /// Writes the Node object of `node`.
-    pub fn node(&self, node: &Node, ready: bool) -> Result<()> {
+    pub fn node(&self, node: &LabNode, ready: bool) -> Result<()> {
         let pods = address::pod_prefixes(node.index);
         let object = json!({
             "apiVersion": "v1",

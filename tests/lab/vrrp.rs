@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use crate::process::Process;
-use crate::topology::{Dual, Lab, Node, address};
+use crate::topology::{Dual, Lab, LabNode, address};
 use crate::wait::wait_for;
 
 /// The address on the underlay that the pods' nodes send everything to.
@@ -20,7 +20,7 @@ const PRIORITIES: [u8; 2] = [150, 100];
 
 /// Makes the lab's first two gateways such a pair, with `egress` for everything that pods send to the outside; the first one has it.
 pub fn start(lab: &mut Lab, advert: Duration, egress: Dual) -> Result<()> {
-    let pair: Vec<Node> = lab.gateways().take(PRIORITIES.len()).cloned().collect();
+    let pair: Vec<LabNode> = lab.gateways().take(PRIORITIES.len()).cloned().collect();
     let [first, second] = &pair[..] else { anyhow::bail!("the lab has no two gateways") };
     for (node, peer, priority) in [(first, second, PRIORITIES[0]), (second, first, PRIORITIES[1])] {
         let dir = lab.dir().join(format!("vrrp-{}", node.name));
@@ -50,7 +50,7 @@ pub fn start(lab: &mut Lab, advert: Duration, egress: Dual) -> Result<()> {
     lab.workers().try_for_each(|worker| worker.ns.ip(&lines))
 }
 
-fn run(lab: &mut Lab, node: &Node, program: &str, command: std::process::Command) -> Result<()> {
+fn run(lab: &mut Lab, node: &LabNode, program: &str, command: std::process::Command) -> Result<()> {
     let name = format!("{program}-{}", node.name);
     let process = Process::start(&name, Some(&node.name), command, &lab.dir().join("logs"))
         .with_context(|| format!("apt-get install {program}"))?;
@@ -60,7 +60,7 @@ fn run(lab: &mut Lab, node: &Node, program: &str, command: std::process::Command
 
 /// Source NAT by the kernel's table of connections, with rules for a firewall with state: what comes before the primary's connections are
 /// in the table is dropped, not answered with a reset.
-fn translate(node: &Node, egress: Dual) -> Result<()> {
+fn translate(node: &LabNode, egress: Dual) -> Result<()> {
     let [pods4, pods6] = address::PODS;
     node.ns.nft(&format!(
         "table inet vrrp {{
@@ -124,7 +124,7 @@ vrrp_instance egress {{
     )
 }
 
-fn conntrackd(dir: &Path, node: &Node, peer: &Node) -> String {
+fn conntrackd(dir: &Path, node: &LabNode, peer: &LabNode) -> String {
     let dir = dir.display();
     format!(
         "Sync {{

@@ -19,11 +19,11 @@ const GATEWAYS: u8 = 3;
 #[derive(clap::Args)]
 pub struct Args {
     #[command(subcommand)]
-    action: Action,
+    action: ClusterCommand,
 }
 
 #[derive(clap::Subcommand)]
-enum Action {
+enum ClusterCommand {
     /// Start three workers, three gateways and an outside server, and install Spillway (built once, cached in target/)
     Up {
         /// Leave the cluster as Kubernetes makes it, without Spillway
@@ -39,14 +39,14 @@ enum Action {
 /// Does what `args` ask for.
 pub fn run(args: &Args) -> Result<()> {
     match args.action {
-        Action::Up { bare } => up(bare),
-        Action::Down => {
+        ClusterCommand::Up { bare } => up(bare),
+        ClusterCommand::Down => {
             the_cluster()?.down()?;
             Cluster::new(OF_TESTS, &binaries()?, WORKERS, GATEWAYS).down()?;
             println!("The cluster is gone.");
             Ok(())
         }
-        Action::Status => status(),
+        ClusterCommand::Status => status(),
     }
 }
 

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn every_line_reaches_log_and_caller() {
+    fn every_output_line_reaches_the_log_and_the_caller() {
         let (status, lines, log) = sh("echo a; echo b; printf c", None);
         assert!(status.unwrap().success());
         assert_eq!(lines, ["a", "b", "c"]);

@@ -302,7 +302,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_gap_names_a_remedy() {
+    fn every_missing_tool_names_a_remedy() {
         let mut gaps =
             vec![Gap::RustSources, Gap::BpfLinker, Gap::BpfFs, Gap::Cargo(CARGO_DENY), Gap::Cargo(CARGO_MACHETE)];
         gaps.extend(PROGRAMS.into_iter().chain(GUEST_PROGRAMS).map(|(name, package)| Gap::Program { name, package }));

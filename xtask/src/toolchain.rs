@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_comes_with_its_remedy() {
+    fn a_missing_tool_is_named_with_its_remedy() {
         let text = Missing { rust: true, linker: false }.to_string();
         assert!(text.contains("cargo xtask setup") && text.contains("rustup component add rust-src"), "{text}");
         assert!(!text.contains("cargo install bpf-linker"), "{text}");

@@ -27,7 +27,7 @@ pub const TICK: Duration = Duration::from_secs(2);
 
 /// An agent without a kernel: its tables are the blocks that new flows may use.
 #[derive(Default)]
-pub struct Agent {
+pub struct PortLeaseAgent {
     /// The plan as far as it has heard of it.
     pub seen: Plan,
     pub tables: BTreeMap<IpAddr, BTreeSet<u16>>,
@@ -39,7 +39,7 @@ pub struct Agent {
     report: NodeReport,
 }
 
-impl Agent {
+impl PortLeaseAgent {
     pub fn scan(&mut self, now: Duration) {
         let ports = Ports::count(self.flows.iter().copied(), &self.past.growth(now));
         self.past.note(now, &ports);
@@ -120,11 +120,11 @@ impl Agent {
     }
 }
 
-pub struct World {
+pub struct PortLeaseSim {
     pub snapshot: Snapshot,
     pub health: Health,
     pub plan: Plan,
-    pub agents: BTreeMap<NodeName, Agent>,
+    pub agents: BTreeMap<NodeName, PortLeaseAgent>,
     pub now: Duration,
     /// For how many rounds leases are on their way: written, known to the carriers, reported.
     pub late: usize,
@@ -132,7 +132,7 @@ pub struct World {
     on_the_way: VecDeque<Plan>,
 }
 
-impl World {
+impl PortLeaseSim {
     /// A gateway, one egress IP for each of `ips`, and no worker yet.
     pub fn new(ips: u32) -> Self {
         let (mut snapshot, health) = cluster::cluster(1, 0);
@@ -148,7 +148,7 @@ impl World {
         let node = cluster::node(&format!("w{n}"), Labels::new());
         let name = node.name.clone();
         self.snapshot.nodes.insert(name.clone(), node);
-        self.agents.insert(name.clone(), Agent::default());
+        self.agents.insert(name.clone(), PortLeaseAgent::default());
         self.pod(n);
         name
     }

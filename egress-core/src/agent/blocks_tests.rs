@@ -1,6 +1,6 @@
 //! Blocks in two steps: properties over a simulation of planner and agents.
 
-use super::{sim::World, *};
+use super::{sim::PortLeaseSim, *};
 use crate::{
     agent::{facts::Objects, ports::Used},
     model::Source,
@@ -14,10 +14,10 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn no_block_changes_hands_while_it_is_used_or_usable(
+    fn a_block_keeps_its_holder_while_it_is_in_use_or_usable(
         steps in prop::collection::vec((0usize..20, 0usize..2, any::<u16>()), 1..250)
     ) {
-        let mut world = World::new(1);
+        let mut world = PortLeaseSim::new(1);
         let names: Vec<NodeName> = (0..2).map(|n| world.join(n)).collect();
         world.replan();
         let address = world.ips()[0];
@@ -63,7 +63,7 @@ proptest! {
 }
 
 /// Lets nodes join one by one. Returns after how many rounds the slowest of them had usable blocks of all egress IPs.
-fn join_one_by_one(world: &mut World, nodes: usize, mut meanwhile: impl FnMut(&mut World)) -> usize {
+fn join_one_by_one(world: &mut PortLeaseSim, nodes: usize, mut meanwhile: impl FnMut(&mut PortLeaseSim)) -> usize {
     let mut slowest = 0;
     for n in 0..nodes {
         let name = world.join(n);
@@ -83,7 +83,7 @@ fn join_one_by_one(world: &mut World, nodes: usize, mut meanwhile: impl FnMut(&m
 
 #[test]
 fn forty_nodes_that_join_one_by_one_all_get_blocks() {
-    let mut world = World::new(2);
+    let mut world = PortLeaseSim::new(2);
     // Retire, count, lease, and write it.
     assert!(join_one_by_one(&mut world, 40, |_| ()) <= 4);
     for ip in world.ips() {
@@ -94,7 +94,7 @@ fn forty_nodes_that_join_one_by_one_all_get_blocks() {
 
 #[test]
 fn a_busy_node_makes_room_as_its_flows_end() {
-    let mut world = World::new(1);
+    let mut world = PortLeaseSim::new(1);
     let mut n = 0u16;
     // The first node has two flows a block, and each lasts for a few rounds.
     join_one_by_one(&mut world, 40, |world| {
@@ -112,7 +112,7 @@ fn a_busy_node_makes_room_as_its_flows_end() {
 
 #[test]
 fn a_node_that_needs_many_blocks_shares_them_with_one_that_has_none() {
-    let mut world = World::new(1);
+    let mut world = PortLeaseSim::new(1);
     world.join(0);
     (0..3).for_each(|_| world.round());
     let ip = world.ips()[0];
@@ -130,7 +130,7 @@ fn a_node_that_needs_many_blocks_shares_them_with_one_that_has_none() {
 
 #[test]
 fn a_node_without_pods_gives_all_back_except_what_flows_use() {
-    let mut world = World::new(1);
+    let mut world = PortLeaseSim::new(1);
     world.join(0);
     (0..3).for_each(|_| world.round());
     let ip = world.ips()[0];
@@ -150,7 +150,7 @@ fn a_node_without_pods_gives_all_back_except_what_flows_use() {
 
 #[test]
 fn a_retired_block_is_used_again_when_a_pod_comes_back() {
-    let mut world = World::new(1);
+    let mut world = PortLeaseSim::new(1);
     world.join(0);
     (0..3).for_each(|_| world.round());
     let ip = world.ips()[0];
@@ -198,12 +198,13 @@ fn ramp(rate: u16, hold: Duration, late: Duration) {
     const STEP: Duration = Duration::from_millis(100);
     const SIZE: usize = egress_common::port_block::SIZE as usize;
     let steps = |time: Duration| (time.as_millis() / STEP.as_millis()) as usize;
-    let mut world = World::new(3);
+    let mut world = PortLeaseSim::new(3);
     let names: Vec<NodeName> = (0..10).map(|n| world.join(n)).collect();
     (0..20).for_each(|_| world.round());
     world.late = steps(late);
     let ips = world.ips();
-    let held = |world: &World, node: &NodeName| ips.iter().map(|ip| world.agents[node].usable(*ip)).collect::<Vec<_>>();
+    let held =
+        |world: &PortLeaseSim, node: &NodeName| ips.iter().map(|ip| world.agents[node].usable(*ip)).collect::<Vec<_>>();
     let before: Vec<Vec<usize>> = names.iter().map(|node| held(&world, node)).collect();
     let remote = ([203, 0, 113, 1].into(), 443, 6);
     let each = usize::from(rate) / steps(Duration::from_secs(1)) / ips.len();

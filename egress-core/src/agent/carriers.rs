@@ -8,7 +8,7 @@
 use super::facts::Facts;
 use crate::{
     health::ProbeState,
-    model::{Announce, NodeName, NodeReport, Outbound, Pool, Reach, Snapshot},
+    model::{Announce, NetworkAttachment, NodeName, NodeReport, Outbound, Pool, Snapshot},
     plan::{EgressIpPlan, Plan},
 };
 use std::{
@@ -192,18 +192,18 @@ fn replying(c: &Facts, ip: IpAddr, e: &EgressIpPlan) -> Vec<NodeName> {
 
 /// Which carriers the packets of an egress IP leave by.
 pub fn outbound(snapshot: &Snapshot, e: &EgressIpPlan) -> Outbound {
-    reach(snapshot, e).outbound
+    attachment(snapshot, e).outbound
 }
 
 /// How the outside reaches an egress IP.
 pub fn announce(snapshot: &Snapshot, e: &EgressIpPlan) -> Announce {
-    reach(snapshot, e).announce
+    attachment(snapshot, e).announce
 }
 
 /// How a floating egress IP is reached: as its pool says, or as the controller remembers of one that is gone.
-pub fn reach(snapshot: &Snapshot, e: &EgressIpPlan) -> Reach {
+pub fn attachment(snapshot: &Snapshot, e: &EgressIpPlan) -> NetworkAttachment {
     let pool = e.pool.as_ref().and_then(|pool| snapshot.pools.get(pool));
-    if e.fixed { Reach::default() } else { pool.map_or(e.reach, Pool::reach) }
+    if e.fixed { NetworkAttachment::default() } else { pool.map_or(e.attachment, Pool::attachment) }
 }
 
 /// The carriers to use: all good ones, or the first of those that are worth the most.

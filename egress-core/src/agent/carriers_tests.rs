@@ -2,15 +2,15 @@
 
 use super::{
     carriers::{Carriers, LINGER},
-    view_tests::{OWNED, World, carried_by, ip, report},
+    view_tests::{FactsFixture, OWNED, carried_by, ip, report},
 };
 use crate::{health::ProbeState, model::*};
 use std::{collections::BTreeMap, time::Duration};
 
 #[test]
 fn a_new_owner_is_used_once_it_reports_what_this_node_needs() {
-    let (mut world, mut carriers, moving) = (World::new(), Carriers::default(), ip(OWNED[0].0));
-    let mut used = |world: &World, now: u64| {
+    let (mut world, mut carriers, moving) = (FactsFixture::new(), Carriers::default(), ip(OWNED[0].0));
+    let mut used = |world: &FactsFixture, now: u64| {
         world.decide(&mut carriers, Duration::from_secs(now));
         world.view_with(&carriers).egress_ips[&moving].gateway.clone()
     };
@@ -33,10 +33,10 @@ fn a_new_owner_is_used_once_it_reports_what_this_node_needs() {
 
 #[test]
 fn packets_go_to_the_first_carrier_that_answers_and_is_able() {
-    let (mut world, moving) = (World::new(), ip(OWNED[0].0));
+    let (mut world, moving) = (FactsFixture::new(), ip(OWNED[0].0));
     carried_by(&mut world, 0, &["g1", "g2", "me"]);
     report(&mut world, "g2").carries.insert(moving);
-    let used = |world: &World| world.view().egress_ips[&moving].gateway.clone().unwrap();
+    let used = |world: &FactsFixture| world.view().egress_ips[&moving].gateway.clone().unwrap();
     for (g1, g2, able, expected) in [
         (ProbeState::Unknown, ProbeState::Alive, true, "g1"),
         (ProbeState::Alive, ProbeState::Alive, true, "g1"),
@@ -53,11 +53,11 @@ fn packets_go_to_the_first_carrier_that_answers_and_is_able() {
 }
 
 #[test]
-fn the_first_carrier_that_is_able_answers_and_yields_to_one_before_it() {
-    let (mut world, mut carriers, moving) = (World::new(), Carriers::default(), ip(OWNED[0].0));
+fn the_first_able_carrier_answers_until_an_earlier_one_recovers() {
+    let (mut world, mut carriers, moving) = (FactsFixture::new(), Carriers::default(), ip(OWNED[0].0));
     carried_by(&mut world, 0, &["g1", "me", "g2"]);
     report(&mut world, "g2").carries.insert(moving);
-    let mut answers = |world: &World| {
+    let mut answers = |world: &FactsFixture| {
         world.decide(&mut carriers, Duration::ZERO);
         let view = world.view_with(&carriers);
         let e = &view.egress_ips[&moving];
@@ -65,7 +65,7 @@ fn the_first_carrier_that_is_able_answers_and_yields_to_one_before_it() {
         assert_eq!(e.silent, !carriers.answers(moving));
         !e.silent
     };
-    let g1 = |world: &mut World, state| {
+    let g1 = |world: &mut FactsFixture, state| {
         world.probes.insert("g1".into(), state);
     };
     assert!(!answers(&world), "nothing is known of g1");
@@ -97,7 +97,7 @@ fn the_first_carrier_that_is_able_answers_and_yields_to_one_before_it() {
 
 #[test]
 fn an_agent_that_starts_goes_on_answering_until_one_before_it_is_heard() {
-    let (mut world, moving) = (World::new(), ip(OWNED[0].0));
+    let (mut world, moving) = (FactsFixture::new(), ip(OWNED[0].0));
     carried_by(&mut world, 0, &["g1", "me"]);
     world.probes.insert("g1".into(), ProbeState::Unknown);
     let mut carriers = Carriers::recover(&[(moving, true)].into());
@@ -110,8 +110,8 @@ fn an_agent_that_starts_goes_on_answering_until_one_before_it_is_heard() {
 
 #[test]
 fn a_node_that_is_no_carrier_any_more_is_silent_and_forwards_until_everybody_knows() {
-    let (mut world, mut carriers, moving) = (World::new(), Carriers::default(), ip(OWNED[2].0));
-    let mut own = |world: &World, now: Duration| {
+    let (mut world, mut carriers, moving) = (FactsFixture::new(), Carriers::default(), ip(OWNED[2].0));
+    let mut own = |world: &FactsFixture, now: Duration| {
         world.decide(&mut carriers, now);
         let view = world.view_with(&carriers);
         let e = &view.egress_ips[&moving];
@@ -128,7 +128,7 @@ fn a_node_that_is_no_carrier_any_more_is_silent_and_forwards_until_everybody_kno
 
 #[test]
 fn an_agent_that_starts_forwards_what_was_carried_until_everybody_knows() {
-    let (mut world, left) = (World::new(), ip(OWNED[2].0));
+    let (mut world, left) = (FactsFixture::new(), ip(OWNED[2].0));
     carried_by(&mut world, 2, &["g2"]);
     let mut carriers = Carriers::recover(&[(left, false)].into());
     world.decide(&mut carriers, Duration::ZERO);
@@ -139,7 +139,7 @@ fn an_agent_that_starts_forwards_what_was_carried_until_everybody_knows() {
 
 #[test]
 fn flows_are_spread_over_all_carriers_that_answer_and_blocks_are_known_to_all_of_them() {
-    let (mut world, address) = (World::new(), ip(OWNED[0].0));
+    let (mut world, address) = (FactsFixture::new(), ip(OWNED[0].0));
     let id = PoolId::new(PoolKind::Native, "public");
     let mut pool = crate::testing::world::pool("public", address, address);
     pool.outbound = Outbound::Spread;
@@ -147,7 +147,7 @@ fn flows_are_spread_over_all_carriers_that_answer_and_blocks_are_known_to_all_of
     carried_by(&mut world, 0, &["g1", "me", "g2"]);
     world.egress(0).pool = Some(id);
     world.policy().bandwidth = Some(Bandwidth { rate_bps: 300, burst_bytes: 30 });
-    let spread = |world: &World| {
+    let spread = |world: &FactsFixture| {
         let e = world.view().egress_ips.remove(&address).unwrap();
         let names = e.spread.iter().map(|name| name.to_string()).collect::<Vec<_>>().join(" ");
         (names, e.limit.map(|limit| limit.rate_bps), e.blocks.len())
@@ -164,8 +164,8 @@ fn flows_are_spread_over_all_carriers_that_answer_and_blocks_are_known_to_all_of
 }
 
 #[test]
-fn a_routed_egress_ip_has_routes_to_all_able_carriers_and_nobody_answers_for_it() {
-    let (mut world, address) = (World::new(), ip(OWNED[0].0));
+fn a_routed_egress_ip_has_routes_to_all_able_carriers_and_no_arp_answers() {
+    let (mut world, address) = (FactsFixture::new(), ip(OWNED[0].0));
     let id = PoolId::new(PoolKind::Native, "public");
     carried_by(&mut world, 0, &["g1", "me"]);
     world.egress(0).pool = Some(id.clone());
@@ -191,13 +191,13 @@ fn a_routed_egress_ip_has_routes_to_all_able_carriers_and_nobody_answers_for_it(
 
 #[test]
 fn blocks_of_a_routed_egress_ip_are_known_to_all_that_routers_lead_replies_to() {
-    let (mut world, address) = (World::new(), ip(OWNED[0].0));
+    let (mut world, address) = (FactsFixture::new(), ip(OWNED[0].0));
     let id = PoolId::new(PoolKind::Native, "public");
     let pool = Pool { announce: Announce::Route, ..crate::testing::world::pool("public", address, address) };
     world.snapshot.pools.insert(id.clone(), pool);
     world.egress(0).pool = Some(id);
     carried_by(&mut world, 0, &["me", "g1"]);
-    let blocks = |world: &World| world.view().egress_ips[&address].blocks.len();
+    let blocks = |world: &FactsFixture| world.view().egress_ips[&address].blocks.len();
     // It is alive and lags behind: this node sends it nothing.
     let lagging = report(&mut world, "g1");
     (lagging.lease_revision, lagging.carries) = (0, [address].into());
@@ -208,6 +208,6 @@ fn blocks_of_a_routed_egress_ip_are_known_to_all_that_routers_lead_replies_to() 
     world.snapshot.pools.values_mut().for_each(|pool| pool.announce = Announce::Arp);
     assert_eq!(blocks(&world), 1, "replies come by who answers");
     world.snapshot.pools.clear();
-    world.egress(0).reach.announce = Announce::Route;
+    world.egress(0).attachment.announce = Announce::Route;
     assert_eq!(blocks(&world), 0, "what the egress IP says counts where the pool is gone");
 }

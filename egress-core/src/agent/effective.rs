@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_table_answers_wherever_it_has_a_policy() {
+    fn an_overlay_prefers_the_first_table_where_it_has_a_policy() {
         let first = table(&[("0.0.0.0/0", Some("old")), ("10.0.0.0/8", None)]);
         let rest = table(&[("10.1.0.0/16", Some("new")), ("192.0.2.0/24", Some("new"))]);
         let merged: BTreeMap<_, _> = overlay(&first, &rest).into_iter().collect();

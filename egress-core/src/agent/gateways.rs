@@ -50,7 +50,7 @@ pub struct Answered {
 
 /// A gateway that is to be probed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Target {
+pub struct ProbeTarget {
     /// Its tunnel address.
     pub address: IpAddr,
     /// An egress IP of each family that it owns: probes look like what it forwards.
@@ -59,7 +59,7 @@ pub struct Target {
     pub transports: BTreeSet<u32>,
 }
 
-impl Target {
+impl ProbeTarget {
     /// What probes are sent as. Only `direct` shows the packet to the network, so only it is probed in both families.
     fn forms(&self) -> BTreeSet<Form> {
         let forms = |transport: &u32| {
@@ -71,7 +71,7 @@ impl Target {
 }
 
 struct Gateway {
-    target: Target,
+    target: ProbeTarget,
     number: u32,
     transports: TransportChooser,
     back: Option<u32>,
@@ -98,7 +98,7 @@ impl Gateways {
     }
 
     /// Probes these nodes from now on, and no others. What is known of a node whose address stays is kept.
-    pub fn set(&mut self, wanted: BTreeMap<NodeName, Target>) {
+    pub fn set(&mut self, wanted: BTreeMap<NodeName, ProbeTarget>) {
         self.gateways.retain(|name, g| wanted.get(name).is_some_and(|target| target.address == g.target.address));
         for (name, target) in wanted {
             match self.gateways.get_mut(&name) {

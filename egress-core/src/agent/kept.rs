@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_selected_stays_so_until_its_interface_is_gone_or_another_pod_has_its_address() {
+    fn a_deleted_pod_stays_selected_until_its_interface_is_gone_or_its_address_is_reused() {
         let id = EndpointId::new("default", "web", "1");
         let class = BTreeSet::from([PolicyId::new(PolicyKind::Native, "web")]);
         let both = [ip("10.0.0.7"), ip("fd00::7")];

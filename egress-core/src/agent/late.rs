@@ -95,16 +95,16 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(60);
 
     /// One selected pod and what becomes of it.
-    struct Node {
+    struct NodeFixture {
         late: Late,
         snapshot: Snapshot,
         interfaces: BTreeMap<IpAddr, u32>,
         pods: BTreeSet<u32>,
     }
 
-    impl Node {
+    impl NodeFixture {
         /// Its pods, each with the number of its addresses.
-        fn new(pods: &[(&str, u8)]) -> Node {
+        fn new(pods: &[(&str, u8)]) -> NodeFixture {
             let mut snapshot = Snapshot::default();
             for (number, (name, ips)) in pods.iter().enumerate() {
                 let id = EndpointId::new("default", name, name);
@@ -113,7 +113,7 @@ mod tests {
                     .endpoints
                     .insert(id.clone(), Endpoint { id, node: "me".into(), ips, labels: Default::default() });
             }
-            Node { late: Late::default(), snapshot, interfaces: BTreeMap::new(), pods: BTreeSet::new() }
+            NodeFixture { late: Late::default(), snapshot, interfaces: BTreeMap::new(), pods: BTreeSet::new() }
         }
 
         /// Whether it holds at a time, and what is told then.
@@ -139,8 +139,8 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_held_for_ever_for_a_pod_that_does_not_start() {
-        let mut node = Node::new(&[("web", 0)]);
+    fn a_pod_that_never_starts_does_not_hold_packets_forever() {
+        let mut node = NodeFixture::new(&[("web", 0)]);
         assert_eq!(node.at(5), (true, vec![]));
         assert_eq!(node.at(64), (true, vec![]));
         assert_eq!(node.at(65), (false, vec![TroubleKind::PodNotStarted]));
@@ -150,8 +150,8 @@ mod tests {
     }
 
     #[test]
-    fn one_that_starts_late_is_held_from_the_moment_that_an_interface_appears() {
-        let mut node = Node::new(&[("web", 0), ("other", 1)]);
+    fn a_pod_that_starts_late_is_held_once_its_interface_appears() {
+        let mut node = NodeFixture::new(&[("web", 0), ("other", 1)]);
         // An interface that was there before, of a container that is no pod.
         node.pods = [3, 4].into();
         node.interfaces = [(IpAddr::from([10, 0, 1, 0]), 3)].into();
@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn a_selected_pod_that_no_interface_leads_to_is_told() {
-        let mut node = Node::new(&[("web", 2), ("other", 1)]);
+        let mut node = NodeFixture::new(&[("web", 2), ("other", 1)]);
         assert_eq!(node.at(0), (false, vec![]));
         assert_eq!(node.at(9), (false, vec![]));
         assert_eq!(node.at(10), (false, vec![TroubleKind::PodWithoutInterface]), "the other one is no policy's");

@@ -189,7 +189,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_is_told_of_the_ports_in_use_is_all_of_them() {
+    fn the_reported_peak_counts_all_ports_in_use() {
         let busy = count((0..20_000).map(|i| used(1024 + i, 443)));
         assert_eq!(busy.peaks(), [(egress(), 20_000)].into());
     }

@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_nobody_can_use_counts_after_a_while_and_one_that_is_gone_does_not() {
+    fn an_unusable_version_counts_after_the_grace_time_and_a_deleted_policys_does_not() {
         let mut programmed = Programmed::default();
         look(&mut programmed, 1, false, 5);
         assert_eq!(look(&mut programmed, 1, false, 5 + GRACE.as_secs() - 1), []);

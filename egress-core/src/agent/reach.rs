@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn who_cannot_renew_its_lease_goes_on_unless_others_can() {
+    fn a_gateway_that_cannot_renew_its_lease_goes_on_unless_others_renew_theirs() {
         let ms = Duration::from_millis;
         let mut reach = Reach::new(ProbeTimes::default());
         reach.set_peers(["a".into()].into());
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn who_was_cut_off_for_longer_than_its_lease_reads_before_it_answers() {
+    fn a_gateway_cut_off_for_longer_than_its_lease_reads_the_plan_before_it_answers() {
         let ms = Duration::from_millis;
         let mut reach = Reach::new(ProbeTimes::default());
         reach.set_peers(["a".into()].into());

@@ -29,7 +29,7 @@ fn found(setting: Transport, peer: &Peer, route: Route) -> Transports {
 }
 
 #[test]
-fn on_a_common_link_every_way_goes() {
+fn on_a_common_link_every_transport_is_possible() {
     let transports = found(Transport::Auto, &peer(), route(2, None));
     assert_eq!(transports.allowed, [DEVICE, VXLAN, DIRECT].into());
     let path = transports.path.as_ref().unwrap();
@@ -40,7 +40,7 @@ fn on_a_common_link_every_way_goes() {
 }
 
 #[test]
-fn a_routed_way_takes_its_next_hop_and_no_direct_frames() {
+fn across_a_router_vxlan_uses_the_next_hop_and_direct_is_not_possible() {
     let routed = Route { mtu: Some(1400), ..route(2, Some("10.0.0.254")) };
     let transports = found(Transport::Auto, &peer(), routed);
     assert_eq!(transports.allowed, [DEVICE, VXLAN].into());
@@ -50,7 +50,7 @@ fn a_routed_way_takes_its_next_hop_and_no_direct_frames() {
 }
 
 #[test]
-fn what_is_no_plain_ethernet_leaves_the_device_and_counts_why() {
+fn without_plain_ethernet_only_the_tunnel_device_remains_and_the_reason_is_counted() {
     for (route, word) in [
         (route(3, None), "wireguard"),
         (route(4, None), "down"),
@@ -65,7 +65,7 @@ fn what_is_no_plain_ethernet_leaves_the_device_and_counts_why() {
 }
 
 #[test]
-fn settings_of_both_sides_are_kept() {
+fn both_nodes_transport_settings_are_respected() {
     let fixed = |setting| {
         let transports = found(setting, &peer(), route(2, None));
         (transports.candidates(setting), transports.view(DEVICE, setting).why)

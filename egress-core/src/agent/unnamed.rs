@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_be_services_is_the_largest_network_that_can_begin_there() {
+    fn the_assumed_service_network_is_the_largest_that_can_begin_at_the_api_servers_address() {
         let around = |service: &str| {
             let service = IpNet::from(service.parse::<IpAddr>().unwrap());
             // The agent itself excepts the Service of the API server.

@@ -22,7 +22,7 @@ use crate::{
     },
     plan::{EgressIpPlan, Plan, select},
 };
-use egress_common::{config::Config, endpoint::policy_flags};
+use egress_common::{config::DatapathConfig, endpoint::policy_flags};
 use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -67,7 +67,7 @@ pub fn used(plan: &Plan, classes: &Classes) -> BTreeSet<IpAddr> {
 
 /// Makes the view, and notes which policies have come into force.
 /// `config` is the record of settings with all that it is to say.
-pub fn view(facts: &Facts, decided: &Decided, config: Config, effective: &mut Effective) -> NodeView {
+pub fn view(facts: &Facts, decided: &Decided, config: DatapathConfig, effective: &mut Effective) -> NodeView {
     let selected = classes_of(&facts.objects.snapshot, &facts.node);
     let endpoints = selected.into_iter().filter_map(|(id, class)| {
         let ips = facts.objects.snapshot.endpoints.get(&id)?.ips.clone();
@@ -248,7 +248,9 @@ fn egress(facts: &Facts, decided: &Decided, address: IpAddr, e: &EgressIpPlan) -
 
 /// The subnet of its own that an egress IP out of a pool lives in.
 fn subnet(facts: &Facts, address: IpAddr, e: &EgressIpPlan) -> Option<SubnetInfo> {
-    carriers::reach(&facts.objects.snapshot, e).subnet.filter(|subnet| subnet.gateway.is_ipv4() == address.is_ipv4())
+    carriers::attachment(&facts.objects.snapshot, e)
+        .subnet
+        .filter(|subnet| subnet.gateway.is_ipv4() == address.is_ipv4())
 }
 
 /// The limits of an egress IP, out and in: the lowest of all policies that use it. What several carriers send out each limits to its part;

@@ -27,7 +27,7 @@ use std::{
 /// Egress IPs and who owns each.
 pub(super) const OWNED: [(&str, &str); 3] = [("192.0.2.1", "g1"), ("192.0.2.2", "g2"), ("192.0.2.3", "me")];
 
-pub(super) struct World {
+pub(super) struct FactsFixture {
     pub(super) snapshot: Snapshot,
     pub(super) plan: Plan,
     pub(super) links: LinkTable,
@@ -77,7 +77,7 @@ fn node(name: &str, zone: &str, address: &str) -> Node {
     }
 }
 
-impl World {
+impl FactsFixture {
     /// This node (zone a) with a selected pod, gateways g1 (zone a) and g2 (zone b), a slot on each, and a block of each.
     pub(super) fn new() -> Self {
         let mut snapshot = Snapshot::default();
@@ -104,7 +104,7 @@ impl World {
                     share: 1,
                     scarce: false,
                     starved: false,
-                    reach: Default::default(),
+                    attachment: Default::default(),
                     draining: false,
                 },
             );
@@ -187,12 +187,12 @@ impl World {
 
 #[test]
 fn unknown_sources_are_held_only_while_a_selected_pod_is_starting() {
-    let held = |w: &World| {
+    let held = |w: &FactsFixture| {
         let (mut late, classes) = (Late::default(), classes_of(&w.snapshot, &"me".into()));
         late.update(&Facts { classes, ..w.facts() });
         late.holds(Duration::from_secs(60), Duration::from_secs(59))
     };
-    let mut world = World::new();
+    let mut world = FactsFixture::new();
     assert!(!held(&world));
     world.add(pod("db", "me", "db", &[]));
     world.add(pod("web-2", "g1", "web", &[]));
@@ -205,7 +205,7 @@ fn unknown_sources_are_held_only_while_a_selected_pod_is_starting() {
 
 #[test]
 fn new_flows_avoid_gateways_that_do_not_answer() {
-    let mut world = World::new();
+    let mut world = FactsFixture::new();
     assert_eq!(world.usable(), [true; 3], "nothing is known yet: that is no reason to avoid it");
     world.probes = [("g1".into(), ProbeState::Dead), ("g2".into(), ProbeState::Alive)].into();
     assert_eq!(world.usable(), [false, true, true]);
@@ -217,8 +217,8 @@ fn new_flows_avoid_gateways_that_do_not_answer() {
 
 #[test]
 fn a_slot_needs_blocks_that_its_owner_knows_of() {
-    let mut world = World::new();
-    let lease = |world: &mut World, n: usize, change: fn(&mut BlockLease)| {
+    let mut world = FactsFixture::new();
+    let lease = |world: &mut FactsFixture, n: usize, change: fn(&mut BlockLease)| {
         change(world.plan.blocks.get_mut(&ip(OWNED[n].0)).unwrap().get_mut(&7).unwrap());
     };
     lease(&mut world, 0, |l| l.revision = 6);
@@ -249,7 +249,7 @@ fn a_slot_needs_blocks_that_its_owner_knows_of() {
 
 #[test]
 fn a_policy_that_is_made_again_leaves_its_destinations_to_others_until_it_can_serve() {
-    let world = World::new();
+    let world = FactsFixture::new();
     let (id, all) = (policy_id(), BTreeSet::from([policy_id()]));
     let mut effective = Effective::default();
     let mut takes_over = |usable: bool, unanswered: bool, now: u64| {
@@ -270,19 +270,19 @@ fn a_policy_that_is_made_again_leaves_its_destinations_to_others_until_it_can_se
 }
 
 /// Gives an egress IP of the world these carriers.
-pub(super) fn carried_by(world: &mut World, n: usize, carriers: &[&str]) {
+pub(super) fn carried_by(world: &mut FactsFixture, n: usize, carriers: &[&str]) {
     let e = world.egress(n);
     e.carriers = carriers.iter().map(|name| NodeName::from(*name)).collect();
     e.owner = e.carriers.first().cloned();
 }
 
-pub(super) fn report<'a>(world: &'a mut World, node: &str) -> &'a mut NodeReport {
+pub(super) fn report<'a>(world: &'a mut FactsFixture, node: &str) -> &'a mut NodeReport {
     world.snapshot.nodes.get_mut(&NodeName::from(node)).unwrap().report.as_mut().unwrap()
 }
 
 #[test]
 fn zones_and_the_local_node_narrow_the_choice() {
-    let mut world = World::new();
+    let mut world = FactsFixture::new();
     world.policy().zone = ZoneMode::Require;
     assert_eq!(world.usable(), [true, false, true]);
     world.policy().zone = ZoneMode::Prefer;
@@ -305,9 +305,9 @@ fn zones_and_the_local_node_narrow_the_choice() {
 }
 
 #[test]
-fn the_uplink_is_the_named_one_the_holder_the_network_or_the_default_route() {
-    let mut world = World::new();
-    let found = |w: &World, address: &str, interface: Option<&str>| {
+fn the_uplink_is_configured_or_has_the_address_its_network_or_the_default_route() {
+    let mut world = FactsFixture::new();
+    let found = |w: &FactsFixture, address: &str, interface: Option<&str>| {
         let mut e = w.plan.egress_ips[&ip(OWNED[2].0)].clone();
         e.interface = interface.map(str::to_owned);
         uplink(&w.links, &w.roles, ip(address), &e)
@@ -319,13 +319,13 @@ fn the_uplink_is_the_named_one_the_holder_the_network_or_the_default_route() {
     assert_eq!(found(&world, "2001:db8::9", None), None, "no IPv6 default route");
     world.links.links.get_mut(&2).unwrap().up = false;
     assert_eq!(found(&world, "192.0.2.3", None), Some(1), "a link that is down reaches nobody");
-    let view = World::new().view();
+    let view = FactsFixture::new().view();
     assert_eq!(view.egress_ips.values().map(|e| e.interface).collect::<Vec<_>>(), [None, None, Some(2)]);
 }
 
 #[test]
 fn nodes_pods_and_the_administrators_networks_are_excepted() {
-    let mut world = World::new();
+    let mut world = FactsFixture::new();
     world.except = vec!["172.16.5.9/12".parse().unwrap()];
     let nodes = &mut world.snapshot.nodes;
     nodes.get_mut(&NodeName::from("g1")).unwrap().pod_cidrs.insert("10.2.0.0/24".parse().unwrap());
@@ -342,7 +342,7 @@ fn nodes_pods_and_the_administrators_networks_are_excepted() {
 
 #[test]
 fn services_and_pods_that_no_node_names_are_excepted() {
-    let mut world = World::new();
+    let mut world = FactsFixture::new();
     let before = world.view().excepts;
     let told: [IpNet; 2] = ["10.96.0.0/16".parse().unwrap(), "10.9.0.4/31".parse().unwrap()];
     world.snapshot.services.insert(told[0]);
@@ -351,9 +351,9 @@ fn services_and_pods_that_no_node_names_are_excepted() {
 }
 
 #[test]
-fn what_another_one_answers_for_or_is_silent_is_not_answered_for() {
-    let silent = |w: &World| w.view().egress_ips.into_values().map(|e| e.silent).collect::<Vec<_>>();
-    let mut world = World::new();
+fn addresses_of_other_owners_and_silenced_ones_are_not_answered_for() {
+    let silent = |w: &FactsFixture| w.view().egress_ips.into_values().map(|e| e.silent).collect::<Vec<_>>();
+    let mut world = FactsFixture::new();
     assert_eq!(silent(&world), [true, true, false]);
     world.silent = true;
     assert_eq!(silent(&world), [true; 3]);
@@ -361,7 +361,7 @@ fn what_another_one_answers_for_or_is_silent_is_not_answered_for() {
 
 #[test]
 fn only_policies_of_this_nodes_pods_are_in_force() {
-    let mut world = World::new();
+    let mut world = FactsFixture::new();
     world.snapshot.endpoints.values_mut().for_each(|e| e.node = "g1".into());
     let view = world.view();
     assert!(view.policies.is_empty() && view.classes.is_empty() && view.endpoints.is_empty());

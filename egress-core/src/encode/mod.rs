@@ -19,7 +19,7 @@ use crate::{
 use chunks::Chunks;
 use egress_common::{
     abi::{NameKey, name_kind},
-    config::{self, Config},
+    config::{self, DatapathConfig},
     egress::{BlockList, EgressIp, LOCAL_CARRIER, LeaseTable, Uplink, flags},
     endpoint::{AssignmentKey, Checked, Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except},
     limits, net, port_block,
@@ -125,7 +125,7 @@ pub struct NodeView {
     /// Interfaces by which packets of egress IPs come in, with their MAC addresses: those that answer for them, and those of the underlay.
     pub uplinks: BTreeMap<u32, [u8; 6]>,
     /// Settings; node and generation are filled in by the encoder and the writer.
-    pub config: Option<Config>,
+    pub config: Option<DatapathConfig>,
 }
 
 /// Numbers of things that have names.
@@ -205,7 +205,7 @@ impl Encoder {
         }
         let own = view.node.as_ref().and_then(|n| next.nodes.0.get(n)).copied().unwrap_or(0);
         let carries = if view.egress_ips.values().any(|e| e.forwards) { config::flags::CARRIES } else { 0 };
-        tables.config = view.config.map(|c| Config { node: own, flags: c.flags | carries, ..c });
+        tables.config = view.config.map(|c| DatapathConfig { node: own, flags: c.flags | carries, ..c });
         tables.check(present)?;
         *self = next;
         Ok(tables)

@@ -3,8 +3,8 @@
 use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
-    config::Config,
-    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Node, Uplink},
+    config::DatapathConfig,
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, NodeEntry, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     limits,
 };
@@ -59,7 +59,7 @@ pub struct Tables {
     /// Everybody's blocks by egress IP.
     pub leases: BTreeMap<u32, LeaseTable>,
     /// Nodes.
-    pub nodes: BTreeMap<u32, Node>,
+    pub nodes: BTreeMap<u32, NodeEntry>,
     /// Index by tunnel address.
     pub node_index: BTreeMap<V6, u32>,
     /// Index by MAC address.
@@ -69,7 +69,7 @@ pub struct Tables {
     /// Names.
     pub names: BTreeMap<NameKey, Name>,
     /// Settings; the generation is set when it is written.
-    pub config: Option<Config>,
+    pub config: Option<DatapathConfig>,
 }
 
 /// A table that what is wanted does not fit into.

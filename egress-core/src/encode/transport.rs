@@ -3,7 +3,7 @@
 use egress_common::{
     abi::{AF_INET, AF_INET6},
     csum,
-    egress::{MacKey, Node},
+    egress::{MacKey, NodeEntry},
     net,
     transport::{self, OUTER_V4, OUTER_V4_TTL},
     verdict::Counter,
@@ -49,22 +49,22 @@ pub fn mac_key(m: [u8; 6]) -> MacKey {
 }
 
 /// The record of a node with that tunnel address.
-pub fn record(address: IpAddr, transport: Option<&TransportView>) -> Node {
+pub fn record(address: IpAddr, transport: Option<&TransportView>) -> NodeEntry {
     let tunnel_v4 = match address {
         IpAddr::V4(a) => u32::from(a),
         IpAddr::V6(_) => 0,
     };
-    let node = Node { addr: net::any(address), present: 1, tunnel_v4, ..Node::EMPTY };
+    let node = NodeEntry { addr: net::any(address), present: 1, tunnel_v4, ..NodeEntry::EMPTY };
     let Some(transport) = transport else { return node };
     let why = transport.why.map_or(0, |counter| counter as u32);
-    let Some(path) = &transport.path else { return Node { why, ..node } };
+    let Some(path) = &transport.path else { return NodeEntry { why, ..node } };
     let (hop_family, hop) = match path.hop {
         IpAddr::V4(a) => (AF_INET, [net::v4(a)[0], 0, 0, 0]),
         IpAddr::V6(a) => (AF_INET6, net::v6(a)),
     };
     let source = net::any(path.source);
     let sum = csum::sum_words(&[OUTER_V4, OUTER_V4_TTL, source[3], node.addr[3]]);
-    Node {
+    NodeEntry {
         forward: transport.forward,
         may: transport.may | transport::bit(transport::DEVICE),
         why,
@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_fixed_part_of_the_outer_headers_sum_is_right() {
+    fn the_precomputed_part_of_the_outer_header_checksum_is_right() {
         let path = Path {
             ifindex: 7,
             mtu: 1500,

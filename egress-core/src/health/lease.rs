@@ -33,7 +33,7 @@ pub struct Renewal {
 }
 
 #[derive(Clone, Debug, Default)]
-struct Lease {
+struct TrackedLease {
     /// None while nobody holds it.
     renewal: Option<Renewal>,
     renewed: Duration,
@@ -46,7 +46,7 @@ struct Lease {
 #[derive(Clone, Debug)]
 pub struct LeaseTracker {
     times: LeaseTimes,
-    leases: BTreeMap<NodeName, Lease>,
+    leases: BTreeMap<NodeName, TrackedLease>,
     /// All leases were read once: one that appears has just been taken.
     looked: bool,
     absent_since: BTreeMap<NodeName, Duration>,
@@ -85,7 +85,7 @@ impl LeaseTracker {
     /// Nobody holds the lease of a node: it was given up, or deleted. Nobody has asked its gateway for it, or it cannot carry anything.
     pub fn given_up(&mut self, node: &NodeName) {
         if let Some(lease) = self.leases.get_mut(node) {
-            *lease = Lease { returned: lease.returned, ..Lease::default() };
+            *lease = TrackedLease { returned: lease.returned, ..TrackedLease::default() };
         }
     }
 
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_changed_lease_renews() {
+    fn only_a_changed_lease_counts_as_a_renewal() {
         let (mut tracker, gw) = tracker();
         tracker.observe(&gw, renewal(1), ms(0));
         tracker.observe(&gw, renewal(1), ms(1900));
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_late_renewal_does_not_hide_the_lapse() {
+    fn a_late_renewal_does_not_hide_that_the_lease_lapsed() {
         let (mut tracker, gw) = tracker();
         tracker.observe(&gw, renewal(1), ms(0));
         tracker.observe(&gw, renewal(2), ms(3000));
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn who_gives_its_lease_up_may_be_asked_for_it_again() {
+    fn a_gateway_that_released_its_lease_may_be_asked_to_take_it_again() {
         let (mut tracker, gw) = tracker();
         tracker.observe(&gw, renewal(1), ms(0));
         tracker.looked();
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_lapses_while_nothing_can_be_seen() {
+    fn no_lease_lapses_while_the_store_is_unreachable() {
         let (mut tracker, gw) = tracker();
         tracker.observe(&gw, renewal(1), ms(0));
         tracker.lost_sight(ms(1000));
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_time_without_sight_delays_a_judgement_no_longer_than_it_lasted() {
+    fn a_short_store_outage_delays_a_lapse_no_longer_than_it_lasted() {
         let (mut tracker, gw) = tracker();
         tracker.observe(&gw, renewal(1), ms(0));
         tracker.lost_sight(ms(500));
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn who_had_lapsed_before_has_lapsed_after() {
+    fn a_lease_that_lapsed_before_an_outage_is_still_lapsed_after_it() {
         let (mut tracker, gw) = tracker();
         tracker.observe(&gw, renewal(1), ms(0));
         assert!(tracker.poll(ms(2000)));
@@ -299,7 +299,7 @@ mod tests {
         /// The API server is away for any time; before and after it the gateways renew in time, each after a way back of
         /// its own. Nobody lapses; and who does not come back does, in bounded time.
         #[test]
-        fn an_outage_is_no_evidence(
+        fn a_store_outage_is_no_evidence_of_dead_gateways(
             away in 20u64..1800, phases in prop::collection::vec(0u64..10, 1..5), back in prop::collection::vec(0u64..20, 5),
             dies in any::<bool>(),
         ) {

@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn three_misses_are_death_and_three_replies_are_life() {
+    fn three_missed_probes_mean_dead_and_three_replies_mean_alive() {
         let mut tracker = ProbeTracker::new(ProbeTimes::default());
         assert_eq!(tracker.state(), ProbeState::Unknown);
         let seen = run(&mut tracker, 0..30, |n| !(5..20).contains(&n));
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn losing_two_of_three_does_not_flap() {
+    fn two_missed_probes_of_three_cause_no_flapping() {
         let mut tracker = ProbeTracker::new(ProbeTimes::default());
         assert_eq!(run(&mut tracker, 0..99, |n| n % 3 == 0), [(1, ProbeTransition::Alive)]);
         let mut tracker = ProbeTracker::new(ProbeTimes::default());
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn strange_replies_are_ignored_and_memory_is_bounded() {
+    fn unknown_replies_are_ignored_and_memory_is_bounded() {
         let mut tracker = ProbeTracker::new(ProbeTimes::default());
         assert_eq!(tracker.on_reply(7, ms(0)), None);
         for n in 0..1000 {

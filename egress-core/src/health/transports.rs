@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_way_that_answers_is_taken_at_once() {
+    fn the_best_transport_that_answers_is_used_at_once() {
         let mut transports = chooser();
         assert_eq!(transports.current(), 0);
         assert_eq!(rounds(&mut transports, 1, 3, |_| true), [2, 2, 2]);
@@ -171,13 +171,13 @@ mod tests {
     }
 
     #[test]
-    fn a_way_that_carries_one_family_only_does_not_serve() {
+    fn a_transport_that_carries_only_one_family_is_not_used() {
         let mut transports = chooser();
         assert_eq!(rounds(&mut transports, 1, 5, |form| !(form.transport == 2 && form.ipv6)), [1; 5]);
     }
 
     #[test]
-    fn a_way_that_stops_is_left_after_three_probes_and_taken_again_when_it_works() {
+    fn a_transport_is_left_after_three_missed_probes_and_used_again_when_it_works() {
         let mut transports = chooser();
         rounds(&mut transports, 1, 20, |_| true);
         let after = rounds(&mut transports, 21, 10, |form| form.transport != 2);
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gateway_that_dies_is_dead_as_soon_as_with_one_way() {
+    fn several_transports_do_not_delay_the_detection_of_a_dead_gateway() {
         let mut transports = chooser();
         rounds(&mut transports, 1, 10, |_| true);
         rounds(&mut transports, 11, 3, |_| false);
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_rests_is_probed_rarely() {
+    fn idle_transports_are_probed_rarely() {
         let mut transports = chooser();
         rounds(&mut transports, 1, 5, |_| true);
         let sent: usize = (6..26)
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_way_that_is_forbidden_is_left_at_once() {
+    fn a_transport_that_becomes_forbidden_is_left_at_once() {
         let mut transports = chooser();
         rounds(&mut transports, 1, 3, |_| true);
         assert!(transports.set(&FORMS[..2].iter().copied().collect()));

@@ -3,12 +3,12 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use super::{Event, Lease, Record};
+use super::{LeaseEvent, LeaseRecord, PortLease};
 use crate::model::NodeName;
 
 /// What is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Question {
+pub struct LeaseQuestion {
     /// The egress IP.
     pub egress_ip: IpAddr,
     /// The port.
@@ -23,7 +23,7 @@ pub struct Question {
 
 /// A node that held the port.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Holder {
+pub struct LeaseHolder {
     /// The node.
     pub node: NodeName,
     /// The first of the ports that it got together.
@@ -49,22 +49,22 @@ pub enum Doubt {
 
 /// What can be said.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Answer {
+pub struct LeaseAnswer {
     /// The nodes that may have been it; one, or none, if there is no doubt.
-    pub holders: BTreeSet<Holder>,
+    pub holders: BTreeSet<LeaseHolder>,
     /// Why it is not sure.
     pub doubts: BTreeSet<Doubt>,
 }
 
 /// Reads the records of one log in their order.
-pub fn answer<'a>(records: impl IntoIterator<Item = &'a Record>, question: Question) -> Answer {
+pub fn answer<'a>(records: impl IntoIterator<Item = &'a LeaseRecord>, question: LeaseQuestion) -> LeaseAnswer {
     let mut reading = Reading {
         question,
         open: Vec::new(),
         unconfirmed: Vec::new(),
         unwritten: (i64::MIN, i64::MIN),
         last: None,
-        answer: Answer::default(),
+        answer: LeaseAnswer::default(),
     };
     for record in records {
         reading.read(record);
@@ -73,10 +73,10 @@ pub fn answer<'a>(records: impl IntoIterator<Item = &'a Record>, question: Quest
 }
 
 /// A holder, and when it may have become one at the earliest.
-type Open = (Holder, i64);
+type Open = (LeaseHolder, i64);
 
 struct Reading {
-    question: Question,
+    question: LeaseQuestion,
     /// Who holds the port.
     open: Vec<Open>,
     /// Who held it before the list of all leases that is being read.
@@ -85,52 +85,56 @@ struct Reading {
     unwritten: (i64, i64),
     /// The time of the last record.
     last: Option<i64>,
-    answer: Answer,
+    answer: LeaseAnswer,
 }
 
 impl Reading {
-    fn read(&mut self, record: &Record) {
+    fn read(&mut self, record: &LeaseRecord) {
         let at = record.at;
-        if !matches!(record.event, Event::Held(_)) {
+        if !matches!(record.event, LeaseEvent::Held(_)) {
             self.settle();
         }
-        if self.last.is_none() && !matches!(record.event, Event::Started) {
+        if self.last.is_none() && !matches!(record.event, LeaseEvent::Started) {
             self.gap(None, Some(at));
         }
         match &record.event {
-            Event::Started => {
+            LeaseEvent::Started => {
                 self.gap(self.last, Some(at));
                 self.unwritten = (self.last.unwrap_or(i64::MIN), at);
                 self.unconfirmed = std::mem::take(&mut self.open);
             }
-            Event::Continued => {
+            LeaseEvent::Continued => {
                 self.unwritten = (self.last.unwrap_or(i64::MIN), at);
                 self.unconfirmed = std::mem::take(&mut self.open);
             }
-            Event::Held(lease) if self.is_meant(lease) => self.confirm(lease),
-            Event::Granted(lease) if self.is_meant(lease) => {
+            LeaseEvent::Held(lease) if self.is_meant(lease) => self.confirm(lease),
+            LeaseEvent::Granted(lease) if self.is_meant(lease) => {
                 self.change(at);
                 self.open.push((holder(lease, Some(at)), at));
             }
-            Event::Returned(lease) if self.is_meant(lease) => {
+            LeaseEvent::Returned(lease) if self.is_meant(lease) => {
                 self.change(at);
                 let (ended, open) =
                     std::mem::take(&mut self.open).into_iter().partition(|(held, _)| held.node == lease.node);
                 self.open = open;
                 self.close(ended, Some(at), at);
             }
-            Event::Lost(count) => {
+            LeaseEvent::Lost(count) => {
                 let since = self.last.unwrap_or(i64::MIN);
                 if self.overlaps(since, at) {
                     self.answer.doubts.insert(Doubt::Lost(*count, at));
                 }
             }
-            Event::Held(_) | Event::Granted(_) | Event::Returned(_) | Event::Alive | Event::Stopped => {}
+            LeaseEvent::Held(_)
+            | LeaseEvent::Granted(_)
+            | LeaseEvent::Returned(_)
+            | LeaseEvent::Alive
+            | LeaseEvent::Stopped => {}
         }
         self.last = Some(at);
     }
 
-    fn finish(mut self) -> Answer {
+    fn finish(mut self) -> LeaseAnswer {
         self.settle();
         self.gap(self.last, None);
         let open = std::mem::take(&mut self.open);
@@ -138,7 +142,7 @@ impl Reading {
         self.answer
     }
 
-    fn is_meant(&self, lease: &Lease) -> bool {
+    fn is_meant(&self, lease: &PortLease) -> bool {
         lease.egress_ip == self.question.egress_ip && (lease.first_port..=lease.last_port).contains(&self.question.port)
     }
 
@@ -161,7 +165,7 @@ impl Reading {
     }
 
     /// A lease of the list of all is one that was there before, or that came while nobody wrote.
-    fn confirm(&mut self, lease: &Lease) {
+    fn confirm(&mut self, lease: &PortLease) {
         let before = self.unconfirmed.iter().position(|(held, _)| held.node == lease.node);
         let new = || (holder(lease, None), self.unwritten.0);
         let held = before.map_or_else(new, |place| self.unconfirmed.swap_remove(place));
@@ -178,12 +182,18 @@ impl Reading {
     fn close(&mut self, holders: Vec<Open>, until: Option<i64>, end: i64) {
         for (held, earliest) in holders {
             if self.overlaps(earliest, end) {
-                self.answer.holders.insert(Holder { until, ..held });
+                self.answer.holders.insert(LeaseHolder { until, ..held });
             }
         }
     }
 }
 
-fn holder(lease: &Lease, from: Option<i64>) -> Holder {
-    Holder { node: lease.node.clone(), first_port: lease.first_port, last_port: lease.last_port, from, until: None }
+fn holder(lease: &PortLease, from: Option<i64>) -> LeaseHolder {
+    LeaseHolder {
+        node: lease.node.clone(),
+        first_port: lease.first_port,
+        last_port: lease.last_port,
+        from,
+        until: None,
+    }
 }

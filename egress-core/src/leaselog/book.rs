@@ -2,23 +2,23 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Event, Lease};
+use super::{LeaseEvent, PortLease};
 use crate::model::NodeName;
 
 /// The leases as they were seen last.
 #[derive(Clone, Debug, Default)]
 pub struct Book {
-    nodes: BTreeMap<NodeName, BTreeSet<Lease>>,
+    nodes: BTreeMap<NodeName, BTreeSet<PortLease>>,
 }
 
 impl Book {
     /// Takes note of all leases of a node, and says what changed: ends first.
-    pub fn take_in(&mut self, node: &NodeName, leases: BTreeSet<Lease>) -> Vec<Event> {
+    pub fn take_in(&mut self, node: &NodeName, leases: BTreeSet<PortLease>) -> Vec<LeaseEvent> {
         let before =
             if leases.is_empty() { self.nodes.remove(node) } else { self.nodes.insert(node.clone(), leases.clone()) };
         let before = before.unwrap_or_default();
-        let ended = together(before.difference(&leases)).into_iter().map(Event::Returned);
-        let begun = together(leases.difference(&before)).into_iter().map(Event::Granted);
+        let ended = together(before.difference(&leases)).into_iter().map(LeaseEvent::Returned);
+        let begun = together(leases.difference(&before)).into_iter().map(LeaseEvent::Granted);
         ended.chain(begun).collect()
     }
 
@@ -28,14 +28,14 @@ impl Book {
     }
 
     /// All leases.
-    pub fn held(&self) -> impl Iterator<Item = Event> {
-        self.nodes.values().flat_map(|leases| together(leases.iter())).map(Event::Held)
+    pub fn held(&self) -> impl Iterator<Item = LeaseEvent> {
+        self.nodes.values().flat_map(|leases| together(leases.iter())).map(LeaseEvent::Held)
     }
 }
 
 /// Leases of one node, in order; those whose ports follow each other are one.
-fn together<'a>(leases: impl Iterator<Item = &'a Lease>) -> Vec<Lease> {
-    let mut all: Vec<Lease> = Vec::new();
+fn together<'a>(leases: impl Iterator<Item = &'a PortLease>) -> Vec<PortLease> {
+    let mut all: Vec<PortLease> = Vec::new();
     for lease in leases {
         match all.last_mut() {
             Some(last)

@@ -7,7 +7,7 @@ mod book;
 #[cfg(test)]
 mod tests;
 
-pub use answer::{Answer, Doubt, Holder, Question, answer};
+pub use answer::{Doubt, LeaseAnswer, LeaseHolder, LeaseQuestion, answer};
 pub use book::Book;
 
 use std::net::IpAddr;
@@ -16,7 +16,7 @@ use crate::model::NodeName;
 
 /// Consecutive ports of an egress IP that a node may use, or may have used a moment ago.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Lease {
+pub struct PortLease {
     /// The address.
     pub egress_ip: IpAddr,
     /// The first port.
@@ -29,17 +29,17 @@ pub struct Lease {
 
 /// What is written down.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
-    /// Writing begins, and nobody wrote before. All leases follow as [`Event::Held`].
+pub enum LeaseEvent {
+    /// Writing begins, and nobody wrote before. All leases follow as [`LeaseEvent::Held`].
     Started,
-    /// Writing goes on in another file. All leases follow as [`Event::Held`].
+    /// Writing goes on in another file. All leases follow as [`LeaseEvent::Held`].
     Continued,
     /// A lease that is in force.
-    Held(Lease),
+    Held(PortLease),
     /// A node got a lease.
-    Granted(Lease),
+    Granted(PortLease),
     /// A lease ended.
-    Returned(Lease),
+    Returned(PortLease),
     /// Nothing happened.
     Alive,
     /// Writing ends.
@@ -50,9 +50,9 @@ pub enum Event {
 
 /// One event.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Record {
+pub struct LeaseRecord {
     /// When.
     pub at: i64,
     /// What.
-    pub event: Event,
+    pub event: LeaseEvent,
 }

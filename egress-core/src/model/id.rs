@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn other_texts_are_refused() {
+    fn texts_that_are_no_ids_are_refused() {
         for text in ["", "x/web", "cegp/", "cegp/a/b", "ns/web", "ns//web", "ns/a/b/c"] {
             assert!(text.parse::<PolicyId>().is_err(), "{text}");
         }

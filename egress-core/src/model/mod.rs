@@ -27,7 +27,9 @@ pub use policy::{
     AddressSource, Bandwidth, Distribution, EndpointSelector, Existing, Gateway, NodeChoice, OnNoGateway, Policy,
     PoolRequest, Source, Version, ZoneMode,
 };
-pub use pool::{Announce, DEFAULT_CARRIERS, Failback, MAX_CARRIERS, Outbound, Pool, Quota, Reach, SubnetInfo};
+pub use pool::{
+    Announce, DEFAULT_CARRIERS, Failback, MAX_CARRIERS, NetworkAttachment, Outbound, Pool, Quota, SubnetInfo,
+};
 pub use range::{IpRange, RangeError};
 pub use selector::{Requirement, Selector};
 pub use transport::Transport;

@@ -37,7 +37,7 @@ pub struct SubnetInfo {
 
 /// How packets reach an egress IP out of a pool, and leave with it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Reach {
+pub struct NetworkAttachment {
     /// The network that it lives in, where that is not the node's own.
     pub subnet: Option<SubnetInfo>,
     /// How the outside reaches it.
@@ -112,8 +112,8 @@ pub enum Outbound {
 
 impl Pool {
     /// How packets reach its addresses, and leave with them.
-    pub fn reach(&self) -> Reach {
-        Reach { subnet: self.subnet, announce: self.announce, outbound: self.outbound }
+    pub fn attachment(&self) -> NetworkAttachment {
+        NetworkAttachment { subnet: self.subnet, announce: self.announce, outbound: self.outbound }
     }
 
     /// Whether the address may be allocated from it.

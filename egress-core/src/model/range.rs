@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_are_included_and_wrong_ends_refused() {
+    fn a_range_includes_its_ends_and_refuses_reversed_ones() {
         let [a, b] = ["192.0.2.32", "192.0.2.40"].map(|a| a.parse::<IpAddr>().unwrap());
         let range = IpRange::new(a, b).unwrap();
         assert!(range.contains(a) && range.contains(b) && range.count() == 9);

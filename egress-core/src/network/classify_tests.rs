@@ -38,7 +38,7 @@ fn physical(index: u32, name: &str, addresses: &[&str]) -> Link {
 }
 
 #[test]
-fn roles_on_nodes_of_known_networks() {
+fn link_roles_on_nodes_of_well_known_cnis() {
     let lo = || with(link(1, "lo"), LinkKind::Loopback, &["127.0.0.1/8", "::1/128", "10.9.9.9/24"]);
     let eth0 = || physical(2, "eth0", &["192.0.2.7/24", "fe80::7/64"]);
     let out = || vec![default_route(2, "192.0.2.1")];

@@ -135,7 +135,7 @@ impl LinkTable {
 
 /// One thing that the kernel reported.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Change {
+pub enum LinkChange {
     /// A link as it is now (its `addresses` are not looked at).
     Link(Link),
     /// A link changed in a way that the report does not spell out.
@@ -171,7 +171,7 @@ pub struct Stale {
 
 /// The state that changes accumulate in. Addresses are kept apart from links, since they are reported apart.
 #[derive(Clone, Debug, Default)]
-pub struct State {
+pub struct LinkState {
     links: BTreeMap<u32, Link>,
     addresses: BTreeMap<u32, BTreeSet<IpNet>>,
     /// The default routes of all tables.
@@ -182,24 +182,24 @@ pub struct State {
     pub route_changes: u64,
 }
 
-impl State {
+impl LinkState {
     /// A state without anything in it, in which changes of routes go on being counted.
-    pub fn anew(&self) -> State {
-        State { route_changes: self.route_changes + 1, ..State::default() }
+    pub fn anew(&self) -> LinkState {
+        LinkState { route_changes: self.route_changes + 1, ..LinkState::default() }
     }
 
     /// Takes over one change and notes in `stale` what it leaves unknown.
-    pub fn apply(&mut self, change: Change, stale: &mut Stale) {
+    pub fn apply(&mut self, change: LinkChange, stale: &mut Stale) {
         match change {
-            Change::Link(link) => {
+            LinkChange::Link(link) => {
                 // IPv4 routes of a link that goes down disappear without a report, and come back with one.
                 stale.routes |= !link.up && self.carries_default_route(link.index);
                 self.links.insert(link.index, link);
             }
-            Change::LinkUnclear(index) => {
+            LinkChange::LinkUnclear(index) => {
                 stale.links.insert(index);
             }
-            Change::LinkGone(index) => {
+            LinkChange::LinkGone(index) => {
                 stale.routes |= self.carries_default_route(index);
                 stale.links.remove(&index);
                 self.links.remove(&index);
@@ -214,10 +214,10 @@ impl State {
                         .map(|link| link.index),
                 );
             }
-            Change::Address(index, net) => {
+            LinkChange::Address(index, net) => {
                 self.addresses.entry(index).or_default().insert(net);
             }
-            Change::AddressGone(index, net) => {
+            LinkChange::AddressGone(index, net) => {
                 // Routes with that preferred source go with it without a report, and with a link's last IPv4 address
                 // all IPv4 routes of the link.
                 stale.routes |= !self.default_routes.is_empty();
@@ -225,22 +225,22 @@ impl State {
                     nets.remove(&net);
                 }
             }
-            Change::DefaultRoutes => {
+            LinkChange::DefaultRoutes => {
                 stale.routes = true;
                 self.route_changes += 1;
             }
-            Change::Route => self.route_changes += 1,
-            Change::HostRoute(address, index) => {
+            LinkChange::Route => self.route_changes += 1,
+            LinkChange::HostRoute(address, index) => {
                 self.host_routes.insert(address, index);
                 self.route_changes += 1;
             }
-            Change::HostRouteGone(address, index) => {
+            LinkChange::HostRouteGone(address, index) => {
                 if self.host_routes.get(&address) == Some(&index) {
                     self.host_routes.remove(&address);
                 }
                 self.route_changes += 1;
             }
-            Change::Lost => stale.all = true,
+            LinkChange::Lost => stale.all = true,
         }
     }
 
@@ -270,26 +270,26 @@ mod tests {
     use super::*;
     use crate::testing::{default_route, link};
 
-    fn state(links: impl IntoIterator<Item = Link>, routes: impl IntoIterator<Item = DefaultRoute>) -> State {
-        let mut state = State { default_routes: routes.into_iter().collect(), ..State::default() };
+    fn state(links: impl IntoIterator<Item = Link>, routes: impl IntoIterator<Item = DefaultRoute>) -> LinkState {
+        let mut state = LinkState { default_routes: routes.into_iter().collect(), ..LinkState::default() };
         for link in links {
-            state.apply(Change::Link(link), &mut Stale::default());
+            state.apply(LinkChange::Link(link), &mut Stale::default());
         }
         state
     }
 
-    fn stale_after(state: &mut State, change: Change) -> Stale {
+    fn stale_after(state: &mut LinkState, change: LinkChange) -> Stale {
         let mut stale = Stale::default();
         state.apply(change, &mut stale);
         stale
     }
 
     #[test]
-    fn the_other_end_of_a_veth_that_left_is_read_again() {
+    fn a_veth_is_read_again_when_its_peer_leaves_the_namespace() {
         let veth = Link { kind: LinkKind::Veth, peer: Some(3), ..link(2, "veth0") };
         let other = Link { kind: LinkKind::Veth, peer: Some(2), ..link(3, "veth1") };
         let mut state = state([veth, other], []);
-        let stale = stale_after(&mut state, Change::LinkGone(3));
+        let stale = stale_after(&mut state, LinkChange::LinkGone(3));
         assert_eq!(stale, Stale { links: [2].into(), ..Stale::default() });
         assert_eq!(state.table().links.keys().copied().collect::<Vec<_>>(), [2]);
     }
@@ -297,22 +297,22 @@ mod tests {
     #[test]
     fn a_link_that_goes_down_or_away_makes_its_default_routes_doubtful() {
         let routes = || [default_route(2, "192.0.2.1")];
-        let down = |index| Change::Link(Link { up: false, ..link(index, "eth") });
+        let down = |index| LinkChange::Link(Link { up: false, ..link(index, "eth") });
         assert!(stale_after(&mut state([link(2, "eth0")], routes()), down(2)).routes);
-        assert!(stale_after(&mut state([link(2, "eth0")], routes()), Change::LinkGone(2)).routes);
+        assert!(stale_after(&mut state([link(2, "eth0")], routes()), LinkChange::LinkGone(2)).routes);
         assert!(!stale_after(&mut state([link(2, "eth0"), link(3, "eth1")], routes()), down(3)).routes);
     }
 
     #[test]
     fn addresses_may_come_before_their_link_and_go_with_it() {
         let net: IpNet = "192.0.2.7/24".parse().unwrap();
-        let mut state = State::default();
-        assert_eq!(stale_after(&mut state, Change::Address(2, net)), Stale::default());
+        let mut state = LinkState::default();
+        assert_eq!(stale_after(&mut state, LinkChange::Address(2, net)), Stale::default());
         assert!(state.table().links.is_empty());
-        state.apply(Change::Link(link(2, "eth0")), &mut Stale::default());
+        state.apply(LinkChange::Link(link(2, "eth0")), &mut Stale::default());
         assert_eq!(state.table().by_address(net.addr()).map(|link| link.index), Some(2));
-        state.apply(Change::LinkGone(2), &mut Stale::default());
-        state.apply(Change::Link(link(2, "eth0")), &mut Stale::default());
+        state.apply(LinkChange::LinkGone(2), &mut Stale::default());
+        state.apply(LinkChange::Link(link(2, "eth0")), &mut Stale::default());
         assert_eq!(state.table().by_address(net.addr()), None);
     }
 

@@ -74,13 +74,13 @@ mod tests {
     }
 
     #[test]
-    fn six_times_in_five_seconds() {
+    fn an_address_is_announced_six_times_in_five_seconds() {
         let times = run(&mut Schedule::default(), Duration::from_secs(100), || Duration::ZERO);
         assert_eq!(times, [0, 1, 2, 3, 4, 5].map(Duration::from_secs));
     }
 
     #[test]
-    fn starting_again_begins_from_the_front_and_stopping_ends_it() {
+    fn a_restarted_schedule_begins_anew_and_a_stopped_one_ends() {
         let mut schedule = Schedule::default();
         schedule.start(ADDRESS, Duration::ZERO);
         assert_eq!(schedule.due(Duration::ZERO), [ADDRESS]);
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_do_not_wait_for_each_other() {
+    fn announcements_of_one_address_do_not_delay_anothers() {
         let other: IpAddr = "2001:db8::1".parse().unwrap();
         let mut schedule = Schedule::default();
         schedule.start(ADDRESS, Duration::ZERO);
@@ -105,7 +105,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn late_calls_make_no_bursts_and_the_last_announcement_comes(
+        fn late_calls_cause_no_bursts_and_the_last_announcement_is_sent(
             lateness in proptest::collection::vec(0u64..4000, 6),
         ) {
             let mut each = lateness.iter().copied().map(Duration::from_millis);

@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_the_way_is_named() {
+    fn obstacles_to_a_driver_program_are_named() {
         let reason = |driver: &Driver| judge(Xdp::Native, "eth0", driver).unwrap_err().to_string();
         let stranger = Driver { stranger: Some("xdp_dispatcher".into()), ..card() };
         assert!(reason(&stranger).contains("xdp_dispatcher"));

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_primes_that_suffice() {
+    fn table_sizes_are_primes_large_enough_for_the_slots() {
         for size in SIZES {
             assert!((2..size).take_while(|d| d * d <= size).all(|d| size % d != 0), "{size}");
         }
@@ -153,7 +153,7 @@ mod tests {
         }
 
         #[test]
-        fn order_and_removed_slots_do_not_matter(weights in prop::collection::vec(0u32..9, 1..12)) {
+        fn the_order_of_slots_and_removed_slots_do_not_matter(weights in prop::collection::vec(0u32..9, 1..12)) {
             let forward = slots(&weights);
             let mut backward = forward.clone();
             backward.reverse();

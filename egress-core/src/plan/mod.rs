@@ -38,13 +38,14 @@ use select::Selection;
 
 pub use memo::{Changes, Memo, Touched};
 pub use types::{
-    Assigned, BlockLease, BlockState, Blocks, Condition, ConditionKind, EgressIpPlan, Outcome, OwnerReason, Plan,
+    Assigned, BlockLease, BlockState, Blocks, Condition, ConditionKind, EgressIpPlan, OwnerReason, Plan, PolicyOutcome,
     Reason, Slot,
 };
 
 use crate::health::Health;
 use crate::model::{
-    DEFAULT_CARRIERS, Distribution, Node, NodeName, PolicyId, Pool, PoolId, Reach, Snapshot, Trouble, ZoneMode,
+    DEFAULT_CARRIERS, Distribution, NetworkAttachment, Node, NodeName, PolicyId, Pool, PoolId, Snapshot, Trouble,
+    ZoneMode,
 };
 
 /// Makes the next plan.
@@ -124,7 +125,7 @@ fn plan_for(snapshot: &Snapshot, selection: &Selection<'_>, health: &Health, pre
         let serving = slots.iter().filter(|slot| !slot.draining).count();
         let conditions = problems.conditions(policy, serving, selected);
         let (behind, endpoints) = (outcome::behind(snapshot, policy, cluster.source_names(id)), selected as u32);
-        outcomes.insert(id.clone(), Outcome { conditions, slots, endpoints, behind, pods, conflicts });
+        outcomes.insert(id.clone(), PolicyOutcome { conditions, slots, endpoints, behind, pods, conflicts });
     }
     let lease_revision = if leases.granted { revision } else { previous.lease_revision };
     Plan { egress_ips, assignments, blocks: leases.blocks, lease_revision, outcomes }
@@ -237,7 +238,7 @@ impl<'a> Cluster<'a> {
                     share: 0,
                     scarce: false,
                     starved: false,
-                    reach: self.reach(wanted, before),
+                    attachment: self.attachment(wanted, before),
                     draining: wanted.draining,
                 };
                 (*address, plan)
@@ -246,10 +247,10 @@ impl<'a> Cluster<'a> {
     }
 
     /// How an egress IP is reached: as its pool says, or said before it was removed.
-    fn reach(&self, wanted: &Wanted<'_>, before: Option<&EgressIpPlan>) -> Reach {
+    fn attachment(&self, wanted: &Wanted<'_>, before: Option<&EgressIpPlan>) -> NetworkAttachment {
         let pool = wanted.pool.and_then(|pool| self.snapshot.pools.get(pool));
-        let before = before.filter(|_| wanted.draining).map(|before| before.reach);
-        pool.map(Pool::reach).or(before).unwrap_or_default()
+        let before = before.filter(|_| wanted.draining).map(|before| before.attachment);
+        pool.map(Pool::attachment).or(before).unwrap_or_default()
     }
 
     /// The carriers so far that are none any more, as long as the owner has not reported that it carries the address. Who is dead

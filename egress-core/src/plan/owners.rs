@@ -9,7 +9,7 @@ mod floating;
 mod loads;
 
 use balance::balance;
-use floating::Place;
+use floating::Placement;
 pub use floating::{Floating, GatewayNode};
 pub use loads::Loads;
 
@@ -34,7 +34,7 @@ pub struct Decision {
 
 /// Decides about all egress IPs (sorted by address).
 pub fn decide(items: &[Floating<'_>], nodes: &[GatewayNode]) -> Vec<Decision> {
-    let mut places = vec![Place::default(); items.len()];
+    let mut places = vec![Placement::default(); items.len()];
     let mut loads = Loads::new(items, nodes);
     keep(items, nodes, &mut places, &mut loads);
     loop {
@@ -49,7 +49,7 @@ pub fn decide(items: &[Floating<'_>], nodes: &[GatewayNode]) -> Vec<Decision> {
 
 /// Leaves each egress IP where it is, or returns it to its preferred gateway; first those that stay where they belong,
 /// so that a limit that became lower takes away the others.
-fn keep(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Place], loads: &mut Loads<'_>) {
+fn keep(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Placement], loads: &mut Loads<'_>) {
     let wishes: Vec<[Option<u32>; 2]> = items
         .iter()
         .map(|item| {
@@ -74,7 +74,7 @@ fn keep(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Place], loa
             }
             let node = wishes[at].into_iter().flatten().find(|node| loads.has_room(at, *node, None));
             if let Some(node) = node {
-                places[at] = Place { node: Some(node), placed: wishes[at][1].is_none() };
+                places[at] = Placement { node: Some(node), placed: wishes[at][1].is_none() };
                 loads.add(at, node);
             }
         }
@@ -82,14 +82,14 @@ fn keep(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Place], loa
 }
 
 /// Gives every egress IP without an eligible owner to a gateway, as far as possible.
-fn place_homeless(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Place], loads: &mut Loads<'_>) {
+fn place_homeless(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Placement], loads: &mut Loads<'_>) {
     let takes = |node: u32| nodes[node as usize].takes();
     for (at, place) in places.iter_mut().enumerate().filter(|(_, place)| place.node.is_none()) {
         let item = &items[at];
         let able = |node: &u32| takes(*node) && item.selects(*node) && loads.has_room(at, *node, None);
         let next = item.carriers.iter().copied().filter(|_| !item.first).find(able);
         if let Some(node) = next.or_else(|| loads.best(at, takes)) {
-            *place = Place { node: Some(node), placed: true };
+            *place = Placement { node: Some(node), placed: true };
             loads.add(at, node);
         }
     }

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipnet::IpNet;
 
-use crate::model::{EndpointId, Family, NodeName, PolicyId, PoolId, Reach, TroubleKind};
+use crate::model::{EndpointId, Family, NetworkAttachment, NodeName, PolicyId, PoolId, TroubleKind};
 
 /// Why an egress IP has the owner that it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -72,7 +72,7 @@ pub struct EgressIpPlan {
     /// from the rest of its blocks, however much it needs them, and gives each back when its last flow ends.
     pub starved: bool,
     /// How packets reach it and leave with it, from its pool; agents need it when the pool is gone.
-    pub reach: Reach,
+    pub attachment: NetworkAttachment,
     /// It was taken out of its pool: connections that it has go on, and it gets no new ones.
     pub draining: bool,
 }
@@ -273,7 +273,7 @@ pub struct Slot {
 
 /// What became of a policy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Outcome {
+pub struct PolicyOutcome {
     /// All of [`ConditionKind::ALL`].
     pub conditions: BTreeMap<ConditionKind, Condition>,
     /// Its table of egress IPs, both families.
@@ -300,7 +300,7 @@ pub struct Plan {
     /// The revision of the latest grant of blocks.
     pub lease_revision: u64,
     /// By policy, for every policy of the snapshot.
-    pub outcomes: BTreeMap<PolicyId, Outcome>,
+    pub outcomes: BTreeMap<PolicyId, PolicyOutcome>,
 }
 
 impl Plan {

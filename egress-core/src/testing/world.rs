@@ -285,13 +285,13 @@ pub fn arbitrary_policies(max: usize) -> impl Strategy<Value = BTreeMap<PolicyId
 }
 
 #[derive(Clone, Debug)]
-pub struct World {
+pub struct TestCluster {
     pub snapshot: Snapshot,
     pub health: Health,
 }
 
 /// Any small cluster.
-pub fn arbitrary_world() -> impl Strategy<Value = World> {
+pub fn arbitrary_cluster() -> impl Strategy<Value = TestCluster> {
     let nodes = (1usize..8).prop_flat_map(|n| {
         ((0..n).map(arbitrary_node).collect::<Vec<_>>(), prop::collection::vec(arbitrary_health(), n))
     });
@@ -314,6 +314,6 @@ pub fn arbitrary_world() -> impl Strategy<Value = World> {
             let node = format!("n{node}").as_str().into();
             snapshot.endpoints.insert(id.clone(), Endpoint { id, node, ips: BTreeSet::new(), labels });
         }
-        World { snapshot, health }
+        TestCluster { snapshot, health }
     })
 }

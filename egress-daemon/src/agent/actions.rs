@@ -1,6 +1,6 @@
 //! Carrying out what the machine wants done.
 
-use super::{Agent, Settings, hooks::Wanted, status, tell};
+use super::{Agent, AgentSettings, hooks::Wanted, status, tell};
 use crate::{
     api::EgressNode,
     datapath::monotonic_ns,
@@ -36,7 +36,7 @@ use std::{
 pub(super) fn wanted(
     rules: InterfaceRules,
     tunnel: &tunnel::Tunnel,
-    settings: &Settings,
+    settings: &AgentSettings,
     shaper: Option<u32>,
     gateway: bool,
 ) -> Wanted {
@@ -105,7 +105,7 @@ impl Agent {
         };
         let (able, lease) = (until(able), until(lease));
         if let Err(e) = self.writer.set_deadline(able).and_then(|()| self.writer.set_lease(lease)) {
-            tracing::error!("the datapath will stop answering for egress IPs: {e}");
+            tracing::error!("cannot extend the deadline; the datapath will stop answering for egress IPs: {e}");
         }
     }
 
@@ -166,7 +166,7 @@ impl Agent {
             hold,
         };
         if self.stack_path.ensure(&self.netlink.handle, links, &spec).await? {
-            tracing::info!("the host-stack path of first packets is made");
+            tracing::info!("the host-stack path for first packets is set up");
         }
         Ok(())
     }
@@ -253,7 +253,7 @@ impl Agent {
     /// Writes the status if it differs.
     fn write_status(&mut self) {
         let store = self.store.clone();
-        let Some(present) = self.world.egress_node(&self.node).map(|object| EgressNode::clone(object)) else {
+        let Some(present) = self.observed.egress_node(&self.node).map(|object| EgressNode::clone(object)) else {
             let object = EgressNode::new(self.node.as_str(), Default::default());
             // The cache shows it soon; then its status is written.
             self.machine.handle_news();

@@ -49,7 +49,7 @@ mod tests {
     use std::sync::mpsc;
 
     #[tokio::test]
-    async fn the_loop_goes_on_while_something_takes_long_and_hears_of_its_end() {
+    async fn the_loop_goes_on_during_long_work_and_gets_its_result() {
         let mut aside = Aside::default();
         assert!(aside.done().now_or_never().is_none(), "nothing was begun");
         let (go, wait) = mpsc::channel::<u32>();

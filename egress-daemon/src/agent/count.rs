@@ -27,7 +27,7 @@ impl Agent {
         self.counting.begin(move || {
             let idle = thread_time();
             let ports = count_ports(&maps, &known, &growth);
-            let ports = ports.inspect_err(|e| tracing::warn!("ports in use are not counted: {e}")).ok();
+            let ports = ports.inspect_err(|e| tracing::warn!("cannot count the ports in use: {e}")).ok();
             Counted { ports, began, took: thread_time().saturating_sub(idle) }
         });
     }

@@ -22,15 +22,15 @@ use std::{net::IpAddr, ops::Deref, sync::Arc};
 
 /// The objects as they were read last, and what they mean.
 #[derive(Default)]
-pub struct World {
-    objects: snapshot::Objects,
+pub struct ObservedObjects {
+    objects: snapshot::ApiObjects,
     /// What they mean.
     pub meant: Arc<Objects>,
     /// What could not be understood.
     pub problems: Vec<Problem>,
 }
 
-impl Deref for World {
+impl Deref for ObservedObjects {
     type Target = Objects;
 
     fn deref(&self) -> &Objects {
@@ -42,11 +42,11 @@ fn same<T>(a: &[Arc<T>], b: &[Arc<T>]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| Arc::ptr_eq(a, b))
 }
 
-impl World {
+impl ObservedObjects {
     /// Reads the objects; whether any has changed. Pods of other nodes are left out.
     pub fn read(&mut self, store: &Store, node: &NodeName) -> bool {
         let on_node = |p: &Arc<Pod>| p.spec.as_ref().is_some_and(|s| s.node_name.as_deref() == Some(node.as_str()));
-        let objects = snapshot::Objects {
+        let objects = snapshot::ApiObjects {
             policies: store.list::<EgressGatewayPolicy>(),
             namespaced_policies: store.list::<EgressPolicy>(),
             pools: store.list::<EgressIPPool>(),
@@ -65,7 +65,7 @@ impl World {
     }
 
     /// The objects are these now; whether any is another one than before.
-    pub fn take(&mut self, objects: snapshot::Objects) -> bool {
+    pub fn take(&mut self, objects: snapshot::ApiObjects) -> bool {
         let old = &self.objects;
         if same(&objects.policies, &old.policies)
             && same(&objects.namespaced_policies, &old.namespaced_policies)

@@ -200,10 +200,10 @@ async fn keep(
 fn tell(before: Option<&str>, now: Option<&str>) {
     match (before, now) {
         (None, Some(stranger)) => tracing::warn!(
-            "{stranger}: it may bring packets into pods past our programs, so a SYN+ACK of a selected pod is taken for an answer"
+            "{stranger}: it may deliver packets to pods past our programs, so a SYN+ACK of a selected pod passes without a recorded SYN"
         ),
         (Some(_), None) => tracing::info!(
-            "no program of others is where packets come in: a SYN+ACK of a selected pod that answers nothing is dropped"
+            "no foreign program can deliver packets to pods: a SYN+ACK of a selected pod without a recorded SYN is dropped"
         ),
         _ => {}
     }

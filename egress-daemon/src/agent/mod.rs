@@ -21,4 +21,4 @@ mod tell;
 
 pub use able::while_waiting;
 pub use node::{Agent, Options};
-pub use settings::Settings;
+pub use settings::AgentSettings;

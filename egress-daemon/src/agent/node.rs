@@ -1,6 +1,8 @@
 //! The agent's loop: what happens goes into the machine, and what it wants done is carried out.
 
-use super::{aside::Aside, count, facts::World, hooks::Hooks, owned::Owned, routes::Routes, settings::Settings};
+use super::{
+    aside::Aside, count, facts::ObservedObjects, hooks::Hooks, owned::Owned, routes::Routes, settings::AgentSettings,
+};
 use crate::{
     datapath::{
         Pins,
@@ -9,7 +11,7 @@ use crate::{
         load::Programs,
         maps::Maps,
         monotonic_ns,
-        write::Writer,
+        write::MapWriter,
     },
     host::{
         advertise::Advertised,
@@ -56,7 +58,7 @@ pub struct Options {
     /// The objects.
     pub store: Store,
     /// Settings.
-    pub settings: Settings,
+    pub settings: AgentSettings,
     /// Directory of the pins.
     pub bpffs: PathBuf,
     /// Where the previous values of sysctls are kept.
@@ -74,8 +76,8 @@ const NOTICE: u32 = 10;
 pub struct Agent {
     pub(super) machine: Machine,
     pub(super) node: NodeName,
-    pub(super) settings: Settings,
-    pub(super) world: World,
+    pub(super) settings: AgentSettings,
+    pub(super) observed: ObservedObjects,
     pub(super) start: Instant,
     pub(super) store: Store,
     pub(super) links: Links,
@@ -87,7 +89,7 @@ pub struct Agent {
     pub(super) stack_path: StackPath,
     pub(super) hooks: Hooks,
     pub(super) maps: Arc<Maps>,
-    pub(super) writer: Writer,
+    pub(super) writer: MapWriter,
     pub(super) encoder: Encoder,
     /// What was written last, or was to be, until it is published.
     pub(super) view: Box<NodeView>,
@@ -118,7 +120,7 @@ impl Agent {
         let pins = Pins::new(&bpffs);
         settings.machine.config.flags |= programs.kernel_flags();
         let answers = Answers::open(&pins)?;
-        let writer = Writer::open(Maps::open(&pins)?)?;
+        let writer = MapWriter::open(Maps::open(&pins)?)?;
         let maps = Arc::new(Maps::open(&pins)?);
         let mode = settings.attach.unwrap_or_else(attach::mode);
         let attacher = Attacher::new(programs, pins, mode);
@@ -128,11 +130,11 @@ impl Agent {
         let tunnel = tunnel::ensure(&netlink.handle, &settings.tunnel).await?;
         let socket = ProbeSocket::open(tunnel.index).context("probes cannot be sent")?;
         let node = NodeName::from(node.as_str());
-        let mut world = World::default();
-        world.read(&store, &node);
+        let mut observed = ObservedObjects::default();
+        observed.read(&store, &node);
         let facts = Facts {
             node: node.clone(),
-            objects: world.meant.clone(),
+            objects: observed.meant.clone(),
             links: links.current(),
             tunnel: tunnel.index,
             ..settings.facts.clone()
@@ -144,7 +146,7 @@ impl Agent {
         Ok(Self {
             machine,
             node,
-            world,
+            observed,
             start,
             hooks: Hooks::start(attacher, links.subscribe(), wanted),
             owned: Owned::open(start).context("egress IPs cannot be announced")?,
@@ -195,8 +197,8 @@ impl Agent {
             let wake = self.next_wake();
             tokio::select! {
                 () = &mut stop => break,
-                () = changes.next() => if self.world.read(&self.store, &self.node) {
-                    self.machine.handle_objects(self.world.meant.clone());
+                () = changes.next() => if self.observed.read(&self.store, &self.node) {
+                    self.machine.handle_objects(self.observed.meant.clone());
                 },
                 changed = links.changed() => {
                     changed.context("links are no longer followed")?;
@@ -204,7 +206,7 @@ impl Agent {
                 }
                 answer = self.answers.next() => match answer {
                     Ok(answer) => self.machine.handle_probe(&answer, self.now()),
-                    Err(e) => tracing::warn!("answers to probes cannot be read: {e}"),
+                    Err(e) => tracing::warn!("cannot read replies to probes: {e}"),
                 },
                 rival = self.owned.rival(&current) => if self.owned.defend(rival) {
                     tracing::warn!("{rival} is claimed by another host: it is announced again");

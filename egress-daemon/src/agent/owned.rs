@@ -67,7 +67,7 @@ impl Owned {
         let places = wanted.iter().map(|(address, place)| (*address, place.interface));
         for ((interface, group), error) in self.groups.set(&groups::wanted(places)) {
             tracing::warn!(
-                "{group} is not joined on interface {interface}, neighbours may not find its egress IPs: {error}"
+                "cannot join {group} on interface {interface}, so neighbours may not find its egress IPs: {error}"
             );
         }
         self.defended.retain(|a, _| wanted.contains_key(a));
@@ -77,7 +77,9 @@ impl Owned {
             if let Entry::Vacant(place) = self.listeners.entry(interface) {
                 match ClaimListener::open(interface) {
                     Ok(listener) => drop(place.insert(listener)),
-                    Err(e) => tracing::warn!("claims of others on interface {interface} are not heard: {e}"),
+                    Err(e) => {
+                        tracing::warn!("cannot listen for announcements of other hosts on interface {interface}: {e}")
+                    }
                 }
             }
         }
@@ -101,7 +103,7 @@ impl Owned {
             let Some(place) = self.places.get(&address) else { continue };
             let vlan = place.subnet.and_then(|subnet| subnet.vlan);
             if let Err(e) = self.announcer.announce(place.interface, place.mac, address, vlan) {
-                tracing::warn!("announcing {address} on interface {}: {e}", place.interface);
+                tracing::warn!("the announcement of {address} on interface {} failed: {e}", place.interface);
             }
             self.ask(address);
         }
@@ -117,7 +119,7 @@ impl Owned {
             && let Some(subnet) = place.subnet
             && let Err(e) = self.announcer.ask(place.interface, place.mac, address, subnet.gateway, subnet.vlan)
         {
-            tracing::warn!("asking for {} on interface {}: {e}", subnet.gateway, place.interface);
+            tracing::warn!("the neighbour request for {} on interface {} failed: {e}", subnet.gateway, place.interface);
         }
     }
 

@@ -20,9 +20,9 @@ const KEPT_FROM_POD: u32 = 4;
 
 /// The settings.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct AgentSettings {
     /// What the machine decides by.
-    pub machine: machine::Settings,
+    pub machine: machine::MachineSettings,
     /// What is known before anything was read.
     pub facts: Facts,
     /// The tunnel device.
@@ -41,7 +41,7 @@ pub struct Settings {
     pub attach: Option<attach::Mode>,
 }
 
-impl Settings {
+impl AgentSettings {
     /// The address at which pods find the API server: no policy touches it, and what is behind it may be anywhere.
     pub fn with_api_server(mut self, address: Option<IpAddr>) -> Self {
         self.facts.api_server = address.map(IpNet::from);
@@ -50,7 +50,7 @@ impl Settings {
     }
 }
 
-impl From<&Config> for Settings {
+impl From<&Config> for AgentSettings {
     fn from(config: &Config) -> Self {
         Self {
             machine: decided_by(config),
@@ -70,10 +70,10 @@ impl From<&Config> for Settings {
     }
 }
 
-fn decided_by(config: &Config) -> machine::Settings {
+fn decided_by(config: &Config) -> machine::MachineSettings {
     let t = &config.timeouts;
     let tick = |time: Duration| ticks(time.as_secs());
-    machine::Settings {
+    machine::MachineSettings {
         rules: InterfaceRules {
             uplinks: config.uplinks.clone(),
             pod_interfaces: config.pod_interfaces.clone(),
@@ -86,7 +86,7 @@ fn decided_by(config: &Config) -> machine::Settings {
         start_limit: config.start_limit,
         transport: config.transport,
         tunnel_mtu: tunnel::MTU,
-        config: record::Config {
+        config: record::DatapathConfig {
             flags: if config.firewall == Firewall::Respect { record::flags::RESPECT_FIREWALL } else { 0 },
             pod_flows: match config.max_flows_per_pod {
                 0 => config.max_flows - config.max_flows / KEPT_FROM_POD,

@@ -1,6 +1,6 @@
 //! What the agent tells on its socket.
 
-use super::{Agent, facts::World};
+use super::{Agent, facts::ObservedObjects};
 use crate::{
     observe::state::{
         AgentState, ConditionState, EgressIpState, GatewayState, NodeState, PolicyState, ProbeResult, ProblemState,
@@ -29,10 +29,10 @@ fn problem(node: &NodeName, message: &str) -> ProblemState {
 
 /// Makes the state. `view` is what was written last.
 pub fn state(agent: &Agent, view: &NodeView) -> AgentState {
-    let (world, machine, outcome) = (&agent.world, &agent.machine, agent.machine.outcome());
+    let (observed, machine, outcome) = (&agent.observed, &agent.machine, agent.machine.outcome());
     let own = outcome.errors.iter().chain(outcome.unnamed.values());
     let mut problems: Vec<ProblemState> = own.map(|e| problem(&agent.node, e)).collect();
-    problems.extend(world.problems.iter().map(|p| ProblemState {
+    problems.extend(observed.problems.iter().map(|p| ProblemState {
         object: format!("{} {}", p.kind, p.name),
         field: Some(p.field.clone()),
         message: p.message.clone(),
@@ -49,12 +49,18 @@ pub fn state(agent: &Agent, view: &NodeView) -> AgentState {
     }));
     AgentState {
         node: node(agent),
-        policies: world.snapshot.policies.values().map(|p| policy(world, view, p)).chain(refused(world)).collect(),
+        policies: observed
+            .snapshot
+            .policies
+            .values()
+            .map(|p| policy(observed, view, p))
+            .chain(refused(observed))
+            .collect(),
         gateways: gateways(machine),
-        egress_ips: world.plan.egress_ips.iter().map(|(ip, e)| egress_ip(world, *ip, e)).collect(),
+        egress_ips: observed.plan.egress_ips.iter().map(|(ip, e)| egress_ip(observed, *ip, e)).collect(),
         unnamed_networks: outcome.unnamed.iter().map(|(net, why)| (net.to_string(), why.clone())).collect(),
         ports_used: machine.facts().ports.peaks(),
-        conditions: world
+        conditions: observed
             .egress_node(&agent.node)
             .and_then(|n| n.status.as_ref())
             .map_or(Vec::new(), |s| s.conditions.iter().map(condition).collect()),
@@ -96,7 +102,7 @@ fn condition(c: &Condition) -> ConditionState {
     }
 }
 
-fn policy(world: &World, view: &NodeView, policy: &egress_core::model::Policy) -> PolicyState {
+fn policy(observed: &ObservedObjects, view: &NodeView, policy: &egress_core::model::Policy) -> PolicyState {
     let slots = view.policies.get(&policy.id).map_or(Vec::new(), |p| p.slots.iter().map(|s| s.address).collect());
     let selected = view.endpoints.iter().filter(|(_, e)| e.class.contains(&policy.id));
     let mut endpoints: Vec<String> = selected.map(|(id, _)| format!("{}/{}", id.namespace, id.name)).collect();
@@ -109,13 +115,13 @@ fn policy(world: &World, view: &NodeView, policy: &egress_core::model::Policy) -
         },
         egress_ips: slots,
         endpoints,
-        conditions: world.policy_conditions(&policy.id).map(condition).collect(),
+        conditions: observed.policy_conditions(&policy.id).map(condition).collect(),
     }
 }
 
 /// The policies that cannot be carried out as they are written.
-fn refused(world: &World) -> impl Iterator<Item = PolicyState> {
-    refusals(&world.problems).into_iter().map(|(policy, message)| {
+fn refused(observed: &ObservedObjects) -> impl Iterator<Item = PolicyState> {
+    refusals(&observed.problems).into_iter().map(|(policy, message)| {
         let (kind, reason) = (ConditionKind::Ready.as_str().into(), Reason::Invalid.as_str().into());
         let condition = ConditionState { kind, status: "False".into(), reason, message };
         PolicyState { name: policy.to_string(), conditions: vec![condition], ..PolicyState::default() }
@@ -161,7 +167,7 @@ fn why_not(gateways: &Gateways, name: &NodeName, transports: &Transports) -> Str
     reasons.collect::<Vec<_>>().join("; ")
 }
 
-fn egress_ip(world: &World, address: IpAddr, e: &egress_core::plan::EgressIpPlan) -> EgressIpState {
+fn egress_ip(observed: &ObservedObjects, address: IpAddr, e: &egress_core::plan::EgressIpPlan) -> EgressIpState {
     EgressIpState {
         address,
         pool: e.pool.as_ref().map(ToString::to_string),
@@ -169,6 +175,6 @@ fn egress_ip(world: &World, address: IpAddr, e: &egress_core::plan::EgressIpPlan
         preferred: e.preferred.as_ref().filter(|p| Some(*p) != e.owner.as_ref()).map(ToString::to_string),
         epoch: e.epoch,
         fixed: e.fixed,
-        conditions: world.egress_ip_conditions(address).map(condition).collect(),
+        conditions: observed.egress_ip_conditions(address).map(condition).collect(),
     }
 }

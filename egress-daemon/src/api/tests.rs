@@ -55,7 +55,7 @@ fn range(range: &str) -> Value {
 }
 
 #[test]
-fn the_objects_of_the_design_are_accepted() {
+fn the_documented_objects_are_accepted() {
     accepted(policy(
         r#"
 selectors:
@@ -323,7 +323,7 @@ fn tenant_rules_of_namespaces() {
 }
 
 #[test]
-fn structure_errors_say_what_is_known() {
+fn errors_of_structure_name_the_known_fields() {
     refused(
         policy(&format!("{{{REST}, egressIPPool: {{name: a}}, distributon: PerFlow}}")),
         &["spec.distributon: unknown field \"distributon\": the fields here are bandwidth, destinationCIDRs, \
@@ -345,7 +345,7 @@ fn structure_errors_say_what_is_known() {
 }
 
 #[test]
-fn kubes_own_validation_gives_the_same_sentences() {
+fn typed_cel_validation_reports_the_same_messages() {
     for object in [policy(&format!("{{{REST}}}")), gateway("{nodeSelector: {}, weight: 0}"), destination("1.2.3.4")] {
         let typed: EgressGatewayPolicy = serde_json::from_value(object.clone()).unwrap();
         let theirs: Vec<_> = typed.validate_cel().unwrap_err().iter().map(ToString::to_string).collect();
@@ -358,7 +358,7 @@ fn kubes_own_validation_gives_the_same_sentences() {
 }
 
 #[test]
-fn what_is_accepted_deserializes_and_survives_a_round_trip() {
+fn accepted_objects_survive_a_round_trip() {
     let object = gateway("{nodeSelector: {matchLabels: {a: b}}, egressIP: 192.0.2.10}");
     let typed: EgressGatewayPolicy = serde_json::from_value(object).unwrap();
     assert_eq!(typed.spec.egress_gateways.as_ref().unwrap()[0].weight, 1);
@@ -368,7 +368,7 @@ fn what_is_accepted_deserializes_and_survives_a_round_trip() {
 }
 
 #[test]
-fn what_the_controller_writes_passes_its_own_rules() {
+fn objects_that_the_controller_writes_pass_validation() {
     let address: std::net::IpAddr = "2001:db8::10".parse().unwrap();
     let mut ip = EgressIP::new(
         &egress_ip_name(address),
@@ -438,7 +438,7 @@ fn arbitrary_json() -> impl Strategy<Value = Value> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
     #[test]
-    fn any_object_is_judged_and_what_passes_deserializes(spec in arbitrary_json()) {
+    fn validation_accepts_only_objects_that_deserialize(spec in arbitrary_json()) {
         for kind in ["EgressGatewayPolicy", "EgressIPPool"] {
             let mut object = json!({ "apiVersion": "spillway.io/v1alpha1", "kind": kind, "metadata": {}, "spec": spec });
             if RULES.with(|rules| rules[kind].check(&mut object).is_empty()) {

@@ -7,7 +7,7 @@ use egress_daemon::{
     ctl::{
         self, DEFAULT_BPFFS, Output,
         diff::{DiffOptions, UNKNOWN, diff, flows_here},
-        explain::{Question, Target},
+        explain::{Destination, Question},
         print::{has_seen_enough, print, show},
         views::{By, FlowFilter},
         whois::{self, Moment, WhoisOptions},
@@ -169,7 +169,7 @@ struct ExplainArgs {
     pod: String,
     /// The destination: 203.0.113.7:443/tcp, [2001:db8::7]:53/udp or 203.0.113.7/icmp
     #[arg(long, value_name = "TARGET")]
-    to: Target,
+    to: Destination,
     /// The pod's port (ICMP: the identifier), which decides the slot where flows are hashed
     #[arg(long, value_name = "PORT")]
     from_port: Option<u16>,
@@ -241,7 +241,7 @@ fn differences(args: DiffArgs, bpffs: &Path, output: Output) -> Result<ExitCode>
 }
 
 fn look(cli: Cli) -> Result<()> {
-    let place = ctl::Place { socket: RunFiles::of(&cli.bpffs).socket(), bpffs: cli.bpffs, node: cli.node };
+    let access = ctl::NodeAccess { socket: RunFiles::of(&cli.bpffs).socket(), bpffs: cli.bpffs, node: cli.node };
     let command = match cli.command {
         Command::Policies => ctl::Command::Policies,
         Command::Gateways => ctl::Command::Gateways,
@@ -258,10 +258,10 @@ fn look(cli: Cli) -> Result<()> {
         Command::Stats => ctl::Command::Stats,
         Command::State => ctl::Command::State,
         Command::Explain(args) => ctl::Command::Explain(Question::new(&args.pod, args.to, args.from_port)),
-        Command::Top(args) => return top(args, &place, cli.output),
+        Command::Top(args) => return top(args, &access, cli.output),
         Command::Whois(args) => {
             let WhoisArgs { seen, at, to, log } = args;
-            let view = whois::ask(&WhoisOptions { seen, at, to, log, bpffs: place.bpffs })?;
+            let view = whois::ask(&WhoisOptions { seen, at, to, log, bpffs: access.bpffs })?;
             return Ok(show(&print(&view, cli.output)?)?);
         }
         Command::Diff(_) => return Ok(()),
@@ -271,20 +271,20 @@ fn look(cli: Cli) -> Result<()> {
             return Ok(show(&String::from_utf8(script)?)?);
         }
     };
-    let answer = ctl::run(&command, &place, cli.output)?;
+    let answer = ctl::run(&command, &access, cli.output)?;
     for remark in answer.remarks {
         eprintln!("egressctl: {remark}");
     }
     Ok(show(&answer.text)?)
 }
 
-fn top(args: TopArgs, place: &ctl::Place, output: Output) -> Result<()> {
+fn top(args: TopArgs, access: &ctl::NodeAccess, output: Output) -> Result<()> {
     let terminal = io::stdout().is_terminal();
     let times = args.times.or((!terminal).then_some(1));
     let top = ctl::Top { by: args.by, limit: args.limit, interval: args.interval, times };
     // A table takes the place of the one before.
     let clear = if terminal && output == Output::Table { "\x1b[H\x1b[J" } else { "" };
-    let shown = ctl::top(&top, place, output, |text| {
+    let shown = ctl::top(&top, access, output, |text| {
         let mut out = io::stdout();
         out.write_all(format!("{clear}{text}").as_bytes()).and_then(|()| out.flush())
     });
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pod_and_the_format_of_a_command_for_nodes_are_found() {
+    fn the_plugin_finds_the_pod_and_the_format_in_a_nodes_command() {
         let of = |line: &str| match understand(&line.split(' ').map(OsString::from).collect::<Vec<_>>()).unwrap() {
             plugin::Understood::OnNodes { pod, output } => (pod.unwrap_or_default(), output),
             other => panic!("{other:?}"),

@@ -31,7 +31,7 @@ use std::{
 
 /// What was found.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Facts {
+pub(super) struct HostFacts {
     /// `uname -r`.
     pub release: String,
     /// The kernel tells its types.
@@ -75,8 +75,8 @@ pub(super) struct Facts {
 }
 
 /// Looks at the node.
-pub(super) async fn gather(config: &Config, bpffs: &Path) -> Facts {
-    let mut facts = Facts {
+pub(super) async fn gather(config: &Config, bpffs: &Path) -> HostFacts {
+    let mut facts = HostFacts {
         release: nix::sys::utsname::uname()
             .map(|name| name.release().to_string_lossy().into_owned())
             .unwrap_or_default(),
@@ -87,7 +87,7 @@ pub(super) async fn gather(config: &Config, bpffs: &Path) -> Facts {
         tcx: attach::mode() == Mode::Tcx,
         conntrack: Path::new("/proc/sys/net/netfilter/nf_conntrack_max").exists(),
         nftables: Path::new("/sys/module/nf_tables").exists(),
-        ..Facts::default()
+        ..HostFacts::default()
     };
     let own = Pins::new(bpffs).version();
     let versions = inventory::pins(bpffs).unwrap_or_default();
@@ -123,7 +123,7 @@ fn capabilities(status: &str) -> Option<u64> {
     u64::from_str_radix(line.trim(), 16).ok()
 }
 
-async fn links(config: &Config, facts: &mut Facts) {
+async fn links(config: &Config, facts: &mut HostFacts) {
     let table = match Links::follow(LinksOptions::default()).await {
         Ok(links) => LinkTable::clone(&links.current()),
         Err(error) => return facts.unread.push(error.to_string()),
@@ -147,7 +147,7 @@ async fn links(config: &Config, facts: &mut Facts) {
     facts.links = Some(table);
 }
 
-fn settings(config: &Config, facts: &mut Facts) {
+fn settings(config: &Config, facts: &mut HostFacts) {
     let mut keys = vec![
         "net/ipv4/ip_forward".to_owned(),
         "net/ipv6/conf/all/forwarding".to_owned(),
@@ -166,7 +166,7 @@ fn settings(config: &Config, facts: &mut Facts) {
 }
 
 /// The drivers of uplinks and of the underlay's interfaces.
-fn drivers(bpffs: &Path, facts: &mut Facts) -> std::io::Result<()> {
+fn drivers(bpffs: &Path, facts: &mut HostFacts) -> std::io::Result<()> {
     let Some(table) = &facts.links else { return Ok(()) };
     let ours = native::pinned(&Pins::new(bpffs));
     let used: BTreeSet<u32> = facts.roles.uplinks.iter().chain(facts.roles.underlays.keys()).copied().collect();
@@ -181,7 +181,7 @@ fn drivers(bpffs: &Path, facts: &mut Facts) -> std::io::Result<()> {
 }
 
 /// Programs that are not of the agent with these pins: where packets come in, and wherever the agent has its own.
-async fn strangers(bpffs: &Path, facts: &mut Facts) -> anyhow::Result<()> {
+async fn strangers(bpffs: &Path, facts: &mut HostFacts) -> anyhow::Result<()> {
     let inventory = inventory::take(&Pins::new(bpffs)).await?;
     let ours: BTreeSet<u32> = inventory.programs.iter().map(|program| program.id).collect();
     let Some(table) = &facts.links else { return Ok(()) };

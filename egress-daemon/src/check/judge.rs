@@ -1,6 +1,6 @@
 //! What the facts mean for an agent. Pure.
 
-use super::{Line, Status, facts::Facts};
+use super::{CheckLine, CheckStatus, facts::HostFacts};
 use crate::{
     config::{Config, Firewall},
     datapath::strangers::Stranger,
@@ -20,16 +20,16 @@ const CAPABILITIES: [(u32, &str); 4] =
 /// It stands for CAP_BPF and CAP_PERFMON.
 const CAP_SYS_ADMIN: u32 = 21;
 
-fn ok(check: &'static str, found: impl Into<String>) -> Line {
-    Line { check, status: Status::Ok, found: found.into(), remedy: None }
+fn ok(check: &'static str, found: impl Into<String>) -> CheckLine {
+    CheckLine { check, status: CheckStatus::Ok, found: found.into(), remedy: None }
 }
 
-fn bad(check: &'static str, status: Status, found: impl Into<String>, remedy: impl Into<String>) -> Line {
-    Line { check, status, found: found.into(), remedy: Some(remedy.into()) }
+fn bad(check: &'static str, status: CheckStatus, found: impl Into<String>, remedy: impl Into<String>) -> CheckLine {
+    CheckLine { check, status, found: found.into(), remedy: Some(remedy.into()) }
 }
 
 /// All lines, in the order in which the agent needs the things.
-pub(super) fn judge(facts: &Facts, config: &Config) -> Vec<Line> {
+pub(super) fn judge(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     let mut lines = vec![kernel(facts), btf(facts), bpffs(facts), capabilities(facts), hooks(facts)];
     lines.extend(facts.strangers.iter().map(stranger));
     lines.extend(tunnel(facts, config));
@@ -42,7 +42,7 @@ pub(super) fn judge(facts: &Facts, config: &Config) -> Vec<Line> {
     lines.extend(facts.unread.iter().map(|unread| {
         bad(
             "access",
-            Status::Warn,
+            CheckStatus::Warn,
             format!("not everything could be looked at: {unread}"),
             "run it as root on the node itself",
         )
@@ -55,52 +55,52 @@ fn version(release: &str) -> Option<(u32, u32)> {
     Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
 }
 
-fn kernel(facts: &Facts) -> Line {
+fn kernel(facts: &HostFacts) -> CheckLine {
     match version(&facts.release) {
         Some(found) if found >= OLDEST => ok("kernel", format!("Linux {}", facts.release)),
         Some(_) => bad(
             "kernel",
-            Status::Fail,
+            CheckStatus::Fail,
             format!("Linux {} cannot run the programs (no bpf_loop)", facts.release),
             format!("boot Linux {}.{} or later", OLDEST.0, OLDEST.1),
         ),
         None => bad(
             "kernel",
-            Status::Warn,
+            CheckStatus::Warn,
             format!("the version {:?} is not understood", facts.release),
             format!("see that it is Linux {}.{} or later", OLDEST.0, OLDEST.1),
         ),
     }
 }
 
-fn btf(facts: &Facts) -> Line {
+fn btf(facts: &HostFacts) -> CheckLine {
     if facts.btf {
         return ok("btf", "the kernel tells its types");
     }
     let remedy = "boot a kernel with CONFIG_DEBUG_INFO_BTF, or see with `agent` whether it works without";
-    bad("btf", Status::Warn, "/sys/kernel/btf/vmlinux is missing", remedy)
+    bad("btf", CheckStatus::Warn, "/sys/kernel/btf/vmlinux is missing", remedy)
 }
 
-fn bpffs(facts: &Facts) -> Line {
+fn bpffs(facts: &HostFacts) -> CheckLine {
     let path = facts.bpffs.display();
     if !facts.on_bpffs {
         let remedy = "mount one (`mount -t bpf bpf /sys/fs/bpf`), or name a directory on one with --bpffs";
-        return bad("bpffs", Status::Fail, format!("{path} is not on a BPF file system"), remedy);
+        return bad("bpffs", CheckStatus::Fail, format!("{path} is not on a BPF file system"), remedy);
     }
     match facts.other_versions.first() {
         None => ok("bpffs", format!("{path} is on a BPF file system")),
         Some(other) => bad(
             "bpffs",
-            Status::Fail,
+            CheckStatus::Fail,
             format!("{} holds maps of another version of Spillway", other.display()),
             format!("stop that agent and run `egress-daemon cleanup --bpffs {path}` (its established connections end)"),
         ),
     }
 }
 
-fn capabilities(facts: &Facts) -> Line {
+fn capabilities(facts: &HostFacts) -> CheckLine {
     let Some(mask) = facts.capabilities else {
-        return bad("capabilities", Status::Warn, "they cannot be read", "mount /proc");
+        return bad("capabilities", CheckStatus::Warn, "they cannot be read", "mount /proc");
     };
     let has = |bit: u32| mask >> bit & 1 == 1;
     let by_admin = |name: &str| has(CAP_SYS_ADMIN) && matches!(name, "CAP_BPF" | "CAP_PERFMON");
@@ -110,22 +110,22 @@ fn capabilities(facts: &Facts) -> Line {
         return ok("capabilities", names(&CAPABILITIES));
     }
     let found = format!("this process lacks {}", names(&missing));
-    bad("capabilities", Status::Fail, found, "run it as root, or add them to the container's securityContext")
+    bad("capabilities", CheckStatus::Fail, found, "run it as root, or add them to the container's securityContext")
 }
 
-fn hooks(facts: &Facts) -> Line {
+fn hooks(facts: &HostFacts) -> CheckLine {
     if facts.tcx {
         return ok("hooks", "tcx");
     }
     bad(
         "hooks",
-        Status::Warn,
+        CheckStatus::Warn,
         "no TCX: programs are attached to clsact qdiscs, which anybody may replace",
         format!("boot Linux {}.{} or later for links that nobody else can remove", TCX.0, TCX.1),
     )
 }
 
-fn stranger(stranger: &Stranger) -> Line {
+fn stranger(stranger: &Stranger) -> CheckLine {
     let found =
         format!("program {} of somebody else is at {} {}", stranger.program(), stranger.interface, stranger.hook());
     let remedy = match stranger.egress {
@@ -135,16 +135,16 @@ fn stranger(stranger: &Stranger) -> Line {
              pods unseen, a SYN+ACK of a selected pod is not checked on this node: see that this is wanted (SECURITY.md)"
         }
     };
-    bad("hooks", Status::Warn, found, remedy)
+    bad("hooks", CheckStatus::Warn, found, remedy)
 }
 
-fn tunnel(facts: &Facts, config: &Config) -> Vec<Line> {
+fn tunnel(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     let (name, port) = (&config.tunnel_name, config.tunnel_port);
     let mut lines = Vec::new();
     if let Some(kind) = &facts.name_taken {
         lines.push(bad(
             "tunnel",
-            Status::Fail,
+            CheckStatus::Fail,
             format!("the name {name} is taken by a {kind} device that Spillway did not make"),
             format!("remove it (`ip link del {name}`), or set another `tunnelName`"),
         ));
@@ -152,7 +152,7 @@ fn tunnel(facts: &Facts, config: &Config) -> Vec<Line> {
     if facts.port_used && facts.tunnels.is_empty() {
         lines.push(bad(
             "tunnel",
-            Status::Fail,
+            CheckStatus::Fail,
             format!("UDP port {port} is in use"),
             format!(
                 "find its owner with `ss -ulpn 'sport = :{port}'`, or set another `tunnelPort`, the same on all nodes"
@@ -162,7 +162,7 @@ fn tunnel(facts: &Facts, config: &Config) -> Vec<Line> {
     if let Some((_, user)) = TAKEN_PORTS.iter().find(|(taken, _)| *taken == port) {
         lines.push(bad(
             "tunnel",
-            Status::Warn,
+            CheckStatus::Warn,
             format!("UDP port {port} is the one of {user}"),
             "set a `tunnelPort` that no CNI uses, the same on all nodes",
         ));
@@ -178,7 +178,7 @@ fn tunnel(facts: &Facts, config: &Config) -> Vec<Line> {
 }
 
 /// The agent sets what it needs; only what it may not set stays.
-fn forwarding(facts: &Facts) -> Vec<Line> {
+fn forwarding(facts: &HostFacts) -> Vec<CheckLine> {
     let off = |key: &str| facts.sysctls.get(key).is_some_and(|value| value == "0");
     let off: Vec<&str> =
         ["net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding"].into_iter().filter(|key| off(key)).collect();
@@ -187,10 +187,10 @@ fn forwarding(facts: &Facts) -> Vec<Line> {
     }
     let found = off.iter().map(|key| format!("{key} is 0")).collect::<Vec<_>>().join(", ");
     let remedy = "nothing, if the agent may write /proc/sys: it turns forwarding on where the node needs it";
-    vec![bad("forwarding", Status::Warn, found, remedy)]
+    vec![bad("forwarding", CheckStatus::Warn, found, remedy)]
 }
 
-fn reverse_path(facts: &Facts, config: &Config) -> Line {
+fn reverse_path(facts: &HostFacts, config: &Config) -> CheckLine {
     let value = |name: &str| facts.sysctls.get(&format!("net/ipv4/conf/{name}/rp_filter")).map(String::as_str);
     let tunnel = value(&config.tunnel_name).filter(|_| facts.tunnels.contains(&config.tunnel_name));
     // The kernel takes the larger one: 0 off, 1 strict, 2 loose.
@@ -198,7 +198,7 @@ fn reverse_path(facts: &Facts, config: &Config) -> Line {
         let name = &config.tunnel_name;
         return bad(
             "rp_filter",
-            Status::Warn,
+            CheckStatus::Warn,
             format!("reverse-path filtering is strict on {name}"),
             format!("run `sysctl -w net/ipv4/conf/{name}/rp_filter=2`, or let the agent write /proc/sys"),
         );
@@ -206,7 +206,7 @@ fn reverse_path(facts: &Facts, config: &Config) -> Line {
     ok("rp_filter", "does not meet packets of policies: the tunnel device has a value of its own (2, loose)")
 }
 
-fn firewall(facts: &Facts, config: &Config) -> Line {
+fn firewall(facts: &HostFacts, config: &Config) -> CheckLine {
     let mut found = Vec::new();
     found.extend(facts.nftables.then_some("nf_tables".to_owned()));
     if !facts.iptables.is_empty() {
@@ -224,13 +224,13 @@ fn firewall(facts: &Facts, config: &Config) -> Line {
     }
     bad(
         "firewall",
-        Status::Warn,
+        CheckStatus::Warn,
         format!("there is {}; {tracking}", found.join(" and ")),
         "write `firewall: respect`, or see that no NetworkPolicy depends on the FORWARD chain",
     )
 }
 
-fn interfaces(facts: &Facts, config: &Config) -> Vec<Line> {
+fn interfaces(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     let Some(table) = &facts.links else { return Vec::new() };
     let names = |indices: &mut dyn Iterator<Item = &u32>| {
         let names: Vec<&str> =
@@ -245,7 +245,7 @@ fn interfaces(facts: &Facts, config: &Config) -> Vec<Line> {
         false => ok("interfaces", format!("pods: {pods}")),
         true => bad(
             "interfaces",
-            Status::Warn,
+            CheckStatus::Warn,
             "no pod's interface is recognised",
             "nothing, if no pod runs here; otherwise name them in `podInterfaces`, such as [\"cali*\"]",
         ),
@@ -254,7 +254,7 @@ fn interfaces(facts: &Facts, config: &Config) -> Vec<Line> {
         false => ok("interfaces", format!("uplinks: {uplinks}")),
         true => bad(
             "interfaces",
-            Status::Warn,
+            CheckStatus::Warn,
             "no interface leads out of the node",
             "nothing, if this is no gateway; otherwise name them in `uplinks`",
         ),
@@ -263,7 +263,7 @@ fn interfaces(facts: &Facts, config: &Config) -> Vec<Line> {
         false => ok("interfaces", format!("underlay: {underlays}")),
         true => bad(
             "interfaces",
-            Status::Warn,
+            CheckStatus::Warn,
             "no default route says which interface leads to other nodes",
             "nothing, if the Node object has an InternalIP that this node carries; otherwise add a default route",
         ),
@@ -271,20 +271,25 @@ fn interfaces(facts: &Facts, config: &Config) -> Vec<Line> {
     for pattern in config.pod_interfaces.iter().chain(&config.uplinks) {
         if !table.links.values().any(|link| pattern.matches(&link.name)) {
             let remedy = "nothing, if they come later; otherwise correct it in the configuration";
-            lines.push(bad("interfaces", Status::Warn, format!("the pattern {pattern} matches no interface"), remedy));
+            lines.push(bad(
+                "interfaces",
+                CheckStatus::Warn,
+                format!("the pattern {pattern} matches no interface"),
+                remedy,
+            ));
         }
     }
     lines
 }
 
 /// Where a gateway sends packets on at the driver.
-fn drivers(facts: &Facts, config: &Config) -> Vec<Line> {
+fn drivers(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     let line = |(name, (driver, ours)): (&String, &(Driver, bool))| match xdp::judge(config.xdp, name, driver) {
         Ok(()) if *ours => ok("xdp", format!("{name}: the driver sends packets of egress IPs on")),
         Ok(()) => ok("xdp", format!("{name}: the driver can send packets of egress IPs on, once this is a gateway")),
         Err(why) if config.xdp == Xdp::Native => {
             let remedy = why.remedy.unwrap_or_else(|| "nothing; or set `xdp: Auto`".to_owned());
-            bad("xdp", Status::Warn, format!("{name}: by TC, as without XDP: {}", why.reason), remedy)
+            bad("xdp", CheckStatus::Warn, format!("{name}: by TC, as without XDP: {}", why.reason), remedy)
         }
         Err(why) => ok("xdp", format!("{name}: by TC: {why}")),
     };
@@ -292,7 +297,7 @@ fn drivers(facts: &Facts, config: &Config) -> Vec<Line> {
 }
 
 /// Whether the cluster's networks are known: the agent says, which reads the objects.
-fn networks(facts: &Facts) -> Vec<Line> {
+fn networks(facts: &HostFacts) -> Vec<CheckLine> {
     let Some(unnamed) = &facts.unnamed else {
         return vec![ok("networks", "no agent runs here, which would know the cluster's networks")];
     };
@@ -300,7 +305,7 @@ fn networks(facts: &Facts) -> Vec<Line> {
         return vec![ok("networks", "those of pods and Services are known")];
     }
     let line = |(net, why): (&String, &String)| {
-        bad("networks", Status::Warn, format!("no policy is carried out for what is in {net}"), why)
+        bad("networks", CheckStatus::Warn, format!("no policy is carried out for what is in {net}"), why)
     };
     unnamed.iter().map(line).collect()
 }
@@ -312,31 +317,31 @@ mod tests {
     use egress_core::network::links::LinkKind;
     use std::path::PathBuf;
 
-    fn good() -> Facts {
-        Facts {
+    fn good() -> HostFacts {
+        HostFacts {
             release: "6.18.1-cloud".into(),
             btf: true,
             bpffs: "/sys/fs/bpf/spillway".into(),
             on_bpffs: true,
             capabilities: Some(u64::MAX),
             tcx: true,
-            ..Facts::default()
+            ..HostFacts::default()
         }
     }
 
-    fn all(facts: &Facts) -> Vec<Line> {
+    fn all(facts: &HostFacts) -> Vec<CheckLine> {
         judge(facts, &Config::default())
     }
 
     /// The worst line of a check.
-    fn of(facts: &Facts, check: &str) -> Line {
+    fn of(facts: &HostFacts, check: &str) -> CheckLine {
         all(facts).into_iter().filter(|line| line.check == check).max_by_key(|line| line.status).unwrap()
     }
 
     #[test]
-    fn a_good_node_has_nothing_to_do() {
+    fn a_healthy_node_has_no_findings() {
         assert!(
-            all(&good()).iter().all(|line| line.status == Status::Ok && line.remedy.is_none()),
+            all(&good()).iter().all(|line| line.status == CheckStatus::Ok && line.remedy.is_none()),
             "{:?}",
             all(&good())
         );
@@ -344,33 +349,33 @@ mod tests {
 
     #[test]
     fn kernels_are_compared_as_numbers() {
-        let status = |release: &str| of(&Facts { release: release.into(), ..good() }, "kernel").status;
-        assert_eq!(status("5.17.0"), Status::Ok);
-        assert_eq!(status("5.9.12-300.fc33"), Status::Fail);
-        assert_eq!(status("6.1.0-18-amd64"), Status::Ok);
-        assert_eq!(status("10.0-rc1"), Status::Ok);
-        assert_eq!(status("next"), Status::Warn);
+        let status = |release: &str| of(&HostFacts { release: release.into(), ..good() }, "kernel").status;
+        assert_eq!(status("5.17.0"), CheckStatus::Ok);
+        assert_eq!(status("5.9.12-300.fc33"), CheckStatus::Fail);
+        assert_eq!(status("6.1.0-18-amd64"), CheckStatus::Ok);
+        assert_eq!(status("10.0-rc1"), CheckStatus::Ok);
+        assert_eq!(status("next"), CheckStatus::Warn);
     }
 
     #[test]
-    fn what_the_agent_cannot_do_without_fails() {
-        let line = of(&Facts { on_bpffs: false, ..good() }, "bpffs");
-        assert_eq!(line.status, Status::Fail);
+    fn a_missing_requirement_is_a_failure() {
+        let line = of(&HostFacts { on_bpffs: false, ..good() }, "bpffs");
+        assert_eq!(line.status, CheckStatus::Fail);
         assert!(line.remedy.unwrap().contains("mount -t bpf"));
-        let line = of(&Facts { other_versions: vec![PathBuf::from("/sys/fs/bpf/spillway/v9")], ..good() }, "bpffs");
+        let line = of(&HostFacts { other_versions: vec![PathBuf::from("/sys/fs/bpf/spillway/v9")], ..good() }, "bpffs");
         assert!(line.found.contains("v9") && line.remedy.unwrap().contains("cleanup --bpffs /sys/fs/bpf/spillway"));
-        let line = of(&Facts { capabilities: Some(1 << 21 | 1 << 12), ..good() }, "capabilities");
-        assert_eq!((line.status, line.found.as_str()), (Status::Fail, "this process lacks CAP_NET_RAW"));
-        let line = of(&Facts { name_taken: Some("bridge".into()), ..good() }, "tunnel");
-        assert!(line.status == Status::Fail && line.found.contains("bridge") && line.found.contains("spillway0"));
-        let line = of(&Facts { port_used: true, ..good() }, "tunnel");
-        assert!(line.status == Status::Fail && line.remedy.unwrap().contains("ss -ulpn"));
-        let ours = Facts { port_used: true, tunnels: vec!["spillway0".into()], ..good() };
-        assert_eq!(of(&ours, "tunnel").status, Status::Ok);
+        let line = of(&HostFacts { capabilities: Some(1 << 21 | 1 << 12), ..good() }, "capabilities");
+        assert_eq!((line.status, line.found.as_str()), (CheckStatus::Fail, "this process lacks CAP_NET_RAW"));
+        let line = of(&HostFacts { name_taken: Some("bridge".into()), ..good() }, "tunnel");
+        assert!(line.status == CheckStatus::Fail && line.found.contains("bridge") && line.found.contains("spillway0"));
+        let line = of(&HostFacts { port_used: true, ..good() }, "tunnel");
+        assert!(line.status == CheckStatus::Fail && line.remedy.unwrap().contains("ss -ulpn"));
+        let ours = HostFacts { port_used: true, tunnels: vec!["spillway0".into()], ..good() };
+        assert_eq!(of(&ours, "tunnel").status, CheckStatus::Ok);
     }
 
     #[test]
-    fn what_may_be_in_the_way_warns() {
+    fn possible_obstacles_are_warnings() {
         let stranger = Stranger {
             interface: "lxc1".into(),
             egress: false,
@@ -378,40 +383,42 @@ mod tests {
             program: None,
             name: Some("cil_from_container".into()),
         };
-        let line = of(&Facts { strangers: vec![stranger], ..good() }, "hooks");
+        let line = of(&HostFacts { strangers: vec![stranger], ..good() }, "hooks");
         assert!(
-            line.status == Status::Warn && line.found.contains("cil_from_container") && line.found.contains("lxc1")
+            line.status == CheckStatus::Warn
+                && line.found.contains("cil_from_container")
+                && line.found.contains("lxc1")
         );
-        assert_eq!(of(&Facts { tcx: false, ..good() }, "hooks").status, Status::Warn);
-        let ruled = Facts { nftables: true, ..good() };
-        assert_eq!(of(&ruled, "firewall").status, Status::Ok);
+        assert_eq!(of(&HostFacts { tcx: false, ..good() }, "hooks").status, CheckStatus::Warn);
+        let ruled = HostFacts { nftables: true, ..good() };
+        assert_eq!(of(&ruled, "firewall").status, CheckStatus::Ok);
         let bypass = Config::parse("c", b"firewall: bypass").unwrap();
-        assert!(judge(&ruled, &bypass).iter().any(|line| line.check == "firewall" && line.status == Status::Warn));
+        assert!(judge(&ruled, &bypass).iter().any(|line| line.check == "firewall" && line.status == CheckStatus::Warn));
         let off = [("net/ipv4/ip_forward".to_owned(), "0".to_owned())].into();
-        assert!(of(&Facts { sysctls: off, ..good() }, "forwarding").found.contains("net/ipv4/ip_forward is 0"));
+        assert!(of(&HostFacts { sysctls: off, ..good() }, "forwarding").found.contains("net/ipv4/ip_forward is 0"));
         let port = Config::parse("c", b"tunnelPort: 4789").unwrap();
         let lines = judge(&good(), &port);
-        assert!(lines.iter().any(|line| line.check == "tunnel" && line.status == Status::Warn));
+        assert!(lines.iter().any(|line| line.check == "tunnel" && line.status == CheckStatus::Warn));
     }
 
     #[test]
-    fn drivers_that_stay_without_a_program_warn_where_one_was_asked_for() {
+    fn a_driver_without_the_requested_program_is_a_warning() {
         let driver = Driver { kind: LinkKind::Physical, acts: Some(7), hides_tags: true, stranger: None };
-        let facts = Facts { drivers: [("eth0".to_owned(), (driver, false))].into(), ..good() };
+        let facts = HostFacts { drivers: [("eth0".to_owned(), (driver, false))].into(), ..good() };
         let line = of(&facts, "xdp");
-        assert!(line.status == Status::Ok && line.found.contains("ethtool -K eth0 rxvlan off"), "{}", line.found);
+        assert!(line.status == CheckStatus::Ok && line.found.contains("ethtool -K eth0 rxvlan off"), "{}", line.found);
         let native = Config::parse("c", b"xdp: Native").unwrap();
         let line = judge(&facts, &native).into_iter().find(|line| line.check == "xdp").unwrap();
-        assert_eq!((line.status, line.remedy.as_deref()), (Status::Warn, Some("`ethtool -K eth0 rxvlan off`")));
+        assert_eq!((line.status, line.remedy.as_deref()), (CheckStatus::Warn, Some("`ethtool -K eth0 rxvlan off`")));
     }
 
     #[test]
     fn networks_that_nobody_names_warn() {
-        assert_eq!(of(&good(), "networks").status, Status::Ok);
-        assert_eq!(of(&Facts { unnamed: Some(Default::default()), ..good() }, "networks").status, Status::Ok);
+        assert_eq!(of(&good(), "networks").status, CheckStatus::Ok);
+        assert_eq!(of(&HostFacts { unnamed: Some(Default::default()), ..good() }, "networks").status, CheckStatus::Ok);
         let unnamed = Some([("10.96.0.0/12".to_owned(), "add it to exceptCIDRs".to_owned())].into());
-        let line = of(&Facts { unnamed, ..good() }, "networks");
-        assert_eq!((line.status, line.remedy.as_deref()), (Status::Warn, Some("add it to exceptCIDRs")));
+        let line = of(&HostFacts { unnamed, ..good() }, "networks");
+        assert_eq!((line.status, line.remedy.as_deref()), (CheckStatus::Warn, Some("add it to exceptCIDRs")));
         assert!(line.found.contains("10.96.0.0/12"), "{}", line.found);
     }
 
@@ -420,17 +427,20 @@ mod tests {
         let status = |all: &str, tunnel: &str| {
             let sysctls = [("all", all), ("spillway0", tunnel)]
                 .map(|(name, value)| (format!("net/ipv4/conf/{name}/rp_filter"), value.to_owned()));
-            let facts = Facts { sysctls: sysctls.into(), tunnels: vec!["spillway0".into()], ..good() };
+            let facts = HostFacts { sysctls: sysctls.into(), tunnels: vec!["spillway0".into()], ..good() };
             of(&facts, "rp_filter").status
         };
-        assert_eq!((status("0", "2"), status("1", "2"), status("2", "1")), (Status::Ok, Status::Ok, Status::Ok));
-        assert_eq!((status("1", "0"), status("0", "1")), (Status::Warn, Status::Warn));
+        assert_eq!(
+            (status("0", "2"), status("1", "2"), status("2", "1")),
+            (CheckStatus::Ok, CheckStatus::Ok, CheckStatus::Ok)
+        );
+        assert_eq!((status("1", "0"), status("0", "1")), (CheckStatus::Warn, CheckStatus::Warn));
     }
 
     #[test]
     fn patterns_that_match_nothing_are_named() {
         let config = Config::parse("c", b"podInterfaces: [\"cali*\"]").unwrap();
-        let facts = Facts { links: Some(Default::default()), ..good() };
+        let facts = HostFacts { links: Some(Default::default()), ..good() };
         assert!(judge(&facts, &config).iter().any(|line| line.found.contains("cali*")));
     }
 }

@@ -76,7 +76,7 @@ flowLog: {mode: Off, retention: 30d}
             icmp: seconds(61),
         },
         probe: Probe { interval: Duration::from_millis(50), count: 5 },
-        lease: Lease { renew: seconds(1), duration: seconds(5) },
+        lease: LeaseConfig { renew: seconds(1), duration: seconds(5) },
         deadline: seconds(3),
         start_limit: seconds(120),
         firewall: Firewall::Bypass,
@@ -143,7 +143,7 @@ fn xdp_is_switched_off_with_and_without_quotes() {
 }
 
 #[test]
-fn what_does_not_exist_yet_is_refused_as_such() {
+fn transports_and_marks_are_checked() {
     for (text, transport) in [("vxlan", Transport::Vxlan), ("direct", Transport::Direct), ("Auto", Transport::Auto)] {
         assert_eq!(parse(&format!("transport: {text}")).transport, transport);
     }

@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_runs_from_when_it_began_to_drain() {
+    fn the_drain_timeout_counts_from_the_start_of_the_drain() {
         let condition = |kind: &str, status: &str, at: &str| {
             let at = format!("2026-01-01T00:{at}Z");
             json!([{"type": kind, "status": status, "lastTransitionTime": at, "reason": "Draining", "message": "m"}])

@@ -56,7 +56,7 @@ impl ControllerConfig {
 
 /// What a controller does, for metrics and health checks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct ControllerReport {
     /// The epoch of its leadership; absent while another one leads.
     pub epoch: Option<u64>,
     /// Rounds of planning so far.

@@ -6,7 +6,7 @@ use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressNodeSpec,
     EgressPolicy, ExternalIPPool, Pod, egress_ip_name,
 };
-use crate::snapshot::{Desired, Objects, desired_part, egress_ip, namespace};
+use crate::snapshot::{ApiObjects, Desired, desired_part, egress_ip, namespace};
 use crate::store::{Key, Store, Stored};
 use crate::translate::{self, Problem};
 use egress_core::{
@@ -96,7 +96,7 @@ impl Known {
         now: &Time,
     ) -> Option<(Self, Desired)> {
         let snapshot = self.memo.snapshot();
-        let mut objects = Objects::default();
+        let mut objects = ApiObjects::default();
         (networks(store) == since.networks).then_some(())?;
         namespaces(store, since.namespaces, snapshot)?;
         self.nodes(store, since.nodes)?;

@@ -1,8 +1,8 @@
 //! Mistakes in the source of objects, as conditions of the objects that they are about. The last good version of such an
 //! object is in force: that is not what its author wants, so that it counts as degraded. Pure.
 
-use crate::snapshot::{Desired, Objects};
-use crate::store::{Kind, Problem};
+use crate::snapshot::{ApiObjects, Desired};
+use crate::store::{Kind, StoreProblem};
 use crate::translate;
 use egress_core::plan::{ConditionKind, Reason};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Adds what is wrong with the source of policies and pools to their conditions.
-pub(super) fn add(desired: &mut Desired, objects: &Objects, problems: &[Problem], now: &Time) {
+pub(super) fn add(desired: &mut Desired, objects: &ApiObjects, problems: &[StoreProblem], now: &Time) {
     let mut of_object: BTreeMap<(Kind, String), Vec<String>> = BTreeMap::new();
     for problem in problems {
         if let Some(object) = &problem.object {

@@ -3,14 +3,14 @@
 use super::apply::{Applied, apply, apply_part};
 use super::partial::{Known, Revisions};
 use super::sight::{Judgement, Sight, delays, judged};
-use super::{ControllerConfig, Event, Report, drains, remarks};
+use super::{ControllerConfig, ControllerReport, Event, drains, remarks};
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
     ExternalIPPool, Pod,
 };
-use crate::snapshot::{Objects, desired, previous, snapshot};
+use crate::snapshot::{ApiObjects, desired, previous, snapshot};
 use crate::store::lease::{CONTROLLER_LEASE, LEASE_NAMESPACE, LeaseKeeper, LeaseTerms};
-use crate::store::{Key, Problem, Store};
+use crate::store::{Key, Store, StoreProblem};
 use crate::translate::{networks::CniObjects, refusals};
 use egress_core::{
     health::Health,
@@ -32,8 +32,8 @@ const RETRY: Duration = Duration::from_millis(100);
 const RESYNC: Duration = Duration::from_secs(60);
 
 /// Everything that a plan is made from.
-pub(crate) fn objects(store: &Store) -> Objects {
-    Objects {
+pub(crate) fn objects(store: &Store) -> ApiObjects {
+    ApiObjects {
         policies: store.list::<EgressGatewayPolicy>(),
         namespaced_policies: store.list::<EgressPolicy>(),
         pools: store.list::<EgressIPPool>(),
@@ -60,7 +60,7 @@ pub(crate) fn objects(store: &Store) -> Objects {
 pub async fn run(
     store: Store,
     config: ControllerConfig,
-    report: watch::Sender<Report>,
+    report: watch::Sender<ControllerReport>,
     stop: impl Future<Output = ()>,
 ) {
     let terms = LeaseTerms {
@@ -90,7 +90,7 @@ struct Controller {
     store: Store,
     config: ControllerConfig,
     lease: Key,
-    report: watch::Sender<Report>,
+    report: watch::Sender<ControllerReport>,
     start: Instant,
     sight: Sight,
     leading: Option<Leading>,
@@ -122,12 +122,12 @@ struct Leading {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Inputs {
     revisions: Revisions,
-    problems: Vec<Problem>,
+    problems: Vec<StoreProblem>,
     gateways: Vec<Judgement>,
 }
 
 impl Controller {
-    fn new(store: Store, config: ControllerConfig, lease: Key, report: watch::Sender<Report>) -> Self {
+    fn new(store: Store, config: ControllerConfig, lease: Key, report: watch::Sender<ControllerReport>) -> Self {
         let sight = Sight::new(config.gateways);
         Controller { store, config, lease, report, start: Instant::now(), sight, leading: None }
     }
@@ -139,7 +139,7 @@ impl Controller {
         match epoch {
             None => self.leading = None,
             Some(epoch) if self.leading.as_ref().is_none_or(|leading| leading.epoch != epoch) => {
-                tracing::info!(identity = %self.config.identity, epoch, "this controller leads");
+                tracing::info!(identity = %self.config.identity, epoch, "this controller is now the leader");
                 // What the leader before wrote last must be known before anything is given out.
                 self.store.refresh().await;
                 let store = self.store.guarded(self.lease.clone(), epoch);
@@ -244,7 +244,7 @@ impl Controller {
         leading.due = leading.departed.next_deadline().into_iter().chain(drained).fold(due, Duration::min);
     }
 
-    fn observe_nodes(&mut self, snapshot: &Snapshot, objects: &Objects, now: Duration) {
+    fn observe_nodes(&mut self, snapshot: &Snapshot, objects: &ApiObjects, now: Duration) {
         let present = snapshot.nodes.keys().cloned().collect();
         let names = objects.egress_nodes.iter().filter_map(|node| node.metadata.name.as_deref());
         let holders: Vec<NodeName> = names.map(NodeName::from).collect();

@@ -7,7 +7,7 @@ mod tenancy;
 use super::*;
 use crate::api::Pod;
 use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode};
-use crate::snapshot::{Objects, desired, previous, snapshot};
+use crate::snapshot::{ApiObjects, desired, previous, snapshot};
 use crate::store::lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease};
 use crate::store::{Changes, Files, Key, Store};
 use egress_core::{
@@ -59,13 +59,13 @@ spec:
 ";
 
 /// A directory with a store on it, as a person or an agent has one.
-struct World {
+struct ControllerFixture {
     dir: TempDir,
     store: Store,
     changes: Changes,
 }
 
-impl World {
+impl ControllerFixture {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let world = |store: &Store| store.changes();
@@ -73,7 +73,7 @@ impl World {
         fs::write(dir.path().join("pool.yaml"), POOL).unwrap();
         fs::write(dir.path().join("policy.yaml"), POLICY).unwrap();
         let store = Files::open(dir.path()).unwrap();
-        World { changes: world(&store), dir, store }
+        ControllerFixture { changes: world(&store), dir, store }
     }
 
     fn path(&self) -> &Path {
@@ -112,7 +112,7 @@ impl World {
 }
 
 struct Running {
-    report: watch::Receiver<Report>,
+    report: watch::Receiver<ControllerReport>,
     stop: oneshot::Sender<()>,
     task: JoinHandle<()>,
 }
@@ -128,7 +128,7 @@ fn controller_with(dir: &Path, identity: &str, change: impl FnOnce(&mut Controll
     config.renew_every = Duration::from_millis(200);
     config.gateways.duration = Duration::from_secs(1);
     change(&mut config);
-    let (report, seen) = watch::channel(Report::default());
+    let (report, seen) = watch::channel(ControllerReport::default());
     let (stop, stopped) = oneshot::channel();
     let task = tokio::spawn(run(store, config, report, async move {
         stopped.await.ok();
@@ -159,7 +159,7 @@ fn condition(store: &Store, kind: &str) -> Option<(String, String, String)> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_policy_gets_its_egress_ips_and_a_dead_gateway_loses_its_own() {
-    let mut world = World::new();
+    let mut world = ControllerFixture::new();
     let (_gw1, gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let _controller = controller(world.path(), "one");
     let before = world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
@@ -191,7 +191,7 @@ async fn a_policy_gets_its_egress_ips_and_a_dead_gateway_loses_its_own() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_written_while_nothing_changes() {
-    let mut world = World::new();
+    let mut world = ControllerFixture::new();
     let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let mut controller = controller(world.path(), "one");
     world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
@@ -224,7 +224,7 @@ async fn nothing_is_written_while_nothing_changes() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_broken_policy_shows_in_its_own_status_and_its_last_good_version_is_carried_out() {
-    let mut world = World::new();
+    let mut world = ControllerFixture::new();
     let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let _controller = controller(world.path(), "one");
     world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
@@ -243,7 +243,7 @@ async fn a_broken_policy_shows_in_its_own_status_and_its_last_good_version_is_ca
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_standby_takes_over_from_a_leader_that_dies_and_changes_nothing_that_need_not() {
-    let mut world = World::new();
+    let mut world = ControllerFixture::new();
     let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let mut one = controller(world.path(), "one");
     while one.report.borrow_and_update().epoch != Some(1) {
@@ -274,8 +274,8 @@ async fn a_standby_takes_over_from_a_leader_that_dies_and_changes_nothing_that_n
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_policy_that_goes_takes_its_egress_ips_along() {
-    let mut world = World::new();
+async fn deleting_a_policy_releases_its_egress_ips() {
+    let mut world = ControllerFixture::new();
     let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let _controller = controller(world.path(), "one");
     world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
@@ -286,7 +286,7 @@ async fn a_policy_that_goes_takes_its_egress_ips_along() {
 /// Leaders die at any moment of their work, with another one already waiting.
 #[tokio::test(flavor = "multi_thread")]
 async fn leaders_that_die_in_the_middle_of_a_change_lease_no_block_and_assign_no_pod_twice() {
-    let mut world = World::new();
+    let mut world = ControllerFixture::new();
     let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let mut leader = controller(world.path(), "0");
     world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
@@ -314,7 +314,7 @@ async fn leaders_that_die_in_the_middle_of_a_change_lease_no_block_and_assign_no
 /// A gateway that reads up to which revision all leases are written has read them all: none of that revision comes later.
 #[tokio::test(flavor = "multi_thread")]
 async fn gateways_are_told_of_a_revision_when_all_its_leases_are_written() {
-    let mut world = World::new();
+    let mut world = ControllerFixture::new();
     let workers: String = (0..24)
         .map(|n| {
             let pod = format!("status: {{podIP: 10.0.1.{n}}}");
@@ -357,7 +357,7 @@ async fn gateways_are_told_of_a_revision_when_all_its_leases_are_written() {
 
 /// What a full round would change.
 fn left_to_do(store: &Store) -> Option<String> {
-    let objects = Objects {
+    let objects = ApiObjects {
         policies: store.list(),
         pools: store.list(),
         nodes: store.list(),
@@ -365,7 +365,7 @@ fn left_to_do(store: &Store) -> Option<String> {
         pods: store.list(),
         egress_ips: store.list(),
         egress_nodes: store.list(),
-        ..Objects::default()
+        ..ApiObjects::default()
     };
     let (snapshot, problems) = snapshot(&objects);
     let fresh = NodeHealth {
@@ -390,7 +390,7 @@ fn left_to_do(store: &Store) -> Option<String> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_few_pods_are_taken_in_without_a_full_round_and_end_as_with_one() {
-    let mut world = World::new();
+    let mut world = ControllerFixture::new();
     fs::write(
         world.path().join("flows.yaml"),
         POLICY.replace("name: web", "name: flows").replace("app: web", "app: flows").replace("PerEndpoint", "PerFlow"),
@@ -398,7 +398,7 @@ async fn a_few_pods_are_taken_in_without_a_full_round_and_end_as_with_one() {
     .unwrap();
     let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let controller = controller(world.path(), "one");
-    let settled = async |world: &mut World| {
+    let settled = async |world: &mut ControllerFixture| {
         let mut last = None;
         let wait = async {
             loop {
@@ -446,7 +446,7 @@ async fn a_few_pods_are_taken_in_without_a_full_round_and_end_as_with_one() {
     let after = controller.report.borrow().clone();
     assert!(after.partial >= before.partial + 5, "{before:?} {after:?}");
     // One full round for each gateway whose lease proves itself or whose failback delay passes meanwhile.
-    let full = |report: &Report| report.rounds - report.partial;
+    let full = |report: &ControllerReport| report.rounds - report.partial;
     assert!(full(&after) <= full(&before) + 4, "{before:?} {after:?}");
 }
 

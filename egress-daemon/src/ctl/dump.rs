@@ -5,7 +5,7 @@ use crate::datapath::{
     Pins,
     maps::{FamilyMaps, Maps, MapsError},
     monotonic_ns,
-    write::Writer,
+    write::MapWriter,
 };
 use aya::Pod;
 use egress_common::{
@@ -92,7 +92,7 @@ impl Dump {
         let maps = Maps::open(pins)?;
         let counters = maps.counters()?;
         let deadline = maps.deadline.get(egress_common::egress::deadline::ABLE)?;
-        let writer = Writer::open(maps)?;
+        let writer = MapWriter::open(maps)?;
         let mut dump = Self { tables: writer.present().clone(), counters, deadline, ..Self::default() };
         if flows {
             read_flows(&writer.maps().v4, |a| net::from_v4(a).into(), &mut dump.flows)?;

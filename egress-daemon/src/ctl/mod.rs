@@ -27,7 +27,7 @@ use explain::Question;
 use print::print;
 use std::path::PathBuf;
 use std::time::Duration;
-use views::{By, FlowFilter, Sample, Sources};
+use views::{By, FlowFilter, Sample, ViewSources};
 
 /// Where an agent's pins are, unless it is told otherwise.
 pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf/spillway";
@@ -73,9 +73,9 @@ impl Command {
     }
 }
 
-/// Where to look.
+/// How to reach what a node's agent keeps and knows.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct NodeAccess {
     /// Directory of the agent's pins.
     pub bpffs: PathBuf,
     /// The agent's socket.
@@ -86,7 +86,7 @@ pub struct Place {
 
 /// An answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Answer {
+pub struct CommandOutput {
     /// For stdout.
     pub text: String,
     /// For stderr, a line each.
@@ -94,21 +94,21 @@ pub struct Answer {
 }
 
 /// Answers a command. Blocks; asking the agent takes two seconds at most.
-pub fn run(command: &Command, place: &Place, output: Output) -> Result<Answer> {
-    let told = admin::ask(&place.socket);
+pub fn run(command: &Command, access: &NodeAccess, output: Output) -> Result<CommandOutput> {
+    let told = admin::ask(&access.socket);
     let remarks = told.as_ref().err().and_then(|error| remark(command, error)).into_iter().collect();
     let agent = told.ok();
-    let pins = Pins::new(&place.bpffs);
+    let pins = Pins::new(&access.bpffs);
     let text = match command {
-        Command::State => state(&pins, agent.as_ref(), place, output)?,
+        Command::State => state(&pins, agent.as_ref(), access, output)?,
         _ => {
-            let dump = dump(&pins, place, command.needs_flows())?;
-            let sources = Sources { dump: &dump, agent: agent.as_ref() };
-            check_node(place, sources.node())?;
+            let dump = dump(&pins, access, command.needs_flows())?;
+            let sources = ViewSources { dump: &dump, agent: agent.as_ref() };
+            check_node(access, sources.node())?;
             show(command, sources, output)?
         }
     };
-    Ok(Answer { text, remarks })
+    Ok(CommandOutput { text, remarks })
 }
 
 /// What `egressctl top` shows, and when.
@@ -125,11 +125,16 @@ pub struct Top {
 }
 
 /// Looks again and again at what happens, and shows each answer. JSON is a line for each, YAML a document.
-pub fn top(top: &Top, place: &Place, output: Output, mut show: impl FnMut(&str) -> std::io::Result<()>) -> Result<()> {
-    let pins = Pins::new(&place.bpffs);
+pub fn top(
+    top: &Top,
+    access: &NodeAccess,
+    output: Output,
+    mut show: impl FnMut(&str) -> std::io::Result<()>,
+) -> Result<()> {
+    let pins = Pins::new(&access.bpffs);
     let sample = || -> Result<Sample> {
-        let dump = dump(&pins, place, true)?;
-        check_node(place, dump.own_name())?;
+        let dump = dump(&pins, access, true)?;
+        check_node(access, dump.own_name())?;
         Ok(Sample { dump, rules: firewall::dropped() })
     };
     let mut before = sample()?;
@@ -165,12 +170,12 @@ fn remark(command: &Command, error: &AskError) -> Option<String> {
     Some(format!("{error}; this is what the maps say, and unknown are: {unknown}"))
 }
 
-fn dump(pins: &Pins, place: &Place, flows: bool) -> Result<Dump> {
-    Dump::read(pins, flows).with_context(|| format!("the maps of --bpffs {} cannot be read", place.bpffs.display()))
+fn dump(pins: &Pins, access: &NodeAccess, flows: bool) -> Result<Dump> {
+    Dump::read(pins, flows).with_context(|| format!("the maps of --bpffs {} cannot be read", access.bpffs.display()))
 }
 
-fn check_node(place: &Place, found: Option<String>) -> Result<()> {
-    match (&place.node, found) {
+fn check_node(access: &NodeAccess, found: Option<String>) -> Result<()> {
+    match (&access.node, found) {
         (Some(wanted), Some(found)) if *wanted != found => {
             bail!("this is node {found}, not {wanted}: run egressctl on {wanted}, or name its pins with --bpffs")
         }
@@ -179,7 +184,7 @@ fn check_node(place: &Place, found: Option<String>) -> Result<()> {
     }
 }
 
-fn show(command: &Command, sources: Sources<'_>, output: Output) -> Result<String> {
+fn show(command: &Command, sources: ViewSources<'_>, output: Output) -> Result<String> {
     Ok(match command {
         Command::Policies => print(&views::policies(sources), output)?,
         Command::Gateways => print(&views::gateways(sources), output)?,
@@ -193,13 +198,13 @@ fn show(command: &Command, sources: Sources<'_>, output: Output) -> Result<Strin
     })
 }
 
-fn state(pins: &Pins, agent: Option<&AgentState>, place: &Place, output: Output) -> Result<String> {
+fn state(pins: &Pins, agent: Option<&AgentState>, access: &NodeAccess, output: Output) -> Result<String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let inventory = runtime.block_on(inventory::take(pins))?;
     // The name is a help; a node whose maps are of another version or gone has a state all the same.
     let own = Dump::read(pins, false).ok().and_then(|dump| dump.own_name());
     let view = state::state(inventory, agent, own);
-    check_node(place, view.node.clone().or_else(|| place.node.clone()))?;
+    check_node(access, view.node.clone().or_else(|| access.node.clone()))?;
     Ok(print(&view, output)?)
 }
 
@@ -208,17 +213,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn causes_are_said_once() {
+    fn a_chain_of_errors_names_each_cause_once() {
         let error = anyhow::anyhow!("no such file").context("a.yaml: no such file").context("it cannot be read");
         assert_eq!(message(&error), "it cannot be read: a.yaml: no such file");
     }
 
     #[test]
     fn another_node_is_refused() {
-        let place =
-            |node: Option<&str>| Place { bpffs: "/b".into(), socket: "/s".into(), node: node.map(str::to_owned) };
+        let access =
+            |node: Option<&str>| NodeAccess { bpffs: "/b".into(), socket: "/s".into(), node: node.map(str::to_owned) };
         let error =
-            |node, found: Option<&str>| check_node(&place(node), found.map(str::to_owned)).map_err(|e| e.to_string());
+            |node, found: Option<&str>| check_node(&access(node), found.map(str::to_owned)).map_err(|e| e.to_string());
         assert_eq!(error(None, None), Ok(()));
         assert_eq!(error(Some("w"), Some("w")), Ok(()));
         assert!(error(Some("w"), Some("x")).unwrap_err().contains("node x, not w"));
@@ -226,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unknown_without_an_agent_is_said() {
+    fn output_without_an_agent_says_what_is_unknown() {
         let missing = admin::ask(std::path::Path::new("/nonexistent/a.sock")).unwrap_err();
         let text = remark(&Command::Gateways, &missing).unwrap();
         assert!(text.contains("/nonexistent/a.sock") && text.contains("what probes say"), "{text}");

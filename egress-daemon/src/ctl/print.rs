@@ -24,7 +24,7 @@ pub enum Output {
 }
 
 /// A result of a command.
-pub trait View: Serialize {
+pub trait Printable: Serialize {
     /// For people, with a line feed at the end.
     fn text(&self) -> String;
 }
@@ -35,7 +35,7 @@ pub trait View: Serialize {
 pub struct PrintError(String);
 
 /// Prints a result, with a line feed at the end.
-pub fn print<V: View>(view: &V, output: Output) -> Result<String, PrintError> {
+pub fn print<V: Printable>(view: &V, output: Output) -> Result<String, PrintError> {
     let error = |e: &dyn std::fmt::Display| PrintError(e.to_string());
     Ok(match output {
         Output::Table => view.text(),
@@ -110,7 +110,7 @@ pub struct List<R> {
     pub items: Vec<R>,
 }
 
-impl<R: Row> View for List<R> {
+impl<R: Row> Printable for List<R> {
     fn text(&self) -> String {
         let mut text = table(&self.items);
         let mut notes: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn notes_that_say_the_same_are_one() {
+    fn equal_notes_are_printed_once() {
         let items = [("a", 1), ("b", 10), ("c", 11)].map(|(name, age)| Line(name.into(), age)).to_vec();
         let text = List { node: None, agent_answered: true, items }.text();
         assert!(text.ends_with("11\n\nb, c: old\n"), "{text}");

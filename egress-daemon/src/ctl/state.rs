@@ -2,7 +2,7 @@
 
 use super::{
     inventory::{Inventory, Map, Program},
-    print::{Row, View, or_dash, table},
+    print::{Printable, Row, or_dash, table},
 };
 use crate::observe::state::{AgentState, ConditionState, NodeState, ProblemState};
 use serde::Serialize;
@@ -119,7 +119,7 @@ fn section(text: &mut String, heading: &str, lines: impl IntoIterator<Item = Str
     }
 }
 
-impl View for StateView {
+impl Printable for StateView {
     fn text(&self) -> String {
         let inventory = &self.inventory;
         let mut text = format!("NODE {}\n", or_dash(self.node.as_ref()));
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn the_agent_tells_how_it_does() {
+    fn the_agents_state_is_printed() {
         let problem = ProblemState {
             object: "EgressGatewayPolicy web".into(),
             field: Some("spec.zone".into()),

@@ -2,7 +2,7 @@
 
 use super::{Pins, maps::MapsError};
 use aya::maps::{Map, MapData, RingBuf};
-use egress_common::probe::{Answer, Probe, REPLY, state};
+use egress_common::probe::{Probe, ProbeAnswer, REPLY, state};
 use egress_core::agent::gateways::Answered;
 use std::{io, mem::size_of};
 use tokio::io::unix::AsyncFd;
@@ -43,11 +43,11 @@ impl Answers {
 }
 
 fn decode(bytes: &[u8]) -> Option<Answered> {
-    if bytes.len() < size_of::<Answer>() {
+    if bytes.len() < size_of::<ProbeAnswer>() {
         return None;
     }
-    // SAFETY: there are enough bytes, and any are an Answer.
-    let Answer { probe, family, .. } = unsafe { bytes.as_ptr().cast::<Answer>().read_unaligned() };
+    // SAFETY: there are enough bytes, and any are a ProbeAnswer.
+    let ProbeAnswer { probe, family, .. } = unsafe { bytes.as_ptr().cast::<ProbeAnswer>().read_unaligned() };
     let Probe { kind, transport, reply_transport, state: probe_state, node_id, seq, .. } = probe;
     (kind == REPLY).then(|| Answered {
         seq: u64::from_be_bytes(seq),

@@ -8,8 +8,8 @@ use aya::{
 use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
-    config::Config,
-    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Node, Uplink},
+    config::DatapathConfig,
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, NodeEntry, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Flow, FlowKey, Inbound, Reverse},
     verdict::Counter,
@@ -201,7 +201,7 @@ pub struct Maps {
     /// Everybody's blocks by egress IP.
     pub leases: Slots<LeaseTable>,
     /// Nodes.
-    pub nodes: Slots<Node>,
+    pub nodes: Slots<NodeEntry>,
     /// Index in `nodes` by tunnel address.
     pub node_index: Table<V6, u32>,
     /// Index in `nodes` by MAC address.
@@ -209,7 +209,7 @@ pub struct Maps {
     /// Interfaces that answer for egress IPs.
     pub uplinks: Table<u32, Uplink>,
     /// Settings.
-    pub config: Slots<Config>,
+    pub config: Slots<DatapathConfig>,
     /// Until when this node is able to carry egress IPs.
     pub deadline: Slots<u64>,
     /// Names for people.

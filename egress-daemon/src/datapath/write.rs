@@ -7,8 +7,8 @@ use aya::Pod;
 use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
-    config::{self, Config},
-    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Node, Uplink, deadline},
+    config::{self, DatapathConfig},
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, NodeEntry, Uplink, deadline},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{FlowKey, Reverse},
     limits::MAGLEV_CHUNK,
@@ -24,7 +24,7 @@ const NO_BLOCKS: BlockList = BlockList { count: 0, blocks: [0; port_block::COUNT
 const NO_LEASES: LeaseTable = LeaseTable { node: [0; port_block::ROWS] };
 
 /// One of the maps, with its place in [`Tables`].
-pub(super) trait Kind {
+pub(super) trait MapKind {
     /// Its keys; indices of arrays.
     type Key: Ord + Copy;
     /// Its values.
@@ -43,7 +43,7 @@ pub(super) trait Kind {
 macro_rules! kinds {
     ($($kind:ident: $key:ty => $value:ty, $($field:ident).+ $(, array of $empty:expr)?;)*) => {$(
         pub(super) struct $kind;
-        impl Kind for $kind {
+        impl MapKind for $kind {
             type Key = $key;
             type Value = $value;
             fn entries(tables: &Tables) -> &BTreeMap<$key, $value> {
@@ -67,7 +67,7 @@ macro_rules! kinds {
 
 kinds! {
     Names: NameKey => Name, names;
-    Nodes: u32 => Node, nodes, array of Node::EMPTY;
+    Nodes: u32 => NodeEntry, nodes, array of NodeEntry::EMPTY;
     NodeIndex: V6 => u32, node_index;
     MacIndex: MacKey => u32, mac_index;
     Uplinks: u32 => Uplink, uplinks;
@@ -91,33 +91,33 @@ kinds! {
 
 /// What takes the entries: the kernel's maps.
 pub(super) trait Sink {
-    fn set<K: Kind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError>;
-    fn remove<K: Kind>(&mut self, key: &K::Key) -> Result<(), MapsError>;
-    fn configure(&mut self, config: Config) -> Result<(), MapsError>;
+    fn set<K: MapKind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError>;
+    fn remove<K: MapKind>(&mut self, key: &K::Key) -> Result<(), MapsError>;
+    fn configure(&mut self, config: DatapathConfig) -> Result<(), MapsError>;
 }
 
 impl Sink for Maps {
-    fn set<K: Kind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError> {
+    fn set<K: MapKind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError> {
         K::set(self, key, value)
     }
-    fn remove<K: Kind>(&mut self, key: &K::Key) -> Result<(), MapsError> {
+    fn remove<K: MapKind>(&mut self, key: &K::Key) -> Result<(), MapsError> {
         K::remove(self, key)
     }
-    fn configure(&mut self, config: Config) -> Result<(), MapsError> {
+    fn configure(&mut self, config: DatapathConfig) -> Result<(), MapsError> {
         self.config.set(&0, &config)
     }
 }
 
 /// One change under way.
-pub(super) struct Change<'a, S: Sink> {
+pub(super) struct MapUpdate<'a, S: Sink> {
     pub sink: &'a mut S,
     pub present: &'a Tables,
     pub wanted: &'a Tables,
 }
 
-impl<S: Sink> Change<'_, S> {
+impl<S: Sink> MapUpdate<'_, S> {
     /// Adds and replaces what is not as it should be, where `which` holds. Whether there was anything.
-    fn add_some<K: Kind>(&mut self, which: impl Fn(&K::Key) -> bool) -> Result<bool, MapsError> {
+    fn add_some<K: MapKind>(&mut self, which: impl Fn(&K::Key) -> bool) -> Result<bool, MapsError> {
         let present = K::entries(self.present);
         let mut changed = false;
         for (k, v) in K::entries(self.wanted).iter().filter(|(k, v)| which(k) && present.get(k) != Some(v)) {
@@ -127,12 +127,12 @@ impl<S: Sink> Change<'_, S> {
         Ok(changed)
     }
 
-    fn add<K: Kind>(&mut self) -> Result<bool, MapsError> {
+    fn add<K: MapKind>(&mut self) -> Result<bool, MapsError> {
         self.add_some::<K>(|_| true)
     }
 
     /// Removes what should not be there. Whether there was anything.
-    fn drop<K: Kind>(&mut self) -> Result<bool, MapsError> {
+    fn drop<K: MapKind>(&mut self) -> Result<bool, MapsError> {
         let wanted = K::entries(self.wanted);
         let mut changed = false;
         for k in K::entries(self.present).keys().filter(|k| !wanted.contains_key(k)) {
@@ -144,7 +144,7 @@ impl<S: Sink> Change<'_, S> {
 
     /// Writes everything. Sets `recheck` as soon as something has changed that flows were classified by, and ends with a
     /// new `generation` if it is set.
-    pub fn carry_out(&mut self, generation: &mut u32, recheck: &mut bool) -> Result<Option<Config>, MapsError> {
+    pub fn carry_out(&mut self, generation: &mut u32, recheck: &mut bool) -> Result<Option<DatapathConfig>, MapsError> {
         let wanted = self.wanted;
         let in_force: BTreeSet<u32> =
             wanted.v4.egress_index.values().chain(wanted.v6.egress_index.values()).copied().collect();
@@ -196,7 +196,7 @@ impl<S: Sink> Change<'_, S> {
         if *recheck {
             *generation = generation.wrapping_add(1);
         }
-        let last = Config { generation: *generation, flags: wanted.config.unwrap_or(config).flags, ..config };
+        let last = DatapathConfig { generation: *generation, flags: wanted.config.unwrap_or(config).flags, ..config };
         if last != config {
             self.sink.configure(last)?;
         }
@@ -206,10 +206,10 @@ impl<S: Sink> Change<'_, S> {
 
     /// Writes the settings. Without any, those that are there stay. What is held stays so until everything else is written:
     /// the pod that it was for is not known yet.
-    fn configure(&mut self, generation: u32) -> Result<Option<Config>, MapsError> {
+    fn configure(&mut self, generation: u32) -> Result<Option<DatapathConfig>, MapsError> {
         let Some(config) = self.wanted.config else { return Ok(self.present.config) };
         let held = self.present.config.map_or(0, |present| present.flags & config::flags::HOLD);
-        let config = Config { generation, flags: config.flags | held, ..config };
+        let config = DatapathConfig { generation, flags: config.flags | held, ..config };
         if self.present.config != Some(config) {
             self.sink.configure(config)?;
         }
@@ -263,7 +263,7 @@ fn read(maps: &Maps) -> Result<Tables, MapsError> {
         blocks: filled(&maps.blocks, &NO_BLOCKS)?,
         carriers: filled(&maps.carriers, &spread::NONE)?,
         leases: filled(&maps.leases, &NO_LEASES)?,
-        nodes: filled(&maps.nodes, &Node::EMPTY)?,
+        nodes: filled(&maps.nodes, &NodeEntry::EMPTY)?,
         node_index: maps.node_index.entries()?,
         mac_index: maps.mac_index.entries()?,
         uplinks: maps.uplinks.entries()?,
@@ -273,7 +273,7 @@ fn read(maps: &Maps) -> Result<Tables, MapsError> {
 }
 
 /// The maps with what is in them.
-pub struct Writer {
+pub struct MapWriter {
     maps: Maps,
     present: Tables,
     generation: u32,
@@ -282,7 +282,7 @@ pub struct Writer {
     recheck: bool,
 }
 
-impl Writer {
+impl MapWriter {
     /// Reads what an earlier agent left in the maps. The first write makes flows be checked again.
     pub fn open(maps: Maps) -> Result<Self, MapsError> {
         let present = read(&maps)?;
@@ -313,7 +313,7 @@ impl Writer {
     /// Writes `wanted`. After an error the maps hold a part of the change, in the safe order, and what is in them is read
     /// anew.
     pub fn write(&mut self, wanted: Tables) -> Result<(), MapsError> {
-        let mut change = Change { sink: &mut self.maps, present: &self.present, wanted: &wanted };
+        let mut change = MapUpdate { sink: &mut self.maps, present: &self.present, wanted: &wanted };
         match change.carry_out(&mut self.generation, &mut self.recheck) {
             Ok(config) => {
                 self.present = Tables { config, ..wanted };

@@ -4,7 +4,7 @@
 //! goes after its segment is there. So a crash leaves either, or both, and loses what was not yet synchronised.
 
 use super::{Limits, journal, segment};
-use egress_core::leaselog::Record;
+use egress_core::leaselog::LeaseRecord;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
@@ -71,7 +71,7 @@ impl Log {
     }
 
     /// Appends records, and waits until they are on the disk.
-    pub fn append(&mut self, records: &[Record]) -> Result<(), LogError> {
+    pub fn append(&mut self, records: &[LeaseRecord]) -> Result<(), LogError> {
         let mut lines = journal::encode(records);
         if self.torn {
             lines.insert(0, b'\n');
@@ -179,7 +179,7 @@ fn all(directory: &Path) -> Result<Vec<(i64, PathBuf)>, LogError> {
 }
 
 /// All records of a log, in order, that `wanted` accepts. A file that goes meanwhile is left out.
-pub fn read(directory: &Path, wanted: impl Fn(&Record) -> bool) -> Result<Vec<Record>, LogError> {
+pub fn read(directory: &Path, wanted: impl Fn(&LeaseRecord) -> bool) -> Result<Vec<LeaseRecord>, LogError> {
     let mut records = Vec::new();
     for (_, path) in all(directory)? {
         let file = match File::open(&path) {

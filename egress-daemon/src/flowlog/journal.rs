@@ -1,6 +1,6 @@
 //! Records as lines of JSON: what is appended until a segment is finished. A line that was cut off by a crash is no record. Pure.
 
-use egress_core::leaselog::{Event, Lease, Record};
+use egress_core::leaselog::{LeaseEvent, LeaseRecord, PortLease};
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 
@@ -35,9 +35,9 @@ pub(super) struct Row {
 }
 
 impl Row {
-    pub(super) fn of(record: &Record) -> Self {
+    pub(super) fn of(record: &LeaseRecord) -> Self {
         let plain = |event: &str| Self { at: record.at, event: event.to_owned(), ..Self::default() };
-        let leased = |event, lease: &Lease| Self {
+        let leased = |event, lease: &PortLease| Self {
             egress_ip: Some(lease.egress_ip.to_string()),
             first_port: Some(lease.first_port.into()),
             last_port: Some(lease.last_port.into()),
@@ -45,21 +45,21 @@ impl Row {
             ..plain(event)
         };
         match &record.event {
-            Event::Started => plain(name::STARTED),
-            Event::Continued => plain(name::CONTINUED),
-            Event::Held(lease) => leased(name::HELD, lease),
-            Event::Granted(lease) => leased(name::GRANTED, lease),
-            Event::Returned(lease) => leased(name::RETURNED, lease),
-            Event::Alive => plain(name::ALIVE),
-            Event::Stopped => plain(name::STOPPED),
-            Event::Lost(count) => Self { lost: i64::try_from(*count).ok(), ..plain(name::LOST) },
+            LeaseEvent::Started => plain(name::STARTED),
+            LeaseEvent::Continued => plain(name::CONTINUED),
+            LeaseEvent::Held(lease) => leased(name::HELD, lease),
+            LeaseEvent::Granted(lease) => leased(name::GRANTED, lease),
+            LeaseEvent::Returned(lease) => leased(name::RETURNED, lease),
+            LeaseEvent::Alive => plain(name::ALIVE),
+            LeaseEvent::Stopped => plain(name::STOPPED),
+            LeaseEvent::Lost(count) => Self { lost: i64::try_from(*count).ok(), ..plain(name::LOST) },
         }
     }
 
     /// The record; nothing if it is none.
-    pub(super) fn record(&self) -> Option<Record> {
+    pub(super) fn record(&self) -> Option<LeaseRecord> {
         let lease = || {
-            Some(Lease {
+            Some(PortLease {
                 egress_ip: self.egress_ip.as_ref()?.parse::<IpAddr>().ok()?,
                 first_port: u16::try_from(self.first_port?).ok()?,
                 last_port: u16::try_from(self.last_port?).ok()?,
@@ -67,36 +67,36 @@ impl Row {
             })
         };
         let event = match self.event.as_str() {
-            name::STARTED => Event::Started,
-            name::CONTINUED => Event::Continued,
-            name::HELD => Event::Held(lease()?),
-            name::GRANTED => Event::Granted(lease()?),
-            name::RETURNED => Event::Returned(lease()?),
-            name::ALIVE => Event::Alive,
-            name::STOPPED => Event::Stopped,
-            name::LOST => Event::Lost(u64::try_from(self.lost?).ok()?),
+            name::STARTED => LeaseEvent::Started,
+            name::CONTINUED => LeaseEvent::Continued,
+            name::HELD => LeaseEvent::Held(lease()?),
+            name::GRANTED => LeaseEvent::Granted(lease()?),
+            name::RETURNED => LeaseEvent::Returned(lease()?),
+            name::ALIVE => LeaseEvent::Alive,
+            name::STOPPED => LeaseEvent::Stopped,
+            name::LOST => LeaseEvent::Lost(u64::try_from(self.lost?).ok()?),
             _ => return None,
         };
-        Some(Record { at: self.at, event })
+        Some(LeaseRecord { at: self.at, event })
     }
 }
 
 /// Lines to append.
-pub(super) fn encode(records: &[Record]) -> Vec<u8> {
+pub(super) fn encode(records: &[LeaseRecord]) -> Vec<u8> {
     let line = |record| serde_json::to_string(&Row::of(record)).map(|line| line + "\n").unwrap_or_default();
     records.iter().map(line).collect::<String>().into_bytes()
 }
 
 /// The records of a journal. What is no record in the midst of others was lost, and is one that says so.
-pub(super) fn decode(text: &[u8]) -> Vec<Record> {
-    let mut records: Vec<Record> = Vec::new();
+pub(super) fn decode(text: &[u8]) -> Vec<LeaseRecord> {
+    let mut records: Vec<LeaseRecord> = Vec::new();
     let mut broken = 0;
     for line in text.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()) {
         let row: Option<Row> = serde_json::from_slice(line).ok();
         match row.and_then(|row| row.record()) {
             Some(record) => {
                 if broken > 0 {
-                    records.push(Record { at: record.at, event: Event::Lost(broken) });
+                    records.push(LeaseRecord { at: record.at, event: LeaseEvent::Lost(broken) });
                     broken = 0;
                 }
                 records.push(record);

@@ -11,7 +11,7 @@ mod tests;
 mod writer;
 
 pub use files::{Log, LogError, read};
-pub use writer::{Counts, Writer};
+pub use writer::{Counts, LogWriter};
 
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

@@ -1,7 +1,7 @@
 //! A finished part of a log as a Parquet file, which any engine reads: one row for each record. Bytes in, bytes out.
 
 use super::journal::Row;
-use egress_core::leaselog::Record;
+use egress_core::leaselog::LeaseRecord;
 use parquet::{
     basic::{Compression, ZstdLevel},
     column::reader::get_typed_column_reader,
@@ -29,7 +29,7 @@ message leases {
 }";
 
 /// Writes a segment.
-pub(super) fn write(records: &[Record], out: impl Write + Send) -> Result<()> {
+pub(super) fn write(records: &[LeaseRecord], out: impl Write + Send) -> Result<()> {
     let properties = WriterProperties::builder().set_compression(Compression::ZSTD(ZstdLevel::default())).build();
     let mut file = SerializedFileWriter::new(out, Arc::new(parse_message_type(SCHEMA)?), Arc::new(properties))?;
     let rows: Vec<Row> = records.iter().map(Row::of).collect();
@@ -67,7 +67,7 @@ fn optional<T: DataType>(
 }
 
 /// Reads a segment.
-pub(super) fn read(file: impl ChunkReader + 'static) -> Result<Vec<Record>> {
+pub(super) fn read(file: impl ChunkReader + 'static) -> Result<Vec<LeaseRecord>> {
     let file = SerializedFileReader::new(file)?;
     let mut records = Vec::new();
     for number in 0..file.num_row_groups() {

@@ -1,33 +1,33 @@
 //! Segments and journals give back what was written, and the directory survives crashes and stays small.
 
 use super::*;
-use egress_core::leaselog::{Event, Lease, Record};
+use egress_core::leaselog::{LeaseEvent, LeaseRecord, PortLease};
 use proptest::prelude::*;
 use std::fs;
 use std::path::Path;
 
-fn lease() -> impl Strategy<Value = Lease> {
+fn lease() -> impl Strategy<Value = PortLease> {
     let address = prop_oneof![
         any::<[u8; 4]>().prop_map(std::net::IpAddr::from),
         any::<[u8; 16]>().prop_map(std::net::IpAddr::from)
     ];
     (address, any::<u16>(), any::<u16>(), "[a-z0-9.-]{1,20}").prop_map(|(egress_ip, first_port, last_port, node)| {
-        Lease { egress_ip, first_port, last_port, node: node.as_str().into() }
+        PortLease { egress_ip, first_port, last_port, node: node.as_str().into() }
     })
 }
 
-fn record() -> impl Strategy<Value = Record> {
+fn record() -> impl Strategy<Value = LeaseRecord> {
     let event = prop_oneof![
-        Just(Event::Started),
-        Just(Event::Continued),
-        Just(Event::Alive),
-        Just(Event::Stopped),
-        any::<u32>().prop_map(|count| Event::Lost(count.into())),
-        lease().prop_map(Event::Held),
-        lease().prop_map(Event::Granted),
-        lease().prop_map(Event::Returned),
+        Just(LeaseEvent::Started),
+        Just(LeaseEvent::Continued),
+        Just(LeaseEvent::Alive),
+        Just(LeaseEvent::Stopped),
+        any::<u32>().prop_map(|count| LeaseEvent::Lost(count.into())),
+        lease().prop_map(LeaseEvent::Held),
+        lease().prop_map(LeaseEvent::Granted),
+        lease().prop_map(LeaseEvent::Returned),
     ];
-    (0..i64::MAX / 2, event).prop_map(|(at, event)| Record { at, event })
+    (0..i64::MAX / 2, event).prop_map(|(at, event)| LeaseRecord { at, event })
 }
 
 proptest! {
@@ -54,11 +54,11 @@ fn limits(directory: &Path) -> Limits {
     Limits { directory: directory.join("log"), retention: Duration::from_secs(100), bytes: MAX_BYTES }
 }
 
-fn alive(second: i64) -> Record {
-    Record { at: second * 1_000_000, event: Event::Alive }
+fn alive(second: i64) -> LeaseRecord {
+    LeaseRecord { at: second * 1_000_000, event: LeaseEvent::Alive }
 }
 
-fn all(limits: &Limits) -> Vec<Record> {
+fn all(limits: &Limits) -> Vec<LeaseRecord> {
     read(&limits.directory, |_| true).unwrap()
 }
 

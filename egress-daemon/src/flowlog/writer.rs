@@ -5,7 +5,7 @@ use crate::api::{EgressIP, EgressNode, EgressNodeSpec};
 use crate::store::{Key, Store};
 use egress_common::port_block;
 use egress_core::{
-    leaselog::{Book, Event, Lease, Record},
+    leaselog::{Book, LeaseEvent, LeaseRecord, PortLease},
     model::NodeName,
 };
 use std::collections::BTreeSet;
@@ -38,12 +38,12 @@ pub struct Counts {
 
 /// A running log. It ends when this is dropped.
 #[derive(Debug)]
-pub struct Writer {
+pub struct LogWriter {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Writer {
+impl LogWriter {
     /// Starts the thread, unless nothing is to be written. `directory` is the log's own.
     pub fn start(config: FlowLog, directory: PathBuf, node: &str, store: Store, counts: Arc<Counts>) -> Option<Self> {
         if config.mode == Mode::Off {
@@ -53,12 +53,12 @@ impl Writer {
         let (stop, stopped) = channel();
         let follower = Follower::new(limits, node, store, counts);
         let thread = std::thread::Builder::new().name("flowlog".into()).spawn(move || follower.run(&stopped));
-        let thread = thread.inspect_err(|error| tracing::error!("no leases are logged, there is no thread: {error}"));
+        let thread = thread.inspect_err(|error| tracing::error!("cannot start the thread that logs leases: {error}"));
         thread.ok().map(|thread| Self { stop: Some(stop), thread: Some(thread) })
     }
 }
 
-impl Drop for Writer {
+impl Drop for LogWriter {
     fn drop(&mut self) {
         self.stop.take();
         if let Some(thread) = self.thread.take() {
@@ -94,7 +94,7 @@ impl Follower {
             self.look(now());
         }
         if let Some(log) = &mut self.log {
-            let last = Record { at: now(), event: Event::Stopped };
+            let last = LeaseRecord { at: now(), event: LeaseEvent::Stopped };
             report(log.append(&[last]));
         }
     }
@@ -122,7 +122,7 @@ impl Follower {
         } else if !events.is_empty() {
             self.append(at, events, 0);
         } else if at - self.last >= ALIVE {
-            self.append(at, vec![Event::Alive], 0);
+            self.append(at, vec![LeaseEvent::Alive], 0);
         } else {
             return;
         }
@@ -137,7 +137,7 @@ impl Follower {
     }
 
     /// What changed in the leases of nodes since the last look.
-    fn changes(&mut self) -> Vec<Event> {
+    fn changes(&mut self) -> Vec<LeaseEvent> {
         let revision = self.store.revision::<EgressNode>();
         if self.seen == Some(revision) {
             return Vec::new();
@@ -160,7 +160,7 @@ impl Follower {
             events.extend(self.book.take_in(&node, leases));
         }
         // What one node gives back another may get.
-        events.sort_by_key(|event| matches!(event, Event::Granted(_)));
+        events.sort_by_key(|event| matches!(event, LeaseEvent::Granted(_)));
         events
     }
 
@@ -168,7 +168,7 @@ impl Follower {
         match Log::open(self.limits.clone(), at) {
             Ok(log) => {
                 self.log = Some(log);
-                self.whole(at, Event::Started);
+                self.whole(at, LeaseEvent::Started);
                 self.expire(at);
             }
             Err(error) => self.fail(&error, 1),
@@ -180,7 +180,7 @@ impl Follower {
         let lost = self.lost + more as u64;
         self.counts.lost.fetch_add(more as u64, Ordering::Relaxed);
         self.lost = lost;
-        let first = vec![Event::Lost(lost), Event::Continued];
+        let first = vec![LeaseEvent::Lost(lost), LeaseEvent::Continued];
         let events = first.into_iter().chain(self.book.held()).collect();
         self.append(at, events, lost);
     }
@@ -192,13 +192,13 @@ impl Follower {
         if log.journal().1 == before {
             self.rotation = at + ROTATION_PAUSE;
         } else {
-            self.whole(at, Event::Continued);
+            self.whole(at, LeaseEvent::Continued);
         }
         report(rotated);
         self.expire(at);
     }
 
-    fn whole(&mut self, at: i64, first: Event) {
+    fn whole(&mut self, at: i64, first: LeaseEvent) {
         let events = std::iter::once(first).chain(self.book.held()).collect();
         self.append(at, events, 0);
     }
@@ -208,8 +208,8 @@ impl Follower {
     }
 
     /// Writes events, which tell of `recovered` lost ones.
-    fn append(&mut self, at: i64, events: Vec<Event>, recovered: u64) {
-        let records: Vec<Record> = events.into_iter().map(|event| Record { at, event }).collect();
+    fn append(&mut self, at: i64, events: Vec<LeaseEvent>, recovered: u64) {
+        let records: Vec<LeaseRecord> = events.into_iter().map(|event| LeaseRecord { at, event }).collect();
         let count = records.len() as u64;
         match self.log.as_mut().map(|log| log.append(&records)) {
             Some(Err(error)) if recovered == 0 => self.fail(&error, count),
@@ -223,7 +223,7 @@ impl Follower {
 
     fn fail(&mut self, error: &LogError, count: u64) {
         if self.lost == 0 {
-            tracing::error!("leases are not logged: {error}");
+            tracing::error!("cannot log leases: {error}");
         }
         self.lost += count;
         self.counts.lost.fetch_add(count, Ordering::Relaxed);
@@ -242,7 +242,7 @@ fn report(result: Result<(), LogError>) {
 }
 
 /// The blocks that a node may use, and those of which packets may still be under way.
-fn leases(node: &NodeName, spec: &EgressNodeSpec) -> BTreeSet<Lease> {
+fn leases(node: &NodeName, spec: &EgressNodeSpec) -> BTreeSet<PortLease> {
     let mut leases = BTreeSet::new();
     for leased in spec.blocks.iter().chain(&spec.quarantined) {
         let Ok(egress_ip) = leased.egress_ip.parse::<IpAddr>() else { continue };
@@ -250,7 +250,7 @@ fn leases(node: &NodeName, spec: &EgressNodeSpec) -> BTreeSet<Lease> {
         leases.extend(blocks.filter(|block| *block < port_block::COUNT).map(|block| {
             let first_port = port_block::first_port(block);
             let last_port = first_port + (port_block::SIZE - 1);
-            Lease { egress_ip, first_port, last_port, node: node.clone() }
+            PortLease { egress_ip, first_port, last_port, node: node.clone() }
         }));
     }
     leases

@@ -7,13 +7,13 @@ use std::path::Path;
 
 const SECOND: i64 = 1_000_000;
 
-struct World {
+struct LogFixture {
     directory: tempfile::TempDir,
     store: Store,
     follower: Follower,
 }
 
-impl World {
+impl LogFixture {
     fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let store = Files::open(directory.path()).unwrap();
@@ -56,19 +56,19 @@ impl World {
         }
     }
 
-    fn written(&self) -> Vec<(i64, Event)> {
+    fn written(&self) -> Vec<(i64, LeaseEvent)> {
         let records = super::super::read(&self.log(), |_| true).unwrap();
         records.into_iter().map(|record| (record.at / SECOND, record.event)).collect()
     }
 }
 
-fn ports(node: &str, first_port: u16, last_port: u16) -> Lease {
-    Lease { egress_ip: "192.0.2.1".parse().unwrap(), first_port, last_port, node: node.into() }
+fn ports(node: &str, first_port: u16, last_port: u16) -> PortLease {
+    PortLease { egress_ip: "192.0.2.1".parse().unwrap(), first_port, last_port, node: node.into() }
 }
 
 #[tokio::test]
 async fn a_gateway_writes_the_leases_of_all_nodes_and_others_write_nothing() {
-    let mut world = World::new();
+    let mut world = LogFixture::new();
     world.lease("w1", Some(&[(0, 2)])).await;
     world.gateway("gw2").await;
     world.follower.look(SECOND);
@@ -84,19 +84,19 @@ async fn a_gateway_writes_the_leases_of_all_nodes_and_others_write_nothing() {
     world.follower.look(5 * SECOND);
     world.follower.look(15 * SECOND);
     let expected = [
-        (2, Event::Started),
-        (2, Event::Held(ports("w1", 1024, 1151))),
-        (3, Event::Granted(ports("w2", 1280, 1343))),
-        (5, Event::Returned(ports("w1", 1024, 1151))),
-        (15, Event::Alive),
+        (2, LeaseEvent::Started),
+        (2, LeaseEvent::Held(ports("w1", 1024, 1151))),
+        (3, LeaseEvent::Granted(ports("w2", 1280, 1343))),
+        (5, LeaseEvent::Returned(ports("w1", 1024, 1151))),
+        (15, LeaseEvent::Alive),
     ];
     assert_eq!(world.written(), expected);
     assert_eq!(world.follower.counts.written.load(Ordering::Relaxed), 5);
 }
 
 #[tokio::test]
-async fn what_a_full_disk_does_not_take_is_counted_and_told_in_the_log() {
-    let mut world = World::new();
+async fn records_lost_to_a_full_disk_are_counted_and_logged() {
+    let mut world = LogFixture::new();
     world.gateway("gw1").await;
     world.follower.look(SECOND);
     world.follower.log.as_mut().unwrap().fill(true).unwrap();
@@ -106,24 +106,28 @@ async fn what_a_full_disk_does_not_take_is_counted_and_told_in_the_log() {
     }
     world.follower.log.as_mut().unwrap().fill(false).unwrap();
     world.follower.look(4 * SECOND);
-    let expected =
-        [(1, Event::Started), (4, Event::Lost(2)), (4, Event::Continued), (4, Event::Held(ports("w1", 1024, 1151)))];
+    let expected = [
+        (1, LeaseEvent::Started),
+        (4, LeaseEvent::Lost(2)),
+        (4, LeaseEvent::Continued),
+        (4, LeaseEvent::Held(ports("w1", 1024, 1151))),
+    ];
     assert_eq!(world.written(), expected);
     assert_eq!(world.follower.counts.lost.load(Ordering::Relaxed), 2);
     world.follower.look(14 * SECOND);
-    assert_eq!(world.written().last(), Some(&(14, Event::Alive)));
+    assert_eq!(world.written().last(), Some(&(14, LeaseEvent::Alive)));
 }
 
 #[tokio::test]
 async fn a_long_journal_becomes_a_segment_that_says_all_by_itself() {
-    let mut world = World::new();
+    let mut world = LogFixture::new();
     world.lease("w1", Some(&[(0, 1)])).await;
     world.gateway("gw1").await;
     world.follower.look(SECOND);
     world.follower.look(SECOND + JOURNAL_AGE);
-    let held = Event::Held(ports("w1", 1024, 1087));
-    let events: Vec<Event> = world.written().into_iter().map(|(_, event)| event).collect();
-    assert_eq!(events, [Event::Started, held.clone(), Event::Continued, held]);
+    let held = LeaseEvent::Held(ports("w1", 1024, 1087));
+    let events: Vec<LeaseEvent> = world.written().into_iter().map(|(_, event)| event).collect();
+    assert_eq!(events, [LeaseEvent::Started, held.clone(), LeaseEvent::Continued, held]);
     let files = std::fs::read_dir(world.log()).unwrap();
     let mut kinds: Vec<_> = files.map(|file| file.unwrap().path().extension().unwrap().to_owned()).collect();
     kinds.sort();

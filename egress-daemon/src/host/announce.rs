@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn only_others_are_rivals() {
+    fn only_announcements_of_other_macs_are_rivals() {
         let eth0 = link(2, "eth0");
         let own = LinkTable { links: [(2, eth0.clone())].into(), ..LinkTable::default() };
         let held: BTreeSet<IpAddr> = ["192.0.2.10".parse().unwrap()].into();

@@ -13,13 +13,13 @@ use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
 
 use egress_core::network::{
     MacAddress,
-    links::{Change, DefaultRoute, Link, LinkKind, TABLE_MAIN},
+    links::{DefaultRoute, Link, LinkChange, LinkKind, TABLE_MAIN},
 };
 
 /// What a multicast message means for the state; `None` where it means nothing.
-pub fn change(message: &NetlinkMessage<RouteNetlinkMessage>) -> Option<Change> {
+pub fn change(message: &NetlinkMessage<RouteNetlinkMessage>) -> Option<LinkChange> {
     match &message.payload {
-        NetlinkPayload::Overrun(_) => Some(Change::Lost),
+        NetlinkPayload::Overrun(_) => Some(LinkChange::Lost),
         NetlinkPayload::InnerMessage(message) => {
             match message {
                 // A bridge reports its ports in messages of its own family; there "deleted" means that the port left
@@ -30,21 +30,21 @@ pub fn change(message: &NetlinkMessage<RouteNetlinkMessage>) -> Option<Change> {
                     None
                 }
                 RouteNetlinkMessage::NewLink(message) => {
-                    Some(link(message).map_or(Change::LinkUnclear(message.header.index), Change::Link))
+                    Some(link(message).map_or(LinkChange::LinkUnclear(message.header.index), LinkChange::Link))
                 }
-                RouteNetlinkMessage::DelLink(message) => Some(Change::LinkGone(message.header.index)),
+                RouteNetlinkMessage::DelLink(message) => Some(LinkChange::LinkGone(message.header.index)),
                 RouteNetlinkMessage::NewAddress(message) => address(message).map(|(index, net, usable)| {
-                    if usable { Change::Address(index, net) } else { Change::AddressGone(index, net) }
+                    if usable { LinkChange::Address(index, net) } else { LinkChange::AddressGone(index, net) }
                 }),
                 RouteNetlinkMessage::DelAddress(message) => {
-                    address(message).map(|(index, net, _)| Change::AddressGone(index, net))
+                    address(message).map(|(index, net, _)| LinkChange::AddressGone(index, net))
                 }
                 RouteNetlinkMessage::NewRoute(message) => {
-                    let host = |(address, index)| Change::HostRoute(address, index);
+                    let host = |(address, index)| LinkChange::HostRoute(address, index);
                     route(message, host)
                 }
                 RouteNetlinkMessage::DelRoute(message) => {
-                    let host = |(address, index)| Change::HostRouteGone(address, index);
+                    let host = |(address, index)| LinkChange::HostRouteGone(address, index);
                     route(message, host)
                 }
                 _ => None,
@@ -55,11 +55,11 @@ pub fn change(message: &NetlinkMessage<RouteNetlinkMessage>) -> Option<Change> {
 }
 
 /// What a change of a route means; `host` names that of a single address behind a link.
-fn route(message: &RouteMessage, host: impl Fn((IpAddr, u32)) -> Change) -> Option<Change> {
+fn route(message: &RouteMessage, host: impl Fn((IpAddr, u32)) -> LinkChange) -> Option<LinkChange> {
     if message.header.destination_prefix_length == 0 {
-        return Some(Change::DefaultRoutes);
+        return Some(LinkChange::DefaultRoutes);
     }
-    let other = || (message.header.kind == RouteType::Unicast).then_some(Change::Route);
+    let other = || (message.header.kind == RouteType::Unicast).then_some(LinkChange::Route);
     host_route(message).map(host).or_else(other)
 }
 

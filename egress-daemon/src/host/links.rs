@@ -25,8 +25,8 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use super::decode;
-use egress_core::network::links::{Change, Stale, State};
 pub use egress_core::network::links::{DefaultRoute, Link, LinkKind, LinkTable};
+use egress_core::network::links::{LinkChange, LinkState, Stale};
 
 const GROUPS: [MulticastGroup; 5] = [
     MulticastGroup::Link,
@@ -126,7 +126,7 @@ type Reports = UnboundedReceiver<(NetlinkMessage<RouteNetlinkMessage>, SocketAdd
 struct Follower {
     reports: Reports,
     requests: Handle,
-    state: State,
+    state: LinkState,
     _connections: JoinSet<()>,
 }
 
@@ -141,7 +141,7 @@ impl Follower {
         let mut connections = JoinSet::new();
         connections.spawn(listening);
         connections.spawn(asking);
-        Ok(Follower { reports, requests, state: State::default(), _connections: connections })
+        Ok(Follower { reports, requests, state: LinkState::default(), _connections: connections })
     }
 
     /// Applies a report and all that wait behind it, so that a burst is published as one state.
@@ -163,14 +163,14 @@ impl Follower {
             if let RouteNetlinkMessage::NewLink(message) = message
                 && let Some(link) = decode::link(&message)
             {
-                state.apply(Change::Link(link), &mut ignored);
+                state.apply(LinkChange::Link(link), &mut ignored);
             }
         }
         for message in self.dump("addresses", RouteNetlinkMessage::GetAddress(AddressMessage::default())).await? {
             if let RouteNetlinkMessage::NewAddress(message) = message
                 && let Some((index, net, true)) = decode::address(&message)
             {
-                state.apply(Change::Address(index, net), &mut ignored);
+                state.apply(LinkChange::Address(index, net), &mut ignored);
             }
         }
         self.state = state;
@@ -200,9 +200,11 @@ impl Follower {
         let mut answers = self.requests.request(request).map_err(|error| failed("a link", error))?;
         let change = match answers.next().await.map(|answer| answer.payload) {
             Some(NetlinkPayload::InnerMessage(RouteNetlinkMessage::NewLink(message))) => {
-                decode::link(&message).map(Change::Link)
+                decode::link(&message).map(LinkChange::Link)
             }
-            Some(NetlinkPayload::Error(error)) if error.raw_code() == -libc::ENODEV => Some(Change::LinkGone(index)),
+            Some(NetlinkPayload::Error(error)) if error.raw_code() == -libc::ENODEV => {
+                Some(LinkChange::LinkGone(index))
+            }
             Some(NetlinkPayload::Error(error)) => return Err(failed("a link", error)),
             Some(_) => None,
             None => return Err(failed("a link", "the connection closed")),
@@ -303,7 +305,7 @@ async fn run(mut follower: Follower, options: LinksOptions, publish: watch::Send
                     broken = false;
                     stale.all = true;
                 }
-                Err(error) => tracing::error!(%error, "links and addresses are not followed; trying again"),
+                Err(error) => tracing::error!(%error, "cannot follow links and addresses; trying again"),
             },
         }
         if broken {

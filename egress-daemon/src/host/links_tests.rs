@@ -27,8 +27,8 @@ fn addresses(table: &LinkTable, name: &str) -> Vec<String> {
 }
 
 #[test]
-fn the_first_table_is_complete() {
-    in_netns("the_first_table_is_complete", async || {
+fn the_first_link_table_is_complete() {
+    in_netns("the_first_link_table_is_complete", async || {
         let net = Net::here();
         net.veth("eth0", "far").await;
         net.up("eth0").await;
@@ -117,8 +117,8 @@ fn addresses_links_and_routes_that_vanish_are_noticed() {
 }
 
 #[test]
-fn the_address_that_the_default_route_needs_takes_it_along() {
-    in_netns("the_address_that_the_default_route_needs_takes_it_along", async || {
+fn removing_the_address_of_the_default_route_removes_the_route() {
+    in_netns("removing_the_address_of_the_default_route_removes_the_route", async || {
         let net = Net::here();
         net.veth("eth0", "far").await;
         net.up("eth0").await;
@@ -133,8 +133,8 @@ fn the_address_that_the_default_route_needs_takes_it_along() {
 }
 
 #[test]
-fn lost_reports_are_made_good() {
-    in_netns("lost_reports_are_made_good", async || {
+fn lost_netlink_reports_are_recovered() {
+    in_netns("lost_netlink_reports_are_recovered", async || {
         let options = LinksOptions { receive_buffer: 1, ..LinksOptions::default() };
         let links = Links::follow(options).await.unwrap();
         let mut table = links.subscribe();
@@ -160,8 +160,8 @@ fn lost_reports_are_made_good() {
 }
 
 #[test]
-fn the_channel_closes_with_the_follower() {
-    in_netns("the_channel_closes_with_the_follower", async || {
+fn the_channel_closes_when_the_follower_ends() {
+    in_netns("the_channel_closes_when_the_follower_ends", async || {
         let (links, mut table) = follow().await;
         drop(links);
         soon("closed", async { while table.changed().await.is_ok() {} }).await;

@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_quoted() {
+    fn unparsable_lines_are_quoted_in_errors() {
         for line in [
             "0: 0100007F",
             "0: 0100007:0016",

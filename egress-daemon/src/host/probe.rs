@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn the_packet_is_the_record_that_the_kernel_reads_and_its_checksums_are_right() {
+    fn a_probe_packet_has_the_record_that_the_programs_read_and_right_checksums() {
         for (egress, header) in [("198.51.100.7", IPV4), ("2001:db8::7", IPV6)] {
             let frame = encode(&request(egress, 0x1112_1314_1516_1718));
             assert_eq!(frame[6..12], SRC_MAC);

@@ -146,8 +146,8 @@ mod tests {
     use crate::host::testing::{Net, NetNs, in_netns};
 
     #[test]
-    fn the_way_to_an_address_is_what_the_table_says() {
-        in_netns("the_way_to_an_address_is_what_the_table_says", async || {
+    fn the_route_to_an_address_follows_the_routing_table() {
+        in_netns("the_route_to_an_address_follows_the_routing_table", async || {
             let (net, other) = (Net::here(), NetNs::new());
             net.veth_into("eth0", &other, "far").await;
             net.address("eth0", "10.0.0.1/24").await;

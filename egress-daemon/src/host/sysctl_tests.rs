@@ -45,7 +45,7 @@ fn node() -> Tree {
 }
 
 #[test]
-fn what_was_changed_is_put_back_by_a_later_process() {
+fn a_later_process_restores_changed_sysctls() {
     let node = node();
     let settings = forwarding_settings(["eth0", "eth1"]);
     assert_eq!(node.open().apply(&settings).unwrap(), []);
@@ -64,7 +64,7 @@ fn what_was_changed_is_put_back_by_a_later_process() {
 }
 
 #[test]
-fn the_first_previous_value_is_the_one_that_counts() {
+fn the_value_before_the_first_change_is_restored() {
     let node = node();
     node.open().apply(&forwarding_settings([])).unwrap();
     fs::write(node.path("net/ipv4/ip_forward"), "7").unwrap();
@@ -74,7 +74,7 @@ fn the_first_previous_value_is_the_one_that_counts() {
 }
 
 #[test]
-fn what_somebody_else_changed_since_is_left_alone() {
+fn sysctls_changed_by_others_since_are_left_alone() {
     let node = node();
     node.open().apply(&forwarding_settings([])).unwrap();
     fs::write(node.path("net/ipv4/ip_forward"), "7").unwrap();

@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_published_is_what_is_read() {
+    async fn a_published_state_is_read_back_unchanged() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run").join("a.sock");
         let (publish, published) = watch::channel(Arc::new(AgentState::default()));

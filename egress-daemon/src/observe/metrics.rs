@@ -5,7 +5,7 @@
 
 use super::{admin::Published, state::ProbeResult};
 use crate::{
-    controller::Report,
+    controller::ControllerReport,
     ctl::inventory,
     datapath::{Pins, maps::Maps},
     flowlog::Counts,
@@ -33,13 +33,13 @@ use tokio::{net::TcpListener, sync::watch, task::JoinSet};
 
 /// What is measured and whether the process is ready; each part only in processes that have it.
 #[derive(Clone, Debug, Default)]
-pub struct Sources {
+pub struct MetricSources {
     /// The agent's pins.
     pub pins: Option<Pins>,
     /// What the agent publishes.
     pub agent: Option<Published>,
     /// What the controller reports.
-    pub controller: Option<watch::Receiver<Report>>,
+    pub controller: Option<watch::Receiver<ControllerReport>>,
     /// What the log of leases counts.
     pub log: Option<Arc<Counts>>,
 }
@@ -160,7 +160,7 @@ fn of_agent(published: &Published) -> Vec<Family> {
 }
 
 /// From the controller's report.
-fn of_controller(report: &Report) -> Vec<Family> {
+fn of_controller(report: &ControllerReport) -> Vec<Family> {
     let plain = |value: f64| vec![(Labels::new(), value)];
     let partial = vec![(Labels::new(), report.partial)];
     vec![
@@ -183,7 +183,7 @@ fn of_log(counts: &Counts) -> Vec<Family> {
     ]
 }
 
-impl Sources {
+impl MetricSources {
     fn families(&self) -> Vec<Family> {
         let version = vec![(vec![("version", env!("CARGO_PKG_VERSION").to_owned())], 1.0)];
         let mut families = vec![gauge("spillway_build_info", "the version that runs, as a label", version)];
@@ -225,7 +225,7 @@ fn encode_values<V, M: EncodeMetric>(
     Ok(())
 }
 
-impl Collector for Sources {
+impl Collector for MetricSources {
     fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), fmt::Error> {
         for Family { name, help, values } in self.families() {
             match values {
@@ -261,7 +261,7 @@ pub struct MetricsServer {
 
 impl MetricsServer {
     /// Starts to serve `/metrics`, `/healthz` (the process answers) and `/readyz` (503 and the reason until it is ready).
-    pub async fn start(address: SocketAddr, sources: Sources) -> Result<Self, ServeError> {
+    pub async fn start(address: SocketAddr, sources: MetricSources) -> Result<Self, ServeError> {
         let failed = |source| ServeError { address, source };
         let listener = TcpListener::bind(address).await.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
@@ -295,7 +295,7 @@ async fn metrics(State(registry): State<Arc<Registry>>) -> axum::response::Respo
     }
 }
 
-async fn ready(State(sources): State<Sources>) -> (StatusCode, String) {
+async fn ready(State(sources): State<MetricSources>) -> (StatusCode, String) {
     match sources.unready() {
         None => (StatusCode::OK, "ok\n".into()),
         Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, reason + "\n"),

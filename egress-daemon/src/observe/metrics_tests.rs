@@ -47,7 +47,7 @@ fn agent() -> AgentState {
     }
 }
 
-fn text_of(sources: &Sources) -> String {
+fn text_of(sources: &MetricSources) -> String {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(sources.clone()));
     let mut text = String::new();
@@ -56,11 +56,12 @@ fn text_of(sources: &Sources) -> String {
 }
 
 #[test]
-fn what_rules_of_nftables_have_dropped_is_measured() {
-    in_netns("what_rules_of_nftables_have_dropped_is_measured", async || {
+fn drops_by_nftables_rules_become_metrics() {
+    in_netns("drops_by_nftables_rules_become_metrics", async || {
         let script = "add table inet spillway; add counter inet spillway held { packets 5 bytes 300 }";
         assert!(std::process::Command::new("nft").arg(script).status().unwrap().success());
-        let text = text_of(&Sources { pins: Some(Pins::new(Path::new("/nonexistent"))), ..Sources::default() });
+        let text =
+            text_of(&MetricSources { pins: Some(Pins::new(Path::new("/nonexistent"))), ..MetricSources::default() });
         for line in [
             "spillway_dropped_packets_total{reason=\"not_seen\"} 5",
             "spillway_dropped_packets_total{reason=\"astray\"} 0",
@@ -71,9 +72,9 @@ fn what_rules_of_nftables_have_dropped_is_measured() {
 }
 
 #[test]
-fn the_agents_state_is_measured() {
+fn the_agents_state_becomes_metrics() {
     let (_publish, published) = watch::channel(Arc::new(agent()));
-    let text = text_of(&Sources { agent: Some(published), ..Sources::default() });
+    let text = text_of(&MetricSources { agent: Some(published), ..MetricSources::default() });
     for line in [
         "# TYPE spillway_gateway_up gauge",
         "spillway_gateway_up{gateway=\"gw\\\"2\"} 1.0",
@@ -91,11 +92,17 @@ fn the_agents_state_is_measured() {
 }
 
 #[test]
-fn the_controllers_report_is_measured() {
-    let report =
-        Report { epoch: Some(4), rounds: 7, partial: 3, writes: 9, planning: Duration::from_millis(2), error: None };
+fn the_controllers_report_becomes_metrics() {
+    let report = ControllerReport {
+        epoch: Some(4),
+        rounds: 7,
+        partial: 3,
+        writes: 9,
+        planning: Duration::from_millis(2),
+        error: None,
+    };
     let (_report, reports) = watch::channel(report);
-    let text = text_of(&Sources { controller: Some(reports), ..Sources::default() });
+    let text = text_of(&MetricSources { controller: Some(reports), ..MetricSources::default() });
     for line in [
         "spillway_controller_leader 1.0",
         "# TYPE spillway_controller_rounds counter",
@@ -111,7 +118,7 @@ fn the_controllers_report_is_measured() {
 #[test]
 fn maps_that_cannot_be_read_are_told() {
     let pins = Pins::new(Path::new("/nonexistent"));
-    let text = text_of(&Sources { pins: Some(pins), ..Sources::default() });
+    let text = text_of(&MetricSources { pins: Some(pins), ..MetricSources::default() });
     assert!(text.contains("spillway_maps_readable 0.0\n"), "{text}");
     assert!(text.ends_with("# EOF\n"), "{text}");
 }
@@ -119,8 +126,8 @@ fn maps_that_cannot_be_read_are_told() {
 #[test]
 fn readiness_follows_the_agent_and_the_controller() {
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
-    let (report, reports) = watch::channel(Report::default());
-    let sources = Sources { agent: Some(published), controller: Some(reports), ..Sources::default() };
+    let (report, reports) = watch::channel(ControllerReport::default());
+    let sources = MetricSources { agent: Some(published), controller: Some(reports), ..MetricSources::default() };
     assert!(sources.unready().unwrap().contains("not written"));
     publish.send(Arc::new(agent())).unwrap();
     assert_eq!(sources.unready(), None);
@@ -133,7 +140,7 @@ fn readiness_follows_the_agent_and_the_controller() {
     publish.send(Arc::new(AgentState { conditions: vec![condition], ..agent() })).unwrap();
     assert_eq!(sources.unready().as_deref(), Some("TablesFull: routes do not fit"));
     publish.send(Arc::new(agent())).unwrap();
-    report.send(Report { error: Some("disk full".into()), ..Report::default() }).unwrap();
+    report.send(ControllerReport { error: Some("disk full".into()), ..ControllerReport::default() }).unwrap();
     assert!(sources.unready().unwrap().contains("disk full"));
 }
 
@@ -146,9 +153,9 @@ async fn get(address: SocketAddr, path: &str) -> String {
 }
 
 #[tokio::test]
-async fn it_is_served() {
+async fn metrics_are_served_over_http() {
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
-    let sources = Sources { agent: Some(published), ..Sources::default() };
+    let sources = MetricSources { agent: Some(published), ..MetricSources::default() };
     let server = MetricsServer::start("127.0.0.1:0".parse().unwrap(), sources.clone()).await.unwrap();
     assert!(get(server.address, "/healthz").await.starts_with("HTTP/1.0 200"));
     assert!(get(server.address, "/readyz").await.starts_with("HTTP/1.0 503"));

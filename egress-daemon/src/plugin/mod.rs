@@ -16,7 +16,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use kubectl::{Kubectl, KubectlError, Pod, SELECTOR};
 use serde_json::Value;
-use status::Status;
+use status::StatusView;
 use std::{
     ffi::OsString,
     path::{Path, PathBuf},
@@ -179,7 +179,7 @@ fn status(kubectl: &Kubectl, args: &StatusArgs) -> Result<ExitCode> {
     let end = Instant::now() + Duration::from_secs(args.timeout);
     loop {
         let workloads = kubectl.json(&["get", "daemonsets,deployments", "-l", SELECTOR])?;
-        let status = Status::new(&workloads, &kubectl.json(&["get", "spillway", "-A"])?);
+        let status = StatusView::new(&workloads, &kubectl.json(&["get", "spillway", "-A"])?);
         if status.ready || !args.wait || Instant::now() >= end {
             show(&print(&status, args.output)?)?;
             return Ok(if status.ready { ExitCode::SUCCESS } else { ExitCode::FAILURE });
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_the_plugin_by_its_name() {
+    fn the_binary_is_a_kubectl_plugin_by_its_name() {
         for (program, plugin) in
             [("/usr/local/bin/kubectl-spillway", true), ("kubectl-spillway", true), ("egressctl", false)]
         {
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_put_together_as_they_are_printed() {
+    fn answers_of_several_nodes_are_merged_into_one_output() {
         let answers =
             [("n1".to_owned(), "{\"node\":\"n1\"}".to_owned()), ("n2".to_owned(), "{\"node\":\"n2\"}".to_owned())];
         let json: Value = serde_json::from_str(&together(Output::Json, &answers).unwrap()).unwrap();

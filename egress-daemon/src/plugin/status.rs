@@ -1,6 +1,6 @@
 //! Whether Spillway does in a cluster what it is told: its workloads, and its objects' conditions. Pure.
 
-use crate::ctl::print::{Row, View, table};
+use crate::ctl::print::{Printable, Row, table};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -29,20 +29,20 @@ impl Row for Part {
 
 /// The state of a cluster.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Status {
+pub struct StatusView {
     /// Whether everything is ready.
     pub ready: bool,
     /// The parts, workloads first.
     pub parts: Vec<Part>,
 }
 
-impl View for Status {
+impl Printable for StatusView {
     fn text(&self) -> String {
         table(&self.parts)
     }
 }
 
-impl Status {
+impl StatusView {
     /// Judges lists of objects as the API server gives them: DaemonSets and Deployments, and Spillway's own objects.
     pub fn new(workloads: &Value, objects: &Value) -> Self {
         let items = |list: &Value| list["items"].as_array().cloned().unwrap_or_default();
@@ -126,14 +126,14 @@ mod tests {
 
     #[test]
     fn all_pods_have_to_be_ready_and_of_the_present_version() {
-        let is_ready = |list: &Value| Status::new(list, &json!({})).ready;
+        let is_ready = |list: &Value| StatusView::new(list, &json!({})).ready;
         assert!(is_ready(&daemon_set(3, 3)));
         assert!(!is_ready(&daemon_set(2, 3)) && !is_ready(&daemon_set(3, 2)) && !is_ready(&json!({"items": []})));
     }
 
     #[test]
     fn a_policy_is_ready_when_its_last_change_is() {
-        let judged = |list: &Value| Status::new(&daemon_set(3, 3), list).parts[1].clone();
+        let judged = |list: &Value| StatusView::new(&daemon_set(3, 3), list).parts[1].clone();
         assert!(judged(&policy(2, &json!([ready("True", 2)]))).ready);
         assert!(!judged(&policy(3, &json!([ready("True", 2)]))).ready);
         assert!(!judged(&policy(2, &json!([ready("False", 2)]))).ready);
@@ -144,8 +144,8 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_condition_and_needs_none_is_not_shown() {
+    fn kinds_without_conditions_are_not_shown() {
         let object = json!({"kind": "EgressIP", "metadata": {"name": "192.0.2.10"}});
-        assert_eq!(Status::new(&daemon_set(3, 3), &json!({"items": [object]})).parts.len(), 1);
+        assert_eq!(StatusView::new(&daemon_set(3, 3), &json!({"items": [object]})).parts.len(), 1);
     }
 }

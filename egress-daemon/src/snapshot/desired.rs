@@ -12,12 +12,12 @@ use std::net::IpAddr;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 
+use conditions::ConditionWriter;
 pub use conditions::DRAINING;
-use conditions::Writer;
 pub use part::desired_part;
-use statuses::{World, usage};
+use statuses::{StatusInputs, usage};
 
-use super::Objects;
+use super::ApiObjects;
 use super::previous::holders;
 use crate::api;
 use crate::translate::{Problem, name};
@@ -53,49 +53,51 @@ pub struct Desired {
 
 /// The objects of a plan. `problems` are those that the snapshot was made with; `now` is written as the time at which a
 /// condition changed.
-pub fn desired(objects: &Objects, snapshot: &Snapshot, plan: &Plan, problems: &[Problem], now: &Time) -> Desired {
-    let world = World { snapshot, plan, problems, now };
+pub fn desired(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan, problems: &[Problem], now: &Time) -> Desired {
+    let inputs = StatusInputs { snapshot, plan, problems, now };
     Desired {
-        egress_ips: egress_ips(objects, &world, plan.egress_ips.keys()),
+        egress_ips: egress_ips(objects, &inputs, plan.egress_ips.keys()),
         egress_nodes: egress_nodes(objects, snapshot, plan),
         lease_revision: plan.highest_lease(),
-        ..statuses(objects, &world)
+        ..statuses(objects, &inputs)
     }
 }
 
 /// The statuses of all objects that people write.
-fn statuses(objects: &Objects, world: &World<'_>) -> Desired {
+fn statuses(objects: &ApiObjects, inputs: &StatusInputs<'_>) -> Desired {
     let mut desired = Desired::default();
     for object in &objects.policies {
         let per_endpoint = object.spec.distribution == api::Distribution::PerEndpoint;
-        let status = world.policy(PolicyKind::Native, object.as_ref(), per_endpoint);
+        let status = inputs.policy(PolicyKind::Native, object.as_ref(), per_endpoint);
         desired.policies.insert(name(&object.metadata), status);
     }
     for object in &objects.namespaced_policies {
         let per_endpoint = object.spec.distribution == api::Distribution::PerEndpoint;
-        let status = world.policy(PolicyKind::Namespaced, object.as_ref(), per_endpoint);
+        let status = inputs.policy(PolicyKind::Namespaced, object.as_ref(), per_endpoint);
         desired.namespaced_policies.insert(name(&object.metadata), status);
     }
     for object in &objects.cilium_policies {
-        desired.cilium_policies.insert(name(&object.metadata), world.policy(PolicyKind::Cilium, object.as_ref(), true));
+        desired
+            .cilium_policies
+            .insert(name(&object.metadata), inputs.policy(PolicyKind::Cilium, object.as_ref(), true));
     }
     for object in &objects.egresses {
-        desired.egresses.insert(name(&object.metadata), world.egress(object));
+        desired.egresses.insert(name(&object.metadata), inputs.egress(object));
     }
     let used = if objects.pools.is_empty() && objects.external_ip_pools.is_empty() {
         BTreeMap::new()
     } else {
-        usage(world.plan)
+        usage(inputs.plan)
     };
     for object in &objects.pools {
         let conditions = object.status.as_ref().map(|status| &status.conditions);
-        let (usage, conditions) = world.pool(PoolKind::Native, &object.metadata, conditions, &used);
+        let (usage, conditions) = inputs.pool(PoolKind::Native, &object.metadata, conditions, &used);
         let status = api::EgressIPPoolStatus { observed_generation: object.metadata.generation, usage, conditions };
         desired.pools.insert(name(&object.metadata), status);
     }
     for object in &objects.external_ip_pools {
         let conditions = object.status.as_ref().map(|status| &status.conditions);
-        let (usage, conditions) = world.pool(PoolKind::Antrea, &object.metadata, conditions, &used);
+        let (usage, conditions) = inputs.pool(PoolKind::Antrea, &object.metadata, conditions, &used);
         desired.external_ip_pools.insert(name(&object.metadata), api::ExternalIPPoolStatus { usage, conditions });
     }
     desired
@@ -103,11 +105,11 @@ fn statuses(objects: &Objects, world: &World<'_>) -> Desired {
 
 /// The objects of these egress IPs, as far as the plan has them.
 fn egress_ips<'a>(
-    objects: &Objects,
-    world: &World<'_>,
+    objects: &ApiObjects,
+    inputs: &StatusInputs<'_>,
     addresses: impl Iterator<Item = &'a IpAddr>,
 ) -> BTreeMap<String, api::EgressIP> {
-    let World { snapshot, plan, now, .. } = world;
+    let StatusInputs { snapshot, plan, now, .. } = inputs;
     let existing: BTreeMap<&str, &api::EgressIP> =
         objects.egress_ips.iter().filter_map(|ip| Some((ip.metadata.name.as_deref()?, &**ip))).collect();
     let mut wanted = BTreeMap::new();
@@ -121,7 +123,7 @@ fn egress_ips<'a>(
             Some(owner) => labels.insert(api::NODE_LABEL.to_owned(), owner.to_string()),
             None => labels.remove(api::NODE_LABEL),
         };
-        let mut writer = Writer::new(status.map(|status| &status.conditions), metadata.generation, now);
+        let mut writer = ConditionWriter::new(status.map(|status| &status.conditions), metadata.generation, now);
         writer.of_egress_ip(*address, ip, snapshot.drain_timeout);
         let node = ip.owner.as_ref();
         let object = api::EgressIP {
@@ -156,19 +158,19 @@ fn egress_ip_spec(address: IpAddr, ip: &EgressIpPlan) -> api::EgressIPSpec {
         pool: ip.pool.as_ref().map(ToString::to_string),
         interface: ip.interface.clone(),
         fixed: ip.fixed,
-        subnet_info: ip.reach.subnet.map(|subnet| api::SubnetInfo {
+        subnet_info: ip.attachment.subnet.map(|subnet| api::SubnetInfo {
             gateway: subnet.gateway.to_string(),
             prefix_length: subnet.prefix_length.into(),
             vlan: subnet.vlan.map(i32::from),
         }),
-        announce: ip.reach.announce.into(),
-        outbound: ip.reach.outbound.into(),
+        announce: ip.attachment.announce.into(),
+        outbound: ip.attachment.outbound.into(),
         policies,
     }
 }
 
 /// One object for each node that there is, and for each that still holds blocks.
-fn egress_nodes(objects: &Objects, snapshot: &Snapshot, plan: &Plan) -> BTreeMap<String, api::EgressNode> {
+fn egress_nodes(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan) -> BTreeMap<String, api::EgressNode> {
     let existing: BTreeMap<&str, &api::EgressNode> =
         objects.egress_nodes.iter().filter_map(|node| Some((node.metadata.name.as_deref()?, &**node))).collect();
     let names: BTreeSet<&NodeName> = snapshot.nodes.keys().chain(holders(&plan.blocks)).collect();

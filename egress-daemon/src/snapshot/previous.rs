@@ -5,12 +5,12 @@ use std::net::IpAddr;
 
 use k8s_openapi::jiff::Timestamp;
 
-use super::Objects;
+use super::ApiObjects;
 use super::believed::MAX_REVISION;
 use super::desired::DRAINING;
 use crate::api;
 use egress_core::{
-    model::{NodeName, Reach, SubnetInfo},
+    model::{NetworkAttachment, NodeName, SubnetInfo},
     plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan},
 };
 
@@ -19,7 +19,7 @@ use egress_core::{
 ///
 /// The revision of leases is one more than any that an object mentions, so that no grant reuses a revision that some
 /// agent has confirmed already.
-pub fn previous(objects: &Objects) -> Plan {
+pub fn previous(objects: &ApiObjects) -> Plan {
     let egress_ips = objects.egress_ips.iter().filter_map(|object| egress_ip(object)).collect();
     let mut plan = Plan { egress_ips, ..Plan::default() };
     let mut revision = 0;
@@ -72,20 +72,20 @@ pub fn egress_ip(object: &api::EgressIP) -> Option<(IpAddr, EgressIpPlan)> {
         share: status.block_share,
         scarce: status.blocks_scarce,
         starved: status.blocks_starved,
-        reach: reach(&object.spec),
+        attachment: attachment(&object.spec),
         draining: draining_since(object).is_some(),
     };
     Some((address, plan))
 }
 
 /// How packets reach the address and leave with it.
-fn reach(spec: &api::EgressIPSpec) -> Reach {
+fn attachment(spec: &api::EgressIPSpec) -> NetworkAttachment {
     let subnet = |info: &api::SubnetInfo| {
         let (gateway, prefix_length) = (info.gateway.parse().ok()?, info.prefix_length.try_into().ok()?);
         Some(SubnetInfo { gateway, prefix_length, vlan: info.vlan.and_then(|vlan| vlan.try_into().ok()) })
     };
     let subnet = spec.subnet_info.as_ref().and_then(subnet);
-    Reach { subnet, announce: spec.announce.into(), outbound: spec.outbound.into() }
+    NetworkAttachment { subnet, announce: spec.announce.into(), outbound: spec.outbound.into() }
 }
 
 /// Since when an egress IP drains, if it does.

@@ -14,7 +14,7 @@ use egress_core::{
     health::{Health, LeaseState, NodeHealth},
     model::{Endpoint, EndpointId, NodeName},
     plan::{Changes, Plan, plan, plan_and_remember},
-    testing::world::{World, arbitrary_labels, arbitrary_world},
+    testing::world::{TestCluster, arbitrary_cluster, arbitrary_labels},
 };
 
 fn time(seconds: i64) -> Time {
@@ -36,7 +36,7 @@ fn policy(name: &str, spec: Value) -> Arc<EgressGatewayPolicy> {
 }
 
 /// Two gateways, two workers with three pods each, a pool, a policy of each distribution.
-fn objects() -> Objects {
+fn objects() -> ApiObjects {
     let node = |name: &str, zone: &str| {
         let egress = name.starts_with("gw").to_string();
         read(json!({"metadata": {"name": name, "labels": {"egress": egress, "topology.kubernetes.io/zone": zone}}}))
@@ -52,7 +52,7 @@ fn objects() -> Objects {
         "nodeSelector": {"matchLabels": {"egress": "true"}},
         "subnetInfo": {"gateway": "192.0.2.1", "prefixLength": 24}
     });
-    Objects {
+    ApiObjects {
         policies: vec![
             policy("flows", json!({"egressIPPool": {"name": "public", "count": 3}})),
             policy("pods", json!({"egressIPPool": {"name": "public", "count": 2}, "distribution": "PerEndpoint"})),
@@ -73,7 +73,7 @@ fn health() -> Health {
 }
 
 /// Plans, and writes what was planned into the objects. Returns the plan.
-fn round(objects: &mut Objects, health: &Health, now: i64) -> Plan {
+fn round(objects: &mut ApiObjects, health: &Health, now: i64) -> Plan {
     let (snapshot, problems) = snapshot(objects);
     let plan = plan(&snapshot, health, &previous(objects));
     let wanted = desired(objects, &snapshot, &plan, &problems, &time(now));
@@ -112,7 +112,7 @@ fn a_controller_that_starts_again_writes_nothing() {
 }
 
 #[test]
-fn the_story_is_in_the_objects() {
+fn objects_contain_the_plan_and_its_statuses() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
     let six = objects.egress_ips.iter().find(|ip| ip.spec.address == "2001:db8::10").unwrap();
@@ -139,7 +139,7 @@ fn the_story_is_in_the_objects() {
 fn times_of_conditions_change_with_their_status_only() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
-    let ready = |objects: &Objects, at: usize| {
+    let ready = |objects: &ApiObjects, at: usize| {
         let conditions = &objects.egress_ips[at].status.as_ref().unwrap().conditions;
         (conditions[0].status.clone(), conditions[0].reason.clone(), conditions[0].last_transition_time.clone())
     };
@@ -157,23 +157,23 @@ fn times_of_conditions_change_with_their_status_only() {
 }
 
 /// Status, reason and time of a condition of the first policy.
-fn condition(objects: &Objects, kind: &str) -> (String, String, Time) {
+fn condition(objects: &ApiObjects, kind: &str) -> (String, String, Time) {
     let conditions = &objects.policies[0].status.as_ref().unwrap().conditions;
     let found = conditions.iter().find(|condition| condition.type_ == kind).unwrap();
     (found.status.clone(), found.reason.clone(), found.last_transition_time.clone())
 }
 
 #[test]
-fn not_yet_a_policy_is_ready_when_the_datapath_of_all_its_nodes_had_it() {
+fn not_yet_a_policy_is_ready_when_all_its_nodes_have_programmed_it() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
-    let report = |objects: &mut Objects, node: &str, generation: i64| {
+    let report = |objects: &mut ApiObjects, node: &str, generation: i64| {
         let programmed = vec![crate::api::ProgrammedPolicy { policy: "flows".into(), uid: String::new(), generation }];
         let object = objects.egress_nodes.iter_mut().find(|object| object.metadata.name.as_deref() == Some(node));
         let status = crate::api::EgressNodeStatus { programmed, ..Default::default() };
         Arc::make_mut(object.unwrap()).status = Some(status);
     };
-    let state = |objects: &Objects| {
+    let state = |objects: &ApiObjects| {
         let (ready, programmed) = (condition(objects, "Ready"), condition(objects, "Programmed"));
         format!("{} {}, {} {}", ready.0, ready.1, programmed.0, programmed.1)
     };
@@ -240,7 +240,7 @@ fn a_block_that_two_nodes_list_belongs_to_the_one_that_got_it_later() {
     for nodes in [[node("a", 7), node("b", 3)], [node("b", 7), node("a", 3)]] {
         let later = nodes[0].metadata.name.clone().unwrap();
         for egress_nodes in [nodes.to_vec(), nodes.iter().rev().cloned().collect()] {
-            let plan = previous(&Objects { egress_nodes, ..Default::default() });
+            let plan = previous(&ApiObjects { egress_nodes, ..Default::default() });
             let leases = &plan.blocks[&"192.0.2.1".parse().unwrap()];
             assert!(leases.values().all(|lease| lease.node.as_str() == later && lease.revision == 7), "{leases:?}");
         }
@@ -272,12 +272,12 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn what_a_small_change_touches_ends_as_everything_made_anew(
-        world in arbitrary_world(),
+    fn a_partial_update_writes_the_same_objects_as_a_full_one(
+        world in arbitrary_cluster(),
         rounds in prop::collection::vec(prop::collection::vec(any_pod(), 1..4), 1..8),
     ) {
-        let World { snapshot, health } = world;
-        let all = |snapshot: &Snapshot, plan: &Plan| desired(&Objects::default(), snapshot, plan, &[], &time(1));
+        let TestCluster { snapshot, health } = world;
+        let all = |snapshot: &Snapshot, plan: &Plan| desired(&ApiObjects::default(), snapshot, plan, &[], &time(1));
         let (mut plan, mut memo) = plan_and_remember(snapshot, &health, &Plan::default());
         let mut written = all(memo.snapshot(), &plan);
         for pods in rounds {
@@ -285,7 +285,7 @@ proptest! {
             let Some((next, touched)) = memo.change(&health, &mut plan, changes) else { break };
             memo = next;
             let specs = written.egress_nodes.iter().map(|(name, node)| (name.clone(), node.spec.clone())).collect();
-            let (objects, touched) = (Objects::default(), (&touched, &specs));
+            let (objects, touched) = (ApiObjects::default(), (&touched, &specs));
             let part = desired_part(&objects, memo.snapshot(), &plan, &[], &time(1), touched);
             written.egress_ips.extend(part.egress_ips);
             written.egress_nodes.extend(part.egress_nodes);
@@ -296,7 +296,7 @@ proptest! {
 }
 
 /// A Node with an address of each family, and what its agent says.
-fn node_with(objects: &mut Objects, name: &str, host: u8, ready: &str, created: &str, status: Value) {
+fn node_with(objects: &mut ApiObjects, name: &str, host: u8, ready: &str, created: &str, status: Value) {
     objects.nodes.push(read(json!({
         "metadata": {"name": name, "creationTimestamp": created},
         "spec": {"podCIDRs": [format!("10.244.{host}.0/24"), format!("fd00:244:{host}::/64")]},
@@ -316,7 +316,7 @@ fn node_with(objects: &mut Objects, name: &str, host: u8, ready: &str, created: 
 /// docs/failures.md: claims.
 #[test]
 fn claims_of_a_node_are_believed_only_where_nobody_else_has_what_it_claims() {
-    let mut objects = Objects::default();
+    let mut objects = ApiObjects::default();
     let said = |tunnel: &[&str], addresses: &[&str]| {
         let addresses: Vec<Value> = addresses.iter().map(|a| json!({"interface": "eth1", "cidr": a})).collect();
         let revision = i64::MAX;
@@ -378,7 +378,7 @@ fn stale_node_the_living_one_of_two_with_one_address_has_it() {
     let said = || json!({"tunnelAddresses": ["10.0.0.1", "fd00::1"]});
     // (the successor's name, readiness of the old one, which has the address)
     for (name, ready, has) in [("a", "Unknown", "a"), ("z", "Unknown", "z"), ("z", "False", "z"), ("a", "True", "m")] {
-        let mut objects = Objects::default();
+        let mut objects = ApiObjects::default();
         node_with(&mut objects, "m", 1, ready, old, said());
         node_with(&mut objects, name, 1, "True", new, said());
         let (snapshot, problems) = snapshot(&objects);
@@ -397,7 +397,7 @@ fn stale_node_the_living_one_of_two_with_one_address_has_it() {
         assert_eq!(problems.iter().filter(about).count(), 2, "{problems:?}");
     }
     // The object of a node that is gone says nothing.
-    let mut objects = Objects::default();
+    let mut objects = ApiObjects::default();
     node_with(&mut objects, "m", 1, "True", old, said());
     objects.nodes.clear();
     assert!(snapshot(&objects).0.nodes.is_empty());

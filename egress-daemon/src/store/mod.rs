@@ -12,7 +12,7 @@ mod view;
 pub use files::{Files, OpenError, parse};
 pub use kind::{Key, Kind, ObjectRef, Stored};
 pub use kubernetes::{ConnectError, Kubernetes, Reader};
-pub use problem::Problem;
+pub use problem::StoreProblem;
 
 use crate::api::Violation;
 use futures::future::BoxFuture;
@@ -39,7 +39,7 @@ pub(crate) trait Backend: Send + Sync {
     /// A number that changes whenever the source itself tells of objects of the kind: not by our own writes alone.
     fn heard(&self, kind: Kind) -> u64;
     /// What is wrong with the source of the objects, sorted.
-    fn problems(&self) -> Vec<Problem>;
+    fn problems(&self) -> Vec<StoreProblem>;
     /// Whether the source of the objects answered when it was asked last.
     fn is_connected(&self) -> bool;
     /// Its value changes after each change of what `list`, `problems` or `is_connected` return.
@@ -190,7 +190,7 @@ impl Store {
 
     /// What is wrong with the source of the objects: broken files, for instance. The last good version of what a
     /// problem is about stays in force.
-    pub fn problems(&self) -> Vec<Problem> {
+    pub fn problems(&self) -> Vec<StoreProblem> {
         self.backend.problems()
     }
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 /// A mistake in the source of objects. The last good version of what it is about stays in force.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Problem {
+pub struct StoreProblem {
     /// The file, relative to the directory of the store; empty when the source is no directory.
     pub file: PathBuf,
     /// Which of the file's YAML documents, the first is 1.
@@ -21,7 +21,7 @@ pub struct Problem {
     pub remedy: String,
 }
 
-impl fmt::Display for Problem {
+impl fmt::Display for StoreProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let file = (!self.file.as_os_str().is_empty()).then(|| self.file.display().to_string());
         let document = self.document.map(|document| format!("document {document}"));

@@ -1,7 +1,7 @@
 //! The cache that the store's readers see.
 
 use crate::store::kind::Erased;
-use crate::store::{Key, Kind, ObjectRef, Problem};
+use crate::store::{Key, Kind, ObjectRef, StoreProblem};
 use std::collections::{BTreeMap, VecDeque};
 
 /// So many changes of a kind are remembered.
@@ -16,10 +16,10 @@ pub(super) struct Item {
 
 /// All objects and problems.
 #[derive(Debug, Default)]
-pub(super) struct View {
+pub(super) struct StoreView {
     kinds: BTreeMap<Kind, BTreeMap<Key, Item>>,
     history: BTreeMap<Kind, History>,
-    pub(super) problems: Vec<Problem>,
+    pub(super) problems: Vec<StoreProblem>,
 }
 
 /// The last changes of a kind's objects.
@@ -54,7 +54,7 @@ impl History {
     }
 }
 
-impl View {
+impl StoreView {
     pub(super) fn list(&self, kind: Kind) -> Vec<Erased> {
         self.kinds.get(&kind).into_iter().flat_map(BTreeMap::values).map(|item| item.object.clone()).collect()
     }
@@ -135,13 +135,13 @@ mod tests {
         Item { version: version.to_string(), object: Arc::new(version) }
     }
 
-    fn names(view: &View, since: u64) -> Option<Vec<String>> {
+    fn names(view: &StoreView, since: u64) -> Option<Vec<String>> {
         view.changed(Kind::Pod, since).map(|keys| keys.into_iter().map(|key| key.name).collect())
     }
 
     #[test]
-    fn what_changed_since_a_revision_is_told_as_long_as_it_is_remembered() {
-        let mut view = View::default();
+    fn changes_since_a_revision_are_listed_while_history_lasts() {
+        let mut view = StoreView::default();
         assert_eq!(names(&view, 0), Some(vec![]));
         view.set(Kind::Pod, Key::cluster("a"), Some(item(1)));
         view.set(Kind::Pod, Key::cluster("a"), Some(item(1)));

@@ -70,7 +70,7 @@ fn ciliums_labels_for_the_namespace_become_conditions_on_it() {
 }
 
 #[test]
-fn what_cilium_refuses_in_silence_is_told() {
+fn policies_that_cilium_ignores_silently_are_reported() {
     let whole = json!({
         "selectors": [{"podSelector": {}}],
         "destinationCIDRs": ["0.0.0.0/0"],
@@ -143,7 +143,7 @@ fn an_egress_takes_its_addresses_from_nodes_pools_or_both() {
 }
 
 #[test]
-fn an_egress_that_says_too_much_or_too_little_is_told() {
+fn an_egress_with_contradictory_or_missing_fields_is_reported() {
     let pools = pools(&[]);
     assert!(egress(json!({"appliedTo": {}, "egressIP": "192.0.2.1"}), &pools).unwrap().selectors.is_empty());
     for (spec, field) in [

@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cnis_say_is_understood() {
+    fn networks_named_by_cnis_are_parsed() {
         let objects = CniObjects {
             calico_pools: vec![
                 object(json!({"cidr": "10.1.0.0/16", "ipipMode": "Always"})),
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_left_out_and_told() {
+    fn unparsable_networks_are_skipped_and_reported() {
         let objects = CniObjects {
             calico_pools: vec![object(json!({"cidr": "10.1.0.0"})), object(json!({"cidr": "0.0.0.0/0"}))],
             antrea_pools: vec![object(

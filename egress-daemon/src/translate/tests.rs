@@ -18,7 +18,7 @@ fn problems<T: std::fmt::Debug>(result: Result<T, Vec<Problem>>) -> Vec<String> 
 }
 
 #[test]
-fn a_whole_policy() {
+fn a_policy_with_every_field_is_translated() {
     let policy = policy(&object("EgressGatewayPolicy", json!({
         "selectors": [{
             "podSelector": {"matchLabels": {"app": "web"}, "matchExpressions": [{"key": "tier", "operator": "NotIn", "values": ["x"]}]},
@@ -112,7 +112,7 @@ fn every_problem_of_a_policy_is_told_with_its_field() {
 }
 
 #[test]
-fn a_routed_pool_is_carried_by_all_and_spread() {
+fn a_routed_pool_has_all_carriers_and_spreads_outbound_traffic() {
     let read = |announce: &str| {
         let spec = json!({"ipRanges": [{"cidr": "203.0.113.0/28"}], "nodeSelector": {}, "announce": announce});
         let read = pool(&object("EgressIPPool", spec)).unwrap();
@@ -124,7 +124,7 @@ fn a_routed_pool_is_carried_by_all_and_spread() {
 }
 
 #[test]
-fn a_whole_pool_and_a_broken_one() {
+fn a_pool_with_every_field_is_translated_and_a_broken_one_refused() {
     let read = pool(&object("EgressIPPool", json!({
         "ipRanges": [{"cidr": "192.0.2.0/28"}, {"start": "192.0.2.32", "end": "192.0.2.40"}, {"cidr": "198.51.100.1/32"}],
         "nodeSelector": {"matchLabels": {"egress": "true"}},

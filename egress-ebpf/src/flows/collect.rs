@@ -26,7 +26,7 @@ use aya_ebpf::helpers::{bpf_loop, bpf_timer_init, bpf_timer_set_callback, bpf_ti
 use core::ffi::c_void;
 use egress_common::{
     V4, V6,
-    config::Config,
+    config::DatapathConfig,
     flow::{Flow, FlowKey, Ticket, kind},
     limits::{COLLECT_ALONG, COLLECT_BATCH, COLLECT_INTERVAL_NS, COLLECT_ROUND_SHIFT, ENDED_TICKS, PENDING_TICKS},
     tcp,
@@ -107,7 +107,7 @@ extern "C" fn look<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
 
 /// The idle times in ticks: of an established connection, of one that opens or closes, of UDP, of ICMP.
 #[inline(always)]
-pub fn idle_times(config: &Config) -> [u32; 4] {
+pub fn idle_times(config: &DatapathConfig) -> [u32; 4] {
     // Read one by one, or LLVM reads one field through a computed address, which the verifier refuses without CAP_PERFMON.
     // SAFETY: references are valid for reading.
     unsafe {
@@ -122,7 +122,7 @@ pub fn idle_times(config: &Config) -> [u32; 4] {
 
 /// Whether a flow has been idle for too long, or belongs to no policy any more.
 #[inline(always)]
-fn is_due<F: Family>(config: &Config, key: &FlowKey<F>, flow: &Flow, now: u32) -> bool {
+fn is_due<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &Flow, now: u32) -> bool {
     if flow.config_generation != config.generation
         && let Class::Outside(_) = classify::classify(config, key.src, key.dst)
         // What is left of a connection is to be severed, not to be let out, as long as its pod is there.

@@ -9,7 +9,7 @@ use crate::{
     },
     headers::{
         packet::{ETH_LEN, Packet, now_tick},
-        parse::{Ip, Kind, Part, Transport, at, checksum_offset, proto},
+        parse::{Ip, Kind, L4Header, Part, at, checksum_offset, proto},
     },
     tables::{datagram, family::Family, maps::CONFIG, share, stats},
 };
@@ -46,7 +46,7 @@ fn queue<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
 
 /// A segment of the pod that ends its side, or that follows an end of the other one.
 #[inline(always)]
-pub fn by_pod<F: Family>(key: &FlowKey<F>, flow: &mut Flow, t: &Transport) {
+pub fn by_pod<F: Family>(key: &FlowKey<F>, flow: &mut Flow, t: &L4Header) {
     if flow.back != 0 && t.flags & tcp::flag::ACK != 0 {
         let back = tcp::acknowledges(flow.back, flow.end, u32::from_be(t.ack));
         if back != flow.back {
@@ -64,7 +64,7 @@ pub fn by_pod<F: Family>(key: &FlowKey<F>, flow: &mut Flow, t: &Transport) {
 pub fn by_remote<F: Family>(
     pkt: &Packet,
     ip: &Ip<F>,
-    t: &Transport,
+    t: &L4Header,
     key: &FlowKey<F>,
     flow: &mut Flow,
     seen: u16,
@@ -144,7 +144,7 @@ fn ask<F: Family>(pkt: &Packet, ip: &Ip<F>, sequence: u32) -> Option<()> {
 
 /// The acknowledgment number that accepts this segment, which has FIN or RST.
 #[inline(always)]
-fn end_of<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &Transport) -> Option<u32> {
+fn end_of<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &L4Header) -> Option<u32> {
     let seq = u32::from_be(pkt.load::<u32>(ip.l4 + at::TCP_SEQ)?);
     if t.flags & tcp::flag::RST != 0 {
         return Some(seq);

@@ -8,13 +8,13 @@
 
 use crate::{headers::packet::Packet, tables::stats};
 use egress_common::{
-    config::{Config, flags},
+    config::{DatapathConfig, flags},
     verdict::{Counter, Verdict},
 };
 
 /// Whether a new flow waits for the host's firewall, as `Flow::pending` has it.
 #[inline(always)]
-pub fn is_asked(config: &Config) -> u8 {
+pub fn is_asked(config: &DatapathConfig) -> u8 {
     (config.flags & flags::RESPECT_FIREWALL != 0) as u8
 }
 

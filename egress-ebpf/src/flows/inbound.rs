@@ -6,7 +6,7 @@ use crate::{
     headers::{
         note,
         packet::{Packet, now_tick},
-        parse::{Kind, Part, Transport, proto},
+        parse::{Kind, L4Header, Part, proto},
     },
     tables::{
         classify::{self, Class},
@@ -17,7 +17,7 @@ use crate::{
     },
 };
 use egress_common::{
-    config::Config,
+    config::DatapathConfig,
     endpoint::Endpoint,
     flow::{FlowKey, Inbound},
     tcp,
@@ -100,7 +100,7 @@ fn touch(record: &mut Inbound) {
 /// Whether a pod's packet without a flow is of a record that was made or checked under the present tables, at the interface that the
 /// gate has found right for it.
 #[inline(always)]
-pub fn is_known<F: Family>(pkt: &Packet, config: &Config, t: &Transport, key: &FlowKey<F>) -> bool {
+pub fn is_known<F: Family>(pkt: &Packet, config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>) -> bool {
     match F::inbound().get_ptr_mut(key) {
         Some(record) => {
             // SAFETY: as in `remember`.
@@ -116,9 +116,9 @@ pub fn is_known<F: Family>(pkt: &Packet, config: &Config, t: &Transport, key: &F
 #[inline(always)]
 pub fn is_of<F: Family>(
     pkt: &Packet,
-    config: &Config,
+    config: &DatapathConfig,
     generation: u32,
-    t: &Transport,
+    t: &L4Header,
     key: &FlowKey<F>,
     endpoint: &Endpoint,
 ) -> bool {
@@ -137,7 +137,7 @@ pub fn is_of<F: Family>(
 /// Whether the packet goes on with what the record is of: it opens nothing of the pod's own, and the record is not idle for too long.
 /// Only the pod's segments are followed: the other side's are taken as acknowledged.
 #[inline(always)]
-fn goes_on<F: Family>(config: &Config, t: &Transport, key: &FlowKey<F>, record: &mut Inbound) -> bool {
+fn goes_on<F: Family>(config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>, record: &mut Inbound) -> bool {
     if t.opens() {
         return false;
     }
@@ -167,6 +167,6 @@ fn goes_on<F: Family>(config: &Config, t: &Transport, key: &FlowKey<F>, record: 
 /// Whether a packet from outside would be answered through the tunnel's port: then the answer is not one of what the outside
 /// opened, which passes without being looked at again.
 #[inline(always)]
-fn is_from_tunnel(config: &Config, t: &Transport) -> bool {
+fn is_from_tunnel(config: &DatapathConfig, t: &L4Header) -> bool {
     t.kind == Kind::Udp && u16::from_be(t.src_port) as u32 == config.tunnel_port
 }

@@ -1,20 +1,20 @@
 //! The key of the flow that a packet is of.
 
 use crate::{
-    headers::parse::{Ip, Kind, Transport},
+    headers::parse::{Ip, Kind, L4Header},
     tables::family::Family,
 };
 use egress_common::flow::FlowKey;
 
 /// The 5-tuple of a pod's packet.
 #[inline(always)]
-pub fn of_pod<F: Family>(ip: &Ip<F>, t: &Transport) -> FlowKey<F> {
+pub fn of_pod<F: Family>(ip: &Ip<F>, t: &L4Header) -> FlowKey<F> {
     FlowKey { src: ip.src, dst: ip.dst, src_port: t.src_port, dst_port: t.dst_port, proto: ip.proto }
 }
 
 /// The 5-tuple of a packet towards a flow's source, as packets of the other direction have it.
 #[inline(always)]
-pub fn of_reply<F: Family>(ip: &Ip<F>, t: &Transport) -> FlowKey<F> {
+pub fn of_reply<F: Family>(ip: &Ip<F>, t: &L4Header) -> FlowKey<F> {
     match t.kind {
         Kind::Answer | Kind::Query => {
             FlowKey { src: ip.dst, dst: ip.src, src_port: t.src_port, dst_port: 0, proto: ip.proto }

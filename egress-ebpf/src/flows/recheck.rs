@@ -12,7 +12,7 @@ use crate::{
     },
 };
 use egress_common::{
-    config::Config,
+    config::DatapathConfig,
     flow::{Flow, FlowKey, is_pair, kind},
     tcp,
     verdict::Counter,
@@ -21,7 +21,7 @@ use egress_common::{
 /// The generation of the tables, to be read before anything is classified by them: what changes meanwhile makes the
 /// flow be checked again.
 #[inline(always)]
-pub fn generation(config: &Config) -> u32 {
+pub fn generation(config: &DatapathConfig) -> u32 {
     // SAFETY: a reference is valid for reading.
     unsafe { (&raw const config.generation).read_volatile() }
 }
@@ -38,7 +38,7 @@ pub enum Check {
 
 /// Checks a flow against the present tables. What stays is of their generation then.
 #[inline(always)]
-pub fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening: bool) -> Check {
+pub fn check<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow, opening: bool) -> Check {
     let generation = generation(config);
     // What opens again under the same tables is of the policy that it was of.
     let policy = if flow.kind == kind::TRANSLATED && flow.config_generation == generation {
@@ -82,7 +82,7 @@ pub fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, open
 
 /// Whether a packet of this flow may leave as the flow says: under the present tables, even if it was checked under older ones.
 #[inline(always)]
-pub fn is_in_force<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow) -> bool {
+pub fn is_in_force<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow) -> bool {
     let checked =
         flow.config_generation == generation(config) || matches!(check::<F>(config, key, flow, false), Check::Keep);
     checked && flow.kind == kind::TRANSLATED
@@ -92,7 +92,7 @@ pub fn is_in_force<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow
 /// another one (`false`). It may where nobody has answered yet or the connection before is closed, and does so where its slot is not to
 /// be used; after a closed one also where the tables have changed, since what was added to the policy is to get its part.
 #[inline(always)]
-fn reopen<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, usable: bool) -> bool {
+fn reopen<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow, usable: bool) -> bool {
     let unanswered = flow.state & tcp::seen::ACK == 0;
     if unanswered && !usable {
         return false;

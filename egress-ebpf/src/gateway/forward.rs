@@ -6,7 +6,7 @@ use crate::{
         context::Context,
         note,
         packet::{ETH_LEN, Packet},
-        parse::{self, Ip, Kind, Part, Transport},
+        parse::{self, Ip, Kind, L4Header, Part},
     },
     source::{
         deliver::{self, only},
@@ -21,7 +21,7 @@ use crate::{
     transports::{nodes, probe, send, shaper},
 };
 use egress_common::{
-    config::Config,
+    config::DatapathConfig,
     egress::{EgressIp, flags},
     port_block,
     verdict::{Counter, Verdict, purpose},
@@ -72,7 +72,7 @@ pub fn leased<F: Family>(pkt: &Packet, egress: u32, e: &EgressIp, from: u32) -> 
 
 /// The port of the egress IP that a translated packet is from, network byte order; or why it is dropped.
 #[inline(always)]
-pub fn own_port<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &Transport) -> Result<u16, Counter> {
+pub fn own_port<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &L4Header) -> Result<u16, Counter> {
     match t.kind {
         Kind::Tcp | Kind::Udp | Kind::Query => Ok(t.src_port),
         Kind::Error => match parse::embedded::<F, _>(pkt, ip.l4) {
@@ -179,7 +179,7 @@ pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
 /// A packet for an egress IP that has passed the shaper, on to the node that its port's block is leased to. A verdict's bits, or
 /// [`DELIVER`].
 #[inline(always)]
-pub fn to_source<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, egress: u32, e: &EgressIp) -> u64 {
+pub fn to_source<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, egress: u32, e: &EgressIp) -> u64 {
     let t = datagram::transport::<F>(pkt, ip);
     let node = lessee_of_reply::<F, _>(pkt, ip, &t, egress);
     hand_on::<F>(pkt, config, ip, &t, egress, e, node, true)
@@ -187,7 +187,7 @@ pub fn to_source<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, egress: u
 
 /// The node that the block of the port is leased to that a packet from outside is for; 0 for nobody.
 #[inline(always)]
-pub fn lessee_of_reply<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &Transport, egress: u32) -> u32 {
+pub fn lessee_of_reply<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &L4Header, egress: u32) -> u32 {
     match reply_port::<F, _>(pkt, ip, t) {
         Some(port) => lessee(pkt, egress, port),
         None => 0,
@@ -199,9 +199,9 @@ pub fn lessee_of_reply<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &T
 #[expect(clippy::too_many_arguments, reason = "a record of them would be copied to the stack")]
 fn hand_on<F: Family>(
     pkt: &Packet,
-    config: &Config,
+    config: &DatapathConfig,
     ip: &Ip<F>,
-    t: &Transport,
+    t: &L4Header,
     egress: u32,
     e: &EgressIp,
     node: u32,
@@ -244,7 +244,7 @@ fn nobodys<F: Family>(pkt: &Packet, e: &EgressIp, kind: Kind) -> Verdict {
 
 /// The port of the egress IP that a packet from outside is for, network byte order.
 #[inline(always)]
-fn reply_port<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &Transport) -> Option<u16> {
+fn reply_port<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &L4Header) -> Option<u16> {
     match t.kind {
         Kind::Tcp | Kind::Udp => Some(t.dst_port),
         Kind::Answer => Some(t.src_port),

@@ -26,8 +26,8 @@ use aya_ebpf::bindings::xdp_action::XDP_PASS;
 use egress_common::{
     V4, V6,
     abi::{AF_INET, AF_INET6, VNI_FORWARD, VNI_REPLY},
-    config::{self, Config},
-    egress::{EgressIp, Node, flags},
+    config::{self, DatapathConfig},
+    egress::{EgressIp, NodeEntry, flags},
     transport::{DIRECT, OVERHEAD_V4, OVERHEAD_V6, VXLAN},
     verdict::{Counter, Verdict},
 };
@@ -92,13 +92,13 @@ pub fn from_outside(pkt: &Packet<Frame>) -> Verdict {
 
 /// The settings of a node that carries egress IPs.
 #[inline(always)]
-fn carrying() -> Option<&'static Config> {
+fn carrying() -> Option<&'static DatapathConfig> {
     CONFIG.get(0).filter(|config| config.flags & config::flags::CARRIES != 0)
 }
 
 /// Does what is left to do, and counts.
 #[inline(always)]
-fn done(pkt: &Packet<Frame>, config: &Config, step: Result<Step, Left>) -> Verdict {
+fn done(pkt: &Packet<Frame>, config: &DatapathConfig, step: Result<Step, Left>) -> Verdict {
     let verdict = match step {
         Ok(Step::Sent(verdict)) => Ok(verdict),
         Ok(Step::Reply(node, entropy, length)) => reply(pkt, config, node, entropy, length),
@@ -121,7 +121,7 @@ fn done(pkt: &Packet<Frame>, config: &Config, step: Result<Step, Left>) -> Verdi
 /// Takes the outer headers off a translated packet: where it comes from, and how many bytes were taken off. Nothing for a packet of the tunnel
 /// that is another program's.
 #[inline(always)]
-fn unwrap<F: Family>(pkt: &Packet<Frame>, config: &Config) -> Option<(From, i32)> {
+fn unwrap<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig) -> Option<(From, i32)> {
     if !F::may_be_tunnelled(pkt, config) {
         return Some((From::Link, 0));
     }
@@ -159,7 +159,7 @@ fn same(a: &Mac, b: &Mac) -> bool {
 
 /// A packet that another node has translated, or one from outside.
 #[inline(always)]
-fn either_way<F: Family>(pkt: &Packet<Frame>, config: &Config, from: &From) -> Result<Step, Left> {
+fn either_way<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig, from: &From) -> Result<Step, Left> {
     let Ok(ip) = F::parse(pkt) else { return Err(Left::NotOurs) };
     match (egress::find(ip.src), from) {
         (Some((egress, e)), _) if e.flags & flags::CARRIED != 0 => outward(pkt, &ip, egress, e, from),
@@ -199,13 +199,13 @@ fn outward<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>, egress: u32, e: &EgressIp
 }
 
 #[inline(always)]
-fn is_address(node: &Node, address: &V6) -> bool {
+fn is_address(node: &NodeEntry, address: &V6) -> bool {
     address.is(&node.addr)
 }
 
 /// A packet from outside for an egress IP: to the node that its port is leased to.
 #[inline(always)]
-fn inward<F: Family>(pkt: &Packet<Frame>, config: &Config) -> Result<Step, Left> {
+fn inward<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig) -> Result<Step, Left> {
     let Ok(ip) = F::parse(pkt) else { return Err(Left::NotOurs) };
     let Some((egress, e)) = egress::find(ip.dst) else { return Err(Left::NotOurs) };
     if e.flags & flags::CARRIED == 0 {
@@ -258,7 +258,7 @@ fn redirect(ifindex: u32, mtu: u32, length: u32) -> Result<Verdict, Left> {
 
 /// Sends a reply to the node whose pod it is for.
 #[inline(always)]
-fn reply(pkt: &Packet<Frame>, config: &Config, index: u32, entropy: u32, length: u32) -> Result<Verdict, Left> {
+fn reply(pkt: &Packet<Frame>, config: &DatapathConfig, index: u32, entropy: u32, length: u32) -> Result<Verdict, Left> {
     let Some(node) = NODES.get(index) else { return Err(Left::For(Counter::XdpRefused)) };
     if node.present == 0 {
         return Err(Left::For(Counter::XdpRefused));
@@ -281,7 +281,13 @@ fn reply(pkt: &Packet<Frame>, config: &Config, index: u32, entropy: u32, length:
 
 /// Sends a frame in outer headers.
 #[inline(always)]
-fn wrap(pkt: &Packet<Frame>, config: &Config, node: &Node, entropy: u32, length: u32) -> Result<Verdict, Left> {
+fn wrap(
+    pkt: &Packet<Frame>,
+    config: &DatapathConfig,
+    node: &NodeEntry,
+    entropy: u32,
+    length: u32,
+) -> Result<Verdict, Left> {
     let ipv4 = node.tunnel_v4 != 0;
     let overhead = if ipv4 { OVERHEAD_V4 } else { OVERHEAD_V6 };
     let out = match (ipv4, node.hop_family) {

@@ -41,7 +41,7 @@ const ADVERTISEMENT_LEN: u32 = 32;
 const ALL_NODES_MAC: Mac = [0x3333, 0, 0x0001_u16.to_be()];
 
 /// What the node does about a question for an address.
-enum Answer {
+enum NeighborAnswer {
     /// The address is none of ours: the stack decides.
     NotOurs,
     /// Ours to know, but not to answer for.
@@ -51,25 +51,25 @@ enum Answer {
 }
 
 #[inline(always)]
-fn answer(e: &EgressIp, pkt: &Packet) -> Answer {
+fn answer(e: &EgressIp, pkt: &Packet) -> NeighborAnswer {
     let ifindex = pkt.ifindex();
     if e.flags & flags::NODE_ADDRESS != 0 || pkt.vlan() != e.vlan && pkt.vlan() != 0 {
-        return Answer::NotOurs;
+        return NeighborAnswer::NotOurs;
     }
     if pkt.vlan() != e.vlan {
-        return Answer::Silence;
+        return NeighborAnswer::Silence;
     }
     if !is_before(deadline::ABLE)
         || e.flags & flags::CARRIED == 0
         || e.flags & flags::SILENT != 0
         || e.ifindex != ifindex
     {
-        return Answer::Silence;
+        return NeighborAnswer::Silence;
     }
     // SAFETY: entries are replaced, not changed in place.
     match unsafe { UPLINKS.get(ifindex) } {
-        Some(uplink) => Answer::With(uplink.mac),
-        None => Answer::Silence,
+        Some(uplink) => NeighborAnswer::With(uplink.mac),
+        None => NeighborAnswer::Silence,
     }
 }
 
@@ -99,9 +99,9 @@ fn asked(pkt: &Packet) -> Verdict {
         return Verdict::Pass;
     }
     let mac = match answer(e, pkt) {
-        Answer::NotOurs => return Verdict::Pass,
-        Answer::Silence => return Verdict::Drop(Counter::DropNotOwner),
-        Answer::With(mac) => mac,
+        NeighborAnswer::NotOurs => return Verdict::Pass,
+        NeighborAnswer::Silence => return Verdict::Drop(Counter::DropNotOwner),
+        NeighborAnswer::With(mac) => mac,
     };
     let reply: Arp = [hardware, protocol, lengths, 2_u16.to_be(), mac[0], mac[1], mac[2], t0, t1, m0, m1, m2, s0, s1];
     if pkt.write(ETH_LEN, reply).and_then(|()| pkt.write(0, [[m0, m1, m2], mac])).is_none() {
@@ -167,9 +167,9 @@ pub fn solicitation(pkt: &Packet) -> Verdict {
     let Some(target) = pkt.read_v6(L4 + 8) else { return Verdict::Pass };
     let Some((_, e)) = egress::find(target) else { return Verdict::Pass };
     let mac = match answer(e, pkt) {
-        Answer::NotOurs => return Verdict::Pass,
-        Answer::Silence => return Verdict::Drop(Counter::DropNotOwner),
-        Answer::With(mac) => mac,
+        NeighborAnswer::NotOurs => return Verdict::Pass,
+        NeighborAnswer::Silence => return Verdict::Drop(Counter::DropNotOwner),
+        NeighborAnswer::With(mac) => mac,
     };
     let Some(asker) = pkt.read_v6(ETH_LEN + V6::SRC) else {
         return Verdict::Drop(Counter::DropMalformed);

@@ -20,8 +20,8 @@ use crate::{
     },
 };
 use egress_common::{
-    config::{self, Config},
-    egress::{Node, flags},
+    config::{self, DatapathConfig},
+    egress::{NodeEntry, flags},
     verdict::{Counter, Verdict},
 };
 
@@ -47,7 +47,7 @@ pub fn receive<F: Family>(pkt: &Packet) -> u64 {
 /// A packet without outer headers. Where nothing is carried, it is asked first whether a flow of a pod here has it: that answers
 /// for nearly all, by one look-up.
 #[inline(always)]
-fn plain<F: Family>(pkt: &Packet, config: &Config) -> u64 {
+fn plain<F: Family>(pkt: &Packet, config: &DatapathConfig) -> u64 {
     if config.flags & config::flags::CARRIES == 0 {
         let verdict = deliver::reply::<F>(pkt, only::KNOWN);
         if verdict != OTHER {
@@ -123,7 +123,7 @@ fn is_at(pkt: &Packet, index: u32) -> bool {
 
 /// Whether the frame comes from the MAC address of the node.
 #[inline(always)]
-pub fn sends<C: Context>(pkt: &Packet<C>, node: &Node) -> bool {
+pub fn sends<C: Context>(pkt: &Packet<C>, node: &NodeEntry) -> bool {
     let Some(from) = pkt.read::<Mac>(6) else { return false };
     let [theirs, _] = node.macs;
     let differs = (from[0] ^ theirs[0]) | (from[1] ^ theirs[1]) | (from[2] ^ theirs[2]);

@@ -11,7 +11,7 @@ use aya_ebpf::{
     helpers::bpf_csum_diff,
 };
 use core::mem::offset_of;
-use egress_common::{V4, V6, config::Config, csum, hash::Words, limits::MAX_EXTENSION_HEADERS};
+use egress_common::{V4, V6, config::DatapathConfig, csum, hash::Words, limits::MAX_EXTENSION_HEADERS};
 use network_types::ip::{Ipv4Hdr, Ipv6Hdr};
 
 /// `BPF_F_IPV6` of `bpf_l4_csum_replace` (Linux 6.16): the address change cancels out in `skb->csum`.
@@ -54,16 +54,16 @@ pub trait Header: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     /// The last four bytes of an address.
     fn last_word(self) -> u32;
     /// Whether this is UDP for this node's own address, as tunnelled packets are.
-    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &Config) -> bool;
+    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool;
     /// If such a packet is a tunnelled one: its outer source address in the common form, and whether its outer headers are such
     /// that they can simply be taken off.
-    fn outer<C: Context>(pkt: &Packet<C>, config: &Config) -> Option<(V6, bool)>;
+    fn outer<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)>;
     /// The address held in the common form of `EGRESS_IPS`.
     fn from_any(words: &V6) -> Self;
     /// Whether this is the address held in that form.
     fn is(self, words: &V6) -> bool;
     /// This node's address by which other nodes know it; zeroes for none.
-    fn own(config: &Config) -> Self;
+    fn own(config: &DatapathConfig) -> Self;
     /// Destinations that no policy ever touches: multicast, broadcast, link-local, loopback, unspecified.
     fn never_leaves(dst: Self) -> bool;
     /// Reads the header of the packet.
@@ -116,12 +116,12 @@ impl Header for V4 {
     }
 
     #[inline(always)]
-    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &Config) -> bool {
+    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool {
         outer::may_be_tunnelled_v4(pkt, config)
     }
 
     #[inline(always)]
-    fn outer<C: Context>(pkt: &Packet<C>, config: &Config) -> Option<(V6, bool)> {
+    fn outer<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)> {
         outer::outer_v4(pkt, config)
     }
 
@@ -136,7 +136,7 @@ impl Header for V4 {
     }
 
     #[inline(always)]
-    fn own(config: &Config) -> V4 {
+    fn own(config: &DatapathConfig) -> V4 {
         config.own_v4
     }
 
@@ -258,12 +258,12 @@ impl Header for V6 {
     }
 
     #[inline(always)]
-    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &Config) -> bool {
+    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool {
         outer::may_be_tunnelled_v6(pkt, config)
     }
 
     #[inline(always)]
-    fn outer<C: Context>(pkt: &Packet<C>, config: &Config) -> Option<(V6, bool)> {
+    fn outer<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)> {
         outer::outer_v6(pkt, config)
     }
 
@@ -288,7 +288,7 @@ impl Header for V6 {
     }
 
     #[inline(always)]
-    fn own(config: &Config) -> V6 {
+    fn own(config: &DatapathConfig) -> V6 {
         Self::from_any(&config.own_v6)
     }
 

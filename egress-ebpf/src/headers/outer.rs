@@ -6,11 +6,11 @@ use crate::headers::{
     packet::{ETH_LEN, Packet},
     parse::proto,
 };
-use egress_common::{V4, V6, config::Config, csum, mapped};
+use egress_common::{V4, V6, config::DatapathConfig, csum, mapped};
 
 /// Whether a packet is UDP for this node's IPv4 address.
 #[inline(always)]
-pub fn may_be_tunnelled_v4<C: Context>(pkt: &Packet<C>, config: &Config) -> bool {
+pub fn may_be_tunnelled_v4<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool {
     match pkt.read_header::<[u32; 5]>(ETH_LEN) {
         Some(h) => u32::from_be(h[2]) >> 16 & 0xff == proto::UDP && h[4] == config.own_v4[0],
         None => false,
@@ -19,7 +19,7 @@ pub fn may_be_tunnelled_v4<C: Context>(pkt: &Packet<C>, config: &Config) -> bool
 
 /// The same over IPv6.
 #[inline(always)]
-pub fn may_be_tunnelled_v6<C: Context>(pkt: &Packet<C>, config: &Config) -> bool {
+pub fn may_be_tunnelled_v6<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool {
     let own = &config.own_v6;
     match pkt.read_header::<[u32; 10]>(ETH_LEN) {
         Some([_, second, _, _, _, _, a, b, c, d]) => {
@@ -32,7 +32,7 @@ pub fn may_be_tunnelled_v6<C: Context>(pkt: &Packet<C>, config: &Config) -> bool
 
 /// The outer header of a tunnelled packet for this node over IPv4: its source, and whether all of it is as usual.
 #[inline(always)]
-pub fn outer_v4<C: Context>(pkt: &Packet<C>, config: &Config) -> Option<(V6, bool)> {
+pub fn outer_v4<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)> {
     let h = pkt.read_header::<[u32; 5]>(ETH_LEN)?;
     let first = u32::from_be(h[0]);
     let udp = pkt.read_header::<[u32; 2]>(ETH_LEN + V4::HEADER)?;
@@ -50,7 +50,7 @@ pub fn outer_v4<C: Context>(pkt: &Packet<C>, config: &Config) -> Option<(V6, boo
 
 /// The same over IPv6.
 #[inline(always)]
-pub fn outer_v6<C: Context>(pkt: &Packet<C>, config: &Config) -> Option<(V6, bool)> {
+pub fn outer_v6<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)> {
     let h = pkt.read_header::<[u32; 2]>(ETH_LEN)?;
     let udp = pkt.read_header::<[u32; 2]>(ETH_LEN + V6::HEADER)?;
     if u32::from_be(udp[0]) & 0xffff != config.tunnel_port {

@@ -18,7 +18,7 @@ use core::mem::MaybeUninit;
 use egress_common::{
     V6,
     abi::TICK_SHIFT,
-    egress::Node,
+    egress::NodeEntry,
     verdict::{Counter, Verdict},
 };
 use network_types::eth::{EthHdr, EtherType};
@@ -414,7 +414,7 @@ impl Packet {
 
     /// Sends the packet to the next hop on the way to `node`.
     #[inline(always)]
-    pub fn redirect_hop(&self, node: &Node) -> Verdict {
+    pub fn redirect_hop(&self, node: &NodeEntry) -> Verdict {
         // SAFETY: family and address lie behind each other in the record.
         unsafe { self.redirect_neigh(node.ifindex, &raw const node.hop_family) }
     }

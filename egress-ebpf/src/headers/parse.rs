@@ -82,7 +82,7 @@ pub enum Kind {
 
 /// The fields of a transport header.
 #[derive(Clone, Copy)]
-pub struct Transport {
+pub struct L4Header {
     pub kind: Kind,
     /// Source port, or identifier of an ICMP query; network byte order.
     pub src_port: u16,
@@ -94,7 +94,7 @@ pub struct Transport {
     pub ack: u32,
 }
 
-impl Transport {
+impl L4Header {
     /// One of this kind, without ports.
     #[inline(always)]
     pub const fn of(kind: Kind) -> Self {
@@ -110,7 +110,7 @@ impl Transport {
 
 /// Reads the transport header at `l4`.
 #[inline(always)]
-pub fn transport_header<F: Header, C: Context>(pkt: &Packet<C>, l4: u32, protocol: u32) -> Transport {
+pub fn transport_header<F: Header, C: Context>(pkt: &Packet<C>, l4: u32, protocol: u32) -> L4Header {
     match protocol {
         // Ports and, in the fourth word, offset and flags (RFC 9293, section 3.1); the whole header is needed later.
         proto::TCP => match pkt.read_l4::<[u32; 5]>(F::HEADER, l4, 0) {
@@ -118,25 +118,25 @@ pub fn transport_header<F: Header, C: Context>(pkt: &Packet<C>, l4: u32, protoco
                 let [p0, p1, p2, p3] = h[0].to_ne_bytes();
                 let [_, flags, _, _] = h[3].to_ne_bytes();
                 let (src_port, dst_port) = (u16::from_ne_bytes([p0, p1]), u16::from_ne_bytes([p2, p3]));
-                Transport { kind: Kind::Tcp, src_port, dst_port, flags, ack: h[2] }
+                L4Header { kind: Kind::Tcp, src_port, dst_port, flags, ack: h[2] }
             }
-            None => Transport::of(Kind::Broken),
+            None => L4Header::of(Kind::Broken),
         },
         proto::UDP => match pkt.read_l4::<[u16; 4]>(F::HEADER, l4, 0) {
-            Some([src_port, dst_port, _, _]) => Transport { kind: Kind::Udp, src_port, dst_port, flags: 0, ack: 0 },
-            None => Transport::of(Kind::Broken),
+            Some([src_port, dst_port, _, _]) => L4Header { kind: Kind::Udp, src_port, dst_port, flags: 0, ack: 0 },
+            None => L4Header::of(Kind::Broken),
         },
         p if p == F::ICMP => {
             let Some([first, _, id, _]) = pkt.read_l4::<[u16; 4]>(F::HEADER, l4, 0) else {
-                return Transport::of(Kind::Broken);
+                return L4Header::of(Kind::Broken);
             };
             let kind = icmp_kind(F::ICMP, first.to_ne_bytes()[0]);
             match kind {
-                Kind::Query | Kind::Answer => Transport { kind, src_port: id, dst_port: 0, flags: 0, ack: 0 },
-                _ => Transport::of(kind),
+                Kind::Query | Kind::Answer => L4Header { kind, src_port: id, dst_port: 0, flags: 0, ack: 0 },
+                _ => L4Header::of(kind),
             }
         }
-        _ => Transport::of(Kind::Other),
+        _ => L4Header::of(Kind::Other),
     }
 }
 

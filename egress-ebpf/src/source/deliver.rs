@@ -4,7 +4,7 @@ use crate::{
     flows::{ended, key, table},
     headers::{
         packet::{Packet, now_tick},
-        parse::{Ip, Kind, Part, Transport},
+        parse::{Ip, Kind, L4Header, Part},
     },
     source::{icmp, translated},
     tables::{
@@ -17,7 +17,7 @@ use crate::{
     transports::{carrier, mss},
 };
 use egress_common::{
-    config::Config,
+    config::DatapathConfig,
     flow::{Flow, FlowKey, Reverse, is_pair, kind},
     tcp, udp,
     verdict::{Counter, Verdict},
@@ -77,7 +77,7 @@ pub fn from_node<F: Family>(pkt: &Packet, only: u32) -> u64 {
 
 /// Undoes the translation of a reply and sends it into the pod's interface.
 #[inline(always)]
-fn deliver<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, tended: bool) -> Verdict {
+fn deliver<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4Header, tended: bool) -> Verdict {
     let key = match t.kind {
         Kind::Tcp | Kind::Udp | Kind::Answer | Kind::Query => key::of_reply(ip, t),
         Kind::Error => return icmp::incoming::<F>(pkt, config, ip),
@@ -171,7 +171,7 @@ pub fn tend<F: Family>(pkt: &Packet) -> u64 {
 
 /// Builds a forward half anew that is missing.
 #[inline(always)]
-fn mend_forward<F: Family>(config: &Config, forward: &FlowKey<F>, key: &FlowKey<F>, r: &Reverse<F>) {
+fn mend_forward<F: Family>(config: &DatapathConfig, forward: &FlowKey<F>, key: &FlowKey<F>, r: &Reverse<F>) {
     let now = now_tick();
     let mut flow = Flow {
         check: 0,

@@ -8,11 +8,11 @@ use crate::{
     headers::{
         note,
         packet::Packet,
-        parse::{Ip, Kind, Transport, proto},
+        parse::{Ip, Kind, L4Header, proto},
     },
     tables::{classify, datagram, family::Family},
 };
-use egress_common::{config::Config, verdict::Counter};
+use egress_common::{config::DatapathConfig, verdict::Counter};
 
 /// Looks at a pod's frame. What its sender may have noted in it is overwritten, so that no note on this node is a pod's.
 #[inline(always)]
@@ -24,7 +24,7 @@ pub fn frame(pkt: &Packet) -> Result<(), Counter> {
 
 /// Looks at a pod's packet, selected or not, that belongs to no flow: its headers, or why it goes nowhere.
 #[inline(always)]
-pub fn packet<F: Family>(pkt: &Packet, config: &Config) -> Result<(Ip<F>, Transport), Counter> {
+pub fn packet<F: Family>(pkt: &Packet, config: &DatapathConfig) -> Result<(Ip<F>, L4Header), Counter> {
     // An IP header that cannot be read to its end may have any transport header behind it: seven IPv6 extension headers, or a
     // kilobyte of them, may hide the tunnel's port, and nobody has a use for them. A UDP header is never cut short: it is as long as
     // the shortest fragment.
@@ -46,6 +46,6 @@ pub fn packet<F: Family>(pkt: &Packet, config: &Config) -> Result<(Ip<F>, Transp
 /// Whether this is UDP for the port of the nodes' tunnels. The destination does not matter: a node has addresses that nobody
 /// reports, and what masquerades the packet makes a node its sender.
 #[inline(always)]
-fn is_for_tunnel(config: &Config, t: &Transport) -> bool {
+fn is_for_tunnel(config: &DatapathConfig, t: &L4Header) -> bool {
     t.kind == Kind::Udp && u16::from_be(t.dst_port) as u32 == config.tunnel_port
 }

@@ -8,7 +8,7 @@ use crate::{
     headers::{
         note,
         packet::{ETH_LEN, Packet},
-        parse::{Ip, Kind, Part, Transport, proto},
+        parse::{Ip, Kind, L4Header, Part, proto},
     },
     source::{icmp, masquerade, service, translated},
     tables::{
@@ -21,7 +21,7 @@ use crate::{
     transports::probe,
 };
 use egress_common::{
-    config::Config,
+    config::DatapathConfig,
     egress::flags,
     tcp,
     verdict::{Counter, Verdict},
@@ -102,7 +102,7 @@ fn is_forged<F: Family>(pkt: &Packet, ip: &Ip<F>, egress: u32, forwarded: bool) 
 
 /// Whether this is UDP to the tunnel's port. What comes from outside and is passed on may be other nodes' traffic.
 #[inline(always)]
-fn is_tunnelled<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> bool {
+fn is_tunnelled<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) -> bool {
     if ip.proto != proto::UDP || ip.part == Part::Later || config.tunnel_port == 0 {
         return false;
     }
@@ -148,7 +148,7 @@ pub fn caught<F: Family>(pkt: &Packet) -> u64 {
 
 /// A packet of no flow. `pod_egress` leaves some of what matches a policy alone: the same here.
 #[inline(always)]
-fn unguarded<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport) -> Verdict {
+fn unguarded<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4Header) -> Verdict {
     if pkt.is_noted(note::ASKED) {
         let orphan = t.kind == Kind::Orphan;
         return Verdict::Drop(if orphan { Counter::DropFragment } else { Counter::DropNotAsked });

@@ -16,7 +16,7 @@ use crate::{
     transports::{carrier, send},
 };
 use egress_common::{
-    config::Config,
+    config::DatapathConfig,
     flow::{FlowKey, kind},
     tcp,
     verdict::{Counter, Verdict},
@@ -24,7 +24,7 @@ use egress_common::{
 
 /// An error from outside about a translated packet: it goes to the pod, if the flow is confirmed.
 #[inline(always)]
-pub fn incoming<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
+pub fn incoming<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) -> Verdict {
     let Some(inner) = parse::embedded::<F, _>(pkt, ip.l4) else { return Verdict::Drop(Counter::DropMalformed) };
     let key = FlowKey {
         src: inner.src,
@@ -75,7 +75,7 @@ fn quoted_key<F: Family>(inner: &Embedded<F>) -> FlowKey<F> {
 }
 
 #[inline(always)]
-fn quoting<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>) -> Verdict {
+fn quoting<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) -> Verdict {
     match classify::classify(config, ip.src, ip.dst) {
         Class::Outside(_) => return Verdict::Pass,
         Class::Held => return Verdict::Drop(Counter::DropHeld),

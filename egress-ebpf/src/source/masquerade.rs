@@ -8,7 +8,7 @@ use crate::{
     flows::{collect, key},
     headers::{
         packet::{Packet, now_tick},
-        parse::{Kind, Part, Transport, proto},
+        parse::{Kind, L4Header, Part, proto},
     },
     source::own,
     tables::{
@@ -66,7 +66,7 @@ pub fn remember<F: Family>(pkt: &Packet, egress: u32) -> u64 {
 /// Whose a packet from outside is that no socket of the node has: [`own::FLOWS`], [`own::NODES`] or [`own::MASQUERADED`]. `key`: as the
 /// connection leaves; `t`: the packet's own transport header.
 #[inline(always)]
-pub fn whose<F: Family>(key: &FlowKey<F>, t: &Transport) -> u64 {
+pub fn whose<F: Family>(key: &FlowKey<F>, t: &L4Header) -> u64 {
     let Some(config) = CONFIG.get(0) else { return own::FLOWS };
     let Some(record) = F::masqueraded().get_ptr_mut(key) else { return own::FLOWS };
     // SAFETY: as in `remember`.

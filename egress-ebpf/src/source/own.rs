@@ -5,7 +5,7 @@ use crate::{
     headers::{
         note,
         packet::Packet,
-        parse::{self, Kind, Part, Transport, proto},
+        parse::{self, Kind, L4Header, Part, proto},
     },
     source::masquerade,
     tables::{datagram, family::Family},
@@ -67,7 +67,7 @@ pub fn whose<F: Family>(pkt: &Packet) -> u64 {
 
 /// A connection of the node's sockets, or one that it masquerades. `t`: the packet's own transport header.
 #[inline(always)]
-fn of_node<F: Family>(pkt: &Packet, tuple: Tuple<F>, protocol: u32, opens: bool, t: &Transport) -> u64 {
+fn of_node<F: Family>(pkt: &Packet, tuple: Tuple<F>, protocol: u32, opens: bool, t: &L4Header) -> u64 {
     let key =
         FlowKey { src: tuple.dst, dst: tuple.src, src_port: tuple.dst_port, dst_port: tuple.src_port, proto: protocol };
     match of_socket(pkt, tuple, protocol, opens) {

@@ -8,7 +8,7 @@ use crate::{
     headers::{
         note,
         packet::{ETH_LEN, Packet},
-        parse::{Kind, Transport},
+        parse::{Kind, L4Header},
     },
     tables::{classify, family::Family},
     transports::exit,
@@ -21,7 +21,7 @@ pub const LOOK: u64 = u32::MAX as u64 - 2;
 
 /// `pod_egress` leaves the packet of a pod of this class to the stack, because no policy has its destination.
 #[inline(always)]
-pub fn left<F: Family>(pkt: &Packet, t: &Transport, class: u32, dst: F) -> Verdict {
+pub fn left<F: Family>(pkt: &Packet, t: &L4Header, class: u32, dst: F) -> Verdict {
     match t.kind {
         _ if class == 0 => Verdict::Pass,
         Kind::Tcp if t.opens() && classify::is_free_service(dst) => Verdict::Pass,

@@ -9,7 +9,7 @@ use crate::{
     },
     headers::{
         packet::{Packet, now_tick},
-        parse::{Ip, Kind, Part, Transport},
+        parse::{Ip, Kind, L4Header, Part},
     },
     source::{fragment, gate, icmp, service, translated},
     tables::{
@@ -22,7 +22,7 @@ use crate::{
     transports::{carrier, large},
 };
 use egress_common::{
-    config::{Config, flags},
+    config::{DatapathConfig, flags},
     endpoint::{Endpoint, Policy, policy_flags},
     flow::{Flow, FlowKey, kind},
     hash, tcp, udp,
@@ -138,9 +138,9 @@ pub fn first<F: Family>(pkt: &Packet) -> u64 {
 #[inline(always)]
 fn known<F: Family>(
     pkt: &Packet,
-    config: &Config,
+    config: &DatapathConfig,
     ip: &Ip<F>,
-    t: &Transport,
+    t: &L4Header,
     key: &FlowKey<F>,
     flow: &mut Flow,
 ) -> Known {
@@ -196,9 +196,9 @@ fn known<F: Family>(
 #[inline(always)]
 fn unknown<F: Family>(
     pkt: &Packet,
-    config: &Config,
+    config: &DatapathConfig,
     ip: &Ip<F>,
-    t: &Transport,
+    t: &L4Header,
     key: &FlowKey<F>,
 ) -> Result<(), Verdict> {
     let generation = recheck::generation(config);
@@ -236,9 +236,9 @@ fn unknown<F: Family>(
 #[inline(always)]
 fn stray<F: Family>(
     pkt: &Packet,
-    config: &Config,
+    config: &DatapathConfig,
     generation: u32,
-    t: &Transport,
+    t: &L4Header,
     key: &FlowKey<F>,
     policy: &Policy,
     endpoint: &Endpoint,
@@ -264,7 +264,7 @@ fn open<F: Family>(
     pkt: &Packet,
     pending: u8,
     generation: u32,
-    t: &Transport,
+    t: &L4Header,
     key: &FlowKey<F>,
     index: u32,
     policy: &Policy,
@@ -324,7 +324,7 @@ fn commit<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), Counter> {
 
 /// The fast path for the packets of a confirmed flow, the host-stack path until then.
 #[inline(always)]
-fn go<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow: &Taken) -> Verdict {
+fn go<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4Header, flow: &Taken) -> Verdict {
     if firewall::is_asked(config) != 0 {
         if flow.pending != 0 || ip.part != Part::Whole {
             if large::may_be(pkt, config)

@@ -4,7 +4,7 @@ use crate::{
     headers::{
         note,
         packet::{Mac, Packet},
-        parse::{Ip, Kind, Transport},
+        parse::{Ip, Kind, L4Header},
     },
     tables::{
         family::Family,
@@ -15,7 +15,7 @@ use crate::{
     transports::{carrier, large, mss, send, shaper},
 };
 use egress_common::{
-    config::Config,
+    config::DatapathConfig,
     egress::EgressIp,
     tcp,
     verdict::{Counter, Verdict, purpose},
@@ -25,9 +25,9 @@ use egress_common::{
 #[inline(always)]
 pub fn send<F: Family>(
     pkt: &Packet,
-    config: &Config,
+    config: &DatapathConfig,
     ip: &Ip<F>,
-    t: &Transport,
+    t: &L4Header,
     egress: u32,
     port: u16,
     hop: bool,

@@ -9,7 +9,7 @@ use crate::{
 };
 use aya_ebpf::btf_maps::{HashMap, lpm_trie::Key};
 use egress_common::{
-    config::{Config, flags},
+    config::{DatapathConfig, flags},
     endpoint::{Checked, Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except},
 };
 
@@ -25,7 +25,7 @@ pub enum Class {
 
 /// Classifies a source and a destination.
 #[inline(always)]
-pub fn classify<F: Family>(config: &Config, src: F, dst: F) -> Class {
+pub fn classify<F: Family>(config: &DatapathConfig, src: F, dst: F) -> Class {
     let endpoint = match copied(F::endpoints(), &src) {
         Ok(endpoint) => endpoint,
         Err(Miss::Changing) => return Class::Held,

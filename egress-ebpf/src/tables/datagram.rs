@@ -3,7 +3,7 @@
 use crate::{
     headers::{
         packet::Packet,
-        parse::{Ip, Kind, Part, Transport, proto, transport_header},
+        parse::{Ip, Kind, L4Header, Part, proto, transport_header},
     },
     tables::family::Family,
 };
@@ -17,7 +17,7 @@ pub fn key<F: Family>(ip: &Ip<F>) -> FragmentKey<F> {
 
 /// Keeps the ports of a first fragment.
 #[inline(always)]
-pub fn keep<F: Family>(ip: &Ip<F>, t: &Transport) {
+pub fn keep<F: Family>(ip: &Ip<F>, t: &L4Header) {
     let value = Fragment { src_port: t.src_port, dst_port: t.dst_port };
     // A full table evicts the oldest datagram, so this does not fail for want of room.
     let _ = F::fragments().insert(key::<F>(ip), value, 0);
@@ -38,17 +38,17 @@ pub fn is_awaited<F: Family>(ip: &Ip<F>) -> bool {
 
 /// Reads the transport header of `ip`, or what the first fragment told.
 #[inline(always)]
-pub fn transport<F: Family>(pkt: &Packet, ip: &Ip<F>) -> Transport {
+pub fn transport<F: Family>(pkt: &Packet, ip: &Ip<F>) -> L4Header {
     if ip.part == Part::Later {
         let kind = match ip.proto {
             proto::TCP => Kind::Tcp,
             proto::UDP => Kind::Udp,
             p if p == F::ICMP => Kind::Query,
-            _ => return Transport::of(Kind::Other),
+            _ => return L4Header::of(Kind::Other),
         };
         return match recall::<F>(ip) {
-            Some(f) => Transport { kind, src_port: f.src_port, dst_port: f.dst_port, flags: 0, ack: 0 },
-            None => Transport::of(Kind::Orphan),
+            Some(f) => L4Header { kind, src_port: f.src_port, dst_port: f.dst_port, flags: 0, ack: 0 },
+            None => L4Header::of(Kind::Orphan),
         };
     }
     transport_header::<F, _>(pkt, ip.l4, ip.proto)

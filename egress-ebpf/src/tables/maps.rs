@@ -8,12 +8,12 @@ use aya_ebpf::{
 use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
-    config::Config,
-    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Meter, NextHop, Node, Uplink},
+    config::DatapathConfig,
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Meter, NextHop, NodeEntry, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Ended, Flow, FlowKey, Fragment, FragmentKey, HeldKey, Inbound, Masqueraded, Reverse, Ticket},
     limits::*,
-    probe::Answer,
+    probe::ProbeAnswer,
     verdict::Counter,
 };
 
@@ -76,7 +76,7 @@ pub struct Hop<A> {
     /// The pair.
     pub src: A,
     pub dst: A,
-    /// What the route was looked up by besides (`exit::Way::from`).
+    /// What the route was looked up by besides (`exit::RouteQuery::from`).
     pub from: u32,
     /// When it was asked for.
     pub moment: u32,
@@ -181,7 +181,7 @@ pub static CARRIERS: Array<CarrierTable, MAX_EGRESS_IPS> = Array::new();
 #[btf_map]
 pub static LEASES: Array<LeaseTable, MAX_EGRESS_IPS> = Array::new();
 #[btf_map]
-pub static NODES: Array<Node, MAX_NODES> = Array::new();
+pub static NODES: Array<NodeEntry, MAX_NODES> = Array::new();
 #[btf_map]
 pub static NODE_INDEX: HashMap<V6, u32, MAX_NODE_ADDRESSES, GROW> = HashMap::new();
 /// Node by the MAC address that it sends from on a link that it shares with this one.
@@ -192,7 +192,7 @@ pub static MAC_INDEX: HashMap<MacKey, u32, MAX_MACS, GROW> = HashMap::new();
 pub static REPLY_TRANSPORT: Array<u32, MAX_NODES> = Array::new();
 /// Answers to this node's probes, for the agent.
 #[btf_map]
-pub static PROBES: RingBuf<Answer, PROBE_BUFFER> = RingBuf::new();
+pub static PROBES: RingBuf<ProbeAnswer, PROBE_BUFFER> = RingBuf::new();
 #[btf_map]
 pub static UPLINKS: HashMap<u32, Uplink, MAX_UPLINKS, GROW> = HashMap::new();
 
@@ -224,7 +224,7 @@ pub static DEVICES: DevMapHash<MAX_DEVICES> = DevMapHash::new();
 pub static METERS: Array<Meter, { 2 * MAX_EGRESS_IPS }> = Array::new();
 
 #[btf_map]
-pub static CONFIG: Array<Config, 1> = Array::new();
+pub static CONFIG: Array<DatapathConfig, 1> = Array::new();
 /// By [`egress_common::egress::deadline`]: until when this node is able to carry egress IPs, that is, answers ARP and NDP for those whose
 /// turn it has, and until when it holds its lease. Its answers to probes say both.
 #[btf_map]

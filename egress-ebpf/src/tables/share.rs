@@ -4,11 +4,11 @@
 use crate::tables::family::Family;
 use aya_ebpf::bindings::BPF_NOEXIST;
 use core::arch::asm;
-use egress_common::config::Config;
+use egress_common::config::DatapathConfig;
 
 /// Whether the pod may open no more flows.
 #[inline(always)]
-pub fn is_used_up<F: Family>(config: &Config, endpoint: u32) -> bool {
+pub fn is_used_up<F: Family>(config: &DatapathConfig, endpoint: u32) -> bool {
     let Some(flows) = F::shares().get_ptr(endpoint) else { return false };
     // SAFETY: a pointer into the map.
     config.pod_flows != 0 && unsafe { flows.read_volatile() } >= config.pod_flows as u64

@@ -9,7 +9,7 @@ use crate::{
     translation::rewrite::End,
 };
 use egress_common::{
-    config::{Config, flags},
+    config::{DatapathConfig, flags},
     csum,
 };
 
@@ -17,7 +17,7 @@ use egress_common::{
 #[inline(always)]
 pub fn rewrite<F: Family>(
     pkt: &Packet,
-    config: &Config,
+    config: &DatapathConfig,
     ip: &Ip<F>,
     inner: &Embedded<F>,
     end: End,

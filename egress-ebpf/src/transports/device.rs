@@ -9,8 +9,8 @@ use core::mem::MaybeUninit;
 use egress_common::{
     V6,
     abi::{INNER_DST_MAC, INNER_SRC_MAC},
-    config::Config,
-    egress::Node,
+    config::DatapathConfig,
+    egress::NodeEntry,
     mapped,
     verdict::{Counter, Verdict},
 };
@@ -28,7 +28,7 @@ pub const fn words(m: [u8; 6]) -> Mac {
 
 /// Sends the packet through the tunnel to `node`.
 #[inline(always)]
-pub fn send(pkt: &Packet, config: &Config, node: &Node, vni: u32) -> Verdict {
+pub fn send(pkt: &Packet, config: &DatapathConfig, node: &NodeEntry, vni: u32) -> Verdict {
     // The next node's programs redirect by IP address; the inner MAC addresses only have to pass the device.
     if pkt.write(0, INNER_MACS).is_none() || set_key(pkt, &node.addr, node.tunnel_v4, vni) != 0 {
         return Verdict::Drop(Counter::DropRedirect);

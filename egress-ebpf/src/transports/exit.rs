@@ -46,7 +46,7 @@ const NONE: u32 = u32::MAX;
 
 /// What a route is looked up by besides addresses.
 #[derive(Clone, Copy)]
-struct Way {
+struct RouteQuery {
     /// The interface that a floating egress IP is at home at. For a node's own address the one that the packet came in by, with a bit
     /// that no index has.
     from: u32,
@@ -54,7 +54,7 @@ struct Way {
     home: u32,
 }
 
-impl Way {
+impl RouteQuery {
     const ROUTED: u32 = 1 << 31;
 
     /// A floating egress IP is at home at one uplink. A node's own address is not: as with the node's own sockets, the
@@ -82,8 +82,8 @@ pub extern "C" fn leave(skb: *mut __sk_buff, egress: u32) -> u64 {
     let verdict = match EGRESS_IPS.get(egress) {
         None => Verdict::Drop(Counter::DropNotOwner),
         Some(e) if e.flags & flags::SUBNET != 0 => into_subnet(&pkt, egress, e),
-        Some(e) if pkt.protocol() == IPV6 => by_route::<V6>(&pkt, Way::of(&pkt, e)),
-        Some(e) => by_route::<V4>(&pkt, Way::of(&pkt, e)),
+        Some(e) if pkt.protocol() == IPV6 => by_route::<V6>(&pkt, RouteQuery::of(&pkt, e)),
+        Some(e) => by_route::<V4>(&pkt, RouteQuery::of(&pkt, e)),
     };
     verdict.to_bits()
 }
@@ -106,7 +106,7 @@ fn into_subnet(pkt: &Packet, egress: u32, e: &EgressIp) -> Verdict {
 
 /// Sends a packet where the routing table says.
 #[inline(always)]
-fn by_route<F: Family>(pkt: &Packet, way: Way) -> Verdict {
+fn by_route<F: Family>(pkt: &Packet, way: RouteQuery) -> Verdict {
     let Some(src) = F::load(pkt, ETH_LEN + F::SRC) else { return Verdict::Drop(Counter::DropMalformed) };
     let Some(dst) = F::load(pkt, ETH_LEN + F::SRC + size_of::<F>() as u32) else {
         return Verdict::Drop(Counter::DropMalformed);
@@ -125,7 +125,7 @@ fn by_route<F: Family>(pkt: &Packet, way: Way) -> Verdict {
 #[inline(always)]
 fn kept<F: Family, C: Context>(
     pkt: &Packet<C>,
-    way: Way,
+    way: RouteQuery,
     src: &F,
     dst: &F,
     first: bool,
@@ -159,13 +159,13 @@ pub struct Out<'a> {
 /// Where a frame of an egress IP leaves, if its next hop is one that the routing table knows.
 #[inline(always)]
 pub fn way_out<F: Family>(pkt: &Packet<Frame>, e: &EgressIp, src: &F, dst: &F) -> Option<Out<'static>> {
-    if e.flags & flags::SUBNET != 0 { None } else { by_hop(kept(pkt, Way::of(pkt, e), src, dst, true)?) }
+    if e.flags & flags::SUBNET != 0 { None } else { by_hop(kept(pkt, RouteQuery::of(pkt, e), src, dst, true)?) }
 }
 
 /// Where a frame for a neighbour on the link of an interface goes.
 #[inline(always)]
 pub fn on_link<F: Family>(pkt: &Packet<Frame>, ifindex: u32, src: &F, neighbour: &F) -> Option<Out<'static>> {
-    by_hop(kept(pkt, Way { from: ifindex, home: ifindex }, src, neighbour, true)?)
+    by_hop(kept(pkt, RouteQuery { from: ifindex, home: ifindex }, src, neighbour, true)?)
 }
 
 /// The kernel has to see a packet for a next hop now and then, or it neither asks whether that one is still there nor hears that it has
@@ -186,7 +186,7 @@ fn by_hop<F: Family>((hop, stale): (&'static Hop<F>, bool)) -> Option<Out<'stati
 /// Where a pair's next hop is kept. Pairs that share a place take turns, which costs time only: a cheap hash will do (multiplication
 /// by the golden ratio: Knuth, The Art of Computer Programming, section 6.4).
 #[inline(always)]
-fn place<F: Family>(way: Way, src: &F, dst: &F) -> u32 {
+fn place<F: Family>(way: RouteQuery, src: &F, dst: &F) -> u32 {
     const RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
     let fold = |address: &F| address.as_ref().iter().fold(0, |folded, word| folded ^ word);
     let h = ((fold(src) ^ way.from) as u64).wrapping_mul(RATIO).wrapping_add(fold(dst) as u64).wrapping_mul(RATIO);
@@ -201,10 +201,10 @@ fn equal<F: Family>(a: &F, b: &F) -> bool {
 
 /// Asks the routing table for the next hop, and the interface that it is reached by; or [`NONE`].
 #[inline(always)]
-fn find<F: Family, C: Context>(pkt: &Packet<C>, way: Way, hop: &mut Hop<F>, src: &F, dst: &F) -> u32 {
+fn find<F: Family, C: Context>(pkt: &Packet<C>, way: RouteQuery, hop: &mut Hop<F>, src: &F, dst: &F) -> u32 {
     let mut lookup = Lookup::uninit();
     let how = if way.is_routed() { 0 } else { BPF_FIB_LOOKUP_OUTPUT };
-    let found = look_up(pkt, &mut lookup, how, way.from & !Way::ROUTED, src, dst);
+    let found = look_up(pkt, &mut lookup, how, way.from & !RouteQuery::ROUTED, src, dst);
     // SAFETY: all words are filled, and the index is below LOOKUP_LEN / 4.
     let get = |index: usize| unsafe { lookup.as_ptr().cast::<u32>().add(index).read_volatile() };
     let ifindex = get(IFINDEX);

@@ -14,7 +14,7 @@ use crate::{
     transports::{carrier, send},
 };
 use egress_common::{
-    config::Config,
+    config::DatapathConfig,
     csum,
     transport::DIRECT,
     verdict::{Counter, Verdict},
@@ -33,14 +33,14 @@ const ICMP: u32 = at::ICMP_LEN;
 
 /// Whether the packet may be too large for some transport.
 #[inline(always)]
-pub fn may_be(pkt: &Packet, config: &Config) -> bool {
+pub fn may_be(pkt: &Packet, config: &DatapathConfig) -> bool {
     config.room != 0 && send::segment(pkt) > config.room
 }
 
 /// What becomes of a packet that is too large for the transport to the carrier `to`, and that nobody may, or on an IPv6
 /// underlay can, fragment there: it is answered. Over IPv4 the tunnel device takes what may be fragmented, and fragments.
 #[inline(always)]
-pub fn judge<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, to: u32) -> Option<Verdict> {
+pub fn judge<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, to: u32) -> Option<Verdict> {
     if !may_be(pkt, config) || to == carrier::LOCAL {
         return None;
     }

@@ -8,7 +8,7 @@ use crate::{
     tables::{family::Family, maps::NODES},
 };
 use aya_ebpf::bindings::__sk_buff;
-use egress_common::{V4, V6, config::Config, transport::DIRECT};
+use egress_common::{V4, V6, config::DatapathConfig, transport::DIRECT};
 
 /// Options that are looked at before the search is given up; Linux sends the option first.
 const MAX_OPTIONS: u32 = 10;
@@ -21,7 +21,7 @@ const LENGTH: u8 = 4;
 
 /// Lowers the option in the TCP header at `l4` to what fits the transport to the carrier `to` of the egress IP.
 #[inline(always)]
-pub fn clamp<F: Family>(pkt: &Packet, config: &Config, to: u32, l4: u32) {
+pub fn clamp<F: Family>(pkt: &Packet, config: &DatapathConfig, to: u32, l4: u32) {
     let limit = match NODES.get(to) {
         Some(node) if node.forward == DIRECT => node.mtu.saturating_sub(F::HEADER + TCP_HEADER),
         _ if F::VERSION == 4 => config.mss_v4,

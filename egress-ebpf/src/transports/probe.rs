@@ -17,7 +17,7 @@ use core::mem::offset_of;
 use egress_common::{
     V4, V6, csum,
     egress::deadline,
-    probe::{Answer, MAGIC, PORT, Probe, REPLY, REQUEST, SRC_MAC, VERSION, state},
+    probe::{MAGIC, PORT, Probe, ProbeAnswer, REPLY, REQUEST, SRC_MAC, VERSION, state},
     transport::clamp,
     verdict::{Counter, Verdict, purpose},
 };
@@ -137,7 +137,7 @@ fn tell<F: Family>(pkt: &Packet, index: u32) -> Verdict {
     let Some(probe) = pkt.load::<Probe>(ETH_LEN + F::HEADER + at::UDP_LEN) else {
         return Verdict::Drop(Counter::DropMalformed);
     };
-    let answer = Answer { probe, node: index, family: F::VERSION };
+    let answer = ProbeAnswer { probe, node: index, family: F::VERSION };
     // A full buffer means that no agent reads: the probe counts as lost.
     let _ = PROBES.output(&answer, 0);
     Verdict::Drop(Counter::ProbeReturned)

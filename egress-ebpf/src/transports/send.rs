@@ -19,7 +19,7 @@ use aya_ebpf::bindings::__sk_buff;
 use egress_common::{
     V4, V6,
     abi::{VNI_FORWARD, VNI_PROBE, VNI_REPLY},
-    egress::Node,
+    egress::NodeEntry,
     transport::{DIRECT, VXLAN, clamp},
     verdict::{Counter, Verdict, purpose},
 };
@@ -77,7 +77,7 @@ pub fn entropy<F: Family>(ports: (u16, u16), address: F) -> u32 {
 
 /// The transport by which node number `index` wants replies, as far as this node allows it.
 #[inline(always)]
-pub fn wished(index: u32, node: &Node) -> u32 {
+pub fn wished(index: u32, node: &NodeEntry) -> u32 {
     match REPLY_TRANSPORT.get(index) {
         Some(&reply_transport) => clamp(reply_transport, node.may),
         None => 0,
@@ -86,7 +86,7 @@ pub fn wished(index: u32, node: &Node) -> u32 {
 
 /// As it is to the node's MAC address. An error is the index of the counter for the reason.
 #[inline(always)]
-fn direct(pkt: &Packet, node: &Node) -> Result<Verdict, u32> {
+fn direct(pkt: &Packet, node: &NodeEntry) -> Result<Verdict, u32> {
     if largest(pkt, is_fragment(pkt)) > node.mtu {
         return Err(Counter::DeviceMtu as u32);
     }
@@ -99,7 +99,7 @@ fn direct(pkt: &Packet, node: &Node) -> Result<Verdict, u32> {
 
 /// Puts the node's MAC address and that of our interface into the frame.
 #[inline(always)]
-pub fn address<C: Context>(pkt: &Packet<C>, node: &Node) -> Option<()> {
+pub fn address<C: Context>(pkt: &Packet<C>, node: &NodeEntry) -> Option<()> {
     // As words that are read one by one, or LLVM makes a call to memmove (see `Packet::write_words`).
     let macs = (&raw const node.macs).cast::<u32>();
     // SAFETY: three words, and the record is aligned for words.

@@ -21,9 +21,9 @@ use aya_ebpf::{
 };
 use egress_common::{
     V4, V6,
-    config::{Config, flags},
+    config::{DatapathConfig, flags},
     csum,
-    egress::Node,
+    egress::NodeEntry,
     transport::{OUTER_V4, OUTER_V4_TTL, OVERHEAD_V4, OVERHEAD_V6},
     verdict::{Counter, Verdict},
 };
@@ -49,7 +49,7 @@ const ENCAP: u64 = BPF_F_ADJ_ROOM_FIXED_GSO as u64
 /// Writes the outer headers and sends the packet to the next hop. An error is the index of the counter for the reason;
 /// the packet is as it was then.
 #[inline(always)]
-pub fn send(pkt: &Packet, config: &Config, node: &Node, vni: u32, entropy: u32) -> Result<Verdict, u32> {
+pub fn send(pkt: &Packet, config: &DatapathConfig, node: &NodeEntry, vni: u32, entropy: u32) -> Result<Verdict, u32> {
     let ipv4 = node.tunnel_v4 != 0;
     let (overhead, family) =
         if ipv4 { (OVERHEAD_V4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4) } else { (OVERHEAD_V6, BPF_F_ADJ_ROOM_ENCAP_L3_IPV6) };
@@ -84,8 +84,8 @@ pub fn outer_ecn<C: Context>(pkt: &Packet<C>, protocol: u16) -> u32 {
 
 /// What the outer headers are made of.
 pub struct Outer<'a> {
-    pub config: &'a Config,
-    pub node: &'a Node,
+    pub config: &'a DatapathConfig,
+    pub node: &'a NodeEntry,
     pub vni: u32,
     /// By it flows take different ways.
     pub entropy: u32,
@@ -161,7 +161,7 @@ pub const fn overhead<F: Header>() -> u32 {
 
 /// Reads the outer headers of a packet.
 #[inline(always)]
-pub fn wrapped<F: Family, C: Context>(pkt: &Packet<C>, config: &Config) -> Wrapped {
+pub fn wrapped<F: Family, C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Wrapped {
     let Some((source, usual)) = F::outer(pkt, config) else { return Wrapped::Not };
     // VXLAN header, and behind the inner MAC addresses the EtherType. One after the other: old verifiers follow the way on
     // which only the second is there.
@@ -192,7 +192,7 @@ pub enum Stripped {
 
 /// Takes the outer headers off, if they are those of a tunnelled packet for this node and nothing about them is unusual.
 #[inline(always)]
-pub fn strip<F: Family>(pkt: &Packet, config: &Config) -> Stripped {
+pub fn strip<F: Family>(pkt: &Packet, config: &DatapathConfig) -> Stripped {
     let (vni, source, inner) = match wrapped::<F, _>(pkt, config) {
         Wrapped::Not => return Stripped::Not,
         Wrapped::Unusual(why) => return left(why),

@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 
 use crate::Test;
-use crate::world::{World, egress};
+use crate::world::{InstalledCluster, egress};
 
 pub const TESTS: &[Test] = &[
     ("changes::a_pod_follows_its_labels", a_pod_follows_its_labels),
@@ -11,7 +11,7 @@ pub const TESTS: &[Test] = &[
     ("changes::a_pod_that_comes_back_with_the_address_of_another_is_what_its_labels_say", address_reused),
 ];
 
-fn a_pod_follows_its_labels(world: &World) -> Result<()> {
+fn a_pod_follows_its_labels(world: &InstalledCluster) -> Result<()> {
     let pods = world.deploy("web", 1)?;
     world.pool("public", 10, 11)?;
     world.policy("web", "web", "203.0.113.0/24", 2)?;
@@ -23,7 +23,7 @@ fn a_pod_follows_its_labels(world: &World) -> Result<()> {
     world.wait_sources(pod, 0, &egress([10, 11]))
 }
 
-fn destinations_and_policies_change(world: &World) -> Result<()> {
+fn destinations_and_policies_change(world: &InstalledCluster) -> Result<()> {
     let pods = world.deploy("web", 1)?;
     let pod = &pods[0];
     world.pool("public", 10, 12)?;
@@ -42,7 +42,7 @@ fn destinations_and_policies_change(world: &World) -> Result<()> {
     world.wait_sources(pod, 0, &egress(10..=12))
 }
 
-fn address_reused(world: &World) -> Result<()> {
+fn address_reused(world: &InstalledCluster) -> Result<()> {
     let pods = world.deploy("web", 1)?;
     world.pool("public", 10, 10)?;
     world.policy("web", "web", "203.0.113.0/24", 1)?;

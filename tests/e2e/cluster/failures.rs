@@ -11,7 +11,7 @@ use lab::traffic::{Asker, ConnectRate, RunningRate, ServerMode, TcpClients, TcpO
 use lab::{Capture, Trace, wait_for, wait_until};
 
 use crate::Test;
-use crate::world::{PATIENCE, World, egress};
+use crate::world::{InstalledCluster, PATIENCE, egress};
 
 pub const TESTS: &[Test] = &[
     ("failures::the_leading_controller_dies_in_the_middle_of_a_change", the_leader_dies),
@@ -50,7 +50,7 @@ struct Load {
 }
 
 impl Load {
-    fn start(world: &World) -> Result<Load> {
+    fn start(world: &InstalledCluster) -> Result<Load> {
         let pods = world.deploy("web", 3)?;
         // One address is spare.
         world.pool("public", *HOSTS.start(), *HOSTS.end() + 1)?;
@@ -104,7 +104,7 @@ impl Load {
 
     /// What must hold after a gateway has gone at `since`: connections that begin a second later are made as if nothing had
     /// been, the plan has other owners for all egress IPs in time, and what was established goes on.
-    fn outlives(&self, world: &World, gone: &str, since: Instant) -> Result<()> {
+    fn outlives(&self, world: &InstalledCluster, gone: &str, since: Instant) -> Result<()> {
         let target = SocketAddr::new(self.target.ip(), 81);
         let _server = TcpServer::start(&world.outside()?, &[target], ServerMode::Echo)?;
         wait_for("a second passes", RECOVERY * 2, || Ok(since.elapsed() >= RECOVERY))?;
@@ -191,7 +191,7 @@ fn one_answers(trace: &Trace, address: IpAddr) -> Result<()> {
     Ok(())
 }
 
-fn a_gateway_dies(world: &World) -> Result<()> {
+fn a_gateway_dies(world: &InstalledCluster) -> Result<()> {
     let load = Load::start(world)?;
     let (address, dead) = load.busy()?;
     world.cluster.kill_node(&dead)?;
@@ -213,7 +213,7 @@ fn a_gateway_dies(world: &World) -> Result<()> {
     world.wait_installed()
 }
 
-fn a_gateway_is_frozen(world: &World) -> Result<()> {
+fn a_gateway_is_frozen(world: &InstalledCluster) -> Result<()> {
     let load = Load::start(world)?;
     let (address, frozen) = load.busy()?;
     world.cluster.freeze_node(&frozen, true)?;
@@ -226,7 +226,7 @@ fn a_gateway_is_frozen(world: &World) -> Result<()> {
     one_answers(&load.finish()?, address)
 }
 
-fn a_gateway_is_cut_off(world: &World) -> Result<()> {
+fn a_gateway_is_cut_off(world: &InstalledCluster) -> Result<()> {
     let load = Load::start(world)?;
     let (address, cut) = load.busy()?;
     world.cluster.partition(&cut, true)?;
@@ -240,7 +240,7 @@ fn a_gateway_is_cut_off(world: &World) -> Result<()> {
 }
 
 /// Waits until an egress IP has gone back.
-fn back(world: &World, address: IpAddr, node: &str) -> Result<()> {
+fn back(world: &InstalledCluster, address: IpAddr, node: &str) -> Result<()> {
     wait_until(
         "the egress IP goes back",
         PATIENCE,
@@ -251,7 +251,7 @@ fn back(world: &World, address: IpAddr, node: &str) -> Result<()> {
 }
 
 /// docs/failures.md: deaf-restart. The agent of a gateway is killed meanwhile, and the next one has nobody to read objects from.
-fn the_api_server_is_away(world: &World) -> Result<()> {
+fn the_api_server_is_away(world: &InstalledCluster) -> Result<()> {
     let load = Load::start(world)?;
     let before = world.owners()?;
     let (address, node) = load.busy()?;
@@ -298,7 +298,7 @@ fn the_api_server_is_away(world: &World) -> Result<()> {
 }
 
 /// Leases last 15 s and are renewed each 5 s: nobody's lapses, and nobody is replaced.
-fn the_api_server_stalls(world: &World) -> Result<()> {
+fn the_api_server_stalls(world: &InstalledCluster) -> Result<()> {
     let load = Load::start(world)?;
     let before = world.owners()?;
     let (address, _) = load.busy()?;
@@ -326,7 +326,7 @@ fn the_api_server_stalls(world: &World) -> Result<()> {
 }
 
 /// Waits until the agent of a node says in its metrics whether the API server answers.
-fn wait_connected(world: &World, node: &str, address: IpAddr, connected: bool) -> Result<()> {
+fn wait_connected(world: &InstalledCluster, node: &str, address: IpAddr, connected: bool) -> Result<()> {
     let ns = world.cluster.netns(node)?;
     let metrics = || ns.sh(&format!("curl -s --max-time 5 http://{address}:9473/metrics"));
     let line = format!("spillway_store_connected {}.0", u8::from(connected));
@@ -335,7 +335,7 @@ fn wait_connected(world: &World, node: &str, address: IpAddr, connected: bool) -
 }
 
 /// The address that a node has in its Node object.
-fn node_address(world: &World, node: &str) -> Result<IpAddr> {
+fn node_address(world: &InstalledCluster, node: &str) -> Result<IpAddr> {
     let node = world.cluster.get(&["node", node])?;
     let addresses = node["status"]["addresses"].as_array().context("no addresses")?;
     let internal = addresses.iter().find(|address| address["type"] == "InternalIP").context("no InternalIP")?;
@@ -353,7 +353,7 @@ fn agent_of(node: &str) -> Result<Option<i32>> {
     Ok(agent.and_then(|process| process.file_name()?.to_str()?.parse().ok()))
 }
 
-fn the_leader_dies(world: &World) -> Result<()> {
+fn the_leader_dies(world: &InstalledCluster) -> Result<()> {
     world.pool("public", 10, 60)?;
     for round in 0..3 {
         let leader = world.leader()?;
@@ -378,7 +378,7 @@ fn the_leader_dies(world: &World) -> Result<()> {
 }
 
 /// Every policy has addresses of its own, and no block of ports has two holders.
-fn nothing_is_given_out_twice(world: &World, addresses: usize) -> Result<()> {
+fn nothing_is_given_out_twice(world: &InstalledCluster, addresses: usize) -> Result<()> {
     let ips = world.until("every policy has its addresses", &["egressips"], |list| {
         list["items"].as_array().is_some_and(|items| items.len() == addresses)
     })?;

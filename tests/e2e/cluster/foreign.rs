@@ -8,7 +8,7 @@ use lab::wait_for;
 use serde_json::Value;
 
 use crate::Test;
-use crate::world::{PATIENCE, World, egress};
+use crate::world::{InstalledCluster, PATIENCE, egress};
 
 pub const TESTS: &[Test] = &[
     ("foreign::policies_of_cilium_are_carried_out_and_events_tell_of_them", policies_of_cilium),
@@ -16,7 +16,7 @@ pub const TESTS: &[Test] = &[
 ];
 
 /// Installs Spillway as its manifests say, with components.
-fn install_with(world: &World, components: &str) -> Result<()> {
+fn install_with(world: &InstalledCluster, components: &str) -> Result<()> {
     let copy = world.cluster.dir().join("manifests");
     if copy.exists() {
         fs::remove_dir_all(&copy)?;
@@ -43,18 +43,18 @@ fn copy_folder(from: &Path, to: &Path) -> Result<()> {
 }
 
 /// One of our definitions of another system's kind.
-fn definition(world: &World, plural: &str) -> Result<String> {
+fn definition(world: &InstalledCluster, plural: &str) -> Result<String> {
     let file = world.manifests.join(format!("crds/foreign/{plural}.yaml")).display().to_string();
     world.cluster.kubectl(&["create", "--dry-run=client", "-o", "json", "-f", &file])
 }
 
-fn established(world: &World, plural_and_group: &str) -> Result<()> {
+fn established(world: &InstalledCluster, plural_and_group: &str) -> Result<()> {
     let name = format!("crd/{plural_and_group}");
     world.cluster.kubectl(&["wait", "--for=condition=Established", &name, "--timeout=60s"]).map(drop)
 }
 
 /// Waits until an Event about an object has this reason, and returns its text.
-fn event(world: &World, kind: &str, name: &str, reason: &str) -> Result<String> {
+fn event(world: &InstalledCluster, kind: &str, name: &str, reason: &str) -> Result<String> {
     let of = |list: &Value| {
         let all = list["items"].as_array().into_iter().flatten();
         let mut all = all.filter(|event| {
@@ -67,7 +67,7 @@ fn event(world: &World, kind: &str, name: &str, reason: &str) -> Result<String> 
     of(&found).context("an event")
 }
 
-fn policies_of_cilium(world: &World) -> Result<()> {
+fn policies_of_cilium(world: &InstalledCluster) -> Result<()> {
     // The kind may come later.
     install_with(world, "components/cilium")?;
     // Cilium's own definition: no status, no columns.
@@ -140,7 +140,7 @@ spec:
     Ok(())
 }
 
-fn egresses_of_antrea(world: &World) -> Result<()> {
+fn egresses_of_antrea(world: &InstalledCluster) -> Result<()> {
     install_with(world, "components/cilium, components/antrea")?;
     for plural in ["egresses", "externalippools"] {
         world.cluster.apply(&definition(world, plural)?)?;

@@ -11,7 +11,7 @@ use lab::{Capture, wait_until};
 use serde_json::Value;
 
 use crate::Test;
-use crate::world::{PATIENCE, World, egress};
+use crate::world::{InstalledCluster, PATIENCE, egress};
 
 pub const TESTS: &[Test] = &[
     ("install::beside_flannel_what_pods_say_to_each_other_is_left_alone", flannel_is_left_alone),
@@ -22,7 +22,7 @@ pub const TESTS: &[Test] = &[
 
 /// Another CNI: flannel, with a VXLAN device of its own and masquerading. A policy for everything leaves what pods say to each
 /// other over it alone.
-fn flannel_is_left_alone(world: &World) -> Result<()> {
+fn flannel_is_left_alone(world: &InstalledCluster) -> Result<()> {
     let world = world.beside_flannel()?;
     let pods = world.deploy("web", 2)?;
     let [a, b] = &pods[..] else { bail!("{pods:?}") };
@@ -63,7 +63,7 @@ fn flannel_is_left_alone(world: &World) -> Result<()> {
 }
 
 /// The token of the agent on a node, as the kubelet would give it to its pod.
-fn an_agent_may_not_write_for_another_node(world: &World) -> Result<()> {
+fn an_agent_may_not_write_for_another_node(world: &InstalledCluster) -> Result<()> {
     let pods = world.cluster.get(&["pods", "-n", "spillway", "-l", "app.kubernetes.io/component=agent"])?;
     let pods = pods["items"].as_array().cloned().unwrap_or_default();
     let pod = pods.iter().find(|pod| pod["spec"]["nodeName"] == "worker1").context("no agent on worker1")?;
@@ -96,7 +96,7 @@ fn an_agent_may_not_write_for_another_node(world: &World) -> Result<()> {
 }
 
 /// To another image, and back to the one before.
-fn the_daemonset_is_rolled_under_load(world: &World) -> Result<()> {
+fn the_daemonset_is_rolled_under_load(world: &InstalledCluster) -> Result<()> {
     let pods = world.deploy("web", 3)?;
     world.pool("public", 10, 12)?;
     world.policy("web", "web", "203.0.113.0/24", 3)?;
@@ -146,14 +146,14 @@ fn the_daemonset_is_rolled_under_load(world: &World) -> Result<()> {
 }
 
 /// Has all agents run an image, one after the other.
-fn roll(world: &World, image: &str) -> Result<()> {
+fn roll(world: &InstalledCluster, image: &str) -> Result<()> {
     let image = format!("agent={image}");
     world.cluster.kubectl(&["set", "image", "-n", "spillway", "daemonset/spillway-agent", &image])?;
     world.wait_installed()
 }
 
 /// The images that agents run, each with the digests that it has on the nodes.
-fn agents(world: &World) -> Result<BTreeMap<String, BTreeSet<String>>> {
+fn agents(world: &InstalledCluster) -> Result<BTreeMap<String, BTreeSet<String>>> {
     let pods = world.cluster.get(&["pods", "-n", "spillway", "-l", "app.kubernetes.io/component=agent"])?;
     let mut images: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for pod in pods["items"].as_array().into_iter().flatten() {
@@ -165,7 +165,7 @@ fn agents(world: &World) -> Result<BTreeMap<String, BTreeSet<String>>> {
 }
 
 /// What the API server noted of Spillway's requests is what the roles allow: nothing was refused, and nothing is unused.
-fn every_right_is_used_and_none_is_missing(world: &World) -> Result<()> {
+fn every_right_is_used_and_none_is_missing(world: &InstalledCluster) -> Result<()> {
     // Everything happens once: a controller takes over, addresses come and go, a node goes.
     world.pool("public", 10, 12)?;
     world.policy("web", "web", "203.0.113.0/24", 2)?;
@@ -205,7 +205,7 @@ fn every_right_is_used_and_none_is_missing(world: &World) -> Result<()> {
 /// Group, resource (with its part, such as `egressnodes/status`), verb.
 type Right = (String, String, String);
 
-fn used(world: &World, account: &str) -> Result<(BTreeSet<Right>, BTreeMap<Right, String>)> {
+fn used(world: &InstalledCluster, account: &str) -> Result<(BTreeSet<Right>, BTreeMap<Right, String>)> {
     let user = format!("system:serviceaccount:spillway:{account}");
     let (mut used, mut refused) = (BTreeSet::new(), BTreeMap::new());
     for line in std::fs::read_to_string(world.cluster.dir().join("audit.log"))?.lines() {
@@ -234,7 +234,7 @@ fn used(world: &World, account: &str) -> Result<(BTreeSet<Right>, BTreeMap<Right
     Ok((used, refused))
 }
 
-fn granted(world: &World, account: &str) -> Result<BTreeSet<Right>> {
+fn granted(world: &InstalledCluster, account: &str) -> Result<BTreeSet<Right>> {
     let mut granted = BTreeSet::new();
     for roles in [&["clusterroles"][..], &["roles", "-A"]] {
         let list = world.cluster.get(roles)?;

@@ -20,12 +20,12 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::Result;
-use world::World;
+use world::InstalledCluster;
 
 /// The tests that judge how fast a gateway is replaced, or that nothing is lost under load: each has the machine alone.
 const ALONE: [&str; 3] = ["failures::a_gateway_", "maintenance::", "under_load"];
 
-type Test = (&'static str, fn(&World) -> Result<()>);
+type Test = (&'static str, fn(&InstalledCluster) -> Result<()>);
 
 const TESTS: &[&[Test]] = &[
     objects::TESTS,
@@ -68,7 +68,7 @@ fn run(tests: &[Test]) -> ExitCode {
     let outcome = if tests.is_empty() {
         Ok(Err(String::new()))
     } else {
-        lab::machine::take(false).and_then(|_share| World::open())
+        lab::machine::take(false).and_then(|_share| InstalledCluster::open())
     };
     match &outcome {
         Ok(Ok(world)) => {

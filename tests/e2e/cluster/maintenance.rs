@@ -10,7 +10,7 @@ use lab::traffic::{ConnectRate, ServerMode, TcpServer, UdpClients, UdpOptions, U
 use lab::{wait_for, wait_until};
 
 use crate::Test;
-use crate::world::{PATIENCE, World, egress};
+use crate::world::{InstalledCluster, PATIENCE, egress};
 
 pub const TESTS: &[Test] = &[("maintenance::gateways_are_maintained_and_nothing_is_lost", gateways_are_maintained)];
 
@@ -27,7 +27,7 @@ struct Load {
 }
 
 impl Load {
-    fn start(world: &World, pods: Vec<ClusterPod>) -> Result<Load> {
+    fn start(world: &InstalledCluster, pods: Vec<ClusterPod>) -> Result<Load> {
         let outside = world.outside()?;
         let at = |port| Ok::<_, anyhow::Error>(SocketAddr::new(SERVERS[0].parse()?, port));
         let (target, asked) = (at(81)?, at(82)?);
@@ -57,7 +57,7 @@ impl Load {
     }
 }
 
-fn gateways_are_maintained(world: &World) -> Result<()> {
+fn gateways_are_maintained(world: &InstalledCluster) -> Result<()> {
     let pods = world.deploy("web", 3)?;
     world.pool("public", *HOSTS.start(), *HOSTS.end())?;
     world.policy("web", "web", "203.0.113.0/24", HOSTS.count())?;
@@ -104,7 +104,7 @@ fn gateways_are_maintained(world: &World) -> Result<()> {
 }
 
 /// Waits until each gateway has one egress IP.
-fn settled(world: &World) -> Result<()> {
+fn settled(world: &InstalledCluster) -> Result<()> {
     let spread = |owners: &BTreeMap<IpAddr, (String, u64)>| {
         owners.len() == HOSTS.count()
             && owners.values().map(|(node, _)| node).collect::<BTreeSet<_>>().len() == HOSTS.count()
@@ -113,7 +113,7 @@ fn settled(world: &World) -> Result<()> {
 }
 
 /// Waits until an agent is ready on each node.
-fn one_agent_a_node(world: &World) -> Result<()> {
+fn one_agent_a_node(world: &InstalledCluster) -> Result<()> {
     wait_for("an agent is ready on each node", PATIENCE, || {
         let set = world.cluster.get(&["daemonset", "-n", "spillway", "spillway-agent"])?;
         let of = |field: &str| set["status"][field].as_u64();

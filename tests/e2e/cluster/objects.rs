@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 
 use crate::Test;
-use crate::world::{PATIENCE, World, egress};
+use crate::world::{InstalledCluster, PATIENCE, egress};
 
 pub const TESTS: &[Test] = &[
     ("objects::kubectl_tells_the_whole_story", kubectl_tells_the_whole_story),
@@ -14,7 +14,7 @@ pub const TESTS: &[Test] = &[
     ("objects::fifty_policies_of_one_address_are_ten_on_each_of_five_gateways", fifty_policies),
 ];
 
-fn kubectl_tells_the_whole_story(world: &World) -> Result<()> {
+fn kubectl_tells_the_whole_story(world: &InstalledCluster) -> Result<()> {
     let pods = world.deploy("web", 2)?;
     world.pool("public", 10, 12)?;
     world.policy("web", "web", "203.0.113.0/24", 3)?;
@@ -57,7 +57,7 @@ fn kubectl_tells_the_whole_story(world: &World) -> Result<()> {
 }
 
 /// docs/failures.md: tenant.
-fn tenant_a_team_writes_its_own_policy(world: &World) -> Result<()> {
+fn tenant_a_team_writes_its_own_policy(world: &InstalledCluster) -> Result<()> {
     world.team("team-a", true)?;
     world.team("team-b", false)?;
     let bind = ["create", "rolebinding", "dev", "-n", "team-a", "--clusterrole=edit", "--serviceaccount=team-a:dev"];
@@ -89,7 +89,7 @@ fn tenant_a_team_writes_its_own_policy(world: &World) -> Result<()> {
     Ok(())
 }
 
-fn bad_objects_are_refused_with_a_remedy(world: &World) -> Result<()> {
+fn bad_objects_are_refused_with_a_remedy(world: &InstalledCluster) -> Result<()> {
     let policy = |spec: &str| {
         format!(
             "{{apiVersion: spillway.io/v1alpha1, kind: EgressGatewayPolicy, metadata: {{name: bad}}, spec: {{{spec}}}}}"
@@ -107,7 +107,7 @@ fn bad_objects_are_refused_with_a_remedy(world: &World) -> Result<()> {
     Ok(())
 }
 
-fn exhaustion(world: &World) -> Result<()> {
+fn exhaustion(world: &InstalledCluster) -> Result<()> {
     let pods = world.deploy("web", 1)?;
     world.pool("public", 10, 12)?;
     world.policy("first", "web", "203.0.113.7/32", 2)?;
@@ -123,7 +123,7 @@ fn exhaustion(world: &World) -> Result<()> {
     world.condition("second", "Ready", "True").map(drop)
 }
 
-fn every_example_applies_and_is_in_force(world: &World) -> Result<()> {
+fn every_example_applies_and_is_in_force(world: &InstalledCluster) -> Result<()> {
     let examples = world.manifests.join("examples");
     let mut names: Vec<String> = std::fs::read_dir(&examples)?
         .flatten()
@@ -176,7 +176,7 @@ fn every_example_applies_and_is_in_force(world: &World) -> Result<()> {
     Ok(())
 }
 
-fn fifty_policies(world: &World) -> Result<()> {
+fn fifty_policies(world: &InstalledCluster) -> Result<()> {
     let gateways = ["worker1", "worker2", "gateway1", "gateway2", "gateway3"];
     let mut objects = format!(
         "{{apiVersion: spillway.io/v1alpha1, kind: EgressIPPool, metadata: {{name: public}}, spec: {{

@@ -9,7 +9,7 @@ use lab::cluster::SERVERS;
 use serde_json::Value;
 
 use crate::Test;
-use crate::world::{World, egress};
+use crate::world::{InstalledCluster, egress};
 
 pub const TESTS: &[Test] = &[("plugin::all_nodes_are_asked_from_where_kubectl_works", all_nodes_are_asked)];
 
@@ -17,7 +17,7 @@ pub const TESTS: &[Test] = &[("plugin::all_nodes_are_asked_from_where_kubectl_wo
 struct Plugin(PathBuf);
 
 impl Plugin {
-    fn new(world: &World) -> Result<Plugin> {
+    fn new(world: &InstalledCluster) -> Result<Plugin> {
         let program = lab::process::binary("egressctl")?;
         Ok(Plugin(world.cluster.kubectl_folder(&[("kubectl-spillway", &program)])?))
     }
@@ -35,7 +35,7 @@ impl Plugin {
     }
 }
 
-fn all_nodes_are_asked(world: &World) -> Result<()> {
+fn all_nodes_are_asked(world: &InstalledCluster) -> Result<()> {
     let plugin = Plugin::new(world)?;
     let pods = world.deploy("web", 2)?;
     world.pool("public", 10, 11)?;

@@ -18,7 +18,7 @@ pub const PATIENCE: Duration = Duration::from_secs(90);
 const ANSWER: Duration = Duration::from_secs(3);
 
 /// The cluster.
-pub struct World {
+pub struct InstalledCluster {
     pub cluster: Cluster,
     pub manifests: PathBuf,
     pub image: PathBuf,
@@ -28,9 +28,9 @@ pub struct World {
     kept: bool,
 }
 
-impl World {
+impl InstalledCluster {
     /// Starts the cluster and installs Spillway; or says why these tests are skipped.
-    pub fn open() -> Result<Result<World, String>> {
+    pub fn open() -> Result<Result<InstalledCluster, String>> {
         if let Some(obstacle) = lab::skip::obstacle() {
             return Ok(Err(obstacle));
         }
@@ -45,7 +45,7 @@ impl World {
         };
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
         let cluster = Cluster::new("swtest", Path::new(&binaries), 3, 3);
-        let world = World {
+        let world = InstalledCluster {
             cluster,
             manifests: root.join("manifests"),
             image: image.into(),
@@ -62,10 +62,10 @@ impl World {
     }
 
     /// A small cluster of its own with another CNI, and Spillway in it.
-    pub fn beside_flannel(&self) -> Result<World> {
+    pub fn beside_flannel(&self) -> Result<InstalledCluster> {
         let (manifests, image, next_image) = (self.manifests.clone(), self.image.clone(), self.next_image.clone());
         let cluster = Cluster::new("swfl", self.cluster.binaries(), 2, 2).with_flannel();
-        let world = World { cluster, manifests, image, next_image, kept: false };
+        let world = InstalledCluster { cluster, manifests, image, next_image, kept: false };
         world.cluster.up(|_| {})?;
         world.cluster.load_image(&world.image)?;
         world.cluster.install(&world.manifests)?;
@@ -232,7 +232,7 @@ impl World {
     }
 }
 
-impl Drop for World {
+impl Drop for InstalledCluster {
     fn drop(&mut self) {
         if self.kept {
             eprintln!("the cluster is left up: {}", self.cluster.dir().display());

@@ -8,7 +8,7 @@ use lab::wait_for;
 use serde_json::Value;
 
 use crate::Test;
-use crate::world::World;
+use crate::world::InstalledCluster;
 
 pub const TESTS: &[Test] = &[("writes::a_cluster_at_rest_renews_the_leases_of_carriers_and_nothing_else", at_rest)];
 
@@ -18,7 +18,7 @@ const COUNTED: Duration = Duration::from_secs(60);
 const RENEWALS: std::ops::RangeInclusive<usize> = 11..=13;
 
 /// What Spillway has written, from a byte of the audit log on: how often each object.
-fn written(world: &World, from: usize) -> Result<BTreeMap<String, usize>> {
+fn written(world: &InstalledCluster, from: usize) -> Result<BTreeMap<String, usize>> {
     let log = std::fs::read_to_string(world.cluster.dir().join("audit.log"))?;
     let mut written = BTreeMap::new();
     for line in log.get(from..).unwrap_or_default().lines() {
@@ -32,12 +32,12 @@ fn written(world: &World, from: usize) -> Result<BTreeMap<String, usize>> {
     Ok(written)
 }
 
-fn size(world: &World) -> Result<usize> {
+fn size(world: &InstalledCluster) -> Result<usize> {
     Ok(std::fs::metadata(world.cluster.dir().join("audit.log"))?.len().try_into()?)
 }
 
 /// A pool that selects every node, and an egress IP with two carriers.
-fn at_rest(world: &World) -> Result<()> {
+fn at_rest(world: &InstalledCluster) -> Result<()> {
     world.deploy("web", 2)?;
     world.cluster.apply(
         "{apiVersion: spillway.io/v1alpha1, kind: EgressIPPool, metadata: {name: public}, spec: {

@@ -70,8 +70,8 @@ pub struct Ip {
     pub fragment: Option<(usize, bool)>,
     /// "Don't fragment" (IPv4).
     pub dont_fragment: bool,
-    /// What it carries. Fragments after the first one carry [`Transport::Other`].
-    pub transport: Transport,
+    /// What it carries. Fragments after the first one carry [`TransportLayer::Other`].
+    pub transport: TransportLayer,
     /// The state of the transport's checksum.
     pub checksum: Checksum,
 }
@@ -104,7 +104,7 @@ pub struct TcpFlags {
 
 /// What an IP packet carries.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Transport {
+pub enum TransportLayer {
     /// A TCP segment.
     Tcp {
         /// Source port.
@@ -229,7 +229,7 @@ fn read_ip(net: &LaxNetSlice<'_>, transport: Option<&TransportSlice<'_>>, pendin
                 protocol: v4.payload().ip_number.0,
                 fragment,
                 dont_fragment: header.dont_fragment(),
-                transport: Transport::Other,
+                transport: TransportLayer::Other,
                 checksum: Checksum::None,
             }
         }
@@ -248,7 +248,7 @@ fn read_ip(net: &LaxNetSlice<'_>, transport: Option<&TransportSlice<'_>>, pendin
                 protocol: v6.payload().ip_number.0,
                 fragment,
                 dont_fragment: true,
-                transport: Transport::Other,
+                transport: TransportLayer::Other,
                 checksum: Checksum::None,
             }
         }
@@ -261,9 +261,9 @@ fn read_ip(net: &LaxNetSlice<'_>, transport: Option<&TransportSlice<'_>>, pendin
     Content::Ip(ip)
 }
 
-fn read_transport(transport: Option<&TransportSlice<'_>>, payload: &[u8], ip: &Ip, mac: [u8; 6]) -> Transport {
+fn read_transport(transport: Option<&TransportSlice<'_>>, payload: &[u8], ip: &Ip, mac: [u8; 6]) -> TransportLayer {
     match transport {
-        Some(TransportSlice::Tcp(tcp)) => Transport::Tcp {
+        Some(TransportSlice::Tcp(tcp)) => TransportLayer::Tcp {
             source: tcp.source_port(),
             target: tcp.destination_port(),
             flags: TcpFlags { syn: tcp.syn(), ack: tcp.ack(), fin: tcp.fin(), rst: tcp.rst() },
@@ -274,27 +274,31 @@ fn read_transport(transport: Option<&TransportSlice<'_>>, payload: &[u8], ip: &I
             }),
             payload: tcp.payload().len(),
         },
-        Some(TransportSlice::Udp(udp)) => {
-            Transport::Udp { source: udp.source_port(), target: udp.destination_port(), payload: udp.payload().len() }
-        }
+        Some(TransportSlice::Udp(udp)) => TransportLayer::Udp {
+            source: udp.source_port(),
+            target: udp.destination_port(),
+            payload: udp.payload().len(),
+        },
         Some(TransportSlice::Icmpv4(icmp)) => read_icmpv4(icmp),
         Some(TransportSlice::Icmpv6(icmp)) => read_icmpv6(icmp, mac),
         // The first fragment of a datagram has its header, which etherparse leaves alone.
         _ => match (ip.fragment, ip.protocol, payload) {
-            (Some((0, _)), 17, &[a, b, c, d, _, _, _, _, ref data @ ..]) => Transport::Udp {
+            (Some((0, _)), 17, &[a, b, c, d, _, _, _, _, ref data @ ..]) => TransportLayer::Udp {
                 source: u16::from_be_bytes([a, b]),
                 target: u16::from_be_bytes([c, d]),
                 payload: data.len(),
             },
-            _ => Transport::Other,
+            _ => TransportLayer::Other,
         },
     }
 }
 
-fn read_icmpv4(icmp: &Icmpv4Slice<'_>) -> Transport {
+fn read_icmpv4(icmp: &Icmpv4Slice<'_>) -> TransportLayer {
     match icmp.icmp_type() {
-        Icmpv4Type::EchoRequest(echo) => Transport::Echo { request: true, identifier: echo.id, sequence: echo.seq },
-        Icmpv4Type::EchoReply(echo) => Transport::Echo { request: false, identifier: echo.id, sequence: echo.seq },
+        Icmpv4Type::EchoRequest(echo) => {
+            TransportLayer::Echo { request: true, identifier: echo.id, sequence: echo.seq }
+        }
+        Icmpv4Type::EchoReply(echo) => TransportLayer::Echo { request: false, identifier: echo.id, sequence: echo.seq },
         kind @ (Icmpv4Type::DestinationUnreachable(_)
         | Icmpv4Type::TimeExceeded(_)
         | Icmpv4Type::ParameterProblem(_)) => {
@@ -304,20 +308,27 @@ fn read_icmpv4(icmp: &Icmpv4Slice<'_>) -> Transport {
                 }
                 _ => None,
             };
-            Transport::IcmpError { kind: icmp.type_u8(), code: icmp.code_u8(), mtu, inner: read_inner(icmp.payload()) }
+            TransportLayer::IcmpError {
+                kind: icmp.type_u8(),
+                code: icmp.code_u8(),
+                mtu,
+                inner: read_inner(icmp.payload()),
+            }
         }
-        _ => Transport::Other,
+        _ => TransportLayer::Other,
     }
 }
 
-fn read_icmpv6(icmp: &Icmpv6Slice<'_>, mac: [u8; 6]) -> Transport {
+fn read_icmpv6(icmp: &Icmpv6Slice<'_>, mac: [u8; 6]) -> TransportLayer {
     match (icmp.icmp_type(), icmp.payload_slice()) {
         (Icmpv6Type::EchoRequest(echo), _) => {
-            Transport::Echo { request: true, identifier: echo.id, sequence: echo.seq }
+            TransportLayer::Echo { request: true, identifier: echo.id, sequence: echo.seq }
         }
-        (Icmpv6Type::EchoReply(echo), _) => Transport::Echo { request: false, identifier: echo.id, sequence: echo.seq },
+        (Icmpv6Type::EchoReply(echo), _) => {
+            TransportLayer::Echo { request: false, identifier: echo.id, sequence: echo.seq }
+        }
         (_, Ok(Icmpv6PayloadSlice::NeighborSolicitation(one))) => {
-            Transport::NeighborSolicitation { target: one.target_address().into() }
+            TransportLayer::NeighborSolicitation { target: one.target_address().into() }
         }
         (Icmpv6Type::NeighborAdvertisement(header), Ok(Icmpv6PayloadSlice::NeighborAdvertisement(one))) => {
             // Option 2, one unit long: the target's link-layer address.
@@ -325,7 +336,7 @@ fn read_icmpv6(icmp: &Icmpv6Slice<'_>, mac: [u8; 6]) -> Transport {
                 [2, 1, address @ ..] => address.first_chunk::<6>().copied(),
                 _ => None,
             };
-            Transport::NeighborAdvertisement {
+            TransportLayer::NeighborAdvertisement {
                 target: one.target_address().into(),
                 solicited: header.solicited,
                 overrides: header.r#override,
@@ -335,9 +346,14 @@ fn read_icmpv6(icmp: &Icmpv6Slice<'_>, mac: [u8; 6]) -> Transport {
         // Errors have types below 128.
         (kind, _) if icmp.type_u8() < 128 => {
             let mtu = if let Icmpv6Type::PacketTooBig { mtu } = kind { Some(mtu) } else { None };
-            Transport::IcmpError { kind: icmp.type_u8(), code: icmp.code_u8(), mtu, inner: read_inner(icmp.payload()) }
+            TransportLayer::IcmpError {
+                kind: icmp.type_u8(),
+                code: icmp.code_u8(),
+                mtu,
+                inner: read_inner(icmp.payload()),
+            }
         }
-        _ => Transport::Other,
+        _ => TransportLayer::Other,
     }
 }
 

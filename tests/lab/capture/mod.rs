@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 
-pub use self::decode::{Arp, Checksum, Content, Inner, Ip, Packet, TcpFlags, Transport};
+pub use self::decode::{Arp, Checksum, Content, Inner, Ip, Packet, TcpFlags, TransportLayer};
 use self::socket::PacketSocket;
 pub use self::trace::Trace;
 use crate::netns::NetNs;

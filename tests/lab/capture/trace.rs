@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
 
-use super::decode::{Checksum, Content, Ip, Packet, TcpFlags, Transport};
+use super::decode::{Checksum, Content, Ip, Packet, TcpFlags, TransportLayer};
 
 /// Captured packets in the order in which they came.
 #[derive(Clone, Debug, Default)]
@@ -25,7 +25,7 @@ impl Packet {
     pub fn ports(&self) -> Option<(SocketAddr, SocketAddr)> {
         let ip = self.ip()?;
         match ip.transport {
-            Transport::Tcp { source, target, .. } | Transport::Udp { source, target, .. } => {
+            TransportLayer::Tcp { source, target, .. } | TransportLayer::Udp { source, target, .. } => {
                 Some((SocketAddr::new(ip.source, source), SocketAddr::new(ip.target, target)))
             }
             _ => None,
@@ -35,7 +35,7 @@ impl Packet {
     /// The flags, for TCP.
     pub fn tcp_flags(&self) -> Option<TcpFlags> {
         match self.ip()?.transport {
-            Transport::Tcp { flags, .. } => Some(flags),
+            TransportLayer::Tcp { flags, .. } => Some(flags),
             _ => None,
         }
     }
@@ -50,7 +50,7 @@ impl Packet {
     pub fn claim(&self) -> Option<(IpAddr, [u8; 6])> {
         match &self.content {
             Content::Arp(arp) if arp.reply || arp.sender == arp.target => Some((arp.sender.into(), arp.sender_mac)),
-            Content::Ip(Ip { transport: Transport::NeighborAdvertisement { target, mac, .. }, .. }) => {
+            Content::Ip(Ip { transport: TransportLayer::NeighborAdvertisement { target, mac, .. }, .. }) => {
                 Some((*target, *mac))
             }
             _ => None,
@@ -89,7 +89,9 @@ impl Trace {
         let mut sources = BTreeMap::new();
         for ip in self.packets.iter().filter(|packet| !packet.outgoing).filter_map(Packet::ip) {
             let counts = match ip.transport {
-                Transport::Tcp { .. } | Transport::Udp { .. } | Transport::Echo { request: true, .. } => true,
+                TransportLayer::Tcp { .. }
+                | TransportLayer::Udp { .. }
+                | TransportLayer::Echo { request: true, .. } => true,
                 _ => ip.fragment.is_some(),
             };
             if counts && ip.target == target {

@@ -8,8 +8,8 @@ use std::thread;
 use anyhow::{Context, Result, anyhow};
 
 use super::address::{self, Dual};
-use super::settings::Settings;
-use super::{Cni, Lab, Node, Role, Server};
+use super::settings::LabSettings;
+use super::{Cni, Lab, LabNode, Role, Server};
 use crate::machine;
 use crate::manifests::Manifests;
 use crate::netns::NetNs;
@@ -19,7 +19,7 @@ use crate::scope::Scope;
 /// point-to-point pods, MTU 1500 everywhere, no reverse-path filter, masquerade on every node.
 #[derive(Clone, Debug, Default)]
 pub struct Builder {
-    settings: Settings,
+    settings: LabSettings,
 }
 
 impl Builder {
@@ -172,7 +172,7 @@ impl Builder {
     }
 }
 
-fn make_nodes(scope: &mut Scope, settings: &Settings) -> Result<BTreeMap<String, Node>> {
+fn make_nodes(scope: &mut Scope, settings: &LabSettings) -> Result<BTreeMap<String, LabNode>> {
     let workers = (1..=settings.workers).map(|i| (format!("worker{i}"), Role::Worker, 10 + i));
     let gateways = (1..=settings.gateways).map(|i| (format!("gw{i}"), Role::Gateway, 100 + i));
     let rp_filter = settings.rp_filter.to_string();
@@ -192,12 +192,12 @@ fn make_nodes(scope: &mut Scope, settings: &Settings) -> Result<BTreeMap<String,
         let external = (role == Role::Gateway).then(|| address::external(number));
         let index = u8::try_from(position + 1).context("too many nodes")?;
         let underlay = address::underlay(number);
-        nodes.insert(name.clone(), Node { name, role, index, ns, underlay, external, labels, next_pod: 10 });
+        nodes.insert(name.clone(), LabNode { name, role, index, ns, underlay, external, labels, next_pod: 10 });
     }
     Ok(nodes)
 }
 
-fn make_servers(scope: &mut Scope, settings: &Settings) -> Result<BTreeMap<String, Server>> {
+fn make_servers(scope: &mut Scope, settings: &LabSettings) -> Result<BTreeMap<String, Server>> {
     let near = (1..=settings.servers).map(|i| (format!("server{i}"), address::external(199 + i)));
     let far = (1..=settings.far_servers).map(|i| (format!("far{i}"), address::far(9 + i)));
     let mut servers = BTreeMap::new();
@@ -217,7 +217,7 @@ fn forward(ns: &NetNs) -> Result<()> {
     ])
 }
 
-fn make_bridges(underlay: &NetNs, external: &NetNs, router: &NetNs, settings: &Settings) -> Result<()> {
+fn make_bridges(underlay: &NetNs, external: &NetNs, router: &NetNs, settings: &LabSettings) -> Result<()> {
     let bridge = |name: &str, mtu: u32| {
         vec![
             format!("link add {name} mtu {mtu} type bridge forward_delay 0 stp_state 0 mcast_snooping 0"),
@@ -254,12 +254,12 @@ fn plug(ns: &NetNs, interface: &str, mac: &str, segment: &NetNs, port: &str, mtu
 
 /// Returns the ports in the underlay's, the external and the far bridge.
 fn make_links(
-    nodes: &BTreeMap<String, Node>,
+    nodes: &BTreeMap<String, LabNode>,
     servers: &BTreeMap<String, Server>,
     underlay: &NetNs,
     external: &NetNs,
     router: &NetNs,
-    settings: &Settings,
+    settings: &LabSettings,
 ) -> Result<[Vec<String>; 3]> {
     let mut links = Vec::new();
     let mut ports: [(&NetNs, &str, Vec<String>); 3] =
@@ -295,7 +295,7 @@ fn make_links(
 /// See [`Builder::cards`].
 fn like_cards(
     segments: [&NetNs; 3],
-    nodes: &BTreeMap<String, Node>,
+    nodes: &BTreeMap<String, LabNode>,
     servers: &BTreeMap<String, Server>,
     ports: &[Vec<String>; 3],
 ) -> Result<()> {
@@ -336,7 +336,7 @@ fn set_up_server(server: &Server) -> Result<()> {
 }
 
 /// The bridge `far` runs only if somebody is behind it.
-fn set_up_router(router: &NetNs, nodes: &BTreeMap<String, Node>, far_runs: bool) -> Result<()> {
+fn set_up_router(router: &NetNs, nodes: &BTreeMap<String, LabNode>, far_runs: bool) -> Result<()> {
     let mut lines = Vec::new();
     for (interface, Dual { v4, v6 }) in
         [("eth0", address::underlay(1)), ("ext0", address::external(1)), ("far", address::far(1))]

@@ -27,9 +27,9 @@ use anyhow::{Context, Result};
 pub use self::address::{Dual, Family};
 pub use self::build::Builder;
 pub use self::faults::Segment;
-pub use self::node::{Node, Role};
+pub use self::node::{LabNode, Role};
 pub use self::pod::{Cni, Pod, PodSpec};
-use self::settings::Settings;
+use self::settings::LabSettings;
 pub(crate) use self::settings::XDP;
 use crate::manifests::Manifests;
 use crate::netns::NetNs;
@@ -53,10 +53,10 @@ pub struct Server {
 /// A whole lab. Dropping it ends its processes and removes everything it made.
 #[derive(Debug)]
 pub struct Lab {
-    settings: Settings,
+    settings: LabSettings,
     /// Spillway's processes by name. Declared before the scope: they end before the namespaces go.
     pub(crate) processes: BTreeMap<String, Process>,
-    nodes: BTreeMap<String, Node>,
+    nodes: BTreeMap<String, LabNode>,
     servers: BTreeMap<String, Server>,
     pods: BTreeMap<String, Pod>,
     pods_made: u32,
@@ -99,22 +99,22 @@ impl Lab {
     }
 
     /// A node by its name. Panics when there is none: a mistake of the caller.
-    pub fn node(&self, name: &str) -> &Node {
+    pub fn node(&self, name: &str) -> &LabNode {
         self.nodes.get(name).unwrap_or_else(|| panic!("the lab has no node {name}, only {:?}", self.nodes.keys()))
     }
 
     /// All nodes by name: `gw1..`, `worker1..`.
-    pub fn nodes(&self) -> impl Iterator<Item = &Node> {
+    pub fn nodes(&self) -> impl Iterator<Item = &LabNode> {
         self.nodes.values()
     }
 
     /// The gateways by name.
-    pub fn gateways(&self) -> impl Iterator<Item = &Node> {
+    pub fn gateways(&self) -> impl Iterator<Item = &LabNode> {
         self.nodes().filter(|node| node.role == Role::Gateway)
     }
 
     /// The workers by name.
-    pub fn workers(&self) -> impl Iterator<Item = &Node> {
+    pub fn workers(&self) -> impl Iterator<Item = &LabNode> {
         self.nodes().filter(|node| node.role == Role::Worker)
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 
 use super::address::{self, Dual};
-use super::settings::Settings;
+use super::settings::LabSettings;
 use crate::netns::NetNs;
 
 /// What a node is for.
@@ -19,7 +19,7 @@ pub enum Role {
 
 /// A worker or gateway node.
 #[derive(Clone, Debug)]
-pub struct Node {
+pub struct LabNode {
     /// `worker1`, `gw2`.
     pub name: String,
     /// Worker or gateway.
@@ -38,7 +38,7 @@ pub struct Node {
     pub(super) next_pod: u8,
 }
 
-impl Node {
+impl LabNode {
     /// The addresses that un-policied traffic of this node's pods has at a server: masquerade takes the outgoing
     /// interface's.
     pub fn masquerade(&self) -> Dual {
@@ -69,7 +69,7 @@ impl Node {
     }
 
     /// Addresses, routes to the other nodes' pods, forwarding and masquerade, once the links exist.
-    pub(super) fn set_up(&self, others: &BTreeMap<String, Node>, settings: &Settings) -> Result<()> {
+    pub(super) fn set_up(&self, others: &BTreeMap<String, LabNode>, settings: &LabSettings) -> Result<()> {
         let mut ip = vec![
             format!("addr add {}/24 dev eth0", self.underlay.v4),
             format!("addr add {}/64 dev eth0", self.underlay.v6),

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 
 use super::address::Dual;
-use super::node::Node;
+use super::node::LabNode;
 use crate::netns::NetNs;
 
 /// How a CNI wires a pod to its node.
@@ -106,7 +106,7 @@ impl Pod {
     }
 
     /// Makes the pod's link and routes. The pod can send as soon as this returns.
-    pub(super) fn attach(&self, node: &Node, mtu: u32) -> Result<()> {
+    pub(super) fn attach(&self, node: &LabNode, mtu: u32) -> Result<()> {
         let host = &self.host_interface;
         let mac = match self.cni {
             Cni::PointToPoint => format!("address {POINT_TO_POINT_MAC} "),
@@ -138,7 +138,7 @@ impl Pod {
         self.ns.wait_addressed(&["eth0"])
     }
 
-    fn add_routes_on(&self, node: &Node) -> Result<()> {
+    fn add_routes_on(&self, node: &LabNode) -> Result<()> {
         match self.cni {
             Cni::Bridge => Ok(()),
             Cni::PointToPoint => node.ns.ip(&[
@@ -148,7 +148,7 @@ impl Pod {
         }
     }
 
-    fn add_addresses(&self, node: &Node) -> Result<()> {
+    fn add_addresses(&self, node: &LabNode) -> Result<()> {
         let Dual { v4, v6 } = self.ips;
         self.ns.ip(&match self.cni {
             Cni::PointToPoint => vec![
@@ -171,12 +171,12 @@ impl Pod {
     }
 
     /// Takes the link away, on both sides.
-    pub(super) fn detach(&self, node: &Node) -> Result<()> {
+    pub(super) fn detach(&self, node: &LabNode) -> Result<()> {
         node.ns.ip(&[format!("link del {}", self.host_interface)])
     }
 
     /// Gives the pod other addresses on the same link.
-    pub(super) fn readdress(&mut self, node: &Node, ips: Dual) -> Result<()> {
+    pub(super) fn readdress(&mut self, node: &LabNode, ips: Dual) -> Result<()> {
         if self.cni == Cni::PointToPoint {
             node.ns.ip(&[
                 format!("route del {}/32 dev {}", self.ips.v4, self.host_interface),
@@ -193,7 +193,7 @@ impl Pod {
 }
 
 /// The bridge of the nodes whose CNI is [`Cni::Bridge`].
-pub(super) fn make_bridge(node: &Node, mtu: u32) -> Result<()> {
+pub(super) fn make_bridge(node: &LabNode, mtu: u32) -> Result<()> {
     let gateway = super::address::pod(node.index, 1);
     node.ns.ip(&[
         format!("link add cni0 mtu {mtu} type bridge forward_delay 0 stp_state 0"),

@@ -7,7 +7,7 @@ pub(crate) const XDP: &str = "SPILLWAY_TEST_XDP";
 
 /// A lab's shape. Made by [`super::Builder`].
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct LabSettings {
     pub(super) workers: u8,
     pub(super) gateways: u8,
     pub(super) servers: u8,
@@ -25,9 +25,9 @@ pub struct Settings {
     pub(super) cards: bool,
 }
 
-impl Default for Settings {
-    fn default() -> Settings {
-        Settings {
+impl Default for LabSettings {
+    fn default() -> LabSettings {
+        LabSettings {
             workers: 2,
             gateways: 3,
             servers: 1,

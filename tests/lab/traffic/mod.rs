@@ -38,7 +38,7 @@ pub use self::ping::{Ping, PingReport, ping};
 pub use self::query::{AnswerServer, Queries, QueryReport};
 pub use self::rate::{ConnectRate, RateReport, RunningRate, syns_repeated};
 pub use self::tcp::{ConnectionReport, ConnectionState, ServerMode, TcpClients, TcpOptions, TcpServer, undelivered};
-pub use self::turns::{Answer, LoadServer, round_trips};
+pub use self::turns::{LoadServer, ServerAnswer, round_trips};
 pub use self::udp::{UdpClients, UdpFlowReport, UdpOptions, UdpSeen, UdpServer};
 
 static IDS: AtomicU64 = AtomicU64::new(1);

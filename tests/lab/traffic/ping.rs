@@ -141,7 +141,7 @@ fn request(target: IpAddr, echo: IcmpEchoHeader, payload: &[u8]) -> Result<Vec<u
 }
 
 /// What a received packet means for the request that is waiting.
-enum Answer {
+enum PingAnswer {
     Reply,
     Error { text: String, mtu: Option<u32> },
     Foreign,
@@ -169,16 +169,16 @@ fn await_answer(
             IpAddr::V6(_) => read_v6(&bytes[..size], echo, payload),
         };
         match answer {
-            Answer::Reply => {
+            PingAnswer::Reply => {
                 report.replies.push((from, start.elapsed()));
                 return Ok(());
             }
-            Answer::Error { text, mtu } => {
+            PingAnswer::Error { text, mtu } => {
                 report.errors.push((from, text));
                 report.mtu = mtu.or(report.mtu);
                 return Ok(());
             }
-            Answer::Foreign => {}
+            PingAnswer::Foreign => {}
         }
     }
     Ok(())
@@ -190,17 +190,17 @@ fn ip_of(address: &SockaddrStorage) -> Option<IpAddr> {
 }
 
 /// Reads an IPv4 packet, as raw sockets give it.
-fn read_v4(packet: &[u8], echo: IcmpEchoHeader, payload: &[u8]) -> Answer {
-    let Ok(ip) = Ipv4Slice::from_slice(packet) else { return Answer::Foreign };
-    let Ok(icmp) = Icmpv4Slice::from_slice(ip.payload().payload) else { return Answer::Foreign };
+fn read_v4(packet: &[u8], echo: IcmpEchoHeader, payload: &[u8]) -> PingAnswer {
+    let Ok(ip) = Ipv4Slice::from_slice(packet) else { return PingAnswer::Foreign };
+    let Ok(icmp) = Icmpv4Slice::from_slice(ip.payload().payload) else { return PingAnswer::Foreign };
     match icmp.icmp_type() {
-        Icmpv4Type::EchoReply(reply) if reply == echo && icmp.payload() == payload => Answer::Reply,
+        Icmpv4Type::EchoReply(reply) if reply == echo && icmp.payload() == payload => PingAnswer::Reply,
         kind @ (Icmpv4Type::DestinationUnreachable(_) | Icmpv4Type::TimeExceeded(_)) => {
             // The embedded packet may be cut off, so only the fixed places are read.
             let inner = icmp.payload();
             let header = usize::from(inner.first().copied().unwrap_or(0) & 15) * 4;
             if !is_request(inner.get(header..), 8, echo) {
-                return Answer::Foreign;
+                return PingAnswer::Foreign;
             }
             let mtu = match &kind {
                 Icmpv4Type::DestinationUnreachable(
@@ -208,27 +208,27 @@ fn read_v4(packet: &[u8], echo: IcmpEchoHeader, payload: &[u8]) -> Answer {
                 ) => Some(u32::from(*next_hop_mtu)),
                 _ => None,
             };
-            Answer::Error { text: format!("{kind:?}"), mtu }
+            PingAnswer::Error { text: format!("{kind:?}"), mtu }
         }
-        _ => Answer::Foreign,
+        _ => PingAnswer::Foreign,
     }
 }
 
 /// Reads an ICMPv6 message, as raw sockets give it.
-fn read_v6(message: &[u8], echo: IcmpEchoHeader, payload: &[u8]) -> Answer {
-    let Ok(icmp) = Icmpv6Slice::from_slice(message) else { return Answer::Foreign };
+fn read_v6(message: &[u8], echo: IcmpEchoHeader, payload: &[u8]) -> PingAnswer {
+    let Ok(icmp) = Icmpv6Slice::from_slice(message) else { return PingAnswer::Foreign };
     match icmp.icmp_type() {
-        Icmpv6Type::EchoReply(reply) if reply == echo && icmp.payload() == payload => Answer::Reply,
+        Icmpv6Type::EchoReply(reply) if reply == echo && icmp.payload() == payload => PingAnswer::Reply,
         kind @ (Icmpv6Type::DestinationUnreachable(_)
         | Icmpv6Type::TimeExceeded(_)
         | Icmpv6Type::PacketTooBig { .. }) => {
             if !is_request(icmp.payload().get(40..), 128, echo) {
-                return Answer::Foreign;
+                return PingAnswer::Foreign;
             }
             let mtu = if let Icmpv6Type::PacketTooBig { mtu } = kind { Some(mtu) } else { None };
-            Answer::Error { text: format!("{kind:?}"), mtu }
+            PingAnswer::Error { text: format!("{kind:?}"), mtu }
         }
-        _ => Answer::Foreign,
+        _ => PingAnswer::Foreign,
     }
 }
 

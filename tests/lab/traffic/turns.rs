@@ -24,7 +24,7 @@ const HELD: usize = 1024;
 
 /// What a server does with its connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Answer {
+pub enum ServerAnswer {
     /// Sends back what it receives; for [`round_trips`].
     Echo,
     /// Nothing: for [`super::ConnectRate`], which resets what it has opened.
@@ -42,7 +42,7 @@ pub struct LoadServer {
 
 impl LoadServer {
     /// Listens on all `addresses`.
-    pub fn start(ns: &NetNs, addresses: &[SocketAddr], answer: Answer) -> Result<LoadServer> {
+    pub fn start(ns: &NetNs, addresses: &[SocketAddr], answer: ServerAnswer) -> Result<LoadServer> {
         let listeners =
             ns.run(|| addresses.iter().map(|&one| bind(one, TcpListener::bind)).collect::<Result<Vec<_>>>())?;
         for listener in &listeners {
@@ -66,7 +66,7 @@ impl Drop for LoadServer {
     }
 }
 
-fn serve(listeners: &[TcpListener], answer: Answer, stop: &AtomicBool) -> Result<()> {
+fn serve(listeners: &[TcpListener], answer: ServerAnswer, stop: &AtomicBool) -> Result<()> {
     let mut held = VecDeque::with_capacity(HELD);
     thread::scope(|scope| {
         while !stop.load(Ordering::Relaxed) {
@@ -75,8 +75,8 @@ fn serve(listeners: &[TcpListener], answer: Answer, stop: &AtomicBool) -> Result
             for listener in listeners {
                 loop {
                     match listener.accept() {
-                        Ok((stream, _)) if answer == Answer::Echo => drop(scope.spawn(move || echo(stream).ok())),
-                        Ok(_) if answer == Answer::Close => {}
+                        Ok((stream, _)) if answer == ServerAnswer::Echo => drop(scope.spawn(move || echo(stream).ok())),
+                        Ok(_) if answer == ServerAnswer::Close => {}
                         Ok((stream, _)) => {
                             if held.len() == HELD {
                                 held.pop_front();

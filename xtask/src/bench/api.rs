@@ -35,16 +35,16 @@ pub struct Size {
 /// A running one. It ends with the process.
 pub struct Api {
     pub address: SocketAddr,
-    world: Arc<World>,
+    world: Arc<FakeApiServer>,
 }
 
-struct World {
+struct FakeApiServer {
     size: Size,
-    state: Mutex<State>,
+    state: Mutex<FakeApiState>,
 }
 
 #[derive(Default)]
-struct State {
+struct FakeApiState {
     version: u64,
     writes: u64,
     /// How many objects of each kind were created.
@@ -57,7 +57,7 @@ impl Api {
     pub fn start(size: Size) -> Result<Api> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot listen")?;
         let address = listener.local_addr()?;
-        let world = Arc::new(World { size, state: Mutex::default() });
+        let world = Arc::new(FakeApiServer { size, state: Mutex::default() });
         let shared = Arc::clone(&world);
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
@@ -93,8 +93,8 @@ impl Api {
     }
 }
 
-impl World {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl FakeApiServer {
+    fn state(&self) -> MutexGuard<'_, FakeApiState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -341,8 +341,8 @@ fn lease(n: u32, version: u64) -> Value {
 mod tests {
     use super::*;
 
-    fn world() -> World {
-        World { size: Size { nodes: 300, pods: 7, policies: 2, egress_ips: 3 }, state: Mutex::default() }
+    fn world() -> FakeApiServer {
+        FakeApiServer { size: Size { nodes: 300, pods: 7, policies: 2, egress_ips: 3 }, state: Mutex::default() }
     }
 
     fn request(text: &str) -> Request {

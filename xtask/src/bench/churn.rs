@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use lab::Family;
-use lab::traffic::{Answer, AnswerServer, ConnectRate, LoadServer, Queries, on_cpu};
+use lab::traffic::{AnswerServer, ConnectRate, LoadServer, Queries, ServerAnswer, on_cpu};
 
 use super::figures::Figure;
 use super::flows::{map_memory, tracked};
-use super::variant::{CPU, Opened, Place, Variant};
+use super::variant::{BenchLab, CPU, Opened, Variant};
 use crate::progress::Step;
 
 /// Servers that the pod goes to.
@@ -48,7 +48,7 @@ struct Churned {
 pub fn measure(binaries: &Path, window: Duration) -> Result<Vec<Figure>> {
     let mut all = Vec::new();
     for variant in VARIANTS {
-        let Opened::Ready(place) = Place::open(variant, binaries, "", 1)? else { continue };
+        let Opened::Ready(place) = BenchLab::open(variant, binaries, "", 1)? else { continue };
         let step = Step::start(&format!("churn, {}", variant.title()));
         all.push((variant, churn(&place, window)?));
         step.end("✓", "");
@@ -68,12 +68,12 @@ pub fn measure(binaries: &Path, window: Duration) -> Result<Vec<Figure>> {
     Ok(figures.into_iter().map(figure).collect())
 }
 
-fn churn(place: &Place, window: Duration) -> Result<Churned> {
+fn churn(place: &BenchLab, window: Duration) -> Result<Churned> {
     let server = &place.server;
     let crowd = place.lab.crowd(server, SERVERS)?;
     let at = |port: u16| -> Vec<SocketAddr> { crowd.iter().map(|one| one.at(Family::V4, port)).collect() };
     let any = |port| SocketAddr::new([0u16; 8].into(), port);
-    let _connections = LoadServer::start(&server.ns, &[any(CONNECT_PORT)], Answer::Hold)?;
+    let _connections = LoadServer::start(&server.ns, &[any(CONNECT_PORT)], ServerAnswer::Hold)?;
     let _answers = AnswerServer::start(&server.ns, QUERY_PORT)?;
     let before = refused(place)?;
     let mut memory = 0f64;
@@ -102,7 +102,7 @@ fn churn(place: &Place, window: Duration) -> Result<Churned> {
 }
 
 /// Packets that found no room: Spillway's shares, ports and tables, or the kernel's table of connections, on all nodes.
-fn refused(place: &Place) -> Result<f64> {
+fn refused(place: &BenchLab) -> Result<f64> {
     let mut sum = 0.0;
     for node in place.lab.nodes() {
         sum += match place.variant {
@@ -135,7 +135,7 @@ fn not_tracked(text: &str) -> Result<f64> {
 }
 
 /// Bytes that flows hold on all nodes.
-fn held(place: &Place) -> Result<f64> {
+fn held(place: &BenchLab) -> Result<f64> {
     match place.variant {
         Variant::Plain => Ok(0.0),
         Variant::Stock => tracked(place),
@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_not_tracked_is_the_sum_over_processors() {
+    fn untracked_packets_are_summed_over_processors() {
         let text = "entries  drop early_drop other\n000000ff 0000000a 00000001 00000007\n000000ff 00000001 00000000 00000007\n";
         assert_eq!(not_tracked(text).expect("statistics"), 12.0);
     }

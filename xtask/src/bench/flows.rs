@@ -9,14 +9,14 @@ use lab::traffic::Blaster;
 
 use super::rounds::median;
 use super::routes::{TARGETS, targets};
-use super::variant::{Place, Variant};
+use super::variant::{BenchLab, Variant};
 
 /// Flows of one measurement.
 const SOCKETS: usize = 64;
 const TURNS: usize = 7;
 
 /// Microseconds of CPU time that a flow's first packet takes beyond a later one.
-pub fn set_up_time(place: &Place, family: Family) -> Result<f64> {
+pub fn set_up_time(place: &BenchLab, family: Family) -> Result<f64> {
     median(TURNS, || {
         let mut blaster = Blaster::open(&place.pod.ns, SOCKETS, &targets(family), 64)?;
         let first = blaster.run_once(&place.sink)?;
@@ -30,7 +30,7 @@ pub fn set_up_time(place: &Place, family: Family) -> Result<f64> {
 
 /// Bytes that a flow holds on all nodes together: entries of maps, or of the kernel's connection tracking (without its
 /// extensions).
-pub fn memory(place: &Place, family: Family) -> Result<Option<f64>> {
+pub fn memory(place: &BenchLab, family: Family) -> Result<Option<f64>> {
     let flows = (SOCKETS * usize::from(TARGETS)) as f64;
     let mut blaster = Blaster::open(&place.pod.ns, SOCKETS, &targets(family), 64)?;
     let before = held(place, family)?;
@@ -39,7 +39,7 @@ pub fn memory(place: &Place, family: Family) -> Result<Option<f64>> {
     Ok(before.zip(after).map(|(before, after)| (after - before).max(0.0) / flows))
 }
 
-fn held(place: &Place, family: Family) -> Result<Option<f64>> {
+fn held(place: &BenchLab, family: Family) -> Result<Option<f64>> {
     match place.variant {
         Variant::Plain => Ok(None),
         Variant::Stock => tracked(place).map(Some),
@@ -48,7 +48,7 @@ fn held(place: &Place, family: Family) -> Result<Option<f64>> {
 }
 
 /// Bytes of a family's maps on the pod's node.
-pub fn map_memory(place: &Place, family: Family, names: &[&str]) -> Result<f64> {
+pub fn map_memory(place: &BenchLab, family: Family, names: &[&str]) -> Result<f64> {
     let digit = if family == Family::V4 { 4 } else { 6 };
     let maps = place.lab.pins(&place.pod.node).join("maps");
     let of = |name: &&str| lab::bpf::map_bytes(&maps.join(format!("{name}_V{digit}")));
@@ -56,7 +56,7 @@ pub fn map_memory(place: &Place, family: Family, names: &[&str]) -> Result<f64> 
 }
 
 /// Connections that the kernel tracks on both nodes, in bytes.
-pub fn tracked(place: &Place) -> Result<f64> {
+pub fn tracked(place: &BenchLab) -> Result<f64> {
     let slabs = fs::read_to_string("/proc/slabinfo").context("cannot read /proc/slabinfo")?;
     let line = slabs.lines().find(|line| line.starts_with("nf_conntrack ")).context("no slab of connections")?;
     let size: f64 = line.split_whitespace().nth(3).context("no size of a connection")?.parse()?;

@@ -23,28 +23,29 @@ use serde_json::{Map, Value, json};
 use super::figures::{family_name, rounded};
 use super::programs::{self, Protocol};
 use super::rounds::Spread;
-use super::variant::{BULK_PORT, CPU, Opened, Place, Variant, patience};
+use super::variant::{BULK_PORT, BenchLab, CPU, Opened, Variant, patience};
 use crate::interrupt;
 use crate::progress::Step;
 
 /// What is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Way {
+enum GatewayVariant {
     Plain,
     Tc,
     Xdp,
     Empty,
 }
 
-const WAYS: [Way; 4] = [Way::Plain, Way::Tc, Way::Xdp, Way::Empty];
+const GATEWAY_VARIANTS: [GatewayVariant; 4] =
+    [GatewayVariant::Plain, GatewayVariant::Tc, GatewayVariant::Xdp, GatewayVariant::Empty];
 
-impl Way {
+impl GatewayVariant {
     fn name(self) -> &'static str {
         match self {
-            Way::Plain => "plain",
-            Way::Tc => "tc",
-            Way::Xdp => "xdp",
-            Way::Empty => "empty",
+            GatewayVariant::Plain => "plain",
+            GatewayVariant::Tc => "tc",
+            GatewayVariant::Xdp => "xdp",
+            GatewayVariant::Empty => "empty",
         }
     }
 }
@@ -53,7 +54,7 @@ impl Way {
 pub struct Line {
     name: String,
     unit: &'static str,
-    values: BTreeMap<Way, Vec<f64>>,
+    values: BTreeMap<GatewayVariant, Vec<f64>>,
 }
 
 impl Line {
@@ -62,7 +63,7 @@ impl Line {
         let mut object = Map::new();
         object.insert("name".to_owned(), json!(self.name));
         object.insert("unit".to_owned(), json!(self.unit));
-        for way in WAYS {
+        for way in GATEWAY_VARIANTS {
             let median =
                 self.values.get(&way).and_then(|values| Spread::of(values)).map(|spread| rounded(spread.median));
             object.insert(way.name().to_owned(), json!(median));
@@ -71,8 +72,8 @@ impl Line {
     }
 
     /// How the program at the driver compares with another way: the median of the rounds' ratios.
-    fn ratio(&self, to: Way) -> Option<f64> {
-        let (ours, theirs) = (self.values.get(&Way::Xdp)?, self.values.get(&to)?);
+    fn ratio(&self, to: GatewayVariant) -> Option<f64> {
+        let (ours, theirs) = (self.values.get(&GatewayVariant::Xdp)?, self.values.get(&to)?);
         Some(Spread::of(&ours.iter().zip(theirs).map(|(a, b)| a / b).collect::<Vec<_>>())?.median)
     }
 
@@ -81,9 +82,9 @@ impl Line {
             let spread = self.values.get(&way).and_then(|values| Spread::of(values));
             spread.map_or_else(|| "–".to_owned(), |spread| rounded(spread.median).to_string())
         };
-        let ratios = [Way::Plain, Way::Tc, Way::Empty]
+        let ratios = [GatewayVariant::Plain, GatewayVariant::Tc, GatewayVariant::Empty]
             .map(|to| self.ratio(to).map_or_else(|| "–".into(), |r| format!("{r:.2}")));
-        let values = WAYS.map(value);
+        let values = GATEWAY_VARIANTS.map(value);
         format!("| {} ({}) | {} | {} |\n", self.name, self.unit, values.join(" | "), ratios.join(" | "))
     }
 }
@@ -138,9 +139,9 @@ impl Case {
 
 /// A lab whose gateway is measured.
 struct Bench {
-    way: Way,
+    way: GatewayVariant,
     transport: Variant,
-    place: Box<Place>,
+    place: Box<BenchLab>,
     /// The threads by which the gateway receives, by interface.
     threads: RefCell<BTreeMap<&'static str, u32>>,
 }
@@ -149,12 +150,12 @@ struct Bench {
 pub fn measure(binaries: &Path, rounds: usize, window: Duration) -> Result<Vec<Line>> {
     let mut benches = Vec::new();
     for (way, transport) in [
-        (Way::Plain, Variant::Plain),
-        (Way::Tc, Variant::Direct),
-        (Way::Xdp, Variant::Direct),
-        (Way::Tc, Variant::Vxlan),
-        (Way::Xdp, Variant::Vxlan),
-        (Way::Empty, Variant::Plain),
+        (GatewayVariant::Plain, Variant::Plain),
+        (GatewayVariant::Tc, Variant::Direct),
+        (GatewayVariant::Xdp, Variant::Direct),
+        (GatewayVariant::Tc, Variant::Vxlan),
+        (GatewayVariant::Xdp, Variant::Vxlan),
+        (GatewayVariant::Empty, Variant::Plain),
     ] {
         let step = Step::start(&format!("build a lab: {}, {}", way.name(), transport.name()));
         benches.push(Bench::open(way, transport, binaries)?);
@@ -165,7 +166,7 @@ pub fn measure(binaries: &Path, rounds: usize, window: Duration) -> Result<Vec<L
         let step = Step::start(&case.name());
         let measured = benches.iter().filter(|bench| bench.is_for(case));
         let mut runs = measured.map(|bench| Ok((bench.way, bench.prepare(case)?))).collect::<Result<Vec<_>>>()?;
-        let mut values: BTreeMap<Way, Vec<f64>> = BTreeMap::new();
+        let mut values: BTreeMap<GatewayVariant, Vec<f64>> = BTreeMap::new();
         for _ in 0..rounds {
             for (way, run) in &runs {
                 values.entry(*way).or_default().push(run.packets_per_second(window)? / 1e6);
@@ -175,8 +176,12 @@ pub fn measure(binaries: &Path, rounds: usize, window: Duration) -> Result<Vec<L
         }
         let line = Line { name: case.name(), unit: "million a second and core", values };
         let to = |way| line.ratio(way).unwrap_or_default();
-        let ratios =
-            format!("{:.2} of plain, {:.2} of tc, {:.2} of empty", to(Way::Plain), to(Way::Tc), to(Way::Empty));
+        let ratios = format!(
+            "{:.2} of plain, {:.2} of tc, {:.2} of empty",
+            to(GatewayVariant::Plain),
+            to(GatewayVariant::Tc),
+            to(GatewayVariant::Empty)
+        );
         step.end("✓", &ratios);
         lines.push(line);
     }
@@ -188,9 +193,11 @@ fn transfers(benches: &[Bench], rounds: usize) -> Result<Vec<Line>> {
     let mut lines = Vec::new();
     for (direction, name) in [(Direction::Upload, "TCP out of the pod"), (Direction::Download, "TCP into the pod")] {
         let step = Step::start(name);
-        let mut values: BTreeMap<Way, Vec<f64>> = BTreeMap::new();
+        let mut values: BTreeMap<GatewayVariant, Vec<f64>> = BTreeMap::new();
         for _ in 0..rounds {
-            for bench in benches.iter().filter(|bench| bench.way != Way::Empty && bench.transport != Variant::Vxlan) {
+            for bench in
+                benches.iter().filter(|bench| bench.way != GatewayVariant::Empty && bench.transport != Variant::Vxlan)
+            {
                 let (pod, at) = (&bench.place.pod.ns, bench.place.server.ips.at(Family::V4, BULK_PORT));
                 let report = on_cpu(CPU, || bulk(pod, at, direction, BYTES))?;
                 values.entry(bench.way).or_default().push(report.bits_per_second() / 1e9);
@@ -203,19 +210,19 @@ fn transfers(benches: &[Bench], rounds: usize) -> Result<Vec<Line>> {
 }
 
 impl Bench {
-    fn open(way: Way, transport: Variant, binaries: &Path) -> Result<Bench> {
+    fn open(way: GatewayVariant, transport: Variant, binaries: &Path) -> Result<Bench> {
         let (config, cards) = match way {
-            Way::Xdp => ("xdp: Native\n", true),
+            GatewayVariant::Xdp => ("xdp: Native\n", true),
             _ => ("xdp: Off\n", false),
         };
-        let place = match Place::open_with(transport, binaries, config, 1, cards)? {
+        let place = match BenchLab::open_with(transport, binaries, config, 1, cards)? {
             Opened::Ready(place) => place,
             Opened::Absent(reason) => bail!("{}: {reason}", transport.title()),
         };
         let gateway = &place.lab.node("gw1").ns;
         // Frames arrive by NAPI, which a veth has where it merges or runs XDP.
         ["eth0", "ext0"].into_iter().try_for_each(|interface| gateway.take_frames(interface))?;
-        if way == Way::Xdp {
+        if way == GatewayVariant::Xdp {
             wait_until(
                 "the programs are at the drivers",
                 patience(&place.lab),
@@ -227,7 +234,7 @@ impl Bench {
     }
 
     fn is_for(&self, case: Case) -> bool {
-        matches!(self.way, Way::Plain | Way::Empty) || self.transport == case.transport
+        matches!(self.way, GatewayVariant::Plain | GatewayVariant::Empty) || self.transport == case.transport
     }
 
     fn prepare(&self, case: Case) -> Result<Run> {
@@ -237,19 +244,19 @@ impl Bench {
         let (flow, ends) = programs::open(&self.place, case.family, Protocol::Udp)?;
         drop(ends);
         // Plain routing has no outer headers; an empty program has as many bytes to redirect as ours.
-        let wrapped = case.transport == Variant::Vxlan && self.way != Way::Plain;
+        let wrapped = case.transport == Variant::Vxlan && self.way != GatewayVariant::Plain;
         let header = if case.family == Family::V4 { 20 } else { 40 };
         let mark = (PLAIN_HEADERS + header, MARK);
         let empty = match self.way {
-            Way::Empty => {
+            GatewayVariant::Empty => {
                 let at = if wrapped && case.out { mark.0 + OUTER } else { mark.0 };
                 Some(redirect(&gateway.ns, [from, to], (at, MARK))?)
             }
             _ => None,
         };
         let arrives = match self.way {
-            Way::Empty if case.out => wrapped,
-            Way::Empty => false,
+            GatewayVariant::Empty if case.out => wrapped,
+            GatewayVariant::Empty => false,
             _ => wrapped && !case.out,
         };
         let sink = Sink::open(segments[1], &gateway.name, (if arrives { mark.0 + OUTER } else { mark.0 }, MARK))?;
@@ -299,7 +306,7 @@ impl Bench {
 }
 
 /// Whether the gateway says that its program is at both drivers.
-fn at_drivers(place: &Place) -> Result<bool> {
+fn at_drivers(place: &BenchLab) -> Result<bool> {
     let rows = place.lab.egressctl("gw1", &["gateways"])?;
     let native = rows["items"].as_array().and_then(|rows| rows.iter().find_map(|row| row["native"].as_array()));
     Ok(native.is_some_and(|native| native.len() == 2))

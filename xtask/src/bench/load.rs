@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use lab::Family;
 use lab::traffic::{Blaster, ConnectRate, Direction, bulk, on_cpu, round_trips};
 
-use super::variant::{BULK_PORT, CPU, ECHO_PORT, HOLD_PORT, Place, UDP_PORT};
+use super::variant::{BULK_PORT, BenchLab, CPU, ECHO_PORT, HOLD_PORT, UDP_PORT};
 
 /// What is measured of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -107,11 +107,11 @@ const SMALL: usize = 64;
 const LARGE: usize = 1400;
 
 /// Runs a load once.
-pub fn run(place: &Place, load: Load, family: Family, windows: &Windows) -> Result<Vec<(Metric, f64)>> {
+pub fn run(place: &BenchLab, load: Load, family: Family, windows: &Windows) -> Result<Vec<(Metric, f64)>> {
     on_cpu(CPU, || on_this_cpu(place, load, family, windows))
 }
 
-fn on_this_cpu(place: &Place, load: Load, family: Family, windows: &Windows) -> Result<Vec<(Metric, f64)>> {
+fn on_this_cpu(place: &BenchLab, load: Load, family: Family, windows: &Windows) -> Result<Vec<(Metric, f64)>> {
     let ns = &place.pod.ns;
     let at = |port| place.server.ips.at(family, port);
     let blast = |size| {
@@ -147,7 +147,7 @@ fn on_this_cpu(place: &Place, load: Load, family: Family, windows: &Windows) -> 
 }
 
 /// Connections per second, and how long they took.
-pub fn connect(place: &Place, family: Family, windows: &Windows) -> Result<(f64, lab::stats::Percentiles)> {
+pub fn connect(place: &BenchLab, family: Family, windows: &Windows) -> Result<(f64, lab::stats::Percentiles)> {
     let target = place.server.ips.at(family, HOLD_PORT);
     let running = ConnectRate::default().start(&place.pod.ns, target)?;
     std::thread::sleep(windows.warm_up + windows.window);

@@ -32,7 +32,7 @@ use serde_json::json;
 use self::figures::{Figure, family_name};
 use self::load::{Load, Windows};
 use self::report::Findings;
-use self::variant::{CPU, Opened, Place, Variant};
+use self::variant::{BenchLab, CPU, Opened, Variant};
 use crate::progress::Step;
 use crate::{build, interrupt, setup, workspace};
 
@@ -226,11 +226,11 @@ fn windows(quick: bool) -> Windows {
 type Absent = Vec<(Variant, String)>;
 
 /// The labs of all variants, and why some are missing.
-fn open_all(binaries: &Path, variants: &[Variant]) -> Result<(Vec<Place>, Absent)> {
+fn open_all(binaries: &Path, variants: &[Variant]) -> Result<(Vec<BenchLab>, Absent)> {
     let (mut places, mut absent) = (Vec::new(), Vec::new());
     for &variant in variants {
         let step = Step::start(&format!("build a lab: {}", variant.title()));
-        match Place::open(variant, binaries, "", 1)? {
+        match BenchLab::open(variant, binaries, "", 1)? {
             Opened::Ready(place) => {
                 places.push(*place);
                 step.end("✓", "");
@@ -264,7 +264,7 @@ fn only_programs(args: &Args, binaries: &Path) -> Result<()> {
 }
 
 /// What a flow costs once; it needs no rounds.
-fn of_flows(places: &[Place]) -> Result<Vec<Figure>> {
+fn of_flows(places: &[BenchLab]) -> Result<Vec<Figure>> {
     let mut all = Vec::new();
     let step = Step::start("cost of flows");
     for family in Family::BOTH {

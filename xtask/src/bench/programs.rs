@@ -8,9 +8,9 @@ use anyhow::{Context, Result};
 use etherparse::PacketBuilder;
 use lab::bpf::{Header, NEXT, Program, REDIRECT, Shot};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
-use lab::{Family, Node, wait_until};
+use lab::{Family, LabNode, wait_until};
 
-use super::variant::{Place, Variant};
+use super::variant::{BenchLab, Variant};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Runs in one sample, and samples.
@@ -61,7 +61,7 @@ pub struct Flow {
 }
 
 /// Measures all programs on a packet's way there and back.
-pub fn measure(place: &Place) -> Result<Vec<Cost>> {
+pub fn measure(place: &BenchLab) -> Result<Vec<Cost>> {
     let mut costs = Vec::new();
     for family in Family::BOTH {
         let (repeat, samples) = if place.variant == Variant::Vxlan { SINGLE } else { REPEATED };
@@ -112,7 +112,7 @@ fn header(variant: Variant, program: &str, family: Family) -> Option<Header> {
 type Ends = (Option<(TcpServer, TcpClients)>, Option<(UdpServer, UdpClients)>);
 
 /// A flow with packets in both directions.
-pub fn open(place: &Place, family: Family, protocol: Protocol) -> Result<(Flow, Ends)> {
+pub fn open(place: &BenchLab, family: Family, protocol: Protocol) -> Result<(Flow, Ends)> {
     let server = place.server.ips.at(family, PORT);
     match protocol {
         Protocol::Tcp => {
@@ -140,13 +140,13 @@ pub fn open(place: &Place, family: Family, protocol: Protocol) -> Result<(Flow, 
 
 /// Program, node, interface and packet of each step of the way.
 fn shots<'a>(
-    place: &'a Place,
+    place: &'a BenchLab,
     family: Family,
     protocol: Protocol,
     flow: &Flow,
-) -> Result<Vec<(&'static str, &'a Node, &'static str, Shot)>> {
+) -> Result<Vec<(&'static str, &'a LabNode, &'static str, Shot)>> {
     let (worker, gateway) = (place.lab.node(&place.pod.node), place.lab.node("gw1"));
-    let shot = |node: &Node, interface: &str, (from, to), macs, tunnel| {
+    let shot = |node: &LabNode, interface: &str, (from, to), macs, tunnel| {
         let ifindex = node.ns.ifindex(interface)?;
         let frame = frame(protocol, macs, from, to, &[0x42; 64])?;
         Ok::<_, anyhow::Error>(Shot { frame, ifindex, tunnel, verdict: REDIRECT })

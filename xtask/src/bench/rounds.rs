@@ -9,7 +9,7 @@ use lab::Family;
 use lab::stats::Percentiles;
 
 use super::load::{self, Load, Metric, Windows};
-use super::variant::{Place, Variant};
+use super::variant::{BenchLab, Variant};
 use crate::interrupt;
 use crate::progress::Step;
 
@@ -60,7 +60,7 @@ impl Rounds {
 }
 
 /// Makes `count` rounds of these loads.
-pub fn run(places: &[Place], loads: &[Load], count: usize, windows: &Windows) -> Result<Rounds> {
+pub fn run(places: &[BenchLab], loads: &[Load], count: usize, windows: &Windows) -> Result<Rounds> {
     let mut rounds = Rounds::default();
     let began = Instant::now();
     for round in 0..count {
@@ -69,7 +69,7 @@ pub fn run(places: &[Place], loads: &[Load], count: usize, windows: &Windows) ->
             for family in Family::BOTH {
                 step.at(&format!("{load:?} {family:?}"));
                 // Whoever comes first in a round comes last in the next one.
-                let mut order: Vec<&Place> = places.iter().collect();
+                let mut order: Vec<&BenchLab> = places.iter().collect();
                 order.rotate_left(round % places.len());
                 for ((metric, variant), values) in in_turns(order, load, family, windows)? {
                     rounds.values.entry(((metric, family), variant)).or_default().push(mean(&values));
@@ -85,7 +85,7 @@ pub fn run(places: &[Place], loads: &[Load], count: usize, windows: &Windows) ->
 /// One load of a round, in short windows that go through the variants there and back, so that a machine that becomes slower or
 /// faster meanwhile does so for all.
 fn in_turns(
-    mut order: Vec<&Place>,
+    mut order: Vec<&BenchLab>,
     load: Load,
     family: Family,
     windows: &Windows,

@@ -68,7 +68,7 @@ impl Planned {
 }
 
 /// What an agent with a full node holds.
-struct Agent {
+struct MeasuredAgent {
     resident: u64,
     maps: u64,
 }
@@ -117,7 +117,7 @@ fn plan(binaries: &Path, size: &[u32; 4]) -> Result<Planned> {
     Ok(planned)
 }
 
-fn agent(binaries: &Path) -> Result<Agent> {
+fn agent(binaries: &Path) -> Result<MeasuredAgent> {
     let step = Step::start(&format!("an agent with {PODS} pods and {POLICIES} policies"));
     let mut lab = Lab::builder().workers(1).gateways(1).servers(0).far_servers(0).build()?;
     interrupt::guard(lab.id());
@@ -151,7 +151,7 @@ fn agent(binaries: &Path) -> Result<Agent> {
         total += lab::bpf::map_bytes(&entry?.path())?;
     }
     step.end("✓", &format!("{} MiB", resident >> 20));
-    Ok(Agent { resident, maps: total })
+    Ok(MeasuredAgent { resident, maps: total })
 }
 
 /// A controller in front of an API server with the first of [`SIZES`].
@@ -257,7 +257,7 @@ fn mebibytes(bytes: u64) -> f64 {
 /// Everything that was measured.
 struct Found {
     planned: Vec<Planned>,
-    agent: Agent,
+    agent: MeasuredAgent,
     controller: Controller,
 }
 

@@ -10,7 +10,7 @@ use lab::{Family, wait_until};
 use super::load::{self, Windows};
 use super::rounds::Spread;
 use super::routes::{TARGETS, targets};
-use super::variant::{CPU, EGRESS, Opened, Place, Variant, patience, policy};
+use super::variant::{BenchLab, CPU, EGRESS, Opened, Variant, patience, policy};
 use crate::interrupt;
 use crate::progress::Step;
 
@@ -134,8 +134,8 @@ pub fn measure(
     Ok(())
 }
 
-fn ready(variant: Variant, binaries: &Path, config: &str, gateways: u8) -> Result<Box<Place>> {
-    match Place::open(variant, binaries, config, gateways)? {
+fn ready(variant: Variant, binaries: &Path, config: &str, gateways: u8) -> Result<Box<BenchLab>> {
+    match BenchLab::open(variant, binaries, config, gateways)? {
         Opened::Ready(place) => Ok(place),
         Opened::Absent(reason) => bail!("{}: {reason}", variant.title()),
     }
@@ -145,7 +145,7 @@ fn ready(variant: Variant, binaries: &Path, config: &str, gateways: u8) -> Resul
 const CIDRS_OF_A_POLICY: usize = 1000;
 
 /// Changes the policies of a lab so that it has `count` of something, and waits until they are in force.
-fn grow(place: &Place, axis: Axis, count: u32) -> Result<()> {
+fn grow(place: &BenchLab, axis: Axis, count: u32) -> Result<()> {
     // The server's own prefix comes last, so that it is in force when everything before it is.
     let near = format!("{}/32", place.server.ips.v4);
     let elsewhere = |n: u32| format!("100.{}.{}.{}/32", 64 + (n >> 16), n >> 8 & 0xff, n & 0xff);
@@ -177,7 +177,7 @@ fn grow(place: &Place, axis: Axis, count: u32) -> Result<()> {
 }
 
 /// Waits until the pod's node has programmed everything.
-fn in_force(place: &Place, axis: Axis, count: u32) -> Result<()> {
+fn in_force(place: &BenchLab, axis: Axis, count: u32) -> Result<()> {
     let maps = place.lab.pins(&place.pod.node).join("maps");
     let (map, entries) = match axis {
         Axis::Flows => return Ok(()),
@@ -198,12 +198,19 @@ fn in_force(place: &Place, axis: Axis, count: u32) -> Result<()> {
     Ok(())
 }
 
-fn flows(base: &Place, place: &Place, binaries: &Path, count: u32, rounds: usize, windows: &Windows) -> Result<Point> {
+fn flows(
+    base: &BenchLab,
+    place: &BenchLab,
+    binaries: &Path,
+    count: u32,
+    rounds: usize,
+    windows: &Windows,
+) -> Result<Point> {
     let plain = ready(Variant::Plain, binaries, "", 1)?;
     let sockets = (count as usize).div_ceil(usize::from(TARGETS));
-    let one = |place: &Place| Blaster::open(&place.pod.ns, 1, &[targets(FAMILY)[0]], 64);
-    let many = |place: &Place| Blaster::open(&place.pod.ns, sockets, &targets(FAMILY), 64);
-    let few = |place: &Place| Blaster::open(&place.pod.ns, 1, &[targets(FAMILY)[0]; 64], 64);
+    let one = |place: &BenchLab| Blaster::open(&place.pod.ns, 1, &[targets(FAMILY)[0]], 64);
+    let many = |place: &BenchLab| Blaster::open(&place.pod.ns, sockets, &targets(FAMILY), 64);
+    let few = |place: &BenchLab| Blaster::open(&place.pod.ns, 1, &[targets(FAMILY)[0]; 64], 64);
     let (mut all, mut all_plain) = (many(place)?, many(&plain)?);
     let (mut single, mut single_base) = (one(place)?, one(base)?);
     let (mut few_base, mut few_plain) = (few(base)?, few(&plain)?);
@@ -212,7 +219,7 @@ fn flows(base: &Place, place: &Place, binaries: &Path, count: u32, rounds: usize
     ensure!(live >= all.flows() * 99 / 100, "only {live} of {} flows are in the table", all.flows());
     let mut rates = Rates::default();
     for _ in 0..rounds {
-        let blast = |blaster: &mut Blaster, place: &Place| {
+        let blast = |blaster: &mut Blaster, place: &BenchLab| {
             Ok::<_, anyhow::Error>(blaster.run(&place.sink, windows.warm_up, windows.window)?.per_second())
         };
         rates.add(Series::AllFlows, blast(&mut all, place)?, blast(&mut few_base, base)?);
@@ -225,8 +232,8 @@ fn flows(base: &Place, place: &Place, binaries: &Path, count: u32, rounds: usize
 }
 
 fn others(
-    base: &Place,
-    place: &Place,
+    base: &BenchLab,
+    place: &BenchLab,
     binaries: &Path,
     axis: Axis,
     count: u32,
@@ -252,14 +259,14 @@ fn others(
 
 /// Two labs that are compared, with the loads of many flows.
 struct Pair<'a> {
-    places: [&'a Place; 2],
+    places: [&'a BenchLab; 2],
     blasters: [Blaster; 2],
     series: [Series; 2],
 }
 
 impl<'a> Pair<'a> {
-    fn open(place: &'a Place, base: &'a Place, series: [Series; 2]) -> Result<Self> {
-        let open = |place: &Place| Blaster::open(&place.pod.ns, SOCKETS, &targets(FAMILY), 64);
+    fn open(place: &'a BenchLab, base: &'a BenchLab, series: [Series; 2]) -> Result<Self> {
+        let open = |place: &BenchLab| Blaster::open(&place.pod.ns, SOCKETS, &targets(FAMILY), 64);
         Ok(Pair { places: [place, base], blasters: [open(place)?, open(base)?], series })
     }
 
@@ -281,7 +288,7 @@ impl Rates {
         self.0.push((series, ours / theirs.max(1.0)));
     }
 
-    fn connections(&mut self, series: Series, place: &Place, base: &Place, windows: &Windows) -> Result<()> {
+    fn connections(&mut self, series: Series, place: &BenchLab, base: &BenchLab, windows: &Windows) -> Result<()> {
         let ours = load::connect(place, FAMILY, windows)?.0;
         let theirs = load::connect(base, FAMILY, windows)?.0;
         self.add(series, ours, theirs);

@@ -6,7 +6,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use lab::traffic::{Answer, BulkServer, LoadServer, ServerMode, TcpClients, TcpOptions, TcpServer, UdpSink, on_cpu};
+use lab::traffic::{
+    BulkServer, LoadServer, ServerAnswer, ServerMode, TcpClients, TcpOptions, TcpServer, UdpSink, on_cpu,
+};
 use lab::{Family, Lab, NetNs, Pod, PodSpec, Server, StartOptions, address, wait_until};
 
 use super::routes;
@@ -97,7 +99,7 @@ impl Variant {
 }
 
 /// A variant that can be measured: a lab with one pod, one gateway and one server.
-pub struct Place {
+pub struct BenchLab {
     pub variant: Variant,
     pub pod: Pod,
     pub server: Server,
@@ -110,12 +112,12 @@ pub struct Place {
 /// What became of a variant.
 pub enum Opened {
     /// It can be measured.
-    Ready(Box<Place>),
+    Ready(Box<BenchLab>),
     /// This build of Spillway does not have it: why.
     Absent(String),
 }
 
-impl Place {
+impl BenchLab {
     /// Builds the lab of a variant. `config` is added to the agents' configuration, `gateways` is how many there are.
     pub fn open(variant: Variant, binaries: &Path, config: &str, gateways: u8) -> Result<Opened> {
         Self::open_with(variant, binaries, config, gateways, false)
@@ -144,11 +146,11 @@ impl Place {
         let sink = UdpSink::start(&server.ns, SocketAddr::new([0u16; 8].into(), UDP_PORT))?;
         let (bulk, hold) = on_cpu(OTHER_CPU, || {
             let bulk = BulkServer::start(&server.ns, &server.ips.both(BULK_PORT))?;
-            Ok((bulk, LoadServer::start(&server.ns, &server.ips.both(HOLD_PORT), Answer::Hold)?))
+            Ok((bulk, LoadServer::start(&server.ns, &server.ips.both(HOLD_PORT), ServerAnswer::Hold)?))
         })?;
-        let echo = on_cpu(CPU, || LoadServer::start(&server.ns, &server.ips.both(ECHO_PORT), Answer::Echo))?;
+        let echo = on_cpu(CPU, || LoadServer::start(&server.ns, &server.ips.both(ECHO_PORT), ServerAnswer::Echo))?;
         let servers = (bulk, hold, echo);
-        let place = Place { variant, pod, server, sink, _servers: servers, lab };
+        let place = BenchLab { variant, pod, server, sink, _servers: servers, lab };
         place.check()?;
         Ok(Opened::Ready(Box::new(place)))
     }

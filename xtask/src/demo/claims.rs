@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn the_json_is_what_the_issue_asks_for() {
+    fn the_json_has_the_documented_fields() {
         let mut claims = Claims::default();
         claims.add(claim(true));
         let json = serde_json::to_value(&claims).unwrap();
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn one_failure_is_a_failure_and_no_claim_is_one_too() {
+    fn a_failed_claim_and_a_missing_claim_both_fail() {
         let mut claims = Claims::default();
         assert!(!claims.all_hold());
         claims.add(claim(true));

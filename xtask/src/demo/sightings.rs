@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_are_counted_and_named() {
+    fn unexpected_sources_are_counted_and_named() {
         let sources = BTreeMap::from([(ip(10), 5), (ip(77), 2)]);
         let mut seen = Sightings::of(&sources, &[ip(10)], 0);
         assert!(!seen.are_clean());
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_follows_from_a_capture_that_saw_nothing_or_lost_something() {
+    fn an_empty_or_lossy_capture_proves_nothing() {
         assert!(!Sightings::default().are_clean());
         assert!(Sightings::of(&BTreeMap::from([(ip(10), 5)]), &[ip(10)], 0).are_clean());
         assert!(!Sightings::of(&BTreeMap::from([(ip(10), 5)]), &[ip(10)], 1).are_clean());

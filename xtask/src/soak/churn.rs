@@ -8,7 +8,7 @@ use anyhow::Result;
 use lab::traffic::{TcpClients, TcpOptions};
 use lab::{Cni, Family, PodSpec, wait_for};
 
-use super::world::{self, CONTROLLER, NEW_MAIL_PORT, NEW_WEB_PORT, PASSING, WEB, World};
+use super::world::{self, CONTROLLER, NEW_MAIL_PORT, NEW_WEB_PORT, PASSING, SoakLab, WEB};
 
 /// Pods beside the steady ones.
 const MOST_PODS: usize = 6;
@@ -21,7 +21,7 @@ const OUTAGE: Duration = Duration::from_secs(6);
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A kind of change.
-type Change = (&'static str, fn(&mut Churn, &mut World) -> Result<()>);
+type Change = (&'static str, fn(&mut Churn, &mut SoakLab) -> Result<()>);
 
 /// What may happen next, each as likely as the others.
 const CHANGES: [Change; 11] = [
@@ -67,7 +67,7 @@ impl Churn {
     }
 
     /// One change, and the end of an outage that has lasted long enough.
-    pub fn step(&mut self, world: &mut World) -> Result<()> {
+    pub fn step(&mut self, world: &mut SoakLab) -> Result<()> {
         if self.outage.as_ref().is_some_and(|(_, since)| since.elapsed() > OUTAGE) {
             self.mend(world)?;
         }
@@ -83,7 +83,7 @@ impl Churn {
     }
 
     /// Ends what is broken, and the pods that came.
-    pub fn calm_down(&mut self, world: &mut World) -> Result<()> {
+    pub fn calm_down(&mut self, world: &mut SoakLab) -> Result<()> {
         self.mend(world)?;
         while !self.pods.is_empty() {
             self.remove_pod(world)?;
@@ -109,7 +109,7 @@ impl Churn {
     }
 
     /// A pod whose first act is to connect.
-    fn add_pod(&mut self, world: &mut World) -> Result<()> {
+    fn add_pod(&mut self, world: &mut SoakLab) -> Result<()> {
         if self.pods.len() >= MOST_PODS {
             return self.remove_pod(world);
         }
@@ -133,7 +133,7 @@ impl Churn {
         Ok(())
     }
 
-    fn remove_pod(&mut self, world: &mut World) -> Result<()> {
+    fn remove_pod(&mut self, world: &mut SoakLab) -> Result<()> {
         if self.pods.is_empty() {
             return Ok(());
         }
@@ -148,14 +148,14 @@ impl Churn {
     }
 
     /// An egress IP comes into a policy, or leaves it.
-    fn change_policy(&mut self, world: &mut World) -> Result<()> {
+    fn change_policy(&mut self, world: &mut SoakLab) -> Result<()> {
         self.passing = !self.passing;
         let passing = self.passing.then_some(PASSING);
         let hosts: Vec<u8> = WEB.into_iter().chain(passing).collect();
         world.lab.manifests().write("web", &world::web(&hosts))
     }
 
-    fn change_weights(&mut self, world: &mut World) -> Result<()> {
+    fn change_weights(&mut self, world: &mut SoakLab) -> Result<()> {
         let text = world.lab.manifests().read("web")?;
         let weight = 1 + self.below(3);
         let lines = text.lines().map(|line| match line.split_once(", weight") {
@@ -168,24 +168,24 @@ impl Churn {
         world.lab.manifests().write("web", &(text.join("\n") + "\n"))
     }
 
-    fn kill_agent(&mut self, world: &mut World) -> Result<()> {
+    fn kill_agent(&mut self, world: &mut SoakLab) -> Result<()> {
         let node = self.healthy_node(world);
         world.lab.agent(&node).kill()?;
         world.lab.start_agent(&node, &world.options)
     }
 
-    fn restart_agent(&mut self, world: &mut World) -> Result<()> {
+    fn restart_agent(&mut self, world: &mut SoakLab) -> Result<()> {
         let node = self.healthy_node(world);
         world.lab.agent(&node).terminate()?;
         world.lab.start_agent(&node, &world.options)
     }
 
-    fn kill_controller(&mut self, world: &mut World) -> Result<()> {
+    fn kill_controller(&mut self, world: &mut SoakLab) -> Result<()> {
         world.lab.controller(CONTROLLER).kill()?;
         world.lab.start_controller(CONTROLLER, &world.options)
     }
 
-    fn freeze_gateway(&mut self, world: &mut World) -> Result<()> {
+    fn freeze_gateway(&mut self, world: &mut SoakLab) -> Result<()> {
         self.mend(world)?;
         let node = self.gateway();
         world.lab.agent(&node).freeze()?;
@@ -193,7 +193,7 @@ impl Churn {
         Ok(())
     }
 
-    fn kill_gateway(&mut self, world: &mut World) -> Result<()> {
+    fn kill_gateway(&mut self, world: &mut SoakLab) -> Result<()> {
         self.mend(world)?;
         let node = self.gateway();
         world.lab.kill_node(&node)?;
@@ -201,7 +201,7 @@ impl Churn {
         Ok(())
     }
 
-    fn unlabel_gateway(&mut self, world: &mut World) -> Result<()> {
+    fn unlabel_gateway(&mut self, world: &mut SoakLab) -> Result<()> {
         self.mend(world)?;
         let node = self.gateway();
         world.lab.relabel_node(&node, &[("kubernetes.io/hostname", &node)])?;
@@ -209,7 +209,7 @@ impl Churn {
         Ok(())
     }
 
-    fn mend(&mut self, world: &mut World) -> Result<()> {
+    fn mend(&mut self, world: &mut SoakLab) -> Result<()> {
         match self.outage.take() {
             Some((Outage::Dead(node), _)) => {
                 world.lab.revive_node(&node)?;
@@ -224,7 +224,7 @@ impl Churn {
     }
 
     /// A node whose agent runs and is not the one that is out of order.
-    fn healthy_node(&mut self, world: &World) -> String {
+    fn healthy_node(&mut self, world: &SoakLab) -> String {
         let broken = self.outage.as_ref().map(|(outage, _)| match outage {
             Outage::Dead(node) | Outage::Frozen(node) | Outage::Unlabelled(node) => node.clone(),
         });

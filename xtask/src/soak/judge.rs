@@ -18,8 +18,8 @@ use lab::{Family, Packet, Trace, wait_for};
 
 use super::churn::Churn;
 use super::world::{
-    LOOK_PORT, MAIL, MAIL_PORT, NEW_MAIL_PORT, NEW_WEB_PORT, PASSING, PLAIN_PORT, POD_PORT, RATE_PORT, UDP_PORT, WEB,
-    WEB_PORT, World, addresses, epochs,
+    LOOK_PORT, MAIL, MAIL_PORT, NEW_MAIL_PORT, NEW_WEB_PORT, PASSING, PLAIN_PORT, POD_PORT, RATE_PORT, SoakLab,
+    UDP_PORT, WEB, WEB_PORT, addresses, epochs,
 };
 
 /// Violations that are told one by one; of more only the number is kept.
@@ -48,7 +48,7 @@ pub struct Judge {
 
 impl Judge {
     /// A judge of what `world`'s server sees.
-    pub fn new(world: &World) -> Judge {
+    pub fn new(world: &SoakLab) -> Judge {
         let web: BTreeSet<IpAddr> = addresses(&[&WEB[..], &[PASSING]].concat()).into_iter().collect();
         let mail: BTreeSet<IpAddr> = addresses(&MAIL).into_iter().collect();
         let node = world.lab.node("worker1").underlay;
@@ -97,7 +97,7 @@ impl Judge {
     }
 
     /// Judges what the server has seen since the last time.
-    pub fn look(&mut self, world: &World) {
+    pub fn look(&mut self, world: &SoakLab) {
         self.judge(&world.capture.take());
     }
 
@@ -134,7 +134,7 @@ impl Judge {
     }
 
     /// The last judgement, with everything at rest.
-    pub fn conclude(&mut self, world: &mut World, churn: &Churn) -> Result<()> {
+    pub fn conclude(&mut self, world: &mut SoakLab, churn: &Churn) -> Result<()> {
         for (name, count) in &churn.done {
             self.figures.insert(format!("change: {name}"), count.to_string());
         }
@@ -180,7 +180,7 @@ impl Judge {
     }
 
     /// The connections that were there from the beginning.
-    fn connections(&mut self, world: &mut World) -> Result<()> {
+    fn connections(&mut self, world: &mut SoakLab) -> Result<()> {
         let Some(traffic) = world.traffic.take() else { return Ok(()) };
         let rate = traffic.rate.finish()?;
         let failed: Vec<String> = rate.failed.iter().map(|(why, count)| format!("{count} {why}")).collect();
@@ -238,7 +238,7 @@ impl Judge {
     }
 
     /// Everything that the agents made goes.
-    fn cleanup(&mut self, world: &mut World) -> Result<()> {
+    fn cleanup(&mut self, world: &mut SoakLab) -> Result<()> {
         for node in world.nodes() {
             world.lab.agent(&node).terminate()?;
             world.lab.daemon_text(&node, &["cleanup"])?;

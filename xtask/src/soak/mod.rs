@@ -11,7 +11,7 @@ use anyhow::{Result, bail};
 
 use self::churn::Churn;
 use self::judge::Judge;
-use self::world::World;
+use self::world::SoakLab;
 use crate::{build, interrupt, setup};
 
 /// The time between two changes: long enough for most of them to take effect, short enough for them to overlap at times.
@@ -40,7 +40,7 @@ pub fn run(args: &Args) -> Result<bool> {
     let seed = args
         .seed
         .unwrap_or_else(|| SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |time| time.as_nanos() as u64 | 1));
-    let mut world = World::build(&binaries)?;
+    let mut world = SoakLab::build(&binaries)?;
     interrupt::guard(world.lab.id());
     let (mut judge, mut churn) = (Judge::new(&world), Churn::new(seed));
     world.start()?;

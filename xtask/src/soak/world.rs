@@ -39,7 +39,7 @@ const INTERVAL: Duration = Duration::from_millis(500);
 const RATE: u32 = 20;
 
 /// Everything that runs.
-pub struct World {
+pub struct SoakLab {
     /// The traffic, before the lab, which ends after it.
     pub traffic: Option<Traffic>,
     /// What `server1` sees.
@@ -70,9 +70,9 @@ pub struct Traffic {
     pub echo: TcpServer,
 }
 
-impl World {
+impl SoakLab {
     /// Makes the cluster, with Spillway in it and no traffic yet.
-    pub fn build(binaries: &Path) -> Result<World> {
+    pub fn build(binaries: &Path) -> Result<SoakLab> {
         let mut lab = Lab::builder().workers(2).gateways(3).build()?;
         for (name, node, app) in [
             ("web-1", "worker1", "web"),
@@ -90,7 +90,7 @@ impl World {
         lab.start_agents(&options)?;
         lab.start_controller(CONTROLLER, &options)?;
         let capture = Capture::start(&lab.server("server1").ns, "eth0")?;
-        Ok(World { traffic: None, capture, lab, options })
+        Ok(SoakLab { traffic: None, capture, lab, options })
     }
 
     /// The server outside.

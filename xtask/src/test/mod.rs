@@ -150,7 +150,7 @@ fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &[(&str, OsString)], tall
     if lab {
         command.args(["--test-threads", plan::THREADS]);
     }
-    if let Some((name, value)) = job.way.map(plan::Way::variable) {
+    if let Some((name, value)) = job.mode.map(plan::TestMode::variable) {
         command.env(name, value);
     }
     let how = Run {

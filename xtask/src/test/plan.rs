@@ -13,36 +13,36 @@ pub const CLUSTER: &str = "tests/cluster";
 const SPILLWAY: &str = "tests/spillway";
 /// How many end-to-end tests run at once, more than there are processors.
 pub const THREADS: &str = "4";
-/// The ways that they run by once more. In the lab the transport `Auto` comes to `direct`, and `xdp: Auto` to TC.
-const OTHER_WAYS: [Way; 3] = [Way::Transport("vxlan"), Way::Transport("device"), Way::Xdp];
-/// Their modules in which the way matters.
+/// The modes in which they run once more. In the lab the transport `Auto` comes to `direct`, and `xdp: Auto` to TC.
+const OTHER_MODES: [TestMode; 3] = [TestMode::Transport("vxlan"), TestMode::Transport("device"), TestMode::Xdp];
+/// Their modules in which the transport matters.
 const DEPENDING_ON_TRANSPORT: [&str; 8] =
     ["exits::", "failover::", "host_rules::", "policies::", "ports::", "protocols::", "restart::", "slots::"];
 /// Those of `--quick`: a pod's packets leave as they should, and come back; policies and slots change.
 const QUICK: [&str; 3] = ["exits::", "protocols::", "slots::"];
 
-/// Another way for packets than the usual one.
+/// How packets travel, where it is not the default.
 #[derive(Clone, Copy, Debug)]
-pub enum Way {
+pub enum TestMode {
     /// This transport.
     Transport(&'static str),
     /// Gateways send them on at their drivers, and links are like those between cards.
     Xdp,
 }
 
-impl Way {
+impl TestMode {
     fn name(self) -> &'static str {
         match self {
-            Way::Transport(name) => name,
-            Way::Xdp => "xdp",
+            TestMode::Transport(name) => name,
+            TestMode::Xdp => "xdp",
         }
     }
 
     /// The variable of the environment that sets it, and its value.
     pub fn variable(self) -> (&'static str, &'static str) {
         match self {
-            Way::Transport(name) => ("SPILLWAY_TEST_TRANSPORT", name),
-            Way::Xdp => ("SPILLWAY_TEST_XDP", "Native"),
+            TestMode::Transport(name) => ("SPILLWAY_TEST_TRANSPORT", name),
+            TestMode::Xdp => ("SPILLWAY_TEST_XDP", "Native"),
         }
     }
 }
@@ -53,24 +53,24 @@ pub struct Job<'a> {
     /// What is run.
     pub binary: &'a Binary,
     /// How all nodes are set where a test says nothing else.
-    pub way: Option<Way>,
+    pub mode: Option<TestMode>,
     /// Only tests whose name contains one of these, if there are any.
     pub tests: Vec<&'a str>,
 }
 
 impl<'a> Job<'a> {
     fn of(binary: &'a Binary) -> Self {
-        Self { binary, way: None, tests: Vec::new() }
+        Self { binary, mode: None, tests: Vec::new() }
     }
 
     /// What the run's output calls it.
     pub fn title(&self) -> String {
         let name = &self.binary.name;
-        self.way.map_or_else(|| name.clone(), |way| format!("{name} by {}", way.name()))
+        self.mode.map_or_else(|| name.clone(), |mode| format!("{name} by {}", mode.name()))
     }
 
-    fn by(way: Way, binary: &'a Binary) -> Self {
-        Self { way: Some(way), tests: DEPENDING_ON_TRANSPORT.to_vec(), ..Self::of(binary) }
+    fn by(mode: TestMode, binary: &'a Binary) -> Self {
+        Self { mode: Some(mode), tests: DEPENDING_ON_TRANSPORT.to_vec(), ..Self::of(binary) }
     }
 }
 
@@ -88,7 +88,7 @@ pub fn jobs<'a>(args: &'a Args, binaries: &'a [Binary]) -> Vec<Job<'a>> {
     let labs: Vec<Job> = if args.quick {
         end_to_end().map(|binary| Job { tests: QUICK.to_vec(), ..Job::of(binary) }).collect()
     } else {
-        let once_more = end_to_end().flat_map(|binary| OTHER_WAYS.map(|way| Job::by(way, binary)));
+        let once_more = end_to_end().flat_map(|binary| OTHER_MODES.map(|mode| Job::by(mode, binary)));
         of_kind(Kind::EndToEnd).chain(once_more).filter(|_| !args.unit).collect()
     };
     units.chain(labs).collect()
@@ -123,8 +123,8 @@ mod tests {
     }
 
     #[test]
-    fn units_come_first_and_the_end_to_end_tests_run_by_every_way() {
-        let once_more = ["vxlan", "device", "xdp"].map(|way| format!("tests/spillway by {way} 8"));
+    fn unit_tests_come_first_and_end_to_end_tests_run_with_every_transport() {
+        let once_more = ["vxlan", "device", "xdp"].map(|mode| format!("tests/spillway by {mode} 8"));
         let labs = [&["tests/cluster".to_owned(), "tests/spillway".to_owned()][..], &once_more].concat();
         assert_eq!(plan(&[]), [&["egress-core".to_owned(), "tests".to_owned()][..], &labs].concat());
         assert_eq!(plan(&["--e2e"]), labs);

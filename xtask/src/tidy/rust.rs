@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn modules_are_documented_short_finished_and_awake() {
+    fn modules_need_docs_and_have_no_long_files_todos_or_sleeps() {
         let long = format!("//! Long.\n{}", "\n".repeat(MAX_LINES));
         let undone = format!("//! Undone.\n// {}: later\n#[{}]\nfn g() {{}}\n", UNDONE[0], "ignore");
         let call = ["sleep", "(1)"].concat();

@@ -11,7 +11,7 @@ use crate::{
     model::{Bandwidth, EndpointId, NodeName, PolicyId, Transport},
     network::{EgressLink, classify::InterfaceRules},
 };
-use egress_common::{abi::name_kind, config::Config, egress::flags, net};
+use egress_common::{abi::name_kind, config::DatapathConfig, egress::flags, net};
 use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,7 +21,7 @@ use std::{
 
 /// The settings of an agent, as far as it decides by them.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct MachineSettings {
     /// What tells interfaces apart, but for the node's addresses.
     pub rules: InterfaceRules,
     /// Probes of gateways.
@@ -37,7 +37,7 @@ pub struct Settings {
     /// The largest packet that the tunnel's device takes.
     pub tunnel_mtu: u32,
     /// The record for the programs, but for what depends on links.
-    pub config: Config,
+    pub config: DatapathConfig,
     /// The programs' clock when the agent started.
     pub clock: Duration,
 }

@@ -2,7 +2,7 @@
 
 use super::Machine;
 use egress_common::{
-    config::{Config, flags},
+    config::{DatapathConfig, flags},
     net,
 };
 use std::net::IpAddr;
@@ -17,14 +17,14 @@ const MIN_MSS: u32 = 536;
 
 impl Machine {
     /// The record; with `hold`, what no program has seen is held.
-    pub(super) fn config(&self, hold: bool) -> Config {
+    pub(super) fn config(&self, hold: bool) -> DatapathConfig {
         let own = self.tunnel_addresses();
         let room = self.room(&own);
         let mss = |family: usize| room.saturating_sub(HEADERS[family]).max(MIN_MSS);
         let flag = |set: bool, flag: u32| if set { flag } else { 0 };
         let v4 = own.iter().find_map(|a| if let IpAddr::V4(a) = a { Some(net::v4(*a)) } else { None });
         let v6 = own.iter().find_map(|a| if let IpAddr::V6(a) = a { Some(net::v6(*a)) } else { None });
-        Config {
+        DatapathConfig {
             tunnel_ifindex: self.facts.tunnel,
             mss_v4: mss(0),
             mss_v6: mss(1),

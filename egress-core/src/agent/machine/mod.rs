@@ -11,7 +11,7 @@ mod round;
 #[cfg(test)]
 mod tests;
 
-pub use action::{Action, Counted, Left, Settings, ShaperEnds};
+pub use action::{Action, Counted, Left, MachineSettings, ShaperEnds};
 
 use super::{
     carriers::Carriers,
@@ -59,7 +59,7 @@ const AT_ONCE_SHARE: u32 = 4;
 
 /// What came of the last rounds.
 #[derive(Default)]
-pub struct Outcome {
+pub struct RoundOutcome {
     /// Up to these revisions, leases are in the tables.
     pub leases: Known,
     /// The egress IPs that this node carries by its tables.
@@ -91,10 +91,10 @@ struct Timers {
 
 /// An agent: all that it knows and has decided.
 pub struct Machine {
-    settings: Settings,
+    settings: MachineSettings,
     facts: Facts,
     decided: Decided,
-    outcome: Outcome,
+    outcome: RoundOutcome,
     shaper: Option<ShaperEnds>,
     /// The flags in the record of settings that the programs have.
     flags: u32,
@@ -122,13 +122,13 @@ pub struct Machine {
 
 impl Machine {
     /// An agent that starts with these `facts`, and with what an earlier one has `left`. Its first round is to be carried out at once.
-    pub fn new(settings: Settings, left: Left, facts: Facts) -> Self {
+    pub fn new(settings: MachineSettings, left: Left, facts: Facts) -> Self {
         let carriers = Carriers::recover(&left.carried);
         let histories = Histories::recover(&left.endpoints);
         let mut machine = Self {
             facts,
             decided: Decided { carriers, histories, ..Decided::default() },
-            outcome: Outcome::default(),
+            outcome: RoundOutcome::default(),
             shaper: None,
             flags: left.flags,
             effective: Effective::recover(left.policies),
@@ -336,7 +336,7 @@ impl Machine {
     }
 
     /// What came of the last rounds.
-    pub fn outcome(&self) -> &Outcome {
+    pub fn outcome(&self) -> &RoundOutcome {
         &self.outcome
     }
 

@@ -3,7 +3,7 @@
 use crate::{
     agent::{
         facts::Facts,
-        gateways::Target,
+        gateways::ProbeTarget,
         transports::{self, Peer, Transports},
     },
     encode::NodeView,
@@ -42,15 +42,16 @@ pub(super) fn targets(
     view: &NodeView,
     transports: &BTreeMap<NodeName, Transports>,
     setting: Transport,
-) -> BTreeMap<NodeName, Target> {
-    let mut targets: BTreeMap<NodeName, Target> = BTreeMap::new();
+) -> BTreeMap<NodeName, ProbeTarget> {
+    let mut targets: BTreeMap<NodeName, ProbeTarget> = BTreeMap::new();
     for (gateway, egress) in watched {
         let (Some(transports), Some(address)) =
             (transports.get(*gateway), view.nodes.get(*gateway).and_then(|a| a.first()))
         else {
             continue;
         };
-        let new = || Target { address: *address, egress: BTreeMap::new(), transports: transports.candidates(setting) };
+        let new =
+            || ProbeTarget { address: *address, egress: BTreeMap::new(), transports: transports.candidates(setting) };
         targets.entry((*gateway).clone()).or_insert_with(new).egress.entry(egress.is_ipv6()).or_insert(*egress);
     }
     targets

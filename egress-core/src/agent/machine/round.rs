@@ -5,7 +5,7 @@
 //!   without it.
 //! - What could not be done is told at the end, so that all of it is.
 
-use super::{Action, Machine, Outcome, ShaperEnds, peers};
+use super::{Action, Machine, RoundOutcome, ShaperEnds, peers};
 use crate::{
     agent::{
         kept,
@@ -259,7 +259,7 @@ impl Machine {
     /// Where nothing was written, the tables carry what they carried before, and answer for no more.
     fn announce(&mut self, written: bool) {
         let mut wanted = view::announced(&self.facts, &self.decided);
-        let Outcome { carries, announced, .. } = &mut self.outcome;
+        let RoundOutcome { carries, announced, .. } = &mut self.outcome;
         wanted.retain(|ip, _| carries.contains(ip) && (written || announced.contains_key(ip)));
         *announced = if self.facts.silent { BTreeMap::new() } else { wanted };
         if written {

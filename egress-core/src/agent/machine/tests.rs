@@ -5,7 +5,7 @@ use crate::{
     agent::{
         gateways::Request,
         ports::Ports,
-        view_tests::{OWNED, World, carried_by, ip},
+        view_tests::{FactsFixture, OWNED, carried_by, ip},
     },
     encode::{NodeView, fit::Refused},
     model::{Endpoint, EndpointId, Transport},
@@ -31,8 +31,8 @@ struct Shell {
 }
 
 impl Shell {
-    fn new(world: &World) -> Self {
-        let settings = Settings {
+    fn new(world: &FactsFixture) -> Self {
+        let settings = MachineSettings {
             rules: InterfaceRules::default(),
             probe: Default::default(),
             lease_duration: Duration::from_secs(15),
@@ -40,7 +40,7 @@ impl Shell {
             start_limit: Duration::from_secs(60),
             transport: Transport::Device,
             tunnel_mtu: 1500,
-            config: config::Config { flags: flags::RESPECT_FIREWALL, ..config::UNSET },
+            config: config::DatapathConfig { flags: flags::RESPECT_FIREWALL, ..config::UNSET },
             clock: Duration::ZERO,
         };
         let mut links = world.links.clone();
@@ -99,7 +99,7 @@ impl Shell {
     }
 
     /// The same after something has changed in the world.
-    fn round(&mut self, world: &World) -> Vec<String> {
+    fn round(&mut self, world: &FactsFixture) -> Vec<String> {
         self.machine.handle_objects(objects(world));
         self.run()
     }
@@ -135,7 +135,7 @@ fn name(action: &Action) -> String {
     format!("{action:?}").chars().take_while(|c| c.is_alphanumeric()).collect()
 }
 
-fn objects(world: &World) -> Arc<Objects> {
+fn objects(world: &FactsFixture) -> Arc<Objects> {
     let leases_up_to = [("me".into(), world.plan.lease_revision)].into();
     Arc::new(Objects { snapshot: world.snapshot.clone(), plan: world.plan.clone(), leases_up_to, ..Objects::default() })
 }
@@ -149,7 +149,7 @@ fn pod(name: &str, ips: &[&str]) -> Endpoint {
 
 #[test]
 fn a_round_writes_before_it_announces_and_tells_at_the_end() {
-    let mut shell = Shell::new(&World::new());
+    let mut shell = Shell::new(&FactsFixture::new());
     let order = [
         "FindInterfaces",
         "MakeStackPath",
@@ -170,8 +170,8 @@ fn a_round_writes_before_it_announces_and_tells_at_the_end() {
 }
 
 #[test]
-fn what_was_not_written_is_neither_announced_nor_reported() {
-    let (mut world, own) = (World::new(), ip(OWNED[2].0));
+fn tables_that_failed_to_be_written_are_neither_announced_nor_reported() {
+    let (mut world, own) = (FactsFixture::new(), ip(OWNED[2].0));
     let mut shell = Shell::new(&world);
     shell.fails.insert("Write");
     assert!(!shell.run().iter().any(|name| name == "Advertise"));
@@ -199,8 +199,8 @@ fn what_was_not_written_is_neither_announced_nor_reported() {
 }
 
 #[test]
-fn the_rules_hold_after_the_programs_and_let_go_before_them() {
-    let mut world = World::new();
+fn hold_rules_come_after_the_programs_and_go_before_them() {
+    let mut world = FactsFixture::new();
     let mut shell = Shell::new(&world);
     shell.run();
     assert_eq!(shell.holding(), [("rules", false), ("programs", false)]);
@@ -226,8 +226,8 @@ fn the_rules_hold_after_the_programs_and_let_go_before_them() {
 }
 
 #[test]
-fn where_the_programs_do_not_hold_no_rule_looks_for_their_notes() {
-    let mut world = World::new();
+fn no_hold_rule_exists_where_the_programs_do_not_hold() {
+    let mut world = FactsFixture::new();
     let mut shell = Shell::new(&world);
     world.add(pod("web-2", &[]));
     shell.fails.insert("Write");
@@ -238,7 +238,7 @@ fn where_the_programs_do_not_hold_no_rule_looks_for_their_notes() {
 /// `egressctl` shows what is published.
 #[test]
 fn all_that_fails_in_a_round_is_published() {
-    let world = World::new();
+    let world = FactsFixture::new();
     for what in ["MakeStackPath", "MakeShaper", "Attach", "Write", "Advertise", "Forward", "Announce", "KeepLease"] {
         let mut shell = Shell::new(&world);
         shell.fails.insert(what);
@@ -249,7 +249,7 @@ fn all_that_fails_in_a_round_is_published() {
         assert_eq!(shell.published, [] as [&str; 0], "{what}");
     }
     // The second time in a round, after the programs hold.
-    let (mut world, mut shell) = (World::new(), Shell::new(&world));
+    let (mut world, mut shell) = (FactsFixture::new(), Shell::new(&world));
     world.add(pod("web-2", &[]));
     shell.fails.insert("MakeStackPath");
     shell.round(&world);
@@ -257,9 +257,9 @@ fn all_that_fails_in_a_round_is_published() {
 }
 
 #[test]
-fn each_thing_is_done_when_it_is_due() {
+fn periodic_actions_run_when_they_are_due() {
     let ms = Duration::from_millis;
-    let mut shell = Shell::new(&World::new());
+    let mut shell = Shell::new(&FactsFixture::new());
     let mut seen: Vec<(u128, String)> = Vec::new();
     shell.run();
     shell.machine.handle_start(shell.now);
@@ -278,7 +278,7 @@ fn each_thing_is_done_when_it_is_due() {
 
 #[test]
 fn a_gateway_that_stops_says_so_only_where_others_take_over() {
-    let (mut world, own) = (World::new(), 2);
+    let (mut world, own) = (FactsFixture::new(), 2);
     let mut shell = Shell::new(&world);
     shell.run();
     assert!(!shell.machine.handle_stop(shell.now), "nobody else carries its egress IP");

@@ -8,7 +8,7 @@ use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use super::floating::{Floating, GatewayNode, Place};
+use super::floating::{Floating, GatewayNode, Placement};
 use super::loads::Loads;
 
 /// Egress IPs that can go to the same places.
@@ -27,7 +27,7 @@ struct Step {
 }
 
 /// Balances; returns whether it moved anything.
-pub fn balance(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Place], loads: &mut Loads<'_>) -> bool {
+pub fn balance(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Placement], loads: &mut Loads<'_>) -> bool {
     let mut able = vec![false; nodes.len()];
     let sets: BTreeMap<usize, &[u32]> = items.iter().map(|item| (item.set, item.candidates)).collect();
     for node in sets.into_values().flatten() {
@@ -68,7 +68,7 @@ fn heaviest(able: &[u32], nodes: &[GatewayNode], loads: &Loads<'_>, stuck: &BTre
 struct Search<'s, 'a> {
     items: &'s [Floating<'a>],
     nodes: &'s [GatewayNode],
-    places: &'s [Place],
+    places: &'s [Placement],
     loads: &'s Loads<'a>,
 }
 

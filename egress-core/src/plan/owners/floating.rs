@@ -96,7 +96,7 @@ impl Floating<'_> {
 
 /// Where an egress IP is while the plan is made.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Place {
+pub struct Placement {
     /// The eligible gateway that has it.
     pub node: Option<u32>,
     /// It had no eligible owner before.

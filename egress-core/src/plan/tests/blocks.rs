@@ -93,7 +93,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn who_comes_at_once_gets_the_same_share_of_half(workers in 1usize..60, count in 1u32..4) {
+    fn nodes_that_arrive_together_get_equal_shares_of_half_the_blocks(workers in 1usize..60, count in 1u32..4) {
         let (snapshot, health) = public(count, workers);
         let plan = plan(&snapshot, &health, &Plan::default());
         for address in plan.egress_ips.keys() {
@@ -246,7 +246,7 @@ fn as_many_nodes_as_blocks_get_one_each() {
 }
 
 #[test]
-fn who_comes_when_all_is_leased_starves_until_some_is_given_back() {
+fn a_node_that_arrives_when_all_is_leased_waits_until_blocks_are_returned() {
     let (mut snapshot, health) = public(1, 1);
     report(&mut snapshot, "w0").demand.insert(first_ip(), Demand { want: 1000, ..Default::default() });
     let mut previous = plan(&snapshot, &health, &Plan::default());
@@ -269,7 +269,7 @@ fn who_comes_when_all_is_leased_starves_until_some_is_given_back() {
 }
 
 #[test]
-fn demand_is_served_fairly_and_leaves_some() {
+fn demand_is_served_fairly_and_a_reserve_remains() {
     let (mut snapshot, health) = public(1, 2);
     let first = plan(&snapshot, &health, &Plan::default());
     report(&mut snapshot, "w0").demand.insert(first_ip(), Demand { want: 300, ..Default::default() });
@@ -299,7 +299,7 @@ fn a_stale_release_does_not_end_a_newer_lease() {
 }
 
 #[test]
-fn what_a_vanished_node_held_is_quarantined_then_free() {
+fn blocks_of_a_vanished_node_are_quarantined_and_then_free() {
     let (mut snapshot, mut health) = public(1, 2);
     let first = plan(&snapshot, &health, &Plan::default());
     let old = snapshot.nodes.remove(&"w0".into()).unwrap();

@@ -33,7 +33,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
     #[test]
-    fn carriers_are_eligible_and_the_owner_is_the_first(world in arbitrary_world()) {
+    fn carriers_are_eligible_and_the_owner_is_the_first(world in arbitrary_cluster()) {
         let plan = plan(&world.snapshot, &world.health, &Plan::default());
         for (address, ip) in &plan.egress_ips {
             let unique: BTreeSet<&NodeName> = ip.carriers.iter().collect();
@@ -53,7 +53,7 @@ proptest! {
     }
 
     #[test]
-    fn the_next_carriers_are_who_the_next_plan_makes_owners(
+    fn after_a_gateways_death_the_next_carrier_in_order_owns_the_address(
         gateways in 2usize..8, counts in prop::collection::vec(1u32..6, 1..8), dead in 0usize..8,
     ) {
         let (mut snapshot, mut health) = cluster(gateways, 1);
@@ -95,7 +95,7 @@ proptest! {
 }
 
 #[test]
-fn the_next_carriers_of_a_gateway_are_all_others_evenly() {
+fn the_addresses_of_a_gateway_have_their_next_carriers_spread_evenly() {
     let (mut snapshot, health) = cluster(5, 1);
     pools(&mut snapshot, &[4; 10]);
     let plan = plan(&snapshot, &health, &Plan::default());
@@ -107,7 +107,7 @@ fn the_next_carriers_of_a_gateway_are_all_others_evenly() {
 }
 
 #[test]
-fn where_zones_matter_those_of_the_owners_zone_come_first() {
+fn with_zones_carriers_in_the_owners_zone_come_first() {
     let (mut snapshot, health) = cluster(6, 1);
     for (n, node) in snapshot.nodes.values_mut().enumerate() {
         node.zone = Some(if n % 2 == 0 { "x" } else { "y" }.to_owned());
@@ -121,7 +121,7 @@ fn where_zones_matter_those_of_the_owners_zone_come_first() {
 }
 
 #[test]
-fn who_was_not_asked_for_a_lease_stands_by_and_owns_nothing() {
+fn a_gateway_not_asked_for_a_lease_stands_by_and_owns_nothing() {
     let (mut snapshot, mut health) = cluster(3, 1);
     pools(&mut snapshot, &[1]);
     health.nodes.clear();

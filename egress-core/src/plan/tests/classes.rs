@@ -57,7 +57,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
-    fn the_table_says_what_the_policies_say(policies in arbitrary_policies(5)) {
+    fn the_class_table_agrees_with_the_policies(policies in arbitrary_policies(5)) {
         check(&policies)?;
     }
 
@@ -76,7 +76,7 @@ proptest! {
     }
 
     #[test]
-    fn no_entry_can_be_left_out(policies in arbitrary_policies(4)) {
+    fn no_entry_of_a_class_table_is_redundant(policies in arbitrary_policies(4)) {
         let table = check(&policies)?;
         let candidates = edges(&policies);
         for at in 0..table.len() {
@@ -88,7 +88,7 @@ proptest! {
     }
 
     #[test]
-    fn the_order_in_which_policies_are_written_does_not_matter(policies in arbitrary_policies(4)) {
+    fn the_order_of_policies_does_not_matter(policies in arbitrary_policies(4)) {
         let mut reversed = policies.clone();
         for policy in reversed.values_mut() {
             policy.destinations.reverse();
@@ -121,7 +121,7 @@ fn an_exclusion_hands_over_to_the_next_policy_only() {
 }
 
 #[test]
-fn the_younger_of_two_equal_policies_conflicts_and_longer_prefixes_do_not() {
+fn the_younger_of_two_policies_with_one_prefix_conflicts_and_longer_prefixes_do_not() {
     let mut policies = BTreeMap::new();
     for (name, created, to) in [("a", 3, "0.0.0.0/0"), ("b", 1, "0.0.0.0/0"), ("c", 9, "10.0.0.0/8")] {
         let policy = Policy { created, destinations: vec![net(to)], ..policy(name, Source::Pools(Vec::new())) };

@@ -81,7 +81,7 @@ fn pool_gone_an_address_outside_the_new_ranges_keeps_its_connections_and_gets_no
 }
 
 #[test]
-fn it_is_released_with_its_last_block() {
+fn a_drained_address_is_released_with_its_last_block() {
     let (mut snapshot, health, before) = in_use(Distribution::PerFlow);
     shrink(&mut snapshot);
     let (mut draining, memo) = plan_and_remember(snapshot.clone(), &health, &before);
@@ -104,8 +104,8 @@ fn pool_gone_the_addresses_of_a_deleted_pool_drain_where_they_are() {
     for address in [FIRST(), SECOND()] {
         let (ip, old) = (&after.egress_ips[&address], &before.egress_ips[&address]);
         assert!(ip.draining);
-        assert_eq!((&ip.owner, &ip.reach), (&old.owner, &old.reach));
-        assert_eq!(ip.reach.announce, Announce::Route);
+        assert_eq!((&ip.owner, &ip.attachment), (&old.owner, &old.attachment));
+        assert_eq!(ip.attachment.announce, Announce::Route);
         let sorted = |carriers: &[NodeName]| carriers.iter().cloned().collect::<BTreeSet<_>>();
         assert_eq!(sorted(&ip.carriers), sorted(&old.carriers));
     }
@@ -117,7 +117,7 @@ fn pool_gone_the_addresses_of_a_deleted_pool_drain_where_they_are() {
 }
 
 #[test]
-fn what_comes_back_into_the_pool_in_time_serves_again() {
+fn an_address_returned_to_its_pool_in_time_serves_again() {
     let (mut snapshot, health, before) = in_use(Distribution::PerFlow);
     let pools = std::mem::take(&mut snapshot.pools);
     let draining = plan(&snapshot, &health, &before);
@@ -129,7 +129,7 @@ fn what_comes_back_into_the_pool_in_time_serves_again() {
 }
 
 #[test]
-fn it_ends_with_its_policy_or_when_its_time_is_over() {
+fn a_drain_ends_with_its_policy_or_at_its_timeout() {
     let (mut snapshot, health, before) = in_use(Distribution::PerFlow);
     shrink(&mut snapshot);
     let draining = plan(&snapshot, &health, &before);
@@ -143,7 +143,7 @@ fn it_ends_with_its_policy_or_when_its_time_is_over() {
 }
 
 #[test]
-fn nobody_else_is_given_it_meanwhile() {
+fn a_draining_address_is_given_to_nobody_else() {
     let (mut snapshot, health, before) = in_use(Distribution::PerFlow);
     shrink(&mut snapshot);
     let other = pool("other", FIRST(), FIRST());

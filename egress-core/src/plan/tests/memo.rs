@@ -85,7 +85,7 @@ fn check_touched(
     Ok(())
 }
 
-fn remember(world: &World, previous: &Plan) -> (Plan, Memo) {
+fn remember(world: &TestCluster, previous: &Plan) -> (Plan, Memo) {
     plan_and_remember(world.snapshot.clone(), &world.health, previous)
 }
 
@@ -93,9 +93,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn a_small_change_ends_as_a_full_plan_does(
-        earlier in arbitrary_world(),
-        mut world in arbitrary_world(),
+    fn a_partial_plan_equals_a_full_plan(
+        earlier in arbitrary_cluster(),
+        mut world in arbitrary_cluster(),
         rounds in prop::collection::vec(prop::collection::vec(step(), 1..4), 1..12),
     ) {
         let earlier = plan(&earlier.snapshot, &earlier.health, &Plan::default());
@@ -128,7 +128,7 @@ proptest! {
     }
 }
 
-fn changed(memo: Memo, world: &World, current: &mut Plan, steps: &[Step]) -> Option<Memo> {
+fn changed(memo: Memo, world: &TestCluster, current: &mut Plan, steps: &[Step]) -> Option<Memo> {
     let (mut snapshot, mut changes) = (memo.snapshot().clone(), Changes::default());
     steps.iter().for_each(|step| apply(&mut snapshot, step, current.lease_revision, &mut changes));
     let expected = plan(&snapshot, &world.health, current);
@@ -138,7 +138,7 @@ fn changed(memo: Memo, world: &World, current: &mut Plan, steps: &[Step]) -> Opt
 }
 
 /// Nodes n0 to n7, the first two of them gateways, and four policies: a shares its only egress IP with b.
-fn plain() -> World {
+fn plain() -> TestCluster {
     let (mut snapshot, mut health) = cluster(0, 0);
     for n in 0..8 {
         let labels = if n < 2 { labels(&[("gateway", "yes")]) } else { Labels::new() };
@@ -168,7 +168,7 @@ fn plain() -> World {
             },
         );
     }
-    World { snapshot, health }
+    TestCluster { snapshot, health }
 }
 
 fn pod(name: usize, there: bool, node: usize, app: &str) -> Step {

@@ -185,7 +185,7 @@ fn drained_and_unselected_gateways_are_left_and_the_last_one_is_kept() {
 }
 
 #[test]
-fn at_capacity_nothing_moves_and_room_is_used() {
+fn at_capacity_no_address_moves_and_new_room_is_used() {
     let (mut snapshot, health) = cluster(2, 0);
     snapshot.pools.values_mut().for_each(|pool| pool.max_per_node = Some(1));
     snapshot.nodes.get_mut(&"gw1".into()).unwrap().max_egress_ips = Some(2);
@@ -203,7 +203,7 @@ fn at_capacity_nothing_moves_and_room_is_used() {
 }
 
 #[test]
-fn the_common_limit_holds_over_all_pools_where_the_node_says_nothing() {
+fn the_default_limit_per_node_counts_over_all_pools() {
     let (mut snapshot, health) = cluster(2, 0);
     snapshot.max_egress_ips = Some(2);
     add_pools(&mut snapshot, &[2, 2, 2]);
@@ -291,7 +291,7 @@ fn gateways_that_come_one_by_one_share_each_family_of_a_policy() {
 }
 
 #[test]
-fn a_controller_that_starts_gives_nothing_to_gateways_that_may_be_dead() {
+fn a_starting_controller_assigns_nothing_to_gateways_that_may_be_dead() {
     let (mut snapshot, mut health) = cluster(3, 0);
     add_pools(&mut snapshot, &[6]);
     let before = settle(&snapshot, &health, &Plan::default());

@@ -80,7 +80,7 @@ fn an_allocated_address_is_not_taken_away_by_who_asks_for_it_later() {
 }
 
 #[test]
-fn exhaustion_shows_and_ends() {
+fn an_exhausted_pool_sets_a_condition_until_addresses_are_free() {
     let (mut snapshot, health) = cluster(3, 1);
     let small = pool("public", v4(0, 0, 1), v4(0, 0, 3));
     snapshot.pools.insert(small.id.clone(), small);

@@ -103,7 +103,7 @@ fn a_removed_policy_breaks_connections_and_lets_the_rest_go() {
 }
 
 #[test]
-fn gateways_that_nobody_has_used_are_taken_to_answer() {
+fn unused_gateways_are_assumed_to_answer() {
     let (before, mut health) = cluster(2, 1);
     health.nodes.clear();
     let mut after = before.clone();
@@ -125,8 +125,8 @@ fn steered(snapshot: &Snapshot, endpoint: &Endpoint, remote: IpAddr) -> Option<P
 proptest! {
     #[test]
     fn each_pod_and_destination_that_changes_is_named_and_no_other(
-        world in arbitrary_world(),
-        other in arbitrary_world(),
+        world in arbitrary_cluster(),
+        other in arbitrary_cluster(),
         bits in proptest::collection::vec(any::<[u8; 4]>(), 8),
     ) {
         let after = Snapshot { policies: other.snapshot.policies, ..world.snapshot.clone() };
@@ -151,7 +151,7 @@ proptest! {
     }
 
     #[test]
-    fn no_change_is_no_difference(world in arbitrary_world()) {
+    fn a_preview_of_no_change_is_empty(world in arbitrary_cluster()) {
         let plan = settled(&world.snapshot, &world.health, &Plan::default());
         let side = Side { snapshot: &world.snapshot, plan: &plan };
         prop_assert!(preview(side, side, &[]).is_empty());

@@ -56,7 +56,7 @@ fn not_yet_nodes_of_the_pods_that_have_another_version_are_behind() {
 }
 
 #[test]
-fn a_report_of_it_needs_no_full_plan() {
+fn a_report_of_programmed_policies_needs_no_full_plan() {
     let (mut snapshot, health) = cluster_with_policy();
     let (mut plan_now, mut memo) = plan_and_remember(snapshot.clone(), &health, &Plan::default());
     for node in ["w2", "w0", "w1"] {

@@ -119,7 +119,7 @@ fn the_first_of_several_nodes_serves_and_stays() {
 }
 
 #[test]
-fn changes_are_told() {
+fn the_differences_of_two_plans_are_listed() {
     let (mut snapshot, mut health) = cluster(2, 1);
     let web =
         Policy { distribution: Distribution::PerEndpoint, ..policy("web", Source::Pools(vec![request("public", 1)])) };

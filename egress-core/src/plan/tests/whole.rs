@@ -92,7 +92,7 @@ fn has_room(snapshot: &Snapshot, plan: &Plan, node: &Node, pool: Option<&PoolId>
     below(snapshot.max_egress_ips) && per_node.is_none_or(|limit| of_pool < limit as usize)
 }
 
-fn check_owners(world: &World, before: &Plan, after: &Plan) -> Result<(), TestCaseError> {
+fn check_owners(world: &TestCluster, before: &Plan, after: &Plan) -> Result<(), TestCaseError> {
     let (snapshot, health) = (&world.snapshot, &world.health);
     for (address, ip) in &after.egress_ips {
         let (old_owner, old_epoch) =
@@ -152,7 +152,7 @@ fn check_owners(world: &World, before: &Plan, after: &Plan) -> Result<(), TestCa
 }
 
 /// No gateway has two more than another that may take one of its directly; without limits, not by others either.
-fn check_balance(world: &World, plan: &Plan) -> Result<(), TestCaseError> {
+fn check_balance(world: &TestCluster, plan: &Plan) -> Result<(), TestCaseError> {
     let (snapshot, health) = (&world.snapshot, &world.health);
     let limited = snapshot.max_egress_ips.is_some()
         || snapshot.nodes.values().any(|n| n.max_egress_ips.is_some())
@@ -196,7 +196,7 @@ fn check_balance(world: &World, plan: &Plan) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-fn check_addresses(world: &World, plan: &Plan) -> Result<(), TestCaseError> {
+fn check_addresses(world: &TestCluster, plan: &Plan) -> Result<(), TestCaseError> {
     for (address, ip) in plan.egress_ips.iter().filter(|(_, ip)| ip.users.len() > 1 && !ip.draining) {
         for user in ip.users.keys() {
             let asked = match &world.snapshot.policies[user].source {
@@ -209,7 +209,7 @@ fn check_addresses(world: &World, plan: &Plan) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-fn check_assignments(world: &World, plan: &Plan) -> Result<(), TestCaseError> {
+fn check_assignments(world: &TestCluster, plan: &Plan) -> Result<(), TestCaseError> {
     for (id, policy) in &world.snapshot.policies {
         let selected = world.snapshot.endpoints.values().filter(|endpoint| selects(&world.snapshot, policy, endpoint));
         prop_assert_eq!(plan.outcomes[id].endpoints as usize, selected.count());
@@ -237,7 +237,7 @@ fn chooses_beside_others(snapshot: &Snapshot) -> bool {
     })
 }
 
-fn check(world: &World, before: &Plan) -> Result<Plan, TestCaseError> {
+fn check(world: &TestCluster, before: &Plan) -> Result<Plan, TestCaseError> {
     let after = plan(&world.snapshot, &world.health, before);
     check_owners(world, before, &after)?;
     check_balance(world, &after)?;
@@ -257,7 +257,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn every_plan_keeps_its_promises(worlds in prop::collection::vec(arbitrary_world(), 1..4)) {
+    fn every_plan_keeps_its_promises(worlds in prop::collection::vec(arbitrary_cluster(), 1..4)) {
         let mut previous = Plan::default();
         for world in worlds {
             previous = check(&world, &previous)?;
@@ -265,7 +265,7 @@ proptest! {
     }
 
     #[test]
-    fn selection_is_what_each_selector_says(world in arbitrary_world()) {
+    fn selection_is_what_each_selector_says(world in arbitrary_cluster()) {
         let selection = Selection::new(&world.snapshot);
         for (id, policy) in &world.snapshot.policies {
             let found: Vec<&EndpointId> = selection.endpoints(id).into_keys().collect();
@@ -286,8 +286,8 @@ proptest! {
     }
 
     #[test]
-    fn the_order_of_the_input_does_not_matter(world in arbitrary_world(), later in arbitrary_world()) {
-        let shuffled = |world: &World| {
+    fn the_order_of_the_input_does_not_matter(world in arbitrary_cluster(), later in arbitrary_cluster()) {
+        let shuffled = |world: &TestCluster| {
             let mut world = world.clone();
             for policy in world.snapshot.policies.values_mut() {
                 policy.selectors.reverse();
@@ -301,7 +301,7 @@ proptest! {
             world.snapshot.pools.values_mut().for_each(|pool| pool.ranges.reverse());
             world
         };
-        let both = |world: &World, previous: &Plan| {
+        let both = |world: &TestCluster, previous: &Plan| {
             let other = shuffled(world);
             [plan(&world.snapshot, &world.health, previous), plan(&other.snapshot, &other.health, previous)]
         };

@@ -3,10 +3,10 @@
 //! Each kind has a watch of its own: a process sees the versions of one kind in their order, and each watch is late by itself. A process
 //! that starts lists what some server's cache has, which may be old.
 
-use super::super::facts::World;
+use super::super::facts::ObservedObjects;
 use crate::{
     api::{EgressIP, EgressNode, Pod},
-    snapshot::Objects,
+    snapshot::ApiObjects,
 };
 use k8s_openapi::{
     api::{coordination::v1::Lease, core::v1::Node},
@@ -193,7 +193,7 @@ impl Client {
     }
 
     /// All that a plan is made from; `fixed` has what nobody writes.
-    pub fn objects(&self, fixed: &Objects) -> Objects {
+    pub fn objects(&self, fixed: &ApiObjects) -> ApiObjects {
         let mut objects = fixed.clone();
         for stored in self.seen.values() {
             match &stored.object {
@@ -209,8 +209,8 @@ impl Client {
 }
 
 /// What objects mean.
-pub struct View {
-    pub world: World,
+pub struct SharedObjects {
+    pub observed: ObservedObjects,
     /// Another number for other leases of blocks than those that were read before.
     pub leases: u64,
 }
@@ -218,32 +218,32 @@ pub struct View {
 /// Makes of objects what they mean, once for all who have seen the same.
 #[derive(Default)]
 pub struct Reader {
-    pub fixed: Objects,
-    known: HashMap<Vec<u64>, Rc<View>>,
-    last: Option<Rc<View>>,
+    pub fixed: ApiObjects,
+    known: HashMap<Vec<u64>, Rc<SharedObjects>>,
+    last: Option<Rc<SharedObjects>>,
 }
 
 impl Reader {
-    pub fn read(&mut self, client: &Client) -> Rc<View> {
+    pub fn read(&mut self, client: &Client) -> Rc<SharedObjects> {
         let versions = client.versions();
         if let Some(view) = self.known.get(&versions) {
             return view.clone();
         }
-        let mut world = World::default();
-        world.take(client.objects(&self.fixed));
-        let same = self.last.as_ref().filter(|last| last.world.plan.blocks == world.plan.blocks);
+        let mut observed = ObservedObjects::default();
+        observed.take(client.objects(&self.fixed));
+        let same = self.last.as_ref().filter(|last| last.observed.plan.blocks == observed.plan.blocks);
         let leases = same.map_or(self.known.len() as u64, |last| last.leases);
-        let view = Rc::new(View { world, leases });
+        let view = Rc::new(SharedObjects { observed, leases });
         self.known.insert(versions, view.clone());
         self.last = Some(view.clone());
         view
     }
 }
 
-impl std::ops::Deref for View {
-    type Target = World;
+impl std::ops::Deref for SharedObjects {
+    type Target = ObservedObjects;
 
-    fn deref(&self) -> &World {
-        &self.world
+    fn deref(&self) -> &ObservedObjects {
+        &self.observed
     }
 }

@@ -179,16 +179,16 @@ impl Boss {
         (now, squeeze): (Duration, Squeeze),
         reader: &mut Reader,
     ) {
-        let world = reader.read(&self.client);
+        let observed = reader.read(&self.client);
         let objects = self.client.objects(&reader.fixed);
-        let mut after = plan(&world.snapshot, health, &world.plan);
+        let mut after = plan(&observed.snapshot, health, &observed.plan);
         squeeze.apply(&mut after);
-        let wanted = desired(&objects, &world.snapshot, &after, &[], &Time(Timestamp::UNIX_EPOCH));
-        let present: BTreeSet<NodeName> = world.snapshot.nodes.keys().cloned().collect();
+        let wanted = desired(&objects, &observed.snapshot, &after, &[], &Time(Timestamp::UNIX_EPOCH));
+        let present: BTreeSet<NodeName> = observed.snapshot.nodes.keys().cloned().collect();
         let holders: Vec<NodeName> =
             objects.egress_nodes.iter().filter_map(|n| Some(n.metadata.name.as_deref()?.into())).collect();
         self.sight.gateways.observe_nodes(&present, &holders, now);
-        leading.delays = delays(&world.snapshot);
+        leading.delays = delays(&observed.snapshot);
         inputs.gateways = judged(health, &leading.delays);
         let revision = Some(wanted.lease_revision);
         let stages = self.stages(wanted);

@@ -1,9 +1,9 @@
 //! What must hold at every moment.
 
 use super::{
-    api::View,
-    cluster::{Cluster, Machine},
-    machine::Agent,
+    api::SharedObjects,
+    cluster::{SimCluster, SimHost},
+    machine::SimAgent,
 };
 use egress_common::port_block;
 use egress_core::{
@@ -64,7 +64,7 @@ struct Health {
 
 impl Checks {
     /// Looks at everything.
-    pub fn look(&mut self, cluster: &mut Cluster) -> Result<(), String> {
+    pub fn look(&mut self, cluster: &mut SimCluster) -> Result<(), String> {
         let now = cluster.now;
         let writes = cluster.machines.iter().map(|machine| machine.kernel.writes).sum();
         if std::mem::replace(&mut self.writes, writes) == writes && now < self.last_look + LOOK_EVERY {
@@ -76,8 +76,8 @@ impl Checks {
         for n in 0..cluster.machines.len() {
             self.note_health(cluster, n);
         }
-        let Some(world) = truth(cluster) else { return Ok(()) };
-        let owned = world.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some());
+        let Some(observed) = truth(cluster) else { return Ok(()) };
+        let owned = observed.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some());
         for (ip, e) in owned {
             let answering: Vec<usize> =
                 (0..cluster.machines.len()).filter(|n| answers(&cluster.machines[*n], *ip, now)).collect();
@@ -99,9 +99,9 @@ impl Checks {
     }
 
     /// Everything has been well for long: everything works.
-    pub fn finish(&mut self, cluster: &mut Cluster) -> Result<(), String> {
-        let Some(world) = truth(cluster) else { return Err("there is no plan".into()) };
-        for (ip, e) in &world.plan.egress_ips {
+    pub fn finish(&mut self, cluster: &mut SimCluster) -> Result<(), String> {
+        let Some(observed) = truth(cluster) else { return Err("there is no plan".into()) };
+        for (ip, e) in &observed.plan.egress_ips {
             let answering: Vec<&NodeName> = cluster
                 .machines
                 .iter()
@@ -118,13 +118,13 @@ impl Checks {
                 }
             }
         }
-        match world.plan.egress_ips.is_empty() {
+        match observed.plan.egress_ips.is_empty() {
             true => Err("there is no egress IP".into()),
             false => Ok(()),
         }
     }
 
-    fn note_health(&mut self, cluster: &Cluster, n: usize) {
+    fn note_health(&mut self, cluster: &SimCluster, n: usize) {
         let (now, machine) = (cluster.now, &cluster.machines[n]);
         let health = self.health.entry(n).or_default();
         let Some(agent) = machine.agent.as_ref().filter(|_| runs(cluster, n)) else {
@@ -157,14 +157,14 @@ impl Checks {
     }
 
     /// Since when a machine has been a carrier that lives and is reachable.
-    fn able_since(&self, cluster: &Cluster, n: usize, ip: IpAddr) -> Option<Duration> {
+    fn able_since(&self, cluster: &SimCluster, n: usize, ip: IpAddr) -> Option<Duration> {
         let (health, machine) = (self.health.get(&n)?, &cluster.machines[n]);
-        let read = machine.agent.as_ref()?.world.plan.egress_ips.get(&ip)?;
+        let read = machine.agent.as_ref()?.observed.plan.egress_ips.get(&ip)?;
         let since = health.well + WELL;
         (!health.lost && cluster.now >= since && read.order().any(|name| *name == machine.name)).then_some(since)
     }
 
-    fn check_hole(&mut self, c: &Cluster, ip: IpAddr, e: &EgressIpPlan, answering: &[usize]) -> Result<(), String> {
+    fn check_hole(&mut self, c: &SimCluster, ip: IpAddr, e: &EgressIpPlan, answering: &[usize]) -> Result<(), String> {
         let able = e.order().filter_map(|name| c.index(name)).filter_map(|n| Some((n, self.able_since(c, n, ip)?)));
         let able: Vec<(usize, Duration)> = able.collect();
         let (true, Some(possible)) = (answering.is_empty(), able.iter().map(|(_, since)| *since).min()) else {
@@ -184,7 +184,7 @@ impl Checks {
         Err(format!("nobody answers for {ip} since {since:?}, although {names:?} could"))
     }
 
-    fn check_both(&mut self, c: &Cluster, ip: IpAddr, answering: &[usize]) -> Result<(), String> {
+    fn check_both(&mut self, c: &SimCluster, ip: IpAddr, answering: &[usize]) -> Result<(), String> {
         self.both.retain(|(of, a, b), _| *of != ip || answering.contains(a) && answering.contains(b));
         for (at, a) in answering.iter().enumerate() {
             for b in &answering[at + 1..] {
@@ -202,7 +202,7 @@ impl Checks {
     }
 
     /// Takes note of what agents have reported ever.
-    fn note_reports(&mut self, cluster: &Cluster) {
+    fn note_reports(&mut self, cluster: &SimCluster) {
         for node in cluster.server.egress_nodes(&mut self.read) {
             let (Some(name), Some(status)) = (&node.metadata.name, &node.status) else { continue };
             let (revision, carries) = self.reported.entry(name.as_str().into()).or_default();
@@ -212,14 +212,14 @@ impl Checks {
     }
 
     /// A node uses a block only with carriers that have reported it, and that have it in their tables.
-    fn check_carriers(&self, c: &Cluster) -> Result<(), String> {
+    fn check_carriers(&self, c: &SimCluster) -> Result<(), String> {
         for (n, machine) in c.machines.iter().enumerate() {
             let Some(tables) = machine.kernel.tables.as_ref() else { continue };
             // What it has read may be old.
             let late = self.health.get(&n).is_none_or(|health| c.now < health.well + WELL);
             for (ip, entry) in tables.egress.iter().filter(|(_, entry)| !entry.blocks.is_empty()) {
                 for carrier in entry.used.iter().filter(|name| **name != machine.name) {
-                    let highest = highest(tables.world.plan.blocks.get(ip), &entry.blocks);
+                    let highest = highest(tables.observed.plan.blocks.get(ip), &entry.blocks);
                     let reported = self.reported.get(carrier);
                     if reported.is_none_or(|(revision, ips)| *revision < highest || !ips.contains(ip)) {
                         return Err(format!(
@@ -241,28 +241,28 @@ impl Checks {
 }
 
 /// The plan that is in the API server.
-fn truth(cluster: &mut Cluster) -> Option<Rc<View>> {
+fn truth(cluster: &mut SimCluster) -> Option<Rc<SharedObjects>> {
     cluster.refresh_truth();
     cluster.truth.clone()
 }
 
-fn answers(machine: &Machine, ip: IpAddr, now: Duration) -> bool {
+fn answers(machine: &SimHost, ip: IpAddr, now: Duration) -> bool {
     machine.powered && machine.uplink_faults == 0 && machine.kernel.answers(ip, now)
 }
 
 /// Whether a machine's agent runs.
-fn runs(c: &Cluster, n: usize) -> bool {
+fn runs(c: &SimCluster, n: usize) -> bool {
     c.machines[n].powered && c.machines[n].agent.is_some() && c.processes[n].frozen == 0
 }
 
 /// Whether a machine is in touch with any other that has to do with it: a carrier of what it carries whose programs answer, or a node
 /// that probes it.
-fn is_touched(c: &Cluster, n: usize) -> bool {
+fn is_touched(c: &SimCluster, n: usize) -> bool {
     if c.cuts.values().all(|faults| *faults == 0) && c.machines.iter().all(|machine| machine.powered) {
         return true;
     }
     let name = &c.machines[n].name;
-    let plan = |m: usize| c.machines[m].agent.as_ref().map(|agent| &agent.world.plan);
+    let plan = |m: usize| c.machines[m].agent.as_ref().map(|agent| &agent.observed.plan);
     let carries = |plan: &Plan, with: &NodeName| {
         plan.egress_ips.values().any(|e| e.order().any(|of| of == name) && e.order().any(|of| of == with))
     };
@@ -276,26 +276,27 @@ fn is_touched(c: &Cluster, n: usize) -> bool {
 
 /// Whether a carrier waits for one before it that does not know that it is its turn: its agent does not run, or does not read. Its programs
 /// say that it is able until the deadline, or until it has lost its lease.
-fn waits(c: &Cluster, n: usize, ip: IpAddr) -> bool {
-    let Some(read) = c.machines[n].agent.as_ref().and_then(|agent| agent.world.plan.egress_ips.get(&ip)) else {
+fn waits(c: &SimCluster, n: usize, ip: IpAddr) -> bool {
+    let Some(read) = c.machines[n].agent.as_ref().and_then(|agent| agent.observed.plan.egress_ips.get(&ip)) else {
         return false;
     };
     let before = read.order().take_while(|name| **name != c.machines[n].name).filter_map(|name| c.index(name));
     before.filter(|m| c.is_linked(n, *m) && c.is_linked(*m, n)).any(|m| {
-        let knows = |agent: &Agent| agent.world.plan.egress_ips.get(&ip).is_some_and(|e| e.order().eq(read.order()));
+        let knows =
+            |agent: &SimAgent| agent.observed.plan.egress_ips.get(&ip).is_some_and(|e| e.order().eq(read.order()));
         let says = c.now < c.machines[m].kernel.able_until;
         says && !(runs(c, m) && c.machines[m].agent.as_ref().is_some_and(knows))
     })
 }
 
 /// Whether a partition separates two machines, be it that one of them has no agent that could hear of anything.
-fn are_parted(c: &Cluster, a: usize, b: usize) -> bool {
+fn are_parted(c: &SimCluster, a: usize, b: usize) -> bool {
     let deaf = |n: usize| !runs(c, n) || !c.is_online(n);
     deaf(a) || deaf(b) || !c.is_linked(a, b) || !c.is_linked(b, a)
 }
 
 /// No block is used, or may be used, by two nodes.
-fn check_holders(cluster: &Cluster) -> Result<(), String> {
+fn check_holders(cluster: &SimCluster) -> Result<(), String> {
     let mut holders: BTreeMap<(IpAddr, u16), &NodeName> = BTreeMap::new();
     for machine in &cluster.machines {
         let flows = machine.kernel.flows.iter();
@@ -319,12 +320,12 @@ fn highest(leases: Option<&egress_core::plan::Blocks>, blocks: &BTreeSet<u16>) -
 }
 
 /// A block that a carrier would not let pass, although it is able to carry.
-fn missing(c: &Cluster, carrier: &NodeName, ip: IpAddr, of: &Machine, blocks: &BTreeSet<u16>) -> Option<u16> {
+fn missing(c: &SimCluster, carrier: &NodeName, ip: IpAddr, of: &SimHost, blocks: &BTreeSet<u16>) -> Option<u16> {
     let machine = &c.machines[c.index(carrier)?];
     let able = machine.powered && c.now < machine.kernel.able_until;
     let tables = machine.kernel.tables.as_ref().filter(|_| able)?;
     let forwards = tables.egress.get(&ip).is_some_and(|entry| entry.forwards);
-    let leases = tables.world.plan.blocks.get(&ip).filter(|_| forwards);
+    let leases = tables.observed.plan.blocks.get(&ip).filter(|_| forwards);
     let lets = |block: &u16| leases.and_then(|l| l.get(block)).is_some_and(|lease| lease.node == of.name);
     blocks.iter().copied().find(|block| !lets(block))
 }

@@ -1,12 +1,12 @@
 //! The cluster: processes, the network between them, and virtual time.
 
 use super::{
-    api::{Client, KINDS, LEASES, Object, Reader, Server, Stored, View},
+    api::{Client, KINDS, LEASES, Object, Reader, Server, SharedObjects, Stored},
     boss::{Boss, Ends, Squeeze},
     check::Checks,
     faults::{Fault, Planned},
     keeper::Keeper,
-    machine::{Agent, Hands, Kernel, Times},
+    machine::{Hands, Kernel, SimAgent, Times},
     rng::Rng,
 };
 use crate::api::EgressIP;
@@ -41,7 +41,7 @@ pub enum Purpose {
 }
 
 /// What happens. Processes are the agents of all nodes by number, then the controllers.
-pub enum Event {
+pub enum SimEvent {
     /// The process whose incarnation this is wakes by itself.
     Wake(usize, u32),
     /// It starts, as soon as it can read the objects.
@@ -66,12 +66,12 @@ pub enum Response {
     Read(Ends),
 }
 
-pub struct Machine {
+pub struct SimHost {
     pub name: NodeName,
     pub is_gateway: bool,
     pub powered: bool,
     pub kernel: Kernel,
-    pub agent: Option<Agent>,
+    pub agent: Option<SimAgent>,
     /// How many faults hold its uplink down.
     pub uplink_faults: u32,
 }
@@ -85,21 +85,21 @@ pub struct Process {
     pub api_faults: u32,
     pub wake: Option<Duration>,
     /// What came while it was frozen.
-    pub backlog: Vec<Event>,
+    pub backlog: Vec<SimEvent>,
     /// Which watches are about to tell something.
     pub told: [bool; KINDS],
 }
 
-pub struct Cluster {
+pub struct SimCluster {
     pub now: Duration,
     pub rng: Rng,
     pub times: Times,
     queue: BinaryHeap<Reverse<(Duration, u64)>>,
-    events: BTreeMap<u64, Event>,
+    events: BTreeMap<u64, SimEvent>,
     next_event: u64,
     pub server: Server,
     pub reader: Reader,
-    pub machines: Vec<Machine>,
+    pub machines: Vec<SimHost>,
     pub processes: Vec<Process>,
     pub bosses: Vec<Option<Boss>>,
     /// How many faults cut the underlay from one machine to another.
@@ -117,16 +117,16 @@ pub struct Cluster {
     pub trace: bool,
     end: Duration,
     /// What is in the API server, and all that has been written up to it.
-    pub truth: Option<Rc<View>>,
+    pub truth: Option<Rc<SharedObjects>>,
     observer: Client,
 }
 
 /// How long a request without an answer takes.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-impl Cluster {
+impl SimCluster {
     /// An empty one, whose faults and objects are set by `scenario`.
-    pub fn new(rng: Rng, times: Times, machines: Vec<Machine>, end: Duration) -> Self {
+    pub fn new(rng: Rng, times: Times, machines: Vec<SimHost>, end: Duration) -> Self {
         let processes = (0..machines.len() + 2).map(|_| Process::default()).collect();
         Self {
             now: Duration::ZERO,
@@ -175,16 +175,16 @@ impl Cluster {
     pub fn run(&mut self) -> Result<(), String> {
         for n in 0..self.faults.len() {
             let Planned { from, until, .. } = self.faults[n];
-            self.at(from, Event::Fault(n, true));
-            self.at(until, Event::Fault(n, false));
+            self.at(from, SimEvent::Fault(n, true));
+            self.at(until, SimEvent::Fault(n, false));
         }
         for process in 0..self.processes.len() {
             let at = self.rng.ms(0, 300);
-            self.at(at, Event::Start(process, 0));
+            self.at(at, SimEvent::Start(process, 0));
         }
         for n in 0..self.machines.len() {
             let at = self.rng.ms(1000, 2000);
-            self.at(at, Event::Traffic(n));
+            self.at(at, SimEvent::Traffic(n));
         }
         let mut checks = Checks::default();
         while let Some(Reverse((at, number))) = self.queue.pop() {
@@ -200,25 +200,25 @@ impl Cluster {
         checks.finish(self)
     }
 
-    pub fn at(&mut self, at: Duration, event: Event) {
+    pub fn at(&mut self, at: Duration, event: SimEvent) {
         self.next_event += 1;
         self.events.insert(self.next_event, event);
         self.queue.push(Reverse((at, self.next_event)));
     }
 
-    pub fn after(&mut self, delay: Duration, event: Event) {
+    pub fn after(&mut self, delay: Duration, event: SimEvent) {
         self.at(self.now + delay, event);
     }
 
-    fn happen(&mut self, event: Event) {
+    fn happen(&mut self, event: SimEvent) {
         let process = match &event {
-            Event::Wake(p, i) | Event::Start(p, i) | Event::Watch(p, i, _) | Event::Response(p, i, ..) => {
+            SimEvent::Wake(p, i) | SimEvent::Start(p, i) | SimEvent::Watch(p, i, _) | SimEvent::Response(p, i, ..) => {
                 if self.processes[*p].incarnation != *i {
                     return;
                 }
                 Some(*p)
             }
-            Event::Answer(p, _) => Some(*p),
+            SimEvent::Answer(p, _) => Some(*p),
             _ => None,
         };
         if let Some(process) = process.filter(|p| self.processes[*p].frozen > 0) {
@@ -226,24 +226,24 @@ impl Cluster {
             return;
         }
         match event {
-            Event::Wake(p, _) => {
+            SimEvent::Wake(p, _) => {
                 if self.processes[p].wake == Some(self.now) {
                     self.processes[p].wake = None;
                     self.act(p, |agent, hands| agent.turn(hands));
                 }
             }
-            Event::Start(p, _) => self.start(p),
-            Event::Watch(p, _, kind) => self.watch(p, kind),
-            Event::Request(p, i, what) => self.request(p, i, what),
-            Event::Response(p, _, purpose, response) => self.response(p, purpose, response),
-            Event::Probe(from, to, request) => self.probe(from, to, request),
-            Event::Answer(p, answer) => {
+            SimEvent::Start(p, _) => self.start(p),
+            SimEvent::Watch(p, _, kind) => self.watch(p, kind),
+            SimEvent::Request(p, i, what) => self.request(p, i, what),
+            SimEvent::Response(p, _, purpose, response) => self.response(p, purpose, response),
+            SimEvent::Probe(from, to, request) => self.probe(from, to, request),
+            SimEvent::Answer(p, answer) => {
                 if self.machines[p].agent.is_some() {
                     self.act(p, |agent, hands| agent.answer(&answer, hands));
                 }
             }
-            Event::Fault(n, begins) => self.fault(n, begins),
-            Event::Traffic(n) => self.traffic(n),
+            SimEvent::Fault(n, begins) => self.fault(n, begins),
+            SimEvent::Traffic(n) => self.traffic(n),
         }
     }
 
@@ -262,11 +262,11 @@ impl Cluster {
     }
 
     /// Has a process do something, carries out what it wants, and has it wake when it wants to.
-    pub fn act(&mut self, process: usize, what: impl FnOnce(&mut Agent, &mut Hands<'_>)) {
+    pub fn act(&mut self, process: usize, what: impl FnOnce(&mut SimAgent, &mut Hands<'_>)) {
         let mut effects = Vec::new();
         let next = match self.machines.get_mut(process) {
             Some(machine) => {
-                let Machine { kernel, agent: Some(agent), uplink_faults, .. } = machine else { return };
+                let SimHost { kernel, agent: Some(agent), uplink_faults, .. } = machine else { return };
                 let connected = *uplink_faults == 0;
                 let reader = &mut self.reader;
                 what(agent, &mut Hands { now: self.now, kernel, connected, reader, effects: &mut effects });
@@ -283,7 +283,7 @@ impl Cluster {
         let next = next.max(self.now + Duration::from_micros(100));
         self.processes[process].wake = Some(next);
         let incarnation = self.processes[process].incarnation;
-        self.at(next, Event::Wake(process, incarnation));
+        self.at(next, SimEvent::Wake(process, incarnation));
     }
 
     pub fn carry_out(&mut self, process: usize, effects: Vec<Effect>) {
@@ -294,16 +294,16 @@ impl Cluster {
                     let Some(to) = self.index(&name) else { continue };
                     if self.passes(process, to) {
                         let delay = self.rng.ms(0, self.delay);
-                        self.after(delay, Event::Probe(process, to, request));
+                        self.after(delay, SimEvent::Probe(process, to, request));
                     }
                 }
                 Effect::Write(purpose, object) => {
                     let delay = self.rng.ms(1, self.request_delay);
-                    self.after(delay, Event::Request(process, incarnation, Some((purpose, object))));
+                    self.after(delay, SimEvent::Request(process, incarnation, Some((purpose, object))));
                 }
                 Effect::Refresh => {
                     let delay = self.rng.ms(1, self.request_delay);
-                    self.after(delay, Event::Request(process, incarnation, None));
+                    self.after(delay, SimEvent::Request(process, incarnation, None));
                 }
             }
         }
@@ -316,7 +316,7 @@ impl Cluster {
 
     fn probe(&mut self, from: usize, to: usize, request: Request) {
         let knows = |kernel: &Kernel, name: &NodeName| {
-            kernel.tables.as_ref().is_some_and(|tables| tables.world.snapshot.nodes.contains_key(name))
+            kernel.tables.as_ref().is_some_and(|tables| tables.observed.snapshot.nodes.contains_key(name))
         };
         let name = self.machines[from].name.clone();
         let machine = &mut self.machines[to];
@@ -329,7 +329,7 @@ impl Cluster {
         let answer = Answered { seq, node_id, transport, back: transport, ipv6: false, able, held };
         if self.passes(to, from) {
             let delay = self.rng.ms(0, self.delay);
-            self.after(delay, Event::Answer(from, answer));
+            self.after(delay, SimEvent::Answer(from, answer));
         }
     }
 
@@ -352,7 +352,7 @@ impl Cluster {
         };
         let lost = matches!(response, Response::Lost);
         let delay = if lost { TIMEOUT } else { self.rng.ms(1, self.request_delay) };
-        self.after(delay, Event::Response(process, incarnation, purpose, response));
+        self.after(delay, SimEvent::Response(process, incarnation, purpose, response));
     }
 
     /// Somebody has written a version of a kind: all who watch it hear of it, each at its own time.
@@ -360,7 +360,7 @@ impl Cluster {
         for process in 0..self.processes.len() {
             if !std::mem::replace(&mut self.processes[process].told[kind], true) {
                 let (delay, incarnation) = (self.rng.ms(0, self.watch_delay), self.processes[process].incarnation);
-                self.after(delay, Event::Watch(process, incarnation, kind));
+                self.after(delay, SimEvent::Watch(process, incarnation, kind));
             }
         }
     }
@@ -370,7 +370,7 @@ impl Cluster {
         for kind in 0..KINDS {
             self.processes[process].told[kind] = true;
             let (delay, incarnation) = (self.rng.ms(50, 1000), self.processes[process].incarnation);
-            self.after(delay, Event::Watch(process, incarnation, kind));
+            self.after(delay, SimEvent::Watch(process, incarnation, kind));
         }
     }
 
@@ -396,7 +396,7 @@ impl Cluster {
         if !self.is_online(process) && !matches!(response, Response::Lost) {
             response = Response::Lost;
             let incarnation = self.processes[process].incarnation;
-            self.after(TIMEOUT, Event::Response(process, incarnation, purpose, response));
+            self.after(TIMEOUT, SimEvent::Response(process, incarnation, purpose, response));
             return;
         }
         let (now, nodes) = (self.now, self.machines.len());
@@ -443,7 +443,7 @@ impl Cluster {
 
     fn traffic(&mut self, n: usize) {
         let delay = self.rng.ms(500, 2000);
-        self.after(delay, Event::Traffic(n));
+        self.after(delay, SimEvent::Traffic(n));
         super::traffic::change(self, n);
     }
 }

@@ -1,6 +1,6 @@
 //! What goes wrong, drawn by a seed, and how it is done to the cluster.
 
-use super::{api::Object, boss::Squeeze, cluster::Cluster, machine::Kernel, rng::Rng};
+use super::{api::Object, boss::Squeeze, cluster::SimCluster, machine::Kernel, rng::Rng};
 use k8s_openapi::api::core::v1::NodeSpec;
 use std::{sync::Arc, time::Duration};
 
@@ -93,7 +93,7 @@ impl Fault {
     }
 
     /// It begins or ends.
-    pub fn happen(cluster: &mut Cluster, fault: &Fault, begins: bool) {
+    pub fn happen(cluster: &mut SimCluster, fault: &Fault, begins: bool) {
         let count = |faults: &mut u32| if begins { *faults += 1 } else { *faults -= 1 };
         match fault {
             Fault::Power(n) if begins => {
@@ -176,7 +176,7 @@ impl Fault {
     }
 }
 
-fn cordon(cluster: &mut Cluster, n: usize, cordoned: bool) {
+fn cordon(cluster: &mut SimCluster, n: usize, cordoned: bool) {
     let name = cluster.machines[n].name.clone();
     let node = cluster.server.all().find_map(|object| match object {
         Object::Node(node) if node.metadata.name.as_deref() == Some(name.as_str()) => Some(node.clone()),

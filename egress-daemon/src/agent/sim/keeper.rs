@@ -3,7 +3,7 @@
 use super::api::{Client, Object, Stored};
 use crate::store::{
     Key,
-    lease::{Action, Elector, LEASE_NAMESPACE, LeaseTerms},
+    lease::{Elector, LEASE_NAMESPACE, LeaseAction, LeaseTerms},
 };
 use k8s_openapi::{api::coordination::v1::Lease, jiff::Timestamp};
 use std::{sync::Arc, time::Duration};
@@ -38,8 +38,8 @@ impl Keeper {
         self.elector.observe(now, client.lease(&self.terms.key.name));
         let decision = self.elector.decide(now, wall(now));
         match decision.action {
-            Action::Wait => (None, decision.wake),
-            Action::Create(lease) | Action::Replace(lease) => {
+            LeaseAction::Wait => (None, decision.wake),
+            LeaseAction::Create(lease) | LeaseAction::Replace(lease) => {
                 self.writing = Some(now);
                 (Some(Object::Lease(Arc::new(*lease))), now + self.terms.duration / 2)
             }

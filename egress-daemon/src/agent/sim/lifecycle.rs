@@ -3,15 +3,15 @@
 use super::{
     api::{Client, KINDS},
     boss::Boss,
-    cluster::{Cluster, Event, Process},
-    machine::{Agent, Hands, while_waiting},
+    cluster::{Process, SimCluster, SimEvent},
+    machine::{Hands, SimAgent, while_waiting},
 };
 use std::time::Duration;
 
 /// By how much what a process lists when it starts may be old, in ms.
 const STALE: u64 = 1000;
 
-impl Cluster {
+impl SimCluster {
     /// It starts, or tries to later where it cannot read the objects.
     pub fn start(&mut self, process: usize) {
         let (now, incarnation) = (self.now, self.processes[process].incarnation);
@@ -19,7 +19,7 @@ impl Cluster {
             if let Some(machine) = self.machines.get_mut(process) {
                 while_waiting(&mut machine.kernel, now, self.times.deadline);
             }
-            return self.after(Duration::from_millis(200), Event::Start(process, incarnation));
+            return self.after(Duration::from_millis(200), SimEvent::Start(process, incarnation));
         }
         let late = if self.rng.chance(300) { self.rng.ms(0, STALE) } else { Duration::ZERO };
         let client = Client::list(&self.server, late);
@@ -31,7 +31,7 @@ impl Cluster {
                 let (connected, reader) = (machine.uplink_faults == 0, &mut self.reader);
                 let mut effects = Vec::new();
                 let hands = &mut Hands { now, kernel: &mut machine.kernel, connected, reader, effects: &mut effects };
-                machine.agent = Some(Agent::start(machine.name.clone(), times, client, hands));
+                machine.agent = Some(SimAgent::start(machine.name.clone(), times, client, hands));
                 self.carry_out(process, effects);
             }
             None => {
@@ -48,7 +48,7 @@ impl Cluster {
     pub fn restart(&mut self, process: usize, after: Duration) {
         self.kill(process);
         let incarnation = self.processes[process].incarnation;
-        self.after(after, Event::Start(process, incarnation));
+        self.after(after, SimEvent::Start(process, incarnation));
     }
 
     /// Ends a process.
@@ -67,13 +67,13 @@ impl Cluster {
     /// A frozen process runs again: it takes answers to probes first, then what else came.
     pub fn thaw(&mut self, process: usize) {
         let backlog = std::mem::take(&mut self.processes[process].backlog);
-        let (answers, rest): (Vec<Event>, Vec<Event>) =
-            backlog.into_iter().partition(|event| matches!(event, Event::Answer(..)));
+        let (answers, rest): (Vec<SimEvent>, Vec<SimEvent>) =
+            backlog.into_iter().partition(|event| matches!(event, SimEvent::Answer(..)));
         for event in answers.into_iter().chain(rest) {
             self.at(self.now, event);
         }
         self.processes[process].wake = Some(self.now);
         let incarnation = self.processes[process].incarnation;
-        self.at(self.now, Event::Wake(process, incarnation));
+        self.at(self.now, SimEvent::Wake(process, incarnation));
     }
 }

@@ -3,7 +3,7 @@
 
 use super::{
     super::{able, status},
-    api::{Client, Object, Reader, View},
+    api::{Client, Object, Reader, SharedObjects},
     cluster::{Effect, Purpose},
     keeper::Keeper,
 };
@@ -13,7 +13,7 @@ use egress_core::{
     agent::{
         facts::Facts,
         gateways::Answered,
-        machine::{Action, Counted, Left, Machine, Settings},
+        machine::{Action, Counted, Left, Machine, MachineSettings},
         ports::{Ports, Used},
     },
     encode::{EgressView, NodeView, fit::Refused},
@@ -56,15 +56,15 @@ pub struct Entry {
 }
 
 /// The maps as they were written.
-pub struct Tables {
-    pub world: Rc<View>,
+pub struct SimTables {
+    pub observed: Rc<SharedObjects>,
     pub egress: BTreeMap<IpAddr, Entry>,
 }
 
 /// What outlives the agent, but not the machine.
 #[derive(Default)]
 pub struct Kernel {
-    pub tables: Option<Tables>,
+    pub tables: Option<SimTables>,
     /// Until when the node is able to carry egress IPs, and holds its lease.
     pub able_until: Duration,
     pub held_until: Duration,
@@ -83,12 +83,12 @@ impl Kernel {
     }
 }
 
-pub struct Agent {
+pub struct SimAgent {
     node: NodeName,
     times: Times,
     pub start: Duration,
     pub client: Client,
-    pub world: Rc<View>,
+    pub observed: Rc<SharedObjects>,
     machine: Machine,
     /// The links while the uplink is down, and while it is up.
     links: [Arc<LinkTable>; 2],
@@ -107,23 +107,23 @@ pub struct Hands<'a> {
     pub effects: &'a mut Vec<Effect>,
 }
 
-impl Agent {
+impl SimAgent {
     /// An agent that has read the objects, and carries out its first round.
     pub fn start(node: NodeName, times: Times, client: Client, hands: &mut Hands<'_>) -> Self {
         let now = hands.now;
         let tables = hands.kernel.tables.iter().flat_map(|tables| &tables.egress);
         let carried = tables.filter(|(_, e)| e.forwards).map(|(ip, e)| (*ip, e.answers)).collect();
         let left = Left { carried, ..Left::default() };
-        let world = hands.reader.read(&client);
+        let observed = hands.reader.read(&client);
         let links = [false, true].map(|up| Arc::new(links(up)));
-        let (objects, present) = (world.meant.clone(), links[usize::from(hands.connected)].clone());
+        let (objects, present) = (observed.meant.clone(), links[usize::from(hands.connected)].clone());
         let facts = Facts { node: node.clone(), objects, links: present, ..Facts::default() };
         let mut agent = Self {
             machine: Machine::new(settings(times), left, facts),
             node,
             times,
             start: now,
-            world,
+            observed,
             client,
             links,
             keeper: None,
@@ -138,10 +138,10 @@ impl Agent {
 
     /// The objects have changed.
     pub fn read(&mut self, hands: &mut Hands<'_>) {
-        let world = hands.reader.read(&self.client);
-        if !Rc::ptr_eq(&world, &self.world) {
-            self.world = world;
-            self.machine.handle_objects(self.world.meant.clone());
+        let observed = hands.reader.read(&self.client);
+        if !Rc::ptr_eq(&observed, &self.observed) {
+            self.observed = observed;
+            self.machine.handle_objects(self.observed.meant.clone());
         }
         self.turn(hands);
     }
@@ -258,10 +258,10 @@ impl Agent {
         };
         let egress: BTreeMap<IpAddr, Entry> = view.egress_ips.iter().map(|(ip, e)| (*ip, entry(e))).collect();
         let present = hands.kernel.tables.as_ref();
-        if present.is_none_or(|tables| tables.world.leases != self.world.leases || tables.egress != egress) {
+        if present.is_none_or(|tables| tables.observed.leases != self.observed.leases || tables.egress != egress) {
             hands.kernel.writes += 1;
         }
-        hands.kernel.tables = Some(Tables { world: self.world.clone(), egress });
+        hands.kernel.tables = Some(SimTables { observed: self.observed.clone(), egress });
     }
 
     fn keep_lease(&mut self, wanted: bool, hands: &mut Hands<'_>) {
@@ -287,7 +287,7 @@ impl Agent {
         let mut write = |object: EgressNode| {
             hands.effects.push(Effect::Write(Purpose::Status, Object::EgressNode(Arc::new(object))));
         };
-        let Some(present) = self.world.egress_node(&self.node) else {
+        let Some(present) = self.observed.egress_node(&self.node) else {
             self.machine.handle_news();
             return write(EgressNode::new(self.node.as_str(), Default::default()));
         };
@@ -299,8 +299,8 @@ impl Agent {
     }
 }
 
-fn settings(times: Times) -> Settings {
-    Settings {
+fn settings(times: Times) -> MachineSettings {
+    MachineSettings {
         rules: InterfaceRules::default(),
         probe: ProbeTimes::default(),
         lease_duration: times.lease,

@@ -2,12 +2,12 @@
 
 use super::{
     api::Object,
-    cluster::{Cluster, Machine},
+    cluster::{SimCluster, SimHost},
     faults::Fault,
     machine::{Kernel, Times},
     rng::Rng,
 };
-use crate::snapshot::Objects;
+use crate::snapshot::ApiObjects;
 use serde_json::{Value, json};
 use std::{sync::Arc, time::Duration};
 
@@ -24,7 +24,7 @@ fn spillway(kind: &str, name: &str, spec: Value) -> Value {
 }
 
 /// A pool whose carriers answer one by one, and one whose flows are spread over all carriers.
-fn fixed(rng: &mut Rng, gateways: usize) -> Objects {
+fn fixed(rng: &mut Rng, gateways: usize) -> ApiObjects {
     let pool = |n: usize, outbound: &str, carriers: u64| {
         let range = json!([{"start": format!("192.0.2.{}", 16 * n + 1), "end": format!("192.0.2.{}", 16 * n + 9)}]);
         let failback = json!({"mode": "Preferred", "delay": "3s"});
@@ -46,15 +46,15 @@ fn fixed(rng: &mut Rng, gateways: usize) -> Objects {
         ))
     };
     let carriers = |rng: &mut Rng| 2 + rng.below(gateways as u64 - 1);
-    Objects {
+    ApiObjects {
         pools: vec![pool(0, "Owner", carriers(rng)), pool(1, "Spread", carriers(rng))],
         policies: vec![policy("owner", "0.0.0.0/1", 1 + rng.below(2)), policy("spread", "128.0.0.0/1", 1)],
-        ..Objects::default()
+        ..ApiObjects::default()
     }
 }
 
 /// The cluster of a seed.
-pub fn cluster(seed: u64, trace: bool) -> Cluster {
+pub fn cluster(seed: u64, trace: bool) -> SimCluster {
     let mut rng = Rng::new(seed);
     let gateways = 2 + rng.index(3);
     let sources = 1 + rng.index(3);
@@ -67,7 +67,7 @@ pub fn cluster(seed: u64, trace: bool) -> Cluster {
     let fixed = fixed(&mut rng, gateways);
     let names: Vec<String> =
         (0..gateways).map(|n| format!("gw{n}")).chain((0..sources).map(|n| format!("w{n}"))).collect();
-    let machine = |(n, name): (usize, &String)| Machine {
+    let machine = |(n, name): (usize, &String)| SimHost {
         name: name.as_str().into(),
         is_gateway: n < gateways,
         powered: true,
@@ -79,7 +79,7 @@ pub fn cluster(seed: u64, trace: bool) -> Cluster {
     let until = CALM + Duration::from_secs(2 * lease + 4);
     let faults = Fault::draw(&mut rng, gateways, names.len(), CALM, until);
     let end = until + Duration::from_secs(2 * lease + 6);
-    let mut cluster = Cluster::new(rng, times, machines, end);
+    let mut cluster = SimCluster::new(rng, times, machines, end);
     (cluster.reader.fixed, cluster.faults, cluster.trace) = (fixed, faults, trace);
     for (n, name) in names.iter().enumerate() {
         let address = format!("10.0.0.{}", n + 1);

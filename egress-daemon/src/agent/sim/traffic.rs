@@ -1,11 +1,11 @@
 //! Connections of pods, as far as ports go.
 
-use super::cluster::Cluster;
+use super::cluster::SimCluster;
 use egress_common::port_block;
 use egress_core::agent::ports::Used;
 
 /// Pods of a node end connections and begin others, each with a port of a block that is usable.
-pub fn change(cluster: &mut Cluster, n: usize) {
+pub fn change(cluster: &mut SimCluster, n: usize) {
     let rng = &mut cluster.rng;
     let kernel = &mut cluster.machines[n].kernel;
     // Most connections are long.

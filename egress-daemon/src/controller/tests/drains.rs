@@ -12,7 +12,7 @@ fn draining(store: &Store, count: usize) -> Option<Vec<String>> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pool_gone_addresses_that_leave_their_pool_while_they_are_in_use_drain() {
-    let mut world = World::new();
+    let mut world = ControllerFixture::new();
     let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let one = controller(world.path(), "one");
     world.until(|store| owned_by(store, &["gw1", "gw2"])).await;

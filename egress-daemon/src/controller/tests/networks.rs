@@ -4,7 +4,7 @@ use super::*;
 
 /// docs/failures.md: pod-net.
 #[tokio::test(flavor = "multi_thread")]
-async fn pod_net_networks_that_a_cni_names_are_told_to_agents() {
+async fn pod_net_networks_that_a_cni_names_reach_the_agents() {
     const CNI: &str = "
 {apiVersion: crd.projectcalico.org/v1, kind: IPPool, metadata: {name: default}, spec: {cidr: 10.1.0.0/16, natOutgoing: true}}
 ---
@@ -16,7 +16,7 @@ async fn pod_net_networks_that_a_cni_names_are_told_to_agents() {
 ---
 {apiVersion: kubeovn.io/v1, kind: Subnet, metadata: {name: ovn-default}, spec: {cidrBlock: 10.16.0.0/16, vpc: ovn-cluster}}
 ";
-    let mut world = World::new();
+    let mut world = ControllerFixture::new();
     fs::write(world.path().join("cni.yaml"), CNI).unwrap();
     // A pod of Calico's pool needs no word of its own, one of no network does.
     let pod = |name: &str, ip: &str| {

@@ -22,7 +22,7 @@ fn reason(store: &Store, namespace: &str, kind: &str) -> Option<(String, String)
 
 #[tokio::test(flavor = "multi_thread")]
 async fn tenant_a_policy_of_a_namespace_selects_its_own_pods_and_says_there_what_it_may_not() {
-    let mut world = World::new();
+    let mut world = ControllerFixture::new();
     let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let pool = format!("{POOL}  allowedNamespaces: {{matchLabels: {{kubernetes.io/metadata.name: shop}}}}\n");
     fs::write(world.path().join("pool.yaml"), pool).unwrap();

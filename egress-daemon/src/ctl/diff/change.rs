@@ -1,6 +1,6 @@
 //! The objects as they would be, and the health of gateways in one look. Pure.
 
-use crate::snapshot::Objects;
+use crate::snapshot::ApiObjects;
 use crate::store::lease::GATEWAY_LEASE_PREFIX;
 use crate::store::{Key, Kind, ObjectRef, Stored};
 use anyhow::{Context as _, Result, bail};
@@ -28,7 +28,7 @@ pub enum Edit {
 }
 
 /// Puts an object in its place, or takes it away. Nothing: that makes no difference.
-pub(super) fn apply(objects: &mut Objects, object: &ObjectRef, value: Option<Value>) -> Result<Option<Edit>> {
+pub(super) fn apply(objects: &mut ApiObjects, object: &ObjectRef, value: Option<Value>) -> Result<Option<Edit>> {
     let key = &object.key;
     let edit = match object.kind {
         Kind::EgressGatewayPolicy => put(&mut objects.policies, key, value),

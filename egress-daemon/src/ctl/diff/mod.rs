@@ -9,11 +9,11 @@ mod view;
 pub use view::{DiffRow, DiffView};
 
 use super::dump::Dump;
-use super::views::{FlowFilter, FlowRow, FlowsView, Sources, TRANSLATED, flows, protocol};
+use super::views::{FlowFilter, FlowRow, FlowsView, TRANSLATED, ViewSources, flows, protocol};
 use crate::config::{Config, Foreign};
 use crate::controller::objects;
 use crate::datapath::Pins;
-use crate::snapshot::{Objects, previous, snapshot};
+use crate::snapshot::{ApiObjects, previous, snapshot};
 use crate::store::{Files, Kind, Kubernetes, ObjectRef, Reader, Store, parse};
 use crate::translate::Problem;
 use anyhow::{Context as _, Result, bail};
@@ -69,7 +69,7 @@ pub fn diff(options: &DiffOptions, flows: &[FlowsView]) -> Result<DiffView> {
 /// The flows of this node; none if no agent has run with these pins.
 pub fn flows_here(bpffs: &Path) -> Option<FlowsView> {
     let dump = Dump::read(&Pins::new(bpffs), true).ok()?;
-    Some(flows(Sources { dump: &dump, agent: None }, &FlowFilter::default()))
+    Some(flows(ViewSources { dump: &dump, agent: None }, &FlowFilter::default()))
 }
 
 fn read(files: &[PathBuf]) -> Result<Vec<(ObjectRef, Value)>> {
@@ -109,7 +109,7 @@ async fn open(options: &DiffOptions, config: &Config, changed: &[(ObjectRef, Val
 }
 
 fn compare(
-    before: Objects,
+    before: ApiObjects,
     changed: Vec<(ObjectRef, Value)>,
     delete: bool,
     (health, config): (&Health, &Config),
@@ -121,7 +121,7 @@ fn compare(
         let edit = change::apply(&mut after, &object, (!delete).then_some(value))?;
         edits.extend(edit.map(|edit| (object, edit)));
     }
-    let model = |objects: &Objects| {
+    let model = |objects: &ApiObjects| {
         let (mut snapshot, problems) = snapshot(objects);
         snapshot.max_egress_ips = config.max_egress_ips_per_node;
         snapshot.drain_timeout = config.drain_timeout;

@@ -1,7 +1,7 @@
 //! Objects that a person might change, and what they read then.
 
 use super::*;
-use crate::ctl::print::View as _;
+use crate::ctl::print::Printable as _;
 use serde_json::json;
 use std::sync::Arc;
 
@@ -37,8 +37,8 @@ fn parsed(text: &str) -> Vec<(ObjectRef, Value)> {
 }
 
 /// The cluster with a pod, and agents that have reported.
-fn cluster() -> Objects {
-    let mut objects = Objects::default();
+fn cluster() -> ApiObjects {
+    let mut objects = ApiObjects::default();
     for (object, value) in parsed(CLUSTER) {
         change::apply(&mut objects, &object, Some(value)).unwrap();
     }
@@ -75,7 +75,7 @@ fn flows_of(node: &str, flows: &[(u16, &str, &str)]) -> FlowsView {
 }
 
 #[test]
-fn objects_that_are_there_already_change_nothing() {
+fn diff_of_unchanged_objects_is_empty() {
     let view = compared(CLUSTER, false).unwrap();
     assert!(view.is_empty(), "{view:?}");
     assert_eq!(view.text(), "nothing would change\n");
@@ -98,7 +98,7 @@ fn a_new_policy_is_told_with_its_pods_and_addresses() {
 }
 
 #[test]
-fn flows_of_all_nodes_are_told_that_would_not_go_on() {
+fn diff_names_the_flows_of_all_nodes_that_would_not_go_on() {
     let web = "{apiVersion: spillway.io/v1alpha1, kind: EgressGatewayPolicy, metadata: {name: web}, spec: {selectors: [{podSelector: {}}], destinationCIDRs: [0.0.0.0/0]}}";
     let nodes = [
         flows_of("w1", &[(4001, "translated", "192.0.2.1"), (4002, "untouched", "192.0.2.1")]),
@@ -118,7 +118,7 @@ fn flows_of_all_nodes_are_told_that_would_not_go_on() {
 }
 
 #[test]
-fn what_is_deleted_is_gone() {
+fn diff_applies_deletions() {
     let pool = "{apiVersion: spillway.io/v1alpha1, kind: EgressIPPool, metadata: {name: public}, spec: {ipRanges: [{cidr: 192.0.2.0/28}], nodeSelector: {}}}";
     let view = compared(pool, true).unwrap();
     assert!(
@@ -128,7 +128,7 @@ fn what_is_deleted_is_gone() {
 }
 
 #[test]
-fn what_cannot_be_carried_out_is_an_error() {
+fn diff_refuses_invalid_and_unsupported_objects() {
     let wrong = CLUSTER.replace("[0.0.0.0/0]", "[anywhere]");
     let (_, problems) = parse(Path::new("test.yaml"), wrong.as_bytes()).unwrap();
     let refused =

@@ -1,7 +1,7 @@
 //! What would change, as rows. Pure.
 
 use super::change::Edit;
-use crate::ctl::print::{Row, View, joined, or_dash, table};
+use crate::ctl::print::{Printable, Row, joined, or_dash, table};
 use crate::ctl::views::FlowRow;
 use crate::store::ObjectRef;
 use egress_core::plan::{
@@ -257,7 +257,7 @@ impl DiffView {
     }
 }
 
-impl View for DiffView {
+impl Printable for DiffView {
     fn text(&self) -> String {
         let is_flow = |row: &&DiffRow| matches!(row, DiffRow::Flow { .. });
         let (flows, others): (Vec<&DiffRow>, Vec<&DiffRow>) = self.items.iter().partition(is_flow);

@@ -6,12 +6,12 @@ mod slots;
 #[cfg(test)]
 mod tests;
 
-pub use question::{Protocol, Question, QuestionError, Target};
+pub use question::{Destination, Protocol, Question, QuestionError};
 
 use super::{
     dump::{Dump, FlowEntry},
-    print::View,
-    views::{self, FlowRow, Sources},
+    print::Printable,
+    views::{self, FlowRow, ViewSources},
 };
 use crate::observe::state::AgentState;
 use egress_common::{
@@ -44,7 +44,7 @@ pub struct Explanation {
     /// The decisions, in the order in which they are made.
     pub steps: Vec<Step>,
     /// What becomes of a packet of the existing flow, or of the first packet of a new one.
-    pub outcome: Outcome,
+    pub outcome: PacketOutcome,
 }
 
 /// One decision.
@@ -61,7 +61,7 @@ pub struct Step {
 /// How it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Action {
+pub enum PacketAction {
     /// It leaves with an egress IP.
     Sent,
     /// Spillway leaves it alone.
@@ -75,9 +75,9 @@ pub enum Action {
 /// The end of the walk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Outcome {
+pub struct PacketOutcome {
     /// What becomes of the packet.
-    pub action: Action,
+    pub action: PacketAction,
     /// The counter that counts it, if it is dropped.
     pub counter: Option<&'static str>,
     /// The policy that it belongs to.
@@ -90,7 +90,7 @@ pub struct Outcome {
     pub text: String,
 }
 
-impl View for Explanation {
+impl Printable for Explanation {
     fn text(&self) -> String {
         let width = self.steps.iter().map(|step| step.step.len()).max().unwrap_or(0);
         let mut text = String::new();
@@ -114,23 +114,23 @@ impl Walk<'_> {
         self.steps.push(Step { step, text: text.into() });
     }
 
-    fn end(&self, action: Action, text: impl Into<String>) -> Outcome {
+    fn end(&self, action: PacketAction, text: impl Into<String>) -> PacketOutcome {
         let text = text.into();
-        Outcome { action, counter: None, policy: self.policy.clone(), egress_ip: None, gateway: None, text }
+        PacketOutcome { action, counter: None, policy: self.policy.clone(), egress_ip: None, gateway: None, text }
     }
 
-    fn passed(&self, why: &str) -> Outcome {
-        self.end(Action::Passed, format!("PASSED: Spillway leaves the packet to the node's own routing: {why}."))
+    fn passed(&self, why: &str) -> PacketOutcome {
+        self.end(PacketAction::Passed, format!("PASSED: Spillway leaves the packet to the node's own routing: {why}."))
     }
 
-    fn dropped(&self, counter: Counter) -> Outcome {
+    fn dropped(&self, counter: Counter) -> PacketOutcome {
         let text = format!("DROPPED, counted as {}: {}.", counter.name(), counter.help());
-        Outcome { counter: Some(counter.name()), ..self.end(Action::Dropped, text) }
+        PacketOutcome { counter: Some(counter.name()), ..self.end(PacketAction::Dropped, text) }
     }
 }
 
 /// Why a packet of this kind goes where it goes.
-pub fn explain(sources: Sources<'_>, question: &Question) -> Result<Explanation, QuestionError> {
+pub fn explain(sources: ViewSources<'_>, question: &Question) -> Result<Explanation, QuestionError> {
     let dump = sources.dump;
     let source = question.source(dump)?;
     let flow = question.from_port.and_then(|port| find(dump, source, question, port));
@@ -170,7 +170,7 @@ fn find<'a>(dump: &'a Dump, source: IpAddr, question: &Question, port: u16) -> O
 }
 
 /// A packet of a flow that is in the table.
-fn existing(walk: &mut Walk<'_>, flow: &FlowEntry) -> Outcome {
+fn existing(walk: &mut Walk<'_>, flow: &FlowEntry) -> PacketOutcome {
     let dump = walk.dump;
     let row = views::row(dump, flow);
     let age = format!("{} s old, idle for {} s", row.age_seconds, row.idle_seconds);
@@ -212,7 +212,7 @@ fn existing(walk: &mut Walk<'_>, flow: &FlowEntry) -> Outcome {
 }
 
 /// The first packet of a flow, in the order of `classify` and `steer`.
-fn new_flow(walk: &mut Walk<'_>, source: IpAddr, question: &Question) -> Outcome {
+fn new_flow(walk: &mut Walk<'_>, source: IpAddr, question: &Question) -> PacketOutcome {
     let (dump, to) = (walk.dump, question.to);
     if never_leaves(to) {
         walk.say("destination", format!("{to} is a loopback, link-local, multicast or reserved address."));

@@ -57,7 +57,7 @@ impl fmt::Display for Protocol {
 
 /// A destination: `203.0.113.7:443/tcp`, `[2001:db8::7]:53/udp`, `203.0.113.7/icmp`, `2001:db8::7/47`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Target {
+pub struct Destination {
     /// The address.
     pub address: IpAddr,
     /// The port; 0 without ports.
@@ -75,7 +75,7 @@ pub struct TargetError {
     text: String,
 }
 
-impl FromStr for Target {
+impl FromStr for Destination {
     type Err = TargetError;
 
     fn from_str(text: &str) -> Result<Self, TargetError> {
@@ -148,7 +148,7 @@ const NAMED: usize = 5;
 
 impl Question {
     /// About a pod (`namespace/name` or an address) and a destination.
-    pub fn new(pod: &str, target: Target, from_port: Option<u16>) -> Self {
+    pub fn new(pod: &str, target: Destination, from_port: Option<u16>) -> Self {
         Self { pod: pod.to_owned(), to: target.address, port: target.port, protocol: target.protocol, from_port }
     }
 

@@ -1,6 +1,6 @@
 //! The second half of the walk: slot, port, owner and transport, as `flows::ports` and `source::steer` of egress-ebpf have it.
 
-use super::{Action, Outcome, Question, Walk};
+use super::{PacketAction, PacketOutcome, Question, Walk};
 use crate::{
     ctl::dump::{Dump, FlowEntry, flow_hash},
     observe::state::ProbeResult,
@@ -27,7 +27,7 @@ pub(super) fn choose(
     endpoint: Endpoint,
     policy: u32,
     record: Policy,
-) -> Outcome {
+) -> PacketOutcome {
     let dump = walk.dump;
     let per_endpoint = record.flags & policy_flags::PER_ENDPOINT != 0;
     let family = if question.to.is_ipv6() { 6 } else { 4 };
@@ -89,7 +89,7 @@ fn address(dump: &Dump, egress: u32) -> String {
 }
 
 /// Without a source port, the table's shares are all that can be said.
-fn undecided(walk: &mut Walk<'_>, policy: u32, record: Policy) -> Outcome {
+fn undecided(walk: &mut Walk<'_>, policy: u32, record: Policy) -> PacketOutcome {
     let dump = walk.dump;
     let mut shares: BTreeMap<u32, u32> = BTreeMap::new();
     for egress in (0..record.table_len).filter_map(|at| dump.maglev(&record, at)) {
@@ -109,7 +109,7 @@ fn undecided(walk: &mut Walk<'_>, policy: u32, record: Policy) -> Outcome {
         walk.say("hash", format!("{percent} % of new flows are hashed to {ip}, by {gateway}{usable}."));
     }
     walk.end(
-        Action::Depends,
+        PacketAction::Depends,
         "DEPENDS on the source port: give one with --from-port to see which slot it is hashed to.",
     )
 }
@@ -188,7 +188,7 @@ fn probed(walk: &Walk<'_>, name: &str) -> &'static str {
 }
 
 /// From an egress IP to the wire.
-pub(super) fn hand_over(walk: &mut Walk<'_>, egress: u32) -> Outcome {
+pub(super) fn hand_over(walk: &mut Walk<'_>, egress: u32) -> PacketOutcome {
     let dump = walk.dump;
     let Some((ip, e)) = dump.egress_ip(egress) else { return walk.dropped(Counter::DropNoOwner) };
     let Some(gateway) = dump.node_name(e.gateway) else {
@@ -196,10 +196,10 @@ pub(super) fn hand_over(walk: &mut Walk<'_>, egress: u32) -> Outcome {
         return walk.dropped(Counter::DropNoOwner);
     };
     let epoch = crate::ctl::views::epoch(e);
-    let sent = |walk: &Walk<'_>, text: String| Outcome {
+    let sent = |walk: &Walk<'_>, text: String| PacketOutcome {
         egress_ip: Some(ip),
         gateway: Some(gateway.clone()),
-        ..walk.end(Action::Sent, text)
+        ..walk.end(PacketAction::Sent, text)
     };
     if e.flags & flags::SPREAD != 0 {
         walk.say(

@@ -10,10 +10,10 @@ use egress_core::encode::NodeView;
 
 fn ask(dump: &Dump, pod: &str, to: &str, from: Option<u16>) -> Explanation {
     let question = Question::new(pod, to.parse().unwrap(), from);
-    explain(Sources { dump, agent: None }, &question).unwrap_or_else(|error| panic!("{error}"))
+    explain(ViewSources { dump, agent: None }, &question).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn action(dump: &Dump, pod: &str, to: &str, from: Option<u16>) -> (Action, Option<&'static str>) {
+fn action(dump: &Dump, pod: &str, to: &str, from: Option<u16>) -> (PacketAction, Option<&'static str>) {
     let answer = ask(dump, pod, to, from);
     (answer.outcome.action, answer.outcome.counter)
 }
@@ -40,7 +40,7 @@ fn a_new_flow_goes_where_the_kernels_hash_says() {
         let egress = dump.maglev(&record, hash::flow(&key, record.seed) % record.table_len).unwrap();
         let expected = dump.egress_ip(egress).unwrap().0;
         let answer = ask(&dump, "prod/web-0", "203.0.113.7:443/tcp", Some(port));
-        assert_eq!((answer.outcome.action, answer.outcome.egress_ip), (Action::Sent, Some(expected)));
+        assert_eq!((answer.outcome.action, answer.outcome.egress_ip), (PacketAction::Sent, Some(expected)));
         let gateway = if expected == ip("192.0.2.10") { "gw1" } else { "gw2" };
         assert_eq!(answer.outcome.gateway.as_deref(), Some(gateway));
         assert_eq!(answer.outcome.policy.as_deref(), Some("web"));
@@ -50,7 +50,7 @@ fn a_new_flow_goes_where_the_kernels_hash_says() {
 }
 
 #[test]
-fn the_steps_are_those_of_the_datapath() {
+fn explain_follows_the_steps_of_the_datapath() {
     let answer = ask(&dump(), "prod/web-0", "203.0.113.7:443/tcp", Some(41_000));
     let steps: Vec<_> = answer.steps.iter().map(|step| step.step).collect();
     assert_eq!(steps, ["flow", "endpoint", "excepts", "route", "policy", "hash", "ports", "gateway", "transport"]);
@@ -70,7 +70,7 @@ fn an_existing_flow_keeps_its_slot() {
     assert_eq!(answer.outcome.egress_ip, Some(ip("192.0.2.10")));
     assert_eq!(answer.pod.as_deref(), Some("prod/web-0"));
     let left_alone = ask(&dump, "10.10.0.5", "198.51.100.9:55555/tcp", Some(8080));
-    assert_eq!(left_alone.outcome.action, Action::Passed);
+    assert_eq!(left_alone.outcome.action, PacketAction::Passed);
     assert_eq!(left_alone.flow.map(|flow| flow.kind).as_deref(), Some("untouched"));
 }
 
@@ -82,14 +82,14 @@ fn flows_that_lost_their_egress_ip_are_dropped() {
     let ownerless = flow(&dump, ("10.10.0.5", 6), ("203.0.113.7", 443), "web", ("192.0.2.12", 1600));
     dump.flows = vec![severed, ownerless];
     let to = "203.0.113.7:443/tcp";
-    assert_eq!(action(&dump, "10.10.0.5", to, Some(5)), (Action::Dropped, Some("drop_severed")));
-    assert_eq!(action(&dump, "10.10.0.5", to, Some(6)), (Action::Dropped, Some("drop_no_owner")));
+    assert_eq!(action(&dump, "10.10.0.5", to, Some(5)), (PacketAction::Dropped, Some("drop_severed")));
+    assert_eq!(action(&dump, "10.10.0.5", to, Some(6)), (PacketAction::Dropped, Some("drop_no_owner")));
 }
 
 #[test]
-fn without_a_source_port_the_shares_are_told() {
+fn explain_without_a_source_port_shows_the_shares_of_slots() {
     let answer = ask(&dump(), "prod/web-0", "203.0.113.7:443/tcp", None);
-    assert_eq!(answer.outcome.action, Action::Depends);
+    assert_eq!(answer.outcome.action, PacketAction::Depends);
     assert!(answer.steps[0].text.starts_with("2 flows of this pod"), "{:?}", answer.steps[0]);
     let shares: Vec<_> = answer.steps.iter().filter(|step| step.step == "hash").map(|s| s.text.as_str()).collect();
     assert_eq!(shares.len(), 2);
@@ -99,13 +99,13 @@ fn without_a_source_port_the_shares_are_told() {
 #[test]
 fn an_assigned_pod_needs_no_source_port() {
     let answer = ask(&dump(), "prod/pin-0", "203.0.113.7:443/tcp", None);
-    assert_eq!((answer.outcome.action, answer.outcome.egress_ip), (Action::Sent, Some(ip("192.0.2.20"))));
+    assert_eq!((answer.outcome.action, answer.outcome.egress_ip), (PacketAction::Sent, Some(ip("192.0.2.20"))));
     assert!(answer.outcome.text.contains("straight out of this node"), "{}", answer.outcome.text);
     assert!(answer.steps.iter().any(|step| step.text.contains("dropped") && step.step == "protocol"), "history");
 }
 
 #[test]
-fn what_no_policy_wants_passes() {
+fn packets_without_a_policy_pass() {
     let dump = dump();
     for (pod, to, step) in [
         ("prod/web-0", "10.96.0.1:53/udp", "excepts"),
@@ -117,7 +117,7 @@ fn what_no_policy_wants_passes() {
         ("10.10.0.99", "203.0.113.7:443/tcp", "endpoint"),
     ] {
         let answer = ask(&dump, pod, to, Some(1));
-        assert_eq!(answer.outcome.action, Action::Passed, "{pod} {to}");
+        assert_eq!(answer.outcome.action, PacketAction::Passed, "{pod} {to}");
         assert_eq!(answer.steps.last().map(|step| step.step), Some(step), "{pod} {to}");
     }
 }
@@ -126,25 +126,29 @@ fn what_no_policy_wants_passes() {
 fn what_cannot_be_sent_is_dropped_with_its_counter() {
     let to = "203.0.113.7:443/tcp";
     let base = dump();
-    assert_eq!(action(&base, "prod/web-0", "203.0.113.7/50", None), (Action::Dropped, Some("drop_protocol")));
+    assert_eq!(action(&base, "prod/web-0", "203.0.113.7/50", None), (PacketAction::Dropped, Some("drop_protocol")));
     // The policy has no slot for IPv6.
     let v6 = action(&base, "prod/web-0", "[2001:db8::7]:443/tcp", Some(1));
-    assert_eq!(v6, (Action::Dropped, Some("drop_no_gateway")));
+    assert_eq!(v6, (PacketAction::Dropped, Some("drop_no_gateway")));
 
     let none = changed(|view| view.policies.values_mut().flat_map(|p| &mut p.slots).for_each(|s| s.usable = false));
-    assert_eq!(action(&none, "prod/web-0", to, Some(1)), (Action::Dropped, Some("drop_no_gateway")));
-    assert_eq!(action(&none, "prod/pin-0", to, Some(1)).0, Action::Passed, "onNoGateway: NodeIP");
+    assert_eq!(action(&none, "prod/web-0", to, Some(1)), (PacketAction::Dropped, Some("drop_no_gateway")));
+    assert_eq!(action(&none, "prod/pin-0", to, Some(1)).0, PacketAction::Passed, "onNoGateway: NodeIP");
 
     let unleased = changed(|view| view.egress_ips.values_mut().for_each(|e| e.blocks.clear()));
-    assert_eq!(action(&unleased, "prod/web-0", to, Some(1)), (Action::Dropped, Some("drop_no_port")));
+    assert_eq!(action(&unleased, "prod/web-0", to, Some(1)), (PacketAction::Dropped, Some("drop_no_port")));
 
     let mut leaving = dump();
     leaving.tables.policies.clear();
-    assert_eq!(action(&leaving, "prod/web-0", to, Some(1)), (Action::Dropped, Some("drop_no_policy")));
+    assert_eq!(action(&leaving, "prod/web-0", to, Some(1)), (PacketAction::Dropped, Some("drop_no_policy")));
 
     let held = changed(|view| view.config.iter_mut().for_each(|config| config.flags = flags::HOLD));
-    assert_eq!(action(&held, "10.10.0.99", to, Some(1)), (Action::Dropped, Some("drop_held")));
-    assert_eq!(action(&held, "10.10.0.99", "10.0.0.1:1/tcp", Some(1)).0, Action::Passed, "an excepted destination");
+    assert_eq!(action(&held, "10.10.0.99", to, Some(1)), (PacketAction::Dropped, Some("drop_held")));
+    assert_eq!(
+        action(&held, "10.10.0.99", "10.0.0.1:1/tcp", Some(1)).0,
+        PacketAction::Passed,
+        "an excepted destination"
+    );
 }
 
 #[test]
@@ -158,7 +162,7 @@ fn a_slot_that_cannot_be_used_leads_to_the_next_attempt() {
         let attempts = answer.steps.iter().filter(|step| step.step == "hash").count();
         assert!(attempts <= SLOT_PROBES as usize);
         match answer.outcome.action {
-            Action::Sent => assert_eq!(answer.outcome.egress_ip, Some(ip("192.0.2.11"))),
+            PacketAction::Sent => assert_eq!(answer.outcome.egress_ip, Some(ip("192.0.2.11"))),
             _ => {
                 assert_eq!((attempts, answer.outcome.counter), (SLOT_PROBES as usize, Some("drop_no_gateway")));
                 gave_up += 1;
@@ -185,19 +189,23 @@ fn ports_that_are_all_in_use_are_told() {
         })
         .collect();
     let to = "203.0.113.7:443/tcp";
-    assert_eq!(action(&dump, "prod/web-0", to, Some(1)), (Action::Dropped, Some("drop_no_port")));
-    assert_eq!(action(&dump, "prod/web-0", "203.0.113.8:443/tcp", Some(1)).0, Action::Sent, "another destination");
+    assert_eq!(action(&dump, "prod/web-0", to, Some(1)), (PacketAction::Dropped, Some("drop_no_port")));
+    assert_eq!(
+        action(&dump, "prod/web-0", "203.0.113.8:443/tcp", Some(1)).0,
+        PacketAction::Sent,
+        "another destination"
+    );
     // A connection that both ends have closed gives its port up.
     dump.flows[7].flow.back = egress_common::tcp::end::RST | egress_common::tcp::end::ACCEPTED;
-    assert_eq!(action(&dump, "prod/web-0", to, Some(1)).0, Action::Sent);
+    assert_eq!(action(&dump, "prod/web-0", to, Some(1)).0, PacketAction::Sent);
 }
 
 #[test]
-fn a_question_about_nobody_is_answered_with_names() {
+fn explain_refuses_unknown_pods_and_mixed_families() {
     let dump = dump();
     let error = |pod: &str, to: &str| {
         let question = Question::new(pod, to.parse().unwrap(), None);
-        explain(Sources { dump: &dump, agent: None }, &question).unwrap_err().to_string()
+        explain(ViewSources { dump: &dump, agent: None }, &question).unwrap_err().to_string()
     };
     let text = error("prod/nobody", "203.0.113.7:443/tcp");
     assert!(text.contains("prod/free-0, prod/pin-0, prod/web-0"), "{text}");
@@ -214,12 +222,12 @@ fn destinations_are_parsed() {
         ("2001:db8::7/icmpv6", "2001:db8::7", 0, Protocol::Icmp),
         ("[2001:db8::7]/132", "2001:db8::7", 0, Protocol::Other(132)),
     ] {
-        assert_eq!(text.parse(), Ok(Target { address: ip(address), port, protocol }), "{text}");
+        assert_eq!(text.parse(), Ok(Destination { address: ip(address), port, protocol }), "{text}");
     }
     for text in
         ["", "203.0.113.7", "203.0.113.7:443", "203.0.113.7/tcp", "203.0.113.7:99999/tcp", "x/icmp", "1.2.3.4/256"]
     {
-        let error = text.parse::<Target>().unwrap_err().to_string();
+        let error = text.parse::<Destination>().unwrap_err().to_string();
         assert!(error.contains("203.0.113.7:443/tcp"), "{error}");
     }
 }

@@ -1,6 +1,6 @@
 //! `egressctl blocks`.
 
-use super::Sources;
+use super::ViewSources;
 use crate::ctl::print::{List, Row, joined};
 use egress_common::port_block;
 use serde::Serialize;
@@ -59,7 +59,7 @@ impl Row for BlockRow {
 }
 
 /// Every lease that this node knows: its own, and for egress IPs that it owns or may own, everybody's.
-pub fn blocks(sources: Sources<'_>) -> List<BlockRow> {
+pub fn blocks(sources: ViewSources<'_>) -> List<BlockRow> {
     let dump = sources.dump;
     let own = dump.tables.config.map_or(0, |config| config.node);
     let mut ports: BTreeMap<u32, (BTreeSet<u16>, usize)> = BTreeMap::new();

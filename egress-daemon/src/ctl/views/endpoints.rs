@@ -1,6 +1,6 @@
 //! `egressctl endpoints`.
 
-use super::{Sources, policies_by_class};
+use super::{ViewSources, policies_by_class};
 use crate::ctl::print::{List, Row, joined};
 use serde::Serialize;
 use std::{
@@ -45,7 +45,7 @@ impl Row for EndpointRow {
 }
 
 /// Every pod, sorted by name.
-pub fn endpoints(sources: Sources<'_>) -> List<EndpointRow> {
+pub fn endpoints(sources: ViewSources<'_>) -> List<EndpointRow> {
     let dump = sources.dump;
     let by_class = policies_by_class(dump);
     let mut flows: BTreeMap<IpAddr, usize> = BTreeMap::new();

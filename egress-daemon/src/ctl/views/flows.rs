@@ -1,9 +1,9 @@
 //! `egressctl flows`.
 
-use super::Sources;
+use super::ViewSources;
 use crate::ctl::{
     dump::{Dump, FlowEntry},
-    print::{Row, View, or_dash, table},
+    print::{Printable, Row, or_dash, table},
 };
 use egress_common::{flow::kind, tcp};
 use ipnet::IpNet;
@@ -104,7 +104,7 @@ impl Row for FlowRow {
     }
 }
 
-impl View for FlowsView {
+impl Printable for FlowsView {
     fn text(&self) -> String {
         let mut text = table(&self.items);
         let shown = self.items.len();
@@ -172,7 +172,7 @@ pub(crate) fn row(dump: &Dump, flow: &FlowEntry) -> FlowRow {
 }
 
 /// The flows that the filter lets through.
-pub fn flows(sources: Sources<'_>, filter: &FlowFilter) -> FlowsView {
+pub fn flows(sources: ViewSources<'_>, filter: &FlowFilter) -> FlowsView {
     let dump = sources.dump;
     let of_pod = |flow: &FlowEntry| match &filter.pod {
         None => true,

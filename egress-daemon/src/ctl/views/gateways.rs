@@ -1,6 +1,6 @@
 //! `egressctl gateways`.
 
-use super::Sources;
+use super::ViewSources;
 use crate::{
     ctl::print::{List, Row, joined, or_dash},
     observe::state::{NodeState, ProbeResult},
@@ -64,7 +64,7 @@ impl Row for GatewayRow {
 }
 
 /// Every gateway, sorted by name.
-pub fn gateways(sources: Sources<'_>) -> List<GatewayRow> {
+pub fn gateways(sources: ViewSources<'_>) -> List<GatewayRow> {
     let dump = sources.dump;
     let own = dump.tables.config.map_or(0, |config| config.node);
     let mut usable: BTreeMap<u32, bool> = BTreeMap::new();

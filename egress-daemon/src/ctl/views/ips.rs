@@ -1,6 +1,6 @@
 //! `egressctl ips`.
 
-use super::Sources;
+use super::ViewSources;
 use crate::ctl::print::{List, Row, joined, or_dash};
 use egress_common::{egress::flags, port_block};
 use serde::Serialize;
@@ -74,7 +74,7 @@ impl Row for IpRow {
 }
 
 /// Every egress IP, sorted by address.
-pub fn ips(sources: Sources<'_>) -> List<IpRow> {
+pub fn ips(sources: ViewSources<'_>) -> List<IpRow> {
     let dump = sources.dump;
     let mut flows: BTreeMap<u32, usize> = BTreeMap::new();
     for flow in dump.flows.iter().filter(|flow| flow.translated()) {

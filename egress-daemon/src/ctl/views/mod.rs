@@ -30,14 +30,14 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The two sources of a view.
 #[derive(Clone, Copy)]
-pub struct Sources<'a> {
+pub struct ViewSources<'a> {
     /// The maps.
     pub dump: &'a Dump,
     /// What the agent tells, if it answers.
     pub agent: Option<&'a AgentState>,
 }
 
-impl Sources<'_> {
+impl ViewSources<'_> {
     /// The node's name.
     pub fn node(&self) -> Option<String> {
         let told = self.agent.map(|agent| agent.node.name.clone()).filter(|name| !name.is_empty());

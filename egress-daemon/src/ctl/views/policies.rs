@@ -1,6 +1,6 @@
 //! `egressctl policies`.
 
-use super::{Sources, policies_by_class, ready};
+use super::{ViewSources, policies_by_class, ready};
 use crate::{
     ctl::{
         dump::Dump,
@@ -76,7 +76,7 @@ impl Row for PolicyRow {
 }
 
 /// Every policy in the maps, and those that only the agent knows.
-pub fn policies(sources: Sources<'_>) -> List<PolicyRow> {
+pub fn policies(sources: ViewSources<'_>) -> List<PolicyRow> {
     let dump = sources.dump;
     let by_class = policies_by_class(dump);
     let mut endpoints: BTreeMap<u32, usize> = BTreeMap::new();

@@ -1,8 +1,8 @@
 //! `egressctl stats`.
 
-use super::Sources;
+use super::ViewSources;
 use crate::{
-    ctl::print::{Row, View, table},
+    ctl::print::{Printable, Row, table},
     host::firewall::Dropped,
 };
 use serde::Serialize;
@@ -39,7 +39,7 @@ impl Row for CounterRow {
     }
 }
 
-impl View for StatsView {
+impl Printable for StatsView {
     fn text(&self) -> String {
         let (dropped, done): (Vec<_>, Vec<_>) = self.items.iter().partition(|row| row.dropped);
         format!("{}\nDROPPED\n{}", table(done), table(dropped))
@@ -47,7 +47,7 @@ impl View for StatsView {
 }
 
 /// All counters, drops last. `rules`: what rules of nftables have dropped.
-pub fn stats(sources: Sources<'_>, rules: &[Dropped]) -> StatsView {
+pub fn stats(sources: ViewSources<'_>, rules: &[Dropped]) -> StatsView {
     let row = |name: &str, help: &str, value: u64| CounterRow {
         name: name.into(),
         value,

@@ -3,7 +3,7 @@
 use crate::ctl::dump::{Back, Dump, FlowEntry};
 use egress_common::{
     abi::TICK_SHIFT,
-    config::{Config, UNSET},
+    config::{DatapathConfig, UNSET},
     endpoint::policy_flags,
     flow::Flow,
     tcp::{end, seen},
@@ -92,7 +92,7 @@ pub fn view() -> NodeView {
         ..EgressView::default()
     };
     view.egress_ips.insert(ip("192.0.2.20"), own);
-    view.config = Some(Config { tunnel_ifindex: 9, generation: 0, ..UNSET });
+    view.config = Some(DatapathConfig { tunnel_ifindex: 9, generation: 0, ..UNSET });
     view
 }
 

@@ -3,13 +3,13 @@
 use super::testing::{START, dump, dump_of, flow, ip, view};
 use super::*;
 use crate::{
-    ctl::print::{Output, View, print},
+    ctl::print::{Output, Printable, print},
     observe::state::{EgressIpState, GatewayState, NodeState, PolicyState, ProbeResult},
 };
 use serde_json::Value;
 
-fn maps_only(dump: &Dump) -> Sources<'_> {
-    Sources { dump, agent: None }
+fn maps_only(dump: &Dump) -> ViewSources<'_> {
+    ViewSources { dump, agent: None }
 }
 
 fn agent() -> AgentState {
@@ -49,7 +49,7 @@ fn agent() -> AgentState {
 }
 
 /// Each text fits 100 columns, and JSON names are camelCase.
-fn check_prints<V: View>(view: &V) -> (String, Value) {
+fn check_prints<V: Printable>(view: &V) -> (String, Value) {
     let text = print(view, Output::Table).unwrap();
     assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
     let json: Value = serde_json::from_str(&print(view, Output::Json).unwrap()).unwrap();
@@ -89,7 +89,7 @@ fn policies_show_slots_shares_and_owners() {
 #[test]
 fn the_agent_adds_what_only_it_knows() {
     let (dump, agent) = (dump(), agent());
-    let sources = Sources { dump: &dump, agent: Some(&agent) };
+    let sources = ViewSources { dump: &dump, agent: Some(&agent) };
     let list = policies(sources);
     let ready: Vec<_> = list.items.iter().map(|row| (row.name.as_str(), row.ready.as_deref())).collect();
     assert_eq!(ready, [("far", Some("False (NoGateway)")), ("pin", None), ("web", Some("True"))]);
@@ -110,7 +110,7 @@ fn the_agent_adds_what_only_it_knows() {
 fn a_gateway_shows_at_which_drivers_it_sends_packets_on_and_why_not_at_others() {
     let (dump, mut agent) = (dump(), agent());
     agent.node.drivers = [("eth0".to_owned(), None), ("ext0".to_owned(), Some("it is a veth".to_owned()))].into();
-    let list = gateways(Sources { dump: &dump, agent: Some(&agent) });
+    let list = gateways(ViewSources { dump: &dump, agent: Some(&agent) });
     let own = list.items.iter().find(|row| row.name == agent.node.name).unwrap();
     assert_eq!(own.native.as_deref(), Some(&["eth0".to_owned()][..]));
     assert_eq!(own.why_not_better.as_deref(), Some("not XDP at ext0: it is a veth"));
@@ -281,7 +281,7 @@ fn a_node_without_anything_says_so() {
 }
 
 #[test]
-fn names_that_are_lost_are_numbers() {
+fn lost_names_are_shown_as_numbers() {
     let mut dump = dump_of(&view());
     dump.tables.names.clear();
     let list = policies(maps_only(&dump));

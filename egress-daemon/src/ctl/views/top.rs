@@ -3,7 +3,7 @@
 use crate::{
     ctl::{
         dump::{Dump, FlowEntry},
-        print::{Row, View, table},
+        print::{Printable, Row, table},
     },
     host::firewall::Dropped,
 };
@@ -99,7 +99,7 @@ impl Row for TopRow {
     }
 }
 
-impl View for TopView {
+impl Printable for TopView {
     fn text(&self) -> String {
         let mut text = format!(
             "{}: {} flows, {} active; {:.1} opened/s, {:.1} ended/s, over {:.1} s\n",
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_and_went_between_two_samples_is_counted() {
+    fn flows_that_came_and_went_between_two_samples_are_counted() {
         let top = top_by(By::Pod, 10);
         assert_eq!((top.flows, top.opened_per_second, top.ended_per_second), (5, 1.5, 0.5));
         let items: Vec<_> = top.items.iter().map(|row| (row.name.as_str(), row.flows, row.opened_per_second)).collect();
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flow_that_took_anothers_ports_is_a_new_one() {
+    fn a_flow_that_reuses_anothers_ports_is_a_new_flow() {
         let (before, mut now) = samples();
         now.dump.flows = before.dump.flows.clone();
         now.dump.flows[0].flow.created += 1;

@@ -15,7 +15,7 @@ use crate::datapath::Pins;
 use crate::flowlog::{self, Instant};
 use crate::lock::RunFiles;
 use anyhow::{Result, bail};
-use egress_core::leaselog::{Answer, Event, Question, Record, answer};
+use egress_core::leaselog::{LeaseAnswer, LeaseEvent, LeaseQuestion, LeaseRecord, answer};
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
@@ -53,7 +53,7 @@ pub fn ask(options: &WhoisOptions) -> Result<WhoisView> {
     let log = options.log.clone().unwrap_or_else(|| RunFiles::of(&options.bpffs).log());
     let egress_ip = options.seen.ip().to_canonical();
     let port = options.seen.port();
-    let question = Question { egress_ip, port, from: at.from, until: at.until, slack: SLACK };
+    let question = LeaseQuestion { egress_ip, port, from: at.from, until: at.until, slack: SLACK };
     let leases = if log.is_dir() { Some(answer(&flowlog::read(&log, about(egress_ip))?, question)) } else { None };
     let dump = Dump::read(&Pins::new(&options.bpffs), true).ok();
     if leases.is_none() && dump.is_none() {
@@ -68,9 +68,11 @@ pub fn ask(options: &WhoisOptions) -> Result<WhoisView> {
 }
 
 /// What concerns an egress IP: its own leases, and whatever says when the log was written.
-fn about(address: IpAddr) -> impl Fn(&Record) -> bool {
+fn about(address: IpAddr) -> impl Fn(&LeaseRecord) -> bool {
     move |record| match &record.event {
-        Event::Held(lease) | Event::Granted(lease) | Event::Returned(lease) => lease.egress_ip == address,
+        LeaseEvent::Held(lease) | LeaseEvent::Granted(lease) | LeaseEvent::Returned(lease) => {
+            lease.egress_ip == address
+        }
         _ => true,
     }
 }
@@ -96,6 +98,6 @@ pub(super) fn seen_as<'a>(
 }
 
 /// Whether leases say that exactly this node, or that nobody, had the port.
-fn is_sure(answer: &Answer) -> bool {
+fn is_sure(answer: &LeaseAnswer) -> bool {
     answer.doubts.is_empty()
 }

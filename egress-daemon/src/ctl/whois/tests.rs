@@ -1,8 +1,8 @@
 //! Answers out of leases and flows, and times that people write.
 
 use super::*;
-use crate::ctl::print::View as _;
-use egress_core::leaselog::{Doubt, Holder};
+use crate::ctl::print::Printable as _;
+use egress_core::leaselog::{Doubt, LeaseHolder};
 
 const HOUR: i64 = 3_600_000_000;
 
@@ -11,7 +11,7 @@ fn at(text: &str) -> Moment {
 }
 
 #[test]
-fn a_time_has_a_zone_and_means_what_it_leaves_open() {
+fn a_time_covers_the_interval_of_its_precision() {
     let exact = at("2026-11-25T14:03:07.5Z");
     assert_eq!(exact.from, exact.until);
     assert_eq!(at("2026-11-25T14:03:07Z").until - at("2026-11-25T14:03:07Z").from, 999_999);
@@ -20,7 +20,7 @@ fn a_time_has_a_zone_and_means_what_it_leaves_open() {
 }
 
 #[test]
-fn a_time_that_may_be_several_is_asked_back() {
+fn an_ambiguous_time_is_refused_with_the_candidates() {
     for (text, part) in [
         ("2026-11-25T14:03:00", "in which zone was this: write 2026-11-25T14:03:00Z"),
         ("14:03", "on which day"),
@@ -37,13 +37,13 @@ fn seen() -> SocketAddr {
     "192.0.2.10:1100".parse().unwrap()
 }
 
-fn holder(node: &str) -> Holder {
-    Holder { node: node.into(), first_port: 1088, last_port: 1151, from: Some(HOUR), until: None }
+fn holder(node: &str) -> LeaseHolder {
+    LeaseHolder { node: node.into(), first_port: 1088, last_port: 1151, from: Some(HOUR), until: None }
 }
 
 #[test]
 fn leases_name_the_node_and_say_why_not_the_pod() {
-    let answer = Answer { holders: [holder("w7")].into(), doubts: Default::default() };
+    let answer = LeaseAnswer { holders: [holder("w7")].into(), doubts: Default::default() };
     let view = whois(seen(), Moment { from: 2 * HOUR, until: 2 * HOUR }, None, Some(answer.clone()), None);
     assert!(view.node_certain && !view.pod_certain, "{view:?}");
     let text = view.text();
@@ -51,9 +51,10 @@ fn leases_name_the_node_and_say_why_not_the_pod() {
     assert!(text.contains("ask there"), "{text}");
 
     let doubts = [Doubt::Unwritten(Some(HOUR), Some(3 * HOUR))].into();
-    let view = whois(seen(), Moment { from: 2 * HOUR, until: 2 * HOUR }, None, Some(Answer { doubts, ..answer }), None);
+    let view =
+        whois(seen(), Moment { from: 2 * HOUR, until: 2 * HOUR }, None, Some(LeaseAnswer { doubts, ..answer }), None);
     assert!(!view.node_certain && view.text().contains("nobody wrote from 1970-01-01T01:00:00Z"), "{}", view.text());
-    let nobody = whois(seen(), Moment { from: 0, until: 0 }, None, Some(Answer::default()), None);
+    let nobody = whois(seen(), Moment { from: 0, until: 0 }, None, Some(LeaseAnswer::default()), None);
     assert!(nobody.text().contains("no node of the cluster had this port"), "{}", nobody.text());
 }
 

@@ -2,9 +2,9 @@
 
 use super::time::text;
 use super::{Living, Moment, SLACK, is_sure, seen_as};
-use crate::ctl::print::View;
+use crate::ctl::print::Printable;
 use crate::ctl::views::{FlowRow, row};
-use egress_core::leaselog::{Answer, Doubt};
+use egress_core::leaselog::{Doubt, LeaseAnswer};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -52,7 +52,7 @@ pub(super) fn whois(
     seen: SocketAddr,
     at: Moment,
     to: Option<SocketAddr>,
-    leases: Option<Answer>,
+    leases: Option<LeaseAnswer>,
     living: Option<&Living<'_>>,
 ) -> WhoisView {
     let mut doubts: Vec<String> = leases.iter().flat_map(|answer| &answer.doubts).map(doubt).collect();
@@ -84,7 +84,7 @@ pub(super) fn whois(
 }
 
 impl NodeRow {
-    fn of(holder: egress_core::leaselog::Holder) -> Self {
+    fn of(holder: egress_core::leaselog::LeaseHolder) -> Self {
         Self {
             node: holder.node.to_string(),
             first_port: Some(holder.first_port),
@@ -126,7 +126,7 @@ fn about_pod(pods: usize, steady: usize, named: bool, own: Option<&str>, nodes: 
     (steady == 0).then(|| "the flow began at about that time: another one may have ended just before".into())
 }
 
-impl View for WhoisView {
+impl Printable for WhoisView {
     fn text(&self) -> String {
         let when = if self.from == self.until { self.from.clone() } else { format!("{} to {}", self.from, self.until) };
         let mut text = format!("{} at {when}\n", self.seen);

@@ -8,7 +8,7 @@ use crate::datapath::{
 use aya::{Pod, maps::MapData};
 use egress_common::{
     V4,
-    config::Config,
+    config::DatapathConfig,
     flow::{Flow, FlowKey, Reverse, Ticket},
     limits::{COLLECT_BATCH, COLLECT_ROUND_SHIFT},
     net, tcp,
@@ -105,7 +105,7 @@ impl Kernel {
         Some((Self { maps, flows, reverse, tickets, collector, now: now_tick(), dir }, programs))
     }
 
-    fn limits(&mut self, config: Config) {
+    fn limits(&mut self, config: DatapathConfig) {
         self.maps.config.set(&0, &config).unwrap();
     }
 
@@ -185,7 +185,7 @@ const MANY: u32 = 1_000_000;
 fn a_million_idle_flows_go_in_bounded_runs_while_no_agent_lives() {
     let Some((mut kernel, programs)) = Kernel::new("collector", MANY + 16) else { return };
     // Nothing is due until the settings say so.
-    kernel.limits(Config { udp: u32::MAX >> 1, ..scenes::settings() });
+    kernel.limits(DatapathConfig { udp: u32::MAX >> 1, ..scenes::settings() });
     let idle = |number| Idle { proto: 17, number, ended: 0, states: [0; 2], out: 1000, back: 1000 };
     for start in (0..MANY).step_by(50_000) {
         kernel.put(&(start..start + 50_000).map(idle).collect::<Vec<_>>());
@@ -198,7 +198,7 @@ fn a_million_idle_flows_go_in_bounded_runs_while_no_agent_lives() {
     let start = Instant::now();
     let mut before = (kernel.collector.runs(), 0);
     let first = before.0;
-    kernel.limits(Config { udp: 500, ..scenes::settings() });
+    kernel.limits(DatapathConfig { udp: 500, ..scenes::settings() });
     while before.1 < u64::from(MANY) {
         assert!(start.elapsed() < Duration::from_secs(300), "{} of {MANY} are gone", before.1);
         // Runs are counted when they begin: one may have been under way at the beginning of the interval.
@@ -221,7 +221,7 @@ fn a_million_idle_flows_go_in_bounded_runs_while_no_agent_lives() {
 #[test]
 fn every_protocol_and_state_has_its_own_limit() {
     let Some((mut kernel, _programs)) = Kernel::new("limits", 1024) else { return };
-    kernel.limits(Config {
+    kernel.limits(DatapathConfig {
         udp: u32::MAX >> 1,
         icmp: u32::MAX >> 1,
         tcp_established: u32::MAX >> 1,
@@ -251,7 +251,7 @@ fn every_protocol_and_state_has_its_own_limit() {
     due.extend([open(103, reset | tcp::end::ACCEPTED, 1_000), Idle { states: CLOSING, ..open(104, half, 1_000) }]);
     kernel.put(&due);
     kernel.put(&alive);
-    kernel.limits(Config {
+    kernel.limits(DatapathConfig {
         tcp_established: 40_000,
         tcp_transitory: 4_000,
         udp: 20_000,

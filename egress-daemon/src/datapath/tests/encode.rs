@@ -65,7 +65,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn what_lives_on_keeps_its_number(history in history()) {
+    fn indices_of_objects_that_remain_do_not_change(history in history()) {
         each_step(&history, |_, present, wanted| {
             let names = |t: &Tables| -> BTreeMap<(u32, [u8; egress_common::abi::NAME_LEN]), u32> {
                 t.names.iter().map(|(NameKey { kind, id }, n)| ((*kind, n.bytes), *id)).collect()
@@ -281,7 +281,7 @@ fn look_up<A: Ord + Copy>(t: &FamilyTables<A>, class: u32, addr: A, bits: impl F
 
 proptest! {
     #[test]
-    fn the_tables_find_the_policy_that_the_policies_mean(policies in policies(), excepts in nets()) {
+    fn lookups_in_the_tables_agree_with_the_policies(policies in policies(), excepts in nets()) {
         let excepts: Vec<IpNet> = excepts.into_iter().filter(|n| n.prefix_len() > 16).collect();
         let by_id: BTreeMap<PolicyId, Policy> = policies.iter().map(|p| (p.id.clone(), p.clone())).collect();
         let class: BTreeSet<PolicyId> = by_id.keys().cloned().collect();

@@ -42,7 +42,7 @@ impl Rig {
 }
 
 #[test]
-fn what_the_host_let_pass_is_translated_and_confirms_its_flow() {
+fn packets_that_the_host_forwarded_are_translated_and_confirm_their_flow() {
     let Some(mut rig) = Rig::new("exit-caught", &view()) else { return };
     for (pod, egress, server) in families() {
         let (kind, protocol) = if pod.is_ipv4() { (8, ICMP) } else { (128, ICMPV6) };
@@ -63,7 +63,7 @@ fn what_the_host_let_pass_is_translated_and_confirms_its_flow() {
 }
 
 #[test]
-fn what_was_asked_about_under_older_tables_leaves_if_its_slot_is_still_the_policys() {
+fn a_packet_checked_under_older_tables_leaves_if_its_slot_is_still_valid() {
     let Some(mut rig) = Rig::new("exit-changed", &view()) else { return };
     // Something else changes between `pod_egress` and the exit: nothing is lost.
     let mut other = view();
@@ -95,7 +95,7 @@ fn what_was_asked_about_under_older_tables_leaves_if_its_slot_is_still_the_polic
 }
 
 #[test]
-fn what_no_program_has_seen_does_not_leave() {
+fn packets_that_no_program_has_seen_do_not_leave() {
     let Some(mut rig) = Rig::new("exit-unguarded", &view()) else { return };
     for (pod, _, server) in families() {
         for (proto, body) in [(TCP, tcp(1, 2, SYN, &[])), (TCP, tcp(1, 2, ACK, &[])), (UDP, udp(1, 2, b"datagram"))] {
@@ -120,7 +120,7 @@ fn what_no_program_has_seen_does_not_leave() {
 }
 
 #[test]
-fn an_egress_ip_is_nobodys_source_but_that_of_our_programs() {
+fn only_our_programs_may_send_with_an_egress_ip() {
     let view = view();
     let Some(mut rig) = Rig::new("exit-forged", &view) else { return };
     for (_, egress, server) in families() {
@@ -147,7 +147,7 @@ fn an_egress_ip_is_nobodys_source_but_that_of_our_programs() {
 }
 
 #[test]
-fn the_tunnels_port_is_nobodys_destination_but_that_of_our_programs() {
+fn only_our_programs_may_send_to_the_tunnels_port() {
     let mut view = view();
     view.uplinks.insert(3, [2, 0, 0, 0, 0, 3]);
     let Some(mut rig) = Rig::new("exit-tunnel-port", &view) else { return };

@@ -8,11 +8,11 @@ use super::{
     rig::*,
 };
 use crate::{
-    ctl::{self, Command, Output, Place, explain::Question},
+    ctl::{self, Command, NodeAccess, Output, explain::Question},
     datapath::{
         load::{Programs, Sizes},
         maps::Maps,
-        write::Writer,
+        write::MapWriter,
     },
 };
 use aya::{
@@ -90,7 +90,7 @@ fn maps_full_of_noise_harm_neither_tools_nor_programs_nor_the_next_agent() {
         assert!(taken > 500, "the kernel took only {taken} entries");
 
         let (root, none) = (dir.pins.root().to_path_buf(), dir.pins.root().join("no-socket"));
-        let place = Place { bpffs: root, socket: none, node: None };
+        let access = NodeAccess { bpffs: root, socket: none, node: None };
         let question = Question::new(POD4, "203.0.113.5:443/tcp".parse().unwrap(), None);
         let commands = [
             Command::Policies,
@@ -106,7 +106,7 @@ fn maps_full_of_noise_harm_neither_tools_nor_programs_nor_the_next_agent() {
         for command in &commands {
             for output in [Output::Table, Output::Json, Output::Yaml] {
                 // An error is an answer as well.
-                let _ = ctl::run(command, &place, output);
+                let _ = ctl::run(command, &access, output);
             }
         }
 
@@ -123,7 +123,7 @@ fn maps_full_of_noise_harm_neither_tools_nor_programs_nor_the_next_agent() {
             }
         }
 
-        let mut writer = match Writer::open(Maps::open(&dir.pins).unwrap()) {
+        let mut writer = match MapWriter::open(Maps::open(&dir.pins).unwrap()) {
             Ok(writer) => writer,
             Err(error) => {
                 assert!(without.is_empty() && error.to_string().contains("MAGLEV"), "{error}");

@@ -69,14 +69,14 @@ fn view(uplink: u32, tunnel: u32) -> NodeView {
 }
 
 /// Another host's namespace, and the pod's interface.
-struct Place {
+struct GatewayFixture {
     other: NetNs,
     pod: u32,
     _attached: Attacher,
 }
 
 /// Makes this namespace a gateway, with [`view`] in its maps and the programs at a real tunnel device and a pod's interface.
-async fn gateway(rig: &mut Rig) -> Place {
+async fn gateway(rig: &mut Rig) -> GatewayFixture {
     let net = Net::here();
     let other = NetNs::new();
     net.veth_into("eth0", &other, "there").await;
@@ -101,7 +101,7 @@ async fn gateway(rig: &mut Rig) -> Place {
     assert!(attacher.mode() == Mode::Tcx || attacher.mode() == Mode::Clsact);
     let errors = attacher.sync(&wanted, &live, true);
     assert!(errors.is_empty(), "{errors:?}");
-    Place { other, pod, _attached: attacher }
+    GatewayFixture { other, pod, _attached: attacher }
 }
 
 /// A segment with this source, as a source node sends it.
@@ -114,7 +114,7 @@ fn from(egress: &str, port: u16) -> Vec<u8> {
 fn otherhost_frames_with_any_inner_mac_address_are_forwarded() {
     let Some(mut rig) = Rig::new("otherhost", &NodeView::default()) else { return };
     in_netns("otherhost", || async move {
-        let Place { other, .. } = &gateway(&mut rig).await;
+        let GatewayFixture { other, .. } = &gateway(&mut rig).await;
         let block = port_block::first_port(OTHER_BLOCK);
         for (n, mac) in [[0x06, 0xde, 0xad, 0xbe, 0xef, 0], [0xff; 6], [0; 6]].into_iter().enumerate() {
             let mut frame = from(EGRESS4, block);
@@ -129,7 +129,7 @@ fn otherhost_frames_with_any_inner_mac_address_are_forwarded() {
 fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
     let Some(mut rig) = Rig::new("gateway", &NodeView::default()) else { return };
     in_netns("gateway", || async move {
-        let Place { other, pod, .. } = &gateway(&mut rig).await;
+        let GatewayFixture { other, pod, .. } = &gateway(&mut rig).await;
         let block = port_block::first_port(OTHER_BLOCK);
         send(other, SOURCE, VNI_FORWARD, &from(EGRESS4, block + 63));
         counted(&rig, Counter::Forwarded, 1).await;

@@ -40,7 +40,7 @@ const STALLS: usize = 50_000;
 /// The whole flow table is looked at after so many steps; the flow of a step after each.
 const LOOK: usize = 50;
 
-pub struct World {
+pub struct NatFixture {
     pub rig: Rig,
     pub tables: FlowTables,
     pub interfaces: Vec<u32>,
@@ -86,7 +86,7 @@ impl Shot {
     }
 }
 
-impl World {
+impl NatFixture {
     /// Nothing is known, and the tables are the first.
     fn begin(&mut self, firewall: bool) {
         self.tables.clear();
@@ -330,7 +330,7 @@ fn random_interleavings_keep_the_rules_of_a_reference_nat() {
     let tables = FlowTables::open(rig.pins());
     let others = Programs::load(rig.pins(), Sizes { max_flows: 4096 }).unwrap();
     let (nat, datagrams) = (Nat::default(), Datagrams::default());
-    let mut world = World { rig, tables, interfaces, others, nat, datagrams, wire: Wire::open() };
+    let mut world = NatFixture { rig, tables, interfaces, others, nat, datagrams, wire: Wire::open() };
     let mut seed = number("SPILLWAY_MODEL_SEED").unwrap_or(1);
     let alone = std::env::var_os("SPILLWAY_MODEL_SEED").map(|_| 1);
     let steps = number("SPILLWAY_MODEL_STEPS").map(|n| n as usize).or(alone).unwrap_or(STEPS);

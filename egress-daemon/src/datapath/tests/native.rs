@@ -208,7 +208,7 @@ fn replies_go_back_to_the_node_that_has_the_port() {
 }
 
 #[test]
-fn what_is_not_the_common_case_goes_on_unchanged_and_counted() {
+fn packets_outside_the_common_case_reach_tc_unchanged_and_counted() {
     let Some(mut rig) = Rig::new("native-left", &NodeView::default()) else { return };
     in_netns("native-left", || async move {
         let (uplink, underlay) = interfaces().await;
@@ -298,7 +298,7 @@ fn what_is_not_the_common_case_goes_on_unchanged_and_counted() {
 
 /// Each bit of the headers of each usual frame turned: whatever is sent on then would be sent on at TC as well, and as the same bytes.
 #[test]
-fn nothing_is_sent_on_that_the_programs_behind_would_not_send_on() {
+fn the_driver_program_forwards_only_what_the_tc_program_would_forward() {
     let Some(mut rig) = Rig::new("native-bits", &NodeView::default()) else { return };
     in_netns("native-bits", || async move {
         let (uplink, underlay) = interfaces().await;

@@ -82,7 +82,7 @@ fn answer(f: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn what_a_pod_sends_is_translated_and_its_answers_are_translated_back() {
+fn packets_of_a_pod_and_their_replies_are_translated() {
     there_and_back("translate", 0);
     there_and_back("translate-ipv6-flag", load::config_flags());
 }
@@ -149,7 +149,7 @@ fn a_large_segment_size_is_lowered_at_even_and_odd_places() {
 }
 
 #[test]
-fn what_no_policy_concerns_is_unchanged_to_the_last_bit() {
+fn packets_without_a_policy_are_unchanged_to_the_last_bit() {
     let Some(mut rig) = Rig::new("unchanged", &scene()) else { return };
     let pod = addr(POD4);
     let mut frames = vec![
@@ -173,7 +173,7 @@ fn what_no_policy_concerns_is_unchanged_to_the_last_bit() {
 }
 
 #[test]
-fn what_matches_and_cannot_be_translated_is_dropped_for_its_reason() {
+fn matching_packets_that_cannot_be_translated_are_dropped_with_the_reason() {
     let Some(mut rig) = Rig::new("drops", &scene()) else { return };
     for (pod, _, server) in families() {
         for proto in [47, 50, 132] {

@@ -3,7 +3,7 @@
 use super::{
     datagrams::{Datagram, Part, is_untouched},
     frames::read,
-    model::{Ran, Shot, World},
+    model::{NatFixture, Ran, Shot},
     moves::{NOBODYS, PODS},
     nat::{How, Nat, Outcome, Reply, Tuple},
     rig::*,
@@ -63,7 +63,7 @@ impl Wire {
     }
 }
 
-impl World {
+impl NatFixture {
     /// The packet of a first fragment and those that wait for it, as they enter again, if that is what has become of it.
     fn gathered(&mut self, shot: &Shot, of: &Datagram) -> Result<(Ran, Vec<Vec<u8>>), String> {
         if !self.datagrams.are_waiting(of) {

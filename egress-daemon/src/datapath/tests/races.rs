@@ -4,7 +4,7 @@
 use super::{
     datagrams::Part,
     frames::read,
-    model::{QUESTION, Ran, Shot, World},
+    model::{NatFixture, QUESTION, Ran, Shot},
     moves::{BLOCK, Random, owner, tuple},
     nat::{ACK, FIN, Nat, Outcome, RST, Reply, SYN, TCP, Tuple},
     pieces::DATA,
@@ -301,7 +301,7 @@ impl Move {
     }
 }
 
-impl World {
+impl NatFixture {
     /// A move's packet, and what it answers.
     fn shot(&self, this: &Move, replies: &[Reply]) -> Option<(Shot, Option<Reply>)> {
         match this {

@@ -5,7 +5,7 @@ use crate::datapath::{
     load::{Programs, Sizes},
     maps::Maps,
     monotonic_ns,
-    write::Writer,
+    write::MapWriter,
 };
 use aya::programs::{TestRun as _, TestRunOptions};
 use egress_common::{
@@ -154,7 +154,7 @@ pub fn carry(view: &mut NodeView, uplink: u32) {
 
 pub struct Rig {
     pub programs: Programs,
-    pub writer: Writer,
+    pub writer: MapWriter,
     pub encoder: Encoder,
     dir: BpfDir,
 }
@@ -163,7 +163,7 @@ impl Rig {
     pub fn new(test: &str, view: &NodeView) -> Option<Self> {
         let dir = BpfDir::new(test)?;
         let programs = Programs::load(&dir.pins, Sizes { max_flows: 4096 }).unwrap();
-        let writer = Writer::open(Maps::open(&dir.pins).unwrap()).unwrap();
+        let writer = MapWriter::open(Maps::open(&dir.pins).unwrap()).unwrap();
         let mut rig = Self { programs, encoder: Encoder::recover(writer.present()), writer, dir };
         rig.write(view);
         Some(rig)

@@ -2,7 +2,7 @@
 
 use egress_common::{
     abi::TUNNEL_PORT,
-    config::{self, Config},
+    config::{self, DatapathConfig},
 };
 use egress_core::{
     encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
@@ -36,8 +36,8 @@ pub fn node(n: usize) -> NodeName {
     NODES[n].into()
 }
 
-pub fn settings() -> Config {
-    Config {
+pub fn settings() -> DatapathConfig {
+    DatapathConfig {
         tunnel_ifindex: 7,
         tunnel_port: TUNNEL_PORT.into(),
         tcp_established: 10,

@@ -91,7 +91,7 @@ fn the_outer_headers_are_those_that_the_device_writes() {
 }
 
 #[test]
-fn what_is_too_large_for_its_transport_is_answered_with_the_size_that_fits() {
+fn packets_too_large_for_their_transport_are_answered_with_the_right_mtu() {
     for (underlay, transport) in UNDERLAYS.into_iter().flat_map(|u| [(u, transport::VXLAN), (u, transport::DIRECT)]) {
         for respect in [0, flags::RESPECT_FIREWALL] {
             let mut view = view(underlay, transport);
@@ -192,7 +192,7 @@ fn a_direct_reply_finds_its_pod_on_a_node_that_carries_egress_ips_and_on_one_tha
 }
 
 #[test]
-fn what_is_usual_is_stripped_and_the_rest_is_left_to_the_device_as_it_is() {
+fn ordinary_outer_headers_are_stripped_and_others_are_left_to_the_device() {
     for [ours, theirs] in UNDERLAYS {
         let Some(mut rig) = Rig::new("transport-strip", &gateway([ours, theirs])) else { return };
         let port = port_block::first_port(OTHER_BLOCK);

@@ -4,11 +4,11 @@ use super::{BpfDir, scenes};
 use crate::datapath::{
     load::{Programs, Sizes},
     maps::{Maps, MapsError},
-    write::{Change, Kind, Sink, Writer},
+    write::{MapKind, MapUpdate, MapWriter, Sink},
 };
 use egress_common::{
     abi::{NameKey, name_kind},
-    config::{Config, flags},
+    config::{DatapathConfig, flags},
     endpoint::{MemberKey, PolicyKey},
     limits::MAGLEV_CHUNK,
     net,
@@ -41,17 +41,17 @@ impl Failing {
 }
 
 impl Sink for Failing {
-    fn set<K: Kind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError> {
+    fn set<K: MapKind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError> {
         self.spend()?;
         K::entries_mut(&mut self.tables).insert(*key, *value);
         Ok(())
     }
-    fn remove<K: Kind>(&mut self, key: &K::Key) -> Result<(), MapsError> {
+    fn remove<K: MapKind>(&mut self, key: &K::Key) -> Result<(), MapsError> {
         self.spend()?;
         K::entries_mut(&mut self.tables).remove(key);
         Ok(())
     }
-    fn configure(&mut self, config: Config) -> Result<(), MapsError> {
+    fn configure(&mut self, config: DatapathConfig) -> Result<(), MapsError> {
         self.spend()?;
         self.tables.config = Some(config);
         Ok(())
@@ -129,7 +129,7 @@ fn consistent(t: &Tables) -> Result<(), String> {
 }
 
 /// Nothing that is there before and after is missing in between.
-fn nothing_missing<K: Kind>(before: &Tables, now: &Tables, after: &Tables) -> bool {
+fn nothing_missing<K: MapKind>(before: &Tables, now: &Tables, after: &Tables) -> bool {
     let (before, now, after) = (K::entries(before), K::entries(now), K::entries(after));
     before.keys().filter(|k| after.contains_key(k)).all(|k| now.contains_key(k))
 }
@@ -148,7 +148,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn wherever_writing_ends_no_entry_names_what_is_not_there(history in scenes::history()) {
+    fn after_an_interrupted_write_no_entry_refers_to_a_missing_one(history in scenes::history()) {
         use crate::datapath::write::*;
         let mut encoder = Encoder::recover(&Tables::default());
         let mut present = Tables::default();
@@ -157,7 +157,7 @@ proptest! {
             for left in 0.. {
                 let mut sink = Failing { tables: present.clone(), left };
                 let (mut generation, mut recheck) = (1, false);
-                let mut change = Change { sink: &mut sink, present: &present, wanted: &wanted };
+                let mut change = MapUpdate { sink: &mut sink, present: &present, wanted: &wanted };
                 let result = change.carry_out(&mut generation, &mut recheck);
                 if let Err(broken) = consistent(&sink.tables) {
                     prop_assert!(false, "after {} operations: {}", left, broken);
@@ -179,32 +179,33 @@ proptest! {
                 let mut sink = Failing { left: usize::MAX, ..sink };
                 let torn = without_leftovers(sink.tables.clone());
                 let wanted = Encoder::recover(&torn).encode(view, &torn).unwrap();
-                let config = Change { sink: &mut sink, present: &torn, wanted: &wanted }
+                let config = MapUpdate { sink: &mut sink, present: &torn, wanted: &wanted }
                     .carry_out(&mut generation, &mut recheck)
                     .unwrap();
                 prop_assert_eq!(without_leftovers(sink.tables), Tables { config, ..wanted });
             }
-            present = Tables { config: Some(Config { generation: 1, ..scenes::settings() }), ..wanted };
+            present = Tables { config: Some(DatapathConfig { generation: 1, ..scenes::settings() }), ..wanted };
         }
     }
 }
 
-fn writer(dir: &BpfDir) -> Writer {
-    Writer::open(Maps::open(&dir.pins).unwrap()).unwrap()
+fn writer(dir: &BpfDir) -> MapWriter {
+    MapWriter::open(Maps::open(&dir.pins).unwrap()).unwrap()
 }
 
 /// Invariant: what is held is let go when the pod that it was for is known.
 #[test]
-fn what_is_held_is_let_go_last() {
+fn held_packets_are_released_last() {
     let mut encoder = Encoder::recover(&Tables::default());
     let views = some_views(20);
     for (before, after) in views.iter().zip(&views[1..]) {
         let mut present = encoder.encode(before, &Tables::default()).unwrap();
-        present.config = Some(Config { flags: flags::HOLD, ..scenes::settings() });
+        present.config = Some(DatapathConfig { flags: flags::HOLD, ..scenes::settings() });
         let wanted = encoder.encode(after, &present).unwrap();
         for left in 0.. {
             let mut sink = Failing { tables: present.clone(), left };
-            let result = Change { sink: &mut sink, present: &present, wanted: &wanted }.carry_out(&mut 1, &mut false);
+            let result =
+                MapUpdate { sink: &mut sink, present: &present, wanted: &wanted }.carry_out(&mut 1, &mut false);
             let now = &sink.tables;
             let held = now.config.unwrap().flags & flags::HOLD != 0;
             let known = now.v4.endpoints == wanted.v4.endpoints && now.v6.endpoints == wanted.v6.endpoints;
@@ -265,7 +266,7 @@ fn quadratic_one_pod_among_thousands_costs_a_handful_of_writes() {
     for pods in [PODS, PODS + 1, PODS] {
         let wanted = encoder.encode(&crowded(pods), &present).unwrap();
         let mut sink = Failing { tables: present.clone(), left: usize::MAX };
-        Change { sink: &mut sink, present: &present, wanted: &wanted }.carry_out(&mut 1, &mut false).unwrap();
+        MapUpdate { sink: &mut sink, present: &present, wanted: &wanted }.carry_out(&mut 1, &mut false).unwrap();
         spent.push(usize::MAX - sink.left);
         present = wanted;
     }
@@ -292,7 +293,7 @@ fn real_maps_hold_exactly_what_was_written_last() {
 }
 
 #[test]
-fn the_generation_grows_with_what_flows_are_classified_by() {
+fn the_generation_grows_with_every_change_of_classification() {
     let Some(dir) = BpfDir::new("generation") else { return };
     let _programs = Programs::load(&dir.pins, Sizes { max_flows: 64 }).unwrap();
     let mut writer = writer(&dir);
@@ -325,7 +326,7 @@ fn a_map_that_refuses_leaves_a_part_and_the_next_write_completes_it() {
     let mut writer = writer(&dir);
     let mut encoder = Encoder::recover(writer.present());
     let mut views = some_views(4);
-    let mut write = |writer: &mut Writer, view: &_| {
+    let mut write = |writer: &mut MapWriter, view: &_| {
         let tables = encoder.encode(view, writer.present()).unwrap();
         writer.write(tables)
     };

@@ -126,8 +126,8 @@ fn everything_is_made_once_mended_listed_and_removed() {
 }
 
 #[test]
-fn what_rules_have_dropped_is_known_while_they_change_and_when_they_are_gone() {
-    in_netns("what_rules_have_dropped_is_known_while_they_change_and_when_they_are_gone", async || {
+fn drop_counts_of_rules_survive_their_change_and_removal() {
+    in_netns("drop_counts_of_rules_survive_their_change_and_removal", async || {
         let net = Net::here();
         let tunnel = tunnel::ensure(&net.handle, &TunnelSpec::default()).await.unwrap();
         let links = Links::follow(LinksOptions::default()).await.unwrap();

@@ -10,7 +10,7 @@ use crate::api::{PoolUsage, SlotStatus};
 use crate::translate::Problem;
 use egress_core::{
     model::NodeName,
-    plan::{ConditionKind, EgressIpPlan, Outcome, OwnerReason, Reason},
+    plan::{ConditionKind, EgressIpPlan, OwnerReason, PolicyOutcome, Reason},
 };
 
 /// The condition of an egress IP that was taken out of its pool while it was in use; its time is that of the beginning.
@@ -27,14 +27,14 @@ const SHOWN_NODES: usize = 3;
 const LONGEST_MESSAGE: usize = 32_768;
 
 /// Makes the conditions of one object.
-pub struct Writer<'a> {
+pub struct ConditionWriter<'a> {
     existing: &'a [Condition],
     generation: Option<i64>,
     now: &'a Time,
     made: Vec<Condition>,
 }
 
-impl<'a> Writer<'a> {
+impl<'a> ConditionWriter<'a> {
     /// Of an object that has these conditions now.
     pub fn new(existing: Option<&'a Vec<Condition>>, generation: Option<i64>, now: &'a Time) -> Self {
         Self { existing: existing.map_or(&[], Vec::as_slice), generation, now, made: Vec::new() }
@@ -54,7 +54,7 @@ impl<'a> Writer<'a> {
     }
 
     /// A policy's: what the plan says, or that the object could not be understood.
-    pub fn of_policy(&mut self, outcome: Option<&Outcome>, problems: &[&Problem]) {
+    pub fn of_policy(&mut self, outcome: Option<&PolicyOutcome>, problems: &[&Problem]) {
         match outcome.filter(|_| problems.is_empty()) {
             Some(outcome) => {
                 let waits = Some(&outcome.behind).filter(|behind| !behind.is_empty() && !self.was_programmed());

@@ -5,8 +5,8 @@ use std::net::IpAddr;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::statuses::World;
-use super::{Desired, Objects, egress_ips, egress_node, fill, statuses};
+use super::statuses::StatusInputs;
+use super::{ApiObjects, Desired, egress_ips, egress_node, fill, statuses};
 use crate::api::{EgressNode, EgressNodeSpec};
 use crate::translate::Problem;
 use egress_core::{
@@ -17,14 +17,14 @@ use egress_core::{
 /// The same as [`super::desired`], for the objects in `objects` and those of egress IPs and nodes that were touched. `specs`
 /// are what all EgressNode objects should have been before; the nodes that there are, and that hold blocks, are the same.
 pub fn desired_part(
-    objects: &Objects,
+    objects: &ApiObjects,
     snapshot: &Snapshot,
     plan: &Plan,
     problems: &[Problem],
     now: &Time,
     (touched, specs): (&Touched, &BTreeMap<String, EgressNodeSpec>),
 ) -> Desired {
-    let world = World { snapshot, plan, problems, now };
+    let inputs = StatusInputs { snapshot, plan, problems, now };
     let names = touched.nodes.iter();
     let mut nodes: BTreeMap<&NodeName, EgressNodeSpec> =
         names.filter_map(|name| Some((name, untouched(specs.get(name.as_str())?, touched)))).collect();
@@ -39,10 +39,10 @@ pub fn desired_part(
         (name.to_string(), egress_node(name, spec, existing.get(name.as_str())))
     };
     Desired {
-        egress_ips: egress_ips(objects, &world, touched.egress_ips.iter()),
+        egress_ips: egress_ips(objects, &inputs, touched.egress_ips.iter()),
         egress_nodes: nodes.into_iter().map(object).collect(),
         lease_revision: leases.flat_map(BTreeMap::values).map(|lease| lease.revision).max().unwrap_or(0),
-        ..statuses(objects, &world)
+        ..statuses(objects, &inputs)
     }
 }
 

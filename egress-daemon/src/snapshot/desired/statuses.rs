@@ -6,16 +6,16 @@ use std::net::IpAddr;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, ObjectMeta, Time};
 use kube::core::object::HasStatus;
 
-use super::conditions::Writer;
+use super::conditions::ConditionWriter;
 use crate::api;
 use crate::translate::{Problem, antrea, cilium, name, policy, pool};
 use egress_core::{
     model::{PolicyId, PolicyKind, PoolId, PoolKind, Snapshot},
-    plan::{Outcome, OwnerReason, Plan},
+    plan::{OwnerReason, Plan, PolicyOutcome},
 };
 
 /// What statuses are made from.
-pub struct World<'a> {
+pub struct StatusInputs<'a> {
     /// The model.
     pub snapshot: &'a Snapshot,
     /// The plan.
@@ -26,7 +26,7 @@ pub struct World<'a> {
     pub now: &'a Time,
 }
 
-impl World<'_> {
+impl StatusInputs<'_> {
     /// The status of a policy that shows its slots.
     pub fn policy<T>(&self, kind: PolicyKind, object: &T, per_endpoint: bool) -> api::EgressGatewayPolicyStatus
     where
@@ -35,7 +35,7 @@ impl World<'_> {
         let metadata = object.meta();
         let outcome = self.outcome(kind, metadata);
         let conditions = object.status().map(|status| &status.conditions);
-        let mut writer = Writer::new(conditions, metadata.generation, self.now);
+        let mut writer = ConditionWriter::new(conditions, metadata.generation, self.now);
         writer.of_policy(outcome, &self.problems_of(kind_name(kind), metadata));
         let slots = slots(outcome, per_endpoint);
         api::EgressGatewayPolicyStatus {
@@ -51,7 +51,7 @@ impl World<'_> {
     pub fn egress(&self, object: &api::Egress) -> api::EgressStatus {
         let outcome = self.outcome(PolicyKind::Antrea, &object.metadata);
         let conditions = object.status.as_ref().map(|status| &status.conditions);
-        let mut writer = Writer::new(conditions, object.metadata.generation, self.now);
+        let mut writer = ConditionWriter::new(conditions, object.metadata.generation, self.now);
         let slots = slots(outcome, false);
         let assigned = slots.iter().find(|slot| slot.node.is_some());
         let problems = self.problems_of(antrea::EGRESS, &object.metadata);
@@ -77,7 +77,7 @@ impl World<'_> {
         let total = self.snapshot.pools.get(&id).map_or(0, |pool| u64::try_from(pool.total()).unwrap_or(u64::MAX));
         let of_pool = used.get(&id);
         let usage = api::PoolUsage { total: total.min(i64::MAX as u64), used: of_pool.map_or(0, |of| of.used) };
-        let mut writer = Writer::new(conditions, metadata.generation, self.now);
+        let mut writer = ConditionWriter::new(conditions, metadata.generation, self.now);
         let kind = match kind {
             PoolKind::Native => pool::KIND,
             PoolKind::Antrea => antrea::POOL,
@@ -89,7 +89,7 @@ impl World<'_> {
         (usage, writer.finish())
     }
 
-    fn outcome(&self, kind: PolicyKind, metadata: &ObjectMeta) -> Option<&Outcome> {
+    fn outcome(&self, kind: PolicyKind, metadata: &ObjectMeta) -> Option<&PolicyOutcome> {
         self.plan.outcomes.get(&PolicyId::new(kind, &name(metadata)))
     }
 
@@ -131,7 +131,7 @@ fn kind_name(kind: PolicyKind) -> &'static str {
     }
 }
 
-fn slots(outcome: Option<&Outcome>, per_endpoint: bool) -> Vec<api::SlotStatus> {
+fn slots(outcome: Option<&PolicyOutcome>, per_endpoint: bool) -> Vec<api::SlotStatus> {
     let slots = outcome.map_or(&[][..], |outcome| outcome.slots.as_slice());
     slots
         .iter()

@@ -1,7 +1,7 @@
 //! Manifests as nobody would write them: every text is answered with objects and problems, never with a panic.
 
 use super::parse::Parser;
-use crate::snapshot::{Objects, snapshot};
+use crate::snapshot::{ApiObjects, snapshot};
 use crate::store::Kind;
 use proptest::prelude::*;
 use std::{path::Path, sync::Arc};
@@ -71,7 +71,7 @@ fn damaged() -> impl Strategy<Value = Vec<u8>> {
 /// What the agents and the controller do with a text: objects, and from these what is planned with.
 fn digest(text: &[u8]) -> usize {
     let (parsed, _) = PARSER.with(|parser| parser.parse(Path::new("x.yaml"), text));
-    let mut objects = Objects::default();
+    let mut objects = ApiObjects::default();
     for one in &parsed {
         match one.target.kind {
             Kind::EgressGatewayPolicy => {

@@ -70,7 +70,7 @@ impl Texts for Disk<'_> {
             None => fs::remove_file(&path),
         };
         if let Err(error) = kept.or_else(|e| if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) }) {
-            tracing::warn!(file = %file.display(), %error, "the last good version is not kept across restarts");
+            tracing::warn!(file = %file.display(), %error, "cannot keep the last good version across restarts");
         }
     }
 }

@@ -18,8 +18,8 @@ mod user_tests;
 mod write;
 
 use super::kind::Erased;
-use super::view::View;
-use super::{Backend, Key, Kind, Note, ObjectRef, Problem, Store, StoreError, Write};
+use super::view::StoreView;
+use super::{Backend, Key, Kind, Note, ObjectRef, Store, StoreError, StoreProblem, Write};
 use futures::future::BoxFuture;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -48,7 +48,7 @@ pub struct Files {
     directory: PathBuf,
     own: Own,
     parser: Parser,
-    view: Mutex<View>,
+    view: Mutex<StoreView>,
     /// Held while the directory is looked at and while a write is put into the view, so that the view never goes back.
     order: Mutex<()>,
     changes: watch::Sender<u64>,
@@ -130,7 +130,7 @@ impl Files {
         Ok((Arc::new(files), receiver))
     }
 
-    fn view(&self) -> MutexGuard<'_, View> {
+    fn view(&self) -> MutexGuard<'_, StoreView> {
         self.view.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -141,7 +141,7 @@ impl Files {
     }
 
     /// Changes the view, and tells the readers if that made a difference.
-    fn update(&self, change: impl FnOnce(&mut View) -> bool) {
+    fn update(&self, change: impl FnOnce(&mut StoreView) -> bool) {
         if change(&mut self.view()) {
             self.changes.send_modify(|count| *count = count.wrapping_add(1));
         }
@@ -197,7 +197,7 @@ fn wait(bell: &EventFd, notices: Option<&notices::Notices>, until: Instant) -> b
 }
 
 /// The objects of a file, and what is wrong with the rest.
-pub type Read = (Vec<(ObjectRef, Value)>, Vec<Problem>);
+pub type Read = (Vec<(ObjectRef, Value)>, Vec<StoreProblem>);
 
 /// The objects in a text that a person wrote, and what is wrong with it.
 pub fn parse(file: &Path, text: &[u8]) -> Result<Read, OpenError> {
@@ -227,7 +227,7 @@ impl Backend for Arc<Files> {
         self.revision(kind)
     }
 
-    fn problems(&self) -> Vec<Problem> {
+    fn problems(&self) -> Vec<StoreProblem> {
         self.view().problems.clone()
     }
 

@@ -28,13 +28,13 @@ const OWN: AddWatchFlags =
 #[derive(Debug)]
 pub(super) struct Notices {
     inotify: Inotify,
-    places: BTreeMap<WatchDescriptor, Place>,
+    places: BTreeMap<WatchDescriptor, WatchedDirectory>,
     /// The directories of people that were met since the last look began.
     met: BTreeSet<WatchDescriptor>,
 }
 
 #[derive(Debug)]
-enum Place {
+enum WatchedDirectory {
     Users,
     Own(Kind),
 }
@@ -60,7 +60,7 @@ impl Notices {
     pub(super) fn follow_own(&mut self, own: &Own) -> io::Result<()> {
         for (kind, directory) in own.directories() {
             let watch = self.inotify.add_watch(&directory, OWN)?;
-            self.places.insert(watch, Place::Own(kind));
+            self.places.insert(watch, WatchedDirectory::Own(kind));
         }
         Ok(())
     }
@@ -69,7 +69,7 @@ impl Notices {
     pub(super) fn follow(&mut self, directory: &Path) -> io::Result<()> {
         match self.inotify.add_watch(directory, USERS) {
             Ok(watch) => {
-                self.places.insert(watch, Place::Users);
+                self.places.insert(watch, WatchedDirectory::Users);
                 self.met.insert(watch);
                 Ok(())
             }
@@ -84,7 +84,7 @@ impl Notices {
         let met = std::mem::take(&mut self.met);
         let inotify = &self.inotify;
         self.places.retain(|watch, place| {
-            let stays = matches!(place, Place::Own(_)) || met.contains(watch);
+            let stays = matches!(place, WatchedDirectory::Own(_)) || met.contains(watch);
             if !stays {
                 // The kernel may have forgotten it already.
                 inotify.rm_watch(*watch).ok();
@@ -116,8 +116,8 @@ impl Notices {
             _ if event.mask.contains(AddWatchFlags::IN_IGNORED) => {
                 noticed.lost |= self.places.remove(&event.wd).is_some();
             }
-            Some(Place::Own(kind)) => noticed.own.extend(name.and_then(|name| own::target(*kind, name))),
-            Some(Place::Users) => noticed.users |= !name.is_some_and(is_temporary),
+            Some(WatchedDirectory::Own(kind)) => noticed.own.extend(name.and_then(|name| own::target(*kind, name))),
+            Some(WatchedDirectory::Users) => noticed.users |= !name.is_some_and(is_temporary),
             None => {}
         }
     }

@@ -2,7 +2,7 @@
 
 use super::packed::Packed;
 use crate::api::{Rules, Violation, crds, unknown_field};
-use crate::store::{Key, Kind, ObjectRef, Problem};
+use crate::store::{Key, Kind, ObjectRef, StoreProblem};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde_json::{Map, Value};
 use siphasher::sip128::{Hasher128, SipHasher13};
@@ -44,8 +44,8 @@ impl Parser {
     }
 
     /// Every good object of a file, and what is wrong with the rest. No objects when the file is not YAML.
-    pub(super) fn parse(&self, file: &Path, text: &[u8]) -> (Vec<Parsed>, Vec<Problem>) {
-        let problem = |document, violation: Violation| Problem {
+    pub(super) fn parse(&self, file: &Path, text: &[u8]) -> (Vec<Parsed>, Vec<StoreProblem>) {
+        let problem = |document, violation: Violation| StoreProblem {
             file: file.to_owned(),
             document,
             object: None,
@@ -66,7 +66,7 @@ impl Parser {
                     Ok(target) => self.object(target.clone(), document_number, object, &mut objects),
                     Err(violation) => vec![violation.clone()],
                 };
-                problems.extend(found.into_iter().map(|violation| Problem {
+                problems.extend(found.into_iter().map(|violation| StoreProblem {
                     object: target.as_ref().ok().cloned(),
                     ..problem(Some(document_number), violation)
                 }));

@@ -8,7 +8,7 @@ use super::record::{Record, make_record, merge, version};
 use super::user::{Now, Stamp, UserFiles};
 use super::{Files, POLL};
 use crate::store::view::Item;
-use crate::store::{Key, Kind, ObjectRef, Problem};
+use crate::store::{Key, Kind, ObjectRef, StoreProblem};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -31,9 +31,9 @@ pub(super) struct Scanner {
     /// When to look again at files that do not rest yet, since `start`.
     again: Option<Duration>,
     /// Why the files of people cannot be listed.
-    unlisted: Option<Problem>,
+    unlisted: Option<StoreProblem>,
     /// Why an object cannot be joined with its record.
-    unregistered: Option<Problem>,
+    unregistered: Option<StoreProblem>,
     /// What the kernel tells, if it does.
     notices: Option<Notices>,
 }
@@ -54,7 +54,7 @@ struct OwnFile {
     /// The last good version.
     content: Option<Content>,
     /// What is wrong with the version on disk.
-    problem: Option<Problem>,
+    problem: Option<StoreProblem>,
 }
 
 impl OwnFile {
@@ -176,7 +176,7 @@ impl Scanner {
         };
         let own = self.own.values().filter_map(|file| file.problem.as_ref());
         let of_all = [&unreadable_own, &self.unlisted, &self.unregistered].into_iter().flatten();
-        let mut problems: Vec<Problem> = own.chain(of_all).chain(self.user.problems()).cloned().collect();
+        let mut problems: Vec<StoreProblem> = own.chain(of_all).chain(self.user.problems()).cloned().collect();
         problems.sort();
         files.update(|view| {
             let mut changed = view.problems != problems;
@@ -433,12 +433,12 @@ fn registered(
 fn not_noticed(directory: &Path, error: &io::Error) {
     tracing::warn!(
         directory = %directory.display(), %error,
-        "no notices of changes (raise fs.inotify.max_user_watches and max_user_instances?): looking every {POLL:?} instead"
+        "inotify is not available (raise fs.inotify.max_user_watches and max_user_instances?): reading the directory every {POLL:?} instead"
     );
 }
 
-fn unreadable(file: &Path, error: &io::Error) -> Problem {
-    Problem {
+fn unreadable(file: &Path, error: &io::Error) -> StoreProblem {
+    StoreProblem {
         file: file.to_owned(),
         document: None,
         object: None,

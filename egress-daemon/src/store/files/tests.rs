@@ -166,7 +166,7 @@ async fn writes_compare_and_swap_and_are_visible_at_once() {
 }
 
 #[tokio::test]
-async fn the_status_of_a_persons_object_is_kept_apart() {
+async fn the_status_of_a_users_object_is_kept_in_another_file() {
     let dir = directory();
     fs::write(dir.path().join("web.yaml"), POLICY).unwrap();
     let store = Files::open(dir.path()).unwrap();
@@ -186,7 +186,7 @@ async fn the_status_of_a_persons_object_is_kept_apart() {
 }
 
 #[tokio::test]
-async fn what_breaks_the_rules_is_not_written() {
+async fn objects_that_fail_validation_are_not_written() {
     let dir = directory();
     let store = Files::open(dir.path()).unwrap();
     let error = store.create(&egress_ip("192.0.2.300")).await.unwrap_err().to_string();
@@ -335,7 +335,7 @@ async fn a_refreshed_store_shows_what_others_wrote_before() {
 
 /// Two objects are counted up by turns; whoever sees the second one's number has seen the first one's.
 #[tokio::test(flavor = "multi_thread")]
-async fn no_write_is_known_without_those_before_it() {
+async fn a_write_is_visible_only_with_all_writes_before_it() {
     const TIMES: usize = 600;
     let dir = directory();
     let (store, other) = (Files::open(dir.path()).unwrap(), Files::open(dir.path()).unwrap());
@@ -480,7 +480,7 @@ async fn a_leader_that_was_replaced_cannot_write() {
 }
 
 #[test]
-fn problems_about_one_object_know_it() {
+fn problems_about_an_object_name_it() {
     let dir = directory();
     fs::write(dir.path().join("a.yaml"), POLICY).unwrap();
     fs::write(dir.path().join("b.yaml"), POLICY.replace("0.0.0.0/0", "203.0.113.0/24")).unwrap();

@@ -8,7 +8,7 @@
 //! - an object that two files define is that of the file that had it first.
 
 use super::parse::{Parsed, Parser};
-use crate::store::{ObjectRef, Problem};
+use crate::store::{ObjectRef, StoreProblem};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -52,7 +52,7 @@ struct UserFile {
     seen: Option<(Stamp, Duration)>,
     gone_since: Option<Duration>,
     objects: BTreeMap<ObjectRef, Parsed>,
-    problems: Vec<Problem>,
+    problems: Vec<StoreProblem>,
 }
 
 /// All files that people write.
@@ -61,7 +61,7 @@ pub(super) struct UserFiles {
     files: BTreeMap<PathBuf, UserFile>,
     /// The file whose version of an object is in force.
     owners: BTreeMap<ObjectRef, PathBuf>,
-    problems: Vec<Problem>,
+    problems: Vec<StoreProblem>,
 }
 
 /// What an update did.
@@ -131,7 +131,7 @@ impl UserFiles {
     }
 
     /// What is wrong with the files, sorted.
-    pub(super) fn problems(&self) -> &[Problem] {
+    pub(super) fn problems(&self) -> &[StoreProblem] {
         &self.problems
     }
 
@@ -149,7 +149,7 @@ impl UserFiles {
 
     fn settle_owners(&mut self) {
         let mut owners: BTreeMap<ObjectRef, PathBuf> = BTreeMap::new();
-        let mut problems: Vec<Problem> = self.files.values().flat_map(|file| file.problems.clone()).collect();
+        let mut problems: Vec<StoreProblem> = self.files.values().flat_map(|file| file.problems.clone()).collect();
         for (path, file) in &self.files {
             for (target, object) in &file.objects {
                 let Some(other) = owners.get(target) else {
@@ -162,7 +162,7 @@ impl UserFiles {
                     if !gone(path) && (had_it || gone(other)) { (path, other) } else { (other, path) };
                 if !gone(loser) {
                     let document = self.files.get(loser).and_then(|file| file.objects.get(target));
-                    problems.push(Problem {
+                    problems.push(StoreProblem {
                         file: loser.clone(),
                         document: Some(document.unwrap_or(object).document),
                         object: Some(target.clone()),
@@ -222,7 +222,7 @@ impl UserFile {
                 Some(now.monotonic + REST)
             }
             Err(error) => {
-                let problem = Problem {
+                let problem = StoreProblem {
                     file: path.to_owned(),
                     document: None,
                     object: None,
@@ -243,7 +243,7 @@ impl UserFile {
         for object in objects {
             let (target, document) = (object.target.clone(), object.document);
             if let Some(first) = new.get(&target).map(|first: &Parsed| first.document) {
-                problems.push(Problem {
+                problems.push(StoreProblem {
                     file: path.to_owned(),
                     document: Some(document),
                     object: Some(target),

@@ -16,7 +16,7 @@ thread_local! {
 }
 
 /// A directory and a clock.
-struct World {
+struct DirectoryFixture {
     parser: Rc<Parser>,
     now: Duration,
     files: BTreeMap<PathBuf, (Vec<u8>, Stamp)>,
@@ -40,9 +40,9 @@ impl Texts for (&BTreeMap<PathBuf, (Vec<u8>, Stamp)>, &RefCell<BTreeMap<PathBuf,
     }
 }
 
-impl World {
+impl DirectoryFixture {
     fn new() -> Self {
-        World {
+        DirectoryFixture {
             parser: PARSER.with(Rc::clone),
             now: Duration::from_secs(1000),
             files: BTreeMap::new(),
@@ -101,8 +101,8 @@ fn node(name: &str, version: &str) -> String {
 }
 
 #[test]
-fn a_file_is_read_only_when_it_has_rested() {
-    let mut world = World::new();
+fn a_file_is_read_only_after_it_has_stopped_changing() {
+    let mut world = DirectoryFixture::new();
     world.write("a.yaml", node("a", "1"));
     world.settle();
     for step in 0..20 {
@@ -117,7 +117,7 @@ fn a_file_is_read_only_when_it_has_rested() {
 #[test]
 fn a_half_written_file_never_counts() {
     let text = format!("---\n{}\n---\n{}\n", node("a", "2"), node("b", "2"));
-    let mut world = World::new();
+    let mut world = DirectoryFixture::new();
     world.write("a.yaml", text.replace("\"2\"", "\"1\""));
     world.settle();
     for end in 0..text.len() {
@@ -132,8 +132,8 @@ fn a_half_written_file_never_counts() {
 }
 
 #[test]
-fn a_file_that_rested_before_is_read_at_once() {
-    let mut world = World::new();
+fn a_file_that_stopped_changing_long_ago_is_read_at_once() {
+    let mut world = DirectoryFixture::new();
     world.write("a.yaml", node("a", "1"));
     world.now += REST;
     world.look();
@@ -142,8 +142,8 @@ fn a_file_that_rested_before_is_read_at_once() {
 }
 
 #[test]
-fn a_time_stamp_in_the_future_only_delays() {
-    let mut world = World::new();
+fn a_file_dated_in_the_future_is_only_read_later() {
+    let mut world = DirectoryFixture::new();
     world.write("a.yaml", node("a", "1"));
     if let Some((_, stamp)) = world.files.get_mut(Path::new("a.yaml")) {
         stamp.modified += Duration::from_secs(3600);
@@ -154,7 +154,7 @@ fn a_time_stamp_in_the_future_only_delays() {
 
 #[test]
 fn a_file_that_vanishes_for_a_moment_keeps_its_objects() {
-    let mut world = World::new();
+    let mut world = DirectoryFixture::new();
     world.write("a.yaml", node("a", "1"));
     world.settle();
     let file = world.files.remove(Path::new("a.yaml")).unwrap();
@@ -172,7 +172,7 @@ fn a_file_that_vanishes_for_a_moment_keeps_its_objects() {
 
 #[test]
 fn a_file_that_moves_keeps_its_objects_throughout_without_a_problem() {
-    let mut world = World::new();
+    let mut world = DirectoryFixture::new();
     world.write("b.yaml", node("a", "1"));
     world.settle();
     for target in ["c.yaml", "a.yaml"] {
@@ -187,7 +187,7 @@ fn a_file_that_moves_keeps_its_objects_throughout_without_a_problem() {
 
 #[test]
 fn a_broken_document_keeps_its_object_and_the_others_change() {
-    let mut world = World::new();
+    let mut world = DirectoryFixture::new();
     world.write("a.yaml", format!("{}\n---\n{}", node("a", "1"), node("b", "1")));
     world.settle();
     world.write("a.yaml", format!("{}\n---\n{}", node("a", "2"), node("b", "2").replace("metadata", "metadate")));
@@ -204,7 +204,7 @@ fn a_broken_document_keeps_its_object_and_the_others_change() {
 
 #[test]
 fn a_new_process_takes_the_last_good_version_of_a_broken_file() {
-    let mut world = World::new();
+    let mut world = DirectoryFixture::new();
     world.write("a.yaml", node("a", "1"));
     world.settle();
     world.write("a.yaml", "{");
@@ -216,7 +216,7 @@ fn a_new_process_takes_the_last_good_version_of_a_broken_file() {
 
 #[test]
 fn an_object_in_two_files_stays_with_the_file_that_had_it_first() {
-    let mut world = World::new();
+    let mut world = DirectoryFixture::new();
     world.write("b.yaml", node("a", "1"));
     world.settle();
     world.write("a.yaml", node("a", "2"));
@@ -234,7 +234,7 @@ fn an_object_in_two_files_stays_with_the_file_that_had_it_first() {
 
 #[test]
 fn an_object_twice_in_one_file_is_the_first() {
-    let mut world = World::new();
+    let mut world = DirectoryFixture::new();
     world.write("a.yaml", format!("{}\n---\n{}", node("a", "1"), node("a", "2")));
     world.settle();
     assert_eq!(world.label("a").as_deref(), Some("1"));
@@ -256,7 +256,7 @@ fn parsed(text: impl AsRef<[u8]>) -> (Vec<String>, Vec<String>) {
 }
 
 #[test]
-fn what_is_not_an_object_says_what_is() {
+fn documents_that_are_no_user_objects_are_refused_with_a_hint() {
     for (text, problem) in [
         (
             "just text",
@@ -383,7 +383,7 @@ proptest! {
     fn only_whole_versions_are_ever_in_force(
         steps in prop::collection::vec((0..3usize, 0..4usize, 0..500u64), 1..40)
     ) {
-        let mut world = World::new();
+        let mut world = DirectoryFixture::new();
         for (number, (file, action, pause)) in steps.into_iter().enumerate() {
             let path = ["a.yaml", "b.yaml", "c.yaml"][file];
             let whole = format!("{}\n---\n{}", node(&format!("x{file}"), &number.to_string()), node(&format!("y{file}"), &number.to_string()));

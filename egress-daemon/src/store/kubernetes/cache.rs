@@ -5,8 +5,8 @@
 
 use super::trim::{is_trimmed, trim, version};
 use crate::store::kind::Erased;
-use crate::store::view::{Item, View};
-use crate::store::{Key, Kind, ObjectRef, Problem};
+use crate::store::view::{Item, StoreView};
+use crate::store::{Key, Kind, ObjectRef, StoreProblem};
 use kube::runtime::watcher::Event;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -18,16 +18,16 @@ use tokio::sync::watch;
 /// The cache.
 #[derive(Debug, Default)]
 pub(super) struct Cache {
-    state: Mutex<State>,
+    state: Mutex<CacheState>,
     changes: watch::Sender<u64>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    view: View,
+struct CacheState {
+    view: StoreView,
     kinds: BTreeMap<Kind, Progress>,
     /// Objects that are not understood. Their last good version is in force.
-    problems: BTreeMap<ObjectRef, Problem>,
+    problems: BTreeMap<ObjectRef, StoreProblem>,
     /// When the last renewal of each lease of our own that succeeded was sent.
     renewed: BTreeMap<Key, Instant>,
     /// The API server did not answer when it was asked last.
@@ -105,12 +105,12 @@ fn uid(object: &Value) -> &str {
 }
 
 impl Cache {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, CacheState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Changes the state, and tells the readers if that made a difference.
-    fn update(&self, change: impl FnOnce(&mut State) -> bool) {
+    fn update(&self, change: impl FnOnce(&mut CacheState) -> bool) {
         if change(&mut self.state()) {
             self.changes.send_modify(|count| *count = count.wrapping_add(1));
         }
@@ -140,7 +140,7 @@ impl Cache {
         self.state().kinds.get(&kind).map_or(0, |progress| progress.heard)
     }
 
-    pub(super) fn problems(&self) -> Vec<Problem> {
+    pub(super) fn problems(&self) -> Vec<StoreProblem> {
         self.state().problems.values().cloned().collect()
     }
 
@@ -269,7 +269,7 @@ impl Cache {
     }
 }
 
-impl State {
+impl CacheState {
     /// Sets an object unless a newer version of it is known; says whether that made a difference.
     fn set(&mut self, kind: Kind, key: Key, mut object: Value) -> bool {
         if self.kinds.get(&kind).is_some_and(|progress| progress.gone.all.contains(uid(&object))) {
@@ -289,7 +289,7 @@ impl State {
                 self.view.set(kind, target.key, Some(Item { version, object })) || mended
             }
             Err(error) => {
-                let problem = Problem {
+                let problem = StoreProblem {
                     file: PathBuf::new(),
                     document: None,
                     object: Some(target.clone()),

@@ -27,7 +27,7 @@ fn listed(cache: &Cache, objects: impl IntoIterator<Item = Value>) {
 }
 
 #[test]
-fn an_answer_is_not_undone_by_an_older_notice() {
+fn an_older_watch_event_does_not_undo_a_write() {
     let cache = Cache::default();
     listed(&cache, [ip("a", "1", 5)]);
     cache.wrote(Kind::EgressIP, ip("a", "1", 9));
@@ -41,7 +41,7 @@ fn an_answer_is_not_undone_by_an_older_notice() {
 }
 
 #[test]
-fn what_we_deleted_stays_away_and_what_has_its_name_is_another_object() {
+fn a_deleted_object_stays_deleted_and_its_name_can_be_reused() {
     let cache = Cache::default();
     listed(&cache, [ip("a", "1", 5)]);
     let target = ObjectRef { kind: Kind::EgressIP, key: Key::cluster("a") };
@@ -56,7 +56,7 @@ fn what_we_deleted_stays_away_and_what_has_its_name_is_another_object() {
 }
 
 #[test]
-fn an_answer_that_is_later_than_the_notice_of_the_end_brings_nothing_back() {
+fn a_late_write_response_does_not_revive_a_deleted_object() {
     let cache = Cache::default();
     listed(&cache, [ip("a", "1", 5)]);
     cache.notice(Kind::EgressIP, Event::Delete(ip("a", "1", 9)));
@@ -67,7 +67,7 @@ fn an_answer_that_is_later_than_the_notice_of_the_end_brings_nothing_back() {
 }
 
 #[test]
-fn what_is_not_there_when_it_is_written_is_taken_away() {
+fn an_object_found_missing_on_write_is_removed_from_the_cache() {
     let cache = Cache::default();
     listed(&cache, [ip("a", "1", 5), ip("b", "2", 6)]);
     let target = ObjectRef { kind: Kind::EgressIP, key: Key::cluster("a") };
@@ -78,7 +78,7 @@ fn what_is_not_there_when_it_is_written_is_taken_away() {
 }
 
 #[test]
-fn what_is_remembered_of_objects_that_are_gone_is_bounded() {
+fn memory_of_deleted_objects_is_bounded() {
     let mut recent = Recent::default();
     (0..RECENT + 3).for_each(|n| recent.insert(&n.to_string()));
     recent.insert("5");
@@ -109,7 +109,7 @@ fn a_list_apart_from_the_watch_knows_nothing_of_what_came_later() {
 }
 
 #[test]
-fn what_the_api_server_says_shows_that_it_answers_and_a_list_that_begins_does_not() {
+fn a_watch_event_proves_that_the_api_server_answers_and_a_started_list_does_not() {
     let cache = Cache::default();
     let mut changes = cache.changes();
     listed(&cache, [ip("a", "1", 3)]);
@@ -137,7 +137,7 @@ fn an_object_that_is_not_understood_spoils_nothing_and_its_last_good_version_sta
 }
 
 #[test]
-fn what_matters_of_a_pod_decides_whether_it_changed() {
+fn only_relevant_fields_of_a_pod_count_as_a_change() {
     let cache = Cache::default();
     let pod = |version: &str, phase: &str, app: &str| {
         json!({"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [], "nodeName": "w"},
@@ -183,7 +183,7 @@ fn pods_are_taken_in_one_by_one_and_those_that_a_new_list_lacks_leave_at_its_end
 }
 
 #[test]
-fn what_a_definition_of_another_system_lacks_is_not_written_again() {
+fn fields_missing_from_a_foreign_crd_are_not_written_again() {
     let cache = Cache::default();
     let kind = Kind::ExternalIPPool;
     assert_eq!(cache.missing(&[kind]), [kind]);

@@ -84,7 +84,7 @@ pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) 
             }
         };
         if !matches!(event, Event::Init) && retry.is_over() {
-            tracing::info!("{kind} objects are followed again");
+            tracing::info!("{kind} objects are watched again");
         }
         cache.notice(
             kind,

@@ -16,7 +16,7 @@ pub use client::ConnectError;
 
 use super::kind::Erased;
 use super::lease::{LEASE_NAMESPACE, gateway_lease};
-use super::{Backend, Key, Kind, Note, Problem, Store, StoreError, Write};
+use super::{Backend, Key, Kind, Note, Store, StoreError, StoreProblem, Write};
 use cache::Cache;
 use follow::Watched;
 use futures::future::{BoxFuture, join_all};
@@ -138,7 +138,7 @@ impl Backend for Kubernetes {
         self.cache.heard(kind)
     }
 
-    fn problems(&self) -> Vec<Problem> {
+    fn problems(&self) -> Vec<StoreProblem> {
         self.cache.problems()
     }
 
@@ -165,7 +165,7 @@ impl Backend for Kubernetes {
 
     fn note(&self, note: Note) {
         if self.notes.try_send(note).is_err() {
-            tracing::debug!("an event is not recorded: too many wait already");
+            tracing::debug!("cannot record an event: too many are queued");
         }
     }
 }

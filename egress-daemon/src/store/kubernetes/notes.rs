@@ -40,8 +40,8 @@ pub(super) async fn send(client: Client, cache: Arc<Cache>, reporter: &'static s
         };
         match tokio::time::timeout(REQUEST, recorder.publish(&event, &reference)).await {
             Ok(Ok(())) => {}
-            Ok(Err(error)) => tracing::debug!(%about, %error, "an event is not recorded"),
-            Err(_) => tracing::debug!(%about, "an event is not recorded: the API server does not answer"),
+            Ok(Err(error)) => tracing::debug!(%about, %error, "cannot record an event"),
+            Err(_) => tracing::debug!(%about, "cannot record an event: the API server does not answer"),
         }
     }
 }

@@ -128,7 +128,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn what_changes_all_the_time_makes_no_difference() {
+    fn heartbeat_fields_do_not_count_as_changes() {
         let node = |beat: &str, ready: &str| {
             json!({"apiVersion": "v1", "kind": "Node",
                 "metadata": {"name": "n1", "resourceVersion": beat, "labels": {"a": "b"}, "managedFields": [1]},
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn what_we_write_keeps_its_version() {
+    fn our_own_objects_keep_their_resource_version() {
         let mut ip = json!({"metadata": {"name": "x", "resourceVersion": "17", "managedFields": []}});
         assert_eq!(trim(Kind::EgressIP, &mut ip), "17");
         assert_eq!(ip, json!({"metadata": {"name": "x", "resourceVersion": "17"}}));

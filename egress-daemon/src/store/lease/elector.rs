@@ -27,7 +27,7 @@ pub struct LeaseTerms {
 
 /// What to do now.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Action {
+pub enum LeaseAction {
     /// Nothing.
     Wait,
     /// Create this lease.
@@ -40,7 +40,7 @@ pub enum Action {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Decision {
     /// What to do now.
-    pub action: Action,
+    pub action: LeaseAction,
     /// When to ask again, if the lease does not change before: on the clock that `now` is on.
     pub wake: Duration,
 }
@@ -108,11 +108,11 @@ impl Elector {
         }
         .max(self.pause_until);
         if now < due {
-            return Decision { action: Action::Wait, wake: due };
+            return Decision { action: LeaseAction::Wait, wake: due };
         }
         let action = match &self.seen {
-            Seen::Absent { .. } => Action::Create(Box::new(self.claim(None, wall))),
-            Seen::Present { lease, .. } => Action::Replace(Box::new(self.claim(Some(lease), wall))),
+            Seen::Absent { .. } => LeaseAction::Create(Box::new(self.claim(None, wall))),
+            Seen::Present { lease, .. } => LeaseAction::Replace(Box::new(self.claim(Some(lease), wall))),
         };
         Decision { action, wake: now + self.terms.renew_every }
     }

@@ -1,6 +1,6 @@
 //! A task that keeps a candidate's lease on a store.
 
-use super::elector::{Action, Elector, LeaseTerms};
+use super::elector::{Elector, LeaseAction, LeaseTerms};
 use crate::store::Store;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::jiff::Timestamp;
@@ -94,9 +94,9 @@ async fn keep(store: Store, terms: LeaseTerms, report: watch::Sender<LeaseState>
         let decision = elector.decide(now, Timestamp::now());
         let write = async {
             match &decision.action {
-                Action::Wait => None,
-                Action::Create(lease) => Some(store.create(lease.as_ref()).await),
-                Action::Replace(lease) => Some(store.replace(lease.as_ref()).await),
+                LeaseAction::Wait => None,
+                LeaseAction::Create(lease) => Some(store.create(lease.as_ref()).await),
+                LeaseAction::Replace(lease) => Some(store.replace(lease.as_ref()).await),
             }
         };
         // A write that takes longer may be done later: then the store shows it, but it does not count as held. There is

@@ -6,7 +6,7 @@ mod keeper;
 #[cfg(test)]
 mod tests;
 
-pub use elector::{Action, Decision, Elector, LeaseTerms};
+pub use elector::{Decision, Elector, LeaseAction, LeaseTerms};
 pub use keeper::{LeaseKeeper, LeaseState};
 
 /// Namespace of the leases that Spillway writes.

@@ -36,11 +36,11 @@ impl Register {
         self.0.last().and_then(Option::as_ref)
     }
 
-    fn swap(&mut self, action: Action) -> Option<Lease> {
+    fn swap(&mut self, action: LeaseAction) -> Option<Lease> {
         let mut lease = match action {
-            Action::Wait => return None,
-            Action::Create(lease) if self.latest().is_none() => *lease,
-            Action::Replace(lease)
+            LeaseAction::Wait => return None,
+            LeaseAction::Create(lease) if self.latest().is_none() => *lease,
+            LeaseAction::Replace(lease)
                 if self
                     .latest()
                     .is_some_and(|last| last.metadata.resource_version == lease.metadata.resource_version) =>
@@ -59,7 +59,7 @@ impl Register {
 fn step(elector: &mut Elector, register: &mut Register, now: Duration) -> Decision {
     elector.observe(now, register.latest());
     let decision = elector.decide(now, wall());
-    if decision.action != Action::Wait {
+    if decision.action != LeaseAction::Wait {
         match register.swap(decision.action.clone()) {
             Some(lease) => elector.written(now, &lease),
             None => elector.failed(now),
@@ -73,13 +73,13 @@ fn the_first_one_leads_and_renews_the_second_one_takes_over_after_the_duration()
     let (mut a, mut b, mut register) = (Elector::new(terms("a")), Elector::new(terms("b")), Register::default());
     step(&mut a, &mut register, ms(0));
     assert_eq!(a.holds(ms(0)), Some(1));
-    assert_eq!(step(&mut b, &mut register, ms(100)), Decision { action: Action::Wait, wake: ms(2100) });
-    assert_eq!(step(&mut a, &mut register, ms(499)), Decision { action: Action::Wait, wake: ms(500) });
+    assert_eq!(step(&mut b, &mut register, ms(100)), Decision { action: LeaseAction::Wait, wake: ms(2100) });
+    assert_eq!(step(&mut a, &mut register, ms(499)), Decision { action: LeaseAction::Wait, wake: ms(500) });
     step(&mut a, &mut register, ms(500));
-    assert_eq!(step(&mut b, &mut register, ms(700)), Decision { action: Action::Wait, wake: ms(2700) });
+    assert_eq!(step(&mut b, &mut register, ms(700)), Decision { action: LeaseAction::Wait, wake: ms(2700) });
     assert_eq!(a.holds(ms(2299)), Some(1));
     assert_eq!(a.holds(ms(2300)), None);
-    assert_eq!(step(&mut b, &mut register, ms(2699)).action, Action::Wait);
+    assert_eq!(step(&mut b, &mut register, ms(2699)).action, LeaseAction::Wait);
     step(&mut b, &mut register, ms(2700));
     assert_eq!((a.holds(ms(2700)), b.holds(ms(2700))), (None, Some(2)));
     a.observe(ms(2800), register.latest());
@@ -93,7 +93,7 @@ fn a_released_lease_is_taken_at_once_with_a_higher_epoch() {
     step(&mut b, &mut register, ms(100));
     let released = a.release().unwrap();
     assert_eq!(a.holds(ms(100)), None);
-    register.swap(Action::Replace(released)).unwrap();
+    register.swap(LeaseAction::Replace(released)).unwrap();
     step(&mut b, &mut register, ms(101));
     assert_eq!(b.holds(ms(101)), Some(2));
     assert_eq!(a.release(), None);
@@ -114,7 +114,7 @@ fn a_lease_that_vanishes_is_not_created_while_its_holder_may_not_know() {
     step(&mut a, &mut register, ms(0));
     step(&mut b, &mut register, ms(100));
     register.0.push(None);
-    assert_eq!(step(&mut b, &mut register, ms(200)), Decision { action: Action::Wait, wake: ms(2200) });
+    assert_eq!(step(&mut b, &mut register, ms(200)), Decision { action: LeaseAction::Wait, wake: ms(2200) });
     step(&mut a, &mut register, ms(600));
     assert_eq!(a.holds(ms(600)), Some(1));
 }
@@ -123,10 +123,10 @@ fn a_lease_that_vanishes_is_not_created_while_its_holder_may_not_know() {
 fn a_failed_write_is_repeated_soon() {
     let mut a = Elector::new(terms("a"));
     a.observe(ms(0), None);
-    assert!(matches!(a.decide(ms(0), wall()).action, Action::Create(_)));
+    assert!(matches!(a.decide(ms(0), wall()).action, LeaseAction::Create(_)));
     a.failed(ms(0));
-    assert_eq!(a.decide(ms(1), wall()), Decision { action: Action::Wait, wake: ms(125) });
-    assert!(matches!(a.decide(ms(125), wall()).action, Action::Create(_)));
+    assert_eq!(a.decide(ms(1), wall()), Decision { action: LeaseAction::Wait, wake: ms(125) });
+    assert!(matches!(a.decide(ms(125), wall()).action, LeaseAction::Create(_)));
 }
 
 /// What happens to a candidate of the simulation, and when.
@@ -144,7 +144,7 @@ struct Candidate {
     /// The newest version that it has seen: its cache never goes back.
     seen: usize,
     started: Duration,
-    wanted: Action,
+    wanted: LeaseAction,
     answer: Option<Lease>,
 }
 
@@ -166,7 +166,7 @@ proptest! {
             offset: ms(*offset),
             seen: 0,
             started: Duration::ZERO,
-            wanted: Action::Wait,
+            wanted: LeaseAction::Wait,
             answer: None,
         }).collect();
         let mut queue: BinaryHeap<std::cmp::Reverse<(Duration, usize, Event)>> =
@@ -186,10 +186,10 @@ proptest! {
                     candidate.elector.observe(local, lease.as_ref());
                     candidate.wanted = candidate.elector.decide(local, wall()).action;
                     candidate.started = local;
-                    if candidate.wanted == Action::Wait { Event::Look } else { Event::Commit }
+                    if candidate.wanted == LeaseAction::Wait { Event::Look } else { Event::Commit }
                 }
                 Event::Commit => {
-                    candidate.answer = register.swap(std::mem::replace(&mut candidate.wanted, Action::Wait));
+                    candidate.answer = register.swap(std::mem::replace(&mut candidate.wanted, LeaseAction::Wait));
                     Event::Answer
                 }
                 Event::Answer => {
