@@ -99,7 +99,7 @@ fn a_new_policy_is_told_with_its_pods_and_addresses() {
 
 #[test]
 fn diff_names_the_flows_of_all_nodes_that_would_not_go_on() {
-    let web = "{apiVersion: spillway.io/v1alpha1, kind: EgressGatewayPolicy, metadata: {name: web}, spec: {selectors: [{podSelector: {}}], destinationCIDRs: [0.0.0.0/0]}}";
+    let web = "{apiVersion: spillway.io/v1alpha1, kind: EgressGatewayPolicy, metadata: {name: web}, spec: {selectors: [{podSelector: {}}], destinationCIDRs: [0.0.0.0/0], egressIPPools: [{name: public, count: 2}]}}";
     let nodes = [
         flows_of("w1", &[(4001, "translated", "192.0.2.1"), (4002, "untouched", "192.0.2.1")]),
         flows_of("w2", &[(4003, "translated", "192.0.2.2")]),
