@@ -3,6 +3,7 @@
 use crate::{
     config::{Announce, Config, Firewall},
     datapath::{attach, load::Sizes},
+    flowlog::Mode,
     host::tunnel::{self, TunnelSpec},
 };
 use egress_common::{abi::ticks, config as record};
@@ -60,7 +61,7 @@ impl From<&Config> for Settings {
                 ..Facts::default()
             },
             tunnel: TunnelSpec { name: config.tunnel_name.clone(), port: config.tunnel_port },
-            sizes: Sizes { max_flows: config.max_flows },
+            sizes: Sizes { max_flows: config.max_flows, flow_log: config.flow_log.mode == Mode::Flows },
             lease_renew: config.lease.renew,
             firewall: config.firewall,
             firewall_mark: config.firewall_mark,

@@ -221,7 +221,14 @@ fn evict_closed<F: Family>(key: &FlowKey<F>) -> bool {
     let Some(r) = (unsafe { F::reverses().get(key) }) else { return true };
     match holder(key, r) {
         Holder::Flow => return false,
-        Holder::Over => table::remove::<F>(&forward(key, r), r.endpoint),
+        Holder::Over => {
+            let (forward, last) = (forward(key, r), r.last_seen);
+            if let Some(flow) = F::flows().get_ptr(&forward) {
+                // SAFETY: a pointer into the map. Another flow that has come meanwhile would be removed as well as its own end.
+                let flow = unsafe { &*flow };
+                table::remove::<F>(&forward, flow, table::later(flow.last_seen, last));
+            }
+        }
         Holder::Nobody => {}
     }
     let _ = F::reverses().remove(key);

@@ -10,6 +10,7 @@ use egress_common::{
     abi::{Name, NameKey},
     config::Config,
     egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Meter, NextHop, Node, Uplink},
+    event::FlowEvent,
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Ended, Flow, FlowKey, Fragment, FragmentKey, HeldKey, Inbound, Masqueraded, Reverse, Ticket},
     limits::*,
@@ -193,6 +194,9 @@ pub static REPLY_TRANSPORT: Array<u32, MAX_NODES> = Array::new();
 /// Answers to this node's probes, for the agent.
 #[btf_map]
 pub static PROBES: RingBuf<Answer, PROBE_BUFFER> = RingBuf::new();
+/// Beginnings and ends of flows, for the log of flows. The agent chooses its size.
+#[btf_map]
+pub static FLOW_EVENTS: RingBuf<FlowEvent<V6>, FLOW_EVENTS_UNUSED> = RingBuf::new();
 #[btf_map]
 pub static UPLINKS: HashMap<u32, Uplink, MAX_UPLINKS, GROW> = HashMap::new();
 

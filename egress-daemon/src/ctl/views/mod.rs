@@ -15,8 +15,8 @@ mod top;
 
 pub use blocks::{BlockRow, blocks};
 pub use endpoints::{EndpointRow, endpoints};
-pub(crate) use flows::row;
 pub use flows::{FlowFilter, FlowRow, FlowsView, flows};
+pub(crate) use flows::{protocol, row};
 pub use gateways::{GatewayRow, gateways};
 pub(crate) use ips::epoch;
 pub use ips::{IpRow, ips};

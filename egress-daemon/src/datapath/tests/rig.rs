@@ -162,7 +162,7 @@ pub struct Rig {
 impl Rig {
     pub fn new(test: &str, view: &NodeView) -> Option<Self> {
         let dir = BpfDir::new(test)?;
-        let programs = Programs::load(&dir.pins, Sizes { max_flows: 4096 }).unwrap();
+        let programs = Programs::load(&dir.pins, Sizes { max_flows: 4096, ..Sizes::default() }).unwrap();
         let writer = Writer::open(Maps::open(&dir.pins).unwrap()).unwrap();
         let mut rig = Self { programs, encoder: Encoder::recover(writer.present()), writer, dir };
         rig.write(view);

@@ -277,7 +277,7 @@ fn quadratic_one_pod_among_thousands_costs_a_handful_of_writes() {
 #[test]
 fn real_maps_hold_exactly_what_was_written_last() {
     let Some(dir) = BpfDir::new("write") else { return };
-    let _programs = Programs::load(&dir.pins, Sizes { max_flows: 64 }).unwrap();
+    let _programs = Programs::load(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
     let mut writer = writer(&dir);
     assert_eq!(writer.present(), &Tables::default());
     let mut encoder = Encoder::recover(writer.present());
@@ -294,7 +294,7 @@ fn real_maps_hold_exactly_what_was_written_last() {
 #[test]
 fn the_generation_grows_with_what_flows_are_classified_by() {
     let Some(dir) = BpfDir::new("generation") else { return };
-    let _programs = Programs::load(&dir.pins, Sizes { max_flows: 64 }).unwrap();
+    let _programs = Programs::load(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
     let mut writer = writer(&dir);
     let mut encoder = Encoder::recover(writer.present());
     let mut view = some_views(1).remove(0);
@@ -321,7 +321,7 @@ fn the_generation_grows_with_what_flows_are_classified_by() {
 #[test]
 fn a_map_that_refuses_leaves_a_part_and_the_next_write_completes_it() {
     let Some(dir) = BpfDir::new("refuse") else { return };
-    let _programs = Programs::load(&dir.pins, Sizes { max_flows: 64 }).unwrap();
+    let _programs = Programs::load(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
     let mut writer = writer(&dir);
     let mut encoder = Encoder::recover(writer.present());
     let mut views = some_views(4);
