@@ -42,13 +42,13 @@ const DECAPSULATION: &str = "try_decapsulation";
 pub struct Sizes {
     /// Flows per address family.
     pub max_flows: u32,
-    /// Whether beginnings and ends of flows are told (`flowLog.mode: Flows`).
-    pub flow_log: bool,
+    /// Bytes of the buffer in which beginnings and ends of flows are told (`flowLog.mode: Flows`); 0: none are.
+    pub flow_events: u32,
 }
 
 impl Default for Sizes {
     fn default() -> Self {
-        Self { max_flows: limits::MAX_FLOWS as u32, flow_log: false }
+        Self { max_flows: limits::MAX_FLOWS as u32, flow_events: 0 }
     }
 }
 
@@ -232,10 +232,10 @@ impl Programs {
         for name in ["TICKETS_V4", "TICKETS_V6"] {
             loader.map_max_entries(name, sizes.max_flows.saturating_mul(2));
         }
-        let room = if sizes.flow_log { limits::FLOW_EVENTS } else { limits::FLOW_EVENTS_UNUSED as u32 };
+        let room = sizes.flow_events.max(limits::FLOW_EVENTS_UNUSED as u32);
         let kept_events = keep_events(pins, room)?;
         loader.map_max_entries(EVENTS, room);
-        let log_flows = u32::from(sizes.flow_log);
+        let log_flows = u32::from(sizes.flow_events != 0);
         loader.override_global("LOG_FLOWS", &log_flows, true);
         let jiffy = jiffy_ns()?;
         loader.override_global("JIFFY_NS", &jiffy, true);

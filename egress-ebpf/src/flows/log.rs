@@ -49,18 +49,25 @@ pub fn remove<F: Family>(key: &FlowKey<F>, flow: &Flow, last: u32) -> u64 {
 #[inline(always)]
 fn record<F: Family>(key: &FlowKey<F>, flow: &Flow, last_seen: u32, what: u8) -> Option<RingBufEntry<FlowEvent<F>>> {
     let mut record = FLOW_EVENTS.reserve_untyped::<FlowEvent<F>>(0)?;
-    record.write(FlowEvent {
-        key: *key,
-        egress: flow.egress,
-        egress_generation: flow.egress_generation,
-        policy: flow.policy as u32,
-        endpoint: flow.endpoint,
-        ticket: flow.ticket,
-        created: flow.created,
-        last_seen,
-        port: flow.port,
-        what,
-        family: F::VERSION as u8,
-    });
+    let to = record.as_mut_ptr();
+    // Field by field: there is no room for it on the stack.
+    // SAFETY: the record is this program's own until it is submitted.
+    unsafe {
+        (&raw mut (*to).key.src).write(key.src);
+        (&raw mut (*to).key.dst).write(key.dst);
+        (&raw mut (*to).key.src_port).write(key.src_port);
+        (&raw mut (*to).key.dst_port).write(key.dst_port);
+        (&raw mut (*to).key.proto).write(key.proto);
+        (&raw mut (*to).egress).write(flow.egress);
+        (&raw mut (*to).egress_generation).write(flow.egress_generation);
+        (&raw mut (*to).policy).write(flow.policy as u32);
+        (&raw mut (*to).endpoint).write(flow.endpoint);
+        (&raw mut (*to).ticket).write(flow.ticket);
+        (&raw mut (*to).created).write(flow.created);
+        (&raw mut (*to).last_seen).write(last_seen);
+        (&raw mut (*to).port).write(flow.port);
+        (&raw mut (*to).what).write(what);
+        (&raw mut (*to).family).write(F::VERSION as u8);
+    }
     Some(record)
 }

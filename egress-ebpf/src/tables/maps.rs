@@ -97,6 +97,8 @@ pub struct Hop<A> {
 pub struct Search<F> {
     /// The reply's 5-tuple. Its source is the egress IP and port that are tried.
     pub key: FlowKey<F>,
+    /// The forward half's key of the flow that has that port already.
+    pub holder: FlowKey<F>,
     /// What is entered for it; `policy` and `pod` are given, the slot is filled in.
     pub value: Reverse<F>,
     /// The policy.
