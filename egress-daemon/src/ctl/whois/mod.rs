@@ -100,14 +100,21 @@ fn recorded(logs: &Logs, question: Question, living: bool) -> Result<Option<Reco
         from: question.from - question.slack - flows::TICK,
         until: question.until + question.slack,
     };
-    let mut all: Option<Recorded> = None;
+    let mut all = Vec::new();
     for log in &logs.flows {
         let (likely, doubts) = flows::answer(flows::read(log, &wanted)?, question, living);
-        let all = all.get_or_insert_default();
-        all.likely.extend(likely);
-        all.doubts.extend(doubts);
+        all.push(Recorded { likely, doubts });
     }
-    Ok(all)
+    // Where one node had the port, no other one had.
+    if all.iter().any(|one| one.likely.iter().any(|likely| likely.surely)) {
+        all.retain(|one| !one.likely.is_empty());
+    }
+    let together = |mut all: Recorded, one: Recorded| {
+        all.likely.extend(one.likely);
+        all.doubts.extend(one.doubts);
+        all
+    };
+    Ok(all.into_iter().reduce(together))
 }
 
 /// What concerns an egress IP: its own leases, and whatever says when the log was written.

@@ -96,7 +96,7 @@ pub(super) fn whois(seen: SocketAddr, at: Moment, to: Option<SocketAddr>, known:
         nodes.retain(|row| steady_nodes.contains(&row.node));
         let missing: Vec<&String> =
             steady_nodes.iter().copied().filter(|node| nodes.iter().all(|row| row.node != **node)).collect();
-        nodes.extend(missing.into_iter().map(NodeRow::without_lease));
+        nodes.extend(missing.into_iter().map(|node| NodeRow::without_lease(node)));
     }
     let rows: Vec<FlowRow> =
         living.iter().flat_map(|living| flows.iter().map(|(flow, _)| row(living.dump, flow))).collect();
@@ -196,8 +196,8 @@ fn about_log(doubt: &flows::Doubt) -> String {
 
 impl NodeRow {
     /// A node of which only a flow shows that it had the port.
-    fn without_lease(node: &String) -> Self {
-        Self { node: node.clone(), first_port: None, last_port: None, from: None, until: None }
+    fn without_lease(node: &str) -> Self {
+        Self { node: node.to_owned(), first_port: None, last_port: None, from: None, until: None }
     }
 
     fn of(holder: egress_core::leaselog::Holder) -> Self {

@@ -1,6 +1,6 @@
 //! The thread that reads once a second what the programs tell of flows, and writes it down.
 
-use super::interpret::{Event, Interpreter, Lookup};
+use super::interpret::{Event, Interpreter, Lookup, Numbered};
 use super::{Line, MAX_BYTES, line};
 use crate::datapath::{
     Pins,
@@ -89,8 +89,8 @@ pub(super) trait Source: Lookup {
     fn take(&mut self, most: usize) -> Vec<Event>;
     /// How many could not be told since the maps were made; absent if that cannot be read now.
     fn lost(&self) -> Option<u64>;
-    /// All egress IPs that have an index, and all pods that have a number.
-    fn known(&self) -> (Vec<((u32, u32), IpAddr)>, Vec<(u32, String)>);
+    /// Everything that has a number.
+    fn numbered(&self) -> Numbered;
 }
 
 /// The programs' maps.
@@ -137,12 +137,12 @@ impl Source for Kernel {
         self.maps.counter(Counter::FlowLogLost).ok()
     }
 
-    fn known(&self) -> (Vec<((u32, u32), IpAddr)>, Vec<(u32, String)>) {
+    fn numbered(&self) -> Numbered {
         let used = (1..limits::MAX_EGRESS_IPS as u32).filter_map(|index| Some((index, self.egress(index)?)));
         let egress_ips = used.map(|(index, record)| ((index, record.generation), net::from_any(record.addr))).collect();
         let names = self.maps.names.iter().filter_map(Result::ok);
         let pods = names.filter(|(key, _)| key.kind == name_kind::ENDPOINT);
-        (egress_ips, pods.map(|(key, name)| (key.id, name_text(&name))).collect())
+        Numbered { egress_ips, pods: pods.map(|(key, name)| (key.id, name_text(&name))).collect() }
     }
 }
 
@@ -170,8 +170,7 @@ impl<S: Source> Watch<S> {
         let Settings { config, directory, node, kept, .. } = settings;
         let limits = Limits { directory: directory.clone(), retention: config.retention, bytes: MAX_BYTES };
         let mut interpreter = Interpreter::new(config.destinations);
-        let (egress_ips, pods) = source.known();
-        interpreter.know(egress_ips, pods);
+        interpreter.know(source.numbered());
         let told = source.lost().unwrap_or(0);
         let (header, log) = (Vec::new(), None);
         let (node, kept) = (node.clone(), *kept);

@@ -25,6 +25,15 @@ pub(super) trait Lookup {
     fn name(&self, kind: u32, id: u32) -> Option<String>;
 }
 
+/// What has a number now: flows that began before have it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Numbered {
+    /// Egress IPs by index and generation.
+    pub(super) egress_ips: Vec<((u32, u32), IpAddr)>,
+    /// Names of pods, with their uids.
+    pub(super) pods: Vec<(u32, String)>,
+}
+
 /// A beginning or an end, without regard to its address family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Event {
@@ -93,14 +102,10 @@ impl Interpreter {
         Self { destinations, ..Self::default() }
     }
 
-    /// What is known of flows that began before.
-    pub(super) fn know(
-        &mut self,
-        egress_ips: impl IntoIterator<Item = ((u32, u32), IpAddr)>,
-        pods: impl IntoIterator<Item = (u32, String)>,
-    ) {
-        self.egress_ips.extend(egress_ips);
-        self.pods.extend(pods.into_iter().map(|(id, name)| (id, short(&name))));
+    /// Notes what flows have that began before.
+    pub(super) fn know(&mut self, numbered: Numbered) {
+        self.egress_ips.extend(numbered.egress_ips);
+        self.pods.extend(numbered.pods.into_iter().map(|(id, name)| (id, short(&name))));
     }
 
     /// No name has a number any more: what was written of them is in another journal, or was not written.

@@ -217,7 +217,7 @@ fn pages<R: ChunkReader + 'static>(file: &SerializedFileReader<R>, group: usize,
     let rows = usize::try_from(file.metadata().row_group(group).num_rows()).unwrap_or(0);
     let ranges = |column: usize, fits: &dyn Fn(&ColumnIndexMetaData, usize) -> bool| -> Vec<Range<usize>> {
         let (Some(values), Some(pages)) = (index.column_index(column), index.page_locations(column)) else {
-            return vec![0..rows];
+            return std::iter::once(0..rows).collect();
         };
         let first =
             |page: usize| pages.get(page).and_then(|page| usize::try_from(page.first_row_index).ok()).unwrap_or(rows);

@@ -1,7 +1,7 @@
 //! What is told of flows is what is found again: through journals, segments, rotations and crashes.
 
 use super::follow::{Source, Watch};
-use super::interpret::{Event, Lookup};
+use super::interpret::{Event, Lookup, Numbered};
 use super::merge::Journal;
 use super::*;
 use crate::datapath::Pins;
@@ -139,8 +139,8 @@ impl Source for Script {
     fn lost(&self) -> Option<u64> {
         Some(self.0.borrow().lost)
     }
-    fn known(&self) -> (Vec<((u32, u32), IpAddr)>, Vec<(u32, String)>) {
-        (self.0.borrow().egress_ips.clone(), Vec::new())
+    fn numbered(&self) -> Numbered {
+        Numbered { egress_ips: self.0.borrow().egress_ips.clone(), pods: Vec::new() }
     }
 }
 
