@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 const WEEK: i64 = 7 * 24 * 3600;
 const SECOND: i64 = 1_000_000;
 /// When the first begins.
-const EPOCH: i64 = 1_800_000_000 * SECOND;
+const EPOCH: i64 = 1_760_000_000 * SECOND;
 /// As in an agent.
 const JOURNAL_LINES: usize = 300_000;
 const JOURNAL_AGE: i64 = 3600 * SECOND;
@@ -129,7 +129,7 @@ fn write(limits: &Limits, count: u64, destinations: bool) -> anyhow::Result<Vec<
             }
         }
         let (entry, end) = traffic.flow(time);
-        if number % (count / QUESTIONS as u64).max(1) == 7 {
+        if number % (count / QUESTIONS as u64).max(2) == 1 && time > EPOCH + 10 * SECOND {
             asked.push((entry, end));
         }
         lines.push(Line::Began(entry));
