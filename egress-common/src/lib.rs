@@ -14,6 +14,7 @@ pub mod config;
 pub mod csum;
 pub mod egress;
 pub mod endpoint;
+pub mod event;
 pub mod flow;
 pub mod hash;
 pub mod limits;

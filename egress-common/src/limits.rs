@@ -32,6 +32,10 @@ pub const MAX_NODE_ADDRESSES: usize = 2 * MAX_NODES;
 pub const MAX_MACS: usize = 2 * MAX_NODES;
 /// Bytes of the ring buffer in which answers to probes wait for the agent.
 pub const PROBE_BUFFER: usize = 65_536;
+/// Bytes of the ring buffer in which beginnings and ends of flows wait to be logged, where none are: no less than a page.
+pub const FLOW_EVENTS_UNUSED: usize = 65_536;
+/// Bytes of that buffer where flows are logged: 150,000 beginnings or ends over IPv4, 100,000 over IPv6.
+pub const FLOW_EVENTS: u32 = 8 << 20;
 /// Interfaces of a node that answer for egress IPs.
 pub const MAX_UPLINKS: usize = 1_024;
 /// Pairs of an egress IP and a destination whose next hop is known for a moment, per CPU and address family (a power of two). More are

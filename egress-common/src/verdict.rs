@@ -27,6 +27,7 @@ counters! {
     FlowsReplaced = "flows_replaced": "closed flows whose port was given to a new one before they expired",
     FlowsRepaired = "flows_repaired": "flows of which one half was missing and was rebuilt from the other",
     FlowsRefused = "flows_refused": "flows of which the host's firewall let no packet pass, and that were removed",
+    FlowLogLost = "flow_log_lost": "beginnings and ends of flows that are missing in the log of flows, because they came faster than they were written",
     FirewallAsked = "firewall_asked": "packets of flows that wait for the host's firewall, given to it",
     FirewallPassed = "firewall_passed": "flows that the host's firewall let pass",
     TooLargeAnswered = "too_large_answered": "packets of pods that are too large for their transport, answered with the size that fits",

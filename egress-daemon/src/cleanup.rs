@@ -84,10 +84,11 @@ pub async fn run(bpffs: &Path, force: bool) -> Result<CleanupReport> {
     for file in [files.socket(), files.sysctls()] {
         report.note(file.display(), fs::remove_file(&file));
     }
-    let log = files.log();
-    report.note(log.display(), fs::remove_dir_all(&log));
-    // The directory above it has nothing else in it.
-    log.parent().map(fs::remove_dir);
+    for log in [files.log(), files.flows()] {
+        report.note(log.display(), fs::remove_dir_all(&log));
+    }
+    // It has nothing else in it.
+    fs::remove_dir(files.logs()).ok();
     wait_for_programs(&before, &mut report).await;
     match lock {
         Some(lock) => lock.remove().with_context(|| files.lock().display().to_string())?,

@@ -62,7 +62,7 @@ fn made_and_removed(test: &'static str, mode: Mode, programs: &'static [(&'stati
             let hooks: BTreeMap<Hook, String> =
                 programs.iter().map(|(name, _)| ((*name, 1), "lo".to_owned())).collect();
             {
-                let loaded = Programs::load(&pins, Sizes { max_flows: 1024 }).unwrap();
+                let loaded = Programs::load(&pins, Sizes { max_flows: 1024, ..Sizes::default() }).unwrap();
                 let errors =
                     Attacher::new(loaded, pins.clone(), mode).sync(&hooks, &[(1, "lo".to_owned())].into(), true);
                 assert!(errors.is_empty(), "{errors:?}");

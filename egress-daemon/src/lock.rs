@@ -69,10 +69,20 @@ impl RunFiles {
         self.file("sysctl.json")
     }
 
-    /// The directory of the log (`flowlog`).
+    /// The directory of the log of leases (`flowlog`).
     pub fn log(&self) -> PathBuf {
+        self.logs().join("leases")
+    }
+
+    /// The directory of the log of flows.
+    pub fn flows(&self) -> PathBuf {
+        self.logs().join("flows")
+    }
+
+    /// The directory of both.
+    pub fn logs(&self) -> PathBuf {
         let place = std::env::var_os(STATE_DIRECTORY).unwrap_or_else(|| LOGS.into());
-        Path::new(&place).join(&self.stem).join("leases")
+        Path::new(&place).join(&self.stem)
     }
 
     /// Makes the directory.

@@ -8,7 +8,7 @@ use egress_daemon::{
     config::Config,
     controller::{self, ControllerConfig, ControllerReport},
     datapath::{Pins, load::Programs},
-    flowlog::{Counts, LogWriter},
+    flowlog::{Counts, LogWriter, Mode, flows},
     lock::RunFiles,
     observe::{
         admin::AdminServer,
@@ -74,6 +74,13 @@ pub async fn agent(
     let store = agent::while_waiting(&Pins::new(&bpffs), settings.machine.deadline, store).await?;
     let Some(store) = store? else { return Ok(lock.remove()?) };
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
+    let watching = flows::Settings {
+        config: config.flow_log,
+        directory: files.flows(),
+        node: node.clone(),
+        pins: Pins::new(&bpffs),
+        kept: programs.kept_events(),
+    };
     let name = node.clone();
     let options = agent::Options {
         node,
@@ -88,6 +95,11 @@ pub async fn agent(
     let agent = Agent::start(options).await?;
     let log = Arc::new(Counts::default());
     let _writer = LogWriter::start(config.flow_log, files.log(), &name, store.clone(), Arc::clone(&log));
+    let flow_log = Arc::new(Counts::default());
+    let _follower = match config.flow_log.mode {
+        Mode::Flows => Some(flows::Follower::start(watching, Arc::clone(&flow_log))?),
+        Mode::Off | Mode::Leases => None,
+    };
     // The socket is a convenience: the datapath works without it.
     let server = AdminServer::start(&files.socket(), published.clone());
     let _server = server.inspect_err(|error| tracing::error!("{error}")).ok();
@@ -97,7 +109,7 @@ pub async fn agent(
         pins: Some(Pins::new(&bpffs)),
         agent: Some(published),
         controller: with_controller.then_some(reports),
-        log: Some(log),
+        log: Some([log, flow_log]),
     };
     let _metrics = serve(metrics, sources).await?;
     let controller =

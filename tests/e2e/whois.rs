@@ -6,10 +6,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, bail};
 use lab::process::binary;
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
-use lab::{Family, Lab, wait_for, wait_until};
+use lab::{Family, Lab, StartOptions, wait_for, wait_until};
 use serde_json::Value;
 
-use crate::support::{PATIENCE, web, web_pod};
+use crate::support::{CALM, PATIENCE, web, web_pod, web_pod_with};
 
 /// How long ago is asked for: clocks are taken to differ by up to two seconds, and a log is written each second.
 const AGO: Duration = Duration::from_secs(4);
@@ -53,6 +53,54 @@ fn whois_names_the_node_from_a_gateways_log_and_the_pod_from_its_living_flow() {
         assert_eq!(lab.egressctl("gw1", &["whois", &free])?["nodes"], Value::Array(Vec::new()));
         let refused = lab.egressctl_text("gw1", &["whois", &seen, "--at", "2026-11-25T14:03"]).unwrap_err();
         assert!(format!("{refused:#}").contains("in which zone"), "{refused:#}");
+        Ok(())
+    });
+}
+
+#[test]
+fn whois_names_the_pod_of_a_flow_that_has_ended_when_the_pod_and_its_node_are_gone() {
+    lab::require_root!();
+    let options = StartOptions::new().config(&format!("{CALM}flowLog: {{mode: Flows, destinations: true}}\n"));
+    Lab::builder().workers(2).run(|lab| {
+        let (pod, server) = web_pod_with(lab, &[10], &options)?;
+        let streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
+        let target = server.ips.at(Family::V4, 80);
+        let client = TcpClients::establish(&pod.ns, target, 1, TcpOptions::default())?;
+        wait_for("the server sees the flow", PATIENCE, || Ok(!streams.source_of_flow().is_empty()))?;
+        let seen = streams.source_of_flow().values().next().context("nobody came")?.to_string();
+
+        // While it lives, the server need not be named: no flow of this node is missing in its log.
+        let mut at = String::new();
+        let ask = || {
+            at = ago(AGO)?;
+            lab.egressctl("worker1", &["whois", &seen, "--at", &at])
+        };
+        let certain =
+            |answer: &Value| answer["podCertain"] == true && !answer["recorded"].as_array().is_none_or(Vec::is_empty);
+        wait_until("the log of worker1 is certain", PATIENCE, ask, certain)?;
+
+        drop(client);
+        lab.remove_pod("default/web")?;
+        let ask = || lab.egressctl("worker1", &["whois", &seen, "--at", &at]);
+        let over = |answer: &Value| {
+            answer["flows"].as_array().is_some_and(Vec::is_empty) && answer["recorded"][0]["ended"].is_string()
+        };
+        let answer = wait_until("the flow has ended", PATIENCE, ask, over)?;
+        assert_eq!(answer["podCertain"], true, "{answer}");
+
+        // Another node tells the same from the logs alone.
+        assert_eq!(lab.counters("worker1")?["flow_log_lost"], 0);
+        lab.kill_node("worker1")?;
+        let logs = lab.state().to_string_lossy().into_owned();
+        let answer = lab.egressctl("worker2", &["whois", &seen, "--at", &at, "--log", &logs])?;
+        let flow = &answer["recorded"][0];
+        assert_eq!((&answer["podCertain"], &answer["nodeCertain"]), (&true.into(), &true.into()), "{answer}");
+        assert_eq!(
+            (&flow["pod"], &flow["policy"], &flow["node"]),
+            (&"default/web".into(), &"web".into(), &"worker1".into()),
+            "{answer}"
+        );
+        assert_eq!((&flow["protocol"], &flow["to"]), (&"tcp".into(), &target.to_string().into()), "{answer}");
         Ok(())
     });
 }

@@ -294,7 +294,7 @@ impl Lab {
     }
 
     /// Where agents keep what outlives a boot.
-    fn state(&self) -> PathBuf {
+    pub fn state(&self) -> PathBuf {
         self.dir().join("state")
     }
 

@@ -3,9 +3,10 @@
 use crate::{
     config::{Announce, Config, Firewall},
     datapath::{attach, load::Sizes},
+    flowlog::Mode,
     host::tunnel::{self, TunnelSpec},
 };
-use egress_common::{abi::ticks, config as record};
+use egress_common::{abi::ticks, config as record, limits};
 use egress_core::{
     agent::{facts::Facts, machine},
     health::ProbeTimes,
@@ -60,7 +61,10 @@ impl From<&Config> for AgentSettings {
                 ..Facts::default()
             },
             tunnel: TunnelSpec { name: config.tunnel_name.clone(), port: config.tunnel_port },
-            sizes: Sizes { max_flows: config.max_flows },
+            sizes: Sizes {
+                max_flows: config.max_flows,
+                flow_events: if config.flow_log.mode == Mode::Flows { limits::FLOW_EVENTS } else { 0 },
+            },
             lease_renew: config.lease.renew,
             firewall: config.firewall,
             firewall_mark: config.firewall_mark,

@@ -52,13 +52,13 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
     top.set("deadline", &mut config.deadline, |v| duration_in(v, 100, 3_600_000));
     top.set("startLimit", &mut config.start_limit, |v| duration_in(v, 1_000, 3_600_000));
     top.set("firewall", &mut config.firewall, |v| {
-        choice(v, &[("respect", Firewall::Respect), ("bypass", Firewall::Bypass)], &[])
+        choice(v, &[("respect", Firewall::Respect), ("bypass", Firewall::Bypass)])
     });
     top.set("firewallMark", &mut config.firewall_mark, one_bit);
     top.set("transport", &mut config.transport, |v| {
         let named = [Transport::Device, Transport::Vxlan, Transport::Direct].map(|t| (t.to_string(), t));
         let all: Vec<(&str, Transport)> = named.iter().map(|(name, t)| (name.as_str(), *t)).collect();
-        choice(v, &[&[("Auto", Transport::Auto)][..], &all].concat(), &[])
+        choice(v, &[&[("Auto", Transport::Auto)][..], &all].concat())
     });
     top.set("xdp", &mut config.xdp, |v| {
         // What YAML 1.1 makes of `Off` without quotes.
@@ -66,9 +66,9 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
             return Ok(Xdp::Off);
         }
         let named = [Xdp::Auto, Xdp::Native, Xdp::Off].map(|xdp| (xdp.to_string(), xdp));
-        choice(v, &named.each_ref().map(|(name, xdp)| (name.as_str(), *xdp)), &[])
+        choice(v, &named.each_ref().map(|(name, xdp)| (name.as_str(), *xdp)))
     });
-    top.set("announce", &mut config.announce, |v| choice(v, &[("arp", Announce::Arp), ("none", Announce::None)], &[]));
+    top.set("announce", &mut config.announce, |v| choice(v, &[("arp", Announce::Arp), ("none", Announce::None)]));
     top.set("foreignKinds", &mut config.foreign_kinds, |v| {
         let known = |text: &str| match text {
             "cilium" => Ok(Foreign::Cilium),
@@ -88,8 +88,9 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
         log.set("mode", &mut config.flow_log.mode, |v| match v {
             // As YAML reads Off without quotes.
             Value::Bool(false) => Ok(Mode::Off),
-            v => choice(v, &[("Off", Mode::Off), ("Leases", Mode::Leases)], &["Flows"]),
+            v => choice(v, &[("Off", Mode::Off), ("Leases", Mode::Leases), ("Flows", Mode::Flows)]),
         });
+        log.set("destinations", &mut config.flow_log.destinations, boolean);
         log.set("retention", &mut config.flow_log.retention, |v| duration_in(v, 3_600_000, LONGEST_RETENTION_MS));
     });
     top.finish();
@@ -272,14 +273,20 @@ fn address(value: &Value) -> Result<SocketAddr, Refusal> {
     })
 }
 
-fn choice<T: Copy>(value: &Value, choices: &[(&str, T)], later: &[&str]) -> Result<T, Refusal> {
+fn choice<T: Copy>(value: &Value, choices: &[(&str, T)]) -> Result<T, Refusal> {
     let text = string(value);
     if let Some((_, choice)) = choices.iter().find(|(name, _)| Some(*name) == text) {
         return Ok(*choice);
     }
     let names: Vec<&str> = choices.iter().map(|(name, _)| *name).collect();
-    let reason = if text.is_some_and(|text| later.contains(&text)) { "not in this build yet" } else { "unknown" };
-    refuse(format!("{} is {reason}", shown(value)), format!("write {}", names.join(" or ")))
+    refuse(format!("{} is unknown", shown(value)), format!("write {}", names.join(" or ")))
+}
+
+fn boolean(value: &Value) -> Result<bool, Refusal> {
+    match value {
+        Value::Bool(value) => Ok(*value),
+        other => refuse(format!("{} is not a truth value", shown(other)), "write true or false"),
+    }
 }
 
 fn text_of<T: FromStr>(text: &str) -> Result<T, String>

@@ -58,7 +58,7 @@ foreignKinds: [cilium, antrea]
 maxEgressIPsPerNode: 10
 drainTimeout: 10m
 metrics: "127.0.0.1:9473"
-flowLog: {mode: Off, retention: 30d}
+flowLog: {mode: Off, destinations: true, retention: 30d}
 "#;
     let seconds = Duration::from_secs;
     let expected = Config {
@@ -88,10 +88,10 @@ flowLog: {mode: Off, retention: 30d}
         max_egress_ips_per_node: Some(10),
         drain_timeout: seconds(600),
         metrics: Some("127.0.0.1:9473".parse().unwrap()),
-        flow_log: FlowLog { mode: Mode::Off, retention: seconds(30 * 24 * 3600) },
+        flow_log: FlowLog { mode: Mode::Off, destinations: true, retention: seconds(30 * 24 * 3600) },
     };
     assert_eq!(parse(text), expected);
-    assert_eq!(parse("flowLog: {mode: \"Off\", retention: 30d}").flow_log, expected.flow_log);
+    assert_eq!(parse("flowLog: {mode: \"Off\", destinations: true, retention: 30d}").flow_log, expected.flow_log);
 }
 
 #[test]
@@ -99,7 +99,9 @@ fn unknown_fields_name_the_known_ones() {
     refused("tunelPort: 1", "tunelPort", &["no such field", "tunnelPort", "maxFlows"]);
     refused("timeouts: {tcp: 300s}", "timeouts.tcp", &["tcpEstablished, tcpTransitory, udp, icmp"]);
     refused("timeouts: 5m", "timeouts", &["mapping"]);
-    refused("flowLog: {mode: Flows}", "flowLog.mode", &["not in this build yet", "write Off or Leases"]);
+    assert_eq!(parse("flowLog: {mode: Flows}").flow_log.mode, Mode::Flows);
+    refused("flowLog: {mode: flows}", "flowLog.mode", &["unknown", "write Off or Leases or Flows"]);
+    refused("flowLog: {destinations: 1}", "flowLog.destinations", &["write true or false"]);
     refused("flowLog: {retention: 5m}", "flowLog.retention", &["out of range"]);
     refused("[1, 2]", "", &["mapping"]);
 }

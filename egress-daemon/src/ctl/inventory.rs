@@ -167,7 +167,7 @@ pub async fn take(pins: &Pins) -> Result<Inventory> {
             }
         }
     }
-    let files = [files.lock(), files.socket(), files.sysctls(), files.log()];
+    let files = [files.lock(), files.socket(), files.sysctls(), files.log(), files.flows()];
     inventory.files = files.into_iter().filter(|file| file.symlink_metadata().is_ok()).collect();
     Ok(inventory)
 }

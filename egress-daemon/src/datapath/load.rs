@@ -32,6 +32,8 @@ pub const PROGRAMS: [&str; 7] = [
 pub const NATIVE: [&str; 2] = ["underlay_xdp", "uplink_xdp"];
 /// The program that is run once to arm the collector's timer.
 const COLLECTOR: &str = "start_collector";
+/// The ring buffer of beginnings and ends of flows.
+pub const EVENTS: &str = "FLOW_EVENTS";
 /// The program that is run once to learn whether merged packets can be stripped.
 const DECAPSULATION: &str = "try_decapsulation";
 
@@ -40,11 +42,13 @@ const DECAPSULATION: &str = "try_decapsulation";
 pub struct Sizes {
     /// Flows per address family.
     pub max_flows: u32,
+    /// Bytes of the buffer in which beginnings and ends of flows are told (`flowLog.mode: Flows`); 0: none are.
+    pub flow_events: u32,
 }
 
 impl Default for Sizes {
     fn default() -> Self {
-        Self { max_flows: limits::MAX_FLOWS as u32 }
+        Self { max_flows: limits::MAX_FLOWS as u32, flow_events: 0 }
     }
 }
 
@@ -164,6 +168,17 @@ fn check_shapes(pins: &Pins, object: &aya_obj::Object) -> Result<(), LoadError> 
     Ok(())
 }
 
+/// Whether there is a buffer of beginnings and ends of flows of this size. One of another size makes room for it: it was made under another
+/// mode of the log.
+fn keep_events(pins: &Pins, room: u32) -> Result<bool, LoadError> {
+    let path = pins.map(EVENTS);
+    match MapInfo::from_pin(&path) {
+        Ok(info) if info.max_entries() == room => Ok(true),
+        Ok(_) => fs::remove_file(&path).map(|()| false).map_err(|source| LoadError::Directory { path, source }),
+        Err(_) => Ok(false),
+    }
+}
+
 /// The flags of the settings ([`flags`]) that follow from this kernel's version.
 pub fn config_flags() -> u32 {
     match KernelVersion::current() {
@@ -183,6 +198,8 @@ pub struct Programs {
     ebpf: Ebpf,
     /// Why the kernel does not take the programs for drivers, without which everything works.
     not_native: Option<String>,
+    /// Whether the buffer of beginnings and ends of flows is the one that programs have written to before.
+    kept_events: bool,
 }
 
 /// Gives memory that is free back to the kernel: the types of the kernel and of the object, which are read to load the
@@ -215,9 +232,14 @@ impl Programs {
         for name in ["TICKETS_V4", "TICKETS_V6"] {
             loader.map_max_entries(name, sizes.max_flows.saturating_mul(2));
         }
+        let room = sizes.flow_events.max(limits::FLOW_EVENTS_UNUSED as u32);
+        let kept_events = keep_events(pins, room)?;
+        loader.map_max_entries(EVENTS, room);
+        let log_flows = u32::from(sizes.flow_events != 0);
+        loader.override_global("LOG_FLOWS", &log_flows, true);
         let jiffy = jiffy_ns()?;
         loader.override_global("JIFFY_NS", &jiffy, true);
-        let mut programs = Self { ebpf: loader.load(OBJECT)?, not_native: None };
+        let mut programs = Self { ebpf: loader.load(OBJECT)?, not_native: None, kept_events };
         for name in PROGRAMS.into_iter().chain([COLLECTOR, DECAPSULATION]) {
             programs.get(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
         }
@@ -248,6 +270,11 @@ impl Programs {
     /// Why the programs for drivers cannot be used on this kernel.
     pub fn not_native(&self) -> Option<&str> {
         self.not_native.as_deref()
+    }
+
+    /// Whether beginnings and ends of flows have been told all the time since an earlier agent read them.
+    pub fn kept_events(&self) -> bool {
+        self.kept_events
     }
 
     /// The flags of the settings ([`flags`]) that follow from what this kernel can do.

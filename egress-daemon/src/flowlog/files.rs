@@ -7,11 +7,12 @@ use super::{Limits, journal, segment};
 use egress_core::leaselog::LeaseRecord;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write as _};
+use std::marker::PhantomData;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-const SEGMENT: &str = "parquet";
-const JOURNAL: &str = "journal";
+pub(super) const SEGMENT: &str = "parquet";
+pub(super) const JOURNAL: &str = "journal";
 /// What a segment is called until it is complete.
 const PART: &str = "part";
 
@@ -36,13 +37,35 @@ pub enum LogError {
     },
 }
 
-fn failed(path: &Path) -> impl Fn(io::Error) -> LogError + '_ {
+pub(super) fn failed(path: &Path) -> impl Fn(io::Error) -> LogError + '_ {
     move |source| LogError::File { path: path.to_owned(), source }
+}
+
+/// What a log consists of: how it stands in a journal, and how a journal becomes a segment.
+pub trait Entry: Sized {
+    /// Lines to append.
+    fn encode(entries: &[Self]) -> Vec<u8>;
+    /// Writes what a journal has as a segment: whether it has anything.
+    fn segment(journal: &[u8], out: impl io::Write + Send) -> parquet::errors::Result<bool>;
+}
+
+impl Entry for LeaseRecord {
+    fn encode(entries: &[Self]) -> Vec<u8> {
+        journal::encode(entries)
+    }
+
+    fn segment(journal: &[u8], out: impl io::Write + Send) -> parquet::errors::Result<bool> {
+        let records = journal::decode(journal);
+        if records.is_empty() {
+            return Ok(false);
+        }
+        segment::write(&records, out).map(|()| true)
+    }
 }
 
 /// A log that is being written.
 #[derive(Debug)]
-pub struct Log {
+pub struct Log<E> {
     limits: Limits,
     path: PathBuf,
     journal: File,
@@ -51,15 +74,16 @@ pub struct Log {
     records: usize,
     /// Whether the last line may be cut off.
     torn: bool,
+    entries: PhantomData<E>,
 }
 
-impl Log {
+impl<E: Entry> Log<E> {
     /// Begins a journal at this time. What an earlier process left unfinished becomes a segment.
     pub fn open(limits: Limits, at: i64) -> Result<Self, LogError> {
         let directory = &limits.directory;
         DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed(directory))?;
         for path in of_kind(directory, JOURNAL)? {
-            finish(&path)?;
+            finish::<E>(&path)?;
         }
         for path in of_kind(directory, PART)? {
             fs::remove_file(&path).map_err(failed(&path))?;
@@ -67,12 +91,12 @@ impl Log {
         // Files keep their order also where the clock was set back.
         let at = all(directory)?.last().map_or(at, |(last, _)| at.max(last + 1));
         let (path, journal) = begin(directory, at)?;
-        Ok(Self { limits, path, journal, began: at, records: 0, torn: false })
+        Ok(Self { limits, path, journal, began: at, records: 0, torn: false, entries: PhantomData })
     }
 
     /// Appends records, and waits until they are on the disk.
-    pub fn append(&mut self, records: &[LeaseRecord]) -> Result<(), LogError> {
-        let mut lines = journal::encode(records);
+    pub fn append(&mut self, records: &[E]) -> Result<(), LogError> {
+        let mut lines = E::encode(records);
         if self.torn {
             lines.insert(0, b'\n');
         }
@@ -102,7 +126,7 @@ impl Log {
         let (path, journal) = begin(&self.limits.directory, at)?;
         let finished = std::mem::replace(&mut self.path, path);
         (self.journal, self.began, self.records, self.torn) = (journal, at, 0, false);
-        finish(&finished)
+        finish::<E>(&finished)
     }
 
     /// Removes segments that are too old, and the oldest while all together are too large.
@@ -132,17 +156,17 @@ fn begin(directory: &Path, at: i64) -> Result<(PathBuf, File), LogError> {
 }
 
 /// Makes a journal a segment.
-fn finish(journal: &Path) -> Result<(), LogError> {
+fn finish<E: Entry>(journal: &Path) -> Result<(), LogError> {
     let (segment, part) = (journal.with_extension(SEGMENT), journal.with_extension(PART));
     if !segment.exists() {
-        let records = journal::decode(&fs::read(journal).map_err(failed(journal))?);
-        if !records.is_empty() {
-            let mut options = OpenOptions::new();
-            let file =
-                options.create(true).write(true).truncate(true).mode(0o600).open(&part).map_err(failed(&part))?;
-            let broken = |source| LogError::Segment { path: part.clone(), source };
-            segment::write(&records, file.try_clone().map_err(failed(&part))?).map_err(broken)?;
+        let text = fs::read(journal).map_err(failed(journal))?;
+        let mut options = OpenOptions::new();
+        let file = options.create(true).write(true).truncate(true).mode(0o600).open(&part).map_err(failed(&part))?;
+        let broken = |source| LogError::Segment { path: part.clone(), source };
+        if E::segment(&text, file.try_clone().map_err(failed(&part))?).map_err(broken)? {
             file.sync_all().and_then(|()| fs::rename(&part, &segment)).map_err(failed(&part))?;
+        } else {
+            fs::remove_file(&part).map_err(failed(&part))?;
         }
     }
     if let Some(directory) = journal.parent() {
@@ -155,7 +179,7 @@ fn sync(directory: &Path) -> Result<(), LogError> {
     File::open(directory).and_then(|directory| directory.sync_all()).map_err(failed(directory))
 }
 
-fn of_kind(directory: &Path, kind: &str) -> Result<Vec<PathBuf>, LogError> {
+pub(super) fn of_kind(directory: &Path, kind: &str) -> Result<Vec<PathBuf>, LogError> {
     let mut paths = Vec::new();
     for entry in fs::read_dir(directory).map_err(failed(directory))? {
         let path = entry.map_err(failed(directory))?.path();
@@ -168,7 +192,7 @@ fn of_kind(directory: &Path, kind: &str) -> Result<Vec<PathBuf>, LogError> {
 }
 
 /// Segments and journals with the times of their beginnings, in order. A journal whose segment is there is left out.
-fn all(directory: &Path) -> Result<Vec<(i64, PathBuf)>, LogError> {
+pub(super) fn all(directory: &Path) -> Result<Vec<(i64, PathBuf)>, LogError> {
     let segments = of_kind(directory, SEGMENT)?;
     let journals = of_kind(directory, JOURNAL)?.into_iter().filter(|path| !path.with_extension(SEGMENT).exists());
     let named = segments.iter().cloned().chain(journals);

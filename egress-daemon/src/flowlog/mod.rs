@@ -1,9 +1,11 @@
-//! The log of who used which ports of egress IPs (`flowLog`): on each gateway, since a gateway knows the leases of all nodes.
+//! The logs of who used which ports of egress IPs (`flowLog`): of leases on each gateway, since a gateway knows those of all nodes, and of
+//! flows ([`flows`]) on each node, for its own pods.
 //!
 //! A thread of its own follows the objects and writes; it never keeps the agent waiting. `segment` is a finished file (Parquet),
 //! `journal` the lines of the one that is being written, `files` the directory of both, `writer` the thread.
 
 mod files;
+pub mod flows;
 mod journal;
 mod segment;
 #[cfg(test)]
@@ -23,6 +25,8 @@ pub enum Mode {
     Off,
     /// Which node held which ports of which egress IP when.
     Leases,
+    /// That, and when each flow began and ended, and for which pod.
+    Flows,
 }
 
 /// `flowLog` of the configuration.
@@ -30,13 +34,15 @@ pub enum Mode {
 pub struct FlowLog {
     /// `mode`.
     pub mode: Mode,
+    /// `destinations`: whether the log of flows has their remote addresses.
+    pub destinations: bool,
     /// `retention`: for how long a segment is kept after its last event.
     pub retention: Duration,
 }
 
 impl Default for FlowLog {
     fn default() -> Self {
-        Self { mode: Mode::Leases, retention: Duration::from_secs(7 * 24 * 3600) }
+        Self { mode: Mode::Leases, destinations: false, retention: Duration::from_secs(7 * 24 * 3600) }
     }
 }
 

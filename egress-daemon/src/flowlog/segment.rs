@@ -15,6 +15,7 @@ use parquet::{
     schema::parser::parse_message_type,
 };
 use std::io::Write;
+use std::ops::Range;
 use std::sync::Arc;
 
 const SCHEMA: &str = "
@@ -46,7 +47,7 @@ pub(super) fn write(records: &[LeaseRecord], out: impl Write + Send) -> Result<(
     file.close().map(drop)
 }
 
-fn required<T: DataType>(
+pub(super) fn required<T: DataType>(
     group: &mut SerializedRowGroupWriter<'_, impl Write + Send>,
     values: impl Iterator<Item = T::T>,
 ) -> Result<()> {
@@ -55,7 +56,7 @@ fn required<T: DataType>(
     column.close()
 }
 
-fn optional<T: DataType>(
+pub(super) fn optional<T: DataType>(
     group: &mut SerializedRowGroupWriter<'_, impl Write + Send>,
     values: impl Iterator<Item = Option<T::T>>,
 ) -> Result<()> {
@@ -98,9 +99,19 @@ pub(super) fn read(file: impl ChunkReader + 'static) -> Result<Vec<LeaseRecord>>
 
 /// A column, with nothing where the file has nothing.
 fn column<T: DataType>(group: &dyn RowGroupReader, number: usize) -> Result<Vec<Option<T::T>>> {
-    let rows = usize::try_from(group.metadata().num_rows()).unwrap_or(0);
+    part::<T>(group, number, 0..usize::try_from(group.metadata().num_rows()).unwrap_or(0))
+}
+
+/// The same of some rows only. Pages before them are not read, where the file says where pages are.
+pub(super) fn part<T: DataType>(
+    group: &dyn RowGroupReader,
+    number: usize,
+    range: Range<usize>,
+) -> Result<Vec<Option<T::T>>> {
+    let rows = range.len();
     let optional = group.metadata().column(number).column_descr().max_def_level() > 0;
     let mut reader = get_typed_column_reader::<T>(group.get_column_reader(number)?);
+    reader.skip_records(range.start)?;
     let (mut levels, mut values) = (Vec::new(), Vec::new());
     let mut read = 0;
     while read < rows {

@@ -110,7 +110,7 @@ fn a_journal_whose_segment_is_there_counts_once() {
     log.rotate(2_000_000).unwrap();
     fs::write(&journal, text).unwrap();
     assert_eq!(all(&limits), [alive(1)]);
-    drop(Log::open(limits.clone(), 3_000_000).unwrap());
+    drop(Log::<LeaseRecord>::open(limits.clone(), 3_000_000).unwrap());
     assert_eq!(all(&limits), [alive(1)]);
     assert!(!journal.exists());
 }
@@ -129,7 +129,7 @@ fn old_segments_go_and_the_oldest_where_all_are_too_large() {
     assert_eq!(all(&limits), [alive(50), alive(100)]);
     limits.bytes = 1;
     drop(log);
-    Log::open(limits.clone(), 120_000_000).unwrap().expire(121_000_000).unwrap();
+    Log::<LeaseRecord>::open(limits.clone(), 120_000_000).unwrap().expire(121_000_000).unwrap();
     assert_eq!(all(&limits), []);
     assert_eq!(names(&limits), ["00000000000120000000.journal"]);
 }

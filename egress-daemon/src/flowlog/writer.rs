@@ -75,7 +75,7 @@ struct Follower {
     counts: Arc<Counts>,
     book: Book,
     seen: Option<u64>,
-    log: Option<Log>,
+    log: Option<Log<LeaseRecord>>,
     /// Events that were not written since the last that were.
     lost: u64,
     last: i64,
@@ -230,7 +230,7 @@ impl Follower {
     }
 }
 
-fn is_long(log: &Log, at: i64) -> bool {
+fn is_long(log: &Log<LeaseRecord>, at: i64) -> bool {
     let (records, began) = log.journal();
     records >= JOURNAL_RECORDS || at - began >= JOURNAL_AGE
 }

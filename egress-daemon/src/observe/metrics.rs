@@ -40,8 +40,8 @@ pub struct MetricSources {
     pub agent: Option<Published>,
     /// What the controller reports.
     pub controller: Option<watch::Receiver<ControllerReport>>,
-    /// What the log of leases counts.
-    pub log: Option<Arc<Counts>>,
+    /// What the logs of leases and of flows count.
+    pub log: Option<[Arc<Counts>; 2]>,
 }
 
 /// Labels with their values.
@@ -173,13 +173,16 @@ fn of_controller(report: &ControllerReport) -> Vec<Family> {
     ]
 }
 
-/// From the log of leases.
-fn of_log(counts: &Counts) -> Vec<Family> {
-    let plain = |value: &AtomicU64| vec![(Labels::new(), value.load(Ordering::Relaxed))];
-    let lost = "events that are missing in the log of leases, because it could not be written";
+/// From the logs of leases and of flows.
+fn of_logs([leases, flows]: &[Arc<Counts>; 2]) -> Vec<Family> {
+    let both = |leases: &AtomicU64, flows: &AtomicU64| {
+        let value = |log: &str, value: &AtomicU64| (vec![("log", log.to_owned())], value.load(Ordering::Relaxed));
+        vec![value("leases", leases), value("flows", flows)]
+    };
+    let lost = "events that are missing in a log, because they came too fast or could not be written";
     vec![
-        counter("spillway_log_records_written", "records in the log of leases", plain(&counts.written)),
-        counter("spillway_log_records_lost", lost, plain(&counts.lost)),
+        counter("spillway_log_records_written", "events in a log", both(&leases.written, &flows.written)),
+        counter("spillway_log_records_lost", lost, both(&leases.lost, &flows.lost)),
     ]
 }
 
@@ -190,7 +193,7 @@ impl MetricSources {
         families.extend(self.pins.iter().flat_map(of_maps));
         families.extend(self.agent.iter().flat_map(of_agent));
         families.extend(self.controller.iter().flat_map(|report| of_controller(&report.borrow())));
-        families.extend(self.log.iter().flat_map(|counts| of_log(counts)));
+        families.extend(self.log.iter().flat_map(of_logs));
         families
     }
 

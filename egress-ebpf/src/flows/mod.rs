@@ -5,6 +5,7 @@ pub mod ended;
 pub mod firewall;
 pub mod inbound;
 pub mod key;
+pub mod log;
 pub mod ports;
 pub mod recheck;
 pub mod table;

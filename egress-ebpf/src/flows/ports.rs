@@ -143,7 +143,7 @@ extern "C" fn look_at<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
     }
     // SAFETY: read only.
     let r = unsafe { F::reverses().get(&s.key) };
-    if r.is_some_and(|r| r.endpoint == s.endpoint && matches!(holder(&s.key, r), Holder::Flow)) {
+    if r.is_some_and(|r| r.endpoint == s.endpoint && matches!(holder(s, r), Holder::Flow)) {
         s.own += 1;
     }
     (i + SHARE_LIMIT >= SHARE_PROBES + s.own) as i64
@@ -162,7 +162,7 @@ extern "C" fn try_port<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
     match F::reverses().insert(&s.key, &s.value, BPF_NOEXIST as u64) {
         Ok(()) => s.outcome = FOUND,
         Err(EEXIST) => {
-            if i < FREE_PROBES || !evict_closed::<F>(&s.key) {
+            if i < FREE_PROBES || !evict_closed(s) {
                 return 0;
             }
             match F::reverses().insert(&s.key, &s.value, BPF_NOEXIST as u64) {
@@ -189,18 +189,14 @@ enum Holder {
     Nobody,
 }
 
-/// The forward half's key of the flow that has this reverse half.
+/// What has the port that is tried, by its reverse half. Its forward half's key is in `search.holder`: too large for the stack.
 #[inline(always)]
-fn forward<F: Family>(key: &FlowKey<F>, r: &Reverse<F>) -> FlowKey<F> {
-    FlowKey { src: r.pod, dst: key.dst, src_port: r.pod_port, dst_port: key.dst_port, proto: key.proto }
-}
-
-#[inline(always)]
-fn holder<F: Family>(key: &FlowKey<F>, r: &Reverse<F>) -> Holder {
-    let forward = forward(key, r);
+fn holder<F: Family>(s: &mut Search<F>, r: &Reverse<F>) -> Holder {
+    let key = &s.key;
+    s.holder = FlowKey { src: r.pod, dst: key.dst, src_port: r.pod_port, dst_port: key.dst_port, proto: key.proto };
     // SAFETY: read only.
-    let over = match unsafe { F::flows().get(&forward) } {
-        Some(f) if is_pair(&forward, f, key, r) => {
+    let over = match unsafe { F::flows().get(&s.holder) } {
+        Some(f) if is_pair(&s.holder, f, key, r) => {
             // Nobody outside has seen a flow that the host's firewall did not let pass.
             let refused = f.pending != 0 && now_tick().wrapping_sub(f.last_seen) as i32 > ORPHANED as i32;
             Some(refused || key.proto == proto::TCP && tcp::closed(f.state, f.back))
@@ -216,15 +212,21 @@ fn holder<F: Family>(key: &FlowKey<F>, r: &Reverse<F>) -> Holder {
 
 /// Removes the flow that holds this port if both of its ends are done with it, or if only this half of it is left.
 #[inline(always)]
-fn evict_closed<F: Family>(key: &FlowKey<F>) -> bool {
+fn evict_closed<F: Family>(s: &mut Search<F>) -> bool {
     // SAFETY: read only; another CPU may remove the entry, which the caller's insertion then finds out.
-    let Some(r) = (unsafe { F::reverses().get(key) }) else { return true };
-    match holder(key, r) {
+    let Some(r) = (unsafe { F::reverses().get(&s.key) }) else { return true };
+    match holder(s, r) {
         Holder::Flow => return false,
-        Holder::Over => table::remove::<F>(&forward(key, r), r.endpoint),
+        Holder::Over => {
+            if let Some(flow) = F::flows().get_ptr(&s.holder) {
+                // SAFETY: a pointer into the map.
+                let flow = unsafe { &*flow };
+                table::remove(&s.holder, flow, table::later(flow.last_seen, r.last_seen));
+            }
+        }
         Holder::Nobody => {}
     }
-    let _ = F::reverses().remove(key);
+    let _ = F::reverses().remove(&s.key);
     stats::count(Counter::FlowsReplaced);
     true
 }

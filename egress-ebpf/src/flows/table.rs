@@ -2,6 +2,7 @@
 //! where they do not name each other: another flow may have the other one's place by now.
 
 use crate::{
+    flows::log,
     headers::packet::{Mac, Packet},
     tables::{family::Family, maps::EGRESS_IPS, share, stats},
 };
@@ -73,21 +74,32 @@ fn peek<T: Copy>(field: &T) -> T {
 /// Removes both halves of a flow.
 #[inline(always)]
 pub fn forget<F: Family>(key: &FlowKey<F>, flow: &Flow) {
+    let mut last = flow.last_seen;
     if let Some(reverse) = reverse_key::<F>(key, flow)
         // SAFETY: read only.
-        && matches!(unsafe { F::reverses().get(&reverse) }, Some(value) if is_pair(key, flow, &reverse, value))
+        && let Some(value) = unsafe { F::reverses().get(&reverse) }
+        && is_pair(key, flow, &reverse, value)
     {
+        last = later(last, value.last_seen);
         let _ = F::reverses().remove(&reverse);
     }
-    remove::<F>(key, flow.endpoint);
+    remove::<F>(key, flow, last);
 }
 
-/// Removes the forward half of a flow of this endpoint.
+/// Removes the forward half of a flow, of which the last packet came in the tick `last`.
 #[inline(always)]
-pub fn remove<F: Family>(key: &FlowKey<F>, endpoint: u32) {
-    if F::flows().remove(key).is_ok() {
+pub fn remove<F: Family>(key: &FlowKey<F>, flow: &Flow, last: u32) {
+    let endpoint = flow.endpoint;
+    let removed = if log::is_kept() { log::remove::<F>(key, flow, last) != 0 } else { F::flows().remove(key).is_ok() };
+    if removed {
         share::give_back::<F>(endpoint);
     }
+}
+
+/// The later one of two ticks.
+#[inline(always)]
+pub fn later(one: u32, other: u32) -> u32 {
+    if other.wrapping_sub(one) as i32 > 0 { other } else { one }
 }
 
 /// The host's firewall has let a packet of the flow pass: from now on its packets take the short path, and its replies are
@@ -184,6 +196,9 @@ pub fn enter<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), i32> {
         let _ = F::flows().remove(key);
     })?;
     share::take::<F>(flow.endpoint);
+    if log::is_kept() {
+        log::began::<F>(key, flow);
+    }
     Ok(())
 }
 
@@ -192,8 +207,7 @@ pub fn enter<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), i32> {
 pub fn last_seen<F: Family>(key: &FlowKey<F>, flow: &Flow) -> (u32, u16) {
     // SAFETY: read only.
     match reverse_key::<F>(key, flow).and_then(|reverse| unsafe { F::reverses().get(reverse) }) {
-        Some(r) if r.last_seen.wrapping_sub(flow.last_seen) as i32 > 0 => (r.last_seen, r.state),
-        Some(r) => (flow.last_seen, r.state),
+        Some(r) => (later(flow.last_seen, r.last_seen), r.state),
         None => (flow.last_seen, 0),
     }
 }

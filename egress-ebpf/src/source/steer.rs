@@ -168,7 +168,7 @@ fn known<F: Family>(
     if flow.last_seen != now {
         flow.last_seen = now;
         if !mend_reverse::<F>(pkt, key, flow, now) {
-            remove::<F>(key, flow.endpoint);
+            remove::<F>(key, flow, now);
             return Known::Unknown;
         }
     }

@@ -11,6 +11,7 @@ use egress_common::{
     config::DatapathConfig,
     egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Meter, NextHop, NodeEntry, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
+    event::FlowEvent,
     flow::{Ended, Flow, FlowKey, Fragment, FragmentKey, HeldKey, Inbound, Masqueraded, Reverse, Ticket},
     limits::*,
     probe::ProbeAnswer,
@@ -96,6 +97,8 @@ pub struct Hop<A> {
 pub struct Search<F> {
     /// The reply's 5-tuple. Its source is the egress IP and port that are tried.
     pub key: FlowKey<F>,
+    /// The forward half's key of the flow that has that port already.
+    pub holder: FlowKey<F>,
     /// What is entered for it; `policy` and `pod` are given, the slot is filled in.
     pub value: Reverse<F>,
     /// The policy.
@@ -193,6 +196,9 @@ pub static REPLY_TRANSPORT: Array<u32, MAX_NODES> = Array::new();
 /// Answers to this node's probes, for the agent.
 #[btf_map]
 pub static PROBES: RingBuf<ProbeAnswer, PROBE_BUFFER> = RingBuf::new();
+/// Beginnings and ends of flows, for the log of flows. The agent chooses its size.
+#[btf_map]
+pub static FLOW_EVENTS: RingBuf<FlowEvent<V6>, FLOW_EVENTS_UNUSED> = RingBuf::new();
 #[btf_map]
 pub static UPLINKS: HashMap<u32, Uplink, MAX_UPLINKS, GROW> = HashMap::new();
 

@@ -31,6 +31,7 @@ fn color(variant: Variant) -> &'static str {
         Variant::Vxlan => "#4285f4",
         Variant::Direct => "#174ea6",
         Variant::Bypass => "#0b2350",
+        Variant::Logged => "#5f6368",
     }
 }
 

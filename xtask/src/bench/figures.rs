@@ -63,7 +63,7 @@ pub fn absolute(rounds: &Rounds) -> Vec<Figure> {
     each(|metric, family| {
         let (name, unit) = metric.title();
         let spread = |variant| Some((variant, rounds.spread((metric, family), variant)?));
-        let values = Variant::ALL.into_iter().filter_map(spread).collect();
+        let values = Variant::EVERY.into_iter().filter_map(spread).collect();
         Figure { name: format!("{name}, {}", family_name(family)), unit, values }
     })
 }

@@ -192,19 +192,24 @@ pub fn machine() -> String {
 /// A few lines for a terminal.
 pub fn terminal(findings: &Findings) -> String {
     let mut text = String::new();
+    let logged = |variant: &Variant| findings.figures.iter().any(|figure| figure.values.contains_key(variant));
+    let variants: Vec<Variant> = Variant::EVERY.into_iter().filter(|v| Variant::ALL.contains(v) || logged(v)).collect();
     let of_rounds = Metric::ALL.into_iter().flat_map(|metric| Family::BOTH.map(|family| (metric, family)));
-    let measured = |key| Variant::ALL.iter().any(|variant| findings.rounds.spread(key, *variant).is_some());
+    let measured = |key| variants.iter().any(|variant| findings.rounds.spread(key, *variant).is_some());
     for key in of_rounds.filter(|key| measured(*key)) {
         let ((name, unit), family) = (key.0.title(), figures::family_name(key.1));
         let mut line = |name: String, value: &dyn Fn(Variant) -> Option<Spread>| {
             let _ = write!(text, "{name:<58}");
-            for variant in Variant::ALL {
+            for &variant in &variants {
                 let _ = write!(text, "{:>10}", value(variant).map_or("–".to_owned(), |spread| number(spread.median)));
             }
             text.push('\n');
         };
         line(format!("{name}, {family} ({unit})"), &|variant| findings.rounds.spread(key, variant));
         line("    of plain routing".to_owned(), &|variant| findings.rounds.ratio(key, variant, Variant::Plain));
+        if variants.contains(&Variant::Logged) {
+            line("    of direct".to_owned(), &|variant| findings.rounds.ratio(key, variant, Variant::Direct));
+        }
     }
     for figure in
         findings.figures.iter().filter(|figure| !Metric::ALL.iter().any(|m| figure.name.starts_with(m.title().0)))
@@ -218,13 +223,13 @@ pub fn terminal(findings: &Findings) -> String {
                 figure.unit
             )
         );
-        for variant in Variant::ALL {
-            let value = figure.values.get(&variant);
+        for variant in &variants {
+            let value = figure.values.get(variant);
             let _ = write!(text, "{:>10}", value.map_or("–".to_owned(), |spread| number(spread.median)));
         }
         text.push('\n');
     }
-    let head: String = Variant::ALL.iter().map(|variant| format!("{:>10}", variant.name())).collect();
+    let head: String = variants.iter().map(|variant| format!("{:>10}", variant.name())).collect();
     format!("{:<58}{head}\n{text}", "")
 }
 

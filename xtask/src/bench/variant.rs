@@ -50,12 +50,20 @@ pub enum Variant {
     Direct,
     /// The same without the host's firewall (`firewall: bypass`); everything else above is with it.
     Bypass,
+    /// Spillway as in `Direct`, with each flow written down (`flowLog.mode: Flows`): only where it is named.
+    Logged,
 }
 
 impl Variant {
     /// All, in the order of the tables.
     pub const ALL: [Variant; 6] =
         [Variant::Plain, Variant::Stock, Variant::Device, Variant::Vxlan, Variant::Direct, Variant::Bypass];
+
+    /// Those, and what is measured only where it is named.
+    pub const EVERY: [Variant; 7] = {
+        let [plain, stock, device, vxlan, direct, bypass] = Self::ALL;
+        [plain, stock, device, vxlan, direct, bypass, Variant::Logged]
+    };
 
     /// The key in the JSON output.
     pub fn name(self) -> &'static str {
@@ -66,6 +74,7 @@ impl Variant {
             Variant::Vxlan => "vxlan",
             Variant::Direct => "direct",
             Variant::Bypass => "bypass",
+            Variant::Logged => "logged",
         }
     }
 
@@ -78,6 +87,7 @@ impl Variant {
             Variant::Vxlan => "Spillway, vxlan",
             Variant::Direct => "Spillway, direct",
             Variant::Bypass => "Spillway, direct, firewall bypassed",
+            Variant::Logged => "Spillway, direct, flows logged",
         }
     }
 
@@ -89,6 +99,7 @@ impl Variant {
             Variant::Vxlan => Some("transport: vxlan\n"),
             Variant::Direct => Some("transport: direct\n"),
             Variant::Bypass => Some("transport: direct\nfirewall: bypass\n"),
+            Variant::Logged => Some("transport: direct\nflowLog: {mode: Flows, destinations: true}\n"),
         }
     }
 

@@ -1,6 +1,7 @@
-//! `egressctl whois`: who used a port of an egress IP at a time. The node follows from the log of leases; the pod from the flows
-//! that live on this node now.
+//! `egressctl whois`: who used a port of an egress IP at a time. The node follows from the log of leases; the pod from the log of flows,
+//! or from the flows that live on this node now.
 
+mod logs;
 #[cfg(test)]
 mod tests;
 mod time;
@@ -13,9 +14,10 @@ use view::whois;
 use super::dump::{Dump, FlowEntry};
 use crate::datapath::Pins;
 use crate::flowlog::{self, Instant};
-use crate::lock::RunFiles;
 use anyhow::{Result, bail};
 use egress_core::leaselog::{LeaseAnswer, LeaseEvent, LeaseQuestion, LeaseRecord, answer};
+use flowlog::flows::{self, Likely};
+use logs::Logs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
@@ -31,7 +33,7 @@ pub struct WhoisOptions {
     pub at: Option<Moment>,
     /// The server.
     pub to: Option<SocketAddr>,
-    /// The log; absent: this node's.
+    /// The logs, or one of leases, or a directory of such directories; absent: this node's.
     pub log: Option<PathBuf>,
     /// The agent's pins.
     pub bpffs: PathBuf,
@@ -50,21 +52,69 @@ pub fn ask(options: &WhoisOptions) -> Result<WhoisView> {
     if at.from > now + SLACK {
         bail!("{} is in the future: name a time that has been", time::text(at.from));
     }
-    let log = options.log.clone().unwrap_or_else(|| RunFiles::of(&options.bpffs).log());
+    let logs = match &options.log {
+        Some(directory) => Logs::below(directory)?,
+        None => Logs::of(&options.bpffs),
+    };
     let egress_ip = options.seen.ip().to_canonical();
     let port = options.seen.port();
     let question = LeaseQuestion { egress_ip, port, from: at.from, until: at.until, slack: SLACK };
-    let leases = if log.is_dir() { Some(answer(&flowlog::read(&log, about(egress_ip))?, question)) } else { None };
     let dump = Dump::read(&Pins::new(&options.bpffs), true).ok();
-    if leases.is_none() && dump.is_none() {
+    let leases = logs.leases.as_ref().map(|log| flowlog::read(log, about(egress_ip))).transpose()?;
+    let leases = leases.map(|records| answer(&records, question));
+    let recorded = recorded(&logs, question, dump.is_some() && options.log.is_none())?;
+    if leases.is_none() && recorded.is_none() && dump.is_none() {
         bail!(
-            "{} is not there, and no agent has run with the pins in {}: ask on a gateway, or name a copy of its log with --log",
-            log.display(),
+            "there is no log of leases or flows in {}, and no agent has run with the pins in {}: ask on a gateway or on the node of the pod, or name a copy of a log with --log",
+            logs.directory.display(),
             options.bpffs.display()
         );
     }
     let living = dump.as_ref().map(|dump| Living { dump, now });
-    Ok(whois(options.seen, at, options.to, leases, living.as_ref()))
+    Ok(whois(options.seen, at, options.to, Known { leases, recorded, living: living.as_ref() }))
+}
+
+/// What is known of a port from each source; nothing where there is no such source.
+#[derive(Default)]
+pub(super) struct Known<'a> {
+    /// What leases say.
+    pub(super) leases: Option<LeaseAnswer>,
+    /// What recorded flows say.
+    pub(super) recorded: Option<Recorded>,
+    /// What lives on this node.
+    pub(super) living: Option<&'a Living<'a>>,
+}
+
+/// Flows that were recorded, and why there may be others.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Recorded {
+    pub(super) likely: Vec<Likely>,
+    pub(super) doubts: Vec<flows::Doubt>,
+}
+
+/// Looks through the logs of flows, of one node or of several.
+fn recorded(logs: &Logs, question: LeaseQuestion, living: bool) -> Result<Option<Recorded>> {
+    let wanted = flows::Wanted {
+        egress_ip: question.egress_ip,
+        port: question.port,
+        from: question.from - question.slack - flows::TICK,
+        until: question.until + question.slack,
+    };
+    let mut all = Vec::new();
+    for log in &logs.flows {
+        let (likely, doubts) = flows::answer(flows::read(log, &wanted)?, question, living);
+        all.push(Recorded { likely, doubts });
+    }
+    // Where one node had the port, no other one had.
+    if all.iter().any(|one| one.likely.iter().any(|likely| likely.surely)) {
+        all.retain(|one| !one.likely.is_empty());
+    }
+    let together = |mut all: Recorded, one: Recorded| {
+        all.likely.extend(one.likely);
+        all.doubts.extend(one.doubts);
+        all
+    };
+    Ok(all.into_iter().reduce(together))
 }
 
 /// What concerns an egress IP: its own leases, and whatever says when the log was written.

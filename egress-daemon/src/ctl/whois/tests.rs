@@ -3,6 +3,7 @@
 use super::*;
 use crate::ctl::print::Printable as _;
 use egress_core::leaselog::{Doubt, LeaseHolder};
+use flows::Recorded as Flow;
 
 const HOUR: i64 = 3_600_000_000;
 
@@ -41,10 +42,14 @@ fn holder(node: &str) -> LeaseHolder {
     LeaseHolder { node: node.into(), first_port: 1088, last_port: 1151, from: Some(HOUR), until: None }
 }
 
+fn leases(answer: LeaseAnswer) -> Known<'static> {
+    Known { leases: Some(answer), ..Known::default() }
+}
+
 #[test]
 fn leases_name_the_node_and_say_why_not_the_pod() {
     let answer = LeaseAnswer { holders: [holder("w7")].into(), doubts: Default::default() };
-    let view = whois(seen(), Moment { from: 2 * HOUR, until: 2 * HOUR }, None, Some(answer.clone()), None);
+    let view = whois(seen(), Moment { from: 2 * HOUR, until: 2 * HOUR }, None, leases(answer.clone()));
     assert!(view.node_certain && !view.pod_certain, "{view:?}");
     let text = view.text();
     assert!(text.contains("node    w7, which held the ports 1088 to 1151 from 1970-01-01T01:00:00Z"), "{text}");
@@ -52,9 +57,9 @@ fn leases_name_the_node_and_say_why_not_the_pod() {
 
     let doubts = [Doubt::Unwritten(Some(HOUR), Some(3 * HOUR))].into();
     let view =
-        whois(seen(), Moment { from: 2 * HOUR, until: 2 * HOUR }, None, Some(LeaseAnswer { doubts, ..answer }), None);
+        whois(seen(), Moment { from: 2 * HOUR, until: 2 * HOUR }, None, leases(LeaseAnswer { doubts, ..answer }));
     assert!(!view.node_certain && view.text().contains("nobody wrote from 1970-01-01T01:00:00Z"), "{}", view.text());
-    let nobody = whois(seen(), Moment { from: 0, until: 0 }, None, Some(LeaseAnswer::default()), None);
+    let nobody = whois(seen(), Moment { from: 0, until: 0 }, None, leases(LeaseAnswer::default()));
     assert!(nobody.text().contains("no node of the cluster had this port"), "{}", nobody.text());
 }
 
@@ -68,7 +73,9 @@ fn a_living_flow_names_its_pod_for_all_the_time_that_it_has_lived() {
     let now = 24 * HOUR;
     let began = now - dump.seconds_since(flow.flow.created) as i64 * 1_000_000;
     let living = Living { dump: &dump, now };
-    let ask = |at: i64, to| whois(seen, Moment { from: at, until: at }, to, None, Some(&living));
+    let ask = |at: i64, to| {
+        whois(seen, Moment { from: at, until: at }, to, Known { living: Some(&living), ..Known::default() })
+    };
     let view = ask(now, to);
     assert!(view.node_certain && view.pod_certain, "{view:?}");
     assert_eq!(view.doubts, Vec::<String>::new());
@@ -77,6 +84,95 @@ fn a_living_flow_names_its_pod_for_all_the_time_that_it_has_lived() {
     let unnamed = ask(now, None);
     assert!(!unnamed.pod_certain && unnamed.text().contains("--to"), "{}", unnamed.text());
     let about = ask(began, to);
-    assert!(!about.pod_certain && about.text().contains("began at about that time"), "{}", about.text());
+    assert!(!about.pod_certain && about.text().contains("began or ended at about that time"), "{}", about.text());
     assert_eq!(ask(began - 10 * SLACK, to).flows, []);
+}
+
+fn flow(pod: &str, node: &str, to: Option<&str>) -> Likely {
+    let flow = Flow {
+        egress_ip: seen().ip(),
+        port: seen().port(),
+        protocol: 6,
+        pod: pod.into(),
+        node: node.into(),
+        policy: Some("web".into()),
+        destination: to.map(|to| to.parse().unwrap()),
+        began: HOUR,
+        ended: Some(3 * HOUR),
+        refused: false,
+    };
+    Likely { flow, surely: true }
+}
+
+/// What is said of flows of the port, with or without something missing.
+fn of_flows(likely: Vec<Likely>, doubts: Vec<flows::Doubt>, to: Option<&str>) -> WhoisView {
+    let recorded = Some(Recorded { likely, doubts });
+    let known = Known {
+        recorded,
+        leases: Some(LeaseAnswer { holders: [holder("w7")].into(), ..LeaseAnswer::default() }),
+        living: None,
+    };
+    whois(seen(), Moment { from: 2 * HOUR, until: 2 * HOUR }, to.map(|to| to.parse().unwrap()), known)
+}
+
+#[test]
+fn recorded_flows_name_the_pod_and_say_why_not_surer() {
+    const TO: Option<&str> = Some("203.0.113.7:443");
+    const OTHER: Option<&str> = Some("203.0.113.8:443");
+    let lost = || vec![flows::Doubt::Lost(HOUR, 2 * HOUR, 7)];
+    let certain = |view: &WhoisView| (view.node_certain, view.pod_certain);
+
+    // One flow, and nothing is missing: no other pod had the port.
+    let view = of_flows(vec![flow("prod/web", "w7", None)], vec![], None);
+    assert_eq!((certain(&view), view.doubts.len(), view.nodes.len()), ((true, true), 0, 1), "{view:?}");
+    let text = view.text();
+    assert!(
+        text.contains("pod     prod/web on w7, policy web: tcp from 1970-01-01T01:00:00Z to 1970-01-01T03:00"),
+        "{text}"
+    );
+    assert!(text.contains("the node is certain, the pod is certain"), "{text}");
+
+    // Something is missing: only who names the server is sure, where servers are recorded.
+    let view = of_flows(vec![flow("prod/web", "w7", TO)], lost(), None);
+    assert_eq!(certain(&view), (true, false));
+    assert!(view.text().contains("7 beginnings and ends of flows between 1970-01-01T01:00:00Z"), "{}", view.text());
+    assert!(view.text().contains("name the server with --to"), "{}", view.text());
+    assert_eq!(certain(&of_flows(vec![flow("prod/web", "w7", TO)], lost(), TO)), (true, true));
+    let view = of_flows(vec![flow("prod/web", "w7", None)], lost(), TO);
+    assert!(!view.pod_certain && view.text().contains("destinations are not recorded"), "{}", view.text());
+
+    // Two pods had the port, towards a server each.
+    let two = || vec![flow("prod/web", "w7", TO), flow("prod/db", "w7", OTHER)];
+    let view = of_flows(two(), vec![], None);
+    assert!(!view.pod_certain && view.text().contains("flows of several pods"), "{}", view.text());
+    let view = of_flows(two(), vec![], OTHER);
+    assert_eq!((view.pod_certain, view.recorded[0].pod.as_str(), view.recorded.len()), (true, "prod/db", 1));
+
+    // It began or ended then, as far as clocks tell; or there was none.
+    let near = Likely { surely: false, ..flow("prod/web", "w7", TO) };
+    let view = of_flows(vec![near], vec![], TO);
+    assert!(!view.pod_certain && view.text().contains("at about that time"), "{}", view.text());
+    let view = of_flows(vec![], vec![], None);
+    assert!(!view.pod_certain && view.text().contains("ask there"), "{}", view.text());
+}
+
+#[test]
+fn copies_of_logs_are_found_below_the_directory_that_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let make = |path: &str| std::fs::create_dir_all(directory.path().join(path)).unwrap();
+    ["w1/flows", "w1/leases", "w2/flows"].into_iter().for_each(make);
+    let relative = |path: &std::path::Path| path.strip_prefix(directory.path()).unwrap().to_owned();
+    let found = |path: &str| {
+        let logs = Logs::below(&directory.path().join(path)).unwrap();
+        let flows: Vec<PathBuf> = logs.flows.iter().map(|path| relative(path)).collect();
+        (logs.leases.as_deref().map(relative), flows)
+    };
+    assert_eq!(found(""), (Some("w1/leases".into()), vec!["w1/flows".into(), "w2/flows".into()]));
+    assert_eq!(found("w1"), (Some("w1/leases".into()), vec!["w1/flows".into()]));
+    assert_eq!(found("w2/flows"), (None, vec!["w2/flows".into()]));
+    assert_eq!(found("w1/leases"), (Some("w1/leases".into()), vec![]));
+    // A copy of leases by any name.
+    make("copy");
+    assert_eq!(found("copy"), (Some("copy".into()), vec![]));
+    assert!(Logs::below(&directory.path().join("none")).is_err());
 }

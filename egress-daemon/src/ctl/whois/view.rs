@@ -1,10 +1,11 @@
 //! The answer, how sure it is, and why not surer. Pure.
 
 use super::time::text;
-use super::{Living, Moment, SLACK, is_sure, seen_as};
+use super::{Known, Moment, SLACK, is_sure, seen_as};
 use crate::ctl::print::Printable;
-use crate::ctl::views::{FlowRow, row};
-use egress_core::leaselog::{Doubt, LeaseAnswer};
+use crate::ctl::views::{FlowRow, protocol, row};
+use crate::flowlog::flows::{self, Likely, TICK};
+use egress_core::leaselog::Doubt;
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -25,6 +26,28 @@ pub struct NodeRow {
     pub until: Option<String>,
 }
 
+/// A flow that was recorded.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RecordedRow {
+    /// `namespace/name` of the pod, or its address where its name was not known any more.
+    pub pod: String,
+    /// Its node.
+    pub node: String,
+    /// The policy; null where it was not known any more.
+    pub policy: Option<String>,
+    /// `tcp`, `udp`, `icmp` or a number.
+    pub protocol: String,
+    /// The server; null where destinations are not recorded.
+    pub to: Option<SocketAddr>,
+    /// When it began, to within 1.1 s.
+    pub began: String,
+    /// When its last packet came, to within 1.1 s; null: it was open at the end of the log.
+    pub ended: Option<String>,
+    /// Whether it had the port at that time for certain; otherwise it began or ended at about that time.
+    pub certain: bool,
+}
+
 /// Who it was.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -37,8 +60,10 @@ pub struct WhoisView {
     pub until: String,
     /// The nodes that may have been it.
     pub nodes: Vec<NodeRow>,
-    /// The flows that may have been it, with pod and policy.
+    /// The flows that live now and may have been it, with pod and policy.
     pub flows: Vec<FlowRow>,
+    /// The flows that were recorded and may have been it.
+    pub recorded: Vec<RecordedRow>,
     /// Whether the node is certain, or it is certain that no node had the port.
     pub node_certain: bool,
     /// Whether the pod is certain.
@@ -47,43 +72,134 @@ pub struct WhoisView {
     pub doubts: Vec<String>,
 }
 
-/// Puts together what leases and living flows say. Without leases there is no log.
-pub(super) fn whois(
-    seen: SocketAddr,
-    at: Moment,
-    to: Option<SocketAddr>,
-    leases: Option<LeaseAnswer>,
-    living: Option<&Living<'_>>,
-) -> WhoisView {
+/// Puts together what leases, recorded flows and living flows say.
+pub(super) fn whois(seen: SocketAddr, at: Moment, to: Option<SocketAddr>, known: Known<'_>) -> WhoisView {
+    let Known { leases, recorded, living } = known;
+    let has_log = recorded.is_some();
+    let recorded = recorded.unwrap_or_default();
     let mut doubts: Vec<String> = leases.iter().flat_map(|answer| &answer.doubts).map(doubt).collect();
-    if leases.is_none() {
+    if leases.is_none() && !has_log {
         doubts.push("there is no log of leases here: ask on a gateway, which has one".into());
     }
     let mut node_certain = leases.as_ref().is_some_and(is_sure);
     let mut nodes: Vec<NodeRow> = leases.into_iter().flat_map(|answer| answer.holders).map(NodeRow::of).collect();
     let flows = living.map(|living| seen_as(living, seen, to, at)).unwrap_or_default();
+    let own = living.and_then(|living| living.dump.own_name());
+    let likely = of_server(recorded.likely, to);
+    // What lives now and began long before has held its port all the time.
+    let steady = flows.iter().any(|(_, began)| *began + SLACK <= at.from);
+    let steady_nodes = likely.iter().filter(|likely| likely.surely).map(|likely| &likely.flow.node);
+    let steady_nodes: BTreeSet<&String> = steady_nodes.chain(own.iter().filter(|_| steady)).collect();
+    if !steady_nodes.is_empty() {
+        node_certain = steady_nodes.len() == 1;
+        doubts.clear();
+        nodes.retain(|row| steady_nodes.contains(&row.node));
+        let missing: Vec<&String> =
+            steady_nodes.iter().copied().filter(|node| nodes.iter().all(|row| row.node != **node)).collect();
+        nodes.extend(missing.into_iter().map(|node| NodeRow::without_lease(node)));
+    }
     let rows: Vec<FlowRow> =
         living.iter().flat_map(|living| flows.iter().map(|(flow, _)| row(living.dump, flow))).collect();
-    let own = living.and_then(|living| living.dump.own_name());
-    // What lives now and began long before has held its port all the time.
-    let steady = flows.iter().filter(|(_, began)| *began + SLACK <= at.from).count();
-    if let (Some(own), true) = (&own, steady > 0) {
-        node_certain = true;
-        doubts.clear();
-        nodes.retain(|row| row.node == *own);
-        if nodes.is_empty() {
-            let (first_port, last_port, from, until) = (None, None, None, None);
-            nodes.push(NodeRow { node: own.clone(), first_port, last_port, from, until });
+    let living_pods = rows.iter().map(|row| row.pod.clone().unwrap_or_else(|| row.pod_address.to_string()));
+    let pods: BTreeSet<String> = living_pods.chain(likely.iter().map(|likely| likely.flow.pod.clone())).collect();
+    let complete = has_log && recorded.doubts.is_empty();
+    let exact =
+        to.is_some() && (steady || likely.iter().any(|likely| likely.surely && likely.flow.destination.is_some()));
+    let found = Found {
+        pods: pods.len(),
+        surely: !steady_nodes.is_empty(),
+        // There is one flow of the port to each server, and no other flow of the port where nothing is missing.
+        only: complete || exact,
+        named: to.is_some(),
+        has_log,
+    };
+    doubts.extend(about_pod(&found, own.as_deref(), &nodes));
+    if !found.is_certain() {
+        doubts.extend(recorded.doubts.iter().map(about_log));
+    }
+    WhoisView {
+        seen: seen.to_string(),
+        from: text(at.from),
+        until: text(at.until),
+        nodes,
+        flows: rows,
+        recorded: likely.into_iter().map(RecordedRow::of).collect(),
+        node_certain,
+        pod_certain: found.is_certain(),
+        doubts,
+    }
+}
+
+/// The flows to a server, and those of which it is not known where they led.
+fn of_server(likely: Vec<Likely>, to: Option<SocketAddr>) -> Vec<Likely> {
+    let meant = to.map(|to| SocketAddr::new(to.ip().to_canonical(), to.port()));
+    let is_meant = |likely: &Likely| meant.is_none_or(|to| likely.flow.destination.is_none_or(|flow| flow == to));
+    likely.into_iter().filter(is_meant).collect()
+}
+
+/// What was found of pods.
+struct Found {
+    /// How many pods may have been it.
+    pods: usize,
+    /// Whether one of them had the port for all of the time.
+    surely: bool,
+    /// Whether no flow of another pod can have had it besides.
+    only: bool,
+    /// Whether the server is named.
+    named: bool,
+    /// Whether flows are recorded.
+    has_log: bool,
+}
+
+impl Found {
+    fn is_certain(&self) -> bool {
+        self.pods == 1 && self.surely && self.only
+    }
+}
+
+impl RecordedRow {
+    fn of(Likely { flow, surely }: Likely) -> Self {
+        Self {
+            pod: flow.pod,
+            node: flow.node,
+            policy: flow.policy,
+            protocol: protocol(flow.protocol.into()),
+            to: flow.destination,
+            began: text(flow.began),
+            ended: flow.ended.map(|ended| text(ended + TICK)),
+            certain: surely,
         }
     }
-    let pods: BTreeSet<(Option<&str>, _)> = rows.iter().map(|row| (row.pod.as_deref(), row.pod_address)).collect();
-    let pod_certain = pods.len() == 1 && steady > 0 && to.is_some();
-    doubts.extend(about_pod(pods.len(), steady, to.is_some(), own.as_deref(), &nodes));
-    let (from, until) = (text(at.from), text(at.until));
-    WhoisView { seen: seen.to_string(), from, until, nodes, flows: rows, node_certain, pod_certain, doubts }
+}
+
+/// Why recorded flows do not tell everything.
+fn about_log(doubt: &flows::Doubt) -> String {
+    match doubt {
+        flows::Doubt::Unwatched(None, Some(until)) => format!("the log of flows begins at {}", text(*until)),
+        flows::Doubt::Unwatched(Some(from), None) => format!("the log of flows ends at {}", text(*from)),
+        flows::Doubt::Unwatched(Some(from), Some(until)) => {
+            format!("nobody watched flows from {} to {}", text(*from), text(*until))
+        }
+        flows::Doubt::Unwatched(None, None) => "the log of flows is empty".into(),
+        flows::Doubt::Lost(from, until, 0) => {
+            format!(
+                "beginnings and ends of flows between {} and {} may be missing: the agent was killed",
+                text(*from),
+                text(*until)
+            )
+        }
+        flows::Doubt::Lost(from, until, count) => {
+            format!("{count} beginnings and ends of flows between {} and {} are missing", text(*from), text(*until))
+        }
+    }
 }
 
 impl NodeRow {
+    /// A node of which only a flow shows that it had the port.
+    fn without_lease(node: &str) -> Self {
+        Self { node: node.to_owned(), first_port: None, last_port: None, from: None, until: None }
+    }
+
     fn of(holder: egress_core::leaselog::LeaseHolder) -> Self {
         Self {
             node: holder.node.to_string(),
@@ -111,19 +227,23 @@ fn doubt(doubt: &Doubt) -> String {
 }
 
 /// Why the pod is not certain.
-fn about_pod(pods: usize, steady: usize, named: bool, own: Option<&str>, nodes: &[NodeRow]) -> Option<String> {
+fn about_pod(found: &Found, own: Option<&str>, nodes: &[NodeRow]) -> Option<String> {
     let elsewhere: Vec<&str> = nodes.iter().map(|row| row.node.as_str()).filter(|node| Some(*node) != own).collect();
-    if pods == 0 {
-        return match (elsewhere.is_empty(), nodes.is_empty()) {
-            (_, true) => None,
-            (false, _) => Some(format!("its pods' flows are known on node {} only: ask there", elsewhere.join(", "))),
-            (true, _) => Some("no flow that lives now had the port then: leases say nothing of pods".into()),
-        };
+    match found.pods {
+        0 if nodes.is_empty() => None,
+        0 if !elsewhere.is_empty() => {
+            Some(format!("its pods' flows are known on node {} only: ask there", elsewhere.join(", ")))
+        }
+        0 if found.has_log => Some("no flow that lives now or was recorded had the port then".into()),
+        0 => Some("no flow that lives now had the port then: leases say nothing of pods".into()),
+        _ if !found.surely => {
+            Some("a flow began or ended at about that time: the clocks of nodes may differ by two seconds".into())
+        }
+        1 if found.only => None,
+        _ if found.named => Some("a flow of another pod may have had the port: destinations are not recorded".into()),
+        1 => Some("a flow to another server may have had the same port: name the server with --to".into()),
+        _ => Some("flows of several pods had the port, to one server each: name the server with --to".into()),
     }
-    if !named {
-        return Some("a flow to another server may have had the same port: name the server with --to".into());
-    }
-    (steady == 0).then(|| "the flow began at about that time: another one may have ended just before".into())
 }
 
 impl Printable for WhoisView {
@@ -146,9 +266,18 @@ impl Printable for WhoisView {
             let (policy, age) = (flow.policy.clone().unwrap_or_else(|| "?".into()), flow.age_seconds);
             text += &format!("pod     {pod}, policy {policy}: {} to {remote}, open for {age} s\n", flow.protocol);
         }
+        for flow in &self.recorded {
+            let policy = flow.policy.as_deref().unwrap_or("?");
+            let to = flow.to.map(|to| format!(" to {to}")).unwrap_or_default();
+            let ended = flow.ended.as_ref().map_or_else(|| ", not ended".to_owned(), |ended| format!(" to {ended}"));
+            text += &format!(
+                "pod     {} on {}, policy {policy}: {}{to} from {}{ended}\n",
+                flow.pod, flow.node, flow.protocol, flow.began
+            );
+        }
         let word = |certain| if certain { "certain" } else { "not certain" };
         text += &format!("sure    the node is {}", word(self.node_certain));
-        if !self.flows.is_empty() {
+        if !self.flows.is_empty() || !self.recorded.is_empty() {
             text += &format!(", the pod is {}", word(self.pod_certain));
         }
         text += "\n";

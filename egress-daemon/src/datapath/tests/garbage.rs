@@ -85,7 +85,7 @@ fn maps_full_of_noise_harm_neither_tools_nor_programs_nor_the_next_agent() {
     // A policy that names a table outside of the map is where the agent gives up; without policies it gets further.
     for (seed, without) in [(1, ""), (0x5eed_5eed, "POLICIES"), (0x0123_4567_89ab_cdef, "POLICIES")] {
         let Some(dir) = BpfDir::new(&format!("garbage-{seed}")) else { return };
-        let mut programs = Programs::load(&dir.pins, Sizes { max_flows: 256 }).unwrap();
+        let mut programs = Programs::load(&dir.pins, Sizes { max_flows: 256, ..Sizes::default() }).unwrap();
         let taken = fill(&dir, &mut Noise(seed), without);
         assert!(taken > 500, "the kernel took only {taken} entries");
 

@@ -19,7 +19,7 @@ use std::{
 fn programs_load_twice_over_the_same_maps() {
     let Some(dir) = BpfDir::new("load") else { return };
     for _ in 0..2 {
-        if let Err(e) = Programs::load(&dir.pins, Sizes { max_flows: 1024 }) {
+        if let Err(e) = Programs::load(&dir.pins, Sizes { max_flows: 1024, ..Sizes::default() }) {
             panic!("{e}: {e:?}");
         }
     }
@@ -104,7 +104,7 @@ fn few_capabilities_suffice() {
 fn attached_programs_are_known() {
     const LOOPBACK: u32 = 1;
     let dir = BpfDir::new("few-rights-hooks").unwrap();
-    let mut programs = Programs::load(&dir.pins, Sizes { max_flows: 64 }).unwrap();
+    let mut programs = Programs::load(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
     let own = programs.get("pod_egress").unwrap().info().unwrap().id();
     let mut attacher = Attacher::new(programs, dir.pins.clone(), attach::mode());
     let (hook, live) = (("pod_egress", LOOPBACK), BTreeMap::from([(LOOPBACK, "lo".to_owned())]));
@@ -120,7 +120,7 @@ const COUNTS: &str = "SPILLWAY_VERIFIED";
 
 fn load_and_tell() {
     let dir = BpfDir::new("few-rights").unwrap();
-    let mut programs = match Programs::load(&dir.pins, Sizes { max_flows: 1024 }) {
+    let mut programs = match Programs::load(&dir.pins, Sizes { max_flows: 1024, ..Sizes::default() }) {
         Ok(programs) => programs,
         Err(e) => panic!("{e}: {e:?}"),
     };

@@ -5,6 +5,7 @@ mod collector;
 mod datagrams;
 mod encode;
 mod ended;
+mod events;
 mod exit;
 mod frames;
 mod fuzz;

@@ -328,7 +328,7 @@ fn random_interleavings_keep_the_rules_of_a_reference_nat() {
         .collect();
     let Some(rig) = Rig::new("model", &view(0, false, &interfaces)) else { return };
     let tables = FlowTables::open(rig.pins());
-    let others = Programs::load(rig.pins(), Sizes { max_flows: 4096 }).unwrap();
+    let others = Programs::load(rig.pins(), Sizes { max_flows: 4096, ..Sizes::default() }).unwrap();
     let (nat, datagrams) = (Nat::default(), Datagrams::default());
     let mut world = NatFixture { rig, tables, interfaces, others, nat, datagrams, wire: Wire::open() };
     let mut seed = number("SPILLWAY_MODEL_SEED").unwrap_or(1);

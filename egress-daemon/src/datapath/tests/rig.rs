@@ -161,8 +161,12 @@ pub struct Rig {
 
 impl Rig {
     pub fn new(test: &str, view: &NodeView) -> Option<Self> {
+        Self::of_size(test, view, Sizes { max_flows: 4096, ..Sizes::default() })
+    }
+
+    pub fn of_size(test: &str, view: &NodeView, sizes: Sizes) -> Option<Self> {
         let dir = BpfDir::new(test)?;
-        let programs = Programs::load(&dir.pins, Sizes { max_flows: 4096 }).unwrap();
+        let programs = Programs::load(&dir.pins, sizes).unwrap();
         let writer = MapWriter::open(Maps::open(&dir.pins).unwrap()).unwrap();
         let mut rig = Self { programs, encoder: Encoder::recover(writer.present()), writer, dir };
         rig.write(view);

@@ -1,0 +1,97 @@
+//! What follows from recorded flows: who had a port at a time, how sure that is, and why not surer. Pure.
+
+use super::{Found, Recorded, Span, TICK};
+use crate::flowlog::Instant;
+use egress_core::leaselog::LeaseQuestion;
+
+/// A flow that may have had the port at that time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Likely {
+    /// The flow. The end of one that was open when its node went down is the last thing that was written before.
+    pub flow: Recorded,
+    /// Whether it had the port for all of that time, whatever clocks say.
+    pub surely: bool,
+}
+
+/// Why flows do not tell everything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Doubt {
+    /// Nobody watched flows from the first time to the second; none: the log does not reach so far.
+    Unwatched(Option<Instant>, Option<Instant>),
+    /// So many beginnings and ends between two times are missing, and a flow of that time may be among them.
+    Lost(Instant, Instant, u64),
+}
+
+/// The flows that may have had the port, and why there may be others. `living`: flows that live now are known besides.
+pub fn answer(found: Found, question: LeaseQuestion, living: bool) -> (Vec<Likely>, Vec<Doubt>) {
+    let doubts = doubts(&found.spans, question, living);
+    let LeaseQuestion { from, until, slack, .. } = question;
+    let mut likely: Vec<Likely> = Vec::new();
+    for flow in settle(found).into_iter().filter(|flow| !flow.refused) {
+        let may = flow.began - slack <= until && flow.ended.is_none_or(|ended| from <= ended + TICK + slack);
+        let surely = flow.began + TICK + slack <= from && flow.ended.is_none_or(|ended| until <= ended - slack);
+        if may {
+            likely.push(Likely { flow, surely });
+        }
+    }
+    likely.sort_by(|a, b| (b.surely, a.flow.began, &a.flow.pod).cmp(&(a.surely, b.flow.began, &b.flow.pod)));
+    (likely, doubts)
+}
+
+/// Each flow once. The file in which one began has it as open, and that in which it ended has it again.
+fn settle(found: Found) -> Vec<Recorded> {
+    let Found { spans, mut flows } = found;
+    let mut all = Vec::new();
+    while !flows.is_empty() {
+        let (number, mut flow) = flows.remove(0);
+        if flow.ended.is_none() {
+            let end =
+                flows.iter_mut().find(|(later, end)| *later > number && end.ended.is_some() && is_same(&flow, end));
+            if let Some((_, end)) = end {
+                // What was said first of the policy counts: its number may be another one's later.
+                end.policy = flow.policy.or(end.policy.take());
+                continue;
+            }
+            // Nothing lives on when all of a node's maps are gone.
+            let next = (number + 1..spans.len()).find(|next| spans.get(*next).is_some_and(|span| span.started));
+            let last = next.and_then(|next| spans.get(next - 1));
+            flow.ended = last.map(|last| last.until);
+        }
+        all.push(flow);
+    }
+    all
+}
+
+/// Whether both are of one flow, whose beginning may be written a moment apart where the clock was adjusted.
+fn is_same(open: &Recorded, ended: &Recorded) -> bool {
+    (open.protocol, &open.pod, &open.node, open.destination)
+        == (ended.protocol, &ended.pod, &ended.node, ended.destination)
+        && (open.began - ended.began).abs() <= TICK
+}
+
+fn doubts(spans: &[Span], question: LeaseQuestion, living: bool) -> Vec<Doubt> {
+    let LeaseQuestion { from, until, slack, .. } = question;
+    let mut doubts = Vec::new();
+    // Gaps: before the first file, before each that does not go on with the one before, and after the last.
+    let mut last = None;
+    for span in spans {
+        if last.is_none() || span.started {
+            let begins = last.unwrap_or(Instant::MIN);
+            if begins < until && from < span.from {
+                doubts.push(Doubt::Unwatched(last, Some(span.from)));
+            }
+        }
+        last = Some(span.until);
+    }
+    if last.is_none_or(|last| last < until + slack) {
+        doubts.push(Doubt::Unwatched(last, None));
+    }
+    // A flow is not known if its beginning is missing, and its end as well or not yet there.
+    let lost = || spans.iter().flat_map(|span| &span.lost);
+    let beginning = lost().rfind(|(since, _, _)| *since <= until + slack);
+    let end = lost().find(|(_, at, _)| from - slack <= *at);
+    if let (Some((since, at, count)), true) = (beginning, end.is_some() || !living) {
+        doubts.push(Doubt::Lost(*since, *at, *count));
+    }
+    doubts
+}

@@ -1,0 +1,324 @@
+//! The thread that reads once a second what the programs tell of flows, and writes it down.
+
+use super::interpret::{Event, Interpreter, Lookup, Numbered};
+use super::{Line, MAX_BYTES, line};
+use crate::datapath::{
+    Pins,
+    load::EVENTS,
+    maps::{Maps, MapsError},
+    monotonic_ns,
+};
+use crate::flowlog::files::{JOURNAL, Log, LogError, of_kind};
+use crate::flowlog::{Counts, FlowLog, Instant, Limits, now};
+use aya::maps::{Map, MapData, MapError, RingBuf};
+use egress_common::{
+    abi::{NameKey, name_kind},
+    egress::EgressIp,
+    limits, net,
+    verdict::Counter,
+};
+use egress_core::encode::name_text;
+use std::fs;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// How often flows are looked at and written: what a crash loses.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// After how much silence a log says that nothing happened, in microseconds.
+const ALIVE: Instant = 10_000_000;
+/// How long a journal may become, in lines and in microseconds: its flows are sorted in memory.
+const JOURNAL_LINES: usize = 300_000;
+const JOURNAL_AGE: Instant = 3_600_000_000;
+/// How soon a rotation is tried again when it failed, in microseconds.
+const ROTATION_PAUSE: Instant = 60_000_000;
+/// How many beginnings and ends are taken at once: as many as the buffer holds of those that are shortest.
+const BATCH: usize = 150_000;
+
+/// What is watched, and how.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// `flowLog`.
+    pub config: FlowLog,
+    /// The log's own directory.
+    pub directory: PathBuf,
+    /// The node.
+    pub node: String,
+    /// The agent's pins.
+    pub pins: Pins,
+    /// Whether the programs have told of all flows since an earlier agent read.
+    pub kept: bool,
+}
+
+/// A running log of flows. It ends when this is dropped.
+#[derive(Debug)]
+pub struct Follower {
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Follower {
+    /// Starts the thread.
+    pub fn start(settings: Settings, counts: Arc<Counts>) -> Result<Self, MapsError> {
+        let kernel = Kernel::open(&settings.pins)?;
+        let (stop, stopped) = channel();
+        let watch = Watch::new(&settings, kernel, counts);
+        let thread = std::thread::Builder::new().name("flows".into()).spawn(move || watch.run(&stopped));
+        let thread = thread.inspect_err(|error| tracing::error!("no flows are logged, there is no thread: {error}"));
+        Ok(Self { stop: Some(stop), thread: thread.ok() })
+    }
+}
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        self.stop.take();
+        if let Some(thread) = self.thread.take() {
+            // A thread that panicked has nothing more to write.
+            thread.join().ok();
+        }
+    }
+}
+
+/// Where beginnings and ends come from.
+pub(super) trait Source: Lookup {
+    /// Some of what was told since the last time.
+    fn take(&mut self, most: usize) -> Vec<Event>;
+    /// How many could not be told since the maps were made; absent if that cannot be read now.
+    fn lost(&self) -> Option<u64>;
+    /// Everything that has a number.
+    fn numbered(&self) -> Numbered;
+}
+
+/// The programs' maps.
+pub(super) struct Kernel {
+    ring: RingBuf<MapData>,
+    maps: Maps,
+}
+
+impl Kernel {
+    pub(super) fn open(pins: &Pins) -> Result<Self, MapsError> {
+        let path = pins.map(EVENTS);
+        let open = || MapData::from_pin(&path).and_then(Map::from_map_data).and_then(RingBuf::try_from);
+        let ring = open().map_err(|source: MapError| MapsError::Open { path: path.clone(), source })?;
+        Ok(Self { ring, maps: Maps::open(pins)? })
+    }
+
+    fn egress(&self, index: u32) -> Option<EgressIp> {
+        self.maps.egress_ips.get(index).ok().filter(|record| record.addr != [0; 4])
+    }
+}
+
+impl Lookup for Kernel {
+    fn egress_ip(&self, index: u32, generation: u32) -> Option<IpAddr> {
+        let record = self.egress(index).filter(|record| record.generation == generation)?;
+        Some(net::from_any(record.addr))
+    }
+
+    fn name(&self, kind: u32, id: u32) -> Option<String> {
+        self.maps.names.get(&NameKey { kind, id }).ok()?.map(|name| name_text(&name))
+    }
+}
+
+impl Source for Kernel {
+    fn take(&mut self, most: usize) -> Vec<Event> {
+        let mut events = Vec::new();
+        while events.len() < most {
+            let Some(item) = self.ring.next() else { break };
+            events.extend(Event::read(&item));
+        }
+        events
+    }
+
+    fn lost(&self) -> Option<u64> {
+        self.maps.counter(Counter::FlowLogLost).ok()
+    }
+
+    fn numbered(&self) -> Numbered {
+        let used = (1..limits::MAX_EGRESS_IPS as u32).filter_map(|index| Some((index, self.egress(index)?)));
+        let egress_ips = used.map(|(index, record)| ((index, record.generation), net::from_any(record.addr))).collect();
+        let names = self.maps.names.iter().filter_map(Result::ok);
+        let pods = names.filter(|(key, _)| key.kind == name_kind::ENDPOINT);
+        Numbered { egress_ips, pods: pods.map(|(key, name)| (key.id, name_text(&name))).collect() }
+    }
+}
+
+pub(super) struct Watch<S> {
+    limits: Limits,
+    node: String,
+    kept: bool,
+    source: S,
+    counts: Arc<Counts>,
+    interpreter: Interpreter,
+    log: Option<Log<Line>>,
+    /// What the journal has to begin with, until it does.
+    header: Vec<Line>,
+    /// Beginnings and ends that were not written since the last that were.
+    lost: u64,
+    /// How many the programs had lost when that was told last.
+    told: u64,
+    last: Instant,
+    /// When a journal may become a segment at the earliest, after that has failed.
+    rotation: Instant,
+}
+
+impl<S: Source> Watch<S> {
+    pub(super) fn new(settings: &Settings, source: S, counts: Arc<Counts>) -> Self {
+        let Settings { config, directory, node, kept, .. } = settings;
+        let limits = Limits { directory: directory.clone(), retention: config.retention, bytes: MAX_BYTES };
+        let mut interpreter = Interpreter::new(config.destinations);
+        interpreter.know(source.numbered());
+        let told = source.lost().unwrap_or(0);
+        let (header, log) = (Vec::new(), None);
+        let (node, kept) = (node.clone(), *kept);
+        Self { limits, node, kept, source, counts, interpreter, log, header, lost: 0, told, last: 0, rotation: 0 }
+    }
+
+    fn run(mut self, stopped: &Receiver<()>) {
+        self.look(now(), monotonic_ns());
+        while stopped.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            self.look(now(), monotonic_ns());
+        }
+        self.look(now(), monotonic_ns());
+        self.stop(now());
+    }
+
+    /// Writes what happened until now.
+    pub(super) fn look(&mut self, at: Instant, monotonic_ns: u64) {
+        self.interpreter.set_clock(at, monotonic_ns);
+        // A clock that was set back does not reorder the log.
+        let at = at.max(self.last);
+        if self.log.is_none() && !self.begin(at) {
+            return;
+        }
+        let events = self.source.take(BATCH);
+        let total = self.source.lost().unwrap_or(self.told);
+        let (mut lines, unknown) = self.interpreter.lines(&events, &self.source);
+        let told_lines = events.len() as u64 - unknown;
+        let overflow = total.saturating_sub(self.told);
+        self.counts.lost.fetch_add(overflow + unknown, Ordering::Relaxed);
+        let missing = overflow + unknown + self.lost;
+        if missing > 0 {
+            lines.push(Line::Lost(self.last, at, missing));
+        }
+        if lines.is_empty() && self.header.is_empty() && at - self.last < ALIVE {
+            return;
+        }
+        lines.push(Line::Alive(at, total));
+        self.told = total;
+        if self.append(lines) {
+            (self.lost, self.last) = (0, at);
+            self.counts.written.fetch_add(told_lines, Ordering::Relaxed);
+        } else {
+            self.counts.lost.fetch_add(told_lines, Ordering::Relaxed);
+            self.lost = missing + told_lines;
+        }
+        self.rotate(at);
+    }
+
+    pub(super) fn stop(mut self, at: Instant) {
+        if self.log.is_some() && self.lost == 0 {
+            self.append(vec![Line::Stopped(at.max(self.last))]);
+        }
+    }
+
+    /// Begins the log: whether that was possible.
+    fn begin(&mut self, at: Instant) -> bool {
+        let left = last_words(&self.limits.directory).filter(|_| self.kept);
+        match Log::open(self.limits.clone(), at) {
+            Ok(log) => {
+                report(log.expire(at));
+                self.log = Some(log);
+                self.last = at;
+                match left {
+                    Some(left) => {
+                        self.last = left.until.min(at);
+                        self.told = left.lost;
+                        self.header = vec![Line::Continued(self.last, self.node.clone())];
+                        if !left.stopped {
+                            self.header.push(Line::Lost(self.last, at, 0));
+                        }
+                    }
+                    None => self.header = vec![Line::Started(at, self.node.clone())],
+                }
+                true
+            }
+            Err(error) => {
+                if self.lost == 0 {
+                    tracing::error!("flows are not logged: {error}");
+                    self.lost = 1;
+                }
+                false
+            }
+        }
+    }
+
+    fn append(&mut self, lines: Vec<Line>) -> bool {
+        let Some(log) = &mut self.log else { return false };
+        let lines: Vec<Line> = self.header.iter().cloned().chain(lines).collect();
+        match log.append(&lines) {
+            Ok(()) => {
+                self.header.clear();
+                true
+            }
+            Err(error) => {
+                if self.lost == 0 {
+                    tracing::error!("flows are not logged: {error}");
+                }
+                self.interpreter.forget_numbers();
+                false
+            }
+        }
+    }
+
+    fn rotate(&mut self, at: Instant) {
+        let Some(log) = &mut self.log else { return };
+        let (records, began) = log.journal();
+        if at < self.rotation || self.lost > 0 || (records < JOURNAL_LINES && at - began < JOURNAL_AGE) {
+            return;
+        }
+        let rotated = log.rotate(at);
+        if log.journal().1 == began {
+            self.rotation = at + ROTATION_PAUSE;
+        } else {
+            self.header = vec![Line::Continued(at, self.node.clone())];
+            self.interpreter.forget_numbers();
+        }
+        report(rotated);
+        report(log.expire(at));
+    }
+}
+
+/// How an earlier log ends.
+struct Left {
+    until: Instant,
+    /// How many the programs had lost by then.
+    lost: u64,
+    /// Whether it was ended in order.
+    stopped: bool,
+}
+
+/// The end of the journal that an earlier agent left; nothing if there is none.
+fn last_words(directory: &Path) -> Option<Left> {
+    let journal = of_kind(directory, JOURNAL).ok()?.pop()?;
+    let text = fs::read(journal).ok()?;
+    let is_of_flow = line::may_have(0);
+    let mut left: Option<Left> = None;
+    for line in line::decode(&text, |line| is_of_flow(line)).flatten() {
+        match (line, &mut left) {
+            (Line::Alive(until, lost), left) => *left = Some(Left { until, lost, stopped: false }),
+            (Line::Stopped(until), Some(left)) => (left.until, left.stopped) = (until, true),
+            _ => {}
+        }
+    }
+    left
+}
+
+fn report(result: Result<(), LogError>) {
+    if let Err(error) = result {
+        tracing::error!("the log of flows: {error}");
+    }
+}

@@ -1,0 +1,205 @@
+//! From what the programs tell to what is written: addresses, names and times. Pure; what it asks for it is given.
+
+use super::{Entry, Line};
+use crate::flowlog::Instant;
+use egress_common::{
+    V4, V6,
+    abi::{TICK_SHIFT, name_kind},
+    event::{FlowEvent, what},
+    net,
+};
+use std::collections::HashMap;
+use std::mem::size_of;
+use std::net::{IpAddr, SocketAddr};
+
+/// How many names of pods are kept.
+const MAX_KEPT: usize = 65_536;
+/// By how much the clock may be adjusted before times follow: constant differences make small files.
+const STEADY: Instant = 100_000;
+
+/// What is asked for while events are read.
+pub(super) trait Lookup {
+    /// The egress IP with this index and generation.
+    fn egress_ip(&self, index: u32, generation: u32) -> Option<IpAddr>;
+    /// A name that is kept for tools.
+    fn name(&self, kind: u32, id: u32) -> Option<String>;
+}
+
+/// What has a number now: flows that began before have it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Numbered {
+    /// Egress IPs by index and generation.
+    pub(super) egress_ips: Vec<((u32, u32), IpAddr)>,
+    /// Names of pods, with their uids.
+    pub(super) pods: Vec<(u32, String)>,
+}
+
+/// A beginning or an end, without regard to its address family.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Event {
+    pod: IpAddr,
+    remote: SocketAddr,
+    event: FlowEvent<V6>,
+}
+
+impl Event {
+    /// Reads what lies in the buffer.
+    pub(super) fn read(bytes: &[u8]) -> Option<Self> {
+        if bytes.len() == size_of::<FlowEvent<V4>>() {
+            // SAFETY: there are enough bytes, and any are an event.
+            let e = unsafe { bytes.as_ptr().cast::<FlowEvent<V4>>().read_unaligned() };
+            Some(Self::of(e, net::from_v4(e.key.src).into(), net::from_v4(e.key.dst).into()))
+        } else if bytes.len() == size_of::<FlowEvent<V6>>() {
+            // SAFETY: as above.
+            let e = unsafe { bytes.as_ptr().cast::<FlowEvent<V6>>().read_unaligned() };
+            Some(Self::of(e, net::from_v6(e.key.src).into(), net::from_v6(e.key.dst).into()))
+        } else {
+            None
+        }
+    }
+
+    fn of<A: Copy>(e: FlowEvent<A>, pod: IpAddr, remote: IpAddr) -> Self {
+        let key = egress_common::flow::FlowKey {
+            src: [0; 4],
+            dst: [0; 4],
+            src_port: e.key.src_port,
+            dst_port: e.key.dst_port,
+            proto: e.key.proto,
+        };
+        let event = FlowEvent {
+            key,
+            egress: e.egress,
+            egress_generation: e.egress_generation,
+            policy: e.policy,
+            endpoint: e.endpoint,
+            ticket: e.ticket,
+            created: e.created,
+            last_seen: e.last_seen,
+            port: e.port,
+            what: e.what,
+            family: e.family,
+        };
+        Self { pod, remote: SocketAddr::new(remote, u16::from_be(e.key.dst_port)), event }
+    }
+}
+
+/// What is known from one second to the next.
+#[derive(Debug, Default)]
+pub(super) struct Interpreter {
+    destinations: bool,
+    /// What is to be added to the programs' clock.
+    offset: Instant,
+    egress_ips: HashMap<(u32, u32), IpAddr>,
+    pods: HashMap<u32, String>,
+    /// The numbers of names in this journal.
+    numbers: HashMap<String, u32>,
+    /// The last number; none is given twice.
+    number: u32,
+}
+
+impl Interpreter {
+    pub(super) fn new(destinations: bool) -> Self {
+        Self { destinations, ..Self::default() }
+    }
+
+    /// Notes what flows have that began before.
+    pub(super) fn know(&mut self, numbered: Numbered) {
+        self.egress_ips.extend(numbered.egress_ips);
+        self.pods.extend(numbered.pods.into_iter().map(|(id, name)| (id, short(&name))));
+    }
+
+    /// No name has a number any more: what was written of them is in another journal, or was not written.
+    pub(super) fn forget_numbers(&mut self) {
+        self.numbers.clear();
+    }
+
+    /// Notes what the clocks say at the same time: that of the node, and that of the programs in ns.
+    pub(super) fn set_clock(&mut self, now: Instant, monotonic_ns: u64) {
+        let offset = now - (monotonic_ns / 1000) as Instant;
+        if (offset - self.offset).abs() > STEADY {
+            self.offset = offset;
+        }
+    }
+
+    /// The lines of events, and how many of them cannot be told because nobody knows their egress IP any more.
+    pub(super) fn lines(&mut self, events: &[Event], lookup: &impl Lookup) -> (Vec<Line>, u64) {
+        let (mut lines, mut lost) = (Vec::with_capacity(events.len()), 0);
+        // Their numbers are given to others.
+        let mut policies: HashMap<u32, u32> = HashMap::new();
+        for event in events {
+            let e = &event.event;
+            let Some(egress_ip) = self.egress_ip(e.egress, e.egress_generation, lookup) else {
+                lost += 1;
+                continue;
+            };
+            let policy = *policies.entry(e.policy).or_insert_with(|| {
+                lookup.name(name_kind::POLICY, e.policy).map_or(0, |name| self.number(name, &mut lines))
+            });
+            let pod = self.pod(event, lookup);
+            let entry = Entry {
+                egress_ip,
+                port: u16::from_be(e.port),
+                protocol: e.key.proto as u8,
+                ticket: e.ticket,
+                began: self.time(e.created),
+                pod: self.number(pod, &mut lines),
+                policy,
+                destination: self.destinations.then_some(event.remote),
+            };
+            match e.what {
+                what::BEGAN => lines.push(Line::Began(entry)),
+                what::REFUSED => lines.push(Line::Refused(entry, self.time(e.last_seen))),
+                _ => lines.push(Line::Ended(entry, self.time(e.last_seen))),
+            }
+        }
+        (lines, lost)
+    }
+
+    fn time(&self, tick: u32) -> Instant {
+        self.offset + ((u64::from(tick) << TICK_SHIFT) / 1000) as Instant
+    }
+
+    fn egress_ip(&mut self, index: u32, generation: u32, lookup: &impl Lookup) -> Option<IpAddr> {
+        if let Some(address) = self.egress_ips.get(&(index, generation)) {
+            return Some(*address);
+        }
+        let address = lookup.egress_ip(index, generation)?;
+        if self.egress_ips.len() >= MAX_KEPT {
+            self.egress_ips.clear();
+        }
+        self.egress_ips.insert((index, generation), address);
+        Some(address)
+    }
+
+    fn pod(&mut self, event: &Event, lookup: &impl Lookup) -> String {
+        let id = event.event.endpoint;
+        if let Some(name) = self.pods.get(&id) {
+            return name.clone();
+        }
+        // Numbers of pods follow from names and uids: none is given to another pod.
+        let Some(name) = lookup.name(name_kind::ENDPOINT, id).map(|name| short(&name)) else {
+            return event.pod.to_string();
+        };
+        if self.pods.len() >= MAX_KEPT {
+            self.pods.clear();
+        }
+        self.pods.insert(id, name.clone());
+        name
+    }
+
+    fn number(&mut self, name: String, lines: &mut Vec<Line>) -> u32 {
+        if let Some(number) = self.numbers.get(&name) {
+            return *number;
+        }
+        self.number += 1;
+        let number = self.number;
+        lines.push(Line::Name(number, name.clone()));
+        self.numbers.insert(name, number);
+        number
+    }
+}
+
+/// The name of a pod without its uid.
+fn short(name: &str) -> String {
+    name.splitn(3, '/').take(2).collect::<Vec<_>>().join("/")
+}

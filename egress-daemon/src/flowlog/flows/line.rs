@@ -1,0 +1,109 @@
+//! What stands in the journal of a log of flows: a JSON array or object in each line. Pure.
+
+use super::merge::Journal;
+use super::segment;
+use crate::flowlog::{Instant, files};
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+
+/// The beginning of a flow, or what its end says of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Packed", into = "Packed")]
+pub struct Entry {
+    /// The egress IP.
+    pub egress_ip: IpAddr,
+    /// The translated port.
+    pub port: u16,
+    /// IP protocol number.
+    pub protocol: u8,
+    /// Distinguishes it from another flow that began at the same time.
+    pub ticket: u32,
+    /// When it began.
+    pub began: Instant,
+    /// The [`Line::Name`] of its pod.
+    pub pod: u32,
+    /// The [`Line::Name`] of its policy; 0 where that is not known.
+    pub policy: u32,
+    /// The remote address and port.
+    pub destination: Option<SocketAddr>,
+}
+
+type Packed = (IpAddr, u16, u8, u32, Instant, u32, u32, Option<SocketAddr>);
+
+impl From<Packed> for Entry {
+    fn from((egress_ip, port, protocol, ticket, began, pod, policy, destination): Packed) -> Self {
+        Self { egress_ip, port, protocol, ticket, began, pod, policy, destination }
+    }
+}
+
+impl From<Entry> for Packed {
+    fn from(e: Entry) -> Self {
+        (e.egress_ip, e.port, e.protocol, e.ticket, e.began, e.pod, e.policy, e.destination)
+    }
+}
+
+/// One line.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Line {
+    /// The journal of this node begins, and nobody has watched flows before.
+    Started(Instant, String),
+    /// The journal of this node begins, and nothing was missed before it.
+    Continued(Instant, String),
+    /// Everything that happened until now is written. With the number of beginnings and ends that the programs have lost since their maps
+    /// were made.
+    Alive(Instant, u64),
+    /// Writing ends, and nothing is missing until now.
+    Stopped(Instant),
+    /// So many beginnings and ends between two times are missing; 0: an unknown number.
+    Lost(Instant, Instant, u64),
+    /// What lines after this one mean by a number, which is not 0.
+    Name(u32, String),
+    /// A flow began.
+    Began(Entry),
+    /// A flow was removed; its last packet came at this time.
+    Ended(Entry, Instant),
+    /// A flow was removed of which the host's firewall has let no packet pass.
+    Refused(Entry, Instant),
+}
+
+/// Lines to append.
+pub(super) fn encode(lines: &[Line]) -> Vec<u8> {
+    let mut text = Vec::with_capacity(lines.len() * 96);
+    for line in lines {
+        // Nothing in a line cannot be written, and memory takes everything.
+        if serde_json::to_writer(&mut text, line).is_ok() {
+            text.push(b'\n');
+        }
+    }
+    text
+}
+
+/// The lines of a journal that `wanted` lets through; nothing for one that is broken.
+pub(super) fn decode(text: &[u8], wanted: impl Fn(&[u8]) -> bool) -> impl Iterator<Item = Option<Line>> {
+    let lines = text.split(|byte| *byte == b'\n').filter(move |line| !line.is_empty() && wanted(line));
+    lines.map(|line| serde_json::from_slice(line).ok())
+}
+
+/// Whether a line may be about a flow with this port, or is about no flow.
+pub(super) fn may_have(port: u16) -> impl Fn(&[u8]) -> bool {
+    let number = format!(",{port},");
+    move |line| {
+        let about_flow = [&b"{\"began\""[..], b"{\"ended\"", b"{\"refused\""].iter().any(|kind| line.starts_with(kind));
+        !about_flow || line.windows(number.len()).any(|window| window == number.as_bytes())
+    }
+}
+
+impl files::Entry for Line {
+    fn encode(lines: &[Self]) -> Vec<u8> {
+        encode(lines)
+    }
+
+    fn segment(journal: &[u8], out: impl io::Write + Send) -> parquet::errors::Result<bool> {
+        match Journal::of(decode(journal, |_| true)) {
+            Some(mut journal) => segment::write(&mut journal, out).map(|()| true),
+            None => Ok(false),
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! The lines of a journal as flows: beginnings and ends put together. Pure.
+
+use super::{Entry, Line, Recorded, Span};
+use crate::flowlog::Instant;
+use std::collections::{BTreeMap, HashMap};
+use std::net::IpAddr;
+
+/// A flow, with numbers for names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Row {
+    pub(super) entry: Entry,
+    pub(super) ended: Option<Instant>,
+    pub(super) refused: bool,
+}
+
+/// What a journal says. A journal whose first line is lost begins with its first event.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Journal {
+    pub(super) span: Span,
+    pub(super) node: String,
+    pub(super) names: BTreeMap<u32, String>,
+    pub(super) rows: Vec<Row>,
+}
+
+/// The place of a flow's beginning, by what its end has in common with it.
+type Begun = HashMap<(u32, u16, IpAddr), usize>;
+
+impl Journal {
+    /// Reads lines; a broken one has lost an event.
+    pub(super) fn of(lines: impl Iterator<Item = Option<Line>>) -> Option<Self> {
+        let mut journal = Self::default();
+        let mut begun = Begun::new();
+        let (mut broken, mut any) = (0, false);
+        for line in lines {
+            let Some(line) = line else {
+                broken += 1;
+                continue;
+            };
+            any = true;
+            if let (Line::Alive(at, _), true) = (&line, broken > 0) {
+                journal.span.lost.push((journal.span.until, *at, broken));
+                broken = 0;
+            }
+            journal.take(line, &mut begun);
+        }
+        // A last line that was cut off was never promised.
+        any.then_some(journal)
+    }
+
+    fn take(&mut self, line: Line, begun: &mut Begun) {
+        match line {
+            Line::Started(at, node) => {
+                self.span = Span { from: at, until: at, started: true, ..Span::default() };
+                self.node = node;
+            }
+            Line::Continued(at, node) => {
+                self.span = Span { from: at, until: at, ..Span::default() };
+                self.node = node;
+            }
+            Line::Alive(at, _) | Line::Stopped(at) => self.span.until = self.span.until.max(at),
+            Line::Lost(from, until, count) => self.span.lost.push((from, until, count)),
+            Line::Name(number, name) => drop(self.names.insert(number, name)),
+            Line::Began(entry) => {
+                begun.insert((entry.ticket, entry.port, entry.egress_ip), self.rows.len());
+                self.rows.push(Row { entry, ended: None, refused: false });
+            }
+            Line::Ended(entry, last) => self.end(entry, last, false, begun),
+            Line::Refused(entry, last) => self.end(entry, last, true, begun),
+        }
+    }
+
+    fn end(&mut self, entry: Entry, last: Instant, refused: bool, begun: &mut Begun) {
+        let ended = Some(last.max(entry.began));
+        let place = begun.remove(&(entry.ticket, entry.port, entry.egress_ip));
+        match place.and_then(|place| self.rows.get_mut(place)) {
+            // Its policy's number may be another policy's by now: what was said first counts.
+            Some(row) => (row.ended, row.refused) = (ended, refused),
+            None => self.rows.push(Row { entry, ended, refused }),
+        }
+    }
+
+    /// A name, if the number has one.
+    pub(super) fn name(&self, number: u32) -> Option<&str> {
+        self.names.get(&number).map(String::as_str)
+    }
+
+    /// A row as it is known outside of the file.
+    pub(super) fn recorded(&self, row: &Row) -> Recorded {
+        let Row { entry, ended, refused } = *row;
+        Recorded {
+            egress_ip: entry.egress_ip,
+            port: entry.port,
+            protocol: entry.protocol,
+            pod: self.name(entry.pod).unwrap_or("?").to_owned(),
+            node: self.node.clone(),
+            policy: self.name(entry.policy).map(str::to_owned),
+            destination: entry.destination,
+            began: entry.began,
+            ended,
+            refused,
+        }
+    }
+}

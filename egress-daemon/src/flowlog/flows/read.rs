@@ -1,0 +1,55 @@
+//! The flows of one port of an egress IP in a log: of each file only what may have them.
+
+use super::merge::Journal;
+use super::{Found, line, segment};
+use crate::flowlog::Instant;
+use crate::flowlog::files::{LogError, SEGMENT, all, failed};
+use std::fs::{self, File};
+use std::io;
+use std::net::IpAddr;
+use std::path::Path;
+
+/// What is looked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// The egress IP.
+    pub egress_ip: IpAddr,
+    /// The port.
+    pub port: u16,
+    /// Flows that have ended before are left out.
+    pub from: Instant,
+    /// Flows that began later are left out.
+    pub until: Instant,
+}
+
+/// Looks through a log. A file that goes meanwhile is left out.
+pub fn read(directory: &Path, wanted: &Wanted) -> Result<Found, LogError> {
+    let mut found = Found::default();
+    for (_, path) in all(directory)? {
+        let file = match File::open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            file => file.map_err(failed(&path))?,
+        };
+        let number = found.spans.len();
+        // An end tells of flows that a file before had as open, whenever it was.
+        let open = found.flows.iter().any(|(_, flow)| flow.ended.is_none());
+        let wanted = &Wanted { from: if open { Instant::MIN } else { wanted.from }, ..*wanted };
+        let (span, flows) = if path.extension().is_some_and(|extension| extension == SEGMENT) {
+            segment::read(file, wanted).map_err(|source| LogError::Segment { path: path.clone(), source })?
+        } else {
+            let text = fs::read(&path).map_err(failed(&path))?;
+            let Some(journal) = Journal::of(line::decode(&text, line::may_have(wanted.port))) else { continue };
+            let flows = journal.rows.iter().map(|row| journal.recorded(row)).collect();
+            (journal.span, flows)
+        };
+        let is_meant = |flow: &super::Recorded| {
+            flow.egress_ip == wanted.egress_ip
+                && flow.port == wanted.port
+                && flow.began <= wanted.until
+                && flow.ended.is_none_or(|ended| wanted.from <= ended)
+        };
+        found.flows.extend(flows.into_iter().filter(is_meant).map(|flow| (number, flow)));
+        found.spans.push(span);
+    }
+    Ok(found)
+}

@@ -1,0 +1,338 @@
+//! What is told of flows is what is found again: through journals, segments, rotations and crashes.
+
+use super::follow::{Source, Watch};
+use super::interpret::{Event, Lookup, Numbered};
+use super::merge::Journal;
+use super::*;
+use crate::datapath::Pins;
+use crate::flowlog::{Counts, FlowLog, Mode};
+use egress_common::{
+    V4,
+    abi::name_kind,
+    event::{FlowEvent, what},
+    flow::FlowKey,
+    net,
+};
+use egress_core::leaselog::LeaseQuestion;
+use proptest::prelude::*;
+use std::cell::RefCell;
+use std::fs;
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+const SECOND: Instant = 1_000_000;
+/// Ticks are counted from here on.
+const EPOCH: Instant = 1_000_000 * SECOND;
+
+fn address(number: u8) -> IpAddr {
+    IpAddr::from([192, 0, 2, number])
+}
+
+fn entry() -> impl Strategy<Value = Entry> {
+    let ip = prop_oneof![(0u8..3).prop_map(address), any::<[u8; 16]>().prop_map(IpAddr::from)];
+    let destination = prop::option::of((any::<[u8; 4]>(), any::<u16>()).prop_map(SocketAddr::from));
+    (ip, 1000u16..1020, any::<u8>(), any::<u32>(), 0..1000i64, 1u32..4, 0u32..4, destination).prop_map(
+        |(egress_ip, port, protocol, ticket, began, pod, policy, destination)| Entry {
+            egress_ip,
+            port,
+            protocol,
+            ticket,
+            began: EPOCH + began * SECOND,
+            pod,
+            policy,
+            destination,
+        },
+    )
+}
+
+/// A journal of flows, each with what became of it: nothing, an end, or a refusal; and whether its beginning was told.
+fn lines() -> impl Strategy<Value = Vec<Line>> {
+    let flow = (entry(), 0i64..500, 0u8..4).prop_map(|(entry, lasts, fate)| {
+        let last = entry.began + lasts * SECOND;
+        match fate {
+            0 => vec![Line::Began(entry)],
+            1 => vec![Line::Began(entry), Line::Ended(entry, last)],
+            2 => vec![Line::Began(entry), Line::Refused(entry, last)],
+            _ => vec![Line::Ended(entry, last)],
+        }
+    });
+    prop::collection::vec(flow, 0..200).prop_map(|flows| {
+        let names = ["prod/web", "10.1.0.9", "policy"].map(str::to_owned);
+        let first = [Line::Continued(EPOCH, "w1".into())];
+        let names = names.into_iter().zip(1..).map(|(name, number)| Line::Name(number, name));
+        let last = [Line::Lost(EPOCH, EPOCH + SECOND, 7), Line::Alive(EPOCH + 2 * SECOND, 7)];
+        first.into_iter().chain(names).chain(flows.into_iter().flatten()).chain(last).collect()
+    })
+}
+
+fn sorted(mut flows: Vec<Recorded>) -> Vec<String> {
+    flows.sort_by_key(|flow| (flow.began, flow.ended));
+    let mut all: Vec<String> = flows.iter().map(|flow| format!("{flow:?}")).collect();
+    all.sort();
+    all
+}
+
+proptest! {
+    #[test]
+    fn a_segment_gives_back_each_ports_flows_and_what_was_lost(lines in lines(), ip in 0u8..3, port in 1000u16..1020) {
+        let mut journal = Journal::of(lines.iter().cloned().map(Some)).unwrap();
+        let all = journal.rows.iter().map(|row| journal.recorded(row));
+        let wanted = Wanted { egress_ip: address(ip), port, from: Instant::MIN, until: Instant::MAX };
+        let expected = all.filter(|flow| (flow.egress_ip, flow.port) == (wanted.egress_ip, port)).collect();
+        let file = tempfile::tempfile().unwrap();
+        segment::write(&mut journal, &file).unwrap();
+        let (span, flows) = segment::read(file, &wanted).unwrap();
+        prop_assert_eq!(sorted(flows), sorted(expected));
+        prop_assert_eq!(span, journal.span);
+    }
+
+    #[test]
+    fn a_journal_gives_back_its_lines_up_to_where_it_was_cut(lines in lines(), cut in any::<prop::sample::Index>()) {
+        let text = line::encode(&lines);
+        let read: Vec<Line> = line::decode(&text, |_| true).flatten().collect();
+        prop_assert_eq!(&read, &lines);
+        let cut = cut.index(text.len());
+        let whole = text[..cut].iter().filter(|byte| **byte == b'\n').count();
+        let read: Vec<Line> = line::decode(&text[..cut], |_| true).flatten().collect();
+        prop_assert_eq!(&read[..whole], &lines[..whole]);
+        let of_port = |line: &Line| match line {
+            Line::Began(entry) | Line::Ended(entry, _) | Line::Refused(entry, _) => entry.port == 1001,
+            _ => true,
+        };
+        let may: Vec<Line> = line::decode(&text, line::may_have(1001)).flatten().filter(of_port).collect();
+        prop_assert_eq!(may, lines.into_iter().filter(of_port).collect::<Vec<_>>());
+    }
+}
+
+/// What a test tells instead of the programs.
+#[derive(Default)]
+struct Told {
+    events: Vec<Event>,
+    lost: u64,
+    egress_ips: Vec<((u32, u32), IpAddr)>,
+    names: Vec<((u32, u32), String)>,
+}
+
+#[derive(Clone, Default)]
+struct Script(Rc<RefCell<Told>>);
+
+impl Lookup for Script {
+    fn egress_ip(&self, index: u32, generation: u32) -> Option<IpAddr> {
+        let told = self.0.borrow();
+        told.egress_ips.iter().find(|(key, _)| *key == (index, generation)).map(|(_, address)| *address)
+    }
+    fn name(&self, kind: u32, id: u32) -> Option<String> {
+        let told = self.0.borrow();
+        told.names.iter().find(|(key, _)| *key == (kind, id)).map(|(_, name)| name.clone())
+    }
+}
+
+impl Source for Script {
+    fn take(&mut self, most: usize) -> Vec<Event> {
+        let mut told = self.0.borrow_mut();
+        let count = most.min(told.events.len());
+        told.events.drain(..count).collect()
+    }
+    fn lost(&self) -> Option<u64> {
+        Some(self.0.borrow().lost)
+    }
+    fn numbered(&self) -> Numbered {
+        Numbered { egress_ips: self.0.borrow().egress_ips.clone(), pods: Vec::new() }
+    }
+}
+
+/// A flow of the first pod with a port; ticks are seconds from [`EPOCH`] on, more or less.
+fn event(what: u8, port: u16, created: u32, last_seen: u32) -> Event {
+    let key = FlowKey::<V4> {
+        src: net::v4([10, 1, 0, 9].into()),
+        dst: net::v4([203, 0, 113, 7].into()),
+        src_port: 1,
+        dst_port: 443u16.to_be(),
+        proto: 6,
+    };
+    let (egress, egress_generation, policy, endpoint) = (1, 1, 4, 5);
+    let (ticket, port, family) = (u32::from(port) + created, port.to_be(), 4);
+    let event =
+        FlowEvent { key, egress, egress_generation, policy, endpoint, ticket, created, last_seen, port, what, family };
+    // SAFETY: the event lives as long as the bytes of it are used, and has no padding.
+    let bytes = unsafe { std::slice::from_raw_parts((&raw const event).cast::<u8>(), size_of_val(&event)) };
+    Event::read(bytes).unwrap()
+}
+
+struct World {
+    directory: tempfile::TempDir,
+    script: Script,
+    counts: Arc<Counts>,
+    watch: Watch<Script>,
+    /// Ticks since [`EPOCH`].
+    now: u32,
+}
+
+fn settings(directory: &Path, kept: bool) -> Settings {
+    Settings {
+        config: FlowLog { mode: Mode::Flows, destinations: true, retention: Duration::from_secs(7 * 24 * 3600) },
+        directory: directory.join("flows"),
+        node: "w1".into(),
+        pins: Pins::new(directory),
+        kept,
+    }
+}
+
+impl World {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let script = Script::default();
+        script.0.borrow_mut().egress_ips = vec![((1, 1), address(10))];
+        script.0.borrow_mut().names =
+            vec![((name_kind::POLICY, 4), "web".into()), ((name_kind::ENDPOINT, 5), "prod/web-0/uid".into())];
+        let counts = Arc::new(Counts::default());
+        let watch = Watch::new(&settings(directory.path(), false), script.clone(), Arc::clone(&counts));
+        let mut world = Self { directory, script, counts, watch, now: 0 };
+        world.look(0);
+        world
+    }
+
+    fn tell(&self, events: impl IntoIterator<Item = Event>) {
+        self.script.0.borrow_mut().events.extend(events);
+    }
+
+    fn look(&mut self, tick: u32) {
+        self.now = tick;
+        self.watch.look(time(tick), u64::from(tick) << 30);
+    }
+
+    /// The agent is replaced: in order, or after it was killed, with the same maps or after a start of the node.
+    fn restart(&mut self, in_order: bool, kept: bool) {
+        let watch = Watch::new(&settings(self.directory.path(), kept), self.script.clone(), Arc::clone(&self.counts));
+        let before = std::mem::replace(&mut self.watch, watch);
+        if in_order {
+            before.stop(time(self.now));
+        }
+    }
+
+    fn ask(&self, port: u16, tick: u32) -> (Vec<Likely>, Vec<Doubt>) {
+        let (from, until, slack) = (time(tick), time(tick), 2 * SECOND);
+        let wanted = Wanted { egress_ip: address(10), port, from: from - slack - TICK, until: until + slack };
+        let found = read(&self.directory.path().join("flows"), &wanted).unwrap();
+        answer(found, LeaseQuestion { egress_ip: address(10), port, from, until, slack }, true)
+    }
+
+    fn pods(&self, port: u16, tick: u32) -> Vec<(String, bool)> {
+        self.ask(port, tick).0.into_iter().map(|likely| (likely.flow.pod, likely.surely)).collect()
+    }
+
+    fn files(&self, kind: &str) -> usize {
+        let entries = fs::read_dir(self.directory.path().join("flows")).unwrap();
+        entries.filter(|entry| entry.as_ref().unwrap().path().extension().is_some_and(|e| e == kind)).count()
+    }
+}
+
+fn time(tick: u32) -> Instant {
+    EPOCH + ((u64::from(tick) << 30) / 1000) as Instant
+}
+
+fn web(surely: bool) -> Vec<(String, bool)> {
+    vec![("prod/web-0".to_owned(), surely)]
+}
+
+#[test]
+fn a_flow_is_found_while_it_lives_and_after_its_end_with_pod_policy_and_server() {
+    let mut world = World::new();
+    world.tell([event(what::BEGAN, 1100, 10, 10)]);
+    world.look(11);
+    world.look(100);
+    assert_eq!(world.pods(1100, 50), web(true));
+    // The pod, its policy and its egress IP go; then the flow.
+    *world.script.0.borrow_mut() = Told::default();
+    world.tell([event(what::ENDED, 1100, 10, 120), event(what::REFUSED, 1101, 10, 30)]);
+    world.look(125);
+    world.look(200);
+    let (likely, doubts) = world.ask(1100, 50);
+    assert_eq!(doubts, []);
+    let flow = &likely[0].flow;
+    assert_eq!((flow.pod.as_str(), flow.node.as_str(), flow.policy.as_deref()), ("prod/web-0", "w1", Some("web")));
+    assert_eq!((flow.began, flow.ended, flow.protocol), (time(10), Some(time(120)), 6));
+    assert_eq!(flow.destination, Some("203.0.113.7:443".parse().unwrap()));
+    assert_eq!(world.pods(1100, 119), web(false));
+    assert_eq!(world.ask(1100, 150), (vec![], vec![]));
+    assert_eq!(world.ask(1100, 5), (vec![], vec![]));
+    // The firewall let nothing of this one pass.
+    assert_eq!(world.ask(1101, 20), (vec![], vec![]));
+    assert_eq!(world.counts.written.load(Ordering::Relaxed), 3);
+}
+
+#[test]
+fn a_flow_that_lives_through_files_is_one_and_ends_when_it_ends() {
+    let mut world = World::new();
+    world.tell([event(what::BEGAN, 1100, 10, 10)]);
+    world.look(11);
+    for hour in 1..4 {
+        world.look(hour * 3400);
+    }
+    assert_eq!(world.files("parquet"), 3);
+    assert_eq!(world.pods(1100, 9000), web(true));
+    world.script.0.borrow_mut().names.clear();
+    world.tell([event(what::ENDED, 1100, 10, 10_200)]);
+    world.look(10_201);
+    world.look(20_000);
+    assert_eq!(world.pods(1100, 5000), web(true));
+    assert_eq!(world.ask(1100, 5000).0[0].flow.policy.as_deref(), Some("web"));
+    assert_eq!(world.ask(1100, 12_000), (vec![], vec![]));
+}
+
+#[test]
+fn an_agent_that_comes_back_goes_on_and_a_node_that_starts_again_does_not() {
+    let mut world = World::new();
+    world.tell([event(what::BEGAN, 1100, 10, 10)]);
+    world.look(11);
+    world.restart(true, true);
+    // Told while no agent ran.
+    world.tell([event(what::ENDED, 1100, 10, 60), event(what::BEGAN, 1101, 70, 70)]);
+    world.look(80);
+    assert_eq!(world.ask(1100, 40).1, []);
+    assert_eq!((world.pods(1100, 40), world.ask(1100, 70)), (web(true), (vec![], vec![])));
+    // The agent is killed, and what it had taken may be missing.
+    world.look(100);
+    world.restart(false, true);
+    world.look(120);
+    assert_eq!(world.ask(1101, 110).1, [Doubt::Lost(time(100), time(120), 0)]);
+    assert_eq!(world.ask(1101, 90).1, []);
+    // The node starts again: no flow lives on, and nobody watched.
+    world.look(150);
+    world.restart(false, false);
+    world.look(200);
+    world.look(300);
+    assert_eq!(world.pods(1101, 140), web(true));
+    assert_eq!(world.ask(1101, 170).1, [Doubt::Unwatched(Some(time(150)), Some(time(200)))]);
+    assert_eq!(world.ask(1101, 250), (vec![], vec![]));
+    assert_eq!(world.ask(1101, 400).1, [Doubt::Unwatched(Some(time(300)), None)]);
+}
+
+#[test]
+fn what_is_lost_is_counted_and_told_in_the_log() {
+    let mut world = World::new();
+    world.look(20);
+    // The buffer was full, and one flow's egress IP is nobody's any more.
+    world.script.0.borrow_mut().lost = 5;
+    world.script.0.borrow_mut().egress_ips.clear();
+    world.restart(true, true);
+    world.tell([event(what::ENDED, 1100, 10, 20)]);
+    world.look(40);
+    world.look(60);
+    let lost = |at| world.ask(1100, at).1;
+    assert_eq!(lost(30), [Doubt::Lost(time(20), time(40), 6)]);
+    assert_eq!((lost(10), lost(55)), (vec![], vec![]));
+    assert_eq!(world.counts.lost.load(Ordering::Relaxed), 6);
+    // Told once, also by the next agent.
+    world.restart(true, true);
+    world.look(80);
+    world.look(100);
+    assert_eq!(world.ask(1100, 70).1, []);
+    // The same after it has become a segment.
+    world.look(4000);
+    assert_eq!(world.files("parquet"), 3);
+    assert_eq!(world.ask(1100, 30).1, [Doubt::Lost(time(20), time(40), 6)]);
+}
