@@ -65,6 +65,23 @@ fn all_nodes_are_asked(world: &InstalledCluster) -> Result<()> {
         ensure!(!output.status.success() && told.contains(why), "{line}: {told}");
     }
 
+    let policy = |to: &str| {
+        format!(
+            "apiVersion: spillway.io/v1alpha1\nkind: EgressGatewayPolicy\nmetadata: {{name: another}}\n\
+             spec: {{selectors: [{{podSelector: {{}}}}], destinationCIDRs: [{to}], egressIPPools: [{{name: public, count: 1}}]}}\n"
+        )
+    };
+    for (text, code, told) in [
+        (policy("198.51.100.0/24"), 1, "flows of 6 nodes"),
+        (policy("anywhere"), 2, "destinationCIDRs"),
+        (String::new(), 0, "nothing"),
+    ] {
+        fs::write(plugin.0.join("changed.yaml"), &text)?;
+        let Output { status, stdout, stderr } = plugin.run("diff -f changed.yaml")?;
+        let said = String::from_utf8([stdout, stderr].concat())?;
+        ensure!(status.code() == Some(code) && said.contains(told), "{text}: {status}: {said}");
+    }
+
     plugin.says("sysdump -f dump.tar.gz")?;
     let unpacked = plugin.0.join("dump");
     fs::create_dir_all(&unpacked)?;
