@@ -9,6 +9,7 @@ use crate::{
     tables::{
         classify::{self, Class},
         family::Family,
+        traffic,
     },
 };
 use egress_common::{
@@ -41,8 +42,8 @@ pub enum Check {
 pub fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, opening: bool) -> Check {
     let generation = generation(config);
     // What opens again under the same tables is of the policy that it was of.
-    let policy = if flow.kind == kind::TRANSLATED && flow.config_generation == generation {
-        flow.policy
+    let (policy, namespace) = if flow.kind == kind::TRANSLATED && flow.config_generation == generation {
+        (flow.policy as u32, 0)
     } else {
         match classify::classify(config, key.src, key.dst) {
             Class::Held => return Check::Drop(Counter::DropHeld),
@@ -55,7 +56,7 @@ pub fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, open
             Class::Outside(_) => return Check::Anew,
             // The address is another pod's now.
             Class::Policy(_, endpoint) if endpoint.id != flow.endpoint => return Check::Anew,
-            Class::Policy(policy, _) => policy,
+            Class::Policy(policy, endpoint) => (policy, endpoint.namespace),
         }
     };
     match classify::member(policy, flow.egress) {
@@ -66,7 +67,10 @@ pub fn check<F: Family>(config: &Config, key: &FlowKey<F>, flow: &mut Flow, open
             if opening && !reopen::<F>(config, key, flow, m.usable != 0) {
                 return Check::Anew;
             }
-            flow.policy = policy;
+            if flow.policy as u32 != policy {
+                flow.policy = policy as u16;
+                flow.account = traffic::account(namespace, policy, flow.egress);
+            }
             flow.kind = kind::TRANSLATED;
             flow.config_generation = generation;
             Check::Keep

@@ -232,6 +232,12 @@ impl Packet {
         field!(self.context.0, gso_size)
     }
 
+    /// How many packets a merged one stands for; 1 for a single packet.
+    #[inline(always)]
+    pub fn segments(&self) -> u32 {
+        field!(self.context.0, gso_segs).max(1)
+    }
+
     /// The sum over `N` bytes at `offset`, not folded.
     #[inline(always)]
     pub fn sum<const N: u32>(&self, offset: u32) -> Option<u32> {

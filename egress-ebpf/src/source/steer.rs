@@ -17,7 +17,7 @@ use crate::{
         datagram,
         family::Family,
         maps::{CONFIG, EGRESS_IPS},
-        share, stats,
+        share, stats, traffic,
     },
     transports::{carrier, large},
 };
@@ -25,8 +25,10 @@ use egress_common::{
     config::{Config, flags},
     endpoint::{Endpoint, Policy, policy_flags},
     flow::{Flow, FlowKey, kind},
-    hash, tcp, udp,
-    verdict::{Counter, Verdict},
+    hash, tcp,
+    traffic::REFUSED,
+    udp,
+    verdict::{Counter, Verdict, bits},
 };
 
 /// What [`established`] returns when there is no flow: no verdict has these bits.
@@ -90,10 +92,24 @@ fn opening<F: Family>(pkt: &Packet) -> u64 {
         SHARE | TABLE => once::first::<F>(pkt),
         verdict => verdict,
     };
+    if verdict >> 32 == bits::DROP && traffic::is_refusal(verdict as u32) {
+        once::refused::<F>(pkt, verdict as u32);
+    }
     if verdict == ASK || verdict == ENTERED {
         collect::go_along::<F>();
     }
     if verdict == ASK { firewall::ask(pkt).to_bits() } else { verdict }
+}
+
+/// Counts the first packet of a flow that is refused.
+#[inline(always)]
+pub fn refused<F: Family>(pkt: &Packet, counter: u32) -> u64 {
+    if let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt))
+        && let Class::Policy(policy, endpoint) = classify::classify(config, ip.src, ip.dst)
+    {
+        traffic::refused(traffic::account(endpoint.namespace, policy, REFUSED), counter);
+    }
+    0
 }
 
 /// A packet of a flow that is in the table.
@@ -277,11 +293,13 @@ fn open<F: Family>(
     search.key = FlowKey { src: key.src, dst: key.dst, src_port: 0, dst_port: key.dst_port, proto: key.proto };
     search.policy = *policy;
     search.endpoint = endpoint.id;
+    search.namespace = endpoint.namespace;
     search.generation = generation;
     ports::take::<F>(search)?;
     let mut flow = Flow {
         check: 0,
-        policy: index,
+        policy: index as u16,
+        account: search.value.account,
         egress: search.value.egress,
         egress_generation: search.value.egress_generation,
         config_generation: search.generation,
@@ -313,6 +331,7 @@ fn open<F: Family>(
 fn commit<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), Counter> {
     let Err(error) = enter::<F>(key, flow) else {
         stats::count(Counter::FlowsCreated);
+        traffic::opened(flow.account);
         return Ok(());
     };
     if let Some(reverse) = reverse_key::<F>(key, flow) {
@@ -342,10 +361,11 @@ fn go<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow:
             return Verdict::Later(GATHER);
         }
     }
-    translated::send::<F>(pkt, config, ip, t, flow.egress, flow.port, true)
+    translated::send::<F>(pkt, config, ip, t, flow, true)
 }
 
 once! {
     established(established_v4, established_v6) = established();
     first(first_v4, first_v6) = first();
+    refused(refused_v4, refused_v6) = refused(counter: u32);
 }

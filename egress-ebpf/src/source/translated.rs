@@ -1,6 +1,7 @@
 //! A translated packet on its way: out, to a carrier of its egress IP, or into its pod.
 
 use crate::{
+    flows::table::Taken,
     headers::{
         note,
         packet::{Mac, Packet},
@@ -9,7 +10,7 @@ use crate::{
     tables::{
         family::Family,
         maps::{EGRESS_IPS, NODES},
-        stats,
+        stats, traffic,
     },
     translation::rewrite::{End, Rewrite, rewrite},
     transports::{carrier, large, mss, send, shaper},
@@ -28,10 +29,10 @@ pub fn send<F: Family>(
     config: &Config,
     ip: &Ip<F>,
     t: &Transport,
-    egress: u32,
-    port: u16,
+    flow: &Taken,
     hop: bool,
 ) -> Verdict {
+    let (egress, port) = (flow.egress, flow.port);
     // The stack answers "time exceeded"; such a packet does not leave the node.
     if hop && ip.hop_limit <= 1 {
         return Verdict::Pass;
@@ -53,6 +54,7 @@ pub fn send<F: Family>(
     if rewrite(pkt, ip, &r).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
+    traffic::sent(flow.account, pkt);
     hand_over(pkt, egress, e, to, entropy)
 }
 

@@ -26,6 +26,7 @@ mod rig;
 mod scenes;
 mod tables;
 mod talk;
+mod traffic;
 mod transports;
 mod write;
 
