@@ -98,6 +98,7 @@ pub async fn agent(
         agent: Some(published),
         controller: with_controller.then_some(reports),
         log: Some(log),
+        writes: Some(store.counts()),
     };
     let _metrics = serve(metrics, sources).await?;
     let controller =
@@ -126,7 +127,8 @@ pub async fn controller(
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> Result<()> {
     let (report, reports) = watch::channel(Report::default());
-    let _metrics = serve(metrics, Sources { controller: Some(reports), ..Sources::default() }).await?;
+    let sources = Sources { controller: Some(reports), writes: Some(store.counts()), ..Sources::default() };
+    let _metrics = serve(metrics, sources).await?;
     controller::run(store, controller_config(config), report, stop).await;
     Ok(())
 }

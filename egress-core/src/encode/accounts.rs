@@ -76,7 +76,8 @@ fn wanted(view: &NodeView) -> BTreeSet<Account> {
 
 /// A number below [`MAX_ACCOUNTS`] for each account, as long as there are any: the one that it has in the maps, or a free one.
 fn numbers(wanted: BTreeSet<Account>, present: &Tables) -> BTreeMap<Account, u32> {
-    let known: BTreeMap<Account, u32> = accounts(present).into_iter().map(|(number, account)| (account, number)).collect();
+    let known: BTreeMap<Account, u32> =
+        accounts(present).into_iter().map(|(number, account)| (account, number)).collect();
     let taken: BTreeSet<u32> = present.accounts.values().copied().collect();
     let mut free = (u32::from(OTHER) + 1..MAX_ACCOUNTS as u32).filter(|number| !taken.contains(number));
     let number = |account: Account| {

@@ -135,7 +135,9 @@ pub fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now:
         }
         return mine;
     }
-    let Some(mut value) = reverse_value(pkt, key, flow.policy as u32, flow.endpoint, flow.pending, now) else { return true };
+    let Some(mut value) = reverse_value(pkt, key, flow.policy as u32, flow.endpoint, flow.pending, now) else {
+        return true;
+    };
     value.egress = flow.egress;
     value.egress_generation = flow.egress_generation;
     value.account = flow.account;

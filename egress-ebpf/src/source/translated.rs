@@ -24,14 +24,7 @@ use egress_common::{
 
 /// Translates the packet of a flow and sends it on its way; `hop`: it is routed here, so its hop limit falls.
 #[inline(always)]
-pub fn send<F: Family>(
-    pkt: &Packet,
-    config: &Config,
-    ip: &Ip<F>,
-    t: &Transport,
-    flow: &Taken,
-    hop: bool,
-) -> Verdict {
+pub fn send<F: Family>(pkt: &Packet, config: &Config, ip: &Ip<F>, t: &Transport, flow: &Taken, hop: bool) -> Verdict {
     let (egress, port) = (flow.egress, flow.port);
     // The stack answers "time exceeded"; such a packet does not leave the node.
     if hop && ip.hop_limit <= 1 {

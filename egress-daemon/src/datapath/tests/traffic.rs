@@ -79,7 +79,8 @@ fn refused_flows_are_counted_by_reason() {
         let expected = REFUSALS.map(|other| if other == reason { 2 } else { 0 });
         assert_eq!(refused, expected, "{reason:?}");
     };
-    let unusable = |view: &mut NodeView| view.policies.values_mut().flat_map(|p| &mut p.slots).for_each(|s| s.usable = false);
+    let unusable =
+        |view: &mut NodeView| view.policies.values_mut().flat_map(|p| &mut p.slots).for_each(|s| s.usable = false);
     let no_blocks = |view: &mut NodeView| view.egress_ips.values_mut().for_each(|e| e.blocks.clear());
     refuse(&unusable, Counter::DropNoGateway);
     refuse(&no_blocks, Counter::DropNoPort);
