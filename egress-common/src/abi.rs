@@ -53,6 +53,8 @@ pub mod name_kind {
     pub const NODE: u32 = 2;
     /// An endpoint, as `namespace/name/uid`; the id is the endpoint's.
     pub const ENDPOINT: u32 = 3;
+    /// A namespace of pods that policies select; the id is its number on this node.
+    pub const NAMESPACE: u32 = 4;
 }
 
 crate::layout::map_type! {

@@ -48,15 +48,18 @@ map_type! {
         pub history_until: u32,
         /// The interface that the pod is behind, where the node's routes say so; 0: any.
         pub ifindex: u32,
+        /// Number of its namespace on this node; 0 for a pod that no policy selects.
+        pub namespace: u32,
         /// Its checksum ([`Checked`]).
         pub check: u32,
-    } size 20
+    } size 24
 }
 
 impl<A: Words> Checked<A> for Endpoint {
     #[inline(always)]
     fn checksum(&self, addr: &A) -> u32 {
-        checksum(addr.multilinear(1), multilinear([self.id, self.class, self.history_until, self.ifindex], 5))
+        let own = [self.id, self.class, self.history_until, self.ifindex, self.namespace];
+        checksum(addr.multilinear(1), multilinear(own, 5))
     }
     #[inline(always)]
     fn check(&self) -> u32 {

@@ -45,7 +45,9 @@ map_type! {
         /// [`Flow::checksum`].
         pub check: u32,
         /// Index of the policy.
-        pub policy: u32,
+        pub policy: u16,
+        /// Index in `TRAFFIC` of what its packets are counted under.
+        pub account: u16,
         /// Index of the egress IP in `EGRESS_IPS`: with the policy it names the slot.
         pub egress: u32,
         /// Generation of that index when the flow was made: an index that was given to another address does not match.
@@ -98,6 +100,7 @@ impl Flow {
     pub const EMPTY: Flow = Flow {
         check: 0,
         policy: 0,
+        account: 0,
         egress: 0,
         egress_generation: 0,
         config_generation: 0,
@@ -132,7 +135,9 @@ map_type! {
         /// Interface that the flow's first packet came in by.
         pub ifindex: u32,
         /// Index of the policy.
-        pub policy: u32,
+        pub policy: u16,
+        /// [`Flow::account`].
+        pub account: u16,
         /// Index of the egress IP.
         pub egress: u32,
         /// Generation of that index.

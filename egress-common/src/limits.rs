@@ -24,6 +24,9 @@ pub const MAX_EGRESS_IPS: usize = 2_048;
 pub const MAX_MEMBERS: usize = 65_536;
 /// (endpoint, policy) assignments of `PerEndpoint` policies on one node.
 pub const MAX_ASSIGNMENTS: usize = 65_536;
+/// Accounts of traffic on one node: a policy, a namespace and an egress IP each, and one more for each policy and namespace. What has none is
+/// counted together.
+pub const MAX_ACCOUNTS: usize = 2_048;
 /// Nodes of the cluster. Index 0 is never used.
 pub const MAX_NODES: usize = 16_384;
 /// Tunnel addresses of all nodes together: one of each family for every node.

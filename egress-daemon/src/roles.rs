@@ -110,6 +110,7 @@ pub async fn agent(
         agent: Some(published),
         controller: with_controller.then_some(reports),
         log: Some([log, flow_log]),
+        writes: Some(store.counts()),
     };
     let _metrics = serve(metrics, sources).await?;
     let controller =
@@ -138,7 +139,8 @@ pub async fn controller(
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> Result<()> {
     let (report, reports) = watch::channel(ControllerReport::default());
-    let _metrics = serve(metrics, MetricSources { controller: Some(reports), ..MetricSources::default() }).await?;
+    let sources = MetricSources { controller: Some(reports), writes: Some(store.counts()), ..MetricSources::default() };
+    let _metrics = serve(metrics, sources).await?;
     controller::run(store, controller_config(config), report, stop).await;
     Ok(())
 }

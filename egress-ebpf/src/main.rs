@@ -96,6 +96,9 @@ pub fn pod_egress(ctx: TcContext) -> i32 {
         (_, IPV6) => steer::steer::<V6>(&pkt),
         _ => Verdict::Pass.to_bits(),
     };
+    if verdict >> 32 == bits::DROP {
+        steer::count_refused(pkt.raw(), verdict as u32);
+    }
     let code = settle(&pkt, verdict);
     if code == NEXT && matches!(maps::CONFIG.get(0), Some(config) if config.flags & flags::HOLD != 0) {
         pkt.note_seen();

@@ -114,6 +114,20 @@ impl Carriers {
         self.answered.contains(&ip)
     }
 
+    /// The egress IPs for which this node answers.
+    pub fn answered(&self) -> &BTreeSet<IpAddr> {
+        &self.answered
+    }
+
+    /// Those of them that it did not answer for `before`, each with the carrier that it does that for: the first one, which is dead.
+    pub fn taken_over<'a>(&self, c: &'a Facts, before: &BTreeSet<IpAddr>) -> Vec<(IpAddr, &'a NodeName)> {
+        let of = |ip: &IpAddr| {
+            let first = c.objects.plan.egress_ips.get(ip)?.order().find(|name| **name != c.node)?;
+            (c.probes.get(first) == Some(&ProbeState::Dead)).then_some((*ip, first))
+        };
+        self.answered.difference(before).filter_map(of).collect()
+    }
+
     /// The egress IPs that this node has routes to for others: who is able carries them, in whatever order.
     pub fn advertised(&self) -> &BTreeSet<IpAddr> {
         &self.advertised

@@ -81,6 +81,8 @@ struct Gateway {
     held: bool,
     /// When it is probed next.
     due: Duration,
+    /// When its last answer came.
+    heard: Option<Duration>,
 }
 
 /// The gateways that are probed, and what is known of them. Times are since any start.
@@ -121,6 +123,7 @@ impl Gateways {
                             able: true,
                             held: false,
                             due: Duration::ZERO,
+                            heard: None,
                         },
                     );
                     self.next_number += 1;
@@ -157,6 +160,11 @@ impl Gateways {
     /// What the probes say of one transport to a gateway; `None` if it is not probed.
     pub fn of(&self, name: &NodeName, transport: u32) -> Option<ProbeState> {
         self.gateways.get(name)?.transports.of(transport)
+    }
+
+    /// When a gateway has answered last.
+    pub fn heard(&self, name: &NodeName) -> Option<Duration> {
+        self.gateways.get(name)?.heard
     }
 
     /// The last round trip of a gateway.
@@ -209,6 +217,7 @@ impl Gateways {
             g.back = Some(answer.back);
         }
         g.held = answer.held;
+        g.heard = Some(now);
         let changed = g.able != answer.able;
         if changed {
             g.able = answer.able;

@@ -16,6 +16,7 @@ pub mod ports;
 pub mod programmed;
 pub mod pulse;
 pub mod reach;
+pub mod takeovers;
 pub mod transports;
 pub mod unnamed;
 pub mod view;

@@ -67,6 +67,11 @@ impl Ports {
         self.0.iter().map(|(egress, u)| (*egress, u.peak)).collect()
     }
 
+    /// How many blocks the flows use, by egress IP.
+    pub fn blocks(&self) -> BTreeMap<IpAddr, usize> {
+        self.0.iter().map(|(egress, u)| (*egress, u.blocks.len())).collect()
+    }
+
     /// How many blocks of an egress IP the flows are going to need, with room for as many again; at most all that there are.
     pub fn needed(&self, egress: IpAddr) -> u16 {
         let expected = self.0.get(&egress).map_or(0, |u| u.expected);
@@ -199,5 +204,6 @@ pub(super) mod tests {
         let egress = IpAddr::from([192, 0, 2, 1]);
         let ports = count([used(1024, 443), used(1087, 80), used(1088, 443)]);
         assert_eq!([0, 1, 2].map(|block| ports.flows(egress, block)), [2, 1, 0]);
+        assert_eq!(ports.blocks(), [(egress, 2)].into());
     }
 }

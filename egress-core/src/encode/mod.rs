@@ -3,6 +3,7 @@
 //! Names become small numbers here (policies, egress IPs, nodes, endpoints, classes). A number keeps its meaning as long
 //! as the thing lives, over restarts of the agent too: the numbers are read back from the maps themselves.
 
+pub mod accounts;
 mod chunks;
 pub mod fit;
 mod names;
@@ -29,6 +30,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
     str::FromStr,
+    sync::Arc,
 };
 use tables::{Overflow, Tables};
 use transport::TransportView;
@@ -152,6 +154,7 @@ pub struct Encoder {
     egress: Numbers<IpAddr>,
     nodes: Numbers<NodeName>,
     endpoints: Numbers<EndpointId>,
+    namespaces: Numbers<Arc<str>>,
     classes: Numbers<BTreeSet<PolicyId>>,
 }
 
@@ -178,6 +181,7 @@ impl Encoder {
             egress: Numbers(present.egress_ips.iter().map(|(i, e)| (net::from_any(e.addr), *i)).collect()),
             nodes: Numbers(nodes.map(|(k, v)| (NodeName::from(name_text(v).as_str()), k.id)).collect()),
             endpoints: Numbers(named(present, name_kind::ENDPOINT).collect()),
+            namespaces: accounts::recover(present),
             // Classes are not named in the maps: they get new numbers, beside the old ones until those are removed.
             classes: Numbers(BTreeMap::new()),
         }
@@ -190,6 +194,7 @@ impl Encoder {
             egress: egress_numbers(view, present),
             nodes: self.nodes.assign(view.nodes.keys().cloned(), named_ids(present, name_kind::NODE)),
             endpoints: endpoint_numbers(&self.endpoints, view, present),
+            namespaces: self.namespaces.assign(accounts::namespaces(view), named_ids(present, name_kind::NAMESPACE)),
             classes: self
                 .classes
                 .assign(view.classes.keys().filter(|c| !c.is_empty()).cloned(), present_classes(present)),
@@ -199,6 +204,7 @@ impl Encoder {
         next.egress_ips(view, present, &mut tables);
         next.policies(view, present, &mut tables);
         next.endpoints(view, &mut tables);
+        next.accounts(view, present, &mut tables);
         next.names(&mut tables);
         for (index, mac) in &view.uplinks {
             tables.uplinks.insert(*index, Uplink { mac: transport::mac(*mac), reserved: 0 });
@@ -373,11 +379,14 @@ impl Encoder {
             }
         }
         for (id, endpoint) in &view.endpoints {
+            let namespace = self.namespaces.0.get(&id.namespace).filter(|_| !endpoint.class.is_empty());
+            let namespace = namespace.copied().unwrap_or(0);
             let Some(&id) = self.endpoints.0.get(id) else { continue };
             let class = self.classes.0.get(&endpoint.class).copied().unwrap_or(0);
             for ip in &endpoint.ips {
                 let ifindex = endpoint.interfaces.get(ip).copied().unwrap_or(0);
-                let record = Endpoint { id, class, history_until: endpoint.history_until, ifindex, check: 0 };
+                let history_until = endpoint.history_until;
+                let record = Endpoint { id, class, history_until, ifindex, namespace, check: 0 };
                 match ip {
                     IpAddr::V4(a) => enter(&mut tables.v4.endpoints, net::v4(*a), record),
                     IpAddr::V6(a) => enter(&mut tables.v6.endpoints, net::v6(*a), record),
@@ -393,6 +402,7 @@ impl Encoder {
         self.policies.0.iter().for_each(|(p, n)| add(name_kind::POLICY, *n, p.to_string()));
         self.nodes.0.iter().for_each(|(p, n)| add(name_kind::NODE, *n, p.to_string()));
         self.endpoints.0.iter().for_each(|(p, n)| add(name_kind::ENDPOINT, *n, p.to_string()));
+        self.namespaces.0.iter().for_each(|(p, n)| add(name_kind::NAMESPACE, *n, p.to_string()));
     }
 }
 

@@ -7,6 +7,7 @@ use egress_common::{
     egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, NodeEntry, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     limits,
+    traffic::AccountKey,
 };
 use std::collections::BTreeMap;
 
@@ -47,6 +48,8 @@ pub struct Tables {
     pub members: BTreeMap<MemberKey, Member>,
     /// `PerEndpoint` assignments.
     pub assignments: BTreeMap<AssignmentKey, u32>,
+    /// What the packets of a namespace, policy and egress IP are counted under.
+    pub accounts: BTreeMap<AccountKey, u32>,
     /// Maglev tables by chunk.
     pub maglev: BTreeMap<u32, MaglevChunk>,
     /// Egress IPs by index. One that is retired stays here without an owner until its index is needed: flows that still
@@ -111,6 +114,7 @@ impl Tables {
             ("CLASSES", highest(classes.max().as_ref()), limits::MAX_CLASSES),
             ("MEMBERS", self.members.len(), limits::MAX_MEMBERS),
             ("ASSIGNMENTS", self.assignments.len(), limits::MAX_ASSIGNMENTS),
+            ("ACCOUNTS", self.accounts.len(), limits::MAX_ACCOUNTS),
             ("MAGLEV", highest(self.maglev.keys().next_back()), limits::MAX_MAGLEV_CHUNKS),
             ("EGRESS_IPS", highest(self.egress_ips.keys().next_back()), limits::MAX_EGRESS_IPS),
             ("NODES", highest(self.nodes.keys().next_back()), limits::MAX_NODES),
@@ -140,6 +144,7 @@ impl Tables {
             ("POLICIES", union(&self.policies, &present.policies), limits::MAX_POLICIES),
             ("MEMBERS", union(&self.members, &present.members), limits::MAX_MEMBERS),
             ("ASSIGNMENTS", union(&self.assignments, &present.assignments), limits::MAX_ASSIGNMENTS),
+            ("ACCOUNTS", union(&self.accounts, &present.accounts), limits::MAX_ACCOUNTS),
             ("EGRESS_INDEX_V4", union(&self.v4.egress_index, &present.v4.egress_index), limits::MAX_EGRESS_IPS),
             ("EGRESS_INDEX_V6", union(&self.v6.egress_index, &present.v6.egress_index), limits::MAX_EGRESS_IPS),
             ("NODE_INDEX", union(&self.node_index, &present.node_index), limits::MAX_NODE_ADDRESSES),

@@ -1,6 +1,6 @@
-//! Counting the ports in use, aside: the tables may hold a million flows.
+//! Counting the flows and the ports that they use, aside: the tables may hold a million flows.
 
-use super::Agent;
+use super::{Agent, tell};
 use crate::datapath::maps::{Maps, MapsError};
 use egress_common::{
     flow::{Flow, kind},
@@ -17,6 +17,14 @@ fn thread_time() -> Duration {
     nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }
 
+/// What a count has found.
+pub(super) struct Count {
+    /// For the machine.
+    counted: Counted,
+    /// Flows by account.
+    accounts: BTreeMap<u32, u64>,
+}
+
 impl Agent {
     /// Begins to count the ports that flows of this node use.
     pub(super) fn begin_count(&mut self, growth: Growth) {
@@ -26,35 +34,49 @@ impl Agent {
         let known: BTreeMap<u32, (u32, IpAddr)> = known.collect();
         self.counting.begin(move || {
             let idle = thread_time();
-            let ports = count_ports(&maps, &known, &growth);
+            let mut accounts = BTreeMap::new();
+            let ports = count_ports(&maps, &known, &growth, &mut accounts);
             let ports = ports.inspect_err(|e| tracing::warn!("cannot count the ports in use: {e}")).ok();
-            Counted { ports, began, took: thread_time().saturating_sub(idle) }
+            Count { counted: Counted { ports, began, took: thread_time().saturating_sub(idle) }, accounts }
         });
     }
 
     /// Takes over a count.
-    pub(super) fn take_count(&mut self, counted: Counted) {
-        if let Some(ports) = &counted.ports {
-            self.publish.send_modify(|state| Arc::make_mut(state).ports_used = ports.peaks());
-        }
+    pub(super) fn take_count(&mut self, Count { counted, accounts }: Count) {
+        let peaks = counted.ports.as_ref().map(Ports::peaks);
         self.machine.handle_ports(counted, self.now());
+        if let Some(peaks) = peaks {
+            self.account_flows = accounts;
+            let (blocks, flows) = (tell::blocks(self), self.account_flows.clone());
+            self.publish.send_modify(|state| {
+                let state = Arc::make_mut(state);
+                (state.ports_used, state.blocks, state.account_flows) = (peaks, blocks, flows);
+            });
+        }
     }
 }
 
 /// A count that came to nothing.
-pub(super) fn failed(now: Duration) -> Counted {
-    Counted { ports: None, began: now, took: Duration::ZERO }
+pub(super) fn failed(now: Duration) -> Count {
+    Count { counted: Counted { ports: None, began: now, took: Duration::ZERO }, accounts: BTreeMap::new() }
 }
 
-/// The ports that the flows in the maps use, of the egress IPs that are known by index with their generations.
-fn count_ports(maps: &Maps, known: &BTreeMap<u32, (u32, IpAddr)>, growth: &Growth) -> Result<Ports, MapsError> {
+/// The ports that the flows in the maps use, of the egress IPs that are known by index with their generations; and how many flows each
+/// account has.
+fn count_ports(
+    maps: &Maps,
+    known: &BTreeMap<u32, (u32, IpAddr)>,
+    growth: &Growth,
+    accounts: &mut BTreeMap<u32, u64>,
+) -> Result<Ports, MapsError> {
     let egress = |flow: &Flow| {
         let (generation, address) = known.get(&flow.egress).filter(|_| flow.kind == kind::TRANSLATED)?;
         (*generation == flow.egress_generation).then_some(*address)
     };
     let used = |flow: &Flow, pod: IpAddr, remote: IpAddr, port: u16, proto: u32| {
         let remote = (remote, u16::from_be(port), proto);
-        egress(flow).map(|egress| Used { pod, egress, remote, port: u16::from_be(flow.port) })
+        let used = egress(flow).map(|egress| Used { pod, egress, remote, port: u16::from_be(flow.port) });
+        used.map(|used| (used, u32::from(flow.account)))
     };
     let v4 = maps.v4.flows.iter().map(|entry| {
         entry.map(|(key, flow)| {
@@ -68,6 +90,10 @@ fn count_ports(maps: &Maps, known: &BTreeMap<u32, (u32, IpAddr)>, growth: &Growt
     });
     let mut failed = None;
     let all = v4.chain(v6).map_while(|used| used.map_err(|e| failed = Some(e)).ok());
-    let ports = Ports::count(all.flatten(), growth);
+    let all = all.flatten().map(|(used, account)| {
+        *accounts.entry(account).or_default() += 1;
+        used
+    });
+    let ports = Ports::count(all, growth);
     failed.map_or(Ok(ports), Err)
 }

@@ -35,13 +35,14 @@ use anyhow::Context as _;
 use egress_core::{
     agent::{
         facts::Facts,
-        machine::{Counted, Left, Machine},
+        machine::{Left, Machine},
     },
     encode::{Encoder, NodeView},
     model::NodeName,
 };
 use futures::FutureExt as _;
 use std::{
+    collections::BTreeMap,
     future::Future,
     path::PathBuf,
     sync::Arc,
@@ -102,7 +103,9 @@ pub struct Agent {
     pub(super) lease: Option<LeaseKeeper>,
     /// A lease on its way back.
     pub(super) releasing: Aside<()>,
-    pub(super) counting: Aside<Counted>,
+    pub(super) counting: Aside<count::Count>,
+    /// The flows of each account, as they were counted last.
+    pub(super) account_flows: BTreeMap<u32, u64>,
     /// The status on its way to the store.
     pub(super) writing: Aside<Result<(), StoreError>>,
     pub(super) sockets: Aside<Result<NodePorts, PortsError>>,
@@ -171,6 +174,7 @@ impl Agent {
             lease: None,
             releasing: Aside::default(),
             counting: Aside::default(),
+            account_flows: BTreeMap::new(),
             writing: Aside::default(),
             sockets: Aside::default(),
             // Known before the first report.

@@ -3,24 +3,26 @@
 use super::{Agent, facts::ObservedObjects};
 use crate::{
     observe::state::{
-        AgentState, ConditionState, EgressIpState, GatewayState, NodeState, PolicyState, ProbeResult, ProblemState,
+        AgentState, BlockCounts, ConditionState, EgressIpState, GatewayState, NodeState, PolicyState, ProbeResult,
+        ProblemState, TakeOverLengths,
     },
     translate::refusals,
 };
+use egress_common::{egress::EgressIp, net, port_block};
 use egress_core::{
     agent::{
         gateways::Gateways,
         machine::Machine,
         transports::{self, TRANSPORTS, Transports},
     },
-    encode::NodeView,
+    encode::{NodeView, accounts},
     health::ProbeState,
     model::{Distribution, NodeName},
     network::xdp::Why,
     plan::{ConditionKind, Reason},
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
-use std::net::IpAddr;
+use std::{collections::BTreeMap, net::IpAddr};
 
 /// An error of the agent, as a problem of its node.
 fn problem(node: &NodeName, message: &str) -> ProblemState {
@@ -60,12 +62,38 @@ pub fn state(agent: &Agent, view: &NodeView) -> AgentState {
         egress_ips: observed.plan.egress_ips.iter().map(|(ip, e)| egress_ip(observed, *ip, e)).collect(),
         unnamed_networks: outcome.unnamed.iter().map(|(net, why)| (net.to_string(), why.clone())).collect(),
         ports_used: machine.facts().ports.peaks(),
+        blocks: blocks(agent),
+        account_flows: agent.account_flows.clone(),
+        without_account: accounts::without_number(view, agent.writer.present()),
+        takeovers: takeovers(machine),
         conditions: observed
             .egress_node(&agent.node)
             .and_then(|n| n.status.as_ref())
             .map_or(Vec::new(), |s| s.conditions.iter().map(condition).collect()),
         problems,
     }
+}
+
+/// The port blocks of the egress IPs that the tables have. Who is free is known to the owner alone, which tells it for all.
+pub fn blocks(agent: &Agent) -> BTreeMap<IpAddr, BlockCounts> {
+    let (tables, used) = (agent.writer.present(), agent.machine.facts().ports.blocks());
+    let of = |(index, egress): (&u32, &EgressIp)| {
+        let address = net::from_any(egress.addr);
+        let owner = agent.observed.plan.egress_ips.get(&address)?.owner.as_ref();
+        let taken = tables.leases.get(index).map_or(0, |table| table.node.iter().filter(|node| **node != 0).count());
+        let counts = BlockCounts {
+            leased: tables.blocks.get(index).map_or(0, |list| list.count as usize),
+            used: used.get(&address).copied().unwrap_or(0),
+            free: (owner == Some(&agent.node)).then(|| usize::from(port_block::COUNT).saturating_sub(taken)),
+        };
+        (counts != BlockCounts::default()).then_some((address, counts))
+    };
+    tables.egress_ips.iter().filter_map(of).collect()
+}
+
+fn takeovers(machine: &Machine) -> TakeOverLengths {
+    let lengths = machine.takeovers();
+    TakeOverLengths { counts: lengths.counts.into(), sum_millis: lengths.sum.as_millis() as u64 }
 }
 
 fn node(agent: &Agent) -> NodeState {

@@ -3,7 +3,8 @@
 use super::Pins;
 use aya::{
     Pod,
-    maps::{Array, HashMap, LpmTrie, MapData, MapError, PerCpuArray, lpm_trie::Key},
+    maps::{Array, HashMap, LpmTrie, MapData, MapError, PerCpuArray, PerCpuValues, lpm_trie::Key},
+    util::nr_cpus,
 };
 use egress_common::{
     V4, V6,
@@ -12,6 +13,7 @@ use egress_common::{
     egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, NodeEntry, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Flow, FlowKey, Inbound, Reverse},
+    traffic::{AccountKey, Traffic},
     verdict::Counter,
 };
 use std::{collections::BTreeMap, path::PathBuf};
@@ -190,6 +192,8 @@ pub struct Maps {
     pub members: Table<MemberKey, Member>,
     /// `PerEndpoint` assignments.
     pub assignments: Table<AssignmentKey, u32>,
+    /// What the packets of a namespace, policy and egress IP are counted under.
+    pub accounts: Table<AccountKey, u32>,
     /// Maglev tables.
     pub maglev: Slots<MaglevChunk>,
     /// Egress IPs.
@@ -215,6 +219,7 @@ pub struct Maps {
     /// Names for people.
     pub names: Table<NameKey, Name>,
     counters: PerCpuArray<MapData, u64>,
+    traffic: PerCpuArray<MapData, Traffic>,
 }
 
 macro_rules! family {
@@ -240,6 +245,7 @@ impl Maps {
             policies: Table::open(pins, "POLICIES")?,
             members: Table::open(pins, "MEMBERS")?,
             assignments: Table::open(pins, "ASSIGNMENTS")?,
+            accounts: Table::open(pins, "ACCOUNTS")?,
             maglev: Slots::open(pins, "MAGLEV")?,
             egress_ips: Slots::open(pins, "EGRESS_IPS")?,
             blocks: Slots::open(pins, "BLOCKS")?,
@@ -253,6 +259,7 @@ impl Maps {
             deadline: Slots::open(pins, "DEADLINE")?,
             names: Table::open(pins, "NAMES")?,
             counters: typed(pins, "COUNTERS")?,
+            traffic: typed(pins, "TRAFFIC")?,
         })
     }
 
@@ -266,5 +273,21 @@ impl Maps {
         let values = self.counters.get(&(counter as u32), 0);
         let values = values.map_err(|source| MapsError::Access { map: "COUNTERS", source })?;
         Ok(values.iter().copied().fold(0, u64::wrapping_add))
+    }
+
+    /// What an account has counted, summed over the CPUs.
+    pub fn traffic(&self, account: u32) -> Result<Traffic, MapsError> {
+        let values = self.traffic.get(&account, 0).map_err(|source| MapsError::Access { map: "TRAFFIC", source })?;
+        let mut sum = Traffic::NONE;
+        values.iter().for_each(|value| sum.add(value));
+        Ok(sum)
+    }
+
+    /// Begins to count anew under an account.
+    pub fn clear_traffic(&mut self, account: u32) -> Result<(), MapsError> {
+        let error = |source| MapsError::Access { map: "TRAFFIC", source };
+        let cpus = nr_cpus().map_err(|(_, e)| error(MapError::IoError(e)))?;
+        let nothing = PerCpuValues::try_from(vec![Traffic::NONE; cpus]).map_err(|e| error(MapError::IoError(e)))?;
+        self.traffic.set(account, nothing, 0).map_err(error)
     }
 }

@@ -17,6 +17,9 @@ pub mod write;
 
 #[cfg(test)]
 mod tests;
+/// What tests of other modules have the programs do.
+#[cfg(test)]
+pub(crate) use tests::testing;
 
 use nix::time::{ClockId, clock_gettime};
 use std::path::{Path, PathBuf};

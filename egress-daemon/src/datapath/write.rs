@@ -13,6 +13,7 @@ use egress_common::{
     flow::{FlowKey, Reverse},
     limits::MAGLEV_CHUNK,
     port_block,
+    traffic::AccountKey,
 };
 use egress_core::encode::{
     spread,
@@ -81,6 +82,7 @@ kinds! {
     Maglev: u32 => MaglevChunk, maglev, array of MaglevChunk { egress: [0; MAGLEV_CHUNK] };
     Policies: PolicyKey => Policy, policies;
     Assignments: AssignmentKey => u32, assignments;
+    Accounts: AccountKey => u32, accounts;
     ExceptsV4: (V4, u32) => u32, v4.excepts;
     ExceptsV6: (V6, u32) => u32, v6.excepts;
     RoutesV4: (RouteKey<V4>, u32) => u32, v4.routes;
@@ -159,6 +161,7 @@ impl<S: Sink> MapUpdate<'_, S> {
         self.add::<EgressIndexV4>()?;
         self.add::<EgressIndexV6>()?;
         self.add::<Blocks>()?;
+        self.add::<Accounts>()?;
         *recheck |= self.add::<Members>()?;
         self.add::<Maglev>()?;
         self.add::<Policies>()?;
@@ -179,6 +182,7 @@ impl<S: Sink> MapUpdate<'_, S> {
         *recheck |= self.drop::<ExceptsV4>()?;
         *recheck |= self.drop::<ExceptsV6>()?;
         self.drop::<Assignments>()?;
+        self.drop::<Accounts>()?;
         self.drop::<Policies>()?;
         *recheck |= self.drop::<Members>()?;
         self.drop::<EgressIndexV4>()?;
@@ -259,6 +263,7 @@ fn read(maps: &Maps) -> Result<Tables, MapsError> {
         policies,
         members: maps.members.entries()?,
         assignments: maps.assignments.entries()?,
+        accounts: maps.accounts.entries()?,
         egress_ips: filled(&maps.egress_ips, &EgressIp::EMPTY)?,
         blocks: filled(&maps.blocks, &NO_BLOCKS)?,
         carriers: filled(&maps.carriers, &spread::NONE)?,
@@ -313,6 +318,10 @@ impl MapWriter {
     /// Writes `wanted`. After an error the maps hold a part of the change, in the safe order, and what is in them is read
     /// anew.
     pub fn write(&mut self, wanted: Tables) -> Result<(), MapsError> {
+        // Accounts that had another meaning, or none, begin with nothing.
+        let used: BTreeSet<u32> = self.present.accounts.values().copied().collect();
+        let fresh: BTreeSet<u32> = wanted.accounts.values().copied().filter(|number| !used.contains(number)).collect();
+        fresh.iter().try_for_each(|number| self.maps.clear_traffic(*number))?;
         let mut change = MapUpdate { sink: &mut self.maps, present: &self.present, wanted: &wanted };
         match change.carry_out(&mut self.generation, &mut self.recheck) {
             Ok(config) => {

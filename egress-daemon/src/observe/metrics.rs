@@ -3,26 +3,34 @@
 //!
 //! What a scrape costs does not grow with the flows.
 
-use super::{admin::Published, state::ProbeResult};
+use super::{
+    admin::Published,
+    family::{Family, Labels, counter, gauge, histogram, truth},
+    state::{BlockCounts, ProbeResult},
+    traffic,
+};
 use crate::{
     controller::ControllerReport,
     ctl::inventory,
     datapath::{Pins, maps::Maps},
     flowlog::Counts,
     host::firewall,
+    store::{WriteCounts, WriteResult},
 };
 use axum::{
     Router, extract::State, http::StatusCode, http::header::CONTENT_TYPE, response::IntoResponse, routing::get,
 };
+use egress_common::port_block;
+use egress_core::agent::takeovers;
 use prometheus_client::{
     collector::Collector,
-    encoding::{DescriptorEncoder, EncodeMetric, MetricEncoder, text},
-    metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
+    encoding::{DescriptorEncoder, text},
     registry::Registry,
 };
 use std::{
+    collections::BTreeMap,
     fmt, io,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -42,40 +50,15 @@ pub struct MetricSources {
     pub controller: Option<watch::Receiver<ControllerReport>>,
     /// What the logs of leases and of flows count.
     pub log: Option<[Arc<Counts>; 2]>,
-}
-
-/// Labels with their values.
-type Labels = Vec<(&'static str, String)>;
-
-/// A metric with its values.
-#[derive(Clone, Debug, PartialEq)]
-struct Family {
-    name: String,
-    help: &'static str,
-    values: Values,
-}
-
-#[derive(Clone, Debug, PartialEq)]
-enum Values {
-    Counters(Vec<(Labels, u64)>),
-    Gauges(Vec<(Labels, f64)>),
-}
-
-fn counter(name: impl Into<String>, help: &'static str, values: Vec<(Labels, u64)>) -> Family {
-    Family { name: name.into(), help, values: Values::Counters(values) }
-}
-
-fn gauge(name: impl Into<String>, help: &'static str, values: Vec<(Labels, f64)>) -> Family {
-    Family { name: name.into(), help, values: Values::Gauges(values) }
-}
-
-fn truth(value: bool) -> f64 {
-    f64::from(u8::from(value))
+    /// What the store counts.
+    pub writes: Option<Arc<WriteCounts>>,
 }
 
 /// From the maps. A node whose maps cannot be read has `spillway_maps_readable 0` and nothing else of them.
-fn of_maps(pins: &Pins) -> Vec<Family> {
-    let counters = Maps::open(pins).and_then(|maps| maps.counters());
+fn of_maps(pins: &Pins, flows: &BTreeMap<u32, u64>) -> Vec<Family> {
+    let maps = Maps::open(pins);
+    let accounts = maps.as_ref().map_or_else(|_| Vec::new(), |maps| traffic::read(maps).unwrap_or_default());
+    let counters = maps.and_then(|maps| maps.counters());
     let mut families = vec![gauge(
         "spillway_maps_readable",
         "whether the pinned maps can be read",
@@ -105,6 +88,7 @@ fn of_maps(pins: &Pins) -> Vec<Family> {
     families.push(gauge("spillway_map_memory_bytes", "memory that a map takes now; it grows with the entries", memory));
     let capacity = by_map(|map| Some(map.capacity.into()));
     families.push(gauge("spillway_map_capacity_entries", "how many entries a map can hold", capacity));
+    families.extend(traffic::families(&accounts, flows));
     families
 }
 
@@ -123,12 +107,40 @@ fn of_agent(published: &Published) -> Vec<Family> {
     let rtt = by_gateway(&|gateway| gateway.rtt_micros.map(|micros| micros as f64 / 1e6));
     let owned = state.egress_ips.iter().filter(|e| e.owner.as_deref() == Some(&state.node.name)).count();
     let plain = |value: f64| vec![(Labels::new(), value)];
-    let ports = state.ports_used.iter().map(|(ip, used)| (vec![("egress_ip", ip.to_string())], f64::from(*used)));
+    let ports = state.ports_used.iter().map(|(ip, used)| (traffic::of_egress_ip(ip), f64::from(*used)));
+    let shares = state.ports_used.iter().map(|(ip, used)| {
+        (traffic::of_egress_ip(ip), f64::from(*used) / f64::from(port_block::COUNT * port_block::SIZE))
+    });
+    let by_block = |value: fn(&BlockCounts) -> Option<usize>| {
+        let one = |(ip, b): (&IpAddr, &BlockCounts)| Some((traffic::of_egress_ip(ip), value(b)? as f64));
+        state.blocks.iter().filter_map(one).collect()
+    };
     let mut families = vec![
         gauge(
             "spillway_egress_ip_ports_used",
             "ports of an egress IP that this node uses towards the busiest destination; all nodes together have 64512",
             ports.collect(),
+        ),
+        gauge(
+            "spillway_egress_ip_ports_used_ratio",
+            "the same as a share of the 64512 ports of an egress IP: the sum over all nodes is at most what is in use",
+            shares.collect(),
+        ),
+        gauge(
+            "spillway_egress_ip_blocks",
+            "port blocks leased to this node, by egress IP",
+            by_block(|b| Some(b.leased)),
+        ),
+        gauge("spillway_egress_ip_blocks_used", "of these, those whose ports flows use", by_block(|b| Some(b.used))),
+        gauge(
+            "spillway_egress_ip_blocks_free",
+            "port blocks of an egress IP that are leased to no node; the owner tells it",
+            by_block(|b| b.free),
+        ),
+        gauge(
+            "spillway_accounts_missing",
+            "policies and namespaces, by egress IP, that are counted as _other because there are too many",
+            plain(state.without_account as f64),
         ),
         gauge("spillway_gateway_up", "whether a gateway answers probes through the tunnel", up),
         gauge("spillway_gateway_rtt_seconds", "the last round trip of a probe through the tunnel", rtt),
@@ -152,6 +164,13 @@ fn of_agent(published: &Published) -> Vec<Family> {
             plain(state.node.uptime_seconds as f64),
         ),
     ];
+    let bounds = takeovers::BOUNDS_MS.iter().map(|ms| *ms as f64 / 1e3).chain([f64::INFINITY]);
+    families.push(histogram(
+        "spillway_takeover_duration_seconds",
+        "how long nobody answered for an egress IP that this node took over from a gateway that died",
+        bounds.zip(state.takeovers.counts.iter().copied().chain(std::iter::repeat(0))).collect(),
+        state.takeovers.sum_millis as f64 / 1e3,
+    ));
     if let Some(held) = state.node.lease_held {
         let help = "whether this gateway holds its lease";
         families.push(gauge("spillway_lease_held", help, plain(truth(held))));
@@ -186,14 +205,26 @@ fn of_logs([leases, flows]: &[Arc<Counts>; 2]) -> Vec<Family> {
     ]
 }
 
+/// From the store.
+fn of_store(counts: &WriteCounts) -> Family {
+    let labels = |(kind, verb, result): (&'static str, &'static str, WriteResult)| -> Labels {
+        vec![("kind", kind.into()), ("verb", verb.into()), ("result", result.name().into())]
+    };
+    let writes = counts.all().into_iter().map(|(write, count)| (labels(write), count)).collect();
+    let help = "writes of objects that were asked of the API server, or of the directory, by kind, verb and result";
+    counter("spillway_store_writes", help, writes)
+}
+
 impl MetricSources {
     fn families(&self) -> Vec<Family> {
         let version = vec![(vec![("version", env!("CARGO_PKG_VERSION").to_owned())], 1.0)];
         let mut families = vec![gauge("spillway_build_info", "the version that runs, as a label", version)];
-        families.extend(self.pins.iter().flat_map(of_maps));
+        let flows = self.agent.as_ref().map(|agent| agent.borrow().account_flows.clone()).unwrap_or_default();
+        families.extend(self.pins.iter().flat_map(|pins| of_maps(pins, &flows)));
         families.extend(self.agent.iter().flat_map(of_agent));
         families.extend(self.controller.iter().flat_map(|report| of_controller(&report.borrow())));
         families.extend(self.log.iter().flat_map(of_logs));
+        families.extend(self.writes.iter().map(|counts| of_store(counts)));
         families
     }
 
@@ -213,36 +244,9 @@ impl MetricSources {
     }
 }
 
-/// Writes the values of one metric. A value without labels is the only one.
-fn encode_values<V, M: EncodeMetric>(
-    mut encoder: MetricEncoder<'_>,
-    values: Vec<(Labels, V)>,
-    metric: impl Fn(V) -> M,
-) -> Result<(), fmt::Error> {
-    for (labels, value) in values {
-        if labels.is_empty() {
-            return metric(value).encode(encoder);
-        }
-        metric(value).encode(encoder.encode_family(&labels)?)?;
-    }
-    Ok(())
-}
-
 impl Collector for MetricSources {
     fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), fmt::Error> {
-        for Family { name, help, values } in self.families() {
-            match values {
-                Values::Counters(values) => {
-                    let encoder = encoder.encode_descriptor(&name, help, None, MetricType::Counter)?;
-                    encode_values(encoder, values, ConstCounter::new)?;
-                }
-                Values::Gauges(values) => {
-                    let encoder = encoder.encode_descriptor(&name, help, None, MetricType::Gauge)?;
-                    encode_values(encoder, values, ConstGauge::new)?;
-                }
-            }
-        }
-        Ok(())
+        self.families().into_iter().try_for_each(|family| family.encode(&mut encoder))
     }
 }
 

@@ -2,11 +2,18 @@
 
 use super::*;
 use crate::{
+    datapath::testing::{Rig, scene},
     host::testing::in_netns,
-    observe::state::{AgentState, ConditionState, EgressIpState, GatewayState, NodeState},
+    observe::state::{AgentState, ConditionState, EgressIpState, GatewayState, NodeState, TakeOverLengths},
 };
 use egress_common::verdict::Counter;
-use std::{path::Path, time::Duration};
+use std::{
+    collections::BTreeSet,
+    io::Write as _,
+    path::Path,
+    process::{Command, Stdio},
+    time::Duration,
+};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 #[test]
@@ -43,6 +50,12 @@ fn agent() -> AgentState {
         ],
         egress_ips: vec![egress("192.0.2.10", "gw1"), egress("192.0.2.11", "gw3")],
         ports_used: [("192.0.2.10".parse().unwrap(), 51_610)].into(),
+        blocks: [
+            ("192.0.2.10".parse().unwrap(), BlockCounts { leased: 900, used: 807, free: Some(8) }),
+            ("192.0.2.11".parse().unwrap(), BlockCounts { leased: 4, used: 0, free: None }),
+        ]
+        .into(),
+        takeovers: TakeOverLengths { counts: vec![0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1], sum_millis: 20_500 },
         ..AgentState::default()
     }
 }
@@ -84,11 +97,84 @@ fn the_agents_state_becomes_metrics() {
         "spillway_egress_ips_owned 1.0",
         "spillway_lease_held 1.0",
         "spillway_egress_ip_ports_used{egress_ip=\"192.0.2.10\"} 51610.0",
+        "spillway_egress_ip_ports_used_ratio{egress_ip=\"192.0.2.10\"} 0.8000062003968254",
+        "spillway_egress_ip_blocks{egress_ip=\"192.0.2.11\"} 4.0",
+        "spillway_egress_ip_blocks_used{egress_ip=\"192.0.2.10\"} 807.0",
+        "spillway_egress_ip_blocks_free{egress_ip=\"192.0.2.10\"} 8.0",
+        "# TYPE spillway_takeover_duration_seconds histogram",
+        "spillway_takeover_duration_seconds_bucket{le=\"0.2\"} 0",
+        "spillway_takeover_duration_seconds_bucket{le=\"0.3\"} 2",
+        "spillway_takeover_duration_seconds_bucket{le=\"15.0\"} 2",
+        "spillway_takeover_duration_seconds_bucket{le=\"+Inf\"} 3",
+        "spillway_takeover_duration_seconds_sum 20.5",
         concat!("spillway_build_info{version=\"", env!("CARGO_PKG_VERSION"), "\"} 1.0"),
     ] {
         assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
     }
     assert!(!text.contains("gw4"), "nothing is known of it yet");
+}
+
+/// All that any process serves, of a node with programs and one flow.
+fn everything(pins: &Pins) -> String {
+    let (_publish, published) = watch::channel(Arc::new(agent()));
+    let (_report, reports) = watch::channel(ControllerReport::default());
+    let dir = tempfile::tempdir().unwrap();
+    let store = crate::store::Files::open(dir.path()).unwrap();
+    let object = crate::api::EgressNode::new("n1", Default::default());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async { (store.create(&object).await.unwrap(), store.create(&object).await.unwrap_err()) });
+    text_of(&MetricSources {
+        pins: Some(pins.clone()),
+        agent: Some(published),
+        controller: Some(reports),
+        log: Some(Default::default()),
+        writes: Some(store.counts()),
+    })
+}
+
+#[test]
+fn the_documented_metrics_are_served_and_promtool_accepts_them() {
+    let Some(rig) = Rig::new("metrics", &scene()) else { return };
+    let text = everything(rig.pins());
+    let page = include_str!("../../../docs/metrics.md");
+    let listed = |line: &str| Some(line.strip_prefix("| `spillway_")?.split('`').next()?.to_owned());
+    let listed: BTreeSet<String> = page.lines().filter_map(listed).collect();
+    let served = |line: &str| {
+        let (name, kind) = line.strip_prefix("# TYPE spillway_")?.split_once(' ')?;
+        Some(if kind == "counter" { format!("{name}_total") } else { name.to_owned() })
+    };
+    let programs = Counter::ALL.iter().map(|counter| format!("{}_total", counter.name())).collect();
+    let served: BTreeSet<String> = text.lines().filter_map(served).collect();
+    assert_eq!(&served - &programs, listed, "docs/metrics.md lists other metrics than are served");
+    for line in [
+        "spillway_store_writes_total{kind=\"EgressNode\",verb=\"create\",result=\"done\"} 1",
+        "spillway_store_writes_total{kind=\"EgressNode\",verb=\"create\",result=\"conflict\"} 1",
+    ] {
+        assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+    }
+    assert!(text.lines().any(|l| l.starts_with("spillway_policy_bytes_total{policy=\"policy-0\",")), "{text}");
+    judged_by_promtool(&text);
+}
+
+/// `promtool check metrics`, which reads the older text format: there, a counter's name in `HELP` and `TYPE` has its suffix.
+fn judged_by_promtool(text: &str) {
+    let counters: BTreeSet<&str> =
+        text.lines().filter_map(|l| l.strip_prefix("# TYPE ")?.strip_suffix(" counter")).collect();
+    let older = |line: &str| match line.split(' ').nth(2) {
+        Some(name) if line.starts_with("# ") && counters.contains(name) => {
+            line.replacen(name, &format!("{name}_total"), 1)
+        }
+        _ => line.to_owned(),
+    };
+    let older: String = text.lines().filter(|line| *line != "# EOF").map(|line| older(line) + "\n").collect();
+    let mut promtool = Command::new("promtool");
+    promtool.args(["check", "metrics"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let Ok(mut promtool) = promtool.spawn() else {
+        return eprintln!("SKIP: promtool (Debian's package prometheus) is not in PATH");
+    };
+    promtool.stdin.take().unwrap().write_all(older.as_bytes()).unwrap();
+    let output = promtool.wait_with_output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]

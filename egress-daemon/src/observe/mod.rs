@@ -3,6 +3,8 @@
 //! It shows what it is given; it decides nothing and changes nothing.
 
 pub mod admin;
+mod family;
 pub mod logs;
 pub mod metrics;
 pub mod state;
+mod traffic;

@@ -19,12 +19,42 @@ pub struct AgentState {
     pub egress_ips: Vec<EgressIpState>,
     /// The ports that flows of this node use towards the busiest destination, by egress IP, as they were counted last.
     pub ports_used: BTreeMap<IpAddr, u32>,
+    /// The port blocks of each egress IP that this node uses or carries.
+    pub blocks: BTreeMap<IpAddr, BlockCounts>,
+    /// The flows of this node by the number of the account that their packets are counted under, as they were counted last.
+    pub account_flows: BTreeMap<u32, u64>,
+    /// How many pairs of a policy and a namespace, with an egress IP or without, have no account of their own.
+    pub without_account: usize,
+    /// How long it took to take over egress IPs of gateways that died.
+    pub takeovers: TakeOverLengths,
     /// Networks that may be the cluster's although nobody names them, each with what to do: no policy is carried out for what is in them.
     pub unnamed_networks: BTreeMap<String, String>,
     /// What is true of the node as a whole.
     pub conditions: Vec<ConditionState>,
     /// What is wrong: broken objects, limits that were reached, settings that the host refused.
     pub problems: Vec<ProblemState>,
+}
+
+/// The port blocks of an egress IP.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct BlockCounts {
+    /// Leased to this node.
+    pub leased: usize,
+    /// Of these, used by flows, as they were counted last.
+    pub used: usize,
+    /// Leased to nobody; known to the owner only.
+    pub free: Option<usize>,
+}
+
+/// How long take-overs took.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct TakeOverLengths {
+    /// How many were in each range, of which [`egress_core::agent::takeovers::BOUNDS_MS`] are the upper bounds, and above them.
+    pub counts: Vec<u64>,
+    /// All of them together, in milliseconds.
+    pub sum_millis: u64,
 }
 
 /// The node.

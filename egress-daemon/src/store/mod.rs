@@ -2,6 +2,7 @@
 //! swap. A directory implements it (`files`), and the Kubernetes API (`kubernetes`). May know object shapes and I/O; knows
 //! nothing of plans, the kernel or the host's network.
 
+mod counts;
 mod files;
 mod kind;
 mod kubernetes;
@@ -9,6 +10,7 @@ pub mod lease;
 mod problem;
 mod view;
 
+pub use counts::{WriteCounts, WriteResult};
 pub use files::{Files, OpenError, parse};
 pub use kind::{Key, Kind, ObjectRef, Stored};
 pub use kubernetes::{ConnectError, Kubernetes, Reader};
@@ -90,6 +92,18 @@ pub(crate) enum Verb {
     Delete,
 }
 
+impl Verb {
+    /// Its name in metrics.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Verb::Create => "create",
+            Verb::Replace => "replace",
+            Verb::ReplaceStatus => "replace_status",
+            Verb::Delete => "delete",
+        }
+    }
+}
+
 /// Why a write was not done.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
@@ -139,17 +153,18 @@ impl StoreError {
 pub struct Store {
     backend: Arc<dyn Backend>,
     guard: Option<Guard>,
+    counts: Arc<WriteCounts>,
 }
 
 impl Store {
     pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
-        Store { backend, guard: None }
+        Store { backend, guard: None, counts: Arc::default() }
     }
 
     /// The same store for the holder of a lease: once the lease has another holder or epoch, every write fails with
     /// [`StoreError::Fenced`], even one that was under way for long.
     pub fn guarded(&self, lease: Key, epoch: u64) -> Self {
-        Store { backend: Arc::clone(&self.backend), guard: Some(Guard { lease, epoch }) }
+        Store { guard: Some(Guard { lease, epoch }), ..self.clone() }
     }
 
     /// The objects of a kind, sorted by namespace and name. An object that did not change since an earlier call is the
@@ -197,6 +212,11 @@ impl Store {
     /// Whether the source of the objects answers: the API server, since a watch failed last; a directory, whether it can be read.
     pub fn is_connected(&self) -> bool {
         self.backend.is_connected()
+    }
+
+    /// How often this process has written, and what came of it.
+    pub fn counts(&self) -> Arc<WriteCounts> {
+        Arc::clone(&self.counts)
     }
 
     /// Notices of changes from now on; the first one is immediate, so that a loop starts with a look at the state.
@@ -257,11 +277,10 @@ impl Store {
         let unavailable =
             |error: serde_json::Error| StoreError::Unavailable { object: target.clone(), message: error.to_string() };
         let value = serde_json::to_value(object).map_err(unavailable)?;
-        let written = self
-            .backend
-            .write(Write { verb, target: target.clone(), object: value, guard: self.guard.clone() })
-            .await?;
-        serde_json::from_value(written).map_err(unavailable)
+        let written =
+            self.backend.write(Write { verb, target: target.clone(), object: value, guard: self.guard.clone() }).await;
+        self.counts.note(T::KIND, verb, &written);
+        serde_json::from_value(written?).map_err(unavailable)
     }
 }
 

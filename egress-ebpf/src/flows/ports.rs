@@ -10,7 +10,7 @@ use crate::{
         classify,
         family::Family,
         maps::{ASSIGNMENTS, BLOCKS, EGRESS_IPS, MAGLEV, Search},
-        share, stats,
+        share, stats, traffic,
     },
 };
 use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_loop};
@@ -64,7 +64,7 @@ pub fn take<F: Family>(search: &mut Search<F>) -> Result<(), Counter> {
 fn slot<F: Family>(s: &Search<F>, attempt: u32) -> Option<u32> {
     let mut h = s.hash;
     if s.policy.flags & policy_flags::PER_ENDPOINT != 0 {
-        let key = AssignmentKey { endpoint: s.endpoint, policy: s.value.policy, family: F::VERSION };
+        let key = AssignmentKey { endpoint: s.endpoint, policy: s.value.policy as u32, family: F::VERSION };
         // SAFETY: read only. An endpoint that is not assigned yet waits: it must not be seen with two egress IPs.
         let assigned = unsafe { ASSIGNMENTS.get(key) }?;
         if attempt == 0 {
@@ -87,7 +87,7 @@ extern "C" fn try_slot<F: Family>(attempt: u32, _ctx: *mut c_void) -> i64 {
     let Some(s) = search::<F>() else { return 1 };
     let Some(egress) = slot(s, attempt) else { return 0 };
     // A table that is being replaced may name an egress IP of another policy: only members count.
-    let Some(member) = classify::member(s.value.policy, egress) else { return 0 };
+    let Some(member) = classify::member(s.value.policy as u32, egress) else { return 0 };
     let (Some(e), Some(list)) = (EGRESS_IPS.get(egress), BLOCKS.get(egress)) else { return 0 };
     if member.usable == 0 || member.generation != e.generation {
         return 0;
@@ -100,6 +100,7 @@ extern "C" fn try_slot<F: Family>(attempt: u32, _ctx: *mut c_void) -> i64 {
     s.key.src = F::from_any(&e.addr);
     s.value.egress = egress;
     s.value.egress_generation = e.generation;
+    s.value.account = traffic::account(s.namespace, s.value.policy as u32, egress);
     s.blocks = blocks;
     let ports = blocks * port_block::SIZE as u32;
     let probes = if ports < PORT_PROBES { ports } else { PORT_PROBES };

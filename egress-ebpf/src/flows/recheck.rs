@@ -15,6 +15,7 @@ use egress_common::{
     config::DatapathConfig,
     flow::{Flow, FlowKey, is_pair, kind},
     tcp,
+    traffic::OTHER,
     verdict::Counter,
 };
 
@@ -42,7 +43,7 @@ pub fn check<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Fl
     let generation = generation(config);
     // What opens again under the same tables is of the policy that it was of.
     let policy = if flow.kind == kind::TRANSLATED && flow.config_generation == generation {
-        flow.policy
+        flow.policy as u32
     } else {
         match classify::classify(config, key.src, key.dst) {
             Class::Held => return Check::Drop(Counter::DropHeld),
@@ -66,7 +67,10 @@ pub fn check<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Fl
             if opening && !reopen::<F>(config, key, flow, m.usable != 0) {
                 return Check::Anew;
             }
-            flow.policy = policy;
+            if flow.policy as u32 != policy {
+                flow.policy = policy as u16;
+                flow.account = OTHER;
+            }
             flow.kind = kind::TRANSLATED;
             flow.config_generation = generation;
             Check::Keep

@@ -41,6 +41,8 @@ pub struct Taken {
     pub kind: u8,
     /// [`Flow::pending`].
     pub pending: u8,
+    /// [`Flow::account`].
+    pub account: u16,
 }
 
 /// Takes it from the flow of this key; `None` if the entry has become another flow's since it was looked up ([`checksum`](egress_common::hash::checksum)).
@@ -51,6 +53,7 @@ pub fn taken<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Option<Taken> {
         port: peek(&flow.port),
         kind: peek(&flow.kind),
         pending: peek(&flow.pending),
+        account: peek(&flow.account),
     };
     let check = Flow::checksum(key, taken.egress, taken.port, peek(&flow.ifindex));
     (check == peek(&flow.check)).then_some(taken)
@@ -144,9 +147,12 @@ pub fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now:
         }
         return mine;
     }
-    let Some(mut value) = reverse_value(pkt, key, flow.policy, flow.endpoint, flow.pending, now) else { return true };
+    let Some(mut value) = reverse_value(pkt, key, flow.policy as u32, flow.endpoint, flow.pending, now) else {
+        return true;
+    };
     value.egress = flow.egress;
     value.egress_generation = flow.egress_generation;
+    value.account = flow.account;
     value.seal(&reverse);
     if F::reverses().insert(&reverse, &value, BPF_NOEXIST as u64).is_ok() {
         stats::count(Counter::FlowsRepaired);
@@ -154,7 +160,7 @@ pub fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now:
     true
 }
 
-/// What a reply needs to find its way back to where this packet came from; the slot and the check are filled in by the caller.
+/// What a reply needs to find its way back to where this packet came from; the slot, the account and the check are filled in by the caller.
 #[inline(always)]
 pub fn reverse_value<F: Family>(
     pkt: &Packet,
@@ -171,7 +177,8 @@ pub fn reverse_value<F: Family>(
         pod_port: key.src_port,
         state: reverse_state(pending),
         ifindex: pkt.ifindex(),
-        policy,
+        policy: policy as u16,
+        account: 0,
         egress: 0,
         egress_generation: 0,
         endpoint,

@@ -46,6 +46,14 @@ pub trait Context: Copy {
 #[derive(Clone, Copy)]
 pub struct Skb(pub(super) *mut __sk_buff);
 
+impl Skb {
+    /// How many packets a merged one stands for; 1 for a single packet.
+    #[inline(always)]
+    pub fn segments(self) -> u32 {
+        field!(self.0, gso_segs).max(1)
+    }
+}
+
 impl Context for Skb {
     #[inline(always)]
     fn data(self) -> usize {

@@ -11,7 +11,7 @@ use crate::{
         classify, datagram,
         family::Family,
         maps::{CONFIG, EGRESS_IPS},
-        stats,
+        stats, traffic,
     },
     translation::rewrite::{End, Rewrite, rewrite},
     transports::{carrier, mss},
@@ -129,6 +129,7 @@ fn deliver<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4H
     if rewrite(pkt, ip, &rewriting).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
+    traffic::received(r.account, pkt);
     translated::into_pod(pkt, to.ifindex, &to.macs)
 }
 
@@ -176,6 +177,7 @@ fn mend_forward<F: Family>(config: &DatapathConfig, forward: &FlowKey<F>, key: &
     let mut flow = Flow {
         check: 0,
         policy: r.policy,
+        account: r.account,
         egress: r.egress,
         egress_generation: r.egress_generation,
         config_generation: config.generation.wrapping_sub(1),

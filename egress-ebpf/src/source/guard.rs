@@ -138,7 +138,7 @@ pub fn caught<F: Family>(pkt: &Packet) -> u64 {
         }
         pkt.clear_marks();
         // Who routed it has taken one from the hop limit.
-        return translated::send::<F>(pkt, config, &ip, &t, taken.egress, taken.port, false).to_bits();
+        return translated::send::<F>(pkt, config, &ip, &t, &taken, false).to_bits();
     }
     if F::inbound().get_ptr(&key).is_some() {
         return Verdict::Pass.to_bits();

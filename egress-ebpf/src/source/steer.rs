@@ -8,7 +8,7 @@ use crate::{
         table::{Taken, enter, forget, mend_reverse, remove, reverse_key, reverse_value, taken, ticket},
     },
     headers::{
-        packet::{Packet, now_tick},
+        packet::{IPV4, Packet, now_tick},
         parse::{Ip, Kind, L4Header, Part},
     },
     source::{fragment, gate, icmp, service, translated},
@@ -17,15 +17,19 @@ use crate::{
         datagram,
         family::Family,
         maps::{CONFIG, EGRESS_IPS},
-        share, stats,
+        share, stats, traffic,
     },
     transports::{carrier, large},
 };
+use aya_ebpf::bindings::__sk_buff;
 use egress_common::{
+    V4, V6,
     config::{DatapathConfig, flags},
     endpoint::{Endpoint, Policy, policy_flags},
     flow::{Flow, FlowKey, kind},
-    hash, tcp, udp,
+    hash, tcp,
+    traffic::REFUSED,
+    udp,
     verdict::{Counter, Verdict},
 };
 
@@ -94,6 +98,26 @@ fn opening<F: Family>(pkt: &Packet) -> u64 {
         collect::go_along::<F>();
     }
     if verdict == ASK { firewall::ask(pkt).to_bits() } else { verdict }
+}
+
+/// Counts the first packet of a flow that is refused. A global function: `pod_egress` has no stack left for it.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub extern "C" fn count_refused(skb: *mut __sk_buff, counter: u32) -> u64 {
+    let pkt = Packet::from_raw(skb);
+    if traffic::is_refusal(counter) {
+        if pkt.protocol() == IPV4 { refused::<V4>(&pkt, counter) } else { refused::<V6>(&pkt, counter) }
+    }
+    0
+}
+
+#[inline(always)]
+fn refused<F: Family>(pkt: &Packet, counter: u32) {
+    if let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt))
+        && let Class::Policy(policy, endpoint) = classify::classify(config, ip.src, ip.dst)
+    {
+        traffic::refused(traffic::account(endpoint.namespace, policy, REFUSED), counter);
+    }
 }
 
 /// A packet of a flow that is in the table.
@@ -277,11 +301,13 @@ fn open<F: Family>(
     search.key = FlowKey { src: key.src, dst: key.dst, src_port: 0, dst_port: key.dst_port, proto: key.proto };
     search.policy = *policy;
     search.endpoint = endpoint.id;
+    search.namespace = endpoint.namespace;
     search.generation = generation;
     ports::take::<F>(search)?;
     let mut flow = Flow {
         check: 0,
-        policy: index,
+        policy: index as u16,
+        account: search.value.account,
         egress: search.value.egress,
         egress_generation: search.value.egress_generation,
         config_generation: search.generation,
@@ -313,6 +339,7 @@ fn open<F: Family>(
 fn commit<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), Counter> {
     let Err(error) = enter::<F>(key, flow) else {
         stats::count(Counter::FlowsCreated);
+        traffic::opened(flow.account);
         return Ok(());
     };
     if let Some(reverse) = reverse_key::<F>(key, flow) {
@@ -342,7 +369,7 @@ fn go<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4Header
             return Verdict::Later(GATHER);
         }
     }
-    translated::send::<F>(pkt, config, ip, t, flow.egress, flow.port, true)
+    translated::send::<F>(pkt, config, ip, t, flow, true)
 }
 
 once! {

@@ -1,6 +1,7 @@
 //! A translated packet on its way: out, to a carrier of its egress IP, or into its pod.
 
 use crate::{
+    flows::table::Taken,
     headers::{
         note,
         packet::{Mac, Packet},
@@ -9,7 +10,7 @@ use crate::{
     tables::{
         family::Family,
         maps::{EGRESS_IPS, NODES},
-        stats,
+        stats, traffic,
     },
     translation::rewrite::{End, Rewrite, rewrite},
     transports::{carrier, large, mss, send, shaper},
@@ -28,10 +29,10 @@ pub fn send<F: Family>(
     config: &DatapathConfig,
     ip: &Ip<F>,
     t: &L4Header,
-    egress: u32,
-    port: u16,
+    flow: &Taken,
     hop: bool,
 ) -> Verdict {
+    let (egress, port) = (flow.egress, flow.port);
     // The stack answers "time exceeded"; such a packet does not leave the node.
     if hop && ip.hop_limit <= 1 {
         return Verdict::Pass;
@@ -45,6 +46,7 @@ pub fn send<F: Family>(
     if hop && let Some(answer) = large::judge(pkt, config, ip, to) {
         return answer;
     }
+    traffic::sent(flow.account, pkt);
     if t.kind == Kind::Tcp && t.flags & tcp::flag::SYN != 0 {
         mss::clamp::<F>(pkt, config, to, ip.l4);
     }

@@ -15,6 +15,7 @@ use egress_common::{
     flow::{Ended, Flow, FlowKey, Fragment, FragmentKey, HeldKey, Inbound, Masqueraded, Reverse, Ticket},
     limits::*,
     probe::ProbeAnswer,
+    traffic::{AccountKey, Traffic},
     verdict::Counter,
 };
 
@@ -105,6 +106,8 @@ pub struct Search<F> {
     pub policy: Policy,
     /// Number of the endpoint.
     pub endpoint: u32,
+    /// Number of its namespace.
+    pub namespace: u32,
     /// Generation of the tables that the flow was classified by.
     pub generation: u32,
     /// The flow's hash: where both walks begin.
@@ -237,6 +240,11 @@ pub static CONFIG: Array<DatapathConfig, 1> = Array::new();
 pub static DEADLINE: Array<u64, 2> = Array::new();
 #[btf_map]
 pub static COUNTERS: PerCpuArray<u64, { Counter::ALL.len() }> = PerCpuArray::new();
+/// By policy, namespace and egress IP: what their packets are counted under.
+#[btf_map]
+pub static ACCOUNTS: HashMap<AccountKey, u32, MAX_ACCOUNTS, GROW> = HashMap::new();
+#[btf_map]
+pub static TRAFFIC: PerCpuArray<Traffic, MAX_ACCOUNTS> = PerCpuArray::new();
 /// Names of policies, nodes and endpoints, for tools that run while the agent does not. No program reads it.
 #[btf_map]
 pub static NAMES: HashMap<NameKey, Name, MAX_NAMES, GROW> = HashMap::new();

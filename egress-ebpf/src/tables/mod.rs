@@ -8,3 +8,4 @@ pub mod family;
 pub mod maps;
 pub mod share;
 pub mod stats;
+pub mod traffic;

@@ -68,9 +68,9 @@ pub extern "C" fn clamp_mss(skb: *mut __sk_buff, l4: u32, limit: u32) -> i32 {
 /// The option right behind a plain header, as Linux sends it: without a call for each byte. `None` where it is not there.
 #[inline(always)]
 fn usual<F: Family>(pkt: &Packet, l4: u32, limit: u32) -> Option<()> {
-    let h = pkt.read_l4::<[u32; 6]>(F::HEADER, l4, 0)?;
-    let [words, ..] = h[3].to_ne_bytes();
-    let [KIND, LENGTH, high, low] = h[5].to_ne_bytes() else { return None };
+    let h = pkt.read_l4::<[u32; 3]>(F::HEADER, l4, at::TCP_LENGTH)?;
+    let [words, ..] = h[0].to_ne_bytes();
+    let [KIND, LENGTH, high, low] = h[2].to_ne_bytes() else { return None };
     if words >> 4 < 6 {
         return None;
     }

@@ -25,6 +25,7 @@ use super::{
     programmed::Programmed,
     pulse::Pulse,
     reach::{LeaseWord, Reach},
+    takeovers::{Lengths, TakeOvers},
     transports::Transports,
     unnamed::{Networks, Unnamed},
     view::Decided,
@@ -106,6 +107,7 @@ pub struct Machine {
     gateways: Gateways,
     pulse: Pulse,
     past: Past,
+    takeovers: TakeOvers,
     /// How often the programs have found ports taken.
     tight: u64,
     /// Until when the lease is held.
@@ -139,6 +141,7 @@ impl Machine {
             gateways: Gateways::new(settings.probe),
             pulse: Pulse::new(settings.deadline, Duration::ZERO),
             past: Past::default(),
+            takeovers: TakeOvers::default(),
             tight: 0,
             lease_until: Duration::ZERO,
             timers: Timers::default(),
@@ -343,6 +346,11 @@ impl Machine {
     /// The gateways that are probed.
     pub fn gateways(&self) -> &Gateways {
         &self.gateways
+    }
+
+    /// How long it took to take over egress IPs of gateways that died.
+    pub fn takeovers(&self) -> Lengths {
+        self.takeovers.lengths()
     }
 
     /// What tells the node's interfaces apart.

@@ -163,7 +163,12 @@ impl Machine {
         let able = round.connected && self.reach.is_reached();
         round.turned = std::mem::replace(&mut facts.able, able) != able;
         decided.withheld.update(facts);
+        let answered = decided.carriers.answered().clone();
         decided.carriers.update(facts);
+        self.takeovers.retain(|ip| decided.carriers.answers(ip));
+        for (ip, dead) in decided.carriers.taken_over(facts, &answered) {
+            self.gateways.heard(dead).into_iter().for_each(|heard| self.takeovers.begin(ip, heard));
+        }
         round.limits = view::limits(snapshot, plan, &decided.carriers);
         self.actions.push_back(Action::MakeShaper(!round.limits.is_empty()));
         Step::Describe
@@ -222,6 +227,7 @@ impl Machine {
         outcome.carries = self.decided.carriers.carried().clone();
         outcome.carries.retain(|ip| view.egress_ips.contains_key(ip));
         self.decided.withheld.written(now);
+        self.takeovers.written(now);
     }
 
     /// The tables could not be written, and these are the flags in the record of settings.

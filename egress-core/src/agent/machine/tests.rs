@@ -70,7 +70,8 @@ impl Shell {
     fn answer(&mut self, action: Action) {
         let (machine, now) = (&mut self.machine, self.now);
         match action {
-            Action::ReadCounters => machine.handle_counters(0, 0, now),
+            // Other nodes probe this one all the time.
+            Action::ReadCounters => machine.handle_counters(now.as_millis() as u64, 0, now),
             Action::CountPorts(growth) => {
                 let ports = Some(Ports::count([], &growth));
                 machine.handle_ports(Counted { ports, began: now, took: Duration::ZERO }, now);
@@ -102,6 +103,17 @@ impl Shell {
     fn round(&mut self, world: &FactsFixture) -> Vec<String> {
         self.machine.handle_objects(objects(world));
         self.run()
+    }
+
+    /// The probes that were sent last are answered.
+    fn answer_probes(&mut self) {
+        for (_, action) in self.done.clone() {
+            if let Action::Probe(_, request) = action {
+                let Request { seq, node_id, transport, .. } = request;
+                let answer = Answered { seq, node_id, transport, back: transport, ipv6: false, able: true, held: true };
+                self.machine.handle_probe(&answer, self.now);
+            }
+        }
     }
 
     fn views(&self) -> impl Iterator<Item = &NodeView> {
@@ -287,18 +299,37 @@ fn a_gateway_that_stops_says_so_only_where_others_take_over() {
     assert!(!shell.machine.handle_stop(shell.now), "nothing is known of g1");
     shell.machine.handle_timeout(shell.now);
     shell.run();
-    let probes = shell.done.clone();
-    for (_, action) in probes {
-        if let Action::Probe(_, request) = action {
-            let Request { seq, node_id, transport, .. } = request;
-            let answer = Answered { seq, node_id, transport, back: transport, ipv6: false, able: true, held: true };
-            shell.machine.handle_probe(&answer, shell.now);
-        }
-    }
+    shell.answer_probes();
     shell.run();
     let stops = shell.machine.handle_stop(shell.now);
     assert!(stops);
     assert_eq!(shell.run(), ["SignOfLife", "Advertise"]);
     let Action::SignOfLife { able, .. } = shell.done[0].1 else { panic!("{:?}", shell.done) };
     assert_eq!(able, Duration::ZERO);
+}
+
+#[test]
+fn a_take_over_is_as_long_as_nobody_answered() {
+    let (mut world, own) = (FactsFixture::new(), 2);
+    carried_by(&mut world, own, &["g1", "me"]);
+    let mut shell = Shell::new(&world);
+    shell.run();
+    shell.machine.handle_start(shell.now);
+    let mut pass = |until: u64, answered: bool| {
+        while shell.now <= Duration::from_millis(until) {
+            shell.machine.handle_timeout(shell.now);
+            shell.run();
+            if answered {
+                shell.answer_probes();
+                shell.run();
+            }
+            shell.now = shell.machine.next_wake().max(shell.now + Duration::from_millis(1));
+        }
+        shell.machine.takeovers()
+    };
+    assert_eq!(pass(2_000, true), Lengths::default(), "the carrier lives");
+    let lengths = pass(4_000, false);
+    assert_eq!(lengths.counts.iter().sum::<u64>(), 1, "{lengths:?}");
+    let expected = Duration::from_millis(150)..Duration::from_millis(400);
+    assert!(expected.contains(&lengths.sum), "{lengths:?}");
 }

@@ -162,7 +162,7 @@ pub(crate) fn row(dump: &Dump, flow: &FlowEntry) -> FlowRow {
         protocol: protocol(flow.proto),
         egress_ip: egress.map(|(ip, _)| ip),
         egress_port: ours.then(|| flow.port()),
-        policy: ours.then(|| dump.policy_name(flow.flow.policy)),
+        policy: ours.then(|| dump.policy_name(flow.flow.policy.into())),
         gateway: egress.and_then(|(_, e)| dump.node_name(e.gateway)),
         age_seconds: dump.seconds_since(flow.flow.created),
         idle_seconds: dump.seconds_since(flow.last_seen()),

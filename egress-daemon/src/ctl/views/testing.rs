@@ -119,7 +119,7 @@ pub fn policy_index(dump: &Dump, name: &str) -> u32 {
 pub fn flow(dump: &Dump, pod: (&str, u16), remote: (&str, u16), policy: &str, egress: (&str, u16)) -> FlowEntry {
     let index = egress_index(dump, egress.0);
     let flow = Flow {
-        policy: policy_index(dump, policy),
+        policy: policy_index(dump, policy) as u16,
         egress: index,
         egress_generation: dump.tables.egress_ips[&index].generation,
         last_seen: START + 90,

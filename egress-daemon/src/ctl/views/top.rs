@@ -180,7 +180,7 @@ fn name(dump: &Dump, flow: &FlowEntry, by: By) -> String {
         By::Pod => Some(dump.pod_name(flow.pod).unwrap_or_else(|| flow.pod.to_string())),
         By::EgressIp => egress().map(|(ip, _)| ip.to_string()),
         By::Gateway => egress().and_then(|(_, e)| dump.node_name(e.gateway)),
-        By::Policy => ours.then(|| dump.policy_name(flow.flow.policy)),
+        By::Policy => ours.then(|| dump.policy_name(flow.flow.policy.into())),
         By::Remote => Some(flow.remote.to_string()),
     };
     found.unwrap_or_else(|| "-".to_owned())

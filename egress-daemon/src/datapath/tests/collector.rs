@@ -148,6 +148,7 @@ impl Kernel {
             state: i.states[1],
             ifindex: 1,
             policy: 1,
+            account: 0,
             egress: EGRESS,
             egress_generation: 1,
             endpoint: 0,

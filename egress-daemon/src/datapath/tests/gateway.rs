@@ -167,6 +167,7 @@ fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
             state: egress_common::tcp::seen::CONFIRMED,
             ifindex: *pod,
             policy: 1,
+            account: 0,
             egress: 1,
             egress_generation: 1,
             endpoint: rig.writer.maps().v4.endpoints.get(&v4(POD4)).unwrap().map_or(0, |e| e.id),

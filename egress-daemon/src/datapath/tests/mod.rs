@@ -27,8 +27,14 @@ mod rig;
 mod scenes;
 mod tables;
 mod talk;
+mod traffic;
 mod transports;
 mod write;
+
+/// For tests of other modules.
+pub(crate) mod testing {
+    pub use super::rig::{Rig, scene};
+}
 
 use super::Pins;
 use std::{

@@ -12,6 +12,7 @@ use egress_common::{
     endpoint::{MemberKey, PolicyKey},
     limits::MAGLEV_CHUNK,
     net,
+    traffic::REFUSED,
 };
 use egress_core::encode::{EgressView, Encoder, EndpointView, NodeView, PolicyView, SlotView, tables::Tables};
 use ipnet::IpNet;
@@ -100,6 +101,12 @@ fn consistent(t: &Tables) -> Result<(), String> {
             || !t.members.contains_key(&MemberKey { policy: key.policy, egress: *egress })
         {
             return fail(format!("{key:?} names {egress}"));
+        }
+    }
+    for (key, account) in &t.accounts {
+        let known = key.egress == REFUSED || t.egress_ips.contains_key(&key.egress);
+        if !named(name_kind::NAMESPACE, key.namespace) || !named(name_kind::POLICY, key.policy) || !known {
+            return fail(format!("account {account} of {key:?}"));
         }
     }
     for (i, e) in &t.egress_ips {

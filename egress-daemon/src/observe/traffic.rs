@@ -1,0 +1,154 @@
+//! What the programs count of flows, by policy, namespace and egress IP, as metrics.
+//!
+//! Each account is a series of its own: a sum over those of a policy would fall when one of them goes, which Prometheus takes for a restart.
+
+use super::family::{Family, Labels, counter, gauge};
+use crate::datapath::maps::{Maps, MapsError};
+use egress_common::{
+    abi::{NameKey, name_kind},
+    net,
+    traffic::{AccountKey, OTHER, REFUSALS, REFUSED, Traffic},
+};
+use egress_core::encode::name_text;
+use std::{collections::BTreeMap, net::IpAddr};
+
+/// What everything is labelled with that has no account of its own: no policy, namespace or address has such a name.
+const OTHERS: &str = "_other";
+
+/// What one account has counted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Counted {
+    number: u32,
+    policy: String,
+    namespace: String,
+    /// None for flows that are refused.
+    egress_ip: Option<String>,
+    traffic: Traffic,
+}
+
+impl Counted {
+    fn of(maps: &Maps, key: &AccountKey, number: u32) -> Result<Option<Self>, MapsError> {
+        let name = |kind, id| Ok(maps.names.get(&NameKey { kind, id })?.as_ref().map(name_text));
+        let egress_ip = match key.egress {
+            REFUSED => None,
+            index => Some(net::from_any(maps.egress_ips.get(index)?.addr).to_string()),
+        };
+        let names = (name(name_kind::POLICY, key.policy)?, name(name_kind::NAMESPACE, key.namespace)?);
+        let (Some(policy), Some(namespace)) = names else { return Ok(None) };
+        Ok(Some(Self { number, policy, namespace, egress_ip, traffic: maps.traffic(number)? }))
+    }
+
+    fn labels(&self) -> Labels {
+        let mut labels = vec![("policy", self.policy.clone()), ("namespace", self.namespace.clone())];
+        labels.extend(self.egress_ip.clone().map(|ip| ("egress_ip", ip)));
+        labels
+    }
+
+    fn labels_and(&self, name: &'static str, value: &str) -> Labels {
+        let mut labels = self.labels();
+        labels.push((name, value.to_owned()));
+        labels
+    }
+}
+
+/// What has no account, as flows that are translated and as those that are refused.
+fn others(traffic: Traffic) -> [Counted; 2] {
+    [Some(OTHERS.to_owned()), None].map(|egress_ip| Counted {
+        number: OTHER.into(),
+        policy: OTHERS.into(),
+        namespace: OTHERS.into(),
+        egress_ip,
+        traffic,
+    })
+}
+
+/// Reads all accounts.
+pub(super) fn read(maps: &Maps) -> Result<Vec<Counted>, MapsError> {
+    let mut all: Vec<Counted> = others(maps.traffic(OTHER.into())?).into();
+    for (key, number) in maps.accounts.entries()? {
+        all.extend(Counted::of(maps, &key, number)?);
+    }
+    Ok(all)
+}
+
+/// The metrics of these accounts; `flows` is how many flows each has, by its number.
+pub(super) fn families(all: &[Counted], flows: &BTreeMap<u32, u64>) -> Vec<Family> {
+    let translated = || all.iter().filter(|counted| counted.egress_ip.is_some());
+    let both_ways = |sent: fn(&Traffic) -> u64, received: fn(&Traffic) -> u64| {
+        let of = |c: &Counted| {
+            [("sent", sent), ("received", received)]
+                .map(|(direction, value)| (c.labels_and("direction", direction), value(&c.traffic)))
+        };
+        translated().flat_map(of).collect()
+    };
+    let opened = translated().map(|c| (c.labels(), c.traffic.opened)).collect();
+    let open = translated().map(|c| (c.labels(), flows.get(&c.number).copied().unwrap_or(0) as f64)).collect();
+    let by_reason = |c: &Counted| {
+        let reason = |name: &'static str| name.trim_start_matches("drop_");
+        let of = |(reason_, count): (egress_common::verdict::Counter, u64)| {
+            (c.labels_and("reason", reason(reason_.name())), count)
+        };
+        REFUSALS.into_iter().zip(c.traffic.refused).map(of).collect::<Vec<_>>()
+    };
+    let refused = all.iter().filter(|counted| counted.egress_ip.is_none()).flat_map(by_reason).collect();
+    vec![
+        counter(
+            "spillway_policy_packets",
+            "packets of flows, sent to the outside and received from there",
+            both_ways(|t| t.sent_packets, |t| t.received_packets),
+        ),
+        counter(
+            "spillway_policy_bytes",
+            "bytes of their IP packets; headers of packets that were merged count once",
+            both_ways(|t| t.sent_bytes, |t| t.received_bytes),
+        ),
+        counter("spillway_policy_flows_opened", "new flows that were translated", opened),
+        counter("spillway_policy_flows_refused", "first packets of flows that were dropped, by reason", refused),
+        gauge("spillway_policy_flows", "flows in the table, as they were counted last", open),
+    ]
+}
+
+/// An address as a label.
+pub(super) fn of_egress_ip(ip: &IpAddr) -> Labels {
+    vec![("egress_ip", ip.to_string())]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use egress_common::verdict::Counter;
+
+    #[test]
+    fn what_has_no_account_is_an_account_of_its_own() {
+        let mut traffic = Traffic { opened: 3, ..Traffic::NONE };
+        traffic.refused[1] = 2;
+        assert_eq!(REFUSALS[1], Counter::DropNoPort);
+        let families = families(&others(traffic), &[(0, 7)].into());
+        let label = |name, value: &str| (name, value.to_owned());
+        let other = [label("policy", "_other"), label("namespace", "_other")];
+        let with = |more: (&'static str, String)| other.iter().cloned().chain([more]).collect::<Labels>();
+        assert_eq!(
+            families[2],
+            counter(
+                "spillway_policy_flows_opened",
+                "new flows that were translated",
+                vec![(with(label("egress_ip", "_other")), 3)]
+            )
+        );
+        assert_eq!(
+            families[4].clone(),
+            gauge(
+                "spillway_policy_flows",
+                "flows in the table, as they were counted last",
+                vec![(with(label("egress_ip", "_other")), 7.0)]
+            )
+        );
+        let reasons =
+            ["no_gateway", "no_port", "port_share", "pod_share", "table_full"].into_iter().zip([0, 2, 0, 0, 0]);
+        let refused = reasons.map(|(reason, count)| (with(label("reason", reason)), count)).collect();
+        assert_eq!(
+            families[3],
+            counter("spillway_policy_flows_refused", "first packets of flows that were dropped, by reason", refused)
+        );
+    }
+}

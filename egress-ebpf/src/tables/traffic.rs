@@ -1,0 +1,73 @@
+//! Counting for metrics what flows of a policy from a namespace carry: one value for each CPU, by a number that the flow has.
+
+use crate::{
+    headers::packet::{ETH_LEN, Packet},
+    tables::maps::{ACCOUNTS, TRAFFIC},
+};
+use egress_common::{
+    traffic::{AccountKey, OTHER, REFUSALS, Traffic},
+    verdict::Counter,
+};
+
+/// What flows of pods of this namespace, policy and egress IP are counted under.
+#[inline(always)]
+pub fn account(namespace: u32, policy: u32, egress: u32) -> u16 {
+    account_number(namespace, policy, egress) as u16
+}
+
+/// A global function: its callers have no stack left for the key.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn account_number(namespace: u32, policy: u32, egress: u32) -> u64 {
+    // SAFETY: read only.
+    unsafe { ACCOUNTS.get(AccountKey { namespace, policy, egress }) }.map_or(OTHER as u64, |account| *account as u64)
+}
+
+#[inline(always)]
+fn of(account: u16) -> Option<&'static mut Traffic> {
+    // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
+    TRAFFIC.get_ptr_mut(account as u32).map(|traffic| unsafe { &mut *traffic })
+}
+
+/// A pod's packet that is sent.
+#[inline(always)]
+pub fn sent(account: u16, pkt: &Packet) {
+    if let Some(traffic) = of(account) {
+        traffic.sent_packets += pkt.context().segments() as u64;
+        traffic.sent_bytes += (pkt.len() - ETH_LEN) as u64;
+    }
+}
+
+/// A reply that its pod gets.
+#[inline(always)]
+pub fn received(account: u16, pkt: &Packet) {
+    if let Some(traffic) = of(account) {
+        traffic.received_packets += pkt.context().segments() as u64;
+        traffic.received_bytes += (pkt.len() - ETH_LEN) as u64;
+    }
+}
+
+/// A new flow.
+#[inline(always)]
+pub fn opened(account: u16) {
+    if let Some(traffic) = of(account) {
+        traffic.opened += 1;
+    }
+}
+
+/// The first packet of a flow that is refused, if the counter is of that kind.
+#[inline(always)]
+pub fn refused(account: u16, counter: u32) {
+    let Some(traffic) = of(account) else { return };
+    for (count, reason) in traffic.refused.iter_mut().zip(REFUSALS) {
+        if reason as u32 == counter {
+            *count += 1;
+        }
+    }
+}
+
+/// Whether a new flow is refused by that.
+#[inline(always)]
+pub fn is_refusal(counter: u32) -> bool {
+    REFUSALS.iter().any(|reason: &Counter| *reason as u32 == counter)
+}
