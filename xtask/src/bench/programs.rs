@@ -15,7 +15,7 @@ use super::variant::{BenchLab, Variant};
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Runs in one sample, and samples.
 const REPEATED: (u32, usize) = (20_000, 15);
-/// With `vxlan` a run leaves a packet of another length, marked as encapsulated, so that each needs a packet of its own. What
+/// With `vxlan` a run that sends leaves a packet of another length, marked as encapsulated, so that each needs a packet of its own. What
 /// the caches do not hold between two system calls is part of the figure.
 const SINGLE: (u32, usize) = (1, 4_001);
 /// Where the flows of this measurement end.
@@ -64,13 +64,14 @@ pub struct Flow {
 pub fn measure(place: &BenchLab) -> Result<Vec<Cost>> {
     let mut costs = Vec::new();
     for family in Family::BOTH {
-        let (repeat, samples) = if place.variant == Variant::Vxlan { SINGLE } else { REPEATED };
         for protocol in [Protocol::Tcp, Protocol::Udp] {
             // The flow lives while its ends do.
             let (flow, _ends) = open(place, family, protocol)?;
             for (program, node, interface, shot) in shots(place, family, protocol, &flow)? {
                 let pin = place.lab.pins(&node.name).join(format!("links/{program}-{}", shot.ifindex));
                 let header = header(place.variant, program, family);
+                let changes = place.variant == Variant::Vxlan && shot.verdict != NEXT;
+                let (repeat, samples) = if changes { SINGLE } else { REPEATED };
                 let cost = Program::of_link(&pin)
                     .and_then(|program| program.cost(&node.ns, &shot, header, repeat, samples))
                     .with_context(|| format!("{program} at {interface} of {}", node.name))?;
