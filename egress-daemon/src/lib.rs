@@ -5,6 +5,7 @@ pub mod api;
 pub mod check;
 pub mod cleanup;
 pub mod config;
+pub mod connectivity;
 pub mod controller;
 pub mod ctl;
 pub mod datapath;

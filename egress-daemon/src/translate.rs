@@ -23,7 +23,7 @@ use crate::api::Pod;
 use egress_core::model::{Endpoint, EndpointId, PolicyId, PolicyKind, Requirement, Selector};
 
 /// The label that Kubernetes gives every namespace.
-const NAMESPACE_NAME: &str = "kubernetes.io/metadata.name";
+pub const NAMESPACE_NAME: &str = "kubernetes.io/metadata.name";
 
 /// Something in an object that cannot be understood.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

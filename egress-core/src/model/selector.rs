@@ -53,6 +53,30 @@ impl Selector {
         self.0.is_empty()
     }
 
+    /// Labels that satisfy it; none if its requirements contradict each other.
+    pub fn satisfying(&self) -> Option<Labels> {
+        let mut labels = Labels::new();
+        for (key, requirement) in &self.0 {
+            let value = match requirement {
+                Requirement::In(values) => values.iter().find(|value| self.allows(key, value))?.clone(),
+                Requirement::Exists => labels.get(key).cloned().unwrap_or_default(),
+                Requirement::NotIn(_) | Requirement::DoesNotExist => continue,
+            };
+            labels.insert(key.clone(), value);
+        }
+        self.matches(&labels).then_some(labels)
+    }
+
+    /// Whether every requirement on a label allows this value.
+    fn allows(&self, key: &str, value: &str) -> bool {
+        self.0.iter().filter(|(of, _)| of == key).all(|(_, requirement)| match requirement {
+            Requirement::In(values) => values.contains(value),
+            Requirement::NotIn(values) => !values.contains(value),
+            Requirement::Exists => true,
+            Requirement::DoesNotExist => false,
+        })
+    }
+
     /// Whether labels satisfy it.
     pub fn matches(&self, labels: &Labels) -> bool {
         self.matches_with(|key| labels.get(key).map(String::as_str))
@@ -97,5 +121,35 @@ mod tests {
         check("app", Requirement::DoesNotExist, false);
         check("tier", Requirement::DoesNotExist, true);
         assert!(Selector::everything().matches(&labels));
+    }
+
+    #[test]
+    fn labels_that_satisfy_a_selector_match_it() {
+        let selector = |requirements: &[(&str, Requirement)]| {
+            Selector::new(requirements.iter().map(|(key, requirement)| ((*key).to_owned(), requirement.clone())))
+        };
+        let given = |requirements: &[(&str, Requirement)]| selector(requirements).satisfying();
+        let (web, either) = (values(&["web"]), values(&["db", "web"]));
+        for requirements in [
+            &[][..],
+            &[("app", Requirement::In(either.clone())), ("app", Requirement::NotIn(values(&["db"])))],
+            &[("app", Requirement::In(either.clone())), ("app", Requirement::In(web.clone()))],
+            &[("app", Requirement::Exists), ("app", Requirement::In(web.clone()))],
+            &[
+                ("app", Requirement::Exists),
+                ("tier", Requirement::DoesNotExist),
+                ("tier", Requirement::NotIn(web.clone())),
+            ],
+        ] {
+            let labels = given(requirements).unwrap();
+            assert!(selector(requirements).matches(&labels), "{requirements:?}: {labels:?}");
+        }
+        for requirements in [
+            &[("app", Requirement::In(web.clone())), ("app", Requirement::In(values(&["db"])))][..],
+            &[("app", Requirement::Exists), ("app", Requirement::DoesNotExist)],
+            &[("app", Requirement::In(values(&[])))],
+        ] {
+            assert_eq!(given(requirements), None, "{requirements:?}");
+        }
     }
 }

@@ -4,6 +4,7 @@ use anyhow::{Result, bail};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use egress_daemon::{
+    connectivity::{self, Asked, Server},
     ctl::{
         self, DEFAULT_BPFFS, Output,
         diff::{DiffOptions, UNKNOWN, diff, flows_here},
@@ -19,7 +20,7 @@ use ipnet::IpNet;
 use std::{
     ffi::OsString,
     io::{self, IsTerminal, Write},
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv6Addr, SocketAddr},
     path::{Path, PathBuf},
     process::ExitCode,
     time::Duration,
@@ -76,12 +77,36 @@ enum Command {
     /// Names policies, pods, egress IPs, conflicts, and what becomes of the flows that live on this node (kubectl spillway diff: on all
     /// nodes). The exit code is 0 if nothing would change, 1 if something would, and more than 1 if that could not be found out.
     Diff(DiffArgs),
+    /// Whether packets leave as policies promise: the server outside, and its questions
+    ///
+    /// kubectl spillway connectivity test starts pods that ask it.
+    #[command(subcommand)]
+    Connectivity(Connectivity),
     /// Print a script for the shell that completes this command
     ///
     /// For example: source <(egressctl completions bash)
     Completions {
         /// The shell
         shell: Shell,
+    },
+}
+
+#[derive(Subcommand)]
+enum Connectivity {
+    /// Tell every client which source address is seen, by TCP and UDP, until Ctrl-C
+    Serve {
+        /// Where to listen
+        #[arg(long, value_name = "ADDR:PORT", default_value_t = SocketAddr::from((Ipv6Addr::UNSPECIFIED, connectivity::PORT)))]
+        listen: SocketAddr,
+    },
+    /// Ask servers which source addresses they see
+    Ask {
+        /// The servers
+        #[arg(value_name = "ADDR:PORT", required = true)]
+        servers: Vec<SocketAddr>,
+        /// Connections to each, and an eighth as many datagrams
+        #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(1..))]
+        connections: u32,
     },
 }
 
@@ -263,6 +288,15 @@ fn look(cli: Cli) -> Result<()> {
             let WhoisArgs { seen, at, to, log } = args;
             let view = whois::ask(&WhoisOptions { seen, at, to, log, bpffs: access.bpffs })?;
             return Ok(show(&print(&view, cli.output)?)?);
+        }
+        Command::Connectivity(Connectivity::Serve { listen }) => {
+            let server = Server::bind(listen)?;
+            eprintln!("egressctl: telling clients their addresses at {}", server.address()?);
+            return Ok(server.run()?);
+        }
+        Command::Connectivity(Connectivity::Ask { servers, connections }) => {
+            let asked: Vec<Asked> = servers.iter().map(|server| connectivity::ask(*server, connections)).collect();
+            return Ok(show(&print(&asked, cli.output)?)?);
         }
         Command::Diff(_) => return Ok(()),
         Command::Completions { shell } => {

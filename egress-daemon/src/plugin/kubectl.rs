@@ -1,7 +1,13 @@
 //! Running `kubectl`, which knows the cluster and how its user logs in.
 
 use serde_json::Value;
-use std::{ffi::OsStr, io, path::PathBuf, process::Command, string::FromUtf8Error};
+use std::{
+    ffi::OsStr,
+    io::{self, Write as _},
+    path::PathBuf,
+    process::{Command, Output, Stdio},
+    string::FromUtf8Error,
+};
 use thiserror::Error;
 
 /// How long an answer of the API server may take.
@@ -38,6 +44,25 @@ pub struct Kubectl {
 impl Kubectl {
     /// What it prints.
     pub fn text<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Result<String, KubectlError> {
+        let mut command = self.command();
+        result(command.arg(TIMEOUT).args(["--namespace", &self.namespace]).args(arguments).output()?, arguments)
+    }
+
+    /// Applies an object that names its namespace, if it has one.
+    pub fn apply(&self, object: &Value) -> Result<(), KubectlError> {
+        const ARGUMENTS: [&str; 3] = ["apply", "-f", "-"];
+        let mut command = self.command();
+        command.arg(TIMEOUT).args(ARGUMENTS).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn()?;
+        let written = child.stdin.take().map(|mut stdin| stdin.write_all(object.to_string().as_bytes()));
+        result(child.wait_with_output()?, &ARGUMENTS)?;
+        if let Some(written) = written {
+            written?;
+        }
+        Ok(())
+    }
+
+    fn command(&self) -> Command {
         let mut command = Command::new("kubectl");
         if let Some(context) = &self.context {
             command.arg("--context").arg(context);
@@ -45,13 +70,7 @@ impl Kubectl {
         if let Some(kubeconfig) = &self.kubeconfig {
             command.arg("--kubeconfig").arg(kubeconfig);
         }
-        let output = command.arg(TIMEOUT).args(["--namespace", &self.namespace]).args(arguments).output()?;
-        if !output.status.success() {
-            let words: Vec<_> = arguments.iter().map(|word| word.as_ref().to_string_lossy()).collect();
-            let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-            return Err(KubectlError::Failed(words.join(" "), why));
-        }
-        Ok(String::from_utf8(output.stdout)?)
+        command
     }
 
     /// What it prints, as JSON.
@@ -76,6 +95,15 @@ impl Kubectl {
         };
         Ok(pods(&list).into_iter().next().map(|pod| pod.node))
     }
+}
+
+fn result<S: AsRef<OsStr>>(output: Output, arguments: &[S]) -> Result<String, KubectlError> {
+    if !output.status.success() {
+        let words: Vec<_> = arguments.iter().map(|word| word.as_ref().to_string_lossy()).collect();
+        let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        return Err(KubectlError::Failed(words.join(" "), why));
+    }
+    Ok(String::from_utf8(output.stdout)?)
 }
 
 /// What selects Spillway's own objects.

@@ -3,6 +3,7 @@
 //! It is `egressctl` by another name, as kubectl's plugins are: a file `kubectl-spillway` in PATH. It runs `kubectl`, and so needs no access
 //! of its own: the right to `get` Spillway's objects and pods, and to `create` `pods/exec` in Spillway's namespace.
 
+mod connectivity;
 mod kubectl;
 mod status;
 mod sysdump;
@@ -14,11 +15,13 @@ use crate::ctl::{
 };
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, Parser, Subcommand};
+use connectivity::Options;
 use kubectl::{Kubectl, KubectlError, Pod, SELECTOR};
 use serde_json::Value;
 use status::StatusView;
 use std::{
     ffi::OsString,
+    net::SocketAddr,
     path::{Path, PathBuf},
     process::ExitCode,
     thread,
@@ -63,6 +66,9 @@ enum Command {
     ///
     /// The exit code is 0 if all are ready, and 1 otherwise.
     Status(StatusArgs),
+    /// Whether packets leave as policies promise, seen from outside
+    #[command(subcommand)]
+    Connectivity(ConnectivityCommand),
     /// Write one archive with objects, events, logs and the state of every node
     ///
     /// It has no Secret and no pod's specification in it. It has names and addresses of pods and nodes: look at it before you give it away.
@@ -79,6 +85,35 @@ struct StatusArgs {
     wait: bool,
     /// For how many seconds
     #[arg(long, value_name = "SECONDS", default_value = "300")]
+    timeout: u64,
+    /// How the result is printed
+    #[arg(short, long, value_enum, default_value_t, value_name = "FORMAT")]
+    output: Output,
+}
+
+#[derive(Debug, Subcommand)]
+enum ConnectivityCommand {
+    /// Start a pod for each policy, and compare what a server sees of it with what the policy promises
+    ///
+    /// The server is a machine outside of the cluster that runs: egressctl connectivity serve. For each policy a pod is started that the
+    /// policy selects, in a namespace of its own where the policy allows that, and a pod that no policy selects. All of it is removed
+    /// again. Needs the right to create and delete pods and namespaces. The exit code is 1 if a promise was broken.
+    Test(ConnectivityArgs),
+}
+
+#[derive(Args, Debug)]
+struct ConnectivityArgs {
+    /// A server outside: 203.0.113.7:8474 or [2001:db8::7]:8474; one of each family, if you have both
+    #[arg(long = "server", value_name = "ADDR:PORT")]
+    servers: Vec<SocketAddr>,
+    /// Test this policy only: its name, or NAMESPACE/NAME
+    #[arg(long, value_name = "NAME")]
+    policy: Option<String>,
+    /// The image of the pods [default: the agents']
+    #[arg(long, value_name = "IMAGE")]
+    image: Option<String>,
+    /// For how many seconds pods may start and ask
+    #[arg(long, value_name = "SECONDS", default_value = "180", value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
     /// How the result is printed
     #[arg(short, long, value_enum, default_value_t, value_name = "FORMAT")]
@@ -138,6 +173,7 @@ pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<Exi
     let done = match command {
         Command::Status(args) => status(&kubectl, &args),
         Command::Sysdump(args) => dump(&kubectl, &args),
+        Command::Connectivity(ConnectivityCommand::Test(args)) => connectivity(&kubectl, args),
         Command::OnNodes(words) => match understand(&words).map_err(Failure::new)? {
             Understood::OnNodes { pod, output } => on_nodes(&kubectl, node, pod, output, &words),
             Understood::Diff { options, output } => {
@@ -153,6 +189,14 @@ fn dump(kubectl: &Kubectl, args: &SysdumpArgs) -> Result<ExitCode> {
     let (found, missing) = sysdump::write(kubectl, &args.file, |what| eprintln!("asking for {what}"))?;
     println!("{}: {found} answers, {missing} missing", args.file.display());
     Ok(ExitCode::SUCCESS)
+}
+
+fn connectivity(kubectl: &Kubectl, args: ConnectivityArgs) -> Result<ExitCode> {
+    let ConnectivityArgs { servers, policy, image, timeout, output } = args;
+    let options = Options { servers, policy, image, timeout: Duration::from_secs(timeout) };
+    let view = connectivity::test(kubectl, &options, |what| eprintln!("{what}"))?;
+    show(&print(&view, output)?)?;
+    Ok(if view.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// Compares with the cluster, and with the flows of its nodes.

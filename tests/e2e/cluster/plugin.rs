@@ -1,8 +1,10 @@
 //! `kubectl spillway`: what one node's `egressctl` says, of all nodes of a cluster.
 
+use std::collections::BTreeMap;
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use lab::cluster::SERVERS;
@@ -11,7 +13,10 @@ use serde_json::Value;
 use crate::Test;
 use crate::world::{InstalledCluster, egress};
 
-pub const TESTS: &[Test] = &[("plugin::all_nodes_are_asked_from_where_kubectl_works", all_nodes_are_asked)];
+pub const TESTS: &[Test] = &[
+    ("plugin::all_nodes_are_asked_from_where_kubectl_works", all_nodes_are_asked),
+    ("plugin::promises_of_policies_are_tested_by_pods_and_a_server_outside", promises_are_tested),
+];
 
 /// The plugin in a directory of PATH, as a user has it.
 struct Plugin(PathBuf);
@@ -96,4 +101,82 @@ fn all_nodes_are_asked(world: &InstalledCluster) -> Result<()> {
         Command::new("grep").args(["-rlE", "kind: Secret|PRIVATE KEY|token:"]).arg(&unpacked).output()?.stdout;
     ensure!(secrets.is_empty(), "secrets in {}", String::from_utf8_lossy(&secrets));
     Ok(())
+}
+
+/// The program that tells clients their addresses, until this is dropped.
+struct ServerOutside(Child);
+
+impl ServerOutside {
+    fn start(world: &InstalledCluster, address: &str) -> Result<ServerOutside> {
+        let mut command = world.outside()?.command(lab::process::binary("egressctl")?);
+        command.args(["connectivity", "serve", "--listen", address]).stderr(Stdio::piped());
+        let mut server = ServerOutside(command.spawn()?);
+        let mut line = String::new();
+        BufReader::new(server.0.stderr.take().context("its stderr")?).read_line(&mut line)?;
+        ensure!(line.contains("telling clients"), "{line}");
+        Ok(server)
+    }
+}
+
+impl Drop for ServerOutside {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn promises_are_tested(world: &InstalledCluster) -> Result<()> {
+    let plugin = Plugin::new(world)?;
+    world.pool("public", 10, 11)?;
+    world.policy("web", "web", "0.0.0.0/0", 2)?;
+    world.policy("elsewhere", "db", "192.168.0.0/16", 1)?;
+    world.team("shop", true)?;
+    plugin.says("status --wait --timeout 90")?;
+    let address = format!("{}:8474", SERVERS[0]);
+    let server = ServerOutside::start(world, &address)?;
+    // Whether the test succeeded, and the result of each policy.
+    let test = || -> Result<(bool, BTreeMap<String, String>)> {
+        let output = plugin.run(&format!("connectivity test --server {address} --timeout 60 -o json"))?;
+        let view: Value = serde_json::from_slice(&output.stdout)
+            .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+        let text = |item: &Value, field: &str| item[field].as_str().unwrap_or_default().to_owned();
+        let line = |item: &Value| (text(item, "policy"), format!("{} {}", text(item, "result"), text(item, "message")));
+        let items = view["items"].as_array().context("no items")?;
+        Ok((output.status.success(), items.iter().map(line).collect()))
+    };
+
+    let (ok, results) = test()?;
+    ensure!(ok, "{results:?}");
+    for (policy, result) in
+        [("web", "ok "), ("ns/shop/team", "ok "), ("", "ok "), ("elsewhere", "skipped its destinations")]
+    {
+        ensure!(results.get(policy).is_some_and(|said| said.starts_with(result)), "{policy}: {results:?}");
+    }
+
+    // As if somebody else translated what one gateway sends.
+    let outside = world.outside()?;
+    outside.nft(
+        "table ip broken { chain in { type nat hook input priority 100; ip saddr 192.0.2.10 tcp dport 8474 snat to 192.0.2.99; } }",
+    )?;
+    let (ok, results) = test()?;
+    outside.nft("delete table ip broken")?;
+    let said = results.get("web").context("no result for web")?;
+    ensure!(
+        !ok && said.starts_with("FAILED") && said.contains("192.0.2.99") && said.contains("never saw 192.0.2.10"),
+        "{said}"
+    );
+
+    drop(server);
+    let (ok, results) = test()?;
+    ensure!(!ok && results["web"].contains("Connection refused"), "{results:?}");
+    for kind in ["pods", "namespaces"] {
+        let arguments = [kind, "-A", "-l", "spillway.io/connectivity-test"];
+        world.until(&format!("no {kind} of the test are left"), &arguments, |list| {
+            list["items"] == Value::Array(Vec::new())
+        })?;
+    }
+    let output = plugin.run("connectivity test")?;
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(!output.status.success() && told.contains("egressctl connectivity serve"), "{told}");
+    world.cluster.kubectl(&["delete", "namespace", "shop", "--wait=true"]).map(drop)
 }

@@ -1,0 +1,380 @@
+//! `kubectl spillway connectivity test`: starts pods that policies select, and compares what a server outside of the cluster sees of
+//! them with what the policies promise.
+
+use super::kubectl::{Kubectl, KubectlError};
+use crate::{
+    api::{EgressGatewayPolicy, EgressGatewayPolicyStatus, EgressPolicy},
+    connectivity::{
+        Asked,
+        trial::{Case, Home, Known, Rule, Slot, Trial, cases, judge, sources},
+    },
+    ctl::print::{Printable, Row, table},
+    translate,
+};
+use anyhow::{Context as _, Result, bail};
+use egress_core::model::{Labels, Requirement, Selector};
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    process, thread,
+    time::{Duration, Instant},
+};
+
+/// The label of everything that a test makes.
+const LABEL: &str = "spillway.io/connectivity-test";
+/// How often pods are looked at.
+const LOOK: Duration = Duration::from_secs(1);
+/// The user that pods run as: nobody.
+const USER: u32 = 65_534;
+/// The exit code of a process that Ctrl-C ends.
+const INTERRUPTED: i32 = 130;
+
+/// What is tested, and how.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Servers outside of the cluster.
+    pub servers: Vec<SocketAddr>,
+    /// Only this policy: its name, or `NAMESPACE/NAME`.
+    pub policy: Option<String>,
+    /// The image of the pods; absent: the agents'.
+    pub image: Option<String>,
+    /// How long pods have for their start and their questions.
+    pub timeout: Duration,
+}
+
+/// The result for one policy, or for the pod that no policy selects.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Outcome {
+    /// The policy; absent for the pod that no policy selects.
+    pub policy: Option<String>,
+    /// `ok`, `FAILED` or `skipped`.
+    pub result: &'static str,
+    /// What servers had to see.
+    pub promised: String,
+    /// What they saw.
+    pub seen: String,
+    /// What was wrong, or why it was skipped.
+    pub message: String,
+}
+
+impl Row for Outcome {
+    const HEADER: &'static [&'static str] = &["POLICY", "RESULT", "PROMISED", "SEEN", "MESSAGE"];
+    const NONE: &'static str = "There is no policy to test.";
+
+    fn cells(&self) -> Vec<String> {
+        let policy = self.policy.clone().unwrap_or_else(|| "(no policy)".to_owned());
+        vec![policy, self.result.to_owned(), self.promised.clone(), self.seen.clone(), self.message.clone()]
+    }
+}
+
+/// The results of a test.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ConnectivityView {
+    /// Whether no promise was broken.
+    pub ok: bool,
+    /// One for each policy, and one for the pod that no policy selects.
+    pub items: Vec<Outcome>,
+}
+
+impl Printable for ConnectivityView {
+    fn text(&self) -> String {
+        table(&self.items)
+    }
+}
+
+/// Runs the test, and removes what it made, also when it is interrupted. `tell` hears of its progress.
+pub fn test(kubectl: &Kubectl, options: &Options, tell: impl Fn(&str)) -> Result<ConnectivityView> {
+    if options.servers.is_empty() {
+        bail!(
+            "name a server outside of the cluster with --server; on a machine there run: egressctl connectivity serve"
+        );
+    }
+    let known = policies(kubectl)?;
+    let mut cases = cases(&known, &namespaces(kubectl)?, &options.servers);
+    if let Some(wanted) = &options.policy {
+        // A team names its policy as kubectl does, others as egressctl does.
+        cases.retain(|case| policy_of(case).is_none_or(|name| name.strip_prefix("ns/").unwrap_or(name) == wanted));
+        if !cases.iter().any(|case| policy_of(case).is_some()) {
+            bail!(
+                "there is no policy {wanted}: the names are those of kubectl get spillway -A, NAMESPACE/NAME for an EgressPolicy"
+            );
+        }
+    }
+    let image = options.image.clone().map_or_else(|| image(kubectl), Ok)?;
+    // What an earlier test left whose machine lost its power.
+    clean(kubectl)?;
+    let cleaner = kubectl.clone();
+    let _on_interrupt = on_interrupt(move || {
+        if let Err(error) = clean(&cleaner) {
+            eprintln!("kubectl spillway: {error}");
+        }
+    })?;
+    let asked = run(kubectl, options, &cases, &image, tell);
+    let cleaned = clean(kubectl);
+    let asked = asked?;
+    cleaned?;
+    let items: Vec<Outcome> = cases.iter().map(|case| outcome(case, &asked)).collect();
+    Ok(ConnectivityView { ok: items.iter().all(|item| item.result != "FAILED"), items })
+}
+
+fn policy_of(case: &Case) -> Option<&str> {
+    match case {
+        Case::Tried(trial) => trial.policy.as_deref(),
+        Case::Skipped { policy, .. } => policy.as_deref(),
+    }
+}
+
+fn items(list: Value) -> Vec<Value> {
+    match list {
+        Value::Object(mut list) => list.remove("items").and_then(|items| items.as_array().cloned()).unwrap_or_default(),
+        _ => Vec::new(),
+    }
+}
+
+/// Spillway's own policies, with their egress IPs. One that cannot be understood has a condition that says so, and no promise.
+fn policies(kubectl: &Kubectl) -> Result<Vec<Known>> {
+    let list = kubectl.json(&["get", "egressgatewaypolicies.spillway.io,egresspolicies.spillway.io", "-A"])?;
+    let mut known = Vec::new();
+    for object in items(list) {
+        let (policy, status) = if object["kind"] == "EgressPolicy" {
+            let object: EgressPolicy = serde_json::from_value(object).context("an EgressPolicy of the API server")?;
+            (translate::namespaced_policy(&object), object.status)
+        } else {
+            let object: EgressGatewayPolicy =
+                serde_json::from_value(object).context("an EgressGatewayPolicy of the API server")?;
+            (translate::policy(&object), object.status)
+        };
+        if let Ok(policy) = policy {
+            known.push(Known { policy, slots: slots(status.unwrap_or_default()) });
+        }
+    }
+    Ok(known)
+}
+
+fn slots(status: EgressGatewayPolicyStatus) -> Vec<Slot> {
+    let slots = status.slots.into_iter().filter(|slot| !slot.draining);
+    let slot = |slot: crate::api::SlotStatus| {
+        Some(Slot { address: slot.egress_ip.parse().ok()?, weight: slot.weight, healthy: slot.healthy })
+    };
+    slots.filter_map(slot).collect()
+}
+
+fn namespaces(kubectl: &Kubectl) -> Result<Vec<(String, Labels)>, KubectlError> {
+    let list = kubectl.json(&["get", "namespaces"])?;
+    let labels = |value: &Value| serde_json::from_value(value.clone()).unwrap_or_default();
+    let one = |object: &Value| {
+        let metadata = &object["metadata"];
+        metadata["deletionTimestamp"]
+            .is_null()
+            .then(|| Some((metadata["name"].as_str()?.to_owned(), labels(&metadata["labels"]))))?
+    };
+    Ok(items(list).iter().filter_map(one).collect())
+}
+
+/// The image that agents run.
+fn image(kubectl: &Kubectl) -> Result<String> {
+    let list =
+        kubectl.json(&["get", "pods", "-l", "app.kubernetes.io/name=spillway,app.kubernetes.io/component=agent"])?;
+    let image = list.pointer("/items/0/spec/containers/0/image").and_then(Value::as_str);
+    let namespace = &kubectl.namespace;
+    image.map(str::to_owned).with_context(|| {
+        format!("no agent runs in namespace {namespace}: name it with --namespace, or an image with --image")
+    })
+}
+
+/// What each pod was told, or why it was told nothing, by the pod's name.
+type Answers = BTreeMap<String, Result<Vec<Asked>, String>>;
+
+/// Starts the pods and waits for what they are told.
+fn run(kubectl: &Kubectl, options: &Options, cases: &[Case], image: &str, tell: impl Fn(&str)) -> Result<Answers> {
+    let trials: Vec<&Trial> =
+        cases.iter().filter_map(|case| if let Case::Tried(trial) = case { Some(trial) } else { None }).collect();
+    let end = Instant::now() + options.timeout;
+    let made: Vec<Value> = trials.iter().filter_map(|trial| namespace(trial)).collect();
+    if !made.is_empty() {
+        kubectl.apply(&json!({"apiVersion": "v1", "kind": "List", "items": made}))?;
+    }
+    tell(&format!("starting {} pods of {image}", trials.len()));
+    for trial in &trials {
+        start(kubectl, &pod(trial, image, options.timeout), end)?;
+    }
+    let mut before = usize::MAX;
+    let pods = loop {
+        let pods = items(kubectl.json(&["get", "pods", "-A", "-l", LABEL])?);
+        let left = pods.iter().filter(|pod| !is_over(pod)).count();
+        if left == 0 || Instant::now() >= end {
+            break pods;
+        }
+        if left != before {
+            tell(&format!("waiting for {left} of {} pods", pods.len()));
+            before = left;
+        }
+        thread::sleep(LOOK);
+    };
+    Ok(pods.iter().filter_map(|pod| Some((pod["metadata"]["name"].as_str()?.to_owned(), told(kubectl, pod)))).collect())
+}
+
+/// Starts a pod. A new namespace's service account may come a moment later.
+fn start(kubectl: &Kubectl, pod: &Value, end: Instant) -> Result<(), KubectlError> {
+    loop {
+        match kubectl.apply(pod) {
+            Err(KubectlError::Failed(_, why)) if why.contains("serviceaccount") && Instant::now() < end => {
+                thread::sleep(LOOK)
+            }
+            other => return other,
+        }
+    }
+}
+
+fn is_over(pod: &Value) -> bool {
+    matches!(pod["status"]["phase"].as_str(), Some("Succeeded" | "Failed"))
+}
+
+fn told(kubectl: &Kubectl, pod: &Value) -> Result<Vec<Asked>, String> {
+    if pod["status"]["phase"] != "Succeeded" {
+        return Err(unfinished(pod));
+    }
+    let [namespace, name] = ["namespace", "name"].map(|field| pod["metadata"][field].as_str().unwrap_or_default());
+    let log = kubectl.text(&["logs", "-n", namespace, name]).map_err(|error| error.to_string())?;
+    serde_json::from_str(&log).map_err(|error| format!("the pod's answer is not understood: {error}: {log:?}"))
+}
+
+/// Why a pod has told nothing: its container's state, or its own.
+fn unfinished(pod: &Value) -> String {
+    let state = &pod["status"]["containerStatuses"][0]["state"];
+    let parts = ["waiting", "terminated"].map(|state_name| &state[state_name]);
+    let container = parts.iter().find_map(|part| part["message"].as_str().or(part["reason"].as_str()));
+    let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
+    let condition = conditions.iter().find_map(|condition| condition["message"].as_str());
+    let phase = pod["status"]["phase"].as_str().unwrap_or("unknown");
+    let why = container.or(condition).or(pod["status"]["message"].as_str()).unwrap_or("it took too long");
+    format!("the pod is {phase}: {why}")
+}
+
+/// The namespace that a pod needs, if it is a new one.
+fn namespace(trial: &Trial) -> Option<Value> {
+    let Home::New(name, labels) = &trial.home else { return None };
+    let mut labels = labels.clone();
+    labels.insert(LABEL.to_owned(), String::new());
+    Some(json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}))
+}
+
+/// The pod of a trial, which the strictest of Kubernetes' security standards admits.
+fn pod(trial: &Trial, image: &str, timeout: Duration) -> Value {
+    let mut labels = trial.labels.clone();
+    labels.insert(LABEL.to_owned(), String::new());
+    let connections = trial.connections.to_string();
+    let mut command = vec!["/usr/bin/egressctl", "connectivity", "ask", "-o", "json", "--connections", &connections];
+    let servers: Vec<String> = trial.promises.iter().map(|promise| promise.server.to_string()).collect();
+    command.extend(servers.iter().map(String::as_str));
+    json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": trial.pod, "namespace": trial.home.name(), "labels": labels},
+        "spec": {
+            "restartPolicy": "Never",
+            "activeDeadlineSeconds": timeout.as_secs().max(1),
+            "automountServiceAccountToken": false,
+            "enableServiceLinks": false,
+            "affinity": affinity(&trial.nodes),
+            "securityContext": {"runAsNonRoot": true, "runAsUser": USER, "seccompProfile": {"type": "RuntimeDefault"}},
+            "containers": [{
+                "name": "ask",
+                "image": image,
+                "command": command,
+                "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "64Mi"}},
+                "securityContext": {
+                    "allowPrivilegeEscalation": false,
+                    "readOnlyRootFilesystem": true,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+            }],
+        },
+    })
+}
+
+/// A selector of nodes as a pod has it; null if it selects every node.
+fn affinity(nodes: &Selector) -> Value {
+    if nodes.is_everything() {
+        return Value::Null;
+    }
+    let expression = |(key, requirement): (&str, &Requirement)| match requirement {
+        Requirement::In(values) => json!({"key": key, "operator": "In", "values": values}),
+        Requirement::NotIn(values) => json!({"key": key, "operator": "NotIn", "values": values}),
+        Requirement::Exists => json!({"key": key, "operator": "Exists"}),
+        Requirement::DoesNotExist => json!({"key": key, "operator": "DoesNotExist"}),
+    };
+    let expressions: Vec<Value> = nodes.requirements().map(expression).collect();
+    let terms = json!([{"matchExpressions": expressions}]);
+    json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}})
+}
+
+/// Removes everything that has the test's label.
+fn clean(kubectl: &Kubectl) -> Result<(), KubectlError> {
+    let delete = ["delete", "--ignore-not-found", "--wait=false", "-l", LABEL];
+    kubectl.text(&[&delete[..], &["pods", "-A"]].concat())?;
+    kubectl.text(&[&delete[..], &["namespaces"]].concat())?;
+    Ok(())
+}
+
+/// Does something when Ctrl-C is pressed, and ends the process.
+fn on_interrupt(clean: impl FnOnce() + Send + 'static) -> Result<thread::JoinHandle<()>> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    Ok(thread::spawn(move || {
+        if runtime.block_on(tokio::signal::ctrl_c()).is_ok() {
+            eprintln!("kubectl spillway: interrupted: removing what the test has made");
+            clean();
+            process::exit(INTERRUPTED);
+        }
+    }))
+}
+
+fn outcome(case: &Case, answers: &Answers) -> Outcome {
+    match case {
+        Case::Skipped { policy, reason } => Outcome {
+            policy: policy.clone(),
+            result: "skipped",
+            promised: String::new(),
+            seen: String::new(),
+            message: reason.clone(),
+        },
+        Case::Tried(trial) => {
+            let (seen, problems) = match answers.get(&trial.pod) {
+                Some(Ok(asked)) => (seen(asked), judge(trial, asked)),
+                Some(Err(why)) => (String::new(), vec![why.clone()]),
+                None => (String::new(), vec!["the pod is gone: somebody has deleted it".to_owned()]),
+            };
+            Outcome {
+                policy: trial.policy.clone(),
+                result: if problems.is_empty() { "ok" } else { "FAILED" },
+                promised: promised(trial),
+                seen,
+                message: problems.join("; "),
+            }
+        }
+    }
+}
+
+fn promised(trial: &Trial) -> String {
+    let one = |promise: &crate::connectivity::trial::Promise| {
+        let addresses: Vec<String> = promise.addresses.iter().map(ToString::to_string).collect();
+        let rule = match promise.rule {
+            Rule::All => "each of ",
+            Rule::Any => "any of ",
+            Rule::One => "one of ",
+            Rule::NoneOf => "none of ",
+        };
+        format!("{rule}{}", addresses.join(", "))
+    };
+    let mut all: Vec<String> = trial.promises.iter().map(one).collect();
+    all.dedup();
+    all.join("; ")
+}
+
+fn seen(asked: &[Asked]) -> String {
+    let all = asked.iter().flat_map(sources);
+    let all: Vec<String> = all.map(|(source, count)| format!("{source} ({count})")).collect();
+    all.join(", ")
+}
