@@ -46,8 +46,8 @@ pub struct NodeReport {
     pub carries: BTreeSet<IpAddr>,
     /// What it cannot do for policies.
     pub troubles: BTreeSet<Trouble>,
-    /// The policies that its tables carry out, and in which version.
-    pub programmed: BTreeMap<PolicyId, Version>,
+    /// The policies that its tables carry out, and in which version; absent: its agent is of a version that does not tell.
+    pub programmed: Option<BTreeMap<PolicyId, Version>>,
     /// Everything that is leased to any node up to this revision is in its tables.
     pub lease_revision: u64,
     /// Everything that is leased to this node up to this revision is in its tables.

@@ -71,7 +71,7 @@ impl Memo {
         }
         let mut demanded = BTreeSet::new();
         for (node, report) in changes.reports {
-            news.programmed.extend(self.reported(&node, &report));
+            news.programmed.extend(self.reported(&node, &report)?);
             demanded.extend(self.report(&node, report, plan)?);
         }
         if self.index.reshaped(&news).any(|class| self.disagree(class)) {
@@ -92,13 +92,17 @@ impl Memo {
         Some((self, touched))
     }
 
-    /// The policies of which a node reports another version than before.
-    fn reported(&self, node: &NodeName, report: &NodeReport) -> Vec<u32> {
+    /// The policies of which a node reports another version than before. `None`: its agent begins or ceases to report them.
+    fn reported(&self, node: &NodeName, report: &NodeReport) -> Option<Vec<u32>> {
         let before = self.snapshot.nodes.get(node).and_then(|node| node.report.as_ref());
+        if before.is_some_and(|before| before.programmed.is_some() != report.programmed.is_some()) {
+            return None;
+        }
         let none = BTreeMap::new();
-        let before = before.map_or(&none, |before| &before.programmed);
-        let other = diff::join(before, &report.programmed).filter(|(_, (old, new))| old != new);
-        other.filter_map(|(policy, _)| self.index.number(policy)).collect()
+        let before = before.and_then(|before| before.programmed.as_ref()).unwrap_or(&none);
+        let after = report.programmed.as_ref().unwrap_or(&none);
+        let other = diff::join(before, after).filter(|(_, (old, new))| old != new);
+        Some(other.filter_map(|(policy, _)| self.index.number(policy)).collect())
     }
 
     /// Looks which nodes of a policy have it in their datapath.

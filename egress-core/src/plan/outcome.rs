@@ -188,8 +188,8 @@ pub fn troubles(snapshot: &Snapshot) -> BTreeMap<&PolicyId, Vec<(&NodeName, &Tro
     all
 }
 
-/// Which of a policy's nodes do not have this version of it in their datapath. A node that is down has no traffic, and one without an
-/// agent carries nothing out at all.
+/// Which of a policy's nodes do not have this version of it in their datapath. A node that is down has no traffic, one without an
+/// agent carries nothing out at all, and an agent of a version that does not tell is not waited for.
 pub fn behind<'a>(
     snapshot: &Snapshot,
     policy: &Policy,
@@ -197,8 +197,8 @@ pub fn behind<'a>(
 ) -> BTreeSet<NodeName> {
     let is_behind = |name: &&NodeName| {
         let node = snapshot.nodes.get(*name).filter(|node| node.ready);
-        let report = node.and_then(|node| node.report.as_ref());
-        report.is_some_and(|report| !report.programmed.get(&policy.id).is_some_and(|version| policy.is(version)))
+        let programmed = node.and_then(|node| node.report.as_ref()?.programmed.as_ref());
+        programmed.is_some_and(|versions| !versions.get(&policy.id).is_some_and(|version| policy.is(version)))
     };
     sources.filter(is_behind).cloned().collect()
 }

@@ -33,7 +33,7 @@ pub fn node(name: &str, labels: Labels) -> Node {
         draining: false,
         pod_cidrs: Default::default(),
         max_egress_ips: None,
-        report: Some(NodeReport::default()),
+        report: Some(NodeReport { programmed: Some(BTreeMap::new()), ..NodeReport::default() }),
     }
 }
 

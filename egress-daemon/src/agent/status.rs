@@ -48,7 +48,7 @@ pub fn status(agent: &mut Agent, old: Option<&EgressNodeStatus>, now: Timestamp)
         attach: Some(agent.hooks.mode().to_string()),
         occupied_blocks: agent.occupied_blocks(),
         troubles: outcome.troubles.iter().map(trouble).collect(),
-        programmed: outcome.programmed.versions().map(programmed).collect(),
+        programmed: Some(outcome.programmed.versions().map(programmed).collect()),
         map_use: usage
             .map(|u| MapUse { map: u.map.into(), used: u.used as u64, capacity: u.capacity as u64 })
             .collect(),

@@ -168,9 +168,10 @@ pub struct EgressNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub troubles: Vec<Trouble>,
 
-    /// The policies that the node's datapath carries out for its pods, sorted.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub programmed: Vec<ProgrammedPolicy>,
+    /// The policies that the node's datapath carries out for its pods, sorted. Absent if the agent does not report them: nobody waits for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Vec<ProgrammedPolicy>")]
+    pub programmed: Option<Vec<ProgrammedPolicy>>,
 
     /// How full the kernel's tables are.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -168,7 +168,8 @@ fn not_yet_a_policy_is_ready_when_all_its_nodes_have_programmed_it() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
     let report = |objects: &mut ApiObjects, node: &str, generation: i64| {
-        let programmed = vec![crate::api::ProgrammedPolicy { policy: "flows".into(), uid: String::new(), generation }];
+        let programmed =
+            Some(vec![crate::api::ProgrammedPolicy { policy: "flows".into(), uid: String::new(), generation }]);
         let object = objects.egress_nodes.iter_mut().find(|object| object.metadata.name.as_deref() == Some(node));
         let status = crate::api::EgressNodeStatus { programmed, ..Default::default() };
         Arc::make_mut(object.unwrap()).status = Some(status);
@@ -199,6 +200,29 @@ fn not_yet_a_policy_is_ready_when_all_its_nodes_have_programmed_it() {
     report(&mut objects, "w1", 2);
     round(&mut objects, &health(), 600);
     assert_eq!(state(&objects), "True AsExpected, True AsExpected");
+}
+
+#[test]
+fn skew_an_agent_that_reports_no_policies_is_not_waited_for_and_fields_of_a_later_version_are_ignored() {
+    let mut objects = objects();
+    round(&mut objects, &health(), 100);
+    // As agents write it: the one before this version, one after it, and one whose new fields an older definition of the kind has removed.
+    for (node, status) in [
+        ("w0", json!({"tunnelAddresses": ["10.0.0.1"], "leaseRevision": 0, "carries": []})),
+        (
+            "w1",
+            json!({"programmed": [{"policy": "flows", "uid": "", "generation": 2, "later": 1}], "later": {"a": [1]}}),
+        ),
+    ] {
+        let object = objects.egress_nodes.iter_mut().find(|object| object.metadata.name.as_deref() == Some(node));
+        Arc::make_mut(object.unwrap()).status = Some(serde_json::from_value(status).unwrap());
+    }
+    round(&mut objects, &health(), 200);
+    assert_eq!(condition(&objects, "Ready").0, "True");
+    Arc::make_mut(&mut objects.policies[0]).metadata.generation = Some(3);
+    round(&mut objects, &health(), 300);
+    let ready = &objects.policies[0].status.as_ref().unwrap().conditions[0];
+    assert!(ready.message.starts_with("the datapath of w1 does not have it yet"), "{}", ready.message);
 }
 
 #[test]

@@ -121,11 +121,13 @@ pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
         })
     });
     let troubles = troubles.collect();
-    let programmed = status.programmed.iter().filter_map(|p| {
-        let version = Version { uid: p.uid.clone(), generation: p.generation };
-        Some((reader.parse(&p.policy, "status.programmed", WRITTEN_BY_AGENT)?, version))
+    let programmed = status.programmed.as_ref().map(|policies| {
+        let version = |p: &api::ProgrammedPolicy| Version { uid: p.uid.clone(), generation: p.generation };
+        let of = |p: &api::ProgrammedPolicy| {
+            Some((reader.parse(&p.policy, "status.programmed", WRITTEN_BY_AGENT)?, version(p)))
+        };
+        policies.iter().filter_map(of).collect()
     });
-    let programmed = programmed.collect();
     let report = NodeReport {
         troubles,
         programmed,

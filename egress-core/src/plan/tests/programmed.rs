@@ -24,7 +24,7 @@ fn behind(plan: &Plan) -> Vec<&str> {
 fn report(snapshot: &Snapshot, node: &str, generation: i64) -> NodeReport {
     let uid = snapshot.policies[&web()].uid.clone();
     let report = snapshot.nodes[&node.into()].report.clone().unwrap_or_default();
-    NodeReport { programmed: [(web(), Version { uid, generation })].into(), ..report }
+    NodeReport { programmed: Some([(web(), Version { uid, generation })].into()), ..report }
 }
 
 #[test]
@@ -43,6 +43,10 @@ fn not_yet_nodes_of_the_pods_that_have_another_version_are_behind() {
     };
     assert_eq!(of(&|_| {}), "w0 w1 w2", "gateways without pods are not asked");
     assert_eq!(of(&set("w0", 1)), "w1 w2");
+    let of_old_agent = |s: &mut Snapshot| {
+        s.nodes.get_mut(&"w1".into()).unwrap().report = Some(NodeReport::default());
+    };
+    assert_eq!(of(&of_old_agent), "w2", "an agent that does not tell is not waited for");
     assert_eq!(of(&set("w1", 0)), "w1 w2");
     assert_eq!(
         of(&|s| s.nodes.get_mut(&"w1".into()).unwrap().ready = false),
@@ -53,6 +57,18 @@ fn not_yet_nodes_of_the_pods_that_have_another_version_are_behind() {
     assert_eq!(of(&|s| s.policies.get_mut(&web()).unwrap().generation = 2), "w0");
     assert_eq!(of(&set("w0", 2)), "");
     assert_eq!(of(&|s| s.policies.get_mut(&web()).unwrap().uid = "another".into()), "w0", "one of the same name");
+}
+
+#[test]
+fn an_agent_that_begins_to_tell_takes_a_full_plan() {
+    let (mut snapshot, health) = cluster_with_policy();
+    let tells = report(&snapshot, "w1", 0);
+    for (before, after) in [(NodeReport::default(), tells.clone()), (tells, NodeReport::default())] {
+        snapshot.nodes.get_mut(&"w1".into()).unwrap().report = Some(before);
+        let (mut plan, memo) = plan_and_remember(snapshot.clone(), &health, &Plan::default());
+        let changes = Changes { reports: [("w1".into(), after)].into(), ..Changes::default() };
+        assert!(memo.change(&health, &mut plan, changes).is_none());
+    }
 }
 
 #[test]

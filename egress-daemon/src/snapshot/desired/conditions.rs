@@ -68,7 +68,7 @@ impl<'a> ConditionWriter<'a> {
                 match waits {
                     Some(behind) => self.add(PROGRAMMED, false, PROGRAMMING, waiting(behind)),
                     None => {
-                        let message = "every node of its pods had it in its datapath".into();
+                        let message = "every node of its pods that reports its policies had it in its datapath".into();
                         self.add(PROGRAMMED, true, Reason::AsExpected.as_str(), message);
                     }
                 }
