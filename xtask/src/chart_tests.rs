@@ -1,20 +1,32 @@
-//! The chart as Helm renders it, and the alerts as Prometheus judges them, on machines that have `helm`, `kubectl` and `promtool`.
+//! The chart as Helm renders it, and the alerts as Prometheus judges them, on machines that have `promtool`, and `helm` and `kubectl` in PATH
+//! or among the programs of a cluster.
 
 use std::collections::BTreeMap;
 use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::workspace;
+use crate::{cluster, workspace};
 
-/// Whether all tools are there. Where one is not, the test that asks counts as skipped.
-fn has(test: &str, tools: &[&str]) -> bool {
+/// A tool: that of PATH, or else the one that the tests on a Kubernetes use. Where there is none, the test that asks counts as skipped.
+fn tool(test: &str, name: &str) -> Option<Command> {
     let folders: Vec<_> = std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()).collect();
-    let missing = tools.iter().find(|tool| !folders.iter().any(|folder| folder.join(tool).is_file()));
-    if let Some(tool) = missing {
-        lab::skip::record(test, &format!("{tool} is not in PATH"));
+    if folders.iter().any(|folder| folder.join(name).is_file()) {
+        return Some(Command::new(name));
     }
-    missing.is_none()
+    let folder = cluster::binaries().unwrap();
+    // kubectl is a part of one program there.
+    let (file, arguments) = if name == "kubectl" { ("k8s", &["kubectl"][..]) } else { (name, &[][..]) };
+    if !folder.join(file).is_file() {
+        lab::skip::record(
+            test,
+            &format!("{name} is neither in PATH nor built for a cluster (cargo xtask test cluster)"),
+        );
+        return None;
+    }
+    let mut command = Command::new(folder.join(file));
+    command.args(arguments);
+    Some(command)
 }
 
 fn output(command: &mut Command) -> Result<String, String> {
@@ -23,16 +35,22 @@ fn output(command: &mut Command) -> Result<String, String> {
     if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
 }
 
+fn again(tool: &Command) -> Command {
+    let mut command = Command::new(tool.get_program());
+    command.args(tool.get_args());
+    command
+}
+
 /// `helm template`, with values as `--set` takes them.
-fn rendered(values: &[&str]) -> Result<String, String> {
+fn rendered(helm: &Command, values: &[&str]) -> Result<String, String> {
     let chart = workspace::root().join("manifests/chart");
-    let mut command = Command::new("helm");
+    let mut command = again(helm);
     command.args(["template", "spillway", "--namespace", "spillway"]).arg(chart);
     output(command.args(values.iter().flat_map(|value| ["--set", value])))
 }
 
 /// `kubectl kustomize`, of the base with components.
-fn kustomized(components: &[&str]) -> String {
+fn kustomized(kubectl: &Command, components: &[&str]) -> String {
     let copy = std::env::temp_dir().join(format!("xtask-kustomize-{}-{}", std::process::id(), components.join("-")));
     let manifests = workspace::root().join("manifests");
     output(Command::new("cp").arg("-r").arg(manifests).arg(&copy)).unwrap();
@@ -41,7 +59,7 @@ fn kustomized(components: &[&str]) -> String {
     let text = std::fs::read_to_string(&file).unwrap();
     let components = if listed.is_empty() { listed } else { format!("components:\n{listed}") };
     std::fs::write(&file, text + &components).unwrap();
-    let objects = output(Command::new("kubectl").arg("kustomize").arg(&copy)).unwrap();
+    let objects = output(again(kubectl).arg("kustomize").arg(&copy)).unwrap();
     std::fs::remove_dir_all(&copy).unwrap();
     objects
 }
@@ -99,9 +117,9 @@ fn without(object: &mut Value, metadata: &str, annotation: &str) {
 
 #[test]
 fn helm_and_kustomize_make_the_same_objects() {
-    if !has(lab::test_name!(), &["helm", "kubectl"]) {
+    let (Some(helm), Some(kubectl)) = (tool(lab::test_name!(), "helm"), tool(lab::test_name!(), "kubectl")) else {
         return;
-    }
+    };
     let everything = [
         "ipv6Only=true",
         "config.foreignKinds={cilium,antrea}",
@@ -110,7 +128,7 @@ fn helm_and_kustomize_make_the_same_objects() {
     ];
     let with = ["ipv6-only", "cilium", "antrea", "monitoring"];
     for (values, components) in [(&[][..], &[][..]), (&everything[..], &with[..])] {
-        let (chart, base) = (objects(&rendered(values).unwrap()), objects(&kustomized(components)));
+        let (chart, base) = (objects(&rendered(&helm, values).unwrap()), objects(&kustomized(&kubectl, components)));
         let mut expected = base;
         // Helm makes the namespace before it installs a chart.
         assert!(expected.remove("Namespace  spillway").is_some());
@@ -124,45 +142,41 @@ fn helm_and_kustomize_make_the_same_objects() {
 
 #[test]
 fn values_of_the_chart_take_effect_and_wrong_ones_are_refused() {
-    if !has(lab::test_name!(), &["helm"]) {
-        return;
-    }
+    let Some(helm) = tool(lab::test_name!(), "helm") else { return };
     let values = [
         "image.tag=1.2.3",
         "image.pullSecrets[0].name=registry",
         "log.level=warn\\,egress_daemon=debug",
         "agent.nodeSelector.pool=a",
     ];
-    let made = objects(&rendered(&values).unwrap());
+    let made = objects(&rendered(&helm, &values).unwrap());
     let pod = made["DaemonSet spillway spillway-agent"].pointer("/spec/template/spec").unwrap();
     assert_eq!(pod["imagePullSecrets"], json!([{"name": "registry"}]));
     assert_eq!(pod["nodeSelector"], json!({"kubernetes.io/os": "linux", "pool": "a"}));
     assert_eq!(pod["containers"][0]["image"], "ghcr.io/spillway/spillway:1.2.3");
     assert!(pod["containers"][0]["args"].as_array().unwrap().contains(&json!("--log=warn,egress_daemon=debug")));
     let checksum = |values: &[&str]| {
-        let text = rendered(values).unwrap();
+        let text = rendered(&helm, values).unwrap();
         text.lines().find(|line| line.contains("checksum/config")).map(str::to_owned)
     };
     assert!(checksum(&[]).is_some() && checksum(&[]) != checksum(&["config.maxFlows=4096"]));
     for wrong in
         ["agnet.replicas=1", "image.pullPolicy=Sometimes", "controller.replicas=0", "config.foreignKinds={calico}"]
     {
-        assert!(rendered(&[wrong]).is_err(), "{wrong} is accepted");
+        assert!(rendered(&helm, &[wrong]).is_err(), "{wrong} is accepted");
     }
 }
 
 #[test]
 fn alerts_fire_when_they_should() {
-    if !has(lab::test_name!(), &["promtool"]) {
-        return;
-    }
+    let Some(mut promtool) = tool(lab::test_name!(), "promtool") else { return };
     let rules = std::fs::read_to_string(workspace::root().join("manifests/components/monitoring/rules.yaml")).unwrap();
     let (_, spec) = rules.split_once("\nspec:\n").unwrap();
     let folder = std::env::temp_dir().join(format!("xtask-rules-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::write(folder.join("alerts.yaml"), spec.replace("\n  ", "\n").trim_start()).unwrap();
     std::fs::copy(workspace::root().join("tests/monitoring/rules.yaml"), folder.join("rules.yaml")).unwrap();
-    let judged = output(Command::new("promtool").args(["test", "rules", "rules.yaml"]).current_dir(&folder));
+    let judged = output(promtool.args(["test", "rules", "rules.yaml"]).current_dir(&folder));
     std::fs::remove_dir_all(&folder).unwrap();
     judged.unwrap();
 }

@@ -22,6 +22,14 @@ pub enum Stream {
 /// How often a silent program is looked at.
 const TICK: Duration = Duration::from_millis(100);
 
+/// From now on this thread, and the programs that it starts, run only while nothing else wants a processor (`SCHED_IDLE`).
+pub fn idle() -> Result<()> {
+    let thread = nix::unistd::gettid().to_string();
+    let status = Command::new("chrt").args(["--idle", "--pid", "0", &thread]).status().context("cannot run chrt")?;
+    anyhow::ensure!(status.success(), "chrt: {status}");
+    Ok(())
+}
+
 /// A program that is started by another one, which is given with its arguments.
 pub fn behind(starter: &[&str], command: &Command) -> Command {
     let words = starter.iter().map(OsStr::new).chain([command.get_program()]).chain(command.get_args());

@@ -22,7 +22,7 @@ const CONTAINERD: &str = "github.com/containerd/containerd/v2/cmd";
 
 impl Component {
     /// Everything, in an order in which the short ones come first.
-    pub const ALL: [Component; 5] = [
+    pub const ALL: [Component; 6] = [
         Component { folder: "pod", title: "build the pods' program", programs: &["pod"], packages: &["."] },
         Component {
             folder: "cni",
@@ -46,6 +46,13 @@ impl Component {
             title: "build flannel (two minutes, once)",
             programs: &["flannel"],
             packages: &["github.com/flannel-io/flannel"],
+        },
+        // The chart is rendered by it.
+        Component {
+            folder: "helm",
+            title: "build Helm (two minutes, once)",
+            programs: &["helm"],
+            packages: &["helm.sh/helm/v4/cmd/helm"],
         },
         Component {
             folder: "k8s",

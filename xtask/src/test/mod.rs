@@ -12,7 +12,7 @@ pub mod tally;
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::ExitCode;
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -87,43 +87,38 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
         return guests(&args.kernel, true, &binaries, &bin_dir, args.bless, tally);
     }
     let jobs = plan::jobs(args, &binaries);
-    let environment = prepare(&jobs, tally);
-    let run_tests = |tally: &mut Tally| run_tests(args, &jobs, &binaries, &bin_dir, &environment, tally);
-    if !args.is_whole() {
-        return run_tests(tally);
-    }
     thread::scope(|scope| {
-        let simulation = scope.spawn(|| {
-            let mut tally = Tally::default();
-            simulated_cluster(&binaries, &mut tally).map(|()| tally)
+        let cluster = jobs.iter().any(Job::is_on_cluster).then(|| scope.spawn(prepare_cluster));
+        let simulation = args.is_whole().then(|| {
+            scope.spawn(|| {
+                let mut tally = Tally::default();
+                simulated_cluster(&binaries, &mut tally).map(|()| tally)
+            })
         });
-        let outcome = run_tests(tally);
+        let outcome = run_tests(args, &jobs, &binaries, &bin_dir, cluster, tally);
+        let Some(simulation) = simulation else { return outcome };
         let simulated = simulation.join().map_err(|_| anyhow!("the simulated cluster's thread has panicked"))?;
         simulated.map(|simulated| tally.add(simulated)).and(outcome)
     })
 }
 
-/// What a Kubernetes needs is built, if a job needs one: the variables that tell where it is.
-fn prepare(jobs: &[Job<'_>], tally: &mut Tally) -> Vec<(&'static str, OsString)> {
-    let cluster = jobs.iter().any(|job| job.binary.name == plan::CLUSTER);
-    let prepared = if cluster { prepare_cluster() } else { Ok(Vec::new()) };
-    prepared.unwrap_or_else(|error| {
-        tally.fail(plan::CLUSTER, &format!("{error:#}"));
-        Vec::new()
-    })
-}
+/// Variables that tell where what was built is.
+type Environment = Vec<(&'static str, OsString)>;
 
-/// Runs the jobs, and what `args` ask for besides.
+/// Runs the jobs, and what `args` ask for besides. `cluster` builds what those on a Kubernetes wait for.
 fn run_tests(
     args: &Args,
     jobs: &[Job<'_>],
     binaries: &[Binary],
     bin_dir: &Path,
-    environment: &[(&str, OsString)],
+    mut cluster: Option<ScopedJoinHandle<'_, Result<Environment>>>,
     tally: &mut Tally,
 ) -> Result<()> {
     for job in jobs {
-        if let Err(error) = run_job(job, bin_dir, environment, tally) {
+        let built = if job.is_on_cluster() { cluster.take() } else { None };
+        let built = built
+            .map_or_else(|| Ok(Vec::new()), |built| built.join().unwrap_or_else(|_| bail!("the build has panicked")));
+        if let Err(error) = built.and_then(|environment| run_job(job, bin_dir, &environment, tally)) {
             tally.fail(&job.title(), &format!("{error:#}"));
         }
     }
@@ -142,7 +137,7 @@ fn run_tests(
     Ok(())
 }
 
-fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &[(&str, OsString)], tally: &mut Tally) -> Result<()> {
+fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &Environment, tally: &mut Tally) -> Result<()> {
     let mut command = job.binary.command();
     command.env("SPILLWAY_BIN", bin_dir).envs(environment.iter().map(|(name, value)| (name, value)));
     command.args(&job.tests);
@@ -191,9 +186,11 @@ fn guests(
     Ok(())
 }
 
-/// Builds what the tests on a Kubernetes need, and says where it is. They are skipped, and say why, where something is missing that
+/// Builds what the tests on a Kubernetes need, and says where it is. The tests before them mostly wait: it is built while nothing else wants
+/// a processor, as the simulated cluster runs. They are skipped, and say why, where something is missing that
 /// set-up does not install; a continuous integration has to have it.
-fn prepare_cluster() -> Result<Vec<(&'static str, OsString)>> {
+fn prepare_cluster() -> Result<Environment> {
+    process::idle()?;
     if workspace::in_ci() {
         setup::ensure(setup::Scope::Cluster)?;
     }

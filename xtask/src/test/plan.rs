@@ -2,13 +2,15 @@
 //!
 //! Unit tests use every processor. The labs' tests mostly wait, so several of a binary run at once; those that make load or are strict about
 //! time take the machine for themselves (`lab::machine`). Binaries do not run side by side: on two processors the tests that want the machine
-//! alone then wait for each other, and everybody for them.
+//! alone then wait for each other, and everybody for them. What uses a Kubernetes, or programs of one, comes last: they are built meanwhile.
 
 use super::Args;
 use super::binaries::{Binary, Kind};
 
 /// The tests on a Kubernetes.
-pub const CLUSTER: &str = "tests/cluster";
+const CLUSTER: &str = "tests/cluster";
+/// Our own unit tests, some of which use Helm and kubectl as they are built for a cluster.
+const XTASK: &str = "xtask/xtask";
 /// The end-to-end tests.
 const SPILLWAY: &str = "tests/spillway";
 /// How many end-to-end tests run at once, more than there are processors.
@@ -69,13 +71,29 @@ impl<'a> Job<'a> {
         self.mode.map_or_else(|| name.clone(), |mode| format!("{name} by {}", mode.name()))
     }
 
+    /// Whether it needs a Kubernetes.
+    pub fn is_on_cluster(&self) -> bool {
+        self.binary.name == CLUSTER
+    }
+
+    /// Whether it uses programs that are built for one.
+    pub fn uses_cluster_programs(&self) -> bool {
+        self.is_on_cluster() || self.binary.name == XTASK
+    }
+
     fn by(mode: TestMode, binary: &'a Binary) -> Self {
         Self { mode: Some(mode), tests: DEPENDING_ON_TRANSPORT.to_vec(), ..Self::of(binary) }
     }
 }
 
-/// The jobs of the run that `args` ask for.
+/// The jobs of the run that `args` ask for, in their order.
 pub fn jobs<'a>(args: &'a Args, binaries: &'a [Binary]) -> Vec<Job<'a>> {
+    let mut jobs = chosen(args, binaries);
+    jobs.sort_by_key(|job| (job.uses_cluster_programs(), job.is_on_cluster()));
+    jobs
+}
+
+fn chosen<'a>(args: &'a Args, binaries: &'a [Binary]) -> Vec<Job<'a>> {
     let of_kind = |kind: Kind| binaries.iter().filter(move |binary| binary.kind == kind).map(Job::of);
     let units = of_kind(Kind::Unit).filter(|_| !args.e2e);
     if let Some(filter) = &args.filter {
@@ -125,7 +143,7 @@ mod tests {
     #[test]
     fn unit_tests_come_first_and_end_to_end_tests_run_with_every_transport() {
         let once_more = ["vxlan", "device", "xdp"].map(|mode| format!("tests/spillway by {mode} 8"));
-        let labs = [&["tests/cluster".to_owned(), "tests/spillway".to_owned()][..], &once_more].concat();
+        let labs = [&["tests/spillway".to_owned()][..], &once_more, &["tests/cluster".to_owned()]].concat();
         assert_eq!(plan(&[]), [&["egress-core".to_owned(), "tests".to_owned()][..], &labs].concat());
         assert_eq!(plan(&["--e2e"]), labs);
         assert_eq!(plan(&["--unit"]), ["egress-core", "tests"]);
@@ -134,8 +152,8 @@ mod tests {
 
     #[test]
     fn a_filter_selects_tests_or_a_whole_binary() {
-        let direct = ["egress-core exits::", "tests exits::", "tests/cluster exits::", "tests/spillway exits::"];
+        let direct = ["egress-core exits::", "tests exits::", "tests/spillway exits::", "tests/cluster exits::"];
         assert_eq!(plan(&["exits::"]), direct);
-        assert_eq!(plan(&["--e2e", "cluster"]), ["tests/cluster", "tests/spillway cluster"]);
+        assert_eq!(plan(&["--e2e", "cluster"]), ["tests/spillway cluster", "tests/cluster"]);
     }
 }
