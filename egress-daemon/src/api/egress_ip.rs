@@ -87,6 +87,11 @@ pub struct PolicyUse {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EgressIPStatus {
+    /// The generation of the EgressIP that this status was made from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "i64", range(min = 0))]
+    pub observed_generation: Option<i64>,
+
     /// The gateway that answers for the address; absent while none can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]

@@ -161,7 +161,7 @@ pub struct EgressNodeStatus {
 
     /// Port blocks in which the node's own sockets listen; they are not leased for the node's own addresses.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(with = "Vec<i32>")]
+    #[schemars(schema_with = "schema::blocks")]
     pub occupied_blocks: Vec<u16>,
 
     /// What the node cannot do for policies, sorted.
@@ -194,6 +194,7 @@ pub struct ProgrammedPolicy {
     pub uid: String,
 
     /// The metadata.generation that the datapath has.
+    #[schemars(range(min = 0))]
     pub generation: i64,
 }
 
@@ -276,7 +277,7 @@ pub struct Demand {
 
     /// Numbers of blocks that the node holds, that no flow of it uses, and that it will not use again; sorted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(with = "Vec<i32>")]
+    #[schemars(schema_with = "schema::blocks")]
     pub release: Vec<u16>,
 }
 

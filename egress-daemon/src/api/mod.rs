@@ -62,7 +62,7 @@ pub fn foreign_crds() -> Vec<(String, CustomResourceDefinition)> {
 }
 
 fn files<const N: usize>(crds: [CustomResourceDefinition; N]) -> Vec<(String, CustomResourceDefinition)> {
-    let named = |crd: CustomResourceDefinition| (format!("{}.yaml", crd.spec.names.plural), schema::for_people(crd));
+    let named = |crd: CustomResourceDefinition| (format!("{}.yaml", crd.spec.names.plural), schema::complete(crd));
     let mut files: Vec<_> = crds.into_iter().map(named).collect();
     files.sort_by(|a, b| a.0.cmp(&b.0));
     files

@@ -156,8 +156,7 @@ pub struct EgressGateway {
 
     /// The share of new flows that this gateway gets, relative to the weights of the others: 1 to 100.
     #[serde(default = "one")]
-    #[x_kube(validation = Rule::new("self >= 1 && self <= 100")
-        .message("weight must be 1 to 100: remove the gateway from the policy if it should get no new flows"))]
+    #[schemars(range(min = 1, max = 100))]
     pub weight: i32,
 }
 
@@ -174,9 +173,7 @@ pub struct PoolRequest {
 
     /// How many egress IPs: 1 to 1024. Without it as many as egressIPs lists, at least 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(with = "i32")]
-    #[x_kube(validation = Rule::new("self >= 1 && self <= 1024")
-        .message("count must be 1 to 1024: remove the pool from the policy if it should give no egress IP"))]
+    #[schemars(with = "i32", range(min = 1, max = 1024))]
     pub count: Option<i32>,
 
     /// Particular addresses of the pool that must be among them.
@@ -261,7 +258,7 @@ pub struct Bandwidth {
 pub struct EgressGatewayPolicyStatus {
     /// The generation of the policy that this status was made from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(with = "i64")]
+    #[schemars(with = "i64", range(min = 0))]
     pub observed_generation: Option<i64>,
 
     /// Ready (new connections of the selected pods leave as the policy says), Programmed (the datapath of the pods' nodes has this

@@ -59,10 +59,7 @@ pub struct EgressIPPoolSpec {
     /// How many addresses of this pool one node may carry: 1 to 255. The node annotation spillway.io/max-egress-ips
     /// overrides it.
     #[serde(default, rename = "maxEgressIPsPerNode", skip_serializing_if = "Option::is_none")]
-    #[schemars(with = "i32")]
-    #[x_kube(validation = Rule::new("self >= 1 && self <= 255")
-        .message("maxEgressIPsPerNode must be 1 to 255: leave it out for no limit, or leave the node out of the \
-                  nodeSelector if it should carry none"))]
+    #[schemars(with = "i32", range(min = 1, max = 255))]
     pub max_egress_ips_per_node: Option<i32>,
 
     /// Whether an address goes back to its preferred node when that node has recovered.
@@ -77,8 +74,7 @@ pub struct EgressIPPoolSpec {
 
     /// How many gateways carry each address, one of which answers for it: 1 to 64. The others take over when that one dies.
     #[serde(default = "carriers")]
-    #[x_kube(validation = Rule::new("self >= 1 && self <= 64")
-        .message("carriers must be 1 to 64: leave it out for 4"))]
+    #[schemars(range(min = 1, max = 64))]
     pub carriers: i32,
 
     /// Owner (default) sends all packets by the gateway that answers for their address, Spread each connection by one of its
@@ -100,8 +96,7 @@ pub struct EgressIPPoolSpec {
 
     /// How many source ports are leased to a node at once.
     #[serde(default = "port_block_size")]
-    #[x_kube(validation = Rule::new("self == 64")
-        .message("portBlockSize can only be 64: leave it out"))]
+    #[schemars(range(min = 64, max = 64))]
     pub port_block_size: i32,
 }
 
@@ -138,8 +133,7 @@ pub struct Quota {
 
     /// How many addresses, of both families together: 0 to 1024.
     #[serde(rename = "maxEgressIPs")]
-    #[x_kube(validation = Rule::new("self >= 0 && self <= 1024")
-        .message("maxEgressIPs must be 0 to 1024: remove the quota if there should be no limit"))]
+    #[schemars(range(min = 0, max = 1024))]
     pub max_egress_ips: i32,
 }
 
@@ -184,15 +178,12 @@ pub struct SubnetInfo {
     pub gateway: String,
 
     /// The length of the subnet's prefix.
-    #[x_kube(validation = Rule::new("self >= 1 && self <= 128")
-        .message("prefixLength must be 1 to 32 for IPv4 and 1 to 128 for IPv6"))]
+    #[schemars(range(min = 1, max = 128))]
     pub prefix_length: i32,
 
     /// The VLAN that the subnet is reached through: 1 to 4094; 0 or absent for none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(with = "i32")]
-    #[x_kube(validation = Rule::new("self >= 0 && self <= 4094")
-        .message("vlan must be 1 to 4094, or 0 for none"))]
+    #[schemars(with = "i32", range(min = 0, max = 4094))]
     pub vlan: Option<i32>,
 }
 
@@ -232,7 +223,7 @@ pub enum FailbackMode {
 pub struct EgressIPPoolStatus {
     /// The generation of the pool that this status was made from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(with = "i64")]
+    #[schemars(with = "i64", range(min = 0))]
     pub observed_generation: Option<i64>,
 
     /// Addresses that can be given out, and that are.

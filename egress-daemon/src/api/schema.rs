@@ -8,23 +8,24 @@ use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Puts each description of a CRD onto one line, as `kubectl explain` wraps it by itself.
-pub(super) fn for_people(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
+/// Completes a CRD: descriptions are on one line, as `kubectl explain` wraps them by itself, and lists without another type are atomic.
+pub(super) fn complete(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
     for version in &mut crd.spec.versions {
         if let Some(root) = version.schema.as_mut().and_then(|schema| schema.open_api_v3_schema.as_mut()) {
-            unwrap_descriptions(root);
+            complete_schema(root);
         }
     }
     crd
 }
 
-fn unwrap_descriptions(schema: &mut JSONSchemaProps) {
+fn complete_schema(schema: &mut JSONSchemaProps) {
     if let Some(description) = &mut schema.description {
         *description = description.replace('\n', " ");
     }
-    schema.properties.iter_mut().flat_map(BTreeMap::values_mut).for_each(unwrap_descriptions);
+    schema.properties.iter_mut().flat_map(BTreeMap::values_mut).for_each(complete_schema);
     if let Some(JSONSchemaPropsOrArray::Schema(items)) = &mut schema.items {
-        unwrap_descriptions(items);
+        schema.x_kubernetes_list_type.get_or_insert_with(|| "atomic".to_owned());
+        complete_schema(items);
     }
 }
 
@@ -81,6 +82,11 @@ pub(super) fn cidr(_: &mut SchemaGenerator) -> Schema {
 /// A list of CIDRs.
 pub(super) fn cidrs(_: &mut SchemaGenerator) -> Schema {
     into_schema(json!({ "type": "array", "maxItems": MAX_LIST, "items": cidr_schema() }))
+}
+
+/// A list of numbers of port blocks.
+pub(super) fn blocks(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": "array", "items": { "type": "integer", "format": "int32", "minimum": 0, "maximum": 1007 } })
 }
 
 /// One IP address.
@@ -186,7 +192,7 @@ pub(super) fn conditions(_: &mut SchemaGenerator) -> Schema {
                 },
                 "observedGeneration": {
                     "description": "The generation of the object that the condition was judged from.",
-                    "type": "integer", "format": "int64",
+                    "type": "integer", "format": "int64", "minimum": 0,
                 },
             },
         },

@@ -126,10 +126,12 @@ fn egress_ips<'a>(
         let mut writer = ConditionWriter::new(status.map(|status| &status.conditions), metadata.generation, now);
         writer.of_egress_ip(*address, ip, snapshot.drain_timeout);
         let node = ip.owner.as_ref();
+        let observed_generation = metadata.generation;
         let object = api::EgressIP {
             metadata,
             spec: egress_ip_spec(*address, ip),
             status: Some(api::EgressIPStatus {
+                observed_generation,
                 node: node.map(ToString::to_string),
                 zone: node.and_then(|node| snapshot.nodes.get(node)).and_then(|node| node.zone.clone()),
                 carriers: ip.carriers.iter().map(ToString::to_string).collect(),
