@@ -48,7 +48,7 @@ fn a_mistake_in_a_file_leaves_the_last_good_state_in_force_and_is_named() {
         wait_status(lab, "web", &["destinationCIDR", "write destinationCIDRs"])?;
         wait_in_force(&pod, &server, &[10])?;
         lab.manifests().write("web", &web(&[11]).replace("weight: 1", "weight: 1000"))?;
-        wait_problem(lab, &["web.yaml", "EgressGatewayPolicy", "web", "weight must be 1 to 100"])?;
+        wait_problem(lab, &["web.yaml", "EgressGatewayPolicy", "web", "write a number from 1 to 100"])?;
         wait_in_force(&pod, &server, &[10])?;
 
         // An agent and a controller that start now have the last good state too.
