@@ -311,12 +311,14 @@ fn affinity(nodes: &Selector) -> Value {
     json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}})
 }
 
-/// Removes everything that has the test's label.
+/// Removes everything that has the test's label: namespaces with what is in them, and pods in namespaces of others.
 fn clean(kubectl: &Kubectl) -> Result<(), KubectlError> {
-    let delete = ["delete", "--ignore-not-found", "--wait=false", "-l", LABEL];
-    kubectl.text(&[&delete[..], &["pods", "-A"]].concat())?;
-    kubectl.text(&[&delete[..], &["namespaces"]].concat())?;
-    Ok(())
+    let delete = ["delete", "--ignore-not-found", "--wait=true"];
+    for pod in items(kubectl.json(&["get", "pods", "-A", "-l", LABEL])?) {
+        let [namespace, name] = ["namespace", "name"].map(|field| pod["metadata"][field].as_str().unwrap_or_default());
+        kubectl.text(&[&delete[..], &["pod", name, "-n", namespace, "--grace-period=1"]].concat())?;
+    }
+    kubectl.text(&[&delete[..], &["namespaces", "-l", LABEL]].concat()).map(drop)
 }
 
 /// Does something when Ctrl-C is pressed, and ends the process.

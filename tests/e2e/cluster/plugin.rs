@@ -127,12 +127,12 @@ impl Drop for ServerOutside {
 
 fn promises_are_tested(world: &InstalledCluster) -> Result<()> {
     let plugin = Plugin::new(world)?;
-    world.pool("public", 10, 11)?;
+    world.pool("public", 10, 12)?;
     world.policy("web", "web", "0.0.0.0/0", 2)?;
     world.policy("elsewhere", "db", "192.168.0.0/16", 1)?;
     world.team("shop", true)?;
     plugin.says("status --wait --timeout 90")?;
-    let address = format!("{}:8474", SERVERS[0]);
+    let address = format!("{}:8474", SERVERS[2]);
     let server = ServerOutside::start(world, &address)?;
     // Whether the test succeeded, and the result of each policy.
     let test = || -> Result<(bool, BTreeMap<String, String>)> {
@@ -153,16 +153,16 @@ fn promises_are_tested(world: &InstalledCluster) -> Result<()> {
         ensure!(results.get(policy).is_some_and(|said| said.starts_with(result)), "{policy}: {results:?}");
     }
 
-    // As if somebody else translated what one gateway sends.
+    // As if somebody else translated what gateways send.
     let outside = world.outside()?;
     outside.nft(
-        "table ip broken { chain in { type nat hook input priority 100; ip saddr 192.0.2.10 tcp dport 8474 snat to 192.0.2.99; } }",
+        "table ip broken { chain in { type nat hook input priority 100;\n ip saddr 192.0.2.10-192.0.2.12 tcp dport 8474 snat to 192.0.2.99\n } }",
     )?;
     let (ok, results) = test()?;
     outside.nft("delete table ip broken")?;
     let said = results.get("web").context("no result for web")?;
     ensure!(
-        !ok && said.starts_with("FAILED") && said.contains("192.0.2.99") && said.contains("never saw 192.0.2.10"),
+        !ok && said.starts_with("FAILED") && said.contains("192.0.2.99") && said.contains("never saw 192.0.2.1"),
         "{said}"
     );
 
