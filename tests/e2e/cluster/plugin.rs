@@ -156,7 +156,7 @@ fn promises_are_tested(world: &InstalledCluster) -> Result<()> {
     // As if somebody else translated what gateways send.
     let outside = world.outside()?;
     outside.nft(
-        "table ip broken { chain in { type nat hook input priority 100;\n ip saddr 192.0.2.10-192.0.2.12 tcp dport 8474 snat to 192.0.2.99\n } }",
+        "table ip broken {\n chain in {\n type nat hook input priority 100;\n ip saddr 192.0.2.10-192.0.2.12 tcp dport 8474 snat to 192.0.2.99\n }\n}\n",
     )?;
     let (ok, results) = test()?;
     outside.nft("delete table ip broken")?;
