@@ -69,6 +69,7 @@ const UNIT: &[&str] = &[
     "datapath::tests::gateway",
     "datapath::tests::halves",
     "datapath::tests::load",
+    "datapath::tests::native",
     "datapath::tests::packets",
     "real_maps",
     "--skip",

@@ -19,6 +19,7 @@ mod model;
 mod moves;
 mod nat;
 mod native;
+mod native_model;
 mod packets;
 mod pieces;
 mod races;

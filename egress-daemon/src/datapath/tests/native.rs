@@ -33,10 +33,10 @@ use std::{
 };
 
 /// The program at the underlay, which meets packets of either direction, and the one at uplinks.
-const BOTH_WAYS: &str = NATIVE[0];
-const FROM_OUTSIDE: &str = NATIVE[1];
-const PASS: u32 = 2;
-const SENT: u32 = 4;
+pub(super) const BOTH_WAYS: &str = NATIVE[0];
+pub(super) const FROM_OUTSIDE: &str = NATIVE[1];
+pub(super) const PASS: u32 = 2;
+pub(super) const SENT: u32 = 4;
 /// The loopback device, at which a test run's frames come in.
 const LOOPBACK: u32 = 1;
 /// The next hops: out of the gateway, and on the underlay.
@@ -44,7 +44,7 @@ const ROUTER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
 const HOP_MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
 /// A gateway whose underlay is the loopback device, and whose uplink is `uplink`. A block of its egress IPs is `n1`'s, which wants its replies
 /// by `transport`.
-fn gateway(ends: [&str; 2], uplink: u32, underlay: u32, transport: u32) -> NodeView {
+pub(super) fn gateway(ends: [&str; 2], uplink: u32, underlay: u32, transport: u32) -> NodeView {
     let mut view = scene_between(ends, underlay, HOST_MAC, transport);
     view.macs.insert(THEIR_MAC, scenes::node(1));
     view.uplinks = [(LOOPBACK, HOST_MAC), (uplink, [2, 0, 0, 0, 0, 0x44])].into();
@@ -57,13 +57,13 @@ fn families() -> [(IpAddr, IpAddr); 2] {
 }
 
 /// The frame to this node, from the other one.
-fn from_node(mut frame: Vec<u8>) -> Vec<u8> {
+pub(super) fn from_node(mut frame: Vec<u8>) -> Vec<u8> {
     frame[..12].copy_from_slice(&[HOST_MAC, THEIR_MAC].concat());
     frame
 }
 
 /// The interfaces of a gateway: index of the uplink, and of the underlay that replies leave by. Both know their next hop.
-async fn interfaces() -> (u32, u32) {
+pub(super) async fn interfaces() -> (u32, u32) {
     for setting in ["ipv4/conf/all/forwarding", "ipv6/conf/all/forwarding"] {
         std::fs::write(format!("/proc/sys/net/{setting}"), "1").unwrap();
     }
@@ -126,13 +126,13 @@ impl Rig {
 
 impl Rig {
     /// Has the other nodes ask for their replies by a transport, as their probes do.
-    fn wish(&self, transport: u32) {
+    pub(super) fn wish(&self, transport: u32) {
         let mut map: Array<MapData, u32> = typed(self.pins(), "REPLY_TRANSPORT").unwrap();
         (0..8).for_each(|index| map.set(index, transport, 0).unwrap());
     }
 }
 
-fn allow(rig: &Rig, devices: &[u32]) {
+pub(super) fn allow(rig: &Rig, devices: &[u32]) {
     Devices::open(rig.pins()).unwrap().set(&devices.iter().copied().collect::<BTreeSet<_>>()).unwrap();
 }
 

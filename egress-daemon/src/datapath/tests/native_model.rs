@@ -1,0 +1,205 @@
+//! The program for drivers against a reference of a gateway that is written for clarity: random tables and random packets, good and forged.
+//! What the reference forwards is sent by the driver, with the bytes that the program at TC would send; nothing else is.
+
+use super::{
+    frames::{TCP, UDP, fragment, ip, seal, tcp, udp, wrapped},
+    moves::Random,
+    native::{BOTH_WAYS, FROM_OUTSIDE, PASS, SENT, allow, from_node, gateway, interfaces},
+    rig::*,
+    scenes,
+};
+use crate::host::testing::in_netns;
+use egress_common::{abi::VNI_FORWARD, port_block, transport};
+use egress_core::{
+    encode::NodeView,
+    model::{Bandwidth, NodeName},
+};
+use std::net::IpAddr;
+
+/// Tables change after so many packets, more or less.
+const CHANGE: usize = 40;
+const PACKETS: usize = 60_000;
+
+/// What a gateway's tables say, as far as its packets are concerned.
+#[derive(Clone, Debug)]
+struct Tables {
+    underlay: [&'static str; 2],
+    /// Who has [`OTHER_BLOCK`].
+    lessee: Option<usize>,
+    carried: bool,
+    shaped: bool,
+    /// By which transport the other node wants its replies.
+    replies: u32,
+    /// Whether the drivers of both interfaces may send.
+    drivers: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Packet {
+    /// From the other node to the outside, or from the outside to an egress IP.
+    outward: bool,
+    tunnelled: bool,
+    stranger: bool,
+    egress: usize,
+    /// One that no table knows, instead.
+    unknown: bool,
+    block: u16,
+    tcp: bool,
+    fragment: bool,
+    options: bool,
+}
+
+const EGRESS: [&str; 2] = [EGRESS4, EGRESS6];
+const UNKNOWN: [&str; 2] = ["192.0.2.99", "2001:db8::99"];
+const SERVER: [&str; 2] = [SERVER4, SERVER6];
+const STRANGERS: [&str; 2] = ["10.0.0.9", "fd88::9"];
+
+impl Tables {
+    fn random(random: &mut Random) -> Self {
+        Self {
+            underlay: random.of(&UNDERLAYS),
+            lessee: random.of(&[Some(1), Some(1), Some(1), Some(0), None]),
+            carried: random.below(6) != 0,
+            shaped: random.below(6) == 0,
+            replies: random.of(&[transport::DIRECT, transport::VXLAN, transport::DEVICE]),
+            drivers: random.below(8) != 0,
+        }
+    }
+
+    fn view(&self, uplink: u32, underlay: u32) -> NodeView {
+        // One that the driver does not know can be taken by the device in any case.
+        let may = if self.replies == transport::DEVICE { transport::DIRECT } else { self.replies };
+        let mut view = gateway(self.underlay, uplink, underlay, may);
+        for egress in view.egress_ips.values_mut() {
+            egress.leases.remove(&OTHER_BLOCK);
+            let lessee: Option<NodeName> = self.lessee.map(scenes::node);
+            egress.leases.extend(lessee.map(|node| (OTHER_BLOCK, node)));
+            egress.forwards = self.carried;
+            egress.limit = self.shaped.then_some(Bandwidth { rate_bps: 1_000_000_000, burst_bytes: 100_000 });
+        }
+        view
+    }
+
+    /// Whether a gateway with these tables forwards the packet, by its driver.
+    fn forwards(&self, packet: &Packet) -> bool {
+        let usual = !packet.fragment && !packet.options && self.drivers && self.carried && !self.shaped;
+        // Either direction stands and falls with who has the port.
+        let leased = packet.block == OTHER_BLOCK && self.lessee == Some(1) && !packet.unknown;
+        let way = if packet.outward { !packet.stranger } else { self.replies != transport::DEVICE };
+        usual && leased && way
+    }
+}
+
+impl Packet {
+    fn random(random: &mut Random) -> Self {
+        let outward = random.below(2) == 0;
+        let mut rarely = || random.below(10) == 0;
+        let (unknown, stranger, fragment, options) = (rarely(), rarely(), rarely(), rarely());
+        Self {
+            outward,
+            tunnelled: outward && random.below(2) == 0,
+            stranger,
+            egress: random.below(2),
+            unknown,
+            block: random.of(&[OTHER_BLOCK, OTHER_BLOCK, OTHER_BLOCK, OTHER_BLOCK + 1, OWN_BLOCKS[0]]),
+            tcp: random.below(2) == 0,
+            fragment,
+            // Of IPv4.
+            options,
+        }
+    }
+
+    fn frame(&self, underlay: [&str; 2], offset: u16) -> Vec<u8> {
+        let addresses = if self.unknown { UNKNOWN } else { EGRESS };
+        let (egress, server): (IpAddr, IpAddr) = (addr(addresses[self.egress]), addr(SERVER[self.egress]));
+        let port = port_block::first_port(self.block) + offset;
+        let (src, dst, sport, dport) =
+            if self.outward { (egress, server, port, 443) } else { (server, egress, 443, port) };
+        let body = if self.tcp { tcp(sport, dport, 16, &[]) } else { udp(sport, dport, b"datagram") };
+        let options: &[u8] = if self.has_options() { &[1, 1, 1, 0] } else { &[] };
+        let mut frame = seal(ip(src, dst, if self.tcp { TCP } else { UDP }, options, &body));
+        if self.is_fragment() {
+            frame = fragment(frame, [0x20, 0]);
+        }
+        match (self.outward, self.tunnelled) {
+            (false, _) => frame,
+            (true, false) => {
+                let mut frame = from_node(frame);
+                if self.stranger {
+                    frame[6..12].copy_from_slice(&[2, 0, 0, 0, 0, 0x99]);
+                }
+                frame
+            }
+            (true, true) => {
+                let family = usize::from(addr(underlay[0]).is_ipv6());
+                wrapped(if self.stranger { STRANGERS[family] } else { underlay[1] }, underlay[0], VNI_FORWARD, &frame)
+            }
+        }
+    }
+
+    fn has_options(&self) -> bool {
+        self.options && self.egress == 0
+    }
+
+    fn is_fragment(&self) -> bool {
+        self.fragment && self.egress == 0
+    }
+
+    /// As the frame has it: options and fragments are of IPv4 here.
+    fn as_sent(&self) -> Self {
+        Self { options: self.has_options(), fragment: self.is_fragment(), ..self.clone() }
+    }
+
+    fn programs(&self) -> (&'static str, &'static str) {
+        if self.outward { (BOTH_WAYS, "underlay_ingress") } else { (FROM_OUTSIDE, "uplink_ingress") }
+    }
+}
+
+#[test]
+fn the_driver_program_agrees_with_a_reference_gateway_and_with_tc_on_random_tables_and_packets() {
+    let Some(mut rig) = Rig::new("native-model", &NodeView::default()) else { return };
+    in_netns("native-model", || async move {
+        let (uplink, underlay) = interfaces().await;
+        let mut random = Random(19);
+        let mut tables = Tables::random(&mut random);
+        let mut counts = [0_usize; 2];
+        for step in 0..PACKETS {
+            if step % CHANGE == 0 || random.below(CHANGE) == 0 {
+                tables = Tables::random(&mut random);
+                rig.write(&tables.view(uplink, underlay));
+                rig.wish(tables.replies);
+                let both = [uplink, underlay];
+                allow(&rig, if tables.drivers { &both } else { &[] });
+            }
+            let packet = Packet::random(&mut random).as_sent();
+            let frame = packet.frame(tables.underlay, random.below(64) as u16);
+            let (native, tc) = packet.programs();
+            let mut tries = 0;
+            let (action, mine) = loop {
+                let (action, mine) = rig.run_native(native, &frame);
+                tries += 1;
+                // The kernel is asked for the next hop of the first packet of a moment.
+                if action == SENT || !tables.forwards(&packet) || tries == 4 {
+                    break (action, mine);
+                }
+            };
+            let wanted = tables.forwards(&packet);
+            assert_eq!(action == SENT, wanted, "step {step}: {packet:?} with {tables:?}");
+            counts[usize::from(wanted)] += 1;
+            if !wanted {
+                assert_eq!((action, &mine), (PASS, &frame), "step {step}: {packet:?} with {tables:?}");
+                continue;
+            }
+            let (verdict, theirs) = rig.run(tc, &frame);
+            // The outer header's identification and checksum are each packet's own.
+            let by_vxlan = !packet.outward && tables.replies == transport::VXLAN;
+            let from = if by_vxlan { mine.len() - frame.len() } else { 12 };
+            assert_eq!(
+                (verdict, &theirs[from..]),
+                (REDIRECT, &mine[from..]),
+                "step {step}: {packet:?} with {tables:?}"
+            );
+        }
+        assert!(counts.iter().all(|count| *count > PACKETS / 10), "{counts:?}");
+    });
+}
