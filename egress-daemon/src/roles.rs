@@ -1,14 +1,18 @@
 //! Starting the roles that a process has, from its settings: what joins the agent, the controller, and what others see
 //! of them.
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use egress_core::health::LeaseTimes;
 use egress_daemon::{
     agent::{self, Agent, AgentSettings},
     config::Config,
     controller::{self, ControllerConfig, ControllerReport},
     datapath::{Pins, load::Programs},
-    flowlog::{Counts, LogWriter, Mode, flows},
+    flowlog::{
+        Counts, LogWriter, Mode,
+        export::{Exporters, Uploads},
+        flows,
+    },
     lock::RunFiles,
     observe::{
         admin::AdminServer,
@@ -74,12 +78,16 @@ pub async fn agent(
     let store = agent::while_waiting(&Pins::new(&bpffs), settings.machine.deadline, store).await?;
     let Some(store) = store? else { return Ok(lock.remove()?) };
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
+    let collectors = if config.flow_log.mode == Mode::Off { &[][..] } else { &config.flow_log.export };
+    let exporters = Exporters::start(collectors, &node);
+    let uploads = Uploads::start(collectors, &files.logs(), &node).context("flowLog.export")?;
     let watching = flows::Settings {
-        config: config.flow_log,
+        config: config.flow_log.clone(),
         directory: files.flows(),
         node: node.clone(),
         pins: Pins::new(&bpffs),
         kept: programs.kept_events(),
+        exporters: exporters.clone(),
     };
     let name = node.clone();
     let options = agent::Options {
@@ -94,7 +102,8 @@ pub async fn agent(
     };
     let agent = Agent::start(options).await?;
     let log = Arc::new(Counts::default());
-    let _writer = LogWriter::start(config.flow_log, files.log(), &name, store.clone(), Arc::clone(&log));
+    let _writer =
+        LogWriter::start(&config.flow_log, files.log(), &name, store.clone(), Arc::clone(&log), exporters.clone());
     let flow_log = Arc::new(Counts::default());
     let _follower = match config.flow_log.mode {
         Mode::Flows => Some(flows::Follower::start(watching, Arc::clone(&flow_log))?),
@@ -110,6 +119,7 @@ pub async fn agent(
         agent: Some(published),
         controller: with_controller.then_some(reports),
         log: Some([log, flow_log]),
+        exported: [exporters.counts(), uploads.counts()],
         writes: Some(store.counts()),
     };
     let _metrics = serve(metrics, sources).await?;

@@ -13,6 +13,7 @@ mod clouds;
 mod examples;
 mod exit;
 mod exits;
+mod export;
 mod failover;
 mod firewall;
 mod forged;

@@ -50,6 +50,7 @@ pub mod hook;
 pub mod machine;
 pub mod manifests;
 pub mod netns;
+pub mod nfdump;
 pub mod oci;
 mod offload;
 pub mod process;

@@ -1,7 +1,7 @@
 //! From YAML to a checked [`Config`]: every fault is found in one go, each with its field and what to write instead.
 
 use super::{Announce, Config, Fault, Firewall, Foreign};
-use crate::flowlog::Mode;
+use crate::flowlog::{Mode, export::MAX_COLLECTORS};
 use egress_common::limits;
 use egress_core::{health::ProbeTracker, model::Transport, network::xdp::Xdp};
 use serde_json::{Map, Value};
@@ -92,6 +92,17 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
         });
         log.set("destinations", &mut config.flow_log.destinations, boolean);
         log.set("retention", &mut config.flow_log.retention, |v| duration_in(v, 3_600_000, LONGEST_RETENTION_MS));
+        log.set("export", &mut config.flow_log.export, |v| {
+            let example = "collectors such as [ipfix://192.0.2.7:4739, json://logs.example:5170, s3://bucket/prefix]";
+            let collectors = list(v, example, |text| text.parse())?;
+            if collectors.len() > MAX_COLLECTORS {
+                return refuse(
+                    format!("{} collectors are too many", collectors.len()),
+                    format!("write at most {MAX_COLLECTORS}"),
+                );
+            }
+            Ok(collectors)
+        });
     });
     top.finish();
     faults.extend(contradictions(&config));
@@ -108,6 +119,10 @@ fn contradictions(config: &Config) -> Vec<Fault> {
     if renew * 2 > duration {
         let message = format!("a lease of {duration:?} that is renewed every {renew:?} lapses with one late renewal");
         fault("lease.duration", message, "write at least twice lease.renew");
+    }
+    if config.flow_log.mode == Mode::Off && !config.flow_log.export.is_empty() {
+        let message = "with flowLog.mode Off there is nothing to export".to_owned();
+        fault("flowLog.export", message, "write mode: Leases or mode: Flows, or leave export out");
     }
     if config.deadline > config.lease.longest_deadline() {
         let message =

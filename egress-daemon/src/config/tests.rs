@@ -88,7 +88,12 @@ flowLog: {mode: Off, destinations: true, retention: 30d}
         max_egress_ips_per_node: Some(10),
         drain_timeout: seconds(600),
         metrics: Some("127.0.0.1:9473".parse().unwrap()),
-        flow_log: FlowLog { mode: Mode::Off, destinations: true, retention: seconds(30 * 24 * 3600) },
+        flow_log: FlowLog {
+            mode: Mode::Off,
+            destinations: true,
+            retention: seconds(30 * 24 * 3600),
+            export: Vec::new(),
+        },
     };
     assert_eq!(parse(text), expected);
     assert_eq!(parse("flowLog: {mode: \"Off\", destinations: true, retention: 30d}").flow_log, expected.flow_log);
@@ -102,6 +107,20 @@ fn unknown_fields_name_the_known_ones() {
     assert_eq!(parse("flowLog: {mode: Flows}").flow_log.mode, Mode::Flows);
     refused("flowLog: {mode: flows}", "flowLog.mode", &["unknown", "write Off or Leases or Flows"]);
     refused("flowLog: {destinations: 1}", "flowLog.destinations", &["write true or false"]);
+    let exported =
+        parse("flowLog: {export: [\"ipfix://192.0.2.7:4739\", \"json://logs.example:5170\"]}").flow_log.export;
+    assert_eq!(
+        exported.iter().map(ToString::to_string).collect::<Vec<_>>(),
+        ["ipfix://192.0.2.7:4739", "json://logs.example:5170"]
+    );
+    refused(
+        "flowLog: {export: [\"syslog://a:1\"]}",
+        "flowLog.export",
+        &["item 1", "no scheme of a collector", "json://"],
+    );
+    refused("flowLog: {mode: Off, export: [\"json://a:1\"]}", "flowLog.export", &["nothing to export", "mode: Leases"]);
+    let nine = ["\"json://a:1\""; 9].join(", ");
+    refused(&format!("flowLog: {{export: [{nine}]}}"), "flowLog.export", &["9 collectors", "at most 8"]);
     refused("flowLog: {retention: 5m}", "flowLog.retention", &["out of range"]);
     refused("[1, 2]", "", &["mapping"]);
 }

@@ -2,8 +2,9 @@
 //! flows ([`flows`]) on each node, for its own pods.
 //!
 //! A thread of its own follows the objects and writes; it never keeps the agent waiting. `segment` is a finished file (Parquet),
-//! `journal` the lines of the one that is being written, `files` the directory of both, `writer` the thread.
+//! `journal` the lines of the one that is being written, `files` the directory of both, `writer` the thread. [`export`] tells collectors.
 
+pub mod export;
 mod files;
 pub mod flows;
 mod journal;
@@ -30,7 +31,7 @@ pub enum Mode {
 }
 
 /// `flowLog` of the configuration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlowLog {
     /// `mode`.
     pub mode: Mode,
@@ -38,11 +39,14 @@ pub struct FlowLog {
     pub destinations: bool,
     /// `retention`: for how long a segment is kept after its last event.
     pub retention: Duration,
+    /// `export`: who is told besides.
+    pub export: Vec<export::Collector>,
 }
 
 impl Default for FlowLog {
     fn default() -> Self {
-        Self { mode: Mode::Leases, destinations: false, retention: Duration::from_secs(7 * 24 * 3600) }
+        let retention = Duration::from_secs(7 * 24 * 3600);
+        Self { mode: Mode::Leases, destinations: false, retention, export: Vec::new() }
     }
 }
 

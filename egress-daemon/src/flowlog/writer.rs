@@ -1,5 +1,6 @@
 //! The thread that follows leases and writes them down, from the moment when its node is a gateway.
 
+use super::export::{Change, Exporters, Ports, Record};
 use super::{FlowLog, Limits, Log, LogError, MAX_BYTES, Mode, now};
 use crate::api::{EgressIP, EgressNode, EgressNodeSpec};
 use crate::store::{Key, Store};
@@ -45,14 +46,22 @@ pub struct LogWriter {
 
 impl LogWriter {
     /// Starts the thread, unless nothing is to be written. `directory` is the log's own.
-    pub fn start(config: FlowLog, directory: PathBuf, node: &str, store: Store, counts: Arc<Counts>) -> Option<Self> {
+    pub fn start(
+        config: &FlowLog,
+        directory: PathBuf,
+        node: &str,
+        store: Store,
+        counts: Arc<Counts>,
+        exporters: Exporters,
+    ) -> Option<Self> {
         if config.mode == Mode::Off {
             return None;
         }
         let limits = Limits { directory, retention: config.retention, bytes: MAX_BYTES };
         let (stop, stopped) = channel();
-        let follower = Follower::new(limits, node, store, counts);
-        let thread = std::thread::Builder::new().name("flowlog".into()).spawn(move || follower.run(&stopped));
+        let follower = Follower::new(limits, node, store.clone(), counts);
+        let telling = Telling::new(node, store, exporters);
+        let thread = std::thread::Builder::new().name("flowlog".into()).spawn(move || run(follower, telling, &stopped));
         let thread = thread.inspect_err(|error| tracing::error!("cannot start the thread that logs leases: {error}"));
         thread.ok().map(|thread| Self { stop: Some(stop), thread: Some(thread) })
     }
@@ -65,6 +74,52 @@ impl Drop for LogWriter {
             // A thread that panicked has nothing more to write.
             thread.join().ok();
         }
+    }
+}
+
+fn run(mut follower: Follower, mut telling: Telling, stopped: &Receiver<()>) {
+    telling.look(now());
+    while stopped.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
+        follower.look(now());
+        telling.look(now());
+    }
+    follower.stop(now());
+}
+
+/// Tells collectors of this node's own leases, whether it is a gateway or not: each is told by one node.
+struct Telling {
+    node: NodeName,
+    store: Store,
+    exporters: Exporters,
+    book: Book,
+    seen: Option<u64>,
+}
+
+impl Telling {
+    fn new(node: &str, store: Store, exporters: Exporters) -> Self {
+        Self { node: node.into(), store, exporters, book: Book::default(), seen: None }
+    }
+
+    fn look(&mut self, at: i64) {
+        if !self.exporters.is_empty() {
+            let changes = self.changes(at);
+            self.exporters.send(changes);
+        }
+    }
+
+    fn changes(&mut self, at: i64) -> Vec<Record> {
+        let revision = self.store.revision::<EgressNode>();
+        if self.seen == Some(revision) {
+            return Vec::new();
+        }
+        let Some(object) = self.store.get::<EgressNode>(&Key::cluster(self.node.as_str())) else { return Vec::new() };
+        let is_first = self.seen.replace(revision).is_none();
+        let addresses = object.status.iter().flat_map(|status| &status.tunnel_addresses);
+        let addresses: Vec<IpAddr> = addresses.filter_map(|address| address.parse().ok()).collect();
+        let events = self.book.take_in(&self.node, leases(&self.node, &object.spec));
+        let ports = events.into_iter().filter_map(|event| Ports::of(at, event, &addresses));
+        let told = ports.map(|ports| if is_first { Ports { change: Change::Held, ..ports } } else { ports });
+        told.map(Record::Ports).collect()
     }
 }
 
@@ -89,13 +144,9 @@ impl Follower {
         Self { limits, node, store, counts, book, seen: None, log: None, lost: 0, last: 0, rotation: 0 }
     }
 
-    fn run(mut self, stopped: &Receiver<()>) {
-        while stopped.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
-            self.look(now());
-        }
+    fn stop(mut self, at: i64) {
         if let Some(log) = &mut self.log {
-            let last = LeaseRecord { at: now(), event: LeaseEvent::Stopped };
-            report(log.append(&[last]));
+            report(log.append(&[LeaseRecord { at, event: LeaseEvent::Stopped }]));
         }
     }
 

@@ -13,7 +13,7 @@ use crate::{
     controller::ControllerReport,
     ctl::inventory,
     datapath::{Pins, maps::Maps},
-    flowlog::Counts,
+    flowlog::{Counts, export::Sent},
     host::firewall,
     store::{WriteCounts, WriteResult},
 };
@@ -50,6 +50,8 @@ pub struct MetricSources {
     pub controller: Option<watch::Receiver<ControllerReport>>,
     /// What the logs of leases and of flows count.
     pub log: Option<[Arc<Counts>; 2]>,
+    /// What the exporters count: records, and segments.
+    pub exported: [Vec<Arc<Sent>>; 2],
     /// What the store counts.
     pub writes: Option<Arc<WriteCounts>>,
 }
@@ -205,6 +207,33 @@ fn of_logs([leases, flows]: &[Arc<Counts>; 2]) -> Vec<Family> {
     ]
 }
 
+/// From the exporters of logs.
+fn of_exports([records, segments]: &[Vec<Arc<Sent>>; 2]) -> Vec<Family> {
+    let each = |counts: &[Arc<Sent>], value: fn(&Sent) -> &AtomicU64| -> Vec<(Labels, u64)> {
+        let one = |sent: &Arc<Sent>| (vec![("collector", sent.collector.clone())], value(sent).load(Ordering::Relaxed));
+        counts.iter().map(one).collect()
+    };
+    let lost = "events that were not sent to a collector, because it was away or too slow";
+    vec![
+        counter(
+            "spillway_log_export_records_sent",
+            "events that were sent to a collector",
+            each(records, |sent| &sent.sent),
+        ),
+        counter("spillway_log_export_records_lost", lost, each(records, |sent| &sent.lost)),
+        counter(
+            "spillway_log_export_segments_sent",
+            "segments that an object store has taken",
+            each(segments, |sent| &sent.sent),
+        ),
+        counter(
+            "spillway_log_export_segments_lost",
+            "segments that were removed before an object store took them",
+            each(segments, |sent| &sent.lost),
+        ),
+    ]
+}
+
 /// From the store.
 fn of_store(counts: &WriteCounts) -> Family {
     let labels = |(kind, verb, result): (&'static str, &'static str, WriteResult)| -> Labels {
@@ -224,6 +253,7 @@ impl MetricSources {
         families.extend(self.agent.iter().flat_map(of_agent));
         families.extend(self.controller.iter().flat_map(|report| of_controller(&report.borrow())));
         families.extend(self.log.iter().flat_map(of_logs));
+        families.extend(of_exports(&self.exported));
         families.extend(self.writes.iter().map(|counts| of_store(counts)));
         families
     }

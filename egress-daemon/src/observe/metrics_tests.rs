@@ -114,6 +114,10 @@ fn the_agents_state_becomes_metrics() {
     assert!(!text.contains("gw4"), "nothing is known of it yet");
 }
 
+fn sent(collector: &str) -> Arc<Sent> {
+    Arc::new(Sent { collector: collector.to_owned(), sent: AtomicU64::new(7), lost: AtomicU64::new(2) })
+}
+
 /// All that any process serves, of a node with programs and one flow.
 fn everything(pins: &Pins) -> String {
     let (_publish, published) = watch::channel(Arc::new(agent()));
@@ -128,6 +132,7 @@ fn everything(pins: &Pins) -> String {
         agent: Some(published),
         controller: Some(reports),
         log: Some(Default::default()),
+        exported: ["json://logs:5170", "s3://logs"].map(|name| vec![sent(name)]),
         writes: Some(store.counts()),
     })
 }
@@ -149,6 +154,8 @@ fn the_documented_metrics_are_served_and_promtool_accepts_them() {
     for line in [
         "spillway_store_writes_total{kind=\"EgressNode\",verb=\"create\",result=\"done\"} 1",
         "spillway_store_writes_total{kind=\"EgressNode\",verb=\"create\",result=\"conflict\"} 1",
+        "spillway_log_export_records_lost_total{collector=\"json://logs:5170\"} 2",
+        "spillway_log_export_segments_sent_total{collector=\"s3://logs\"} 7",
     ] {
         assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
     }

@@ -6,6 +6,7 @@
 //! where that is.
 
 mod changes;
+mod export;
 mod failures;
 mod foreign;
 mod install;
@@ -35,6 +36,7 @@ const TESTS: &[&[Test]] = &[
     install::TESTS,
     maintenance::TESTS,
     plugin::TESTS,
+    export::TESTS,
     failures::TESTS,
 ];
 

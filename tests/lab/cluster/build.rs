@@ -22,7 +22,7 @@ const CONTAINERD: &str = "github.com/containerd/containerd/v2/cmd";
 
 impl Component {
     /// Everything, in an order in which the short ones come first.
-    pub const ALL: [Component; 6] = [
+    pub const ALL: [Component; 7] = [
         Component { folder: "pod", title: "build the pods' program", programs: &["pod"], packages: &["."] },
         Component {
             folder: "cni",
@@ -53,6 +53,13 @@ impl Component {
             title: "build Helm (two minutes, once)",
             programs: &["helm"],
             packages: &["helm.sh/helm/v4/cmd/helm"],
+        },
+        // What takes exported logs.
+        Component {
+            folder: "s3",
+            title: "build an S3 server (a minute, once)",
+            programs: &["versitygw"],
+            packages: &["github.com/versity/versitygw/cmd/versitygw"],
         },
         Component {
             folder: "k8s",

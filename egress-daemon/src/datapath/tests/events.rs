@@ -9,6 +9,7 @@ use super::{
 use crate::datapath::load::{Programs, Sizes};
 use crate::flowlog::{
     Counts, FlowLog, Mode,
+    export::Exporters,
     flows::{self, Found, Wanted},
 };
 use egress_common::{limits, verdict::Counter};
@@ -23,7 +24,8 @@ const LOGGED: Sizes = Sizes { max_flows: 4096, flow_events: limits::FLOW_EVENTS 
 fn follow(rig: &Rig, directory: &Path, kept: bool, counts: &Arc<Counts>) -> flows::Follower {
     let config = FlowLog { mode: Mode::Flows, destinations: true, ..FlowLog::default() };
     let (directory, pins) = (directory.join("flows"), rig.pins().clone());
-    let settings = flows::Settings { config, directory, node: "n0".into(), pins, kept };
+    let settings =
+        flows::Settings { config, directory, node: "n0".into(), pins, kept, exporters: Exporters::default() };
     flows::Follower::start(settings, Arc::clone(counts)).unwrap()
 }
 

@@ -8,6 +8,7 @@ use crate::datapath::{
     maps::{Maps, MapsError},
     monotonic_ns,
 };
+use crate::flowlog::export::{Exporters, Flow, Record};
 use crate::flowlog::files::{JOURNAL, Log, LogError, of_kind};
 use crate::flowlog::{Counts, FlowLog, Instant, Limits, now};
 use aya::maps::{Map, MapData, MapError, RingBuf};
@@ -52,6 +53,8 @@ pub struct Settings {
     pub pins: Pins,
     /// Whether the programs have told of all flows since an earlier agent read.
     pub kept: bool,
+    /// Who is told besides.
+    pub exporters: Exporters,
 }
 
 /// A running log of flows. It ends when this is dropped.
@@ -153,6 +156,7 @@ pub(super) struct Watch<S> {
     source: S,
     counts: Arc<Counts>,
     interpreter: Interpreter,
+    exporters: Exporters,
     log: Option<Log<Line>>,
     /// What the journal has to begin with, until it does.
     header: Vec<Line>,
@@ -167,14 +171,28 @@ pub(super) struct Watch<S> {
 
 impl<S: Source> Watch<S> {
     pub(super) fn new(settings: &Settings, source: S, counts: Arc<Counts>) -> Self {
-        let Settings { config, directory, node, kept, .. } = settings;
+        let Settings { config, directory, node, kept, exporters, .. } = settings;
         let limits = Limits { directory: directory.clone(), retention: config.retention, bytes: MAX_BYTES };
         let mut interpreter = Interpreter::new(config.destinations);
         interpreter.know(source.numbered());
         let told = source.lost().unwrap_or(0);
         let (header, log) = (Vec::new(), None);
-        let (node, kept) = (node.clone(), *kept);
-        Self { limits, node, kept, source, counts, interpreter, log, header, lost: 0, told, last: 0, rotation: 0 }
+        let (node, kept, exporters) = (node.clone(), *kept, exporters.clone());
+        Self {
+            limits,
+            node,
+            kept,
+            source,
+            counts,
+            interpreter,
+            exporters,
+            log,
+            header,
+            lost: 0,
+            told,
+            last: 0,
+            rotation: 0,
+        }
     }
 
     fn run(mut self, stopped: &Receiver<()>) {
@@ -196,8 +214,10 @@ impl<S: Source> Watch<S> {
         }
         let events = self.source.take(BATCH);
         let total = self.source.lost().unwrap_or(self.told);
-        let (mut lines, unknown) = self.interpreter.lines(&events, &self.source);
-        let told_lines = events.len() as u64 - unknown;
+        let (flows, unknown) = self.interpreter.flows(&events, &self.source);
+        let told_lines = flows.len() as u64;
+        let mut lines = self.interpreter.lines(&flows);
+        self.export(flows);
         let overflow = total.saturating_sub(self.told);
         self.counts.lost.fetch_add(overflow + unknown, Ordering::Relaxed);
         let missing = overflow + unknown + self.lost;
@@ -217,6 +237,12 @@ impl<S: Source> Watch<S> {
             self.lost = missing + told_lines;
         }
         self.rotate(at);
+    }
+
+    fn export(&self, flows: Vec<Flow>) {
+        if !self.exporters.is_empty() {
+            self.exporters.send(flows.into_iter().map(Record::Flow).collect());
+        }
     }
 
     pub(super) fn stop(mut self, at: Instant) {

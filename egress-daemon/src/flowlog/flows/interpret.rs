@@ -1,7 +1,10 @@
 //! From what the programs tell to what is written: addresses, names and times. Pure; what it asks for it is given.
 
 use super::{Entry, Line};
-use crate::flowlog::Instant;
+use crate::flowlog::{
+    Instant,
+    export::{Fate, Flow},
+};
 use egress_common::{
     V4, V6,
     abi::{TICK_SHIFT, name_kind},
@@ -11,6 +14,7 @@ use egress_common::{
 use std::collections::HashMap;
 use std::mem::size_of;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 
 /// How many names of pods are kept.
 const MAX_KEPT: usize = 65_536;
@@ -90,9 +94,9 @@ pub(super) struct Interpreter {
     /// What is to be added to the programs' clock.
     offset: Instant,
     egress_ips: HashMap<(u32, u32), IpAddr>,
-    pods: HashMap<u32, String>,
+    pods: HashMap<u32, Arc<str>>,
     /// The numbers of names in this journal.
-    numbers: HashMap<String, u32>,
+    numbers: HashMap<Arc<str>, u32>,
     /// The last number; none is given twice.
     number: u32,
 }
@@ -121,38 +125,60 @@ impl Interpreter {
         }
     }
 
-    /// The lines of events, and how many of them cannot be told because nobody knows their egress IP any more.
-    pub(super) fn lines(&mut self, events: &[Event], lookup: &impl Lookup) -> (Vec<Line>, u64) {
-        let (mut lines, mut lost) = (Vec::with_capacity(events.len()), 0);
+    /// What events say of flows, and how many say nothing because nobody knows their egress IP any more.
+    pub(super) fn flows(&mut self, events: &[Event], lookup: &impl Lookup) -> (Vec<Flow>, u64) {
+        let (mut flows, mut lost) = (Vec::with_capacity(events.len()), 0);
         // Their numbers are given to others.
-        let mut policies: HashMap<u32, u32> = HashMap::new();
+        let mut policies: HashMap<u32, Option<Arc<str>>> = HashMap::new();
         for event in events {
             let e = &event.event;
             let Some(egress_ip) = self.egress_ip(e.egress, e.egress_generation, lookup) else {
                 lost += 1;
                 continue;
             };
-            let policy = *policies.entry(e.policy).or_insert_with(|| {
-                lookup.name(name_kind::POLICY, e.policy).map_or(0, |name| self.number(name, &mut lines))
-            });
-            let pod = self.pod(event, lookup);
-            let entry = Entry {
+            let policy = policies.entry(e.policy);
+            let policy = policy.or_insert_with(|| lookup.name(name_kind::POLICY, e.policy).map(Arc::from)).clone();
+            flows.push(Flow {
+                fate: match e.what {
+                    what::BEGAN => Fate::Began,
+                    what::REFUSED => Fate::Refused(self.time(e.last_seen)),
+                    _ => Fate::Ended(self.time(e.last_seen)),
+                },
                 egress_ip,
                 port: u16::from_be(e.port),
                 protocol: e.key.proto as u8,
                 ticket: e.ticket,
                 began: self.time(e.created),
-                pod: self.number(pod, &mut lines),
+                pod: self.pod(event, lookup),
                 policy,
+                source: SocketAddr::new(event.pod, u16::from_be(e.key.src_port)),
                 destination: self.destinations.then_some(event.remote),
-            };
-            match e.what {
-                what::BEGAN => lines.push(Line::Began(entry)),
-                what::REFUSED => lines.push(Line::Refused(entry, self.time(e.last_seen))),
-                _ => lines.push(Line::Ended(entry, self.time(e.last_seen))),
-            }
+            });
         }
-        (lines, lost)
+        (flows, lost)
+    }
+
+    /// The lines of a journal.
+    pub(super) fn lines(&mut self, flows: &[Flow]) -> Vec<Line> {
+        let mut lines = Vec::with_capacity(flows.len());
+        for flow in flows {
+            let entry = Entry {
+                egress_ip: flow.egress_ip,
+                port: flow.port,
+                protocol: flow.protocol,
+                ticket: flow.ticket,
+                began: flow.began,
+                pod: self.number(&flow.pod, &mut lines),
+                policy: flow.policy.as_ref().map_or(0, |policy| self.number(policy, &mut lines)),
+                destination: flow.destination,
+            };
+            lines.push(match flow.fate {
+                Fate::Began => Line::Began(entry),
+                Fate::Ended(last) => Line::Ended(entry, last),
+                Fate::Refused(last) => Line::Refused(entry, last),
+            });
+        }
+        lines
     }
 
     fn time(&self, tick: u32) -> Instant {
@@ -171,35 +197,35 @@ impl Interpreter {
         Some(address)
     }
 
-    fn pod(&mut self, event: &Event, lookup: &impl Lookup) -> String {
+    fn pod(&mut self, event: &Event, lookup: &impl Lookup) -> Arc<str> {
         let id = event.event.endpoint;
         if let Some(name) = self.pods.get(&id) {
-            return name.clone();
+            return Arc::clone(name);
         }
         // Numbers of pods follow from names and uids: none is given to another pod.
         let Some(name) = lookup.name(name_kind::ENDPOINT, id).map(|name| short(&name)) else {
-            return event.pod.to_string();
+            return event.pod.to_string().into();
         };
         if self.pods.len() >= MAX_KEPT {
             self.pods.clear();
         }
-        self.pods.insert(id, name.clone());
+        self.pods.insert(id, Arc::clone(&name));
         name
     }
 
-    fn number(&mut self, name: String, lines: &mut Vec<Line>) -> u32 {
-        if let Some(number) = self.numbers.get(&name) {
+    fn number(&mut self, name: &Arc<str>, lines: &mut Vec<Line>) -> u32 {
+        if let Some(number) = self.numbers.get(name) {
             return *number;
         }
         self.number += 1;
         let number = self.number;
-        lines.push(Line::Name(number, name.clone()));
-        self.numbers.insert(name, number);
+        lines.push(Line::Name(number, name.to_string()));
+        self.numbers.insert(Arc::clone(name), number);
         number
     }
 }
 
 /// The name of a pod without its uid.
-fn short(name: &str) -> String {
-    name.splitn(3, '/').take(2).collect::<Vec<_>>().join("/")
+fn short(name: &str) -> Arc<str> {
+    name.splitn(3, '/').take(2).collect::<Vec<_>>().join("/").into()
 }

@@ -5,7 +5,7 @@ use super::interpret::{Event, Lookup, Numbered};
 use super::merge::Journal;
 use super::*;
 use crate::datapath::Pins;
-use crate::flowlog::{Counts, FlowLog, Mode};
+use crate::flowlog::{Counts, FlowLog, Mode, export::Exporters};
 use egress_common::{
     V4,
     abi::name_kind,
@@ -21,7 +21,6 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 const SECOND: Instant = 1_000_000;
 /// Ticks are counted from here on.
@@ -173,11 +172,12 @@ struct World {
 
 fn settings(directory: &Path, kept: bool) -> Settings {
     Settings {
-        config: FlowLog { mode: Mode::Flows, destinations: true, retention: Duration::from_secs(7 * 24 * 3600) },
+        config: FlowLog { mode: Mode::Flows, destinations: true, ..FlowLog::default() },
         directory: directory.join("flows"),
         node: "w1".into(),
         pins: Pins::new(directory),
         kept,
+        exporters: Exporters::default(),
     }
 }
 

@@ -1,0 +1,271 @@
+//! A thread for each collector: takes batches of records from a queue and sends them.
+
+use super::ipfix::Encoder;
+use super::{Collector, Format, Record, Sent, json};
+use crate::flowlog::now;
+use std::io::{self, ErrorKind, Read as _, Write as _};
+use std::net::{Ipv6Addr, SocketAddr, TcpStream, ToSocketAddrs as _, UdpSocket};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How many records wait for one collector. What comes then is lost for it.
+pub const MAX_QUEUED: usize = 200_000;
+/// How many records are encoded at once.
+const CHUNK: usize = 1_000;
+/// For how long a connection may take to be there, or to take what is sent.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// How often templates are sent again: RFC 7011, section 8.4 lets collectors that hear by UDP forget them, after 30 minutes by default.
+const TEMPLATES_EVERY: Duration = Duration::from_secs(60);
+
+/// The running exporters; clones share them. They end when the last one is dropped, and what waits is sent before.
+#[derive(Clone, Debug, Default)]
+pub struct Exporters(Arc<[Exporter]>);
+
+#[derive(Debug)]
+struct Exporter {
+    counts: Arc<Sent>,
+    queued: Arc<AtomicUsize>,
+    queue: Option<Sender<Arc<[Record]>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Exporters {
+    /// Starts a thread for each collector that is told of records.
+    pub fn start(collectors: &[Collector], node: &str) -> Self {
+        Self(collectors.iter().filter_map(|collector| Exporter::start(collector, node)).collect())
+    }
+
+    /// Whether nobody is to be told anything.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Queues records for all collectors. Never waits.
+    pub fn send(&self, records: Vec<Record>) {
+        if self.is_empty() || records.is_empty() {
+            return;
+        }
+        let records: Arc<[Record]> = records.into();
+        for exporter in self.0.iter() {
+            exporter.send(&records);
+        }
+    }
+
+    /// What became of the records, for each collector.
+    pub fn counts(&self) -> Vec<Arc<Sent>> {
+        self.0.iter().map(|exporter| Arc::clone(&exporter.counts)).collect()
+    }
+}
+
+impl Exporter {
+    fn start(collector: &Collector, node: &str) -> Option<Self> {
+        let (counts, queued) = (Arc::new(Sent::new(collector)), Arc::default());
+        let (queue, batches) = channel();
+        let way: Box<dyn Way> = match collector.format {
+            Format::Ipfix => Box::new(Ipfix::new(&collector.address, node)),
+            Format::Json => Box::new(Json::new(&collector.address, node)),
+            Format::S3 => return None,
+        };
+        let delivery = Delivery {
+            way,
+            batches,
+            counts: Arc::clone(&counts),
+            queued: Arc::clone(&queued),
+            is_away: false,
+            untold: 0,
+        };
+        let thread = std::thread::Builder::new().name("export".into()).spawn(move || delivery.run());
+        let thread =
+            thread.inspect_err(|error| tracing::error!("nothing is sent to {collector}, there is no thread: {error}"));
+        Some(Self { counts, queued, queue: Some(queue), thread: thread.ok() })
+    }
+
+    fn send(&self, records: &Arc<[Record]>) {
+        let waiting = self.queued.fetch_add(records.len(), Ordering::Relaxed);
+        let taken =
+            waiting < MAX_QUEUED && self.queue.as_ref().is_some_and(|queue| queue.send(Arc::clone(records)).is_ok());
+        if !taken {
+            self.queued.fetch_sub(records.len(), Ordering::Relaxed);
+            self.counts.lost.fetch_add(records.len() as u64, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for Exporter {
+    fn drop(&mut self) {
+        self.queue.take();
+        if let Some(thread) = self.thread.take() {
+            // A thread that panicked has nothing more to send.
+            thread.join().ok();
+        }
+    }
+}
+
+/// How records reach a collector.
+trait Way: Send {
+    /// Sends the first of these records, and says how many. `lost`: how many were lost before them since the last that were sent. After an
+    /// error it is not known how many of them came, and the next call begins anew.
+    fn send(&mut self, records: &[Record], lost: u64) -> io::Result<usize>;
+}
+
+struct Delivery {
+    way: Box<dyn Way>,
+    batches: Receiver<Arc<[Record]>>,
+    counts: Arc<Sent>,
+    queued: Arc<AtomicUsize>,
+    is_away: bool,
+    /// What `counts.lost` was when the collector was told of it last.
+    untold: u64,
+}
+
+impl Delivery {
+    fn run(mut self) {
+        while let Ok(batch) = self.batches.recv() {
+            self.deliver(&batch);
+            self.queued.fetch_sub(batch.len(), Ordering::Relaxed);
+        }
+    }
+
+    fn deliver(&mut self, batch: &[Record]) {
+        let mut rest = batch;
+        while !rest.is_empty() {
+            let lost = self.counts.lost.load(Ordering::Relaxed);
+            match self.way.send(rest, lost - self.untold) {
+                Ok(count) => {
+                    self.untold = lost;
+                    self.counts.sent.fetch_add(count as u64, Ordering::Relaxed);
+                    rest = rest.get(count..).unwrap_or_default();
+                    if std::mem::take(&mut self.is_away) {
+                        tracing::info!("{} takes records again", self.counts.collector);
+                    }
+                }
+                Err(error) => return self.give_up(rest.len(), &error),
+            }
+        }
+    }
+
+    /// Whoever is away gets nothing of what waits: nobody waits for it any longer, and the agent's end above all.
+    fn give_up(&mut self, rest: usize, error: &io::Error) {
+        if !std::mem::replace(&mut self.is_away, true) {
+            tracing::warn!("{} takes no records, they are lost for it: {error}", self.counts.collector);
+        }
+        let waiting: usize = self.batches.try_iter().map(|batch| batch.len()).sum();
+        self.queued.fetch_sub(waiting, Ordering::Relaxed);
+        self.counts.lost.fetch_add((rest + waiting) as u64, Ordering::Relaxed);
+    }
+}
+
+struct Ipfix {
+    address: String,
+    node: String,
+    socket: Option<UdpSocket>,
+    encoder: Encoder,
+    told: Option<Instant>,
+}
+
+impl Ipfix {
+    fn new(address: &str, node: &str) -> Self {
+        Self { address: address.into(), node: node.into(), socket: None, encoder: Encoder::default(), told: None }
+    }
+
+    fn send_with(&mut self, socket: &UdpSocket, records: &[Record]) -> io::Result<usize> {
+        let seconds = u32::try_from(now() / 1_000_000).unwrap_or(0);
+        if self.told.is_none_or(|told| told.elapsed() >= TEMPLATES_EVERY) {
+            socket.send(&self.encoder.templates(seconds))?;
+            self.told = Some(Instant::now());
+        }
+        let (message, count) = self.encoder.records(records, &self.node, seconds);
+        socket.send(&message)?;
+        Ok(count)
+    }
+}
+
+impl Way for Ipfix {
+    fn send(&mut self, records: &[Record], lost: u64) -> io::Result<usize> {
+        let socket = match self.socket.take() {
+            Some(socket) => socket,
+            None => connect_udp(&self.address)?,
+        };
+        let before = self.encoder.sequence;
+        // A collector counts what it misses.
+        self.encoder.sequence = before.wrapping_add(lost as u32);
+        let sent = self.send_with(&socket, records);
+        if sent.is_ok() {
+            self.socket = Some(socket);
+        } else {
+            // Whoever listens there next has heard of no template.
+            (self.encoder.sequence, self.told) = (before, None);
+        }
+        sent
+    }
+}
+
+struct Json {
+    address: String,
+    node: String,
+    stream: Option<TcpStream>,
+}
+
+impl Json {
+    fn new(address: &str, node: &str) -> Self {
+        Self { address: address.into(), node: node.into(), stream: None }
+    }
+}
+
+impl Way for Json {
+    fn send(&mut self, records: &[Record], lost: u64) -> io::Result<usize> {
+        let mut stream = match self.stream.take().filter(is_open) {
+            Some(stream) => stream,
+            None => connect_tcp(&self.address)?,
+        };
+        let count = records.len().min(CHUNK);
+        stream.write_all(&json::encode(&records[..count], &self.node, lost, now()))?;
+        self.stream = Some(stream);
+        Ok(count)
+    }
+}
+
+/// Whether the other side has not closed. What it says is of no interest.
+fn is_open(stream: &TcpStream) -> bool {
+    let mut heard = [0; 256];
+    let mut stream = stream;
+    let answer = stream.set_nonblocking(true).and_then(|()| stream.read(&mut heard));
+    let is_open = match answer {
+        Ok(count) => count > 0,
+        Err(error) => error.kind() == ErrorKind::WouldBlock,
+    };
+    is_open && stream.set_nonblocking(false).is_ok()
+}
+
+/// Asks each time where a name leads: collectors move.
+fn each<T>(address: &str, connect: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
+    let mut last = io::Error::new(ErrorKind::NotFound, format!("{address} has no address"));
+    for address in address.to_socket_addrs()? {
+        match connect(address) {
+            Ok(connected) => return Ok(connected),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+fn connect_udp(address: &str) -> io::Result<UdpSocket> {
+    each(address, |to| {
+        let any =
+            if to.is_ipv4() { SocketAddr::from(([0; 4], 0)) } else { SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)) };
+        let socket = UdpSocket::bind(any)?;
+        socket.connect(to)?;
+        Ok(socket)
+    })
+}
+
+fn connect_tcp(address: &str) -> io::Result<TcpStream> {
+    each(address, |to| {
+        let stream = TcpStream::connect_timeout(&to, PATIENCE)?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        Ok(stream)
+    })
+}

@@ -1,0 +1,105 @@
+//! What collectors are told.
+
+use crate::flowlog::Instant;
+use egress_core::leaselog::{LeaseEvent, PortLease};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+/// One event.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Record {
+    /// A flow of a pod of this node began or was removed.
+    Flow(Flow),
+    /// This node got ports of an egress IP, or gave them back.
+    Ports(Ports),
+}
+
+/// A flow with everything that is known of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Flow {
+    /// What became of it.
+    pub fate: Fate,
+    /// The egress IP.
+    pub egress_ip: IpAddr,
+    /// The translated port, or identifier of an ICMP query.
+    pub port: u16,
+    /// IP protocol number.
+    pub protocol: u8,
+    /// Distinguishes it from another flow that began at the same time.
+    pub ticket: u32,
+    /// When it began.
+    pub began: Instant,
+    /// `namespace/name` of the pod, or its address where its name is not known any more.
+    pub pod: Arc<str>,
+    /// The policy, where it is known.
+    pub policy: Option<Arc<str>>,
+    /// The pod's address, and the port or identifier that it uses.
+    pub source: SocketAddr,
+    /// The remote address and port, where destinations are logged.
+    pub destination: Option<SocketAddr>,
+}
+
+/// What became of a flow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// It began.
+    Began,
+    /// It was removed; its last packet came at this time.
+    Ended(Instant),
+    /// It was removed, and the host's firewall has let no packet of it pass: the outside has not seen it.
+    Refused(Instant),
+}
+
+impl Flow {
+    /// When what is told happened.
+    pub fn at(&self) -> Instant {
+        match self.fate {
+            Fate::Began => self.began,
+            Fate::Ended(last) | Fate::Refused(last) => last,
+        }
+    }
+}
+
+/// Consecutive ports of an egress IP and what became of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ports {
+    /// When.
+    pub at: Instant,
+    /// What.
+    pub change: Change,
+    /// The ports, and the node that has or had them.
+    pub lease: PortLease,
+    /// An address of that node, of the egress IP's family, where it has one.
+    pub holder: Option<IpAddr>,
+}
+
+/// What became of ports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// The node had them when its agent started.
+    Held,
+    /// The node got them.
+    Granted,
+    /// The node gave them back.
+    Returned,
+}
+
+impl Ports {
+    /// What an event says of ports, if it does; `addresses` are those of the node.
+    pub fn of(at: Instant, event: LeaseEvent, addresses: &[IpAddr]) -> Option<Self> {
+        let (change, lease) = match event {
+            LeaseEvent::Held(lease) => (Change::Held, lease),
+            LeaseEvent::Granted(lease) => (Change::Granted, lease),
+            LeaseEvent::Returned(lease) => (Change::Returned, lease),
+            LeaseEvent::Started
+            | LeaseEvent::Continued
+            | LeaseEvent::Alive
+            | LeaseEvent::Stopped
+            | LeaseEvent::Lost(_) => {
+                return None;
+            }
+        };
+        let holder = addresses.iter().find(|address| address.is_ipv4() == lease.egress_ip.is_ipv4()).copied();
+        Some(Self { at, change, lease, holder })
+    }
+}

@@ -1,0 +1,164 @@
+//! Copies finished segments to a bucket of an object store. They wait on the node, within the log's own limits, while the store is away.
+
+use super::{Collector, Format, Sent};
+use crate::flowlog::files::{SEGMENT, of_kind};
+use object_store::{
+    ClientOptions, ObjectStore, ObjectStoreExt as _, RetryConfig, aws::AmazonS3Builder, path::Path as Key,
+};
+use std::collections::BTreeSet;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use tokio::task::{JoinHandle, spawn_blocking};
+
+/// How often new segments are looked for.
+const EVERY: Duration = Duration::from_secs(10);
+/// How long one upload may take, and how often it is tried before the next look.
+const PATIENCE: Duration = Duration::from_secs(30);
+const RETRIES: usize = 2;
+
+/// The running uploads. They end when this is dropped; what is missing is sent after the next start.
+#[derive(Debug, Default)]
+pub struct Uploads {
+    tasks: Vec<JoinHandle<()>>,
+    counts: Vec<Arc<Sent>>,
+}
+
+impl Uploads {
+    /// Starts one task for each bucket among the collectors. `directory` has a log in each of its folders. Credentials, endpoint and
+    /// region are those of the environment (`AWS_ACCESS_KEY_ID` and so on). Nothing, and the reason, if these make no sense.
+    pub fn start(collectors: &[Collector], directory: &Path, node: &str) -> Result<Self, object_store::Error> {
+        let mut uploads = Self::default();
+        for collector in collectors.iter().filter(|collector| collector.format == Format::S3) {
+            let (bucket, prefix) = collector.address.split_once('/').unwrap_or((&collector.address, ""));
+            let store = s3(bucket)?;
+            let upload = Upload::new(Arc::new(store), Key::from(format!("{prefix}/{node}")), directory, collector);
+            uploads.counts.push(Arc::clone(&upload.counts));
+            uploads.tasks.push(tokio::spawn(upload.run()));
+        }
+        Ok(uploads)
+    }
+
+    /// What became of the segments, for each bucket.
+    pub fn counts(&self) -> Vec<Arc<Sent>> {
+        self.counts.clone()
+    }
+}
+
+impl Drop for Uploads {
+    fn drop(&mut self) {
+        for task in &self.tasks {
+            task.abort();
+        }
+    }
+}
+
+fn s3(bucket: &str) -> Result<impl ObjectStore, object_store::Error> {
+    // Only the first one in a process counts, and all are the same.
+    rustls::crypto::ring::default_provider().install_default().ok();
+    let retry = RetryConfig { max_retries: RETRIES, retry_timeout: PATIENCE, ..RetryConfig::default() };
+    let mut options = ClientOptions::new().with_timeout(PATIENCE);
+    if let Ok(allow) = std::env::var("AWS_ALLOW_HTTP") {
+        options = options.with_allow_http(allow == "true");
+    }
+    AmazonS3Builder::from_env().with_bucket_name(bucket).with_retry(retry).with_client_options(options).build()
+}
+
+pub(super) struct Upload {
+    store: Arc<dyn ObjectStore>,
+    prefix: Key,
+    directory: PathBuf,
+    /// The name of the file in each log that has the name of the last segment that the bucket has.
+    mark: String,
+    /// What waited at the last look.
+    waiting: BTreeSet<PathBuf>,
+    is_away: bool,
+    pub(super) counts: Arc<Sent>,
+}
+
+impl Upload {
+    pub(super) fn new(store: Arc<dyn ObjectStore>, prefix: Key, directory: &Path, collector: &Collector) -> Self {
+        let mark = format!("{}.uploaded", collector.address.replace('/', "_"));
+        let (directory, waiting) = (directory.to_owned(), BTreeSet::new());
+        Self { store, prefix, directory, mark, waiting, is_away: false, counts: Arc::new(Sent::new(collector)) }
+    }
+
+    async fn run(mut self) {
+        loop {
+            self.look().await;
+            tokio::time::sleep(EVERY).await;
+        }
+    }
+
+    /// Sends what is missing, the oldest first.
+    pub(super) async fn look(&mut self) {
+        let result = self.send_all().await;
+        match result {
+            Ok(()) if std::mem::take(&mut self.is_away) => {
+                tracing::info!("{} takes segments again", self.counts.collector)
+            }
+            Ok(()) => {}
+            Err(error) if !std::mem::replace(&mut self.is_away, true) => {
+                tracing::warn!("{} takes no segments, they wait: {error}", self.counts.collector);
+            }
+            Err(error) => tracing::debug!("{} takes no segments yet: {error}", self.counts.collector),
+        }
+    }
+
+    async fn send_all(&mut self) -> io::Result<()> {
+        let (directory, mark) = (self.directory.clone(), self.mark.clone());
+        let waiting = spawn_blocking(move || waiting(&directory, &mark)).await.map_err(io::Error::other)??;
+        // Those that went meanwhile were too old, or there were too many.
+        let gone = self.waiting.difference(&waiting).count();
+        self.counts.lost.fetch_add(gone as u64, Ordering::Relaxed);
+        self.waiting = waiting.clone();
+        for path in waiting {
+            self.send(&path).await?;
+            self.waiting.remove(&path);
+        }
+        Ok(())
+    }
+
+    async fn send(&self, path: &Path) -> io::Result<()> {
+        let content = match tokio::fs::read(path).await {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                self.counts.lost.fetch_add(1, Ordering::Relaxed);
+                return Ok(());
+            }
+            content => content?,
+        };
+        let name = |path: Option<&Path>| path.and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
+        let (Some(log), Some(segment)) = (name(path.parent()), name(Some(path))) else { return Ok(()) };
+        let key = self.prefix.clone().join(log).join(segment.as_str());
+        self.store.put(&key, content.into()).await?;
+        // A crash before the mark is there sends it once more, under the same name.
+        let (mark, part) = (path.with_file_name(&self.mark), path.with_file_name(format!("{}.part", self.mark)));
+        tokio::fs::write(&part, segment).await?;
+        tokio::fs::rename(part, mark).await?;
+        self.counts.sent.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// The segments of all logs that come after what the mark of each says.
+fn waiting(directory: &Path, mark: &str) -> io::Result<BTreeSet<PathBuf>> {
+    let mut waiting = BTreeSet::new();
+    // Nothing has been written yet.
+    if !directory.exists() {
+        return Ok(waiting);
+    }
+    for entry in directory.read_dir()? {
+        let log = entry?.path();
+        if !log.is_dir() {
+            continue;
+        }
+        let last = std::fs::read_to_string(log.join(mark)).unwrap_or_default();
+        let segments = of_kind(&log, SEGMENT).map_err(io::Error::other)?;
+        let is_new =
+            |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().as_ref() > last.as_str());
+        waiting.extend(segments.into_iter().filter(is_new));
+    }
+    Ok(waiting)
+}
