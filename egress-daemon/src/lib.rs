@@ -14,6 +14,7 @@ pub mod host;
 pub mod lock;
 pub mod observe;
 pub mod plugin;
+pub mod serve;
 pub mod snapshot;
 pub mod store;
 pub mod translate;

@@ -22,6 +22,7 @@ mod host_rules;
 mod monitoring;
 mod overflow;
 mod owners;
+mod page;
 mod per_endpoint;
 mod pod_end;
 mod pod_start;

@@ -13,6 +13,11 @@ pub fn output(command: &mut Command) -> Result<String> {
 
 /// Runs `command` with `input` as its standard input.
 pub fn feed(command: &mut Command, input: &str) -> Result<()> {
+    ask(command, input).map(drop)
+}
+
+/// The same; returns its standard output.
+pub fn ask(command: &mut Command, input: &str) -> Result<String> {
     let mut child = command
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -23,7 +28,7 @@ pub fn feed(command: &mut Command, input: &str) -> Result<()> {
         // The program may end before it has read everything; its exit status tells why.
         stdin.write_all(input.as_bytes()).ok();
     }
-    check(command, child.wait_with_output()?).map(drop)
+    check(command, child.wait_with_output()?)
 }
 
 fn check(command: &Command, output: Output) -> Result<String> {

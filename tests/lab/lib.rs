@@ -42,6 +42,7 @@ compile_error!("the lab is made of Linux network namespaces");
 
 pub mod bgp;
 pub mod bpf;
+pub mod browser;
 pub mod capture;
 pub mod cluster;
 mod command;

@@ -278,6 +278,18 @@ impl Lab {
         crate::command::output(&mut command).with_context(|| format!("egressctl {arguments:?} on {node}"))
     }
 
+    /// Starts `egressctl ARGUMENTS` on `node`, for as long as the answer lives.
+    pub fn start_egressctl(&self, node: &str, arguments: &[&str]) -> Result<Process> {
+        let mut command = self.node(node).ns.command(binary("egressctl")?);
+        command.args(arguments).arg("--bpffs").arg(self.bpffs(node)).env(STATE, self.state());
+        Process::start(
+            &format!("egressctl-{}-{node}", arguments.join("-")),
+            Some(node),
+            command,
+            &self.dir().join("logs"),
+        )
+    }
+
     /// Runs `egress-daemon ARGUMENTS --bpffs ..` (`check`, `cleanup`) on `node` and returns what it printed.
     pub fn daemon_text(&self, node: &str, arguments: &[&str]) -> Result<String> {
         let mut command = self.node(node).ns.command(binary("egress-daemon")?);

@@ -68,6 +68,8 @@ pub enum Scope {
     Lab,
     /// Also the routers of the end-to-end tests.
     Tests,
+    /// Also a browser.
+    Page,
     /// Also what the benchmark compares the death of a gateway with.
     Failover,
     /// Also what guests with other kernels are made of.
@@ -89,8 +91,12 @@ enum Gap {
 /// The programs that the lab, the tests and the README call.
 const PROGRAMS: [(&str, &str); 3] = [("ip", "iproute2"), ("nft", "nftables"), ("bpftool", "bpftool")];
 
-/// What only tests run: BGP speakers, and a Prometheus.
-const TESTED_WITH: [(&str, &str); 3] = [("vtysh", "frr"), ("bird", "bird2"), ("prometheus", "prometheus")];
+/// What only tests run: BGP speakers, a Prometheus, and a collector of IPFIX.
+const TESTED_WITH: [(&str, &str); 4] =
+    [("vtysh", "frr"), ("bird", "bird2"), ("prometheus", "prometheus"), ("nfcapd", "nfdump")];
+
+/// A browser, and what drives it.
+const BROWSER: [(&str, &str); 3] = [("chromium", "chromium"), ("chromedriver", "chromium-driver"), ("curl", "curl")];
 
 /// A pair of gateways as it is usually built.
 const PAIR: [(&str, &str); 2] = [("keepalived", "keepalived"), ("conntrackd", "conntrackd")];
@@ -146,6 +152,9 @@ fn survey(scope: Scope) -> Vec<Gap> {
             missing(find_program(name).is_none(), Gap::Program { name, package });
         }
         for (name, package) in PAIR.into_iter().filter(|_| scope == Scope::Failover) {
+            missing(find_program(name).is_none(), Gap::Program { name, package });
+        }
+        for (name, package) in BROWSER.into_iter().filter(|_| scope == Scope::Page) {
             missing(find_program(name).is_none(), Gap::Program { name, package });
         }
         for (name, package) in TESTED_WITH.into_iter().filter(|_| scope == Scope::Tests) {

@@ -14,7 +14,7 @@ use egress_daemon::{
         whois::{self, Moment, WhoisOptions},
     },
     lock::RunFiles,
-    plugin,
+    plugin, serve,
 };
 use ipnet::IpNet;
 use std::{
@@ -63,6 +63,14 @@ enum Command {
     Stats,
     /// Who opens flows right now, and what is dropped: looks again and again
     Top(TopArgs),
+    /// A page that shows what flows now, from pods through egress IPs and gateways to destinations
+    ///
+    /// Until Ctrl-C. It only looks; whoever reaches the address may see it. kubectl spillway serve: all nodes.
+    Serve {
+        /// Where to listen
+        #[arg(long, value_name = "ADDR:PORT", default_value_t = serve::LISTEN)]
+        listen: SocketAddr,
+    },
     /// Everything that the agent made on this node: programs, links, maps, devices, settings, files
     State,
     /// Why a flow goes where it goes: every decision of the datapath as a sentence
@@ -284,6 +292,7 @@ fn look(cli: Cli) -> Result<()> {
         Command::State => ctl::Command::State,
         Command::Explain(args) => ctl::Command::Explain(Question::new(&args.pod, args.to, args.from_port)),
         Command::Top(args) => return top(args, &access, cli.output),
+        Command::Serve { listen } => return serve::serve_node(listen, &access),
         Command::Whois(args) => {
             let WhoisArgs { seen, at, to, log } = args;
             let view = whois::ask(&WhoisOptions { seen, at, to, log, bpffs: access.bpffs })?;

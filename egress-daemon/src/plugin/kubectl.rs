@@ -5,7 +5,7 @@ use std::{
     ffi::OsStr,
     io::{self, Write as _},
     path::PathBuf,
-    process::{Command, Output, Stdio},
+    process::{Child, Command, Output, Stdio},
     string::FromUtf8Error,
 };
 use thiserror::Error;
@@ -46,6 +46,13 @@ impl Kubectl {
     pub fn text<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Result<String, KubectlError> {
         let mut command = self.command();
         result(command.arg(TIMEOUT).args(["--namespace", &self.namespace]).args(arguments).output()?, arguments)
+    }
+
+    /// Starts it with this command line. What it prints can be read while it runs.
+    pub fn stream<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Result<Child, KubectlError> {
+        let mut command = self.command();
+        command.args(["--namespace", &self.namespace]).args(arguments);
+        Ok(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?)
     }
 
     /// Applies an object that names its namespace, if it has one.

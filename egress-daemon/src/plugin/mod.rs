@@ -5,6 +5,7 @@
 
 mod connectivity;
 mod kubectl;
+mod serve;
 mod status;
 mod sysdump;
 
@@ -69,6 +70,14 @@ enum Command {
     /// Whether packets leave as policies promise, seen from outside
     #[command(subcommand)]
     Connectivity(ConnectivityCommand),
+    /// A page that shows what flows now on all nodes, from pods through egress IPs and gateways to destinations
+    ///
+    /// Until Ctrl-C. It only looks; whoever reaches the address may see it.
+    Serve {
+        /// Where to listen
+        #[arg(long, value_name = "ADDR:PORT", default_value_t = crate::serve::LISTEN)]
+        listen: SocketAddr,
+    },
     /// Write one archive with objects, events, logs and the state of every node
     ///
     /// It has no Secret and no pod's specification in it. It has names and addresses of pods and nodes: look at it before you give it away.
@@ -173,6 +182,7 @@ pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<Exi
     let done = match command {
         Command::Status(args) => status(&kubectl, &args),
         Command::Sysdump(args) => dump(&kubectl, &args),
+        Command::Serve { listen } => serve::run(listen, kubectl, node).map(|()| ExitCode::SUCCESS),
         Command::Connectivity(ConnectivityCommand::Test(args)) => connectivity(&kubectl, args),
         Command::OnNodes(words) => match understand(&words).map_err(Failure::new)? {
             Understood::OnNodes { pod, output } => on_nodes(&kubectl, node, pod, output, &words),

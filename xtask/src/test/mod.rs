@@ -48,6 +48,9 @@ pub struct Args {
     /// Only the datapath's tests, under another kernel, in QEMU
     #[arg(long, value_name = "VERSION", conflicts_with_all = ["filter", "unit", "e2e"])]
     kernel: Vec<Kernel>,
+    /// Only the page of `egressctl serve`, in a real Chromium; its picture becomes docs/page.png
+    #[arg(long, conflicts_with_all = ["filter", "unit", "e2e", "quick", "kernel"])]
+    page: bool,
     /// What the kernels' verifiers count becomes the baseline of later runs
     #[arg(long, requires = "kernel")]
     bless: bool,
@@ -56,7 +59,7 @@ pub struct Args {
 impl Args {
     /// Whether nothing is left out.
     fn is_whole(&self) -> bool {
-        self.filter.is_none() && !self.unit && !self.e2e && !self.quick && self.kernel.is_empty()
+        self.filter.is_none() && !self.unit && !self.e2e && !self.quick && !self.page && self.kernel.is_empty()
     }
 }
 
@@ -71,7 +74,11 @@ pub fn run(args: &Args) -> ExitCode {
 }
 
 fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
-    setup::ensure(if args.unit { setup::Scope::Build } else { setup::Scope::Tests })?;
+    setup::ensure(match args {
+        Args { unit: true, .. } => setup::Scope::Build,
+        Args { page: true, .. } => setup::Scope::Page,
+        _ => setup::Scope::Tests,
+    })?;
     if !args.unit && !nix::unistd::geteuid().is_root() {
         bail!("the end-to-end tests make network namespaces and load programs: run as root, or add --unit");
     }
@@ -144,6 +151,9 @@ fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &Environment, tally: &mut
     let lab = job.binary.kind == Kind::EndToEnd;
     if lab {
         command.args(["--test-threads", plan::THREADS]);
+    }
+    if job.tests == [plan::PAGE] {
+        command.env("SPILLWAY_PAGE", workspace::root().join("docs/page.png"));
     }
     if let Some((name, value)) = job.mode.map(plan::TestMode::variable) {
         command.env(name, value);

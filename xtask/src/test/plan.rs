@@ -23,6 +23,9 @@ const DEPENDING_ON_TRANSPORT: [&str; 8] =
 /// Those of `--quick`: a pod's packets leave as they should, and come back; policies and slots change.
 const QUICK: [&str; 3] = ["exits::", "protocols::", "slots::"];
 
+/// What looks at a page in a browser, which only `--page` asks for.
+pub const PAGE: &str = "page::";
+
 /// How packets travel, where it is not the default.
 #[derive(Clone, Copy, Debug)]
 pub enum TestMode {
@@ -103,6 +106,9 @@ fn chosen<'a>(args: &'a Args, binaries: &'a [Binary]) -> Vec<Job<'a>> {
         return units.chain(labs).map(|job| Job { tests: tests(&job), ..job }).collect();
     }
     let end_to_end = || binaries.iter().filter(|binary| binary.name == SPILLWAY);
+    if args.page {
+        return end_to_end().map(|binary| Job { tests: vec![PAGE], ..Job::of(binary) }).collect();
+    }
     let labs: Vec<Job> = if args.quick {
         end_to_end().map(|binary| Job { tests: QUICK.to_vec(), ..Job::of(binary) }).collect()
     } else {

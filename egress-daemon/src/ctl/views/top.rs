@@ -1,15 +1,16 @@
 //! `egressctl top`.
 
+use super::flows::protocol;
 use crate::{
     ctl::{
         dump::{Dump, FlowEntry},
-        print::{Printable, Row, table},
+        print::{Printable, Row, or_dash, table},
     },
     host::firewall::Dropped,
 };
 use clap::ValueEnum;
 use serde::Serialize;
-use std::{cmp::Reverse, collections::BTreeMap};
+use std::{cmp::Reverse, collections::BTreeMap, fmt, net::SocketAddr};
 
 /// A flow counts as active if a packet of it was seen within so many seconds: two of the ticks in which idle time is counted.
 const ACTIVE: u64 = 2;
@@ -29,6 +30,8 @@ pub enum By {
     Policy,
     /// The remote address
     Remote,
+    /// All of it: pod, egress IP, gateway and destination
+    Path,
 }
 
 /// What was read at one time.
@@ -76,12 +79,31 @@ pub struct DropRate {
     pub per_second: f64,
 }
 
+/// Where flows of a pod to one destination go through.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Path {
+    /// `namespace/name`; an address where no pod has it any more.
+    pub pod: String,
+    /// The policy; null for flows that are left alone.
+    pub policy: Option<String>,
+    /// The egress IP; null as above.
+    pub egress_ip: Option<String>,
+    /// The node that carries it; null as above, and while there is none.
+    pub gateway: Option<String>,
+    /// The destination, as `egressctl explain --to` has it.
+    pub to: String,
+}
+
 /// Flows that have something in common.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TopRow {
-    /// The pod, egress IP, gateway, policy or remote address; `-` for flows without one.
+    /// The pod, egress IP, gateway, policy, remote address or path; `-` for flows without one.
     pub name: String,
+    /// The path, if flows are counted by it; otherwise absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub path: Option<Path>,
     /// As above.
     pub flows: usize,
     /// As above.
@@ -141,7 +163,7 @@ pub fn top(before: &Sample, now: &Sample, by: By, limit: usize) -> TopView {
     let dump = &now.dump;
     let seconds = (dump.now.saturating_sub(before.dump.now) as f64 / 1e9).max(f64::EPSILON);
     let per_second = |count: usize| count as f64 / seconds;
-    let mut groups: BTreeMap<String, [usize; 3]> = BTreeMap::new();
+    let mut groups: BTreeMap<Name, [usize; 3]> = BTreeMap::new();
     for flow in &dump.flows {
         let [flows, active, _] = groups.entry(name(dump, flow, by)).or_default();
         (*flows, *active) = (*flows + 1, *active + usize::from(dump.seconds_since(flow.last_seen()) <= ACTIVE));
@@ -149,12 +171,13 @@ pub fn top(before: &Sample, now: &Sample, by: By, limit: usize) -> TopView {
     for flow in without(&dump.flows, &before.dump.flows) {
         groups.entry(name(dump, flow, by)).or_default()[2] += 1;
     }
-    let mut groups: Vec<(String, [usize; 3])> = groups.into_iter().collect();
+    let mut groups: Vec<(Name, [usize; 3])> = groups.into_iter().collect();
     groups.sort_by_key(|(name, [flows, active, opened])| (Reverse((*opened, *active, *flows)), name.clone()));
     let sum = |which: usize| groups.iter().map(|(_, counts)| counts[which]).sum::<usize>();
     let (active, opened) = (sum(1), sum(2));
-    let row = |(name, [flows, active, opened]): (String, [usize; 3])| TopRow {
+    let row = |((name, path), [flows, active, opened]): (Name, [usize; 3])| TopRow {
         name,
+        path,
         flows,
         active,
         opened_per_second: per_second(opened),
@@ -173,17 +196,48 @@ pub fn top(before: &Sample, now: &Sample, by: By, limit: usize) -> TopView {
     }
 }
 
-fn name(dump: &Dump, flow: &FlowEntry, by: By) -> String {
+/// What flows have in common, and their path if that is all of it.
+type Name = (String, Option<Path>);
+
+fn name(dump: &Dump, flow: &FlowEntry, by: By) -> Name {
     let ours = !flow.untouched;
-    let egress = || dump.egress_ip(flow.flow.egress).filter(|_| ours);
+    let egress = dump.egress_ip(flow.flow.egress).filter(|_| ours);
+    let pod = || dump.pod_name(flow.pod).unwrap_or_else(|| flow.pod.to_string());
+    let egress_ip = || egress.map(|(ip, _)| ip.to_string());
+    let gateway = || egress.and_then(|(_, e)| dump.node_name(e.gateway));
+    let policy = || ours.then(|| dump.policy_name(flow.flow.policy.into()));
     let found = match by {
-        By::Pod => Some(dump.pod_name(flow.pod).unwrap_or_else(|| flow.pod.to_string())),
-        By::EgressIp => egress().map(|(ip, _)| ip.to_string()),
-        By::Gateway => egress().and_then(|(_, e)| dump.node_name(e.gateway)),
-        By::Policy => ours.then(|| dump.policy_name(flow.flow.policy.into())),
+        By::Pod => Some(pod()),
+        By::EgressIp => egress_ip(),
+        By::Gateway => gateway(),
+        By::Policy => policy(),
         By::Remote => Some(flow.remote.to_string()),
+        By::Path => {
+            let to = destination(flow);
+            let path = Path { pod: pod(), policy: policy(), egress_ip: egress_ip(), gateway: gateway(), to };
+            return (path.to_string(), Some(path));
+        }
     };
-    found.unwrap_or_else(|| "-".to_owned())
+    (found.unwrap_or_else(|| "-".to_owned()), None)
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Path { pod, egress_ip, gateway, to, .. } = self;
+        match egress_ip {
+            Some(egress_ip) => write!(f, "{pod} > {egress_ip} > {} > {to}", or_dash(gateway.as_ref())),
+            None => write!(f, "{pod} > {to}"),
+        }
+    }
+}
+
+/// A flow's remote side, as `explain` is asked for it.
+fn destination(flow: &FlowEntry) -> String {
+    let protocol = protocol(flow.proto);
+    match flow.remote_port {
+        0 => format!("{}/{protocol}", flow.remote),
+        port => format!("{}/{protocol}", SocketAddr::new(flow.remote, port)),
+    }
 }
 
 fn dropped(before: &Sample, now: &Sample, seconds: f64) -> Vec<DropRate> {
@@ -249,6 +303,10 @@ mod tests {
         assert_eq!(names(By::Gateway), ["gw2", "gw1", "-"]);
         assert_eq!(names(By::Policy), ["web", "-"]);
         assert_eq!(names(By::Remote), ["203.0.113.9", "198.51.100.9", "203.0.113.7"]);
+        let paths = top_by(By::Path, 1);
+        assert_eq!(paths.items[0].name, "prod/pin-0 > 192.0.2.11 > gw2 > 203.0.113.9:443/tcp");
+        let path = serde_json::to_value(&paths.items[0]).unwrap()["path"].clone();
+        assert_eq!((&path["policy"], &path["to"]), (&"web".into(), &"203.0.113.9:443/tcp".into()));
         let text = top_by(By::Remote, 1).text();
         assert!(text.starts_with("worker1: 5 flows, ") && text.ends_with("and 2 more\n"), "{text}");
         assert!(text.contains("drop_no_port 4.0/s\n") && text.lines().all(|line| line.len() <= 100), "{text}");

@@ -1,0 +1,68 @@
+//! `kubectl spillway serve`: the page of `egressctl serve`, of all nodes.
+
+use super::{EGRESSCTL, Kubectl, Pod, agents, egressctl_on};
+use crate::serve::{self, Click, Feed, INTERVAL, PATHS};
+use anyhow::{Context as _, Result};
+use std::{
+    collections::BTreeSet,
+    ffi::OsString,
+    io::{BufRead as _, BufReader},
+    net::SocketAddr,
+    sync::{Arc, Mutex, PoisonError},
+    thread,
+    time::Duration,
+};
+
+/// How often nodes that came, and agents that were replaced, are looked for.
+const LOOK: Duration = Duration::from_secs(5);
+/// So many looks an agent is asked for at once: for longer than anybody watches.
+const TIMES: &str = "1000000";
+
+/// Serves the page; `node`: of this one only. Blocks.
+pub(super) fn run(listen: SocketAddr, kubectl: Kubectl, node: Option<String>) -> Result<()> {
+    let feed = Feed::default();
+    // Whoever may not ask learns it at once.
+    agents(&kubectl, node.clone())?;
+    let (watching, of, at) = (feed.clone(), node.clone(), kubectl.clone());
+    thread::Builder::new().name("nodes".into()).spawn(move || watch(&at, of.as_ref(), &watching))?;
+    let explain = move |click: &Click| {
+        let pod = agents(&kubectl, Some(click.node.clone()))?.into_iter().next().context("no agent")?;
+        let words = ["explain", "--pod", &click.pod, "--to", &click.to].map(OsString::from);
+        Ok(egressctl_on(&kubectl, &pod, &words)?)
+    };
+    serve::serve(listen, &feed, Arc::new(explain))
+}
+
+/// Listens to each agent, as agents come and go.
+fn watch(kubectl: &Kubectl, node: Option<&String>, feed: &Feed) {
+    let heard: Arc<Mutex<BTreeSet<String>>> = Arc::default();
+    loop {
+        // An API server that is away for a moment takes nothing from what is shown.
+        for pod in agents(kubectl, node.cloned()).unwrap_or_default() {
+            let is_new = heard.lock().unwrap_or_else(PoisonError::into_inner).insert(pod.name.clone());
+            if is_new {
+                let (kubectl, feed, heard) = (kubectl.clone(), feed.clone(), Arc::clone(&heard));
+                thread::spawn(move || {
+                    listen_to(&kubectl, &pod, &feed);
+                    feed.forget(&pod.node);
+                    heard.lock().unwrap_or_else(PoisonError::into_inner).remove(&pod.name);
+                });
+            }
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// Takes what `egressctl top` says beside an agent, until it ends.
+fn listen_to(kubectl: &Kubectl, pod: &Pod, feed: &Feed) {
+    let (limit, interval) = (PATHS.to_string(), INTERVAL.as_secs().to_string());
+    let exec = ["exec", &pod.name, "-c", "agent", "--", EGRESSCTL];
+    let top = ["top", "--by", "path", "--limit", &limit, "--interval", &interval, "-n", TIMES, "-o", "json"];
+    let Ok(mut child) = kubectl.stream(&[&exec[..], &top].concat()) else { return };
+    if let Some(out) = child.stdout.take() {
+        for line in BufReader::new(out).lines().map_while(Result::ok) {
+            feed.take(&pod.node, &line);
+        }
+    }
+    child.kill().and_then(|()| child.wait()).ok();
+}

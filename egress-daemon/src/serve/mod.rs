@@ -1,0 +1,244 @@
+//! `egressctl serve`: a page that shows what flows now, from pods through egress IPs and gateways to destinations.
+//!
+//! One static page, fed by server-sent events. It changes nothing, and it is for people in front of the machine: it listens on the loopback
+//! interface unless told otherwise, and answers only who calls it by an address or as `localhost`, so that no site that a browser visits can
+//! read it under a name of its own (DNS rebinding).
+
+use crate::ctl::{
+    self, NodeAccess, Output, Top,
+    explain::{Destination, Question},
+    views::By,
+};
+use anyhow::{Context as _, Result};
+use axum::{
+    Router,
+    extract::{Query, Request, State},
+    http::{StatusCode, header},
+    middleware::{self, Next},
+    response::{
+        Html, IntoResponse, Response,
+        sse::{Event, KeepAlive, Sse},
+    },
+    routing::get,
+};
+use futures::{Stream, StreamExt as _, stream};
+use serde::Deserialize;
+use serde_json::Value;
+use std::{
+    collections::BTreeMap,
+    convert::Infallible,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    sync::Arc,
+    thread,
+    time::Duration,
+};
+use tokio::{net::TcpListener, sync::watch};
+
+const PAGE: &str = include_str!("page.html");
+/// The page needs nothing from anywhere else, and nobody may frame it.
+const POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'";
+/// Where the page is, unless somebody says otherwise.
+pub const LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8475);
+/// How many paths of a node are shown.
+pub const PATHS: usize = 200;
+/// The time between two looks.
+pub const INTERVAL: Duration = Duration::from_secs(2);
+
+/// What the nodes said last, by their names: `egressctl top --by path -o json` of each.
+#[derive(Clone, Debug)]
+pub struct Feed(watch::Sender<BTreeMap<String, Value>>);
+
+impl Default for Feed {
+    fn default() -> Self {
+        Self(watch::Sender::new(BTreeMap::new()))
+    }
+}
+
+impl Feed {
+    /// Takes a line of `egressctl top -o json`; `node` is its name unless the line has one. What is no JSON is left out.
+    pub fn take(&self, node: &str, line: &str) {
+        let Ok(view) = serde_json::from_str::<Value>(line) else { return };
+        let name = view["node"].as_str().unwrap_or(node).to_owned();
+        self.0.send_modify(|nodes| drop(nodes.insert(name, view)));
+    }
+
+    /// A node says nothing any more.
+    pub fn forget(&self, node: &str) {
+        self.0.send_if_modified(|nodes| nodes.remove(node).is_some());
+    }
+}
+
+/// A click on a path.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Click {
+    /// The node of the pod.
+    pub node: String,
+    /// `namespace/name` or an address.
+    pub pod: String,
+    /// Where to, as `egressctl explain --to` has it.
+    pub to: String,
+}
+
+/// Answers a click in sentences. It may take long.
+pub type Explain = Arc<dyn Fn(&Click) -> Result<String> + Send + Sync>;
+
+/// Serves the page until the process ends, and says where on stderr. Blocks.
+pub fn serve(listen: SocketAddr, feed: &Feed, explain: Explain) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let told = feed.0.subscribe();
+    runtime.block_on(async {
+        let listener = TcpListener::bind(listen).await.with_context(|| format!("--listen {listen}"))?;
+        eprintln!("egressctl: open http://{}/ (Ctrl-C ends)", listener.local_addr()?);
+        Ok(axum::serve(listener, routes(told, explain)).await?)
+    })
+}
+
+fn routes(told: watch::Receiver<BTreeMap<String, Value>>, explain: Explain) -> Router {
+    let headers = [(header::CONTENT_SECURITY_POLICY, POLICY), (header::CACHE_CONTROL, "no-store")];
+    let page = Router::new().route("/", get(move || async move { (headers, Html(PAGE)) }));
+    let events = Router::new().route("/events", get(events)).with_state(told);
+    let explained = Router::new().route("/explain", get(explained)).with_state(explain);
+    page.merge(events).merge(explained).layer(middleware::from_fn(check_host))
+}
+
+async fn events(State(told): State<watch::Receiver<BTreeMap<String, Value>>>) -> impl IntoResponse {
+    let headers = [(header::CACHE_CONTROL, "no-store")];
+    (headers, Sse::new(changes(told)).keep_alive(KeepAlive::default()))
+}
+
+/// What is known now, and then each change.
+fn changes(mut told: watch::Receiver<BTreeMap<String, Value>>) -> impl Stream<Item = Result<Event, Infallible>> {
+    told.mark_changed();
+    let next = |mut told: watch::Receiver<BTreeMap<String, Value>>| async {
+        told.changed().await.ok()?;
+        let nodes = serde_json::to_string(&*told.borrow_and_update()).unwrap_or_default();
+        Some((nodes, told))
+    };
+    stream::unfold(told, next).map(|nodes| Ok(Event::default().data(nodes)))
+}
+
+async fn explained(State(explain): State<Explain>, Query(click): Query<Click>) -> (StatusCode, String) {
+    let answer = tokio::task::spawn_blocking(move || explain(&click)).await.map_err(anyhow::Error::from).flatten();
+    match answer {
+        Ok(text) => (StatusCode::OK, text),
+        Err(error) => (StatusCode::BAD_GATEWAY, ctl::message(&error)),
+    }
+}
+
+async fn check_host(request: Request, next: Next) -> Response {
+    let host = request.headers().get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
+    if is_local_name(host) {
+        next.run(request).await
+    } else {
+        (StatusCode::FORBIDDEN, "call this page by an address, or as localhost\n").into_response()
+    }
+}
+
+/// Whether a `Host` is an address or `localhost`, with or without a port.
+fn is_local_name(host: &str) -> bool {
+    let name = host.rsplit_once(':').filter(|(_, port)| port.parse::<u16>().is_ok()).map_or(host, |(name, _)| name);
+    host.parse::<SocketAddr>().is_ok() || name.parse::<IpAddr>().is_ok() || name.eq_ignore_ascii_case("localhost")
+}
+
+/// Serves what flows on this node.
+pub fn serve_node(listen: SocketAddr, access: &NodeAccess) -> Result<()> {
+    let feed = Feed::default();
+    let (looking, at) = (feed.clone(), access.clone());
+    // Nothing is shown of a node without maps; a person learns why at once.
+    ctl::top(&top(Some(1)), access, Output::Json, |line| {
+        looking.take("", line);
+        Ok(())
+    })?;
+    thread::Builder::new().name("look".into()).spawn(move || {
+        loop {
+            let ended = ctl::top(&top(None), &at, Output::Json, |line| {
+                looking.take("", line);
+                Ok(())
+            });
+            tracing::debug!("looking again: {ended:?}");
+            thread::sleep(INTERVAL);
+        }
+    })?;
+    let access = access.clone();
+    let explain = move |click: &Click| {
+        let to: Destination = click.to.parse()?;
+        let question = Question::new(&click.pod, to, None);
+        Ok(ctl::run(&ctl::Command::Explain(question), &access, Output::Table)?.text)
+    };
+    serve(listen, &feed, Arc::new(explain))
+}
+
+fn top(times: Option<u64>) -> Top {
+    Top { by: By::Path, limit: PATHS, interval: INTERVAL, times }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::body::Body;
+    use serde_json::json;
+    use tower::ServiceExt as _;
+
+    fn page(feed: &Feed) -> Router {
+        let explain = |click: &Click| match click.pod.as_str() {
+            "gone" => anyhow::bail!("there is no pod {}", click.pod),
+            pod => Ok(format!("{pod} on {} goes to {}", click.node, click.to)),
+        };
+        routes(feed.0.subscribe(), Arc::new(explain))
+    }
+
+    async fn ask(page: &Router, path: &str, host: &str) -> Response {
+        let request = Request::get(path).header(header::HOST, host).body(Body::empty()).unwrap();
+        page.clone().oneshot(request).await.unwrap()
+    }
+
+    async fn text(response: Response) -> String {
+        let bytes = axum::body::to_bytes(response.into_body(), 1 << 20).await.unwrap();
+        String::from_utf8(bytes.to_vec()).unwrap()
+    }
+
+    #[tokio::test]
+    async fn only_who_calls_the_page_by_an_address_is_answered() {
+        let page = page(&Feed::default());
+        for (host, code) in [
+            ("127.0.0.1:8080", 200),
+            ("[::1]:8080", 200),
+            ("localhost:8080", 200),
+            ("192.0.2.7", 200),
+            ("rebound.example:8080", 403),
+            ("localhost.example", 403),
+            ("", 403),
+        ] {
+            assert_eq!(ask(&page, "/", host).await.status().as_u16(), code, "{host}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_click_is_explained() {
+        let page = page(&Feed::default());
+        let good = ask(&page, "/explain?node=n1&pod=prod/web&to=203.0.113.7:443/tcp", "127.0.0.1").await;
+        assert_eq!(text(good).await, "prod/web on n1 goes to 203.0.113.7:443/tcp");
+        let bad = ask(&page, "/explain?node=n1&pod=gone&to=x", "127.0.0.1").await;
+        assert_eq!(bad.status(), StatusCode::BAD_GATEWAY);
+        assert_eq!(text(bad).await, "there is no pod gone");
+    }
+
+    #[tokio::test]
+    async fn who_listens_hears_what_is_known_and_then_what_changes() {
+        let feed = Feed::default();
+        feed.take("n1", &json!({"node": "n1", "flows": 1}).to_string());
+        feed.take("n1", "no JSON");
+        let response = ask(&page(&feed), "/events", "localhost").await;
+        let mut chunks = response.into_body().into_data_stream();
+        let mut next = async || {
+            let chunk = chunks.next().await.unwrap().unwrap();
+            let text = String::from_utf8(chunk.to_vec()).unwrap();
+            serde_json::from_str::<Value>(text.trim().strip_prefix("data: ").unwrap()).unwrap()
+        };
+        assert_eq!(next().await, json!({"n1": {"node": "n1", "flows": 1}}));
+        feed.take("n2", "{\"flows\": 2}");
+        assert_eq!(next().await, json!({"n1": {"node": "n1", "flows": 1}, "n2": {"flows": 2}}));
+        feed.forget("n1");
+        assert_eq!(next().await, json!({"n2": {"flows": 2}}));
+    }
+}
