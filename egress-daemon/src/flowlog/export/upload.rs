@@ -3,7 +3,7 @@
 use super::{Collector, Format, Sent};
 use crate::flowlog::files::{SEGMENT, of_kind};
 use object_store::{
-    ClientOptions, ObjectStore, ObjectStoreExt as _, RetryConfig, aws::AmazonS3Builder, path::Path as Key,
+    Certificate, ClientOptions, ObjectStore, ObjectStoreExt as _, RetryConfig, aws::AmazonS3Builder, path::Path as Key,
 };
 use std::collections::BTreeSet;
 use std::io;
@@ -12,12 +12,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::task::{JoinHandle, spawn_blocking};
+use webpki_root_certs::TLS_SERVER_ROOT_CERTS;
 
 /// How often new segments are looked for.
 const EVERY: Duration = Duration::from_secs(10);
 /// How long one upload may take, and how often it is tried before the next look.
 const PATIENCE: Duration = Duration::from_secs(30);
 const RETRIES: usize = 2;
+/// The certificate (PEM) of whoever signed that of a private store, besides Mozilla's and the system's.
+const CA: &str = "SPILLWAY_EXPORT_CA";
 
 /// The running uploads. They end when this is dropped; what is missing is sent after the next start.
 #[derive(Debug, Default)]
@@ -60,6 +63,13 @@ fn s3(bucket: &str) -> Result<impl ObjectStore, object_store::Error> {
     rustls::crypto::ring::default_provider().install_default().ok();
     let retry = RetryConfig { max_retries: RETRIES, retry_timeout: PATIENCE, ..RetryConfig::default() };
     let mut options = ClientOptions::new().with_timeout(PATIENCE);
+    // The image has no certificates of its own.
+    for root in TLS_SERVER_ROOT_CERTS {
+        options = options.with_root_certificate(Certificate::from_der(root)?);
+    }
+    if let Ok(pem) = std::env::var(CA) {
+        options = options.with_root_certificate(Certificate::from_pem(pem.as_bytes())?);
+    }
     if let Ok(allow) = std::env::var("AWS_ALLOW_HTTP") {
         options = options.with_allow_http(allow == "true");
     }
