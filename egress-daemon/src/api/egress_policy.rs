@@ -35,28 +35,27 @@ use serde::{Deserialize, Serialize};
 )]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
-    validation = Rule::new("has(self.selectors) && self.selectors.size() > 0")
+    validation = Rule::new("self.selectors.size() > 0")
         .message("a policy without selectors is for no pod: write at least one, such as \
                   {podSelector: {matchLabels: {app: web}}}, or {podSelector: {}} for every pod of the namespace")
         .field_path(".selectors"),
-    validation = Rule::new("has(self.destinationCIDRs) && self.destinationCIDRs.size() > 0")
+    validation = Rule::new("self.destinationCIDRs.size() > 0")
         .message("a policy without destinations is for no packet: write at least one CIDR, such as 0.0.0.0/0 and ::/0 \
                   for everything outside of the cluster")
         .field_path(".destinationCIDRs"),
-    validation = Rule::new("has(self.egressIPPools) && self.egressIPPools.size() > 0")
+    validation = Rule::new("self.egressIPPools.size() > 0")
         .message("a policy without a pool has no egress IP: write at least one, such as {name: public, count: 2}; the pool's \
                   allowedNamespaces must select this namespace")
         .field_path(".egressIPPools")
 )]
 pub struct EgressPolicySpec {
     /// The pods of the namespace that the policy is for. A pod is selected when any of these selectors matches it.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256))]
     pub selectors: Vec<OwnPods>,
 
     /// The destinations that the policy is for, IPv4 and IPv6. Use 0.0.0.0/0 and ::/0 for everything outside of the
     /// cluster. When several policies match a packet, the longest prefix wins, then the older policy, then the name.
-    #[serde(default, rename = "destinationCIDRs", skip_serializing_if = "Vec::is_empty")]
+    #[serde(rename = "destinationCIDRs")]
     #[schemars(schema_with = "schema::cidrs")]
     pub destination_cidrs: Vec<String>,
 
@@ -66,7 +65,7 @@ pub struct EgressPolicySpec {
     pub excluded_cidrs: Vec<String>,
 
     /// The pools that the egress IPs come from. Their allowedNamespaces must select this namespace.
-    #[serde(default, rename = "egressIPPools", skip_serializing_if = "Vec::is_empty")]
+    #[serde(rename = "egressIPPools")]
     #[schemars(length(max = 64))]
     pub egress_ip_pools: Vec<PoolRequest>,
 

@@ -32,11 +32,11 @@ use serde::{Deserialize, Serialize};
 )]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
-    validation = Rule::new("has(self.selectors) && self.selectors.size() > 0")
+    validation = Rule::new("self.selectors.size() > 0")
         .message("a policy without selectors is for no pod: write at least one, such as \
                   {podSelector: {matchLabels: {app: web}}}, or {podSelector: {}} for every pod")
         .field_path(".selectors"),
-    validation = Rule::new("has(self.destinationCIDRs) && self.destinationCIDRs.size() > 0")
+    validation = Rule::new("self.destinationCIDRs.size() > 0")
         .message("a policy without destinations is for no packet: write at least one CIDR, such as 0.0.0.0/0 and ::/0 \
                   for everything outside of the cluster")
         .field_path(".destinationCIDRs"),
@@ -48,13 +48,12 @@ use serde::{Deserialize, Serialize};
 )]
 pub struct EgressGatewayPolicySpec {
     /// The pods that the policy is for. A pod is selected when any of these selectors matches it.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256))]
     pub selectors: Vec<EndpointSelector>,
 
     /// The destinations that the policy is for, IPv4 and IPv6. Use 0.0.0.0/0 and ::/0 for everything outside of the
     /// cluster. When several policies match a packet, the longest prefix wins, then the older policy, then the name.
-    #[serde(default, rename = "destinationCIDRs", skip_serializing_if = "Vec::is_empty")]
+    #[serde(rename = "destinationCIDRs")]
     #[schemars(schema_with = "schema::cidrs")]
     pub destination_cidrs: Vec<String>,
 

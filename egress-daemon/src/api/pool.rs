@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("has(self.ipRanges) && self.ipRanges.size() > 0")
+#[x_kube(validation = Rule::new("self.ipRanges.size() > 0")
     .message("a pool without ranges has no address: write at least one, such as {cidr: 192.0.2.0/28} or \
               {start: 192.0.2.32, end: 192.0.2.40}")
     .field_path(".ipRanges"),
@@ -43,7 +43,6 @@ use serde::{Deserialize, Serialize};
 pub struct EgressIPPoolSpec {
     /// The addresses of the pool. A CIDR's first address is never given out, nor is an IPv4 CIDR's last; a range from
     /// start to end is given out whole.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256))]
     pub ip_ranges: Vec<IPRange>,
 

@@ -155,12 +155,13 @@ fn check_fields(schema: &Value, fields: &Map<String, Value>, path: &str, found: 
         }
     }
     for name in schema.get("required").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str) {
-        if !fields.contains_key(name) {
+        // One whose capitals are wrong is unknown, and that was said.
+        if !fields.keys().any(|field| field.eq_ignore_ascii_case(name)) {
             let schema = known.and_then(|known| known.get(name));
             let about = schema.and_then(|schema| schema.get("description")).and_then(Value::as_str).unwrap_or_default();
             let example = match schema.and_then(|schema| schema.get("type")).and_then(Value::as_str) {
                 Some("object") => "{}",
-                Some("array") => "[]",
+                Some("array") => "[...]",
                 _ => "...",
             };
             found.push(Violation {

@@ -94,9 +94,23 @@ fn null_counts_as_absent() {
 }
 
 #[test]
+fn what_no_object_can_do_without_is_required_by_the_schema() {
+    let required = |kind: &str, object: Value, fields: &[&str]| {
+        let said = check(object);
+        let missing: Vec<String> =
+            fields.iter().map(|field| format!("spec.{field}: this field is required: add")).collect();
+        assert_eq!(said.len(), fields.len(), "{kind}: {said:?}");
+        assert!(said.iter().zip(&missing).all(|(said, missing)| said.starts_with(missing)), "{kind}: {said:?}");
+    };
+    required("EgressGatewayPolicy", policy("{egressIPPool: {name: public}}"), &["destinationCIDRs", "selectors"]);
+    required("EgressPolicy", object("EgressPolicy", "{}"), &["destinationCIDRs", "egressIPPools", "selectors"]);
+    required("EgressIPPool", pool("{}"), &["ipRanges", "nodeSelector"]);
+}
+
+#[test]
 fn a_policy_needs_selectors_and_destinations() {
     refused(
-        policy("{egressIPPool: {name: public}}"),
+        policy("{selectors: [], destinationCIDRs: [], egressIPPool: {name: public}}"),
         &[
             "spec.destinationCIDRs: a policy without destinations is for no packet: write at least one CIDR, such as \
              0.0.0.0/0 and ::/0 for everything outside of the cluster",
@@ -234,7 +248,7 @@ fn pool_ranges() {
         &["spec.ipRanges[0]: start and end are of different families: write two IPv4 or two IPv6 addresses"],
     );
     refused(
-        pool("{nodeSelector: {}}"),
+        pool("{ipRanges: [], nodeSelector: {}}"),
         &["spec.ipRanges: a pool without ranges has no address: write at least one, such as {cidr: 192.0.2.0/28} or \
            {start: 192.0.2.32, end: 192.0.2.40}"],
     );
@@ -287,7 +301,7 @@ fn tenant_rules_of_namespaces() {
     let team = |pools: &str| object("EgressPolicy", &format!("{{{REST}{pools}}}"));
     accepted(team(", egressIPPools: [{name: public, count: 2}]"));
     refused(
-        team(""),
+        team(", egressIPPools: []"),
         &[
             "spec.egressIPPools: a policy without a pool has no egress IP: write at least one, such as {name: public, count: 2}; the \
            pool's allowedNamespaces must select this namespace",
