@@ -1,9 +1,11 @@
 //! `egress-daemon check`: what this node can do, and what to do about what it cannot. Changes nothing.
 //!
-//! `facts` looks, [`judge`] decides and is pure.
+//! `facts` looks at the node and `judge` decides; `pre` looks at a cluster and `cluster` decides. Who decides is pure.
 
+mod cluster;
 mod facts;
 mod judge;
+mod pre;
 
 use crate::{
     config::Config,
@@ -76,6 +78,10 @@ impl Printable for CheckReport {
 }
 
 impl CheckReport {
+    fn of(items: Vec<CheckLine>) -> Self {
+        Self { status: items.iter().map(|line| line.status).max().unwrap_or(CheckStatus::Ok), items }
+    }
+
     /// For the terminal or a program.
     pub fn print(&self, output: Output) -> Result<String, PrintError> {
         print(self, output)
@@ -89,8 +95,13 @@ impl CheckReport {
 
 /// Looks at this node, for an agent with these settings and pins.
 pub async fn run(config: &Config, bpffs: &Path) -> CheckReport {
-    let items = judge::judge(&facts::gather(config, bpffs).await, config);
-    CheckReport { status: items.iter().map(|line| line.status).max().unwrap_or(CheckStatus::Ok), items }
+    CheckReport::of(judge::judge(&facts::gather(config, bpffs).await, config))
+}
+
+/// Looks at a cluster in which nothing of Spillway need be yet: that of a kubeconfig, that which `kubectl` would ask, or this pod's own.
+/// Fails if it does not answer.
+pub async fn run_pre(config: &Config, kubeconfig: Option<&Path>) -> anyhow::Result<CheckReport> {
+    Ok(CheckReport::of(cluster::judge(&pre::gather(kubeconfig).await?, config)))
 }
 
 #[cfg(test)]

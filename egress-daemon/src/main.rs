@@ -197,6 +197,12 @@ struct ControllerArgs {
 struct CheckArgs {
     #[command(flatten)]
     common: Common,
+    /// Look at a cluster instead, before anything is installed: versions, nodes, networks, other egress gateways
+    #[arg(long)]
+    pre: bool,
+    /// The cluster's kubeconfig [default: as kubectl finds it, or the cluster that this pod runs in]
+    #[arg(long, value_name = "FILE", requires = "pre")]
+    kubeconfig: Option<PathBuf>,
     #[command(flatten)]
     pinned: Pinned,
     /// How the result is printed
@@ -231,7 +237,11 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Controller(args) => wait_for(controller(args)),
         Command::Check(args) => wait_for(async {
             let config = Config::load(args.common.config.as_deref())?;
-            let report = check::run(&config, &args.pinned.bpffs).await;
+            let report = if args.pre {
+                check::run_pre(&config, args.kubeconfig.as_deref()).await?
+            } else {
+                check::run(&config, &args.pinned.bpffs).await
+            };
             print!("{}", report.print(args.output)?);
             Ok(if report.fails() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
         }),

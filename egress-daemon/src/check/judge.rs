@@ -20,11 +20,16 @@ const CAPABILITIES: [(u32, &str); 4] =
 /// It stands for CAP_BPF and CAP_PERFMON.
 const CAP_SYS_ADMIN: u32 = 21;
 
-fn ok(check: &'static str, found: impl Into<String>) -> CheckLine {
+pub(super) fn ok(check: &'static str, found: impl Into<String>) -> CheckLine {
     CheckLine { check, status: CheckStatus::Ok, found: found.into(), remedy: None }
 }
 
-fn bad(check: &'static str, status: CheckStatus, found: impl Into<String>, remedy: impl Into<String>) -> CheckLine {
+pub(super) fn bad(
+    check: &'static str,
+    status: CheckStatus,
+    found: impl Into<String>,
+    remedy: impl Into<String>,
+) -> CheckLine {
     CheckLine { check, status, found: found.into(), remedy: Some(remedy.into()) }
 }
 
@@ -50,7 +55,7 @@ pub(super) fn judge(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     lines
 }
 
-fn version(release: &str) -> Option<(u32, u32)> {
+pub(super) fn version(release: &str) -> Option<(u32, u32)> {
     let mut parts = release.split(['.', '-']);
     Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
 }

@@ -17,8 +17,23 @@ pub const TESTS: &[Test] = &[
     ("install::beside_flannel_what_pods_say_to_each_other_is_left_alone", flannel_is_left_alone),
     ("install::an_agent_may_not_write_for_another_node", an_agent_may_not_write_for_another_node),
     ("install::the_daemonset_is_rolled_under_load", the_daemonset_is_rolled_under_load),
+    ("install::a_job_says_beforehand_that_the_cluster_will_do", a_job_says_that_the_cluster_will_do),
     ("install::every_right_is_used_and_none_is_missing", every_right_is_used_and_none_is_missing),
 ];
+
+/// The Job of manifests/pre, as it is shipped: it has all rights that it needs, and fails nothing on this cluster.
+fn a_job_says_that_the_cluster_will_do(world: &InstalledCluster) -> Result<()> {
+    let file = world.manifests.join("pre/check.yaml").display().to_string();
+    let kubectl = |arguments: &[&str]| world.cluster.kubectl(arguments);
+    kubectl(&["apply", "-f", &file])?;
+    let waited = kubectl(&["wait", "--for=condition=Complete", "--timeout=90s", "job/spillway-check"]);
+    let said = kubectl(&["logs", "job/spillway-check"]);
+    kubectl(&["delete", "-f", &file, "--wait=true"])?;
+    let (_, said) = (waited?, said?);
+    ensure!(said.contains("Kubernetes 1.") && said.contains("0 failures"), "{said}");
+    ensure!(said.contains("Services are in 10.96.0.0/16") && !said.contains("access"), "{said}");
+    Ok(())
+}
 
 /// Another CNI: flannel, with a VXLAN device of its own and masquerading. A policy for everything leaves what pods say to each
 /// other over it alone.

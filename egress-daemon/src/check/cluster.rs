@@ -1,0 +1,232 @@
+//! What the facts of a cluster mean for an installation. Pure.
+
+use super::{
+    CheckLine, CheckStatus,
+    judge::{bad, ok, version},
+    pre::{ClusterFacts, NodeFacts},
+};
+use crate::config::Config;
+use std::net::IpAddr;
+
+/// The oldest Kubernetes (`kubeVersion` of the chart).
+const KUBERNETES: (u32, u32) = (1, 32);
+/// The oldest kernel with which everything is tested.
+const LINUX: (u32, u32) = (6, 1);
+/// What the image is built for.
+const ARCHITECTURES: [&str; 2] = ["amd64", "arm64"];
+/// So many names stand in a line; the rest is a number.
+const NAMES: usize = 5;
+
+/// All lines, from the cluster to its nodes.
+pub(super) fn judge(facts: &ClusterFacts, config: &Config) -> Vec<CheckLine> {
+    let mut lines = vec![kubernetes(facts)];
+    lines.extend(nodes(facts));
+    lines.push(pod_networks(facts));
+    lines.push(service_networks(facts, config));
+    lines.push(match facts.cnis.as_slice() {
+        [] => {
+            ok("cni", "none that is known here by its DaemonSet: any will do that gives pods an interface on the host")
+        }
+        found => ok("cni", format!("{}; docs/networks.md says what was tried with it", found.join(", "))),
+    });
+    lines.extend(others(facts));
+    lines.push(match facts.definitions.as_slice() {
+        [] => ok("kinds", "none of Spillway's is there yet"),
+        found => ok("kinds", format!("Spillway's are there already: {}", named(found.iter().map(String::as_str)))),
+    });
+    lines.extend(pod_security(facts));
+    let unread = |why: &String| {
+        let remedy = "ask with the rights of a cluster administrator, or of manifests/pre/check.yaml";
+        bad("access", CheckStatus::Warn, format!("not everything could be looked at: {why}"), remedy)
+    };
+    lines.extend(facts.unread.iter().map(unread));
+    lines
+}
+
+/// Some names, and how many there are more.
+fn named<'a>(names: impl Iterator<Item = &'a str>) -> String {
+    let names: Vec<&str> = names.collect();
+    let shown = names.iter().take(NAMES).copied().collect::<Vec<_>>().join(", ");
+    if names.len() > NAMES { format!("{shown} and {} more", names.len() - NAMES) } else { shown }
+}
+
+fn kubernetes(facts: &ClusterFacts) -> CheckLine {
+    let found = format!("Kubernetes {}", facts.version);
+    if version(&facts.version).is_some_and(|version| version >= KUBERNETES) {
+        return ok("kubernetes", found);
+    }
+    let (major, minor) = KUBERNETES;
+    let remedy =
+        format!("upgrade to {major}.{minor} or later: agents are kept to their own objects by an admission policy");
+    bad("kubernetes", CheckStatus::Fail, found, remedy)
+}
+
+fn nodes(facts: &ClusterFacts) -> Vec<CheckLine> {
+    let linux: Vec<&NodeFacts> = facts.nodes.iter().filter(|node| node.system == "linux").collect();
+    let name = |node: &&NodeFacts| node.name.clone();
+    let line = |check, wrong: Vec<String>, good: String, found: &str, status, remedy: &str| {
+        if wrong.is_empty() {
+            return ok(check, good);
+        }
+        bad(check, status, format!("{found}: {}", named(wrong.iter().map(String::as_str))), remedy)
+    };
+    let old = linux.iter().filter(|node| version(&node.release).is_none_or(|found| found < LINUX));
+    let old: Vec<String> = old.map(|node| format!("{} ({})", node.name, node.release)).collect();
+    let foreign = linux.iter().filter(|node| !ARCHITECTURES.contains(&node.architecture.as_str()));
+    let other = facts.nodes.iter().filter(|node| node.system != "linux");
+    let mut lines = vec![
+        line(
+            "kernel",
+            old,
+            format!("all of {} nodes have Linux {}.{} or later", linux.len(), LINUX.0, LINUX.1),
+            "older than Linux 6.1",
+            CheckStatus::Fail,
+            "upgrade these nodes; pods on them would not be carried out policies for",
+        ),
+        line(
+            "architecture",
+            foreign.map(name).collect(),
+            ARCHITECTURES.join(" or "),
+            "neither amd64 nor arm64",
+            CheckStatus::Fail,
+            "build the image for these nodes, or keep the agents away from them (agent.nodeSelector)",
+        ),
+    ];
+    let other: Vec<String> = other.map(|node| node.name.clone()).collect();
+    if !other.is_empty() {
+        let remedy = "nothing: agents do not run there, and no policy can select pods of theirs";
+        lines.push(line("system", other, String::new(), "not Linux", CheckStatus::Warn, remedy));
+    }
+    lines
+}
+
+fn pod_networks(facts: &ClusterFacts) -> CheckLine {
+    if facts.unnamed.is_empty() {
+        return ok(
+            "networks",
+            format!("podCIDRs of Nodes have the addresses of all of {} pods that were looked at", facts.pods),
+        );
+    }
+    let example = facts.unnamed.first().map(IpAddr::to_string).unwrap_or_default();
+    let found = format!("no Node's podCIDRs have {} addresses of pods, such as {example}", facts.unnamed.len());
+    let remedy = "nothing, if the CNI names its networks (Calico, Cilium, Antrea, Kube-OVN): they are read. Otherwise the \
+                  controller tells all agents of each such pod; to spare that, write the pods' networks into exceptCIDRs";
+    bad("networks", CheckStatus::Warn, found, remedy)
+}
+
+fn service_networks(facts: &ClusterFacts, config: &Config) -> CheckLine {
+    if let Some(services) = facts.services.as_ref().filter(|services| !services.is_empty()) {
+        return ok("networks", format!("Services are in {}", named(services.iter().map(String::as_str))));
+    }
+    let address: Option<IpAddr> = facts.api_server.as_ref().and_then(|address| address.parse().ok());
+    if address.is_some_and(|address| config.except_cidrs.iter().any(|net| net.contains(&address))) {
+        return ok("networks", "exceptCIDRs have the Service kubernetes");
+    }
+    let found = match &facts.api_server {
+        Some(address) => format!("nothing names the network of Services, in which {address} is"),
+        None => "nothing names the network of Services".to_owned(),
+    };
+    let remedy = "write it into exceptCIDRs (kube-apiserver's --service-cluster-ip-range)";
+    bad("networks", CheckStatus::Warn, found, remedy)
+}
+
+fn others(facts: &ClusterFacts) -> Vec<CheckLine> {
+    let used = facts.others.iter().filter(|(_, count)| *count > 0);
+    let line = |(kind, count): &(&str, usize)| {
+        let remedy = "turn that gateway off before Spillway carries out policies for the same pods: docs/migrate.md";
+        bad("gateways", CheckStatus::Warn, format!("{count} objects of kind {kind} are in the cluster"), remedy)
+    };
+    used.map(line).collect()
+}
+
+fn pod_security(facts: &ClusterFacts) -> Option<CheckLine> {
+    let level = facts.pod_security.as_ref().filter(|level| *level != "privileged")?;
+    let remedy = "run `kubectl label --overwrite namespace spillway pod-security.kubernetes.io/enforce=privileged`";
+    Some(bad("podsecurity", CheckStatus::Fail, format!("namespace spillway enforces the level {level}"), remedy))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(name: &str, release: &str, architecture: &str) -> NodeFacts {
+        let [name, release, architecture] = [name, release, architecture].map(str::to_owned);
+        NodeFacts { name, release, architecture, system: "linux".into() }
+    }
+
+    fn good() -> ClusterFacts {
+        ClusterFacts {
+            version: "1.36".into(),
+            nodes: vec![node("n1", "6.1.0-18-amd64", "amd64"), node("n2", "6.12.3", "arm64")],
+            pods: 12,
+            services: Some(vec!["10.96.0.0/16".into()]),
+            api_server: Some("10.96.0.1".into()),
+            ..ClusterFacts::default()
+        }
+    }
+
+    fn findings(facts: &ClusterFacts) -> Vec<(&'static str, CheckStatus, String)> {
+        let lines = judge(facts, &Config::default());
+        let bad = lines.into_iter().filter(|line| line.status != CheckStatus::Ok);
+        bad.map(|line| (line.check, line.status, format!("{} -> {}", line.found, line.remedy.unwrap()))).collect()
+    }
+
+    #[test]
+    fn a_usual_cluster_has_no_findings() {
+        assert_eq!(findings(&good()), []);
+    }
+
+    #[track_caller]
+    fn finds(change: impl FnOnce(&mut ClusterFacts), check: &str, status: CheckStatus, parts: &[&str]) {
+        let mut facts = good();
+        change(&mut facts);
+        let found = findings(&facts);
+        let [(its, how, text)] = &found[..] else { panic!("{found:?}") };
+        assert_eq!((*its, *how), (check, status), "{text}");
+        assert!(parts.iter().all(|part| text.contains(part)), "{text}");
+    }
+
+    #[test]
+    fn what_keeps_it_from_working_is_a_failure_with_a_remedy() {
+        use CheckStatus::{Fail, Warn};
+        finds(|facts| facts.version = "1.31".into(), "kubernetes", Fail, &["1.31", "1.32 or later"]);
+        finds(|facts| facts.version = "1.9".into(), "kubernetes", Fail, &["1.9"]);
+        let old = |n: usize| node(&format!("old{n}"), "5.15.0", "amd64");
+        finds(|facts| facts.nodes.extend((0..7).map(old)), "kernel", Fail, &["old0 (5.15.0)", "old4", "and 2 more"]);
+        finds(|facts| facts.nodes.push(node("s1", "6.8.0", "s390x")), "architecture", Fail, &["s1", "image"]);
+        let windows = NodeFacts { system: "windows".into(), ..node("w1", "10.0.20348", "amd64") };
+        finds(|facts| facts.nodes.push(windows), "system", Warn, &["w1"]);
+        finds(
+            |facts| facts.unnamed = vec![IpAddr::from([10, 9, 0, 1])],
+            "networks",
+            Warn,
+            &["10.9.0.1", "exceptCIDRs"],
+        );
+        finds(|facts| facts.services = None, "networks", Warn, &["10.96.0.1", "--service-cluster-ip-range"]);
+        finds(
+            |facts| facts.others = vec![("Egress", 3)],
+            "gateways",
+            Warn,
+            &["3 objects of kind Egress", "migrate.md"],
+        );
+        finds(
+            |facts| facts.pod_security = Some("restricted".into()),
+            "podsecurity",
+            Fail,
+            &["restricted", "privileged"],
+        );
+        finds(
+            |facts| facts.unread = vec!["nodes is forbidden".into()],
+            "access",
+            Warn,
+            &["forbidden", "pre/check.yaml"],
+        );
+    }
+
+    #[test]
+    fn a_service_network_that_the_settings_name_is_no_finding() {
+        let facts = ClusterFacts { services: None, ..good() };
+        let config = Config::parse("test", b"exceptCIDRs: [10.96.0.0/12]").unwrap();
+        assert!(judge(&facts, &config).iter().all(|line| line.status == CheckStatus::Ok));
+    }
+}
