@@ -3,7 +3,11 @@
 
 use crate::{
     ctl::inventory::{self, Inventory},
-    datapath::{Pins, attach},
+    datapath::{
+        Pins,
+        attach::{self, Mode},
+        load::PROGRAMS,
+    },
     host::{cleanup as host, netlink::Netlink, sysctl::Sysctls},
     lock::{LockError, RunFiles},
 };
@@ -60,8 +64,17 @@ impl fmt::Display for CleanupReport {
     }
 }
 
+/// How to clean up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// Goes ahead although an agent runs.
+    pub force: bool,
+    /// The logs of leases and flows stay: who asks for them asks later.
+    pub keep_logs: bool,
+}
+
 /// Removes what the agent with these pins made. Refuses while it runs, unless forced.
-pub async fn run(bpffs: &Path, force: bool) -> Result<CleanupReport> {
+pub async fn run(bpffs: &Path, Options { force, keep_logs }: Options) -> Result<CleanupReport> {
     let pins = Pins::new(bpffs);
     let files = RunFiles::of(bpffs);
     let lock = match files.acquire() {
@@ -78,13 +91,13 @@ pub async fn run(bpffs: &Path, force: bool) -> Result<CleanupReport> {
         );
     }
     let mut report = CleanupReport::default();
-    detach_filters(&before, &mut report);
+    detach_filters(&before, &mut report).await?;
     remove_pins(&before, &mut report);
     remove_from_host(&files, &mut report).await?;
     for file in [files.socket(), files.sysctls()] {
         report.note(file.display(), fs::remove_file(&file));
     }
-    for log in [files.log(), files.flows()] {
+    for log in [files.log(), files.flows()].into_iter().filter(|_| !keep_logs) {
         report.note(log.display(), fs::remove_dir_all(&log));
     }
     // It has nothing else in it.
@@ -98,7 +111,7 @@ pub async fn run(bpffs: &Path, force: bool) -> Result<CleanupReport> {
 }
 
 /// TCX links go with their pins; filters have none.
-fn detach_filters(before: &Inventory, report: &mut CleanupReport) {
+async fn detach_filters(before: &Inventory, report: &mut CleanupReport) -> Result<()> {
     for program in &before.programs {
         for hook in &program.attached {
             let Some(interface) = &hook.interface else { continue };
@@ -108,6 +121,14 @@ fn detach_filters(before: &Inventory, report: &mut CleanupReport) {
             report.removed.push(format!("{} at {interface} {} ({})", program.name, hook.direction, hook.mode));
         }
     }
+    // Without CAP_SYS_ADMIN nobody sees programs. Filters have names.
+    if attach::mode() == Mode::Clsact {
+        let netlink = Netlink::open().context("netlink")?;
+        for interface in inventory::interfaces(&netlink.handle).await?.values() {
+            PROGRAMS.iter().for_each(|program| attach::detach_filter(program, interface));
+        }
+    }
+    Ok(())
 }
 
 fn remove_pins(before: &Inventory, report: &mut CleanupReport) {

@@ -79,17 +79,17 @@ fn made_and_removed(test: &'static str, mode: Mode, programs: &'static [(&'stati
             assert!(made.maps.iter().all(|map| map.memory_bytes.is_some()) && made.maps.len() > 20);
 
             let lock = RunFiles::of(bpffs).acquire().unwrap();
-            let refused = run(bpffs, false).await.unwrap_err().to_string();
+            let refused = run(bpffs, Options::default()).await.unwrap_err().to_string();
             assert!(refused.contains("--force"), "{refused}");
             drop(lock);
 
-            let report = run(bpffs, false).await.unwrap();
+            let report = run(bpffs, Options::default()).await.unwrap();
             assert_eq!(report.failed, Vec::<String>::new());
             assert!(report.removed.contains(&format!("pod_egress at lo ingress ({mode})")), "{report}");
             assert!(!bpffs.exists());
             assert!(!RunFiles::of(bpffs).lock().exists());
             assert_eq!(inventory::take(&pins).await.unwrap(), Inventory::default());
-            assert_eq!(run(bpffs, false).await.unwrap(), CleanupReport::default());
+            assert_eq!(run(bpffs, Options::default()).await.unwrap(), CleanupReport::default());
         });
     })
     .join();

@@ -18,3 +18,4 @@ pub mod serve;
 pub mod snapshot;
 pub mod store;
 pub mod translate;
+pub mod uninstall;

@@ -6,18 +6,20 @@ use anyhow::{Context as _, Result};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use egress_daemon::{
-    check, cleanup,
+    check,
+    cleanup::{self, Options},
     config::{Config, Foreign},
     ctl::{DEFAULT_BPFFS, Output, message},
     observe::logs::{self, LogFormat},
     store::{Files, Kind, Kubernetes, Reader, Store},
+    uninstall::Uninstall,
 };
 use futures::FutureExt as _;
 use std::{
     collections::BTreeSet,
     io::{self, Write},
     net::SocketAddr,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::ExitCode,
 };
 use tokio::signal::unix::{SignalKind, signal};
@@ -123,6 +125,13 @@ enum Found {
 }
 
 impl Found {
+    fn client(&self) -> Option<kube::Client> {
+        match self {
+            Found::Directory(_) => None,
+            Found::Cluster(client) => Some(client.clone()),
+        }
+    }
+
     /// The store, or nothing when the process is asked to end before a cluster has answered.
     async fn open(
         self,
@@ -217,6 +226,9 @@ struct CleanupArgs {
     /// Go ahead although an agent is running, which will make it all again
     #[arg(long)]
     force: bool,
+    /// Leave the logs of leases and flows, for whois
+    #[arg(long)]
+    keep_logs: bool,
 }
 
 fn main() -> ExitCode {
@@ -246,7 +258,8 @@ fn run(command: Command) -> Result<ExitCode> {
             Ok(if report.fails() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
         }),
         Command::Cleanup(args) => wait_for(async {
-            let report = cleanup::run(&args.pinned.bpffs, args.force).await?;
+            let report =
+                cleanup::run(&args.pinned.bpffs, Options { force: args.force, keep_logs: args.keep_logs }).await?;
             print!("{report}");
             Ok(if report.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }),
@@ -268,6 +281,7 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
     let config = Config::load(args.common.config.as_deref())?;
     let reader = Reader::Agent(args.node.clone());
     let foreign = args.source.foreign(&config);
+    let bpffs = args.pinned.bpffs.clone();
     let options = roles::AgentOptions {
         node: args.node,
         bpffs: args.pinned.bpffs,
@@ -279,9 +293,24 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
         api_server: args.api_server.and_then(|text| text.parse().ok()),
     };
     let stop = stop()?;
-    let store = args.source.find().await?.open(&reader, &foreign, stop.clone());
-    roles::agent(options, store, stop).await?;
+    let found = args.source.find().await?;
+    let uninstall = found.client().map(Uninstall::follow);
+    roles::agent(options, found.open(&reader, &foreign, stop.clone()), stop).await?;
+    if uninstall.is_some_and(|uninstall| uninstall.is_under_way()) {
+        leave_nothing(&bpffs).await;
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The agents are removed from the cluster: what this one made goes too. The logs stay.
+async fn leave_nothing(bpffs: &Path) {
+    match cleanup::run(bpffs, Options { force: false, keep_logs: true }).await {
+        Ok(report) => {
+            tracing::info!("the agents are uninstalled: {} things were removed from this node", report.removed.len());
+            report.failed.iter().for_each(|failed| tracing::error!("not removed: {failed}"));
+        }
+        Err(error) => tracing::error!("the agents are uninstalled, and this node was not cleaned up: {error:#}"),
+    }
 }
 
 async fn controller(args: ControllerArgs) -> Result<ExitCode> {

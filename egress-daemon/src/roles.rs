@@ -1,7 +1,7 @@
 //! Starting the roles that a process has, from its settings: what joins the agent, the controller, and what others see
 //! of them.
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use egress_core::health::LeaseTimes;
 use egress_daemon::{
     agent::{self, Agent, AgentSettings},
@@ -80,7 +80,10 @@ pub async fn agent(
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
     let collectors = if config.flow_log.mode == Mode::Off { &[][..] } else { &config.flow_log.export };
     let exporters = Exporters::start(collectors, &node);
-    let uploads = Uploads::start(collectors, &files.logs(), &node).context("flowLog.export")?;
+    // Policies are carried out whatever becomes of logs.
+    let uploads = Uploads::start(collectors, &files.logs(), &node);
+    let uploads =
+        uploads.inspect_err(|error| tracing::error!("flowLog.export: no segment is sent: {error}")).unwrap_or_default();
     let watching = flows::Settings {
         config: config.flow_log.clone(),
         directory: files.flows(),

@@ -19,6 +19,8 @@ pub const TESTS: &[Test] = &[
     ("install::the_daemonset_is_rolled_under_load", the_daemonset_is_rolled_under_load),
     ("install::a_job_says_beforehand_that_the_cluster_will_do", a_job_says_that_the_cluster_will_do),
     ("install::every_right_is_used_and_none_is_missing", every_right_is_used_and_none_is_missing),
+    // Rights go before agents do: what these are refused then is nobody's fault.
+    ("install::uninstalling_leaves_every_node_clean_and_keeps_the_logs", uninstalling_leaves_every_node_clean),
 ];
 
 /// The Job of manifests/pre, as it is shipped: it has all rights that it needs, and fails nothing on this cluster.
@@ -33,6 +35,50 @@ fn a_job_says_that_the_cluster_will_do(world: &InstalledCluster) -> Result<()> {
     ensure!(said.contains("Kubernetes 1.") && said.contains("0 failures"), "{said}");
     ensure!(said.contains("Services are in 10.96.0.0/16") && !said.contains("access"), "{said}");
     Ok(())
+}
+
+/// What is left of Spillway on a node: pins, the tunnel device, tables of nftables, filters at interfaces.
+const LEFT: &str = "ls -d /sys/fs/bpf/spillway 2>/dev/null; ip -o link show spillway0 2>/dev/null; nft list tables | grep spillway; \
+                    for i in $(ls /sys/class/net); do tc filter show dev $i ingress; tc filter show dev $i egress; done 2>/dev/null | \
+                    grep -i spillway; true";
+
+fn left_on(world: &InstalledCluster, node: &str, script: &str) -> Result<String> {
+    let output = world.cluster.on_node(node)?.args(["sh", "-c", script]).output()?;
+    Ok(String::from_utf8(output.stdout)?.trim().to_owned())
+}
+
+/// `kubectl delete -k`, as docs/install.md has it, under a policy that is in use.
+fn uninstalling_leaves_every_node_clean(world: &InstalledCluster) -> Result<()> {
+    let pods = world.deploy("web", 1)?;
+    world.pool("public", 10, 11)?;
+    world.policy("web", "web", "203.0.113.0/24", 2)?;
+    world.wait_sources(&pods[0], 0, &egress([10, 11]))?;
+    let nodes = world.cluster.nodes().iter().map(|node| node.name.clone());
+    let nodes: Vec<String> = nodes.collect();
+    for node in &nodes {
+        ensure!(left_on(world, node, LEFT)?.contains("/sys/fs/bpf/spillway"), "{node}: the test looks for nothing");
+    }
+    let manifests = world.manifests.display().to_string();
+    world.cluster.kubectl(&["delete", "-k", &manifests, "--wait=true", "--timeout=120s"])?;
+    let mut all = std::collections::BTreeMap::new();
+    let clean = wait_until(
+        "every node is clean",
+        PATIENCE,
+        || {
+            for node in &nodes {
+                all.insert(node.clone(), left_on(world, node, LEFT)?);
+            }
+            Ok(all.clone())
+        },
+        |all| all.values().all(String::is_empty),
+    );
+    let logs = left_on(world, &nodes[0], "ls /var/lib/spillway");
+    // A pod that was selected goes on, as if there had never been a policy.
+    let plain = world.wait_sources(&pods[0], 0, &[world.plain(&pods[0].node)]);
+    world.cluster.install(&world.manifests)?;
+    clean?;
+    plain?;
+    logs.map(drop)
 }
 
 /// Another CNI: flannel, with a VXLAN device of its own and masquerading. A policy for everything leaves what pods say to each
