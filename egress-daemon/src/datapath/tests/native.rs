@@ -102,6 +102,20 @@ impl Rig {
         panic!("the kernel never knows the next hop");
     }
 
+    /// What the program at TC makes of a frame that it sends on. Nothing on kernels before Linux 6.3, where it leaves to the tunnel's device
+    /// what has another family inside.
+    #[track_caller]
+    pub(super) fn sent_at_tc(&mut self, program: &'static str, frame: &[u8]) -> Option<Vec<u8>> {
+        let (verdict, out) = self.run(program, frame);
+        let flags = self.writer.maps().config.get(0).unwrap().flags;
+        if verdict == NEXT && flags & flags::DECAP_UDP == 0 {
+            assert_eq!(out, frame);
+            return None;
+        }
+        assert_eq!(verdict, REDIRECT, "{frame:02x?}");
+        Some(out)
+    }
+
     /// Runs a frame that is to be left to the programs behind, as it is, for this reason.
     #[track_caller]
     fn left(&mut self, what: &str, frame: &[u8], why: Option<Counter>) {
@@ -154,8 +168,8 @@ fn translated_packets_leave_with_the_next_hops_address_and_nothing_else_changes(
                         assert_eq!((&out[..6], &out[12..]), (&ROUTER_MAC[..], &inner[12..]));
                         assert_right(&out);
                         // The same frame at TC, where the kernel has the last word on MAC addresses.
-                        let (verdict, there) = rig.run("underlay_ingress", &frame);
-                        assert_eq!((verdict, &there[12..]), (REDIRECT, &out[12..]));
+                        let there = rig.sent_at_tc("underlay_ingress", &frame);
+                        assert!(there.is_none_or(|there| there[12..] == out[12..]));
                     }
                     assert_eq!(rig.count(Counter::Forwarded), before + 4);
                 }
@@ -328,8 +342,8 @@ fn the_driver_program_forwards_only_what_the_tc_program_would_forward() {
                             continue;
                         }
                         *sent.entry((frame.len(), program)).or_insert(0) += 1;
-                        let (verdict, theirs) = rig.run(program, &turned);
-                        assert_eq!((verdict, &theirs[12..]), (REDIRECT, &mine[12..]), "bit {bit} of {frame:02x?}");
+                        let theirs = rig.sent_at_tc(program, &turned);
+                        assert!(theirs.is_none_or(|theirs| theirs[12..] == mine[12..]), "bit {bit} of {frame:02x?}");
                     }
                 }
             }
