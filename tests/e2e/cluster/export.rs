@@ -96,7 +96,13 @@ fn told_from_a_bucket(world: &InstalledCluster) -> Result<()> {
     let client = TcpClients::establish(&pod.ns, target.parse()?, 1, TcpOptions::default())?;
     let flows =
         wait_until("the server sees the flow", PATIENCE, || Ok(server.source_of_flow()), |all| !all.is_empty())?;
-    let seen = flows.values().next().context("no flow")?.to_string();
+    let seen = flows.values().next().context("no flow")?;
+    // The name of a pod that goes within the second is not known any more when its flow is written down.
+    let written = format!("grep -q ',{},' /var/lib/spillway/*/flows/*.journal", seen.port());
+    wait_for("the flow is written down", PATIENCE, || {
+        Ok(world.cluster.on_node(&pod.node)?.args(["sh", "-c", &written]).status()?.success())
+    })?;
+    let seen = seen.to_string();
     let now = Command::new("date").args(["-u", "+%Y-%m-%dT%H:%M:%SZ"]).output()?.stdout;
     let began = String::from_utf8(now)?.trim().to_owned();
     drop(client);
