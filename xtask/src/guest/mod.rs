@@ -74,6 +74,10 @@ const UNIT: &[&str] = &[
     "real_maps",
     "--skip",
     "a_million_idle_flows",
+    "--skip",
+    "forwards_only_what_the_tc_program",
+    "--skip",
+    "native_model",
     "--test-threads",
     PROCESSORS,
 ];
