@@ -6,7 +6,6 @@ use crate::{
     datapath::{
         Pins,
         attach::{self, Mode},
-        load::PROGRAMS,
     },
     host::{cleanup as host, netlink::Netlink, sysctl::Sysctls},
     lock::{LockError, RunFiles},
@@ -125,7 +124,8 @@ async fn detach_filters(before: &Inventory, report: &mut CleanupReport) -> Resul
     if attach::mode() == Mode::Clsact {
         let netlink = Netlink::open().context("netlink")?;
         for interface in inventory::interfaces(&netlink.handle).await?.values() {
-            PROGRAMS.iter().for_each(|program| attach::detach_filter(program, interface));
+            // One of each side: all filters of ours at a side go together.
+            ["pod_egress", "pod_ingress"].into_iter().for_each(|program| attach::detach_filter(program, interface));
         }
     }
     Ok(())

@@ -78,7 +78,7 @@ pub async fn agent(
     let store = agent::while_waiting(&Pins::new(&bpffs), settings.machine.deadline, store).await?;
     let Some(store) = store? else { return Ok(lock.remove()?) };
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
-    let collectors = if config.flow_log.mode == Mode::Off { &[][..] } else { &config.flow_log.export };
+    let collectors = &config.flow_log.export;
     let exporters = Exporters::start(collectors, &node);
     // Policies are carried out whatever becomes of logs.
     let uploads = Uploads::start(collectors, &files.logs(), &node);

@@ -5,7 +5,7 @@ use super::{
     judge::{bad, ok, version},
     pre::{ClusterFacts, NodeFacts},
 };
-use crate::config::Config;
+use crate::{config::Config, ctl::print::first_of};
 use std::net::IpAddr;
 
 /// The oldest Kubernetes (`kubeVersion` of the chart).
@@ -32,7 +32,7 @@ pub(super) fn judge(facts: &ClusterFacts, config: &Config) -> Vec<CheckLine> {
     lines.extend(others(facts));
     lines.push(match facts.definitions.as_slice() {
         [] => ok("kinds", "none of Spillway's is there yet"),
-        found => ok("kinds", format!("Spillway's are there already: {}", named(found.iter().map(String::as_str)))),
+        found => ok("kinds", format!("Spillway's are there already: {}", first_of(found, NAMES))),
     });
     lines.extend(pod_security(facts));
     let unread = |why: &String| {
@@ -41,13 +41,6 @@ pub(super) fn judge(facts: &ClusterFacts, config: &Config) -> Vec<CheckLine> {
     };
     lines.extend(facts.unread.iter().map(unread));
     lines
-}
-
-/// Some names, and how many there are more.
-fn named<'a>(names: impl Iterator<Item = &'a str>) -> String {
-    let names: Vec<&str> = names.collect();
-    let shown = names.iter().take(NAMES).copied().collect::<Vec<_>>().join(", ");
-    if names.len() > NAMES { format!("{shown} and {} more", names.len() - NAMES) } else { shown }
 }
 
 fn kubernetes(facts: &ClusterFacts) -> CheckLine {
@@ -68,7 +61,7 @@ fn nodes(facts: &ClusterFacts) -> Vec<CheckLine> {
         if wrong.is_empty() {
             return ok(check, good);
         }
-        bad(check, status, format!("{found}: {}", named(wrong.iter().map(String::as_str))), remedy)
+        bad(check, status, format!("{found}: {}", first_of(&wrong, NAMES)), remedy)
     };
     let old = linux.iter().filter(|node| version(&node.release).is_none_or(|found| found < LINUX));
     let old: Vec<String> = old.map(|node| format!("{} ({})", node.name, node.release)).collect();
@@ -79,7 +72,7 @@ fn nodes(facts: &ClusterFacts) -> Vec<CheckLine> {
             "kernel",
             old,
             format!("all of {} nodes have Linux {}.{} or later", linux.len(), LINUX.0, LINUX.1),
-            "older than Linux 6.1",
+            &format!("older than Linux {}.{}", LINUX.0, LINUX.1),
             CheckStatus::Fail,
             "upgrade these nodes; pods on them would not be carried out policies for",
         ),
@@ -116,7 +109,7 @@ fn pod_networks(facts: &ClusterFacts) -> CheckLine {
 
 fn service_networks(facts: &ClusterFacts, config: &Config) -> CheckLine {
     if let Some(services) = facts.services.as_ref().filter(|services| !services.is_empty()) {
-        return ok("networks", format!("Services are in {}", named(services.iter().map(String::as_str))));
+        return ok("networks", format!("Services are in {}", first_of(services, NAMES)));
     }
     let address: Option<IpAddr> = facts.api_server.as_ref().and_then(|address| address.parse().ok());
     if address.is_some_and(|address| config.except_cidrs.iter().any(|net| net.contains(&address))) {

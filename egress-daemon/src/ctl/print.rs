@@ -135,6 +135,12 @@ pub fn joined<T: ToString>(values: &[T]) -> String {
     if values.is_empty() { "-".to_owned() } else { values.iter().map(T::to_string).collect::<Vec<_>>().join(", ") }
 }
 
+/// The first of some names, and how many there are more.
+pub fn first_of(names: &[String], most: usize) -> String {
+    let first = names.iter().take(most).cloned().collect::<Vec<_>>().join(", ");
+    if names.len() > most { format!("{first} and {} more", names.len() - most) } else { first }
+}
+
 /// `yes` or `no`.
 pub fn yes(value: bool) -> String {
     if value { "yes" } else { "no" }.to_owned()

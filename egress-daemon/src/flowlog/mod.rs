@@ -2,7 +2,7 @@
 //! flows ([`flows`]) on each node, for its own pods.
 //!
 //! A thread of its own follows the objects and writes; it never keeps the agent waiting. `segment` is a finished file (Parquet),
-//! `journal` the lines of the one that is being written, `files` the directory of both, `writer` the thread. [`export`] tells collectors.
+//! `journal` the lines of the one that is being written, `files` the directory of both, `writer` the thread, `worker` what all threads here have in common. [`export`] tells collectors.
 
 pub mod export;
 mod files;
@@ -11,6 +11,7 @@ mod journal;
 mod segment;
 #[cfg(test)]
 mod tests;
+mod worker;
 mod writer;
 
 pub use files::{Log, LogError, read};
@@ -63,6 +64,11 @@ pub struct Limits {
 
 /// How many bytes a log may have.
 pub const MAX_BYTES: u64 = 1 << 30;
+
+/// Namespace and name of a pod; what has no namespace is an address.
+fn pod_parts(pod: &str) -> (Option<&str>, &str) {
+    pod.split_once('/').map_or((None, pod), |(namespace, name)| (Some(namespace), name))
+}
 
 /// Microseconds since 1970.
 pub type Instant = i64;

@@ -1,6 +1,7 @@
 //! The thread that follows leases and writes them down, from the moment when its node is a gateway.
 
 use super::export::{Change, Exporters, Ports, Record};
+use super::worker::Worker;
 use super::{FlowLog, Limits, Log, LogError, MAX_BYTES, Mode, now};
 use crate::api::{EgressIP, EgressNode, EgressNodeSpec};
 use crate::store::{Key, Store};
@@ -14,8 +15,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::thread::JoinHandle;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
 /// How often leases are looked at and written: what a crash loses.
@@ -40,8 +40,7 @@ pub struct Counts {
 /// A running log. It ends when this is dropped.
 #[derive(Debug)]
 pub struct LogWriter {
-    stop: Option<Sender<()>>,
-    thread: Option<JoinHandle<()>>,
+    _worker: Worker<()>,
 }
 
 impl LogWriter {
@@ -58,22 +57,11 @@ impl LogWriter {
             return None;
         }
         let limits = Limits { directory, retention: config.retention, bytes: MAX_BYTES };
-        let (stop, stopped) = channel();
         let follower = Follower::new(limits, node, store.clone(), counts);
         let telling = Telling::new(node, store, exporters);
-        let thread = std::thread::Builder::new().name("flowlog".into()).spawn(move || run(follower, telling, &stopped));
-        let thread = thread.inspect_err(|error| tracing::error!("cannot start the thread that logs leases: {error}"));
-        thread.ok().map(|thread| Self { stop: Some(stop), thread: Some(thread) })
-    }
-}
-
-impl Drop for LogWriter {
-    fn drop(&mut self) {
-        self.stop.take();
-        if let Some(thread) = self.thread.take() {
-            // A thread that panicked has nothing more to write.
-            thread.join().ok();
-        }
+        let worker = Worker::start("flowlog", move |stopped| run(follower, telling, &stopped));
+        let worker = worker.inspect_err(|error| tracing::error!("cannot start the thread that logs leases: {error}"));
+        worker.ok().map(|worker| Self { _worker: worker })
     }
 }
 

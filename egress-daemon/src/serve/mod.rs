@@ -144,17 +144,18 @@ fn is_local_name(host: &str) -> bool {
 pub fn serve_node(listen: SocketAddr, access: &NodeAccess) -> Result<()> {
     let feed = Feed::default();
     let (looking, at) = (feed.clone(), access.clone());
+    let look = move |times: Option<u64>| {
+        let top = Top { by: By::Path, limit: PATHS, interval: INTERVAL, times };
+        ctl::top(&top, &at, Output::Json, |line| {
+            looking.take("", line);
+            Ok(())
+        })
+    };
     // Nothing is shown of a node without maps; a person learns why at once.
-    ctl::top(&top(Some(1)), access, Output::Json, |line| {
-        looking.take("", line);
-        Ok(())
-    })?;
+    look(Some(1))?;
     thread::Builder::new().name("look".into()).spawn(move || {
         loop {
-            let ended = ctl::top(&top(None), &at, Output::Json, |line| {
-                looking.take("", line);
-                Ok(())
-            });
+            let ended = look(None);
             tracing::debug!("looking again: {ended:?}");
             thread::sleep(INTERVAL);
         }
@@ -166,10 +167,6 @@ pub fn serve_node(listen: SocketAddr, access: &NodeAccess) -> Result<()> {
         Ok(ctl::run(&ctl::Command::Explain(question), &access, Output::Table)?.text)
     };
     serve(listen, &feed, Arc::new(explain))
-}
-
-fn top(times: Option<u64>) -> Top {
-    Top { by: By::Path, limit: PATHS, interval: INTERVAL, times }
 }
 
 #[cfg(test)]

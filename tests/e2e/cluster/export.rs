@@ -57,12 +57,7 @@ impl Drop for Store {
 fn configure(world: &InstalledCluster, settings: &str) -> Result<()> {
     let patch = json!({"data": {"config.yaml": settings}}).to_string();
     world.cluster.kubectl(&["patch", "-n", "spillway", "configmap/spillway-config", "-p", &patch])?;
-    restart(world)
-}
-
-fn restart(world: &InstalledCluster) -> Result<()> {
-    world.cluster.kubectl(&["rollout", "restart", "-n", "spillway", "daemonset/spillway-agent"])?;
-    world.cluster.wait_installed()
+    world.roll_out("daemonset/spillway-agent")
 }
 
 fn whois_answers_from_a_bucket(world: &InstalledCluster) -> Result<()> {
@@ -79,7 +74,7 @@ fn whois_answers_from_a_bucket(world: &InstalledCluster) -> Result<()> {
     // What the tests after this one expect.
     world.cluster.kubectl(&["delete", "-n", "spillway", "configmap/spillway-config"])?;
     world.cluster.install(&world.manifests)?;
-    restart(world)?;
+    world.roll_out("daemonset/spillway-agent")?;
     result
 }
 
@@ -109,7 +104,7 @@ fn told_from_a_bucket(world: &InstalledCluster) -> Result<()> {
     world.cluster.kubectl(&["delete", "deployment", "web", "--wait=true", "--cascade=foreground"])?;
 
     // The store is away while segments are finished: they wait for it.
-    restart(world)?;
+    world.roll_out("daemonset/spillway-agent")?;
     let store = Store::start(world)?;
     wait_for("the bucket has the logs of the pod's node and of the gateway", PATIENCE, || {
         Ok(store.has(&pod.node, "flows") && store.has(&owner, "leases"))

@@ -92,13 +92,11 @@ fn gateways_are_maintained(world: &InstalledCluster) -> Result<()> {
         settled(world)
     })?;
     load.during("a roll-out of the agents", || {
-        kubectl(&["rollout", "restart", "-n", "spillway", "daemonset/spillway-agent"])?;
-        kubectl(&["rollout", "status", "-n", "spillway", "daemonset/spillway-agent", "--timeout=180s"])?;
+        world.roll_out("daemonset/spillway-agent")?;
         settled(world)
     })?;
     load.during("a roll-out of the controllers", || {
-        kubectl(&["rollout", "restart", "-n", "spillway", "deployment/spillway-controller"])?;
-        kubectl(&["rollout", "status", "-n", "spillway", "deployment/spillway-controller", "--timeout=180s"])?;
+        world.roll_out("deployment/spillway-controller")?;
         world.leader().map(drop)
     })
 }

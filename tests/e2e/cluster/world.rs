@@ -108,6 +108,12 @@ impl InstalledCluster {
         picture
     }
 
+    /// Replaces the pods of a workload, and waits until all of them run: `daemonset/spillway-agent`, `deployment/spillway-controller`.
+    pub fn roll_out(&self, workload: &str) -> Result<()> {
+        self.cluster.kubectl(&["rollout", "restart", "-n", "spillway", workload])?;
+        self.cluster.kubectl(&["rollout", "status", "-n", "spillway", workload, "--timeout=180s"]).map(drop)
+    }
+
     /// Waits until objects, as kubectl returns them, are good.
     pub fn until(&self, what: &str, arguments: &[&str], good: impl Fn(&Value) -> bool) -> Result<Value> {
         // A whole list of objects is no message.

@@ -1,7 +1,7 @@
 //! What would change, as rows. Pure.
 
 use super::change::Edit;
-use crate::ctl::print::{Printable, Row, joined, or_dash, table};
+use crate::ctl::print::{Printable, Row, first_of, joined, or_dash, table};
 use crate::ctl::views::FlowRow;
 use crate::store::ObjectRef;
 use egress_core::plan::{
@@ -124,7 +124,7 @@ impl Row for DiffRow {
                     Some(policy) => format!("by policy {policy}"),
                     None => "by no policy".to_owned(),
                 };
-                ("pods", pods_text(pods), format!("reach {destination}{but} {}, not {}", by(to), by(from)))
+                ("pods", first_of(pods, NAMED_PODS), format!("reach {destination}{but} {}, not {}", by(to), by(from)))
             }
             DiffRow::EgressIp { address, change, from, to } => {
                 let text = match *change {
@@ -174,11 +174,6 @@ fn policy_text(change: &str, (before, after): (usize, usize), gained: &[IpAddr],
         text += &format!("; lose {}", joined(lost));
     }
     text
-}
-
-fn pods_text(pods: &[String]) -> String {
-    let named = pods.iter().take(NAMED_PODS).cloned().collect::<Vec<_>>().join(", ");
-    if pods.len() > NAMED_PODS { format!("{named} and {} more", pods.len() - NAMED_PODS) } else { named }
 }
 
 fn flow_text(flow: &FlowRow) -> String {

@@ -2,13 +2,12 @@
 
 use super::ipfix::Encoder;
 use super::{Collector, Format, Record, Sent, json};
-use crate::flowlog::now;
+use crate::flowlog::{now, worker::Worker};
 use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::net::{Ipv6Addr, SocketAddr, TcpStream, ToSocketAddrs as _, UdpSocket};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::JoinHandle;
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 /// How many records wait for one collector. What comes then is lost for it.
@@ -28,8 +27,7 @@ pub struct Exporters(Arc<[Exporter]>);
 struct Exporter {
     counts: Arc<Sent>,
     queued: Arc<AtomicUsize>,
-    queue: Option<Sender<Arc<[Record]>>>,
-    thread: Option<JoinHandle<()>>,
+    worker: Option<Worker<Arc<[Record]>>>,
 }
 
 impl Exporters {
@@ -63,43 +61,26 @@ impl Exporters {
 impl Exporter {
     fn start(collector: &Collector, node: &str) -> Option<Self> {
         let (counts, queued) = (Arc::new(Sent::new(collector)), Arc::default());
-        let (queue, batches) = channel();
         let way: Box<dyn Way> = match collector.format {
             Format::Ipfix => Box::new(Ipfix::new(&collector.address, node)),
             Format::Json => Box::new(Json::new(&collector.address, node)),
             Format::S3 => return None,
         };
-        let delivery = Delivery {
-            way,
-            batches,
-            counts: Arc::clone(&counts),
-            queued: Arc::clone(&queued),
-            is_away: false,
-            untold: 0,
-        };
-        let thread = std::thread::Builder::new().name("export".into()).spawn(move || delivery.run());
-        let thread =
-            thread.inspect_err(|error| tracing::error!("nothing is sent to {collector}, there is no thread: {error}"));
-        Some(Self { counts, queued, queue: Some(queue), thread: thread.ok() })
+        let (sent, waiting) = (Arc::clone(&counts), Arc::clone(&queued));
+        let worker = Worker::start("export", move |batches| {
+            Delivery { way, batches, counts: sent, queued: waiting, is_away: false, untold: 0 }.run();
+        });
+        let worker =
+            worker.inspect_err(|error| tracing::error!("nothing is sent to {collector}, there is no thread: {error}"));
+        Some(Self { counts, queued, worker: worker.ok() })
     }
 
     fn send(&self, records: &Arc<[Record]>) {
         let waiting = self.queued.fetch_add(records.len(), Ordering::Relaxed);
-        let taken =
-            waiting < MAX_QUEUED && self.queue.as_ref().is_some_and(|queue| queue.send(Arc::clone(records)).is_ok());
+        let taken = waiting < MAX_QUEUED && self.worker.as_ref().is_some_and(|worker| worker.send(Arc::clone(records)));
         if !taken {
             self.queued.fetch_sub(records.len(), Ordering::Relaxed);
             self.counts.lost.fetch_add(records.len() as u64, Ordering::Relaxed);
-        }
-    }
-}
-
-impl Drop for Exporter {
-    fn drop(&mut self) {
-        self.queue.take();
-        if let Some(thread) = self.thread.take() {
-            // A thread that panicked has nothing more to send.
-            thread.join().ok();
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Records as lines of JSON, with the names that the columns of a segment have. Pure.
 
 use super::{Change, Fate, Flow, Ports, Record};
-use crate::flowlog::Instant;
+use crate::flowlog::{Instant, pod_parts};
 use k8s_openapi::jiff::Timestamp;
 use serde::Serialize;
 use std::net::IpAddr;
@@ -60,10 +60,7 @@ impl<'a> Line<'a> {
             Fate::Ended(_) => ("flow_ended", true),
             Fate::Refused(_) => ("flow_refused", true),
         };
-        let (namespace, pod) = match flow.pod.split_once('/') {
-            Some((namespace, pod)) => (Some(namespace), pod),
-            None => (None, &*flow.pod),
-        };
+        let (namespace, pod) = pod_parts(&flow.pod);
         Self {
             time: time(flow.at()),
             event,

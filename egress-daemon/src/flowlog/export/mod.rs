@@ -84,9 +84,14 @@ impl FromStr for Collector {
     }
 }
 
+/// The two parts of the address of [`Format::S3`].
+fn bucket_and_prefix(address: &str) -> (&str, &str) {
+    address.split_once('/').unwrap_or((address, ""))
+}
+
 /// S3's rules for names of buckets, and characters that need no quotes in keys.
 fn check_bucket(address: &str) -> Result<(), String> {
-    let (bucket, prefix) = address.split_once('/').unwrap_or((address, ""));
+    let (bucket, prefix) = bucket_and_prefix(address);
     let fits = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || ".-".contains(c);
     if !(3..=63).contains(&bucket.len()) || !bucket.chars().all(fits) {
         return Err(format!("{bucket:?} is no bucket"));

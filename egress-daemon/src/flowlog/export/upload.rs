@@ -1,6 +1,6 @@
 //! Copies finished segments to a bucket of an object store. They wait on the node, within the log's own limits, while the store is away.
 
-use super::{Collector, Format, Sent};
+use super::{Collector, Format, Sent, bucket_and_prefix};
 use crate::flowlog::files::{SEGMENT, of_kind};
 use object_store::{
     Certificate, ClientOptions, ObjectStore, ObjectStoreExt as _, RetryConfig, aws::AmazonS3Builder, path::Path as Key,
@@ -35,7 +35,7 @@ impl Uploads {
     pub fn start(collectors: &[Collector], directory: &Path, node: &str) -> Result<Self, object_store::Error> {
         let mut uploads = Self::default();
         for collector in collectors.iter().filter(|collector| collector.format == Format::S3) {
-            let (bucket, prefix) = collector.address.split_once('/').unwrap_or((&collector.address, ""));
+            let (bucket, prefix) = bucket_and_prefix(&collector.address);
             let store = s3(bucket)?;
             let upload = Upload::new(Arc::new(store), Key::from(format!("{prefix}/{node}")), directory, collector);
             uploads.counts.push(Arc::clone(&upload.counts));

@@ -10,6 +10,7 @@ use crate::datapath::{
 };
 use crate::flowlog::export::{Exporters, Flow, Record};
 use crate::flowlog::files::{JOURNAL, Log, LogError, of_kind};
+use crate::flowlog::worker::Worker;
 use crate::flowlog::{Counts, FlowLog, Instant, Limits, now};
 use aya::maps::{Map, MapData, MapError, RingBuf};
 use egress_common::{
@@ -24,8 +25,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::thread::JoinHandle;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
 /// How often flows are looked at and written: what a crash loses.
@@ -60,29 +60,17 @@ pub struct Settings {
 /// A running log of flows. It ends when this is dropped.
 #[derive(Debug)]
 pub struct Follower {
-    stop: Option<Sender<()>>,
-    thread: Option<JoinHandle<()>>,
+    _worker: Option<Worker<()>>,
 }
 
 impl Follower {
     /// Starts the thread.
     pub fn start(settings: Settings, counts: Arc<Counts>) -> Result<Self, MapsError> {
         let kernel = Kernel::open(&settings.pins)?;
-        let (stop, stopped) = channel();
         let watch = Watch::new(&settings, kernel, counts);
-        let thread = std::thread::Builder::new().name("flows".into()).spawn(move || watch.run(&stopped));
-        let thread = thread.inspect_err(|error| tracing::error!("no flows are logged, there is no thread: {error}"));
-        Ok(Self { stop: Some(stop), thread: thread.ok() })
-    }
-}
-
-impl Drop for Follower {
-    fn drop(&mut self) {
-        self.stop.take();
-        if let Some(thread) = self.thread.take() {
-            // A thread that panicked has nothing more to write.
-            thread.join().ok();
-        }
+        let worker = Worker::start("flows", move |stopped| watch.run(&stopped));
+        let worker = worker.inspect_err(|error| tracing::error!("no flows are logged, there is no thread: {error}"));
+        Ok(Self { _worker: worker.ok() })
     }
 }
 

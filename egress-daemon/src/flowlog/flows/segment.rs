@@ -5,6 +5,7 @@
 
 use super::merge::{Journal, Row};
 use super::{Entry, Recorded, Span, Wanted};
+use crate::flowlog::pod_parts;
 use crate::flowlog::segment::{optional, part, required};
 use parquet::{
     basic::{Compression, Encoding, ZstdLevel},
@@ -146,12 +147,9 @@ fn write_group<W: Write + Send>(
     group.close().map(drop)
 }
 
-/// Namespace and name of a pod; what has no namespace is an address.
 fn parts(pod: &str) -> (Option<ByteArray>, ByteArray) {
-    match pod.split_once('/') {
-        Some((namespace, name)) => (Some(namespace.into()), name.into()),
-        None => (None, pod.into()),
-    }
+    let (namespace, name) = pod_parts(pod);
+    (namespace.map(ByteArray::from), name.into())
 }
 
 /// Addresses as text, each made once.
