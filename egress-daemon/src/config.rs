@@ -4,6 +4,7 @@
 //! and the name patterns of `host::classify`, and nothing of who uses the settings.
 
 mod read;
+mod values;
 
 use crate::{flowlog::FlowLog, host::tunnel, store::Kind};
 use egress_common::{abi, limits};
@@ -228,6 +229,19 @@ impl fmt::Display for Fault {
     }
 }
 
+/// A setting, as it is documented.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Setting {
+    /// Its path, such as `timeouts.udp`.
+    pub field: String,
+    /// Its default, as it is written; in brackets where it is not a value that could be.
+    pub default: &'static str,
+    /// What it sets.
+    pub meaning: &'static str,
+    /// What may be written.
+    pub values: String,
+}
+
 /// Why a configuration cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
@@ -258,6 +272,11 @@ impl Config {
             Ok(text) => Self::parse(&file, &text),
             Err(source) => Err(ConfigError::Unreadable { file, source }),
         }
+    }
+
+    /// Every setting.
+    pub fn settings() -> Vec<Setting> {
+        read::settings()
     }
 
     /// Understands the text of `file`, which is named in errors only.

@@ -1,7 +1,7 @@
 //! `cargo xtask codegen`: writes the manifests that come from elsewhere, or checks that they are what their source says.
 //!
-//! egress-daemon's example `codegen` writes the CRDs into the folder that it is given; this command picks the folder and
-//! compares. The Helm chart's templates are made from the kustomize base and its components.
+//! egress-daemon's example `codegen` writes the CRDs and the reference of all settings into the folders that it is given; this command picks
+//! the folders and compares. The Helm chart's templates are made from the kustomize base and its components.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,11 +12,12 @@ use anyhow::{Context, Result, bail};
 use crate::{progress, setup, workspace};
 
 /// The folders that belong to the code: a file there that it did not write is stale.
-const GENERATED: [&str; 2] = [CRDS, TEMPLATES];
+const GENERATED: [&str; 3] = [CRDS, TEMPLATES, REFERENCE];
 /// What a person writes there all the same.
 const HANDWRITTEN: &str = "NOTES.txt";
 const CRDS: &str = "manifests/crds";
 const TEMPLATES: &str = "manifests/chart/templates";
+const REFERENCE: &str = "docs/reference";
 /// What components of the kustomize base add: the file, the values that ask for it, and the template.
 const COMPONENTS: [(&str, &str, &str); 4] = [
     ("cilium/rbac.yaml", "has \"cilium\" (.Values.config.foreignKinds | default list)", "foreign-cilium.yaml"),
@@ -64,7 +65,9 @@ fn generate(root: &Path) -> Result<()> {
     }
     progress::run(
         "generate manifests",
-        workspace::cargo("run").args(["--package", "egress-daemon", "--example", "codegen", "--"]).arg(&crds),
+        workspace::cargo("run")
+            .args(["--package", "egress-daemon", "--example", "codegen", "--"])
+            .args([&crds, &root.join(REFERENCE)]),
     )?;
     templates(&crds, root)
 }

@@ -223,3 +223,17 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn the_documented_defaults_are_those_that_are_in_force() {
+    let settings = Config::settings();
+    assert!(settings.len() > 25);
+    for Setting { field, default, meaning, values } in settings {
+        assert!(!meaning.is_empty() && !values.is_empty(), "{field}");
+        if !default.starts_with('(') {
+            let (section, end) =
+                if field.contains('.') { (field.replace('.', ": {"), "}") } else { (field.clone(), "") };
+            assert_eq!(parse(&format!("{section}: {default}{end}")), Config::default(), "{field}: {default}");
+        }
+    }
+}
