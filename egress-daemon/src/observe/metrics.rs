@@ -297,8 +297,13 @@ pub struct MetricsServer {
 }
 
 impl MetricsServer {
-    /// Starts to serve `/metrics`, `/healthz` (the process answers) and `/readyz` (503 and the reason until it is ready).
-    pub async fn start(address: SocketAddr, sources: MetricSources) -> Result<Self, ServeError> {
+    /// Starts to serve `/metrics`, `/healthz` (the process answers) and `/readyz` (503 and the reason until it is ready), and `others` of
+    /// the port that it has.
+    pub async fn start(
+        address: SocketAddr,
+        sources: MetricSources,
+        others: impl FnOnce(u16) -> Router,
+    ) -> Result<Self, ServeError> {
         let failed = |source| ServeError { address, source };
         let listener = TcpListener::bind(address).await.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
@@ -308,7 +313,8 @@ impl MetricsServer {
             .route("/metrics", get(metrics))
             .with_state(Arc::new(registry))
             .route("/healthz", get(async || "ok\n"))
-            .merge(Router::new().route("/readyz", get(ready)).with_state(sources));
+            .merge(Router::new().route("/readyz", get(ready)).with_state(sources))
+            .merge(others(address.port()));
         let mut task = JoinSet::new();
         task.spawn(async move {
             // It never returns: errors of single connections are theirs alone.

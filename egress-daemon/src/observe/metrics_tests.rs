@@ -249,13 +249,14 @@ async fn get(address: SocketAddr, path: &str) -> String {
 async fn metrics_are_served_over_http() {
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
     let sources = MetricSources { agent: Some(published), ..MetricSources::default() };
-    let server = MetricsServer::start("127.0.0.1:0".parse().unwrap(), sources.clone()).await.unwrap();
+    let server =
+        MetricsServer::start("127.0.0.1:0".parse().unwrap(), sources.clone(), |_| Router::new()).await.unwrap();
     assert!(get(server.address, "/healthz").await.starts_with("HTTP/1.0 200"));
     assert!(get(server.address, "/readyz").await.starts_with("HTTP/1.0 503"));
     publish.send(Arc::new(agent())).unwrap();
     assert!(get(server.address, "/readyz").await.starts_with("HTTP/1.0 200"));
     let metrics = get(server.address, "/metrics").await;
     assert!(metrics.contains("openmetrics-text") && metrics.contains("spillway_egress_ips_owned 1.0\n"), "{metrics}");
-    let error = MetricsServer::start(server.address, sources).await.unwrap_err().to_string();
+    let error = MetricsServer::start(server.address, sources, |_| Router::new()).await.unwrap_err().to_string();
     assert!(error.contains(&server.address.to_string()) && error.contains("--metrics"), "{error}");
 }

@@ -4,6 +4,8 @@
 //! interface unless told otherwise, and answers only who calls it by an address or as `localhost`, so that no site that a browser visits can
 //! read it under a name of its own (DNS rebinding).
 
+pub mod cluster;
+
 use crate::ctl::{
     self, NodeAccess, Output, Top,
     explain::{Destination, Question},
@@ -70,6 +72,7 @@ impl Feed {
 
 /// A click on a path.
 #[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Click {
     /// The node of the pod.
     pub node: String,
@@ -77,6 +80,10 @@ pub struct Click {
     pub pod: String,
     /// Where to, as `egressctl explain --to` has it.
     pub to: String,
+    /// The policy, where the path has one.
+    pub policy: Option<String>,
+    /// The egress IP, where it has one.
+    pub egress_ip: Option<String>,
 }
 
 /// Answers a click in sentences. It may take long.

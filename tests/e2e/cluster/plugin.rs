@@ -2,19 +2,23 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
+use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use lab::NetNs;
 use lab::cluster::SERVERS;
+use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
 use serde_json::Value;
 
 use crate::Test;
-use crate::world::{InstalledCluster, egress};
+use crate::world::{InstalledCluster, PATIENCE, egress};
 
 pub const TESTS: &[Test] = &[
     ("plugin::all_nodes_are_asked_from_where_kubectl_works", all_nodes_are_asked),
+    ("plugin::what_flows_is_shown_and_traced_on_all_nodes", what_flows_is_shown),
     ("plugin::promises_of_policies_are_tested_by_pods_and_a_server_outside", promises_are_tested),
 ];
 
@@ -103,26 +107,83 @@ fn all_nodes_are_asked(world: &InstalledCluster) -> Result<()> {
     Ok(())
 }
 
-/// The program that tells clients their addresses, until this is dropped.
-struct ServerOutside(Child);
+/// Waits until the page at an address says all of this.
+fn wait_page(ns: &NetNs, at: SocketAddr, wanted: &[&str]) -> Result<()> {
+    ns.run(|| {
+        let mut stream = TcpStream::connect(at)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.write_all(format!("GET /events HTTP/1.0\r\nHost: {at}\r\n\r\n").as_bytes())?;
+        let mut last = String::new();
+        for line in BufReader::new(stream).lines() {
+            last = line.with_context(|| format!("nothing of {wanted:?} in {last}"))?;
+            if wanted.iter().all(|wanted| last.contains(wanted)) {
+                return Ok(());
+            }
+        }
+        bail!("the page has ended: {last}")
+    })
+}
 
-impl ServerOutside {
-    fn start(world: &InstalledCluster, address: &str) -> Result<ServerOutside> {
-        let mut command = world.outside()?.command(lab::process::binary("egressctl")?);
-        command.args(["connectivity", "serve", "--listen", address]).stderr(Stdio::piped());
-        let mut server = ServerOutside(command.spawn()?);
+fn what_flows_is_shown(world: &InstalledCluster) -> Result<()> {
+    let plugin = Plugin::new(world)?;
+    let pods = world.deploy("web", 2)?;
+    world.pool("public", 10, 10)?;
+    world.policy("web", "web", "0.0.0.0/0", 1)?;
+    for pod in &pods {
+        world.wait_sources(pod, 0, &egress([10]))?;
+    }
+    let target: SocketAddr = format!("{}:7777", SERVERS[0]).parse()?;
+    let _server = TcpServer::start(&world.outside()?, &[target], ServerMode::Stream)?;
+    let clients = pods.iter().map(|pod| TcpClients::establish(&pod.ns, target, 2, TcpOptions::default()));
+    let _clients = clients.collect::<Result<Vec<_>>>()?;
+
+    let listen: SocketAddr = "127.0.0.1:8475".parse()?;
+    let mut serve = Command::new(plugin.0.join("kubectl"));
+    serve.args(["spillway", "serve", "--listen", &listen.to_string()]);
+    let serve = Running::start(serve, "open http://")?;
+    let named: Vec<String> = pods.iter().map(|pod| format!("default/{}", pod.name)).collect();
+    let wanted = [named[0].as_str(), &named[1], "\"egressIp\":\"192.0.2.10\"", &target.to_string()];
+    wait_page(&world.cluster.netns("cp")?, listen, &wanted)?;
+    drop(serve);
+
+    // The controller knows no pods and no destinations.
+    let controllers = world.cluster.pods("spillway", "app.kubernetes.io/component=controller")?;
+    let controller = controllers.first().context("no controller")?;
+    let wanted =
+        ["namespace default", "\"policy\":\"web\"", "\"egressIp\":\"192.0.2.10\"", &pods[0].node, &pods[1].node];
+    wait_page(&controller.ns, SocketAddr::new(controller.ip.into(), 9473), &wanted)?;
+
+    let traced = plugin.says(&format!("trace --pod {} --to {target} -n 3 -o json", named[0]))?;
+    ensure!(traced.lines().count() == 3 && traced.contains("192.0.2.10"), "{traced}");
+    Ok(())
+}
+
+/// A program until this is dropped.
+struct Running(Child);
+
+impl Running {
+    /// Starts it, and waits for a line on its stderr that says this.
+    fn start(mut command: Command, says: &str) -> Result<Running> {
+        let mut running = Running(command.stderr(Stdio::piped()).spawn()?);
         let mut line = String::new();
-        BufReader::new(server.0.stderr.take().context("its stderr")?).read_line(&mut line)?;
-        ensure!(line.contains("telling clients"), "{line}");
-        Ok(server)
+        BufReader::new(running.0.stderr.take().context("its stderr")?).read_line(&mut line)?;
+        ensure!(line.contains(says), "{line}");
+        Ok(running)
     }
 }
 
-impl Drop for ServerOutside {
+impl Drop for Running {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
+}
+
+/// The program that tells clients their addresses.
+fn server_outside(world: &InstalledCluster, address: &str) -> Result<Running> {
+    let mut command = world.outside()?.command(lab::process::binary("egressctl")?);
+    command.args(["connectivity", "serve", "--listen", address]);
+    Running::start(command, "telling clients")
 }
 
 fn promises_are_tested(world: &InstalledCluster) -> Result<()> {
@@ -133,7 +194,7 @@ fn promises_are_tested(world: &InstalledCluster) -> Result<()> {
     world.team("shop", true)?;
     plugin.says("status --wait --timeout 90")?;
     let address = format!("{}:8474", SERVERS[2]);
-    let server = ServerOutside::start(world, &address)?;
+    let server = server_outside(world, &address)?;
     // Whether the test succeeded, and the result of each policy.
     let test = || -> Result<(bool, BTreeMap<String, String>)> {
         let output = plugin.run(&format!("connectivity test --server {address} --timeout 60 -o json"))?;

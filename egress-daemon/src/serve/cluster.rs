@@ -1,0 +1,278 @@
+//! The same page at the controller's port, of all nodes: from namespaces through egress IPs and gateways.
+//!
+//! The controller knows objects only. While somebody looks, it reads the agents' metrics, which say what flows but not of which pod and to
+//! where: nothing is shown that those who reach the port could not read there.
+
+use super::{Click, Feed, INTERVAL, routes};
+use crate::{
+    api::{EgressGatewayPolicy, EgressIP, EgressPolicy, egress_ip_name},
+    store::{Key, Store},
+};
+use anyhow::{Context as _, Result, bail};
+use axum::{Router, body::Body};
+use futures::{StreamExt as _, stream};
+use hyper_util::{
+    client::legacy::{Client, connect::HttpConnector},
+    rt::TokioExecutor,
+};
+use k8s_openapi::{api::core::v1::Node, apimachinery::pkg::apis::meta::v1::Condition};
+use serde_json::{Value, json};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::time::{sleep, timeout};
+
+/// How many agents are asked at once, and how long each may take.
+const AT_ONCE: usize = 16;
+const PATIENCE: Duration = Duration::from_secs(2);
+/// The most that is read of an agent's metrics: 2,048 accounts have some 2 MiB.
+const LARGEST: usize = 16 << 20;
+
+/// The page. Agents have their metrics at `port`. A task reads them while somebody looks, until the page is dropped.
+pub fn page(store: Store, port: u16) -> Router {
+    let feed = Feed::default();
+    let told = feed.0.subscribe();
+    let at = store.clone();
+    let explain = move |click: &Click| explain(&at, click);
+    tokio::spawn(async move {
+        let mut nodes = BTreeMap::new();
+        // The router has one receiver, each who looks another.
+        while feed.0.receiver_count() > 0 {
+            if feed.0.receiver_count() > 1 {
+                look(&store, port, &feed, &mut nodes).await;
+            } else {
+                nodes.clear();
+            }
+            sleep(INTERVAL).await;
+        }
+    });
+    routes(told, Arc::new(explain))
+}
+
+/// What an agent's metrics said last, and when.
+type Before = (Instant, Metrics);
+
+/// Asks all agents.
+async fn look(store: &Store, port: u16, feed: &Feed, before: &mut BTreeMap<String, Before>) {
+    let nodes = addresses(&store.list::<Node>());
+    for gone in before.keys().filter(|name| !nodes.contains_key(*name)) {
+        feed.forget(gone);
+    }
+    before.retain(|name, _| nodes.contains_key(name));
+    let client: Client<HttpConnector, Body> = Client::builder(TokioExecutor::new()).build_http();
+    let asked = nodes.into_iter().map(|(name, address)| {
+        let client = client.clone();
+        async move { (name, metrics(&client, SocketAddr::new(address, port)).await) }
+    });
+    let answers: Vec<_> = stream::iter(asked).buffer_unordered(AT_ONCE).collect().await;
+    let carriers = carriers(&store.list::<EgressIP>());
+    for (name, answer) in answers {
+        match answer {
+            Ok(now) => {
+                let at = Instant::now();
+                if let Some((then, old)) = before.get(&name) {
+                    let view = view(&name, old, &now, at.duration_since(*then).as_secs_f64(), &carriers);
+                    feed.take(&name, &view.to_string());
+                }
+                before.insert(name, (at, now));
+            }
+            Err(error) => {
+                tracing::debug!("the metrics of {name}: {error:#}");
+                before.remove(&name);
+                feed.forget(&name);
+            }
+        }
+    }
+}
+
+/// The nodes with the address at which their agents are.
+fn addresses(nodes: &[Arc<Node>]) -> BTreeMap<String, IpAddr> {
+    let internal = |node: &Node| {
+        let addresses = node.status.as_ref()?.addresses.as_ref()?;
+        addresses.iter().filter(|one| one.type_ == "InternalIP").find_map(|one| one.address.parse().ok())
+    };
+    nodes.iter().filter_map(|node| Some((node.metadata.name.clone()?, internal(node)?))).collect()
+}
+
+/// The node that carries each egress IP.
+fn carriers(ips: &[Arc<EgressIP>]) -> BTreeMap<String, String> {
+    ips.iter().filter_map(|ip| Some((ip.spec.address.clone(), ip.status.as_ref()?.node.clone()?))).collect()
+}
+
+async fn metrics(client: &Client<HttpConnector, Body>, at: SocketAddr) -> Result<Metrics> {
+    let exchange = async {
+        let response = client.get(format!("http://{at}/metrics").parse()?).await?;
+        let bytes = axum::body::to_bytes(Body::new(response.into_body()), LARGEST).await?;
+        Ok(Metrics::read(&String::from_utf8_lossy(&bytes)))
+    };
+    timeout(PATIENCE, exchange).await.context("no answer in time")?
+}
+
+/// Policy, namespace and egress IP.
+type Account = (String, String, String);
+
+/// What the page needs of an agent's metrics.
+#[derive(Debug, Default, PartialEq)]
+struct Metrics {
+    flows: BTreeMap<Account, f64>,
+    opened: BTreeMap<Account, f64>,
+    packets: BTreeMap<Account, f64>,
+    dropped: BTreeMap<String, f64>,
+}
+
+impl Metrics {
+    /// Reads the text form. What is not understood is left out.
+    fn read(text: &str) -> Self {
+        let mut all = Self::default();
+        for (name, labels, value) in text.lines().filter_map(sample) {
+            let label = |name: &str| labels.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+            let account = || Some((label("policy")?, label("namespace")?, label("egress_ip")?));
+            let map = match name {
+                "spillway_policy_flows" => &mut all.flows,
+                "spillway_policy_flows_opened_total" => &mut all.opened,
+                "spillway_policy_packets_total" => &mut all.packets,
+                "spillway_dropped_packets_total" => {
+                    if let Some(reason) = label("reason") {
+                        *all.dropped.entry(reason).or_default() += value;
+                    }
+                    continue;
+                }
+                _ => continue,
+            };
+            if let Some(account) = account() {
+                *map.entry(account).or_default() += value;
+            }
+        }
+        all
+    }
+}
+
+/// Name, labels and value.
+type Sample<'a> = (&'a str, Vec<(&'a str, &'a str)>, f64);
+
+/// One line. Our names have neither quotes nor commas in them.
+fn sample(line: &str) -> Option<Sample<'_>> {
+    let (name, rest) = line.split_once('{')?;
+    let (labels, value) = rest.rsplit_once('}')?;
+    let labels = labels.split(',').filter_map(|pair| Some((pair.split_once('=')?.0, pair.split('"').nth(1)?)));
+    Some((name, labels.collect(), value.trim().parse().ok()?))
+}
+
+/// What one node shows: as `egressctl top --by path -o json`, with namespaces for pods, and packets for active flows.
+fn view(node: &str, old: &Metrics, now: &Metrics, seconds: f64, carriers: &BTreeMap<String, String>) -> Value {
+    let seconds = seconds.max(0.1);
+    // An agent's counters begin again with its maps.
+    let rate = |old: Option<&f64>, now: Option<&f64>| {
+        (now.copied().unwrap_or(0.0) - old.copied().unwrap_or(0.0)).max(0.0) / seconds
+    };
+    let accounts: BTreeSet<&Account> = now.flows.keys().chain(now.packets.keys()).collect();
+    let row = |account: &Account| {
+        let (policy, namespace, egress_ip) = account;
+        let flows = now.flows.get(account).copied().unwrap_or(0.0);
+        let packets = rate(old.packets.get(account), now.packets.get(account));
+        let opened = rate(old.opened.get(account), now.opened.get(account));
+        (flows > 0.0 || packets > 0.0 || opened > 0.0).then(|| {
+            json!({
+                "name": format!("namespace {namespace} by policy {policy} as {egress_ip}"),
+                "path": {"pod": format!("namespace {namespace}"), "policy": policy, "egressIp": egress_ip,
+                    "gateway": carriers.get(egress_ip), "to": "outside"},
+                "flows": flows, "packetsPerSecond": packets, "openedPerSecond": opened,
+            })
+        })
+    };
+    let items: Vec<Value> = accounts.into_iter().filter_map(row).collect();
+    let dropped = now.dropped.iter().map(|(name, count)| (name, rate(old.dropped.get(name), Some(count))));
+    let dropped: Vec<Value> =
+        dropped.filter(|(_, rate)| *rate > 0.0).map(|(name, rate)| json!({"name": name, "perSecond": rate})).collect();
+    json!({
+        "node": node,
+        "flows": now.flows.values().sum::<f64>(),
+        "openedPerSecond": items.iter().filter_map(|item| item["openedPerSecond"].as_f64()).sum::<f64>(),
+        "dropped": dropped,
+        "items": items,
+    })
+}
+
+/// What the objects say of what was clicked at.
+fn explain(store: &Store, click: &Click) -> Result<String> {
+    let (Some(policy), Some(address)) = (&click.policy, &click.egress_ip) else { bail!("no policy is named") };
+    let conditions = match policy.split_once('/') {
+        Some((namespace, name)) => {
+            let policy = store.get::<EgressPolicy>(&Key::namespaced(namespace, name));
+            policy.and_then(|policy| Some(policy.status.as_ref()?.conditions.clone()))
+        }
+        None => {
+            let policy = store.get::<EgressGatewayPolicy>(&Key::cluster(policy));
+            policy.and_then(|policy| Some(policy.status.as_ref()?.conditions.clone()))
+        }
+    };
+    let mut text = format!("Policy {policy}:\n");
+    for Condition { type_, status, message, .. } in conditions.unwrap_or_default() {
+        text += &format!("  {type_} is {status}: {message}\n");
+    }
+    let ip = address.parse().ok().and_then(|ip| store.get::<EgressIP>(&Key::cluster(&egress_ip_name(ip))));
+    let status = ip.as_ref().and_then(|ip| ip.status.as_ref());
+    text += &match status.and_then(|status| Some((status.node.as_ref()?, status.epoch))) {
+        Some((node, epoch)) => format!("{address} is carried by {node} since epoch {epoch}.\n"),
+        None => format!("Nobody carries {address}.\n"),
+    };
+    Ok(
+        text + "Of single pods: kubectl spillway serve, or kubectl spillway explain --pod NAMESPACE/NAME --to ADDR:PORT/tcp\n"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = r#"# HELP spillway_policy_flows flows
+spillway_policy_flows{policy="web",namespace="prod",egress_ip="192.0.2.10"} 4.0
+spillway_policy_flows{policy="prod/own",namespace="prod",egress_ip="192.0.2.11"} 0.0
+spillway_policy_flows_opened_total{policy="web",namespace="prod",egress_ip="192.0.2.10"} 10
+spillway_policy_packets_total{policy="web",namespace="prod",egress_ip="192.0.2.10",direction="sent"} 30
+spillway_policy_packets_total{policy="web",namespace="prod",egress_ip="192.0.2.10",direction="received"} 10
+spillway_policy_flows_refused_total{policy="web",namespace="prod",reason="no_port"} 2
+spillway_dropped_packets_total{reason="no_port"} 3
+spillway_build_info{version="0.1.0"} 1.0
+# EOF
+"#;
+
+    #[test]
+    fn two_looks_at_an_agents_metrics_are_what_flows_between_them() {
+        let now = Metrics::read(TEXT);
+        let account = ("web".to_owned(), "prod".to_owned(), "192.0.2.10".to_owned());
+        let mut old = Metrics::read(TEXT);
+        *old.packets.get_mut(&account).unwrap() = 20.0;
+        *old.opened.get_mut(&account).unwrap() = 9.0;
+        old.dropped.clear();
+        let view = view("n1", &old, &now, 2.0, &[("192.0.2.10".to_owned(), "gw1".to_owned())].into());
+        assert_eq!(
+            view,
+            json!({
+                "node": "n1", "flows": 4.0, "openedPerSecond": 0.5,
+                "dropped": [{"name": "no_port", "perSecond": 1.5}],
+                "items": [{
+                    "name": "namespace prod by policy web as 192.0.2.10",
+                    "path": {"pod": "namespace prod", "policy": "web", "egressIp": "192.0.2.10", "gateway": "gw1", "to": "outside"},
+                    "flows": 4.0, "packetsPerSecond": 10.0, "openedPerSecond": 0.5,
+                }],
+            })
+        );
+        // A node that begins again has no negative rates.
+        let view = super::view("n1", &now, &Metrics::default(), 2.0, &BTreeMap::new());
+        assert_eq!(view["items"], json!([]));
+    }
+
+    #[test]
+    fn agents_are_at_their_nodes_internal_addresses() {
+        let node = |name: &str, kind: &str| -> Arc<Node> {
+            let status = json!({"addresses": [{"type": kind, "address": "10.0.0.1"}]});
+            Arc::new(serde_json::from_value(json!({"metadata": {"name": name}, "status": status})).unwrap())
+        };
+        let found = addresses(&[node("a", "InternalIP"), node("b", "ExternalIP")]);
+        assert_eq!(found, [("a".to_owned(), "10.0.0.1".parse().unwrap())].into());
+    }
+}
