@@ -1,6 +1,7 @@
-//! Builds the eBPF programs from source and names the object for the daemon to embed:
-//! `aya::include_bytes_aligned!(env!("SPILLWAY_EBPF_OBJECT"))`.
+//! Builds the eBPF programs from source and names the objects for the daemon to embed:
+//! `aya::include_bytes_aligned!(env!("SPILLWAY_EBPF_OBJECT"))`, and `SPILLWAY_TRACE_OBJECT` for the programs of a trace.
 
+use object::build::elf::{Builder, SectionData};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::{env, fs, io};
@@ -16,8 +17,9 @@ const BINARY: &str = "spillway";
 
 fn main() -> ExitCode {
     match build() {
-        Ok(object) => {
-            println!("cargo::rustc-env=SPILLWAY_EBPF_OBJECT={}", object.display());
+        Ok([usual, trace]) => {
+            println!("cargo::rustc-env=SPILLWAY_EBPF_OBJECT={}", usual.display());
+            println!("cargo::rustc-env=SPILLWAY_TRACE_OBJECT={}", trace.display());
             ExitCode::SUCCESS
         }
         Err(error) => {
@@ -28,7 +30,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn build() -> Result<PathBuf, String> {
+fn build() -> Result<[PathBuf; 2], String> {
     let manifest_dir = PathBuf::from(variable("CARGO_MANIFEST_DIR")?);
     let workspace = manifest_dir.parent().ok_or("egress-daemon is not in a workspace")?;
     for input in ["egress-ebpf", "egress-common", "Cargo.toml", "xtask/src/toolchain.rs"] {
@@ -38,10 +40,20 @@ fn build() -> Result<PathBuf, String> {
     println!("cargo::rerun-if-changed={}", toolchain.linker.display());
 
     let out_dir = PathBuf::from(variable("OUT_DIR")?);
-    let target_dir = target_dir(&out_dir);
+    Ok([
+        object(&toolchain, workspace, &[], &out_dir.join("spillway.bpf.o"))?,
+        object(&toolchain, workspace, &["--features", "trace"], &out_dir.join("trace.bpf.o"))?,
+    ])
+}
+
+/// Builds one object and copies it to `to`: cargo gives both the same name.
+fn object(toolchain: &Toolchain, workspace: &Path, features: &[&str], to: &Path) -> Result<PathBuf, String> {
+    let target_dir = target_dir(to);
     let output = toolchain
         .cargo("build")
-        .args(["--quiet", "--release", "--package", PACKAGE, "--bin", BINARY, "--manifest-path"])
+        .args(["--quiet", "--release", "--package", PACKAGE, "--bin", BINARY])
+        .args(features)
+        .arg("--manifest-path")
         .arg(workspace.join("Cargo.toml"))
         .arg("--target-dir")
         .arg(&target_dir)
@@ -59,8 +71,7 @@ fn build() -> Result<PathBuf, String> {
         println!("cargo::warning={line}");
     }
     let built = target_dir.join(BPF_TARGET).join("release").join(BINARY);
-    copy_if_changed(&built, &out_dir.join("spillway.bpf.o"))
-        .map_err(|error| format!("the object {} cannot be copied: {error}", built.display()))
+    copy_if_changed(&built, to).map_err(|error| format!("the object {} cannot be copied: {error}", built.display()))
 }
 
 fn variable(name: &str) -> Result<String, String> {
@@ -74,9 +85,26 @@ fn target_dir(out_dir: &Path) -> PathBuf {
     target.unwrap_or(out_dir).join("ebpf")
 }
 
+/// Takes out what only debuggers read, most of an object: it would be in the memory of every process.
+fn without_debug_info(object: &[u8]) -> io::Result<Vec<u8>> {
+    let error = |error: object::build::Error| io::Error::other(error.to_string());
+    let mut builder = Builder::read(object).map_err(error)?;
+    for section in builder.sections.iter_mut() {
+        section.delete = [&b".debug_"[..], b".rel.debug_"].iter().any(|name| section.name.starts_with(name));
+    }
+    builder.delete_orphans();
+    // LLVM has one table for the names of sections and of symbols.
+    let names = builder.sections.add();
+    names.name = b".shstrtab"[..].into();
+    (names.sh_type, names.data) = (object::elf::SHT_STRTAB, SectionData::SectionString);
+    let mut stripped = Vec::new();
+    builder.write(&mut stripped).map_err(error)?;
+    Ok(stripped)
+}
+
 /// Keeps the time stamp of an equal object, so that the daemon is not compiled again for nothing.
 fn copy_if_changed(from: &Path, to: &Path) -> io::Result<PathBuf> {
-    let object = fs::read(from)?;
+    let object = without_debug_info(&fs::read(from)?)?;
     if fs::read(to).ok().as_ref() != Some(&object) {
         fs::write(to, object)?;
     }

@@ -21,6 +21,7 @@ pub mod limits;
 pub mod port_block;
 pub mod probe;
 pub mod tcp;
+pub mod trace;
 pub mod traffic;
 pub mod transport;
 pub mod udp;

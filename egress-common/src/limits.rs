@@ -95,6 +95,10 @@ pub const COLLECT_ROUND_SHIFT: u32 = 3;
 pub const COLLECT_ALONG: u32 = 2;
 /// Time between two runs of the collector.
 pub const COLLECT_INTERVAL_NS: u64 = 25_000_000;
+/// Decisions about one packet that a trace tells of.
+pub const TRACE_STEPS: usize = 12;
+/// Packets that a trace tells of in a fifteenth of a second on one CPU. More are counted.
+pub const TRACE_PACKETS: u32 = 20;
 /// IPv6 extension headers that are walked before a packet counts as malformed.
 pub const MAX_EXTENSION_HEADERS: u32 = 6;
 

@@ -2,9 +2,10 @@
 //! of them.
 
 use anyhow::Result;
+use axum::Router;
 use egress_core::health::LeaseTimes;
 use egress_daemon::{
-    agent::{self, Agent, AgentSettings},
+    agent::{self, Agent, AgentSettings, trace::Tracer},
     config::Config,
     controller::{self, ControllerConfig, ControllerReport},
     datapath::{Pins, load::Programs},
@@ -19,6 +20,7 @@ use egress_daemon::{
         metrics::{MetricSources, MetricsServer},
         state::AgentState,
     },
+    serve::cluster,
     store::Store,
 };
 use futures::FutureExt;
@@ -78,6 +80,7 @@ pub async fn agent(
     let store = agent::while_waiting(&Pins::new(&bpffs), settings.machine.deadline, store).await?;
     let Some(store) = store? else { return Ok(lock.remove()?) };
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
+    let (tracer, traces) = Tracer::new(Pins::new(&bpffs), settings.sizes);
     let collectors = &config.flow_log.export;
     let exporters = Exporters::start(collectors, &node);
     // Policies are carried out whatever becomes of logs.
@@ -102,6 +105,7 @@ pub async fn agent(
         journal: files.sysctls(),
         source,
         publish,
+        traces,
     };
     let agent = Agent::start(options).await?;
     let log = Arc::new(Counts::default());
@@ -113,7 +117,7 @@ pub async fn agent(
         Mode::Off | Mode::Leases => None,
     };
     // The socket is a convenience: the datapath works without it.
-    let server = AdminServer::start(&files.socket(), published.clone());
+    let server = AdminServer::start(&files.socket(), published.clone(), tracer.routes());
     let _server = server.inspect_err(|error| tracing::error!("{error}")).ok();
     let stop = stop.shared();
     let (report, reports) = watch::channel(ControllerReport::default());
@@ -125,7 +129,7 @@ pub async fn agent(
         exported: [exporters.counts(), uploads.counts()],
         writes: Some(store.counts()),
     };
-    let _metrics = serve(metrics, sources).await?;
+    let _metrics = serve(metrics, sources, with_controller.then(|| store.clone())).await?;
     let controller =
         with_controller.then(|| tokio::spawn(controller::run(store, controller_config(&config), report, stop.clone())));
     agent.run(stop).await?;
@@ -137,9 +141,15 @@ pub async fn agent(
     Ok(())
 }
 
-async fn serve(metrics: Option<SocketAddr>, sources: MetricSources) -> Result<Option<MetricsServer>> {
+/// Serves metrics; where there is a controller, the page of what flows as well.
+async fn serve(
+    metrics: Option<SocketAddr>,
+    sources: MetricSources,
+    controller: Option<Store>,
+) -> Result<Option<MetricsServer>> {
+    let page = |port| controller.map_or_else(Router::new, |store| cluster::page(store, port));
     match metrics {
-        Some(address) => Ok(Some(MetricsServer::start(address, sources).await?)),
+        Some(address) => Ok(Some(MetricsServer::start(address, sources, page).await?)),
         None => Ok(None),
     }
 }
@@ -153,7 +163,7 @@ pub async fn controller(
 ) -> Result<()> {
     let (report, reports) = watch::channel(ControllerReport::default());
     let sources = MetricSources { controller: Some(reports), writes: Some(store.counts()), ..MetricSources::default() };
-    let _metrics = serve(metrics, sources).await?;
+    let _metrics = serve(metrics, sources, Some(store.clone())).await?;
     controller::run(store, controller_config(config), report, stop).await;
     Ok(())
 }

@@ -30,7 +30,10 @@ use crate::{
         packet::{ARP, IPV4, IPV6, Packet},
     },
     source::{gate, guard, steer},
-    tables::{maps, stats},
+    tables::{
+        maps, stats,
+        trace::{self, Step},
+    },
     transports::{exit, probe, send, vxlan},
 };
 use aya_ebpf::{
@@ -41,6 +44,7 @@ use aya_ebpf::{
 use egress_common::{
     V4, V6,
     config::flags,
+    trace::hook,
     verdict::{Counter, Verdict, bits},
 };
 
@@ -63,11 +67,20 @@ fn settle(pkt: &Packet, verdict: u64) -> i32 {
         bits::PROBE => probe::receive(pkt, verdict as u32),
         _ => verdict,
     };
-    match verdict >> 32 {
-        bits::LEAVE => code(exit::leave(pkt.raw(), verdict as u32)),
-        tag @ bits::SEND.. => code(send::send_to_node(pkt.raw(), verdict as u32, (tag - bits::SEND) as u32)),
-        _ => code(verdict),
-    }
+    let verdict = match verdict >> 32 {
+        bits::LEAVE => {
+            trace::note(Step::Leaves, verdict as u32, 0);
+            exit::leave(pkt.raw(), verdict as u32)
+        }
+        tag @ bits::SEND.. => {
+            let purpose = (tag - bits::SEND) as u32;
+            trace::note(Step::ToNode, verdict as u32 & 0xffff, purpose);
+            send::send_to_node(pkt.raw(), verdict as u32, purpose)
+        }
+        _ => verdict,
+    };
+    trace::end(pkt, verdict);
+    code(verdict)
 }
 
 #[inline(always)]
@@ -90,6 +103,7 @@ fn code(verdict: u64) -> i32 {
 #[classifier]
 pub fn pod_egress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
+    trace::begin(&pkt, hook::FROM_POD);
     let verdict = match (gate::frame(&pkt), pkt.protocol()) {
         (Err(counter), _) => Verdict::Drop(counter).to_bits(),
         (_, IPV4) => steer::steer::<V4>(&pkt),
@@ -110,6 +124,7 @@ pub fn pod_egress(ctx: TcContext) -> i32 {
 #[classifier]
 pub fn pod_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
+    trace::begin(&pkt, hook::TO_POD);
     let verdict = match pkt.protocol() {
         IPV4 => inbound::remember::<V4>(&pkt),
         IPV6 => inbound::remember::<V6>(&pkt),
@@ -122,6 +137,7 @@ pub fn pod_ingress(ctx: TcContext) -> i32 {
 #[classifier]
 pub fn tunnel_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
+    trace::begin(&pkt, hook::TUNNEL);
     pkt.came_in();
     settle(&pkt, tunnelled::receive(&pkt))
 }
@@ -134,6 +150,7 @@ pub fn exit_egress(ctx: TcContext) -> i32 {
     if pkt.is_noted(note::SENT) {
         return NEXT;
     }
+    trace::begin(&pkt, hook::EXIT);
     let verdict = match pkt.protocol() {
         IPV4 => guard::leaving::<V4>(&pkt),
         IPV6 => guard::leaving::<V6>(&pkt),
@@ -150,6 +167,7 @@ pub fn uplink_ingress(ctx: TcContext) -> i32 {
     if pkt.is_for_other_host() {
         return NEXT;
     }
+    trace::begin(&pkt, hook::UPLINK);
     let verdict = match pkt.protocol() {
         IPV4 => forward::reply::<V4>(&pkt),
         IPV6 => forward::reply::<V6>(&pkt),
@@ -168,6 +186,7 @@ pub fn underlay_ingress(ctx: TcContext) -> i32 {
     if pkt.is_for_other_host() {
         return NEXT;
     }
+    trace::begin(&pkt, hook::UNDERLAY);
     let verdict = match pkt.protocol() {
         IPV4 => underlay::receive::<V4>(&pkt),
         IPV6 => underlay::receive::<V6>(&pkt),
@@ -214,6 +233,7 @@ pub fn try_decapsulation(ctx: TcContext) -> i32 {
 #[classifier]
 pub fn shaper_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
+    trace::begin(&pkt, hook::SHAPER);
     settle(&pkt, shaped::receive(&pkt))
 }
 

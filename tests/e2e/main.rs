@@ -38,6 +38,7 @@ mod spread;
 mod store;
 mod subnets;
 mod support;
+mod trace;
 mod transport;
 mod untouched;
 mod whois;

@@ -283,7 +283,7 @@ impl Lab {
         let mut command = self.node(node).ns.command(binary("egressctl")?);
         command.args(arguments).arg("--bpffs").arg(self.bpffs(node)).env(STATE, self.state());
         Process::start(
-            &format!("egressctl-{}-{node}", arguments.join("-")),
+            &format!("egressctl-{}-{node}", arguments.join("-").replace('/', "_")),
             Some(node),
             command,
             &self.dir().join("logs"),

@@ -1,7 +1,10 @@
 //! Keeping the programs at their hooks, in a task of its own: a pod sends its first packet milliseconds after its
 //! interface appears, and must not find the agent busy with something else.
 
-use super::native::{self, Natives};
+use super::{
+    native::{self, Natives},
+    trace::{self, Change},
+};
 use crate::datapath::{
     attach::{AttachError, Attacher, Hook, Mode},
     load::NATIVE,
@@ -19,7 +22,7 @@ use std::{
     time::Duration,
 };
 use tokio::{
-    sync::watch,
+    sync::{mpsc, watch},
     task::{JoinHandle, block_in_place},
 };
 
@@ -67,13 +70,18 @@ pub struct Hooks {
 }
 
 impl Hooks {
-    /// Attaches, and goes on doing so as links come and go.
-    pub fn start(attacher: Attacher, links: watch::Receiver<Arc<LinkTable>>, wanted: Wanted) -> Self {
+    /// Attaches, and goes on doing so as links come and go; `traces` come and go as well.
+    pub fn start(
+        attacher: Attacher,
+        links: watch::Receiver<Arc<LinkTable>>,
+        wanted: Wanted,
+        traces: mpsc::UnboundedReceiver<Change>,
+    ) -> Self {
         let mode = attacher.mode();
         let (wanted, receiver) = watch::channel(wanted);
         let (report, errors) = watch::channel(Vec::new());
         let (saw, seen) = watch::channel(Seen::default());
-        let task = tokio::spawn(keep(attacher, links, receiver, report, saw));
+        let task = tokio::spawn(keep(attacher, links, receiver, traces, report, saw));
         Self { wanted, errors, seen, mode, task }
     }
 
@@ -137,12 +145,13 @@ async fn keep(
     mut attacher: Attacher,
     mut links: watch::Receiver<Arc<LinkTable>>,
     mut wanted: watch::Receiver<Wanted>,
+    mut traces: mpsc::UnboundedReceiver<Change>,
     report: watch::Sender<Vec<String>>,
     saw: watch::Sender<Seen>,
 ) {
     let mut verify = tokio::time::interval(VERIFY);
     let (mut lookout, mut looks) = (Lookout::default(), 0);
-    let ours = attacher.programs();
+    let mut ours = attacher.programs();
     let mut devices = Devices::open(attacher.pins()).ok();
     loop {
         let all = tokio::select! {
@@ -155,6 +164,11 @@ async fn keep(
                 Err(_) => return,
             },
             _ = verify.tick() => true,
+            Some(change) = traces.recv() => {
+                block_in_place(|| trace::carry_out(change, &mut attacher));
+                ours = attacher.programs();
+                true
+            }
         };
         let table = links.borrow_and_update().clone();
         let wanted = wanted.borrow_and_update().clone();

@@ -18,6 +18,7 @@ pub mod settings;
 mod sim;
 mod status;
 mod tell;
+pub mod trace;
 
 pub use able::while_waiting;
 pub use node::{Agent, Options};

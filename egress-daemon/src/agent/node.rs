@@ -2,6 +2,7 @@
 
 use super::{
     aside::Aside, count, facts::ObservedObjects, hooks::Hooks, owned::Owned, routes::Routes, settings::AgentSettings,
+    trace::Change,
 };
 use crate::{
     datapath::{
@@ -48,7 +49,7 @@ use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 
 /// How an agent is started.
 pub struct Options {
@@ -68,6 +69,8 @@ pub struct Options {
     pub source: String,
     /// What the agent knows is published here.
     pub publish: watch::Sender<Arc<AgentState>>,
+    /// Traces that begin and end.
+    pub traces: mpsc::UnboundedReceiver<Change>,
 }
 
 /// After how many intervals of probes every node knows that this one does not answer any more, and the next carrier has announced itself.
@@ -117,7 +120,7 @@ pub struct Agent {
 impl Agent {
     /// Attaches what needs no object, and takes over what an earlier agent left.
     pub async fn start(options: Options) -> anyhow::Result<Self> {
-        let Options { node, mut programs, store, mut settings, bpffs, journal, source, publish } = options;
+        let Options { node, mut programs, store, mut settings, bpffs, journal, source, publish, traces } = options;
         let start = Instant::now();
         settings.machine.clock = Duration::from_nanos(monotonic_ns());
         let pins = Pins::new(&bpffs);
@@ -151,7 +154,7 @@ impl Agent {
             node,
             observed,
             start,
-            hooks: Hooks::start(attacher, links.subscribe(), wanted),
+            hooks: Hooks::start(attacher, links.subscribe(), wanted, traces),
             owned: Owned::open(start).context("egress IPs cannot be announced")?,
             store,
             settings,

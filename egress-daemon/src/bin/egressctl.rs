@@ -10,6 +10,7 @@ use egress_daemon::{
         diff::{DiffOptions, UNKNOWN, diff, flows_here},
         explain::{Destination, Question},
         print::{has_seen_enough, print, show},
+        trace::{self, Peer, Remark, TraceOptions},
         views::{By, FlowFilter},
         whois::{self, Moment, WhoisOptions},
     },
@@ -75,6 +76,11 @@ enum Command {
     State,
     /// Why a flow goes where it goes: every decision of the datapath as a sentence
     Explain(ExplainArgs),
+    /// Every decision of the datapath about a pod's packets, as it happens
+    ///
+    /// For as long as it runs, the agent has programs at this node's interfaces that decide as the usual ones do and tell it. They cost the
+    /// node's traffic through Spillway some speed. The usual ones are back, without a packet lost, when this ends, however it ends.
+    Trace(TraceArgs),
     /// Who used a port of an egress IP at a time
     ///
     /// The node follows from the log of leases that every gateway keeps, also for nodes that are gone; the pod from the flows that live on
@@ -208,6 +214,22 @@ struct ExplainArgs {
     from_port: Option<u16>,
 }
 
+#[derive(Args)]
+struct TraceArgs {
+    /// The pod: NAMESPACE/NAME, or an address
+    #[arg(long, value_name = "POD")]
+    pod: String,
+    /// Packets from and to this end only: 203.0.113.7 or [2001:db8::7]:443
+    #[arg(long, value_name = "ADDR[:PORT]")]
+    to: Option<Peer>,
+    /// Stop after so many packets
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    count: Option<u64>,
+    /// Stop after so many seconds
+    #[arg(long = "for", value_name = "SECONDS", default_value = "600", value_parser = interval)]
+    duration: Duration,
+}
+
 /// A prefix, or a single address.
 fn prefix(text: &str) -> Result<IpNet, String> {
     let single = text.parse::<IpAddr>().map(IpNet::from);
@@ -249,6 +271,7 @@ fn understand(words: &[OsString]) -> Result<plugin::Understood> {
         Command::Diff(args) => return Ok(plugin::Understood::Diff { options: args.options(), output: cli.output }),
         Command::Flows(FlowArgs { pod, .. }) => pod,
         Command::Explain(ExplainArgs { pod, .. }) => Some(pod),
+        Command::Trace(TraceArgs { pod, .. }) => return Ok(plugin::Understood::Trace { pod }),
         _ => None,
     };
     Ok(plugin::Understood::OnNodes { pod, output: cli.output })
@@ -292,6 +315,7 @@ fn look(cli: Cli) -> Result<()> {
         Command::State => ctl::Command::State,
         Command::Explain(args) => ctl::Command::Explain(Question::new(&args.pod, args.to, args.from_port)),
         Command::Top(args) => return top(args, &access, cli.output),
+        Command::Trace(args) => return trace(args, &access, cli.output),
         Command::Serve { listen } => return serve::serve_node(listen, &access),
         Command::Whois(args) => {
             let WhoisArgs { seen, at, to, log } = args;
@@ -337,6 +361,26 @@ fn top(args: TopArgs, access: &ctl::NodeAccess, output: Output) -> Result<()> {
     }
 }
 
+fn trace(args: TraceArgs, access: &ctl::NodeAccess, output: Output) -> Result<()> {
+    let TraceArgs { pod, to, count, duration } = args;
+    let options = TraceOptions { pod, to, count, duration };
+    eprintln!("egressctl: loading the programs of a trace");
+    let show = |text: &str| {
+        let mut out = io::stdout();
+        out.write_all(text.as_bytes()).and_then(|()| out.flush())
+    };
+    let remark = |remark: Remark| match remark {
+        Remark::Begun => eprintln!("egressctl: tracing {} (Ctrl-C ends)", options.pod),
+        Remark::Lost(packets) => {
+            eprintln!("egressctl: {packets} packets were not told of: there were too many at once")
+        }
+    };
+    match trace::trace(&options, access, output, show, remark) {
+        Err(error) if error.downcast_ref().is_some_and(has_seen_enough) => Ok(()),
+        other => other,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -376,6 +420,7 @@ mod tests {
             "whois 192.0.2.10:43121 --at 2026-11-25T14:03:00Z --to 203.0.113.7:443",
             "whois [2001:db8::10]:43121 --log /copy",
             "top --by egress-ip --interval 0.5 -n 3 --limit 5",
+            "trace --pod prod/web-0 --to [2001:db8::7]:443 -n 5 --for 10 -o json",
             "explain --pod 10.10.0.5 --to [2001:db8::7]:443/tcp --from-port 40000",
         ] {
             let parsed = Cli::try_parse_from(std::iter::once("egressctl").chain(line.split(' ')));
@@ -392,6 +437,7 @@ mod tests {
             ("top --interval 0", "from 0.1 to 3600"),
             ("top --by ip", "egress-ip"),
             ("diff", "--filename"),
+            ("trace --pod a/b --to web:443", "203.0.113.7:443"),
             ("whois 192.0.2.10:43121 --at 14:03", "on which day"),
             ("whois 192.0.2.10", "IP:PORT"),
         ] {

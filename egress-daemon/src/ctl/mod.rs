@@ -8,6 +8,7 @@ pub mod explain;
 pub mod inventory;
 pub mod print;
 pub mod state;
+pub mod trace;
 pub mod views;
 pub mod whois;
 

@@ -104,6 +104,8 @@ pub struct Attacher {
     pins: Pins,
     mode: Mode,
     attached: BTreeMap<Hook, String>,
+    /// The programs of a trace, and the pod's interface (0: any).
+    traced: Option<(Programs, u32)>,
     /// Filters that an earlier agent has left were looked for.
     swept: bool,
 }
@@ -112,7 +114,7 @@ impl Attacher {
     /// Nothing is attached by this value yet; what an earlier agent attached goes on and is taken over by the first
     /// [`sync`](Self::sync).
     pub fn new(programs: Programs, pins: Pins, mode: Mode) -> Self {
-        Self { programs, pins, mode, attached: BTreeMap::new(), swept: false }
+        Self { programs, pins, mode, attached: BTreeMap::new(), traced: None, swept: false }
     }
 
     /// How programs are attached.
@@ -122,16 +124,40 @@ impl Attacher {
 
     /// The kernel's numbers of our programs.
     pub fn programs(&mut self) -> BTreeSet<u32> {
-        PROGRAMS.into_iter().chain(NATIVE).filter_map(|name| self.id(name)).collect()
+        let sets = std::iter::once(&mut self.programs).chain(self.traced.as_mut().map(|(programs, _)| programs));
+        sets.flat_map(|set| PROGRAMS.into_iter().chain(NATIVE).filter_map(|name| set.id(name))).collect()
     }
 
-    /// The kernel's number of a program.
-    fn id(&mut self, program: &'static str) -> Option<u32> {
-        let info = match NATIVE.contains(&program) {
-            true => self.programs.native(program).ok()?.info(),
-            false => self.programs.get(program).ok()?.info(),
-        };
-        Some(info.ok()?.id())
+    /// Has the programs of a trace where packets of the pod behind this interface pass (0: any interface), in the place of the usual ones;
+    /// `None`: no more. Until this value is dropped, at the latest.
+    pub fn trace(&mut self, traced: Option<(Programs, u32)>) -> Vec<AttachError> {
+        let before = std::mem::replace(&mut self.traced, traced);
+        let pods: Vec<u32> = [&before, &self.traced].into_iter().flatten().map(|(_, pod)| *pod).collect();
+        let concerned = |hook: &Hook| pods.iter().any(|pod| is_passed(*hook, *pod));
+        let hooks: Vec<_> = self.attached.clone().into_iter().filter(|(hook, _)| concerned(hook)).collect();
+        hooks.into_iter().filter_map(|(hook, interface)| self.attach_to(hook, interface)).collect()
+    }
+
+    /// Attaches to a hook, or says why not.
+    fn attach_to(&mut self, hook: Hook, interface: String) -> Option<AttachError> {
+        match self.attach(hook, &interface) {
+            Ok(()) => {
+                self.attached.insert(hook, interface);
+                None
+            }
+            Err(source) => {
+                self.attached.remove(&hook);
+                Some(AttachError { program: hook.0, interface, source })
+            }
+        }
+    }
+
+    /// The programs that the hook gets one of.
+    fn programs_for(&mut self, hook: Hook) -> &mut Programs {
+        match &mut self.traced {
+            Some((programs, pod)) if is_passed(hook, *pod) => programs,
+            _ => &mut self.programs,
+        }
     }
 
     /// Why this kernel does not take the programs for drivers.
@@ -163,13 +189,7 @@ impl Attacher {
             if self.attached.get(hook) == Some(interface) && (!verify || self.holds(*hook, interface)) {
                 continue;
             }
-            match self.attach(*hook, interface) {
-                Ok(()) => drop(self.attached.insert(*hook, interface.clone())),
-                Err(source) => {
-                    self.attached.remove(hook);
-                    errors.push(AttachError { program: hook.0, interface: interface.clone(), source });
-                }
-            }
+            errors.extend(self.attach_to(*hook, interface.clone()));
         }
         let gone: Vec<Hook> = self.attached.keys().filter(|h| !wanted.contains_key(*h)).copied().collect();
         self.attached.retain(|hook, _| wanted.contains_key(hook));
@@ -200,7 +220,7 @@ impl Attacher {
     /// Whether our program is still at the hook, before all others: anybody may delete a qdisc, detach a link or put another
     /// program first.
     fn holds(&mut self, (program, index): Hook, interface: &str) -> bool {
-        let Some(id) = self.id(program) else { return false };
+        let Some(id) = self.programs_for((program, index)).id(program) else { return false };
         if NATIVE.contains(&program) {
             return native::is_at(id, index);
         }
@@ -234,12 +254,26 @@ impl Attacher {
         if NATIVE.contains(&hook.0) {
             return native::attach(self.programs.native(hook.0)?, &pin, hook.1);
         }
-        let program = self.programs.get(hook.0)?;
-        match self.mode {
+        let mode = self.mode;
+        let program = self.programs_for(hook).get(hook.0)?;
+        match mode {
             Mode::Tcx => attach_tcx(program, &pin, interface, direction(hook.0)),
             Mode::Clsact => attach_filter(program, interface, direction(hook.0)),
         }
     }
+}
+
+impl Drop for Attacher {
+    fn drop(&mut self) {
+        for error in self.trace(None) {
+            tracing::warn!("{error}");
+        }
+    }
+}
+
+/// Whether packets of the pod behind this interface (0: any) pass the hook, where no driver is.
+fn is_passed((program, index): Hook, pod: u32) -> bool {
+    !NATIVE.contains(&program) && (pod == 0 || index == pod || !program.starts_with("pod_"))
 }
 
 /// Replaces the program of the pinned link, or makes and pins a link that runs before all others at the hook.

@@ -7,7 +7,7 @@ use aya::{
     programs::{SchedClassifier, TestRun as _, TestRunOptions, Xdp},
     util::KernelVersion,
 };
-use egress_common::{abi::LAYOUT_VERSION, config::flags, limits};
+use egress_common::{abi::LAYOUT_VERSION, config::flags, limits, trace::TraceFilter};
 use nix::{
     errno::Errno,
     time::{ClockId, clock_getres},
@@ -15,8 +15,9 @@ use nix::{
 use std::{fs, io, path::PathBuf, time::Duration};
 use thiserror::Error;
 
-/// The object that `build.rs` has built.
+/// The objects that `build.rs` has built: the usual one, and the one that tells what it decides.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("SPILLWAY_EBPF_OBJECT"));
+static TRACE_OBJECT: &[u8] = aya::include_bytes_aligned!(env!("SPILLWAY_TRACE_OBJECT"));
 
 /// The programs that are attached to interfaces.
 pub const PROGRAMS: [&str; 7] = [
@@ -34,6 +35,11 @@ pub const NATIVE: [&str; 2] = ["underlay_xdp", "uplink_xdp"];
 const COLLECTOR: &str = "start_collector";
 /// The ring buffer of beginnings and ends of flows.
 pub const EVENTS: &str = "FLOW_EVENTS";
+/// The ring buffer of lines that the programs of a trace tell. Nothing that only those have is pinned.
+const TRACE_LINES: &str = "AYA_LOGS";
+/// How many packets there were to tell of.
+pub const TRACE_SEEN: &str = "TRACE_SEEN";
+const TRACE_NOTES: &str = "TRACE_NOTES";
 /// The program that is run once to learn whether merged packets can be stripped.
 const DECAPSULATION: &str = "try_decapsulation";
 
@@ -49,6 +55,13 @@ pub struct Sizes {
 impl Default for Sizes {
     fn default() -> Self {
         Self { max_flows: limits::MAX_FLOWS as u32, flow_events: 0 }
+    }
+}
+
+impl Sizes {
+    /// Bytes of the buffer that is made.
+    fn events_room(self) -> u32 {
+        self.flow_events.max(limits::FLOW_EVENTS_UNUSED as u32)
     }
 }
 
@@ -193,6 +206,41 @@ fn jiffy_ns() -> Result<u64, LoadError> {
     Ok(Duration::from(step).as_nanos() as u64)
 }
 
+fn parse(object: &[u8]) -> Result<aya_obj::Object, LoadError> {
+    aya_obj::Object::parse(object).map_err(|e| LoadError::Object(e.to_string()))
+}
+
+/// Makes an object's maps, or takes those that are pinned.
+fn open(
+    bytes: &[u8],
+    object: &aya_obj::Object,
+    pins: &Pins,
+    sizes: Sizes,
+    filter: Option<&TraceFilter>,
+) -> Result<Ebpf, LoadError> {
+    let mut loader = EbpfLoader::new();
+    loader.verifier_log_level(VerifierLogLevel::STATS);
+    let own = [TRACE_LINES, TRACE_SEEN, TRACE_NOTES];
+    for name in object.maps.keys().filter(|name| !name.starts_with('.') && !own.contains(&name.as_str())) {
+        loader.map_pin_path(name, pins.map(name));
+    }
+    for name in ["FLOWS_V4", "FLOWS_V6", "REVERSE_V4", "REVERSE_V6", "ENDED_V4", "ENDED_V6"] {
+        loader.map_max_entries(name, sizes.max_flows);
+    }
+    for name in ["TICKETS_V4", "TICKETS_V6"] {
+        loader.map_max_entries(name, sizes.max_flows.saturating_mul(2));
+    }
+    loader.map_max_entries(EVENTS, sizes.events_room());
+    let log_flows = u32::from(sizes.flow_events != 0);
+    loader.override_global("LOG_FLOWS", &log_flows, true);
+    let jiffy = jiffy_ns()?;
+    loader.override_global("JIFFY_NS", &jiffy, true);
+    if let Some(filter) = filter {
+        loader.override_global("TRACE_FILTER", filter, true);
+    }
+    Ok(loader.load(bytes)?)
+}
+
 /// The loaded programs. Dropping it detaches nothing: links and maps are pinned.
 pub struct Programs {
     ebpf: Ebpf,
@@ -218,28 +266,11 @@ impl Programs {
     /// `attached` programs keep running until [`attach`](super::attach) replaces them.
     pub fn load(pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
         prepare(pins)?;
-        let object = aya_obj::Object::parse(OBJECT).map_err(|e| LoadError::Object(e.to_string()))?;
+        let object = parse(OBJECT)?;
         check_shapes(pins, &object)?;
-        let names: Vec<String> = object.maps.keys().filter(|n| !n.starts_with('.')).cloned().collect();
-        let mut loader = EbpfLoader::new();
-        loader.verifier_log_level(VerifierLogLevel::STATS);
-        for name in &names {
-            loader.map_pin_path(name, pins.map(name));
-        }
-        for name in ["FLOWS_V4", "FLOWS_V6", "REVERSE_V4", "REVERSE_V6", "ENDED_V4", "ENDED_V6"] {
-            loader.map_max_entries(name, sizes.max_flows);
-        }
-        for name in ["TICKETS_V4", "TICKETS_V6"] {
-            loader.map_max_entries(name, sizes.max_flows.saturating_mul(2));
-        }
-        let room = sizes.flow_events.max(limits::FLOW_EVENTS_UNUSED as u32);
-        let kept_events = keep_events(pins, room)?;
-        loader.map_max_entries(EVENTS, room);
-        let log_flows = u32::from(sizes.flow_events != 0);
-        loader.override_global("LOG_FLOWS", &log_flows, true);
-        let jiffy = jiffy_ns()?;
-        loader.override_global("JIFFY_NS", &jiffy, true);
-        let mut programs = Self { ebpf: loader.load(OBJECT)?, not_native: None, kept_events };
+        let kept_events = keep_events(pins, sizes.events_room())?;
+        let ebpf = open(OBJECT, &object, pins, sizes, None)?;
+        let mut programs = Self { ebpf, not_native: None, kept_events };
         for name in PROGRAMS.into_iter().chain([COLLECTOR, DECAPSULATION]) {
             programs.get(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
         }
@@ -248,9 +279,30 @@ impl Programs {
             programs.not_native = programs.not_native.or(refused);
         }
         programs.start_collector()?;
-        drop(loader);
+        drop(object);
         give_back();
         Ok(programs)
+    }
+
+    /// Loads the programs of a trace against the same maps: those of [`load`](Self::load), with the same sizes, but for drivers, that
+    /// tell of the packets that `filter` describes.
+    pub fn load_trace(pins: &Pins, sizes: Sizes, filter: &TraceFilter) -> Result<Self, LoadError> {
+        let object = parse(TRACE_OBJECT)?;
+        let ebpf = open(TRACE_OBJECT, &object, pins, sizes, Some(filter))?;
+        let mut programs = Self { ebpf, not_native: None, kept_events: true };
+        for name in PROGRAMS.into_iter().chain([COLLECTOR]) {
+            programs.get(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
+        }
+        // It sets the clock only.
+        programs.start_collector()?;
+        drop(object);
+        give_back();
+        Ok(programs)
+    }
+
+    /// The object, to take out what is not pinned.
+    pub(super) fn ebpf(&mut self) -> &mut Ebpf {
+        &mut self.ebpf
     }
 
     /// A program by its name.
@@ -265,6 +317,15 @@ impl Programs {
         let missing = || LoadError::Object(format!("it has no program {program}"));
         let program = self.ebpf.program_mut(program).ok_or_else(missing)?;
         program.try_into().map_err(|e: aya::programs::ProgramError| LoadError::Object(e.to_string()))
+    }
+
+    /// The kernel's number of a program.
+    pub fn id(&mut self, program: &'static str) -> Option<u32> {
+        let info = match NATIVE.contains(&program) {
+            true => self.native(program).ok()?.info(),
+            false => self.get(program).ok()?.info(),
+        };
+        Some(info.ok()?.id())
     }
 
     /// Why the programs for drivers cannot be used on this kernel.

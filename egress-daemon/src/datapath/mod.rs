@@ -13,6 +13,7 @@ pub mod native;
 mod rtnetlink;
 pub mod strangers;
 mod tcx;
+pub mod trace;
 pub mod write;
 
 #[cfg(test)]

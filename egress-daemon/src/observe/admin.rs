@@ -1,4 +1,4 @@
-//! The agent's local socket: `GET /state` answers with the last published [`AgentState`].
+//! The agent's local socket: `GET /state` answers with the last published [`AgentState`]. Other parts of the agent have their own paths.
 //!
 //! The socket is for root alone (mode 0600). The server only reads what was published; the client is blocking, small and
 //! bounded in time, for `egressctl`.
@@ -7,7 +7,7 @@ use super::state::AgentState;
 use axum::{Json, Router, extract::State, routing::get};
 use std::{
     fs, io,
-    io::{Read, Write},
+    io::{BufRead as _, BufReader, Read, Write},
     os::unix::{fs::PermissionsExt, net::UnixStream},
     path::{Path, PathBuf},
     sync::Arc,
@@ -40,12 +40,12 @@ pub struct AdminServer {
 }
 
 impl AdminServer {
-    /// Starts to serve on the socket. The caller holds the agent's lock, so that a socket that is there is a dead
+    /// Starts to serve on the socket, `others` as well. The caller holds the agent's lock, so that a socket that is there is a dead
     /// agent's.
-    pub fn start(path: &Path, published: Published) -> Result<Self, ServeError> {
+    pub fn start(path: &Path, published: Published, others: Router) -> Result<Self, ServeError> {
         let failed = |source| ServeError { path: path.to_path_buf(), source };
         let listener = listen(path).map_err(failed)?;
-        let routes = Router::new().route("/state", get(state)).with_state(published);
+        let routes = Router::new().route("/state", get(state)).with_state(published).merge(others);
         let mut task = JoinSet::new();
         task.spawn(async move {
             // It never returns: errors of single connections are theirs alone.
@@ -107,17 +107,45 @@ pub enum AskError {
 /// Asks the agent at the socket. Blocks for two seconds at most.
 pub fn ask(path: &Path) -> Result<AgentState, AskError> {
     let exchange = || -> io::Result<Vec<u8>> {
-        let mut stream = UnixStream::connect(path)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
-        // HTTP/1.0: the answer is not chunked, and its end is the connection's.
-        stream.write_all(b"GET /state HTTP/1.0\r\nHost: agent\r\n\r\n")?;
         let mut answer = Vec::new();
-        stream.take(LARGEST).read_to_end(&mut answer)?;
+        request(path, "/state", PATIENCE)?.take(LARGEST).read_to_end(&mut answer)?;
         Ok(answer)
     };
     let answer = exchange().map_err(|source| AskError::Silent { path: path.to_path_buf(), source })?;
     understand(&answer).map_err(|message| AskError::Answer { path: path.to_path_buf(), message })
+}
+
+/// Asks for something, of which each part comes within `patience`.
+fn request(path: &Path, what: &str, patience: Duration) -> io::Result<UnixStream> {
+    let mut stream = UnixStream::connect(path)?;
+    stream.set_read_timeout(Some(patience))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    // HTTP/1.0: the answer is not chunked, and its end is the connection's.
+    stream.write_all(format!("GET {what} HTTP/1.0\r\nHost: agent\r\n\r\n").as_bytes())?;
+    Ok(stream)
+}
+
+/// Asks the agent at the socket for lines, which go on until it or the reader ends; each comes within `patience`. An answer that is a
+/// refusal is an error with its text.
+pub fn follow(
+    path: &Path,
+    what: &str,
+    patience: Duration,
+) -> Result<impl Iterator<Item = io::Result<String>> + use<>, AskError> {
+    let silent = |source| AskError::Silent { path: path.to_path_buf(), source };
+    let mut reader = BufReader::new(request(path, what, patience).map_err(silent)?);
+    let mut line = || {
+        let mut line = String::new();
+        reader.read_line(&mut line).map(|_| line.trim_end().to_owned())
+    };
+    let status = line().map_err(silent)?;
+    while !line().map_err(silent)?.is_empty() {}
+    if status.split(' ').nth(1) == Some("200") {
+        return Ok(reader.lines());
+    }
+    let mut message = String::new();
+    reader.take(LARGEST).read_to_string(&mut message).map_err(silent)?;
+    Err(AskError::Answer { path: path.to_path_buf(), message: if message.is_empty() { status } else { message } })
 }
 
 fn understand(answer: &[u8]) -> Result<AgentState, String> {
@@ -158,7 +186,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run").join("a.sock");
         let (publish, published) = watch::channel(Arc::new(AgentState::default()));
-        let server = AdminServer::start(&path, published).unwrap();
+        let server = AdminServer::start(&path, published, Router::new()).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         assert_eq!(ask_aside(&path).await.unwrap(), AgentState::default());
         publish.send(Arc::new(example())).unwrap();
@@ -175,7 +203,7 @@ mod tests {
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         assert!(matches!(ask_aside(&path).await, Err(AskError::Silent { .. })));
         let (_publish, published) = watch::channel(Arc::new(example()));
-        let _server = AdminServer::start(&path, published).unwrap();
+        let _server = AdminServer::start(&path, published, Router::new()).unwrap();
         assert_eq!(ask_aside(&path).await.unwrap(), example());
     }
 

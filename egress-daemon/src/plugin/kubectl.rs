@@ -5,7 +5,7 @@ use std::{
     ffi::OsStr,
     io::{self, Write as _},
     path::PathBuf,
-    process::{Child, Command, Output, Stdio},
+    process::{Child, Command, ExitStatus, Output, Stdio},
     string::FromUtf8Error,
 };
 use thiserror::Error;
@@ -53,6 +53,11 @@ impl Kubectl {
         let mut command = self.command();
         command.args(["--namespace", &self.namespace]).args(arguments);
         Ok(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?)
+    }
+
+    /// Runs it in this process's place: it prints and is stopped as this is.
+    pub fn attached<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Result<ExitStatus, KubectlError> {
+        Ok(self.command().args(["--namespace", &self.namespace]).args(arguments).stdin(Stdio::null()).status()?)
     }
 
     /// Applies an object that names its namespace, if it has one.

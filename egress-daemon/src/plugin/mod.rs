@@ -151,6 +151,11 @@ pub enum Understood {
         /// How its result is printed.
         output: Output,
     },
+    /// What happens to a pod's packets on its node, until it ends.
+    Trace {
+        /// The pod.
+        pod: String,
+    },
     /// What would change in the cluster. The cluster and its context are the plugin's own.
     Diff {
         /// What is compared.
@@ -186,6 +191,7 @@ pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<Exi
         Command::Connectivity(ConnectivityCommand::Test(args)) => connectivity(&kubectl, args),
         Command::OnNodes(words) => match understand(&words).map_err(Failure::new)? {
             Understood::OnNodes { pod, output } => on_nodes(&kubectl, node, pod, output, &words),
+            Understood::Trace { pod } => follow(&kubectl, node, &pod, &words),
             Understood::Diff { options, output } => {
                 return differences(&kubectl, node, options, output)
                     .map_err(|error| Failure { error, code: ExitCode::from(UNKNOWN) });
@@ -251,15 +257,25 @@ fn on_nodes(
     words: &[OsString],
 ) -> Result<ExitCode> {
     let node = match (node, pod) {
-        (None, Some(pod)) => {
-            let node = kubectl.node_of(&pod)?;
-            Some(node.with_context(|| format!("there is no pod {pod} with a node: name the node with --node"))?)
-        }
+        (None, Some(pod)) => Some(node_of(kubectl, &pod)?),
         (node, _) => node,
     };
     let (told, failed) = ask(kubectl, &agents(kubectl, node)?, words);
     show(&together(output, &told)?)?;
     Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn node_of(kubectl: &Kubectl, pod: &str) -> Result<String> {
+    kubectl.node_of(pod)?.with_context(|| format!("there is no pod {pod} with a node: name the node with --node"))
+}
+
+/// Shows what `egressctl` says on the pod's node, as it says it.
+fn follow(kubectl: &Kubectl, node: Option<String>, pod: &str, words: &[OsString]) -> Result<ExitCode> {
+    let node = node.map_or_else(|| node_of(kubectl, pod), Ok)?;
+    let agent = agents(kubectl, Some(node))?.into_iter().next().context("no agent")?;
+    let exec = ["exec", &agent.name, "-c", "agent", "--", EGRESSCTL].map(OsString::from);
+    let status = kubectl.attached(&[&exec, words].concat())?;
+    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// The agents' pods: of one node, or of all.

@@ -6,7 +6,13 @@
 //!
 //! The stack does more on this path: it puts fragments together, whatever order they come in, and into order.
 
-use crate::{headers::packet::Packet, tables::stats};
+use crate::{
+    headers::packet::Packet,
+    tables::{
+        stats,
+        trace::{self, Step},
+    },
+};
 use egress_common::{
     config::{DatapathConfig, flags},
     verdict::{Counter, Verdict},
@@ -21,6 +27,7 @@ pub fn is_asked(config: &DatapathConfig) -> u8 {
 /// Leaves a pod's packet to the host, on the path that leads to [`guard::caught`](crate::source::guard::caught).
 #[inline(always)]
 pub fn detour(pkt: &Packet) -> Verdict {
+    trace::note(Step::Asked, 0, 0);
     pkt.ask();
     Verdict::Pass
 }

@@ -14,6 +14,7 @@ use crate::{
         family::Family,
         maps::CONFIG,
         stats,
+        trace::{self, Step},
     },
 };
 use egress_common::{
@@ -29,6 +30,7 @@ use egress_common::{
 pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
     // What `deliver` sends here is no opening of the outside, whatever the flow table says.
     if pkt.take_note(note::DELIVERED) {
+        trace::note(Step::Delivered, 0, 0);
         return Verdict::Pass;
     }
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass };
@@ -84,6 +86,7 @@ pub fn leave_alone<F: Family>(pkt: &Packet, generation: u32, key: &FlowKey<F>, e
         state,
         reserved: 0,
     };
+    trace::note(Step::Remembered, 0, 0);
     if F::inbound().insert(key, record, 0).is_ok() {
         stats::count(Counter::Untouched);
     }

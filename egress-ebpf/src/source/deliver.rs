@@ -11,7 +11,9 @@ use crate::{
         classify, datagram,
         family::Family,
         maps::{CONFIG, EGRESS_IPS},
-        stats, traffic,
+        stats,
+        trace::{self, Step},
+        traffic,
     },
     translation::rewrite::{End, Rewrite, rewrite},
     transports::{carrier, mss},
@@ -88,6 +90,7 @@ fn deliver<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4H
     let Some(reverse) = F::reverses().get_ptr_mut(&key) else { return Verdict::Drop(Counter::DropNoReverse) };
     // SAFETY: changed in place only by single stores.
     let r = unsafe { &mut *reverse };
+    trace::answer::<F>(&key, &r.pod);
     if r.state & tcp::seen::CONFIRMED == 0 {
         return Verdict::Drop(Counter::DropNotConfirmed);
     }
@@ -129,6 +132,7 @@ fn deliver<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4H
     if rewrite(pkt, ip, &rewriting).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
+    trace::note(Step::Answer, r.egress, u16::from_be(r.pod_port) as u32);
     traffic::received(r.account, pkt);
     translated::into_pod(pkt, to.ifindex, &to.macs)
 }

@@ -17,6 +17,7 @@ use crate::{
         family::Family,
         maps::{CONFIG, EGRESS_IPS, UPLINKS},
         stats,
+        trace::{self, Step},
     },
     transports::probe,
 };
@@ -132,6 +133,7 @@ pub fn caught<F: Family>(pkt: &Packet) -> u64 {
         }
         let Some(taken) = table::taken(&key, flow) else { return Verdict::Drop(Counter::DropUnknownFlow).to_bits() };
         if taken.pending != 0 {
+            trace::note(Step::Confirmed, 0, 0);
             table::confirm::<F>(&key, flow);
             stats::count(Counter::FirewallPassed);
         }

@@ -17,7 +17,9 @@ use crate::{
         datagram,
         family::Family,
         maps::{CONFIG, EGRESS_IPS},
-        share, stats, traffic,
+        share, stats,
+        trace::{self, Step},
+        traffic,
     },
     transports::{carrier, large},
 };
@@ -66,19 +68,26 @@ pub fn steer<F: Family>(pkt: &Packet) -> u64 {
                 UNKNOWN => Verdict::Drop(Counter::DropSevered).to_bits(),
                 verdict => verdict,
             },
-            QUOTES => icmp::once::outgoing::<F>(pkt),
+            QUOTES => {
+                trace::note(Step::Quotes, 0, 0);
+                icmp::once::outgoing::<F>(pkt)
+            }
             verdict => verdict,
         },
         verdict => verdict,
     };
     if verdict == GATHER {
+        trace::note(Step::Fragment, 0, 0);
         return match fragment::once::gather::<F>(pkt) {
             fragment::GO_ON => Verdict::Drop(Counter::DropFragment).to_bits(),
             verdict => verdict,
         };
     }
     match verdict >> 32 {
-        large::ANSWER => large::once::answer::<F>(pkt, verdict as u32),
+        large::ANSWER => {
+            trace::note(Step::TooLarge, verdict as u32, 0);
+            large::once::answer::<F>(pkt, verdict as u32)
+        }
         service::LOOK => service::once::unless_own::<F>(pkt, verdict as u32),
         _ => verdict,
     }
@@ -131,7 +140,11 @@ pub fn established<F: Family>(pkt: &Packet) -> u64 {
     }
     let key = key::of_pod(&ip, &t);
     let Some(flow) = F::flows().get_ptr_mut(&key) else {
-        return if inbound::is_known::<F>(pkt, config, &t, &key) { Verdict::Pass.to_bits() } else { UNKNOWN };
+        if !inbound::is_known::<F>(pkt, config, &t, &key) {
+            return UNKNOWN;
+        }
+        trace::note(Step::LeftAlone, 0, 0);
+        return Verdict::Pass.to_bits();
     };
     // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
     match known::<F>(pkt, config, &ip, &t, &key, unsafe { &mut *flow }) {
@@ -181,6 +194,7 @@ fn known<F: Family>(
         match recheck::check::<F>(config, key, flow, opening) {
             Check::Keep => {}
             Check::Anew => {
+                trace::note(Step::Anew, 0, 0);
                 forget::<F>(key, flow);
                 return Known::Unknown;
             }
@@ -188,6 +202,7 @@ fn known<F: Family>(
         }
     }
     let Some(taken) = taken(key, flow) else { return Known::Unknown };
+    trace::note(Step::Flow, flow.policy as u32, 0);
     let now = now_tick();
     if flow.last_seen != now {
         flow.last_seen = now;
@@ -227,13 +242,18 @@ fn unknown<F: Family>(
 ) -> Result<(), Verdict> {
     let generation = recheck::generation(config);
     let (index, endpoint) = match classify::classify(config, ip.src, ip.dst) {
-        Class::Outside(class) => return Err(service::left(pkt, t, class, ip.dst)),
+        Class::Outside(class) => {
+            trace::note(if class == 0 { Step::Unselected } else { Step::Elsewhere }, 0, 0);
+            return Err(service::left(pkt, t, class, ip.dst));
+        }
         Class::Held => return Err(Verdict::Drop(Counter::DropHeld)),
         Class::Policy(index, endpoint) => (index, endpoint),
     };
     if inbound::is_of::<F>(pkt, config, generation, t, key, &endpoint) {
+        trace::note(Step::LeftAlone, 0, 0);
         return Err(Verdict::Pass);
     }
+    trace::note(Step::Policy, index, 0);
     let Some(policy) = classify::policy::<F>(index) else { return Err(Verdict::Drop(Counter::DropNoPolicy)) };
     match t.kind {
         Kind::Tcp if t.opens() => {}
@@ -248,7 +268,11 @@ fn unknown<F: Family>(
         Kind::Other | Kind::Error => return Err(Verdict::Drop(Counter::DropProtocol)),
     }
     if policy.table_len == 0 {
-        return Err(if policy.leaves_as_node() { Verdict::Pass } else { Verdict::Drop(Counter::DropNoGateway) });
+        if policy.leaves_as_node() {
+            trace::note(Step::AsNode, 0, 0);
+            return Err(Verdict::Pass);
+        }
+        return Err(Verdict::Drop(Counter::DropNoGateway));
     }
     if share::is_used_up::<F>(config, endpoint.id) {
         return Err(Verdict::Drop(Counter::DropPodShare));
@@ -331,6 +355,7 @@ fn open<F: Family>(
         pending,
     };
     flow.seal(key);
+    trace::note(Step::Opened, flow.egress, u16::from_be(flow.port) as u32);
     commit::<F>(key, &flow)
 }
 

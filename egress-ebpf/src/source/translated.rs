@@ -10,7 +10,9 @@ use crate::{
     tables::{
         family::Family,
         maps::{EGRESS_IPS, NODES},
-        stats, traffic,
+        stats,
+        trace::{self, Step},
+        traffic,
     },
     translation::rewrite::{End, Rewrite, rewrite},
     transports::{carrier, large, mss, send, shaper},
@@ -35,6 +37,7 @@ pub fn send<F: Family>(
     let (egress, port) = (flow.egress, flow.port);
     // The stack answers "time exceeded"; such a packet does not leave the node.
     if hop && ip.hop_limit <= 1 {
+        trace::note(Step::Expires, 0, 0);
         return Verdict::Pass;
     }
     let Some(e) = EGRESS_IPS.get(egress) else { return Verdict::Drop(Counter::DropNoOwner) };
@@ -55,6 +58,7 @@ pub fn send<F: Family>(
     if rewrite(pkt, ip, &r).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
+    trace::note(Step::Translated, egress, u16::from_be(port) as u32);
     hand_over(pkt, egress, e, to, entropy)
 }
 

@@ -8,4 +8,5 @@ pub mod family;
 pub mod maps;
 pub mod share;
 pub mod stats;
+pub mod trace;
 pub mod traffic;

@@ -59,10 +59,14 @@ fn ebpf_lints() -> Outcome {
     if !toolchain.rust.bin_dir().join("cargo-clippy").exists() {
         return Ok(Some("the toolchain that compiles the eBPF programs has no clippy (Debian: rust-web-clippy)"));
     }
-    let mut command = toolchain.cargo("clippy");
-    command.args(["--release", "--package", "egress-ebpf", "--target-dir"]).arg(workspace::target_dir().join("ebpf"));
-    command.args(["--", "-D", "warnings"]).current_dir(workspace::root());
-    progress::run("lints of the eBPF programs", &mut command).map(|()| None)
+    for features in [&[][..], &["--features", "trace"]] {
+        let mut command = toolchain.cargo("clippy");
+        command.args(["--release", "--package", "egress-ebpf"]).args(features).arg("--target-dir");
+        command.arg(workspace::target_dir().join("ebpf"));
+        command.args(["--", "-D", "warnings"]).current_dir(workspace::root());
+        progress::run("lints of the eBPF programs", &mut command)?;
+    }
+    Ok(None)
 }
 
 fn licences() -> Outcome {

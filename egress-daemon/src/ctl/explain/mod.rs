@@ -6,6 +6,7 @@ mod slots;
 #[cfg(test)]
 mod tests;
 
+pub(super) use question::addresses;
 pub use question::{Destination, Protocol, Question, QuestionError};
 
 use super::{

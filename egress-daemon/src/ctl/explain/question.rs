@@ -159,17 +159,23 @@ impl Question {
             let families = || QuestionError::Families { pod: self.pod.clone(), to: self.to };
             return Some(ip).filter(same_family).ok_or_else(families);
         }
-        let pods = dump.endpoints();
-        let mut addresses = pods.iter().filter(|(id, _)| dump.endpoint_name(**id) == self.pod).peekable();
-        if addresses.peek().is_none() {
-            let names: BTreeSet<String> = pods.keys().map(|id| dump.endpoint_name(*id)).collect();
-            let mut known = names.iter().take(NAMED).cloned().collect::<Vec<_>>().join(", ");
-            if names.len() > NAMED {
-                known += ", ...";
-            }
-            return Err(QuestionError::NoPod { pod: self.pod.clone(), known: Some(known).filter(|k| !k.is_empty()) });
-        }
-        let ip = addresses.flat_map(|(_, (_, ips))| ips).copied().find(same_family);
+        let ip = addresses(dump, &self.pod)?.into_iter().find(same_family);
         ip.ok_or_else(|| QuestionError::NoAddress { pod: self.pod.clone(), to: self.to })
     }
+}
+
+/// The addresses of a pod of this node, by `namespace/name`.
+pub(in crate::ctl) fn addresses(dump: &Dump, pod: &str) -> Result<Vec<IpAddr>, QuestionError> {
+    let pods = dump.endpoints();
+    let named = pods.iter().filter(|(id, _)| dump.endpoint_name(**id) == pod);
+    let found: Vec<IpAddr> = named.flat_map(|(_, (_, ips))| ips).copied().collect();
+    if !found.is_empty() {
+        return Ok(found);
+    }
+    let names: BTreeSet<String> = pods.keys().map(|id| dump.endpoint_name(*id)).collect();
+    let mut known = names.iter().take(NAMED).cloned().collect::<Vec<_>>().join(", ");
+    if names.len() > NAMED {
+        known += ", ...";
+    }
+    Err(QuestionError::NoPod { pod: pod.to_owned(), known: Some(known).filter(|k| !k.is_empty()) })
 }

@@ -28,6 +28,7 @@ mod rig;
 mod scenes;
 mod tables;
 mod talk;
+mod trace;
 mod traffic;
 mod transports;
 mod write;

@@ -18,7 +18,7 @@ use super::{
 };
 use crate::datapath::load::{Programs, Sizes};
 use aya::programs::{TestRun as _, TestRunOptions};
-use egress_common::{abi::TICK_SHIFT, verdict::Counter};
+use egress_common::{abi::TICK_SHIFT, net, trace::TraceFilter, verdict::Counter};
 use egress_core::encode::NodeView;
 use std::{
     collections::BTreeMap,
@@ -311,9 +311,24 @@ fn number(name: &str) -> Option<u64> {
 
 #[test]
 fn random_interleavings_keep_the_rules_of_a_reference_nat() {
+    walk("model", STEPS, |_| {});
+}
+
+/// One of two CPUs runs the programs that tell what they decide.
+#[test]
+fn the_programs_of_a_trace_keep_the_same_rules() {
+    let filter = TraceFilter { v4: net::v4(PODS[0][0].parse().unwrap()), ..TraceFilter::NONE };
+    walk("model-trace", STEPS / 20, |world| {
+        let sizes = Sizes { max_flows: 4096, ..Sizes::default() };
+        world.rig.programs = Programs::load_trace(world.rig.pins(), sizes, &filter).unwrap();
+    });
+}
+
+/// Steps from the first episode on; the test of this name has the programs that it wants.
+fn walk(test: &str, steps: usize, prepare: impl FnOnce(&mut NatFixture)) {
     // Interfaces of its own, whatever this machine has.
     if !nix::unistd::geteuid().is_root() {
-        return drop(Rig::new("model", &scene()));
+        return drop(Rig::new(test, &scene()));
     }
     nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
     let ip = |args: &[&str]| assert!(Command::new("ip").args(args).status().unwrap().success());
@@ -326,14 +341,15 @@ fn random_interleavings_keep_the_rules_of_a_reference_nat() {
             nix::net::if_::if_nametoindex(name.as_str()).unwrap()
         })
         .collect();
-    let Some(rig) = Rig::new("model", &view(0, false, &interfaces)) else { return };
+    let Some(rig) = Rig::new(test, &view(0, false, &interfaces)) else { return };
     let tables = FlowTables::open(rig.pins());
     let others = Programs::load(rig.pins(), Sizes { max_flows: 4096, ..Sizes::default() }).unwrap();
     let (nat, datagrams) = (Nat::default(), Datagrams::default());
     let mut world = NatFixture { rig, tables, interfaces, others, nat, datagrams, wire: Wire::open() };
+    prepare(&mut world);
     let mut seed = number("SPILLWAY_MODEL_SEED").unwrap_or(1);
     let alone = std::env::var_os("SPILLWAY_MODEL_SEED").map(|_| 1);
-    let steps = number("SPILLWAY_MODEL_STEPS").map(|n| n as usize).or(alone).unwrap_or(STEPS);
+    let steps = number("SPILLWAY_MODEL_STEPS").map(|n| n as usize).or(alone).unwrap_or(steps);
     let (mut done, mut stalls) = (0, 0);
     while done < steps {
         let mut random = Random(seed);

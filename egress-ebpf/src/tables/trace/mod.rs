@@ -1,0 +1,81 @@
+//! What the programs decide about the packets of one pod, told in sentences: `egressctl trace`.
+//!
+//! Only in a build of its own (feature `trace`), which takes the place of the usual programs while somebody looks. In the usual
+//! one all of this is nothing. The programs note their decisions in memory of the CPU, which takes no room on their stacks, and the end of
+//! the entry point tells them.
+
+#[cfg(feature = "trace")]
+mod notes;
+#[cfg(feature = "trace")]
+mod tell;
+
+#[cfg(feature = "trace")]
+pub use notes::{answer, begin, end, note};
+#[cfg(not(feature = "trace"))]
+pub use usual::{answer, begin, end, note};
+
+/// A decision. It has two numbers with it.
+#[cfg_attr(not(feature = "trace"), allow(dead_code, reason = "nobody reads them in the usual build"))]
+#[derive(Clone, Copy)]
+#[repr(u32)]
+pub enum Step {
+    /// A flow of the table has it. Its policy.
+    Flow = 1,
+    /// The tables have changed, and its flow is not to be gone on with.
+    Anew,
+    /// No policy selects its sender.
+    Unselected,
+    /// No policy of its sender has the destination.
+    Elsewhere,
+    /// There is no flow yet. The policy.
+    Policy,
+    /// A flow is opened. Index of its egress IP, and its port.
+    Opened,
+    /// The host's firewall and routes are asked.
+    Asked,
+    /// They have let it pass.
+    Confirmed,
+    /// Its source changes. Index of the egress IP, and the port.
+    Translated,
+    /// It goes on with what the outside opened, or with what is older than the policy.
+    LeftAlone,
+    /// What answers it will be left alone.
+    Remembered,
+    /// Its hop limit ends here.
+    Expires,
+    /// The policy lets its pods leave with the node's address while it has no gateway.
+    AsNode,
+    /// It is a fragment before the first one.
+    Fragment,
+    /// It is an ICMP error.
+    Quotes,
+    /// It is too large. What fits.
+    TooLarge,
+    /// It answers a flow of the pod. Index of the egress IP, and the pod's port.
+    Answer,
+    /// It has been translated on its way here.
+    Delivered,
+    /// To another node. Its index, and what for ([`purpose`](egress_common::verdict::purpose)).
+    ToNode,
+    /// Out, here. Index of the egress IP.
+    Leaves,
+}
+
+#[cfg(not(feature = "trace"))]
+mod usual {
+    use super::Step;
+    use crate::{headers::packet::Packet, tables::family::Family};
+    use egress_common::flow::FlowKey;
+
+    #[inline(always)]
+    pub fn begin(_: &Packet, _: u32) {}
+
+    #[inline(always)]
+    pub fn note(_: Step, _: u32, _: u32) {}
+
+    #[inline(always)]
+    pub fn answer<F: Family>(_: &FlowKey<F>, _: &F) {}
+
+    #[inline(always)]
+    pub fn end(_: &Packet, _: u64) {}
+}

@@ -1,0 +1,126 @@
+//! `egressctl trace`: what is told, and that looking changes nothing.
+
+use anyhow::Result;
+use lab::process::Process;
+use lab::traffic::{UdpClients, UdpOptions, UdpServer};
+use lab::{Capture, Family, Lab, Pod, Server, wait_for, wait_until};
+
+use crate::support::{PATIENCE, QUIET, calm, egress, sources, web_pod};
+
+/// The kernel's numbers of the `pod_egress` programs of `worker1`'s agent that are at an interface.
+fn attached(lab: &Lab) -> Result<Vec<u64>> {
+    let state = lab.egressctl("worker1", &["state"])?;
+    let programs = state["programs"].as_array().cloned().unwrap_or_default();
+    let at_a_pod = programs
+        .iter()
+        .filter(|one| one["name"] == "pod_egress" && one["attached"].as_array().is_some_and(|a| !a.is_empty()));
+    Ok(at_a_pod.filter_map(|one| one["id"].as_u64()).collect())
+}
+
+/// Starts a trace of the pod, which is in force when this returns.
+fn trace(lab: &Lab, arguments: &[&str]) -> Result<Process> {
+    let mut tool = lab.start_egressctl("worker1", &[&["trace", "--pod", "default/web"], arguments].concat())?;
+    let begun = |tool: &mut Process| Ok(tool.log().contains("tracing default/web") || !tool.alive()?);
+    wait_for("the trace has begun", PATIENCE, || begun(&mut tool))?;
+    anyhow::ensure!(tool.alive()?, "{}", tool.log());
+    Ok(tool)
+}
+
+/// Questions from the pod to the server in both families, and the answers.
+fn stream(pod: &Pod, server: &Server) -> Result<(UdpServer, Vec<UdpClients>)> {
+    let answering = UdpServer::start(&server.ns, &server.ips.both(53))?;
+    let start = |family| UdpClients::start(&pod.ns, server.ips.at(family, 53), 10, UdpOptions::default());
+    Ok((answering, Family::BOTH.into_iter().map(start).collect::<Result<_>>()?))
+}
+
+/// Nothing was lost of what was asked.
+fn all_answered(flows: &[UdpClients]) -> Result<()> {
+    flows.iter().for_each(|flows| flows.set_sending(false));
+    for flows in flows {
+        for one in flows.wait("quiet", PATIENCE, |all| all.iter().all(|one| one.last_arrival.elapsed() > QUIET))? {
+            assert_eq!((one.sent, one.corrupted), (one.received, 0), "{one:?}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn trace_tells_every_decision_and_neither_it_nor_its_sudden_end_loses_a_packet() {
+    lab::require_root!();
+    Lab::builder().workers(1).alone().run(|lab| {
+        let (pod, server) = web_pod(lab, &[10])?;
+        let usual = attached(lab)?;
+        assert_eq!(usual.len(), 1);
+        let capture = Capture::start(&server.ns, "eth0")?;
+        let (_answering, flows) = stream(&pod, &server)?;
+        for family in Family::BOTH {
+            let target = server.ips.ip(family).to_string();
+            let mut tool = trace(lab, &["--to", &target])?;
+            assert_ne!(attached(lab)?, usual);
+            let address = egress(family, &[10])[0];
+            let opened = format!(" of {address}");
+            // A new connection, and what the outside says to it.
+            let told = wait_until(
+                "a connection is told of",
+                PATIENCE,
+                || sources(&pod.ns, &server, family, 1).map(|_| tool.log()),
+                |log| {
+                    [
+                        "policy web has the pod and the destination",
+                        "a flow is opened, with port",
+                        &opened,
+                        "it goes to node gw",
+                    ]
+                    .iter()
+                    .chain(&[
+                        "it answers a flow of the pod: its destination becomes the pod",
+                        "from the pod:",
+                        "to the pod:",
+                    ])
+                    .all(|part| log.contains(part))
+                },
+            )?;
+            assert!(!told.contains('<'), "a number without a name: {told}");
+            let busy = lab.egressctl_text("worker1", &["trace", "--pod", "default/web"]).unwrap_err();
+            assert!(format!("{busy:#}").contains("one at a time"), "{busy:#}");
+            tool.kill()?;
+            wait_until("the usual programs are back", PATIENCE, || attached(lab), |now| *now == usual)?;
+        }
+        // It stops by itself.
+        let text =
+            lab.egressctl_text("worker1", &["trace", "--pod", &pod.ips.v4.to_string(), "-n", "3", "-o", "json"])?;
+        assert_eq!(text.lines().filter(|line| serde_json::from_str::<serde_json::Value>(line).is_ok()).count(), 3);
+        wait_until("the usual programs are back", PATIENCE, || attached(lab), |now| *now == usual)?;
+        all_answered(&flows)?;
+        let seen = capture.finish()?;
+        for family in Family::BOTH {
+            let strangers = seen.strangers_towards(server.ips.ip(family), &egress(family, &[10]));
+            assert!(strangers.is_empty(), "{strangers:?}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn trace_ends_with_its_agent_and_the_next_one_has_the_usual_programs() {
+    lab::require_root!();
+    Lab::builder().workers(1).run(|lab| {
+        let (pod, server) = web_pod(lab, &[10])?;
+        let (_answering, flows) = stream(&pod, &server)?;
+        for gently in [true, false] {
+            let mut tool = trace(lab, &[])?;
+            let traced = attached(lab)?;
+            match gently {
+                true => lab.agent("worker1").terminate()?,
+                false => lab.agent("worker1").kill()?,
+            }
+            wait_for("the trace has ended", PATIENCE, || Ok(!tool.alive()?))?;
+            assert!(tool.log().contains("the trace with it"), "{}", tool.log());
+            // Who is told to end puts the usual ones back; who dies leaves that to the next.
+            assert_eq!(attached(lab)? != traced, gently);
+            lab.start_agent("worker1", &calm())?;
+            wait_until("usual programs", PATIENCE, || attached(lab), |now| now.len() == 1 && *now != traced)?;
+        }
+        all_answered(&flows)
+    });
+}
