@@ -2,7 +2,7 @@
 
 use super::{
     CheckLine, CheckStatus,
-    judge::{bad, ok, version},
+    judge::{TESTED, bad, of_kernel, ok, version},
     pre::{ClusterFacts, NodeFacts},
 };
 use crate::{config::Config, ctl::print::first_of};
@@ -10,8 +10,6 @@ use std::net::IpAddr;
 
 /// The oldest Kubernetes (`kubeVersion` of the chart).
 const KUBERNETES: (u32, u32) = (1, 32);
-/// The oldest kernel with which everything is tested.
-const LINUX: (u32, u32) = (6, 1);
 /// What the image is built for.
 const ARCHITECTURES: [&str; 2] = ["amd64", "arm64"];
 /// So many names stand in a line; the rest is a number.
@@ -63,18 +61,20 @@ fn nodes(facts: &ClusterFacts) -> Vec<CheckLine> {
         }
         bad(check, status, format!("{found}: {}", first_of(&wrong, NAMES)), remedy)
     };
-    let old = linux.iter().filter(|node| version(&node.release).is_none_or(|found| found < LINUX));
-    let old: Vec<String> = old.map(|node| format!("{} ({})", node.name, node.release)).collect();
+    let judged = linux.iter().map(|node| (of_kernel(&node.release), node));
+    let old: Vec<_> = judged.filter(|(status, _)| *status != CheckStatus::Ok).collect();
+    let worst = old.iter().map(|(status, _)| *status).max().unwrap_or(CheckStatus::Ok);
+    let old = old.into_iter().map(|(_, node)| format!("{} ({})", node.name, node.release)).collect();
     let foreign = linux.iter().filter(|node| !ARCHITECTURES.contains(&node.architecture.as_str()));
     let other = facts.nodes.iter().filter(|node| node.system != "linux");
     let mut lines = vec![
         line(
             "kernel",
             old,
-            format!("all of {} nodes have Linux {}.{} or later", linux.len(), LINUX.0, LINUX.1),
-            &format!("older than Linux {}.{}", LINUX.0, LINUX.1),
-            CheckStatus::Fail,
-            "upgrade these nodes; pods on them would not be carried out policies for",
+            format!("all of {} nodes have Linux {}.{} or later", linux.len(), TESTED.0, TESTED.1),
+            &format!("older than Linux {}.{}, the oldest that was tried", TESTED.0, TESTED.1),
+            worst,
+            "upgrade these nodes; policies may not be carried out for pods on them",
         ),
         line(
             "architecture",

@@ -8,7 +8,9 @@ use crate::{
 use egress_core::network::xdp::{self, Driver, Xdp};
 
 /// `bpf_loop`, which the programs use, came with this kernel.
-const OLDEST: (u32, u32) = (5, 17);
+const POSSIBLE: (u32, u32) = (5, 17);
+/// The oldest kernel with which everything is tested.
+pub(super) const TESTED: (u32, u32) = (6, 1);
 /// TCX came with this kernel.
 const TCX: (u32, u32) = (6, 6);
 /// Ports of other tunnels, with who uses them.
@@ -60,21 +62,24 @@ pub(super) fn version(release: &str) -> Option<(u32, u32)> {
     Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
 }
 
+/// What is thought of a kernel.
+pub(super) fn of_kernel(release: &str) -> CheckStatus {
+    match version(release) {
+        Some(found) if found >= TESTED => CheckStatus::Ok,
+        Some(found) if found < POSSIBLE => CheckStatus::Fail,
+        _ => CheckStatus::Warn,
+    }
+}
+
 fn kernel(facts: &HostFacts) -> CheckLine {
-    match version(&facts.release) {
-        Some(found) if found >= OLDEST => ok("kernel", format!("Linux {}", facts.release)),
-        Some(_) => bad(
-            "kernel",
-            CheckStatus::Fail,
-            format!("Linux {} cannot run the programs (no bpf_loop)", facts.release),
-            format!("boot Linux {}.{} or later", OLDEST.0, OLDEST.1),
-        ),
-        None => bad(
-            "kernel",
-            CheckStatus::Warn,
-            format!("the version {:?} is not understood", facts.release),
-            format!("see that it is Linux {}.{} or later", OLDEST.0, OLDEST.1),
-        ),
+    let release = &facts.release;
+    let remedy = format!("boot Linux {}.{} or later", TESTED.0, TESTED.1);
+    match of_kernel(release) {
+        CheckStatus::Ok => ok("kernel", format!("Linux {release}")),
+        status @ CheckStatus::Fail => {
+            bad("kernel", status, format!("Linux {release} cannot run the programs (no bpf_loop)"), remedy)
+        }
+        status => bad("kernel", status, format!("Spillway was never tried with Linux {release}"), remedy),
     }
 }
 
@@ -355,7 +360,7 @@ mod tests {
     #[test]
     fn kernels_are_compared_as_numbers() {
         let status = |release: &str| of(&HostFacts { release: release.into(), ..good() }, "kernel").status;
-        assert_eq!(status("5.17.0"), CheckStatus::Ok);
+        assert_eq!(status("5.17.0"), CheckStatus::Warn);
         assert_eq!(status("5.9.12-300.fc33"), CheckStatus::Fail);
         assert_eq!(status("6.1.0-18-amd64"), CheckStatus::Ok);
         assert_eq!(status("10.0-rc1"), CheckStatus::Ok);

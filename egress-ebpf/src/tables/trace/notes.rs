@@ -108,11 +108,13 @@ fn head<F: Family>(pkt: &Packet, n: &mut Notes) {
     n.shown = wanted as u32;
 }
 
-/// Whether the address is the pod's.
+/// Whether the address is the pod's. That of a pod without one is zero, and nobody's.
 #[inline(always)]
 fn is_pod<F: Family>(filter: &TraceFilter, address: F) -> bool {
     let words = address.as_ref();
-    if F::VERSION == 4 {
+    if F::never_leaves(address) {
+        false
+    } else if F::VERSION == 4 {
         words[0] == filter.v4[0]
     } else {
         words[0] == filter.v6[0] && words[1] == filter.v6[1] && words[2] == filter.v6[2] && words[3] == filter.v6[3]
