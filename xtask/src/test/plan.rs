@@ -18,8 +18,17 @@ pub const THREADS: &str = "4";
 /// The modes in which they run once more. In the lab the transport `Auto` comes to `direct`, and `xdp: Auto` to TC.
 const OTHER_MODES: [TestMode; 3] = [TestMode::Transport("vxlan"), TestMode::Transport("device"), TestMode::Xdp];
 /// Their modules in which the transport matters.
-const DEPENDING_ON_TRANSPORT: [&str; 8] =
-    ["exits::", "failover::", "host_rules::", "policies::", "ports::", "protocols::", "restart::", "slots::"];
+const DEPENDING_ON_TRANSPORT: [&str; 9] = [
+    "exits::",
+    "failover::",
+    "host_rules::",
+    "policies::",
+    "ports::",
+    "protocols::",
+    "restart::",
+    "slots::",
+    "trace::",
+];
 /// Those of `--quick`: a pod's packets leave as they should, and come back; policies and slots change.
 const QUICK: [&str; 3] = ["exits::", "protocols::", "slots::"];
 
@@ -148,7 +157,8 @@ mod tests {
 
     #[test]
     fn unit_tests_come_first_and_end_to_end_tests_run_with_every_transport() {
-        let once_more = ["vxlan", "device", "xdp"].map(|mode| format!("tests/spillway by {mode} 8"));
+        let once_more =
+            ["vxlan", "device", "xdp"].map(|mode| format!("tests/spillway by {mode} {}", DEPENDING_ON_TRANSPORT.len()));
         let labs = [&["tests/spillway".to_owned()][..], &once_more, &["tests/cluster".to_owned()]].concat();
         assert_eq!(plan(&[]), [&["egress-core".to_owned(), "tests".to_owned()][..], &labs].concat());
         assert_eq!(plan(&["--e2e"]), labs);
