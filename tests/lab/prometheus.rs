@@ -1,6 +1,7 @@
 //! A Prometheus of Debian's package in a namespace of the lab, with the alerts that Spillway ships.
 
 use std::fs;
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
@@ -51,14 +52,18 @@ impl Prometheus {
     pub fn start(lab: &mut Lab, own: Dual, targets: &[Target], rules: &str) -> Result<Prometheus> {
         let ns = lab.role_namespace(NAME)?;
         lab.join_underlay(&ns, NAME, own)?;
-        let dir = lab.dir().join(NAME);
-        fs::create_dir_all(&dir)?;
+        Prometheus::start_in(ns, &lab.dir().join(NAME), targets, rules)
+    }
+
+    /// The same in a namespace from which the targets are reached, with its files in `dir`.
+    pub fn start_in(ns: NetNs, dir: &Path, targets: &[Target], rules: &str) -> Result<Prometheus> {
+        fs::create_dir_all(dir)?;
         fs::write(dir.join("rules.yml"), shortened(rules)?)?;
         fs::write(dir.join("prometheus.yml"), config(targets).to_string())?;
         let mut command = ns.command(NAME);
         command.arg("--config.file").arg(dir.join("prometheus.yml"));
         command.arg("--storage.tsdb.path").arg(dir.join("data")).arg("--web.listen-address=127.0.0.1:9090");
-        let process = Process::start(NAME, None, command, &lab.dir().join("logs"))?;
+        let process = Process::start(NAME, None, command, dir)?;
         let prometheus = Prometheus { ns, _process: process };
         wait_for("Prometheus answers", START, || Ok(prometheus.get("alerts").is_ok()))?;
         Ok(prometheus)

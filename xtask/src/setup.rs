@@ -66,7 +66,9 @@ pub enum Scope {
     Build,
     /// Also what the lab's network namespaces and the end-to-end tests run.
     Lab,
-    /// Also the routers of the end-to-end tests.
+    /// Also what the whole demo shows alerts with.
+    Demo,
+    /// Also that and the routers of the end-to-end tests.
     Tests,
     /// Also a browser.
     Page,
@@ -91,9 +93,11 @@ enum Gap {
 /// The programs that the lab, the tests and the README call.
 const PROGRAMS: [(&str, &str); 3] = [("ip", "iproute2"), ("nft", "nftables"), ("bpftool", "bpftool")];
 
-/// What only tests run: BGP speakers, a Prometheus, and a collector of IPFIX.
-const TESTED_WITH: [(&str, &str); 4] =
-    [("vtysh", "frr"), ("bird", "bird2"), ("prometheus", "prometheus"), ("nfcapd", "nfdump")];
+/// What only tests run: BGP speakers, and a collector of IPFIX.
+const TESTED_WITH: [(&str, &str); 3] = [("vtysh", "frr"), ("bird", "bird2"), ("nfcapd", "nfdump")];
+
+/// What fires alerts, and asks it which.
+const ALERTING: [(&str, &str); 2] = [("prometheus", "prometheus"), ("curl", "curl")];
 
 /// A browser, and what drives it.
 const BROWSER: [(&str, &str); 3] = [("chromium", "chromium"), ("chromedriver", "chromium-driver"), ("curl", "curl")];
@@ -155,6 +159,9 @@ fn survey(scope: Scope) -> Vec<Gap> {
             missing(find_program(name).is_none(), Gap::Program { name, package });
         }
         for (name, package) in BROWSER.into_iter().filter(|_| scope == Scope::Page) {
+            missing(find_program(name).is_none(), Gap::Program { name, package });
+        }
+        for (name, package) in ALERTING.into_iter().filter(|_| matches!(scope, Scope::Demo | Scope::Tests)) {
             missing(find_program(name).is_none(), Gap::Program { name, package });
         }
         for (name, package) in TESTED_WITH.into_iter().filter(|_| scope == Scope::Tests) {

@@ -45,7 +45,9 @@ pub const EXCEPTION: (&str, &str) = ("web-to-partner", "partner");
 pub const CONTROLLER: &str = "controller";
 /// Where the servers echo, and where they stream.
 pub const ECHO_PORT: u16 = 80;
-const STREAM_PORT: u16 = 8080;
+pub const STREAM_PORT: u16 = 8080;
+/// Where agents serve their metrics, each in its node's namespace.
+pub const METRICS_PORT: u16 = 9473;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Everything that the scenes share.
@@ -66,8 +68,10 @@ pub struct Show {
     pub sightings: Sightings,
     /// The cluster.
     pub lab: Lab,
-    /// How agents and the controller are started.
-    pub start: StartOptions,
+    /// How agents are started.
+    pub agents: StartOptions,
+    /// How the controller is, which runs in the host's network.
+    pub controller: StartOptions,
 }
 
 impl Show {
@@ -82,15 +86,16 @@ impl Show {
             Ok(lab)
         })?;
         lab.manifests().write(POOLS, &example(POOLS)?)?;
-        let start = StartOptions::new().binary(&binaries.join("egress-daemon"));
-        lab.start_controller(CONTROLLER, &start)?;
-        lab.start_agents(&start)?;
+        let controller = StartOptions::new().binary(&binaries.join("egress-daemon"));
+        let agents = controller.clone().config(&format!("metrics: 0.0.0.0:{METRICS_PORT}\n"));
+        lab.start_controller(CONTROLLER, &controller)?;
+        lab.start_agents(&agents)?;
         let (near, far) = (lab.server("server1"), lab.server("far1"));
         let near = TcpServer::start(&near.ns, &near.ips.both(ECHO_PORT), ServerMode::Echo)?;
         let far = TcpServer::start(&far.ns, &far.ips.both(ECHO_PORT), ServerMode::Echo)?;
         let (claims, sightings) = (Claims::default(), Sightings::default());
         let home = BTreeMap::new();
-        Ok(Show { screen, claims, streams: None, near, far, home, sightings, lab, start })
+        Ok(Show { screen, claims, streams: None, near, far, home, sightings, lab, agents, controller })
     }
 
     /// Waits until every node's agent reports. Gateways take their leases when the plan names them.

@@ -65,7 +65,7 @@ fn remove() -> Result<()> {
 
 /// Whether all claims hold.
 fn demo(args: &Args) -> Result<bool> {
-    setup::ensure(setup::Scope::Lab)?;
+    setup::ensure(if args.quick { setup::Scope::Lab } else { setup::Scope::Demo })?;
     if let Some(obstacle) = lab::skip::obstacle() {
         bail!("the demo makes network namespaces and loads eBPF programs: {obstacle}");
     }

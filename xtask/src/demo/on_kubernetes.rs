@@ -1,5 +1,6 @@
 //! `cargo xtask demo --cluster`: the same story on a real Kubernetes, with what kubectl shows of it.
 
+mod questions;
 mod scenes;
 
 use std::collections::BTreeMap;
@@ -16,7 +17,7 @@ use super::screen::Screen;
 use super::sightings::Sightings;
 use super::streams::Streams;
 use super::{Args, summary};
-use crate::{cluster, workspace};
+use crate::{cluster, setup, workspace};
 
 /// Where the server echoes, and where it streams.
 const ECHO_PORT: u16 = 80;
@@ -43,6 +44,9 @@ struct Show {
 
 /// Whether all claims hold.
 pub fn demo(args: &Args) -> Result<bool> {
+    if !args.quick {
+        setup::ensure(setup::Scope::Demo)?;
+    }
     let started = Instant::now();
     let screen = Screen::new(args.json);
     screen.lines(&introduction());

@@ -43,12 +43,15 @@ pub(super) fn choose(
         },
         (false, None) => return undecided(walk, policy, record),
     };
+    if per_endpoint && assigned.is_none() {
+        walk.say("slot", "The pod is assigned to no egress IP yet, and waits: it must not be seen with two.");
+        return walk.dropped(Counter::DropNoGateway);
+    }
     let mut no_port = false;
     for attempt in 0..SLOT_PROBES {
         let egress = if per_endpoint && attempt == 0 {
-            match assigned {
-                Some(egress) => walk.say("slot", format!("The pod is assigned to {}.", address(dump, egress))),
-                None => walk.say("slot", "The pod is assigned to no egress IP yet; it is hashed to one meanwhile."),
+            if let Some(egress) = assigned {
+                walk.say("slot", format!("The pod is assigned to {}.", address(dump, egress)));
             }
             assigned
         } else {

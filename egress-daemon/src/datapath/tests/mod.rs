@@ -7,6 +7,7 @@ mod encode;
 mod ended;
 mod events;
 mod exit;
+mod explain;
 mod frames;
 mod fuzz;
 mod garbage;

@@ -13,12 +13,12 @@ use super::super::scenes::gateway::{FAILBACK_DELAY, HANDED_OVER, avoided, moved_
 use super::super::scenes::{seconds, spread};
 use super::super::streams::{Streams, intact, longest_pause};
 use super::super::table::Table;
-use super::{ECHO_PORT, PATIENCE, STREAM_PORT, Show, server};
+use super::{ECHO_PORT, PATIENCE, STREAM_PORT, Show, questions, server};
 use crate::workspace;
 
 /// Pods `app: web`, and long-lived connections of each.
 const PODS: usize = 3;
-const STREAMS_PER_POD: usize = 30;
+pub const STREAMS_PER_POD: usize = 30;
 /// A policy of a person is in force by then.
 const IN_FORCE: Duration = Duration::from_secs(10);
 /// The next carrier answers, and TCP, which tries again ever more slowly, has noticed.
@@ -41,6 +41,7 @@ pub fn play(show: &mut Show, quick: bool) -> Result<()> {
     gateway_dies(show)?;
     if !quick {
         gateway_returns(show)?;
+        questions::show(show)?;
         nobody_leads(show)?;
     }
     show.screen.scene(
@@ -53,7 +54,8 @@ pub fn play(show: &mut Show, quick: bool) -> Result<()> {
     Ok(())
 }
 
-fn example(name: &str) -> String {
+/// The path of `manifests/examples/NAME.yaml`.
+pub fn example(name: &str) -> String {
     workspace::root().join("manifests/examples").join(format!("{name}.yaml")).display().to_string()
 }
 

@@ -49,7 +49,7 @@ pub fn show(show: &mut Show) -> Result<()> {
 
     let leader = |show: &Show| show.lab.manifests().written("Lease", "spillway-controller");
     let old = leader(show);
-    show.lab.start_controller(CONTROLLER, &show.start.clone())?;
+    show.lab.start_controller(CONTROLLER, &show.controller.clone())?;
     show.screen.wait("a new controller takes over", || {
         wait_for("the new controller leads", PATIENCE, || Ok(holder(leader(show)) != holder(old.clone())))
     })?;

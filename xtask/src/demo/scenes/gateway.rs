@@ -16,7 +16,7 @@ use super::super::table::Table;
 use super::{WEB, carriers, seconds, wait_carriers};
 
 /// Long-lived connections of each of four pods.
-const STREAMS_PER_POD: usize = 25;
+pub const STREAMS_PER_POD: usize = 25;
 /// Three probes of 100 ms, what TCP's timer has doubled to until then, and what a busy machine takes.
 pub const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// Three probes of 100 ms, and what a busy machine takes.
@@ -118,7 +118,7 @@ pub fn returns(show: &mut Show) -> Result<()> {
     show.streams()?.reset_pauses();
     let back = Instant::now();
     show.lab.revive_node(&victim)?;
-    show.lab.start_agent(&victim, &show.start.clone())?;
+    show.lab.start_agent(&victim, &show.agents.clone())?;
     let home = show.home.clone();
     // Egress IPs that do not return are the claim's to judge.
     wait_carriers(show, WEB, &format!("the egress IPs of {victim} come back"), |all| *all == home).ok();

@@ -5,6 +5,7 @@ mod change;
 mod controller;
 mod endpoints;
 pub mod gateway;
+pub mod questions;
 pub mod spread;
 
 use std::collections::BTreeMap;
@@ -22,7 +23,7 @@ pub type Scene = fn(&mut Show) -> Result<()>;
 /// What `--quick` shows.
 pub const QUICK: [Scene; 3] = [spread::show, endpoints::show, gateway::dies];
 /// What comes after it otherwise.
-pub const REST: [Scene; 3] = [gateway::returns, change::show, controller::show];
+pub const REST: [Scene; 4] = [gateway::returns, change::show, controller::show, questions::show];
 
 /// The policy of the pods `web-..`.
 const WEB: &str = "web";

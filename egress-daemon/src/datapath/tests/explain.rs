@@ -1,0 +1,167 @@
+//! What `egressctl explain` says of a packet, against what the loaded programs then do with it: arbitrary tables, random packets.
+
+use super::{
+    frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
+    moves::Random,
+    rig::*,
+    scenes,
+    tables::FlowTables,
+};
+use crate::{
+    ctl::{
+        dump::Dump,
+        explain::{PacketAction, Protocol, Question, explain},
+        views::ViewSources,
+    },
+    datapath::load::Sizes,
+};
+use egress_common::verdict::Counter;
+use egress_core::encode::NodeView;
+use proptest::{
+    prelude::*,
+    test_runner::{Config, TestCaseError, TestRunner},
+};
+use std::{cell::RefCell, collections::BTreeMap, net::IpAddr};
+
+const SYN: u8 = 2;
+const ACK: u8 = 16;
+/// Packets for each set of tables.
+const PACKETS: u16 = 24;
+/// Addresses of pods of `scenes::view`, and one of nobody.
+const PODS: [&str; 6] = ["10.1.0.0", "10.1.0.1", "10.1.0.3", "10.1.0.99", "fd00::1", "fd00::2"];
+/// Inside of each of its prefixes and outside, excepted and never leaving.
+const TARGETS: [&str; 11] = [
+    "198.51.100.5",
+    "198.51.100.200",
+    "203.0.113.7",
+    "203.0.113.8",
+    "10.0.0.4",
+    "224.0.0.5",
+    "169.254.1.1",
+    "2001:db8:f::5",
+    "2001:db8:a::5",
+    "fd00::77",
+    "ff02::5",
+];
+/// What a gateway drops for want of interfaces, which only the outside of the tables decides.
+const OUTSIDE: [Counter; 2] = [Counter::DropNoUplink, Counter::DropNoNextHop];
+
+/// A packet that is asked about.
+#[derive(Clone, Copy, Debug)]
+struct Asked {
+    pod: IpAddr,
+    to: IpAddr,
+    protocol: Protocol,
+    port: u16,
+    from_port: u16,
+}
+
+impl Asked {
+    fn random(random: &mut Random, from_port: u16) -> Self {
+        let pod = addr(random.of(&PODS));
+        let targets: Vec<IpAddr> =
+            TARGETS.iter().map(|target| addr(target)).filter(|target| target.is_ipv4() == pod.is_ipv4()).collect();
+        let protocol = random.of(&[Protocol::Tcp, Protocol::Tcp, Protocol::Udp, Protocol::Icmp, Protocol::Other(47)]);
+        let port = if matches!(protocol, Protocol::Tcp | Protocol::Udp) { random.of(&[443, 53]) } else { 0 };
+        Self { pod, to: random.of(&targets), protocol, port, from_port }
+    }
+
+    fn question(&self) -> Question {
+        let Self { pod, to, protocol, port, from_port } = *self;
+        Question { pod: pod.to_string(), to, port, protocol, from_port: Some(from_port) }
+    }
+
+    fn frame(&self, flags: u8) -> Vec<u8> {
+        let (proto, body) = match self.protocol {
+            Protocol::Tcp => (TCP, tcp(self.from_port, self.port, flags, &[])),
+            Protocol::Udp => (UDP, udp(self.from_port, self.port, b"question")),
+            Protocol::Icmp if self.pod.is_ipv4() => (ICMP, icmp(8, self.from_port, b"ping")),
+            Protocol::Icmp => (ICMPV6, icmp(128, self.from_port, b"ping")),
+            Protocol::Other(number) => return ip(self.pod, self.to, number, &[], b"another protocol"),
+        };
+        seal(ip(self.pod, self.to, proto, &[], &body))
+    }
+}
+
+struct Explained {
+    rig: Rig,
+    tables: FlowTables,
+    /// How often each action was right.
+    right: BTreeMap<String, usize>,
+}
+
+impl Explained {
+    /// What differs, if something does, from what is said by what was read of the maps.
+    fn compare(&mut self, asked: &Asked, dump: &Dump) -> Result<(), String> {
+        let said = explain(ViewSources { dump, agent: None }, &asked.question()).unwrap();
+        // What is said of a connection that is not there is said of its first segment.
+        let flags = if said.flow.is_some() { ACK } else { SYN };
+        let counters = self.rig.writer.maps().counters().unwrap();
+        let frame = asked.frame(flags);
+        let Some((code, out)) = self.rig.try_run("pod_egress", &frame) else { return Ok(()) };
+        let now = self.rig.writer.maps().counters().unwrap();
+        let dropped: Vec<&str> = Counter::ALL
+            .iter()
+            .filter(|counter| counter.name().starts_with("drop_") && now[counter] > counters[counter])
+            .map(|counter| counter.name())
+            .collect();
+        let outcome = &said.outcome;
+        let right = match outcome.action {
+            PacketAction::Sent => {
+                let source = read(&out).map(|frame| frame.src);
+                code == REDIRECT && source == outcome.egress_ip
+                    || code == SHOT && OUTSIDE.iter().any(|counter| dropped == [counter.name()])
+            }
+            PacketAction::Passed => code == NEXT && out == frame,
+            PacketAction::Dropped => code == SHOT && outcome.counter.is_some_and(|counter| dropped == [counter]),
+            PacketAction::Depends => false,
+        };
+        if !right {
+            let source = read(&out).map(|frame| frame.src);
+            return Err(format!(
+                "{asked:?}, flags {flags}: code {code}, source {source:?}, {dropped:?}, but {said:#?}"
+            ));
+        }
+        *self.right.entry(format!("{:?} {}", outcome.action, outcome.counter.unwrap_or_default())).or_default() += 1;
+        Ok(())
+    }
+
+    fn case(&mut self, mut view: NodeView, seed: u64) -> Result<(), String> {
+        self.tables.clear();
+        // What is under no policy is soon explained.
+        for (class, table) in &mut view.classes {
+            for everything in ["0.0.0.0/0", "::/0"] {
+                table.entry(everything.parse().unwrap()).or_insert_with(|| class.first().cloned());
+            }
+        }
+        self.rig.write(&view);
+        let mut random = Random(seed);
+        let all: Vec<Asked> = (0..PACKETS).map(|n| Asked::random(&mut random, 40_000 + n)).collect();
+        // First packets, and then those of the flows that there are.
+        for _ in 0..2 {
+            let dump = Dump::read(self.rig.pins(), true).unwrap();
+            all.iter().try_for_each(|asked| self.compare(asked, &dump))?;
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn explain_says_what_the_loaded_programs_do() {
+    let Some(rig) = Rig::of_size("explain", &scene(), Sizes { max_flows: 4096, ..Sizes::default() }) else {
+        return;
+    };
+    let tables = FlowTables::open(rig.pins());
+    let explained = RefCell::new(Explained { rig, tables, right: BTreeMap::new() });
+    let mut runner =
+        TestRunner::new(Config { cases: 150, max_shrink_iters: 100, failure_persistence: None, ..Config::default() });
+    let case = |(view, seed): (NodeView, u64)| explained.borrow_mut().case(view, seed).map_err(TestCaseError::fail);
+    runner.run(&(scenes::view(), any::<u64>()), case).unwrap_or_else(|error| panic!("{error}"));
+    let right = explained.into_inner().right;
+    for action in ["Sent ", "Passed ", "Dropped drop_no_gateway", "Dropped drop_no_port", "Dropped drop_protocol"] {
+        assert!(
+            right.get(action).is_some_and(|count| *count > 20),
+            "{action}: the test has lost its subject: {right:?}"
+        );
+    }
+}

@@ -1,0 +1,124 @@
+//! What operators are asked: who was this, what would this change, and does anybody notice when something is wrong.
+
+use std::net::SocketAddr;
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use lab::prometheus::{self, Prometheus, Target};
+use lab::traffic::{TcpClients, TcpOptions};
+use lab::{Family, address, wait_for, wait_until};
+use serde_json::Value;
+
+use super::super::cluster::{ECHO_PORT, METRICS_PORT, STREAM_PORT, Show, example};
+use super::gateway::STREAMS_PER_POD;
+use super::{PATIENCE, seconds};
+
+/// The alerts that Spillway ships.
+pub const RULES: &str = include_str!("../../../../manifests/components/monitoring/rules.yaml");
+/// Prometheus's host number on the underlay.
+const PROMETHEUS: u8 = 201;
+const NODE: &str = "worker2";
+/// The alert that fires.
+pub const ALERT: &str = "SpillwayStoreDisconnected";
+
+/// `whois`, `diff`, and an alert.
+pub fn show(show: &mut Show) -> Result<()> {
+    show.screen.scene(
+        "Who was it, what would change, and who notices",
+        "Somebody outside reports an address, a port and a time: `egressctl whois` names the pod. Before a policy is \
+         deleted, `egressctl diff` says whose connections would break, and applies nothing. And when worker2 cannot read \
+         the objects any more, a Prometheus with the alerts that Spillway ships says so.",
+    );
+    who_was_it(show)?;
+    what_would_change(show)?;
+    who_notices(show)
+}
+
+fn who_was_it(show: &mut Show) -> Result<()> {
+    let pod = show.lab.pod("web-1").clone();
+    let target = show.server().ips.at(Family::V4, ECHO_PORT);
+    let clients = TcpClients::establish(&pod.ns, target, 1, TcpOptions::default())?;
+    let id = clients.connections().first().context("a connection")?.id;
+    let seen = || Ok(show.near.source_of_flow().get(&id).copied());
+    let seen: SocketAddr = wait_until("the server sees it", PATIENCE, seen, Option::is_some)?.context("a source")?;
+    let (seen, to) = (seen.to_string(), target.to_string());
+    let words = ["whois", seen.as_str(), "--to", to.as_str()];
+    let ask = || show.lab.egressctl(&pod.node, &words);
+    let answer = wait_until("whois is certain", PATIENCE, ask, |answer| answer["podCertain"] == true)?;
+    print(show, &words, &show.lab.egressctl_text(&pod.node, &words)?);
+    let named = answer["flows"][0]["pod"].as_str().unwrap_or("nobody").to_owned();
+    show.claim("whois names the pod behind a port", named == pod.key(), pod.key(), named);
+    Ok(())
+}
+
+fn what_would_change(show: &mut Show) -> Result<()> {
+    let node = show.lab.pod("web-1").node.clone();
+    let file = show.lab.dir().join("deleted.yaml");
+    std::fs::write(&file, example("web-per-flow")?)?;
+    let ask = |output: &str| -> Result<String> {
+        let mut command: Command = show.lab.node(&node).ns.command(lab::process::binary("egressctl")?);
+        command.args(["diff", "--delete", "-o", output, "-f"]).arg(&file).arg("--manifests");
+        command.arg(show.lab.manifests().dir()).arg("--bpffs").arg(show.lab.bpffs(&node));
+        let output = command.output()?;
+        if output.status.code() != Some(1) {
+            bail!("egressctl diff: {}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+        }
+        Ok(String::from_utf8(output.stdout)?)
+    };
+    let view: Value = serde_json::from_str(&ask("json")?)?;
+    print(show, &["diff", "--delete", "-f", "web-per-flow.yaml"], &ask("table")?);
+    let items = view["items"].as_array().context("no items")?;
+    let breaks = |item: &&Value| item["becomes"] == "breaks" && item["flow"]["remotePort"] == STREAM_PORT;
+    let (said, live) = (items.iter().filter(breaks).count(), 2 * STREAMS_PER_POD);
+    show.screen.wait("the connections stream on", || show.streams()?.wait_progress(10))?;
+    show.claim(
+        "diff says what would break, and breaks nothing",
+        said == live,
+        format!("the {live} streams of {node}"),
+        format!("{said} streams, which go on"),
+    );
+    Ok(())
+}
+
+fn who_notices(show: &mut Show) -> Result<()> {
+    let agent = |name: &str, address: String| Target { address, node: name.to_owned(), component: "agent" };
+    let targets: Vec<Target> =
+        show.lab.nodes().map(|node| agent(&node.name, format!("{}:{METRICS_PORT}", node.underlay.v4))).collect();
+    if let Some(obstacle) = prometheus::obstacle() {
+        bail!("{obstacle}");
+    }
+    let prometheus = Prometheus::start(&mut show.lab, address::underlay(PROMETHEUS), &targets, RULES)?;
+    let fires = || -> Result<bool> {
+        Ok(prometheus.firing()?.iter().any(|labels| labels["alertname"] == ALERT && labels["node"] == NODE))
+    };
+    // There is no controller that it asks, so that alert is there all the time.
+    show.screen.wait("Prometheus asks all agents", || wait_for("no alert", PATIENCE, || Ok(!fires()?)))?;
+    let cut = Instant::now();
+    show.lab.cut_store(NODE)?;
+    let fired = show.screen.wait("an alert fires", || wait_for(ALERT, PATIENCE, fires)).map(|()| cut.elapsed());
+    show.lab.heal_store(NODE)?;
+    let healed = Instant::now();
+    let resolved = show.screen.wait("it resolves", || wait_for(ALERT, PATIENCE, || Ok(!fires()?)));
+    show.claim(
+        "an alert fires and resolves",
+        fired.is_ok() && resolved.is_ok(),
+        format!("{ALERT} of {NODE}, with minutes as seconds"),
+        match fired {
+            Ok(after) => format!("after {}, and gone {} after the end", seconds(after), seconds(healed.elapsed())),
+            Err(error) => format!("{error:#}"),
+        },
+    );
+    Ok(())
+}
+
+/// Shows a command and its answer.
+fn print(show: &Show, words: &[&str], answer: &str) {
+    let command = format!("# egressctl {}", words.join(" "));
+    let lines: Vec<String> =
+        [String::new(), command].into_iter().chain(answer.lines().take(MOST).map(str::to_owned)).collect();
+    show.screen.lines(&lines);
+}
+
+/// So many lines of an answer are shown.
+pub const MOST: usize = 14;
