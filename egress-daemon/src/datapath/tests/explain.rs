@@ -27,9 +27,9 @@ const SYN: u8 = 2;
 const ACK: u8 = 16;
 /// Packets for each set of tables.
 const PACKETS: u16 = 24;
-/// Addresses of pods of `scenes::view`, and one of nobody.
-const PODS: [&str; 6] = ["10.1.0.0", "10.1.0.1", "10.1.0.3", "10.1.0.99", "fd00::1", "fd00::2"];
-/// Inside of each of its prefixes and outside, excepted and never leaving.
+/// Addresses that are pods' in some views, and one of nobody.
+const OTHER_PODS: [&str; 3] = ["10.1.0.1", "10.1.0.99", "fd00::2"];
+/// Inside of each prefix of `scenes::view` and outside, excepted and never leaving.
 const TARGETS: [&str; 11] = [
     "198.51.100.5",
     "198.51.100.200",
@@ -57,8 +57,8 @@ struct Asked {
 }
 
 impl Asked {
-    fn random(random: &mut Random, from_port: u16) -> Self {
-        let pod = addr(random.of(&PODS));
+    fn random(random: &mut Random, pods: &[IpAddr], from_port: u16) -> Self {
+        let pod = random.of(pods);
         let targets: Vec<IpAddr> =
             TARGETS.iter().map(|target| addr(target)).filter(|target| target.is_ipv4() == pod.is_ipv4()).collect();
         let protocol = random.of(&[Protocol::Tcp, Protocol::Tcp, Protocol::Udp, Protocol::Icmp, Protocol::Other(47)]);
@@ -130,13 +130,24 @@ impl Explained {
         self.tables.clear();
         // What is under no policy is soon explained.
         for (class, table) in &mut view.classes {
-            for everything in ["0.0.0.0/0", "::/0"] {
-                table.entry(everything.parse().unwrap()).or_insert_with(|| class.first().cloned());
+            for everything in ["0.0.0.0/0", "::/0"].map(|net| net.parse().unwrap()) {
+                if table.iter().all(|(net, _)| *net != everything) {
+                    table.push((everything, class.first().cloned()));
+                }
             }
         }
+        for (egress, block) in view.egress_ips.values_mut().zip(6..).step_by(2) {
+            egress.gateway.get_or_insert_with(|| scenes::node(1));
+            egress.blocks.insert(block);
+            egress.leases.insert(block, scenes::node(0));
+        }
+        view.nodes.entry(scenes::node(1)).or_insert_with(|| vec![addr("10.0.0.1")]);
         self.rig.write(&view);
+        let selected = view.endpoints.values().filter(|endpoint| !endpoint.class.is_empty());
+        let mut pods: Vec<IpAddr> = selected.flat_map(|endpoint| endpoint.ips.iter().copied()).collect();
+        pods.extend(OTHER_PODS.map(addr));
         let mut random = Random(seed);
-        let all: Vec<Asked> = (0..PACKETS).map(|n| Asked::random(&mut random, 40_000 + n)).collect();
+        let all: Vec<Asked> = (0..PACKETS).map(|n| Asked::random(&mut random, &pods, 40_000 + n)).collect();
         // First packets, and then those of the flows that there are.
         for _ in 0..2 {
             let dump = Dump::read(self.rig.pins(), true).unwrap();
