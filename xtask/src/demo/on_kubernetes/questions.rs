@@ -19,8 +19,8 @@ use super::{ECHO_PORT, PATIENCE, STREAM_PORT, Show, server};
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "Who was it, what would change, and who notices",
-        "`kubectl spillway whois` asks all nodes whose connection somebody outside has seen. `kubectl spillway diff` says \
-         whose connections a deletion would break, and applies nothing. And while the API server answers nothing, a \
+        "`kubectl spillway whois` says whose connection somebody outside has seen. `kubectl spillway diff` says \
+         whose connections a deletion would break, and applies nothing. And while the API server is away, a \
          Prometheus with the alerts that Spillway ships says so.",
     );
     let pod = show.web.first().context("no pod")?.clone();
@@ -29,12 +29,16 @@ pub fn show(show: &mut Show) -> Result<()> {
     let seen = || Ok(show.echo.source_of_flow().get(&id).copied());
     let seen: SocketAddr = wait_until("the server sees it", PATIENCE, seen, Option::is_some)?.context("a source")?;
     let (seen, to) = (seen.to_string(), server(ECHO_PORT)?.to_string());
-    let told = plugin(show, &["whois", &seen, "--to", &to], &[0])?;
+    let words = ["--node", &pod.node, "whois", &seen, "--to", &to];
+    let told = plugin(show, &words, 0)?;
+    print(show, &words, &told);
     let wanted = format!("default/{}", pod.name);
     let named = if told.contains(&wanted) { wanted.clone() } else { "somebody else".to_owned() };
     show.claim("whois names the pod behind a port", named == wanted, wanted, named);
 
-    let told = plugin(show, &["diff", "--delete", "-f", &example("web-per-flow"), "-o", "json"], &[1])?;
+    let words = ["diff", "--delete", "-f", &example("web-per-flow")];
+    print(show, &words, &plugin(show, &words, 1)?);
+    let told = plugin(show, &[&words[..], &["-o", "json"]].concat(), 1)?;
     let broken = told.matches("\"becomes\": \"breaks\"").count();
     let live = show.web.len() * STREAMS_PER_POD;
     let streams = show.streams.as_ref().context("no streams")?;
@@ -60,33 +64,36 @@ fn alert(show: &mut Show) -> Result<()> {
     let prometheus = Prometheus::start_in(show.cluster.netns("cp")?, &dir, &targets, RULES)?;
     let fires = || Ok(prometheus.firing()?.iter().any(|labels| labels["alertname"] == ALERT));
     show.screen.wait("Prometheus asks all agents", || wait_for("no alert", PATIENCE, || Ok(!fires()?)))?;
-    let frozen = Instant::now();
-    show.cluster.freeze_api_server(true)?;
-    let fired = show.screen.wait("an alert fires", || wait_for(ALERT, PATIENCE, fires)).map(|()| frozen.elapsed());
-    show.cluster.freeze_api_server(false)?;
-    let thawed = Instant::now();
+    let killed = Instant::now();
+    show.cluster.kill_api_server()?;
+    let fired = show.screen.wait("an alert fires", || wait_for(ALERT, PATIENCE, fires)).map(|()| killed.elapsed());
+    show.cluster.start_api_server()?;
+    let back = Instant::now();
     let resolved = show.screen.wait("it resolves", || wait_for(ALERT, PATIENCE, || Ok(!fires()?)));
     show.claim(
         "an alert fires and resolves",
         fired.is_ok() && resolved.is_ok(),
         format!("{ALERT}, with minutes as seconds"),
         match fired {
-            Ok(after) => format!("after {}, and gone {} after the end", seconds(after), seconds(thawed.elapsed())),
+            Ok(after) => format!("after {}, and gone {} after the end", seconds(after), seconds(back.elapsed())),
             Err(error) => format!("{error:#}"),
         },
     );
     Ok(())
 }
 
-/// What a command of the plugin prints that ends with one of these codes.
-fn plugin(show: &Show, words: &[&str], codes: &[i32]) -> Result<String> {
+/// What a command of the plugin prints that ends with this code.
+fn plugin(show: &Show, words: &[&str], code: i32) -> Result<String> {
     let folder = show.cluster.kubectl_folder(&[("kubectl-spillway", &lab::process::binary("egressctl")?)])?;
     let output = Command::new(folder.join("kubectl")).arg("spillway").args(words).output()?;
-    if !output.status.code().is_some_and(|code| codes.contains(&code)) {
+    if output.status.code() != Some(code) {
         bail!("kubectl spillway {}: {}: {}", words.join(" "), output.status, String::from_utf8_lossy(&output.stderr));
     }
-    let text = String::from_utf8(output.stdout)?;
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+/// Shows a command of the plugin, and the beginning of what it prints.
+fn print(show: &Show, words: &[&str], text: &str) {
     let shown = text.lines().take(MOST).collect::<Vec<_>>().join("\n");
     show.print(&[&["spillway"], words].concat(), &shown);
-    Ok(text)
 }
