@@ -322,7 +322,14 @@ fn the_api_server_stalls(world: &InstalledCluster) -> Result<()> {
     let trace = load.finish()?;
     let who: BTreeSet<[u8; 6]> = terms(&trace, address).iter().map(|term| term.mac).collect();
     ensure!(who.len() == 1, "{address} was answered for by {who:02x?}");
-    Ok(())
+
+    // Connections stay, and watches are silent as at any other time.
+    let worker = node_address(world, WORKER)?;
+    world.cluster.freeze_api_server(true)?;
+    let noticed = wait_connected(world, WORKER, worker, false);
+    world.cluster.freeze_api_server(false)?;
+    noticed?;
+    wait_connected(world, WORKER, worker, true)
 }
 
 /// Waits until the agent of a node says in its metrics whether the API server answers.

@@ -17,6 +17,8 @@ const REQUEST: Duration = Duration::from_secs(10);
 /// How soon a watch that failed is tried again, at first and at last.
 const RETRY: Duration = Duration::from_millis(100);
 const RETRY_AT_MOST: Duration = Duration::from_secs(2);
+/// How often it is asked whether the API server answers at all. An agent at rest asks for nothing else.
+const ASK: Duration = Duration::from_secs(20);
 /// How often it is asked whether the cluster has a kind by now that nobody needs.
 const LOOK_AGAIN: Duration = Duration::from_secs(30);
 
@@ -96,6 +98,15 @@ pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) 
                 Event::InitDone => Event::InitDone,
             },
         );
+    }
+}
+
+/// Asks now and then whether the API server answers: one that is frozen keeps its connections, and watches are silent as if nothing
+/// had changed.
+pub(super) async fn ask(client: Client, cache: Arc<Cache>) {
+    loop {
+        tokio::time::sleep(ASK).await;
+        cache.answers(answers(&client).await);
     }
 }
 

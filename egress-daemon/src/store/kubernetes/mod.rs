@@ -100,6 +100,7 @@ impl Kubernetes {
         for watched in watched {
             tasks.spawn(follow::follow(client.clone(), watched, Arc::clone(&cache)));
         }
+        tasks.spawn(follow::ask(client.clone(), Arc::clone(&cache)));
         let (notes, waiting) = mpsc::channel(NOTES);
         tasks.spawn(notes::send(client.clone(), Arc::clone(&cache), reader.name(), waiting));
         let mut changes = cache.changes();
