@@ -10,7 +10,7 @@ use lab::traffic::{
 };
 use lab::{Capture, Family, Lab, PodSpec, wait_for, wait_until};
 
-use crate::support::{PATIENCE, QUIET, calm, egress, start, wait_in_force, wait_sources, web, web_pod};
+use crate::support::{PATIENCE, QUIET, all_answered, calm, egress, start, wait_in_force, wait_sources, web, web_pod};
 
 const HOSTS: [u8; 3] = [10, 11, 12];
 
@@ -69,12 +69,7 @@ fn killing_and_restarting_agents_under_load_loses_nothing() {
         }
         assert!(ends.iter().all(ConnectionReport::intact));
         assert_eq!(undelivered(&ends, &streams.connections()), 0);
-        for flows in &datagrams {
-            let all = flows.wait("quiet", PATIENCE, |all| all.iter().all(|one| one.last_arrival.elapsed() > QUIET))?;
-            for one in all {
-                assert_eq!((one.sent, one.corrupted), (one.received, 0), "{one:?}");
-            }
-        }
+        all_answered(&datagrams)?;
         let trace = capture.finish()?;
         for family in Family::BOTH {
             let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &[10, 11, 12, 13]));

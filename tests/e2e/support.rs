@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use lab::hook::Means;
-use lab::traffic::{FragmentOrder, ServerMode, TcpClients, TcpOptions, TcpServer, send_fragments};
+use lab::traffic::{FragmentOrder, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, send_fragments};
 use lab::{Family, Lab, NetNs, Pod, PodSpec, Server, StartOptions, address, wait_until};
 use serde_json::Value;
 
@@ -212,6 +212,18 @@ pub fn forbid(ns: &NetNs, pod: &Pod, server: &Server) -> Result<()> {
         }}",
         pod.ips.v4, server.ips.v4, pod.ips.v6, server.ips.v6
     ))
+}
+
+/// Ends streams of datagrams: each that was sent has been answered, as it was sent.
+pub fn all_answered(flows: &[UdpClients]) -> Result<()> {
+    flows.iter().for_each(|flows| flows.set_sending(false));
+    for flows in flows {
+        let all = flows.wait("quiet", PATIENCE, |all| all.iter().all(|one| one.last_arrival.elapsed() > QUIET))?;
+        for one in all {
+            assert_eq!((one.sent, one.corrupted), (one.received, 0), "{one:?}");
+        }
+    }
+    Ok(())
 }
 
 /// Waits until no new connection from a pod to `server` is established.

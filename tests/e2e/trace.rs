@@ -5,7 +5,7 @@ use lab::process::Process;
 use lab::traffic::{UdpClients, UdpOptions, UdpServer};
 use lab::{Capture, Family, Lab, Pod, Server, wait_for, wait_until};
 
-use crate::support::{PATIENCE, QUIET, calm, egress, sources, web_pod};
+use crate::support::{PATIENCE, all_answered, calm, egress, sources, web_pod};
 
 /// The kernel's numbers of the `pod_egress` programs of `worker1`'s agent that are at an interface.
 fn attached(lab: &Lab) -> Result<Vec<u64>> {
@@ -31,17 +31,6 @@ fn stream(pod: &Pod, server: &Server) -> Result<(UdpServer, Vec<UdpClients>)> {
     let answering = UdpServer::start(&server.ns, &server.ips.both(53))?;
     let start = |family| UdpClients::start(&pod.ns, server.ips.at(family, 53), 10, UdpOptions::default());
     Ok((answering, Family::BOTH.into_iter().map(start).collect::<Result<_>>()?))
-}
-
-/// Nothing was lost of what was asked.
-fn all_answered(flows: &[UdpClients]) -> Result<()> {
-    flows.iter().for_each(|flows| flows.set_sending(false));
-    for flows in flows {
-        for one in flows.wait("quiet", PATIENCE, |all| all.iter().all(|one| one.last_arrival.elapsed() > QUIET))? {
-            assert_eq!((one.sent, one.corrupted), (one.received, 0), "{one:?}");
-        }
-    }
-    Ok(())
 }
 
 #[test]

@@ -8,7 +8,7 @@ use lab::traffic::{
 };
 use lab::{Capture, Family, Lab, StartOptions, wait_until};
 
-use crate::support::{CALM, PATIENCE, QUIET, counter, egress, wait_counter, web_pod_with};
+use crate::support::{CALM, PATIENCE, all_answered, counter, egress, wait_counter, web_pod_with};
 use crate::transport::everything;
 
 const HOSTS: [u8; 1] = [10];
@@ -82,13 +82,7 @@ fn xdp_is_switched_under_load_without_packet_loss() {
                 assert_eq!(counter(lab, "gw1", "xdp_sent")? > before, xdp == "Native");
             }
         }
-        datagrams.iter().for_each(|flows| flows.set_sending(false));
-        for flows in &datagrams {
-            let all = flows.wait("quiet", PATIENCE, |all| all.iter().all(|one| one.last_arrival.elapsed() > QUIET))?;
-            for one in all {
-                assert_eq!((one.sent, one.corrupted), (one.received, 0), "{one:?}");
-            }
-        }
+        all_answered(&datagrams)?;
         for all in &clients {
             let ends = all.wait("progress", PATIENCE, |all| all.iter().all(|one| one.received > 0))?;
             assert!(ends.iter().all(ConnectionReport::intact));
