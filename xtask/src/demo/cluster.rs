@@ -7,14 +7,14 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::traffic::{ServerMode, TcpOptions, TcpServer};
 use lab::{Cni, Family, Lab, PodSpec, Server, StartOptions, wait_until};
 
 use super::claims::{Claim, Claims};
-use super::objects;
 use super::screen::Screen;
 use super::sightings::Sightings;
 use super::streams::Streams;
+use super::{flows, objects};
 use crate::workspace;
 
 /// Pods by name, node and label `app`. worker1 wires its pods as Calico does, worker2 behind a bridge as flannel does.
@@ -130,11 +130,8 @@ impl Show {
     fn source_of_a_flow(&self, pod: &str, family: Family) -> Result<IpAddr> {
         let options = TcpOptions { connect_timeout: Duration::from_millis(300), ..TcpOptions::once() };
         let target = self.server().ips.at(family, ECHO_PORT);
-        let clients = TcpClients::establish(&self.lab.pod(pod).ns, target, 1, options)?;
-        let id = clients.connections().first().context("a connection")?.id;
-        let source = || Ok(self.near.source_of_flow().get(&id).copied());
-        let source = wait_until("the server knows the flow", PATIENCE, source, Option::is_some)?;
-        Ok(source.context("a source")?.ip())
+        let (_clients, source) = flows::seen(&self.lab.pod(pod).ns, target, options, &self.near)?;
+        Ok(source.ip())
     }
 
     /// Opens the long-lived connections of the pods `web-1` to `web-4`, in both families.

@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, anyhow};
-use lab::NetNs;
+use anyhow::{Context, Result, anyhow};
 use lab::traffic::{ConnectionReport, ConnectionState, TcpClients, TcpOptions, TcpServer};
+use lab::{NetNs, wait_until};
 
 use super::table::{Table, bar};
 
@@ -20,8 +20,24 @@ const INTERVAL: Duration = Duration::from_millis(10);
 const REPEATED: Duration = Duration::from_millis(700);
 /// How long the first bytes of the last connections may take to be answered.
 const ECHO: Duration = Duration::from_millis(500);
+/// How long it may take until a server knows a connection that is open.
+const KNOWN: Duration = Duration::from_secs(20);
 /// When a connection counts as failed.
 const GIVE_UP: Duration = Duration::from_secs(8);
+
+/// Opens one connection, and waits until the server knows it: the connection, and its source there.
+pub fn seen(
+    ns: &NetNs,
+    target: SocketAddr,
+    options: TcpOptions,
+    server: &TcpServer,
+) -> Result<(TcpClients, SocketAddr)> {
+    let clients = TcpClients::establish(ns, target, 1, options)?;
+    let id = clients.connections().first().context("a connection")?.id;
+    let source = || Ok(server.source_of_flow().get(&id).copied());
+    let source = wait_until("the server knows the flow", KNOWN, source, Option::is_some)?;
+    Ok((clients, source.context("a source")?))
+}
 
 /// A pod that opens connections.
 pub struct Trickle {

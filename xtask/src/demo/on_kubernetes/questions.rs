@@ -1,19 +1,16 @@
 //! What operators are asked, on a Kubernetes: by the plugin of kubectl, and by a Prometheus that asks agents as in any cluster.
 
-use std::net::SocketAddr;
 use std::process::Command;
-use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use lab::prometheus::{Prometheus, Target, obstacle};
-use lab::traffic::{TcpClients, TcpOptions};
-use lab::{wait_for, wait_until};
+use lab::traffic::TcpOptions;
 
 use super::super::cluster::METRICS_PORT;
-use super::super::scenes::questions::{ALERT, MOST, RULES};
-use super::super::scenes::seconds;
+use super::super::flows;
+use super::super::scenes::questions::{self, MOST, RULES};
 use super::scenes::{STREAMS_PER_POD, example};
-use super::{ECHO_PORT, PATIENCE, STREAM_PORT, Show, server};
+use super::{ECHO_PORT, STREAM_PORT, Show, server};
 
 /// `whois`, `diff`, and an alert.
 pub fn show(show: &mut Show) -> Result<()> {
@@ -24,10 +21,7 @@ pub fn show(show: &mut Show) -> Result<()> {
          Prometheus with the alerts that Spillway ships says so.",
     );
     let pod = show.web.first().context("no pod")?.clone();
-    let clients = TcpClients::establish(&pod.ns, server(ECHO_PORT)?, 1, TcpOptions::default())?;
-    let id = clients.connections().first().context("a connection")?.id;
-    let seen = || Ok(show.echo.source_of_flow().get(&id).copied());
-    let seen: SocketAddr = wait_until("the server sees it", PATIENCE, seen, Option::is_some)?.context("a source")?;
+    let (_clients, seen) = flows::seen(&pod.ns, server(ECHO_PORT)?, TcpOptions::default(), &show.echo)?;
     let (seen, to) = (seen.to_string(), server(ECHO_PORT)?.to_string());
     let words = ["--node", &pod.node, "whois", &seen, "--to", &to];
     let told = plugin(show, &words, 0)?;
@@ -62,23 +56,11 @@ fn alert(show: &mut Show) -> Result<()> {
         nodes.map(|node| target(format!("{}:{METRICS_PORT}", node.address()), &node.name)).collect();
     let dir = show.cluster.dir().join("prometheus");
     let prometheus = Prometheus::start_in(show.cluster.netns("cp")?, &dir, &targets, RULES)?;
-    let fires = || Ok(prometheus.firing()?.iter().any(|labels| labels["alertname"] == ALERT));
-    show.screen.wait("Prometheus asks all agents", || wait_for("no alert", PATIENCE, || Ok(!fires()?)))?;
-    let killed = Instant::now();
-    show.cluster.kill_api_server()?;
-    let fired = show.screen.wait("an alert fires", || wait_for(ALERT, PATIENCE, fires)).map(|()| killed.elapsed());
-    show.cluster.start_api_server()?;
-    let back = Instant::now();
-    let resolved = show.screen.wait("it resolves", || wait_for(ALERT, PATIENCE, || Ok(!fires()?)));
-    show.claim(
-        "an alert fires and resolves",
-        fired.is_ok() && resolved.is_ok(),
-        format!("{ALERT}, with minutes as seconds"),
-        match fired {
-            Ok(after) => format!("after {}, and gone {} after the end", seconds(after), seconds(back.elapsed())),
-            Err(error) => format!("{error:#}"),
-        },
-    );
+    let node = show.web.first().context("no pod")?.node.clone();
+    let (screen, cluster) = (&show.screen, &show.cluster);
+    let claim =
+        questions::alert(screen, &prometheus, &node, || cluster.kill_api_server(), || cluster.start_api_server())?;
+    show.add(claim);
     Ok(())
 }
 

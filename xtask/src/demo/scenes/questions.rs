@@ -1,16 +1,18 @@
 //! What operators are asked: who was this, what would this change, and does anybody notice when something is wrong.
 
-use std::net::SocketAddr;
 use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use lab::prometheus::{self, Prometheus, Target};
-use lab::traffic::{TcpClients, TcpOptions};
+use lab::traffic::TcpOptions;
 use lab::{Family, address, wait_for, wait_until};
 use serde_json::Value;
 
+use super::super::claims::Claim;
 use super::super::cluster::{ECHO_PORT, METRICS_PORT, STREAM_PORT, Show, example};
+use super::super::flows;
+use super::super::screen::Screen;
 use super::gateway::STREAMS_PER_POD;
 use super::{PATIENCE, seconds};
 
@@ -20,7 +22,7 @@ pub const RULES: &str = include_str!("../../../../manifests/components/monitorin
 const PROMETHEUS: u8 = 201;
 const NODE: &str = "worker2";
 /// The alert that fires.
-pub const ALERT: &str = "SpillwayStoreDisconnected";
+const ALERT: &str = "SpillwayStoreDisconnected";
 
 /// `whois`, `diff`, and an alert.
 pub fn show(show: &mut Show) -> Result<()> {
@@ -38,10 +40,7 @@ pub fn show(show: &mut Show) -> Result<()> {
 fn who_was_it(show: &mut Show) -> Result<()> {
     let pod = show.lab.pod("web-1").clone();
     let target = show.server().ips.at(Family::V4, ECHO_PORT);
-    let clients = TcpClients::establish(&pod.ns, target, 1, TcpOptions::default())?;
-    let id = clients.connections().first().context("a connection")?.id;
-    let seen = || Ok(show.near.source_of_flow().get(&id).copied());
-    let seen: SocketAddr = wait_until("the server sees it", PATIENCE, seen, Option::is_some)?.context("a source")?;
+    let (_clients, seen) = flows::seen(&pod.ns, target, TcpOptions::default(), &show.near)?;
     let (seen, to) = (seen.to_string(), target.to_string());
     let words = ["whois", seen.as_str(), "--to", to.as_str()];
     let ask = || show.lab.egressctl(&pod.node, &words);
@@ -89,27 +88,39 @@ fn who_notices(show: &mut Show) -> Result<()> {
         bail!("{obstacle}");
     }
     let prometheus = Prometheus::start(&mut show.lab, address::underlay(PROMETHEUS), &targets, RULES)?;
+    let (screen, lab) = (&show.screen, &show.lab);
+    let claim = alert(screen, &prometheus, NODE, || lab.cut_store(NODE), || lab.heal_store(NODE))?;
+    show.add(claim);
+    Ok(())
+}
+
+/// A node's agent loses the objects and gets them back: whether the alert about it fires and resolves.
+pub fn alert(
+    screen: &Screen,
+    prometheus: &Prometheus,
+    node: &str,
+    fault: impl FnOnce() -> Result<()>,
+    end: impl FnOnce() -> Result<()>,
+) -> Result<Claim> {
     let fires = || -> Result<bool> {
-        Ok(prometheus.firing()?.iter().any(|labels| labels["alertname"] == ALERT && labels["node"] == NODE))
+        Ok(prometheus.firing()?.iter().any(|labels| labels["alertname"] == ALERT && labels["node"] == node))
     };
-    // There is no controller that it asks, so that alert is there all the time.
-    show.screen.wait("Prometheus asks all agents", || wait_for("no alert", PATIENCE, || Ok(!fires()?)))?;
-    let cut = Instant::now();
-    show.lab.cut_store(NODE)?;
-    let fired = show.screen.wait("an alert fires", || wait_for(ALERT, PATIENCE, fires)).map(|()| cut.elapsed());
-    show.lab.heal_store(NODE)?;
-    let healed = Instant::now();
-    let resolved = show.screen.wait("it resolves", || wait_for(ALERT, PATIENCE, || Ok(!fires()?)));
-    show.claim(
-        "an alert fires and resolves",
-        fired.is_ok() && resolved.is_ok(),
-        format!("{ALERT} of {NODE}, with minutes as seconds"),
-        match fired {
-            Ok(after) => format!("after {}, and gone {} after the end", seconds(after), seconds(healed.elapsed())),
+    screen.wait("Prometheus asks all agents", || wait_for("no alert", PATIENCE, || Ok(!fires()?)))?;
+    let began = Instant::now();
+    fault()?;
+    let fired = screen.wait("an alert fires", || wait_for(ALERT, PATIENCE, fires)).map(|()| began.elapsed());
+    end()?;
+    let ended = Instant::now();
+    let resolved = screen.wait("it resolves", || wait_for(ALERT, PATIENCE, || Ok(!fires()?)));
+    Ok(Claim {
+        name: "an alert fires and resolves".to_owned(),
+        holds: fired.is_ok() && resolved.is_ok(),
+        expected: format!("{ALERT} of {node}, with minutes as seconds"),
+        measured: match fired {
+            Ok(after) => format!("after {}, and gone {} after the end", seconds(after), seconds(ended.elapsed())),
             Err(error) => format!("{error:#}"),
         },
-    );
-    Ok(())
+    })
 }
 
 /// Shows a command and its answer.
