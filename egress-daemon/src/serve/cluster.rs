@@ -38,13 +38,15 @@ pub fn page(store: Store, port: u16) -> Router {
     let at = store.clone();
     let explain = move |click: &Click| explain(&at, click);
     tokio::spawn(async move {
+        let client = Client::builder(TokioExecutor::new()).build_http();
         let mut nodes = BTreeMap::new();
         // The router has one receiver, each who looks another.
         while feed.0.receiver_count() > 0 {
             if feed.0.receiver_count() > 1 {
-                look(&store, port, &feed, &mut nodes).await;
+                look(&client, &store, port, &feed, &mut nodes).await;
             } else {
-                nodes.clear();
+                // Who looks next sees nothing that is old.
+                std::mem::take(&mut nodes).keys().for_each(|name| feed.forget(name));
             }
             sleep(INTERVAL).await;
         }
@@ -52,21 +54,22 @@ pub fn page(store: Store, port: u16) -> Router {
     routes(told, Arc::new(explain))
 }
 
+/// What asks agents, over connections that are kept.
+type Http = Client<HttpConnector, Body>;
+
 /// What an agent's metrics said last, and when.
 type Before = (Instant, Metrics);
 
 /// Asks all agents.
-async fn look(store: &Store, port: u16, feed: &Feed, before: &mut BTreeMap<String, Before>) {
+async fn look(client: &Http, store: &Store, port: u16, feed: &Feed, before: &mut BTreeMap<String, Before>) {
     let nodes = addresses(&store.list::<Node>());
     for gone in before.keys().filter(|name| !nodes.contains_key(*name)) {
         feed.forget(gone);
     }
     before.retain(|name, _| nodes.contains_key(name));
-    let client: Client<HttpConnector, Body> = Client::builder(TokioExecutor::new()).build_http();
-    let asked = nodes.into_iter().map(|(name, address)| {
-        let client = client.clone();
-        async move { (name, metrics(&client, SocketAddr::new(address, port)).await) }
-    });
+    let asked = nodes
+        .into_iter()
+        .map(|(name, address)| async move { (name, metrics(client, SocketAddr::new(address, port)).await) });
     let answers: Vec<_> = stream::iter(asked).buffer_unordered(AT_ONCE).collect().await;
     let carriers = carriers(&store.list::<EgressIP>());
     for (name, answer) in answers {
@@ -102,7 +105,7 @@ fn carriers(ips: &[Arc<EgressIP>]) -> BTreeMap<String, String> {
     ips.iter().filter_map(|ip| Some((ip.spec.address.clone(), ip.status.as_ref()?.node.clone()?))).collect()
 }
 
-async fn metrics(client: &Client<HttpConnector, Body>, at: SocketAddr) -> Result<Metrics> {
+async fn metrics(client: &Http, at: SocketAddr) -> Result<Metrics> {
     let exchange = async {
         let response = client.get(format!("http://{at}/metrics").parse()?).await?;
         let bytes = axum::body::to_bytes(Body::new(response.into_body()), LARGEST).await?;
