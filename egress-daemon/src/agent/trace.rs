@@ -15,7 +15,7 @@ use axum::{
     routing::get,
 };
 use egress_common::{net, trace::TraceFilter};
-use futures::stream;
+use futures::{StreamExt as _, stream};
 use serde::{Deserialize, Serialize};
 use std::{
     io,
@@ -134,7 +134,7 @@ impl Tracer {
         let gone = "the agent is ending";
         ends.changes.send(begin).map_err(|_| gone.to_owned())?;
         is_done.await.map_err(|_| gone.to_owned())??;
-        Ok(Trace { lines, counted: Instant::now(), begun: false, _ends: ends })
+        Ok(Trace { lines, counted: Instant::now(), _ends: ends })
     }
 }
 
@@ -143,7 +143,6 @@ struct Trace {
     lines: AsyncFd<Lines>,
     /// When it was last told how many packets there were.
     counted: Instant,
-    begun: bool,
     _ends: Ends,
 }
 
@@ -160,12 +159,8 @@ impl Drop for Ends {
 }
 
 impl Trace {
-    /// What has been told, with a line feed behind each line, and from time to time how many packets there were. First an empty line: the
-    /// trace has begun.
+    /// What has been told, with a line feed behind each line, and from time to time how many packets there were.
     async fn next(&mut self) -> io::Result<String> {
-        if !std::mem::replace(&mut self.begun, true) {
-            return Ok("\n".to_owned());
-        }
         let lines = match timeout(HEARTBEAT, self.lines.readable_mut()).await {
             Ok(guard) => {
                 let mut guard = guard?;
@@ -189,7 +184,9 @@ async fn answer(State(tracer): State<Tracer>, Query(query): Query<TraceQuery>) -
     match tracer.begin(query).await {
         Ok(trace) => {
             let next = |mut trace: Trace| async { Some((trace.next().await, trace)) };
-            Body::from_stream(stream::unfold(trace, next)).into_response()
+            // An empty line: the trace has begun.
+            let begun = stream::once(async { Ok("\n".to_owned()) });
+            Body::from_stream(begun.chain(stream::unfold(trace, next))).into_response()
         }
         Err(message) => (StatusCode::CONFLICT, message).into_response(),
     }
