@@ -1,9 +1,11 @@
 //! `cargo xtask build`: the daemon and egressctl, with the eBPF programs embedded.
+//!
+//! `.cargo/config.toml` names this machine's target and links statically, so that every build of one profile serves an image too.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 use crate::{progress, setup, workspace};
 
@@ -31,12 +33,29 @@ pub fn binaries(release: bool) -> Result<PathBuf> {
     Ok(folder(release))
 }
 
-fn command(release: bool) -> Command {
+/// What builds both binaries.
+pub fn command(release: bool) -> Command {
     let mut command = workspace::cargo("build");
     command.args(["--package", "egress-daemon", "--bins"]).args(release.then_some("--release"));
     command
 }
 
-fn folder(release: bool) -> PathBuf {
-    workspace::target_dir().join(if release { "release" } else { "debug" })
+/// The folder of this machine's binaries.
+pub fn folder(release: bool) -> PathBuf {
+    folder_of(&format!("{}-unknown-linux-gnu", std::env::consts::ARCH), release)
+}
+
+/// The folder of a target's binaries.
+pub fn folder_of(target: &str, release: bool) -> PathBuf {
+    workspace::target_dir().join(target).join(if release { "release" } else { "debug" })
+}
+
+/// A copy of a program in another folder without its symbols, which are most of it.
+pub fn stripped(program: &Path, folder: &Path) -> Result<PathBuf> {
+    let path = folder.join(program.file_name().context("a program has a name")?);
+    let status = Command::new("strip").arg("-o").arg(&path).arg(program).status().context("cannot run strip")?;
+    if !status.success() {
+        bail!("strip failed for {}", program.display());
+    }
+    Ok(path)
 }

@@ -8,7 +8,7 @@ use lab::cluster::{Cluster, Component, POD_IMAGE};
 use lab::oci::Image;
 
 use crate::progress::{self, Step};
-use crate::{image, setup, workspace};
+use crate::{build, image, setup, workspace};
 
 /// The name of the cluster that people play with, and of the one that tests have, which a test that is killed leaves.
 const NAME: &str = "spill";
@@ -124,7 +124,7 @@ fn up(bare: bool) -> Result<()> {
 
 /// What to do with a cluster that is up.
 pub fn hints(cluster: &Cluster) -> Result<()> {
-    let egressctl = image::programs_for_tests()?.join("egressctl");
+    let egressctl = build::folder(false).join("egressctl");
     let folder = cluster.kubectl_folder(&[("kubectl-spillway", &egressctl)])?;
     println!("kubectl:  export PATH={}:$PATH", folder.display());
     println!("a pod:    kubectl run web --image {POD_IMAGE} --image-pull-policy Never");

@@ -8,13 +8,16 @@ use anyhow::{Context, Result, bail};
 use lab::oci::Image;
 use serde_json::{Value, json};
 
-use crate::{progress, setup, workspace};
+use crate::{build, progress, setup, workspace};
 
 /// The name of the image in the manifests.
 pub const NAME: &str = "ghcr.io/spillway/spillway";
 
+/// What is in the image.
+const PROGRAMS: [&str; 2] = ["egress-daemon", "egressctl"];
+
 /// The tag of the image that tests upgrade to.
-const NEXT: &str = "next";
+pub const NEXT: &str = "next";
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -43,20 +46,22 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// An image of this machine's architecture with the version as its tag, that is built soon rather than fast.
 pub fn for_tests() -> Result<PathBuf> {
-    write(architecture()?, version(), false)
+    of_binaries(&build::binaries(false)?, version())
 }
 
-/// The same under another version, as an upgrade has it.
-pub fn next_for_tests() -> Result<PathBuf> {
-    write(architecture()?, NEXT, false)
+/// An image of this machine's architecture out of programs that are built already, unoptimized.
+pub fn of_binaries(binaries: &Path, tag: &str) -> Result<PathBuf> {
+    let (architecture, small) = (architecture()?, workspace::scratch_dir()?.join("image"));
+    fs::create_dir_all(&small).with_context(|| format!("cannot make {}", small.display()))?;
+    // What a debugger reads would be most of each node's store of images.
+    for program in PROGRAMS {
+        build::stripped(&binaries.join(program), &small)?;
+    }
+    pack(&small, architecture, tag, &format!("{architecture}-debug"))
 }
 
-/// The folder of the programs that are in [`for_tests`].
-pub fn programs_for_tests() -> Result<PathBuf> {
-    static_binaries(target(architecture()?)?, false)
-}
-
-fn version() -> &'static str {
+/// The version that the workspace has.
+pub fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
 }
 
@@ -80,16 +85,18 @@ fn target(architecture: &str) -> Result<&'static str> {
 
 fn write(architecture: &str, tag: &str, release: bool) -> Result<PathBuf> {
     setup::ensure(setup::Scope::Build)?;
-    let target = target(architecture)?;
+    let binaries = cross_built(target(architecture)?, release)?;
+    pack(&binaries, architecture, tag, &format!("{architecture}{}", if release { "" } else { "-debug" }))
+}
+
+/// Writes the image with what is in it beside it.
+fn pack(binaries: &Path, architecture: &str, tag: &str, suffix: &str) -> Result<PathBuf> {
     let folder = workspace::target_dir().join("image");
     fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    let binaries = static_binaries(target, release)?;
-    let unoptimized = if release { "" } else { "-debug" };
-    let archive = folder.join(format!("spillway-{tag}-{architecture}{unoptimized}.tar"));
+    let archive = folder.join(format!("spillway-{tag}-{suffix}.tar"));
     let sbom = sbom_of(&archive);
-    fs::write(&sbom, serde_json::to_vec_pretty(&contents(target, tag)?)?)?;
-    let [daemon, ctl] =
-        ["egress-daemon", "egressctl"].map(|name| (format!("/usr/bin/{name}"), binaries.join(name), true));
+    fs::write(&sbom, serde_json::to_vec_pretty(&contents(target(architecture)?, tag)?)?)?;
+    let [daemon, ctl] = PROGRAMS.map(|name| (format!("/usr/bin/{name}"), binaries.join(name), true));
     let image = Image {
         name: format!("{NAME}:{tag}"),
         architecture: architecture.to_owned(),
@@ -114,25 +121,19 @@ fn sbom_of(archive: &Path) -> PathBuf {
     archive.with_extension("cdx.json")
 }
 
-/// Builds both programs so that they need no other file; the folder that holds them.
-fn static_binaries(target: &str, release: bool) -> Result<PathBuf> {
-    let mut command = workspace::cargo("build");
-    command.args(["--target", target, "--package", "egress-daemon", "--bins"]).args(release.then_some("--release"));
-    // Tests start these a few times only, and compiling them takes longer.
-    command.args(["--config", "profile.dev.package.egress-daemon.opt-level=0"]);
-    // What a debugger reads would be most of a test's program, in every node's store of images.
-    command.env("CARGO_PROFILE_DEV_DEBUG", "none").env("CARGO_PROFILE_DEV_STRIP", "debuginfo");
-    let variable = |name: &str| format!("CARGO_TARGET_{}_{name}", target.to_uppercase().replace('-', "_"));
-    command.env(variable("RUSTFLAGS"), "-C target-feature=+crt-static");
+/// Builds both programs for a target; the folder that holds them.
+fn cross_built(target: &str, release: bool) -> Result<PathBuf> {
+    let mut command = build::command(release);
+    command.args(["--target", target]);
     if !target.starts_with(std::env::consts::ARCH) {
         let compiler = format!("{}-gcc", target.replace("-unknown", ""));
         if Command::new(&compiler).arg("--version").output().is_err() {
             bail!("{target} needs a linker: apt-get install gcc-aarch64-linux-gnu, and rustup target add {target}");
         }
-        command.env(variable("LINKER"), compiler);
+        command.env(format!("CARGO_TARGET_{}_LINKER", target.to_uppercase().replace('-', "_")), compiler);
     }
-    progress::run(&format!("build static programs for {target} (minutes, the first time)"), &mut command)?;
-    Ok(workspace::target_dir().join(target).join(if release { "release" } else { "debug" }))
+    progress::run(&format!("build the programs for {target} (minutes, the first time)"), &mut command)?;
+    Ok(build::folder_of(target, release))
 }
 
 /// The crates that are in the programs, as CycloneDX.

@@ -1,6 +1,5 @@
 //! Runs a program to its end: every line of its output goes to a log file and to the caller, and a deadline ends it.
 
-use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
@@ -30,18 +29,9 @@ pub fn idle() -> Result<()> {
     Ok(())
 }
 
-/// A program that is started by another one, which is given with its arguments.
-pub fn behind(starter: &[&str], command: &Command) -> Command {
-    let words = starter.iter().map(OsStr::new).chain([command.get_program()]).chain(command.get_args());
-    let words: Vec<&OsStr> = words.collect();
-    let mut behind = alike(words[0], command);
-    behind.args(&words[1..]);
-    behind
-}
-
-/// A program with the directory and the environment of another command.
-pub fn alike(program: &OsStr, command: &Command) -> Command {
-    let mut alike = Command::new(program);
+/// A command's program, directory and environment, without its arguments.
+pub fn without_arguments(command: &Command) -> Command {
+    let mut alike = Command::new(command.get_program());
     for (name, value) in command.get_envs() {
         match value {
             Some(value) => alike.env(name, value),

@@ -17,38 +17,48 @@ use crate::{progress, workspace};
 const BPFFS: &str = "/sys/fs/bpf";
 
 /// A tool that cargo compiles into Spillway's cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 pub struct CargoTool {
     name: &'static str,
     version: &'static str,
+    /// What to say where it is missing.
+    pub remedy: &'static str,
 }
 
 /// Checks licences and where dependencies come from.
-pub const CARGO_DENY: CargoTool = CargoTool { name: "cargo-deny", version: "0.20.2" };
+pub const CARGO_DENY: CargoTool = CargoTool {
+    name: "cargo-deny",
+    version: "0.20.2",
+    remedy: "cargo-deny is not installed: cargo install cargo-deny --locked (some minutes)",
+};
 /// Finds dependencies that nothing uses.
-pub const CARGO_MACHETE: CargoTool = CargoTool { name: "cargo-machete", version: "0.9.2" };
+pub const CARGO_MACHETE: CargoTool = CargoTool {
+    name: "cargo-machete",
+    version: "0.9.2",
+    remedy: "cargo-machete is not installed: cargo install cargo-machete --locked (a minute)",
+};
 
 impl CargoTool {
     /// The program, from the PATH or from the cache.
     pub fn find(&self) -> Option<PathBuf> {
-        let cached = self.root().map(|root| root.join("bin").join(self.name));
-        find_program(self.name).or(cached.filter(|path| path.exists()))
+        find_program(self.name).or(self.cached().filter(|path| path.exists()))
     }
 
-    /// What to run where it is missing.
-    pub fn by_hand(&self) -> String {
-        format!("cargo install {} --version {} --locked", self.name, self.version)
+    /// Compiles it into the cache.
+    pub fn install(&self) -> Result<PathBuf> {
+        let Self { name, version, .. } = self;
+        let program = self.cached().with_context(|| format!("HOME is not set: there is no place for {name}"))?;
+        let root = program.parent().and_then(Path::parent).unwrap_or(&program);
+        let mut command = cargo_install(name, version, root);
+        // Optimizing it takes longer than all that it ever does.
+        command.arg("--debug");
+        progress::run(&format!("compile {name} {version} (a minute, once)"), &mut command)?;
+        Ok(program)
     }
 
-    fn root(&self) -> Option<PathBuf> {
-        Some(toolchain::cache_dir()?.join(format!("{}-{}", self.name, self.version)))
-    }
-
-    fn install(&self) -> Result<()> {
-        let Self { name, version } = self;
-        let root = self.root().with_context(|| format!("HOME is not set: there is no place for {name}"))?;
-        let mut command = cargo_install(name, version, &root);
-        progress::run(&format!("compile {name} {version} (some minutes, once)"), &mut command)
+    fn cached(&self) -> Option<PathBuf> {
+        let Self { name, version, .. } = self;
+        Some(toolchain::cache_dir()?.join(format!("{name}-{version}/bin/{name}")))
     }
 }
 
@@ -80,6 +90,25 @@ pub enum Scope {
     Cluster,
 }
 
+/// A program, and the Debian package that has it.
+type Packaged = (&'static str, &'static str);
+
+impl Scope {
+    /// The lists of programs that it calls.
+    fn packages(self) -> Vec<&'static [Packaged]> {
+        match self {
+            Scope::Build => vec![],
+            Scope::Lab => vec![&PROGRAMS],
+            Scope::Demo => vec![&PROGRAMS, &ALERTING],
+            Scope::Tests => vec![&PROGRAMS, &ALERTING, &TESTED_WITH],
+            Scope::Page => vec![&PROGRAMS, &BROWSER],
+            Scope::Failover => vec![&PROGRAMS, &PAIR],
+            Scope::Guests => vec![&PROGRAMS, &GUEST_PROGRAMS],
+            Scope::Cluster => vec![&PROGRAMS, &NODE_PROGRAMS],
+        }
+    }
+}
+
 /// Something that the machine lacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Gap {
@@ -87,26 +116,25 @@ enum Gap {
     BpfLinker,
     Program { name: &'static str, package: &'static str },
     BpfFs,
-    Cargo(CargoTool),
 }
 
 /// The programs that the lab, the tests and the README call.
-const PROGRAMS: [(&str, &str); 3] = [("ip", "iproute2"), ("nft", "nftables"), ("bpftool", "bpftool")];
+const PROGRAMS: [Packaged; 3] = [("ip", "iproute2"), ("nft", "nftables"), ("bpftool", "bpftool")];
 
 /// What only tests run: BGP speakers, and a collector of IPFIX.
-const TESTED_WITH: [(&str, &str); 3] = [("vtysh", "frr"), ("bird", "bird2"), ("nfcapd", "nfdump")];
+const TESTED_WITH: [Packaged; 3] = [("vtysh", "frr"), ("bird", "bird2"), ("nfcapd", "nfdump")];
 
 /// What fires alerts, and asks it which.
-const ALERTING: [(&str, &str); 2] = [("prometheus", "prometheus"), ("curl", "curl")];
+const ALERTING: [Packaged; 2] = [("prometheus", "prometheus"), ("curl", "curl")];
 
 /// A browser, and what drives it.
-const BROWSER: [(&str, &str); 3] = [("chromium", "chromium"), ("chromedriver", "chromium-driver"), ("curl", "curl")];
+const BROWSER: [Packaged; 3] = [("chromium", "chromium"), ("chromedriver", "chromium-driver"), ("curl", "curl")];
 
 /// A pair of gateways as it is usually built.
-const PAIR: [(&str, &str); 2] = [("keepalived", "keepalived"), ("conntrackd", "conntrackd")];
+const PAIR: [Packaged; 2] = [("keepalived", "keepalived"), ("conntrackd", "conntrackd")];
 
 /// What fetches other kernels, makes guests' file systems and runs them.
-const GUEST_PROGRAMS: [(&str, &str); 8] = [
+const GUEST_PROGRAMS: [Packaged; 8] = [
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),
     ("modprobe", "kmod"),
@@ -117,7 +145,7 @@ const GUEST_PROGRAMS: [(&str, &str); 8] = [
     ("sysctl", "procps"),
 ];
 /// What nodes of a Kubernetes run besides what is built for them.
-const NODE_PROGRAMS: [(&str, &str); 3] = [("runc", "runc"), ("iptables", "iptables"), ("openssl", "openssl")];
+const NODE_PROGRAMS: [Packaged; 3] = [("runc", "runc"), ("iptables", "iptables"), ("openssl", "openssl")];
 
 /// `cargo xtask setup`.
 pub fn run(args: &Args) -> Result<()> {
@@ -143,35 +171,11 @@ fn survey(scope: Scope) -> Vec<Gap> {
     let mut missing = |is_missing: bool, gap: Gap| gaps.extend(is_missing.then_some(gap));
     missing(Rust::find().is_none(), Gap::RustSources);
     missing(toolchain::find_linker().is_none(), Gap::BpfLinker);
-    if scope == Scope::Guests {
-        for (name, package) in GUEST_PROGRAMS {
-            missing(find_program(name).is_none(), Gap::Program { name, package });
-        }
+    for (name, package) in scope.packages().into_iter().flatten() {
+        missing(find_program(name).is_none(), Gap::Program { name, package });
     }
     if scope != Scope::Build {
-        for (name, package) in PROGRAMS {
-            missing(find_program(name).is_none(), Gap::Program { name, package });
-        }
-        for (name, package) in NODE_PROGRAMS.into_iter().filter(|_| scope == Scope::Cluster) {
-            missing(find_program(name).is_none(), Gap::Program { name, package });
-        }
-        for (name, package) in PAIR.into_iter().filter(|_| scope == Scope::Failover) {
-            missing(find_program(name).is_none(), Gap::Program { name, package });
-        }
-        for (name, package) in BROWSER.into_iter().filter(|_| scope == Scope::Page) {
-            missing(find_program(name).is_none(), Gap::Program { name, package });
-        }
-        for (name, package) in ALERTING.into_iter().filter(|_| matches!(scope, Scope::Demo | Scope::Tests)) {
-            missing(find_program(name).is_none(), Gap::Program { name, package });
-        }
-        for (name, package) in TESTED_WITH.into_iter().filter(|_| scope == Scope::Tests) {
-            missing(find_program(name).is_none(), Gap::Program { name, package });
-        }
         missing(!bpffs_is_mounted(), Gap::BpfFs);
-        // They take minutes to compile: worth it where they run every time, not on everybody's laptop.
-        for tool in [CARGO_DENY, CARGO_MACHETE] {
-            missing(workspace::in_ci() && tool.find().is_none(), Gap::Cargo(tool));
-        }
     }
     gaps
 }
@@ -200,7 +204,6 @@ fn install(scope: Scope) -> Result<()> {
     for gap in survey(scope) {
         match gap {
             Gap::BpfLinker => install_linker()?,
-            Gap::Cargo(tool) => tool.install()?,
             Gap::BpfFs => mount_bpffs()?,
             Gap::RustSources | Gap::Program { .. } => {}
         }
@@ -218,7 +221,7 @@ impl Gap {
             Self::RustSources => &["rustc-web", "cargo-web", "rust-web-src", "rust-web-clippy"],
             Self::BpfLinker => &["llvm-22-dev", "libpolly-22-dev", "zlib1g-dev", "libzstd-dev"],
             Self::Program { package, .. } => std::slice::from_ref(package),
-            Self::BpfFs | Self::Cargo(_) => &[],
+            Self::BpfFs => &[],
         }
     }
 
@@ -235,12 +238,7 @@ impl Gap {
             ),
             Self::Program { package, .. } => format!("install the package {package}"),
             Self::BpfFs => format!("as root: mount -t bpf bpf {BPFFS}"),
-            Self::Cargo(tool) => tool.by_hand(),
         }
-    }
-
-    fn needs_root(&self) -> bool {
-        !matches!(self, Self::Cargo(_))
     }
 }
 
@@ -251,14 +249,12 @@ impl fmt::Display for Gap {
             Self::BpfLinker => write!(f, "bpf-linker {BPF_LINKER_VERSION}"),
             Self::Program { name, .. } => write!(f, "the program {name}"),
             Self::BpfFs => write!(f, "a BPF file system at {BPFFS}"),
-            Self::Cargo(tool) => f.write_str(tool.name),
         }
     }
 }
 
 fn can_install(gaps: &[Gap]) -> bool {
-    let root = nix::unistd::geteuid().is_root();
-    gaps.iter().all(|gap| (root || !gap.needs_root()) && (is_debian() || gap.packages().is_empty()))
+    nix::unistd::geteuid().is_root() && gaps.iter().all(|gap| is_debian() || gap.packages().is_empty())
 }
 
 fn is_debian() -> bool {
@@ -319,8 +315,7 @@ mod tests {
 
     #[test]
     fn every_missing_tool_names_a_remedy() {
-        let mut gaps =
-            vec![Gap::RustSources, Gap::BpfLinker, Gap::BpfFs, Gap::Cargo(CARGO_DENY), Gap::Cargo(CARGO_MACHETE)];
+        let mut gaps = vec![Gap::RustSources, Gap::BpfLinker, Gap::BpfFs];
         gaps.extend(PROGRAMS.into_iter().chain(GUEST_PROGRAMS).map(|(name, package)| Gap::Program { name, package }));
         for gap in gaps {
             assert!(!gap.to_string().is_empty());

@@ -77,17 +77,6 @@ fn libraries(ldd: &str) -> impl Iterator<Item = &str> {
     ldd.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')))
 }
 
-/// A copy of a program without its symbols, which are most of it.
-pub fn stripped(program: &Path, to: &Path) -> Result<PathBuf> {
-    let name = program.file_name().context("a program has a name")?;
-    let path = to.join(name);
-    let status = Command::new("strip").arg("-o").arg(&path).arg(program).status().context("cannot run strip")?;
-    if !status.success() {
-        bail!("strip failed for {}", program.display());
-    }
-    Ok(path)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -15,15 +15,15 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use self::initramfs::{Initramfs, stripped};
+use self::initramfs::Initramfs;
 pub use self::kernel::Kernel;
 use self::kernel::Unpacked;
 use crate::test::libtest::{self, Run};
 use crate::test::tally::Tally;
-use crate::{progress, setup, workspace};
+use crate::{build, progress, setup, workspace};
 
-/// A guest takes a minute or two on an idle machine.
-const TIMEOUT: Duration = Duration::from_secs(15 * 60);
+/// A guest takes four minutes on an idle machine. In a whole run it gets what the other tests leave of the processors.
+const TIMEOUT: Duration = Duration::from_secs(45 * 60);
 const MEMORY: &str = "2G";
 const PROCESSORS: &str = "2";
 
@@ -136,7 +136,7 @@ fn file_system(kernel: &Unpacked, binaries: &Binaries, scratch: &Path) -> Result
     let unit = (binaries.unit.to_owned(), "unit".to_owned());
     let end_to_end = binaries.end_to_end.map(|path| (path.to_owned(), "e2e".to_owned()));
     for (from, name) in daemon.into_iter().chain([unit]).chain(end_to_end) {
-        let small = stripped(&from, scratch)?;
+        let small = build::stripped(&from, scratch)?;
         archive.program(&small, &name)?;
         fs::remove_file(&small).with_context(|| format!("cannot remove {}", small.display()))?;
     }

@@ -1,4 +1,4 @@
-//! Builds the test binaries and lists them.
+//! Builds everything and lists the test binaries.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -72,12 +72,12 @@ struct Profile {
     test: bool,
 }
 
-/// Builds all test binaries, unit tests first.
+/// Builds the programs and all tests of them at once, so that nothing is compiled twice, and lists the test binaries, unit tests first.
 pub fn build() -> Result<Vec<Binary>> {
-    let title = "build the tests";
+    let title = "build everything";
     let (step, log) = (Step::start(title), progress::log_file(title)?);
-    let mut command = workspace::cargo("test");
-    command.args(["--no-run", "--workspace", "--exclude", "egress-ebpf"]);
+    let mut command = workspace::cargo("build");
+    command.args(["--workspace", "--exclude", "egress-ebpf", "--all-targets"]);
     command.args(["--message-format", "json-render-diagnostics"]);
     let mut binaries = Vec::new();
     let mut messages = Vec::new();
@@ -91,7 +91,7 @@ pub fn build() -> Result<Vec<Binary>> {
     if status.is_none_or(|status| !status.success()) {
         step.end("✗", "failed");
         eprintln!("{}", messages.join("\n"));
-        bail!("the tests do not build; see above");
+        bail!("something does not build; see above");
     }
     step.end("✓", "");
     binaries.sort();

@@ -5,8 +5,9 @@ use std::process::Command;
 use anyhow::Result;
 
 use super::tally::Tally;
+use crate::setup::{self, CargoTool};
 use crate::toolchain::Toolchain;
-use crate::{codegen, progress, setup, tidy, workspace};
+use crate::{codegen, progress, tidy, workspace};
 
 /// A check passes, or says why it cannot run here.
 type Outcome = Result<Option<&'static str>>;
@@ -14,21 +15,30 @@ type Outcome = Result<Option<&'static str>>;
 /// A check's name, and what runs it.
 type Check = (&'static str, fn() -> Outcome);
 
-/// How many of the checks, from the first, compile nothing.
-const QUICK: usize = 2;
+/// Those that compile nothing.
+const QUICK: [Check; 2] = [("rules (cargo xtask tidy)", || tidy::rules().map(|()| None)), ("formatting", format)];
 
-/// Runs all checks, or those that compile nothing.
-pub fn run(quick: bool, tally: &mut Tally) {
-    let checks: [Check; 7] = [
-        ("rules (cargo xtask tidy)", || tidy::rules().map(|()| None)),
-        ("formatting", format),
-        ("lints", lints),
-        ("lints of the eBPF programs", ebpf_lints),
-        ("generated manifests", || codegen::check().map(|()| None)),
-        ("licences and dependencies", licences),
-        ("dependencies that nothing uses", unused_dependencies),
-    ];
-    for (name, check) in checks.into_iter().take(if quick { QUICK } else { checks.len() }) {
+/// Those that compile.
+const SLOW: [Check; 5] = [
+    ("lints", lints),
+    ("lints of the eBPF programs", ebpf_lints),
+    ("generated manifests", || codegen::check().map(|()| None)),
+    ("licences and dependencies", licences),
+    ("dependencies that nothing uses", unused_dependencies),
+];
+
+/// Runs the checks that take a second.
+pub fn quick(tally: &mut Tally) {
+    run(&QUICK, tally);
+}
+
+/// Runs the checks that take minutes.
+pub fn slow(tally: &mut Tally) {
+    run(&SLOW, tally);
+}
+
+fn run(checks: &[Check], tally: &mut Tally) {
+    for (name, check) in checks {
         match check() {
             Ok(None) => tally.pass(1),
             Ok(Some(reason)) => tally.skip(name, reason),
@@ -70,22 +80,22 @@ fn ebpf_lints() -> Outcome {
 }
 
 fn licences() -> Outcome {
-    let Some(cargo_deny) = setup::CARGO_DENY.find() else {
-        return Ok(Some("cargo-deny is not installed: cargo install cargo-deny --locked (some minutes)"));
-    };
-    let mut command = Command::new(cargo_deny);
     // Advisories need a database from the network.
-    command.args(["check", "licenses", "bans", "sources"]).current_dir(workspace::root());
-    progress::run("licences and dependencies", &mut command).map(|()| None)
+    with_tool(setup::CARGO_DENY, "licences and dependencies", &["check", "licenses", "bans", "sources"])
 }
 
 fn unused_dependencies() -> Outcome {
-    let Some(cargo_machete) = setup::CARGO_MACHETE.find() else {
-        return Ok(Some("cargo-machete is not installed: cargo install cargo-machete --locked (a minute)"));
+    with_tool(setup::CARGO_MACHETE, "dependencies that nothing uses", &[])
+}
+
+/// Runs a tool that takes a minute to compile: worth it where it runs every time, not on everybody's laptop.
+fn with_tool(tool: CargoTool, title: &str, arguments: &[&str]) -> Outcome {
+    let program = match tool.find() {
+        Some(program) => program,
+        None if workspace::in_ci() => tool.install()?,
+        None => return Ok(Some(tool.remedy)),
     };
-    let mut command = Command::new(cargo_machete);
-    command.current_dir(workspace::root());
-    progress::run("dependencies that nothing uses", &mut command).map(|()| None)
+    progress::run(title, Command::new(program).args(arguments).current_dir(workspace::root())).map(|()| None)
 }
 
 fn succeeds(command: &mut Command) -> bool {

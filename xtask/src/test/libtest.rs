@@ -138,7 +138,7 @@ pub fn run(name: &str, mut command: Command, how: &Run<'_>, tally: &mut Tally) -
 
 /// Runs one test by itself; whether it passes.
 fn passes_alone(command: &Command, test: &str, log: &Path, timeout: Duration) -> bool {
-    let mut alone = process::alike(command.get_program(), command);
+    let mut alone = process::without_arguments(command);
     alone.args([test, "--exact", "--test-threads", "1"]).env("SPILLWAY_TEST_ALONE", "1");
     let log = log.with_extension("again");
     process::run(&mut alone, &log, Some(timeout), |_, _| {}).is_ok_and(|status| status.is_some_and(|s| s.success()))

@@ -59,7 +59,8 @@ pub struct Args {
 impl Args {
     /// Whether nothing is left out.
     fn is_whole(&self) -> bool {
-        self.filter.is_none() && !self.unit && !self.e2e && !self.quick && !self.page && self.kernel.is_empty()
+        let part = self.unit || self.e2e || self.quick || self.page;
+        self.filter.is_none() && !part && self.kernel.is_empty()
     }
 }
 
@@ -86,27 +87,43 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
         space::ensure()?;
     }
     if args.is_whole() || args.unit || args.quick {
-        checks::run(args.quick, tally);
+        checks::quick(tally);
     }
-    let bin_dir = build::binaries(false)?;
-    let binaries = binaries::build()?;
+    if args.unit {
+        checks::slow(tally);
+        doc_tests(tally)?;
+    }
+    let (binaries, bin_dir) = (binaries::build()?, build::folder(false));
     if !args.kernel.is_empty() {
         return guests(&args.kernel, true, &binaries, &bin_dir, args.bless, tally);
     }
     let jobs = plan::jobs(args, &binaries);
     thread::scope(|scope| {
-        let cluster = jobs.iter().any(Job::is_on_cluster).then(|| scope.spawn(prepare_cluster));
-        let simulation = args.is_whole().then(|| {
-            scope.spawn(|| {
-                let mut tally = Tally::default();
-                simulated_cluster(&binaries, &mut tally).map(|()| tally)
-            })
-        });
-        let outcome = run_tests(args, &jobs, &binaries, &bin_dir, cluster, tally);
-        let Some(simulation) = simulation else { return outcome };
-        let simulated = simulation.join().map_err(|_| anyhow!("the simulated cluster's thread has panicked"))?;
-        simulated.map(|simulated| tally.add(simulated)).and(outcome)
+        let cluster = jobs.iter().any(Job::is_on_cluster).then(|| scope.spawn(|| prepare_cluster(&bin_dir)));
+        let behind = args.is_whole().then(|| scope.spawn(|| behind_the_tests(&binaries, &bin_dir)));
+        let outcome = run_tests(args, &jobs, &bin_dir, cluster, tally);
+        let Some(behind) = behind else { return outcome };
+        let behind = behind.join().map_err(|_| anyhow!("what runs behind the tests has panicked"))?;
+        behind.map(|behind| tally.add(behind)).and(outcome)
     })
+}
+
+/// What a whole run does behind its tests, which mostly wait, while nothing else wants a processor: none of it is in real time.
+fn behind_the_tests(binaries: &[Binary], bin_dir: &Path) -> Result<Tally> {
+    process::idle()?;
+    let mut tally = Tally::default();
+    checks::slow(&mut tally);
+    doc_tests(&mut tally)?;
+    guests(&Kernel::USUAL, false, binaries, bin_dir, false, &mut tally)?;
+    simulated_cluster(binaries, &mut tally)?;
+    Ok(tally)
+}
+
+fn doc_tests(tally: &mut Tally) -> Result<()> {
+    let mut command = workspace::cargo("test");
+    command.args(["--quiet", "--workspace", "--exclude", "egress-ebpf", "--doc", "--no-fail-fast"]);
+    let how = Run { filter: None, timeout: UNIT_TIMEOUT, second_try: false };
+    libtest::run("doc tests", command, &how, tally)
 }
 
 /// Variables that tell where what was built is.
@@ -116,7 +133,6 @@ type Environment = Vec<(&'static str, OsString)>;
 fn run_tests(
     args: &Args,
     jobs: &[Job<'_>],
-    binaries: &[Binary],
     bin_dir: &Path,
     mut cluster: Option<ScopedJoinHandle<'_, Result<Environment>>>,
     tally: &mut Tally,
@@ -128,15 +144,6 @@ fn run_tests(
         if let Err(error) = built.and_then(|environment| run_job(job, bin_dir, &environment, tally)) {
             tally.fail(&job.title(), &format!("{error:#}"));
         }
-    }
-    if args.is_whole() {
-        guests(&Kernel::USUAL, false, binaries, bin_dir, false, tally)?;
-    }
-    if args.is_whole() || args.unit {
-        let mut command = workspace::cargo("test");
-        command.args(["--quiet", "--workspace", "--exclude", "egress-ebpf", "--doc", "--no-fail-fast"]);
-        let how = Run { filter: None, timeout: UNIT_TIMEOUT, second_try: false };
-        libtest::run("doc tests", command, &how, tally)?;
     }
     if let Some(filter) = args.filter.as_ref().filter(|_| tally.is_empty()) {
         bail!("no test's name contains {filter}");
@@ -166,10 +173,9 @@ fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &Environment, tally: &mut
     libtest::run(&job.title(), command, &how, tally)
 }
 
-/// Runs all seeds of the simulated cluster, beside the other tests: those mostly wait. It runs only while nothing else wants a processor
-/// (`SCHED_IDLE`), so none of them notices.
+/// Runs all seeds of the simulated cluster.
 fn simulated_cluster(binaries: &[Binary], tally: &mut Tally) -> Result<()> {
-    let mut command = process::behind(&["chrt", "--idle", "0"], &find(binaries, "egress-daemon")?.command());
+    let mut command = find(binaries, "egress-daemon")?.command();
     command.args(["--quiet", "agent::sim"]).env("SPILLWAY_SIM_SEEDS", SEEDS);
     let how = Run { filter: None, timeout: SIMULATION_TIMEOUT, second_try: false };
     libtest::run("the simulated cluster", command, &how, tally)
@@ -197,9 +203,9 @@ fn guests(
 }
 
 /// Builds what the tests on a Kubernetes need, and says where it is. The tests before them mostly wait: it is built while nothing else wants
-/// a processor, as the simulated cluster runs. They are skipped, and say why, where something is missing that
+/// a processor. They are skipped, and say why, where something is missing that
 /// set-up does not install; a continuous integration has to have it.
-fn prepare_cluster() -> Result<Environment> {
+fn prepare_cluster(bin_dir: &Path) -> Result<Environment> {
     process::idle()?;
     if workspace::in_ci() {
         setup::ensure(setup::Scope::Cluster)?;
@@ -214,7 +220,7 @@ fn prepare_cluster() -> Result<Environment> {
     cluster::build()?;
     Ok(vec![
         ("SPILLWAY_CLUSTER_BIN", cluster::binaries()?.into()),
-        ("SPILLWAY_IMAGE", image::for_tests()?.into()),
-        ("SPILLWAY_NEXT_IMAGE", image::next_for_tests()?.into()),
+        ("SPILLWAY_IMAGE", image::of_binaries(bin_dir, image::version())?.into()),
+        ("SPILLWAY_NEXT_IMAGE", image::of_binaries(bin_dir, image::NEXT)?.into()),
     ])
 }
