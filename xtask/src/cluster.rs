@@ -1,10 +1,11 @@
 //! `cargo xtask cluster`: a real Kubernetes on this machine, to play with and to test on.
 
 use std::fs;
-use std::path::PathBuf;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use lab::cluster::{Cluster, Component, POD_IMAGE};
+use lab::cluster::{Cluster, Component, Kubernetes, POD_IMAGE};
 use lab::oci::Image;
 
 use crate::progress::{self, Step};
@@ -60,18 +61,25 @@ pub fn binaries() -> Result<PathBuf> {
 /// Whether all programs of a cluster are built.
 pub fn is_built() -> Result<bool> {
     let (sources, binaries) = (workspace::root().join("tests/cluster"), binaries()?);
-    Ok(Component::ALL.iter().all(|component| component.is_built(&sources, &binaries)))
+    let parts = Component::ALL.into_iter().chain([Kubernetes::default().component()]);
+    Ok(parts.into_iter().all(|component| component.is_built(&sources, &binaries)))
 }
 
-/// Builds what is not built yet, and removes what Go needed for it: ten times the space of the programs.
-pub fn build() -> Result<()> {
+/// Builds what is not built yet, and removes what Go needed for it: ten times the space of the programs. Returns the programs' folder.
+pub fn build(kubernetes: Kubernetes) -> Result<PathBuf> {
     let (sources, binaries) = (workspace::root().join("tests/cluster"), binaries()?);
+    let is_usual = kubernetes == Kubernetes::default();
+    let folder = if is_usual { binaries.clone() } else { binaries.with_file_name(kubernetes.version()) };
+    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let cache = binaries.with_file_name("go");
-    for component in Component::ALL {
-        if !component.is_built(&sources, &binaries) {
-            progress::run(component.title, &mut component.build(&sources, &binaries, &cache))?;
+    let compile = |component: Component, into: &Path| {
+        if component.is_built(&sources, into) {
+            return Ok(());
         }
-    }
+        progress::run(component.title, &mut component.build(kubernetes.version(), &sources, into, &cache))
+    };
+    Component::ALL.into_iter().try_for_each(|component| compile(component, &binaries))?;
+    compile(kubernetes.component(), &folder)?;
     if cache.exists() {
         fs::remove_dir_all(&cache).with_context(|| format!("cannot remove {}", cache.display()))?;
     }
@@ -82,7 +90,24 @@ pub fn build() -> Result<()> {
         entrypoint: vec!["/pod".to_owned()],
         labels: Vec::new(),
     };
-    image.write(&binaries.join("pod.tar"))
+    image.write(&binaries.join("pod.tar"))?;
+    if !is_usual {
+        share(&binaries, &folder)?;
+    }
+    Ok(folder)
+}
+
+/// Everything but the Kubernetes itself is the same.
+fn share(binaries: &Path, folder: &Path) -> Result<()> {
+    for entry in fs::read_dir(binaries).with_context(|| format!("cannot read {}", binaries.display()))? {
+        let (path, name) = entry.map(|entry| (entry.path(), entry.file_name()))?;
+        let shared = folder.join(&name);
+        if name != "k8s" {
+            fs::remove_file(&shared).or_else(|e| if e.kind() == ErrorKind::NotFound { Ok(()) } else { Err(e) })?;
+            fs::hard_link(&path, &shared).with_context(|| format!("cannot make {}", shared.display()))?;
+        }
+    }
+    Ok(())
 }
 
 /// The cluster that people play with, whether it is up or not.
@@ -100,7 +125,7 @@ pub fn start(bare: bool) -> Result<Cluster> {
     if !missing.is_empty() {
         bail!("this machine lacks what a cluster needs:\n- {}", missing.join("\n- "));
     }
-    build()?;
+    build(Kubernetes::default())?;
     let archive = if bare { None } else { Some(image::for_tests()?) };
     let cluster = the_cluster()?;
     let step = Step::start("start Kubernetes");

@@ -2,15 +2,71 @@
 
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::str::FromStr;
 
-/// The version that the API server and the kubelets say they have.
-const KUBERNETES: &str = "v1.36.3";
+/// A Kubernetes that a cluster can be made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Kubernetes {
+    /// The oldest that the chart accepts.
+    V1_32,
+    /// The one of most tests.
+    #[default]
+    V1_36,
+    /// The newest one.
+    V1_37,
+}
+
+impl FromStr for Kubernetes {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let all = [Kubernetes::V1_32, Kubernetes::V1_36, Kubernetes::V1_37];
+        let named = all.into_iter().find(|one| one.version().starts_with(&format!("v{text}.")));
+        named.ok_or_else(|| "write 1.32, 1.36 or 1.37".to_owned())
+    }
+}
+
+impl Kubernetes {
+    /// The version, as the API server and the kubelets say it.
+    pub const fn version(self) -> &'static str {
+        match self {
+            Kubernetes::V1_32 => "v1.32.2",
+            Kubernetes::V1_36 => "v1.36.3",
+            Kubernetes::V1_37 => "v1.37.2",
+        }
+    }
+
+    /// What pins its modules: a file of this name with the ending `mod`, and one with the ending `sum`.
+    const fn modules(self) -> &'static str {
+        match self {
+            Kubernetes::V1_32 => "go.1.32",
+            Kubernetes::V1_36 => "go",
+            Kubernetes::V1_37 => "go.1.37",
+        }
+    }
+
+    /// What it is built by.
+    pub const fn component(self) -> Component {
+        Component {
+            folder: "k8s",
+            modules: self.modules(),
+            title: match self {
+                Kubernetes::V1_32 => "build Kubernetes 1.32 (5 minutes and 4 GB, once)",
+                Kubernetes::V1_36 => "build Kubernetes (5 minutes and 4 GB, once)",
+                Kubernetes::V1_37 => "build Kubernetes 1.37 (5 minutes and 4 GB, once)",
+            },
+            programs: &["k8s"],
+            packages: &["."],
+        }
+    }
+}
 
 /// One `go build`.
 #[derive(Clone, Copy, Debug)]
 pub struct Component {
     /// Its folder in `tests/cluster/`.
     pub folder: &'static str,
+    modules: &'static str,
     /// What it is, and how long it takes the first time.
     pub title: &'static str,
     /// The programs that come out of it.
@@ -21,11 +77,18 @@ pub struct Component {
 const CONTAINERD: &str = "github.com/containerd/containerd/v2/cmd";
 
 impl Component {
-    /// Everything, in an order in which the short ones come first.
-    pub const ALL: [Component; 7] = [
-        Component { folder: "pod", title: "build the pods' program", programs: &["pod"], packages: &["."] },
+    /// Everything but a Kubernetes, in an order in which the short ones come first.
+    pub const ALL: [Component; 6] = [
+        Component {
+            folder: "pod",
+            modules: "go",
+            title: "build the pods' program",
+            programs: &["pod"],
+            packages: &["."],
+        },
         Component {
             folder: "cni",
+            modules: "go",
             title: "build the bridge CNI",
             programs: &["bridge", "host-local", "loopback"],
             packages: &[
@@ -36,6 +99,7 @@ impl Component {
         },
         Component {
             folder: "containerd",
+            modules: "go",
             title: "build containerd (a minute, once)",
             programs: &["containerd", "containerd-shim-runc-v2", "ctr"],
             packages: &["containerd", "containerd-shim-runc-v2", "ctr"],
@@ -43,6 +107,7 @@ impl Component {
         // The last version all of whose modules the proxy has.
         Component {
             folder: "flannel",
+            modules: "go",
             title: "build flannel (two minutes, once)",
             programs: &["flannel"],
             packages: &["github.com/flannel-io/flannel"],
@@ -50,6 +115,7 @@ impl Component {
         // The chart is rendered by it.
         Component {
             folder: "helm",
+            modules: "go",
             title: "build Helm (two minutes, once)",
             programs: &["helm"],
             packages: &["helm.sh/helm/v4/cmd/helm"],
@@ -57,28 +123,25 @@ impl Component {
         // What takes exported logs.
         Component {
             folder: "s3",
+            modules: "go",
             title: "build an S3 server (a minute, once)",
             programs: &["versitygw"],
             packages: &["github.com/versity/versitygw/cmd/versitygw"],
-        },
-        Component {
-            folder: "k8s",
-            title: "build Kubernetes (5 minutes and 4 GB, once)",
-            programs: &["k8s"],
-            packages: &["."],
         },
     ];
 
     /// Whether all of its programs are there, built from what `sources` (`tests/cluster/`) says.
     pub fn is_built(&self, sources: &Path, binaries: &Path) -> bool {
         let when = |path: &Path| path.metadata().and_then(|meta| meta.modified()).ok();
-        let files = ["main.go", "go.mod", "go.sum"].map(|file| sources.join(self.folder).join(file));
+        let pins = ["mod", "sum"].map(|ending| format!("{}.{ending}", self.modules));
+        let files = ["main.go", &pins[0], &pins[1]].map(|file| sources.join(self.folder).join(file));
         let Some(newest) = files.iter().filter_map(|file| when(file)).max() else { return false };
         self.programs.iter().all(|program| when(&binaries.join(program)).is_some_and(|built| built >= newest))
     }
 
-    /// The command that builds it into `binaries`. Modules and objects are kept in `cache`, which may be removed afterwards.
-    pub fn build(&self, sources: &Path, binaries: &Path, cache: &Path) -> Command {
+    /// The command that builds it into `binaries`, with the version that a Kubernetes says it has. Modules and objects are kept in `cache`,
+    /// which may be removed afterwards.
+    pub fn build(&self, version: &str, sources: &Path, binaries: &Path, cache: &Path) -> Command {
         let mut command = Command::new("go");
         // flannel's oldest backend is in C, used or not.
         let c = if self.folder == "flannel" { "1" } else { "0" };
@@ -88,8 +151,8 @@ impl Component {
         command.env("GOCACHE", cache.join("objects")).env("GOMODCACHE", cache.join("modules"));
         command.arg("build").arg("-o").arg(format!("{}/", binaries.display()));
         // One setting of -trimpath for everything, or Go's cache keeps two of each.
-        let version = format!("-s -w -X k8s.io/component-base/version.gitVersion={KUBERNETES}");
-        command.args(["-trimpath", "-ldflags", &version]);
+        let version = format!("-s -w -X k8s.io/component-base/version.gitVersion={version}");
+        command.args(["-trimpath", "-ldflags", &version, "-modfile", &format!("{}.mod", self.modules)]);
         for package in self.packages {
             let short = self.folder == "containerd";
             command.arg(if short { format!("{CONTAINERD}/{package}") } else { (*package).to_owned() });

@@ -28,7 +28,7 @@ use anyhow::{Context, Result, bail};
 use crate::netns::NetNs;
 use crate::wait::{wait_for, wait_until};
 
-pub use build::{Component, missing};
+pub use build::{Component, Kubernetes, missing};
 pub use egress::EgressIp;
 pub use network::SERVERS;
 pub use pods::{ClusterPod, processes_with};

@@ -16,6 +16,7 @@ use std::thread::{self, ScopedJoinHandle};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
+use lab::cluster::Kubernetes;
 
 use crate::guest::{self, Kernel};
 use crate::{build, cluster, image, process, setup, workspace};
@@ -48,6 +49,9 @@ pub struct Args {
     /// Only the datapath's tests, under another kernel, in QEMU
     #[arg(long, value_name = "VERSION", conflicts_with_all = ["filter", "unit", "e2e"])]
     kernel: Vec<Kernel>,
+    /// Only the tests on a Kubernetes, on another one: 1.32, the oldest that the chart accepts, or 1.37
+    #[arg(long, value_name = "VERSION", conflicts_with_all = ["unit", "quick", "kernel"])]
+    kubernetes: Option<Kubernetes>,
     /// Only the page of `egressctl serve`, in a real Chromium; its picture becomes docs/page.png
     #[arg(long, conflicts_with_all = ["filter", "unit", "e2e", "quick", "kernel"])]
     page: bool,
@@ -59,7 +63,7 @@ pub struct Args {
 impl Args {
     /// Whether nothing is left out.
     fn is_whole(&self) -> bool {
-        let part = self.unit || self.e2e || self.quick || self.page;
+        let part = self.unit || self.e2e || self.quick || self.page || self.kubernetes.is_some();
         self.filter.is_none() && !part && self.kernel.is_empty()
     }
 }
@@ -99,7 +103,7 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
     }
     let jobs = plan::jobs(args, &binaries);
     thread::scope(|scope| {
-        let cluster = jobs.iter().any(Job::is_on_cluster).then(|| scope.spawn(|| prepare_cluster(&bin_dir)));
+        let cluster = jobs.iter().any(Job::is_on_cluster).then(|| scope.spawn(|| prepare_cluster(args, &bin_dir)));
         let behind = args.is_whole().then(|| scope.spawn(|| behind_the_tests(&binaries, &bin_dir)));
         let outcome = run_tests(args, &jobs, &bin_dir, cluster, tally);
         let Some(behind) = behind else { return outcome };
@@ -205,7 +209,7 @@ fn guests(
 /// Builds what the tests on a Kubernetes need, and says where it is. The tests before them mostly wait: it is built while nothing else wants
 /// a processor. They are skipped, and say why, where something is missing that
 /// set-up does not install; a continuous integration has to have it.
-fn prepare_cluster(bin_dir: &Path) -> Result<Environment> {
+fn prepare_cluster(args: &Args, bin_dir: &Path) -> Result<Environment> {
     process::idle()?;
     if workspace::in_ci() {
         setup::ensure(setup::Scope::Cluster)?;
@@ -217,9 +221,8 @@ fn prepare_cluster(bin_dir: &Path) -> Result<Environment> {
         }
         return Ok(vec![("SPILLWAY_CLUSTER_LACKS", missing.join("; ").into())]);
     }
-    cluster::build()?;
     Ok(vec![
-        ("SPILLWAY_CLUSTER_BIN", cluster::binaries()?.into()),
+        ("SPILLWAY_CLUSTER_BIN", cluster::build(args.kubernetes.unwrap_or_default())?.into()),
         ("SPILLWAY_IMAGE", image::of_binaries(bin_dir, image::version())?.into()),
         ("SPILLWAY_NEXT_IMAGE", image::of_binaries(bin_dir, image::NEXT)?.into()),
     ])

@@ -108,6 +108,11 @@ pub fn jobs<'a>(args: &'a Args, binaries: &'a [Binary]) -> Vec<Job<'a>> {
 fn chosen<'a>(args: &'a Args, binaries: &'a [Binary]) -> Vec<Job<'a>> {
     let of_kind = |kind: Kind| binaries.iter().filter(move |binary| binary.kind == kind).map(Job::of);
     let units = of_kind(Kind::Unit).filter(|_| !args.e2e);
+    if args.kubernetes.is_some() {
+        let tests: Vec<_> = args.filter.iter().map(String::as_str).collect();
+        let of_cluster = binaries.iter().filter(|binary| binary.name == CLUSTER);
+        return of_cluster.map(|binary| Job { tests: tests.clone(), ..Job::of(binary) }).collect();
+    }
     if let Some(filter) = &args.filter {
         // A filter that a binary's own name contains selects all of its tests.
         let tests = |job: &Job| if job.binary.name.contains(filter) { Vec::new() } else { vec![filter.as_str()] };
@@ -171,5 +176,7 @@ mod tests {
         let direct = ["egress-core exits::", "tests exits::", "tests/spillway exits::", "tests/cluster exits::"];
         assert_eq!(plan(&["exits::"]), direct);
         assert_eq!(plan(&["--e2e", "cluster"]), ["tests/spillway cluster", "tests/cluster"]);
+        assert_eq!(plan(&["--kubernetes", "1.32"]), ["tests/cluster"]);
+        assert_eq!(plan(&["--kubernetes", "1.37", "objects::"]), ["tests/cluster objects::"]);
     }
 }
