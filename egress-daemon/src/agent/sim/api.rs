@@ -32,6 +32,9 @@ pub enum Object {
 pub const KINDS: usize = 5;
 pub const LEASES: usize = 4;
 
+/// How far a process has read that has read all.
+pub type Ends = [usize; KINDS];
+
 impl Object {
     pub fn kind(&self) -> usize {
         match self {
@@ -103,7 +106,7 @@ impl Server {
     }
 
     /// How many versions of each kind there have been.
-    pub fn ends(&self) -> [usize; KINDS] {
+    pub fn ends(&self) -> Ends {
         std::array::from_fn(|kind| self.log[kind].len())
     }
 
@@ -125,7 +128,7 @@ impl Server {
 /// What a process has seen.
 #[derive(Clone, Default)]
 pub struct Client {
-    ends: [usize; KINDS],
+    ends: Ends,
     seen: BTreeMap<Key, Stored>,
 }
 
@@ -149,7 +152,7 @@ impl Client {
     }
 
     /// It has seen all of these.
-    pub fn follow_to(&mut self, server: &Server, ends: [usize; KINDS]) {
+    pub fn follow_to(&mut self, server: &Server, ends: Ends) {
         for (kind, end) in ends.into_iter().enumerate() {
             let end = end.max(self.ends[kind]);
             let news = &server.log[kind][self.ends[kind]..end];
@@ -167,7 +170,7 @@ impl Client {
     }
 
     /// How many versions of each kind it has seen.
-    pub fn versions_end(&self) -> [usize; KINDS] {
+    pub fn versions_end(&self) -> Ends {
         self.ends
     }
 

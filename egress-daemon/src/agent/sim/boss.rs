@@ -1,8 +1,8 @@
 //! A controller: `controller::run` and `controller::apply` without partial rounds, events and people's statuses.
 
 use super::{
-    api::{Client, KINDS, Object, Reader, Stored},
-    cluster::{Effect, Purpose},
+    api::{Client, Object, Reader, Stored},
+    events::{Effect, Purpose},
     keeper::Keeper,
     machine::Times,
 };
@@ -264,6 +264,3 @@ impl Boss {
         self.leading = Some(leading);
     }
 }
-
-/// How far a process has read that has read all.
-pub type Ends = [usize; KINDS];

@@ -30,7 +30,7 @@ const READ: Duration = Duration::from_millis(5_500);
 
 /// What was seen so far.
 #[derive(Default)]
-pub struct Checks {
+struct Checks {
     health: BTreeMap<usize, Health>,
     /// When each machine held its lease last.
     held: BTreeMap<usize, Duration>,
@@ -62,9 +62,19 @@ struct Health {
     lost: bool,
 }
 
+/// Runs a cluster until its end, or until something does not hold.
+pub fn run(mut cluster: SimCluster) -> Result<(), String> {
+    let mut checks = Checks::default();
+    cluster.begin();
+    while cluster.step() {
+        checks.look(&mut cluster)?;
+    }
+    checks.finish(&mut cluster)
+}
+
 impl Checks {
     /// Looks at everything.
-    pub fn look(&mut self, cluster: &mut SimCluster) -> Result<(), String> {
+    fn look(&mut self, cluster: &mut SimCluster) -> Result<(), String> {
         let now = cluster.now;
         let writes = cluster.machines.iter().map(|machine| machine.kernel.writes).sum();
         if std::mem::replace(&mut self.writes, writes) == writes && now < self.last_look + LOOK_EVERY {
@@ -99,7 +109,7 @@ impl Checks {
     }
 
     /// Everything has been well for long: everything works.
-    pub fn finish(&mut self, cluster: &mut SimCluster) -> Result<(), String> {
+    fn finish(&mut self, cluster: &mut SimCluster) -> Result<(), String> {
         let Some(observed) = truth(cluster) else { return Err("there is no plan".into()) };
         for (ip, e) in &observed.plan.egress_ips {
             let answering: Vec<&NodeName> = cluster

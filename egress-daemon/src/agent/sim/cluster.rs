@@ -1,15 +1,14 @@
 //! The cluster: processes, the network between them, and virtual time.
 
 use super::{
-    api::{Client, KINDS, LEASES, Object, Reader, Server, SharedObjects, Stored},
-    boss::{Boss, Ends, Squeeze},
-    check::Checks,
-    faults::{Fault, Planned},
+    api::{Client, KINDS, LEASES, Object, Reader, Server, SharedObjects},
+    boss::{Boss, Squeeze},
+    events::{Effect, Purpose, Response, SimEvent},
+    faults::Planned,
     keeper::Keeper,
     machine::{Hands, Kernel, SimAgent, Times},
     rng::Rng,
 };
-use crate::api::EgressIP;
 use egress_core::{
     agent::gateways::{Answered, Request},
     model::NodeName,
@@ -21,50 +20,6 @@ use std::{
     rc::Rc,
     time::Duration,
 };
-
-/// What a process wants done.
-pub enum Effect {
-    Probe(NodeName, Request),
-    Write(Purpose, Object),
-    /// Read everything as it is now.
-    Refresh,
-}
-
-/// What a write is for.
-#[derive(Clone)]
-pub enum Purpose {
-    Status,
-    Lease,
-    Release,
-    /// A plan's; with the EgressIP whose status is to follow.
-    Plan(Option<Box<EgressIP>>),
-}
-
-/// What happens. Processes are the agents of all nodes by number, then the controllers.
-pub enum SimEvent {
-    /// The process whose incarnation this is wakes by itself.
-    Wake(usize, u32),
-    /// It starts, as soon as it can read the objects.
-    Start(usize, u32),
-    /// Its watch of a kind tells something.
-    Watch(usize, u32, usize),
-    /// A request arrives at the API server, or if there is nothing to write, it is to read all.
-    Request(usize, u32, Option<(Purpose, Object)>),
-    Response(usize, u32, Option<Purpose>, Response),
-    /// A probe arrives at a gateway, from a node with a number.
-    Probe(usize, usize, Request),
-    Answer(usize, Answered),
-    Fault(usize, bool),
-    /// Pods of a node begin and end connections.
-    Traffic(usize),
-}
-
-pub enum Response {
-    Done(Stored),
-    Conflict,
-    Lost,
-    Read(Ends),
-}
 
 pub struct SimHost {
     pub name: NodeName,
@@ -171,8 +126,8 @@ impl SimCluster {
         }
     }
 
-    /// Runs until the end, or until something does not hold.
-    pub fn run(&mut self) -> Result<(), String> {
+    /// Has the faults, the processes and the pods' connections begin.
+    pub fn begin(&mut self) {
         for n in 0..self.faults.len() {
             let Planned { from, until, .. } = self.faults[n];
             self.at(from, SimEvent::Fault(n, true));
@@ -186,18 +141,18 @@ impl SimCluster {
             let at = self.rng.ms(1000, 2000);
             self.at(at, SimEvent::Traffic(n));
         }
-        let mut checks = Checks::default();
-        while let Some(Reverse((at, number))) = self.queue.pop() {
-            if at > self.end {
-                break;
-            }
-            (self.now, self.server.now) = (at, at);
-            if let Some(event) = self.events.remove(&number) {
-                self.happen(event);
-            }
-            checks.look(self)?;
+    }
+
+    /// Has the next thing happen. `false` at the end.
+    pub fn step(&mut self) -> bool {
+        let Some(Reverse((at, number))) = self.queue.pop().filter(|Reverse((at, _))| *at <= self.end) else {
+            return false;
+        };
+        (self.now, self.server.now) = (at, at);
+        if let Some(event) = self.events.remove(&number) {
+            self.happen(event);
         }
-        checks.finish(self)
+        true
     }
 
     pub fn at(&mut self, at: Duration, event: SimEvent) {
@@ -433,17 +388,5 @@ impl SimCluster {
             }
             agent.wrote(&purpose, stored.is_some(), hands);
         });
-    }
-
-    pub fn fault(&mut self, number: usize, begins: bool) {
-        let Planned { fault, .. } = self.faults[number].clone();
-        self.say(format_args!("{} {fault:?}", if begins { "begins:" } else { "ends:  " }));
-        Fault::happen(self, &fault, begins);
-    }
-
-    fn traffic(&mut self, n: usize) {
-        let delay = self.rng.ms(500, 2000);
-        self.after(delay, SimEvent::Traffic(n));
-        super::traffic::change(self, n);
     }
 }

@@ -1,8 +1,7 @@
-//! What goes wrong, drawn by a seed, and how it is done to the cluster.
+//! What goes wrong, drawn by a seed.
 
-use super::{api::Object, boss::Squeeze, cluster::SimCluster, machine::Kernel, rng::Rng};
-use k8s_openapi::api::core::v1::NodeSpec;
-use std::{sync::Arc, time::Duration};
+use super::rng::Rng;
+use std::time::Duration;
 
 #[derive(Clone, Debug)]
 pub enum Fault {
@@ -90,102 +89,5 @@ impl Fault {
             18 => (Fault::Slow { request: 1 + rng.below(100), watch: rng.below(500) }, long),
             _ => (Fault::Squeeze(1 + rng.below(4) as u32), long),
         }
-    }
-
-    /// It begins or ends.
-    pub fn happen(cluster: &mut SimCluster, fault: &Fault, begins: bool) {
-        let count = |faults: &mut u32| if begins { *faults += 1 } else { *faults -= 1 };
-        match fault {
-            Fault::Power(n) if begins => {
-                cluster.kill(*n);
-                cluster.machines[*n].kernel = Kernel::default();
-                cluster.machines[*n].powered = false;
-            }
-            Fault::Power(n) => {
-                cluster.machines[*n].powered = true;
-                cluster.restart(*n, Duration::from_secs(1));
-            }
-            Fault::Agent { node, stopped } if begins => {
-                if *stopped && cluster.processes[*node].frozen == 0 {
-                    cluster.act(*node, |agent, hands| agent.stop(hands));
-                }
-                cluster.kill(*node);
-            }
-            Fault::Agent { node, .. } => {
-                if cluster.machines[*node].powered {
-                    cluster.restart(*node, Duration::from_millis(300));
-                }
-            }
-            Fault::Controller(n) => {
-                let process = cluster.machines.len() + n;
-                match begins {
-                    true => cluster.kill(process),
-                    false => cluster.restart(process, Duration::from_millis(500)),
-                }
-            }
-            Fault::Frozen(process) => {
-                count(&mut cluster.processes[*process].frozen);
-                if cluster.processes[*process].frozen == 0 {
-                    cluster.thaw(*process);
-                }
-            }
-            Fault::Uplink(n) => {
-                count(&mut cluster.machines[*n].uplink_faults);
-                if cluster.processes[*n].frozen == 0 {
-                    cluster.act(*n, |agent, hands| agent.turn(hands));
-                }
-            }
-            Fault::Underlay { of, out, back } => {
-                for a in of.iter().copied() {
-                    for b in (0..cluster.machines.len()).filter(|b| !of.contains(b)) {
-                        [(*out, (a, b)), (*back, (b, a))].into_iter().filter(|(cut, _)| *cut).for_each(|(_, way)| {
-                            count(cluster.cuts.entry(way).or_default());
-                        });
-                    }
-                }
-            }
-            Fault::Link { ends: [a, b], both } => {
-                count(cluster.cuts.entry((*a, *b)).or_default());
-                if *both {
-                    count(cluster.cuts.entry((*b, *a)).or_default());
-                }
-            }
-            Fault::Offline(process) => {
-                count(&mut cluster.processes[*process].api_faults);
-                if cluster.is_online(*process) {
-                    cluster.resume_watches(*process);
-                }
-            }
-            Fault::ApiServer => {
-                count(&mut cluster.api_faults);
-                for process in 0..cluster.processes.len() {
-                    if cluster.is_online(process) {
-                        cluster.resume_watches(process);
-                    }
-                }
-            }
-            Fault::Cordon(n) => cordon(cluster, *n, begins),
-            Fault::Weather { loss, delay } => {
-                (cluster.loss, cluster.delay) = if begins { (*loss, *delay) } else { (0, 1) };
-            }
-            Fault::Slow { request, watch } => {
-                (cluster.request_delay, cluster.watch_delay) = if begins { (*request, *watch) } else { (5, 20) };
-            }
-            Fault::Squeeze(share) => cluster.squeeze = Squeeze(begins.then_some(*share)),
-        }
-    }
-}
-
-fn cordon(cluster: &mut SimCluster, n: usize, cordoned: bool) {
-    let name = cluster.machines[n].name.clone();
-    let node = cluster.server.all().find_map(|object| match object {
-        Object::Node(node) if node.metadata.name.as_deref() == Some(name.as_str()) => Some(node.clone()),
-        _ => None,
-    });
-    let Some(mut node) = node else { return };
-    let spec = Arc::make_mut(&mut node).spec.get_or_insert_with(NodeSpec::default);
-    spec.unschedulable = Some(cordoned);
-    if cluster.server.write(Object::Node(node)).is_some() {
-        cluster.tell(0);
     }
 }

@@ -3,7 +3,8 @@
 use super::{
     api::{Client, KINDS},
     boss::Boss,
-    cluster::{Process, SimCluster, SimEvent},
+    cluster::{Process, SimCluster},
+    events::SimEvent,
     machine::{Hands, SimAgent, while_waiting},
 };
 use std::time::Duration;

@@ -4,7 +4,7 @@
 use super::{
     super::{able, status},
     api::{Client, Object, Reader, SharedObjects},
-    cluster::{Effect, Purpose},
+    events::{Effect, Purpose},
     keeper::Keeper,
 };
 use crate::{api::EgressNode, store::lease::gateway_lease};

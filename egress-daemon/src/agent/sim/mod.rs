@@ -11,6 +11,8 @@ mod api;
 mod boss;
 mod check;
 mod cluster;
+mod disturb;
+mod events;
 mod faults;
 mod keeper;
 mod lifecycle;
@@ -34,7 +36,7 @@ fn number(variable: &str) -> Option<u64> {
 #[test]
 fn nothing_that_fails_leaves_an_egress_ip_without_exactly_one_gateway_or_a_block_with_two_holders() {
     if let Some(seed) = number("SPILLWAY_SIM_SEED") {
-        let outcome = scenario::cluster(seed, true).run();
+        let outcome = check::run(scenario::cluster(seed, true));
         return outcome.unwrap_or_else(|broken| panic!("seed {seed}: {broken}"));
     }
     let (seeds, next) = (number("SPILLWAY_SIM_SEEDS").unwrap_or(SEEDS), AtomicU64::new(0));
@@ -46,7 +48,7 @@ fn nothing_that_fails_leaves_an_egress_ip_without_exactly_one_gateway_or_a_block
             if seed >= seeds {
                 return broken;
             }
-            broken.extend(scenario::cluster(seed, false).run().err().map(|why| (seed, why)));
+            broken.extend(check::run(scenario::cluster(seed, false)).err().map(|why| (seed, why)));
         }
     };
     let threads = std::thread::available_parallelism().map_or(1, usize::from);

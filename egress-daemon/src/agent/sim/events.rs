@@ -1,0 +1,52 @@
+//! What processes want, and what happens to them.
+
+use super::api::{Ends, Object, Stored};
+use crate::api::EgressIP;
+use egress_core::{
+    agent::gateways::{Answered, Request},
+    model::NodeName,
+};
+
+/// What a process wants done.
+pub enum Effect {
+    Probe(NodeName, Request),
+    Write(Purpose, Object),
+    /// Read everything as it is now.
+    Refresh,
+}
+
+/// What a write is for.
+#[derive(Clone)]
+pub enum Purpose {
+    Status,
+    Lease,
+    Release,
+    /// A plan's; with the EgressIP whose status is to follow.
+    Plan(Option<Box<EgressIP>>),
+}
+
+/// What happens. Processes are the agents of all nodes by number, then the controllers.
+pub enum SimEvent {
+    /// The process whose incarnation this is wakes by itself.
+    Wake(usize, u32),
+    /// It starts, as soon as it can read the objects.
+    Start(usize, u32),
+    /// Its watch of a kind tells something.
+    Watch(usize, u32, usize),
+    /// A request arrives at the API server, or if there is nothing to write, it is to read all.
+    Request(usize, u32, Option<(Purpose, Object)>),
+    Response(usize, u32, Option<Purpose>, Response),
+    /// A probe arrives at a gateway, from a node with a number.
+    Probe(usize, usize, Request),
+    Answer(usize, Answered),
+    Fault(usize, bool),
+    /// Pods of a node begin and end connections.
+    Traffic(usize),
+}
+
+pub enum Response {
+    Done(Stored),
+    Conflict,
+    Lost,
+    Read(Ends),
+}
