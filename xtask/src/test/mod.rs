@@ -12,7 +12,8 @@ pub mod tally;
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::ExitCode;
-use std::thread::{self, ScopedJoinHandle};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -102,24 +103,37 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
         return guests(&args.kernel, true, &binaries, &bin_dir, args.bless, tally);
     }
     let jobs = plan::jobs(args, &binaries);
+    let needs_cluster = jobs.iter().any(Job::is_on_cluster);
+    let (ready, cluster) = mpsc::channel();
     thread::scope(|scope| {
-        let cluster = jobs.iter().any(Job::is_on_cluster).then(|| scope.spawn(|| prepare_cluster(args, &bin_dir)));
-        let behind = args.is_whole().then(|| scope.spawn(|| behind_the_tests(&binaries, &bin_dir)));
-        let outcome = run_tests(args, &jobs, &bin_dir, cluster, tally);
-        let Some(behind) = behind else { return outcome };
+        let behind = scope.spawn(|| behind_the_tests(args, needs_cluster.then_some(ready), &binaries, &bin_dir));
+        let outcome = run_tests(args, &jobs, &bin_dir, &cluster, tally);
         let behind = behind.join().map_err(|_| anyhow!("what runs behind the tests has panicked"))?;
         behind.map(|behind| tally.add(behind)).and(outcome)
     })
 }
 
-/// What a whole run does behind its tests, which mostly wait, while nothing else wants a processor: none of it is in real time.
-fn behind_the_tests(binaries: &[Binary], bin_dir: &Path) -> Result<Tally> {
+/// What is done behind the tests, which mostly wait, while nothing else wants a processor. None of it is in real time.
+///
+/// First comes what the tests on a Kubernetes wait for (`cluster` is told), then, in a whole run, what nobody waits for.
+fn behind_the_tests(
+    args: &Args,
+    cluster: Option<Sender<Result<Environment>>>,
+    binaries: &[Binary],
+    bin_dir: &Path,
+) -> Result<Tally> {
     process::idle()?;
+    if let Some(cluster) = cluster {
+        // Nobody listens any more where the tests have ended early.
+        let _ = cluster.send(prepare_cluster(args, bin_dir));
+    }
     let mut tally = Tally::default();
-    checks::slow(&mut tally);
-    doc_tests(&mut tally)?;
-    guests(&Kernel::USUAL, false, binaries, bin_dir, false, &mut tally)?;
-    simulated_cluster(binaries, &mut tally)?;
+    if args.is_whole() {
+        checks::slow(&mut tally);
+        doc_tests(&mut tally)?;
+        guests(&Kernel::USUAL, false, binaries, bin_dir, false, &mut tally)?;
+        simulated_cluster(binaries, &mut tally)?;
+    }
     Ok(tally)
 }
 
@@ -133,19 +147,23 @@ fn doc_tests(tally: &mut Tally) -> Result<()> {
 /// Variables that tell where what was built is.
 type Environment = Vec<(&'static str, OsString)>;
 
-/// Runs the jobs, and what `args` ask for besides. `cluster` builds what those on a Kubernetes wait for.
+/// Runs the jobs. `cluster` tells when the programs of a Kubernetes are built, if any job is to run on one.
 fn run_tests(
     args: &Args,
     jobs: &[Job<'_>],
     bin_dir: &Path,
-    mut cluster: Option<ScopedJoinHandle<'_, Result<Environment>>>,
+    cluster: &Receiver<Result<Environment>>,
     tally: &mut Tally,
 ) -> Result<()> {
+    let mut environment = Environment::new();
     for job in jobs {
-        let built = if job.is_on_cluster() { cluster.take() } else { None };
-        let built = built
-            .map_or_else(|| Ok(Vec::new()), |built| built.join().unwrap_or_else(|_| bail!("the build has panicked")));
-        if let Err(error) = built.and_then(|environment| run_job(job, bin_dir, &environment, tally)) {
+        // Once: afterwards the other end is gone. Without a job on a Kubernetes it is from the beginning.
+        let built = if job.uses_cluster_programs() { cluster.recv().ok().transpose() } else { Ok(None) };
+        let outcome = built.and_then(|built| {
+            environment.extend(built.into_iter().flatten());
+            run_job(job, bin_dir, &environment, tally)
+        });
+        if let Err(error) = outcome {
             tally.fail(&job.title(), &format!("{error:#}"));
         }
     }
@@ -206,11 +224,9 @@ fn guests(
     Ok(())
 }
 
-/// Builds what the tests on a Kubernetes need, and says where it is. The tests before them mostly wait: it is built while nothing else wants
-/// a processor. They are skipped, and say why, where something is missing that
+/// Builds what the tests on a Kubernetes need, and says where it is. They are skipped, and say why, where something is missing that
 /// set-up does not install; a continuous integration has to have it.
 fn prepare_cluster(args: &Args, bin_dir: &Path) -> Result<Environment> {
-    process::idle()?;
     if workspace::in_ci() {
         setup::ensure(setup::Scope::Cluster)?;
     }
