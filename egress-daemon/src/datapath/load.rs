@@ -1,6 +1,6 @@
 //! Loading the programs, with their maps pinned so that they outlive the agent.
 
-use super::Pins;
+use super::{Pins, grown};
 use aya::{
     Ebpf, EbpfLoader, VerifierLogLevel,
     maps::MapInfo,
@@ -108,6 +108,18 @@ pub enum LoadError {
         /// The shape that is wanted.
         wanted: String,
     },
+    /// The entries of an older version's map cannot be copied.
+    #[error(
+        "the entries of {path}, which an older version made, cannot be carried over: {source}. Start again, or run `egress-daemon cleanup --bpffs {root}` (established connections through Spillway on this node end)"
+    )]
+    NotCarriedOver {
+        /// The older map's pin.
+        path: PathBuf,
+        /// The directory of all versions.
+        root: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
     /// The object cannot be parsed.
     #[error("the built-in eBPF object: {0}")]
     Object(String),
@@ -163,22 +175,6 @@ fn is_on_bpffs(dir: &std::path::Path) -> bool {
 fn is_version(path: &std::path::Path) -> bool {
     let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
     name.strip_prefix('v').is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
-}
-
-/// Refuses pinned maps whose keys or values have another size: reading them would be reading something else.
-fn check_shapes(pins: &Pins, object: &aya_obj::Object) -> Result<(), LoadError> {
-    for (name, map) in &object.maps.iter().collect::<std::collections::BTreeMap<_, _>>() {
-        let path = pins.map(name);
-        let Ok(info) = MapInfo::from_pin(&path) else { continue };
-        let shape = |kind: u32, key: u32, value: u32| format!("type {kind}, keys of {key} and values of {value} bytes");
-        let kind = info.map_type().map(|t| t as u32).unwrap_or(0);
-        let found = shape(kind, info.key_size(), info.value_size());
-        let wanted = shape(map.map_type(), map.key_size(), map.value_size());
-        if found != wanted {
-            return Err(LoadError::OtherShape { path, root: pins.root().to_path_buf(), found, wanted });
-        }
-    }
-    Ok(())
 }
 
 /// Whether there is a buffer of beginnings and ends of flows of this size. One of another size makes room for it: it was made under another
@@ -265,11 +261,16 @@ impl Programs {
     ///
     /// `attached` programs keep running until [`attach`](super::attach) replaces them.
     pub fn load(pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
+        Self::load_from(OBJECT, pins, sizes)
+    }
+
+    /// The same from any object: tests have one of another version.
+    pub(super) fn load_from(bytes: &[u8], pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
         prepare(pins)?;
-        let object = parse(OBJECT)?;
-        check_shapes(pins, &object)?;
+        let object = parse(bytes)?;
+        grown::set_aside(pins, &object)?;
         let kept_events = keep_events(pins, sizes.events_room())?;
-        let ebpf = open(OBJECT, &object, pins, sizes, None)?;
+        let ebpf = open(bytes, &object, pins, sizes, None)?;
         let mut programs = Self { ebpf, not_native: None, kept_events };
         for name in PROGRAMS.into_iter().chain([COLLECTOR, DECAPSULATION]) {
             programs.get(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
@@ -278,6 +279,7 @@ impl Programs {
             let refused = programs.native(name)?.load().err().map(|error| error.to_string());
             programs.not_native = programs.not_native.or(refused);
         }
+        grown::carry_over(pins)?;
         programs.start_collector()?;
         drop(object);
         give_back();

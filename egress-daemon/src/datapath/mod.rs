@@ -7,6 +7,7 @@ pub mod answers;
 pub mod attach;
 pub mod drivers;
 mod filters;
+mod grown;
 pub mod load;
 pub mod maps;
 pub mod native;

@@ -13,6 +13,7 @@ mod fuzz;
 mod garbage;
 mod gate;
 mod gateway;
+mod grown;
 mod halves;
 mod inbound;
 mod load;

@@ -1,0 +1,186 @@
+//! Records that have grown since the pinned maps were made: their entries are carried over when the agent of a newer version loads its
+//! programs.
+//!
+//! A record grows at its end only, and zero in what is new means what was before. So the map is made anew, and each value is copied and filled
+//! up with zeros. The older programs go on with the older map until theirs are replaced: established flows do not notice. What the older
+//! programs add meanwhile would be lost, so they get no ports for new flows: a connection that begins then is tried again by its pod.
+
+use super::{Pins, load::LoadError};
+use aya::maps::{MapData, MapInfo, MapType};
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    os::fd::{AsFd as _, AsRawFd as _},
+    path::{Path, PathBuf},
+    ptr,
+};
+
+/// Where the programs find the ports of new flows.
+const PORTS: &str = "BLOCKS";
+/// What has the collector's timer. It does not grow: a timer cannot be copied.
+const TIMER: &str = "COLLECTOR";
+/// The end of an older map's pin, until its entries are copied. A BPF file system takes no dots in names.
+const OLDER: &str = "-older";
+/// Entries in one call.
+const BATCH: u32 = 4096;
+
+/// Sets aside the pinned maps whose values are shorter than those of the programs' `object`.
+///
+/// # Errors
+/// If a map differs in anything else; nothing is set aside then.
+pub fn set_aside(pins: &Pins, object: &aya_obj::Object) -> Result<(), LoadError> {
+    let mut grown = Vec::new();
+    for (name, map) in &object.maps.iter().collect::<BTreeMap<_, _>>() {
+        let path = pins.map(name);
+        let Ok(info) = MapInfo::from_pin(&path) else { continue };
+        let kind = info.map_type().map_or(0, |kind| kind as u32);
+        let found = (kind, info.key_size(), info.value_size());
+        let wanted = (map.map_type(), map.key_size(), map.value_size());
+        if found == wanted {
+            continue;
+        }
+        if name.as_str() == TIMER || !can_grow(kind) || (found.0, found.1) != (wanted.0, wanted.1) || found.2 > wanted.2
+        {
+            let shape = |(kind, key, value)| format!("type {kind}, keys of {key} and values of {value} bytes");
+            let (found, wanted) = (shape(found), shape(wanted));
+            return Err(LoadError::OtherShape { path, root: pins.root().to_path_buf(), found, wanted });
+        }
+        grown.push(name.as_str());
+    }
+    if !grown.is_empty() && !grown.contains(&PORTS) {
+        grown.push(PORTS);
+    }
+    for name in grown {
+        tracing::info!("{name} has grown since an older version made it: its entries are carried over");
+        let path = pins.map(name);
+        fs::rename(&path, older(&path)).map_err(|source| LoadError::Directory { path, source })?;
+    }
+    Ok(())
+}
+
+/// Whether the entries of maps of this type can be listed.
+fn can_grow(kind: u32) -> bool {
+    [MapType::Hash, MapType::LruHash, MapType::LpmTrie, MapType::Array].into_iter().any(|one| one as u32 == kind)
+}
+
+fn older(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(OLDER);
+    name.into()
+}
+
+/// Copies what was set aside into the maps that were made since. The collector has to be started after that.
+pub fn carry_over(pins: &Pins) -> Result<(), LoadError> {
+    let listed = fs::read_dir(pins.maps()).map_err(|source| LoadError::Directory { path: pins.maps(), source })?;
+    let names = listed.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let mut names: Vec<String> = names.filter_map(|name| Some(name.strip_suffix(OLDER)?.to_owned())).collect();
+    if names.is_empty() {
+        return Ok(());
+    }
+    // It would remove flows from the older maps only.
+    stop_collector(pins)?;
+    names.sort_by_key(|name| name != PORTS);
+    for name in &names {
+        let (new, old) = (pins.map(name), older(&pins.map(name)));
+        let carried = copy(&open(&old)?, &open(&new)?, name == PORTS);
+        carried.map_err(|source| LoadError::NotCarriedOver { path: old, root: pins.root().to_path_buf(), source })?;
+    }
+    for name in &names {
+        let path = older(&pins.map(name));
+        fs::remove_file(&path).map_err(|source| LoadError::Directory { path, source })?;
+    }
+    Ok(())
+}
+
+fn open(path: &Path) -> Result<MapData, LoadError> {
+    MapData::from_pin(path)
+        .map_err(|error| LoadError::Directory { path: path.to_path_buf(), source: io::Error::other(error) })
+}
+
+/// Cancels the timer: the kernel frees it when its element is written.
+fn stop_collector(pins: &Pins) -> Result<(), LoadError> {
+    let path = pins.map(TIMER);
+    let map = open(&path)?;
+    let size = map.info().map_or(0, |info| info.value_size());
+    let (key, value) = (0u32.to_ne_bytes(), vec![0u8; size as usize]);
+    put(&map, &key, &value, 1).map_err(|source| LoadError::Directory { path, source })
+}
+
+/// Copies all entries; with `take`, those of `old` are zero afterwards.
+fn copy(old: &MapData, new: &MapData, take: bool) -> io::Result<()> {
+    let size = |map: &MapData| map.info().map(|info| (info.key_size() as usize, info.value_size() as usize));
+    let (key_size, old_size) = size(old).map_err(io::Error::other)?;
+    let (_, new_size) = size(new).map_err(io::Error::other)?;
+    let (mut keys, mut values) = (vec![0u8; key_size * BATCH as usize], vec![0u8; old_size * BATCH as usize]);
+    // Where the next call goes on: a number or a key.
+    let (mut from, mut to) = (vec![0u8; key_size.max(size_of::<u32>())], vec![0u8; key_size.max(size_of::<u32>())]);
+    let mut first = true;
+    loop {
+        let mut attributes = Batch {
+            in_batch: if first { 0 } else { from.as_mut_ptr() as u64 },
+            out_batch: to.as_mut_ptr() as u64,
+            keys: keys.as_mut_ptr() as u64,
+            values: values.as_mut_ptr() as u64,
+            ..Batch::of(old, BATCH)
+        };
+        let looked_up = call(BPF_MAP_LOOKUP_BATCH, &mut attributes);
+        let is_last = looked_up.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::ENOENT));
+        if !is_last {
+            looked_up?;
+        }
+        let count = attributes.count as usize;
+        let mut grown = vec![0u8; new_size * count];
+        for (wide, narrow) in grown.chunks_exact_mut(new_size).zip(values.chunks_exact(old_size)) {
+            wide[..old_size].copy_from_slice(narrow);
+        }
+        put(new, &keys, &grown, attributes.count)?;
+        if take {
+            put(old, &keys, &vec![0; old_size * count], attributes.count)?;
+        }
+        if is_last {
+            return Ok(());
+        }
+        (first, from, to) = (false, to, from);
+    }
+}
+
+/// Writes the first `count` entries.
+fn put(map: &MapData, keys: &[u8], values: &[u8], count: u32) -> io::Result<()> {
+    if count == 0 {
+        return Ok(());
+    }
+    let (keys, values) = (keys.as_ptr() as u64, values.as_ptr() as u64);
+    call(BPF_MAP_UPDATE_BATCH, &mut Batch { keys, values, ..Batch::of(map, count) })
+}
+
+/// Commands of `bpf(2)` (linux/bpf.h).
+const BPF_MAP_LOOKUP_BATCH: i64 = 24;
+const BPF_MAP_UPDATE_BATCH: i64 = 26;
+
+/// The attributes of both (`union bpf_attr`, `batch`).
+#[repr(C)]
+#[derive(Default)]
+struct Batch {
+    in_batch: u64,
+    out_batch: u64,
+    keys: u64,
+    values: u64,
+    count: u32,
+    map_fd: u32,
+    elem_flags: u64,
+    flags: u64,
+}
+
+impl Batch {
+    fn of(map: &MapData, count: u32) -> Self {
+        Self { count, map_fd: map.fd().as_fd().as_raw_fd() as u32, ..Self::default() }
+    }
+}
+
+fn call(command: i64, attributes: &mut Batch) -> io::Result<()> {
+    // SAFETY: the attributes are as long as is said, and the buffers that they point to hold `count` keys and values of the map.
+    match unsafe { libc::syscall(libc::SYS_bpf, command, ptr::from_mut(attributes), size_of::<Batch>()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

@@ -1,0 +1,145 @@
+//! An upgrade to programs whose records are longer: those of a next version, which the test builds.
+
+use super::{
+    collector::bpf,
+    frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
+    rig::*,
+};
+use crate::datapath::load::{Programs, Sizes};
+use aya::maps::{MapData, MapInfo};
+use egress_common::{
+    V4,
+    flow::{Flow, FlowKey},
+    verdict::Counter,
+};
+use std::{
+    collections::BTreeMap,
+    fs,
+    net::IpAddr,
+    os::fd::{AsFd as _, AsRawFd as _},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+#[allow(dead_code, reason = "shared with xtask, which uses the rest")]
+#[path = "../../../../xtask/src/toolchain.rs"]
+mod toolchain;
+
+/// A command of `bpf(2)`.
+const BPF_MAP_GET_NEXT_KEY: i64 = 4;
+const SYN: u8 = 2;
+const ACK: u8 = 16;
+/// As many flows that several calls copy them.
+const FLOWS: u16 = 10_000;
+
+/// What a developer does who adds a field to [`Flow`].
+const CHANGES: [(&str, &str, &str); 4] = [
+    (
+        "egress-common/src/flow.rs",
+        "pub pending: u8,\n    } size 56",
+        "pub pending: u8,\n        /// New.\n        pub new: u64,\n    } size 64",
+    ),
+    ("egress-common/src/flow.rs", "pub const EMPTY: Flow = Flow {", "pub const EMPTY: Flow = Flow {\n        new: 0,"),
+    ("egress-ebpf/src/source/steer.rs", "let mut flow = Flow {", "let mut flow = Flow {\n        new: 0,"),
+    ("egress-ebpf/src/source/deliver.rs", "let mut flow = Flow {", "let mut flow = Flow {\n        new: 0,"),
+];
+
+/// The programs of the next version.
+fn next() -> Vec<u8> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let copy = tempfile::tempdir().unwrap();
+    for folder in ["egress-common", "egress-ebpf", "Cargo.lock"] {
+        let status = Command::new("cp").arg("-r").arg(root.join(folder)).arg(copy.path()).status().unwrap();
+        assert!(status.success());
+    }
+    let manifest = fs::read_to_string(root.join("Cargo.toml")).unwrap();
+    let others =
+        manifest.lines().filter(|line| !line.starts_with("members =") && !line.starts_with("default-members ="));
+    let mut lines: Vec<&str> = others.collect();
+    let workspace = lines.iter().position(|line| *line == "[workspace]").expect("a workspace");
+    lines.insert(workspace + 1, r#"members = ["egress-common", "egress-ebpf"]"#);
+    fs::write(copy.path().join("Cargo.toml"), lines.join("\n")).unwrap();
+    for (file, from, to) in CHANGES {
+        let path = copy.path().join(file);
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(text.contains(from), "{file} has no {from}");
+        fs::write(&path, text.replace(from, to)).unwrap();
+    }
+    let toolchain = toolchain::Toolchain::find().unwrap_or_else(|missing| panic!("{missing}"));
+    let mut build = toolchain.cargo("build");
+    build.args(["--release", "--package", "egress-ebpf", "--bin", "spillway", "--offline"]).current_dir(copy.path());
+    let output = build.arg("--target-dir").arg(copy.path().join("target")).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let built: PathBuf = ["target", toolchain::BPF_TARGET, "release", "spillway"].iter().collect();
+    fs::read(copy.path().join(built)).unwrap()
+}
+
+fn opening(pod: &str, server: &str, port: u16) -> Vec<u8> {
+    seal(ip(addr(pod), addr(server), TCP, &[], &tcp(port, 443, SYN, &[])))
+}
+
+/// How many IPv4 flows the pinned table has, whatever its records.
+fn flows(rig: &Rig) -> usize {
+    let map = MapData::from_pin(rig.pins().map("FLOWS_V4")).unwrap();
+    let (fd, mut key, mut next) = (map.fd().as_fd().as_raw_fd() as u64, None, [0u8; size_of::<FlowKey<V4>>()]);
+    let mut count = 0;
+    loop {
+        let from = key.as_ref().map_or(0, |key: &[u8; _]| key.as_ptr() as u64);
+        if bpf(BPF_MAP_GET_NEXT_KEY, &[fd, from, next.as_mut_ptr() as u64]).is_err() {
+            return count;
+        }
+        (key, count) = (Some(next), count + 1);
+    }
+}
+
+/// The address and the port that a packet of the pod leaves with.
+fn leaves(rig: &mut Rig, frame: &[u8]) -> (IpAddr, u16) {
+    let (verdict, out) = rig.run("pod_egress", frame);
+    assert_eq!(verdict, REDIRECT);
+    (read(&out).unwrap().src, ports(&out).0)
+}
+
+#[test]
+fn an_upgrade_to_longer_records_keeps_every_flow_and_opens_none_in_the_older_tables() {
+    let sizes = Sizes { max_flows: 4 * u32::from(FLOWS), ..Sizes::default() };
+    let Some(mut rig) = Rig::of_size("grown", &scene(), sizes) else { return };
+    // It takes longer than a flow may be idle.
+    let next = next();
+    let mut before = BTreeMap::new();
+    for (pod, server) in [(POD4, SERVER4), (POD6, SERVER6)] {
+        let frame = opening(pod, server, 40_000);
+        before.insert((pod, server), leaves(&mut rig, &frame));
+    }
+    for n in 0..FLOWS {
+        let server = IpAddr::from([198, 51, (n >> 7) as u8, (n & 127) as u8]);
+        rig.run("pod_egress", &seal(ip(addr(POD4), server, UDP, &[], &udp(50_000, 53, b"question"))));
+    }
+    let many = flows(&rig);
+    assert!(many > usize::from(FLOWS) / 2, "{many} flows");
+
+    let next = Programs::load_from(&next, rig.pins(), sizes).unwrap();
+    assert_eq!(MapInfo::from_pin(rig.pins().map("FLOWS_V4")).unwrap().value_size() as usize, size_of::<Flow>() + 8);
+    assert_eq!(flows(&rig), many);
+    let left = fs::read_dir(rig.pins().maps()).unwrap().filter_map(|e| e.unwrap().file_name().into_string().ok());
+    assert_eq!(left.filter(|name| name.ends_with("-older")).collect::<Vec<_>>(), Vec::<String>::new());
+
+    // The older programs are still attached: their flows go on, and they open no other one.
+    let established = |pod, server| seal(ip(addr(pod), addr(server), TCP, &[], &tcp(40_000, 443, ACK, &[])));
+    for ((pod, server), was) in &before {
+        assert_eq!(leaves(&mut rig, &established(pod, server)), *was);
+        rig.dropped("pod_egress", &opening(pod, server, 40_001), Counter::DropNoPort);
+    }
+
+    rig.programs = next;
+    for ((pod, server), was) in &before {
+        assert_eq!(leaves(&mut rig, &established(pod, server)), *was);
+        let (source, port) = leaves(&mut rig, &opening(pod, server, 40_001));
+        assert_eq!(source, was.0);
+        assert_ne!(port, was.1);
+    }
+
+    // There is no way back, and trying changes nothing.
+    let refused = Programs::load(rig.pins(), sizes).err().expect("refused").to_string();
+    assert!(refused.contains("FLOWS_V4") && refused.contains("cleanup --bpffs"), "{refused}");
+    assert!(flows(&rig) >= many);
+}
