@@ -45,15 +45,16 @@ pub fn set_aside(pins: &Pins, object: &aya_obj::Object) -> Result<(), LoadError>
             let (found, wanted) = (shape(found), shape(wanted));
             return Err(LoadError::OtherShape { path, root: pins.root().to_path_buf(), found, wanted });
         }
-        grown.push(name.as_str());
-    }
-    if !grown.is_empty() && !grown.contains(&PORTS) {
-        grown.push(PORTS);
-    }
-    for name in grown {
         tracing::info!("{name} has grown since an older version made it: its entries are carried over");
-        let path = pins.map(name);
-        fs::rename(&path, older(&path)).map_err(|source| LoadError::Directory { path, source })?;
+        grown.push(path);
+    }
+    // The ports first: an agent that is killed here must not leave them to the older programs.
+    let ports = (!grown.is_empty()).then(|| pins.map(PORTS));
+    for path in ports.into_iter().chain(grown) {
+        let aside = older(&path);
+        if !aside.exists() {
+            fs::rename(&path, aside).map_err(|source| LoadError::Directory { path, source })?;
+        }
     }
     Ok(())
 }
@@ -69,11 +70,22 @@ fn older(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Copies what was set aside into the maps that were made since. The collector has to be started after that.
-pub fn carry_over(pins: &Pins) -> Result<(), LoadError> {
+/// The names of the maps that were set aside.
+fn aside(pins: &Pins) -> Result<Vec<String>, LoadError> {
     let listed = fs::read_dir(pins.maps()).map_err(|source| LoadError::Directory { path: pins.maps(), source })?;
     let names = listed.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    let mut names: Vec<String> = names.filter_map(|name| Some(name.strip_suffix(OLDER)?.to_owned())).collect();
+    Ok(names.filter_map(|name| Some(name.strip_suffix(OLDER)?.to_owned())).collect())
+}
+
+/// How many entries the maps that were set aside have room for, by name: those that are made need as much.
+pub fn room(pins: &Pins) -> Result<BTreeMap<String, u32>, LoadError> {
+    let entries = |name: &str| MapInfo::from_pin(older(&pins.map(name))).map_or(0, |info| info.max_entries());
+    Ok(aside(pins)?.into_iter().map(|name| (name.clone(), entries(&name))).collect())
+}
+
+/// Copies what was set aside into the maps that were made since. The collector has to be started after that.
+pub fn carry_over(pins: &Pins) -> Result<(), LoadError> {
+    let mut names = aside(pins)?;
     if names.is_empty() {
         return Ok(());
     }

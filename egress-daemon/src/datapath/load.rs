@@ -220,8 +220,9 @@ fn open(
     for name in object.maps.keys().filter(|name| !name.starts_with('.') && !own.contains(&name.as_str())) {
         loader.map_pin_path(name, pins.map(name));
     }
+    let older = grown::room(pins)?;
     for name in ["FLOWS_V4", "FLOWS_V6", "REVERSE_V4", "REVERSE_V6", "ENDED_V4", "ENDED_V6"] {
-        loader.map_max_entries(name, sizes.max_flows);
+        loader.map_max_entries(name, sizes.max_flows.max(older.get(name).copied().unwrap_or(0)));
     }
     for name in ["TICKETS_V4", "TICKETS_V6"] {
         loader.map_max_entries(name, sizes.max_flows.saturating_mul(2));
