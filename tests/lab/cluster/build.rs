@@ -12,17 +12,15 @@ pub enum Kubernetes {
     /// The one of most tests.
     #[default]
     V1_36,
-    /// The newest one.
-    V1_37,
 }
 
 impl FromStr for Kubernetes {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let all = [Kubernetes::V1_32, Kubernetes::V1_36, Kubernetes::V1_37];
+        let all = [Kubernetes::V1_32, Kubernetes::V1_36];
         let named = all.into_iter().find(|one| one.version().starts_with(&format!("v{text}.")));
-        named.ok_or_else(|| "write 1.32, 1.36 or 1.37".to_owned())
+        named.ok_or_else(|| "write 1.32 or 1.36".to_owned())
     }
 }
 
@@ -32,7 +30,6 @@ impl Kubernetes {
         match self {
             Kubernetes::V1_32 => "v1.32.2",
             Kubernetes::V1_36 => "v1.36.3",
-            Kubernetes::V1_37 => "v1.37.2",
         }
     }
 
@@ -41,7 +38,6 @@ impl Kubernetes {
         match self {
             Kubernetes::V1_32 => "go.1.32",
             Kubernetes::V1_36 => "go",
-            Kubernetes::V1_37 => "go.1.37",
         }
     }
 
@@ -53,7 +49,6 @@ impl Kubernetes {
             title: match self {
                 Kubernetes::V1_32 => "build Kubernetes 1.32 (5 minutes and 4 GB, once)",
                 Kubernetes::V1_36 => "build Kubernetes (5 minutes and 4 GB, once)",
-                Kubernetes::V1_37 => "build Kubernetes 1.37 (5 minutes and 4 GB, once)",
             },
             programs: &["k8s"],
             packages: &["."],

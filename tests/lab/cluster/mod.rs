@@ -177,7 +177,9 @@ impl Cluster {
     /// `kubectl apply` of a text.
     pub fn apply(&self, yaml: &str) -> Result<()> {
         let mut command = self.kubectl_command()?;
-        crate::command::feed(command.args(["apply", "-f", "-"]), yaml).with_context(|| format!("kubectl apply: {yaml}"))
+        // kubectl 1.32 takes what begins with a brace for JSON.
+        crate::command::feed(command.args(["apply", "-f", "-"]), &format!("---\n{yaml}"))
+            .with_context(|| format!("kubectl apply: {yaml}"))
     }
 
     /// An object, or a list of them, as JSON.
