@@ -5,14 +5,13 @@
 //! up with zeros. The older programs go on with the older map until theirs are replaced: established flows do not notice. What the older
 //! programs add meanwhile would be lost, so they get no ports for new flows: a connection that begins then is tried again by its pod.
 
-use super::{Pins, load::LoadError};
+use super::{Pins, load::LoadError, syscall::bpf};
 use aya::maps::{MapData, MapInfo, MapType};
 use std::{
     collections::BTreeMap,
     fs, io,
     os::fd::{AsFd as _, AsRawFd as _},
     path::{Path, PathBuf},
-    ptr,
 };
 
 /// Where the programs find the ports of new flows.
@@ -190,9 +189,6 @@ impl Batch {
 }
 
 fn call(command: i64, attributes: &mut Batch) -> io::Result<()> {
-    // SAFETY: the attributes are as long as is said, and the buffers that they point to hold `count` keys and values of the map.
-    match unsafe { libc::syscall(libc::SYS_bpf, command, ptr::from_mut(attributes), size_of::<Batch>()) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    // SAFETY: the buffers that the attributes point to hold `count` keys and values of the map.
+    unsafe { bpf(command, attributes) }
 }

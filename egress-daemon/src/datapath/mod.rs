@@ -13,6 +13,7 @@ pub mod maps;
 pub mod native;
 mod rtnetlink;
 pub mod strangers;
+mod syscall;
 mod tcx;
 pub mod trace;
 pub mod write;

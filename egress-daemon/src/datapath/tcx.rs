@@ -1,10 +1,11 @@
 //! Which programs TCX runs at an interface. By number alone: to open a program takes CAP_SYS_ADMIN, which the agent has not.
 
+use super::syscall::bpf;
 use aya::programs::TcAttachType;
-use std::{io, ptr};
+use std::io;
 
 /// The command of bpf(2).
-const BPF_PROG_QUERY: u32 = 16;
+const BPF_PROG_QUERY: i64 = 16;
 /// `enum bpf_attach_type`.
 const BPF_TCX_INGRESS: u32 = 46;
 const BPF_TCX_EGRESS: u32 = 47;
@@ -39,10 +40,7 @@ pub fn programs(index: u32, direction: TcAttachType) -> io::Result<Vec<u32>> {
         ..Query::default()
     };
     // SAFETY: the kernel writes to the query and to as many numbers as it says there is room for.
-    let result = unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_QUERY, ptr::from_mut(&mut query), size_of::<Query>()) };
-    if result < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    unsafe { bpf(BPF_PROG_QUERY, &mut query) }?;
     ids.truncate(query.prog_cnt as usize);
     Ok(ids)
 }

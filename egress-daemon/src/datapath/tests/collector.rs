@@ -31,11 +31,8 @@ const EGRESS: u32 = 1;
 pub(super) fn bpf(command: i64, words: &[u64]) -> io::Result<()> {
     let mut attr = [0u64; 16];
     attr[..words.len()].copy_from_slice(words);
-    // SAFETY: the attributes are as long as is said, and callers pass pointers to what the command wants.
-    match unsafe { libc::syscall(libc::SYS_bpf, command, attr.as_ptr(), size_of_val(&attr)) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    // SAFETY: callers pass pointers to what the command wants.
+    unsafe { crate::datapath::syscall::bpf(command, &mut attr) }
 }
 
 struct Raw(MapData);
