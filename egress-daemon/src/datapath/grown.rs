@@ -5,12 +5,15 @@
 //! up with zeros. The older programs go on with the older map until theirs are replaced: established flows do not notice. What the older
 //! programs add meanwhile would be lost, so they get no ports for new flows: a connection that begins then is tried again by its pod.
 
-use super::{Pins, load::LoadError, syscall::bpf};
+use super::{
+    Pins,
+    batch::{Batches, put},
+    load::LoadError,
+};
 use aya::maps::{MapData, MapInfo, MapType};
 use std::{
     collections::BTreeMap,
     fs, io,
-    os::fd::{AsFd as _, AsRawFd as _},
     path::{Path, PathBuf},
 };
 
@@ -20,8 +23,6 @@ const PORTS: &str = "BLOCKS";
 const TIMER: &str = "COLLECTOR";
 /// The end of an older map's pin, until its entries are copied. A BPF file system takes no dots in names.
 const OLDER: &str = "-older";
-/// Entries in one call.
-const BATCH: u32 = 4096;
 
 /// Sets aside the pinned maps whose values are shorter than those of the programs' `object`.
 ///
@@ -114,81 +115,23 @@ fn stop_collector(pins: &Pins) -> Result<(), LoadError> {
     let map = open(&path)?;
     let size = map.info().map_or(0, |info| info.value_size());
     let (key, value) = (0u32.to_ne_bytes(), vec![0u8; size as usize]);
-    put(&map, &key, &value, 1).map_err(|source| LoadError::Directory { path, source })
+    put(&map, &key, &value).map_err(|source| LoadError::Directory { path, source })
 }
 
 /// Copies all entries; with `take`, those of `old` are zero afterwards.
 fn copy(old: &MapData, new: &MapData, take: bool) -> io::Result<()> {
-    let size = |map: &MapData| map.info().map(|info| (info.key_size() as usize, info.value_size() as usize));
-    let (key_size, old_size) = size(old).map_err(io::Error::other)?;
-    let (_, new_size) = size(new).map_err(io::Error::other)?;
-    let (mut keys, mut values) = (vec![0u8; key_size * BATCH as usize], vec![0u8; old_size * BATCH as usize]);
-    // Where the next call goes on: a number or a key.
-    let (mut from, mut to) = (vec![0u8; key_size.max(size_of::<u32>())], vec![0u8; key_size.max(size_of::<u32>())]);
-    let mut first = true;
-    loop {
-        let mut attributes = Batch {
-            in_batch: if first { 0 } else { from.as_mut_ptr() as u64 },
-            out_batch: to.as_mut_ptr() as u64,
-            keys: keys.as_mut_ptr() as u64,
-            values: values.as_mut_ptr() as u64,
-            ..Batch::of(old, BATCH)
-        };
-        let looked_up = call(BPF_MAP_LOOKUP_BATCH, &mut attributes);
-        let is_last = looked_up.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::ENOENT));
-        if !is_last {
-            looked_up?;
-        }
-        let count = attributes.count as usize;
-        let mut grown = vec![0u8; new_size * count];
+    let size = |map: &MapData| map.info().map(|info| info.value_size() as usize).map_err(io::Error::other);
+    let (old_size, new_size) = (size(old)?, size(new)?);
+    for batch in Batches::of(old)? {
+        let (keys, values) = batch?;
+        let mut grown = vec![0u8; values.len() / old_size * new_size];
         for (wide, narrow) in grown.chunks_exact_mut(new_size).zip(values.chunks_exact(old_size)) {
             wide[..old_size].copy_from_slice(narrow);
         }
-        put(new, &keys, &grown, attributes.count)?;
+        put(new, &keys, &grown)?;
         if take {
-            put(old, &keys, &vec![0; old_size * count], attributes.count)?;
+            put(old, &keys, &vec![0; values.len()])?;
         }
-        if is_last {
-            return Ok(());
-        }
-        (first, from, to) = (false, to, from);
     }
-}
-
-/// Writes the first `count` entries.
-fn put(map: &MapData, keys: &[u8], values: &[u8], count: u32) -> io::Result<()> {
-    if count == 0 {
-        return Ok(());
-    }
-    let (keys, values) = (keys.as_ptr() as u64, values.as_ptr() as u64);
-    call(BPF_MAP_UPDATE_BATCH, &mut Batch { keys, values, ..Batch::of(map, count) })
-}
-
-/// Commands of `bpf(2)` (linux/bpf.h).
-const BPF_MAP_LOOKUP_BATCH: i64 = 24;
-const BPF_MAP_UPDATE_BATCH: i64 = 26;
-
-/// The attributes of both (`union bpf_attr`, `batch`).
-#[repr(C)]
-#[derive(Default)]
-struct Batch {
-    in_batch: u64,
-    out_batch: u64,
-    keys: u64,
-    values: u64,
-    count: u32,
-    map_fd: u32,
-    elem_flags: u64,
-    flags: u64,
-}
-
-impl Batch {
-    fn of(map: &MapData, count: u32) -> Self {
-        Self { count, map_fd: map.fd().as_fd().as_raw_fd() as u32, ..Self::default() }
-    }
-}
-
-fn call(command: i64, attributes: &mut Batch) -> io::Result<()> {
-    // SAFETY: the buffers that the attributes point to hold `count` keys and values of the map.
-    unsafe { bpf(command, attributes) }
+    Ok(())
 }

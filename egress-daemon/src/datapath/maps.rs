@@ -1,9 +1,10 @@
 //! The pinned maps, typed. The agent writes through it, `egressctl` reads through it whether an agent lives or not.
 
-use super::Pins;
+use super::{Pins, batch::Batches};
 use aya::{
     Pod,
     maps::{Array, HashMap, LpmTrie, MapData, MapError, PerCpuArray, PerCpuValues, lpm_trie::Key},
+    sys::SyscallError,
     util::nr_cpus,
 };
 use egress_common::{
@@ -44,11 +45,13 @@ pub enum MapsError {
 pub struct Table<K: Pod, V: Pod> {
     name: &'static str,
     map: HashMap<MapData, K, V>,
+    /// The same map.
+    all: MapData,
 }
 
 impl<K: Pod + Ord, V: Pod> Table<K, V> {
     fn open(pins: &Pins, name: &'static str) -> Result<Self, MapsError> {
-        Ok(Self { name, map: typed(pins, name)? })
+        Ok(Self { name, map: typed(pins, name)?, all: opened(pins, name)? })
     }
     fn error(&self, source: MapError) -> MapsError {
         MapsError::Access { map: self.name, source }
@@ -67,9 +70,16 @@ impl<K: Pod + Ord, V: Pod> Table<K, V> {
     }
     /// One entry after the other, in no order.
     pub fn iter(&self) -> impl Iterator<Item = Result<(K, V), MapsError>> {
-        self.map.iter().filter_map(|entry| match entry {
-            Err(MapError::KeyNotFound) => None,
-            other => Some(other.map_err(|e| self.error(e))),
+        let (batches, failed) = match Batches::of(&self.all) {
+            Ok(batches) => (Some(batches), None),
+            Err(error) => (None, Some(Err(error))),
+        };
+        batches.into_iter().flatten().chain(failed).flat_map(|batch| match batch {
+            Ok((keys, values)) => each(&keys).zip(each(&values)).map(Ok).collect(),
+            Err(io_error) => {
+                let call = "bpf_map_lookup_batch";
+                vec![Err(self.error(MapError::SyscallError(SyscallError { call, io_error })))]
+            }
         })
     }
     /// Adds or replaces an entry.
@@ -84,6 +94,12 @@ impl<K: Pod + Ord, V: Pod> Table<K, V> {
             Err(source) => Err(MapsError::Access { map: self.name, source }),
         }
     }
+}
+
+/// The records that lie one behind the other.
+fn each<T: Pod>(bytes: &[u8]) -> impl Iterator<Item = T> {
+    // SAFETY: a record that any bytes make a valid one of, read from as many bytes.
+    bytes.chunks_exact(size_of::<T>()).map(|bytes| unsafe { bytes.as_ptr().cast::<T>().read_unaligned() })
 }
 
 /// A longest-prefix map.
@@ -148,13 +164,17 @@ impl<V: Pod> Slots<V> {
     }
 }
 
+fn opened(pins: &Pins, name: &'static str) -> Result<MapData, MapsError> {
+    let path = pins.map(name);
+    MapData::from_pin(&path).map_err(|source| MapsError::Open { path, source })
+}
+
 pub(super) fn typed<M: TryFrom<aya::maps::Map, Error = MapError>>(
     pins: &Pins,
     name: &'static str,
 ) -> Result<M, MapsError> {
-    let path = pins.map(name);
-    let open = || MapData::from_pin(&path).and_then(aya::maps::Map::from_map_data).and_then(M::try_from);
-    open().map_err(|source| MapsError::Open { path: path.clone(), source })
+    let map = aya::maps::Map::from_map_data(opened(pins, name)?).and_then(M::try_from);
+    map.map_err(|source| MapsError::Open { path: pins.map(name), source })
 }
 
 /// The maps of one address family.

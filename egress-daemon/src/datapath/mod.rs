@@ -5,6 +5,7 @@
 
 pub mod answers;
 pub mod attach;
+mod batch;
 pub mod drivers;
 mod filters;
 mod grown;
