@@ -1,12 +1,12 @@
 //! One egress IP, several gateways: the next carrier takes over by itself, whatever dies and whoever is away.
 
 use std::collections::BTreeSet;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use lab::traffic::{ConnectionReport, Mixed, Pauses, UdpClients, UdpOptions, UdpServer};
-use lab::{Capture, Family, Lab, PodSpec, Segment, StartOptions, wait_for, wait_until};
+use lab::{Capture, Family, Lab, PodSpec, Segment, StartOptions, Trace, wait_for, wait_until};
 
 use crate::support::{PATIENCE, WEB, announces, egress, policy, pool, start_with, wait_in_force, wait_owner};
 
@@ -114,9 +114,13 @@ fn behead(lab: &mut Lab, load: &Load) -> Result<Vec<String>> {
     Ok(nodes)
 }
 
-/// A gateway's underlay dies and comes back, then its uplink.
+/// A gateway's underlay dies and comes back, then its uplink. A gateway that is cut off finds all others dead; it claims nothing of theirs.
 fn links_die(lab: &Lab, load: &Load, victim: &str) -> Result<()> {
+    let mac = lab.node(victim).external_mac();
     for segment in [Segment::Underlay, Segment::External] {
+        let mut of_others = ips();
+        of_others.retain(|ip| answering(lab, *ip).is_ok_and(|nodes| !nodes.contains(victim)));
+        let capture = Capture::start(&lab.server("server1").ns, "eth0")?;
         lab.cut(victim, segment)?;
         wait_taken(lab, victim)?;
         wait_until(
@@ -126,11 +130,33 @@ fn links_die(lab: &Lab, load: &Load, victim: &str) -> Result<()> {
             |answers| answers.iter().all(|answers| !answers),
         )?;
         load.judge(&format!("{segment:?} dies"))?;
+        let trace = capture.finish_lossy()?.0;
+        let claimed: Vec<_> = of_others.iter().filter(|ip| trace.claims_of(**ip).contains_key(&mac)).collect();
+        ensure!(
+            claimed.is_empty() && !of_others.is_empty(),
+            "{segment:?} dies: {victim} claims {claimed:?} of {of_others:?}"
+        );
         lab.heal(victim, segment)?;
         wait_back(lab, victim)?;
         load.judge(&format!("{segment:?} comes back"))?;
     }
     Ok(())
+}
+
+/// How many connections the pod of this capture was made to open again: behind a reset that ends nothing comes their next SYN.
+fn opened_again(trace: &Trace) -> Result<usize> {
+    let mut resets: BTreeSet<(SocketAddr, SocketAddr)> = BTreeSet::new();
+    let mut again = 0;
+    for packet in trace.packets() {
+        let (Some((source, target)), Some(flags)) = (packet.ports(), packet.tcp_flags()) else { continue };
+        if flags.rst && flags.ack && !packet.outgoing {
+            resets.insert((target, source));
+        } else if resets.remove(&(source, target)) {
+            ensure!(flags.syn && packet.outgoing, "a reset of {target} did more than that: {packet:?}");
+            again += 1;
+        }
+    }
+    Ok(again)
 }
 
 /// docs/failures.md: headless.
@@ -139,10 +165,16 @@ fn headless_a_gateway_dies_while_controller_and_store_are_away() {
     lab::require_root!();
     under_load(&StartOptions::new(), |lab, load, victim| {
         let nodes = behead(lab, load)?;
+        let captures = load.0.pods().iter().map(|pod| Capture::start(pod, "eth0")).collect::<Result<Vec<_>>>()?;
         links_die(lab, load, victim)?;
         lab.kill_node(victim)?;
         wait_taken(lab, victim)?;
         load.judge("the power fails")?;
+        for capture in captures {
+            let look = || opened_again(&capture.so_far());
+            let again = wait_until("connections are opened again", PATIENCE, look, |again| *again > 0)?;
+            eprintln!("{again} connections of a pod were opened again");
+        }
         // The control plane comes back to what has happened without it.
         nodes.iter().filter(|node| *node != victim).try_for_each(|node| lab.heal_store(node))?;
         let moved: Vec<BTreeSet<String>> = ips().into_iter().map(|ip| answering(lab, ip)).collect::<Result<_>>()?;

@@ -75,7 +75,9 @@ impl Carriers {
             });
             match announce(&c.objects.snapshot, e) {
                 _ if !c.able || e.fixed => {}
-                Announce::Arp if !taken => drop(self.answered.insert(*ip)),
+                Announce::Arp if !taken && (!c.doubted || before.contains(ip)) => {
+                    self.answered.insert(*ip);
+                }
                 // Once its own report is read back, source nodes use no block that it does not know.
                 Announce::Route if c.objects.snapshot.report(&c.node).is_some_and(|own| own.carries.contains(ip)) => {
                     self.advertised.insert(*ip);
@@ -126,6 +128,14 @@ impl Carriers {
             (c.probes.get(first) == Some(&ProbeState::Dead)).then_some((*ip, first))
         };
         self.answered.difference(before).filter_map(of).collect()
+    }
+
+    /// The egress IPs whose packets went to a carrier that is not heard of any more, or says that it is not able to answer for addresses, where
+    /// others are used instead. `before` is what was decided before.
+    pub fn turned_away(&self, c: &Facts, before: &Self) -> BTreeSet<IpAddr> {
+        let has_failed = |name: &NodeName| matches!(c.probes.get(name), Some(ProbeState::Dead | ProbeState::Unable));
+        let left = |ip: IpAddr| before.used(ip).iter().any(|name| has_failed(name) && !self.used(ip).contains(name));
+        self.used.iter().filter(|(ip, used)| !used.is_empty() && left(**ip)).map(|(ip, _)| *ip).collect()
     }
 
     /// The egress IPs that this node has routes to for others: who is able carries them, in whatever order.

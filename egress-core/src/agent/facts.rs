@@ -84,6 +84,8 @@ pub struct Facts {
     pub probes: BTreeMap<NodeName, ProbeState>,
     /// Whether this node is able to carry egress IPs: their ways out are up, and somebody reaches it.
     pub able: bool,
+    /// Whether it may be this node that is cut off, and not the others that are dead: it takes over from nobody.
+    pub doubted: bool,
     /// What the flows use.
     pub ports: Ports,
     /// When the count of the flows began; absent before the first one.

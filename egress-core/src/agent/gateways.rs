@@ -141,6 +141,11 @@ impl Gateways {
         self.gateways.iter().map(|(n, g)| (n.clone(), state(g))).collect()
     }
 
+    /// Whether one of those that answered has missed a probe.
+    pub fn are_in_doubt(&self) -> bool {
+        self.gateways.values().any(|g| g.transports.in_doubt() && g.transports.state() == ProbeState::Alive)
+    }
+
     /// The gateways that answer, and say that they hold their leases.
     pub fn holding(&self) -> BTreeSet<NodeName> {
         let holds = |g: &Gateway| g.held && g.transports.state() == ProbeState::Alive;

@@ -1,7 +1,9 @@
 //! Whether anybody reaches this node as a gateway, and whether others were given what it has. Pure.
 //!
 //! A gateway whose underlay is dead would go on answering for its egress IPs where the outside is, and lead replies into nowhere. It is cut
-//! off where no other carrier answers its probes and no node's probe has come in for as long as it takes to call a gateway dead.
+//! off where no other carrier answers its probes and no node's probe has come in for as long as it takes to call a gateway dead. Before it
+//! knows that, it takes over from nobody: all others are dead to it, and would be without what it claims. That they are, and not it, shows a
+//! probe that came in later than their last answers.
 //!
 //! One that cannot renew its lease goes on, as long as nobody else can either: then the store is away, and nobody plans. Where another
 //! carrier says that it holds its own, the controller plans without this one, and gives others blocks that it does not know. When the store
@@ -24,6 +26,8 @@ pub const READ: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct Reach {
     patience: Duration,
+    /// What comes in so long after the others' last answers is later than these, whatever was under way.
+    later: Duration,
     peers: BTreeSet<NodeName>,
     asked: u64,
     heard: Duration,
@@ -36,6 +40,8 @@ pub struct Reach {
     /// Since when some other carrier holds its own.
     others: Option<Duration>,
     reached: bool,
+    /// It may be cut off.
+    doubted: bool,
     replaced: bool,
 }
 
@@ -53,10 +59,11 @@ pub struct LeaseWord {
 impl Reach {
     /// Nobody else carries what this node carries: it does not matter who reaches it.
     pub fn new(times: ProbeTimes) -> Self {
-        let patience = times.interval * times.misses;
+        let (patience, later) = (times.interval * times.misses, times.interval * 3 / 2);
         let (peers, asked, heard) = (BTreeSet::new(), 0, Duration::ZERO);
         let (company, held, since, others) = (false, None, None, None);
-        Self { patience, peers, asked, heard, company, held, since, others, reached: true, replaced: false }
+        let (reached, doubted, replaced) = (true, false, false);
+        Self { patience, later, peers, asked, heard, company, held, since, others, reached, doubted, replaced }
     }
 
     /// These are the other carriers of what this node carries.
@@ -64,17 +71,30 @@ impl Reach {
         self.peers = peers;
     }
 
-    /// Takes note of what the probes say, and of how many of others this node has answered in all. Whether it is another answer now.
-    pub fn update(&mut self, probes: &BTreeMap<NodeName, ProbeState>, asked: u64, now: Duration) -> bool {
+    /// Takes note of how many probes of others this node has answered in all.
+    pub fn note_asked(&mut self, asked: u64, now: Duration) {
         if asked != self.asked {
             (self.asked, self.heard) = (asked, now);
         }
+    }
+
+    /// Takes note of what the probes say. Whether it is another answer now.
+    /// `heard` says when a gateway answered last.
+    pub fn look(
+        &mut self,
+        probes: &BTreeMap<NodeName, ProbeState>,
+        heard: impl Fn(&NodeName) -> Option<Duration>,
+        now: Duration,
+    ) -> bool {
         let dead = |name: &NodeName| probes.get(name) == Some(&ProbeState::Dead);
         let alone = !self.peers.is_empty() && self.peers.iter().all(dead);
         let alive = |name: &NodeName| matches!(probes.get(name), Some(ProbeState::Alive | ProbeState::Unable));
         self.company = self.peers.iter().any(alive);
         let reached = !alone || now.saturating_sub(self.heard) < self.patience;
-        std::mem::replace(&mut self.reached, reached) != reached
+        let answered = self.peers.iter().filter_map(heard).max().unwrap_or_default();
+        let doubted = alone && self.heard < answered + self.later;
+        let before = (std::mem::replace(&mut self.reached, reached), std::mem::replace(&mut self.doubted, doubted));
+        before != (reached, doubted)
     }
 
     /// Takes note of this node's lease, and of the gateways that hold theirs. Whether it is another answer now. An agent that starts has as
@@ -105,6 +125,11 @@ impl Reach {
         self.reached && !self.replaced
     }
 
+    /// Whether it may be this node that is cut off, and not the others that are dead.
+    pub fn is_doubted(&self) -> bool {
+        self.doubted
+    }
+
     /// Why it may not.
     pub fn why_not(&self) -> Option<&'static str> {
         match (self.reached, self.replaced) {
@@ -119,19 +144,46 @@ impl Reach {
 mod tests {
     use super::*;
 
+    fn update(reach: &mut Reach, probes: &BTreeMap<NodeName, ProbeState>, asked: u64, now: Duration) -> bool {
+        reach.note_asked(asked, now);
+        let before = reach.reached;
+        reach.look(probes, |_| None, now);
+        reach.reached != before
+    }
+
+    #[test]
+    fn a_gateway_to_which_all_others_are_dead_takes_over_once_it_is_asked_later_than_they_answered() {
+        let ms = Duration::from_millis;
+        let mut reach = Reach::new(ProbeTimes::default());
+        reach.set_peers(["a".into(), "b".into()].into());
+        let probes = |a, b| BTreeMap::from([("a".into(), a), ("b".into(), b)]);
+        let (alive, dead) = (ProbeState::Alive, ProbeState::Dead);
+        let heard = |name: &NodeName| Some(ms(if *name == "a".into() { 900 } else { 1_000 }));
+        reach.note_asked(1, ms(1_100));
+        assert!(!reach.look(&probes(dead, alive), heard, ms(1_250)) && !reach.is_doubted(), "b answers");
+        assert!(reach.look(&probes(dead, dead), heard, ms(1_300)) && reach.is_doubted() && reach.is_reached());
+        reach.note_asked(2, ms(1_149));
+        assert!(!reach.look(&probes(dead, dead), heard, ms(1_310)) && reach.is_doubted(), "it was under way");
+        reach.note_asked(3, ms(1_320));
+        assert!(reach.look(&probes(dead, dead), heard, ms(1_320)) && !reach.is_doubted());
+    }
+
     #[test]
     fn a_gateway_is_cut_off_when_no_carrier_answers_and_nobody_asks() {
         let ms = Duration::from_millis;
         let mut reach = Reach::new(ProbeTimes::default());
         let probes = |a, b| BTreeMap::from([("a".into(), a), ("b".into(), b)]);
         let (alive, dead) = (ProbeState::Alive, ProbeState::Dead);
-        assert!(!reach.update(&probes(dead, dead), 0, ms(5000)) && reach.is_reached(), "nobody else carries anything");
+        assert!(
+            !update(&mut reach, &probes(dead, dead), 0, ms(5000)) && reach.is_reached(),
+            "nobody else carries anything"
+        );
         reach.set_peers(["a".into(), "b".into()].into());
-        assert!(!reach.update(&probes(alive, dead), 0, ms(6000)) && reach.is_reached());
-        assert!(!reach.update(&probes(dead, dead), 1, ms(7000)) && reach.is_reached(), "a source node asks");
-        assert!(!reach.update(&probes(dead, dead), 1, ms(7299)));
-        assert!(reach.update(&probes(dead, dead), 1, ms(7300)) && !reach.is_reached());
-        assert!(reach.update(&probes(dead, ProbeState::Unable), 1, ms(7400)) && reach.is_reached());
+        assert!(!update(&mut reach, &probes(alive, dead), 0, ms(6000)) && reach.is_reached());
+        assert!(!update(&mut reach, &probes(dead, dead), 1, ms(7000)) && reach.is_reached(), "a source node asks");
+        assert!(!update(&mut reach, &probes(dead, dead), 1, ms(7299)));
+        assert!(update(&mut reach, &probes(dead, dead), 1, ms(7300)) && !reach.is_reached());
+        assert!(update(&mut reach, &probes(dead, ProbeState::Unable), 1, ms(7400)) && reach.is_reached());
     }
 
     #[test]
@@ -139,7 +191,7 @@ mod tests {
         let ms = Duration::from_millis;
         let mut reach = Reach::new(ProbeTimes::default());
         reach.set_peers(["a".into()].into());
-        reach.update(&BTreeMap::from([("a".into(), ProbeState::Alive)]), 0, ms(0));
+        update(&mut reach, &BTreeMap::from([("a".into(), ProbeState::Alive)]), 0, ms(0));
         let (all, none) = (BTreeSet::from(["a".into()]), BTreeSet::new());
         let lease = |held| LeaseWord { wanted: true, held, duration: ms(15_000) };
         assert!(!reach.compare(lease(false), &all, ms(15_000)), "it has just started");
@@ -169,15 +221,15 @@ mod tests {
         let probes = |state| BTreeMap::from([("a".into(), state)]);
         let (all, none) = (BTreeSet::from(["a".into()]), BTreeSet::new());
         let lease = |held| LeaseWord { wanted: true, held, duration: ms(15_000) };
-        reach.update(&probes(ProbeState::Alive), 1, ms(1_000));
+        update(&mut reach, &probes(ProbeState::Alive), 1, ms(1_000));
         reach.compare(lease(true), &all, ms(1_000));
-        assert!(reach.update(&probes(ProbeState::Dead), 1, ms(2_000)) && !reach.is_reached());
+        assert!(update(&mut reach, &probes(ProbeState::Dead), 1, ms(2_000)) && !reach.is_reached());
         assert!(reach.compare(lease(false), &none, ms(20_000)));
         // A source node asks again before another carrier has answered.
-        assert!(reach.update(&probes(ProbeState::Dead), 2, ms(30_000)) && !reach.is_reached());
+        assert!(update(&mut reach, &probes(ProbeState::Dead), 2, ms(30_000)) && !reach.is_reached());
         reach.compare(lease(false), &none, ms(30_000));
         assert!(!reach.is_reached());
-        reach.update(&probes(ProbeState::Alive), 3, ms(30_200));
+        update(&mut reach, &probes(ProbeState::Alive), 3, ms(30_200));
         reach.compare(lease(false), &all, ms(30_200));
         assert!(!reach.is_reached(), "others have held theirs all the time");
         reach.compare(lease(true), &all, ms(30_300));
@@ -186,7 +238,7 @@ mod tests {
         assert!(reach.is_reached());
         // The store is away, and the others die: who is asked goes on.
         reach.compare(lease(false), &none, ms(60_000));
-        reach.update(&probes(ProbeState::Dead), 4, ms(61_000));
+        update(&mut reach, &probes(ProbeState::Dead), 4, ms(61_000));
         reach.compare(lease(false), &none, ms(61_000));
         assert!(reach.is_reached());
     }

@@ -60,6 +60,11 @@ impl TransportChooser {
         self.overall.interval()
     }
 
+    /// Whether a probe by any transport was missed since the last answer by any.
+    pub fn in_doubt(&self) -> bool {
+        self.overall.in_doubt()
+    }
+
     /// The last round trip, by whatever transport.
     pub fn round_trip(&self) -> Option<Duration> {
         self.overall.round_trip()

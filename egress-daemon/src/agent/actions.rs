@@ -81,6 +81,7 @@ impl Agent {
                 self.machine.handle_routes(self.routes.found().clone());
             }
             Action::Write { view, limits } => self.write(view, &limits).await,
+            Action::OpenAgain(egress_ips) => self.open_again(&egress_ips),
             Action::Advertise(wanted) => {
                 if let Err(e) = self.advertised.set(&self.netlink.handle, &wanted).await {
                     self.machine.handle_error(e);

@@ -12,6 +12,7 @@ mod hooks;
 mod native;
 mod node;
 mod owned;
+mod reopen;
 mod routes;
 pub mod settings;
 #[cfg(test)]

@@ -1,12 +1,13 @@
 //! The frames that announce who has an address, built and read: gratuitous ARP and unsolicited Neighbor Advertisements;
 //! and the questions for one. Pure.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use egress_common::csum;
 use etherparse::icmpv6::{Icmpv6PayloadSlice, NdpOptionSlice};
 use etherparse::{
-    ArpEthIpv4Packet, ArpOperation, EtherType, Icmpv6Type, IpNumber, NetSlice, SlicedPacket, TransportSlice,
+    ArpEthIpv4Packet, ArpOperation, EtherType, Icmpv6Type, IpNumber, NetSlice, PacketBuilder, SlicedPacket,
+    TransportSlice,
 };
 
 use egress_core::network::MacAddress;
@@ -21,6 +22,8 @@ const ALL_NODES: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1);
 const ALL_NODES_MAC: [u8; 6] = [0x33, 0x33, 0, 0, 0, 1];
 /// Neighbor discovery is only believed from the same link, where nobody has decremented it.
 const HOP_LIMIT: u8 = 255;
+/// Of a segment that goes to a pod of this node.
+const SEGMENT_HOP_LIMIT: u8 = 64;
 const OVERRIDE: u8 = 0x20;
 const TARGET_LINK_LAYER_ADDRESS: u8 = 2;
 const SOURCE_LINK_LAYER_ADDRESS: u8 = 1;
@@ -122,6 +125,20 @@ fn neighbor_solicitation(address: Ipv6Addr, mac: MacAddress, target: Ipv6Addr) -
     frame
 }
 
+/// A TCP segment with RST that acknowledges nothing, and so ends nothing; nothing for two families.
+pub fn useless_reset(from: SocketAddr, to: SocketAddr, mac: MacAddress, to_mac: MacAddress) -> Option<Vec<u8>> {
+    let ethernet = PacketBuilder::ethernet2(mac.0, to_mac.0);
+    let ip = match (from.ip(), to.ip()) {
+        (IpAddr::V4(from), IpAddr::V4(to)) => ethernet.ipv4(from.octets(), to.octets(), SEGMENT_HOP_LIMIT),
+        (IpAddr::V6(from), IpAddr::V6(to)) => ethernet.ipv6(from.octets(), to.octets(), SEGMENT_HOP_LIMIT),
+        _ => return None,
+    };
+    let segment = ip.tcp(from.port(), to.port(), 0, 0).rst().ack(0);
+    let mut frame = Vec::with_capacity(segment.size(0));
+    segment.write(&mut frame, &[]).ok()?;
+    Some(frame)
+}
+
 /// The frame in a VLAN, if one is given.
 pub fn tagged(mut frame: Vec<u8>, vlan: Option<u16>) -> Vec<u8> {
     if let Some(vlan) = vlan {
@@ -193,6 +210,27 @@ mod tests {
             Some(LinkSlice::Ethernet2(ethernet)) => ethernet.clone(),
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn a_useless_reset_acknowledges_nothing_and_has_a_right_checksum() {
+        let (mac, to_mac) = (MacAddress([2; 6]), MacAddress([4; 6]));
+        for (from, to) in [("192.0.2.1:80", "10.0.0.1:40000"), ("[2001:db8::1]:80", "[fd00::1]:40000")] {
+            let frame = useless_reset(from.parse().unwrap(), to.parse().unwrap(), mac, to_mac).unwrap();
+            let packet = SlicedPacket::from_ethernet(&frame).unwrap();
+            assert_eq!((ethernet(&packet).source(), ethernet(&packet).destination()), (mac.0, to_mac.0));
+            let Some(TransportSlice::Tcp(tcp)) = packet.transport else { panic!() };
+            assert_eq!((tcp.source_port(), tcp.destination_port()), (80, 40_000));
+            assert_eq!((tcp.rst(), tcp.ack(), tcp.syn(), tcp.acknowledgment_number()), (true, true, false, 0));
+            let sum = match packet.net {
+                Some(NetSlice::Ipv4(ip)) => tcp.calc_checksum_ipv4(ip.header().source(), ip.header().destination()),
+                Some(NetSlice::Ipv6(ip)) => tcp.calc_checksum_ipv6(ip.header().source(), ip.header().destination()),
+                other => panic!("{other:?}"),
+            };
+            assert_eq!(sum, Ok(tcp.checksum()));
+        }
+        let (ipv4, ipv6) = ("192.0.2.1:80".parse().unwrap(), "[fd00::1]:40000".parse().unwrap());
+        assert_eq!(useless_reset(ipv4, ipv6, mac, to_mac), None);
     }
 
     proptest! {

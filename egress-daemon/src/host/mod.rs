@@ -15,7 +15,7 @@ pub mod frames;
 pub mod groups;
 pub mod links;
 pub mod netlink;
-mod packet;
+pub mod packet;
 pub mod ports;
 pub mod probe;
 pub mod route;

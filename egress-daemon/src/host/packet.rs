@@ -49,6 +49,22 @@ impl PacketSocket {
         Ok(PacketSocket { fd })
     }
 
+    /// A socket that receives nothing, and whose frames no program at an interface sees.
+    pub fn into_pods() -> io::Result<PacketSocket> {
+        let (socket, on) = (PacketSocket::sending()?, 1 as libc::c_int);
+        // SAFETY: the option is an int, whose length is given.
+        check(unsafe {
+            libc::setsockopt(
+                socket.fd.as_raw_fd(),
+                libc::SOL_PACKET,
+                libc::PACKET_QDISC_BYPASS,
+                (&raw const on).cast(),
+                mem::size_of_val(&on) as libc::socklen_t,
+            )
+        })?;
+        Ok(socket)
+    }
+
     /// Sends a frame out of an interface, now or never: a full queue is an error.
     pub fn send(&self, interface: u32, frame: &[u8]) -> io::Result<()> {
         let ethertype = frame.get(12..14).map_or(0, |bytes| u16::from_be_bytes([bytes[0], bytes[1]]));

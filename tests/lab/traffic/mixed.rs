@@ -69,6 +69,11 @@ impl Mixed {
         Ok(load)
     }
 
+    /// The namespaces of the pods that it comes from.
+    pub fn pods(&self) -> &[NetNs] {
+        &self.pods
+    }
+
     /// Starts measuring pauses anew.
     pub fn reset_pauses(&self) {
         self.streams.reset_pauses();

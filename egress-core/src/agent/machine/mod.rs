@@ -49,6 +49,8 @@ const RESYNC: Duration = Duration::from_secs(5);
 const STATUS_EVERY: Duration = Duration::from_millis(100);
 /// How often the programs' counters are read.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// The same while a gateway may be dying: who asks this node shows which of them it is.
+const LOOK_CLOSELY_EVERY: Duration = Duration::from_millis(10);
 /// The least time between two counts of the ports in use.
 const COUNT_EVERY: Duration = Duration::from_secs(2);
 /// A count may take one part in so many of the time.
@@ -108,6 +110,8 @@ pub struct Machine {
     pulse: Pulse,
     past: Past,
     takeovers: TakeOvers,
+    /// Egress IPs whose packets go to others than a gateway that has failed as soon as the tables are written.
+    turned_away: BTreeSet<IpAddr>,
     /// How often the programs have found ports taken.
     tight: u64,
     /// Until when the lease is held.
@@ -142,6 +146,7 @@ impl Machine {
             pulse: Pulse::new(settings.deadline, Duration::ZERO),
             past: Past::default(),
             takeovers: TakeOvers::default(),
+            turned_away: BTreeSet::new(),
             tight: 0,
             lease_until: Duration::ZERO,
             timers: Timers::default(),
@@ -208,8 +213,8 @@ impl Machine {
             held: self.is_lease_held(now),
             duration: self.settings.lease_duration,
         };
-        let changed = self.reach.update(&self.gateways.states(), answered, now)
-            | self.reach.compare(lease, &self.gateways.holding(), now);
+        self.reach.note_asked(answered, now);
+        let changed = self.look_at_reach(now) | self.reach.compare(lease, &self.gateways.holding(), now);
         if changed && let Some(why) = self.reach.why_not() {
             tracing::warn!("this node answers for no egress IP: {why}");
         }
@@ -217,6 +222,11 @@ impl Machine {
         if std::mem::replace(&mut self.tight, tight) != tight {
             self.timers.count = self.timers.count.min(self.timers.count_at_once);
         }
+    }
+
+    /// Whether this node is reached otherwise than before.
+    fn look_at_reach(&mut self, now: Duration) -> bool {
+        self.reach.look(&self.gateways.states(), |name| self.gateways.heard(name), now)
     }
 
     /// The ports in use were counted, or could not be.
@@ -257,7 +267,7 @@ impl Machine {
         }
         self.dirty |= self.decided.carriers.next().is_some_and(|next| now >= next);
         if now >= self.timers.look {
-            self.timers.look = now + LOOK_EVERY;
+            self.timers.look = now + if self.gateways.are_in_doubt() { LOOK_CLOSELY_EVERY } else { LOOK_EVERY };
             self.actions.push_back(Action::ReadCounters);
         }
         if now >= self.timers.count && !self.counting {

@@ -160,13 +160,16 @@ impl Machine {
         let cut_off = view::cut_off(facts);
         self.outcome.errors.extend(cut_off.iter().map(|(ip, why)| format!("egress IP {ip} cannot be carried: {why}")));
         round.connected = cut_off.is_empty();
+        self.reach.look(&facts.probes, |name| self.gateways.heard(name), facts.now);
+        facts.doubted = self.reach.is_doubted();
         let able = round.connected && self.reach.is_reached();
         round.turned = std::mem::replace(&mut facts.able, able) != able;
         decided.withheld.update(facts);
-        let answered = decided.carriers.answered().clone();
+        let before = decided.carriers.clone();
         decided.carriers.update(facts);
+        self.turned_away.extend(decided.carriers.turned_away(facts, &before));
         self.takeovers.retain(|ip| decided.carriers.answers(ip));
-        for (ip, dead) in decided.carriers.taken_over(facts, &answered) {
+        for (ip, dead) in decided.carriers.taken_over(facts, before.answered()) {
             self.gateways.heard(dead).into_iter().for_each(|heard| self.takeovers.begin(ip, heard));
         }
         round.limits = view::limits(snapshot, plan, &decided.carriers);
@@ -228,6 +231,10 @@ impl Machine {
         outcome.carries.retain(|ip| view.egress_ips.contains_key(ip));
         self.decided.withheld.written(now);
         self.takeovers.written(now);
+        let turned_away = std::mem::take(&mut self.turned_away);
+        if !turned_away.is_empty() {
+            self.actions.push_back(Action::OpenAgain(turned_away));
+        }
     }
 
     /// The tables could not be written, and these are the flags in the record of settings.

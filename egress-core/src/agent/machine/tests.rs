@@ -5,7 +5,7 @@ use crate::{
     agent::{
         gateways::Request,
         ports::Ports,
-        view_tests::{FactsFixture, OWNED, carried_by, ip},
+        view_tests::{FactsFixture, OWNED, carried_by, ip, report},
     },
     encode::{NodeView, fit::Refused},
     model::{Endpoint, EndpointId, Transport},
@@ -105,10 +105,12 @@ impl Shell {
         self.run()
     }
 
-    /// The probes that were sent last are answered.
-    fn answer_probes(&mut self) {
+    /// The probes that were sent last are answered by these gateways.
+    fn answer_probes(&mut self, lives: impl Fn(&NodeName) -> bool) {
         for (_, action) in self.done.clone() {
-            if let Action::Probe(_, request) = action {
+            if let Action::Probe(name, request) = action
+                && lives(&name)
+            {
                 let Request { seq, node_id, transport, .. } = request;
                 let answer = Answered { seq, node_id, transport, back: transport, ipv6: false, able: true, held: true };
                 self.machine.handle_probe(&answer, self.now);
@@ -299,7 +301,7 @@ fn a_gateway_that_stops_says_so_only_where_others_take_over() {
     assert!(!shell.machine.handle_stop(shell.now), "nothing is known of g1");
     shell.machine.handle_timeout(shell.now);
     shell.run();
-    shell.answer_probes();
+    shell.answer_probes(|_| true);
     shell.run();
     let stops = shell.machine.handle_stop(shell.now);
     assert!(stops);
@@ -320,7 +322,7 @@ fn a_take_over_is_as_long_as_nobody_answered() {
             shell.machine.handle_timeout(shell.now);
             shell.run();
             if answered {
-                shell.answer_probes();
+                shell.answer_probes(|_| true);
                 shell.run();
             }
             shell.now = shell.machine.next_wake().max(shell.now + Duration::from_millis(1));
@@ -332,4 +334,40 @@ fn a_take_over_is_as_long_as_nobody_answered() {
     assert_eq!(lengths.counts.iter().sum::<u64>(), 1, "{lengths:?}");
     let expected = Duration::from_millis(150)..Duration::from_millis(400);
     assert!(expected.contains(&lengths.sum), "{lengths:?}");
+}
+
+#[test]
+fn connections_are_opened_again_once_the_tables_avoid_a_gateway_that_has_failed() {
+    let ms = Duration::from_millis;
+    let (mut world, address) = (FactsFixture::new(), ip(OWNED[0].0));
+    world.add(pod("web-1", &["10.1.0.1"]));
+    report(&mut world, "g2").carries.insert(address);
+    carried_by(&mut world, 0, &["g1", "g2"]);
+    let mut shell = Shell::new(&world);
+    shell.run();
+    shell.machine.handle_start(shell.now);
+    let mut opened = Vec::new();
+    // Both live; it is g2's turn; g2 is dead; the tables can be written again.
+    for (until, living, fails) in [(500, "g1 g2", ""), (1_000, "g1 g2", ""), (2_000, "g1", "Write"), (3_000, "g1", "")]
+    {
+        if until == 1_000 {
+            carried_by(&mut world, 0, &["g2", "g1"]);
+        }
+        shell.fails = BTreeSet::from([fails]);
+        shell.machine.handle_objects(objects(&world));
+        while shell.now < ms(until) {
+            shell.machine.handle_timeout(shell.now);
+            let order = shell.run();
+            shell.answer_probes(|name| living.contains(name.as_str()));
+            let again = shell.done.iter().filter_map(|(_, action)| match action {
+                Action::OpenAgain(egress_ips) => Some((until, egress_ips.clone())),
+                _ => None,
+            });
+            opened.extend(again);
+            let place = |name: &str| order.iter().position(|n| n == name);
+            assert!(place("OpenAgain").is_none() || place("Write") < place("OpenAgain"), "{order:?}");
+            shell.now += ms(50);
+        }
+    }
+    assert_eq!(opened, [(3_000, BTreeSet::from([address]))]);
 }

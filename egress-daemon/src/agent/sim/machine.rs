@@ -242,6 +242,7 @@ impl SimAgent {
             Action::WriteStatus => self.write_status(hands),
             Action::LookAgain
             | Action::Attach { .. }
+            | Action::OpenAgain(_)
             | Action::Advertise(_)
             | Action::Forward(_)
             | Action::Announce(_)

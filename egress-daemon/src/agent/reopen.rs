@@ -1,0 +1,178 @@
+//! Connections whose first packet went to a gateway that has failed. Nobody has answered it, and TCP would send it again after a second
+//! (RFC 6298, section 2). Their pods are made to do so as soon as another gateway takes it.
+//!
+//! A segment with RST whose ACK acknowledges nothing that was sent is dropped in SYN-SENT (RFC 9293, section 3.10.7.3). Linux also concludes
+//! that its SYN went wrong, and sends it again two ticks of its clock later (`tcp_rcv_synsent_state_process`, since 5.10), once. So it is
+//! sent when both directions are likely to work: nodes find a gateway dead at most one interval of probes apart.
+
+use super::Agent;
+use crate::{
+    datapath::{
+        maps::{FamilyMaps, Maps, MapsError},
+        monotonic_ns,
+    },
+    host::{frames, packet::PacketSocket},
+};
+use aya::Pod;
+use egress_common::{
+    abi::TICK_SHIFT,
+    endpoint::RouteKey,
+    flow::{Flow, FlowKey, Reverse, is_pair, kind},
+    net, tcp,
+};
+use egress_core::network::MacAddress;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
+
+/// How often the flow table is looked at after a gateway has failed. A connection that is unanswered in two looks is opened again.
+const LOOKS: u32 = 4;
+/// The time between two looks, in halves of the interval of probes.
+const HALVES: u32 = 3;
+/// SYNs of so many ticks before are looked for. TCP has sent older ones again.
+const LATELY: i32 = 2;
+/// IP protocol number.
+const TCP: u32 = 6;
+
+/// A connection that nobody has answered yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Unanswered {
+    pod: SocketAddr,
+    remote: SocketAddr,
+    /// The pod's interface on this node.
+    interface: u32,
+    /// The Ethernet addresses of that interface's two ends, the pod's first.
+    macs: [MacAddress; 2],
+}
+
+/// What was seen so far.
+#[derive(Default)]
+struct Looks {
+    before: BTreeSet<Unanswered>,
+    again: BTreeSet<Unanswered>,
+}
+
+impl Looks {
+    /// Which of those that are unanswered `now` to open again: those that were so the last time, once.
+    fn look(&mut self, now: BTreeSet<Unanswered>) -> Vec<Unanswered> {
+        let again: Vec<_> = now.intersection(&self.before).filter(|one| !self.again.contains(one)).copied().collect();
+        self.again.extend(&again);
+        self.before = now;
+        again
+    }
+}
+
+impl Agent {
+    /// Begins to look for connections by these egress IPs that have to be opened again.
+    pub(super) fn open_again(&self, egress_ips: &BTreeSet<IpAddr>) {
+        let tables = self.writer.present();
+        let known = tables.egress_ips.iter().filter(|(_, e)| egress_ips.contains(&net::from_any(e.addr)));
+        let indices = known.map(|(index, e)| (*index, e.generation)).collect();
+        let pause = self.settings.machine.probe.interval * HALVES / 2;
+        tokio::spawn(watch(self.maps.clone(), indices, pause));
+    }
+}
+
+async fn watch(maps: Arc<Maps>, indices: BTreeMap<u32, u32>, pause: Duration) {
+    let socket = match PacketSocket::into_pods() {
+        Ok(socket) => socket,
+        Err(e) => return tracing::warn!("connections are not opened again: {e}"),
+    };
+    let indices = Arc::new(indices);
+    let mut looks = Looks::default();
+    for look in 0..LOOKS {
+        if look > 0 {
+            tokio::time::sleep(pause).await;
+        }
+        let (maps, indices) = (maps.clone(), indices.clone());
+        match tokio::task::spawn_blocking(move || unanswered(&maps, &indices)).await {
+            Ok(Ok(found)) => looks.look(found).iter().for_each(|one| open_again(&socket, one)),
+            Ok(Err(e)) => tracing::warn!("connections are not opened again: {e}"),
+            Err(e) => tracing::error!("a thread of the agent has failed: {e}"),
+        }
+    }
+    if !looks.again.is_empty() {
+        tracing::info!("{} connections to a gateway that has failed were opened again", looks.again.len());
+    }
+}
+
+fn open_again(socket: &PacketSocket, one: &Unanswered) {
+    let [pod, host] = one.macs;
+    let sent = frames::useless_reset(one.remote, one.pod, host, pod).map(|frame| socket.send(one.interface, &frame));
+    if let Some(Err(e)) = sent {
+        tracing::debug!("{} is not made to open its connection to {} again: {e}", one.pod, one.remote);
+    }
+}
+
+/// The connections of lately by these egress IPs, by index and generation, that nobody has answered.
+fn unanswered(maps: &Maps, indices: &BTreeMap<u32, u32>) -> Result<BTreeSet<Unanswered>, MapsError> {
+    let mut found = BTreeSet::new();
+    find(&maps.v4, |a| net::from_v4(a).into(), indices, &mut found)?;
+    find(&maps.v6, |a| net::from_v6(a).into(), indices, &mut found)?;
+    Ok(found)
+}
+
+fn find<A: Pod + Ord>(
+    maps: &FamilyMaps<A>,
+    ip: impl Fn(A) -> IpAddr,
+    indices: &BTreeMap<u32, u32>,
+    found: &mut BTreeSet<Unanswered>,
+) -> Result<(), MapsError>
+where
+    FlowKey<A>: Pod + Ord,
+    Reverse<A>: Pod,
+    RouteKey<A>: Pod + Ord,
+{
+    let now = (monotonic_ns() >> TICK_SHIFT) as u32;
+    for entry in maps.reverse.iter() {
+        let (back, reverse) = entry?;
+        let is_wanted = indices.get(&reverse.egress) == Some(&reverse.egress_generation);
+        // An interface without Ethernet headers gets no frames.
+        if back.proto != TCP || !is_wanted || reverse.state != tcp::seen::CONFIRMED || reverse.pod_mac == [0; 3] {
+            continue;
+        }
+        let key = FlowKey { src: reverse.pod, src_port: reverse.pod_port, ..back };
+        let has_opened = |flow: &Flow| {
+            // The programs count ticks by another clock, which may be ahead.
+            let is_late = now.wrapping_sub(flow.last_seen) as i32 > LATELY;
+            let opening = flow.kind == kind::TRANSLATED && flow.state & !tcp::seen::CHANGED == tcp::seen::SYN;
+            opening && !is_late && is_pair(&key, flow, &back, &reverse)
+        };
+        if maps.flows.get(&key)?.as_ref().is_some_and(has_opened) {
+            let macs = [reverse.pod_mac, reverse.host_mac].map(|mac| MacAddress(bytes(mac)));
+            let at = |a, port: u16| SocketAddr::new(ip(a), u16::from_be(port));
+            let (pod, remote) = (at(reverse.pod, reverse.pod_port), at(back.dst, back.dst_port));
+            found.insert(Unanswered { pod, remote, interface: reverse.ifindex, macs });
+        }
+    }
+    Ok(())
+}
+
+/// The Ethernet address that lies in memory as these words do.
+fn bytes(words: [u16; 3]) -> [u8; 6] {
+    let [[a, b], [c, d], [e, f]] = words.map(u16::to_ne_bytes);
+    [a, b, c, d, e, f]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn connection(port: u16) -> Unanswered {
+        let (pod, remote) = (SocketAddr::from(([10, 0, 0, 1], port)), SocketAddr::from(([192, 0, 2, 1], 80)));
+        Unanswered { pod, remote, interface: 7, macs: [MacAddress([2; 6]), MacAddress([4; 6])] }
+    }
+
+    #[test]
+    fn what_stays_unanswered_between_two_looks_is_opened_again_once() {
+        let mut looks = Looks::default();
+        let [a, b, c] = [1, 2, 3].map(connection);
+        assert_eq!(looks.look([a, b].into()), []);
+        assert_eq!(looks.look([a, c].into()), [a], "b was answered, c may be");
+        assert_eq!(looks.look([a, c].into()), [c], "a was opened again");
+        assert_eq!(looks.look([].into()), []);
+    }
+}
