@@ -2,8 +2,8 @@
 //!
 //! A gateway whose underlay is dead would go on answering for its egress IPs where the outside is, and lead replies into nowhere. It is cut
 //! off where no other carrier answers its probes and no node's probe has come in for as long as it takes to call a gateway dead. Before it
-//! knows that, it takes over from nobody: all others are dead to it, and would be without what it claims. That they are, and not it, shows a
-//! probe that came in later than their last answers.
+//! knows that, it takes over from nobody: the others are dead to it one by one, and would be without what it claims. That another one is
+//! dead shows what comes in later than its last answer, be it somebody's answer or probe.
 //!
 //! One that cannot renew its lease goes on, as long as nobody else can either: then the store is away, and nobody plans. Where another
 //! carrier says that it holds its own, the controller plans without this one, and gives others blocks that it does not know. When the store
@@ -26,7 +26,7 @@ pub const READ: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct Reach {
     patience: Duration,
-    /// What comes in so long after the others' last answers is later than these, whatever was under way.
+    /// What comes in so long after a gateway's last answer is later than that, whatever was under way.
     later: Duration,
     peers: BTreeSet<NodeName>,
     asked: u64,
@@ -40,7 +40,7 @@ pub struct Reach {
     /// Since when some other carrier holds its own.
     others: Option<Duration>,
     reached: bool,
-    /// It may be cut off.
+    /// It may be cut off, and not others dead.
     doubted: bool,
     replaced: bool,
 }
@@ -91,8 +91,9 @@ impl Reach {
         let alive = |name: &NodeName| matches!(probes.get(name), Some(ProbeState::Alive | ProbeState::Unable));
         self.company = self.peers.iter().any(alive);
         let reached = !alone || now.saturating_sub(self.heard) < self.patience;
-        let answered = self.peers.iter().filter_map(heard).max().unwrap_or_default();
-        let doubted = alone && self.heard < answered + self.later;
+        let last = self.peers.iter().filter_map(&heard).fold(self.heard, Duration::max);
+        let recently = |name: &NodeName| heard(name).is_some_and(|answered| last < answered + self.later);
+        let doubted = self.peers.iter().any(|name| dead(name) && recently(name));
         let before = (std::mem::replace(&mut self.reached, reached), std::mem::replace(&mut self.doubted, doubted));
         before != (reached, doubted)
     }
@@ -152,20 +153,30 @@ mod tests {
     }
 
     #[test]
-    fn a_gateway_to_which_all_others_are_dead_takes_over_once_it_is_asked_later_than_they_answered() {
+    fn a_gateway_takes_over_once_something_came_in_that_is_later_than_the_last_answer_of_the_dead() {
         let ms = Duration::from_millis;
         let mut reach = Reach::new(ProbeTimes::default());
         reach.set_peers(["a".into(), "b".into()].into());
         let probes = |a, b| BTreeMap::from([("a".into(), a), ("b".into(), b)]);
         let (alive, dead) = (ProbeState::Alive, ProbeState::Dead);
-        let heard = |name: &NodeName| Some(ms(if *name == "a".into() { 900 } else { 1_000 }));
-        reach.note_asked(1, ms(1_100));
-        assert!(!reach.look(&probes(dead, alive), heard, ms(1_250)) && !reach.is_doubted(), "b answers");
-        assert!(reach.look(&probes(dead, dead), heard, ms(1_300)) && reach.is_doubted() && reach.is_reached());
-        reach.note_asked(2, ms(1_149));
-        assert!(!reach.look(&probes(dead, dead), heard, ms(1_310)) && reach.is_doubted(), "it was under way");
-        reach.note_asked(3, ms(1_320));
-        assert!(reach.look(&probes(dead, dead), heard, ms(1_320)) && !reach.is_doubted());
+        let heard = |a, b| move |name: &NodeName| Some(ms(if *name == "a".into() { a } else { b }));
+        reach.note_asked(1, ms(1_010));
+        assert!(!reach.look(&probes(alive, alive), heard(900, 1_000), ms(1_150)) && !reach.is_doubted());
+        // Cut off at 1,000: one after the other is dead to it.
+        assert!(reach.look(&probes(dead, alive), heard(900, 1_000), ms(1_200)) && reach.is_doubted());
+        assert!(!reach.look(&probes(dead, dead), heard(900, 1_000), ms(1_300)) && reach.is_doubted());
+        assert!(reach.look(&probes(dead, dead), heard(900, 1_000), ms(1_310)) && !reach.is_reached());
+        // It is a that died.
+        assert!(
+            reach.look(&probes(dead, alive), heard(900, 1_100), ms(1_400)) && !reach.is_doubted() && reach.is_reached()
+        );
+        // Both died, and a source node asks.
+        assert!(reach.look(&probes(dead, dead), heard(900, 1_100), ms(1_400)) && reach.is_doubted());
+        reach.note_asked(2, ms(1_249));
+        reach.look(&probes(dead, dead), heard(900, 1_100), ms(1_400));
+        assert!(reach.is_doubted(), "it was under way");
+        reach.note_asked(3, ms(1_410));
+        assert!(reach.look(&probes(dead, dead), heard(900, 1_100), ms(1_410)) && !reach.is_doubted());
     }
 
     #[test]

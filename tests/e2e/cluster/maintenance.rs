@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use lab::cluster::{ClusterPod, SERVERS};
-use lab::traffic::{ConnectRate, ServerMode, TcpServer, UdpClients, UdpOptions, UdpServer};
+use lab::traffic::{ConnectRate, ServerMode, TcpServer, UdpClients, UdpOptions, UdpServer, syns_repeated};
 use lab::{wait_for, wait_until};
 
 use crate::Test;
@@ -15,9 +15,6 @@ use crate::world::{InstalledCluster, PATIENCE, egress};
 pub const TESTS: &[Test] = &[("maintenance::gateways_are_maintained_and_nothing_is_lost", gateways_are_maintained)];
 
 const HOSTS: std::ops::RangeInclusive<u8> = 10..=12;
-/// A SYN that is lost is sent again after a second: too late.
-const BEFORE_SECOND_SYN: Duration = Duration::from_millis(900);
-
 /// Questions all the time, and new connections during each step.
 struct Load {
     pods: Vec<ClusterPod>,
@@ -40,7 +37,9 @@ impl Load {
 
     /// Does something, and looks at what was lost from its beginning to its end.
     fn during(&self, what: &str, step: impl FnOnce() -> Result<()>) -> Result<()> {
-        let rate = ConnectRate { per_second: 100, timeout: BEFORE_SECOND_SYN, ..ConnectRate::default() };
+        let rate = ConnectRate { per_second: 100, ..ConnectRate::default() };
+        let syns_repeated = || self.pods.iter().map(|pod| syns_repeated(&pod.ns)).sum::<Result<u64>>();
+        let before = syns_repeated()?;
         let rates = self.pods.iter().map(|pod| rate.start(&pod.ns, self.target)).collect::<Result<Vec<_>>>()?;
         step().with_context(|| what.to_owned())?;
         let mut opened = 0;
@@ -49,6 +48,8 @@ impl Load {
             ensure!(report.failures() == 0, "{what}: of {} new connections: {:?}", report.opened, report.failed);
             opened += report.opened;
         }
+        let again = syns_repeated()? - before;
+        ensure!(again == 0, "{what}: {again} SYNs were sent twice");
         let answered: Result<Vec<u64>> = self.questions.iter().map(UdpClients::all_answered).collect();
         let answered =
             answered.with_context(|| format!("{what} lost packets of established flows"))?.iter().sum::<u64>();

@@ -267,7 +267,8 @@ impl Machine {
         }
         self.dirty |= self.decided.carriers.next().is_some_and(|next| now >= next);
         if now >= self.timers.look {
-            self.timers.look = now + if self.gateways.are_in_doubt() { LOOK_CLOSELY_EVERY } else { LOOK_EVERY };
+            self.timers.look = now
+                + if self.gateways.are_in_doubt() || self.reach.is_doubted() { LOOK_CLOSELY_EVERY } else { LOOK_EVERY };
             self.actions.push_back(Action::ReadCounters);
         }
         if now >= self.timers.count && !self.counting {
