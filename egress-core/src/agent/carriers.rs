@@ -130,12 +130,11 @@ impl Carriers {
         self.answered.difference(before).filter_map(of).collect()
     }
 
-    /// The egress IPs whose packets went to a carrier that is not heard of any more, or says that it is not able to answer for addresses, where
-    /// others are used instead. `before` is what was decided before.
-    pub fn turned_away(&self, c: &Facts, before: &Self) -> BTreeSet<IpAddr> {
-        let has_failed = |name: &NodeName| matches!(c.probes.get(name), Some(ProbeState::Dead | ProbeState::Unable));
-        let left = |ip: IpAddr| before.used(ip).iter().any(|name| has_failed(name) && !self.used(ip).contains(name));
-        self.used.iter().filter(|(ip, used)| !used.is_empty() && left(**ip)).map(|(ip, _)| *ip).collect()
+    /// The egress IPs whose packets went to a carrier that is not used any more. `before` is what was decided before. It may have failed: a
+    /// plan without it can be here before its probes are missed.
+    pub fn turned_away(&self, before: &Self) -> BTreeSet<IpAddr> {
+        let left = |ip: IpAddr| before.used(ip).iter().any(|name| !self.used(ip).contains(name));
+        self.used.keys().copied().filter(|ip| left(*ip)).collect()
     }
 
     /// The egress IPs that this node has routes to for others: who is able carries them, in whatever order.

@@ -1,5 +1,5 @@
-//! Connections whose first packet went to a gateway that has failed. Nobody has answered it, and TCP would send it again after a second
-//! (RFC 6298, section 2). Their pods are made to do so as soon as another gateway takes it.
+//! Connections whose first packet went to a gateway that is not used any more, perhaps because it has failed. Where nobody has answered, TCP
+//! would send it again after a second (RFC 6298, section 2). Their pods are made to do so as soon as another gateway takes it.
 //!
 //! A segment with RST whose ACK acknowledges nothing that was sent is dropped in SYN-SENT (RFC 9293, section 3.10.7.3). Linux also concludes
 //! that its SYN went wrong, and sends it again two ticks of its clock later (`tcp_rcv_synsent_state_process`, since 5.10), once. So it is
@@ -28,7 +28,7 @@ use std::{
     time::Duration,
 };
 
-/// How often the flow table is looked at after a gateway has failed. A connection that is unanswered in two looks is opened again.
+/// How often the flow table is looked at after a change of gateways. A connection that is unanswered in two looks is opened again.
 const LOOKS: u32 = 4;
 /// The time between two looks, in halves of the interval of probes.
 const HALVES: u32 = 3;
@@ -95,7 +95,7 @@ async fn watch(maps: Arc<Maps>, indices: BTreeMap<u32, u32>, pause: Duration) {
         }
     }
     if !looks.again.is_empty() {
-        tracing::info!("{} connections to a gateway that has failed were opened again", looks.again.len());
+        tracing::info!("{} connections whose gateway is not used any more were opened again", looks.again.len());
     }
 }
 

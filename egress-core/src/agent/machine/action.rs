@@ -138,8 +138,8 @@ pub enum Action {
         /// The limits of egress IPs, out and in.
         limits: BTreeMap<IpAddr, [Bandwidth; 2]>,
     },
-    /// Have pods open connections by these egress IPs again at once, whose first packets nobody has answered: a gateway that they went to has
-    /// failed.
+    /// Have pods open connections by these egress IPs again at once, whose first packets stay unanswered: a gateway that they went to is not
+    /// used any more, and may have failed.
     OpenAgain(BTreeSet<IpAddr>),
     /// Have routes to these egress IPs for others.
     Advertise(BTreeSet<IpAddr>),

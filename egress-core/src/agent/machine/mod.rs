@@ -110,7 +110,7 @@ pub struct Machine {
     pulse: Pulse,
     past: Past,
     takeovers: TakeOvers,
-    /// Egress IPs whose packets go to others than a gateway that has failed as soon as the tables are written.
+    /// Egress IPs whose packets go to other gateways as soon as the tables are written.
     turned_away: BTreeSet<IpAddr>,
     /// How often the programs have found ports taken.
     tight: u64,

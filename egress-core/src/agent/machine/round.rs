@@ -167,7 +167,7 @@ impl Machine {
         decided.withheld.update(facts);
         let before = decided.carriers.clone();
         decided.carriers.update(facts);
-        self.turned_away.extend(decided.carriers.turned_away(facts, &before));
+        self.turned_away.extend(decided.carriers.turned_away(&before));
         self.takeovers.retain(|ip| decided.carriers.answers(ip));
         for (ip, dead) in decided.carriers.taken_over(facts, before.answered()) {
             self.gateways.heard(dead).into_iter().for_each(|heard| self.takeovers.begin(ip, heard));
