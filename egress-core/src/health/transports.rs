@@ -121,7 +121,7 @@ impl TransportChooser {
         let before = self.current;
         let mut transports = self.forms.keys().map(|form| form.transport);
         let first = transports.clone().next();
-        // Of the best that works, which forms tell last.
+        // The forms are in the order of their transports: the last one that works has the best.
         let best = transports.rfind(|transport| self.of(*transport) == Some(ProbeState::Alive));
         let failed = matches!(self.of(before), None | Some(ProbeState::Dead));
         self.current = match best {
