@@ -50,7 +50,12 @@ struct Keep {
 
 /// The blocks of an egress IP that a node may take ports from: leased to it, known to the carriers that its packets go to and that its
 /// replies come by, and not being given back.
-pub fn usable(is: &Facts, carriers: &Carriers, withheld: &Withheld, address: IpAddr) -> BTreeSet<u16> {
+pub fn usable<'a>(
+    is: &'a Facts,
+    carriers: &Carriers,
+    withheld: &'a Withheld,
+    address: IpAddr,
+) -> impl Iterator<Item = u16> + use<'a> {
     let fixed = is.objects.plan.egress_ips.get(&address).is_some_and(|e| e.fixed);
     // Tables have leases only of egress IPs that their agent has read of. This node's own are in its tables before the blocks are.
     let known = |name: &NodeName| match is.objects.snapshot.report(name) {
@@ -59,24 +64,24 @@ pub fn usable(is: &Facts, carriers: &Carriers, withheld: &Withheld, address: IpA
         _ => 0,
     };
     let (used, replying) = (carriers.used(address), carriers.replying(address));
-    let Some(known) = used.iter().chain(replying).map(known).min() else { return BTreeSet::new() };
-    let blocks = is.objects.plan.blocks.get(&address).into_iter().flatten();
+    let known = used.iter().chain(replying).map(known).min();
+    let is_known = move |revision: u64| known.is_some_and(|known| revision <= known);
+    let (blocks, withheld) = (is.objects.plan.blocks.get(&address).into_iter().flatten(), withheld.0.get(&address));
     blocks
-        .filter(|(_, lease)| lease.node == is.node && lease.state == BlockState::Leased && lease.revision <= known)
+        .filter(move |(_, l)| l.state == BlockState::Leased && is_known(l.revision) && l.node == is.node)
         .map(|(block, _)| *block)
-        .filter(|block| !withheld.contains(address, *block))
-        .collect()
+        .filter(move |block| withheld.is_none_or(|of| !of.contains(*block)))
 }
 
 impl Withheld {
     /// Whether a block is not to be used for new flows.
     pub fn contains(&self, address: IpAddr, block: u16) -> bool {
-        self.0.get(&address).is_some_and(|of| of.retired.contains_key(&block) || of.released.contains_key(&block))
+        self.0.get(&address).is_some_and(|of| of.contains(block))
     }
 
-    /// Whether a block is given back.
-    pub fn is_released(&self, address: IpAddr, block: u16) -> bool {
-        self.0.get(&address).is_some_and(|of| of.released.contains_key(&block))
+    /// The blocks of an egress IP that are given back, each with the highest revision of a lease that this covers.
+    pub fn released(&self, address: IpAddr) -> Option<&BTreeMap<u16, u64>> {
+        self.0.get(&address).map(|of| &of.released)
     }
 
     /// Decides anew. Whether the tables have to be written again.
@@ -95,15 +100,15 @@ impl Withheld {
             }
             let of = self.0.entry(*address).or_default();
             let before = of.clone();
-            let (mut leased, mut quarantined) = (BTreeSet::new(), BTreeSet::new());
+            let (mut leased, mut quarantined) = (Vec::new(), Vec::new());
             for (block, lease) in own {
                 if of.released.get(block).is_some_and(|covered| lease.revision > *covered) {
                     of.released.remove(block);
                 }
                 match lease.state {
                     _ if of.released.contains_key(block) => continue,
-                    BlockState::Leased => leased.insert(*block),
-                    BlockState::Quarantined => quarantined.insert(*block),
+                    BlockState::Leased => leased.push(*block),
+                    BlockState::Quarantined => quarantined.push(*block),
                 };
             }
             let mut retire = of.surplus(*address, &leased, now);
@@ -152,18 +157,26 @@ impl Withheld {
 }
 
 impl OfAddress {
+    fn contains(&self, block: u16) -> bool {
+        self.retired.contains_key(&block) || self.released.contains_key(&block)
+    }
+
     /// Which of the leased blocks are too many: those that no flow uses first, then those that are retired already.
-    fn surplus(&mut self, address: IpAddr, leased: &BTreeSet<u16>, now: &Facts) -> BTreeSet<u16> {
+    fn surplus(&mut self, address: IpAddr, leased: &[u16], now: &Facts) -> BTreeSet<u16> {
         self.unused = match now.used.contains(&address) {
             true => None,
             false => self.unused.or(Some(now.now)),
         };
         self.note_need(address, now);
         let Some(keep) = self.keep(address, now) else { return BTreeSet::new() };
+        let too_many = leased.len().saturating_sub(keep.blocks);
+        if too_many == 0 {
+            return BTreeSet::new();
+        }
         let flows = |block: u16| now.ports.flows(address, block);
         let mut candidates: Vec<u16> = leased.iter().copied().filter(|b| keep.drain || flows(*b) == 0).collect();
-        candidates.sort_by_key(|b| (flows(*b) > 0, !self.retired.contains_key(b), flows(*b), *b));
-        candidates.truncate(leased.len().saturating_sub(keep.blocks));
+        candidates.sort_by_cached_key(|b| (flows(*b) > 0, !self.retired.contains_key(b), flows(*b), *b));
+        candidates.truncate(too_many);
         candidates.into_iter().collect()
     }
 

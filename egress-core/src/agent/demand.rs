@@ -14,14 +14,15 @@ use std::{
 pub fn demand(node: &NodeName, plan: &Plan, ports: &Ports, withheld: &Withheld) -> BTreeMap<IpAddr, Demand> {
     let mut all = BTreeMap::new();
     for (address, blocks) in &plan.blocks {
-        let own = || blocks.iter().filter(|(_, lease)| lease.node == *node);
-        if own().next().is_none() {
+        let own: Vec<_> = blocks.iter().filter(|(_, lease)| lease.node == *node).collect();
+        if own.is_empty() {
             continue;
         }
-        let released = |block: &u16| withheld.is_released(*address, *block);
-        let held = own().filter(|(b, l)| l.state == BlockState::Leased && !released(b)).count();
+        let given_back = withheld.released(*address);
+        let is_released = |block: &u16| given_back.is_some_and(|released| released.contains_key(block));
+        let held = own.iter().filter(|(b, l)| l.state == BlockState::Leased && !is_released(b)).count();
         let needed = ports.needed(*address);
-        let released: BTreeSet<u16> = own().map(|(b, _)| *b).filter(released).collect();
+        let released: BTreeSet<u16> = own.iter().map(|(b, _)| **b).filter(is_released).collect();
         let want = if usize::from(needed) > held { needed.into() } else { 0 };
         if want > 0 || !released.is_empty() {
             all.insert(*address, Demand { want, released });

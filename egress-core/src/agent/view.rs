@@ -182,7 +182,7 @@ fn slots(facts: &Facts, decided: &Decided, policy: &Policy) -> Vec<SlotView> {
     let users = facts.objects.plan.egress_ips.iter().filter_map(|(ip, e)| Some((*ip, *e.users.get(&policy.id)?)));
     let mut slots: Vec<(SlotView, Option<&NodeName>)> = users
         .map(|(address, weight)| {
-            let usable = answers(facts, decided, address) && !usable(facts, decided, address).is_empty();
+            let usable = answers(facts, decided, address) && usable(facts, decided, address).next().is_some();
             (SlotView { address, weight, usable }, decided.carriers.gateway(address))
         })
         .collect();
@@ -210,7 +210,7 @@ fn prefer(slots: &mut [(SlotView, Option<&NodeName>)], first: impl Fn(Option<&No
     }
 }
 
-fn usable(facts: &Facts, decided: &Decided, address: IpAddr) -> BTreeSet<u16> {
+fn usable<'a>(facts: &'a Facts, decided: &'a Decided, address: IpAddr) -> impl Iterator<Item = u16> + use<'a> {
     blocks::usable(facts, &decided.carriers, &decided.withheld, address)
 }
 
@@ -241,7 +241,7 @@ fn egress(facts: &Facts, decided: &Decided, address: IpAddr, e: &EgressIpPlan) -
         } else {
             None
         },
-        blocks: usable(facts, decided, address),
+        blocks: usable(facts, decided, address).collect(),
         leases: leases.map(|(block, lease)| (*block, lease.node.clone())).collect(),
     }
 }

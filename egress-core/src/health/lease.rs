@@ -23,11 +23,11 @@ impl Default for LeaseTimes {
     }
 }
 
-/// What tells one renewal of a lease from the next. The text is compared for equality only.
+/// What tells one renewal of a lease from the next; compared for equality only.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Renewal {
-    /// `spec.renewTime` as written.
-    pub renew_time: String,
+    /// `spec.renewTime` in ns.
+    pub renew_time: Option<i128>,
     /// `metadata.resourceVersion`
     pub resource_version: String,
 }
@@ -187,7 +187,7 @@ mod tests {
     }
 
     fn renewal(n: u64) -> Renewal {
-        Renewal { renew_time: n.to_string(), resource_version: n.to_string() }
+        Renewal { renew_time: Some(n.into()), resource_version: n.to_string() }
     }
 
     fn tracker() -> (LeaseTracker, NodeName) {

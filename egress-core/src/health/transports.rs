@@ -124,12 +124,14 @@ impl TransportChooser {
     /// which asks for the least.
     fn choose(&mut self) -> bool {
         let before = self.current;
-        let transports: BTreeSet<u32> = self.forms.keys().map(|form| form.transport).collect();
-        let best = transports.iter().copied().filter(|transport| self.of(*transport) == Some(ProbeState::Alive)).max();
+        let mut transports = self.forms.keys().map(|form| form.transport);
+        let first = transports.clone().next();
+        // The forms are in the order of their transports: the last one that works has the best.
+        let best = transports.rfind(|transport| self.of(*transport) == Some(ProbeState::Alive));
         let failed = matches!(self.of(before), None | Some(ProbeState::Dead));
         self.current = match best {
             Some(best) if failed || best > before => best,
-            None if failed => transports.first().copied().unwrap_or(0),
+            None if failed => first.unwrap_or(0),
             _ => before,
         };
         self.current != before

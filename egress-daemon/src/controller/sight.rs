@@ -52,9 +52,8 @@ impl Sight {
             if spec.and_then(|spec| spec.holder_identity.as_deref()).is_none_or(str::is_empty) {
                 continue;
             }
-            let renew_time = spec.and_then(|spec| spec.renew_time.as_ref()).map(|time| time.0.to_string());
             let renewal = Renewal {
-                renew_time: renew_time.unwrap_or_default(),
+                renew_time: spec.and_then(|spec| spec.renew_time.as_ref()).map(|time| time.0.as_nanosecond()),
                 resource_version: lease.metadata.resource_version.clone().unwrap_or_default(),
             };
             self.gateways.observe(&node, renewal, now);

@@ -1,5 +1,6 @@
 //! The plan that the controller's own objects were made from.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
@@ -11,7 +12,7 @@ use super::desired::DRAINING;
 use crate::api;
 use egress_core::{
     model::{NetworkAttachment, NodeName, SubnetInfo},
-    plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan},
+    plan::{BlockLease, BlockState, Blocks, EgressIpPlan, OwnerReason, Plan},
 };
 
 /// Reads the plan back. What is not understood is left out, as if it had never been decided. Reasons and outcomes are
@@ -22,6 +23,7 @@ use egress_core::{
 pub fn previous(objects: &ApiObjects) -> Plan {
     let egress_ips = objects.egress_ips.iter().filter_map(|object| egress_ip(object)).collect();
     let mut plan = Plan { egress_ips, ..Plan::default() };
+    let mut leases: BTreeMap<IpAddr, Vec<(u16, BlockLease)>> = BTreeMap::new();
     let mut revision = 0;
     for object in &objects.egress_nodes {
         let Some(name) = object.metadata.name.as_deref() else { continue };
@@ -31,17 +33,12 @@ pub fn previous(objects: &ApiObjects) -> Plan {
         {
             for leased in list {
                 let Ok(address) = leased.egress_ip.parse::<IpAddr>() else { continue };
-                let blocks = plan.blocks.entry(address).or_default();
+                let leases = leases.entry(address).or_default();
                 for range in &leased.ranges {
                     revision = revision.max(range.revision);
                     let lease = BlockLease { node: node.clone(), revision: range.revision, state };
-                    for number in range.first..range.first.saturating_add(range.count) {
-                        // A controller that died may have given a block to its new holder before it took it from the old.
-                        let last = blocks.entry(number).or_insert_with(|| lease.clone());
-                        if last.revision < lease.revision {
-                            *last = lease.clone();
-                        }
-                    }
+                    let numbers = range.first..range.first.saturating_add(range.count);
+                    leases.extend(numbers.map(|number| (number, lease.clone())));
                 }
             }
         }
@@ -50,8 +47,16 @@ pub fn previous(objects: &ApiObjects) -> Plan {
         revision = revision.max(object.spec.leases_up_to).max(confirmed);
         assignments(object, &mut plan);
     }
+    plan.blocks = leases.into_iter().map(|(address, leases)| (address, newest(leases))).collect();
     plan.lease_revision = if revision == 0 { 0 } else { revision + 1 };
     plan
+}
+
+/// The newest lease of each block. A controller that died may have given a block to its new holder before it took it from the old.
+fn newest(mut leases: Vec<(u16, BlockLease)>) -> Blocks {
+    leases.sort_by_key(|(number, lease)| (*number, Reverse(lease.revision)));
+    leases.dedup_by_key(|(number, _)| *number);
+    leases.into_iter().collect()
 }
 
 /// What an object says of its egress IP, except for the reason.

@@ -81,6 +81,15 @@ pub struct Stored {
     pub object: Object,
 }
 
+impl Stored {
+    fn lease(&self) -> Option<&Lease> {
+        match &self.object {
+            Object::Lease(lease) => Some(lease.as_ref()),
+            _ => None,
+        }
+    }
+}
+
 #[derive(Default)]
 pub struct Server {
     pub now: Duration,
@@ -129,7 +138,8 @@ impl Server {
 #[derive(Clone, Default)]
 pub struct Client {
     ends: Ends,
-    seen: BTreeMap<Key, Stored>,
+    /// By kind and name.
+    seen: [BTreeMap<String, Stored>; KINDS],
 }
 
 impl Client {
@@ -163,9 +173,9 @@ impl Client {
 
     /// Takes in a version, unless it knows a later one.
     pub fn note(&mut self, stored: Stored) {
-        let key = stored.object.key();
-        if self.seen.get(&key).is_none_or(|seen| seen.version < stored.version) {
-            self.seen.insert(key, stored);
+        let (kind, name) = stored.object.key();
+        if self.seen[kind].get(&name).is_none_or(|seen| seen.version < stored.version) {
+            self.seen[kind].insert(name, stored);
         }
     }
 
@@ -176,7 +186,7 @@ impl Client {
 
     /// What tells what was seen, leases apart.
     pub fn versions(&self) -> Vec<u64> {
-        self.seen.iter().filter(|((kind, _), _)| *kind != LEASES).map(|(_, stored)| stored.version).collect()
+        self.seen[..LEASES].iter().flat_map(BTreeMap::values).map(|stored| stored.version).collect()
     }
 
     /// How much it was told of leases.
@@ -185,20 +195,17 @@ impl Client {
     }
 
     pub fn leases(&self) -> impl Iterator<Item = &Lease> {
-        self.seen.values().filter_map(|stored| match &stored.object {
-            Object::Lease(lease) => Some(lease.as_ref()),
-            _ => None,
-        })
+        self.seen[LEASES].values().filter_map(Stored::lease)
     }
 
     pub fn lease(&self, name: &str) -> Option<&Lease> {
-        self.leases().find(|lease| lease.metadata.name.as_deref() == Some(name))
+        self.seen[LEASES].get(name).and_then(Stored::lease)
     }
 
     /// All that a plan is made from; `fixed` has what nobody writes.
     pub fn objects(&self, fixed: &ApiObjects) -> ApiObjects {
         let mut objects = fixed.clone();
-        for stored in self.seen.values() {
+        for stored in self.seen.iter().flat_map(BTreeMap::values) {
             match &stored.object {
                 Object::Node(object) => objects.nodes.push(object.clone()),
                 Object::Pod(object) => objects.pods.push(object.clone()),

@@ -31,9 +31,10 @@ const READ: Duration = Duration::from_millis(5_500);
 /// What was seen so far.
 #[derive(Default)]
 struct Checks {
-    health: BTreeMap<usize, Health>,
+    /// Of each machine.
+    health: Vec<Health>,
     /// When each machine held its lease last.
-    held: BTreeMap<usize, Duration>,
+    held: Vec<Option<Duration>>,
     /// Since when nobody answers, and since when besides no carrier that could waits for one that does not know of its turn.
     holes: BTreeMap<IpAddr, (Duration, Duration)>,
     both: BTreeMap<(IpAddr, usize, usize), Duration>,
@@ -64,7 +65,9 @@ struct Health {
 
 /// Runs a cluster until its end, or until something does not hold.
 pub fn run(mut cluster: SimCluster) -> Result<(), String> {
-    let mut checks = Checks::default();
+    let machines = cluster.machines.len();
+    let (health, held) = (vec![Health::default(); machines], vec![None; machines]);
+    let mut checks = Checks { health, held, ..Checks::default() };
     cluster.begin();
     while cluster.step() {
         checks.look(&mut cluster)?;
@@ -136,7 +139,7 @@ impl Checks {
 
     fn note_health(&mut self, cluster: &SimCluster, n: usize) {
         let (now, machine) = (cluster.now, &cluster.machines[n]);
-        let health = self.health.entry(n).or_default();
+        let health = &mut self.health[n];
         let Some(agent) = machine.agent.as_ref().filter(|_| runs(cluster, n)) else {
             // Frozen, it takes part in nothing: it does not know whether others had a lease when its own ended.
             let frozen = machine.agent.as_ref().is_some_and(|agent| !agent.holds(now));
@@ -147,7 +150,7 @@ impl Checks {
             health.well = now;
         }
         if agent.holds(now) {
-            self.held.insert(n, now);
+            self.held[n] = Some(now);
             health.held = Some(now);
             health.holds = health.holds.or(Some(now));
         } else {
@@ -159,7 +162,8 @@ impl Checks {
             None => now > agent.start + cluster.times.lease,
         };
         // Where nobody holds one, the API server is away. When it is back, each has as long as a lease lasts.
-        let others = self.held.iter().any(|(m, held)| *m != n && now < *held + HOLE);
+        let others = self.held.iter().enumerate();
+        let others = others.filter(|(m, _)| *m != n).any(|(_, held)| held.is_some_and(|held| now < held + HOLE));
         health.nobody = if late && !others { Some(now) } else { health.nobody.filter(|_| late) };
         let passed_by = health.nobody.is_none_or(|last| now > last + cluster.times.lease);
         health.lost |= late && (passed_by || health.well == now);
@@ -168,16 +172,20 @@ impl Checks {
 
     /// Since when a machine has been a carrier that lives and is reachable.
     fn able_since(&self, cluster: &SimCluster, n: usize, ip: IpAddr) -> Option<Duration> {
-        let (health, machine) = (self.health.get(&n)?, &cluster.machines[n]);
+        let (health, machine) = (&self.health[n], &cluster.machines[n]);
         let read = machine.agent.as_ref()?.observed.plan.egress_ips.get(&ip)?;
         let since = health.well + WELL;
         (!health.lost && cluster.now >= since && read.order().any(|name| *name == machine.name)).then_some(since)
     }
 
     fn check_hole(&mut self, c: &SimCluster, ip: IpAddr, e: &EgressIpPlan, answering: &[usize]) -> Result<(), String> {
+        if !answering.is_empty() {
+            self.holes.remove(&ip);
+            return Ok(());
+        }
         let able = e.order().filter_map(|name| c.index(name)).filter_map(|n| Some((n, self.able_since(c, n, ip)?)));
         let able: Vec<(usize, Duration)> = able.collect();
-        let (true, Some(possible)) = (answering.is_empty(), able.iter().map(|(_, since)| *since).min()) else {
+        let Some(possible) = able.iter().map(|(_, since)| *since).min() else {
             self.holes.remove(&ip);
             return Ok(());
         };
@@ -226,7 +234,7 @@ impl Checks {
         for (n, machine) in c.machines.iter().enumerate() {
             let Some(tables) = machine.kernel.tables.as_ref() else { continue };
             // What it has read may be old.
-            let late = self.health.get(&n).is_none_or(|health| c.now < health.well + WELL);
+            let late = c.now < self.health[n].well + WELL;
             for (ip, entry) in tables.egress.iter().filter(|(_, entry)| !entry.blocks.is_empty()) {
                 for carrier in entry.used.iter().filter(|name| **name != machine.name) {
                     let highest = highest(tables.observed.plan.blocks.get(ip), &entry.blocks);
@@ -307,14 +315,15 @@ fn are_parted(c: &SimCluster, a: usize, b: usize) -> bool {
 
 /// No block is used, or may be used, by two nodes.
 fn check_holders(cluster: &SimCluster) -> Result<(), String> {
-    let mut holders: BTreeMap<(IpAddr, u16), &NodeName> = BTreeMap::new();
+    let mut holders: BTreeMap<IpAddr, [Option<&NodeName>; port_block::COUNT as usize]> = BTreeMap::new();
     for machine in &cluster.machines {
         let flows = machine.kernel.flows.iter();
         let flows = flows.filter_map(|flow| Some((flow.egress, port_block::of_port(flow.port)?)));
         let usable = machine.kernel.tables.iter().flat_map(|tables| &tables.egress);
         let usable = usable.flat_map(|(ip, entry)| entry.blocks.iter().map(|block| (*ip, *block)));
         for (ip, block) in flows.chain(usable) {
-            let holder = holders.entry((ip, block)).or_insert(&machine.name);
+            let of_address = holders.entry(ip).or_insert_with(|| [None; port_block::COUNT as usize]);
+            let holder = of_address[usize::from(block)].get_or_insert(&machine.name);
             if **holder != machine.name {
                 return Err(format!("{holder} and {} both use block {block} of {ip}", machine.name));
             }
@@ -324,13 +333,13 @@ fn check_holders(cluster: &SimCluster) -> Result<(), String> {
 }
 
 /// The highest revision of some blocks.
-fn highest(leases: Option<&egress_core::plan::Blocks>, blocks: &BTreeSet<u16>) -> u64 {
+fn highest(leases: Option<&egress_core::plan::Blocks>, blocks: &[u16]) -> u64 {
     let leases = leases.into_iter().flat_map(|leases| blocks.iter().filter_map(|block| leases.get(block)));
     leases.map(|lease| lease.revision).max().unwrap_or(0)
 }
 
 /// A block that a carrier would not let pass, although it is able to carry.
-fn missing(c: &SimCluster, carrier: &NodeName, ip: IpAddr, of: &SimHost, blocks: &BTreeSet<u16>) -> Option<u16> {
+fn missing(c: &SimCluster, carrier: &NodeName, ip: IpAddr, of: &SimHost, blocks: &[u16]) -> Option<u16> {
     let machine = &c.machines[c.index(carrier)?];
     let able = machine.powered && c.now < machine.kernel.able_until;
     let tables = machine.kernel.tables.as_ref().filter(|_| able)?;

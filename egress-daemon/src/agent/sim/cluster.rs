@@ -3,7 +3,7 @@
 use super::{
     api::{Client, KINDS, LEASES, Object, Reader, Server, SharedObjects},
     boss::{Boss, Squeeze},
-    events::{Effect, Purpose, Response, SimEvent},
+    events::{Effect, Purpose, Response, Scheduled, SimEvent},
     faults::Planned,
     keeper::Keeper,
     machine::{Hands, Kernel, SimAgent, Times},
@@ -14,7 +14,6 @@ use egress_core::{
     model::NodeName,
 };
 use std::{
-    cmp::Reverse,
     collections::{BTreeMap, BinaryHeap},
     fmt::Arguments,
     rc::Rc,
@@ -49,8 +48,7 @@ pub struct SimCluster {
     pub now: Duration,
     pub rng: Rng,
     pub times: Times,
-    queue: BinaryHeap<Reverse<(Duration, u64)>>,
-    events: BTreeMap<u64, SimEvent>,
+    queue: BinaryHeap<Scheduled>,
     next_event: u64,
     pub server: Server,
     pub reader: Reader,
@@ -88,7 +86,6 @@ impl SimCluster {
             rng,
             times,
             queue: BinaryHeap::new(),
-            events: BTreeMap::new(),
             next_event: 0,
             server: Server::default(),
             reader: Reader::default(),
@@ -145,20 +142,17 @@ impl SimCluster {
 
     /// Has the next thing happen. `false` at the end.
     pub fn step(&mut self) -> bool {
-        let Some(Reverse((at, number))) = self.queue.pop().filter(|Reverse((at, _))| *at <= self.end) else {
+        let Some(Scheduled { at, event, .. }) = self.queue.pop().filter(|next| next.at <= self.end) else {
             return false;
         };
         (self.now, self.server.now) = (at, at);
-        if let Some(event) = self.events.remove(&number) {
-            self.happen(event);
-        }
+        self.happen(event);
         true
     }
 
     pub fn at(&mut self, at: Duration, event: SimEvent) {
         self.next_event += 1;
-        self.events.insert(self.next_event, event);
-        self.queue.push(Reverse((at, self.next_event)));
+        self.queue.push(Scheduled { at, number: self.next_event, event });
     }
 
     pub fn after(&mut self, delay: Duration, event: SimEvent) {
@@ -236,9 +230,11 @@ impl SimCluster {
         };
         self.carry_out(process, effects);
         let next = next.max(self.now + Duration::from_micros(100));
-        self.processes[process].wake = Some(next);
         let incarnation = self.processes[process].incarnation;
-        self.at(next, SimEvent::Wake(process, incarnation));
+        // One event for a time is enough.
+        if self.processes[process].wake.replace(next) != Some(next) {
+            self.at(next, SimEvent::Wake(process, incarnation));
+        }
     }
 
     pub fn carry_out(&mut self, process: usize, effects: Vec<Effect>) {

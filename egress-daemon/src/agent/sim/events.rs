@@ -6,6 +6,10 @@ use egress_core::{
     agent::gateways::{Answered, Request},
     model::NodeName,
 };
+use std::{
+    cmp::{Ordering, Reverse},
+    time::Duration,
+};
 
 /// What a process wants done.
 pub enum Effect {
@@ -43,6 +47,39 @@ pub enum SimEvent {
     /// Pods of a node begin and end connections.
     Traffic(usize),
 }
+
+/// An event with its time. The greatest one happens first: the earliest, and of those at one time the one that was scheduled first.
+pub struct Scheduled {
+    pub at: Duration,
+    pub number: u64,
+    pub event: SimEvent,
+}
+
+impl Scheduled {
+    fn order(&self) -> Reverse<(Duration, u64)> {
+        Reverse((self.at, self.number))
+    }
+}
+
+impl Ord for Scheduled {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.order().cmp(&other.order())
+    }
+}
+
+impl PartialOrd for Scheduled {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Scheduled {
+    fn eq(&self, other: &Self) -> bool {
+        self.order() == other.order()
+    }
+}
+
+impl Eq for Scheduled {}
 
 pub enum Response {
     Done(Stored),

@@ -26,17 +26,13 @@ use egress_core::{
     },
     testing::{default_route, link},
 };
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
-    rc::Rc,
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, net::IpAddr, rc::Rc, sync::Arc, time::Duration};
 
 /// The uplink of each node, and the interface of its pod.
 const UPLINK: u32 = 2;
 const POD: u32 = 3;
+/// No cluster has more machines.
+const MACHINES: u8 = 8;
 
 /// How long things last in this cluster.
 #[derive(Clone, Copy)]
@@ -52,7 +48,8 @@ pub struct Entry {
     pub forwards: bool,
     pub answers: bool,
     pub used: Vec<NodeName>,
-    pub blocks: BTreeSet<u16>,
+    /// In order.
+    pub blocks: Vec<u16>,
 }
 
 /// The maps as they were written.
@@ -255,7 +252,7 @@ impl SimAgent {
             forwards: e.forwards,
             answers: !e.silent,
             used: if e.spread.is_empty() { e.gateway.iter().cloned().collect() } else { e.spread.clone() },
-            blocks: e.blocks.clone(),
+            blocks: e.blocks.iter().copied().collect(),
         };
         let egress: BTreeMap<IpAddr, Entry> = view.egress_ips.iter().map(|(ip, e)| (*ip, entry(e))).collect();
         let present = hands.kernel.tables.as_ref();
@@ -322,7 +319,7 @@ fn links(up: bool) -> LinkTable {
     LinkTable {
         links: [(UPLINK, uplink), (POD, pod)].into(),
         default_routes: [default_route(UPLINK, "192.0.2.253")].into(),
-        host_routes: (0..=u8::MAX).map(|n| ([10, 1, n, 1].into(), POD)).collect(),
+        host_routes: (0..MACHINES).map(|n| ([10, 1, n, 1].into(), POD)).collect(),
         route_changes: 0,
     }
 }

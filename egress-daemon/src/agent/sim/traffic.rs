@@ -18,8 +18,7 @@ impl SimCluster {
         for (egress, entry) in &tables.egress {
             let many = if kernel.flows.len() < 1000 && rng.chance(200) { 200 } else { 8 };
             for _ in 0..rng.below(many) {
-                let usable = entry.blocks.len();
-                let Some(block) = entry.blocks.iter().nth(rng.index(usable)) else { continue };
+                let Some(block) = entry.blocks.get(rng.index(entry.blocks.len())) else { continue };
                 let port = port_block::first_port(*block) + rng.below(port_block::SIZE.into()) as u16;
                 let remote = ([203, 0, 113, 1].into(), 80 + rng.below(2) as u16, 6);
                 kernel.flows.push(Used { pod: [10, 0, 0, 1].into(), egress: *egress, remote, port });
