@@ -3,18 +3,19 @@
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
+use anyhow::Result;
 use lab::traffic::{BulkServer, Direction, ServerMode, TcpClients, TcpOptions, TcpServer, bulk};
 use lab::{Family, Lab, PodSpec, Server, Vlans, topology::Dual};
 
-use crate::support::{PATIENCE, answers_in_fragments, at, policy, pool, start, wait_in_force, wait_sources};
+use crate::support::{PATIENCE, answers_in_fragments, at, counter, policy, pool, start, wait_in_force, wait_sources};
 
 /// The gateway of the subnet with this number, and with it the server in it.
-fn gateway(number: u8) -> Dual {
+pub fn gateway(number: u8) -> Dual {
     Dual { v4: Ipv4Addr::new(172, 16, number, 1), v6: Ipv6Addr::new(0xfd16, 0, 0, number.into(), 0, 0, 0, 1) }
 }
 
 /// A pool of two addresses a family in that subnet.
-fn in_subnet(name: &str, family: Family, number: u8, vlan: Option<u16>) -> String {
+pub fn in_subnet(name: &str, family: Family, number: u8, vlan: Option<u16>) -> String {
     let (start, end, length) = match family {
         Family::V4 => (format!("172.16.{number}.10"), format!("172.16.{number}.11"), 24),
         Family::V6 => (format!("fd16:0:0:{number:x}::10"), format!("fd16:0:0:{number:x}::11"), 64),
@@ -27,17 +28,22 @@ fn in_subnet(name: &str, family: Family, number: u8, vlan: Option<u16>) -> Strin
     )
 }
 
-fn of_app(app: &str, pools: &str) -> String {
+pub fn of_app(app: &str, pools: &str) -> String {
     let selectors = format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: {app}}}}}}}]");
     policy(app, &format!("{selectors}\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]\n  egressIPPools: {pools}"))
 }
 
 /// The addresses that a pool of one subnet gives.
-fn addresses(family: Family, number: u8) -> [IpAddr; 2] {
+pub fn addresses(family: Family, number: u8) -> [IpAddr; 2] {
     [0x10, 0x11].map(|host: u16| match family {
         Family::V4 => IpAddr::from([172, 16, number, if host == 0x10 { 10 } else { 11 }]),
         Family::V6 => IpAddr::from(Ipv6Addr::new(0xfd16, 0, 0, number.into(), 0, 0, 0, host)),
     })
+}
+
+/// How many packets the drivers of both gateways have sent on.
+fn sent_at_drivers(lab: &Lab) -> Result<u64> {
+    ["gw1", "gw2"].into_iter().map(|gateway| counter(lab, gateway, "xdp_sent")).sum()
 }
 
 /// Twenty VLANs at once, each with its own subnet, gateway and policy.
@@ -75,6 +81,7 @@ fn twenty_subnets_in_vlans_of_their_own() {
                 wait_sources(&pod.ns, &inside, family, &addresses(family, *number))?;
             }
         }
+        let sent = sent_at_drivers(lab)?;
         // All of them at the same time.
         let targets = |number: u8| Family::BOTH.map(|family| at(gateway(number).ip(family), 80));
         let listening: Vec<SocketAddr> = (1..=COUNT).flat_map(targets).collect();
@@ -97,6 +104,10 @@ fn twenty_subnets_in_vlans_of_their_own() {
             for direction in [Direction::Upload, Direction::Download] {
                 bulk(&pod.ns, target, direction, 4 << 20)?;
             }
+        }
+        if std::env::var_os("SPILLWAY_TEST_XDP").is_some() {
+            let sent = sent_at_drivers(lab)? - sent;
+            assert!(sent > 1000, "{sent}: {:?}", [lab.counters("gw1")?, lab.counters("gw2")?]);
         }
         Ok(())
     });
