@@ -58,7 +58,7 @@ counters! {
     XdpOwn = "xdp_left_own": "the same because they may be for the node itself or for a pod of its own",
     XdpRefused = "xdp_left_refused": "the same because their port is not leased to the node that they come from, or to nobody",
     XdpShaped = "xdp_left_shaped": "the same because the bandwidth of their egress IP is limited",
-    XdpVlan = "xdp_left_vlan": "the same because their egress IP lives in a VLAN or a subnet of its own",
+    XdpVlan = "xdp_left_vlan": "the same because they show another VLAN than that of their egress IP, or no tag",
     XdpLarge = "xdp_left_large": "the same because they are larger than the interface or the transport takes",
     XdpHop = "xdp_left_hop": "the same because no next hop is known, or because the kernel has to confirm it: some for each moment",
     XdpDevice = "xdp_left_device": "the same because they go by the tunnel device, or the driver of their interface takes no frames from XDP",

@@ -3,18 +3,19 @@
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
+use anyhow::Result;
 use lab::traffic::{BulkServer, Direction, ServerMode, TcpClients, TcpOptions, TcpServer, bulk};
 use lab::{Family, Lab, PodSpec, Server, Vlans, topology::Dual};
 
-use crate::support::{PATIENCE, answers_in_fragments, at, policy, pool, start, wait_in_force, wait_sources};
+use crate::support::{PATIENCE, answers_in_fragments, at, counter, policy, pool, start, wait_in_force, wait_sources};
 
 /// The gateway of the subnet with this number, and with it the server in it.
-fn gateway(number: u8) -> Dual {
+pub fn gateway(number: u8) -> Dual {
     Dual { v4: Ipv4Addr::new(172, 16, number, 1), v6: Ipv6Addr::new(0xfd16, 0, 0, number.into(), 0, 0, 0, 1) }
 }
 
 /// A pool of two addresses a family in that subnet.
-fn in_subnet(name: &str, family: Family, number: u8, vlan: Option<u16>) -> String {
+pub fn in_subnet(name: &str, family: Family, number: u8, vlan: Option<u16>) -> String {
     let (start, end, length) = match family {
         Family::V4 => (format!("172.16.{number}.10"), format!("172.16.{number}.11"), 24),
         Family::V6 => (format!("fd16:0:0:{number:x}::10"), format!("fd16:0:0:{number:x}::11"), 64),
@@ -27,17 +28,26 @@ fn in_subnet(name: &str, family: Family, number: u8, vlan: Option<u16>) -> Strin
     )
 }
 
-fn of_app(app: &str, pools: &str) -> String {
+pub fn of_app(app: &str, pools: &str) -> String {
     let selectors = format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: {app}}}}}}}]");
     policy(app, &format!("{selectors}\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]\n  egressIPPools: {pools}"))
 }
 
 /// The addresses that a pool of one subnet gives.
-fn addresses(family: Family, number: u8) -> [IpAddr; 2] {
+pub fn addresses(family: Family, number: u8) -> [IpAddr; 2] {
     [0x10, 0x11].map(|host: u16| match family {
         Family::V4 => IpAddr::from([172, 16, number, if host == 0x10 { 10 } else { 11 }]),
         Family::V6 => IpAddr::from(Ipv6Addr::new(0xfd16, 0, 0, number.into(), 0, 0, 0, host)),
     })
+}
+
+/// How many packets the drivers of both gateways have sent on, and how many the gateways have in either direction.
+fn sent_by_gateways(lab: &Lab) -> Result<[u64; 2]> {
+    let sum = |names: &[&str]| {
+        let each = ["gw1", "gw2"].into_iter().flat_map(|gateway| names.iter().map(move |name| (gateway, name)));
+        each.map(|(gateway, name)| counter(lab, gateway, name)).sum::<Result<u64>>()
+    };
+    Ok([sum(&["xdp_sent"])?, sum(&["gateway_forwarded", "gateway_replied"])?])
 }
 
 /// Twenty VLANs at once, each with its own subnet, gateway and policy.
@@ -75,6 +85,7 @@ fn twenty_subnets_in_vlans_of_their_own() {
                 wait_sources(&pod.ns, &inside, family, &addresses(family, *number))?;
             }
         }
+        let before = sent_by_gateways(lab)?;
         // All of them at the same time.
         let targets = |number: u8| Family::BOTH.map(|family| at(gateway(number).ip(family), 80));
         let listening: Vec<SocketAddr> = (1..=COUNT).flat_map(targets).collect();
@@ -97,6 +108,12 @@ fn twenty_subnets_in_vlans_of_their_own() {
             for direction in [Direction::Upload, Direction::Download] {
                 bulk(&pod.ns, target, direction, 4 << 20)?;
             }
+        }
+        if std::env::var_os("SPILLWAY_TEST_XDP").is_some() {
+            let now = sent_by_gateways(lab)?;
+            let [by_drivers, all] = [now[0] - before[0], now[1] - before[1]];
+            // What is left to TC are fragments; one direction alone would be about half.
+            assert!(all > 1000 && by_drivers > all * 9 / 10, "{by_drivers} of {all}: {:?}", lab.counters("gw1")?);
         }
         Ok(())
     });

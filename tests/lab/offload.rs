@@ -12,9 +12,10 @@ use crate::netns::NetNs;
 const GRO: (u32, &str) = (0x2c, "GRO");
 const COMMANDS: [(u32, &str); 4] =
     [(0x17, "transmit checksums"), (0x1f, "TCP segmentation"), (0x24, "generic segmentation"), GRO];
-/// ETHTOOL_GFLAGS and ETHTOOL_SFLAGS, and the flag for VLAN tags that are taken off a received frame.
+/// ETHTOOL_GFLAGS and ETHTOOL_SFLAGS, and the flags for VLAN tags that the card puts into a frame, and takes off a received one.
 const GET_FLAGS: (u32, &str) = (0x25, "flags");
 const SET_FLAGS: (u32, &str) = (0x26, "flags");
+const TX_VLAN: u32 = 1 << 7;
 const RX_VLAN: u32 = 1 << 8;
 const SIOCETHTOOL: libc::c_ulong = 0x8946;
 
@@ -36,10 +37,10 @@ impl NetNs {
         self.ethtool(other_end, GRO, 1).map(drop)
     }
 
-    /// Leaves VLAN tags in the frames that an interface receives.
+    /// Has VLAN tags be in the frames that an interface sends and receives: a veth hands over beside a frame what its sender keeps there.
     pub fn show_tags(&self, interface: &str) -> Result<()> {
         let flags = self.ethtool(interface, GET_FLAGS, 0)?;
-        self.ethtool(interface, SET_FLAGS, flags & !RX_VLAN).map(drop)
+        self.ethtool(interface, SET_FLAGS, flags & !(TX_VLAN | RX_VLAN)).map(drop)
     }
 
     /// One command for an interface: the value that it gives or takes.

@@ -80,6 +80,12 @@ pub fn judge(setting: Xdp, name: &str, driver: &Driver) -> Result<(), Why> {
     if setting == Xdp::Off {
         return Err(Why::only("switched off by `xdp`"));
     }
+    if driver.kind == LinkKind::Other("vlan".to_owned()) {
+        let reason = format!(
+            "{name} is a VLAN of a card: a program would have to be at the card, where none is attached for it"
+        );
+        return Err(Why::only(reason));
+    }
     if let Some(stranger) = &driver.stranger {
         return Err(Why::only(format!("the XDP program {stranger} of somebody else is there")));
     }
@@ -127,6 +133,16 @@ mod tests {
             assert!(reason(&Driver { acts: Some(acts), ..card() }).contains("physical"));
         }
         assert!(reason(&Driver { hides_tags: true, ..card() }).contains("ethtool -K eth0 rxvlan off"));
+    }
+
+    #[test]
+    fn a_vlan_of_a_card_is_named_as_what_it_is() {
+        let vlan = |acts| Driver { kind: LinkKind::Other("vlan".to_owned()), acts, ..card() };
+        for acts in [None, Some(0)] {
+            assert!(
+                judge(Xdp::Native, "eth0.100", &vlan(acts)).unwrap_err().to_string().contains("eth0.100 is a VLAN")
+            );
+        }
     }
 
     #[test]

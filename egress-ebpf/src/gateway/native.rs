@@ -7,8 +7,9 @@ use crate::{
     gateway::{forward, underlay},
     headers::{
         context::Frame,
+        frame::TAG_LEN,
         ip::Header,
-        packet::{ETH_LEN, IPV4, IPV6, Mac, Packet, moment},
+        packet::{ETH_LEN, IPV4, IPV6, Mac, Packet, VLAN, moment},
         parse::{self, Ip, Part},
     },
     tables::{
@@ -46,6 +47,8 @@ enum From {
     Link,
     /// Through the tunnel, from the node that has the address.
     Tunnel(V6),
+    /// From outside, in that VLAN.
+    Vlan(u32),
 }
 
 /// What becomes of a frame.
@@ -63,6 +66,7 @@ pub fn from_nodes(pkt: &Packet<Frame>) -> Verdict {
     let unwrapped = match pkt.protocol() {
         IPV4 => unwrap::<V4>(pkt, config),
         IPV6 => unwrap::<V6>(pkt, config),
+        VLAN => untag(pkt).map(|vlan| (From::Vlan(vlan), TAG_LEN)),
         _ => None,
     };
     let Some((from, taken)) = unwrapped else { return Verdict::Pass };
@@ -70,24 +74,26 @@ pub fn from_nodes(pkt: &Packet<Frame>) -> Verdict {
         IPV4 => either_way::<V4>(pkt, config, &from),
         _ => either_way::<V6>(pkt, config, &from),
     };
-    let verdict = done(pkt, config, step);
-    // What was left is as it came: the bytes in front are still there.
-    if verdict == Verdict::Pass && taken != 0 && !pkt.adjust_head(-taken) {
-        return Verdict::Drop(Counter::DropRedirect);
-    }
-    verdict
+    done(pkt, config, step, taken)
 }
 
 /// A frame at the driver of an uplink.
 #[inline(always)]
 pub fn from_outside(pkt: &Packet<Frame>) -> Verdict {
     let Some(config) = carrying() else { return Verdict::Pass };
-    let step = match pkt.protocol() {
-        IPV4 => inward::<V4>(pkt, config),
-        IPV6 => inward::<V6>(pkt, config),
+    let (protocol, vlan, taken) = match pkt.protocol() {
+        VLAN => match untag(pkt) {
+            Some(vlan) => (pkt.protocol(), vlan, TAG_LEN),
+            None => return Verdict::Pass,
+        },
+        protocol => (protocol, 0, 0),
+    };
+    let step = match protocol {
+        IPV4 => inward::<V4>(pkt, config, vlan),
+        IPV6 => inward::<V6>(pkt, config, vlan),
         _ => Err(Left::NotOurs),
     };
-    done(pkt, config, step)
+    done(pkt, config, step, taken)
 }
 
 /// The settings of a node that carries egress IPs.
@@ -96,9 +102,9 @@ fn carrying() -> Option<&'static DatapathConfig> {
     CONFIG.get(0).filter(|config| config.flags & config::flags::CARRIES != 0)
 }
 
-/// Does what is left to do, and counts.
+/// Does what is left to do, and counts. `taken`: so many bytes were taken off in front.
 #[inline(always)]
-fn done(pkt: &Packet<Frame>, config: &DatapathConfig, step: Result<Step, Left>) -> Verdict {
+fn done(pkt: &Packet<Frame>, config: &DatapathConfig, step: Result<Step, Left>, taken: i32) -> Verdict {
     let verdict = match step {
         Ok(Step::Sent(verdict)) => Ok(verdict),
         Ok(Step::Reply(node, entropy, length)) => reply(pkt, config, node, entropy, length),
@@ -112,6 +118,10 @@ fn done(pkt: &Packet<Frame>, config: &DatapathConfig, step: Result<Step, Left>) 
         Err(left) => {
             if let Left::For(counter) = left {
                 stats::count(counter);
+            }
+            // What is left is as it came: the bytes in front are still there.
+            if taken != 0 && !pkt.adjust_head(-taken) {
+                return Verdict::Drop(Counter::DropRedirect);
             }
             Verdict::Pass
         }
@@ -133,6 +143,15 @@ fn unwrap<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig) -> Option<(Fr
         }
         _ => None,
     }
+}
+
+/// Takes a frame from outside for this node out of its VLAN, which is the result. Only the frame's beginning moves: its MAC addresses do not
+/// move with it. Nothing for a tag that is for the frame's priority only.
+#[inline(always)]
+fn untag(pkt: &Packet<Frame>) -> Option<u32> {
+    let (vlan, protocol) = pkt.tag()?;
+    let usual = vlan != 0 && matches!(protocol, IPV4 | IPV6) && is_for_us(pkt);
+    (usual && pkt.adjust_head(TAG_LEN)).then_some(vlan)
 }
 
 /// Whether a frame is for the MAC address of the interface that it came in by.
@@ -162,8 +181,10 @@ fn same(a: &Mac, b: &Mac) -> bool {
 fn either_way<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig, from: &From) -> Result<Step, Left> {
     let Ok(ip) = F::parse(pkt) else { return Err(Left::NotOurs) };
     match (egress::find(ip.src), from) {
+        (None, From::Vlan(vlan)) => inward::<F>(pkt, config, *vlan),
+        (_, From::Vlan(_)) => Err(Left::For(Counter::XdpUnusual)),
         (Some((egress, e)), _) if e.flags & flags::CARRIED != 0 => outward(pkt, &ip, egress, e, from),
-        (_, From::Link) => inward::<F>(pkt, config),
+        (_, From::Link) => inward::<F>(pkt, config, 0),
         (_, From::Tunnel(_)) => Err(Left::NotOurs),
     }
 }
@@ -179,6 +200,7 @@ fn outward<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>, egress: u32, e: &EgressIp
     let theirs = match from {
         From::Link => underlay::sends(pkt, node) && pkt.read::<Mac>(0).is_some_and(|mac| same(&mac, &node.macs[1])),
         From::Tunnel(source) => is_address(node, source),
+        From::Vlan(_) => false,
     };
     if lessee == 0 || !theirs {
         return Err(Left::For(Counter::XdpRefused));
@@ -187,7 +209,7 @@ fn outward<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>, egress: u32, e: &EgressIp
         return Err(Left::For(Counter::XdpShaped));
     }
     if e.flags & flags::SUBNET != 0 {
-        return Err(Left::For(Counter::XdpVlan));
+        return into_subnet(pkt, egress, e, length);
     }
     let Some(out) = exit::way_out(pkt, e, &ip.src, &ip.dst) else { return Err(Left::For(Counter::XdpHop)) };
     let verdict = redirect(out.ifindex, out.mtu, length)?;
@@ -198,14 +220,32 @@ fn outward<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>, egress: u32, e: &EgressIp
     Ok(Step::Sent(verdict))
 }
 
+/// Sends a packet of this length to the next hop of its egress IP's own subnet, in that one's VLAN. The kernel knows no such neighbour, so it
+/// has none to confirm.
+#[inline(always)]
+fn into_subnet(pkt: &Packet<Frame>, egress: u32, e: &EgressIp, length: u32) -> Result<Step, Left> {
+    let Ok(macs) = exit::in_subnet(egress, e) else { return Err(Left::For(Counter::XdpHop)) };
+    let verdict = redirect(e.ifindex, pkt.mtu_of(e.ifindex), length)?;
+    if e.vlan != 0 && !pkt.adjust_head(-TAG_LEN) {
+        return Err(Left::For(Counter::XdpUnusual));
+    }
+    let tagged = if e.vlan != 0 { pkt.write_tag(e.vlan) } else { Some(()) };
+    if tagged.and(pkt.write(0, macs)).is_none() {
+        return Ok(Step::Sent(Verdict::Drop(Counter::DropRedirect)));
+    }
+    stats::count(Counter::Forwarded);
+    Ok(Step::Sent(verdict))
+}
+
 #[inline(always)]
 fn is_address(node: &NodeEntry, address: &V6) -> bool {
     address.is(&node.addr)
 }
 
-/// A packet from outside for an egress IP: to the node that its port is leased to.
+/// A packet from outside for an egress IP: to the node that its port is leased to. `vlan`: it has been taken out of that VLAN; 0: it has
+/// no tag.
 #[inline(always)]
-fn inward<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig) -> Result<Step, Left> {
+fn inward<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig, vlan: u32) -> Result<Step, Left> {
     let Ok(ip) = F::parse(pkt) else { return Err(Left::NotOurs) };
     let Some((egress, e)) = egress::find(ip.dst) else { return Err(Left::NotOurs) };
     if e.flags & flags::CARRIED == 0 {
@@ -214,13 +254,14 @@ fn inward<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig) -> Result<Ste
     if e.is_own_address() {
         return Err(Left::For(Counter::XdpOwn));
     }
-    if e.vlan != 0 {
+    if e.vlan != vlan {
         return Err(Left::For(Counter::XdpVlan));
     }
     let length = usual(pkt, &ip)?;
     let t = parse::transport_header::<F, _>(pkt, ip.l4, ip.proto);
     let node = forward::lessee_of_reply::<F, _>(pkt, &ip, &t, egress);
-    if node == 0 || !is_for_us(pkt) {
+    // A tagged frame's address was looked at before the frame's beginning moved.
+    if node == 0 || vlan == 0 && !is_for_us(pkt) {
         return Err(Left::For(Counter::XdpRefused));
     }
     if node == config.node {

@@ -1,6 +1,6 @@
 //! All access to a packet's bytes and fields: the only place with pointers into packets.
 
-use crate::headers::context::{Context, Frame, Skb, field};
+use crate::headers::context::{Context, Skb, field};
 use aya_ebpf::{
     EbpfContext,
     bindings::{
@@ -10,9 +10,9 @@ use aya_ebpf::{
         bpf_check_mtu, bpf_clone_redirect, bpf_csum_diff, bpf_csum_level, bpf_csum_update, bpf_jiffies64,
         bpf_ktime_get_coarse_ns, bpf_l4_csum_replace, bpf_redirect, bpf_redirect_neigh, bpf_skb_adjust_room,
         bpf_skb_change_tail, bpf_skb_load_bytes, bpf_skb_pull_data, bpf_skb_store_bytes, bpf_skb_vlan_pop,
-        bpf_skb_vlan_push, bpf_xdp_adjust_head,
+        bpf_skb_vlan_push,
     },
-    programs::{TcContext, XdpContext},
+    programs::TcContext,
 };
 use core::mem::MaybeUninit;
 use egress_common::{
@@ -30,7 +30,7 @@ pub const IPV4: u16 = EtherType::Ipv4 as u16;
 pub const IPV6: u16 = EtherType::Ipv6 as u16;
 pub const ARP: u16 = EtherType::Arp as u16;
 /// EtherType of a VLAN tag, network byte order.
-const ETH_P_8021Q: u16 = EtherType::Ieee8021q as u16;
+pub const VLAN: u16 = EtherType::Ieee8021q as u16;
 
 /// `__sk_buff::pkt_type` of a frame for another host's MAC address (`PACKET_OTHERHOST`, linux/if_packet.h).
 const OTHER_HOST: u32 = 3;
@@ -41,7 +41,7 @@ pub type Mac = [u16; 3];
 /// A packet; where nothing else is said, at a TC hook.
 #[derive(Clone, Copy)]
 pub struct Packet<C = Skb> {
-    context: C,
+    pub(super) context: C,
 }
 
 impl<C: Context> Packet<C> {
@@ -175,28 +175,6 @@ impl<C: Context> Packet<C> {
     #[inline(always)]
     pub fn context(&self) -> C {
         self.context
-    }
-}
-
-impl Packet<Frame> {
-    /// The frame of a program's context.
-    #[inline(always)]
-    pub fn of_frame(ctx: &XdpContext) -> Self {
-        Self { context: Frame(ctx.ctx) }
-    }
-
-    /// EtherType, network byte order.
-    #[inline(always)]
-    pub fn protocol(&self) -> u16 {
-        self.read::<u16>(ETH_LEN - 2).unwrap_or(0)
-    }
-
-    /// Moves the beginning of the frame: to the back (positive) or to the front. What was in front of it is still there when it moves
-    /// back.
-    #[inline(always)]
-    pub fn adjust_head(&self, bytes: i32) -> bool {
-        // SAFETY: the helper checks that there is room.
-        unsafe { bpf_xdp_adjust_head(self.context.0, bytes) == 0 }
     }
 }
 
@@ -368,7 +346,7 @@ impl Packet {
     #[inline(always)]
     pub fn push_vlan(&self, vlan: u32) -> Option<()> {
         // SAFETY: the helper changes the packet or fails.
-        (unsafe { bpf_skb_vlan_push(self.context.0, ETH_P_8021Q, vlan as u16) } == 0).then_some(())
+        (unsafe { bpf_skb_vlan_push(self.context.0, VLAN, vlan as u16) } == 0).then_some(())
     }
 
     /// Takes the frame out of its VLAN.

@@ -4,7 +4,7 @@ use crate::{
     headers::{
         context::{Context, Frame},
         note,
-        packet::{ETH_LEN, IPV6, Packet, moment},
+        packet::{ETH_LEN, IPV6, Mac, Packet, moment},
     },
     tables::{
         family::Family,
@@ -92,16 +92,28 @@ pub extern "C" fn leave(skb: *mut __sk_buff, egress: u32) -> u64 {
 /// address, and the answers are read at the uplink (`neighbor`).
 #[inline(always)]
 fn into_subnet(pkt: &Packet, egress: u32, e: &EgressIp) -> Verdict {
-    let hop = match NEXT_HOPS.get(egress) {
-        Some(hop) if hop.known != 0 && hop.generation == e.generation => hop.mac,
-        _ => return Verdict::Drop(Counter::DropNoNextHop),
+    let macs = match in_subnet(egress, e) {
+        Ok(macs) => macs,
+        Err(counter) => return Verdict::Drop(counter),
     };
-    // SAFETY: entries are replaced, not changed in place.
-    let Some(uplink) = (unsafe { UPLINKS.get(e.ifindex) }) else { return Verdict::Drop(Counter::DropNoUplink) };
-    if pkt.write(0, [hop, uplink.mac]).is_none() || e.vlan != 0 && pkt.push_vlan(e.vlan).is_none() {
+    if pkt.write(0, macs).is_none() || e.vlan != 0 && pkt.push_vlan(e.vlan).is_none() {
         return Verdict::Drop(Counter::DropRedirect);
     }
     pkt.redirect(e.ifindex)
+}
+
+/// The MAC addresses of a packet of an egress IP into its own subnet: the next hop's and the uplink's; or why it is dropped.
+#[inline(always)]
+pub fn in_subnet(egress: u32, e: &EgressIp) -> Result<[Mac; 2], Counter> {
+    let hop = match NEXT_HOPS.get(egress) {
+        Some(hop) if hop.known != 0 && hop.generation == e.generation => hop.mac,
+        _ => return Err(Counter::DropNoNextHop),
+    };
+    // SAFETY: entries are replaced, not changed in place.
+    match unsafe { UPLINKS.get(e.ifindex) } {
+        Some(uplink) => Ok([hop, uplink.mac]),
+        None => Err(Counter::DropNoUplink),
+    }
 }
 
 /// Sends a packet where the routing table says.
@@ -156,10 +168,10 @@ pub struct Out<'a> {
     pub mtu: u32,
 }
 
-/// Where a frame of an egress IP leaves, if its next hop is one that the routing table knows.
+/// Where a frame of an egress IP without a subnet of its own leaves, if its next hop is one that the routing table knows.
 #[inline(always)]
 pub fn way_out<F: Family>(pkt: &Packet<Frame>, e: &EgressIp, src: &F, dst: &F) -> Option<Out<'static>> {
-    if e.flags & flags::SUBNET != 0 { None } else { by_hop(kept(pkt, RouteQuery::of(pkt, e), src, dst, true)?) }
+    by_hop(kept(pkt, RouteQuery::of(pkt, e), src, dst, true)?)
 }
 
 /// Where a frame for a neighbour on the link of an interface goes.

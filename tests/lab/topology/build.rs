@@ -311,6 +311,7 @@ fn like_cards(
         {
             node.ns.set_offload(interface, false)?;
             node.ns.show_tags(interface)?;
+            segment.show_tags(&node.name)?;
             if gateway {
                 segment.take_frames(&node.name)?;
             }

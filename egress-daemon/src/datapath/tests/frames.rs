@@ -52,6 +52,13 @@ pub fn ip(src: IpAddr, dst: IpAddr, proto: u8, extra: &[u8], payload: &[u8]) -> 
     f
 }
 
+/// The frame with a tag (IEEE 802.1Q): priority and VLAN.
+pub fn tagged(mut frame: Vec<u8>, tag: u16) -> Vec<u8> {
+    let [a, b] = tag.to_be_bytes();
+    frame.splice(12..12, [0x81, 0, a, b]);
+    frame
+}
+
 pub fn tcp(sport: u16, dport: u16, flags: u8, options: &[u8]) -> Vec<u8> {
     let mut t = [sport.to_be_bytes(), dport.to_be_bytes()].concat();
     t.extend([0, 0, 0, 1, 0, 0, 0, 2, (5 + options.len() as u8 / 4) << 4, flags, 0x10, 0, 0, 0, 0, 0]);

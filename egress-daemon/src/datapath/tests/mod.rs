@@ -22,6 +22,7 @@ mod moves;
 mod nat;
 mod native;
 mod native_model;
+mod native_vlan;
 mod packets;
 mod pieces;
 mod races;
@@ -33,6 +34,7 @@ mod talk;
 mod trace;
 mod traffic;
 mod transports;
+mod wire;
 mod write;
 
 /// For tests of other modules.

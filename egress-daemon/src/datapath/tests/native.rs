@@ -52,7 +52,7 @@ pub(super) fn gateway(ends: [&str; 2], uplink: u32, underlay: u32, transport: u3
     view
 }
 
-fn families() -> [(IpAddr, IpAddr); 2] {
+pub(super) fn families() -> [(IpAddr, IpAddr); 2] {
     [(SERVER4, EGRESS4), (SERVER6, EGRESS6)].map(|(s, e)| (addr(s), addr(e)))
 }
 
@@ -63,17 +63,24 @@ pub(super) fn from_node(mut frame: Vec<u8>) -> Vec<u8> {
 }
 
 /// The interfaces of a gateway: index of the uplink, and of the underlay that replies leave by. Both know their next hop.
-pub(super) async fn interfaces() -> (u32, u32) {
+async fn interfaces() -> (u32, u32) {
+    let net = Net::here();
+    for name in ["out", "under"] {
+        net.veth(name, &format!("{name}-far")).await;
+        net.up(&format!("{name}-far")).await;
+    }
+    next_hops(&net).await
+}
+
+/// Has the interfaces `out` and `under` know their next hops; their indices.
+pub(super) async fn next_hops(net: &Net) -> (u32, u32) {
     for setting in ["ipv4/conf/all/forwarding", "ipv6/conf/all/forwarding"] {
         std::fs::write(format!("/proc/sys/net/{setting}"), "1").unwrap();
     }
-    let net = Net::here();
     let hops = [("out", ["198.51.100.1/24", "2001:db8:1::1/64"], ["198.51.100.254", "2001:db8:1::fe"], ROUTER_MAC)];
     let under = [("under", ["10.0.0.1/24", "fd88::1/64"], ["10.0.0.3", "fd88::3"], HOP_MAC)];
     for (name, addresses, neighbours, mac) in hops.into_iter().chain(under) {
-        net.veth(name, &format!("{name}-far")).await;
         net.up(name).await;
-        net.up(&format!("{name}-far")).await;
         for address in addresses {
             net.address(name, address).await;
         }
@@ -89,7 +96,7 @@ pub(super) async fn interfaces() -> (u32, u32) {
 impl Rig {
     /// Runs a frame that is to be sent on: what it has become. The first one of each moment is left to the kernel.
     #[track_caller]
-    fn sent(&mut self, program: &'static str, frame: &[u8]) -> Vec<u8> {
+    pub(super) fn sent(&mut self, program: &'static str, frame: &[u8]) -> Vec<u8> {
         for _ in 0..4 {
             let before = self.count(Counter::XdpHop);
             let (action, out) = self.run_native(program, frame);
@@ -105,7 +112,7 @@ impl Rig {
     /// What the program at TC makes of a frame that it sends on. Nothing on kernels before Linux 6.3, where it leaves to the tunnel's device
     /// what has another family inside.
     #[track_caller]
-    pub(super) fn sent_at_tc(&mut self, program: &'static str, frame: &[u8]) -> Option<Vec<u8>> {
+    fn sent_at_tc(&mut self, program: &'static str, frame: &[u8]) -> Option<Vec<u8>> {
         let (verdict, out) = self.run(program, frame);
         let flags = self.writer.maps().config.get(0).unwrap().flags;
         if verdict == NEXT && flags & flags::DECAP_UDP == 0 {
@@ -118,7 +125,7 @@ impl Rig {
 
     /// Runs a frame that is to be left to the programs behind, as it is, for this reason.
     #[track_caller]
-    fn left(&mut self, what: &str, frame: &[u8], why: Option<Counter>) {
+    pub(super) fn left(&mut self, what: &str, frame: &[u8], why: Option<Counter>) {
         let reasons = |rig: &Self| {
             let counters = rig.writer.maps().counters().unwrap().into_iter();
             counters.filter(|(counter, _)| counter.name().starts_with("xdp_")).collect::<BTreeMap<_, _>>()
@@ -283,9 +290,6 @@ fn packets_outside_the_common_case_reach_tc_unchanged_and_counted() {
         ] {
             rig.left(what, &frame, why);
         }
-        let mut tagged = out(port);
-        tagged.splice(12..12, [0x81, 0, 0, 10]);
-        rig.left("a VLAN tag", &tagged, None);
         let change = |change: &dyn Fn(&mut EgressView)| {
             let mut view = view.clone();
             view.egress_ips.values_mut().for_each(change);

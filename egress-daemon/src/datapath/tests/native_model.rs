@@ -1,12 +1,14 @@
 //! The program for drivers against a reference of a gateway that is written for clarity: random tables and random packets, good and forged.
-//! What the reference forwards is sent by the driver, with the bytes that the program at TC would send; nothing else is.
+//! What the reference forwards is sent by the driver, with the bytes that the program at TC sends; nothing else is.
 
 use super::{
-    frames::{TCP, UDP, fragment, ip, seal, tcp, udp, wrapped},
+    frames::{TCP, UDP, fragment, ip, seal, tagged, tcp, udp, wrapped},
     moves::Random,
-    native::{BOTH_WAYS, FROM_OUTSIDE, PASS, SENT, allow, from_node, gateway, interfaces},
+    native::{BOTH_WAYS, FROM_OUTSIDE, PASS, SENT, allow, from_node, gateway},
+    native_vlan::{PRIORITY, VLAN, assert_as_at_tc, know_next_hops, put_into_subnets},
     rig::*,
     scenes,
+    wire::Wire,
 };
 use crate::host::testing::in_netns;
 use egress_common::{abi::VNI_FORWARD, port_block, transport};
@@ -28,6 +30,8 @@ struct Tables {
     lessee: Option<usize>,
     carried: bool,
     shaped: bool,
+    /// The subnet of its own that each egress IP has, if it has one: its VLAN, 0 for none, and whether its next hop is known.
+    subnet: Option<(u16, bool)>,
     /// By which transport the other node wants its replies.
     replies: u32,
     /// Whether the drivers of both interfaces may send.
@@ -47,11 +51,15 @@ struct Packet {
     tcp: bool,
     fragment: bool,
     options: bool,
+    /// The VLAN tag.
+    tag: Option<u16>,
 }
 
 const EGRESS: [&str; 2] = [EGRESS4, EGRESS6];
 const UNKNOWN: [&str; 2] = ["192.0.2.99", "2001:db8::99"];
 const SERVER: [&str; 2] = [SERVER4, SERVER6];
+/// Tags that a packet may have, besides the right one.
+const TAGS: [Option<u16>; 5] = [None, Some(VLAN), Some(PRIORITY | VLAN), Some(VLAN + 1), Some(PRIORITY)];
 const STRANGERS: [&str; 2] = ["10.0.0.9", "fd88::9"];
 
 impl Tables {
@@ -61,6 +69,7 @@ impl Tables {
             lessee: random.of(&[Some(1), Some(1), Some(1), Some(0), None]),
             carried: random.below(6) != 0,
             shaped: random.below(6) == 0,
+            subnet: random.of(&[None, Some((0, true)), Some((VLAN, true)), Some((VLAN, true)), Some((VLAN, false))]),
             replies: random.of(&[transport::DIRECT, transport::VXLAN, transport::DEVICE]),
             drivers: random.below(8) != 0,
         }
@@ -77,6 +86,9 @@ impl Tables {
             egress.forwards = self.carried;
             egress.limit = self.shaped.then_some(Bandwidth { rate_bps: 1_000_000_000, burst_bytes: 100_000 });
         }
+        if self.subnet.is_some() {
+            put_into_subnets(&mut view, self.tag());
+        }
         view
     }
 
@@ -85,13 +97,29 @@ impl Tables {
         let usual = !packet.fragment && !packet.options && self.drivers && self.carried && !self.shaped;
         // Either direction stands and falls with who has the port.
         let leased = packet.block == OTHER_BLOCK && self.lessee == Some(1) && !packet.unknown;
-        let way = if packet.outward { !packet.stranger } else { self.replies != transport::DEVICE };
+        let way = if packet.outward { self.goes_out(packet) } else { self.goes_back(packet) };
         usual && leased && way
+    }
+
+    /// The tag of packets from outside; none where the egress IP is in no VLAN.
+    fn tag(&self) -> Option<u16> {
+        self.subnet.map(|(vlan, _)| vlan).filter(|vlan| *vlan != 0)
+    }
+
+    fn goes_out(&self, packet: &Packet) -> bool {
+        let known = self.subnet.is_none_or(|(_, known)| known);
+        !packet.stranger && packet.tag.is_none() && known
+    }
+
+    /// A tag that is for the priority only is none of a VLAN's.
+    fn goes_back(&self, packet: &Packet) -> bool {
+        packet.tag.map(|tag| tag & 0xfff) == self.tag() && self.replies != transport::DEVICE
     }
 }
 
 impl Packet {
-    fn random(random: &mut Random) -> Self {
+    /// `right`: the tag of packets from outside.
+    fn random(random: &mut Random, right: Option<u16>) -> Self {
         let outward = random.below(2) == 0;
         let mut rarely = || random.below(10) == 0;
         let (unknown, stranger, fragment, options) = (rarely(), rarely(), rarely(), rarely());
@@ -106,6 +134,11 @@ impl Packet {
             fragment,
             // Of IPv4.
             options,
+            tag: match random.below(if outward { 10 } else { 2 }) {
+                0 => random.of(&TAGS),
+                _ if outward => None,
+                _ => right,
+            },
         }
     }
 
@@ -121,7 +154,7 @@ impl Packet {
         if self.is_fragment() {
             frame = fragment(frame, [0x20, 0]);
         }
-        match (self.outward, self.tunnelled) {
+        let frame = match (self.outward, self.tunnelled) {
             (false, _) => frame,
             (true, false) => {
                 let mut frame = from_node(frame);
@@ -134,6 +167,10 @@ impl Packet {
                 let family = usize::from(addr(underlay[0]).is_ipv6());
                 wrapped(if self.stranger { STRANGERS[family] } else { underlay[1] }, underlay[0], VNI_FORWARD, &frame)
             }
+        };
+        match self.tag {
+            Some(tag) => tagged(frame, tag),
+            None => frame,
         }
     }
 
@@ -159,19 +196,21 @@ impl Packet {
 fn the_driver_program_agrees_with_a_reference_gateway_and_with_tc_on_random_tables_and_packets() {
     let Some(mut rig) = Rig::new("native-model", &NodeView::default()) else { return };
     in_netns("native-model", || async move {
-        let (uplink, underlay) = interfaces().await;
+        let wire = Wire::new(&rig).await;
+        let (uplink, underlay) = (wire.uplink, wire.underlay);
         let mut random = Random(19);
         let mut tables = Tables::random(&mut random);
-        let mut counts = [0_usize; 2];
+        let (mut counts, mut in_vlan) = ([0_usize; 2], 0);
         for step in 0..PACKETS {
             if step % CHANGE == 0 || random.below(CHANGE) == 0 {
                 tables = Tables::random(&mut random);
                 rig.write(&tables.view(uplink, underlay));
                 rig.wish(tables.replies);
+                know_next_hops(&rig, tables.subnet.is_some_and(|(_, known)| known));
                 let both = [uplink, underlay];
                 allow(&rig, if tables.drivers { &both } else { &[] });
             }
-            let packet = Packet::random(&mut random).as_sent();
+            let packet = Packet::random(&mut random, tables.tag()).as_sent();
             let frame = packet.frame(tables.underlay, random.below(64) as u16);
             let (native, tc) = packet.programs();
             let mut tries = 0;
@@ -190,12 +229,11 @@ fn the_driver_program_agrees_with_a_reference_gateway_and_with_tc_on_random_tabl
                 assert_eq!((action, &mine), (PASS, &frame), "step {step}: {packet:?} with {tables:?}");
                 continue;
             }
-            let Some(theirs) = rig.sent_at_tc(tc, &frame) else { continue };
-            // The outer header's identification and checksum are each packet's own.
             let by_vxlan = !packet.outward && tables.replies == transport::VXLAN;
-            let from = if by_vxlan { mine.len() - frame.len() } else { 12 };
-            assert_eq!(theirs[from..], mine[from..], "step {step}: {packet:?} with {tables:?}");
+            let what = format!("step {step}: {packet:?} with {tables:?}");
+            assert_as_at_tc(&wire, tc, &frame, mine, by_vxlan, &what);
+            in_vlan += usize::from(tables.tag().is_some());
         }
-        assert!(counts.iter().all(|count| *count > PACKETS / 10), "{counts:?}");
+        assert!(counts.iter().all(|count| *count > PACKETS / 15) && in_vlan > PACKETS / 30, "{counts:?} {in_vlan}");
     });
 }
