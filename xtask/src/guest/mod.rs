@@ -167,7 +167,7 @@ fn add_modules(archive: &Initramfs, kernel: &Unpacked) -> Result<()> {
     Ok(())
 }
 
-/// The first process of the guest. What it prints goes to the host.
+/// The first process of the guest. What it prints goes to the host. Nobody loads `tun` before its device file is there, which it makes.
 fn init() -> String {
     format!(
         "#!/bin/sh\n\
@@ -177,6 +177,7 @@ fn init() -> String {
          mount -t proc proc /proc\nmount -t sysfs sys /sys\nmount -t devtmpfs dev /dev\n\
          mount -t tmpfs tmp /tmp\nmount -t tmpfs run /run\nmount -t bpf bpf /sys/fs/bpf\nln -s /run /var/run\n\
          mkdir -p /run/netns /root\n\
+         modprobe tun\n\
          /sbin/ip link set lo up\n\
          cd /tmp\n\
          /unit {}\nif [ -x /e2e ]; then /e2e {}; fi\n\
