@@ -24,6 +24,7 @@ pub const LINGER: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Carriers {
     used: BTreeMap<IpAddr, Vec<NodeName>>,
+    turned_away: BTreeSet<IpAddr>,
     answered: BTreeSet<IpAddr>,
     advertised: BTreeSet<IpAddr>,
     replying: BTreeMap<IpAddr, Vec<NodeName>>,
@@ -57,11 +58,16 @@ impl Carriers {
         self.used.retain(|ip, _| planned(ip));
         let before = std::mem::take(&mut self.answered);
         let carried = std::mem::take(&mut self.carried);
+        self.turned_away.clear();
         self.advertised.clear();
         self.replying.clear();
         for (ip, e) in c.objects.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some()) {
             let worth: Vec<(&NodeName, Worth)> = e.order().map(|name| (name, self.worth(c, *ip, e, name))).collect();
-            self.used.insert(*ip, use_of(outbound(&c.objects.snapshot, e), &worth));
+            let used = use_of(outbound(&c.objects.snapshot, e), &worth);
+            if self.used(*ip).iter().any(|name| !used.contains(name)) {
+                self.turned_away.insert(*ip);
+            }
+            self.used.insert(*ip, used);
             if announce(&c.objects.snapshot, e) == Announce::Route {
                 self.replying.insert(*ip, replying(c, *ip, e));
             }
@@ -130,11 +136,10 @@ impl Carriers {
         self.answered.difference(before).filter_map(of).collect()
     }
 
-    /// The egress IPs whose packets went to a carrier that is not used any more. `before` is what was decided before. It may have failed: a
-    /// plan without it can be here before its probes are missed.
-    pub fn turned_away(&self, before: &Self) -> BTreeSet<IpAddr> {
-        let left = |ip: IpAddr| before.used(ip).iter().any(|name| !self.used(ip).contains(name));
-        self.used.keys().copied().filter(|ip| left(*ip)).collect()
+    /// The egress IPs whose packets went to a carrier until the last update that is not used any more. It may have failed: a plan without it
+    /// can be here before its probes are missed.
+    pub fn turned_away(&self) -> &BTreeSet<IpAddr> {
+        &self.turned_away
     }
 
     /// The egress IPs that this node has routes to for others: who is able carries them, in whatever order.

@@ -78,8 +78,7 @@ impl Reach {
         }
     }
 
-    /// Takes note of what the probes say. Whether it is another answer now.
-    /// `heard` says when a gateway answered last.
+    /// Takes note of what the probes say; `heard` says when a gateway answered last. Whether it is another answer now.
     pub fn look(
         &mut self,
         probes: &BTreeMap<NodeName, ProbeState>,
@@ -95,6 +94,9 @@ impl Reach {
         let recently = |name: &NodeName| heard(name).is_some_and(|answered| last < answered + self.later);
         let doubted = self.peers.iter().any(|name| dead(name) && recently(name));
         let before = (std::mem::replace(&mut self.reached, reached), std::mem::replace(&mut self.doubted, doubted));
+        if before.0 != reached {
+            self.tell();
+        }
         before != (reached, doubted)
     }
 
@@ -118,7 +120,11 @@ impl Reach {
             // Nobody holds any: nothing was planned. As long as nobody answers, that is not known.
             None => self.replaced && (others || !(lost && self.company)),
         };
-        std::mem::replace(&mut self.replaced, replaced) != replaced
+        let changed = std::mem::replace(&mut self.replaced, replaced) != replaced;
+        if changed {
+            self.tell();
+        }
+        changed
     }
 
     /// Whether this node may answer for egress IPs.
@@ -131,13 +137,14 @@ impl Reach {
         self.doubted
     }
 
-    /// Why it may not.
-    pub fn why_not(&self) -> Option<&'static str> {
-        match (self.reached, self.replaced) {
-            (false, _) => Some("no other gateway answers, and no node asks this one"),
-            (_, true) => Some("it cannot renew its lease, and other gateways can"),
-            _ => None,
-        }
+    /// Why it may not, in the log.
+    fn tell(&self) {
+        let why = match (self.reached, self.replaced) {
+            (false, _) => "no other gateway answers, and no node asks this one",
+            (_, true) => "it cannot renew its lease, and other gateways can",
+            _ => return,
+        };
+        tracing::warn!("this node answers for no egress IP: {why}");
     }
 }
 

@@ -43,6 +43,12 @@ pub fn mac(m: [u8; 6]) -> [u16; 3] {
     [0, 2, 4].map(|i| u16::from_ne_bytes([m[i], m[i + 1]]))
 }
 
+/// The Ethernet address that lies in memory as these words do: what [`mac`] was given.
+pub fn mac_bytes(words: [u16; 3]) -> [u8; 6] {
+    let [[a, b], [c, d], [e, f]] = words.map(u16::to_ne_bytes);
+    [a, b, c, d, e, f]
+}
+
 /// The key of a MAC address.
 pub fn mac_key(m: [u8; 6]) -> MacKey {
     MacKey { mac: mac(m), reserved: 0 }

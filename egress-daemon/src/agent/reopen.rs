@@ -20,7 +20,7 @@ use egress_common::{
     flow::{Flow, FlowKey, Reverse, is_pair, kind},
     net, tcp,
 };
-use egress_core::network::MacAddress;
+use egress_core::{encode::transport::mac_bytes, network::MacAddress};
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
@@ -142,19 +142,13 @@ where
             opening && !is_late && is_pair(&key, flow, &back, &reverse)
         };
         if maps.flows.get(&key)?.as_ref().is_some_and(has_opened) {
-            let macs = [reverse.pod_mac, reverse.host_mac].map(|mac| MacAddress(bytes(mac)));
+            let macs = [reverse.pod_mac, reverse.host_mac].map(|mac| MacAddress(mac_bytes(mac)));
             let at = |a, port: u16| SocketAddr::new(ip(a), u16::from_be(port));
             let (pod, remote) = (at(reverse.pod, reverse.pod_port), at(back.dst, back.dst_port));
             found.insert(Unanswered { pod, remote, interface: reverse.ifindex, macs });
         }
     }
     Ok(())
-}
-
-/// The Ethernet address that lies in memory as these words do.
-fn bytes(words: [u16; 3]) -> [u8; 6] {
-    let [[a, b], [c, d], [e, f]] = words.map(u16::to_ne_bytes);
-    [a, b, c, d, e, f]
 }
 
 #[cfg(test)]

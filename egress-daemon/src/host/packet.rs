@@ -21,15 +21,7 @@ impl PacketSocket {
         if !filter.is_empty() {
             let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
             // SAFETY: the program points to `filter.len()` instructions, which the kernel copies.
-            check(unsafe {
-                libc::setsockopt(
-                    socket.fd.as_raw_fd(),
-                    libc::SOL_SOCKET,
-                    libc::SO_ATTACH_FILTER,
-                    (&raw const program).cast(),
-                    mem::size_of::<libc::sock_fprog>() as libc::socklen_t,
-                )
-            })?;
+            unsafe { socket.set_option(libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, &program) }?;
         }
         let address = link_address(ethertype, interface)?;
         // SAFETY: the address is a sockaddr_ll of the length that is given.
@@ -51,18 +43,18 @@ impl PacketSocket {
 
     /// A socket that receives nothing, and whose frames no program at an interface sees.
     pub fn into_pods() -> io::Result<PacketSocket> {
-        let (socket, on) = (PacketSocket::sending()?, 1 as libc::c_int);
-        // SAFETY: the option is an int, whose length is given.
-        check(unsafe {
-            libc::setsockopt(
-                socket.fd.as_raw_fd(),
-                libc::SOL_PACKET,
-                libc::PACKET_QDISC_BYPASS,
-                (&raw const on).cast(),
-                mem::size_of_val(&on) as libc::socklen_t,
-            )
-        })?;
+        let socket = PacketSocket::sending()?;
+        // SAFETY: the option is an int.
+        unsafe { socket.set_option(libc::SOL_PACKET, libc::PACKET_QDISC_BYPASS, &(1 as libc::c_int)) }?;
         Ok(socket)
+    }
+
+    /// # Safety
+    /// The option's value is of this type, and what it points to is valid.
+    unsafe fn set_option<T>(&self, level: libc::c_int, name: libc::c_int, value: &T) -> io::Result<()> {
+        let (at, length) = ((&raw const *value).cast(), mem::size_of::<T>() as libc::socklen_t);
+        // SAFETY: the value is as long as is said; for the rest the caller answers.
+        check(unsafe { libc::setsockopt(self.fd.as_raw_fd(), level, name, at, length) })
     }
 
     /// Sends a frame out of an interface, now or never: a full queue is an error.

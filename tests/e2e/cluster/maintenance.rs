@@ -15,6 +15,9 @@ use crate::world::{InstalledCluster, PATIENCE, egress};
 pub const TESTS: &[Test] = &[("maintenance::gateways_are_maintained_and_nothing_is_lost", gateways_are_maintained)];
 
 const HOSTS: std::ops::RangeInclusive<u8> = 10..=12;
+/// A SYN that is lost is sent again after a second: too late.
+const BEFORE_SECOND_SYN: Duration = Duration::from_millis(900);
+
 /// Questions all the time, and new connections during each step.
 struct Load {
     pods: Vec<ClusterPod>,
@@ -37,7 +40,7 @@ impl Load {
 
     /// Does something, and looks at what was lost from its beginning to its end.
     fn during(&self, what: &str, step: impl FnOnce() -> Result<()>) -> Result<()> {
-        let rate = ConnectRate { per_second: 100, ..ConnectRate::default() };
+        let rate = ConnectRate { per_second: 100, timeout: BEFORE_SECOND_SYN, ..ConnectRate::default() };
         let syns_repeated = || self.pods.iter().map(|pod| syns_repeated(&pod.ns)).sum::<Result<u64>>();
         let before = syns_repeated()?;
         let rates = self.pods.iter().map(|pod| rate.start(&pod.ns, self.target)).collect::<Result<Vec<_>>>()?;

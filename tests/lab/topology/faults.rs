@@ -57,14 +57,13 @@ impl Lab {
         self.ask_neighbours_each(node, segment, ONE_SECOND)
     }
 
-    /// How many milliseconds a gateway waits before it repeats a question for a neighbour at its uplink; after three it gives up what waits for the
-    /// answer. All nodes are one kernel here: the sender's TCP sees a packet that waits there, and does not send it again.
+    /// How many milliseconds a gateway waits before it repeats a question for a neighbour at its uplink; after three it gives up what waits
+    /// for the answer. All nodes are one kernel here: the sender's TCP sees a packet that waits there, and does not send it again.
     fn ask_neighbours_each(&self, node: &str, segment: Segment, milliseconds: &str) -> Result<()> {
         match self.nodes.get(node) {
             Some(node) if node.external.is_some() && segment == Segment::External => {
-                let of = |family| (format!("net.{family}.neigh.ext0.retrans_time_ms"), milliseconds);
-                let [ipv4, ipv6] = ["ipv4", "ipv6"].map(of);
-                node.ns.sysctls(&[(&ipv4.0, ipv4.1), (&ipv6.0, ipv6.1)])
+                let keys = ["net.ipv4.neigh.ext0.retrans_time_ms", "net.ipv6.neigh.ext0.retrans_time_ms"];
+                node.ns.sysctls(&keys.map(|key| (key, milliseconds)))
             }
             _ => Ok(()),
         }

@@ -214,19 +214,11 @@ impl Machine {
             duration: self.settings.lease_duration,
         };
         self.reach.note_asked(answered, now);
-        let changed = self.look_at_reach(now) | self.reach.compare(lease, &self.gateways.holding(), now);
-        if changed && let Some(why) = self.reach.why_not() {
-            tracing::warn!("this node answers for no egress IP: {why}");
-        }
-        self.dirty |= changed;
+        self.dirty |= self.reach.look(&self.gateways.states(), |name| self.gateways.heard(name), now)
+            | self.reach.compare(lease, &self.gateways.holding(), now);
         if std::mem::replace(&mut self.tight, tight) != tight {
             self.timers.count = self.timers.count.min(self.timers.count_at_once);
         }
-    }
-
-    /// Whether this node is reached otherwise than before.
-    fn look_at_reach(&mut self, now: Duration) -> bool {
-        self.reach.look(&self.gateways.states(), |name| self.gateways.heard(name), now)
     }
 
     /// The ports in use were counted, or could not be.
@@ -267,8 +259,8 @@ impl Machine {
         }
         self.dirty |= self.decided.carriers.next().is_some_and(|next| now >= next);
         if now >= self.timers.look {
-            self.timers.look = now
-                + if self.gateways.are_in_doubt() || self.reach.is_doubted() { LOOK_CLOSELY_EVERY } else { LOOK_EVERY };
+            let closely = self.gateways.are_in_doubt() || self.reach.is_doubted();
+            self.timers.look = now + if closely { LOOK_CLOSELY_EVERY } else { LOOK_EVERY };
             self.actions.push_back(Action::ReadCounters);
         }
         if now >= self.timers.count && !self.counting {

@@ -165,11 +165,11 @@ impl Machine {
         let able = round.connected && self.reach.is_reached();
         round.turned = std::mem::replace(&mut facts.able, able) != able;
         decided.withheld.update(facts);
-        let before = decided.carriers.clone();
+        let answered = decided.carriers.answered().clone();
         decided.carriers.update(facts);
-        self.turned_away.extend(decided.carriers.turned_away(&before));
+        self.turned_away.extend(decided.carriers.turned_away());
         self.takeovers.retain(|ip| decided.carriers.answers(ip));
-        for (ip, dead) in decided.carriers.taken_over(facts, before.answered()) {
+        for (ip, dead) in decided.carriers.taken_over(facts, &answered) {
             self.gateways.heard(dead).into_iter().for_each(|heard| self.takeovers.begin(ip, heard));
         }
         round.limits = view::limits(snapshot, plan, &decided.carriers);
