@@ -231,7 +231,7 @@ fn the_driver_program_agrees_with_a_reference_gateway_and_with_tc_on_random_tabl
             }
             let by_vxlan = !packet.outward && tables.replies == transport::VXLAN;
             let what = format!("step {step}: {packet:?} with {tables:?}");
-            assert_as_at_tc(&wire, tc, &frame, mine, by_vxlan, &what);
+            assert_as_at_tc(&rig, &wire, tc, &frame, mine, by_vxlan, &what);
             in_vlan += usize::from(tables.tag().is_some());
         }
         assert!(counts.iter().all(|count| *count > PACKETS / 15) && in_vlan > PACKETS / 30, "{counts:?} {in_vlan}");

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{datapath::maps::typed, host::testing::in_netns};
 use aya::maps::{Array, MapData};
-use egress_common::{abi::VNI_FORWARD, egress::NextHop, port_block, transport, verdict::Counter};
+use egress_common::{abi::VNI_FORWARD, config::flags, egress::NextHop, port_block, transport, verdict::Counter};
 use egress_core::{
     encode::NodeView,
     model::{Bandwidth, SubnetInfo},
@@ -56,19 +56,30 @@ fn comparable(mut frame: Vec<u8>, by_vxlan: bool) -> Vec<u8> {
     frame
 }
 
-/// Whether a packet in the tunnel is of another family than its outer header: before Linux 6.3 the program at TC leaves it to the tunnel's device.
+/// Whether a packet in the tunnel is of another family than its outer header.
 fn is_mixed(frame: &[u8]) -> bool {
     let inner = |outer: Read| frame.get(outer.l4 + 28..outer.l4 + 30).filter(|_| outer.proto == UDP);
     read(frame).and_then(inner).is_some_and(|inner| matches!(inner, [8, 0] | [0x86, 0xdd]) && *inner != frame[12..14])
 }
 
-/// Compares what the driver has sent for a frame with what the program at TC sends for it.
+/// Compares what the driver has sent for a frame with what the program at TC sends for it. Before Linux 6.3 that one leaves mixed frames to
+/// the tunnel's device, which does not exist here: the kernel answers that the port is closed, and there is nothing to compare with.
 #[track_caller]
-pub(super) fn assert_as_at_tc(wire: &Wire, tc: &str, frame: &[u8], mine: Vec<u8>, by_vxlan: bool, what: &str) {
-    match wire.carry(tc, frame) {
-        Some(theirs) => assert_eq!(comparable(mine, by_vxlan), comparable(theirs, by_vxlan), "{what}"),
-        None => assert!(is_mixed(frame), "{what}: nothing is sent at TC"),
+pub(super) fn assert_as_at_tc(
+    rig: &Rig,
+    wire: &Wire,
+    tc: &str,
+    frame: &[u8],
+    mine: Vec<u8>,
+    by_vxlan: bool,
+    what: &str,
+) {
+    let flags = rig.writer.maps().config.get(0).unwrap().flags;
+    if flags & flags::DECAP_UDP == 0 && is_mixed(frame) {
+        return;
     }
+    let theirs = wire.carry(tc, frame).unwrap_or_else(|| panic!("{what}: nothing is sent at TC"));
+    assert_eq!(comparable(mine, by_vxlan), comparable(theirs, by_vxlan), "{what}");
 }
 
 #[test]
@@ -95,7 +106,7 @@ fn vlan_frames_leave_and_return_at_the_driver_as_the_tc_programs_send_them() {
                 for frame in [packet.clone(), wrapped(ends[1], ends[0], VNI_FORWARD, &packet)] {
                     // The kernel has nothing to confirm, so none is left to it.
                     assert_eq!(rig.run_native(BOTH_WAYS, &frame), (SENT, expected.clone()), "{what}");
-                    assert_as_at_tc(&wire, "underlay_ingress", &frame, expected.clone(), false, &what);
+                    assert_as_at_tc(&rig, &wire, "underlay_ingress", &frame, expected.clone(), false, &what);
                 }
                 assert!(rig.count(Counter::Forwarded) >= forwarded + 3, "{what}");
                 let reply = seal(ip(server, egress, UDP, &[], &udp(443, port, b"answer")));
@@ -105,7 +116,7 @@ fn vlan_frames_leave_and_return_at_the_driver_as_the_tc_programs_send_them() {
                         let mine = rig.sent(native, &frame);
                         let by_vxlan = transport == transport::VXLAN;
                         assert_eq!(mine[mine.len() - reply.len() + 14..], reply[14..], "{what}: no tag is in it");
-                        assert_as_at_tc(&wire, tc, &frame, mine, by_vxlan, &what);
+                        assert_as_at_tc(&rig, &wire, tc, &frame, mine, by_vxlan, &what);
                     }
                 }
             }
@@ -229,7 +240,7 @@ fn turned_bits_of_vlan_frames_are_sent_by_the_driver_only_where_tc_sends_them() 
                         *sent.entry((frame.len(), native)).or_insert(0) += 1;
                         // A device at TC tells hosts by its own MAC address, so this one's stays.
                         assert_eq!(turned[..6], HOST_MAC, "{what}");
-                        assert_as_at_tc(&wire, tc, &turned, mine, false, &what);
+                        assert_as_at_tc(&rig, &wire, tc, &turned, mine, false, &what);
                     }
                 }
             }
