@@ -166,7 +166,7 @@ fn a_spread_egress_ip_keeps_its_rate_in_sum() {
     Lab::builder().workers(1).gateways(4).alone().run(|lab| {
         let pool = pool("public", 10, 10, None).replace("spec:", "spec:\n  outbound: Spread");
         lab.manifests().write("pool", &pool)?;
-        let spec = format!("{WEB}\n  egressIPPool: {{name: public, count: 1}}{LIMIT}");
+        let spec = format!("{WEB}\n  egressIPPools: [{{name: public, count: 1}}]{LIMIT}");
         lab.manifests().write("web", &policy("web", &spec))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         start(lab)?;

@@ -18,7 +18,7 @@ const FRR: &str = include_str!("../../docs/bgp/frr.conf");
 const BIRD: &str = include_str!("../../docs/bgp/bird.conf");
 /// An egress IP of no network that anybody is in.
 const EGRESS: [&str; 2] = ["203.0.113.40", "2001:db8:71::40"];
-const POOL: &str = "apiVersion: spillway.io/v1alpha1
+const POOL: &str = "apiVersion: spillway.io/v1beta1
 kind: EgressIPPool
 metadata: {name: anycast}
 spec:
@@ -184,7 +184,7 @@ fn one_egress_ip_is_routed_to_four_gateways_and_survives_the_death_of_one() {
     lab::require!(bgp::obstacle().is_none(), "{}", bgp::obstacle().unwrap_or_default());
     Lab::builder().workers(1).gateways(4).alone().run(|lab| {
         lab.manifests().write("pool", POOL)?;
-        lab.manifests().write("web", &policy("web", &format!("{WEB}\n  egressIPPool: {{name: anycast}}")))?;
+        lab.manifests().write("web", &policy("web", &format!("{WEB}\n  egressIPPools: [{{name: anycast}}]")))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         let fabric = Fabric::start(lab)?;
         start_with(lab, &StartOptions::new())?;

@@ -65,7 +65,8 @@ impl Load {
 fn under_load(options: &StartOptions, work: impl FnOnce(&mut Lab, &Load, &str) -> Result<()>) {
     Lab::builder().workers(2).gateways(3).alone().run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 41, Some("1s")))?;
-        lab.manifests().write("web", &policy("web", &format!("{WEB}\n  egressIPPool: {{name: public, count: 2}}")))?;
+        lab.manifests()
+            .write("web", &policy("web", &format!("{WEB}\n  egressIPPools: [{{name: public, count: 2}}]")))?;
         let pods = [
             lab.add_pod(PodSpec::new("a", "worker1").label("app", "web"))?,
             lab.add_pod(PodSpec::new("b", "worker2").label("app", "web"))?,
@@ -269,7 +270,8 @@ fn flooded_frames_are_forwarded_once() {
     lab::require_root!();
     Lab::builder().workers(2).gateways(3).run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 41, None))?;
-        lab.manifests().write("web", &policy("web", &format!("{WEB}\n  egressIPPool: {{name: public, count: 2}}")))?;
+        lab.manifests()
+            .write("web", &policy("web", &format!("{WEB}\n  egressIPPools: [{{name: public, count: 2}}]")))?;
         let pod = lab.add_pod(PodSpec::new("a", "worker1").label("app", "web"))?;
         let bystander = lab.add_pod(PodSpec::new("b", "worker2").label("app", "web"))?;
         start_with(lab, &StartOptions::new())?;

@@ -428,7 +428,7 @@ fn pools_give_each_policy_addresses_of_its_own_on_different_gateways() {
         let request = |name: &str, app: &str, request: &str| {
             let selectors = format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: {app}}}}}}}]");
             let destinations = "\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
-            policy(name, &format!("{selectors}{destinations}\n  egressIPPool: {request}"))
+            policy(name, &format!("{selectors}{destinations}\n  egressIPPools: [{request}]"))
         };
         lab.manifests().write("web", &request("web", "web", "{name: public, count: 3}"))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;

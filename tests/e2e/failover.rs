@@ -149,7 +149,7 @@ fn dead_gateway_packets_avoid_one_that_does_not_answer() {
 
 /// The policy of the tests below: `count` addresses of each family from the pool `public`.
 fn pooled(count: u8) -> String {
-    policy("web", &format!("{WEB}\n  egressIPPool: {{name: public, count: {count}}}"))
+    policy("web", &format!("{WEB}\n  egressIPPools: [{{name: public, count: {count}}}]"))
 }
 
 #[test]

@@ -39,7 +39,7 @@ fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
     Lab::builder().workers(2).gateways(2).run(|lab| {
         // The other gateway is no carrier.
         lab.manifests().write("pool", &format!("{}  carriers: 1\n", pool("one", 10, 10, None)))?;
-        lab.manifests().write("web", &policy("web", &format!("{WEB}\n  egressIPPool: {{name: one}}")))?;
+        lab.manifests().write("web", &policy("web", &format!("{WEB}\n  egressIPPools: [{{name: one}}]")))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         start(lab)?;
         let server = lab.server("server1").clone();

@@ -172,7 +172,7 @@ fn one_egress_ip_leaves_by_all_its_carriers_and_a_gateway_less_moves_only_its_fl
     lab::require_root!();
     Lab::builder().workers(1).gateways(4).alone().run(|lab| {
         lab.manifests().write("pool", &format!("{}  outbound: Spread\n", pool("public", 40, 40, None)))?;
-        lab.manifests().write("web", &policy("web", &format!("{WEB}\n  egressIPPool: {{name: public}}")))?;
+        lab.manifests().write("web", &policy("web", &format!("{WEB}\n  egressIPPools: [{{name: public}}]")))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         start_with(lab, &StartOptions::new())?;
         let server = lab.server("server1").clone();

@@ -81,7 +81,7 @@ fn a_policy_that_cannot_be_carried_out_says_why_and_disturbs_nobody() {
         lab.manifests().write("web", &web(&[10]))?;
         let api =
             "\n  selectors: [{podSelector: {matchLabels: {app: api}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
-        let missing = policy("missing", &format!("{api}\n  egressIPPool: {{name: nowhere, count: 2}}"));
+        let missing = policy("missing", &format!("{api}\n  egressIPPools: [{{name: nowhere, count: 2}}]"));
         lab.manifests().write("missing", &missing)?;
         let loser = policy("loser", &format!("{WEB}{}", gateways(&[11])));
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;

@@ -22,7 +22,7 @@ pub fn in_subnet(name: &str, family: Family, number: u8, vlan: Option<u16>) -> S
     };
     let vlan = vlan.map_or(String::new(), |vlan| format!(", vlan: {vlan}"));
     format!(
-        "apiVersion: spillway.io/v1alpha1\nkind: EgressIPPool\nmetadata: {{name: {name}}}\nspec:\n  ipRanges: [{{start: \"{start}\", end: \"{end}\"}}]\n  \
+        "apiVersion: spillway.io/v1beta1\nkind: EgressIPPool\nmetadata: {{name: {name}}}\nspec:\n  ipRanges: [{{start: \"{start}\", end: \"{end}\"}}]\n  \
          nodeSelector: {{matchLabels: {{egress: \"true\"}}}}\n  subnetInfo: {{gateway: \"{}\", prefixLength: {length}{vlan}}}\n",
         gateway(number).ip(family)
     )

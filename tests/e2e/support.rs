@@ -26,7 +26,7 @@ pub const WEB: &str = "
 
 /// A policy; `spec` is indented by two spaces.
 pub fn policy(name: &str, spec: &str) -> String {
-    format!("apiVersion: spillway.io/v1alpha1\nkind: EgressGatewayPolicy\nmetadata: {{name: {name}}}\nspec:{spec}\n")
+    format!("apiVersion: spillway.io/v1beta1\nkind: EgressGatewayPolicy\nmetadata: {{name: {name}}}\nspec:{spec}\n")
 }
 
 /// The field `egressGateways` with both addresses of each host number, on any of the lab's gateways.
@@ -74,7 +74,7 @@ pub fn pool(name: &str, first: u8, last: u8, delay: Option<&str>) -> String {
         .collect();
     let failback = delay.map_or("{mode: Never}".to_owned(), |delay| format!("{{mode: Preferred, delay: {delay}}}"));
     format!(
-        "apiVersion: spillway.io/v1alpha1\nkind: EgressIPPool\nmetadata: {{name: {name}}}\nspec:\n  ipRanges: [{}]\n  \
+        "apiVersion: spillway.io/v1beta1\nkind: EgressIPPool\nmetadata: {{name: {name}}}\nspec:\n  ipRanges: [{}]\n  \
          nodeSelector: {{matchLabels: {{egress: \"true\"}}}}\n  failback: {failback}\n",
         ranges.join(", ")
     )

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[kube(
     group = "spillway.io",
-    version = "v1alpha1",
+    version = "v1beta1",
     kind = "EgressPolicy",
     plural = "egresspolicies",
     singular = "egresspolicy",

@@ -42,8 +42,10 @@ use kube::CustomResourceExt;
 
 /// API group of Spillway's own kinds.
 pub const GROUP: &str = "spillway.io";
-/// Version of Spillway's own kinds.
-pub const VERSION: &str = "v1alpha1";
+/// Version of the kinds that people write. What its fields mean stays: CHANGELOG.md says what is promised.
+pub const VERSION: &str = "v1beta1";
+/// The version of those kinds before that, which clusters go on to serve, and that of the kinds that Spillway itself writes.
+pub const ALPHA: &str = "v1alpha1";
 /// Node annotation that overrides `maxEgressIPsPerNode` of every pool and of the configuration; a number from 0 to 255.
 pub const MAX_EGRESS_IPS_ANNOTATION: &str = "spillway.io/max-egress-ips";
 
@@ -52,7 +54,8 @@ pub const NODE_LABEL: &str = "spillway.io/node";
 
 /// Every CustomResourceDefinition of Spillway with the name of the file that it belongs into, sorted by that name.
 pub fn crds() -> Vec<(String, CustomResourceDefinition)> {
-    files([EgressGatewayPolicy::crd(), EgressPolicy::crd(), EgressIPPool::crd(), EgressIP::crd(), EgressNode::crd()])
+    let of_people = [EgressGatewayPolicy::crd(), EgressPolicy::crd(), EgressIPPool::crd()];
+    files(of_people.into_iter().map(schema::with_alpha).chain([EgressIP::crd(), EgressNode::crd()]))
 }
 
 /// The CustomResourceDefinitions of the kinds of other systems, to be installed only where theirs are absent; named and
@@ -61,7 +64,7 @@ pub fn foreign_crds() -> Vec<(String, CustomResourceDefinition)> {
     files([CiliumEgressGatewayPolicy::crd(), Egress::crd(), ExternalIPPool::crd()])
 }
 
-fn files<const N: usize>(crds: [CustomResourceDefinition; N]) -> Vec<(String, CustomResourceDefinition)> {
+fn files(crds: impl IntoIterator<Item = CustomResourceDefinition>) -> Vec<(String, CustomResourceDefinition)> {
     let named = |crd: CustomResourceDefinition| (format!("{}.yaml", crd.spec.names.plural), schema::complete(crd));
     let mut files: Vec<_> = crds.into_iter().map(named).collect();
     files.sort_by(|a, b| a.0.cmp(&b.0));

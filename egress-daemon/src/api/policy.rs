@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[kube(
     group = "spillway.io",
-    version = "v1alpha1",
+    version = "v1beta1",
     kind = "EgressGatewayPolicy",
     plural = "egressgatewaypolicies",
     singular = "egressgatewaypolicy",
@@ -43,8 +43,7 @@ use serde::{Deserialize, Serialize};
     validation = Rule::new(
     "[has(self.egressGateway), has(self.egressGateways) && self.egressGateways.size() > 0, has(self.egressIPPool), \
      has(self.egressIPPools) && self.egressIPPools.size() > 0].filter(given, given).size() == 1")
-    .message("a policy takes its egress IPs from one place: write exactly one of egressGateways (or egressGateway for \
-              a single one) and egressIPPools (or egressIPPool for a single one)")
+    .message("a policy takes its egress IPs from one place: write exactly one of egressGateways and egressIPPools")
 )]
 pub struct EgressGatewayPolicySpec {
     /// The pods that the policy is for. A pod is selected when any of these selectors matches it.
@@ -62,7 +61,7 @@ pub struct EgressGatewayPolicySpec {
     #[schemars(schema_with = "schema::cidrs")]
     pub excluded_cidrs: Vec<String>,
 
-    /// A single gateway; the short form of egressGateways with one entry.
+    /// Deprecated, of v1alpha1: a single gateway. Write egressGateways with one entry.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "EgressGateway")]
     pub egress_gateway: Option<EgressGateway>,
@@ -72,7 +71,7 @@ pub struct EgressGatewayPolicySpec {
     #[schemars(with = "Vec<EgressGateway>", length(max = 1024))]
     pub egress_gateways: Option<Vec<EgressGateway>>,
 
-    /// A single pool; the short form of egressIPPools with one entry.
+    /// Deprecated, of v1alpha1: a single pool. Write egressIPPools with one entry.
     #[serde(default, rename = "egressIPPool", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "PoolRequest")]
     pub egress_ip_pool: Option<PoolRequest>,

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[kube(
     group = "spillway.io",
-    version = "v1alpha1",
+    version = "v1beta1",
     kind = "EgressIPPool",
     plural = "egressippools",
     singular = "egressippool",

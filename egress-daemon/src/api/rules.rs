@@ -1,7 +1,7 @@
 //! The rules of a CustomResourceDefinition, applied without an API server: its structure (unknown and missing fields,
 //! types, limits) and its CEL rules, with the sentences that an API server would answer with.
 
-use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinitionVersion;
 use kube::core::cel::{CompiledSchema, Validator, compile_schema};
 use serde_json::{Map, Value};
 use std::fmt;
@@ -27,7 +27,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// The rules of one kind, compiled once.
+/// The rules of a version of a kind, compiled once.
 pub struct Rules {
     schema: Value,
     compiled: CompiledSchema,
@@ -35,9 +35,9 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// Compiles the rules of the first version of `crd`.
-    pub fn new(crd: &CustomResourceDefinition) -> Result<Self, serde_json::Error> {
-        let schema = crd.spec.versions.first().and_then(|version| version.schema.as_ref());
+    /// Compiles the rules of a version of a CRD.
+    pub fn new(version: &CustomResourceDefinitionVersion) -> Result<Self, serde_json::Error> {
+        let schema = version.schema.as_ref();
         let schema = serde_json::to_value(schema.and_then(|schema| schema.open_api_v3_schema.as_ref()))?;
         Ok(Rules { compiled: compile_schema(&schema), schema, validator: Validator::new() })
     }
@@ -143,6 +143,11 @@ fn check(schema: &Value, value: &Value, path: &str, found: &mut Vec<Violation>) 
     }
 }
 
+/// Whether nobody should write a field any more: its description begins with that.
+fn is_deprecated(schema: &Value) -> bool {
+    schema["description"].as_str().is_some_and(|description| description.starts_with("Deprecated"))
+}
+
 fn check_fields(schema: &Value, fields: &Map<String, Value>, path: &str, found: &mut Vec<Violation>) {
     let known = schema.get("properties").and_then(Value::as_object);
     let other = schema.get("additionalProperties").filter(|schema| schema.is_object());
@@ -150,7 +155,10 @@ fn check_fields(schema: &Value, fields: &Map<String, Value>, path: &str, found: 
         let field = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
         match (known.and_then(|known| known.get(name)).or(other), known) {
             (Some(schema), _) => check(schema, value, &field, found),
-            (None, Some(known)) => found.push(unknown_field(field, name, known.keys())),
+            (None, Some(known)) => {
+                let offered = known.iter().filter(|(_, schema)| !is_deprecated(schema)).map(|(name, _)| name);
+                found.push(unknown_field(field, name, offered));
+            }
             (None, None) => {}
         }
     }

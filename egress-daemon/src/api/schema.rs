@@ -1,12 +1,50 @@
 //! Schemas of the pieces that several kinds share, with their CEL rules. Every list and string that a rule looks at is
 //! bounded, because the API server refuses a CRD whose rules could cost too much.
 
+use super::{ALPHA, GROUP, VERSION};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{
-    CustomResourceDefinition, JSONSchemaProps, JSONSchemaPropsOrArray,
+    CustomResourceDefinition, CustomResourceDefinitionVersion, JSONSchemaProps, JSONSchemaPropsOrArray, ValidationRule,
 };
 use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+
+/// Fields that say what the list behind them says with one entry: [`ALPHA`] takes both, [`VERSION`] the list.
+const SHORT_FORMS: [(&str, &str); 2] = [("egressGateway", "egressGateways"), ("egressIPPool", "egressIPPools")];
+
+/// Adds [`ALPHA`] to a CRD. Both versions have the same fields, so that an API server converts by itself and loses nothing; where an object of
+/// the older one has a short form, the newer one shows it, and refuses it only when somebody writes it.
+pub(super) fn with_alpha(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
+    let Some(version) = crd.spec.versions.first_mut() else { return crd };
+    let alpha = CustomResourceDefinitionVersion {
+        name: ALPHA.to_owned(),
+        deprecated: Some(true),
+        deprecation_warning: Some(format!(
+            "{GROUP}/{ALPHA} {} is deprecated: write {GROUP}/{VERSION}",
+            crd.spec.names.kind
+        )),
+        storage: false,
+        ..version.clone()
+    };
+    let root = version.schema.as_mut().and_then(|schema| schema.open_api_v3_schema.as_mut());
+    if let Some(spec) = root.and_then(|root| root.properties.as_mut()?.get_mut("spec")) {
+        refuse_short_forms(spec);
+    }
+    crd.spec.versions.push(alpha);
+    crd
+}
+
+fn refuse_short_forms(spec: &mut JSONSchemaProps) {
+    let fields = spec.properties.iter().flat_map(BTreeMap::keys);
+    let short = SHORT_FORMS.into_iter().filter(|(short, _)| fields.clone().any(|field| field == short));
+    let rules = short.map(|(short, list)| ValidationRule {
+        rule: format!("!has(self.{short})"),
+        message: Some(format!("{VERSION} has no {short}: write {list} with one entry")),
+        field_path: Some(format!(".{short}")),
+        ..ValidationRule::default()
+    });
+    spec.x_kubernetes_validations.get_or_insert_default().extend(rules.collect::<Vec<_>>());
+}
 
 /// Completes a CRD: descriptions are on one line, as `kubectl explain` wraps them by itself, and lists without another type are atomic.
 pub(super) fn complete(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {

@@ -1,6 +1,9 @@
 //! Each rule refuses what it should, with its sentence, at its field.
 
+mod versions;
+
 use super::*;
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinitionVersion;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -15,17 +18,29 @@ fn pool(spec: &str) -> Value {
 
 fn object(kind: &str, spec: &str) -> Value {
     let spec: Value = serde_saphyr::from_str(spec).expect("the test's YAML");
-    json!({ "apiVersion": "spillway.io/v1alpha1", "kind": kind, "metadata": { "name": "web" }, "spec": spec })
+    json!({ "apiVersion": "spillway.io/v1beta1", "kind": kind, "metadata": { "name": "web" }, "spec": spec })
 }
 
 thread_local! {
-    static RULES: BTreeMap<String, Rules> =
-        crds().into_iter().map(|(_, crd)| (crd.spec.names.kind.clone(), Rules::new(&crd).unwrap())).collect();
+    /// By apiVersion and kind.
+    static RULES: BTreeMap<[String; 2], Rules> = crds().into_iter().flat_map(|(_, crd)| {
+        let (group, kind) = (crd.spec.group, crd.spec.names.kind);
+        let rules = move |version: CustomResourceDefinitionVersion| {
+            ([format!("{group}/{}", version.name), kind.clone()], Rules::new(&version).unwrap())
+        };
+        crd.spec.versions.into_iter().map(rules)
+    }).collect();
 }
 
 fn check(mut object: Value) -> Vec<String> {
-    let kind = object["kind"].as_str().unwrap().to_owned();
-    RULES.with(|rules| rules[&kind].check(&mut object).iter().map(ToString::to_string).collect())
+    let of = ["apiVersion", "kind"].map(|field| object[field].as_str().unwrap().to_owned());
+    RULES.with(|rules| rules[&of].check(&mut object).iter().map(ToString::to_string).collect())
+}
+
+/// The object as one of the version before.
+fn alpha(mut object: Value) -> Value {
+    object["apiVersion"] = "spillway.io/v1alpha1".into();
+    object
 }
 
 #[track_caller]
@@ -46,7 +61,7 @@ fn gateway(gateway: &str) -> Value {
 
 fn destination(cidr: &str) -> Value {
     policy(&format!(
-        "{{selectors: [{{podSelector: {{}}}}], destinationCIDRs: [{cidr}], egressIPPool: {{name: public}}}}"
+        "{{selectors: [{{podSelector: {{}}}}], destinationCIDRs: [{cidr}], egressIPPools: [{{name: public}}]}}"
     ))
 }
 
@@ -90,7 +105,7 @@ portBlockSize: 64
 
 #[test]
 fn null_counts_as_absent() {
-    accepted(policy(&format!("{{{REST}, egressGateway: null, egressIPPool: {{name: public, count: null}}}}")));
+    accepted(policy(&format!("{{{REST}, egressGateway: null, egressIPPools: [{{name: public, count: null}}]}}")));
 }
 
 #[test]
@@ -102,7 +117,7 @@ fn what_no_object_can_do_without_is_required_by_the_schema() {
         assert_eq!(said.len(), fields.len(), "{kind}: {said:?}");
         assert!(said.iter().zip(&missing).all(|(said, missing)| said.starts_with(missing)), "{kind}: {said:?}");
     };
-    required("EgressGatewayPolicy", policy("{egressIPPool: {name: public}}"), &["destinationCIDRs", "selectors"]);
+    required("EgressGatewayPolicy", policy("{egressIPPools: [{name: public}]}"), &["destinationCIDRs", "selectors"]);
     required("EgressPolicy", object("EgressPolicy", "{}"), &["destinationCIDRs", "egressIPPools", "selectors"]);
     required("EgressIPPool", pool("{}"), &["ipRanges", "nodeSelector"]);
 }
@@ -110,7 +125,7 @@ fn what_no_object_can_do_without_is_required_by_the_schema() {
 #[test]
 fn a_policy_needs_selectors_and_destinations() {
     refused(
-        policy("{selectors: [], destinationCIDRs: [], egressIPPool: {name: public}}"),
+        policy("{selectors: [], destinationCIDRs: [], egressIPPools: [{name: public}]}"),
         &[
             "spec.destinationCIDRs: a policy without destinations is for no packet: write at least one CIDR, such as \
              0.0.0.0/0 and ::/0 for everything outside of the cluster",
@@ -119,7 +134,7 @@ fn a_policy_needs_selectors_and_destinations() {
         ],
     );
     refused(
-        policy("{selectors: [{nodeSelector: {}}], destinationCIDRs: [0.0.0.0/0], egressIPPool: {name: public}}"),
+        policy("{selectors: [{nodeSelector: {}}], destinationCIDRs: [0.0.0.0/0], egressIPPools: [{name: public}]}"),
         &[
             "spec.selectors[0]: a selector needs podSelector or namespaceSelector: write podSelector: {} to select every pod",
         ],
@@ -128,19 +143,19 @@ fn a_policy_needs_selectors_and_destinations() {
 
 #[test]
 fn egress_ips_come_from_exactly_one_place() {
-    let sentence = "spec: a policy takes its egress IPs from one place: write exactly one of egressGateways (or \
-                    egressGateway for a single one) and egressIPPools (or egressIPPool for a single one)";
+    let sentence =
+        "spec: a policy takes its egress IPs from one place: write exactly one of egressGateways and egressIPPools";
     for source in [
         "",
         "egressGateways: []",
-        "egressGateway: {nodeSelector: {}}, egressIPPool: {name: public}",
+        "egressGateway: {nodeSelector: {}}, egressIPPools: [{name: public}]",
         "egressGateways: [{nodeSelector: {}}], egressIPPools: [{name: public}]",
         "egressGateway: {nodeSelector: {}}, egressGateways: [{nodeSelector: {}}]",
         "egressIPPool: {name: a}, egressIPPools: [{name: b}]",
     ] {
-        refused(policy(&format!("{{{REST}, {source}}}")), &[sentence]);
+        refused(alpha(policy(&format!("{{{REST}, {source}}}"))), &[sentence]);
     }
-    accepted(policy(&format!("{{{REST}, egressGateways: [], egressIPPool: {{name: a}}}}")));
+    accepted(policy(&format!("{{{REST}, egressGateways: [], egressIPPools: [{{name: a}}]}}")));
 }
 
 #[test]
@@ -221,7 +236,8 @@ fn pool_requests() {
 
 #[test]
 fn bandwidth() {
-    let bandwidth = |rate: &str| policy(&format!("{{{REST}, egressIPPool: {{name: a}}, bandwidth: {{rate: {rate}}}}}"));
+    let bandwidth =
+        |rate: &str| policy(&format!("{{{REST}, egressIPPools: [{{name: a}}], bandwidth: {{rate: {rate}}}}}"));
     accepted(bandwidth("800M"));
     accepted(bandwidth("\"1500000\""));
     for rate in ["fast", "\"0\"", "-5M", "800 M"] {
@@ -325,21 +341,20 @@ fn tenant_rules_of_namespaces() {
 #[test]
 fn errors_of_structure_name_the_known_fields() {
     refused(
-        policy(&format!("{{{REST}, egressIPPool: {{name: a}}, distributon: PerFlow}}")),
+        policy(&format!("{{{REST}, egressIPPools: [{{name: a}}], distributon: PerFlow}}")),
         &["spec.distributon: unknown field \"distributon\": the fields here are bandwidth, destinationCIDRs, \
-           distribution, egressGateway, egressGateways, egressIPPool, egressIPPools, excludedCIDRs, \
-           existingConnections, onNoGateway, selectors, zone"],
+           distribution, egressGateways, egressIPPools, excludedCIDRs, existingConnections, onNoGateway, selectors, zone"],
     );
     refused(
         policy(&format!("{{{REST}, egressIpPool: {{name: a}}}}")),
-        &["spec.egressIpPool: unknown field \"egressIpPool\": write egressIPPool"],
+        &["spec.egressIpPool: unknown field \"egressIpPool\": write egressIPPools"],
     );
     refused(
-        policy(&format!("{{{REST}, egressIPPool: {{name: a}}, distribution: Random}}")),
+        policy(&format!("{{{REST}, egressIPPools: [{{name: a}}], distribution: Random}}")),
         &["spec.distribution: \"Random\" is not known here: write PerFlow or PerEndpoint"],
     );
     refused(
-        policy("{selectors: {podSelector: {}}, destinationCIDRs: [0.0.0.0/0], egressIPPool: {name: a}}"),
+        policy("{selectors: {podSelector: {}}, destinationCIDRs: [0.0.0.0/0], egressIPPools: [{name: a}]}"),
         &["spec.selectors: a map of fields stands where a list is expected: write a list"],
     );
 }
@@ -471,8 +486,8 @@ proptest! {
     #[test]
     fn validation_accepts_only_objects_that_deserialize(spec in arbitrary_json()) {
         for kind in ["EgressGatewayPolicy", "EgressIPPool"] {
-            let mut object = json!({ "apiVersion": "spillway.io/v1alpha1", "kind": kind, "metadata": {}, "spec": spec });
-            if RULES.with(|rules| rules[kind].check(&mut object).is_empty()) {
+            let object = json!({ "apiVersion": "spillway.io/v1beta1", "kind": kind, "metadata": {}, "spec": spec });
+            if check(object.clone()).is_empty() {
                 match kind {
                     "EgressIPPool" => drop(serde_json::from_value::<EgressIPPool>(object).unwrap()),
                     _ => drop(serde_json::from_value::<EgressGatewayPolicy>(object).unwrap()),

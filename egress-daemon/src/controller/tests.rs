@@ -38,7 +38,7 @@ const CLUSTER: &str = "
 ";
 
 const POOL: &str = "
-apiVersion: spillway.io/v1alpha1
+apiVersion: spillway.io/v1beta1
 kind: EgressIPPool
 metadata: {name: public}
 spec:
@@ -48,7 +48,7 @@ spec:
 ";
 
 const POLICY: &str = "
-apiVersion: spillway.io/v1alpha1
+apiVersion: spillway.io/v1beta1
 kind: EgressGatewayPolicy
 metadata: {name: web}
 spec:

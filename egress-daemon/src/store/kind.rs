@@ -35,11 +35,11 @@ pub enum Kind {
     Pod,
     /// ServiceCIDR (networking.k8s.io/v1).
     ServiceCIDR,
-    /// EgressGatewayPolicy (spillway.io/v1alpha1).
+    /// EgressGatewayPolicy (spillway.io/v1beta1).
     EgressGatewayPolicy,
-    /// EgressPolicy (spillway.io/v1alpha1).
+    /// EgressPolicy (spillway.io/v1beta1).
     EgressPolicy,
-    /// EgressIPPool (spillway.io/v1alpha1).
+    /// EgressIPPool (spillway.io/v1beta1).
     EgressIPPool,
     /// EgressIP (spillway.io/v1alpha1).
     EgressIP,
@@ -142,9 +142,8 @@ impl Kind {
         match self {
             Kind::Namespace | Kind::Node | Kind::Pod => "v1",
             Kind::ServiceCIDR => "networking.k8s.io/v1",
-            Kind::EgressGatewayPolicy | Kind::EgressPolicy | Kind::EgressIPPool | Kind::EgressIP | Kind::EgressNode => {
-                "spillway.io/v1alpha1"
-            }
+            Kind::EgressGatewayPolicy | Kind::EgressPolicy | Kind::EgressIPPool => "spillway.io/v1beta1",
+            Kind::EgressIP | Kind::EgressNode => "spillway.io/v1alpha1",
             Kind::Lease => "coordination.k8s.io/v1",
             Kind::CiliumEgressGatewayPolicy | Kind::CiliumNode => "cilium.io/v2",
             Kind::Egress | Kind::ExternalIPPool | Kind::AntreaIPPool => "crd.antrea.io/v1beta1",
@@ -152,6 +151,13 @@ impl Kind {
             Kind::CiliumPodIPPool => "cilium.io/v2alpha1",
             Kind::KubeOvnSubnet => "kubeovn.io/v1",
         }
+    }
+
+    /// Whether objects of this version are objects of the kind: an API server turns them into the kind's version, and a directory does.
+    pub fn reads(self, api_version: &str) -> bool {
+        use Kind::{EgressGatewayPolicy, EgressIPPool, EgressPolicy};
+        let has_alpha = matches!(self, EgressGatewayPolicy | EgressPolicy | EgressIPPool);
+        api_version == self.api_version() || has_alpha && api_version == Kind::EgressIP.api_version()
     }
 
     /// Whether objects of the kind live in a namespace.

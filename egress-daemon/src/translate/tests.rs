@@ -7,7 +7,7 @@ use crate::api;
 use egress_core::model::*;
 
 fn object<T: serde::de::DeserializeOwned>(kind: &str, spec: Value) -> T {
-    let api_version = if kind.starts_with("Egress") { "spillway.io/v1alpha1" } else { "v1" };
+    let api_version = if kind.starts_with("Egress") { "spillway.io/v1beta1" } else { "v1" };
     let metadata = json!({"name": "web", "uid": "u1", "generation": 3, "creationTimestamp": "2026-01-01T00:00:10Z"});
     serde_json::from_value(json!({"apiVersion": api_version, "kind": kind, "metadata": metadata, "spec": spec}))
         .unwrap()

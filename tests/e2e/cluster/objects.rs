@@ -8,6 +8,7 @@ use crate::world::{InstalledCluster, PATIENCE, egress};
 pub const TESTS: &[Test] = &[
     ("objects::kubectl_tells_the_whole_story", kubectl_tells_the_whole_story),
     ("objects::bad_objects_are_refused_with_a_remedy", bad_objects_are_refused_with_a_remedy),
+    ("objects::an_object_of_the_version_before_is_carried_out_as_it_is", alpha_objects),
     ("objects::a_pool_that_is_exhausted_says_so_until_addresses_come_free", exhaustion),
     ("objects::every_example_applies_and_is_in_force", every_example_applies_and_is_in_force),
     ("objects::tenant_a_team_writes_its_own_policy", tenant_a_team_writes_its_own_policy),
@@ -92,17 +93,44 @@ fn tenant_a_team_writes_its_own_policy(world: &InstalledCluster) -> Result<()> {
 fn bad_objects_are_refused_with_a_remedy(world: &InstalledCluster) -> Result<()> {
     let policy = |spec: &str| {
         format!(
-            "{{apiVersion: spillway.io/v1alpha1, kind: EgressGatewayPolicy, metadata: {{name: bad}}, spec: {{{spec}}}}}"
+            "{{apiVersion: spillway.io/v1beta1, kind: EgressGatewayPolicy, metadata: {{name: bad}}, spec: {{{spec}}}}}"
         )
     };
     for (spec, part) in [
-        ("selectors: [{podSelector: {}}], destinationCIDRs: [203.0.113.7/24], egressIPPool: {name: public}", "write"),
+        (
+            "selectors: [{podSelector: {}}], destinationCIDRs: [203.0.113.7/24], egressIPPools: [{name: public}]",
+            "write",
+        ),
         ("selectors: [{podSelector: {}}], destinationCIDRs: [203.0.113.0/24]", "egress"),
-        ("destinationCIDRs: [203.0.113.0/24], egressIPPool: {name: public}", "selectors"),
+        ("destinationCIDRs: [203.0.113.0/24], egressIPPools: [{name: public}]", "selectors"),
     ] {
         let Err(refusal) = world.cluster.apply(&policy(spec)) else { anyhow::bail!("{spec} was accepted") };
         let refusal = format!("{refusal:#}");
         ensure!(refusal.contains("is invalid") && refusal.contains(part), "{spec}: {refusal}");
+    }
+    Ok(())
+}
+
+/// An object of the version before is carried out as it is, is shown in both versions, and stays when only its status is written.
+fn alpha_objects(world: &InstalledCluster) -> Result<()> {
+    let policy = |version: &str| {
+        format!(
+            "{{apiVersion: spillway.io/{version}, kind: EgressGatewayPolicy, metadata: {{name: old}}, spec: {{
+               selectors: [{{podSelector: {{matchLabels: {{app: web}}}}}}], destinationCIDRs: [203.0.113.0/24],
+               egressIPPool: {{name: public}}}}}}"
+        )
+    };
+    let pods = world.deploy("web", 1)?;
+    world.pool("public", 10, 10)?;
+    let Err(refusal) = world.cluster.apply(&policy("v1beta1")) else { anyhow::bail!("a short form was accepted") };
+    ensure!(format!("{refusal:#}").contains("write egressIPPools with one entry"), "{refusal:#}");
+    world.cluster.apply(&policy("v1alpha1"))?;
+    world.wait_sources(&pods[0], 0, &egress([10]))?;
+    world.condition("old", "Ready", "True")?;
+    for version in ["v1alpha1", "v1beta1"] {
+        let object = world.cluster.get(&[&format!("egressgatewaypolicies.{version}.spillway.io"), "old"])?;
+        ensure!(object["apiVersion"] == format!("spillway.io/{version}"), "{object}");
+        ensure!(object["spec"]["egressIPPool"]["name"] == "public", "{version}: {object}");
     }
     Ok(())
 }
@@ -179,14 +207,14 @@ fn every_example_applies_and_is_in_force(world: &InstalledCluster) -> Result<()>
 fn fifty_policies(world: &InstalledCluster) -> Result<()> {
     let gateways = ["worker1", "worker2", "gateway1", "gateway2", "gateway3"];
     let mut objects = format!(
-        "{{apiVersion: spillway.io/v1alpha1, kind: EgressIPPool, metadata: {{name: public}}, spec: {{
+        "{{apiVersion: spillway.io/v1beta1, kind: EgressIPPool, metadata: {{name: public}}, spec: {{
            ipRanges: [{{start: 192.0.2.10, end: 192.0.2.99}}],
            nodeSelector: {{matchExpressions: [{{key: kubernetes.io/hostname, operator: In, values: [{}]}}]}}}}}}\n",
         gateways.join(", ")
     );
     for number in 0..50 {
         objects += &format!(
-            "---\n{{apiVersion: spillway.io/v1alpha1, kind: EgressGatewayPolicy, metadata: {{name: p{number}}}, spec: {{
+            "---\n{{apiVersion: spillway.io/v1beta1, kind: EgressGatewayPolicy, metadata: {{name: p{number}}}, spec: {{
                selectors: [{{podSelector: {{matchLabels: {{app: p{number}}}}}}}], destinationCIDRs: [203.0.113.0/24],
                egressIPPools: [{{name: public, count: 1}}]}}}}\n"
         );

@@ -76,7 +76,7 @@ fn all_nodes_are_asked(world: &InstalledCluster) -> Result<()> {
 
     let policy = |to: &str| {
         format!(
-            "apiVersion: spillway.io/v1alpha1\nkind: EgressGatewayPolicy\nmetadata: {{name: another}}\n\
+            "apiVersion: spillway.io/v1beta1\nkind: EgressGatewayPolicy\nmetadata: {{name: another}}\n\
              spec: {{selectors: [{{podSelector: {{}}}}], destinationCIDRs: [{to}], egressIPPools: [{{name: public, count: 1}}]}}\n"
         )
     };

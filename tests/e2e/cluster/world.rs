@@ -128,7 +128,7 @@ impl InstalledCluster {
     /// A pool of addresses `192.0.2.FIRST` to `192.0.2.LAST` on the gateways.
     pub fn pool(&self, name: &str, first: u8, last: u8) -> Result<()> {
         self.cluster.apply(&format!(
-            "{{apiVersion: spillway.io/v1alpha1, kind: EgressIPPool, metadata: {{name: {name}}}, spec: {{
+            "{{apiVersion: spillway.io/v1beta1, kind: EgressIPPool, metadata: {{name: {name}}}, spec: {{
                ipRanges: [{{start: 192.0.2.{first}, end: 192.0.2.{last}}}],
                nodeSelector: {{matchLabels: {{egress: 'true'}}}}, failback: {{delay: 1s}}}}}}"
         ))
@@ -137,7 +137,7 @@ impl InstalledCluster {
     /// A policy for pods `app: APP` towards `destinations` with `count` addresses of the pool `public`.
     pub fn policy(&self, name: &str, app: &str, destinations: &str, count: usize) -> Result<()> {
         self.cluster.apply(&format!(
-            "{{apiVersion: spillway.io/v1alpha1, kind: EgressGatewayPolicy, metadata: {{name: {name}}}, spec: {{
+            "{{apiVersion: spillway.io/v1beta1, kind: EgressGatewayPolicy, metadata: {{name: {name}}}, spec: {{
                selectors: [{{podSelector: {{matchLabels: {{app: {app}}}}}}}], destinationCIDRs: [{destinations}],
                egressIPPools: [{{name: public, count: {count}}}]}}}}"
         ))
@@ -150,12 +150,12 @@ impl InstalledCluster {
         let metadata = format!("{{name: {namespace}, labels: {labels}}}");
         self.cluster.apply(&format!("{{apiVersion: v1, kind: Namespace, metadata: {metadata}}}"))?;
         self.cluster.apply(
-            "{apiVersion: spillway.io/v1alpha1, kind: EgressIPPool, metadata: {name: teams}, spec: {
+            "{apiVersion: spillway.io/v1beta1, kind: EgressIPPool, metadata: {name: teams}, spec: {
                ipRanges: [{start: 192.0.2.60, end: 192.0.2.61}], nodeSelector: {matchLabels: {egress: 'true'}},
                allowedNamespaces: {matchLabels: {egress: allowed}}, quotas: [{namespaceSelector: {}, maxEgressIPs: 1}]}}",
         )?;
         self.cluster.apply(&format!(
-            "{{apiVersion: spillway.io/v1alpha1, kind: EgressPolicy, metadata: {{name: team, namespace: {namespace}}}, spec: {{
+            "{{apiVersion: spillway.io/v1beta1, kind: EgressPolicy, metadata: {{name: team, namespace: {namespace}}}, spec: {{
                selectors: [{{podSelector: {{}}}}], destinationCIDRs: [198.51.100.0/24],
                egressIPPools: [{{name: teams}}]}}}}"
         ))

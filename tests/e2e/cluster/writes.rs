@@ -40,7 +40,7 @@ fn size(world: &InstalledCluster) -> Result<usize> {
 fn at_rest(world: &InstalledCluster) -> Result<()> {
     world.deploy("web", 2)?;
     world.cluster.apply(
-        "{apiVersion: spillway.io/v1alpha1, kind: EgressIPPool, metadata: {name: public}, spec: {
+        "{apiVersion: spillway.io/v1beta1, kind: EgressIPPool, metadata: {name: public}, spec: {
            ipRanges: [{start: 192.0.2.10, end: 192.0.2.10}], nodeSelector: {}, carriers: 2}}",
     )?;
     world.policy("web", "web", "203.0.113.0/24", 1)?;

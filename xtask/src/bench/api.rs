@@ -301,7 +301,7 @@ fn namespace(n: u32) -> Value {
 fn policy(n: u32, egress_ips: u32) -> Value {
     let distribution = if n.is_multiple_of(4) { "PerEndpoint" } else { "PerFlow" };
     json!({
-        "apiVersion": "spillway.io/v1alpha1",
+        "apiVersion": "spillway.io/v1beta1",
         "kind": "EgressGatewayPolicy",
         "metadata": metadata(&format!("policy-{n:04}"), 4 * APART + u64::from(n)),
         "spec": {
@@ -315,7 +315,7 @@ fn policy(n: u32, egress_ips: u32) -> Value {
 
 fn pool() -> Value {
     json!({
-        "apiVersion": "spillway.io/v1alpha1",
+        "apiVersion": "spillway.io/v1beta1",
         "kind": "EgressIPPool",
         "metadata": metadata("public", 5 * APART),
         "spec": {"ipRanges": [{"cidr": "198.18.0.0/15"}], "nodeSelector": {"matchLabels": {"egress": "true"}}},

@@ -176,10 +176,10 @@ fn spillway(lab: &mut Lab, binaries: &Path) -> Result<()> {
     lab.manifests().write(
         "bench",
         &format!(
-            "apiVersion: spillway.io/v1alpha1\nkind: EgressIPPool\nmetadata: {{name: bench}}\nspec:\n  ipRanges: [{{start: {}, end: {}}}, \
+            "apiVersion: spillway.io/v1beta1\nkind: EgressIPPool\nmetadata: {{name: bench}}\nspec:\n  ipRanges: [{{start: {}, end: {}}}, \
              {{start: \"{}\", end: \"{}\"}}]\n  nodeSelector: {{matchLabels: {{egress: \"true\"}}}}\n---\napiVersion: \
-             spillway.io/v1alpha1\nkind: EgressGatewayPolicy\nmetadata: {{name: bench}}\nspec:\n  selectors: [{{podSelector: \
-             {{matchLabels: {{app: bench}}}}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]\n  egressIPPool: {{name: bench, count: 2}}\n",
+             spillway.io/v1beta1\nkind: EgressGatewayPolicy\nmetadata: {{name: bench}}\nspec:\n  selectors: [{{podSelector: \
+             {{matchLabels: {{app: bench}}}}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]\n  egressIPPools: [{{name: bench, count: 2}}]\n",
             from.v4, to.v4, from.v6, to.v6
         ),
     )?;

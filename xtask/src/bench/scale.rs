@@ -242,7 +242,7 @@ fn pod(n: u32) -> String {
 fn policy(n: u32) -> String {
     let (app, host) = (n % PODS, 10 + n % 80);
     format!(
-        "apiVersion: spillway.io/v1alpha1\nkind: EgressGatewayPolicy\nmetadata: {{name: policy-{n:04}}}\nspec:\n  selectors: \
+        "apiVersion: spillway.io/v1beta1\nkind: EgressGatewayPolicy\nmetadata: {{name: policy-{n:04}}}\nspec:\n  selectors: \
          [{{podSelector: {{matchLabels: {{app: app-{app}}}}}}}]\n  destinationCIDRs: [\"203.{}.{}.0/24\"]\n  \
          egressGateways:\n  - {{nodeSelector: {{matchLabels: {{egress: \"true\"}}}}, egressIP: \"192.0.2.{host}\"}}\n",
         n / 250,

@@ -240,7 +240,7 @@ fn start(lab: &mut Lab, variant: Variant, binaries: &Path, config: &str) -> Resu
 pub fn policy(name: &str, destinations: &[&str], egress: &[(u8, &str)]) -> String {
     let quoted: Vec<String> = destinations.iter().map(|net| format!("\"{net}\"")).collect();
     let mut text = format!(
-        "apiVersion: spillway.io/v1alpha1\nkind: EgressGatewayPolicy\nmetadata: {{name: {name}}}\nspec:\n  selectors: \
+        "apiVersion: spillway.io/v1beta1\nkind: EgressGatewayPolicy\nmetadata: {{name: {name}}}\nspec:\n  selectors: \
          [{{podSelector: {{matchLabels: {{app: bench}}}}}}]\n  destinationCIDRs: [{}]\n  egressGateways:\n",
         quoted.join(", ")
     );

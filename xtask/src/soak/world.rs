@@ -183,7 +183,7 @@ fn policy(app: &str, distribution: &str, hosts: &[u8]) -> String {
         |address| format!("\n  - {{nodeSelector: {{matchLabels: {{egress: \"true\"}}}}, egressIP: \"{address}\"}}");
     let gateways: String = addresses(hosts).into_iter().map(gateway).collect();
     format!(
-        "apiVersion: spillway.io/v1alpha1\nkind: EgressGatewayPolicy\nmetadata: {{name: {app}}}\nspec:\n  selectors: \
+        "apiVersion: spillway.io/v1beta1\nkind: EgressGatewayPolicy\nmetadata: {{name: {app}}}\nspec:\n  selectors: \
          [{{podSelector: {{matchLabels: {{app: {app}}}}}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]\n  distribution: \
          {distribution}\n  egressGateways:{gateways}\n"
     )

@@ -4,7 +4,7 @@ use super::*;
 use crate::api::EgressPolicy;
 
 const TEAM: &str = "
-apiVersion: spillway.io/v1alpha1
+apiVersion: spillway.io/v1beta1
 kind: EgressPolicy
 metadata: {name: web, namespace: NAMESPACE}
 spec:

@@ -12,19 +12,19 @@ const CLUSTER: &str = "
 ---
 {apiVersion: v1, kind: Node, metadata: {name: w1}}
 ---
-apiVersion: spillway.io/v1alpha1
+apiVersion: spillway.io/v1beta1
 kind: EgressIPPool
 metadata: {name: public}
 spec: {ipRanges: [{start: 192.0.2.1, end: 192.0.2.4}], nodeSelector: {matchLabels: {egress: 'true'}}}
 ---
-apiVersion: spillway.io/v1alpha1
+apiVersion: spillway.io/v1beta1
 kind: EgressGatewayPolicy
 metadata: {name: web}
 spec: {selectors: [{podSelector: {}}], destinationCIDRs: [0.0.0.0/0], egressIPPools: [{name: public, count: 2}]}
 ";
 
 const MAIL: &str = "
-apiVersion: spillway.io/v1alpha1
+apiVersion: spillway.io/v1beta1
 kind: EgressGatewayPolicy
 metadata: {name: mail}
 spec: {selectors: [{podSelector: {}}], destinationCIDRs: [198.51.100.0/24], egressIPPools: [{name: public, count: 1}]}
@@ -99,7 +99,7 @@ fn a_new_policy_is_told_with_its_pods_and_addresses() {
 
 #[test]
 fn diff_names_the_flows_of_all_nodes_that_would_not_go_on() {
-    let web = "{apiVersion: spillway.io/v1alpha1, kind: EgressGatewayPolicy, metadata: {name: web}, spec: {selectors: [{podSelector: {}}], destinationCIDRs: [0.0.0.0/0], egressIPPools: [{name: public, count: 2}]}}";
+    let web = "{apiVersion: spillway.io/v1beta1, kind: EgressGatewayPolicy, metadata: {name: web}, spec: {selectors: [{podSelector: {}}], destinationCIDRs: [0.0.0.0/0], egressIPPools: [{name: public, count: 2}]}}";
     let nodes = [
         flows_of("w1", &[(4001, "translated", "192.0.2.1"), (4002, "untouched", "192.0.2.1")]),
         flows_of("w2", &[(4003, "translated", "192.0.2.2")]),
@@ -119,7 +119,7 @@ fn diff_names_the_flows_of_all_nodes_that_would_not_go_on() {
 
 #[test]
 fn diff_applies_deletions() {
-    let pool = "{apiVersion: spillway.io/v1alpha1, kind: EgressIPPool, metadata: {name: public}, spec: {ipRanges: [{cidr: 192.0.2.0/28}], nodeSelector: {}}}";
+    let pool = "{apiVersion: spillway.io/v1beta1, kind: EgressIPPool, metadata: {name: public}, spec: {ipRanges: [{cidr: 192.0.2.0/28}], nodeSelector: {}}}";
     let view = compared(pool, true).unwrap();
     assert!(
         view.items.contains(&DiffRow::Object { object: "EgressIPPool public".into(), edit: change::Edit::Deleted })

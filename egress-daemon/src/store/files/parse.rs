@@ -22,25 +22,31 @@ pub(super) struct Parsed {
     pub(super) hash: String,
 }
 
-/// The rules of every kind that has some.
+/// The rules of every kind that has some, by apiVersion and kind.
 pub(super) struct Parser {
-    rules: BTreeMap<&'static str, Rules>,
+    rules: BTreeMap<(String, String), Rules>,
 }
 
 impl Parser {
     pub(super) fn new() -> Result<Self, serde_json::Error> {
         let mut rules = BTreeMap::new();
         for (_, crd) in crds() {
-            if let Some(kind) = Kind::ALL.into_iter().find(|kind| kind.name() == crd.spec.names.kind) {
-                rules.insert(kind.name(), Rules::new(&crd)?);
+            for version in &crd.spec.versions {
+                let api_version = format!("{}/{}", crd.spec.group, version.name);
+                rules.insert((api_version, crd.spec.names.kind.clone()), Rules::new(version)?);
             }
         }
         Ok(Parser { rules })
     }
 
-    /// The rules that an object of Spillway's own kinds breaks; nulls are removed from it.
-    pub(super) fn check(&self, kind: Kind, value: &mut Value) -> Vec<Violation> {
-        self.rules.get(kind.name()).map(|rules| rules.check(value)).unwrap_or_default()
+    /// The rules that an object breaks, for kinds that have some; nulls are removed from it.
+    pub(super) fn check(&self, value: &mut Value) -> Vec<Violation> {
+        let text = |field: &str| value[field].as_str().unwrap_or_default().to_owned();
+        if let Some(rules) = self.rules.get(&(text("apiVersion"), text("kind"))) {
+            return rules.check(value);
+        }
+        crate::api::remove_nulls(value);
+        Vec::new()
     }
 
     /// Every good object of a file, and what is wrong with the rest. No objects when the file is not YAML.
@@ -90,10 +96,7 @@ impl Parser {
         {
             fields.remove("status");
         }
-        let mut found = self.check(kind, &mut value);
-        if !self.rules.contains_key(kind.name()) {
-            crate::api::remove_nulls(&mut value);
-        }
+        let mut found = self.check(&mut value);
         found.extend(unknown_metadata(&value));
         if !found.is_empty() {
             return found;
@@ -172,7 +175,7 @@ fn target(object: &Value) -> Result<ObjectRef, Violation> {
             "remove it from the file",
         ));
     }
-    if text("apiVersion") != kind.api_version() {
+    if !kind.reads(text("apiVersion")) {
         return Err(violation(
             "apiVersion",
             format!("{kind} has no version \"{}\"", text("apiVersion")),

@@ -11,13 +11,13 @@ use std::fs;
 use tempfile::TempDir;
 
 const POLICY: &str = "
-apiVersion: spillway.io/v1alpha1
+apiVersion: spillway.io/v1beta1
 kind: EgressGatewayPolicy
 metadata: {name: web}
 spec:
   selectors: [{podSelector: {}}]
   destinationCIDRs: [0.0.0.0/0]
-  egressIPPool: {name: public}
+  egressIPPools: [{name: public}]
 ";
 
 const POD: &str = "

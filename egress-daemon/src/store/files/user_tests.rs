@@ -336,7 +336,7 @@ fn fragments() -> impl Strategy<Value = Vec<u8>> {
             "kind: Pod\n",
             "kind: EgressGatewayPolicy\n",
             "apiVersion: v1\n",
-            "apiVersion: spillway.io/v1alpha1\n",
+            "apiVersion: spillway.io/v1beta1\n",
             "metadata: {name: a}\n",
             "metadata:\n",
             "spec:\n",

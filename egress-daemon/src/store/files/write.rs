@@ -36,7 +36,7 @@ impl Files {
             return refuse(one("", "people write objects of this kind", "write it into a file of the directory"));
         }
         crate::api::remove_nulls(value);
-        let violations = if verb == Verb::Delete { Vec::new() } else { self.parser.check(target.kind, value) };
+        let violations = if verb == Verb::Delete { Vec::new() } else { self.parser.check(value) };
         if violations.is_empty() { Ok(()) } else { refuse(violations) }
     }
 

@@ -94,9 +94,9 @@ fn apply(show: &mut Show) -> Result<()> {
     );
 
     show.screen.say("A mistake is refused when it is applied, with what to write instead:");
-    let mistake = "{apiVersion: spillway.io/v1alpha1, kind: EgressGatewayPolicy, metadata: {name: mistake}, spec: {
+    let mistake = "{apiVersion: spillway.io/v1beta1, kind: EgressGatewayPolicy, metadata: {name: mistake}, spec: {
         selectors: [{podSelector: {matchLabels: {app: web}}}], destinationCIDRs: [203.0.113.7/24],
-        egressIPPool: {name: public}}}";
+        egressIPPools: [{name: public}]}}";
     let refusal =
         show.cluster.apply(mistake).err().map(|error| format!("{:#}", error.root_cause())).unwrap_or_default();
     let sentence = refusal.lines().find(|line| line.contains("203.0.113.7/24") || line.contains("write"));
