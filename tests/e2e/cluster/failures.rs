@@ -13,13 +13,14 @@ use lab::{Capture, Trace, wait_for, wait_until};
 use crate::Test;
 use crate::world::{InstalledCluster, PATIENCE, egress};
 
+/// Those in which a lease lapses come first: once the API server was silent, gateways have as long again to renew theirs.
 pub const TESTS: &[Test] = &[
-    ("failures::the_leading_controller_dies_in_the_middle_of_a_change", the_leader_dies),
-    ("failures::the_api_server_is_away_for_a_minute", the_api_server_is_away),
-    ("failures::the_api_server_and_etcd_stall_for_ten_seconds", the_api_server_stalls),
     ("failures::a_gateway_is_frozen_and_thaws", a_gateway_is_frozen),
     ("failures::a_gateway_is_cut_off_and_comes_back", a_gateway_is_cut_off),
     ("failures::a_gateway_dies", a_gateway_dies),
+    ("failures::the_leading_controller_dies_in_the_middle_of_a_change", the_leader_dies),
+    ("failures::the_api_server_is_away_for_a_minute", the_api_server_is_away),
+    ("failures::the_api_server_and_etcd_stall_for_ten_seconds", the_api_server_stalls),
 ];
 
 const HOSTS: std::ops::RangeInclusive<u8> = 10..=12;
