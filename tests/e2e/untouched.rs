@@ -1,6 +1,7 @@
 //! What Spillway must leave alone: the cluster's own traffic, replies to the outside, connections that were there before.
 
-use std::net::{IpAddr, SocketAddrV6, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddrV6, UdpSocket};
+use std::process::Command;
 
 use anyhow::{Context, Result};
 use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, ping};
@@ -13,7 +14,12 @@ use crate::support::{
 
 /// The source that a connection from `client` has at `target` in `server`.
 fn source_at(client: &NetNs, server: &NetNs, target: IpAddr) -> Result<IpAddr> {
-    let listening = TcpServer::start(server, &[at(target, 7000)], ServerMode::Echo)?;
+    source_behind(client, server, target, target)
+}
+
+/// The source that a connection from `client` to `target` has at the address `own` in `server`, which it is sent on to.
+fn source_behind(client: &NetNs, server: &NetNs, own: IpAddr, target: IpAddr) -> Result<IpAddr> {
+    let listening = TcpServer::start(server, &[at(own, 7000)], ServerMode::Echo)?;
     let clients = TcpClients::establish(client, at(target, 7000), 1, TcpOptions::once())?;
     clients.wait("an echo", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
     Ok(listening.connections().first().context("a connection")?.peer.ip())
@@ -69,6 +75,54 @@ fn pod_net_pods_that_no_node_names_and_services_are_left_alone_without_any_confi
         lab.remove_pod(&late.key())?;
         wait_until("the controller names it no more", PATIENCE, || told(lab), |text| text.contains(&one))?;
         wait_in_force(&pod, lab.server("server1"), &[10])
+    });
+}
+
+/// docs/failures.md: ipvs. kube-proxy gives each node the addresses of all Services, on a dummy device, and sends on what comes for them.
+/// Nothing else names them.
+#[test]
+fn ipvs_services_work_as_before_and_their_addresses_are_told_to_nobody() {
+    lab::require_root!();
+    let has_ipvs = Command::new("ipvsadm").arg("-L").output().is_ok_and(|output| output.status.success());
+    lab::require!(has_ipvs, "no IPVS here: it runs in guests with other kernels");
+    const SERVICES: u16 = 500;
+    Lab::builder().gateways(1).run(|lab| {
+        let web = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
+        let backend = lab.add_pod(PodSpec::new("backend", "worker2"))?;
+        let service = |family, n: u16| -> IpAddr {
+            match family {
+                Family::V4 => Ipv4Addr::from_bits(0x0a60_0000 + u32::from(n)).into(),
+                Family::V6 => Ipv6Addr::new(0xfd00, 0x96, 0, 0, 0, 0, 0, n).into(),
+            }
+        };
+        for name in ["worker1", "worker2", "gw1"] {
+            let node = &lab.node(name).ns;
+            let all = (1..=SERVICES).flat_map(|n| Family::BOTH.map(|family| service(family, n)));
+            let add = |address| format!("addr add {address} dev kube-ipvs0 nodad");
+            node.ip(&["link add kube-ipvs0 type dummy".to_owned()].into_iter().chain(all.map(add)).collect::<Vec<_>>())?;
+            node.sysctls(&[("net.ipv4.vs.conntrack", "1")])?;
+            for family in Family::BOTH {
+                let (virtual_server, real) = (at(service(family, 10), 7000), at(backend.ips.ip(family), 7000));
+                node.sh(&format!("ipvsadm -A -t {virtual_server} -s rr && ipvsadm -a -t {virtual_server} -r {real} -m"))?;
+            }
+        }
+        let seen = |family: Family| {
+            source_behind(&web.ns, &backend.ns, backend.ips.ip(family), service(family, 10))
+        };
+        for family in Family::BOTH {
+            assert_eq!(seen(family)?, web.ips.ip(family), "before there is a policy");
+        }
+        lab.manifests().write("web", &self::web(&[10]))?;
+        start(lab)?;
+        wait_in_force(&web, lab.server("server1"), &[10])?;
+        for family in Family::BOTH {
+            assert_eq!(seen(family)?, web.ips.ip(family), "beside a policy for everything");
+        }
+        for node in ["worker1", "worker2", "gw1"] {
+            let told = lab.manifests().written("EgressNode", node).unwrap_or_default();
+            assert!(told.contains("addresses") && !told.contains("10.96.") && !told.contains("fd00:96:"), "{node}: {told}");
+        }
+        wait_in_force(&web, lab.server("server1"), &[10])
     });
 }
 

@@ -134,10 +134,11 @@ const BROWSER: [Packaged; 3] = [("chromium", "chromium"), ("chromedriver", "chro
 const PAIR: [Packaged; 2] = [("keepalived", "keepalived"), ("conntrackd", "conntrackd")];
 
 /// What fetches other kernels, makes guests' file systems and runs them.
-const GUEST_PROGRAMS: [Packaged; 8] = [
+const GUEST_PROGRAMS: [Packaged; 9] = [
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),
     ("modprobe", "kmod"),
+    ("ipvsadm", "ipvsadm"),
     ("lz4", "lz4"),
     ("xz", "xz-utils"),
     ("zstd", "zstd"),

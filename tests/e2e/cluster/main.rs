@@ -11,6 +11,7 @@ mod failures;
 mod foreign;
 mod install;
 mod maintenance;
+mod networks;
 mod objects;
 mod plugin;
 mod world;
@@ -32,6 +33,7 @@ const TESTS: &[&[Test]] = &[
     objects::TESTS,
     changes::TESTS,
     writes::TESTS,
+    networks::TESTS,
     foreign::TESTS,
     install::TESTS,
     maintenance::TESTS,

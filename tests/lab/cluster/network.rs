@@ -93,6 +93,23 @@ impl Cluster {
         ns.sysctls(&[("net.ipv4.ip_forward", "1"), ("net.ipv4.conf.all.rp_filter", "0")])
     }
 
+    /// Has pods that start from now on take addresses of `10.RANGE.0.0/16`, as with a CNI that manages addresses by itself: routes lead to
+    /// them, and no Node names them. None: those that the Nodes name.
+    pub fn pods_from(&self, range: Option<u8>) -> Result<()> {
+        let network = |node: &ClusterNode, range: u8| format!("10.{range}.{}.0/24", node.number);
+        let Some(range) = range else {
+            return self.nodes.iter().try_for_each(|node| self.write_cni(node, "cni0", &node.pods()));
+        };
+        let route = |to: &ClusterNode| format!("route replace {} via {}", network(to, range), to.address());
+        self.netns("cp")?.ip(&self.nodes.iter().map(route).collect::<Vec<_>>())?;
+        for node in &self.nodes {
+            let others = self.nodes.iter().filter(|other| other.number != node.number);
+            self.netns(&node.name)?.ip(&others.map(route).collect::<Vec<_>>())?;
+            self.write_cni(node, &format!("cni{range}"), &network(node, range))?;
+        }
+        Ok(())
+    }
+
     /// Cuts a node off from everybody, or puts it back on its networks.
     pub fn partition(&self, node: &str, cut: bool) -> Result<()> {
         let node = self.node(node)?;

@@ -25,6 +25,12 @@ impl Cluster {
         Ok(path)
     }
 
+    /// Has the pods that start on a node from now on take their addresses from a network.
+    pub(super) fn write_cni(&self, node: &ClusterNode, bridge: &str, pods: &str) -> Result<()> {
+        let text = text::cni(bridge, pods, !self.flannel);
+        self.file(&format!("{}/cni/10-lab.conflist", node.name), &text).map(drop)
+    }
+
     /// Starts a program that outlives us, and notes its process id in `<name>.pid`.
     fn start(&self, name: &str, mut command: Command) -> Result<u32> {
         let log = File::create(self.dir.join(format!("{name}.log")))?;
@@ -133,7 +139,7 @@ impl Cluster {
         }
         let runc = ["/usr/sbin/runc", "/usr/bin/runc", "/usr/local/sbin/runc"].map(Path::new);
         let Some(runc) = runc.into_iter().find(|path| path.exists()) else { bail!("runc is not installed") };
-        self.file(&format!("{name}/cni/10-lab.conflist"), &text::cni(&node.pods(), !self.flannel))?;
+        self.write_cni(node, "cni0", &node.pods())?;
         if self.flannel {
             self.file("flannel.json", text::FLANNEL)?;
         }

@@ -16,9 +16,9 @@ current-context: lab
 }
 
 /// The bridge CNI; it masquerades what leaves the pods' network, as most CNIs do, unless something else does.
-pub fn cni(subnet: &str, masquerade: bool) -> String {
+pub fn cni(bridge: &str, subnet: &str, masquerade: bool) -> String {
     format!(
-        r#"{{"cniVersion":"1.0.0","name":"lab","plugins":[{{"type":"bridge","bridge":"cni0","isGateway":true,"ipMasq":{masquerade},
+        r#"{{"cniVersion":"1.0.0","name":"lab","plugins":[{{"type":"bridge","bridge":"{bridge}","isGateway":true,"ipMasq":{masquerade},
 "ipam":{{"type":"host-local","ranges":[[{{"subnet":"{subnet}"}}]],"routes":[{{"dst":"0.0.0.0/0"}}]}}}}]}}
 "#
     )

@@ -1,0 +1,91 @@
+//! Networks of the cluster that no Node names.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use lab::cluster::ClusterPod;
+use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::wait_until;
+
+use crate::Test;
+use crate::world::{InstalledCluster, PATIENCE, egress};
+
+pub const TESTS: &[Test] =
+    &[("networks::pod_net_pods_whose_addresses_no_node_names_are_reached_as_before", unnamed_pods)];
+
+/// Second parts of the pods' addresses: those of a CNI with its own address management, and a range that is added to it later.
+const RANGES: [u8; 2] = [99, 98];
+const PORT: u16 = 7000;
+/// Longer than a SYN that is sent again.
+const TIMEOUT: Duration = Duration::from_secs(3);
+
+/// docs/failures.md: pod-net.
+fn unnamed_pods(world: &InstalledCluster) -> Result<()> {
+    world.cluster.pods_from(Some(RANGES[0]))?;
+    let result = are_left_alone(world);
+    world.cluster.pods_from(None)?;
+    result
+}
+
+fn are_left_alone(world: &InstalledCluster) -> Result<()> {
+    let web = deploy(world, "web", 3, RANGES[0])?;
+    let server = deploy(world, "backend", 1, RANGES[0])?.pop().context("a pod")?;
+    world.cluster.apply(
+        "{apiVersion: v1, kind: Service, metadata: {name: backend}, spec: {selector: {app: backend}, ports: [{port: 7000}]}}",
+    )?;
+    let service = address_of(world, "backend")?;
+    let clients: Vec<_> = web.iter().filter(|pod| pod.node != server.node).collect();
+    ensure!(clients.len() > 1, "the pods are all on {}", server.node);
+    let seen = |to: IpAddr| clients.iter().map(|pod| source(pod, &server, to)).collect::<Result<Vec<_>>>();
+    let service_works = || seen(service).map(|all| all.into_iter().collect::<BTreeSet<_>>());
+    wait_until("the Service leads to its pod", PATIENCE, || Ok(service_works().ok()), Option::is_some)?;
+    let before = (seen(server.ip.into())?, seen(service)?);
+
+    world.pool("public", 10, 10)?;
+    world.policy("everything", "web", "0.0.0.0/0", 1)?;
+    for pod in &web {
+        world.wait_sources(pod, 0, &egress([10]))?;
+    }
+    let after = (seen(server.ip.into())?, seen(service)?);
+    ensure!(after == before, "the pod is seen as {after:?}, and was as {before:?}");
+    let kubernetes = SocketAddr::new(address_of(world, "kubernetes")?, 443);
+    for pod in &web {
+        let connected = pod.ns.run(|| Ok(TcpStream::connect_timeout(&kubernetes, TIMEOUT)?));
+        connected.with_context(|| format!("{} does not reach the API server", pod.name))?;
+    }
+
+    world.cluster.pods_from(Some(RANGES[1]))?;
+    let late = deploy(world, "late", 1, RANGES[1])?.pop().context("a pod")?;
+    for pod in web.iter().filter(|pod| pod.node != late.node) {
+        let plain = world.plain(&pod.node);
+        let look = || Ok(source(pod, &late, late.ip.into()).ok());
+        wait_until("a pod of a new range is reached as any", PATIENCE, look, |seen| *seen == Some(plain))?;
+        world.wait_sources(pod, 0, &egress([10]))?;
+    }
+    Ok(())
+}
+
+/// Pods with addresses of one of the ranges.
+fn deploy(world: &InstalledCluster, app: &str, count: usize, range: u8) -> Result<Vec<ClusterPod>> {
+    let pods = world.deploy(app, count)?;
+    let others: Vec<_> = pods.iter().filter(|pod| pod.ip.octets()[..2] != [10, range]).collect();
+    ensure!(others.is_empty(), "not of the range 10.{range}.0.0/16: {others:?}");
+    Ok(pods)
+}
+
+/// The cluster IP of a Service.
+fn address_of(world: &InstalledCluster, service: &str) -> Result<IpAddr> {
+    let object = world.cluster.get(&["service", service])?;
+    Ok(object["spec"]["clusterIP"].as_str().context("a cluster IP")?.parse()?)
+}
+
+/// The address that a pod has at another one, which it asks for at `to`.
+fn source(pod: &ClusterPod, server: &ClusterPod, to: IpAddr) -> Result<IpAddr> {
+    let listening = TcpServer::start(&server.ns, &[SocketAddr::new(server.ip.into(), PORT)], ServerMode::Echo)?;
+    let options = TcpOptions { connect_timeout: TIMEOUT, ..TcpOptions::once() };
+    let clients = TcpClients::establish(&pod.ns, SocketAddr::new(to, PORT), 1, options)?;
+    clients.wait("an echo", TIMEOUT, |all| all.iter().all(|one| one.received == 1))?;
+    Ok(listening.connections().first().context("a connection")?.peer.ip())
+}
