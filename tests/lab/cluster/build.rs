@@ -9,10 +9,8 @@ use std::str::FromStr;
 pub enum Kubernetes {
     /// The oldest that the chart accepts.
     V1_32,
-    /// The one of most tests.
+    /// The newest, of most tests.
     #[default]
-    V1_36,
-    /// The newest.
     V1_37,
 }
 
@@ -20,9 +18,9 @@ impl FromStr for Kubernetes {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let all = [Kubernetes::V1_32, Kubernetes::V1_36, Kubernetes::V1_37];
+        let all = [Kubernetes::V1_32, Kubernetes::V1_37];
         let named = all.into_iter().find(|one| one.version().starts_with(&format!("v{text}.")));
-        named.ok_or_else(|| "write 1.32, 1.36 or 1.37".to_owned())
+        named.ok_or_else(|| "write 1.32 or 1.37".to_owned())
     }
 }
 
@@ -31,7 +29,6 @@ impl Kubernetes {
     pub const fn version(self) -> &'static str {
         match self {
             Kubernetes::V1_32 => "v1.32.2",
-            Kubernetes::V1_36 => "v1.36.3",
             Kubernetes::V1_37 => "v1.37.1",
         }
     }
@@ -40,8 +37,7 @@ impl Kubernetes {
     const fn modules(self) -> &'static str {
         match self {
             Kubernetes::V1_32 => "go.1.32",
-            Kubernetes::V1_36 => "go",
-            Kubernetes::V1_37 => "go.1.37",
+            Kubernetes::V1_37 => "go",
         }
     }
 
@@ -52,8 +48,7 @@ impl Kubernetes {
             modules: self.modules(),
             title: match self {
                 Kubernetes::V1_32 => "build Kubernetes 1.32 (5 minutes and 4 GB, once)",
-                Kubernetes::V1_37 => "build Kubernetes 1.37 (5 minutes and 4 GB, once)",
-                Kubernetes::V1_36 => "build Kubernetes (5 minutes and 4 GB, once)",
+                Kubernetes::V1_37 => "build Kubernetes (5 minutes and 4 GB, once)",
             },
             programs: &["k8s"],
             packages: &["."],

@@ -50,7 +50,7 @@ pub struct Args {
     /// Only the datapath's tests, under another kernel, in QEMU
     #[arg(long, value_name = "VERSION", conflicts_with_all = ["filter", "unit", "e2e"])]
     kernel: Vec<Kernel>,
-    /// Only the tests on a Kubernetes, on this one: 1.32 is the oldest that the chart accepts, 1.37 the newest, 1.36 the usual one
+    /// Only the tests on a Kubernetes, on this one: 1.32 is the oldest that the chart accepts, 1.37 the newest and the usual one
     #[arg(long, value_name = "VERSION", conflicts_with_all = ["unit", "quick", "kernel"])]
     kubernetes: Option<Kubernetes>,
     /// Only the page of `egressctl serve`, in a real Chromium; its picture becomes docs/page.png

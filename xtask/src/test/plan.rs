@@ -177,6 +177,6 @@ mod tests {
         assert_eq!(plan(&["exits::"]), direct);
         assert_eq!(plan(&["--e2e", "cluster"]), ["tests/spillway cluster", "tests/cluster"]);
         assert_eq!(plan(&["--kubernetes", "1.32"]), ["tests/cluster"]);
-        assert_eq!(plan(&["--kubernetes", "1.36", "objects::"]), ["tests/cluster objects::"]);
+        assert_eq!(plan(&["--kubernetes", "1.37", "objects::"]), ["tests/cluster objects::"]);
     }
 }
