@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use lab::traffic::{ConnectionReport, Mixed, Pauses, UdpClients, UdpOptions, UdpServer};
-use lab::{Capture, Family, Lab, PodSpec, Segment, StartOptions, Trace, wait_for, wait_until};
+use lab::{Capture, Family, Lab, Packet, PodSpec, Segment, StartOptions, Trace, wait_for, wait_until};
 
 use crate::support::{PATIENCE, WEB, announces, egress, policy, pool, start_with, wait_in_force, wait_owner};
 
@@ -14,6 +14,9 @@ const HOSTS: [u8; 2] = [40, 41];
 /// The longest pause of a datagram's answer when a gateway fails: several times what a quiet machine shows (docs/performance.md), and
 /// less than anything that waits for a lease or for the control plane.
 const LONGEST: Duration = Duration::from_secs(2);
+/// How often a gateway reminds the outside of its egress IPs, and in how long others find it dead and have announced themselves.
+const REMIND: Duration = Duration::from_secs(10);
+const DETECTION: Duration = Duration::from_millis(330);
 /// Leases, and so deadlines, that a test can wait for.
 const SHORT: &str = "lease: {renew: 1s, duration: 3s}\n";
 
@@ -115,13 +118,29 @@ fn behead(lab: &mut Lab, load: &Load) -> Result<Vec<String>> {
     Ok(nodes)
 }
 
-/// A gateway's underlay dies and comes back, then its uplink. A gateway that is cut off finds all others dead; it claims nothing of theirs.
+/// Waits until a gateway is about to remind the outside of its egress IPs, as it does every ten seconds; what it has just taken over it claims
+/// each second at first.
+fn wait_reminder(lab: &Lab, gateway: &str) -> Result<()> {
+    let (ip, mac) = (ips()[0], lab.node(gateway).external_mac());
+    let capture = Capture::start(&lab.server("server1").ns, "eth0")?;
+    let to_all = |packet: &Packet| packet.target_mac == [0xff; 6];
+    let reminder = || {
+        let claims = capture.so_far().filter(to_all).claims_of(ip).remove(&mac).unwrap_or_default();
+        Ok(claims.windows(2).filter(|two| two[1] - two[0] > Duration::from_secs(2)).map(|two| two[1]).next_back())
+    };
+    let reminder = wait_until("a reminder", PATIENCE, reminder, Option::is_some)?.context("a reminder")?;
+    wait_for("the next one is near", PATIENCE, || Ok(reminder.elapsed() > REMIND - DETECTION))
+}
+
+/// A gateway's underlay dies and comes back, then its uplink. A gateway that is cut off finds all others dead; it claims nothing of theirs,
+/// and nothing any more that another one has taken over.
 fn links_die(lab: &Lab, load: &Load, victim: &str) -> Result<()> {
     let mac = lab.node(victim).external_mac();
     for segment in [Segment::Underlay, Segment::External] {
         let mut of_others = ips();
         of_others.retain(|ip| answering(lab, *ip).is_ok_and(|nodes| !nodes.contains(victim)));
         let capture = Capture::start(&lab.server("server1").ns, "eth0")?;
+        let cut = Instant::now();
         lab.cut(victim, segment)?;
         wait_taken(lab, victim)?;
         wait_until(
@@ -137,6 +156,16 @@ fn links_die(lab: &Lab, load: &Load, victim: &str) -> Result<()> {
             claimed.is_empty() && !of_others.is_empty(),
             "{segment:?} dies: {victim} claims {claimed:?} of {of_others:?}"
         );
+        for ip in ips() {
+            let mut claims = trace.since(cut).claims_of(ip);
+            let own = claims.remove(&mac).unwrap_or_default();
+            let taken = claims.into_values().flatten().min();
+            let late: Vec<_> = own.iter().filter_map(|at| Some(at.saturating_duration_since(taken?))).collect();
+            ensure!(
+                late.iter().all(Duration::is_zero),
+                "{segment:?} dies: {victim} claims {ip} {late:?} after another"
+            );
+        }
         lab.heal(victim, segment)?;
         wait_back(lab, victim)?;
         load.judge(&format!("{segment:?} comes back"))?;
@@ -195,6 +224,7 @@ fn headless_a_gateway_dies_while_controller_and_store_are_away() {
 fn a_gateway_that_loses_a_link_or_its_power_is_replaced_at_once_and_comes_back() {
     lab::require_root!();
     under_load(&StartOptions::new(), |lab, load, victim| {
+        wait_reminder(lab, victim)?;
         links_die(lab, load, victim)?;
         lab.kill_node(victim)?;
         wait_taken(lab, victim)?;

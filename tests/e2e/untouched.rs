@@ -99,16 +99,19 @@ fn ipvs_services_work_as_before_and_their_addresses_are_told_to_nobody() {
             let node = &lab.node(name).ns;
             let all = (1..=SERVICES).flat_map(|n| Family::BOTH.map(|family| service(family, n)));
             let add = |address| format!("addr add {address} dev kube-ipvs0 nodad");
-            node.ip(&["link add kube-ipvs0 type dummy".to_owned()].into_iter().chain(all.map(add)).collect::<Vec<_>>())?;
+            node.ip(&["link add kube-ipvs0 type dummy".to_owned()]
+                .into_iter()
+                .chain(all.map(add))
+                .collect::<Vec<_>>())?;
             node.sysctls(&[("net.ipv4.vs.conntrack", "1")])?;
             for family in Family::BOTH {
                 let (virtual_server, real) = (at(service(family, 10), 7000), at(backend.ips.ip(family), 7000));
-                node.sh(&format!("ipvsadm -A -t {virtual_server} -s rr && ipvsadm -a -t {virtual_server} -r {real} -m"))?;
+                node.sh(&format!(
+                    "ipvsadm -A -t {virtual_server} -s rr && ipvsadm -a -t {virtual_server} -r {real} -m"
+                ))?;
             }
         }
-        let seen = |family: Family| {
-            source_behind(&web.ns, &backend.ns, backend.ips.ip(family), service(family, 10))
-        };
+        let seen = |family: Family| source_behind(&web.ns, &backend.ns, backend.ips.ip(family), service(family, 10));
         for family in Family::BOTH {
             assert_eq!(seen(family)?, web.ips.ip(family), "before there is a policy");
         }
@@ -120,7 +123,10 @@ fn ipvs_services_work_as_before_and_their_addresses_are_told_to_nobody() {
         }
         for node in ["worker1", "worker2", "gw1"] {
             let told = lab.manifests().written("EgressNode", node).unwrap_or_default();
-            assert!(told.contains("addresses") && !told.contains("10.96.") && !told.contains("fd00:96:"), "{node}: {told}");
+            assert!(
+                told.contains("addresses") && !told.contains("10.96.") && !told.contains("fd00:96:"),
+                "{node}: {told}"
+            );
         }
         wait_in_force(&web, lab.server("server1"), &[10])
     });

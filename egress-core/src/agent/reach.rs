@@ -31,6 +31,8 @@ pub struct Reach {
     peers: BTreeSet<NodeName>,
     asked: u64,
     heard: Duration,
+    /// When anything came in last: an answer of another carrier, or anybody's probe.
+    last: Duration,
     /// Some other carrier answers.
     company: bool,
     /// When the lease was held last.
@@ -60,10 +62,10 @@ impl Reach {
     /// Nobody else carries what this node carries: it does not matter who reaches it.
     pub fn new(times: ProbeTimes) -> Self {
         let (patience, later) = (times.interval * times.misses, times.interval * 3 / 2);
-        let (peers, asked, heard) = (BTreeSet::new(), 0, Duration::ZERO);
+        let (peers, asked, heard, last) = (BTreeSet::new(), 0, Duration::ZERO, Duration::ZERO);
         let (company, held, since, others) = (false, None, None, None);
         let (reached, doubted, replaced) = (true, false, false);
-        Self { patience, later, peers, asked, heard, company, held, since, others, reached, doubted, replaced }
+        Self { patience, later, peers, asked, heard, last, company, held, since, others, reached, doubted, replaced }
     }
 
     /// These are the other carriers of what this node carries.
@@ -90,8 +92,8 @@ impl Reach {
         let alive = |name: &NodeName| matches!(probes.get(name), Some(ProbeState::Alive | ProbeState::Unable));
         self.company = self.peers.iter().any(alive);
         let reached = !alone || now.saturating_sub(self.heard) < self.patience;
-        let last = self.peers.iter().filter_map(&heard).fold(self.heard, Duration::max);
-        let recently = |name: &NodeName| heard(name).is_some_and(|answered| last < answered + self.later);
+        self.last = self.peers.iter().filter_map(&heard).fold(self.heard, Duration::max);
+        let recently = |name: &NodeName| heard(name).is_some_and(|answered| self.last < answered + self.later);
         let doubted = self.peers.iter().any(|name| dead(name) && recently(name));
         let before = (std::mem::replace(&mut self.reached, reached), std::mem::replace(&mut self.doubted, doubted));
         if before.0 != reached {
@@ -137,6 +139,12 @@ impl Reach {
         self.doubted
     }
 
+    /// Whether anything came in of late. Where nothing did, this node may be the one that is cut off, though it does not know that yet: what it
+    /// claims, another carrier may have taken over.
+    pub fn hears(&self, now: Duration) -> bool {
+        self.peers.is_empty() || now < self.last + self.later
+    }
+
     /// Why it may not, in the log.
     fn tell(&self) {
         let why = match (self.reached, self.replaced) {
@@ -169,6 +177,7 @@ mod tests {
         let heard = |a, b| move |name: &NodeName| Some(ms(if *name == "a".into() { a } else { b }));
         reach.note_asked(1, ms(1_010));
         assert!(!reach.look(&probes(alive, alive), heard(900, 1_000), ms(1_150)) && !reach.is_doubted());
+        assert!(reach.hears(ms(1_159)) && !reach.hears(ms(1_160)), "it reminds nobody of what it has");
         // Cut off at 1,000: one after the other is dead to it.
         assert!(reach.look(&probes(dead, alive), heard(900, 1_000), ms(1_200)) && reach.is_doubted());
         assert!(!reach.look(&probes(dead, dead), heard(900, 1_000), ms(1_300)) && reach.is_doubted());

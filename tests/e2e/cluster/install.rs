@@ -50,42 +50,47 @@ fn left_on(world: &InstalledCluster, node: &str, script: &str) -> Result<String>
     Ok(String::from_utf8(output.stdout)?.trim().to_owned())
 }
 
-/// `kubectl delete -k`, as docs/install.md has it, under a policy that is in use.
+/// As docs/install.md has it, by kubectl and by Helm.
 fn uninstalling_leaves_every_node_clean(world: &InstalledCluster) -> Result<()> {
+    let manifests = world.manifests.display().to_string();
+    let kubectl = || world.cluster.kubectl(&["delete", "-k", &manifests, "--wait=true", "--timeout=120s"]);
+    let clean = leaves_every_node_clean(world, kubectl).and_then(|()| helm_installs_upgrades_and_uninstalls(world));
+    world.cluster.install(&world.manifests)?;
+    clean
+}
+
+fn helm_installs_upgrades_and_uninstalls(world: &InstalledCluster) -> Result<()> {
+    let chart = world.manifests.join("chart").display().to_string();
+    let helm = |verb: &str, more: &[&str]| {
+        world.cluster.helm(&[&[verb, "spillway", "--namespace", "spillway", "--wait", "--timeout=180s"], more].concat())
+    };
+    helm("install", &[&chart, "--create-namespace"])?;
+    world.wait_installed()?;
+    helm("upgrade", &[&chart, "--reuse-values", "--set", "config.drainTimeout=30m"])?;
+    world.wait_installed()?;
+    leaves_every_node_clean(world, || helm("uninstall", &[]))
+}
+
+/// Removes Spillway under a policy that is in use.
+fn leaves_every_node_clean(world: &InstalledCluster, uninstall: impl FnOnce() -> Result<String>) -> Result<()> {
     let pods = world.deploy("web", 1)?;
     world.pool("public", 10, 11)?;
     world.policy("web", "web", "203.0.113.0/24", 2)?;
     world.wait_sources(&pods[0], 0, &egress([10, 11]))?;
-    let nodes = world.cluster.nodes().iter().map(|node| node.name.clone());
-    let nodes: Vec<String> = nodes.collect();
+    let nodes: Vec<&str> = world.cluster.nodes().iter().map(|node| node.name.as_str()).collect();
     for node in &nodes {
         ensure!(left_on(world, node, LEFT)?.contains("/sys/fs/bpf/spillway"), "{node}: the test looks for nothing");
     }
-    let manifests = world.manifests.display().to_string();
-    world.cluster.kubectl(&["delete", "-k", &manifests, "--wait=true", "--timeout=120s"])?;
-    let mut all = std::collections::BTreeMap::new();
-    let clean = wait_until(
-        "every node is clean",
-        PATIENCE,
-        || {
-            for node in &nodes {
-                all.insert(node.clone(), left_on(world, node, LEFT)?);
-            }
-            Ok(all.clone())
-        },
-        |all| all.values().all(String::is_empty),
-    );
-    let logs = left_on(world, &nodes[0], "ls /var/lib/spillway");
+    uninstall()?;
+    let look = || nodes.iter().map(|node| Ok((*node, left_on(world, node, LEFT)?))).collect::<Result<BTreeMap<_, _>>>();
+    wait_until("every node is clean", PATIENCE, look, |all| all.values().all(String::is_empty))?;
+    left_on(world, nodes[0], "ls /var/lib/spillway")?;
     // A pod that was selected goes on, as if there had never been a policy.
-    let plain = world.wait_sources(&pods[0], 0, &[world.plain(&pods[0].node)]);
-    world.cluster.install(&world.manifests)?;
-    clean?;
-    plain?;
-    logs.map(drop)
+    world.wait_sources(&pods[0], 0, &[world.plain(&pods[0].node)])
 }
 
-/// Another CNI: flannel, with a VXLAN device of its own and masquerading. A policy for everything leaves what pods say to each
-/// other over it alone.
+/// Another CNI: flannel, with a VXLAN device of its own and masquerading, and kube-proxy with nftables. A policy for everything leaves what
+/// pods say to each other and to Services alone.
 fn flannel_is_left_alone(world: &InstalledCluster) -> Result<()> {
     let world = world.beside_flannel()?;
     let pods = world.deploy("web", 2)?;
@@ -95,6 +100,9 @@ fn flannel_is_left_alone(world: &InstalledCluster) -> Result<()> {
     world.policy("web", "web", "0.0.0.0/0", 2)?;
     for pod in &pods {
         world.wait_sources(pod, 0, &egress([10, 11]))?;
+        world.reaches_the_api_server(pod)?;
+        let rules = world.cluster.netns(&pod.node)?.sh("nft list tables")?;
+        ensure!(rules.contains("table ip kube-proxy"), "{}: not nftables: {rules}", pod.node);
     }
     let outside = world.outside()?;
     let target = SocketAddr::new(SERVERS[0].parse()?, 80);

@@ -1,7 +1,7 @@
 //! Networks of the cluster that no Node names.
 
 use std::collections::BTreeSet;
-use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -35,7 +35,7 @@ fn are_left_alone(world: &InstalledCluster) -> Result<()> {
     world.cluster.apply(
         "{apiVersion: v1, kind: Service, metadata: {name: backend}, spec: {selector: {app: backend}, ports: [{port: 7000}]}}",
     )?;
-    let service = address_of(world, "backend")?;
+    let service = world.cluster_ip("backend")?;
     let clients: Vec<_> = web.iter().filter(|pod| pod.node != server.node).collect();
     ensure!(clients.len() > 1, "the pods are all on {}", server.node);
     let seen = |to: IpAddr| clients.iter().map(|pod| source(pod, &server, to)).collect::<Result<Vec<_>>>();
@@ -50,11 +50,7 @@ fn are_left_alone(world: &InstalledCluster) -> Result<()> {
     }
     let after = (seen(server.ip.into())?, seen(service)?);
     ensure!(after == before, "the pod is seen as {after:?}, and was as {before:?}");
-    let kubernetes = SocketAddr::new(address_of(world, "kubernetes")?, 443);
-    for pod in &web {
-        let connected = pod.ns.run(|| Ok(TcpStream::connect_timeout(&kubernetes, TIMEOUT)?));
-        connected.with_context(|| format!("{} does not reach the API server", pod.name))?;
-    }
+    web.iter().try_for_each(|pod| world.reaches_the_api_server(pod))?;
 
     world.cluster.pods_from(Some(RANGES[1]))?;
     let late = deploy(world, "late", 1, RANGES[1])?.pop().context("a pod")?;
@@ -73,12 +69,6 @@ fn deploy(world: &InstalledCluster, app: &str, count: usize, range: u8) -> Resul
     let others: Vec<_> = pods.iter().filter(|pod| pod.ip.octets()[..2] != [10, range]).collect();
     ensure!(others.is_empty(), "not of the range 10.{range}.0.0/16: {others:?}");
     Ok(pods)
-}
-
-/// The cluster IP of a Service.
-fn address_of(world: &InstalledCluster, service: &str) -> Result<IpAddr> {
-    let object = world.cluster.get(&["service", service])?;
-    Ok(object["spec"]["clusterIP"].as_str().context("a cluster IP")?.parse()?)
 }
 
 /// The address that a pod has at another one, which it asks for at `to`.

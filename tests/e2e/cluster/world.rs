@@ -1,11 +1,11 @@
 //! The cluster that the tests share, and what they all do with it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 use lab::cluster::{Cluster, ClusterPod, EgressIp, SERVERS};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{NetNs, wait_for, wait_until};
@@ -205,6 +205,19 @@ impl InstalledCluster {
         };
         let what = format!("{} on {} is seen as {wanted:?}", pod.name, pod.node);
         wait_until(&what, PATIENCE, look, |sources: &BTreeSet<IpAddr>| *sources == wanted).map(drop)
+    }
+
+    /// The cluster IP of a Service.
+    pub fn cluster_ip(&self, service: &str) -> Result<IpAddr> {
+        let object = self.cluster.get(&["service", service])?;
+        Ok(object["spec"]["clusterIP"].as_str().context("a cluster IP")?.parse()?)
+    }
+
+    /// Connects a pod to the API server by its Service.
+    pub fn reaches_the_api_server(&self, pod: &ClusterPod) -> Result<()> {
+        let service = SocketAddr::new(self.cluster_ip("kubernetes")?, 443);
+        let connected = pod.ns.run(|| Ok(TcpStream::connect_timeout(&service, ANSWER)?));
+        connected.map(drop).with_context(|| format!("{} does not reach the API server", pod.name))
     }
 
     /// The address that pods of a node have outside without a policy.

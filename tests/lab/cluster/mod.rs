@@ -169,6 +169,17 @@ impl Cluster {
             .with_context(|| format!("kubectl {}", arguments.join(" ")))
     }
 
+    /// Runs Helm; its standard output.
+    pub fn helm(&self, arguments: &[&str]) -> Result<String> {
+        let mut command = self.netns("cp")?.command(self.binaries.join("helm"));
+        command.env("KUBECONFIG", self.dir.join("kubeconfig"));
+        for (folder, name) in [("HELM_CACHE_HOME", "cache"), ("HELM_CONFIG_HOME", "config"), ("HELM_DATA_HOME", "data")]
+        {
+            command.env(folder, self.dir.join("helm").join(name));
+        }
+        crate::command::output(command.args(arguments)).with_context(|| format!("helm {}", arguments.join(" ")))
+    }
+
     /// Runs kubectl and returns how it ended, whatever it was.
     pub fn try_kubectl(&self, arguments: &[&str]) -> Result<Output> {
         Ok(self.kubectl_command()?.args(arguments).output()?)

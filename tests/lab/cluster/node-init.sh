@@ -28,8 +28,11 @@ k8s kubelet --config="$W/kubelet.yaml" --kubeconfig="$D/$N.kubeconfig" --hostnam
   NODE_NAME=$N flannel --kube-subnet-mgr --kubeconfig-file="$D/kubeconfig" --net-config-path="$D/flannel.json" --iface=eth0 \
     --ip-masq >> "$W/flannel.log" 2>&1
 done &
+# Both of kube-proxy's kinds of rules are tried.
+MODE=iptables
+[ -e "$D/flannel.json" ] && MODE=nftables
 # Conntrack's settings are not this network namespace's to change.
-k8s proxy --kubeconfig="$D/proxy.kubeconfig" --hostname-override="$N" --proxy-mode=iptables --conntrack-max-per-core=0 \
+k8s proxy --kubeconfig="$D/proxy.kubeconfig" --hostname-override="$N" --proxy-mode=$MODE --conntrack-max-per-core=0 \
   --conntrack-tcp-timeout-established=0 --conntrack-tcp-timeout-close-wait=0 --bind-address="$A" \
   --healthz-bind-address=127.0.0.1 --metrics-bind-address=127.0.0.1 > "$W/proxy.log" 2>&1 &
 wait

@@ -322,7 +322,9 @@ impl Machine {
 
     /// Whether egress IPs may be announced, and since when or from when on.
     pub fn may_announce(&self, now: Duration) -> (bool, Duration) {
-        (self.pulse.may_announce(now), self.pulse.silent_until())
+        let hears = self.reach.hears(now);
+        let silent_until = if hears { Duration::ZERO } else { now + LOOK_CLOSELY_EVERY };
+        (hears && self.pulse.may_announce(now), silent_until.max(self.pulse.silent_until()))
     }
 
     fn sign_of_life(&mut self, now: Duration) {
