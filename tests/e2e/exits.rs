@@ -103,13 +103,14 @@ fn reserved_port_an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_i
             assert!(listening.connections().len() >= 20);
             assert_eq!(sources(&gateway.ns, &server, family, 20)?.values().sum::<usize>(), 20);
             assert_eq!(ping(&server.ns, own, &Ping::default())?.replies.len(), 1);
-            // Ports of flows keep clear of what the kernel gives to the node's own sockets.
+            // Ports of flows keep clear of what the kernel gives to the node's own sockets, whose connections may end only now.
             let capture = Capture::start(&server.ns, "eth0")?;
             sources(&pod.ns, &server, family, 200)?;
             let trace = capture.finish()?;
             let ports: BTreeSet<u16> = trace
                 .packets()
                 .iter()
+                .filter(|packet| packet.tcp_flags().is_some_and(|flags| flags.syn && !flags.ack))
                 .filter_map(lab::Packet::ports)
                 .filter(|(from, _)| from.ip() == own)
                 .map(|(from, _)| from.port())

@@ -42,7 +42,7 @@ use kube::CustomResourceExt;
 
 /// API group of Spillway's own kinds.
 pub const GROUP: &str = "spillway.io";
-/// Version of the kinds that people write. What its fields mean stays: CHANGELOG.md says what is promised.
+/// Version of the kinds that people write. What its fields mean stays: docs/install.md says what is promised.
 pub const VERSION: &str = "v1beta1";
 /// The version of those kinds before that, which clusters go on to serve, and that of the kinds that Spillway itself writes.
 pub const ALPHA: &str = "v1alpha1";

@@ -253,6 +253,8 @@ fn back(world: &InstalledCluster, address: IpAddr, node: &str) -> Result<()> {
 
 /// docs/failures.md: deaf-restart. The agent of a gateway is killed meanwhile, and the next one has nobody to read objects from.
 fn the_api_server_is_away(world: &InstalledCluster) -> Result<()> {
+    // The kubelet starts a container at once only if it has not ended before: a gateway's agent may have died with its node.
+    world.roll_out("daemonset/spillway-agent")?;
     let load = Load::start(world)?;
     let before = world.owners()?;
     let (address, node) = load.busy()?;

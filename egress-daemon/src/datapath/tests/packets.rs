@@ -8,12 +8,15 @@ use super::{
 };
 use crate::datapath::load;
 use egress_common::{
-    abi::{INNER_DST_MAC, INNER_SRC_MAC},
-    limits::{HELD_FRAME, HELD_PER_DATAGRAM},
+    abi::{INNER_DST_MAC, INNER_SRC_MAC, TICK_SHIFT},
+    limits::{HELD_FRAME, HELD_PER_DATAGRAM, HELD_TICKS},
     port_block,
     verdict::Counter,
 };
-use std::net::IpAddr;
+use std::{
+    net::IpAddr,
+    time::{Duration, Instant},
+};
 
 const SYN: u8 = 2;
 const ACK: u8 = 16;
@@ -303,18 +306,24 @@ fn fragments_before_their_first_one_are_held_and_follow_it() {
     for (program, from, to, port) in [("pod_egress", pod, server, 53), ("uplink_ingress", server, egress, port)] {
         let first = fragment(seal(ip(from, to, UDP, &[], &udp(40_000, port, &[7; 64]))), [0x20, 0]);
         let later = |place: u8| fragment(ip(from, to, UDP, &[], &[place; 40]), [0x20, place]);
+        let began = Instant::now();
         for place in 0..HELD_PER_DATAGRAM as u8 {
             rig.dropped(program, &later(9 + 5 * place), Counter::FragmentHeld);
         }
         rig.dropped(program, &later(9 + 5 * HELD_PER_DATAGRAM as u8), Counter::DropFragment);
-        let before = rig.count(Counter::FragmentReleased);
+        let counts = [Counter::FragmentReleased, Counter::DropFragment];
+        let before = counts.map(|counter| rig.count(counter));
         if program == "pod_egress" {
             // The flow is made by a packet that nothing waits for.
             let other = seal(ip(from, to, UDP, &[], &udp(40_000, port, b"whole")));
             assert_eq!(rig.run(program, &other).0, REDIRECT);
         }
         rig.dropped(program, &first, Counter::DatagramOrdered);
-        assert_eq!(rig.count(Counter::FragmentReleased) - before, u64::from(HELD_PER_DATAGRAM), "{program}");
+        let [released, late] = [0, 1].map(|n| rig.count(counts[n]) - before[n]);
+        // An emulated machine may be too slow for them.
+        let in_time = began.elapsed() < HELD_TICKS * Duration::from_nanos(1 << TICK_SHIFT);
+        assert_eq!(released + late, u64::from(HELD_PER_DATAGRAM), "{program}");
+        assert!(late == 0 || !in_time, "{program}: {late} fragments are late after {:?}", began.elapsed());
         // As they enter again: nothing waits any more, and the ports are known.
         for frame in [&first, &later(9)] {
             assert_eq!(rig.run(program, frame).0, REDIRECT, "{program}: {:?}", rig.writer.maps().counters());

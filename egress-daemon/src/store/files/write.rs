@@ -35,7 +35,6 @@ impl Files {
         if target.kind.is_users() && !(verb == Verb::ReplaceStatus && target.kind.has_our_status()) {
             return refuse(one("", "people write objects of this kind", "write it into a file of the directory"));
         }
-        crate::api::remove_nulls(value);
         let violations = if verb == Verb::Delete { Vec::new() } else { self.parser.check(value) };
         if violations.is_empty() { Ok(()) } else { refuse(violations) }
     }
