@@ -157,7 +157,7 @@ impl Kind {
     pub fn reads(self, api_version: &str) -> bool {
         use Kind::{EgressGatewayPolicy, EgressIPPool, EgressPolicy};
         let has_alpha = matches!(self, EgressGatewayPolicy | EgressPolicy | EgressIPPool);
-        api_version == self.api_version() || has_alpha && api_version == Kind::EgressIP.api_version()
+        api_version == self.api_version() || has_alpha && api_version == "spillway.io/v1alpha1"
     }
 
     /// Whether objects of the kind live in a namespace.
