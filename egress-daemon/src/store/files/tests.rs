@@ -1,5 +1,7 @@
 //! The store in a directory, as its users see it: real files, several stores on one directory, several processes.
 
+mod versions;
+
 use super::*;
 use crate::api::Pod;
 use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPSpec, EgressIPStatus};
