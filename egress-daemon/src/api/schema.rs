@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
 /// Fields that say what the list behind them says with one entry: [`ALPHA`] takes both, [`VERSION`] the list.
-const SHORT_FORMS: [(&str, &str); 2] = [("egressGateway", "egressGateways"), ("egressIPPool", "egressIPPools")];
+pub const SHORT_FORMS: [(&str, &str); 2] = [("egressGateway", "egressGateways"), ("egressIPPool", "egressIPPools")];
 
 /// Adds [`ALPHA`] to a CRD. Both versions have the same fields, so that an API server converts by itself and loses nothing; where an object of
 /// the older one has a short form, the newer one shows it, and refuses it only when somebody writes it.

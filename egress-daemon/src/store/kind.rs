@@ -7,8 +7,8 @@ use crate::api::networks::{
     kube_ovn::Subnet as KubeOvnSubnet,
 };
 use crate::api::{
-    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
-    ExternalIPPool, Pod,
+    ALPHA, CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
+    ExternalIPPool, GROUP, Pod, SHORT_FORMS,
 };
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{self, Namespace, Node};
@@ -155,9 +155,12 @@ impl Kind {
 
     /// Whether objects of this version are objects of the kind: an API server turns them into the kind's version, and a directory does.
     pub fn reads(self, api_version: &str) -> bool {
-        use Kind::{EgressGatewayPolicy, EgressIPPool, EgressPolicy};
-        let has_alpha = matches!(self, EgressGatewayPolicy | EgressPolicy | EgressIPPool);
-        api_version == self.api_version() || has_alpha && api_version == "spillway.io/v1alpha1"
+        api_version == self.api_version() || self.has_alpha() && api_version == format!("{GROUP}/{ALPHA}")
+    }
+
+    /// Whether the version before the present one is served, too.
+    fn has_alpha(self) -> bool {
+        matches!(self, Kind::EgressGatewayPolicy | Kind::EgressPolicy | Kind::EgressIPPool)
     }
 
     /// Whether objects of the kind live in a namespace.
@@ -196,6 +199,17 @@ impl Kind {
             Kind::CiliumPodIPPool => ApiResource::erase::<CiliumPodIPPool>(&()),
             Kind::AntreaIPPool => ApiResource::erase::<AntreaIPPool>(&()),
             Kind::KubeOvnSubnet => ApiResource::erase::<KubeOvnSubnet>(&()),
+        }
+    }
+
+    /// How it is named where the status of an object is written: Kubernetes 1.32 judges all of the object then, and only the version before
+    /// lets short forms pass.
+    pub(crate) fn resource_for_status(self, object: &Value) -> ApiResource {
+        let resource = self.resource();
+        let is_short = |(short, _): (&str, &str)| object["spec"].get(short).is_some_and(|said| !said.is_null());
+        match self.has_alpha() && SHORT_FORMS.into_iter().any(is_short) {
+            true => ApiResource { api_version: format!("{GROUP}/{ALPHA}"), version: ALPHA.to_owned(), ..resource },
+            false => resource,
         }
     }
 

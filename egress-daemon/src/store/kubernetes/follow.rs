@@ -5,18 +5,21 @@ use super::namespace_of;
 use crate::store::Kind;
 use futures::StreamExt;
 use kube::api::{Api, DynamicObject, ListParams};
+use kube::core::ApiResource;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Client, Error};
 use serde_json::Value;
+use std::hash::{BuildHasher, RandomState};
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// How long a request may take.
 const REQUEST: Duration = Duration::from_secs(10);
-/// How soon a watch that failed is tried again, at first and at last.
+/// How soon a watch that failed is tried again, at first and at last. Half of it is left to chance: when an API server comes back, thousands
+/// of agents do not ask it in the same moment.
 const RETRY: Duration = Duration::from_millis(100);
-const RETRY_AT_MOST: Duration = Duration::from_secs(2);
+const RETRY_AT_MOST: Duration = Duration::from_secs(10);
 /// How often it is asked whether the API server answers at all. An agent at rest asks for nothing else.
 const ASK: Duration = Duration::from_secs(20);
 /// How often it is asked whether the cluster has a kind by now that nobody needs.
@@ -41,10 +44,15 @@ impl Watched {
 }
 
 /// The API of a kind.
-pub(super) fn api(client: Client, kind: Kind) -> Api<DynamicObject> {
+fn api(client: Client, kind: Kind) -> Api<DynamicObject> {
+    of_kind(client, kind, &kind.resource())
+}
+
+/// The same by one of the kind's versions.
+pub(super) fn of_kind(client: Client, kind: Kind, version: &ApiResource) -> Api<DynamicObject> {
     match namespace_of(kind) {
-        Some(namespace) => Api::namespaced_with(client, namespace, &kind.resource()),
-        None => Api::all_with(client, &kind.resource()),
+        Some(namespace) => Api::namespaced_with(client, namespace, version),
+        None => Api::all_with(client, version),
     }
 }
 
@@ -200,7 +208,9 @@ impl Retry {
         }
         let pause = RETRY_AT_MOST.min(RETRY * 2_u32.pow(self.failures.min(8)));
         self.failures += 1;
-        tokio::time::sleep(pause).await;
+        // Each state of a hasher has keys of its own.
+        let chance = RandomState::new().hash_one(self.failures) as u32;
+        tokio::time::sleep(pause / 2 + (pause / 2).mul_f64(f64::from(chance) / f64::from(u32::MAX))).await;
     }
 
     /// Something succeeded: whether anything had failed before.

@@ -4,12 +4,12 @@
 //! of our own manager, so that `kubectl` can tell whose is what.
 
 use super::cache::Cache;
-use super::follow::{api, value};
+use super::follow::{of_kind, value};
 use crate::api::Violation;
 use crate::store::{Guard, Kind, ObjectRef, StoreError, Verb, Write};
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::api::{Api, DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams, Preconditions};
-use kube::core::Status;
+use kube::core::{ApiResource, Status};
 use kube::{Client, Error};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -33,11 +33,15 @@ pub(super) async fn write(
         return Ok(object);
     }
     let sent = Instant::now();
-    let api = match target.kind.is_users() && target.kind.is_namespaced() {
-        true => Api::namespaced_with(client, &target.key.namespace, &target.kind.resource()),
-        false => api(client, target.kind),
+    let version = match verb {
+        Verb::ReplaceStatus => target.kind.resource_for_status(&object),
+        _ => target.kind.resource(),
     };
-    let result = tokio::time::timeout(REQUEST, send(&api, writer, verb, &target, &object)).await;
+    let api = match target.kind.is_users() && target.kind.is_namespaced() {
+        true => Api::namespaced_with(client, &target.key.namespace, &version),
+        false => of_kind(client, target.kind, &version),
+    };
+    let result = tokio::time::timeout(REQUEST, send(&api, writer, verb, &target, &version, &object)).await;
     let written = match result {
         Ok(Ok(written)) => written,
         Ok(Err(Error::Api(status)))
@@ -87,6 +91,7 @@ async fn send(
     writer: &'static str,
     verb: Verb,
     target: &ObjectRef,
+    version: &ApiResource,
     object: &Value,
 ) -> kube::Result<DynamicObject> {
     let name = &target.key.name;
@@ -98,7 +103,7 @@ async fn send(
         Verb::Replace => api.replace(name, &posted, &typed(object)?).await,
         Verb::ReplaceStatus if target.kind.is_users() => {
             let fields = json!({
-                "apiVersion": target.kind.api_version(),
+                "apiVersion": version.api_version,
                 "kind": target.kind.name(),
                 "metadata": {"name": name, "resourceVersion": text("/metadata/resourceVersion")},
                 "status": object.get("status"),
