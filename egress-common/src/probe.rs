@@ -6,7 +6,7 @@ use crate::layout::map_type;
 /// The first four bytes of a probe.
 pub const MAGIC: [u8; 4] = *b"SPWY";
 /// The version of the format.
-pub const VERSION: u8 = 2;
+pub const VERSION: u8 = 3;
 /// [`Probe::kind`] on the way to the gateway.
 pub const REQUEST: u8 = 1;
 /// [`Probe::kind`] on the way back.
@@ -44,7 +44,9 @@ map_type! {
         pub seq: [u8; 8],
         /// Tunnel address of the gateway, IPv4 in its mapped form.
         pub remote: [u8; 16],
-    } size 40
+        /// In a reply: up to which revision the leases of the prober are in the gateway's tables, network byte order. In a request: zero.
+        pub leases: [u8; 8],
+    } size 48
 }
 
 /// Bits of [`Probe::state`].
@@ -65,5 +67,5 @@ map_type! {
         pub node: u32,
         /// 4 or 6: the family of the packet.
         pub family: u32,
-    } size 48
+    } size 56
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::{Namespace, Node};
 use k8s_openapi::api::networking::v1::ServiceCIDR;
 
-pub use desired::{Desired, desired, desired_part};
+pub use desired::{Desired, PROGRAMMED, desired, desired_part};
 pub use previous::{draining_since, egress_ip, previous};
 
 use crate::api::{

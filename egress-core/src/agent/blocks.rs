@@ -60,7 +60,7 @@ pub fn usable<'a>(
     // Tables have leases only of egress IPs that their agent has read of. This node's own are in its tables before the blocks are.
     let known = |name: &NodeName| match is.objects.snapshot.report(name) {
         _ if *name == is.node => u64::MAX,
-        Some(report) if fixed || report.carries.contains(&address) => report.lease_revision,
+        Some(report) if fixed || report.carries.contains(&address) => is.known_by(name, address),
         _ => 0,
     };
     let (used, replying) = (carriers.used(address), carriers.replying(address));

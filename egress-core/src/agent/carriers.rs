@@ -37,7 +37,7 @@ pub struct Carriers {
 enum Worth {
     /// It does not answer, or its node is gone.
     Dead,
-    /// It has not reported yet that it carries the address and knows this node's blocks of it.
+    /// It has not said yet that it carries the address and knows this node's blocks of it.
     Unready,
     /// It forwards, but says that it is not able to answer for addresses.
     Unable,
@@ -202,7 +202,7 @@ impl Carriers {
 
     /// Whether a carrier knows all blocks of this node that the one in use knows. Nobody waits for what the dead know.
     fn is_current(&self, c: &Facts, ip: IpAddr, name: &NodeName) -> bool {
-        let known = |name: &NodeName| c.objects.snapshot.report(name).map_or(0, |report| report.lease_revision);
+        let known = |name: &NodeName| c.known_by(name, ip);
         let used =
             self.used(ip).iter().filter(|used| **used != c.node && c.probes.get(*used) != Some(&ProbeState::Dead));
         let blocks = c.objects.plan.blocks.get(&ip).into_iter().flat_map(BTreeMap::values);

@@ -32,25 +32,6 @@ pub struct Objects {
     pub plan: Plan,
     /// The policies that it has not looked at yet.
     pub unanswered: BTreeSet<PolicyId>,
-    /// By node: up to which revision all leases are in the objects.
-    pub leases_up_to: BTreeMap<NodeName, u64>,
-}
-
-/// Up to which revisions a node knows of leases.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Known {
-    /// Of those of every node: as a gateway it lets them pass.
-    pub all: u64,
-    /// Of its own: what it gives back is meant up to it.
-    pub own: u64,
-}
-
-impl Known {
-    /// The higher one of each.
-    #[must_use]
-    pub fn max(self, other: Known) -> Known {
-        Known { all: self.all.max(other.all), own: self.own.max(other.own) }
-    }
 }
 
 /// Everything that is decided by.
@@ -82,6 +63,10 @@ pub struct Facts {
     pub used: BTreeSet<IpAddr>,
     /// What the probes say of the gateways.
     pub probes: BTreeMap<NodeName, ProbeState>,
+    /// Up to which revision this node's leases are in the tables of the gateways that have answered.
+    pub known: BTreeMap<NodeName, u64>,
+    /// The blocks that an earlier agent has left in use, of which their carriers knew. Forgotten once every gateway has answered or is dead.
+    pub left: BTreeMap<IpAddr, BTreeSet<u16>>,
     /// Whether this node is able to carry egress IPs: their ways out are up, and somebody reaches it.
     pub able: bool,
     /// Whether it may be this node that is cut off, and not the others that are dead: it takes over from nobody.
@@ -116,12 +101,22 @@ impl Facts {
         self.objects.plan.egress_ips.values().flat_map(EgressIpPlan::order).any(|name| *name == self.node)
     }
 
-    /// Up to which revisions all leases are in the tables after the next write. A report never falls, or a lease that was confirmed would
+    /// Up to which revision this node's leases are in its tables after the next write. A report never falls, or what was given back would
     /// seem not to be.
-    pub fn leases(&self) -> Known {
-        let all = self.objects.leases_up_to.get(&self.node).copied().unwrap_or(0);
-        let reported = self.reported().map(|r| Known { all: r.lease_revision, own: r.own_lease_revision });
-        Known { all, own: self.objects.plan.highest_lease_of(&self.node) }.max(reported.unwrap_or_default())
+    pub fn leases(&self) -> u64 {
+        let reported = self.reported().map_or(0, |report| report.own_lease_revision);
+        self.objects.plan.highest_lease_of(&self.node).max(reported)
+    }
+
+    /// Up to which revision a carrier knows this node's leases of an egress IP: as it says, or at least what was in use when this agent
+    /// started.
+    pub fn known_by(&self, carrier: &NodeName, address: IpAddr) -> u64 {
+        let left = || {
+            let (left, blocks) = (self.left.get(&address)?, self.objects.plan.blocks.get(&address)?);
+            let own = left.iter().filter_map(|block| blocks.get(block)).filter(|lease| lease.node == self.node);
+            own.map(|lease| lease.revision).max()
+        };
+        self.known.get(carrier).copied().or_else(left).unwrap_or(0)
     }
 
     /// Whether any pool or policy would have this node as a gateway, or the plan has it as one: its pool may be gone.

@@ -46,6 +46,8 @@ pub struct Answered {
     pub able: bool,
     /// The gateway holds its lease.
     pub held: bool,
+    /// Up to which revision this node's leases are in the gateway's tables.
+    pub leases: u64,
 }
 
 /// A gateway that is to be probed.
@@ -79,6 +81,8 @@ struct Gateway {
     able: bool,
     /// It said that it holds its lease.
     held: bool,
+    /// Up to which revision it said that it knows this node's leases.
+    leases: Option<u64>,
     /// When it is probed next.
     due: Duration,
     /// When its last answer came.
@@ -122,6 +126,7 @@ impl Gateways {
                             back: None,
                             able: true,
                             held: false,
+                            leases: None,
                             due: Duration::ZERO,
                             heard: None,
                         },
@@ -150,6 +155,11 @@ impl Gateways {
     pub fn holding(&self) -> BTreeSet<NodeName> {
         let holds = |g: &Gateway| g.held && g.transports.state() == ProbeState::Alive;
         self.gateways.iter().filter(|(_, g)| holds(g)).map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Up to which revision the gateways that have answered know this node's leases.
+    pub fn leases(&self) -> BTreeMap<NodeName, u64> {
+        self.gateways.iter().filter_map(|(name, g)| Some((name.clone(), g.leases?))).collect()
     }
 
     /// The way in force to a gateway; `None` if it is not probed.
@@ -223,15 +233,16 @@ impl Gateways {
         }
         g.held = answer.held;
         g.heard = Some(now);
-        let changed = g.able != answer.able;
-        if changed {
+        let learned = g.leases.replace(answer.leases) != Some(answer.leases);
+        let turned = g.able != answer.able;
+        if turned {
             g.able = answer.able;
             match g.able {
                 true => tracing::info!("gateway {name} is able to carry egress IPs again"),
                 false => tracing::info!("gateway {name} says that it is not able to carry egress IPs"),
             }
         }
-        tell(name, &news, g.transports.current()) | changed
+        tell(name, &news, g.transports.current()) | learned | turned
     }
 }
 

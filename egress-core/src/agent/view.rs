@@ -95,6 +95,7 @@ pub fn view(facts: &Facts, decided: &Decided, config: DatapathConfig, effective:
         api_server: facts.api_server,
         egress_ips: facts.objects.plan.egress_ips.iter().map(|(ip, e)| (*ip, egress(facts, decided, *ip, e))).collect(),
         nodes: facts.objects.snapshot.nodes.values().map(|n| (n.name.clone(), tunnel_addresses(n))).collect(),
+        known_leases: facts.objects.plan.highest_leases(),
         // The agent fills them in: they depend on routes, which are looked up for the nodes that the view names.
         transports: BTreeMap::new(),
         macs: macs(facts),

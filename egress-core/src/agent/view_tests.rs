@@ -33,6 +33,8 @@ pub(super) struct FactsFixture {
     pub(super) links: LinkTable,
     pub(super) roles: Roles,
     pub(super) probes: BTreeMap<NodeName, ProbeState>,
+    /// What gateways know of this node's leases.
+    pub(super) known: BTreeMap<NodeName, u64>,
     pub(super) except: Vec<IpNet>,
     pub(super) silent: bool,
     pub(super) able: bool,
@@ -73,7 +75,7 @@ fn node(name: &str, zone: &str, address: &str) -> Node {
         draining: false,
         pod_cidrs: BTreeSet::new(),
         max_egress_ips: None,
-        report: Some(NodeReport { lease_revision: 5, ..NodeReport::default() }),
+        report: Some(NodeReport::default()),
     }
 }
 
@@ -124,6 +126,7 @@ impl FactsFixture {
             links,
             roles: Roles { uplinks: [1, 2].into(), ..Roles::default() },
             probes: BTreeMap::new(),
+            known: [("g1".into(), 5), ("g2".into(), 5)].into(),
             except: Vec::new(),
             silent: false,
             able: true,
@@ -158,6 +161,7 @@ impl FactsFixture {
             roles: self.roles.clone(),
             interfaces: interfaces(&self.links, &self.roles, BTreeMap::new()),
             probes: self.probes.clone(),
+            known: self.known.clone(),
             able: self.able,
             left_alone: self.except.clone(),
             silent: self.silent,
@@ -225,7 +229,7 @@ fn a_slot_needs_blocks_that_its_owner_knows_of() {
     assert_eq!(world.usable(), [false, true, true], "the owner has only programmed revision 5");
     lease(&mut world, 2, |l| l.revision = 6);
     assert_eq!(world.usable(), [false, true, true], "what this node owns it programs itself");
-    world.snapshot.nodes.get_mut(&NodeName::from("g1")).unwrap().report.as_mut().unwrap().lease_revision = 6;
+    world.known.insert("g1".into(), 6);
     assert_eq!(world.usable(), [true; 3]);
     lease(&mut world, 0, |l| l.state = BlockState::Quarantined);
     lease(&mut world, 1, |l| l.node = "g1".into());

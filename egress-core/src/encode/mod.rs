@@ -126,6 +126,8 @@ pub struct NodeView {
     pub macs: BTreeMap<[u8; 6], NodeName>,
     /// Interfaces by which packets of egress IPs come in, with their MAC addresses: those that answer for them, and those of the underlay.
     pub uplinks: BTreeMap<u32, [u8; 6]>,
+    /// Up to which revision the leases of each node that has any are among those of `egress_ips`.
+    pub known_leases: BTreeMap<NodeName, u64>,
     /// Settings; node and generation are filled in by the encoder and the writer.
     pub config: Option<DatapathConfig>,
 }
@@ -226,6 +228,8 @@ impl Encoder {
         let known =
             view.macs.iter().filter_map(|(mac, name)| Some((transport::mac_key(*mac), *self.nodes.0.get(name)?)));
         tables.mac_index = known.collect();
+        let leases = view.known_leases.iter().filter_map(|(name, up_to)| Some((*self.nodes.0.get(name)?, *up_to)));
+        tables.known_leases = leases.collect();
     }
 
     fn egress_ips(&self, view: &NodeView, present: &Tables, tables: &mut Tables) {

@@ -61,6 +61,8 @@ pub struct Tables {
     pub carriers: BTreeMap<u32, CarrierTable>,
     /// Everybody's blocks by egress IP.
     pub leases: BTreeMap<u32, LeaseTable>,
+    /// By node: up to which revision its leases are in `leases`.
+    pub known_leases: BTreeMap<u32, u64>,
     /// Nodes.
     pub nodes: BTreeMap<u32, NodeEntry>,
     /// Index by tunnel address.

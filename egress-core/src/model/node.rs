@@ -48,8 +48,6 @@ pub struct NodeReport {
     pub troubles: BTreeSet<Trouble>,
     /// The policies that its tables carry out, and in which version; absent: its agent is of a version that does not tell.
     pub programmed: Option<BTreeMap<PolicyId, Version>>,
-    /// Everything that is leased to any node up to this revision is in its tables.
-    pub lease_revision: u64,
     /// Everything that is leased to this node up to this revision is in its tables.
     pub own_lease_revision: u64,
 }

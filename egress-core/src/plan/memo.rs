@@ -127,7 +127,7 @@ impl Memo {
                     &report.troubles,
                     &report.carries,
                 );
-        if !same || report.lease_revision.max(report.own_lease_revision) > plan.lease_revision {
+        if !same || report.own_lease_revision > plan.lease_revision {
             return None;
         }
         let confirmed = before.own_lease_revision != report.own_lease_revision;

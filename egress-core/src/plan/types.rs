@@ -304,9 +304,16 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The highest revision of a lease; 0 if there is none.
-    pub fn highest_lease(&self) -> u64 {
-        self.blocks.values().flat_map(BTreeMap::values).map(|lease| lease.revision).max().unwrap_or(0)
+    /// The highest revision of a lease of each node that has any.
+    pub fn highest_leases(&self) -> BTreeMap<NodeName, u64> {
+        let mut highest = BTreeMap::new();
+        for lease in self.blocks.values().flat_map(BTreeMap::values) {
+            match highest.get_mut(&lease.node) {
+                Some(revision) => *revision = lease.revision.max(*revision),
+                None => drop(highest.insert(lease.node.clone(), lease.revision)),
+            }
+        }
+        highest
     }
 
     /// The highest revision of a lease of one node; 0 if it has none.

@@ -2,7 +2,7 @@
 
 use super::{Agent, AgentSettings, hooks::Wanted, status, tell};
 use crate::{
-    api::EgressNode,
+    api::{EgressNode, ProgrammedPolicy},
     datapath::monotonic_ns,
     host::{
         firewall::{FirewallError, Spec},
@@ -31,6 +31,9 @@ use std::{
     sync::Arc,
     time::Duration,
 };
+
+/// How soon the status says what nobody waits for.
+const STATUS_WITHIN: Duration = Duration::from_secs(60);
 
 /// What decides where programs belong.
 pub(super) fn wanted(
@@ -261,9 +264,16 @@ impl Agent {
             return self.writing.begin_task(async move { store.create(&object).await.map(drop) });
         };
         let status = status::status(self, present.status.as_ref(), Timestamp::now());
-        if present.status.as_ref() == Some(&status) {
-            return self.machine.handle_status(true);
+        if let Some(old) = &present.status {
+            let settled =
+                |p: &ProgrammedPolicy| p.policy.parse().is_ok_and(|id| self.observed.is_settled(&id, p.generation));
+            let can_wait =
+                || self.now() < self.status_written + STATUS_WITHIN && !status::is_news(old, &status, settled);
+            if *old == status || can_wait() {
+                return self.machine.handle_status(true);
+            }
         }
+        self.status_written = self.now();
         let object = EgressNode { status: Some(status), ..present };
         // Nothing here waits for an API server.
         self.writing.begin_task(async move { store.replace_status(&object).await.map(drop) });

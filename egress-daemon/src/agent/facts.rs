@@ -5,7 +5,7 @@ use crate::{
         CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
         ExternalIPPool, Pod, egress_ip_name,
     },
-    snapshot,
+    snapshot::{self, PROGRAMMED},
     store::Store,
     translate::{self, Problem, networks::CniObjects},
 };
@@ -84,13 +84,10 @@ impl ObservedObjects {
         }
         let (snapshot, problems) = snapshot::snapshot(&objects);
         let plan = snapshot::previous(&objects);
-        let up_to =
-            |object: &Arc<EgressNode>| Some((object.metadata.name.as_deref()?.into(), object.spec.leases_up_to));
-        let leases_up_to = objects.egress_nodes.iter().filter_map(up_to).collect();
         (self.objects, self.problems) = (objects, problems);
         let answered = |id: &PolicyId| self.policy_conditions(id).next().is_some();
         let unanswered = snapshot.policies.keys().filter(|id| !answered(id)).cloned().collect();
-        self.meant = Arc::new(Objects { snapshot, plan, unanswered, leases_up_to });
+        self.meant = Arc::new(Objects { snapshot, plan, unanswered });
         true
     }
 
@@ -116,6 +113,14 @@ impl ObservedObjects {
             PolicyKind::Antrea => named(&objects.egresses, policy).and_then(|p| Some(&p.status.as_ref()?.conditions)),
         };
         conditions.into_iter().flatten()
+    }
+
+    /// Whether nobody waits for this node to carry a policy out: it is gone, or every node had this version of it once.
+    pub fn is_settled(&self, policy: &PolicyId, generation: i64) -> bool {
+        let had = |c: &Condition| (c.type_.as_str(), c.status.as_str()) == (PROGRAMMED, "True");
+        let of_generation = |c: &Condition| c.observed_generation == Some(generation);
+        !self.snapshot.policies.contains_key(policy)
+            || self.policy_conditions(policy).any(|c| had(c) && of_generation(c))
     }
 
     /// The conditions of an egress IP, as the controller wrote them.

@@ -6,12 +6,7 @@ use crate::{
     observe::state::GatewayState,
 };
 use egress_core::{
-    agent::{
-        facts::{Facts, Known},
-        machine::Machine,
-        transports,
-        unnamed::Networks,
-    },
+    agent::{facts::Facts, machine::Machine, transports, unnamed::Networks},
     model::{Demand, PolicyId, Trouble, Version},
 };
 use k8s_openapi::{
@@ -22,11 +17,9 @@ use std::{collections::BTreeMap, net::IpAddr};
 
 /// What a status after an `old` one says of leases and egress IPs.
 pub fn of_leases(machine: &mut Machine, old: Option<&EgressNodeStatus>) -> EgressNodeStatus {
-    let reported = old.map(|s| Known { all: s.lease_revision, own: s.own_lease_revision });
-    let (leases, demand) = machine.report(reported.unwrap_or_default());
+    let (own_lease_revision, demand) = machine.report(old.map_or(0, |status| status.own_lease_revision));
     EgressNodeStatus {
-        lease_revision: leases.all,
-        own_lease_revision: leases.own,
+        own_lease_revision,
         carries: machine.outcome().carries.iter().map(|ip| CarriedIP { egress_ip: ip.to_string() }).collect(),
         demand: demands(demand),
         ..EgressNodeStatus::default()
@@ -55,6 +48,24 @@ pub fn status(agent: &mut Agent, old: Option<&EgressNodeStatus>, now: Timestamp)
         conditions: vec![ready(&outcome.errors, old, now), networks(&outcome.unnamed, old, now)],
         ..of_leases
     }
+}
+
+/// Whether anybody waits for what a status says and the one before it does not. How full the tables are, how packets travel, and that a
+/// policy of which that is not news (`is_settled`) is carried out here too, changes with every pod.
+pub fn is_news(old: &EgressNodeStatus, new: &EgressNodeStatus, is_settled: impl Fn(&ProgrammedPolicy) -> bool) -> bool {
+    let gives_back = new.demand.iter().any(|demand| !demand.release.is_empty());
+    let waited_for = |status: &EgressNodeStatus, other: &EgressNodeStatus| {
+        let has = |policy: &ProgrammedPolicy| other.programmed.iter().flatten().any(|other| other == policy);
+        let programmed = status.programmed.iter().flatten().filter(|policy| !has(policy) && !is_settled(policy));
+        EgressNodeStatus {
+            own_lease_revision: if gives_back { status.own_lease_revision } else { 0 },
+            programmed: status.programmed.is_some().then(|| programmed.cloned().collect()),
+            gateways: Vec::new(),
+            map_use: Vec::new(),
+            ..status.clone()
+        }
+    };
+    waited_for(old, new) != waited_for(new, old)
 }
 
 fn trouble(trouble: &Trouble) -> api::Trouble {

@@ -112,7 +112,7 @@ fn node(agent: &Agent) -> NodeState {
         drivers: agent.hooks.native().iter().map(|(name, verdict)| (name.clone(), driver(verdict))).collect(),
         tunnel_addresses: agent.machine.tunnel_addresses(),
         lease_held: agent.lease.as_ref().map(|_| agent.machine.is_lease_held(agent.now())),
-        lease_revision: agent.machine.outcome().leases.all,
+        lease_revision: agent.machine.outcome().leases,
     }
 }
 

@@ -51,12 +51,6 @@ pub struct EgressNodeSpec {
     /// object of one node, for all of them. No policy touches what is sent there.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cluster_networks: Vec<String>,
-
-    /// For a gateway: all leases up to this revision, of every node, had been written before this was. A gateway that has
-    /// read it has read them all.
-    #[serde(default)]
-    #[schemars(with = "i64", range(min = 0))]
-    pub leases_up_to: u64,
 }
 
 /// Port blocks of one egress IP.
@@ -84,8 +78,7 @@ pub struct BlockRange {
     #[schemars(with = "i32", range(min = 1, max = 1008))]
     pub count: u16,
 
-    /// When they were leased: the owner of the egress IP must have reported at least this leaseRevision before a source
-    /// node uses them.
+    /// When they were leased. The node uses them with gateways whose answers to its probes say that they know its leases up to this.
     #[schemars(with = "i64", range(min = 0))]
     pub revision: u64,
 }
@@ -140,11 +133,6 @@ pub struct EgressNodeStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub attach: Option<String>,
-
-    /// All leases up to this revision, of every node, are in the node's tables.
-    #[serde(default)]
-    #[schemars(with = "i64", range(min = 0))]
-    pub lease_revision: u64,
 
     /// All leases of the node itself up to this revision are in its tables: what it gives back is meant up to it.
     #[serde(default)]

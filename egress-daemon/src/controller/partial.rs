@@ -151,7 +151,7 @@ impl Known {
         let mut reports = BTreeMap::new();
         for (key, object) in changed::<EgressNode>(store, since)? {
             let object = object?;
-            if self.nodes.get(&key.name) != Some(&planned(&object.spec)) {
+            if self.nodes.get(&key.name) != Some(&object.spec) {
                 return None;
             }
             let name = NodeName::from(key.name.as_str());
@@ -172,12 +172,7 @@ impl Known {
 }
 
 fn specs(desired: &Desired) -> impl Iterator<Item = (String, EgressNodeSpec)> {
-    desired.egress_nodes.iter().map(|(name, object)| (name.clone(), planned(&object.spec)))
-}
-
-/// What of a spec comes from a plan: not that which follows from having written the others.
-fn planned(spec: &EgressNodeSpec) -> EgressNodeSpec {
-    EgressNodeSpec { leases_up_to: 0, ..spec.clone() }
+    desired.egress_nodes.iter().map(|(name, object)| (name.clone(), object.spec.clone()))
 }
 
 /// The objects of a kind that came, went or changed, as they are now.

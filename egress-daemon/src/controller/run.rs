@@ -1,6 +1,6 @@
 //! The loop.
 
-use super::apply::{Applied, apply, apply_part};
+use super::apply::{Applied, Differences, apply, apply_part};
 use super::partial::{Known, Revisions};
 use super::sight::{Judgement, Sight, delays, judged};
 use super::{ControllerConfig, ControllerReport, Event, drains, remarks};
@@ -28,6 +28,8 @@ use tokio::sync::watch;
 
 /// How soon a round that failed is repeated.
 const RETRY: Duration = Duration::from_millis(100);
+/// How soon objects say how many pods there are, after the last round that left it out.
+const COUNTS_WITHIN: Duration = Duration::from_secs(5);
 /// How often a round is made although nothing asks for it.
 const RESYNC: Duration = Duration::from_secs(60);
 
@@ -198,9 +200,12 @@ impl Controller {
             return false;
         };
         let planning = started.elapsed();
-        let applied = apply_part(&leading.store, wanted, self.sight.known()).await;
+        let applied = apply_part(&leading.store, wanted, Differences::News).await;
         // Owners and the states of conditions are as they were: there is nothing to tell people.
         self.report(&applied, planning, true);
+        if applied.outdated {
+            leading.due = leading.due.min(self.start.elapsed() + COUNTS_WITHIN);
+        }
         if applied.errors.is_empty() {
             (leading.seen, leading.known) = (Some(inputs.clone()), Some(known));
         } else {
@@ -229,7 +234,7 @@ impl Controller {
         let known = Known::new(memo, problems, &wanted);
         let drained = drains::next(wanted.egress_ips.values(), drain_timeout, time.0);
         let planning = started.elapsed();
-        let applied = apply(&leading.store, wanted, self.sight.known()).await;
+        let applied = apply(&leading.store, wanted).await;
         self.tell(leading, before, after, (refused, doubts), &applied);
         self.report(&applied, planning, false);
         let now = self.start.elapsed();

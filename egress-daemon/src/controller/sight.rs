@@ -14,6 +14,7 @@ use std::time::Duration;
 pub(crate) struct Sight {
     pub(crate) gateways: LeaseTracker,
     patience: Duration,
+    /// The gateways whose leases somebody holds.
     known: BTreeSet<NodeName>,
     /// What the store had told of leases when it last told anything, and when that was.
     heard: (u64, Duration),
@@ -23,11 +24,6 @@ impl Sight {
     pub(crate) fn new(times: LeaseTimes) -> Self {
         let (patience, known) = (times.duration / 2, BTreeSet::new());
         Self { gateways: LeaseTracker::new(times), patience, known, heard: (0, Duration::ZERO) }
-    }
-
-    /// The gateways whose leases somebody holds.
-    pub(crate) fn known(&self) -> &BTreeSet<NodeName> {
-        &self.known
     }
 
     /// Takes note of all leases; `heard` is another number whenever the store has told of any.

@@ -48,7 +48,7 @@ fn decode(bytes: &[u8]) -> Option<Answered> {
     }
     // SAFETY: there are enough bytes, and any are a ProbeAnswer.
     let ProbeAnswer { probe, family, .. } = unsafe { bytes.as_ptr().cast::<ProbeAnswer>().read_unaligned() };
-    let Probe { kind, transport, reply_transport, state: probe_state, node_id, seq, .. } = probe;
+    let Probe { kind, transport, reply_transport, state: probe_state, node_id, seq, leases, .. } = probe;
     (kind == REPLY).then(|| Answered {
         seq: u64::from_be_bytes(seq),
         node_id: u32::from_be_bytes(node_id),
@@ -57,5 +57,6 @@ fn decode(bytes: &[u8]) -> Option<Answered> {
         ipv6: family == 6,
         able: probe_state & state::UNABLE == 0,
         held: probe_state & state::HELD != 0,
+        leases: u64::from_be_bytes(leases),
     })
 }

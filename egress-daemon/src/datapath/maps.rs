@@ -224,6 +224,8 @@ pub struct Maps {
     pub carriers: Slots<CarrierTable>,
     /// Everybody's blocks by egress IP.
     pub leases: Slots<LeaseTable>,
+    /// By node: up to which revision its leases are in `leases`.
+    pub known_leases: Slots<u64>,
     /// Nodes.
     pub nodes: Slots<NodeEntry>,
     /// Index in `nodes` by tunnel address.
@@ -271,6 +273,7 @@ impl Maps {
             blocks: Slots::open(pins, "BLOCKS")?,
             carriers: Slots::open(pins, "CARRIERS")?,
             leases: Slots::open(pins, "LEASES")?,
+            known_leases: Slots::open(pins, "KNOWN_LEASES")?,
             nodes: Slots::open(pins, "NODES")?,
             node_index: Table::open(pins, "NODE_INDEX")?,
             mac_index: Table::open(pins, "MAC_INDEX")?,

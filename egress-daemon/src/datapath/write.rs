@@ -73,6 +73,7 @@ kinds! {
     MacIndex: MacKey => u32, mac_index;
     Uplinks: u32 => Uplink, uplinks;
     Leases: u32 => LeaseTable, leases, array of NO_LEASES;
+    KnownLeases: u32 => u64, known_leases, array of 0;
     CarrierTables: u32 => CarrierTable, carriers, array of spread::NONE;
     EgressIps: u32 => EgressIp, egress_ips, array of EgressIp::EMPTY;
     EgressIndexV4: V4 => u32, v4.egress_index;
@@ -156,6 +157,7 @@ impl<S: Sink> MapUpdate<'_, S> {
         self.add::<MacIndex>()?;
         self.add::<Uplinks>()?;
         self.add::<Leases>()?;
+        self.add::<KnownLeases>()?;
         self.add::<CarrierTables>()?;
         self.add_some::<EgressIps>(|i| in_force.contains(i))?;
         self.add::<EgressIndexV4>()?;
@@ -190,6 +192,7 @@ impl<S: Sink> MapUpdate<'_, S> {
         self.drop::<Blocks>()?;
         self.add_some::<EgressIps>(|i| !in_force.contains(i))?;
         self.drop::<CarrierTables>()?;
+        self.drop::<KnownLeases>()?;
         self.drop::<Leases>()?;
         self.drop::<Uplinks>()?;
         self.drop::<MacIndex>()?;
@@ -268,6 +271,7 @@ fn read(maps: &Maps) -> Result<Tables, MapsError> {
         blocks: filled(&maps.blocks, &NO_BLOCKS)?,
         carriers: filled(&maps.carriers, &spread::NONE)?,
         leases: filled(&maps.leases, &NO_LEASES)?,
+        known_leases: filled(&maps.known_leases, &0)?,
         nodes: filled(&maps.nodes, &NodeEntry::EMPTY)?,
         node_index: maps.node_index.entries()?,
         mac_index: maps.mac_index.entries()?,

@@ -62,7 +62,7 @@ fn encode(request: &Request) -> Vec<u8> {
 fn payload(request: &Request) -> Vec<u8> {
     let remote: Vec<u8> = net::any(request.remote).iter().flat_map(|word| word.to_ne_bytes()).collect();
     let kinds = [VERSION, REQUEST, request.transport as u8, request.reply_transport as u8];
-    [&MAGIC[..], &kinds, &request.node_id.to_be_bytes(), &[0; 4], &request.seq.to_be_bytes(), &remote].concat()
+    [&MAGIC[..], &kinds, &request.node_id.to_be_bytes(), &[0; 4], &request.seq.to_be_bytes(), &remote, &[0; 8]].concat()
 }
 
 fn ipv4(source: [u8; 4], length: u16) -> Vec<u8> {

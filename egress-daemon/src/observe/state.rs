@@ -90,7 +90,7 @@ pub struct NodeState {
     pub tunnel_addresses: Vec<IpAddr>,
     /// Whether the node is a gateway and holds its Lease; absent for a node that is no gateway.
     pub lease_held: Option<bool>,
-    /// The highest revision of port blocks that the node has programmed.
+    /// The highest revision of the node's own port blocks that it has programmed.
     pub lease_revision: u64,
 }
 

@@ -56,7 +56,6 @@ pub(super) fn believed(objects: &[Arc<KubeNode>], snapshot: &mut Snapshot) -> Ve
             }
             other.is_none()
         });
-        report.lease_revision = report.lease_revision.min(MAX_REVISION);
         report.own_lease_revision = report.own_lease_revision.min(MAX_REVISION);
     }
     let pods = snapshot.endpoints.values().flat_map(|e| e.ips.iter().map(move |ip| (*ip, e)));

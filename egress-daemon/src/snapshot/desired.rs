@@ -13,7 +13,7 @@ use std::net::IpAddr;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 
 use conditions::ConditionWriter;
-pub use conditions::DRAINING;
+pub use conditions::{DRAINING, PROGRAMMED};
 pub use part::desired_part;
 use statuses::{StatusInputs, usage};
 
@@ -33,10 +33,8 @@ use egress_core::{
 pub struct Desired {
     /// EgressIP objects, spec and status.
     pub egress_ips: BTreeMap<String, api::EgressIP>,
-    /// EgressNode objects; the status is the agent's, and `leases_up_to` and it are left as they are.
+    /// EgressNode objects; the status is the agent's, and is left as it is.
     pub egress_nodes: BTreeMap<String, api::EgressNode>,
-    /// The highest revision of a lease: gateways are told of it (`leases_up_to`) when all `egress_nodes` are written.
-    pub lease_revision: u64,
     /// Status of each EgressGatewayPolicy.
     pub policies: BTreeMap<String, api::EgressGatewayPolicyStatus>,
     /// Status of each EgressPolicy, by `NAMESPACE/NAME`.
@@ -58,7 +56,6 @@ pub fn desired(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan, problems:
     Desired {
         egress_ips: egress_ips(objects, &inputs, plan.egress_ips.keys()),
         egress_nodes: egress_nodes(objects, snapshot, plan),
-        lease_revision: plan.highest_lease(),
         ..statuses(objects, &inputs)
     }
 }
@@ -199,7 +196,6 @@ fn egress_nodes(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan) -> BTree
 
 fn egress_node(name: &NodeName, spec: api::EgressNodeSpec, existing: Option<&&api::EgressNode>) -> api::EgressNode {
     let metadata = existing.map_or_else(|| named(name.as_str()), |before| before.metadata.clone());
-    let spec = api::EgressNodeSpec { leases_up_to: existing.map_or(0, |before| before.spec.leases_up_to), ..spec };
     api::EgressNode { metadata, spec, status: existing.and_then(|before| before.status.clone()) }
 }
 

@@ -42,9 +42,8 @@ pub fn previous(objects: &ApiObjects) -> Plan {
                 }
             }
         }
-        let confirmed = object.status.as_ref().map_or(0, |status| status.lease_revision.max(status.own_lease_revision));
-        let confirmed = confirmed.min(MAX_REVISION);
-        revision = revision.max(object.spec.leases_up_to).max(confirmed);
+        let confirmed = object.status.as_ref().map_or(0, |status| status.own_lease_revision);
+        revision = revision.max(confirmed.min(MAX_REVISION));
         assignments(object, &mut plan);
     }
     plan.blocks = leases.into_iter().map(|(address, leases)| (address, newest(leases))).collect();

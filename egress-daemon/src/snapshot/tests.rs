@@ -208,7 +208,7 @@ fn skew_an_agent_that_reports_no_policies_is_not_waited_for_and_fields_of_a_late
     round(&mut objects, &health(), 100);
     // As agents write it: the one before this version, one after it, and one whose new fields an older definition of the kind has removed.
     for (node, status) in [
-        ("w0", json!({"tunnelAddresses": ["10.0.0.1"], "leaseRevision": 0, "carries": []})),
+        ("w0", json!({"tunnelAddresses": ["10.0.0.1"], "ownLeaseRevision": 0, "carries": []})),
         (
             "w1",
             json!({"programmed": [{"policy": "flows", "uid": "", "generation": 2, "later": 1}], "later": {"a": [1]}}),
@@ -313,7 +313,6 @@ proptest! {
             let part = desired_part(&objects, memo.snapshot(), &plan, &[], &time(1), touched);
             written.egress_ips.extend(part.egress_ips);
             written.egress_nodes.extend(part.egress_nodes);
-            written.lease_revision = written.lease_revision.max(part.lease_revision);
             prop_assert_eq!(&written, &all(memo.snapshot(), &plan));
         }
     }
@@ -344,7 +343,7 @@ fn claims_of_a_node_are_believed_only_where_nobody_else_has_what_it_claims() {
     let said = |tunnel: &[&str], addresses: &[&str]| {
         let addresses: Vec<Value> = addresses.iter().map(|a| json!({"interface": "eth1", "cidr": a})).collect();
         let revision = i64::MAX;
-        json!({"tunnelAddresses": tunnel, "addresses": addresses, "leaseRevision": revision, "ownLeaseRevision": revision})
+        json!({"tunnelAddresses": tunnel, "addresses": addresses, "ownLeaseRevision": revision})
     };
     // The pod's address is in no Node's podCIDRs.
     objects.pods.push(read(json!({"metadata": {"name": "p", "namespace": "ns", "uid": "u"},

@@ -138,7 +138,6 @@ pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
         occupied_blocks: status.occupied_blocks.iter().copied().collect(),
         demand,
         carries,
-        lease_revision: status.lease_revision,
         own_lease_revision: status.own_lease_revision,
     };
     Some((report, reader.problems))

@@ -196,6 +196,9 @@ pub static MAC_INDEX: HashMap<MacKey, u32, MAX_MACS, GROW> = HashMap::new();
 /// By node: the transport that it wants its replies by, as its last probe said.
 #[btf_map]
 pub static REPLY_TRANSPORT: Array<u32, MAX_NODES> = Array::new();
+/// By node: up to which revision its leases are in [`LEASES`]. Answers to its probes say so.
+#[btf_map]
+pub static KNOWN_LEASES: Array<u64, MAX_NODES> = Array::new();
 /// Answers to this node's probes, for the agent.
 #[btf_map]
 pub static PROBES: RingBuf<ProbeAnswer, PROBE_BUFFER> = RingBuf::new();

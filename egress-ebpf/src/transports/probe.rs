@@ -8,7 +8,7 @@ use crate::{
     tables::{
         deadline::is_before,
         family::Family,
-        maps::{NODES, PROBES, REPLY_TRANSPORT},
+        maps::{KNOWN_LEASES, NODES, PROBES, REPLY_TRANSPORT},
         stats,
     },
     transports::{device, nodes},
@@ -99,7 +99,8 @@ fn answer<F: Family>(pkt: &Packet, index: u32) -> Verdict {
         unsafe { *noted = reply_transport as u32 };
     }
     let by = clamp(transport as u32, node.may);
-    if turn_around::<F>(pkt, payload, kind, [transport, reply_transport], by as u8).is_none() {
+    let leases = KNOWN_LEASES.get(index).copied().unwrap_or(0);
+    if turn_around::<F>(pkt, payload, kind, [transport, reply_transport], (by as u8, leases)).is_none() {
         return Verdict::Drop(Counter::DropMalformed);
     }
     stats::count(Counter::ProbeAnswered);
@@ -113,7 +114,7 @@ fn turn_around<F: Family>(
     payload: u32,
     kind: u8,
     [transport, reply_transport]: [u8; 2],
-    by: u8,
+    (by, leases): (u8, u64),
 ) -> Option<()> {
     let (at, size) = (ETH_LEN + F::SRC, size_of::<F>() as u32);
     let (src, dst) = (F::load(pkt, at)?, F::load(pkt, at + size)?);
@@ -126,9 +127,12 @@ fn turn_around<F: Family>(
     let held = if is_before(deadline::LEASE) { state::HELD } else { 0 };
     let state = if is_before(deadline::ABLE) { held } else { held | state::UNABLE };
     let check = csum::update16(check, pair(0, 0), pair(state, 0));
+    let leases = [(leases >> 32) as u32, leases as u32].map(u32::to_be);
+    let check = csum::update32(csum::update32(check, 0, leases[0]), 0, leases[1]);
     pkt.write(payload - 2, if check == 0 { 0xffff } else { check })?;
     pkt.write(payload + offset_of!(Probe, kind) as u32, REPLY)?;
     pkt.write(payload + offset_of!(Probe, state) as u32, state)?;
+    pkt.write(payload + offset_of!(Probe, leases) as u32, leases)?;
     pkt.write(payload + offset_of!(Probe, reply_transport) as u32, by)
 }
 

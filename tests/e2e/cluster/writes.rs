@@ -1,19 +1,25 @@
-//! What a cluster at rest writes to the API server, counted in its audit log.
+//! What Spillway writes to the API server, counted in its audit log.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use lab::wait_for;
 use serde_json::Value;
 
 use crate::Test;
 use crate::world::InstalledCluster;
 
-pub const TESTS: &[Test] = &[("writes::a_cluster_at_rest_renews_the_leases_of_carriers_and_nothing_else", at_rest)];
+pub const TESTS: &[Test] = &[
+    ("writes::a_cluster_at_rest_renews_the_leases_of_carriers_and_nothing_else", at_rest),
+    ("writes::a_pod_on_a_node_that_has_none_of_its_application_costs_one_write_and_its_count", a_pod_more),
+];
 
 /// How long is counted.
 const COUNTED: Duration = Duration::from_secs(60);
+/// For how long nothing else is written when all is settled: numbers of pods follow after 5 s.
+const QUIET: Duration = Duration::from_secs(10);
 /// Leases are renewed each 5 s; where the minute begins and ends decides on one more. With 0.5 s it was 120.
 const RENEWALS: std::ops::RangeInclusive<usize> = 11..=13;
 
@@ -26,7 +32,8 @@ fn written(world: &InstalledCluster, from: usize) -> Result<BTreeMap<String, usi
         let (verb, object) = (event["verb"].as_str().unwrap_or_default(), &event["objectRef"]);
         if matches!(verb, "create" | "update" | "patch" | "delete") && object["resource"] != "serviceaccounts" {
             let text = |field: &str| object[field].as_str().unwrap_or_default();
-            *written.entry(format!("{verb} {}/{}", text("resource"), text("name"))).or_default() += 1;
+            let status = if object["subresource"] == "status" { "/status" } else { "" };
+            *written.entry(format!("{verb} {}/{}{status}", text("resource"), text("name"))).or_default() += 1;
         }
     }
     Ok(written)
@@ -34,6 +41,52 @@ fn written(world: &InstalledCluster, from: usize) -> Result<BTreeMap<String, usi
 
 fn size(world: &InstalledCluster) -> Result<usize> {
     Ok(std::fs::metadata(world.cluster.dir().join("audit.log"))?.len().try_into()?)
+}
+
+/// Waits until only what is `usual` has been written for a while.
+fn wait_quiet(world: &InstalledCluster, usual: impl Fn(&str) -> bool) -> Result<()> {
+    let mut quiet = (Instant::now(), size(world)?);
+    wait_for("nothing unusual is written", Duration::from_secs(150), || {
+        if written(world, quiet.1)?.keys().any(|write| !usual(write)) {
+            quiet = (Instant::now(), size(world)?);
+        }
+        Ok(quiet.0.elapsed() >= QUIET)
+    })
+}
+
+/// An application is on two workers, and comes to the third. Three gateways carry its two egress IPs, and none of them writes anything: that
+/// they know the new leases is in their answers to probes.
+fn a_pod_more(world: &InstalledCluster) -> Result<()> {
+    let is_lease = |write: &str| write.contains(" leases/");
+    world.cluster.apply(
+        "{apiVersion: spillway.io/v1beta1, kind: EgressIPPool, metadata: {name: public}, spec: {
+           ipRanges: [{start: 192.0.2.10, end: 192.0.2.11}], nodeSelector: {matchLabels: {egress: 'true'}}, carriers: 3}}",
+    )?;
+    world.policy("web", "web", "203.0.113.0/24", 2)?;
+    let first = world.deploy("web", 2)?;
+    let addresses = [IpAddr::from([192, 0, 2, 10]), IpAddr::from([192, 0, 2, 11])];
+    world.wait_sources(&first[0], 0, &addresses)?;
+    world.condition("web", "Ready", "True")?;
+    wait_quiet(world, is_lease)?;
+    let from = size(world)?;
+    let pods = world.deploy("web", 3)?;
+    let new =
+        pods.iter().find(|pod| first.iter().all(|old| old.node != pod.node)).context("a pod on the third worker")?;
+    world.wait_sources(new, 0, &addresses)?;
+    wait_quiet(world, is_lease)?;
+    let mut written = written(world, from)?;
+    written.retain(|write, _| !is_lease(write));
+    // Who has more than twice its share now gives some of it back, which is another matter.
+    let gives_back = |write: &str| first.iter().any(|pod| write.contains(&format!("/{}", pod.node)));
+    written.retain(|write, _| !gives_back(write));
+    let mut expected =
+        vec![format!("update egressnodes/{}", new.node), "patch egressgatewaypolicies/web/status".to_owned()];
+    expected.extend(addresses.map(|address| format!("update egressips/{address}/status")));
+    ensure!(
+        written == expected.iter().map(|write| (write.clone(), 1)).collect(),
+        "{written:?} instead of {expected:?}"
+    );
+    Ok(())
 }
 
 /// A pool that selects every node, and an egress IP with two carriers.
@@ -52,14 +105,8 @@ fn at_rest(world: &InstalledCluster) -> Result<()> {
     let leases = carriers.filter_map(Value::as_str).map(|node| format!("update leases/spillway-gateway-{node}"));
     let mut expected: BTreeSet<String> = leases.collect();
     expected.insert("update leases/spillway-controller".to_owned());
-    // What the tests before have left is settled when only leases are written for a while.
-    let mut quiet = (Instant::now(), size(world)?);
-    wait_for("nothing but leases is written", Duration::from_secs(90), || {
-        if written(world, quiet.1)?.keys().any(|write| !expected.contains(write)) {
-            quiet = (Instant::now(), size(world)?);
-        }
-        Ok(quiet.0.elapsed() >= Duration::from_secs(10))
-    })?;
+    // What the tests before have left is settled then.
+    wait_quiet(world, |write| expected.contains(write))?;
     let (from, start) = (size(world)?, Instant::now());
     wait_for("a minute passes", COUNTED * 2, || Ok(start.elapsed() >= COUNTED))?;
     let written = written(world, from)?;

@@ -47,6 +47,8 @@ pub struct MachineSettings {
 pub struct Left {
     /// The egress IPs that the kernel forwards for, and whether it answers for them.
     pub carried: BTreeMap<IpAddr, bool>,
+    /// The blocks that flows may use, by egress IP.
+    pub blocks: BTreeMap<IpAddr, BTreeSet<u16>>,
     /// Pods.
     pub endpoints: BTreeMap<EndpointId, EndpointView>,
     /// Policies in force.
@@ -59,9 +61,14 @@ impl From<&Tables> for Left {
     fn from(tables: &Tables) -> Self {
         let carried = tables.egress_ips.values().filter(|e| e.flags & flags::CARRIED != 0);
         let answers = |flags: u32| flags & (flags::SILENT | flags::NODE_ADDRESS) == 0;
+        let blocks = tables.blocks.iter().filter_map(|(index, list)| {
+            let blocks = list.blocks.iter().take(list.count as usize).copied().collect();
+            Some((net::from_any(tables.egress_ips.get(index)?.addr), blocks))
+        });
         let policies = tables.names.iter().filter(|(k, _)| k.kind == name_kind::POLICY);
         Self {
             carried: carried.map(|e| (net::from_any(e.addr), answers(e.flags))).collect(),
+            blocks: blocks.collect(),
             endpoints: kept::recover(tables),
             policies: policies.filter_map(|(_, name)| name_text(name).parse().ok()).collect(),
             flags: tables.config.map_or(0, |config| config.flags),

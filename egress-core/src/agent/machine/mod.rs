@@ -17,7 +17,7 @@ use super::{
     carriers::Carriers,
     demand,
     effective::Effective,
-    facts::{Facts, Known, Objects},
+    facts::{Facts, Objects},
     gateways::{Answered, Gateways},
     history::Histories,
     late::Late,
@@ -63,8 +63,8 @@ const AT_ONCE_SHARE: u32 = 4;
 /// What came of the last rounds.
 #[derive(Default)]
 pub struct RoundOutcome {
-    /// Up to these revisions, leases are in the tables.
-    pub leases: Known,
+    /// Up to this revision, the node's leases are in its tables.
+    pub leases: u64,
     /// The egress IPs that this node carries by its tables.
     pub carries: BTreeSet<IpAddr>,
     /// Those of them that are announced.
@@ -120,6 +120,8 @@ pub struct Machine {
     counting: bool,
     status_due: bool,
     writing_status: bool,
+    /// The first round is carried out.
+    started: bool,
     /// Something has changed.
     dirty: bool,
     round: Option<Round>,
@@ -132,7 +134,7 @@ impl Machine {
         let carriers = Carriers::recover(&left.carried);
         let histories = Histories::recover(&left.endpoints);
         let mut machine = Self {
-            facts,
+            facts: Facts { left: left.blocks, ..facts },
             decided: Decided { carriers, histories, ..Decided::default() },
             outcome: RoundOutcome::default(),
             shaper: None,
@@ -153,6 +155,7 @@ impl Machine {
             counting: false,
             status_due: true,
             writing_status: false,
+            started: false,
             dirty: true,
             round: None,
             actions: VecDeque::new(),
@@ -188,6 +191,7 @@ impl Machine {
 
     /// The first round is carried out.
     pub fn handle_start(&mut self, now: Duration) {
+        self.started = true;
         self.pulse = Pulse::new(self.settings.deadline, now);
     }
 
@@ -311,12 +315,12 @@ impl Machine {
         Some(Action::WriteStatus)
     }
 
-    /// What a status says of leases, of which an earlier one has `reported` these: up to where they are in the tables, and what is wanted
-    /// and given back. Until the first write, the tables are those that an earlier agent has reported.
-    pub fn report(&mut self, reported: Known) -> (Known, BTreeMap<IpAddr, Demand>) {
+    /// What a status says of leases, where an earlier one has `reported` this: up to which revision they are in the tables, and what is
+    /// wanted and given back. Until the first write, the tables are those that an earlier agent has reported.
+    pub fn report(&mut self, reported: u64) -> (u64, BTreeMap<IpAddr, Demand>) {
         let (node, plan, withheld) = (&self.facts.node, &self.facts.objects.plan, &mut self.decided.withheld);
         let leases = reported.max(self.outcome.leases);
-        withheld.publish(node, plan, leases.own);
+        withheld.publish(node, plan, leases);
         (leases, demand::demand(node, plan, &self.facts.ports, withheld))
     }
 

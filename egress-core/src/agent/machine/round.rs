@@ -13,6 +13,7 @@ use crate::{
         view,
     },
     encode::{NodeView, fit::Refused},
+    health::ProbeState,
     model::{Bandwidth, NodeName},
     network::{Route, classify::classify, reported::on_dummies},
 };
@@ -153,6 +154,10 @@ impl Machine {
         let (snapshot, plan) = (&facts.objects.snapshot, &facts.objects.plan);
         facts.used = view::used(plan, &facts.classes);
         facts.probes = self.gateways.states();
+        facts.known = self.gateways.leases();
+        if self.started && !facts.probes.values().any(|state| *state == ProbeState::Unknown) {
+            facts.left.clear();
+        }
         // The programs' clock, at which a connection that is silent from now on is over.
         let tick = ((self.settings.clock + facts.now).as_nanos() >> TICK_SHIFT) as u32;
         let over = tick.saturating_add(self.settings.config.tcp_established);

@@ -32,6 +32,11 @@ struct Shell {
 
 impl Shell {
     fn new(world: &FactsFixture) -> Self {
+        Self::after(world, Left::default())
+    }
+
+    /// An agent that comes after one that has `left` something.
+    fn after(world: &FactsFixture, left: Left) -> Self {
         let settings = MachineSettings {
             rules: InterfaceRules::default(),
             probe: Default::default(),
@@ -49,7 +54,7 @@ impl Shell {
         links.host_routes.insert(ip("10.1.0.1"), POD);
         let (node, objects, links) = ("me".into(), objects(world), Arc::new(links));
         let facts = Facts { node, objects, links, tunnel: 8, ..Facts::default() };
-        let machine = Machine::new(settings, Left::default(), facts);
+        let machine = Machine::new(settings, left, facts);
         Self { machine, now: Duration::ZERO, fails: BTreeSet::new(), done: Vec::new(), published: Vec::new() }
     }
 
@@ -112,7 +117,16 @@ impl Shell {
                 && lives(&name)
             {
                 let Request { seq, node_id, transport, .. } = request;
-                let answer = Answered { seq, node_id, transport, back: transport, ipv6: false, able: true, held: true };
+                let answer = Answered {
+                    seq,
+                    node_id,
+                    transport,
+                    back: transport,
+                    ipv6: false,
+                    able: true,
+                    held: true,
+                    leases: 5,
+                };
                 self.machine.handle_probe(&answer, self.now);
             }
         }
@@ -150,8 +164,7 @@ fn name(action: &Action) -> String {
 }
 
 fn objects(world: &FactsFixture) -> Arc<Objects> {
-    let leases_up_to = [("me".into(), world.plan.lease_revision)].into();
-    Arc::new(Objects { snapshot: world.snapshot.clone(), plan: world.plan.clone(), leases_up_to, ..Objects::default() })
+    Arc::new(Objects { snapshot: world.snapshot.clone(), plan: world.plan.clone(), ..Objects::default() })
 }
 
 /// A pod of this node that a policy selects.
@@ -190,11 +203,11 @@ fn tables_that_failed_to_be_written_are_neither_announced_nor_reported() {
     shell.fails.insert("Write");
     assert!(!shell.run().iter().any(|name| name == "Advertise"));
     assert_eq!((shell.announced(), &shell.machine.outcome().carries), ([].into(), &[].into()));
-    assert_eq!(shell.machine.report(Known::default()).0, Known::default());
+    assert_eq!(shell.machine.report(0).0, 0);
     shell.fails.clear();
     shell.round(&world);
     assert_eq!((shell.announced(), &shell.machine.outcome().carries), ([own].into(), &[own].into()));
-    assert_eq!(shell.machine.report(Known::default()).0, Known { all: 5, own: 5 });
+    assert_eq!(shell.machine.report(0).0, 5);
     // The tables do not know the address, or do not answer for it, however much it is this node's turn.
     carried_by(&mut world, 0, &["me", "g1"]);
     carried_by(&mut world, 2, &["g2"]);
@@ -202,14 +215,14 @@ fn tables_that_failed_to_be_written_are_neither_announced_nor_reported() {
     shell.fails.insert("Write");
     shell.round(&world);
     assert_eq!((shell.announced(), &shell.machine.outcome().carries), ([].into(), &[own].into()), "it is g2's turn");
-    assert_eq!(shell.machine.report(Known::default()).0, Known { all: 5, own: 5 });
+    assert_eq!(shell.machine.report(0).0, 5);
     carried_by(&mut world, 2, &["me"]);
     shell.round(&world);
     assert_eq!(shell.announced(), [].into(), "the tables may answer for it no more");
     shell.fails.clear();
     shell.round(&world);
     assert_eq!(shell.announced(), [own, ip(OWNED[0].0)].into());
-    assert_eq!(shell.machine.report(Known::default()).0, Known { all: 6, own: 5 });
+    assert_eq!(shell.machine.report(0).0, 5);
 }
 
 #[test]
@@ -268,6 +281,29 @@ fn all_that_fails_in_a_round_is_published() {
     shell.fails.insert("MakeStackPath");
     shell.round(&world);
     assert_eq!(shell.published.len(), 2, "{:?}", shell.published);
+}
+
+#[test]
+fn blocks_are_used_once_their_carrier_says_that_it_knows_them_and_those_in_use_go_on_after_a_restart() {
+    let (mut world, address) = (FactsFixture::new(), ip(OWNED[0].0));
+    let blocks = |shell: &Shell| shell.views().last().map(|view| view.egress_ips[&address].blocks.clone());
+    let left = Left { blocks: [(address, [7].into())].into(), ..Left::default() };
+    for (left, at_first) in [(Left::default(), [].into()), (left, BTreeSet::from([7]))] {
+        let mut shell = Shell::after(&world, left);
+        shell.run();
+        assert_eq!(blocks(&shell), Some(at_first));
+        shell.machine.handle_start(shell.now);
+        shell.machine.handle_timeout(shell.now);
+        shell.run();
+        shell.answer_probes(|_| true);
+        shell.run();
+        assert_eq!(blocks(&shell), Some([7].into()), "revision 5 is known");
+        // A lease that is newer than what was left in use, of a block with the same number.
+        world.plan.blocks.get_mut(&address).unwrap().get_mut(&7).unwrap().revision = 6;
+        shell.round(&world);
+        assert_eq!(blocks(&shell), Some([].into()));
+        world = FactsFixture::new();
+    }
 }
 
 #[test]

@@ -77,7 +77,6 @@ struct Inputs {
 struct Applying {
     inputs: Inputs,
     stages: VecDeque<Vec<Effect>>,
-    revision: Option<u64>,
     under_way: usize,
     failed: bool,
 }
@@ -190,9 +189,8 @@ impl Boss {
         self.sight.gateways.observe_nodes(&present, &holders, now);
         leading.delays = delays(&observed.snapshot);
         inputs.gateways = judged(health, &leading.delays);
-        let revision = Some(wanted.lease_revision);
         let stages = self.stages(wanted);
-        leading.applying = Some(Applying { inputs, stages, revision, under_way: 0, failed: false });
+        leading.applying = Some(Applying { inputs, stages, under_way: 0, failed: false });
     }
 
     /// Egress IPs come first, then what nodes may use.
@@ -221,30 +219,12 @@ impl Boss {
         [ips, nodes].into()
     }
 
-    /// Tells gateways that all leases up to this revision are written.
-    fn leases_up_to(&self, revision: u64) -> Vec<Effect> {
-        let present = self.client.objects(&Default::default()).egress_nodes;
-        let gateways = present.into_iter().filter(|node| {
-            let name = node.metadata.name.as_deref().map(NodeName::from);
-            name.is_some_and(|name| self.sight.known().contains(&name)) && node.spec.leases_up_to < revision
-        });
-        gateways
-            .map(|mut node| {
-                Arc::make_mut(&mut node).spec.leases_up_to = revision;
-                Effect::Write(Purpose::Plan(None), Object::EgressNode(node))
-            })
-            .collect()
-    }
-
     /// Begins the next stage of a round when the one before it is over, and ends the round after the last.
     fn go_on(&mut self, now: Duration, out: &mut Vec<Effect>) {
         let Some(mut leading) = self.leading.take() else { return };
         while let Some(applying) = leading.applying.as_mut().filter(|applying| applying.under_way == 0) {
             let next = match applying.stages.pop_front() {
                 Some(stage) => stage,
-                None if !applying.failed && applying.revision.is_some() => {
-                    applying.revision.take().map(|revision| self.leases_up_to(revision)).unwrap_or_default()
-                }
                 None => {
                     let failed = applying.failed;
                     leading.seen = (!failed).then(|| applying.inputs.clone());

@@ -44,7 +44,7 @@ struct Checks {
     writes: u64,
     checked: u64,
     last_fault: Duration,
-    reported: BTreeMap<NodeName, (u64, BTreeSet<IpAddr>)>,
+    reported: BTreeMap<NodeName, BTreeSet<IpAddr>>,
     read: usize,
 }
 
@@ -223,8 +223,7 @@ impl Checks {
     fn note_reports(&mut self, cluster: &SimCluster) {
         for node in cluster.server.egress_nodes(&mut self.read) {
             let (Some(name), Some(status)) = (&node.metadata.name, &node.status) else { continue };
-            let (revision, carries) = self.reported.entry(name.as_str().into()).or_default();
-            *revision = status.lease_revision.max(*revision);
+            let carries = self.reported.entry(name.as_str().into()).or_default();
             carries.extend(status.carries.iter().filter_map(|ip| ip.egress_ip.parse::<IpAddr>().ok()));
         }
     }
@@ -237,11 +236,9 @@ impl Checks {
             let late = c.now < self.health[n].well + WELL;
             for (ip, entry) in tables.egress.iter().filter(|(_, entry)| !entry.blocks.is_empty()) {
                 for carrier in entry.used.iter().filter(|name| **name != machine.name) {
-                    let highest = highest(tables.observed.plan.blocks.get(ip), &entry.blocks);
-                    let reported = self.reported.get(carrier);
-                    if reported.is_none_or(|(revision, ips)| *revision < highest || !ips.contains(ip)) {
+                    if self.reported.get(carrier).is_none_or(|ips| !ips.contains(ip)) {
                         return Err(format!(
-                            "{} uses blocks of {ip} up to revision {highest} with {carrier}, which has reported {reported:?}",
+                            "{} uses blocks of {ip} with {carrier}, which has not reported it",
                             machine.name
                         ));
                     }
@@ -330,12 +327,6 @@ fn check_holders(cluster: &SimCluster) -> Result<(), String> {
         }
     }
     Ok(())
-}
-
-/// The highest revision of some blocks.
-fn highest(leases: Option<&egress_core::plan::Blocks>, blocks: &[u16]) -> u64 {
-    let leases = leases.into_iter().flat_map(|leases| blocks.iter().filter_map(|block| leases.get(block)));
-    leases.map(|lease| lease.revision).max().unwrap_or(0)
 }
 
 /// A block that a carrier would not let pass, although it is able to carry.

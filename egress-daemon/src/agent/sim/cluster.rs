@@ -276,8 +276,9 @@ impl SimCluster {
         }
         machine.kernel.asked += 1;
         let (able, held) = (self.now < machine.kernel.able_until, self.now < machine.kernel.held_until);
+        let leases = machine.kernel.tables.as_ref().map_or(0, |tables| tables.observed.plan.highest_lease_of(&name));
         let Request { node_id, seq, transport, .. } = request;
-        let answer = Answered { seq, node_id, transport, back: transport, ipv6: false, able, held };
+        let answer = Answered { seq, node_id, transport, back: transport, ipv6: false, able, held, leases };
         if self.passes(to, from) {
             let delay = self.rng.ms(0, self.delay);
             self.after(delay, SimEvent::Answer(from, answer));

@@ -108,9 +108,10 @@ impl SimAgent {
     /// An agent that has read the objects, and carries out its first round.
     pub fn start(node: NodeName, times: Times, client: Client, hands: &mut Hands<'_>) -> Self {
         let now = hands.now;
-        let tables = hands.kernel.tables.iter().flat_map(|tables| &tables.egress);
-        let carried = tables.filter(|(_, e)| e.forwards).map(|(ip, e)| (*ip, e.answers)).collect();
-        let left = Left { carried, ..Left::default() };
+        let tables = || hands.kernel.tables.iter().flat_map(|tables| &tables.egress);
+        let carried = tables().filter(|(_, e)| e.forwards).map(|(ip, e)| (*ip, e.answers)).collect();
+        let blocks = tables().map(|(ip, e)| (*ip, e.blocks.iter().copied().collect())).collect();
+        let left = Left { carried, blocks, ..Left::default() };
         let observed = hands.reader.read(&client);
         let links = [false, true].map(|up| Arc::new(links(up)));
         let (objects, present) = (observed.meant.clone(), links[usize::from(hands.connected)].clone());

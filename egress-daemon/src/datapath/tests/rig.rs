@@ -36,6 +36,8 @@ pub const REMOTE_PODS6: &str = "fd00:2::/64";
 /// Blocks of both egress IPs that are this node's, and one that is another node's.
 pub const OWN_BLOCKS: [u16; 2] = [3, 900];
 pub const OTHER_BLOCK: u16 = 5;
+/// Up to which revision the leases of all nodes but `n1` are known; those of `n1` up to one more. Every byte is another one.
+pub const KNOWN: u64 = 0x0102_0304_0506_0708;
 
 /// This node's address on the underlay and the other node's, in each family.
 pub const UNDERLAYS: [[&str; 2]; 2] = [["10.0.0.1", "10.0.0.3"], ["fd88::1", "fd88::3"]];
@@ -122,6 +124,7 @@ pub fn scene() -> NodeView {
         transports: BTreeMap::new(),
         macs: BTreeMap::new(),
         uplinks: BTreeMap::new(),
+        known_leases: [(scenes::node(0), KNOWN), (scenes::node(1), KNOWN + 1), (scenes::node(2), KNOWN)].into(),
         config: Some(scenes::settings()),
     }
 }

@@ -9,9 +9,11 @@ use super::{
     scenes,
 };
 use egress_common::{
-    abi::{INNER_DST_MAC, INNER_SRC_MAC, TUNNEL_PORT, VNI_FORWARD},
+    abi::{INNER_DST_MAC, INNER_SRC_MAC, TUNNEL_PORT, VNI_FORWARD, VNI_PROBE},
     config::flags,
-    port_block, transport,
+    port_block,
+    probe::{MAGIC, PORT, REPLY, REQUEST, VERSION},
+    transport,
     verdict::Counter,
 };
 use egress_core::encode::{EgressView, NodeView};
@@ -39,6 +41,26 @@ fn families() -> [(IpAddr, IpAddr, IpAddr); 2] {
 /// What is behind the outer headers.
 fn inside(frame: &[u8]) -> &[u8] {
     &frame[read(frame).unwrap().l4 + 16..]
+}
+
+#[test]
+fn an_answer_to_a_probe_says_up_to_which_revision_the_askers_leases_are_in_the_tables() {
+    for underlay in UNDERLAYS {
+        let Some(mut rig) = Rig::new("transport-probe", &gateway(underlay)) else { return };
+        for (_, server, egress) in families() {
+            let request = [&MAGIC[..], &[VERSION, REQUEST, transport::VXLAN as u8, 0], &[7; 4], &[0; 36]].concat();
+            let request = seal(ip(egress, server, UDP, &[], &udp(PORT, PORT, &request)));
+            let (verdict, mut out) =
+                rig.run("underlay_ingress", &wrapped(underlay[1], underlay[0], VNI_PROBE, &request));
+            assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+            out[12..14].copy_from_slice(if addr(underlay[0]).is_ipv4() { &[8, 0] } else { &[0x86, 0xdd] });
+            let answer = inside(&out);
+            assert_right(answer);
+            let said = read(answer).unwrap();
+            assert_eq!((said.src, said.dst, answer[said.l4 + 8 + 5]), (server, egress, REPLY));
+            assert_eq!(answer[answer.len() - 8..], (KNOWN + 1).to_be_bytes());
+        }
+    }
 }
 
 #[test]

@@ -17,7 +17,7 @@ use egress_core::{
 pub const DRAINING: &str = "Draining";
 
 /// The condition of a policy that the datapath of its pods' nodes has.
-const PROGRAMMED: &str = "Programmed";
+pub const PROGRAMMED: &str = "Programmed";
 /// Why a policy is not ready as long as some do not have it.
 const PROGRAMMING: &str = "Programming";
 /// So many nodes are named.

@@ -29,7 +29,6 @@ pub fn desired_part(
     let mut nodes: BTreeMap<&NodeName, EgressNodeSpec> =
         names.filter_map(|name| Some((name, untouched(specs.get(name.as_str())?, touched)))).collect();
     let blocks = touched.egress_ips.iter().filter_map(|address| plan.blocks.get_key_value(address));
-    let leases = blocks.clone().map(|(_, blocks)| blocks);
     let assignments = touched.policies.iter().filter_map(|policy| plan.assignments.get_key_value(policy));
     fill(&mut nodes, snapshot, blocks, assignments);
     nodes.values_mut().for_each(sort);
@@ -41,7 +40,6 @@ pub fn desired_part(
     Desired {
         egress_ips: egress_ips(objects, &inputs, touched.egress_ips.iter()),
         egress_nodes: nodes.into_iter().map(object).collect(),
-        lease_revision: leases.flat_map(BTreeMap::values).map(|lease| lease.revision).max().unwrap_or(0),
         ..statuses(objects, &inputs)
     }
 }
