@@ -99,10 +99,8 @@ impl Cluster {
     /// Starts everything and waits until all nodes are ready. What a dead process left of the same name is removed first.
     /// `progress` is told what is being waited for.
     pub fn up(&self, mut progress: impl FnMut(&str)) -> Result<()> {
-        self.down()?;
-        fs::create_dir_all(&self.dir).with_context(|| format!("cannot make {}", self.dir.display()))?;
         progress("networks");
-        self.make_networks()?;
+        self.make_place()?;
         progress("API server");
         self.start_control_plane()?;
         for node in &self.nodes {
@@ -112,6 +110,18 @@ impl Cluster {
         progress("all nodes ready");
         wait_until("all nodes are ready", PATIENCE, || self.ready_nodes(), |ready| *ready == self.nodes.len())?;
         Ok(())
+    }
+
+    /// Starts an API server alone: nobody judges what its objects say.
+    pub fn up_alone(&self) -> Result<()> {
+        self.make_place()?;
+        self.start_first_api_server()
+    }
+
+    fn make_place(&self) -> Result<()> {
+        self.down()?;
+        fs::create_dir_all(&self.dir).with_context(|| format!("cannot make {}", self.dir.display()))?;
+        self.make_networks()
     }
 
     /// Whether it has been started and not been removed.

@@ -41,18 +41,7 @@ impl Cluster {
     }
 
     pub(super) fn start_control_plane(&self) -> Result<()> {
-        let mut tokens = "admintoken,admin,admin,system:masters\nproxytoken,system:kube-proxy,proxy\n".to_owned();
-        self.file("kubeconfig", &text::kubeconfig(API_SERVER, "admintoken"))?;
-        self.file("proxy.kubeconfig", &text::kubeconfig(API_SERVER, "proxytoken"))?;
-        for ClusterNode { name, .. } in &self.nodes {
-            tokens += &format!("{name}token,system:node:{name},{name},system:nodes\n");
-            self.file(&format!("{name}.kubeconfig"), &text::kubeconfig(API_SERVER, &format!("{name}token")))?;
-        }
-        self.file("tokens.csv", &tokens)?;
-        let key = self.dir.join("sa.key");
-        crate::command::output(Command::new("openssl").args(["genrsa", "-out"]).arg(&key).arg("2048"))?;
-        self.start_api_server()?;
-
+        self.start_first_api_server()?;
         let mut manager = self.component("controller-manager")?;
         manager.args(["--use-service-account-credentials=true", "--leader-elect=false", "--bind-address=127.0.0.1"]);
         manager.args(["--service-account-private-key-file=sa.key", "--root-ca-file=certs/apiserver.crt"]);
@@ -67,6 +56,21 @@ impl Cluster {
               roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: 'system:node-proxier'},
               subjects: [{kind: User, name: 'system:kube-proxy', apiGroup: rbac.authorization.k8s.io}]}",
         )
+    }
+
+    /// Starts the API server of a new cluster.
+    pub(super) fn start_first_api_server(&self) -> Result<()> {
+        let mut tokens = "admintoken,admin,admin,system:masters\nproxytoken,system:kube-proxy,proxy\n".to_owned();
+        self.file("kubeconfig", &text::kubeconfig(API_SERVER, "admintoken"))?;
+        self.file("proxy.kubeconfig", &text::kubeconfig(API_SERVER, "proxytoken"))?;
+        for ClusterNode { name, .. } in &self.nodes {
+            tokens += &format!("{name}token,system:node:{name},{name},system:nodes\n");
+            self.file(&format!("{name}.kubeconfig"), &text::kubeconfig(API_SERVER, &format!("{name}token")))?;
+        }
+        self.file("tokens.csv", &tokens)?;
+        let key = self.dir.join("sa.key");
+        crate::command::output(Command::new("openssl").args(["genrsa", "-out"]).arg(&key).arg("2048"))?;
+        self.start_api_server()
     }
 
     fn component(&self, name: &str) -> Result<Command> {

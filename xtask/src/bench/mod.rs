@@ -3,13 +3,13 @@
 //!
 //! Like the demo, it knows Spillway as programs to start, manifests to write and maps to look at.
 
-mod api;
 mod chart;
 mod churn;
 mod failover;
 mod figures;
 mod flows;
 mod gateway;
+mod large;
 mod load;
 mod programs;
 mod report;

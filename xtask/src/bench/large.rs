@@ -1,0 +1,227 @@
+//! The real controller in front of a real API server with thousands of nodes, which `egress-daemon/examples/fill.rs` makes without
+//! kubelets. What it costs is counted by the API server's own metrics.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Lines, Write};
+use std::ops::Sub;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use lab::cluster::{Cluster, Kubernetes};
+use lab::{wait_for, wait_until};
+
+use super::scale::resident;
+use crate::progress::Step;
+use crate::{cluster, setup, workspace};
+
+/// The cluster.
+#[derive(Clone, Copy, Debug)]
+pub struct Size {
+    pub nodes: u32,
+    pub pods: u32,
+    pub policies: u32,
+    pub egress_ips: u32,
+}
+
+/// What the API server has done for Spillway.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Counts {
+    /// Writes of Spillway's objects and of their statuses, whoever makes them.
+    pub writes: u64,
+    /// Lists of any kind that its watch cache answered, and that etcd did.
+    pub lists: [u64; 2],
+    /// Changes of EgressNodes that a follower was told of, and their bytes.
+    pub told: [u64; 2],
+}
+
+impl Sub for Counts {
+    type Output = Self;
+
+    fn sub(self, before: Self) -> Self {
+        let less = |a: [u64; 2], b: [u64; 2]| [a[0] - b[0], a[1] - b[1]];
+        Self {
+            writes: self.writes - before.writes,
+            lists: less(self.lists, before.lists),
+            told: less(self.told, before.told),
+        }
+    }
+}
+
+/// What a controller with a whole cluster holds, and what it costs the API server.
+pub struct Measured {
+    /// The most memory that it had, in bytes.
+    pub resident: u64,
+    /// Its start, until everything is written.
+    pub everything: Counts,
+    /// Changes, by what they are.
+    pub changes: Vec<(&'static str, Counts)>,
+}
+
+/// How long a controller may take with everything.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// For how long nothing is written when all is: numbers of pods follow after 5 s.
+const SETTLED: Duration = Duration::from_secs(8);
+
+/// Measures with the release build in `binaries`.
+pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
+    let Size { nodes, pods, policies, egress_ips } = size;
+    setup::ensure(setup::Scope::Cluster)?;
+    cluster::build(Kubernetes::default())?;
+    let step = Step::start(&format!("an API server with {nodes} nodes, {pods} pods, {policies} policies"));
+    let large = Large { cluster: Cluster::new("large", &cluster::binaries()?, 0, 0), binaries: binaries.to_owned() };
+    large.cluster.up_alone()?;
+    large.cluster.kubectl(&["apply", "-f", &workspace::root().join("manifests/crds").display().to_string()])?;
+    let began = Instant::now();
+    let mut filler = large.fill(size)?;
+    step.end("✓", &format!("{} s", began.elapsed().as_secs()));
+
+    let step = Step::start("a controller in front of it");
+    let empty = large.counts()?;
+    let first = large.controller("first")?;
+    let created = || Ok([large.count("egressips")?, large.count("egressnodes")?]);
+    let all = [u64::from(egress_ips), u64::from(nodes)];
+    wait_until("every egress IP and node has its object", PATIENCE, created, |found| *found == all)?;
+    let everything = large.settled()? - empty;
+    let resident = resident(first.0.id())?;
+    let mut changes = Vec::new();
+    // What the filler itself writes of Spillway's objects is not the controller's.
+    let mut change = |what, line: String, own: u64| -> Result<()> {
+        step.at(what);
+        let before = large.settled()?;
+        filler.ask(&line)?;
+        let mut cost = large.settled()? - before;
+        cost.writes -= own;
+        changes.push((what, cost));
+        Ok(())
+    };
+    change("a pod more, on a node that has pods of its application", format!("pod {pods} 1 1"), 0)?;
+    change("a pod more, on a node that has none", format!("pod {} 1 {}", pods + 1, nodes / 2 + 2), 0)?;
+    change("the same, with `PerEndpoint`", format!("pod {} 4 {}", pods + 2, nodes / 2 + 3), 0)?;
+    change("a policy more, for an application's pods", format!("policy {policies} 7"), 1)?;
+    change("a node that joins, with what its agent writes", format!("node {}", nodes + 1), 0)?;
+    let before = large.settled()?;
+    drop(first);
+    let second = large.controller("second")?;
+    let leads = |holder: &Option<String>| {
+        holder.as_ref().is_some_and(|holder| holder.ends_with(&format!("-{}", second.0.id())))
+    };
+    wait_until("the second controller leads", PATIENCE, || large.cluster.leader(), leads)?;
+    changes.push(("a controller that takes over", large.settled()? - before));
+    step.at("an API server that restarts");
+    large.cluster.kill_api_server()?;
+    large.cluster.start_api_server()?;
+    // It counts from nothing.
+    changes.push(("an API server that restarts", large.settled()?));
+    step.end("✓", &format!("{} MiB", resident >> 20));
+    Ok(Measured { resident, everything, changes })
+}
+
+struct Large {
+    cluster: Cluster,
+    binaries: PathBuf,
+}
+
+impl Drop for Large {
+    fn drop(&mut self) {
+        if let Err(error) = self.cluster.down() {
+            eprintln!("the API server could not be removed: {error:#}");
+        }
+    }
+}
+
+impl Large {
+    /// Makes the objects, which takes minutes.
+    fn fill(&self, size: Size) -> Result<Filler> {
+        let mut command = self.cluster.netns("cp")?.command(self.binaries.join("examples/fill"));
+        command.arg(self.cluster.dir().join("kubeconfig"));
+        command.args([size.nodes, size.pods, size.policies, size.egress_ips].map(|n| n.to_string()));
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("the filler")?;
+        let (input, output) = (child.stdin.take(), child.stdout.take());
+        let (input, output) = input.zip(output).context("the filler has no pipes")?;
+        let mut filler = Filler { _child: Running(child), input, output: BufReader::new(output).lines() };
+        filler.hear("ready")?;
+        Ok(filler)
+    }
+
+    fn controller(&self, name: &str) -> Result<Running> {
+        let log = File::create(self.cluster.dir().join(format!("{name}.log"))).context("the controller's log")?;
+        let mut command = self.cluster.netns("cp")?.command(self.binaries.join("egress-daemon"));
+        command.args(["controller", "--log", "warn", "--kubeconfig"]).arg(self.cluster.dir().join("kubeconfig"));
+        Ok(Running(command.stdout(log.try_clone()?).stderr(log).spawn().context("the controller")?))
+    }
+
+    /// How many objects of one of Spillway's kinds there are.
+    fn count(&self, resource: &str) -> Result<u64> {
+        let path = format!("/apis/spillway.io/v1alpha1/{resource}?limit=1");
+        let page: serde_json::Value = serde_json::from_str(&self.cluster.kubectl(&["get", "--raw", &path])?)?;
+        let shown = page["items"].as_array().map_or(0, Vec::len) as u64;
+        Ok(shown + page["metadata"]["remainingItemCount"].as_u64().unwrap_or(0))
+    }
+
+    fn counts(&self) -> Result<Counts> {
+        let metrics = self.cluster.kubectl(&["get", "--raw", "/metrics"])?;
+        let sum = |name: &str, labels: &[&str]| {
+            let lines =
+                metrics.lines().filter(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with('{')));
+            let chosen = lines.filter(|line| labels.iter().all(|label| line.contains(label)));
+            let value = |line: &str| line.rsplit(' ').next().and_then(|number| number.parse::<f64>().ok());
+            chosen.filter_map(value).sum::<f64>() as u64
+        };
+        let verbs = ["POST", "PUT", "PATCH", "APPLY", "DELETE"].map(|verb| format!("verb=\"{verb}\""));
+        let own = "group=\"spillway.io\"";
+        Ok(Counts {
+            writes: verbs.iter().map(|verb| sum("apiserver_request_total", &[own, verb])).sum(),
+            lists: ["watchcache", "etcd"]
+                .map(|by| sum("apiserver_storage_list_total", &[&format!("storage=\"{by}\"")])),
+            told: ["apiserver_watch_events_total", "apiserver_watch_events_sizes_sum"]
+                .map(|name| sum(name, &["resource=\"egressnodes\""])),
+        })
+    }
+
+    /// The counts when nothing has been written for a while.
+    fn settled(&self) -> Result<Counts> {
+        let (mut counts, mut since) = (self.counts()?, Instant::now());
+        wait_for("nothing is written any more", PATIENCE, || {
+            let now = self.counts()?;
+            if now.writes != counts.writes {
+                since = Instant::now();
+            }
+            counts = now;
+            Ok(since.elapsed() >= SETTLED)
+        })?;
+        Ok(counts)
+    }
+}
+
+/// Whoever fills the API server.
+struct Filler {
+    _child: Running,
+    input: ChildStdin,
+    output: Lines<BufReader<ChildStdout>>,
+}
+
+impl Filler {
+    fn ask(&mut self, line: &str) -> Result<()> {
+        writeln!(self.input, "{line}")?;
+        self.hear("done")
+    }
+
+    fn hear(&mut self, word: &str) -> Result<()> {
+        let said = self.output.next().context("the filler has ended")??;
+        ensure!(said == word, "the filler says {said} instead of {word}");
+        Ok(())
+    }
+}
+
+/// A process that does not outlive its measurement.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // It has ended, or is told to.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
