@@ -33,7 +33,7 @@ use std::{
 };
 
 /// How soon the status says what nobody waits for.
-const STATUS_WITHIN: Duration = Duration::from_secs(60);
+const STATUS_WITHIN: Duration = Duration::from_secs(30);
 
 /// What decides where programs belong.
 pub(super) fn wanted(

@@ -206,18 +206,20 @@ fn parse(object: &[u8]) -> Result<aya_obj::Object, LoadError> {
     aya_obj::Object::parse(object).map_err(|e| LoadError::Object(e.to_string()))
 }
 
-/// Makes an object's maps, or takes those that are pinned.
+/// Makes an object's maps, or takes those that are pinned. `object` is what `bytes` say; it is gone before the loader reads them, too.
 fn open(
     bytes: &[u8],
-    object: &aya_obj::Object,
+    object: aya_obj::Object,
     pins: &Pins,
     sizes: Sizes,
     filter: Option<&TraceFilter>,
 ) -> Result<Ebpf, LoadError> {
+    let own = [TRACE_LINES, TRACE_SEEN, TRACE_NOTES];
+    let pinned = |name: &String| !name.starts_with('.') && !own.contains(&name.as_str());
+    let names: Vec<String> = object.maps.into_keys().filter(pinned).collect();
     let mut loader = EbpfLoader::new();
     loader.verifier_log_level(VerifierLogLevel::STATS);
-    let own = [TRACE_LINES, TRACE_SEEN, TRACE_NOTES];
-    for name in object.maps.keys().filter(|name| !name.starts_with('.') && !own.contains(&name.as_str())) {
+    for name in &names {
         loader.map_pin_path(name, pins.map(name));
     }
     let older = grown::room(pins)?;
@@ -271,7 +273,7 @@ impl Programs {
         let object = parse(bytes)?;
         grown::set_aside(pins, &object)?;
         let kept_events = keep_events(pins, sizes.events_room())?;
-        let ebpf = open(bytes, &object, pins, sizes, None)?;
+        let ebpf = open(bytes, object, pins, sizes, None)?;
         let mut programs = Self { ebpf, not_native: None, kept_events };
         for name in PROGRAMS.into_iter().chain([COLLECTOR, DECAPSULATION]) {
             programs.get(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
@@ -282,7 +284,6 @@ impl Programs {
         }
         grown::carry_over(pins)?;
         programs.start_collector()?;
-        drop(object);
         give_back();
         Ok(programs)
     }
@@ -291,14 +292,13 @@ impl Programs {
     /// tell of the packets that `filter` describes.
     pub fn load_trace(pins: &Pins, sizes: Sizes, filter: &TraceFilter) -> Result<Self, LoadError> {
         let object = parse(TRACE_OBJECT)?;
-        let ebpf = open(TRACE_OBJECT, &object, pins, sizes, Some(filter))?;
+        let ebpf = open(TRACE_OBJECT, object, pins, sizes, Some(filter))?;
         let mut programs = Self { ebpf, not_native: None, kept_events: true };
         for name in PROGRAMS.into_iter().chain([COLLECTOR]) {
             programs.get(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
         }
         // It sets the clock only.
         programs.start_collector()?;
-        drop(object);
         give_back();
         Ok(programs)
     }
