@@ -1,6 +1,7 @@
 //! Starting and stopping the control plane and the nodes.
 
 use std::fs::{self, File};
+use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -15,6 +16,8 @@ use super::{API_SERVER, Cluster, ClusterNode, NodeKind, PATIENCE, SERVERS};
 use crate::wait::wait_for;
 
 const INIT: &str = include_str!("node-init.sh");
+/// Where etcd listens, which is in the API server's process.
+const ETCD: &str = "127.0.0.1:2379";
 const ZONES: [&str; 3] = ["a", "b", "c"];
 
 impl Cluster {
@@ -93,7 +96,7 @@ impl Cluster {
         command.current_dir(&self.dir).env("ETCD_DIR", &self.dir).env("ETCD_PORT", "2379");
         command.args([
             "apiserver",
-            "--etcd-servers=http://127.0.0.1:2379",
+            &format!("--etcd-servers=http://{ETCD}"),
             "--cert-dir=certs",
             "--allow-privileged=true",
         ]);
@@ -111,7 +114,10 @@ impl Cluster {
 
     /// Kills the API server and etcd at once. [`Self::start_api_server`] starts them again with what they had written.
     pub fn kill_api_server(&self) -> Result<()> {
-        self.kill("apiserver")
+        self.kill("apiserver")?;
+        // A process that is hardly gone has its sockets for a moment longer.
+        let cp = self.netns("cp")?;
+        wait_for("etcd's port is free", PATIENCE, || Ok(cp.run(|| Ok(TcpListener::bind(ETCD)?)).is_ok()))
     }
 
     /// Stops the API server and etcd, or lets them go on: connections stay, and nothing is answered.

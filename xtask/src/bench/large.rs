@@ -1,7 +1,7 @@
 //! The real controller in front of a real API server with thousands of nodes, which `egress-daemon/examples/fill.rs` makes without
 //! kubelets. What it costs is counted by the API server's own metrics.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::ops::Sub;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,6 @@ use anyhow::{Context, Result, ensure};
 use lab::cluster::{Cluster, Kubernetes};
 use lab::{wait_for, wait_until};
 
-use super::scale::resident;
 use crate::progress::Step;
 use crate::{cluster, setup, workspace};
 
@@ -224,4 +223,12 @@ impl Drop for Running {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
+}
+
+/// The most memory that a process has had so far, in bytes.
+pub fn resident(pid: u32) -> Result<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/status")).context("the process has ended")?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("no VmHWM")?;
+    let kib: u64 = line.trim().trim_end_matches(" kB").parse().context("VmHWM is no number")?;
+    Ok(kib << 10)
 }

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use lab::{Lab, StartOptions, wait_until};
 use serde::Deserialize;
 
-use super::large::{self, Counts, Measured, Size};
+use super::large::{self, Counts, Measured, Size, resident};
 use super::report::{machine, number};
 use crate::progress::{self, Step};
 use crate::{build, interrupt, workspace};
@@ -141,14 +141,6 @@ fn agent(binaries: &Path) -> Result<MeasuredAgent> {
     }
     step.end("✓", &format!("{} MiB", resident >> 20));
     Ok(MeasuredAgent { resident, maps: total })
-}
-
-/// The most memory that a process has had so far, in bytes.
-pub(super) fn resident(pid: u32) -> Result<u64> {
-    let text = fs::read_to_string(format!("/proc/{pid}/status")).context("the process has ended")?;
-    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("no VmHWM")?;
-    let kib: u64 = line.trim().trim_end_matches(" kB").parse().context("VmHWM is no number")?;
-    Ok(kib << 10)
 }
 
 fn pod(n: u32) -> String {
