@@ -5,7 +5,7 @@
 //! answers say that it is not able to, the next one does, with no word from anybody. A gateway keeps nothing of a flow, so it makes no
 //! difference to the outside which of them a packet takes, nor do two that answer for a moment.
 
-use super::facts::Facts;
+use super::facts::{Facts, LeftInUse};
 use crate::{
     health::ProbeState,
     model::{Announce, NetworkAttachment, NodeName, NodeReport, Outbound, Pool, Snapshot},
@@ -46,10 +46,12 @@ enum Worth {
 }
 
 impl Carriers {
-    /// An agent that starts: an earlier one has left the kernel forwarding for these, and answering for those of which that is said.
-    pub fn recover(left: &BTreeMap<IpAddr, bool>) -> Self {
-        let answered = left.iter().filter(|(_, answers)| **answers).map(|(ip, _)| *ip).collect();
-        Self { carried: left.keys().copied().collect(), answered, ..Self::default() }
+    /// An agent that starts: an earlier one has left the kernel forwarding for some, answering for those of which that is said, and sending
+    /// to carriers.
+    pub fn recover(carried: &BTreeMap<IpAddr, bool>, used: &BTreeMap<IpAddr, LeftInUse>) -> Self {
+        let answered = carried.iter().filter(|(_, answers)| **answers).map(|(ip, _)| *ip).collect();
+        let used = used.iter().map(|(ip, left)| (*ip, left.carriers.clone())).collect();
+        Self { carried: carried.keys().copied().collect(), answered, used, ..Self::default() }
     }
 
     /// Takes note of the plan, reports and probes.

@@ -100,7 +100,7 @@ fn an_agent_that_starts_goes_on_answering_until_one_before_it_is_heard() {
     let (mut world, moving) = (FactsFixture::new(), ip(OWNED[0].0));
     carried_by(&mut world, 0, &["g1", "me"]);
     world.probes.insert("g1".into(), ProbeState::Unknown);
-    let mut carriers = Carriers::recover(&[(moving, true)].into());
+    let mut carriers = Carriers::recover(&[(moving, true)].into(), &[].into());
     world.decide(&mut carriers, Duration::ZERO);
     assert!(carriers.answers(moving));
     world.probes.insert("g1".into(), ProbeState::Alive);
@@ -130,7 +130,7 @@ fn a_node_that_is_no_carrier_any_more_is_silent_and_forwards_until_everybody_kno
 fn an_agent_that_starts_forwards_what_was_carried_until_everybody_knows() {
     let (mut world, left) = (FactsFixture::new(), ip(OWNED[2].0));
     carried_by(&mut world, 2, &["g2"]);
-    let mut carriers = Carriers::recover(&[(left, false)].into());
+    let mut carriers = Carriers::recover(&[(left, false)].into(), &[].into());
     world.decide(&mut carriers, Duration::ZERO);
     assert!(carriers.forwards(left) && !carriers.answers(left), "sources may have read less");
     world.decide(&mut carriers, LINGER);

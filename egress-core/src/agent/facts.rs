@@ -34,6 +34,15 @@ pub struct Objects {
     pub unanswered: BTreeSet<PolicyId>,
 }
 
+/// What flows of an egress IP use.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LeftInUse {
+    /// The carriers.
+    pub carriers: Vec<NodeName>,
+    /// The blocks, of which the carriers know.
+    pub blocks: BTreeSet<u16>,
+}
+
 /// Everything that is decided by.
 #[derive(Clone, Debug, Default)]
 pub struct Facts {
@@ -65,8 +74,8 @@ pub struct Facts {
     pub probes: BTreeMap<NodeName, ProbeState>,
     /// Up to which revision this node's leases are in the tables of the gateways that have answered.
     pub known: BTreeMap<NodeName, u64>,
-    /// The blocks that an earlier agent has left in use, of which their carriers knew. Forgotten once every gateway has answered or is dead.
-    pub left: BTreeMap<IpAddr, BTreeSet<u16>>,
+    /// What an earlier agent has left in use. Forgotten once every gateway has answered or is dead.
+    pub left: BTreeMap<IpAddr, LeftInUse>,
     /// Whether this node is able to carry egress IPs: their ways out are up, and somebody reaches it.
     pub able: bool,
     /// Whether it may be this node that is cut off, and not the others that are dead: it takes over from nobody.
@@ -108,15 +117,24 @@ impl Facts {
         self.objects.plan.highest_lease_of(&self.node).max(reported)
     }
 
-    /// Up to which revision a carrier knows this node's leases of an egress IP: as it says, or at least what was in use when this agent
-    /// started.
+    /// Up to which revision a carrier knows this node's leases of an egress IP: as it says, or at least what was in use with it when this
+    /// agent started.
     pub fn known_by(&self, carrier: &NodeName, address: IpAddr) -> u64 {
-        let left = || {
-            let (left, blocks) = (self.left.get(&address)?, self.objects.plan.blocks.get(&address)?);
-            let own = left.iter().filter_map(|block| blocks.get(block)).filter(|lease| lease.node == self.node);
-            own.map(|lease| lease.revision).max()
-        };
-        self.known.get(carrier).copied().or_else(left).unwrap_or(0)
+        let was_used = || self.left.get(&address).is_some_and(|left| left.carriers.contains(carrier));
+        let known = self.known.get(carrier).copied();
+        known.or_else(|| self.left_in_use(address).filter(|_| was_used())).unwrap_or(0)
+    }
+
+    /// The same of one that this node need not send to, and that routers may lead replies to.
+    pub fn known_by_replying(&self, carrier: &NodeName, address: IpAddr) -> u64 {
+        self.known.get(carrier).copied().or_else(|| self.left_in_use(address)).unwrap_or(0)
+    }
+
+    /// The highest revision of the blocks of an egress IP that were in use when this agent started.
+    fn left_in_use(&self, address: IpAddr) -> Option<u64> {
+        let (left, blocks) = (self.left.get(&address)?, self.objects.plan.blocks.get(&address)?);
+        let own = left.blocks.iter().filter_map(|block| blocks.get(block)).filter(|lease| lease.node == self.node);
+        own.map(|lease| lease.revision).max()
     }
 
     /// Whether any pool or policy would have this node as a gateway, or the plan has it as one: its pool may be gone.

@@ -2,6 +2,7 @@
 
 use crate::{
     agent::{
+        facts::LeftInUse,
         gateways::Request,
         kept,
         ports::{Growth, Ports},
@@ -11,7 +12,12 @@ use crate::{
     model::{Bandwidth, EndpointId, NodeName, PolicyId, Transport},
     network::{EgressLink, classify::InterfaceRules},
 };
-use egress_common::{abi::name_kind, config::DatapathConfig, egress::flags, net};
+use egress_common::{
+    abi::{NameKey, name_kind},
+    config::DatapathConfig,
+    egress::{CARRIER_ENTRIES, flags},
+    net,
+};
 use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -47,8 +53,8 @@ pub struct MachineSettings {
 pub struct Left {
     /// The egress IPs that the kernel forwards for, and whether it answers for them.
     pub carried: BTreeMap<IpAddr, bool>,
-    /// The blocks that flows may use, by egress IP.
-    pub blocks: BTreeMap<IpAddr, BTreeSet<u16>>,
+    /// The blocks that flows may use, by egress IP, and the carriers that they go to.
+    pub used: BTreeMap<IpAddr, LeftInUse>,
     /// Pods.
     pub endpoints: BTreeMap<EndpointId, EndpointView>,
     /// Policies in force.
@@ -61,14 +67,22 @@ impl From<&Tables> for Left {
     fn from(tables: &Tables) -> Self {
         let carried = tables.egress_ips.values().filter(|e| e.flags & flags::CARRIED != 0);
         let answers = |flags: u32| flags & (flags::SILENT | flags::NODE_ADDRESS) == 0;
-        let blocks = tables.blocks.iter().filter_map(|(index, list)| {
+        let node = |id: u32| {
+            let name = tables.names.get(&NameKey { kind: name_kind::NODE, id })?;
+            Some(NodeName::from(name_text(name).as_str()))
+        };
+        let used = tables.blocks.iter().filter_map(|(index, list)| {
+            let e = tables.egress_ips.get(index)?;
+            let spread = tables.carriers.get(index).into_iter().flat_map(|table| &table.node[..CARRIER_ENTRIES]);
+            let numbers: BTreeSet<u32> = spread.copied().map(u32::from).chain([e.gateway]).collect();
             let blocks = list.blocks.iter().take(list.count as usize).copied().collect();
-            Some((net::from_any(tables.egress_ips.get(index)?.addr), blocks))
+            let carriers = numbers.into_iter().filter_map(node).collect();
+            Some((net::from_any(e.addr), LeftInUse { carriers, blocks }))
         });
         let policies = tables.names.iter().filter(|(k, _)| k.kind == name_kind::POLICY);
         Self {
             carried: carried.map(|e| (net::from_any(e.addr), answers(e.flags))).collect(),
-            blocks: blocks.collect(),
+            used: used.collect(),
             endpoints: kept::recover(tables),
             policies: policies.filter_map(|(_, name)| name_text(name).parse().ok()).collect(),
             flags: tables.config.map_or(0, |config| config.flags),

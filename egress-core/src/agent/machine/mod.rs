@@ -131,10 +131,10 @@ pub struct Machine {
 impl Machine {
     /// An agent that starts with these `facts`, and with what an earlier one has `left`. Its first round is to be carried out at once.
     pub fn new(settings: MachineSettings, left: Left, facts: Facts) -> Self {
-        let carriers = Carriers::recover(&left.carried);
+        let carriers = Carriers::recover(&left.carried, &left.used);
         let histories = Histories::recover(&left.endpoints);
         let mut machine = Self {
-            facts: Facts { left: left.blocks, ..facts },
+            facts: Facts { left: left.used, ..facts },
             decided: Decided { carriers, histories, ..Decided::default() },
             outcome: RoundOutcome::default(),
             shaper: None,

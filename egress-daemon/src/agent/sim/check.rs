@@ -228,7 +228,8 @@ impl Checks {
         }
     }
 
-    /// A node uses a block only with carriers that have reported it, and that have it in their tables.
+    /// A node uses a block only with carriers that have said that they know it, that have reported its egress IP, and that have the block in
+    /// their tables.
     fn check_carriers(&self, c: &SimCluster) -> Result<(), String> {
         for (n, machine) in c.machines.iter().enumerate() {
             let Some(tables) = machine.kernel.tables.as_ref() else { continue };
@@ -236,6 +237,14 @@ impl Checks {
             let late = c.now < self.health[n].well + WELL;
             for (ip, entry) in tables.egress.iter().filter(|(_, entry)| !entry.blocks.is_empty()) {
                 for carrier in entry.used.iter().filter(|name| **name != machine.name) {
+                    let highest = highest(tables.observed.plan.blocks.get(ip), &entry.blocks);
+                    let said = c.index(carrier).and_then(|n| c.machines[n].said.get(&machine.name)).copied();
+                    if said.is_none_or(|said| said < highest) {
+                        return Err(format!(
+                            "{} uses blocks of {ip} up to revision {highest} with {carrier}, which has said {said:?}",
+                            machine.name
+                        ));
+                    }
                     if self.reported.get(carrier).is_none_or(|ips| !ips.contains(ip)) {
                         return Err(format!(
                             "{} uses blocks of {ip} with {carrier}, which has not reported it",
@@ -327,6 +336,12 @@ fn check_holders(cluster: &SimCluster) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// The highest revision of some blocks.
+fn highest(leases: Option<&egress_core::plan::Blocks>, blocks: &[u16]) -> u64 {
+    let leases = leases.into_iter().flat_map(|leases| blocks.iter().filter_map(|block| leases.get(block)));
+    leases.map(|lease| lease.revision).max().unwrap_or(0)
 }
 
 /// A block that a carrier would not let pass, although it is able to carry.

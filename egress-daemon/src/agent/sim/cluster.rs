@@ -26,6 +26,8 @@ pub struct SimHost {
     pub powered: bool,
     pub kernel: Kernel,
     pub agent: Option<SimAgent>,
+    /// Up to which revision it has ever said that it knows the leases of each node that asked.
+    pub said: BTreeMap<NodeName, u64>,
     /// How many faults hold its uplink down.
     pub uplink_faults: u32,
 }
@@ -277,6 +279,8 @@ impl SimCluster {
         machine.kernel.asked += 1;
         let (able, held) = (self.now < machine.kernel.able_until, self.now < machine.kernel.held_until);
         let leases = machine.kernel.tables.as_ref().map_or(0, |tables| tables.observed.plan.highest_lease_of(&name));
+        let said = machine.said.entry(name).or_default();
+        *said = leases.max(*said);
         let Request { node_id, seq, transport, .. } = request;
         let answer = Answered { seq, node_id, transport, back: transport, ipv6: false, able, held, leases };
         if self.passes(to, from) {

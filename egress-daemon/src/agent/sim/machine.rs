@@ -11,7 +11,7 @@ use crate::{api::EgressNode, store::lease::gateway_lease};
 use egress_common::config;
 use egress_core::{
     agent::{
-        facts::Facts,
+        facts::{Facts, LeftInUse},
         gateways::Answered,
         machine::{Action, Counted, Left, Machine, MachineSettings},
         ports::{Ports, Used},
@@ -110,8 +110,9 @@ impl SimAgent {
         let now = hands.now;
         let tables = || hands.kernel.tables.iter().flat_map(|tables| &tables.egress);
         let carried = tables().filter(|(_, e)| e.forwards).map(|(ip, e)| (*ip, e.answers)).collect();
-        let blocks = tables().map(|(ip, e)| (*ip, e.blocks.iter().copied().collect())).collect();
-        let left = Left { carried, blocks, ..Left::default() };
+        let in_use = |e: &Entry| LeftInUse { carriers: e.used.clone(), blocks: e.blocks.iter().copied().collect() };
+        let used = tables().map(|(ip, e)| (*ip, in_use(e))).collect();
+        let left = Left { carried, used, ..Left::default() };
         let observed = hands.reader.read(&client);
         let links = [false, true].map(|up| Arc::new(links(up)));
         let (objects, present) = (observed.meant.clone(), links[usize::from(hands.connected)].clone());

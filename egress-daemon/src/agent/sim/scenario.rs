@@ -73,6 +73,7 @@ pub fn cluster(seed: u64, trace: bool) -> SimCluster {
         powered: true,
         kernel: Kernel::default(),
         agent: None,
+        said: Default::default(),
         uplink_faults: 0,
     };
     let machines = names.iter().enumerate().map(machine).collect();
