@@ -105,7 +105,7 @@ pub struct Timeouts {
 /// How gateways are probed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Probe {
-    /// `interval`: between two probes; a probe that is not answered by then is missed.
+    /// `interval`: between two probes of a gateway that answers.
     pub interval: Duration,
     /// `count`: so many missed in a row and the gateway counts as dead, so many answered and it counts as alive.
     pub count: u32,

@@ -16,7 +16,7 @@ const HOSTS: [u8; 2] = [40, 41];
 const LONGEST: Duration = Duration::from_secs(2);
 /// How often a gateway reminds the outside of its egress IPs, and in how long others find it dead and have announced themselves.
 const REMIND: Duration = Duration::from_secs(10);
-const DETECTION: Duration = Duration::from_millis(330);
+const DETECTION: Duration = Duration::from_millis(230);
 /// Leases, and so deadlines, that a test can wait for.
 const SHORT: &str = "lease: {renew: 1s, duration: 3s}\n";
 

@@ -83,11 +83,28 @@ struct Gateway {
     held: bool,
     /// Up to which revision it said that it knows this node's leases.
     leases: Option<u64>,
-    /// When it is probed next.
-    due: Duration,
+    /// When it was probed last.
+    asked: Option<Duration>,
     /// When its last answer came.
     heard: Option<Duration>,
+    /// When it was found dead that had answered.
+    died: Option<Duration>,
 }
+
+impl Gateway {
+    /// When it is probed next, where those that answer are probed at this pace.
+    fn due(&self, pace: Duration) -> Duration {
+        let interval = match self.transports.state() {
+            ProbeState::Alive => self.transports.interval().min(pace),
+            _ => self.transports.interval(),
+        };
+        self.asked.map_or(Duration::ZERO, |asked| asked + interval)
+    }
+}
+
+/// While one gateway is in doubt, so many are probed at the pace of doubt. Where there are more, answers come often enough to tell a
+/// gateway that is dead from a node that is cut off.
+const FEW: usize = 16;
 
 /// The gateways that are probed, and what is known of them. Times are since any start.
 pub struct Gateways {
@@ -95,12 +112,14 @@ pub struct Gateways {
     gateways: BTreeMap<NodeName, Gateway>,
     next_number: u32,
     seq: u64,
+    /// How long until those that answer are probed again.
+    pace: Duration,
 }
 
 impl Gateways {
     /// Nobody to probe yet.
     pub fn new(times: ProbeTimes) -> Self {
-        Self { times, gateways: BTreeMap::new(), next_number: 1, seq: 0 }
+        Self { times, gateways: BTreeMap::new(), next_number: 1, seq: 0, pace: times.interval }
     }
 
     /// Probes these nodes from now on, and no others. What is known of a node whose address stays is kept.
@@ -127,8 +146,9 @@ impl Gateways {
                             able: true,
                             held: false,
                             leases: None,
-                            due: Duration::ZERO,
+                            asked: None,
                             heard: None,
+                            died: None,
                         },
                     );
                     self.next_number += 1;
@@ -146,9 +166,12 @@ impl Gateways {
         self.gateways.iter().map(|(n, g)| (n.clone(), state(g))).collect()
     }
 
-    /// Whether one of those that answered has missed a probe.
-    pub fn are_in_doubt(&self) -> bool {
-        self.gateways.values().any(|g| g.transports.in_doubt() && g.transports.state() == ProbeState::Alive)
+    /// Whether one of those that answered has missed a probe, or was found dead a moment ago: it may be this node that is cut off.
+    pub fn are_in_doubt(&self, now: Duration) -> bool {
+        self.gateways.values().any(|g| match g.transports.state() {
+            ProbeState::Dead => g.died.is_some_and(|died| now < died + self.times.interval),
+            state => state == ProbeState::Alive && g.transports.in_doubt(),
+        })
     }
 
     /// The gateways that answer, and say that they hold their leases.
@@ -194,15 +217,24 @@ impl Gateways {
 
     /// When [`tick`](Self::tick) wants to be called next, if anybody is probed.
     pub fn next(&self) -> Option<Duration> {
-        self.gateways.values().map(|g| g.due).min()
+        let times = |g: &Gateway| [Some(g.due(self.pace)), g.transports.next_deadline()];
+        self.gateways.values().flat_map(times).flatten().min()
     }
 
     /// Has `send` send what is due, and counts what was missed. Whether anything has changed.
     pub fn tick(&mut self, now: Duration, mut send: impl FnMut(&NodeName, &Request)) -> bool {
         let mut changed = false;
         for (name, g) in &mut self.gateways {
-            changed |= tell(name, &g.transports.poll(now), g.transports.current());
-            if now < g.due {
+            let news = g.transports.poll(now);
+            if news.0 == Some(ProbeTransition::Dead) && g.heard.is_some() {
+                g.died = Some(now);
+            }
+            changed |= tell(name, &news, g.transports.current());
+        }
+        let closely = self.gateways.len() <= FEW && self.are_in_doubt(now);
+        self.pace = if closely { self.times.quick() } else { self.times.interval };
+        for (name, g) in &mut self.gateways {
+            if now < g.due(self.pace) {
                 continue;
             }
             self.seq += 1;
@@ -218,7 +250,7 @@ impl Gateways {
                 };
                 send(name, &request);
             }
-            g.due = now + g.transports.interval();
+            g.asked = Some(now);
         }
         changed
     }
@@ -257,4 +289,65 @@ fn tell(name: &NodeName, news: &(Option<ProbeTransition>, bool), transport: u32)
         tracing::info!("gateway {name}: transport {}", transports::name(transport));
     }
     news.0.is_some() || news.1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    /// When each of `count` gateways is probed within a second. All answer at once, but the first one only until 500 ms.
+    fn probed(count: u8) -> BTreeMap<NodeName, Vec<u64>> {
+        let mut gateways = Gateways::new(ProbeTimes::default());
+        let name = |n: u8| NodeName::from(format!("g{n:02}").as_str());
+        let target = |n: u8| ProbeTarget {
+            address: IpAddr::from([192, 0, 2, n]),
+            egress: [(false, IpAddr::from([203, 0, 113, n]))].into(),
+            transports: [0].into(),
+        };
+        gateways.set((0..count).map(|n| (name(n), target(n))).collect());
+        let (mut now, mut probed) = (ms(0), BTreeMap::<NodeName, Vec<u64>>::new());
+        while now < ms(1000) {
+            let mut answered = Vec::new();
+            gateways.tick(now, |to, request| {
+                probed.entry(to.clone()).or_default().push(now.as_millis() as u64);
+                let Request { seq, node_id, transport, .. } = *request;
+                let answer = Answered {
+                    seq,
+                    node_id,
+                    transport,
+                    back: transport,
+                    ipv6: false,
+                    able: true,
+                    held: true,
+                    leases: 0,
+                };
+                answered.extend((*to != name(0) || now < ms(500)).then_some(answer));
+            });
+            for answer in answered {
+                gateways.reply(&answer, now);
+            }
+            now = gateways.next().expect("gateways are probed").max(now + ms(1));
+        }
+        assert_eq!(gateways.states()[&name(0)], ProbeState::Dead);
+        probed
+    }
+
+    #[test]
+    fn while_one_is_in_doubt_and_shortly_after_its_death_the_others_are_probed_at_the_same_pace() {
+        let probed = probed(2);
+        let rest = [0, 100, 200, 300, 400, 500];
+        let dead: Vec<u64> = rest.into_iter().chain([525, 550, 650, 750, 850, 950]).collect();
+        let alive: Vec<u64> = rest.into_iter().chain([525, 550, 575, 600, 625, 650, 750, 850, 950]).collect();
+        assert_eq!(probed.into_values().collect::<Vec<_>>(), [dead, alive]);
+    }
+
+    #[test]
+    fn many_are_probed_no_more_often_for_the_death_of_one() {
+        let probed = probed(FEW as u8 + 1);
+        assert!(probed.values().skip(1).all(|times| times.len() == 10), "{probed:?}");
+    }
 }

@@ -28,8 +28,13 @@ pub struct Reach {
     patience: Duration,
     /// What comes in so long after a gateway's last answer is later than that, whatever was under way.
     later: Duration,
+    /// Others need at least so long to find this node dead.
+    quiet: Duration,
     peers: BTreeSet<NodeName>,
     asked: u64,
+    /// When it was looked last how often this node was asked.
+    looked: Duration,
+    /// The earliest time at which the last probe of others can have come in.
     heard: Duration,
     /// When anything came in last: an answer of another carrier, or anybody's probe.
     last: Duration,
@@ -61,11 +66,29 @@ pub struct LeaseWord {
 impl Reach {
     /// Nobody else carries what this node carries: it does not matter who reaches it.
     pub fn new(times: ProbeTimes) -> Self {
-        let (patience, later) = (times.interval * times.misses, times.interval * 3 / 2);
-        let (peers, asked, heard, last) = (BTreeSet::new(), 0, Duration::ZERO, Duration::ZERO);
+        let (patience, later, quiet) =
+            (times.interval * times.misses, times.interval * 3 / 2, times.quick() * times.misses);
+        let (peers, asked) = (BTreeSet::new(), 0);
+        let [looked, heard, last] = [Duration::ZERO; 3];
         let (company, held, since, others) = (false, None, None, None);
         let (reached, doubted, replaced) = (true, false, false);
-        Self { patience, later, peers, asked, heard, last, company, held, since, others, reached, doubted, replaced }
+        Self {
+            patience,
+            later,
+            quiet,
+            peers,
+            asked,
+            looked,
+            heard,
+            last,
+            company,
+            held,
+            since,
+            others,
+            reached,
+            doubted,
+            replaced,
+        }
     }
 
     /// These are the other carriers of what this node carries.
@@ -76,8 +99,9 @@ impl Reach {
     /// Takes note of how many probes of others this node has answered in all.
     pub fn note_asked(&mut self, asked: u64, now: Duration) {
         if asked != self.asked {
-            (self.asked, self.heard) = (asked, now);
+            (self.asked, self.heard) = (asked, self.looked);
         }
+        self.looked = now;
     }
 
     /// Takes note of what the probes say; `heard` says when a gateway answered last. Whether it is another answer now.
@@ -140,9 +164,9 @@ impl Reach {
     }
 
     /// Whether anything came in of late. Where nothing did, this node may be the one that is cut off, though it does not know that yet: what it
-    /// claims, another carrier may have taken over.
+    /// claims, another carrier may have taken over. It may only be that nobody has asked: then it has something to wait for.
     pub fn hears(&self, now: Duration) -> bool {
-        self.peers.is_empty() || now < self.last + self.later
+        self.peers.is_empty() || now < self.last + self.quiet
     }
 
     /// Why it may not, in the log.
@@ -160,8 +184,14 @@ impl Reach {
 mod tests {
     use super::*;
 
-    fn update(reach: &mut Reach, probes: &BTreeMap<NodeName, ProbeState>, asked: u64, now: Duration) -> bool {
+    /// It was asked so often, the last time now.
+    fn note_asked(reach: &mut Reach, asked: u64, now: Duration) {
+        reach.note_asked(reach.asked, now);
         reach.note_asked(asked, now);
+    }
+
+    fn update(reach: &mut Reach, probes: &BTreeMap<NodeName, ProbeState>, asked: u64, now: Duration) -> bool {
+        note_asked(reach, asked, now);
         let before = reach.reached;
         reach.look(probes, |_| None, now);
         reach.reached != before
@@ -175,9 +205,9 @@ mod tests {
         let probes = |a, b| BTreeMap::from([("a".into(), a), ("b".into(), b)]);
         let (alive, dead) = (ProbeState::Alive, ProbeState::Dead);
         let heard = |a, b| move |name: &NodeName| Some(ms(if *name == "a".into() { a } else { b }));
-        reach.note_asked(1, ms(1_010));
+        note_asked(&mut reach, 1, ms(1_010));
         assert!(!reach.look(&probes(alive, alive), heard(900, 1_000), ms(1_150)) && !reach.is_doubted());
-        assert!(reach.hears(ms(1_159)) && !reach.hears(ms(1_160)), "it reminds nobody of what it has");
+        assert!(reach.hears(ms(1_084)) && !reach.hears(ms(1_085)), "it reminds nobody of what it has");
         // Cut off at 1,000: one after the other is dead to it.
         assert!(reach.look(&probes(dead, alive), heard(900, 1_000), ms(1_200)) && reach.is_doubted());
         assert!(!reach.look(&probes(dead, dead), heard(900, 1_000), ms(1_300)) && reach.is_doubted());
@@ -188,11 +218,26 @@ mod tests {
         );
         // Both died, and a source node asks.
         assert!(reach.look(&probes(dead, dead), heard(900, 1_100), ms(1_400)) && reach.is_doubted());
-        reach.note_asked(2, ms(1_249));
+        note_asked(&mut reach, 2, ms(1_249));
         reach.look(&probes(dead, dead), heard(900, 1_100), ms(1_400));
         assert!(reach.is_doubted(), "it was under way");
-        reach.note_asked(3, ms(1_410));
+        note_asked(&mut reach, 3, ms(1_410));
         assert!(reach.look(&probes(dead, dead), heard(900, 1_100), ms(1_410)) && !reach.is_doubted());
+    }
+
+    #[test]
+    fn a_probe_that_came_in_between_two_looks_may_be_as_old_as_the_first() {
+        let ms = Duration::from_millis;
+        let mut reach = Reach::new(ProbeTimes::default());
+        reach.set_peers(["a".into()].into());
+        let dead = BTreeMap::from([("a".into(), ProbeState::Dead)]);
+        let mut look = |asked, now| {
+            reach.note_asked(asked, ms(now));
+            reach.look(&dead, |_| Some(ms(900)), ms(now));
+            reach.is_doubted()
+        };
+        assert!(look(0, 1_040) && look(1, 1_090), "it may have come at 1,040");
+        assert!(!look(2, 1_100));
     }
 
     #[test]

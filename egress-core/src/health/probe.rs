@@ -6,8 +6,7 @@ use std::time::Duration;
 /// How often, how many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProbeTimes {
-    /// Between two probes; a probe that is not answered by then is missed. Half of it while a gateway is in doubt: it has missed one, and is
-    /// not dead yet.
+    /// Between two probes to a gateway that answers.
     pub interval: Duration,
     /// So many missed in a row: dead.
     pub misses: u32,
@@ -18,6 +17,14 @@ pub struct ProbeTimes {
 impl Default for ProbeTimes {
     fn default() -> Self {
         Self { interval: Duration::from_millis(100), misses: 3, replies: 3 }
+    }
+}
+
+impl ProbeTimes {
+    /// The pace of doubt: a gateway that has missed a probe is asked so often until it answers or is dead. With the defaults it is dead 75 ms
+    /// after the first missed probe, so that the first retransmission of TCP (200 ms, `TCP_RTO_MIN`) finds another carrier.
+    pub fn quick(&self) -> Duration {
+        self.interval / 4
     }
 }
 
@@ -58,6 +65,8 @@ pub struct ProbeTracker {
 impl ProbeTracker {
     /// Answers to probes older than this many are ignored.
     pub const REMEMBERED: usize = 16;
+    /// An answer may take so many times as long as the last one before it is missed.
+    const ROUND_TRIPS: u32 = 3;
 
     /// Nothing sent yet.
     pub fn new(times: ProbeTimes) -> Self {
@@ -74,9 +83,19 @@ impl ProbeTracker {
         self.missed > 0
     }
 
-    /// How long until the next probe, and until one counts as missed.
+    /// How long until the next probe.
     pub fn interval(&self) -> Duration {
-        if self.in_doubt() && self.state != ProbeState::Dead { self.times.interval / 2 } else { self.times.interval }
+        if self.in_doubt() { self.patience() } else { self.times.interval }
+    }
+
+    /// How long until a probe counts as missed. One that has never answered, or is dead, has the whole interval.
+    fn patience(&self) -> Duration {
+        match self.round_trip {
+            Some(last) if self.state == ProbeState::Alive => {
+                (last * Self::ROUND_TRIPS).clamp(self.times.quick(), self.times.interval)
+            }
+            _ => self.times.interval,
+        }
     }
 
     /// The last round trip.
@@ -115,7 +134,7 @@ impl ProbeTracker {
 
     /// Counts what was not answered in time.
     pub fn poll(&mut self, now: Duration) -> Option<ProbeTransition> {
-        let patience = self.interval();
+        let patience = self.patience();
         for (sent, missed) in self.pending.values_mut() {
             if !*missed && now.saturating_sub(*sent) >= patience {
                 *missed = true;
@@ -131,7 +150,7 @@ impl ProbeTracker {
 
     /// When the next probe will be missed, if no reply comes.
     pub fn next_deadline(&self) -> Option<Duration> {
-        self.pending.values().filter(|(_, missed)| !missed).map(|(sent, _)| *sent + self.interval()).min()
+        self.pending.values().filter(|(_, missed)| !missed).map(|(sent, _)| *sent + self.patience()).min()
     }
 }
 
@@ -170,21 +189,32 @@ mod tests {
         assert_eq!(tracker.round_trip(), Some(ms(1)));
     }
 
-    #[test]
-    fn a_gateway_in_doubt_is_asked_at_twice_the_pace() {
+    /// Answers take `rtt` until 500 ms, and then do not come. When the gateway is dead.
+    fn dies(rtt: Duration) -> Duration {
         let mut tracker = ProbeTracker::new(ProbeTimes::default());
-        let (mut now, mut dead) = (ms(0), None);
-        for seq in 0..20 {
-            if tracker.poll(now) == Some(ProbeTransition::Dead) {
-                dead = Some(now);
+        let (mut seq, mut sent) = (0, ms(0));
+        loop {
+            tracker.on_sent(seq, sent);
+            if sent < ms(500) {
+                tracker.on_reply(seq, sent + rtt);
             }
-            tracker.on_sent(seq, now);
-            if now < ms(500) {
-                tracker.on_reply(seq, now + ms(1));
+            if let Some(deadline) = tracker.next_deadline()
+                && tracker.poll(deadline) == Some(ProbeTransition::Dead)
+            {
+                return deadline;
             }
-            now += tracker.interval();
+            (seq, sent) = (seq + 1, sent + tracker.interval());
         }
-        assert_eq!(dead, Some(ms(700)), "the first answer is missing at 500, known at 600, and then each 50 ms");
+    }
+
+    #[test]
+    fn a_gateway_in_doubt_is_asked_at_four_times_the_pace() {
+        assert_eq!(dies(ms(1)), ms(575), "the first answer is missing at 500, known 25 ms later, as is each after it");
+    }
+
+    #[test]
+    fn a_gateway_that_is_far_away_has_longer_to_answer() {
+        assert_eq!((dies(ms(20)), dies(ms(50))), (ms(680), ms(800)));
     }
 
     #[test]

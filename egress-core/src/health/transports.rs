@@ -65,6 +65,11 @@ impl TransportChooser {
         self.overall.in_doubt()
     }
 
+    /// When the next probe will be missed, if no reply comes by any transport.
+    pub fn next_deadline(&self) -> Option<Duration> {
+        self.overall.next_deadline()
+    }
+
     /// The last round trip, by whatever transport.
     pub fn round_trip(&self) -> Option<Duration> {
         self.overall.round_trip()

@@ -114,9 +114,11 @@ impl Agent {
     }
 
     fn read_counters(&mut self) {
+        // What is counted after this is news the next time.
+        let now = self.now();
         let read = |counter| self.maps.counter(counter);
         match (read(Counter::ProbeAnswered), read(Counter::PortsTight)) {
-            (Ok(answered), Ok(tight)) => self.machine.handle_counters(answered, tight, self.start.elapsed()),
+            (Ok(answered), Ok(tight)) => self.machine.handle_counters(answered, tight, now),
             (Err(e), _) | (_, Err(e)) => tracing::warn!("{e}"),
         }
     }

@@ -95,7 +95,10 @@ fn read(value: Value, found: &mut Found) -> Config {
     top.section("probe", |probe| {
         probe.set(
             "interval",
-            ["100ms", "the time between two probes of a gateway; one that is not answered by then is missed"],
+            [
+                "100ms",
+                "the time between two probes of a gateway that answers; a quarter of it while an answer is missing",
+            ],
             &mut config.probe.interval,
             |v| duration_in(v, 10, 60_000),
         );

@@ -263,7 +263,7 @@ impl Machine {
         }
         self.dirty |= self.decided.carriers.next().is_some_and(|next| now >= next);
         if now >= self.timers.look {
-            let closely = self.gateways.are_in_doubt() || self.reach.is_doubted();
+            let closely = self.gateways.are_in_doubt(now) || self.reach.is_doubted();
             self.timers.look = now + if closely { LOOK_CLOSELY_EVERY } else { LOOK_EVERY };
             self.actions.push_back(Action::ReadCounters);
         }
