@@ -46,7 +46,7 @@ fn leaf(lab: &Lab) -> String {
         |Dual { v4, v6 }: &Dual| format!(" neighbor {v4} peer-group gateways4\n neighbor {v6} peer-group gateways6\n");
     let own = address::external(1).v4;
     format!(
-        "bfd\n profile fast\n  transmit-interval 100\n  receive-interval 100\n exit\nexit
+        "bfd\n profile fast\n  transmit-interval 50\n  receive-interval 50\n exit\nexit
 router bgp 65001
  bgp router-id {own}
  no bgp ebgp-requires-policy
