@@ -4,7 +4,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddrV6, UdpSocket};
 use std::process::Command;
 
 use anyhow::{Context, Result};
-use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, ping};
+use lab::traffic::{
+    Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, ping, source_at,
+};
 use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec, Server, StartOptions, wait_until};
 
 use crate::support::{
@@ -13,16 +15,9 @@ use crate::support::{
 };
 
 /// The source that a connection from `client` has at `target` in `server`.
-fn source_at(client: &NetNs, server: &NetNs, target: IpAddr) -> Result<IpAddr> {
-    source_behind(client, server, target, target)
-}
-
-/// The source that a connection from `client` to `target` has at the address `own` in `server`, which it is sent on to.
-fn source_behind(client: &NetNs, server: &NetNs, own: IpAddr, target: IpAddr) -> Result<IpAddr> {
-    let listening = TcpServer::start(server, &[at(own, 7000)], ServerMode::Echo)?;
-    let clients = TcpClients::establish(client, at(target, 7000), 1, TcpOptions::once())?;
-    clients.wait("an echo", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
-    Ok(listening.connections().first().context("a connection")?.peer.ip())
+fn source_seen(client: &NetNs, server: &NetNs, target: IpAddr) -> Result<IpAddr> {
+    let target = at(target, 7000);
+    source_at(client, target, server, target, PATIENCE)
 }
 
 /// docs/failures.md: pod-net. With the address management of some CNIs and clouds no Node names its pods' networks; nobody names that of the
@@ -55,9 +50,9 @@ fn pod_net_pods_that_no_node_names_and_services_are_left_alone_without_any_confi
         start(lab)?;
         wait_in_force(&pod, lab.server("server1"), &[10])?;
         for family in Family::BOTH {
-            assert_eq!(source_at(&pod.ns, &remote.ns, remote.ips.ip(family))?, pod.ips.ip(family), "to a pod of another node");
+            assert_eq!(source_seen(&pod.ns, &remote.ns, remote.ips.ip(family))?, pod.ips.ip(family), "to a pod of another node");
             let masqueraded = lab.node("worker1").underlay.ip(family);
-            assert_eq!(source_at(&pod.ns, &service.ns, service.ips.ip(family))?, masqueraded, "to a Service");
+            assert_eq!(source_seen(&pod.ns, &service.ns, service.ips.ip(family))?, masqueraded, "to a Service");
         }
         // One that comes later, and one that goes: its address is anybody's then.
         let late = lab.add_pod(PodSpec::new("late", "worker2"))?;
@@ -70,7 +65,7 @@ fn pod_net_pods_that_no_node_names_and_services_are_left_alone_without_any_confi
             let question = ["explain", "--pod", "default/web", "--to", &to];
             let path = || Ok(lab.egressctl("worker1", &question)?.to_string());
             wait_until("the agent leaves it alone", PATIENCE, path, |path| path.contains("which no policy touches"))?;
-            assert_eq!(source_at(&pod.ns, &late.ns, late.ips.ip(family))?, pod.ips.ip(family), "to a pod that came later");
+            assert_eq!(source_seen(&pod.ns, &late.ns, late.ips.ip(family))?, pod.ips.ip(family), "to a pod that came later");
         }
         lab.remove_pod(&late.key())?;
         wait_until("the controller names it no more", PATIENCE, || told(lab), |text| text.contains(&one))?;
@@ -111,7 +106,10 @@ fn ipvs_services_work_as_before_and_their_addresses_are_told_to_nobody() {
                 ))?;
             }
         }
-        let seen = |family: Family| source_behind(&web.ns, &backend.ns, backend.ips.ip(family), service(family, 10));
+        let seen = |family: Family| {
+            let (to, own) = (at(service(family, 10), 7000), at(backend.ips.ip(family), 7000));
+            source_at(&web.ns, to, &backend.ns, own, PATIENCE)
+        };
         for family in Family::BOTH {
             assert_eq!(seen(family)?, web.ips.ip(family), "before there is a policy");
         }
@@ -153,11 +151,11 @@ fn everything_policy_leaves_the_clusters_own_traffic_alone() {
             for family in Family::BOTH {
                 let own = pod.ips.ip(family);
                 for other in [&neighbour, &remote] {
-                    assert_eq!(source_at(&pod.ns, &other.ns, other.ips.ip(family))?, own, "to pod {}", other.name);
+                    assert_eq!(source_seen(&pod.ns, &other.ns, other.ips.ip(family))?, own, "to pod {}", other.name);
                 }
                 for name in ["worker1", "worker2", "gw1"] {
                     let other = lab.node(name);
-                    assert_eq!(source_at(&pod.ns, &other.ns, other.underlay.ip(family))?, own, "to node {name}");
+                    assert_eq!(source_seen(&pod.ns, &other.ns, other.underlay.ip(family))?, own, "to node {name}");
                     let flow = UdpServer::start(&other.ns, &[at(other.underlay.ip(family), 7001)])?;
                     let clients =
                         UdpClients::start(&pod.ns, at(other.underlay.ip(family), 7001), 1, UdpOptions::once())?;
@@ -167,10 +165,10 @@ fn everything_policy_leaves_the_clusters_own_traffic_alone() {
                 }
                 let excepted = lab.server("far2");
                 let masqueraded = node.underlay.ip(family);
-                assert_eq!(source_at(&pod.ns, &excepted.ns, excepted.ips.ip(family))?, masqueraded, "exceptCIDRs");
+                assert_eq!(source_seen(&pod.ns, &excepted.ns, excepted.ips.ip(family))?, masqueraded, "exceptCIDRs");
             }
             let metadata: IpAddr = [169, 254, 169, 254].into();
-            assert_eq!(source_at(&pod.ns, &node.ns, metadata)?, pod.ips.v4, "to a link-local address");
+            assert_eq!(source_seen(&pod.ns, &node.ns, metadata)?, pod.ips.v4, "to a link-local address");
             // Nobody listens to these; what matters is that they do not enter the tunnel.
             let scope = pod.ns.ifindex("eth0")?;
             pod.ns.run(|| {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use lab::cluster::ClusterPod;
-use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
+use lab::traffic::source_at;
 use lab::wait_until;
 
 use crate::Test;
@@ -71,9 +71,6 @@ fn deploy(world: &InstalledCluster, app: &str, count: usize, range: u8) -> Resul
 
 /// The address that a pod has at another one, which it asks for at `to`.
 fn source(pod: &ClusterPod, server: &ClusterPod, to: IpAddr) -> Result<IpAddr> {
-    let listening = TcpServer::start(&server.ns, &[SocketAddr::new(server.ip.into(), PORT)], ServerMode::Echo)?;
-    let options = TcpOptions { connect_timeout: TIMEOUT, ..TcpOptions::once() };
-    let clients = TcpClients::establish(&pod.ns, SocketAddr::new(to, PORT), 1, options)?;
-    clients.wait("an echo", TIMEOUT, |all| all.iter().all(|one| one.received == 1))?;
-    Ok(listening.connections().first().context("a connection")?.peer.ip())
+    let [to, own] = [to, server.ip.into()].map(|ip| SocketAddr::new(ip, PORT));
+    source_at(&pod.ns, to, &server.ns, own, TIMEOUT)
 }

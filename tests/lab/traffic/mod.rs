@@ -37,7 +37,9 @@ pub(crate) use self::ping::set_int;
 pub use self::ping::{Ping, PingReport, ping};
 pub use self::query::{AnswerServer, Queries, QueryReport};
 pub use self::rate::{ConnectRate, RateReport, RunningRate, syns_repeated};
-pub use self::tcp::{ConnectionReport, ConnectionState, ServerMode, TcpClients, TcpOptions, TcpServer, undelivered};
+pub use self::tcp::{
+    ConnectionReport, ConnectionState, ServerMode, TcpClients, TcpOptions, TcpServer, source_at, undelivered,
+};
 pub use self::turns::{LoadServer, ServerAnswer, round_trips};
 pub use self::udp::{UdpClients, UdpFlowReport, UdpOptions, UdpSeen, UdpServer};
 

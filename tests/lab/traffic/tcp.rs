@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use serde::Serialize;
 
 use super::tally;
@@ -137,6 +137,22 @@ impl ConnectionReport {
     pub fn pause(&self) -> Duration {
         self.longest_pause.max(self.last_arrival.elapsed())
     }
+}
+
+/// The source that a connection from `client` to `target` has at the address `own` of `server`, which may be another one where somebody
+/// translates. Connecting and answering may each take as long as `patience`.
+pub fn source_at(
+    client: &NetNs,
+    target: SocketAddr,
+    server: &NetNs,
+    own: SocketAddr,
+    patience: Duration,
+) -> Result<IpAddr> {
+    let listening = TcpServer::start(server, &[own], ServerMode::Echo)?;
+    let options = TcpOptions { connect_timeout: patience, ..TcpOptions::once() };
+    let clients = TcpClients::establish(client, target, 1, options)?;
+    clients.wait("an echo", patience, |all| all.iter().all(|one| one.received == 1))?;
+    Ok(listening.connections().first().context("a connection")?.peer.ip())
 }
 
 /// How many records of streams were sent and not received: at the two ends of the same connections, both in

@@ -278,7 +278,8 @@ impl SimCluster {
         }
         machine.kernel.asked += 1;
         let (able, held) = (self.now < machine.kernel.able_until, self.now < machine.kernel.held_until);
-        let leases = machine.kernel.tables.as_ref().map_or(0, |tables| tables.observed.plan.highest_lease_of(&name));
+        let leases =
+            machine.kernel.tables.as_ref().and_then(|tables| tables.known_leases.get(&name)).copied().unwrap_or(0);
         let said = machine.said.entry(name).or_default();
         *said = leases.max(*said);
         let Request { node_id, seq, transport, .. } = request;

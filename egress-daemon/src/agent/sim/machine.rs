@@ -56,6 +56,8 @@ pub struct Entry {
 pub struct SimTables {
     pub observed: Rc<SharedObjects>,
     pub egress: BTreeMap<IpAddr, Entry>,
+    /// Up to which revision they have each node's leases.
+    pub known_leases: BTreeMap<NodeName, u64>,
 }
 
 /// What outlives the agent, but not the machine.
@@ -261,7 +263,8 @@ impl SimAgent {
         if present.is_none_or(|tables| tables.observed.leases != self.observed.leases || tables.egress != egress) {
             hands.kernel.writes += 1;
         }
-        hands.kernel.tables = Some(SimTables { observed: self.observed.clone(), egress });
+        hands.kernel.tables =
+            Some(SimTables { observed: self.observed.clone(), egress, known_leases: view.known_leases.clone() });
     }
 
     fn keep_lease(&mut self, wanted: bool, hands: &mut Hands<'_>) {

@@ -109,13 +109,17 @@ impl Rig {
         panic!("the kernel never knows the next hop");
     }
 
+    /// Whether the programs at TC take a tunnel's headers off packets of the other family: Linux 6.3 and later.
+    pub(super) fn decapsulates(&self) -> bool {
+        self.writer.maps().config.get(0).unwrap().flags & flags::DECAP_UDP != 0
+    }
+
     /// What the program at TC makes of a frame that it sends on. Nothing on kernels before Linux 6.3, where it leaves to the tunnel's device
     /// what has another family inside.
     #[track_caller]
     fn sent_at_tc(&mut self, program: &'static str, frame: &[u8]) -> Option<Vec<u8>> {
         let (verdict, out) = self.run(program, frame);
-        let flags = self.writer.maps().config.get(0).unwrap().flags;
-        if verdict == NEXT && flags & flags::DECAP_UDP == 0 {
+        if verdict == NEXT && !self.decapsulates() {
             assert_eq!(out, frame);
             return None;
         }

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{datapath::maps::typed, host::testing::in_netns};
 use aya::maps::{Array, MapData};
-use egress_common::{abi::VNI_FORWARD, config::flags, egress::NextHop, port_block, transport, verdict::Counter};
+use egress_common::{abi::VNI_FORWARD, egress::NextHop, port_block, transport, verdict::Counter};
 use egress_core::{
     encode::NodeView,
     model::{Bandwidth, SubnetInfo},
@@ -74,8 +74,7 @@ pub(super) fn assert_as_at_tc(
     by_vxlan: bool,
     what: &str,
 ) {
-    let flags = rig.writer.maps().config.get(0).unwrap().flags;
-    if flags & flags::DECAP_UDP == 0 && is_mixed(frame) {
+    if !rig.decapsulates() && is_mixed(frame) {
         return;
     }
     let theirs = wire.carry(tc, frame).unwrap_or_else(|| panic!("{what}: nothing is sent at TC"));
