@@ -1,8 +1,8 @@
 //! Fills a real API server with a cluster that no machine holds, and changes it: `cargo xtask bench --scale` calls it.
 //!
 //! Nodes and pods are what kubelets would say of them, without any (as KWOK makes them). Every hundredth node is a gateway, whose lease is
-//! renewed as its agent would. Prints `ready`, and then `done` for each line of input: `pod NUMBER APPLICATION NODE`, `policy NUMBER
-//! APPLICATION`, or `node NUMBER`, which also writes what the agent of a joining node writes.
+//! renewed as its agent would. Prints `ready`, and then `done` for each line of input: `pods COUNT NUMBER APPLICATION NODE` (numbers and
+//! nodes follow each other), `policy NUMBER APPLICATION`, or `node NUMBER`, which also writes what the agent of a joining node writes.
 
 use anyhow::{Context, Result, bail};
 use egress_daemon::{
@@ -80,7 +80,9 @@ async fn main() -> Result<()> {
         let words: Vec<&str> = line.split_whitespace().collect();
         let numbers: Vec<u32> = words.iter().skip(1).filter_map(|word| word.parse().ok()).collect();
         match (words.first(), &numbers[..]) {
-            (Some(&"pod"), [number, application, node]) => filler.pod(*number, *application, *node).await?,
+            (Some(&"pods"), [count, number, application, node]) => {
+                filler.all((0..*count).map(|n| filler.pod(number + n, *application, node + n))).await?;
+            }
             (Some(&"policy"), [number, application]) => filler.policy(*number, *application, 1).await?,
             (Some(&"node"), [number]) => {
                 filler.node(*number).await?;

@@ -95,9 +95,10 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
         changes.push((what, cost));
         Ok(())
     };
-    change("a pod more, on a node that has pods of its application", format!("pod {pods} 1 1"), 0)?;
-    change("a pod more, on a node that has none", format!("pod {} 1 {}", pods + 1, nodes / 2 + 2), 0)?;
-    change("the same, with `PerEndpoint`", format!("pod {} 4 {}", pods + 2, nodes / 2 + 3), 0)?;
+    change("a pod more, on a node that has pods of its application", format!("pods 1 {pods} 1 1"), 0)?;
+    change("a pod more, on a node that has none", format!("pods 1 {} 1 {}", pods + 1, nodes / 2 + 2), 0)?;
+    change("the same, with `PerEndpoint`", format!("pods 1 {} 4 {}", pods + 2, nodes / 2 + 3), 0)?;
+    change("a hundred pods at once, on nodes that have none", format!("pods 100 {} 2 {}", pods + 3, nodes / 2 + 4), 0)?;
     change("a policy more, for an application's pods", format!("policy {policies} 7"), 1)?;
     change("a node that joins, with what its agent writes", format!("node {}", nodes + 1), 0)?;
     let before = large.settled()?;
