@@ -87,7 +87,7 @@ struct Gateway {
     asked: Option<Duration>,
     /// When its last answer came.
     heard: Option<Duration>,
-    /// When it was found dead that had answered.
+    /// When it was found dead the last time, having answered before.
     died: Option<Duration>,
 }
 
@@ -292,6 +292,15 @@ fn tell(name: &NodeName, news: &(Option<ProbeTransition>, bool), transport: u32)
 }
 
 #[cfg(test)]
+impl Request {
+    /// The answer over IPv4 of a gateway that is able and holds its lease.
+    pub fn answered(&self, leases: u64) -> Answered {
+        let Request { seq, node_id, transport, .. } = *self;
+        Answered { seq, node_id, transport, back: transport, ipv6: false, able: true, held: true, leases }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
@@ -314,18 +323,7 @@ mod tests {
             let mut answered = Vec::new();
             gateways.tick(now, |to, request| {
                 probed.entry(to.clone()).or_default().push(now.as_millis() as u64);
-                let Request { seq, node_id, transport, .. } = *request;
-                let answer = Answered {
-                    seq,
-                    node_id,
-                    transport,
-                    back: transport,
-                    ipv6: false,
-                    able: true,
-                    held: true,
-                    leases: 0,
-                };
-                answered.extend((*to != name(0) || now < ms(500)).then_some(answer));
+                answered.extend((*to != name(0) || now < ms(500)).then(|| request.answered(0)));
             });
             for answer in answered {
                 gateways.reply(&answer, now);

@@ -32,7 +32,7 @@ pub struct Reach {
     quiet: Duration,
     peers: BTreeSet<NodeName>,
     asked: u64,
-    /// When it was looked last how often this node was asked.
+    /// When the counter of answered probes was read last.
     looked: Duration,
     /// The earliest time at which the last probe of others can have come in.
     heard: Duration,
@@ -164,7 +164,7 @@ impl Reach {
     }
 
     /// Whether anything came in of late. Where nothing did, this node may be the one that is cut off, though it does not know that yet: what it
-    /// claims, another carrier may have taken over. It may only be that nobody has asked: then it has something to wait for.
+    /// claims, another carrier may have taken over. If nobody has asked yet, an announcement waits for the next probe.
     pub fn hears(&self, now: Duration) -> bool {
         self.peers.is_empty() || now < self.last + self.quiet
     }

@@ -4,7 +4,6 @@ use super::*;
 use crate::{
     agent::{
         facts::LeftInUse,
-        gateways::Request,
         ports::Ports,
         view_tests::{FactsFixture, OWNED, carried_by, ip, report},
     },
@@ -117,18 +116,7 @@ impl Shell {
             if let Action::Probe(name, request) = action
                 && lives(&name)
             {
-                let Request { seq, node_id, transport, .. } = request;
-                let answer = Answered {
-                    seq,
-                    node_id,
-                    transport,
-                    back: transport,
-                    ipv6: false,
-                    able: true,
-                    held: true,
-                    leases: 5,
-                };
-                self.machine.handle_probe(&answer, self.now);
+                self.machine.handle_probe(&request.answered(5), self.now);
             }
         }
     }
