@@ -58,14 +58,13 @@ pub fn usable<'a>(
 ) -> impl Iterator<Item = u16> + use<'a> {
     let fixed = is.objects.plan.egress_ips.get(&address).is_some_and(|e| e.fixed);
     // Tables have leases only of egress IPs that their agent has read of. This node's own are in its tables before the blocks are.
-    let known = |name: &NodeName, says: &dyn Fn(&NodeName) -> u64| match is.objects.snapshot.report(name) {
+    let known = |name: &NodeName, says: u64| match is.objects.snapshot.report(name) {
         _ if *name == is.node => u64::MAX,
-        Some(report) if fixed || report.carries.contains(&address) => says(name),
+        Some(report) if fixed || report.carries.contains(&address) => says,
         _ => 0,
     };
-    let used = carriers.used(address).iter().map(|name| known(name, &|name| is.known_by(name, address)));
-    let replying = carriers.replying(address).iter();
-    let replying = replying.map(|name| known(name, &|name| is.known_by_replying(name, address)));
+    let used = carriers.used(address).iter().map(|name| known(name, is.known_by(name, address)));
+    let replying = carriers.replying(address).iter().map(|name| known(name, is.known_by_replying(name, address)));
     let known = used.chain(replying).min();
     let is_known = move |revision: u64| known.is_some_and(|known| revision <= known);
     let (blocks, withheld) = (is.objects.plan.blocks.get(&address).into_iter().flatten(), withheld.0.get(&address));

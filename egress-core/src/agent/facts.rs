@@ -120,9 +120,8 @@ impl Facts {
     /// Up to which revision a carrier knows this node's leases of an egress IP: as it says, or at least what was in use with it when this
     /// agent started.
     pub fn known_by(&self, carrier: &NodeName, address: IpAddr) -> u64 {
-        let was_used = || self.left.get(&address).is_some_and(|left| left.carriers.contains(carrier));
-        let known = self.known.get(carrier).copied();
-        known.or_else(|| self.left_in_use(address).filter(|_| was_used())).unwrap_or(0)
+        let was_used = self.left.get(&address).is_some_and(|left| left.carriers.contains(carrier));
+        if was_used { self.known_by_replying(carrier, address) } else { self.known.get(carrier).copied().unwrap_or(0) }
     }
 
     /// The same of one that this node need not send to, and that routers may lead replies to.

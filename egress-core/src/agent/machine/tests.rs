@@ -276,9 +276,12 @@ fn all_that_fails_in_a_round_is_published() {
 fn blocks_are_used_once_their_carrier_says_that_it_knows_them_and_those_in_use_go_on_after_a_restart() {
     let (mut world, address) = (FactsFixture::new(), ip(OWNED[0].0));
     let blocks = |shell: &Shell| shell.views().last().map(|view| view.egress_ips[&address].blocks.clone());
-    let in_use = LeftInUse { carriers: vec!["g1".into()], blocks: [7].into() };
-    let left = Left { used: [(address, in_use)].into(), ..Left::default() };
-    for (left, at_first) in [(Left::default(), [].into()), (left, BTreeSet::from([7]))] {
+    let left = |carrier: &str| {
+        let in_use = LeftInUse { carriers: vec![carrier.into()], blocks: [7].into() };
+        Left { used: [(address, in_use)].into(), ..Left::default() }
+    };
+    // Another carrier may never have known what was in use with the one before.
+    for (left, at_first) in [(Left::default(), [].into()), (left("g2"), [].into()), (left("g1"), BTreeSet::from([7]))] {
         let mut shell = Shell::after(&world, left);
         shell.run();
         assert_eq!(blocks(&shell), Some(at_first));
