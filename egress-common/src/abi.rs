@@ -20,29 +20,29 @@ pub const INNER_DST_MAC: [u8; 6] = [0x02, 0x53, 0x57, 0, 0, 2];
 /// The bit of the mark that leads a first packet to the tunnel device where nothing else has a route for it, unless configured
 /// otherwise.
 ///
-/// None of the bits that are known to be taken: kube-proxy 0x4000 and 0x8000, the portmap plugin 0x2000, Cilium 0x0fff, Calico
-/// and Tailscale above 0xffff, Antrea 0xff and 0x80000000.
+/// None of the bits that others are known to use: kube-proxy 0x4000 and 0x8000, the portmap plugin 0x2000, Cilium 0x0fff,
+/// Calico and Tailscale above 0xffff, Antrea 0xff and 0x80000000.
 pub const FIREWALL_MARK: u32 = 0x1000;
-/// The priority (`skb->priority`) of first packets on the host-stack path: by it our own rules know them.
+/// The priority (`skb->priority`) of first packets on the host-stack path. Our own rules recognise them by it.
 pub const FIREWALL_PRIORITY: u32 = 0x5350_0001;
-/// The priority of what else `pod_egress` leaves to the stack while a selected pod is starting: by it our own rules tell it
-/// from what came in by an interface that has no program yet.
+/// The priority of other packets that `pod_egress` leaves to the stack while a selected pod is starting. Our own rules use
+/// it to tell them from packets that arrived on an interface without a program.
 pub const SEEN_PRIORITY: u32 = 0x5350_0002;
-/// The priority of a gateway's own copy of a packet that is also the lessee's: of what the gateway masquerades, or nothing of its own. By
-/// it our own rules keep it from the gateway's sockets.
+/// The priority of a gateway's own copy of a packet that also goes to the lessee: the copy is for a connection that the gateway
+/// masquerades, or for nothing. Our own rules use it to keep the copy from the gateway's sockets.
 pub const COPY_PRIORITY: u32 = 0x5350_0003;
 
-/// Number of the first kernel tick after boot is 0; one tick is 2^30 ns (1.074 s) of `CLOCK_MONOTONIC`.
+/// The first kernel tick after boot has number 0; one tick is 2^30 ns (1.074 s) of `CLOCK_MONOTONIC`.
 pub const TICK_SHIFT: u32 = 30;
 
-/// The whole number of ticks that `seconds` need at least.
+/// The number of ticks that `seconds` take, rounded up.
 pub const fn ticks(seconds: u64) -> u32 {
     ((seconds * 1_000_000_000).div_ceil(1 << TICK_SHIFT)) as u32
 }
 
-/// Linux's number of IPv4 as an address family.
+/// Linux's address family number of IPv4.
 pub const AF_INET: u32 = 2;
-/// Linux's number of IPv6 as an address family.
+/// Linux's address family number of IPv6.
 pub const AF_INET6: u32 = 10;
 
 /// The kinds of names in the map `NAMES`, which only user space reads.
@@ -78,6 +78,6 @@ crate::layout::map_type! {
     } size 360
 }
 
-/// Handle (upper half) of the shaper's HTB qdisc. The class of an egress IP is `2 * index + 1` for what goes out, and one
-/// more for what comes in.
+/// Handle (upper half) of the shaper's HTB qdisc. The class of an egress IP is `2 * index + 1` for outgoing traffic, and
+/// one more for incoming traffic.
 pub const SHAPER_HANDLE: u16 = 0x5350;

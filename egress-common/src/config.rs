@@ -47,14 +47,14 @@ pub mod flags {
     pub const HOLD: u32 = 1;
     /// The kernel knows `BPF_F_IPV6` of `bpf_l4_csum_replace` (Linux 6.16).
     pub const CSUM_IPV6: u32 = 2;
-    /// New flows wait until the host's firewall has let a packet of theirs pass.
+    /// New flows wait until the host's firewall has let one of their packets pass.
     pub const RESPECT_FIREWALL: u32 = 8;
     /// The kernel knows `BPF_F_ADJ_ROOM_DECAP_L4_UDP`: merged packets can be stripped of their outer header.
     pub const DECAP_UDP: u32 = 4;
-    /// This node carries egress IPs. Where it does not, a packet from another node is as a rule a reply for a pod of this one.
+    /// This node carries egress IPs. Where it does not, a packet from another node is usually a reply for a pod of this one.
     pub const CARRIES: u32 = 16;
-    /// A program of somebody else may bring packets into a pod past `pod_ingress`: a SYN+ACK without a record may answer a SYN that
-    /// came by such a way.
+    /// Another party's program may deliver packets to a pod past `pod_ingress`, so a SYN+ACK without a record may answer a SYN that
+    /// came that way.
     pub const UNSEEN_INBOUND: u32 = 32;
 }
 

@@ -21,8 +21,7 @@ pub const fn update32(check: u16, old: u32, new: u32) -> u16 {
     !fold((!check) as u32 + (old & 0xffff) + (old >> 16) + (new & 0xffff) + (new >> 16))
 }
 
-/// The checksum after it changed from `old` to `new` inside of what this one covers, together with that change itself:
-/// how an ICMP error's checksum sees a rewritten embedded packet.
+/// The sum of the 16-bit halves of `words`, not folded.
 #[inline(always)]
 pub const fn sum_words(words: &[u32]) -> u32 {
     let mut sum = 0u32;
@@ -34,7 +33,7 @@ pub const fn sum_words(words: &[u32]) -> u32 {
     sum
 }
 
-/// What is to be added to a sum of 16-bit words when `old` among what it covers becomes `new`, folded.
+/// What to add to a sum of 16-bit words when `old` among the words it covers becomes `new`, folded.
 #[inline(always)]
 pub fn difference(old: &[u32], new: &[u32]) -> u32 {
     let mut sum = 0u64;
@@ -44,7 +43,7 @@ pub fn difference(old: &[u32], new: &[u32]) -> u32 {
     fold((sum & 0xffff) as u32 + (sum >> 16 & 0xffff) as u32 + (sum >> 32) as u32) as u32
 }
 
-/// What takes a folded sum away when it is added.
+/// What to add to subtract a folded sum.
 #[inline(always)]
 pub const fn negative(sum: u32) -> u32 {
     !sum & 0xffff

@@ -1,4 +1,4 @@
-//! What the datapath knows of egress IPs, their owners, their port blocks and the nodes.
+//! What the datapath knows about egress IPs, their owners, their port blocks and the nodes.
 
 use crate::{layout::map_type, port_block};
 
@@ -13,7 +13,7 @@ map_type! {
         pub gateway: u32,
         /// [`flags`].
         pub flags: u32,
-        /// Interface that a carrier sends by; 0 where this node is none.
+        /// Interface that this node sends on as a carrier; 0 where it is not one.
         pub ifindex: u32,
         /// Epoch of the owner, low half.
         pub epoch_low: u32,
@@ -21,7 +21,7 @@ map_type! {
         pub epoch_high: u32,
         /// How many bytes may wait in the shaper in each direction; 0: its bandwidth has no limit on this node.
         pub queue: u32,
-        /// The next hop of its own subnet, IPv4 in its mapped form; zeroes: the routing table knows.
+        /// The next hop of its own subnet, IPv4 in its mapped form; zeroes: use the routing table.
         pub via: [u32; 4],
         /// The VLAN that its packets are in, 1 to 4094; 0: none. Only together with `via`.
         pub vlan: u32,
@@ -45,7 +45,7 @@ impl EgressIp {
 }
 
 impl EgressIp {
-    /// Whether this node carries it and has it as an address of its own: what comes for it may be the node's.
+    /// Whether this node carries it and has it as an address of its own: packets for it may be for the node itself.
     #[inline(always)]
     pub const fn is_own_address(&self) -> bool {
         let own = flags::CARRIED | flags::NODE_ADDRESS;
@@ -57,7 +57,7 @@ impl EgressIp {
 pub mod flags {
     /// This node is a carrier: it forwards for the address, in both directions.
     pub const CARRIED: u32 = 1;
-    /// The address is a node's own: what is not in a leased block goes to the node's stack, which also answers ARP.
+    /// The address is a node's own: packets outside leased blocks go to the node's stack, which also answers ARP.
     pub const NODE_ADDRESS: u32 = 2;
     /// Do not answer ARP and NDP for it.
     pub const SILENT: u32 = 4;
@@ -65,20 +65,20 @@ pub mod flags {
     pub const SUBNET: u32 = 8;
     /// An interface of this node has the address, whoever carries it: the node's sockets use it.
     pub const HERE: u32 = 16;
-    /// What this node translates leaves by this node itself. Only together with [`CARRIED`].
+    /// Packets that this node translates leave from this node itself. Only together with [`CARRIED`].
     pub const LOCAL: u32 = 32;
     /// Each flow goes to the carrier that `CARRIERS` names for it, not all of them to `gateway`.
     pub const SPREAD: u32 = 64;
 }
 
 map_type! {
-    /// Value of `NEXT_HOPS`, by egress IP: where the next hop of its subnet is. Only the programs write it, from answers.
+    /// Value of `NEXT_HOPS`, by egress IP: the next hop of its subnet. Only the programs write it, from answers.
     pub struct NextHop {
         /// Its MAC address, as words in memory order.
         pub mac: [u16; 3],
         /// 1 when it is known.
         pub known: u16,
-        /// [`EgressIp::generation`] that it is about.
+        /// The [`EgressIp::generation`] that it applies to.
         pub generation: u32,
     } size 12
 }
@@ -106,7 +106,7 @@ map_type! {
 }
 
 map_type! {
-    /// Value of `LEASES`, by egress IP: which node each block is leased to, as indices in `NODES`; 0 for nobody.
+    /// Value of `LEASES`, by egress IP: which node each block is leased to, as indices in `NODES`; 0 for none.
     pub struct LeaseTable {
         /// By [`port_block::row`].
         pub node: [u16; port_block::ROWS],
@@ -115,20 +115,20 @@ map_type! {
 
 /// Entries of `DEADLINE`, which holds times of `CLOCK_MONOTONIC` in ns.
 pub mod deadline {
-    /// Until when the node is able to carry egress IPs.
+    /// The node can carry egress IPs until this time.
     pub const ABLE: u32 = 0;
-    /// Until when it holds its lease.
+    /// It holds its lease until this time.
     pub const LEASE: u32 = 1;
 }
 
-/// How many entries [`CarrierTable`] has. An odd number: LLVM takes factors of two out of the product that an index is made by, and the
-/// verifier does not follow what it puts in their place.
+/// How many entries [`CarrierTable`] has. Odd, because LLVM takes factors of two out of the product that computes an index, and the
+/// verifier cannot follow the code that it emits instead.
 pub const CARRIER_ENTRIES: usize = 251;
 /// An entry of [`CarrierTable`] that stands for this node itself.
 pub const LOCAL_CARRIER: u16 = u16::MAX;
 
 map_type! {
-    /// Value of `CARRIERS`, by egress IP: which carrier flows go to, as an index in `NODES` or [`LOCAL_CARRIER`], by their hash.
+    /// Value of `CARRIERS`, by egress IP: the carrier for each hash of a flow, as an index in `NODES` or [`LOCAL_CARRIER`].
     pub struct CarrierTable {
         /// The first [`CARRIER_ENTRIES`] are used.
         pub node: [u16; CARRIER_ENTRIES + 1],
@@ -138,15 +138,15 @@ map_type! {
 map_type! {
     /// Value of `NODES`: a node, and how to send to it.
     pub struct NodeEntry {
-        /// The tunnel's address of the node, IPv4 in its mapped form.
+        /// The node's tunnel address, IPv4 in its mapped form.
         pub addr: [u32; 4],
         /// 1 when the entry is filled.
         pub present: u32,
-        /// Its address in the form that the tunnel key wants: IPv4 in *host* byte order, or 0 for IPv6.
+        /// Its address in the form that the tunnel key needs: IPv4 in *host* byte order, or 0 for IPv6.
         pub tunnel_v4: u32,
         /// The transport ([`crate::transport`]) of packets to this node as a gateway.
         pub forward: u32,
-        /// The set of transports that can be taken to it, [`crate::transport::bit`] each.
+        /// The set of transports that can reach it, [`crate::transport::bit`] each.
         pub may: u32,
         /// Index of the counter for packets that take the device because nothing else is possible; 0 for none.
         pub why: u32,
@@ -154,11 +154,11 @@ map_type! {
         pub ifindex: u32,
         /// Largest IP packet that the transport to it takes.
         pub mtu: u32,
-        /// Sum over what never changes of the outer IPv4 header's words, folded.
+        /// Folded sum of the outer IPv4 header's words that never change.
         pub csum: u32,
-        /// Next hop, as the kernel's `struct bpf_redir_neigh`: address family,
+        /// Address family of the next hop, as in the kernel's `struct bpf_redir_neigh`.
         pub hop_family: u32,
-        /// and address; IPv4 in the first word.
+        /// Address of the next hop; IPv4 in the first word.
         pub hop: [u32; 4],
         /// This node's address as the outer source; IPv4 in its mapped form.
         pub source: [u32; 4],

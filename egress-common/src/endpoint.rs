@@ -1,25 +1,25 @@
-//! What the datapath knows of endpoints and policies.
+//! What the datapath knows about endpoints and policies.
 
 use crate::{
     hash::{Words, checksum, multilinear},
     layout::map_type,
 };
 
-/// A value that counts only as a whole, and for its own key: see [`checksum`].
+/// A value that is valid only as a whole, and for its own key: see [`checksum`].
 pub trait Checked<K>: Sized {
     /// The checksum that it should have.
     fn checksum(&self, key: &K) -> u32;
     /// The checksum that it has.
     fn check(&self) -> u32;
-    /// The same with another one.
+    /// The same value with another checksum.
     fn with_check(self, check: u32) -> Self;
 
-    /// The same with the checksum that it should have.
+    /// The same value with the checksum that it should have.
     fn sealed(self, key: &K) -> Self {
         let check = self.checksum(key);
         self.with_check(check)
     }
-    /// Whether it was written as it is, for this key.
+    /// Whether it is complete and was written for this key.
     #[inline(always)]
     fn is_whole(&self, key: &K) -> bool {
         self.check() == self.checksum(key)
@@ -30,9 +30,9 @@ pub trait Checked<K>: Sized {
 pub mod except {
     /// A destination that no policy touches.
     pub const ANYWHERE: u32 = 1;
-    /// The same, and it is of another node's pods: no pod of this one has its address there.
+    /// The same, for addresses of another node's pods: no pod of this node has an address there.
     pub const ELSEWHERE: u32 = 2;
-    /// No policy touches it, nor what the node's NAT makes of it: the Service of the API server, which may be anywhere.
+    /// No policy touches it, nor what NAT turns it into: the API server's Service, whose backends may be anywhere.
     pub const SERVICE: u32 = 3;
 }
 
@@ -43,10 +43,10 @@ map_type! {
         pub id: u32,
         /// Its class; 0 for a pod that no policy selects.
         pub class: u32,
-        /// The tick from which on it may not send TCP segments of unknown connections, which until then may be older than the
-        /// policy that has selected it; 0: it has no older ones.
+        /// From this tick on it may not send TCP segments of unknown connections; before, they may be older than the policy
+        /// that selected it. 0: it has no older ones.
         pub history_until: u32,
-        /// The interface that the pod is behind, where the node's routes say so; 0: any.
+        /// The interface that the pod is behind, if the node's routes show it; 0: any.
         pub ifindex: u32,
         /// Number of its namespace on this node; 0 for a pod that no policy selects.
         pub namespace: u32,
@@ -127,7 +127,7 @@ impl Checked<PolicyKey> for Policy {
 }
 
 impl Policy {
-    /// Whether packets leave with the node's address at present: there is no slot that can be used, and the policy allows that.
+    /// Whether packets leave with the node's address at present: there is no usable slot, and the policy allows it.
     pub const fn leaves_as_node(&self) -> bool {
         self.table_len == 0 && self.flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0
     }

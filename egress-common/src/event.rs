@@ -1,4 +1,4 @@
-//! What the programs tell of flows for the log of flows, in the ring buffer `FLOW_EVENTS`.
+//! What the programs report about flows for the flow log, in the ring buffer `FLOW_EVENTS`.
 
 use crate::{flow::FlowKey, layout::map_type};
 
@@ -13,7 +13,7 @@ pub mod what {
 }
 
 map_type! {
-    /// The beginning or the end of a flow. An end says all by itself: the beginning may have been lost.
+    /// The beginning or the end of a flow. An end is complete without its beginning, which may have been lost.
     pub struct FlowEvent<A> {
         /// The flow.
         pub key: FlowKey<A>,

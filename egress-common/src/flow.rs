@@ -54,7 +54,7 @@ map_type! {
         pub egress_generation: u32,
         /// [`crate::config::DatapathConfig::generation`] under which the classification was last checked.
         pub config_generation: u32,
-        /// [`crate::endpoint::Endpoint::id`] of the pod: who inherits its address does not inherit its flows.
+        /// [`crate::endpoint::Endpoint::id`] of the pod: a pod that inherits its address does not inherit its flows.
         pub endpoint: u32,
         /// Distinguishes this flow from an earlier one of the same key in the collector's queue.
         pub ticket: u32,
@@ -64,15 +64,15 @@ map_type! {
         pub created: u32,
         /// The last acknowledgment number of the pod, network byte order.
         pub ack: u32,
-        /// Where the remote side's data end by its FIN or RST, as the acknowledgment number that would accept it; host byte order.
+        /// Where the remote side's FIN or RST ends its data, as the acknowledgment number that would accept it; host byte order.
         pub end: u32,
-        /// Interface that its packets come in by.
+        /// Interface on which its packets arrive.
         pub ifindex: u32,
         /// Translated source port, or ICMP identifier.
         pub port: u16,
         /// TCP flags seen from the pod, [`crate::tcp::seen`]; of UDP, [`crate::udp`].
         pub state: u16,
-        /// What the remote side said of the connection's end, [`crate::tcp::end`].
+        /// How the remote side has ended the connection, [`crate::tcp::end`].
         pub back: u8,
         /// 1 while a record of the flow is in `ENDED_*`, else 0.
         pub queued: u8,
@@ -84,19 +84,19 @@ map_type! {
 }
 
 impl Flow {
-    /// The [`checksum`] of a flow and of what never changes of where it leads.
+    /// The [`checksum`] of a flow and of the fixed part of where it leads.
     #[inline(always)]
     pub fn checksum<A: Words>(key: &FlowKey<A>, egress: u32, port: u16, ifindex: u32) -> u32 {
         checksum(key.sum(), multilinear([egress, port as u32, ifindex], 11))
     }
 
-    /// Gives it its checksum.
+    /// Sets its checksum.
     #[inline(always)]
     pub fn seal<A: Words>(&mut self, key: &FlowKey<A>) {
         self.check = Self::checksum(key, self.egress, self.port, self.ifindex);
     }
 
-    /// A flow of nobody.
+    /// An empty entry.
     pub const EMPTY: Flow = Flow {
         check: 0,
         policy: 0,
@@ -132,7 +132,7 @@ map_type! {
         /// SYN and ACK of TCP as seen from the remote side, and whether the flow is confirmed, [`crate::tcp::seen`]; of UDP,
         /// [`crate::udp`].
         pub state: u16,
-        /// Interface that the flow's first packet came in by.
+        /// Interface on which the flow's first packet arrived.
         pub ifindex: u32,
         /// Index of the policy.
         pub policy: u16,
@@ -153,7 +153,7 @@ map_type! {
     } sizes 48, 60
 }
 
-/// Where replies go: what never changes of a [`Reverse`].
+/// Where replies go: the fixed part of a [`Reverse`].
 #[derive(Clone, Copy)]
 pub struct Target<A> {
     /// [`Reverse::pod`].
@@ -176,7 +176,7 @@ impl<A: Words> Reverse<A> {
         checksum(key.sum(), to.pod.multilinear(11).wrapping_add(rest))
     }
 
-    /// Gives it its checksum.
+    /// Sets its checksum.
     #[inline(always)]
     pub fn seal(&mut self, key: &FlowKey<A>) {
         let macs = [self.pod_mac, self.host_mac];
@@ -185,7 +185,7 @@ impl<A: Words> Reverse<A> {
     }
 }
 
-/// Whether two halves name each other. Either may outlive the other, and another flow may have its place by then.
+/// Whether two halves name each other. Either may outlive the other, and another flow may have taken its place.
 #[inline(always)]
 pub fn is_pair<A: PartialEq>(key: &FlowKey<A>, flow: &Flow, reverse: &FlowKey<A>, value: &Reverse<A>) -> bool {
     (flow.port, flow.egress, flow.egress_generation) == (reverse.src_port, value.egress, value.egress_generation)
@@ -194,8 +194,8 @@ pub fn is_pair<A: PartialEq>(key: &FlowKey<A>, flow: &Flow, reverse: &FlowKey<A>
 }
 
 map_type! {
-    /// Value of `INBOUND_*`, by the 5-tuple of what the pod sends: the outside opened this, or it was there before the pod was
-    /// selected. Its packets are left alone.
+    /// Value of `INBOUND_*`, by the 5-tuple of the pod's packets: a connection that the outside opened, or that existed before
+    /// the pod was selected. Its packets are left alone.
     pub struct Inbound {
         /// Tick of the last packet that was looked at.
         pub last_seen: u32,
@@ -203,7 +203,7 @@ map_type! {
         pub created: u32,
         /// [`crate::config::DatapathConfig::generation`] under which the pod was last looked up.
         pub generation: u32,
-        /// [`crate::endpoint::Endpoint::id`] of the pod: who inherits its address inherits nothing else.
+        /// [`crate::endpoint::Endpoint::id`] of the pod: a pod that inherits its address inherits nothing else.
         pub endpoint: u32,
         /// The pod's interface.
         pub ifindex: u32,
@@ -234,13 +234,13 @@ map_type! {
         pub key: FlowKey<A>,
         /// Its [`Flow::ticket`].
         pub ticket: u32,
-        /// Round of the collector ([`COLLECT_ROUND_SHIFT`](crate::limits::COLLECT_ROUND_SHIFT)) in which it last looked at it.
+        /// Round of the collector ([`COLLECT_ROUND_SHIFT`](crate::limits::COLLECT_ROUND_SHIFT)) that last looked at it.
         pub checked: u32,
     } sizes 24, 48
 }
 
 map_type! {
-    /// An entry of `ENDED_*`, in which flows that have ended wait in the order of their ending.
+    /// An entry of `ENDED_*`, where ended flows wait in the order in which they ended.
     pub struct Ended<A> {
         /// The flow.
         pub key: FlowKey<A>,
@@ -276,7 +276,7 @@ map_type! {
 }
 
 map_type! {
-    /// Value of `FRAGMENTS_*`: what only the first fragment tells.
+    /// Value of `FRAGMENTS_*`: what only the first fragment contains.
     pub struct Fragment {
         /// Source port, or identifier of an ICMP query.
         pub src_port: u16,

@@ -1,5 +1,5 @@
-//! The hash that chooses a flow's slot. The kernel computes it for every new flow, `egressctl explain` computes the same. And the checksum of
-//! what a map has for a key.
+//! The hash that chooses a flow's slot, and the checksum of a map's entry. The kernel computes the hash for every new flow, as does
+//! `egressctl explain`.
 
 /// Mixes one word into `h` (the 64-bit finaliser of MurmurHash3, Appleby 2011, over `h ^ word`).
 #[inline(always)]
@@ -41,8 +41,8 @@ impl Words for crate::V6 {
 /// The golden ratio, as a fraction of 2^64: odd, with bits spread evenly.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The sum of words, each times another power of [`GOLDEN`]; the power of the first word is `first`, from 1 on. The upper half of such a sum is a
-/// hash (Lemire and Kaser, Strongly Universal String Hashing is Fast, 2014) of which the multiplications do not wait for each other.
+/// The sum of the words, each multiplied by its own power of [`GOLDEN`]; the exponent of the first word is `first`, at least 1. The upper half of
+/// such a sum is a hash (Lemire and Kaser, Strongly Universal String Hashing is Fast, 2014) whose multiplications do not depend on each other.
 #[inline(always)]
 pub const fn multilinear<const N: usize>(words: [u32; N], first: u32) -> u64 {
     let (mut sum, mut i) = (0u64, 0);
@@ -55,9 +55,9 @@ pub const fn multilinear<const N: usize>(words: [u32; N], first: u32) -> u64 {
 
 /// The checksum of a key and its value, from their [`multilinear`] sums, which use different powers.
 ///
-/// The kernel gives the memory of an entry of a hash table to another key as soon as the entry is removed or replaced, also while a program on
-/// another CPU reads it (`bpf_mem_alloc`, Linux 6.1). What a program has copied of an entry counts only if the entry's checksum is that of the key
-/// and of the copy: then all of it was written together and for this key, in whatever order the processors saw the bytes.
+/// The kernel reuses the memory of a hash table's entry for another key as soon as the entry is removed or replaced, even while a program on
+/// another CPU reads it (`bpf_mem_alloc`, Linux 6.1). A program's copy of an entry is valid only if the entry's checksum matches the key and the
+/// copy: then all of it was written together and for this key, in whatever order the processors saw the bytes.
 #[inline(always)]
 pub const fn checksum(key: u64, value: u64) -> u32 {
     (key.wrapping_add(value) >> 32) as u32

@@ -1,10 +1,10 @@
 //! Types and pure functions that Spillway's kernel programs and its daemon share.
 //!
-//! Byte order, once for all: addresses and ports in map keys, map values and packets are in network byte order, held as
+//! Byte order, once and for all: addresses and ports in map keys, map values and packets are in network byte order, held as
 //! the bytes lie in memory (`u32::from_ne_bytes(octets)`). Everything else (counts, indices, port blocks) is in host
 //! byte order. A field that departs from this says so.
 //!
-//! This crate knows neither helpers nor system calls; it compiles for the kernel and for the host.
+//! This crate uses neither helpers nor system calls; it compiles for the kernel and for the host.
 #![cfg_attr(not(feature = "std"), no_std)]
 
 mod layout;

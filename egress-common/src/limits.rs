@@ -2,10 +2,10 @@
 
 /// Flows per node and address family; the agent's setting `maxFlows` overrides it when the maps are made.
 pub const MAX_FLOWS: usize = 131_072;
-/// Records of what the outside opened, per node and address family. The least recently used one goes for a new one.
+/// Records of connections that the outside opened, per node and address family (least recently used evicted).
 pub const MAX_INBOUND: usize = 131_072;
-/// Connections that a gateway masquerades itself with its own address as an egress IP, per address family. The least recently used one
-/// goes for a new one.
+/// Connections that a gateway masquerades itself with its own address as an egress IP, per address family. A new one evicts the least
+/// recently used.
 pub const MAX_MASQUERADED: usize = 16_384;
 /// Endpoints per node and address family (kubelet's own default limit is 110 pods).
 pub const MAX_ENDPOINTS: usize = 4_096;
@@ -24,8 +24,8 @@ pub const MAX_EGRESS_IPS: usize = 2_048;
 pub const MAX_MEMBERS: usize = 65_536;
 /// (endpoint, policy) assignments of `PerEndpoint` policies on one node.
 pub const MAX_ASSIGNMENTS: usize = 65_536;
-/// Accounts of traffic on one node: a policy, a namespace and an egress IP each, and one more for each policy and namespace. What has none is
-/// counted together.
+/// Accounts of traffic on one node: a policy, a namespace and an egress IP each, and one more for each policy and namespace. Traffic without
+/// an account is counted together.
 pub const MAX_ACCOUNTS: usize = 2_048;
 /// Nodes of the cluster. Index 0 is never used.
 pub const MAX_NODES: usize = 16_384;
@@ -35,22 +35,22 @@ pub const MAX_NODE_ADDRESSES: usize = 2 * MAX_NODES;
 pub const MAX_MACS: usize = 2 * MAX_NODES;
 /// Bytes of the ring buffer in which answers to probes wait for the agent.
 pub const PROBE_BUFFER: usize = 65_536;
-/// Bytes of the ring buffer in which beginnings and ends of flows wait to be logged, where none are: no less than a page.
+/// Bytes of the ring buffer for beginnings and ends of flows where flows are not logged: at least a page.
 pub const FLOW_EVENTS_UNUSED: usize = 65_536;
 /// Bytes of that buffer where flows are logged: 150,000 beginnings or ends over IPv4, 100,000 over IPv6.
 pub const FLOW_EVENTS: u32 = 8 << 20;
 /// Interfaces of a node that answer for egress IPs.
 pub const MAX_UPLINKS: usize = 1_024;
-/// Pairs of an egress IP and a destination whose next hop is known for a moment, per CPU and address family (a power of two). More are
-/// looked up packet by packet.
+/// Pairs of an egress IP and a destination whose next hop is cached briefly, per CPU and address family (a power of two). Others are
+/// looked up for each packet.
 pub const MAX_HOPS: usize = 1_024;
-/// Interfaces that a gateway sends by before there is a socket buffer.
+/// Interfaces that a gateway sends on before there is a socket buffer.
 pub const MAX_DEVICES: usize = 256;
 /// Entries of all Maglev tables together, in chunks of [`MAGLEV_CHUNK`].
 pub const MAX_MAGLEV_CHUNKS: usize = 32_768;
 /// Maglev entries in one element of the map.
 pub const MAGLEV_CHUNK: usize = 128;
-/// Fragmented datagrams under way at the same time, per address family.
+/// Fragmented datagrams in flight at the same time, per address family.
 pub const MAX_FRAGMENTS: usize = 8_192;
 /// Fragments that wait for the first one of their datagram, per address family.
 pub const MAX_HELD_FRAGMENTS: usize = 512;
@@ -65,39 +65,39 @@ pub const MAX_NAMES: usize = 32_768;
 
 /// How many ports are tried for a new flow in one egress IP before the next slot is tried.
 pub const PORT_PROBES: u32 = 256;
-/// From how many ports on that were tried in vain the agent is told that they are getting scarce towards some destination: where 30 % are
-/// in use, one new flow in a hundred finds so many taken.
+/// After this many failed attempts at a port, the agent is told that ports towards some destination are getting scarce. With 30 % in use,
+/// this happens to one new flow in a hundred.
 pub const TIGHT_PROBES: u32 = 4;
-/// How many ports are looked at, at most, to tell how many of those towards a destination a pod has. With fewer, chance would refuse
-/// flows of a pod that has little more than half of them: with 32 one in fifty, while it waits for more blocks.
+/// At most this many ports are sampled to estimate a pod's share of those towards a destination. A smaller sample would refuse flows
+/// of a pod that has little more than half of them by chance: 32 would refuse one in fifty, while the pod waits for more blocks.
 pub const SHARE_PROBES: u32 = 128;
-/// With how many of them it gets no more: the last quarter, more or less, is for other pods.
+/// A pod with this many of them gets no more: about the last quarter is for other pods.
 pub const SHARE_LIMIT: u32 = 96;
 /// How many slots are tried for a new flow before it is dropped.
 pub const SLOT_PROBES: u32 = 4;
-/// Ticks for which a flow is kept at least whose packets the host's firewall does not let pass; the collector's round comes on top.
+/// A flow whose packets the host's firewall drops is kept for at least this many ticks, plus the collector's round.
 pub const PENDING_TICKS: u32 = 10;
-/// Ticks for which a flow that has ended is kept after its last packet, if nobody needs its place: a connection that is closed or reset, and
-/// a UDP exchange of one question with a well-known port ([`WELL_KNOWN_PORTS`]). For what is sent again when it was lost.
+/// An ended flow is kept for this many ticks after its last packet unless its place is needed: a connection that is closed or reset, or a
+/// UDP exchange of one question with a well-known port ([`WELL_KNOWN_PORTS`]). This leaves time for retransmissions.
 pub const ENDED_TICKS: u32 = 4;
 /// RFC 4787, REQ-5a: shorter times are allowed for destination ports below this.
 pub const WELL_KNOWN_PORTS: u16 = 1_024;
 /// How many ended flows are looked at to make room for a new one.
 pub const RECLAIM_LOOKS: u32 = 256;
-/// How many of them go at once: other CPUs look for a place at the same time.
+/// How many of them are removed at once: other CPUs look for a place at the same time.
 pub const RECLAIM_BATCH: u64 = 8;
 /// Flows that one run of the collector looks at, per address family.
 pub const COLLECT_BATCH: u32 = 1_024;
-/// Ticks of one round of the collector, as a power of two: it looks at a flow once a round, at most. Each look is at two records that no
-/// cache holds, and idle times are minutes.
+/// Ticks of one round of the collector, as a power of two: it looks at a flow at most once a round. Each look reads two records that are
+/// in no cache, and idle times are minutes.
 pub const COLLECT_ROUND_SHIFT: u32 = 3;
-/// Tickets that are looked at along with each new flow: in a full table as many flows come as go, and what goes leaves its ticket behind.
+/// Tickets that are looked at with each new flow. In a full table flows go as fast as they come, and each leaves its ticket behind.
 pub const COLLECT_ALONG: u32 = 2;
 /// Time between two runs of the collector.
 pub const COLLECT_INTERVAL_NS: u64 = 25_000_000;
-/// Decisions about one packet that a trace tells of.
+/// Decisions about one packet that a trace reports.
 pub const TRACE_STEPS: usize = 12;
-/// Packets that a trace tells of in a fifteenth of a second on one CPU. More are counted.
+/// Packets that a trace reports in a fifteenth of a second on one CPU. Others are only counted.
 pub const TRACE_PACKETS: u32 = 20;
 /// IPv6 extension headers that are walked before a packet counts as malformed.
 pub const MAX_EXTENSION_HEADERS: u32 = 6;

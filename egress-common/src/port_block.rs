@@ -31,15 +31,15 @@ pub const fn first_port(block: u16) -> u16 {
     FIRST_PORT + block * SIZE
 }
 
-/// So many blocks, evenly spread over all, are tried one after the other.
+/// Consecutive probes step through this many blocks, spread evenly over all.
 const SPREAD: u32 = 32;
 
 /// The port that probe number `i` of a flow tries, as (index into the node's list of blocks, offset in that block).
 ///
-/// Over `i` in `0 .. blocks * 64` every port of every block comes exactly once: a search that is given that many
-/// probes is complete. The walk passes over all blocks with one offset before it takes the next offset; `stride` is
-/// made odd, so it runs through all 64 offsets. Probes that follow each other are in blocks that are far apart in the list: blocks that
-/// were leased together fill up together, and a walk along them would find one after the other full.
+/// Over `i` in `0 .. blocks * 64` every port of every block is tried exactly once, so a search with that many probes is complete. The
+/// walk passes over all blocks with one offset before it takes the next offset; `stride` is made odd, so it runs through all 64
+/// offsets. Consecutive probes are in blocks that are far apart in the list: blocks that were leased together fill up together, and a
+/// walk along them would find one after the other full.
 #[inline(always)]
 pub const fn probe(hash: u32, i: u32, blocks: u32) -> (u32, u16) {
     let stride = (hash >> 24) | 1;
@@ -76,7 +76,7 @@ mod tests {
             let seen: BTreeSet<_> = (0..n).map(|i| probe(hash, i, blocks)).collect();
             prop_assert_eq!(seen.len() as u32, n);
         }
-        /// Half of the blocks are new and empty, the others, which were leased before, are full: no walk meets many full ones.
+        /// Half of the blocks are new and empty; the others, leased before, are full. No walk meets many full ones.
         #[test]
         fn a_port_walk_soon_leaves_full_blocks(hash: u32, half in 2u32..=COUNT as u32 / 2) {
             let hash = hash >> 1;

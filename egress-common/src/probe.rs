@@ -1,5 +1,5 @@
-//! The probe that a source node sends to a gateway, and the gateway's program sends back: a UDP packet from
-//! [`PORT`] to [`PORT`] with the egress IP as its source, on each transport exactly as a translated packet travels.
+//! The probe that a source node sends to a gateway and that the gateway's program returns: a UDP packet from [`PORT`]
+//! to [`PORT`] with the egress IP as its source. On each transport it travels exactly as a translated packet does.
 
 use crate::layout::map_type;
 
@@ -11,8 +11,8 @@ pub const VERSION: u8 = 3;
 pub const REQUEST: u8 = 1;
 /// [`Probe::kind`] on the way back.
 pub const REPLY: u8 = 2;
-/// Source and destination port. No port block has it (they begin at 1024), so neither a pod nor a server can make a packet
-/// that is taken for a probe.
+/// Source and destination port. It is in no port block (they begin at 1024), so neither a pod nor a server can make a
+/// packet that is taken for a probe.
 pub const PORT: u16 = 1009;
 /// The other address of a probe over IPv4, which stands for a server's (TEST-NET-1, RFC 5737: nobody has it).
 pub const PEER_V4: [u8; 4] = [192, 0, 2, 254];
@@ -32,7 +32,7 @@ map_type! {
         pub kind: u8,
         /// The transport that this probe takes ([`crate::transport`]); comes back unchanged.
         pub transport: u8,
-        /// In a request: the transport that the prober wants replies of flows by. In a reply: the transport that it came by.
+        /// In a request: the reply transport that the prober asks for. In a reply: the transport that the reply takes.
         pub reply_transport: u8,
         /// The prober's number for the gateway, network byte order; comes back unchanged.
         pub node_id: [u8; 4],
@@ -44,22 +44,22 @@ map_type! {
         pub seq: [u8; 8],
         /// Tunnel address of the gateway, IPv4 in its mapped form.
         pub remote: [u8; 16],
-        /// In a reply: up to which revision the leases of the prober are in the gateway's tables, network byte order. In a request: zero.
+        /// In a reply: the revision up to which the gateway's tables hold the prober's leases, network byte order. In a request: zero.
         pub leases: [u8; 8],
     } size 48
 }
 
 /// Bits of [`Probe::state`].
 pub mod state {
-    /// The gateway cannot carry egress IPs now: its agent is dead for longer than its deadline, its way out is down, it is being
-    /// drained. It forwards what it gets all the same.
+    /// The gateway cannot carry egress IPs now: its agent has been dead for longer than its deadline, its uplink is down, or it
+    /// is being drained. It still forwards what it receives.
     pub const UNABLE: u8 = 1;
-    /// The gateway holds its lease: the store is there, at least for it.
+    /// The gateway holds its lease: it, at least, can reach the store.
     pub const HELD: u8 = 2;
 }
 
 map_type! {
-    /// What the source node's program tells its agent of a reply (ring buffer `PROBES`).
+    /// What the source node's program reports to its agent about a reply (ring buffer `PROBES`).
     pub struct ProbeAnswer {
         /// The probe.
         pub probe: Probe,

@@ -22,10 +22,10 @@ pub mod seen {
     pub const FIN: u16 = 4;
     /// A RST.
     pub const RST: u16 = 8;
-    /// No segment: the host's firewall has let a packet of the flow pass, or is not asked. Only of the reverse half: without it nothing
-    /// is delivered.
+    /// Not a segment: the host's firewall has let a packet of the flow pass, or is not asked. Only in the reverse half: without it
+    /// nothing is delivered.
     pub const CONFIRMED: u16 = 32;
-    /// No segment: the tables that flows are classified by have changed since the flow's slot was chosen. Only of the forward half.
+    /// Not a segment: the tables that classify flows have changed since the flow's slot was chosen. Only in the forward half.
     pub const CHANGED: u16 = 16;
 }
 
@@ -47,20 +47,20 @@ pub const fn advance(state: u16, flags: u8) -> u16 {
     s
 }
 
-/// Bits of what the remote side said of the connection's end ([`Flow::back`](crate::flow::Flow::back)). Anybody outside can forge a FIN
-/// or a RST. Only the pod's TCP knows whether it is the real one, and says so: it acknowledges a FIN, and a reset has the very sequence
-/// number that it expects next (RFC 5961, section 3.2). So what ends a connection is an end that the pod has come to.
+/// How the remote side has ended the connection, as bits ([`Flow::back`](crate::flow::Flow::back)). Anybody outside can forge a FIN or
+/// a RST. Only the pod's TCP can tell whether one is genuine: it acknowledges a genuine FIN, and a genuine RST has exactly the sequence
+/// number that it expects next (RFC 5961, section 3.2). So a connection ends only at a FIN or RST that the pod has reached.
 pub mod end {
     /// A FIN.
     pub const FIN: u8 = 1;
     /// A RST.
     pub const RST: u8 = 2;
-    /// The pod has acknowledged all that comes before it.
+    /// The pod has acknowledged everything before it.
     pub const ACCEPTED: u8 = 4;
 }
 
-/// What is known of the remote side's end after a segment of it with FIN or RST among these flags; `accepted`: the pod has acknowledged
-/// all that comes before it.
+/// The `end` bits after a segment of the remote side with FIN or RST among these flags. `accepted`: the pod has acknowledged everything
+/// before it.
 #[inline(always)]
 pub const fn ends(back: u8, flags: u8, accepted: bool) -> u8 {
     let what = if flags & flag::RST != 0 { end::RST } else { end::FIN };
@@ -71,7 +71,7 @@ pub const fn ends(back: u8, flags: u8, accepted: bool) -> u8 {
     }
 }
 
-/// The same after a segment of the pod that acknowledges `ack`. What the pod has gone beyond was no end.
+/// The same after a segment of the pod that acknowledges `ack`. An end before that number is void.
 #[inline(always)]
 pub const fn acknowledges(back: u8, end: u32, ack: u32) -> u8 {
     match ack.wrapping_sub(end) as i32 {
@@ -81,14 +81,14 @@ pub const fn acknowledges(back: u8, end: u32, ack: u32) -> u8 {
     }
 }
 
-/// Whether both ends are done with the connection: nobody waits for the rest of its idle time.
+/// Whether both sides are done with the connection, so that the rest of its idle time need not pass.
 #[inline(always)]
 pub const fn closed(out: u16, back: u8) -> bool {
     out & seen::RST != 0 || back & end::ACCEPTED != 0 && (back & end::RST != 0 || out & seen::FIN != 0)
 }
 
 /// Whether the handshake is complete and the pod has not begun to close: the long idle time applies (RFC 5382, REQ-5), also after a FIN
-/// of the remote side (RFC 6146, section 3.5.2.2). `back` are the flags seen from there.
+/// of the remote side (RFC 6146, section 3.5.2.2). `back` holds the flags seen from there.
 #[inline(always)]
 pub const fn established(out: u16, back: u16) -> bool {
     out & seen::ACK != 0 && back & (seen::SYN | seen::ACK) != 0 && out & (seen::FIN | seen::RST) == 0
@@ -127,11 +127,11 @@ mod tests {
         assert!(closed(seen::SYN, ends(0, flag::RST, true)));
         let early = ends(0, flag::RST | flag::ACK, false);
         assert!(!closed(seen::SYN, early));
-        // An acknowledgment that was on its way, one of all data before it, and one of data behind it.
+        // An acknowledgment that was in flight, one of all data before the reset, and one of data beyond it.
         assert_eq!(acknowledges(early, 0, u32::MAX), early);
         assert!(closed(seen::SYN, acknowledges(early, 0, 0)));
         assert_eq!(acknowledges(early | end::ACCEPTED, u32::MAX, 1), 0);
-        // What is accepted is not replaced by what is not.
+        // An end that is not accepted does not replace one that is.
         assert_eq!(ends(end::FIN | end::ACCEPTED, flag::RST, false), end::FIN | end::ACCEPTED);
         assert_eq!(ends(end::FIN | end::ACCEPTED, flag::RST, true), end::RST | end::ACCEPTED);
     }

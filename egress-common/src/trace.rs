@@ -1,16 +1,16 @@
-//! What `egressctl trace` asks the programs of its build to tell of.
+//! What `egressctl trace` asks its build of the programs to report.
 
 use crate::{V4, V6, layout::map_type};
 
-/// The text that ends a packet's lines, behind its number: what became of it. The first of its lines begins with [`FRAME`].
+/// Follows a packet's number in its last line, before the verdict. In its first line it is [`FRAME`].
 pub const VERDICT: &str = "= ";
 /// See [`VERDICT`].
 pub const FRAME: &str = "> ";
 
 map_type! {
-    /// Which packets are told of, in `TRACE_FILTER`. All zeroes: none.
+    /// The packets to trace, in `TRACE_FILTER`. All zeroes: none.
     pub struct TraceFilter {
-        /// The interface that only this pod is behind; 0: not known.
+        /// The interface that only this pod is behind; 0: unknown.
         pub ifindex: u32,
         /// The pod's IPv4 address; zero for none.
         pub v4: V4,
@@ -24,10 +24,10 @@ map_type! {
 }
 
 impl TraceFilter {
-    /// One that no packet passes.
+    /// A filter that no packet passes.
     pub const NONE: Self = Self { ifindex: 0, v4: [0], v6: [0; 4], to: [0; 4], to_port: 0 };
 
-    /// Whether a packet from or to this address and port, the pod's at the other end, is to be told of.
+    /// Whether to trace a packet between the pod and this remote address and port.
     #[inline(always)]
     pub const fn is_of(&self, address: &V6, port: u16) -> bool {
         let to = &self.to;
@@ -37,7 +37,7 @@ impl TraceFilter {
     }
 }
 
-/// Where a packet is looked at.
+/// Where a packet is observed.
 pub mod hook {
     /// `pod_egress`, of the pod's interface.
     pub const FROM_POD: u32 = 1;

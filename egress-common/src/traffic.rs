@@ -1,4 +1,4 @@
-//! What is counted of the flows of a policy, for metrics.
+//! Counters of the flows of a policy, for metrics.
 
 use crate::{layout::map_type, verdict::Counter};
 
@@ -58,7 +58,7 @@ impl Traffic {
         refused: [0; REFUSALS.len()],
     };
 
-    /// Adds what another one has counted.
+    /// Adds the counts of another one.
     pub fn add(&mut self, other: &Self) {
         let pairs = [
             (&mut self.sent_packets, other.sent_packets),

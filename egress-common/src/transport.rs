@@ -1,4 +1,4 @@
-//! The transports between a source node and a gateway, as numbers that sort from what always works to what is fastest.
+//! The transports between a source node and a gateway, numbered from the one that always works to the fastest.
 
 /// The tunnel device.
 pub const DEVICE: u32 = 0;

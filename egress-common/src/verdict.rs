@@ -119,17 +119,17 @@ pub enum Verdict {
     Drop(Counter),
     /// A redirecting helper has taken it; the value is what the helper returned.
     Taken(i32),
-    /// What [`send`](Self::send), [`leave`](Self::leave) or [`probe`](Self::probe) made: the entry point does it, since the
-    /// variables of that would not fit the stack of a deeper function.
+    /// Made by [`send`](Self::send), [`leave`](Self::leave) or [`probe`](Self::probe): the entry point carries it out,
+    /// since the variables would not fit the stack of a deeper function.
     Later(u64),
 }
 
 impl Verdict {
-    /// Sends the packet to the node with that index in `NODES`, for one of [`purpose`]. The upper half of `entropy` tells
-    /// flows apart on the way.
+    /// Sends the packet to the node with that index in `NODES`, for one of [`purpose`]. The upper half of `entropy`
+    /// distinguishes flows on the path.
     ///
-    /// All bits are put together here: done later, in code that other verdicts reach as well, it would be done to registers
-    /// that hold something else there, which the verifier refuses.
+    /// All bits are combined here. In later code, which other verdicts reach as well, the registers would hold something
+    /// else for those, and the verifier refuses that.
     #[inline(always)]
     pub const fn send(purpose: u32, node: u32, entropy: u32) -> Self {
         Verdict::Later((bits::SEND + purpose as u64) << 32 | (entropy & 0xffff_0000 | node & 0xffff) as u64)
@@ -147,7 +147,7 @@ impl Verdict {
         Verdict::Later(bits::PROBE << 32 | node as u64)
     }
 
-    /// The verdict in one register, which is all that a function of a BPF program can return: what it is in the upper
+    /// The verdict in one register, which is all that a function of a BPF program can return: its kind in the upper
     /// half, the counter or the helper's result in the lower.
     #[inline(always)]
     pub const fn to_bits(self) -> u64 {
@@ -162,11 +162,11 @@ impl Verdict {
 
 /// What a packet is sent to another node for.
 pub mod purpose {
-    /// To a gateway, to be sent out, by the transport that is in force.
+    /// To a gateway, to be sent out, over the transport in force.
     pub const FORWARD: u32 = 0;
-    /// A reply to a source node, by the transport that it asks for.
+    /// A reply to a source node, over the transport that it asks for.
     pub const REPLY: u32 = 1;
-    /// A probe by the tunnel device; those by other transports follow ([`crate::transport`]).
+    /// A probe over the tunnel device; probes over other transports follow ([`crate::transport`]).
     pub const PROBE: u32 = 2;
 }
 
