@@ -60,7 +60,7 @@ fn finish(pkt: &Packet, verdict: Verdict) -> i32 {
     settle(pkt, verdict.to_bits())
 }
 
-/// The kernel's code for a verdict in bits, after what it asks for is done.
+/// Carries out a verdict, given in bits, and returns the kernel's code for it.
 #[inline(always)]
 fn settle(pkt: &Packet, verdict: u64) -> i32 {
     let verdict = match verdict >> 32 {
@@ -142,8 +142,8 @@ pub fn tunnel_ingress(ctx: TcContext) -> i32 {
     settle(&pkt, tunnelled::receive(&pkt))
 }
 
-/// Egress of every Ethernet interface that leads out of the node, and of the tunnel device: translates the packets that the host,
-/// whatever routes there, let pass, and is the last guard.
+/// Egress of every Ethernet interface that leads out of the node, and of the tunnel device: translates the packets that the
+/// host's routes and filters let pass, and is the last guard.
 #[classifier]
 pub fn exit_egress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
@@ -222,8 +222,8 @@ fn action(verdict: Verdict) -> u32 {
     }
 }
 
-/// Run once by the agent (`BPF_PROG_TEST_RUN`) with a frame of zeros: what the kernel says to the flag that takes the outer
-/// header off merged packets.
+/// Run once by the agent (`BPF_PROG_TEST_RUN`) with a frame of zeros: whether the kernel accepts the flag that takes the
+/// outer header off merged packets.
 #[classifier]
 pub fn try_decapsulation(ctx: TcContext) -> i32 {
     Packet::new(&ctx).adjust_room(-4, vxlan::DECAP_L4_UDP) as i32

@@ -1,5 +1,5 @@
-//! Steps that are global functions: the verifier checks each once by itself, with any packet, instead of once for each way
-//! that leads to it. What they need they read from the packet again.
+//! Steps that are global functions: the verifier checks each once, for any packet, instead of on each path that leads to
+//! it. They read again what they need from the packet.
 
 /// Makes a module `once` with such a function for each step of the module: `name(symbol for IPv4, symbol for IPv6) = step(argument);`.
 macro_rules! once {

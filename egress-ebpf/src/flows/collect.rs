@@ -1,10 +1,10 @@
-//! Removing flows that are idle for too long: a timer in the kernel, so that it works whether the agent lives or not.
+//! The garbage collector: removes flows that have been idle for too long. A timer in the kernel, so it works without the agent.
 //!
-//! Every flow has a ticket in a queue. A run takes a bounded number of tickets, removes the flows that are due and puts
-//! the others back at the end; a ticket whose flow is gone, or was replaced, is dropped. So one run takes a millisecond
-//! or two whatever the size of the table, and a million flows are passed in under half a minute. A smaller table is passed
-//! once a round, of some seconds. Each new flow has the first tickets looked at as well, so that the queue has room however fast flows come
-//! and go: between two rounds what is gone leaves its ticket behind.
+//! Every flow has a ticket in a queue. A run takes a bounded number of tickets, removes the flows that are due and puts the others back at
+//! the end; a ticket whose flow is gone, or was replaced, is dropped. So one run takes a millisecond or two whatever the size of the table,
+//! and a million flows are checked in under half a minute. A smaller table is checked once a round, of some seconds. Each new flow also
+//! triggers a look at the first tickets, so that the queue has room however fast flows come and go: between two rounds, flows that are gone
+//! leave their tickets behind.
 
 use crate::{
     flows::{
@@ -35,12 +35,11 @@ use egress_common::{
 
 const CLOCK_MONOTONIC: u64 = 1;
 
-/// Sets these programs' clock and, unless they are those of a trace, arms the timer with their collector, also where an earlier one is running. 0 or a negative
-/// errno.
+/// Sets these programs' clock and, unless they are a trace's, arms the timer with their collector, even if one is running. 0 or a negative errno.
 #[inline(always)]
 pub fn start() -> i32 {
     set_clock();
-    // The usual programs collect while others tell what they do.
+    // The usual programs keep collecting while those of a trace are attached.
     if cfg!(feature = "trace") {
         return 0;
     }
@@ -72,19 +71,19 @@ extern "C" fn run(_map: *mut c_void, _key: *mut u32, collector: *mut Collector) 
     0
 }
 
-/// Looks at the first tickets, up to one that needs no look in this round: a new flow has added one.
+/// Looks at the first tickets, since a new flow has added one. Stops at one that was checked in this round.
 #[inline(always)]
 pub fn go_along<F: Family>() {
     // SAFETY: the callback takes no context.
     unsafe { bpf_loop(COLLECT_ALONG, look::<F> as *mut c_void, core::ptr::null_mut(), 0) };
 }
 
-/// Looks at one flow that has ended: 0 to go on, 1 when there is nothing more to do in this run.
+/// Looks at one ended flow: 0 to continue, 1 when there is nothing more to do in this run.
 extern "C" fn drain<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
     ended::drain::<F>()
 }
 
-/// Looks at one ticket: 0 to go on, 1 when there is nothing more to do in this run.
+/// Looks at one ticket: 0 to continue, 1 when there is nothing more to do in this run.
 extern "C" fn look<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
     let Some(config) = CONFIG.get(0) else { return 1 };
     let Ok(Some(ticket)) = F::tickets().pop() else { return 1 };
@@ -124,12 +123,12 @@ pub fn idle_times(config: &DatapathConfig) -> [u32; 4] {
     }
 }
 
-/// Whether a flow has been idle for too long, or belongs to no policy any more.
+/// Whether a flow has been idle for too long, or no longer belongs to a policy.
 #[inline(always)]
 fn is_due<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &Flow, now: u32) -> bool {
     if flow.config_generation != config.generation
         && let Class::Outside(_) = classify::classify(config, key.src, key.dst)
-        // What is left of a connection is to be severed, not to be let out, as long as its pod is there.
+        // As long as its pod exists, the rest of a connection is severed, not let out.
         && (key.proto != proto::TCP || F::endpoints().get_ptr(key.src).is_none())
     {
         return true;

@@ -1,6 +1,6 @@
-//! Flows that have ended: a connection of which both ends are done, a UDP exchange of one question. They wait in a queue in the order of
-//! their ending, for what is sent again when it was lost. The collector removes them seconds later; whoever opens a flow and finds
-//! no room takes theirs first. Nothing else is ever removed for the sake of another flow.
+//! Ended flows: connections that both ends are done with, and UDP exchanges of one question. They wait in a queue, in the order in which
+//! they ended, for retransmissions. The collector removes them seconds later; a new flow that finds no room takes their place first. No
+//! other flow is ever removed to make room.
 
 use crate::{
     flows::{
@@ -22,7 +22,7 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// Whether nobody needs the flow any more, or only for an answer that may still come.
+/// Whether the flow is no longer needed, except for an answer that may still come.
 #[inline(always)]
 fn has_ended<F: Family>(key: &FlowKey<F>, flow: &Flow) -> bool {
     match key.proto {
@@ -44,7 +44,7 @@ fn queue<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
     }
 }
 
-/// A segment of the pod that ends its side, or that follows an end of the other one.
+/// Handles a segment of the pod that ends its side, or that follows an end of the other side.
 #[inline(always)]
 pub fn by_pod<F: Family>(key: &FlowKey<F>, flow: &mut Flow, t: &L4Header) {
     if flow.back != 0 && t.flags & tcp::flag::ACK != 0 {
@@ -58,8 +58,8 @@ pub fn by_pod<F: Family>(key: &FlowKey<F>, flow: &mut Flow, t: &L4Header) {
     }
 }
 
-/// A packet of the remote side that is the first answer to a question, or claims to be its last one; `seen`: the reverse half's state.
-/// `false` for a reset of which nobody but the pod knows whether it ends the connection.
+/// Handles a packet of the remote side that is the first answer to a question, or claims to be its last one; `seen`: the reverse
+/// half's state. Returns `false` for a reset that only the pod can judge.
 #[inline(always)]
 pub fn by_remote<F: Family>(
     pkt: &Packet,
@@ -72,9 +72,9 @@ pub fn by_remote<F: Family>(
     let mut judged = true;
     if t.flags & (tcp::flag::FIN | tcp::flag::RST) != 0 {
         let Some(end) = end_of::<F>(pkt, ip, t) else { return true };
-        // Only who has seen the SYN can refuse it; the pod has nothing to acknowledge yet.
+        // Only a host that has seen the SYN can refuse it; the pod has nothing to acknowledge yet.
         let accepted = seen & tcp::seen::SYN == 0 || end == u32::from_be(flow.ack);
-        // Once it is over, nobody needs to ask.
+        // A closed connection needs no question.
         judged = accepted || t.flags & tcp::flag::RST == 0 || tcp::closed(flow.state, flow.back);
         let back = tcp::ends(flow.back, t.flags, accepted);
         if back != flow.back {
@@ -88,13 +88,13 @@ pub fn by_remote<F: Family>(
     judged
 }
 
-/// Sends the pod a reset that nobody here can judge, and behind it the question whether the connection lives: a segment without data, just
-/// before what the pod has acknowledged last. A pod that has the connection acknowledges once more and drops it (RFC 9293, section
-/// 3.10.7.4); one that has it no more answers with a reset of its own, which counts. `verdict` is that of the reset, which is translated
-/// by now; it is returned.
+/// Sends the pod a reset that only the pod can judge, followed by the question whether the connection is alive: a segment without data,
+/// just before the pod's last acknowledgment. A pod that has the connection acknowledges again and drops the segment (RFC 9293, section
+/// 3.10.7.4); one that no longer has it answers with a reset of its own, which counts. `verdict` is that of the reset, which is already
+/// translated; it is returned.
 ///
-/// The question has a sequence number that a forger does not know, so it must not bring the pod any data of his: neither after its
-/// header nor in later fragments.
+/// The question has a sequence number that a forger does not know, so it must not carry the forger's data to the pod: neither
+/// after its header nor in later fragments.
 #[inline(always)]
 pub fn question<F: Family>(pkt: &Packet, verdict: u64) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return verdict };
@@ -112,7 +112,7 @@ pub fn question<F: Family>(pkt: &Packet, verdict: u64) -> u64 {
     if ask::<F>(pkt, &ip, before).is_none() {
         return Verdict::Drop(Counter::DropMalformed).to_bits();
     }
-    // What sees the copy may have noted another interface.
+    // Programs that saw the copy may have noted another interface.
     pkt.redirect(ifindex).to_bits()
 }
 
@@ -128,7 +128,7 @@ fn header_len<F: Family>(pkt: &Packet, ip: &Ip<F>) -> Option<u32> {
     Some((pkt.load::<u8>(ip.l4 + at::TCP_LENGTH)? >> 4) as u32 * 4)
 }
 
-/// Makes a reset a segment with ACK and this sequence number, network byte order.
+/// Turns a reset into a segment with ACK and this sequence number, network byte order.
 #[inline(always)]
 fn ask<F: Family>(pkt: &Packet, ip: &Ip<F>, sequence: u32) -> Option<()> {
     let check = ip.l4 + checksum_offset(proto::TCP);
@@ -153,7 +153,7 @@ fn end_of<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &L4Header) -> Option<u32> {
     Some(seq.wrapping_add(payload + 1))
 }
 
-/// Looks at the oldest record of an ended flow if it is due: 0 to go on, 1 when there is nothing more to do in this run of the collector.
+/// Looks at the oldest record of an ended flow if it is due: 0 to continue, 1 when there is nothing more to do in this run.
 #[inline(always)]
 pub fn drain<F: Family>() -> i64 {
     let now = now_tick();
@@ -172,13 +172,13 @@ pub fn drain<F: Family>() -> i64 {
         stats::count(Counter::FlowsEnded);
         return 0;
     }
-    // Nobody may take this one for being old only; it stays at hand for who needs its place.
+    // It may not be removed for its age alone; it is queued again, for a flow that needs its place.
     flow.queued = 0;
     queue::<F>(&record.key, flow);
     0
 }
 
-/// A flow of which this is the record, if it has ended and is the one that had.
+/// The flow of this record, if it is still the same one and has ended.
 #[inline(always)]
 fn queued<F: Family>(record: &Ended<F>) -> Option<&'static mut Flow> {
     let flow = F::flows().get_ptr_mut(&record.key)?;
@@ -203,8 +203,8 @@ pub fn unanswered<F: Family>(key: &FlowKey<F>, flow: &mut Flow, now: u32) {
     }
 }
 
-/// Makes room for a flow that this packet would open: removes ended flows, the oldest end first, a few at once, until the pod has room in its
-/// share. How many went.
+/// Makes room for a flow that this packet would open: removes a few ended flows at once, those that ended first, until the pod is within its
+/// quota. Returns how many.
 #[inline(always)]
 pub fn reclaim<F: Family>(pkt: &Packet) -> u64 {
     let Some(pod) = F::load(pkt, ETH_LEN + F::SRC) else { return 0 };
@@ -221,7 +221,7 @@ pub fn reclaim<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// Removes the oldest ended flow: 0 to go on, 1 to stop.
+/// Removes the oldest ended flow: 0 to continue, 1 to stop.
 extern "C" fn take_one<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
     let (Some(config), Some(search)) = (CONFIG.get(0), ports::search::<F>()) else { return 1 };
     let Ok(Some(record)) = F::ended().pop() else { return 1 };

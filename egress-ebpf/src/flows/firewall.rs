@@ -1,10 +1,10 @@
-//! The host-stack path of a flow's first packet: through whatever routes and filters on this node, to an exit.
+//! The host-stack path of a flow's first packet: through the node's routes and filters to an exit.
 //!
-//! `pod_egress` enters the flow as pending and leaves its packets to the host, with a note. What the host lets pass meets the
-//! program at the exit ([`guard`](crate::source::guard)), which translates it and confirms the flow. What is not let pass stays
-//! pending: the next packet asks again.
+//! `pod_egress` enters the flow as pending and leaves its packets to the host, with a note. Packets that the host lets pass
+//! meet the program at the exit ([`guard`](crate::source::guard)), which translates them and confirms the flow. Otherwise the
+//! flow stays pending, and its next packet asks again.
 //!
-//! The stack does more on this path: it puts fragments together, whatever order they come in, and into order.
+//! On this path the stack also reassembles fragments, whatever their order, and puts them in order.
 
 use crate::{
     headers::packet::Packet,

@@ -1,5 +1,5 @@
-//! What the outside opened towards a pod, and what a pod had open before a policy selected it: remembered in a table of its own, so that
-//! replies are left alone. Nobody is refused a place in it: the least recently used record goes.
+//! Connections that the outside opened to a pod, and those that a pod had open before a policy selected it. A table of their own records
+//! them, so that replies are left alone. It never refuses a record: the least recently used one is evicted.
 
 use crate::{
     flows::{collect, key, recheck},
@@ -28,7 +28,7 @@ use egress_common::{
 /// `pod_ingress`: looks at a packet on its way into a pod. Never changes or drops it.
 #[inline(always)]
 pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
-    // What `deliver` sends here is no opening of the outside, whatever the flow table says.
+    // A packet from `deliver` is not opened by the outside, whatever the flow table says.
     if pkt.take_note(note::DELIVERED) {
         trace::note(Step::Delivered, 0, 0);
         return Verdict::Pass;
@@ -46,8 +46,8 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
         Kind::Query => {}
         _ => return Verdict::Pass,
     }
-    // A pod of this node that sends with an address of somebody else does not speak for the outside. With its own, which the gate
-    // has seen to, it is one more who opens a flow.
+    // A pod of this node that sends with a foreign address does not count as the outside. With its own address, which the gate
+    // has checked, it opens a flow like anyone else.
     if pkt.is_pods() && F::endpoints().get_ptr(ip.src).is_none() {
         return Verdict::Pass;
     }
@@ -55,7 +55,7 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
     if F::flows().get_ptr(&key).is_some() {
         return Verdict::Pass;
     }
-    // A SYN makes a new record: the connection before is over.
+    // A SYN makes a new record: the previous connection is over.
     if t.kind != Kind::Tcp
         && let Some(record) = F::inbound().get_ptr_mut(&key)
     {
@@ -73,7 +73,7 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
     Verdict::Pass
 }
 
-/// Notes what is not to be touched, as the tables of this generation say.
+/// Records a connection that is to be left alone according to the tables of this generation.
 #[inline(always)]
 pub fn leave_alone<F: Family>(pkt: &Packet, generation: u32, key: &FlowKey<F>, endpoint: &Endpoint, state: u16) {
     let now = now_tick();
@@ -100,8 +100,8 @@ fn touch(record: &mut Inbound) {
     }
 }
 
-/// Whether a pod's packet without a flow is of a record that was made or checked under the present tables, at the interface that the
-/// gate has found right for it.
+/// Whether a pod's packet without a flow belongs to a record that was made or checked under the present tables, at the interface
+/// that the gate has verified.
 #[inline(always)]
 pub fn is_known<F: Family>(pkt: &Packet, config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>) -> bool {
     match F::inbound().get_ptr_mut(key) {
@@ -115,7 +115,7 @@ pub fn is_known<F: Family>(pkt: &Packet, config: &DatapathConfig, t: &L4Header, 
     }
 }
 
-/// The same under new tables: whether the record is of the pod that has the address now. One that is not goes.
+/// The same under new tables: whether the record belongs to the pod that has the address now. If not, the record is removed.
 #[inline(always)]
 pub fn is_of<F: Family>(
     pkt: &Packet,
@@ -137,8 +137,8 @@ pub fn is_of<F: Family>(
     false
 }
 
-/// Whether the packet goes on with what the record is of: it opens nothing of the pod's own, and the record is not idle for too long.
-/// Only the pod's segments are followed: the other side's are taken as acknowledged.
+/// Whether the packet continues the record's connection: it opens nothing of the pod's own, and the record has not been idle for too
+/// long. Only the pod's segments are tracked: the other side's are assumed to be acknowledged.
 #[inline(always)]
 fn goes_on<F: Family>(config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>, record: &mut Inbound) -> bool {
     if t.opens() {
@@ -167,8 +167,8 @@ fn goes_on<F: Family>(config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>, r
     true
 }
 
-/// Whether a packet from outside would be answered through the tunnel's port: then the answer is not one of what the outside
-/// opened, which passes without being looked at again.
+/// Whether a packet from outside would be answered to the tunnel's port. Unlike answers to other inbound packets, that
+/// answer may not pass unchecked.
 #[inline(always)]
 fn is_from_tunnel(config: &DatapathConfig, t: &L4Header) -> bool {
     t.kind == Kind::Udp && u16::from_be(t.src_port) as u32 == config.tunnel_port

@@ -1,4 +1,4 @@
-//! The key of the flow that a packet is of.
+//! The key of the flow that a packet belongs to.
 
 use crate::{
     headers::parse::{Ip, Kind, L4Header},

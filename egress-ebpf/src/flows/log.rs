@@ -1,5 +1,5 @@
-//! What is told of flows for the log of flows (`flowLog.mode: Flows`): their beginnings and ends, by a ring buffer that keeps no packet
-//! waiting. What finds no room in it is counted.
+//! Reports flows for the flow log (`flowLog.mode: Flows`): their beginnings and ends, through a ring buffer that delays no packet.
+//! Records that find no room are counted.
 
 use crate::tables::{family::Family, maps::FLOW_EVENTS, stats};
 use aya_ebpf::{bindings::BPF_RB_NO_WAKEUP, maps::ring_buf::RingBufEntry};
@@ -23,15 +23,15 @@ pub fn is_kept() -> bool {
 #[inline(never)]
 pub fn began<F: Family>(key: &FlowKey<F>, flow: &Flow) {
     match record(key, flow, flow.created, what::BEGAN) {
-        // The agent looks once a second: nobody is to be woken up.
+        // The agent polls once a second: no wake-up.
         Some(record) => record.submit(BPF_RB_NO_WAKEUP as u64),
         None => stats::count(Counter::FlowLogLost),
     }
 }
 
-/// Removes the forward half of a flow and tells of it: 1 if it was there. `last` is the tick of the flow's last packet.
+/// Removes the forward half of a flow and reports its end. Returns 1 if it was there. `last` is the tick of the flow's last packet.
 ///
-/// All is read before: the entry's memory may be another flow's afterwards.
+/// Everything is read first: the entry's memory may be another flow's afterwards.
 #[inline(never)]
 pub fn remove<F: Family>(key: &FlowKey<F>, flow: &Flow, last: u32) -> u64 {
     let what = if flow.pending == 0 { what::ENDED } else { what::REFUSED };

@@ -1,7 +1,7 @@
 //! Choosing a slot for a new flow, and a source port out of the blocks of its egress IP that are leased to this node.
 //!
-//! The ports of an egress IP are free per remote address, port and protocol: what must be unique is the reply's 5-tuple,
-//! that is the key in `REVERSE_*`. So taking a port is inserting that key.
+//! A port of an egress IP can be used once for each remote address, port and protocol: what must be unique is the
+//! reply's 5-tuple, which is the key in `REVERSE_*`. So a port is taken by inserting that key.
 
 use crate::{
     flows::table,
@@ -24,10 +24,10 @@ use egress_common::{
     verdict::Counter,
 };
 
-/// What inserting with `BPF_NOEXIST` says of a key that is there (`-EEXIST`).
+/// Result of an insertion with `BPF_NOEXIST` if the key exists (`-EEXIST`).
 pub const EEXIST: i32 = -17;
 const E2BIG: i32 = -7;
-/// Probes that look for a free port before a closed connection's port is good enough.
+/// Probes for a free port before the port of a closed connection is taken.
 const FREE_PROBES: u32 = 8;
 
 const SEARCHING: u32 = 0;
@@ -52,7 +52,7 @@ pub fn take<F: Family>(search: &mut Search<F>) -> Result<(), Counter> {
     match search.outcome {
         FOUND => Ok(()),
         FULL => Err(Counter::DropTableFull),
-        // Not the flow table's share: flows of others that have ended would make no room.
+        // Not the quota of flows: removing ended flows of others would free no port.
         SHARE => Err(Counter::DropPortShare),
         NO_PORT => Err(Counter::DropNoPort),
         _ => Err(Counter::DropNoGateway),
@@ -82,7 +82,7 @@ fn slot<F: Family>(s: &Search<F>, attempt: u32) -> Option<u32> {
     Some(unsafe { *chunk.egress.as_ptr().add((at % MAGLEV_CHUNK as u32) as usize) } as u32)
 }
 
-/// One attempt at a slot: 0 to go on, 1 to stop.
+/// One attempt at a slot: 0 to continue, 1 to stop.
 extern "C" fn try_slot<F: Family>(attempt: u32, _ctx: *mut c_void) -> i64 {
     let Some(s) = search::<F>() else { return 1 };
     let Some(egress) = slot(s, attempt) else { return 0 };
@@ -136,7 +136,7 @@ fn aim<F: Family>(s: &mut Search<F>, i: u32) -> Option<()> {
     Some(())
 }
 
-/// Counts a port that this pod has by a flow that is not over: 0 to go on, 1 to stop. So many that it has not are enough.
+/// Counts a port that a live flow of this pod has: 0 to continue, 1 to stop, once enough ports are not the pod's.
 extern "C" fn look_at<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
     let Some(s) = search::<F>() else { return 1 };
     if aim(s, i).is_none() {
@@ -150,7 +150,7 @@ extern "C" fn look_at<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
     (i + SHARE_LIMIT >= SHARE_PROBES + s.own) as i64
 }
 
-/// One attempt at a port: 0 to go on, 1 to stop.
+/// One attempt at a port: 0 to continue, 1 to stop.
 extern "C" fn try_port<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
     let Some(s) = search::<F>() else { return 1 };
     if aim(s, i).is_none() {
@@ -177,10 +177,10 @@ extern "C" fn try_port<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
     1
 }
 
-/// Ticks after which a reverse half without a forward one is nobody's: a new flow enters both within a packet's time.
+/// Ticks after which a reverse half without a forward one is orphaned: a new flow enters both within a packet's time.
 const ORPHANED: u32 = 2;
 
-/// What has a port.
+/// What holds a port.
 enum Holder {
     /// A flow.
     Flow,
@@ -190,7 +190,8 @@ enum Holder {
     Nobody,
 }
 
-/// What has the port that is tried, by its reverse half. Its forward half's key is in `search.holder`: too large for the stack.
+/// What holds the port that is tried, by its reverse half. The forward half's key goes into `search.holder`: too large for the
+/// stack.
 #[inline(always)]
 fn holder<F: Family>(s: &mut Search<F>, r: &Reverse<F>) -> Holder {
     let key = &s.key;

@@ -19,8 +19,8 @@ use egress_common::{
     verdict::Counter,
 };
 
-/// The generation of the tables, to be read before anything is classified by them: what changes meanwhile makes the
-/// flow be checked again.
+/// The generation of the tables, to be read before anything is classified by them: a change in between makes the flow
+/// be checked again.
 #[inline(always)]
 pub fn generation(config: &DatapathConfig) -> u32 {
     // SAFETY: a reference is valid for reading.
@@ -31,17 +31,17 @@ pub fn generation(config: &DatapathConfig) -> u32 {
 pub enum Check {
     /// The flow is as good as new, or severed.
     Keep,
-    /// A new flow takes its place, if a policy still has its packets.
+    /// A new flow takes its place, if a policy still matches its packets.
     Anew,
     /// Its packets are dropped.
     Drop(Counter),
 }
 
-/// Checks a flow against the present tables. What stays is of their generation then.
+/// Checks a flow against the present tables. A flow that stays gets their generation.
 #[inline(always)]
 pub fn check<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow, opening: bool) -> Check {
     let generation = generation(config);
-    // What opens again under the same tables is of the policy that it was of.
+    // A connection that opens again under the same tables keeps its policy.
     let policy = if flow.kind == kind::TRANSLATED && flow.config_generation == generation {
         flow.policy as u32
     } else {
@@ -92,9 +92,9 @@ pub fn is_in_force<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &
     checked && flow.kind == kind::TRANSLATED
 }
 
-/// A SYN with the ports of a flow that is in the table: the flow begins with a clean state and keeps its slot, unless it may choose
-/// another one (`false`). It may where nobody has answered yet or the connection before is closed, and does so where its slot is not to
-/// be used; after a closed one also where the tables have changed, since what was added to the policy is to get its part.
+/// A SYN with the ports of a flow in the table: the flow starts with a clean state and keeps its slot, unless it may choose another one
+/// (`false`). It may if nobody has answered yet or the previous connection is closed. It does so if its slot is unusable; after a
+/// closed connection also if the tables have changed, so that slots added to the policy get their part.
 #[inline(always)]
 fn reopen<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow, usable: bool) -> bool {
     let unanswered = flow.state & tcp::seen::ACK == 0;

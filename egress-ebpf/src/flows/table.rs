@@ -1,5 +1,5 @@
-//! The flow table: entering, mending and removing flows, both halves of them. Neither half is accepted, rebuilt or removed for the other
-//! where they do not name each other: another flow may have the other one's place by now.
+//! The flow table: enters, repairs and removes both halves of flows. A half is accepted, rebuilt or removed for the other only if the
+//! two name each other: another flow may have taken the other's place.
 
 use crate::{
     flows::log,
@@ -30,7 +30,7 @@ pub fn reverse_key<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Option<FlowKey<F
     })
 }
 
-/// What the packets of a flow are sent by.
+/// What is needed to send the packets of a flow.
 #[derive(Clone, Copy)]
 pub struct Taken {
     /// Index of the egress IP.
@@ -67,7 +67,7 @@ pub fn target<F: Family>(key: &FlowKey<F>, r: &Reverse<F>) -> Option<Target<F>> 
     (Reverse::checksum(key, &to) == peek(&r.check)).then_some(to)
 }
 
-/// Reads a field once, now: what is checked is what is used.
+/// Reads a field exactly once: what is checked is what is used.
 #[inline(always)]
 fn peek<T: Copy>(field: &T) -> T {
     // SAFETY: a reference is valid for reading.
@@ -89,7 +89,7 @@ pub fn forget<F: Family>(key: &FlowKey<F>, flow: &Flow) {
     remove::<F>(key, flow, last);
 }
 
-/// Removes the forward half of a flow, of which the last packet came in the tick `last`.
+/// Removes the forward half of a flow whose last packet came in the tick `last`.
 #[inline(always)]
 pub fn remove<F: Family>(key: &FlowKey<F>, flow: &Flow, last: u32) {
     let endpoint = flow.endpoint;
@@ -105,7 +105,7 @@ pub fn later(one: u32, other: u32) -> u32 {
     if other.wrapping_sub(one) as i32 > 0 { other } else { one }
 }
 
-/// The host's firewall has let a packet of the flow pass: from now on its packets take the short path, and its replies are
+/// The host's firewall has let a packet of the flow pass: from now on its packets take the fast path, and its replies are
 /// delivered.
 #[inline(always)]
 pub fn confirm<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
@@ -135,7 +135,7 @@ pub fn reverse_state(pending: u8) -> u16 {
     if pending == 0 { tcp::seen::CONFIRMED } else { 0 }
 }
 
-/// Builds the reverse half anew if it is missing. Called once a tick for a flow that sends. `false`: another flow has its place.
+/// Rebuilds the reverse half if it is missing. Called once a tick for a flow that sends. `false`: another flow has its place.
 #[inline(always)]
 pub fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now: u32) -> bool {
     let Some(reverse) = reverse_key::<F>(key, flow) else { return true };

@@ -1,4 +1,4 @@
-//! The gateway: out for its egress IPs, and back to the source node. It keeps nothing of a flow.
+//! The gateway: sends packets of its egress IPs out, and replies back to the source node. It keeps no state of flows.
 
 use crate::{
     gateway::neighbor,
@@ -27,7 +27,7 @@ use egress_common::{
     verdict::{Counter, Verdict, purpose},
 };
 
-/// The node that the block of `port` (network byte order) of an egress IP is leased to; 0 for nobody.
+/// The node that the block of `port` (network byte order) of an egress IP is leased to; 0 for none.
 #[inline(always)]
 pub fn lessee<C: Context>(pkt: &Packet<C>, egress: u32, port: u16) -> u32 {
     let Some(table) = LEASES.get(egress) else { return 0 };
@@ -48,7 +48,7 @@ pub fn forward<F: Family>(pkt: &Packet, from: u32) -> u64 {
     }
 }
 
-/// A packet of an egress IP of this node, that node number `from` translated: out, if the port is leased to that one.
+/// Sends out a packet of an egress IP of this node that node number `from` translated, if the port is leased to that node.
 #[inline(always)]
 pub fn leased<F: Family>(pkt: &Packet, egress: u32, e: &EgressIp, from: u32) -> Verdict {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed) };
@@ -94,7 +94,7 @@ const DELIVER: u64 = u64::MAX - 2;
 
 /// What has been done with a packet before [`inward`] looks at it.
 pub mod done {
-    /// If it is a fragment, it is with its first one.
+    /// If it is a fragment, it has been gathered with its first one.
     pub const GATHERED: u32 = 1;
     /// It is not one of the node's own.
     pub const ASKED: u32 = 2;
@@ -102,7 +102,7 @@ pub mod done {
 
 /// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours. A verdict's bits.
 ///
-/// Functions one after the other, not one in the other: their variables do not fit the stack together.
+/// The functions run in sequence, not nested: their variables do not fit the stack together.
 #[inline(always)]
 pub fn reply<F: Family>(pkt: &Packet) -> u64 {
     let mut verdict = once::inward::<F>(pkt, 0);
@@ -128,7 +128,7 @@ pub fn reply<F: Family>(pkt: &Packet) -> u64 {
     delivered::<F>(pkt, verdict)
 }
 
-/// What becomes of a packet of which [`inward`] or [`to_source`] says this: one for a pod of this node is delivered. Not there,
+/// Carries out what [`inward`] or [`to_source`] returned: a packet for a pod of this node is delivered. This is not done there,
 /// or the verifier would check the delivery once more in each of them.
 #[inline(always)]
 pub fn delivered<F: Family>(pkt: &Packet, verdict: u64) -> u64 {
@@ -163,8 +163,8 @@ pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
     hand_on::<F>(pkt, config, &ip, &t, egress, e, node, false)
 }
 
-/// Takes a packet for an egress IP out of its VLAN. A packet in another one is not for it: a device of the node for that
-/// VLAN may know more. One without a tag belongs to nobody.
+/// Takes a packet for an egress IP out of its VLAN. A packet in another VLAN is left to the stack, which may have a
+/// device for it. An untagged one is dropped.
 #[inline(always)]
 pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
     match pkt.vlan() {
@@ -176,8 +176,8 @@ pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
     }
 }
 
-/// A packet for an egress IP that has passed the shaper, on to the node that its port's block is leased to. A verdict's bits, or
-/// [`DELIVER`].
+/// Sends a packet for an egress IP that has passed the shaper to the node that its port's block is leased to. A verdict's bits,
+/// or [`DELIVER`].
 #[inline(always)]
 pub fn to_source<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, egress: u32, e: &EgressIp) -> u64 {
     let t = datagram::transport::<F>(pkt, ip);
@@ -185,7 +185,7 @@ pub fn to_source<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, e
     hand_on::<F>(pkt, config, ip, &t, egress, e, node, true)
 }
 
-/// The node that the block of the port is leased to that a packet from outside is for; 0 for nobody.
+/// The node that the destination port's block of a packet from outside is leased to; 0 for none.
 #[inline(always)]
 pub fn lessee_of_reply<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &L4Header, egress: u32) -> u32 {
     match reply_port::<F, _>(pkt, ip, t) {
@@ -226,7 +226,7 @@ fn hand_on<F: Family>(
     }
 }
 
-/// A packet for an egress IP at a port that is in nobody's block: the answer to a probe, or nothing of ours.
+/// A packet for an egress IP at a port in no leased block: the answer to a probe, or nothing of ours.
 #[inline(always)]
 fn nobodys<F: Family>(pkt: &Packet, e: &EgressIp, kind: Kind) -> Verdict {
     if probe::is::<F>(pkt)
@@ -248,7 +248,7 @@ fn reply_port<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &L4Header) 
     match t.kind {
         Kind::Tcp | Kind::Udp => Some(t.dst_port),
         Kind::Answer => Some(t.src_port),
-        // Later fragments of an answer only tell their protocol.
+        // A later fragment of an answer shows only its protocol.
         Kind::Query if ip.part == Part::Later => Some(t.src_port),
         Kind::Error => parse::embedded::<F, _>(pkt, ip.l4).map(|inner| inner.src_port),
         Kind::Query | Kind::Orphan | Kind::Other | Kind::Broken => None,

@@ -1,4 +1,4 @@
-//! The gateway: out for the egress IPs that it carries, and back to the source node. It keeps nothing of a flow.
+//! The gateway: sends packets of its egress IPs out and replies back to the source node, without state of flows.
 
 pub mod forward;
 pub mod native;

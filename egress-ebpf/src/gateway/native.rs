@@ -1,7 +1,7 @@
 //! A gateway's common case at the driver (XDP), before there is a socket buffer: translated packets out, replies back to their node.
 //!
-//! Nothing is decided here that the programs at TC would decide otherwise: a frame is sent on only if it is certain that they would do the same.
-//! Everything else goes on to them unchanged, drops included.
+//! No decision here differs from those of the programs at TC: a frame is sent on only if they would certainly do the same. Everything else goes
+//! on to them unchanged, including what they drop.
 
 use crate::{
     gateway::{forward, underlay},
@@ -33,9 +33,9 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// Why a frame is left to the programs behind.
+/// Why a frame is left to the programs at TC.
 enum Left {
-    /// It is nothing of an egress IP's.
+    /// It does not concern an egress IP.
     NotOurs,
     /// For this reason.
     For(Counter),
@@ -55,11 +55,11 @@ enum From {
 enum Step {
     /// It has been sent.
     Sent(Verdict),
-    /// It goes to the node with that index; the number tells flows apart on the way. The last one is the length of the IP packet.
+    /// It goes to the node with that index; the second number distinguishes flows on the path. The last one is the length of the IP packet.
     Reply(u32, u32, u32),
 }
 
-/// A frame at the driver of the underlay's interface: from another node, or from outside as well, since one interface is often both.
+/// A frame at the driver of the underlay's interface: from another node or from outside, since one interface is often both.
 #[inline(always)]
 pub fn from_nodes(pkt: &Packet<Frame>) -> Verdict {
     let Some(config) = carrying() else { return Verdict::Pass };
@@ -102,7 +102,7 @@ fn carrying() -> Option<&'static DatapathConfig> {
     CONFIG.get(0).filter(|config| config.flags & config::flags::CARRIES != 0)
 }
 
-/// Does what is left to do, and counts. `taken`: so many bytes were taken off in front.
+/// Carries out the step, and counts. `taken`: how many bytes were taken off in front.
 #[inline(always)]
 fn done(pkt: &Packet<Frame>, config: &DatapathConfig, step: Result<Step, Left>, taken: i32) -> Verdict {
     let verdict = match step {
@@ -119,7 +119,7 @@ fn done(pkt: &Packet<Frame>, config: &DatapathConfig, step: Result<Step, Left>, 
             if let Left::For(counter) = left {
                 stats::count(counter);
             }
-            // What is left is as it came: the bytes in front are still there.
+            // A frame that is left must be as it came: the bytes in front are still there.
             if taken != 0 && !pkt.adjust_head(-taken) {
                 return Verdict::Drop(Counter::DropRedirect);
             }
@@ -128,8 +128,8 @@ fn done(pkt: &Packet<Frame>, config: &DatapathConfig, step: Result<Step, Left>, 
     }
 }
 
-/// Takes the outer headers off a translated packet: where it comes from, and how many bytes were taken off. Nothing for a packet of the tunnel
-/// that is another program's.
+/// Takes the outer headers off a translated packet. Returns where it comes from, and how many bytes were taken off. `None` for a tunnelled
+/// packet that is left to another program.
 #[inline(always)]
 fn unwrap<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig) -> Option<(From, i32)> {
     if !F::may_be_tunnelled(pkt, config) {
@@ -145,8 +145,8 @@ fn unwrap<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig) -> Option<(Fr
     }
 }
 
-/// Takes a frame from outside for this node out of its VLAN, which is the result. Only the frame's beginning moves: its MAC addresses do not
-/// move with it. Nothing for a tag that is for the frame's priority only.
+/// Takes a frame from outside for this node out of its VLAN, and returns the VLAN. Only the frame's beginning moves: its MAC addresses do
+/// not move with it. `None` for a priority tag.
 #[inline(always)]
 fn untag(pkt: &Packet<Frame>) -> Option<u32> {
     let (vlan, protocol) = pkt.tag()?;
@@ -154,7 +154,7 @@ fn untag(pkt: &Packet<Frame>) -> Option<u32> {
     (usual && pkt.adjust_head(TAG_LEN)).then_some(vlan)
 }
 
-/// Whether a frame is for the MAC address of the interface that it came in by.
+/// Whether a frame is for the MAC address of the interface on which it arrived.
 #[inline(always)]
 fn is_for_us(pkt: &Packet<Frame>) -> bool {
     let (Some(here), Some(mac)) = (HERE.get_ptr_mut(0), pkt.read::<Mac>(0)) else { return false };
@@ -189,7 +189,7 @@ fn either_way<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig, from: &Fr
     }
 }
 
-/// A packet of an egress IP that another node has translated: out, if the port is leased to that one.
+/// Sends out a packet of an egress IP that another node has translated, if the port is leased to that node.
 #[inline(always)]
 fn outward<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>, egress: u32, e: &EgressIp, from: &From) -> Result<Step, Left> {
     let length = usual(pkt, ip)?;
@@ -220,8 +220,8 @@ fn outward<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>, egress: u32, e: &EgressIp
     Ok(Step::Sent(verdict))
 }
 
-/// Sends a packet of this length to the next hop of its egress IP's own subnet, in that one's VLAN. The kernel knows no such neighbour, so it
-/// has none to confirm.
+/// Sends a packet of this length to the next hop of its egress IP's own subnet, in the subnet's VLAN. The kernel does not know this
+/// neighbour, so it has none to confirm.
 #[inline(always)]
 fn into_subnet(pkt: &Packet<Frame>, egress: u32, e: &EgressIp, length: u32) -> Result<Step, Left> {
     let Ok(macs) = exit::in_subnet(egress, e) else { return Err(Left::For(Counter::XdpHop)) };
@@ -242,8 +242,8 @@ fn is_address(node: &NodeEntry, address: &V6) -> bool {
     address.is(&node.addr)
 }
 
-/// A packet from outside for an egress IP: to the node that its port is leased to. `vlan`: it has been taken out of that VLAN; 0: it has
-/// no tag.
+/// Sends a packet from outside for an egress IP to the node that its port is leased to. `vlan`: the VLAN that it has been taken out of;
+/// 0: it has no tag.
 #[inline(always)]
 fn inward<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig, vlan: u32) -> Result<Step, Left> {
     let Ok(ip) = F::parse(pkt) else { return Err(Left::NotOurs) };
@@ -270,11 +270,11 @@ fn inward<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig, vlan: u32) ->
     if e.queue != 0 {
         return Err(Left::For(Counter::XdpShaped));
     }
-    // As much of it as a verdict has room for: a flow's packets have one outer port, whoever sends them on.
+    // As many bits as a verdict has room for: a flow's packets have one outer port, whichever program sends them.
     Ok(Step::Reply(node, send::entropy((t.src_port, t.dst_port), ip.src) >> 16, length))
 }
 
-/// The length of a packet that has nothing but its plain header, is whole, and lies in the frame as a whole.
+/// The length of a packet that has only its plain header, is no fragment, and lies in the frame as a whole.
 #[inline(always)]
 fn usual<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>) -> Result<u32, Left> {
     match F::total_len(pkt) {
@@ -285,7 +285,7 @@ fn usual<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>) -> Result<u32, Left> {
     }
 }
 
-/// Prepares the redirection of an IP packet of this length to an interface for packets of at most `mtu`. It changes nothing of the frame.
+/// Prepares the redirection of an IP packet of this length to an interface for packets of at most `mtu`. The frame stays unchanged.
 #[inline(always)]
 fn redirect(ifindex: u32, mtu: u32, length: u32) -> Result<Verdict, Left> {
     if length > mtu {

@@ -1,4 +1,4 @@
-//! ARP and NDP for floating egress IPs: the datapath of the carrier whose turn it is answers, as long as its agent lives.
+//! ARP and NDP for floating egress IPs: the datapath of the carrier whose turn it is answers while its agent is alive.
 
 use crate::{
     headers::{
@@ -40,11 +40,11 @@ const ADVERTISEMENT_LEN: u32 = 32;
 /// The MAC address of ff02::1 (RFC 2464, section 7), as words in memory order.
 const ALL_NODES_MAC: Mac = [0x3333, 0, 0x0001_u16.to_be()];
 
-/// What the node does about a question for an address.
+/// How the node treats a request for an address.
 enum NeighborAnswer {
-    /// The address is none of ours: the stack decides.
+    /// The address is not ours: the stack decides.
     NotOurs,
-    /// Ours to know, but not to answer for.
+    /// Ours, but this node does not answer for it.
     Silence,
     /// Answer with this interface's MAC address.
     With(Mac),
@@ -77,7 +77,7 @@ fn answer(e: &EgressIp, pkt: &Packet) -> NeighborAnswer {
 /// then MAC address (3 words) and address (2 words) of sender and target.
 type Arp = [u16; 14];
 
-/// An ARP packet at an uplink. A verdict's bits, as a function of its own returns them: so its variables take no stack from
+/// An ARP packet at an uplink. A verdict's bits, returned by a function of its own so that its variables take no stack from
 /// the functions for other packets.
 #[inline(never)]
 pub fn arp(pkt: &Packet) -> u64 {
@@ -111,14 +111,14 @@ fn asked(pkt: &Packet) -> Verdict {
     pkt.redirect(pkt.ifindex())
 }
 
-/// Notes the MAC address of the next hop of an egress IP's subnet, if that is who says it, in the right VLAN.
+/// Notes the MAC address of the next hop of an egress IP's subnet, if the next hop itself announces it, in the right VLAN.
 #[inline(always)]
 fn learn(pkt: &Packet, egress: u32, e: &EgressIp, who: &V6, mac: Mac) {
     let Some(hop) = NEXT_HOPS.get_ptr_mut(egress) else { return };
     if e.flags & flags::SUBNET == 0 || !who.is(&e.via) || pkt.vlan() != e.vlan {
         return;
     }
-    // SAFETY: whole stores; a reader that sees half of a change sends one packet to a wrong place.
+    // SAFETY: whole stores; a reader that sees half of a change sends one packet to the wrong place.
     unsafe {
         (&raw mut (*hop).mac).write_volatile(mac);
         (&raw mut (*hop).generation).write_volatile(e.generation);
@@ -126,8 +126,8 @@ fn learn(pkt: &Packet, egress: u32, e: &EgressIp, who: &V6, mac: Mac) {
     }
 }
 
-/// Notes what a neighbor advertisement for an egress IP says of its subnet's next hop. Whether the packet was one. The
-/// packet has been taken out of its VLAN.
+/// Notes what a neighbor advertisement for an egress IP says about its subnet's next hop. Returns whether the packet
+/// was one. The packet has been taken out of its VLAN.
 #[inline(always)]
 pub fn learn_advertised<F: Family>(pkt: &Packet, ip: &Ip<F>, egress: u32, e: &EgressIp) -> bool {
     if F::VERSION != 6 || ip.proto != proto::ICMPV6 || ip.hop_limit != 255 || ip.l4 != L4 {

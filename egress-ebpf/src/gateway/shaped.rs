@@ -1,4 +1,4 @@
-//! What has passed the shaper goes on: out, or to the node that its port is leased to.
+//! Sends on packets that have passed the shaper: out, or to the node that their port is leased to.
 
 use crate::{
     gateway::forward,
@@ -11,8 +11,8 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// A packet came out of the shaper. What [`forward::delivered`] takes, as a function of its own returns it: the variables of several
-/// do not fit the stack.
+/// Handles a packet from the shaper. Returns what [`forward::delivered`] takes. A function of its own: the variables of several do
+/// not fit the stack.
 #[inline(never)]
 pub fn leave<F: Family>(pkt: &Packet) -> u64 {
     let Some(mac) = pkt.read::<Mac>(0) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };

@@ -1,4 +1,4 @@
-//! What came through the tunnel, by its device or past it.
+//! Packets that came through the tunnel, by its device or past it.
 
 use crate::{
     gateway::forward,

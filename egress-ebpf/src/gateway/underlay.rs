@@ -1,5 +1,5 @@
-//! The underlay's interface: tunnelled packets past the tunnel device, and packets of `direct`. What is neither is looked
-//! at as at an uplink, since one interface is often both.
+//! The underlay's interface: tunnelled packets that bypass the tunnel device, and packets of `direct`. Anything else is
+//! treated as at an uplink, since one interface is often both.
 
 use crate::{
     gateway::{forward, tunnelled},
@@ -27,12 +27,12 @@ use egress_common::{
 
 /// What [`unwrap`] returns for a tunnelled packet that is left to the stack.
 const LEFT: u64 = OTHER - 1;
-/// What [`unwrap`] returns for a tunnelled packet from nobody's address.
+/// What [`unwrap`] returns for a tunnelled packet from an address of no node.
 const STRANGER: u64 = OTHER - 2;
 
-/// A packet at the underlay's interface. A reply by `direct` is one that is for this node's own port block, as at an uplink.
+/// A packet at the underlay's interface. A reply over `direct` is one for this node's own port block, as at an uplink.
 ///
-/// Functions one after the other, not one in the other: their variables do not fit the stack together.
+/// The functions run in sequence, not nested: their variables do not fit the stack together.
 #[inline(always)]
 pub fn receive<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
@@ -44,8 +44,8 @@ pub fn receive<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// A packet without outer headers. Where nothing is carried, it is asked first whether a flow of a pod here has it: that answers
-/// for nearly all, by one look-up.
+/// A packet without outer headers. A node that carries nothing first looks for a flow of one of its pods: this one look-up
+/// settles nearly all packets.
 #[inline(always)]
 fn plain<F: Family>(pkt: &Packet, config: &DatapathConfig) -> u64 {
     if config.flags & config::flags::CARRIES == 0 {
@@ -60,8 +60,8 @@ fn plain<F: Family>(pkt: &Packet, config: &DatapathConfig) -> u64 {
     }
 }
 
-/// Takes the outer headers off a tunnelled packet: its network identifier in the lower half, the node that it comes from in
-/// the upper one.
+/// Takes the outer headers off a tunnelled packet. Returns its network identifier in the lower half, and the node that it
+/// comes from in the upper one.
 #[inline(never)]
 fn unwrap<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return LEFT };
@@ -75,7 +75,7 @@ fn unwrap<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// A translated packet that another node sent to this one's MAC address; [`OTHER`] for what is none.
+/// A translated packet that another node sent to this one's MAC address; [`OTHER`] for anything else.
 #[inline(always)]
 pub fn outward<F: Family>(pkt: &Packet) -> u64 {
     sent_here::<F>(pkt).unwrap_or(OTHER)
@@ -105,7 +105,7 @@ fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
 
 /// The node that a translated packet comes from.
 ///
-/// As a rule it is the one that the port is leased to, if the port lies where it usually does: looking at that node is cheaper than
+/// Usually it is the node that the port is leased to, if the port is at its usual offset: comparing with that node is cheaper than
 /// looking the MAC address up.
 #[inline(always)]
 fn sender<F: Family>(pkt: &Packet, egress: u32) -> Option<u32> {
@@ -114,8 +114,8 @@ fn sender<F: Family>(pkt: &Packet, egress: u32) -> Option<u32> {
     if is_at(pkt, likely) { Some(likely) } else { nodes::link_node(pkt) }
 }
 
-/// Whether the frame comes from the MAC address of node number `index`. Two nodes have none in common: what two of them report is
-/// entered for neither.
+/// Whether the frame comes from the MAC address of node number `index`. No two nodes share one: an address that two of them
+/// report is entered for neither.
 #[inline(always)]
 fn is_at(pkt: &Packet, index: u32) -> bool {
     NODES.get(index).is_some_and(|node| sends(pkt, node))
@@ -127,7 +127,7 @@ pub fn sends<C: Context>(pkt: &Packet<C>, node: &NodeEntry) -> bool {
     let Some(from) = pkt.read::<Mac>(6) else { return false };
     let [theirs, _] = node.macs;
     let differs = (from[0] ^ theirs[0]) | (from[1] ^ theirs[1]) | (from[2] ^ theirs[2]);
-    // Of a node that is not on a link with this one, and of none, it is zero.
+    // It is zero for a node that shares no link with this one, and for no node.
     differs == 0 && from[0] | from[1] | from[2] != 0
 }
 

@@ -1,4 +1,4 @@
-//! What programs at different hooks have of a packet: the kernel's context, and what differs in reading through it.
+//! The kernel's contexts of packets at different hooks, and how reading through them differs.
 
 use crate::headers::ip::walk_ipv6_extensions;
 use aya_ebpf::{
@@ -17,7 +17,7 @@ macro_rules! field {
 }
 pub(super) use field;
 
-/// The kernel's context of a packet at one kind of hook. Everything that is written once for all hooks is generic over it
+/// The kernel's context of a packet at one kind of hook. All code that serves every hook is generic over it
 /// ([`Packet`](super::packet::Packet)).
 pub trait Context: Copy {
     /// Where the bytes begin that can be read directly.
@@ -30,7 +30,7 @@ pub trait Context: Copy {
     fn ifindex(self) -> u32;
     /// The kernel's pointer, for helpers that take any context.
     fn raw(self) -> *mut c_void;
-    /// Sees to it that the first `len` bytes can be read directly.
+    /// Ensures that the first `len` bytes can be read directly.
     fn pull(self, len: u32) -> bool;
     /// Copies `len` bytes, wherever they lie.
     ///
@@ -98,8 +98,7 @@ impl Context for Skb {
     }
 }
 
-/// A frame at an XDP hook. Only what lies where it usually does is read; whoever meets anything else leaves the frame to the programs
-/// behind.
+/// A frame at an XDP hook. Only headers at their usual offsets are read; a frame with anything else is left to the programs at TC.
 #[derive(Clone, Copy)]
 pub struct Frame(pub(super) *mut xdp_md);
 

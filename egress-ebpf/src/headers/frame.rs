@@ -1,4 +1,4 @@
-//! What is read and written of a frame at an XDP hook only: where it begins, and its VLAN tag, which is among its bytes there.
+//! What can be read and written only at an XDP hook: where a frame begins, and its VLAN tag, which is among its bytes there.
 
 use crate::headers::{
     context::Frame,
@@ -22,22 +22,22 @@ impl Packet<Frame> {
         self.read::<u16>(ETH_LEN - 2).unwrap_or(0)
     }
 
-    /// Moves the beginning of the frame: to the back (positive) or to the front. What was in front of it is still there when it moves
-    /// back.
+    /// Moves the beginning of the frame: towards its end (positive) or its front. Bytes that were in front are still there when it
+    /// moves back.
     #[inline(always)]
     pub fn adjust_head(&self, bytes: i32) -> bool {
         // SAFETY: the helper checks that there is room.
         unsafe { bpf_xdp_adjust_head(self.context.0, bytes) == 0 }
     }
 
-    /// The VLAN of a frame whose EtherType says that it has a tag, and the EtherType of what is tagged.
+    /// The VLAN of a frame whose EtherType says that it has a tag, and the EtherType inside.
     #[inline(always)]
     pub fn tag(&self) -> Option<(u32, u16)> {
         let [tag, protocol] = self.read::<[u16; 2]>(ETH_LEN)?;
         Some(((u16::from_be(tag) & 0xfff) as u32, protocol))
     }
 
-    /// Writes the tag of a VLAN behind the MAC addresses, where there is room for it: the EtherType behind it stays.
+    /// Writes the tag of a VLAN after the MAC addresses, where there is room for it: the EtherType after it stays.
     #[inline(always)]
     pub fn write_tag(&self, vlan: u32) -> Option<()> {
         self.write(ETH_LEN - 2, [VLAN, (vlan as u16).to_be()])

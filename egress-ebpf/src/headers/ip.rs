@@ -17,7 +17,7 @@ use network_types::ip::{Ipv4Hdr, Ipv6Hdr};
 /// `BPF_F_IPV6` of `bpf_l4_csum_replace` (Linux 6.16): the address change cancels out in `skb->csum`.
 const BPF_F_IPV6: u64 = 1 << 7;
 
-/// Bytes of extension headers that are walked at most; all ones, so that it serves as a mask.
+/// At most this many bytes of extension headers are walked; all ones, so that it serves as a mask.
 const MAX_EXTENSIONS_LEN: u32 = 0x3ff;
 
 /// Offset of the checksum in an IPv4 header.
@@ -55,8 +55,8 @@ pub trait Header: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     fn last_word(self) -> u32;
     /// Whether this is UDP for this node's own address, as tunnelled packets are.
     fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool;
-    /// If such a packet is a tunnelled one: its outer source address in the common form, and whether its outer headers are such
-    /// that they can simply be taken off.
+    /// If such a packet is a tunnelled one: its outer source address in the common form, and whether its outer headers can
+    /// simply be taken off.
     fn outer<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)>;
     /// The address held in the common form of `EGRESS_IPS`.
     fn from_any(words: &V6) -> Self;
@@ -72,8 +72,8 @@ pub trait Header: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     fn embedded<C: Context>(pkt: &Packet<C>, l3: u32) -> Option<Ip<Self>>;
     /// Updates a transport checksum at `offset` for a changed address; `flags` are added to the pseudo-header flag.
     fn checksum_address(pkt: &Packet, offset: u32, old: Self, new: Self, flags: u64, csum_ipv6: bool);
-    /// Overwrites the address at `at` (an offset in the packet's IP header), keeps the header's checksum right, and takes
-    /// one from the hop limit if `hop`.
+    /// Overwrites the address at `at` (an offset in the packet's IP header), keeps the header's checksum right, and
+    /// decrements the hop limit if `hop`.
     fn write_address(pkt: &Packet, at: u32, old: Self, new: Self, hop: bool) -> Option<()>;
     /// Overwrites the address at `at` in the quoted header at `l3`, and updates the quoting ICMP checksum at `check`.
     fn quote_address(pkt: &Packet, l3: u32, at: u32, check: u32, old: Self, new: Self) -> Option<()>;
@@ -400,7 +400,7 @@ fn walk_extensions<C: Context>(pkt: &Packet<C>, ip: &mut Ip<V6>) -> Result<(), M
 /// type `next` lies. The result in one register: bits 48 up hold 8 plus the length of what was walked, 16 up the
 /// identification, 8 up the part (0 whole, 1 first, 2 later), 0 up the protocol; 0 if the headers are malformed.
 ///
-/// A global function, which the verifier checks once by itself instead of once for each way that leads to it.
+/// A global function, which the verifier checks once instead of on each path that leads to it.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn walk_ipv6_extensions(skb: *mut __sk_buff, l4: u32, next: u32) -> u64 {
@@ -431,7 +431,7 @@ pub extern "C" fn walk_ipv6_extensions(skb: *mut __sk_buff, l4: u32, next: u32) 
             break;
         }
     }
-    // Something that is still an extension header was not walked to its end.
+    // A remaining extension header means that the walk did not reach the end.
     if part != 2 && matches!(proto, 0 | 43 | 44 | 60) || offset > MAX_EXTENSIONS_LEN {
         return 0;
     }

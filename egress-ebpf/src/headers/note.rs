@@ -1,6 +1,6 @@
-//! Notes (see [`Packet::note`]): what the programs of this node know about a packet that the stack, or
-//! another program, has in between. No socket can set one, and no rule of netfilter; the kernel copies it to fragments and segments.
-//! What comes in by a pod's interface, or from outside of the node, has lost what it brought along.
+//! Notes (see [`Packet::note`]): what the programs of this node know about a packet while the stack, or another program, has it. No
+//! socket and no netfilter rule can set one; the kernel copies it to fragments and segments. Packets that arrive on a pod's
+//! interface, or from outside of the node, lose the note that they came with.
 
 use crate::headers::packet::Packet;
 use egress_common::{
@@ -22,10 +22,10 @@ pub const COPIES: u32 = COPY | COPY_TO_FORWARD;
 pub const POD: u32 = 0x5352;
 /// Left to the stack by `pod_egress`, to be translated at the exit.
 pub const ASKED: u32 = 0x5353;
-/// Sent by a program of ours: the exit lets it go by.
+/// Sent by a program of ours: the exit lets it pass.
 pub const SENT: u32 = 0x5354;
-/// What [`POD`] says, and with it the class of the pod, in the lower bits: the packet may open something, and has been left to the stack
-/// because no policy has its destination.
+/// As [`POD`], with the class of the pod in the lower bits: the packet may open something, and has been left to the stack because no
+/// policy matches its destination.
 const CLASS: u32 = 0x1000;
 
 const _: () =
@@ -66,21 +66,21 @@ impl Packet {
         (note & !(CLASS - 1) == CLASS).then_some(note & (CLASS - 1))
     }
 
-    /// Whether a pod of this node sent it, as the gate has noted.
+    /// Whether a pod of this node sent it, as noted by the gate.
     #[inline(always)]
     pub fn is_pods(&self) -> bool {
         self.is_noted(POD) || self.noted_class().is_some()
     }
 
-    /// A packet that came in from outside of the node has no note: where nodes are containers, it still has what another node's
-    /// programs, or anybody there, have put into it. Only the node's own copy of one keeps its note. Without a branch, which would
+    /// Clears the note of a packet from outside of the node: where nodes are containers, it still has what another node's
+    /// programs, or anybody there, have set. Only the node's own copy of a packet keeps its note. Without a branch, which would
     /// double what the verifier follows.
     #[inline(always)]
     pub fn came_in(&self) {
         self.note(self.noted() & COPIES);
     }
 
-    /// Whether the packet has this note, which is taken away.
+    /// Whether the packet has this note, which is cleared.
     #[inline(always)]
     pub fn take_note(&self, note: u32) -> bool {
         let noted = self.is_noted(note);

@@ -30,7 +30,7 @@ pub fn may_be_tunnelled_v6<C: Context>(pkt: &Packet<C>, config: &DatapathConfig)
     }
 }
 
-/// The outer header of a tunnelled packet for this node over IPv4: its source, and whether all of it is as usual.
+/// The outer header of a tunnelled packet for this node over IPv4: its source, and whether all of it is usual.
 #[inline(always)]
 pub fn outer_v4<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)> {
     let h = pkt.read_header::<[u32; 5]>(ETH_LEN)?;
@@ -38,7 +38,7 @@ pub fn outer_v4<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<
     let udp = pkt.read_header::<[u32; 2]>(ETH_LEN + V4::HEADER)?;
     let whole = u32::from_be(h[1]) & 0x3fff == 0;
     let plain = first >> 24 == 0x45;
-    // Where there are options or it is a later fragment, these are not the ports: the stack knows.
+    // With options or in a later fragment, these are not the ports: the stack decides.
     if plain && whole && u32::from_be(udp[0]) & 0xffff != config.tunnel_port {
         return None;
     }
@@ -62,7 +62,7 @@ pub fn outer_v6<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<
     Some((source, exact && u32::from_be(h[0]) >> 20 & 3 != 3))
 }
 
-/// Whether a UDP header tells this length and no checksum: one that is there has to be verified.
+/// Whether a UDP header has this length and no checksum: a checksum would have to be verified.
 #[inline(always)]
 fn datagram(udp: [u32; 2], length: u32) -> bool {
     u32::from_be(udp[1]) == length << 16

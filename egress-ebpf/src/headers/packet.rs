@@ -63,8 +63,8 @@ impl<C: Context> Packet<C> {
 
     /// `index` with its value hidden from the verifier, below `SIZE` (a power of two up to 1024).
     ///
-    /// Without CAP_PERFMON the verifier refuses an array access whose index has other bounds on one way through the program
-    /// than on another. So something is added that could have any value for all it knows: no frame is 4 MiB long.
+    /// Without CAP_PERFMON the verifier refuses an array access whose index has different bounds on different paths through
+    /// the program. So a term is added that could have any value as far as the verifier knows: no frame is 4 MiB long.
     #[inline(always)]
     pub fn hide<const SIZE: usize>(&self, index: usize) -> usize {
         const { assert!(SIZE.is_power_of_two() && SIZE <= 1024) };
@@ -162,7 +162,7 @@ impl<C: Context> Packet<C> {
         if l4 == ETH_LEN + header { self.read_header(ETH_LEN + header + offset) } else { self.load(l4 + offset) }
     }
 
-    /// Length of the largest IP packet that an interface carries; 0: the one by which the packet came in.
+    /// Length of the largest IP packet that an interface carries; 0: the one on which the packet arrived.
     #[inline(always)]
     pub fn mtu_of(&self, ifindex: u32) -> u32 {
         let mut mtu = 0;
@@ -191,8 +191,8 @@ impl Packet {
         Self { context: Skb(skb) }
     }
 
-    /// Whether another host is meant, as the kernel judges by the MAC address: the interface is promiscuous, and a switch that does not
-    /// know where that host is has sent the frame to everybody.
+    /// Whether the frame is for another host, as the kernel judges by the MAC address: the interface is promiscuous, and a switch that
+    /// does not know where that host is has flooded the frame.
     #[inline(always)]
     pub fn is_for_other_host(&self) -> bool {
         field!(self.context.0, pkt_type) == OTHER_HOST
@@ -241,15 +241,15 @@ impl Packet {
         (r == 0).then_some(())
     }
 
-    /// Updates a transport checksum (`bpf_l4_csum_replace`), whatever state of offload it is in. `false`: the kernel would not,
-    /// and who goes on leaves a wrong checksum, for which the receiver drops the packet.
+    /// Updates a transport checksum (`bpf_l4_csum_replace`), whatever state of offload it is in. `false`: the kernel refused. A
+    /// caller that continues leaves a wrong checksum, for which the receiver drops the packet.
     #[inline(always)]
     pub fn l4_checksum(&self, offset: u32, from: u64, to: u64, flags: u64) -> bool {
         // SAFETY: the helper checks the offset.
         unsafe { bpf_l4_csum_replace(self.context.0, offset, from, to, flags) == 0 }
     }
 
-    /// Adds `difference` to the sum over the packet, if the card has taken one.
+    /// Adds `difference` to the sum over the packet, if the card has computed one.
     #[inline(always)]
     pub fn sum_changed(&self, difference: u32) {
         // SAFETY: the helper changes a field of the packet only.
@@ -279,7 +279,7 @@ impl Packet {
         (r == 0).then_some(len)
     }
 
-    /// Makes the frame one of `len` bytes, those that [`copy_to`](Self::copy_to) has put into the buffer.
+    /// Replaces the frame by the `len` bytes that [`copy_to`](Self::copy_to) has put into the buffer.
     #[inline(always)]
     pub fn replace<const SIZE: usize>(&self, buffer: &[u8; SIZE], len: u32) -> Option<()> {
         let bytes = within::<SIZE>(len);
@@ -291,7 +291,7 @@ impl Packet {
         (r == 0).then_some(())
     }
 
-    /// Gives a copy of the packet to the interface that it came in by, as if it had just arrived there.
+    /// Gives a copy of the packet to its ingress interface, as if it had just arrived there.
     #[inline(always)]
     pub fn enter_again(&self) -> Option<()> {
         // SAFETY: the helper copies the packet or fails; then there is no copy.
@@ -320,8 +320,8 @@ impl Packet {
         unsafe { bpf_skb_adjust_room(self.context.0, bytes, BPF_ADJ_ROOM_MAC, flags) as i64 }
     }
 
-    /// After an outer header was taken off: what the card said of its checksum is not said of the inner one, and the queue
-    /// that the packet came by is not the one that it leaves by.
+    /// After an outer header was taken off: what the card said about its checksum does not apply to the inner one, and the
+    /// packet does not leave by the queue on which it arrived.
     #[inline(always)]
     pub fn forget_outer(&self) {
         // SAFETY: the helper changes fields of the packet only.
@@ -330,13 +330,13 @@ impl Packet {
         unsafe { (&raw mut (*self.context.0).queue_mapping).write_volatile(0) }
     }
 
-    /// Whether the frame has a VLAN tag, be it one for its priority only.
+    /// Whether the frame has a VLAN tag, even if only a priority tag.
     #[inline(always)]
     pub fn is_tagged(&self) -> bool {
         field!(self.context.0, vlan_present) != 0
     }
 
-    /// The VLAN that the frame came in; 0: none, or a tag that is for its priority only.
+    /// The VLAN that the frame came in; 0: none, or a priority tag.
     #[inline(always)]
     pub fn vlan(&self) -> u32 {
         if field!(self.context.0, vlan_present) == 0 { 0 } else { field!(self.context.0, vlan_tci) & 0xfff }
@@ -377,7 +377,7 @@ impl Packet {
         self.set_priority(0);
     }
 
-    /// Index of the interface that the packet came in by; 0 for one that this host has made.
+    /// Index of the interface on which the packet arrived; 0 for one that this host has made.
     #[inline(always)]
     pub fn ingress_ifindex(&self) -> u32 {
         field!(self.context.0, ingress_ifindex)
@@ -393,7 +393,7 @@ impl Packet {
     /// Sends the packet to the next hop on the way to `node`.
     #[inline(always)]
     pub fn redirect_hop(&self, node: &NodeEntry) -> Verdict {
-        // SAFETY: family and address lie behind each other in the record.
+        // SAFETY: family and address are adjacent in the record.
         unsafe { self.redirect_neigh(node.ifindex, &raw const node.hop_family) }
     }
 
@@ -401,7 +401,7 @@ impl Packet {
     ///
     /// # Safety
     ///
-    /// At `hop` is the family of an address, and behind it the address, as `struct bpf_redir_neigh` has them.
+    /// `hop` points to the family of an address, followed by the address, as in `struct bpf_redir_neigh`.
     #[inline(always)]
     pub unsafe fn redirect_neigh(&self, ifindex: u32, hop: *const u32) -> Verdict {
         let len = (size_of::<u32>() + size_of::<V6>()) as i32;
@@ -420,7 +420,7 @@ impl Packet {
     }
 }
 
-/// `len`, which is at least 1 and at most `SIZE`, in a form in which the verifier of every kernel sees that.
+/// `len`, which is at least 1 and at most `SIZE`, in a form that lets the verifier of every kernel see that.
 #[inline(always)]
 const fn within<const SIZE: usize>(len: u32) -> u32 {
     const { assert!(SIZE.is_power_of_two()) };
@@ -437,11 +437,11 @@ pub fn now_ns() -> u64 {
 /// Length of the kernel's own tick (a jiffy) in ns; the agent sets it before the programs are loaded.
 #[unsafe(no_mangle)]
 static JIFFY_NS: u64 = 0;
-/// What is to be added to the jiffies' time for `CLOCK_MONOTONIC`: they begin at another number than 0, and some were lost at boot.
+/// What to add to the jiffies' time to get `CLOCK_MONOTONIC`: jiffies do not start at 0, and some were lost at boot.
 #[unsafe(no_mangle)]
 static mut JIFFIES_BEGAN: u64 = 0;
 
-/// The time by the kernel's counter of jiffies, in ns since that would have been 0: a load, where the clocks are calls.
+/// The time by the kernel's jiffies counter, in ns since it would have been 0: reading it is a load, reading a clock is a call.
 #[inline(always)]
 fn jiffies_ns() -> u64 {
     // SAFETY: a static is valid for reading. Volatile, since its value is not the one that the compiler knows.
@@ -453,7 +453,7 @@ fn jiffies_ns() -> u64 {
 /// Makes [`now_tick`] tell the time: once, before any other program of this object runs.
 #[inline(always)]
 pub fn set_clock() {
-    // Both move on with the same timer interrupt.
+    // Both advance with the same timer interrupt.
     let began = now_ns().wrapping_sub(jiffies_ns());
     // SAFETY: nothing else writes it.
     unsafe { (&raw mut JIFFIES_BEGAN).write_volatile(began) }

@@ -57,7 +57,7 @@ pub struct Ip<A> {
     /// Identification of the datagram, network byte order.
     pub id: u32,
     pub hop_limit: u32,
-    /// Nobody on the way may fragment it.
+    /// It must not be fragmented on the path.
     pub whole_only: bool,
 }
 
@@ -160,7 +160,7 @@ fn icmp_kind(icmp: u32, icmp_type: u8) -> Kind {
     }
 }
 
-/// The packet inside of an ICMP error, as far as it is there.
+/// The packet inside of an ICMP error, as far as it is quoted.
 #[derive(Clone, Copy)]
 pub struct Embedded<A> {
     pub src: A,

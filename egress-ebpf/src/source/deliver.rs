@@ -25,11 +25,11 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// What [`from_node`] is asked with.
+/// How [`from_node`] is called.
 pub mod only {
     /// The packet is a reply for a pod of this node.
     pub const NOTHING: u32 = 0;
-    /// It may be one. What is not the whole packet of a known flow is [`OTHER`](super::OTHER).
+    /// It may be one. Anything but a whole packet of a known flow is [`OTHER`](super::OTHER).
     pub const KNOWN: u32 = 1;
     /// Added to either: [`tend`](super::tend) has been called.
     pub const TENDED: u32 = 2;
@@ -45,7 +45,7 @@ const DOUBTFUL: u64 = 1;
 
 /// A reply for a pod of this node. A verdict's bits, or [`OTHER`].
 ///
-/// Functions one after the other, not one in the other: their variables do not fit the stack together.
+/// The functions run in sequence, not nested: their variables do not fit the stack together.
 #[inline(always)]
 pub fn reply<F: Family>(pkt: &Packet, only: u32) -> u64 {
     match once::from_node::<F>(pkt, only) {
@@ -58,7 +58,7 @@ pub fn reply<F: Family>(pkt: &Packet, only: u32) -> u64 {
     }
 }
 
-/// What [`reply`] does, but for the cases in which it returns [`TEND`].
+/// What [`reply`] does, except where it returns [`TEND`].
 #[inline(always)]
 pub fn from_node<F: Family>(pkt: &Packet, only: u32) -> u64 {
     let known = only & only::KNOWN != 0;
@@ -137,8 +137,8 @@ fn deliver<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4H
     translated::into_pod(pkt, to.ifindex, &to.macs)
 }
 
-/// What a reply of a known flow means for its forward half: which is looked at once a tick, at the first answer to a question, and at what
-/// claims to be the remote side's end. A reverse half that is nobody's any more goes. [`DOUBTFUL`], or 0.
+/// Updates the forward half of a known flow from a reply: once a tick, at the first answer to a question, and at a packet that claims to
+/// be the remote side's end. Removes a reverse half that is orphaned. Returns [`DOUBTFUL`], or 0.
 #[inline(always)]
 pub fn tend<F: Family>(pkt: &Packet) -> u64 {
     let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt)) else { return 0 };
@@ -169,12 +169,12 @@ pub fn tend<F: Family>(pkt: &Packet) -> u64 {
         }
         None => {}
     }
-    // The pod has another flow in the other half's place, or its address is another pod's.
+    // Another flow of the pod has the other half's place, or another pod has its address.
     let _ = F::reverses().remove(&key);
     0
 }
 
-/// Builds a forward half anew that is missing.
+/// Rebuilds a forward half that is missing.
 #[inline(always)]
 fn mend_forward<F: Family>(config: &DatapathConfig, forward: &FlowKey<F>, key: &FlowKey<F>, r: &Reverse<F>) {
     let now = now_tick();
@@ -193,7 +193,7 @@ fn mend_forward<F: Family>(config: &DatapathConfig, forward: &FlowKey<F>, key: &
         end: 0,
         ifindex: r.ifindex,
         port: key.src_port,
-        // Of UDP it says that there was more than a question.
+        // For UDP it says that there was more than a question.
         state: tcp::seen::SYN | tcp::seen::ACK,
         back: 0,
         queued: 0,

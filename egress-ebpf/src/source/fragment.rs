@@ -1,4 +1,4 @@
-//! Later fragments carry no ports: the first one of a datagram leaves them here. Those that come before it wait for it.
+//! Later fragments carry no ports: the first one of a datagram leaves them here. Fragments that come before it wait for it.
 
 use crate::{
     headers::{
@@ -17,8 +17,8 @@ use egress_common::{
 /// What [`gather`] returns for a packet that goes on: no verdict has these bits.
 pub const GO_ON: u64 = u64::MAX;
 
-/// A fragment as it came in by an interface: a later one waits for its first one, a first one is kept and takes those along
-/// that wait for it. A verdict's bits, or [`GO_ON`].
+/// A fragment as it arrived on an interface: a later one waits for its first one; a first one is recorded and releases
+/// those that wait for it. A verdict's bits, or [`GO_ON`].
 #[inline(always)]
 pub fn gather<F: Family>(pkt: &Packet) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return GO_ON };
@@ -47,7 +47,7 @@ pub fn hold<F: Family>(pkt: &Packet) -> u64 {
     for place in 0..HELD_PER_DATAGRAM {
         key.place = place;
         if F::held().insert(&*key, &*frame, BPF_NOEXIST as u64).is_ok() {
-            // Its first one may have come on another CPU, too early to find it: then it goes on, unless it was taken along.
+            // Its first one may just have come on another CPU and not found it: then it goes on, unless it was taken along.
             if F::fragments().get_ptr(&key.datagram).is_some() && F::held().remove(&*key).is_ok() {
                 break;
             }
@@ -57,9 +57,9 @@ pub fn hold<F: Family>(pkt: &Packet) -> u64 {
     GO_ON
 }
 
-/// Sends a first fragment once more into the interface that it came in by, and those that wait for it behind it. They are
-/// written into its own buffer, one after the other: a program can make no packet, only copies of one. A verdict's bits, or
-/// [`GO_ON`] if none waits.
+/// Sends a first fragment into its ingress interface once more, followed by those that wait for it. They are written into
+/// its own buffer, one after the other: a program cannot create packets, only copy one. A verdict's bits, or [`GO_ON`] if
+/// none waits.
 #[inline(always)]
 fn take_along<F: Family>(pkt: &Packet) -> u64 {
     for place in 0..HELD_PER_DATAGRAM {
@@ -73,15 +73,15 @@ fn take_along<F: Family>(pkt: &Packet) -> u64 {
     Verdict::Drop(Counter::DatagramOrdered).to_bits()
 }
 
-/// One of those that wait, of the datagram of [`Holding`](crate::tables::maps::Holding); the first one's packet goes before it where it is
-/// in the first place. [`GO_ON`] if there is none.
+/// Releases one waiting fragment of the datagram of [`Holding`](crate::tables::maps::Holding); before the one in the first place goes the
+/// first fragment itself. [`GO_ON`] if there is none.
 #[inline(always)]
 pub fn release<F: Family>(pkt: &Packet, place: u32) -> u64 {
     let Some(holding) = F::holding().get_ptr_mut(0) else { return GO_ON };
     // SAFETY: this CPU's alone while the program runs.
     let key = unsafe { &mut (*holding).key };
     key.place = place;
-    // SAFETY: an entry that is evicted meanwhile may be torn, which the checksum of its datagram tells.
+    // SAFETY: an entry that is evicted meanwhile may be torn, which the checksum of its datagram reveals.
     let Some(frame) = (unsafe { F::held().get(&*key) }) else { return GO_ON };
     if place == 0 && pkt.enter_again().is_none() {
         stats::count(Counter::DropRedirect);

@@ -1,4 +1,4 @@
-//! The gate: what a pod's interface lets through at all, whatever policies say. All that decides it is here, once.
+//! The gate: what a pod's interface lets through at all, whatever policies say. All of its checks are here.
 //!
 //! Every frame passes [`frame`]; every packet that is not one of a flow in the table passes [`packet`] before anything else is
 //! decided about it. A packet of a flow has passed with the flow's first one: its addresses and ports are the same, and its
@@ -14,7 +14,7 @@ use crate::{
 };
 use egress_common::{config::DatapathConfig, verdict::Counter};
 
-/// Looks at a pod's frame. What its sender may have noted in it is overwritten, so that no note on this node is a pod's.
+/// Checks a pod's frame. Overwrites what its sender may have noted in it, so that no note on this node is a pod's.
 #[inline(always)]
 pub fn frame(pkt: &Packet) -> Result<(), Counter> {
     pkt.note(note::POD);
@@ -22,11 +22,11 @@ pub fn frame(pkt: &Packet) -> Result<(), Counter> {
     if pkt.is_tagged() { Err(Counter::DropVlanTag) } else { Ok(()) }
 }
 
-/// Looks at a pod's packet, selected or not, that belongs to no flow: its headers, or why it goes nowhere.
+/// Checks a pod's packet, selected or not, that belongs to no flow. Returns its headers, or why it is dropped.
 #[inline(always)]
 pub fn packet<F: Family>(pkt: &Packet, config: &DatapathConfig) -> Result<(Ip<F>, L4Header), Counter> {
     // An IP header that cannot be read to its end may have any transport header behind it: seven IPv6 extension headers, or a
-    // kilobyte of them, may hide the tunnel's port, and nobody has a use for them. A UDP header is never cut short: it is as long as
+    // kilobyte of them, may hide the tunnel's port, and have no legitimate use. A UDP header is never cut short: it is as long as
     // the shortest fragment.
     let ip = F::parse(pkt).map_err(|_| Counter::DropMalformed)?;
     let t = datagram::transport::<F>(pkt, &ip);
@@ -44,7 +44,7 @@ pub fn packet<F: Family>(pkt: &Packet, config: &DatapathConfig) -> Result<(Ip<F>
 }
 
 /// Whether this is UDP for the port of the nodes' tunnels. The destination does not matter: a node has addresses that nobody
-/// reports, and what masquerades the packet makes a node its sender.
+/// reports, and masquerading makes a node the packet's sender.
 #[inline(always)]
 fn is_for_tunnel(config: &DatapathConfig, t: &L4Header) -> bool {
     t.kind == Kind::Udp && u16::from_be(t.dst_port) as u32 == config.tunnel_port

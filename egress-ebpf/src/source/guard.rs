@@ -1,7 +1,7 @@
-//! The exit, where packets leave the node: what the host let pass of a flow is translated here and confirms it, and what must
-//! not leave is dropped, whoever made it and however it came here.
+//! The exit, where packets leave the node: a flow's packets that the host let pass are translated here and confirm the flow;
+//! packets that must not leave are dropped, whoever made them and however they came here.
 //!
-//! What our own programs send has a note and does not come this far (`exit_egress`).
+//! Packets of our own programs have a note and do not come this far (`exit_egress`).
 
 use crate::{
     flows::{key, recheck, table},
@@ -31,9 +31,9 @@ use egress_common::{
 /// ICMPv6 types of neighbor discovery (RFC 4861, section 4).
 const DISCOVERY: core::ops::RangeInclusive<u8> = 133..=137;
 
-/// A packet that leaves, and that no program of ours has sent. A verdict's bits.
+/// A packet that leaves and that none of our programs has sent. A verdict's bits.
 ///
-/// What this host has made itself is no pod's: only forged sources and the tunnel's port are looked for.
+/// A packet that this host itself made is no pod's: it is checked only for a forged source and the tunnel's port.
 #[inline(always)]
 pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
@@ -56,13 +56,13 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
         }
     }
     if pkt.ifindex() == config.tunnel_ifindex {
-        // The agent's probes are sent from here; the device drops what has no tunnel key.
+        // The agent's probes are sent from here; the device drops packets without a tunnel key.
         return probe::send::<F>(pkt);
     }
     if is_tunnelled::<F>(pkt, config, &ip) {
         return Verdict::Drop(Counter::DropTunnelPort).to_bits();
     }
-    // No subprogram for the look-up: a call costs a third of what the guard takes from packets that are none of its business.
+    // No subprogram for the look-up: a call costs a third of what the guard costs for unrelated packets.
     match egress::find(ip.src) {
         Some((index, _)) => once::as_egress_ip::<F>(pkt, index),
         None => Verdict::Pass.to_bits(),
@@ -75,7 +75,7 @@ pub fn selected<F: Family>(pkt: &Packet) -> u64 {
     F::load(pkt, ETH_LEN + F::SRC).is_some_and(classify::is_selected::<F>) as u64
 }
 
-/// A packet with an egress IP as its source, by its index, that no program of ours has sent. A verdict's bits.
+/// A packet with an egress IP, given by its index, as its source, that none of our programs has sent. A verdict's bits.
 #[inline(always)]
 pub fn as_egress_ip<F: Family>(pkt: &Packet, index: u32) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
@@ -89,13 +89,13 @@ pub fn as_egress_ip<F: Family>(pkt: &Packet, index: u32) -> u64 {
     Verdict::Pass.to_bits()
 }
 
-/// Whether a packet with an egress IP as its source is nobody's who may use it.
+/// Whether a packet with an egress IP as its source comes from a sender that may not use it.
 #[inline(always)]
 fn is_forged<F: Family>(pkt: &Packet, ip: &Ip<F>, egress: u32, forwarded: bool) -> bool {
     let flags = EGRESS_IPS.get(egress).map_or(0, |e| e.flags);
-    // An address of this node is its sockets' as well; that of another node may pass this one as a router.
+    // This node's sockets may use its own address; packets of another node's address may pass this one as a router.
     let nodes = flags & flags::HERE != 0 || forwarded && flags & flags::NODE_ADDRESS != 0;
-    // The agent and the programs announce an egress IP, and ask for its next hop: none of it is ever routed.
+    // The agent and the programs announce an egress IP, and ask for its next hop: such packets are never routed.
     let discovery = F::VERSION == 6
         && ip.proto == proto::ICMPV6
         && ip.hop_limit == 255
@@ -103,7 +103,7 @@ fn is_forged<F: Family>(pkt: &Packet, ip: &Ip<F>, egress: u32, forwarded: bool) 
     !nodes && !discovery
 }
 
-/// Whether this is UDP to the tunnel's port. What comes from outside and is passed on may be other nodes' traffic.
+/// Whether this is UDP to the tunnel's port. Packets forwarded from outside may be other nodes' traffic.
 #[inline(always)]
 fn is_tunnelled<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) -> bool {
     if ip.proto != proto::UDP || ip.part == Part::Later || config.tunnel_port == 0 {
@@ -114,8 +114,8 @@ fn is_tunnelled<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) ->
     u16::from_be(to) as u32 == config.tunnel_port && unsafe { UPLINKS.get(pkt.ingress_ifindex()) }.is_none()
 }
 
-/// A packet that may be a selected pod's: that of a translated flow is sent on its way, whatever became of its marks on its way
-/// here. A verdict's bits.
+/// A packet that may be a selected pod's: one of a translated flow is sent, whatever happened to its marks on the path to here.
+/// A verdict's bits.
 #[inline(always)]
 pub fn caught<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
@@ -141,7 +141,7 @@ pub fn caught<F: Family>(pkt: &Packet) -> u64 {
             datagram::keep(&ip, &t);
         }
         pkt.clear_marks();
-        // Who routed it has taken one from the hop limit.
+        // Routing has already decremented the hop limit.
         return translated::send::<F>(pkt, config, &ip, &t, &taken, false).to_bits();
     }
     if F::inbound().get_ptr(&key).is_some() {
@@ -150,7 +150,7 @@ pub fn caught<F: Family>(pkt: &Packet) -> u64 {
     unguarded::<F>(pkt, config, &ip, &t).to_bits()
 }
 
-/// A packet of no flow. `pod_egress` leaves some of what matches a policy alone: the same here.
+/// A packet of no flow. `pod_egress` leaves some that match a policy alone: the same here.
 #[inline(always)]
 fn unguarded<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4Header) -> Verdict {
     if pkt.is_noted(note::ASKED) {
@@ -160,7 +160,7 @@ fn unguarded<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L
     let Class::Policy(index, _) = classify::classify(config, ip.src, ip.dst) else { return Verdict::Pass };
     match t.kind {
         Kind::Answer => Verdict::Pass,
-        // The record of what the outside opened ends with the pod's reset.
+        // The record of an inbound connection ends with the pod's reset.
         Kind::Tcp if t.flags & tcp::flag::RST != 0 && pkt.is_noted(note::POD) => Verdict::Pass,
         Kind::Error if icmp::is_untouched::<F>(pkt, ip) => Verdict::Pass,
         _ if classify::leaves_as_node::<F>(index) => Verdict::Pass,

@@ -1,4 +1,4 @@
-//! ICMP errors: the packet that they quote is translated with them, so that whoever gets the error knows its own packet.
+//! ICMP errors: the packet that they quote is translated with them, so that their receiver recognises its own packet.
 
 use crate::{
     flows::table,
@@ -45,8 +45,8 @@ pub fn incoming<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) ->
     translated::into_pod(pkt, to.ifindex, &to.macs)
 }
 
-/// An error of a pod about a packet that it got: translated if that belonged to a translated flow of this interface that is
-/// confirmed. An error has room for anything: about a flow that the firewall has not let pass it would get past it.
+/// An error of a pod about a packet that it received: translated if that belonged to a confirmed translated flow of this
+/// interface. An error can carry any data: for a flow that is not confirmed, it would bypass the firewall.
 #[inline(always)]
 pub fn outgoing<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else {
@@ -66,7 +66,7 @@ pub fn is_untouched<F: Family>(pkt: &Packet, ip: &Ip<F>) -> bool {
     F::flows().get_ptr(&key).is_none() && F::inbound().get_ptr(&key).is_some()
 }
 
-/// The flow of a packet that a pod has got, and quotes.
+/// The flow of a packet that a pod received, and quotes.
 #[inline(always)]
 fn quoted_key<F: Family>(inner: &Embedded<F>) -> FlowKey<F> {
     let query = inner.proto == F::ICMP;
@@ -96,13 +96,13 @@ fn quoting<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) -> Verd
     if ifindex != pkt.ifindex() {
         return Verdict::Drop(Counter::DropSpoofed);
     }
-    // What was classified by older tables is classified again with its next packet.
+    // A flow that was classified by older tables is classified again with its next packet.
     if taken.pending != 0 || flow.config_generation != config.generation {
         return Verdict::Drop(Counter::DropNotConfirmed);
     }
     let (egress, port) = (taken.egress, taken.port);
     let Some(reverse) = table::reverse_key::<F>(&key, flow) else { return Verdict::Drop(Counter::DropSevered) };
-    // It goes to whoever sent what it quotes, and to nobody else (RFC 1122, section 3.2.2).
+    // It goes only to the sender of the packet that it quotes (RFC 1122, section 3.2.2).
     if inner.dst != ip.src
         || inner.src != ip.dst
         || quote::rewrite(pkt, config, ip, &inner, End::Source, reverse.src, port).is_none()

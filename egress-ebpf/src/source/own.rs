@@ -1,5 +1,5 @@
-//! Whose a packet is that comes for an address of the node itself, at a port in a leased block: a flow's, or that of a socket
-//! of the node. A listener may appear in a block that is leased already. The kernel's table of sockets tells; nothing is kept.
+//! Decides who gets a packet for an address of the node itself at a port in a leased block: a flow, or a socket of the node. A
+//! listener may appear in a block that is leased already. The kernel's socket table decides; no state is kept.
 
 use crate::{
     headers::{
@@ -16,13 +16,13 @@ use aya_ebpf::{
 };
 use egress_common::{abi::COPY_PRIORITY, flow::FlowKey, tcp::flag};
 
-/// Nothing of the node's: the lessee's.
+/// Not for the node: for the lessee.
 pub const FLOWS: u64 = 0;
 /// A connection of the node.
 pub const NODES: u64 = 1;
-/// It may be either: both get it, and who does not know it ignores it.
+/// It may be for either: both get it, and the one that does not know it ignores it.
 pub const ANYBODYS: u64 = 2;
-/// It may be for datagrams that the node masquerades: both get it, and what connection tracking does not know ends before the
+/// It may be for datagrams that the node masquerades: both get it, and a copy that conntrack does not know ends before the
 /// node's sockets.
 pub const MASQUERADED: u64 = 3;
 
@@ -41,7 +41,7 @@ struct Tuple<F> {
     dst_port: u16,
 }
 
-/// Whose a packet is: [`FLOWS`], [`NODES`], [`ANYBODYS`] or [`MASQUERADED`].
+/// Who gets a packet: [`FLOWS`], [`NODES`], [`ANYBODYS`] or [`MASQUERADED`].
 #[inline(always)]
 pub fn whose<F: Family>(pkt: &Packet) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return FLOWS };
@@ -76,7 +76,7 @@ fn of_node<F: Family>(pkt: &Packet, tuple: Tuple<F>, protocol: u32, opens: bool,
     }
 }
 
-/// `opens`: the packet opens a connection, so that a listener may be meant.
+/// `opens`: the packet opens a connection, so it may be for a listener.
 #[inline(always)]
 fn of_socket<F: Family>(pkt: &Packet, tuple: Tuple<F>, protocol: u32, opens: bool) -> u64 {
     let mut tuple = tuple;
@@ -101,7 +101,7 @@ fn of_socket<F: Family>(pkt: &Packet, tuple: Tuple<F>, protocol: u32, opens: boo
 ///
 /// # Safety
 ///
-/// `sock` comes from a look-up and is used no more.
+/// `sock` comes from a look-up and is not used afterwards.
 #[inline(always)]
 unsafe fn state(sock: *mut bpf_sock) -> Option<u32> {
     if sock.is_null() {
@@ -114,8 +114,8 @@ unsafe fn state(sock: *mut bpf_sock) -> Option<u32> {
     Some(state)
 }
 
-/// Gives a copy of the packet to the node's stack, by the interface that the packet came in by: it meets the same program again,
-/// which knows it by `kind`, one of [`note::COPIES`], and lets it go by.
+/// Gives a copy of the packet to the node's stack, on the interface where the packet arrived. The copy meets the same program
+/// again, which recognises it by `kind`, one of [`note::COPIES`], and lets it pass.
 #[inline(always)]
 pub fn copy(pkt: &Packet, kind: u32) {
     pkt.note(kind);
@@ -123,7 +123,7 @@ pub fn copy(pkt: &Packet, kind: u32) {
     pkt.note(note::NONE);
 }
 
-/// Whether the packet is such a copy: the stack's. The priority is set here, since the kernel takes it from a packet that enters again.
+/// Whether the packet is such a copy for the stack. The priority is set here, since the kernel clears it when a packet enters again.
 #[inline(always)]
 pub fn is_copy(pkt: &Packet) -> bool {
     if pkt.take_note(note::COPY_TO_FORWARD) {

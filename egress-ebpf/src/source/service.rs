@@ -1,8 +1,8 @@
-//! Services: the host translates a destination that no policy touches, behind `pod_egress`, and what it becomes may be under a policy of
-//! the pod. The exit sees who the packet's sender is by a note only, since the host may have masqueraded it as well.
+//! Services: behind `pod_egress`, the host translates a destination that no policy touches to one that may be under a policy of the pod.
+//! The exit knows the packet's sender only by a note, since the host may have masqueraded it as well.
 //!
-//! Such a packet is not translated, since its answers would not find back through the host's NAT, but dropped. The note goes with what
-//! may open something; a connection that is not opened needs no further look.
+//! Such a packet is dropped, not translated, since its answers would not find back through the host's NAT. Packets that may open
+//! something have the note; a connection that is not opened needs no further check.
 
 use crate::{
     headers::{
@@ -19,7 +19,7 @@ use egress_common::verdict::{Counter, Verdict};
 /// these bits.
 pub const LOOK: u64 = u32::MAX as u64 - 2;
 
-/// `pod_egress` leaves the packet of a pod of this class to the stack, because no policy has its destination.
+/// `pod_egress` leaves the packet of a pod of this class to the stack, because no policy matches its destination.
 #[inline(always)]
 pub fn left<F: Family>(pkt: &Packet, t: &L4Header, class: u32, dst: F) -> Verdict {
     match t.kind {
@@ -34,8 +34,8 @@ pub fn left<F: Family>(pkt: &Packet, t: &L4Header, class: u32, dst: F) -> Verdic
     }
 }
 
-/// What has no segments that tell an opening from an answer: it has the note unless it is for this node itself. That may be an answer to
-/// what the node has masqueraded, a request at a node's port, which leaves with another destination.
+/// A packet of a protocol in which an opening cannot be told from an answer: it gets the note unless it is for this node itself. Such a
+/// packet may be an answer to what the node has masqueraded, a request at a node port, and leaves with another destination.
 #[inline(always)]
 pub fn unless_own<F: Family>(pkt: &Packet, class: u32) -> u64 {
     if let Some([src, dst]) = pkt.read::<[F; 2]>(ETH_LEN + F::SRC)
@@ -46,8 +46,8 @@ pub fn unless_own<F: Family>(pkt: &Packet, class: u32) -> u64 {
     Verdict::Pass.to_bits()
 }
 
-/// A packet with the note leaves: it may not where its destination is under a policy by now, unless that lets its pods leave with the
-/// node's address at present. A verdict's bits.
+/// A packet with the note leaves: it is dropped if its destination is under a policy by now, unless that policy currently lets its
+/// pods leave with the node's address. A verdict's bits.
 #[inline(always)]
 pub fn leaving<F: Family>(pkt: &Packet, class: u32) -> u64 {
     let Some(dst) = F::load(pkt, ETH_LEN + F::SRC + size_of::<F>() as u32) else {

@@ -41,30 +41,30 @@ const UNKNOWN: u64 = u64::MAX;
 const QUOTES: u64 = u64::MAX - 1;
 /// What [`first`] returns when there is a flow now.
 const ENTERED: u64 = u64::MAX - 2;
-/// What [`first`] returns when there is a flow now that the host's firewall is to be asked about.
+/// What [`first`] returns when there is a flow now that the host's firewall must be asked about.
 const ASK: u64 = u64::MAX - 4;
-/// What both return for a fragment that waits for its first one, or that is waited for.
+/// What both return for a fragment that waits for its first one, or that others wait for.
 const GATHER: u64 = u64::MAX - 3;
 
 /// What the flow table says about a packet.
 enum Known {
     /// Decided.
     Done(Verdict),
-    /// There is no flow, or not any more.
+    /// There is no flow, or no longer.
     Unknown,
 }
 
 /// Classifies a pod's packet, finds or makes its flow, translates and sends it.
 ///
-/// Functions one after the other, not one in the other: the variables of two do not fit the 512 bytes of stack that a chain
-/// of calls may have, and the first packet of a flow can afford to be parsed again. It makes the flow only; what sends it is
-/// what sends all others.
+/// The functions run in sequence, not nested: the variables of two do not fit the 512 bytes of stack that a chain of calls
+/// may have, and the first packet of a flow can afford to be parsed again. It only makes the flow, and is then sent like all
+/// others.
 #[inline(always)]
 pub fn steer<F: Family>(pkt: &Packet) -> u64 {
     let verdict = match once::established::<F>(pkt) {
         UNKNOWN => match opening::<F>(pkt) {
             ENTERED => match once::established::<F>(pkt) {
-                // The flow went, or may not be used any more, between its entry and its look-up.
+                // The flow was removed, or became unusable, between its entry and its look-up.
                 UNKNOWN => Verdict::Drop(Counter::DropSevered).to_bits(),
                 verdict => verdict,
             },
@@ -93,7 +93,7 @@ pub fn steer<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// The first packet of a flow. Before it is refused for want of room, flows that have ended make some.
+/// The first packet of a flow. Before it is refused for lack of room, ended flows are removed.
 #[inline(always)]
 fn opening<F: Family>(pkt: &Packet) -> u64 {
     const SHARE: u64 = Verdict::Drop(Counter::DropPodShare).to_bits();
@@ -153,7 +153,7 @@ pub fn established<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// A packet without a flow, if it may pass the gate: makes one, or says what else becomes of the packet.
+/// A packet without a flow, if it passes the gate: makes a flow, or returns what else happens to the packet.
 #[inline(always)]
 pub fn first<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
@@ -165,7 +165,7 @@ pub fn first<F: Family>(pkt: &Packet) -> u64 {
         return QUOTES;
     }
     match unknown::<F>(pkt, config, &ip, &t, &key::of_pod(&ip, &t)) {
-        // Whatever the flow says besides, the firewall is asked first, unless the packet may have to be smaller.
+        // Whatever else the flow says, the firewall is asked first, unless the packet may be too large.
         Ok(()) if firewall::is_asked(config) != 0 && !large::may_be(pkt, config) => ASK,
         Ok(()) => ENTERED,
         Err(verdict) => verdict.to_bits(),
@@ -185,7 +185,7 @@ fn known<F: Family>(
         if classify::is_spoofed::<F>(pkt, key.src) {
             return Known::Done(Verdict::Drop(Counter::DropSpoofed));
         }
-        // The pod is behind another interface now: what the old one remembers leads replies astray.
+        // The pod is behind another interface now: the old record would lead replies astray.
         forget::<F>(key, flow);
         return Known::Unknown;
     }
@@ -258,7 +258,7 @@ fn unknown<F: Family>(
     match t.kind {
         Kind::Tcp if t.opens() => {}
         Kind::Tcp => return Err(stray::<F>(pkt, config, generation, t, key, &policy, &endpoint)),
-        // An answer to a query that came by a way that this node does not see (an inbound query is remembered).
+        // An answer to a query that arrived on a path that this node does not see (an inbound query is remembered).
         Kind::Answer => return Err(Verdict::Pass),
         Kind::Udp | Kind::Query => {}
         // The stack waits for the first fragment.
@@ -291,11 +291,11 @@ fn stray<F: Family>(
     policy: &Policy,
     endpoint: &Endpoint,
 ) -> Verdict {
-    // The pod accepts a connection whose SYN did not pass the interface's egress hook (a redirect into the pod). Where nothing on this
-    // node can bring one in by such a way, the pod makes it up.
+    // The pod accepts a connection whose SYN did not pass the interface's egress hook (a redirect into the pod). If nothing on this
+    // node can deliver a SYN like that, the pod has made it up.
     let answers = config.flags & flags::UNSEEN_INBOUND != 0
         && t.flags & (tcp::flag::SYN | tcp::flag::ACK) == tcp::flag::SYN | tcp::flag::ACK;
-    // What the pod had open when the policy selected it.
+    // A connection that the pod had open when the policy selected it.
     let old = now_tick() < endpoint.history_until && policy.flags & policy_flags::EXISTING_DROP == 0;
     if !answers && !old {
         // A reset of what was refused tells the outside nothing about an egress IP and ends the matter.
@@ -345,7 +345,7 @@ fn open<F: Family>(
         port: search.key.src_port,
         state: match t.kind {
             Kind::Tcp => tcp::seen::SYN,
-            // With `firewall: bypass` this very packet comes by once more.
+            // With `firewall: bypass` this same packet is looked up once more.
             Kind::Udp if pending == 0 => udp::seen::NEW,
             _ => 0,
         },
@@ -359,7 +359,7 @@ fn open<F: Family>(
     commit::<F>(key, &flow)
 }
 
-/// Enters the forward half, or takes the reverse half back where that fails.
+/// Enters the forward half, or removes the reverse half if that fails.
 #[inline(always)]
 fn commit<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), Counter> {
     let Err(error) = enter::<F>(key, flow) else {

@@ -1,4 +1,4 @@
-//! A translated packet on its way: out, to a carrier of its egress IP, or into its pod.
+//! Sending a translated packet: out, to a carrier of its egress IP, or into its pod.
 
 use crate::{
     flows::table::Taken,
@@ -24,7 +24,7 @@ use egress_common::{
     verdict::{Counter, Verdict, purpose},
 };
 
-/// Translates the packet of a flow and sends it on its way; `hop`: it is routed here, so its hop limit falls.
+/// Translates the packet of a flow and sends it on; `hop`: it is routed here, so its hop limit is decremented.
 #[inline(always)]
 pub fn send<F: Family>(
     pkt: &Packet,

@@ -15,7 +15,7 @@ use egress_common::{
 
 /// The answer for one source and destination.
 pub enum Class {
-    /// No policy: the packet is not ours. The class of the pod that sent it; 0: of none that a policy selects.
+    /// No policy: the packet is not ours. The class of the pod that sent it; 0 if no policy selects that pod.
     Outside(u32),
     /// The source is unknown while a selected pod is starting.
     Held,
@@ -41,7 +41,7 @@ pub fn classify<F: Family>(config: &DatapathConfig, src: F, dst: F) -> Class {
     }
 }
 
-/// The policy that has what pods of this class send to `dst`.
+/// The policy for packets that pods of this class send to `dst`.
 #[inline(always)]
 pub fn route<F: Family>(class: u32, dst: F) -> Option<u32> {
     if class == 0 || excepted(dst) {
@@ -62,8 +62,8 @@ pub fn is_selected<F: Family>(src: F) -> bool {
     }
 }
 
-/// Whether the packet's source is a pod that is known to be behind another interface than the packet came in by, or on another
-/// node.
+/// Whether the packet's source is a pod that is known to be behind another interface than the one where the packet arrived, or
+/// on another node.
 #[inline(always)]
 pub fn is_spoofed<F: Family>(pkt: &Packet, src: F) -> bool {
     match copied(F::endpoints(), &src) {
@@ -79,13 +79,13 @@ fn excepted<F: Family>(dst: F) -> bool {
     F::never_leaves(dst) || F::excepts().get(&Key::new(F::BITS, dst)).is_some()
 }
 
-/// Whether no policy touches what the node's NAT makes of this destination.
+/// Whether no policy touches what the node's NAT turns this destination into.
 #[inline(always)]
 pub fn is_free_service<F: Family>(dst: F) -> bool {
     matches!(F::excepts().get(&Key::new(F::BITS, dst)), Some(&except::SERVICE))
 }
 
-/// How often an entry that is replaced while it is read is read again.
+/// How often an entry is read again if it is replaced while it is read.
 const READS: u32 = 4;
 
 /// Why there is no copy of an entry.
@@ -93,12 +93,12 @@ const READS: u32 = 4;
 enum Miss {
     /// There is no entry.
     Absent,
-    /// There is one, and it was replaced each time that it was read. Nothing passes because of that.
+    /// There is one, but it was replaced during each read. Nothing passes because of that.
     Changing,
 }
 
-/// A copy of an entry. It counts if its checksum fits. A look-up that meets memory of another key misses the entry that has replaced it: only
-/// the second miss counts.
+/// A copy of an entry, valid if its checksum fits. A look-up that meets memory of another key misses the entry that has replaced it: only the
+/// second miss counts.
 #[inline(always)]
 fn copied<K, V: Checked<K>, const M: usize, const F: usize>(map: &HashMap<K, V, M, F>, key: &K) -> Result<V, Miss> {
     for _ in 0..READS {

@@ -9,7 +9,7 @@ use crate::{
 };
 use egress_common::flow::{Fragment, FragmentKey, HeldKey};
 
-/// What a datagram is known by.
+/// The key of a datagram.
 #[inline(always)]
 pub fn key<F: Family>(ip: &Ip<F>) -> FragmentKey<F> {
     FragmentKey { src: ip.src, dst: ip.dst, id: ip.id, proto: ip.proto }
@@ -36,7 +36,7 @@ pub fn is_awaited<F: Family>(ip: &Ip<F>) -> bool {
     F::held().get_ptr(&HeldKey { datagram: key(ip), place: 0 }).is_some()
 }
 
-/// Reads the transport header of `ip`, or what the first fragment told.
+/// Reads the transport header of `ip`, or takes what the first fragment contained.
 #[inline(always)]
 pub fn transport<F: Family>(pkt: &Packet, ip: &Ip<F>) -> L4Header {
     if ip.part == Part::Later {

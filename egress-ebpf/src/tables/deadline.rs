@@ -1,4 +1,4 @@
-//! Until when this node may speak for egress IPs.
+//! How long this node may speak for egress IPs.
 
 use crate::{headers::packet::now_ns, tables::maps::DEADLINE};
 /// Whether one of this node's [`deadline`](egress_common::egress::deadline)s has not passed yet.

@@ -5,8 +5,8 @@ use egress_common::egress::EgressIp;
 
 /// The egress IP with this address: its index and what this node knows of it.
 ///
-/// The index counts if its entry has the address. One that was read while the memory of an entry went to another address leads elsewhere, and is
-/// looked up again.
+/// The index is valid only if its entry has the address. One that was read while the memory of an entry went to another address leads elsewhere,
+/// and is looked up again.
 #[inline(always)]
 pub fn find<F: Family>(addr: F) -> Option<(u32, &'static EgressIp)> {
     for _ in 0..2 {

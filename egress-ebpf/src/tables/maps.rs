@@ -68,21 +68,21 @@ pub static FRAGMENTS_V4: Fragments<V4> = LruHashMap::new();
 #[btf_map]
 pub static FRAGMENTS_V6: Fragments<V6> = LruHashMap::new();
 
-/// Where packets of one source go to one destination, as the routing table said a moment ago. Each CPU has its own, so that no
+/// The route of packets from one source to one destination, cached from the routing table. Each CPU has its own, so that no
 /// other one writes it meanwhile.
 ///
-/// A route look-up for each packet was the largest part of what it cost at a gateway (docs/performance.md). A change of routes is
-/// followed after a fifteenth of a second, whether the agent lives or not.
+/// A route look-up for each packet was the largest part of a packet's cost at a gateway (docs/performance.md). A change of routes
+/// takes effect within a fifteenth of a second, with or without the agent.
 #[repr(C)]
 pub struct Hop<A> {
     /// The pair.
     pub src: A,
     pub dst: A,
-    /// What the route was looked up by besides (`exit::RouteQuery::from`).
+    /// What else the route was looked up by (`exit::RouteQuery::from`).
     pub from: u32,
-    /// When it was asked for.
+    /// When it was looked up.
     pub moment: u32,
-    /// The interface that it is reached by; or `exit::ONCE` or `exit::NONE`.
+    /// The interface that leads to it; or `exit::ONCE` or `exit::NONE`.
     pub ifindex: u32,
     /// `struct bpf_redir_neigh`: family and address.
     pub neigh: [u32; 5],
@@ -93,7 +93,7 @@ pub struct Hop<A> {
 }
 
 /// A search, in a map of its own for each CPU: loops in BPF keep their state best in memory that the verifier does not
-/// follow.
+/// track.
 #[repr(C)]
 pub struct Search<F> {
     /// The reply's 5-tuple. Its source is the egress IP and port that are tried.
@@ -114,7 +114,7 @@ pub struct Search<F> {
     pub hash: u32,
     /// How many blocks the egress IP has here.
     pub blocks: u32,
-    /// Whether it is under way, or how it ended (`ports`).
+    /// Whether it is in progress, or how it ended (`ports`).
     pub outcome: u32,
     /// How many of the ports that were looked at are this pod's.
     pub own: u32,
@@ -181,7 +181,7 @@ pub static EGRESS_INDEX_V6: EgressIndex<V6> = HashMap::new();
 pub static EGRESS_IPS: Array<EgressIp, MAX_EGRESS_IPS> = Array::new();
 #[btf_map]
 pub static BLOCKS: Array<BlockList, MAX_EGRESS_IPS> = Array::new();
-/// By egress IP whose flows go to several carriers: which one each goes to.
+/// For each egress IP whose flows go to several carriers: the carrier of each flow.
 #[btf_map]
 pub static CARRIERS: Array<CarrierTable, MAX_EGRESS_IPS> = Array::new();
 #[btf_map]
@@ -193,16 +193,16 @@ pub static NODE_INDEX: HashMap<V6, u32, MAX_NODE_ADDRESSES, GROW> = HashMap::new
 /// Node by the MAC address that it sends from on a link that it shares with this one.
 #[btf_map]
 pub static MAC_INDEX: HashMap<MacKey, u32, MAX_MACS, GROW> = HashMap::new();
-/// By node: the transport that it wants its replies by, as its last probe said.
+/// By node: its reply transport, as its last probe asked for.
 #[btf_map]
 pub static REPLY_TRANSPORT: Array<u32, MAX_NODES> = Array::new();
-/// By node: up to which revision its leases are in [`LEASES`]. Answers to its probes say so.
+/// By node: the revision up to which [`LEASES`] has its leases. Answers to its probes report it.
 #[btf_map]
 pub static KNOWN_LEASES: Array<u64, MAX_NODES> = Array::new();
 /// Answers to this node's probes, for the agent.
 #[btf_map]
 pub static PROBES: RingBuf<ProbeAnswer, PROBE_BUFFER> = RingBuf::new();
-/// Beginnings and ends of flows, for the log of flows. The agent chooses its size.
+/// Beginnings and ends of flows, for the flow log. The agent chooses its size.
 #[btf_map]
 pub static FLOW_EVENTS: RingBuf<FlowEvent<V6>, FLOW_EVENTS_UNUSED> = RingBuf::new();
 #[btf_map]
@@ -215,10 +215,10 @@ pub static NEXT_HOPS: Array<NextHop, MAX_EGRESS_IPS> = Array::new();
 pub static HOPS_V4: Hops<V4> = PerCpuArray::new();
 #[btf_map]
 pub static HOPS_V6: Hops<V6> = PerCpuArray::new();
-/// The moment in which this CPU has last left a packet for a next hop to the kernel (see `exit`).
+/// The moment in which this CPU last left a packet for a next hop to the kernel (see `exit`).
 #[btf_map]
 pub static CONFIRMED: PerCpuArray<u32, 1> = PerCpuArray::new();
-/// The interface by which the last frame came in on a CPU, and its MAC address as of a moment ago (see `native`): a look-up less.
+/// The interface on which a CPU received its last frame, and its MAC address as of a moment ago (see `native`): saves a look-up.
 #[repr(C)]
 pub struct Here {
     pub ifindex: u32,
@@ -229,7 +229,7 @@ pub struct Here {
 
 #[btf_map]
 pub static HERE: PerCpuArray<Here, 1> = PerCpuArray::new();
-/// The interfaces that frames may be sent by before there is a socket buffer, by their index: their drivers can do that.
+/// The interfaces on which frames may be sent before there is a socket buffer, by index: their drivers can do that.
 #[btf_map]
 pub static DEVICES: DevMapHash<MAX_DEVICES> = DevMapHash::new();
 #[btf_map]
@@ -237,8 +237,8 @@ pub static METERS: Array<Meter, { 2 * MAX_EGRESS_IPS }> = Array::new();
 
 #[btf_map]
 pub static CONFIG: Array<DatapathConfig, 1> = Array::new();
-/// By [`egress_common::egress::deadline`]: until when this node is able to carry egress IPs, that is, answers ARP and NDP for those whose
-/// turn it has, and until when it holds its lease. Its answers to probes say both.
+/// By [`egress_common::egress::deadline`]: how long this node can carry egress IPs, that is, answer ARP and NDP when it is its turn, and
+/// how long it holds its lease. Its answers to probes report both.
 #[btf_map]
 pub static DEADLINE: Array<u64, 2> = Array::new();
 #[btf_map]
@@ -252,7 +252,7 @@ pub static TRAFFIC: PerCpuArray<Traffic, MAX_ACCOUNTS> = PerCpuArray::new();
 #[btf_map]
 pub static NAMES: HashMap<NameKey, Name, MAX_NAMES, GROW> = HashMap::new();
 
-/// A search for a port under way on this CPU (see `ports`): too large for the stack.
+/// A search for a port in progress on this CPU (see `ports`): too large for the stack.
 #[btf_map]
 pub static SEARCH_V4: PerCpuArray<Search<V4>, 1> = PerCpuArray::new();
 #[btf_map]

@@ -1,5 +1,5 @@
-//! Each pod's share of the flow table, so that one that opens flows without end takes no room from others. Counted by endpoint: who
-//! inherits an address inherits nothing that is used up.
+//! Each pod's quota of the flow table, so that a pod that opens flows without end takes no room from others. Counted by endpoint: a
+//! pod that inherits an address does not inherit its usage.
 
 use crate::tables::family::Family;
 use aya_ebpf::bindings::BPF_NOEXIST;
@@ -21,7 +21,7 @@ pub fn flows<F: Family>(endpoint: u32) -> u64 {
     F::shares().get_ptr(endpoint).map_or(0, |flows| unsafe { flows.read_volatile() })
 }
 
-/// One more flow of the pod.
+/// Counts one more flow of the pod.
 #[inline(always)]
 pub fn take<F: Family>(endpoint: u32) {
     match F::shares().get_ptr_mut(endpoint) {
@@ -31,7 +31,7 @@ pub fn take<F: Family>(endpoint: u32) {
     }
 }
 
-/// One flow less. What was not counted is not taken off.
+/// Counts one flow less. A flow that was not counted is not subtracted.
 #[inline(always)]
 pub fn give_back<F: Family>(endpoint: u32) {
     let Some(flows) = F::shares().get_ptr_mut(endpoint) else { return };
@@ -43,7 +43,7 @@ pub fn give_back<F: Family>(endpoint: u32) {
     }
 }
 
-/// Adds, whatever other CPUs do at the same time.
+/// Adds atomically.
 #[inline(always)]
 fn add(flows: *mut u64, n: u64) {
     // SAFETY: a pointer into the map, whose values are aligned.

@@ -1,4 +1,4 @@
-//! Counting for metrics what flows of a policy from a namespace carry: one value for each CPU, by a number that the flow has.
+//! Traffic counters for a policy's flows from a namespace: one value for each CPU, by a number that the flow has.
 
 use crate::{
     headers::packet::{ETH_LEN, Packet},
@@ -9,7 +9,7 @@ use egress_common::{
     verdict::Counter,
 };
 
-/// What flows of pods of this namespace, policy and egress IP are counted under.
+/// The account of flows of this namespace, policy and egress IP.
 #[inline(always)]
 pub fn account(namespace: u32, policy: u32, egress: u32) -> u16 {
     account_number(namespace, policy, egress) as u16
@@ -29,7 +29,7 @@ fn of(account: u16) -> Option<&'static mut Traffic> {
     TRAFFIC.get_ptr_mut(account as u32).map(|traffic| unsafe { &mut *traffic })
 }
 
-/// A pod's packet that is sent.
+/// Counts a pod's packet that is sent.
 #[inline(always)]
 pub fn sent(account: u16, pkt: &Packet) {
     if let Some(traffic) = of(account) {
@@ -38,7 +38,7 @@ pub fn sent(account: u16, pkt: &Packet) {
     }
 }
 
-/// A reply that its pod gets.
+/// Counts a reply delivered to its pod.
 #[inline(always)]
 pub fn received(account: u16, pkt: &Packet) {
     if let Some(traffic) = of(account) {
@@ -47,7 +47,7 @@ pub fn received(account: u16, pkt: &Packet) {
     }
 }
 
-/// A new flow.
+/// Counts a new flow.
 #[inline(always)]
 pub fn opened(account: u16) {
     if let Some(traffic) = of(account) {
@@ -55,7 +55,7 @@ pub fn opened(account: u16) {
     }
 }
 
-/// The first packet of a flow that is refused, if the counter is of that kind.
+/// Counts the first packet of a flow that is refused, if the counter is of that kind.
 #[inline(always)]
 pub fn refused(account: u16, counter: u32) {
     let Some(traffic) = of(account) else { return };
@@ -66,7 +66,7 @@ pub fn refused(account: u16, counter: u32) {
     }
 }
 
-/// Whether a new flow is refused by that.
+/// Whether this counter is one of refused flows.
 #[inline(always)]
 pub fn is_refusal(counter: u32) -> bool {
     REFUSALS.iter().any(|reason: &Counter| *reason as u32 == counter)

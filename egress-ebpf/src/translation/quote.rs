@@ -1,4 +1,4 @@
-//! Rewriting an ICMP error and the packet that it quotes, so that whoever gets the error knows its own packet.
+//! Rewriting an ICMP error and the packet that it quotes, so that its receiver recognises its own packet.
 
 use crate::{
     headers::{

@@ -45,7 +45,7 @@ pub struct Rewrite<F> {
     pub new: F,
     pub old_port: u16,
     pub new_port: u16,
-    /// Take one from the hop limit, as a router does.
+    /// Decrement the hop limit, as a router does.
     pub hop: bool,
 }
 
@@ -69,9 +69,9 @@ pub fn rewrite<F: Family>(pkt: &Packet, ip: &Ip<F>, r: &Rewrite<F>) -> Option<()
 /// Updates the transport checksum at `AT` in its header: what `bpf_l4_csum_replace` would do, called for the address and then
 /// for the port, in one call instead of two.
 ///
-/// Where the checksum is left to the card (`CHECKSUM_PARTIAL`) the field holds the sum of the pseudo-header only, elsewhere
-/// the checksum of all. No field of the context tells which it is; but the first does not change with a word that is not of the
-/// pseudo-header. So one such change is asked for, and whether it was made tells what to write.
+/// Where the checksum is left to the card (`CHECKSUM_PARTIAL`) the field holds the sum of the pseudo-header only, elsewhere the
+/// complete checksum. No field of the context tells which it is, but the former does not change with a word outside of the
+/// pseudo-header. So one such change is requested, and whether it was made shows what to write.
 #[inline(always)]
 fn checksum<F: Family, const AT: u32>(pkt: &Packet, ip: &Ip<F>, r: &Rewrite<F>) -> Option<()> {
     let check = pkt.read_l4::<u16>(F::HEADER, ip.l4, AT)?;
@@ -87,8 +87,8 @@ fn checksum<F: Family, const AT: u32>(pkt: &Packet, ip: &Ip<F>, r: &Rewrite<F>) 
     let pseudo = if ip.proto == proto::ICMP { 0 } else { csum::difference(r.old.as_ref(), r.new.as_ref()) };
     let check = if changed {
         if F::VERSION == 4 && ip.proto != proto::ICMP {
-            // A sum that the card has taken (`CHECKSUM_COMPLETE`) covers the checksum, but of an address nothing else that
-            // changes: an IPv4 header's own checksum makes up for it.
+            // A sum that the card has computed (`CHECKSUM_COMPLETE`) covers this checksum. A changed address itself
+            // cancels out with the change of the IPv4 header's own checksum.
             pkt.sum_changed(csum::negative(pseudo));
         }
         !csum::fold((!check) as u32 + pseudo + (!r.old_port) as u32 + r.new_port as u32)

@@ -1,4 +1,4 @@
-//! The way out of a gateway, to the outside.
+//! How a gateway sends packets to the outside.
 
 use crate::{
     headers::{
@@ -29,8 +29,8 @@ use egress_common::{
 /// Length of the kernel's `struct bpf_fib_lookup`. (The binding is of an older layout, of the same length.)
 const LOOKUP_LEN: usize = 64;
 type Lookup = MaybeUninit<[u32; LOOKUP_LEN / 4]>;
-/// Words of [`LOOKUP_LEN`]: family, protocol and source port; ports and length; the interface, in and out; then from
-/// [`SRC`] and [`DST`] on four words for each address. The next hop takes the place of the destination.
+/// Words of [`LOOKUP_LEN`]: family, protocol and source port; ports and length; the interface, in and out; then four
+/// words for each address, from [`SRC`] and [`DST`] on. The next hop replaces the destination.
 const FAMILY: usize = 0;
 const IFINDEX: usize = 2;
 const SRC: usize = 4;
@@ -38,27 +38,27 @@ const DST: usize = 8;
 /// MAC addresses, three words.
 const MACS: usize = 13;
 
-/// No interface: only one packet was seen yet, and the next one may be of another pair that has the same place. It is not worth a
-/// look-up of its own.
+/// No interface: only one packet has been seen so far, and the next one may be of another pair in the same place. A look-up does
+/// not pay yet.
 const ONCE: u32 = 0;
 /// No interface: the routing table has nothing that a program can follow (a route that encapsulates, forwarding switched off).
 const NONE: u32 = u32::MAX;
 
-/// What a route is looked up by besides addresses.
+/// What a route is looked up by, besides addresses.
 #[derive(Clone, Copy)]
 struct RouteQuery {
-    /// The interface that a floating egress IP is at home at. For a node's own address the one that the packet came in by, with a bit
-    /// that no index has.
+    /// The home interface of a floating egress IP. For a node's own address the one on which the packet arrived, with a bit that no
+    /// index has.
     from: u32,
-    /// The interface that packets leave by where the routing table does not tell.
+    /// The interface that packets leave by if the routing table gives none.
     home: u32,
 }
 
 impl RouteQuery {
     const ROUTED: u32 = 1 << 31;
 
-    /// A floating egress IP is at home at one uplink. A node's own address is not: as with the node's own sockets, the
-    /// interface that has it need not be the one by which the destination is reached.
+    /// A floating egress IP has one uplink as its home. A node's own address has none: as with the node's own sockets,
+    /// the interface that has it need not be the one that leads to the destination.
     #[inline(always)]
     fn of<C: Context>(pkt: &Packet<C>, e: &EgressIp) -> Self {
         let routed = e.flags & flags::NODE_ADDRESS != 0;
@@ -73,7 +73,7 @@ impl RouteQuery {
 
 /// Sends a translated packet of an egress IP to the outside. A verdict's bits.
 ///
-/// A global function, which the verifier checks once by itself instead of once for each way that leads to it.
+/// A global function, which the verifier checks once instead of on each path that leads to it.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn leave(skb: *mut __sk_buff, egress: u32) -> u64 {
@@ -102,7 +102,7 @@ fn into_subnet(pkt: &Packet, egress: u32, e: &EgressIp) -> Verdict {
     pkt.redirect(e.ifindex)
 }
 
-/// The MAC addresses of a packet of an egress IP into its own subnet: the next hop's and the uplink's; or why it is dropped.
+/// The MAC addresses for a packet of an egress IP into its own subnet: the next hop's and the uplink's; or why it is dropped.
 #[inline(always)]
 pub fn in_subnet(egress: u32, e: &EgressIp) -> Result<[Mac; 2], Counter> {
     let hop = match NEXT_HOPS.get(egress) {
@@ -132,8 +132,8 @@ fn by_route<F: Family>(pkt: &Packet, way: RouteQuery) -> Verdict {
     }
 }
 
-/// What is known of the next hop of a pair, as of this moment, and whether that was asked for now. `first`: a look-up is worth it for the first
-/// packet of a pair, too.
+/// What is known about the next hop of a pair at this moment, and whether it was looked up just now. `first`: look it up for the first packet
+/// of a pair, too.
 #[inline(always)]
 fn kept<F: Family, C: Context>(
     pkt: &Packet<C>,
@@ -158,7 +158,7 @@ fn kept<F: Family, C: Context>(
     Some((hop, stale))
 }
 
-/// Where a frame goes that no socket buffer is made for.
+/// Where to send a frame without a socket buffer.
 pub struct Out<'a> {
     /// The interface.
     pub ifindex: u32,
@@ -168,7 +168,7 @@ pub struct Out<'a> {
     pub mtu: u32,
 }
 
-/// Where a frame of an egress IP without a subnet of its own leaves, if its next hop is one that the routing table knows.
+/// Where a frame of an egress IP without a subnet of its own leaves, if the routing table knows its next hop.
 #[inline(always)]
 pub fn way_out<F: Family>(pkt: &Packet<Frame>, e: &EgressIp, src: &F, dst: &F) -> Option<Out<'static>> {
     by_hop(kept(pkt, RouteQuery::of(pkt, e), src, dst, true)?)
@@ -180,8 +180,8 @@ pub fn on_link<F: Family>(pkt: &Packet<Frame>, ifindex: u32, src: &F, neighbour:
     by_hop(kept(pkt, RouteQuery { from: ifindex, home: ifindex }, src, neighbour, true)?)
 }
 
-/// The kernel has to see a packet for a next hop now and then, or it neither asks whether that one is still there nor hears that it has
-/// another MAC address: the first packet of each moment is left to it. That one asks for its next hop, too.
+/// The kernel has to see a packet for a next hop now and then, or it neither confirms that the neighbour is still there nor learns its
+/// new MAC address: the first packet of each moment is left to it. The next hop of that one is looked up, too.
 #[inline(always)]
 fn by_hop<F: Family>((hop, stale): (&'static Hop<F>, bool)) -> Option<Out<'static>> {
     if stale {
@@ -195,8 +195,8 @@ fn by_hop<F: Family>((hop, stale): (&'static Hop<F>, bool)) -> Option<Out<'stati
     (hop.ifindex != NONE && known).then_some(Out { ifindex: hop.ifindex, macs: &hop.macs, mtu: hop.mtu })
 }
 
-/// Where a pair's next hop is kept. Pairs that share a place take turns, which costs time only: a cheap hash will do (multiplication
-/// by the golden ratio: Knuth, The Art of Computer Programming, section 6.4).
+/// Where a pair's next hop is kept. Pairs that share a place evict each other, which only costs time: a cheap hash will do
+/// (multiplication by the golden ratio: Knuth, The Art of Computer Programming, section 6.4).
 #[inline(always)]
 fn place<F: Family>(way: RouteQuery, src: &F, dst: &F) -> u32 {
     const RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -205,13 +205,13 @@ fn place<F: Family>(way: RouteQuery, src: &F, dst: &F) -> u32 {
     (h >> 32) as u32 % MAX_HOPS as u32
 }
 
-/// Word by word, or LLVM makes a call to a comparison of memory.
+/// Word by word, or LLVM makes a call to memcmp.
 #[inline(always)]
 fn equal<F: Family>(a: &F, b: &F) -> bool {
     a.as_ref().iter().zip(b.as_ref()).fold(0, |differs, (a, b)| differs | (a ^ b)) == 0
 }
 
-/// Asks the routing table for the next hop, and the interface that it is reached by; or [`NONE`].
+/// Looks the next hop up in the routing table: the interface that leads to it; or [`NONE`].
 #[inline(always)]
 fn find<F: Family, C: Context>(pkt: &Packet<C>, way: RouteQuery, hop: &mut Hop<F>, src: &F, dst: &F) -> u32 {
     let mut lookup = Lookup::uninit();
@@ -226,15 +226,15 @@ fn find<F: Family, C: Context>(pkt: &Packet<C>, way: RouteQuery, hop: &mut Hop<F
     }
     let [family, ..] = get(FAMILY).to_ne_bytes();
     hop.neigh = [family as u32, get(DST), get(DST + 1), get(DST + 2), get(DST + 3)];
-    // Source before destination, and none where the neighbour is not known: in a frame it is the other way round.
+    // Source before destination, and zeroes if the neighbour is not known; a frame has them the other way round.
     let (a, b, c) = (get(MACS), get(MACS + 1), get(MACS + 2));
     hop.macs = [b >> 16 | c << 16, c >> 16 | a << 16, a >> 16 | b << 16];
     hop.mtu = pkt.mtu_of(ifindex);
     ifindex
 }
 
-/// Whether the stack would take a packet that comes in here for one to this node itself. It says the same where no route leads to
-/// `dst`, and where it does not forward from this interface.
+/// Whether the stack would treat a packet that arrives here as one for this node itself. Also true if no route leads to `dst`, or
+/// if the stack does not forward from this interface.
 #[inline(always)]
 pub fn is_own<F: Family>(pkt: &Packet, src: &F, dst: &F) -> bool {
     let found = look_up(pkt, &mut Lookup::uninit(), 0, pkt.ifindex(), src, dst);

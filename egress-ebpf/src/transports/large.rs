@@ -1,4 +1,4 @@
-//! Packets of pods that are too large for the transport of their flow: the pod is told, as by a router, how large they may be.
+//! Packets of pods that are too large for the transport of their flow: the pod is told the largest size, as by a router.
 
 use crate::{
     headers::{
@@ -22,8 +22,8 @@ use egress_common::{
 
 /// Upper half of what [`judge`] returns, with the MTU in the lower one: no verdict has these bits.
 pub const ANSWER: u64 = u32::MAX as u64 - 1;
-/// How much of a packet is quoted, which is more than every receiver looks at. RFC 1812 (section 4.3.2.3) allows 548 bytes; RFC 4443
-/// (section 3.2) wants more of IPv6, but old kernels sum up 512 bytes at once.
+/// How much of a packet is quoted, which is more than any receiver looks at. RFC 1812 (section 4.3.2.3) allows 548 bytes; RFC 4443
+/// (section 3.2) asks for more over IPv6, but old kernels sum up 512 bytes at once.
 const QUOTED: u32 = 512;
 /// ICMP "fragmentation needed" (RFC 1191, section 4) and ICMPv6 "packet too big" (RFC 4443, section 3.2): type and code.
 const FRAGMENTATION_NEEDED: u32 = 0x0304 << 16;
@@ -37,8 +37,8 @@ pub fn may_be(pkt: &Packet, config: &DatapathConfig) -> bool {
     config.room != 0 && send::segment(pkt) > config.room
 }
 
-/// What becomes of a packet that is too large for the transport to the carrier `to`, and that nobody may, or on an IPv6
-/// underlay can, fragment there: it is answered. Over IPv4 the tunnel device takes what may be fragmented, and fragments.
+/// The verdict on a packet that is too large for the transport to the carrier `to`, and that must not be fragmented there or, on an
+/// IPv6 underlay, cannot be: it is answered. Over IPv4 the tunnel device takes packets that may be fragmented, and fragments.
 #[inline(always)]
 pub fn judge<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, to: u32) -> Option<Verdict> {
     if !may_be(pkt, config) || to == carrier::LOCAL {
@@ -54,7 +54,7 @@ pub fn judge<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, to: u
 #[inline(always)]
 pub fn answer<F: Family>(pkt: &Packet, mtu: u32) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
-    // What is in it comes before helpers change the packet.
+    // Its fields are read before helpers change the packet.
     let done = pkt.read::<[Mac; 2]>(0).and_then(|[host, pod]| write::<F>(pkt, &ip, mtu, [pod, host]));
     match done {
         Some(()) => {
@@ -69,7 +69,7 @@ pub fn answer<F: Family>(pkt: &Packet, mtu: u32) -> u64 {
 #[inline(always)]
 fn write<F: Family>(pkt: &Packet, ip: &Ip<F>, mtu: u32, macs: [Mac; 2]) -> Option<()> {
     let own = F::own(CONFIG.get(0)?);
-    // Receivers judge an error by what it quotes: a node without an address of this family speaks as the destination.
+    // Receivers judge an error by what it quotes: a node without an address of this family uses the destination's.
     let from = if own.as_ref().iter().fold(0, |all, word| all | word) == 0 { ip.dst } else { own };
     pkt.resize(ETH_LEN + QUOTED)?;
     if pkt.adjust_room((F::HEADER + ICMP) as i32, 0) != 0 {

@@ -30,7 +30,7 @@ pub fn clamp<F: Family>(pkt: &Packet, config: &DatapathConfig, to: u32, l4: u32)
     clamp_mss(pkt.raw(), l4, limit);
 }
 
-/// A global function, which the verifier checks once by itself instead of once for each way that leads to it.
+/// A global function, which the verifier checks once instead of on each path that leads to it.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn clamp_mss(skb: *mut __sk_buff, l4: u32, limit: u32) -> i32 {
@@ -80,7 +80,7 @@ fn usual<F: Family>(pkt: &Packet, l4: u32, limit: u32) -> Option<()> {
     }
 }
 
-/// What the option's value `old` at `at` becomes, if it changes; the checksum has been told.
+/// The new value of the option with the value `old` at `at`, if it changes; the checksum is updated.
 #[inline(always)]
 fn lowered(pkt: &Packet, l4: u32, at: u32, limit: u32, old: u16) -> Option<u16> {
     if limit == 0 || u16::from_be(old) as u32 <= limit {

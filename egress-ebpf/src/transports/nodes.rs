@@ -6,7 +6,7 @@ use crate::{
 };
 use egress_common::{V6, egress::MacKey};
 
-/// The node that an outer source address belongs to. This node sends itself nothing by the tunnel: what says so is a socket's on it.
+/// The node of an outer source address. This node sends itself nothing through the tunnel: its own address is a socket's.
 #[inline(always)]
 pub fn sender(outer: &V6) -> Option<u32> {
     let index = node_of(outer)?;

@@ -1,4 +1,4 @@
-//! Probes: each travels exactly as a translated packet does on its way, so that an answer proves that the transport works.
+//! Probes: each travels exactly as a translated packet does, so that an answer proves that the transport works.
 
 use crate::{
     headers::{
@@ -27,15 +27,15 @@ const PORTS: u32 = ((PORT as u32) << 16 | PORT as u32).to_be();
 /// The agent's mark of a probe that is to be sent.
 const MARK: Mac = device::words(SRC_MAC);
 
-/// A probe that the agent sends, at the tunnel device's egress: it is sent on its way; any other packet passes. A verdict's
-/// bits, put together at each end: the verifiers of old kernels also follow ways on which an enum's payload was never set.
+/// A packet at the tunnel device's egress: a probe of the agent is sent on; any other packet passes. A verdict's bits, put
+/// together at each end: the verifiers of old kernels also follow paths on which an enum's payload was never set.
 #[inline(always)]
 pub fn send<F: Family>(pkt: &Packet) -> u64 {
     let Some(mac) = pkt.read::<Mac>(6) else { return Verdict::Pass.to_bits() };
     if (mac[0] ^ MARK[0]) | (mac[1] ^ MARK[1]) | (mac[2] ^ MARK[2]) != 0 {
         return Verdict::Pass.to_bits();
     }
-    // Read to the stack at once: of several readings in the packet, LLVM keeps what the failed ones left unset.
+    // Read to the stack at once: of several reads in the packet, LLVM keeps what failed ones left unset.
     let Some(probe) = pkt.load::<Probe>(ETH_LEN + F::HEADER + at::UDP_LEN) else {
         return Verdict::Drop(Counter::DropMalformed).to_bits();
     };
@@ -44,7 +44,7 @@ pub fn send<F: Family>(pkt: &Packet) -> u64 {
     let Some(index) = nodes::node_of(&remote) else {
         return Verdict::Drop(Counter::DropNoOwner).to_bits();
     };
-    // Each takes another of the transports that a flow may take.
+    // Each takes another of the paths that a flow may take.
     let [.., a, b, c, d] = probe.seq;
     let entropy = u32::from_be_bytes([a, b, c, d]).wrapping_mul(0x9e37_79b1);
     Verdict::send(purpose::PROBE + (probe.transport & 3) as u32, index, entropy).to_bits()
@@ -61,7 +61,7 @@ pub fn is<F: Family>(pkt: &Packet) -> bool {
     udp && both == PORTS && magic == u32::from_ne_bytes(MAGIC) && version
 }
 
-/// A probe from node number `index`: a request is turned around, a reply goes to the agent. A verdict's bits.
+/// A probe from node number `index`: a request is returned, a reply goes to the agent. A verdict's bits.
 #[inline(never)]
 pub fn receive(pkt: &Packet, index: u32) -> u64 {
     match pkt.protocol() {
@@ -107,7 +107,7 @@ fn answer<F: Family>(pkt: &Packet, index: u32) -> Verdict {
     Verdict::send(purpose::PROBE + by, index, 0)
 }
 
-/// Swaps the addresses, which leaves all checksums right (the ports are the same), and makes a reply of it.
+/// Swaps the addresses, which leaves all checksums right (the ports are the same), and turns the request into a reply.
 #[inline(always)]
 fn turn_around<F: Family>(
     pkt: &Packet,

@@ -24,14 +24,14 @@ use egress_common::{
     verdict::{Counter, Verdict, purpose},
 };
 
-/// Lengths that are assumed of headers which are not where they usually are: more than they can be.
+/// Assumed length of headers that are not at their usual offsets: more than they can have.
 const LONGEST_HEADERS: u32 = 40 + 64 + 60;
 
-/// Sends the packet to the node whose index in `NODES` is in the lower half of `to`, for `purpose`; where its way cannot
-/// carry the packet, by the tunnel device. The upper half of `to` tells flows apart on the way. The result is a verdict's
-/// bits.
+/// Sends the packet to the node whose index in `NODES` is in the lower half of `to`, for `purpose`. What the node's
+/// transport cannot carry takes the tunnel device. The upper half of `to` distinguishes flows on the path. Returns a
+/// verdict's bits.
 ///
-/// A global function, which the verifier checks once by itself instead of once for each way that leads to it.
+/// A global function, which the verifier checks once instead of on each path that leads to it.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn send_to_node(skb: *mut __sk_buff, to: u32, purpose: u32) -> u64 {
@@ -67,7 +67,7 @@ pub extern "C" fn send_to_node(skb: *mut __sk_buff, to: u32, purpose: u32) -> u6
     }
 }
 
-/// What a packet differs in from those of other flows: ports and an address.
+/// What distinguishes a packet from those of other flows: ports and an address.
 #[inline(always)]
 pub fn entropy<F: Family>(ports: (u16, u16), address: F) -> u32 {
     let mut h = ports.0 as u32 | (ports.1 as u32) << 16;
@@ -75,7 +75,7 @@ pub fn entropy<F: Family>(ports: (u16, u16), address: F) -> u32 {
     h.wrapping_mul(0x9e37_79b1)
 }
 
-/// The transport by which node number `index` wants replies, as far as this node allows it.
+/// The reply transport of node number `index`, as far as this node allows it.
 #[inline(always)]
 pub fn wished(index: u32, node: &NodeEntry) -> u32 {
     match REPLY_TRANSPORT.get(index) {
@@ -84,7 +84,7 @@ pub fn wished(index: u32, node: &NodeEntry) -> u32 {
     }
 }
 
-/// As it is to the node's MAC address. An error is the index of the counter for the reason.
+/// Sends the packet unchanged to the node's MAC address. An error is the index of the counter for the reason.
 #[inline(always)]
 fn direct(pkt: &Packet, node: &NodeEntry) -> Result<Verdict, u32> {
     if largest(pkt, is_fragment(pkt)) > node.mtu {
@@ -107,9 +107,9 @@ pub fn address<C: Context>(pkt: &Packet<C>, node: &NodeEntry) -> Option<()> {
     pkt.write_words(0, &macs)
 }
 
-/// The length by which a packet's transport is chosen. A fragment counts as the largest that the interface carries by which it came
-/// in: all fragments of a datagram have to take the same transport. By the device some of them are fragmented once more and put
-/// together by the other node's stack; a last, small one by another transport would be there first.
+/// The length by which a packet's transport is chosen. A fragment counts as the largest packet that its ingress interface carries:
+/// all fragments of a datagram have to take the same transport. Through the device some of them are fragmented again and
+/// reassembled by the other node's stack; a small last one over another transport would arrive first.
 #[inline(always)]
 pub fn largest(pkt: &Packet, fragment: bool) -> u32 {
     let len = segment(pkt);

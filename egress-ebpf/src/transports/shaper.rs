@@ -1,8 +1,8 @@
 //! Bandwidth of egress IPs: their packets pass the shaper, a pair of veth devices on the owner. The near end has an HTB
 //! class for each limited egress IP and direction, the far end this program, which sends the packets on.
 //!
-//! HTB makes the packets wait; how many may wait is decided before it, so that what is too much is dropped and counted
-//! here, whatever queue the class has.
+//! HTB makes the packets wait; how many may wait is decided before it, so that the excess is dropped and counted here,
+//! whatever queue the class has.
 
 use crate::{
     headers::{
@@ -25,10 +25,10 @@ pub const IN: u32 = 1;
 /// Destination addresses of frames in the shaper, by direction.
 pub const MACS: [Mac; 2] = [[0x5302, 0x0050, 0x0000], [0x5302, 0x0050, 0x0100]];
 
-/// What [`enter`] returns for a packet that is too much.
+/// What [`enter`] returns for a packet in excess.
 const TOO_MUCH: u64 = u64::MAX;
 
-/// So long after the last packet came out, whatever is still said to wait was lost on its way.
+/// This long after the last packet came out, packets still counted as waiting are taken as lost.
 const LOST_NS: u64 = 2_000_000_000;
 
 /// Sends a packet of an egress IP with a limit through the shaper, if there is one.

@@ -1,5 +1,5 @@
-//! VXLAN without the tunnel device: the outer headers written and stripped here, the same bytes on the wire. Whatever the
-//! device would treat in another way than the usual one is left to it.
+//! VXLAN without the tunnel device: the outer headers written and stripped here, the same bytes on the wire. Anything
+//! that the device would not treat in the usual way is left to it.
 
 use crate::{
     headers::{
@@ -47,7 +47,7 @@ const ENCAP: u64 = BPF_F_ADJ_ROOM_FIXED_GSO as u64
     | (ETH_LEN as u64) << BPF_ADJ_ROOM_ENCAP_L2_SHIFT;
 
 /// Writes the outer headers and sends the packet to the next hop. An error is the index of the counter for the reason;
-/// the packet is as it was then.
+/// the packet is then unchanged.
 #[inline(always)]
 pub fn send(pkt: &Packet, config: &DatapathConfig, node: &NodeEntry, vni: u32, entropy: u32) -> Result<Verdict, u32> {
     let ipv4 = node.tunnel_v4 != 0;
@@ -87,7 +87,7 @@ pub struct Outer<'a> {
     pub config: &'a DatapathConfig,
     pub node: &'a NodeEntry,
     pub vni: u32,
-    /// By it flows take different ways.
+    /// Makes flows take different paths.
     pub entropy: u32,
     /// Length of the inner frame.
     pub len: u32,
@@ -145,7 +145,7 @@ const fn pair(first: u16, second: u16) -> u32 {
 
 /// What a packet for this node is, by its outer headers.
 pub enum Wrapped {
-    /// It is none of the tunnel's.
+    /// It does not belong to the tunnel.
     Not,
     /// It is, and is left to the device for this reason.
     Unusual(Counter),
@@ -163,7 +163,7 @@ pub const fn overhead<F: Header>() -> u32 {
 #[inline(always)]
 pub fn wrapped<F: Family, C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Wrapped {
     let Some((source, usual)) = F::outer(pkt, config) else { return Wrapped::Not };
-    // VXLAN header, and behind the inner MAC addresses the EtherType. One after the other: old verifiers follow the way on
+    // VXLAN header, and after the inner MAC addresses the EtherType. One after the other: old verifiers follow the path on
     // which only the second is there.
     let Some([VNI_VALID, vni]) = pkt.read_header::<[u32; 2]>(ETH_LEN + F::HEADER + at::UDP_LEN) else {
         return Wrapped::Unusual(Counter::DeviceOuter);
@@ -182,7 +182,7 @@ pub fn wrapped<F: Family, C: Context>(pkt: &Packet<C>, config: &DatapathConfig) 
 
 /// What became of a packet at the underlay's interface.
 pub enum Stripped {
-    /// It is none of the tunnel's.
+    /// It does not belong to the tunnel.
     Not,
     /// It is, and the stack brings it to the device.
     Left,
@@ -221,8 +221,8 @@ pub fn strip<F: Family>(pkt: &Packet, config: &DatapathConfig) -> Stripped {
     Stripped::Done(vni, source)
 }
 
-/// Whether the packet in the tunnel is a fragment. Larger ones of its datagram come in fragments of the outer packet, which the stack puts
-/// together: stripped here, a small last one would overtake its first one.
+/// Whether the packet in the tunnel is a fragment. Larger ones of its datagram come in fragments of the outer packet, which the stack
+/// reassembles: stripped here, a small last one would overtake its first one.
 #[inline(always)]
 fn is_inner_fragment<C: Context>(pkt: &Packet<C>, l3: u32, protocol: u16) -> bool {
     if protocol == IPV4 {

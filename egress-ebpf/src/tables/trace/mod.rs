@@ -1,8 +1,8 @@
-//! What the programs decide about the packets of one pod, told in sentences: `egressctl trace`.
+//! The programs' decisions about the packets of one pod, reported in sentences: `egressctl trace`.
 //!
-//! Only in a build of its own (feature `trace`), which takes the place of the usual programs while somebody looks. In the usual
-//! one all of this is nothing. The programs note their decisions in memory of the CPU, which takes no room on their stacks, and the end of
-//! the entry point tells them.
+//! Only in a separate build (feature `trace`), which replaces the usual programs while a trace runs. In the usual build all of this
+//! compiles to nothing. The programs note their decisions in per-CPU memory, which takes no room on their stacks, and the end of the entry
+//! point reports them.
 
 #[cfg(feature = "trace")]
 mod notes;
@@ -14,18 +14,18 @@ pub use notes::{answer, begin, end, note};
 #[cfg(not(feature = "trace"))]
 pub use usual::{answer, begin, end, note};
 
-/// A decision. It has two numbers with it.
+/// A decision. Two numbers come with it.
 #[cfg_attr(not(feature = "trace"), allow(dead_code, reason = "nobody reads them in the usual build"))]
 #[derive(Clone, Copy)]
 #[repr(u32)]
 pub enum Step {
-    /// A flow of the table has it. Its policy.
+    /// It belongs to a flow in the table. Its policy.
     Flow = 1,
-    /// The tables have changed, and its flow is not to be gone on with.
+    /// The tables have changed, and its flow cannot be continued.
     Anew,
     /// No policy selects its sender.
     Unselected,
-    /// No policy of its sender has the destination.
+    /// No policy of its sender matches the destination.
     Elsewhere,
     /// There is no flow yet. The policy.
     Policy,
@@ -37,9 +37,9 @@ pub enum Step {
     Confirmed,
     /// Its source changes. Index of the egress IP, and the port.
     Translated,
-    /// It goes on with what the outside opened, or with what is older than the policy.
+    /// It belongs to a connection that the outside opened, or that is older than the policy.
     LeftAlone,
-    /// What answers it will be left alone.
+    /// Answers to it will be left alone.
     Remembered,
     /// Its hop limit ends here.
     Expires,
@@ -55,9 +55,9 @@ pub enum Step {
     Answer,
     /// It has been translated on its way here.
     Delivered,
-    /// To another node. Its index, and what for ([`purpose`](egress_common::verdict::purpose)).
+    /// To another node. Its index, and the purpose ([`purpose`](egress_common::verdict::purpose)).
     ToNode,
-    /// Out, here. Index of the egress IP.
+    /// Out, from this node. Index of the egress IP.
     Leaves,
 }
 

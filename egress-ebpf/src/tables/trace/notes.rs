@@ -13,7 +13,7 @@ use egress_common::{
     trace::{TraceFilter, hook},
 };
 
-/// What is told of; the agent sets it before the programs are loaded.
+/// What to report; the agent sets it before the programs are loaded.
 #[unsafe(no_mangle)]
 static TRACE_FILTER: TraceFilter = TraceFilter::NONE;
 
@@ -23,10 +23,10 @@ fn filter() -> TraceFilter {
     unsafe { (&raw const TRACE_FILTER).read_volatile() }
 }
 
-/// What is known of the packet under way on this CPU.
+/// What is known about the packet in progress on this CPU.
 #[repr(C)]
 pub struct Notes {
-    /// Where it is looked at.
+    /// Where it is observed.
     pub hook: u32,
     /// 4 or 6; 0 if its headers cannot be read.
     pub family: u32,
@@ -40,11 +40,11 @@ pub struct Notes {
     pub len: u32,
     /// TCP flags.
     pub flags: u32,
-    /// Whether it is to be told of.
+    /// Whether it is to be reported.
     pub shown: u32,
-    /// So many of the steps are in use.
+    /// How many of the steps are in use.
     pub count: u32,
-    /// The moment in which packets were told of last, and how many.
+    /// The last moment in which packets were reported, and how many.
     pub moment: u32,
     pub told: u32,
     /// Number of the packet, for this CPU.
@@ -54,7 +54,7 @@ pub struct Notes {
 
 #[btf_map]
 static TRACE_NOTES: PerCpuArray<Notes, 1> = PerCpuArray::new();
-/// How many packets were to be told of, whether they were or not.
+/// How many packets were to be reported, whether they were or not.
 #[btf_map]
 static TRACE_SEEN: PerCpuArray<u64, 1> = PerCpuArray::new();
 
@@ -99,7 +99,7 @@ fn head<F: Family>(pkt: &Packet, n: &mut Notes) {
     n.ports = [t.src_port as u32, t.dst_port as u32];
     let (sent, gets) = (is_pod(&filter, ip.src), is_pod(&filter, ip.dst));
     let wanted = match n.hook {
-        // Where the interface is known, whatever comes out of it.
+        // If the interface is known, every packet that comes out of it.
         hook::FROM_POD if sent || filter.ifindex != 0 => filter.is_of(&n.dst, t.dst_port),
         hook::TO_POD if gets || filter.ifindex != 0 => filter.is_of(&n.src, t.src_port),
         hook::EXIT => sent && filter.is_of(&n.dst, t.dst_port),
@@ -108,7 +108,7 @@ fn head<F: Family>(pkt: &Packet, n: &mut Notes) {
     n.shown = wanted as u32;
 }
 
-/// Whether the address is the pod's. That of a pod without one is zero, and nobody's.
+/// Whether the address is the pod's. Without an address the filter has zero, which is nobody's.
 #[inline(always)]
 fn is_pod<F: Family>(filter: &TraceFilter, address: F) -> bool {
     let words = address.as_ref();
@@ -128,7 +128,7 @@ fn any<F: Family>(address: F) -> V6 {
     if F::VERSION == 4 { egress_common::mapped([words[0]]) } else { [words[0], words[1], words[2], words[3]] }
 }
 
-/// Notes a decision about the packet under way. More than there is room for are left out.
+/// Notes a decision about the packet in progress. Decisions that find no room are left out.
 #[inline(always)]
 pub fn note(step: Step, a: u32, b: u32) {
     trace_note(step as u32, a, b);
@@ -146,7 +146,7 @@ extern "C" fn trace_note(step: u32, a: u32, b: u32) -> u64 {
     0
 }
 
-/// The packet under way is the answer to the flow of this pod with this key.
+/// The packet in progress is the answer to the flow of this pod with this key.
 #[inline(always)]
 pub fn answer<F: Family>(key: &FlowKey<F>, pod: &F) {
     let filter = filter();
@@ -154,7 +154,7 @@ pub fn answer<F: Family>(key: &FlowKey<F>, pod: &F) {
         return;
     }
     let Some(n) = notes() else { return };
-    // As it is without outer headers.
+    // As the packet is without outer headers.
     n.src = any(F::copied(&key.dst));
     n.dst = any(F::copied(&key.src));
     n.ports = [key.dst_port as u32, key.src_port as u32];
@@ -162,7 +162,7 @@ pub fn answer<F: Family>(key: &FlowKey<F>, pod: &F) {
     n.shown = filter.is_of(&n.src, key.dst_port) as u32;
 }
 
-/// All is decided: a verdict's bits.
+/// The packet is decided: a verdict's bits.
 #[inline(always)]
 pub fn end(_: &Packet, verdict: u64) {
     trace_end((verdict >> 32) as u32, verdict as u32);
@@ -207,7 +207,7 @@ extern "C" fn trace_end(verdict: u32, of: u32) -> u64 {
     0
 }
 
-/// The packet under way, for those who tell of it.
+/// The packet in progress, for reporting.
 #[inline(always)]
 pub fn under_way() -> Option<&'static Notes> {
     notes().map(|notes| &*notes)

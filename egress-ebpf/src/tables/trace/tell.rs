@@ -1,7 +1,7 @@
-//! Telling decisions, by `aya-log`: a line for each, with the packet's number in front.
+//! Reports decisions through `aya-log`: a line for each, with the packet's number in front.
 //!
-//! Numbers that mean something to the agent's tables only stand in angle brackets, with what they are of: who prints the lines has the
-//! names (`egressctl trace`).
+//! Numbers that only the agent's tables give a meaning are in angle brackets, with their kind: `egressctl trace`, which prints the
+//! lines, has the names.
 
 use super::{Step, notes::under_way};
 use aya_log_ebpf::info;
@@ -10,7 +10,7 @@ use egress_common::verdict::{Counter, bits};
 /// The kernel's code for a redirect (`TC_ACT_REDIRECT`).
 const REDIRECT: u32 = 7;
 
-/// Tells what the packet under way is.
+/// Reports the packet in progress.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn trace_frame_v4(number: u32) -> u64 {
@@ -33,7 +33,7 @@ pub extern "C" fn trace_frame_v4(number: u32) -> u64 {
     0
 }
 
-/// The same over IPv6, or of a packet whose headers cannot be read.
+/// The same over IPv6, or for a packet whose headers cannot be read.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn trace_frame_v6(number: u32) -> u64 {
@@ -69,7 +69,7 @@ fn halves(words: &egress_common::V6) -> [u8; 16] {
     octets
 }
 
-/// Tells one decision.
+/// Reports one decision.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn trace_step(number: u32, step: u32, a: u32, b: u32) -> u64 {
@@ -106,7 +106,7 @@ pub extern "C" fn trace_step(number: u32, step: u32, a: u32, b: u32) -> u64 {
     0
 }
 
-/// Tells what becomes of the packet: the halves of a verdict's bits.
+/// Reports the packet's outcome: the halves of a verdict's bits.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn trace_verdict(number: u32, verdict: u32, of: u32) -> u64 {
