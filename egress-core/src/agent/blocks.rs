@@ -1,9 +1,9 @@
-//! Which blocks a node takes ports from, and giving them back: which it takes no new ports from, and which of those it is done with. Pure.
+//! Which port blocks a node takes ports from for new flows, and which ones it gives back. Pure.
 //!
 //! A block is given back in two steps. First it is retired: the tables are written without it, so that no new flow takes
 //! a port from it. Then, when a count of the flows that began after that write finds none in it, it is released: the
 //! node's status lists it, the controller may lease it to another node, and this node does not use it again until a lease
-//! of a higher revision arrives. What is retired can be taken back into use at any time; what is released cannot.
+//! of a higher revision arrives. A retired block can be taken back into use at any time; a released one cannot.
 
 use super::{carriers::Carriers, facts::Facts};
 use crate::{
@@ -16,12 +16,12 @@ use std::{
     time::Duration,
 };
 
-/// For how long no policy of this node's pods uses an egress IP before its blocks are given back.
+/// The blocks of an egress IP are given back when no policy of this node's pods has used it for this long.
 pub const UNUSED_AFTER: Duration = Duration::from_secs(30);
-/// What a node needed lately counts for this long at least, and for twice as long at most, before it gives blocks back.
+/// A recent need keeps blocks from being given back for at least this long, and for at most twice as long.
 pub const LATELY: Duration = Duration::from_secs(15);
-/// Between a write of the tables and the count that may find a block idle: a packet that was being worked on while they
-/// were written has entered its flow by then.
+/// The time between a write of the tables and the count that may find a block idle: a packet in progress during the
+/// write has entered its flow by then.
 pub const SETTLE: Duration = Duration::from_millis(100);
 
 /// Leased blocks that this node does not use.
@@ -31,25 +31,25 @@ pub struct Withheld(BTreeMap<IpAddr, OfAddress>);
 /// Those of one egress IP.
 #[derive(Clone, Debug, Default)]
 struct OfAddress {
-    /// Since when no policy uses it.
+    /// Since when no policy has used it.
     unused: Option<Duration>,
     /// When the tables were first written without the block; absent until they are.
     retired: BTreeMap<u16, Option<Duration>>,
     /// The highest revision of a lease of the block that the release covers.
     released: BTreeMap<u16, u64>,
-    /// The most blocks that were needed since a moment, and in [`LATELY`] before it.
+    /// The most blocks that were needed since a time, and in [`LATELY`] before it.
     needed: (Duration, [usize; 2]),
 }
 
 /// How much of an egress IP a node keeps.
 struct Keep {
     blocks: usize,
-    /// The rest is retired although flows use it: they keep their ports, but no new flow gets one.
+    /// The rest is retired even if flows use it: they keep their ports, but no new flow gets one.
     drain: bool,
 }
 
-/// The blocks of an egress IP that a node may take ports from: leased to it, known to the carriers that its packets go to and that its
-/// replies come by, and not being given back.
+/// The blocks of an egress IP that a node may take ports from: leased to it, known to the carriers of its packets and of its replies,
+/// and not being given back.
 pub fn usable<'a>(
     is: &'a Facts,
     carriers: &Carriers,
@@ -57,7 +57,7 @@ pub fn usable<'a>(
     address: IpAddr,
 ) -> impl Iterator<Item = u16> + use<'a> {
     let fixed = is.objects.plan.egress_ips.get(&address).is_some_and(|e| e.fixed);
-    // Tables have leases only of egress IPs that their agent has read of. This node's own are in its tables before the blocks are.
+    // A carrier's tables have leases only of egress IPs that its agent has read. This node's own tables have them before the blocks.
     let known = |name: &NodeName, says: u64| match is.objects.snapshot.report(name) {
         _ if *name == is.node => u64::MAX,
         Some(report) if fixed || report.carries.contains(&address) => says,
@@ -85,7 +85,7 @@ impl Withheld {
         self.0.get(&address).map(|of| &of.released)
     }
 
-    /// Decides anew. Whether the tables have to be written again.
+    /// Decides again. Returns whether the tables have to be rewritten.
     pub fn update(&mut self, now: &Facts) -> bool {
         self.recover(now.reported());
         self.0.retain(|address, _| now.objects.plan.blocks.contains_key(address));
@@ -126,14 +126,14 @@ impl Withheld {
         changed
     }
 
-    /// The tables have been written as they are to be since the last [`update`](Self::update).
+    /// The tables have been written according to the last [`update`](Self::update).
     pub fn written(&mut self, now: Duration) {
         for written in self.0.values_mut().flat_map(|of| of.retired.values_mut()) {
             written.get_or_insert(now);
         }
     }
 
-    /// A status with this revision is about to be written: it gives back all leases up to it of the blocks that it lists.
+    /// A status with this revision is about to be written: it gives back the blocks that it lists, in all leases up to it.
     pub fn publish(&mut self, node: &NodeName, plan: &Plan, lease_revision: u64) {
         for (address, of) in &mut self.0 {
             for (block, covered) in &mut of.released {
@@ -145,7 +145,7 @@ impl Withheld {
         }
     }
 
-    /// What a status lists is given back, whoever wrote it.
+    /// The blocks that a status lists are given back, whichever agent wrote it.
     fn recover(&mut self, reported: Option<&NodeReport>) {
         let Some(report) = reported else { return };
         for (address, demand) in &report.demand {
@@ -162,7 +162,7 @@ impl OfAddress {
         self.retired.contains_key(&block) || self.released.contains_key(&block)
     }
 
-    /// Which of the leased blocks are too many: those that no flow uses first, then those that are retired already.
+    /// The leased blocks in excess: first those that no flow uses, then those that are retired already.
     fn surplus(&mut self, address: IpAddr, leased: &[u16], now: &Facts) -> BTreeSet<u16> {
         self.unused = match now.used.contains(&address) {
             true => None,
@@ -189,8 +189,8 @@ impl OfAddress {
         *last = (*last).max(now.ports.needed(address).into());
     }
 
-    /// How much of an egress IP this node keeps; nothing: all that it has. Where nobody else needs them it keeps twice its share, so that
-    /// nodes that join do not have all others give a block back.
+    /// How much of an egress IP this node keeps; `None`: all that it has. If no other node needs blocks it keeps twice its share, so that
+    /// nodes that join do not make all others give a block back.
     fn keep(&self, address: IpAddr, now: &Facts) -> Option<Keep> {
         if self.unused.is_some_and(|since| now.now.saturating_sub(since) >= UNUSED_AFTER) {
             return Some(Keep { blocks: 0, drain: true });
@@ -198,7 +198,7 @@ impl OfAddress {
         // Before the first count, every block seems idle.
         now.counted?;
         let plan = now.objects.plan.egress_ips.get(&address)?;
-        // A share of 0 is one that is not known.
+        // A share of 0 is unknown.
         let share = plan.share.max(1) as usize;
         match (plan.starved, plan.scarce) {
             (true, _) => Some(Keep { blocks: share, drain: true }),
@@ -210,7 +210,7 @@ impl OfAddress {
         }
     }
 
-    /// Gives back what is retired and idle by a count that saw every flow in it.
+    /// Releases retired blocks that are idle by a count that saw all their flows.
     fn release(&mut self, address: IpAddr, blocks: &crate::plan::Blocks, now: &Facts) {
         let Some(counted) = now.counted else { return };
         let done = |block: u16, written: Option<Duration>| {

@@ -28,7 +28,7 @@ pub const TICK: Duration = Duration::from_secs(2);
 /// An agent without a kernel: its tables are the blocks that new flows may use.
 #[derive(Default)]
 pub struct PortLeaseAgent {
-    /// The plan as far as it has heard of it.
+    /// The plan as far as it has read it.
     pub seen: Plan,
     pub tables: BTreeMap<IpAddr, BTreeSet<u16>>,
     pub flows: Vec<Used>,
@@ -87,7 +87,7 @@ impl PortLeaseAgent {
         self.report.demand = demand(node, &self.seen, &self.scan.0, &self.withheld);
     }
 
-    /// Hears of the plan, but of its own leases later.
+    /// Reads the plan, but its own leases later.
     pub fn hear_of_others(&mut self, node: &NodeName, latest: &Plan) {
         let seen = std::mem::replace(&mut self.seen, latest.clone());
         for blocks in self.seen.blocks.values_mut() {
@@ -126,7 +126,7 @@ pub struct PortLeaseSim {
     pub plan: Plan,
     pub agents: BTreeMap<NodeName, PortLeaseAgent>,
     pub now: Duration,
-    /// For how many rounds leases are on their way: written, known to the carriers, reported.
+    /// How many rounds a lease takes: written, known to the carriers, reported.
     pub late: usize,
     /// The plans of these rounds.
     on_the_way: VecDeque<Plan>,
@@ -175,7 +175,7 @@ impl PortLeaseSim {
         self.round_after(TICK);
     }
 
-    /// [`round`](Self::round) after another time.
+    /// [`round`](Self::round) with another tick.
     pub fn round_after(&mut self, tick: Duration) {
         self.now += tick;
         self.on_the_way.push_back(self.plan.clone());
@@ -195,7 +195,7 @@ impl PortLeaseSim {
         self.plan.egress_ips.keys().copied().collect()
     }
 
-    /// What must hold at any time: what a node uses or may use is leased to it, whatever the others have heard of.
+    /// What must hold at any time: what a node uses or may use is leased to it, whatever the others have read.
     pub fn check(&self) -> Result<(), TestCaseError> {
         for (name, agent) in &self.agents {
             let holder = |address: &IpAddr, block: u16| Some(&self.plan.blocks.get(address)?.get(&block)?.node);

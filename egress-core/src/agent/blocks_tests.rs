@@ -51,7 +51,7 @@ proptest! {
                 },
                 _ => {
                     world.replan();
-                    // Agents are right whatever they are told of the shares.
+                    // Agents must be right whatever shares they are told.
                     if let Some(e) = world.plan.egress_ips.get_mut(&address) {
                         (e.share, e.scarce, e.starved) = (u32::from(value % 50), value % 2 == 0, value % 3 == 0);
                     }
@@ -87,7 +87,7 @@ fn forty_nodes_that_join_one_by_one_all_get_blocks() {
     // Retire, count, lease, and write it.
     assert!(join_one_by_one(&mut world, 40, |_| ()) <= 4);
     for ip in world.ips() {
-        assert!(world.agents.values().all(|agent| agent.usable(ip) > 0), "and keep some");
+        assert!(world.agents.values().all(|agent| agent.usable(ip) > 0), "every node keeps some");
         assert!(!world.plan.egress_ips[&ip].starved);
     }
 }
@@ -187,14 +187,14 @@ fn a_release_covers_what_the_status_says_and_nothing_newer() {
     assert!(is_released(&withheld));
     withheld.publish(&node, &lease(1), 8);
     update(&mut withheld, 8, UNUSED_AFTER.as_secs() + 2);
-    assert!(is_released(&withheld), "the controller reads the status as meant for this lease, too");
+    assert!(is_released(&withheld), "the controller takes the status to cover this lease, too");
     update(&mut withheld, 9, UNUSED_AFTER.as_secs() + 3);
     assert!(!is_released(&withheld));
 }
 
-/// What port-ramp asks for: the node that ramps loses less than one in a hundred connections, its neighbours keep what they have, and a
-/// minute after it has stopped the blocks are back. Of ten source nodes on three egress IPs, one pod of one node goes from nothing to
-/// `rate` connections a second to one server, and each port is in use for `hold`. Leases are `late` on their way.
+/// What port-ramp requires: the node that ramps loses less than one in a hundred connections, its neighbours keep what they have, and a
+/// minute after it has stopped the blocks are back. There are ten source nodes on three egress IPs. One pod of one node goes from
+/// nothing to `rate` connections a second to one server, each port is in use for `hold`, and leases arrive `late`.
 fn ramp(rate: u16, hold: Duration, late: Duration) {
     const STEP: Duration = Duration::from_millis(100);
     const SIZE: usize = egress_common::port_block::SIZE as usize;
@@ -215,7 +215,7 @@ fn ramp(rate: u16, hold: Duration, late: Duration) {
         let before = agent.flows.len();
         for ip in &ips {
             let taken: BTreeSet<u16> = agent.flows.iter().filter(|f| f.egress == *ip).map(|f| f.port).collect();
-            // A pod has three quarters of the ports at most.
+            // A pod has at most three quarters of the ports.
             let room = (agent.usable(*ip) * SIZE * 3 / 4).saturating_sub(taken.len());
             let ports = agent.tables[ip].iter().map(|block| egress_common::port_block::first_port(*block));
             let ports = ports.flat_map(|first| first..=first + (SIZE as u16 - 1));

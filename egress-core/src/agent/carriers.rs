@@ -1,9 +1,9 @@
 //! Which carriers the packets of each egress IP go to, and which egress IPs this node answers ARP and NDP for, or has routes to. Pure.
 //!
 //! The plan names the carriers of an egress IP in order. Packets go to the first of them that answers probes (`outbound: Owner`), or each
-//! flow to one of those that do. The first one that is able to answers for the address; when it does not answer probes any more, or its
-//! answers say that it is not able to, the next one does, with no word from anybody. A gateway keeps nothing of a flow, so it makes no
-//! difference to the outside which of them a packet takes, nor do two that answer for a moment.
+//! flow to one of those that do. The first carrier that is able answers for the address. When it stops answering probes, or its answers
+//! say that it is not able, the next one takes over without coordination. A gateway keeps no state of flows, so for the outside it makes
+//! no difference which carrier a packet takes, or whether two answer for a moment.
 
 use super::facts::{Facts, LeftInUse};
 use crate::{
@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-/// For how long a node forwards for an egress IP that it is no carrier of any more: the time for every source node to read that.
+/// How long a node forwards for an egress IP after it ceased to be its carrier: the time for every source node to read that.
 pub const LINGER: Duration = Duration::from_secs(5);
 
 /// What was decided.
@@ -32,12 +32,12 @@ pub struct Carriers {
     lingers: BTreeMap<IpAddr, Duration>,
 }
 
-/// How much a carrier is worth, the best one last.
+/// How good a carrier is, the best last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Worth {
     /// It does not answer, or its node is gone.
     Dead,
-    /// It has not said yet that it carries the address and knows this node's blocks of it.
+    /// It has not confirmed yet that it carries the address and knows this node's blocks of it.
     Unready,
     /// It forwards, but says that it is not able to answer for addresses.
     Unable,
@@ -46,8 +46,8 @@ enum Worth {
 }
 
 impl Carriers {
-    /// An agent that starts: an earlier one has left the kernel forwarding for some, answering for those of which that is said, and sending
-    /// to carriers.
+    /// An agent that starts. An earlier one has left the kernel forwarding for the `carried` egress IPs, answering for those marked so, and
+    /// sending to the `used` carriers.
     pub fn recover(carried: &BTreeMap<IpAddr, bool>, used: &BTreeMap<IpAddr, LeftInUse>) -> Self {
         let answered = carried.iter().filter(|(_, answers)| **answers).map(|(ip, _)| *ip).collect();
         let used = used.iter().map(|(ip, left)| (*ip, left.carriers.clone())).collect();
@@ -75,7 +75,7 @@ impl Carriers {
             }
             let Some(place) = worth.iter().position(|(name, _)| **name == c.node) else { continue };
             self.carried.insert(*ip);
-            // Who answers goes on until one before it is known to carry the address; nobody else takes over from the living.
+            // A node that answers continues until one before it is known to carry the address; no other takes over from a live one.
             let yields = if before.contains(ip) { Worth::Good } else { Worth::Unready };
             let taken = worth[..place].iter().any(|(name, worth)| {
                 let known = before.contains(ip) && c.probes.get(*name) == Some(&ProbeState::Unknown);
@@ -129,7 +129,7 @@ impl Carriers {
         &self.answered
     }
 
-    /// Those of them that it did not answer for `before`, each with the carrier that it does that for: the first one, which is dead.
+    /// Those that it did not answer for `before`, each with the carrier that it replaces: the first one, which is dead.
     pub fn taken_over<'a>(&self, c: &'a Facts, before: &BTreeSet<IpAddr>) -> Vec<(IpAddr, &'a NodeName)> {
         let of = |ip: &IpAddr| {
             let first = c.objects.plan.egress_ips.get(ip)?.order().find(|name| **name != c.node)?;
@@ -138,30 +138,30 @@ impl Carriers {
         self.answered.difference(before).filter_map(of).collect()
     }
 
-    /// The egress IPs whose packets went to a carrier until the last update that is not used any more. It may have failed: a plan without it
-    /// can be here before its probes are missed.
+    /// The egress IPs with a carrier that was used until the last update and no longer is. It may have failed: a plan without it can arrive
+    /// before its probes are missed.
     pub fn turned_away(&self) -> &BTreeSet<IpAddr> {
         &self.turned_away
     }
 
-    /// The egress IPs that this node has routes to for others: who is able carries them, in whatever order.
+    /// The egress IPs that this node has routes to for others: every carrier that is able has them, in whatever order.
     pub fn advertised(&self) -> &BTreeSet<IpAddr> {
         &self.advertised
     }
 
-    /// The carriers that routers may lead replies to, also where this node sends them nothing.
+    /// The carriers to which routers may send replies, even if this node sends them nothing.
     pub fn replying(&self, ip: IpAddr) -> &[NodeName] {
         self.replying.get(&ip).map_or(&[], Vec::as_slice)
     }
 
-    /// The other carriers of what this node carries.
+    /// The other carriers of the egress IPs that this node carries.
     pub fn peers(&self, node: &NodeName, plan: &Plan) -> BTreeSet<NodeName> {
         let carried = plan.egress_ips.iter().filter(|(ip, _)| self.carried.contains(*ip));
         carried.flat_map(|(_, e)| e.order()).filter(|name| *name != node).cloned().collect()
     }
 
-    /// The gateways whose life matters to this node, each with an egress IP that it carries: those of the egress IPs that its pods use, and
-    /// of those that it carries itself.
+    /// The gateways whose liveness matters to this node, each with an egress IP that it carries: those of the egress IPs that its pods use,
+    /// and of those that it carries itself.
     pub fn watched<'a>(
         &self,
         node: &NodeName,
@@ -174,7 +174,7 @@ impl Carriers {
         carriers.filter(|(name, _)| *name != node).collect()
     }
 
-    /// Whether other carriers answer for all that this node answers for, or has routes to, as soon as it does not.
+    /// Whether other carriers take over all that this node answers for, or has routes to, as soon as it stops.
     pub fn are_replaceable(&self, node: &NodeName, plan: &Plan, probes: &BTreeMap<NodeName, ProbeState>) -> bool {
         let answered = plan.egress_ips.iter().filter(|(ip, _)| self.answers(**ip) || self.advertised().contains(*ip));
         let others =
@@ -182,14 +182,14 @@ impl Carriers {
         answered.map(|(_, e)| e).all(others)
     }
 
-    /// When [`update`](Self::update) has something new to say by itself.
+    /// When [`update`](Self::update) will change something without new input.
     pub fn next(&self) -> Option<Duration> {
         self.lingers.values().min().copied()
     }
 
     fn worth(&self, c: &Facts, ip: IpAddr, e: &EgressIpPlan, name: &NodeName) -> Worth {
         if *name == c.node {
-            // This node's own tables are written in one go.
+            // This node's own tables are written as a whole.
             return if c.able || e.fixed { Worth::Good } else { Worth::Unable };
         }
         let carries = |report: &NodeReport| report.carries.contains(&ip) && self.is_current(c, ip, name);
@@ -202,7 +202,7 @@ impl Carriers {
         }
     }
 
-    /// Whether a carrier knows all blocks of this node that the one in use knows. Nobody waits for what the dead know.
+    /// Whether a carrier knows all blocks of this node that the one in use knows. Carriers that are dead are not waited for.
     fn is_current(&self, c: &Facts, ip: IpAddr, name: &NodeName) -> bool {
         let known = |name: &NodeName| c.known_by(name, ip);
         let used =
@@ -214,13 +214,13 @@ impl Carriers {
     }
 }
 
-/// The carriers of a routed egress IP that have a route to it: those that report to carry it, and are not dead.
+/// The carriers of a routed egress IP that have a route to it: those that report that they carry it, and are not dead.
 fn replying(c: &Facts, ip: IpAddr, e: &EgressIpPlan) -> Vec<NodeName> {
     let reports = |name: &&NodeName| c.objects.snapshot.report(name).is_some_and(|report| report.carries.contains(&ip));
     e.order().filter(reports).filter(|name| c.probes.get(*name) != Some(&ProbeState::Dead)).cloned().collect()
 }
 
-/// Which carriers the packets of an egress IP leave by.
+/// Which carriers the packets of an egress IP leave through.
 pub fn outbound(snapshot: &Snapshot, e: &EgressIpPlan) -> Outbound {
     attachment(snapshot, e).outbound
 }
@@ -230,13 +230,13 @@ pub fn announce(snapshot: &Snapshot, e: &EgressIpPlan) -> Announce {
     attachment(snapshot, e).announce
 }
 
-/// How a floating egress IP is reached: as its pool says, or as the controller remembers of one that is gone.
+/// How a floating egress IP is reached: as its pool says or, if the pool is gone, as the controller remembers.
 pub fn attachment(snapshot: &Snapshot, e: &EgressIpPlan) -> NetworkAttachment {
     let pool = e.pool.as_ref().and_then(|pool| snapshot.pools.get(pool));
     if e.fixed { NetworkAttachment::default() } else { pool.map_or(e.attachment, Pool::attachment) }
 }
 
-/// The carriers to use: all good ones, or the first of those that are worth the most.
+/// The carriers to use: all good ones, or the first of the best ones.
 fn use_of(outbound: Outbound, worth: &[(&NodeName, Worth)]) -> Vec<NodeName> {
     let best = worth.iter().map(|(_, worth)| *worth).max();
     let all = outbound == Outbound::Spread && best == Some(Worth::Good);

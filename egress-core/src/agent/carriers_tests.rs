@@ -16,7 +16,7 @@ fn a_new_owner_is_used_once_it_reports_what_this_node_needs() {
     };
     assert_eq!(used(&world, 0), Some("g1".into()));
     carried_by(&mut world, 0, &["g2", "g1"]);
-    assert_eq!(used(&world, 1), Some("g1".into()), "g2 has not said anything");
+    assert_eq!(used(&world, 1), Some("g1".into()), "g2 has not reported anything");
     report(&mut world, "g2").carries.insert(moving);
     world.known.insert("g2".into(), 4);
     assert_eq!(used(&world, 1), Some("g1".into()), "g2 does not know this node's block");
@@ -24,11 +24,11 @@ fn a_new_owner_is_used_once_it_reports_what_this_node_needs() {
     assert_eq!(used(&world, 1), Some("g2".into()));
     world.known.insert("g2".into(), 4);
     world.probes.insert("g1".into(), ProbeState::Dead);
-    assert_eq!(used(&world, 2), Some("g2".into()), "what the dead know is not waited for");
+    assert_eq!(used(&world, 2), Some("g2".into()), "carriers that are dead are not waited for");
     carried_by(&mut world, 0, &["me", "g2"]);
-    assert_eq!(used(&world, 3), Some("me".into()), "this node's tables are written in one go");
+    assert_eq!(used(&world, 3), Some("me".into()), "this node's tables are written as a whole");
     carried_by(&mut world, 0, &[]);
-    assert_eq!(used(&world, 4), None, "nobody is to carry it");
+    assert_eq!(used(&world, 4), None, "no node is planned to carry it");
 }
 
 #[test]
@@ -73,10 +73,10 @@ fn the_first_able_carrier_answers_until_an_earlier_one_recovers() {
     assert!(answers(&world));
     world.probes.remove(&NodeName::from("g1"));
     g1(&mut world, ProbeState::Unknown);
-    assert!(answers(&world), "it has to be heard before this node yields");
+    assert!(answers(&world), "g1 has to answer before this node yields");
     g1(&mut world, ProbeState::Alive);
     report(&mut world, "g1").carries.clear();
-    assert!(answers(&world), "it has started anew, and its tables are empty");
+    assert!(answers(&world), "it has restarted, and its tables are empty");
     report(&mut world, "g1").carries.insert(moving);
     assert!(!answers(&world));
     g1(&mut world, ProbeState::Unable);
@@ -132,7 +132,7 @@ fn an_agent_that_starts_forwards_what_was_carried_until_everybody_knows() {
     carried_by(&mut world, 2, &["g2"]);
     let mut carriers = Carriers::recover(&[(left, false)].into(), &[].into());
     world.decide(&mut carriers, Duration::ZERO);
-    assert!(carriers.forwards(left) && !carriers.answers(left), "sources may have read less");
+    assert!(carriers.forwards(left) && !carriers.answers(left), "source nodes may not have read the change");
     world.decide(&mut carriers, LINGER);
     assert!(!carriers.forwards(left));
 }
@@ -156,7 +156,7 @@ fn flows_are_spread_over_all_carriers_that_answer_and_blocks_are_known_to_all_of
     report(&mut world, "g2").carries.insert(address);
     assert_eq!(spread(&world), ("g1 me g2".into(), Some(100), 1));
     world.known.insert("g2".into(), 4);
-    assert_eq!(spread(&world).2, 0, "g2 would drop what has a port of the block");
+    assert_eq!(spread(&world).2, 0, "g2 would drop packets with a port of the block");
     world.probes.insert("g2".into(), ProbeState::Dead);
     assert_eq!(spread(&world), ("g1 me".into(), Some(150), 1));
     world.probes.insert("g1".into(), ProbeState::Dead);
@@ -203,11 +203,11 @@ fn blocks_of_a_routed_egress_ip_are_known_to_all_that_routers_lead_replies_to() 
     world.known.insert("g1".into(), 0);
     assert_eq!(blocks(&world), 0, "a node that has a route does not know the block");
     world.probes.insert("g1".into(), ProbeState::Dead);
-    assert_eq!(blocks(&world), 1, "the dead are not waited for");
+    assert_eq!(blocks(&world), 1, "carriers that are dead are not waited for");
     world.probes.clear();
     world.snapshot.pools.values_mut().for_each(|pool| pool.announce = Announce::Arp);
-    assert_eq!(blocks(&world), 1, "replies come by who answers");
+    assert_eq!(blocks(&world), 1, "replies come through the carriers that answer");
     world.snapshot.pools.clear();
     world.egress(0).attachment.announce = Announce::Route;
-    assert_eq!(blocks(&world), 0, "what the egress IP says counts where the pool is gone");
+    assert_eq!(blocks(&world), 0, "the egress IP's own setting counts if the pool is gone");
 }

@@ -1,4 +1,4 @@
-//! What a node says of the port blocks that it needs. Pure.
+//! What a node reports about the port blocks that it needs. Pure.
 
 use super::{blocks::Withheld, ports::Ports};
 use crate::{

@@ -1,9 +1,9 @@
 //! When a new policy takes its destinations over from another one. Pure.
 //!
-//! A policy is in force from the moment that the agent reads it: what only it matches is dropped until it has a slot. But
-//! where another policy serves the same destinations already, that one goes on until the new one can: add before
-//! delete, across the time that the controller needs to find addresses, owners and port blocks. A policy that was removed and
-//! made again is a new one: its status says nothing until the controller has looked at it.
+//! A policy is in force from the moment that the agent reads it: traffic that only it matches is dropped until it has a slot.
+//! But if another policy already serves the same destinations, that one continues until the new one can: add before delete,
+//! for the time that the controller needs to find addresses, owners and port blocks. A policy that was removed and created
+//! again is a new one: its status counts only after the controller has processed it.
 
 use super::facts::Facts;
 use crate::{
@@ -17,11 +17,11 @@ use std::{
     time::Duration,
 };
 
-/// For how long a policy without usable slots leaves its destinations to others. After that it has what it asked for: a
-/// policy that cannot be carried out drops.
+/// How long a policy without usable slots leaves its destinations to others. After that it takes them: a policy that
+/// cannot be carried out drops.
 pub const GRACE: Duration = Duration::from_secs(10);
 
-/// The policies that come first where they match, and since when the others are known.
+/// The policies that come first where they match, and since when the others have been known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Effective {
     policies: BTreeSet<PolicyId>,
@@ -36,7 +36,7 @@ impl Effective {
     }
 
     /// Takes note of the policies as they are at `now`, on any clock that only goes forward, and of those that the
-    /// controller has not looked at yet.
+    /// controller has not processed yet.
     pub fn update(
         &mut self,
         policies: &BTreeMap<PolicyId, (&Policy, PolicyView)>,
@@ -80,14 +80,14 @@ pub(super) fn can_serve(policy: &Policy, view: &PolicyView) -> bool {
     [Family::V4, Family::V6].into_iter().filter(|f| policy.serves(*f)).all(usable)
 }
 
-/// The table that answers as `first` does, and as `rest` does where `first` has no policy.
+/// The table that resolves as `first` does, and as `rest` does where `first` has no policy.
 fn overlay(first: &[(IpNet, Option<PolicyId>)], rest: &[(IpNet, Option<PolicyId>)]) -> Vec<(IpNet, Option<PolicyId>)> {
     let tables = [first, rest].map(|t| t.iter().map(|(n, p)| (*n, p.clone())).collect::<BTreeMap<_, _>>());
     let nets: BTreeSet<IpNet> = tables.iter().flat_map(|t| t.keys().copied()).collect();
     nets.into_iter().map(|net| (net, look_up(&tables[0], net).or_else(|| look_up(&tables[1], net)))).collect()
 }
 
-/// What the longest prefix that covers `net` says.
+/// The policy of the longest prefix that covers `net`.
 fn look_up(table: &BTreeMap<IpNet, Option<PolicyId>>, net: IpNet) -> Option<PolicyId> {
     std::iter::successors(Some(net), IpNet::supernet).find_map(|n| table.get(&n)).cloned().flatten()
 }
@@ -111,8 +111,8 @@ mod tests {
         let rest = table(&[("10.1.0.0/16", Some("new")), ("192.0.2.0/24", Some("new"))]);
         let merged: BTreeMap<_, _> = overlay(&first, &rest).into_iter().collect();
         let at = |net: &str| look_up(&merged, net.parse().unwrap());
-        assert_eq!(at("192.0.2.7/32"), Some(id("old")), "the old policy goes on");
-        assert_eq!(at("10.1.2.3/32"), Some(id("new")), "what no other policy matches is the new one's at once");
+        assert_eq!(at("192.0.2.7/32"), Some(id("old")), "the old policy continues");
+        assert_eq!(at("10.1.2.3/32"), Some(id("new")), "the new policy has at once what no other one matches");
         assert_eq!(at("10.2.2.3/32"), None);
     }
 }

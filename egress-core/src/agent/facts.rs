@@ -1,4 +1,4 @@
-//! What an agent knows of its node. Pure.
+//! What an agent knows about its node. Pure.
 
 use super::ports::Ports;
 use crate::{
@@ -23,14 +23,14 @@ use std::{
 /// The policies that select each pod of a node.
 pub type Classes = BTreeMap<EndpointId, BTreeSet<PolicyId>>;
 
-/// The objects as they were read last.
+/// The objects as last read.
 #[derive(Clone, Debug, Default)]
 pub struct Objects {
-    /// The model; of pods, one node's are enough.
+    /// The model; the pods of one node are enough.
     pub snapshot: Snapshot,
     /// What the controller has decided.
     pub plan: Plan,
-    /// The policies that it has not looked at yet.
+    /// The policies that it has not processed yet.
     pub unanswered: BTreeSet<PolicyId>,
 }
 
@@ -39,16 +39,16 @@ pub struct Objects {
 pub struct LeftInUse {
     /// The carriers.
     pub carriers: Vec<NodeName>,
-    /// The blocks, of which the carriers know.
+    /// The blocks, which the carriers know.
     pub blocks: BTreeSet<u16>,
 }
 
-/// Everything that is decided by.
+/// Everything that decisions depend on.
 #[derive(Clone, Debug, Default)]
 pub struct Facts {
     /// This node.
     pub node: NodeName,
-    /// The time, since any start.
+    /// The time, since an arbitrary start.
     pub now: Duration,
     /// The objects.
     pub objects: Arc<Objects>,
@@ -60,7 +60,7 @@ pub struct Facts {
     pub tunnel: u32,
     /// Interfaces with the program that translates first packets.
     pub exits: BTreeSet<u32>,
-    /// Somebody else's program may bring packets into pods past ours.
+    /// Another party's program may deliver packets to pods past ours.
     pub bypass: bool,
     /// The policies that select each pod.
     pub classes: Classes,
@@ -70,23 +70,23 @@ pub struct Facts {
     pub interfaces: BTreeMap<IpAddr, u32>,
     /// The egress IPs of the policies that select pods.
     pub used: BTreeSet<IpAddr>,
-    /// What the probes say of the gateways.
+    /// The state of the gateways, by their probes.
     pub probes: BTreeMap<NodeName, ProbeState>,
-    /// Up to which revision this node's leases are in the tables of the gateways that have answered.
+    /// By gateway that has answered: the revision up to which this node's leases are in its tables.
     pub known: BTreeMap<NodeName, u64>,
     /// What an earlier agent has left in use. Forgotten once every gateway has answered or is dead.
     pub left: BTreeMap<IpAddr, LeftInUse>,
-    /// Whether this node is able to carry egress IPs: their ways out are up, and somebody reaches it.
+    /// Whether this node is able to carry egress IPs: their uplinks are up, and other nodes reach it.
     pub able: bool,
-    /// Whether it may be this node that is cut off, and not the others that are dead: it takes over from nobody.
+    /// Whether this node may be cut off, rather than the others dead: it takes over from none.
     pub doubted: bool,
     /// What the flows use.
     pub ports: Ports,
     /// When the count of the flows began; absent before the first one.
     pub counted: Option<Duration>,
-    /// Destinations that no policy touches, as the administrator says.
+    /// Destinations that no policy touches, as configured by the administrator.
     pub except_cidrs: Vec<IpNet>,
-    /// They, networks that may be the cluster's although nobody names them, and what this node has on dummy devices.
+    /// These, networks that may be the cluster's although no object names them, and this node's addresses on dummy devices.
     pub left_alone: Vec<IpNet>,
     /// The Service of the API server, if it is known.
     pub api_server: Option<IpNet>,
@@ -95,36 +95,36 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// What this node's agent, or the one before it, has reported last.
+    /// The last report of this node's agent, or of the one before it.
     pub fn reported(&self) -> Option<&NodeReport> {
         self.objects.snapshot.report(&self.node)
     }
 
-    /// The addresses that it tells of itself, each with its link.
+    /// The addresses that it reports, each with its link.
     pub fn addresses(&self) -> Vec<(&Link, IpNet)> {
         reported(&self.node, &self.objects.snapshot, &self.links, &self.roles)
     }
 
-    /// Whether the plan counts on this node as a gateway, be it that it asks whether it lives.
+    /// Whether the plan uses this node as a gateway, or asks whether it is alive.
     pub fn is_named(&self) -> bool {
         self.objects.plan.egress_ips.values().flat_map(EgressIpPlan::order).any(|name| *name == self.node)
     }
 
-    /// Up to which revision this node's leases are in its tables after the next write. A report never falls, or what was given back would
-    /// seem not to be.
+    /// The revision up to which this node's leases are in its tables after the next write. It never falls in a report, or blocks that
+    /// were given back would seem not to be.
     pub fn leases(&self) -> u64 {
         let reported = self.reported().map_or(0, |report| report.own_lease_revision);
         self.objects.plan.highest_lease_of(&self.node).max(reported)
     }
 
-    /// Up to which revision a carrier knows this node's leases of an egress IP: as it says, or at least what was in use with it when this
-    /// agent started.
+    /// The revision up to which a carrier knows this node's leases of an egress IP: as it says, or at least what was in use with it when
+    /// this agent started.
     pub fn known_by(&self, carrier: &NodeName, address: IpAddr) -> u64 {
         let was_used = self.left.get(&address).is_some_and(|left| left.carriers.contains(carrier));
         if was_used { self.known_by_replying(carrier, address) } else { self.known.get(carrier).copied().unwrap_or(0) }
     }
 
-    /// The same of one that this node need not send to, and that routers may lead replies to.
+    /// The same for one that this node need not send to, and to which routers may send replies.
     pub fn known_by_replying(&self, carrier: &NodeName, address: IpAddr) -> u64 {
         self.known.get(carrier).copied().or_else(|| self.left_in_use(address)).unwrap_or(0)
     }
@@ -136,7 +136,7 @@ impl Facts {
         own.map(|lease| lease.revision).max()
     }
 
-    /// Whether any pool or policy would have this node as a gateway, or the plan has it as one: its pool may be gone.
+    /// Whether any pool or policy would use this node as a gateway, or the plan does: its pool may be gone.
     pub fn may_be_gateway(&self) -> bool {
         let snapshot = &self.objects.snapshot;
         let Some(n) = snapshot.nodes.get(&self.node) else { return false };

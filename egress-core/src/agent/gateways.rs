@@ -1,4 +1,4 @@
-//! Probing the gateways that this node uses, by each transport that leads to them.
+//! Probing the gateways that this node uses, over each transport that leads to them.
 
 use super::transports;
 use crate::{
@@ -23,9 +23,9 @@ pub struct Request {
     pub seq: u64,
     /// The transport that the probe takes ([`egress_common::transport`]).
     pub transport: u32,
-    /// The transport that replies of flows are wanted by.
+    /// The reply transport that this node asks for.
     pub reply_transport: u32,
-    /// The egress IP that stands in the packet: its source on the way to the gateway, its destination on the way back.
+    /// The egress IP in the packet: its source on the way to the gateway, its destination on the way back.
     pub egress: IpAddr,
 }
 
@@ -38,7 +38,7 @@ pub struct Answered {
     pub node_id: u32,
     /// The transport that the request took ([`egress_common::transport`]).
     pub transport: u32,
-    /// The transport that the reply took, as its sender says.
+    /// The transport that the reply took, according to its sender.
     pub back: u32,
     /// The packet was IPv6.
     pub ipv6: bool,
@@ -46,11 +46,11 @@ pub struct Answered {
     pub able: bool,
     /// The gateway holds its lease.
     pub held: bool,
-    /// Up to which revision this node's leases are in the gateway's tables.
+    /// The revision up to which this node's leases are in the gateway's tables.
     pub leases: u64,
 }
 
-/// A gateway that is to be probed.
+/// A gateway to probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProbeTarget {
     /// Its tunnel address.
@@ -62,7 +62,7 @@ pub struct ProbeTarget {
 }
 
 impl ProbeTarget {
-    /// What probes are sent as. Only `direct` shows the packet to the network, so only it is probed in both families.
+    /// The forms of its probes. Only `direct` shows the packet to the network, so only it is probed in both families.
     fn forms(&self) -> BTreeSet<Form> {
         let forms = |transport: &u32| {
             let families = self.egress.keys().take(if *transport == DIRECT { 2 } else { 1 });
@@ -81,7 +81,7 @@ struct Gateway {
     able: bool,
     /// It said that it holds its lease.
     held: bool,
-    /// Up to which revision it said that it knows this node's leases.
+    /// The revision up to which it said that it knows this node's leases.
     leases: Option<u64>,
     /// When it was probed last.
     asked: Option<Duration>,
@@ -92,7 +92,7 @@ struct Gateway {
 }
 
 impl Gateway {
-    /// When it is probed next, where those that answer are probed at this pace.
+    /// When it is probed next, if those that answer are probed at this pace.
     fn due(&self, pace: Duration) -> Duration {
         let interval = match self.transports.state() {
             ProbeState::Alive => self.transports.interval().min(pace),
@@ -102,11 +102,11 @@ impl Gateway {
     }
 }
 
-/// While one gateway is in doubt, so many are probed at the pace of doubt. Where there are more, answers come often enough to tell a
-/// gateway that is dead from a node that is cut off.
+/// While one gateway is in doubt, up to this many are probed at the pace of doubt. With more, answers come often enough to tell a
+/// dead gateway from a node that is cut off.
 const FEW: usize = 16;
 
-/// The gateways that are probed, and what is known of them. Times are since any start.
+/// The gateways that are probed, and what is known about them. Times are since an arbitrary start.
 pub struct Gateways {
     times: ProbeTimes,
     gateways: BTreeMap<NodeName, Gateway>,
@@ -117,7 +117,7 @@ pub struct Gateways {
 }
 
 impl Gateways {
-    /// Nobody to probe yet.
+    /// No gateway to probe yet.
     pub fn new(times: ProbeTimes) -> Self {
         Self { times, gateways: BTreeMap::new(), next_number: 1, seq: 0, pace: times.interval }
     }
@@ -157,7 +157,7 @@ impl Gateways {
         }
     }
 
-    /// What the probes say of each gateway.
+    /// The state of each gateway, by its probes.
     pub fn states(&self) -> BTreeMap<NodeName, ProbeState> {
         let state = |g: &Gateway| match g.transports.state() {
             ProbeState::Alive if !g.able => ProbeState::Unable,
@@ -166,7 +166,7 @@ impl Gateways {
         self.gateways.iter().map(|(n, g)| (n.clone(), state(g))).collect()
     }
 
-    /// Whether one of those that answered has missed a probe, or was found dead a moment ago: it may be this node that is cut off.
+    /// Whether one of those that answered has missed a probe, or was just found dead: this node may be the one that is cut off.
     pub fn are_in_doubt(&self, now: Duration) -> bool {
         self.gateways.values().any(|g| match g.transports.state() {
             ProbeState::Dead => g.died.is_some_and(|died| now < died + self.times.interval),
@@ -180,12 +180,12 @@ impl Gateways {
         self.gateways.iter().filter(|(_, g)| holds(g)).map(|(name, _)| name.clone()).collect()
     }
 
-    /// Up to which revision the gateways that have answered know this node's leases.
+    /// By gateway that has answered: the revision up to which it knows this node's leases.
     pub fn leases(&self) -> BTreeMap<NodeName, u64> {
         self.gateways.iter().filter_map(|(name, g)| Some((name.clone(), g.leases?))).collect()
     }
 
-    /// The way in force to a gateway; `None` if it is not probed.
+    /// The transport in force to a gateway; `None` if it is not probed.
     pub fn transport(&self, name: &NodeName) -> Option<u32> {
         self.gateways.get(name).map(|g| g.transports.current())
     }
@@ -195,12 +195,12 @@ impl Gateways {
         self.gateways.get(name)?.back
     }
 
-    /// What the probes say of one transport to a gateway; `None` if it is not probed.
+    /// The state of one transport to a gateway, by its probes; `None` if it is not probed.
     pub fn of(&self, name: &NodeName, transport: u32) -> Option<ProbeState> {
         self.gateways.get(name)?.transports.of(transport)
     }
 
-    /// When a gateway has answered last.
+    /// When a gateway last answered.
     pub fn heard(&self, name: &NodeName) -> Option<Duration> {
         self.gateways.get(name)?.heard
     }
@@ -215,13 +215,13 @@ impl Gateways {
         self.gateways.get(name).map(|g| g.target.address)
     }
 
-    /// When [`tick`](Self::tick) wants to be called next, if anybody is probed.
+    /// When [`tick`](Self::tick) must be called next, if any gateway is probed.
     pub fn next(&self) -> Option<Duration> {
         let times = |g: &Gateway| [Some(g.due(self.pace)), g.transports.next_deadline()];
         self.gateways.values().flat_map(times).flatten().min()
     }
 
-    /// Has `send` send what is due, and counts what was missed. Whether anything has changed.
+    /// Sends what is due with `send`, and counts what was missed. Returns whether anything has changed.
     pub fn tick(&mut self, now: Duration, mut send: impl FnMut(&NodeName, &Request)) -> bool {
         let mut changed = false;
         for (name, g) in &mut self.gateways {
@@ -255,7 +255,7 @@ impl Gateways {
         changed
     }
 
-    /// Takes an answer that has just come. Whether anything has changed.
+    /// Takes an answer that has just come. Returns whether anything has changed.
     pub fn reply(&mut self, answer: &Answered, now: Duration) -> bool {
         let Some((name, g)) = self.gateways.iter_mut().find(|(_, g)| g.number == answer.node_id) else { return false };
         let form = Form { transport: answer.transport, ipv6: answer.ipv6 };
@@ -278,7 +278,7 @@ impl Gateways {
     }
 }
 
-/// Logs what has changed. Whether anything has.
+/// Logs what has changed. Returns whether anything has.
 fn tell(name: &NodeName, news: &(Option<ProbeTransition>, bool), transport: u32) -> bool {
     match news.0 {
         Some(ProbeTransition::Dead) => tracing::warn!("gateway {name} is dead: it does not answer probes"),

@@ -6,10 +6,10 @@ use crate::{
 };
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Until when each pod may send on TCP connections from before a policy selected it.
+/// How long each pod may send on TCP connections from before a policy selected it.
 ///
-/// A pod that was selected when this node first heard of it has none. One that was seen with an address while nothing selected it, or
-/// that was there before the first agent, may have some. What it sends on is recorded; what has been silent for as long as an
+/// A pod that was selected when this node first saw it has none. One that was seen with an address while nothing selected it, or that
+/// existed before the first agent, may have some. The ones that it sends on are recorded; one that has been silent for as long as an
 /// established connection may be is over.
 #[derive(Default)]
 pub struct Histories {
@@ -109,7 +109,7 @@ mod tests {
             let (snapshot, classes) = pod("web", policies);
             histories.update(&snapshot, &classes, now);
             assert_eq!(histories.until(&web), until, "{policies:?} at {now}");
-            // The agent starts anew after each step.
+            // The agent restarts after each step.
             histories = written(&histories, &classes);
             histories.update(&snapshot, &classes, now + 50);
             assert_eq!(histories.until(&web), until, "{policies:?} at {now}, by another agent");

@@ -1,8 +1,8 @@
 //! Selected pods that are late: still without an address, or with one that no interface of the node leads to. Pure.
 //!
-//! While a selected pod is starting, unknown sources are held. A pod that does not get as far as a network (for want of a Secret, say)
-//! must not hold them for ever: after a while nothing is held for it, and it is told. When it does go on, its interface
-//! appears: then unknown sources are held until it is known whose that is.
+//! While a selected pod is starting, unknown sources are held. A pod that never gets a network (because a Secret is missing, say) must
+//! not hold them for ever: after a while nothing is held for it, and it is reported. When it does continue, its interface appears:
+//! then unknown sources are held until it is known whose that is.
 
 use super::facts::{Classes, Facts};
 use crate::model::{EndpointId, PolicyId, Trouble, TroubleKind};
@@ -15,16 +15,16 @@ use std::{
 /// How long a pod may have an address before an interface must lead to it.
 const REACHED_AFTER: Duration = Duration::from_secs(10);
 
-/// Since when each is late.
+/// Since when each has been late.
 #[derive(Clone, Debug, Default)]
 pub struct Late {
     starting: BTreeMap<EndpointId, Duration>,
     unreached: BTreeMap<EndpointId, Duration>,
-    /// Interfaces behind which there is no pod that has said its address.
+    /// Interfaces with no known pod behind them.
     nobodys: BTreeMap<u32, Duration>,
 }
 
-/// Sets `known` to `present`; what is new is there since `now`.
+/// Sets `known` to `present`; new entries are there since `now`.
 fn follow<K: Ord>(known: &mut BTreeMap<K, Duration>, present: BTreeSet<K>, now: Duration) {
     let since: Vec<Duration> = present.iter().map(|key| known.get(key).copied().unwrap_or(now)).collect();
     *known = present.into_iter().zip(since).collect();
@@ -44,7 +44,7 @@ impl Late {
         follow(&mut self.nobodys, is.roles.pods.difference(&taken).copied().collect(), is.now);
     }
 
-    /// Whether unknown sources are to be held: a selected pod is starting, or one that is late may be behind a new interface.
+    /// Whether unknown sources must be held: a selected pod is starting, or one that is late may be behind a new interface.
     pub fn holds(&self, limit: Duration, now: Duration) -> bool {
         let young = |since: &Duration| now.saturating_sub(*since) < limit;
         self.starting.values().any(young) || !self.starting.is_empty() && self.nobodys.values().any(young)
@@ -55,7 +55,7 @@ impl Late {
         self.starting.values().any(|since| now.saturating_sub(*since) >= limit)
     }
 
-    /// What is to be told, for each policy that selects such a pod.
+    /// What to report, for each policy that selects such a pod.
     pub fn troubles(&self, classes: &Classes, limit: Duration, now: Duration) -> BTreeSet<Trouble> {
         let late = |since: &Duration, limit: Duration| now.saturating_sub(*since) >= limit;
         let not_started = self.starting.iter().filter(|(_, since)| late(since, limit));
@@ -116,7 +116,7 @@ mod tests {
             NodeFixture { late: Late::default(), snapshot, interfaces: BTreeMap::new(), pods: BTreeSet::new() }
         }
 
-        /// Whether it holds at a time, and what is told then.
+        /// Whether it holds at a time, and what is reported then.
         fn at(&mut self, seconds: u64) -> (bool, Vec<TroubleKind>) {
             let now = Duration::from_secs(seconds);
             let class = BTreeSet::from([PolicyId::new(PolicyKind::Native, "web")]);
@@ -157,7 +157,7 @@ mod tests {
         node.interfaces = [(IpAddr::from([10, 0, 1, 0]), 3)].into();
         assert!(node.at(0).0);
         assert!(!node.at(1_000).0);
-        // The interface of another pod that starts is held for until it is known whose it is.
+        // Unknown sources are held for the interface of another pod that starts until it is known whose it is.
         node.pods.insert(5);
         assert!(node.at(1_001).0);
         node.address("other", [10, 0, 1, 1]);
@@ -175,7 +175,7 @@ mod tests {
         let mut node = NodeFixture::new(&[("web", 2), ("other", 1)]);
         assert_eq!(node.at(0), (false, vec![]));
         assert_eq!(node.at(9), (false, vec![]));
-        assert_eq!(node.at(10), (false, vec![TroubleKind::PodWithoutInterface]), "the other one is no policy's");
+        assert_eq!(node.at(10), (false, vec![TroubleKind::PodWithoutInterface]), "no policy selects the other one");
         node.interfaces.insert([10, 0, 0, 1].into(), 3);
         assert_eq!(node.at(11), (false, vec![]));
     }

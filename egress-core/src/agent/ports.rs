@@ -26,7 +26,7 @@ struct Use {
     blocks: BTreeMap<u16, u32>,
     /// The most ports towards one remote address, port and protocol.
     peak: u32,
-    /// What that is going to be in [`AHEAD`], if it goes on growing, of each pod [`POD_PORTS`] at most: what the blocks must have room for.
+    /// The expected peak in [`AHEAD`], if it keeps growing, of each pod [`POD_PORTS`] at most: what the blocks must have room for.
     expected: u32,
 }
 
@@ -89,7 +89,7 @@ struct Peaks {
     peaks: BTreeMap<IpAddr, u32>,
 }
 
-/// Peaks of the counts before one.
+/// Peaks of earlier counts.
 #[derive(Clone, Debug, Default)]
 pub struct Past {
     last: Option<Peaks>,
@@ -98,8 +98,8 @@ pub struct Past {
 }
 
 impl Past {
-    /// What a count that begins now is compared with: the last one, and if that is not old enough the one before, too. That one alone may
-    /// be from long before the growth began.
+    /// What a count that begins now is compared with: the last one and, if that is not old enough, the one before, too. The one before
+    /// alone may be from long before the growth began.
     pub fn growth(&self, now: Duration) -> Growth {
         let age = |past: &Peaks| now.saturating_sub(past.at);
         let of = |past: &Peaks| (age(past).max(WINDOW), past.peaks.clone());
@@ -120,7 +120,7 @@ impl Past {
 pub struct Growth(Vec<(Duration, BTreeMap<IpAddr, u32>)>);
 
 impl Growth {
-    /// How many ports `used` are going to be, if the egress IP's peak goes on growing as it did until it came to `peak`.
+    /// How many ports `used` will become, if the egress IP's peak keeps growing as it did up to `peak`.
     fn expected(&self, egress: IpAddr, peak: u32, used: u32) -> u32 {
         let more = |(age, peaks): &(Duration, BTreeMap<IpAddr, u32>)| {
             let grown = peak.saturating_sub(peaks.get(&egress).copied().unwrap_or(0));
@@ -132,18 +132,17 @@ impl Growth {
     }
 }
 
-/// Over which time the growth is measured, at least: over less, what comes and goes would look like it.
+/// The shortest time over which growth is measured: over less, ordinary fluctuation would look like it.
 const WINDOW: Duration = Duration::from_millis(250);
 
-/// For how long the blocks that are asked for are to last: several times what a busy cluster takes from a count to a lease that is in
-/// force.
+/// How long the requested blocks must last: several times what a busy cluster takes from a count to a lease that is in force.
 const AHEAD: Duration = Duration::from_secs(4);
 
 /// Share of its ports towards one remote that a node may use before it asks for more blocks: a half.
 const LOW_WATER: u32 = 2;
 
-/// How many ports of an egress IP towards one remote a pod is given blocks for: with as many again, a quarter of all. No pod takes the
-/// cluster's.
+/// For how many ports of an egress IP towards one remote a pod is given blocks: with as many again, a quarter of all. So no pod takes
+/// the whole cluster's.
 const POD_PORTS: u32 = port_block::COUNT as u32 * port_block::SIZE as u32 / 4 / LOW_WATER;
 
 #[cfg(test)]
@@ -180,15 +179,15 @@ pub(super) mod tests {
         assert_eq!(
             needed(4 * second + second / 10, 640),
             20 + 37,
-            "a tenth of a second is no time to measure growth over"
+            "a tenth of a second is too short to measure growth"
         );
         assert_eq!(needed(5 * second, 800), 25 + 4 * 5, "160 more a second");
-        assert_eq!(needed(8 * second, 800), 25, "it grows no more");
-        assert_eq!(needed(10 * second, 320), 10, "what shrinks is needed no less than it is used");
+        assert_eq!(needed(8 * second, 800), 25, "it no longer grows");
+        assert_eq!(needed(10 * second, 320), 10, "what shrinks is still needed as far as it is used");
         assert_eq!(
             needed(10 * second + second / 10, 640),
             20 + 4 * 40,
-            "a rise that began after the last count, a tenth of a second ago, is as fast as 320 in a quarter of one"
+            "a rise that began after the last count, a tenth of a second ago, counts as 320 in a quarter of a second"
         );
         assert_eq!(needed(11 * second, 20_000), 252, "one pod's part, however fast it grows");
     }

@@ -1,7 +1,7 @@
 //! Which policies this node's datapath has, and in which version: what the controller needs to say that a policy is in force. Pure.
 //!
 //! A version counts when the tables have been written for it, with an egress IP that new connections can use in every family that the
-//! policy steers. Where none can be used for a while, that is what the policy comes to on this node, and it counts as well.
+//! policy steers. If none can be used for a while, that is final on this node, and the version counts as well.
 
 use super::effective::{GRACE, can_serve};
 use crate::{
@@ -70,7 +70,7 @@ mod tests {
         let mut programmed = Programmed::default();
         assert_eq!(look(&mut programmed, 1, false, 0), []);
         assert_eq!(look(&mut programmed, 1, true, 1), [1]);
-        assert_eq!(look(&mut programmed, 1, false, 100), [1], "what happens later is no news of the policy");
+        assert_eq!(look(&mut programmed, 1, false, 100), [1], "later events do not change the version");
         assert_eq!(look(&mut programmed, 2, false, 101), [1]);
         assert_eq!(look(&mut programmed, 2, true, 102), [2]);
     }

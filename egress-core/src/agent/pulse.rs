@@ -1,10 +1,10 @@
-//! When an agent tells the programs that it lives, and when it must not speak for its node. Times are since its start. Pure.
+//! When an agent tells the programs that it is alive, and when it must not speak for its node. Times are since its start. Pure.
 
 use std::time::Duration;
 
-/// So often in the time that the programs believe it, an agent says that it lives.
+/// How many signs of life an agent gives in the time for which the programs trust one.
 pub const OFTEN: u32 = 8;
-/// For how long an agent that was stopped reads what has happened before it announces anything.
+/// How long an agent that was stopped reads what has happened before it announces anything.
 const READ: Duration = Duration::from_secs(1);
 
 /// The times of an agent's signs of life.
@@ -16,13 +16,13 @@ pub struct Pulse {
 }
 
 impl Pulse {
-    /// An agent that begins to speak now; the programs believe it for `length`.
+    /// An agent that begins to give signs of life now; the programs trust each for `length`.
     pub fn new(length: Duration, now: Duration) -> Self {
         Self { length, next: now, silent_until: now }
     }
 
-    /// Whether a sign of life is due. Stopped for so long that its last one has expired, the node may have lost its egress IPs: its agent
-    /// reads what has happened before it claims any.
+    /// Whether a sign of life is due. If the agent was stopped for so long that its last one has expired, the node may have lost its
+    /// egress IPs: the agent reads what has happened before it claims any.
     pub fn look(&mut self, now: Duration) -> bool {
         if now >= self.next + self.length {
             self.silent_until = now + READ;

@@ -1,14 +1,15 @@
-//! Whether anybody reaches this node as a gateway, and whether others were given what it has. Pure.
+//! Whether other nodes reach this node as a gateway, and whether others were given what it has. Pure.
 //!
-//! A gateway whose underlay is dead would go on answering for its egress IPs where the outside is, and lead replies into nowhere. It is cut
-//! off where no other carrier answers its probes and no node's probe has come in for as long as it takes to call a gateway dead. Before it
-//! knows that, it takes over from nobody: the others are dead to it one by one, and would be without what it claims. That another one is
-//! dead shows what comes in later than its last answer, be it somebody's answer or probe.
+//! A gateway whose underlay is dead would still answer for its egress IPs on the outside, and attract replies that it cannot deliver. It is
+//! cut off if no other carrier answers its probes and no node's probe has arrived for as long as it takes to call a gateway dead. Until it
+//! knows that, it takes over from none: the others appear dead to it one by one, and would lose what it claims. Another gateway is known to
+//! be dead once anything else, an answer or a probe, arrives later than its last answer.
 //!
-//! One that cannot renew its lease goes on, as long as nobody else can either: then the store is away, and nobody plans. Where another
-//! carrier says that it holds its own, the controller plans without this one, and gives others blocks that it does not know. When the store
-//! is back, some have their leases earlier than others: the controller gives each a whole duration for it, and so does this. It also plans
-//! without one that was cut off: what that one knows is old until its watches are back, which takes longer than its lease.
+//! A gateway that cannot renew its lease continues, as long as no other can either: then the store is away, and nothing is planned. If
+//! another carrier says that it holds its own, the controller plans without this one, and gives others blocks that it does not know. When
+//! the store is back, some have their leases earlier than others: the controller gives each a whole duration for it, and so does this. The
+//! controller also plans without a gateway that was cut off: what that one knows is outdated until its watches are back, which takes longer
+//! than its lease.
 
 use crate::{
     health::{ProbeState, ProbeTimes},
@@ -19,43 +20,43 @@ use std::{
     time::Duration,
 };
 
-/// For how long a gateway that was replaced holds its lease before it answers again: it reads what was planned meanwhile.
+/// How long a gateway that was replaced holds its lease before it answers again: it reads what was planned meanwhile.
 pub const READ: Duration = Duration::from_secs(5);
 
-/// What is known of it.
+/// What is known about it.
 #[derive(Debug)]
 pub struct Reach {
     patience: Duration,
-    /// What comes in so long after a gateway's last answer is later than that, whatever was under way.
+    /// Anything that arrives this long after a gateway's last answer is later than that, whatever was in flight.
     later: Duration,
-    /// Others need at least so long to find this node dead.
+    /// Others need at least this long to find this node dead.
     quiet: Duration,
     peers: BTreeSet<NodeName>,
     asked: u64,
     /// When the counter of answered probes was read last.
     looked: Duration,
-    /// The earliest time at which the last probe of others can have come in.
+    /// The earliest time at which the last probe of others can have arrived.
     heard: Duration,
-    /// When anything came in last: an answer of another carrier, or anybody's probe.
+    /// When anything last arrived: an answer of another carrier, or any node's probe.
     last: Duration,
     /// Some other carrier answers.
     company: bool,
     /// When the lease was held last.
     held: Option<Duration>,
-    /// Since when it is held.
+    /// Since when it has been held.
     since: Option<Duration>,
-    /// Since when some other carrier holds its own.
+    /// Since when some other carrier has held its own.
     others: Option<Duration>,
     reached: bool,
-    /// It may be cut off, and not others dead.
+    /// It may be cut off, rather than others dead.
     doubted: bool,
     replaced: bool,
 }
 
-/// What is known of this node's own lease.
+/// What is known about this node's own lease.
 #[derive(Clone, Copy, Debug)]
 pub struct LeaseWord {
-    /// The plan counts on the node as a gateway.
+    /// The plan uses the node as a gateway.
     pub wanted: bool,
     /// The node holds it.
     pub held: bool,
@@ -64,7 +65,7 @@ pub struct LeaseWord {
 }
 
 impl Reach {
-    /// Nobody else carries what this node carries: it does not matter who reaches it.
+    /// No other node carries what this node carries: it does not matter whether it is reached.
     pub fn new(times: ProbeTimes) -> Self {
         let (patience, later, quiet) =
             (times.interval * times.misses, times.interval * 3 / 2, times.quick() * times.misses);
@@ -96,7 +97,7 @@ impl Reach {
         self.peers = peers;
     }
 
-    /// Takes note of how many probes of others this node has answered in all.
+    /// Takes note of how many probes of others this node has answered in total.
     pub fn note_asked(&mut self, asked: u64, now: Duration) {
         if asked != self.asked {
             (self.asked, self.heard) = (asked, self.looked);
@@ -104,7 +105,7 @@ impl Reach {
         self.looked = now;
     }
 
-    /// Takes note of what the probes say; `heard` says when a gateway answered last. Whether it is another answer now.
+    /// Takes note of the probes' results; `heard` says when a gateway last answered. Returns whether the conclusion has changed.
     pub fn look(
         &mut self,
         probes: &BTreeMap<NodeName, ProbeState>,
@@ -126,8 +127,8 @@ impl Reach {
         before != (reached, doubted)
     }
 
-    /// Takes note of this node's lease, and of the gateways that hold theirs. Whether it is another answer now. An agent that starts has as
-    /// long as a lease lasts to get it: its predecessor may have held it a moment ago.
+    /// Takes note of this node's lease, and of the gateways that hold theirs. Returns whether the conclusion has changed. A starting agent
+    /// has a lease's duration to get it: its predecessor may have held it a moment ago.
     pub fn compare(&mut self, lease: LeaseWord, holding: &BTreeSet<NodeName>, now: Duration) -> bool {
         if lease.held || !lease.wanted {
             self.held = Some(now);
@@ -137,13 +138,13 @@ impl Reach {
         self.others = self.others.filter(|_| others).or(others.then_some(now));
         let end = self.held.map_or(lease.duration, |held| held + self.patience);
         let lost = now > end;
-        // Who holds a lease that it took later than that was without one as well: the store was away, and is back for some before others.
+        // A carrier that took its lease later than that was without one as well: the store was away, and is back for some before others.
         let passed_by = self.others.is_some_and(|since| since <= end || now > since + lease.duration);
         let replaced = match self.since {
             _ if !lease.wanted => false,
             _ if lost && (!self.reached || passed_by) => true,
             Some(since) => self.replaced && now < since + READ,
-            // Nobody holds any: nothing was planned. As long as nobody answers, that is not known.
+            // If none holds one, nothing was planned. While none answers, that is not known.
             None => self.replaced && (others || !(lost && self.company)),
         };
         let changed = std::mem::replace(&mut self.replaced, replaced) != replaced;
@@ -158,18 +159,18 @@ impl Reach {
         self.reached && !self.replaced
     }
 
-    /// Whether it may be this node that is cut off, and not the others that are dead.
+    /// Whether this node may be cut off, rather than the others dead.
     pub fn is_doubted(&self) -> bool {
         self.doubted
     }
 
-    /// Whether anything came in of late. Where nothing did, this node may be the one that is cut off, though it does not know that yet: what it
-    /// claims, another carrier may have taken over. If nobody has asked yet, an announcement waits for the next probe.
+    /// Whether anything has arrived recently. If not, this node may be cut off and not know it yet, and another carrier may have taken over
+    /// what it claims. If no node has probed it yet, an announcement waits for the next probe.
     pub fn hears(&self, now: Duration) -> bool {
         self.peers.is_empty() || now < self.last + self.quiet
     }
 
-    /// Why it may not, in the log.
+    /// Logs why it may not.
     fn tell(&self) {
         let why = match (self.reached, self.replaced) {
             (false, _) => "no other gateway answers, and no node asks this one",
@@ -184,7 +185,7 @@ impl Reach {
 mod tests {
     use super::*;
 
-    /// It was asked so often, the last time now.
+    /// It has been probed this often, the last time now.
     fn note_asked(reach: &mut Reach, asked: u64, now: Duration) {
         reach.note_asked(reach.asked, now);
         reach.note_asked(asked, now);
@@ -207,20 +208,20 @@ mod tests {
         let heard = |a, b| move |name: &NodeName| Some(ms(if *name == "a".into() { a } else { b }));
         note_asked(&mut reach, 1, ms(1_010));
         assert!(!reach.look(&probes(alive, alive), heard(900, 1_000), ms(1_150)) && !reach.is_doubted());
-        assert!(reach.hears(ms(1_084)) && !reach.hears(ms(1_085)), "it reminds nobody of what it has");
-        // Cut off at 1,000: one after the other is dead to it.
+        assert!(reach.hears(ms(1_084)) && !reach.hears(ms(1_085)), "it no longer announces what it has");
+        // Cut off at 1,000: one after the other appears dead to it.
         assert!(reach.look(&probes(dead, alive), heard(900, 1_000), ms(1_200)) && reach.is_doubted());
         assert!(!reach.look(&probes(dead, dead), heard(900, 1_000), ms(1_300)) && reach.is_doubted());
         assert!(reach.look(&probes(dead, dead), heard(900, 1_000), ms(1_310)) && !reach.is_reached());
-        // It is a that died.
+        // Here a died.
         assert!(
             reach.look(&probes(dead, alive), heard(900, 1_100), ms(1_400)) && !reach.is_doubted() && reach.is_reached()
         );
-        // Both died, and a source node asks.
+        // Both died, and a source node probes.
         assert!(reach.look(&probes(dead, dead), heard(900, 1_100), ms(1_400)) && reach.is_doubted());
         note_asked(&mut reach, 2, ms(1_249));
         reach.look(&probes(dead, dead), heard(900, 1_100), ms(1_400));
-        assert!(reach.is_doubted(), "it was under way");
+        assert!(reach.is_doubted(), "it was in flight");
         note_asked(&mut reach, 3, ms(1_410));
         assert!(reach.look(&probes(dead, dead), heard(900, 1_100), ms(1_410)) && !reach.is_doubted());
     }
@@ -252,7 +253,7 @@ mod tests {
         );
         reach.set_peers(["a".into(), "b".into()].into());
         assert!(!update(&mut reach, &probes(alive, dead), 0, ms(6000)) && reach.is_reached());
-        assert!(!update(&mut reach, &probes(dead, dead), 1, ms(7000)) && reach.is_reached(), "a source node asks");
+        assert!(!update(&mut reach, &probes(dead, dead), 1, ms(7000)) && reach.is_reached(), "a source node probes");
         assert!(!update(&mut reach, &probes(dead, dead), 1, ms(7299)));
         assert!(update(&mut reach, &probes(dead, dead), 1, ms(7300)) && !reach.is_reached());
         assert!(update(&mut reach, &probes(dead, ProbeState::Unable), 1, ms(7400)) && reach.is_reached());
@@ -278,11 +279,11 @@ mod tests {
         );
         assert!(!reach.compare(lease(false), &all, ms(75_001)));
         assert!(reach.compare(lease(false), &all, ms(75_002)), "it does not");
-        assert!(reach.compare(lease(false), &none, ms(75_003)) && reach.is_reached(), "and cannot any more");
+        assert!(reach.compare(lease(false), &none, ms(75_003)) && reach.is_reached(), "the other one no longer can");
         let given_up = LeaseWord { wanted: false, ..lease(false) };
         reach.compare(lease(false), &all, ms(75_004));
         assert!(reach.compare(lease(false), &all, ms(90_005)) && !reach.is_reached());
-        assert!(reach.compare(given_up, &all, ms(91_000)) && reach.is_reached(), "nobody asks for it");
+        assert!(reach.compare(given_up, &all, ms(91_000)) && reach.is_reached(), "the plan does not use it");
     }
 
     #[test]
@@ -297,7 +298,7 @@ mod tests {
         reach.compare(lease(true), &all, ms(1_000));
         assert!(update(&mut reach, &probes(ProbeState::Dead), 1, ms(2_000)) && !reach.is_reached());
         assert!(reach.compare(lease(false), &none, ms(20_000)));
-        // A source node asks again before another carrier has answered.
+        // A source node probes again before another carrier has answered.
         assert!(update(&mut reach, &probes(ProbeState::Dead), 2, ms(30_000)) && !reach.is_reached());
         reach.compare(lease(false), &none, ms(30_000));
         assert!(!reach.is_reached());
@@ -308,7 +309,7 @@ mod tests {
         assert!(!reach.is_reached());
         reach.compare(lease(true), &all, ms(35_300));
         assert!(reach.is_reached());
-        // The store is away, and the others die: who is asked goes on.
+        // The store is away, and the others die: a node that is probed continues.
         reach.compare(lease(false), &none, ms(60_000));
         update(&mut reach, &probes(ProbeState::Dead), 4, ms(61_000));
         reach.compare(lease(false), &none, ms(61_000));

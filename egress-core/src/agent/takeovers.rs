@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, net::IpAddr, time::Duration};
 /// The upper bounds of the ranges that lengths are counted in, in milliseconds.
 pub const BOUNDS_MS: [u64; 10] = [100, 200, 300, 400, 500, 750, 1_000, 2_000, 5_000, 15_000];
 
-/// How long take-overs took.
+/// How long takeovers took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Lengths {
     /// How many were in each range of [`BOUNDS_MS`], and above the last one.
@@ -22,7 +22,7 @@ impl Lengths {
     }
 }
 
-/// The take-overs of this node.
+/// The takeovers of this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TakeOvers {
     /// Egress IPs that this node has decided to answer for, and when their carrier was last heard of.
@@ -31,12 +31,12 @@ pub struct TakeOvers {
 }
 
 impl TakeOvers {
-    /// This node is to answer for an egress IP whose carrier is dead and was `heard` of then.
+    /// This node is to answer for an egress IP whose carrier is dead and was last `heard` of then.
     pub fn begin(&mut self, egress_ip: IpAddr, heard: Duration) {
         self.under_way.entry(egress_ip).or_insert(heard);
     }
 
-    /// What is not `answered` for any more is not taken over.
+    /// An egress IP that is no longer `answered` for is not taken over.
     pub fn retain(&mut self, answered: impl Fn(IpAddr) -> bool) {
         self.under_way.retain(|egress_ip, _| answered(*egress_ip));
     }
@@ -69,7 +69,7 @@ mod tests {
         takeovers.begin(ips[0], ms(1_000));
         takeovers.begin(ips[1], ms(900));
         takeovers.begin(ips[2], ms(1_000));
-        // A later round, because the tables could not be written, begins nothing anew.
+        // A later round, because the tables could not be written, restarts nothing.
         takeovers.begin(ips[0], ms(1_100));
         takeovers.retain(|ip| ip != ips[2]);
         takeovers.written(ms(1_300));

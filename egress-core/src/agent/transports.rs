@@ -1,5 +1,5 @@
 //! Which transports lead to another node: what the settings of both nodes, the routing table and the link allow, and why not
-//! more.
+//! others.
 
 use crate::{
     encode::transport::{Path, TransportView},
@@ -30,7 +30,7 @@ pub const fn name(transport: u32) -> &'static str {
     }
 }
 
-/// The transports that a setting allows for sending. The device is always there for what nothing else carries.
+/// The transports that a setting allows for sending. The device is always available for what nothing else carries.
 pub const fn permits(setting: Transport, transport: u32) -> bool {
     match setting {
         Transport::Auto => true,
@@ -40,7 +40,7 @@ pub const fn permits(setting: Transport, transport: u32) -> bool {
     }
 }
 
-/// The names of the transports that a node with this setting takes packets by: what the device understands it always does.
+/// The names of the transports that a node with this setting receives: always those that the device understands.
 pub fn receives(setting: Transport) -> Vec<String> {
     TRANSPORTS
         .iter()
@@ -57,14 +57,14 @@ pub struct Peer {
     pub address: IpAddr,
     /// The MAC address of the interface that has this address.
     pub mac: Option<[u8; 6]>,
-    /// It takes packets by `direct`.
+    /// It receives packets over `direct`.
     pub direct: bool,
 }
 
 /// The transports to a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Transports {
-    /// Those that may be taken.
+    /// Those that may be used.
     pub allowed: BTreeSet<u32>,
     /// The transport over the underlay.
     pub path: Option<Path>,
@@ -73,7 +73,7 @@ pub struct Transports {
 }
 
 impl Transports {
-    /// Those that are probed: a setting that names a transport leaves no choice, where that transport exists.
+    /// Those that are probed: a setting that names a transport leaves no choice, if that transport exists.
     pub fn candidates(&self, setting: Transport) -> BTreeSet<u32> {
         match setting {
             Transport::Auto => self.allowed.clone(),

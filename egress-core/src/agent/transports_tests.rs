@@ -1,4 +1,4 @@
-//! What a node may take to another one, and why not.
+//! Which transports a node may use to another one, and why not others.
 
 use super::*;
 use crate::{
@@ -78,7 +78,7 @@ fn both_nodes_transport_settings_are_respected() {
     assert_eq!(
         transports.candidates(Transport::Direct),
         [DEVICE].into(),
-        "what the other side does not take is not sent"
+        "the other side receives only what it accepts"
     );
     assert!(transports.reasons[&DIRECT].contains("settings"));
     assert_eq!(receives(Transport::Vxlan), ["device", "vxlan"]);

@@ -1,29 +1,29 @@
-//! Networks of the cluster that nobody names. What an address of a pod or of the API server's Service shows to be one is left alone as
-//! far as it may reach, and told: a policy is carried out for what is known to be outside. Pure.
+//! Networks of the cluster that no object names. A network that the address of a pod or of the API server's Service reveals is left
+//! alone, as large as it may be, and reported: policies apply to what is known to be outside. Pure.
 
 use super::facts::Facts;
 use crate::{model::Family, network::pods::PodCidrs};
 use ipnet::IpNet;
 use std::{collections::BTreeMap, net::IpAddr, time::Duration};
 
-/// kube-apiserver allows no larger network of Services: so many bits of an address are free in it.
+/// kube-apiserver allows no network of Services with more than this many host bits.
 const SERVICE_BITS: u32 = 20;
-/// How long the controller may take to tell of a pod. No less: what is left alone for a moment severs connections.
+/// How long the controller may take to report a pod. No less: a network that is left alone for a moment severs connections.
 const TOLD_AFTER: Duration = Duration::from_secs(10);
-/// What may be of the pods around an address of one, for IPv4 and IPv6: CNIs give nodes blocks of about this size.
+/// The network around a pod's address that may be of pods, for IPv4 and IPv6: CNIs give nodes blocks of about this size.
 const AROUND: [u8; 2] = [24, 64];
 
-/// Networks that nobody names, each with what shows it and what to do.
+/// Networks that no object names, each with the evidence and the remedy.
 pub type Networks = BTreeMap<IpNet, String>;
 
-/// Since when the pods of this node have addresses that nobody names.
+/// Since when the pods of this node have had addresses that no object names.
 #[derive(Clone, Debug, Default)]
 pub struct Unnamed {
     pods: BTreeMap<IpAddr, Duration>,
 }
 
 impl Unnamed {
-    /// Takes note of how things are, and says which networks may be the cluster's although nobody names them.
+    /// Takes note of the facts, and returns which networks may be the cluster's although no object names them.
     pub fn update(&mut self, is: &Facts) -> Networks {
         let cidrs = PodCidrs::of(&is.objects.snapshot);
         let told = |ip: IpAddr| {
@@ -47,8 +47,8 @@ fn around_pod(ip: IpAddr) -> (IpNet, String) {
     (net(ip, AROUND[usize::from(ip.is_ipv6())]), message)
 }
 
-/// The largest network of Services that has the API server's Service, whose address is always its second: where no ServiceCIDR, and
-/// nothing that the administrator says, has that address. Nothing where it is no Service but a node.
+/// The largest network of Services whose second address is that of the API server's Service, as it always is: if no ServiceCIDR,
+/// and no setting of the administrator, has that address. `None` if it is a node's and no Service's.
 fn services(is: &Facts) -> Option<(IpNet, String)> {
     let service = is.api_server?;
     let named = is.except_cidrs.iter().filter(|net| **net != service);
@@ -66,7 +66,7 @@ fn services(is: &Facts) -> Option<(IpNet, String)> {
     Some((net(address, u8::try_from(Family::of(address).width() - free).unwrap_or(service.prefix_len())), message))
 }
 
-/// The network of this length that has an address.
+/// The network of this length that contains an address.
 fn net(address: IpAddr, length: u8) -> IpNet {
     IpNet::new(address, length).map_or_else(|_| address.into(), |net| net.trunc())
 }
@@ -124,7 +124,7 @@ mod tests {
         assert_eq!(around("172.20.0.1"), ["172.20.0.0/14"]);
         assert_eq!(around("10.0.0.1"), ["10.0.0.0/12"]);
         assert_eq!(around("fd00:10:96::1"), ["fd00:10:96::/108"]);
-        // One that is no network's second address is somebody's own choice.
+        // An address that is not the second of any network was chosen by somebody.
         assert_eq!(around("192.0.2.8"), ["192.0.2.8/32"]);
     }
 
@@ -155,7 +155,7 @@ mod tests {
         assert_eq!(at(&mut unnamed, &cluster, &[], None, 110), around);
         assert_eq!(at(&mut unnamed.clone(), &cluster, &[parse("10.9.0.0/16")], None, 110), around[1..]);
         cluster.pod_networks.insert(parse("10.9.3.4/32"));
-        assert_eq!(at(&mut unnamed, &cluster, &[], None, 111), around[1..], "the controller tells of it");
+        assert_eq!(at(&mut unnamed, &cluster, &[], None, 111), around[1..], "the controller reports it");
         cluster.nodes.get_mut(&NodeName::from("me")).unwrap().pod_cidrs.insert(parse("fd09::/64"));
         assert_eq!(at(&mut unnamed, &cluster, &[], None, 112), []);
         cluster.pod_networks.clear();

@@ -1,4 +1,4 @@
-//! From what the objects, the links and the probes say to what this node's datapath should do. Pure.
+//! From the objects, the links and the probes to what this node's datapath should do. Pure.
 
 use super::{
     blocks::{self, Withheld},
@@ -32,11 +32,11 @@ use std::{
 /// What was decided before a view is made.
 #[derive(Default)]
 pub struct Decided {
-    /// Which carriers the packets of each egress IP go to, and who answers for it.
+    /// Which carriers the packets of each egress IP go to, and which node answers for it.
     pub carriers: Carriers,
     /// Leased blocks that this node takes no new ports from.
     pub withheld: Withheld,
-    /// Until when pods may send on connections from before a policy selected them.
+    /// How long pods may send on connections from before a policy selected them.
     pub histories: Histories,
 }
 
@@ -66,7 +66,7 @@ pub fn used(plan: &Plan, classes: &Classes) -> BTreeSet<IpAddr> {
 }
 
 /// Makes the view, and notes which policies have come into force.
-/// `config` is the record of settings with all that it is to say.
+/// `config` is the complete record of settings.
 pub fn view(facts: &Facts, decided: &Decided, config: DatapathConfig, effective: &mut Effective) -> NodeView {
     let selected = classes_of(&facts.objects.snapshot, &facts.node);
     let endpoints = selected.into_iter().filter_map(|(id, class)| {
@@ -104,7 +104,7 @@ pub fn view(facts: &Facts, decided: &Decided, config: DatapathConfig, effective:
     }
 }
 
-/// The MAC addresses of interfaces by which packets of egress IPs come in.
+/// The MAC addresses of interfaces on which packets of egress IPs arrive.
 fn macs_of<'a>(links: &LinkTable, indices: impl Iterator<Item = &'a u32>) -> BTreeMap<u32, [u8; 6]> {
     indices.filter_map(|index| Some((*index, links.links.get(index)?.mac?.0))).collect()
 }
@@ -125,8 +125,8 @@ fn macs(facts: &Facts) -> BTreeMap<[u8; 6], NodeName> {
     }))
 }
 
-/// Destinations that no policy touches: the addresses of every Node object, all of this node, the pods of every node, Services, what the
-/// administrator says. What another node only says of itself is none: it could be any server.
+/// Destinations that no policy touches: the addresses of every Node object, all of this node, the pods of every node, Services, and
+/// those that the administrator configures. An address that another node only claims is none: it could be any server.
 pub fn excepts(node: &NodeName, snapshot: &Snapshot, except_cidrs: &[IpNet]) -> BTreeSet<IpNet> {
     let nodes = snapshot.nodes.values();
     let hosts = nodes.flat_map(|n| {
@@ -138,9 +138,9 @@ pub fn excepts(node: &NodeName, snapshot: &Snapshot, except_cidrs: &[IpNet]) -> 
     hosts.chain(pods).chain(told).map(|n| n.trunc()).collect()
 }
 
-/// What belongs to pods of other nodes: their addresses, where they are known, and their nodes' networks of pods. Those only of
-/// families in which the pods of this node have their addresses out of its own network: with other ways of giving out addresses
-/// Node objects say nothing about where a pod is.
+/// What belongs to pods of other nodes: their addresses, if known, and their nodes' networks of pods. The networks only for
+/// families in which the pods of this node have addresses of its own network: with other address management, Node objects say
+/// nothing about where a pod is.
 fn elsewhere(snapshot: &Snapshot, node: &NodeName) -> BTreeSet<IpNet> {
     let own = snapshot.nodes.get(node).map(|n| &n.pod_cidrs);
     let (here, away): (Vec<_>, Vec<_>) = snapshot.endpoints.values().partition(|e| e.node == *node);
@@ -177,7 +177,7 @@ fn policy(
     PolicyView { flags, slots: slots(facts, decided, policy), assignments }
 }
 
-/// The slots of a policy. Those that new flows may choose have a carrier that answers and blocks that it knows of, and
+/// The slots of a policy. Those that new flows may choose have a carrier that answers and blocks that it knows, and
 /// come first by the policy's preferences.
 fn slots(facts: &Facts, decided: &Decided, policy: &Policy) -> Vec<SlotView> {
     let users = facts.objects.plan.egress_ips.iter().filter_map(|(ip, e)| Some((*ip, *e.users.get(&policy.id)?)));
@@ -254,8 +254,8 @@ fn subnet(facts: &Facts, address: IpAddr, e: &EgressIpPlan) -> Option<SubnetInfo
         .filter(|subnet| subnet.gateway.is_ipv4() == address.is_ipv4())
 }
 
-/// The limits of an egress IP, out and in: the lowest of all policies that use it. What several carriers send out each limits to its part;
-/// what comes in comes in by the one that answers for the address, or by all of them.
+/// The limits of an egress IP, out and in: the lowest of all policies that use it. Several carriers each limit what they send out to their
+/// part; incoming packets arrive at the one that answers for the address, or at all of them.
 fn limit(snapshot: &Snapshot, carriers: &Carriers, address: IpAddr, e: &EgressIpPlan) -> Option<[Bandwidth; 2]> {
     let limits = e.users.keys().filter_map(|policy| snapshot.policies.get(policy)?.bandwidth);
     let whole = limits.min_by_key(|limit| (limit.rate_bps, limit.burst_bytes))?;
@@ -271,8 +271,8 @@ pub fn limits(snapshot: &Snapshot, plan: &Plan, carriers: &Carriers) -> BTreeMap
     carried.filter_map(|(ip, e)| Some((*ip, limit(snapshot, carriers, *ip, e)?))).collect()
 }
 
-/// The interface that an egress IP of this node is sent by: the one that is named, the one that has it, the one whose
-/// network it is in, or that of the default route.
+/// The interface on which packets of an egress IP leave this node: the one that is named, the one that has it, the one
+/// whose network it is in, or that of the default route.
 pub fn uplink(links: &LinkTable, roles: &Roles, address: IpAddr, e: &EgressIpPlan) -> Option<u32> {
     let usable = |i: &u32| roles.uplinks.contains(i);
     let named = e.interface.as_deref().and_then(|name| links.by_name(name)).map(|l| l.index);

@@ -147,7 +147,7 @@ impl FactsFixture {
         self.plan.egress_ips.get_mut(&ip(OWNED[n].0)).unwrap()
     }
 
-    /// What `carriers` makes of the world at `now`.
+    /// Updates `carriers` with the world at `now`.
     pub(super) fn decide(&self, carriers: &mut Carriers, now: Duration) {
         carriers.update(&Facts { now, ..self.facts() });
     }
@@ -247,7 +247,7 @@ fn a_slot_needs_blocks_that_its_owner_knows_of() {
     assert_eq!(
         view.egress_ips[&ip(OWNED[0].0)].leases.len(),
         1,
-        "replies for a quarantined block still find their way"
+        "replies for a quarantined block still reach their pods"
     );
 }
 
@@ -267,7 +267,7 @@ fn a_policy_that_is_made_again_leaves_its_destinations_to_others_until_it_can_se
     assert!(!takes_over(false, true, 0), "new, and it cannot serve");
     assert!(takes_over(true, false, 1));
     assert!(takes_over(false, false, 2), "it drops what it cannot serve");
-    assert!(!takes_over(false, true, 3), "the controller does not know it any more: it was made again");
+    assert!(!takes_over(false, true, 3), "the controller no longer knows it: it was created again");
     assert!(!takes_over(false, true, 12));
     assert!(takes_over(false, true, 13), "for ten seconds and no longer");
     assert!(takes_over(false, true, 14));
@@ -300,7 +300,7 @@ fn zones_and_the_local_node_narrow_the_choice() {
     assert_eq!(world.usable(), [false, true, true], "preferred is not required");
     world.policy().zone = ZoneMode::Require;
     assert_eq!(world.usable(), [false; 3]);
-    // A node without a zone is near to nobody.
+    // A node without a zone is near no other.
     world.snapshot.nodes.get_mut(&NodeName::from("me")).unwrap().zone = None;
     world.snapshot.nodes.get_mut(&NodeName::from("g2")).unwrap().zone = None;
     assert_eq!(world.usable(), [false; 3]);
@@ -322,7 +322,7 @@ fn the_uplink_is_configured_or_has_the_address_its_network_or_the_default_route(
     assert_eq!(found(&world, "198.51.100.9", None), Some(1));
     assert_eq!(found(&world, "2001:db8::9", None), None, "no IPv6 default route");
     world.links.links.get_mut(&2).unwrap().up = false;
-    assert_eq!(found(&world, "192.0.2.3", None), Some(1), "a link that is down reaches nobody");
+    assert_eq!(found(&world, "192.0.2.3", None), Some(1), "a link that is down leads nowhere");
     let view = FactsFixture::new().view();
     assert_eq!(view.egress_ips.values().map(|e| e.interface).collect::<Vec<_>>(), [None, None, Some(2)]);
 }
@@ -333,7 +333,7 @@ fn nodes_pods_and_the_administrators_networks_are_excepted() {
     world.except = vec!["172.16.5.9/12".parse().unwrap()];
     let nodes = &mut world.snapshot.nodes;
     nodes.get_mut(&NodeName::from("g1")).unwrap().pod_cidrs.insert("10.2.0.0/24".parse().unwrap());
-    // What another node says of itself excepts nothing.
+    // What another node only claims excepts nothing.
     for (node, net) in [("me", "203.0.113.1/24"), ("g1", "203.0.113.2/24")] {
         let (interface, net) = ("eth9".into(), net.parse().unwrap());
         let report = &mut nodes.get_mut(&NodeName::from(node)).unwrap().report;

@@ -1,5 +1,5 @@
-//! Accounts: what the traffic of a policy, a namespace and an egress IP is counted under. There is a bounded number of them, which bounds the
-//! number of time series that a node makes; what finds no place is counted together, as [`OTHER`].
+//! Accounts, under which the traffic of a policy, a namespace and an egress IP is counted. Their number is bounded, and with it the number of
+//! time series of a node; traffic without an account is counted together, as [`OTHER`].
 
 use super::{Encoder, NodeView, Numbers, name_text, tables::Tables};
 use crate::model::PolicyId;
@@ -18,7 +18,7 @@ use std::{
 /// What is counted together.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Account {
-    /// The egress IP; none for flows that are refused. It comes first: where not all accounts have a place, these have.
+    /// The egress IP; none for flows that are refused. It is the first field: if not all accounts have a place, these have.
     pub egress_ip: Option<IpAddr>,
     /// The policy.
     pub policy: PolicyId,
@@ -87,7 +87,7 @@ fn numbers(wanted: BTreeSet<Account>, present: &Tables) -> BTreeMap<Account, u32
     wanted.into_iter().filter_map(number).collect()
 }
 
-/// How many accounts have no number of their own, of those that the pods need.
+/// How many of the accounts that the pods need have no number of their own.
 pub fn without_number(view: &NodeView, tables: &Tables) -> usize {
     wanted(view).len().saturating_sub(tables.accounts.len())
 }

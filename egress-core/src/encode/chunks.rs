@@ -14,7 +14,7 @@ pub struct Chunks {
 }
 
 impl Chunks {
-    /// Chunks that are in use stay what they are.
+    /// Chunks in use are left unchanged.
     pub fn new(present: &Tables) -> Self {
         Self { used: present.maglev.keys().copied().collect() }
     }

@@ -1,4 +1,4 @@
-//! What is left out of the tables where not everything fits into them. Pure.
+//! What is left out of the tables if not everything fits. Pure.
 
 use super::{
     Encoder, NodeView, PolicyView, egress_numbers, maglev_len,
@@ -28,7 +28,7 @@ pub struct Refused {
 }
 
 impl Refused {
-    /// What is to be told, for each policy that it is about.
+    /// What to report, for each policy concerned.
     pub fn troubles(&self, plan: &BTreeMap<IpAddr, EgressIpPlan>) -> Vec<Trouble> {
         let trouble = |policy: &PolicyId, message| Trouble {
             policy: policy.clone(),
@@ -51,7 +51,7 @@ impl Refused {
     }
 }
 
-/// Takes a policy's slots away, and leads to it whatever no other policy of its pods has, in the families that it steers.
+/// Removes a policy's slots, and leads to it whatever no other policy of its pods matches, in the families that it steers.
 fn refuse(view: &mut NodeView, policy: &PolicyId) {
     if let Some(view) = view.policies.get_mut(policy) {
         view.slots.clear();
@@ -72,7 +72,7 @@ fn refuse(view: &mut NodeView, policy: &PolicyId) {
     }
 }
 
-/// The egress IPs that a table of them has no place for, where it is one of those that overflows.
+/// The egress IPs for which a table of them has no place, if it is one of those that overflows.
 fn new_egress_ips(view: &NodeView, present: &Tables, overflow: &Overflow) -> Vec<IpAddr> {
     let new = |address: &&IpAddr| match (overflow.map, address) {
         ("EGRESS_IPS", _) => true,
@@ -90,10 +90,10 @@ fn new_egress_ips(view: &NodeView, present: &Tables, overflow: &Overflow) -> Vec
 }
 
 impl Encoder {
-    /// [`encode`](Self::encode) of as much of the view as fits; what does not is taken out of it. A policy that is refused drops what it
-    /// selects: it keeps no slot, and its destinations, or anything that no other policy of the same pods has, lead to it.
+    /// [`encode`](Self::encode) of as much of the view as fits; the rest is removed from it. A policy that is refused drops what it
+    /// selects: it keeps no slot, and its destinations, or anything that no other policy of the same pods matches, lead to it.
     ///
-    /// It is refused who grows: the largest growth first, since what was there has fitted.
+    /// Policies that grow are refused, the largest growth first, since what was there has fitted.
     pub fn fit(&mut self, view: &mut NodeView, present: &Tables) -> Result<(Tables, Refused), Overflow> {
         let mut refused = Refused::default();
         loop {

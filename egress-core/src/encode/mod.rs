@@ -1,7 +1,7 @@
 //! From what a node should do to the contents of its maps. Pure.
 //!
 //! Names become small numbers here (policies, egress IPs, nodes, endpoints, classes). A number keeps its meaning as long
-//! as the thing lives, over restarts of the agent too: the numbers are read back from the maps themselves.
+//! as the thing exists, across restarts of the agent too: the numbers are read back from the maps themselves.
 
 pub mod accounts;
 mod chunks;
@@ -81,9 +81,9 @@ pub struct EgressView {
     pub forwards: bool,
     /// Its epoch.
     pub epoch: u64,
-    /// The interface that it is sent by, where this node does that.
+    /// The interface on which this node sends its packets, if it does.
     pub interface: Option<u32>,
-    /// A node has the address by itself.
+    /// The address is a node's own.
     pub node_address: bool,
     /// An interface of this node has the address.
     pub here: bool,
@@ -91,11 +91,11 @@ pub struct EgressView {
     pub silent: bool,
     /// The subnet of its own that its packets go into, where this node carries it.
     pub subnet: Option<SubnetInfo>,
-    /// The limit of the bandwidth that this node sends with it, where it carries it.
+    /// The bandwidth limit of what this node sends with it, if it carries it.
     pub limit: Option<Bandwidth>,
     /// Blocks that this node may take ports from.
     pub blocks: BTreeSet<u16>,
-    /// Who every leased block is leased to.
+    /// The lessee of every leased block.
     pub leases: BTreeMap<u16, NodeName>,
 }
 
@@ -112,7 +112,7 @@ pub struct NodeView {
     pub classes: BTreeMap<BTreeSet<PolicyId>, Vec<(IpNet, Option<PolicyId>)>>,
     /// Destinations that no policy touches.
     pub excepts: BTreeSet<IpNet>,
-    /// Those of them that no pod of this node has an address of.
+    /// Those of them in which no pod of this node has an address.
     pub elsewhere: BTreeSet<IpNet>,
     /// The one of them that is the Service of the API server, if it is known.
     pub api_server: Option<IpNet>,
@@ -124,9 +124,9 @@ pub struct NodeView {
     pub transports: BTreeMap<NodeName, TransportView>,
     /// The MAC addresses that nodes on a common link send from.
     pub macs: BTreeMap<[u8; 6], NodeName>,
-    /// Interfaces by which packets of egress IPs come in, with their MAC addresses: those that answer for them, and those of the underlay.
+    /// Interfaces on which packets of egress IPs arrive, with their MAC addresses: those that answer for them, and those of the underlay.
     pub uplinks: BTreeMap<u32, [u8; 6]>,
-    /// Up to which revision the leases of each node that has any are among those of `egress_ips`.
+    /// By node with leases: the revision up to which its leases are among those of `egress_ips`.
     pub known_leases: BTreeMap<NodeName, u64>,
     /// Settings; node and generation are filled in by the encoder and the writer.
     pub config: Option<DatapathConfig>,
@@ -184,7 +184,7 @@ impl Encoder {
             nodes: Numbers(nodes.map(|(k, v)| (NodeName::from(name_text(v).as_str()), k.id)).collect()),
             endpoints: Numbers(named(present, name_kind::ENDPOINT).collect()),
             namespaces: accounts::recover(present),
-            // Classes are not named in the maps: they get new numbers, beside the old ones until those are removed.
+            // Classes are not named in the maps: they get new numbers, alongside the old ones until those are removed.
             classes: Numbers(BTreeMap::new()),
         }
     }
@@ -233,8 +233,8 @@ impl Encoder {
     }
 
     fn egress_ips(&self, view: &NodeView, present: &Tables, tables: &mut Tables) {
-        // What is not wanted any more is retired: the collector finds the other halves of its flows by it, and the next
-        // address to get its index has a higher generation.
+        // An entry that is no longer wanted is retired: the collector needs it to find the other halves of its flows,
+        // and the next address to get its index has a higher generation.
         let retired = |e: &EgressIp| EgressIp { addr: e.addr, generation: e.generation, ..EgressIp::EMPTY };
         tables.egress_ips = present.egress_ips.iter().map(|(i, e)| (*i, retired(e))).collect();
         for (address, e) in &view.egress_ips {
@@ -287,8 +287,8 @@ impl Encoder {
             }
             if !e.blocks.is_empty() {
                 let mut list = BlockList { count: e.blocks.len() as u32, blocks: [0; port_block::COUNT as usize] };
-                // The kernel copies a list that programs are reading: places behind its end hold blocks, too, so that an
-                // old length with new blocks, or the other way round, gives nobody else's ports.
+                // The kernel copies a list that programs are reading. Places behind its end hold blocks, too, so that an
+                // old length with new blocks, or the other way round, yields no other node's ports.
                 for (place, block) in list.blocks.iter_mut().zip(e.blocks.iter().cycle()) {
                     *place = *block;
                 }
@@ -423,15 +423,15 @@ fn present_classes(present: &Tables) -> impl Iterator<Item = u32> {
     routes.chain(endpoints)
 }
 
-/// The indices of egress IPs: an address keeps the one that it has in the maps, also a retired one that comes back. Others
-/// get one that was never used; only where there is none left, that of a retired address.
+/// The indices of egress IPs: an address keeps the one that it has in the maps, even a retired one that comes back. Others
+/// get one that was never used or, if there is none left, that of a retired address.
 pub(super) fn egress_numbers(view: &NodeView, present: &Tables) -> Numbers<IpAddr> {
     let known: BTreeMap<IpAddr, u32> = present.egress_ips.iter().map(|(i, e)| (net::from_any(e.addr), *i)).collect();
     let live: BTreeSet<u32> =
         present.v4.egress_index.values().chain(present.v6.egress_index.values()).copied().collect();
     let fresh = (1..limits::MAX_EGRESS_IPS as u32).filter(|i| !present.egress_ips.contains_key(i));
     let retired = known.iter().filter(|(a, i)| !view.egress_ips.contains_key(*a) && !live.contains(i)).map(|(_, i)| *i);
-    // What gets an index behind the end of the table is refused with the whole.
+    // An index behind the end of the table makes the whole table be refused.
     let mut free = fresh.chain(retired).chain(limits::MAX_EGRESS_IPS as u32..);
     let number = |a: &IpAddr| known.get(a).copied().or_else(|| free.next()).map(|n| (*a, n));
     Numbers(view.egress_ips.keys().filter_map(number).collect())
@@ -443,8 +443,8 @@ pub(super) fn maglev_len(policy: &PolicyView, family: u32) -> u32 {
     maglev::size(policy.slots.iter().filter(|s| s.address.is_ipv4() == (family == 4)).count())
 }
 
-/// The numbers of endpoints, out of their names: a pod that comes after another one, with its address perhaps, has another number.
-/// Whatever is kept of a pod names it by that.
+/// The numbers of endpoints, derived from their names: a pod that follows another one, perhaps with its address, has another
+/// number. All state of a pod names it by that.
 fn endpoint_numbers(known: &Numbers<EndpointId>, view: &NodeView, present: &Tables) -> Numbers<EndpointId> {
     let mut taken: BTreeSet<u32> =
         named_ids(present, name_kind::ENDPOINT).chain(known.0.values().copied()).chain([0]).collect();

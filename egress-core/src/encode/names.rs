@@ -8,7 +8,7 @@ pub fn name_text(name: &Name) -> String {
     String::from_utf8_lossy(&name.bytes[..end]).into_owned()
 }
 
-/// The record of a text; what is too long is cut.
+/// The record of a text, cut if it is too long.
 pub fn name_record(text: &str) -> Name {
     let mut bytes = [0; egress_common::abi::NAME_LEN];
     let n = text.len().min(bytes.len());

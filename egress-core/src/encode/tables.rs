@@ -48,7 +48,7 @@ pub struct Tables {
     pub members: BTreeMap<MemberKey, Member>,
     /// `PerEndpoint` assignments.
     pub assignments: BTreeMap<AssignmentKey, u32>,
-    /// What the packets of a namespace, policy and egress IP are counted under.
+    /// The accounts of packets, by namespace, policy and egress IP.
     pub accounts: BTreeMap<AccountKey, u32>,
     /// Maglev tables by chunk.
     pub maglev: BTreeMap<u32, MaglevChunk>,
@@ -59,9 +59,9 @@ pub struct Tables {
     pub blocks: BTreeMap<u32, BlockList>,
     /// Which carriers flows go to, by egress IP.
     pub carriers: BTreeMap<u32, CarrierTable>,
-    /// Everybody's blocks by egress IP.
+    /// All nodes' blocks by egress IP.
     pub leases: BTreeMap<u32, LeaseTable>,
-    /// By node: up to which revision its leases are in `leases`.
+    /// By node: the revision up to which its leases are in `leases`.
     pub known_leases: BTreeMap<u32, u64>,
     /// Nodes.
     pub nodes: BTreeMap<u32, NodeEntry>,
@@ -77,7 +77,7 @@ pub struct Tables {
     pub config: Option<DatapathConfig>,
 }
 
-/// A table that what is wanted does not fit into.
+/// A table that is too small for what is wanted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("table {map} holds {capacity} entries and {wanted} are wanted")]
 pub struct Overflow {
@@ -130,7 +130,7 @@ impl Tables {
         .collect()
     }
 
-    /// Refuses what does not fit, before anything is written. What is there and what is wanted share the tables while one
+    /// Refuses what does not fit, before anything is written. Present and wanted entries share the tables while one
     /// replaces the other, so both must fit together.
     pub fn check(&self, present: &Tables) -> Result<(), Overflow> {
         fn union<K: Ord, V>(a: &BTreeMap<K, V>, b: &BTreeMap<K, V>) -> usize {

@@ -15,11 +15,11 @@ use std::net::IpAddr;
 pub struct TransportView {
     /// The transport ([`egress_common::transport`]) of packets to it as a gateway.
     pub forward: u32,
-    /// The transports that can be taken to it, [`transport::bit`] each.
+    /// The transports that can reach it, [`transport::bit`] each.
     pub may: u32,
-    /// What packets count as that take the device because there is nothing else.
+    /// The counter for packets that take the device because nothing else is possible.
     pub why: Option<Counter>,
-    /// The transport over the underlay; absent where only the device goes.
+    /// The transport over the underlay; absent if only the device works.
     pub path: Option<Path>,
 }
 
@@ -43,7 +43,7 @@ pub fn mac(m: [u8; 6]) -> [u16; 3] {
     [0, 2, 4].map(|i| u16::from_ne_bytes([m[i], m[i + 1]]))
 }
 
-/// The Ethernet address that lies in memory as these words do: what [`mac`] was given.
+/// The Ethernet address of these words in memory order: the inverse of [`mac`].
 pub fn mac_bytes(words: [u16; 3]) -> [u8; 6] {
     let [[a, b], [c, d], [e, f]] = words.map(u16::to_ne_bytes);
     [a, b, c, d, e, f]

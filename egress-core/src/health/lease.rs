@@ -42,16 +42,16 @@ struct TrackedLease {
     proven: bool,
 }
 
-/// Follows the leases of all gateways, and which nodes are there.
+/// Follows the leases of all gateways, and which nodes exist.
 #[derive(Clone, Debug)]
 pub struct LeaseTracker {
     times: LeaseTimes,
     leases: BTreeMap<NodeName, TrackedLease>,
-    /// All leases were read once: one that appears has just been taken.
+    /// All leases were read once: a new one has just been taken.
     looked: bool,
     absent_since: BTreeMap<NodeName, Duration>,
     blind_since: Option<Duration>,
-    /// No lease counts as renewed before this time: until then those who could not renew had nobody to tell.
+    /// No lease counts as renewed before this time: until then gateways could not renew.
     excused_until: Duration,
 }
 
@@ -68,8 +68,8 @@ impl LeaseTracker {
         }
     }
 
-    /// The lease of a node was read. What is there at the first look at all leases counts as a renewal, but does not prove that its
-    /// gateway lives: it lapses if no other follows.
+    /// The lease of a node was read. One that exists at the first read of all leases counts as a renewal, but does not prove that
+    /// its gateway is alive: it lapses if no other renewal follows.
     pub fn observe(&mut self, node: &NodeName, renewal: Renewal, now: Duration) {
         self.poll(now);
         let looked = self.looked;
@@ -82,7 +82,7 @@ impl LeaseTracker {
         }
     }
 
-    /// Nobody holds the lease of a node: it was given up, or deleted. Nobody has asked its gateway for it, or it cannot carry anything.
+    /// Nobody holds the lease of a node: it was given up, or deleted. Its gateway was not asked for it, or cannot carry anything.
     pub fn given_up(&mut self, node: &NodeName) {
         if let Some(lease) = self.leases.get_mut(node) {
             *lease = TrackedLease { returned: lease.returned, ..TrackedLease::default() };
@@ -94,7 +94,7 @@ impl LeaseTracker {
         self.looked = true;
     }
 
-    /// These node objects exist, and those of `holders` that do not are absent from now on, if they were not before.
+    /// These node objects exist. Those of `holders` that do not exist are absent from now on, if they were not before.
     pub fn observe_nodes<'a>(
         &mut self,
         present: &BTreeSet<NodeName>,
@@ -109,14 +109,14 @@ impl LeaseTracker {
         }
     }
 
-    /// The leases cannot be read any more: nobody lapses for want of renewals that could not be seen.
+    /// The leases can no longer be read: none lapses for lack of renewals that could not be seen.
     pub fn lost_sight(&mut self, now: Duration) {
         self.poll(now);
         self.blind_since.get_or_insert(now);
     }
 
-    /// The leases can be read again: whoever was fresh has a whole duration to be seen renewing, and before that as long as
-    /// nothing was seen (at most two durations more) to find the way back to a server that was away or overloaded.
+    /// The leases can be read again. A gateway that was fresh has a whole duration to be seen renewing, and before that as
+    /// long as nothing was seen (at most two durations) to reconnect to a server that was away or overloaded.
     pub fn regained_sight(&mut self, now: Duration) {
         if let Some(since) = self.blind_since.take() {
             self.excused_until = now + now.saturating_sub(since).min(2 * self.times.duration);
@@ -140,8 +140,8 @@ impl LeaseTracker {
         lapsed
     }
 
-    /// When something changes by itself next: a lease lapses, a gateway has been fresh for one of `delays` (the failback
-    /// delays of pools), an absent node is gone for good.
+    /// When time alone changes something next: a lease lapses, a gateway has been fresh for one of `delays` (the
+    /// failback delays of pools), an absent node is gone for good.
     pub fn next_deadline(&self, delays: &BTreeSet<Duration>, now: Duration) -> Option<Duration> {
         let fresh = self.leases.values().filter_map(|lease| Some((lease, lease.fresh_since?)));
         let lapses = fresh
@@ -153,7 +153,7 @@ impl LeaseTracker {
         lapses.chain(settles.chain(gone).filter(|at| *at > now)).min()
     }
 
-    /// What the planner is told.
+    /// The health that the planner gets.
     pub fn health(&mut self, now: Duration) -> Health {
         self.poll(now);
         let mut nodes: BTreeMap<NodeName, NodeHealth> = BTreeMap::new();
@@ -201,7 +201,7 @@ mod tests {
         tracker.observe(&gw, renewal(1), ms(100));
         assert_eq!(tracker.next_deadline(&BTreeSet::new(), ms(100)), Some(ms(2100)));
         let health = tracker.health(ms(2099)).of(&gw);
-        assert!(health.is_fresh() && !health.is_proven(), "it may be dead since long ago");
+        assert!(health.is_fresh() && !health.is_proven(), "it may have been dead for long");
         assert!(!tracker.poll(ms(2099)));
         assert!(tracker.poll(ms(2100)));
         assert!(!tracker.poll(ms(2101)), "it lapses once");
@@ -296,8 +296,8 @@ mod tests {
     }
 
     proptest! {
-        /// The API server is away for any time; before and after it the gateways renew in time, each after a way back of
-        /// its own. Nobody lapses; and who does not come back does, in bounded time.
+        /// The API server is away for any time; before and after it the gateways renew in time, each after a delay of
+        /// its own. None lapses, except one that does not come back, in bounded time.
         #[test]
         fn a_store_outage_is_no_evidence_of_dead_gateways(
             away in 20u64..1800, phases in prop::collection::vec(0u64..10, 1..5), back in prop::collection::vec(0u64..20, 5),

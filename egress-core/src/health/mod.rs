@@ -1,6 +1,6 @@
-//! Who is alive: what the planner is told about gateways, and the sans-I/O state machines that find it out.
+//! Which gateways are alive: what the planner is told about them, and the sans-I/O state machines that find out.
 //!
-//! Time is an argument: a monotonic `Duration` since any fixed start, the same for all calls to one machine. Nothing here
+//! Time is an argument: a monotonic `Duration` since an arbitrary start, the same for all calls to one machine. Nothing here
 //! reads a clock, sends or receives.
 
 mod lease;
@@ -28,10 +28,10 @@ pub enum LeaseState {
         since: Duration,
         /// whether it had lapsed before, so that it has to prove itself again
         returned: bool,
-        /// whether a renewal was seen: until then it may be the last word of a gateway that is dead
+        /// whether a renewal was seen: until then the lease may be left over from a gateway that is dead
         proven: bool,
     },
-    /// It is not renewed any more.
+    /// It is no longer renewed.
     Lapsed,
 }
 
@@ -50,7 +50,7 @@ impl NodeHealth {
         matches!(self.lease, LeaseState::Fresh { .. })
     }
 
-    /// Whether nobody has asked it for a lease: it may live.
+    /// Whether it was not asked for a lease: it may be alive.
     pub fn is_unasked(&self) -> bool {
         self.lease == LeaseState::Never
     }

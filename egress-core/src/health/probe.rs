@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How often, how many.
+/// How often to probe, and how many results decide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProbeTimes {
     /// Between two probes to a gateway that answers.
     pub interval: Duration,
-    /// So many missed in a row: dead.
+    /// This many missed in a row: dead.
     pub misses: u32,
-    /// So many answered in a row: alive again.
+    /// This many answered in a row: alive again.
     pub replies: u32,
 }
 
@@ -21,8 +21,8 @@ impl Default for ProbeTimes {
 }
 
 impl ProbeTimes {
-    /// The pace of doubt: a gateway that has missed a probe is asked so often until it answers or is dead. With the defaults it is dead 75 ms
-    /// after the first missed probe, so that the first retransmission of TCP (200 ms, `TCP_RTO_MIN`) finds another carrier.
+    /// The pace of doubt: the time between probes of a gateway that has missed one, until it answers or is dead. With the defaults it is dead
+    /// 75 ms after the first missed probe, so that the first retransmission of TCP (200 ms, `TCP_RTO_MIN`) finds another carrier.
     pub fn quick(&self) -> Duration {
         self.interval / 4
     }
@@ -65,7 +65,7 @@ pub struct ProbeTracker {
 impl ProbeTracker {
     /// Answers to probes older than this many are ignored.
     pub const REMEMBERED: usize = 16;
-    /// An answer may take so many times as long as the last one before it is missed.
+    /// An answer is missed after this many times the last round trip.
     const ROUND_TRIPS: u32 = 3;
 
     /// Nothing sent yet.
@@ -88,7 +88,7 @@ impl ProbeTracker {
         if self.in_doubt() { self.patience() } else { self.times.interval }
     }
 
-    /// How long until a probe counts as missed. One that has never answered, or is dead, has the whole interval.
+    /// How long until a probe counts as missed. A gateway that has never answered, or is dead, has the whole interval.
     fn patience(&self) -> Duration {
         match self.round_trip {
             Some(last) if self.state == ProbeState::Alive => {
@@ -111,8 +111,8 @@ impl ProbeTracker {
         }
     }
 
-    /// A reply came. A late one shows that the gateway lives, but does not count towards its return. Replies to what was
-    /// not sent, or was answered already, are ignored.
+    /// A reply came. A late one shows that the gateway is alive, but does not count towards its return. Replies to
+    /// probes that were not sent, or were answered already, are ignored.
     pub fn on_reply(&mut self, seq: u64, now: Duration) -> Option<ProbeTransition> {
         let (sent, missed) = self.pending.remove(&seq)?;
         self.round_trip = Some(now.saturating_sub(sent));
@@ -122,7 +122,7 @@ impl ProbeTracker {
         }
         let alive = match self.state {
             ProbeState::Unknown => true,
-            // The tracker knows of answers only.
+            // The tracker only knows whether probes are answered.
             ProbeState::Alive | ProbeState::Unable => false,
             ProbeState::Dead => self.answered >= self.times.replies,
         };
@@ -189,7 +189,7 @@ mod tests {
         assert_eq!(tracker.round_trip(), Some(ms(1)));
     }
 
-    /// Answers take `rtt` until 500 ms, and then do not come. When the gateway is dead.
+    /// Answers take `rtt` until 500 ms, and then stop. Returns when the gateway is dead.
     fn dies(rtt: Duration) -> Duration {
         let mut tracker = ProbeTracker::new(ProbeTimes::default());
         let (mut seq, mut sent) = (0, ms(0));

@@ -1,7 +1,7 @@
 //! Chooses the transport to one gateway by what probes of each transport say.
 //!
-//! Each round has one number. The way in force is probed in every round, the others now and then, and all of them as soon as
-//! anything is in doubt. The gateway lives as long as any transport answers.
+//! Each round has one number. The transport in force is probed in every round, the others now and then, and all of them as
+//! soon as anything is in doubt. The gateway is alive as long as any transport answers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,7 +10,7 @@ use std::{
 
 use super::{ProbeState, ProbeTimes, ProbeTracker, ProbeTransition};
 
-/// What a probe is sent as: a transport (numbers that sort from what always works to what is best), and the packet's family.
+/// The form of a probe: a transport (numbered from the one that always works to the best), and the packet's family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Form {
     /// The transport.
@@ -19,7 +19,7 @@ pub struct Form {
     pub ipv6: bool,
 }
 
-/// Transports that are not in force are probed in one of so many rounds.
+/// Transports that are not in force are probed in one round of this many.
 const REST: u64 = 10;
 
 /// The probes of one gateway.
@@ -41,7 +41,8 @@ impl TransportChooser {
         new
     }
 
-    /// Takes these forms from now on. What is known of those that stay is kept. Whether another way is in force.
+    /// Uses these forms from now on, and keeps what is known about those that stay. Whether the transport in force has
+    /// changed.
     pub fn set(&mut self, forms: &BTreeSet<Form>) -> bool {
         self.forms.retain(|form, _| forms.contains(form));
         for form in forms {
@@ -50,7 +51,7 @@ impl TransportChooser {
         self.choose()
     }
 
-    /// What the probes say of the gateway, by whatever transport.
+    /// The state of the gateway, over whatever transport.
     pub fn state(&self) -> ProbeState {
         self.overall.state()
     }
@@ -70,17 +71,17 @@ impl TransportChooser {
         self.overall.next_deadline()
     }
 
-    /// The last round trip, by whatever transport.
+    /// The last round trip, over whatever transport.
     pub fn round_trip(&self) -> Option<Duration> {
         self.overall.round_trip()
     }
 
-    /// The way in force.
+    /// The transport in force.
     pub fn current(&self) -> u32 {
         self.current
     }
 
-    /// What the probes say of a transport: of its forms, the worst. `None` if it is not probed.
+    /// The state of a transport: the worst of its forms. `None` if it is not probed.
     pub fn of(&self, transport: u32) -> Option<ProbeState> {
         let worst = |state: ProbeState| match state {
             ProbeState::Dead => 0,
@@ -90,7 +91,7 @@ impl TransportChooser {
         self.trackers(transport).map(ProbeTracker::state).min_by_key(|state| worst(*state))
     }
 
-    /// Begins a round with this number, which was never used before: what to send in it.
+    /// Begins a round with this number, which was never used before. Returns what to send in it.
     pub fn round(&mut self, seq: u64, now: Duration) -> Vec<Form> {
         self.rounds += 1;
         let unknown = self.forms.values().any(|tracker| tracker.state() == ProbeState::Unknown);
@@ -106,14 +107,14 @@ impl TransportChooser {
         due
     }
 
-    /// A reply came. Whether the gateway is alive again, and whether another way is in force.
+    /// A reply came. Returns whether the gateway is alive again, and whether the transport in force has changed.
     pub fn on_reply(&mut self, form: Form, seq: u64, now: Duration) -> (Option<ProbeTransition>, bool) {
         let Some(tracker) = self.forms.get_mut(&form) else { return (None, false) };
         tracker.on_reply(seq, now);
         (self.overall.on_reply(seq, now), self.choose())
     }
 
-    /// Counts what was not answered in time. Whether the gateway is dead, and whether another way is in force.
+    /// Counts what was not answered in time. Whether the gateway is dead, and whether the transport in force has changed.
     pub fn poll(&mut self, now: Duration) -> (Option<ProbeTransition>, bool) {
         for tracker in self.forms.values_mut() {
             tracker.poll(now);
@@ -125,8 +126,8 @@ impl TransportChooser {
         self.forms.iter().filter(move |(form, _)| form.transport == transport).map(|(_, tracker)| tracker)
     }
 
-    /// The way in force stays until it fails or a better one is shown to work. Without any that works it is the first,
-    /// which asks for the least.
+    /// The transport in force stays until it fails or a better one is shown to work. If none works it is the first,
+    /// which needs the least.
     fn choose(&mut self) -> bool {
         let before = self.current;
         let mut transports = self.forms.keys().map(|form| form.transport);
@@ -154,7 +155,7 @@ mod tests {
         Form { transport: 2, ipv6: true },
     ];
 
-    /// Rounds of 100 ms in which the forms answer that `works` holds for; the transports in force after each.
+    /// Rounds of 100 ms in which the forms that satisfy `works` answer; the transports in force after each.
     fn rounds(transports: &mut TransportChooser, from: u64, count: u64, works: impl Fn(Form) -> bool) -> Vec<u32> {
         (from..from + count)
             .map(|seq| {

@@ -1,4 +1,4 @@
-//! Who held a port at a time, how sure that is, and why not surer.
+//! Which node held a port at a time, how certain that is, and why it is not more certain.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -17,7 +17,7 @@ pub struct LeaseQuestion {
     pub from: i64,
     /// The latest time that is meant.
     pub until: i64,
-    /// By how much clocks may differ, and writing may be late.
+    /// How much clocks may differ, and how late writes may be.
     pub slack: i64,
 }
 
@@ -26,33 +26,33 @@ pub struct LeaseQuestion {
 pub struct LeaseHolder {
     /// The node.
     pub node: NodeName,
-    /// The first of the ports that it got together.
+    /// The first port of the range that it got.
     pub first_port: u16,
-    /// The last of them.
+    /// The last port of that range.
     pub last_port: u16,
-    /// When it got them; none: before this log begins, or while nobody wrote.
+    /// When it got them; none: before this log begins, or while nothing was written.
     pub from: Option<i64>,
-    /// When they were taken from it; none: not as far as this log goes, or while nobody wrote.
+    /// When they were taken from it; none: not within this log, or while nothing was written.
     pub until: Option<i64>,
 }
 
-/// Why an answer is not sure.
+/// Why an answer is not certain.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Doubt {
-    /// The lease changed at this time, which is so close that clocks decide.
+    /// The lease changed at this time, which is so close that the clocks' differences decide.
     Changed(i64),
-    /// Nobody wrote from the first time to the second; none: the log does not reach so far.
+    /// Nothing was written from the first time to the second; none: the log does not reach that far.
     Unwritten(Option<i64>, Option<i64>),
-    /// So many events before this time were not written.
+    /// This many events before this time were not written.
     Lost(u64, i64),
 }
 
-/// What can be said.
+/// What the log shows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LeaseAnswer {
-    /// The nodes that may have been it; one, or none, if there is no doubt.
+    /// The nodes that may have held the port; at most one if there is no doubt.
     pub holders: BTreeSet<LeaseHolder>,
-    /// Why it is not sure.
+    /// Why it is not certain.
     pub doubts: BTreeSet<Doubt>,
 }
 
@@ -72,16 +72,16 @@ pub fn answer<'a>(records: impl IntoIterator<Item = &'a LeaseRecord>, question: 
     reading.finish()
 }
 
-/// A holder, and when it may have become one at the earliest.
+/// A holder, and the earliest time at which it may have become one.
 type Open = (LeaseHolder, i64);
 
 struct Reading {
     question: LeaseQuestion,
-    /// Who holds the port.
+    /// The nodes that hold the port.
     open: Vec<Open>,
-    /// Who held it before the list of all leases that is being read.
+    /// The nodes that held it before the list of all leases that is being read.
     unconfirmed: Vec<Open>,
-    /// Since when nobody wrote before that list, and when it was made.
+    /// Since when nothing was written before that list, and when it was made.
     unwritten: (i64, i64),
     /// The time of the last record.
     last: Option<i64>,
@@ -146,7 +146,7 @@ impl Reading {
         lease.egress_ip == self.question.egress_ip && (lease.first_port..=lease.last_port).contains(&self.question.port)
     }
 
-    /// Whether something from one time to another concerns the time that is asked for.
+    /// Whether a period, from one time to another, concerns the time that is asked for.
     fn overlaps(&self, from: i64, until: i64) -> bool {
         from <= self.question.until.saturating_add(self.question.slack)
             && until >= self.question.from.saturating_sub(self.question.slack)
@@ -164,7 +164,7 @@ impl Reading {
         }
     }
 
-    /// A lease of the list of all is one that was there before, or that came while nobody wrote.
+    /// A lease in the list of all leases existed before, or began while nothing was written.
     fn confirm(&mut self, lease: &PortLease) {
         let before = self.unconfirmed.iter().position(|(held, _)| held.node == lease.node);
         let new = || (holder(lease, None), self.unwritten.0);
@@ -172,7 +172,7 @@ impl Reading {
         self.open.push(held);
     }
 
-    /// The list of all leases is read: what was not in it ended while nobody wrote.
+    /// The list of all leases is read: a lease that is not in it ended while nothing was written.
     fn settle(&mut self) {
         let ended = std::mem::take(&mut self.unconfirmed);
         self.close(ended, None, self.unwritten.1);

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::{LeaseEvent, PortLease};
 use crate::model::NodeName;
 
-/// The leases as they were seen last.
+/// The leases as last seen.
 #[derive(Clone, Debug, Default)]
 pub struct Book {
     nodes: BTreeMap<NodeName, BTreeSet<PortLease>>,
@@ -33,7 +33,7 @@ impl Book {
     }
 }
 
-/// Leases of one node, in order; those whose ports follow each other are one.
+/// Leases of one node, in order; adjacent ranges of ports are merged.
 fn together<'a>(leases: impl Iterator<Item = &'a PortLease>) -> Vec<PortLease> {
     let mut all: Vec<PortLease> = Vec::new();
     for lease in leases {

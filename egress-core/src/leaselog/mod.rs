@@ -1,6 +1,6 @@
-//! Which node held which ports of which egress IP when: what is written down of leases, and what can be said from that.
+//! Which node held which ports of which egress IP when: the log of leases, and the answers that it gives.
 //!
-//! Times are microseconds since 1970, of the clock of whoever wrote. Nothing here reads one.
+//! Times are microseconds since 1970, of the writer's clock. Nothing here reads a clock.
 
 mod answer;
 mod book;
@@ -27,12 +27,12 @@ pub struct PortLease {
     pub node: NodeName,
 }
 
-/// What is written down.
+/// An event of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LeaseEvent {
-    /// Writing begins, and nobody wrote before. All leases follow as [`LeaseEvent::Held`].
+    /// Writing begins after a gap. All leases follow as [`LeaseEvent::Held`].
     Started,
-    /// Writing goes on in another file. All leases follow as [`LeaseEvent::Held`].
+    /// Writing continues in another file. All leases follow as [`LeaseEvent::Held`].
     Continued,
     /// A lease that is in force.
     Held(PortLease),
@@ -44,7 +44,7 @@ pub enum LeaseEvent {
     Alive,
     /// Writing ends.
     Stopped,
-    /// So many events before this one were not written.
+    /// This many events before this one were not written.
     Lost(u64),
 }
 

@@ -1,4 +1,4 @@
-//! What is said of random histories, against the histories themselves.
+//! The answers about random histories, against the histories themselves.
 
 use std::collections::BTreeSet;
 
@@ -13,9 +13,9 @@ const SLACK: i64 = 2;
 enum Step {
     /// Nothing.
     Rest,
-    /// The lease is this node's from now on; none: nobody's.
+    /// The lease is this node's from now on; none: no node's.
     Holder(Option<u8>),
-    /// The writer begins, dies without a word, ends, goes on in another file, or says that it lives.
+    /// The writer begins, dies silently, ends, continues in another file, or reports that it is alive.
     Start,
     Die,
     Stop,
@@ -46,7 +46,7 @@ fn ask(records: &[LeaseRecord], at: i64) -> LeaseAnswer {
     answer(records, LeaseQuestion { egress_ip, port: 1100, from: at, until: at, slack: SLACK })
 }
 
-/// Who held the port in each second, whether somebody wrote in it, and what was written.
+/// Which node held the port in each second, whether anything wrote in it, and what was written.
 fn history(steps: &[Step]) -> (Vec<Option<u8>>, Vec<bool>, Vec<LeaseRecord>) {
     let (mut holders, mut written, mut records) = (Vec::new(), Vec::new(), Vec::new());
     let (mut holder, mut writes, mut book) = (None, false, Book::default());
@@ -119,7 +119,7 @@ proptest! {
             let calm = second >= SLACK as usize
                 && around.clone().all(|near| holders[near] == holders[second] && written[near])
                 && !around.clone().any(|near| matches!(steps[near], Step::Start | Step::Stop | Step::Holder(_)))
-                // Somebody wrote that it went on.
+                // A later record shows that writing continued.
                 && records.iter().find(|record| record.at > second as i64 + SLACK).is_some_and(|next| next.event != LeaseEvent::Started);
             if calm {
                 let said = ask(&records, second as i64);
@@ -177,7 +177,7 @@ fn ports_that_follow_each_other_are_one_line() {
     };
     assert_eq!(ports(book.take_in(&block(0).node, all)), [(1024, 1151), (1216, 1279)]);
     assert_eq!(ports(book.held().collect()), [(1024, 1151), (1216, 1279)]);
-    // A part of what was one line goes and the rest stays.
+    // A part of what was one line ends, and the rest stays.
     assert_eq!(ports(book.take_in(&block(0).node, [1024, 1216].map(block).into())), [(1088, 1151)]);
 }
 

@@ -13,7 +13,7 @@ pub enum IdError {
     /// A pool reference with an unknown kind in front of the slash.
     #[error("pool {0:?}: expected \"NAME\" or \"externalippool/NAME\"")]
     Pool(String),
-    /// An endpoint reference that has not three parts.
+    /// An endpoint reference that does not have three parts.
     #[error("endpoint {0:?}: expected \"NAMESPACE/NAME/UID\"")]
     Endpoint(String),
 }

@@ -52,13 +52,13 @@ pub struct Snapshot {
     pub endpoints: BTreeMap<EndpointId, Endpoint>,
     /// The networks of Services.
     pub services: BTreeSet<IpNet>,
-    /// Networks of pods that no Node's `podCIDRs` has, as the controller tells agents of them.
+    /// Networks of pods that no Node's `podCIDRs` has, as the controller reports them to agents.
     pub pod_networks: BTreeSet<IpNet>,
     /// Networks of pods that the objects of a CNI name; only a controller reads those.
     pub cni_networks: CniNetworks,
-    /// How many floating egress IPs a node may own that says nothing itself, over all pools.
+    /// How many floating egress IPs a node without a limit of its own may own, over all pools.
     pub max_egress_ips: Option<u32>,
-    /// For how long an egress IP that was taken out of its pool keeps its connections.
+    /// How long an egress IP that was taken out of its pool keeps its connections.
     pub drain_timeout: Duration,
     /// The egress IPs for which that time is over.
     pub drained: BTreeSet<IpAddr>,

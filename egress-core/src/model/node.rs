@@ -21,7 +21,7 @@ pub struct InterfaceAddress {
 /// What an agent says about its leases of one egress IP.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Demand {
-    /// How many blocks it wants to hold in all; 0: it is content.
+    /// How many blocks it wants to hold in all; 0: it needs no more.
     pub want: u32,
     /// Blocks that it has given back: no flow uses them, and it uses none of them until a lease of a higher revision.
     pub released: BTreeSet<u16>,
@@ -32,11 +32,11 @@ pub struct Demand {
 pub struct NodeReport {
     /// Where other nodes reach its tunnel; the first one is preferred.
     pub tunnel_addresses: Vec<IpAddr>,
-    /// Addresses that the node has by itself.
+    /// The node's own addresses.
     pub addresses: BTreeSet<InterfaceAddress>,
     /// The Ethernet addresses of the interfaces that have its addresses.
     pub macs: BTreeMap<IpAddr, [u8; 6]>,
-    /// The names of the transports by which it takes packets.
+    /// The names of the transports over which it receives packets.
     pub receives: BTreeSet<String>,
     /// Port blocks in which its own sockets listen.
     pub occupied_blocks: BTreeSet<u16>,
@@ -46,7 +46,7 @@ pub struct NodeReport {
     pub carries: BTreeSet<IpAddr>,
     /// What it cannot do for policies.
     pub troubles: BTreeSet<Trouble>,
-    /// The policies that its tables carry out, and in which version; absent: its agent is of a version that does not tell.
+    /// The policies that its tables carry out, and in which version; absent: its agent's version does not report it.
     pub programmed: Option<BTreeMap<PolicyId, Version>>,
     /// Everything that is leased to this node up to this revision is in its tables.
     pub own_lease_revision: u64,
@@ -72,7 +72,7 @@ pub enum TroubleKind {
     DoesNotFit,
     /// A selected pod is behind no interface of the node.
     PodWithoutInterface,
-    /// A selected pod has had no address for so long that nothing is held for it any more.
+    /// A selected pod has had no address for so long that nothing is held for it any longer.
     PodNotStarted,
 }
 
@@ -104,8 +104,8 @@ pub struct Node {
     pub addresses: BTreeSet<IpAddr>,
     /// The prefixes that its pods' addresses come from, as far as Kubernetes knows them.
     pub pod_cidrs: BTreeSet<IpNet>,
-    /// Whether the node does not say of itself that it is not ready. When nobody has heard of it (the condition is absent or
-    /// `Unknown`, as of all nodes when the API server was away), its lease as a gateway is the better witness.
+    /// Whether the node does not report itself as not ready. If nothing was heard from it (the condition is absent or
+    /// `Unknown`, as of all nodes when the API server was away), its lease as a gateway is better evidence.
     pub ready: bool,
     /// Cordoned: what it owns goes to others.
     pub draining: bool,
@@ -116,7 +116,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// Whether it has this address by itself.
+    /// Whether this address is its own.
     pub fn has_address(&self, address: IpAddr) -> bool {
         self.addresses.contains(&address)
             || self.report.iter().flat_map(|report| &report.addresses).any(|a| a.net.addr() == address)

@@ -44,9 +44,9 @@ pub enum AddressSource {
 /// Which of the selected nodes an entry without an address of its own stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum NodeChoice {
-    /// Every selected node brings its address.
+    /// Every selected node contributes its address.
     Every,
-    /// One of them, by preference the first by name (Cilium's rule).
+    /// One of them, preferably the first by name (Cilium's rule).
     First,
 }
 
@@ -173,7 +173,7 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// The version that this is.
+    /// Its version.
     pub fn version(&self) -> Version {
         Version { uid: self.uid.clone(), generation: self.generation }
     }
@@ -183,7 +183,7 @@ impl Policy {
         self.uid == version.uid && self.generation == version.generation
     }
 
-    /// Orders policies by who wins where both match with prefixes of the same length: the older, then the name.
+    /// Orders policies by precedence where both match with prefixes of the same length: the older, then the name.
     pub fn precedence(&self, other: &Self) -> Ordering {
         let key = |p: &Self| (p.created, p.id.name.clone(), p.id.kind);
         key(self).cmp(&key(other))
@@ -200,5 +200,5 @@ impl Policy {
     }
 }
 
-/// The delay after which a gateway that came back gets its floating addresses back, where no pool says otherwise.
+/// The delay after which a gateway that came back gets its floating addresses back, if no pool says otherwise.
 pub const DEFAULT_FAILBACK_DELAY: Duration = Duration::from_secs(10);

@@ -14,7 +14,7 @@ pub enum Failback {
         /// how long
         delay: Duration,
     },
-    /// It stays where it is, as long as it can.
+    /// It stays where it is for as long as possible.
     Never,
 }
 
@@ -77,13 +77,13 @@ pub struct Pool {
 /// How many addresses of a pool the policies of one namespace may have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Quota {
-    /// The namespaces that it is for, each by itself.
+    /// The namespaces that it applies to, each on its own.
     pub namespaces: Selector,
     /// How many.
     pub max: u32,
 }
 
-/// How many gateways carry an egress IP where no pool says it.
+/// How many gateways carry an egress IP if no pool sets it.
 pub const DEFAULT_CARRIERS: usize = 4;
 /// The most gateways that carry an egress IP: as many as flows are spread over.
 pub const MAX_CARRIERS: usize = 64;
@@ -100,13 +100,13 @@ pub enum Announce {
     None,
 }
 
-/// Which carriers the packets of an egress IP leave by.
+/// Which carriers the packets of an egress IP leave through.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Outbound {
-    /// All by the owner.
+    /// All through the owner.
     #[default]
     Owner,
-    /// Each flow by one of the carriers.
+    /// Each flow through one of the carriers.
     Spread,
 }
 
@@ -121,7 +121,7 @@ impl Pool {
         self.ranges.iter().any(|range| range.contains(address))
     }
 
-    /// How many addresses the policies of a namespace with these labels may have; nothing where it may not use the pool.
+    /// How many addresses the policies of a namespace with these labels may have; `None` if it may not use the pool.
     pub fn quota(&self, namespace: &Labels) -> Option<u32> {
         self.allowed.as_ref().filter(|allowed| allowed.matches(namespace))?;
         let quotas = self.quotas.iter().filter(|quota| quota.namespaces.matches(namespace));

@@ -7,7 +7,7 @@ use ipnet::IpNet;
 
 use super::Family;
 
-/// A range that cannot be.
+/// An invalid range.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RangeError {
     /// One end is IPv4, the other IPv6.

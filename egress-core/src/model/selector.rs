@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::Labels;
 
-/// What is asked of one label.
+/// A requirement on one label.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Requirement {
     /// The label is there with one of these values. `matchLabels` gives one value.
@@ -17,13 +17,13 @@ pub enum Requirement {
     DoesNotExist,
 }
 
-/// Requirements that must all hold. With none it selects everything; that a selector is *absent* is said by
-/// `Option::None` where it is used.
+/// Requirements that must all hold. With none it selects everything; an *absent* selector is `Option::None` where it is
+/// used.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Selector(BTreeSet<(String, Requirement)>);
 
 impl Selector {
-    /// The selector that asks for all of these.
+    /// The selector that requires all of these.
     pub fn new(requirements: impl IntoIterator<Item = (String, Requirement)>) -> Self {
         Self(requirements.into_iter().collect())
     }
@@ -33,7 +33,7 @@ impl Selector {
         Self::default()
     }
 
-    /// The selector that asks for one value of one label.
+    /// The selector that requires one value of one label.
     pub fn label(key: &str, value: &str) -> Self {
         Self::from_labels([(key.to_owned(), value.to_owned())].into())
     }
@@ -43,12 +43,12 @@ impl Selector {
         Self::new(labels.into_iter().map(|(key, value)| (key, Requirement::In([value].into()))))
     }
 
-    /// What it asks, label by label.
+    /// Its requirements, label by label.
     pub fn requirements(&self) -> impl Iterator<Item = (&str, &Requirement)> {
         self.0.iter().map(|(key, requirement)| (key.as_str(), requirement))
     }
 
-    /// Whether it asks nothing.
+    /// Whether it requires nothing.
     pub fn is_everything(&self) -> bool {
         self.0.is_empty()
     }
@@ -82,7 +82,7 @@ impl Selector {
         self.matches_with(|key| labels.get(key).map(String::as_str))
     }
 
-    /// Whether labels satisfy it, with `label` telling the value of a label.
+    /// Whether labels satisfy it, with `label` giving the value of a label.
     pub fn matches_with<'a>(&self, label: impl Fn(&str) -> Option<&'a str>) -> bool {
         self.0.iter().all(|(key, requirement)| match (requirement, label(key)) {
             (Requirement::In(values), Some(value)) => values.contains(value),

@@ -9,9 +9,9 @@ pub enum Transport {
     Auto,
     /// The tunnel device.
     Device,
-    /// The same bytes as the tunnel device's, past the device, where plain Ethernet leads to the other node.
+    /// The same bytes as the tunnel device's, bypassing the device, where plain Ethernet leads to the other node.
     Vxlan,
-    /// No tunnel, where the other node is on the same link and takes it.
+    /// No tunnel, where the other node is on the same link and accepts it.
     Direct,
 }
 

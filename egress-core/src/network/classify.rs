@@ -61,7 +61,7 @@ fn matches(pattern: &[u8], name: &[u8]) -> bool {
     }
 }
 
-/// What the configuration says of interfaces, and what the node says of itself.
+/// What the configuration says about interfaces, and what the node says about itself.
 #[derive(Clone, Debug, Default)]
 pub struct InterfaceRules {
     /// Interfaces that lead out, whatever they look like.
@@ -83,7 +83,7 @@ pub struct Roles {
     pub uplinks: BTreeSet<u32>,
     /// Interfaces that carry the tunnel's outer packets, with the node's own addresses for it.
     pub underlays: BTreeMap<u32, BTreeSet<IpAddr>>,
-    /// Ethernet interfaces by which packets of pods may leave the node, whatever their role: all but those of pods, their bridges
+    /// Ethernet interfaces on which packets of pods may leave the node, whatever their role: all but those of pods, their bridges
     /// and our tunnel device.
     pub exits: BTreeSet<u32>,
 }
@@ -167,7 +167,7 @@ fn is_global(address: IpAddr) -> bool {
     }
 }
 
-/// The interfaces that no packet of a pod comes in by: what a stranger's packet with our mark came in by.
+/// The interfaces on which no packet of a pod arrives: a foreign packet with our mark arrived on one of these.
 pub fn outside(links: &LinkTable, roles: &Roles, tunnel: u32) -> BTreeSet<String> {
     let masters: BTreeSet<u32> =
         roles.pods.iter().filter_map(|pod| links.links.get(pod)).filter_map(|link| link.master).collect();

@@ -109,7 +109,7 @@ pub struct LinkTable {
     pub default_routes: BTreeSet<DefaultRoute>,
     /// Single addresses that the main table routes straight onto a link: pods, where the CNI wires them point to point.
     pub host_routes: BTreeMap<IpAddr, u32>,
-    /// Grows whenever any route may be another than before.
+    /// Grows whenever any route may have changed.
     pub route_changes: u64,
 }
 
@@ -150,9 +150,9 @@ pub enum LinkChange {
     DefaultRoutes,
     /// The main table routes an address straight onto a link.
     HostRoute(IpAddr, u32),
-    /// It does so no more.
+    /// It no longer does.
     HostRouteGone(IpAddr, u32),
-    /// Another route did.
+    /// Another route came, went or changed.
     Route,
     /// Reports were lost.
     Lost,
@@ -169,7 +169,7 @@ pub struct Stale {
     pub all: bool,
 }
 
-/// The state that changes accumulate in. Addresses are kept apart from links, since they are reported apart.
+/// The state that changes accumulate in. Addresses are kept apart from links, since they are reported separately.
 #[derive(Clone, Debug, Default)]
 pub struct LinkState {
     links: BTreeMap<u32, Link>,
@@ -183,12 +183,12 @@ pub struct LinkState {
 }
 
 impl LinkState {
-    /// A state without anything in it, in which changes of routes go on being counted.
+    /// An empty state that continues to count changes of routes.
     pub fn anew(&self) -> LinkState {
         LinkState { route_changes: self.route_changes + 1, ..LinkState::default() }
     }
 
-    /// Takes over one change and notes in `stale` what it leaves unknown.
+    /// Applies one change and notes in `stale` what it leaves unknown.
     pub fn apply(&mut self, change: LinkChange, stale: &mut Stale) {
         match change {
             LinkChange::Link(link) => {

@@ -1,5 +1,5 @@
-//! Networks of pods that no Node names: with the address management of some CNIs and clouds `podCIDRs` say nothing, or something else.
-//! Some CNIs name their networks in objects of their own; where they do not, there are the addresses of the pods.
+//! Networks of pods that no Node names: with the address management of some CNIs and clouds, `podCIDRs` is empty or something else.
+//! Some CNIs name their networks in objects of their own; otherwise only the addresses of the pods are known.
 
 use crate::model::{Endpoint, NodeName, Snapshot};
 use ipnet::IpNet;
@@ -10,7 +10,7 @@ use std::{
 
 /// The networks of pods that objects name.
 pub struct PodCidrs {
-    /// With the node whose pods have the addresses, where that is said.
+    /// With the node whose pods have the addresses, if known.
     named: BTreeMap<IpNet, Option<NodeName>>,
     /// The lengths of prefixes that occur: few, so that an address is looked up by each.
     lengths: BTreeSet<u8>,
@@ -39,12 +39,12 @@ impl PodCidrs {
         self.with(address).find_map(Option::as_ref)
     }
 
-    /// Whether they have an address.
+    /// Whether they contain an address.
     pub fn have(&self, address: IpAddr) -> bool {
         self.with(address).next().is_some()
     }
 
-    /// Whether they have all addresses of a pod, whichever node it is on.
+    /// Whether they contain all addresses of a pod, whichever node it is on.
     pub fn have_all(&self, pod: &Endpoint) -> bool {
         pod.ips.iter().all(|ip| self.have(*ip))
     }

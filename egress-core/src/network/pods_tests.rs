@@ -67,7 +67,7 @@ proptest! {
             }
         }
         for nets in networks.values().chain([&shared]) {
-            // No two of them make one.
+            // No two of them can be merged.
             let all: BTreeSet<&IpNet> = nets.iter().collect();
             let joins = |net: &IpNet| net.supernet().is_some_and(|above| {
                 above.subnets(net.prefix_len()).is_ok_and(|halves| halves.into_iter().all(|half| all.contains(&half)))

@@ -1,4 +1,4 @@
-//! The addresses that a node tells of itself.
+//! The addresses that a node reports of itself.
 
 use super::{
     classify::Roles,
@@ -8,10 +8,11 @@ use crate::model::{AddressSource, NodeName, Snapshot, Source};
 use ipnet::IpNet;
 use std::{collections::BTreeSet, net::IpAddr};
 
-/// Those that others know the node by, or a policy may mean: each with its link.
+/// The addresses by which others know the node, or that a policy may mean: each with its link.
 ///
-/// On dummy devices there is much that is no node's: every Service with IPVS (`kube-ipvs0`), the resolver of each node. Of such a device an
-/// address counts only if the Node object has it, a policy names it or its device, or a pool has it, which would give it out otherwise.
+/// Dummy devices have many addresses that are not the node's: every Service with IPVS (`kube-ipvs0`), the resolver of each node. An address
+/// of such a device counts only if the Node object has it, a policy names it or its device, or a pool has it, which would allocate it
+/// otherwise.
 pub fn reported<'a>(
     node: &NodeName,
     snapshot: &Snapshot,
@@ -26,7 +27,7 @@ pub fn reported<'a>(
     all.filter(|(link, net)| counts(link, net.addr())).collect()
 }
 
-/// The addresses of dummy devices: whatever else they are, this node takes what is sent there for itself.
+/// The addresses of dummy devices: whatever else they are, this node accepts packets sent to them.
 pub fn on_dummies(links: &LinkTable) -> impl Iterator<Item = IpNet> {
     links.links.values().filter(|link| is_dummy(link)).flat_map(|link| &link.addresses).map(|net| net.addr().into())
 }
@@ -43,7 +44,7 @@ fn is_local(address: IpAddr) -> bool {
     }
 }
 
-/// What objects say of addresses.
+/// What objects say about addresses.
 struct Meant<'a> {
     snapshot: &'a Snapshot,
     addresses: BTreeSet<IpAddr>,
@@ -111,7 +112,7 @@ mod tests {
             told.into_iter().map(|(_, net)| net.addr().to_string()).collect::<Vec<_>>()
         };
         assert_eq!(told(&snapshot), ["192.0.2.7"]);
-        assert_eq!(on_dummies(&links).count(), 1_004, "nothing that is sent to them is a policy's");
+        assert_eq!(on_dummies(&links).count(), 1_004, "no policy applies to packets that are sent to them");
 
         let mut named = snapshot.clone();
         let source = |address| Source::Gateways(vec![gateway(Selector::default(), address)]);

@@ -28,7 +28,7 @@ impl Schedule {
         self.entries.insert(address, Entry { next: now, last: now + LASTING });
     }
 
-    /// Announces the address no more.
+    /// Stops announcing the address.
     pub fn stop(&mut self, address: IpAddr) {
         self.entries.remove(&address);
     }

@@ -1,4 +1,4 @@
-//! Whether a gateway's packets are sent on at the driver of an interface (XDP), or at TC as ever.
+//! Whether a gateway's packets are sent on at the driver of an interface (XDP), or at TC as usual.
 
 use super::links::LinkKind;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::fmt;
 /// The setting.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Xdp {
-    /// Where it is faster, and nobody is in its way.
+    /// Where it is faster, and nothing else is attached there.
     #[default]
     Auto,
     /// Wherever the driver can do it.
@@ -40,11 +40,11 @@ pub mod act {
 pub struct Driver {
     /// What sort of device it is.
     pub kind: LinkKind,
-    /// The bits of [`act`]; absent on kernels that do not tell.
+    /// The bits of [`act`]; absent on kernels that do not report them.
     pub acts: Option<u64>,
     /// VLAN tags are taken off a frame before a program sees it.
     pub hides_tags: bool,
-    /// The XDP program of somebody else that is there.
+    /// Another party's XDP program that is attached.
     pub stranger: Option<String>,
 }
 

@@ -68,12 +68,12 @@ fn node_index(snapshot: &Snapshot) -> LabelIndex<'_> {
     LabelIndex::new(snapshot.nodes.values().map(|node| &node.labels), &keys)
 }
 
-/// Who has an address by itself.
+/// The nodes that have an address as their own.
 #[derive(Debug, Default)]
 pub struct Holders<'a> {
     /// The nodes, with the interface.
     pub nodes: BTreeMap<u32, &'a str>,
-    /// Their Node objects agree; who only says so does not count then.
+    /// Their Node objects agree; then nodes that only claim it do not count.
     pub proven: bool,
 }
 
@@ -117,7 +117,7 @@ fn allocated<'a>(
 pub struct Nodes<'a, 'p> {
     /// all objects
     pub snapshot: &'a Snapshot,
-    /// who is alive
+    /// which nodes are alive
     pub health: &'p Health,
     /// the plan so far
     pub previous: &'p Plan,
@@ -125,7 +125,7 @@ pub struct Nodes<'a, 'p> {
     pub names: Vec<&'a NodeName>,
     /// their labels
     pub index: LabelIndex<'a>,
-    /// the nodes that have an address by themselves
+    /// the nodes that have an address as their own
     pub holders: BTreeMap<IpAddr, Holders<'a>>,
 }
 
@@ -172,7 +172,7 @@ impl<'a> Nodes<'a, '_> {
         }
     }
 
-    /// What a policy says about addresses that it has while they drain. Where the pool is gone, so is its selector: the carriers remain.
+    /// A policy's claims on its addresses while they drain. If the pool is gone, so is its selector: the carriers remain.
     fn leaving(&self, policy: &'a Policy, draining: &Draining<'a>) -> Vec<(IpAddr, Claim<'a>)> {
         let of_policy = draining.iter().filter_map(|(address, ip)| Some((*address, *ip, *ip.users.get(&policy.id)?)));
         let claim = |(address, ip, weight): (IpAddr, &'a EgressIpPlan, u32)| {
@@ -187,7 +187,7 @@ impl<'a> Nodes<'a, '_> {
         of_policy.map(claim).collect()
     }
 
-    /// The node that serves already, if it still can; else the first that can; else the first.
+    /// The node that already serves, if it still can; else the first that can; else the first.
     fn first(&self, policy: &PolicyId, own: Vec<(u32, IpAddr)>) -> Option<(u32, IpAddr)> {
         let able = |(place, _): &&(u32, IpAddr)| {
             let name = self.names[*place as usize];

@@ -1,7 +1,7 @@
 //! Leases port blocks of egress IPs to source nodes.
 //!
 //! A lease ends in two ways only: its holder gives it back, or its holder is gone and a quarantine has passed. Until then
-//! nobody else gets the block, whatever else changes.
+//! no other node gets the block, whatever else changes.
 
 mod ledger;
 
@@ -15,14 +15,14 @@ use super::types::{BlockLease, BlockState, Blocks};
 use crate::health::Health;
 use crate::model::{Family, Node, NodeName};
 
-/// The number of blocks of an address that a node has by itself: ports 1024 to 29951, below the kernel's own ephemeral
-/// ports (32768) and Kubernetes' node ports (30000).
+/// The number of blocks of a node's own address: ports 1024 to 29951, below the kernel's own ephemeral ports (32768)
+/// and Kubernetes' node ports (30000).
 pub const FIXED_BLOCKS: u16 = 452;
 
 /// An egress IP whose blocks are leased.
 #[derive(Clone, Debug)]
 pub struct Leasable<'a> {
-    /// The node that has the address by itself.
+    /// The node whose own address it is.
     pub fixed: Option<&'a Node>,
     /// The nodes that use it, ascending, as places in the list of nodes.
     pub sources: &'a [u32],
@@ -41,14 +41,14 @@ pub struct Leases {
     pub granted: bool,
 }
 
-/// How the blocks of an egress IP go round; see [`super::EgressIpPlan`].
+/// How the blocks of an egress IP are shared; see [`super::EgressIpPlan`].
 #[derive(Clone, Copy, Debug)]
 pub struct Shares {
     /// How many each source node may count on.
     pub share: u32,
     /// Some node needs more and cannot have it.
     pub scarce: bool,
-    /// Some node has none that should have one.
+    /// Some node that should have a block has none.
     pub starved: bool,
 }
 
@@ -69,7 +69,7 @@ pub fn held<'a>(
 /// Plans the leases of egress IPs. `nodes` are all nodes that use or hold blocks of them and have an object, ascending;
 /// `sources_of` are the source nodes of each policy by its number; grants get `revision`.
 ///
-/// An egress IP's leases depend on those of another one only where a policy uses both, or others between them.
+/// An egress IP's leases depend on another one's only if a policy uses both, or others between them do.
 pub fn lease(
     nodes: &[&Node],
     health: &Health,
@@ -140,7 +140,7 @@ fn ahead(leasable: &BTreeMap<IpAddr, Leasable<'_>>, ledgers: &mut BTreeMap<IpAdd
     }
 }
 
-/// Leases one block to each source node of a policy that has none at all of its egress IPs of a family.
+/// Leases one block to each source node of a policy that has none of any of its egress IPs of a family.
 fn for_those_without(
     leasable: &BTreeMap<IpAddr, Leasable<'_>>,
     ledgers: &mut BTreeMap<IpAddr, Ledger>,
@@ -231,6 +231,6 @@ enum Holder<'a> {
     Gone,
     /// Its node object is missing.
     Absent,
-    /// What it released, and up to which of its leases it knew when it said so: a newer lease of the same block is not meant.
+    /// What it released, and up to which revision it then knew its leases: a newer lease of the same block is not released.
     Present(Option<&'a BTreeSet<u16>>, u64),
 }

@@ -1,8 +1,8 @@
 //! The order in which gateways carry each egress IP: its owner, then those that take its place, one after the other.
 //!
-//! The second is who would become the owner if the first died, so that the gateways that are left agree with the next plan: what one
-//! gateway has goes to others evenly, and moves once. The rest is chosen by rendezvous hashing (Thaler and Ravishankar, "Using
-//! name-based mappings to increase hit rates", 1998), so that a gateway that comes or goes changes few orders.
+//! The second is the one that would become the owner if the first died, so that the remaining gateways agree with the next plan: the
+//! egress IPs of one gateway go to others evenly, and move once. The rest is chosen by rendezvous hashing (Thaler and Ravishankar,
+//! "Using name-based mappings to increase hit rates", 1998), so that a gateway that comes or goes changes few orders.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -11,12 +11,12 @@ use super::hash::hash;
 use super::maglev;
 use super::owners::{Decision, Floating, GatewayNode, Loads};
 
-/// The number that a node is chosen by; see [`weight`].
+/// The number by which a node is chosen; see [`weight`].
 pub fn node_key(name: &str) -> u64 {
     hash(5, name.as_bytes())
 }
 
-/// The carriers of all egress IPs, each owner first. An egress IP without an owner has those that are asked to show that they live.
+/// The carriers of all egress IPs, each owner first. One without an owner has those that are asked to show that they are alive.
 pub fn orders(items: &[Floating<'_>], nodes: &[GatewayNode], decisions: &[Decision]) -> Vec<Vec<u32>> {
     let mut loads = Loads::new(items, nodes);
     let mut owned: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
@@ -52,8 +52,8 @@ pub fn orders(items: &[Floating<'_>], nodes: &[GatewayNode], decisions: &[Decisi
     orders
 }
 
-/// Who gets an egress IP when its owner dies: the gateway that it goes back to anyway, who was the next one before, as long as no other
-/// has fewer, or who has the fewest.
+/// The node that gets an egress IP when its owner dies: the gateway that it goes back to anyway; else the previous next one, as long as
+/// no other has fewer; else the one that has the fewest.
 fn heir(item: &Floating<'_>, at: usize, nodes: &[GatewayNode], loads: &Loads<'_>, decision: &Decision) -> Option<u32> {
     let other = |node: &u32| decision.owner != Some(*node);
     let home = decision.preferred.filter(|node| other(node) && nodes[*node as usize].stands_by());
@@ -99,8 +99,8 @@ fn rest(item: &Floating<'_>, at: usize, nodes: &[GatewayNode], loads: &Loads<'_>
     chosen
 }
 
-/// What a node and an address say to each other: the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-/// number generators", 2014).
+/// The weight of a node for an address: the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+/// generators", 2014).
 fn weight(node: u64, address: u64) -> u64 {
     let mut x = node ^ address;
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

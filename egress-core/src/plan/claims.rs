@@ -1,4 +1,4 @@
-//! Makes one egress IP of all that policies say about one address.
+//! Merges what all policies say about one address into one egress IP.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -14,13 +14,13 @@ use crate::model::{Failback, NodeName, Policy, PoolId, Selector};
 pub struct Wanted<'a> {
     /// The pool that it was taken from.
     pub pool: Option<&'a PoolId>,
-    /// The policies that use it and the weight of its slot, first who comes first.
+    /// The policies that use it and the weight of its slot, in order of precedence.
     pub users: Vec<(&'a Policy, u32)>,
-    /// The node that has it by itself, and the interface.
+    /// The node whose own address it is, and the interface.
     pub fixed: Option<(u32, Option<String>)>,
     /// The nodes that may own it, ascending, as places in `Snapshot::nodes`; shared by number in [`Candidates`].
     pub candidates: usize,
-    /// Nobody may own it because the address is configured elsewhere, or nowhere.
+    /// No node may own it because the address is configured elsewhere, or nowhere.
     pub elsewhere: bool,
     /// What happens when a gateway comes back.
     pub failback: Failback,
@@ -32,7 +32,7 @@ pub struct Wanted<'a> {
 
 /// What one policy says about one address.
 pub struct Claim<'a> {
-    /// who says it
+    /// the policy that says it
     pub policy: &'a Policy,
     /// the weight of the slot
     pub weight: u32,
@@ -48,7 +48,7 @@ pub struct Claim<'a> {
     pub first: bool,
 }
 
-/// Makes one egress IP of all that is said about it. A claim that cannot be satisfied never spoils those that can.
+/// Merges all claims on an address into one egress IP. A claim that cannot be satisfied never spoils those that can.
 pub fn settle<'a>(
     address: IpAddr,
     mut claims: Vec<Claim<'a>>,
@@ -58,7 +58,7 @@ pub fn settle<'a>(
 ) -> Wanted<'a> {
     let nobody = Holders::default();
     let Holders { nodes: holders, proven } = nodes.holders.get(&address).unwrap_or(&nobody);
-    // What only a node says of itself comes after what people write.
+    // An address that only a node itself claims comes after what people write.
     claims.sort_by_key(|claim| !claim.nodes.is_empty() && !proven);
     let failback_of = |pool: Option<&PoolId>| {
         let pool = pool.and_then(|id| nodes.snapshot.pools.get(id));
@@ -142,7 +142,7 @@ pub fn settle<'a>(
     Wanted { pool, users, fixed, candidates: set, elsewhere: false, failback, first, draining: false }
 }
 
-/// The sentence for an address of which a node says, and nobody else, that it has it.
+/// The message for an address that a node, and nothing else, claims to have.
 fn unproven(address: IpAddr, node: &NodeName) -> String {
     format!(
         "node {node} says that it has {address} (EgressNode {node}, status.addresses), which its Node object does not, and the \
@@ -150,7 +150,7 @@ fn unproven(address: IpAddr, node: &NodeName) -> String {
     )
 }
 
-/// The sentence for an address that is configured where it should not be, or nowhere.
+/// The message for an address that is configured where it should not be, or nowhere.
 fn elsewhere(address: IpAddr, holders: &BTreeMap<u32, &str>, nodes: &Nodes<'_, '_>) -> String {
     match holders.keys().next().map(|place| nodes.names[*place as usize]) {
         Some(node) => format!(

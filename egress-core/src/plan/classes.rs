@@ -77,8 +77,8 @@ pub fn merge<'a>(
     table
 }
 
-/// Whose traffic another policy takes: for each policy that does not come first at one of its own destination prefixes,
-/// for some class, who does. Policies that steer a shorter or a longer prefix do not conflict.
+/// Policies whose traffic another policy takes: for each policy that does not come first at one of its own destination
+/// prefixes, for some class, the one that does. Policies that steer a shorter or a longer prefix do not conflict.
 pub fn conflicts<'a>(
     policies: &BTreeMap<PolicyId, Policy>,
     classes: impl IntoIterator<Item = &'a Vec<&'a PolicyId>>,

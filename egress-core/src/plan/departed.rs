@@ -1,13 +1,13 @@
 //! Policies that were removed a moment ago. Pure.
 //!
-//! An agent hears of a policy's removal and of the end of its slots in two messages, in any order. Were the slots to end
+//! An agent learns of a policy's removal and of the end of its slots from two messages, in any order. If the slots ended
 //! first, new flows would find a policy without a gateway and be dropped, although another policy serves them as soon as the
-//! other message is there. So a policy is planned for a little longer than it exists.
+//! other message arrives. So a policy is planned for a little longer than it exists.
 
 use crate::model::{Policy, PolicyId};
 use std::{collections::BTreeMap, time::Duration};
 
-/// For how long a policy that is gone is planned for: agents follow changes within a second.
+/// How long a policy that is gone is planned for: agents follow changes within a second.
 pub const LINGER: Duration = Duration::from_secs(2);
 
 /// The policies of the last round, and those that are gone, with the time when they went.
@@ -27,7 +27,7 @@ impl Departed {
         policies.extend(self.gone.iter().map(|(id, (policy, _))| (id.clone(), policy.clone())));
     }
 
-    /// When the next of them is to be forgotten.
+    /// When the next of them is forgotten.
     pub fn next_deadline(&self) -> Option<Duration> {
         self.gone.values().map(|(_, since)| *since + LINGER).min()
     }

@@ -45,7 +45,7 @@ pub enum Change {
     Returned {
         /// the egress IP
         address: IpAddr,
-        /// the holder that was
+        /// the previous holder
         node: NodeName,
         /// how many
         blocks: usize,
@@ -119,7 +119,7 @@ pub fn diff(before: &Plan, after: &Plan) -> Vec<Change> {
             let was = old.and_then(|old| old.conditions.get(kind));
             let is_news = match was {
                 Some(was) => (was.holds, was.reason) != (condition.holds, condition.reason),
-                // That a new policy has no trouble is no news.
+                // A new policy without problems is not worth an event.
                 None => condition.holds || *kind == ConditionKind::Ready,
             };
             if is_news {

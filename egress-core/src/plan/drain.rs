@@ -1,8 +1,8 @@
 //! Addresses that were taken out of their pool while they are in use: the pool is gone, or its ranges are smaller.
 //!
-//! Such an address drains. Connections that it has go on, through carriers as before, and it gets no new ones: nobody takes a port
-//! from its blocks any more. It is released when the last block came back, when no policy that had it is left, or when the time for it is
-//! over. One that is put back into the pool in time stays.
+//! Such an address drains. Its connections continue, through carriers as before, and it gets no new ones: no port is taken from its
+//! blocks any more. It is released when the last block has come back, when no policy that had it is left, or when its time is over. One
+//! that is put back into the pool in time stays.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;

@@ -13,7 +13,7 @@ use crate::model::{EndpointId, Family, Node, NodeName, Policy, Snapshot, ZoneMod
 /// An egress IP that endpoints can be assigned to, with its weight.
 pub type Seat = (IpAddr, u32);
 
-/// Assigns sorted endpoints to `slots` (sorted by address). `previous` tells where an endpoint was.
+/// Assigns sorted endpoints to `slots` (sorted by address). `previous` says where an endpoint was.
 pub fn assign<'a>(
     slots: &[Seat],
     endpoints: &[&'a EndpointId],
@@ -41,7 +41,7 @@ pub fn assign<'a>(
             _ => homeless.push((n, *id)),
         }
     }
-    // Whoever finds its own turn vacant takes it, so that a first assignment that is written in pieces ends up as one.
+    // An endpoint takes its own turn if vacant, so that a first assignment that is written in pieces ends up as one.
     let turns = award(slots, &vec![0; slots.len()], if homeless.is_empty() { 0 } else { endpoints.len() });
     let out_of_turn: Vec<&EndpointId> = homeless
         .into_iter()

@@ -80,7 +80,7 @@ impl Turn {
         place as usize
     }
 
-    /// Who is next: the slot whose share would still be the smallest for its weight.
+    /// The order of turns: next is the slot whose share would still be the smallest for its weight.
     fn order(&self, at: usize) -> (u64, u64, usize) {
         (((self.taken + 1) << 32) / u64::from(self.weight), self.tie, at)
     }

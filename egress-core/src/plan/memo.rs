@@ -1,8 +1,8 @@
-//! A small change, and what follows from it, without a look at everything.
+//! Applies a small change to a plan, with its consequences, without looking at everything.
 //!
 //! A pod that comes, goes or is relabelled, and a node that reports other needs, concern few policies, egress IPs and
-//! nodes. [`Memo::change`] brings a plan up to date with them, or says that only a full plan can. What it makes is what a
-//! full plan would make; it decides nothing by itself, but has the same functions decide about a part:
+//! nodes. [`Memo::change`] brings a plan up to date with them, or says that only a full plan can. The result is what a
+//! full plan would make: the same functions decide, but about a part:
 //!
 //! - endpoints are counted, and assigned anew under the `PerEndpoint` policies that they come to or leave;
 //! - blocks are leased anew for the egress IPs of policies that have other source nodes than before, and for those that
@@ -39,14 +39,14 @@ pub struct Changes {
     pub reports: BTreeMap<NodeName, NodeReport>,
 }
 
-/// Which parts of a plan may be other ones than before.
+/// The parts of a plan that may have changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Touched {
-    /// Policies whose outcome is.
+    /// Policies whose outcome may differ.
     pub policies: BTreeSet<PolicyId>,
-    /// Egress IPs whose blocks or shares are.
+    /// Egress IPs whose blocks or shares may differ.
     pub egress_ips: BTreeSet<IpAddr>,
-    /// Nodes whose blocks or endpoints' egress IPs are.
+    /// Nodes whose blocks or endpoints' egress IPs may differ.
     pub nodes: BTreeSet<NodeName>,
 }
 
@@ -60,10 +60,10 @@ impl Memo {
         &self.snapshot
     }
 
-    /// Brings `plan` up to date with changes. It must be the plan that this was remembered of, with all changes so far, and
-    /// the health of gateways must be the same as far as a plan depends on it.
+    /// Brings `plan` up to date with changes. It must be the plan that this was made with, plus all changes so far, and the
+    /// health of gateways must be the same as far as a plan depends on it.
     ///
-    /// `None`: a full plan is needed; `plan` is as it was.
+    /// `None`: a full plan is needed; `plan` is unchanged.
     pub fn change(mut self, health: &Health, plan: &mut Plan, changes: Changes) -> Option<(Self, Touched)> {
         let mut news = News::default();
         for (id, endpoint) in changes.pods {
@@ -92,7 +92,7 @@ impl Memo {
         Some((self, touched))
     }
 
-    /// The policies of which a node reports another version than before. `None`: its agent begins or ceases to report them.
+    /// The policies of which a node now reports another version. `None`: its agent begins or ceases to report them.
     fn reported(&self, node: &NodeName, report: &NodeReport) -> Option<Vec<u32>> {
         let before = self.snapshot.nodes.get(node).and_then(|node| node.report.as_ref());
         if before.is_some_and(|before| before.programmed.is_some() != report.programmed.is_some()) {
@@ -105,7 +105,7 @@ impl Memo {
         Some(other.filter_map(|(policy, _)| self.index.number(policy)).collect())
     }
 
-    /// Looks which nodes of a policy have it in their datapath.
+    /// Updates which nodes of a policy have it in their datapath.
     fn follow(&self, plan: &mut Plan, number: u32, touched: &mut Touched) {
         let id = self.index.id(number);
         let Some(outcome) = plan.outcomes.get_mut(id) else { return };
@@ -117,7 +117,7 @@ impl Memo {
     /// Takes in what a node reports; returns the egress IPs whose leases may depend on the difference.
     fn report(&mut self, node: &NodeName, report: NodeReport, plan: &Plan) -> Option<BTreeSet<IpAddr>> {
         let before = self.snapshot.nodes.get_mut(node)?.report.as_mut()?;
-        // A carrier that leaves does so when its successor reports that it carries the address.
+        // A carrier leaves when its successor reports that it carries the address.
         let same =
             (&before.addresses, &before.tunnel_addresses, &before.occupied_blocks, &before.troubles, &before.carries)
                 == (
@@ -138,7 +138,7 @@ impl Memo {
         let (used, others): (BTreeSet<_>, BTreeSet<_>) =
             about.partition(|address| plan.egress_ips.get(address).is_some_and(|ip| !ip.draining));
         *before = report;
-        // The last block of an egress IP that drains ends it.
+        // A draining egress IP ends with its last block.
         others.iter().all(|address| !plan.blocks.contains_key(address)).then_some(used)
     }
 

@@ -253,8 +253,7 @@ impl<'a> Cluster<'a> {
         pool.map(Pool::attachment).or(before).unwrap_or_default()
     }
 
-    /// The carriers so far that are none any more, as long as the owner has not reported that it carries the address. Who is dead
-    /// carries nothing.
+    /// The previous carriers that have to leave, until the owner reports that it carries the address. Dead ones are left out.
     fn leaving(&self, address: IpAddr, carriers: &[NodeName], before: Option<&EgressIpPlan>) -> Vec<NodeName> {
         let Some(owner) = carriers.first() else { return Vec::new() };
         if self.snapshot.report(owner).is_some_and(|report| report.carries.contains(&address)) {

@@ -66,7 +66,7 @@ impl Problems {
         }
     }
 
-    /// Notes what nodes cannot do for a policy: of each kind one of them, and how many more there are.
+    /// Notes what nodes cannot do for a policy: one of each kind, and how many more there are.
     pub fn troubled(&mut self, policy: &PolicyId, troubles: &[(&NodeName, &Trouble)]) {
         for kind in TroubleKind::ALL {
             let mut of_kind = troubles.iter().filter(|(_, trouble)| trouble.kind == kind);
@@ -87,7 +87,7 @@ impl Problems {
         }
     }
 
-    /// Notes who comes first where.
+    /// Notes which policies come first, and where.
     pub fn conflicts(&mut self, policy: &PolicyId, conflicts: &BTreeMap<PolicyId, BTreeSet<IpNet>>) {
         for (winner, nets) in conflicts {
             let shown = nets.iter().take(3).map(ToString::to_string).collect::<Vec<_>>().join(", ");
@@ -175,7 +175,7 @@ fn slot_problem(slot: &Slot) -> Option<(Reason, String)> {
     })
 }
 
-/// What nodes say that they cannot do, by policy; sorted by node. A node speaks of its own pods.
+/// What nodes report that they cannot do, by policy; sorted by node. A node reports its own pods only.
 pub fn troubles(snapshot: &Snapshot) -> BTreeMap<&PolicyId, Vec<(&NodeName, &Trouble)>> {
     let mut all: BTreeMap<&PolicyId, Vec<(&NodeName, &Trouble)>> = BTreeMap::new();
     for node in snapshot.nodes.values() {
@@ -188,8 +188,8 @@ pub fn troubles(snapshot: &Snapshot) -> BTreeMap<&PolicyId, Vec<(&NodeName, &Tro
     all
 }
 
-/// Which of a policy's nodes do not have this version of it in their datapath. A node that is down has no traffic, one without an
-/// agent carries nothing out at all, and an agent of a version that does not tell is not waited for.
+/// Which of a policy's nodes do not have this version of it in their datapath. Not waited for are nodes that are down, which have
+/// no traffic, nodes without an agent, which carry nothing out at all, and agents of a version that does not report it.
 pub fn behind<'a>(
     snapshot: &Snapshot,
     policy: &Policy,

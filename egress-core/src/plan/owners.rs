@@ -1,7 +1,7 @@
 //! Chooses the owner of each floating egress IP.
 //!
-//! Who has an egress IP keeps it, who came back gets it back, and one whose owner is dead goes to its next carrier, which has taken
-//! it already, or else to the gateway with the fewest; only then, where gateways still differ by more than one, the fewest that it takes are moved (see
+//! A gateway keeps the egress IPs that it has, and gets its own back when it returns. One whose owner is dead goes to its next carrier, which has taken
+//! it already, or else to the gateway with the fewest. Only then, if gateways still differ by more than one, as few as possible are moved (see
 //! [`balance`]).
 
 mod balance;
@@ -104,7 +104,7 @@ fn conclude(item: &Floating<'_>, nodes: &[GatewayNode], place: Option<u32>) -> D
             candidates if candidates.iter().any(|node| nodes[*node as usize].takes()) => OwnerReason::AtCapacity,
             _ => OwnerReason::NoGatewayReady,
         };
-        // Who is well and still did not keep it has more than it may.
+        // A healthy owner that did not keep it has more than it may.
         let unwell = |owner: &u32| item.selects(*owner) && !nodes[*owner as usize].keeps();
         let kept = item.owner.filter(|owner| unwell(owner) && reason == OwnerReason::NoGatewayReady);
         let reason = kept.map_or(reason, |_| OwnerReason::OwnerUnhealthy);

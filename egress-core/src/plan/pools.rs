@@ -1,7 +1,7 @@
 //! Gives policies addresses out of pools.
 //!
-//! What a policy has it keeps. An address that was allocated belongs to one policy; several policies share one only by all
-//! asking for that very address.
+//! A policy keeps what it has. An address that was allocated belongs to one policy; several policies share one only if all
+//! of them ask for that very address.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -15,9 +15,9 @@ use crate::model::{Family, Labels, Node, Policy, PolicyId, Pool, PoolId, PoolReq
 /// The addresses of each policy, with the pools that they came from.
 pub type Allocation<'a> = BTreeMap<&'a PolicyId, BTreeMap<IpAddr, &'a PoolId>>;
 
-/// Allocates for all policies. `by_precedence` holds all policies, first who comes first; `named` which policies name which
-/// addresses as gateways do. Returns the allocation, and takes out of `named` what belongs to others, and out of `draining` what policies
-/// ask for by itself.
+/// Allocates for all policies. `by_precedence` holds all policies in order of precedence; `named` says which policies name which
+/// addresses as gateways do. Returns the allocation, and removes from `named` what belongs to others, and from `draining` what policies
+/// ask for by name.
 pub fn allocate<'a>(
     snapshot: &'a Snapshot,
     by_precedence: &[&'a Policy],
@@ -97,7 +97,7 @@ pub fn allocate<'a>(
     allocation
 }
 
-/// What a policy wants of a pool in one family.
+/// What a policy wants from a pool in one family.
 struct Request<'a> {
     policy: &'a PolicyId,
     pool: &'a Pool,
@@ -200,7 +200,7 @@ impl<'a> Quotas<'a> {
 }
 
 /// Lets an address that policies ask for by name be shared within one namespace only, or among cluster-scoped policies, which come first:
-/// a team does not get the address by which the outside knows another one. Of several namespaces the one that has it keeps it.
+/// a team does not get the address by which the outside knows another team. Of several namespaces the one that has it keeps it.
 fn keep_apart<'a>(
     by_precedence: &[&'a Policy],
     previous: &Plan,
@@ -233,7 +233,7 @@ fn keep_apart<'a>(
     }
 }
 
-/// What each policy had out of each pool.
+/// What each policy had from each pool.
 fn holdings(previous: &Plan) -> BTreeMap<(&PolicyId, &PoolId), Vec<IpAddr>> {
     let mut holdings: BTreeMap<_, Vec<IpAddr>> = BTreeMap::new();
     for (address, plan) in &previous.egress_ips {
@@ -246,8 +246,8 @@ fn holdings(previous: &Plan) -> BTreeMap<(&PolicyId, &PoolId), Vec<IpAddr>> {
 
 /// The free addresses of all pools, lowest first.
 ///
-/// What only a node says that it has is given out last: in ranges that hold addresses of gateways it keeps them out of use, and
-/// a node that claims a whole range takes nothing away.
+/// Addresses that only a node claims to have are allocated last: in ranges that hold addresses of gateways this keeps them out
+/// of use, and a node that claims a whole range takes nothing away.
 struct Free<'a> {
     taken: BTreeSet<IpAddr>,
     claimed: Rc<BTreeSet<IpAddr>>,

@@ -1,4 +1,4 @@
-//! What a change of objects would do: the cluster before and after it, each with its plan, and the flows that live now.
+//! What a change of objects would do: the cluster before and after it, each with its plan, and the live flows.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -11,9 +11,9 @@ use super::{classes, plan, select::Selection};
 use crate::health::{Health, LeaseState, NodeHealth};
 use crate::model::{EndpointId, Family, NodeName, OnNoGateway, PolicyId, Snapshot};
 
-/// So many rounds of planning are enough for gateways that nobody has used before: one asks them, the next uses them.
+/// This many rounds of planning are enough for gateways that were never used before: one asks them, the next uses them.
 const ROUNDS: usize = 8;
-/// For how long a gateway has been well that takes its lease when it is asked.
+/// How long a gateway that takes its lease when asked has been well.
 const LONG: std::time::Duration = std::time::Duration::from_secs(24 * 3600);
 
 /// A cluster with its plan.
@@ -25,7 +25,7 @@ pub struct Side<'a> {
     pub plan: &'a Plan,
 }
 
-/// A flow that lives now.
+/// A live flow.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LiveFlow {
     /// Its pod.
@@ -38,21 +38,21 @@ pub struct LiveFlow {
     pub egress: IpAddr,
 }
 
-/// What becomes of a flow that does not go on as it is.
+/// What happens to a flow that does not continue unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Fate {
-    /// It goes on, by another gateway.
+    /// It continues, through another gateway.
     Moves {
         /// the gateway now
         from: Option<NodeName>,
         /// the gateway then
         to: NodeName,
     },
-    /// Its next packet starts a new flow, by this policy or by none.
+    /// Its next packet starts a new flow, under this policy or none.
     Restarts(Option<PolicyId>),
-    /// The connection is severed: what would carry it on would show the other end another address.
+    /// The connection is severed: to continue, it would show the other end another address.
     Breaks,
-    /// Its packets are dropped, for want of a gateway.
+    /// Its packets are dropped, for lack of a gateway.
     Dropped,
 }
 
@@ -82,14 +82,14 @@ pub struct PolicyChange {
     pub lost: BTreeSet<IpAddr>,
 }
 
-/// A destination that other policies steer than before, for some pods.
+/// A destination that is steered by other policies than before, for some pods.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Steering {
     /// The pods, sorted.
     pub pods: Vec<EndpointId>,
     /// The destination.
     pub destination: IpNet,
-    /// The parts of the destination that this is not true of.
+    /// The parts of the destination for which this is not true.
     pub but: BTreeSet<IpNet>,
     /// The policy before; none: the packets were left alone.
     pub from: Option<PolicyId>,
@@ -97,7 +97,7 @@ pub struct Steering {
     pub to: Option<PolicyId>,
 }
 
-/// A policy that another one comes before, and did not before.
+/// A policy over which another one takes precedence, and did not before.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Conflict {
     /// The policy that comes second.
@@ -119,7 +119,7 @@ pub struct Preview {
     pub changes: Vec<Change>,
     /// New conflicts.
     pub conflicts: Vec<Conflict>,
-    /// The flows that do not go on as they are, by their place among those that were asked about.
+    /// The flows that do not continue unchanged, by their place among those that were asked about.
     pub flows: Vec<(usize, Fate)>,
 }
 
@@ -130,7 +130,7 @@ impl Preview {
     }
 }
 
-/// The plan that a cluster comes to rest with: gateways that a plan asks for the first time are taken to answer.
+/// The plan that a cluster settles on: gateways that a plan asks for the first time are assumed to answer.
 pub fn settled(snapshot: &Snapshot, health: &Health, previous: &Plan) -> Plan {
     let (mut health, mut last) = (health.clone(), plan(snapshot, health, previous));
     for _ in 0..ROUNDS {
@@ -147,7 +147,7 @@ pub fn settled(snapshot: &Snapshot, health: &Health, previous: &Plan) -> Plan {
     last
 }
 
-/// Compares two clusters, and says what becomes of the flows that live in the first.
+/// Compares two clusters, and returns what happens to the flows of the first.
 pub fn preview(before: Side<'_>, after: Side<'_>, flows: &[LiveFlow]) -> Preview {
     let selections = (Selection::new(before.snapshot), Selection::new(after.snapshot));
     let classes = (of_endpoints(before.snapshot, &selections.0), of_endpoints(after.snapshot, &selections.1));
@@ -205,7 +205,7 @@ fn of_endpoints<'a>(snapshot: &'a Snapshot, selection: &Selection<'a>) -> BTreeM
     classes
 }
 
-/// The policy that a table says for a destination, or for all of a prefix that no entry divides.
+/// The policy that a table gives for a destination, or for all of a prefix that no entry divides.
 fn steers(table: &Table, destination: IpNet) -> Option<&PolicyId> {
     let covering = table.iter().filter(|(net, _)| net.contains(&destination));
     covering.max_by_key(|(net, _)| net.prefix_len()).and_then(|(_, policy)| policy.as_ref())
@@ -248,7 +248,7 @@ impl<'a> Tables<'a> {
         Self { said: nets.map(|net| (net, (steers(old, net), steers(new, net)))).collect() }
     }
 
-    /// Where they say different things; nobody's.
+    /// Where they say different things; for no pods yet.
     fn differences(&self) -> Vec<Steering> {
         let differs = self.said.iter().filter(|(net, said)| said.0 != said.1 && **said != self.around(**net));
         differs
@@ -263,13 +263,13 @@ impl<'a> Tables<'a> {
             .collect()
     }
 
-    /// What is said of the next shorter prefix.
+    /// What the tables say about the next shorter prefix.
     fn around(&self, net: IpNet) -> (Option<&'a PolicyId>, Option<&'a PolicyId>) {
         let outer = self.said.iter().filter(|(outer, _)| **outer != net && outer.contains(&net));
         outer.max_by_key(|(outer, _)| outer.prefix_len()).map_or((None, None), |(_, said)| *said)
     }
 
-    /// The parts of a prefix of which something else is said, each once.
+    /// The parts of a prefix about which they say something else, each once.
     fn exceptions(&self, net: IpNet) -> BTreeSet<IpNet> {
         let inner = self.said.iter().filter(|(inner, said)| net.contains(*inner) && **said != self.said[&net]);
         IpNet::aggregate(&inner.map(|(inner, _)| *inner).collect()).into_iter().collect()

@@ -133,7 +133,7 @@ pub fn selecting<'a>(
     policies.into_iter().filter(|p| p.selects(pod, namespace, node)).map(|p| p.id.clone()).collect()
 }
 
-/// What has no object has no labels.
+/// The labels of anything without an object.
 pub static NO_LABELS: Labels = Labels::new();
 
 /// Nodes by the set of node selectors that they match.

@@ -47,14 +47,14 @@ impl OwnerReason {
 pub struct EgressIpPlan {
     /// The pool that it was taken from.
     pub pool: Option<PoolId>,
-    /// A node has the address by itself: it never floats, and only the ports of [`super::blocks::FIXED_BLOCKS`] are used.
+    /// The address is a node's own: it never floats, and only the ports of [`super::blocks::FIXED_BLOCKS`] are used.
     pub fixed: bool,
     /// The interface that has it, where `fixed`.
     pub interface: Option<String>,
     /// The carrier that answers for it.
     pub owner: Option<NodeName>,
     /// The gateways that carry it, the owner first, then in the order in which they take its place. Without an owner those that are
-    /// asked to show that they live.
+    /// asked to show that they are alive.
     pub carriers: Vec<NodeName>,
     /// The gateway that it goes back to.
     pub preferred: Option<NodeName>,
@@ -64,21 +64,21 @@ pub struct EgressIpPlan {
     pub users: BTreeMap<PolicyId, u32>,
     /// Why it has this owner.
     pub reason: OwnerReason,
-    /// How many blocks of it each source node may count on. Where `scarce`, a node that holds more gives idle ones back.
+    /// How many blocks of it each source node may count on. If `scarce`, a node that holds more gives idle ones back.
     pub share: u32,
     /// A node that needs a block of it cannot have one.
     pub scarce: bool,
-    /// A source node has no block at all that it should have. A node that holds more than the share takes no new ports
-    /// from the rest of its blocks, however much it needs them, and gives each back when its last flow ends.
+    /// A source node that should have a block has none. A node that holds more than the share takes no new ports from
+    /// the rest of its blocks, however much it needs them, and gives each back when its last flow ends.
     pub starved: bool,
     /// How packets reach it and leave with it, from its pool; agents need it when the pool is gone.
     pub attachment: NetworkAttachment,
-    /// It was taken out of its pool: connections that it has go on, and it gets no new ones.
+    /// It was taken out of its pool: connections that it has continue, and it gets no new ones.
     pub draining: bool,
 }
 
 impl EgressIpPlan {
-    /// Its carriers, if it has an owner. What a controller of an earlier version has planned names the owner only.
+    /// Its carriers, if it has an owner. The plan of an earlier version's controller names the owner only.
     pub fn order(&self) -> impl Iterator<Item = &NodeName> {
         let owner = self.owner.iter().filter(|_| self.carriers.is_empty());
         self.carriers.iter().chain(owner)
@@ -117,7 +117,7 @@ impl Assigned {
 pub enum BlockState {
     /// By its holder, for new flows.
     Leased,
-    /// By nobody for new flows. It is free again when its holder releases it, or is gone.
+    /// By no node for new flows. It is free again when its holder releases it, or is gone.
     Quarantined,
 }
 
@@ -163,7 +163,7 @@ impl ConditionKind {
 /// Why a condition is what it is, in one word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reason {
-    /// Nothing to complain of.
+    /// Nothing is wrong.
     AsExpected,
     /// The policy names a pool that is not there.
     PoolNotFound,
@@ -199,7 +199,7 @@ pub enum Reason {
     DoesNotFit,
     /// A selected pod is behind no interface of its node.
     PodWithoutInterface,
-    /// A selected pod has had no address for long.
+    /// A selected pod has had no address for a long time.
     PodNotStarted,
     /// The object cannot be carried out as it is written.
     Invalid,
@@ -271,7 +271,7 @@ pub struct Slot {
     pub draining: bool,
 }
 
-/// What became of a policy.
+/// The outcome of a policy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PolicyOutcome {
     /// All of [`ConditionKind::ALL`].
@@ -284,7 +284,7 @@ pub struct PolicyOutcome {
     pub behind: BTreeSet<NodeName>,
     /// Pods of it that a node cannot serve, and why.
     pub pods: BTreeMap<EndpointId, (TroubleKind, String)>,
-    /// Who comes first on which of its destination prefixes, for some of its pods.
+    /// Which policies come first on which of its destination prefixes, for some of its pods.
     pub conflicts: BTreeMap<PolicyId, BTreeSet<IpNet>>,
 }
 
@@ -295,7 +295,7 @@ pub struct Plan {
     pub egress_ips: BTreeMap<IpAddr, EgressIpPlan>,
     /// Of the `PerEndpoint` policies.
     pub assignments: BTreeMap<PolicyId, BTreeMap<EndpointId, Assigned>>,
-    /// By egress IP. An egress IP that is no more stays here until the last block of it came back.
+    /// By egress IP. A removed egress IP stays here until its last block has come back.
     pub blocks: BTreeMap<IpAddr, Blocks>,
     /// The revision of the latest grant of blocks.
     pub lease_revision: u64,

@@ -1,4 +1,4 @@
-//! For tests, those of the crates above too: links, and clusters of any shape.
+//! For tests, including those of the crates above: links, and clusters of any shape.
 #![allow(missing_docs, clippy::unwrap_used, reason = "each is named after what it makes, and belongs to tests")]
 
 pub mod world;

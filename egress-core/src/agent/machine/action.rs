@@ -25,24 +25,24 @@ use std::{
     time::Duration,
 };
 
-/// The settings of an agent, as far as it decides by them.
+/// The settings that an agent's decisions depend on.
 #[derive(Clone, Debug)]
 pub struct MachineSettings {
-    /// What tells interfaces apart, but for the node's addresses.
+    /// What tells interfaces apart, except for the node's addresses.
     pub rules: InterfaceRules,
     /// Probes of gateways.
     pub probe: ProbeTimes,
     /// How long a gateway's lease lasts.
     pub lease_duration: Duration,
-    /// For how long the programs believe a sign of life.
+    /// How long the programs trust a sign of life.
     pub deadline: Duration,
-    /// For how long unknown sources are held for a selected pod without an address.
+    /// How long unknown sources are held for a selected pod without an address.
     pub start_limit: Duration,
     /// The transports to other nodes.
     pub transport: Transport,
     /// The largest packet that the tunnel's device takes.
     pub tunnel_mtu: u32,
-    /// The record for the programs, but for what depends on links.
+    /// The record for the programs, except for what depends on links.
     pub config: DatapathConfig,
     /// The programs' clock when the agent started.
     pub clock: Duration,
@@ -102,43 +102,43 @@ pub struct ShaperEnds {
 /// A count of the ports in use.
 #[derive(Clone, Debug)]
 pub struct Counted {
-    /// They; absent where they could not be counted.
+    /// The ports; absent if they could not be counted.
     pub ports: Option<Ports>,
     /// When it began.
     pub began: Duration,
-    /// The CPU time that it took. On a busy node it waits for its turn, and what waits costs nobody anything.
+    /// The CPU time that it took. On a busy node it also waits for a CPU, which costs nothing.
     pub took: Duration,
 }
 
 /// One thing to do.
 #[derive(Clone, Debug)]
 pub enum Action {
-    /// Send a probe. One that cannot be sent is one that is not answered.
+    /// Send a probe. One that cannot be sent counts as unanswered.
     Probe(NodeName, Request),
-    /// Tell the programs for how long from now on this node is able to carry egress IPs, and holds its lease; zero: not at all.
+    /// Tell the programs how long from now on this node is able to carry egress IPs, and holds its lease; zero: not at all.
     SignOfLife {
-        /// It is able for so long.
+        /// How long it is able.
         able: Duration,
-        /// It holds its lease for so long.
+        /// How long it holds its lease.
         lease: Duration,
     },
     /// Read the programs' counters. Answered by `handle_counters`, or not at all.
     ReadCounters,
     /// Begin to count the ports that flows use. Answered by `handle_ports`, later.
     CountPorts(Growth),
-    /// Look at everything of whose changes nobody tells.
+    /// Read again everything whose changes are not reported.
     LookAgain,
 
     /// Find the interfaces that these addresses of pods are behind. Answered by `handle_interfaces`.
     FindInterfaces(BTreeSet<IpAddr>),
-    /// See whether each pod's interface that there is has its programs. Answered by `handle_covered`, if it is so.
+    /// Check whether each pod's interface that exists has its programs. Answered by `handle_covered`, if so.
     SeeIfCovered,
-    /// Make the way through the host's stack, with rules that hold what no program has seen unless it is for these networks. Answered by
-    /// `handle_stack_path`, if it is made.
+    /// Set up the host-stack path, with rules that hold packets that no program has seen unless they are for these networks. Answered by
+    /// `handle_stack_path`, if that succeeds.
     MakeStackPath {
         /// Some policy selects a pod of this node.
         selects: bool,
-        /// What is not held; absent where nothing is held.
+        /// What is not held; absent if nothing is held.
         hold: Option<BTreeSet<IpNet>>,
     },
     /// Make the device that limits bandwidths, or remove it. Answered by `handle_shaper`.
@@ -154,23 +154,23 @@ pub enum Action {
     FindRoutes(BTreeSet<IpAddr>),
     /// Write the tables. Answered by `handle_written`.
     Write {
-        /// What they are to say.
+        /// What they must say.
         view: Box<NodeView>,
         /// The limits of egress IPs, out and in.
         limits: BTreeMap<IpAddr, [Bandwidth; 2]>,
     },
-    /// Have pods open connections by these egress IPs again at once, whose first packets stay unanswered: a gateway that they went to is not
-    /// used any more, and may have failed.
+    /// Make pods open connections by these egress IPs again at once if their first packets are unanswered: a gateway that they went to is no
+    /// longer used, and may have failed.
     OpenAgain(BTreeSet<IpAddr>),
-    /// Have routes to these egress IPs for others.
+    /// Keep routes to these egress IPs for others.
     Advertise(BTreeSet<IpAddr>),
-    /// Have packets forwarded that come in by these interfaces.
+    /// Forward packets that arrive on these interfaces.
     Forward(Vec<String>),
     /// Announce these egress IPs from now on, and ask for the next hops of their subnets.
     Announce(BTreeMap<IpAddr, EgressLink>),
     /// Keep the lease, or give it up.
     KeepLease(bool),
-    /// Tell people what the node does.
+    /// Publish what the node does, for people.
     Publish,
 
     /// Write the status, if it differs. Answered by `handle_status`, later.

@@ -1,4 +1,4 @@
-//! What the programs' record of settings says besides the settings.
+//! The parts of the programs' record of settings that are not settings.
 
 use super::Machine;
 use egress_common::{
@@ -16,7 +16,7 @@ const HEADERS: [u32; 2] = [40, 60];
 const MIN_MSS: u32 = 536;
 
 impl Machine {
-    /// The record; with `hold`, what no program has seen is held.
+    /// The record; with `hold`, packets that no program has seen are held.
     pub(super) fn config(&self, hold: bool) -> DatapathConfig {
         let own = self.tunnel_addresses();
         let room = self.room(&own);

@@ -1,8 +1,8 @@
-//! The agent as a state machine: what happens goes in by `handle_*`, what is to be done comes out of [`Machine::poll_action`], in the
-//! order in which it is to be done. Pure; times are since the agent's start.
+//! The agent as a state machine: events go in by `handle_*`, actions come out of [`Machine::poll_action`] in the order in which they
+//! must be carried out. Pure; times are since the agent's start.
 //!
-//! Actions are carried out one by one, each before the next is asked for. Some ask something: the answer goes in before the next one is
-//! asked for, too. What has changed leads to a round ([`round`]), in which everything is decided again.
+//! Actions are carried out one by one, each before the next is polled. Some ask something: the answer, too, goes in before the next is
+//! polled. A change leads to a round ([`round`]), in which everything is decided again.
 
 mod action;
 mod config;
@@ -49,18 +49,18 @@ const RESYNC: Duration = Duration::from_secs(5);
 const STATUS_EVERY: Duration = Duration::from_millis(100);
 /// How often the programs' counters are read.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// The same while a gateway may be dying: who asks this node shows which of them it is.
+/// The same while a gateway may be dying: probes that reach this node tell whether it is the one that is cut off.
 const LOOK_CLOSELY_EVERY: Duration = Duration::from_millis(10);
 /// The least time between two counts of the ports in use.
 const COUNT_EVERY: Duration = Duration::from_secs(2);
-/// A count may take one part in so many of the time.
+/// A count may take one part in this many of the time.
 const COUNT_SHARE: u32 = 20;
 /// The same when ports are getting scarce.
 const AT_ONCE_EVERY: Duration = Duration::from_millis(100);
 /// The same when ports are getting scarce.
 const AT_ONCE_SHARE: u32 = 4;
 
-/// What came of the last rounds.
+/// The results of the last rounds.
 #[derive(Default)]
 pub struct RoundOutcome {
     /// Up to this revision, the node's leases are in its tables.
@@ -71,9 +71,9 @@ pub struct RoundOutcome {
     pub announced: BTreeMap<IpAddr, EgressLink>,
     /// The transports to other nodes.
     pub transports: BTreeMap<NodeName, Transports>,
-    /// Networks that may be the cluster's and that nobody names.
+    /// Networks that may be the cluster's and that no object names.
     pub unnamed: Networks,
-    /// How far the tables are with policies.
+    /// How far the tables are in programming policies.
     pub programmed: Programmed,
     /// What cannot be done for policies.
     pub troubles: BTreeSet<Trouble>,
@@ -81,7 +81,7 @@ pub struct RoundOutcome {
     pub errors: Vec<String>,
 }
 
-/// What is due when.
+/// When each thing is due.
 #[derive(Default)]
 struct Timers {
     resync: Duration,
@@ -129,7 +129,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// An agent that starts with these `facts`, and with what an earlier one has `left`. Its first round is to be carried out at once.
+    /// An agent that starts with these `facts`, and with what an earlier one has `left`. Its first round must be carried out at once.
     pub fn new(settings: MachineSettings, left: Left, facts: Facts) -> Self {
         let carriers = Carriers::recover(&left.carried, &left.used);
         let histories = Histories::recover(&left.endpoints);
@@ -165,25 +165,25 @@ impl Machine {
         machine
     }
 
-    /// The objects are these now.
+    /// The objects are now these.
     pub fn handle_objects(&mut self, objects: Arc<Objects>) {
         self.facts.objects = objects;
         self.dirty = true;
     }
 
-    /// The links are these now.
+    /// The links are now these.
     pub fn handle_links(&mut self, links: Arc<LinkTable>) {
         self.dirty |= !Arc::ptr_eq(&self.facts.links, &links);
         self.facts.links = links;
     }
 
-    /// Programs are at these exits now, and somebody else's program may bring packets into pods past ours, or none.
+    /// Programs are now at these exits. `bypass`: another party's program may deliver packets to pods past ours.
     pub fn handle_hooks(&mut self, exits: BTreeSet<u32>, bypass: bool) {
         self.dirty |= self.holds() || exits != self.facts.exits || bypass != self.facts.bypass;
         (self.facts.exits, self.facts.bypass) = (exits, bypass);
     }
 
-    /// The tunnel device has this index now.
+    /// The tunnel device now has this index.
     pub fn handle_tunnel(&mut self, index: u32) {
         self.dirty |= index != self.facts.tunnel;
         self.facts.tunnel = index;
@@ -200,7 +200,7 @@ impl Machine {
         self.dirty |= self.gateways.reply(answer, now);
     }
 
-    /// The lease is held until then; zero: it is not.
+    /// The lease is held until this time; zero: it is not.
     pub fn handle_lease(&mut self, until: Duration) {
         self.lease_until = until;
     }
@@ -210,7 +210,7 @@ impl Machine {
         self.dirty = true;
     }
 
-    /// The programs have answered so many probes, and found ports taken so often, in all.
+    /// How many probes the programs have answered, and how often they have found ports taken, in total.
     pub fn handle_counters(&mut self, answered: u64, tight: u64, now: Duration) {
         let lease = LeaseWord {
             wanted: self.facts.is_named(),
@@ -237,23 +237,23 @@ impl Machine {
         self.dirty |= self.decided.withheld.update(&self.facts);
     }
 
-    /// The status has something to tell that is not the machine's.
+    /// The status has something to report that is not the machine's.
     pub fn handle_news(&mut self) {
         self.status_due = true;
     }
 
-    /// The status was written, or need not be; or it is to be written again.
+    /// The status was written, or need not be (`done`); or it must be written again.
     pub fn handle_status(&mut self, done: bool) {
         self.writing_status = false;
         self.status_due |= !done;
     }
 
-    /// Something could not be done, for people.
+    /// Notes an error, to be published.
     pub fn handle_error(&mut self, error: impl ToString) {
         self.outcome.errors.push(error.to_string());
     }
 
-    /// It is this late. To be told when [`next_wake`](Self::next_wake) says so, and after everything else.
+    /// The time is now `now`. To be called when [`next_wake`](Self::next_wake) says so, and after every other event.
     pub fn handle_timeout(&mut self, now: Duration) {
         let actions = &mut self.actions;
         let send = |name: &NodeName, request: &_| actions.push_back(Action::Probe(name.clone(), *request));
@@ -278,17 +278,17 @@ impl Machine {
         }
     }
 
-    /// When [`handle_timeout`](Self::handle_timeout) is to be called at the latest.
+    /// The latest time at which to call [`handle_timeout`](Self::handle_timeout).
     pub fn next_wake(&self) -> Duration {
-        // While a count or a status is on its way, its end wakes the agent.
+        // While a count or a status write is in progress, its end wakes the agent.
         let status = (self.status_due && !self.writing_status).then_some(self.timers.status);
         let count = (!self.counting).then_some(self.timers.count);
         let sometimes = [status, count, self.gateways.next(), self.decided.carriers.next()].into_iter().flatten();
         sometimes.fold(self.timers.resync.min(self.timers.look).min(self.pulse.next()), Duration::min)
     }
 
-    /// The agent is about to stop: the other carriers take over where they can. Whether there are any; then all of them know it a moment
-    /// after what is to be done.
+    /// The agent is about to stop: the other carriers take over where they can. Returns whether they can; then all of them know it a
+    /// moment after the actions are carried out.
     pub fn handle_stop(&mut self, now: Duration) -> bool {
         let (node, plan) = (&self.facts.node, &self.facts.objects.plan);
         let replaceable = self.decided.carriers.are_replaceable(node, plan, &self.gateways.states());
@@ -302,7 +302,7 @@ impl Machine {
         true
     }
 
-    /// What is to be done next.
+    /// The next action.
     pub fn poll_action(&mut self, now: Duration) -> Option<Action> {
         while self.actions.is_empty() && (self.round.is_some() || self.dirty) {
             self.advance(now);
@@ -315,8 +315,8 @@ impl Machine {
         Some(Action::WriteStatus)
     }
 
-    /// What a status says of leases, where an earlier one has `reported` this: up to which revision they are in the tables, and what is
-    /// wanted and given back. Until the first write, the tables are those that an earlier agent has reported.
+    /// What a status says about leases, if an earlier one has `reported` this: the revision up to which they are in the tables, and
+    /// what is wanted and given back. Until the first write, the tables are those that an earlier agent has reported.
     pub fn report(&mut self, reported: u64) -> (u64, BTreeMap<IpAddr, Demand>) {
         let (node, plan, withheld) = (&self.facts.node, &self.facts.objects.plan, &mut self.decided.withheld);
         let leases = reported.max(self.outcome.leases);
@@ -342,12 +342,12 @@ impl Machine {
         now < self.lease_until
     }
 
-    /// What is known of the node.
+    /// What is known about the node.
     pub fn facts(&self) -> &Facts {
         &self.facts
     }
 
-    /// What came of the last rounds.
+    /// The results of the last rounds.
     pub fn outcome(&self) -> &RoundOutcome {
         &self.outcome
     }

@@ -28,7 +28,7 @@ pub(super) fn peers(
         let address = *view.nodes.get(name)?.first()?;
         let report = facts.objects.snapshot.report(name);
         let mac = report.and_then(|r| r.macs.get(&address)).copied();
-        // A MAC address that two nodes claim says nothing.
+        // A MAC address that two nodes claim is ignored.
         let mac = mac.filter(|mac| view.macs.get(mac) == Some(name));
         let direct = report.is_some_and(|r| r.receives.contains(transports::name(DIRECT)));
         Some((name.clone(), Peer { address, mac, direct }))

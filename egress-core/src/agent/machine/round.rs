@@ -1,9 +1,10 @@
-//! A round: everything is decided again, and carried out where it differs. Its order is that of the actions, and keeps what follows.
+//! A round: everything is decided again, and differences are carried out. The order of its actions keeps these rules:
 //!
-//! - The rules that hold look for what the programs note: they come after the programs hold, and go before the programs let go.
-//! - What is written into the tables adds before it deletes, and egress IPs are announced, advertised and reported after it, never
-//!   without it.
-//! - What could not be done is told at the end, so that all of it is.
+//! - The rules that hold match what the programs note: they are added after the programs hold, and removed before the programs stop
+//!   holding.
+//! - Writes to the tables add before they delete. Egress IPs are announced, advertised and reported after the write, never without
+//!   it.
+//! - Errors are reported at the end, so that none is missing.
 
 use super::{Action, Machine, RoundOutcome, ShaperEnds, peers};
 use crate::{
@@ -31,7 +32,7 @@ pub(super) struct Round {
     step: Step,
     /// Some policy selects a pod.
     selects: bool,
-    /// The programs held when it began.
+    /// The programs were holding when it began.
     held: bool,
     /// A selected pod is starting.
     starting: bool,
@@ -40,9 +41,9 @@ pub(super) struct Round {
     path_made: bool,
     /// The programs are to hold.
     hold: bool,
-    /// The ways out of the egress IPs that this node might carry are up.
+    /// The uplinks of the egress IPs that this node might carry are up.
     connected: bool,
-    /// Whether the node is able to carry egress IPs is another answer than before.
+    /// The node's ability to carry egress IPs has changed.
     turned: bool,
     limits: BTreeMap<IpAddr, [Bandwidth; 2]>,
     view: Box<NodeView>,
@@ -65,7 +66,7 @@ enum Step {
 }
 
 impl Machine {
-    /// Begins a round, or goes on with the one that is under way.
+    /// Begins a round, or continues the current one.
     pub(super) fn advance(&mut self, now: Duration) {
         self.dirty &= self.round.is_some();
         self.facts.now = now;
@@ -87,7 +88,7 @@ impl Machine {
         self.facts.roles = classify(&self.facts.links, &self.rules());
         self.outcome.unnamed = self.unnamed.update(&self.facts);
         let told = self.facts.except_cidrs.iter().chain(self.outcome.unnamed.keys()).copied();
-        // Most of what is on dummy devices are no addresses that the node tells of.
+        // The node reports few of the addresses on dummy devices.
         self.facts.left_alone = told.chain(on_dummies(&self.facts.links)).collect();
     }
 
@@ -100,7 +101,7 @@ impl Machine {
         facts.classes = view::classes_of(snapshot, &facts.node);
         facts.classes.extend(facts.gone.iter().map(|(id, pod)| (id.clone(), pod.class.clone())));
         round.selects = facts.classes.values().any(|class| !class.is_empty());
-        // Whose interface is new is to be known while a pod is overdue.
+        // While a pod is overdue, the pod behind each new interface must be known.
         let all = self.late.is_any_overdue(self.settings.start_limit, facts.now);
         let pods = facts.classes.iter().filter(|(_, class)| all || !class.is_empty());
         let ips = pods.filter_map(|(id, _)| Some(&snapshot.endpoints.get(id)?.ips)).flatten().copied();
@@ -140,7 +141,7 @@ impl Machine {
         Step::Decide
     }
 
-    /// The way through the host's stack is made as it was to be.
+    /// The host-stack path is set up as requested.
     pub fn handle_stack_path(&mut self) {
         if let Some(round) = &mut self.round {
             round.path_made = true;
@@ -223,7 +224,7 @@ impl Machine {
         Step::End
     }
 
-    /// The tables say what `view` does, which is as much as fits. What was decided holds from now on, and may be told.
+    /// The tables say what `view` says, which is as much as fits. The decisions are in force from now on, and may be reported.
     pub fn handle_written(&mut self, view: &NodeView, refused: &Refused, now: Duration) {
         let Some(round) = &mut self.round else { return };
         round.written = true;
@@ -274,7 +275,7 @@ impl Machine {
         self.status_due = true;
     }
 
-    /// Where nothing was written, the tables carry what they carried before, and answer for no more.
+    /// If nothing was written, the tables carry what they carried before, and answer for nothing more.
     fn announce(&mut self, written: bool) {
         let mut wanted = view::announced(&self.facts, &self.decided);
         let RoundOutcome { carries, announced, .. } = &mut self.outcome;
@@ -289,12 +290,12 @@ impl Machine {
         self.decided.carriers.watched(&self.facts.node, &self.facts.objects.plan, &self.facts.used)
     }
 
-    /// Whether the programs hold what they do not know.
+    /// Whether the programs hold unknown sources.
     pub(super) fn holds(&self) -> bool {
         self.flags & flags::HOLD != 0
     }
 
-    /// What the rules are not to hold, if the programs hold.
+    /// The networks that the rules must not hold, if the programs hold.
     pub fn held(&self) -> Option<BTreeSet<IpNet>> {
         self.holds().then(|| view::excepts(&self.facts.node, &self.facts.objects.snapshot, &self.facts.left_alone))
     }

@@ -1,4 +1,4 @@
-//! In which order the machine has things done, and what it makes of those that fail.
+//! The order in which the machine has actions carried out, and how it handles failures.
 
 use super::*;
 use crate::{
@@ -19,12 +19,12 @@ use egress_common::config::{self, flags};
 
 const POD: u32 = 9;
 
-/// What a real agent is around the machine: it carries out all but what `fails`.
+/// Stands in for the agent around the machine: it carries out all actions but those in `fails`.
 struct Shell {
     machine: Machine,
     now: Duration,
     fails: BTreeSet<&'static str>,
-    /// What was done since it was looked at last, with what counts of it.
+    /// The actions of the last run, each with its name.
     done: Vec<(String, Action)>,
     /// The errors that were published last.
     published: Vec<String>,
@@ -58,7 +58,7 @@ impl Shell {
         Self { machine, now: Duration::ZERO, fails: BTreeSet::new(), done: Vec::new(), published: Vec::new() }
     }
 
-    /// Carries out what is to be done. What was, but for probes.
+    /// Carries out the actions. Returns their names, except for probes.
     fn run(&mut self) -> Vec<String> {
         self.done.clear();
         while let Some(action) = self.machine.poll_action(self.now) {
@@ -110,7 +110,7 @@ impl Shell {
         self.run()
     }
 
-    /// The probes that were sent last are answered by these gateways.
+    /// These gateways answer the probes that were sent last.
     fn answer_probes(&mut self, lives: impl Fn(&NodeName) -> bool) {
         for (_, action) in self.done.clone() {
             if let Action::Probe(name, request) = action
@@ -136,7 +136,7 @@ impl Shell {
         sets.next_back().unwrap()
     }
 
-    /// What holds, in the order in which it was made so: the programs, and the rules.
+    /// Whether the programs and the rules hold, in the order in which they were set.
     fn holding(&self) -> Vec<(&'static str, bool)> {
         let holding = self.done.iter().filter_map(|(_, action)| match action {
             Action::MakeStackPath { hold, .. } => Some(("rules", hold.is_some())),
@@ -197,7 +197,7 @@ fn tables_that_failed_to_be_written_are_neither_announced_nor_reported() {
     shell.round(&world);
     assert_eq!((shell.announced(), &shell.machine.outcome().carries), ([own].into(), &[own].into()));
     assert_eq!(shell.machine.report(0).0, 5);
-    // The tables do not know the address, or do not answer for it, however much it is this node's turn.
+    // The tables do not know the address, or do not answer for it, although it is this node's turn.
     carried_by(&mut world, 0, &["me", "g1"]);
     carried_by(&mut world, 2, &["g2"]);
     world.plan.lease_revision = 6;
@@ -207,7 +207,7 @@ fn tables_that_failed_to_be_written_are_neither_announced_nor_reported() {
     assert_eq!(shell.machine.report(0).0, 5);
     carried_by(&mut world, 2, &["me"]);
     shell.round(&world);
-    assert_eq!(shell.announced(), [].into(), "the tables may answer for it no more");
+    assert_eq!(shell.announced(), [].into(), "the tables may no longer answer for it");
     shell.fails.clear();
     shell.round(&world);
     assert_eq!(shell.announced(), [own, ip(OWNED[0].0)].into());
@@ -224,7 +224,7 @@ fn hold_rules_come_after_the_programs_and_go_before_them() {
     shell.round(&world);
     assert_eq!(shell.holding(), [("rules", false), ("programs", true), ("rules", true)]);
     shell.round(&world);
-    assert_eq!(shell.holding(), [("rules", true), ("programs", true)], "it goes on");
+    assert_eq!(shell.holding(), [("rules", true), ("programs", true)], "both still hold");
     // The pod has an address, and its interface may have no programs yet.
     world.add(pod("web-2", &["10.1.0.2"]));
     shell.fails.insert("SeeIfCovered");
@@ -232,7 +232,7 @@ fn hold_rules_come_after_the_programs_and_go_before_them() {
     assert_eq!(shell.holding(), [("rules", true), ("programs", true)]);
     let known = |view: &NodeView| view.endpoints.values().filter(|pod| !pod.ips.is_empty()).count();
     assert_eq!(shell.views().map(known).collect::<Vec<_>>(), [2], "the pod is written while its packets are held");
-    // The rules cannot be taken away: what they look for is noted.
+    // The rules cannot be removed: the programs still note what they match.
     shell.fails = ["MakeStackPath"].into();
     shell.round(&world);
     assert_eq!(shell.holding(), [("rules", false), ("programs", true)]);
@@ -358,7 +358,7 @@ fn a_take_over_is_as_long_as_nobody_answered() {
         }
         shell.machine.takeovers()
     };
-    assert_eq!(pass(2_000, true), Lengths::default(), "the carrier lives");
+    assert_eq!(pass(2_000, true), Lengths::default(), "the carrier is alive");
     let lengths = pass(4_000, false);
     assert_eq!(lengths.counts.iter().sum::<u64>(), 1, "{lengths:?}");
     let expected = Duration::from_millis(150)..Duration::from_millis(400);
@@ -376,7 +376,7 @@ fn connections_are_opened_again_once_the_tables_avoid_their_gateway() {
     shell.run();
     shell.machine.handle_start(shell.now);
     let mut opened = Vec::new();
-    // Both live; it is g2's turn by the plan; g2 is dead; the tables can be written again.
+    // Both are alive; it is g2's turn by the plan; g2 is dead; the tables can be written again.
     for (until, living, fails) in [(500, "g1 g2", ""), (1_000, "g1 g2", ""), (2_000, "g1", "Write"), (3_000, "g1", "")]
     {
         if until == 1_000 {

@@ -27,12 +27,12 @@ pub(super) struct Ledger {
 }
 
 impl Ledger {
-    /// `blocks` are those that remain leased. One that the node of the address uses itself by now, or may use, is to come back: its holder
+    /// `blocks` are those that remain leased. A block that the address's own node uses by now, or may use, has to come back: its holder
     /// takes no new ports from it.
     pub(super) fn new(mut blocks: Blocks, ip: &Leasable<'_>, round: &Round<'_>) -> Self {
         let count = if ip.fixed.is_some() { FIXED_BLOCKS } else { port_block::COUNT };
         let mut usable = vec![true; usize::from(count)];
-        // Leased while nobody had told yet that a node has the address.
+        // Leased before any report that a node has the address.
         blocks.range_mut(count..).for_each(|(_, lease)| lease.state = BlockState::Quarantined);
         let occupied = ip.fixed.and_then(|node| node.report.as_ref()).map(|report| &report.occupied_blocks);
         for block in occupied.into_iter().flatten() {

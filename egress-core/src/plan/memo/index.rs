@@ -1,4 +1,4 @@
-//! Which policies select which endpoints, counted, so that one endpoint more or less is seen at once.
+//! Which policies select which endpoints, counted, so that the effect of a single endpoint is seen at once.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -34,9 +34,9 @@ struct Selected {
 /// What changes while pods are taken in.
 #[derive(Debug, Default)]
 pub struct News {
-    /// Policies with endpoints more or less than before.
+    /// Policies with more or fewer endpoints than before.
     pub policies: BTreeSet<u32>,
-    /// Policies of which a node has another version than before.
+    /// Policies for which a node has another version than before.
     pub programmed: BTreeSet<u32>,
     /// The nodes of such endpoints, where policies have members.
     pub nodes: BTreeSet<NodeName>,
@@ -47,7 +47,7 @@ pub struct News {
 }
 
 impl Index {
-    /// Of a snapshot.
+    /// The counts of a snapshot.
     pub fn new(snapshot: &Snapshot, selection: &Selection<'_>) -> Self {
         let selected = |policy: &crate::model::Policy| Selected {
             id: policy.id.clone(),

@@ -1,7 +1,7 @@
 //! Moves egress IPs between gateways until none has two more than another that could take one of its.
 //!
-//! An egress IP may have to go by others: one gateway gives to a second, which gives another one to a third. Each round
-//! follows the shortest such way, so few are moved, and it ends because each round makes the loads more equal.
+//! A move may take several steps: one gateway gives to a second, which gives another egress IP to a third. Each round
+//! follows the shortest such path, so few are moved, and it ends because each round makes the loads more equal.
 
 use std::cmp::Reverse;
 use std::collections::btree_map::Entry;
@@ -14,11 +14,11 @@ use super::loads::Loads;
 /// Egress IPs that can go to the same places.
 type Kind = (usize, Option<u32>, Option<Duration>);
 
-/// How much is against a last step: the load of the gateway, how many more of the egress IP's own kind it would have than
-/// the one that gives it, how its zone is served, its place in the ring.
+/// The cost of a last step: the load of the gateway, how many more of the egress IP's own kind it would have than the one
+/// that gives it, how its zone is served, its place in the ring.
 type Score = (u32, (i64, u32), u64);
 
-/// One step of a way: this egress IP goes from this node to that.
+/// One step of a path: this egress IP goes from this node to that.
 #[derive(Clone, Copy, Debug)]
 struct Step {
     item: usize,
@@ -73,7 +73,7 @@ struct Search<'s, 'a> {
 }
 
 impl Search<'_, '_> {
-    /// A shortest way from a gateway to one that has at least two fewer; its steps, the last one first.
+    /// A shortest path from a gateway to one that has at least two fewer; its steps, the last one first.
     fn way(&self, from: u32) -> Option<Vec<Step>> {
         let mut reached: BTreeMap<u32, Step> = BTreeMap::new();
         let mut scanned: BTreeSet<Kind> = BTreeSet::new();
@@ -92,7 +92,7 @@ impl Search<'_, '_> {
                             continue;
                         }
                         let step = Step { item, from: node, to };
-                        // Several may take the last step to the same gateway: the best of them does.
+                        // Several may take the last step to the same gateway: the best one does.
                         if self.loads.total(to) + 2 <= self.loads.total(from) && self.loads.has_room(item, to, None) {
                             let (alike, zone) = taste.of(to);
                             let more = i64::from(alike) - i64::from(self.loads.alike(item, node));
@@ -122,7 +122,7 @@ impl Search<'_, '_> {
         None
     }
 
-    /// What a node would give away, one egress IP of each kind, such that it has room for what it was reached with.
+    /// What a node could give away, one egress IP of each kind, so that it has room for the one by which it was reached.
     fn offers(&self, node: u32, arriving: Option<&Step>) -> BTreeMap<Kind, usize> {
         let mut offers: BTreeMap<Kind, usize> = BTreeMap::new();
         for item in self.loads.on(node).iter().copied().filter(|item| !self.items[*item].first) {

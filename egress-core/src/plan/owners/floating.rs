@@ -9,13 +9,13 @@ use crate::model::{Failback, Family};
 /// A node as a gateway.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GatewayNode {
-    /// It does not say that it is not ready, and is not being drained.
+    /// It does not report that it is not ready, and is not being drained.
     pub ready: bool,
     /// Its lease.
     pub health: NodeHealth,
     /// How many floating egress IPs it may own in all.
     pub limit: Option<u32>,
-    /// It says that limit itself, so the pools' limits do not hold for it.
+    /// The limit is its own, so the pools' limits do not apply to it.
     pub own_limit: bool,
     /// Its zone, by number.
     pub zone: Option<u32>,
@@ -36,7 +36,8 @@ impl GatewayNode {
         self.ready && self.health.is_proven()
     }
 
-    /// Whether it may be a carrier besides the owner. Who has no lease because nobody has asked it for one is asked by that.
+    /// Whether it may be a carrier besides the owner. A node without a lease because it was not asked for one is asked by
+    /// that.
     pub fn stands_by(&self) -> bool {
         self.ready && (self.health.is_fresh() || self.reports && self.health.is_unasked())
     }
@@ -51,11 +52,11 @@ pub struct Floating<'a> {
     pub candidates: &'a [u32],
     /// The number of that set.
     pub set: usize,
-    /// The policies that use it, by number, first who comes first.
+    /// The policies that use it, by number, in order of precedence.
     pub policies: Vec<u32>,
     /// Where in the ring of candidates its search begins.
     pub start: u64,
-    /// Its policies care for zones.
+    /// Its policies depend on zones.
     pub zoned: bool,
     /// Its pool by number, and how many of that pool's a node may own.
     pub pool: Option<(u32, Option<u32>)>,

@@ -13,13 +13,13 @@ pub struct Loads<'a> {
     nodes: &'a [GatewayNode],
     total: Vec<u32>,
     of_pool: BTreeMap<u32, BTreeMap<u32, u32>>,
-    /// Flows of one family see the egress IPs of that family only, so each is spread for itself.
+    /// Flows of one family see the egress IPs of that family only, so each is spread separately.
     of_policy: BTreeMap<(u32, Family), BTreeMap<u32, u32>>,
     on_node: Vec<BTreeSet<usize>>,
 }
 
 impl<'a> Loads<'a> {
-    /// Nobody has anything.
+    /// No gateway has anything.
     pub fn new(items: &'a [Floating<'a>], nodes: &'a [GatewayNode]) -> Self {
         Self {
             items,
@@ -90,7 +90,7 @@ impl<'a> Loads<'a> {
 
     /// The best node for an egress IP among its candidates that are `able` and have room: the one with the fewest egress
     /// IPs, then with the fewest of the same policies and family, then (where its policies care) in the zone with the fewest of
-    /// theirs, then the next in the ring; or the very first, where the egress IP wants that.
+    /// theirs, then the next in the ring; or the very first, if the egress IP wants that.
     pub fn best(&self, item: usize, able: impl Fn(u32) -> bool) -> Option<u32> {
         let able = |node: &u32| able(*node) && self.has_room(item, *node, None);
         let candidates = self.items[item].candidates;
@@ -107,12 +107,12 @@ impl<'a> Loads<'a> {
             .min_by_key(|node| taste.of(*node))
     }
 
-    /// How much an egress IP would dislike a node, were its load the same as the others'.
+    /// How bad a node is for an egress IP, given equal loads.
     pub fn taste(&self, item: usize) -> Taste<'_> {
         Taste::new(self, item)
     }
 
-    /// How willingly a node parts with an egress IP; the least is the most willing.
+    /// The cost of taking an egress IP from a node; the least is taken first.
     pub fn attachment(&self, item: usize, node: u32, placed: bool) -> impl Ord + use<> {
         let away = self.items[item].preferred != Some(node);
         (!placed, !away, Reverse(self.alike(item, node)), Reverse(item))
@@ -128,7 +128,7 @@ fn decrease(counts: &mut BTreeMap<u32, u32>, node: u32) {
     }
 }
 
-/// What one egress IP thinks of nodes with equal loads.
+/// How one egress IP ranks nodes with equal loads.
 #[derive(Debug)]
 pub struct Taste<'a> {
     nodes: &'a [GatewayNode],

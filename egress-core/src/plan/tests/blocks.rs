@@ -36,7 +36,7 @@ fn first_ip() -> IpAddr {
     v4(IP[0], IP[1], IP[2])
 }
 
-/// No block changes its holder unless that gave it back or is gone.
+/// No block changes its holder unless the holder gave it back or is gone.
 pub fn check_holders(snapshot: &Snapshot, health: &Health, before: &Plan, after: &Plan) -> Result<(), TestCaseError> {
     for (address, blocks) in &before.blocks {
         for (number, old) in blocks {
@@ -191,7 +191,7 @@ fn a_block_that_the_node_came_to_use_is_leased_again_when_it_no_longer_does() {
     assert_eq!(state(&first), Some((BlockState::Leased, 1)));
     report(&mut snapshot, "gw0").occupied_blocks.insert(5);
     let second = plan(&snapshot, &health, &first);
-    assert_eq!(state(&second), Some((BlockState::Quarantined, 1)), "its flows go on");
+    assert_eq!(state(&second), Some((BlockState::Quarantined, 1)), "its flows continue");
     // Once it is idle.
     report(&mut snapshot, "w0").own_lease_revision = 1;
     let demand = Demand { want: 400, released: [5].into() };

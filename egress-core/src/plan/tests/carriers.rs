@@ -87,7 +87,7 @@ proptest! {
         for (address, ip) in &after.egress_ips {
             let old: BTreeSet<&NodeName> = before.egress_ips[address].carriers.iter().collect();
             let new = ip.carriers.iter().filter(|name| !old.contains(name) && name.as_str() != "new").count();
-            // Whose owner or next carrier is another one has another rest as well.
+            // An egress IP with another owner or next carrier has another rest as well.
             let same = ip.carriers[..2] == before.egress_ips[address].carriers[..2];
             prop_assert!(!same || new == 0, "{address}: {old:?}, {:?}", ip.carriers);
         }

@@ -12,7 +12,7 @@ use crate::testing::world::*;
 
 type Table = Vec<(IpNet, Option<PolicyId>)>;
 
-/// Who steers a destination, by the words of the design.
+/// Which policy steers a destination, in the words of the design.
 pub(super) fn winner(policies: &BTreeMap<PolicyId, Policy>, to: IpAddr) -> Option<PolicyId> {
     policies
         .values()

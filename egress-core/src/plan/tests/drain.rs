@@ -137,7 +137,7 @@ fn a_drain_ends_with_its_policy_or_at_its_timeout() {
     assert!(!plan(&late, &health, &draining).egress_ips.contains_key(&FIRST()));
     let mut other = snapshot.clone();
     add_policy(&mut other, policy("web", Source::Pools(vec![request("another", 1)])));
-    assert!(plan(&other, &health, &draining).egress_ips[&FIRST()].draining, "it drains on under a changed policy");
+    assert!(plan(&other, &health, &draining).egress_ips[&FIRST()].draining, "it keeps draining under a changed policy");
     snapshot.policies.clear();
     assert!(plan(&snapshot, &health, &draining).egress_ips.is_empty());
 }

@@ -8,7 +8,7 @@ use crate::model::*;
 use crate::plan::{Changes, Memo, Plan, Touched, plan, plan_and_remember};
 use crate::testing::world::*;
 
-/// What becomes of one pod or node.
+/// What happens to one pod or node.
 #[derive(Clone, Debug)]
 enum Step {
     Pod { name: usize, namespace: usize, there: bool, node: usize, labels: Labels },
@@ -30,7 +30,7 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![4 => pod, 1 => report]
 }
 
-/// Takes a step where leases up to `granted` are known.
+/// Applies a step, with leases up to `granted` known.
 fn apply(snapshot: &mut Snapshot, step: &Step, granted: u64, changes: &mut Changes) {
     match step {
         Step::Pod { name, namespace, there, node, labels } => {
@@ -56,7 +56,7 @@ fn apply(snapshot: &mut Snapshot, step: &Step, granted: u64, changes: &mut Chang
     }
 }
 
-/// What a node's own object says of a plan.
+/// What a node's own object contains of a plan.
 fn of_node<'a>(snapshot: &Snapshot, plan: &'a Plan, node: &NodeName) -> impl PartialEq + 'a {
     let blocks = plan.blocks.iter().flat_map(|(address, blocks)| blocks.iter().map(move |block| (address, block)));
     let blocks: Vec<_> = blocks.filter(|(_, (_, lease))| lease.node == *node).collect();

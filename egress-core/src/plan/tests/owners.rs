@@ -324,7 +324,7 @@ fn claims_of_a_node_take_no_egress_ip_from_others() {
         policy("named", Source::Gateways(vec![gateway(gateways(), AddressSource::Ip(floating))])),
     );
     let honest = settle(&snapshot, &health, &Plan::default());
-    // A node that is no gateway of these policies, and a gateway of an older one by whatever it says it has.
+    // A node that is no gateway of these policies, and becomes a gateway of an older one by claiming addresses.
     for claimed in owners(&honest).into_keys() {
         let (mut snapshot, node) = (snapshot.clone(), NodeName::from("w0"));
         let own = gateway(Selector::label("rack", "evil"), AddressSource::Interface("eth1".into()));

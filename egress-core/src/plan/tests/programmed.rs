@@ -46,7 +46,7 @@ fn not_yet_nodes_of_the_pods_that_have_another_version_are_behind() {
     let of_old_agent = |s: &mut Snapshot| {
         s.nodes.get_mut(&"w1".into()).unwrap().report = Some(NodeReport::default());
     };
-    assert_eq!(of(&of_old_agent), "w2", "an agent that does not tell is not waited for");
+    assert_eq!(of(&of_old_agent), "w2", "an agent that does not report is not waited for");
     assert_eq!(of(&set("w1", 0)), "w1 w2");
     assert_eq!(
         of(&|s| s.nodes.get_mut(&"w1".into()).unwrap().ready = false),

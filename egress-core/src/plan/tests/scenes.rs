@@ -1,4 +1,4 @@
-//! One sentence of the design each.
+//! Each test is one sentence of the design.
 
 use crate::model::*;
 use crate::plan::diff::{Change, diff};
@@ -131,7 +131,7 @@ fn the_differences_of_two_plans_are_listed() {
     assert_eq!(told[2], Change::Leased { address: v4(0, 0, 1), node: "w0".into(), blocks: 504 });
     assert!(
         matches!(&told[3..], [Change::Condition { kind: ConditionKind::Ready, .. }]),
-        "only what is news: {told:?}"
+        "only what has changed: {told:?}"
     );
     assert_eq!(diff(&first, &first), []);
     let owner = first.egress_ips[&v4(0, 0, 1)].owner.clone();

@@ -1,4 +1,4 @@
-//! Policies of namespaces: which pools they may use, how much of them, and that no team gets another one's address.
+//! Policies of namespaces: which pools they may use, how much of them, and that no team gets another team's address.
 
 use std::net::IpAddr;
 
@@ -84,7 +84,7 @@ fn tenant_nobody_gets_the_address_of_another_namespace_by_asking_for_it() {
     assert_eq!(users, ["ns/shop/mail", "ns/shop/web"]);
     assert_eq!(addresses(&second, "ns/bank/thief"), 0);
     assert_eq!(condition(&second, "ns/bank/thief", ConditionKind::Conflicting).1, Reason::AddressInUse);
-    // Who runs the cluster comes before everybody.
+    // Cluster-scoped policies come before all others.
     let named = vec![gateway(Selector::everything(), AddressSource::Ip(wanted))];
     add_policy(&mut snapshot, Policy { created: 9, ..policy("cluster", Source::Gateways(named)) });
     let third = plan(&snapshot, &health, &second);
