@@ -33,7 +33,7 @@ pub fn binaries(release: bool) -> Result<PathBuf> {
     Ok(folder(release))
 }
 
-/// What builds both binaries.
+/// The command that builds both binaries.
 pub fn command(release: bool) -> Command {
     let mut command = workspace::cargo("build");
     command.args(["--package", "egress-daemon", "--bins"]).args(release.then_some("--release"));
@@ -50,7 +50,7 @@ pub fn folder_of(target: &str, release: bool) -> PathBuf {
     workspace::target_dir().join(target).join(if release { "release" } else { "debug" })
 }
 
-/// A copy of a program in another folder without its symbols, which are most of it.
+/// Copies a program into another folder without its symbols, which are most of it.
 pub fn stripped(program: &Path, folder: &Path) -> Result<PathBuf> {
     let path = folder.join(program.file_name().context("a program has a name")?);
     let status = Command::new("strip").arg("-o").arg(&path).arg(program).status().context("cannot run strip")?;

@@ -1,5 +1,5 @@
-//! The chart as Helm renders it, and the alerts as Prometheus judges them, on machines that have `promtool`, and `helm` and `kubectl` in PATH
-//! or among the programs of a cluster.
+//! The chart as Helm renders it, and the alerts as Prometheus evaluates them, on machines that have `promtool`, and `helm` and `kubectl` in
+//! PATH or among the programs of a cluster.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::{cluster, workspace};
 
-/// A tool: that of PATH, or else the one that the tests on a Kubernetes use. Where there is none, the test that asks counts as skipped.
+/// A tool from PATH, or else the one that the tests on Kubernetes use. If there is none, the test that needs it counts as skipped.
 fn tool(test: &str, name: &str) -> Option<Command> {
     let folders: Vec<_> = std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()).collect();
     if folders.iter().any(|folder| folder.join(name).is_file()) {
@@ -104,7 +104,7 @@ fn numbers_as_kustomize_writes_them(value: &mut Value) {
     }
 }
 
-/// Takes an annotation away, and the map of annotations if it was the only one.
+/// Removes an annotation, and the map of annotations if it was the only one.
 fn without(object: &mut Value, metadata: &str, annotation: &str) {
     let Some(metadata) = object.pointer_mut(metadata) else { return };
     if let Some(Value::Object(annotations)) = metadata.get_mut("annotations") {

@@ -11,7 +11,7 @@ use lab::oci::Image;
 use crate::progress::{self, Step};
 use crate::{build, image, setup, workspace};
 
-/// The name of the cluster that people play with, and of the one that tests have, which a test that is killed leaves.
+/// The name of the cluster for people, and of the one for tests, which a test that is killed leaves behind.
 const NAME: &str = "spill";
 const OF_TESTS: &str = "swtest";
 const WORKERS: u8 = 3;
@@ -31,9 +31,9 @@ enum ClusterCommand {
         #[arg(long)]
         bare: bool,
     },
-    /// End it and remove everything of it
+    /// Stop it and remove everything that belongs to it
     Down,
-    /// Say whether it is up, and how its nodes and Spillway are
+    /// Show whether it is up, and the state of its nodes and of Spillway
     Status,
 }
 

@@ -1,4 +1,4 @@
-//! `cargo xtask codegen`: writes the manifests that come from elsewhere, or checks that they are what their source says.
+//! `cargo xtask codegen`: writes the generated manifests, or checks that they match their sources.
 //!
 //! egress-daemon's example `codegen` writes the CRDs and the reference of all settings into the folders that it is given; this command picks
 //! the folders and compares. The Helm chart's templates are made from the kustomize base and its components.
@@ -13,7 +13,7 @@ use crate::{progress, setup, workspace};
 
 /// The folders that belong to the code: a file there that it did not write is stale.
 const GENERATED: [&str; 3] = [CRDS, TEMPLATES, REFERENCE];
-/// What a person writes there all the same.
+/// The file there that a person writes.
 const HANDWRITTEN: &str = "NOTES.txt";
 const CRDS: &str = "manifests/crds";
 const TEMPLATES: &str = "manifests/chart/templates";
@@ -28,7 +28,7 @@ const COMPONENTS: [(&str, &str, &str); 4] = [
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Write nothing; fail when a generated file differs from what the code says
+    /// Write nothing; fail when a generated file differs from its source
     #[arg(long)]
     check: bool,
 }
@@ -74,7 +74,7 @@ fn generate(root: &Path) -> Result<()> {
 
 /// Writes the chart's templates below `root`, with the definitions in the folder `crds`.
 fn templates(crds: &Path, root: &Path) -> Result<()> {
-    // Those of other systems, in folders below, are theirs to install.
+    // Definitions of other systems, in folders below, are installed by those systems.
     for file in files(crds)?.iter().filter(|file| file.components().count() == 1) {
         let text = fs::read_to_string(crds.join(file))?;
         fs::write(root.join(TEMPLATES).join(format!("crd-{}", file.display())), definition(&text))?;
@@ -92,7 +92,7 @@ fn templates(crds: &Path, root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A template that is nothing where the condition does not hold.
+/// A template that is empty unless the condition holds.
 fn only_if(condition: &str, text: &str) -> String {
     format!("{{{{- if {condition} }}}}\n{text}{{{{- end }}}}\n")
 }
@@ -171,19 +171,19 @@ fn template(text: &str) -> String {
     lines.join("\n") + "\n"
 }
 
-/// The two lines below `resources:`, which the values say.
+/// The two lines below `resources:`, which come from the values.
 fn component_resource(rest: &str, lines: &[String]) -> bool {
     (rest.starts_with("requests: {") || rest.starts_with("limits: {"))
         && lines.last().is_some_and(|line| line.contains("resources: {{"))
 }
 
-/// The items below `tolerations:`, which the values say, and remarks between them.
+/// The items below `tolerations:`, which come from the values, and remarks between them.
 fn component_toleration(rest: &str, lines: &[String]) -> bool {
     (rest.starts_with("- {key: ") || rest.starts_with("# A controller on a node that is gone"))
         && lines.last().is_some_and(|line| line.contains("tolerations: {{"))
 }
 
-/// The arguments of a container, with what the values say of addresses and logs.
+/// The arguments of a container, with addresses and logs from the values.
 fn arguments(line: &str) -> String {
     let by_family = |v4: &str, v6: &str| format!("{{{{ if .Values.ipv6Only }}}}{v6}{{{{ else }}}}{v4}{{{{ end }}}}");
     line.replace("$(NODE_IP):9473", &by_family("$(NODE_IP):9473", "[$(NODE_IP)]:9473"))
@@ -192,7 +192,7 @@ fn arguments(line: &str) -> String {
         .replace("--log-format=human", "\"--log-format={{ .Values.log.format }}\"")
 }
 
-/// Says what differs.
+/// Returns what differs.
 fn compare(folder: &str, fresh: &Path, kept: &Path) -> Result<Vec<String>> {
     let generated = files(fresh)?;
     if generated.is_empty() {

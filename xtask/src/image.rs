@@ -27,7 +27,7 @@ pub struct Args {
     /// Build for amd64 or arm64; the default is this machine's
     #[arg(long, value_name = "ARCH")]
     arch: Option<String>,
-    /// Built soon rather than fast, as tests use it
+    /// Build quickly, without optimizing, as tests do
     #[arg(long)]
     unoptimized: bool,
 }
@@ -44,7 +44,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// An image of this machine's architecture with the version as its tag, that is built soon rather than fast.
+/// An image of this machine's architecture with the version as its tag, built quickly, without optimizing.
 pub fn for_tests() -> Result<PathBuf> {
     of_binaries(&build::binaries(false)?, version())
 }
@@ -53,7 +53,7 @@ pub fn for_tests() -> Result<PathBuf> {
 pub fn of_binaries(binaries: &Path, tag: &str) -> Result<PathBuf> {
     let (architecture, small) = (architecture()?, workspace::scratch_dir()?.join("image"));
     fs::create_dir_all(&small).with_context(|| format!("cannot make {}", small.display()))?;
-    // What a debugger reads would be most of each node's store of images.
+    // Debug information would be most of each node's store of images.
     for program in PROGRAMS {
         build::stripped(&binaries.join(program), &small)?;
     }
@@ -89,7 +89,7 @@ fn write(architecture: &str, tag: &str, release: bool) -> Result<PathBuf> {
     pack(&binaries, architecture, tag, &format!("{architecture}{}", if release { "" } else { "-debug" }))
 }
 
-/// Writes the image with what is in it beside it.
+/// Writes the image, with the list of its contents next to it.
 fn pack(binaries: &Path, architecture: &str, tag: &str, suffix: &str) -> Result<PathBuf> {
     let folder = workspace::target_dir().join("image");
     fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;

@@ -1,4 +1,4 @@
-//! Ctrl-C: every lab is removed before the program ends, and the terminal is told so.
+//! Ctrl-C: every lab is removed before the program ends, and a message says so.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -11,7 +11,7 @@ use signal_hook::iterator::Signals;
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 static LABS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
-/// Watches for Ctrl-C and its like from now on.
+/// Watches for Ctrl-C and similar signals from now on.
 pub fn watch() -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot handle signals")?;
     thread::Builder::new().name("interrupt".to_owned()).spawn(move || signals.forever().next().map(|one| end(one)))?;
@@ -33,7 +33,7 @@ fn end(signal: i32) -> ! {
     std::process::exit(128 + signal);
 }
 
-/// Names a lab that an interruption removes. One that is gone by then does no harm.
+/// Registers a lab that an interruption removes. One that is gone by then does no harm.
 pub fn guard(lab: &str) {
     LABS.lock().unwrap_or_else(PoisonError::into_inner).push(lab.to_owned());
 }

@@ -37,17 +37,17 @@ enum Command {
     Build(build::Args),
     /// Watch Spillway work, and fail, in a small cluster of network namespaces
     Demo(demo::Args),
-    /// Compare Spillway with plain routing and with the stock kernel's way, on this machine
+    /// Compare Spillway with plain routing and with a gateway of the stock kernel, on this machine
     Bench(bench::Args),
     /// A real Kubernetes on this machine with Spillway in it: up, down, status
     Cluster(cluster::Args),
-    /// Build the container image as an OCI archive, and the list of what is in it
+    /// Build the container image as an OCI archive, and the list of its contents
     Image(image::Args),
-    /// Write the CRDs that come from the code into manifests/crds
+    /// Write the CRDs that are generated from the code into manifests/crds
     Codegen(codegen::Args),
     /// Check the rules that no compiler checks: module edges, file sizes, links, formatting
     Tidy,
-    /// Keep connections and changes of every kind going, and judge what a server sees
+    /// Run connections and changes of every kind for as long as you like, and judge what a server sees
     Soak(soak::Args),
     /// Run checks, unit tests and end-to-end tests, and count them
     Test(test::Args),
@@ -69,7 +69,7 @@ fn main() -> ExitCode {
     ended(result.map(|()| true))
 }
 
-/// The exit status of a command that ran to its end, which may be that something does not hold.
+/// The exit status of a command that ran to its end, possibly with the result that something does not hold.
 fn ended(result: anyhow::Result<bool>) -> ExitCode {
     match result {
         Ok(true) => ExitCode::SUCCESS,

@@ -74,7 +74,7 @@ pub fn run(
             Err(RecvTimeoutError::Disconnected) => {
                 return child.wait().map(Some).with_context(|| format!("cannot wait for {program}"));
             }
-            // A grandchild that outlives the program may hold its output open: silence after the end is the end.
+            // A grandchild that outlives the program may hold its output open: after the program's end, silence is enough.
             Err(RecvTimeoutError::Timeout) if ended.is_some() => return Ok(ended),
             Err(RecvTimeoutError::Timeout) => {}
         }

@@ -12,7 +12,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use crate::{process, workspace};
 
-/// A step that takes no longer than this is shown when it has ended only.
+/// A step that takes no longer than this is shown only when it has ended.
 const SHORT: Duration = Duration::from_secs(2);
 
 /// How much of a failed step's log is shown.
@@ -26,7 +26,7 @@ pub struct Step {
     title: String,
     started: Instant,
     bar: ProgressBar,
-    /// Without a terminal: whether a line says that the step is under way.
+    /// Without a terminal: whether a line says that the step is in progress.
     announced: Cell<bool>,
 }
 
@@ -46,7 +46,7 @@ impl Step {
         Self { title: title.to_owned(), started: Instant::now(), bar, announced: Cell::new(false) }
     }
 
-    /// Shows what the step is at.
+    /// Shows what the step is doing.
     pub fn at(&self, message: &str) {
         if self.bar.is_hidden() && self.started.elapsed() > SHORT && !self.announced.replace(true) {
             eprintln!("  {} ...", self.title);

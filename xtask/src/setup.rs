@@ -21,7 +21,7 @@ const BPFFS: &str = "/sys/fs/bpf";
 pub struct CargoTool {
     name: &'static str,
     version: &'static str,
-    /// What to say where it is missing.
+    /// What to say if it is missing.
     pub remedy: &'static str,
 }
 
@@ -124,13 +124,13 @@ const PROGRAMS: [Packaged; 3] = [("ip", "iproute2"), ("nft", "nftables"), ("bpft
 /// What only tests run: BGP speakers, and a collector of IPFIX.
 const TESTED_WITH: [Packaged; 3] = [("vtysh", "frr"), ("bird", "bird2"), ("nfcapd", "nfdump")];
 
-/// What fires alerts, and asks it which.
+/// Prometheus, which fires alerts, and the client that queries it.
 const ALERTING: [Packaged; 2] = [("prometheus", "prometheus"), ("curl", "curl")];
 
 /// A browser, and what drives it.
 const BROWSER: [Packaged; 3] = [("chromium", "chromium"), ("chromedriver", "chromium-driver"), ("curl", "curl")];
 
-/// A pair of gateways as it is usually built.
+/// The usual pair of gateways.
 const PAIR: [Packaged; 2] = [("keepalived", "keepalived"), ("conntrackd", "conntrackd")];
 
 /// What fetches other kernels, makes guests' file systems and runs them.

@@ -22,7 +22,7 @@ const MIN_RUST: Version = Version(1, 95, 0);
 struct Version(u32, u32, u32);
 
 impl Version {
-    /// Reads the first `X.Y.Z` of a `--version` line; a suffix such as `-nightly` is left aside.
+    /// Reads the first `X.Y.Z` of a `--version` line; a suffix such as `-nightly` is ignored.
     fn parse(line: &str) -> Option<Self> {
         line.split_whitespace().find_map(|word| {
             let mut parts = word.split('-').next()?.split('.').map(|part| part.parse().ok());
@@ -43,7 +43,7 @@ pub struct Toolchain {
 /// A Rust toolchain that can build `core` from source.
 #[derive(Debug)]
 pub struct Rust {
-    /// Path of cargo, beside `rustc`.
+    /// Path of cargo, next to `rustc`.
     pub cargo: PathBuf,
     /// Path of the compiler.
     pub rustc: PathBuf,

@@ -39,7 +39,7 @@ pub fn cargo(subcommand: &str) -> Command {
     command
 }
 
-/// Whether a continuous integration runs us.
+/// Whether we run in a continuous integration.
 pub fn in_ci() -> bool {
     std::env::var_os("CI").is_some_and(|value| !value.is_empty() && value != "false")
 }

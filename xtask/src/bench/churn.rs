@@ -1,4 +1,4 @@
-//! What crawlers and resolvers do, for minutes: new connections to many servers, each used once, and questions of a packet each.
+//! The load of crawlers and resolvers, for minutes: new connections to many servers, each used once, and queries of a packet each.
 //!
 //! The question is not how fast it goes but whether anything is refused, and what memory it takes: with Spillway's default
 //! settings, and with the stock kernel's default table of connections.
@@ -29,11 +29,11 @@ const CONNECTIONS: ConnectRate = ConnectRate {
     reset: false,
 };
 const QUERIES: Queries = Queries { per_second: 20_000, sockets: 64 };
-/// What a node keeps of flows, what is allocated beforehand included.
+/// The maps in which a node keeps flows, with what is allocated beforehand.
 const FLOW_MAPS: [&str; 5] = ["FLOWS", "REVERSE", "TICKETS", "ENDED", "INBOUND"];
 const VARIANTS: [Variant; 2] = [Variant::Stock, Variant::Direct];
 
-/// What one variant came to.
+/// The results of one variant.
 struct Churned {
     opened: f64,
     not_opened: f64,
@@ -59,7 +59,7 @@ pub fn measure(binaries: &Path, window: Duration) -> Result<Vec<Figure>> {
         ("TCP, not opened", "connections", |c| c.not_opened),
         ("UDP questions, asked", "1/s", |c| c.asked),
         ("UDP, not answered", "questions", |c| c.unanswered),
-        ("refused for want of room", "packets", |c| c.refused),
+        ("refused for lack of room", "packets", |c| c.refused),
         ("memory of flows, at most", "MiB", |c| c.memory / f64::from(1 << 20)),
     ];
     let figure = |(name, unit, of): (&str, &'static str, Of)| {
@@ -118,8 +118,8 @@ fn refused(place: &BenchLab) -> Result<f64> {
     Ok(sum)
 }
 
-/// Packets that the kernel did not track for want of room, and connections that it forgot early to make some: hexadecimal columns by
-/// name, a line for each processor.
+/// Packets that the kernel did not track for lack of room, and connections that it dropped early to make some: hexadecimal columns
+/// by name, a line for each processor.
 fn not_tracked(text: &str) -> Result<f64> {
     let mut lines = text.lines();
     let names: Vec<&str> = lines.next().context("no statistics of tracked connections")?.split_whitespace().collect();

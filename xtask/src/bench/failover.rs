@@ -1,4 +1,4 @@
-//! The death of a gateway: Spillway beside the usual pair of keepalived and conntrackd, in the same namespaces and under the same load.
+//! The death of a gateway: Spillway and the usual pair of keepalived and conntrackd, in the same namespaces and under the same load.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -20,9 +20,9 @@ use crate::progress::Step;
 /// The host numbers of the egress IPs: Spillway's pool, whose first one the pair has.
 const EGRESS: [u8; 2] = [40, 41];
 const PATIENCE: Duration = Duration::from_secs(60);
-/// For how long the load is watched after the power has failed: several times what any of them takes.
+/// How long the load is watched after the power has failed: several times what any of them takes.
 const WATCH: Duration = Duration::from_secs(12);
-/// What has not been heard of for so long by then is lost.
+/// Connections that have been silent for this long by then are lost.
 const SILENT: Duration = Duration::from_secs(3);
 
 /// What is compared.
@@ -85,7 +85,7 @@ pub fn table(lines: &[Line]) -> String {
     text
 }
 
-/// What one death did.
+/// The effects of one death.
 #[derive(Clone, Copy, Debug)]
 struct Death {
     pauses: Pauses,
@@ -96,7 +96,7 @@ struct Death {
     slowest: f64,
 }
 
-/// So many deaths of each, in turns.
+/// Measures this many deaths of each system, in turns.
 pub fn measure(binaries: &Path, rounds: usize) -> Result<Vec<Line>> {
     let mut all: [Vec<Death>; 3] = Default::default();
     for round in 1..=rounds {
@@ -109,10 +109,10 @@ pub fn measure(binaries: &Path, rounds: usize) -> Result<Vec<Line>> {
     type Of = fn(&Death) -> f64;
     let lines: [(&str, &str, Of); 7] = [
         ("longest pause of a UDP flow", "s", |d| d.pauses.datagrams.as_secs_f64()),
-        ("UDP flows that do not go on, of 16", "flows", |d| d.flows as f64),
+        ("UDP flows lost, of 16", "flows", |d| d.flows as f64),
         ("longest pause of a TCP connection", "s", |d| d.pauses.streams.as_secs_f64()),
         ("TCP connections lost, of 200", "connections", |d| d.streams as f64),
-        ("SYNs sent again, of 200 new connections a second", "SYNs", |d| d.repeated as f64),
+        ("SYNs retransmitted, at 200 new connections a second", "SYNs", |d| d.repeated as f64),
         ("slowest new connection", "s", |d| d.slowest),
         ("new connections not established in 5 s", "connections", |d| d.failed as f64),
     ];

@@ -13,9 +13,9 @@ use super::variant::Variant;
 /// One line of a table.
 #[derive(Clone, Debug)]
 pub struct Figure {
-    /// What, with its address family.
+    /// The metric, with its address family.
     pub name: String,
-    /// In what.
+    /// The unit.
     pub unit: &'static str,
     /// The variants that have it.
     pub values: BTreeMap<Variant, Spread>,
@@ -83,9 +83,9 @@ fn each(figure: impl Fn(Metric, Family) -> Figure) -> Vec<Figure> {
     Metric::ALL.into_iter().flat_map(|metric| Family::BOTH.map(|family| figure(metric, family))).collect()
 }
 
-/// What is subtracted from the figure of a program, as its name ends.
+/// The end of the name of a program's figure from which the cost of an empty program is subtracted.
 pub const BEYOND_EMPTY: &str = " (test_run, beyond an empty program)";
-/// The same where a program that has the kernel do the same with the tunnel's header is subtracted.
+/// The same where the program that is subtracted has the kernel do the same with the tunnel's header.
 pub const WITHOUT_HEADER: &str = " (test_run, without the tunnel's header)";
 
 /// The programs' costs, one figure for each program, protocol and family, and one without the tunnel's header.

@@ -50,7 +50,7 @@ impl GatewayVariant {
     }
 }
 
-/// One figure: its name, its unit, and each way's values, one for each round.
+/// One figure: its name, its unit, and each variant's values, one for each round.
 pub struct Line {
     name: String,
     unit: &'static str,
@@ -58,7 +58,7 @@ pub struct Line {
 }
 
 impl Line {
-    /// `{"name", "unit", "plain", "tc", "xdp", "empty"}`, with null for a way that does not have it.
+    /// `{"name", "unit", "plain", "tc", "xdp", "empty"}`, with null for a variant that does not have it.
     pub fn json(&self) -> Value {
         let mut object = Map::new();
         object.insert("name".to_owned(), json!(self.name));
@@ -71,7 +71,7 @@ impl Line {
         Value::Object(object)
     }
 
-    /// How the program at the driver compares with another way: the median of the rounds' ratios.
+    /// How the program at the driver compares with another variant: the median of the rounds' ratios.
     fn ratio(&self, to: GatewayVariant) -> Option<f64> {
         let (ours, theirs) = (self.values.get(&GatewayVariant::Xdp)?, self.values.get(&to)?);
         Some(Spread::of(&ours.iter().zip(theirs).map(|(a, b)| a / b).collect::<Vec<_>>())?.median)
@@ -106,7 +106,7 @@ const OUTER: i16 = 50;
 const BURST: u32 = 32_768;
 /// The processor of generator and sink.
 const OTHER_CPU: usize = 0;
-/// At least one frame in so many has to come through.
+/// At least one frame in this many has to come through.
 const LOST: u64 = 20;
 /// How much is transferred over TCP.
 const BYTES: u64 = 256 << 20;
@@ -131,7 +131,7 @@ impl Case {
         format!("64-byte packets {way}, {}, {}", self.transport.name(), family_name(self.family))
     }
 
-    /// Interfaces of the gateway by which packets come and go.
+    /// The gateway's interfaces on which packets arrive and leave.
     fn interfaces(self) -> [&'static str; 2] {
         if self.out { ["eth0", "ext0"] } else { ["ext0", "eth0"] }
     }
@@ -142,7 +142,7 @@ struct Bench {
     way: GatewayVariant,
     transport: Variant,
     place: Box<BenchLab>,
-    /// The threads by which the gateway receives, by interface.
+    /// The threads with which the gateway receives, by interface.
     threads: RefCell<BTreeMap<&'static str, u32>>,
 }
 
@@ -188,7 +188,7 @@ pub fn measure(binaries: &Path, rounds: usize, window: Duration) -> Result<Vec<L
     Ok(lines)
 }
 
-/// Much data over TCP, out of the pod and into it.
+/// Bulk transfers over TCP, out of the pod and into it.
 fn transfers(benches: &[Bench], rounds: usize) -> Result<Vec<Line>> {
     let mut lines = Vec::new();
     for (direction, name) in [(Direction::Upload, "TCP out of the pod"), (Direction::Download, "TCP into the pod")] {
@@ -220,7 +220,7 @@ impl Bench {
             Opened::Absent(reason) => bail!("{}: {reason}", transport.title()),
         };
         let gateway = &place.lab.node("gw1").ns;
-        // Frames arrive by NAPI, which a veth has where it merges or runs XDP.
+        // Frames arrive by NAPI, which a veth has only if it merges or runs XDP.
         ["eth0", "ext0"].into_iter().try_for_each(|interface| gateway.take_frames(interface))?;
         if way == GatewayVariant::Xdp {
             wait_until(
@@ -275,7 +275,7 @@ impl Bench {
         })
     }
 
-    /// The thread by which an interface of the gateway receives.
+    /// The thread with which an interface of the gateway receives.
     fn thread(&self, interface: &'static str) -> Result<u32> {
         let mut known = self.threads.borrow_mut();
         if let Some(thread) = known.get(interface) {
@@ -322,7 +322,7 @@ struct Run {
     /// Where the generator sends, and the port that leads to the gateway.
     segment: NetNs,
     port: String,
-    /// The gateway, and the interface by which it receives.
+    /// The gateway, and the interface on which it receives.
     gateway: NetNs,
     interface: &'static str,
 }
@@ -330,7 +330,7 @@ struct Run {
 impl Run {
     fn packets_per_second(&self, window: Duration) -> Result<f64> {
         on_cpu(OTHER_CPU, || {
-            // The caches, and the first packets of the moment.
+            // Fills the caches, and passes the first packets of the moment.
             self.generator.send(&self.segment, &self.port, BURST)?;
             let received = || received(&self.gateway, self.interface);
             let (before, sunk, time, began) = (received()?, self.sink.count()?, cpu_time(self.thread)?, Instant::now());
@@ -372,7 +372,7 @@ fn threads(interface: &str) -> Result<BTreeSet<u32>> {
     Ok(found)
 }
 
-/// Has an interface receive by a thread of its own on this processor: its number, if there was none before.
+/// Makes an interface receive in a thread of its own on this processor. Returns the thread's number, if there was none before.
 fn threaded(ns: &NetNs, interface: &str, cpu: usize) -> Result<Option<u32>> {
     let before = threads(interface)?;
     // The file system of devices shows the namespace in which it was mounted.

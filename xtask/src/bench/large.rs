@@ -31,7 +31,7 @@ pub struct Counts {
     pub writes: u64,
     /// Lists of any kind that its watch cache answered, and that etcd did.
     pub lists: [u64; 2],
-    /// Changes of EgressNodes that a follower was told of, and their bytes.
+    /// Changes of EgressNodes that a watcher received, and their bytes.
     pub told: [u64; 2],
 }
 
@@ -58,9 +58,9 @@ pub struct Measured {
     pub changes: Vec<(&'static str, Counts)>,
 }
 
-/// How long a controller may take with everything.
+/// How long a controller may take for everything.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// For how long nothing is written when all is: numbers of pods follow after 5 s.
+/// How long nothing is written when all is done: numbers of pods follow after 5 s.
 const SETTLED: Duration = Duration::from_secs(8);
 
 /// Measures with the release build in `binaries`.
@@ -85,7 +85,7 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     let everything = large.settled()? - empty;
     let resident = resident(first.0.id())?;
     let mut changes = Vec::new();
-    // What the filler itself writes of Spillway's objects is not the controller's.
+    // Writes of Spillway's objects by the filler itself are not the controller's.
     let mut change = |what, line: String, own: u64| -> Result<()> {
         step.at(what);
         let before = large.settled()?;
@@ -95,11 +95,11 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
         changes.push((what, cost));
         Ok(())
     };
-    change("a pod more, on a node that has pods of its application", format!("pods 1 {pods} 1 1"), 0)?;
-    change("a pod more, on a node that has none", format!("pods 1 {} 1 {}", pods + 1, nodes / 2 + 2), 0)?;
+    change("one more pod, on a node that has pods of its application", format!("pods 1 {pods} 1 1"), 0)?;
+    change("one more pod, on a node that has none", format!("pods 1 {} 1 {}", pods + 1, nodes / 2 + 2), 0)?;
     change("the same, with `PerEndpoint`", format!("pods 1 {} 4 {}", pods + 2, nodes / 2 + 3), 0)?;
     change("a hundred pods at once, on nodes that have none", format!("pods 100 {} 2 {}", pods + 3, nodes / 2 + 4), 0)?;
-    change("a policy more, for an application's pods", format!("policy {policies} 7"), 1)?;
+    change("one more policy, for an application's pods", format!("policy {policies} 7"), 1)?;
     change("a node that joins, with what its agent writes", format!("node {}", nodes + 1), 0)?;
     let before = large.settled()?;
     drop(first);
@@ -112,7 +112,7 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     step.at("an API server that restarts");
     large.cluster.kill_api_server()?;
     large.cluster.start_api_server()?;
-    // It counts from nothing.
+    // Its counters start at zero.
     changes.push(("an API server that restarts", large.settled()?));
     step.end("✓", &format!("{} MiB", resident >> 20));
     Ok(Measured { resident, everything, changes })
@@ -195,7 +195,7 @@ impl Large {
     }
 }
 
-/// Whoever fills the API server.
+/// The process that fills the API server.
 struct Filler {
     _child: Running,
     input: ChildStdin,
@@ -220,7 +220,7 @@ struct Running(Child);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It has ended, or is told to.
+        // It has ended, or is killed.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

@@ -1,5 +1,5 @@
-//! `cargo xtask bench`: plain routing, the stock kernel's way and Spillway with each transport, interleaved in one run on
-//! this machine; and what Spillway's figures do when a cluster grows. docs/performance.md says what each figure means.
+//! `cargo xtask bench`: plain routing, a gateway of the stock kernel and Spillway with each transport, interleaved in one run on this
+//! machine; and how Spillway's figures change when a cluster grows. docs/performance.md says what each figure means.
 //!
 //! Like the demo, it knows Spillway as programs to start, manifests to write and maps to look at.
 
@@ -42,31 +42,31 @@ pub struct Args {
     /// "unit", "spillway", "keepalived", "keepalived-fast"}]}
     #[arg(long)]
     json: bool,
-    /// A look in under two minutes: few and short rounds. Nothing is written to docs/
+    /// A quick look in under two minutes: few and short rounds. Nothing is written to docs/
     #[arg(long)]
     quick: bool,
     /// How many rounds [default: 9, or 3 with --quick]
     #[arg(long)]
     rounds: Option<usize>,
-    /// Only these loads: before and after a change of what they pass. Nothing is written to docs/
+    /// Only these loads, to compare before and after a change. Nothing is written to docs/
     #[arg(long, value_enum, value_delimiter = ',', conflicts_with_all = ["programs", "curves", "scale"])]
     loads: Vec<Load>,
-    /// Only these ways of a packet, with --loads: for a profile of one
+    /// Only these variants, with --loads: to profile one
     #[arg(long, value_enum, value_delimiter = ',', requires = "loads")]
     variants: Vec<Variant>,
-    /// Only the cost of each program: before and after a change of one
+    /// Only the cost of each program, to compare before and after a change
     #[arg(long, conflicts_with_all = ["quick", "rounds"])]
     programs: bool,
-    /// Only the curves: what rates do when flows, policies, CIDRs and gateways become more. Writes docs/scaling.md
+    /// Only the curves: how rates change as flows, policies, CIDRs and gateways grow in number. Writes docs/scaling.md
     #[arg(long, conflicts_with_all = ["json", "rounds", "programs"])]
     curves: bool,
-    /// Only new connections and questions to 25,000 servers, minutes long: what is refused, beside the stock kernel
+    /// Only new connections and queries to 25,000 servers, for minutes: what is refused, compared with the stock kernel
     #[arg(long, conflicts_with_all = ["quick", "rounds", "programs", "curves"])]
     churn: bool,
     /// With --churn: how long each of the two loads lasts
     #[arg(long, value_name = "N", requires = "churn", default_value_t = 10)]
     minutes: u64,
-    /// Only the death of a gateway, beside keepalived with conntrackd
+    /// Only the death of a gateway, compared with keepalived and conntrackd
     #[arg(long, conflicts_with_all = ["loads", "programs", "curves", "churn"])]
     failover: bool,
     /// Only packets a second and core at a gateway: plain routing, TC, XDP, and an empty XDP program as the limit
@@ -111,7 +111,7 @@ fn print_failover(args: &Args, lines: &[failover::Line]) -> Result<()> {
     Ok(())
 }
 
-/// Measures, and shows and writes what came of it.
+/// Measures, and shows and writes the results.
 pub fn run(args: &Args) -> Result<()> {
     let others = args.failover || args.is_full();
     setup::ensure(if others { setup::Scope::Failover } else { setup::Scope::Lab })?;
@@ -244,7 +244,7 @@ fn open_all(binaries: &Path, variants: &[Variant]) -> Result<(Vec<BenchLab>, Abs
     Ok((places, absent))
 }
 
-/// The cost of each program, one lab after the other: agents of others beside it would be part of it.
+/// The cost of each program, one lab after the other: the agents of other labs would add to it.
 fn of_programs(binaries: &Path) -> Result<Vec<Figure>> {
     let mut costs = BTreeMap::new();
     for variant in Variant::ALL.into_iter().filter(|one| one.is_spillway()) {

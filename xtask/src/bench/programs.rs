@@ -15,8 +15,8 @@ use super::variant::{BenchLab, Variant};
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Runs in one sample, and samples.
 const REPEATED: (u32, usize) = (20_000, 15);
-/// With `vxlan` a run that sends leaves a packet of another length, marked as encapsulated, so that each needs a packet of its own. What
-/// the caches do not hold between two system calls is part of the figure.
+/// With `vxlan` a run that sends leaves the packet with another length and marked as encapsulated, so that each run needs a packet of
+/// its own. The figure includes what the caches do not hold between two system calls.
 const SINGLE: (u32, usize) = (1, 4_001);
 /// Where the flows of this measurement end.
 const PORT: u16 = 9005;
@@ -60,7 +60,7 @@ pub struct Flow {
     pub server: SocketAddr,
 }
 
-/// Measures all programs on a packet's way there and back.
+/// Measures all programs on a packet's path there and back.
 pub fn measure(place: &BenchLab) -> Result<Vec<Cost>> {
     let mut costs = Vec::new();
     for family in Family::BOTH {
@@ -139,7 +139,7 @@ pub fn open(place: &BenchLab, family: Family, protocol: Protocol) -> Result<(Flo
     }
 }
 
-/// Program, node, interface and packet of each step of the way.
+/// Program, node, interface and packet of each step of the path.
 fn shots<'a>(
     place: &'a BenchLab,
     family: Family,
@@ -156,7 +156,7 @@ fn shots<'a>(
     let pod = shot(worker, &place.pod.host_interface, (flow.pod, flow.server), [MAC, MAC], None)?;
     let uplink = shot(gateway, "ext0", back, [MAC, gateway.external_mac()], None)?;
     let macs = [worker.underlay_mac(), gateway.underlay_mac()];
-    // What the guard costs those whom it is not for: a packet of the node itself.
+    // The cost of the guard for packets that do not concern it: one of the node itself.
     let own = (worker.underlay.at(family, flow.pod.port()), flow.server);
     let own = Shot { verdict: NEXT, ..shot(worker, UNDERLAY, own, macs, None)? };
     let mut all = vec![

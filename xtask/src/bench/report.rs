@@ -1,4 +1,4 @@
-//! The pages: docs/bench.md with every figure, the charts beside it, and the part of README.md between two marks.
+//! The pages: docs/bench.md with every figure, the charts next to it, and the part of README.md between two marks.
 
 use std::fmt::Write;
 use std::fs;
@@ -61,7 +61,7 @@ impl Findings {
             let mark = if reached.holds { "reached" } else { "**missed**" };
             let _ = writeln!(page, "| {mark} | {} | {} |", reached.target, reached.measured);
         }
-        page += "\nWhat rates do when flows, policies, CIDRs and gateways become more: [scaling.md](scaling.md).\n";
+        page += "\nHow rates change as flows, policies, CIDRs and gateways grow in number: [scaling.md](scaling.md).\n";
         page
     }
 
@@ -140,7 +140,7 @@ fn cell(spread: &Spread) -> String {
     format!("{} ({}–{})", number(spread.median), number(spread.min), number(spread.max))
 }
 
-/// Three significant digits, and thousands apart.
+/// Three significant digits, with thousands separated.
 pub fn number(value: f64) -> String {
     let value = rounded(value);
     match value.abs() {

@@ -1,5 +1,5 @@
-//! The interleaved rounds: each load in each family, in each variant in turn, so that what changes on the machine
-//! changes for all of them.
+//! The interleaved rounds: each load in each family, in each variant in turn, so that a change of the machine affects
+//! all of them.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -31,7 +31,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Of no values: none.
+    /// `None` for no values.
     pub fn of(values: &[f64]) -> Option<Spread> {
         let (min, max) = (values.iter().copied().reduce(f64::min)?, values.iter().copied().reduce(f64::max)?);
         let mut sorted = values.to_vec();
@@ -68,7 +68,7 @@ pub fn run(places: &[BenchLab], loads: &[Load], count: usize, windows: &Windows)
         for &load in loads {
             for family in Family::BOTH {
                 step.at(&format!("{load:?} {family:?}"));
-                // Whoever comes first in a round comes last in the next one.
+                // The first in a round is the last in the next one.
                 let mut order: Vec<&BenchLab> = places.iter().collect();
                 order.rotate_left(round % places.len());
                 for ((metric, variant), values) in in_turns(order, load, family, windows)? {

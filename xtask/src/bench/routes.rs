@@ -1,4 +1,4 @@
-//! The two ways that need no Spillway, as `ip` and `nft` set them up, and the addresses that loads with many flows go to.
+//! The two variants without Spillway, as `ip` and `nft` set them up, and the addresses that loads with many flows go to.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -40,8 +40,8 @@ pub fn towards_targets(lab: &Lab, server: &Server) -> Result<()> {
     Ok(())
 }
 
-/// The pods' node sends everything to the gateways, which forward it, each flow by one of them; the server knows the ways
-/// back.
+/// The pods' node sends everything to the gateways, which forward it, each flow through one of them; the server has the
+/// routes back.
 pub fn plain(lab: &Lab) -> Result<()> {
     let (worker, server) = (&lab.node("worker1").ns, &lab.server("server1").ns);
     for ns in [worker, server] {

@@ -1,5 +1,5 @@
-//! `cargo xtask bench --scale`: the planner on clusters that no machine holds, and an agent with a full node; writes
-//! docs/scale.md.
+//! `cargo xtask bench --scale`: the planner on clusters too large for any machine, and an agent with a full node;
+//! writes docs/scale.md.
 
 use std::fmt::Write;
 use std::fs;
@@ -23,7 +23,7 @@ const SIZES: [[u32; 4]; 5] = [
     [10_000, 150_000, 100, 1_000],
     [10_000, 150_000, 1_000, 100],
 ];
-/// What a real API server on this machine bears.
+/// What a real API server on this machine can handle.
 const LARGE: Size = Size { nodes: 5_000, pods: 50_000, policies: 1_000, egress_ips: 1_000 };
 /// Bounds, in milliseconds and bytes.
 const FULL_PLAN_MS: f64 = 1_000.0;
@@ -61,7 +61,7 @@ impl Planned {
         [self.nodes, self.pods, self.policies, self.egress_ips].map(|n| number(n.into())).join(" | ")
     }
 
-    /// Of all kinds of changes of one pod, the slowest.
+    /// The slowest of all kinds of changes of one pod.
     fn one_pod_ms(&self) -> f64 {
         self.pod_more_ms.max(self.pod_elsewhere_ms).max(self.pod_relabelled_ms).max(self.pod_gone_ms)
     }
@@ -73,7 +73,7 @@ struct MeasuredAgent {
     maps: u64,
 }
 
-/// Measures and writes. Fails when a bound is not kept.
+/// Measures and writes. Fails when a bound is exceeded.
 pub fn run() -> Result<()> {
     let binaries = build::binaries(true)?;
     let mut build = workspace::cargo("build");
@@ -215,8 +215,8 @@ impl Found {
         }
         page += "\n## The planner\n\nOne call of the planner, without reading or writing objects: `egress-daemon/examples/scale.rs NODES PODS \
              POLICIES EGRESS_IPS`, built with `--release`. Every hundredth node is a gateway; each policy selects one \
-             application, every fourth one with `PerEndpoint`. \"From nothing\" gives everything out anew, \"again\" plans with \
-             the plan of before, \"with counts\" does the same and counts what small changes need later, as the controller's \
+             application, every fourth one with `PerEndpoint`. \"From nothing\" allocates everything anew, \"again\" plans with \
+             the previous plan, \"with counts\" does the same and counts what small changes need later, as the controller's \
              full rounds do. Times are CPU time (the planner has one thread), memory is the process's, with snapshot and plan.\n\n\
              | nodes | pods | policies | egress IPs | from nothing, ms | again, ms | with counts, ms | memory, MiB |\n\
              | --: | --: | --: | --: | --: | --: | --: | --: |\n";
@@ -225,9 +225,9 @@ impl Found {
             let memory = mebibytes(one.with_plan_bytes);
             let _ = writeln!(page, "| {} | {} | {memory:.0} |", one.counts(), times.join(" | "));
         }
-        page += "\nOne pod's change after that is taken into the plan, with the same result as a full plan: a pod more on a node \
+        page += "\nAfter that, one pod's change is applied to the plan, with the same result as a full plan: one more pod on a node \
              that has pods of the same application; one on a node that has none, which needs port blocks and makes the others' \
-             shares smaller; a pod that belongs to another application from now on; a pod that is gone. Each is the slowest of \
+             shares smaller; a pod that changes to another application; a pod that is gone. Each is the slowest of \
              eight policies, two of them `PerEndpoint`.\n\n\
              | nodes | pods | policies | egress IPs | more, ms | on another node, ms | relabelled, ms | gone, ms |\n\
              | --: | --: | --: | --: | --: | --: | --: | --: |\n";
@@ -237,7 +237,7 @@ impl Found {
         }
         page += "\nA full plan is made for everything else: nodes, namespaces, policies, pools and gateways that change, pods that make \
              two policies conflict, and source nodes that come or go where a policy requires their zone; after an error; and every \
-             minute. What a change costs besides grows with the endpoints of its `PerEndpoint` policies, and with the blocks of the \
+             minute. The other costs of a change grow with the endpoints of its `PerEndpoint` policies, and with the blocks of the \
              egress IPs that its policies share with others.\n";
         let _ = writeln!(
             page,
@@ -250,8 +250,8 @@ impl Found {
             page,
             "\n## A cluster\n\nThe real controller in front of a real API server with {} nodes, {} pods, {} policies and {} egress IPs, which \
          `egress-daemon/examples/fill.rs` makes without kubelets; every hundredth node is a gateway. The controller holds at most {:.0} \
-         MiB. By the API server's metrics: writes of Spillway's objects; changes of EgressNodes that each agent is told, in bytes, too; \
-         lists that the watch cache answers, and that go on to etcd.\n\n| | writes | told | bytes | lists | of etcd |\n\
+         MiB. By the API server's metrics: writes of Spillway's objects; changes of EgressNodes that each agent receives, also in bytes; \
+         lists that the watch cache answers, and that reach etcd.\n\n| | writes | received | bytes | lists | at etcd |\n\
          | --- | --: | --: | --: | --: | --: |",
             number(LARGE.nodes.into()),
             number(LARGE.pods.into()),
@@ -268,8 +268,8 @@ impl Found {
             let _ = writeln!(page, "| {what} | {} |", figures.join(" | "));
         }
         page += "\nRenewals of leases and Events are not counted. A pod on a node that has none of its application costs one write at once, the \
-             node's lease. Its policy and that policy's egress IPs say their new numbers 5 s later, each in one write for all pods that came \
-             meanwhile. Gateways write nothing for it: they tell nodes in their answers to probes what they know.\n";
+             node's lease. Its policy and that policy's egress IPs report new numbers 5 s later, each in one write for all pods that came \
+             meanwhile. Gateways write nothing for it: their answers to probes tell nodes what they know.\n";
         page
     }
 }

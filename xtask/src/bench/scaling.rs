@@ -1,5 +1,5 @@
-//! What packet rate and connection rate do when a cluster grows: flows, policies, CIDRs, gateways. Each point is a lab of
-//! its own, measured in turns with one that has one of everything.
+//! How packet rate and connection rate change when a cluster grows: flows, policies, CIDRs, gateways. Each point is a lab
+//! of its own, measured in turns with one that has one of everything.
 
 use std::path::Path;
 
@@ -15,9 +15,9 @@ use crate::interrupt;
 use crate::progress::Step;
 
 const FAMILY: Family = Family::V4;
-/// Room for the flows of the largest point and for the connections beside them.
+/// Room for the flows of the largest point and for the connections alongside them.
 const MANY_FLOWS: &str = "maxFlows: 1200000\nmaxFlowsPerPod: 1200000\n";
-/// Flows that are sent on in turn where the number of flows is not what grows.
+/// Flows that packets use in turn where the number of flows is not what grows.
 const SOCKETS: usize = 16;
 /// Rounds of each point.
 const ROUNDS: usize = 7;
@@ -70,8 +70,8 @@ pub enum Series {
     OneFlow,
     /// New TCP connections.
     Connections,
-    /// Through all flows in turn, by plain routing through as many gateways: what the lab itself loses, the memory of the
-    /// generator and of so many namespaces.
+    /// Through all flows in turn, by plain routing through as many gateways: what the lab itself loses to the memory of
+    /// the generator and of that many namespaces.
     PlainFlows,
     /// New TCP connections, by plain routing through as many gateways.
     PlainConnections,
@@ -103,7 +103,7 @@ pub struct Point {
     pub relative: Vec<(Series, Spread)>,
 }
 
-/// Measures all curves with one transport; `points` are those that were measured, also where it fails.
+/// Measures all curves with one transport; `points` are those that were measured, even if it fails.
 pub fn measure(
     variant: Variant,
     binaries: &Path,

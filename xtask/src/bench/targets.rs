@@ -40,7 +40,7 @@ const RATIOS: [(Metric, Variant, Variant, Bound); 16] = [
 const PROGRAMS: [(&str, f64); 4] =
     [("pod_egress", 110.0), ("tunnel_ingress", 70.0), ("underlay_ingress", 70.0), ("uplink_ingress", 70.0)];
 
-/// What came of one target.
+/// The result of one target.
 #[derive(Clone, Debug)]
 pub struct Reached {
     pub target: String,
@@ -72,7 +72,7 @@ pub fn judge(rounds: &Rounds, figures: &[Figure]) -> Vec<Reached> {
     for figure in figures {
         let Some(name) = figure.name.strip_suffix(BEYOND_EMPTY) else { continue };
         let Some((program, limit)) = PROGRAMS.iter().find(|(program, _)| name.starts_with(program)) else { continue };
-        // What a packet's first program costs is all of it; the others' bound is without the tunnel's header.
+        // The cost of a packet's first program counts in full; the bound of the others is without the tunnel's header.
         let bare = figures.iter().find(|other| other.name.strip_suffix(WITHOUT_HEADER) == Some(name));
         let bare = bare.filter(|_| *program != "pod_egress").map(|bare| &bare.values);
         for (variant, whole) in &figure.values {

@@ -1,4 +1,4 @@
-//! What is compared: one topology, and the ways in which its packets may go.
+//! What is compared: one topology, and the paths that its packets may take.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -22,10 +22,10 @@ pub const ECHO_PORT: u16 = 9003;
 const LOOK_PORT: u16 = 9004;
 /// The host number of the egress IPs.
 pub const EGRESS: u8 = 10;
-/// The processor of what sends, and of the echo that it waits for: a round trip holds no wake-up of another processor, which
-/// takes longer than the way and differs from one time to the next.
+/// The processor of the sender, and of the echo that it waits for: a round trip includes no wake-up of another processor,
+/// which takes longer than the trip and varies from one time to the next.
 pub const CPU: usize = 1;
-/// The processor of what receives.
+/// The processor of the receivers.
 const OTHER_CPU: usize = 0;
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -35,14 +35,14 @@ const CALM: &str = "probe: {interval: 500ms, count: 10}\nlease: {renew: 10s, dur
 /// How many nodes start within [`PATIENCE`]: each loads its programs, and all are on one machine.
 const NODES_AT_ONCE: u32 = 8;
 
-/// One way.
+/// One variant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Variant {
     /// Routed by the kernel through the same gateway, without translation: the limit.
     Plain,
     /// What a gateway made of iptables does: nft mark, policy route, VXLAN, SNAT.
     Stock,
-    /// Spillway, by the tunnel device.
+    /// Spillway, over the tunnel device.
     Device,
     /// Spillway, writing the tunnel's headers itself.
     Vxlan,
@@ -50,7 +50,7 @@ pub enum Variant {
     Direct,
     /// The same without the host's firewall (`firewall: bypass`); everything else above is with it.
     Bypass,
-    /// Spillway as in `Direct`, with each flow written down (`flowLog.mode: Flows`): only where it is named.
+    /// Spillway as in `Direct`, with each flow logged (`flowLog.mode: Flows`): only if it is named.
     Logged,
 }
 
@@ -59,7 +59,7 @@ impl Variant {
     pub const ALL: [Variant; 6] =
         [Variant::Plain, Variant::Stock, Variant::Device, Variant::Vxlan, Variant::Direct, Variant::Bypass];
 
-    /// Those, and what is measured only where it is named.
+    /// Those, and what is measured only if it is named.
     pub const EVERY: [Variant; 7] = {
         let [plain, stock, device, vxlan, direct, bypass] = Self::ALL;
         [plain, stock, device, vxlan, direct, bypass, Variant::Logged]
@@ -91,7 +91,7 @@ impl Variant {
         }
     }
 
-    /// What the agents' configuration says of it; nothing where there are none.
+    /// The agents' configuration for it; `None` if there are no agents.
     fn config(self) -> Option<&'static str> {
         match self {
             Variant::Plain | Variant::Stock => None,
@@ -120,7 +120,7 @@ pub struct BenchLab {
     pub lab: Lab,
 }
 
-/// What became of a variant.
+/// Whether a variant could be opened.
 pub enum Opened {
     /// It can be measured.
     Ready(Box<BenchLab>),
@@ -186,7 +186,7 @@ impl BenchLab {
     }
 }
 
-/// The addresses that so many new connections have at the server.
+/// The addresses that `count` new connections have at the server.
 pub fn sources(from: &NetNs, server: &Server, family: Family, count: usize) -> Result<BTreeSet<IpAddr>> {
     let listening = TcpServer::start(&server.ns, &server.ips.both(LOOK_PORT), ServerMode::Echo)?;
     let options = TcpOptions { connect_timeout: Duration::from_millis(500), reset: true, ..TcpOptions::once() };
@@ -198,7 +198,7 @@ pub fn sources(from: &NetNs, server: &Server, family: Family, count: usize) -> R
     Ok(listening.source_of_flow().values().map(|peer| peer.ip()).collect())
 }
 
-/// How long something of the whole lab may take.
+/// How long an operation on the whole lab may take.
 pub fn patience(lab: &Lab) -> Duration {
     PATIENCE * (lab.nodes().count() as u32).div_ceil(NODES_AT_ONCE)
 }

@@ -52,13 +52,13 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Everything that the scenes share.
 pub struct Show {
-    /// What is said.
+    /// The narration.
     pub screen: Screen,
-    /// What is claimed.
+    /// The claims.
     pub claims: Claims,
     /// Long-lived connections, once they are open.
     pub streams: Option<Streams>,
-    /// Echo on `server1`, which is beside the gateways.
+    /// Echo on `server1`, which is next to the gateways.
     pub near: TcpServer,
     /// Echo on `far1`, which is behind a router.
     pub far: TcpServer,
@@ -70,7 +70,7 @@ pub struct Show {
     pub lab: Lab,
     /// How agents are started.
     pub agents: StartOptions,
-    /// How the controller is, which runs in the host's network.
+    /// How the controller, which runs in the host's network, is started.
     pub controller: StartOptions,
 }
 
@@ -148,7 +148,7 @@ impl Show {
         self.streams.as_ref().context("the long-lived connections are not open")
     }
 
-    /// The server beside the gateways.
+    /// The server next to the gateways.
     pub fn server(&self) -> &Server {
         self.lab.server("server1")
     }
@@ -163,13 +163,13 @@ impl Show {
         self.add(Claim { name: name.to_owned(), holds, expected: expected.into(), measured: measured.into() });
     }
 
-    /// The same of a claim that is made.
+    /// The same for a claim that is already made.
     pub fn add(&mut self, claim: Claim) {
         self.screen.claim(&claim);
         self.claims.add(claim);
     }
 
-    /// The ends of the logs of all processes that have ended by themselves.
+    /// The ends of the logs of all processes that have ended on their own.
     pub fn obituaries(&mut self) -> Vec<String> {
         let nodes: Vec<String> = self.lab.nodes().map(|node| node.name.clone()).collect();
         let mut found = Vec::new();

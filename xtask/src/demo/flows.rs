@@ -1,5 +1,5 @@
-//! Short connections that a pod opens all the time, each with the moment of its start: who wants to know when new
-//! connections had trouble, and with which address they left, asks here.
+//! Short connections that a pod keeps opening, each with the time of its start. They show when new connections had
+//! trouble, and with which address they left.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -16,7 +16,7 @@ use super::table::{Table, bar};
 
 /// The time between two connections.
 const INTERVAL: Duration = Duration::from_millis(10);
-/// TCP repeats a lost SYN after a second; what is faster than this was not lost.
+/// TCP retransmits a lost SYN after a second; a SYN that took less than this was not lost.
 const REPEATED: Duration = Duration::from_millis(700);
 /// How long the first bytes of the last connections may take to be answered.
 const ECHO: Duration = Duration::from_millis(500);
@@ -62,7 +62,7 @@ pub struct Flow {
 pub enum Outcome {
     /// Established at once.
     Opened,
-    /// Established when TCP had repeated its first packet.
+    /// Established after TCP retransmitted its first packet.
     Waited(Duration),
     /// Not established, or dead before its first bytes were answered.
     Failed,
@@ -92,8 +92,8 @@ impl Trickle {
         self.clients.connections().iter().filter(|one| one.state == ConnectionState::Open).count()
     }
 
-    /// Opens no more, waits until the fate of all is known, and returns them in the order of their start. `server` is
-    /// asked for their sources. They are closed when the trickle is dropped.
+    /// Stops opening connections, waits until the outcome of all is known, and returns them in the order of their
+    /// start. `server` is asked for their sources. They are closed when the trickle is dropped.
     pub fn finish(&mut self, server: &TcpServer) -> Result<Vec<Flow>> {
         self.stop.store(true, Ordering::Relaxed);
         let Some(opener) = self.opener.take() else { return Ok(Vec::new()) };
@@ -160,8 +160,8 @@ pub fn last_with(flows: &[Flow], event: Instant, old: &[IpAddr]) -> Option<Durat
     with_old.filter(|flow| flow.started >= event).map(|flow| flow.started - event).max()
 }
 
-/// What became of new connections from half a second before `event` on until all went well again for a second, in steps
-/// of half a second.
+/// The outcomes of new connections from half a second before `event` on until all went well again for a second, in
+/// steps of half a second.
 pub fn timeline(flows: &[Flow], event: Instant) -> Table {
     const STEP: f64 = 0.5;
     let mut steps: BTreeMap<i64, Vec<&Flow>> = BTreeMap::new();

@@ -63,7 +63,7 @@ fn hints(lab: &Lab, binaries: &Path) -> Vec<String> {
     let gateway = "gw1";
     let mut lines = vec![
         String::new(),
-        format!("The lab {} is still up: its agents and its controller run on. Look around in it:", lab.id()),
+        format!("The lab {} is still up: its agents and its controller keep running. Look around in it:", lab.id()),
         String::new(),
         "ask the server who a pod is, several times (each connection is a new flow):".to_owned(),
         format!("  {} bash -c 'cat </dev/tcp/{target}/{ECHO_PORT}'", enter(pod.ns.name())),
@@ -76,7 +76,7 @@ fn hints(lab: &Lab, binaries: &Path) -> Vec<String> {
     ];
     lines.extend(flow_maps(&pins).iter().map(|map| format!("  bpftool map dump pinned {map} | head -40")));
     lines.extend([
-        "edit a policy and see who notices; what Spillway writes is beside it in .spillway:".to_owned(),
+        "edit a policy and see what changes; Spillway writes its objects to .spillway next to it:".to_owned(),
         format!("  ${{EDITOR:-vi}} {}", lab.manifests().dir().join("web-per-flow.yaml").display()),
         format!("  ls {}", lab.manifests().dir().join(".spillway/EgressIP").display()),
         format!("pull the cables of {gateway}, and plug them in again with `up`:"),
@@ -85,7 +85,7 @@ fn hints(lab: &Lab, binaries: &Path) -> Vec<String> {
             lab.underlay().name(),
             lab.external().name()
         ),
-        "read along:".to_owned(),
+        "follow the logs:".to_owned(),
         format!("  tail -f {}", lab.dir().join("logs/*.log").display()),
         "remove it all:".to_owned(),
         "  cargo xtask demo --remove".to_owned(),

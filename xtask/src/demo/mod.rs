@@ -28,7 +28,7 @@ pub struct Args {
     /// Print only the claims, as JSON: {"claims": [{"name", "holds", "expected", "measured"}]}
     #[arg(long)]
     json: bool,
-    /// The same on a real Kubernetes on this machine (`cargo xtask cluster`), with what kubectl shows of it
+    /// The same on a real Kubernetes on this machine (`cargo xtask cluster`), with what kubectl shows
     #[arg(long)]
     cluster: bool,
     /// Leave the lab up at the end, and print commands to look around in it
@@ -45,7 +45,7 @@ pub struct Args {
     serve: Option<u16>,
 }
 
-/// Shows everything. Whether all claims hold.
+/// Shows everything. Returns whether all claims hold.
 pub fn run(args: &Args) -> Result<bool> {
     match args {
         Args { serve: Some(port), .. } => keep::serve(*port).map(|()| true),
@@ -63,7 +63,7 @@ fn remove() -> Result<()> {
     Ok(())
 }
 
-/// Whether all claims hold.
+/// Returns whether all claims hold.
 fn demo(args: &Args) -> Result<bool> {
     setup::ensure(if args.quick { setup::Scope::Lab } else { setup::Scope::Demo })?;
     if let Some(obstacle) = lab::skip::obstacle() {

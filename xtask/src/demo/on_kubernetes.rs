@@ -34,7 +34,7 @@ struct Show {
     echo: TcpServer,
     /// The pods `app: web`.
     web: Vec<ClusterPod>,
-    /// Long-lived connections of theirs, once they are open.
+    /// Their long-lived connections, once they are open.
     streams: Option<Streams>,
     /// What passes outside, once the policy is in force.
     captures: Vec<Capture>,
@@ -42,7 +42,7 @@ struct Show {
     home: BTreeMap<IpAddr, String>,
 }
 
-/// Whether all claims hold.
+/// Returns whether all claims hold.
 pub fn demo(args: &Args) -> Result<bool> {
     if !args.quick {
         setup::ensure(setup::Scope::Demo)?;
@@ -126,7 +126,7 @@ impl Show {
         Ok(used.map(|ip| (ip.address, ip.node.unwrap_or_else(|| "-".to_owned()))).collect())
     }
 
-    /// Waits until the gateways of a policy's egress IPs are as `good` wants them, and returns them.
+    /// Waits until the gateways of a policy's egress IPs satisfy `good`, and returns them.
     fn wait_carriers(
         &self,
         policy: &str,

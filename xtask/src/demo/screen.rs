@@ -1,4 +1,4 @@
-//! What the demo says while it runs: narration, tables, claims and spinners. With `--json` all of it goes to standard
+//! The demo's output while it runs: narration, tables, claims and spinners. With `--json` all of it goes to standard
 //! error in short, so that standard output holds the JSON only.
 
 use std::cell::Cell;
@@ -82,7 +82,7 @@ impl Screen {
         }
     }
 
-    /// Does something that may take a while under a spinner, which goes when it is done.
+    /// Does something that may take a while under a spinner, which disappears when it is done.
     pub fn wait<T>(&self, what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let step = Step::start(what);
         let result = work();

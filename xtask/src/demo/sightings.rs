@@ -59,7 +59,7 @@ impl Sightings {
     }
 }
 
-/// A capture at a server that runs.
+/// A running capture at a server.
 pub struct Watch {
     capture: Capture,
     server: Server,

@@ -1,4 +1,4 @@
-//! Long-lived connections on which both ends send all the time, and what became of each.
+//! Long-lived connections on which both ends send all the time, and the outcome of each.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -40,19 +40,19 @@ impl Streams {
         Ok(streams)
     }
 
-    /// Waits until every connection that is still open has received so many more records at both ends.
+    /// Waits until every connection that is still open has received this many more records at both ends.
     pub fn wait_progress(&self, records: u64) -> Result<()> {
         self.groups.iter().try_for_each(|group| group.wait_progress(records, PATIENCE))?;
         self.server.wait_progress(records, PATIENCE)
     }
 
-    /// Starts measuring pauses anew.
+    /// Restarts the measurement of pauses.
     pub fn reset_pauses(&self) {
         self.groups.iter().for_each(TcpClients::reset_pauses);
         self.server.reset_pauses();
     }
 
-    /// What became of each connection.
+    /// The outcome of each connection.
     pub fn all(&self) -> Vec<Stream> {
         let clients: Vec<ConnectionReport> = self.groups.iter().flat_map(TcpClients::connections).collect();
         join(&clients, &self.server.connections())

@@ -33,7 +33,7 @@ pub fn percent(part: usize, whole: usize) -> String {
 /// A table with a line of titles. Columns are as wide as their widest cell; cells may be limited and are wrapped then.
 pub struct Table(comfy_table::Table);
 
-/// Blanks behind each cell, beside the one between two columns.
+/// Blanks after each cell, in addition to the one between two columns.
 const GAP: u16 = 1;
 
 impl Table {

@@ -35,7 +35,7 @@ pub fn from_bzimage(image: &[u8]) -> Result<Vec<u8>> {
         .with_context(|| format!("cannot run {program}"))?;
     let mut stdin = child.stdin.take().context("no pipe to the program")?;
     let payload = payload.to_vec();
-    // The size of the kernel follows the stream, which the programs complain about, if they read it at all.
+    // The size of the kernel follows the stream, which the programs report as an error, if they read it at all.
     let feeder = std::thread::spawn(move || drop(stdin.write_all(&payload)));
     let kernel = child.wait_with_output().with_context(|| format!("cannot read from {program}"))?.stdout;
     let _ = feeder.join();

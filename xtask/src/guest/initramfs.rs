@@ -24,7 +24,7 @@ impl Initramfs {
         Ok(Self { root: root.to_owned() })
     }
 
-    /// The place of a file, whose directories are there then.
+    /// The place of a file, whose directories are created.
     fn place(&self, name: &str) -> Result<PathBuf> {
         let path = self.root.join(name.trim_start_matches('/'));
         let folder = path.parent().unwrap_or(&self.root);

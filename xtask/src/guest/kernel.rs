@@ -11,7 +11,7 @@ use clap::ValueEnum;
 use super::elf;
 use crate::{progress, toolchain};
 
-/// A kernel to run tests under. What is older than 6.6 has no TCX: the programs are filters of a clsact qdisc there.
+/// A kernel to run tests under. Kernels older than 6.6 have no TCX: there the programs are filters of a clsact qdisc.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Kernel {
     /// Debian 12's.
@@ -172,7 +172,7 @@ fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Uncompresses all modules: what loads them in a guest need not know how.
+/// Uncompresses all modules, so that a guest's loader need not know how.
 fn uncompress(dir: &Path) -> Result<()> {
     for name in entries(dir)? {
         let path = dir.join(&name);

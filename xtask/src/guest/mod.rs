@@ -30,12 +30,12 @@ const PROCESSORS: &str = "2";
 /// What the guest's shell scripts and the lab call.
 const PROGRAMS: [&str; 6] =
     ["/sbin/ip", "/sbin/ipvsadm", "/sbin/tc", "/usr/sbin/nft", "/usr/sbin/bpftool", "/sbin/sysctl"];
-/// What busybox serves as.
+/// The applets of busybox that are used.
 const APPLETS: [&str; 22] = [
     "cat", "chmod", "cp", "date", "dmesg", "echo", "env", "false", "grep", "kill", "ln", "ls", "mkdir", "modprobe",
     "mount", "reboot", "rm", "sh", "sleep", "true", "umount", "uname",
 ];
-/// Modules that the tests may ask the kernel for; it loads them by itself.
+/// Modules that the tests may ask the kernel for; it loads them on its own.
 const MODULES: [&str; 24] = [
     "8021q",
     "af_packet",
@@ -63,7 +63,7 @@ const MODULES: [&str; 24] = [
     "vxlan",
 ];
 
-/// What of the datapath's tests meets the kernel, but for numbers that an emulated machine has no time for.
+/// The datapath's tests that depend on the kernel, except for measurements for which an emulated machine is too slow.
 const UNIT: &[&str] = &[
     "datapath::tests::clsact",
     "datapath::tests::collector",
@@ -98,7 +98,7 @@ pub struct Binaries<'a> {
     pub bin_dir: &'a Path,
 }
 
-/// Runs the datapath's tests under `kernel`. With `bless`, what its verifier counts becomes the baseline.
+/// Runs the datapath's tests under `kernel`. With `bless`, its verifier's counts become the baseline.
 pub fn run(kernel: Kernel, binaries: &Binaries, bless: bool, tally: &mut Tally) -> Result<()> {
     let name = format!("guest with Linux {}", kernel.version());
     let prepared = setup::ensure(setup::Scope::Guests).and_then(|()| kernel.unpacked());
@@ -121,7 +121,7 @@ pub fn run(kernel: Kernel, binaries: &Binaries, bless: bool, tally: &mut Tally) 
     let text = fs::read_to_string(&log).with_context(|| format!("cannot read {}", log.display()))?;
     // A guest that panics ends like one that is done.
     if !text.lines().any(|line| line == "GUEST END") {
-        tally.fail(&name, &format!("it did not come to its end: see {}", log.display()));
+        tally.fail(&name, &format!("it did not finish: see {}", log.display()));
         return Ok(());
     }
     verified::compare(kernel, &text, bless, tally)
@@ -149,7 +149,7 @@ fn file_system(kernel: &Unpacked, binaries: &Binaries, scratch: &Path) -> Result
     Ok(archive)
 }
 
-/// The modules with what they depend on, and the index by which the kernel's requests find them.
+/// The modules with their dependencies, and the index by which the kernel's requests find them.
 fn add_modules(archive: &Initramfs, kernel: &Unpacked) -> Result<()> {
     for module in MODULES {
         let mut command = Command::new("modprobe");
@@ -171,7 +171,8 @@ fn add_modules(archive: &Initramfs, kernel: &Unpacked) -> Result<()> {
     Ok(())
 }
 
-/// The first process of the guest. What it prints goes to the host. Nobody loads `tun` before its device file is there, which it makes.
+/// The first process of the guest. Its output goes to the host. It loads `tun`, since the device file that would do so comes with the
+/// module.
 fn init() -> String {
     format!(
         "#!/bin/sh\n\

@@ -11,7 +11,7 @@ use super::Kernel;
 use crate::test::tally::Tally;
 use crate::workspace;
 
-/// Growth that is pointed out, in percent. The verifier's limit is a million.
+/// Growth that is reported, in percent. The verifier's limit is a million.
 const GROWTH: u64 = 20;
 /// What a test writes before each program's count.
 const PREFIX: &str = "VERIFIED ";
@@ -23,14 +23,14 @@ fn baseline() -> PathBuf {
     workspace::root().join("tests/verified.txt")
 }
 
-/// Compares what a guest printed with the baseline, and points out what has grown. With `bless`, writes the baseline.
+/// Compares what a guest printed with the baseline, and reports growth. With `bless`, writes the baseline.
 pub fn compare(kernel: Kernel, output: &str, bless: bool, tally: &mut Tally) -> Result<()> {
     let path = baseline();
     let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let mut known = read(&text);
     let now = counted(kernel, output);
     if now.is_empty() {
-        tally.fail(&format!("verifier of Linux {}", kernel.version()), "the guest told no counts");
+        tally.fail(&format!("verifier of Linux {}", kernel.version()), "the guest reported no counts");
     }
     for ((version, program), count) in &now {
         let before = known.get(&(version.clone(), program.clone())).copied();
@@ -38,7 +38,7 @@ pub fn compare(kernel: Kernel, output: &str, bless: bool, tally: &mut Tally) -> 
         eprintln!("  Linux {version} verifies {program} in {count} instructions ({before_text})");
         if !bless && before.is_none_or(|before| *count > before + before * GROWTH / 100) {
             tally.note(&format!(
-                "Linux {version} verifies {program} in {count} instructions ({before_text}): if that is meant, write it down \
+                "Linux {version} verifies {program} in {count} instructions ({before_text}): if that is intended, record it \
                  with `cargo xtask test --kernel {version} --bless`"
             ));
         }
@@ -51,7 +51,7 @@ pub fn compare(kernel: Kernel, output: &str, bless: bool, tally: &mut Tally) -> 
     Ok(())
 }
 
-/// The counts that the tests of a guest have told.
+/// The counts that the tests of a guest have reported.
 fn counted(kernel: Kernel, output: &str) -> Counts {
     let lines = output.lines().filter_map(|line| line.strip_prefix(PREFIX));
     read(&lines.map(|line| format!("{} {line}\n", kernel.version())).collect::<String>())

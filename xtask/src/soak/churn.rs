@@ -1,5 +1,5 @@
-//! What happens while the connections go on: pods come and go, policies change, gateways die, leave and return, agents and
-//! the controller are killed, restarted and frozen. One change at a time begins; what it began may last into the next ones.
+//! What happens while the connections run: pods come and go, policies change, gateways die, leave and return, agents and
+//! the controller are killed, restarted and frozen. One change at a time begins; its effects may last into the next ones.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -10,20 +10,20 @@ use lab::{Cni, Family, PodSpec, wait_for};
 
 use super::world::{self, CONTROLLER, NEW_MAIL_PORT, NEW_WEB_PORT, PASSING, SoakLab, WEB};
 
-/// Pods beside the steady ones.
+/// Pods in addition to the steady ones.
 const MOST_PODS: usize = 6;
 /// Connections of each new pod and family.
 const CONNECTIONS: usize = 5;
 /// How long a dead gateway stays dead, or an agent frozen: longer than its lease.
 const OUTAGE: Duration = Duration::from_secs(6);
 
-/// How long an agent that has just been started may take to know of a pod.
+/// How long an agent that has just been started may take to know about a pod.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A kind of change.
 type Change = (&'static str, fn(&mut Churn, &mut SoakLab) -> Result<()>);
 
-/// What may happen next, each as likely as the others.
+/// What may happen next, all equally likely.
 const CHANGES: [Change; 11] = [
     ("pods added", Churn::add_pod),
     ("pods added", Churn::add_pod),
@@ -38,7 +38,7 @@ const CHANGES: [Change; 11] = [
     ("weights changed", Churn::change_weights),
 ];
 
-/// Something that is broken, and what mends it.
+/// Something that is broken, and how to repair it.
 enum Outage {
     Dead(String),
     Frozen(String),
@@ -76,13 +76,13 @@ impl Churn {
         change(self, world)
     }
 
-    /// A time between two others.
+    /// A random time between two others.
     pub fn between(&mut self, [least, most]: [Duration; 2]) -> Duration {
         let span = (most - least).as_millis() as usize;
         least + Duration::from_millis(self.below(span) as u64)
     }
 
-    /// Ends what is broken, and the pods that came.
+    /// Repairs what is broken, and removes the pods that were added.
     pub fn calm_down(&mut self, world: &mut SoakLab) -> Result<()> {
         self.mend(world)?;
         while !self.pods.is_empty() {
@@ -119,7 +119,7 @@ impl Churn {
         let (app, port) = if self.below(2) == 0 { ("web", NEW_WEB_PORT) } else { ("mail", NEW_MAIL_PORT) };
         let pod = world.lab.prepare_pod(PodSpec::new(&name, &node).label("app", app).cni(cni))?;
         // As in a cluster, a pod is bound to its node long before it has a network, and the node's agent knows of it.
-        wait_for(&format!("{node} holds what it does not know"), PATIENCE, || {
+        wait_for(&format!("{node} holds unknown sources"), PATIENCE, || {
             let state = world.lab.egressctl(&node, &["state"])?;
             Ok(state["rules"].to_string().contains("a selected pod is starting"))
         })?;
@@ -147,7 +147,7 @@ impl Churn {
         world.lab.remove_pod(&name)
     }
 
-    /// An egress IP comes into a policy, or leaves it.
+    /// Adds an egress IP to a policy, or removes it.
     fn change_policy(&mut self, world: &mut SoakLab) -> Result<()> {
         self.passing = !self.passing;
         let passing = self.passing.then_some(PASSING);
@@ -161,7 +161,7 @@ impl Churn {
         let lines = text.lines().map(|line| match line.split_once(", weight") {
             _ if !line.contains("egressIP:") => line.to_owned(),
             Some((start, _)) => format!("{start}, weight: {weight}}}"),
-            // One brace ends the line, behind the address.
+            // One brace ends the line, after the address.
             None => format!("{}, weight: {weight}}}", line.trim_end_matches('}')),
         });
         let text: Vec<String> = lines.collect();
@@ -223,7 +223,7 @@ impl Churn {
         }
     }
 
-    /// A node whose agent runs and is not the one that is out of order.
+    /// A node whose agent runs and is not affected by the outage.
     fn healthy_node(&mut self, world: &SoakLab) -> String {
         let broken = self.outage.as_ref().map(|(outage, _)| match outage {
             Outage::Dead(node) | Outage::Frozen(node) | Outage::Unlabelled(node) => node.clone(),

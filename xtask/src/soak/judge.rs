@@ -1,11 +1,11 @@
 //! What must hold all the time (docs/design.md, "Invariants"), judged by what the server sees.
 //!
-//! 1. A packet that a policy selects has one of that policy's addresses, that of a pod without a policy its node's, and an
-//!    answer to what the outside opened its own.
-//! 2. A connection that was there from the beginning is never broken and loses no byte, whatever happens to gateways and
+//! 1. A packet that a policy selects has one of that policy's addresses, a packet of a pod without a policy has its
+//!    node's, and an answer to what the outside opened has the pod's own.
+//! 2. A connection that existed from the beginning is never broken and loses no byte, whatever happens to gateways and
 //!    agents; a datagram flow never changes its address.
 //! 3. A gateway that has lost an egress IP does not answer for it again: the MAC address that answers changes no more often
-//!    than the owner. Only for as long as the news of the move may take on a busy machine two may answer in turn.
+//!    than the owner. Two may answer in turn only for as long as the news of the move may take on a busy machine.
 //! 4. In the end `egress-daemon cleanup` leaves nothing behind.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,15 +22,15 @@ use super::world::{
     UDP_PORT, WEB, WEB_PORT, addresses, epochs,
 };
 
-/// Violations that are told one by one; of more only the number is kept.
+/// Violations that are reported one by one; of any more only the number is kept.
 const MOST_TOLD: usize = 20;
 const PATIENCE: Duration = Duration::from_secs(60);
-/// For how long a former owner may not have read of the new one.
+/// How long a former owner may not have read of the new one.
 const NEWS: f64 = 2.0;
 /// Several times the interval at which streams send.
 const QUIET: Duration = Duration::from_secs(3);
 
-/// What was seen, and what of it should not have been.
+/// What was seen, and which of it should not have been.
 pub struct Judge {
     server: Vec<IpAddr>,
     /// The sources that packets to each port of the server may have.
@@ -81,7 +81,7 @@ impl Judge {
         &self.figures
     }
 
-    /// How things stand.
+    /// A line with the current state.
     pub fn line(&self) -> String {
         format!("{} packets seen, {} violations", self.packets, self.violations.len() as u64 + self.untold)
     }
@@ -179,7 +179,7 @@ impl Judge {
         self.figures.insert(name.to_owned(), figure.to_string());
     }
 
-    /// The connections that were there from the beginning.
+    /// Judges the connections that existed from the beginning.
     fn connections(&mut self, world: &mut SoakLab) -> Result<()> {
         let Some(traffic) = world.traffic.take() else { return Ok(()) };
         let rate = traffic.rate.finish()?;
@@ -237,7 +237,7 @@ impl Judge {
         Ok(())
     }
 
-    /// Everything that the agents made goes.
+    /// Checks that everything that the agents made is removed.
     fn cleanup(&mut self, world: &mut SoakLab) -> Result<()> {
         for node in world.nodes() {
             world.lab.agent(&node).terminate()?;
@@ -255,7 +255,7 @@ impl Judge {
     }
 }
 
-/// Who answered, without what a former owner said before it had read of the new one, and the new one's word against it.
+/// The answers, without those of a former owner that had not read of the new one yet, and those of the new one in between.
 fn settled(answers: &[(f64, [u8; 6])]) -> Vec<(f64, [u8; 6])> {
     let mut settled: Vec<(f64, [u8; 6])> = Vec::new();
     let mut taken_over = 0.0;

@@ -1,5 +1,5 @@
-//! `cargo xtask soak`: connections, and everything around them in motion, for as long as one likes. What counts is what
-//! arrives at a server; see [`judge`] for what is asserted and [`churn`] for what happens meanwhile.
+//! `cargo xtask soak`: connections, and changes of everything around them, for as long as one likes. Only what arrives
+//! at a server counts; see [`judge`] for what is asserted and [`churn`] for what happens meanwhile.
 
 mod churn;
 mod judge;
@@ -16,20 +16,20 @@ use crate::{build, interrupt, setup};
 
 /// The time between two changes: long enough for most of them to take effect, short enough for them to overlap at times.
 const PAUSES: [Duration; 2] = [Duration::from_millis(200), Duration::from_millis(2_500)];
-/// How often a line tells how things stand.
+/// How often a line with the current state is printed.
 const REPORT: Duration = Duration::from_secs(60);
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// How long it goes on
+    /// How long it runs
     #[arg(long, default_value_t = 10)]
     minutes: u64,
-    /// Repeats the changes of an earlier run, in their order
+    /// Repeat the changes of an earlier run, in their order
     #[arg(long)]
     seed: Option<u64>,
 }
 
-/// Runs it, and tells in a summary what was seen. Whether no invariant was violated.
+/// Runs it, and prints a summary of what was seen. Returns whether no invariant was violated.
 pub fn run(args: &Args) -> Result<bool> {
     setup::ensure(setup::Scope::Lab)?;
     if let Some(obstacle) = lab::skip::obstacle() {
@@ -60,7 +60,7 @@ pub fn run(args: &Args) -> Result<bool> {
         std::thread::sleep(churn.between(PAUSES));
     }
     if let Err(error) = churn.calm_down(&mut world) {
-        judge.violation("what was broken could not be mended", &format!("{error:#}"));
+        judge.violation("what was broken could not be repaired", &format!("{error:#}"));
     }
     judge.conclude(&mut world, &churn)?;
     summary(&judge, started.elapsed());

@@ -1,4 +1,4 @@
-//! The cluster of the soak, and the traffic that goes on in it from beginning to end.
+//! The cluster of the soak, and the traffic that runs in it from beginning to end.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -14,7 +14,7 @@ use lab::{Capture, Cni, Family, Lab, PodSpec, Server, StartOptions, address, wai
 /// Host numbers of the egress IPs of the policies `web` (by flow) and `mail` (by endpoint).
 pub const WEB: [u8; 3] = [10, 11, 12];
 pub const MAIL: [u8; 2] = [20, 21];
-/// Comes into the policy `web` and goes again.
+/// Is added to the policy `web` and removed again.
 pub const PASSING: u8 = 13;
 
 /// Ports of the server: a stream for web and mail pods, connections of new pods of either kind, connections at a rate, and
@@ -26,21 +26,21 @@ pub const NEW_MAIL_PORT: u16 = 83;
 pub const RATE_PORT: u16 = 84;
 pub const PLAIN_PORT: u16 = 90;
 pub const UDP_PORT: u16 = 53;
-/// What pods connect to until their policies are in force. The last of it may be on its way when the soak begins.
+/// What pods connect to until their policies are in force. The last packets may be in flight when the soak begins.
 pub const LOOK_PORT: u16 = 9_007;
 /// A port of pods, which the outside and other pods connect to.
 pub const POD_PORT: u16 = 8080;
 
 pub const CONTROLLER: &str = "controller";
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Slower than the defaults, so that a machine that has more to do does not look dead, and fast enough to fail over often.
+/// Slower than the defaults, so that a busy machine does not look dead, and fast enough to fail over often.
 const CONFIG: &str = "probe: {interval: 200ms, count: 5}\nlease: {renew: 500ms, duration: 4s}\ndeadline: 2s\n";
 const INTERVAL: Duration = Duration::from_millis(500);
 const RATE: u32 = 20;
 
 /// Everything that runs.
 pub struct SoakLab {
-    /// The traffic, before the lab, which ends after it.
+    /// The traffic; declared before the lab, which is dropped after it.
     pub traffic: Option<Traffic>,
     /// What `server1` sees.
     pub capture: Capture,

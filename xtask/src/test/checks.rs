@@ -1,4 +1,4 @@
-//! The checks beside the tests: tidy, formatting, drift of generated files, lints, licences. Each counts as one test.
+//! The checks other than tests: tidy, formatting, drift of generated files, lints, licences. Each counts as one test.
 
 use std::process::Command;
 

@@ -20,14 +20,14 @@ const TAIL_LINES: usize = 100;
 struct Output {
     passed: usize,
     failed: usize,
-    /// Tests that have ended, and what became of them.
+    /// Tests that have ended, and their outcomes.
     ended: BTreeMap<String, String>,
     /// Result lines; a binary that crashes or hangs prints none.
     results: usize,
     /// The failing tests' own output.
     failures: Vec<String>,
     in_failures: bool,
-    /// `SKIP` lines of tests that have no file in common with us: those of a guest.
+    /// `SKIP` lines of tests that share no file with us: those of a guest.
     skips: Vec<String>,
 }
 
@@ -64,8 +64,8 @@ pub struct Run<'a> {
     pub filter: Option<&'a str>,
     /// When it counts as hanging.
     pub timeout: Duration,
-    /// Whether a test that fails is tried once more, with the machine alone (`lab::machine`). For tests in real time on a machine that is
-    /// not theirs: such a test counts as passed, and is named in the summary.
+    /// Whether a test that fails is run once more, with the machine to itself (`lab::machine`). For tests in real time on a shared
+    /// machine: one that then passes counts as passed, and is named in the summary.
     pub second_try: bool,
 }
 
@@ -136,7 +136,7 @@ pub fn run(name: &str, mut command: Command, how: &Run<'_>, tally: &mut Tally) -
     Ok(())
 }
 
-/// Runs one test by itself; whether it passes.
+/// Runs one test on its own; returns whether it passes.
 fn passes_alone(command: &Command, test: &str, log: &Path, timeout: Duration) -> bool {
     let mut alone = process::without_arguments(command);
     alone.args([test, "--exact", "--test-threads", "1"]).env("SPILLWAY_TEST_ALONE", "1");

@@ -31,7 +31,7 @@ const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 const SEEDS: &str = "10000";
 /// It gets what the other tests leave of the processors.
 const SIMULATION_TIMEOUT: Duration = Duration::from_secs(60 * 60);
-/// The end-to-end tests, by one transport or on a Kubernetes.
+/// The end-to-end tests, over one transport or on Kubernetes.
 const LAB_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 #[derive(clap::Args)]
@@ -44,19 +44,19 @@ pub struct Args {
     /// Only the end-to-end tests
     #[arg(long)]
     e2e: bool,
-    /// A part that takes at most four minutes from a built tree: no lints, no kernels, of the end-to-end tests the common ones
+    /// A part that takes at most four minutes from a built tree: no lints, no other kernels, only the common end-to-end tests
     #[arg(long, conflicts_with_all = ["filter", "unit", "e2e", "kernel"])]
     quick: bool,
     /// Only the datapath's tests, under another kernel, in QEMU
     #[arg(long, value_name = "VERSION", conflicts_with_all = ["filter", "unit", "e2e"])]
     kernel: Vec<Kernel>,
-    /// Only the tests on a Kubernetes, on this one: 1.32 is the oldest that the chart accepts, 1.37 the newest and the usual one
+    /// Only the tests on Kubernetes, of this version: 1.32 is the oldest that the chart accepts, 1.37 the newest and the usual one
     #[arg(long, value_name = "VERSION", conflicts_with_all = ["unit", "quick", "kernel"])]
     kubernetes: Option<Kubernetes>,
-    /// Only the page of `egressctl serve`, in a real Chromium; its picture becomes docs/page.png
+    /// Only the page of `egressctl serve`, in a real Chromium; its screenshot becomes docs/page.png
     #[arg(long, conflicts_with_all = ["filter", "unit", "e2e", "quick", "kernel"])]
     page: bool,
-    /// What the kernels' verifiers count becomes the baseline of later runs
+    /// Make what the kernels' verifiers count the baseline of later runs
     #[arg(long, requires = "kernel")]
     bless: bool,
 }
@@ -108,14 +108,14 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
     thread::scope(|scope| {
         let behind = scope.spawn(|| behind_the_tests(args, needs_cluster.then_some(ready), &binaries, &bin_dir));
         let outcome = run_tests(args, &jobs, &bin_dir, &cluster, tally);
-        let behind = behind.join().map_err(|_| anyhow!("what runs behind the tests has panicked"))?;
+        let behind = behind.join().map_err(|_| anyhow!("the work in the background of the tests has panicked"))?;
         behind.map(|behind| tally.add(behind)).and(outcome)
     })
 }
 
-/// What is done behind the tests, which mostly wait, while nothing else wants a processor. None of it is in real time.
+/// The work in the background of the tests, which mostly wait, while nothing else wants a processor. None of it is in real time.
 ///
-/// First comes what the tests on a Kubernetes wait for (`cluster` is told), then, in a whole run, what nobody waits for.
+/// First comes what the tests on Kubernetes wait for (`cluster` is notified), then, in a whole run, what nothing waits for.
 fn behind_the_tests(
     args: &Args,
     cluster: Option<Sender<Result<Environment>>>,
@@ -124,7 +124,7 @@ fn behind_the_tests(
 ) -> Result<Tally> {
     process::idle()?;
     if let Some(cluster) = cluster {
-        // Nobody listens any more where the tests have ended early.
+        // There is no receiver any more if the tests have ended early.
         let _ = cluster.send(prepare_cluster(args, bin_dir));
     }
     let mut tally = Tally::default();
@@ -144,10 +144,10 @@ fn doc_tests(tally: &mut Tally) -> Result<()> {
     libtest::run("doc tests", command, &how, tally)
 }
 
-/// Variables that tell where what was built is.
+/// Variables that say where the build's results are.
 type Environment = Vec<(&'static str, OsString)>;
 
-/// Runs the jobs. `cluster` tells when the programs of a Kubernetes are built, if any job is to run on one.
+/// Runs the jobs. `cluster` tells when the programs of a Kubernetes are built, if any job runs on one.
 fn run_tests(
     args: &Args,
     jobs: &[Job<'_>],
@@ -157,7 +157,7 @@ fn run_tests(
 ) -> Result<()> {
     let mut environment = Environment::new();
     for job in jobs {
-        // Once: afterwards the other end is gone. Without a job on a Kubernetes it is from the beginning.
+        // Once: afterwards the other end is gone. Without a job on Kubernetes it is gone from the beginning.
         let built = if job.uses_cluster_programs() { cluster.recv().ok().transpose() } else { Ok(None) };
         let outcome = built.and_then(|built| {
             environment.extend(built.into_iter().flatten());
@@ -224,8 +224,8 @@ fn guests(
     Ok(())
 }
 
-/// Builds what the tests on a Kubernetes need, and says where it is. They are skipped, and say why, where something is missing that
-/// set-up does not install; a continuous integration has to have it.
+/// Builds what the tests on Kubernetes need, and says where it is. They are skipped, and say why, if something is missing that
+/// set-up does not install; in CI it has to be there.
 fn prepare_cluster(args: &Args, bin_dir: &Path) -> Result<Environment> {
     if workspace::in_ci() {
         setup::ensure(setup::Scope::Cluster)?;

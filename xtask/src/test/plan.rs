@@ -1,8 +1,8 @@
 //! What a run consists of, as data: jobs that follow each other.
 //!
 //! Unit tests use every processor. The labs' tests mostly wait, so several of a binary run at once; those that make load or are strict about
-//! time take the machine for themselves (`lab::machine`). Binaries do not run side by side: on two processors the tests that want the machine
-//! alone then wait for each other, and everybody for them. What uses a Kubernetes, or programs of one, comes last: they are built meanwhile.
+//! time take the machine for themselves (`lab::machine`). Binaries do not run side by side: on two processors the tests that need the machine
+//! alone would wait for each other, and all others for them. Jobs that use Kubernetes, or its programs, come last: those are built meanwhile.
 
 use super::Args;
 use super::binaries::{Binary, Kind};
@@ -15,7 +15,7 @@ const XTASK: &str = "xtask/xtask";
 const SPILLWAY: &str = "tests/spillway";
 /// How many end-to-end tests run at once, more than there are processors.
 pub const THREADS: &str = "4";
-/// The modes in which they run once more. In the lab the transport `Auto` comes to `direct`, and `xdp: Auto` to TC.
+/// The modes in which they run once more. In the lab the transport `Auto` resolves to `direct`, and `xdp: Auto` to TC.
 const OTHER_MODES: [TestMode; 3] = [TestMode::Transport("vxlan"), TestMode::Transport("device"), TestMode::Xdp];
 /// Their modules in which the transport matters.
 const DEPENDING_ON_TRANSPORT: [&str; 9] = [
@@ -32,7 +32,7 @@ const DEPENDING_ON_TRANSPORT: [&str; 9] = [
 /// Those of `--quick`: a pod's packets leave as they should, and come back; policies and slots change.
 const QUICK: [&str; 3] = ["exits::", "protocols::", "slots::"];
 
-/// What looks at a page in a browser, which only `--page` asks for.
+/// The tests that open a page in a browser, which only `--page` asks for.
 pub const PAGE: &str = "page::";
 
 /// How packets travel, where it is not the default.
@@ -66,7 +66,7 @@ impl TestMode {
 pub struct Job<'a> {
     /// What is run.
     pub binary: &'a Binary,
-    /// How all nodes are set where a test says nothing else.
+    /// How all nodes are set unless a test says otherwise.
     pub mode: Option<TestMode>,
     /// Only tests whose name contains one of these, if there are any.
     pub tests: Vec<&'a str>,

@@ -1,4 +1,4 @@
-//! The disk that a whole run takes: asked for before the run, so that it does not fail in the middle.
+//! The disk space that a whole run takes: checked before the run, so that it does not fail in the middle.
 
 use std::fs;
 use std::path::Path;

@@ -35,7 +35,7 @@ impl Tally {
         self.skipped.push((name.to_owned(), why.to_owned()));
     }
 
-    /// Names a test that passed, but only when it was tried again.
+    /// Names a test that passed only at the second try.
     pub fn second_try(&mut self, name: &str) {
         self.second_try.push(name.to_owned());
     }

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use crate::progress::{self, Step};
 use crate::workspace;
 
-/// The clone's files that are texts, by their paths from its root.
+/// The clone's text files, by their paths from its root.
 type Tree = BTreeMap<PathBuf, String>;
 
 /// A rule that is broken at a place.
@@ -63,7 +63,7 @@ pub fn rules() -> Result<()> {
     bail!("{} findings:{}", findings.len(), list.concat())
 }
 
-/// What git tracks, and what it would if it were added. Files that are no text are empty: they only count as the targets of links.
+/// The files that git tracks, and new ones that it does not ignore. Files that are not text are empty: they only count as link targets.
 fn files() -> Result<Tree> {
     let root = workspace::root();
     let mut command = Command::new("git");

@@ -12,7 +12,7 @@ use super::{Finding, Tree};
 /// More lines than this are more than one subject.
 const MAX_LINES: usize = 500;
 
-/// The one place where tests wait for a condition, by looking at it again and again.
+/// The one place where tests wait for a condition, by polling.
 const SLEEPER: &str = "tests/lab/wait.rs";
 
 /// Words that say that something is not done. They are put together here so that this file passes its own rule.

@@ -1,4 +1,5 @@
-//! What operators are asked, on a Kubernetes: by the plugin of kubectl, and by a Prometheus that asks agents as in any cluster.
+//! Questions that operators get, on Kubernetes: answered by the kubectl plugin, and by a Prometheus that scrapes agents as
+//! usual.
 
 use std::process::Command;
 

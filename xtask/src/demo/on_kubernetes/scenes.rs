@@ -19,15 +19,15 @@ use crate::workspace;
 /// Pods `app: web`, and long-lived connections of each.
 const PODS: usize = 3;
 pub const STREAMS_PER_POD: usize = 30;
-/// A policy of a person is in force by then.
+/// A policy that a person applies is in force by then.
 const IN_FORCE: Duration = Duration::from_secs(10);
-/// The next carrier answers, and TCP, which tries again ever more slowly, has noticed.
+/// The next carrier answers, and TCP, which backs off, has retransmitted.
 const LONGEST_PAUSE: Duration = Duration::from_secs(3);
 /// A node's processes have started again, and the pool's failback delay has passed.
 const RETURNED: Duration = Duration::from_secs(60);
-/// For how long the API server is away.
+/// How long the API server is away.
 const AWAY: Duration = Duration::from_secs(10);
-/// The lease of the leading controller, and what it takes to look around.
+/// The lease of the leading controller, and what the next one takes to start.
 const LED: Duration = Duration::from_secs(20);
 const COLUMNS: &str = "egressips";
 
@@ -196,9 +196,9 @@ fn gateway_dies(show: &mut Show) -> Result<()> {
         "A gateway dies",
         &format!(
             "{total} connections stream in both directions, and two pods open 100 new ones a second each. Now {victim} \
-             loses its power and its network. As soon as it answers no probe, the next carriers of its egress IPs take over; \
-             the controller plans without it when its lease of 15 s has lapsed; and its connections, which live on the \
-             workers, just go on."
+             loses its power and its network. As soon as it stops answering probes, the next carriers of its egress \
+             IPs take over; the controller plans without it once its lease of 15 s has lapsed; and its connections, \
+             whose state is on the workers, simply continue."
         ),
     );
     let pods: Vec<_> =
@@ -209,7 +209,7 @@ fn gateway_dies(show: &mut Show) -> Result<()> {
     streams.reset_pauses();
     let died = Instant::now();
     show.cluster.kill_node(&victim)?;
-    // The machine remembers the programs of a node that is killed: a real one that is dead forgets them.
+    // This machine keeps the programs of a node that is killed: a real dead node loses them.
     show.cluster.partition(&victim, true)?;
     let after = show.wait_carriers("web", &format!("the egress IPs of {victim} move"), |all| {
         all.values().all(|node| *node != victim && node != "-")
@@ -332,7 +332,7 @@ fn nobody_leads(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
-/// The claim that connections went on, and new ones were made.
+/// The claim that connections continued, and new ones were made.
 fn lossless(show: &mut Show, name: &str, all: &[super::super::streams::Stream], flows: &[Flow]) {
     let pause = longest_pause(all, |_| true);
     let (opened, waited, failed) = counts(flows);

@@ -13,9 +13,9 @@ use super::super::sightings::{Sightings, Watch};
 use super::super::table::Table;
 use super::{LEDGER, PATIENCE, WEB, addresses, seconds};
 
-/// Files are followed within a second.
+/// Changes of files are followed within a second.
 const FOLLOWED: Duration = Duration::from_secs(1);
-/// Addresses that nobody has used yet need a gateway and ports first.
+/// Addresses that were never used need a gateway and ports first.
 const PREPARED: Duration = Duration::from_secs(4);
 /// Connections of each family before a change, and after it is in force.
 const BEFORE: usize = 50;
@@ -77,7 +77,7 @@ struct Change {
 }
 
 impl Change {
-    /// How long after the change the last connection was started that went by the old rules.
+    /// How long after the change the last connection was started that followed the old rules.
     fn in_force_after(&self) -> Duration {
         last_with(&self.flows, self.changed, &self.old).unwrap_or_default()
     }
@@ -111,7 +111,7 @@ impl Change {
     }
 }
 
-/// The pod goes from one policy to another.
+/// The pod moves from one policy to another.
 fn relabel(show: &mut Show) -> Result<Change> {
     let (old, new) = (addresses(show, LEDGER)?, addresses(show, WEB)?);
     let server = show.server().clone();

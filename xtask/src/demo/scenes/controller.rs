@@ -17,7 +17,7 @@ use crate::demo::table::Table;
 
 /// Longer than the leases that the gateways hold (15 s) and the deadlines that follow from them.
 const WITHOUT: Duration = Duration::from_secs(17);
-/// What nobody notices.
+/// A pause that nobody notices.
 const UNNOTICED: Duration = Duration::from_secs(1);
 
 /// The only controller is killed; later another one starts.

@@ -17,17 +17,17 @@ use super::{WEB, carriers, seconds, wait_carriers};
 
 /// Long-lived connections of each of four pods.
 pub const STREAMS_PER_POD: usize = 25;
-/// Three probes of 100 ms, what TCP's timer has doubled to until then, and what a busy machine takes.
+/// Three probes of 100 ms, what TCP's timer has backed off to by then, and what a busy machine takes.
 pub const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// Three probes of 100 ms, and what a busy machine takes.
 pub const DIVERTED: Duration = Duration::from_secs(1);
-/// Of so many connections that are opened after that and until its egress IPs move, one may have to try again.
+/// Of this many connections that are opened after that and until its egress IPs move, one may need a retransmission.
 pub const RARE: usize = 20;
 /// The lease and the controller's round.
 const MOVED: Duration = Duration::from_secs(20);
-/// What connections may pause when a living gateway hands over.
+/// How long connections may pause when a live gateway hands over.
 pub const HANDED_OVER: Duration = Duration::from_secs(2);
-/// What nobody notices.
+/// A pause that nobody notices.
 const UNNOTICED: Duration = Duration::from_secs(1);
 /// As in manifests/examples/pools.yaml.
 pub const FAILBACK_DELAY: Duration = Duration::from_secs(3);
@@ -44,9 +44,9 @@ pub fn dies(show: &mut Show) -> Result<()> {
         &format!(
             "{total} connections stream in both directions, 20 times a second each, and two pods open 100 new \
              connections a second each. Now {victim} loses its power and its network, with no warning. As soon as it \
-             answers no probe, the next carriers of its egress IPs answer for them, and all packets go there, with no word \
-             from the controller, which plans without it when its lease of 15 s has lapsed. Its connections live on the \
-             workers and not on the gateway: they just go on."
+             stops answering probes, the next carriers of its egress IPs answer for them, and all packets go there, without \
+             the controller, which plans without the gateway once its lease of 15 s has lapsed. The state of its \
+             connections is on the workers and not on the gateway: they simply continue."
         ),
     );
     show.open_streams(STREAMS_PER_POD)?;

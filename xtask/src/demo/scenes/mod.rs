@@ -42,7 +42,7 @@ fn carriers(show: &Show, policy: &str) -> Result<BTreeMap<IpAddr, String>> {
     Ok(ips.into_iter().map(|one| (one.address, one.node.unwrap_or_else(|| "-".to_owned()))).collect())
 }
 
-/// Waits until the gateways of a policy's egress IPs are as `good` wants them, and returns them.
+/// Waits until the gateways of a policy's egress IPs satisfy `good`, and returns them.
 fn wait_carriers(
     show: &Show,
     policy: &str,

@@ -1,4 +1,4 @@
-//! What operators are asked: who was this, what would this change, and does anybody notice when something is wrong.
+//! Questions that operators get: who was this, what would this change, and is it noticed when something is wrong.
 
 use std::process::Command;
 use std::time::Instant;
@@ -131,5 +131,5 @@ fn print(show: &Show, words: &[&str], answer: &str) {
     show.screen.lines(&lines);
 }
 
-/// So many lines of an answer are shown.
+/// How many lines of an answer are shown.
 pub const MOST: usize = 14;
