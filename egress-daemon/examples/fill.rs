@@ -1,20 +1,16 @@
 //! Fills a real API server with a cluster that no machine holds, and changes it: `cargo xtask bench --scale` calls it.
 //!
-//! Nodes and pods are what kubelets would say of them, without any (as KWOK makes them). Every hundredth node is a gateway, whose lease is
-//! renewed as its agent would. Prints `ready`, and then `done` for each line of input: `pods COUNT NUMBER APPLICATION NODE` (numbers and
-//! nodes follow each other), `policy NUMBER APPLICATION`, or `node NUMBER`, which also writes what the agent of a joining node writes.
+//! KWOK plays the kubelets: `tests/cluster/kwok/kwok.yaml` reads a node's address from its annotation. Every 250th node is a gateway.
+//! Prints `ready`, and then `done` for each line of input: `pods COUNT NUMBER APPLICATION NODE` (numbers and nodes follow each other),
+//! `policy NUMBER APPLICATION`, or `node NUMBER`.
 
 use anyhow::{Context, Result, bail};
 use egress_daemon::{
-    api::{EgressGatewayPolicy, EgressIPPool, EgressNode},
-    store::lease::{LEASE_NAMESPACE, gateway_lease},
+    api::{EgressGatewayPolicy, EgressIPPool},
+    store::lease::LEASE_NAMESPACE,
 };
 use futures::{StreamExt, TryStreamExt, stream};
-use k8s_openapi::api::{
-    coordination::v1::Lease,
-    core::v1::{Namespace, Node, Pod, ServiceAccount},
-};
-use k8s_openapi::jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Namespace, Node, Pod, ServiceAccount};
 use kube::{
     Api, Client, Config, Resource,
     api::{DynamicObject, Patch, PatchParams, PostParams},
@@ -22,16 +18,12 @@ use kube::{
     core::ApiResource,
 };
 use serde_json::{Value, json};
-use std::net::Ipv4Addr;
-use std::time::Duration;
-use tokio::sync::mpsc;
+use std::{io::BufRead, net::Ipv4Addr};
 
-/// Every so many nodes there is a gateway.
-const GATEWAY_EVERY: u32 = 100;
-/// How often gateways renew their leases.
-const RENEW_EVERY: Duration = Duration::from_secs(5);
+/// The distance between gateways.
+const GATEWAY_EVERY: u32 = 250;
 const NAMESPACES: u32 = 50;
-/// So many requests are under way at once.
+/// How many requests are in flight at once.
 const CONCURRENT: usize = 64;
 
 #[tokio::main]
@@ -55,28 +47,13 @@ async fn main() -> Result<()> {
     // The pods of an application are on nodes that are far apart, no two on one.
     let node_of = |n: u32| (n % policies + n / policies * 97) % nodes;
     filler.all((0..pods).map(|n| filler.pod(n, n % policies, node_of(n)))).await?;
-    let gateways = nodes.div_ceil(GATEWAY_EVERY);
-    filler.all((0..gateways).map(|n| filler.lease(n))).await?;
     filler.pool().await?;
     let share = |n: u32| (u64::from(n) * u64::from(egress_ips) / u64::from(policies)) as u32;
     filler.all((0..policies).map(|n| filler.policy(n, n, share(n + 1) - share(n)))).await?;
     println!("ready");
 
-    let (send, mut lines) = mpsc::unbounded_channel();
-    std::thread::spawn(move || std::io::stdin().lines().map_while(Result::ok).try_for_each(|line| send.send(line)));
-    let mut renew = tokio::time::interval(RENEW_EVERY);
-    loop {
-        let line = tokio::select! {
-            line = lines.recv() => line,
-            _ = renew.tick() => {
-                // An API server that restarts answers later.
-                if let Err(error) = filler.all((0..gateways).map(|n| filler.renew(n))).await {
-                    eprintln!("a lease is not renewed: {error:#}");
-                }
-                continue;
-            }
-        };
-        let Some(line) = line else { return Ok(()) };
+    for line in std::io::stdin().lock().lines() {
+        let line = line?;
         let words: Vec<&str> = line.split_whitespace().collect();
         let numbers: Vec<u32> = words.iter().skip(1).filter_map(|word| word.parse().ok()).collect();
         match (words.first(), &numbers[..]) {
@@ -84,14 +61,12 @@ async fn main() -> Result<()> {
                 filler.all((0..*count).map(|n| filler.pod(number + n, *application, node + n))).await?;
             }
             (Some(&"policy"), [number, application]) => filler.policy(*number, *application, 1).await?,
-            (Some(&"node"), [number]) => {
-                filler.node(*number).await?;
-                filler.agent(*number).await?;
-            }
-            _ => bail!("{line} is not understood"),
+            (Some(&"node"), [number]) => filler.node(*number).await?,
+            _ => bail!("unknown request: {line}"),
         }
         println!("done");
     }
+    Ok(())
 }
 
 struct Filler {
@@ -111,32 +86,18 @@ impl Filler {
         }
     }
 
-    /// Creates an object, and gives it a status.
-    async fn make<T: Resource<DynamicType = ()>>(
-        &self,
-        namespace: Option<&str>,
-        mut object: Value,
-        status: Option<Value>,
-    ) -> Result<()> {
+    async fn make<T: Resource<DynamicType = ()>>(&self, namespace: Option<&str>, mut object: Value) -> Result<()> {
         let kind = ApiResource::erase::<T>(&());
         (object["apiVersion"], object["kind"]) = (kind.api_version.into(), kind.kind.into());
-        let name = object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
-        let api = self.api::<T>(namespace);
-        let made = api.create(&PostParams::default(), &serde_json::from_value(object)?).await;
-        made.with_context(|| format!("{name} is not made"))?;
-        if let Some(status) = status {
-            let patch = Patch::Merge(json!({"status": status}));
-            api.patch_status(&name, &PatchParams::default(), &patch)
-                .await
-                .with_context(|| format!("{name} has no status"))?;
-        }
-        Ok(())
+        let object: DynamicObject = serde_json::from_value(object)?;
+        let made = self.api::<T>(namespace).create(&PostParams::default(), &object).await;
+        made.map(drop).with_context(|| format!("{} is not made", object.metadata.name.unwrap_or_default()))
     }
 
     async fn namespace(&self, name: String) -> Result<()> {
-        self.make::<Namespace>(None, json!({"metadata": {"name": name}}), None).await?;
+        self.make::<Namespace>(None, json!({"metadata": {"name": name}})).await?;
         // Nobody else makes it here, and pods need it.
-        self.make::<ServiceAccount>(Some(&name), json!({"metadata": {"name": "default"}}), None).await
+        self.make::<ServiceAccount>(Some(&name), json!({"metadata": {"name": "default"}})).await
     }
 
     async fn node(&self, n: u32) -> Result<()> {
@@ -146,14 +107,11 @@ impl Filler {
             "topology.kubernetes.io/zone": format!("zone-{}", n % 3),
             "egress": n.is_multiple_of(GATEWAY_EVERY).to_string(),
         });
+        let annotations = json!({"lab/address": Ipv4Addr::from(0xac10_0000 + n)});
         let cidr = format!("{}/24", Ipv4Addr::from(0x0a00_0000 + (n << 8)));
-        let status = json!({
-            "addresses": [{"type": "InternalIP", "address": address(n)}],
-            "conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "kubelet is posting ready status"}],
-        });
-        let object =
-            json!({"metadata": {"name": name, "labels": labels}, "spec": {"podCIDR": cidr, "podCIDRs": [cidr]}});
-        self.make::<Node>(None, object, Some(status)).await?;
+        let metadata = json!({"name": name, "labels": labels, "annotations": annotations});
+        let spec = json!({"podCIDR": cidr, "podCIDRs": [cidr]});
+        self.make::<Node>(None, json!({"metadata": metadata, "spec": spec})).await?;
         // A new node is tainted until it is ready.
         let patch = Patch::Merge(json!({"spec": {"taints": null}}));
         self.api::<Node>(None).patch(&name, &PatchParams::default(), &patch).await?;
@@ -167,15 +125,13 @@ impl Filler {
         });
         let requests = json!({"requests": {"cpu": "100m", "memory": "128Mi"}});
         let containers = json!([{"name": "main", "image": "registry.example/app:1", "resources": requests}]);
-        let ip = Ipv4Addr::from(0x0a00_0000 + (node << 8) + 1 + n / 10_000 % 250).to_string();
-        let status = json!({"phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], "conditions": [{"type": "Ready", "status": "True"}]});
         let spec =
             json!({"nodeName": node_name(node), "automountServiceAccountToken": false, "containers": containers});
         let namespace = format!("team-{}", application % NAMESPACES);
-        self.make::<Pod>(Some(&namespace), json!({"metadata": metadata, "spec": spec}), Some(status)).await
+        self.make::<Pod>(Some(&namespace), json!({"metadata": metadata, "spec": spec})).await
     }
 
-    /// A policy for the pods of an application, with so many egress IPs; every fourth one `PerEndpoint`.
+    /// A policy for the pods of an application, with `egress_ips` egress IPs; every fourth one `PerEndpoint`.
     async fn policy(&self, n: u32, application: u32, egress_ips: u32) -> Result<()> {
         let spec = json!({
             "selectors": [{"podSelector": {"matchLabels": {"app": format!("app-{application}")}}}],
@@ -184,53 +140,16 @@ impl Filler {
             "egressIPPools": [{"name": "public", "count": egress_ips}],
         });
         let object = json!({"metadata": {"name": format!("policy-{n:04}")}, "spec": spec});
-        self.make::<EgressGatewayPolicy>(None, object, None).await
+        self.make::<EgressGatewayPolicy>(None, object).await
     }
 
     async fn pool(&self) -> Result<()> {
         let spec =
             json!({"ipRanges": [{"cidr": "198.18.0.0/15"}], "nodeSelector": {"matchLabels": {"egress": "true"}}});
-        self.make::<EgressIPPool>(None, json!({"metadata": {"name": "public"}, "spec": spec}), None).await
-    }
-
-    /// The lease of a gateway.
-    async fn lease(&self, n: u32) -> Result<()> {
-        let node = node_name(n * GATEWAY_EVERY);
-        let spec =
-            json!({"holderIdentity": node, "leaseDurationSeconds": 3600, "leaseTransitions": 1, "renewTime": now()});
-        let object = json!({"metadata": {"name": gateway_lease(&node)}, "spec": spec});
-        self.make::<Lease>(Some(LEASE_NAMESPACE), object, None).await
-    }
-
-    async fn renew(&self, n: u32) -> Result<()> {
-        let patch = Patch::Merge(json!({"spec": {"renewTime": now()}}));
-        let name = gateway_lease(&node_name(n * GATEWAY_EVERY));
-        self.api::<Lease>(Some(LEASE_NAMESPACE)).patch(&name, &PatchParams::default(), &patch).await?;
-        Ok(())
-    }
-
-    /// What the agent of a node writes when it starts for the first time.
-    async fn agent(&self, n: u32) -> Result<()> {
-        let status = json!({
-            "tunnelAddresses": [address(n)],
-            "addresses": [{"interface": "eth0", "cidr": format!("{}/16", address(n)), "defaultRoute": true}],
-            "transport": "Auto",
-            "receives": ["device", "direct", "vxlan"],
-            "programmed": [],
-        });
-        self.make::<EgressNode>(None, json!({"metadata": {"name": node_name(n)}, "spec": {}}), Some(status)).await
+        self.make::<EgressIPPool>(None, json!({"metadata": {"name": "public"}, "spec": spec})).await
     }
 }
 
 fn node_name(n: u32) -> String {
     format!("node-{n:05}")
-}
-
-fn address(n: u32) -> Ipv4Addr {
-    Ipv4Addr::from(0xac10_0000 + n)
-}
-
-fn now() -> String {
-    // Leases have microseconds.
-    Timestamp::now().strftime("%Y-%m-%dT%H:%M:%S.%6fZ").to_string()
 }

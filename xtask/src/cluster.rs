@@ -65,24 +65,34 @@ pub fn is_built() -> Result<bool> {
     Ok(parts.into_iter().all(|component| component.is_built(&sources, &binaries)))
 }
 
-/// Builds what is not built yet, and removes what Go needed for it: ten times the space of the programs. Returns the programs' folder.
-pub fn build(kubernetes: Kubernetes) -> Result<PathBuf> {
-    let (sources, binaries) = (workspace::root().join("tests/cluster"), binaries()?);
-    let is_usual = kubernetes == Kubernetes::default();
-    let folder = if is_usual { binaries.clone() } else { binaries.with_file_name(kubernetes.version()) };
-    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    let cache = binaries.with_file_name("go");
-    let compile = |component: Component, into: &Path| {
-        if component.is_built(&sources, into) {
-            return Ok(());
-        }
-        progress::run(component.title, &mut component.build(kubernetes.version(), &sources, into, &cache))
-    };
-    Component::ALL.into_iter().try_for_each(|component| compile(component, &binaries))?;
-    compile(kubernetes.component(), &folder)?;
+/// Builds KWOK unless it is built already, and returns it.
+pub fn build_kwok() -> Result<PathBuf> {
+    let folder = binaries()?;
+    compile([(Component::KWOK, &*folder)], Kubernetes::default())?;
+    Ok(folder.join("kwok"))
+}
+
+/// Compiles the components that are not built yet, each into its folder, and removes what Go needed for it: ten times the space of the
+/// programs.
+fn compile<'a>(components: impl IntoIterator<Item = (Component, &'a Path)>, kubernetes: Kubernetes) -> Result<()> {
+    let (sources, cache) = (workspace::root().join("tests/cluster"), workspace::target_dir().join("cluster/go"));
+    for (component, into) in components.into_iter().filter(|(component, into)| !component.is_built(&sources, into)) {
+        progress::run(component.title, &mut component.build(kubernetes.version(), &sources, into, &cache))?;
+    }
     if cache.exists() {
         fs::remove_dir_all(&cache).with_context(|| format!("cannot remove {}", cache.display()))?;
     }
+    Ok(())
+}
+
+/// Builds the programs of a cluster unless they are built already, and returns their folder.
+pub fn build(kubernetes: Kubernetes) -> Result<PathBuf> {
+    let binaries = binaries()?;
+    let is_usual = kubernetes == Kubernetes::default();
+    let folder = if is_usual { binaries.clone() } else { binaries.with_file_name(kubernetes.version()) };
+    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let everywhere = Component::ALL.into_iter().map(|component| (component, &*binaries));
+    compile(everywhere.chain([(kubernetes.component(), &*folder)]), kubernetes)?;
     let image = Image {
         name: POD_IMAGE.to_owned(),
         architecture: image::architecture()?.to_owned(),

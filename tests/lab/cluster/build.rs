@@ -125,6 +125,15 @@ impl Component {
         },
     ];
 
+    /// Plays the kubelets of nodes that no machine holds (`cargo xtask bench --scale`).
+    pub const KWOK: Component = Component {
+        folder: "kwok",
+        modules: "go",
+        title: "build KWOK (a minute, once)",
+        programs: &["kwok"],
+        packages: &["sigs.k8s.io/kwok/cmd/kwok"],
+    };
+
     /// Whether all of its programs are there, built from what `sources` (`tests/cluster/`) says.
     pub fn is_built(&self, sources: &Path, binaries: &Path) -> bool {
         let when = |path: &Path| path.metadata().and_then(|meta| meta.modified()).ok();

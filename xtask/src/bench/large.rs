@@ -1,5 +1,5 @@
-//! The real controller in front of a real API server with thousands of nodes, which `egress-daemon/examples/fill.rs` makes without
-//! kubelets. What it costs is counted by the API server's own metrics.
+//! The real controller and real agents in front of a real API server with thousands of nodes, which `egress-daemon/examples/fill.rs` makes
+//! and whose kubelets KWOK plays. The API server's own metrics count the costs.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Lines, Write};
@@ -12,6 +12,7 @@ use anyhow::{Context, Result, ensure};
 use lab::cluster::{Cluster, Kubernetes};
 use lab::{wait_for, wait_until};
 
+use super::agents::Agents;
 use crate::progress::Step;
 use crate::{cluster, setup, workspace};
 
@@ -48,11 +49,17 @@ impl Sub for Counts {
     }
 }
 
-/// What a controller with a whole cluster holds, and what it costs the API server.
+/// What a controller and agents in a whole cluster hold, and what they cost the API server.
 pub struct Measured {
-    /// The most memory that it had, in bytes.
+    /// The most memory that the controller had, in bytes.
     pub resident: u64,
-    /// Its start, until everything is written.
+    /// The most memory that an agent had, and has when everything is done, in bytes.
+    pub agent: [u64; 2],
+    /// How many agents run.
+    pub agents: usize,
+    /// How much processor time an agent takes when nothing happens, of a second.
+    pub idle: Duration,
+    /// The controller's start, until everything is written.
     pub everything: Counts,
     /// Changes, by what they are.
     pub changes: Vec<(&'static str, Counts)>,
@@ -62,19 +69,39 @@ pub struct Measured {
 const PATIENCE: Duration = Duration::from_secs(600);
 /// How long nothing is written when all is done: numbers of pods follow after 5 s.
 const SETTLED: Duration = Duration::from_secs(8);
+/// How long a cluster is watched in which nothing happens.
+const AT_REST: Duration = Duration::from_secs(60);
+/// The distance between gateways (`egress-daemon/examples/fill.rs`). All have agents, because sources probe them.
+const GATEWAY_EVERY: usize = 250;
+/// Nodes with agents and without the role of a gateway: these, and those on which pods start alone.
+const WORKERS: std::ops::RangeInclusive<u32> = 1..=8;
 
 /// Measures with the release build in `binaries`.
 pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     let Size { nodes, pods, policies, egress_ips } = size;
     setup::ensure(setup::Scope::Cluster)?;
     cluster::build(Kubernetes::default())?;
+    let kwok = cluster::build_kwok()?;
     let step = Step::start(&format!("an API server with {nodes} nodes, {pods} pods, {policies} policies"));
     let large = Large { cluster: Cluster::new("large", &cluster::binaries()?, 0, 0), binaries: binaries.to_owned() };
     large.cluster.up_alone()?;
     large.cluster.kubectl(&["apply", "-f", &workspace::root().join("manifests/crds").display().to_string()])?;
     let began = Instant::now();
+    let _kubelets = large.kubelets(&kwok)?;
     let mut filler = large.fill(size)?;
+    large.wait_running()?;
     step.end("✓", &format!("{} s", began.elapsed().as_secs()));
+
+    let step = Step::start("agents in front of it");
+    let mut agents = Agents::new(&large.cluster, &binaries.join("egress-daemon"))?;
+    let [fresh, other] = [nodes / 2 + 2, nodes / 2 + 3];
+    let gateways = (0..nodes).step_by(GATEWAY_EVERY);
+    for node in gateways.chain(WORKERS).chain([fresh, other]) {
+        step.at(&format!("node {node}"));
+        agents.start(node)?;
+    }
+    large.settled()?;
+    step.end("✓", &format!("{}", agents.count()));
 
     let step = Step::start("a controller in front of it");
     let empty = large.counts()?;
@@ -83,24 +110,37 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     let all = [u64::from(egress_ips), u64::from(nodes)];
     wait_until("every egress IP and node has its object", PATIENCE, created, |found| *found == all)?;
     let everything = large.settled()? - empty;
-    let resident = resident(first.0.id())?;
+    let resident = memory(first.0.id(), "VmHWM")?;
     let mut changes = Vec::new();
+    let (before, busy) = (large.settled()?, agents.processor_time()?);
+    step.at("a minute at rest");
+    std::thread::sleep(AT_REST);
+    let idle = (agents.processor_time()? - busy).div_f64(AT_REST.as_secs_f64() * agents.count() as f64);
+    changes.push(("a minute in which nothing happens", large.counts()? - before));
     // Writes of Spillway's objects by the filler itself are not the controller's.
-    let mut change = |what, line: String, own: u64| -> Result<()> {
+    let mut change = |what, line: String, node: Option<u32>, own: u64| -> Result<()> {
         step.at(what);
         let before = large.settled()?;
         filler.ask(&line)?;
+        large.wait_running()?;
+        node.map_or(Ok(()), |node| agents.give_interfaces(node))?;
         let mut cost = large.settled()? - before;
         cost.writes -= own;
         changes.push((what, cost));
         Ok(())
     };
-    change("one more pod, on a node that has pods of its application", format!("pods 1 {pods} 1 1"), 0)?;
-    change("one more pod, on a node that has none", format!("pods 1 {} 1 {}", pods + 1, nodes / 2 + 2), 0)?;
-    change("the same, with `PerEndpoint`", format!("pods 1 {} 4 {}", pods + 2, nodes / 2 + 3), 0)?;
-    change("a hundred pods at once, on nodes that have none", format!("pods 100 {} 2 {}", pods + 3, nodes / 2 + 4), 0)?;
-    change("one more policy, for an application's pods", format!("policy {policies} 7"), 1)?;
-    change("a node that joins, with what its agent writes", format!("node {}", nodes + 1), 0)?;
+    let pod = |number: u32, application: u32, node: u32| format!("pods 1 {} {application} {node}", pods + number);
+    change("one more pod, on a node that has pods of its application", pod(0, 1, 1), Some(1), 0)?;
+    change("one more pod, on a node that has none", pod(1, 1, fresh), Some(fresh), 0)?;
+    change("the same, with `PerEndpoint`", pod(2, 4, other), Some(other), 0)?;
+    let hundred = format!("pods 100 {} 2 {}", pods + 3, other + 1);
+    change("a hundred pods at once, on nodes that have none", hundred, None, 0)?;
+    change("one more policy, for an application's pods", format!("policy {policies} 7"), None, 1)?;
+    step.at("a node that joins");
+    let before = large.settled()?;
+    filler.ask(&format!("node {}", nodes + 1))?;
+    agents.start(nodes + 1)?;
+    changes.push(("a node that joins, with its agent", large.settled()? - before));
     let before = large.settled()?;
     drop(first);
     let second = large.controller("second")?;
@@ -115,7 +155,8 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     // Its counters start at zero.
     changes.push(("an API server that restarts", large.settled()?));
     step.end("✓", &format!("{} MiB", resident >> 20));
-    Ok(Measured { resident, everything, changes })
+    let agent = [agents.largest("VmHWM")?, agents.largest("VmRSS")?];
+    Ok(Measured { resident, agent, agents: agents.count(), idle, everything, changes })
 }
 
 struct Large {
@@ -132,6 +173,25 @@ impl Drop for Large {
 }
 
 impl Large {
+    /// Starts what plays the kubelets of all nodes. Their leases, which nobody reads here, are renewed rarely.
+    fn kubelets(&self, kwok: &Path) -> Result<Running> {
+        let log = File::create(self.cluster.dir().join("kwok.log")).context("KWOK's log")?;
+        let mut command = self.cluster.netns("cp")?.command(kwok);
+        command.arg("--kubeconfig").arg(self.cluster.dir().join("kubeconfig"));
+        command.arg("--config").arg(workspace::root().join("tests/cluster/kwok/kwok.yaml"));
+        command.args(["--manage-all-nodes", "--node-lease-duration-seconds", "3600"]);
+        Ok(Running(command.stdout(log.try_clone()?).stderr(log).spawn().context("KWOK")?))
+    }
+
+    /// Waits until all pods run.
+    fn wait_running(&self) -> Result<()> {
+        let path = "/api/v1/pods?limit=1&fieldSelector=status.phase!%3DRunning";
+        wait_for("all pods run", PATIENCE, || {
+            let page: serde_json::Value = serde_json::from_str(&self.cluster.kubectl(&["get", "--raw", path])?)?;
+            Ok(page["items"].as_array().is_some_and(Vec::is_empty))
+        })
+    }
+
     /// Makes the objects, which takes minutes.
     fn fill(&self, size: Size) -> Result<Filler> {
         let mut command = self.cluster.netns("cp")?.command(self.binaries.join("examples/fill"));
@@ -216,7 +276,7 @@ impl Filler {
 }
 
 /// A process that does not outlive its measurement.
-struct Running(Child);
+pub struct Running(pub Child);
 
 impl Drop for Running {
     fn drop(&mut self) {
@@ -226,10 +286,10 @@ impl Drop for Running {
     }
 }
 
-/// The most memory that a process has had so far, in bytes.
-pub fn resident(pid: u32) -> Result<u64> {
+/// The memory of a process by a field of its status: `VmRSS` is what it has, `VmHWM` the most that it has had. In bytes.
+pub fn memory(pid: u32, field: &str) -> Result<u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).context("the process has ended")?;
-    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("no VmHWM")?;
-    let kib: u64 = line.trim().trim_end_matches(" kB").parse().context("VmHWM is no number")?;
+    let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+    let kib: u64 = line.with_context(|| format!("no {field}"))?.trim().trim_end_matches(" kB").parse()?;
     Ok(kib << 10)
 }

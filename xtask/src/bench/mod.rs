@@ -3,6 +3,7 @@
 //!
 //! Like the demo, it knows Spillway as programs to start, manifests to write and maps to look at.
 
+mod agents;
 mod chart;
 mod churn;
 mod failover;

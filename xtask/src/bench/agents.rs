@@ -1,0 +1,112 @@
+//! Real agents on some nodes of a cluster whose kubelets KWOK plays: each in a network namespace of its own, with an interface for each
+//! pod of its node.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use lab::cluster::Cluster;
+use lab::netns::NetNs;
+use lab::scope::Scope;
+
+use super::large::{Running, memory};
+use crate::interrupt;
+
+/// The first address of the nodes (`egress-daemon/examples/fill.rs`), and the control plane's in their network.
+const NODES: Ipv4Addr = Ipv4Addr::new(172, 16, 0, 0);
+const CONTROL_PLANE: &str = "172.16.255.1";
+
+/// The agents of a cluster. Ended and removed when dropped.
+pub struct Agents<'a> {
+    cluster: &'a Cluster,
+    program: PathBuf,
+    /// Declared before the scope: they end before their namespaces go.
+    running: BTreeMap<u32, (NetNs, Running)>,
+    /// The far ends of the pods' interfaces.
+    pods: NetNs,
+    scope: Scope,
+}
+
+impl<'a> Agents<'a> {
+    /// None yet. `program` is the daemon that all will run.
+    pub fn new(cluster: &'a Cluster, program: &Path) -> Result<Self> {
+        let mut scope = Scope::open()?;
+        interrupt::guard(scope.id());
+        cluster.netns("cp")?.ip(&[format!("addr add {CONTROL_PLANE}/16 dev nodes")])?;
+        let pods = scope.namespace("pods")?;
+        Ok(Self { cluster, program: program.to_owned(), running: BTreeMap::new(), pods, scope })
+    }
+
+    /// Starts the agent of a node, with the pods that the node has.
+    pub fn start(&mut self, node: u32) -> Result<()> {
+        let ns = self.scope.namespace(&format!("n{node}"))?;
+        self.cluster.netns("cp")?.ip(&[
+            format!("link add n{node} type veth peer name eth0 netns {}", ns.name()),
+            format!("link set n{node} master nodes"),
+            format!("link set n{node} up"),
+        ])?;
+        ns.ip(&[
+            format!("addr add {}/16 dev eth0", Ipv4Addr::from(NODES.to_bits() + node)),
+            "link set eth0 up".to_owned(),
+            format!("route add default via {CONTROL_PLANE}"),
+        ])?;
+        let name = node_name(node);
+        let log = File::create(self.scope.dir().join(format!("{name}.log"))).context("an agent's log")?;
+        let mut command = ns.command(&self.program);
+        command.args(["agent", "--log", "warn", "--node", &name, "--kubeconfig"]);
+        command.arg(self.cluster.dir().join("kubeconfig")).arg("--bpffs").arg(self.scope.bpffs(&name));
+        command.env("STATE_DIRECTORY", self.scope.dir().join(&name)).stdout(log.try_clone()?).stderr(log);
+        self.running.insert(node, (ns, Running(command.spawn().context("an agent")?)));
+        self.give_interfaces(node)
+    }
+
+    /// Gives each pod of a node that has none an interface. Does nothing if no agent runs on the node.
+    pub fn give_interfaces(&self, node: u32) -> Result<()> {
+        let Some((ns, _)) = self.running.get(&node) else { return Ok(()) };
+        let field = format!("--field-selector=spec.nodeName={}", node_name(node));
+        let path = "jsonpath={range .items[*]}{.status.podIP}{'\\n'}{end}";
+        let mut lines = [Vec::new(), Vec::new()];
+        for ip in self.cluster.kubectl(&["get", "pods", "-A", &field, "-o", path])?.lines() {
+            let host = ip.parse::<Ipv4Addr>()?.octets()[3];
+            let (near, far) = (format!("p{host}"), format!("p{node}-{host}"));
+            if !ns.run(|| Ok(nix::net::if_::if_nametoindex(&*near).is_ok()))? {
+                lines[0].push(format!("link add {near} type veth peer name {far} netns {}", self.pods.name()));
+                lines[0].extend([format!("link set {near} up"), format!("route add {ip} dev {near}")]);
+                lines[1].push(format!("link set {far} up"));
+            }
+        }
+        ns.ip(&lines[0])?;
+        self.pods.ip(&lines[1])
+    }
+
+    /// How many run.
+    pub fn count(&self) -> usize {
+        self.running.len()
+    }
+
+    /// The largest memory of an agent, by a field of its status as in [`memory`]. In bytes.
+    pub fn largest(&self, field: &str) -> Result<u64> {
+        let mut all = self.running.values().map(|(_, agent)| memory(agent.0.id(), field));
+        all.try_fold(0, |most, one| Ok(most.max(one?)))
+    }
+
+    /// The processor time of all agents so far.
+    pub fn processor_time(&self) -> Result<Duration> {
+        let ticks = |agent: &Running| {
+            let stat = fs::read_to_string(format!("/proc/{}/stat", agent.0.id())).context("an agent has ended")?;
+            // The name, which is in parentheses, may have spaces. utime and stime are fields 14 and 15 (proc_pid_stat(5)).
+            let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
+            Ok::<_, anyhow::Error>(fields.skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum::<u64>())
+        };
+        let all = self.running.values().map(|(_, agent)| ticks(agent)).sum::<Result<u64>>()?;
+        let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.unwrap_or(100);
+        Ok(Duration::from_secs_f64(all as f64 / per_second as f64))
+    }
+}
+
+fn node_name(n: u32) -> String {
+    format!("node-{n:05}")
+}
