@@ -85,7 +85,7 @@ fn target_dir(out_dir: &Path) -> PathBuf {
     target.unwrap_or(out_dir).join("ebpf")
 }
 
-/// Takes out what only debuggers read, most of an object: it would be in the memory of every process.
+/// Strips debug information, most of an object, which would otherwise be in the memory of every process.
 fn without_debug_info(object: &[u8]) -> io::Result<Vec<u8>> {
     let error = |error: object::build::Error| io::Error::other(error.to_string());
     let mut builder = Builder::read(object).map_err(error)?;
@@ -93,7 +93,7 @@ fn without_debug_info(object: &[u8]) -> io::Result<Vec<u8>> {
         section.delete = [&b".debug_"[..], b".rel.debug_"].iter().any(|name| section.name.starts_with(name));
     }
     builder.delete_orphans();
-    // LLVM has one table for the names of sections and of symbols.
+    // LLVM keeps the names of sections and symbols in one table.
     let names = builder.sections.add();
     names.name = b".shstrtab"[..].into();
     (names.sh_type, names.data) = (object::elf::SHT_STRTAB, SectionData::SectionString);
@@ -102,7 +102,7 @@ fn without_debug_info(object: &[u8]) -> io::Result<Vec<u8>> {
     Ok(stripped)
 }
 
-/// Keeps the time stamp of an equal object, so that the daemon is not compiled again for nothing.
+/// Keeps the timestamp of an unchanged object, so that the daemon is not recompiled needlessly.
 fn copy_if_changed(from: &Path, to: &Path) -> io::Result<PathBuf> {
     let object = without_debug_info(&fs::read(from)?)?;
     if fs::read(to).ok().as_ref() != Some(&object) {

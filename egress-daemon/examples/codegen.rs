@@ -75,8 +75,8 @@ struct Value {
     comment: String,
 }
 
-/// Reads a file of values in block style, with flow style below: what is set, and the comments before it. A section without a comment
-/// is none of its own.
+/// Reads a values file in block style, with flow style below: each value with the comments before it. A section without a comment is
+/// not a value itself.
 fn values(text: &str) -> Vec<Value> {
     let (mut all, mut path, mut comment) = (Vec::<Value>::new(), Vec::new(), Vec::new());
     for line in text.lines() {

@@ -1,11 +1,11 @@
-//! Measures the log of flows: writes the flows of one busy node for a week as its agent would, and says what they take and how long one port's
-//! take to be found.
+//! Measures the flow log: writes a week of flows of one busy node as its agent would, and prints their size and the
+//! time to find the flows of one port.
 //!
 //!     cargo run --release -p egress-daemon --example flows -- FLOWS DIRECTORY [destinations]
 //!
-//! The node: 110 pods of 20 policies, some of which open most flows; four egress IPs with 32 blocks of ports each; two flows of five are
-//! questions to resolvers, most others connections of less than a second, some of minutes. Destinations are a few thousand servers, the first of
-//! which get most.
+//! The node: 110 pods of 20 policies, some of which open most flows; four egress IPs with 32 blocks of ports each; two
+//! of five flows are queries to resolvers, most others connections of less than a second, some of minutes. Destinations
+//! are a few thousand servers, the first of which get most.
 
 use anyhow::{Context as _, bail};
 use egress_core::leaselog::LeaseQuestion;
@@ -25,13 +25,13 @@ const EPOCH: i64 = 1_760_000_000 * SECOND;
 /// As in an agent.
 const JOURNAL_LINES: usize = 300_000;
 const JOURNAL_AGE: i64 = 3600 * SECOND;
-/// Nanoseconds of a tick, by which the programs tell times.
+/// A tick, the programs' unit of time, is two to this power nanoseconds.
 const TICK_SHIFT: u32 = 30;
 const PODS: u32 = 110;
 const POLICIES: u32 = 20;
 const SERVERS: u32 = 4_000;
 const PORTS: u64 = 32 * 64;
-/// Ports that are asked for.
+/// Ports to look up.
 const QUESTIONS: usize = 50;
 const SLACK: i64 = 2 * SECOND;
 
@@ -56,7 +56,7 @@ impl Random {
     }
 }
 
-/// The time of the tick in which a time is.
+/// Rounds a time down to its tick.
 fn tick(time: i64) -> i64 {
     let number = (((time as i128) * 1000) >> TICK_SHIFT) as i64;
     ((number as i128) * (1 << TICK_SHIFT) / 1000) as i64
@@ -103,7 +103,7 @@ fn names() -> Vec<Line> {
     pods.chain((0..POLICIES).map(|n| Line::Name(1 + PODS + n, format!("egress-policy-{n}")))).collect()
 }
 
-/// Writes all flows. Some of them are given back, with their last packets' times.
+/// Writes all flows. Returns some of them, with the times of their last packets.
 fn write(limits: &Limits, count: u64, destinations: bool) -> anyhow::Result<Vec<(Entry, i64)>> {
     let mut traffic = Traffic { random: Random(1), destinations };
     let mut log: Log<Line> = Log::open(limits.clone(), EPOCH)?;

@@ -1,7 +1,7 @@
 //! Measures the planner on a large cluster: `cargo xtask bench --scale` calls it. Prints one JSON object with times in
 //! milliseconds and memory in bytes.
 //!
-//! The cluster: nodes in three zones, of which every hundredth is a gateway; pods spread evenly over the nodes, in as many
+//! The cluster: nodes in three zones; every hundredth node is a gateway; pods spread evenly over the nodes, in as many
 //! applications as there are policies; each policy selects one application and has its share of the egress IPs, every
 //! fourth one `PerEndpoint`. Sizes are arguments, so that the growth with each can be seen.
 
@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
-/// How often each figure is taken; the median counts.
+/// How often each figure is measured; the median is reported.
 const SAMPLES: usize = 5;
 
 struct Size {
@@ -70,7 +70,7 @@ fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A plan that is brought up to date with one pod at a time.
+/// A plan that is updated by one pod at a time.
 struct Pods<'a> {
     memo: Option<Memo>,
     health: &'a Health,
@@ -84,13 +84,13 @@ struct OnePod {
     more: Duration,
     /// On a node that has none: it needs port blocks.
     elsewhere: Duration,
-    /// A pod that belongs to another application from now on.
+    /// A pod that is relabelled to another application.
     relabelled: Duration,
     gone: Duration,
 }
 
 impl Pods<'_> {
-    /// With pods of the first eight applications, of which every fourth one's policy is `PerEndpoint`.
+    /// Measures with pods of the first eight applications. The policy of every fourth one is `PerEndpoint`.
     fn measure(&mut self, size: &Size) -> anyhow::Result<OnePod> {
         let mut slowest = OnePod::default();
         for application in 0..size.policies.min(8) {
@@ -136,8 +136,8 @@ impl Pods<'_> {
     }
 }
 
-/// The last result, and the median CPU time: the planner has one thread and waits for nothing, and what else runs on the
-/// machine disturbs this less than the time that passes.
+/// Returns the last result and the median CPU time. The planner has one thread and never blocks, and other processes
+/// disturb CPU time less than wall-clock time.
 fn timed<T>(samples: usize, mut work: impl FnMut() -> T) -> anyhow::Result<(T, Duration)> {
     let now = || clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map(Duration::from);
     let mut sample = || {

@@ -1,6 +1,7 @@
-//! `egress-daemon check`: what this node can do, and what to do about what it cannot. Changes nothing.
+//! `egress-daemon check`: what this node can do, with remedies for what it cannot. Changes nothing.
 //!
-//! `facts` looks at the node and `judge` decides; `pre` looks at a cluster and `cluster` decides. Who decides is pure.
+//! `facts` inspects the node and `judge` decides; `pre` inspects a cluster and `cluster` decides. Those that decide are
+//! pure.
 
 mod cluster;
 mod facts;
@@ -20,7 +21,7 @@ use std::{fmt, path::Path};
 pub enum CheckStatus {
     /// As it should be.
     Ok,
-    /// The agent works, with less than it could do, or something may be in its way.
+    /// The agent works, but not with everything, or something may get in its way.
     Warn,
     /// The agent does not work.
     Fail,
@@ -36,11 +37,11 @@ impl fmt::Display for CheckStatus {
     }
 }
 
-/// One thing that was looked at.
+/// One thing that was checked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CheckLine {
-    /// What was looked at: `kernel`, `btf`, `bpffs`...
+    /// What was checked: `kernel`, `btf`, `bpffs`...
     pub check: &'static str,
     /// How bad it is.
     pub status: CheckStatus,
@@ -59,13 +60,13 @@ impl Row for CheckLine {
     }
 }
 
-/// Everything that was looked at.
+/// Everything that was checked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CheckReport {
     /// The worst status.
     pub status: CheckStatus,
-    /// The lines, in the order in which the agent needs the things.
+    /// The lines, in the order in which the agent needs what they check.
     pub items: Vec<CheckLine>,
 }
 
@@ -93,13 +94,13 @@ impl CheckReport {
     }
 }
 
-/// Looks at this node, for an agent with these settings and pins.
+/// Checks this node, for an agent with these settings and pins.
 pub async fn run(config: &Config, bpffs: &Path) -> CheckReport {
     CheckReport::of(judge::judge(&facts::gather(config, bpffs).await, config))
 }
 
-/// Looks at a cluster in which nothing of Spillway need be yet: that of a kubeconfig, that which `kubectl` would ask, or this pod's own.
-/// Fails if it does not answer.
+/// Checks a cluster in which Spillway need not be installed yet: that of a kubeconfig, the one that `kubectl` would use, or this pod's
+/// own. Fails if it does not answer.
 pub async fn run_pre(config: &Config, kubeconfig: Option<&Path>) -> anyhow::Result<CheckReport> {
     Ok(CheckReport::of(cluster::judge(&pre::gather(kubeconfig).await?, config)))
 }

@@ -1,5 +1,5 @@
-//! `egress-daemon cleanup`: removes everything that the agent made on this node, of any layout version, and says what it
-//! removed. It may be repeated; what is not there is no error.
+//! `egress-daemon cleanup`: removes everything that the agent made on this node, of any layout version, and reports what
+//! it removed. It may be repeated: a missing thing is no error.
 
 use crate::{
     ctl::inventory::{self, Inventory},
@@ -21,17 +21,17 @@ use std::{
 
 /// How long the kernel may take to free programs that nothing holds any more.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How often that is looked at.
+/// How often that is checked.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Why the directory of the pins may stay: somebody else uses it too.
+/// Errors for which the directory of the pins may stay: somebody else uses it too.
 const KEPT: [io::ErrorKind; 3] =
     [io::ErrorKind::DirectoryNotEmpty, io::ErrorKind::ResourceBusy, io::ErrorKind::PermissionDenied];
 
 /// What was done.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CleanupReport {
-    /// What was there and is not any more, a line each.
+    /// What was removed, a line each.
     pub removed: Vec<String>,
     /// What could not be removed or put back, and why.
     pub failed: Vec<String>,
@@ -68,7 +68,7 @@ impl fmt::Display for CleanupReport {
 pub struct Options {
     /// Goes ahead although an agent runs.
     pub force: bool,
-    /// The logs of leases and flows stay: who asks for them asks later.
+    /// Keeps the logs of leases and flows, which are queried later.
     pub keep_logs: bool,
 }
 
@@ -120,11 +120,11 @@ async fn detach_filters(before: &Inventory, report: &mut CleanupReport) -> Resul
             report.removed.push(format!("{} at {interface} {} ({})", program.name, hook.direction, hook.mode));
         }
     }
-    // Without CAP_SYS_ADMIN nobody sees programs. Filters have names.
+    // Without CAP_SYS_ADMIN, programs cannot be listed. Filters have names.
     if attach::mode() == Mode::Clsact {
         let netlink = Netlink::open().context("netlink")?;
         for interface in inventory::interfaces(&netlink.handle).await?.values() {
-            // One of each side: all filters of ours at a side go together.
+            // One of each direction: all our filters of a direction are detached together.
             ["pod_egress", "pod_ingress"].into_iter().for_each(|program| attach::detach_filter(program, interface));
         }
     }

@@ -1,4 +1,4 @@
-//! Tests of the cleanup: what it says and leaves alone, and on a real kernel that nothing stays.
+//! Tests of the cleanup: what it reports and leaves alone, and on a real kernel that nothing remains.
 
 use super::*;
 use crate::datapath::{
@@ -98,7 +98,7 @@ fn made_and_removed(test: &'static str, mode: Mode, programs: &'static [(&'stati
     }
 }
 
-/// Says that a test was not run, to people and to `cargo xtask test`.
+/// Reports a skipped test to the user and to `cargo xtask test`.
 fn skip(test: &str) {
     let line = format!("SKIP {test}: needs root and a BPF file system at /sys/fs/bpf\n");
     eprint!("{line}");

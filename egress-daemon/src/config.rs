@@ -57,7 +57,7 @@ pub struct Config {
     pub timeouts: Timeouts,
     /// `probe`: how gateways are probed through the tunnel.
     pub probe: Probe,
-    /// `lease`: how gateways show the controller that they live.
+    /// `lease`: how gateways show the controller that they are alive.
     pub lease: LeaseConfig,
     /// `deadline`: how long the datapath answers ARP and NDP for egress IPs after it last heard from its agent. By default
     /// [`LeaseConfig::longest_deadline`].
@@ -66,26 +66,26 @@ pub struct Config {
     pub start_limit: Duration,
     /// `firewall`: whether the first packet of a flow passes the host's firewall.
     pub firewall: Firewall,
-    /// `firewallMark`: the one bit of the mark by which a node without a default route leads first packets to the tunnel device, behind
+    /// `firewallMark`: the one bit of the mark by which a node without a default route routes first packets to the tunnel device, after
     /// all other routes.
     pub firewall_mark: u32,
     /// `transport`: the transport between source nodes and gateways.
     pub transport: Transport,
-    /// `xdp`: whether a gateway sends packets on at the drivers of its interfaces.
+    /// `xdp`: whether a gateway forwards packets at the drivers of its interfaces.
     pub xdp: Xdp,
-    /// `announce`: how egress IPs are made known on their link.
+    /// `announce`: how egress IPs are announced on their link.
     pub announce: Announce,
     /// `foreignKinds`: whose objects are read from the cluster besides our own. A directory's are always read.
     pub foreign_kinds: BTreeSet<Foreign>,
-    /// `maxEgressIPsPerNode`: how many floating egress IPs a node may carry, over all pools. A pool may ask for fewer of its own;
-    /// a node's annotation comes before both. Absent: any number. The controller reads it.
+    /// `maxEgressIPsPerNode`: how many floating egress IPs a node may carry, over all pools. A pool may set a lower limit for its
+    /// own; a node's annotation overrides both. Absent: any number. The controller reads it.
     pub max_egress_ips_per_node: Option<u32>,
     /// `drainTimeout`: for how long an egress IP that was taken out of its pool, by the pool's deletion or smaller ranges, keeps its
     /// connections. The controller reads it.
     pub drain_timeout: Duration,
-    /// `metrics`: where metrics and health are served; `--metrics` comes before it. Absent: nowhere.
+    /// `metrics`: where metrics and health are served; `--metrics` overrides it. Absent: nowhere.
     pub metrics: Option<SocketAddr>,
-    /// `flowLog`: what is written down of who used which ports of egress IPs.
+    /// `flowLog`: what is logged of who used which ports of egress IPs.
     pub flow_log: FlowLog,
 }
 
@@ -107,7 +107,7 @@ pub struct Timeouts {
 pub struct Probe {
     /// `interval`: between two probes of a gateway that answers.
     pub interval: Duration,
-    /// `count`: so many missed in a row and the gateway counts as dead, so many answered and it counts as alive.
+    /// `count`: a gateway counts as dead after this many missed in a row, and as alive after this many answered.
     pub count: u32,
 }
 
@@ -121,8 +121,8 @@ pub struct LeaseConfig {
 }
 
 impl LeaseConfig {
-    /// The longest [`Config::deadline`] with which a gateway whose agent has died is silent before its lease can lapse: the agent may have
-    /// renewed the lease [`Self::renew`] before it moved the deadline for the last time.
+    /// The longest [`Config::deadline`] with which a gateway whose agent has died falls silent before its lease can lapse: the agent may
+    /// have renewed the lease [`Self::renew`] before it moved the deadline for the last time.
     pub const fn longest_deadline(self) -> Duration {
         self.duration.saturating_sub(self.renew)
     }
@@ -133,7 +133,7 @@ impl LeaseConfig {
 pub enum Firewall {
     /// It does: a flow is confirmed by the first packet that the host's firewall lets pass.
     Respect,
-    /// It does not: all packets take the short way, past the host's firewall.
+    /// It does not: all packets take the fast path, past the host's firewall.
     Bypass,
 }
 
@@ -156,12 +156,12 @@ impl Foreign {
     }
 }
 
-/// How egress IPs are made known on their link.
+/// How egress IPs are announced on their link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Announce {
     /// Gratuitous ARP and unsolicited neighbour advertisements, and answers to requests.
     Arp,
-    /// Not at all: routers send egress IPs to the node by themselves.
+    /// Not at all: routers are configured to send egress IPs to the node.
     None,
 }
 
@@ -234,7 +234,7 @@ impl fmt::Display for Fault {
 pub struct Setting {
     /// Its path, such as `timeouts.udp`.
     pub field: String,
-    /// Its default, as it is written; in brackets where it is not a value that could be.
+    /// Its default, as it is written; in brackets if it is not a value that could be written.
     pub default: &'static str,
     /// What it sets.
     pub meaning: &'static str,
@@ -279,7 +279,7 @@ impl Config {
         read::settings()
     }
 
-    /// Understands the text of `file`, which is named in errors only.
+    /// Parses the text of `file`, which is named in errors only.
     pub fn parse(file: &str, text: &[u8]) -> Result<Self, ConfigError> {
         read::config(text).map_err(|faults| ConfigError::Refused { file: file.to_owned(), faults })
     }

@@ -1,6 +1,8 @@
-//! The files of one agent below /run/spillway, which do not outlive the boot, the lock that says that it runs, and where its log is.
+//! The files of one agent below /run/spillway, which do not survive a reboot, the lock that shows that it runs, and where its logs
+//! are.
 //!
-//! An agent is known by its pins (`--bpffs`): several agents share one kernel, each with pins and files of its own.
+//! An agent is identified by its pins (`--bpffs`): several agents share one kernel, each with pins and files of its
+//! own.
 
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
@@ -18,11 +20,11 @@ use std::{
 
 /// Where the files of all agents are.
 pub const DIRECTORY: &str = "/run/spillway";
-/// Where the logs of all agents are, which outlive the boot, unless [`STATE_DIRECTORY`] says something else.
+/// Where the logs of all agents are, which survive a reboot, unless [`STATE_DIRECTORY`] names another place.
 pub const LOGS: &str = "/var/lib/spillway";
-/// The variable in which systemd names the directory of a unit's state.
+/// The variable with the directory that systemd provides for a unit's state.
 const STATE_DIRECTORY: &str = "STATE_DIRECTORY";
-/// How much of the pins' directory name is in a file's name: the path of a socket may have 107 bytes only.
+/// How much of the pins' directory name is in a file's name: the path of a socket may have only 107 bytes.
 const READABLE: usize = 32;
 
 /// The files of the agent whose pins are in one directory.
@@ -59,7 +61,7 @@ impl RunFiles {
         self.file("lock")
     }
 
-    /// The socket on which a running agent tells what it knows.
+    /// The socket on which a running agent reports its state.
     pub fn socket(&self) -> PathBuf {
         self.file("sock")
     }
@@ -69,12 +71,12 @@ impl RunFiles {
         self.file("sysctl.json")
     }
 
-    /// The directory of the log of leases (`flowlog`).
+    /// The directory of the lease log (`flowlog`).
     pub fn log(&self) -> PathBuf {
         self.logs().join("leases")
     }
 
-    /// The directory of the log of flows.
+    /// The directory of the flow log.
     pub fn flows(&self) -> PathBuf {
         self.logs().join("flows")
     }
@@ -90,7 +92,7 @@ impl RunFiles {
         fs::DirBuilder::new().recursive(true).mode(0o755).create(&self.directory)
     }
 
-    /// Takes the lock for this process, until the answer is dropped.
+    /// Takes the lock for this process, until the result is dropped.
     pub fn acquire(&self) -> Result<AgentLock, LockError> {
         let path = self.lock();
         let failed = |source: io::Error| LockError::File { path: path.clone(), source };
@@ -116,7 +118,7 @@ impl RunFiles {
     }
 }
 
-/// The process that is written into a lock file.
+/// The process recorded in a lock file.
 fn holder(file: &mut File) -> Option<u32> {
     let mut text = String::new();
     file.rewind().ok()?;
@@ -132,7 +134,7 @@ fn same_file(file: &File, path: &Path) -> bool {
     }
 }
 
-/// Says that this process is the agent of its pins. Dropping it gives the lock up; the file stays.
+/// Shows that this process is the agent of its pins. Dropping it releases the lock; the file stays.
 #[derive(Debug)]
 pub struct AgentLock {
     _lock: Flock<File>,
@@ -140,7 +142,7 @@ pub struct AgentLock {
 }
 
 impl AgentLock {
-    /// Removes the file, then gives the lock up.
+    /// Removes the file, then releases the lock.
     pub fn remove(self) -> io::Result<()> {
         fs::remove_file(&self.path)
     }
@@ -157,7 +159,7 @@ pub enum LockError {
     Held {
         /// The lock file.
         path: PathBuf,
-        /// Its process, as far as is known.
+        /// Its process, if known.
         holder: Option<u32>,
     },
     /// The file cannot be made or locked.

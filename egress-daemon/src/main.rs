@@ -1,4 +1,4 @@
-//! `egress-daemon`: the command line of the agent and the controller, and what joins their parts.
+//! `egress-daemon`: the command line of the agent and the controller, and the code that connects their parts.
 
 mod roles;
 
@@ -40,30 +40,30 @@ struct Logs {
     /// What is logged: a level (error, warn, info, debug, trace), or target=level, separated by commas
     #[arg(long, global = true, env = "SPILLWAY_LOG", default_value = "info", value_name = "FILTER")]
     log: String,
-    /// How a line looks
+    /// The format of log lines
     #[arg(long, global = true, value_enum, default_value_t, value_name = "FORMAT")]
     log_format: LogFormat,
 }
 
 #[derive(Subcommand)]
 enum Command {
-    /// Run the agent of a node: load the programs and keep its tables as the objects say
+    /// Run the agent of a node: load the programs and keep their tables in sync with the objects
     ///
-    /// The programs and their tables stay in the kernel when the agent ends, and established connections go on. The next
-    /// agent takes them over; `egress-daemon cleanup` removes them.
+    /// The programs and their tables stay in the kernel when the agent ends, and established connections continue. The
+    /// next agent takes them over; `egress-daemon cleanup` removes them.
     Agent(AgentArgs),
     /// Run a controller: choose owners of egress IPs, assign endpoints, lease port blocks
     ///
     /// Any number of controllers may run; one of them leads.
     Controller(ControllerArgs),
-    /// Say what this node can do: kernel, hooks, conflicts, interfaces, each with a remedy
+    /// Report what this node can do: kernel, hooks, conflicts, interfaces, with a remedy for each problem
     ///
-    /// Changes nothing. The exit code is 1 when something is missing that the agent cannot do without.
+    /// Changes nothing. The exit code is 1 if something that the agent requires is missing.
     Check(CheckArgs),
     /// Remove everything that the agent made on this node
     ///
-    /// Ends the established connections of pods on this node that go through Spillway. It may be run again and removes
-    /// what is left.
+    /// Ends the established connections of pods on this node that go through Spillway. It may be run again, and then
+    /// removes what is left.
     Cleanup(CleanupArgs),
     /// Print a script for the shell that completes this command
     ///
@@ -83,13 +83,13 @@ struct Source {
     /// Use the Kubernetes API that this file describes
     #[arg(long, value_name = "FILE")]
     kubeconfig: Option<PathBuf>,
-    /// Read the objects of this system from the cluster, too, besides what `foreignKinds` names
+    /// Also read the objects of this system from the cluster, besides those that `foreignKinds` names
     #[arg(long, value_enum, value_name = "SYSTEM", conflicts_with = "manifests")]
     foreign: Vec<Foreign>,
 }
 
 impl Source {
-    /// For people.
+    /// For display.
     fn describe(&self) -> String {
         match (&self.manifests, &self.kubeconfig) {
             (Some(directory), _) => format!("directory {}", directory.display()),
@@ -98,7 +98,7 @@ impl Source {
         }
     }
 
-    /// Says what is wrong with it before anything is read, or made on this node.
+    /// Fails if something is wrong with it, before anything is read, or made on this node.
     async fn find(self) -> Result<Found> {
         match self.manifests {
             Some(directory) => {
@@ -118,7 +118,7 @@ impl Source {
     }
 }
 
-/// A source that is there and has not been read.
+/// A source that exists and has not been read.
 enum Found {
     Directory(PathBuf),
     Cluster(kube::Client),
@@ -132,7 +132,7 @@ impl Found {
         }
     }
 
-    /// The store, or nothing when the process is asked to end before a cluster has answered.
+    /// The store, or `None` if the process is asked to end before a cluster has answered.
     async fn open(
         self,
         reader: &Reader,
@@ -178,7 +178,7 @@ struct AgentArgs {
     node: String,
     #[command(flatten)]
     source: Source,
-    /// The address of the Service `kubernetes`: no policy touches it, nor the API server behind it, wherever that is
+    /// The address of the Service `kubernetes`: no policy touches it or the API server behind it, wherever that runs
     #[arg(long, env = "KUBERNETES_SERVICE_HOST", value_name = "ADDRESS")]
     api_server: Option<String>,
     /// Run a controller in the same process
@@ -206,7 +206,7 @@ struct ControllerArgs {
 struct CheckArgs {
     #[command(flatten)]
     common: Common,
-    /// Look at a cluster instead, before anything is installed: versions, nodes, networks, other egress gateways
+    /// Check a cluster instead, before anything is installed: versions, nodes, networks, other egress gateways
     #[arg(long)]
     pre: bool,
     /// The cluster's kubeconfig [default: as kubectl finds it, or the cluster that this pod runs in]
@@ -223,10 +223,10 @@ struct CheckArgs {
 struct CleanupArgs {
     #[command(flatten)]
     pinned: Pinned,
-    /// Go ahead although an agent is running, which will make it all again
+    /// Go ahead even if an agent is running; it will make everything again
     #[arg(long)]
     force: bool,
-    /// Leave the logs of leases and flows, for whois
+    /// Keep the lease and flow logs, for whois
     #[arg(long)]
     keep_logs: bool,
 }
@@ -289,7 +289,7 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
         source: args.source.describe(),
         with_controller: args.with_controller,
         config,
-        // Pods get an address from Kubernetes. Who sets a name instead goes past the Service.
+        // Pods get an address from Kubernetes. A name instead bypasses the Service.
         api_server: args.api_server.and_then(|text| text.parse().ok()),
     };
     let stop = stop()?;
@@ -302,7 +302,7 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The agents are removed from the cluster: what this one made goes too. The logs stay.
+/// The agents are being removed from the cluster: removes what this one made, too. The logs stay.
 async fn leave_nothing(bpffs: &Path) {
     match cleanup::run(bpffs, Options { force: false, keep_logs: true }).await {
         Ok(report) => {

@@ -1,5 +1,4 @@
-//! Starting the roles that a process has, from its settings: what joins the agent, the controller, and what others see
-//! of them.
+//! Starts the roles of a process from its settings: connects the agent, the controller, and what others see of them.
 
 use anyhow::Result;
 use axum::Router;
@@ -37,7 +36,7 @@ pub struct AgentOptions {
     pub node: String,
     /// The directory of its pins.
     pub bpffs: PathBuf,
-    /// Where its objects come from, for people.
+    /// Where its objects come from, for display.
     pub source: String,
     /// Where metrics are served; absent: nowhere.
     pub metrics: Option<SocketAddr>,
@@ -64,8 +63,8 @@ fn controller_config(config: &Config) -> ControllerConfig {
 
 /// Runs an agent until `stop` is ready. What it made stays.
 ///
-/// The programs are loaded before the objects are read: what that takes, the types of the kernel above all, is given back,
-/// and so nothing is added to the most memory that the process ever has. `store` is nothing when `stop` came first.
+/// The programs are loaded before the objects are read: the memory for loading, mostly the kernel's types, is then
+/// returned, and does not add to the peak memory of the process. `store` is `None` if `stop` came first.
 pub async fn agent(
     options: AgentOptions,
     store: impl Future<Output = Result<Option<Store>>>,
@@ -76,14 +75,14 @@ pub async fn agent(
     let lock = files.acquire()?;
     let settings = AgentSettings::from(&config).with_api_server(api_server);
     let programs = Programs::load(&Pins::new(&bpffs), settings.sizes)?;
-    // An API server that is away keeps nothing from going on.
+    // An unreachable API server stops nothing.
     let store = agent::while_waiting(&Pins::new(&bpffs), settings.machine.deadline, store).await?;
     let Some(store) = store? else { return Ok(lock.remove()?) };
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
     let (tracer, traces) = Tracer::new(Pins::new(&bpffs), settings.sizes);
     let collectors = &config.flow_log.export;
     let exporters = Exporters::start(collectors, &node);
-    // Policies are carried out whatever becomes of logs.
+    // Policies are carried out even if logs fail.
     let uploads = Uploads::start(collectors, &files.logs(), &node);
     let uploads =
         uploads.inspect_err(|error| tracing::error!("flowLog.export: no segment is sent: {error}")).unwrap_or_default();
@@ -141,7 +140,7 @@ pub async fn agent(
     Ok(())
 }
 
-/// Serves metrics; where there is a controller, the page of what flows as well.
+/// Serves metrics and, if there is a controller, the page of current flows.
 async fn serve(
     metrics: Option<SocketAddr>,
     sources: MetricSources,

@@ -1,7 +1,7 @@
-//! Whether the agents are being removed from the cluster. Then this one leaves nothing on its node.
+//! Detects whether the agents are being removed from the cluster. Then this one leaves nothing on its node.
 //!
-//! Only a clear sign counts: the agents' DaemonSet was seen, and is deleted. An API server that is away, or rights that are gone, say
-//! nothing, because who cleans up by mistake sends pods out with their node's address.
+//! Only a clear sign counts: the agents' DaemonSet was seen, and is deleted. An unreachable API server, or missing rights, do not
+//! count: a cleanup by mistake would send pods out with their node's address.
 
 use futures::StreamExt as _;
 use k8s_openapi::api::apps::v1::DaemonSet;
@@ -43,7 +43,7 @@ impl Uninstall {
         Self { is_under_way, task }
     }
 
-    /// Whether the DaemonSet is deleted.
+    /// Whether the DaemonSet is being deleted.
     pub fn is_under_way(&self) -> bool {
         self.is_under_way.load(Ordering::Relaxed)
     }
@@ -55,12 +55,12 @@ impl Drop for Uninstall {
     }
 }
 
-/// What an event says of the DaemonSet, if it says anything. One that is made again is not deleted any more.
+/// Whether an event means that the DaemonSet is deleted, if it is about that. A recreated one is no longer deleted.
 fn deleted(event: &Event<DaemonSet>) -> Option<bool> {
     match event {
         Event::Apply(daemon) | Event::InitApply(daemon) => Some(daemon.metadata.deletion_timestamp.is_some()),
         Event::Delete(_) => Some(true),
-        // A new list without it says no more than that something was missed.
+        // A new list without it only means that something was missed.
         Event::Init | Event::InitDone => None,
     }
 }

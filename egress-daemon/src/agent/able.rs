@@ -1,4 +1,4 @@
-//! Whether this node is able to carry egress IPs, while there is no agent yet that could say so.
+//! Keeps this node marked as able to carry egress IPs until an agent can decide it.
 
 use crate::datapath::{
     Pins,
@@ -9,8 +9,8 @@ use egress_common::egress::deadline;
 use egress_core::agent::pulse;
 use std::{future::Future, time::Duration};
 
-/// Waits for what an agent needs before it can decide anything. Meanwhile the programs go on as an earlier agent left them: if that one said
-/// that this node is able to carry egress IPs, and its word still counts, it is said again.
+/// Waits for what an agent needs before it can decide anything. Meanwhile the programs continue as an earlier agent left them: if it marked
+/// this node as able to carry egress IPs until a deadline that has not passed, the deadline is extended.
 pub async fn while_waiting<T>(pins: &Pins, length: Duration, ready: impl Future<Output = T>) -> Result<T, MapsError> {
     let mut maps = Maps::open(pins)?;
     let mut ready = std::pin::pin!(ready);
@@ -25,7 +25,7 @@ pub async fn while_waiting<T>(pins: &Pins, length: Duration, ready: impl Future<
     }
 }
 
-/// The deadline that follows `until`, which an agent has set; none if it has passed.
+/// The deadline after `until`, which an earlier agent set; none if `until` has passed.
 pub(super) fn renewed(until: u64, now: u64, length: Duration) -> Option<u64> {
     (now < until).then(|| now + length.as_nanos() as u64)
 }

@@ -32,10 +32,10 @@ use std::{
     time::Duration,
 };
 
-/// How soon the status says what nobody waits for.
+/// How soon the status reports a change that nobody waits for.
 const STATUS_WITHIN: Duration = Duration::from_secs(30);
 
-/// What decides where programs belong.
+/// What decides where programs are attached.
 pub(super) fn wanted(
     rules: InterfaceRules,
     tunnel: &tunnel::Tunnel,
@@ -114,7 +114,7 @@ impl Agent {
     }
 
     fn read_counters(&mut self) {
-        // What is counted after this is news the next time.
+        // The time is taken first: anything counted later is news at the next read.
         let now = self.now();
         let read = |counter| self.maps.counter(counter);
         match (read(Counter::ProbeAnswered), read(Counter::PortsTight)) {
@@ -128,11 +128,11 @@ impl Agent {
         self.reopen_tunnel().await;
         self.routes.check_secured();
         self.advertised.look_again();
-        // It goes through the kernel's whole table of sockets, whoever's they are.
+        // This walks the kernel's whole socket table.
         self.sockets.begin(NodePorts::read);
     }
 
-    /// Makes sure of the tunnel device, which anybody may have deleted.
+    /// Ensures that the tunnel device exists: anybody may have deleted it.
     async fn reopen_tunnel(&mut self) {
         match tunnel::ensure(&self.netlink.handle, &self.settings.tunnel).await {
             Ok(tunnel) if tunnel.index == self.tunnel.index => {}
@@ -154,7 +154,7 @@ impl Agent {
             && self.hooks.cover(&classify(&self.links.current(), &self.machine.rules()))
     }
 
-    /// Makes sure of the host-stack path: it is there before anything is told to take it.
+    /// Ensures that the host-stack path exists before any packet is sent along it.
     pub(super) async fn make_stack_path(
         &mut self,
         selects: bool,
@@ -177,7 +177,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Makes the shaper where some egress IP has a limit, and removes it where none has.
+    /// Creates the shaper if some egress IP has a limit, and removes it if none has.
     async fn make_shaper(&mut self, wanted: bool) {
         let done = match wanted {
             true => self.shaper.ensure(&self.netlink.handle).await.map(drop),
@@ -217,8 +217,8 @@ impl Agent {
         }
     }
 
-    /// Keeps the lease while the plan counts on this node as a gateway, and packets of egress IPs can leave it. One that an earlier agent
-    /// has left is given up where it does not: that shows that the node lives.
+    /// Keeps the lease while the plan uses this node as a gateway and packets of egress IPs can leave it. Otherwise releases a lease that
+    /// an earlier agent left: it would report the node as alive.
     fn keep_lease(&mut self, wanted: bool) {
         let key = Key { namespace: LEASE_NAMESPACE.into(), name: gateway_lease(self.node.as_str()) };
         if self.releasing.is_busy() {
@@ -281,8 +281,8 @@ impl Agent {
         self.writing.begin_task(async move { store.replace_status(&object).await.map(drop) });
     }
 
-    /// The blocks that this node uses itself on any of its addresses: what a policy may choose as an egress IP must be known
-    /// before its blocks are leased. The tunnel's own port has no socket that could be found.
+    /// The blocks that this node itself uses on any of its addresses. For an address that a policy may choose, they must be
+    /// known before its blocks are leased. The tunnel's own port has no socket that could be found.
     pub(super) fn occupied_blocks(&self) -> Vec<u16> {
         let Some(ports) = &self.node_ports else { return Vec::new() };
         let addresses = self.machine.facts().addresses().into_iter();
@@ -293,7 +293,7 @@ impl Agent {
     }
 }
 
-/// The classes of the shaper for what tables say: two for each egress IP with limits, out and in.
+/// The shaper's classes for these tables: two for each egress IP with limits, outbound and inbound.
 fn classes_of_shaper(tables: &Tables, limits: &BTreeMap<IpAddr, [Bandwidth; 2]>) -> BTreeMap<u16, Rate> {
     let limited = tables.egress_ips.iter().filter_map(|(index, e)| {
         Some((u16::try_from(*index).ok()?, limits.get(&net::from_any(e.addr)).filter(|_| e.queue != 0)?))

@@ -1,5 +1,5 @@
-//! What takes long, in a thread or a task of its own: the agent's loop has deadlines, what it walks through may be a million flows, and an
-//! API server may not answer.
+//! Runs slow work in a thread or a task of its own: the agent's loop has deadlines, a table may hold a million flows, and an API server
+//! may not answer.
 
 use tokio::task::{JoinHandle, spawn, spawn_blocking};
 
@@ -26,12 +26,12 @@ impl<T: Send + 'static> Aside<T> {
         self.running.get_or_insert_with(|| spawn_blocking(work));
     }
 
-    /// Begins something that waits, unless something is under way.
+    /// Begins asynchronous work, unless something is under way.
     pub fn begin_task(&mut self, work: impl Future<Output = T> + Send + 'static) {
         self.running.get_or_insert_with(|| spawn(work));
     }
 
-    /// Waits for what is under way; for ever where nothing is. Nothing if it has failed. Cancel safe.
+    /// Waits for the work under way, forever if there is none. `None` if it has failed. Cancel safe.
     pub async fn done(&mut self) -> Option<T> {
         if let Some(task) = &mut self.running {
             let done = task.await;

@@ -1,4 +1,4 @@
-//! Counting the flows and the ports that they use, aside: the tables may hold a million flows.
+//! Counts flows and the ports that they use, in the background: the tables may hold a million flows.
 
 use super::{Agent, tell};
 use crate::datapath::maps::{Maps, MapsError};
@@ -41,7 +41,7 @@ impl Agent {
         });
     }
 
-    /// Takes over a count.
+    /// Takes in the result of a count.
     pub(super) fn take_count(&mut self, Count { counted, accounts }: Count) {
         let peaks = counted.ports.as_ref().map(Ports::peaks);
         self.machine.handle_ports(counted, self.now());
@@ -56,13 +56,13 @@ impl Agent {
     }
 }
 
-/// A count that came to nothing.
+/// The result of a failed count.
 pub(super) fn failed(now: Duration) -> Count {
     Count { counted: Counted { ports: None, began: now, took: Duration::ZERO }, accounts: BTreeMap::new() }
 }
 
-/// The ports that the flows in the maps use, of the egress IPs that are known by index with their generations; and how many flows each
-/// account has.
+/// Counts the ports that flows in the maps use, for the egress IPs known by index and generation, and adds up the flows of each
+/// account.
 fn count_ports(
     maps: &Maps,
     known: &BTreeMap<u32, (u32, IpAddr)>,

@@ -1,4 +1,4 @@
-//! Reading the objects: everything an agent wants to know of them, and whether any of it has changed.
+//! Reads the objects: everything that an agent needs to know of them, and whether any of it has changed.
 
 use crate::{
     api::{
@@ -43,7 +43,7 @@ fn same<T>(a: &[Arc<T>], b: &[Arc<T>]) -> bool {
 }
 
 impl ObservedObjects {
-    /// Reads the objects; whether any has changed. Pods of other nodes are left out.
+    /// Reads the objects. Returns whether any has changed. Pods of other nodes are left out.
     pub fn read(&mut self, store: &Store, node: &NodeName) -> bool {
         let on_node = |p: &Arc<Pod>| p.spec.as_ref().is_some_and(|s| s.node_name.as_deref() == Some(node.as_str()));
         let objects = snapshot::ApiObjects {
@@ -64,7 +64,7 @@ impl ObservedObjects {
         self.take(objects)
     }
 
-    /// The objects are these now; whether any is another one than before.
+    /// Replaces the objects. Returns whether any has changed.
     pub fn take(&mut self, objects: snapshot::ApiObjects) -> bool {
         let old = &self.objects;
         if same(&objects.policies, &old.policies)
@@ -115,7 +115,7 @@ impl ObservedObjects {
         conditions.into_iter().flatten()
     }
 
-    /// Whether nobody waits for this node to carry a policy out: it is gone, or every node had this version of it once.
+    /// Whether nobody waits for this node to carry a policy out: it is gone, or every node has had this version of it.
     pub fn is_settled(&self, policy: &PolicyId, generation: i64) -> bool {
         let had = |c: &Condition| (c.type_.as_str(), c.status.as_str()) == (PROGRAMMED, "True");
         let of_generation = |c: &Condition| c.observed_generation == Some(generation);

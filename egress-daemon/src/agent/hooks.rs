@@ -1,5 +1,5 @@
-//! Keeping the programs at their hooks, in a task of its own: a pod sends its first packet milliseconds after its
-//! interface appears, and must not find the agent busy with something else.
+//! Keeps the programs attached to their hooks, in a task of its own: a pod sends its first packet milliseconds after
+//! its interface appears, and must not find the agent busy with something else.
 
 use super::{
     native::{self, Natives},
@@ -26,24 +26,24 @@ use tokio::{
     task::{JoinHandle, block_in_place},
 };
 
-/// How often the hooks are looked at although nothing seems to have changed: anybody may take a program off, or put one before it.
+/// How often the hooks are checked although nothing seems to have changed: anybody may detach a program, or attach one before it.
 const VERIFY: Duration = Duration::from_secs(1);
 
-/// At each how manieth of these looks all interfaces are searched for programs of others; new ones are at once.
+/// One in this many checks searches all interfaces for foreign programs. New interfaces are searched at once.
 const SEARCH: u32 = 5;
 
-/// What decides where programs belong, besides the links.
+/// What decides where programs are attached, besides the links.
 #[derive(Clone, Debug)]
 pub struct Wanted {
-    /// Which links are what.
+    /// What decides the roles of links.
     pub rules: InterfaceRules,
     /// The tunnel device.
     pub tunnel: u32,
-    /// Packets are taken off the underlay's interfaces before the tunnel device sees them.
+    /// Whether packets are taken off the underlay's interfaces before the tunnel device sees them.
     pub underlay: bool,
     /// The far end of the shaper, where there is one.
     pub shaper: Option<u32>,
-    /// Whether a gateway's packets may be sent on at drivers.
+    /// Whether a gateway's packets may be forwarded at the driver.
     pub xdp: Xdp,
     /// Whether this node carries egress IPs.
     pub gateway: bool,
@@ -54,7 +54,7 @@ pub struct Wanted {
 struct Seen {
     /// The hooks that hold our programs.
     hooks: BTreeSet<Hook>,
-    /// What may bring packets into a pod past `pod_ingress`, for people.
+    /// What may bring packets into a pod past `pod_ingress`, for display.
     bypass: Option<String>,
     /// The drivers that hold a gateway's program, and why others do not.
     native: Natives,
@@ -70,7 +70,7 @@ pub struct Hooks {
 }
 
 impl Hooks {
-    /// Attaches, and goes on doing so as links come and go; `traces` come and go as well.
+    /// Attaches programs, and keeps doing so as links and `traces` come and go.
     pub fn start(
         attacher: Attacher,
         links: watch::Receiver<Arc<LinkTable>>,
@@ -90,39 +90,39 @@ impl Hooks {
         self.mode
     }
 
-    /// Says anew what decides.
+    /// Replaces what decides where programs are attached.
     pub fn set(&self, wanted: Wanted) {
         self.wanted.send_replace(wanted);
     }
 
-    /// Whether every pod's interface that `roles` name has its programs, or cannot have them.
+    /// Whether every pod interface in `roles` has its programs, or cannot have them.
     pub fn cover(&self, roles: &Roles) -> bool {
         let seen = self.seen.borrow();
         roles.pods.iter().all(|index| seen.hooks.contains(&("pod_egress", *index)))
     }
 
-    /// The interfaces at which packets that leave are looked at.
+    /// The interfaces at which outgoing packets are inspected.
     pub fn exits(&self) -> BTreeSet<u32> {
         self.seen.borrow().hooks.iter().filter(|hook| hook.0 == "exit_egress").map(|hook| hook.1).collect()
     }
 
     /// Waits until programs were attached for the first time, or could not be.
     pub async fn started(&mut self) {
-        // The channel closes with the task only.
+        // The channel closes only when the task ends.
         let _ = self.seen.wait_for(|seen| !seen.hooks.is_empty()).await;
     }
 
-    /// The program of somebody else that may bring packets into a pod past `pod_ingress`, and where it is.
+    /// The foreign program that may bring packets into a pod past `pod_ingress`, and where it is.
     pub fn bypass(&self) -> Option<String> {
         self.seen.borrow().bypass.clone()
     }
 
-    /// At the interfaces of a gateway: whether its program is at the driver, or why not.
+    /// For each interface of a gateway: whether its program is at the driver, or why not.
     pub fn native(&self) -> Natives {
         self.seen.borrow().native.clone()
     }
 
-    /// Waits until other interfaces than before have their programs, or somebody else's have come or gone. Cancel safe.
+    /// Waits until interfaces gain or lose their programs, or foreign programs come or go. Cancel safe.
     pub async fn changed(&mut self) {
         if self.seen.changed().await.is_err() {
             std::future::pending().await
@@ -194,11 +194,11 @@ async fn keep(
             *old = errors;
             changed
         });
-        // An exit that cannot have its program is not one that anything may leave by.
+        // Nothing may leave through an exit that cannot have its program.
         let seen = hooks.into_keys().filter(|hook| hook.0 != "exit_egress" || attacher.attached().contains_key(hook));
         let seen: BTreeSet<Hook> = seen.collect();
         looks += u32::from(all);
-        // After ours are attached: those of an earlier agent are gone.
+        // After ours are attached, those of an earlier agent are gone.
         let bypass = block_in_place(|| lookout.look(&names, &ours, all && looks % SEARCH == 0)).map(str::to_owned);
         tell(saw.borrow().bypass.as_deref(), bypass.as_deref());
         let seen = Seen { hooks: seen, bypass, native };
@@ -210,7 +210,7 @@ async fn keep(
     }
 }
 
-/// Says once when it begins or ends that packets may come into pods past our programs.
+/// Logs once when packets become able, or cease to be able, to reach pods past our programs.
 fn tell(before: Option<&str>, now: Option<&str>) {
     match (before, now) {
         (None, Some(stranger)) => tracing::warn!(
@@ -223,8 +223,8 @@ fn tell(before: Option<&str>, now: Option<&str>) {
     }
 }
 
-/// The hooks that should hold our programs. One interface has one program at its ingress, so that the order among them is
-/// never in question: that of the underlay does the uplink's work as well.
+/// The hooks that should hold our programs. An interface has one program at its ingress, so their order never matters:
+/// the underlay's program does the uplink's work as well.
 fn hooks(roles: &Roles, wanted: &Wanted, table: &LinkTable, names: &BTreeMap<u32, String>) -> BTreeMap<Hook, String> {
     let tunnel = wanted.tunnel;
     let ethernet = |i: &u32| table.links.get(i).is_some_and(|link| link.mac.is_some() && !link.kind.is_tunnel());

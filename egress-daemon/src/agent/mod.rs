@@ -1,7 +1,7 @@
-//! The agent: follows objects, links and probes, and makes the node's datapath do what they say.
+//! The agent: follows objects, links and probes, and programs the node's datapath accordingly.
 //!
-//! What is decided, and in which order it is carried out, is `egress_core::agent::machine`. `node` is the loop, `actions` carries out;
-//! `status` and `tell` say what the agent reports.
+//! `egress_core::agent::machine` decides what to do and in which order. `node` is the loop, `actions` carries out the decisions;
+//! `status` and `tell` make what the agent reports.
 
 mod able;
 mod actions;

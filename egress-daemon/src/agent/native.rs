@@ -1,4 +1,4 @@
-//! A gateway's program at the drivers: at which interfaces, and why not at others.
+//! A gateway's program at drivers: the interfaces that have it, and why others do not.
 
 use crate::datapath::{
     attach::{Attacher, Hook},
@@ -15,16 +15,16 @@ use std::collections::{BTreeMap, BTreeSet};
 /// By interface: whether the program is at its driver, or why not.
 pub type Natives = BTreeMap<String, Result<(), Why>>;
 
-/// What was found at the interfaces by which a gateway's packets come in.
+/// What was found at the interfaces at which a gateway's packets arrive.
 #[derive(Default)]
 pub struct Found {
     /// By hook: the interface's name, and whether the program belongs there.
     verdicts: BTreeMap<Hook, (String, Result<(), Why>)>,
-    /// Those that send what was redirected to them.
+    /// The interfaces that transmit what was redirected to them.
     devices: BTreeSet<u32>,
 }
 
-/// What belongs at a driver, by the program at the interface's ingress that it stands in front of.
+/// The program that belongs at a driver in front of this program at the interface's ingress.
 fn in_front_of(program: &str) -> Option<&'static str> {
     let [underlay, uplink] = NATIVE;
     match program {
@@ -34,20 +34,20 @@ fn in_front_of(program: &str) -> Option<&'static str> {
     }
 }
 
-/// The interfaces by which a gateway's packets come in: program, index and name.
+/// The interfaces at which a gateway's packets arrive: program, index and name.
 fn candidates(hooks: &BTreeMap<Hook, String>) -> impl Iterator<Item = (&'static str, u32, &String)> {
     hooks.iter().filter_map(|((program, index), name)| Some((in_front_of(program)?, *index, name)))
 }
 
-/// Looks at the drivers, and judges.
+/// Examines the drivers, and decides.
 pub fn find(setting: Xdp, hooks: &BTreeMap<Hook, String>, table: &LinkTable, attacher: &Attacher) -> Found {
     let links = candidates(hooks).filter_map(|(_, index, _)| table.links.get(&index));
-    // That of an earlier agent is replaced.
+    // An earlier agent's program is replaced.
     let ours = native::pinned(attacher.pins()).into_values().collect();
     let (looked, unusable) = (drivers::look(links, &ours), attacher.not_native());
     let verdict = |index: u32, name: &str| match (unusable, &looked) {
-        (Some(error), _) => Err(Why::only(format!("the kernel does not take the program: {error}"))),
-        (None, Err(error)) => Err(Why::only(format!("the drivers cannot be looked at: {error}"))),
+        (Some(error), _) => Err(Why::only(format!("the kernel does not accept the program: {error}"))),
+        (None, Err(error)) => Err(Why::only(format!("the drivers cannot be read: {error}"))),
         (None, Ok(drivers)) => match drivers.get(&index) {
             Some(driver) => judge(setting, name, driver),
             None => Err(Why::only("the interface is gone")),
@@ -67,16 +67,16 @@ impl Found {
         wanted.map(|(hook, (name, _))| (*hook, name.clone()))
     }
 
-    /// Makes the interfaces that can do it those that the program sends by.
+    /// Makes the capable interfaces those that the program may redirect to.
     pub fn allow(&self, devices: Option<&mut Devices>) {
         let Some(devices) = devices else { return };
         let wanted = if self.hooks().next().is_some() { self.devices.clone() } else { BTreeSet::new() };
         if let Err(error) = devices.set(&wanted) {
-            tracing::warn!("packets are not sent on at drivers: {error}");
+            tracing::warn!("packets are not forwarded at drivers: {error}");
         }
     }
 
-    /// What is in force, after the program could not be attached to these interfaces.
+    /// What is in force, given the interfaces to which the program could not be attached.
     pub fn in_force(self, failed: &BTreeMap<String, String>) -> Natives {
         let all = self.verdicts.into_values();
         all.map(|(name, verdict)| match failed.get(&name) {

@@ -1,4 +1,4 @@
-//! The agent's loop: what happens goes into the machine, and what it wants done is carried out.
+//! The agent's loop: feeds events to the machine and carries out what it decides.
 
 use super::{
     aside::Aside, count, facts::ObservedObjects, hooks::Hooks, owned::Owned, routes::Routes, settings::AgentSettings,
@@ -53,7 +53,7 @@ use tokio::sync::{mpsc, watch};
 
 /// How an agent is started.
 pub struct Options {
-    /// The node that it is for.
+    /// The agent's node.
     pub node: String,
     /// The loaded programs.
     pub programs: Programs,
@@ -65,7 +65,7 @@ pub struct Options {
     pub bpffs: PathBuf,
     /// Where the previous values of sysctls are kept.
     pub journal: PathBuf,
-    /// Where the objects come from, for people: `directory /etc/spillway`.
+    /// Where the objects come from, for display: `directory /etc/spillway`.
     pub source: String,
     /// What the agent knows is published here.
     pub publish: watch::Sender<Arc<AgentState>>,
@@ -73,7 +73,7 @@ pub struct Options {
     pub traces: mpsc::UnboundedReceiver<Change>,
 }
 
-/// After how many intervals of probes every node knows that this one does not answer any more, and the next carrier has announced itself.
+/// Probe intervals after which every node knows that this one no longer answers, and the next carrier has announced itself.
 const NOTICE: u32 = 10;
 
 /// A running agent: the machine that decides, and what it decides about.
@@ -104,14 +104,14 @@ pub struct Agent {
     pub(super) look_again: bool,
     pub(super) owned: Owned,
     pub(super) lease: Option<LeaseKeeper>,
-    /// A lease on its way back.
+    /// A lease that is being released.
     pub(super) releasing: Aside<()>,
     pub(super) counting: Aside<count::Count>,
     /// The flows of each account, as they were counted last.
     pub(super) account_flows: BTreeMap<u32, u64>,
     /// When the status was written last, or this agent started.
     pub(super) status_written: Duration,
-    /// The status on its way to the store.
+    /// The status that is being written to the store.
     pub(super) writing: Aside<Result<(), StoreError>>,
     pub(super) sockets: Aside<Result<NodePorts, PortsError>>,
     pub(super) node_ports: Option<NodePorts>,
@@ -184,7 +184,7 @@ impl Agent {
             writing: Aside::default(),
             sockets: Aside::default(),
             // Known before the first report.
-            node_ports: NodePorts::read().inspect_err(|e| tracing::warn!("the node's own ports: {e}")).ok(),
+            node_ports: NodePorts::read().inspect_err(|e| tracing::warn!("cannot read the node's own ports: {e}")).ok(),
             source,
             publish,
         })
@@ -195,10 +195,10 @@ impl Agent {
         let mut changes = self.store.changes();
         let mut links = self.links.subscribe();
         let mut stop = std::pin::pin!(stop);
-        // No packet is told to take the host-stack path before there are programs at its end.
+        // No packet is sent along the host-stack path before there are programs at its end.
         self.hooks.started().await;
         self.see_hooks();
-        // What an earlier agent made stays; more is made when it is known whom policies select.
+        // What an earlier agent made stays; more is made once it is known which pods policies select.
         self.make_stack_path(false, self.machine.held()).await?;
         self.carry_all_out().await;
         self.machine.handle_start(self.now());
@@ -228,13 +228,13 @@ impl Agent {
                         self.node_ports = Some(ports);
                         self.machine.handle_news();
                     }
-                    Some(Err(e)) => tracing::warn!("the node's own ports are not looked at: {e}"),
+                    Some(Err(e)) => tracing::warn!("cannot read the node's own ports: {e}"),
                     _ => {}
                 },
                 () = lease_changed(&mut self.lease) => {}
                 _ = self.releasing.done() => self.machine.handle_released(),
                 written = self.writing.done() => {
-                    // A conflict: the next look at the objects makes another one.
+                    // A conflict: the next read of the objects leads to another write.
                     let done = written.is_some_and(|written| written.inspect_err(|e| tracing::debug!("{e}")).is_ok());
                     self.machine.handle_status(done);
                 }
@@ -242,7 +242,7 @@ impl Agent {
             }
             self.turn().await;
         }
-        // The next agent goes on with the lease.
+        // The next agent continues the lease.
         if self.machine.handle_stop(self.now()) {
             self.carry_all_out().await;
             self.log_errors();
@@ -264,7 +264,7 @@ impl Agent {
 
     /// What follows each event.
     async fn turn(&mut self) {
-        // What has arrived is taken before anything counts as missed: this loop may be late, the gateways are not.
+        // Takes the answers that have arrived before any counts as missed: this loop may be late, not the gateways.
         while let Some(Ok(answer)) = self.answers.next().now_or_never() {
             self.machine.handle_probe(&answer, self.now());
         }
@@ -278,7 +278,7 @@ impl Agent {
         self.carry_all_out().await;
     }
 
-    /// Announces what is due, unless it has to be read first what has happened.
+    /// Announces what is due, unless pending events have to be read first.
     pub(super) fn announce_due(&mut self) {
         if self.machine.may_announce(self.now()).0 {
             self.owned.tick();

@@ -1,4 +1,4 @@
-//! The egress IPs that this node answers for: announcing them, and defending them against others' claims.
+//! The egress IPs that this node answers for: announces them, and defends them against others' claims.
 
 use crate::host::{
     announce::{Announcer, ClaimListener, is_rival},
@@ -12,9 +12,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often everything is announced although nothing has changed: neighbours forget a stranger's claim.
+/// How often everything is announced although nothing has changed, so that neighbours forget a stranger's claim.
 const REMIND: Duration = Duration::from_secs(10);
-/// For how long probes and objects may still tell that it is another carrier's turn, before a claim is answered.
+/// How long a claim waits for its answer: probes and objects may still show that it is another carrier's turn.
 const HEAR: Duration = Duration::from_millis(300);
 /// The least time between two answers to claims of others (RFC 5227, section 2.4, lets hosts defend their address).
 const DEFEND: Duration = Duration::from_secs(1);
@@ -34,7 +34,7 @@ pub struct Owned {
 }
 
 impl Owned {
-    /// Nothing is owned yet.
+    /// Opens the sockets. Nothing is owned yet.
     pub fn open(start: Instant) -> io::Result<Self> {
         Ok(Self {
             announcer: Announcer::open()?,
@@ -52,7 +52,7 @@ impl Owned {
         self.start.elapsed()
     }
 
-    /// Answers for these from now on: what is new, or has moved to another interface, is announced.
+    /// Sets the egress IPs to answer for. Announces those that are new or have moved to another interface.
     pub fn set(&mut self, wanted: &BTreeMap<IpAddr, EgressLink>) {
         let now = self.now();
         for address in self.places.keys().filter(|a| !wanted.contains_key(*a)) {
@@ -109,7 +109,7 @@ impl Owned {
         }
     }
 
-    /// Asks the next hops of all subnets where they are. The programs read the answers.
+    /// Sends neighbour requests to the next hops of all subnets. The programs read the answers.
     pub fn ask_all(&self) {
         self.places.keys().for_each(|address| self.ask(*address));
     }
@@ -133,8 +133,8 @@ impl Owned {
         futures::future::select_all(all).await.0
     }
 
-    /// Answers another host's claim for an address that this node still answers for a moment later: the claim of another carrier may be
-    /// faster than the news of it. One frame makes nobody silent: anybody could have sent it. Whether it does.
+    /// Answers another host's claim for an address that this node still answers for a moment later: another carrier's claim may arrive
+    /// before the news of it. A single frame silences nobody: anybody could have sent it. Returns whether it answers.
     pub fn defend(&mut self, address: IpAddr) -> bool {
         let now = self.now();
         if self.defended.get(&address).is_some_and(|last| now < *last + DEFEND) {

@@ -1,9 +1,9 @@
-//! Connections whose first packet went to a gateway that is not used any more, perhaps because it has failed. Where nobody has answered, TCP
-//! would send it again after a second (RFC 6298, section 2). Their pods are made to do so as soon as another gateway takes it.
+//! Reopens connections whose first packet went to a gateway that is no longer used, perhaps because it has failed. If it is unanswered, TCP
+//! would retransmit it after a second (RFC 6298, section 2). Their pods are made to do so as soon as another gateway takes over.
 //!
-//! A segment with RST whose ACK acknowledges nothing that was sent is dropped in SYN-SENT (RFC 9293, section 3.10.7.3). Linux also concludes
-//! that its SYN went wrong, and sends it again two ticks of its clock later (`tcp_rcv_synsent_state_process`, since 5.10), once. So it is
-//! sent when both directions are likely to work: nodes find a gateway dead at most one interval of probes apart.
+//! A segment with RST whose ACK acknowledges nothing that was sent is dropped in SYN-SENT (RFC 9293, section 3.10.7.3). Linux also treats
+//! its SYN as failed and retransmits it two clock ticks later (`tcp_rcv_synsent_state_process`, since 5.10), once. So it is sent when both
+//! directions are likely to work: nodes detect a dead gateway at most one probe interval apart.
 
 use super::Agent;
 use crate::{
@@ -28,11 +28,11 @@ use std::{
     time::Duration,
 };
 
-/// How often the flow table is looked at after a change of gateways. A connection that is unanswered in two looks is opened again.
+/// How often the flow table is scanned after a change of gateways. A connection that is unanswered in two scans is reopened.
 const LOOKS: u32 = 4;
-/// The time between two looks, in halves of the interval of probes.
+/// The time between two scans, in halves of the probe interval.
 const HALVES: u32 = 3;
-/// SYNs of so many ticks before are looked for. TCP has sent older ones again.
+/// The age in ticks of the SYNs that are looked for. TCP has retransmitted older ones.
 const LATELY: i32 = 2;
 /// IP protocol number.
 const TCP: u32 = 6;
@@ -56,7 +56,8 @@ struct Looks {
 }
 
 impl Looks {
-    /// Which of those that are unanswered `now` to open again: those that were so the last time, once.
+    /// Returns which of the connections that are unanswered `now` to reopen: those that also were the last time, once
+    /// each.
     fn look(&mut self, now: BTreeSet<Unanswered>) -> Vec<Unanswered> {
         let again: Vec<_> = now.intersection(&self.before).filter(|one| !self.again.contains(one)).copied().collect();
         self.again.extend(&again);
@@ -66,7 +67,7 @@ impl Looks {
 }
 
 impl Agent {
-    /// Begins to look for connections by these egress IPs that have to be opened again.
+    /// Begins to look for connections by these egress IPs that have to be reopened.
     pub(super) fn open_again(&self, egress_ips: &BTreeSet<IpAddr>) {
         let tables = self.writer.present();
         let known = tables.egress_ips.iter().filter(|(_, e)| egress_ips.contains(&net::from_any(e.addr)));
@@ -79,7 +80,7 @@ impl Agent {
 async fn watch(maps: Arc<Maps>, indices: BTreeMap<u32, u32>, pause: Duration) {
     let socket = match PacketSocket::into_pods() {
         Ok(socket) => socket,
-        Err(e) => return tracing::warn!("connections are not opened again: {e}"),
+        Err(e) => return tracing::warn!("cannot reopen connections: {e}"),
     };
     let indices = Arc::new(indices);
     let mut looks = Looks::default();
@@ -90,7 +91,7 @@ async fn watch(maps: Arc<Maps>, indices: BTreeMap<u32, u32>, pause: Duration) {
         let (maps, indices) = (maps.clone(), indices.clone());
         match tokio::task::spawn_blocking(move || unanswered(&maps, &indices)).await {
             Ok(Ok(found)) => looks.look(found).iter().for_each(|one| open_again(&socket, one)),
-            Ok(Err(e)) => tracing::warn!("connections are not opened again: {e}"),
+            Ok(Err(e)) => tracing::warn!("cannot reopen connections: {e}"),
             Err(e) => tracing::error!("a thread of the agent has failed: {e}"),
         }
     }
@@ -107,7 +108,7 @@ fn open_again(socket: &PacketSocket, one: &Unanswered) {
     }
 }
 
-/// The connections of lately by these egress IPs, by index and generation, that nobody has answered.
+/// The recent unanswered connections by these egress IPs, which are given by index and generation.
 fn unanswered(maps: &Maps, indices: &BTreeMap<u32, u32>) -> Result<BTreeSet<Unanswered>, MapsError> {
     let mut found = BTreeSet::new();
     find(&maps.v4, |a| net::from_v4(a).into(), indices, &mut found)?;

@@ -10,7 +10,7 @@ use std::{
     net::IpAddr,
 };
 
-/// The routes to other nodes, as the kernel told them last.
+/// The routes to other nodes, as the kernel last reported them.
 #[derive(Default)]
 pub struct Routes {
     found: BTreeMap<IpAddr, Result<Route, String>>,
@@ -19,7 +19,7 @@ pub struct Routes {
 }
 
 impl Routes {
-    /// Looks whether IPsec policies have changed, of which nobody tells. Whether they have.
+    /// Returns whether IPsec policies have changed. Nothing notifies about them.
     pub fn check_secured(&mut self) -> bool {
         let secured = route::secured().unwrap_or_else(|error| {
             tracing::debug!("IPsec policies cannot be read: {error}");

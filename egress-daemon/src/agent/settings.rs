@@ -15,8 +15,8 @@ use egress_core::{
 use ipnet::IpNet;
 use std::{net::IpAddr, time::Duration};
 
-/// One part in so many of the flow table is what a pod may not use, unless its share is set. No more: closed connections
-/// count until their ports are needed or they have been idle for long enough.
+/// One entry in this many of the flow table is withheld from each pod, unless its share is set. No more: closed
+/// connections count until their ports are needed or they have been idle for long enough.
 const KEPT_FROM_POD: u32 = 4;
 
 /// The settings.
@@ -36,14 +36,14 @@ pub struct AgentSettings {
     pub firewall: Firewall,
     /// The one bit of the mark that leads first packets to the tunnel device where no other route does.
     pub firewall_mark: u32,
-    /// Whether a gateway's packets may be sent on at drivers.
+    /// Whether a gateway's packets may be forwarded at the driver.
     pub xdp: Xdp,
-    /// How programs are attached; found out if absent.
+    /// How programs are attached; detected if absent.
     pub attach: Option<attach::Mode>,
 }
 
 impl AgentSettings {
-    /// The address at which pods find the API server: no policy touches it, and what is behind it may be anywhere.
+    /// The address at which pods find the API server: no policy touches it, and its backends may be anywhere.
     pub fn with_api_server(mut self, address: Option<IpAddr>) -> Self {
         self.facts.api_server = address.map(IpNet::from);
         self.facts.except_cidrs.extend(self.facts.api_server);

@@ -15,7 +15,7 @@ use k8s_openapi::{
 };
 use std::{collections::BTreeMap, net::IpAddr};
 
-/// What a status after an `old` one says of leases and egress IPs.
+/// What a status that follows `old` reports of leases and egress IPs.
 pub fn of_leases(machine: &mut Machine, old: Option<&EgressNodeStatus>) -> EgressNodeStatus {
     let (own_lease_revision, demand) = machine.report(old.map_or(0, |status| status.own_lease_revision));
     EgressNodeStatus {
@@ -50,8 +50,8 @@ pub fn status(agent: &mut Agent, old: Option<&EgressNodeStatus>, now: Timestamp)
     }
 }
 
-/// Whether anybody waits for what a status says and the one before it does not. How full the tables are, how packets travel, and that a
-/// policy of which that is not news (`is_settled`) is carried out here too, changes with every pod.
+/// Whether anybody waits for the difference between two statuses. Other fields change with every pod: how full the tables are, how
+/// packets travel, and which settled policies (`is_settled`) are carried out here too.
 pub fn is_news(old: &EgressNodeStatus, new: &EgressNodeStatus, is_settled: impl Fn(&ProgrammedPolicy) -> bool) -> bool {
     let gives_back = new.demand.iter().any(|demand| !demand.release.is_empty());
     let waited_for = |status: &EgressNodeStatus, other: &EgressNodeStatus| {
@@ -81,13 +81,13 @@ fn programmed((policy, version): (&PolicyId, &Version)) -> ProgrammedPolicy {
     ProgrammedPolicy { policy: policy.to_string(), uid: version.uid.clone(), generation: version.generation }
 }
 
-/// The transport to a gateway, as the object tells it.
+/// The transport to a gateway, as in the object.
 fn gateway(state: GatewayState) -> GatewayWay {
     let reason = Some(state.why).filter(|why| !why.is_empty());
     GatewayWay { node: state.name, transport: state.transport, reason }
 }
 
-/// The addresses that other things on the network know this node by.
+/// The addresses by which others on the network know this node.
 fn addresses(facts: &Facts) -> Vec<NodeAddress> {
     let told = facts.addresses().into_iter();
     told.map(|(link, address)| {

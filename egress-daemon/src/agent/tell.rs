@@ -1,4 +1,4 @@
-//! What the agent tells on its socket.
+//! What the agent reports on its socket.
 
 use super::{Agent, facts::ObservedObjects};
 use crate::{
@@ -74,7 +74,7 @@ pub fn state(agent: &Agent, view: &NodeView) -> AgentState {
     }
 }
 
-/// The port blocks of the egress IPs that the tables have. Who is free is known to the owner alone, which tells it for all.
+/// The port blocks of the egress IPs in the tables. Only the owner reports how many are free, on behalf of all carriers.
 pub fn blocks(agent: &Agent) -> BTreeMap<IpAddr, BlockCounts> {
     let (tables, used) = (agent.writer.present(), agent.machine.facts().ports.blocks());
     let of = |(index, egress): (&u32, &EgressIp)| {
@@ -116,7 +116,7 @@ fn node(agent: &Agent) -> NodeState {
     }
 }
 
-/// What is said of an interface: nothing if the program is at its driver, else why it is not.
+/// What is reported of an interface: nothing if the program is at its driver, else why it is not.
 fn driver(verdict: &Result<(), Why>) -> Option<String> {
     verdict.as_ref().err().map(ToString::to_string)
 }

@@ -1,4 +1,4 @@
-//! `egressctl trace`: the programs of a trace in the place of the usual ones, for as long as somebody reads what they tell.
+//! `egressctl trace`: the programs of a trace replace the usual ones while somebody reads their events.
 
 use crate::datapath::{
     Pins,
@@ -30,13 +30,13 @@ use tokio::{
     time::timeout,
 };
 
-/// A line comes at least so often: by it a reader that has gone is noticed, and one sees that the agent lives.
+/// A line is sent at least this often. It reveals that a reader has gone, and shows that the agent is alive.
 pub const HEARTBEAT: Duration = Duration::from_secs(1);
 
-/// What begins a line with the number of packets that there were, told or not.
+/// Begins a line with the number of packets seen, whether reported or not.
 pub const SEEN: &str = "seen ";
 
-/// What is traced, as the query of a request has it.
+/// What is traced, as in the query of a request.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 pub struct TraceQuery {
     /// The pod's interface; 0: not known.
@@ -105,7 +105,7 @@ pub struct Tracer {
 }
 
 impl Tracer {
-    /// One for the maps with these pins and sizes, and the changes that it wants.
+    /// Creates one for the maps with these pins and sizes. Also returns the changes that it wants.
     pub fn new(pins: Pins, sizes: Sizes) -> (Self, mpsc::UnboundedReceiver<Change>) {
         let (changes, receiver) = mpsc::unbounded_channel();
         (Self { pins, sizes, changes, one: Arc::new(Semaphore::new(1)) }, receiver)
@@ -117,7 +117,7 @@ impl Tracer {
     }
 
     async fn begin(self, query: TraceQuery) -> Result<Trace, String> {
-        let busy = "somebody traces on this node already: one at a time";
+        let busy = "somebody is already tracing on this node: one at a time";
         let permit = self.one.try_acquire_owned().map_err(|_| busy.to_owned())?;
         let (pins, sizes, filter) = (self.pins, self.sizes, query.filter());
         let load = move || {
@@ -141,7 +141,7 @@ impl Tracer {
 /// A trace under way. Dropping it ends it.
 struct Trace {
     lines: AsyncFd<Lines>,
-    /// When it was last told how many packets there were.
+    /// When the number of packets was last reported.
     counted: Instant,
     _ends: Ends,
 }
@@ -159,12 +159,12 @@ impl Drop for Ends {
 }
 
 impl Trace {
-    /// What has been told, with a line feed behind each line, and from time to time how many packets there were.
+    /// Returns the reported lines, each ending with a line feed, and from time to time the number of packets.
     async fn next(&mut self) -> io::Result<String> {
         let lines = match timeout(HEARTBEAT, self.lines.readable_mut()).await {
             Ok(guard) => {
                 let mut guard = guard?;
-                // Before they are read: what comes meanwhile makes it readable again.
+                // Before reading: events that arrive meanwhile make it readable again.
                 guard.clear_ready();
                 guard.get_inner_mut().take()
             }

@@ -62,7 +62,7 @@ pub struct EgressIPSpec {
     #[serde(default)]
     pub announce: Announce,
 
-    /// Which gateways the packets with the address leave by, from its pool.
+    /// Through which gateways packets with the address leave, from its pool.
     #[serde(default)]
     pub outbound: Outbound,
 
@@ -97,7 +97,7 @@ pub struct EgressIPStatus {
     #[schemars(with = "String")]
     pub node: Option<String>,
 
-    /// The gateways that carry the address, in the order in which they answer for it: that one first.
+    /// The gateways that carry the address, in the order in which they answer for it: the one that answers first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub carriers: Vec<String>,
 
@@ -131,7 +131,7 @@ pub struct EgressIPStatus {
     #[serde(default)]
     pub blocks_starved: bool,
 
-    /// Ready, Draining (the address was taken out of its pool while it was in use) and others, each with a reason and a sentence.
+    /// Ready, Draining (the address was taken out of its pool while it was in use) and others, each with a reason and a message.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,

@@ -30,11 +30,11 @@ use serde::{Deserialize, Serialize};
 )]
 #[serde(rename_all = "camelCase")]
 pub struct EgressNodeSpec {
-    /// The port blocks that are leased to the node, one entry an egress IP, sorted by address.
+    /// The port blocks that are leased to the node, one entry for each egress IP, sorted by address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub blocks: Vec<LeasedBlocks>,
 
-    /// Port blocks that the node held and that nobody may use yet, because packets of its flows may still be under way.
+    /// Port blocks that the node held and that nobody may use yet, because packets of its flows may still be in flight.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub quarantined: Vec<LeasedBlocks>,
 
@@ -42,13 +42,13 @@ pub struct EgressNodeSpec {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub assignments: Vec<Assignment>,
 
-    /// Networks of the node's pods that no Node's podCIDRs has, sorted: those that its CNI names (CiliumNode), and exactly the addresses
-    /// of pods that nothing names. No policy touches what is sent there.
+    /// Networks of the node's pods that are in no Node's podCIDRs, sorted: those that its CNI names (CiliumNode), and single addresses
+    /// of pods that no object covers. No policy touches traffic to them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pod_networks: Vec<String>,
 
     /// Networks of pods of any node that a CNI names (Calico's and Antrea's IPPool, CiliumPodIPPool, Kube-OVN's Subnet), sorted; in the
-    /// object of one node, for all of them. No policy touches what is sent there.
+    /// object of one node, for all of them. No policy touches traffic to them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cluster_networks: Vec<String>,
 }
@@ -78,7 +78,8 @@ pub struct BlockRange {
     #[schemars(with = "i32", range(min = 1, max = 1008))]
     pub count: u16,
 
-    /// When they were leased. The node uses them with gateways whose answers to its probes say that they know its leases up to this.
+    /// The revision at which they were leased. The node uses them with gateways whose answers to its probes confirm its leases up to
+    /// this revision.
     #[schemars(with = "i64", range(min = 0))]
     pub revision: u64,
 }
@@ -116,7 +117,7 @@ pub struct EgressNodeStatus {
     #[schemars(with = "String")]
     pub transport: Option<String>,
 
-    /// The ways by which the node takes packets: device, vxlan, direct.
+    /// The transports by which the node accepts packets: device, vxlan, direct.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub receives: Vec<String>,
 
@@ -134,7 +135,7 @@ pub struct EgressNodeStatus {
     #[schemars(with = "String")]
     pub attach: Option<String>,
 
-    /// All leases of the node itself up to this revision are in its tables: what it gives back is meant up to it.
+    /// The revision up to which the node's own leases are in its tables. What it gives back refers to leases up to it.
     #[serde(default)]
     #[schemars(with = "i64", range(min = 0))]
     pub own_lease_revision: u64,
@@ -143,7 +144,7 @@ pub struct EgressNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub carries: Vec<CarriedIP>,
 
-    /// What the node wants beyond what it has, and what it gives back, one entry an egress IP, sorted by address.
+    /// What the node wants beyond what it has, and what it gives back, one entry for each egress IP, sorted by address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub demand: Vec<Demand>,
 
@@ -156,7 +157,8 @@ pub struct EgressNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub troubles: Vec<Trouble>,
 
-    /// The policies that the node's datapath carries out for its pods, sorted. Absent if the agent does not report them: nobody waits for it.
+    /// The policies that the node's datapath carries out for its pods, sorted. Absent if the agent does not report them; then nobody waits
+    /// for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Vec<ProgrammedPolicy>")]
     pub programmed: Option<Vec<ProgrammedPolicy>>,
@@ -165,7 +167,7 @@ pub struct EgressNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub map_use: Vec<MapUse>,
 
-    /// Ready and others, each with a reason and a sentence.
+    /// Ready and others, each with a reason and a message.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,

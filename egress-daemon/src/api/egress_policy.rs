@@ -1,4 +1,5 @@
-//! EgressPolicy: what the pods of one namespace reach with which egress IPs, written by whoever works in that namespace.
+//! EgressPolicy: which destinations the pods of one namespace reach with which egress IPs. Written by the users of that
+//! namespace.
 
 #![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
 
@@ -53,7 +54,7 @@ pub struct EgressPolicySpec {
     #[schemars(length(max = 256))]
     pub selectors: Vec<OwnPods>,
 
-    /// The destinations that the policy is for, IPv4 and IPv6. Use 0.0.0.0/0 and ::/0 for everything outside of the
+    /// The destinations that the policy is for, IPv4 and IPv6. Use 0.0.0.0/0 and ::/0 for everything outside the
     /// cluster. When several policies match a packet, the longest prefix wins, then the older policy, then the name.
     #[serde(rename = "destinationCIDRs")]
     #[schemars(schema_with = "schema::cidrs")]

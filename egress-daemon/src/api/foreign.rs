@@ -1,8 +1,8 @@
-//! Objects of other systems that are read as they are: Cilium's egress policies, Antrea's Egress and ExternalIPPool, and what CNIs
-//! say of the networks of pods. Their
-//! shapes are theirs; what Spillway adds is the status of Cilium's, and further fields in the status of Antrea's.
+//! Objects of other systems, read as they are: Cilium's egress policies, Antrea's Egress and ExternalIPPool, and the objects in
+//! which CNIs name the networks of pods. The other systems define their schemas. Spillway adds the status of Cilium's, and fields
+//! to the status of Antrea's.
 //!
-//! Nothing is refused here but a wrong type: what the other system would refuse, and how, is for `translate` to say.
+//! Only wrong types are rejected here: `translate` decides what the other system would reject, and how.
 
 mod antrea;
 mod cilium;

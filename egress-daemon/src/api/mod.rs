@@ -43,17 +43,19 @@ use kube::CustomResourceExt;
 
 /// API group of Spillway's own kinds.
 pub const GROUP: &str = "spillway.io";
-/// Version of the kinds that people write. What its fields mean stays: docs/install.md says what is promised.
+/// Version of the kinds that people write. The meaning of its fields does not change: docs/install.md says what is
+/// promised.
 pub const VERSION: &str = "v1beta1";
-/// The version of those kinds before that, which clusters go on to serve, and that of the kinds that Spillway itself writes.
+/// The previous version of those kinds, which clusters still serve, and the version of the kinds that Spillway itself
+/// writes.
 pub const ALPHA: &str = "v1alpha1";
 /// Node annotation that overrides `maxEgressIPsPerNode` of every pool and of the configuration; a number from 0 to 255.
 pub const MAX_EGRESS_IPS_ANNOTATION: &str = "spillway.io/max-egress-ips";
 
-/// Label of an EgressIP: the node that carries it now, for whoever must tell a cloud. Absent while none does.
+/// Label of an EgressIP: the node that carries it now, for whatever configures a cloud. Absent while none does.
 pub const NODE_LABEL: &str = "spillway.io/node";
 
-/// Every CustomResourceDefinition of Spillway with the name of the file that it belongs into, sorted by that name.
+/// Every CustomResourceDefinition of Spillway with the name of the file that it belongs in, sorted by that name.
 pub fn crds() -> Vec<(String, CustomResourceDefinition)> {
     let of_people = [EgressGatewayPolicy::crd(), EgressPolicy::crd(), EgressIPPool::crd()];
     files(of_people.into_iter().map(schema::with_alpha).chain([EgressIP::crd(), EgressNode::crd()]))

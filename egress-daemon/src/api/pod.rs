@@ -1,5 +1,5 @@
-//! What is kept of a Pod. A cluster has many, and the type of k8s-openapi, with room for every field there is, takes two
-//! kilobytes each before the first text.
+//! The part of a Pod that is kept. A cluster has many, and the type of k8s-openapi, with room for every field, takes two
+//! kilobytes each before any text.
 
 use k8s_openapi::api::core::v1;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -12,15 +12,15 @@ use serde::{Deserialize, Serialize};
 pub struct Pod {
     /// Names, uid and labels.
     pub metadata: ObjectMeta,
-    /// What was asked for.
+    /// The spec.
     #[serde(default)]
     pub spec: Option<PodSpec>,
-    /// What became of it.
+    /// The status.
     #[serde(default)]
     pub status: Option<PodStatus>,
 }
 
-/// What was asked for.
+/// The spec.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PodSpec {
@@ -30,11 +30,11 @@ pub struct PodSpec {
     pub host_network: Option<bool>,
 }
 
-/// What became of a pod.
+/// The status.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PodStatus {
-    /// Where it is in its life.
+    /// Its lifecycle phase.
     pub phase: Option<String>,
     /// Its first address.
     #[serde(rename = "podIP")]

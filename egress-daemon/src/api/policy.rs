@@ -50,7 +50,7 @@ pub struct EgressGatewayPolicySpec {
     #[schemars(length(max = 256))]
     pub selectors: Vec<EndpointSelector>,
 
-    /// The destinations that the policy is for, IPv4 and IPv6. Use 0.0.0.0/0 and ::/0 for everything outside of the
+    /// The destinations that the policy is for, IPv4 and IPv6. Use 0.0.0.0/0 and ::/0 for everything outside the
     /// cluster. When several policies match a packet, the longest prefix wins, then the older policy, then the name.
     #[serde(rename = "destinationCIDRs")]
     #[schemars(schema_with = "schema::cidrs")]
@@ -76,8 +76,8 @@ pub struct EgressGatewayPolicySpec {
     #[schemars(with = "PoolRequest")]
     pub egress_ip_pool: Option<PoolRequest>,
 
-    /// The pools that the egress IPs come from (one a zone, say). Spillway puts each on a gateway, and moves it when
-    /// that gateway fails.
+    /// The pools that the egress IPs come from (for example one for each zone). Spillway puts each on a gateway, and
+    /// moves it when that gateway fails.
     #[serde(default, rename = "egressIPPools", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Vec<PoolRequest>", length(max = 64))]
     pub egress_ip_pools: Option<Vec<PoolRequest>>,
@@ -137,7 +137,8 @@ pub struct EndpointSelector {
     .message("a gateway has either an egressIP or an interface: remove one of them (neither means the address of the \
               default route's interface)"))]
 pub struct EgressGateway {
-    /// The nodes that may be this gateway. One of them is, another takes over when it fails. Empty selects every node.
+    /// The nodes that may be this gateway. One of them is chosen; another takes over when it fails. Empty selects every
+    /// node.
     #[schemars(schema_with = "schema::label_selector")]
     pub node_selector: LabelSelector,
 
@@ -190,7 +191,7 @@ pub enum Distribution {
     PerEndpoint,
 }
 
-/// Preference for egress IPs near to the pod.
+/// Preference for egress IPs near the pod.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ZonePreference {
@@ -250,7 +251,7 @@ pub struct Bandwidth {
     pub burst: Option<String>,
 }
 
-/// What became of a policy.
+/// The status of a policy.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EgressGatewayPolicyStatus {
@@ -260,7 +261,7 @@ pub struct EgressGatewayPolicyStatus {
     pub observed_generation: Option<i64>,
 
     /// Ready (new connections of the selected pods leave as the policy says), Programmed (the datapath of the pods' nodes has this
-    /// generation), Degraded and Conflicting, each with a reason and a sentence.
+    /// generation), Degraded and Conflicting, each with a reason and a message.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
@@ -270,7 +271,7 @@ pub struct EgressGatewayPolicyStatus {
     #[schemars(with = "i32", range(min = 0))]
     pub selected_endpoints: u32,
 
-    /// The egress IPs in one line, for people.
+    /// The egress IPs in one line, for display.
     #[serde(default, rename = "egressIPs", skip_serializing_if = "String::is_empty")]
     pub egress_ips: String,
 
@@ -311,11 +312,11 @@ pub struct SlotStatus {
     #[schemars(with = "i32", range(min = 0))]
     pub weight: u32,
 
-    /// Whether the address was taken out of its pool: connections that it has go on, and it gets no new ones.
+    /// Whether the address was taken out of its pool: its connections continue, and it gets no new ones.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub draining: bool,
 
-    /// How many pods are assigned to it; with PerFlow absent.
+    /// How many pods are assigned to it; absent with PerFlow.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "i32", range(min = 0))]
     pub endpoints: Option<u32>,

@@ -41,8 +41,8 @@ use serde::{Deserialize, Serialize};
               allowed}}, or {} for all")
     .field_path(".quotas"))]
 pub struct EgressIPPoolSpec {
-    /// The addresses of the pool. A CIDR's first address is never given out, nor is an IPv4 CIDR's last; a range from
-    /// start to end is given out whole.
+    /// The addresses of the pool. A CIDR's first address is never given out, nor is an IPv4 CIDR's last; of a range
+    /// from start to end, all are.
     #[schemars(length(max = 256))]
     pub ip_ranges: Vec<IPRange>,
 
@@ -71,13 +71,13 @@ pub struct EgressIPPoolSpec {
     #[serde(default)]
     pub announce: Announce,
 
-    /// How many gateways carry each address, one of which answers for it: 1 to 64. The others take over when that one dies.
+    /// How many gateways carry each address: 1 to 64. One of them answers for it; the others take over when it fails.
     #[serde(default = "carriers")]
     #[schemars(range(min = 1, max = 64))]
     pub carriers: i32,
 
-    /// Owner (default) sends all packets by the gateway that answers for their address, Spread each connection by one of its
-    /// carriers.
+    /// Owner (default) sends all packets through the gateway that answers for their address; Spread sends each connection
+    /// through one of the carriers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Outbound")]
     pub outbound: Option<Outbound>,
@@ -87,8 +87,8 @@ pub struct EgressIPPoolSpec {
     #[schemars(schema_with = "schema::label_selector")]
     pub allowed_namespaces: Option<LabelSelector>,
 
-    /// How many addresses of the pool the EgressPolicies of one namespace may have together. Of several that select a namespace the
-    /// lowest counts; without one there is no limit.
+    /// How many addresses of the pool the EgressPolicies of one namespace may have together. If several select a namespace, the
+    /// lowest applies; without one there is no limit.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub quotas: Vec<Quota>,
@@ -112,13 +112,13 @@ pub enum Announce {
     None,
 }
 
-/// Which gateways the packets with an address leave by.
+/// Through which gateways packets with an address leave.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Outbound {
     /// The one that answers for the address.
     #[default]
     Owner,
-    /// All that carry it, each connection by one.
+    /// All that carry it, each connection through one.
     Spread,
 }
 
@@ -126,7 +126,7 @@ pub enum Outbound {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Quota {
-    /// The namespaces that it is for, each by itself. Empty selects all.
+    /// The namespaces that it applies to, each separately. Empty selects all.
     #[schemars(schema_with = "schema::label_selector")]
     pub namespace_selector: LabelSelector,
 
@@ -194,7 +194,7 @@ pub struct Failback {
     #[serde(default)]
     pub mode: FailbackMode,
 
-    /// How long the preferred node must be well before the address moves back.
+    /// How long the preferred node must be healthy before the address moves back.
     #[serde(default = "failback_delay")]
     #[schemars(schema_with = "schema::duration")]
     pub delay: String,
@@ -225,11 +225,11 @@ pub struct EgressIPPoolStatus {
     #[schemars(with = "i64", range(min = 0))]
     pub observed_generation: Option<i64>,
 
-    /// Addresses that can be given out, and that are.
+    /// How many addresses there are, and how many are in use.
     #[serde(default)]
     pub usage: PoolUsage,
 
-    /// Ready, Draining (addresses that are no longer in the ranges are in use) and others, each with a reason and a sentence.
+    /// Ready, Draining (addresses that are no longer in the ranges are in use) and others, each with a reason and a message.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,

@@ -1,5 +1,5 @@
 //! The rules of a CustomResourceDefinition, applied without an API server: its structure (unknown and missing fields,
-//! types, limits) and its CEL rules, with the sentences that an API server would answer with.
+//! types, limits) and its CEL rules, with the messages that an API server would return.
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinitionVersion;
 use kube::core::cel::{CompiledSchema, Validator, compile_schema};
@@ -43,7 +43,7 @@ impl Rules {
     }
 
     /// Every rule that `object` breaks, sorted by field. Fields with the value null count as absent and are removed from it first.
-    /// The CEL rules are judged only when the structure is right, as an API server does it.
+    /// The CEL rules are judged only when the structure is right, as an API server does.
     pub fn check(&self, object: &mut Value) -> Vec<Violation> {
         remove_nulls(object);
         let mut found = Vec::new();
@@ -58,7 +58,7 @@ impl Rules {
     }
 }
 
-/// Splits the sentence of a rule, `what is wrong: what to write instead`.
+/// Splits the message of a rule, `what is wrong: what to write instead`.
 fn sentence(field: String, text: &str) -> Violation {
     let (message, remedy) = text.split_once(": ").unwrap_or((text, ""));
     Violation { field, message: message.to_owned(), remedy: remedy.to_owned() }
@@ -76,7 +76,7 @@ pub(crate) fn remove_nulls(value: &mut Value) {
     }
 }
 
-/// The root of a CRD's schema says nothing about the fields that every object has.
+/// The root of a CRD's schema does not describe the fields that every object has.
 fn check_root(schema: &Value, object: &Value, found: &mut Vec<Violation>) {
     let Value::Object(fields) = object else {
         found.push(wrong_type("", "a map of fields", object));
@@ -143,7 +143,7 @@ fn check(schema: &Value, value: &Value, path: &str, found: &mut Vec<Violation>) 
     }
 }
 
-/// Whether nobody should write a field any more: its description begins with that.
+/// Whether a field is deprecated: its description begins with that word.
 fn is_deprecated(schema: &Value) -> bool {
     schema["description"].as_str().is_some_and(|description| description.starts_with("Deprecated"))
 }
@@ -163,7 +163,7 @@ fn check_fields(schema: &Value, fields: &Map<String, Value>, path: &str, found: 
         }
     }
     for name in schema.get("required").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str) {
-        // One whose capitals are wrong is unknown, and that was said.
+        // A field with wrong capitals is unknown, and was reported as such.
         if !fields.keys().any(|field| field.eq_ignore_ascii_case(name)) {
             let schema = known.and_then(|known| known.get(name));
             let about = schema.and_then(|schema| schema.get("description")).and_then(Value::as_str).unwrap_or_default();
@@ -193,7 +193,7 @@ fn check_enum(schema: &Value, text: &str, path: &str, found: &mut Vec<Violation>
     }
 }
 
-/// An unknown field and what may stand there instead.
+/// An unknown field, and the fields that may stand there instead.
 pub(crate) fn unknown_field<'a>(path: String, name: &str, known: impl Iterator<Item = &'a String>) -> Violation {
     let known: Vec<&str> = known.map(String::as_str).collect();
     let meant = known.iter().find(|candidate| {

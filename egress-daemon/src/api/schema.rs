@@ -9,11 +9,12 @@ use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Fields that say what the list behind them says with one entry: [`ALPHA`] takes both, [`VERSION`] the list.
+/// Fields that mean the same as the list after them with one entry: [`ALPHA`] accepts both, [`VERSION`] the list.
 pub const SHORT_FORMS: [(&str, &str); 2] = [("egressGateway", "egressGateways"), ("egressIPPool", "egressIPPools")];
 
-/// Adds [`ALPHA`] to a CRD. Both versions have the same fields, so that an API server converts by itself and loses nothing; where an object of
-/// the older one has a short form, the newer one shows it, and refuses it only when somebody writes it.
+/// Adds [`ALPHA`] to a CRD. Both versions have the same fields, so that an API server converts between them without
+/// loss. If an object of the older one has a short form, the newer one shows it, and rejects it only when somebody
+/// writes it.
 pub(super) fn with_alpha(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
     let Some(version) = crd.spec.versions.first_mut() else { return crd };
     let alpha = CustomResourceDefinitionVersion {
@@ -46,7 +47,7 @@ fn refuse_short_forms(spec: &mut JSONSchemaProps) {
     spec.x_kubernetes_validations.get_or_insert_default().extend(rules.collect::<Vec<_>>());
 }
 
-/// Completes a CRD: descriptions are on one line, as `kubectl explain` wraps them by itself, and lists without another type are atomic.
+/// Completes a CRD: descriptions are on one line, since `kubectl explain` wraps them, and lists without another type are atomic.
 pub(super) fn complete(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
     for version in &mut crd.spec.versions {
         if let Some(root) = version.schema.as_mut().and_then(|schema| schema.open_api_v3_schema.as_mut()) {
@@ -137,7 +138,7 @@ pub(super) fn ips(_: &mut SchemaGenerator) -> Schema {
     into_schema(json!({ "type": "array", "maxItems": MAX_LIST, "items": ip_schema() }))
 }
 
-/// A quantity of Kubernetes above zero, as a string: `800M`, `2Gi`, `1500000`.
+/// A Kubernetes quantity above zero, as a string: `800M`, `2Gi`, `1500000`.
 pub(super) fn quantity(_: &mut SchemaGenerator) -> Schema {
     into_schema(json!({
         "type": "string",
@@ -175,7 +176,7 @@ pub(super) fn interface(_: &mut SchemaGenerator) -> Schema {
     }))
 }
 
-/// A label selector of Kubernetes. An empty one selects everything.
+/// A Kubernetes label selector. An empty one selects everything.
 pub(super) fn label_selector(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "object",

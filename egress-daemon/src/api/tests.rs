@@ -1,4 +1,4 @@
-//! Each rule refuses what it should, with its sentence, at its field.
+//! Each rule rejects what it should, with its message, at its field.
 
 mod versions;
 
@@ -37,7 +37,7 @@ fn check(mut object: Value) -> Vec<String> {
     RULES.with(|rules| rules[&of].check(&mut object).iter().map(ToString::to_string).collect())
 }
 
-/// The object as one of the version before.
+/// The object in the previous version.
 fn alpha(mut object: Value) -> Value {
     object["apiVersion"] = "spillway.io/v1alpha1".into();
     object
@@ -189,7 +189,7 @@ fn gateways() {
         gateway("{egressIP: 192.0.2.1}"),
         &[
             "spec.egressGateways[0].nodeSelector: this field is required: add nodeSelector: {}. The nodes that may be this \
-           gateway. One of them is, another takes over when it fails. Empty selects every node.",
+           gateway. One of them is chosen; another takes over when it fails. Empty selects every node.",
         ],
     );
 }
@@ -411,7 +411,7 @@ fn crds_have_neither_formats_that_an_api_server_does_not_know_nor_nullable_field
     }
 }
 
-/// What a schema lacks of what every API of ours says of itself, by the field's path.
+/// What a schema lacks of what each of our APIs must declare, by the field's path.
 fn lacks(schema: &Value, path: &str) -> Vec<String> {
     let mut found = Vec::new();
     let has = |key: &str| schema.get(key).is_some();

@@ -12,7 +12,7 @@ use std::net::IpAddr;
 const KUBERNETES: (u32, u32) = (1, 32);
 /// What the image is built for.
 const ARCHITECTURES: [&str; 2] = ["amd64", "arm64"];
-/// So many names stand in a line; the rest is a number.
+/// How many names a line has; the rest are counted.
 const NAMES: usize = 5;
 
 /// All lines, from the cluster to its nodes.
@@ -22,20 +22,18 @@ pub(super) fn judge(facts: &ClusterFacts, config: &Config) -> Vec<CheckLine> {
     lines.push(pod_networks(facts));
     lines.push(service_networks(facts, config));
     lines.push(match facts.cnis.as_slice() {
-        [] => {
-            ok("cni", "none that is known here by its DaemonSet: any will do that gives pods an interface on the host")
-        }
+        [] => ok("cni", "none with a known DaemonSet: any CNI will do that gives pods an interface on the host"),
         found => ok("cni", format!("{}; docs/networks.md says what was tried with it", found.join(", "))),
     });
     lines.extend(others(facts));
     lines.push(match facts.definitions.as_slice() {
-        [] => ok("kinds", "none of Spillway's is there yet"),
-        found => ok("kinds", format!("Spillway's are there already: {}", first_of(found, NAMES))),
+        [] => ok("kinds", "none of Spillway's is installed yet"),
+        found => ok("kinds", format!("Spillway's are already installed: {}", first_of(found, NAMES))),
     });
     lines.extend(pod_security(facts));
     let unread = |why: &String| {
         let remedy = "ask with the rights of a cluster administrator, or of manifests/pre/check.yaml";
-        bad("access", CheckStatus::Warn, format!("not everything could be looked at: {why}"), remedy)
+        bad("access", CheckStatus::Warn, format!("not everything could be checked: {why}"), remedy)
     };
     lines.extend(facts.unread.iter().map(unread));
     lines
@@ -72,7 +70,7 @@ fn nodes(facts: &ClusterFacts) -> Vec<CheckLine> {
             "kernel",
             old,
             format!("all of {} nodes have Linux {}.{} or later", linux.len(), TESTED.0, TESTED.1),
-            &format!("older than Linux {}.{}, the oldest that was tried", TESTED.0, TESTED.1),
+            &format!("older than Linux {}.{}, the oldest that is tested", TESTED.0, TESTED.1),
             worst,
             "upgrade these nodes; policies may not be carried out for pods on them",
         ),
@@ -87,7 +85,7 @@ fn nodes(facts: &ClusterFacts) -> Vec<CheckLine> {
     ];
     let other: Vec<String> = other.map(|node| node.name.clone()).collect();
     if !other.is_empty() {
-        let remedy = "nothing: agents do not run there, and no policy can select pods of theirs";
+        let remedy = "nothing: agents do not run there, and no policy can select their pods";
         lines.push(line("system", other, String::new(), "not Linux", CheckStatus::Warn, remedy));
     }
     lines
@@ -97,13 +95,13 @@ fn pod_networks(facts: &ClusterFacts) -> CheckLine {
     if facts.unnamed.is_empty() {
         return ok(
             "networks",
-            format!("podCIDRs of Nodes have the addresses of all of {} pods that were looked at", facts.pods),
+            format!("podCIDRs of Nodes contain the addresses of all {} pods that were examined", facts.pods),
         );
     }
     let example = facts.unnamed.first().map(IpAddr::to_string).unwrap_or_default();
     let found = format!("no Node's podCIDRs have {} addresses of pods, such as {example}", facts.unnamed.len());
     let remedy = "nothing, if the CNI names its networks (Calico, Cilium, Antrea, Kube-OVN): they are read. Otherwise the \
-                  controller tells all agents of each such pod; to spare that, write the pods' networks into exceptCIDRs";
+                  controller tells all agents of each such pod; to avoid that, write the pods' networks into exceptCIDRs";
     bad("networks", CheckStatus::Warn, found, remedy)
 }
 
@@ -113,7 +111,7 @@ fn service_networks(facts: &ClusterFacts, config: &Config) -> CheckLine {
     }
     let address: Option<IpAddr> = facts.api_server.as_ref().and_then(|address| address.parse().ok());
     if address.is_some_and(|address| config.except_cidrs.iter().any(|net| net.contains(&address))) {
-        return ok("networks", "exceptCIDRs have the Service kubernetes");
+        return ok("networks", "exceptCIDRs contain the Service kubernetes");
     }
     let found = match &facts.api_server {
         Some(address) => format!("nothing names the network of Services, in which {address} is"),

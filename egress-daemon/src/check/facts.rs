@@ -1,4 +1,4 @@
-//! What there is on the node. Looks, and decides nothing; what cannot be read is told as such.
+//! Gathers the facts of the node and decides nothing. Reports what cannot be read.
 
 use crate::{
     config::Config,
@@ -34,7 +34,7 @@ use std::{
 pub(super) struct HostFacts {
     /// `uname -r`.
     pub release: String,
-    /// The kernel tells its types.
+    /// The kernel provides its types.
     pub btf: bool,
     /// The directory of the pins.
     pub bpffs: PathBuf,
@@ -66,15 +66,15 @@ pub(super) struct HostFacts {
     pub links: Option<LinkTable>,
     /// What they are for.
     pub roles: Roles,
-    /// What the agent says of networks that nobody names; none if no agent answers.
+    /// What the agent reports of networks that no object names; none if no agent answers.
     pub unnamed: Option<BTreeMap<String, String>>,
-    /// The drivers of the interfaces by which a gateway's packets come in, by the interface's name; and whether our program is there.
+    /// The drivers of the interfaces at which a gateway's packets arrive, by interface name, and whether our program is there.
     pub drivers: BTreeMap<String, (Driver, bool)>,
-    /// What could not be looked at, and why.
+    /// What could not be read, and why.
     pub unread: Vec<String>,
 }
 
-/// Looks at the node.
+/// Gathers the facts.
 pub(super) async fn gather(config: &Config, bpffs: &Path) -> HostFacts {
     let mut facts = HostFacts {
         release: nix::sys::utsname::uname()
@@ -180,7 +180,8 @@ fn drivers(bpffs: &Path, facts: &mut HostFacts) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Programs that are not of the agent with these pins: where packets come in, and wherever the agent has its own.
+/// Finds programs that do not belong to the agent with these pins: where packets come in, and wherever the agent has
+/// its own.
 async fn strangers(bpffs: &Path, facts: &mut HostFacts) -> anyhow::Result<()> {
     let inventory = inventory::take(&Pins::new(bpffs)).await?;
     let ours: BTreeSet<u32> = inventory.programs.iter().map(|program| program.id).collect();

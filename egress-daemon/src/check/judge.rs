@@ -19,7 +19,7 @@ const TAKEN_PORTS: [(u16, &str); 3] =
 /// Capabilities by number (linux/capability.h).
 const CAPABILITIES: [(u32, &str); 4] =
     [(39, "CAP_BPF"), (38, "CAP_PERFMON"), (12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW")];
-/// It stands for CAP_BPF and CAP_PERFMON.
+/// It includes CAP_BPF and CAP_PERFMON.
 const CAP_SYS_ADMIN: u32 = 21;
 
 pub(super) fn ok(check: &'static str, found: impl Into<String>) -> CheckLine {
@@ -35,7 +35,7 @@ pub(super) fn bad(
     CheckLine { check, status, found: found.into(), remedy: Some(remedy.into()) }
 }
 
-/// All lines, in the order in which the agent needs the things.
+/// All lines, in the order in which the agent needs what they check.
 pub(super) fn judge(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     let mut lines = vec![kernel(facts), btf(facts), bpffs(facts), capabilities(facts), hooks(facts)];
     lines.extend(facts.strangers.iter().map(stranger));
@@ -50,7 +50,7 @@ pub(super) fn judge(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
         bad(
             "access",
             CheckStatus::Warn,
-            format!("not everything could be looked at: {unread}"),
+            format!("not everything could be checked: {unread}"),
             "run it as root on the node itself",
         )
     }));
@@ -62,7 +62,7 @@ pub(super) fn version(release: &str) -> Option<(u32, u32)> {
     Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
 }
 
-/// What is thought of a kernel.
+/// The status of a kernel release.
 pub(super) fn of_kernel(release: &str) -> CheckStatus {
     match version(release) {
         Some(found) if found >= TESTED => CheckStatus::Ok,
@@ -79,13 +79,13 @@ fn kernel(facts: &HostFacts) -> CheckLine {
         status @ CheckStatus::Fail => {
             bad("kernel", status, format!("Linux {release} cannot run the programs (no bpf_loop)"), remedy)
         }
-        status => bad("kernel", status, format!("Spillway was never tried with Linux {release}"), remedy),
+        status => bad("kernel", status, format!("Spillway is not tested with Linux {release}"), remedy),
     }
 }
 
 fn btf(facts: &HostFacts) -> CheckLine {
     if facts.btf {
-        return ok("btf", "the kernel tells its types");
+        return ok("btf", "the kernel provides its types");
     }
     let remedy = "boot a kernel with CONFIG_DEBUG_INFO_BTF, or see with `agent` whether it works without";
     bad("btf", CheckStatus::Warn, "/sys/kernel/btf/vmlinux is missing", remedy)
@@ -136,13 +136,14 @@ fn hooks(facts: &HostFacts) -> CheckLine {
 }
 
 fn stranger(stranger: &Stranger) -> CheckLine {
-    let found =
-        format!("program {} of somebody else is at {} {}", stranger.program(), stranger.interface, stranger.hook());
+    let found = format!("foreign program {} is at {} {}", stranger.program(), stranger.interface, stranger.hook());
     let remedy = match stranger.egress {
-        true => "Spillway's programs run before it and take the packets of policies past it: see that this is wanted",
+        true => {
+            "Spillway's programs run before it and take the packets of policies past it: check that this is intended"
+        }
         false => {
             "Spillway's programs run before it, but for XDP, and take the packets of policies past it; since it may bring packets into \
-             pods unseen, a SYN+ACK of a selected pod is not checked on this node: see that this is wanted (SECURITY.md)"
+             pods unseen, a SYN+ACK of a selected pod is not checked on this node: check that this is intended (SECURITY.md)"
         }
     };
     bad("hooks", CheckStatus::Warn, found, remedy)
@@ -187,7 +188,7 @@ fn tunnel(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     lines
 }
 
-/// The agent sets what it needs; only what it may not set stays.
+/// The agent turns on what it needs, unless it may not write the setting.
 fn forwarding(facts: &HostFacts) -> Vec<CheckLine> {
     let off = |key: &str| facts.sysctls.get(key).is_some_and(|value| value == "0");
     let off: Vec<&str> =
@@ -274,7 +275,7 @@ fn interfaces(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
         true => bad(
             "interfaces",
             CheckStatus::Warn,
-            "no default route says which interface leads to other nodes",
+            "no default route shows which interface leads to other nodes",
             "nothing, if the Node object has an InternalIP that this node carries; otherwise add a default route",
         ),
     });
@@ -292,7 +293,7 @@ fn interfaces(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     lines
 }
 
-/// Where a gateway sends packets on at the driver.
+/// Where a gateway forwards packets at the driver.
 fn drivers(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     let line = |(name, (driver, ours)): (&String, &(Driver, bool))| match xdp::judge(config.xdp, name, driver) {
         Ok(()) if *ours => ok("xdp", format!("{name}: the driver sends packets of egress IPs on")),
@@ -306,10 +307,10 @@ fn drivers(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     facts.drivers.iter().map(line).collect()
 }
 
-/// Whether the cluster's networks are known: the agent says, which reads the objects.
+/// Whether the cluster's networks are known, according to the agent, which reads the objects.
 fn networks(facts: &HostFacts) -> Vec<CheckLine> {
     let Some(unnamed) = &facts.unnamed else {
-        return vec![ok("networks", "no agent runs here, which would know the cluster's networks")];
+        return vec![ok("networks", "no agent runs here that could report the cluster's networks")];
     };
     if unnamed.is_empty() {
         return vec![ok("networks", "those of pods and Services are known")];

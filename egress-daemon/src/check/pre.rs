@@ -1,4 +1,5 @@
-//! What there is in a cluster in which nothing of Spillway need be yet. Asks the API server, and decides nothing.
+//! Gathers the facts of a cluster in which Spillway need not be installed yet. Asks the API server, and decides
+//! nothing.
 
 use crate::store::Kubernetes;
 use anyhow::{Context as _, Result};
@@ -14,12 +15,12 @@ use k8s_openapi::{
 use kube::{Api, Client, api::ListParams, core::DynamicObject, discovery::ApiResource};
 use std::{net::IpAddr, path::Path};
 
-/// How many pods are looked at for the networks that they are in.
+/// How many pods are examined for the networks that they are in.
 const PODS: u32 = 500;
 /// The namespace that Spillway is installed into.
 const NAMESPACE: &str = "spillway";
 
-/// A node, as its object says.
+/// A node, according to its object.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct NodeFacts {
     /// Its name.
@@ -39,7 +40,7 @@ pub(super) struct ClusterFacts {
     pub version: String,
     /// The nodes.
     pub nodes: Vec<NodeFacts>,
-    /// Pods that were looked at, and those of them that no Node's `podCIDRs` has.
+    /// Pods that were examined, and those of them that are in no Node's `podCIDRs`.
     pub pods: usize,
     /// As above.
     pub unnamed: Vec<IpAddr>,
@@ -47,15 +48,15 @@ pub(super) struct ClusterFacts {
     pub services: Option<Vec<String>>,
     /// The address of the Service `kubernetes`.
     pub api_server: Option<String>,
-    /// The definitions of our kinds that are there.
+    /// The definitions of our kinds that are installed.
     pub definitions: Vec<String>,
     /// The names of DaemonSets of CNIs that are known here.
     pub cnis: Vec<String>,
     /// Policies of other egress gateways: kind, and how many.
     pub others: Vec<(&'static str, usize)>,
-    /// The PodSecurity level that Spillway's namespace enforces; absent if the namespace is not there, or says nothing.
+    /// The PodSecurity level that Spillway's namespace enforces; absent if the namespace does not exist or sets none.
     pub pod_security: Option<String>,
-    /// What could not be looked at, and why.
+    /// What could not be read, and why.
     pub unread: Vec<String>,
 }
 
@@ -68,7 +69,7 @@ const OTHERS: [(&str, &str, &str, &str); 2] = [
     ("Egress", "crd.antrea.io", "v1beta1", "egresses"),
 ];
 
-/// Asks the cluster of a kubeconfig, or the one that `kubectl` would ask, or this pod's own. Fails if it does not answer at all.
+/// Asks the cluster of a kubeconfig, or the one that `kubectl` would use, or this pod's own. Fails if it does not answer at all.
 pub(super) async fn gather(kubeconfig: Option<&Path>) -> Result<ClusterFacts> {
     let client = Kubernetes::client_as_kubectl(kubeconfig, None).await?;
     let version = client.apiserver_version().await.context("the API server does not answer")?;
@@ -136,7 +137,7 @@ async fn objects(client: &Client, facts: &mut ClusterFacts) -> Result<(), kube::
     Ok(())
 }
 
-/// Nothing where the cluster does not know the kind.
+/// `None` if the cluster does not know the kind.
 fn if_known<T>(answer: Result<T, kube::Error>) -> Result<Option<T>, kube::Error> {
     match answer {
         Err(kube::Error::Api(status)) if status.code == 404 => Ok(None),

@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 
 /// RFC 4787, REQ-5: no UDP mapping expires in less than two minutes. (`limits::UDP_SECS` is what it recommends.)
 const UDP_MINIMUM_SECS: u64 = 120;
-/// For how long a log may be kept: ten years.
+/// The longest time a log may be kept: ten years.
 const LONGEST_RETENTION_MS: u64 = 3_650 * 24 * 3_600_000;
 
 /// The configuration in the text, or everything that is wrong with it.
@@ -104,7 +104,7 @@ fn read(value: Value, found: &mut Found) -> Config {
         );
         probe.set(
             "count",
-            ["3", "so many missed in a row and a gateway counts as dead, so many answered and it counts as alive"],
+            ["3", "a gateway counts as dead after this many missed in a row, and as alive after this many answered"],
             &mut config.probe.count,
             count,
         );
@@ -135,7 +135,7 @@ fn read(value: Value, found: &mut Found) -> Config {
     );
     top.set(
         "startLimit",
-        ["60s", "for how long unknown sources are held for a selected pod that has no address yet"],
+        ["60s", "how long unknown sources are held for a selected pod that has no address yet"],
         &mut config.start_limit,
         |v| duration_in(v, 1_000, 3_600_000),
     );
@@ -149,7 +149,7 @@ fn read(value: Value, found: &mut Found) -> Config {
         "firewallMark",
         [
             "0x1000",
-            "the bit of the mark by which a node without a default route leads first packets to the tunnel device",
+            "the bit of the mark by which a node without a default route routes first packets to the tunnel device",
         ],
         &mut config.firewall_mark,
         one_bit,
@@ -161,7 +161,7 @@ fn read(value: Value, found: &mut Found) -> Config {
     });
     top.set(
         "xdp",
-        ["Auto", "whether gateways send packets on at the drivers of their interfaces; `Native` on veths as well"],
+        ["Auto", "whether gateways forward packets at the drivers of their interfaces; `Native` also on veths"],
         &mut config.xdp,
         |v| {
             // What YAML 1.1 makes of `Off` without quotes.
@@ -176,7 +176,7 @@ fn read(value: Value, found: &mut Found) -> Config {
         "announce",
         [
             "arp",
-            "how egress IPs are made known on their link; `none` where routers send them to the node by themselves",
+            "how egress IPs are announced on their link; `none` if routers are configured to send them to the node",
         ],
         &mut config.announce,
         |v| choice(v, &[("arp", Announce::Arp), ("none", Announce::None)]),
@@ -206,7 +206,7 @@ fn read(value: Value, found: &mut Found) -> Config {
     let mut metrics = None;
     top.set(
         "metrics",
-        ["(nowhere)", "where metrics and health are served; `--metrics` comes before it"],
+        ["(nowhere)", "where metrics and health are served; `--metrics` overrides it"],
         &mut metrics,
         |v| address(v).map(Some),
     );
@@ -214,14 +214,14 @@ fn read(value: Value, found: &mut Found) -> Config {
     top.section("flowLog", |log| {
         log.set("mode", [
             "Leases",
-            "what is written down: with `Leases`, gateways keep which node held which ports when; with `Flows`, each node also keeps when \
+            "what is logged: with `Leases`, gateways record which node held which ports when; with `Flows`, each node also records when \
              each flow began and ended, and for which pod",
         ], &mut config.flow_log.mode, |v| match v {
             // As YAML reads Off without quotes.
             Value::Bool(false) => Ok(Mode::Off),
             v => choice(v, &[("Off", Mode::Off), ("Leases", Mode::Leases), ("Flows", Mode::Flows)]),
         });
-        log.set("destinations", ["false", "whether the log of flows has their destinations"], &mut config.flow_log.destinations, boolean);
+        log.set("destinations", ["false", "whether the flow log has destinations"], &mut config.flow_log.destinations, boolean);
         log.set("retention", ["7d", "how long logs are kept"], &mut config.flow_log.retention, |v| duration_in(v, 3_600_000, LONGEST_RETENTION_MS));
         log.set("export", ["[]", "collectors and object stores that the logs are sent to"], &mut config.flow_log.export, |v| {
             let example = "collectors such as [ipfix://192.0.2.7:4739, json://logs.example:5170, s3://bucket/prefix]";
@@ -239,7 +239,7 @@ fn read(value: Value, found: &mut Found) -> Config {
     config
 }
 
-/// What each field allows and the fields together do not.
+/// Values that each field allows by itself but not in combination.
 fn contradictions(config: &Config) -> Vec<Fault> {
     let mut faults = Vec::new();
     let mut fault = |field: &str, message: String, remedy: &str| {
@@ -279,7 +279,7 @@ fn yaml(text: &[u8]) -> Result<Value, Fault> {
     })
 }
 
-/// The fields of one mapping that nobody has asked for yet.
+/// The fields of one mapping that have not been read yet.
 struct Section<'a> {
     path: String,
     fields: Map<String, Value>,
@@ -313,7 +313,7 @@ impl<'a> Section<'a> {
         if self.path.is_empty() { field.to_owned() } else { format!("{}.{field}", self.path) }
     }
 
-    /// Sets `place` if the field is there; an empty one (`udp:`) is as good as absent.
+    /// Sets `place` if the field is there; an empty one (`udp:`) counts as absent.
     fn set<T>(
         &mut self,
         field: &'static str,
@@ -342,7 +342,7 @@ impl<'a> Section<'a> {
         section.finish();
     }
 
-    /// Refuses what is left over.
+    /// Rejects the fields that are left over.
     fn finish(self) {
         for field in self.fields.keys() {
             self.found.faults.push(Fault {
@@ -354,7 +354,7 @@ impl<'a> Section<'a> {
     }
 }
 
-/// What may be written, as the remedy says it for what may not: for a mapping, and for a time of nothing.
+/// What may be written, taken from the remedies for wrong values: a mapping, and a duration of zero.
 fn values<T>(read: &impl Fn(&Value) -> Result<T, Refusal>) -> String {
     let wrong = [Value::Object(Map::new()), Value::from("0s")];
     let remedies = wrong.iter().filter_map(|wrong| Some(read(wrong).err()?.1));

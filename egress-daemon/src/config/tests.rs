@@ -17,7 +17,7 @@ fn faults(text: &str) -> Vec<(String, String)> {
     }
 }
 
-/// The one fault of a text, with all of `parts` in its sentence.
+/// Asserts that a text has one fault, with all of `parts` in its message.
 fn refused(text: &str, field: &str, parts: &[&str]) {
     let found = faults(text);
     assert_eq!(found.iter().map(|(f, _)| f.as_str()).collect::<Vec<_>>(), [field], "{text}: {found:?}");

@@ -1,4 +1,4 @@
-//! Single values of the configuration: what each may be, and what to write instead of what it may not.
+//! Single values of the configuration: what each may be, and what to write instead of a wrong one.
 
 use egress_core::health::ProbeTracker;
 use serde_json::Value;
@@ -6,7 +6,7 @@ use std::{fmt::Display, net::SocketAddr, str::FromStr, time::Duration};
 
 /// The bounds of `maxFlows`: below, ordinary pods run out; above, the tables need more than 4 GiB.
 pub(super) const FLOWS: std::ops::RangeInclusive<u64> = 1_024..=16_777_216;
-/// The longest idle time, which keeps all arithmetic on ticks far from its end.
+/// The longest idle time, which keeps all arithmetic on ticks far from overflow.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// What a field should be, and what it is instead.

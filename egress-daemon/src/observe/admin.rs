@@ -16,12 +16,12 @@ use std::{
 use thiserror::Error;
 use tokio::{net::UnixListener, sync::watch, task::JoinSet};
 
-/// What is published, and by whom it is read. Cheap to replace: readers share one value.
+/// The published state. Cheap to replace: readers share one value.
 pub type Published = watch::Receiver<Arc<AgentState>>;
 
 /// How long a client waits for an agent that has the socket open and does not answer.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// The largest answer that a client takes.
+/// The largest answer that a client accepts.
 const LARGEST: u64 = 256 << 20;
 
 /// Why there is no socket.
@@ -40,7 +40,7 @@ pub struct AdminServer {
 }
 
 impl AdminServer {
-    /// Starts to serve on the socket, `others` as well. The caller holds the agent's lock, so that a socket that is there is a dead
+    /// Starts to serve on the socket, including `others`. The caller holds the agent's lock, so an existing socket is a dead
     /// agent's.
     pub fn start(path: &Path, published: Published, others: Router) -> Result<Self, ServeError> {
         let failed = |source| ServeError { path: path.to_path_buf(), source };
@@ -48,7 +48,7 @@ impl AdminServer {
         let routes = Router::new().route("/state", get(state)).with_state(published).merge(others);
         let mut task = JoinSet::new();
         task.spawn(async move {
-            // It never returns: errors of single connections are theirs alone.
+            // It never returns: errors of single connections do not end it.
             let _ = axum::serve(listener, routes).await;
         });
         Ok(Self { path: path.to_path_buf(), _task: task })
@@ -57,12 +57,13 @@ impl AdminServer {
 
 impl Drop for AdminServer {
     fn drop(&mut self) {
-        // A socket that is gone already is as it should be.
+        // A socket that is already gone is no error.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-/// Binds under another name and renames, so that the socket never exists with wider rights, and a dead one is replaced.
+/// Binds under another name and renames, so that the socket never exists with wider permissions, and a dead one is
+/// replaced.
 fn listen(path: &Path) -> io::Result<UnixListener> {
     if let Some(directory) = path.parent() {
         fs::create_dir_all(directory)?;
@@ -94,7 +95,7 @@ pub enum AskError {
         /// The reason.
         source: io::Error,
     },
-    /// What listens does not answer as an agent of this version does.
+    /// The listener does not answer as an agent of this version does.
     #[error("the answer of the agent at {} is not understood: {message}", path.display())]
     Answer {
         /// The socket.
@@ -115,7 +116,7 @@ pub fn ask(path: &Path) -> Result<AgentState, AskError> {
     understand(&answer).map_err(|message| AskError::Answer { path: path.to_path_buf(), message })
 }
 
-/// Asks for something, of which each part comes within `patience`.
+/// Sends a request. Each part of the answer must come within `patience`.
 fn request(path: &Path, what: &str, patience: Duration) -> io::Result<UnixStream> {
     let mut stream = UnixStream::connect(path)?;
     stream.set_read_timeout(Some(patience))?;
@@ -125,8 +126,8 @@ fn request(path: &Path, what: &str, patience: Duration) -> io::Result<UnixStream
     Ok(stream)
 }
 
-/// Asks the agent at the socket for lines, which go on until it or the reader ends; each comes within `patience`. An answer that is a
-/// refusal is an error with its text.
+/// Asks the agent at the socket for lines, until it or the reader ends; each comes within `patience`. A refusal is an error with its
+/// text.
 pub fn follow(
     path: &Path,
     what: &str,

@@ -29,12 +29,12 @@ pub(super) fn counter(name: impl Into<String>, help: &'static str, values: Vec<(
     Family { name: name.into(), help, values: Values::Counters(values) }
 }
 
-/// A metric that comes and goes.
+/// A metric that rises and falls.
 pub(super) fn gauge(name: impl Into<String>, help: &'static str, values: Vec<(Labels, f64)>) -> Family {
     Family { name: name.into(), help, values: Values::Gauges(values) }
 }
 
-/// A truth as a value.
+/// A boolean as a value.
 pub(super) fn truth(value: bool) -> f64 {
     f64::from(u8::from(value))
 }

@@ -4,20 +4,20 @@ use clap::ValueEnum;
 use std::io::IsTerminal;
 use tracing_subscriber::EnvFilter;
 
-/// How a line looks.
+/// The format of a line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
-    /// For people.
+    /// Human-readable text.
     #[default]
     Human,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
 }
 
-/// A filter that is not understood.
+/// A filter that cannot be parsed.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the log filter {filter:?} is not understood: {message}; write a level (error, warn, info, debug, trace) or target=level,.."
+    "the log filter {filter:?} cannot be parsed: {message}; write a level (error, warn, info, debug, trace) or target=level,.."
 )]
 pub struct FilterError {
     filter: String,
@@ -40,7 +40,7 @@ pub fn start(text: &str, format: LogFormat) -> Result<(), FilterError> {
         LogFormat::Human => logs.with_target(false).try_init(),
         LogFormat::Json => logs.json().flatten_event(true).try_init(),
     };
-    // Only another logger of the same process can be in the way, and then there is one.
+    // This fails only if the process already has a logger.
     drop(started);
     Ok(())
 }

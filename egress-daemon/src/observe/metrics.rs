@@ -1,7 +1,7 @@
-//! Metrics, read when they are asked for: counters and memory from the pinned maps, the rest from what the agent and the
-//! controller publish. And the server for them, with `/healthz` and `/readyz`.
+//! Metrics, read on request: counters and memory from the pinned maps, the rest from what the agent and the controller
+//! publish. Also their server, with `/healthz` and `/readyz`.
 //!
-//! What a scrape costs does not grow with the flows.
+//! The cost of a scrape does not grow with the flows.
 
 use super::{
     admin::Published,
@@ -48,7 +48,7 @@ pub struct MetricSources {
     pub agent: Option<Published>,
     /// What the controller reports.
     pub controller: Option<watch::Receiver<ControllerReport>>,
-    /// What the logs of leases and of flows count.
+    /// What the lease and flow logs count.
     pub log: Option<[Arc<Counts>; 2]>,
     /// What the exporters count: records, and segments.
     pub exported: [Vec<Arc<Sent>>; 2],
@@ -56,7 +56,7 @@ pub struct MetricSources {
     pub writes: Option<Arc<WriteCounts>>,
 }
 
-/// From the maps. A node whose maps cannot be read has `spillway_maps_readable 0` and nothing else of them.
+/// From the maps. A node whose maps cannot be read has `spillway_maps_readable 0` and nothing else from them.
 fn of_maps(pins: &Pins, flows: &BTreeMap<u32, u64>) -> Vec<Family> {
     let maps = Maps::open(pins);
     let accounts = maps.as_ref().map_or_else(|_| Vec::new(), |maps| traffic::read(maps).unwrap_or_default());
@@ -136,7 +136,7 @@ fn of_agent(published: &Published) -> Vec<Family> {
         gauge("spillway_egress_ip_blocks_used", "of these, those whose ports flows use", by_block(|b| Some(b.used))),
         gauge(
             "spillway_egress_ip_blocks_free",
-            "port blocks of an egress IP that are leased to no node; the owner tells it",
+            "port blocks of an egress IP that are leased to no node; the owner reports it",
             by_block(|b| b.free),
         ),
         gauge(
@@ -151,12 +151,12 @@ fn of_agent(published: &Published) -> Vec<Family> {
         gauge("spillway_policies", "policies that this node knows", plain(state.policies.len() as f64)),
         gauge(
             "spillway_problems",
-            "problems that the agent tells (egressctl state)",
+            "problems that the agent reports (egressctl state)",
             plain(state.problems.len() as f64),
         ),
         gauge(
             "spillway_unnamed_networks",
-            "networks where pods or Services may be and that nobody names: no policy is carried out for them (egressctl state)",
+            "networks where pods or Services may be and that no object names: no policy is carried out for them (egressctl state)",
             plain(state.unnamed_networks.len() as f64),
         ),
         gauge("spillway_store_connected", "whether the store answers", plain(truth(state.node.store_connected))),
@@ -169,7 +169,7 @@ fn of_agent(published: &Published) -> Vec<Family> {
     let bounds = takeovers::BOUNDS_MS.iter().map(|ms| *ms as f64 / 1e3).chain([f64::INFINITY]);
     families.push(histogram(
         "spillway_takeover_duration_seconds",
-        "how long nobody answered for an egress IP that this node took over from a gateway that died",
+        "how long nobody answered for an egress IP that this node took over from a dead gateway",
         bounds.zip(state.takeovers.counts.iter().copied().chain(std::iter::repeat(0))).collect(),
         state.takeovers.sum_millis as f64 / 1e3,
     ));
@@ -194,7 +194,7 @@ fn of_controller(report: &ControllerReport) -> Vec<Family> {
     ]
 }
 
-/// From the logs of leases and of flows.
+/// From the lease and flow logs.
 fn of_logs([leases, flows]: &[Arc<Counts>; 2]) -> Vec<Family> {
     let both = |leases: &AtomicU64, flows: &AtomicU64| {
         let value = |log: &str, value: &AtomicU64| (vec![("log", log.to_owned())], value.load(Ordering::Relaxed));
@@ -213,7 +213,7 @@ fn of_exports([records, segments]: &[Vec<Arc<Sent>>; 2]) -> Vec<Family> {
         let one = |sent: &Arc<Sent>| (vec![("collector", sent.collector.clone())], value(sent).load(Ordering::Relaxed));
         counts.iter().map(one).collect()
     };
-    let lost = "events that were not sent to a collector, because it was away or too slow";
+    let lost = "events that were not sent to a collector, because it was unreachable or too slow";
     vec![
         counter(
             "spillway_log_export_records_sent",
@@ -223,12 +223,12 @@ fn of_exports([records, segments]: &[Vec<Arc<Sent>>; 2]) -> Vec<Family> {
         counter("spillway_log_export_records_lost", lost, each(records, |sent| &sent.lost)),
         counter(
             "spillway_log_export_segments_sent",
-            "segments that an object store has taken",
+            "segments that an object store has accepted",
             each(segments, |sent| &sent.sent),
         ),
         counter(
             "spillway_log_export_segments_lost",
-            "segments that were removed before an object store took them",
+            "segments that were removed before an object store accepted them",
             each(segments, |sent| &sent.lost),
         ),
     ]
@@ -240,14 +240,14 @@ fn of_store(counts: &WriteCounts) -> Family {
         vec![("kind", kind.into()), ("verb", verb.into()), ("result", result.name().into())]
     };
     let writes = counts.all().into_iter().map(|(write, count)| (labels(write), count)).collect();
-    let help = "writes of objects that were asked of the API server, or of the directory, by kind, verb and result";
+    let help = "writes of objects to the API server, or to the directory, by kind, verb and result";
     counter("spillway_store_writes", help, writes)
 }
 
 impl MetricSources {
     fn families(&self) -> Vec<Family> {
         let version = vec![(vec![("version", env!("CARGO_PKG_VERSION").to_owned())], 1.0)];
-        let mut families = vec![gauge("spillway_build_info", "the version that runs, as a label", version)];
+        let mut families = vec![gauge("spillway_build_info", "the running version, as a label", version)];
         let flows = self.agent.as_ref().map(|agent| agent.borrow().account_flows.clone()).unwrap_or_default();
         families.extend(self.pins.iter().flat_map(|pins| of_maps(pins, &flows)));
         families.extend(self.agent.iter().flat_map(of_agent));
@@ -291,14 +291,14 @@ pub struct ServeError {
 /// Serves until it is dropped.
 #[derive(Debug)]
 pub struct MetricsServer {
-    /// Where it listens; the port is a real one also where 0 was asked for.
+    /// Where it listens; the port is the actual one even if 0 was requested.
     pub address: SocketAddr,
     _task: JoinSet<()>,
 }
 
 impl MetricsServer {
-    /// Starts to serve `/metrics`, `/healthz` (the process answers) and `/readyz` (503 and the reason until it is ready), and `others` of
-    /// the port that it has.
+    /// Starts to serve `/metrics`, `/healthz` (the process answers) and `/readyz` (503 and the reason until it is ready), and `others`,
+    /// made from the actual port.
     pub async fn start(
         address: SocketAddr,
         sources: MetricSources,

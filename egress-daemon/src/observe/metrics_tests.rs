@@ -118,7 +118,7 @@ fn sent(collector: &str) -> Arc<Sent> {
     Arc::new(Sent { collector: collector.to_owned(), sent: AtomicU64::new(7), lost: AtomicU64::new(2) })
 }
 
-/// All that any process serves, of a node with programs and one flow.
+/// Everything that any process serves, for a node with programs and one flow.
 fn everything(pins: &Pins) -> String {
     let (_publish, published) = watch::channel(Arc::new(agent()));
     let (_report, reports) = watch::channel(ControllerReport::default());

@@ -1,6 +1,6 @@
 //! What others see of a running agent or controller: logs, metrics, and the agent's local socket.
 //!
-//! It shows what it is given; it decides nothing and changes nothing.
+//! It only shows what it is given: it decides nothing and changes nothing.
 
 pub mod admin;
 mod family;

@@ -1,35 +1,35 @@
-//! What a running agent tells on its socket: what the maps do not hold. The agent fills it in, `egressctl` shows it.
+//! What a running agent reports on its socket: what is not in the maps. The agent fills it in, `egressctl` shows it.
 //!
 //! Every list is sorted, field names on the wire are camelCase, and a reader ignores fields that it does not know.
 
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, net::IpAddr};
 
-/// Everything that the agent tells.
+/// Everything that the agent reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct AgentState {
-    /// The node and how the agent works on it.
+    /// The node and the state of its agent.
     pub node: NodeState,
-    /// Policies that the agent knows, sorted by name, those that select nobody here included.
+    /// Policies that the agent knows, sorted by name, including those that select no pod here.
     pub policies: Vec<PolicyState>,
     /// Gateways that this node uses, sorted by name.
     pub gateways: Vec<GatewayState>,
     /// Egress IPs that this node uses or owns, sorted by address.
     pub egress_ips: Vec<EgressIpState>,
-    /// The ports that flows of this node use towards the busiest destination, by egress IP, as they were counted last.
+    /// The ports that flows of this node use towards the busiest destination, by egress IP, as last counted.
     pub ports_used: BTreeMap<IpAddr, u32>,
     /// The port blocks of each egress IP that this node uses or carries.
     pub blocks: BTreeMap<IpAddr, BlockCounts>,
-    /// The flows of this node by the number of the account that their packets are counted under, as they were counted last.
+    /// The flows of this node by the number of the account that their packets are counted under, as last counted.
     pub account_flows: BTreeMap<u32, u64>,
     /// How many pairs of a policy and a namespace, with an egress IP or without, have no account of their own.
     pub without_account: usize,
-    /// How long it took to take over egress IPs of gateways that died.
+    /// How long it took to take over egress IPs of dead gateways.
     pub takeovers: TakeOverLengths,
-    /// Networks that may be the cluster's although nobody names them, each with what to do: no policy is carried out for what is in them.
+    /// Networks that may be the cluster's although no object names them, each with a remedy: no policy applies to what is in them.
     pub unnamed_networks: BTreeMap<String, String>,
-    /// What is true of the node as a whole.
+    /// The conditions of the node as a whole.
     pub conditions: Vec<ConditionState>,
     /// What is wrong: broken objects, limits that were reached, settings that the host refused.
     pub problems: Vec<ProblemState>,
@@ -41,17 +41,18 @@ pub struct AgentState {
 pub struct BlockCounts {
     /// Leased to this node.
     pub leased: usize,
-    /// Of these, used by flows, as they were counted last.
+    /// Of these, those used by flows, as last counted.
     pub used: usize,
-    /// Leased to nobody; known to the owner only.
+    /// Leased to nobody; known only to the owner.
     pub free: Option<usize>,
 }
 
-/// How long take-overs took.
+/// How long takeovers took.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct TakeOverLengths {
-    /// How many were in each range, of which [`egress_core::agent::takeovers::BOUNDS_MS`] are the upper bounds, and above them.
+    /// How many were in each range, with the upper bounds [`egress_core::agent::takeovers::BOUNDS_MS`], and how many above
+    /// them.
     pub counts: Vec<u64>,
     /// All of them together, in milliseconds.
     pub sum_millis: u64,
@@ -69,7 +70,7 @@ pub struct NodeState {
     pub pid: u32,
     /// How long the agent has been running.
     pub uptime_seconds: u64,
-    /// Where the objects come from: `directory /etc/spillway`, say.
+    /// Where the objects come from: for example `directory /etc/spillway`.
     pub store: String,
     /// Whether the store answers now.
     pub store_connected: bool,
@@ -79,12 +80,12 @@ pub struct NodeState {
     pub firewall: String,
     /// How programs are attached: `tcx` or `clsact`.
     pub attach: String,
-    /// The program of somebody else that may bring packets into a pod past ours, and where it is: while there is one, a selected pod's
-    /// SYN+ACK is taken for an answer to what came in by it.
+    /// The foreign program that may bring packets into a pod past ours, and where it is: while there is one, a selected pod's SYN+ACK
+    /// is taken for an answer to a packet that it brought in.
     pub bypass: Option<String>,
     /// The setting for drivers: `Auto`, `Native` or `Off`.
     pub xdp: String,
-    /// Of a gateway, the interfaces by which its packets come in: why they are not sent on at the driver; null where they are.
+    /// For a gateway, the interfaces at which its packets arrive: why they are not forwarded at the driver; null if they are.
     pub drivers: BTreeMap<String, Option<String>>,
     /// The addresses that other nodes send tunnelled packets to.
     pub tunnel_addresses: Vec<IpAddr>,
@@ -110,7 +111,7 @@ pub struct PolicyState {
     pub conditions: Vec<ConditionState>,
 }
 
-/// What the probes say of a gateway.
+/// The result of probing a gateway.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ProbeResult {
     /// Nothing yet; new flows may use it.
@@ -120,7 +121,7 @@ pub enum ProbeResult {
     Alive,
     /// It does not answer; new flows avoid it.
     Dead,
-    /// It answers, and says that it is not able to carry egress IPs: packets avoid it where there is another one.
+    /// It answers, but is not able to carry egress IPs: packets avoid it if there is another one.
     Unable,
 }
 
@@ -132,7 +133,7 @@ pub struct GatewayState {
     pub name: String,
     /// The address that it is probed at.
     pub address: Option<IpAddr>,
-    /// What the probes say. This node itself counts as alive.
+    /// The result of probes. This node itself counts as alive.
     pub probe: ProbeResult,
     /// The last round trip, in microseconds.
     pub rtt_micros: Option<u64>,
@@ -170,7 +171,7 @@ pub struct EgressIpState {
     pub conditions: Vec<ConditionState>,
 }
 
-/// A condition, as Kubernetes has them.
+/// A condition, as in Kubernetes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct ConditionState {

@@ -1,6 +1,7 @@
-//! What the programs count of flows, by policy, namespace and egress IP, as metrics.
+//! What the programs count for flows, by policy, namespace and egress IP, as metrics.
 //!
-//! Each account is a series of its own: a sum over those of a policy would fall when one of them goes, which Prometheus takes for a restart.
+//! Each account is a series of its own: a sum over those of a policy would fall when one of them is removed, which Prometheus takes for a
+//! restart.
 
 use super::family::{Family, Labels, counter, gauge};
 use crate::datapath::maps::{Maps, MapsError};
@@ -12,7 +13,7 @@ use egress_common::{
 use egress_core::encode::name_text;
 use std::{collections::BTreeMap, net::IpAddr};
 
-/// What everything is labelled with that has no account of its own: no policy, namespace or address has such a name.
+/// The label of everything without an account of its own: no policy, namespace or address has such a name.
 const OTHERS: &str = "_other";
 
 /// What one account has counted.
@@ -51,7 +52,7 @@ impl Counted {
     }
 }
 
-/// What has no account, as flows that are translated and as those that are refused.
+/// What has no account: translated flows, and refused ones.
 fn others(traffic: Traffic) -> [Counted; 2] {
     [Some(OTHERS.to_owned()), None].map(|egress_ip| Counted {
         number: OTHER.into(),
@@ -104,7 +105,7 @@ pub(super) fn families(all: &[Counted], flows: &BTreeMap<u32, u64>) -> Vec<Famil
         ),
         counter("spillway_policy_flows_opened", "new flows that were translated", opened),
         counter("spillway_policy_flows_refused", "first packets of flows that were dropped, by reason", refused),
-        gauge("spillway_policy_flows", "flows in the table, as they were counted last", open),
+        gauge("spillway_policy_flows", "flows in the table, as last counted", open),
     ]
 }
 
@@ -139,7 +140,7 @@ mod tests {
             families[4].clone(),
             gauge(
                 "spillway_policy_flows",
-                "flows in the table, as they were counted last",
+                "flows in the table, as last counted",
                 vec![(with(label("egress_ip", "_other")), 7.0)]
             )
         );

@@ -1,7 +1,7 @@
 //! The API server as a log of versions, and what a process has seen of it.
 //!
-//! Each kind has a watch of its own: a process sees the versions of one kind in their order, and each watch is late by itself. A process
-//! that starts lists what some server's cache has, which may be old.
+//! Each kind has a watch of its own: a process sees the versions of one kind in their order, and each watch lags independently. A
+//! process that starts lists what some server's cache has, which may be old.
 
 use super::super::facts::ObservedObjects;
 use crate::{
@@ -32,7 +32,7 @@ pub enum Object {
 pub const KINDS: usize = 5;
 pub const LEASES: usize = 4;
 
-/// How far a process has read that has read all.
+/// The position of a process that has read everything.
 pub type Ends = [usize; KINDS];
 
 impl Object {
@@ -119,7 +119,7 @@ impl Server {
         std::array::from_fn(|kind| self.log[kind].len())
     }
 
-    /// The versions of EgressNodes from a place on, which moves behind them.
+    /// The versions of EgressNodes after position `from`, which moves past them.
     pub fn egress_nodes(&self, from: &mut usize) -> impl Iterator<Item = &EgressNode> {
         let news = &self.log[3][*from..];
         *from += news.len();
@@ -143,7 +143,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// A process that starts lists each kind as it was when the server looked.
+    /// Lists each kind as a starting process does: as it was `late` ago.
     pub fn list(server: &Server, late: Duration) -> Self {
         let mut client = Self::default();
         let at = server.now.saturating_sub(late);
@@ -152,7 +152,7 @@ impl Client {
         client
     }
 
-    /// The watch of a kind tells what it has not told yet. Whether there was anything.
+    /// Reads what the watch of a kind has not delivered yet. Returns whether there was anything.
     pub fn follow(&mut self, server: &Server, kind: usize) -> bool {
         let mut ends = self.ends;
         ends[kind] = server.log[kind].len();
@@ -161,7 +161,7 @@ impl Client {
         any
     }
 
-    /// It has seen all of these.
+    /// Reads up to these positions.
     pub fn follow_to(&mut self, server: &Server, ends: Ends) {
         for (kind, end) in ends.into_iter().enumerate() {
             let end = end.max(self.ends[kind]);
@@ -184,12 +184,12 @@ impl Client {
         self.ends
     }
 
-    /// What tells what was seen, leases apart.
+    /// The versions of everything seen, except leases.
     pub fn versions(&self) -> Vec<u64> {
         self.seen[..LEASES].iter().flat_map(BTreeMap::values).map(|stored| stored.version).collect()
     }
 
-    /// How much it was told of leases.
+    /// How many versions of leases it has seen.
     pub fn heard(&self) -> u64 {
         self.ends[LEASES] as u64
     }
@@ -221,11 +221,11 @@ impl Client {
 /// What objects mean.
 pub struct SharedObjects {
     pub observed: ObservedObjects,
-    /// Another number for other leases of blocks than those that were read before.
+    /// Changes if the leases of blocks differ from those of the previous read.
     pub leases: u64,
 }
 
-/// Makes of objects what they mean, once for all who have seen the same.
+/// Translates objects, once for all processes that have seen the same.
 #[derive(Default)]
 pub struct Reader {
     pub fixed: ApiObjects,

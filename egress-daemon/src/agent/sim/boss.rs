@@ -1,4 +1,5 @@
-//! A controller: `controller::run` and `controller::apply` without partial rounds, events and people's statuses.
+//! A controller: `controller::run` and `controller::apply` without partial rounds, events and the statuses that users
+//! read.
 
 use super::{
     api::{Client, Object, Reader, Stored},
@@ -31,10 +32,10 @@ use std::{
 const RETRY: Duration = Duration::from_millis(100);
 const RESYNC: Duration = Duration::from_secs(60);
 
-/// For how long a node that is no more keeps its blocks.
+/// How long a removed node keeps its blocks.
 const QUARANTINE: Duration = Duration::from_secs(20);
 
-/// What changes a plan besides the objects, so that blocks go round in a small cluster as they do in a full one.
+/// What changes a plan besides the objects, so that blocks change hands in a small cluster as in a full one.
 #[derive(Clone, Copy, Default)]
 pub struct Squeeze(pub Option<u32>);
 
@@ -100,14 +101,14 @@ impl Boss {
         self.keeper.wrote(now, stored);
     }
 
-    /// All was read.
+    /// Everything was read.
     pub fn refreshed(&mut self) {
         if let Some(leading) = &mut self.leading {
             leading.fresh = true;
         }
     }
 
-    /// A write of a round was answered; of an EgressIP's spec, with the status that is to follow it.
+    /// A write of a round was answered. For an EgressIP's spec, `then` is the status to write next.
     pub fn wrote(&mut self, stored: Option<Stored>, then: Option<Box<EgressIP>>, now: Duration, out: &mut Vec<Effect>) {
         let Some(leading) = &mut self.leading else { return };
         let Some(applying) = &mut leading.applying else { return };

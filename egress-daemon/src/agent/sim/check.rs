@@ -17,15 +17,15 @@ use std::{
     time::Duration,
 };
 
-/// Where no tables were written, one look in so long is enough.
+/// If no tables were written, one check in this time is enough.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
-/// The longest time without anybody who answers, after the last fault began or ended, and after a carrier has become able to.
+/// The longest time in which nobody answers, after the last fault began or ended, and after a carrier has become able to.
 const HOLE: Duration = Duration::from_millis(500);
-/// The longest time in which two answer that hear each other.
+/// The longest time in which two carriers that hear each other both answer.
 const BOTH: Duration = Duration::from_secs(2);
-/// For how long a machine must have been well to count as a carrier that lives and is reachable.
+/// How long a machine must have been healthy to count as a live and reachable carrier.
 const WELL: Duration = Duration::from_secs(1);
-/// The same after it has lost its lease while others had theirs: `reach::READ`, and what it takes to find out.
+/// The same after it has lost its lease while others had theirs: `reach::READ`, and the time to find out.
 const READ: Duration = Duration::from_millis(5_500);
 
 /// What was seen so far.
@@ -35,12 +35,12 @@ struct Checks {
     health: Vec<Health>,
     /// When each machine held its lease last.
     held: Vec<Option<Duration>>,
-    /// Since when nobody answers, and since when besides no carrier that could waits for one that does not know of its turn.
+    /// Since when nobody answers, and since when also no able carrier waits for one that does not know that it is its turn.
     holes: BTreeMap<IpAddr, (Duration, Duration)>,
     both: BTreeMap<(IpAddr, usize, usize), Duration>,
     answering: BTreeMap<IpAddr, Vec<usize>>,
     last_look: Duration,
-    /// How often tables had been written when anything, and when the tables, were looked at.
+    /// Writes of tables up to the last check, and up to the last check of the tables.
     writes: u64,
     checked: u64,
     last_fault: Duration,
@@ -57,7 +57,7 @@ struct Health {
     held: Option<Duration>,
     /// Since when it holds it.
     holds: Option<Duration>,
-    /// It is without a lease: when nobody had one last.
+    /// While it has no lease: when nobody last had one.
     nobody: Option<Duration>,
     /// It has lost the lease while others could have theirs.
     lost: bool,
@@ -111,7 +111,7 @@ impl Checks {
         Ok(())
     }
 
-    /// Everything has been well for long: everything works.
+    /// Checks that everything works after everything has been healthy for long.
     fn finish(&mut self, cluster: &mut SimCluster) -> Result<(), String> {
         let Some(observed) = truth(cluster) else { return Err("there is no plan".into()) };
         for (ip, e) in &observed.plan.egress_ips {
@@ -141,7 +141,7 @@ impl Checks {
         let (now, machine) = (cluster.now, &cluster.machines[n]);
         let health = &mut self.health[n];
         let Some(agent) = machine.agent.as_ref().filter(|_| runs(cluster, n)) else {
-            // Frozen, it takes part in nothing: it does not know whether others had a lease when its own ended.
+            // A frozen agent takes part in nothing: it does not know whether others had a lease when its own ended.
             let frozen = machine.agent.as_ref().is_some_and(|agent| !agent.holds(now));
             *health = Health { well: now, lost: health.lost || frozen, ..Health::default() };
             return;
@@ -156,12 +156,12 @@ impl Checks {
         } else {
             health.holds = None;
         }
-        // As `Reach` judges: an agent that starts has as long as a lease lasts to get it.
+        // As in `Reach`: a starting agent has one lease duration to get its lease.
         let late = match health.held {
             Some(held) => now > held + Duration::from_millis(250),
             None => now > agent.start + cluster.times.lease,
         };
-        // Where nobody holds one, the API server is away. When it is back, each has as long as a lease lasts.
+        // If nobody holds one, the API server is unreachable. Once it is back, each has one lease duration.
         let others = self.held.iter().enumerate();
         let others = others.filter(|(m, _)| *m != n).any(|(_, held)| held.is_some_and(|held| now < held + HOLE));
         health.nobody = if late && !others { Some(now) } else { health.nobody.filter(|_| late) };
@@ -170,7 +170,7 @@ impl Checks {
         health.lost &= health.holds.is_none_or(|since| now < since + READ);
     }
 
-    /// Since when a machine has been a carrier that lives and is reachable.
+    /// Since when a machine has been a live and reachable carrier.
     fn able_since(&self, cluster: &SimCluster, n: usize, ip: IpAddr) -> Option<Duration> {
         let (health, machine) = (&self.health[n], &cluster.machines[n]);
         let read = machine.agent.as_ref()?.observed.plan.egress_ips.get(&ip)?;
@@ -199,7 +199,7 @@ impl Checks {
         }
         let since = first;
         let names: Vec<&NodeName> = able.iter().map(|(n, _)| &c.machines[*n].name).collect();
-        Err(format!("nobody answers for {ip} since {since:?}, although {names:?} could"))
+        Err(format!("nobody has answered for {ip} since {since:?}, although {names:?} could"))
     }
 
     fn check_both(&mut self, c: &SimCluster, ip: IpAddr, answering: &[usize]) -> Result<(), String> {
@@ -219,7 +219,7 @@ impl Checks {
         Ok(())
     }
 
-    /// Takes note of what agents have reported ever.
+    /// Records everything that agents have ever reported.
     fn note_reports(&mut self, cluster: &SimCluster) {
         for node in cluster.server.egress_nodes(&mut self.read) {
             let (Some(name), Some(status)) = (&node.metadata.name, &node.status) else { continue };
@@ -228,8 +228,8 @@ impl Checks {
         }
     }
 
-    /// A node uses a block only with carriers that have said that they know it, that have reported its egress IP, and that have the block in
-    /// their tables.
+    /// Checks that a node uses a block only with carriers that have said that they know it, that have reported its egress IP, and that have
+    /// the block in their tables.
     fn check_carriers(&self, c: &SimCluster) -> Result<(), String> {
         for (n, machine) in c.machines.iter().enumerate() {
             let Some(tables) = machine.kernel.tables.as_ref() else { continue };
@@ -279,8 +279,8 @@ fn runs(c: &SimCluster, n: usize) -> bool {
     c.machines[n].powered && c.machines[n].agent.is_some() && c.processes[n].frozen == 0
 }
 
-/// Whether a machine is in touch with any other that has to do with it: a carrier of what it carries whose programs answer, or a node
-/// that probes it.
+/// Whether a machine is connected with any other that concerns it: a carrier of what it carries whose programs answer, or a node that
+/// probes it.
 fn is_touched(c: &SimCluster, n: usize) -> bool {
     if c.cuts.values().all(|faults| *faults == 0) && c.machines.iter().all(|machine| machine.powered) {
         return true;
@@ -298,8 +298,8 @@ fn is_touched(c: &SimCluster, n: usize) -> bool {
     })
 }
 
-/// Whether a carrier waits for one before it that does not know that it is its turn: its agent does not run, or does not read. Its programs
-/// say that it is able until the deadline, or until it has lost its lease.
+/// Whether a carrier waits for an earlier one that does not know that it is its turn, because its agent does not run or does not read. Its
+/// programs report it as able until the deadline, or until it has lost its lease.
 fn waits(c: &SimCluster, n: usize, ip: IpAddr) -> bool {
     let Some(read) = c.machines[n].agent.as_ref().and_then(|agent| agent.observed.plan.egress_ips.get(&ip)) else {
         return false;
@@ -313,13 +313,13 @@ fn waits(c: &SimCluster, n: usize, ip: IpAddr) -> bool {
     })
 }
 
-/// Whether a partition separates two machines, be it that one of them has no agent that could hear of anything.
+/// Whether two machines are partitioned, or one of them has no agent that could hear of anything.
 fn are_parted(c: &SimCluster, a: usize, b: usize) -> bool {
     let deaf = |n: usize| !runs(c, n) || !c.is_online(n);
     deaf(a) || deaf(b) || !c.is_linked(a, b) || !c.is_linked(b, a)
 }
 
-/// No block is used, or may be used, by two nodes.
+/// Checks that no block is used, or may be used, by two nodes.
 fn check_holders(cluster: &SimCluster) -> Result<(), String> {
     let mut holders: BTreeMap<IpAddr, [Option<&NodeName>; port_block::COUNT as usize]> = BTreeMap::new();
     for machine in &cluster.machines {
@@ -344,7 +344,7 @@ fn highest(leases: Option<&egress_core::plan::Blocks>, blocks: &[u16]) -> u64 {
     leases.map(|lease| lease.revision).max().unwrap_or(0)
 }
 
-/// A block that a carrier would not let pass, although it is able to carry.
+/// A block that a carrier would drop although it is able to carry.
 fn missing(c: &SimCluster, carrier: &NodeName, ip: IpAddr, of: &SimHost, blocks: &[u16]) -> Option<u16> {
     let machine = &c.machines[c.index(carrier)?];
     let able = machine.powered && c.now < machine.kernel.able_until;

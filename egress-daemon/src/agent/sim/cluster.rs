@@ -26,13 +26,13 @@ pub struct SimHost {
     pub powered: bool,
     pub kernel: Kernel,
     pub agent: Option<SimAgent>,
-    /// Up to which revision it has ever said that it knows the leases of each node that asked.
+    /// By node that asked: the highest revision up to which it has ever confirmed that node's leases.
     pub said: BTreeMap<NodeName, u64>,
     /// How many faults hold its uplink down.
     pub uplink_faults: u32,
 }
 
-/// What all processes have, agents and controllers alike.
+/// The state that every process has, agent or controller.
 #[derive(Default)]
 pub struct Process {
     pub incarnation: u32,
@@ -42,7 +42,7 @@ pub struct Process {
     pub wake: Option<Duration>,
     /// What came while it was frozen.
     pub backlog: Vec<SimEvent>,
-    /// Which watches are about to tell something.
+    /// Which watches are about to deliver something.
     pub told: [bool; KINDS],
 }
 
@@ -80,7 +80,7 @@ pub struct SimCluster {
 const TIMEOUT: Duration = Duration::from_secs(2);
 
 impl SimCluster {
-    /// An empty one, whose faults and objects are set by `scenario`.
+    /// Makes an empty cluster; `scenario` sets its faults and objects.
     pub fn new(rng: Rng, times: Times, machines: Vec<SimHost>, end: Duration) -> Self {
         let processes = (0..machines.len() + 2).map(|_| Process::default()).collect();
         Self {
@@ -125,7 +125,7 @@ impl SimCluster {
         }
     }
 
-    /// Has the faults, the processes and the pods' connections begin.
+    /// Starts the faults, the processes and the pods' connections.
     pub fn begin(&mut self) {
         for n in 0..self.faults.len() {
             let Planned { from, until, .. } = self.faults[n];
@@ -142,7 +142,7 @@ impl SimCluster {
         }
     }
 
-    /// Has the next thing happen. `false` at the end.
+    /// Processes the next event. `false` at the end.
     pub fn step(&mut self) -> bool {
         let Some(Scheduled { at, event, .. }) = self.queue.pop().filter(|next| next.at <= self.end) else {
             return false;
@@ -212,7 +212,7 @@ impl SimCluster {
         self.machines.iter().position(|machine| machine.name == *name)
     }
 
-    /// Has a process do something, carries out what it wants, and has it wake when it wants to.
+    /// Runs `what` in a process, carries out what it wants, and schedules when it wakes.
     pub fn act(&mut self, process: usize, what: impl FnOnce(&mut SimAgent, &mut Hands<'_>)) {
         let mut effects = Vec::new();
         let next = match self.machines.get_mut(process) {
@@ -312,7 +312,7 @@ impl SimCluster {
         self.after(delay, SimEvent::Response(process, incarnation, purpose, response));
     }
 
-    /// Somebody has written a version of a kind: all who watch it hear of it, each at its own time.
+    /// A version of a kind was written: notifies each of its watches, each at its own time.
     pub fn tell(&mut self, kind: usize) {
         for process in 0..self.processes.len() {
             if !std::mem::replace(&mut self.processes[process].told[kind], true) {
@@ -322,7 +322,7 @@ impl SimCluster {
         }
     }
 
-    /// A process reaches the API server again, and its watches are made anew one by one.
+    /// A process reaches the API server again: restarts its watches one by one.
     pub fn resume_watches(&mut self, process: usize) {
         for kind in 0..KINDS {
             self.processes[process].told[kind] = true;

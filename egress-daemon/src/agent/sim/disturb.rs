@@ -1,4 +1,4 @@
-//! How faults are done to the cluster.
+//! Applies faults to the cluster.
 
 use super::{
     api::Object,
@@ -11,7 +11,7 @@ use k8s_openapi::api::core::v1::NodeSpec;
 use std::{sync::Arc, time::Duration};
 
 impl SimCluster {
-    /// A planned fault begins or ends.
+    /// Begins or ends a planned fault.
     pub fn fault(&mut self, number: usize, begins: bool) {
         let Planned { fault, .. } = self.faults[number].clone();
         self.say(format_args!("{} {fault:?}", if begins { "begins:" } else { "ends:  " }));

@@ -31,13 +31,13 @@ pub enum Purpose {
 
 /// What happens. Processes are the agents of all nodes by number, then the controllers.
 pub enum SimEvent {
-    /// The process whose incarnation this is wakes by itself.
+    /// A process wakes by its timer, if it still is this incarnation.
     Wake(usize, u32),
     /// It starts, as soon as it can read the objects.
     Start(usize, u32),
-    /// Its watch of a kind tells something.
+    /// Its watch of a kind delivers something.
     Watch(usize, u32, usize),
-    /// A request arrives at the API server, or if there is nothing to write, it is to read all.
+    /// A request arrives at the API server: a write, or else a read of everything.
     Request(usize, u32, Option<(Purpose, Object)>),
     Response(usize, u32, Option<Purpose>, Response),
     /// A probe arrives at a gateway, from a node with a number.
@@ -48,7 +48,8 @@ pub enum SimEvent {
     Traffic(usize),
 }
 
-/// An event with its time. The greatest one happens first: the earliest, and of those at one time the one that was scheduled first.
+/// An event with its time. The greatest one happens first: the earliest, and among those of the same time the one that was
+/// scheduled first.
 pub struct Scheduled {
     pub at: Duration,
     pub number: u64,

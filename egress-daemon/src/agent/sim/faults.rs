@@ -21,7 +21,7 @@ pub enum Fault {
     Link { ends: [usize; 2], both: bool },
     /// A process does not reach the API server.
     Offline(usize),
-    /// Nobody does.
+    /// No process reaches it.
     ApiServer,
     /// A machine is cordoned.
     Cordon(usize),

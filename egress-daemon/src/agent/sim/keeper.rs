@@ -15,7 +15,7 @@ pub struct Keeper {
     writing: Option<Duration>,
 }
 
-/// The time that people read in a lease.
+/// The wall-clock time that a lease shows.
 fn wall(now: Duration) -> Timestamp {
     Timestamp::from_microsecond(now.as_micros() as i64).unwrap()
 }
@@ -46,7 +46,7 @@ impl Keeper {
         }
     }
 
-    /// What came of a write.
+    /// Takes the result of a write.
     pub fn wrote(&mut self, now: Duration, stored: Option<&Stored>) {
         let Some(began) = self.writing.take() else { return };
         match stored.map(|stored| &stored.object) {
@@ -65,7 +65,7 @@ impl Keeper {
         self.elector.until()
     }
 
-    /// Gives it up: what to write for that.
+    /// Releases it. Returns what to write for that.
     pub fn release(mut self) -> Option<Object> {
         Some(Object::Lease(Arc::new(*self.elector.release()?)))
     }

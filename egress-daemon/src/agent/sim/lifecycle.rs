@@ -9,11 +9,11 @@ use super::{
 };
 use std::time::Duration;
 
-/// By how much what a process lists when it starts may be old, in ms.
+/// The greatest age of what a starting process lists, in ms.
 const STALE: u64 = 1000;
 
 impl SimCluster {
-    /// It starts, or tries to later where it cannot read the objects.
+    /// Starts a process, or retries later if it cannot read the objects.
     pub fn start(&mut self, process: usize) {
         let (now, incarnation) = (self.now, self.processes[process].incarnation);
         if !self.is_online(process) {
@@ -40,7 +40,7 @@ impl SimCluster {
                 self.bosses[process - nodes] = Some(Boss::start(identity, client, times, now));
             }
         }
-        // The watches go on from there.
+        // The watches continue from there.
         self.resume_watches(process);
         self.act(process, |agent, hands| agent.turn(hands));
     }

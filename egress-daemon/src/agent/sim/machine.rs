@@ -1,5 +1,5 @@
-//! A node: what its kernel has, which outlives the agent, and the agent, which is the machine that decides in a real one. What is
-//! carried out here is what others can see of it: tables, probes, signs of life, the lease and the status.
+//! A node: its kernel's state, which outlives the agent, and the agent, which has a real agent's state machine. Only what others
+//! can see is carried out: tables, probes, signs of life, the lease and the status.
 
 use super::{
     super::{able, status},
@@ -31,7 +31,7 @@ use std::{collections::BTreeMap, net::IpAddr, rc::Rc, sync::Arc, time::Duration}
 /// The uplink of each node, and the interface of its pod.
 const UPLINK: u32 = 2;
 const POD: u32 = 3;
-/// No cluster has more machines.
+/// The most machines of a cluster.
 const MACHINES: u8 = 8;
 
 /// How long things last in this cluster.
@@ -56,7 +56,7 @@ pub struct Entry {
 pub struct SimTables {
     pub observed: Rc<SharedObjects>,
     pub egress: BTreeMap<IpAddr, Entry>,
-    /// Up to which revision they have each node's leases.
+    /// The revision up to which they have each node's leases.
     pub known_leases: BTreeMap<NodeName, u64>,
 }
 
@@ -329,7 +329,7 @@ fn links(up: bool) -> LinkTable {
     }
 }
 
-/// An agent that cannot read the objects yet says again what an earlier one said.
+/// An agent that cannot read the objects yet extends an earlier one's deadline.
 pub fn while_waiting(kernel: &mut Kernel, now: Duration, length: Duration) {
     let ns = |d: Duration| d.as_nanos() as u64;
     if let Some(until) = able::renewed(ns(kernel.able_until), ns(now), length) {

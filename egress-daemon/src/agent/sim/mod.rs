@@ -1,11 +1,11 @@
 //! A simulated cluster: the decisions of all agents and of two controllers, in virtual time, over a network and an API server that fail as
-//! a seed says.
+//! a seed determines.
 //!
-//! What decides is the code that runs in the agent and the controller: carriers, reach, blocks, probes, leases, electors, planner and the
-//! objects in between. What is simulated is what they stand on: a kernel's maps, which outlive the agent; probes; the API server's
-//! versions, watches and conflicts; time. ARCHITECTURE.md, "The simulated cluster", says what is checked.
+//! The decisions are made by the code that runs in the agent and the controller: carriers, reach, blocks, probes, leases, electors,
+//! planner and the objects in between. Only what they depend on is simulated: a kernel's maps, which outlive the agent; probes; the API
+//! server's versions, watches and conflicts; time. ARCHITECTURE.md, "The simulated cluster", says what is checked.
 //!
-//! `SPILLWAY_SIM_SEED=N` replays one seed and tells what happens, `SPILLWAY_SIM_SEEDS=N` says how many are tried.
+//! `SPILLWAY_SIM_SEED=N` replays one seed and prints what happens; `SPILLWAY_SIM_SEEDS=N` sets how many are tried.
 
 mod api;
 mod boss;
@@ -26,7 +26,7 @@ use std::{
     time::Instant,
 };
 
-/// How many seeds are tried where nobody says another number; `cargo xtask test` tries 10,000.
+/// How many seeds are tried by default; `cargo xtask test` tries 10,000.
 const SEEDS: u64 = 50;
 
 fn number(variable: &str) -> Option<u64> {

@@ -1,4 +1,4 @@
-//! Numbers that follow from a seed: SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+//! Random numbers from a seed: SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ impl Rng {
         self.below(end as u64) as usize
     }
 
-    /// Whether one of 1,000 chances in so many came.
+    /// True with a probability of `permille` in 1,000.
     pub fn chance(&mut self, permille: u64) -> bool {
         self.below(1000) < permille
     }

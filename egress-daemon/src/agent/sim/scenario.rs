@@ -11,7 +11,7 @@ use crate::snapshot::ApiObjects;
 use serde_json::{Value, json};
 use std::{sync::Arc, time::Duration};
 
-/// Until then nothing fails.
+/// Nothing fails before this time.
 const CALM: Duration = Duration::from_secs(7);
 
 fn read<T: serde::de::DeserializeOwned>(value: Value) -> Arc<T> {

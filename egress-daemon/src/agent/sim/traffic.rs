@@ -1,4 +1,4 @@
-//! Connections of pods, as far as ports go.
+//! Connections of pods, reduced to the ports that they use.
 
 use super::{cluster::SimCluster, events::SimEvent};
 use egress_common::port_block;

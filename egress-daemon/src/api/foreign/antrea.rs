@@ -70,7 +70,7 @@ pub struct AppliedTo {
     pub namespace_selector: Option<LabelSelector>,
 }
 
-/// What became of an Egress.
+/// The status of an Egress.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EgressStatus {
@@ -132,11 +132,11 @@ pub struct ExternalIPPoolSpec {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ExternalIPPoolStatus {
-    /// Addresses that can be given out, and that are.
+    /// How many addresses there are, and how many are in use.
     #[serde(default)]
     pub usage: PoolUsage,
 
-    /// Ready, with a reason and a sentence. Antrea's own definition does not have this field.
+    /// Ready, with a reason and a message. Antrea's own definition does not have this field.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,

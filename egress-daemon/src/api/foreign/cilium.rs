@@ -77,12 +77,12 @@ pub struct CiliumSelector {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CiliumEgressGateway {
-    /// The nodes that may be this gateway: the first by name that can be, is.
+    /// The nodes that may be this gateway. The first by name that can be is chosen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::label_selector")]
     pub node_selector: Option<LabelSelector>,
 
-    /// The interface whose first address packets leave with. Neither this nor egressIP: that of the default route.
+    /// The interface whose first address packets leave with. Without this and egressIP, that of the default route.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub interface: Option<String>,

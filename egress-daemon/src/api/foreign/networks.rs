@@ -1,5 +1,5 @@
-//! Objects in which CNIs name the networks of pods. They are read where their kinds exist, and never written; of their fields, only
-//! those that say networks are known here.
+//! Objects in which CNIs name the networks of pods. They are read where their kinds exist, and never written. Only the fields that
+//! name networks are known here.
 
 use crate::api::IPRange;
 use kube::CustomResource;
@@ -9,7 +9,7 @@ pub mod calico {
     //! IPPool (crd.projectcalico.org/v1).
     use super::*;
 
-    /// A network that Calico gives addresses from.
+    /// A network from which Calico assigns addresses.
     #[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
     #[kube(group = "crd.projectcalico.org", version = "v1", kind = "IPPool", plural = "ippools", schema = "disabled")]
     #[serde(rename_all = "camelCase")]
@@ -17,7 +17,7 @@ pub mod calico {
         /// The network.
         #[serde(default)]
         pub cidr: String,
-        /// Nothing is given out of it.
+        /// Whether no addresses are assigned from it.
         #[serde(default)]
         pub disabled: bool,
         /// What its addresses are for: Workload, Tunnel, LoadBalancer; empty: Workload and Tunnel.
@@ -30,7 +30,7 @@ pub mod cilium {
     //! CiliumNode (cilium.io/v2) and CiliumPodIPPool (cilium.io/v2alpha1).
     use super::*;
 
-    /// What Cilium says of a node.
+    /// Cilium's record of a node.
     #[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
     #[kube(group = "cilium.io", version = "v2", kind = "CiliumNode", plural = "ciliumnodes", schema = "disabled")]
     pub struct CiliumNodeSpec {
@@ -78,7 +78,7 @@ pub mod antrea {
     //! IPPool (crd.antrea.io/v1beta1).
     use super::*;
 
-    /// Addresses that Antrea gives to pods.
+    /// Addresses that Antrea assigns to pods.
     #[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
     #[kube(group = "crd.antrea.io", version = "v1beta1", kind = "IPPool", plural = "ippools", schema = "disabled")]
     #[serde(rename_all = "camelCase")]
@@ -98,7 +98,7 @@ pub mod kube_ovn {
     #[kube(group = "kubeovn.io", version = "v1", kind = "Subnet", plural = "subnets", schema = "disabled")]
     #[serde(rename_all = "camelCase")]
     pub struct SubnetSpec {
-        /// The network, or one of each family with a comma between them.
+        /// The network, or one of each family, separated by a comma.
         #[serde(default)]
         pub cidr_block: String,
         /// The virtual network that it is in; empty: the cluster's own.
