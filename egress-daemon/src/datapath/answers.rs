@@ -16,12 +16,12 @@ pub struct Answers {
 }
 
 impl Answers {
-    /// Opens the pinned buffer. What an earlier agent has not read is passed over as answers to nothing.
+    /// Opens the pinned buffer. Leftovers that an earlier agent did not read are skipped as answers to no probe.
     pub fn open(pins: &Pins) -> Result<Self, MapsError> {
         let path = pins.map(MAP);
         let open = || MapData::from_pin(&path).and_then(Map::from_map_data).and_then(RingBuf::try_from);
         let ring = open().map_err(|source| MapsError::Open { path: path.clone(), source })?;
-        // SAFETY: the descriptor stays open, and the same, for as long as the ring buffer lives.
+        // SAFETY: the descriptor stays open and unchanged for as long as the ring buffer lives.
         let ring = unsafe { AsyncFd::register(ring) }
             .map_err(|error| MapsError::Open { path, source: aya::maps::MapError::IoError(error.into()) })?;
         Ok(Self { ring })

@@ -1,5 +1,5 @@
 //! Where the programs are attached: TCX links that are pinned, or on kernels before 6.6 filters of a clsact qdisc. Either
-//! way they stay when the agent goes, and are replaced without a gap when another one comes.
+//! way they stay attached when the agent ends, and are replaced without a gap when another one starts.
 
 use super::{
     Pins,
@@ -21,9 +21,10 @@ use thiserror::Error;
 
 /// Priority of our filters at a clsact qdisc: before all others.
 const FIRST: u16 = 1;
-/// Their priority where somebody else's is the first and cannot be shared.
+/// Their priority if somebody else's filter is the first and its priority cannot be shared.
 const LATER: u16 = 0x53;
-/// Handles of our filters. The latest filter of a priority is the first: to be put first again, one takes the handle that is free.
+/// Handles of our filters. Within a priority the newest filter runs first: to become first again, a filter is added with the free
+/// handle.
 const HANDLES: [u32; 2] = [0x5350, 0x5351];
 
 /// How programs are attached on this kernel.
@@ -106,12 +107,12 @@ pub struct Attacher {
     attached: BTreeMap<Hook, String>,
     /// The programs of a trace, and the pod's interface (0: any).
     traced: Option<(Programs, u32)>,
-    /// Filters that an earlier agent has left were looked for.
+    /// Whether filters that an earlier agent left were looked for.
     swept: bool,
 }
 
 impl Attacher {
-    /// Nothing is attached by this value yet; what an earlier agent attached goes on and is taken over by the first
+    /// This value has attached nothing yet; what an earlier agent attached continues and is taken over by the first
     /// [`sync`](Self::sync).
     pub fn new(programs: Programs, pins: Pins, mode: Mode) -> Self {
         Self { programs, pins, mode, attached: BTreeMap::new(), traced: None, swept: false }
@@ -128,8 +129,8 @@ impl Attacher {
         sets.flat_map(|set| PROGRAMS.into_iter().chain(NATIVE).filter_map(|name| set.id(name))).collect()
     }
 
-    /// Has the programs of a trace where packets of the pod behind this interface pass (0: any interface), in the place of the usual ones;
-    /// `None`: no more. Until this value is dropped, at the latest.
+    /// Replaces the usual programs with those of a trace wherever packets of the pod behind this interface pass (0: any interface); `None`
+    /// ends this. It also ends when this value is dropped.
     pub fn trace(&mut self, traced: Option<(Programs, u32)>) -> Vec<AttachError> {
         let before = std::mem::replace(&mut self.traced, traced);
         let pods: Vec<u32> = [&before, &self.traced].into_iter().flatten().map(|(_, pod)| *pod).collect();
@@ -138,7 +139,7 @@ impl Attacher {
         hooks.into_iter().filter_map(|(hook, interface)| self.attach_to(hook, interface)).collect()
     }
 
-    /// Attaches to a hook, or says why not.
+    /// Attaches to a hook. Returns the error if that fails.
     fn attach_to(&mut self, hook: Hook, interface: String) -> Option<AttachError> {
         match self.attach(hook, &interface) {
             Ok(()) => {
@@ -152,7 +153,7 @@ impl Attacher {
         }
     }
 
-    /// The programs that the hook gets one of.
+    /// The programs of which the hook gets one.
     fn programs_for(&mut self, hook: Hook) -> &mut Programs {
         match &mut self.traced {
             Some((programs, pod)) if is_passed(hook, *pod) => programs,
@@ -160,7 +161,7 @@ impl Attacher {
         }
     }
 
-    /// Why this kernel does not take the programs for drivers.
+    /// Why this kernel does not accept the programs for drivers.
     pub fn not_native(&self) -> Option<&str> {
         self.programs.not_native()
     }
@@ -175,9 +176,9 @@ impl Attacher {
         &self.attached
     }
 
-    /// Attaches to every hook in `wanted` (with the interface's name), and takes the programs off all others of ours.
-    /// `live` are the interfaces that exist, with their names: what was attached to others is gone already. With `verify`
-    /// it looks whether what was attached still is.
+    /// Attaches to every hook in `wanted` (with the interface's name), and detaches our programs from all others. `live`
+    /// are the interfaces that exist, with their names: what was attached to others is already gone. With `verify` it
+    /// checks whether what was attached still is.
     pub fn sync(
         &mut self,
         wanted: &BTreeMap<Hook, String>,
@@ -200,10 +201,10 @@ impl Attacher {
         errors
     }
 
-    /// Removes the filters of hooks that are not wanted: those that are gone, and, the first time, whatever an earlier
-    /// agent may have left on any interface.
+    /// Removes the filters of unwanted hooks: those of `gone` or, the first time, whatever an earlier agent may have
+    /// left on any interface.
     fn drop_filters(&mut self, wanted: &BTreeMap<Hook, String>, live: &BTreeMap<u32, String>, gone: Vec<Hook>) {
-        // All filters of ours at one side of an interface have the same handle: one that another program has is no
+        // All our filters of one direction of an interface have the same handle: if another program has it, it is no
         // longer this hook's.
         let sides: BTreeSet<(bool, u32)> = wanted.keys().map(|(program, i)| (is_egress(program), *i)).collect();
         let everywhere = live.keys().flat_map(|i| [("pod_egress", *i), ("pod_ingress", *i)]);
@@ -271,7 +272,7 @@ impl Drop for Attacher {
     }
 }
 
-/// Whether packets of the pod behind this interface (0: any) pass the hook, where no driver is.
+/// Whether packets of the pod behind this interface (0: any) pass the hook, unless it is at a driver.
 fn is_passed((program, index): Hook, pod: u32) -> bool {
     !NATIVE.contains(&program) && (pod == 0 || index == pod || !program.starts_with("pod_"))
 }
@@ -308,7 +309,7 @@ fn attach_tcx(
     Ok(())
 }
 
-/// The id of the program that sees packets first, if TCX has any there.
+/// The id of the program that sees packets first, if TCX runs any there.
 fn first_tcx(interface: &str, direction: TcAttachType) -> Option<u32> {
     let index = nix::net::if_::if_nametoindex(interface).ok()?;
     tcx::programs(index, direction).ok()?.first().copied()
@@ -319,8 +320,8 @@ fn is_ours(filter: &Filter) -> bool {
     filter.kind == "bpf" && HANDLES.contains(&filter.handle)
 }
 
-/// Makes our program the first one: replaces that of our filter where it is the first, or adds a filter before all others and removes
-/// the one that was not. Where somebody else's comes first all the same it is attached behind it, and that is an error.
+/// Makes our program the first one: replaces our filter's program if the filter is first, or else adds a filter before all others and
+/// removes the old one. If somebody else's still comes first, ours is attached after it, and that is an error.
 fn attach_filter(program: &mut SchedClassifier, interface: &str, direction: TcAttachType) -> Result<(), Failure> {
     match tc::qdisc_add_clsact(interface) {
         Ok(()) | Err(tc::TcError::AlreadyAttached) => {}
@@ -335,7 +336,7 @@ fn attach_filter(program: &mut SchedClassifier, interface: &str, direction: TcAt
     let free = HANDLES.iter().find(|handle| !used(handle)).unwrap_or(&HANDLES[0]);
     match add(program, interface, direction, FIRST, *free) {
         Ok(()) => {}
-        // The first one is of another kind or protocol, which have their priorities for themselves.
+        // The first one is of another kind or protocol, whose priority cannot be shared.
         Err(_) => match before.iter().find(|filter| is_ours(filter)) {
             Some(filter) => replace(program, interface, direction, filter)?,
             None => add(program, interface, direction, LATER, HANDLES[0])?,
@@ -384,7 +385,7 @@ fn remove(interface: &str, direction: TcAttachType, filter: &Filter) {
     drop(SchedClassifierLink::attached(interface, direction, filter.priority, handle, None));
 }
 
-/// Removes our filters from one side of an interface, if there are any.
+/// Removes our filters from one direction of an interface, if there are any.
 pub fn detach_filter(program: &str, interface: &str) {
     let direction = direction(program);
     // Without the qdisc there is none.
@@ -393,7 +394,7 @@ pub fn detach_filter(program: &str, interface: &str) {
     }
 }
 
-/// Whether this kernel has TCX: asking the loopback device, which always exists.
+/// Whether this kernel has TCX: queries the loopback device, which always exists.
 pub fn mode() -> Mode {
     match tcx::programs(1, TcAttachType::Ingress) {
         Ok(_) => Mode::Tcx,

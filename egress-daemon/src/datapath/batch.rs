@@ -1,4 +1,4 @@
-//! Many entries of a map with one call: a walk through a million flows by one call for each key and one for each value takes seconds.
+//! Reads and writes many entries of a map with one call: a walk over a million flows with two calls for each entry takes seconds.
 
 use super::syscall::bpf;
 use aya::maps::MapData;
@@ -10,14 +10,14 @@ use std::{
 /// The most entries in one call.
 const BATCH: u32 = 4096;
 
-/// The entries of a hash map, a longest-prefix map or an array, in batches: keys and their values, each one behind the other. What programs
+/// The entries of a hash map, a longest-prefix map or an array, in batches: the keys in sequence, and likewise their values. What programs
 /// add or remove meanwhile may or may not be among them.
 pub struct Batches<'map> {
     map: &'map MapData,
     key_size: usize,
     value_size: usize,
     room: usize,
-    /// Where the next call goes on: a number or a key.
+    /// Where the next call continues: a number or a key.
     from: Option<Vec<u8>>,
     is_done: bool,
 }
@@ -63,7 +63,7 @@ impl Iterator for Batches<'_> {
     }
 }
 
-/// Writes entries, whose keys and values lie one behind the other.
+/// Writes entries from a sequence of keys and one of values.
 pub fn put(map: &MapData, keys: &[u8], values: &[u8]) -> io::Result<()> {
     let key = map.info().map_err(io::Error::other)?.key_size() as usize;
     if keys.is_empty() {

@@ -1,4 +1,5 @@
-//! What the drivers of interfaces can do with XDP, and what they do to frames before it. Looks, and decides nothing.
+//! What the drivers of interfaces can do with XDP, and what they do to frames before it. Reads only, and decides
+//! nothing.
 
 use super::strangers;
 use egress_core::network::{links::Link, xdp::Driver};
@@ -12,12 +13,12 @@ use std::{
     os::fd::AsRawFd as _,
 };
 
-/// The family of generic netlink that tells the families' numbers, its command and its attributes (linux/genetlink.h).
+/// The generic netlink family that resolves families' numbers, its command and its attributes (linux/genetlink.h).
 const CONTROL: u16 = 0x10;
 const GET_FAMILY: u8 = 3;
 const FAMILY_ID: u16 = 1;
 const FAMILY_NAME: u16 = 2;
-/// The family that tells of devices (linux/netdev.h).
+/// The family that describes devices (linux/netdev.h).
 const NETDEV: &[u8] = b"netdev\0";
 const DEV_GET: u8 = 1;
 const DEV_IFINDEX: u16 = 1;
@@ -29,12 +30,12 @@ const HEADER: usize = 16;
 const GENERIC_HEADER: usize = 4;
 const ATTRIBUTE_HEADER: usize = 4;
 
-/// `ETHTOOL_GFLAGS`, and its flag for VLAN tags that are taken off when a frame is received (linux/ethtool.h).
+/// `ETHTOOL_GFLAGS`, and its flag for VLAN tags that are stripped when a frame is received (linux/ethtool.h).
 const GET_FLAGS: u32 = 0x25;
 const RX_VLAN: u32 = 1 << 8;
 const SIOCETHTOOL: libc::c_ulong = 0x8946;
 
-/// Looks at the drivers of interfaces, by index. Programs that are not among `ours` are somebody else's.
+/// Examines the drivers of interfaces, by index. Programs that are not among `ours` are somebody else's.
 pub fn look<'a>(links: impl Iterator<Item = &'a Link>, ours: &BTreeSet<u32>) -> io::Result<BTreeMap<u32, Driver>> {
     let acts = acts()?;
     let driver = |link: &Link| {
@@ -46,8 +47,8 @@ pub fn look<'a>(links: impl Iterator<Item = &'a Link>, ours: &BTreeSet<u32>) -> 
     links.map(driver).collect()
 }
 
-/// What the driver of each interface of this namespace can do (`enum netdev_xdp_act`), by index. None where the kernel does not tell
-/// (before Linux 6.3).
+/// What the driver of each interface of this namespace can do (`enum netdev_xdp_act`), by index. `None` if the kernel does not
+/// report it (before Linux 6.3).
 fn acts() -> io::Result<Option<BTreeMap<u32, u64>>> {
     let mut socket = Socket::new(NETLINK_GENERIC)?;
     socket.bind_auto()?;
@@ -64,7 +65,7 @@ fn acts() -> io::Result<Option<BTreeMap<u32, u64>>> {
     Ok(Some(devices.iter().filter_map(device).collect()))
 }
 
-/// Whether the interface takes VLAN tags off before a program sees the frame.
+/// Whether the interface strips VLAN tags before a program sees the frame.
 fn hides_tags(interface: &str) -> io::Result<bool> {
     #[repr(C)]
     struct Value {
@@ -105,7 +106,7 @@ fn word(bytes: &[u8]) -> Option<u64> {
     }
 }
 
-/// Sends a question; the attributes of each message of the answer.
+/// Sends a request. Returns the attributes of each message of the reply.
 fn ask(socket: &Socket, family: u16, flags: u16, command: u8, attributes: &[u8]) -> io::Result<Vec<Attributes>> {
     let length = (HEADER + GENERIC_HEADER + attributes.len()) as u32;
     let mut request = length.to_ne_bytes().to_vec();
@@ -133,7 +134,7 @@ fn ask(socket: &Socket, family: u16, flags: u16, command: u8, attributes: &[u8])
     }
 }
 
-/// The first message: its type, what is in it, and what is behind it.
+/// The first message: its type, its content, and the bytes after it.
 fn message(bytes: &[u8]) -> Option<(u16, &[u8], &[u8])> {
     let length = u32::from_ne_bytes(bytes.get(..4)?.try_into().ok()?) as usize;
     let kind = u16::from_ne_bytes(bytes.get(4..6)?.try_into().ok()?);
@@ -170,7 +171,7 @@ mod tests {
             let net = Net::here();
             net.veth("here", "there").await;
             let (loopback, veth) = (net.index("lo").await, net.index("here").await);
-            // Older kernels than Linux 6.3 do not tell.
+            // Kernels before Linux 6.3 do not report it.
             let Some(acts) = acts().unwrap() else { return };
             assert_eq!(acts[&veth] & (act::BASIC | act::REDIRECT), act::BASIC | act::REDIRECT);
             assert_eq!(acts.get(&loopback).copied().unwrap_or_default(), 0);

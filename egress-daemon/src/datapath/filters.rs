@@ -22,13 +22,13 @@ pub struct Filter {
     pub kind: String,
     /// The id of its program, if it has one.
     pub program: Option<u32>,
-    /// The name of its program, as who attached it has called it.
+    /// The name of its program, as given when it was attached.
     pub name: Option<String>,
     /// One of its actions is a program.
     pub acts_by_program: bool,
 }
 
-/// The filters at one side of an interface, the first one first; none where there is no clsact qdisc. An error where there is no such
+/// The filters of one direction of an interface, the first one first; none without a clsact qdisc. An error if there is no such
 /// interface.
 pub fn filters(interface: &str, direction: TcAttachType) -> io::Result<Vec<Filter>> {
     let minor = match direction {

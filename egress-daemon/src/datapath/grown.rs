@@ -1,9 +1,9 @@
 //! Records that have grown since the pinned maps were made: their entries are carried over when the agent of a newer version loads its
 //! programs.
 //!
-//! A record grows at its end only, and zero in what is new means what was before. So the map is made anew, and each value is copied and filled
-//! up with zeros. The older programs go on with the older map until theirs are replaced: established flows do not notice. What the older
-//! programs add meanwhile would be lost, so they get no ports for new flows: a connection that begins then is tried again by its pod.
+//! A record grows at its end only, and zero in the new part means the old behaviour. So the map is made anew, and each value is copied and
+//! padded with zeros. The older programs continue with the older map until they are replaced: established flows are not affected. What the
+//! older programs add meanwhile would be lost, so they get no ports for new flows: the pod retries a connection that begins then.
 
 use super::{
     Pins,
@@ -19,9 +19,9 @@ use std::{
 
 /// Where the programs find the ports of new flows.
 const PORTS: &str = "BLOCKS";
-/// What has the collector's timer. It does not grow: a timer cannot be copied.
+/// The map with the collector's timer. It does not grow: a timer cannot be copied.
 const TIMER: &str = "COLLECTOR";
-/// The end of an older map's pin, until its entries are copied. A BPF file system takes no dots in names.
+/// The suffix of an older map's pin until its entries are copied. A BPF file system allows no dots in names.
 const OLDER: &str = "-older";
 
 /// Sets aside the pinned maps whose values are shorter than those of the programs' `object`.
@@ -77,13 +77,13 @@ fn aside(pins: &Pins) -> Result<Vec<String>, LoadError> {
     Ok(names.filter_map(|name| Some(name.strip_suffix(OLDER)?.to_owned())).collect())
 }
 
-/// How many entries the maps that were set aside have room for, by name: those that are made need as much.
+/// The capacity in entries of the maps that were set aside, by name: the new ones need as much.
 pub fn room(pins: &Pins) -> Result<BTreeMap<String, u32>, LoadError> {
     let entries = |name: &str| MapInfo::from_pin(older(&pins.map(name))).map_or(0, |info| info.max_entries());
     Ok(aside(pins)?.into_iter().map(|name| (name.clone(), entries(&name))).collect())
 }
 
-/// Copies what was set aside into the maps that were made since. The collector has to be started after that.
+/// Copies what was set aside into the new maps. The collector has to be started after that.
 pub fn carry_over(pins: &Pins) -> Result<(), LoadError> {
     let mut names = aside(pins)?;
     if names.is_empty() {

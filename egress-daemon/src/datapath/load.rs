@@ -1,4 +1,4 @@
-//! Loading the programs, with their maps pinned so that they outlive the agent.
+//! Loads the programs, with their maps pinned so that they outlive the agent.
 
 use super::{Pins, grown};
 use aya::{
@@ -15,7 +15,7 @@ use nix::{
 use std::{fs, io, path::PathBuf, time::Duration};
 use thiserror::Error;
 
-/// The objects that `build.rs` has built: the usual one, and the one that tells what it decides.
+/// The objects that `build.rs` has built: the usual one, and the one that reports what it decides.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("SPILLWAY_EBPF_OBJECT"));
 static TRACE_OBJECT: &[u8] = aya::include_bytes_aligned!(env!("SPILLWAY_TRACE_OBJECT"));
 
@@ -35,9 +35,9 @@ pub const NATIVE: [&str; 2] = ["underlay_xdp", "uplink_xdp"];
 const COLLECTOR: &str = "start_collector";
 /// The ring buffer of beginnings and ends of flows.
 pub const EVENTS: &str = "FLOW_EVENTS";
-/// The ring buffer of lines that the programs of a trace tell. Nothing that only those have is pinned.
+/// The ring buffer of lines that the programs of a trace report. Nothing that only they have is pinned.
 const TRACE_LINES: &str = "AYA_LOGS";
-/// How many packets there were to tell of.
+/// How many packets there were to report.
 pub const TRACE_SEEN: &str = "TRACE_SEEN";
 const TRACE_NOTES: &str = "TRACE_NOTES";
 /// The program that is run once to learn whether merged packets can be stripped.
@@ -48,7 +48,7 @@ const DECAPSULATION: &str = "try_decapsulation";
 pub struct Sizes {
     /// Flows per address family.
     pub max_flows: u32,
-    /// Bytes of the buffer in which beginnings and ends of flows are told (`flowLog.mode: Flows`); 0: none are.
+    /// Bytes of the buffer in which beginnings and ends of flows are reported (`flowLog.mode: Flows`); 0: none are.
     pub flow_events: u32,
 }
 
@@ -81,7 +81,7 @@ pub enum LoadError {
     Directory {
         /// The directory.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// Maps of another version of the layout.
@@ -103,9 +103,9 @@ pub enum LoadError {
         path: PathBuf,
         /// The directory of all versions.
         root: PathBuf,
-        /// The shape that is there.
+        /// The actual shape.
         found: String,
-        /// The shape that is wanted.
+        /// The expected shape.
         wanted: String,
     },
     /// The entries of an older version's map cannot be copied.
@@ -117,7 +117,7 @@ pub enum LoadError {
         path: PathBuf,
         /// The directory of all versions.
         root: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The object cannot be parsed.
@@ -131,11 +131,11 @@ pub enum LoadError {
     Program {
         /// Its name.
         program: &'static str,
-        /// What the kernel said, with the verifier's log.
+        /// The kernel's error, with the verifier's log.
         source: aya::programs::ProgramError,
     },
-    /// The kernel does not say how long its ticks are.
-    #[error("the kernel does not tell the resolution of CLOCK_MONOTONIC_COARSE: {0}")]
+    /// The kernel does not report the length of its ticks.
+    #[error("the kernel does not report the resolution of CLOCK_MONOTONIC_COARSE: {0}")]
     Clock(Errno),
     /// The collector's timer was not armed.
     #[error("the collector of idle flows does not start: error {0}")]
@@ -148,7 +148,7 @@ const BPF_FS_MAGIC: i64 = 0xcafe_4a11;
 /// Makes the pins' directories and checks what is there already.
 fn prepare(pins: &Pins) -> Result<(), LoadError> {
     for dir in [pins.root().to_path_buf(), pins.version(), pins.maps(), pins.links()] {
-        // Before anything is made: nothing of ours stays behind on another file system, and `sysfs` has only errors to say.
+        // Before anything is made: nothing of ours is left on another file system, and `sysfs` only returns errors.
         if !is_on_bpffs(&dir) {
             return Err(LoadError::NotBpffs { path: dir });
         }
@@ -177,8 +177,8 @@ fn is_version(path: &std::path::Path) -> bool {
     name.strip_prefix('v').is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Whether there is a buffer of beginnings and ends of flows of this size. One of another size makes room for it: it was made under another
-/// mode of the log.
+/// Whether there is a buffer of beginnings and ends of flows of this size. Removes one of another size: it was made under another mode of
+/// the log.
 fn keep_events(pins: &Pins, room: u32) -> Result<bool, LoadError> {
     let path = pins.map(EVENTS);
     match MapInfo::from_pin(&path) {
@@ -196,7 +196,7 @@ pub fn config_flags() -> u32 {
     }
 }
 
-/// Length of a jiffy in ns: the steps in which the coarse clocks move on.
+/// Length of a jiffy in ns: the resolution of the coarse clocks.
 fn jiffy_ns() -> Result<u64, LoadError> {
     let step = clock_getres(ClockId::CLOCK_MONOTONIC_COARSE).map_err(LoadError::Clock)?;
     Ok(Duration::from(step).as_nanos() as u64)
@@ -206,7 +206,8 @@ fn parse(object: &[u8]) -> Result<aya_obj::Object, LoadError> {
     aya_obj::Object::parse(object).map_err(|e| LoadError::Object(e.to_string()))
 }
 
-/// Makes an object's maps, or takes those that are pinned. `object` is what `bytes` say; it is gone before the loader reads them, too.
+/// Makes an object's maps, or takes those that are pinned. `object` is the parsed `bytes`; it is dropped before the loader also parses
+/// them.
 fn open(
     bytes: &[u8],
     object: aya_obj::Object,
@@ -243,31 +244,31 @@ fn open(
 /// The loaded programs. Dropping it detaches nothing: links and maps are pinned.
 pub struct Programs {
     ebpf: Ebpf,
-    /// Why the kernel does not take the programs for drivers, without which everything works.
+    /// Why the kernel does not accept the programs for drivers, without which everything works.
     not_native: Option<String>,
     /// Whether the buffer of beginnings and ends of flows is the one that programs have written to before.
     kept_events: bool,
 }
 
-/// Gives memory that is free back to the kernel: the types of the kernel and of the object, which are read to load the
-/// programs, take 20 MiB, and glibc keeps what is freed below something that is not.
+/// Returns free memory to the kernel: the types of the kernel and of the object, which are read to load the programs,
+/// take 20 MiB, and glibc keeps freed memory that lies below memory in use.
 fn give_back() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: it only looks at the allocator's own lists, under its locks.
+    // SAFETY: it only touches the allocator's own lists, under its locks.
     unsafe {
         libc::malloc_trim(0);
     }
 }
 
 impl Programs {
-    /// Loads all programs against the pinned maps, which are made where they are not there yet, and arms the collector.
+    /// Loads all programs against the pinned maps, which are created if missing, and arms the collector.
     ///
     /// `attached` programs keep running until [`attach`](super::attach) replaces them.
     pub fn load(pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
         Self::load_from(OBJECT, pins, sizes)
     }
 
-    /// The same from any object: tests have one of another version.
+    /// The same from any object: tests use one of another version.
     pub(super) fn load_from(bytes: &[u8], pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
         prepare(pins)?;
         let object = parse(bytes)?;
@@ -288,8 +289,8 @@ impl Programs {
         Ok(programs)
     }
 
-    /// Loads the programs of a trace against the same maps: those of [`load`](Self::load), with the same sizes, but for drivers, that
-    /// tell of the packets that `filter` describes.
+    /// Loads the programs of a trace against the same maps: those of [`load`](Self::load), with the same sizes, without those for
+    /// drivers. They report the packets that match `filter`.
     pub fn load_trace(pins: &Pins, sizes: Sizes, filter: &TraceFilter) -> Result<Self, LoadError> {
         let object = parse(TRACE_OBJECT)?;
         let ebpf = open(TRACE_OBJECT, object, pins, sizes, Some(filter))?;
@@ -297,13 +298,13 @@ impl Programs {
         for name in PROGRAMS.into_iter().chain([COLLECTOR]) {
             programs.get(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
         }
-        // It sets the clock only.
+        // It only sets the clock.
         programs.start_collector()?;
         give_back();
         Ok(programs)
     }
 
-    /// The object, to take out what is not pinned.
+    /// The object, to take what is not pinned.
     pub(super) fn ebpf(&mut self) -> &mut Ebpf {
         &mut self.ebpf
     }
@@ -336,7 +337,7 @@ impl Programs {
         self.not_native.as_deref()
     }
 
-    /// Whether beginnings and ends of flows have been told all the time since an earlier agent read them.
+    /// Whether beginnings and ends of flows have been reported continuously since an earlier agent read them.
     pub fn kept_events(&self) -> bool {
         self.kept_events
     }
@@ -347,17 +348,17 @@ impl Programs {
         config_flags() | if decap { flags::DECAP_UDP } else { 0 }
     }
 
-    /// Runs a program once, with the smallest frame that the kernel accepts for it: what it returned.
+    /// Runs a program once, with the smallest frame that the kernel accepts for it. Returns the program's result.
     fn try_run(&mut self, program: &'static str) -> Result<i32, LoadError> {
         let mut frame = [0u8; 64];
-        // IPv4, so that there is a header that something can follow.
+        // IPv4, so that there is a header that others can follow.
         (frame[12], frame[14]) = (8, 0x45);
         let options = TestRunOptions { data_in: Some(&frame), ..Default::default() };
         let result = self.get(program)?.test_run(options).map_err(|source| LoadError::Program { program, source })?;
         Ok(result.return_value as i32)
     }
 
-    /// Runs the program that arms the timer. An earlier agent's timer goes on with this agent's collector.
+    /// Runs the program that arms the timer. An earlier agent's timer continues with this agent's collector.
     fn start_collector(&mut self) -> Result<(), LoadError> {
         match self.try_run(COLLECTOR)? {
             0 => Ok(()),

@@ -1,4 +1,4 @@
-//! The pinned maps, typed. The agent writes through it, `egressctl` reads through it whether an agent lives or not.
+//! The pinned maps, typed. The agent writes through it; `egressctl` reads through it, whether or not an agent is alive.
 
 use super::{Pins, batch::Batches};
 use aya::{
@@ -23,12 +23,12 @@ use thiserror::Error;
 /// Why a map cannot be read or written.
 #[derive(Debug, Error)]
 pub enum MapsError {
-    /// The pin is not there, or cannot be opened.
+    /// The pin does not exist, or cannot be opened.
     #[error("{path}: {source}; no agent has run with this --bpffs, or not on this node")]
     Open {
         /// The pin.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         source: MapError,
     },
     /// The kernel refused an access.
@@ -36,7 +36,7 @@ pub enum MapsError {
     Access {
         /// The map's name.
         map: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: MapError,
     },
 }
@@ -64,7 +64,7 @@ impl<K: Pod + Ord, V: Pod> Table<K, V> {
             Err(e) => Err(self.error(e)),
         }
     }
-    /// All entries, in order. Entries that programs add or remove meanwhile may or may not be there.
+    /// All entries, in order. Entries that programs add or remove meanwhile may or may not be included.
     pub fn entries(&self) -> Result<BTreeMap<K, V>, MapsError> {
         self.iter().collect()
     }
@@ -96,9 +96,9 @@ impl<K: Pod + Ord, V: Pod> Table<K, V> {
     }
 }
 
-/// The records that lie one behind the other.
+/// The records in a sequence of bytes.
 fn each<T: Pod>(bytes: &[u8]) -> impl Iterator<Item = T> {
-    // SAFETY: a record that any bytes make a valid one of, read from as many bytes.
+    // SAFETY: any bytes are a valid record, and there are as many as it has.
     bytes.chunks_exact(size_of::<T>()).map(|bytes| unsafe { bytes.as_ptr().cast::<T>().read_unaligned() })
 }
 
@@ -222,7 +222,7 @@ pub struct Maps {
     pub blocks: Slots<BlockList>,
     /// Which carriers flows go to, by egress IP.
     pub carriers: Slots<CarrierTable>,
-    /// Everybody's blocks by egress IP.
+    /// Every node's blocks by egress IP.
     pub leases: Slots<LeaseTable>,
     /// By node: up to which revision its leases are in `leases`.
     pub known_leases: Slots<u64>,
@@ -238,7 +238,7 @@ pub struct Maps {
     pub config: Slots<DatapathConfig>,
     /// Until when this node is able to carry egress IPs.
     pub deadline: Slots<u64>,
-    /// Names for people.
+    /// Names for display.
     pub names: Table<NameKey, Name>,
     counters: PerCpuArray<MapData, u64>,
     traffic: PerCpuArray<MapData, Traffic>,
@@ -306,7 +306,7 @@ impl Maps {
         Ok(sum)
     }
 
-    /// Begins to count anew under an account.
+    /// Resets the counts of an account.
     pub fn clear_traffic(&mut self, account: u32) -> Result<(), MapsError> {
         let error = |source| MapsError::Access { map: "TRAFFIC", source };
         let cpus = nr_cpus().map_err(|(_, e)| error(MapError::IoError(e)))?;

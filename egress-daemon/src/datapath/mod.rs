@@ -21,7 +21,7 @@ pub mod write;
 
 #[cfg(test)]
 mod tests;
-/// What tests of other modules have the programs do.
+/// Lets tests of other modules run the programs.
 #[cfg(test)]
 pub(crate) use tests::testing;
 
@@ -29,7 +29,7 @@ use nix::time::{ClockId, clock_gettime};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Where the pins of one agent lie: `DIR/v1/maps/NAME` and `DIR/v1/links/PROGRAM-IFINDEX`.
+/// Where the pins of one agent are: `DIR/v1/maps/NAME` and `DIR/v1/links/PROGRAM-IFINDEX`.
 #[derive(Clone, Debug)]
 pub struct Pins {
     root: PathBuf,

@@ -1,4 +1,5 @@
-//! The programs at the drivers of a gateway's interfaces (XDP, native mode): where they are attached, and by which interfaces they send.
+//! The programs at the drivers of a gateway's interfaces (XDP, native mode): where they are attached, and through which interfaces they
+//! send.
 
 use super::{
     Pins,
@@ -63,7 +64,7 @@ pub(super) fn is_at(id: u32, index: u32) -> bool {
     strangers::xdp(index).is_ok_and(|ids| ids.contains(&id))
 }
 
-/// The interfaces that the programs may send by.
+/// The interfaces through which the programs may send.
 pub struct Devices {
     map: DevMapHash<MapData>,
 }
@@ -76,7 +77,7 @@ impl Devices {
         Ok(Self { map: typed(pins, NAME)? })
     }
 
-    /// Makes these the interfaces, by index. The kernel takes out those that go.
+    /// Sets the interfaces, by index. The kernel removes those that disappear.
     pub fn set(&mut self, wanted: &BTreeSet<u32>) -> Result<(), MapsError> {
         let access = |source| MapsError::Access { map: NAME, source };
         let present: BTreeSet<u32> = self.map.keys().filter_map(Result::ok).collect();
@@ -88,7 +89,7 @@ impl Devices {
             }
         }
         for index in &present - wanted {
-            // It may have gone in between.
+            // It may have disappeared in between.
             let _ = self.map.remove(index);
         }
         Ok(())

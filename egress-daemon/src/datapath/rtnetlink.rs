@@ -1,4 +1,4 @@
-//! One question to the kernel's route netlink and its answer, without a runtime.
+//! One request to the kernel's rtnetlink and its reply, without a runtime.
 
 use rtnetlink::{
     packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload},
@@ -7,16 +7,16 @@ use rtnetlink::{
 };
 use std::io;
 
-/// How much is asked for.
+/// How much is requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Extent {
-    /// The one thing that the question names.
+    /// The one thing that the request names.
     One,
     /// Everything that it matches.
     All,
 }
 
-/// Asks; the kernel's error where it has one.
+/// Sends a request. Returns the reply, or the kernel's error.
 pub(super) fn ask(question: RouteNetlinkMessage, extent: Extent) -> io::Result<Vec<RouteNetlinkMessage>> {
     let mut request = NetlinkMessage::from(question);
     request.header.flags = NLM_F_REQUEST | if extent == Extent::All { NLM_F_DUMP } else { NLM_F_ACK };

@@ -1,9 +1,9 @@
-//! Programs of others at this node's interfaces.
+//! Foreign programs at this node's interfaces.
 //!
-//! What brings a packet into a pod passes `pod_ingress`, at the egress hook of the pod's interface, with two exceptions: a program at
-//! an ingress hook may redirect it to the interface's peer (`bpf_redirect_peer`), and an XDP program may hand it to the device. Whatever
-//! else forwards (routes, bridges, flowtables, Open vSwitch, a filter's `mirred`, `bpf_redirect`) ends in `dev_queue_xmit`, which runs
-//! that hook.
+//! A packet into a pod passes `pod_ingress`, at the egress hook of the pod's interface, with two exceptions: a program at an ingress
+//! hook may redirect it to the interface's peer (`bpf_redirect_peer`), and an XDP program may hand it to the device. Whatever else
+//! forwards (routes, bridges, flowtables, Open vSwitch, a filter's `mirred`, `bpf_redirect`) ends in `dev_queue_xmit`, which runs that
+//! hook.
 
 use super::{
     filters::filters,
@@ -36,18 +36,18 @@ pub enum How {
 pub struct Stranger {
     /// The interface's name.
     pub interface: String,
-    /// It sees what leaves by the interface, not what comes in.
+    /// Whether it sees what leaves through the interface, not what comes in.
     pub egress: bool,
     /// How it is attached.
     pub how: How,
     /// The kernel's number for it; none for the action of a filter.
     pub program: Option<u32>,
-    /// Its name, if the hook tells it.
+    /// Its name, if the hook reports it.
     pub name: Option<String>,
 }
 
 impl Stranger {
-    /// Its name; where neither the hook nor the kernel tells it, its number.
+    /// Its name, or its number if neither the hook nor the kernel reports the name.
     pub fn program(&self) -> String {
         let loaded = || {
             let found = loaded_programs().filter_map(Result::ok).find(|program| Some(program.id()) == self.program)?;
@@ -57,7 +57,7 @@ impl Stranger {
         self.name.clone().or_else(loaded).filter(|name| !name.is_empty()).unwrap_or_else(number)
     }
 
-    /// The hook, for people: `ingress (tcx)`.
+    /// The hook, for display: `ingress (tcx)`.
     pub fn hook(&self) -> &'static str {
         match (self.how, self.egress) {
             (How::Tcx, false) => "ingress (tcx)",
@@ -75,7 +75,7 @@ impl fmt::Display for Stranger {
     }
 }
 
-/// The programs at one side of an interface that are not among `ours`.
+/// The programs in one direction of an interface that are not among `ours`.
 pub fn at(index: u32, interface: &str, egress: bool, ours: &BTreeSet<u32>) -> io::Result<Vec<Stranger>> {
     let direction = if egress { TcAttachType::Egress } else { TcAttachType::Ingress };
     let stranger = |how, program, name| Stranger { interface: interface.to_owned(), egress, how, program, name };
@@ -96,7 +96,7 @@ pub fn xdp_at(index: u32, interface: &str, ours: &BTreeSet<u32>) -> io::Result<O
     Ok(there(xdp(index))?.into_iter().find(|id| !ours.contains(id)).map(stranger))
 }
 
-/// Nothing is at an interface that is gone, or by a means that this kernel has not.
+/// There is nothing at an interface that is gone, or of a kind that this kernel lacks.
 fn there<T>(found: io::Result<Vec<T>>) -> io::Result<Vec<T>> {
     match found {
         Err(e) if matches!(e.raw_os_error(), Some(libc::ENODEV | libc::ENOENT | libc::EINVAL)) => Ok(Vec::new()),
@@ -127,17 +127,18 @@ pub(super) fn xdp(index: u32) -> io::Result<Vec<u32>> {
 /// What was found at an interface, or why that is not known.
 type Found = Result<Vec<Stranger>, String>;
 
-/// Looks by what a packet may come into a pod past `pod_ingress`.
+/// Looks for programs that may bring packets into a pod past `pod_ingress`.
 #[derive(Default)]
 pub struct Lookout {
     seen: BTreeMap<(u32, String), Found>,
-    /// The first of them, and its words: to find a program's name takes a walk over all programs.
+    /// The first of them, and its text: finding a program's name takes a walk over all programs.
     first: Option<(Result<Stranger, String>, String)>,
 }
 
 impl Lookout {
-    /// Looks at the interfaces (names by index) that are new since the last time, or at all of them. What may bring packets into a pod
-    /// past `pod_ingress`, for people. What cannot be looked at counts: nobody's connections are to break because of what is not known.
+    /// Searches the interfaces (names by index) that are new since the last time, or all of them. Returns what may bring packets into a
+    /// pod past `pod_ingress`, for display. An interface that cannot be searched counts: connections must not break because of what is
+    /// not known.
     pub fn look(&mut self, interfaces: &BTreeMap<u32, String>, ours: &BTreeSet<u32>, all: bool) -> Option<&str> {
         self.seen.retain(|(index, name), _| interfaces.get(index) == Some(name));
         for (index, name) in interfaces {

@@ -1,4 +1,5 @@
-//! Which programs TCX runs at an interface. By number alone: to open a program takes CAP_SYS_ADMIN, which the agent has not.
+//! Which programs TCX runs at an interface. By number only: opening a program takes CAP_SYS_ADMIN, which the agent does not
+//! have.
 
 use super::syscall::bpf;
 use aya::programs::TcAttachType;
@@ -29,7 +30,7 @@ struct Query {
     revision: u64,
 }
 
-/// The numbers of the programs at one side of an interface, the first one first. `EINVAL` before Linux 6.6.
+/// The numbers of the programs in one direction of an interface, the first one first. `EINVAL` before Linux 6.6.
 pub fn programs(index: u32, direction: TcAttachType) -> io::Result<Vec<u32>> {
     let mut ids = vec![0_u32; MOST];
     let mut query = Query {
@@ -39,7 +40,7 @@ pub fn programs(index: u32, direction: TcAttachType) -> io::Result<Vec<u32>> {
         prog_cnt: MOST as u32,
         ..Query::default()
     };
-    // SAFETY: the kernel writes to the query and to as many numbers as it says there is room for.
+    // SAFETY: the kernel writes to the query, and to no more numbers than the query has room for.
     unsafe { bpf(BPF_PROG_QUERY, &mut query) }?;
     ids.truncate(query.prog_cnt as usize);
     Ok(ids)

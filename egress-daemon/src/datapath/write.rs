@@ -1,6 +1,6 @@
-//! Bringing the maps from what is in them to what is wanted: first everything that is added or changed, from the things
-//! that are named to the things that name them; then, in the opposite order, everything that is to go. So at no moment
-//! does an entry name something that is not there, and nothing that stays is ever missing.
+//! Brings the maps from their present contents to the wanted ones: first everything that is added or changed, referents
+//! before what refers to them; then, in the opposite order, everything that is removed. So at no moment does an entry
+//! name something that does not exist, and nothing that stays is ever missing.
 
 use super::maps::{FamilyMaps, Maps, MapsError, Slots};
 use aya::Pod;
@@ -92,7 +92,7 @@ kinds! {
     EndpointsV6: V6 => Endpoint, v6.endpoints;
 }
 
-/// What takes the entries: the kernel's maps.
+/// Where entries are written: the kernel's maps.
 pub(super) trait Sink {
     fn set<K: MapKind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError>;
     fn remove<K: MapKind>(&mut self, key: &K::Key) -> Result<(), MapsError>;
@@ -111,7 +111,7 @@ impl Sink for Maps {
     }
 }
 
-/// One change under way.
+/// One change in progress.
 pub(super) struct MapUpdate<'a, S: Sink> {
     pub sink: &'a mut S,
     pub present: &'a Tables,
@@ -119,7 +119,7 @@ pub(super) struct MapUpdate<'a, S: Sink> {
 }
 
 impl<S: Sink> MapUpdate<'_, S> {
-    /// Adds and replaces what is not as it should be, where `which` holds. Whether there was anything.
+    /// Adds and replaces the entries that are not as they should be, if `which` holds. Returns whether there were any.
     fn add_some<K: MapKind>(&mut self, which: impl Fn(&K::Key) -> bool) -> Result<bool, MapsError> {
         let present = K::entries(self.present);
         let mut changed = false;
@@ -134,7 +134,7 @@ impl<S: Sink> MapUpdate<'_, S> {
         self.add_some::<K>(|_| true)
     }
 
-    /// Removes what should not be there. Whether there was anything.
+    /// Removes the entries that should not exist. Returns whether there were any.
     fn drop<K: MapKind>(&mut self) -> Result<bool, MapsError> {
         let wanted = K::entries(self.wanted);
         let mut changed = false;
@@ -168,7 +168,7 @@ impl<S: Sink> MapUpdate<'_, S> {
         self.add::<Maglev>()?;
         self.add::<Policies>()?;
         self.add::<Assignments>()?;
-        // The settings come before the endpoints: a pod that is known needs a tunnel to send to.
+        // The settings come before the endpoints: a known pod needs a tunnel to send to.
         let config = self.configure(*generation)?;
         *recheck |= self.add::<ExceptsV4>()?;
         *recheck |= self.add::<ExceptsV6>()?;
@@ -211,8 +211,8 @@ impl<S: Sink> MapUpdate<'_, S> {
         Ok(Some(last))
     }
 
-    /// Writes the settings. Without any, those that are there stay. What is held stays so until everything else is written:
-    /// the pod that it was for is not known yet.
+    /// Writes the settings. Without any, the present ones stay. The hold stays until everything else is written: the pod
+    /// that it is for is not known yet.
     fn configure(&mut self, generation: u32) -> Result<Option<DatapathConfig>, MapsError> {
         let Some(config) = self.wanted.config else { return Ok(self.present.config) };
         let held = self.present.config.map_or(0, |present| present.flags & config::flags::HOLD);
@@ -249,7 +249,7 @@ where
     })
 }
 
-/// The Maglev tables that policies use. What an earlier table has left behind counts as nothing.
+/// The Maglev tables that policies use. Leftovers of an earlier table are ignored.
 fn read_maglev(maps: &Maps, policies: &BTreeMap<PolicyKey, Policy>) -> Result<BTreeMap<u32, MaglevChunk>, MapsError> {
     let chunks = policies.values().flat_map(|p| p.table..p.table + p.table_len.div_ceil(MAGLEV_CHUNK as u32));
     chunks.map(|i| Ok((i, maps.maglev.get(i)?))).collect()
@@ -286,13 +286,13 @@ pub struct MapWriter {
     maps: Maps,
     present: Tables,
     generation: u32,
-    /// Flows are to be checked again although nothing may be different from what is in the maps: an earlier change did
-    /// not come to its end, or may not have under an earlier agent.
+    /// Whether flows have to be checked again even if nothing differs from the maps: an earlier change was not
+    /// completed, or an earlier agent may not have completed one.
     recheck: bool,
 }
 
 impl MapWriter {
-    /// Reads what an earlier agent left in the maps. The first write makes flows be checked again.
+    /// Reads what an earlier agent left in the maps. The first write makes flows get checked again.
     pub fn open(maps: Maps) -> Result<Self, MapsError> {
         let present = read(&maps)?;
         let generation = maps.config.get(0)?.generation;
@@ -319,10 +319,9 @@ impl MapWriter {
         self.maps.deadline.set(&deadline::LEASE, &until)
     }
 
-    /// Writes `wanted`. After an error the maps hold a part of the change, in the safe order, and what is in them is read
-    /// anew.
+    /// Writes `wanted`. After an error the maps hold a part of the change, in the safe order, and are reread.
     pub fn write(&mut self, wanted: Tables) -> Result<(), MapsError> {
-        // Accounts that had another meaning, or none, begin with nothing.
+        // Accounts that had another meaning, or none, start at zero.
         let used: BTreeSet<u32> = self.present.accounts.values().copied().collect();
         let fresh: BTreeSet<u32> = wanted.accounts.values().copied().filter(|number| !used.contains(number)).collect();
         fresh.iter().try_for_each(|number| self.maps.clear_traffic(*number))?;

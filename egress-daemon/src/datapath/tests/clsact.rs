@@ -71,7 +71,7 @@ fn filters_are_attached_replaced_and_taken_off() {
         sync(&mut first, &both, &live);
         assert_eq!(ids(&filters("pod", "ingress")), [first_ids["pod_egress"]]);
 
-        // The agent goes, the filters stay, and another agent's programs take their place in one step.
+        // The agent ends, the filters stay, and another agent's programs replace them in one step.
         drop(first);
         assert_eq!(ids(&filters("pod", "ingress")), [first_ids["pod_egress"]]);
         let (mut second, second_ids) = attacher(&dir);
@@ -85,7 +85,7 @@ fn filters_are_attached_replaced_and_taken_off() {
         assert_eq!(ids(&filters("pod", "ingress")), [second_ids["uplink_ingress"]]);
         assert_eq!(ids(&filters("pod", "egress")), [] as [u32; 0]);
 
-        // What an earlier agent attached and this one does not want goes, too.
+        // What an earlier agent attached and this one does not want is removed, too.
         drop(second);
         let (mut third, _) = attacher(&dir);
         sync(&mut third, &BTreeMap::new(), &live);
@@ -113,7 +113,7 @@ fn clsact_order_our_filter_is_the_first_whoever_comes() {
         let first = |side: &str| ids(&filters("pod", side)).first().copied();
         sync(&mut ours, &both, &live);
         let number = |side: &str| ids(&filters("pod", side)).len();
-        // More than there are handles; the latest filter of a priority is the first.
+        // More rounds than handles; within a priority the newest filter is the first.
         for round in 1..=3 {
             for (side, program, direction) in sides {
                 come(direction, 1);
@@ -122,10 +122,10 @@ fn clsact_order_our_filter_is_the_first_whoever_comes() {
                 assert_eq!((first(side), number(side)), (Some(own[program]), 1 + round), "{side}");
             }
         }
-        // What others have stays theirs.
+        // Others' filters stay.
         sync(&mut ours, &BTreeMap::new(), &live);
         assert!(sides.iter().all(|(side, program, _)| number(side) == 3 && first(side) != Some(own[program])));
-        // One that was there before ours, of another priority; and one of another kind, which cannot be gone before.
+        // A filter of another priority, older than ours; and one of another kind, which ours cannot precede.
         sync(&mut ours, &both, &live);
         let kind = "filter add dev pod ingress prio 1 protocol ip matchall action ok".split(' ');
         let done = Command::new("tc").args("filter del dev pod ingress prio 1".split(' ')).status().unwrap();
@@ -134,7 +134,7 @@ fn clsact_order_our_filter_is_the_first_whoever_comes() {
         if added.success() {
             let told = ours.sync(&both, &live, true);
             assert!(told.len() == 1 && told[0].to_string().contains("matchall"), "{told:?}");
-            assert_eq!(first("ingress"), Some(own["pod_egress"]), "it is there all the same");
+            assert_eq!(first("ingress"), Some(own["pod_egress"]), "it is attached nevertheless");
         }
     });
 }
@@ -180,7 +180,7 @@ fn syn_ack_programs_of_others_are_found_where_packets_come_in() {
         if Command::new("tc").args(others).status().unwrap().success() {
             assert_eq!(lookout.look(&live, &own, true), None, "a filter without a program");
         }
-        // A new interface is looked at at once, and one that is gone counts no more.
+        // A new interface is searched at once, and one that is gone no longer counts.
         Net::here().veth_into("new", &other, "eth1").await;
         let new = Net::here().index("new").await;
         let both = BTreeMap::from([(index, "pod".to_owned()), (new, "new".to_owned())]);

@@ -1,4 +1,4 @@
-//! The collector of idle flows, in the kernel, over real tables.
+//! The garbage collector of idle flows, in the kernel, over real tables.
 
 use super::{BpfDir, rig::now_tick, scenes};
 use crate::datapath::{
@@ -55,7 +55,7 @@ impl Raw {
     fn push<V: Pod>(&self, value: &V) {
         bpf(BPF_MAP_UPDATE_ELEM, &[self.fd(), 0, std::ptr::from_ref(value) as u64, 0]).unwrap();
     }
-    /// Runs of the collector: the last eight bytes of its element, behind the timer.
+    /// Runs of the collector: the last eight bytes of its element, after the timer.
     fn runs(&self) -> u64 {
         let (key, mut value) = (0u32, [0u64; 3]);
         bpf(BPF_MAP_LOOKUP_ELEM, &[self.fd(), std::ptr::from_ref(&key) as u64, value.as_mut_ptr() as u64, 0]).unwrap();
@@ -70,7 +70,7 @@ struct Kernel {
     tickets: Raw,
     collector: Raw,
     now: u32,
-    // Dropped last: the pins keep what the maps are.
+    // Dropped last: the pins keep the maps.
     dir: BpfDir,
 }
 
@@ -162,7 +162,7 @@ impl Kernel {
         self.maps.counters().unwrap()[&Counter::FlowsExpired]
     }
 
-    /// Waits until so many flows are expired, and returns when that was.
+    /// Waits until this many flows are expired, and returns when that was.
     fn wait_for(&self, expired: u64, patience: Duration) -> Instant {
         let start = Instant::now();
         while self.expired() < expired {
@@ -199,7 +199,7 @@ fn a_million_idle_flows_go_in_bounded_runs_while_no_agent_lives() {
     kernel.limits(DatapathConfig { udp: 500, ..scenes::settings() });
     while before.1 < u64::from(MANY) {
         assert!(start.elapsed() < Duration::from_secs(300), "{} of {MANY} are gone", before.1);
-        // Runs are counted when they begin: one may have been under way at the beginning of the interval.
+        // Runs are counted when they begin: one may have been in progress at the beginning of the interval.
         let (earlier, expired, runs) = (kernel.collector.runs(), kernel.expired(), kernel.collector.runs());
         let most = (runs - before.0 + 1) * u64::from(COLLECT_BATCH);
         assert!(expired - before.1 <= most, "{} flows in {} runs", expired - before.1, runs - before.0);
@@ -242,7 +242,8 @@ fn every_protocol_and_state_has_its_own_limit() {
         alive.push(flow(n + 2, limit + 900, limit - 900));
         alive.push(flow(n + 3, limit - 900, limit + 900));
     }
-    // What the remote side only says of its end changes nothing; one that the pod has accepted ends it, without the queue as well.
+    // An end that only the remote side claims changes nothing; one that the pod has accepted ends the flow, even without the
+    // queue.
     let (half, reset) = (tcp::end::FIN | tcp::end::ACCEPTED, tcp::end::RST);
     let open = |number, ended, idle| Idle { proto: 6, number, ended, states: OPEN, out: idle, back: idle };
     alive.extend([open(100, half, 39_000), open(101, reset, 39_000), open(102, tcp::end::FIN, 39_000)]);
@@ -257,7 +258,8 @@ fn every_protocol_and_state_has_its_own_limit() {
         ..scenes::settings()
     });
     kernel.wait_for(due.len() as u64, Duration::from_secs(60));
-    // Every other flow was looked at, too: the queue has gone round once more when a flow behind them all is gone.
+    // Every other flow was examined, too: when a flow queued after them all is gone, the queue has gone round once
+    // more.
     let last = Idle { proto: 1, number: 200, ended: 0, states: [0; 2], out: 3_000, back: 3_000 };
     kernel.put(&[last]);
     kernel.wait_for(due.len() as u64 + 1, Duration::from_secs(60));

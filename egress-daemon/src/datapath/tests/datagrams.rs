@@ -1,5 +1,5 @@
 //! The reference NAT's part for fragments, and fragments as frames. Later fragments have no ports: they go where the first one of their
-//! datagram goes, and wait for one that has not come yet. Nothing that waits is lost, changed or sent to anybody else.
+//! datagram goes, and wait if it has not arrived yet. Nothing that waits is lost, changed or sent elsewhere.
 
 use super::{
     frames::{TCP, UDP, fragment, ip, read},
@@ -18,7 +18,7 @@ pub enum Part {
     First,
     /// Eight bytes: less than a TCP header.
     Tiny,
-    /// It lies over all of the first one but eight bytes.
+    /// It overlaps all of the first one but eight bytes.
     Over,
     Middle,
     Last,
@@ -26,10 +26,10 @@ pub enum Part {
 
 impl Part {
     pub const ALL: [Part; 5] = [Part::First, Part::Tiny, Part::Over, Part::Middle, Part::Last];
-    /// As they leave the stack, which has put the datagram together.
+    /// As they leave the stack, which has reassembled the datagram.
     pub const ORDERED: [Part; 3] = [Part::First, Part::Middle, Part::Last];
 
-    /// Its bytes of a datagram of this length, without the IP header.
+    /// Its range of bytes in a datagram of this length, without the IP header.
     fn bytes(self, len: usize) -> Range<usize> {
         match self {
             Part::First => 0..48,
@@ -82,7 +82,7 @@ pub fn is_untouched(before: &[u8], after: &[u8]) -> bool {
         }
 }
 
-/// What makes fragments those of one datagram (RFC 791; RFC 8200, section 4.5).
+/// What identifies the fragments of one datagram (RFC 791; RFC 8200, section 4.5).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Datagram {
     pub src: IpAddr,
@@ -92,13 +92,13 @@ pub struct Datagram {
 }
 
 impl Datagram {
-    /// What its first fragment would be with these ports, as its sender has it.
+    /// The tuple of its first fragment with these ports, as sent.
     pub fn with(&self, (pod_port, server_port): (u16, u16)) -> Tuple {
         Tuple { pod: self.src, pod_port, server: self.dst, server_port, proto: self.proto }
     }
 }
 
-/// A fragment that waits for its first one, and since which tick.
+/// A fragment that waits for its first one, and the tick since when.
 type Waiting = (Vec<u8>, u32);
 
 #[derive(Debug, Default)]
@@ -109,7 +109,7 @@ pub struct Datagrams {
 }
 
 impl Datagrams {
-    /// A first fragment is known from now on.
+    /// Records the ports of a first fragment.
     pub fn know(&mut self, of: Datagram, ports: (u16, u16)) {
         self.firsts.insert(of, ports);
     }
@@ -119,7 +119,7 @@ impl Datagrams {
         self.firsts.get(of).copied()
     }
 
-    /// A fragment of an unknown datagram came, in this tick or the one before.
+    /// A fragment of an unknown datagram arrived, in this tick or the one before.
     pub fn wait(&mut self, of: Datagram, frame: &[u8], now: u32) {
         let waiting = self.waiting.entry(of).or_default();
         if waiting.len() < HELD_PER_DATAGRAM as usize {
@@ -131,17 +131,17 @@ impl Datagrams {
         self.waiting.contains_key(of)
     }
 
-    /// A first fragment has entered again, with these frames behind it.
+    /// A first fragment was sent on, with these frames after it.
     pub fn released(&mut self, of: &Datagram, behind: &[Vec<u8>], now: u32) -> Result<(), String> {
         let mut behind = behind.iter().peekable();
         for (frame, since) in self.waiting.remove(of).unwrap_or_default() {
             let there = behind.next_if(|next| **next == frame).is_some();
             if !there && now.wrapping_sub(since) < HELD_TICKS {
-                return Err(format!("a fragment of {of:?} has waited, and is not there in its turn"));
+                return Err(format!("a fragment of {of:?} has waited, and is missing in its turn"));
             }
         }
         match behind.next() {
-            Some(frame) => Err(format!("with {of:?} comes what has not waited: {frame:02x?}")),
+            Some(frame) => Err(format!("after {of:?} comes a frame that has not waited: {frame:02x?}")),
             None => Ok(()),
         }
     }

@@ -1,4 +1,4 @@
-//! Numbers, tables and places in the maps keep their promises over arbitrary histories and restarts.
+//! Numbers, tables and positions in the maps keep their guarantees over arbitrary histories and restarts.
 
 use super::{
     rig,
@@ -26,7 +26,7 @@ use std::{
     net::IpAddr,
 };
 
-/// Encodes a history step by step; `check` sees what was there and what is wanted.
+/// Encodes a history step by step; `check` sees what existed and what is wanted.
 fn each_step(history: &[(NodeView, bool)], mut check: impl FnMut(&NodeView, &Tables, &Tables)) {
     let mut encoder = Encoder::recover(&Tables::default());
     let mut present = Tables::default();
@@ -129,7 +129,7 @@ proptest! {
             let first = Encoder::recover(present).encode(view, present).unwrap();
             let second = Encoder::recover(present).encode(view, present).unwrap();
             assert_eq!(first, second);
-            // And once they are in the maps, nothing is left to do.
+            // Once they are in the maps, nothing is left to do.
             let mut encoder = Encoder::recover(present);
             let first = encoder.encode(view, present).unwrap();
             assert_eq!(&encoder.encode(view, &first).unwrap(), &first);
@@ -171,7 +171,7 @@ fn map_full_what_does_not_fit_is_refused_as_a_whole() {
     let addresses: Vec<IpAddr> =
         (0..=limits::MAX_NODE_ADDRESSES as u32).map(|i| IpAddr::from(i.to_be_bytes())).collect();
     nodes.nodes.insert(scenes::node(1), addresses);
-    // A note in a packet has room for the numbers of these classes and no more.
+    // A packet's note has room for the numbers of these classes and no more.
     let mut classes = with_policies(&[]);
     let subset = |n: usize| (0..13).filter(|i| n >> i & 1 != 0).map(scenes::policy_id).collect();
     for n in 1..=limits::MAX_CLASSES {
@@ -214,7 +214,7 @@ fn a_retired_egress_ip_comes_back_to_its_index_and_gives_it_up_last() {
     );
     assert!(record.gateway == 0 && record.flags == 0 && gone.v4.egress_index.is_empty());
     assert_eq!(encoder.encode(&with(&[10]), &gone).unwrap(), first);
-    // Others take fresh indices as long as there are any.
+    // Others take unused indices as long as there are any.
     let all: Vec<u32> = (20..20 + limits::MAX_EGRESS_IPS as u32 - 2).collect();
     let others = encoder.encode(&with(&all), &gone).unwrap();
     assert_eq!(others.egress_ips[&1], record);
@@ -253,7 +253,7 @@ fn policies() -> impl Strategy<Value = Vec<Policy>> {
     })
 }
 
-/// What the policies mean, read literally: the longest matching destination among those that do not exclude it wins.
+/// A literal reading of the policies: the longest matching destination among those that do not exclude it wins.
 fn naive(policies: &[Policy], excepts: &[IpNet], destination: IpAddr) -> Option<PolicyId> {
     if excepts.iter().any(|e| e.contains(&destination)) {
         return None;
@@ -328,7 +328,7 @@ fn overflow_open_a_policy_that_does_not_fit_is_refused_and_all_else_goes_on() {
     let mut encoder = Encoder::recover(&Tables::default());
     let (present, refused) = encoder.fit(&mut with_policies(&[(0, 3)]), &Tables::default()).unwrap();
     assert_eq!(refused, Refused::default());
-    // One that is too large, then a new pod with a new policy, over a restart of the agent, too.
+    // A policy that is too large, then a new pod with a new policy, with and without a restart of the agent.
     for restart in [false, true] {
         if restart {
             encoder = Encoder::recover(&present);
@@ -348,17 +348,17 @@ fn overflow_open_a_policy_that_does_not_fit_is_refused_and_all_else_goes_on() {
             let (count, policies) = number(n);
             assert!(count == routes && policies.is_subset(&slots), "policy {n}");
         }
-        // What is refused drops: no packet of its pods leaves with another address.
+        // A refused policy drops: no packet of its pods leaves with another address.
         let (count, policies) = number(1);
         assert!(count == 1 && policies.len() == 1 && policies.is_disjoint(&slots));
         let all = RouteKey { class: tables.v4.endpoints[&net::v4([10, 1, 0, 1].into())].class, addr: [0] };
         assert!(tables.v4.routes.contains_key(&(all, 32)));
-        // And it says so, by name.
+        // And it is reported by name.
         let told = refused.troubles(&BTreeMap::new());
         assert_eq!(told.iter().map(|t| &t.policy).collect::<Vec<_>>(), [&scenes::policy_id(1)]);
         assert!(told[0].message.contains("ROUTES_V4"), "{}", told[0].message);
     }
-    // An old policy stays whoever comes, and comes back when there is room.
+    // An old policy stays whatever is added, and returns when there is room.
     let (full, refused) = encoder.fit(&mut with_policies(&[(0, 3), (1, 200_000)]), &present).unwrap();
     assert_eq!(refused, Refused::default());
     let mut both = with_policies(&[(0, 3), (1, 200_000), (2, 100_000)]);
@@ -388,7 +388,7 @@ fn overflow_open_egress_ips_that_do_not_fit_are_refused_and_all_else_goes_on() {
     let (present, refused) = encoder.fit(&mut with(places), &Tables::default()).unwrap();
     assert_eq!(refused, Refused::default());
     let mut view = with(places + 1);
-    // It comes first in the order of addresses: what was there stays all the same.
+    // It sorts first by address: existing ones still stay.
     let late = IpAddr::from([10, 8, 0, 1]);
     view.egress_ips.insert(late, Default::default());
     view.egress_ips.remove(&addresses(places + 1).next_back().unwrap());
@@ -420,7 +420,7 @@ fn reused_pod_ip_another_pod_with_the_same_address_has_another_number() {
         view.endpoints.insert(egress_core::model::EndpointId::new("prod", "web-0", uid), pod);
         present = encoder.encode(&view, &present).unwrap();
         assert!(seen.insert(number(&present)), "{uid} has the number of another pod");
-        // And keeps it over a restart.
+        // And it keeps it over a restart.
         encoder = Encoder::recover(&present);
         let again = encoder.encode(&view, &present).unwrap();
         assert_eq!(number(&again), number(&present));

@@ -42,7 +42,7 @@ fn server(n: u32, like: IpAddr) -> IpAddr {
     }
 }
 
-/// A scene with limits: the share, and idle times of which none ends meanwhile.
+/// A scene with limits: the quota, and idle timeouts too long to expire meanwhile.
 fn limited() -> NodeView {
     let mut view = scene();
     let config = view.config.as_mut().unwrap();
@@ -124,7 +124,7 @@ impl Connection {
     }
 }
 
-/// Every flow, both halves, so many ticks older.
+/// Makes every flow, in both halves, older by `ticks`.
 fn age(rig: &Rig, ticks: u32) {
     fn older<A: Pod + Ord>(maps: &mut FamilyMaps<A>, ticks: u32)
     where
@@ -161,7 +161,7 @@ fn churn_closed_connections_make_room_for_new_ones_and_live_ones_stay() {
         let pod = addr(pod);
         let Some(mut rig) = Rig::new(&format!("churn-{n}"), &limited()) else { return };
         let lasting = Connection::open(&mut rig, pod, server(9_999, pod), 50_000);
-        // Each way to end: either side first, a reset of either side, a refusal, and a reset behind data that the pod acknowledges later.
+        // Each way to end: either side first, a reset of either side, a refusal, and a reset after data that the pod acknowledges later.
         for i in 0..6 * SHARE {
             let (to, port) = (server(i, pod), 20_000 + (i % 30_000) as u16);
             if i % 6 == 5 {
@@ -186,12 +186,12 @@ fn churn_closed_connections_make_room_for_new_ones_and_live_ones_stay() {
                 }
             }
         }
-        // On a slow machine some go because their time has come.
+        // On a slow machine some expire first.
         let (reclaimed, ended) = (rig.count(Counter::FlowsReclaimed), rig.count(Counter::FlowsEnded));
         assert!(reclaimed > 0 && reclaimed + ended >= u64::from(5 * SHARE), "{:?}", rig.writer.maps().counters());
         assert_eq!(rig.count(Counter::DropPodShare), 0);
         lasting.sends(&mut rig, ACK);
-        // What is left has ended too: seconds later it is gone, without being asked.
+        // The rest has ended, too, and is removed seconds later without demand.
         age(&rig, ENDED_TICKS);
         // By the queue, or by the collector's round if that comes first.
         let start = Instant::now();
@@ -199,7 +199,7 @@ fn churn_closed_connections_make_room_for_new_ones_and_live_ones_stay() {
             assert!(start.elapsed() < PATIENCE, "{:?}", rig.writer.maps().counters());
         }
         lasting.sends(&mut rig, ACK);
-        // Only live ones: the share is used up, and none of them goes for another.
+        // Only live ones: the quota is used up, and none of them is evicted for another.
         let live: Vec<_> = (1..SHARE as u16)
             .map(|i| Connection::open(&mut rig, pod, server(u32::from(i) % 7, pod), 60_000 + i))
             .collect();
@@ -217,7 +217,7 @@ fn churn_faster_than_the_collectors_rounds_beside_silent_connections_is_not_refu
         view.config.as_mut().unwrap().pod_flows = 0;
         let Some(mut rig) = Rig::new(&format!("churn-fast-{n}"), &view) else { return };
         let silent: Vec<_> = (0..200).map(|i| Connection::open(&mut rig, pod, server(i, pod), 50_000)).collect();
-        // Several times what the table and the collector's queue hold.
+        // Several times the capacity of the table and of the collector's queue.
         for i in 0..20_000 {
             let one = Connection::open(&mut rig, pod, server(1_000 + i % 5_000, pod), 20_000 + (i / 5_000) as u16);
             one.sends(&mut rig, RST | ACK);
@@ -248,7 +248,7 @@ fn churn_questions_that_are_answered_make_room_and_streams_stay() {
             assert_eq!(rig.run("uplink_ingress", &reply(&out, port)).0, REDIRECT);
         }
         assert_eq!(rig.count(Counter::DropPodShare), 0);
-        // Those with a well-known port go by themselves; the others keep the time that UDP has, while nobody needs their place.
+        // Those with a well-known port end early; the others keep the UDP timeout while nobody needs their place.
         age(&rig, ENDED_TICKS);
         let start = Instant::now();
         loop {
@@ -264,11 +264,11 @@ fn churn_questions_that_are_answered_make_room_and_streams_stay() {
             assert!(start.elapsed() < PATIENCE, "{} are left: {:?}", with(53), maps.counters());
         }
         assert_eq!(rig.run("pod_egress", &datagram(0, 4_000, 53)).1, stream);
-        // Questions that nobody answers are found by the collector, and make room as well.
+        // The collector finds unanswered queries, which make room as well.
         for i in 0..SHARE {
             rig.run("pod_egress", &datagram(10_000 + i, 4_002, 5_353));
         }
-        assert!(rig.count(Counter::DropPodShare) > 0, "what may still be answered stays");
+        assert!(rig.count(Counter::DropPodShare) > 0, "flows that may still be answered stay");
         age(&rig, ENDED_TICKS);
         let start = Instant::now();
         while rig.run("pod_egress", &datagram(20_000, 4_003, 5_353)).0 != REDIRECT {
@@ -289,7 +289,7 @@ fn forged_close_no_segment_from_outside_ends_a_connection_that_the_pod_goes_on_w
         for i in 0..65_536u32 {
             let seq = idle.next.1.wrapping_add(i << 16 | 0x8000);
             for flags in [RST, RST | ACK, FIN | ACK] {
-                assert_eq!(idle.hears(&mut rig, flags, seq), REDIRECT, "it is the pod's to judge");
+                assert_eq!(idle.hears(&mut rig, flags, seq), REDIRECT, "the pod decides");
             }
         }
         // In the window, and answered by the pod with what it expects (RFC 5961).
@@ -298,13 +298,13 @@ fn forged_close_no_segment_from_outside_ends_a_connection_that_the_pod_goes_on_w
             idle.sends(&mut rig, ACK);
             idle.hears(&mut rig, flags, idle.next.1 + 200);
         }
-        // Ten minutes later; the collector has looked at it when it has found what came after it.
+        // Ten minutes later; the collector has examined it when it has found the flow after it.
         let question = seal(ip(pod, server(2, pod), UDP, &[], &udp(4_000, 5_353, b"question")));
         assert_eq!(rig.run("pod_egress", &question).0, REDIRECT);
         age(&rig, 560);
         wait(&rig, Counter::FlowsExpired, 1);
         assert_eq!(rig.count(Counter::FlowsEnded), 0);
-        // And nobody else's flow is worth its place.
+        // And it is not evicted for another flow.
         let other = Connection::open(&mut rig, pod, server(3, pod), 40_001);
         assert!(Connection::try_open(&mut rig, pod, server(4, pod), 40_002).is_none());
         idle.sends(&mut rig, ACK);
@@ -329,13 +329,13 @@ fn first_fragment(of: &Connection, seq: u32) -> Vec<u8> {
     seal(ip(of.server, of.seen.0, FRAGMENT, &more, &header))
 }
 
-/// What is sent out of any interface of this network namespace, as it is.
+/// A socket with everything that this network namespace sends, unchanged.
 fn wire() -> OwnedFd {
     let (family, kind, flags) = (AddressFamily::Packet, SockType::Raw, SockFlag::SOCK_NONBLOCK);
     socket::socket(family, kind, flags, SockProtocol::EthAll).unwrap()
 }
 
-/// Whether a frame of these is there.
+/// Whether this frame was among them.
 fn was_sent(wire: &OwnedFd, frame: &[u8]) -> bool {
     let mut buffer = [0; 256];
     std::iter::from_fn(|| {
@@ -360,7 +360,7 @@ fn reset_in_flight_the_pod_is_asked_and_only_its_own_reset_ends_the_connection()
         let wire = wire();
         for one in [&alive, &dead] {
             for flags in [RST, RST | ACK] {
-                // Behind 700 bytes that the pod has not acknowledged.
+                // After 700 bytes that the pod has not acknowledged.
                 let reset = |from, port| {
                     segment((one.server, from), (443, port), flags, one.next.1.wrapping_add(700), one.next.0)
                 };
@@ -371,7 +371,7 @@ fn reset_in_flight_the_pod_is_asked_and_only_its_own_reset_ends_the_connection()
                 assert!(was_sent(&wire, &[&out[..14], &reset(pod, one.port)[14..]].concat()), "the reset is lost");
             }
         }
-        // Forged or not, data never become the pod's next ones.
+        // Forged or not, data never get the pod's next sequence number.
         let mut data = tcp(443, alive.seen.1, RST, &[]);
         data[4..8].copy_from_slice(&(alive.next.1 + 700).to_be_bytes());
         let data = seal(ip(alive.server, alive.seen.0, TCP, &[], &data));
@@ -380,7 +380,7 @@ fn reset_in_flight_the_pod_is_asked_and_only_its_own_reset_ends_the_connection()
             (verdict, out[data.len() - 31..][4..14].to_vec()),
             (REDIRECT, data[data.len() - 31..][4..14].to_vec())
         );
-        // Nor do they in later fragments, which would follow the question as well.
+        // Nor do they in later fragments, which would follow the challenge as well.
         let first = first_fragment(&alive, alive.next.1 + 700);
         let (verdict, out) = rig.run("uplink_ingress", &first);
         assert_eq!(
@@ -390,7 +390,7 @@ fn reset_in_flight_the_pod_is_asked_and_only_its_own_reset_ends_the_connection()
         alive.sends(&mut rig, ACK);
         assert!(
             Connection::try_open(&mut rig, pod, server(3, pod), 40_002).is_none(),
-            "nobody has said that it is over"
+            "neither end has closed the flow"
         );
         dead.sends(&mut rig, RST);
         Connection::open(&mut rig, pod, server(3, pod), 40_002);
@@ -408,11 +408,11 @@ fn reused_pod_ip_a_pod_inherits_neither_flows_nor_a_used_up_share() {
         view.config.as_mut().unwrap().pod_flows = 3;
         let Some(mut rig) = Rig::new(&format!("reused-pod-ip-{n}"), &view) else { return };
         let dead: Vec<_> = (0..3).map(|i| Connection::open(&mut rig, pod, server(i, pod), 40_000)).collect();
-        assert!(Connection::try_open(&mut rig, pod, server(9, pod), 40_000).is_none(), "its share is used up");
+        assert!(Connection::try_open(&mut rig, pod, server(9, pod), 40_000).is_none(), "its quota is used up");
         let endpoint = view.endpoints.remove(&scenes::endpoint_id(0)).unwrap();
         view.endpoints.insert(scenes::endpoint_id(8), endpoint);
         rig.write(&view);
-        // A tick later nothing of them is delivered; neither is anything of them sent.
+        // A tick later, nothing is delivered to them and nothing of them is sent.
         age(&rig, 1);
         assert_eq!(dead[0].hears(&mut rig, ACK, dead[0].next.1), SHOT);
         assert_eq!(rig.count(Counter::DropNoReverse), 1);

@@ -1,4 +1,4 @@
-//! What the programs tell of flows for the log of flows.
+//! What the programs report for the flow log.
 
 use super::{
     BpfDir,
@@ -20,7 +20,7 @@ use std::sync::{Arc, atomic::Ordering};
 
 const LOGGED: Sizes = Sizes { max_flows: 4096, flow_events: limits::FLOW_EVENTS };
 
-/// Writes down what is told until the answer is dropped.
+/// Logs what is reported, until the result is dropped.
 fn follow(rig: &Rig, directory: &Path, kept: bool, counts: &Arc<Counts>) -> flows::Follower {
     let config = FlowLog { mode: Mode::Flows, destinations: true, ..FlowLog::default() };
     let (directory, pins) = (directory.join("flows"), rig.pins().clone());
@@ -34,7 +34,7 @@ fn find(directory: &Path, seen: SocketAddr) -> Found {
     flows::read(&directory.join("flows"), &wanted).unwrap()
 }
 
-/// Sends a pod's packet: what the outside sees as its source.
+/// Sends a pod's packet. Returns the source that the outside sees.
 fn send(rig: &mut Rig, frame: &[u8]) -> SocketAddr {
     let (verdict, out) = rig.run("pod_egress", frame);
     assert_eq!(verdict, REDIRECT, "{frame:02x?}");
@@ -60,7 +60,7 @@ fn a_flows_beginning_and_end_are_told_with_what_it_was() {
         let to = SocketAddr::new(addr(server), 443);
         let question = seal(ip(addr(pod), to.ip(), UDP, &[], &udp(40_000, 443, b"data")));
         let seen = send(&mut rig, &question);
-        // A packet of the same flow tells nothing.
+        // A packet of the same flow reports nothing.
         assert_eq!(send(&mut rig, &question), seen);
         let open = seal(ip(addr(pod), to.ip(), TCP, &[], &tcp(40_001, 443, 2, &[])));
         send(&mut rig, &open);
@@ -101,10 +101,10 @@ fn a_full_buffer_keeps_no_packet_waiting_and_what_is_lost_is_in_the_log() {
     let lost = rig.count(Counter::FlowLogLost);
     assert!(lost > 0 && rig.count(Counter::FlowsCreated) == u64::from(count), "{lost}");
     let (directory, counts) = (tempfile::tempdir().unwrap(), Arc::default());
-    // An agent reads that was not there before: it does not know how many were lost before it came.
+    // A new agent reads: it does not know how many were lost before it started.
     drop(follow(&rig, directory.path(), false, &counts));
     assert_eq!(counts.written.load(Ordering::Relaxed), u64::from(count) - lost);
-    // The same agent is away.
+    // The same agent does not read for a while.
     for n in 0..count {
         let server = IpAddr::from(Ipv4Addr::from(0xcb00_8100 + n / 40));
         let question = udp(10_000 + (n % 40) as u16, 53, b"data");

@@ -1,6 +1,6 @@
-//! `exit_egress`: single packets that leave, as the host or a program of another made them.
+//! `exit_egress`: single packets that leave, as the host or a foreign program made them.
 //!
-//! `BPF_PROG_TEST_RUN` takes no notes: packets of our own programs are the end-to-end tests' business.
+//! `BPF_PROG_TEST_RUN` accepts no notes: packets of our own programs are left to the end-to-end tests.
 
 use super::{
     frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
@@ -12,7 +12,7 @@ use std::net::IpAddr;
 
 const SYN: u8 = 2;
 const ACK: u8 = 16;
-/// The interface that a pod is behind: that of every packet that the kernel makes for `BPF_PROG_TEST_RUN`.
+/// A pod's interface: that of every packet that the kernel makes for `BPF_PROG_TEST_RUN`.
 const POD_IFINDEX: u32 = 1;
 fn view() -> NodeView {
     let mut view = scene();
@@ -50,12 +50,12 @@ fn packets_that_the_host_forwarded_are_translated_and_confirm_their_flow() {
             [(TCP, tcp(4000, 443, SYN, &[])), (UDP, udp(4000, 53, b"question")), (protocol, icmp(kind, 7, b"ping"))];
         for (proto, body) in bodies {
             let frame = seal(ip(pod, server, proto, &[], &body));
-            assert_eq!(rig.run("pod_egress", &frame), (NEXT, frame.clone()), "the host is asked");
+            assert_eq!(rig.run("pod_egress", &frame), (NEXT, frame.clone()), "the host decides");
             let passed = rig.count(Counter::FirewallPassed);
-            // Any exit will do, and nothing that the kernel knows of the packet but its addresses and ports.
+            // Any exit will do, and the packet's addresses and ports are enough.
             let (verdict, out) = rig.leave(&frame, POD_IFINDEX);
             assert_eq!((verdict, read(&out).unwrap().src), (REDIRECT, egress), "{:?}", rig.writer.maps().counters());
-            assert_eq!(read(&out).unwrap().hops, read(&frame).unwrap().hops, "a router has been there before");
+            assert_eq!(read(&out).unwrap().hops, read(&frame).unwrap().hops, "a router has already decremented it");
             assert_eq!(rig.count(Counter::FirewallPassed), passed + 1);
             assert_eq!(rig.run("pod_egress", &frame).0, REDIRECT, "it is confirmed");
         }
@@ -65,7 +65,7 @@ fn packets_that_the_host_forwarded_are_translated_and_confirm_their_flow() {
 #[test]
 fn a_packet_checked_under_older_tables_leaves_if_its_slot_is_still_valid() {
     let Some(mut rig) = Rig::new("exit-changed", &view()) else { return };
-    // Something else changes between `pod_egress` and the exit: nothing is lost.
+    // Something unrelated changes between `pod_egress` and the exit: nothing is lost.
     let mut other = view();
     other.endpoints.retain(|_, pod| !pod.ips.contains(&addr(STRANGER)));
     // Or the policy loses its slots.
@@ -76,7 +76,7 @@ fn a_packet_checked_under_older_tables_leaves_if_its_slot_is_still_valid() {
             let (tcp, udp) = (tcp(4100 + port as u16, 443, SYN, &[]), udp(4100 + port as u16, 53, b"question"));
             for frame in [(TCP, tcp), (UDP, udp)].map(|(proto, body)| seal(ip(pod, server, proto, &[], &body))) {
                 rig.write(&view());
-                assert_eq!(rig.run("pod_egress", &frame).0, NEXT, "the host is asked");
+                assert_eq!(rig.run("pod_egress", &frame).0, NEXT, "the host decides");
                 rig.write(&tables);
                 if leaves {
                     let (verdict, out) = rig.leave(&frame, POD_IFINDEX);
@@ -102,7 +102,7 @@ fn packets_that_no_program_has_seen_do_not_leave() {
             rig.kept(&seal(ip(pod, server, proto, &[], &body)), POD_IFINDEX, Counter::DropUnguarded);
         }
         rig.kept(&ip(pod, server, 47, &[], b"GRE"), POD_IFINDEX, Counter::DropUnguarded);
-        // The answer to a query that nobody has seen is let go by `pod_egress`, and what was there before the policy.
+        // `pod_egress` lets through answers to queries that nobody has seen, and connections from before the policy.
         let (kind, protocol) = if pod.is_ipv4() { (0, ICMP) } else { (129, ICMPV6) };
         let answer = seal(ip(pod, server, protocol, &[], &icmp(kind, 7, b"pong")));
         assert_eq!(rig.leave(&answer, POD_IFINDEX), (NEXT, answer.clone()));
@@ -139,7 +139,7 @@ fn only_our_programs_may_send_with_an_egress_ip() {
         }
         rig.write(&view);
     }
-    // What the agent announces an egress IP with is never routed.
+    // The agent's announcements of an egress IP are never routed.
     let mut announcement = ip(addr(EGRESS6), addr("ff02::1"), ICMPV6, &[], &icmp(136, 0, &[0; 20]));
     rig.kept(&announcement, 0, Counter::DropForged);
     announcement[21] = 255;

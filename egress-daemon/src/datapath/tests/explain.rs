@@ -1,4 +1,5 @@
-//! What `egressctl explain` says of a packet, against what the loaded programs then do with it: arbitrary tables, random packets.
+//! Compares what `egressctl explain` says of a packet with what the loaded programs then do with it: arbitrary tables, random
+//! packets.
 
 use super::{
     frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
@@ -27,9 +28,9 @@ const SYN: u8 = 2;
 const ACK: u8 = 16;
 /// Packets for each set of tables.
 const PACKETS: u16 = 24;
-/// Addresses that are pods' in some views, and one of nobody.
+/// Addresses of pods in some views, and one of no pod.
 const OTHER_PODS: [&str; 3] = ["10.1.0.1", "10.1.0.99", "fd00::2"];
-/// Inside of each prefix of `scenes::view` and outside, excepted and never leaving.
+/// Inside and outside each prefix of `scenes::view`, excepted ones, and those that never leave.
 const TARGETS: [&str; 11] = [
     "198.51.100.5",
     "198.51.100.200",
@@ -43,10 +44,10 @@ const TARGETS: [&str; 11] = [
     "fd00::77",
     "ff02::5",
 ];
-/// What a gateway drops for want of interfaces, which only the outside of the tables decides.
+/// Drops of a gateway that lacks interfaces, which the tables do not decide.
 const OUTSIDE: [Counter; 2] = [Counter::DropNoUplink, Counter::DropNoNextHop];
 
-/// A packet that is asked about.
+/// A packet to explain.
 #[derive(Clone, Copy, Debug)]
 struct Asked {
     pod: IpAddr,
@@ -91,10 +92,10 @@ struct Explained {
 }
 
 impl Explained {
-    /// What differs, if something does, from what is said by what was read of the maps.
+    /// Compares the program's action with the explanation from the maps. Returns what differs.
     fn compare(&mut self, asked: &Asked, dump: &Dump) -> Result<(), String> {
         let said = explain(ViewSources { dump, agent: None }, &asked.question()).unwrap();
-        // What is said of a connection that is not there is said of its first segment.
+        // The explanation of a connection that does not exist is that of its first segment.
         let flags = if said.flow.is_some() { ACK } else { SYN };
         let counters = self.rig.writer.maps().counters().unwrap();
         let frame = asked.frame(flags);
@@ -128,7 +129,7 @@ impl Explained {
 
     fn case(&mut self, mut view: NodeView, seed: u64) -> Result<(), String> {
         self.tables.clear();
-        // What is under no policy is soon explained.
+        // Packets that no policy covers are explained early.
         for (class, table) in &mut view.classes {
             for everything in ["0.0.0.0/0", "::/0"].map(|net| net.parse().unwrap()) {
                 if table.iter().all(|(net, _)| *net != everything) {
@@ -148,7 +149,7 @@ impl Explained {
         pods.extend(OTHER_PODS.map(addr));
         let mut random = Random(seed);
         let all: Vec<Asked> = (0..PACKETS).map(|n| Asked::random(&mut random, &pods, 40_000 + n)).collect();
-        // First packets, and then those of the flows that there are.
+        // First packets, and then those of existing flows.
         for _ in 0..2 {
             let dump = Dump::read(self.rig.pins(), true).unwrap();
             all.iter().try_for_each(|asked| self.compare(asked, &dump))?;

@@ -1,9 +1,9 @@
-//! Frames as bytes, and an oracle that sums them anew.
+//! Frames as bytes, and an oracle that recomputes their sums.
 
 use egress_common::abi::TUNNEL_PORT;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// That of the interface that frames of a test run come in by, `lo`.
+/// That of the interface at which frames of a test run arrive, `lo`.
 pub const HOST_MAC: [u8; 6] = [0; 6];
 pub const POD_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0xbb];
 
@@ -93,7 +93,7 @@ pub struct Read {
     pub hops: u8,
 }
 
-/// Reads a frame; `None` where there is no IP packet in it that could be translated.
+/// Reads a frame; `None` if there is no IP packet in it that could be translated.
 pub fn read(f: &[u8]) -> Option<Read> {
     match f.get(12..14)? {
         [8, 0] => {
@@ -126,8 +126,8 @@ fn octets(ip: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Sums over what the header's and the transport's checksums cover; what is right sums to 0xffff, and a translation keeps
-/// any sum as it is, modulo 0xffff. `None` for a checksum that is not there.
+/// Sums over what the header's and the transport's checksums cover; a correct sum is 0xffff, and a translation keeps any
+/// sum, modulo 0xffff. `None` for a checksum that is not there.
 pub fn sums(f: &[u8]) -> Option<[Option<u16>; 2]> {
     let r = read(f)?;
     let header = r.src.is_ipv4().then(|| f.get(14..r.l4).map(|h| sum(&[h]) % 0xffff)).flatten();
@@ -144,7 +144,7 @@ pub fn sums(f: &[u8]) -> Option<[Option<u16>; 2]> {
     Some([header, transport])
 }
 
-/// Where the transport's checksum lies.
+/// The offset of the transport's checksum.
 fn checksum_at(r: &Read) -> usize {
     r.l4 + match r.proto {
         TCP => 16,
@@ -168,7 +168,7 @@ pub fn seal(mut f: Vec<u8>) -> Vec<u8> {
     f
 }
 
-/// Every checksum of the frame is right.
+/// Asserts that every checksum of the frame is right.
 #[track_caller]
 pub fn assert_right(f: &[u8]) {
     let sums = sums(f).unwrap();
@@ -179,7 +179,7 @@ pub fn assert_right(f: &[u8]) {
 pub fn fragment(mut frame: Vec<u8>, bits: [u8; 2]) -> Vec<u8> {
     frame[20..22].copy_from_slice(&bits);
     let sum = sums(&frame).unwrap()[0].unwrap();
-    // Put the header's checksum right for the fragment bits.
+    // Correct the header's checksum for the fragment bits.
     let check = u16::from_be_bytes([frame[24], frame[25]]);
     let right = (u32::from(check) + 0xffff - u32::from(sum)) % 0xffff;
     frame[24..26].copy_from_slice(&(right as u16).to_be_bytes());
@@ -214,7 +214,7 @@ pub fn untranslated(f: &[u8]) -> Vec<u8> {
     f
 }
 
-/// The frame with the checksum of its first IPv4 header made anew.
+/// The frame with the checksum of its first IPv4 header recomputed.
 pub fn with_header_checksum(mut frame: Vec<u8>) -> Vec<u8> {
     frame[24..26].fill(0);
     let sum = sum(&[&frame[14..34]]);

@@ -2,7 +2,7 @@
 //!
 //! `tests/corpus/frames.hex` holds a frame for each different thing that the programs have been seen to do, in hexadecimal;
 //! all of them go first. A frame that fails is printed like that: add it to the file. `SPILLWAY_CORPUS=FILE` makes the test
-//! write down the frames with which it sees something new.
+//! write the frames with which it sees something new to a file.
 
 use super::{
     frames::{HOST_MAC, ICMP, ICMPV6, Read, TCP, UDP, icmp, ip, ports, read, seal, sums, tcp, udp},
@@ -66,7 +66,7 @@ fn seeds() -> Vec<Vec<u8>> {
             }
         }
     }
-    // Who has the egress IP, as ARP and as a neighbour solicitation.
+    // Requests for the egress IP, by ARP and by neighbour solicitation.
     let mut arp = [&[0xff; 6][..], &[2, 0, 0, 0, 0, 1], &[8, 6, 0, 1, 8, 0, 6, 4, 0, 1], &[0; 20]].concat();
     arp[38..42].copy_from_slice(&[192, 0, 2, 10]);
     all.push(arp);
@@ -107,7 +107,7 @@ fn frame() -> impl Strategy<Value = Vec<u8>> {
     prop_oneof![8 => damaged, 1 => vec(any::<u8>(), 34..200)]
 }
 
-/// Source and destination of a frame, whatever else is wrong with it.
+/// Source and destination of a frame, even if it is otherwise malformed.
 fn addresses(f: &[u8]) -> Option<(IpAddr, IpAddr)> {
     let four = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(f.get(at..at + 4)?).ok()?).into());
     let sixteen = |at: usize| Some(Ipv6Addr::from(<[u8; 16]>::try_from(f.get(at..at + 16)?).ok()?).into());
@@ -121,7 +121,7 @@ fn addresses(f: &[u8]) -> Option<(IpAddr, IpAddr)> {
 /// What a program may do with a frame (docs/design.md, "Packet paths").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
-    /// Nobody's concern: it passes as it is.
+    /// It passes unchanged: it does not concern us.
     Untouched,
     /// It leaves translated, or not at all.
     Steered,
@@ -149,7 +149,7 @@ fn never_leaves(destination: IpAddr) -> bool {
     }
 }
 
-/// What the pod sends about something that the outside began, or that the stack has to answer.
+/// Whether the pod sends it about something that the outside began, or that the stack has to answer.
 fn is_an_answer(f: &[u8], r: &Read) -> bool {
     let first = f.get(r.l4).copied();
     let flags = f.get(r.l4 + 13).copied().unwrap_or(0);
@@ -189,7 +189,7 @@ fn class(program: &str, f: &[u8]) -> Class {
     let Some((src, dst)) = addresses(f) else {
         return match program {
             "tunnel_ingress" => Class::Dropped,
-            // ARP is the uplink's concern, and a question for a floating address gets no answer from the stack.
+            // ARP is handled at the uplink, and a request for a floating address gets no answer from the stack.
             "uplink_ingress" if f.get(12..14) == Some(&[8, 6]) => Class::NotSent,
             _ => Class::Untouched,
         };
@@ -213,7 +213,7 @@ fn class(program: &str, f: &[u8]) -> Class {
                 IpAddr::V6(_) => f[14] >> 4 == 6 && matches!(f[20], TCP | UDP | ICMPV6),
             };
             match read(f) {
-                // Questions of neighbours are about the address in them.
+                // Neighbour solicitations are about the address in them.
                 Some(r) if r.proto == ICMPV6 && r.hops == 255 => {
                     if ours {
                         Class::Open
@@ -222,7 +222,7 @@ fn class(program: &str, f: &[u8]) -> Class {
                     }
                 }
                 _ if !ours => Class::Untouched,
-                // Nothing reaches the stack in the name of a floating address, but for what no stack can read.
+                // Nothing for a floating address reaches the stack, except what no stack can parse.
                 Some(_) if plain => Class::Steered,
                 _ => Class::Open,
             }
@@ -243,10 +243,10 @@ fn check(program: &str, f: &[u8], verdict: i32, out: &[u8]) -> Result<(), String
         return Err(format!("verdict {verdict} for a packet of class {class:?}"));
     }
     match verdict {
-        NEXT if out != f => Err("it changed what it passes".to_owned()),
+        NEXT if out != f => Err("it changed a packet that it passes".to_owned()),
         REDIRECT => {
             let (Some(before), Some(after)) = (read(f), read(out)) else {
-                return Err("it sends what nobody can read".to_owned());
+                return Err("it sends an unreadable packet".to_owned());
             };
             if (after.proto, after.l4) != (before.proto, before.l4) || sums(f) != sums(out) {
                 return Err(format!("headers or sums differ: {:?} {:?}: {}", sums(f), sums(out), hex(out)));
@@ -289,7 +289,7 @@ struct Watch {
 }
 
 impl Watch {
-    /// Runs all programs with a frame. Whether one of them did what none had done.
+    /// Runs all programs with a frame. Returns whether one of them did something new.
     fn run(&mut self, frame: &[u8]) -> Result<bool, String> {
         let mut new = false;
         for program in PROGRAMS {
@@ -300,7 +300,7 @@ impl Watch {
             let counted = after.into_iter().filter(|(counter, n)| before[counter] != *n).map(|(counter, _)| counter);
             new |= self.seen.insert((looks(frame), program, verdict, counted.collect()));
             self.sent += usize::from(verdict == REDIRECT);
-            // What the pod has answered is left alone from then on: the next frame finds a pod that has answered nothing.
+            // What the pod has answered is left alone afterwards: the pod's answers are forgotten before the next frame.
             if program == "pod_egress" && class(program, frame) == Class::Open {
                 self.forget_answers();
             }
@@ -329,7 +329,7 @@ fn no_packet_gets_a_wrong_verdict_or_leaves_with_a_broken_checksum() {
     }
     let features = watch.borrow().seen.len();
     assert!(features > 60 || writes.is_some(), "the corpus shows only {features} things: it has lost its subject");
-    // An emulated machine has time for fewer.
+    // An emulated machine has time for fewer cases.
     let cases = std::env::var("SPILLWAY_FUZZ_CASES").map_or(6_000, |text| text.parse().unwrap());
     let mut runner = TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
     runner

@@ -1,5 +1,5 @@
-//! Pinned maps of the right shape that hold arbitrary bytes, as a stranger, a bug or another version could leave them: nothing
-//! panics, neither the agent nor `egressctl` nor the programs, and the agent mends what it writes.
+//! Pinned maps of the right shape with arbitrary bytes, as a stranger, a bug or another version could leave them: the agent,
+//! `egressctl` and the programs do not panic, and the agent repairs what it writes.
 
 use super::{
     BpfDir,
@@ -27,7 +27,7 @@ use std::{
 
 /// Entries that are tried for each map.
 const ENTRIES: u32 = 40;
-/// Maps with kernel objects in them, or that only programs write.
+/// Maps that contain kernel objects, or that only programs write.
 const LEFT_ALONE: [&str; 3] = ["COLLECTOR", "SEARCH_V4", "SEARCH_V6"];
 
 /// A sequence of bytes that is the same in every run (xorshift).
@@ -47,7 +47,7 @@ impl Noise {
     }
 }
 
-/// Fills every map but `without` with noise. How many entries the kernel took.
+/// Fills every map but `without` with noise. Returns how many entries the kernel accepted.
 fn fill(dir: &BpfDir, noise: &mut Noise, without: &str) -> usize {
     let mut taken = 0;
     let mut names: Vec<_> = fs::read_dir(dir.pins.maps()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
@@ -82,7 +82,7 @@ fn fill(dir: &BpfDir, noise: &mut Noise, without: &str) -> usize {
 
 #[test]
 fn maps_full_of_noise_harm_neither_tools_nor_programs_nor_the_next_agent() {
-    // A policy that names a table outside of the map is where the agent gives up; without policies it gets further.
+    // The agent gives up at a policy that names a table outside the map; without policies it gets further.
     for (seed, without) in [(1, ""), (0x5eed_5eed, "POLICIES"), (0x0123_4567_89ab_cdef, "POLICIES")] {
         let Some(dir) = BpfDir::new(&format!("garbage-{seed}")) else { return };
         let mut programs = Programs::load(&dir.pins, Sizes { max_flows: 256, ..Sizes::default() }).unwrap();

@@ -1,4 +1,4 @@
-//! What a pod's interface lets through at all, and what may be said about a flow that is not confirmed.
+//! What a pod's interface lets through at all, and which packets about an unconfirmed flow are accepted.
 
 use super::{
     frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
@@ -13,7 +13,7 @@ const ACK: u8 = 16;
 /// Addresses of another node's pods.
 const REMOTE: [&str; 2] = ["10.2.0.7", "fd00:2::7"];
 
-/// The scene with a firewall that is asked or is not.
+/// The scene, with these firewall flags.
 fn rig(test: &str, firewall: u32) -> Option<Rig> {
     let mut view = scene();
     let config = view.config.as_mut().unwrap();
@@ -21,7 +21,7 @@ fn rig(test: &str, firewall: u32) -> Option<Rig> {
     Rig::new(test, &view)
 }
 
-/// Something between the headers of a datagram: its protocol as the header has it, and the bytes.
+/// Something between the headers of a datagram: its protocol number as in the header, and the bytes.
 fn between(src: IpAddr) -> Vec<(u8, Vec<u8>)> {
     let options = [7, 7, 4, 0, 0, 0, 0, 1].to_vec();
     let extensions = |n: usize| {
@@ -45,7 +45,7 @@ fn no_pod_reaches_the_tunnels_port_whatever_its_destination() {
                 assert_ne!(rig.run("pod_egress", &to(TUNNEL_PORT + 1)).0, SHOT, "{pod} to {target}");
             }
             let segment = seal(ip(pod, target, TCP, &[], &tcp(40_000, TUNNEL_PORT, SYN, &[])));
-            assert_ne!(rig.run("pod_egress", &segment).0, SHOT, "TCP is nothing to the tunnel");
+            assert_ne!(rig.run("pod_egress", &segment).0, SHOT, "the tunnel does not use TCP");
         }
     }
 }
@@ -125,7 +125,7 @@ macro_rules! each_flow {
     };
 }
 
-/// What the outside can say about the pod's flow: an answer, and an error of a router.
+/// What the outside can send about the pod's flow: an answer, and a router's error.
 fn said(rig: &Rig, egress: IpAddr, server: IpAddr) -> [Vec<u8>; 2] {
     let mut maps = Maps::open(rig.pins()).unwrap();
     let mut port = 0;
@@ -144,9 +144,9 @@ fn nothing_passes_in_either_direction_for_a_flow_that_the_firewall_has_not_let_p
         [(POD4, EGRESS4, SERVER4), (POD6, EGRESS6, SERVER6)].map(|(a, b, c)| (addr(a), addr(b), addr(c)))
     {
         let question = seal(ip(pod, server, UDP, &[], &udp(40_000, 53, b"question")));
-        assert_eq!(rig.run("pod_egress", &question).0, NEXT, "the firewall is asked");
+        assert_eq!(rig.run("pod_egress", &question).0, NEXT, "the firewall decides");
         let (kind, protocol) = if pod.is_ipv4() { (3, ICMP) } else { (1, ICMPV6) };
-        // An error of `pod` about something that the server had said to it.
+        // An error of `pod` about something that the server sent to it.
         let error = |to: IpAddr| {
             let quote = seal(ip(server, pod, UDP, &[], &udp(53, 40_000, b"answer"))).split_off(14);
             seal(ip(pod, to, protocol, &[], &[&[kind, 3, 0, 0, 0, 0, 0, 0][..], &quote].concat()))
@@ -155,7 +155,7 @@ fn nothing_passes_in_either_direction_for_a_flow_that_the_firewall_has_not_let_p
         for frame in said(&rig, egress, server) {
             rig.dropped("uplink_ingress", &frame, Counter::DropNotConfirmed);
         }
-        // The reverse half is built anew as it was.
+        // The reverse half is rebuilt as it was.
         mend(&mut rig, &question);
         for frame in said(&rig, egress, server) {
             rig.dropped("uplink_ingress", &frame, Counter::DropNotConfirmed);
@@ -167,13 +167,13 @@ fn nothing_passes_in_either_direction_for_a_flow_that_the_firewall_has_not_let_p
             assert_eq!(rig.run("uplink_ingress", &frame).0, REDIRECT, "{:?}", rig.writer.maps().counters());
         }
         assert_eq!(rig.run("pod_egress", &error(server)).0, REDIRECT);
-        // To nobody but whom it is about.
+        // Only to the sender that it is about.
         let elsewhere = if pod.is_ipv4() { addr("203.0.113.77") } else { addr("2001:db8:f::77") };
         rig.dropped("pod_egress", &error(elsewhere), Counter::DropMalformed);
     }
 }
 
-/// Takes the reverse half away, and lets the next packet of the pod build it anew.
+/// Removes the reverse half, and lets the next packet of the pod rebuild it.
 fn mend(rig: &mut Rig, question: &[u8]) {
     let mut maps = Maps::open(rig.pins()).unwrap();
     let keys: Vec<_> = maps.v4.reverse.entries().unwrap().into_keys().collect();
@@ -188,7 +188,7 @@ fn mend(rig: &mut Rig, question: &[u8]) {
     assert_eq!(rig.count(Counter::FlowsRepaired), repaired + 1);
 }
 
-/// docs/failures.md: forged-error. A flow belongs to the interface that it was opened by.
+/// docs/failures.md: forged-error. A flow belongs to the interface through which it was opened.
 #[test]
 fn an_error_about_the_flow_of_another_interface_is_dropped() {
     let Some(mut rig) = rig("gate-foreign-error", 0) else { return };

@@ -1,4 +1,4 @@
-//! `tunnel_ingress` behind a real tunnel device: what other nodes, and those that are none, send to a gateway.
+//! `tunnel_ingress` behind a real tunnel device: what other nodes, and hosts that are no nodes, send to a gateway.
 
 use super::{
     frames::{TCP, UDP, ip, seal, tcp, udp},
@@ -109,7 +109,7 @@ fn from(egress: &str, port: u16) -> Vec<u8> {
     seal(ip(addr(egress), addr(SERVER4), TCP, &[], &tcp(port, 443, 2, &[])))
 }
 
-/// Nothing hangs on the inner MAC address, which the stack would drop packets for.
+/// The inner MAC address does not matter, although the stack would drop packets for it.
 #[test]
 fn otherhost_frames_with_any_inner_mac_address_are_forwarded() {
     let Some(mut rig) = Rig::new("otherhost", &NodeView::default()) else { return };
@@ -145,8 +145,8 @@ fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
         }
         assert_eq!(rig.count(Counter::Forwarded), 1);
 
-        // A reply of which the forward half is gone, in the tick of the one before it: it is delivered, and not taken for
-        // something that the outside opened, after which the pod's packets would leave as they are.
+        // A reply whose forward half is gone, in the tick of the previous one: it is delivered, and not taken for a
+        // connection from the outside, after which the pod's packets would leave untranslated.
         let port = port_block::first_port(OWN_BLOCKS[0]);
         let reply = seal(ip(addr(SERVER4), addr(EGRESS4), UDP, &[], &udp(53, port, b"answer")));
         let v4 = |a: &str| match addr(a) {
@@ -171,7 +171,7 @@ fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
             egress: 1,
             egress_generation: 1,
             endpoint: rig.writer.maps().v4.endpoints.get(&v4(POD4)).unwrap().map_or(0, |e| e.id),
-            // Ahead of every packet of this test, but for one more tick.
+            // Ahead of every packet of this test, except by one tick.
             last_seen: now_tick(),
             pod_mac: [0x1111; 3],
             host_mac: [0x2222; 3],
@@ -184,7 +184,7 @@ fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
         send(other, SOURCE, VNI_REPLY, &reply);
         counted(&rig, Counter::Delivered, 1).await;
         assert_eq!(rig.count(Counter::Untouched), 0);
-        // The other way round, so that the test sees what it is for: the same packet from elsewhere is an opening.
+        // The converse, to show that the test works: the same packet from elsewhere opens a connection.
         let inbound = seal(ip(addr(SERVER4), addr(POD4), UDP, &[], &udp(54, 4000, b"hello")));
         assert_eq!(rig.run("pod_ingress", &inbound).0, NEXT);
         assert_eq!(rig.count(Counter::Untouched), 1);
@@ -268,9 +268,9 @@ fn masq_ports_replies_to_what_the_node_masquerades_from_leased_ports_reach_its_s
             rig.run("uplink_ingress", &frame).0
         };
         let before = received();
-        assert_eq!(reply(&mut rig, first, 53), REDIRECT, "nobody else's than the lessee's");
+        assert_eq!(reply(&mut rig, first, 53), REDIRECT, "only the lessee's");
         leaves(&mut rig, first, 0);
-        assert_eq!(reply(&mut rig, first, 53), REDIRECT, "what the host itself sends has sockets");
+        assert_eq!(reply(&mut rig, first, 53), REDIRECT, "the host's own packets have sockets");
         leaves(&mut rig, first, 1);
         assert_eq!(reply(&mut rig, first + 1, 53), REDIRECT, "another port");
         assert_eq!(reply(&mut rig, first, 54), REDIRECT, "another port of the server");
@@ -291,7 +291,7 @@ fn masq_ports_replies_to_what_the_node_masquerades_from_leased_ports_reach_its_s
         };
         copies(2).await;
 
-        // Of TCP the server says whose a segment is: by whose SYN it has answered last.
+        // For TCP the server decides whose segment it is: it belongs to the sender of the SYN that it answered last.
         const ACK: u8 = 16;
         const RST: u8 = 4;
         let opens = seal(ip(addr(EGRESS4), addr(SERVER4), TCP, &[], &tcp(first, 443, 2, &[])));
@@ -300,11 +300,11 @@ fn masq_ports_replies_to_what_the_node_masquerades_from_leased_ports_reach_its_s
             body[8..12].copy_from_slice(&acknowledged.to_be_bytes());
             rig.run("uplink_ingress", &seal(ip(addr(SERVER4), addr(EGRESS4), TCP, &[], &body))).0
         };
-        // One behind the sequence number of what `tcp` makes.
+        // One after the sequence number of what `tcp` makes.
         const ANSWER: u32 = 2;
         let opens = |rig: &mut Rig| rig.run_with("exit_egress", &opens, &[(INGRESS_IFINDEX, 1)]).unwrap().0;
         assert_eq!(opens(&mut rig), NEXT);
-        assert_eq!(segment(&mut rig, ACK, ANSWER), REDIRECT, "of the connection that the SYN met");
+        assert_eq!(segment(&mut rig, ACK, ANSWER), REDIRECT, "of the connection that the SYN hit");
         assert_eq!(segment(&mut rig, RST, 5000), REDIRECT);
         assert_eq!(segment(&mut rig, 2 | ACK, ANSWER ^ 1 << 20), REDIRECT, "the answer to another SYN");
         assert_eq!(segment(&mut rig, RST | ACK, ANSWER), NEXT, "refused");
@@ -319,10 +319,10 @@ fn masq_ports_replies_to_what_the_node_masquerades_from_leased_ports_reach_its_s
         // A reset that answers no SYN may be either's.
         copies(3).await;
 
-        // Nothing has left for longer than the idle time.
+        // Nothing has left for longer than the idle timeout.
         set(&mut rig, true, 0);
         let tick = now_tick();
-        soon("the next tick but one", async {
+        soon("two ticks later", async {
             while now_tick() < tick + 2 {
                 tokio::task::yield_now().await;
             }

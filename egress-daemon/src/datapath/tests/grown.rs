@@ -1,4 +1,4 @@
-//! An upgrade to programs whose records are longer: those of a next version, which the test builds.
+//! An upgrade to programs with longer records: those of a next version, which the test builds.
 
 use super::{
     collector::bpf,
@@ -29,10 +29,10 @@ mod toolchain;
 const BPF_MAP_GET_NEXT_KEY: i64 = 4;
 const SYN: u8 = 2;
 const ACK: u8 = 16;
-/// As many flows that several calls copy them.
+/// Enough flows to need several calls to copy them.
 const FLOWS: u16 = 10_000;
 
-/// What a developer does who adds a field to [`Flow`].
+/// The changes of a developer who adds a field to [`Flow`].
 const CHANGES: [(&str, &str, &str); 4] = [
     (
         "egress-common/src/flow.rs",
@@ -103,7 +103,7 @@ fn leaves(rig: &mut Rig, frame: &[u8]) -> (IpAddr, u16) {
 fn an_upgrade_to_longer_records_keeps_every_flow_and_opens_none_in_the_older_tables() {
     let sizes = Sizes { max_flows: 4 * u32::from(FLOWS), ..Sizes::default() };
     let Some(mut rig) = Rig::of_size("grown", &scene(), sizes) else { return };
-    // It takes longer than a flow may be idle.
+    // Building takes longer than a flow may be idle.
     let next = next();
     let mut before = BTreeMap::new();
     for (pod, server) in [(POD4, SERVER4), (POD6, SERVER6)] {
@@ -117,14 +117,14 @@ fn an_upgrade_to_longer_records_keeps_every_flow_and_opens_none_in_the_older_tab
     let many = flows(&rig);
     assert!(many > usize::from(FLOWS) / 2, "{many} flows");
 
-    // Another setting has no effect as long as there are maps.
+    // Another setting has no effect while the maps exist.
     let next = Programs::load_from(&next, rig.pins(), Sizes { max_flows: 64, ..sizes }).unwrap();
     assert_eq!(MapInfo::from_pin(rig.pins().map("FLOWS_V4")).unwrap().value_size() as usize, size_of::<Flow>() + 8);
     assert_eq!(flows(&rig), many);
     let left = fs::read_dir(rig.pins().maps()).unwrap().filter_map(|e| e.unwrap().file_name().into_string().ok());
     assert_eq!(left.filter(|name| name.ends_with("-older")).collect::<Vec<_>>(), Vec::<String>::new());
 
-    // The older programs are still attached: their flows go on, and they open no other one.
+    // The older programs are still attached: their flows continue, and they open no new ones.
     let established = |pod, server| seal(ip(addr(pod), addr(server), TCP, &[], &tcp(40_000, 443, ACK, &[])));
     for ((pod, server), was) in &before {
         assert_eq!(leaves(&mut rig, &established(pod, server)), *was);
@@ -139,7 +139,7 @@ fn an_upgrade_to_longer_records_keeps_every_flow_and_opens_none_in_the_older_tab
         assert_ne!(port, was.1);
     }
 
-    // There is no way back, and trying changes nothing.
+    // A downgrade is refused, and the attempt changes nothing.
     let refused = Programs::load(rig.pins(), sizes).err().expect("refused").to_string();
     assert!(refused.contains("FLOWS_V4") && refused.contains("cleanup --bpffs"), "{refused}");
     assert!(flows(&rig) >= many);

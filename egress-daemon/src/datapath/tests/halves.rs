@@ -1,4 +1,4 @@
-//! The two halves of a flow: one goes missing, two CPUs make the same one, the tables are full. Rows half-pair, create-race,
+//! The two halves of a flow: one is lost, two CPUs make the same one, the tables are full. Rows half-pair, create-race,
 //! lru-early and map-full of docs/failures.md.
 
 use super::{
@@ -29,14 +29,14 @@ use std::{
 const SYN: u8 = 2;
 const ACK: u8 = 16;
 
-/// The answer of the server to what left.
+/// The server's answer to what was sent.
 fn answer(sent: &[u8], flags: u8) -> Vec<u8> {
     let (r, (sport, dport)) = (read(sent).unwrap(), ports(sent));
     let body = if r.proto == TCP { tcp(dport, sport, flags, &[]) } else { udp(dport, sport, b"answer") };
     seal(ip(r.dst, r.src, r.proto, &[], &body))
 }
 
-/// What is left of the only flow when one half is lost and the other one is older than a tick.
+/// Removes one half of the only flow, and makes the other one older than a tick.
 fn lose<A: Pod + Ord>(maps: &mut FamilyMaps<A>, forward: bool)
 where
     FlowKey<A>: Pod + Ord,
@@ -80,7 +80,7 @@ fn half_pair_either_half_of_a_flow_is_built_anew_from_the_other() {
                 } else {
                     lose(&mut maps.v6, forward)
                 }
-                // The half that is left sees a packet, and the other one is there again: the same port, the same pod.
+                // The remaining half sees a packet, and the other one is restored: the same port, the same pod.
                 if forward {
                     assert_eq!(rig.run("uplink_ingress", &answer(&out, SYN | ACK)), (REDIRECT, delivered.clone()));
                 } else {
@@ -112,7 +112,7 @@ const RACES: u16 = 3_000;
 
 #[test]
 fn create_race_two_cpus_that_make_the_same_flow_agree_on_it() {
-    // None expires meanwhile on a machine that is slow.
+    // None expires meanwhile on a slow machine.
     let mut view = scene();
     view.config.as_mut().unwrap().udp = limits::UDP_SECS as u32;
     let Some(mut rig) = Rig::new("create-race", &view) else { return };
@@ -125,7 +125,8 @@ fn create_race_two_cpus_that_make_the_same_flow_agree_on_it() {
         let program = programs.get("pod_egress").unwrap();
         let each = frames.iter().enumerate().map(|(n, frame)| {
             let mut out = vec![0; frame.len() + 256];
-            // Whoever sleeps until the other one is there comes too late: a program takes microseconds.
+            // Spins: a thread that sleeps until the other one arrives would be too late, as a program takes
+            // microseconds.
             arrived.fetch_add(1, Ordering::AcqRel);
             while arrived.load(Ordering::Acquire) < 2 * (n + 1) {
                 std::hint::spin_loop();
@@ -143,9 +144,9 @@ fn create_race_two_cpus_that_make_the_same_flow_agree_on_it() {
     });
     assert!(mine.iter().all(|(verdict, _)| *verdict == REDIRECT), "{:?}", rig.writer.maps().counters());
     let differing = mine.iter().zip(&theirs).filter(|(a, b)| a != b).count();
-    assert_eq!(differing, 0, "flows of which the two CPUs sent different packets");
+    assert_eq!(differing, 0, "flows whose packets differ between the two CPUs");
     assert_eq!(rig.count(Counter::FlowsCreated), u64::from(RACES));
-    // Nobody left a port taken that no flow has.
+    // No port without a flow is still taken.
     let maps = rig.writer.maps();
     let (flows, reverses) = (maps.v4.flows.entries().unwrap(), maps.v4.reverse.entries().unwrap());
     assert_eq!((flows.len(), reverses.len()), (usize::from(RACES), usize::from(RACES)));
@@ -162,7 +163,7 @@ fn lru_early_and_map_full_a_full_table_has_lost_no_flow_and_takes_no_more() {
     // As many as the tables hold (see `Rig::new`).
     let all = 4096;
     let frame = |n: u32| seal(ip(addr(POD4), server(n / 64), UDP, &[], &udp(1024 + n as u16, 53, b"question")));
-    // From all CPUs in turn: what one of them keeps in reserve is missing to the others.
+    // From all CPUs in turn: what one of them keeps in reserve is not available to the others.
     let cpus = cpus();
     let mut turns = cpus.iter().cycle();
     let sent: Vec<_> = (0..all)
@@ -182,13 +183,13 @@ fn lru_early_and_map_full_a_full_table_has_lost_no_flow_and_takes_no_more() {
         rig.dropped("pod_egress", &frame(n), Counter::DropTableFull);
     }
     for (n, before) in (0..all).zip(&sent) {
-        assert_eq!(rig.run("pod_egress", &frame(n)), *before, "flow {n} is not what it was");
+        assert_eq!(rig.run("pod_egress", &frame(n)), *before, "flow {n} has changed");
         let (verdict, back) = rig.run("uplink_ingress", &answer(&before.1, 0));
         assert_eq!((verdict, ports(&back).1), (REDIRECT, 1024 + n as u16));
     }
     let maps = rig.writer.maps();
     let (flows, reverses) = (maps.v4.flows.entries().unwrap(), maps.v4.reverse.entries().unwrap());
-    assert_eq!((flows.len(), reverses.len()), (all as usize, all as usize), "what was refused left a half behind");
+    assert_eq!((flows.len(), reverses.len()), (all as usize, all as usize), "a refused flow left a half behind");
     assert_eq!(rig.count(Counter::FlowsRepaired), 0);
 }
 
@@ -217,8 +218,8 @@ where
 type FlowsOf<A> = BTreeMap<FlowKey<A>, Flow>;
 type ReversesOf<A> = BTreeMap<FlowKey<A>, Reverse<A>>;
 
-/// Two flows of the pod to one server, of which the second has taken the first one's port: the first one's reverse half is gone, as when
-/// another CPU gave its port away, and everything is a tick older.
+/// Two flows of the pod to one server. The second has taken the first one's port: the first one's reverse half is gone, as when another
+/// CPU reassigned its port, and everything is a tick older.
 fn take_port<A: Pod + Ord>(flows: &mut FlowsOf<A>, reverses: &mut ReversesOf<A>) {
     let [first, second] = [40_000u16, 40_001].map(|port| *flows.keys().find(|k| k.src_port == port.to_be()).unwrap());
     let port = flows[&first].port;
@@ -242,7 +243,7 @@ fn reused_halves_a_flow_whose_port_another_one_has_taken_goes_and_leaves_that_on
             IpAddr::V4(_) => of_family(&mut maps.v4, take_port),
             IpAddr::V6(_) => of_family(&mut maps.v6, take_port),
         }
-        // The first one does not send with a port that is not its own any more, and takes nothing with it.
+        // The first one does not send with the port that it lost, and does not affect the second.
         let (verdict, anew) = rig.run("pod_egress", &packet(40_000));
         assert_eq!(verdict, REDIRECT);
         assert_ne!(ports(&anew).0, ports(&before[0]).0, "two flows have one port");
@@ -256,7 +257,7 @@ fn reused_halves_a_flow_whose_port_another_one_has_taken_goes_and_leaves_that_on
     }
 }
 
-/// The pod has begun the flow anew, with another port, and the former reverse half is still there.
+/// The pod has reopened the flow with another port, and the former reverse half still exists.
 fn begin_anew<A: Pod + Ord>(flows: &mut FlowsOf<A>, reverses: &mut ReversesOf<A>) {
     let (key, flow) = flows.iter_mut().next().unwrap();
     // Of the same block.

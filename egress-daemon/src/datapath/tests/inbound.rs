@@ -1,4 +1,5 @@
-//! What the outside opened: a table of its own. Rows inbound-flood and reused-pod-ip of docs/failures.md.
+//! Connections that the outside opened, in a table of their own. Rows inbound-flood and reused-pod-ip of
+//! docs/failures.md.
 
 use super::{
     frames::{TCP, UDP, ip, seal, tcp, udp},
@@ -22,7 +23,7 @@ fn with_neighbor() -> NodeView {
     let mut pod = view.endpoints[&scenes::endpoint_id(0)].clone();
     pod.ips = NEIGHBOR.map(addr).into();
     view.endpoints.insert(scenes::endpoint_id(7), pod);
-    // Nothing is idle for too long meanwhile.
+    // Nothing reaches its idle timeout meanwhile.
     let config = view.config.as_mut().unwrap();
     (config.tcp_established, config.tcp_transitory, config.udp) = (7_000, 230, 280);
     view
@@ -50,7 +51,7 @@ fn inbound_flood_of_records_takes_no_place_in_the_flow_table() {
             assert_eq!(rig.run("pod_ingress", &question(n)).0, NEXT);
         }
         assert_eq!(rig.count(Counter::Untouched), u64::from(all));
-        // What came last is answered, and the flow that was there is there; others have their place.
+        // The newest is answered, and the existing flow is unaffected; other flows have room.
         assert_eq!(rig.run("pod_egress", &answer(all - 1)).0, NEXT);
         assert_eq!(rig.run("pod_egress", &segment(ACK)).0, REDIRECT, "{:?}", rig.writer.maps().counters());
         for n in 0..4_000 {
@@ -66,7 +67,7 @@ fn inbound_flood_of_records_takes_no_place_in_the_flow_table() {
     }
 }
 
-/// The only record of what the outside opened, some ticks older.
+/// Makes the only record of what the outside opened some ticks older.
 fn age(rig: &Rig, ticks: u32) {
     let mut maps = crate::datapath::maps::Maps::open(rig.pins()).unwrap();
     for (key, mut record) in maps.v4.inbound.entries().unwrap() {
@@ -102,12 +103,12 @@ fn a_record_of_the_outside_ends_when_it_is_idle_or_reset_or_the_pod_opens_its_ow
         open(&mut rig);
         assert_eq!(rig.run("pod_egress", &says(RST | ACK)).0, NEXT);
         rig.dropped("pod_egress", &says(ACK), Counter::DropUnknownFlow);
-        // Opened, and never answered: the short idle time.
+        // Opened, and never answered: the short idle timeout.
         assert_eq!(rig.run("pod_ingress", &asks(SYN)).0, NEXT);
         age(&rig, 15);
         rig.dropped("pod_egress", &says(ACK), Counter::DropUnknownFlow);
         open(&mut rig);
-        assert_eq!(rig.run("pod_egress", &says(SYN)).0, REDIRECT, "a connection of the pod's own");
+        assert_eq!(rig.run("pod_egress", &says(SYN)).0, REDIRECT, "the pod's own connection");
 
         let question = seal(ip(server, pod, UDP, &[], &udp(40_000, 53, b"?")));
         let answer = seal(ip(pod, server, UDP, &[], &udp(53, 40_000, b"!")));
@@ -115,7 +116,7 @@ fn a_record_of_the_outside_ends_when_it_is_idle_or_reset_or_the_pod_opens_its_ow
         age(&rig, 90);
         assert_eq!(rig.run("pod_egress", &answer).0, NEXT);
         age(&rig, 110);
-        assert_eq!(rig.run("pod_egress", &answer).0, REDIRECT, "a question of the pod's own");
+        assert_eq!(rig.run("pod_egress", &answer).0, REDIRECT, "the pod's own query");
     }
 }
 
@@ -141,7 +142,7 @@ fn reused_pod_ip_a_pod_answers_nothing_that_another_one_with_its_address_was_ask
             IpAddr::V4(a) => maps.v4.inbound.entries().unwrap().into_keys().any(|k| k.src == net::v4(a)),
             IpAddr::V6(a) => maps.v6.inbound.entries().unwrap().into_keys().any(|k| k.src == net::v6(a)),
         };
-        assert!(!of_pod, "the dead pod's record is there");
+        assert!(!of_pod, "the dead pod's record remains");
     }
 }
 
@@ -158,7 +159,7 @@ fn syn_ack_without_a_record_passes_only_where_packets_may_come_in_unseen() {
         for flags in [SYN | ACK, ACK] {
             rig.dropped("pod_egress", &says(flags), Counter::DropUnknownFlow);
         }
-        // What our program has seen is answered.
+        // Connections that our program has seen are answered.
         let asks = seal(ip(server, pod, TCP, &[], &tcp(40_001, 8080, SYN, &[])));
         assert_eq!(rig.run("pod_ingress", &asks).0, NEXT);
         let answer = seal(ip(pod, server, TCP, &[], &tcp(8080, 40_001, SYN | ACK, &[])));
@@ -185,7 +186,7 @@ fn history_of_a_pod_ends_at_its_tick_and_what_was_used_before_goes_on() {
             view.endpoints.get_mut(&scenes::endpoint_id(0)).unwrap().history_until = tick;
             rig.write(&view);
         };
-        // Far enough from both sides: time goes on meanwhile.
+        // Far enough from both ends: time passes meanwhile.
         until(&mut rig, now_tick() + 500);
         assert_eq!(rig.run("pod_egress", &says(50_000)).0, NEXT);
         until(&mut rig, now_tick() - 1);

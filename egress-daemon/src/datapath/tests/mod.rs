@@ -1,4 +1,5 @@
-//! Tests of the datapath: of what is pure with arbitrary views, of the rest with the programs in this machine's kernel.
+//! Tests of the datapath: of the pure parts with arbitrary views, of the rest with the programs in this machine's
+//! kernel.
 
 mod clsact;
 mod collector;
@@ -49,7 +50,7 @@ use std::{
     path::PathBuf,
 };
 
-/// A directory of its own on a BPF file system; goes when dropped, with everything that is pinned in it.
+/// A directory of its own on a BPF file system; removed when dropped, with everything that is pinned in it.
 struct BpfDir {
     pins: Pins,
     /// Where a file system was mounted for it.
@@ -57,7 +58,7 @@ struct BpfDir {
 }
 
 impl BpfDir {
-    /// `None`, and a line saying so, where this process may not do that.
+    /// `None`, and a line that says so, if this process may not do that.
     fn new(test: &str) -> Option<Self> {
         if !nix::unistd::geteuid().is_root() {
             let line = format!("SKIP {test}: needs root to load programs\n");

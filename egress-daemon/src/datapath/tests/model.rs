@@ -1,7 +1,7 @@
 //! The programs against the reference NAT of [`nat`](super::nat): random packets of pods, forgers and the outside, changes of tables, lost
 //! forward halves, expiry, and two CPUs at once. After each step the design's rules hold.
 //!
-//! An episode is a few hundred steps that follow from a seed. One that fails is printed with its seed and the fewest of its steps that
+//! An episode is a few hundred steps derived from a seed. One that fails is printed with its seed and the fewest of its steps that
 //! still fail; `SPILLWAY_MODEL_SEED=S` runs that episode alone. `SPILLWAY_MODEL_STEPS=N` runs more of them, or fewer; both together run
 //! those from `S` on.
 
@@ -26,18 +26,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Steps of all episodes together where nothing else is said.
+/// The default number of steps of all episodes together.
 const STEPS: usize = 1_000_000;
 const EPISODE: usize = 300;
 /// That of every interface: frames for another one are somebody else's.
 const UPLINK_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0xaa];
 /// What whole packets carry.
 pub const QUESTION: &[u8] = b"question";
-/// The shortest time in which the kernel removes a flow by itself, whatever the configuration says. An episode takes milliseconds.
+/// The shortest time in which the kernel removes a flow by itself, whatever the configuration. An episode takes milliseconds.
 const TICK: Duration = Duration::from_nanos(1 << TICK_SHIFT);
-/// One episode may be stopped for longer than that in so many steps.
+/// One episode in this many steps may be stalled for longer than that.
 const STALLS: usize = 50_000;
-/// The whole flow table is looked at after so many steps; the flow of a step after each.
+/// The whole flow table is checked after this many steps; the flow of a step after each.
 const LOOK: usize = 50;
 
 pub struct NatFixture {
@@ -51,7 +51,7 @@ pub struct NatFixture {
     pub wire: Wire,
 }
 
-/// A packet that is going to a program.
+/// A packet on its way to a program.
 #[derive(Clone, Debug)]
 pub struct Shot {
     pub program: &'static str,
@@ -87,7 +87,7 @@ impl Shot {
 }
 
 impl NatFixture {
-    /// Nothing is known, and the tables are the first.
+    /// Starts with no flows and with the first tables.
     fn begin(&mut self, firewall: bool) {
         self.tables.clear();
         self.datagrams = Datagrams::default();
@@ -95,7 +95,7 @@ impl NatFixture {
         self.change(0);
     }
 
-    /// Number so many of [`views`].
+    /// The view of this number among [`views`].
     pub fn view(&self, number: usize) -> NodeView {
         view(number, self.nat.firewall, &self.interfaces)
     }
@@ -106,7 +106,7 @@ impl NatFixture {
         self.told(number);
     }
 
-    /// The reference NAT hears what the tables say.
+    /// Tells the reference NAT the contents of the tables.
     pub fn told(&mut self, number: usize) {
         let (slots, selected) = &views()[number];
         let all = |numbers: &[usize], of: &[[&str; 2]]| numbers.iter().flat_map(|n| of[*n]).map(addr).collect();
@@ -138,14 +138,14 @@ impl NatFixture {
             Op::Complain { by, about } => {
                 let frame = error(about.pod, about.server, &answer(&about.mirrored(), ACK, QUESTION));
                 let shot = Shot::of_pod(frame, self.interfaces[*by]);
-                // The quote is an answer: its destination is what the outside knows.
+                // The quoted packet is an answer: its destination is what the outside knows.
                 let read = |out: &[u8]| inward(&quoted(out)).mirrored();
                 let seen = outcome(&shot.run(&mut self.rig.programs), &shot.frame, read)?;
                 let own = *by == owner(about.pod);
                 if own { self.nat.pod_complained(about, own, seen) } else { Nat::forged(seen, false) }
             }
             Op::LetAsked { nth, flags, pieces } => match (self.nat.asked(*nth), pieces) {
-                // The note that the program at the pod's interface has left in such a packet cannot be given to it here.
+                // The note that the program at the pod's interface leaves in such a packet cannot be set here.
                 (Some(tuple), _) if !self.nat.selected.contains(&tuple.pod) => Ok(()),
                 (Some(tuple), Some(id)) => self.pieces_pass(&tuple, *flags, *id),
                 (Some(tuple), None) => self.step(&Op::Let { tuple, flags: *flags }),
@@ -216,7 +216,7 @@ impl NatFixture {
         self.delivered(reply, flags, is_error, seen, &ran.1)
     }
 
-    /// What became of a packet from outside, `out`.
+    /// Judges what became of a packet from outside, `out`.
     pub fn delivered(
         &mut self,
         reply: Reply,
@@ -228,13 +228,13 @@ impl NatFixture {
         if let Outcome::Sent(tuple) = seen {
             let mac = u8::try_from(owner(tuple.pod)).unwrap();
             if out[5] != mac || read(out).unwrap().dst != tuple.pod {
-                return Err(format!("what is for {tuple:?} goes to another pod's MAC address"));
+                return Err(format!("a packet for {tuple:?} goes to another pod's MAC address"));
             }
         }
         self.nat.outside_sent(reply, flags, is_error, seen)
     }
 
-    /// Takes the forward half of a flow away, or `both`. One that is left was used a while ago.
+    /// Removes the forward half of a flow, or `both`. A remaining one was used a while ago.
     pub fn lose(&mut self, tuple: &Tuple, both: bool) {
         self.nat.lost(tuple);
         let Some(flow) = self.tables.flow(tuple) else { return };
@@ -249,7 +249,7 @@ impl NatFixture {
         }
     }
 
-    /// The halves of a flow name each other.
+    /// Checks that the halves of a flow name each other.
     pub fn halves(&self, tuple: &Tuple) -> Result<(), String> {
         let Some(flow) = self.tables.flow(tuple).filter(|flow| flow.translated) else { return Ok(()) };
         match self.tables.back(&flow.reply) {
@@ -259,7 +259,7 @@ impl NatFixture {
         }
     }
 
-    /// No two flows have one tuple.
+    /// Checks that no two flows have one tuple.
     fn all(&self) -> Result<(), String> {
         let mut seen = BTreeMap::new();
         for (tuple, flow) in self.tables.flows() {
@@ -272,7 +272,7 @@ impl NatFixture {
         Ok(())
     }
 
-    /// Runs an episode; what is wrong after which step.
+    /// Runs an episode. Returns what is wrong, and after which step.
     fn episode(&mut self, ops: &[Op], firewall: bool) -> Result<(), (usize, String)> {
         self.begin(firewall);
         for (n, op) in ops.iter().enumerate() {
@@ -284,7 +284,7 @@ impl NatFixture {
         Ok(())
     }
 
-    /// The fewest steps that still fail in the same way, as far as leaving out some of them shows.
+    /// The fewest steps that still fail in the same way, found by leaving some out.
     fn shrink(&mut self, mut ops: Vec<Op>, firewall: bool, mut what: String) -> (Vec<Op>, String) {
         let words =
             |text: &str| -> String { text.split(' ').filter(|word| !word.contains(char::is_numeric)).collect() };
@@ -314,7 +314,7 @@ fn random_interleavings_keep_the_rules_of_a_reference_nat() {
     walk("model", STEPS, |_| {});
 }
 
-/// One of two CPUs runs the programs that tell what they decide.
+/// One of two CPUs runs the programs that report what they decide.
 #[test]
 fn the_programs_of_a_trace_keep_the_same_rules() {
     let filter = TraceFilter { v4: net::v4(PODS[0][0].parse().unwrap()), ..TraceFilter::NONE };
@@ -324,7 +324,7 @@ fn the_programs_of_a_trace_keep_the_same_rules() {
     });
 }
 
-/// Steps from the first episode on; the test of this name has the programs that it wants.
+/// Walks through steps from the first episode on, for the test of this name with its own programs.
 fn walk(test: &str, steps: usize, prepare: impl FnOnce(&mut NatFixture)) {
     // Interfaces of its own, whatever this machine has.
     if !nix::unistd::geteuid().is_root() {
@@ -336,7 +336,7 @@ fn walk(test: &str, steps: usize, prepare: impl FnOnce(&mut NatFixture)) {
         .map(|n| {
             let (name, mac) = (format!("p{n}"), UPLINK_MAC.map(|byte| format!("{byte:02x}")).join(":"));
             ip(&["link", "add", &name, "address", &mac, "type", "veth"]);
-            // What is to enter again enters no interface that is down.
+            // Packets cannot re-enter through an interface that is down.
             ip(&["link", "set", &name, "up"]);
             nix::net::if_::if_nametoindex(name.as_str()).unwrap()
         })
@@ -358,7 +358,7 @@ fn walk(test: &str, steps: usize, prepare: impl FnOnce(&mut NatFixture)) {
         let began = Instant::now();
         let outcome = world.episode(&ops, firewall);
         if began.elapsed() >= TICK {
-            // The same again: what has ended, or waits for the firewall, may have been removed meanwhile.
+            // Not judged: what has ended, or waits for the firewall, may have been removed meanwhile.
             stalls += 1;
             assert!(
                 stalls * STALLS <= steps.max(STALLS),

@@ -1,4 +1,4 @@
-//! What happens to the model: the random steps of an episode, and the tables that there may be.
+//! The events of the model: the random steps of an episode, and the possible tables.
 
 use super::{
     datagrams::Part,
@@ -16,12 +16,12 @@ use std::{
 };
 
 pub const PODS: [[&str; 2]; 3] = [["10.1.0.2", "fd00:1::2"], ["10.1.0.4", "fd00:1::4"], ["10.1.0.3", "fd00:1::3"]];
-/// Of nobody on this node.
+/// Addresses of no pod on this node.
 pub const NOBODYS: [&str; 2] = ["10.1.0.99", "fd00:1::99"];
 pub const EGRESS: [[&str; 2]; 2] = [["192.0.2.10", "2001:db8::10"], ["192.0.2.11", "2001:db8::11"]];
 pub const SERVERS: [[&str; 2]; 2] = [["203.0.113.5", "2001:db8:f::5"], ["203.0.113.6", "2001:db8:f::6"]];
 pub const SERVER_PORTS: [u16; 2] = [443, 53];
-/// Ports of a pod: those of two pods do not fit the block of one egress IP.
+/// Ports of a pod: those of two pods do not fit into the block of one egress IP.
 pub const PORTS: u16 = 40;
 pub const BLOCK: u16 = 3;
 
@@ -43,7 +43,7 @@ impl Random {
 
 #[derive(Clone, Debug)]
 pub enum Op {
-    /// A packet by the interface of pod number `by`.
+    /// A packet through the interface of pod number `by`.
     Pod { by: usize, tuple: Tuple, flags: u8 },
     /// Its error about an answer to `about`.
     Complain { by: usize, about: Tuple },
@@ -59,7 +59,7 @@ pub enum Op {
     PodPieces { by: usize, tuple: Tuple, flags: u8, id: u16, parts: Vec<Part> },
     /// Parts of an answer to the flow that is known by this number.
     OutsidePieces { nth: usize, flags: u8, id: u16, parts: Vec<Part> },
-    /// The forward half of a known flow is lost, and the other was used a while ago; or both are gone.
+    /// The forward half of a known flow is lost, and the other was used a while ago; or both are lost.
     Lose { nth: usize, both: bool },
     /// One of [`views`].
     Tables(usize),
@@ -70,7 +70,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// How many packets it is, or 1 where it is none.
+    /// How many packets it has, or 1 if it has none.
     pub fn packets(&self) -> usize {
         match self {
             Op::PodPieces { parts, .. } | Op::OutsidePieces { parts, .. } => parts.len(),
@@ -91,12 +91,12 @@ pub fn tuple(random: &mut Random) -> Tuple {
     Tuple { pod: addr(PODS[pod][family]), pod_port, server: addr(server), server_port, proto }
 }
 
-/// Of few, so that datagrams are taken for parts of others.
+/// One of few, so that datagrams are taken for parts of others.
 fn id(random: &mut Random) -> u16 {
     random.below(3) as u16
 }
 
-/// Some parts of a datagram in any order, also several times.
+/// Some parts of a datagram in any order, possibly repeated.
 fn parts(random: &mut Random) -> Vec<Part> {
     (0..2 + random.below(4)).map(|_| random.of(&Part::ALL)).collect()
 }
@@ -155,7 +155,7 @@ pub fn op(random: &mut Random) -> Op {
     }
 }
 
-/// What the tables may say: which egress IPs the policy has, and which pods it selects.
+/// The possible tables: which egress IPs the policy has, and which pods it selects.
 pub fn views() -> Vec<(Vec<usize>, Vec<usize>)> {
     vec![
         (vec![0, 1], vec![0, 1]),

@@ -1,5 +1,5 @@
-//! The reference NAT: what the design says about flows, written for clarity. It chooses nothing. It is told what the programs did with a
-//! packet, and says what is wrong with that.
+//! The reference NAT: what the design says about flows, written for clarity. It chooses nothing. It takes what the programs did with a
+//! packet, and returns what is wrong with that.
 
 use egress_common::port_block;
 use std::{
@@ -14,7 +14,7 @@ pub const RST: u8 = 4;
 pub const ACK: u8 = 16;
 pub const TCP: u8 = 6;
 
-/// A flow as its pod knows it; of an ICMP query the identifier is the pod's port.
+/// A flow as its pod knows it; the pod's port of an ICMP query is its identifier.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Tuple {
     pub pod: IpAddr,
@@ -76,11 +76,11 @@ pub enum Outcome<T> {
 /// How a pod's packet comes to a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
-    /// By the pod's interface.
+    /// Through the pod's interface.
     Whole,
-    /// By it as well, as a part of a datagram.
+    /// Likewise, as a part of a datagram.
     Fragment,
-    /// Where the node ends, after the firewall has let it pass.
+    /// At the node's exit, after the firewall has let it pass.
     Asked,
 }
 
@@ -88,14 +88,14 @@ pub enum How {
 #[derive(Clone, Copy, Debug)]
 struct Flow {
     reply: Reply,
-    /// The tables under which its egress IP was chosen, if anybody has followed that.
+    /// The tables under which its egress IP was chosen, if that was followed.
     chosen: Option<u32>,
     /// The tables under which it sent last.
     tables: u32,
     /// TCP flags that either side has sent since it opened.
     out: u8,
     back: u8,
-    /// Nothing was lost of it, and it did not expire: what it does is determined.
+    /// Nothing of it was lost, and it did not expire: its behaviour is determined.
     certain: bool,
 }
 
@@ -111,7 +111,7 @@ impl Flow {
 pub struct Nat {
     /// Whether the host's firewall is asked before a flow's first packet.
     pub firewall: bool,
-    /// The egress IPs of the policy now; without any nothing is sent.
+    /// The egress IPs of the policy now; without any, nothing is sent.
     pub slots: BTreeSet<IpAddr>,
     /// The addresses that the policy selects now.
     pub selected: BTreeSet<IpAddr>,
@@ -120,7 +120,7 @@ pub struct Nat {
     /// Counts changes of the tables.
     tables: u32,
     flows: BTreeMap<Tuple, Flow>,
-    /// Whose a reply is: the last flow that sent with it.
+    /// The owner of each reply: the last flow that sent with it.
     owners: BTreeMap<Reply, Tuple>,
     /// Those that the firewall has let pass.
     confirmed: BTreeSet<Reply>,
@@ -146,7 +146,7 @@ impl Nat {
     pub fn tables_changed(&mut self, slots: BTreeSet<IpAddr>, selected: BTreeSet<IpAddr>) {
         self.tables += 1;
         (self.slots, self.selected) = (slots, selected);
-        // What is no TCP connection is forgotten at any time once its pod is not selected.
+        // Anything but a TCP connection may be forgotten at any time once its pod is not selected.
         for (tuple, flow) in &mut self.flows {
             flow.certain &= tuple.proto == TCP || self.selected.contains(&tuple.pod);
         }
@@ -159,7 +159,7 @@ impl Nat {
         }
     }
 
-    /// Whose a reply is.
+    /// The flow that a reply belongs to.
     pub fn owner(&self, reply: &Reply) -> Option<Tuple> {
         self.owners.get(reply).copied()
     }
@@ -169,7 +169,7 @@ impl Nat {
         self.flows.get(tuple).map(|flow| flow.reply)
     }
 
-    /// What replies the outside knows.
+    /// The replies that the outside knows.
     pub fn replies(&self) -> Vec<Reply> {
         self.owners.keys().copied().collect()
     }
@@ -179,12 +179,12 @@ impl Nat {
         self.flows.keys().copied().collect()
     }
 
-    /// One of those that the firewall has a packet of.
+    /// One of those of which the firewall has a packet.
     pub fn asked(&self, nth: usize) -> Option<Tuple> {
         self.asked.iter().nth(nth % self.asked.len().max(1)).copied()
     }
 
-    /// Whether nothing has happened to a flow that another one may have its port after.
+    /// Whether nothing has happened to a flow after which another one may have its port.
     pub fn stays(&self, tuple: &Tuple) -> bool {
         let ended = |flow: &Flow| (flow.out | flow.back) & (FIN | RST) != 0;
         self.flows.get(tuple).is_none_or(|flow| flow.certain && flow.tables == self.tables && !ended(flow))
@@ -200,7 +200,7 @@ impl Nat {
         self.opened.insert(tuple);
     }
 
-    /// What the tables have of a flow after steps that nobody has followed.
+    /// Takes over what the tables have of a flow after steps that were not followed.
     pub fn resume(&mut self, tuple: Tuple, reply: Option<Reply>) {
         self.lost(&tuple);
         if let Some(reply) = reply {
@@ -209,7 +209,7 @@ impl Nat {
         }
     }
 
-    /// Whose answers these are after such steps, and whether the firewall lets them in.
+    /// Takes over whose answers these are after such steps, and whether the firewall lets them in.
     pub fn belongs(&mut self, reply: Reply, tuple: Tuple, confirmed: bool) {
         self.owners.insert(reply, tuple);
         if confirmed {
@@ -227,7 +227,7 @@ impl Nat {
     /// Whether nothing but a lost half, expiry or another policy may take the flow's egress IP and port from it.
     fn keeps(&self, flow: &Flow, opening: bool) -> bool {
         let same = flow.tables == self.tables;
-        // After a closed connection, what was added to the policy since its egress IP was chosen gets its part.
+        // After a closed connection, egress IPs added to the policy since the last choice get their share.
         let free = opening && flow.is_closed() && flow.chosen != Some(self.tables);
         flow.certain && !free && (same || !opening && self.slots.contains(&flow.reply.egress))
     }
@@ -269,12 +269,12 @@ impl Nat {
             }
             Outcome::Passed => {
                 if asked && selected {
-                    return Err("the firewall has let it pass, and it is not sent".into());
+                    return Err("the firewall has let it pass, but it is not sent".into());
                 }
                 if !selected {
-                    // What is left of a connection is severed: its other end knows it by another address.
+                    // A remaining connection is severed: its other end knows it by another address.
                     let severed = tcp && !opening && flow.is_some_and(|flow| flow.certain);
-                    rule(!severed, || "a connection goes on with the pod's own address".into())?;
+                    rule(!severed, || "a connection continues with the pod's own address".into())?;
                     self.flows.remove(&tuple);
                     return Ok(());
                 }
@@ -282,12 +282,12 @@ impl Nat {
                 let known = !tcp || self.opened.contains(&tuple);
                 rule(known, || "a segment of a connection that its pod has never opened passes".into())?;
                 let confirmed = live.is_some_and(|live| self.confirmed.contains(&live.reply) && !opening);
-                // The stack puts datagrams together.
-                rule(!confirmed || how == How::Fragment, || "a confirmed flow is asked about again".into())?;
-                // It begins anew, or it is another one now, of which nothing was sent.
+                // The stack reassembles datagrams.
+                rule(!confirmed || how == How::Fragment, || "the firewall sees a confirmed flow".into())?;
+                // It is reopened, or it is another flow now, of which nothing was sent.
                 match live {
                     Some(live) if opening && how != How::Fragment => drop(self.confirmed.remove(&live.reply)),
-                    // Whether it does, no fragment shows: all of them pass. Of one that was lost the other half may be left.
+                    // Fragments do not show whether it is: all of them pass. The other half of a lost flow may remain.
                     _ if opening => self.lost(&tuple),
                     _ => {}
                 }
@@ -340,7 +340,7 @@ impl Nat {
         rule(!self.firewall || self.confirmed.contains(&reply), || "an error about a flow that is not confirmed".into())
     }
 
-    /// A packet of somebody who has not this address.
+    /// A packet from somebody who does not have this address.
     pub fn forged<T: Debug>(outcome: Outcome<T>, anybodys: bool) -> Verdict {
         match outcome {
             Outcome::Dropped => Ok(()),
@@ -355,9 +355,9 @@ impl Nat {
         match outcome {
             Outcome::Passed => Err("a packet for an egress IP reaches the stack".into()),
             Outcome::Sent(tuple) => {
-                rule(owner == Some(tuple), || format!("delivered to {tuple:?}, and it is for {owner:?}"))?;
+                rule(owner == Some(tuple), || format!("delivered to {tuple:?}, but it is for {owner:?}"))?;
                 rule(!self.firewall || self.confirmed.contains(&reply), || {
-                    "delivered without the firewall's word".into()
+                    "delivered without the firewall's decision".into()
                 })?;
                 if !error && let Some(flow) = self.flows.get_mut(&tuple).filter(|flow| flow.reply == reply) {
                     flow.back |= flags;

@@ -1,4 +1,4 @@
-//! The program for drivers: what it sends on is what the programs at TC would send on, and everything else goes on to them as it came.
+//! The program for drivers: it forwards what the programs at TC would forward, and passes everything else to them unchanged.
 
 use super::{
     frames::{
@@ -37,13 +37,13 @@ pub(super) const BOTH_WAYS: &str = NATIVE[0];
 pub(super) const FROM_OUTSIDE: &str = NATIVE[1];
 pub(super) const PASS: u32 = 2;
 pub(super) const SENT: u32 = 4;
-/// The loopback device, at which a test run's frames come in.
+/// The loopback device, at which a test run's frames arrive.
 const LOOPBACK: u32 = 1;
 /// The next hops: out of the gateway, and on the underlay.
 const ROUTER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
 const HOP_MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
-/// A gateway whose underlay is the loopback device, and whose uplink is `uplink`. A block of its egress IPs is `n1`'s, which wants its replies
-/// by `transport`.
+/// A gateway whose underlay is the loopback device, and whose uplink is `uplink`. A block of its egress IPs is `n1`'s,
+/// whose reply transport is `transport`.
 pub(super) fn gateway(ends: [&str; 2], uplink: u32, underlay: u32, transport: u32) -> NodeView {
     let mut view = scene_between(ends, underlay, HOST_MAC, transport);
     view.macs.insert(THEIR_MAC, scenes::node(1));
@@ -62,7 +62,8 @@ pub(super) fn from_node(mut frame: Vec<u8>) -> Vec<u8> {
     frame
 }
 
-/// The interfaces of a gateway: index of the uplink, and of the underlay that replies leave by. Both know their next hop.
+/// The interfaces of a gateway: index of the uplink, and of the underlay through which replies leave. Both know their
+/// next hop.
 async fn interfaces() -> (u32, u32) {
     let net = Net::here();
     for name in ["out", "under"] {
@@ -72,7 +73,7 @@ async fn interfaces() -> (u32, u32) {
     next_hops(&net).await
 }
 
-/// Has the interfaces `out` and `under` know their next hops; their indices.
+/// Lets the interfaces `out` and `under` know their next hops. Returns their indices.
 pub(super) async fn next_hops(net: &Net) -> (u32, u32) {
     for setting in ["ipv4/conf/all/forwarding", "ipv6/conf/all/forwarding"] {
         std::fs::write(format!("/proc/sys/net/{setting}"), "1").unwrap();
@@ -94,7 +95,7 @@ pub(super) async fn next_hops(net: &Net) -> (u32, u32) {
 }
 
 impl Rig {
-    /// Runs a frame that is to be sent on: what it has become. The first one of each moment is left to the kernel.
+    /// Runs a frame that must be forwarded. Returns the result. The first one of each moment is left to the kernel.
     #[track_caller]
     pub(super) fn sent(&mut self, program: &'static str, frame: &[u8]) -> Vec<u8> {
         for _ in 0..4 {
@@ -109,13 +110,13 @@ impl Rig {
         panic!("the kernel never knows the next hop");
     }
 
-    /// Whether the programs at TC take a tunnel's headers off packets of the other family: Linux 6.3 and later.
+    /// Whether the programs at TC strip a tunnel's headers from packets of the other family: Linux 6.3 and later.
     pub(super) fn decapsulates(&self) -> bool {
         self.writer.maps().config.get(0).unwrap().flags & flags::DECAP_UDP != 0
     }
 
-    /// What the program at TC makes of a frame that it sends on. Nothing on kernels before Linux 6.3, where it leaves to the tunnel's device
-    /// what has another family inside.
+    /// What the program at TC makes of a frame that it forwards. `None` on kernels before Linux 6.3, where it leaves packets of the other
+    /// family to the tunnel's device.
     #[track_caller]
     fn sent_at_tc(&mut self, program: &'static str, frame: &[u8]) -> Option<Vec<u8>> {
         let (verdict, out) = self.run(program, frame);
@@ -127,7 +128,7 @@ impl Rig {
         Some(out)
     }
 
-    /// Runs a frame that is to be left to the programs behind, as it is, for this reason.
+    /// Runs a frame that must be left to the next programs unchanged, for this reason.
     #[track_caller]
     pub(super) fn left(&mut self, what: &str, frame: &[u8], why: Option<Counter>) {
         let reasons = |rig: &Self| {
@@ -140,7 +141,7 @@ impl Rig {
             assert_eq!((action, &out[..]), (PASS, frame), "{what}");
             let after = reasons(self);
             let counted: Vec<Counter> = after.into_iter().filter(|(c, n)| before[c] != *n).map(|(c, _)| c).collect();
-            // The first packet of a moment is left before anything else is known of its way.
+            // The first packet of a moment is left before anything else about it is decided.
             if counted != [Counter::XdpHop] {
                 return assert_eq!(counted, why.into_iter().collect::<Vec<_>>(), "{what}");
             }
@@ -150,7 +151,7 @@ impl Rig {
 }
 
 impl Rig {
-    /// Has the other nodes ask for their replies by a transport, as their probes do.
+    /// Sets the reply transport of the other nodes, as their probes do.
     pub(super) fn wish(&self, transport: u32) {
         let mut map: Array<MapData, u32> = typed(self.pins(), "REPLY_TRANSPORT").unwrap();
         (0..8).for_each(|index| map.set(index, transport, 0).unwrap());
@@ -178,7 +179,7 @@ fn translated_packets_leave_with_the_next_hops_address_and_nothing_else_changes(
                         let out = rig.sent(BOTH_WAYS, &frame);
                         assert_eq!((&out[..6], &out[12..]), (&ROUTER_MAC[..], &inner[12..]));
                         assert_right(&out);
-                        // The same frame at TC, where the kernel has the last word on MAC addresses.
+                        // The same frame at TC, where the kernel determines the MAC addresses.
                         let there = rig.sent_at_tc("underlay_ingress", &frame);
                         forwarded += 1 + u64::from(there.is_some());
                         assert!(there.is_none_or(|there| there[12..] == out[12..]));
@@ -223,7 +224,7 @@ fn replies_go_back_to_the_node_that_has_the_port() {
                 );
                 let outer = read(&out).unwrap();
                 assert_eq!((outer.src, outer.dst), (addr(ends[0]), addr(ends[1])));
-                assert_eq!(out[outer.l4..], there[outer.l4..], "the same behind the outer IP header");
+                assert_eq!(out[outer.l4..], there[outer.l4..], "the same after the outer IP header");
                 let headers = &out[outer.l4..];
                 assert_eq!(headers[12..16], (VNI_REPLY << 8).to_be_bytes());
                 assert_eq!(headers[16..28], [INNER_DST_MAC, INNER_SRC_MAC].concat());
@@ -247,7 +248,7 @@ fn packets_outside_the_common_case_reach_tc_unchanged_and_counted() {
         let out = |port: u16| from_node(seal(ip(egress, server, UDP, &[], &udp(port, 53, &[7; 600]))));
         let back = |port: u16| seal(ip(server, egress, UDP, &[], &udp(53, port, &[7; 600])));
         let tunnelled = |port: u16| wrapped(ends[1], ends[0], VNI_FORWARD, &out(port));
-        // Nothing may be sent by the driver yet.
+        // The driver may send nothing yet.
         for frame in [out(port), back(port), tunnelled(port)] {
             rig.left("no device", &frame, Some(Counter::XdpDevice));
         }
@@ -267,8 +268,8 @@ fn packets_outside_the_common_case_reach_tc_unchanged_and_counted() {
         let refused = Some(Counter::XdpRefused);
         for (what, frame, why) in [
             ("a port that is another node's", out(port + 64), refused),
-            ("a port that is nobody's", out(80), refused),
-            ("a reply for nobody's port", back(port + 64), refused),
+            ("an unleased port", out(80), refused),
+            ("a reply for an unleased port", back(port + 64), refused),
             ("the same through the tunnel", tunnelled(port + 64), refused),
             ("another host's frame", overheard, refused),
             ("another host's reply", elsewhere, refused),
@@ -288,7 +289,7 @@ fn packets_outside_the_common_case_reach_tc_unchanged_and_counted() {
                 from_node(seal(ip(egress, server, ICMP, &[], &icmp(3, 0, &back(port)[14..])))),
                 Some(Counter::XdpUnusual),
             ),
-            ("less than it says", out(port)[..500].to_vec(), Some(Counter::XdpUnusual)),
+            ("shorter than its length field", out(port)[..500].to_vec(), Some(Counter::XdpUnusual)),
             ("another network identifier", wrapped(ends[1], ends[0], VNI_REPLY, &out(port)), None),
             ("nothing of ours", from_node(seal(ip(addr(POD4), server, UDP, &[], &udp(port, 53, b"?")))), None),
         ] {
@@ -313,13 +314,14 @@ fn packets_outside_the_common_case_reach_tc_unchanged_and_counted() {
         rig.left("too large", &back(port), Some(Counter::XdpLarge));
         rig.write(&view);
         rig.wish(transport::DEVICE);
-        rig.left("by the tunnel device", &back(port), Some(Counter::XdpDevice));
+        rig.left("through the tunnel device", &back(port), Some(Counter::XdpDevice));
         let flags = Maps::open(rig.pins()).unwrap().config.get(0).unwrap().flags;
         assert_ne!(flags & flags::CARRIES, 0);
     });
 }
 
-/// Each bit of the headers of each usual frame turned: whatever is sent on then would be sent on at TC as well, and as the same bytes.
+/// Flips each bit of the headers of each usual frame: whatever is then forwarded would be forwarded at TC as well, with the same
+/// bytes.
 #[test]
 fn the_driver_program_forwards_only_what_the_tc_program_would_forward() {
     let Some(mut rig) = Rig::new("native-bits", &NodeView::default()) else { return };
@@ -357,7 +359,7 @@ fn the_driver_program_forwards_only_what_the_tc_program_would_forward() {
                 }
             }
         }
-        // Each of the kinds, in each family and over each underlay: what nothing depends on may differ.
+        // Frames of each kind are forwarded, in each family and over each underlay: some bits do not matter.
         assert!(sent.len() >= 6 && sent.values().all(|n| *n > 50), "{sent:?}");
     });
 }

@@ -1,5 +1,5 @@
 //! The program for drivers against a reference of a gateway that is written for clarity: random tables and random packets, good and forged.
-//! What the reference forwards is sent by the driver, with the bytes that the program at TC sends; nothing else is.
+//! The driver sends what the reference forwards, with the bytes that the program at TC sends, and nothing else.
 
 use super::{
     frames::{TCP, UDP, fragment, ip, seal, tagged, tcp, udp, wrapped},
@@ -18,11 +18,11 @@ use egress_core::{
 };
 use std::net::IpAddr;
 
-/// Tables change after so many packets, more or less.
+/// Tables change after about this many packets.
 const CHANGE: usize = 40;
 const PACKETS: usize = 60_000;
 
-/// What a gateway's tables say, as far as its packets are concerned.
+/// A gateway's tables, as far as they concern its packets.
 #[derive(Clone, Debug)]
 struct Tables {
     underlay: [&'static str; 2],
@@ -30,9 +30,9 @@ struct Tables {
     lessee: Option<usize>,
     carried: bool,
     shaped: bool,
-    /// The subnet of its own that each egress IP has, if it has one: its VLAN, 0 for none, and whether its next hop is known.
+    /// The own subnet of each egress IP, if it has one: its VLAN (0 for none), and whether its next hop is known.
     subnet: Option<(u16, bool)>,
-    /// By which transport the other node wants its replies.
+    /// The other node's reply transport.
     replies: u32,
     /// Whether the drivers of both interfaces may send.
     drivers: bool,
@@ -45,7 +45,7 @@ struct Packet {
     tunnelled: bool,
     stranger: bool,
     egress: usize,
-    /// One that no table knows, instead.
+    /// Whether it has an address that no table knows.
     unknown: bool,
     block: u16,
     tcp: bool,
@@ -76,7 +76,7 @@ impl Tables {
     }
 
     fn view(&self, uplink: u32, underlay: u32) -> NodeView {
-        // One that the driver does not know can be taken by the device in any case.
+        // The device always accepts a transport that the driver does not know.
         let may = if self.replies == transport::DEVICE { transport::DIRECT } else { self.replies };
         let mut view = gateway(self.underlay, uplink, underlay, may);
         for egress in view.egress_ips.values_mut() {
@@ -95,13 +95,13 @@ impl Tables {
     /// Whether a gateway with these tables forwards the packet, by its driver.
     fn forwards(&self, packet: &Packet) -> bool {
         let usual = !packet.fragment && !packet.options && self.drivers && self.carried && !self.shaped;
-        // Either direction stands and falls with who has the port.
+        // Both directions depend on who holds the port.
         let leased = packet.block == OTHER_BLOCK && self.lessee == Some(1) && !packet.unknown;
         let way = if packet.outward { self.goes_out(packet) } else { self.goes_back(packet) };
         usual && leased && way
     }
 
-    /// The tag of packets from outside; none where the egress IP is in no VLAN.
+    /// The tag of packets from outside; none if the egress IP is in no VLAN.
     fn tag(&self) -> Option<u16> {
         self.subnet.map(|(vlan, _)| vlan).filter(|vlan| *vlan != 0)
     }
@@ -111,7 +111,7 @@ impl Tables {
         !packet.stranger && packet.tag.is_none() && known
     }
 
-    /// A tag that is for the priority only is none of a VLAN's.
+    /// A tag with only a priority belongs to no VLAN.
     fn goes_back(&self, packet: &Packet) -> bool {
         packet.tag.map(|tag| tag & 0xfff) == self.tag() && self.replies != transport::DEVICE
     }
@@ -182,7 +182,7 @@ impl Packet {
         self.fragment && self.egress == 0
     }
 
-    /// As the frame has it: options and fragments are of IPv4 here.
+    /// The packet as sent: only IPv4 has options and fragments here.
     fn as_sent(&self) -> Self {
         Self { options: self.has_options(), fragment: self.is_fragment(), ..self.clone() }
     }
@@ -217,7 +217,7 @@ fn the_driver_program_agrees_with_a_reference_gateway_and_with_tc_on_random_tabl
             let (action, mine) = loop {
                 let (action, mine) = rig.run_native(native, &frame);
                 tries += 1;
-                // The kernel is asked for the next hop of the first packet of a moment.
+                // The kernel resolves the next hop of the first packet of a moment.
                 if action == SENT || !tables.forwards(&packet) || tries == 4 {
                     break (action, mine);
                 }

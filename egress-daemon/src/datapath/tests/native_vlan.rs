@@ -1,5 +1,5 @@
-//! The programs for drivers where egress IPs have a subnet of their own, in a VLAN or in none: frames leave and come back as the programs at TC
-//! send them, and what those would not send on is left to them.
+//! The programs for drivers if egress IPs have a subnet of their own, with or without a VLAN: frames leave and come
+//! back as the programs at TC send them, and what those would not forward is left to them.
 
 use super::{
     frames::{HOST_MAC, Read, TCP, UDP, fragment, ip, read, seal, tagged, tcp, udp, wrapped},
@@ -21,9 +21,9 @@ pub(super) const VLAN: u16 = 10;
 pub(super) const PRIORITY: u16 = 0xb000;
 /// The next hop of the subnet.
 const SUBNET_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0x0a];
-/// What [`gateway`] says of its uplink.
+/// The MAC address of the uplink of [`gateway`].
 const UPLINK_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0x44];
-/// Where the outer IPv4 header has what is each packet's own: identification and checksum.
+/// The fields of the outer IPv4 header that differ for each packet: identification and checksum.
 const OWN: [std::ops::Range<usize>; 2] = [18..20, 24..26];
 
 /// Puts the egress IPs into subnets of their own.
@@ -34,7 +34,7 @@ pub(super) fn put_into_subnets(view: &mut NodeView, vlan: Option<u16>) {
     }
 }
 
-/// Has the programs know the next hop of each subnet, as if it had answered; or not.
+/// Makes the next hop of each subnet known to the programs, as if it had answered, or unknown.
 pub(super) fn know_next_hops(rig: &Rig, known: bool) {
     let mut map: Array<MapData, NextHop> = typed(rig.pins(), "NEXT_HOPS").unwrap();
     let mac = [0, 2, 4].map(|at| u16::from_ne_bytes([SUBNET_MAC[at], SUBNET_MAC[at + 1]]));
@@ -48,7 +48,7 @@ fn in_vlan(frame: Vec<u8>, vlan: u16) -> Vec<u8> {
     if vlan == 0 { frame } else { tagged(frame, vlan) }
 }
 
-/// Without what is each outer header's own.
+/// The frame without the fields that differ for each packet.
 fn comparable(mut frame: Vec<u8>, by_vxlan: bool) -> Vec<u8> {
     if by_vxlan && frame[12..14] == [8, 0] {
         OWN.into_iter().for_each(|bytes| frame[bytes].fill(0));
@@ -56,14 +56,14 @@ fn comparable(mut frame: Vec<u8>, by_vxlan: bool) -> Vec<u8> {
     frame
 }
 
-/// Whether a packet in the tunnel is of another family than its outer header.
+/// Whether a tunnelled packet is of another family than its outer header.
 fn is_mixed(frame: &[u8]) -> bool {
     let inner = |outer: Read| frame.get(outer.l4 + 28..outer.l4 + 30).filter(|_| outer.proto == UDP);
     read(frame).and_then(inner).is_some_and(|inner| matches!(inner, [8, 0] | [0x86, 0xdd]) && *inner != frame[12..14])
 }
 
-/// Compares what the driver has sent for a frame with what the program at TC sends for it. Before Linux 6.3 that one leaves mixed frames to
-/// the tunnel's device, which does not exist here: the kernel answers that the port is closed, and there is nothing to compare with.
+/// Compares what the driver has sent for a frame with what the program at TC sends for it. Before Linux 6.3 the latter leaves mixed frames
+/// to the tunnel's device, which does not exist here: the kernel answers that the port is closed, and there is nothing to compare with.
 #[track_caller]
 pub(super) fn assert_as_at_tc(
     rig: &Rig,
@@ -103,7 +103,7 @@ fn vlan_frames_leave_and_return_at_the_driver_as_the_tc_programs_send_them() {
                 let there = [SUBNET_MAC, UPLINK_MAC].concat();
                 let expected = in_vlan([&there, &packet[12..]].concat(), vlan);
                 for frame in [packet.clone(), wrapped(ends[1], ends[0], VNI_FORWARD, &packet)] {
-                    // The kernel has nothing to confirm, so none is left to it.
+                    // The kernel has nothing to confirm, so no frame is left to it.
                     assert_eq!(rig.run_native(BOTH_WAYS, &frame), (SENT, expected.clone()), "{what}");
                     assert_as_at_tc(&rig, &wire, "underlay_ingress", &frame, expected.clone(), false, &what);
                 }
@@ -150,14 +150,14 @@ fn vlan_frames_outside_the_common_case_are_left_to_tc_with_their_tags() {
         let all = [
             ("another VLAN", tagged(back(port), VLAN + 1), Some(Counter::XdpVlan)),
             ("no tag", back(port), Some(Counter::XdpVlan)),
-            ("a tag for the priority only", tagged(back(port), PRIORITY), None),
+            ("a tag with only a priority", tagged(back(port), PRIORITY), None),
             ("two tags", tagged(in_vlan.clone(), VLAN), None),
             ("a provider's tag", of_type(in_vlan.clone(), 12, [0x88, 0xa8]), None),
             ("a tagged ARP packet", of_type(in_vlan.clone(), 16, [8, 6]), None),
             ("another family's header", of_type(in_vlan.clone(), 16, [0x86, 0xdd]), None),
             ("another host's", to_other_host(in_vlan.clone()), None),
-            ("less than a tag", in_vlan[..17].to_vec(), None),
-            ("less than it says", in_vlan[..500].to_vec(), Some(Counter::XdpUnusual)),
+            ("shorter than a tag", in_vlan[..17].to_vec(), None),
+            ("shorter than its length field", in_vlan[..500].to_vec(), Some(Counter::XdpUnusual)),
             ("a fragment", tagged(fragment(back(port), [0x20, 0]), VLAN), Some(Counter::XdpUnusual)),
             ("nobody's port", tagged(back(port + 64), VLAN), Some(Counter::XdpRefused)),
             ("this node's own pod", tagged(back(port_block::first_port(OWN_BLOCKS[0])), VLAN), Some(Counter::XdpOwn)),
@@ -179,7 +179,7 @@ fn vlan_frames_outside_the_common_case_are_left_to_tc_with_their_tags() {
         assert_eq!(rig.count(Counter::XdpHop), before + 1);
         rig.dropped("underlay_ingress", &out, Counter::DropNoNextHop);
         know_next_hops(&rig, true);
-        // The tag does not count: interfaces take it beyond their largest packet.
+        // The tag does not count towards the largest packet of an interface.
         for (payload, verdict) in [(1500 - 28, SENT), (1501 - 28, PASS)] {
             let frame = from_node(seal(ip(egress, server, UDP, &[], &udp(port, 53, &vec![7; payload]))));
             assert_eq!(rig.run_native(BOTH_WAYS, &frame).0, verdict, "{payload}");
@@ -203,7 +203,8 @@ fn vlan_frames_outside_the_common_case_are_left_to_tc_with_their_tags() {
     });
 }
 
-/// Each bit of the headers of each usual frame turned: whatever is sent on then is sent on at TC as well, and as the same bytes.
+/// Flips each bit of the headers of each usual frame: whatever is then forwarded is forwarded at TC as well, with the same
+/// bytes.
 #[test]
 fn turned_bits_of_vlan_frames_are_sent_by_the_driver_only_where_tc_sends_them() {
     let Some(mut rig) = Rig::new("vlan-bits", &NodeView::default()) else { return };
@@ -237,7 +238,7 @@ fn turned_bits_of_vlan_frames_are_sent_by_the_driver_only_where_tc_sends_them() 
                             continue;
                         }
                         *sent.entry((frame.len(), native)).or_insert(0) += 1;
-                        // A device at TC tells hosts by its own MAC address, so this one's stays.
+                        // At TC a device compares with its own MAC address, so this one must not change.
                         assert_eq!(turned[..6], HOST_MAC, "{what}");
                         assert_as_at_tc(&rig, &wire, tc, &turned, mine, false, &what);
                     }

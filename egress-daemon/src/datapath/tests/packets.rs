@@ -61,7 +61,7 @@ fn openings() -> Vec<(Vec<u8>, IpAddr)> {
     all
 }
 
-/// The answer to a packet as the server sends it.
+/// The server's answer to a packet.
 fn answer(f: &[u8]) -> Vec<u8> {
     let r = read(f).unwrap();
     let mut body = f[r.l4..].to_vec();
@@ -108,7 +108,7 @@ fn there_and_back(test: &str, flags: u32) {
         assert_eq!(
             no_checksum,
             before.proto == UDP && out[after.l4 + 6..after.l4 + 8] == [0, 0],
-            "no checksum stays none"
+            "a missing checksum stays missing"
         );
         let port = match before.proto {
             TCP | UDP => {
@@ -195,7 +195,7 @@ fn matching_packets_that_cannot_be_translated_are_dropped_with_the_reason() {
         let segment = seal(ip(pod, server, TCP, &[], &tcp(1, 2, ACK, &[])));
         rig.dropped("pod_egress", &segment, Counter::DropUnknownFlow);
     }
-    // A header that says it is shorter than a header.
+    // A header with a length shorter than a header.
     let mut frame = ip(addr(POD4), addr(SERVER4), UDP, &[], &udp(1, 2, b"bad"));
     frame[14] = 0x44;
     rig.dropped("pod_egress", &frame, Counter::DropMalformed);
@@ -209,7 +209,7 @@ fn matching_packets_that_cannot_be_translated_are_dropped_with_the_reason() {
     rig.dropped("pod_egress", &frame, Counter::DropFragment);
 }
 
-/// Between two writes a table still names the slot of a gateway that is gone, and so does an assignment for longer.
+/// Between two writes a table still names the slot of a gateway that is gone; an assignment does so for longer.
 #[test]
 fn dead_in_set_a_slot_that_may_not_be_used_takes_no_flow_though_the_table_names_it() {
     let Some(mut rig) = Rig::new("not-usable", &scene()) else { return };
@@ -255,7 +255,7 @@ fn an_error_about_a_translated_packet_reaches_the_pod_in_its_own_words() {
             assert_right(&out);
             let (outer, pod) = (read(&out).unwrap(), read(&frame).unwrap());
             assert_eq!((outer.src, outer.dst), (router, pod.src));
-            // What is quoted is the pod's own packet again, but for its hop limit.
+            // The quoted packet is the pod's own again, except for its hop limit.
             let mut quote = [&frame[..14], &out[outer.l4 + 8..]].concat();
             if pod.src.is_ipv4() {
                 assert_eq!(frames::sums(&quote[..14 + header]).unwrap()[0], Some(0));
@@ -288,7 +288,7 @@ fn an_error_of_the_pod_about_an_answer_leaves_with_the_egress_ip() {
         assert_right(&out);
         let outer = read(&out).unwrap();
         assert_eq!((outer.src, outer.dst), (egress, server));
-        assert_eq!(out[outer.l4 + 8..], reply[14..], "the server gets its own packet quoted");
+        assert_eq!(out[outer.l4 + 8..], reply[14..], "the server gets its own packet as the quote");
         // About something that nobody sent: nothing leaves.
         let mut strange = delivered[14..].to_vec();
         let header = read(&delivered).unwrap().l4 - 14;
@@ -314,7 +314,7 @@ fn fragments_before_their_first_one_are_held_and_follow_it() {
         let counts = [Counter::FragmentReleased, Counter::DropFragment];
         let before = counts.map(|counter| rig.count(counter));
         if program == "pod_egress" {
-            // The flow is made by a packet that nothing waits for.
+            // A packet that nothing waits for opens the flow.
             let other = seal(ip(from, to, UDP, &[], &udp(40_000, port, b"whole")));
             assert_eq!(rig.run(program, &other).0, REDIRECT);
         }
@@ -324,7 +324,7 @@ fn fragments_before_their_first_one_are_held_and_follow_it() {
         let in_time = began.elapsed() < HELD_TICKS * Duration::from_nanos(1 << TICK_SHIFT);
         assert_eq!(released + late, u64::from(HELD_PER_DATAGRAM), "{program}");
         assert!(late == 0 || !in_time, "{program}: {late} fragments are late after {:?}", began.elapsed());
-        // As they enter again: nothing waits any more, and the ports are known.
+        // As they re-enter: nothing waits any more, and the ports are known.
         for frame in [&first, &later(9)] {
             assert_eq!(rig.run(program, frame).0, REDIRECT, "{program}: {:?}", rig.writer.maps().counters());
         }

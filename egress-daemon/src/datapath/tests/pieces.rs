@@ -1,4 +1,4 @@
-//! Fragments in the model: what the programs do with each, in whatever order they come, and what waits for its first one.
+//! Fragments in the model: what the programs do with each, in any order, and what waits for its first one.
 
 use super::{
     datagrams::{Datagram, Part, is_untouched},
@@ -16,10 +16,10 @@ use nix::{
 };
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 
-/// Data of a datagram: more than all parts but the last one have.
+/// Data of a datagram: longer than all parts but the last one.
 pub const DATA: [u8; 144] = [7; 144];
 
-/// What enters interfaces of this network namespace again.
+/// A socket with the packets that re-enter interfaces of this network namespace.
 pub struct Wire(OwnedFd);
 
 impl Wire {
@@ -28,7 +28,7 @@ impl Wire {
         Self(socket(family, kind, flags, SockProtocol::EthAll).unwrap())
     }
 
-    /// The next frame that has come in by an interface.
+    /// The next frame that has arrived at an interface.
     fn next(&self, ifindex: u32) -> Option<Vec<u8>> {
         let mut buffer = [0; 1024];
         while let Ok((len, from)) = recvfrom::<LinkAddr>(self.0.as_raw_fd(), &mut buffer) {
@@ -45,7 +45,7 @@ impl Wire {
         while nix::sys::socket::recv(self.0.as_raw_fd(), &mut buffer, MsgFlags::empty()).is_ok() {}
     }
 
-    /// As many frames as have come in by an interface.
+    /// `count` frames that have arrived at an interface.
     fn take(&self, count: u64, ifindex: u32) -> Result<Vec<Vec<u8>>, String> {
         let mut frames = Vec::new();
         while frames.len() < count as usize {
@@ -64,7 +64,7 @@ impl Wire {
 }
 
 impl NatFixture {
-    /// The packet of a first fragment and those that wait for it, as they enter again, if that is what has become of it.
+    /// Runs a first fragment. If others wait for it, returns it and those as they re-enter.
     fn gathered(&mut self, shot: &Shot, of: &Datagram) -> Result<(Ran, Vec<Vec<u8>>), String> {
         if !self.datagrams.are_waiting(of) {
             return Ok((shot.run(&mut self.rig.programs), Vec::new()));
@@ -79,14 +79,14 @@ impl NatFixture {
         }
         let mut frames = self.wire.take(1 + after[1] - before[1], shot.field.1)?;
         if ran.0 != SHOT || frames[0] != shot.frame {
-            return Err(format!("before what has waited for it comes {:02x?}", frames[0]));
+            return Err(format!("{:02x?} comes before the fragments that waited for it", frames[0]));
         }
         let behind = frames.split_off(1);
         self.datagrams.released(of, &behind, now_tick())?;
         Ok((shot.run(&mut self.rig.programs), behind))
     }
 
-    /// Parts of a pod's datagram, by the interface of pod number `by`.
+    /// Parts of a pod's datagram, through the interface of pod number `by`.
     pub fn pod_pieces(&mut self, by: usize, tuple: &Tuple, flags: u8, id: u16, parts: &[Part]) -> Result<(), String> {
         let whole = packet(tuple, flags, &DATA);
         let of = Datagram { src: tuple.pod, dst: tuple.server, id, proto: tuple.proto };
@@ -124,10 +124,10 @@ impl NatFixture {
         Ok(())
     }
 
-    /// What was sent of a datagram has left nothing behind that waits for it, and is whole.
+    /// Checks that a sent fragment is unchanged, and that nothing of its datagram still waits.
     fn went(&self, shot: &Shot, of: &Datagram, out: &[u8]) -> Result<(), String> {
         match is_untouched(&shot.frame, out) {
-            _ if self.datagrams.are_waiting(of) => Err(format!("what waits for {of:?} is left behind")),
+            _ if self.datagrams.are_waiting(of) => Err(format!("fragments that wait for {of:?} are left behind")),
             false => Err(format!("of {:02x?} becomes {out:02x?}", shot.frame)),
             true => Ok(()),
         }
@@ -139,7 +139,7 @@ impl NatFixture {
         let source = outcome(&ran, &shot.frame, |out| read(out).unwrap().src)?;
         let Some(tuple) = self.datagrams.ports(of).map(|ports| of.with(ports)) else {
             match source {
-                Outcome::Sent(_) => return Err(format!("of {of:?} no first fragment was seen, and it is sent")),
+                Outcome::Sent(_) => return Err(format!("{of:?} is sent, but its first fragment was never seen")),
                 Outcome::Dropped if how == How::Fragment => self.datagrams.wait(*of, &shot.frame, now_tick()),
                 Outcome::Dropped | Outcome::Passed => {}
             }
@@ -157,7 +157,7 @@ impl NatFixture {
                 // As in `outside_later`.
                 let flow = self.tables.flow(&tuple).map(|flow| flow.translated.then_some(flow.reply));
                 let reply = flow.unwrap_or_else(|| self.nat.reply(&tuple)).filter(|reply| reply.egress == egress);
-                Outcome::Sent(reply.ok_or_else(|| format!("with {egress} leaves what has no such flow: {tuple:?}"))?)
+                Outcome::Sent(reply.ok_or_else(|| format!("{tuple:?} leaves with {egress}, but has no such flow"))?)
             }
             Outcome::Dropped => Outcome::Dropped,
             Outcome::Passed => Outcome::Passed,
@@ -165,7 +165,7 @@ impl NatFixture {
         self.nat.pod_sent(tuple, 0, how, seen)
     }
 
-    /// The firewall lets a datagram pass, which the stack has put together; it leaves in parts again.
+    /// The firewall lets a datagram pass that the stack has reassembled; it leaves in parts again.
     pub fn pieces_pass(&mut self, tuple: &Tuple, flags: u8, id: u16) -> Result<(), String> {
         if !self.nat.firewall || !self.nat.selected.contains(&tuple.pod) {
             return Ok(());
@@ -211,7 +211,7 @@ impl NatFixture {
     fn outside_first(&mut self, shot: &Shot, of: &Datagram, reply: &Reply, flags: u8) -> Result<(), String> {
         let (ran, behind) = self.gathered(shot, of)?;
         let seen = outcome(&ran, &shot.frame, inward)?;
-        // Whether it is anybody's is asked later.
+        // Whether it belongs to anybody is checked later.
         let icmp = reply.server_port == 0;
         self.datagrams.know(*of, if icmp { (reply.port, 0) } else { (reply.server_port, reply.port) });
         if let Outcome::Sent(_) = seen {
@@ -224,7 +224,7 @@ impl NatFixture {
         Ok(())
     }
 
-    /// A fragment without ports from outside: it is for whom the first one is for.
+    /// A fragment without ports from outside: its receiver is that of the first one.
     fn outside_later(&mut self, shot: &Shot, of: &Datagram) -> Result<(), String> {
         let ran = shot.run(&mut self.rig.programs);
         let to = outcome(&ran, &shot.frame, |out| read(out).unwrap().dst)?;
@@ -243,7 +243,7 @@ impl NatFixture {
         let seen = match to {
             Outcome::Sent(pod) => {
                 self.went(shot, of, &ran.1)?;
-                // The collector, which never rests, may have removed it since.
+                // The collector runs all the time, and may have removed it since.
                 let back = self.tables.back(&reply).map(|back| back.of(&reply)).or_else(|| self.nat.owner(&reply));
                 let tuple = back.filter(|tuple| tuple.pod == pod);
                 Outcome::Sent(tuple.ok_or_else(|| format!("{pod} gets what is not for it: {reply:?}, {back:?}"))?)

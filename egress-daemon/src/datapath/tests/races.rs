@@ -1,5 +1,5 @@
-//! Two CPUs at once: batches of packets, while flows expire and tables change. The order is nobody's to predict, so what is judged is what
-//! holds in any order. Then the reference NAT takes over what the tables have.
+//! Two CPUs at once: batches of packets, while flows expire and tables change. The order cannot be predicted, so only what holds in any
+//! order is checked. Then the reference NAT takes over what the tables have.
 
 use super::{
     datagrams::Part,
@@ -23,7 +23,7 @@ use std::{
     },
 };
 
-/// How often a CPU looks whether the other one has come as far: it may not be running at all.
+/// How often a CPU checks whether the other one has caught up: it may not be running at all.
 const PATIENCE: usize = 3_000;
 /// More ticks than any flow lives without a packet.
 const LONG: u32 = 20_000;
@@ -63,7 +63,7 @@ pub enum Move {
         tuple: Tuple,
         flags: u8,
     },
-    /// A part of a datagram that all parts of this flow are of.
+    /// A part of the one datagram of this flow.
     Piece {
         tuple: Tuple,
         flags: u8,
@@ -121,7 +121,7 @@ struct Played<'a> {
     this: &'a Move,
     /// The flow that it is of, as far as that is known.
     flow: Option<Tuple>,
-    /// What it answers.
+    /// The reply that it answers.
     reply: Option<Reply>,
     shot: &'a Shot,
     ran: Ran,
@@ -137,14 +137,14 @@ impl Played<'_> {
 struct Judge<'a> {
     nat: &'a Nat,
     flows: &'a Flows,
-    /// What the policy had before or has after.
+    /// The policy's egress IPs before and after.
     slots: BTreeSet<IpAddr>,
     selected: BTreeSet<IpAddr>,
     /// The tables have not changed.
     same: bool,
     /// Flows that may have ended, or begun anew.
     over: BTreeSet<Tuple>,
-    /// Those that have been answered to at each reply.
+    /// By reply: the flows that used it.
     users: BTreeMap<Reply, BTreeSet<Tuple>>,
     confirmed: BTreeSet<Reply>,
 }
@@ -152,7 +152,7 @@ struct Judge<'a> {
 impl Judge<'_> {
     /// Whether something may have taken the flow's egress IP and port from it.
     fn is_over(&self, t: &Tuple) -> bool {
-        // Of a flow that has sent nothing yet the reference NAT does not know under which tables it was made.
+        // The reference NAT does not know under which tables a flow was made that has sent nothing yet.
         let silent = self.flows.contains_key(t) && !self.nat.has_sent(t);
         !self.same || silent || self.over.contains(t) || !self.selected.contains(&t.pod) || !self.nat.stays(t)
     }
@@ -185,9 +185,9 @@ impl Judge<'_> {
         self.selected.contains(&t.pod) && self.slots.contains(&egress)
     }
 
-    /// What has become of all packets, by the tables that are left.
+    /// Judges what has become of all packets, by the remaining tables.
     fn packets(&mut self, played: &[Played], flows: &Flows) -> Result<(), String> {
-        // What the firewall has let pass may have been there before anything else.
+        // What the firewall has let pass may have come before anything else.
         for one in played {
             if let Move::Let { tuple, .. } = one.this {
                 let seen = one.outcome(outward)?;
@@ -216,7 +216,7 @@ impl Judge<'_> {
 
     /// A fragment; a later one shows no port.
     fn piece(&mut self, t: &Tuple, outcome: Outcome<IpAddr>, left: Option<&Forward>) -> Result<(), String> {
-        // A first one that others wait for has made the flow, and is sent when it enters again.
+        // A first one that others wait for has opened the flow, and is sent when it re-enters.
         if let Some(flow) = left {
             self.users.entry(flow.reply).or_default().insert(*t);
         }
@@ -239,7 +239,7 @@ impl Judge<'_> {
         }
     }
 
-    /// Nobody's packets may have left as another flow's, or as two.
+    /// Checks that no packets have left as those of another flow, or of two.
     fn unique(&self) -> Result<(), String> {
         let mut replies: BTreeMap<Tuple, Reply> = BTreeMap::new();
         for (reply, users) in &self.users {
@@ -256,7 +256,7 @@ impl Judge<'_> {
         Ok(())
     }
 
-    /// What the tables have afterwards.
+    /// Judges what the tables have afterwards.
     fn tables(&self, flows: &Flows, backs: &Backs, touched: &BTreeSet<Tuple>) -> Result<(), String> {
         let mut owners = BTreeMap::new();
         for (t, flow) in flows.iter().filter(|(_, flow)| flow.translated) {
@@ -324,7 +324,7 @@ impl NatFixture {
         }
     }
 
-    /// Halves that lost the other one are gone: what is left must pair.
+    /// Removes halves that lost the other one: the rest must pair.
     fn settle(&mut self) {
         let (flows, backs) = (self.tables.flows(), self.tables.backs());
         let pairs = |t: &Tuple, reply: &Reply| {
@@ -340,7 +340,7 @@ impl NatFixture {
         }
     }
 
-    /// Makes known flows old enough for the collector, which comes along with the next new flows.
+    /// Makes known flows old enough for the collector, which runs with the next new flows.
     fn fall_due(&mut self, due: &[usize]) -> BTreeSet<Tuple> {
         let flows: Vec<(Tuple, Forward)> = self.tables.flows().into_iter().collect();
         let due: BTreeMap<Tuple, Forward> =
@@ -398,7 +398,7 @@ impl NatFixture {
             .copied()
             .collect();
         self.resume(&unknown, &after, &left);
-        // The collector may still come for those that nobody has used.
+        // The collector may still remove those that nobody has used.
         due.iter().for_each(|t| self.lose(t, true));
         for one in played.iter().filter(|one| one.this.flags() == SYN) {
             one.flow.into_iter().for_each(|t| self.nat.opened(t));

@@ -1,5 +1,5 @@
-//! The kernel gives the memory of an entry to another key as soon as the entry is removed or replaced, also while a program on another CPU
-//! reads it. Nothing that is read of another one leaves the node, or reaches a pod.
+//! The kernel reuses the memory of an entry for another key as soon as the entry is removed or replaced, even while a program on another
+//! CPU reads it. Nothing read from the other entry leaves the node or reaches a pod.
 
 use super::{
     frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
@@ -28,9 +28,9 @@ use std::{
 
 /// Packets while entries change.
 const PACKETS: u32 = 60_000;
-/// When after the call a program is interrupted, in ns: at some of these moments it is reading.
+/// How long after the call a program is interrupted, in ns: at some of these moments it is reading.
 const SOON: Range<u32> = 5_000..13_000;
-/// The port of a pod, and what another flow has in its place; network byte order.
+/// The port of a pod, and what another flow has instead; network byte order.
 const OTHER_PORT: u16 = 7;
 
 /// Runs `packets` on one CPU while another one repeats `change`.
@@ -53,8 +53,8 @@ fn meanwhile(mut change: impl FnMut() + Send, packets: impl FnOnce()) {
     });
 }
 
-/// Interrupts this CPU at one moment after another of [`SOON`]: long enough for another CPU to give an entry's memory away. By itself a
-/// program is through in less time than that takes.
+/// Interrupts this CPU at each moment of [`SOON`] in turn, long enough for another CPU to reuse an entry's memory. Uninterrupted, a
+/// program ends sooner than that.
 struct Interrupts(TimerFd);
 
 impl Interrupts {
@@ -68,7 +68,7 @@ impl Interrupts {
     }
 }
 
-/// Lets an entry and another one take turns in one piece of memory.
+/// Alternates two entries in one piece of memory.
 fn swap<K: Pod + Ord, V: Pod>(table: &mut Table<K, V>, one: &(K, V), other: &(K, V)) {
     table.remove(&one.0).unwrap();
     table.set(&other.0, &other.1).unwrap();

@@ -36,7 +36,8 @@ pub const REMOTE_PODS6: &str = "fd00:2::/64";
 /// Blocks of both egress IPs that are this node's, and one that is another node's.
 pub const OWN_BLOCKS: [u16; 2] = [3, 900];
 pub const OTHER_BLOCK: u16 = 5;
-/// Up to which revision the leases of all nodes but `n1` are known; those of `n1` up to one more. Every byte is another one.
+/// The revision up to which the leases of all nodes but `n1` are known; those of `n1` are known up to the next one. All its
+/// bytes differ.
 pub const KNOWN: u64 = 0x0102_0304_0506_0708;
 
 /// This node's address on the underlay and the other node's, in each family.
@@ -47,7 +48,7 @@ pub const THEIR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 3];
 /// Words of `struct __sk_buff` that a test may set.
 pub const INGRESS_IFINDEX: usize = 9;
 pub const IFINDEX: usize = 10;
-/// As many of its bytes as are given to the kernel.
+/// How many of its bytes are given to the kernel.
 const CONTEXT: usize = 192;
 
 pub const NEXT: i32 = -1;
@@ -80,7 +81,7 @@ pub fn run_on(cpus: &[usize]) {
     sched_setaffinity(Pid::from_raw(0), &set).unwrap();
 }
 
-/// The tick that it is now.
+/// The current tick.
 pub fn now_tick() -> u32 {
     (monotonic_ns() >> TICK_SHIFT) as u32
 }
@@ -129,7 +130,8 @@ pub fn scene() -> NodeView {
     }
 }
 
-/// [`scene`] on an underlay between this node and `n1`, by the interface `ifindex` with the MAC address `mac`; packets go there by `transport`.
+/// [`scene`] on an underlay between this node and `n1`, through the interface `ifindex` with the MAC address `mac`; packets go there by
+/// `transport`.
 pub fn scene_between([ours, theirs]: [&str; 2], ifindex: u32, mac: [u8; 6], transport: u32) -> NodeView {
     let mut view = scene();
     let config = view.config.as_mut().unwrap();
@@ -145,7 +147,7 @@ pub fn scene_between([ours, theirs]: [&str; 2], ifindex: u32, mac: [u8; 6], tran
     view
 }
 
-/// Makes this node a gateway by the interface `uplink`: it carries the egress IPs, and a block of them is `n1`'s.
+/// Makes this node a gateway with the interface `uplink`: it carries the egress IPs, and a block of them is `n1`'s.
 pub fn carry(view: &mut NodeView, uplink: u32) {
     for egress in view.egress_ips.values_mut() {
         egress.gateway = Some(scenes::node(0));
@@ -190,7 +192,7 @@ impl Rig {
         self.try_run(program, frame).expect("a frame that the kernel runs programs with")
     }
 
-    /// The same, or `None` for a frame that the kernel makes no packet of.
+    /// The same, or `None` for a frame that the kernel does not accept as a packet.
     pub fn try_run(&mut self, program: &'static str, frame: &[u8]) -> Option<(i32, Vec<u8>)> {
         self.run_with(program, frame, &[])
     }
@@ -219,7 +221,7 @@ impl Rig {
         self.writer.maps().counters().unwrap()[&counter]
     }
 
-    /// Runs a frame that is to be dropped for this reason.
+    /// Runs a frame that must be dropped for this reason.
     #[track_caller]
     pub fn dropped(&mut self, program: &'static str, frame: &[u8], why: Counter) {
         let before = self.count(why);

@@ -28,7 +28,7 @@ pub fn policy_id(n: usize) -> PolicyId {
 }
 
 pub fn endpoint_id(n: usize) -> EndpointId {
-    // As long as names can be: numbers must survive that, too.
+    // Names of the greatest length: numbers must survive that, too.
     EndpointId::new(&"n".repeat(63), &format!("{}{n}", "p".repeat(252)), &"u".repeat(36))
 }
 
@@ -83,7 +83,7 @@ fn policy_seed() -> impl Strategy<Value = PolicySeed> {
     (vec(0u32..3, 6), vec(any::<bool>(), 6), vec(0usize..6, 5), 0u32..8)
 }
 
-/// A view in which everything that is named is there.
+/// A view in which everything that is named exists.
 pub fn view() -> impl Strategy<Value = NodeView> {
     let egress = vec(option::of(egress_view()), 6);
     let policies = vec(option::of(policy_seed()), 4);

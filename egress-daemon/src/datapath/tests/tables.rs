@@ -29,7 +29,7 @@ type Held = [u8; HELD_FRAME + 8];
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Forward {
     pub reply: Reply,
-    /// It is not severed.
+    /// Whether it is not severed.
     pub translated: bool,
 }
 
@@ -49,7 +49,7 @@ impl Backward {
     }
 }
 
-/// Addresses as maps have them.
+/// Addresses as in maps.
 trait Words: Pod + Ord {
     fn of(ip: IpAddr) -> Self;
     fn ip(self) -> IpAddr;
@@ -190,7 +190,7 @@ where
         })
     }
 
-    /// As if so many ticks had passed since anything was seen of these halves.
+    /// Makes these halves this many ticks older.
     fn age(&mut self, t: &Tuple, reply: &Reply, ticks: u32) {
         let last_seen = now_tick().wrapping_sub(ticks);
         if let Some(flow) = self.maps.flows.get(&of_tuple(t)).unwrap() {
@@ -201,7 +201,7 @@ where
         }
     }
 
-    /// The collector has looked at no flow in this round.
+    /// Marks every flow as not yet checked in the collector's round.
     fn turn(&mut self) {
         let checked = (now_tick() >> COLLECT_ROUND_SHIFT).wrapping_sub(1);
         let tickets: Vec<_> = std::iter::from_fn(|| self.tickets.pop(0).ok()).collect();
@@ -211,7 +211,7 @@ where
     }
 }
 
-/// The tables of both.
+/// The tables of both families.
 pub struct FlowTables {
     v4: Side<V4>,
     v6: Side<V6>,
@@ -231,7 +231,7 @@ impl FlowTables {
         Self { v4: Side::open(pins, v4, "V4"), v6: Side::open(pins, v6, "V6"), egress_ips }
     }
 
-    /// Nothing is left of any flow or datagram.
+    /// Removes all flows and datagrams.
     pub fn clear(&mut self) {
         self.v4.clear();
         self.v6.clear();
@@ -253,22 +253,22 @@ impl FlowTables {
         self.v4.backs().chain(self.v6.backs()).collect()
     }
 
-    /// Takes the forward half of a flow away.
+    /// Removes the forward half of a flow.
     pub fn lose(&mut self, t: &Tuple) {
         of!(self, t.pod, maps.flows.remove(&of_tuple(t))).unwrap();
     }
 
-    /// Takes the reverse half away.
+    /// Removes the reverse half.
     pub fn lose_back(&mut self, reply: &Reply) {
         of!(self, reply.egress, maps.reverse.remove(&of_reply(reply))).unwrap();
     }
 
-    /// As if so many ticks had passed since anything was seen of these halves.
+    /// Makes these halves this many ticks older.
     pub fn age(&mut self, t: &Tuple, reply: &Reply, ticks: u32) {
         of!(self, t.pod, age(t, reply, ticks));
     }
 
-    /// The collector has looked at no flow in this round.
+    /// Marks every flow as not yet checked in the collector's round.
     pub fn turn(&mut self) {
         self.v4.turn();
         self.v6.turn();

@@ -1,4 +1,4 @@
-//! What pods and the outside say in the model, as frames, and what the programs make of it.
+//! What pods and the outside send in the model, as frames, and what the programs make of it.
 
 use super::{
     frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
@@ -40,7 +40,7 @@ pub fn error(from: IpAddr, to: IpAddr, about: &[u8]) -> Vec<u8> {
     seal(ip(from, to, protocol, &[], &[&[kind, 3, 0, 0, 0, 0, 0, 0][..], &about[14..]].concat()))
 }
 
-/// Source and destination of a frame with their ports; of an ICMP query the identifier is the port of whoever asked.
+/// Source and destination of a frame with their ports; the identifier of an ICMP query is the port of its sender.
 fn ends(frame: &[u8]) -> (IpAddr, u16, IpAddr, u16, u8) {
     let r = read(frame).unwrap();
     let word = |at: usize| u16::from_be_bytes([frame[r.l4 + at], frame[r.l4 + at + 1]]);
@@ -75,13 +75,13 @@ pub fn quoted(frame: &[u8]) -> Vec<u8> {
     [&frame[..14], &frame[r.l4 + 8..]].concat()
 }
 
-/// What became of a packet, with what is read in one that is sent.
+/// What became of a packet; `read` interprets one that is sent.
 pub fn outcome<T>((verdict, out): &Ran, input: &[u8], read: impl Fn(&[u8]) -> T) -> Result<Outcome<T>, String> {
     match *verdict {
         SHOT => Ok(Outcome::Dropped),
         REDIRECT => Ok(Outcome::Sent(read(out))),
         NEXT if out == input => Ok(Outcome::Passed),
-        NEXT => Err("what passes was changed".to_owned()),
+        NEXT => Err("a passed packet was changed".to_owned()),
         other => Err(format!("verdict {other}")),
     }
 }

@@ -1,4 +1,4 @@
-//! The programs of a trace: what they tell of which packets, and who has them at a hook for how long.
+//! The programs of a trace: what they report of which packets, and which hooks have them for how long.
 
 use super::{
     frames::{TCP, UDP, ip, seal, tcp, udp},
@@ -80,7 +80,7 @@ fn nothing_is_told_of_others() {
         assert_eq!(!told(&mut lines).is_empty(), shown, "{filter:?}");
         assert_eq!(lines.seen().unwrap(), u64::from(shown));
     }
-    // Of an interface that only this pod has, whatever comes out of it.
+    // By an interface that only this pod has: everything that comes out of it.
     let (mut rig, mut lines) = traced("trace-liar", &TraceFilter { ifindex: 1, ..of_pod() }).unwrap();
     rig.run("pod_egress", &segment(STRANGER, SERVER4, SYN));
     assert!(!told(&mut lines).is_empty());
@@ -90,7 +90,7 @@ fn nothing_is_told_of_others() {
 fn too_many_packets_at_once_are_counted() {
     let Some((mut rig, mut lines)) = traced("trace-flood", &of_pod()) else { return };
     let frame = ip(addr(POD4), addr(SERVER4), UDP, &[], &udp(40_000, 53, b"question"));
-    // More in a moment than are told of, and in all more than the buffer has room for.
+    // More in a moment than are reported, and in all more than the buffer has room for.
     const PACKETS: u64 = 20_000;
     for _ in 0..PACKETS {
         rig.run("pod_egress", &frame);

@@ -73,7 +73,7 @@ fn the_outer_headers_are_those_that_the_device_writes() {
                 mark_congestion(&mut frame, congestion);
                 let (verdict, mut out) = rig.run("pod_egress", &frame);
                 assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
-                // The kernel writes the Ethernet header when it has found the next hop's MAC address.
+                // The kernel writes the Ethernet header once it knows the next hop's MAC address.
                 out[12..14].copy_from_slice(if addr(underlay[0]).is_ipv4() { &[8, 0] } else { &[0x86, 0xdd] });
                 assert_right(&out);
                 let outer = read(&out).unwrap();
@@ -96,7 +96,7 @@ fn the_outer_headers_are_those_that_the_device_writes() {
         }
         let sent = rig.count(Counter::SentVxlan);
         assert_eq!((sent, rig.count(Counter::SentTunnel)), (8, 0));
-        // What does not fit goes by the device, and is counted. Over IPv6 the device cannot fragment it.
+        // What does not fit goes through the device, and is counted. Over IPv6 the device cannot fragment it.
         let (pod, server, egress) = families()[0];
         let large = seal(ip(pod, server, UDP, &[], &udp(4000, 53, &[7; 1450])));
         assert_eq!(rig.run("pod_egress", &large).0, REDIRECT);
@@ -150,7 +150,7 @@ fn packets_too_large_for_their_transport_are_answered_with_the_right_mtu() {
                 assert_eq!(out[answer.l4 + 8..], large[14..14 + 512], "what it is about");
                 assert_eq!(out[..12], [&large[6..12], &large[..6]].concat());
             }
-            // What may be fragmented is sent by the device over IPv4; over IPv6 nothing can fragment it.
+            // The device sends what may be fragmented over IPv4; over IPv6 nothing can fragment it.
             let (pod, server, _) = families()[0];
             let answered = rig.count(Counter::TooLargeAnswered);
             rig.run("pod_egress", &seal(ip(pod, server, UDP, &[], &udp(4001, 53, &[7; 1480]))));
@@ -256,7 +256,7 @@ fn wrapped_to(port: u16, frame: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// A tunnelled frame with something about its outer headers that the device would see to.
+/// A tunnelled frame with something in its outer headers that the device has to handle.
 fn unusual(usual: &[u8]) -> Vec<(&'static str, Vec<u8>)> {
     let l4 = read(usual).unwrap().l4;
     let with = |at: usize, bytes: &[u8]| {
@@ -321,13 +321,13 @@ fn direct_takes_packets_from_the_mac_address_of_the_blocks_holder_only() {
         assert_eq!(rig.run("underlay_ingress", &from(THEIR_MAC, port)).0, REDIRECT);
         rig.dropped("underlay_ingress", &from(THEIR_MAC, port + 64), Counter::DropNotLeased);
         rig.dropped("underlay_ingress", &from([2, 0, 0, 0, 0, 4], port), Counter::DropNotLeased);
-        // A router's, say: whoever it is, the packet is none of ours.
+        // For example a router's: whoever it is, the packet is none of ours.
         let strange = from([2, 0, 0, 0, 0, 0x99], port);
         assert_eq!(rig.run("underlay_ingress", &strange), (NEXT, strange.clone()));
         let mut overheard = from(THEIR_MAC, port);
         overheard[..6].copy_from_slice(&[2, 0, 0, 0, 0, 0x77]);
         assert_eq!(rig.run("underlay_ingress", &overheard), (NEXT, overheard.clone()));
-        // The reply as well, which every carrier could send back: a switch may send it to all of them.
+        // Likewise a reply, which every carrier could send back: a switch may flood it to all of them.
         let mut reply = seal(ip(server, egress, TCP, &[], &tcp(443, port, 16, &[])));
         assert_eq!(rig.run("uplink_ingress", &reply).0, REDIRECT);
         reply[..6].copy_from_slice(&[2, 0, 0, 0, 0, 0x77]);
@@ -336,7 +336,7 @@ fn direct_takes_packets_from_the_mac_address_of_the_blocks_holder_only() {
         }
     }
     assert_eq!(rig.count(Counter::Forwarded), 2);
-    // Its errors about what the server sent find the same check.
+    // Its errors about what the server sent are checked in the same way.
     let (_, server, egress) = families()[0];
     let quoted = &ip(server, egress, TCP, &[], &tcp(443, port + 64, 16, &[]))[14..];
     let mut error = seal(ip(egress, server, ICMP, &[], &icmp(3, 0, quoted)));

@@ -1,5 +1,5 @@
-//! A gateway whose interfaces are TAP devices: the programs at TC meet frames as from a wire, and what they send is seen as on a wire. A test
-//! run neither takes nor shows a VLAN tag there, since the kernel keeps it beside the frame.
+//! A gateway whose interfaces are TAP devices: the programs at TC receive frames as from a wire, and what they send is seen as on a wire. A
+//! test run neither accepts nor shows a VLAN tag there, since the kernel keeps it outside the frame.
 
 use super::{frames::HOST_MAC, native::next_hops, rig::Rig};
 use crate::{
@@ -16,7 +16,7 @@ use std::{
     os::{fd::AsRawFd as _, unix::fs::OpenOptionsExt as _},
 };
 
-/// `TUNSETIFF`, and the flags of a TAP device that gives frames and nothing else (linux/if_tun.h).
+/// `TUNSETIFF`, and the flags of a TAP device that delivers bare frames (linux/if_tun.h).
 const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
 const TAP: libc::c_short = 0x0002 | 0x1000;
 /// Longer than any frame of a test.
@@ -45,7 +45,7 @@ impl Tap {
         let mut frame = vec![0; LONGEST];
         loop {
             match (&self.0).read(&mut frame) {
-                // The kernel itself looks for routers and neighbours.
+                // The kernel's own search for routers and neighbours.
                 Ok(_) if frame[0] & 1 != 0 => {}
                 Ok(length) => return Some(frame[..length].to_vec()),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return None,
@@ -55,14 +55,14 @@ impl Tap {
     }
 }
 
-/// The interfaces, with the programs at those that frames come in by.
+/// The interfaces, with the programs at those where frames arrive.
 pub struct Wire {
-    /// By program: where its frames come in, and that interface's MAC address.
+    /// By program: where its frames arrive, and that interface's MAC address.
     inlets: BTreeMap<&'static str, (Tap, [u8; 6])>,
     outlets: [Tap; 2],
     /// Index of the uplink.
     pub uplink: u32,
-    /// That of the underlay's interface, which replies leave by.
+    /// That of the underlay's interface, through which replies leave.
     pub underlay: u32,
     _attached: Attacher,
 }
@@ -89,7 +89,7 @@ impl Wire {
         Self { inlets, outlets, uplink, underlay, _attached: attacher }
     }
 
-    /// Lets a frame come in at a program at TC: what leaves for it.
+    /// Lets a frame arrive at a program at TC. Returns the frame that leaves.
     pub fn carry(&self, program: &str, frame: &[u8]) -> Option<Vec<u8>> {
         while self.outlets.iter().any(|tap| tap.next().is_some()) {}
         let (tap, mac) = &self.inlets[program];

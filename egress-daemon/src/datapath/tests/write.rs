@@ -1,4 +1,4 @@
-//! The order of writing, cut off at every place; and the same with real maps.
+//! The order of writing, interrupted at every step; and the same with real maps.
 
 use super::{BpfDir, scenes};
 use crate::datapath::{
@@ -23,7 +23,7 @@ use proptest::{
 };
 use std::{collections::BTreeSet, net::IpAddr, os::fd::AsRawFd};
 
-/// Maps that take a number of operations and then no more, as when the agent dies.
+/// Maps that accept a number of operations and then no more, as when the agent dies.
 struct Failing {
     tables: Tables,
     left: usize,
@@ -59,7 +59,7 @@ impl Sink for Failing {
     }
 }
 
-/// Everything that an entry names is there.
+/// Checks that everything that an entry names exists.
 fn consistent(t: &Tables) -> Result<(), String> {
     let fail = |what: String| Err(what);
     let named = |kind, id| t.names.contains_key(&NameKey { kind, id });
@@ -127,15 +127,15 @@ fn consistent(t: &Tables) -> Result<(), String> {
         }
     }
     if t.leases.values().flat_map(|l| l.node).any(|n| !nodes(u32::from(n))) {
-        return fail("a lease names a node that is not there".into());
+        return fail("a lease names a missing node".into());
     }
     if t.node_index.values().any(|i| !nodes(*i)) {
-        return fail("a tunnel address names a node that is not there".into());
+        return fail("a tunnel address names a missing node".into());
     }
     Ok(())
 }
 
-/// Nothing that is there before and after is missing in between.
+/// Checks that nothing that exists before and after is missing in between.
 fn nothing_missing<K: MapKind>(before: &Tables, now: &Tables, after: &Tables) -> bool {
     let (before, now, after) = (K::entries(before), K::entries(now), K::entries(after));
     before.keys().filter(|k| after.contains_key(k)).all(|k| now.contains_key(k))
@@ -182,7 +182,7 @@ proptest! {
                     prop_assert_eq!(&done, &Tables { config, ..wanted.clone() });
                     break;
                 }
-                // Whoever comes after finishes it.
+                // The next agent finishes it.
                 let mut sink = Failing { left: usize::MAX, ..sink };
                 let torn = without_leftovers(sink.tables.clone());
                 let wanted = Encoder::recover(&torn).encode(view, &torn).unwrap();
@@ -200,7 +200,7 @@ fn writer(dir: &BpfDir) -> MapWriter {
     MapWriter::open(Maps::open(&dir.pins).unwrap()).unwrap()
 }
 
-/// Invariant: what is held is let go when the pod that it was for is known.
+/// Invariant: the hold ends when the pod that it was for is known.
 #[test]
 fn held_packets_are_released_last() {
     let mut encoder = Encoder::recover(&Tables::default());
@@ -235,8 +235,8 @@ fn some_views(n: usize) -> Vec<NodeView> {
 const PODS: usize = 2_000;
 const POLICIES: usize = 6;
 
-/// A node with many pods under several policies with several prefixes each. What grew with their product could not be told
-/// from what does not on a small one.
+/// A node with many pods under several policies with several prefixes each. On a small one, growth with their product
+/// could not be distinguished.
 fn crowded(pods: usize) -> NodeView {
     let slots = vec![SlotView { address: scenes::egress_ip(0), weight: 1, usable: true }];
     let policy = PolicyView { flags: 0, slots, assignments: Default::default() };
@@ -265,7 +265,7 @@ fn crowded(pods: usize) -> NodeView {
     }
 }
 
-/// Row quadratic of docs/failures.md: the work of a change follows the change, not how much there is.
+/// Row quadratic of docs/failures.md: the work of a change grows with the change, not with the size of the tables.
 #[test]
 fn quadratic_one_pod_among_thousands_costs_a_handful_of_writes() {
     let mut encoder = Encoder::recover(&Tables::default());
@@ -277,7 +277,7 @@ fn quadratic_one_pod_among_thousands_costs_a_handful_of_writes() {
         spent.push(usize::MAX - sink.left);
         present = wanted;
     }
-    // A name and an address for each pod; what is there once for each policy, class and prefix comes on top, not times it.
+    // A name and an address for each pod; entries for each policy, class and prefix are added, not multiplied.
     assert!((2 * PODS..2 * PODS + 500).contains(&spent[0]), "{spent:?}");
     assert!(spent[1..].iter().all(|writes| (1..8).contains(writes)), "{spent:?}");
 }
@@ -316,7 +316,7 @@ fn the_generation_grows_with_every_change_of_classification() {
     view.uplinks.insert(77, [1; 6]);
     view.nodes.insert("another".into(), vec![[10, 0, 0, 77].into()]);
     view.config.as_mut().unwrap().mss_v4 = 1000;
-    assert_eq!(write(&view), first, "nothing that classifies");
+    assert_eq!(write(&view), first, "nothing that affects classification");
     view.excepts.insert("192.88.99.0/24".parse().unwrap());
     assert_eq!(write(&view), first + 1);
     view.endpoints.pop_first();
@@ -351,13 +351,13 @@ fn a_map_that_refuses_leaves_a_part_and_the_next_write_completes_it() {
     assert_eq!(self::writer(&dir).present(), writer.present());
 }
 
-/// No more writes to this map from user space.
+/// Forbids further writes to this map from user space.
 fn freeze(dir: &BpfDir, map: &str) {
     const BPF_MAP_FREEZE: i64 = 22;
     let map = aya::maps::MapData::from_pin(dir.pins.map(map)).unwrap();
     let attr: [u32; 16] =
         std::array::from_fn(|i| if i == 0 { std::os::fd::AsFd::as_fd(map.fd()).as_raw_fd() as u32 } else { 0 });
-    // SAFETY: the attributes are as long as is said.
+    // SAFETY: the attributes have the given length.
     let result = unsafe { libc::syscall(libc::SYS_bpf, BPF_MAP_FREEZE, attr.as_ptr(), size_of_val(&attr)) };
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
