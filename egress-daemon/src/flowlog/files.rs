@@ -1,7 +1,7 @@
 //! The directory of a log: one journal that is appended to, and the segments before it, bounded by age and size.
 //!
-//! Files are named after the time of their first record, in microseconds. A segment is complete before it has its name, and a journal
-//! goes after its segment is there. So a crash leaves either, or both, and loses what was not yet synchronised.
+//! Files are named after the time of their first record, in microseconds. A segment is complete before it gets its name, and a
+//! journal is removed once its segment exists. So a crash leaves either or both, and loses only what was not yet synced.
 
 use super::{Limits, journal, segment};
 use egress_core::leaselog::LeaseRecord;
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 pub(super) const SEGMENT: &str = "parquet";
 pub(super) const JOURNAL: &str = "journal";
-/// What a segment is called until it is complete.
+/// The name of a segment until it is complete.
 const PART: &str = "part";
 
 /// A log that cannot be written or read.
@@ -41,11 +41,11 @@ pub(super) fn failed(path: &Path) -> impl Fn(io::Error) -> LogError + '_ {
     move |source| LogError::File { path: path.to_owned(), source }
 }
 
-/// What a log consists of: how it stands in a journal, and how a journal becomes a segment.
+/// An entry of a log: how it is written to a journal, and how a journal becomes a segment.
 pub trait Entry: Sized {
     /// Lines to append.
     fn encode(entries: &[Self]) -> Vec<u8>;
-    /// Writes what a journal has as a segment: whether it has anything.
+    /// Writes the contents of a journal as a segment. Returns whether there were any.
     fn segment(journal: &[u8], out: impl io::Write + Send) -> parquet::errors::Result<bool>;
 }
 
@@ -88,7 +88,7 @@ impl<E: Entry> Log<E> {
         for path in of_kind(directory, PART)? {
             fs::remove_file(&path).map_err(failed(&path))?;
         }
-        // Files keep their order also where the clock was set back.
+        // Files keep their order even if the clock was set back.
         let at = all(directory)?.last().map_or(at, |(last, _)| at.max(last + 1));
         let (path, journal) = begin(directory, at)?;
         Ok(Self { limits, path, journal, began: at, records: 0, torn: false, entries: PhantomData })
@@ -191,7 +191,7 @@ pub(super) fn of_kind(directory: &Path, kind: &str) -> Result<Vec<PathBuf>, LogE
     Ok(paths)
 }
 
-/// Segments and journals with the times of their beginnings, in order. A journal whose segment is there is left out.
+/// Segments and journals with the times of their beginnings, in order. A journal whose segment exists is left out.
 pub(super) fn all(directory: &Path) -> Result<Vec<(i64, PathBuf)>, LogError> {
     let segments = of_kind(directory, SEGMENT)?;
     let journals = of_kind(directory, JOURNAL)?.into_iter().filter(|path| !path.with_extension(SEGMENT).exists());
@@ -202,7 +202,7 @@ pub(super) fn all(directory: &Path) -> Result<Vec<(i64, PathBuf)>, LogError> {
     Ok(files)
 }
 
-/// All records of a log, in order, that `wanted` accepts. A file that goes meanwhile is left out.
+/// All records of a log, in order, that `wanted` accepts. A file that disappears meanwhile is left out.
 pub fn read(directory: &Path, wanted: impl Fn(&LeaseRecord) -> bool) -> Result<Vec<LeaseRecord>, LogError> {
     let mut records = Vec::new();
     for (_, path) in all(directory)? {

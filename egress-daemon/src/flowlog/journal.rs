@@ -1,4 +1,4 @@
-//! Records as lines of JSON: what is appended until a segment is finished. A line that was cut off by a crash is no record. Pure.
+//! Records as lines of JSON, which are appended until a segment is finished. A line truncated by a crash is no record. Pure.
 
 use egress_core::leaselog::{LeaseEvent, LeaseRecord, PortLease};
 use serde::{Deserialize, Serialize};
@@ -56,7 +56,7 @@ impl Row {
         }
     }
 
-    /// The record; nothing if it is none.
+    /// The record; `None` if it is not one.
     pub(super) fn record(&self) -> Option<LeaseRecord> {
         let lease = || {
             Some(PortLease {
@@ -87,7 +87,7 @@ pub(super) fn encode(records: &[LeaseRecord]) -> Vec<u8> {
     records.iter().map(line).collect::<String>().into_bytes()
 }
 
-/// The records of a journal. What is no record in the midst of others was lost, and is one that says so.
+/// The records of a journal. A broken line between records was lost, and becomes a record that says so.
 pub(super) fn decode(text: &[u8]) -> Vec<LeaseRecord> {
     let mut records: Vec<LeaseRecord> = Vec::new();
     let mut broken = 0;

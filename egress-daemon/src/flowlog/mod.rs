@@ -1,8 +1,9 @@
-//! The logs of who used which ports of egress IPs (`flowLog`): of leases on each gateway, since a gateway knows those of all nodes, and of
-//! flows ([`flows`]) on each node, for its own pods.
+//! The logs of who used which ports of egress IPs (`flowLog`): the lease log on each gateway, since a gateway knows the leases of all
+//! nodes, and the flow log ([`flows`]) on each node, for its own pods.
 //!
-//! A thread of its own follows the objects and writes; it never keeps the agent waiting. `segment` is a finished file (Parquet),
-//! `journal` the lines of the one that is being written, `files` the directory of both, `writer` the thread, `worker` what all threads here have in common. [`export`] tells collectors.
+//! A thread of its own follows the objects and writes; it never keeps the agent waiting. `segment` is a finished file
+//! (Parquet), `journal` the lines of the one that is being written, `files` the directory of both, `writer` the thread,
+//! `worker` what all threads here have in common. [`export`] sends to collectors.
 
 pub mod export;
 mod files;
@@ -20,7 +21,7 @@ pub use writer::{Counts, LogWriter};
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// What is written down.
+/// What is logged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// Nothing.
@@ -36,11 +37,11 @@ pub enum Mode {
 pub struct FlowLog {
     /// `mode`.
     pub mode: Mode,
-    /// `destinations`: whether the log of flows has their remote addresses.
+    /// `destinations`: whether the flow log has remote addresses.
     pub destinations: bool,
-    /// `retention`: for how long a segment is kept after its last event.
+    /// `retention`: how long a segment is kept after its last event.
     pub retention: Duration,
-    /// `export`: who is told besides.
+    /// `export`: where logs are exported to.
     pub export: Vec<export::Collector>,
 }
 
@@ -56,16 +57,16 @@ impl Default for FlowLog {
 pub struct Limits {
     /// Where it is.
     pub directory: PathBuf,
-    /// For how long a segment is kept after its last event.
+    /// How long a segment is kept after its last event.
     pub retention: Duration,
-    /// How many bytes all files may have; the oldest segments go first.
+    /// How many bytes all files may have; the oldest segments are removed first.
     pub bytes: u64,
 }
 
 /// How many bytes a log may have.
 pub const MAX_BYTES: u64 = 1 << 30;
 
-/// Namespace and name of a pod; what has no namespace is an address.
+/// Namespace and name of a pod; a text without a namespace is an address.
 fn pod_parts(pod: &str) -> (Option<&str>, &str) {
     pod.split_once('/').map_or((None, pod), |(namespace, name)| (Some(namespace), name))
 }
@@ -73,7 +74,7 @@ fn pod_parts(pod: &str) -> (Option<&str>, &str) {
 /// Microseconds since 1970.
 pub type Instant = i64;
 
-/// What the clock says.
+/// The current time.
 pub fn now() -> Instant {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as Instant)
 }

@@ -97,12 +97,12 @@ pub(super) fn read(file: impl ChunkReader + 'static) -> Result<Vec<LeaseRecord>>
     Ok(records)
 }
 
-/// A column, with nothing where the file has nothing.
+/// A column; `None` where the file has no value.
 fn column<T: DataType>(group: &dyn RowGroupReader, number: usize) -> Result<Vec<Option<T::T>>> {
     part::<T>(group, number, 0..usize::try_from(group.metadata().num_rows()).unwrap_or(0))
 }
 
-/// The same of some rows only. Pages before them are not read, where the file says where pages are.
+/// The same for some rows only. Pages before them are not read, if the file has a page index.
 pub(super) fn part<T: DataType>(
     group: &dyn RowGroupReader,
     number: usize,

@@ -78,7 +78,7 @@ fn a_log_goes_on_after_rotations_and_crashes() {
     log.rotate(3_000_000).unwrap();
     log.append(&[alive(3)]).unwrap();
     assert_eq!(all(&limits), [alive(1), alive(2), alive(3)]);
-    // It dies in the midst of a line, and in the midst of a segment.
+    // It dies in the middle of a line, and in the middle of a segment.
     drop(log);
     let journal = limits.directory.join("00000000000003000000.journal");
     fs::write(&journal, [&fs::read(&journal).unwrap()[..], b"{\"at\":4"].concat()).unwrap();

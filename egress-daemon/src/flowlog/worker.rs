@@ -1,10 +1,10 @@
-//! A thread that serves a queue until nobody can put anything into it any more.
+//! A thread that serves a queue until all senders are gone.
 
 use std::io;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, JoinHandle};
 
-/// The thread and its queue. When this is dropped the queue ends, and the thread's end is waited for.
+/// The thread and its queue. Dropping this closes the queue and waits for the thread to end.
 #[derive(Debug)]
 pub(super) struct Worker<T> {
     queue: Option<Sender<T>>,
@@ -19,7 +19,7 @@ impl<T: Send + 'static> Worker<T> {
         Ok(Self { queue: Some(queue), thread: Some(thread) })
     }
 
-    /// Queues a thing: whether the thread is there to take it.
+    /// Queues a thing. Returns whether the thread is there to take it.
     pub(super) fn send(&self, thing: T) -> bool {
         self.queue.as_ref().is_some_and(|queue| queue.send(thing).is_ok())
     }

@@ -1,4 +1,4 @@
-//! The thread that follows leases and writes them down, from the moment when its node is a gateway.
+//! The thread that follows leases and logs them, from the moment when its node becomes a gateway.
 
 use super::export::{Change, Exporters, Ports, Record};
 use super::worker::Worker;
@@ -18,14 +18,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-/// How often leases are looked at and written: what a crash loses.
+/// How often leases are read and written, which is also what a crash loses.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// After how much silence a log says that nothing happened, in microseconds.
+/// After how much silence a log records that nothing happened, in microseconds.
 const ALIVE: i64 = 10_000_000;
-/// How long a journal may become, in records besides those with which it begins and in microseconds.
+/// The greatest length of a journal, in records besides those that it begins with, and in microseconds.
 const JOURNAL_RECORDS: usize = 100_000;
 const JOURNAL_AGE: i64 = 6 * 3600 * 1_000_000;
-/// How soon that is tried again when it failed, in microseconds.
+/// How soon a failed rotation is retried, in microseconds.
 const ROTATION_PAUSE: i64 = 60_000_000;
 
 /// What was written, for metrics.
@@ -74,7 +74,7 @@ fn run(mut follower: Follower, mut telling: Telling, stopped: &Receiver<()>) {
     follower.stop(now());
 }
 
-/// Tells collectors of this node's own leases, whether it is a gateway or not: each is told by one node.
+/// Exports this node's own leases, whether it is a gateway or not: each lease is exported by one node.
 struct Telling {
     node: NodeName,
     store: Store,
@@ -122,7 +122,7 @@ struct Follower {
     /// Events that were not written since the last that were.
     lost: u64,
     last: i64,
-    /// When a journal may become a segment at the earliest, after that has failed.
+    /// The earliest time at which a journal may become a segment, after that has failed.
     rotation: i64,
 }
 
@@ -143,7 +143,7 @@ impl Follower {
         // A clock that was set back does not reorder the log.
         let at = at.max(self.last);
         let Some(log) = &self.log else {
-            // On all other nodes there is nothing to be kept in memory.
+            // Other nodes keep nothing in memory.
             if self.is_gateway() {
                 self.changes();
                 self.begin(at);
@@ -175,7 +175,7 @@ impl Follower {
             .any(|object| object.status.as_ref().is_some_and(|status| status.carriers.contains(&self.node)))
     }
 
-    /// What changed in the leases of nodes since the last look.
+    /// What changed in the leases of nodes since the last read.
     fn changes(&mut self) -> Vec<LeaseEvent> {
         let revision = self.store.revision::<EgressNode>();
         if self.seen == Some(revision) {
@@ -198,7 +198,7 @@ impl Follower {
             let leases = object.map(|object| leases(&node, &object.spec)).unwrap_or_default();
             events.extend(self.book.take_in(&node, leases));
         }
-        // What one node gives back another may get.
+        // A block that one node returns may be granted to another.
         events.sort_by_key(|event| matches!(event, LeaseEvent::Granted(_)));
         events
     }
@@ -214,7 +214,7 @@ impl Follower {
         }
     }
 
-    /// After a failure: says what was lost, and all that is held.
+    /// After a failure: records what was lost, and everything that is held.
     fn recover(&mut self, at: i64, more: usize) {
         let lost = self.lost + more as u64;
         self.counts.lost.fetch_add(more as u64, Ordering::Relaxed);
@@ -246,13 +246,13 @@ impl Follower {
         report(self.log.as_ref().map_or(Ok(()), |log| log.expire(at)));
     }
 
-    /// Writes events, which tell of `recovered` lost ones.
+    /// Writes events, which report `recovered` lost ones.
     fn append(&mut self, at: i64, events: Vec<LeaseEvent>, recovered: u64) {
         let records: Vec<LeaseRecord> = events.into_iter().map(|event| LeaseRecord { at, event }).collect();
         let count = records.len() as u64;
         match self.log.as_mut().map(|log| log.append(&records)) {
             Some(Err(error)) if recovered == 0 => self.fail(&error, count),
-            Some(Err(error)) => tracing::debug!("the log of leases is still not written: {error}"),
+            Some(Err(error)) => tracing::debug!("the lease log is still not written: {error}"),
             _ => {
                 self.counts.written.fetch_add(count, Ordering::Relaxed);
                 self.lost -= recovered;
@@ -276,11 +276,11 @@ fn is_long(log: &Log<LeaseRecord>, at: i64) -> bool {
 
 fn report(result: Result<(), LogError>) {
     if let Err(error) = result {
-        tracing::error!("the log of leases: {error}");
+        tracing::error!("the lease log: {error}");
     }
 }
 
-/// The blocks that a node may use, and those of which packets may still be under way.
+/// The blocks that a node may use, and those of which packets may still be in flight.
 fn leases(node: &NodeName, spec: &EgressNodeSpec) -> BTreeSet<PortLease> {
     let mut leases = BTreeSet::new();
     for leased in spec.blocks.iter().chain(&spec.quarantined) {

@@ -1,4 +1,4 @@
-//! What is written of a cluster's objects while they change and the disk fails.
+//! What is logged of a cluster's objects while they change and the disk fails.
 
 use super::*;
 use crate::store::Files;
@@ -36,7 +36,7 @@ impl LogFixture {
         self.store.replace_status(&object).await.unwrap();
     }
 
-    /// Gives a node these blocks, as (first, count); nothing: it has no object any more.
+    /// Gives a node these blocks, as (first, count). `None` removes its object.
     async fn lease(&self, node: &str, blocks: Option<&[(u16, u16)]>) {
         let present = self.store.get::<EgressNode>(&Key::cluster(node));
         let ranges: Vec<_> = blocks

@@ -1,5 +1,5 @@
-//! Routes to the egress IPs that this node carries (`announce: Route`), in a table of their own: the BGP speaker that the node runs anyway,
-//! FRR, BIRD or GoBGP, exports them. Nothing on the node looks routes up in that table.
+//! Routes to the egress IPs that this node carries (`announce: Route`), in a table of their own: the node's BGP speaker (FRR, BIRD or
+//! GoBGP) exports them. Nothing on the node looks up routes in that table.
 
 use std::{
     collections::BTreeSet,
@@ -16,7 +16,7 @@ use super::{decode, netlink::errno};
 
 /// The routing table. FRR imports no table above 252.
 pub const TABLE: u32 = 83;
-/// The protocol number of the routes, by which they are known as ours.
+/// The protocol number of the routes, which identifies them as ours.
 const PROTOCOL: RouteProtocol = RouteProtocol::Other(0x53);
 
 /// Why egress IPs are not advertised as they should be.
@@ -40,12 +40,12 @@ pub struct Advertised {
 }
 
 impl Advertised {
-    /// Looks at the kernel's table the next time.
+    /// Reads the kernel's table the next time.
     pub fn look_again(&mut self) {
         self.there = None;
     }
 
-    /// Makes the routes to these addresses, and removes all others of ours.
+    /// Makes the routes to these addresses, and removes all our others.
     pub async fn set(&mut self, handle: &Handle, wanted: &BTreeSet<IpAddr>) -> Result<(), AdvertiseError> {
         if self.there.as_ref() == Some(wanted) {
             return Ok(());
@@ -67,12 +67,12 @@ impl Advertised {
     }
 }
 
-/// The routes of ours, a line each.
+/// Our routes, a line each.
 pub async fn inventory(handle: &Handle) -> Result<Vec<String>, AdvertiseError> {
     Ok(routes(handle).await?.into_iter().map(|(ip, _)| format!("route to {ip} in table {TABLE}, blackhole")).collect())
 }
 
-/// Removes the routes of ours.
+/// Removes our routes.
 pub async fn remove(handle: &Handle) -> Result<(), AdvertiseError> {
     Advertised::default().set(handle, &BTreeSet::new()).await
 }
@@ -84,15 +84,15 @@ async fn delete(handle: &Handle, message: RouteMessage) -> Result<(), AdvertiseE
     }
 }
 
-/// A route that leads nowhere: packets for an egress IP are taken by the uplink's program before anything is looked up.
+/// A route that leads nowhere: the uplink's program takes packets for an egress IP before any lookup.
 fn route(ip: IpAddr) -> RouteMessage {
     let length = if ip.is_ipv4() { Ipv4Addr::BITS } else { Ipv6Addr::BITS };
     let builder = RouteMessageBuilder::<IpAddr>::new().table_id(TABLE).protocol(PROTOCOL).kind(RouteType::BlackHole);
-    // The length is that of the family, which is the only thing that could be wrong.
+    // Only the length could be wrong, and it is that of the family.
     builder.destination_prefix(ip, length as u8).unwrap_or_else(|_| RouteMessageBuilder::<IpAddr>::new()).build()
 }
 
-/// The routes of ours in both families.
+/// Our routes in both families.
 async fn routes(handle: &Handle) -> Result<Vec<(IpAddr, RouteMessage)>, AdvertiseError> {
     let mut found = Vec::new();
     for all in [RouteMessageBuilder::<Ipv4Addr>::new().build(), RouteMessageBuilder::<Ipv6Addr>::new().build()] {
@@ -103,7 +103,7 @@ async fn routes(handle: &Handle) -> Result<Vec<(IpAddr, RouteMessage)>, Advertis
     Ok(found)
 }
 
-/// The destination of a route of ours.
+/// The destination of one of our routes.
 fn decode(message: &RouteMessage) -> Option<IpAddr> {
     let ours = message.header.protocol == PROTOCOL && table(message) == TABLE;
     let destination = message.attributes.iter().find_map(|attribute| match attribute {
@@ -141,7 +141,7 @@ mod tests {
             Advertised::default().set(&net.handle, &ips(&["203.0.113.2", "203.0.113.3"])).await.unwrap();
             let expected = ["203.0.113.2", "203.0.113.3"].map(|ip| format!("route to {ip} in table 83, blackhole"));
             assert_eq!(inventory(&net.handle).await.unwrap(), expected);
-            // Removed by somebody: noticed when it looks again.
+            // Removed by somebody: noticed at the next read.
             remove(&net.handle).await.unwrap();
             assert!(inventory(&net.handle).await.unwrap().is_empty());
             advertised.look_again();

@@ -1,5 +1,5 @@
-//! Announces egress IPs to the neighbours, and hears when somebody else claims one. I/O only: `frames` knows the
-//! frames, `schedule` the times, and the agent what to do about a rival.
+//! Announces egress IPs to the neighbours, and detects when somebody else claims one. I/O only: `frames` has the
+//! frames, `schedule` the times, and the agent decides what to do about a rival.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -32,7 +32,7 @@ impl Announcer {
         sent.into_iter().collect()
     }
 
-    /// Asks on the interface for the Ethernet address of `target`, in the name of an address that is ours.
+    /// Requests the Ethernet address of `target` on the interface, with one of our addresses as the sender.
     pub fn ask(
         &self,
         interface: u32,
@@ -48,9 +48,9 @@ impl Announcer {
     }
 }
 
-/// Hears claims on one interface: ARP packets and Neighbor Advertisements that come in by it.
+/// Receives claims on one interface: incoming ARP packets and Neighbor Advertisements.
 ///
-/// It hears what the programs at the interface's ingress let pass.
+/// It receives what the programs at the interface's ingress let pass.
 #[derive(Debug)]
 pub struct ClaimListener {
     arp: PacketSocket,
@@ -81,8 +81,8 @@ impl ClaimListener {
     }
 }
 
-/// Whether another host claims an address that this node holds. What comes from one of the node's own interfaces (two
-/// of them may be on one segment) is no rival's word.
+/// Whether another host claims an address that this node holds. A claim from one of the node's own interfaces (two of
+/// them may be on one segment) is no rival's.
 pub fn is_rival(claim: &Claim, held: &BTreeSet<IpAddr>, own: &LinkTable) -> bool {
     held.contains(&claim.address) && own.links.values().all(|link| link.mac != Some(claim.mac))
 }
@@ -195,7 +195,7 @@ mod tests {
             let mut heard = BTreeSet::new();
             while heard != expected {
                 let claim = soon("claim", listener.receive()).await.unwrap();
-                // The kernels of both sides advertise their own link-local addresses when they like.
+                // The kernels of both sides advertise their own link-local addresses at any time.
                 if expected.contains(&claim.address) {
                     assert_eq!(claim.mac, mac);
                     heard.insert(claim.address);

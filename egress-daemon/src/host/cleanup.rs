@@ -1,4 +1,4 @@
-//! What this module's parent made on the node: listed for `egressctl state`, removed by `egress-daemon cleanup`.
+//! Lists what this module's parent made on the node for `egressctl state`, and removes it for `egress-daemon cleanup`.
 
 use std::fmt;
 
@@ -15,7 +15,7 @@ use egress_core::agent::machine::ShaperEnds;
 /// One thing that was made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Artifact {
-    /// A tunnel device, whatever name it was given.
+    /// A tunnel device, whatever its name.
     TunnelDevice {
         /// Its name.
         name: String,
@@ -33,7 +33,7 @@ pub enum Artifact {
     Sysctl {
         /// The path below /proc/sys.
         key: String,
-        /// What it was and what was set.
+        /// The previous and the new value.
         changed: Changed,
     },
 }
@@ -69,7 +69,7 @@ pub enum CleanupError {
     Sysctl(#[from] SysctlError),
 }
 
-/// Everything that was made here and is still there.
+/// Everything that was made here and still exists.
 pub async fn inventory(handle: &Handle, sysctls: &Sysctls) -> Result<Vec<Artifact>, CleanupError> {
     let devices = tunnel::ours(handle).await?.into_iter().map(|(index, name)| Artifact::TunnelDevice { name, index });
     let settings = sysctls.changed().iter();
@@ -77,7 +77,7 @@ pub async fn inventory(handle: &Handle, sysctls: &Sysctls) -> Result<Vec<Artifac
     let mut rules = firewall::inventory(handle).await?;
     rules.extend(advertise::inventory(handle).await?);
     let rules = rules.into_iter().map(Artifact::Rule);
-    // A device of another owner that has the name is not ours to list.
+    // A device with the name that somebody else made is not listed.
     let shaper = shaper::find(handle).await.ok().flatten().map(|ends| Artifact::Shaper { ends });
     Ok(devices.chain(rules).chain(shaper).chain(settings).collect())
 }

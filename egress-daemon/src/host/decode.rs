@@ -16,7 +16,7 @@ use egress_core::network::{
     links::{DefaultRoute, Link, LinkChange, LinkKind, TABLE_MAIN},
 };
 
-/// What a multicast message means for the state; `None` where it means nothing.
+/// What a multicast message means for the state; `None` if it means nothing.
 pub fn change(message: &NetlinkMessage<RouteNetlinkMessage>) -> Option<LinkChange> {
     match &message.payload {
         NetlinkPayload::Overrun(_) => Some(LinkChange::Lost),
@@ -63,7 +63,7 @@ fn route(message: &RouteMessage, host: impl Fn((IpAddr, u32)) -> LinkChange) -> 
     host_route(message).map(host).or_else(other)
 }
 
-/// The link that a message describes; `None` if it is one of those that describe a part of it only.
+/// The link that a message describes; `None` if it is one of those that describe only a part of it.
 pub fn link(message: &LinkMessage) -> Option<Link> {
     let header = &message.header;
     let mut link = Link {

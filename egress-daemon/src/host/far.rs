@@ -1,7 +1,7 @@
 //! Which addresses are at the far ends of links: in a pod's network namespace, behind its host-side interface.
 //!
-//! The kernel answers it across namespaces (`IFA_TARGET_NETNSID`, Linux 4.20) for whoever has CAP_NET_ADMIN there, so nothing has to be
-//! known of how a CNI leads packets to its pods: no host route, no bridge's table, no file of the CNI's.
+//! The kernel answers this across namespaces (`IFA_TARGET_NETNSID`, Linux 4.20) for a process with CAP_NET_ADMIN there, so it does not
+//! matter how a CNI forwards packets to its pods: no host routes, bridge tables or CNI files are needed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -28,15 +28,16 @@ pub struct FarEnds {
 impl FarEnds {
     /// Nothing is known yet. The connection belongs to the network namespace that the calling thread is in.
     pub fn open() -> io::Result<FarEnds> {
-        // Without strict checks the kernel reads no attribute of a dump's request, and would tell this namespace's addresses.
+        // Without strict checks the kernel reads no attribute of a dump's request, and would return this namespace's
+        // addresses.
         let (connection, handle, _) = rtnetlink::new_connection_with_strict_check()?;
         let mut task = JoinSet::new();
         task.spawn(connection);
         Ok(FarEnds { handle, _connection: task, known: BTreeMap::new() })
     }
 
-    /// Looks for the addresses in `wanted` behind the links in `among`, as far as they have not been found. `anew`: also where
-    /// others were found before.
+    /// Looks for the addresses in `wanted` behind the links in `among`, unless they were found already. `anew`: even behind
+    /// links where others were found.
     pub async fn find(&mut self, wanted: &BTreeSet<IpAddr>, links: &LinkTable, among: &BTreeSet<u32>, anew: bool) {
         self.known.retain(|index, _| among.contains(index));
         if wanted.is_subset(&self.known.values().flatten().copied().collect()) {
@@ -56,7 +57,7 @@ impl FarEnds {
         self.known.iter().flat_map(|(index, found)| found.iter().map(|ip| (*ip, *index))).collect()
     }
 
-    /// The addresses at the far end of a link; none where it cannot be asked.
+    /// The addresses at the far end of a link; none if they cannot be read.
     async fn ask(&self, link: &Link) -> BTreeSet<IpAddr> {
         let (Some(netns), Some(peer)) = (link.peer_netns, link.peer) else { return BTreeSet::new() };
         let mut message = AddressMessage::default();
@@ -74,7 +75,7 @@ impl FarEnds {
                 found.insert(net.addr());
             }
         }
-        // What every interface has says nothing of the pod.
+        // Addresses that every interface has do not identify the pod.
         found.retain(|ip| !matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local()));
         found
     }

@@ -1,5 +1,5 @@
-//! The frames that announce who has an address, built and read: gratuitous ARP and unsolicited Neighbor Advertisements;
-//! and the questions for one. Pure.
+//! Builds and reads the frames that announce who has an address, gratuitous ARP and unsolicited Neighbor
+//! Advertisements, and the requests for one. Pure.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -20,7 +20,7 @@ pub const ADVERTISEMENT_FRAME: usize = 14 + 40 + ADVERTISEMENT;
 const ADVERTISEMENT: usize = 8 + 16 + 8;
 const ALL_NODES: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1);
 const ALL_NODES_MAC: [u8; 6] = [0x33, 0x33, 0, 0, 0, 1];
-/// Neighbor discovery is only believed from the same link, where nobody has decremented it.
+/// Neighbor discovery is accepted only from the same link, where nobody has decremented it.
 const HOP_LIMIT: u8 = 255;
 /// Of a segment that goes to a pod of this node.
 const SEGMENT_HOP_LIMIT: u8 = 64;
@@ -33,7 +33,7 @@ const SOURCE_LINK_LAYER_ADDRESS: u8 = 1;
 pub enum ArpForm {
     /// A request for the address itself, as `arping -U` sends it.
     Request,
-    /// An answer that nobody asked for, as `arping -A` sends it.
+    /// An unsolicited reply, as `arping -A` sends it.
     Reply,
 }
 
@@ -87,18 +87,18 @@ pub fn neighbor_advertisement(address: Ipv6Addr, mac: MacAddress) -> [u8; ADVERT
     icmp[8..24].copy_from_slice(&address.octets());
     icmp[24..26].copy_from_slice(&[TARGET_LINK_LAYER_ADDRESS, 1]);
     icmp[26..32].copy_from_slice(&mac.0);
-    // The pseudo-header: both addresses, which lie together, the length and the protocol.
+    // The pseudo-header: both addresses, which are adjacent, the length and the protocol.
     let sum = sum(&ip[8..40]) + sum(icmp) + ADVERTISEMENT as u32 + u32::from(IpNumber::IPV6_ICMP.0);
     icmp[2..4].copy_from_slice(&(!csum::fold(sum)).to_be_bytes());
     frame
 }
 
-/// A question for the Ethernet address of `target`, asked in the name of `address`; nothing for two families.
+/// A request for the Ethernet address of `target`, with `address` as the sender; `None` if the families differ.
 pub fn question(address: IpAddr, mac: MacAddress, target: IpAddr) -> Option<Vec<u8>> {
     match (address, target) {
         (IpAddr::V4(address), IpAddr::V4(target)) => {
             let mut frame = arp_announcement(address, mac, ArpForm::Request);
-            // What differs from an announcement: whose address is unknown, and which one is asked for.
+            // The differences from an announcement: the unknown hardware address, and the requested address.
             frame[14 + 18..14 + 24].fill(0);
             frame[14 + 24..14 + 28].copy_from_slice(&target.octets());
             Some(frame.to_vec())
@@ -108,7 +108,7 @@ pub fn question(address: IpAddr, mac: MacAddress, target: IpAddr) -> Option<Vec<
     }
 }
 
-/// A question to the target's group of all addresses that end like it (RFC 4861, section 7.2.2).
+/// A request to the target's solicited-node group (RFC 4861, section 7.2.2).
 fn neighbor_solicitation(address: Ipv6Addr, mac: MacAddress, target: Ipv6Addr) -> [u8; ADVERTISEMENT_FRAME] {
     let mut frame = neighbor_advertisement(target, mac);
     let [.., a, b, c] = target.octets();
@@ -125,7 +125,7 @@ fn neighbor_solicitation(address: Ipv6Addr, mac: MacAddress, target: Ipv6Addr) -
     frame
 }
 
-/// A TCP segment with RST that acknowledges nothing, and so ends nothing; nothing for two families.
+/// A TCP RST that acknowledges nothing, and so ends nothing; `None` if the families differ.
 pub fn useless_reset(from: SocketAddr, to: SocketAddr, mac: MacAddress, to_mac: MacAddress) -> Option<Vec<u8>> {
     let ethernet = PacketBuilder::ethernet2(mac.0, to_mac.0);
     let ip = match (from.ip(), to.ip()) {
@@ -154,12 +154,12 @@ fn sum(bytes: &[u8]) -> u32 {
     bytes.chunks_exact(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum()
 }
 
-/// Somebody's word that an address is at an Ethernet address.
+/// Somebody's claim that an address is at an Ethernet address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Claim {
     /// The address.
     pub address: IpAddr,
-    /// Where it is said to be.
+    /// The claimed Ethernet address.
     pub mac: MacAddress,
 }
 
@@ -170,7 +170,7 @@ pub fn claim(frame: &[u8]) -> Option<Claim> {
     match packet.net? {
         NetSlice::Arp(arp) => {
             let arp = arp.to_packet().try_eth_ipv4().ok()?;
-            // A sender without an address asks whether somebody else has it.
+            // A sender without an address probes whether somebody else has it.
             let address = Some(arp.sender_ipv4_addr()).filter(|address| !address.is_unspecified())?;
             Some(Claim { address: IpAddr::V4(address), mac: MacAddress(arp.sender_mac) })
         }

@@ -1,8 +1,8 @@
-//! The solicited-node groups of IPv6 egress IPs: who wants to know where such an address is asks its group, and switches and network
-//! cards that look at memberships pass the question on only to members.
+//! The solicited-node groups of IPv6 egress IPs: requests for such an address go to its group, and switches and network cards that
+//! track memberships forward them only to members.
 //!
 //! The kernel reports the memberships (MLD), answers queries about them and tells the card. They last as long as the process: while
-//! an agent restarts, a switch may take the report of its end for the truth. Neighbours that know the address already ask it alone
+//! an agent restarts, a switch may act on the report that they ended. Neighbours that already know the address ask it by unicast
 //! (RFC 4861, section 7.3.3), and the next agent joins at once.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,7 +15,8 @@ pub type Membership = (u32, Ipv6Addr);
 /// The memberships of this node.
 #[derive(Debug, Default)]
 pub struct Groups {
-    /// The kernel limits the memberships of each socket (`net.core.optmem_max`: some three hundred of the smallest default).
+    /// The kernel limits the memberships of each socket (`net.core.optmem_max`: about three hundred with the smallest
+    /// default).
     sockets: Vec<UdpSocket>,
     joined: BTreeMap<Membership, usize>,
 }
@@ -26,7 +27,7 @@ pub fn solicited_node(address: Ipv6Addr) -> Ipv6Addr {
     Ipv6Addr::new(0xff02, 0, 0, 0, 0, 1, 0xff00 | u16::from(a), u16::from_be_bytes([b, c]))
 }
 
-/// The memberships that answering for addresses on interfaces needs.
+/// The memberships needed to answer for addresses on interfaces.
 pub fn wanted(places: impl Iterator<Item = (IpAddr, u32)>) -> BTreeSet<Membership> {
     let v6 = places.filter_map(|(address, interface)| match address {
         IpAddr::V6(address) => Some((interface, solicited_node(address))),
@@ -36,13 +37,13 @@ pub fn wanted(places: impl Iterator<Item = (IpAddr, u32)>) -> BTreeSet<Membershi
 }
 
 impl Groups {
-    /// Joins and leaves until exactly these are joined. What fails is tried again by the next call.
+    /// Joins and leaves until exactly these are joined. The next call retries what fails.
     pub fn set(&mut self, wanted: &BTreeSet<Membership>) -> Vec<(Membership, io::Error)> {
         let left: Vec<Membership> = self.joined.keys().filter(|m| !wanted.contains(m)).copied().collect();
         for membership in left {
             if let Some(socket) = self.joined.remove(&membership) {
                 let (interface, group) = membership;
-                // An interface that is gone has taken its memberships along.
+                // The memberships of an interface end with it.
                 drop(self.sockets[socket].leave_multicast_v6(&group, interface));
             }
         }
@@ -50,7 +51,7 @@ impl Groups {
         new.into_iter().filter_map(|membership| Some((membership, self.join(membership).err()?))).collect()
     }
 
-    /// Joins by the first socket that takes it, or by a new one.
+    /// Joins with the first socket that accepts it, or with a new one.
     fn join(&mut self, membership: Membership) -> io::Result<()> {
         let (interface, group) = membership;
         for (number, socket) in self.sockets.iter().enumerate() {
@@ -81,7 +82,7 @@ mod tests {
         wanted((0..n).map(|i| (address(i).into(), 1)))
     }
 
-    /// The groups that the kernel has on the loopback device, but for the one of all nodes.
+    /// The groups that the kernel has on the loopback device, except the one of all nodes.
     fn joined() -> usize {
         let text = std::fs::read_to_string("/proc/thread-self/net/igmp6").unwrap();
         text.lines().filter(|line| line.contains(" ff0200000000000000000001ff")).count()

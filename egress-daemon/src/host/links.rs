@@ -1,8 +1,8 @@
 //! Follows the links, addresses and default routes of this network namespace, and publishes each state as a
 //! [`LinkTable`].
 //!
-//! Reports of the kernel (netlink multicast) are applied one by one. When reports were lost (the socket's buffer
-//! overran, the connection broke), and now and then without a reason, everything is read afresh.
+//! Reports of the kernel (netlink multicast) are applied one by one. Everything is read anew when reports were lost
+//! (the socket's buffer overran, the connection broke), and also at long intervals.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -36,8 +36,8 @@ const GROUPS: [MulticastGroup; 5] = [
     MulticastGroup::Ipv6Route,
 ];
 
-/// A dump that the kernel says was disturbed is repeated this many times; after that the reports that disturbed it,
-/// which are applied on top of it, have to do.
+/// A dump that the kernel flags as interrupted is retried this many times; after that the reports that interrupted it,
+/// which are applied on top of it, must suffice.
 const DUMP_ATTEMPTS: usize = 5;
 
 /// The ifindex of the loopback device, which every namespace has.
@@ -65,7 +65,7 @@ pub enum LinksError {
 /// How to follow.
 #[derive(Clone, Copy, Debug)]
 pub struct LinksOptions {
-    /// Everything is read afresh this often, whatever was reported.
+    /// Everything is read anew this often, whatever was reported.
     pub resync: Duration,
     /// The size of the socket's buffer for reports, in bytes.
     pub receive_buffer: usize,
@@ -100,8 +100,8 @@ impl Links {
         self.table.borrow().clone()
     }
 
-    /// Whether the present state knows every link that there is now, as what it is: reports take their time. Where the links
-    /// cannot be read it does not.
+    /// Whether the present state has every link that exists now, correctly: reports take time. False if the links cannot be
+    /// read.
     pub async fn is_up_to_date(&self, handle: &Handle) -> bool {
         let now: Result<Vec<LinkMessage>, _> = handle.link().get().execute().try_collect().await;
         let known = self.current();
@@ -136,7 +136,7 @@ impl Follower {
         let (mut listening, _, reports) = rtnetlink::new_multicast_connection(&GROUPS).map_err(LinksError::Open)?;
         set_receive_buffer(listening.socket_mut().socket_ref(), options.receive_buffer).map_err(LinksError::Open)?;
         let (mut asking, requests, _) = rtnetlink::new_connection().map_err(LinksError::Open)?;
-        // The last message of a dump says whether the dump was disturbed.
+        // The last message of a dump tells whether the dump was interrupted.
         asking.set_forward_done(true);
         let mut connections = JoinSet::new();
         connections.spawn(listening);
@@ -144,7 +144,7 @@ impl Follower {
         Ok(Follower { reports, requests, state: LinkState::default(), _connections: connections })
     }
 
-    /// Applies a report and all that wait behind it, so that a burst is published as one state.
+    /// Applies a report and all that are queued after it, so that a burst is published as one state.
     fn apply_all(&mut self, first: NetlinkMessage<RouteNetlinkMessage>, stale: &mut Stale) {
         let mut next = Some(first);
         while let Some(message) = next {
@@ -247,8 +247,7 @@ impl Follower {
         Ok(found)
     }
 
-    /// Reads again what the changes left unknown. Another report may make it unknown once more; it comes with its own
-    /// round.
+    /// Rereads what the changes left unknown. Another report may make it unknown once more; that one has its own round.
     async fn settle(&mut self, stale: &Stale) -> Result<(), LinksError> {
         if stale.all {
             return self.resync().await;
@@ -257,8 +256,8 @@ impl Follower {
             self.read_link(index).await?;
         }
         if stale.routes {
-            // The kernel reports that an address goes before it drops the routes that depend on it, and lists routes
-            // without waiting for that; but not a single link.
+            // The kernel reports the removal of an address before it drops the routes that depend on it. A dump of
+            // routes does not wait for that, but reading a single link does.
             self.read_link(LOOPBACK).await?;
             self.read_routes().await?;
         }
@@ -266,7 +265,7 @@ impl Follower {
     }
 }
 
-/// Sets the size beyond `net.core.rmem_max` where the process may, up to it where not.
+/// Sets the size beyond `net.core.rmem_max` if the process may, else up to it.
 fn set_receive_buffer(socket: &Socket, bytes: usize) -> io::Result<()> {
     // SAFETY: the descriptor is open for as long as the socket is borrowed.
     let fd = unsafe { BorrowedFd::borrow_raw(socket.as_raw_fd()) };

@@ -2,8 +2,8 @@
 //! probes, announcements of egress IPs, sysctls and the ports that the node itself uses.
 //!
 //! Everything here works in the network namespace of the process (in tests: of the thread) and speaks netlink,
-//! AF_PACKET and /proc. It knows nothing of eBPF, of objects or of the plan; `agent` joins them. What decides
-//! (`classify`, `table`, `schedule`, `frames`, `ports::NodePorts`) is pure and does no I/O.
+//! AF_PACKET and /proc. It knows nothing of eBPF, of objects or of the plan; `agent` joins them. The modules that
+//! decide (`classify`, `table`, `schedule`, `frames`, `ports::NodePorts`) are pure and do no I/O.
 
 pub mod advertise;
 pub mod announce;

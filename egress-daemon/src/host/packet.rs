@@ -13,18 +13,18 @@ pub struct PacketSocket {
 }
 
 impl PacketSocket {
-    /// A socket for frames of that type that come in by that interface, and pass the filter (classic BPF; it sees the
+    /// A socket for frames of that type that come in at that interface and pass the filter (classic BPF; it sees the
     /// frame from its Ethernet header on).
     pub fn receiving(ethertype: u16, interface: u32, filter: &[libc::sock_filter]) -> io::Result<PacketSocket> {
         let socket = PacketSocket::sending()?;
-        // The filter stands before the first frame can come in.
+        // The filter is set before the first frame can come in.
         if !filter.is_empty() {
             let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
             // SAFETY: the program points to `filter.len()` instructions, which the kernel copies.
             unsafe { socket.set_option(libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, &program) }?;
         }
         let address = link_address(ethertype, interface)?;
-        // SAFETY: the address is a sockaddr_ll of the length that is given.
+        // SAFETY: the address is a sockaddr_ll of the given length.
         check(unsafe { libc::bind(socket.fd.as_raw_fd(), (&raw const address).cast(), ADDRESS_LENGTH) })?;
         Ok(socket)
     }
@@ -36,7 +36,7 @@ impl PacketSocket {
         check(fd)?;
         // SAFETY: the descriptor was just opened and belongs to nobody else.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        // SAFETY: an OwnedFd is open, and stays the same descriptor, for as long as it lives.
+        // SAFETY: an OwnedFd stays open, and the same descriptor, for as long as it lives.
         let fd = unsafe { AsyncFd::register(fd) }?;
         Ok(PacketSocket { fd })
     }
@@ -50,10 +50,10 @@ impl PacketSocket {
     }
 
     /// # Safety
-    /// The option's value is of this type, and what it points to is valid.
+    /// The option's value must have this type, and what it points to must be valid.
     unsafe fn set_option<T>(&self, level: libc::c_int, name: libc::c_int, value: &T) -> io::Result<()> {
         let (at, length) = ((&raw const *value).cast(), mem::size_of::<T>() as libc::socklen_t);
-        // SAFETY: the value is as long as is said; for the rest the caller answers.
+        // SAFETY: the value has the given length; the caller guarantees the rest.
         check(unsafe { libc::setsockopt(self.fd.as_raw_fd(), level, name, at, length) })
     }
 
@@ -62,7 +62,7 @@ impl PacketSocket {
         let ethertype = frame.get(12..14).map_or(0, |bytes| u16::from_be_bytes([bytes[0], bytes[1]]));
         let address = link_address(ethertype, interface)?;
         let attempt = || {
-            // SAFETY: the frame and the address are valid for the lengths that are given.
+            // SAFETY: the frame and the address are valid for the given lengths.
             let sent = unsafe {
                 libc::sendto(
                     self.fd.as_raw_fd(),
@@ -79,8 +79,8 @@ impl PacketSocket {
         attempt().or_else(|error| if error.raw_os_error() == Some(libc::ENETDOWN) { attempt() } else { Err(error) })
     }
 
-    /// Receives one frame; a longer one is cut to the buffer. The interface going down is passed over in silence: when
-    /// it comes up again frames come again. Once it is deleted none ever do.
+    /// Receives one frame; a longer one is truncated to the buffer. Ignores that the interface goes down: frames arrive
+    /// again when it comes up. Once it is deleted, none ever do.
     pub async fn receive<'b>(&self, buffer: &'b mut [u8]) -> io::Result<&'b [u8]> {
         loop {
             let mut ready = self.fd.readable().await?;

@@ -1,9 +1,9 @@
 //! Which ports of the node's own addresses the node uses itself. An egress IP that is an address of the node shares its
-//! ports with the node's sockets, so only blocks that nobody here uses may be leased. A leased one that comes into use is
-//! drained; meanwhile the programs tell the packets of sockets and flows apart (`source/own.rs` of `egress-ebpf`).
+//! ports with the node's sockets, so only blocks that nothing here uses may be leased. A leased one that comes into use
+//! is drained; meanwhile the programs distinguish the packets of sockets and flows (`source/own.rs` of `egress-ebpf`).
 //!
-//! What forwards without a socket (a `hostPort` of the CNI's portmap plugin, a NAT rule of the administrator) cannot be
-//! seen here: reserve such ports with `net.ipv4.ip_local_reserved_ports`. Node ports of Kubernetes lie above
+//! Forwarding without a socket (a `hostPort` of the CNI's portmap plugin, a NAT rule of the administrator) cannot be
+//! seen here: reserve such ports with `net.ipv4.ip_local_reserved_ports`. Node ports of Kubernetes are above
 //! [`OWN_ADDRESS_PORTS`].
 
 use std::collections::BTreeSet;
@@ -16,11 +16,11 @@ use egress_common::port_block;
 
 use super::sysctl;
 
-/// The ports that may be leased at all of an address that the node has by itself: below the node ports (30000-32767)
-/// and the usual ephemeral ports (32768 and up).
+/// The ports that may be leased of an address that is the node's own: below the node ports (30000-32767) and the usual
+/// ephemeral ports (32768 and up).
 pub const OWN_ADDRESS_PORTS: RangeInclusive<u16> = 1024..=29951;
 
-/// The tables of sockets. The thread's own view, so that they are those of its network namespace.
+/// The socket tables, as seen by the thread, so that they are those of its network namespace.
 const TABLES: [&str; 4] = ["tcp", "udp", "tcp6", "udp6"];
 
 /// Why the node's ports are not known.
@@ -38,18 +38,18 @@ pub enum PortsError {
     /// A setting could not be read.
     #[error(transparent)]
     Sysctl(#[from] sysctl::SysctlError),
-    /// A file does not look as it does on the kernels known.
+    /// A file has another format than on known kernels.
     #[error("{what} holds {text:?}, which is not understood")]
     Format {
         /// The file or setting.
         what: String,
-        /// The part that is not understood.
+        /// The part that cannot be parsed.
         text: String,
     },
 }
 
 /// The local end of a socket, whatever its state. Unspecified addresses stand for all of their family; an unspecified
-/// IPv6 address for those of IPv4 as well, as the kernel does not say here which sockets are for IPv6 only.
+/// IPv6 address also for those of IPv4, as the kernel does not report here which sockets are IPv6-only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct LocalEnd {
     /// The address; an IPv4-mapped one is given as IPv4.

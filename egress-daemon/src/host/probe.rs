@@ -1,8 +1,8 @@
-//! Sends probes into the tunnel device. I/O only: when to send and what an answer or its absence means is decided by
-//! `health`.
+//! Sends probes into the tunnel device. I/O only: `health` decides when to send and what an answer or its absence
+//! means.
 //!
-//! The program at the device's egress knows a probe by its source MAC address and sends it by the transport that it names; the
-//! gateway's program turns the request into a reply. Replies come through a ring buffer (`datapath::answers`).
+//! The program at the device's egress recognises a probe by its source MAC address and sends it by the transport that it
+//! names; the gateway's program turns the request into a reply. Replies come through a ring buffer (`datapath::answers`).
 
 use egress_core::agent::gateways::Request;
 use std::io;
@@ -37,8 +37,8 @@ impl ProbeSocket {
         Ok(ProbeSocket { socket: PacketSocket::sending()?, tunnel })
     }
 
-    /// Sends a request. An error means that this probe was not sent (the device is down, its queue full): it counts as one
-    /// that was not answered.
+    /// Sends a request. An error means that this probe was not sent (the device is down, its queue full): it counts as
+    /// unanswered.
     pub fn send(&self, request: &Request) -> io::Result<()> {
         self.socket.send(self.tunnel, &encode(request))
     }
@@ -105,7 +105,7 @@ mod tests {
             let frame = encode(&request(egress, 0x1112_1314_1516_1718));
             assert_eq!(frame[6..12], SRC_MAC);
             assert_eq!(frame.len(), ETHERNET + header + UDP + PAYLOAD);
-            // SAFETY: Probe holds bytes only, and the frame has enough of them behind its headers.
+            // SAFETY: Probe has only bytes, and the frame has enough of them after its headers.
             let probe = unsafe { frame[ETHERNET + header + UDP..].as_ptr().cast::<Probe>().read_unaligned() };
             assert_eq!((&probe.magic, probe.version, probe.kind), (b"SPWY", VERSION, REQUEST));
             assert_eq!((probe.transport, probe.reply_transport, probe.node_id), (2, 1, [1, 2, 3, 4]));

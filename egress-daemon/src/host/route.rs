@@ -1,4 +1,4 @@
-//! What the routing table says about the way to one address, and whether IPsec would take its packets.
+//! Looks up the route to one address, and whether IPsec would process its packets.
 
 use egress_core::network::Route;
 use std::io;
@@ -13,7 +13,7 @@ use rtnetlink::{Error, Handle};
 
 use super::decode;
 
-/// Asks the kernel. `None`: there is no way to the address, or it is this node's own.
+/// Asks the kernel. `None`: there is no route to the address, or it is this node's own.
 pub async fn lookup(handle: &Handle, to: IpAddr) -> Result<Option<Route>, Error> {
     let mut question = RouteMessage::default();
     let (family, length, address) = match to {
@@ -25,7 +25,7 @@ pub async fn lookup(handle: &Handle, to: IpAddr) -> Result<Option<Route>, Error>
     question.attributes.push(RouteAttribute::Destination(address));
     match pin!(handle.route().get(question).execute()).try_next().await {
         Ok(answer) => Ok(answer.as_ref().and_then(route)),
-        // No route at all, or one that forbids.
+        // No route at all, or one that prohibits.
         Err(Error::NetlinkError(_)) => Ok(None),
         Err(error) => Err(error),
     }
@@ -50,7 +50,7 @@ fn route(message: &RouteMessage) -> Option<Route> {
     (route.oif != 0).then_some(route)
 }
 
-/// The destinations of an IPsec policy for packets that leave.
+/// The destinations of an IPsec policy for outgoing packets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Secured {
     /// The address family (`AF_INET`, `AF_INET6`); 0 for both.
@@ -86,7 +86,7 @@ const DIRECTION: usize = 160;
 /// `XFRM_POLICY_OUT`.
 const OUT: u8 = 1;
 
-/// The IPsec policies for packets that leave. A kernel without IPsec has none.
+/// The IPsec policies for outgoing packets. A kernel without IPsec has none.
 pub fn secured() -> io::Result<Vec<Secured>> {
     // SAFETY: no pointers are passed.
     let fd = unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::NETLINK_XFRM) };
@@ -119,7 +119,7 @@ pub fn secured() -> io::Result<Vec<Secured>> {
     }
 }
 
-/// Reads the messages of one answer. Whether more answers follow.
+/// Reads the messages of one answer. Returns whether more answers follow.
 fn policies(mut answer: &[u8], found: &mut Vec<Secured>) -> bool {
     while let Some((header, _)) = answer.split_at_checked(HEADER) {
         let length = u32::from_ne_bytes([header[0], header[1], header[2], header[3]]) as usize;

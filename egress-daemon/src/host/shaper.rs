@@ -1,6 +1,6 @@
 //! The shaper: a pair of veth devices, made while this node owns an egress IP with a limited bandwidth. The near end has
-//! an HTB qdisc with a class for each of them and direction; packets that enter it come out of the far end at the rate of
-//! their class. No other traffic of the node passes it, and no interface of the node gets another qdisc.
+//! an HTB qdisc with a class for each such egress IP and direction; packets that enter it come out of the far end at the
+//! rate of their class. No other traffic of the node passes through it, and no interface of the node gets another qdisc.
 
 use std::collections::BTreeMap;
 use std::pin::pin;
@@ -23,11 +23,11 @@ use egress_core::agent::machine::ShaperEnds;
 pub const NEAR: &str = "spillway-bw0";
 /// The name of the end that they come out of.
 pub const FAR: &str = "spillway-bw1";
-/// The alias by which a device that we made is known again.
+/// The alias that identifies a device that we made.
 const ALIAS: &str = "spillway bandwidth";
 /// No packet is too large for the shaper.
 const MTU: u32 = 65_535;
-/// So many packets may wait in a class. The programs count bytes, and drop earlier.
+/// How many packets may wait in a class. The programs count bytes, and drop earlier.
 const QUEUE_PACKETS: u32 = 1_000_000;
 
 /// Attributes of HTB (`TCA_HTB_*` of linux/pkt_sched.h).
@@ -73,12 +73,12 @@ pub struct Shaper {
 }
 
 impl Shaper {
-    /// The devices, if they are there.
+    /// The devices, if they exist.
     pub fn ends(&self) -> Option<ShaperEnds> {
         self.ends
     }
 
-    /// Makes sure that the devices are there, up, with their qdisc.
+    /// Ensures that the devices exist and are up, with their qdisc.
     pub async fn ensure(&mut self, handle: &Handle) -> Result<ShaperEnds, ShaperError> {
         let found = find(handle).await?;
         if let (Some(ends), true) = (found, found == self.ends) {
@@ -143,7 +143,7 @@ pub async fn delete(handle: &Handle) -> Result<bool, ShaperError> {
     }
 }
 
-/// The devices that are there. A device of the name that is not ours is an error.
+/// The existing devices. A device with the name that is not ours is an error.
 pub async fn find(handle: &Handle) -> Result<Option<ShaperEnds>, ShaperError> {
     let (near, far) = (get(handle, NEAR).await?, get(handle, FAR).await?);
     let ours = |message: &LinkMessage| {

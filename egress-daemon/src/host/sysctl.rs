@@ -1,17 +1,17 @@
-//! Kernel settings that the datapath needs: read, set, and put back.
+//! Reads, sets and restores the kernel settings that the datapath needs.
 //!
-//! A setting of a device that is ours goes with the device. Every other one is written into a journal with its previous
-//! value before it is changed, so that `cleanup` can put it back after the agent is long gone.
+//! A setting of our own device is removed with the device. Every other one is written into a journal with its previous
+//! value before it is changed, so that `cleanup` can restore it long after the agent has ended.
 //!
 //! What is needed and why:
 //! - Reverse-path filtering takes the larger of `all` and the device's own value. The programs redirect before the
-//!   kernel routes, so no packet of theirs meets the filter; packets that they leave to the stack on the tunnel device
-//!   (too large for the way on) would, and their source is an address of another node. So the device gets 2 (loose) by
-//!   itself: then the result is 2 whatever `all` is or becomes. Pods' interfaces and uplinks keep what they have: a
-//!   packet that comes in by them and meets the filter has a source that is routed there.
+//!   kernel routes, so their packets bypass the filter. Packets that they leave to the stack on the tunnel device (too
+//!   large to forward) do not, and their source is an address of another node. So the device gets 2 (loose): then the
+//!   result is 2 whatever `all` is or becomes. Pods' interfaces and uplinks keep their values: a packet that comes in
+//!   there and reaches the filter has a source that is routed there.
 //! - The tunnel device carries no address. IPv6 stays enabled on it, since a route through it needs that, but it makes
-//!   no link-local address and hears no router.
-//! - A route look-up by a program fails on a device that does not forward.
+//!   no link-local address and accepts no router advertisements.
+//! - A route lookup by a program fails on a device that does not forward.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Warning;
 
-/// Where the manifests mount the node's /proc/sys/net: a container that is not privileged may only read its own.
+/// Where the manifests mount the node's /proc/sys/net: an unprivileged container may only read its own.
 const HOST: &str = "/host/proc/sys";
 
 /// Where settings are read and written. Both show those of this process's network namespace.
@@ -31,7 +31,7 @@ fn root() -> &'static Path {
 }
 
 /// One setting. Keys are paths below /proc/sys, such as `net/ipv4/conf/eth0.10/rp_filter` (a name may contain dots);
-/// `sysctl` takes them in this form too.
+/// `sysctl` accepts them in this form, too.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting {
     /// The path below /proc/sys.
@@ -48,7 +48,7 @@ impl Setting {
     }
 }
 
-/// What the tunnel device needs. These settings go with the device.
+/// What the tunnel device needs. These settings are removed with the device.
 pub fn tunnel_settings(device: &str) -> Vec<Setting> {
     vec![
         Setting::new(format!("net/ipv4/conf/{device}/rp_filter"), "2"),
@@ -59,8 +59,8 @@ pub fn tunnel_settings(device: &str) -> Vec<Setting> {
     ]
 }
 
-/// What a node needs that forwards for others (every gateway, and every node that has pods). An uplink that listens to
-/// routers is told to go on doing so, before forwarding makes it stop.
+/// What a node that forwards for others needs (every gateway, and every node with pods). An uplink that accepts router
+/// advertisements is set to continue, before forwarding makes it stop.
 pub fn forwarding_settings<'a>(uplinks: impl IntoIterator<Item = &'a str>) -> Vec<Setting> {
     let keep_routers = |uplink: &str| Setting {
         only_from: Some("1".to_owned()),
@@ -81,7 +81,7 @@ pub struct Changed {
     pub set: String,
 }
 
-/// Why a setting could not be read, or the journal not be kept.
+/// Why a setting could not be read, or the journal could not be kept.
 #[derive(Debug, thiserror::Error)]
 pub enum SysctlError {
     /// A file could not be read or written.
@@ -95,10 +95,10 @@ pub enum SysctlError {
         #[source]
         error: io::Error,
     },
-    /// The journal is not what this program writes.
+    /// The journal does not have this program's format.
     #[error(
         "the journal {path} of changed kernel settings is damaged: {message}; \
-         delete it after putting the settings back by hand", path = path.display()
+         delete it after restoring the settings by hand", path = path.display()
     )]
     Journal {
         /// The file.
@@ -132,13 +132,13 @@ impl Sysctls {
         Ok(Sysctls { root, journal, changed })
     }
 
-    /// What was changed and not put back, by key.
+    /// What was changed and not restored, by key.
     pub fn changed(&self) -> &BTreeMap<String, Changed> {
         &self.changed
     }
 
-    /// Sets what differs and remembers what it was. A setting that cannot be changed, as on a read-only /proc/sys, is
-    /// reported and does not stop the others; IPv6 settings of a kernel without IPv6 are passed over.
+    /// Sets what differs and records the previous values. A setting that cannot be changed, as on a read-only
+    /// /proc/sys, is reported and does not stop the others; IPv6 settings of a kernel without IPv6 are skipped.
     pub fn apply(&mut self, settings: &[Setting]) -> Result<Vec<Warning>, SysctlError> {
         let mut warnings = Vec::new();
         for setting in settings {
@@ -159,7 +159,7 @@ impl Sysctls {
         Ok(warnings)
     }
 
-    /// Puts back what was changed, unless somebody has changed it since, and forgets it.
+    /// Restores what was changed, unless somebody has changed it since, and forgets it.
     pub fn restore(&mut self) -> Result<Vec<Warning>, SysctlError> {
         let mut warnings = Vec::new();
         for (key, Changed { previous, set }) in std::mem::take(&mut self.changed) {
@@ -191,7 +191,7 @@ impl Sysctls {
     }
 }
 
-/// Sets what differs, without remembering: for settings of a device that is ours.
+/// Sets what differs, without recording it: for settings of our own device.
 pub fn apply_to_own_device(settings: &[Setting]) -> Vec<Warning> {
     let root = root();
     let mut warnings = Vec::new();
@@ -205,7 +205,7 @@ pub fn apply_to_own_device(settings: &[Setting]) -> Vec<Warning> {
     warnings
 }
 
-/// The present value of a setting, its fields separated by single blanks; none where the kernel has no such setting.
+/// The present value of a setting, its fields separated by single blanks; `None` if the kernel has no such setting.
 pub fn read(key: &str) -> Result<Option<String>, SysctlError> {
     read_below(root(), key)
 }

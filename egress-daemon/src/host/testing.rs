@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 
 use egress_core::network::MacAddress;
 
-/// Longer than anything that a test waits for can take; only reached when the test fails.
+/// Longer than anything that a test waits for; only reached when the test fails.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Awaits something that must happen.
@@ -26,7 +26,7 @@ pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
 }
 
 /// Runs the test in a fresh network namespace, on a thread and a runtime of its own. Without root it is skipped, and
-/// said so.
+/// this is reported.
 pub fn in_netns<F, Fut>(test: &str, body: F)
 where
     F: FnOnce() -> Fut + Send + 'static,

@@ -1,6 +1,6 @@
 //! The tunnel device: a VXLAN device in collect-metadata mode, so that each packet carries its own remote address and
-//! VNI (the programs set and check them). One socket takes packets of IPv4 and IPv6 underlays, those without a UDP
-//! checksum too.
+//! VNI (the programs set and check them). One socket receives packets of IPv4 and IPv6 underlays, including those
+//! without a UDP checksum.
 //!
 //! The device itself has VNI 0, because the kernel looks up packets of every VNI under 0 in this mode.
 
@@ -20,17 +20,17 @@ use egress_core::network::MacAddress;
 
 /// The device's name, unless configured otherwise.
 pub const DEFAULT_NAME: &str = "spillway0";
-/// The device's MTU: pods keep theirs, and the programs answer what is too large for the underlay.
+/// The device's MTU: pods keep theirs, and the programs answer packets that are too large for the underlay.
 pub const MTU: u32 = 1500;
 /// The inner source address of our frames. VXLAN drops frames whose source is the receiving device's own address.
 pub const INNER_SOURCE: MacAddress = MacAddress(abi::INNER_SRC_MAC);
 /// The inner destination address of our frames.
 pub const INNER_DESTINATION: MacAddress = MacAddress(abi::INNER_DST_MAC);
 
-/// The alias by which a device that we made is known again.
+/// The alias that identifies a device that we made.
 const ALIAS: &str = "spillway egress tunnel";
 
-/// How the device has to be.
+/// The wanted state of the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TunnelSpec {
     /// Its name, at most 15 bytes.
@@ -45,14 +45,14 @@ impl Default for TunnelSpec {
     }
 }
 
-/// What had to be done for the device to be there.
+/// What had to be done to get the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// It was made.
     Created,
-    /// One was there and is in use now; its small deviations (MTU, flags) were put right.
+    /// One existed and is in use now; small deviations (MTU, flags) were corrected.
     Adopted,
-    /// One of ours was there with other attributes, and was replaced: its ifindex changed.
+    /// One of ours existed with other attributes, and was replaced: its ifindex changed.
     Recreated,
 }
 
@@ -69,7 +69,7 @@ pub struct Tunnel {
     pub warnings: Vec<Warning>,
 }
 
-/// Why the device is not there.
+/// Why there is no device.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TunnelError {
     /// Somebody else's device has the name.
@@ -80,7 +80,7 @@ pub enum TunnelError {
     NameTaken {
         /// The name.
         name: String,
-        /// The sort of device that has it.
+        /// The kind of device that has it.
         kind: String,
     },
     /// Another tunnel device has the port.
@@ -93,7 +93,7 @@ pub enum TunnelError {
         port: u16,
         /// The device that has it.
         device: String,
-        /// The sort of device.
+        /// The kind of device.
         kind: &'static str,
     },
     /// A socket has the port: of a process, or of a tunnel device that was moved to another network namespace.
@@ -112,7 +112,7 @@ pub enum TunnelError {
         /// The device's name.
         name: String,
     },
-    /// The agent may not.
+    /// The agent lacks the permission.
     #[error("not allowed to {action} the tunnel device {name}: the agent needs CAP_NET_ADMIN")]
     NotAllowed {
         /// What was tried.
@@ -132,7 +132,7 @@ pub enum TunnelError {
     },
 }
 
-/// Makes sure that the device exists with exactly these attributes, and is up. Says who is in the way otherwise.
+/// Ensures that the device exists with exactly these attributes, and is up. The error names what is in the way.
 pub async fn ensure(handle: &Handle, spec: &TunnelSpec) -> Result<Tunnel, TunnelError> {
     let links = all_links(handle, &spec.name).await?;
     let named = links.iter().map(Found::new).find(|found| found.name == spec.name);
@@ -199,7 +199,7 @@ async fn create(handle: &Handle, spec: &TunnelSpec) -> Result<(), TunnelError> {
         .build();
     handle.link().add(message).execute().await.map_err(|error| match errno(&error) {
         libc::EOPNOTSUPP => TunnelError::Unsupported { name: spec.name.clone() },
-        // The kernel compares the port with devices of its list, whatever namespace they were moved to since.
+        // The kernel compares the port with devices in its list, whatever namespace they have been moved to.
         libc::EEXIST | libc::EADDRINUSE => TunnelError::PortTakenBySocket { port: spec.port },
         _ => failed("make", &spec.name, &error),
     })
@@ -251,7 +251,7 @@ fn gone(name: &str) -> TunnelError {
     TunnelError::Netlink { action: "keep", name: name.to_owned(), message: "somebody removed it".to_owned() }
 }
 
-/// What matters here of a device that is there.
+/// What matters here of an existing device.
 struct Found {
     name: String,
     index: u32,
@@ -260,9 +260,9 @@ struct Found {
     up: bool,
     /// The UDP port that it receives on.
     port: Option<u16>,
-    /// The attributes that cannot be changed later are ours.
+    /// Whether the attributes that cannot be changed later are as wanted.
     right_kind: bool,
-    /// It has our alias.
+    /// Whether it has our alias.
     ours: bool,
 }
 

@@ -10,16 +10,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-/// How many records wait for one collector. What comes then is lost for it.
+/// How many records wait for one collector. Further ones are lost for it.
 pub const MAX_QUEUED: usize = 200_000;
 /// How many records are encoded at once.
 const CHUNK: usize = 1_000;
-/// For how long a connection may take to be there, or to take what is sent.
+/// How long a connection may take to open, or to accept what is sent.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// How often templates are sent again: RFC 7011, section 8.4 lets collectors that hear by UDP forget them, after 30 minutes by default.
+/// How often templates are sent again: RFC 7011, section 8.4 lets collectors forget those received by UDP, after 30 minutes by default.
 const TEMPLATES_EVERY: Duration = Duration::from_secs(60);
 
-/// The running exporters; clones share them. They end when the last one is dropped, and what waits is sent before.
+/// The running exporters; clones share them. They end when the last one is dropped, after sending what waits.
 #[derive(Clone, Debug, Default)]
 pub struct Exporters(Arc<[Exporter]>);
 
@@ -31,12 +31,12 @@ struct Exporter {
 }
 
 impl Exporters {
-    /// Starts a thread for each collector that is told of records.
+    /// Starts a thread for each collector of records.
     pub fn start(collectors: &[Collector], node: &str) -> Self {
         Self(collectors.iter().filter_map(|collector| Exporter::start(collector, node)).collect())
     }
 
-    /// Whether nobody is to be told anything.
+    /// Whether there are no collectors.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -70,8 +70,8 @@ impl Exporter {
         let worker = Worker::start("export", move |batches| {
             Delivery { way, batches, counts: sent, queued: waiting, is_away: false, untold: 0 }.run();
         });
-        let worker =
-            worker.inspect_err(|error| tracing::error!("nothing is sent to {collector}, there is no thread: {error}"));
+        let worker = worker
+            .inspect_err(|error| tracing::error!("cannot start a thread, so nothing is sent to {collector}: {error}"));
         Some(Self { counts, queued, worker: worker.ok() })
     }
 
@@ -87,8 +87,8 @@ impl Exporter {
 
 /// How records reach a collector.
 trait Way: Send {
-    /// Sends the first of these records, and says how many. `lost`: how many were lost before them since the last that were sent. After an
-    /// error it is not known how many of them came, and the next call begins anew.
+    /// Sends the first of these records, and returns how many. `lost`: how many were lost between the last ones sent and these. After an
+    /// error it is not known how many arrived, and the next call begins anew.
     fn send(&mut self, records: &[Record], lost: u64) -> io::Result<usize>;
 }
 
@@ -98,7 +98,7 @@ struct Delivery {
     counts: Arc<Sent>,
     queued: Arc<AtomicUsize>,
     is_away: bool,
-    /// What `counts.lost` was when the collector was told of it last.
+    /// The value of `counts.lost` that was last sent to the collector.
     untold: u64,
 }
 
@@ -128,10 +128,11 @@ impl Delivery {
         }
     }
 
-    /// Whoever is away gets nothing of what waits: nobody waits for it any longer, and the agent's end above all.
+    /// An unreachable collector gets nothing of what waits: nothing waits for it any longer, least of all the agent's
+    /// exit.
     fn give_up(&mut self, rest: usize, error: &io::Error) {
         if !std::mem::replace(&mut self.is_away, true) {
-            tracing::warn!("{} takes no records, they are lost for it: {error}", self.counts.collector);
+            tracing::warn!("{} accepts no records; they are lost for it: {error}", self.counts.collector);
         }
         let waiting: usize = self.batches.try_iter().map(|batch| batch.len()).sum();
         self.queued.fetch_sub(waiting, Ordering::Relaxed);
@@ -171,13 +172,13 @@ impl Way for Ipfix {
             None => connect_udp(&self.address)?,
         };
         let before = self.encoder.sequence;
-        // A collector counts what it misses.
+        // A collector counts what it missed by the sequence number.
         self.encoder.sequence = before.wrapping_add(lost as u32);
         let sent = self.send_with(&socket, records);
         if sent.is_ok() {
             self.socket = Some(socket);
         } else {
-            // Whoever listens there next has heard of no template.
+            // The next listener there has received no template.
             (self.encoder.sequence, self.told) = (before, None);
         }
         sent
@@ -209,7 +210,7 @@ impl Way for Json {
     }
 }
 
-/// Whether the other side has not closed. What it says is of no interest.
+/// Whether the other side has not closed. What it sends is ignored.
 fn is_open(stream: &TcpStream) -> bool {
     let mut heard = [0; 256];
     let mut stream = stream;
@@ -221,7 +222,7 @@ fn is_open(stream: &TcpStream) -> bool {
     is_open && stream.set_nonblocking(false).is_ok()
 }
 
-/// Asks each time where a name leads: collectors move.
+/// Resolves the name each time: collectors move.
 fn each<T>(address: &str, connect: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
     let mut last = io::Error::new(ErrorKind::NotFound, format!("{address} has no address"));
     for address in address.to_socket_addrs()? {

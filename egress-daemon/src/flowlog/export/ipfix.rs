@@ -7,7 +7,7 @@ use super::{Change, Fate, Flow, Ports, Record};
 use crate::flowlog::Instant;
 use std::net::{IpAddr, SocketAddr};
 
-/// Where packets are not fragmented on any path of IPv6 (RFC 8200, section 5), less the headers of IPv6 and UDP.
+/// The size at which packets are not fragmented on any IPv6 path (RFC 8200, section 5), less the IPv6 and UDP headers.
 pub(super) const MAX_MESSAGE: usize = 1280 - 40 - 8;
 /// RFC 7011, section 3.1.
 const VERSION: u16 = 10;
@@ -15,7 +15,7 @@ const HEADER: usize = 16;
 const SET_HEADER: usize = 4;
 /// RFC 7011, section 3.3.2.
 const TEMPLATE_SET: u16 = 2;
-/// A field that says its length itself (RFC 7011, section 7): one byte does for up to 254.
+/// A field that contains its own length (RFC 7011, section 7): one byte for up to 254.
 const VARIABLE: u16 = u16::MAX;
 const MAX_TEXT: usize = 254;
 /// One agent has one translator.
@@ -51,7 +51,7 @@ mod event {
     pub(super) const PORT_BLOCK: [u8; 2] = [16, 17];
 }
 
-/// The templates; a place here and [`FIRST_TEMPLATE`] are a template's number.
+/// The templates; a template's number is its index here plus [`FIRST_TEMPLATE`].
 fn templates() -> [Vec<element::Element>; 6] {
     use element::*;
     let translation = |source, seen, more: &[Element]| {
@@ -73,16 +73,16 @@ fn templates() -> [Vec<element::Element>; 6] {
 }
 /// RFC 7011, section 3.4.1: smaller numbers are those of sets.
 const FIRST_TEMPLATE: u16 = 256;
-/// The places of templates among those of one family; IPv6 has the second half.
+/// The indices of templates among those of one family; IPv6 has the second half.
 const SESSION: u16 = 0;
 const BINDING: u16 = 1;
 const PORTS: u16 = 2;
 const FAMILY: u16 = 3;
 
-/// What a collector has to be told with each message.
+/// What a collector needs with each message.
 #[derive(Debug, Default)]
 pub(super) struct Encoder {
-    /// How many records there were before: a collector sees by it what it has missed.
+    /// How many records there were before, from which a collector sees what it has missed.
     pub(super) sequence: u32,
 }
 
@@ -101,7 +101,7 @@ impl Encoder {
         self.message(seconds, &[(TEMPLATE_SET, set)])
     }
 
-    /// The message with as many of the first records as it can take, and how many these are: at least one.
+    /// The message with as many of the first records as fit, and how many these are: at least one.
     pub(super) fn records(&mut self, records: &[Record], node: &str, seconds: u32) -> (Vec<u8>, usize) {
         let mut sets: Vec<(u16, Vec<u8>)> = Vec::new();
         let (mut length, mut count) = (HEADER, 0);
@@ -200,7 +200,7 @@ fn push_address(bytes: &mut Vec<u8>, address: IpAddr) {
     }
 }
 
-/// Text with its length before it, cut where it is too long.
+/// Text after its length, truncated if too long.
 fn push_text(bytes: &mut Vec<u8>, text: &str) {
     let text = &text[..text.floor_char_boundary(MAX_TEXT)];
     bytes.push(text.len() as u8);

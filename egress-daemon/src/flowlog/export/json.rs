@@ -1,4 +1,4 @@
-//! Records as lines of JSON, with the names that the columns of a segment have. Pure.
+//! Records as lines of JSON, with the names of a segment's columns. Pure.
 
 use super::{Change, Fate, Flow, Ports, Record};
 use crate::flowlog::{Instant, pod_parts};
@@ -41,7 +41,7 @@ struct Line<'a> {
     lost: Option<u64>,
 }
 
-/// Microseconds since 1970 as RFC 3339 writes them, in UTC.
+/// Microseconds since 1970 in the format of RFC 3339, in UTC.
 fn time(at: Instant) -> String {
     Timestamp::from_microsecond(at).map_or_else(|_| at.to_string(), |time| format!("{time:.6}"))
 }
@@ -98,13 +98,13 @@ impl<'a> Line<'a> {
     }
 }
 
-/// Lines to send; the first one says how many are missing before it.
+/// Lines to send; the first one tells how many are missing before it.
 pub(super) fn encode(records: &[Record], node: &str, lost: u64, now: Instant) -> Vec<u8> {
     let first = Line { time: time(now), event: "lost", node, lost: Some(lost), ..Line::default() };
     let lines = (lost > 0).then_some(first).into_iter().chain(records.iter().map(|record| Line::of(record, node)));
     let mut text = Vec::with_capacity(records.len() * 320);
     for line in lines {
-        // Nothing in a line cannot be written, and memory takes everything.
+        // Every value of a line can be serialised, and writing to memory does not fail.
         if serde_json::to_writer(&mut text, &line).is_ok() {
             text.push(b'\n');
         }

@@ -1,9 +1,9 @@
-//! Telling others of what is logged (`flowLog.export`): collectors while it is written down, as IPFIX by UDP or as lines of JSON by TCP, and
-//! object stores once a segment is finished.
+//! Exports what is logged (`flowLog.export`): to collectors as it is logged, as IPFIX by UDP or as lines of JSON by TCP, and to object
+//! stores once a segment is finished.
 //!
-//! Each collector has a thread and a queue of its own ([`MAX_QUEUED`]). One that is away or too slow costs nothing but its records, which
-//! are counted. For an object store segments wait where they are. `record` is what is told, `ipfix` and `json` how it is encoded, `deliver`
-//! the thread, `upload` the task that copies segments.
+//! Each collector has a thread and a queue of its own ([`MAX_QUEUED`]). One that is unreachable or too slow only loses its records, which
+//! are counted. For an object store, segments wait where they are. `record` is what is sent, `ipfix` and `json` how it is encoded,
+//! `deliver` the thread, `upload` the task that copies segments.
 
 mod deliver;
 mod ipfix;
@@ -26,13 +26,13 @@ use std::sync::atomic::AtomicU64;
 /// How many collectors may be named: each has a thread and a queue.
 pub const MAX_COLLECTORS: usize = 8;
 
-/// A collector, as `flowLog.export` names it: `ipfix://HOST:PORT`, `json://HOST:PORT` or `s3://BUCKET/PREFIX`.
+/// A collector, as in `flowLog.export`: `ipfix://HOST:PORT`, `json://HOST:PORT` or `s3://BUCKET/PREFIX`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Collector {
     /// How records are encoded.
     pub format: Format,
-    /// A host name or an address, and a port: `collector.example:4739`, `[2001:db8::7]:4739`. For [`Format::S3`] a bucket, and where in it:
-    /// `logs/egress`.
+    /// A host name or an address, and a port: `collector.example:4739`, `[2001:db8::7]:4739`. For [`Format::S3`] a bucket and a prefix in
+    /// it: `logs/egress`.
     pub address: String,
 }
 
@@ -41,20 +41,21 @@ pub struct Collector {
 pub enum Format {
     /// IPFIX messages (RFC 7011) with the NAT events of RFC 8158, in UDP datagrams.
     Ipfix,
-    /// One JSON object a line, in a TCP connection.
+    /// One JSON object per line, in a TCP connection.
     Json,
-    /// Parquet segments, in a bucket of an object store that speaks S3's protocol.
+    /// Parquet segments, in a bucket of an object store with the S3 protocol.
     S3,
 }
 
-/// What became of what one collector was to be told, for metrics: records, or segments for [`Format::S3`].
+/// What became of the records for one collector, or segments for [`Format::S3`], for metrics.
 #[derive(Debug)]
 pub struct Sent {
-    /// The collector, as the configuration names it.
+    /// The collector, as in the configuration.
     pub collector: String,
-    /// Those that were sent. By UDP nobody says whether they came.
+    /// Those that were sent. With UDP their arrival is not confirmed.
     pub sent: AtomicU64,
-    /// Those that were not: the collector was away or too slow, or a segment was removed before the store took it.
+    /// Those that were not: the collector was unreachable or too slow, or a segment was removed before the store
+    /// accepted it.
     pub lost: AtomicU64,
 }
 

@@ -1,4 +1,4 @@
-//! What collectors are told.
+//! What is sent to collectors.
 
 use crate::flowlog::Instant;
 use egress_core::leaselog::{LeaseEvent, PortLease};
@@ -10,7 +10,7 @@ use std::sync::Arc;
 pub enum Record {
     /// A flow of a pod of this node began or was removed.
     Flow(Flow),
-    /// This node got ports of an egress IP, or gave them back.
+    /// This node got ports of an egress IP, or returned them.
     Ports(Ports),
 }
 
@@ -29,13 +29,13 @@ pub struct Flow {
     pub ticket: u32,
     /// When it began.
     pub began: Instant,
-    /// `namespace/name` of the pod, or its address where its name is not known any more.
+    /// `namespace/name` of the pod, or its address if its name is no longer known.
     pub pod: Arc<str>,
-    /// The policy, where it is known.
+    /// The policy, if it is known.
     pub policy: Option<Arc<str>>,
     /// The pod's address, and the port or identifier that it uses.
     pub source: SocketAddr,
-    /// The remote address and port, where destinations are logged.
+    /// The remote address and port, if destinations are logged.
     pub destination: Option<SocketAddr>,
 }
 
@@ -51,7 +51,7 @@ pub enum Fate {
 }
 
 impl Flow {
-    /// When what is told happened.
+    /// When the event happened.
     pub fn at(&self) -> Instant {
         match self.fate {
             Fate::Began => self.began,
@@ -69,7 +69,7 @@ pub struct Ports {
     pub change: Change,
     /// The ports, and the node that has or had them.
     pub lease: PortLease,
-    /// An address of that node, of the egress IP's family, where it has one.
+    /// An address of that node, of the egress IP's family, if it has one.
     pub holder: Option<IpAddr>,
 }
 
@@ -80,12 +80,12 @@ pub enum Change {
     Held,
     /// The node got them.
     Granted,
-    /// The node gave them back.
+    /// The node returned them.
     Returned,
 }
 
 impl Ports {
-    /// What an event says of ports, if it does; `addresses` are those of the node.
+    /// The record of an event, if it is about ports; `addresses` are those of the node.
     pub fn of(at: Instant, event: LeaseEvent, addresses: &[IpAddr]) -> Option<Self> {
         let (change, lease) = match event {
             LeaseEvent::Held(lease) => (Change::Held, lease),

@@ -1,4 +1,4 @@
-//! What collectors get, and what becomes of records that they do not take.
+//! What collectors get, and what becomes of records that they do not accept.
 
 use super::ipfix::{Encoder, MAX_MESSAGE};
 use super::*;
@@ -93,7 +93,7 @@ fn a_line_of_json_has_the_names_of_a_segments_columns() {
     );
 }
 
-/// Reads messages as RFC 7011 has them: the records, each as elements and values.
+/// Decodes messages according to RFC 7011: the records, each as elements and values.
 #[derive(Default)]
 struct Reader {
     templates: std::collections::BTreeMap<u16, Vec<(u16, u16)>>,
@@ -220,7 +220,7 @@ fn what_a_collector_of_lines_misses_is_counted_and_it_is_told_when_it_is_back() 
     drop(listener);
     let (exporters, counts) = start(Format::Json, address);
     exporters.send(vec![flow4(1, Fate::Began), flow4(2, Fate::Began)]);
-    wait("records of a collector that is away are lost", || counts.lost.load(Ordering::Relaxed) == 2);
+    wait("records for an unreachable collector are lost", || counts.lost.load(Ordering::Relaxed) == 2);
 
     let listener = TcpListener::bind(address).unwrap();
     exporters.send(vec![flow4(3, Fate::Began)]);
@@ -231,19 +231,19 @@ fn what_a_collector_of_lines_misses_is_counted_and_it_is_told_when_it_is_back() 
     assert_eq!(first["egress_port"], 3, "{first}");
     drop(lines);
 
-    // It closes: the next records come in another connection, not into the closed one.
+    // It closes: the next records arrive in another connection, not in the closed one.
     exporters.send(vec![flow4(4, Fate::Began)]);
     let mut lines = BufReader::new(listener.accept().unwrap().0).lines();
     let line: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
     assert_eq!((&line["event"], &line["egress_port"]), (&"flow_began".into(), &4.into()), "{line}");
-    // A record that has come counts a moment later.
+    // A record that has arrived is counted a moment later.
     let counted = || (counts.sent.load(Ordering::Relaxed), counts.lost.load(Ordering::Relaxed));
     wait("two records are sent and two are lost", || counted() == (2, 2));
 }
 
 #[test]
 fn a_collector_that_takes_nothing_costs_no_more_than_its_queue() {
-    // Nobody accepts: what is sent fills the socket's buffers, and then the queue.
+    // Nothing accepts: what is sent fills the socket's buffers, and then the queue.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (exporters, counts) = start(Format::Json, listener.local_addr().unwrap());
     let batch: Vec<Record> = (0..50_000).map(|port| flow4(port, Fate::Began)).collect();
@@ -251,8 +251,8 @@ fn a_collector_that_takes_nothing_costs_no_more_than_its_queue() {
     for _ in 0..10 {
         exporters.send(batch.clone());
     }
-    assert!(counts.lost.load(Ordering::Relaxed) > 0, "the queue has no end");
-    // Whoever sends has not waited for it, and the end does not wait for more than one attempt.
+    assert!(counts.lost.load(Ordering::Relaxed) > 0, "the queue is unbounded");
+    // The sender has not waited for it, and the end waits for no more than one attempt.
     drop(exporters);
     assert!(began.elapsed() < Duration::from_secs(20));
     let (sent, lost) = (counts.sent.load(Ordering::Relaxed), counts.lost.load(Ordering::Relaxed));

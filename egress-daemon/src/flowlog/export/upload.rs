@@ -1,4 +1,5 @@
-//! Copies finished segments to a bucket of an object store. They wait on the node, within the log's own limits, while the store is away.
+//! Copies finished segments to a bucket of an object store. They wait on the node, within the log's own limits, while the store is
+//! unreachable.
 
 use super::{Collector, Format, Sent, bucket_and_prefix};
 use crate::flowlog::files::{SEGMENT, of_kind};
@@ -16,10 +17,10 @@ use webpki_root_certs::TLS_SERVER_ROOT_CERTS;
 
 /// How often new segments are looked for.
 const EVERY: Duration = Duration::from_secs(10);
-/// How long one upload may take, and how often it is tried before the next look.
+/// How long one upload may take, and how often it is tried before the next scan.
 const PATIENCE: Duration = Duration::from_secs(30);
 const RETRIES: usize = 2;
-/// The certificate (PEM) of whoever signed that of a private store, besides Mozilla's and the system's.
+/// The CA certificate (PEM) of a private store, besides Mozilla's and the system's.
 const CA: &str = "SPILLWAY_EXPORT_CA";
 
 /// The running uploads. They end when this is dropped; what is missing is sent after the next start.
@@ -31,7 +32,7 @@ pub struct Uploads {
 
 impl Uploads {
     /// Starts one task for each bucket among the collectors. `directory` has a log in each of its folders. Credentials, endpoint and
-    /// region are those of the environment (`AWS_ACCESS_KEY_ID` and so on). Nothing, and the reason, if these make no sense.
+    /// region come from the environment (`AWS_ACCESS_KEY_ID` and so on). An error if they are invalid.
     pub fn start(collectors: &[Collector], directory: &Path, node: &str) -> Result<Self, object_store::Error> {
         let mut uploads = Self::default();
         for collector in collectors.iter().filter(|collector| collector.format == Format::S3) {
@@ -59,7 +60,7 @@ impl Drop for Uploads {
 }
 
 fn s3(bucket: &str) -> Result<impl ObjectStore, object_store::Error> {
-    // Only the first one in a process counts, and all are the same.
+    // Only the first install in a process counts, and all are the same.
     rustls::crypto::ring::default_provider().install_default().ok();
     let retry = RetryConfig { max_retries: RETRIES, retry_timeout: PATIENCE, ..RetryConfig::default() };
     let mut options = ClientOptions::new().with_timeout(PATIENCE);
@@ -82,7 +83,7 @@ pub(super) struct Upload {
     directory: PathBuf,
     /// The name of the file in each log that has the name of the last segment that the bucket has.
     mark: String,
-    /// What waited at the last look.
+    /// What waited at the last scan.
     waiting: BTreeSet<PathBuf>,
     is_away: bool,
     pub(super) counts: Arc<Sent>,
@@ -120,7 +121,7 @@ impl Upload {
     async fn send_all(&mut self) -> io::Result<()> {
         let (directory, mark) = (self.directory.clone(), self.mark.clone());
         let waiting = spawn_blocking(move || waiting(&directory, &mark)).await.map_err(io::Error::other)??;
-        // Those that went meanwhile were too old, or there were too many.
+        // Those that disappeared meanwhile were too old, or there were too many.
         let gone = self.waiting.difference(&waiting).count();
         self.counts.lost.fetch_add(gone as u64, Ordering::Relaxed);
         self.waiting = waiting.clone();
@@ -143,7 +144,7 @@ impl Upload {
         let (Some(log), Some(segment)) = (name(path.parent()), name(Some(path))) else { return Ok(()) };
         let key = self.prefix.clone().join(log).join(segment.as_str());
         self.store.put(&key, content.into()).await?;
-        // A crash before the mark is there sends it once more, under the same name.
+        // After a crash before the mark is written, it is sent once more, under the same name.
         let (mark, part) = (path.with_file_name(&self.mark), path.with_file_name(format!("{}.part", self.mark)));
         tokio::fs::write(&part, segment).await?;
         tokio::fs::rename(part, mark).await?;
@@ -152,7 +153,7 @@ impl Upload {
     }
 }
 
-/// The segments of all logs that come after what the mark of each says.
+/// The segments of all logs after each log's mark.
 fn waiting(directory: &Path, mark: &str) -> io::Result<BTreeSet<PathBuf>> {
     let mut waiting = BTreeSet::new();
     // Nothing has been written yet.

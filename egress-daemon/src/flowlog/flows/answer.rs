@@ -1,4 +1,4 @@
-//! What follows from recorded flows: who had a port at a time, how sure that is, and why not surer. Pure.
+//! What follows from recorded flows: who had a port at a time, how certain that is, and why not more so. Pure.
 
 use super::{Found, Recorded, Span, TICK};
 use crate::flowlog::Instant;
@@ -7,22 +7,22 @@ use egress_core::leaselog::LeaseQuestion;
 /// A flow that may have had the port at that time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Likely {
-    /// The flow. The end of one that was open when its node went down is the last thing that was written before.
+    /// The flow. The end of one that was open when its node went down is the time of the last entry before.
     pub flow: Recorded,
-    /// Whether it had the port for all of that time, whatever clocks say.
+    /// Whether it had the port for all of that time, whatever the error of clocks.
     pub surely: bool,
 }
 
-/// Why flows do not tell everything.
+/// Why flows are not complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Doubt {
-    /// Nobody watched flows from the first time to the second; none: the log does not reach so far.
+    /// Nobody recorded flows from the first time to the second; `None`: the log does not reach that far.
     Unwatched(Option<Instant>, Option<Instant>),
-    /// So many beginnings and ends between two times are missing, and a flow of that time may be among them.
+    /// This many beginnings and ends between two times are missing, and a flow of that time may be among them.
     Lost(Instant, Instant, u64),
 }
 
-/// The flows that may have had the port, and why there may be others. `living`: flows that live now are known besides.
+/// The flows that may have had the port, and why there may be others. `living`: live flows are also known.
 pub fn answer(found: Found, question: LeaseQuestion, living: bool) -> (Vec<Likely>, Vec<Doubt>) {
     let doubts = doubts(&found.spans, question, living);
     let LeaseQuestion { from, until, slack, .. } = question;
@@ -38,7 +38,7 @@ pub fn answer(found: Found, question: LeaseQuestion, living: bool) -> (Vec<Likel
     (likely, doubts)
 }
 
-/// Each flow once. The file in which one began has it as open, and that in which it ended has it again.
+/// Each flow once. The file in which a flow began lists it as open, and the one in which it ended lists it again.
 fn settle(found: Found) -> Vec<Recorded> {
     let Found { spans, mut flows } = found;
     let mut all = Vec::new();
@@ -48,11 +48,11 @@ fn settle(found: Found) -> Vec<Recorded> {
             let end =
                 flows.iter_mut().find(|(later, end)| *later > number && end.ended.is_some() && is_same(&flow, end));
             if let Some((_, end)) = end {
-                // What was said first of the policy counts: its number may be another one's later.
+                // The first record of the policy counts: its number may be reused later.
                 end.policy = flow.policy.or(end.policy.take());
                 continue;
             }
-            // Nothing lives on when all of a node's maps are gone.
+            // No flow survives the loss of all of a node's maps.
             let next = (number + 1..spans.len()).find(|next| spans.get(*next).is_some_and(|span| span.started));
             let last = next.and_then(|next| spans.get(next - 1));
             flow.ended = last.map(|last| last.until);
@@ -72,7 +72,7 @@ fn is_same(open: &Recorded, ended: &Recorded) -> bool {
 fn doubts(spans: &[Span], question: LeaseQuestion, living: bool) -> Vec<Doubt> {
     let LeaseQuestion { from, until, slack, .. } = question;
     let mut doubts = Vec::new();
-    // Gaps: before the first file, before each that does not go on with the one before, and after the last.
+    // Gaps: before the first file, before each that does not continue the one before, and after the last.
     let mut last = None;
     for span in spans {
         if last.is_none() || span.started {
@@ -86,7 +86,7 @@ fn doubts(spans: &[Span], question: LeaseQuestion, living: bool) -> Vec<Doubt> {
     if last.is_none_or(|last| last < until + slack) {
         doubts.push(Doubt::Unwatched(last, None));
     }
-    // A flow is not known if its beginning is missing, and its end as well or not yet there.
+    // A flow is not known if its beginning is missing, and its end is missing or yet to come.
     let lost = || spans.iter().flat_map(|span| &span.lost);
     let beginning = lost().rfind(|(since, _, _)| *since <= until + slack);
     let end = lost().find(|(_, at, _)| from - slack <= *at);

@@ -1,4 +1,4 @@
-//! The thread that reads once a second what the programs tell of flows, and writes it down.
+//! The thread that reads once a second what the programs report of flows, and logs it.
 
 use super::interpret::{Event, Interpreter, Lookup, Numbered};
 use super::{Line, MAX_BYTES, line};
@@ -28,19 +28,19 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-/// How often flows are looked at and written: what a crash loses.
+/// How often flows are read and written, which is also what a crash loses.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// After how much silence a log says that nothing happened, in microseconds.
+/// After how much silence a log records that nothing happened, in microseconds.
 const ALIVE: Instant = 10_000_000;
-/// How long a journal may become, in lines and in microseconds: its flows are sorted in memory.
+/// The greatest length of a journal, in lines and in microseconds: its flows are sorted in memory.
 const JOURNAL_LINES: usize = 300_000;
 const JOURNAL_AGE: Instant = 3_600_000_000;
-/// How soon a rotation is tried again when it failed, in microseconds.
+/// How soon a failed rotation is retried, in microseconds.
 const ROTATION_PAUSE: Instant = 60_000_000;
-/// How many beginnings and ends are taken at once: as many as the buffer holds of those that are shortest.
+/// How many beginnings and ends are taken at once: as many of the shortest as the buffer holds.
 const BATCH: usize = 150_000;
 
-/// What is watched, and how.
+/// What is logged, and how.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// `flowLog`.
@@ -51,13 +51,13 @@ pub struct Settings {
     pub node: String,
     /// The agent's pins.
     pub pins: Pins,
-    /// Whether the programs have told of all flows since an earlier agent read.
+    /// Whether the programs have reported all flows since an earlier agent read.
     pub kept: bool,
-    /// Who is told besides.
+    /// Where records are exported to.
     pub exporters: Exporters,
 }
 
-/// A running log of flows. It ends when this is dropped.
+/// A running flow log. It ends when this is dropped.
 #[derive(Debug)]
 pub struct Follower {
     _worker: Option<Worker<()>>,
@@ -69,16 +69,16 @@ impl Follower {
         let kernel = Kernel::open(&settings.pins)?;
         let watch = Watch::new(&settings, kernel, counts);
         let worker = Worker::start("flows", move |stopped| watch.run(&stopped));
-        let worker = worker.inspect_err(|error| tracing::error!("no flows are logged, there is no thread: {error}"));
+        let worker = worker.inspect_err(|error| tracing::error!("cannot start the thread that logs flows: {error}"));
         Ok(Self { _worker: worker.ok() })
     }
 }
 
 /// Where beginnings and ends come from.
 pub(super) trait Source: Lookup {
-    /// Some of what was told since the last time.
+    /// Some of what was reported since the last time.
     fn take(&mut self, most: usize) -> Vec<Event>;
-    /// How many could not be told since the maps were made; absent if that cannot be read now.
+    /// How many could not be reported since the maps were made; absent if that cannot be read now.
     fn lost(&self) -> Option<u64>;
     /// Everything that has a number.
     fn numbered(&self) -> Numbered;
@@ -146,14 +146,14 @@ pub(super) struct Watch<S> {
     interpreter: Interpreter,
     exporters: Exporters,
     log: Option<Log<Line>>,
-    /// What the journal has to begin with, until it does.
+    /// The lines that the journal has to begin with, until they are written.
     header: Vec<Line>,
     /// Beginnings and ends that were not written since the last that were.
     lost: u64,
-    /// How many the programs had lost when that was told last.
+    /// How many the programs had lost when that was last recorded.
     told: u64,
     last: Instant,
-    /// When a journal may become a segment at the earliest, after that has failed.
+    /// The earliest time at which a journal may become a segment, after that has failed.
     rotation: Instant,
 }
 
@@ -239,7 +239,7 @@ impl<S: Source> Watch<S> {
         }
     }
 
-    /// Begins the log: whether that was possible.
+    /// Begins the log. Returns whether that was possible.
     fn begin(&mut self, at: Instant) -> bool {
         let left = last_words(&self.limits.directory).filter(|_| self.kept);
         match Log::open(self.limits.clone(), at) {
@@ -311,11 +311,11 @@ struct Left {
     until: Instant,
     /// How many the programs had lost by then.
     lost: u64,
-    /// Whether it was ended in order.
+    /// Whether it was ended cleanly.
     stopped: bool,
 }
 
-/// The end of the journal that an earlier agent left; nothing if there is none.
+/// The end of the journal that an earlier agent left; `None` if there is none.
 fn last_words(directory: &Path) -> Option<Left> {
     let journal = of_kind(directory, JOURNAL).ok()?.pop()?;
     let text = fs::read(journal).ok()?;
@@ -333,6 +333,6 @@ fn last_words(directory: &Path) -> Option<Left> {
 
 fn report(result: Result<(), LogError>) {
     if let Err(error) = result {
-        tracing::error!("the log of flows: {error}");
+        tracing::error!("the flow log: {error}");
     }
 }

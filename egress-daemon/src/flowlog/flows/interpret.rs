@@ -1,4 +1,4 @@
-//! From what the programs tell to what is written: addresses, names and times. Pure; what it asks for it is given.
+//! Translates what the programs report to what is written: addresses, names and times. Pure: its lookups are passed in.
 
 use super::{Entry, Line};
 use crate::flowlog::{
@@ -18,10 +18,10 @@ use std::sync::Arc;
 
 /// How many names of pods are kept.
 const MAX_KEPT: usize = 65_536;
-/// By how much the clock may be adjusted before times follow: constant differences make small files.
+/// How much the clock may be adjusted before times follow: constant differences make small files.
 const STEADY: Instant = 100_000;
 
-/// What is asked for while events are read.
+/// What is looked up while events are read.
 pub(super) trait Lookup {
     /// The egress IP with this index and generation.
     fn egress_ip(&self, index: u32, generation: u32) -> Option<IpAddr>;
@@ -29,7 +29,7 @@ pub(super) trait Lookup {
     fn name(&self, kind: u32, id: u32) -> Option<String>;
 }
 
-/// What has a number now: flows that began before have it.
+/// What has a number now, which flows that began earlier use.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Numbered {
     /// Egress IPs by index and generation.
@@ -47,7 +47,7 @@ pub(super) struct Event {
 }
 
 impl Event {
-    /// Reads what lies in the buffer.
+    /// Reads an event from the buffer.
     pub(super) fn read(bytes: &[u8]) -> Option<Self> {
         if bytes.len() == size_of::<FlowEvent<V4>>() {
             // SAFETY: there are enough bytes, and any are an event.
@@ -91,7 +91,7 @@ impl Event {
 #[derive(Debug, Default)]
 pub(super) struct Interpreter {
     destinations: bool,
-    /// What is to be added to the programs' clock.
+    /// The offset to add to the programs' clock.
     offset: Instant,
     egress_ips: HashMap<(u32, u32), IpAddr>,
     pods: HashMap<u32, Arc<str>>,
@@ -106,18 +106,18 @@ impl Interpreter {
         Self { destinations, ..Self::default() }
     }
 
-    /// Notes what flows have that began before.
+    /// Records the numbers of flows that began earlier.
     pub(super) fn know(&mut self, numbered: Numbered) {
         self.egress_ips.extend(numbered.egress_ips);
         self.pods.extend(numbered.pods.into_iter().map(|(id, name)| (id, short(&name))));
     }
 
-    /// No name has a number any more: what was written of them is in another journal, or was not written.
+    /// Forgets the numbers of all names: their lines are in another journal, or were not written.
     pub(super) fn forget_numbers(&mut self) {
         self.numbers.clear();
     }
 
-    /// Notes what the clocks say at the same time: that of the node, and that of the programs in ns.
+    /// Records the clocks at the same moment: the node's, and the programs' in ns.
     pub(super) fn set_clock(&mut self, now: Instant, monotonic_ns: u64) {
         let offset = now - (monotonic_ns / 1000) as Instant;
         if (offset - self.offset).abs() > STEADY {
@@ -125,10 +125,10 @@ impl Interpreter {
         }
     }
 
-    /// What events say of flows, and how many say nothing because nobody knows their egress IP any more.
+    /// The flows of events, and how many events have none because their egress IP is no longer known.
     pub(super) fn flows(&mut self, events: &[Event], lookup: &impl Lookup) -> (Vec<Flow>, u64) {
         let (mut flows, mut lost) = (Vec::with_capacity(events.len()), 0);
-        // Their numbers are given to others.
+        // Not kept: numbers of policies are reused.
         let mut policies: HashMap<u32, Option<Arc<str>>> = HashMap::new();
         for event in events {
             let e = &event.event;
@@ -202,7 +202,7 @@ impl Interpreter {
         if let Some(name) = self.pods.get(&id) {
             return Arc::clone(name);
         }
-        // Numbers of pods follow from names and uids: none is given to another pod.
+        // Numbers of pods are derived from names and uids: none is reused for another pod.
         let Some(name) = lookup.name(name_kind::ENDPOINT, id).map(|name| short(&name)) else {
             return event.pod.to_string().into();
         };

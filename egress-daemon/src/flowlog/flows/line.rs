@@ -1,4 +1,4 @@
-//! What stands in the journal of a log of flows: a JSON array or object in each line. Pure.
+//! The lines of a flow log's journal, each a JSON array or object. Pure.
 
 use super::merge::Journal;
 use super::segment;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 
-/// The beginning of a flow, or what its end says of it.
+/// The beginning of a flow, or what its end repeats of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Packed", into = "Packed")]
 pub struct Entry {
@@ -23,7 +23,7 @@ pub struct Entry {
     pub began: Instant,
     /// The [`Line::Name`] of its pod.
     pub pod: u32,
-    /// The [`Line::Name`] of its policy; 0 where that is not known.
+    /// The [`Line::Name`] of its policy; 0 if that is not known.
     pub policy: u32,
     /// The remote address and port.
     pub destination: Option<SocketAddr>,
@@ -47,24 +47,23 @@ impl From<Entry> for Packed {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Line {
-    /// The journal of this node begins, and nobody has watched flows before.
+    /// The journal of this node begins, and nobody has recorded flows before.
     Started(Instant, String),
     /// The journal of this node begins, and nothing was missed before it.
     Continued(Instant, String),
-    /// Everything that happened until now is written. With the number of beginnings and ends that the programs have lost since their maps
-    /// were made.
+    /// Everything until now is written. With the number of beginnings and ends that the programs have lost since their maps were made.
     Alive(Instant, u64),
     /// Writing ends, and nothing is missing until now.
     Stopped(Instant),
-    /// So many beginnings and ends between two times are missing; 0: an unknown number.
+    /// This many beginnings and ends between two times are missing; 0: an unknown number.
     Lost(Instant, Instant, u64),
-    /// What lines after this one mean by a number, which is not 0.
+    /// The meaning of a number (not 0) in the lines after this one.
     Name(u32, String),
     /// A flow began.
     Began(Entry),
     /// A flow was removed; its last packet came at this time.
     Ended(Entry, Instant),
-    /// A flow was removed of which the host's firewall has let no packet pass.
+    /// A flow was removed before the host's firewall let any packet of it pass.
     Refused(Entry, Instant),
 }
 
@@ -72,7 +71,7 @@ pub enum Line {
 pub(super) fn encode(lines: &[Line]) -> Vec<u8> {
     let mut text = Vec::with_capacity(lines.len() * 96);
     for line in lines {
-        // Nothing in a line cannot be written, and memory takes everything.
+        // Every value of a line can be serialised, and writing to memory does not fail.
         if serde_json::to_writer(&mut text, line).is_ok() {
             text.push(b'\n');
         }
@@ -80,7 +79,7 @@ pub(super) fn encode(lines: &[Line]) -> Vec<u8> {
     text
 }
 
-/// The lines of a journal that `wanted` lets through; nothing for one that is broken.
+/// The lines of a journal that `wanted` accepts; `None` for one that is broken.
 pub(super) fn decode(text: &[u8], wanted: impl Fn(&[u8]) -> bool) -> impl Iterator<Item = Option<Line>> {
     let lines = text.split(|byte| *byte == b'\n').filter(move |line| !line.is_empty() && wanted(line));
     lines.map(|line| serde_json::from_slice(line).ok())

@@ -1,4 +1,4 @@
-//! The lines of a journal as flows: beginnings and ends put together. Pure.
+//! The lines of a journal as flows: beginnings matched with ends. Pure.
 
 use super::{Entry, Line, Recorded, Span};
 use crate::flowlog::Instant;
@@ -13,7 +13,7 @@ pub(super) struct Row {
     pub(super) refused: bool,
 }
 
-/// What a journal says. A journal whose first line is lost begins with its first event.
+/// The contents of a journal. A journal whose first line is lost begins with its first event.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Journal {
     pub(super) span: Span,
@@ -22,11 +22,11 @@ pub(super) struct Journal {
     pub(super) rows: Vec<Row>,
 }
 
-/// The place of a flow's beginning, by what its end has in common with it.
+/// The index of a flow's beginning, by what its end has in common with it.
 type Begun = HashMap<(u32, u16, IpAddr), usize>;
 
 impl Journal {
-    /// Reads lines; a broken one has lost an event.
+    /// Reads lines; a broken one counts as a lost event.
     pub(super) fn of(lines: impl Iterator<Item = Option<Line>>) -> Option<Self> {
         let mut journal = Self::default();
         let mut begun = Begun::new();
@@ -43,7 +43,7 @@ impl Journal {
             }
             journal.take(line, &mut begun);
         }
-        // A last line that was cut off was never promised.
+        // A truncated last line was never acknowledged.
         any.then_some(journal)
     }
 
@@ -73,7 +73,7 @@ impl Journal {
         let ended = Some(last.max(entry.began));
         let place = begun.remove(&(entry.ticket, entry.port, entry.egress_ip));
         match place.and_then(|place| self.rows.get_mut(place)) {
-            // Its policy's number may be another policy's by now: what was said first counts.
+            // Its policy's number may have been reused by now: the first record counts.
             Some(row) => (row.ended, row.refused) = (ended, refused),
             None => self.rows.push(Row { entry, ended, refused }),
         }
@@ -84,7 +84,7 @@ impl Journal {
         self.names.get(&number).map(String::as_str)
     }
 
-    /// A row as it is known outside of the file.
+    /// A row, resolved for use outside the file.
     pub(super) fn recorded(&self, row: &Row) -> Recorded {
         let Row { entry, ended, refused } = *row;
         Recorded {

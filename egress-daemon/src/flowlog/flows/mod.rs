@@ -1,7 +1,8 @@
-//! The log of flows (`flowLog.mode: Flows`), on each node for its own pods: when each flow began and ended, and for which pod.
+//! The flow log (`flowLog.mode: Flows`), on each node for its own pods: when each flow began and ended, and for which pod.
 //!
-//! `follow` is the thread that reads what the programs tell and writes; `interpret` finds names and times for it; `line` is what stands in a
-//! journal, `merge` makes flows of it, `segment` is a finished file; `read` finds the flows of one port, `answer` says what follows from them.
+//! `follow` is the thread that reads what the programs report and writes it; `interpret` finds names and times for it;
+//! `line` is a line of a journal, `merge` makes flows of lines, `segment` is a finished file; `read` finds the flows of
+//! one port, `answer` draws conclusions from them.
 
 mod answer;
 mod follow;
@@ -21,13 +22,13 @@ pub use read::{Wanted, read};
 use super::Instant;
 use std::net::{IpAddr, SocketAddr};
 
-/// Microseconds of a tick of the programs: a flow began and ended no more than that after the time that is written.
+/// Microseconds of a tick of the programs: a flow began and ended at most this long after the recorded time.
 pub const TICK: Instant = 1_073_742;
 
-/// How many bytes a log of flows may have: 250 million flows, more or less.
+/// The greatest size of a flow log in bytes: about 250 million flows.
 pub const MAX_BYTES: u64 = 2 << 30;
 
-/// A flow as it stands in a log.
+/// A flow, as recorded in a log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Recorded {
     /// The egress IP.
@@ -36,17 +37,17 @@ pub struct Recorded {
     pub port: u16,
     /// IP protocol number.
     pub protocol: u8,
-    /// `namespace/name` of the pod, or its address where its name was not known any more.
+    /// `namespace/name` of the pod, or its address if its name was no longer known.
     pub pod: String,
     /// The pod's node.
     pub node: String,
-    /// The policy; absent where it was not known any more.
+    /// The policy; absent if it was no longer known.
     pub policy: Option<String>,
-    /// The remote address and port, where destinations are logged.
+    /// The remote address and port, if destinations are logged.
     pub destination: Option<SocketAddr>,
     /// When it began.
     pub began: Instant,
-    /// When its last packet came; absent for a flow that had not ended when the file did.
+    /// When its last packet came; absent for a flow that was open at the end of the file.
     pub ended: Option<Instant>,
     /// Whether the host's firewall let no packet of it pass: the outside has not seen it.
     pub refused: bool,
@@ -57,11 +58,11 @@ pub struct Recorded {
 pub struct Span {
     /// When it begins.
     pub from: Instant,
-    /// When something was written last.
+    /// When something was last written.
     pub until: Instant,
-    /// Whether nobody has watched flows before; otherwise the file before this one is continued, or the programs have kept what happened.
+    /// Whether nobody has recorded flows before; otherwise it continues the file before it, or the programs have kept what happened.
     pub started: bool,
-    /// Beginnings and ends that are missing: after the first time, and before the second one, so many.
+    /// Beginnings and ends that are missing: after the first time and before the second one, and how many.
     pub lost: Vec<(Instant, Instant, u64)>,
 }
 

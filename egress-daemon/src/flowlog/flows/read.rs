@@ -1,4 +1,4 @@
-//! The flows of one port of an egress IP in a log: of each file only what may have them.
+//! Finds the flows of one port of an egress IP in a log. Reads only the parts of files that may have them.
 
 use super::merge::Journal;
 use super::{Found, line, segment};
@@ -22,7 +22,7 @@ pub struct Wanted {
     pub until: Instant,
 }
 
-/// Looks through a log. A file that goes meanwhile is left out.
+/// Searches a log. A file that disappears meanwhile is left out.
 pub fn read(directory: &Path, wanted: &Wanted) -> Result<Found, LogError> {
     let mut found = Found::default();
     for (_, path) in all(directory)? {
@@ -31,7 +31,7 @@ pub fn read(directory: &Path, wanted: &Wanted) -> Result<Found, LogError> {
             file => file.map_err(failed(&path))?,
         };
         let number = found.spans.len();
-        // An end tells of flows that a file before had as open, whenever it was.
+        // An end concerns flows that an earlier file lists as open, whenever it was.
         let open = found.flows.iter().any(|(_, flow)| flow.ended.is_none());
         let wanted = &Wanted { from: if open { Instant::MIN } else { wanted.from }, ..*wanted };
         let (span, flows) = if path.extension().is_some_and(|extension| extension == SEGMENT) {

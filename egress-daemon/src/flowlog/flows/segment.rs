@@ -1,7 +1,7 @@
-//! A finished part of a log of flows as a Parquet file: one row for each flow, and some that tell of the file. Bytes in, bytes out.
+//! A finished part of a flow log as a Parquet file: one row for each flow, and some that describe the file. Bytes in, bytes out.
 //!
-//! Rows that tell of the file are the first row group. Flows are sorted by egress IP and port, so that the pages with a port are found by the
-//! page index, and hardly any bytes are needed for addresses and ports.
+//! Rows that describe the file are the first row group. Flows are sorted by egress IP and port, so that the pages with a port are found by
+//! the page index, and hardly any bytes are needed for addresses and ports.
 
 use super::merge::{Journal, Row};
 use super::{Entry, Recorded, Span, Wanted};
@@ -70,7 +70,7 @@ mod event {
     pub(super) const LOST: &str = "lost";
 }
 
-/// Rows in a page: what is read, at least, to find a flow.
+/// Rows in a page: the least that is read to find a flow.
 const PAGE_ROWS: usize = 4_096;
 /// Of zstd: a tenth smaller than with 1, at a few milliseconds for 100,000 flows.
 const LEVEL: i32 = 3;
@@ -162,7 +162,7 @@ impl Texts {
     }
 }
 
-/// What a segment says of itself, and its flows with the port that is asked for.
+/// What a segment says about itself, and its flows with the wanted port.
 pub(super) fn read(file: impl ChunkReader + 'static, wanted: &Wanted) -> Result<(Span, Vec<Recorded>)> {
     let file = SerializedFileReader::new_with_options(file, ReadOptionsBuilder::new().with_page_index().build())?;
     let (mut span, mut flows) = (Span::default(), Vec::new());
@@ -209,7 +209,7 @@ fn may_have(group: &dyn RowGroupReader, wanted: &Wanted) -> bool {
         && ended.is_none_or(|last| wanted.from <= last)
 }
 
-/// The rows of the pages that may have the port of the egress IP, as far as the page index tells.
+/// The rows of the pages that may have the port of the egress IP, according to the page index.
 fn pages<R: ChunkReader + 'static>(file: &SerializedFileReader<R>, group: usize, wanted: &Wanted) -> Vec<Range<usize>> {
     let index = file.metadata().page_index_for_row_group(group);
     let rows = usize::try_from(file.metadata().row_group(group).num_rows()).unwrap_or(0);

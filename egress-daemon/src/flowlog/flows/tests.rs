@@ -1,4 +1,4 @@
-//! What is told of flows is what is found again: through journals, segments, rotations and crashes.
+//! What is reported of flows is found again: through journals, segments, rotations and crashes.
 
 use super::follow::{Source, Watch};
 use super::interpret::{Event, Lookup, Numbered};
@@ -47,7 +47,7 @@ fn entry() -> impl Strategy<Value = Entry> {
     )
 }
 
-/// A journal of flows, each with what became of it: nothing, an end, or a refusal; and whether its beginning was told.
+/// A journal of flows, each with its fate (none, an end or a refusal), and with or without its beginning.
 fn lines() -> impl Strategy<Value = Vec<Line>> {
     let flow = (entry(), 0i64..500, 0u8..4).prop_map(|(entry, lasts, fate)| {
         let last = entry.began + lasts * SECOND;
@@ -106,7 +106,7 @@ proptest! {
     }
 }
 
-/// What a test tells instead of the programs.
+/// What a test reports in place of the programs.
 #[derive(Default)]
 struct Told {
     events: Vec<Event>,
@@ -143,7 +143,7 @@ impl Source for Script {
     }
 }
 
-/// A flow of the first pod with a port; ticks are seconds from [`EPOCH`] on, more or less.
+/// A flow of the first pod with a port; ticks are roughly seconds from [`EPOCH`] on.
 fn event(what: u8, port: u16, created: u32, last_seen: u32) -> Event {
     let key = FlowKey::<V4> {
         src: net::v4([10, 1, 0, 9].into()),
@@ -204,7 +204,7 @@ impl World {
         self.watch.look(time(tick), u64::from(tick) << 30);
     }
 
-    /// The agent is replaced: in order, or after it was killed, with the same maps or after a start of the node.
+    /// Replaces the agent: cleanly or after it was killed, with the same maps or after a reboot of the node.
     fn restart(&mut self, in_order: bool, kept: bool) {
         let watch = Watch::new(&settings(self.directory.path(), kept), self.script.clone(), Arc::clone(&self.counts));
         let before = std::mem::replace(&mut self.watch, watch);
@@ -245,7 +245,7 @@ fn a_flow_is_found_while_it_lives_and_after_its_end_with_pod_policy_and_server()
     world.look(11);
     world.look(100);
     assert_eq!(world.pods(1100, 50), web(true));
-    // The pod, its policy and its egress IP go; then the flow.
+    // The pod, its policy and its egress IP are removed; then the flow.
     *world.script.0.borrow_mut() = Told::default();
     world.tell([event(what::ENDED, 1100, 10, 120), event(what::REFUSED, 1101, 10, 30)]);
     world.look(125);
@@ -259,7 +259,7 @@ fn a_flow_is_found_while_it_lives_and_after_its_end_with_pod_policy_and_server()
     assert_eq!(world.pods(1100, 119), web(false));
     assert_eq!(world.ask(1100, 150), (vec![], vec![]));
     assert_eq!(world.ask(1100, 5), (vec![], vec![]));
-    // The firewall let nothing of this one pass.
+    // The firewall dropped every packet of this one.
     assert_eq!(world.ask(1101, 20), (vec![], vec![]));
     assert_eq!(world.counts.written.load(Ordering::Relaxed), 3);
 }
@@ -289,7 +289,7 @@ fn an_agent_that_comes_back_goes_on_and_a_node_that_starts_again_does_not() {
     world.tell([event(what::BEGAN, 1100, 10, 10)]);
     world.look(11);
     world.restart(true, true);
-    // Told while no agent ran.
+    // Reported while no agent ran.
     world.tell([event(what::ENDED, 1100, 10, 60), event(what::BEGAN, 1101, 70, 70)]);
     world.look(80);
     assert_eq!(world.ask(1100, 40).1, []);
@@ -300,7 +300,7 @@ fn an_agent_that_comes_back_goes_on_and_a_node_that_starts_again_does_not() {
     world.look(120);
     assert_eq!(world.ask(1101, 110).1, [Doubt::Lost(time(100), time(120), 0)]);
     assert_eq!(world.ask(1101, 90).1, []);
-    // The node starts again: no flow lives on, and nobody watched.
+    // The node reboots: no flow survives, and nothing was recorded.
     world.look(150);
     world.restart(false, false);
     world.look(200);
@@ -315,7 +315,7 @@ fn an_agent_that_comes_back_goes_on_and_a_node_that_starts_again_does_not() {
 fn what_is_lost_is_counted_and_told_in_the_log() {
     let mut world = World::new();
     world.look(20);
-    // The buffer was full, and one flow's egress IP is nobody's any more.
+    // The buffer was full, and one flow's egress IP is no longer known.
     world.script.0.borrow_mut().lost = 5;
     world.script.0.borrow_mut().egress_ips.clear();
     world.restart(true, true);
@@ -326,7 +326,7 @@ fn what_is_lost_is_counted_and_told_in_the_log() {
     assert_eq!(lost(30), [Doubt::Lost(time(20), time(40), 6)]);
     assert_eq!((lost(10), lost(55)), (vec![], vec![]));
     assert_eq!(world.counts.lost.load(Ordering::Relaxed), 6);
-    // Told once, also by the next agent.
+    // Recorded only once, even across agents.
     world.restart(true, true);
     world.look(80);
     world.look(100);

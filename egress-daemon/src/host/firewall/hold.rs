@@ -1,8 +1,8 @@
-//! While a selected pod is starting: what a pod sends before its interface has a program goes nowhere. Pure.
+//! The hold while a selected pod is starting: what a pod sends before its interface has a program is dropped. Pure.
 //!
-//! `pod_egress` notes in the priority that it has seen a packet. What comes in without that note, by an interface that may
-//! be a pod's, for a destination that policies may touch, is dropped. So it does not matter when the agent gets to attach
-//! its programs.
+//! `pod_egress` marks in the priority that it has seen a packet. A packet without that mark is dropped if it comes in at
+//! an interface that may be a pod's, for a destination that policies may touch. So it does not matter how late the agent
+//! attaches its programs.
 
 use std::net::IpAddr;
 
@@ -17,11 +17,11 @@ use super::{
 
 /// Names of the sets.
 const UNTOUCHED: [&str; 2] = ["untouched4", "untouched6"];
-/// Destinations that no packet leaves a node for, as `never_leaves` of the programs has them.
+/// Destinations for which no packet leaves a node, as in `never_leaves` of the programs.
 const NEVER: [&str; 7] =
     ["0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/3", "::/127", "fe80::/10", "ff00::/8"];
 
-/// The sets that [`rules`] look into besides [`OUTSIDE`]; none while nothing is held.
+/// The sets that [`rules`] use besides [`OUTSIDE`]; none while nothing is held.
 pub fn sets(spec: &Spec) -> Vec<Set> {
     let Some(untouched) = &spec.hold else { return Vec::new() };
     let never = NEVER.iter().filter_map(|net| net.parse::<IpNet>().ok());
@@ -33,7 +33,7 @@ pub fn sets(spec: &Spec) -> Vec<Set> {
     ]
 }
 
-/// The rules, a family each.
+/// The rules, one for each family.
 pub fn rules(spec: &Spec) -> Vec<Rule> {
     if spec.hold.is_none() {
         return Vec::new();
@@ -59,12 +59,13 @@ pub fn rules(spec: &Spec) -> Vec<Rule> {
     families.into_iter().zip(UNTOUCHED).map(rule).collect()
 }
 
-/// Where networks begin, each followed by the first address behind it; sorted networks of one family that do not overlap.
+/// The start of each network, followed by the first address after it; for sorted networks of one family that do not
+/// overlap.
 fn intervals<'a>(nets: impl Iterator<Item = &'a IpNet>) -> Vec<Vec<u8>> {
     let mut found: Vec<Vec<u8>> = Vec::new();
     for net in nets {
         let first = octets(net.network());
-        // Networks side by side are one interval.
+        // Adjacent networks are one interval.
         if found.last() == Some(&first) {
             found.pop();
         } else {
@@ -82,7 +83,7 @@ fn octets(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// The number behind one in network byte order; none behind the last.
+/// The successor of a number in network byte order; `None` after the last.
 fn next(mut bytes: Vec<u8>) -> Option<Vec<u8>> {
     let at = bytes.iter().rposition(|byte| *byte != u8::MAX)?;
     bytes[at] += 1;

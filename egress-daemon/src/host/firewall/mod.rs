@@ -1,8 +1,8 @@
-//! The host-stack path of a flow's first packet: nftables rules that keep connection tracking, and with it masquerading, away from
-//! such packets and from the tunnel's outer ones, and on a node without a default route a policy route to the tunnel device.
+//! The host-stack path of a flow's first packet: nftables rules that exempt such packets and the tunnel's outer ones from
+//! conntrack, and so from masquerading, and on a node without a default route a policy route to the tunnel device.
 //!
-//! Programs give such a packet a priority, by which the rules know it. It is translated by the program at the interface that it
-//! leaves by. One that would leave by an interface without that program is dropped.
+//! Programs give such a packet a priority, by which the rules recognise it. The program at the interface through which it
+//! leaves translates it. One that would leave through an interface without that program is dropped.
 
 mod hold;
 mod nft;
@@ -28,18 +28,18 @@ const LOOPED: &str = "looped";
 const COPIED: &str = "copied";
 const COUNTERS: [&str; 5] = [HELD, ASTRAY, FORGED, LOOPED, COPIED];
 
-/// What rules of ours have dropped, of one kind. It is counted as long as the table is there, whether the agent runs or not.
+/// What our rules have dropped, of one kind. It is counted as long as the table exists, whether or not the agent runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dropped {
-    /// A name as the programs' counters have: it begins with `drop_`.
+    /// A name like those of the programs' counters: it begins with `drop_`.
     pub name: &'static str,
-    /// One sentence for people.
+    /// One sentence of description.
     pub help: &'static str,
     /// How many packets.
     pub packets: u64,
 }
 
-/// What the rules have dropped so far; nothing where nftables cannot be read.
+/// What the rules have dropped so far; nothing if nftables cannot be read.
 pub fn dropped() -> Vec<Dropped> {
     let Ok(counters) = nft::counters(TABLE) else { return Vec::new() };
     let of = |counter: &str| counters.get(counter).map_or(0, |counted| counted.packets);
@@ -57,7 +57,7 @@ pub fn dropped() -> Vec<Dropped> {
     ]
 }
 
-/// How the path has to be.
+/// The wanted state of the path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spec {
     /// The one bit of the mark.
@@ -73,14 +73,14 @@ pub struct Spec {
     /// Interfaces whose packets are never a pod's, whatever their mark.
     pub outside: BTreeSet<String>,
     /// Whether policies select pods of this node. Without them there are no first packets, and a routing rule for them would only
-    /// make each of the kernel's look-ups for a route longer.
+    /// slow down each route lookup of the kernel.
     pub selects: bool,
-    /// While a selected pod is starting: the destinations that no policy touches. What our program has not seen on its way
-    /// to another one is held.
+    /// While a selected pod is starting: the destinations that no policy touches. Packets to others that our program has
+    /// not seen are held.
     pub hold: Option<BTreeSet<IpNet>>,
 }
 
-/// Why the path is not there.
+/// Why the path cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum FirewallError {
     /// nftables.
@@ -124,12 +124,12 @@ pub struct StackPath {
 }
 
 impl StackPath {
-    /// Makes what is missing or different; whether anything was. Anybody may remove any of it at any time.
+    /// Makes what is missing or different. Returns whether anything was. Anybody may remove any of it at any time.
     pub async fn ensure(&mut self, handle: &Handle, links: &LinkTable, spec: &Spec) -> Result<bool, FirewallError> {
         let selects = spec.selects
             || match &self.made {
                 Some(made) => made.selects,
-                // The programs of an earlier agent go on.
+                // The programs of an earlier agent keep running.
                 None => routes::any_rules(handle).await?,
             };
         let spec = &Spec { selects, ..spec.clone() };
@@ -139,7 +139,7 @@ impl StackPath {
         let present = nft::rules(TABLE).map_err(FirewallError::nftables("read"))?;
         let mut changed = present != rules::summary(&chains);
         if changed {
-            // What is dropped between this look and the new rules is not counted.
+            // What is dropped between this read and the new rules is not counted.
             let counters = nft::counters(TABLE).map_err(FirewallError::nftables("read"))?;
             let counters = COUNTERS.map(|name| (name, counters.get(name).copied().unwrap_or_default()));
             nft::replace(TABLE, &counters, &rules::sets(spec), &chains).map_err(FirewallError::nftables("made"))?;
@@ -153,7 +153,7 @@ impl StackPath {
     }
 }
 
-/// What there is of it on this node, a line each.
+/// What exists of it on this node, a line each.
 pub async fn inventory(handle: &Handle) -> Result<Vec<String>, FirewallError> {
     let rules = nft::rules(TABLE).map_err(FirewallError::nftables("read"));
     let mut lines = match rules {
@@ -168,7 +168,7 @@ pub async fn inventory(handle: &Handle) -> Result<Vec<String>, FirewallError> {
 /// Removes all of it; returns what was there.
 pub async fn remove(handle: &Handle) -> Result<Vec<String>, FirewallError> {
     let found = inventory(handle).await?;
-    // First what leads packets here, then what catches those that went astray.
+    // First what routes packets here, then what catches stray ones.
     routes::remove(handle).await?;
     if found.iter().any(|line| line.starts_with("nftables")) {
         nft::delete(TABLE).map_err(FirewallError::nftables("removed"))?;

@@ -1,7 +1,7 @@
-//! nftables through netlink: just enough to replace a table of ours as a whole and to see whether it is still there.
+//! nftables through netlink: just enough to replace one of our tables as a whole and to check whether it still exists.
 //!
-//! The image has no `nft` in it, and the libraries that there are want one or are under another licence. Numbers are those
-//! of `linux/netfilter/nf_tables.h`; attributes are in network byte order, registers in the machine's.
+//! The image does not contain `nft`, and the existing libraries need it or have another licence. Numbers are those of
+//! `linux/netfilter/nf_tables.h`; attributes are in network byte order, registers in the machine's.
 
 use std::{collections::BTreeMap, io};
 
@@ -23,13 +23,13 @@ const INTERVALS: u32 = 4;
 const INTERVAL_END: u32 = 1;
 /// Elements in one message, which may have 64 KiB.
 const ELEMENTS: usize = 1_000;
-/// Kind of a set's byte order in its user data, as `nft` has it, and the machine's own.
+/// Kind of a set's byte order in its user data, as in `nft`, and the machine's own.
 const BYTE_ORDER: u8 = 0;
 const HOST_ORDER: u32 = 1;
-/// Kind of a rule's comment in its user data, as `nft` has it.
+/// Kind of a rule's comment in its user data, as in `nft`.
 const COMMENT: u8 = 0;
 
-/// Where a chain is in a packet's way.
+/// Where a chain is on a packet's path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hook {
     /// Everything that comes in, before it is routed.
@@ -49,9 +49,9 @@ pub enum Field {
     Priority,
     /// `skb->mark`.
     Mark,
-    /// Name of the interface that it came in by, 16 bytes.
+    /// Name of the interface at which it came in, 16 bytes.
     InputName,
-    /// Name of the interface that it leaves by, 16 bytes.
+    /// Name of the interface through which it leaves, 16 bytes.
     OutputName,
     /// `NFPROTO_IPV4` (2) or `NFPROTO_IPV6` (10), one byte.
     Family,
@@ -78,7 +78,7 @@ pub enum Part {
     HasBits(Field, u32),
     /// Sets bits of the mark.
     SetMark(u32),
-    /// Keeps connection tracking away.
+    /// Exempts the packet from conntrack.
     NoTrack,
     /// Counts in the counter of this name.
     Count(&'static str),
@@ -86,16 +86,16 @@ pub enum Part {
     Drop,
 }
 
-/// A rule. Equal comments stand for equal rules.
+/// A rule. Rules with equal comments are equal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// What people see, at most 127 bytes.
+    /// For display, at most 127 bytes.
     pub comment: String,
     /// Its parts.
     pub parts: Vec<Part>,
 }
 
-/// What the values of a set are, as `nft` numbers them for people.
+/// The type of a set's values, as `nft` numbers them for display.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Values {
     /// IPv4 addresses.
@@ -106,15 +106,14 @@ pub enum Values {
     Names = 41,
 }
 
-/// A set that rules of its table look values up in.
+/// A set in which rules of its table look up values.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Set {
     /// Its name.
     pub name: &'static str,
     /// What is in it.
     pub values: Values,
-    /// The single values; or where intervals begin, each followed by the first value behind it, which only the last of all
-    /// values has not.
+    /// The single values; or the start of each interval, followed by the first value after it, if there is one.
     pub elements: Vec<Vec<u8>>,
 }
 
@@ -153,10 +152,10 @@ pub struct Counted {
     pub bytes: u64,
 }
 
-/// Replaces the table, in one transaction. Counters begin with what they are given.
+/// Replaces the table in one transaction. Counters begin at the given values.
 pub fn replace(table: &str, counters: &[(&str, Counted)], sets: &[Set], chains: &[Chain]) -> io::Result<()> {
     let mut batch = Batch::new();
-    // Deleting needs a table that is there.
+    // Only an existing table can be deleted.
     batch.message(NEW_TABLE, libc::NLM_F_CREATE, |m| m.text(1, table));
     batch.message(DELETE_TABLE, 0, |m| m.text(1, table));
     batch.message(NEW_TABLE, libc::NLM_F_CREATE, |m| m.text(1, table));
@@ -207,7 +206,7 @@ fn add_set(batch: &mut Batch, table: &str, id: u32, set: &Set) {
         m.number(5, set.length());
         m.number(10, id);
         if set.values == Values::Names {
-            // For `nft` alone, which would show names backwards.
+            // Only for `nft`, which would otherwise show names backwards.
             m.bytes(13, &[&[BYTE_ORDER, 4], &HOST_ORDER.to_ne_bytes()[..]].concat());
         }
     });

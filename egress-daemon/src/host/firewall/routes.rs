@@ -1,7 +1,7 @@
-//! The policy route of a node without a default route: a rule behind all others that sends marked packets, which nothing else has a
-//! route for, to a table of ours, and that table. A node without a route is a reason to have gateways.
+//! The policy route of a node without a default route: a rule after all others that sends marked packets for which there is no
+//! other route to our own table, and that table. A node without a default route is a reason to have gateways.
 //!
-//! Nothing is made where there is a default route: the kernel has a shorter way to look up routes while nobody has made rules.
+//! Nothing is made if there is a default route: the kernel looks up routes faster while there are no custom rules.
 
 use std::{
     fmt,
@@ -24,18 +24,18 @@ use egress_core::network::links::LinkTable;
 
 /// Our routing table.
 const TABLE: u32 = 0x5350;
-/// By this protocol number rules and routes are known as ours.
+/// The protocol number that identifies rules and routes as ours.
 const PROTOCOL: u8 = 0x53;
-/// Priority of the rule: behind those of the kernel, the last of which is 32767.
+/// Priority of the rule: after those of the kernel, the last of which is 32767.
 const BEHIND: u32 = 0x9350;
 /// One neighbour on the device for all destinations; the programs overwrite what the device makes of it.
 const NEXT_HOP_V4: Ipv4Addr = Ipv4Addr::new(169, 254, 83, 80);
 const NEXT_HOP_V6: Ipv6Addr = Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0x53, 0x50);
 
-/// What matters of a rule of ours.
+/// What matters of one of our rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Rule {
-    /// What has the bit goes to our table.
+    /// Sends packets with the bit to our table.
     Lead(u32),
     /// Something else with our protocol number, of an older agent: its priority, and what it does.
     Other(u32, String),
@@ -65,8 +65,8 @@ fn is_ipv6(family: &IpVersion) -> bool {
     matches!(family, IpVersion::V6)
 }
 
-/// Makes route and rule of a family, or removes them without a `spec`; whether anything was different. `anew`: the route may be another
-/// one than before.
+/// Makes the route and rule of a family, or removes them without a `spec`. Returns whether anything was different. `anew`: the route
+/// may differ from the one before.
 pub async fn ensure(
     handle: &Handle,
     links: &LinkTable,
@@ -76,7 +76,7 @@ pub async fn ensure(
 ) -> Result<bool, FirewallError> {
     let mut changed = false;
     let there = links.default_routes.iter().any(|route| route.ipv6 == is_ipv6(family) && route.table == TABLE);
-    // The route before the rule that leads to it.
+    // The route before the rule that refers to it.
     if let Some(spec) = spec
         && (anew || !there)
     {
@@ -106,7 +106,7 @@ pub async fn ensure(
     Ok(changed)
 }
 
-/// Whether there is any rule of ours.
+/// Whether any of our rules exists.
 pub async fn any_rules(handle: &Handle) -> Result<bool, FirewallError> {
     for family in families() {
         if !ours(handle, &family).await?.is_empty() {
@@ -148,14 +148,14 @@ fn address_family(family: &IpVersion) -> AddressFamily {
     }
 }
 
-/// The rules of ours in a family.
+/// Our rules in a family.
 async fn ours(handle: &Handle, family: &IpVersion) -> Result<Vec<(Rule, RuleMessage)>, FirewallError> {
     let all: Vec<RuleMessage> =
         handle.rule().get(family.clone()).execute().try_collect().await.map_err(FirewallError::routing("read"))?;
     Ok(all.into_iter().filter_map(|message| Some((decode(&message)?, message))).collect())
 }
 
-/// The rule, if it is one of ours.
+/// The rule, if it is ours.
 fn decode(message: &RuleMessage) -> Option<Rule> {
     let (mut priority, mut mark, mut own) = (0, (0, 0), false);
     let mut table = u32::from(message.header.table);
@@ -201,7 +201,7 @@ fn lead(family: &IpVersion, spec: &Spec) -> RouteMessage {
     message
 }
 
-/// The routes of ours in a family.
+/// Our routes in a family.
 async fn routes(handle: &Handle, family: &IpVersion) -> Result<Vec<RouteMessage>, FirewallError> {
     let all = match family {
         IpVersion::V4 => RouteMessageBuilder::<Ipv4Addr>::new().build(),
@@ -216,7 +216,7 @@ async fn routes(handle: &Handle, family: &IpVersion) -> Result<Vec<RouteMessage>
     Ok(all.into_iter().filter(ours).collect())
 }
 
-/// Rules and routes of ours, a line each.
+/// Our rules and routes, a line each.
 pub async fn inventory(handle: &Handle) -> Result<Vec<String>, FirewallError> {
     let mut lines = Vec::new();
     for family in families() {
@@ -232,7 +232,7 @@ pub async fn inventory(handle: &Handle) -> Result<Vec<String>, FirewallError> {
     Ok(lines)
 }
 
-/// Removes rules and routes of ours.
+/// Removes our rules and routes.
 pub async fn remove(handle: &Handle) -> Result<(), FirewallError> {
     for family in families() {
         for (_, message) in ours(handle, &family).await? {

@@ -10,23 +10,23 @@ use super::{
     nft::{Chain, Field, Hook, Part, Rule, Set, Values},
 };
 
-/// Before connection tracking (-200) and the table `raw` (-300), behind the reassembly of fragments (-400).
+/// Before connection tracking (-200) and the table `raw` (-300), after the reassembly of fragments (-400).
 const EARLY: i32 = -301;
-/// Right behind connection tracking.
+/// Right after connection tracking.
 const TRACKED: i32 = -199;
-/// Behind everything that changes marks.
+/// After everything that changes marks.
 const LATE: i32 = 1_000;
 /// `NF_CT_STATE_INVALID_BIT`.
 const INVALID: u32 = 1;
 /// Length of an interface's name with its zeros.
 const NAME: usize = 16;
-/// Name of the set of interfaces that first packets may leave by.
+/// Name of the set of interfaces through which first packets may leave.
 const EXITS: &str = "exits";
 
 /// The set of [`Spec::outside`].
 pub const OUTSIDE: &str = "outside";
 
-/// The sets that rules look into.
+/// The sets that rules use.
 pub fn sets(spec: &Spec) -> Vec<Set> {
     let names = |names: &BTreeSet<String>| names.iter().map(|name| name_bytes(name)).collect();
     let set = |name, elements| Set { name, values: Values::Names, elements };
@@ -34,7 +34,7 @@ pub fn sets(spec: &Spec) -> Vec<Set> {
     names.into_iter().chain(hold::sets(spec)).collect()
 }
 
-/// What is in the set of this name, in short.
+/// A short form of the contents of the set of this name.
 fn version_of(spec: &Spec, name: &str) -> String {
     version(sets(spec).iter().filter(|set| set.name == name))
 }
@@ -46,14 +46,15 @@ fn name_bytes(name: &str) -> Vec<u8> {
     bytes
 }
 
-/// What is in some sets, in short: a set is made anew with the rule that names it, and a rule is known by its comment.
+/// A short form of the contents of some sets: a set is replaced together with the rule that names it, and a rule is
+/// identified by its comment.
 pub fn version<'a>(sets: impl IntoIterator<Item = &'a Set>) -> String {
     let mut hasher = SipHasher13::new();
     sets.into_iter().flat_map(|set| &set.elements).for_each(|element| hasher.write(element));
     format!("{:016x}", hasher.finish())
 }
 
-/// The chains of the table. `led`: a routing rule leads packets with the mark to the tunnel device.
+/// The chains of the table. `led`: a routing rule sends packets with the mark to the tunnel device.
 pub fn chains(spec: &Spec, led: bool) -> Vec<Chain> {
     let chain = |name, hook, priority, rules| Chain { name, hook, priority, rules };
     let mut early = vec![ours(vec![Part::NoTrack], "not tracked".to_owned()), looped(spec.port)];
@@ -90,14 +91,14 @@ fn first() -> Part {
     Part::Is(Field::Priority, FIREWALL_PRIORITY.to_ne_bytes().into())
 }
 
-/// A gateway's copy of a packet for a leased port of its own address that turned out to be of nothing that this host masquerades: the
-/// packet is the lessee's, and an ICMP error of this host would be about the lessee's flow.
+/// A gateway's copy of a packet for a leased port of its own address that turned out not to belong to anything that this host
+/// masquerades: the packet is the lessee's, and an ICMP error of this host would be about the lessee's flow.
 fn copied() -> Rule {
     let parts = vec![Part::Is(Field::Priority, COPY_PRIORITY.to_ne_bytes().into()), Part::Count(COPIED), Part::Drop];
     Rule { comment: "copies of packets for leased ports: not for this host's sockets".to_owned(), parts }
 }
 
-/// Tunnelled packets that this host sends itself: no node does. A raw socket may give them any source.
+/// Tunnelled packets from this host to itself: no node sends them. A raw socket may give them any source.
 fn looped(port: u16) -> Rule {
     let mut parts = vec![Part::Is(Field::InputName, name_bytes("lo"))];
     parts.extend(udp_to(port));
@@ -128,8 +129,8 @@ fn outer_out(port: u16) -> Rule {
     Rule { comment: format!("tunnel to port {port}: not tracked"), parts }
 }
 
-/// What this host answers to a packet that is too large for the tunnel. Connection tracking does not know the packet that it
-/// is about, which [`ours`] has kept from it, and calls the answer invalid: many firewalls drop that.
+/// This host's answer to a packet that is too large for the tunnel. Conntrack does not know the quoted packet, which
+/// [`ours`] has exempted, and marks the answer as invalid: many firewalls drop it.
 fn too_large(protocol: i32) -> Rule {
     let (name, header) = match protocol {
         // RFC 1191, section 4, and RFC 4443, section 3.2.
@@ -145,8 +146,8 @@ fn too_large(protocol: i32) -> Rule {
     Rule { comment: format!("{name}, about a packet that is not tracked: not tracked"), parts }
 }
 
-/// UDP for the tunnel's port from where pods may be: what `gate.rs` drops at an interface that has a program. Here it is also what
-/// the host has made of another destination, a service's for one.
+/// UDP for the tunnel's port from where pods may be: `gate.rs` drops it at an interface that has a program. Here the destination
+/// may also be the result of the host's NAT, for example of a Service.
 fn to_tunnel(spec: &Spec) -> Rule {
     let mut parts = vec![Part::NotIn(Field::InputName, OUTSIDE)];
     parts.extend(udp_to(spec.port));

@@ -76,7 +76,7 @@ fn everything_is_made_once_mended_listed_and_removed() {
         let fresh = Links::follow(LinksOptions::default()).await.unwrap();
         assert!(!way.ensure(&net.handle, &fresh.current(), &spec).await.unwrap(), "nothing was different");
 
-        // What others remove comes back; what is no longer wanted goes.
+        // What others remove is restored; what is no longer wanted is removed.
         shown("nft", &["flush", "ruleset"]);
         shown("ip", &["rule", "del", "pref", "37712"]);
         assert!(way.ensure(&net.handle, &fresh.current(), &spec).await.unwrap());
@@ -86,7 +86,7 @@ fn everything_is_made_once_mended_listed_and_removed() {
         let rules = shown("ip", &["rule"]);
         assert!(!rules.contains("0x1000") && rules.contains("0x2000/0x2000"), "{rules}");
 
-        // While a pod is starting: sets, and rules that look into them.
+        // While a pod is starting: sets, and rules that use them.
         let untouched = ["10.96.0.0/16", "10.88.0.11/32", "10.88.0.12/32", "fd88::/64"].map(|net| net.parse().unwrap());
         let holding = Spec { hold: Some(untouched.into()), ..fewer.clone() };
         assert!(way.ensure(&net.handle, &fresh.current(), &holding).await.unwrap());
@@ -103,7 +103,7 @@ fn everything_is_made_once_mended_listed_and_removed() {
         ] {
             assert!(table.contains(part), "{part:?} is not in\n{table}");
         }
-        // More than fits one message, or the socket's buffer.
+        // More than fits into one message, or into the socket's buffer.
         let many = (0..20_000u32).map(|n| IpNet::from(IpAddr::from((0x0b00_0000 + 2 * n).to_be_bytes())));
         let many = Spec { hold: Some(many.collect()), ..fewer.clone() };
         assert!(way.ensure(&net.handle, &fresh.current(), &many).await.unwrap());

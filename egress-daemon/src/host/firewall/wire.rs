@@ -1,4 +1,4 @@
-//! Messages of nftables through netlink: built, sent, read. Attributes are in network byte order.
+//! Builds, sends and reads nftables messages through netlink. Attributes are in network byte order.
 
 use std::{io, os::fd::AsRawFd, time::Duration};
 
@@ -9,7 +9,7 @@ use nix::sys::socket::{
 
 /// `NFPROTO_INET`: IPv4 and IPv6 in one table.
 const INET: u8 = 1;
-/// Number of nftables among the parts of netfilter, in the upper byte of a message's type.
+/// The netfilter subsystem number of nftables, in the upper byte of a message's type.
 pub const SUBSYSTEM: u16 = 10;
 const BATCH_BEGIN: u16 = 0x10;
 const BATCH_END: u16 = 0x11;
@@ -25,7 +25,7 @@ const BUFFER: usize = 64 * 1024;
 pub struct Message(Vec<u8>);
 
 impl Message {
-    /// Begins one. `resource`: which part of netfilter a batch is for.
+    /// Begins one. `resource`: the netfilter subsystem of a batch.
     pub fn new(kind: u16, flags: i32, resource: u16) -> Self {
         let mut bytes = vec![0; HEADERS];
         bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
@@ -85,7 +85,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// None yet.
+    /// An empty batch.
     pub fn new() -> Self {
         Self { bytes: Message::new(BATCH_BEGIN, libc::NLM_F_REQUEST, SUBSYSTEM).finish(), messages: 0 }
     }
