@@ -1,7 +1,7 @@
-//! Between objects and plans, without any I/O: all objects to a [`Snapshot`], the controller's own objects back to the
-//! plan that they were made from, and a plan to the objects that should be there.
+//! Converts between objects and plans, without any I/O: all objects to a [`Snapshot`], the controller's own objects
+//! back to the plan that they were made from, and a plan to the objects that should exist.
 //!
-//! The objects are the only memory: a controller that starts reads the previous plan out of them.
+//! The objects are the only memory: a starting controller reads the previous plan from them.
 
 mod believed;
 mod desired;
@@ -46,7 +46,7 @@ pub struct ApiObjects {
     pub pods: Vec<Arc<Pod>>,
     /// ServiceCIDR; a controller has none.
     pub service_cidrs: Vec<Arc<ServiceCIDR>>,
-    /// What CNIs say of the networks of pods; an agent has none of it.
+    /// Objects in which CNIs name the networks of pods; an agent has none.
     pub cni: CniObjects,
     /// EgressIP
     pub egress_ips: Vec<Arc<EgressIP>>,

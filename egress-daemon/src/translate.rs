@@ -1,5 +1,5 @@
-//! From what users and agents write (strings) to the model (types), once. What cannot be understood is told with the
-//! object, the field and the remedy, and never spoils anything else.
+//! From what users and agents write (strings) to the model (types), once. What cannot be understood is reported with
+//! the object, the field and the remedy, and never affects anything else.
 
 pub mod antrea;
 pub mod cilium;
@@ -91,7 +91,7 @@ impl Reader {
         self.problems.push(Problem { kind: self.kind, name: self.name.clone(), field, message, remedy });
     }
 
-    /// Parses one text; what is no `T` is a problem with this remedy.
+    /// Parses one text; if it is no `T`, that is a problem with this remedy.
     fn parse<T: std::str::FromStr>(&mut self, text: &str, field: impl Into<String>, remedy: &str) -> Option<T> {
         let parsed = text.parse().ok();
         if parsed.is_none() {

@@ -1,4 +1,4 @@
-//! Writes what should be where it differs from what is.
+//! Writes the desired objects that differ from the actual ones.
 
 use crate::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressGatewayPolicyStatus, EgressIP, EgressIPPool,
@@ -11,7 +11,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::object::HasStatus;
 use std::collections::BTreeMap;
 
-/// So many writes are under way at once.
+/// Writes in flight at once.
 const CONCURRENT: usize = 16;
 
 /// Which differences are written.
@@ -19,22 +19,22 @@ const CONCURRENT: usize = 16;
 pub(super) enum Differences {
     /// All.
     All,
-    /// Not those that are only numbers of pods, and shares of blocks that follow from them: a pod would cost a write for each of its egress
-    /// IPs and policies.
+    /// Not those that are only numbers of pods, and shares of blocks that follow from them: otherwise each pod would cost a write for each
+    /// of its egress IPs and policies.
     News,
 }
 
-/// What came of writing.
+/// The result of writing.
 #[derive(Debug, Default)]
 pub(super) struct Applied {
     pub(super) writes: u64,
-    /// Something differs that is no news, and was not written.
+    /// Whether a difference that is no news was not written.
     pub(super) outdated: bool,
     pub(super) errors: Vec<StoreError>,
 }
 
 impl Applied {
-    /// Whether another process leads by now.
+    /// Whether another process leads now.
     pub(super) fn is_fenced(&self) -> bool {
         self.errors.iter().any(|error| matches!(error, StoreError::Fenced(_)))
     }
@@ -50,15 +50,15 @@ impl Applied {
 
 /// What was done with an object.
 enum Written {
-    /// So many writes.
+    /// It was written, in this many writes.
     Times(u64),
-    /// It differs in no news.
+    /// It differs, but not in news.
     Later,
 }
 
-/// Writes all differences. What fails does not keep the rest from being written, except that nothing is deleted after an error: egress IPs
-/// and their gateways come first, then what source nodes may use, then what people read, then what is not needed any more. An object
-/// that somebody else wrote since `desired` was made is left as it is.
+/// Writes all differences: egress IPs and their gateways first, then what source nodes may use, then what users read; then deletes what is
+/// no longer needed. A failure does not stop the rest, except that nothing is deleted after an error. An object that somebody else has
+/// written since `desired` was made is left as it is.
 pub(super) async fn apply(store: &Store, desired: Desired) -> Applied {
     let Desired { egress_ips, egress_nodes, .. } = &desired;
     let wanted = |name: &Option<String>, is_wanted: &dyn Fn(&str) -> bool| name.as_deref().is_some_and(is_wanted);
@@ -98,7 +98,7 @@ pub(super) async fn apply_part(store: &Store, desired: Desired, which: Differenc
     applied
 }
 
-/// Whether two statuses of a policy differ in more than the numbers of its pods, which are in sentences, too.
+/// Whether two statuses of a policy differ in more than the numbers of its pods, which messages contain, too.
 pub(super) fn is_news_of_policy(old: &EgressGatewayPolicyStatus, new: &EgressGatewayPolicyStatus) -> bool {
     let uncounted = |status: &EgressGatewayPolicyStatus| {
         let mut status = EgressGatewayPolicyStatus { selected_endpoints: 0, ..status.clone() };
@@ -156,7 +156,7 @@ async fn egress_ip(store: &Store, wanted: EgressIP, which: Differences) -> Resul
     Ok(Written::Times(writes + 1))
 }
 
-/// Whether two objects have the same labels; none at all are as good as an empty list.
+/// Whether two objects have the same labels; absent labels equal an empty list.
 fn same_labels(a: &ObjectMeta, b: &ObjectMeta) -> bool {
     a.labels.iter().flatten().eq(b.labels.iter().flatten())
 }

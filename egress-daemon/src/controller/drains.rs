@@ -1,5 +1,5 @@
-//! How long the connections of egress IPs that were taken out of their pools may go on. Since when each drains is in its condition
-//! `Draining`, which outlives a controller. Pure.
+//! How long the connections of egress IPs that were taken out of their pools may continue. The condition `Draining` has the start
+//! of each drain, and outlives a controller. Pure.
 
 use crate::api::EgressIP;
 use crate::snapshot::draining_since;
@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::time::Duration;
 
-/// How much of its time each that drains has left; nothing: it is over.
+/// The time that each draining egress IP has left. `None`: it is over.
 fn left<'a, T: Borrow<EgressIP> + 'a>(
     egress_ips: impl IntoIterator<Item = &'a T>,
     timeout: Duration,
@@ -17,7 +17,7 @@ fn left<'a, T: Borrow<EgressIP> + 'a>(
 ) -> impl Iterator<Item = (IpAddr, Option<Duration>)> {
     egress_ips.into_iter().filter_map(move |object| {
         let (object, address) = (object.borrow(), object.borrow().spec.address.parse().ok()?);
-        // Of a clock that was set back, nothing has passed.
+        // If the clock was set back, no time has passed.
         let passed = Duration::try_from(now.duration_since(draining_since(object)?)).unwrap_or_default();
         Some((address, timeout.checked_sub(passed).filter(|left| !left.is_zero())))
     })
@@ -32,7 +32,7 @@ pub(super) fn over<'a, T: Borrow<EgressIP> + 'a>(
     left(egress_ips, timeout, now).filter(|(_, left)| left.is_none()).map(|(address, _)| address).collect()
 }
 
-/// After how long the next one's time is over.
+/// The time until the next one's is over.
 pub(super) fn next<'a, T: Borrow<EgressIP> + 'a>(
     egress_ips: impl IntoIterator<Item = &'a T>,
     timeout: Duration,

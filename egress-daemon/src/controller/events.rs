@@ -1,4 +1,4 @@
-//! What a person would want to know of, in the words of Kubernetes events.
+//! What users would want to know, as Kubernetes events.
 
 use crate::api::egress_ip_name;
 use crate::store::{Key, Kind, Note, ObjectRef};
@@ -50,7 +50,7 @@ impl Event {
         Some(Event { object, about, warning: true, reason, message })
     }
 
-    /// The event of a change; nothing for changes that are everyday business.
+    /// The event of a change; `None` for routine changes.
     pub(super) fn of(change: &Change) -> Option<Event> {
         let egress_ip = |address: &std::net::IpAddr| {
             let about = ObjectRef { kind: Kind::EgressIP, key: Key::cluster(&egress_ip_name(*address)) };
@@ -95,7 +95,7 @@ impl Event {
         }
     }
 
-    /// The same as the store takes it.
+    /// The same, as the store accepts it.
     pub(super) fn note(self) -> Note {
         let Event { about, warning, reason, message, .. } = self;
         Note { about, warning, reason, message }

@@ -1,9 +1,9 @@
-//! The planner's shell: leads or stands by, looks at the store, plans, and writes what the plan changes. May know the
+//! The planner's shell: leads or stands by, reads the store, plans, and writes what the plan changes. May know the
 //! store, the planner and the clock; knows neither the kernel nor the host.
 //!
-//! Level-triggered: each round starts from the objects as they are, so that a controller that takes over finishes what
-//! the one before it left half done. Errors are told and the round is repeated; none ends the loop. Between two such rounds
-//! a few changed pods or reports are taken into what the last one made (`partial`), with the same result.
+//! Level-triggered: each round starts from the objects as they are, so that a controller that takes over finishes what the
+//! one before it left half done. Errors are reported and the round is retried; none ends the loop. Between two such rounds,
+//! a few changed pods or reports are merged into the last round's plan (`partial`), with the same result.
 
 mod apply;
 mod drains;
@@ -26,7 +26,7 @@ use std::time::Duration;
 /// How a controller behaves.
 #[derive(Clone, Debug)]
 pub struct ControllerConfig {
-    /// Who it is, among all controllers: a name that no other live process has.
+    /// Its identity among all controllers: a name that no other live process has.
     pub identity: String,
     /// How long the leadership stays with a controller that does not renew it.
     pub lease_duration: Duration,
@@ -34,7 +34,7 @@ pub struct ControllerConfig {
     pub renew_every: Duration,
     /// When gateways count as dead, and when the port blocks of nodes that are gone are given to others.
     pub gateways: LeaseTimes,
-    /// How many floating egress IPs a node may own that says nothing itself.
+    /// How many floating egress IPs a node may own without an annotation.
     pub max_egress_ips: Option<u32>,
     /// For how long an egress IP that was taken out of its pool keeps its connections.
     pub drain_timeout: Duration,
@@ -61,7 +61,7 @@ pub struct ControllerReport {
     pub epoch: Option<u64>,
     /// Rounds of planning so far.
     pub rounds: u64,
-    /// Those of them that took in a few changes, without a look at everything.
+    /// Those of them that took in a few changes, without reading everything.
     pub partial: u64,
     /// Objects written so far.
     pub writes: u64,

@@ -1,5 +1,5 @@
-//! Takes in a few changes without a look at everything: pods that came, went or changed, what agents report, and what
-//! this controller wrote itself. Everything else, and whatever could follow from it, is for a full round.
+//! Takes in a few changes without reading everything: pods that came, went or changed, what agents report, and what
+//! this controller wrote itself. Everything else, and whatever could follow from it, needs a full round.
 
 use crate::api::networks::{antrea, calico, cilium, kube_ovn};
 use crate::api::{
@@ -69,8 +69,8 @@ fn networks(store: &Store) -> [u64; 5] {
     ]
 }
 
-/// What is known after a round that succeeded. All of it belongs together: what cannot be brought up to date is thrown
-/// away, and a full round makes it anew.
+/// What is known after a successful round. All of it belongs together: if it cannot be updated, it is discarded, and a
+/// full round makes it anew.
 pub(super) struct Known {
     pub(super) memo: Memo,
     /// What in the objects could not be understood.
@@ -85,8 +85,8 @@ impl Known {
         Self { memo, problems, nodes: specs(wanted).collect() }
     }
 
-    /// Brings itself and `plan` up to date with what changed in the store since it had these revisions. What should be there
-    /// now is in what is returned, as far as it may differ. Nothing: a full round is needed.
+    /// Updates itself and `plan` with what changed in the store since these revisions. Returns the desired objects that may
+    /// differ from the actual ones. `None`: a full round is needed.
     pub(super) fn take_in(
         self,
         store: &Store,
@@ -131,7 +131,7 @@ impl Known {
         Some((Known { memo, problems, nodes }, desired))
     }
 
-    /// Whether the changed nodes say what they said.
+    /// `Some` if the changed nodes mean the same as before.
     fn nodes(&self, store: &Store, since: u64) -> Option<()> {
         let known = &self.memo.snapshot().nodes;
         for (_, object) in changed::<Node>(store, since)? {
@@ -146,7 +146,7 @@ impl Known {
         Some(())
     }
 
-    /// What the agents of nodes report now, where that is anything else and our own part is as it was.
+    /// What nodes' agents report now, if it has changed and our own part has not.
     fn reports(&self, store: &Store, since: u64) -> Option<BTreeMap<NodeName, NodeReport>> {
         let mut reports = BTreeMap::new();
         for (key, object) in changed::<EgressNode>(store, since)? {
@@ -181,7 +181,7 @@ fn changed<T: Stored>(store: &Store, since: u64) -> Option<BTreeMap<Key, Option<
     Some(keys.into_iter().map(|key| (key.clone(), store.get::<T>(&key))).collect())
 }
 
-/// The objects of a kind that changed, if all of them are there and stand for something that is known.
+/// The objects of a kind that changed, if all of them exist and correspond to something that is known.
 fn alike<T: Stored, M>(
     store: &Store,
     since: u64,
@@ -192,7 +192,7 @@ fn alike<T: Stored, M>(
     objects.filter(|objects| objects.iter().all(|object| read(object).is_ok_and(|model| is_known(&model))))
 }
 
-/// The policies whose objects changed, if they say what they said.
+/// The policies whose objects changed, if they still mean the same.
 fn policies(store: &Store, since: &Revisions, snapshot: &Snapshot) -> Option<BTreeSet<PolicyId>> {
     let known = |policy: &Policy| snapshot.policies.get(&policy.id) == Some(policy);
     let own = alike(store, since.policies, translate::policy, known)?;
@@ -212,7 +212,7 @@ fn ids<T: Stored>(kind: PolicyKind, objects: &[Arc<T>]) -> impl Iterator<Item = 
     objects.iter().map(move |object| PolicyId::new(kind, &Key::of(object.as_ref()).to_string()))
 }
 
-/// Whether the changed namespaces have the labels that they had.
+/// `Some` if the changed namespaces have the same labels as before.
 fn namespaces(store: &Store, since: u64, snapshot: &Snapshot) -> Option<()> {
     for (_, object) in changed::<Namespace>(store, since)? {
         let (name, labels) = namespace(object?.as_ref());
@@ -223,7 +223,7 @@ fn namespaces(store: &Store, since: u64, snapshot: &Snapshot) -> Option<()> {
     Some(())
 }
 
-/// The egress IPs whose objects changed, if they say what was planned.
+/// The egress IPs whose objects changed, if they match the plan.
 fn egress_ips(store: &Store, since: u64, plan: &Plan) -> Option<Vec<IpAddr>> {
     let mut addresses = Vec::new();
     for (_, object) in changed::<EgressIP>(store, since)? {
@@ -246,7 +246,7 @@ fn pods(store: &Store, since: u64, snapshot: &Snapshot) -> Option<BTreeMap<Endpo
         let of_name = snapshot.endpoints.range(first.clone()..).map(|(id, _)| id);
         let of_name = of_name.take_while(|id| (&id.namespace, &id.name) == (&first.namespace, &first.name));
         let gone: Vec<EndpointId> = of_name.cloned().collect();
-        // What such a pod changes is in its node's object, which only a full round makes anew.
+        // Such a pod changes its node's object, which only a full round makes anew.
         if gone.iter().any(|id| snapshot.endpoints.get(id).is_some_and(|pod| !cidrs.have_all(pod))) {
             return None;
         }
@@ -255,7 +255,7 @@ fn pods(store: &Store, since: u64, snapshot: &Snapshot) -> Option<BTreeMap<Endpo
             if !cidrs.have_all(&endpoint) {
                 return None;
             }
-            // The labels of a namespace that is not there yet are made up with its first pod.
+            // A namespace that does not exist yet gets default labels with its first pod.
             snapshot.namespaces.get(&endpoint.id.namespace)?;
             changes.insert(endpoint.id.clone(), Some(endpoint));
         }

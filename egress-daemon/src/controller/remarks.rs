@@ -1,5 +1,5 @@
 //! Mistakes in the source of objects, as conditions of the objects that they are about. The last good version of such an
-//! object is in force: that is not what its author wants, so that it counts as degraded. Pure.
+//! object is in force: that is not what its author wants, so it counts as degraded. Pure.
 
 use crate::snapshot::{ApiObjects, Desired};
 use crate::store::{Kind, StoreProblem};
@@ -16,7 +16,7 @@ pub(super) fn add(desired: &mut Desired, objects: &ApiObjects, problems: &[Store
     for problem in problems {
         if let Some(object) = &problem.object {
             let sentence = match object.kind {
-                // Nothing in them is refused at this point: fields that are not known are left out.
+                // Nothing in them is rejected at this point: unknown fields are left out.
                 Kind::CiliumEgressGatewayPolicy | Kind::Egress | Kind::ExternalIPPool => problem.to_string(),
                 _ => format!("the last good version is in force: {problem}"),
             };

@@ -26,11 +26,11 @@ use std::pin::pin;
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
-/// How soon a round that failed is repeated.
+/// How soon a failed round is retried.
 const RETRY: Duration = Duration::from_millis(100);
-/// How soon objects say how many pods there are, after the last round that left it out.
+/// How soon objects have their numbers of pods, after the last round that left them out.
 const COUNTS_WITHIN: Duration = Duration::from_secs(5);
-/// How often a round is made although nothing asks for it.
+/// How often a round is made although nothing requires it.
 const RESYNC: Duration = Duration::from_secs(60);
 
 /// Everything that a plan is made from.
@@ -58,7 +58,8 @@ pub(crate) fn objects(store: &Store) -> ApiObjects {
     }
 }
 
-/// Runs a controller on a store until `stop` is ready; then it gives its leadership up. `report` always has what it does.
+/// Runs a controller on a store until `stop` is ready; then it releases its leadership. `report` always shows what it
+/// does.
 pub async fn run(
     store: Store,
     config: ControllerConfig,
@@ -87,7 +88,7 @@ pub async fn run(
     keeper.release().await;
 }
 
-/// What is remembered from one round to the next. All of it can be had from the store again.
+/// What is remembered from one round to the next. All of it can be read from the store again.
 struct Controller {
     store: Store,
     config: ControllerConfig,
@@ -104,17 +105,17 @@ struct Leading {
     store: Store,
     /// What the last round that succeeded was made from.
     seen: Option<Inputs>,
-    /// What is known since then; the plan is the one that people were told of.
+    /// What is known since then; the plan is the one that was reported to users.
     known: Option<Known>,
     /// When to make a round although nothing changed.
     due: Duration,
     /// After which delays an egress IP may go back to its preferred gateway.
     delays: BTreeSet<Duration>,
-    /// The last plan that people were told of.
+    /// The last plan that was reported to users.
     told: Option<Plan>,
     /// The policies that could not be carried out then, and why.
     refused: BTreeMap<PolicyId, String>,
-    /// What nodes said of themselves then that was not believed.
+    /// What nodes then reported of themselves that was not believed.
     doubts: Vec<Event>,
     /// The policies that are gone.
     departed: Departed,
@@ -134,15 +135,15 @@ impl Controller {
         Controller { store, config, lease, report, start: Instant::now(), sight, leading: None }
     }
 
-    /// Looks at what changed, plans and writes if this controller leads and has to, and says when to wake it again.
+    /// Reads what changed, plans and writes if this controller leads and has to, and returns when to wake it again.
     async fn wake(&mut self, epoch: Option<u64>) -> Instant {
-        // Gateways are watched while standing by, too, so that a new leader knows at once who is dead.
+        // Gateways are watched while standing by, too, so that a new leader knows at once which are dead.
         self.sight.observe(self.store.list::<Lease>(), self.store.heard::<Lease>(), self.start.elapsed());
         match epoch {
             None => self.leading = None,
             Some(epoch) if self.leading.as_ref().is_none_or(|leading| leading.epoch != epoch) => {
                 tracing::info!(identity = %self.config.identity, epoch, "this controller is now the leader");
-                // What the leader before wrote last must be known before anything is given out.
+                // The previous leader's last writes must be known before anything is assigned.
                 self.store.refresh().await;
                 let store = self.store.guarded(self.lease.clone(), epoch);
                 let (due, delays) = (Duration::ZERO, BTreeSet::new());
@@ -186,7 +187,7 @@ impl Controller {
         Inputs { revisions: Revisions::of(store), problems: store.problems(), gateways: judged(health, delays) }
     }
 
-    /// Takes in what changed since the last round, if that is little; says whether it was.
+    /// Takes in what changed since the last round, if it is little. Returns whether it was.
     async fn partial_round(&mut self, leading: &mut Leading, health: &Health, inputs: &Inputs) -> bool {
         let (Some(seen), Some(known), Some(plan)) = (&leading.seen, leading.known.take(), &mut leading.told) else {
             return false;
@@ -201,7 +202,7 @@ impl Controller {
         };
         let planning = started.elapsed();
         let applied = apply_part(&leading.store, wanted, Differences::News).await;
-        // Owners and the states of conditions are as they were: there is nothing to tell people.
+        // Owners and the states of conditions have not changed: there is nothing to report to users.
         self.report(&applied, planning, true);
         if applied.outdated {
             leading.due = leading.due.min(self.start.elapsed() + COUNTS_WITHIN);
@@ -256,7 +257,7 @@ impl Controller {
         self.sight.gateways.observe_nodes(&present, &holders, now);
     }
 
-    /// Tells people what came of a round.
+    /// Reports the outcome of a round to users.
     fn tell(
         &self,
         leading: &mut Leading,
@@ -266,8 +267,8 @@ impl Controller {
         applied: &Applied,
     ) {
         if applied.errors.is_empty() {
-            // The objects do not remember outcomes: a leader that just took over has nothing to tell about them. What a
-            // round that failed has done in part is told with the one that succeeds.
+            // Objects do not record outcomes: a leader that just took over has none to report. What a failed round did
+            // in part is reported with the next one that succeeds.
             let last = leading.told.take().unwrap_or_else(|| Plan { outcomes: after.outcomes.clone(), ..before });
             let changes = diff(&last, &after);
             let is_new = |(policy, why): &(&PolicyId, &String)| leading.refused.get(*policy) != Some(*why);
@@ -285,13 +286,13 @@ impl Controller {
         }
     }
 
-    /// Tells programs what came of a round, and everybody what went wrong in it.
+    /// Reports the outcome of a round to programs, and its errors to everybody.
     fn report(&self, applied: &Applied, planning: Duration, partial: bool) {
         for error in &applied.errors {
             if error.is_conflict() || applied.is_fenced() {
-                tracing::debug!(%error, "the round is repeated");
+                tracing::debug!(%error, "the round is retried");
             } else {
-                tracing::warn!(%error, "the round is repeated");
+                tracing::warn!(%error, "the round is retried");
             }
         }
         self.report.send_modify(|report| {

@@ -1,4 +1,4 @@
-//! What a controller sees of gateways, and what of it a plan depends on. Pure.
+//! What a controller knows of gateways, and the part of it that a plan depends on. Pure.
 
 use crate::store::lease::GATEWAY_LEASE_PREFIX;
 use egress_core::{
@@ -10,13 +10,13 @@ use std::borrow::Borrow;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// The gateways by their leases, as far as the store tells of them.
+/// The gateways, by the leases that the store reports.
 pub(crate) struct Sight {
     pub(crate) gateways: LeaseTracker,
     patience: Duration,
     /// The gateways whose leases somebody holds.
     known: BTreeSet<NodeName>,
-    /// What the store had told of leases when it last told anything, and when that was.
+    /// The store's number for news of leases when it last changed, and when that was.
     heard: (u64, Duration),
 }
 
@@ -26,10 +26,10 @@ impl Sight {
         Self { gateways: LeaseTracker::new(times), patience, known, heard: (0, Duration::ZERO) }
     }
 
-    /// Takes note of all leases; `heard` is another number whenever the store has told of any.
+    /// Records all leases; `heard` changes whenever the store has received one.
     ///
-    /// Some lease, be it the leader's own, is renewed all the time: when the store tells of none, it is the store that is gone, or this
-    /// process that did not run, and not all the gateways.
+    /// Some lease, if only the leader's own, is renewed all the time. If the store receives none, it is unreachable or this process did
+    /// not run: the gateways have not all failed.
     pub(crate) fn observe(&mut self, leases: impl IntoIterator<Item = impl Borrow<Lease>>, heard: u64, now: Duration) {
         if now.saturating_sub(self.heard.1) >= self.patience {
             self.gateways.lost_sight(self.heard.1);
@@ -43,7 +43,7 @@ impl Sight {
             let lease = lease.borrow();
             let name = lease.metadata.name.as_deref().unwrap_or_default();
             let Some(node) = name.strip_prefix(GATEWAY_LEASE_PREFIX).map(NodeName::from) else { continue };
-            // A lease that was given up is no sign of life.
+            // A lease that was released is no sign of life.
             let spec = lease.spec.as_ref();
             if spec.and_then(|spec| spec.holder_identity.as_deref()).is_none_or(str::is_empty) {
                 continue;
@@ -63,10 +63,10 @@ impl Sight {
     }
 }
 
-/// A gateway: whether it is unasked, fresh, proven to live, and whether its node is gone; for how many of the delays it has been fresh.
+/// A gateway: whether it is unasked, fresh and proven, and whether its node is gone; and for how many of the delays it has been fresh.
 pub(crate) type Judgement = (NodeName, [bool; 4], usize);
 
-/// What of the gateways' health a plan depends on, in a form that is cheap to compare.
+/// The part of the gateways' health that a plan depends on, in a form that is cheap to compare.
 pub(crate) fn judged(health: &Health, delays: &BTreeSet<Duration>) -> Vec<Judgement> {
     let judge = |(node, health): (&NodeName, &egress_core::health::NodeHealth)| {
         let passed = delays.iter().filter(|delay| health.fresh_for(**delay)).count();

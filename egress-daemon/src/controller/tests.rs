@@ -60,7 +60,7 @@ spec:
   distribution: PerEndpoint
 ";
 
-/// A directory with a store on it, as a person or an agent has one.
+/// A directory with a store on it, as a user or an agent has.
 struct ControllerFixture {
     dir: TempDir,
     store: Store,
@@ -296,7 +296,7 @@ async fn leaders_that_die_in_the_middle_of_a_change_lease_no_block_and_assign_no
         let mut standby = controller(world.path(), &(round + 1).to_string());
         let before = world.store.list::<EgressIP>().len();
         fs::write(world.path().join("policy.yaml"), POLICY.replace("count: 2", &format!("count: {count}"))).unwrap();
-        // The leader dies when the first egress IP has come or gone, with the rest of its writes under way.
+        // The leader dies when the first egress IP has come or gone, with the rest of its writes in flight.
         world.until(|store| (store.list::<EgressIP>().len() != before).then_some(())).await;
         leader.task.abort();
         while standby.report.borrow_and_update().epoch.is_none() {
@@ -313,7 +313,7 @@ async fn leaders_that_die_in_the_middle_of_a_change_lease_no_block_and_assign_no
     }
 }
 
-/// What a full round would change, but for numbers of pods.
+/// What a full round would change, except numbers of pods.
 fn left_to_do(store: &Store) -> Option<String> {
     let objects = ApiObjects {
         policies: store.list(),
@@ -386,7 +386,7 @@ async fn a_few_pods_are_taken_in_without_a_full_round_and_end_as_with_one() {
             "{{apiVersion: v1, kind: Pod, metadata: {metadata}, spec: {{nodeName: {node}, containers: []}}, status: {{podIP: 10.0.1.1}}}}\n"
         )
     };
-    // A pod more, on a node that has none yet, relabelled, moved, and gone.
+    // A pod is added, added on a node that has none yet, relabelled, moved, and removed.
     let steps = [
         vec![pod("c", "w1", "web")],
         vec![pod("c", "w1", "web"), pod("d", "gw1", "flows")],
@@ -407,7 +407,7 @@ async fn a_few_pods_are_taken_in_without_a_full_round_and_end_as_with_one() {
     // One full round for each gateway whose lease proves itself or whose failback delay passes meanwhile, and one for the numbers of pods.
     let full = |report: &ControllerReport| report.rounds - report.partial;
     assert!(full(&after) <= full(&before) + 5, "{before:?} {after:?}");
-    // How many pods there are is said a moment later, for all of them at once.
+    // The numbers of pods follow a moment later, all at once.
     world
         .until(|store| {
             let policy = store.get::<EgressGatewayPolicy>(&Key::cluster("web"))?;

@@ -1,15 +1,14 @@
-//! What is believed of what nodes say of themselves. Pure.
+//! Which reports of nodes about themselves are believed. Pure.
 //!
-//! A node's agent writes its EgressNode's status, and so does whoever has taken that node over. So another node or the controller
-//! acts on it only where it can harm nobody but that node, or where the API server's Node object agrees:
+//! A node's agent writes its EgressNode's status, and so can an attacker who controls that node. So another node or the
+//! controller acts on it only if it can harm nobody but that node, or if the API server's Node object agrees:
 //!
-//! - a tunnel address is one of the Node's addresses, and of no other node that lives;
-//! - an address of an interface is nobody else's: no other node's and no pod's of another node. Those that the Node object does not have
-//!   may serve as egress IPs of that very node, by policies that choose it, and are an exception for nobody else (`plan::claims`,
-//!   `agent::view`);
-//! - a revision of leases is one that can have been given out.
+//! - a tunnel address is one of the Node's addresses, and of no other live node;
+//! - an address of an interface belongs to no other node, and to no pod of another node. Those that the Node object does not have may
+//!   serve as egress IPs of that node, by policies that choose it, and are no exception for others (`plan::claims`, `agent::view`);
+//! - a revision of leases is one that can have been assigned.
 //!
-//! Demand, carried egress IPs and occupied blocks concern what is leased to the node, or assigned to it, by the controller.
+//! Demand, carried egress IPs and occupied blocks concern only what the controller leases or assigns to the node.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -24,10 +23,10 @@ use egress_core::{
     network::pods::PodCidrs,
 };
 
-/// What nodes may say of revisions: higher ones would leave none for later leases. Real ones count grants.
+/// The highest revision that nodes may report: higher ones would leave none for later leases. Real ones count grants.
 pub const MAX_REVISION: u64 = 1 << 62;
 
-/// Takes out of the nodes what is not believed, and says what that was.
+/// Removes from the nodes what is not believed, and returns what that was.
 pub(super) fn believed(objects: &[Arc<KubeNode>], snapshot: &mut Snapshot) -> Vec<Problem> {
     let mut problems = Vec::new();
     let holders = holders(objects, snapshot, &mut problems);
@@ -76,14 +75,14 @@ pub(super) fn believed(objects: &[Arc<KubeNode>], snapshot: &mut Snapshot) -> Ve
 fn problem(node: &NodeName, field: &str, message: String) -> Problem {
     let (kind, name, field) = ("EgressNode", node.to_string(), field.to_owned());
     let remedy =
-        "it is not believed; if the node has it, let its Node object say so (status.addresses); if not, find out who \
+        "it is ignored; if the node has it, add it to its Node object (status.addresses); if not, find out who \
                   wrote this"
             .to_owned();
     Problem { kind, name, field, message, remedy }
 }
 
-/// Who has each address of a node. Where two Node objects have one, the node that lives has it: what is left of another one, which was
-/// deleted or is dead, must not keep it from its successor. Among several that live it is the one that was there first.
+/// Who has each address of a node. If two Node objects have one, the live node has it: leftovers of another one, which was deleted or
+/// is dead, must not keep it from its successor. Among several live ones it is the oldest.
 fn holders(
     objects: &[Arc<KubeNode>],
     snapshot: &mut Snapshot,
@@ -112,7 +111,7 @@ fn holders(
             name: name.to_string(),
             field: "status.addresses".to_owned(),
             message: format!("{address} is the address of node {holder} as well"),
-            remedy: "it counts as that one's; delete the Node of a machine that is gone, or give one of both another address"
+            remedy: "it counts as that one's; delete the Node of a machine that is gone, or give one of them another address"
                 .to_owned(),
         });
         if let Some(node) = snapshot.nodes.get_mut(&name) {
@@ -122,8 +121,8 @@ fn holders(
     holders
 }
 
-/// Smaller is more likely to have what several Node objects claim: whether the kubelet has not been heard lately, and since when
-/// the object is there.
+/// The smallest wins what several Node objects claim: whether the kubelet has been silent lately, and when the object was
+/// created.
 type Rank = (bool, Option<Timestamp>);
 
 fn rank(object: &KubeNode) -> Rank {

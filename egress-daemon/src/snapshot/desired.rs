@@ -1,4 +1,4 @@
-//! From a plan to the objects and statuses that should be there.
+//! From a plan to the desired objects and statuses.
 //!
 //! What exists already keeps its metadata and the times of its conditions, so that comparing a wanted object with the
 //! existing one tells whether anything has to be written.
@@ -27,7 +27,7 @@ use egress_core::{
     plan::{Assigned, BlockState, Blocks, EgressIpPlan, Plan},
 };
 
-/// What should be there, by the name of the object. EgressIP and EgressNode objects that exist and are not named here
+/// The desired objects and statuses, by object name. EgressIP and EgressNode objects that exist and are not named here
 /// should be deleted.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Desired {
@@ -49,8 +49,8 @@ pub struct Desired {
     pub external_ip_pools: BTreeMap<String, api::ExternalIPPoolStatus>,
 }
 
-/// The objects of a plan. `problems` are those that the snapshot was made with; `now` is written as the time at which a
-/// condition changed.
+/// The objects of a plan. `problems` are those that the snapshot was made with; `now` is the time of conditions that
+/// change.
 pub fn desired(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan, problems: &[Problem], now: &Time) -> Desired {
     let inputs = StatusInputs { snapshot, plan, problems, now };
     Desired {
@@ -60,7 +60,7 @@ pub fn desired(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan, problems:
     }
 }
 
-/// The statuses of all objects that people write.
+/// The statuses of all objects that users write.
 fn statuses(objects: &ApiObjects, inputs: &StatusInputs<'_>) -> Desired {
     let mut desired = Desired::default();
     for object in &objects.policies {
@@ -100,7 +100,7 @@ fn statuses(objects: &ApiObjects, inputs: &StatusInputs<'_>) -> Desired {
     desired
 }
 
-/// The objects of these egress IPs, as far as the plan has them.
+/// The objects of these egress IPs, if the plan has them.
 fn egress_ips<'a>(
     objects: &ApiObjects,
     inputs: &StatusInputs<'_>,
@@ -168,7 +168,7 @@ fn egress_ip_spec(address: IpAddr, ip: &EgressIpPlan) -> api::EgressIPSpec {
     }
 }
 
-/// One object for each node that there is, and for each that still holds blocks.
+/// One object for each node that exists, and for each that still holds blocks.
 fn egress_nodes(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan) -> BTreeMap<String, api::EgressNode> {
     let existing: BTreeMap<&str, &api::EgressNode> =
         objects.egress_nodes.iter().filter_map(|node| Some((node.metadata.name.as_deref()?, &**node))).collect();
@@ -181,7 +181,7 @@ fn egress_nodes(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan) -> BTree
             spec.pod_networks = networks.iter().map(ToString::to_string).collect();
         }
     }
-    // Where they are already, so that there is no moment in which no object has them: one that goes is deleted last.
+    // They stay where they are, so that some object has them at any moment: one that is to go is deleted last.
     let has_them =
         |name: &&NodeName| existing.get(name.as_str()).is_some_and(|before| !before.spec.cluster_networks.is_empty());
     let keeper = specs.keys().copied().find(has_them).or_else(|| specs.keys().next().copied());

@@ -15,11 +15,11 @@ use egress_core::{
     plan::{BlockLease, BlockState, Blocks, EgressIpPlan, OwnerReason, Plan},
 };
 
-/// Reads the plan back. What is not understood is left out, as if it had never been decided. Reasons and outcomes are
-/// not part of it: they are made anew with each plan.
+/// Reads the plan back. What cannot be understood is left out, as if it had never been decided. Reasons and outcomes
+/// are not included: each plan makes them anew.
 ///
 /// The revision of leases is one more than any that an object mentions, so that no grant reuses a revision that some
-/// agent has confirmed already.
+/// agent has already confirmed.
 pub fn previous(objects: &ApiObjects) -> Plan {
     let egress_ips = objects.egress_ips.iter().filter_map(|object| egress_ip(object)).collect();
     let mut plan = Plan { egress_ips, ..Plan::default() };

@@ -196,7 +196,7 @@ fn not_yet_a_policy_is_ready_when_all_its_nodes_have_programmed_it() {
     round(&mut objects, &health(), 500);
     assert_eq!(state(&objects), "True AsExpected, True AsExpected");
     assert_eq!(condition(&objects, "Programmed").2, time(500));
-    // Who comes later holds its traffic until it has it.
+    // A node that comes later holds its traffic until it has it.
     report(&mut objects, "w1", 2);
     round(&mut objects, &health(), 600);
     assert_eq!(state(&objects), "True AsExpected, True AsExpected");
@@ -206,7 +206,8 @@ fn not_yet_a_policy_is_ready_when_all_its_nodes_have_programmed_it() {
 fn skew_an_agent_that_reports_no_policies_is_not_waited_for_and_fields_of_a_later_version_are_ignored() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
-    // As agents write it: the one before this version, one after it, and one whose new fields an older definition of the kind has removed.
+    // As written by agents of the previous version, of a later one, and of one whose new fields an older definition of the kind has
+    // removed.
     for (node, status) in [
         ("w0", json!({"tunnelAddresses": ["10.0.0.1"], "ownLeaseRevision": 0, "carries": []})),
         (
@@ -318,7 +319,7 @@ proptest! {
     }
 }
 
-/// A Node with an address of each family, and what its agent says.
+/// A Node with an address of each family, and its agent's report.
 fn node_with(objects: &mut ApiObjects, name: &str, host: u8, ready: &str, created: &str, status: Value) {
     objects.nodes.push(read(json!({
         "metadata": {"name": name, "creationTimestamp": created},
@@ -390,7 +391,7 @@ fn claims_of_a_node_are_believed_only_where_nobody_else_has_what_it_claims() {
         ("status.tunnelAddresses", "203.0.113.5"),
     ];
     assert_eq!(told, expected.into_iter().map(|(field, address)| ("evil", field, address)).collect());
-    // Later leases have revisions of their own, that fit the objects.
+    // Later leases have new revisions, which fit into the objects.
     assert!(i64::try_from(previous(&objects).lease_revision + (1 << 40)).is_ok());
 }
 
@@ -419,7 +420,7 @@ fn stale_node_the_living_one_of_two_with_one_address_has_it() {
         let about = |p: &&Problem| p.kind == "Node" && p.field == "status.addresses" && p.name != has;
         assert_eq!(problems.iter().filter(about).count(), 2, "{problems:?}");
     }
-    // The object of a node that is gone says nothing.
+    // The object of a removed node has no effect.
     let mut objects = ApiObjects::default();
     node_with(&mut objects, "m", 1, "True", old, said());
     objects.nodes.clear();

@@ -1,21 +1,21 @@
-//! How often this process has written objects, and what came of it.
+//! How often this process has written objects, and with what result.
 
 use super::{Kind, StoreError, Verb};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
-/// What came of a write.
+/// The result of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum WriteResult {
     /// It was done.
     Done,
-    /// Somebody else was faster: it is tried again.
+    /// Somebody else was faster: it is retried.
     Conflict,
-    /// This process does not lead any more.
+    /// This process no longer leads.
     Fenced,
     /// The object breaks rules of its kind.
     Refused,
-    /// The place where the objects are kept failed.
+    /// The place where objects are stored failed.
     Unavailable,
 }
 

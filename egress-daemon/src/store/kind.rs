@@ -98,18 +98,18 @@ impl Kind {
         Kind::ALL.into_iter().filter(|kind| kind.names_networks())
     }
 
-    /// Whether it is a kind of another system, which is read where it is wanted.
+    /// Whether it is a kind of another system, which is read on request.
     pub fn is_foreign(self) -> bool {
         matches!(self, Kind::CiliumEgressGatewayPolicy | Kind::Egress | Kind::ExternalIPPool)
     }
 
-    /// Whether it is a kind in which a CNI names networks of pods: read where the cluster has it, never needed, never written.
+    /// Whether it is a kind in which a CNI names networks of pods: read if the cluster has it, never required, never written.
     pub fn names_networks(self) -> bool {
         use Kind::{AntreaIPPool, CalicoIPPool, CiliumNode, CiliumPodIPPool, KubeOvnSubnet};
         matches!(self, CalicoIPPool | CiliumNode | CiliumPodIPPool | AntreaIPPool | KubeOvnSubnet)
     }
 
-    /// Whether a cluster may not have it: Kubernetes serves ServiceCIDR since 1.33.
+    /// Whether a cluster may not have it: Kubernetes has served ServiceCIDR since 1.33.
     pub fn may_be_absent(self) -> bool {
         self.is_foreign() || self.names_networks() || self == Kind::ServiceCIDR
     }
@@ -153,12 +153,13 @@ impl Kind {
         }
     }
 
-    /// Whether objects of this version are objects of the kind: an API server turns them into the kind's version, and a directory does.
+    /// Whether objects of this version are objects of the kind: an API server converts them to the kind's version, and so does a
+    /// directory.
     pub fn reads(self, api_version: &str) -> bool {
         api_version == self.api_version() || self.has_alpha() && api_version == format!("{GROUP}/{ALPHA}")
     }
 
-    /// Whether the version before the present one is served, too.
+    /// Whether the previous version is served, too.
     fn has_alpha(self) -> bool {
         matches!(self, Kind::EgressGatewayPolicy | Kind::EgressPolicy | Kind::EgressIPPool)
     }
@@ -168,12 +169,12 @@ impl Kind {
         matches!(self, Kind::Pod | Kind::Lease | Kind::EgressPolicy)
     }
 
-    /// Whether people (or Kubernetes) write the objects; Spillway writes the others.
+    /// Whether users (or Kubernetes) write the objects; Spillway writes the others.
     pub fn is_users(self) -> bool {
         !matches!(self, Kind::EgressIP | Kind::EgressNode | Kind::Lease)
     }
 
-    /// Whether Spillway writes the status of objects that people write.
+    /// Whether Spillway writes the status of objects that users write.
     pub(crate) fn has_our_status(self) -> bool {
         matches!(self, Kind::EgressGatewayPolicy | Kind::EgressPolicy | Kind::EgressIPPool) || self.is_foreign()
     }
@@ -202,8 +203,8 @@ impl Kind {
         }
     }
 
-    /// How it is named where the status of an object is written: Kubernetes 1.32 judges all of the object then, and only the version before
-    /// lets short forms pass.
+    /// The resource for writing an object's status: Kubernetes 1.32 then validates the whole object, and only the previous version accepts
+    /// short forms.
     pub(crate) fn resource_for_status(self, object: &Value) -> ApiResource {
         let resource = self.resource();
         let is_short = |(short, _): (&str, &str)| object["spec"].get(short).is_some_and(|said| !said.is_null());
@@ -243,15 +244,15 @@ impl Kind {
     /// `value` without the fields that the kind does not have.
     pub(crate) fn understood(self, value: Value) -> Result<Value, serde_json::Error> {
         match self {
-            // Of which not everything is kept.
+            // Only a part of it is kept.
             Kind::Pod => serde_json::to_value(serde_json::from_value::<v1::Pod>(value)?),
-            // Of which next to nothing is known here.
+            // Hardly any of its fields are known here.
             _ if self.names_networks() => self.decode(value.clone()).map(|_| value),
             _ => Ok(self.encode(&self.decode(value)?).unwrap_or_default()),
         }
     }
 
-    /// The JSON of an object of the kind; nothing when it is of another kind.
+    /// The JSON of an object of the kind; `None` if it is of another kind.
     pub(crate) fn encode(self, object: &Erased) -> Option<Value> {
         fn value<T: Stored>(object: &Erased) -> Option<Value> {
             serde_json::to_value(object.downcast_ref::<T>()?).ok()
@@ -301,7 +302,7 @@ stored!(
     Namespace Node Pod ServiceCIDR EgressGatewayPolicy EgressPolicy EgressIPPool EgressIP EgressNode Lease CiliumEgressGatewayPolicy Egress ExternalIPPool
     CalicoIPPool CiliumNode CiliumPodIPPool AntreaIPPool KubeOvnSubnet);
 
-/// What names an object among those of its kind. Ordered by namespace, then name.
+/// The name of an object among those of its kind. Ordered by namespace, then name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
     /// The namespace; empty for kinds without one.

@@ -35,26 +35,26 @@ pub(crate) trait Backend: Send + Sync {
     fn get(&self, kind: Kind, key: &Key) -> Option<Erased>;
     /// A number that changes whenever what `list` returns for the kind does.
     fn revision(&self, kind: Kind) -> u64;
-    /// The objects of the kind that came, went or changed since `revision` was this number; nothing if that is not known
-    /// any more.
+    /// The objects of the kind that were added, removed or changed since `revision` was this number; `None` if that is
+    /// no longer known.
     fn changed(&self, kind: Kind, revision: u64) -> Option<Vec<Key>>;
-    /// A number that changes whenever the source itself tells of objects of the kind: not by our own writes alone.
+    /// A number that changes whenever the source itself reports objects of the kind, not by our own writes alone.
     fn heard(&self, kind: Kind) -> u64;
     /// What is wrong with the source of the objects, sorted.
     fn problems(&self) -> Vec<StoreProblem>;
-    /// Whether the source of the objects answered when it was asked last.
+    /// Whether the source of the objects answered the last request.
     fn is_connected(&self) -> bool;
     /// Its value changes after each change of what `list`, `problems` or `is_connected` return.
     fn changes(&self) -> watch::Receiver<u64>;
     /// Waits until `list` shows everything that Spillway's processes wrote before the call.
     fn refresh(&self) -> BoxFuture<'static, ()>;
-    /// Writes, and returns the object as it is then. When it returns, `list` shows the write.
+    /// Writes, and returns the resulting object. When it returns, `list` shows the write.
     fn write(&self, write: Write) -> BoxFuture<'static, Result<Value, StoreError>>;
-    /// Notes for people what happened to an object, if there is a place for it. Does not wait.
+    /// Notes what happened to an object for users, if there is a place for it. Does not wait.
     fn note(&self, note: Note);
 }
 
-/// What happened to an object, for people who ask about it.
+/// What happened to an object, for users.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
     /// The object.
@@ -67,7 +67,7 @@ pub struct Note {
     pub message: String,
 }
 
-/// A write that is wanted.
+/// A requested write.
 #[derive(Clone, Debug)]
 pub(crate) struct Write {
     pub(crate) verb: Verb,
@@ -116,7 +116,7 @@ pub enum StoreError {
     /// Somebody else wrote it since it was read.
     #[error("{0} was changed since it was read: read it again and repeat the change")]
     Conflict(ObjectRef),
-    /// The lease under which the writer writes has another holder by now.
+    /// The lease under which the writer writes now has another holder.
     #[error("{0} is not written: this process does not lead any more")]
     Fenced(ObjectRef),
     /// The object breaks rules of its kind.
@@ -127,7 +127,7 @@ pub enum StoreError {
         /// The rules that it breaks.
         violations: Vec<Violation>,
     },
-    /// The place where the objects are kept failed.
+    /// The place where objects are stored failed.
     #[error("{object} cannot be written: {message}")]
     Unavailable {
         /// The object.
@@ -162,7 +162,7 @@ impl Store {
     }
 
     /// The same store for the holder of a lease: once the lease has another holder or epoch, every write fails with
-    /// [`StoreError::Fenced`], even one that was under way for long.
+    /// [`StoreError::Fenced`], even one that was in flight for long.
     pub fn guarded(&self, lease: Key, epoch: u64) -> Self {
         Store { guard: Some(Guard { lease, epoch }), ..self.clone() }
     }
@@ -178,48 +178,50 @@ impl Store {
         self.backend.get(T::KIND, key).and_then(|object| object.downcast::<T>().ok())
     }
 
-    /// A number that changes whenever [`Store::list`] of the kind does: whoever has seen it need not look again.
+    /// A number that changes whenever [`Store::list`] of the kind does: while it is the same, the list need not be read
+    /// again.
     pub fn revision<T: Stored>(&self) -> u64 {
         self.backend.revision(T::KIND)
     }
 
-    /// Which objects of a kind came, went or changed since [`Store::revision`] of the kind was `revision`, some of them
-    /// perhaps more than once; nothing if that is not known any more. Whoever keeps something for each object can keep
-    /// that up to date without a look at all of them; what they are now is for [`Store::get`] to say.
+    /// Which objects of a kind were added, removed or changed since [`Store::revision`] of the kind was `revision`,
+    /// some of them perhaps more than once; `None` if that is no longer known. A caller that keeps something for each
+    /// object can update that without reading all of them: [`Store::get`] returns what they are now.
     pub fn changed<T: Stored>(&self, revision: u64) -> Option<Vec<Key>> {
         self.backend.changed(T::KIND, revision)
     }
 
-    /// A number that changes whenever the source itself tells of objects of the kind. What this process writes shows in
-    /// [`Store::revision`] at once, but here only when the source tells of it: as long as this number grows, nothing that
+    /// A number that changes whenever the source itself reports objects of the kind. What this process writes shows in
+    /// [`Store::revision`] at once, but here only once the source reports it: as long as this number grows, nothing that
     /// others write is missed.
     pub fn heard<T: Stored>(&self) -> u64 {
         self.backend.heard(T::KIND)
     }
 
-    /// Waits until the cache shows everything that any of Spillway's processes wrote before the call. Needed where a
-    /// decision must not be made from an old state, although nothing that is written would conflict with a newer one.
+    /// Waits until the cache shows everything that any of Spillway's processes wrote before the call. Needed if a
+    /// decision must not be based on an old state, although no write would conflict with a newer one.
     pub async fn refresh(&self) {
         self.backend.refresh().await;
     }
 
-    /// What is wrong with the source of the objects: broken files, for instance. The last good version of what a
-    /// problem is about stays in force.
+    /// What is wrong with the source of the objects: for example broken files. The last good version of an object with
+    /// a problem stays in force.
     pub fn problems(&self) -> Vec<StoreProblem> {
         self.backend.problems()
     }
 
-    /// Whether the source of the objects answers: the API server, since a watch failed last; a directory, whether it can be read.
+    /// Whether the source of the objects answers: the API server, since the last failure of a watch; for a directory, whether it
+    /// can be read.
     pub fn is_connected(&self) -> bool {
         self.backend.is_connected()
     }
 
-    /// How often this process has written, and what came of it.
+    /// How often this process has written, and with what result.
     pub fn counts(&self) -> Arc<WriteCounts> {
         Arc::clone(&self.counts)
     }
 
-    /// Notices of changes from now on; the first one is immediate, so that a loop starts with a look at the state.
+    /// Notices of changes from now on; the first one is immediate, so that a loop starts by reading the state.
     pub fn changes(&self) -> Changes {
         let mut changes = self.backend.changes();
         changes.mark_changed();
@@ -231,14 +233,14 @@ impl Store {
         self.write(Verb::Create, object).await
     }
 
-    /// Replaces an object (all but its status), if `metadata.resourceVersion` is still that of `object`. Without a
-    /// difference nothing is written.
+    /// Replaces an object (all but its status), if `metadata.resourceVersion` is still that of `object`. If nothing
+    /// differs, nothing is written.
     pub async fn replace<T: Stored>(&self, object: &T) -> Result<T, StoreError> {
         self.write(Verb::Replace, object).await
     }
 
-    /// Replaces the status of an object, and nothing else, if `metadata.resourceVersion` is still that of `object`.
-    /// Without a difference nothing is written.
+    /// Replaces the status of an object, and nothing else, if `metadata.resourceVersion` is still that of `object`. If
+    /// nothing differs, nothing is written.
     pub async fn replace_status<T: Stored>(&self, object: &T) -> Result<T, StoreError> {
         self.write(Verb::ReplaceStatus, object).await
     }
@@ -248,7 +250,7 @@ impl Store {
         self.write(Verb::Delete, object).await.map(|_: T| ())
     }
 
-    /// Reads an object, changes its status and replaces that; once more with the newest version when somebody else was
+    /// Reads an object, changes its status and replaces that; retries with the newest version if somebody else was
     /// faster. For writers that own a status while others write the rest of the object.
     pub async fn update_status<T: Stored>(&self, key: &Key, change: impl Fn(&mut T)) -> Result<T, StoreError> {
         let target = ObjectRef { kind: T::KIND, key: key.clone() };
@@ -267,7 +269,7 @@ impl Store {
         Err(error)
     }
 
-    /// Notes for people what happened to an object, as an Event in a cluster. A directory has no place for it.
+    /// Notes what happened to an object for users, as an Event in a cluster. A directory has no place for it.
     pub fn note(&self, note: Note) {
         self.backend.note(note);
     }
@@ -288,7 +290,7 @@ impl Store {
 pub struct Changes(watch::Receiver<u64>);
 
 impl Changes {
-    /// Waits for a change since the last call; many changes are one notice. When the store is gone, waits for ever.
+    /// Waits for a change since the last call; many changes are one notice. When the store is gone, waits forever.
     /// Cancel safe.
     pub async fn next(&mut self) {
         if self.0.changed().await.is_err() {

@@ -1,17 +1,17 @@
-//! What is wrong with the source of the objects, in words that a person can act on.
+//! What is wrong with the source of the objects, in terms that a user can act on.
 
 use super::ObjectRef;
 use std::fmt;
 use std::path::PathBuf;
 
-/// A mistake in the source of objects. The last good version of what it is about stays in force.
+/// A mistake in the source of objects. The last good version of the object stays in force.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct StoreProblem {
-    /// The file, relative to the directory of the store; empty when the source is no directory.
+    /// The file, relative to the directory of the store; empty if the source is no directory.
     pub file: PathBuf,
     /// Which of the file's YAML documents, the first is 1.
     pub document: Option<usize>,
-    /// The object, when its kind and name could be read.
+    /// The object, if its kind and name could be read.
     pub object: Option<ObjectRef>,
     /// Path of the field, such as `spec.destinationCIDRs[1]`.
     pub field: Option<String>,

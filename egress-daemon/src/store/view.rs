@@ -4,7 +4,7 @@ use crate::store::kind::Erased;
 use crate::store::{Key, Kind, ObjectRef, StoreProblem};
 use std::collections::{BTreeMap, VecDeque};
 
-/// So many changes of a kind are remembered.
+/// How many changes of a kind are remembered.
 const REMEMBERED: usize = 4096;
 
 /// An object and its resourceVersion.
@@ -29,7 +29,7 @@ struct History {
     revision: u64,
     /// What the last ones were about, each with its number.
     last: VecDeque<(u64, Key)>,
-    /// The number of the last one that is forgotten.
+    /// The number of the last one that was forgotten.
     forgotten: u64,
 }
 
@@ -46,7 +46,7 @@ impl History {
         }
     }
 
-    /// What changed after a revision; nothing if that is too long ago to tell.
+    /// What changed after a revision; `None` if that is too long ago to tell.
     fn since(&self, revision: u64) -> Option<Vec<Key>> {
         let known = (self.forgotten..=self.revision).contains(&revision);
         let begin = self.last.partition_point(|(at, _)| *at <= revision);
@@ -78,19 +78,19 @@ impl StoreView {
         self.history.get(&kind).map_or(0, |history| history.revision)
     }
 
-    /// The objects of a kind that came, went or changed after a revision; nothing if that is too long ago to tell. One that
-    /// changed twice may be there twice.
+    /// The objects of a kind that were added, removed or changed after a revision; `None` if that is too long ago to tell.
+    /// One that changed twice may be listed twice.
     pub(super) fn changed(&self, kind: Kind, since: u64) -> Option<Vec<Key>> {
         self.history.get(&kind).map_or(Some(Vec::new()), |history| history.since(since))
     }
 
-    /// The object that a file of Spillway's stands for: its kind has one object of a name, in whatever namespace.
+    /// The object of a file of Spillway's: its kind has one object of each name, in whatever namespace.
     pub(super) fn named(&self, target: &ObjectRef) -> Option<(Key, Item)> {
         let mut objects = self.kinds.get(&target.kind).filter(|_| !target.kind.is_users())?.iter();
         objects.find(|(key, _)| key.name == target.key.name).map(|(key, item)| (key.clone(), item.clone()))
     }
 
-    /// Sets or removes one object; says whether that made a difference.
+    /// Sets or removes one object. Returns whether that made a difference.
     pub(super) fn set(&mut self, kind: Kind, key: Key, item: Option<Item>) -> bool {
         let objects = self.kinds.entry(kind).or_default();
         let changed = match item {
@@ -107,7 +107,7 @@ impl StoreView {
         changed
     }
 
-    /// Replaces all objects of a kind, keeping those whose version is the same; says whether that made a difference.
+    /// Replaces all objects of a kind, keeping those whose version is the same. Returns whether that made a difference.
     pub(super) fn set_all(&mut self, kind: Kind, mut items: BTreeMap<Key, Item>) -> bool {
         let objects = self.kinds.entry(kind).or_default();
         let mut changed: Vec<Key> = objects.keys().filter(|key| !items.contains_key(key)).cloned().collect();
@@ -150,7 +150,7 @@ mod tests {
         assert_eq!(names(&view, before).unwrap(), ["a", "b", "c"]);
         assert_eq!(names(&view, 0).unwrap(), ["a", "a", "b", "c"]);
         assert_eq!(names(&view, view.revision(Kind::Pod)), Some(vec![]));
-        assert_eq!(names(&view, 100), None, "it has not been told yet");
+        assert_eq!(names(&view, 100), None, "it is in the future");
         view.set(Kind::Pod, Key::cluster("b"), None);
         let before = view.revision(Kind::Pod);
         for version in 2..2 + REMEMBERED as u32 {
@@ -160,7 +160,7 @@ mod tests {
         view.set(Kind::Pod, Key::cluster("b"), Some(item(1)));
         assert_eq!(names(&view, before), None);
         assert_eq!(names(&view, before + 1).unwrap().last().unwrap(), "b");
-        // What is forgotten in the middle of a change makes the whole of it unknown.
+        // If a part of a change is forgotten, the whole change is unknown.
         let all = (0..2 * REMEMBERED as u32).map(|n| (Key::cluster(&n.to_string()), item(n)));
         let before = view.revision(Kind::Pod);
         view.set_all(Kind::Pod, all.collect());

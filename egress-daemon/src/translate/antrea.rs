@@ -20,8 +20,8 @@ pub const EGRESS: &str = "Egress";
 /// The kind of pools.
 pub const POOL: &str = "ExternalIPPool";
 
-/// The policy that an Egress says, or all that is wrong with it. `pools` tells the families of its addresses, and which
-/// of its pools an address is out of.
+/// The policy of an Egress, or everything that is wrong with it. `pools` determines the families of its addresses, and
+/// which of its pools an address is from.
 pub fn egress(object: &api::Egress, pools: &BTreeMap<PoolId, Pool>) -> Result<Policy, Vec<Problem>> {
     let mut reader = Reader::new(EGRESS, &object.metadata);
     let (metadata, spec) = (&object.metadata, &object.spec);
@@ -45,7 +45,7 @@ pub fn egress(object: &api::Egress, pools: &BTreeMap<PoolId, Pool>) -> Result<Po
     reader.finish(policy)
 }
 
-/// The pool that an ExternalIPPool says, or all that is wrong with it.
+/// The pool of an ExternalIPPool, or everything that is wrong with it.
 pub fn pool(object: &api::ExternalIPPool) -> Result<Pool, Vec<Problem>> {
     let mut reader = Reader::new(POOL, &object.metadata);
     let spec = &object.spec;
@@ -65,7 +65,7 @@ pub fn pool(object: &api::ExternalIPPool) -> Result<Pool, Vec<Problem>> {
     reader.finish(pool)
 }
 
-/// Without any selector it is for no pod.
+/// Without any selector it selects no pod.
 fn selectors(reader: &mut Reader, applied_to: &api::AppliedTo) -> Vec<EndpointSelector> {
     let mut read = |selector: &Option<_>, part: &str| {
         selector.as_ref().map(|selector| reader.selector(selector, &format!("spec.appliedTo.{part}")))
@@ -129,7 +129,7 @@ fn list(
     one.into_iter().chain(several).collect()
 }
 
-/// Everything, in the families of its addresses; in both while no pool tells.
+/// All destinations, in the families of its addresses; in both while its pools are not known.
 fn destinations(source: &Source, pools: &BTreeMap<PoolId, Pool>) -> Vec<IpNet> {
     let mut families: BTreeSet<Family> = BTreeSet::new();
     match source {

@@ -1,6 +1,6 @@
 //! CiliumEgressGatewayPolicy to the model.
 //!
-//! What Cilium refuses without saying so on the object is a problem here. Its labels for what surrounds a pod become
+//! What Cilium rejects without reporting it on the object is a problem here. Its labels for what surrounds a pod become
 //! conditions on the namespace.
 
 use super::policy::{ADDRESS, nets};
@@ -15,12 +15,12 @@ use egress_core::model::{
 pub const KIND: &str = "CiliumEgressGatewayPolicy";
 /// Cilium's label for the name of a pod's namespace.
 const NAMESPACE: &str = "io.kubernetes.pod.namespace";
-/// What Cilium puts before the labels of a pod's namespace.
+/// Cilium's prefix for the labels of a pod's namespace.
 const NAMESPACE_LABELS: &str = "io.cilium.k8s.namespace.labels.";
-/// What Cilium puts before what it knows of a pod besides labels: its service account, its cluster.
+/// Cilium's prefix for what it knows of a pod besides labels: its service account, its cluster.
 const POLICY_LABELS: &str = "io.cilium.k8s.policy.";
 
-/// The policy that an object says, or all that is wrong with it.
+/// The policy of an object, or everything that is wrong with it.
 pub fn policy(object: &api::CiliumEgressGatewayPolicy) -> Result<Policy, Vec<Problem>> {
     let mut reader = Reader::new(KIND, &object.metadata);
     let (metadata, spec) = (&object.metadata, &object.spec);

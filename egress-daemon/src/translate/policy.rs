@@ -20,7 +20,7 @@ const CIDR: &str = "write a network such as 203.0.113.0/24 or 2001:db8::/32";
 /// What to write for an address.
 pub(super) const ADDRESS: &str = "write an address such as 192.0.2.10 or 2001:db8::10";
 
-/// The policy that an object of either kind says: both have fields of these names. Selectors and source differ.
+/// The policy of an object of either kind: both have fields with these names. Selectors and source differ.
 macro_rules! policy {
     ($reader:ident, $object:ident, $kind:expr, $selectors:expr, $source:expr) => {{
         let (metadata, spec) = (&$object.metadata, &$object.spec);
@@ -43,7 +43,7 @@ macro_rules! policy {
     }};
 }
 
-/// The policy that an object says, or all that is wrong with it.
+/// The policy of an object, or everything that is wrong with it.
 pub fn policy(object: &api::EgressGatewayPolicy) -> Result<Policy, Vec<Problem>> {
     let mut reader = Reader::new(KIND, &object.metadata);
     let spec = &object.spec;
@@ -51,7 +51,7 @@ pub fn policy(object: &api::EgressGatewayPolicy) -> Result<Policy, Vec<Problem>>
     reader.finish(policy)
 }
 
-/// The policy that an object of a namespace says, or all that is wrong with it. It selects pods of its own namespace only.
+/// The policy of a namespaced object, or everything that is wrong with it. It selects only pods of its own namespace.
 pub fn namespaced(object: &api::EgressPolicy) -> Result<Policy, Vec<Problem>> {
     let mut reader = Reader::new(NAMESPACED, &object.metadata);
     let spec = &object.spec;
@@ -176,7 +176,7 @@ fn source(reader: &mut Reader, spec: &api::EgressGatewayPolicySpec) -> Source {
     Source::Pools(pool_requests(reader, pools))
 }
 
-/// What a policy wants of each pool, all that it writes of one taken together.
+/// What a policy requests of each pool, with all its entries for a pool taken together.
 fn pool_requests(reader: &mut Reader, pools: Vec<(String, &api::PoolRequest)>) -> Vec<PoolRequest> {
     let mut requests: BTreeMap<PoolId, PoolRequest> = BTreeMap::new();
     for (field, entry) in pools {

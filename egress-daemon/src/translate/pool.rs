@@ -12,7 +12,7 @@ use egress_core::model::{
 /// The kind, as problems name it.
 pub const KIND: &str = "EgressIPPool";
 
-/// The pool that an object says, or all that is wrong with it.
+/// The pool of an object, or everything that is wrong with it.
 pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
     let mut reader = Reader::new(KIND, &object.metadata);
     let spec = &object.spec;
@@ -48,7 +48,7 @@ pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
             api::FailbackMode::Preferred => Failback::Preferred { delay: delay(&mut reader, &spec.failback.delay) },
         },
         announce,
-        // Routers send what comes in to any of those that have a route.
+        // Routers send incoming packets to any of those that have a route.
         carriers: if anycast { MAX_CARRIERS } else { carriers.unwrap_or(DEFAULT_CARRIERS) },
         outbound: match spec.outbound {
             Some(api::Outbound::Owner) | None if !anycast => Outbound::Owner,

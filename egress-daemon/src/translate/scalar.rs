@@ -1,9 +1,9 @@
-//! Quantities and durations as Kubernetes writes them.
+//! Quantities and durations in the notation of Kubernetes.
 
 use std::time::Duration;
 
-/// A quantity above zero: `800M`, `2Gi`, `1.5G`, `3e9`, `1500000`. Fractions of a unit are rounded up, and what is larger
-/// than u64::MAX is u64::MAX.
+/// A quantity above zero: `800M`, `2Gi`, `1.5G`, `3e9`, `1500000`. Fractions of a unit are rounded up, and larger values
+/// saturate at u64::MAX.
 pub fn quantity(text: &str) -> Option<u64> {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, suffix) = text.split_at(end);

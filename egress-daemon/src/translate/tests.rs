@@ -1,4 +1,4 @@
-//! What is read, and what is said about what cannot be read.
+//! What is read, and what is reported about what cannot be read.
 
 use serde_json::{Value, json};
 
@@ -174,7 +174,7 @@ fn nodes_are_read_with_what_their_agent_says() {
         }
     })).unwrap();
     let (node, problems) = node(&kube, Some(&said));
-    assert!(node.ready, "nobody has heard of it: its lease tells");
+    assert!(node.ready, "there is no report: its lease decides");
     assert!(node.draining);
     assert_eq!((node.zone.as_deref(), node.max_egress_ips, node.addresses.len()), (Some("x"), Some(7), 1));
     let report = node.report.unwrap();

@@ -3,7 +3,7 @@
 use super::*;
 use crate::snapshot::draining_since;
 
-/// The addresses that drain, sorted, once there are so many.
+/// The addresses that drain, sorted, once there are `count`.
 fn draining(store: &Store, count: usize) -> Option<Vec<String>> {
     let ips = store.list::<EgressIP>();
     let draining = ips.iter().filter(|ip| draining_since(ip).is_some()).map(|ip| ip.spec.address.clone());
@@ -36,14 +36,14 @@ async fn pool_gone_addresses_that_leave_their_pool_while_they_are_in_use_drain()
     fs::remove_file(&pool).unwrap();
     let all = world.until(|store| draining(store, 3)).await;
     assert_eq!(all, ["192.0.2.1", "192.0.2.2", "192.0.2.3"]);
-    assert!(owners(&world.store).iter().all(|(_, node, _)| node.is_some()), "gateways carry them on");
+    assert!(owners(&world.store).iter().all(|(_, node, _)| node.is_some()), "gateways still carry them");
     world.until(|store| condition(store, "Ready").filter(|found| found.1 == "NoAddress")).await;
 
     fs::write(&pool, POOL).unwrap();
     world.until(|store| draining(store, 0)).await;
     world.until(|store| condition(store, "Ready").filter(|found| found.0 == "True")).await;
 
-    // Another controller goes on where this one stops, and ends it in time.
+    // Another controller continues where this one stops, and ends the drain in time.
     one.task.abort();
     let _two = controller_with(world.path(), "two", |config| config.drain_timeout = Duration::from_millis(1));
     fs::remove_file(&pool).unwrap();

@@ -1,4 +1,4 @@
-//! Conditions as Kubernetes writes them: the time of a condition is that of the last change of its status.
+//! Conditions as in Kubernetes: the time of a condition is that of the last change of its status.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -16,14 +16,14 @@ use egress_core::{
 /// The condition of an egress IP that was taken out of its pool while it was in use; its time is that of the beginning.
 pub const DRAINING: &str = "Draining";
 
-/// The condition of a policy that the datapath of its pods' nodes has.
+/// The condition of a policy that is in the datapath of its pods' nodes.
 pub const PROGRAMMED: &str = "Programmed";
-/// Why a policy is not ready as long as some do not have it.
+/// The reason of a policy that some nodes do not have yet.
 const PROGRAMMING: &str = "Programming";
-/// So many nodes are named.
+/// How many nodes are named.
 const SHOWN_NODES: usize = 3;
 
-/// The longest message that an API server takes.
+/// The longest message that an API server accepts.
 const LONGEST_MESSAGE: usize = 32_768;
 
 /// Makes the conditions of one object.
@@ -35,7 +35,7 @@ pub struct ConditionWriter<'a> {
 }
 
 impl<'a> ConditionWriter<'a> {
-    /// Of an object that has these conditions now.
+    /// For an object that has these conditions now.
     pub fn new(existing: Option<&'a Vec<Condition>>, generation: Option<i64>, now: &'a Time) -> Self {
         Self { existing: existing.map_or(&[], Vec::as_slice), generation, now, made: Vec::new() }
     }
@@ -53,7 +53,7 @@ impl<'a> ConditionWriter<'a> {
         });
     }
 
-    /// A policy's: what the plan says, or that the object could not be understood.
+    /// Those of a policy: the plan's outcome, or that the object could not be understood.
     pub fn of_policy(&mut self, outcome: Option<&PolicyOutcome>, problems: &[&Problem]) {
         match outcome.filter(|_| problems.is_empty()) {
             Some(outcome) => {
@@ -85,14 +85,14 @@ impl<'a> ConditionWriter<'a> {
     }
 
     /// Whether the datapath of all nodes had this generation at some time. Nodes and pods that come later hold their traffic until they
-    /// have it, so that they change nothing here: a joining node costs no write for each policy.
+    /// have it, and so change nothing here: a joining node costs no write for each policy.
     fn was_programmed(&self) -> bool {
         let had =
             |c: &&Condition| c.type_ == PROGRAMMED && c.status == "True" && c.observed_generation == self.generation;
         self.existing.iter().any(|condition| had(&condition))
     }
 
-    /// Antrea's own, of an Egress that has so many addresses, and this one of them on a node.
+    /// Antrea's own, of an Egress with this many addresses, of which this one is on a node.
     pub fn of_egress(&mut self, addresses: usize, assigned: Option<&SlotStatus>) {
         match addresses {
             0 => self.add("IPAllocated", false, "NotAllocated", "it has no address".into()),
@@ -105,13 +105,13 @@ impl<'a> ConditionWriter<'a> {
         }
     }
 
-    /// A pool's.
+    /// Those of a pool.
     pub fn of_pool(&mut self, usage: &PoolUsage, problems: &[&Problem]) {
         let ready = ConditionKind::Ready.as_str();
         if !problems.is_empty() {
             self.add(ready, false, Reason::Invalid.as_str(), sentences(problems));
         } else if usage.total == 0 {
-            let message = "its ranges hold no address that can be given out: a CIDR's first address, and an IPv4 CIDR's last, never are; write start and end".into();
+            let message = "its ranges contain no address that can be assigned: a CIDR's first address, and an IPv4 CIDR's last, never are; write start and end".into();
             self.add(ready, false, Reason::NoAddress.as_str(), message);
         } else {
             let message = format!("{} of {} addresses are in use", usage.used, usage.total);
@@ -119,7 +119,7 @@ impl<'a> ConditionWriter<'a> {
         }
     }
 
-    /// An egress IP's.
+    /// Those of an egress IP.
     pub fn of_egress_ip(&mut self, address: IpAddr, ip: &EgressIpPlan, drain_timeout: Duration) {
         let node = |node: &Option<NodeName>| node.as_ref().map(ToString::to_string).unwrap_or_default();
         let (owner, preferred) = (node(&ip.owner), node(&ip.preferred));
@@ -149,7 +149,7 @@ impl<'a> ConditionWriter<'a> {
         }
     }
 
-    /// A pool's, of which these addresses drain.
+    /// Those of a pool with these draining addresses.
     pub fn of_draining(&mut self, addresses: &[IpAddr], drain_timeout: Duration) {
         let addresses = addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let message = format!(
@@ -177,7 +177,7 @@ fn waiting(behind: &BTreeSet<NodeName>) -> String {
         0 => String::new(),
         more => format!(" and {more} more"),
     };
-    format!("the datapath of {shown}{more} does not have it yet; if that lasts, look at the agents there")
+    format!("the datapath of {shown}{more} does not have it yet; if that lasts, check the agents there")
 }
 
 fn sentences(problems: &[&Problem]) -> String {

@@ -1,4 +1,4 @@
-//! What should be there of the parts of a plan that a small change touched.
+//! The desired objects of the parts of a plan that a small change touched.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -15,7 +15,7 @@ use egress_core::{
 };
 
 /// The same as [`super::desired`], for the objects in `objects` and those of egress IPs and nodes that were touched. `specs`
-/// are what all EgressNode objects should have been before; the nodes that there are, and that hold blocks, are the same.
+/// are what all EgressNode objects should have been before; the nodes that exist, and those that hold blocks, are the same.
 pub fn desired_part(
     objects: &ApiObjects,
     snapshot: &Snapshot,

@@ -47,7 +47,7 @@ impl StatusInputs<'_> {
         }
     }
 
-    /// The status of an Egress, as its users know it.
+    /// The status of an Egress, in Antrea's form.
     pub fn egress(&self, object: &api::Egress) -> api::EgressStatus {
         let outcome = self.outcome(PolicyKind::Antrea, &object.metadata);
         let conditions = object.status.as_ref().map(|status| &status.conditions);

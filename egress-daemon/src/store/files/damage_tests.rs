@@ -1,4 +1,4 @@
-//! Manifests as nobody would write them: every text is answered with objects and problems, never with a panic.
+//! Malformed manifests: every text results in objects and problems, never in a panic.
 
 use super::parse::Parser;
 use crate::snapshot::{ApiObjects, snapshot};
@@ -18,7 +18,7 @@ const EXAMPLES: [&str; 5] = [
     include_str!("../../../../manifests/examples/web-to-partner.yaml"),
 ];
 
-/// What means something in YAML, in JSON, or where a number, an address or a name is expected.
+/// Pieces with a meaning in YAML, in JSON, or where a number, an address or a name is expected.
 const PIECES: [&str; 28] = [
     "",
     " ",
@@ -68,7 +68,7 @@ fn damaged() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// What the agents and the controller do with a text: objects, and from these what is planned with.
+/// What the agents and the controller do with a text: parse objects, and derive the inputs of a plan.
 fn digest(text: &[u8]) -> usize {
     let (parsed, _) = PARSER.with(|parser| parser.parse(Path::new("x.yaml"), text));
     let mut objects = ApiObjects::default();

@@ -1,4 +1,4 @@
-//! The files of people on disk.
+//! The users' files on disk.
 
 use super::Files;
 use super::own;
@@ -10,8 +10,8 @@ use std::{fs, io};
 /// How deep the directory is followed.
 const MAX_DEPTH: usize = 16;
 
-/// All files that people write, relative to the directory. Hidden ones are left out. Each directory is told to `meet`
-/// before what is in it is read.
+/// All files that users write, relative to the directory. Hidden ones are left out. `meet` is called for each directory
+/// before its contents are read.
 pub(super) fn listing(directory: &Path, meet: &mut dyn FnMut(&Path)) -> io::Result<BTreeMap<PathBuf, Stamp>> {
     fn walk(
         root: &Path,
@@ -27,7 +27,7 @@ pub(super) fn listing(directory: &Path, meet: &mut dyn FnMut(&Path)) -> io::Resu
             if entry.file_name().to_string_lossy().starts_with('.') {
                 continue;
             }
-            // What vanishes while it is looked at is not there.
+            // A file that vanishes meanwhile counts as absent.
             let Ok(metadata) = fs::metadata(&path) else { continue };
             if metadata.is_dir() && depth < MAX_DEPTH {
                 match walk(root, &path, depth + 1, meet, found) {

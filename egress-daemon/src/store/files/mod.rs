@@ -1,4 +1,4 @@
-//! The store in a directory: people write YAML files into it, Spillway keeps what it writes in `DIR/.spillway`, and any
+//! The store in a directory: users write YAML files into it, Spillway keeps what it writes in `DIR/.spillway`, and any
 //! number of processes share it without a server.
 
 #[cfg(test)]
@@ -34,11 +34,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use tokio::sync::{oneshot, watch};
 
-/// How often everything is looked at although nothing was notified.
+/// How often everything is scanned although nothing was notified.
 const BACKSTOP: Duration = Duration::from_secs(2);
 /// The same when the kernel cannot notify.
 const POLL: Duration = Duration::from_millis(250);
-/// How long notices are gathered before the directory is looked at.
+/// How long notices are gathered before the directory is scanned.
 const GATHER: Duration = Duration::from_millis(2);
 /// How long opening waits for files that are being written.
 const OPEN_WAIT: Duration = Duration::from_secs(2);
@@ -49,10 +49,10 @@ pub struct Files {
     own: Own,
     parser: Parser,
     view: Mutex<StoreView>,
-    /// Held while the directory is looked at and while a write is put into the view, so that the view never goes back.
+    /// Held while the directory is scanned and while a write is put into the view, so that the view never goes back.
     order: Mutex<()>,
     changes: watch::Sender<u64>,
-    /// Where those are told to who waits for a look at Spillway's files, and what wakes the thread that looks.
+    /// Where callers queue that wait for a scan of Spillway's files, and what wakes the scanning thread.
     waiting: mpsc::Sender<oneshot::Sender<()>>,
     bell: Arc<EventFd>,
 }
@@ -60,7 +60,7 @@ pub struct Files {
 /// Why a directory cannot be a store.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// It is not there, or not a directory.
+    /// It does not exist, or is not a directory.
     #[error("{0} is not a directory: create it, or name another one with --manifests")]
     NotADirectory(PathBuf),
     /// Spillway's own part of it cannot be created.
@@ -80,9 +80,9 @@ pub enum OpenError {
 }
 
 impl Files {
-    /// Opens a directory and reads all of it. Blocks for the time that this takes, and for files that are just being
-    /// written; what is broken is among [`Store::problems`]. Its cache follows the directory until the last clone of
-    /// the store is dropped.
+    /// Opens a directory and reads all of it. Blocks until this is done, and until files that are just being written
+    /// are complete; what is broken is among [`Store::problems`]. Its cache follows the directory until the last clone
+    /// of the store is dropped.
     pub fn open(directory: &Path) -> Result<Store, OpenError> {
         let (files, waiting) = Self::prepare(directory)?;
         let mut scanner = Scanner::with_notices(&files.directory);
@@ -101,15 +101,15 @@ impl Files {
         Ok(Store::new(Arc::new(files)))
     }
 
-    /// Whether there is such a directory, without a look into it.
+    /// Checks that there is such a directory, without reading it.
     pub fn check(directory: &Path) -> Result<(), OpenError> {
         directory.is_dir().then_some(()).ok_or_else(|| OpenError::NotADirectory(directory.to_owned()))
     }
 
-    /// A store that has not looked yet, and where it will be woken.
+    /// A store that has not scanned yet, and where it will be woken.
     fn prepare(directory: &Path) -> Result<(Arc<Self>, mpsc::Receiver<oneshot::Sender<()>>), OpenError> {
         Self::check(directory)?;
-        // Links in the path are followed each time: where they lead may change, or be cut.
+        // Symbolic links in the path are followed each time: their targets may change or disappear.
         let absolute = std::path::absolute(directory).ok().filter(|path| path.is_dir());
         let directory = absolute.ok_or_else(|| OpenError::NotADirectory(directory.to_owned()))?;
         let own = Own::open(directory.join(".spillway"))
@@ -134,9 +134,9 @@ impl Files {
         self.view.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes the thread that looks at the directory.
+    /// Wakes the thread that scans the directory.
     fn ring(&self) {
-        // It fails only where it has rung often enough.
+        // It fails only if it has already rung often enough.
         self.bell.write(1).ok();
     }
 
@@ -183,15 +183,15 @@ fn follow(
     }
 }
 
-/// Waits until the bell rings or something is noticed; whether that was before a time.
+/// Waits until the bell rings or something is noticed. Returns whether that was before a time.
 fn wait(bell: &EventFd, notices: Option<&notices::Notices>, until: Instant) -> bool {
     let mut fds = vec![PollFd::new(bell.as_fd(), PollFlags::POLLIN)];
     fds.extend(notices.map(|notices| PollFd::new(notices.as_fd(), PollFlags::POLLIN)));
     let left = until.saturating_duration_since(Instant::now());
-    // Rounded up, or the last part of a millisecond is spent in a loop.
+    // Rounded up, or the last part of a millisecond would be spent in a busy loop.
     let timeout = PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX);
     let woken = poll(&mut fds, timeout).is_ok_and(|ready| ready > 0);
-    // Nothing is there to be read if it did not ring.
+    // There is nothing to read if it did not ring.
     bell.read().ok();
     woken
 }
@@ -199,13 +199,13 @@ fn wait(bell: &EventFd, notices: Option<&notices::Notices>, until: Instant) -> b
 /// The objects of a file, and what is wrong with the rest.
 pub type Read = (Vec<(ObjectRef, Value)>, Vec<StoreProblem>);
 
-/// The objects in a text that a person wrote, and what is wrong with it.
+/// The objects in a text that a user wrote, and what is wrong with it.
 pub fn parse(file: &Path, text: &[u8]) -> Result<Read, OpenError> {
     let (objects, problems) = Parser::new()?.parse(file, text);
     Ok((objects.into_iter().map(|parsed| (parsed.target, parsed.object.value())).collect(), problems))
 }
 
-/// A shared handle to the directory; writes need their own to outlive the caller.
+/// A shared handle to the directory; writes need their own handle to outlive the caller.
 impl Backend for Arc<Files> {
     fn list(&self, kind: Kind) -> Vec<Erased> {
         self.view().list(kind)

@@ -1,5 +1,5 @@
-//! What the kernel tells of changes in the directory (inotify(7)). A notice is there before the rename that it is about
-//! returns, so that whoever reads the notices while it holds the lock misses none of what was written before.
+//! The kernel's notices of changes in the directory (inotify(7)). A notice is queued before the rename that it is about
+//! returns, so that a reader of the notices that holds the lock misses nothing that was written before.
 
 use super::own::{self, Own};
 use crate::store::{Kind, ObjectRef};
@@ -11,7 +11,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 
-/// What may stand for a change of an object. Opening and reading do not, which every look at the directory does.
+/// Events that may mean a change of an object. Opening and reading do not, and every scan of the directory does both.
 const USERS: AddWatchFlags = AddWatchFlags::IN_CREATE
     .union(AddWatchFlags::IN_MODIFY)
     .union(AddWatchFlags::IN_CLOSE_WRITE)
@@ -20,7 +20,7 @@ const USERS: AddWatchFlags = AddWatchFlags::IN_CREATE
     .union(AddWatchFlags::IN_DELETE)
     .union(AddWatchFlags::IN_MOVE_SELF)
     .union(AddWatchFlags::IN_DELETE_SELF);
-/// The same of Spillway's files, which are replaced by rename.
+/// The same for Spillway's files, which are replaced by rename.
 const OWN: AddWatchFlags =
     AddWatchFlags::IN_CLOSE_WRITE.union(AddWatchFlags::IN_MOVED_TO).union(AddWatchFlags::IN_DELETE);
 
@@ -29,7 +29,7 @@ const OWN: AddWatchFlags =
 pub(super) struct Notices {
     inotify: Inotify,
     places: BTreeMap<WatchDescriptor, WatchedDirectory>,
-    /// The directories of people that were met since the last look began.
+    /// The users' directories that were met since the last scan began.
     met: BTreeSet<WatchDescriptor>,
 }
 
@@ -42,9 +42,9 @@ enum WatchedDirectory {
 /// What changed.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Noticed {
-    /// Something of what people write.
+    /// Whether any of the users' files changed.
     pub(super) users: bool,
-    /// Of Spillway's.
+    /// Which of Spillway's files changed.
     pub(super) own: BTreeSet<ObjectRef>,
     /// Notices were lost: anything may have changed.
     pub(super) lost: bool,
@@ -56,7 +56,7 @@ impl Notices {
         Ok(Notices { inotify, places: BTreeMap::new(), met: BTreeSet::new() })
     }
 
-    /// Follows Spillway's directories, those that were made anew as well.
+    /// Follows Spillway's directories, including recreated ones.
     pub(super) fn follow_own(&mut self, own: &Own) -> io::Result<()> {
         for (kind, directory) in own.directories() {
             let watch = self.inotify.add_watch(&directory, OWN)?;
@@ -65,7 +65,7 @@ impl Notices {
         Ok(())
     }
 
-    /// Follows a directory of people's. It must be told before what is in it is listed.
+    /// Follows a users' directory. This must be called before its contents are listed.
     pub(super) fn follow(&mut self, directory: &Path) -> io::Result<()> {
         match self.inotify.add_watch(directory, USERS) {
             Ok(watch) => {
@@ -73,13 +73,13 @@ impl Notices {
                 self.met.insert(watch);
                 Ok(())
             }
-            // It is not there any more: whatever made it go is noticed.
+            // It no longer exists: its removal is noticed.
             Err(Errno::ENOENT | Errno::ENOTDIR) => Ok(()),
             Err(error) => Err(error.into()),
         }
     }
 
-    /// Follows no directory any more that was not told again since this was called last.
+    /// Stops following directories that were not followed again since the last call.
     pub(super) fn forget_others(&mut self) {
         let met = std::mem::take(&mut self.met);
         let inotify = &self.inotify;
@@ -189,7 +189,7 @@ mod tests {
         notices.forget_others();
         notices.take();
         fs::write(below.join("web.yaml"), "a").unwrap();
-        assert!(notices.take().users, "the one that was told last is followed");
+        assert!(notices.take().users, "the last one is followed");
         fs::rename(&below, elsewhere.path().join("below")).unwrap();
         notices.follow(dir.path()).unwrap();
         notices.forget_others();

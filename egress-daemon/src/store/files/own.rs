@@ -2,11 +2,12 @@
 //! under one lock.
 //!
 //! - `<Kind>/<name>.yaml`: EgressIP, EgressNode, Lease.
-//! - `status/<Kind>/<name>.yaml` (`<namespace>.<name>.yaml` where the kind has namespaces): the record of an object that a person writes: when it was first seen, its generation,
-//!   a hash of the content that the generation stands for, and the status.
-//! - `good/<hash>.yaml`: the last text without problems of each file that a person writes.
+//! - `status/<Kind>/<name>.yaml` (`<namespace>.<name>.yaml` where the kind has namespaces): the record of an object
+//!   that a user writes: when it was first seen, its generation, a hash of the content that the generation stands for,
+//!   and the status.
+//! - `good/<hash>.yaml`: the last text without problems of each file that a user writes.
 //! - `lock`: held exclusively while writing, and shared while reading without the kernel's notices; its content is the last
-//!   resourceVersion given out.
+//!   resourceVersion assigned.
 
 use crate::store::{Key, Kind, ObjectRef};
 use nix::fcntl::{Flock, FlockArg};
@@ -22,11 +23,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use super::user::Stamp;
 
-/// How long a writer waits for the lock. It is held for well under a millisecond at a time, so that only a stopped
-/// process makes others wait this long.
+/// How long a writer waits for the lock. It is held for well under a millisecond at a time, so only a stopped process
+/// makes others wait this long.
 const LOCK_WAIT: Duration = Duration::from_secs(1);
-/// How long a reader waits before it reads without the lock: each file is whole at any time, only the files together
-/// may then be of different moments.
+/// How long a reader waits before it reads without the lock: each file is complete at any time, but different files may
+/// then be of different moments.
 const READ_WAIT: Duration = Duration::from_millis(200);
 
 /// The directory `.spillway`.
@@ -35,12 +36,12 @@ pub(super) struct Own {
     root: PathBuf,
 }
 
-/// The exclusive lock with the last resourceVersion given out.
+/// The exclusive lock with the last resourceVersion assigned.
 pub(super) struct Locked(Flock<File>);
 
 impl Own {
-    /// Makes what is missing below a directory that is there. One that was cut off is not made anew: in an empty one of its
-    /// own, a process would hold every lease.
+    /// Makes what is missing below an existing directory. A directory that became unreachable is not made anew: in an empty
+    /// one of its own, a process would hold every lease.
     pub(super) fn open(root: PathBuf) -> io::Result<Self> {
         let own = Own { root };
         let above = [own.root.clone(), own.root.join("good"), own.root.join("status")];
@@ -71,7 +72,7 @@ impl Own {
     fn lock_file(&self) -> io::Result<File> {
         let path = self.root.join("lock");
         let writable = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
-        // Whoever may only read can still take part in the locking.
+        // A process that may only read can still take part in the locking.
         writable.or_else(|error| File::open(path).map_err(|_| error))
     }
 
@@ -89,7 +90,7 @@ impl Own {
         }
     }
 
-    /// The lock for reading; nothing when some process holds it for too long.
+    /// The lock for reading; `None` if some process holds it for too long.
     pub(super) fn shared(&self) -> io::Result<Option<Flock<File>>> {
         self.flock(FlockArg::LockSharedNonblock, READ_WAIT)
     }
@@ -108,7 +109,7 @@ impl Own {
         self.flock(FlockArg::LockExclusiveNonblock, LOCK_WAIT)?.map(Locked).ok_or_else(held)
     }
 
-    /// The file of an object that Spillway writes, or of the record of one that a person writes.
+    /// The file of an object that Spillway writes, or of the record of one that a user writes.
     pub(super) fn path(&self, target: &ObjectRef) -> PathBuf {
         let Key { namespace, name } = &target.key;
         // No namespace has a dot in its name.
@@ -162,13 +163,13 @@ impl Own {
         let temporary = path.with_file_name(name);
         let written = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, path));
         if written.is_err() {
-            // The write's own error says more than that of the cleaning up.
+            // The error of the write says more than that of the cleanup.
             fs::remove_file(&temporary).ok();
         }
         written
     }
 
-    /// Forgets the last good texts of all other files than these.
+    /// Forgets the last good texts of all files but these.
     pub(super) fn keep_good_of<'a>(&self, files: impl Iterator<Item = &'a Path>) -> io::Result<()> {
         let keep: BTreeSet<PathBuf> = files.map(|file| self.good_path(file)).collect();
         for entry in fs::read_dir(self.root.join("good"))? {
@@ -187,7 +188,7 @@ impl Own {
 }
 
 impl Locked {
-    /// A resourceVersion that is greater than `least` and than every one given out before.
+    /// A resourceVersion that is greater than `least` and than every one assigned before.
     pub(super) fn next_version(&mut self, least: u64) -> io::Result<u64> {
         let mut text = String::new();
         self.0.rewind()?;
@@ -210,7 +211,7 @@ pub(super) fn target(kind: Kind, file: &OsStr) -> Option<ObjectRef> {
     Some(ObjectRef { kind, key })
 }
 
-/// Whether the names of a kind's files have the namespace in front. Of the kinds that Spillway writes itself no two objects have one name.
+/// Whether the names of a kind's files have the namespace in front. Among objects of a kind that Spillway writes itself, names are unique.
 fn has_namespace(kind: Kind) -> bool {
     kind.is_users() && kind.is_namespaced()
 }

@@ -1,4 +1,4 @@
-//! What is kept of objects for later: as text, since a tree of maps takes ten times as much memory.
+//! Objects that are kept for later: as text, since a tree of maps takes ten times as much memory.
 
 use serde_json::Value;
 
@@ -16,7 +16,7 @@ impl Packed {
     }
 
     pub(super) fn value(&self) -> Value {
-        // What a value was printed as is JSON.
+        // A printed value is valid JSON.
         serde_json::from_str(&self.0).unwrap_or_default()
     }
 }

@@ -1,4 +1,4 @@
-//! The text of a file that a person wrote into objects and problems. Pure.
+//! Parses the text of a file that a user wrote into objects and problems. Pure.
 
 use super::packed::Packed;
 use crate::api::{Rules, Violation, crds, unknown_field};
@@ -16,13 +16,13 @@ pub(super) struct Parsed {
     pub(super) target: ObjectRef,
     /// Which of the file's documents it is, from 1.
     pub(super) document: usize,
-    /// The object without nulls, and without the status where Spillway writes it.
+    /// The object without nulls, and without the status if Spillway writes it.
     pub(super) object: Packed,
     /// A hash of `object` that is the same on every machine.
     pub(super) hash: String,
 }
 
-/// The rules of every kind that has some, by apiVersion and kind.
+/// The rules of every kind that has any, by apiVersion and kind.
 pub(super) struct Parser {
     rules: BTreeMap<(String, String), Rules>,
 }
@@ -39,7 +39,7 @@ impl Parser {
         Ok(Parser { rules })
     }
 
-    /// The rules that an object breaks, for kinds that have some; nulls are removed from it.
+    /// The rules that an object breaks, for kinds that have any; nulls are removed from it.
     pub(super) fn check(&self, value: &mut Value) -> Vec<Violation> {
         let text = |field: &str| value[field].as_str().unwrap_or_default().to_owned();
         if let Some(rules) = self.rules.get(&(text("apiVersion"), text("kind"))) {
@@ -81,8 +81,7 @@ impl Parser {
         (objects, problems)
     }
 
-    /// Adds the object unless it breaks a rule; returns what is wrong with it, which may be nothing worse than a field
-    /// that is ignored.
+    /// Adds the object unless it breaks a rule; returns what is wrong with it, which may only be an ignored field.
     fn object(
         &self,
         target: ObjectRef,
@@ -156,7 +155,7 @@ fn target(object: &Value) -> Result<ObjectRef, Violation> {
     };
     let text = |name: &str| fields.get(name).and_then(Value::as_str).unwrap_or_default();
     let users: Vec<Kind> = Kind::ALL.into_iter().filter(|kind| kind.is_users()).collect();
-    // Two systems may have a kind of one name.
+    // Two systems may have kinds with the same name.
     let named = || Kind::ALL.into_iter().filter(|kind| kind.name() == text("kind"));
     let Some(kind) = named().find(|kind| kind.api_version() == text("apiVersion")).or_else(|| named().next()) else {
         let mut known: Vec<_> = users.iter().map(|kind| kind.name()).collect();
@@ -213,7 +212,7 @@ fn target(object: &Value) -> Result<ObjectRef, Violation> {
     Ok(ObjectRef { kind, key: Key::namespaced(namespace, name) })
 }
 
-/// Whether Kubernetes accepts the name (a DNS subdomain). Such a name is a safe file name too.
+/// Whether Kubernetes accepts the name (a DNS subdomain). Such a name is also a safe file name.
 pub(super) fn is_name(name: &str) -> bool {
     let plain = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit();
     (1..=253).contains(&name.len())
@@ -263,8 +262,8 @@ fn wrong_shape(error: &serde_json::Error) -> Violation {
     violation("", format!("a field has the wrong shape: {error}"), "correct the field")
 }
 
-/// Fields of an object of Kubernetes that got lost on its way through the kind's Rust type. Such an object is used all
-/// the same, since a newer Kubernetes may have written it.
+/// Fields of a Kubernetes object that the kind's Rust type does not have. Such an object is still used, since a newer
+/// Kubernetes may have written it.
 fn ignored_fields(value: &Value, understood: &Value) -> Vec<Violation> {
     fn lost(written: &Value, kept: &Value, path: &str, found: &mut Vec<Violation>) {
         match (written, kept) {

@@ -1,4 +1,4 @@
-//! What is kept about an object that a person writes (its record), and the metadata of objects in general.
+//! What is stored about an object that a user writes (its record), and the metadata of objects in general.
 
 use super::Files;
 use super::own::{self, Own};
@@ -20,7 +20,7 @@ pub(super) fn version(value: &Value) -> Option<u64> {
     value.pointer("/metadata/resourceVersion")?.as_str()?.parse().ok()
 }
 
-/// What is known of an object that a person writes, as it is kept.
+/// What is known of an object that a user writes, as stored.
 #[derive(Clone, Debug)]
 pub(super) struct Record {
     /// The hash of the content that its generation stands for.
@@ -48,13 +48,13 @@ pub(super) fn uid(target: &ObjectRef) -> String {
     format!("{}-{}-{}-{}-{}", part(0..8), part(8..12), part(12..16), part(16..20), part(20..32))
 }
 
-/// The time of now as Kubernetes writes it into metadata.
+/// The current time, as in Kubernetes metadata.
 pub(super) fn time_now() -> Value {
     serde_json::to_value(Time(Timestamp::now())).unwrap_or_default()
 }
 
-/// Makes or renews the record of an object; nothing when the file has changed since it was read, because another
-/// process may know better.
+/// Makes or renews the record of an object; `None` if the file has changed since it was read, because another process
+/// may have a newer version.
 pub(super) fn make_record(files: &Files, parsed: &Parsed, source: Option<(&Path, Stamp)>) -> io::Result<Option<Value>> {
     let Some((path, stamp)) = source else { return Ok(None) };
     let mut lock = files.own.exclusive()?;

@@ -1,4 +1,4 @@
-//! Looks at the directory and brings the view up to date. Only files that changed are read.
+//! Scans the directory and updates the view. Only files that changed are read.
 
 use super::disk::{Disk, listing};
 use super::notices::{Noticed, Notices};
@@ -16,9 +16,9 @@ use std::time::{Duration, Instant, SystemTime};
 use std::{fs, io};
 
 /// A file of Spillway's that is younger than this when it is read may be replaced once more within the resolution of
-/// its time stamp, so that it is read again at the next look.
+/// its timestamp, so it is read again at the next scan.
 const YOUNG: Duration = Duration::from_millis(50);
-/// So many times what was noticed while files were read is read too, before writers have to wait.
+/// How many times changes noticed while files were read are also read, before writers have to wait.
 const ROUNDS: usize = 8;
 
 /// What is known of the directory.
@@ -26,30 +26,30 @@ pub(super) struct Scanner {
     start: Instant,
     user: UserFiles,
     own: BTreeMap<ObjectRef, OwnFile>,
-    /// The objects of people as they are in the view, with the hash of their content.
+    /// The users' objects, as in the view, with the hash of their content.
     merged: BTreeMap<ObjectRef, (String, Item)>,
-    /// When to look again at files that do not rest yet, since `start`.
+    /// When to check files again that do not rest yet, since `start`.
     again: Option<Duration>,
-    /// Why the files of people cannot be listed.
+    /// Why the users' files cannot be listed.
     unlisted: Option<StoreProblem>,
     /// Why an object cannot be joined with its record.
     unregistered: Option<StoreProblem>,
-    /// What the kernel tells, if it does.
+    /// The kernel's notices, if it sends any.
     notices: Option<Notices>,
 }
 
-/// Where to look.
+/// What to scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Look {
-    /// At what was noticed; without notices, at all that Spillway writes.
+    /// What was noticed; without notices, everything that Spillway writes.
     Noticed,
-    /// At everything.
+    /// Everything.
     Everywhere,
 }
 
 struct OwnFile {
     stamp: Option<Stamp>,
-    /// What was in it when it was read, if it was young then.
+    /// Its contents when it was read, if it was young then.
     young: Option<Vec<u8>>,
     /// The last good version.
     content: Option<Content>,
@@ -86,7 +86,7 @@ struct Text {
 }
 
 impl Text {
-    /// Nothing where there is no such file. What is not there because the whole directory is not is an error: it may come back.
+    /// `None` if there is no such file. If the whole directory is missing, that is an error: it may come back.
     fn read(own: &Own, target: &ObjectRef) -> io::Result<Option<Self>> {
         let read = || -> io::Result<Option<Self>> {
             let stamp = own::stamp(&own.path(target))?;
@@ -101,15 +101,15 @@ impl Text {
     }
 }
 
-/// What a look at Spillway's files has found.
+/// What a scan of Spillway's files has found.
 struct Scanned {
-    /// Files of people have changed, too.
+    /// Users' files have changed, too.
     users: bool,
-    /// The files that were read; absent if it was a look at all of them.
+    /// The files that were read; absent if all of them were.
     changed: Option<Vec<Changed>>,
 }
 
-/// A file of Spillway's that was read again.
+/// A file of Spillway's that was reread.
 struct Changed {
     target: ObjectRef,
     /// The object that it held before.
@@ -122,7 +122,7 @@ enum Changes {
     Some(Vec<(Kind, Key, Option<Item>)>),
 }
 
-/// What a file of Spillway's holds.
+/// The contents of a file of Spillway's.
 enum Content {
     Object(Key, Item),
     Record(Record),
@@ -144,7 +144,7 @@ impl Default for Scanner {
 }
 
 impl Scanner {
-    /// One that the kernel tells of changes, if it can.
+    /// One that receives the kernel's notices of changes, if possible.
     pub(super) fn with_notices(directory: &Path) -> Self {
         let mut scanner = Scanner::default();
         match Notices::open() {
@@ -158,12 +158,12 @@ impl Scanner {
         self.notices.as_ref()
     }
 
-    /// Brings the view up to date; returns when to look everywhere although nothing is noticed.
+    /// Updates the view. Returns when to scan everything although nothing is noticed.
     pub(super) fn scan(&mut self, files: &Files, look: Look) -> Option<Instant> {
         let _order = files.order.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let (scanned, unreadable_own) = match self.scan_own(files, look) {
             Ok(scanned) => (scanned, None),
-            // What was noticed besides is not known.
+            // What else was noticed is not known.
             Err(error) => (Scanned { users: true, changed: None }, Some(unreadable(Path::new(".spillway"), &error))),
         };
         let users = scanned.users || look == Look::Everywhere;
@@ -241,7 +241,7 @@ impl Scanner {
         items
     }
 
-    /// Reads what changed of what people write.
+    /// Reads the changes of what users write.
     fn scan_users(&mut self, files: &Files) {
         let mut followed = Ok(());
         let mut follow = |directory: &Path| {
@@ -267,7 +267,7 @@ impl Scanner {
         }
     }
 
-    /// Goes on without notices where the kernel does not follow all directories.
+    /// Continues without notices if the kernel does not follow all directories.
     fn go_on_without(&mut self, files: &Files, followed: io::Result<()>) {
         if let Err(error) = followed {
             not_noticed(&files.directory, &error);
@@ -275,18 +275,18 @@ impl Scanner {
         }
     }
 
-    /// Forgets the last good versions of files that vanished while no process looked.
+    /// Forgets the last good versions of files that vanished while no process was running.
     pub(super) fn forget_good(&self, files: &Files) {
         if let Err(error) = files.own.keep_good_of(self.user.files()) {
             tracing::warn!(%error, "last good versions of files that are gone could not be removed");
         }
     }
 
-    /// Reads what changed of what Spillway writes.
+    /// Reads the changes of what Spillway writes.
     ///
-    /// Readers need no lock where they have notices: when none is left after the last file was read, each write that
-    /// returned before then has been read. So what is known never has a write without those before it. Without notices, or
-    /// where they do not end, writers wait for the reading; they never wait until it is understood.
+    /// With notices, readers need no lock: if none is left after the last file was read, every write that returned before
+    /// then has been read. So what is known never has a write without those before it. Without notices, or if they do not
+    /// end, writers wait for the reading, but not for the parsing.
     fn scan_own(&mut self, files: &Files, look: Look) -> io::Result<Scanned> {
         let own = &files.own;
         let mut lock = if self.notices.is_none() { own.shared()? } else { None };
@@ -319,7 +319,7 @@ impl Scanner {
         Ok(Scanned { users, changed: (!all).then_some(changed) })
     }
 
-    /// Understands what was read.
+    /// Parses what was read.
     fn take(&mut self, files: &Files, target: ObjectRef, text: io::Result<Option<Text>>) -> Changed {
         let own = &files.own;
         let mut before = self.own.remove(&target);
@@ -352,7 +352,8 @@ impl Scanner {
         changed
     }
 
-    /// Forgets what is gone of all that Spillway writes; returns what has another version than the one that was read.
+    /// Forgets removed files of all that Spillway writes. Returns those whose version differs from the one that was
+    /// read.
     fn changed_of_all(&mut self, files: &Files) -> io::Result<BTreeSet<ObjectRef>> {
         let own = &files.own;
         let mut followed = self.notices.as_mut().map_or(Ok(()), |notices| notices.follow_own(own));
@@ -384,7 +385,7 @@ impl Scanner {
             .collect();
         for target in gone {
             let Ok(_lock) = files.own.exclusive() else { return };
-            // Another process knows of an object that this one does not know yet, if the files differ by now.
+            // If the files have changed by now, another process may know of an object that this one does not know yet.
             if !listing(&files.directory, &mut |_| {}).is_ok_and(|listing| self.user.is_current(&listing)) {
                 return;
             }
@@ -395,7 +396,7 @@ impl Scanner {
     }
 }
 
-/// An object that a person writes, joined with its record, which is made if it is missing.
+/// An object that a user writes, joined with its record, which is made if it is missing.
 fn registered(
     files: &Files,
     user: &UserFiles,
@@ -415,8 +416,8 @@ fn registered(
     let record = own.get(target).and_then(OwnFile::record);
     let version = match record.and_then(|record| record.version) {
         Some(version) if record.is_some_and(|record| record.content == parsed.hash) => version.to_string(),
-        // The record is about another content, which another process has read: no number, so that no write made
-        // from this content is accepted, and that the view takes the other content later for what it is.
+        // The record is about another content, which another process has read: the version is not a number, so that no
+        // write made from this content is accepted, and the view later accepts the other content.
         version => format!("{}.{}", parsed.hash, version.unwrap_or(0)),
     };
     if let Some((_, item)) = merged.get(target).filter(|(hash, item)| *hash == parsed.hash && item.version == version) {

@@ -164,7 +164,7 @@ async fn writes_compare_and_swap_and_are_visible_at_once() {
     assert!(matches!(store.replace(&next).await, Err(StoreError::NotFound(_))));
     let again = store.create(&egress_ip("192.0.2.1")).await.unwrap();
     let number = |ip: &EgressIP| ip.metadata.resource_version.as_ref().unwrap().parse::<u64>().unwrap();
-    assert!(number(&again) > number(&next), "a version is never given out twice");
+    assert!(number(&again) > number(&next), "a version is never assigned twice");
 }
 
 #[tokio::test]
@@ -335,7 +335,7 @@ async fn a_refreshed_store_shows_what_others_wrote_before() {
     }
 }
 
-/// Two objects are counted up by turns; whoever sees the second one's number has seen the first one's.
+/// Two objects are counted up in turn; whoever sees the second one's number has seen the first one's.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_write_is_visible_only_with_all_writes_before_it() {
     const TIMES: usize = 600;
@@ -457,7 +457,7 @@ async fn objects_of_a_directory_that_was_cut_off_are_not_forgotten() {
     let mut changes = store.changes();
     let created = other.create(&egress_ip("192.0.2.1")).await.unwrap();
     until(&mut changes, || (store.list::<EgressIP>().len() == 1).then_some(())).await;
-    // What others change is still heard of, and cannot be read.
+    // Others' changes are still noticed, and cannot be read.
     fs::remove_file(&link).unwrap();
     other.delete(&created).await.unwrap();
     until(&mut changes, || (!store.problems().is_empty()).then_some(())).await;

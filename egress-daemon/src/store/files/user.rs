@@ -1,11 +1,11 @@
-//! The files that people write: which version of each is in force. Reads through a closure and takes the time as an
+//! The files that users write: which version of each is in force. Reads through a closure and takes the time as an
 //! argument.
 //!
 //! Invariants:
 //! - a file is read only when it has rested, so that a version that is being written is never in force;
-//! - a file that breaks keeps all objects of its last good version in force, and so does one that vanishes for a moment
-//!   (editors replace files);
-//! - an object that two files define is that of the file that had it first.
+//! - a file that becomes invalid keeps all objects of its last good version in force, and so does one that vanishes for
+//!   a moment (editors replace files);
+//! - an object that two files define is taken from the file that had it first.
 
 use super::parse::{Parsed, Parser};
 use crate::store::{ObjectRef, StoreProblem};
@@ -16,10 +16,10 @@ use std::time::{Duration, SystemTime};
 
 /// How long a file must be unchanged before it is read.
 pub(super) const REST: Duration = Duration::from_millis(100);
-/// How long a file must be gone before its objects are.
+/// How long a file must be gone before its objects are removed.
 pub(super) const GRACE: Duration = Duration::from_millis(300);
 
-/// What tells two versions of a file apart.
+/// What distinguishes two versions of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stamp {
     pub(super) modified: SystemTime,
@@ -40,7 +40,7 @@ pub(super) trait Texts {
     fn read(&self, file: &Path) -> io::Result<(Vec<u8>, Stamp)>;
     /// The last text of a file that had no problem.
     fn last_good(&self, file: &Path) -> Option<Vec<u8>>;
-    /// Keeps the text of a file that has no problem; nothing means that the file is gone.
+    /// Keeps the text of a file that has no problem; `None` means that the file is gone.
     fn keep_good(&self, file: &Path, text: Option<&[u8]>);
 }
 
@@ -55,7 +55,7 @@ struct UserFile {
     problems: Vec<StoreProblem>,
 }
 
-/// All files that people write.
+/// All files that users write.
 #[derive(Debug, Default)]
 pub(super) struct UserFiles {
     files: BTreeMap<PathBuf, UserFile>,
@@ -69,12 +69,12 @@ pub(super) struct UserFiles {
 pub(super) struct Updated {
     /// Whether objects or problems may differ now.
     pub(super) changed: bool,
-    /// When to look again although nothing is notified, on the monotonic clock.
+    /// When to scan again although nothing is notified, on the monotonic clock.
     pub(super) again: Option<Duration>,
 }
 
 impl UserFiles {
-    /// Brings the state up to date with the files on disk.
+    /// Updates the state from the files on disk.
     pub(super) fn update(
         &mut self,
         listing: &BTreeMap<PathBuf, Stamp>,
@@ -107,7 +107,7 @@ impl UserFiles {
             self.files.remove(&path);
             updated.changed = true;
         }
-        // A file in its grace gives way at once to another file with the same object.
+        // During its grace period, a file gives way at once to another file with the same object.
         updated.changed |= self.files.values().any(|file| file.gone_since.is_some());
         if updated.changed {
             self.settle_owners();
@@ -115,7 +115,7 @@ impl UserFiles {
         updated
     }
 
-    /// The files that are there, or were a moment ago.
+    /// The files that exist, or did a moment ago.
     pub(super) fn files(&self) -> impl Iterator<Item = &Path> {
         self.files.keys().map(PathBuf::as_path)
     }
@@ -141,7 +141,7 @@ impl UserFiles {
         Some((path, self.files.get(path)?.read?))
     }
 
-    /// Whether what was read last is what is on disk, all files being at rest.
+    /// Whether what was read last is what is on disk, with all files at rest.
     pub(super) fn is_current(&self, listing: &BTreeMap<PathBuf, Stamp>) -> bool {
         listing.len() == self.files.len()
             && self.files.iter().all(|(path, file)| file.read.is_some() && listing.get(path) == file.read.as_ref())
@@ -183,7 +183,7 @@ impl UserFiles {
 }
 
 impl UserFile {
-    /// Takes the version on disk if it has rested; returns when to look again.
+    /// Takes the version on disk if it has rested. Returns when to check again.
     fn present(
         &mut self,
         path: &Path,

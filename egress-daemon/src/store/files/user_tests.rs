@@ -68,7 +68,7 @@ impl DirectoryFixture {
         self.again = self.state.update(&listing, now, &self.parser, &(&self.files, &self.good)).again;
     }
 
-    /// Looks, and looks again whenever the state asks for it, until it does not.
+    /// Scans, and scans again as long as the state asks for it.
     fn settle(&mut self) {
         self.look();
         while let Some(again) = self.again {
@@ -378,7 +378,7 @@ proptest! {
         prop_assert_eq!(serde_saphyr::from_str::<serde_json::Value>(&yaml).unwrap(), value);
     }
 
-    /// Whatever people write and whenever: what is in force is always some whole version that was written.
+    /// Whatever users write and whenever: the version in force is always a complete one that was written.
     #[test]
     fn only_whole_versions_are_ever_in_force(
         steps in prop::collection::vec((0..3usize, 0..4usize, 0..500u64), 1..40)

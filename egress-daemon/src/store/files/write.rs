@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use std::fs;
 use std::io;
 
-/// What is in metadata by the store's doing, not the writer's.
+/// The metadata that the store sets, not the writer.
 const OURS: [&str; 4] = ["uid", "creationTimestamp", "generation", "resourceVersion"];
 
 impl Files {
@@ -23,7 +23,7 @@ impl Files {
         self.show(verb, &target, written)
     }
 
-    /// Refuses what would break rules.
+    /// Rejects what would break rules.
     fn admit(&self, verb: Verb, target: &ObjectRef, value: &mut Value) -> Result<(), StoreError> {
         let refuse = |violations| Err(StoreError::Refused { object: target.clone(), violations });
         let one = |field: &str, message: &str, remedy: &str| {
@@ -33,17 +33,18 @@ impl Files {
             return refuse(one("metadata.name", "this is not a name", "write lower-case letters, digits, - and ."));
         }
         if target.kind.is_users() && !(verb == Verb::ReplaceStatus && target.kind.has_our_status()) {
-            return refuse(one("", "people write objects of this kind", "write it into a file of the directory"));
+            return refuse(one("", "users write objects of this kind", "write it into a file of the directory"));
         }
         let mut violations = if verb == Verb::Delete { Vec::new() } else { self.parser.check(value) };
         if target.kind.is_users() {
-            // Only the status is stored. The rest is what a person wrote, judged by its own version when the file was read.
+            // Only the status is stored. The rest is what a user wrote, checked against its own version when the file was
+            // read.
             violations.retain(|violation| violation.field.starts_with("status"));
         }
         if violations.is_empty() { Ok(()) } else { refuse(violations) }
     }
 
-    /// Writes if nobody else did; returns what is stored then, or what was deleted.
+    /// Writes if nobody else did. Returns what is then stored, or what was deleted.
     fn swap(&self, verb: Verb, target: &ObjectRef, wanted: &Value, guard: Option<&Guard>) -> Result<Value, StoreError> {
         let unavailable =
             |error: io::Error| StoreError::Unavailable { object: target.clone(), message: error.to_string() };

@@ -1,7 +1,7 @@
-//! What is known of a cluster's objects. Watches bring it up to date; our own writes are in it when they return.
+//! What is known of a cluster's objects. Watches update it; our own writes are in it when they return.
 //!
 //! Invariant: an object never goes back to an older version, and one that is gone does not come back, in whatever order answers
-//! and notices arrive. This needs resourceVersions that are ordered numbers, as Kubernetes has them.
+//! and notices arrive. This needs resourceVersions that are ordered numbers, as in Kubernetes.
 
 use super::trim::{is_trimmed, trim, version};
 use crate::store::kind::Erased;
@@ -26,34 +26,36 @@ pub(super) struct Cache {
 struct CacheState {
     view: StoreView,
     kinds: BTreeMap<Kind, Progress>,
-    /// Objects that are not understood. Their last good version is in force.
+    /// Objects that cannot be understood. Their last good version is in force.
     problems: BTreeMap<ObjectRef, StoreProblem>,
-    /// When the last renewal of each lease of our own that succeeded was sent.
+    /// When the last successful renewal of each of our own leases was sent.
     renewed: BTreeMap<Key, Instant>,
-    /// The API server did not answer when it was asked last.
+    /// Whether the API server did not answer the last request.
     unanswered: bool,
 }
 
-/// How far the watch of a kind is.
+/// The progress of the watch of a kind.
 #[derive(Debug)]
 struct Progress {
     /// Whether it has been listed.
     ready: bool,
-    /// The fields of its status that its definition lacks, as another system's may; `None` if it has no status at all.
+    /// The fields of its status that its definition lacks, which may be another system's; `None` if it has no status at
+    /// all.
     lacking: Option<BTreeSet<String>>,
     /// How many answers and notices the API server has sent.
     heard: u64,
-    /// What is being listed, of kinds whose objects may have been written here meanwhile.
+    /// What is being listed, for kinds whose objects may have been written here meanwhile.
     listing: BTreeMap<Key, Value>,
-    /// What has been listed so far of the others: a whole list of them, as the API server sends it, may not fit memory.
+    /// What has been listed so far of the other kinds: a whole list of them, as the API server sends it, may not fit
+    /// into memory.
     listed: BTreeSet<Key>,
     /// Objects that we wrote since the list began: it may not have them.
     written: BTreeSet<Key>,
-    /// Objects (by uid) that are gone, of which older notices, and answers to our writes, may still come.
+    /// Objects (by uid) that are gone, about which older notices and answers to our writes may still arrive.
     gone: Recent,
 }
 
-/// How many objects that are gone are remembered, of each kind: more than can go while a write takes its few seconds.
+/// How many removed objects of each kind are remembered: more than can be removed during the few seconds of a write.
 const RECENT: usize = 4_096;
 
 /// The last uids of many.
@@ -144,12 +146,12 @@ impl Cache {
         self.state().problems.values().cloned().collect()
     }
 
-    /// Whether the API server answered when it was asked last.
+    /// Whether the API server answered the last request.
     pub(super) fn is_connected(&self) -> bool {
         !self.state().unanswered
     }
 
-    /// Takes in whether the API server answers.
+    /// Records whether the API server answers.
     pub(super) fn answers(&self, answers: bool) {
         self.update(|state| std::mem::replace(&mut state.unanswered, !answers) == answers);
     }
@@ -160,12 +162,12 @@ impl Cache {
         kinds.iter().copied().filter(|kind| !state.kinds.get(kind).is_some_and(|progress| progress.ready)).collect()
     }
 
-    /// Takes in that the cluster does not know a kind (yet): nobody need wait for its objects.
+    /// Records that the cluster does not know a kind (yet): nobody need wait for its objects.
     pub(super) fn absent(&self, kind: Kind) {
         self.update(|state| !std::mem::replace(&mut state.kinds.entry(kind).or_default().ready, true));
     }
 
-    /// Takes in which fields of a kind's status its definition does not have; `None` stands for all of it.
+    /// Records which fields of a kind's status its definition does not have; `None` stands for the whole status.
     pub(super) fn lacks(&self, kind: Kind, fields: Option<Vec<String>>) {
         let mut state = self.state();
         let lacking = &mut state.kinds.entry(kind).or_default().lacking;
@@ -176,7 +178,7 @@ impl Cache {
         }
     }
 
-    /// What of a status can be written at all, as far as is known by now.
+    /// The part of a status that can be written, as far as is known.
     pub(super) fn writable(&self, kind: Kind, mut status: Value) -> Option<Value> {
         let state = self.state();
         let lacking = state.kinds.get(&kind).map(|progress| &progress.lacking);
@@ -235,13 +237,13 @@ impl Cache {
         });
     }
 
-    /// Takes in a list that was asked for apart from the watch; `at` is its resourceVersion.
+    /// Takes in a list that was requested apart from the watch; `at` is its resourceVersion.
     pub(super) fn listed(&self, kind: Kind, objects: Vec<Value>, at: &str) {
         let objects = objects.into_iter().map(|object| (key_of(&object), object)).collect();
         self.update(|state| state.replace(kind, objects, |_, present| number(present) <= number(at)));
     }
 
-    /// Takes in what one of our writes left.
+    /// Takes in the result of one of our writes.
     pub(super) fn wrote(&self, kind: Kind, object: Value) {
         self.update(|state| {
             let key = key_of(&object);
@@ -250,7 +252,7 @@ impl Cache {
         });
     }
 
-    /// Takes in that an object is gone, by our own deletion or as the answer to a write says.
+    /// Records that an object is gone, by our own deletion or according to the answer to a write.
     pub(super) fn gone(&self, target: &ObjectRef, object: &Value) {
         self.update(|state| {
             state.kinds.entry(target.kind).or_default().gone.insert(uid(object));
@@ -258,24 +260,24 @@ impl Cache {
         });
     }
 
-    /// A renewal of a lease of our own succeeded that was sent at this time.
+    /// Records that a renewal of one of our own leases, sent at this time, succeeded.
     pub(super) fn renewed(&self, lease: &Key, sent: Instant) {
         self.state().renewed.insert(lease.clone(), sent);
     }
 
-    /// When the last renewal of a lease that succeeded was sent from here.
+    /// When the last successful renewal of a lease was sent from here.
     pub(super) fn last_renewal(&self, lease: &Key) -> Option<Instant> {
         self.state().renewed.get(lease).copied()
     }
 }
 
 impl CacheState {
-    /// Sets an object unless a newer version of it is known; says whether that made a difference.
+    /// Sets an object unless a newer version of it is known; returns whether that made a difference.
     fn set(&mut self, kind: Kind, key: Key, mut object: Value) -> bool {
         if self.kinds.get(&kind).is_some_and(|progress| progress.gone.all.contains(uid(&object))) {
             return false;
         }
-        // Of objects that we do not write, only the watch tells, and in order.
+        // Objects that we do not write come only from the watch, and in order.
         let new = number(version(&object));
         let present = self.view.version(kind, &key).map(number);
         if !is_trimmed(kind) && present.is_some_and(|present| present >= new) {
@@ -302,14 +304,14 @@ impl CacheState {
         }
     }
 
-    /// Removes an object if its version is old enough; says whether that made a difference.
+    /// Removes an object if its version is old enough; returns whether that made a difference.
     fn remove(&mut self, kind: Kind, key: &Key, is_old: impl FnOnce(&str) -> bool) -> bool {
         let mended = self.problems.remove(&ObjectRef { kind, key: key.clone() }).is_some();
         let old = self.view.version(kind, key).is_some_and(|present| is_trimmed(kind) || is_old(present));
         (old && self.view.set(kind, key.clone(), None)) || mended
     }
 
-    /// Removes the objects of a trimmed kind that are not in a list; says whether there were any.
+    /// Removes the objects of a trimmed kind that are not in a list; returns whether there were any.
     fn keep(&mut self, kind: Kind, listed: &BTreeSet<Key>) -> bool {
         let gone: Vec<Key> = self.view.keys(kind).into_iter().filter(|key| !listed.contains(key)).collect();
         for key in &gone {
@@ -318,7 +320,7 @@ impl CacheState {
         !gone.is_empty()
     }
 
-    /// Makes the objects of a kind those of a list, but for what `is_old` says is newer than the list.
+    /// Replaces the objects of a kind with those of a list, except those that are newer than the list (`is_old`).
     fn replace(&mut self, kind: Kind, objects: BTreeMap<Key, Value>, is_old: impl Fn(&Key, &str) -> bool) -> bool {
         let mut changed = false;
         for key in self.view.keys(kind) {

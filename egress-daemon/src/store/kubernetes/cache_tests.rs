@@ -117,7 +117,7 @@ fn a_watch_event_proves_that_the_api_server_answers_and_a_started_list_does_not(
     changes.mark_unchanged();
     cache.notice(Kind::EgressIP, Event::Init);
     assert!(!cache.is_connected() && !changes.has_changed().unwrap());
-    // Nothing is new but that it answers.
+    // The only news is that it answers.
     cache.notice(Kind::EgressIP, Event::InitApply(ip("a", "1", 3)));
     assert!(cache.is_connected() && changes.has_changed().unwrap());
 }
@@ -175,7 +175,7 @@ fn pods_are_taken_in_one_by_one_and_those_that_a_new_list_lacks_leave_at_its_end
         for name in list {
             cache.notice(Kind::Pod, Event::InitApply(pod(name)));
         }
-        assert_eq!(cache.missing(&[Kind::Pod]).is_empty(), ready, "a list without its end is none");
+        assert_eq!(cache.missing(&[Kind::Pod]).is_empty(), ready, "a list without its end does not count");
         assert!(is(&["a", "b", "c"][..if ready { 3 } else { 2 }]), "nothing is missing meanwhile");
         cache.notice(Kind::Pod, Event::InitDone);
         assert!(is(&at_the_end) && cache.missing(&[Kind::Pod]).is_empty());
@@ -188,7 +188,7 @@ fn fields_missing_from_a_foreign_crd_are_not_written_again() {
     let kind = Kind::ExternalIPPool;
     assert_eq!(cache.missing(&[kind]), [kind]);
     cache.absent(kind);
-    assert!(cache.missing(&[kind]).is_empty(), "nobody waits for what the cluster does not know");
+    assert!(cache.missing(&[kind]).is_empty(), "nobody waits for kinds that the cluster does not know");
     let status = json!({"usage": {"total": 3, "used": 1}, "conditions": [{"type": "Ready"}]});
     assert_eq!(cache.writable(kind, status.clone()), Some(status.clone()));
     cache.lacks(kind, Some(vec!["conditions".to_owned()]));

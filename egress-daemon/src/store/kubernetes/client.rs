@@ -1,4 +1,4 @@
-//! The connection to an API server: where it is, who we are, and how soon a connection that is dead is noticed.
+//! The connection to an API server: where it is, who we are, and how soon a dead connection is noticed.
 
 use hyper_util::client::legacy::{Client as Http, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
@@ -9,18 +9,18 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tower::{BoxError, ServiceBuilder};
 
-/// How long making a connection may take.
+/// How long connecting may take.
 const CONNECT: Duration = Duration::from_secs(2);
-/// A connection that has been silent for this long is asked whether it lives: watches may be silent for minutes.
+/// A connection that has been silent for this long is probed: watches may be silent for minutes.
 const KEEPALIVE: Duration = Duration::from_secs(5);
-/// How often it is asked, and how often in vain before it counts as dead.
+/// How often it is probed, and how many unanswered probes mean that it is dead.
 const KEEPALIVE_EVERY: Duration = Duration::from_secs(1);
 const KEEPALIVE_MISSES: u32 = 3;
 
 /// Why there is no connection.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// The kubeconfig does not say where the cluster is.
+    /// The kubeconfig does not name a cluster.
     #[error("{} cannot be used: {error}: name a kubeconfig that kubectl works with", file.display())]
     Kubeconfig {
         /// The file.
@@ -34,12 +34,12 @@ pub enum ConnectError {
          --manifests DIR"
     )]
     NotInCluster(Box<kube::config::InClusterError>),
-    /// The connection cannot be set up from what the configuration says.
+    /// The connection cannot be set up from the configuration.
     #[error("the connection to the API server cannot be set up: {0}: check certificates and credentials")]
     Client(Box<kube::Error>),
 }
 
-/// A client for the cluster of a kubeconfig, or for the one that this pod runs in. Connects when it is used.
+/// A client for the cluster of a kubeconfig, or for the one that this pod runs in. Connects on first use.
 pub(super) async fn connect(kubeconfig: Option<&Path>) -> Result<Client, ConnectError> {
     match kubeconfig {
         Some(file) => connect_by(file, Kubeconfig::read_from(file), None).await,
@@ -47,7 +47,7 @@ pub(super) async fn connect(kubeconfig: Option<&Path>) -> Result<Client, Connect
     }
 }
 
-/// A client for the cluster that `kubectl` with these options speaks to. In a pod without a kubeconfig that is the pod's own.
+/// A client for the cluster that `kubectl` with these options uses. In a pod without a kubeconfig that is the pod's own.
 pub(super) async fn connect_as_kubectl(
     kubeconfig: Option<&Path>,
     context: Option<&str>,
@@ -91,7 +91,7 @@ fn client(config: &Config) -> kube::Result<Client> {
     http.set_keepalive(Some(KEEPALIVE));
     http.set_keepalive_interval(Some(KEEPALIVE_EVERY));
     http.set_keepalive_retries(Some(KEEPALIVE_MISSES));
-    // What was sent and is not acknowledged: keep-alive probes are not sent meanwhile.
+    // For unacknowledged data: keep-alive probes are not sent meanwhile.
     http.set_tcp_user_timeout(Some(KEEPALIVE + KEEPALIVE_EVERY * KEEPALIVE_MISSES));
     let https = config.rustls_https_connector_with_connector(http)?;
     let service = ServiceBuilder::new()

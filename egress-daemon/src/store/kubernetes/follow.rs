@@ -1,4 +1,4 @@
-//! Watches: one task a kind, which never gives up.
+//! Watches: one task for each kind, which never gives up.
 
 use super::cache::Cache;
 use super::namespace_of;
@@ -16,13 +16,13 @@ use std::time::Duration;
 
 /// How long a request may take.
 const REQUEST: Duration = Duration::from_secs(10);
-/// How soon a watch that failed is tried again, at first and at last. Half of it is left to chance: when an API server comes back, thousands
-/// of agents do not ask it in the same moment.
+/// How soon a failed watch is retried, at first and at most. Half of the delay is random, so that thousands of agents do not query a
+/// returning API server at the same moment.
 const RETRY: Duration = Duration::from_millis(100);
 const RETRY_AT_MOST: Duration = Duration::from_secs(10);
-/// How often it is asked whether the API server answers at all. An agent at rest asks for nothing else.
+/// How often the API server is checked for an answer. An idle agent sends no other requests.
 const ASK: Duration = Duration::from_secs(20);
-/// How often it is asked whether the cluster has a kind by now that nobody needs.
+/// How often the cluster is checked for an optional kind that it lacked.
 const LOOK_AGAIN: Duration = Duration::from_secs(30);
 
 /// What is watched.
@@ -37,7 +37,7 @@ impl Watched {
         Watched { kind, config: watcher::Config::default() }
     }
 
-    /// Those with these values of fields.
+    /// Those with these field values.
     pub(super) fn fields(kind: Kind, selector: String) -> Self {
         Watched { kind, config: watcher::Config::default().fields(&selector) }
     }
@@ -48,7 +48,7 @@ fn api(client: Client, kind: Kind) -> Api<DynamicObject> {
     of_kind(client, kind, &kind.resource())
 }
 
-/// The same by one of the kind's versions.
+/// The same with one of the kind's versions.
 pub(super) fn of_kind(client: Client, kind: Kind, version: &ApiResource) -> Api<DynamicObject> {
     match namespace_of(kind) {
         Some(namespace) => Api::namespaced_with(client, namespace, version),
@@ -86,7 +86,7 @@ pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) 
                 }
                 cache.answers(of_api(&error).is_some_and(is_answer));
                 retry.wait(|| format!("{kind} objects are not followed: {}", reason(kind, &error))).await;
-                // A watch that goes on where it was is silent about it.
+                // A resumed watch does not report that it resumed.
                 if !cache.is_connected() {
                     cache.answers(answers(&client).await);
                 }
@@ -109,8 +109,8 @@ pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) 
     }
 }
 
-/// Asks now and then whether the API server answers: one that is frozen keeps its connections, and watches are silent as if nothing
-/// had changed.
+/// Checks periodically whether the API server answers: a frozen one keeps its connections, and watches are silent as if nothing had
+/// changed.
 pub(super) async fn ask(client: Client, cache: Arc<Cache>) {
     loop {
         tokio::time::sleep(ASK).await;
@@ -147,7 +147,8 @@ fn of_api(error: &watcher::Error) -> Option<&Error> {
     }
 }
 
-/// Whether the API server itself has answered, with whatever: not a load balancer before it, and not for want of its database.
+/// Whether the API server itself has answered, with any result: not a load balancer in front of it, and not an error of its
+/// database.
 fn is_answer(error: &Error) -> bool {
     matches!(error, Error::Api(status) if status.code < 500)
 }
@@ -165,7 +166,7 @@ fn is_unknown(error: Option<&Error>) -> bool {
     matches!(error, Some(Error::Api(status)) if status.code == 404)
 }
 
-/// Whether the cluster has no such kind, or shows us none of it.
+/// Whether the cluster has no such kind, or denies us access to it.
 fn is_closed(error: Option<&Error>) -> bool {
     matches!(error, Some(Error::Api(status)) if matches!(status.code, 403 | 404))
 }
@@ -186,7 +187,7 @@ fn reason(kind: Kind, error: &watcher::Error) -> String {
     }
 }
 
-/// Where the rights to a kind are.
+/// Where the rights to a kind are defined.
 fn roles_of(kind: Kind) -> &'static str {
     match kind {
         Kind::CiliumEgressGatewayPolicy => "the component manifests/components/cilium",
@@ -195,7 +196,7 @@ fn roles_of(kind: Kind) -> &'static str {
     }
 }
 
-/// Waits longer with each failure, and tells of the first one.
+/// Backs off with each failure, and logs the first one.
 #[derive(Default)]
 struct Retry {
     failures: u32,
@@ -208,12 +209,12 @@ impl Retry {
         }
         let pause = RETRY_AT_MOST.min(RETRY * 2_u32.pow(self.failures.min(8)));
         self.failures += 1;
-        // Each state of a hasher has keys of its own.
+        // Each hasher state has keys of its own.
         let chance = RandomState::new().hash_one(self.failures) as u32;
         tokio::time::sleep(pause / 2 + (pause / 2).mul_f64(f64::from(chance) / f64::from(u32::MAX))).await;
     }
 
-    /// Something succeeded: whether anything had failed before.
+    /// Records a success. Returns whether anything had failed before.
     fn is_over(&mut self) -> bool {
         std::mem::take(&mut self.failures) > 0
     }

@@ -1,9 +1,9 @@
 //! The store on the Kubernetes API: one watch for each kind that the reader needs, and writes that compare and swap on
 //! `metadata.resourceVersion`.
 //!
-//! While the API server does not answer, the cache stays as it is, and watches and leases are tried again and again. A
-//! lease cannot fence a write of another object there: a leader checks before each write that it has renewed its lease
-//! lately, and what arrives later than that conflicts with whatever the next leader wrote, or is seen and planned anew.
+//! While the API server does not answer, the cache stays as it is, and watches and leases are retried. A lease cannot
+//! fence a write of another object there: a leader checks before each write that it has renewed its lease recently. A
+//! write that arrives later conflicts with what the next leader wrote, or is seen and planned anew.
 
 mod cache;
 mod client;
@@ -28,9 +28,9 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
-/// How often it is said that the API server is waited for.
+/// How often waiting for the API server is logged.
 const COMPLAIN: Duration = Duration::from_secs(10);
-/// So many notes wait to be sent; more are dropped.
+/// How many notes wait to be sent; more are dropped.
 const NOTES: usize = 256;
 
 /// Who reads: an agent must not follow what only the controller needs.
@@ -60,7 +60,7 @@ impl Reader {
             (Reader::Controller, Kind::ServiceCIDR) => None,
             _ => Some(Watched::all(kind)),
         };
-        // What CNIs say is told to agents by the controller.
+        // The controller tells agents what CNIs say.
         let networks = Kind::of_networks().filter(|_| *self == Reader::Controller);
         Kind::native().chain(foreign.iter().copied()).chain(networks).filter_map(watched).collect()
     }
@@ -79,19 +79,19 @@ pub struct Kubernetes {
 }
 
 impl Kubernetes {
-    /// A client for the cluster of a kubeconfig, or for the one that this pod runs in. Connects when it is used.
+    /// A client for the cluster of a kubeconfig, or for the one that this pod runs in. Connects on first use.
     pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, ConnectError> {
         client::connect(kubeconfig).await
     }
 
-    /// A client for the cluster that `kubectl` with these options speaks to: of the kubeconfig, of those that `$KUBECONFIG` names, or of
-    /// `~/.kube/config`. In a pod without a kubeconfig that is the pod's own cluster.
+    /// A client for the cluster that `kubectl` with these options uses: from the kubeconfig, from those that `$KUBECONFIG` names, or
+    /// from `~/.kube/config`. In a pod without a kubeconfig that is the pod's own cluster.
     pub async fn client_as_kubectl(kubeconfig: Option<&Path>, context: Option<&str>) -> Result<Client, ConnectError> {
         client::connect_as_kubectl(kubeconfig, context).await
     }
 
-    /// Waits until everything that the reader needs has been listed, however long that takes; of `foreign` kinds, those
-    /// that the cluster knows. The store's cache follows the cluster until its last clone is dropped.
+    /// Waits until everything that the reader needs has been listed, however long that takes; for `foreign` kinds,
+    /// those that the cluster knows. The store's cache follows the cluster until its last clone is dropped.
     pub async fn open(client: Client, reader: &Reader, foreign: &[Kind]) -> Store {
         let cache = Arc::new(Cache::default());
         let mut tasks = JoinSet::new();
@@ -171,7 +171,7 @@ impl Backend for Kubernetes {
     }
 }
 
-/// The namespace that all objects of a kind that we write live in.
+/// The namespace of all objects of a kind that we write.
 fn namespace_of(kind: Kind) -> Option<&'static str> {
     (kind == Kind::Lease).then_some(LEASE_NAMESPACE)
 }

@@ -1,5 +1,5 @@
-//! Events (`events.k8s.io`): what `kubectl describe` shows below an object. They are for people; what cannot be sent is
-//! dropped.
+//! Events (`events.k8s.io`): what `kubectl describe` shows below an object. They are informational; what cannot be sent
+//! is dropped.
 
 use super::cache::Cache;
 use crate::store::Note;
@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 /// How long sending one may take.
 const REQUEST: Duration = Duration::from_secs(5);
 
-/// Sends what comes in, one after the other.
+/// Sends notes, one after the other.
 pub(super) async fn send(client: Client, cache: Arc<Cache>, reporter: &'static str, mut notes: mpsc::Receiver<Note>) {
     let instance = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
     let recorder = Recorder::new(client, Reporter { controller: reporter.to_owned(), instance });

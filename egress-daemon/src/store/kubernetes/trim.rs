@@ -1,12 +1,12 @@
-//! What is kept of objects that others write. A pod's status changes many times for one change that matters here; what is
-//! not kept makes no difference, so that nobody wakes up for it, and takes no memory.
+//! Which part of others' objects is kept. A pod's status changes many times for one change that matters here; what is not
+//! kept takes no memory and wakes nothing.
 
 use crate::store::Kind;
 use serde_json::{Map, Value};
 use siphasher::sip128::{Hasher128, SipHasher13};
 use std::hash::Hasher;
 
-/// Fields by their path; `[]` goes into each element of a list.
+/// Fields by their path; `[]` stands for each element of a list.
 const POD: &[&str] = &[
     "metadata.name",
     "metadata.namespace",
@@ -58,7 +58,7 @@ pub(super) fn is_trimmed(kind: Kind) -> bool {
     kept(kind).is_some()
 }
 
-/// Takes out what is not kept, and returns what tells two versions apart.
+/// Removes what is not kept, and returns what distinguishes two versions.
 pub(super) fn trim(kind: Kind, object: &mut Value) -> String {
     let Some(kept) = kept(kind) else {
         if let Some(metadata) = object.get_mut("metadata").and_then(Value::as_object_mut) {

@@ -1,7 +1,7 @@
 //! Writes: each compares and swaps on the resourceVersion that the writer read.
 //!
-//! Our own objects are replaced. The status of an object that a person writes is applied (server-side apply) as the fields
-//! of our own manager, so that `kubectl` can tell whose is what.
+//! Our own objects are replaced. The status of an object that a user writes is applied (server-side apply) as the fields
+//! of our own manager, so that `kubectl` can tell who owns which field.
 
 use super::cache::Cache;
 use super::follow::{of_kind, value};
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 /// How long a write may take.
 const REQUEST: Duration = Duration::from_secs(5);
 
-/// Writes, and returns the object as the API server has it then.
+/// Writes, and returns the object as the API server then has it.
 pub(super) async fn write(
     client: Client,
     writer: &'static str,
@@ -121,7 +121,7 @@ async fn send(
     }
 }
 
-/// Whether a lease has this epoch, and was renewed from here so lately that nobody else can have taken it over.
+/// Whether a lease has this epoch, and was renewed from here so recently that nobody else can have taken it over.
 fn is_held(cache: &Cache, guard: &Guard) -> bool {
     let Some(lease) = cache.get(Kind::Lease, &guard.lease).and_then(|lease| lease.downcast::<Lease>().ok()) else {
         return false;
@@ -135,8 +135,8 @@ fn is_held(cache: &Cache, guard: &Guard) -> bool {
     held && same && cache.last_renewal(&guard.lease).is_some_and(|sent| sent.elapsed() < duration)
 }
 
-/// Whether a status of another system's object differs from what is there in anything that can be written: Cilium's own
-/// definition has no status (events tell instead), and Antrea's have fewer fields than ours.
+/// Whether the status of another system's object differs from the present one in a field that can be written: Cilium's
+/// own definition has no status (there are events instead), and Antrea's have fewer fields than ours.
 fn differs(cache: &Cache, target: &ObjectRef, object: &Value) -> bool {
     let writable = |object: &Value| cache.writable(target.kind, object.get("status").cloned().unwrap_or_default());
     let present = cache.get(target.kind, &target.key).and_then(|present| target.kind.encode(&present));

@@ -1,9 +1,9 @@
-//! One candidate for a lease, sans I/O: what it has seen of the lease and when, and what to do next.
+//! One candidate for a lease, without I/O: what it has seen of the lease and when, and what to do next.
 //!
 //! Invariant: at any time at most one candidate holds the lease, whatever the delays, as long as identities differ,
 //! clocks run at rates that differ by less than a tenth, and nobody deletes the lease. A holder counts its time from
-//! before it wrote, the others count from when they saw what it wrote; and what has changed since cannot be taken over.
-//! The times written into the lease are for people: no clock of another machine is ever compared with.
+//! before it wrote, the others from when they saw the write; and a lease that has changed since cannot be taken over.
+//! The times written into the lease are only informational: they are never compared with another machine's clock.
 
 use crate::store::Key;
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
@@ -16,8 +16,8 @@ use std::time::Duration;
 pub struct LeaseTerms {
     /// Namespace and name of the lease.
     pub key: Key,
-    /// Who the candidate is. A candidate that finds the lease held by its own identity goes on with it at once: no two
-    /// live processes may share one.
+    /// Who the candidate is. A candidate that finds the lease held by its own identity continues with it at once: no
+    /// two live processes may share one.
     pub identity: String,
     /// How long a lease that is not renewed stays with its holder. Written rounded up to whole seconds.
     pub duration: Duration,
@@ -57,9 +57,9 @@ pub struct Elector {
 
 #[derive(Clone, Debug)]
 enum Seen {
-    /// The lease is not there, and may be created from this time on.
+    /// The lease does not exist, and may be created from this time on.
     Absent { free: Duration },
-    /// This version has been there since.
+    /// This version has been seen since then.
     Present { lease: Box<Lease>, since: Duration },
 }
 
@@ -76,7 +76,7 @@ impl Elector {
         Elector { terms, seen: Seen::Absent { free: Duration::ZERO }, held: None, pause_until: Duration::ZERO }
     }
 
-    /// Takes in what the store shows now.
+    /// Takes in what the store now shows.
     pub fn observe(&mut self, now: Duration, lease: Option<&Lease>) {
         match (&self.seen, lease) {
             (Seen::Absent { .. }, None) => {}
@@ -94,7 +94,7 @@ impl Elector {
         }
     }
 
-    /// What to do now. `wall` is the time that people read in the lease.
+    /// What to do now. `wall` is the time written into the lease.
     pub fn decide(&self, now: Duration, wall: Timestamp) -> Decision {
         let due = match &self.seen {
             Seen::Absent { free } => *free,
@@ -125,7 +125,8 @@ impl Elector {
             renewed: started,
             until: started + duration,
         });
-        // It was there at the latest when the answer came; to count from an earlier time is safe for oneself only.
+        // It existed at the latest when the answer came. Counting from an earlier time is safe only for the holder
+        // itself.
         self.seen = Seen::Present { lease: Box::new(lease.clone()), since: started };
     }
 
@@ -144,7 +145,7 @@ impl Elector {
         self.held.map(|held| held.until)
     }
 
-    /// Who holds the lease, as far as is known; this may be out of date.
+    /// Who holds the lease, if known; this may be out of date.
     pub fn holder(&self) -> Option<&str> {
         match &self.seen {
             Seen::Present { lease, .. } => holder(lease).map(String::as_str),
@@ -152,7 +153,7 @@ impl Elector {
         }
     }
 
-    /// Stops holding at once; returns what to replace the lease by so that the next holder need not wait.
+    /// Stops holding at once; returns what to replace the lease with, so that the next holder need not wait.
     pub fn release(&mut self) -> Option<Box<Lease>> {
         self.held.take()?;
         match &self.seen {

@@ -8,7 +8,7 @@ use std::time::Instant;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 
-/// What became of a candidate.
+/// The state of a candidate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LeaseState {
     /// It holds the lease.
@@ -18,9 +18,9 @@ pub enum LeaseState {
         /// It holds it until then, if it is not renewed before.
         until: Instant,
     },
-    /// It does not.
+    /// It does not hold it.
     NotHeld {
-        /// Who does, as far as is known.
+        /// Who does, if known.
         holder: Option<String>,
     },
 }
@@ -66,7 +66,7 @@ impl LeaseKeeper {
         self.state.clone()
     }
 
-    /// Gives the lease up so that the next one gets it at once, and ends the task.
+    /// Releases the lease so that the next one gets it at once, and ends the task.
     pub async fn release(mut self) {
         if let Some(stop) = self.stop.take() {
             // Without a receiver the task has ended already.
@@ -99,8 +99,8 @@ async fn keep(store: Store, terms: LeaseTerms, report: watch::Sender<LeaseState>
                 LeaseAction::Replace(lease) => Some(store.replace(lease.as_ref()).await),
             }
         };
-        // A write that takes longer may be done later: then the store shows it, but it does not count as held. There is
-        // time for another one before the lease lapses.
+        // A write that takes longer may still be done later: then the store shows it, but it does not count as held.
+        // There is time for another one before the lease lapses.
         match tokio::time::timeout(terms.duration / 2, write).await {
             Ok(None) => {}
             Ok(Some(Ok(lease))) => elector.written(now, &lease),

@@ -139,7 +139,7 @@ enum Event {
 
 struct Candidate {
     elector: Elector,
-    /// Difference of its clock to the world's.
+    /// Offset of its clock from the world's.
     offset: Duration,
     /// The newest version that it has seen: its cache never goes back.
     seen: usize,

@@ -1,4 +1,4 @@
-//! Objects of the version before in a directory.
+//! Objects of the previous version in a directory.
 
 use super::*;
 
