@@ -1,4 +1,4 @@
-//! `egressctl`: looks at a node's datapath, whether its agent lives or not.
+//! `egressctl`: inspects a node's datapath, whether or not its agent is alive.
 
 use anyhow::{Result, bail};
 use clap::{Args, CommandFactory, Parser, Subcommand};
@@ -27,7 +27,7 @@ use std::{
     time::Duration,
 };
 
-/// Look at Spillway on this node: policies, gateways, egress IPs, flows, and why a flow goes where it goes
+/// Inspect Spillway on this node: policies, gateways, egress IPs, flows, and why a flow goes where it goes
 ///
 /// Reads the pinned maps, so that it works while the agent is dead, and asks the agent for what only it knows.
 #[derive(Parser)]
@@ -50,7 +50,7 @@ struct Cli {
 enum Command {
     /// Policies, with their slots and their owners, and how many pods of this node they select
     Policies,
-    /// Gateways that this node uses, with what probes say of them
+    /// Gateways that this node uses, with their probe results
     Gateways,
     /// Egress IPs: owner, epoch, policies, ports that are leased to this node
     Ips,
@@ -60,13 +60,14 @@ enum Command {
     Flows(FlowArgs),
     /// Port blocks by egress IP and node
     Blocks,
-    /// Counters, drops by their reason
+    /// Counters, and drops by reason
     Stats,
-    /// Who opens flows right now, and what is dropped: looks again and again
+    /// Who opens flows right now, and what is dropped, refreshed continuously
     Top(TopArgs),
-    /// A page that shows what flows now, from pods through egress IPs and gateways to destinations
+    /// Serve a page that shows current flows, from pods through egress IPs and gateways to destinations
     ///
-    /// Until Ctrl-C. It only looks; whoever reaches the address may see it. kubectl spillway serve: all nodes.
+    /// Runs until Ctrl-C. Read-only; anybody who can reach the address may see it. For all nodes: kubectl spillway
+    /// serve.
     Serve {
         /// Where to listen
         #[arg(long, value_name = "ADDR:PORT", default_value_t = serve::LISTEN)]
@@ -74,26 +75,26 @@ enum Command {
     },
     /// Everything that the agent made on this node: programs, links, maps, devices, settings, files
     State,
-    /// Why a flow goes where it goes: every decision of the datapath as a sentence
+    /// Why a flow goes where it goes: every decision of the datapath, in a sentence each
     Explain(ExplainArgs),
     /// Every decision of the datapath about a pod's packets, as it happens
     ///
-    /// For as long as it runs, the agent has programs at this node's interfaces that decide as the usual ones do and tell it. They cost the
-    /// node's traffic through Spillway some speed. The usual ones are back, without a packet lost, when this ends, however it ends.
+    /// While it runs, the agent replaces the programs at this node's interfaces with ones that decide the same and report it. They slow
+    /// down the node's traffic through Spillway. The usual ones are restored, without a packet lost, when this ends, however it ends.
     Trace(TraceArgs),
-    /// Who used a port of an egress IP at a time
+    /// Who used a port of an egress IP at a given time
     ///
-    /// The node follows from the log of leases that every gateway keeps, also for nodes that are gone; the pod from the flows that live on
-    /// the node where this is asked. Says how sure the answer is, and why not surer.
+    /// The node comes from the lease log that every gateway keeps, which includes nodes that are gone; the pod comes from the live flows
+    /// of the node where this runs. Reports how certain the answer is, and why not more so.
     Whois(WhoisArgs),
-    /// What the objects of a file would change before they are applied
+    /// What applying the objects of a file would change
     ///
-    /// Names policies, pods, egress IPs, conflicts, and what becomes of the flows that live on this node (kubectl spillway diff: on all
-    /// nodes). The exit code is 0 if nothing would change, 1 if something would, and more than 1 if that could not be found out.
+    /// Names policies, pods, egress IPs, conflicts, and what becomes of this node's live flows (kubectl spillway diff: those of all
+    /// nodes). The exit code is 0 if nothing would change, 1 if something would, and more than 1 if that could not be determined.
     Diff(DiffArgs),
-    /// Whether packets leave as policies promise: the server outside, and its questions
+    /// Test whether packets leave as policies promise: the server outside, and its client
     ///
-    /// kubectl spillway connectivity test starts pods that ask it.
+    /// kubectl spillway connectivity test starts pods that query it.
     #[command(subcommand)]
     Connectivity(Connectivity),
     /// Print a script for the shell that completes this command
@@ -107,7 +108,7 @@ enum Command {
 
 #[derive(Subcommand)]
 enum Connectivity {
-    /// Tell every client which source address is seen, by TCP and UDP, until Ctrl-C
+    /// Tell every client which source address the server sees, by TCP and UDP, until Ctrl-C
     Serve {
         /// Where to listen
         #[arg(long, value_name = "ADDR:PORT", default_value_t = SocketAddr::from((Ipv6Addr::UNSPECIFIED, connectivity::PORT)))]
@@ -138,7 +139,7 @@ struct FlowArgs {
     /// Flows with this egress IP
     #[arg(long, value_name = "IP")]
     egress_ip: Option<IpAddr>,
-    /// Show so many at most
+    /// Show at most this many
     #[arg(long, value_name = "N")]
     limit: Option<usize>,
 }
@@ -164,7 +165,7 @@ struct DiffArgs {
     /// The YAML file with policies, pools, Namespaces or Nodes; - is stdin
     #[arg(short, long = "filename", required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Look at what deleting the objects would change
+    /// Show what deleting the objects would change
     #[arg(long)]
     delete: bool,
     /// Compare with the objects in this directory
@@ -190,13 +191,13 @@ struct TopArgs {
     /// What flows are counted by
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     by: By,
-    /// Show so many of them
+    /// Show this many of them
     #[arg(long, value_name = "N", default_value_t = 20)]
     limit: usize,
-    /// Seconds between two looks
+    /// Seconds between refreshes
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = interval)]
     interval: Duration,
-    /// Show so many times [default: for ever on a terminal, once otherwise]
+    /// Show this many times [default: forever on a terminal, once otherwise]
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     times: Option<u64>,
 }
@@ -222,10 +223,10 @@ struct TraceArgs {
     /// Packets from and to this end only: 203.0.113.7 or [2001:db8::7]:443
     #[arg(long, value_name = "ADDR[:PORT]")]
     to: Option<Peer>,
-    /// Stop after so many packets
+    /// Stop after this many packets
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     count: Option<u64>,
-    /// Stop after so many seconds
+    /// Stop after this many seconds
     #[arg(long = "for", value_name = "SECONDS", default_value = "600", value_parser = interval)]
     duration: Duration,
 }
@@ -260,7 +261,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// How a command is understood that is for nodes' egressctl. Prints the help where that is asked for.
+/// Parses a command for the nodes' egressctl. Prints the help if it is asked for.
 fn understand(words: &[OsString]) -> Result<plugin::Understood> {
     let cli = match Cli::try_parse_from([&["egressctl".into()], words].concat()) {
         Ok(cli) => cli,
@@ -289,7 +290,7 @@ fn differences(args: DiffArgs, bpffs: &Path, output: Output) -> Result<ExitCode>
     let flows = flows_here(bpffs);
     if flows.is_none() {
         let bpffs = bpffs.display();
-        eprintln!("egressctl: no agent has run with the pins in {bpffs}: no flows were looked at");
+        eprintln!("egressctl: no agent has run with the pins in {bpffs}: no flows were examined");
     }
     let view = diff(&args.options(), flows.as_slice())?;
     show(&print(&view, output)?)?;
@@ -349,7 +350,7 @@ fn top(args: TopArgs, access: &ctl::NodeAccess, output: Output) -> Result<()> {
     let terminal = io::stdout().is_terminal();
     let times = args.times.or((!terminal).then_some(1));
     let top = ctl::Top { by: args.by, limit: args.limit, interval: args.interval, times };
-    // A table takes the place of the one before.
+    // A table replaces the one before.
     let clear = if terminal && output == Output::Table { "\x1b[H\x1b[J" } else { "" };
     let shown = ctl::top(&top, access, output, |text| {
         let mut out = io::stdout();
@@ -372,7 +373,7 @@ fn trace(args: TraceArgs, access: &ctl::NodeAccess, output: Output) -> Result<()
     let remark = |remark: Remark| match remark {
         Remark::Begun => eprintln!("egressctl: tracing {} (Ctrl-C ends)", options.pod),
         Remark::Lost(packets) => {
-            eprintln!("egressctl: {packets} packets were not told of: there were too many at once")
+            eprintln!("egressctl: {packets} packets were not reported: there were too many at once")
         }
     };
     match trace::trace(&options, access, output, show, remark) {

@@ -1,4 +1,4 @@
-//! Asking the server, from inside of a pod.
+//! Queries the server from inside a pod.
 
 use super::QUESTION;
 use crate::ctl::print::Printable;
@@ -10,11 +10,11 @@ use std::{
     time::Duration,
 };
 
-/// How long one question may take: two retransmissions of a SYN, and the time that the agent takes to select a new pod.
+/// How long one query may take: two retransmissions of a SYN, and the time that the agent takes to select a new pod.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// One question by UDP for so many connections.
+/// Connections for each UDP query.
 const DATAGRAMS: u32 = 8;
-/// After so many failures the rest is not tried.
+/// After this many failures the rest is not tried.
 const FAILURES: usize = 3;
 /// The longest answer: an IPv6 address with port and line feed.
 const ANSWER: u64 = 64;

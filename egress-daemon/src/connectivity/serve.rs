@@ -1,4 +1,4 @@
-//! The server outside of the cluster.
+//! The server outside the cluster.
 
 use super::QUESTION;
 use std::{
@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 #[error("cannot listen at {0}: {1}: name another address and port with --listen")]
 pub struct ServerError(SocketAddr, #[source] io::Error);
 
-/// A server that tells everybody the source address that it sees, by TCP and by UDP.
+/// A server that tells each client the source address that it sees, by TCP and by UDP.
 #[derive(Debug)]
 pub struct Server {
     tcp: TcpListener,
@@ -42,7 +42,7 @@ impl Server {
         let Server { tcp, udp } = self;
         let datagrams = thread::spawn(move || answer_datagrams(&udp));
         for stream in tcp.incoming() {
-            // A client that has gone before its answer concerns nobody else.
+            // A client that left before its answer affects no other.
             let _gone = stream.and_then(|stream| answer(&stream));
             if datagrams.is_finished() {
                 break;

@@ -1,4 +1,4 @@
-//! Which pods show whether policies keep their promises, and whether they do. Pure.
+//! Decides which pods show whether policies keep their promises, and whether they do. Pure.
 
 use super::ask::Asked;
 use crate::translate::NAMESPACE_NAME;
@@ -13,12 +13,13 @@ use std::{
 pub const PREFIX: &str = "spillway-test";
 /// Connections of a pod whose policy does not promise to use all egress IPs.
 const CONNECTIONS: u32 = 16;
-/// Connections for each egress IP that has to be seen: with so many, one of them is missed by chance once in 10^10 tests.
+/// Connections for each egress IP that has to be seen: with this many, one of them is missed by chance once in 10^10
+/// tests.
 const CONNECTIONS_EACH: u64 = 24;
 /// With more connections than this a test takes too long, and does not ask whether all egress IPs are used.
 const MAX_CONNECTIONS: u64 = 4_000;
 
-/// An egress IP of a policy, as its status has it.
+/// An egress IP of a policy, as in its status.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slot {
     /// The address.
@@ -50,7 +51,7 @@ impl Known {
 pub enum Home {
     /// One that exists.
     Existing(String),
-    /// One that is made for the test, with these labels, and goes with it.
+    /// One that is created with these labels for the test, and deleted after it.
     New(String, Labels),
 }
 
@@ -204,7 +205,8 @@ fn of_policy(
     Ok(Trial { policy: Some(one.name()), pod, home, labels, nodes, connections, promises })
 }
 
-/// What a policy promises of packets for a server, and how many connections show it. None if it has no egress IP for them.
+/// What a policy promises for packets to a server, and how many connections verify it. `None` if it has no egress IP for
+/// them.
 fn promise(one: &Known, server: SocketAddr) -> Option<(Promise, u32)> {
     let slots: Vec<&Slot> = one.slots.iter().filter(|slot| slot.address.is_ipv4() == server.is_ipv4()).collect();
     let least = slots.iter().map(|slot| slot.weight).min()?.max(1);
@@ -237,8 +239,8 @@ fn unselected(known: &[Known], servers: &[SocketAddr]) -> Case {
     Case::Tried(Trial { policy: None, pod, home, labels, nodes, connections: CONNECTIONS, promises })
 }
 
-/// The policy that takes a pod's packets for a destination: the longest prefix wins, then the older policy. On which node the pod will be is
-/// not known, so that policies for some nodes count as if they were for all.
+/// The policy that takes a pod's packets for a destination: the longest prefix wins, then the older policy. The pod's
+/// node is not known yet, so policies for some nodes count as if they were for all.
 fn winner<'a>(known: &'a [Known], subject: &Subject, to: IpAddr) -> Option<&'a Known> {
     let selects = |policy: &Policy| {
         let holds = |selector: &Option<Selector>, labels| selector.as_ref().is_none_or(|one| one.matches(labels));

@@ -35,7 +35,7 @@ pub struct FlowEntry {
     pub remote_port: u16,
     /// IP protocol number.
     pub proto: u32,
-    /// Whether its packets are left alone. Of [`flow`](Self::flow) only the ticks and the TCP state mean something then.
+    /// Whether its packets are left alone. Then only the ticks and the TCP state of [`flow`](Self::flow) are meaningful.
     pub untouched: bool,
     /// What outgoing packets need.
     pub flow: Flow,
@@ -204,7 +204,7 @@ impl Dump {
         v4.chain(v6).flatten()
     }
 
-    /// All routes, as (class, destination, policy); the policy 0 takes the destination out of all of them.
+    /// All routes, as (class, destination, policy); policy 0 excludes the destination from all policies.
     pub fn routes(&self) -> impl Iterator<Item = (u32, IpNet, u32)> {
         fn routes<A: Copy + Ord>(
             table: &BTreeMap<(RouteKey<A>, u32), u32>,
@@ -251,7 +251,7 @@ where
     RouteKey<A>: Pod + Ord,
 {
     let reverse = maps.reverse.entries()?;
-    // By the pod's 5-tuple, which is how the other half is found here.
+    // By the pod's 5-tuple, by which the other half is looked up here.
     let back: BTreeMap<FlowKey<A>, Back> = reverse
         .into_iter()
         .map(|(k, r)| {
@@ -284,7 +284,7 @@ where
     Ok(())
 }
 
-/// What tools show of a record of the outside's opening.
+/// What tools show of the record of a connection that the outside opened.
 fn left_alone(record: &Inbound) -> Flow {
     Flow {
         config_generation: record.generation,

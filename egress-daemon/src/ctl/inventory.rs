@@ -1,4 +1,5 @@
-//! Everything that an agent made on this node, as the kernel has it: found by the pins, whether the agent lives or not.
+//! Everything that an agent made on this node, read from the kernel: found by the pins, whether or not the agent is
+//! alive.
 //!
 //! A program is an agent's if it uses one of the maps that are pinned in the agent's directory, so that several agents
 //! can share a kernel.
@@ -172,14 +173,14 @@ pub async fn take(pins: &Pins) -> Result<Inventory> {
     Ok(inventory)
 }
 
-/// Whether a path, or what of it exists, is on a BPF file system.
+/// Whether a path, or the part of it that exists, is on a BPF file system.
 pub(crate) fn on_bpffs(path: &Path) -> bool {
     let existing = path.ancestors().find(|path| path.exists());
     existing.and_then(|path| statfs(path).ok()).is_some_and(|fs| fs.filesystem_type() == BPF_FS_MAGIC)
 }
 
 /// What is pinned by agents of any layout version (`v` and a number), and last the directory itself. Empty if it does
-/// not exist. What else is in the directory is somebody else's.
+/// not exist. Anything else in the directory is somebody else's.
 pub(crate) fn pins(root: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = match fs::read_dir(root) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -200,7 +201,7 @@ pub(crate) fn is_version(path: &Path) -> bool {
     name.strip_prefix('v').is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Everything below a path and the path itself, what is in a directory before the directory.
+/// Everything below a path and the path itself, the contents of a directory before the directory.
 fn tree(root: &Path) -> io::Result<Vec<PathBuf>> {
     let mut all = Vec::new();
     if root.symlink_metadata()?.is_dir() {
@@ -218,7 +219,7 @@ pub(crate) fn pinned_maps(root: &Path) -> Vec<Map> {
     maps(&pins(root).unwrap_or_default())
 }
 
-/// The maps among the pins: those in directories of the name `maps`, of any layout version.
+/// The maps among the pins: those in directories named `maps`, of any layout version.
 fn maps(pins: &[PathBuf]) -> Vec<Map> {
     let mut maps: Vec<Map> = in_directory(pins, "maps").filter_map(map).collect();
     maps.sort_by(|a, b| (&a.name, a.id).cmp(&(&b.name, b.id)));
@@ -250,7 +251,7 @@ fn memory(fd: &impl AsFd) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix("memlock:")?.trim().parse().ok())
 }
 
-/// The programs that use one of the maps, by id. Programs that end meanwhile are passed over.
+/// The programs that use one of the maps, by id. Programs that end meanwhile are skipped.
 fn programs(maps: &BTreeSet<u32>) -> BTreeMap<u32, Program> {
     let ours = loaded_programs().filter_map(Result::ok).filter(|program| {
         let used = program.map_ids().ok().flatten().unwrap_or_default();

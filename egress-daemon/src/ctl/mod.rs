@@ -30,10 +30,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 use views::{By, FlowFilter, Sample, ViewSources};
 
-/// Where an agent's pins are, unless it is told otherwise.
+/// Where an agent's pins are by default.
 pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf/spillway";
 
-/// What is asked for.
+/// A command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
     /// Policies.
@@ -57,7 +57,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Whether it looks at flows, of which there may be a million.
+    /// Whether it reads the flows, of which there may be a million.
     fn needs_flows(&self) -> bool {
         !matches!(self, Command::Policies | Command::Stats | Command::State)
     }
@@ -74,7 +74,7 @@ impl Command {
     }
 }
 
-/// How to reach what a node's agent keeps and knows.
+/// How to reach a node's agent and its maps.
 #[derive(Clone, Debug)]
 pub struct NodeAccess {
     /// Directory of the agent's pins.
@@ -117,15 +117,15 @@ pub fn run(command: &Command, access: &NodeAccess, output: Output) -> Result<Com
 pub struct Top {
     /// What flows are counted by.
     pub by: By,
-    /// So many of them.
+    /// The most items shown.
     pub limit: usize,
-    /// The time between two looks.
+    /// The time between two samples.
     pub interval: Duration,
-    /// So many times; absent: for ever.
+    /// How many times; absent: forever.
     pub times: Option<u64>,
 }
 
-/// Looks again and again at what happens, and shows each answer. JSON is a line for each, YAML a document.
+/// Samples repeatedly, and shows each answer. JSON has a line for each, YAML a document.
 pub fn top(
     top: &Top,
     access: &NodeAccess,
@@ -154,7 +154,7 @@ pub fn top(
     Ok(())
 }
 
-/// An error with its causes, each said once: some messages hold their cause already.
+/// An error with its causes, each once: some messages already contain their cause.
 pub fn message(error: &anyhow::Error) -> String {
     error.chain().fold(String::new(), |said, cause| {
         let cause = cause.to_string();
@@ -180,7 +180,7 @@ fn check_node(access: &NodeAccess, found: Option<String>) -> Result<()> {
         (Some(wanted), Some(found)) if *wanted != found => {
             bail!("this is node {found}, not {wanted}: run egressctl on {wanted}, or name its pins with --bpffs")
         }
-        (Some(wanted), None) => bail!("nothing says that this is node {wanted}: no agent has run with these pins"),
+        (Some(wanted), None) => bail!("nothing shows that this is node {wanted}: no agent has run with these pins"),
         _ => Ok(()),
     }
 }
@@ -202,7 +202,7 @@ fn show(command: &Command, sources: ViewSources<'_>, output: Output) -> Result<S
 fn state(pins: &Pins, agent: Option<&AgentState>, access: &NodeAccess, output: Output) -> Result<String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let inventory = runtime.block_on(inventory::take(pins))?;
-    // The name is a help; a node whose maps are of another version or gone has a state all the same.
+    // The name is optional: a node whose maps are gone or of another version still has a state.
     let own = Dump::read(pins, false).ok().and_then(|dump| dump.own_name());
     let view = state::state(inventory, agent, own);
     check_node(access, view.node.clone().or_else(|| access.node.clone()))?;

@@ -1,4 +1,4 @@
-//! How results are printed: a table for people, JSON and YAML for programs.
+//! How results are printed: a table for users, JSON and YAML for programs.
 
 use clap::ValueEnum;
 use comfy_table::{ContentArrangement, Table, presets};
@@ -8,13 +8,13 @@ use std::{
     io::{self, Write as _},
 };
 
-/// Tables are no wider than this where the terminal does not say otherwise.
+/// The width of tables if the terminal does not report its own.
 const WIDTH: u16 = 100;
 
 /// How a result is printed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Output {
-    /// A table or sentences, for people.
+    /// A table or sentences, for users.
     #[default]
     Table,
     /// One JSON document; field names are stable.
@@ -25,7 +25,7 @@ pub enum Output {
 
 /// A result of a command.
 pub trait Printable: Serialize {
-    /// For people, with a line feed at the end.
+    /// For users, with a line feed at the end.
     fn text(&self) -> String;
 }
 
@@ -41,7 +41,7 @@ pub fn print<V: Printable>(view: &V, output: Output) -> Result<String, PrintErro
         Output::Table => view.text(),
         Output::Json => serde_json::to_string_pretty(view).map_err(|e| error(&e))? + "\n",
         Output::Yaml => {
-            // By way of JSON, so that both have the same shape.
+            // Through JSON, so that both have the same shape.
             let value = serde_json::to_value(view).map_err(|e| error(&e))?;
             serde_saphyr::to_string(&value).map_err(|e| error(&e))?
         }
@@ -53,7 +53,7 @@ pub fn has_seen_enough(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::BrokenPipe
 }
 
-/// Writes to standard output, as far as the reader wants it.
+/// Writes to standard output, until the reader closes it.
 pub fn show(text: &str) -> io::Result<()> {
     match io::stdout().write_all(text.as_bytes()) {
         Err(error) if has_seen_enough(&error) => Ok(()),
@@ -65,11 +65,11 @@ pub fn show(text: &str) -> io::Result<()> {
 pub trait Row: Serialize {
     /// The columns' names, with units.
     const HEADER: &'static [&'static str];
-    /// What a table without lines says.
+    /// The text of a table without lines.
     const NONE: &'static str;
     /// The columns.
     fn cells(&self) -> Vec<String>;
-    /// Whom a sentence below the table is about, and the sentence.
+    /// A sentence below the table, after what it is about.
     fn note(&self) -> Option<(&str, &str)> {
         None
     }
@@ -102,7 +102,7 @@ pub fn table<'a, R: Row + 'a>(rows: impl IntoIterator<Item = &'a R>) -> String {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct List<R> {
-    /// The node's name; null where no agent has said it yet.
+    /// The node's name; null if no agent has reported it yet.
     pub node: Option<String>,
     /// Whether the agent has answered: otherwise fields that only it knows are null.
     pub agent_answered: bool,
@@ -135,7 +135,7 @@ pub fn joined<T: ToString>(values: &[T]) -> String {
     if values.is_empty() { "-".to_owned() } else { values.iter().map(T::to_string).collect::<Vec<_>>().join(", ") }
 }
 
-/// The first of some names, and how many there are more.
+/// The first of some names, and how many more there are.
 pub fn first_of(names: &[String], most: usize) -> String {
     let first = names.iter().take(most).cloned().collect::<Vec<_>>().join(", ");
     if names.len() > most { format!("{first} and {} more", names.len() - most) } else { first }

@@ -1,4 +1,4 @@
-//! `egressctl state`: everything that the agent made on this node, and how it does.
+//! `egressctl state`: everything that the agent made on this node, and the agent's state.
 
 use super::{
     inventory::{Inventory, Map, Program},
@@ -14,11 +14,11 @@ use std::fmt::Write;
 pub struct StateView {
     /// The node's name.
     pub node: Option<String>,
-    /// What the agent says of itself; null if it does not answer.
+    /// What the agent reports of itself; null if it does not answer.
     pub agent: Option<NodeState>,
-    /// What is true of the node, as the agent has it.
+    /// The node's conditions, as the agent reports them.
     pub conditions: Vec<ConditionState>,
-    /// What is wrong, as the agent has it.
+    /// What is wrong, as the agent reports it.
     pub problems: Vec<ProblemState>,
     /// The sum over all maps, in bytes.
     pub map_memory_bytes: u64,

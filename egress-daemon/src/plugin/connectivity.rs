@@ -1,4 +1,4 @@
-//! `kubectl spillway connectivity test`: starts pods that policies select, and compares what a server outside of the cluster sees of
+//! `kubectl spillway connectivity test`: starts pods that policies select, and compares what a server outside the cluster sees of
 //! them with what the policies promise.
 
 use super::kubectl::{Kubectl, KubectlError};
@@ -24,7 +24,7 @@ use std::{
 
 /// The label of everything that a test makes.
 const LABEL: &str = "spillway.io/connectivity-test";
-/// How often pods are looked at.
+/// How often pods are checked.
 const LOOK: Duration = Duration::from_secs(1);
 /// The user that pods run as: nobody.
 const USER: u32 = 65_534;
@@ -34,13 +34,13 @@ const INTERRUPTED: i32 = 130;
 /// What is tested, and how.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Servers outside of the cluster.
+    /// Servers outside the cluster.
     pub servers: Vec<SocketAddr>,
     /// Only this policy: its name, or `NAMESPACE/NAME`.
     pub policy: Option<String>,
     /// The image of the pods; absent: the agents'.
     pub image: Option<String>,
-    /// How long pods have for their start and their questions.
+    /// How long pods have to start and to query.
     pub timeout: Duration,
 }
 
@@ -84,12 +84,10 @@ impl Printable for ConnectivityView {
     }
 }
 
-/// Runs the test, and removes what it made, also when it is interrupted. `tell` hears of its progress.
+/// Runs the test, and removes what it made, even if it is interrupted. `tell` receives its progress.
 pub fn test(kubectl: &Kubectl, options: &Options, tell: impl Fn(&str)) -> Result<ConnectivityView> {
     if options.servers.is_empty() {
-        bail!(
-            "name a server outside of the cluster with --server; on a machine there run: egressctl connectivity serve"
-        );
+        bail!("name a server outside the cluster with --server; on a machine there run: egressctl connectivity serve");
     }
     let known = policies(kubectl)?;
     let mut cases = cases(&known, &namespaces(kubectl)?, &options.servers);
@@ -103,7 +101,7 @@ pub fn test(kubectl: &Kubectl, options: &Options, tell: impl Fn(&str)) -> Result
         }
     }
     let image = options.image.clone().map_or_else(|| image(kubectl), Ok)?;
-    // What an earlier test left whose machine lost its power.
+    // Leftovers of an earlier test whose machine lost power.
     clean(kubectl)?;
     let cleaner = kubectl.clone();
     let _on_interrupt = on_interrupt(move || {
@@ -133,7 +131,8 @@ fn items(list: Value) -> Vec<Value> {
     }
 }
 
-/// Spillway's own policies, with their egress IPs. One that cannot be understood has a condition that says so, and no promise.
+/// Spillway's own policies, with their egress IPs. A policy that cannot be understood has a condition that says so, and no
+/// promise.
 fn policies(kubectl: &Kubectl) -> Result<Vec<Known>> {
     let list = kubectl.json(&["get", "egressgatewaypolicies.spillway.io,egresspolicies.spillway.io", "-A"])?;
     let mut known = Vec::new();
@@ -184,10 +183,10 @@ fn image(kubectl: &Kubectl) -> Result<String> {
     })
 }
 
-/// What each pod was told, or why it was told nothing, by the pod's name.
+/// The answers that each pod got, or why it got none, by the pod's name.
 type Answers = BTreeMap<String, Result<Vec<Asked>, String>>;
 
-/// Starts the pods and waits for what they are told.
+/// Starts the pods and waits for their answers.
 fn run(kubectl: &Kubectl, options: &Options, cases: &[Case], image: &str, tell: impl Fn(&str)) -> Result<Answers> {
     let trials: Vec<&Trial> =
         cases.iter().filter_map(|case| if let Case::Tried(trial) = case { Some(trial) } else { None }).collect();
@@ -216,7 +215,7 @@ fn run(kubectl: &Kubectl, options: &Options, cases: &[Case], image: &str, tell: 
     Ok(pods.iter().filter_map(|pod| Some((pod["metadata"]["name"].as_str()?.to_owned(), told(kubectl, pod)))).collect())
 }
 
-/// Starts a pod. A new namespace's service account may come a moment later.
+/// Starts a pod. A new namespace's service account may appear a moment later.
 fn start(kubectl: &Kubectl, pod: &Value, end: Instant) -> Result<(), KubectlError> {
     loop {
         match kubectl.apply(pod) {
@@ -241,7 +240,7 @@ fn told(kubectl: &Kubectl, pod: &Value) -> Result<Vec<Asked>, String> {
     serde_json::from_str(&log).map_err(|error| format!("the pod's answer is not understood: {error}: {log:?}"))
 }
 
-/// Why a pod has told nothing: its container's state, or its own.
+/// Why a pod has no result: its container's state, or its own.
 fn unfinished(pod: &Value) -> String {
     let state = &pod["status"]["containerStatuses"][0]["state"];
     let parts = ["waiting", "terminated"].map(|state_name| &state[state_name]);
@@ -295,7 +294,7 @@ fn pod(trial: &Trial, image: &str, timeout: Duration) -> Value {
     })
 }
 
-/// A selector of nodes as a pod has it; null if it selects every node.
+/// A node selector as a pod's affinity; null if it selects every node.
 fn affinity(nodes: &Selector) -> Value {
     if nodes.is_everything() {
         return Value::Null;
@@ -311,7 +310,7 @@ fn affinity(nodes: &Selector) -> Value {
     json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}})
 }
 
-/// Removes everything that has the test's label: namespaces with what is in them, and pods in namespaces of others.
+/// Removes everything that has the test's label: namespaces with their contents, and pods in other namespaces.
 fn clean(kubectl: &Kubectl) -> Result<(), KubectlError> {
     let delete = ["delete", "--ignore-not-found", "--wait=true"];
     for pod in items(kubectl.json(&["get", "pods", "-A", "-l", LABEL])?) {
@@ -321,7 +320,7 @@ fn clean(kubectl: &Kubectl) -> Result<(), KubectlError> {
     kubectl.text(&[&delete[..], &["namespaces", "-l", LABEL]].concat()).map(drop)
 }
 
-/// Does something when Ctrl-C is pressed, and ends the process.
+/// Runs `clean` when Ctrl-C is pressed, and ends the process.
 fn on_interrupt(clean: impl FnOnce() + Send + 'static) -> Result<thread::JoinHandle<()>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     Ok(thread::spawn(move || {

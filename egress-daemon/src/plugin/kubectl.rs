@@ -1,4 +1,4 @@
-//! Running `kubectl`, which knows the cluster and how its user logs in.
+//! Runs `kubectl`, which knows the cluster and how its user logs in.
 
 use serde_json::Value;
 use std::{
@@ -25,7 +25,7 @@ pub enum KubectlError {
     /// What it printed is no text.
     #[error("kubectl printed no text: {0}")]
     NoText(#[from] FromUtf8Error),
-    /// What it printed is not what was asked for.
+    /// What it printed is not what was requested.
     #[error("kubectl printed no JSON: {0}")]
     NoJson(#[from] serde_json::Error),
 }
@@ -42,7 +42,7 @@ pub struct Kubectl {
 }
 
 impl Kubectl {
-    /// What it prints.
+    /// Returns what it prints.
     pub fn text<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Result<String, KubectlError> {
         let mut command = self.command();
         result(command.arg(TIMEOUT).args(["--namespace", &self.namespace]).args(arguments).output()?, arguments)
@@ -55,7 +55,7 @@ impl Kubectl {
         Ok(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?)
     }
 
-    /// Runs it in this process's place: it prints and is stopped as this is.
+    /// Runs it in place of this process: it shares its terminal and is stopped with it.
     pub fn attached<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Result<ExitStatus, KubectlError> {
         Ok(self.command().args(["--namespace", &self.namespace]).args(arguments).stdin(Stdio::null()).status()?)
     }
@@ -85,7 +85,7 @@ impl Kubectl {
         command
     }
 
-    /// What it prints, as JSON.
+    /// Returns what it prints, as JSON.
     pub fn json(&self, arguments: &[&str]) -> Result<Value, KubectlError> {
         Ok(serde_json::from_str(&self.text(&[arguments, &["-o", "json"]].concat())?)?)
     }

@@ -1,7 +1,7 @@
-//! `kubectl spillway`: what `egressctl` says of one node, of all nodes of a cluster, from wherever `kubectl` works.
+//! `kubectl spillway`: what `egressctl` reports of one node, for all nodes of a cluster, from wherever `kubectl` works.
 //!
-//! It is `egressctl` by another name, as kubectl's plugins are: a file `kubectl-spillway` in PATH. It runs `kubectl`, and so needs no access
-//! of its own: the right to `get` Spillway's objects and pods, and to `create` `pods/exec` in Spillway's namespace.
+//! It is `egressctl` under another name, in the form of kubectl's plugins: a file `kubectl-spillway` in PATH. It runs `kubectl`, and
+//! only needs the right to `get` Spillway's objects and pods, and to `create` `pods/exec` in Spillway's namespace.
 
 mod connectivity;
 mod kubectl;
@@ -29,19 +29,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The name by which `egressctl` is this plugin.
+/// The name under which `egressctl` is this plugin.
 const NAME: &str = "kubectl-spillway";
-/// Where the image has `egressctl`.
+/// Where `egressctl` is in the image.
 const EGRESSCTL: &str = "/usr/bin/egressctl";
-/// How many nodes are asked at once.
+/// How many nodes are queried at once.
 const AT_ONCE: usize = 16;
-/// How often `status --wait` looks.
+/// How often `status --wait` checks.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Look at Spillway on all nodes of a cluster
+/// Inspect Spillway on all nodes of a cluster
 ///
-/// Every command of egressctl is asked on all nodes, or on the node of the pod that it names: kubectl spillway flows --pod prod/web-0.
-/// Options of this command come before it.
+/// Runs every command of egressctl on all nodes, or on the node of the pod that it names: kubectl spillway flows --pod prod/web-0.
+/// Options of this plugin come before the command.
 #[derive(Debug, Parser)]
 #[command(name = NAME, bin_name = "kubectl spillway", version, max_term_width = 100)]
 struct Cli {
@@ -56,7 +56,7 @@ struct Cli {
     /// The namespace of Spillway's pods
     #[arg(short, long, value_name = "NAMESPACE", default_value = "spillway")]
     namespace: String,
-    /// Ask this node only
+    /// Query only this node
     #[arg(long, value_name = "NODE")]
     node: Option<String>,
 }
@@ -67,12 +67,12 @@ enum Command {
     ///
     /// The exit code is 0 if all are ready, and 1 otherwise.
     Status(StatusArgs),
-    /// Whether packets leave as policies promise, seen from outside
+    /// Test whether packets leave as policies promise, as seen from outside
     #[command(subcommand)]
     Connectivity(ConnectivityCommand),
-    /// A page that shows what flows now on all nodes, from pods through egress IPs and gateways to destinations
+    /// Serve a page that shows current flows on all nodes, from pods through egress IPs and gateways to destinations
     ///
-    /// Until Ctrl-C. It only looks; whoever reaches the address may see it.
+    /// Runs until Ctrl-C. Read-only; anybody who can reach the address may see it.
     Serve {
         /// Where to listen
         #[arg(long, value_name = "ADDR:PORT", default_value_t = crate::serve::LISTEN)]
@@ -80,7 +80,7 @@ enum Command {
     },
     /// Write one archive with objects, events, logs and the state of every node
     ///
-    /// It has no Secret and no pod's specification in it. It has names and addresses of pods and nodes: look at it before you give it away.
+    /// It contains no Secret and no pod's specification. It contains names and addresses of pods and nodes: inspect it before you share it.
     Sysdump(SysdumpArgs),
     /// A command of egressctl, on every node
     #[command(external_subcommand)]
@@ -104,9 +104,9 @@ struct StatusArgs {
 enum ConnectivityCommand {
     /// Start a pod for each policy, and compare what a server sees of it with what the policy promises
     ///
-    /// The server is a machine outside of the cluster that runs: egressctl connectivity serve. For each policy a pod is started that the
-    /// policy selects, in a namespace of its own where the policy allows that, and a pod that no policy selects. All of it is removed
-    /// again. Needs the right to create and delete pods and namespaces. The exit code is 1 if a promise was broken.
+    /// The server is a machine outside the cluster that runs: egressctl connectivity serve. Starts a pod for each policy that the policy
+    /// selects, in a namespace of its own if the policy allows it, and a pod that no policy selects. Removes all of them afterwards.
+    /// Needs the right to create and delete pods and namespaces. The exit code is 1 if a promise was broken.
     Test(ConnectivityArgs),
 }
 
@@ -115,13 +115,13 @@ struct ConnectivityArgs {
     /// A server outside: 203.0.113.7:8474 or [2001:db8::7]:8474; one of each family, if you have both
     #[arg(long = "server", value_name = "ADDR:PORT")]
     servers: Vec<SocketAddr>,
-    /// Test this policy only: its name, or NAMESPACE/NAME
+    /// Test only this policy: its name, or NAMESPACE/NAME
     #[arg(long, value_name = "NAME")]
     policy: Option<String>,
     /// The image of the pods [default: the agents']
     #[arg(long, value_name = "IMAGE")]
     image: Option<String>,
-    /// For how many seconds pods may start and ask
+    /// How many seconds pods have to start and query
     #[arg(long, value_name = "SECONDS", default_value = "180", value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
     /// How the result is printed
@@ -141,17 +141,17 @@ pub fn is_asked(program: Option<OsString>) -> bool {
     program.is_some_and(|program| Path::new(&program).file_stem().is_some_and(|name| name == NAME))
 }
 
-/// What `egressctl` understands by a command.
+/// How `egressctl` interprets a command.
 #[derive(Clone, Debug)]
 pub enum Understood {
-    /// Something to ask nodes for.
+    /// A query for nodes.
     OnNodes {
         /// The pod that it is about.
         pod: Option<String>,
         /// How its result is printed.
         output: Output,
     },
-    /// What happens to a pod's packets on its node, until it ends.
+    /// A live trace of a pod's packets on its node.
     Trace {
         /// The pod.
         pod: String,
@@ -180,7 +180,8 @@ impl Failure {
     }
 }
 
-/// Runs the plugin with the process's arguments. `understand` is `egressctl`'s own view of a command; an error where it has none.
+/// Runs the plugin with the process's arguments. `understand` is `egressctl`'s own parser of a command; an error if there is no
+/// such command.
 pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<ExitCode, Failure> {
     let Cli { command, context, kubeconfig, namespace, node } = Cli::parse();
     let kubectl = Kubectl { context, kubeconfig, namespace };
@@ -229,7 +230,7 @@ fn differences(kubectl: &Kubectl, node: Option<String>, mut options: DiffOptions
     let flows: Vec<FlowsView> = told.iter().map(|(_, text)| serde_json::from_str(text)).collect::<Result<_, _>>()?;
     let view = diff(&options, &flows)?;
     if failed > 0 {
-        eprintln!("kubectl spillway: the flows of {failed} nodes were not looked at");
+        eprintln!("kubectl spillway: the flows of {failed} nodes were not examined");
     }
     show(&print(&view, output)?)?;
     Ok(if view.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -248,7 +249,7 @@ fn status(kubectl: &Kubectl, args: &StatusArgs) -> Result<ExitCode> {
     }
 }
 
-/// Asks the nodes, and prints what each says. The exit code is 1 if one did not answer.
+/// Queries the nodes, and prints each answer. The exit code is 1 if one did not answer.
 fn on_nodes(
     kubectl: &Kubectl,
     node: Option<String>,
@@ -269,7 +270,7 @@ fn node_of(kubectl: &Kubectl, pod: &str) -> Result<String> {
     kubectl.node_of(pod)?.with_context(|| format!("there is no pod {pod} with a node: name the node with --node"))
 }
 
-/// Shows what `egressctl` says on the pod's node, as it says it.
+/// Shows the output of `egressctl` on the pod's node, live.
 fn follow(kubectl: &Kubectl, node: Option<String>, pod: &str, words: &[OsString]) -> Result<ExitCode> {
     let node = node.map_or_else(|| node_of(kubectl, pod), Ok)?;
     let agent = agents(kubectl, Some(node))?.into_iter().next().context("no agent")?;
@@ -289,7 +290,8 @@ fn agents(kubectl: &Kubectl, node: Option<String>) -> Result<Vec<Pod>> {
     Ok(pods)
 }
 
-/// What `egressctl` says beside these agents, with the nodes' names, and how many did not answer. Those are named on stderr.
+/// The output of `egressctl` next to these agents, with the nodes' names, and how many did not answer. Those are named on
+/// stderr.
 fn ask(kubectl: &Kubectl, pods: &[Pod], words: &[OsString]) -> (Vec<(String, String)>, usize) {
     let mut answers = Vec::new();
     for some in pods.chunks(AT_ONCE) {
@@ -313,13 +315,13 @@ fn ask(kubectl: &Kubectl, pods: &[Pod], words: &[OsString]) -> (Vec<(String, Str
     (told, failed)
 }
 
-/// What `egressctl` says on a pod's node.
+/// The output of `egressctl` on a pod's node.
 fn egressctl_on(kubectl: &Kubectl, pod: &Pod, words: &[OsString]) -> Result<String, KubectlError> {
     let exec = ["exec", &pod.name, "-c", "agent", "--", EGRESSCTL].map(OsString::from);
     kubectl.text(&[&exec, words].concat())
 }
 
-/// The answers of nodes as one: tables below the nodes' names, one JSON array, or one YAML document for each.
+/// The combined answers of nodes: tables below the nodes' names, one JSON array, or one YAML document for each.
 fn together(output: Output, answers: &[(String, String)]) -> Result<String> {
     let gap = |n: usize| if n == 0 { "" } else { "\n" };
     Ok(match output {

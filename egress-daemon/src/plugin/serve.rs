@@ -13,15 +13,15 @@ use std::{
     time::Duration,
 };
 
-/// How often nodes that came, and agents that were replaced, are looked for.
+/// How often new nodes and replaced agents are looked for.
 const LOOK: Duration = Duration::from_secs(5);
-/// So many looks an agent is asked for at once: for longer than anybody watches.
+/// How many samples an agent is asked for at once: more than anybody watches.
 const TIMES: &str = "1000000";
 
-/// Serves the page; `node`: of this one only. Blocks.
+/// Serves the page; `node`: only of this one. Blocks.
 pub(super) fn run(listen: SocketAddr, kubectl: Kubectl, node: Option<String>) -> Result<()> {
     let feed = Feed::default();
-    // Whoever may not ask learns it at once.
+    // Missing permissions are reported at once.
     agents(&kubectl, node.clone())?;
     let (watching, of, at) = (feed.clone(), node.clone(), kubectl.clone());
     thread::Builder::new().name("nodes".into()).spawn(move || watch(&at, of.as_ref(), &watching))?;
@@ -33,11 +33,11 @@ pub(super) fn run(listen: SocketAddr, kubectl: Kubectl, node: Option<String>) ->
     serve::serve(listen, &feed, Arc::new(explain))
 }
 
-/// Listens to each agent, as agents come and go.
+/// Reads from each agent, as agents come and go.
 fn watch(kubectl: &Kubectl, node: Option<&String>, feed: &Feed) {
     let heard: Arc<Mutex<BTreeSet<String>>> = Arc::default();
     loop {
-        // An API server that is away for a moment takes nothing from what is shown.
+        // If the API server is briefly unreachable, what is shown stays.
         for pod in agents(kubectl, node.cloned()).unwrap_or_default() {
             let is_new = heard.lock().unwrap_or_else(PoisonError::into_inner).insert(pod.name.clone());
             if is_new {
@@ -53,7 +53,7 @@ fn watch(kubectl: &Kubectl, node: Option<&String>, feed: &Feed) {
     }
 }
 
-/// Takes what `egressctl top` says beside an agent, until it ends.
+/// Reads the output of `egressctl top` next to an agent, until it ends.
 fn listen_to(kubectl: &Kubectl, pod: &Pod, feed: &Feed) {
     let (limit, interval) = (PATHS.to_string(), INTERVAL.as_secs().to_string());
     let exec = ["exec", &pod.name, "-c", "agent", "--", EGRESSCTL];

@@ -1,4 +1,4 @@
-//! Whether Spillway does in a cluster what it is told: its workloads, and its objects' conditions. Pure.
+//! Whether Spillway works as configured in a cluster: its workloads, and its objects' conditions. Pure.
 
 use crate::ctl::print::{Printable, Row, table};
 use serde::Serialize;
@@ -9,11 +9,11 @@ use serde_json::Value;
 pub struct Part {
     /// Its kind.
     pub kind: String,
-    /// `NAMESPACE/NAME`, or the name where there is no namespace.
+    /// `NAMESPACE/NAME`, or the name if there is no namespace.
     pub name: String,
     /// Whether it is ready.
     pub ready: bool,
-    /// Why not; or what else is to be known.
+    /// Why not; or other remarks.
     pub message: String,
 }
 
@@ -43,7 +43,7 @@ impl Printable for StatusView {
 }
 
 impl StatusView {
-    /// Judges lists of objects as the API server gives them: DaemonSets and Deployments, and Spillway's own objects.
+    /// Judges lists of objects as the API server returns them: DaemonSets and Deployments, and Spillway's own objects.
     pub fn new(workloads: &Value, objects: &Value) -> Self {
         let items = |list: &Value| list["items"].as_array().cloned().unwrap_or_default();
         let workloads: Vec<Part> = items(workloads).iter().filter_map(workload).collect();
@@ -60,7 +60,7 @@ fn name(object: &Value) -> String {
     of("namespace").map_or_else(|| name.to_owned(), |namespace| format!("{namespace}/{name}"))
 }
 
-/// A DaemonSet or a Deployment: all its pods are ready, and of the present version.
+/// A DaemonSet or a Deployment: ready if all its pods are ready and of the present version.
 fn workload(object: &Value) -> Option<Part> {
     let (spec, status) = (&object["spec"], &object["status"]);
     let number = |value: &Value| value.as_u64().unwrap_or(0);
@@ -79,7 +79,8 @@ fn workload(object: &Value) -> Option<Part> {
     })
 }
 
-/// An object of Spillway's: its condition Ready is about its present generation. What has no such condition is shown only if it should.
+/// An object of Spillway: ready if its condition Ready is true for its present generation. An object without it is shown only if it
+/// should have it.
 fn object(object: &Value) -> Option<Part> {
     let kind = object["kind"].as_str()?;
     let conditions = object["status"]["conditions"].as_array().cloned().unwrap_or_default();
@@ -137,7 +138,7 @@ mod tests {
         assert!(judged(&policy(2, &json!([ready("True", 2)]))).ready);
         assert!(!judged(&policy(3, &json!([ready("True", 2)]))).ready);
         assert!(!judged(&policy(2, &json!([ready("False", 2)]))).ready);
-        assert!(!judged(&policy(1, &json!([]))).ready, "nobody has looked at it");
+        assert!(!judged(&policy(1, &json!([]))).ready, "no controller has seen it");
         let degraded = json!({"type": "Degraded", "status": "True", "message": "one gateway is missing"});
         let part = judged(&policy(2, &json!([ready("True", 2), degraded])));
         assert_eq!((part.ready, part.message.as_str()), (true, "one gateway is missing"));

@@ -1,4 +1,4 @@
-//! One archive with all that somebody needs who is asked for help.
+//! One archive with everything that a support request needs.
 
 use super::{
     egressctl_on,
@@ -15,7 +15,7 @@ use thiserror::Error;
 /// The last lines of each log.
 const LINES: &str = "--tail=20000";
 
-/// What is asked of the API server. No pod's or Secret's specification is among it.
+/// What is requested from the API server. It includes no pod's or Secret's specification.
 const OBJECTS: [(&str, &[&str]); 7] = [
     ("version.yaml", &["version", "-o", "yaml"]),
     ("objects.yaml", &["get", "spillway", "-A", "-o", "yaml"]),
@@ -26,7 +26,7 @@ const OBJECTS: [(&str, &[&str]); 7] = [
     ("config.yaml", &["get", "configmaps", "-l", SELECTOR, "-o", "yaml"]),
 ];
 
-/// What is asked of each node.
+/// What is requested from each node.
 const OF_NODE: [&str; 7] = ["state", "stats", "policies", "gateways", "ips", "endpoints", "blocks"];
 
 /// Why there is no archive.
@@ -45,15 +45,15 @@ pub enum SysdumpError {
     Pack {
         /// The archive.
         path: PathBuf,
-        /// What `tar` says.
+        /// The error of `tar`.
         error: String,
     },
-    /// Nothing can be asked.
+    /// Nothing can be requested.
     #[error(transparent)]
     Kubectl(#[from] KubectlError),
 }
 
-/// A directory that is gone with it.
+/// A directory that is removed with it.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -79,12 +79,12 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // What is left in the directory for temporary files harms nobody.
+        // Leftovers in the directory for temporary files do no harm.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
-/// Writes the archive, a `.tar.gz`. How many answers are in it, and how many are missing.
+/// Writes the archive, a `.tar.gz`. Returns how many answers are in it, and how many are missing.
 pub fn write(kubectl: &Kubectl, file: &Path, progress: impl Fn(&str)) -> Result<(usize, usize), SysdumpError> {
     let folder = Folder::new()?;
     let mut found = Vec::new();
@@ -114,7 +114,7 @@ pub fn write(kubectl: &Kubectl, file: &Path, progress: impl Fn(&str)) -> Result<
     Ok((found.len() - missing, missing))
 }
 
-/// The logs of a pod. Only one that was started again has an earlier one.
+/// The logs of a pod. Only a restarted one has an earlier log.
 fn logs(kubectl: &Kubectl, folder: &Folder, pod: &Pod) -> Result<bool, SysdumpError> {
     if let Ok(earlier) = kubectl.text(&["logs", &pod.name, LINES, "--previous"]) {
         folder.note(&format!("logs/{}.previous.log", pod.name), Ok(earlier))?;

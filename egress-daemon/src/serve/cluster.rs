@@ -1,7 +1,7 @@
 //! The same page at the controller's port, of all nodes: from namespaces through egress IPs and gateways.
 //!
-//! The controller knows objects only. While somebody looks, it reads the agents' metrics, which say what flows but not of which pod and to
-//! where: nothing is shown that those who reach the port could not read there.
+//! The controller knows only objects. While somebody watches, it reads the agents' metrics, which show flows but not their pods and
+//! destinations: the page shows nothing that those who reach the port could not read in the metrics.
 
 use super::{Click, Feed, INTERVAL, routes};
 use crate::{
@@ -25,13 +25,13 @@ use std::{
 };
 use tokio::time::{sleep, timeout};
 
-/// How many agents are asked at once, and how long each may take.
+/// How many agents are queried at once, and how long each may take.
 const AT_ONCE: usize = 16;
 const PATIENCE: Duration = Duration::from_secs(2);
-/// The most that is read of an agent's metrics: 2,048 accounts have some 2 MiB.
+/// The most that is read of an agent's metrics: 2,048 accounts have about 2 MiB.
 const LARGEST: usize = 16 << 20;
 
-/// The page. Agents have their metrics at `port`. A task reads them while somebody looks, until the page is dropped.
+/// The page. Agents have their metrics at `port`. A task reads them while somebody watches, until the page is dropped.
 pub fn page(store: Store, port: u16) -> Router {
     let feed = Feed::default();
     let told = feed.0.subscribe();
@@ -40,12 +40,12 @@ pub fn page(store: Store, port: u16) -> Router {
     tokio::spawn(async move {
         let client = Client::builder(TokioExecutor::new()).build_http();
         let mut nodes = BTreeMap::new();
-        // The router has one receiver, each who looks another.
+        // The router has one receiver, and each viewer another.
         while feed.0.receiver_count() > 0 {
             if feed.0.receiver_count() > 1 {
                 look(&client, &store, port, &feed, &mut nodes).await;
             } else {
-                // Who looks next sees nothing that is old.
+                // The next viewer sees no stale data.
                 std::mem::take(&mut nodes).keys().for_each(|name| feed.forget(name));
             }
             sleep(INTERVAL).await;
@@ -54,13 +54,13 @@ pub fn page(store: Store, port: u16) -> Router {
     routes(told, Arc::new(explain))
 }
 
-/// What asks agents, over connections that are kept.
+/// The client for agents, with persistent connections.
 type Http = Client<HttpConnector, Body>;
 
-/// What an agent's metrics said last, and when.
+/// An agent's last metrics, and when they were read.
 type Before = (Instant, Metrics);
 
-/// Asks all agents.
+/// Queries all agents.
 async fn look(client: &Http, store: &Store, port: u16, feed: &Feed, before: &mut BTreeMap<String, Before>) {
     let nodes = addresses(&store.list::<Node>());
     for gone in before.keys().filter(|name| !nodes.contains_key(*name)) {
@@ -91,7 +91,7 @@ async fn look(client: &Http, store: &Store, port: u16, feed: &Feed, before: &mut
     }
 }
 
-/// The nodes with the address at which their agents are.
+/// The nodes, with the addresses of their agents.
 fn addresses(nodes: &[Arc<Node>]) -> BTreeMap<String, IpAddr> {
     let internal = |node: &Node| {
         let addresses = node.status.as_ref()?.addresses.as_ref()?;
@@ -127,7 +127,7 @@ struct Metrics {
 }
 
 impl Metrics {
-    /// Reads the text form. What is not understood is left out.
+    /// Parses the text format. What cannot be parsed is left out.
     fn read(text: &str) -> Self {
         let mut all = Self::default();
         for (name, labels, value) in text.lines().filter_map(sample) {
@@ -156,7 +156,7 @@ impl Metrics {
 /// Name, labels and value.
 type Sample<'a> = (&'a str, Vec<(&'a str, &'a str)>, f64);
 
-/// One line. Our names have neither quotes nor commas in them.
+/// One line. Our names contain neither quotes nor commas.
 fn sample(line: &str) -> Option<Sample<'_>> {
     let (name, rest) = line.split_once('{')?;
     let (labels, value) = rest.rsplit_once('}')?;
@@ -167,7 +167,7 @@ fn sample(line: &str) -> Option<Sample<'_>> {
 /// What one node shows: as `egressctl top --by path -o json`, with namespaces for pods, and packets for active flows.
 fn view(node: &str, old: &Metrics, now: &Metrics, seconds: f64, carriers: &BTreeMap<String, String>) -> Value {
     let seconds = seconds.max(0.1);
-    // An agent's counters begin again with its maps.
+    // An agent's counters start anew with its maps.
     let rate = |old: Option<&f64>, now: Option<&f64>| {
         (now.copied().unwrap_or(0.0) - old.copied().unwrap_or(0.0)).max(0.0) / seconds
     };
@@ -199,7 +199,7 @@ fn view(node: &str, old: &Metrics, now: &Metrics, seconds: f64, carriers: &BTree
     })
 }
 
-/// What the objects say of what was clicked at.
+/// What the objects say about what was clicked.
 fn explain(store: &Store, click: &Click) -> Result<String> {
     let (Some(policy), Some(address)) = (&click.policy, &click.egress_ip) else { bail!("no policy is named") };
     let conditions = match policy.split_once('/') {
@@ -264,7 +264,7 @@ spillway_build_info{version="0.1.0"} 1.0
                 }],
             })
         );
-        // A node that begins again has no negative rates.
+        // A node that starts anew has no negative rates.
         let view = super::view("n1", &now, &Metrics::default(), 2.0, &BTreeMap::new());
         assert_eq!(view["items"], json!([]));
     }

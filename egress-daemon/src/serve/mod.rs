@@ -1,8 +1,8 @@
-//! `egressctl serve`: a page that shows what flows now, from pods through egress IPs and gateways to destinations.
+//! `egressctl serve`: a page that shows current flows, from pods through egress IPs and gateways to destinations.
 //!
-//! One static page, fed by server-sent events. It changes nothing, and it is for people in front of the machine: it listens on the loopback
-//! interface unless told otherwise, and answers only who calls it by an address or as `localhost`, so that no site that a browser visits can
-//! read it under a name of its own (DNS rebinding).
+//! One static page, fed by server-sent events. It changes nothing, and is meant for local users: it listens on the loopback interface by
+//! default, and answers only requests for an address or `localhost`, so that no site that a browser visits can read it under its own name
+//! (DNS rebinding).
 
 pub mod cluster;
 
@@ -39,14 +39,14 @@ use tokio::{net::TcpListener, sync::watch};
 const PAGE: &str = include_str!("page.html");
 /// The page needs nothing from anywhere else, and nobody may frame it.
 const POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'";
-/// Where the page is, unless somebody says otherwise.
+/// The default address of the page.
 pub const LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8475);
 /// How many paths of a node are shown.
 pub const PATHS: usize = 200;
-/// The time between two looks.
+/// The time between two samples.
 pub const INTERVAL: Duration = Duration::from_secs(2);
 
-/// What the nodes said last, by their names: `egressctl top --by path -o json` of each.
+/// The last output of the nodes, by name: `egressctl top --by path -o json` of each.
 #[derive(Clone, Debug)]
 pub struct Feed(watch::Sender<BTreeMap<String, Value>>);
 
@@ -57,14 +57,15 @@ impl Default for Feed {
 }
 
 impl Feed {
-    /// Takes a line of `egressctl top -o json`; `node` is its name unless the line has one. What is no JSON is left out.
+    /// Takes a line of `egressctl top -o json`; `node` is its name unless the line has one. Anything but JSON is
+    /// ignored.
     pub fn take(&self, node: &str, line: &str) {
         let Ok(view) = serde_json::from_str::<Value>(line) else { return };
         let name = view["node"].as_str().unwrap_or(node).to_owned();
         self.0.send_modify(|nodes| drop(nodes.insert(name, view)));
     }
 
-    /// A node says nothing any more.
+    /// Removes a node.
     pub fn forget(&self, node: &str) {
         self.0.send_if_modified(|nodes| nodes.remove(node).is_some());
     }
@@ -78,18 +79,18 @@ pub struct Click {
     pub node: String,
     /// `namespace/name` or an address.
     pub pod: String,
-    /// Where to, as `egressctl explain --to` has it.
+    /// The destination, as for `egressctl explain --to`.
     pub to: String,
-    /// The policy, where the path has one.
+    /// The policy, if the path has one.
     pub policy: Option<String>,
-    /// The egress IP, where it has one.
+    /// The egress IP, if it has one.
     pub egress_ip: Option<String>,
 }
 
 /// Answers a click in sentences. It may take long.
 pub type Explain = Arc<dyn Fn(&Click) -> Result<String> + Send + Sync>;
 
-/// Serves the page until the process ends, and says where on stderr. Blocks.
+/// Serves the page until the process ends, and prints its address to stderr. Blocks.
 pub fn serve(listen: SocketAddr, feed: &Feed, explain: Explain) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let told = feed.0.subscribe();
@@ -113,7 +114,7 @@ async fn events(State(told): State<watch::Receiver<BTreeMap<String, Value>>>) ->
     (headers, Sse::new(changes(told)).keep_alive(KeepAlive::default()))
 }
 
-/// What is known now, and then each change.
+/// The present state, and then each change.
 fn changes(mut told: watch::Receiver<BTreeMap<String, Value>>) -> impl Stream<Item = Result<Event, Infallible>> {
     told.mark_changed();
     let next = |mut told: watch::Receiver<BTreeMap<String, Value>>| async {
@@ -137,7 +138,7 @@ async fn check_host(request: Request, next: Next) -> Response {
     if is_local_name(host) {
         next.run(request).await
     } else {
-        (StatusCode::FORBIDDEN, "call this page by an address, or as localhost\n").into_response()
+        (StatusCode::FORBIDDEN, "open this page by an address, or as localhost\n").into_response()
     }
 }
 
@@ -147,7 +148,7 @@ fn is_local_name(host: &str) -> bool {
     host.parse::<SocketAddr>().is_ok() || name.parse::<IpAddr>().is_ok() || name.eq_ignore_ascii_case("localhost")
 }
 
-/// Serves what flows on this node.
+/// Serves the flows of this node.
 pub fn serve_node(listen: SocketAddr, access: &NodeAccess) -> Result<()> {
     let feed = Feed::default();
     let (looking, at) = (feed.clone(), access.clone());
@@ -158,7 +159,7 @@ pub fn serve_node(listen: SocketAddr, access: &NodeAccess) -> Result<()> {
             Ok(())
         })
     };
-    // Nothing is shown of a node without maps; a person learns why at once.
+    // Nothing can be shown of a node without maps: the user gets the error at once.
     look(Some(1))?;
     thread::Builder::new().name("look".into()).spawn(move || {
         loop {

@@ -1,4 +1,4 @@
-//! The objects as they would be, and the health of gateways in one look. Pure.
+//! The objects as they would be, and the health of gateways at one moment. Pure.
 
 use crate::snapshot::ApiObjects;
 use crate::store::lease::GATEWAY_LEASE_PREFIX;
@@ -27,7 +27,7 @@ pub enum Edit {
     Deleted,
 }
 
-/// Puts an object in its place, or takes it away. Nothing: that makes no difference.
+/// Puts an object in its place, or removes it. `None`: that makes no difference.
 pub(super) fn apply(objects: &mut ApiObjects, object: &ObjectRef, value: Option<Value>) -> Result<Option<Edit>> {
     let key = &object.key;
     let edit = match object.kind {
@@ -69,8 +69,8 @@ fn put<T: Stored>(list: &mut Vec<Arc<T>>, key: &Key, value: Option<Value>) -> Re
     }
 }
 
-/// An object after `kubectl apply`: what others wrote stays, labels are added, and the spec is the new one. Of Namespaces and Nodes,
-/// of which a file rarely says all, what the file does not mention stays as it is.
+/// An object after `kubectl apply`: what others wrote stays, labels are added, and the spec is the new one. A file rarely describes
+/// Namespaces and Nodes in full: what it does not mention of them stays.
 fn applied(kind: Kind, old: &Value, new: Value) -> Value {
     let mut whole = old.clone();
     if kind.has_our_status() {
@@ -91,8 +91,8 @@ fn merge(old: &mut Value, new: Value) {
     }
 }
 
-/// Which gateways live, in one look at their leases. Their times are compared with the newest one only: no clock but theirs counts,
-/// and while no agent runs all are as they were.
+/// Which gateways are alive, by their leases at one moment. Times are compared only with the newest lease: no clock but the
+/// gateways' counts, and while no agent runs all stay as they were.
 pub(super) fn health<'a>(leases: impl Iterator<Item = &'a Lease> + Clone, duration: Duration) -> Health {
     let renewed = |lease: &Lease| lease.spec.as_ref()?.renew_time.as_ref().map(|time| time.0);
     let held = |lease: &&Lease| {

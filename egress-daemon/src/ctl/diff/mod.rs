@@ -1,5 +1,5 @@
-//! `egressctl diff`: what the objects of a file would change, by the planner itself. Reads the file and the objects, and takes
-//! the flows of nodes; writes nothing.
+//! `egressctl diff`: what the objects of a file would change, as the planner computes it. Reads the file and the objects, and
+//! takes the flows of nodes; writes nothing.
 
 mod change;
 #[cfg(test)]
@@ -30,10 +30,10 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// How long a cluster has to show its objects.
+/// How long a cluster may take to return its objects.
 const PATIENCE: Duration = Duration::from_secs(30);
 const TCP: u32 = 6;
-/// The exit code where it could not be found out what would change. With 0 and 1 it is as kubectl's diff has them.
+/// The exit code if it could not be determined what would change. This, 0 and 1 are as in kubectl's diff.
 pub const UNKNOWN: u8 = 2;
 
 /// What is compared with what.
@@ -53,7 +53,7 @@ pub struct DiffOptions {
     pub config: Option<PathBuf>,
 }
 
-/// Finds out what would change, and what becomes of these flows.
+/// Determines what would change, and what becomes of these flows.
 pub fn diff(options: &DiffOptions, flows: &[FlowsView]) -> Result<DiffView> {
     let config = Config::load(options.config.as_deref())?;
     let changed = read(&options.files)?;
@@ -138,7 +138,7 @@ fn compare(
     Ok(DiffView::new(names, flows.len(), &edits, fates, &found))
 }
 
-/// Objects that cannot be carried out as they are written are no change to look at.
+/// Fails for objects that cannot be carried out as they are written.
 fn refuse(known: &[Problem], problems: &[Problem]) -> Result<()> {
     let new: Vec<String> =
         problems.iter().filter(|problem| !known.contains(problem)).map(ToString::to_string).collect();
@@ -148,7 +148,7 @@ fn refuse(known: &[Problem], problems: &[Problem]) -> Result<()> {
     Ok(())
 }
 
-/// The translated flows of the pods that there are.
+/// The translated flows of the existing pods.
 fn live<'a>(snapshot: &Snapshot, nodes: &'a [FlowsView]) -> (Vec<LiveFlow>, Vec<&'a FlowRow>) {
     let pods = snapshot.endpoints.values().flat_map(|pod| pod.ips.iter().map(|ip| (*ip, &pod.id)));
     let pods: BTreeMap<IpAddr, &EndpointId> = pods.collect();

@@ -1,4 +1,4 @@
-//! Objects that a person might change, and what they read then.
+//! Objects that a user might change, and the output for them.
 
 use super::*;
 use crate::ctl::print::Printable as _;
@@ -61,7 +61,7 @@ fn compared_with(text: &str, delete: bool, flows: &[FlowsView]) -> Result<DiffVi
     compare(cluster(), parsed(text), delete, (&Health::default(), &Config::default()), flows)
 }
 
-/// What `egressctl flows -o json` says on a node with these flows of the pod.
+/// What `egressctl flows -o json` prints on a node with these flows of the pod.
 fn flows_of(node: &str, flows: &[(u16, &str, &str)]) -> FlowsView {
     let row = |(port, kind, egress): &(u16, &str, &str)| {
         json!({
@@ -79,7 +79,7 @@ fn diff_of_unchanged_objects_is_empty() {
     let view = compared(CLUSTER, false).unwrap();
     assert!(view.is_empty(), "{view:?}");
     assert_eq!(view.text(), "nothing would change\n");
-    // What a file does not say of a node stays.
+    // What a file does not mention of a node stays.
     let view = compared("{apiVersion: v1, kind: Node, metadata: {name: gw1}}", false).unwrap();
     assert!(view.is_empty(), "{view:?}");
 }

@@ -11,7 +11,7 @@ use egress_core::plan::{
 use serde::Serialize;
 use std::net::{IpAddr, SocketAddr};
 
-/// So many flows, and pods in one row, are named in a table; JSON names all.
+/// How many flows, and pods in one row, a table names; JSON names all.
 const NAMED_FLOWS: usize = 20;
 const NAMED_PODS: usize = 3;
 
@@ -47,7 +47,7 @@ pub enum DiffRow {
         pods: Vec<String>,
         /// The destination.
         destination: String,
-        /// The parts of it that this is not true of.
+        /// The parts of it for which this is not true.
         but: Vec<String>,
         /// The policy now; null: the packets are left alone.
         from: Option<String>,
@@ -163,7 +163,7 @@ fn edit_text(edit: Edit) -> &'static str {
 fn policy_text(change: &str, (before, after): (usize, usize), gained: &[IpAddr], lost: &[IpAddr]) -> String {
     let mut text = match change {
         "added" => format!("select {after} pods"),
-        "removed" => format!("select none of its {before} pods any more"),
+        "removed" => format!("no longer select any of its {before} pods"),
         _ if before == after => format!("select {after} pods, as now"),
         _ => format!("select {after} pods, not {before}"),
     };
@@ -186,10 +186,10 @@ fn flow_text(flow: &FlowRow) -> String {
 
 fn fate_text(becomes: &str, by: Option<&String>) -> String {
     match (becomes, by) {
-        ("moves", Some(gateway)) => format!("go on, by gateway {gateway}"),
-        ("restarts", Some(policy)) => format!("start again with an egress IP of policy {policy}"),
-        ("restarts", None) => "start again, by no policy".to_owned(),
-        ("breaks", _) => "break: its egress IP is taken from it".to_owned(),
+        ("moves", Some(gateway)) => format!("continue, through gateway {gateway}"),
+        ("restarts", Some(policy)) => format!("restart with an egress IP of policy {policy}"),
+        ("restarts", None) => "restart, by no policy".to_owned(),
+        ("breaks", _) => "break: their egress IP is taken away".to_owned(),
         _ => "be dropped: no gateway has it".to_owned(),
     }
 }
@@ -198,16 +198,16 @@ fn fate_text(becomes: &str, by: Option<&String>) -> String {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DiffView {
-    /// The nodes whose flows were looked at.
+    /// The nodes whose flows were examined.
     pub nodes: Vec<String>,
-    /// How many flows were looked at.
+    /// How many flows were examined.
     pub flows: usize,
     /// The differences.
     pub items: Vec<DiffRow>,
 }
 
 impl DiffView {
-    /// From what was found; `fates` are the flows that do not go on as they are.
+    /// From what was found; `fates` are the flows that do not continue unchanged.
     pub(super) fn new(
         nodes: Vec<String>,
         flows: usize,
@@ -275,7 +275,7 @@ fn texts<'a, T: ToString + 'a>(values: impl IntoIterator<Item = &'a T>) -> Vec<S
 fn of_plan(change: &Change, all: &[Change]) -> Option<DiffRow> {
     let is_new = |address: &IpAddr| all.contains(&Change::Added { address: *address });
     Some(match change {
-        // A new one that has a gateway is told with that.
+        // A new one that has a gateway is reported with it.
         Change::Added { address } => {
             let owner = all.iter().find_map(|other| match other {
                 Change::Moved { address: moved, to, .. } if moved == address => to.as_ref(),

@@ -1,5 +1,5 @@
 //! `egressctl explain`: why a flow goes where it goes. Walks through the decisions of the programs (`pod_egress` in
-//! egress-ebpf: `steer`, `classify`, `ports`) with the contents of the maps, and says each in a sentence. Pure.
+//! egress-ebpf: `steer`, `classify`, `ports`) with the contents of the maps, and describes each in a sentence. Pure.
 
 mod question;
 mod slots;
@@ -85,7 +85,7 @@ pub struct PacketOutcome {
     pub policy: Option<String>,
     /// The egress IP that it leaves with.
     pub egress_ip: Option<IpAddr>,
-    /// The node that it leaves by.
+    /// The node that it leaves through.
     pub gateway: Option<String>,
     /// The same as a sentence.
     pub text: String,
@@ -102,7 +102,7 @@ impl Printable for Explanation {
     }
 }
 
-/// The steps so far; each decision ends the walk or goes on.
+/// The steps so far; each decision ends the walk or continues it.
 struct Walk<'a> {
     dump: &'a Dump,
     agent: Option<&'a AgentState>,
@@ -266,7 +266,7 @@ fn new_flow(walk: &mut Walk<'_>, source: IpAddr, question: &Question) -> PacketO
     slots::choose(walk, source, question, endpoint, policy, *record)
 }
 
-/// The policy's index, or none where the packet is not ours.
+/// The policy's index, or none if the packet is not ours.
 fn classify(
     walk: &mut Walk<'_>,
     source: IpAddr,
@@ -294,7 +294,7 @@ fn classify(
     walk.say("excepts", format!("{to} is not among the prefixes that no policy touches."));
     match dump.route(endpoint.class, to) {
         Some((net, NO_POLICY)) => {
-            walk.say("route", format!("The longest prefix of the class is {net}, which excludedCIDRs take out."));
+            walk.say("route", format!("The longest prefix of the class is {net}, which excludedCIDRs exclude."));
             None
         }
         Some((net, policy)) => {

@@ -122,7 +122,7 @@ pub enum QuestionError {
     NoPod {
         /// What was asked for.
         pod: String,
-        /// A few that there are.
+        /// A few that exist.
         known: Option<String>,
     },
     /// The pod has no address of the destination's family.
@@ -143,11 +143,11 @@ pub enum QuestionError {
     },
 }
 
-/// So many pods are named where one is not found.
+/// How many pods are named if one is not found.
 const NAMED: usize = 5;
 
 impl Question {
-    /// About a pod (`namespace/name` or an address) and a destination.
+    /// Makes a question about a pod (`namespace/name` or an address) and a destination.
     pub fn new(pod: &str, target: Destination, from_port: Option<u16>) -> Self {
         Self { pod: pod.to_owned(), to: target.address, port: target.port, protocol: target.protocol, from_port }
     }

@@ -1,4 +1,4 @@
-//! The second half of the walk: slot, port, owner and transport, as `flows::ports` and `source::steer` of egress-ebpf have it.
+//! The second half of the walk: slot, port, owner and transport, as in `flows::ports` and `source::steer` of egress-ebpf.
 
 use super::{PacketAction, PacketOutcome, Question, Walk};
 use crate::{
@@ -69,7 +69,7 @@ pub(super) fn choose(
             Slot::Taken => return hand_over(walk, egress),
         }
     }
-    walk.say("slot", format!("That were {SLOT_PROBES} attempts, and no more are made for a packet."));
+    walk.say("slot", format!("These were {SLOT_PROBES} attempts, and a packet makes no more."));
     walk.dropped(if no_port { Counter::DropNoPort } else { Counter::DropNoGateway })
 }
 
@@ -91,7 +91,7 @@ fn address(dump: &Dump, egress: u32) -> String {
     dump.egress_ip(egress).map_or_else(|| format!("the egress IP #{egress}, which is gone"), |(ip, _)| ip.to_string())
 }
 
-/// Without a source port, the table's shares are all that can be said.
+/// Without a source port, only the table's shares are known.
 fn undecided(walk: &mut Walk<'_>, policy: u32, record: Policy) -> PacketOutcome {
     let dump = walk.dump;
     let mut shares: BTreeMap<u32, u32> = BTreeMap::new();
@@ -179,7 +179,7 @@ fn used_ports(dump: &Dump, question: &Question, egress: u32) -> usize {
     ports.into_iter().filter(|port| port_block::of_port(*port).is_some_and(|block| blocks.contains(&block))).count()
 }
 
-/// What the agent's probes say of a gateway.
+/// The result of the agent's probes of a gateway.
 fn probed(walk: &Walk<'_>, name: &str) -> &'static str {
     let told = walk.agent.and_then(|agent| agent.gateways.iter().find(|gateway| gateway.name == name));
     match told.map(|gateway| gateway.probe) {
@@ -215,7 +215,7 @@ pub(super) fn hand_over(walk: &mut Walk<'_>, egress: u32) -> PacketOutcome {
         walk.say("gateway", format!("Gateway {gateway} carries {ip} (epoch {epoch}){}.", probed(walk, &gateway)));
     }
     if e.flags & flags::LOCAL != 0 {
-        walk.say("transport", format!("None: it leaves here, by the interface with index {}.", e.ifindex));
+        walk.say("transport", format!("None: it leaves here, through the interface with index {}.", e.ifindex));
         return sent(walk, format!("SENT with source {ip} straight out of this node, {gateway}."));
     }
     match dump.node_address(e.gateway) {

@@ -195,7 +195,7 @@ fn ports_that_are_all_in_use_are_told() {
         PacketAction::Sent,
         "another destination"
     );
-    // A connection that both ends have closed gives its port up.
+    // A connection that both ends have closed releases its port.
     dump.flows[7].flow.back = egress_common::tcp::end::RST | egress_common::tcp::end::ACCEPTED;
     assert_eq!(action(&dump, "prod/web-0", to, Some(1)).0, PacketAction::Sent);
 }

@@ -1,7 +1,7 @@
-//! `egressctl trace`: what the datapath decides about a pod's packets, as it decides it.
+//! `egressctl trace`: what the datapath decides about a pod's packets, live.
 //!
-//! The agent puts the programs of a trace in the place of the usual ones for as long as this reads what they tell, and sends their lines;
-//! here they get names.
+//! The agent replaces the usual programs with those of a trace while this reads what they report, and sends their lines. Numbers become
+//! names here.
 
 mod packets;
 #[cfg(test)]
@@ -59,18 +59,18 @@ pub struct TraceOptions {
     pub pod: String,
     /// Packets from and to there only.
     pub to: Option<Peer>,
-    /// So many packets.
+    /// At most this many packets.
     pub count: Option<u64>,
-    /// For so long.
+    /// For this long.
     pub duration: Duration,
 }
 
-/// What is shown beside the packets, for stderr.
+/// What is shown besides the packets, on stderr.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remark {
-    /// From now on packets are told of.
+    /// Packets are reported from now on.
     Begun,
-    /// So many more were not told of: there were too many at once.
+    /// This many more were not reported: there were too many at once.
     Lost(u64),
 }
 
@@ -96,7 +96,7 @@ pub fn trace(
         if line.is_empty() {
             remark(Remark::Begun);
         } else if let Some(seen) = line.strip_prefix(SEEN).and_then(|seen| seen.parse::<u64>().ok()) {
-            // One may be on its way.
+            // One may still be in flight.
             let missing = seen.saturating_sub(packets.begun());
             if missing > lost {
                 remark(Remark::Lost(missing - lost));

@@ -13,7 +13,7 @@ use k8s_openapi::jiff::Timestamp;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Packets under way on different processors at once, of which the lines are mixed. More are given up, the oldest first.
+/// Packets in progress on different processors at once, whose lines are interleaved. More are dropped, the oldest first.
 const OPEN: usize = 256;
 
 /// A packet, and what was decided about it.
@@ -24,9 +24,9 @@ pub struct Packet {
     pub number: u64,
     /// When its last line was read.
     pub time: String,
-    /// Where it was looked at, its ends, its protocol and its length.
+    /// Where it was seen, its ends, its protocol and its length.
     pub packet: String,
-    /// Decisions, in their order.
+    /// Decisions, in order.
     pub decisions: Vec<String>,
     /// What became of it.
     pub verdict: String,
@@ -41,7 +41,7 @@ impl Printable for Packet {
     }
 }
 
-/// Packets of which not all lines have come.
+/// Packets whose lines have not all arrived.
 #[derive(Debug, Default)]
 pub struct Packets {
     open: BTreeMap<u32, Packet>,
@@ -49,12 +49,12 @@ pub struct Packets {
 }
 
 impl Packets {
-    /// Of how many the first line has come.
+    /// How many packets' first line has arrived.
     pub fn begun(&self) -> u64 {
         self.begun
     }
 
-    /// Takes a line: a packet, if that was its last.
+    /// Takes a line. Returns the packet if that was its last.
     pub fn take(&mut self, line: &str, now: Timestamp, names: &mut Names) -> Option<Packet> {
         let (number, text) = line.split_once(' ')?;
         let number = number.parse().ok()?;
@@ -89,12 +89,12 @@ pub struct Names {
 }
 
 impl Names {
-    /// As of now; `again` reads them again, where something is not known yet.
+    /// The names as of now; `again` rereads them if something is not known yet.
     pub fn new(dump: Dump, again: impl FnMut() -> Result<Dump, MapsError> + 'static) -> Self {
         Self { dump, again: Box::new(again) }
     }
 
-    /// The text with names in the place of `<what number>`.
+    /// Replaces each `<what number>` in the text with a name.
     pub fn put_into(&mut self, text: &str) -> String {
         let mut done = String::with_capacity(text.len());
         let mut rest = text;
@@ -152,7 +152,7 @@ fn place(number: u32) -> &'static str {
         hook::TUNNEL => "out of the tunnel:",
         hook::UNDERLAY => "from another node:",
         hook::UPLINK => "from outside:",
-        _ => "behind the shaper:",
+        _ => "after the shaper:",
     }
 }
 
@@ -166,7 +166,7 @@ fn protocol(number: u32) -> String {
     }
 }
 
-/// The flags of a TCP segment, with a blank before each; and a comma behind them, or behind the protocol.
+/// The flags of a TCP segment, with a blank before each; and a comma after them, or after the protocol.
 fn flags(number: u32) -> String {
     let named = [(tcp::flag::SYN, "SYN"), (tcp::flag::FIN, "FIN"), (tcp::flag::RST, "RST"), (tcp::flag::ACK, "ACK")];
     let set = named.iter().filter(|(flag, _)| number & u32::from(*flag) != 0);

@@ -1,4 +1,4 @@
-//! Lines as the programs tell them, and what is asked for.
+//! Lines as the programs report them, and requests.
 
 use super::{packets::Packet, *};
 use crate::ctl::views::testing::{dump, egress_index, policy_index};

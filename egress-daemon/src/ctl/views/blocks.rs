@@ -26,13 +26,13 @@ pub struct BlockRow {
     /// The ports, as ranges `first-last`, sorted.
     pub port_ranges: Vec<String>,
     /// How many different ports flows of this node use; null for other nodes, whose flows are not known here. Ports are
-    /// used again for other destinations, so there may be more flows.
+    /// reused for other destinations, so there may be more flows.
     pub used_ports: Option<usize>,
     /// How many flows of this node use them; null as above.
     pub flows: Option<usize>,
 }
 
-/// As many ranges are shown in a table.
+/// The most ranges shown in a table.
 const RANGES: usize = 4;
 
 impl Row for BlockRow {
@@ -78,7 +78,7 @@ pub fn blocks(sources: ViewSources<'_>) -> List<BlockRow> {
             let block = port_block::of_port((row * usize::from(port_block::SIZE)) as u16);
             leased.entry(u32::from(node)).or_default().extend(block);
         }
-        // What the programs use here counts, not what the table for owners says.
+        // The blocks that the programs use here count, not the table for owners.
         let here: BTreeSet<u16> = dump.blocks(index).iter().copied().collect();
         leased.remove(&own);
         if !here.is_empty() {
@@ -103,7 +103,7 @@ pub fn blocks(sources: ViewSources<'_>) -> List<BlockRow> {
     sources.list(rows)
 }
 
-/// The ports of blocks as ranges, adjacent blocks joined. What a map holds and is no block has no ports.
+/// The ports of blocks as ranges, adjacent blocks joined. Entries of a map that are no blocks have no ports.
 fn ranges(blocks: &BTreeSet<u16>) -> Vec<String> {
     let mut ranges: Vec<(u16, u16)> = Vec::new();
     for block in blocks.range(..port_block::COUNT) {

@@ -22,8 +22,8 @@ pub struct EndpointRow {
     pub assigned: BTreeMap<String, Vec<IpAddr>>,
     /// Number of its class on this node; 0 for a pod that no policy selects.
     pub class: u32,
-    /// For how many more seconds it may send on a TCP connection from before a policy selected it that was silent since then; what
-    /// was not is left alone for as long as it is used.
+    /// How many more seconds an idle TCP connection from before a policy selected the pod may begin to send. Those that have sent
+    /// since are left alone for as long as they are used.
     pub history_seconds: u64,
     /// Its translated flows.
     pub flows: usize,

@@ -21,7 +21,7 @@ pub struct FlowFilter {
     pub to_port: Option<u16>,
     /// With this egress IP.
     pub egress_ip: Option<IpAddr>,
-    /// So many at most; the rest is counted.
+    /// At most this many; the rest is counted.
     pub limit: Option<usize>,
 }
 
@@ -33,9 +33,9 @@ pub struct FlowsView {
     pub node: Option<String>,
     /// Flows in the table.
     pub total: usize,
-    /// Flows that the filters let through.
+    /// Flows that match the filters.
     pub matched: usize,
-    /// Those of them that the limit lets through, sorted by pod and remote address.
+    /// Those of them within the limit, sorted by pod and remote address.
     pub items: Vec<FlowRow>,
 }
 
@@ -68,7 +68,7 @@ pub struct FlowRow {
     /// Seconds since its last packet in either direction, to within 1.1 s.
     pub idle_seconds: u64,
     /// `translated`, `untouched` (the outside opened it, or it was there before the policy) or `severed` (its egress IP was
-    /// taken from its policy).
+    /// removed from its policy).
     pub kind: String,
     /// `opening`, `established`, `closing` or `closed`; null unless it is TCP.
     pub tcp_state: Option<String>,
@@ -118,7 +118,7 @@ impl Printable for FlowsView {
     }
 }
 
-/// The [`FlowRow::kind`] of a flow that an egress IP is kept for.
+/// The [`FlowRow::kind`] of a flow that keeps an egress IP.
 pub(crate) const TRANSLATED: &str = "translated";
 
 /// A protocol's name.
@@ -144,7 +144,7 @@ fn tcp_state(flow: &FlowEntry) -> &'static str {
     }
 }
 
-/// One flow for people and programs.
+/// One flow for users and programs.
 pub(crate) fn row(dump: &Dump, flow: &FlowEntry) -> FlowRow {
     let ours = !flow.untouched;
     let egress = dump.egress_ip(flow.flow.egress).filter(|(_, e)| ours && e.generation == flow.flow.egress_generation);
@@ -171,7 +171,7 @@ pub(crate) fn row(dump: &Dump, flow: &FlowEntry) -> FlowRow {
     }
 }
 
-/// The flows that the filter lets through.
+/// The flows that match the filter.
 pub fn flows(sources: ViewSources<'_>, filter: &FlowFilter) -> FlowsView {
     let dump = sources.dump;
     let of_pod = |flow: &FlowEntry| match &filter.pod {

@@ -26,7 +26,7 @@ pub struct GatewayRow {
     pub used_for_new_flows: Option<bool>,
     /// Flows of this node that it carries.
     pub flows: usize,
-    /// What the probes say; null if the agent does not answer.
+    /// The result of probes; null if the agent does not answer.
     pub probe: Option<ProbeResult>,
     /// The last round trip in microseconds; null if it is not known.
     pub rtt_micros: Option<u64>,
@@ -34,9 +34,11 @@ pub struct GatewayRow {
     pub transport: Option<String>,
     /// The transport that it answers by; null if that is not known.
     pub replies: Option<String>,
-    /// Of this node: the interfaces at whose driver packets are sent on, sorted; null for another node, or if the agent does not answer.
+    /// For this node: the interfaces at whose driver packets are forwarded, sorted; null for another node, or if the agent does not
+    /// answer.
     pub native: Option<Vec<String>>,
-    /// Why no better transport is in force, or of this node why packets are not sent on at a driver; null if the best one is, or the agent does not answer.
+    /// Why no better transport is in force, or for this node, why packets are not forwarded at a driver; null if the
+    /// best one is, or the agent does not answer.
     pub why_not_better: Option<String>,
 }
 

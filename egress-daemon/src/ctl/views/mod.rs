@@ -1,4 +1,4 @@
-//! Views: what a command shows, as pure functions of the maps and of what the agent tells.
+//! Views: what a command shows, as pure functions of the maps and of what the agent reports.
 
 mod blocks;
 mod endpoints;
@@ -33,7 +33,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub struct ViewSources<'a> {
     /// The maps.
     pub dump: &'a Dump,
-    /// What the agent tells, if it answers.
+    /// What the agent reports, if it answers.
     pub agent: Option<&'a AgentState>,
 }
 
@@ -58,7 +58,7 @@ fn policies_by_class(dump: &Dump) -> BTreeMap<u32, BTreeSet<u32>> {
     all
 }
 
-/// The condition `Ready`, or the first one, in one cell: its status, and why unless it is True.
+/// The condition `Ready`, or the first one, in one cell: its status, and its reason unless it is True.
 fn ready(conditions: &[ConditionState]) -> Option<String> {
     let condition = conditions.iter().find(|c| c.kind == "Ready").or_else(|| conditions.first())?;
     let good = condition.status == "True" || condition.reason.is_empty();

@@ -21,7 +21,7 @@ use std::{
 pub struct PolicyRow {
     /// Its name: `web`, `cegp/web`, `egress/web`.
     pub name: String,
-    /// `PerFlow` or `PerEndpoint`; null where only the agent could say it.
+    /// `PerFlow` or `PerEndpoint`; null if only the agent could tell.
     pub distribution: Option<String>,
     /// Its slots in the maps, sorted by address; empty for a policy that selects no pod here.
     pub slots: Vec<SlotRow>,
@@ -112,7 +112,7 @@ pub fn policies(sources: ViewSources<'_>) -> List<PolicyRow> {
     for told in sources.agent.iter().flat_map(|agent| &agent.policies) {
         let row = rows.entry(told.name.clone()).or_insert_with(|| elsewhere(told));
         row.ready = ready(&told.conditions);
-        // What is not Programmed is not Ready either, and that says why.
+        // A policy that is not Programmed is not Ready either, and that condition says why.
         let says = |c: &&ConditionState| c.kind != "Programmed" && !c.message.is_empty();
         let wrong = |c: &&ConditionState| says(c) && (c.kind == "Ready") != (c.status == "True");
         row.problems = told.conditions.iter().filter(wrong).map(|c| c.message.clone()).collect();

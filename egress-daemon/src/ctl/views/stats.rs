@@ -7,7 +7,7 @@ use crate::{
 };
 use serde::Serialize;
 
-/// All counters: those of the programs since the maps were made, those of the rules since the table of nftables was.
+/// All counters: those of the programs since the maps were made, those of the rules since the nftables table was.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct StatsView {
@@ -46,7 +46,7 @@ impl Printable for StatsView {
     }
 }
 
-/// All counters, drops last. `rules`: what rules of nftables have dropped.
+/// All counters, drops last. `rules`: what nftables rules have dropped.
 pub fn stats(sources: ViewSources<'_>, rules: &[Dropped]) -> StatsView {
     let row = |name: &str, help: &str, value: u64| CounterRow {
         name: name.into(),

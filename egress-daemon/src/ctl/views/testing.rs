@@ -18,7 +18,7 @@ use std::{collections::BTreeSet, net::IpAddr};
 /// The first tick in which anything happened.
 pub const START: u32 = 1000;
 
-/// Any text that is one.
+/// Parses an address.
 pub fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
@@ -28,7 +28,7 @@ fn policy(name: &str) -> PolicyId {
 }
 
 /// What worker1 should do: policy `web` over gw1 and gw2 for pod prod/web-0, policy `pin` assigns prod/pin-0 to
-/// 192.0.2.20 of worker1 itself, and prod/free-0 is selected by nobody. 192.0.2.12 has no owner and takes no new flows.
+/// 192.0.2.20 of worker1 itself, and no policy selects prod/free-0. 192.0.2.12 has no owner and takes no new flows.
 pub fn view() -> NodeView {
     let mut view = NodeView { node: Some("worker1".into()), ..NodeView::default() };
     for (name, address) in [("worker1", "172.16.0.1"), ("gw1", "172.16.0.11"), ("gw2", "172.16.0.12")] {

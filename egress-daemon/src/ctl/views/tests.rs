@@ -95,7 +95,7 @@ fn the_agent_adds_what_only_it_knows() {
     assert_eq!(ready, [("far", Some("False (NoGateway)")), ("pin", None), ("web", Some("True"))]);
     assert_eq!((list.items[0].endpoints, list.items[0].slots.len()), (0, 0));
     let problems: Vec<_> = list.items.iter().map(|row| row.problems.clone()).collect();
-    assert_eq!(problems, [vec!["no node matches".to_owned()], vec![], vec![]], "what is well is no problem");
+    assert_eq!(problems, [vec!["no node matches".to_owned()], vec![], vec![]], "a good condition is no problem");
 
     let list = gateways(sources);
     let rows: Vec<_> = list.items.iter().map(|row| (row.name.as_str(), row.probe, row.rtt_micros)).collect();

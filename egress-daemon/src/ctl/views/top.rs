@@ -12,17 +12,18 @@ use clap::ValueEnum;
 use serde::Serialize;
 use std::{cmp::Reverse, collections::BTreeMap, fmt, net::SocketAddr};
 
-/// A flow counts as active if a packet of it was seen within so many seconds: two of the ticks in which idle time is counted.
+/// A flow counts as active if a packet of it was seen within this many seconds: two of the ticks in which idle time is
+/// counted.
 const ACTIVE: u64 = 2;
 
 /// What flows are counted by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum By {
-    /// The pod that they are of
+    /// Their pod
     #[default]
     Pod,
-    /// The egress IP that the outside knows them by
+    /// Their egress IP, which the outside sees
     EgressIp,
     /// The node that carries their egress IP
     Gateway,
@@ -39,7 +40,7 @@ pub enum By {
 pub struct Sample {
     /// The maps, with the flows.
     pub dump: Dump,
-    /// What rules of nftables have dropped.
+    /// What nftables rules have dropped.
     pub rules: Vec<Dropped>,
 }
 
@@ -55,11 +56,11 @@ pub struct TopView {
     pub flows: usize,
     /// Flows of which a packet was seen in the last two seconds.
     pub active: usize,
-    /// Flows that came, per second; those that came and went between the samples are not seen.
+    /// Flows that appeared, per second; those that began and ended between the samples are not seen.
     pub opened_per_second: f64,
-    /// Flows that went, per second.
+    /// Flows that disappeared, per second.
     pub ended_per_second: f64,
-    /// What was dropped, by reason; what was not is left out.
+    /// What was dropped, by reason; reasons without drops are left out.
     pub dropped: Vec<DropRate>,
     /// What the items stand for.
     pub by: By,
@@ -79,11 +80,11 @@ pub struct DropRate {
     pub per_second: f64,
 }
 
-/// Where flows of a pod to one destination go through.
+/// The path of a pod's flows to one destination.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Path {
-    /// `namespace/name`; an address where no pod has it any more.
+    /// `namespace/name`; an address if no pod has it any more.
     pub pod: String,
     /// The policy; null for flows that are left alone.
     pub policy: Option<String>,
@@ -91,7 +92,7 @@ pub struct Path {
     pub egress_ip: Option<String>,
     /// The node that carries it; null as above, and while there is none.
     pub gateway: Option<String>,
-    /// The destination, as `egressctl explain --to` has it.
+    /// The destination, as for `egressctl explain --to`.
     pub to: String,
 }
 
@@ -143,7 +144,7 @@ impl Printable for TopView {
     }
 }
 
-/// What tells a flow from every other one, also from one that had its 5-tuple before.
+/// What distinguishes a flow from every other one, including an earlier one with its 5-tuple.
 fn identity(flow: &FlowEntry) -> impl Ord + use<> {
     (flow.key(), flow.flow.created)
 }
@@ -231,7 +232,7 @@ impl fmt::Display for Path {
     }
 }
 
-/// A flow's remote side, as `explain` is asked for it.
+/// A flow's remote side, as `explain` takes it.
 fn destination(flow: &FlowEntry) -> String {
     let protocol = protocol(flow.proto);
     match flow.remote_port {
@@ -263,7 +264,7 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// Two samples two seconds apart: one flow of web-0 went, two of it and one of pin-0 came.
+    /// Two samples two seconds apart: one flow of web-0 disappeared, two of it and one of pin-0 appeared.
     fn samples() -> (Sample, Sample) {
         let before = Sample { dump: dump(), rules: vec![Dropped { name: "drop_astray", help: "", packets: 3 }] };
         let mut now = before.clone();

@@ -1,4 +1,4 @@
-//! Where logs are: this node's, or copies of those of other nodes.
+//! Finds the logs: this node's, or copies of those of other nodes.
 
 use crate::lock::RunFiles;
 use anyhow::{Context as _, Result};
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 const LEASES: &str = "leases";
 const FLOWS: &str = "flows";
 
-/// The logs that are there.
+/// The logs that exist.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Logs {
     /// Where they were looked for.
@@ -49,7 +49,7 @@ impl Logs {
         Ok(logs)
     }
 
-    /// Takes a directory that is a log by its name.
+    /// Takes a directory if its name is that of a log.
     fn take(&mut self, path: &Path) {
         if !path.is_dir() {
             return;

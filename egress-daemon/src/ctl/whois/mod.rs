@@ -1,5 +1,5 @@
-//! `egressctl whois`: who used a port of an egress IP at a time. The node follows from the log of leases; the pod from the log of flows,
-//! or from the flows that live on this node now.
+//! `egressctl whois`: who used a port of an egress IP at a given time. The node comes from the lease log; the pod comes from the flow
+//! log, or from the flows that are live on this node.
 
 mod logs;
 #[cfg(test)]
@@ -21,10 +21,10 @@ use logs::Logs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
-/// By how much the clocks of nodes may differ, and how late a lease may be written, in microseconds.
+/// How much the clocks of nodes may differ, and how late a lease may be logged, in microseconds.
 const SLACK: i64 = 2_000_000;
 
-/// What is asked.
+/// The question.
 #[derive(Clone, Debug)]
 pub struct WhoisOptions {
     /// The egress IP and the port that somebody has seen.
@@ -39,7 +39,7 @@ pub struct WhoisOptions {
     pub bpffs: PathBuf,
 }
 
-/// What is known of flows on a node: all that live, and when they were read.
+/// The live flows of a node, and when they were read.
 pub(super) struct Living<'a> {
     pub(super) dump: &'a Dump,
     pub(super) now: Instant,
@@ -74,14 +74,14 @@ pub fn ask(options: &WhoisOptions) -> Result<WhoisView> {
     Ok(whois(options.seen, at, options.to, Known { leases, recorded, living: living.as_ref() }))
 }
 
-/// What is known of a port from each source; nothing where there is no such source.
+/// What is known of a port from each source; `None` without such a source.
 #[derive(Default)]
 pub(super) struct Known<'a> {
-    /// What leases say.
+    /// The answer from leases.
     pub(super) leases: Option<LeaseAnswer>,
-    /// What recorded flows say.
+    /// The answer from recorded flows.
     pub(super) recorded: Option<Recorded>,
-    /// What lives on this node.
+    /// The live flows of this node.
     pub(super) living: Option<&'a Living<'a>>,
 }
 
@@ -92,7 +92,7 @@ pub(super) struct Recorded {
     pub(super) doubts: Vec<flows::Doubt>,
 }
 
-/// Looks through the logs of flows, of one node or of several.
+/// Searches the flow logs of one node or of several.
 fn recorded(logs: &Logs, question: LeaseQuestion, living: bool) -> Result<Option<Recorded>> {
     let wanted = flows::Wanted {
         egress_ip: question.egress_ip,
@@ -105,7 +105,7 @@ fn recorded(logs: &Logs, question: LeaseQuestion, living: bool) -> Result<Option
         let (likely, doubts) = flows::answer(flows::read(log, &wanted)?, question, living);
         all.push(Recorded { likely, doubts });
     }
-    // Where one node had the port, no other one had.
+    // If one node had the port, no other one had.
     if all.iter().any(|one| one.likely.iter().any(|likely| likely.surely)) {
         all.retain(|one| !one.likely.is_empty());
     }
@@ -117,7 +117,7 @@ fn recorded(logs: &Logs, question: LeaseQuestion, living: bool) -> Result<Option
     Ok(all.into_iter().reduce(together))
 }
 
-/// What concerns an egress IP: its own leases, and whatever says when the log was written.
+/// The records that concern an egress IP: its own leases, and those that tell when the log was written.
 fn about(address: IpAddr) -> impl Fn(&LeaseRecord) -> bool {
     move |record| match &record.event {
         LeaseEvent::Held(lease) | LeaseEvent::Granted(lease) | LeaseEvent::Returned(lease) => {
@@ -127,7 +127,7 @@ fn about(address: IpAddr) -> impl Fn(&LeaseRecord) -> bool {
     }
 }
 
-/// The translated flows of a dump that the outside sees as this, and that lived at a time already or may have.
+/// The translated flows of a dump that the outside sees as `seen`, and that were or may have been live at a time.
 pub(super) fn seen_as<'a>(
     living: &Living<'a>,
     seen: SocketAddr,

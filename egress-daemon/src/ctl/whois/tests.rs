@@ -1,4 +1,4 @@
-//! Answers out of leases and flows, and times that people write.
+//! Answers from leases and flows, and times that users write.
 
 use super::*;
 use crate::ctl::print::Printable as _;
@@ -104,7 +104,7 @@ fn flow(pod: &str, node: &str, to: Option<&str>) -> Likely {
     Likely { flow, surely: true }
 }
 
-/// What is said of flows of the port, with or without something missing.
+/// The answer for flows of the port, with or without gaps in the log.
 fn of_flows(likely: Vec<Likely>, doubts: Vec<flows::Doubt>, to: Option<&str>) -> WhoisView {
     let recorded = Some(Recorded { likely, doubts });
     let known = Known {
@@ -122,7 +122,7 @@ fn recorded_flows_name_the_pod_and_say_why_not_surer() {
     let lost = || vec![flows::Doubt::Lost(HOUR, 2 * HOUR, 7)];
     let certain = |view: &WhoisView| (view.node_certain, view.pod_certain);
 
-    // One flow, and nothing is missing: no other pod had the port.
+    // One flow, and no gaps: no other pod had the port.
     let view = of_flows(vec![flow("prod/web", "w7", None)], vec![], None);
     assert_eq!((certain(&view), view.doubts.len(), view.nodes.len()), ((true, true), 0, 1), "{view:?}");
     let text = view.text();
@@ -132,7 +132,7 @@ fn recorded_flows_name_the_pod_and_say_why_not_surer() {
     );
     assert!(text.contains("the node is certain, the pod is certain"), "{text}");
 
-    // Something is missing: only who names the server is sure, where servers are recorded.
+    // With gaps, the answer is certain only if the server is named and servers are recorded.
     let view = of_flows(vec![flow("prod/web", "w7", TO)], lost(), None);
     assert_eq!(certain(&view), (true, false));
     assert!(view.text().contains("7 beginnings and ends of flows between 1970-01-01T01:00:00Z"), "{}", view.text());
@@ -141,14 +141,14 @@ fn recorded_flows_name_the_pod_and_say_why_not_surer() {
     let view = of_flows(vec![flow("prod/web", "w7", None)], lost(), TO);
     assert!(!view.pod_certain && view.text().contains("destinations are not recorded"), "{}", view.text());
 
-    // Two pods had the port, towards a server each.
+    // Two pods had the port, each towards another server.
     let two = || vec![flow("prod/web", "w7", TO), flow("prod/db", "w7", OTHER)];
     let view = of_flows(two(), vec![], None);
     assert!(!view.pod_certain && view.text().contains("flows of several pods"), "{}", view.text());
     let view = of_flows(two(), vec![], OTHER);
     assert_eq!((view.pod_certain, view.recorded[0].pod.as_str(), view.recorded.len()), (true, "prod/db", 1));
 
-    // It began or ended then, as far as clocks tell; or there was none.
+    // It began or ended at about that time, within the clocks' error; or there was none.
     let near = Likely { surely: false, ..flow("prod/web", "w7", TO) };
     let view = of_flows(vec![near], vec![], TO);
     assert!(!view.pod_certain && view.text().contains("at about that time"), "{}", view.text());
@@ -171,7 +171,7 @@ fn copies_of_logs_are_found_below_the_directory_that_is_named() {
     assert_eq!(found("w1"), (Some("w1/leases".into()), vec!["w1/flows".into()]));
     assert_eq!(found("w2/flows"), (None, vec!["w2/flows".into()]));
     assert_eq!(found("w1/leases"), (Some("w1/leases".into()), vec![]));
-    // A copy of leases by any name.
+    // A copy of leases with any name.
     make("copy");
     assert_eq!(found("copy"), (Some("copy".into()), vec![]));
     assert!(Logs::below(&directory.path().join("none")).is_err());

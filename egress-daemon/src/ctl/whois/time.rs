@@ -1,11 +1,11 @@
-//! Times that people write. Pure.
+//! Times that users write. Pure.
 
 use crate::flowlog::Instant;
 use k8s_openapi::jiff::{Timestamp, civil};
 
 const SECOND: i64 = 1_000_000;
 
-/// A time that was asked for: the first and the last microsecond that it may be.
+/// A time that a user gave: the first and the last microsecond that it may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moment {
     /// The earliest.
@@ -14,7 +14,7 @@ pub struct Moment {
     pub until: Instant,
 }
 
-/// Reads a time with its zone. Without seconds, or fractions of them, all of the minute or the second is meant.
+/// Reads a time with its zone. Without seconds, or fractions of them, it means the whole minute or second.
 pub fn moment(text: &str) -> Result<Moment, String> {
     let example = "write a date, a time and a zone, such as 2026-11-25T14:03:00Z or 2026-11-25T15:03:00+01:00";
     let text = text.trim();
@@ -47,8 +47,8 @@ pub fn moment(text: &str) -> Result<Moment, String> {
     }
 }
 
-/// A time for people.
+/// A time for display.
 pub(super) fn text(at: Instant) -> String {
-    // Milliseconds are enough for anybody.
+    // Milliseconds are enough here.
     Timestamp::from_millisecond(at.div_euclid(1000)).map_or_else(|_| at.to_string(), |at| at.to_string())
 }

@@ -1,4 +1,4 @@
-//! The answer, how sure it is, and why not surer. Pure.
+//! The answer, how certain it is, and why not more so. Pure.
 
 use super::time::text;
 use super::{Known, Moment, SLACK, is_sure, seen_as};
@@ -16,7 +16,7 @@ use std::net::SocketAddr;
 pub struct NodeRow {
     /// The node.
     pub node: String,
-    /// The first of the ports that it got together; null where only a flow shows that it has it.
+    /// The first of the ports that it got together; null if only a flow shows that it had it.
     pub first_port: Option<u16>,
     /// The last of them.
     pub last_port: Option<u16>,
@@ -30,15 +30,15 @@ pub struct NodeRow {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RecordedRow {
-    /// `namespace/name` of the pod, or its address where its name was not known any more.
+    /// `namespace/name` of the pod, or its address if its name was no longer known.
     pub pod: String,
     /// Its node.
     pub node: String,
-    /// The policy; null where it was not known any more.
+    /// The policy; null if it was no longer known.
     pub policy: Option<String>,
     /// `tcp`, `udp`, `icmp` or a number.
     pub protocol: String,
-    /// The server; null where destinations are not recorded.
+    /// The server; null if destinations are not recorded.
     pub to: Option<SocketAddr>,
     /// When it began, to within 1.1 s.
     pub began: String,
@@ -60,7 +60,7 @@ pub struct WhoisView {
     pub until: String,
     /// The nodes that may have been it.
     pub nodes: Vec<NodeRow>,
-    /// The flows that live now and may have been it, with pod and policy.
+    /// The live flows that may have been it, with pod and policy.
     pub flows: Vec<FlowRow>,
     /// The flows that were recorded and may have been it.
     pub recorded: Vec<RecordedRow>,
@@ -72,7 +72,7 @@ pub struct WhoisView {
     pub doubts: Vec<String>,
 }
 
-/// Puts together what leases, recorded flows and living flows say.
+/// Combines leases, recorded flows and live flows.
 pub(super) fn whois(seen: SocketAddr, at: Moment, to: Option<SocketAddr>, known: Known<'_>) -> WhoisView {
     let Known { leases, recorded, living } = known;
     let has_log = recorded.is_some();
@@ -86,7 +86,7 @@ pub(super) fn whois(seen: SocketAddr, at: Moment, to: Option<SocketAddr>, known:
     let flows = living.map(|living| seen_as(living, seen, to, at)).unwrap_or_default();
     let own = living.and_then(|living| living.dump.own_name());
     let likely = of_server(recorded.likely, to);
-    // What lives now and began long before has held its port all the time.
+    // A live flow that began long before has held its port all the time.
     let steady = flows.iter().any(|(_, began)| *began + SLACK <= at.from);
     let steady_nodes = likely.iter().filter(|likely| likely.surely).map(|likely| &likely.flow.node);
     let steady_nodes: BTreeSet<&String> = steady_nodes.chain(own.iter().filter(|_| steady)).collect();
@@ -108,7 +108,7 @@ pub(super) fn whois(seen: SocketAddr, at: Moment, to: Option<SocketAddr>, known:
     let found = Found {
         pods: pods.len(),
         surely: !steady_nodes.is_empty(),
-        // There is one flow of the port to each server, and no other flow of the port where nothing is missing.
+        // The port has one flow to each server, and no other flow if the log has no gaps.
         only: complete || exact,
         named: to.is_some(),
         has_log,
@@ -130,7 +130,7 @@ pub(super) fn whois(seen: SocketAddr, at: Moment, to: Option<SocketAddr>, known:
     }
 }
 
-/// The flows to a server, and those of which it is not known where they led.
+/// The flows to a server, and those whose destination is not known.
 fn of_server(likely: Vec<Likely>, to: Option<SocketAddr>) -> Vec<Likely> {
     let meant = to.map(|to| SocketAddr::new(to.ip().to_canonical(), to.port()));
     let is_meant = |likely: &Likely| meant.is_none_or(|to| likely.flow.destination.is_none_or(|flow| flow == to));
@@ -143,7 +143,7 @@ struct Found {
     pods: usize,
     /// Whether one of them had the port for all of the time.
     surely: bool,
-    /// Whether no flow of another pod can have had it besides.
+    /// Whether no flow of another pod can have had it, too.
     only: bool,
     /// Whether the server is named.
     named: bool,
@@ -172,7 +172,7 @@ impl RecordedRow {
     }
 }
 
-/// Why recorded flows do not tell everything.
+/// Why recorded flows are not complete.
 fn about_log(doubt: &flows::Doubt) -> String {
     match doubt {
         flows::Doubt::Unwatched(None, Some(until)) => format!("the log of flows begins at {}", text(*until)),
@@ -195,7 +195,7 @@ fn about_log(doubt: &flows::Doubt) -> String {
 }
 
 impl NodeRow {
-    /// A node of which only a flow shows that it had the port.
+    /// A node that had the port according to a flow only.
     fn without_lease(node: &str) -> Self {
         Self { node: node.to_owned(), first_port: None, last_port: None, from: None, until: None }
     }
@@ -234,8 +234,8 @@ fn about_pod(found: &Found, own: Option<&str>, nodes: &[NodeRow]) -> Option<Stri
         0 if !elsewhere.is_empty() => {
             Some(format!("its pods' flows are known on node {} only: ask there", elsewhere.join(", ")))
         }
-        0 if found.has_log => Some("no flow that lives now or was recorded had the port then".into()),
-        0 => Some("no flow that lives now had the port then: leases say nothing of pods".into()),
+        0 if found.has_log => Some("no live or recorded flow had the port then".into()),
+        0 => Some("no live flow had the port then: leases do not name pods".into()),
         _ if !found.surely => {
             Some("a flow began or ended at about that time: the clocks of nodes may differ by two seconds".into())
         }
